@@ -102,7 +102,7 @@ pub fn gradcheck<M>(
         )));
     }
     let grads = model.backward(&loss(model)?)?;
-    let order = model.schedule().forward_order();
+    let order = model.schedule.forward_order();
     let mut units: Vec<_> = model.units().into_iter().filter(|unit| check.checks(unit.params())).collect();
     units.sort_by_key(|unit| order.iter().position(|&index| index == unit.index()));
     let mut all = vec![];
@@ -158,7 +158,7 @@ impl Check {
             }
         }
         let exact = params.iter().all(|param| param.compute_dtype() == DType::F64);
-        Ok(Check { ranks: first.ranks().clone(), noise: if exact { 1e-13 } else { 2e-6 } })
+        Ok(Check { ranks: first.spec.ranks.clone(), noise: if exact { 1e-13 } else { 2e-6 } })
     }
 
     fn checks(&self, params: &[Arc<FsdpParam>]) -> bool {
@@ -172,7 +172,7 @@ impl Check {
         loss: &mut impl FnMut(&FsdpModule<M>) -> candle_core::Result<Tensor>,
     ) -> Result<f64> {
         // Nothing that was gathered before parameters moved.
-        model.schedule().reshard_all()?;
+        model.schedule.reshard_all()?;
         let own = no_grad(|| loss(model))?.to_dtype(DType::F64)?.to_scalar::<f64>()?;
         let mean = self.ranks.shard().all_reduce_scalar(own, ReduceOp::Avg)?;
         match self.ranks.replicate() {
@@ -188,7 +188,7 @@ impl Check {
         // parameters, and the product.
         let mut sums: Vec<(Vec<ProcessGroup>, [f64; 4])> = vec![];
         for param in params.iter().filter(|param| param.trainable()) {
-            let parts: Vec<ProcessGroup> = param.ranks().parts().chain(param.cut_over()).cloned().collect();
+            let parts: Vec<ProcessGroup> = param.spec.ranks.parts().chain(param.cut_over()).cloned().collect();
             let known = |(others, _): &(Vec<ProcessGroup>, _)| {
                 others.len() == parts.len() && others.iter().zip(&parts).all(|(other, part)| other.is(part))
             };

@@ -69,10 +69,10 @@ fn refuses_unknown_layers_and_patterns() {
     for (more, expected) in [
         ("--lora-rank 2 --lora-targets q_proj,qproj", &["`qproj`", "model.layers.*.self_attn.q_proj"][..]),
         ("--lora-rank 2 --lora-targets norm", &["`norm` matches no fully connected layer"]),
-        ("--lora-rank 2 --lora-targets a[", &["--lora-targets", "`a[` is no pattern of names"]),
+        ("--lora-rank 2 --lora-targets a[", &["--lora-targets", "`a[` is not a valid pattern of names"]),
         ("--lora-from none", &["--lora-from none", "adapter_config.json"]),
         ("--no-decay scale", &["--no-decay: `scale` matches no trained parameter"]),
-        ("--no-decay **x", &["--no-decay", "`**x` is no pattern of names"]),
+        ("--no-decay **x", &["--no-decay", "`**x` is not a valid pattern of names"]),
     ] {
         train_golden("llama_tiny", 2, &format!("--steps 1 {more}"), dir.path()).refused(2, expected);
     }

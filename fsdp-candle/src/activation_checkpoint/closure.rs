@@ -182,7 +182,7 @@ where
     let token = scalar(&token, recompute)?;
     let node = number(token.id());
     // One report is enough: the parameters belong to one model.
-    params.iter().any(|param| param.replays(begun..node, node));
+    params.iter().any(|param| param.register_recomputation(begun..node, node));
     let mut ends = ends.into_iter();
     result.map_tensors(&mut |tensor| match ends.next() {
         Some(end) if tensor.dtype().is_float() => end.output(&tensor, &token),
@@ -234,8 +234,8 @@ impl Start {
                     continue;
                 }
                 if let Some(param) = FsdpParam::of(node) {
-                    if params.insert(param.anchor().id()) {
-                        leaves.insert(param.leaf());
+                    if params.insert(param.anchor.id()) {
+                        leaves.insert(param.leaf);
                         start.params.push(param);
                     }
                 } else if node.is_variable() {
@@ -244,12 +244,8 @@ impl Start {
             }
         }
         start.variables.retain(|variable| !leaves.contains(&variable.id()));
-        start.ids = start
-            .variables
-            .iter()
-            .map(Tensor::id)
-            .chain(start.params.iter().map(|param| param.anchor().id()))
-            .collect();
+        start.ids =
+            start.variables.iter().map(Tensor::id).chain(start.params.iter().map(|param| param.anchor.id())).collect();
         Ok(start)
     }
 }

@@ -300,7 +300,7 @@ fn leads_only_to(result: &Tensor, nodes: &[&Tensor], matrix: &Arc<FsdpParam>) ->
         }
     }
     // A variable of no sharded parameter is something else than a bias.
-    let leaves = [Some(matrix.leaf()), bias.as_ref().map(|bias| bias.leaf())];
+    let leaves = [Some(matrix.leaf), bias.as_ref().map(|bias| bias.leaf)];
     let only_leaves = nodes.iter().all(|node| !node.is_variable() || leaves.contains(&Some(node.id())));
     (found && only_leaves).then_some(bias)
 }

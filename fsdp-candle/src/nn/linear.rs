@@ -294,7 +294,7 @@ impl Adapter {
     /// Returns the adapter that the map of this weight, `[out, in]` or `[in, out]`, configures, if any.
     fn configured(weight: &Tensor, in_out: bool, vb: VarBuilder) -> Result<Option<Self>> {
         let Some(param) = FsdpParam::of(weight) else { return Ok(None) };
-        let Some(config) = param.adapter() else { return Ok(None) };
+        let Some(config) = param.spec.adapter else { return Ok(None) };
         let (rows, columns) = param.shape().dims2()?;
         let (inputs, outputs) = if in_out { (rows, columns) } else { (columns, rows) };
         Adapter::new(inputs, outputs, config, vb).map(Some)

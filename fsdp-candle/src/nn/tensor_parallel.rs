@@ -89,7 +89,7 @@ pub(in crate::nn) fn check_embedding(weight: &Tensor) -> Result<()> {
 /// Marks a parameter that a layer holds beside its weight: the layer does the parameter's collectives.
 pub(in crate::nn) fn mark_tp_aware(tensor: &Tensor) {
     if let Some(param) = FsdpParam::of(tensor) {
-        param.serve_parallel();
+        param.set_tp_aware();
     }
 }
 
@@ -111,7 +111,8 @@ impl<S> TpLayer<S> {
     fn of(weight: &Tensor, sharding: impl FnOnce(ParallelStyle) -> Option<S>) -> Option<Self> {
         let param = FsdpParam::of(weight)?;
         let style = sharding(param.parallel()?.style())?;
-        let parallel: &Arc<Parallel> = param.serve_parallel()?;
+        param.set_tp_aware();
+        let parallel = param.parallel()?;
         let subject = Subject::new(format!("the layer of parameter `{}`", param.name()), []);
         let group = parallel.group().signed(Signature::new(&subject, []));
         Some(TpLayer { group, subject, style })

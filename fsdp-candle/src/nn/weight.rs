@@ -37,10 +37,7 @@ pub(crate) fn register_cpu_layer(tensor: &Tensor) {
 /// Candle's own operations read the tensor directly, so a layer that falls back to them does not announce its use.
 fn register(tensor: &Tensor, announces_use: bool) {
     if let Some(param) = FsdpParam::of(tensor) {
-        param.note_layer();
-        if announces_use {
-            param.claim();
-        }
+        param.register_layer(announces_use);
     }
 }
 
@@ -67,9 +64,9 @@ impl Weight {
         let Some(param) = FsdpParam::of(tensor) else {
             return Ok(Weight { value: with_graph(tensor, keeps_graph()), param: None, wants_grad: true });
         };
-        param.used()?;
+        param.pre_use()?;
         let graph = keeps_graph() && param.trainable();
-        let (value, anchor) = (with_graph(param.full(), graph), with_graph(&param.anchor_of_pass()?, graph));
+        let (value, anchor) = (with_graph(&param.full, graph), with_graph(&param.anchor_of_pass()?, graph));
         Ok(Weight { value, wants_grad: graph, param: Some((param, anchor)) })
     }
 
@@ -88,7 +85,7 @@ impl Weight {
     /// When the parameter is not gathered.
     pub(crate) fn value(&self) -> Result<&Tensor> {
         if let Some((param, _)) = &self.param {
-            param.tell_use()?;
+            param.run_pre_use_hook()?;
             if !param.is_unsharded() {
                 bail!("parameter `{}`: its values are not gathered now (Candle calls their storage F4)", param.name())
             }
@@ -125,8 +122,8 @@ impl Weight {
         if !self.wants_grad {
             return Ok(None);
         }
-        param.tell_gradient()?;
-        param.gradient().write(write)?;
+        param.run_pre_gradient_hook()?;
+        param.gradient.write(write)?;
         anchor.zeros_like().map(Some)
     }
 
@@ -147,8 +144,8 @@ impl Weight {
         if !self.wants_grad {
             return Ok(None);
         }
-        param.tell_gradient()?;
-        param.gradient().write_in(write)?;
+        param.run_pre_gradient_hook()?;
+        param.gradient.write_in(write)?;
         anchor.zeros_like().map(Some)
     }
 
@@ -159,8 +156,8 @@ impl Weight {
         if !self.wants_grad {
             return Ok(None);
         }
-        param.tell_gradient()?;
-        param.gradient().add(gradient)?;
+        param.run_pre_gradient_hook()?;
+        param.gradient.add(gradient)?;
         anchor.zeros_like().map(Some)
     }
 }

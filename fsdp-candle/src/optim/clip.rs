@@ -132,7 +132,7 @@ fn norm_of(vars: &ShardedVarMap, params: &[Arc<FsdpParam>], grads: &GradStore, n
     let with_gradient: Vec<_> = params.iter().filter_map(|param| Some((param, grads.get(param.var())?))).collect();
     let powers = powers(with_gradient.iter().map(|(_, grad)| *grad), norm_type)?;
     for ((param, _), power) in with_gradient.into_iter().zip(powers) {
-        if let Some((_, shares)) = meshes.iter_mut().find(|(ranks, _)| Arc::ptr_eq(ranks, param.ranks())) {
+        if let Some((_, shares)) = meshes.iter_mut().find(|(ranks, _)| Arc::ptr_eq(ranks, &param.spec.ranks)) {
             let share = &mut shares[usize::from(param.cut_over().is_some())];
             *share = norm_type.combine(*share, power);
         }

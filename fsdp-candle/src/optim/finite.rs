@@ -103,7 +103,7 @@ fn subjects(vars: &ShardedVarMap, of: &[ValuesOf<'_>]) -> Result<Vec<Subject>> {
                     parameter: param.name().into(),
                     what: "",
                     elements: param.shape().elem_count(),
-                    ranks: Some(param.ranks().clone()),
+                    ranks: Some(param.spec.ranks.clone()),
                     tensor: Some(param.var().as_tensor().clone()),
                 }));
                 subjects.extend(vars.wholes().into_iter().map(|(parameter, var)| Subject {
@@ -118,7 +118,7 @@ fn subjects(vars: &ShardedVarMap, of: &[ValuesOf<'_>]) -> Result<Vec<Subject>> {
                 parameter: param.name().into(),
                 what: GRADIENT,
                 elements: param.shape().elem_count(),
-                ranks: Some(param.ranks().clone()),
+                ranks: Some(param.spec.ranks.clone()),
                 tensor: grads.get(param.var()).cloned(),
             })),
             ValuesOf::Moments(optim) => {
@@ -128,7 +128,7 @@ fn subjects(vars: &ShardedVarMap, of: &[ValuesOf<'_>]) -> Result<Vec<Subject>> {
                             parameter: state.param.name().into(),
                             what,
                             elements: state.param.shape().elem_count(),
-                            ranks: Some(state.param.ranks().clone()),
+                            ranks: Some(state.param.spec.ranks.clone()),
                             tensor: Some(moment.telling().clone()),
                         });
                     }

@@ -102,7 +102,7 @@ fn policies_choose_layers() {
     assert_eq!(chosen(CheckpointPolicy::all()), [0, 1, 2, 3, 4, 5]);
     assert_eq!(chosen(CheckpointPolicy::every(4)), [0, 4]);
     assert_eq!(chosen(CheckpointPolicy::named(["layers.[0-2]", "model.*.5"]).unwrap()), [0, 1, 2, 5]);
-    assert!(CheckpointPolicy::named(["["]).unwrap_err().to_string().contains("is no pattern of names"));
+    assert!(CheckpointPolicy::named(["["]).unwrap_err().to_string().contains("is not a valid pattern of names"));
 }
 
 /// Two layers. The first one's weight is gone when backward runs, so its output must have been kept.

@@ -149,7 +149,11 @@ pub(crate) fn times(gradients: &Gradients, factor: f32) -> Gradients {
 /// Asserts that a result is an error whose message contains all of `parts`.
 pub(crate) fn refused<T, E: std::fmt::Display>(result: Result<T, E>, parts: &[&str]) {
     let Err(error) = result else { panic!("expected an error with {parts:?}") };
-    let text = error.to_string();
+    assert_contains(&error.to_string(), parts);
+}
+
+/// Asserts that a text contains all of `parts`.
+pub(crate) fn assert_contains(text: &str, parts: &[&str]) {
     parts.iter().for_each(|part| assert!(text.contains(part), "{part:?} is not in {text}"));
 }
 

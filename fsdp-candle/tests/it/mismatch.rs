@@ -9,7 +9,9 @@ use fsdp_candle::{
     fully_shard, nn,
 };
 
-use crate::common::{WIDTH, assert_close, batch, gradients, journal, ranks, rounding, shard_of_gradient, vars_on};
+use crate::common::{
+    WIDTH, assert_close, assert_contains, batch, gradients, journal, ranks, rounding, shard_of_gradient, vars_on,
+};
 
 const ADVICE: &str = "call `set_reduce_scatter_unused_params(true, Recurse::Yes)` of the root on every rank";
 
@@ -64,12 +66,18 @@ fn different_parameters_are_errors_on_every_rank() {
             });
             // With pairs of shards, both replicas hold both heads.
             for error in errors {
-                assert!(error.contains("FSDP unit `(root)`: ") && error.contains(" of 4 parameters failed"), "{error}");
-                assert!(error.contains("unit `(root)`: body.weight, a.weight; "), "{error}");
-                assert!(error.contains("unit `(root)`: body.weight, b.weight; "), "{error}");
-                assert!(error.contains("`a.weight` is on rank(s) [0"), "{error}");
-                assert!(error.contains("] only, `b.weight` on rank(s) [1"), "{error}");
-                assert!(error.contains(ADVICE), "{error}");
+                assert_contains(
+                    &error,
+                    &[
+                        "FSDP unit `(root)`: ",
+                        " of 4 parameters failed",
+                        "unit `(root)`: body.weight, a.weight; ",
+                        "unit `(root)`: body.weight, b.weight; ",
+                        "`a.weight` is on rank(s) [0",
+                        "] only, `b.weight` on rank(s) [1",
+                        ADVICE,
+                    ],
+                );
             }
         }
     }
@@ -179,11 +187,10 @@ fn different_experts() {
             model.backward(&run(&model, world.rank(), false)).unwrap_err().to_string()
         });
         for error in errors {
-            assert!(error.contains("FSDP unit `moe`: reduce-scatter of 13 parameters failed"), "{error}");
+            assert_contains(&error, &["FSDP unit `moe`: reduce-scatter of 13 parameters failed"]);
             let first = [0, 3].map(|i| format!("`moe.experts.{i}.w1.weight`, `moe.experts.{i}.w2.weight`")).join(", ");
             let on = if size == 4 { "[0, 3]" } else { "[0]" };
-            assert!(error.contains(&format!("{first} are on rank(s) {on} only, ")), "{error}");
-            assert!(error.contains(ADVICE), "{error}");
+            assert_contains(&error, &[&format!("{first} are on rank(s) {on} only, "), ADVICE]);
         }
         ranks(size, |world| {
             let make = || {
@@ -217,9 +224,14 @@ fn replicas_with_different_parameters_are_errors() {
             model.backward(&loss).unwrap_err().to_string()
         });
         for error in errors {
-            assert!(error.contains("FSDP unit `(root)`: all-reduce of 4 parameters failed"), "{error}");
-            assert!(error.contains("`a.weight` is on rank(s) [0] only, `b.weight` on rank(s) [1] only"), "{error}");
-            assert!(error.contains(ADVICE), "{error}");
+            assert_contains(
+                &error,
+                &[
+                    "FSDP unit `(root)`: all-reduce of 4 parameters failed",
+                    "`a.weight` is on rank(s) [0] only, `b.weight` on rank(s) [1] only",
+                    ADVICE,
+                ],
+            );
         }
     }
 }
@@ -262,10 +274,15 @@ fn backwards_reduced_on_some_ranks_are_errors() {
             panic!("rank {} summed what others had summed already", world.rank())
         });
         for error in errors {
-            assert!(error.contains(&format!("FSDP unit `(root)`: {what} of 4 parameters failed")), "{error}");
-            assert!(error.contains("unit `(root)`, gradients of 2 backwards: body.weight, a.weight; "), "{error}");
-            assert!(error.contains("unit `(root)`: body.weight, a.weight; "), "{error}");
-            assert!(error.contains("of as many backwards"), "{error}");
+            assert_contains(
+                &error,
+                &[
+                    &format!("FSDP unit `(root)`: {what} of 4 parameters failed"),
+                    "unit `(root)`, gradients of 2 backwards: body.weight, a.weight; ",
+                    "unit `(root)`: body.weight, a.weight; ",
+                    "of as many backwards",
+                ],
+            );
         }
     }
 }
@@ -285,9 +302,14 @@ fn a_missing_reduction_shows_in_the_next_collective() {
         clipped.unwrap_err().to_string()
     });
     for error in errors {
-        assert!(error.contains("rank(s) [0] issued reduce_scatter(unit `(root)`: body.weight, a.weight; "), "{error}");
-        assert!(error.contains("rank(s) [1] issued all_reduce(the gradients' norm (Two); sum, F64 [1])"), "{error}");
-        assert!(error.contains(ADVICE), "{error}");
+        assert_contains(
+            &error,
+            &[
+                "rank(s) [0] issued reduce_scatter(unit `(root)`: body.weight, a.weight; ",
+                "rank(s) [1] issued all_reduce(the gradients' norm (Two); sum, F64 [1])",
+                ADVICE,
+            ],
+        );
     }
 }
 
@@ -304,8 +326,13 @@ fn a_norm_does_not_match_other_numbers() {
         }
     });
     for error in errors {
-        assert!(error.contains("rank(s) [0] issued all_reduce(the gradients' norm (Two); sum, F64 [1])"), "{error}");
-        assert!(error.contains("rank(s) [1] issued all_reduce(sum, F64 [1])"), "{error}");
+        assert_contains(
+            &error,
+            &[
+                "rank(s) [0] issued all_reduce(the gradients' norm (Two); sum, F64 [1])",
+                "rank(s) [1] issued all_reduce(sum, F64 [1])",
+            ],
+        );
     }
 }
 
@@ -329,9 +356,14 @@ fn gathers_of_different_units_name_both() {
             chosen.unshard().unwrap_err().to_string()
         });
         for error in errors {
-            assert!(error.contains("rank(s) [0, 2] issued all_gather(unit `a`: a.weight, a.bias; BF16 [12"), "{error}");
-            assert!(error.contains("rank(s) [1] issued all_gather(unit `b`: b.weight, b.bias; BF16 [12"), "{error}");
-            assert!(error.contains("call the same units in the same order"), "{error}");
+            assert_contains(
+                &error,
+                &[
+                    "rank(s) [0, 2] issued all_gather(unit `a`: a.weight, a.bias; BF16 [12",
+                    "rank(s) [1] issued all_gather(unit `b`: b.weight, b.bias; BF16 [12",
+                    "call the same units in the same order",
+                ],
+            );
         }
     }
 }

@@ -14,7 +14,8 @@ use fsdp_candle::{
 };
 
 use crate::common::{
-    Own, Parts, WIDTH, alone, batch, device, loss_of, plain, ranks, refused, sharded, vars, vars_on, whole,
+    Own, Parts, WIDTH, alone, assert_close, batch, device, gradients, loss_of, plain, ranks, refused, sharded, vars,
+    vars_on, whole,
 };
 
 /// The trainable parameters of each step: all, parts of blocks, only the head, one bias of a unit, all.
@@ -281,5 +282,49 @@ fn state_dicts_and_gradcheck_follow_frozen_parameters() {
         assert_eq!(model.graph_cuts().len(), 1);
         let saved = names(get_model_state_dict(&vars, &options).unwrap());
         assert_eq!(saved.len(), 6);
+    });
+}
+
+#[test]
+fn captured_tensors_keep_frozen_parameters() {
+    ranks(2, |world| {
+        let run = |captured: bool| {
+            let vars = vars(&world);
+            vars.freeze(|name| name.contains("frozen"));
+            let vb = vars.builder(DType::F32);
+            let opts = FullyShard::new(&vars).reshard_after_forward(fsdp_candle::ReshardAfterForward::Always);
+            let before = fully_shard(&opts, vb.pp("before"), |vb| nn::linear(4, 4, vb)).unwrap();
+            // Candle's own layers, whose frozen weights no hook observes.
+            let unit = fully_shard(&opts, vb.pp("unit"), |vb| {
+                Ok((candle_nn::linear(4, 4, vb.pp("frozen"))?, nn::linear(4, 4, vb.pp("trained"))?))
+            });
+            let unit = unit.unwrap();
+            let root = fully_shard(&opts, vb, |_| Ok(())).unwrap();
+            let x = batch(world.rank(), 4);
+            let seen = std::sync::Mutex::new(vec![]);
+            let y = root.call(|()| {
+                let h = before.forward(&x)?;
+                let both = |(frozen, trained): &(candle_nn::Linear, nn::Linear), a: &Tensor, b: &Tensor| {
+                    let y = (frozen.forward(&frozen.forward(a)?)? + trained.forward(&frozen.forward(b)?.sqr()?)?)?;
+                    y + frozen.forward(&a.sqr()?)?
+                };
+                // In both orders. The other tensor is computed before the unit.
+                let first = match captured {
+                    true => unit.call_with(h.sin()?, |m, a| both(m, &a, &h))?,
+                    false => unit.call(|m| both(m, &h.sin()?, &h))?,
+                };
+                seen.lock().unwrap().push(unit.params()[0].is_unsharded());
+                let other = h.cos()?;
+                match captured {
+                    true => unit.call_with(first, |m, a| both(m, &other, &a)),
+                    false => unit.call(|m| both(m, &other, &first)),
+                }
+            });
+            let grads = root.backward(&y.unwrap().sqr().unwrap().mean_all().unwrap()).unwrap();
+            assert_eq!(*seen.lock().unwrap(), [false]);
+            assert!(vars.params().iter().all(|param| !param.is_unsharded()));
+            gradients(&vars, &grads)
+        };
+        assert_close(&run(true), &run(false), 1e-6);
     });
 }

@@ -11,7 +11,8 @@ use fsdp_candle::{
 use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, Work};
 
 use crate::common::{
-    WIDTH, address, assert_close, batch, gradients, loss_of, memory, ranks, reference, shard_of_gradient, sharded, vars,
+    WIDTH, address, alone, assert_close, batch, gradients, loss_of, memory, ranks, reference, shard_of_gradient,
+    sharded, vars,
 };
 
 #[test]
@@ -238,4 +239,39 @@ fn outputs_are_cast() {
         let model = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear(WIDTH, 16, vb)).unwrap();
         assert_eq!(model.forward(&batch(world.rank(), WIDTH)).unwrap().dtype(), DType::F64);
     });
+}
+
+#[test]
+fn settings_of_split_units_do_not_reach_siblings() {
+    let world = alone();
+    let vars = vars(&world);
+    let opts = FullyShard::new(&vars);
+    let vb = vars.builder(DType::F32);
+    let linear = |name: &str| fully_shard(&opts, vb.pp(name), |vb| nn::linear(4, 4, vb)).unwrap();
+    let (block, adapter) = (linear("block"), linear("head.adapter"));
+    let pair = fully_shard(&opts, vb.clone(), |vb| {
+        Ok((nn::rms_norm(4, 1e-5, vb.pp("norm"))?, nn::linear(4, 4, vb.pp("head"))?))
+    });
+    let (norm, head) = pair.unwrap().into_parts();
+    let root = fully_shard(&opts, vb.clone(), |vb| nn::linear(4, 4, vb.pp("embed"))).unwrap();
+    let x = batch(0, 4);
+    let run = || {
+        let y = root.call(|embed| {
+            let y = adapter.forward(&block.forward(&embed.forward(&x)?)?)?;
+            head.forward(&norm.forward(&y)?)
+        });
+        let units = [block.params(), adapter.params(), norm.params(), root.params()];
+        let kept = units.map(|params| params[0].is_unsharded());
+        root.backward(&y.unwrap().sqr().unwrap().mean_all().unwrap()).unwrap();
+        kept
+    };
+    assert_eq!(run(), [false, false, false, true]);
+    norm.set_reshard_after_forward(fsdp_candle::ReshardAfterForward::Never, Recurse::Yes).unwrap();
+    assert_eq!(run(), [false, true, true, true]);
+    root.set_reshard_after_forward(fsdp_candle::ReshardAfterForward::Always, Recurse::Yes).unwrap();
+    assert_eq!(run(), [false; 4]);
+    let tree = root.to_string();
+    for unit in ["\n  block [", "\n  (root) [", "\n    head.adapter ["] {
+        assert!(tree.contains(unit), "{unit:?} in {tree}");
+    }
 }

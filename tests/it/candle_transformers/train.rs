@@ -196,7 +196,7 @@ fn rank(world: &World, plain: &Plain, sharding: Sharding<'_>, load: Load) -> (Co
     let mut found = Comparison {
         units: sizes.len() + 1,
         bytes: bytes(&vars.params()),
-        raw: bytes(model.raw_parameters()),
+        raw: bytes(model.unmanaged_parameters()),
         bound: root + sizes.iter().take(2).sum::<usize>(),
         ..Comparison::default()
     };

@@ -76,7 +76,7 @@ fn are_same_ranks(a: &[Axis], b: &[Axis]) -> bool {
 /// The ranks that a parameter is cut over, and those that hold the same of it: along the dimension that shards, the one
 /// that replicates (where replicas divide shards, they hold parts), and that of tensor parallelism.
 fn axes(param: &FsdpParam) -> Vec<Axis> {
-    let ranks = param.ranks();
+    let ranks = &param.spec.ranks;
     let dims = 0..ranks.mesh().layout().shape().len();
     let dim_of = |group: &ProcessGroup| dims.clone().find(|&dim| ranks.mesh().group(dim).is_ok_and(|of| of.is(group)));
     let shard = Axis { group: ranks.shard().clone(), cut: dim_of(ranks.shard()) };
@@ -145,7 +145,7 @@ impl Class {
     /// The box of a matrix that the rank at `at` holds.
     pub(super) fn region(&self, matrix: usize, at: &[usize]) -> Result<Region> {
         let param = &self.matrices[matrix].param;
-        let mesh = param.ranks().mesh();
+        let mesh = param.spec.ranks.mesh();
         let mut coordinate = mesh.coordinate();
         for (axis, &at) in self.axes.iter().zip(at) {
             if let Some(dim) = axis.cut {

@@ -16,11 +16,11 @@ fn unmanaged_parameters_stay_in_the_parent_unit() {
         let model = wrapped(&FullyShard::new(&vars), &vars, kind);
         let grads = model.backward(&loss_of(&model, &ids(world.rank(), 0))).unwrap();
         let mut want = gradients(&vars, &grads);
-        assert!(model.raw_parameters().is_empty());
+        assert!(model.unmanaged_parameters().is_empty());
 
         let vars = vars_of(&world, kind);
         let model = by_name(&FullyShard::new(&vars), &vars, kind, EACH_LAYER);
-        let raw: Vec<&str> = model.raw_parameters().iter().map(|param| param.name()).collect();
+        let raw: Vec<&str> = model.unmanaged_parameters().iter().map(|param| param.name()).collect();
         let scales: Vec<String> = (0..LAYERS).map(|i| format!("model.layers.{i}.scale")).collect();
         assert_eq!(raw, scales);
         let root: Vec<&str> = model.params().iter().map(|param| param.name()).collect();
@@ -42,12 +42,12 @@ fn candles_layers_are_unmanaged() {
         let vars = vars_of(&world, Kind::default());
         let opts = FullyShard::new(&vars).units(["layer"]);
         let model = shard(&opts, vars.builder(DType::F32), |vb| candle_nn::linear(6, 6, vb.pp("layer"))).unwrap();
-        assert_eq!(model.raw_parameters().len(), 2);
+        assert_eq!(model.unmanaged_parameters().len(), 2);
         assert_eq!(model.units().len(), 1);
         // A dtype without a kernel runs Candle's operations: F64 has none on the host, and has one on CUDA.
         let opts = FullyShard::new(&vars).units(["wide"]);
         let model = shard(&opts, vars.builder(DType::F64), |vb| nn::linear(6, 6, vb.pp("wide"))).unwrap();
-        assert_eq!(model.raw_parameters().len(), if on_cuda() { 0 } else { 2 });
+        assert_eq!(model.unmanaged_parameters().len(), if on_cuda() { 0 } else { 2 });
         let x = Tensor::ones((2, 6), DType::F64, world.device()).unwrap();
         model.backward(&model.forward(&x).unwrap().sqr().unwrap().sum_all().unwrap()).unwrap();
     });
@@ -64,7 +64,7 @@ fn refuses_unmatched_patterns() {
         };
         let message = error(&["model.layers.*", "model.blocks.*"]);
         assert!(message.contains("`model.blocks.*` matches no module's name") && message.contains("`model.layers.*`"));
-        assert!(error(&["model.["]).contains("is no pattern"));
+        assert!(error(&["model.["]).contains("is not a valid pattern"));
         assert!(vars.params().is_empty());
         let opts = FullyShard::new(&vars).units(EACH_LAYER.iter().copied());
         refused(fully_shard(&opts, vars.builder(DType::F32), |vb| untouched(kind, vb)), &["which are for `shard`"]);

@@ -1,9 +1,9 @@
 //! DTensors compared with plain tensors: all placements on 1-D and 2-D meshes of 1 to 4 ranks, with uneven, empty and
 //! strided shards.
 
+mod asynchronous;
 mod create;
 mod elementwise;
-mod in_flight;
 mod moves;
 mod params;
 mod products;

@@ -1,7 +1,7 @@
 //! Parameters, gradients and entries of state dicts as DTensors.
 
 use super::*;
-use crate::common::{address, batch, gradients, loss_of, refused, sharded, vars, whole};
+use crate::common::{address, batch, gradients, loss_of, ranks, refused, sharded, vars, whole};
 use candle_core::Module;
 use fsdp_candle::{
     AdamW, AdamWConfig, ColwiseParallel, DataParallelMeshDims, FullyShard, ParallelPlan, RowwiseParallel,
@@ -115,10 +115,10 @@ fn refuses_values_of_other_shapes_and_dtypes() {
         for (text, part) in [
             (
                 error(param.set_full(&zeros(&[2, 4], DType::F32))),
-                "parameter `head.weight`: it has shape [2, 5], and the full tensor [2, 4]",
+                "parameter `head.weight`: expected shape [2, 5], found [2, 4]",
             ),
-            (error(param.set_local(&zeros(&[2, 5], DType::F32))), "is [1, 5], and a tensor of shape [2, 5] is no part"),
-            (error(param.set_local(&zeros(&[1, 5], DType::U32))), "it is F32, and values of U32 are none of it"),
+            (error(param.set_local(&zeros(&[2, 5], DType::F32))), "has shape [1, 5], found [2, 5]"),
+            (error(param.set_local(&zeros(&[1, 5], DType::U32))), "expected a floating point tensor, found U32"),
         ] {
             assert!(text.contains(part), "{text}");
         }

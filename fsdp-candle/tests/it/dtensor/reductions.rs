@@ -128,8 +128,8 @@ fn ranks_without_elements_add_nothing() {
         assert_eq!(values(&counts.min_all().unwrap().full_tensor().unwrap()), [1.]);
         let none = DTensor::zeros((0, 3), DType::F32, &device(), mesh, &[Shard(0)]).unwrap();
         assert_eq!(values(&none.sum(0).unwrap().full_tensor().unwrap()), [0.; 3]);
-        assert!(error(none.max(0)).contains("there is no element"));
-        assert!(error(counts.mean_all()).contains("convert to a floating point type first"));
+        refused(none.max(0), &["there is no element"]);
+        refused(counts.mean_all(), &["convert to a floating point type first"]);
         assert!(error(none.sum(2)).contains("out of range"), "{}", error(none.sum(2)));
     });
 }
@@ -159,8 +159,8 @@ fn norms_are_partial() {
                 }
             }
             let terms = laid_out(&full, mesh, &vec![SUM; mesh.layout().shape().len()]);
-            assert!(error(terms.norm(NormType::Two)).contains("norm of each term is no term of the result"));
-            assert!(error(terms.norm(NormType::P(0.))).contains("a norm of order 0"));
+            refused(terms.norm(NormType::Two), &["norm of each term is no term of the result"]);
+            refused(terms.norm(NormType::P(0.)), &["a norm of order 0"]);
         });
     }
 }

@@ -105,7 +105,7 @@ fn units_by_name() {
     ranks(4, |world| {
         let vars = DP_TP.vars(&world, true);
         let model = build_by_name(&FullyShard::new(&vars), &vars).unwrap();
-        assert!(model.raw_parameters().is_empty());
+        assert!(model.unmanaged_parameters().is_empty());
         let (batch, batches) = DP_TP.batch_of(&vars);
         let run = train(&model, &vars, (batch, 1, batches));
         assert_same(&world, &run, &reference(&world, batches, |_| ()), TOLERANCE, &DP_TP);

@@ -47,7 +47,7 @@ fn placements_match_pytorch() {
             let opts = FullyShard::new(&vars).shard_placement_fn(move |_, _| Some(ShardPlacement::from(dim)));
             let unit = fully_shard(&opts, vars.builder(DType::F32), |vb| {
                 let weight = vb.pp("m").get(shape.as_slice(), "weight")?;
-                FsdpParam::serve(&weight);
+                FsdpParam::register_tp_layer(&weight);
                 Ok(weight)
             })
             .unwrap();

@@ -1,7 +1,7 @@
 //! Layers under a tensor parallel plan, compared with the same layers without one.
 
+mod checkpoints;
 mod inputs;
-mod kept;
 mod layers;
 mod losses;
 
