@@ -18,7 +18,6 @@ use rustix::{
 
 use crate::{RankEnv, hash::Hash};
 
-// ---- from process_group/roll
 /// The backends that meet.
 const BACKENDS: [&str; 2] = ["mpi", "shm"];
 /// How long another rank has to wait by another backend before that counts: a program may meet by one and then by the
@@ -131,7 +130,6 @@ fn name(env: &RankEnv, backend: &str, rank: usize) -> Result<SocketAddrUnix, Err
     SocketAddrUnix::new_abstract_name(name.as_bytes())
 }
 
-// ---- from process_group/patience
 const FIRST: Duration = Duration::from_secs(5);
 
 /// A wait that goes on.

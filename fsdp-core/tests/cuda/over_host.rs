@@ -55,7 +55,7 @@ impl OverHost {
     fn run_there(&self, output: CollectiveOutput, to: Vec<Buffer>, rank: usize) -> Result<Vec<Buffer>> {
         let CollectiveOutput { outputs, fence } = output;
         if let Some(mut fence) = fence {
-            fence.block()?;
+            fence.synchronize()?;
         }
         let (mut filled, mut to) = (vec![], to.into_iter());
         for from in outputs {

@@ -14,7 +14,6 @@ use half::{bf16, f16, slice::HalfFloatSliceExt};
 
 use crate::{DType, ReduceOp};
 
-// ---- from process_group/host/element
 /// An element as it is stored, with the type it is combined in.
 pub(super) trait Element: Pod {
     type Acc: Number;
@@ -155,7 +154,6 @@ macro_rules! float {
 }
 float!(f32, f64);
 
-// ---- from process_group/host/reduce
 /// Elements combined at a time, at most.
 const BLOCK: usize = 512;
 /// Accumulators for such blocks, one for each level of the tree. They stay in the first-level cache.
@@ -206,7 +204,7 @@ pub(crate) fn partial(dtype: DType, op: ReduceOp, output: &mut [u8], inputs: &[I
 }
 
 /// What elements are combined in.
-pub(crate) fn accumulator(dtype: DType) -> DType {
+fn accumulator(dtype: DType) -> DType {
     match dtype {
         DType::BF16 | DType::F16 => DType::F32,
         own => own,

@@ -17,7 +17,6 @@ use super::{
 };
 use crate::Buffer;
 
-// ---- from process_group/mpi/held
 /// What alignment every dtype has.
 type Word = u64;
 
@@ -104,7 +103,6 @@ impl Held {
     }
 }
 
-// ---- from process_group/mpi/line
 /// Which way a message goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Way {

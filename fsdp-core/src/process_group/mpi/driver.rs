@@ -25,7 +25,6 @@ use super::{
 };
 use crate::RankEnv;
 
-// ---- from process_group/mpi/driver
 /// Marks what is sent before there is a group.
 const MEETING: u16 = 1;
 /// The largest tag that every MPI has.
@@ -215,7 +214,6 @@ impl Drop for Over {
     }
 }
 
-// ---- from process_group/mpi/thread
 /// Marks notices.
 const NOTICES: u16 = 0;
 /// How often to look for messages before letting others run, and then before sleeping.
@@ -257,7 +255,7 @@ enum Entry {
     Hears { from: usize, bytes: Vec<u8> },
 }
 
-pub(super) struct Thread {
+struct Thread {
     mpi: Box<dyn Mpi>,
     /// This process's rank in MPI's world, and the size of that.
     rank: usize,

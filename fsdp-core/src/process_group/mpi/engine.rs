@@ -29,7 +29,6 @@ use super::{
 };
 use crate::{Allocator, Buffer, DType, DeviceId, Error, RankEnv, ReduceOp, Result};
 
-// ---- from process_group/mpi/engine
 /// The most bytes that a rank sends for an all-reduce in which everybody combines everything.
 const WHOLE: usize = 64 << 10;
 /// Bytes in which a rank adds up what goes to other hosts: enough for few goes in small steps, and not much memory in
@@ -286,7 +285,6 @@ impl Drop for Engine {
     }
 }
 
-// ---- from process_group/mpi/phase
 /// Bytes that go to a rank, or come from it.
 #[derive(Clone, Debug)]
 pub(super) struct Lane {
@@ -367,9 +365,8 @@ impl Phase {
     }
 }
 
-// ---- from process_group/mpi/exchange
 /// What travels with the announcement, at most.
-pub(super) const INLINE: usize = 4096;
+const INLINE: usize = 4096;
 
 /// Where in a page are the bytes that begin at `start`.
 fn within(page: usize, start: usize, bytes: &Range<usize>) -> Span {
@@ -391,7 +388,7 @@ struct Round {
 }
 
 /// A collective that is being run.
-pub(super) struct Exchange<'a> {
+struct Exchange<'a> {
     pub(super) wire: &'a mut Wire,
     pub(super) collective: &'a Collective<'a>,
     /// Bytes of pages for partial results, which come behind the buffers.

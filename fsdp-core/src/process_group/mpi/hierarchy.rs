@@ -16,7 +16,6 @@ use super::{
 };
 use crate::{DType, ReduceOp};
 
-// ---- from process_group/mpi/hosts
 /// The ranks of a group by the hosts that they are on.
 #[derive(Clone, Debug)]
 pub(super) struct Hosts {
@@ -120,7 +119,6 @@ fn placed(sends: Vec<Stream>, arrives: Vec<Stream>) -> Phase {
     Phase::placed(lanes(sends), lanes(arrives))
 }
 
-// ---- from process_group/mpi/sums
 /// A reduction of what the ranks have, for each rank a part.
 pub(super) struct Sums<'a> {
     pub(super) op: ReduceOp,

@@ -14,7 +14,6 @@ use libloading::os::unix::Library;
 
 use super::session::{self, Mpi};
 
-// ---- from process_group/mpi/abi
 /// The interface of a library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Family {
@@ -115,7 +114,6 @@ pub(super) fn open_mpi<E>(symbol: impl Fn(&str) -> Result<*mut c_void, E>) -> Re
     })
 }
 
-// ---- from process_group/mpi/find
 type Var<'a> = &'a dyn Fn(&str) -> Option<String>;
 
 /// Names the library, where it is not found or another one is wanted.
@@ -217,7 +215,6 @@ fn beside(program: &Path) -> Vec<PathBuf> {
     roots.iter().flat_map(|root| ["lib", "lib64", &multiarch].map(|lib| root.join(lib))).collect()
 }
 
-// ---- from process_group/mpi/functions
 /// What MPI, or the loader, says of a call that failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Refused {
@@ -251,7 +248,7 @@ pub(super) struct Functions<H> {
     pub(super) comm_size: unsafe extern "C" fn(H, *mut c_int) -> c_int,
     pub(super) comm_set_errhandler: unsafe extern "C" fn(H, H) -> c_int,
     pub(super) comm_idup: unsafe extern "C" fn(H, *mut H, *mut H) -> c_int,
-    pub(super) type_size: unsafe extern "C" fn(H, *mut c_int) -> c_int,
+    type_size: unsafe extern "C" fn(H, *mut c_int) -> c_int,
     pub(super) isend: unsafe extern "C" fn(*const c_void, c_int, H, c_int, c_int, H, *mut H) -> c_int,
     pub(super) irecv: unsafe extern "C" fn(*mut c_void, c_int, H, c_int, c_int, H, *mut H) -> c_int,
     pub(super) testsome: unsafe extern "C" fn(c_int, *mut H, *mut c_int, *mut c_int, *mut c_void) -> c_int,

@@ -34,9 +34,6 @@ use super::{
 };
 use crate::{Error, RankEnv, Result};
 
-// ---- from process_group/mpi/mod
-
-// ---- from process_group/mpi/connect
 /// Meets the other processes of the job by MPI, wherever they run, and returns this rank's handle of the world.
 ///
 /// The first call initialises MPI, on a thread that makes every call of it, and has it finalized when the process

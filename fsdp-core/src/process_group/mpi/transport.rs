@@ -16,7 +16,6 @@ use super::{
 };
 use crate::{Error, HostNames, hash::Hash};
 
-// ---- from process_group/mpi/wire
 /// How often to look whether messages are done before sleeping.
 const SPINS: u32 = 3000;
 /// The longest sleep.
@@ -207,7 +206,6 @@ impl Wire {
     }
 }
 
-// ---- from process_group/mpi/meet
 /// The most bytes that pages for messages take, and the least that a message is cut to for that.
 const PAGES: usize = 32 << 20;
 const LEAST: usize = 64 << 10;
@@ -302,7 +300,6 @@ fn step(chunk_bytes: usize, ranks: usize) -> usize {
     chunk_bytes.saturating_mul(CHUNKS).min(share).clamp(SHORTEST, LONGEST) / ALIGN * ALIGN
 }
 
-// ---- from process_group/mpi/host_id
 /// The same on ranks that can share memory: those of one user on one kernel, with one network, because the abstract
 /// names of Unix sockets belong to that. `name` stands for it where somebody knows better. 0 where nothing is known.
 pub(super) fn host_id(name: Option<&str>) -> u64 {

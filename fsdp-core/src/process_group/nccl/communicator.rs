@@ -34,7 +34,6 @@ use super::super::{
 };
 use crate::{DeviceId, Error, Result, device::cuda::id, store::Store};
 
-// ---- from process_group/nccl/communicator
 /// How long whoever issues gets to stop before a communicator is aborted under its feet: it may be blocked in a launch
 /// that only the abort ends. And how long ranks that meet go on when one of them is gone.
 const GRACE: Duration = Duration::from_secs(1);
@@ -86,7 +85,7 @@ impl Communicator {
         };
         // Who has met the others may leave, and who fails is about to say why.
         let alarm = Cell::new(None);
-        let well = || match peer_monitor.and_then(PeerMonitor::gone) {
+        let well = || match peer_monitor.and_then(PeerMonitor::lost_peer) {
             Some((peer, gone)) if alarm.get().get_or_insert_with(Instant::now).elapsed() >= GRACE => {
                 let how = match gone {
                     PeerState::Left => "has left",
@@ -250,7 +249,6 @@ pub(super) fn is_fine(status: ncclResult_t) -> bool {
     matches!(status, ncclResult_t::ncclSuccess | ncclResult_t::ncclInProgress)
 }
 
-// ---- from process_group/nccl/config
 /// What a valid configuration begins with.
 const MAGIC: u32 = 0xcafe_beef;
 /// NCCL 2.18.0, as nccl.h spells versions. A library takes the fields that this version had and chooses the rest, so
@@ -260,7 +258,7 @@ const VERSION: u32 = 21_800;
 const UNDEFINED: i32 = i32::MIN;
 
 /// That of a communicator whose calls never block: nccl.h's `NCCL_CONFIG_INITIALIZER`, and `blocking = 0`.
-pub(super) fn nonblocking() -> sys::ncclConfig_t {
+fn nonblocking() -> sys::ncclConfig_t {
     // SAFETY: it is made of numbers and pointers, for which zeros are valid.
     let mut config: sys::ncclConfig_t = unsafe { std::mem::zeroed() };
     // Up to the last field that is known to this version, and the padding behind it.
@@ -276,7 +274,6 @@ pub(super) fn nonblocking() -> sys::ncclConfig_t {
     config
 }
 
-// ---- from process_group/nccl/failure
 /// The text of a C function.
 ///
 /// # Safety
@@ -316,7 +313,6 @@ fn way_out(status: ncclResult_t) -> &'static str {
     }
 }
 
-// ---- from process_group/nccl/meet
 /// The key of an id in a store of its own.
 const ID: &str = "NCCL's id";
 
@@ -346,5 +342,5 @@ pub(super) fn unique_id(
 /// Waits until all ranks have made theirs of something, so that none leaves or fails while others are still at it.
 pub(super) fn all_are_here(host: &ProcessGroup) -> Result<()> {
     let call = Call::new("meet", "NCCL", std::iter::empty());
-    host.aside(call, |backend, collective| backend.run(collective, Op::Barrier).map(drop))
+    host.run_uncounted(call, |backend, collective| backend.run(collective, Op::Barrier).map(drop))
 }

@@ -31,7 +31,6 @@ use crate::{
     device::cuda::{failed, id},
 };
 
-// ---- from process_group/nccl/engine
 /// When ranks compare what they issue.
 const CHECK: &str = "FSDP_NCCL_CHECK";
 
@@ -108,7 +107,7 @@ impl Nccl {
         }
         let communicator = self.communicator.clone();
         let mut running =
-            Running::on(&self.stream, &self.compute)?.keeping(inputs).unless(move || communicator.check());
+            Running::on(&self.stream, &self.compute)?.keeping(inputs).with_check(move || communicator.check());
         if let Some((inputs, memory)) = consumed {
             running = running.giving_back(inputs, &memory);
         }
@@ -139,7 +138,7 @@ fn checks(value: Option<String>) -> Result<bool> {
 /// Compares what all ranks issue, over the host's group. It is no collective of that group's.
 fn compare(collective: &Collective<'_>, host: &ProcessGroup) -> Result<()> {
     let (call, group, sequence) = (collective.call().clone(), collective.group().clone(), collective.sequence());
-    host.aside(call.clone(), move |backend, _| {
+    host.run_uncounted(call.clone(), move |backend, _| {
         backend.run(&Collective::new(&call, &group, sequence, true), Op::Barrier).map(drop)
     })
 }
@@ -197,10 +196,9 @@ impl Drop for Nccl {
     }
 }
 
-// ---- from process_group/nccl/plan
 /// What is asked of NCCL, and what must stay meanwhile.
 #[derive(Default)]
-pub(super) struct Plan {
+struct Plan {
     pub(super) transfers: Vec<Transfer>,
     pub(super) outputs: Vec<Buffer>,
     /// Inputs that somebody else holds as well.
@@ -338,7 +336,6 @@ impl Plan {
     }
 }
 
-// ---- from process_group/nccl/transfer
 /// A call of NCCL's. Counts are elements, and of no rank 0.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Transfer {
@@ -402,7 +399,7 @@ impl Transfer {
 ///
 /// # Safety
 /// As [`Transfer::ask`].
-pub(super) unsafe fn ask_all(transfers: &[Transfer], communicator: sys::ncclComm_t, stream: CUstream) -> ncclResult_t {
+unsafe fn ask_all(transfers: &[Transfer], communicator: sys::ncclComm_t, stream: CUstream) -> ncclResult_t {
     // SAFETY: as the caller guarantees.
     let mut answers = transfers.iter().map(|transfer| unsafe { transfer.ask(communicator, stream) });
     answers.find(|answer| !is_fine(*answer)).unwrap_or(ncclResult_t::ncclSuccess)

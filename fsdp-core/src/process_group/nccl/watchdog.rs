@@ -27,7 +27,6 @@ use super::{
 };
 use crate::{DeviceId, Error, Result, device::cuda::failed};
 
-// ---- from process_group/nccl/watchdog
 /// How often it looks, at the least.
 const PERIOD: Duration = Duration::from_millis(100);
 /// How long a collective may go on when a peer is gone: it may have done its part, or is about to say why it went.
@@ -141,7 +140,7 @@ impl Shared {
         };
         let at = first.as_deref().map(|flight| flight.collective(&self.group));
         if let Some(peer_monitor) = peer_monitor {
-            peer_monitor.show(&Shown::of(issued, at.as_ref()).to_bytes());
+            peer_monitor.set_status(&Shown::of(issued, at.as_ref()).to_bytes());
         }
         let what = at.map_or_else(|| format!("group \"{}\"", self.group.name), |at| at.to_string());
         let trouble = self.communicator.trouble(&what);
@@ -155,7 +154,7 @@ impl Shared {
             return trouble.map(|(_, error)| error).or_else(stuck);
         };
         let is_alarm = trouble.is_some();
-        let gone = peer_monitor.and_then(PeerMonitor::gone);
+        let gone = peer_monitor.and_then(PeerMonitor::lost_peer);
         let is_late = flight.waited() >= self.group.timeout;
         if gone.is_none() && !is_alarm {
             flight.alarm = None;
@@ -179,7 +178,6 @@ impl Shared {
     }
 }
 
-// ---- from process_group/nccl/flight
 /// How many timeouts a device may compute before it begins with a collective that is first in line. Ranks that all
 /// compute for long keep nobody waiting, so that the group's timeout alone would be too short.
 const COMPUTE: u32 = 3;
@@ -241,7 +239,7 @@ impl Flight {
     }
 
     /// Whether its inputs are ready, so that it waits for the peers alone.
-    pub(super) fn has_begun(&self) -> bool {
+    fn has_begun(&self) -> bool {
         self.clock.begun.is_some()
     }
 
@@ -253,7 +251,7 @@ impl Flight {
 
 /// In the order in which they run.
 #[derive(Default)]
-pub(super) struct Flights {
+struct Flights {
     queue: VecDeque<Flight>,
     /// The number behind that of the last one.
     pub(super) issued: u64,
@@ -288,10 +286,9 @@ impl Flights {
     }
 }
 
-// ---- from process_group/nccl/diagnosis
 /// What a rank shows of itself.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Shown {
+struct Shown {
     /// The number behind that of the last collective that it enqueued.
     issued: u64,
     /// The one that it waits in, as it announced it. Nothing, where it waits in none.
@@ -338,7 +335,7 @@ pub(super) fn of(
     // A rank that shows nothing has issued nothing.
     let shown: Vec<Shown> = (0..group.size)
         .map(|rank| {
-            let shown = peer_monitor.shown(rank).and_then(|bytes| Shown::from_bytes(&bytes, group.size));
+            let shown = peer_monitor.status(rank).and_then(|bytes| Shown::from_bytes(&bytes, group.size));
             shown.unwrap_or(Shown { issued: 0, announced: vec![] })
         })
         .collect();
@@ -373,7 +370,7 @@ pub(super) fn of(
 
 /// The error of a collective that has not begun for `waited`, though all before it have ended: the device still does
 /// what was issued before. Peers have no part in that.
-pub(super) fn not_begun(collective: &Collective<'_>, device: DeviceId, waited: Duration) -> Error {
+fn not_begun(collective: &Collective<'_>, device: DeviceId, waited: Duration) -> Error {
     let group = collective.group();
     let cause = format!(
         "it has not begun for {:.1} s, because the device has not finished what this rank computes before it: a kernel \
@@ -417,12 +414,12 @@ mod tests {
     struct Boards(Mutex<[Option<Vec<u8>>; 3]>);
 
     impl PeerMonitor for Boards {
-        fn gone(&self) -> Option<(usize, PeerState)> {
+        fn lost_peer(&self) -> Option<(usize, PeerState)> {
             None
         }
         fn fail(&self, _: &Failure) {}
         fn show(&self, _: &[u8]) {}
-        fn shown(&self, peer: usize) -> Option<Vec<u8>> {
+        fn status(&self, peer: usize) -> Option<Vec<u8>> {
             self.0.lock()[peer].clone()
         }
     }

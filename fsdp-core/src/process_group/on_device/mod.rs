@@ -22,7 +22,6 @@ use crate::{DeviceId, Result};
 #[cfg(feature = "cuda")]
 pub use through_host::{HostStaging, ranks_sharing_devices};
 
-// ---- from process_group/on_device/engine
 /// One rank's end of an engine for the memory of a device, in a group of at least two ranks.
 ///
 /// The group ([`ProcessGroup::on_device`]) calls it for collectives of the device's memory, one after the other, and
@@ -60,7 +59,6 @@ pub trait DeviceEngine: Send {
     fn fail(&mut self, why: &Failure);
 }
 
-// ---- from process_group/on_device/backend
 impl ProcessGroup {
     /// The ranks of this group, which moves the host's memory, as a group that moves a device's as well.
     ///
@@ -119,7 +117,7 @@ impl Backend for OnDevice {
         // Ranks that end up alone are not asked, so this must not count as a collective of the host's group.
         let meet =
             move |backend: &mut dyn Backend, collective: &Collective<'_>| backend.split(collective, &of, &membership);
-        let backend = self.host.aside(collective.call().clone(), meet)?;
+        let backend = self.host.run_uncounted(collective.call().clone(), meet)?;
         let host = ProcessGroup::new(group.clone(), backend)?;
         let engine = self.engine.split(collective, ranks, &host)?;
         Ok(Box::new(OnDevice::new(host, engine)))
@@ -130,7 +128,7 @@ impl Backend for OnDevice {
         let why = why.clone();
         let call = Call::new("fail", "", std::iter::empty());
         // Who hears it no more has failed already.
-        let _ = self.host.aside(call, move |backend, _| {
+        let _ = self.host.run_uncounted(call, move |backend, _| {
             backend.fail(&why);
             Ok(())
         });

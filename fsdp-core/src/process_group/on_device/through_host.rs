@@ -20,7 +20,6 @@ use crate::{
     device::cuda::{CudaMemory, CudaView, failed, id},
 };
 
-// ---- from process_group/on_device/through_host
 /// The engine that copies inputs to the host, runs the collective there, and copies outputs back: on a stream of its
 /// own, by the group's thread. What the host's group guarantees, it guarantees.
 pub struct HostStaging {
@@ -219,7 +218,6 @@ impl HostStaging {
     }
 }
 
-// ---- from process_group/on_device/sharing
 /// Returns the ranks of a group that compute on one device, device by device; nothing where each rank has a device of
 /// its own. NCCL refuses ranks that share one, and they need [`HostStaging`](super::HostStaging). Collective over the
 /// group; blocks. All ranks get the same answer.

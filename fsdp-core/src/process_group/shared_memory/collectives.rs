@@ -30,7 +30,6 @@ use super::{
 };
 use crate::{Allocator, Buffer, ReduceOp, Result};
 
-// ---- from process_group/shared_memory/rounds
 /// A collective as a number of rounds. In each every rank may write one slot and read everybody's.
 pub(super) trait Rounds {
     /// How many there are, the same on every rank. Asked again after [`Rounds::learn`].
@@ -120,7 +119,6 @@ pub(super) fn run(port: &mut Port, watch: &Watch, collective: &Collective<'_>, t
     Ok(())
 }
 
-// ---- from process_group/shared_memory/seat
 /// What a collective needs to know of its group.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Seat {
@@ -139,13 +137,12 @@ impl Seat {
     }
 
     /// Where in this rank's slot is what it sends to `to`, when a slot has a share for each peer.
-    pub(super) fn peer_share(from: usize, to: usize, share: usize) -> Range<usize> {
+    fn peer_share(from: usize, to: usize, share: usize) -> Range<usize> {
         let index = if to > from { to - 1 } else { to };
         index * share..(index + 1) * share
     }
 }
 
-// ---- from process_group/shared_memory/sends
 /// What this rank sends to each of the others.
 pub(super) struct Sends<'a> {
     pub(super) seat: Seat,
@@ -181,12 +178,11 @@ impl<'a> Sends<'a> {
     }
 
     /// What a peer has written for this rank.
-    pub(super) fn sent_by<'p>(&self, from: usize, peers: &'p Peers<'_>) -> &'p [u8] {
+    fn sent_by<'p>(&self, from: usize, peers: &'p Peers<'_>) -> &'p [u8] {
         &peers.slot(from)[Seat::peer_share(from, self.seat.rank, self.share)]
     }
 }
 
-// ---- from process_group/shared_memory/all_gather
 pub(super) struct AllGather {
     rank: usize,
     chunk: usize,
@@ -260,7 +256,6 @@ impl AllGather {
     }
 }
 
-// ---- from process_group/shared_memory/reduce_scatter
 pub(super) struct ReduceScatter<'a> {
     sends: Sends<'a>,
     op: ReduceOp,
@@ -310,12 +305,11 @@ impl Rounds for ReduceScatter<'_> {
             let to = piece.bytes.start - start..piece.bytes.end - start;
             reduce(own.dtype(), self.op, &mut self.outputs[piece.part].bytes_mut()[to], &inputs);
         }
-        self.sends.inputs.end_of(round);
+        self.sends.inputs.finish_step(round);
         Ok(())
     }
 }
 
-// ---- from process_group/shared_memory/all_reduce
 pub(super) struct AllReduce {
     seat: Seat,
     op: ReduceOp,
@@ -392,7 +386,6 @@ impl Rounds for AllReduce {
     }
 }
 
-// ---- from process_group/shared_memory/broadcast
 pub(super) struct Broadcast {
     seat: Seat,
     root: usize,
@@ -438,7 +431,6 @@ impl Rounds for Broadcast {
     }
 }
 
-// ---- from process_group/shared_memory/all_to_all
 pub(super) struct AllToAll<'a> {
     sends: Sends<'a>,
     pub(super) outputs: Vec<Buffer>,
@@ -486,7 +478,7 @@ impl Rounds for AllToAll<'_> {
 
     fn fill(&mut self, round: usize, slot: &mut [u8]) -> Result<()> {
         self.sends.fill(round, slot)?;
-        self.sends.inputs.end_of(round);
+        self.sends.inputs.finish_step(round);
         Ok(())
     }
 

@@ -26,7 +26,6 @@ use super::{
 };
 use crate::{DeviceId, Result};
 
-// ---- from process_group/shared_memory/engine
 /// One rank's end.
 pub(super) struct SharedMemory {
     port: Port,
@@ -109,7 +108,6 @@ impl Backend for SharedMemory {
     }
 }
 
-// ---- from process_group/shared_memory/meet
 /// What tells threads and processes apart.
 pub(super) trait Meet: Send {
     /// This rank's end of a new group's segment, and how to watch its peers. `all_well` fails when a rank that is to
@@ -120,7 +118,6 @@ pub(super) trait Meet: Send {
     fn again(&self) -> Box<dyn Meet>;
 }
 
-// ---- from process_group/shared_memory/cores
 /// Whether the ranks have as many cores as they are. `processes` has a pidfd for each; none when they are threads.
 ///
 /// Launchers bind each rank to cores of its own, so what one rank may use says nothing of all.

@@ -25,7 +25,6 @@ use super::{
 };
 use crate::{Error, Result, hash::Hash};
 
-// ---- from process_group/shared_memory/watch
 /// How long a rank sleeps before it looks whether its peers are alive.
 const SLICE: Duration = Duration::from_millis(50);
 
@@ -197,7 +196,6 @@ impl Watch {
     }
 }
 
-// ---- from process_group/shared_memory/peer_monitor
 /// Bytes of a board before what it shows.
 const HEAD: usize = 16;
 
@@ -209,7 +207,7 @@ pub(super) struct Sight {
 }
 
 impl PeerMonitor for Sight {
-    fn gone(&self) -> Option<(usize, PeerState)> {
+    fn lost_peer(&self) -> Option<(usize, PeerState)> {
         let (peer, state) = self.watch.gone(&self.segment, self.rank, true, |_, _| true)?;
         let gone = match state {
             state::FAILED => PeerState::Failed(Failure::from_bytes(&self.segment.control(peer).record())),
@@ -225,7 +223,7 @@ impl PeerMonitor for Sight {
         control.end(state::FAILED);
     }
 
-    fn show(&self, bytes: &[u8]) {
+    fn set_status(&self, bytes: &[u8]) {
         let board = self.segment.board(self.rank);
         let bytes = &bytes[..bytes.len().min(board.len() - HEAD)];
         let head = [(bytes.len() as u64).to_le_bytes(), hash(bytes).to_le_bytes()];
@@ -233,7 +231,7 @@ impl PeerMonitor for Sight {
         board.iter().zip(all).for_each(|(to, &byte)| to.store(byte, Ordering::Relaxed));
     }
 
-    fn shown(&self, peer: usize) -> Option<Vec<u8>> {
+    fn status(&self, peer: usize) -> Option<Vec<u8>> {
         let board = self.segment.board(peer);
         let read = |bytes: &[AtomicU8]| bytes.iter().map(|byte| byte.load(Ordering::Relaxed)).collect::<Vec<u8>>();
         let head = read(&board[..HEAD]);

@@ -33,7 +33,6 @@ use rustix::{
 use super::super::{options::Membership, waiting_ranks::Patience};
 use crate::{Error, Result, hash::Hash};
 
-// ---- from process_group/shared_memory/rendezvous/mod
 /// Meets the other ranks. `number` and `file` are what rank 0 gives to all.
 pub(super) fn meet(meeting: &Meeting<'_>, number: u64, file: impl FnOnce() -> Result<OwnedFd>) -> Result<Met> {
     if meeting.run.len() + meeting.group.name.len() > MESSAGE / 2 {
@@ -47,13 +46,12 @@ pub(super) fn meet(meeting: &Meeting<'_>, number: u64, file: impl FnOnce() -> Re
     if meeting.group.rank == 0 { host(meeting, number, file()?, own) } else { join(meeting, own) }
 }
 
-// ---- from process_group/shared_memory/rendezvous/meeting
 const VERSION: u32 = 2;
 /// How long to wait before looking whether all is well.
 pub(super) const SLICE: Duration = Duration::from_millis(50);
 
 /// Descriptors that don't fit, in words.
-pub(super) const TOO_MANY_FILES: &str =
+const TOO_MANY_FILES: &str =
     "too many files are open (each group needs one a rank): raise the limit, such as by `ulimit -n 65536`";
 
 /// Who meets whom.
@@ -73,7 +71,7 @@ pub(crate) struct Meeting<'a> {
 }
 
 /// What the ranks share after they met.
-pub(crate) struct Met {
+struct Met {
     /// The file that rank 0 made.
     pub(crate) file: OwnedFd,
     /// The number that rank 0 passed.
@@ -126,7 +124,7 @@ impl Meeting<'_> {
     /// Fails when there is a reason not to wait any longer for `missing`: nobody who has ended comes.
     ///
     /// Who has met a rank that has ended, and who has not, only rank 0 knows; the others ask for rank 0 alone.
-    pub(super) fn may_come(&self, missing: &[usize]) -> Result<()> {
+    fn may_come(&self, missing: &[usize]) -> Result<()> {
         (self.all_well)()?;
         let ended: Vec<usize> = missing.iter().copied().filter(|&rank| (self.has_ended)(rank)).collect();
         if ended.is_empty() {
@@ -151,7 +149,7 @@ impl Meeting<'_> {
         }
     }
 
-    pub(super) fn hello(&self) -> Vec<u8> {
+    fn hello(&self) -> Vec<u8> {
         let mut hello = MAGIC.to_vec();
         hello.extend(VERSION.to_le_bytes());
         hello.extend((self.group.size as u32).to_le_bytes());
@@ -193,7 +191,7 @@ impl Meeting<'_> {
 }
 
 /// Numbers with commas; of many, the first ones.
-pub(super) fn listed(ranks: &[usize]) -> String {
+fn listed(ranks: &[usize]) -> String {
     const MOST: usize = 16;
     let shown: Vec<String> = ranks.iter().take(MOST).map(ToString::to_string).collect();
     match ranks.len().saturating_sub(MOST) {
@@ -202,25 +200,24 @@ pub(super) fn listed(ranks: &[usize]) -> String {
     }
 }
 
-pub(super) fn went_away(rank: usize) -> String {
+fn went_away(rank: usize) -> String {
     format!("rank {rank} went away again before all ranks were there")
 }
 
-pub(super) fn is_same_user(socket: &OwnedFd) -> bool {
+fn is_same_user(socket: &OwnedFd) -> bool {
     socket_peercred(socket).is_ok_and(|peer| peer.uid == rustix::process::geteuid())
 }
 
-pub(super) fn timespec(duration: Duration) -> Option<Timespec> {
+fn timespec(duration: Duration) -> Option<Timespec> {
     duration.try_into().ok()
 }
 
-// ---- from process_group/shared_memory/rendezvous/message
 /// The most ranks: the kernel passes at most 253 descriptors in a message, and one is the shared file.
 pub(crate) const MOST_RANKS: usize = 252;
 /// How every message begins.
 pub(super) const MAGIC: &[u8; 8] = b"FSDPSHM\n";
 /// The longest message.
-pub(super) const MESSAGE: usize = 4096;
+const MESSAGE: usize = 4096;
 
 /// Rank 0's answer: a status (0 for good), a number and a text.
 pub(super) fn reply(status: u32, number: u64, text: &str) -> Vec<u8> {
@@ -232,7 +229,7 @@ pub(super) fn reply(status: u32, number: u64, text: &str) -> Vec<u8> {
 }
 
 /// What [`reply`] made.
-pub(super) fn parse_reply(message: &[u8]) -> Option<(u32, u64, String)> {
+fn parse_reply(message: &[u8]) -> Option<(u32, u64, String)> {
     let rest = message.strip_prefix(MAGIC)?;
     let (status, rest) = rest.split_first_chunk()?;
     let (number, text) = rest.split_first_chunk()?;
@@ -283,9 +280,8 @@ fn receive_once(socket: &OwnedFd) -> Result<(Vec<u8>, Vec<OwnedFd>), Errno> {
     Ok((message, fds))
 }
 
-// ---- from process_group/shared_memory/rendezvous/host
 /// Connections beyond the number of ranks that may be open at a time.
-pub(super) const STRANGERS: usize = 64;
+const STRANGERS: usize = 64;
 
 /// A rank that has said hello.
 struct Guest {
@@ -441,7 +437,6 @@ fn receive_guests(
     Ok(())
 }
 
-// ---- from process_group/shared_memory/rendezvous/guest
 /// Meets rank 0, and through it the others.
 pub(super) fn join(meeting: &Meeting<'_>, own: OwnedFd) -> Result<Met> {
     let mut patience = Patience::default();

@@ -29,11 +29,10 @@ use rustix::{
 
 use super::super::{collective::Collective, host::packing::ALIGN};
 
-// ---- from process_group/shared_memory/shape
 /// Slots a rank. A power of two, so that slot numbers go on evenly when the counters wrap.
 pub(super) const SLOTS: u32 = 4;
 /// A page of memory.
-pub(super) const PAGE: usize = 4096;
+const PAGE: usize = 4096;
 
 /// What docs/architecture.md says of announcements: those of 41 ranks fit into a page.
 const _: () = assert!(Collective::announcement_len(41) <= PAGE && Collective::announcement_len(42) > PAGE);
@@ -58,7 +57,7 @@ impl Shape {
         Collective::announcement_len(self.ranks).next_multiple_of(ALIGN)
     }
 
-    /// Bytes of a board: an announcement, and what [`PeerMonitor::show`](super::super::peer_monitor::PeerMonitor::show) adds.
+    /// Bytes of a board: an announcement, and what [`PeerMonitor::set_status`](super::super::peer_monitor::PeerMonitor::set_status) adds.
     pub(super) fn board(&self) -> usize {
         (Collective::announcement_len(self.ranks) + 128).next_multiple_of(PAGE)
     }
@@ -72,18 +71,18 @@ impl Shape {
     }
 
     /// Where the control block of a rank begins.
-    pub(super) fn control_of(&self, rank: usize) -> usize {
+    fn control_of(&self, rank: usize) -> usize {
         assert!(rank < self.ranks);
         rank * self.rank()
     }
 
     /// Where the board of a rank begins.
-    pub(super) fn board_of(&self, rank: usize) -> usize {
+    fn board_of(&self, rank: usize) -> usize {
         self.control_of(rank) + PAGE
     }
 
     /// Where the slot of a rank for `round` begins.
-    pub(super) fn slot_of(&self, rank: usize, round: u32) -> usize {
+    fn slot_of(&self, rank: usize, round: u32) -> usize {
         self.board_of(rank) + self.board() + self.slot() * (round % SLOTS) as usize
     }
 
@@ -93,7 +92,6 @@ impl Shape {
     }
 }
 
-// ---- from process_group/shared_memory/segment
 /// The longest failure record, in bytes.
 pub(super) const RECORD: usize = 2048;
 
@@ -106,8 +104,8 @@ pub(super) struct Line<T>(pub(super) T);
 /// What became of a rank, in [`Control::state`].
 pub(super) mod state {
     /// Nobody has claimed the rank yet. What a fresh mapping holds.
-    pub(crate) const ABSENT: u32 = 0;
-    pub(crate) const ACTIVE: u32 = 1;
+    pub(super) const ABSENT: u32 = 0;
+    pub(super) const ACTIVE: u32 = 1;
     pub(crate) const LEFT: u32 = 2;
     pub(crate) const FAILED: u32 = 3;
 }
@@ -115,13 +113,13 @@ pub(super) mod state {
 /// A rank's control block. All zeros is its initial state, and every bit pattern is valid: a peer can't make reading it
 /// undefined.
 #[repr(C)]
-pub(super) struct Control {
+struct Control {
     /// Rounds published.
     pub(super) produced: Line<AtomicU32>,
     /// Rounds read.
     pub(super) consumed: Line<AtomicU32>,
     /// How many ranks sleep on one of this rank's counters.
-    pub(super) sleepers: Line<AtomicU32>,
+    sleepers: Line<AtomicU32>,
     /// One of [`state`]'s.
     pub(super) state: Line<AtomicU32>,
     /// Bytes of `record` that are set, written before the state becomes [`state::FAILED`].
