@@ -160,7 +160,7 @@ impl Call {
 
 /// A part in eight bytes: dtype, number of elements, and a digest of their split over the ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Part(u64);
+pub(super) struct Part(u64);
 
 impl Part {
     const ELEMENTS: u32 = 40;

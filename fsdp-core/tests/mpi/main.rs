@@ -145,7 +145,7 @@ fn late(mpi: &Mpi) {
     for rank in [0, 2] {
         let said = &job.said[rank];
         let waits = format!("rank {rank} waits in MPI_Init, for ");
-        let is_it = said.contains(&waits) && said.contains("rank(s) [1] have not come to MPI_Init");
+        let is_it = said.contains(&waits) && said.contains("rank(s) [1] have not reached MPI_Init");
         assert!(is_it && said.ends_with("; met 3"), "{mpi:?}: {said}");
     }
     assert!(job.is_well, "{mpi:?}: all ranks have met, and the job did not end well");

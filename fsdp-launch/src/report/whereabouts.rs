@@ -109,7 +109,7 @@ struct Arrival<'a> {
     elsewhere: Vec<usize>,
 }
 
-/// The collectives that some of these ranks wait in, or that timed out, and that others have not come to.
+/// The collectives that some of these ranks wait in, or that timed out, and that others have not reached.
 fn arrivals<'a>(ranks: &[(usize, &'a Whereabouts)]) -> Vec<Arrival<'a>> {
     let mut arrivals: Vec<Arrival<'a>> = Vec::new();
     let waits = |it: &&Collective| matches!(it.progress, Progress::Running | Progress::TimedOut);

@@ -23,9 +23,9 @@ use super::{
         options::Membership,
         shared_memory::shm,
     },
-    communicator::{Batch, Held, Page, Span, Transfer, Way, page},
+    communicator::{Batch, Direction, InFlightBuffers, Page, Span, Transfer, page},
     hierarchy::{Hosts, Sums},
-    transport::{ROUNDS, Trouble, Wire},
+    transport::{ROUNDS, Transport, WaitError},
 };
 use crate::{Allocator, Buffer, DType, DeviceId, Error, RankEnv, ReduceOp, Result};
 
@@ -37,7 +37,7 @@ const ROOM: RangeInclusive<usize> = 64 << 10..=8 << 20;
 
 /// One rank's end.
 pub(super) struct Engine {
-    wire: Wire,
+    transport: Transport,
     /// Where ranks are, if several hosts have them, and one of these several.
     hosts: Option<Hosts>,
     env: Arc<RankEnv>,
@@ -46,39 +46,39 @@ pub(super) struct Engine {
 }
 
 impl Engine {
-    pub(super) fn new(wire: Wire, env: Arc<RankEnv>, chunk_bytes: usize) -> Self {
-        let hosts = Hosts::of(&wire.host_ids).filter(Hosts::are_shared);
-        Engine { wire, hosts, env, chunk_bytes, has_failed: false }
+    pub(super) fn new(transport: Transport, env: Arc<RankEnv>, chunk_bytes: usize) -> Self {
+        let hosts = Hosts::of(&transport.host_ids).filter(Hosts::are_shared);
+        Engine { transport, hosts, env, chunk_bytes, has_failed: false }
     }
 
     /// The hosts, for a collective that moves more than what travels with announcements.
     fn hosts(&self, longest: usize) -> Option<&Hosts> {
-        self.hosts.as_ref().filter(|_| longest > INLINE.min(self.wire.step))
+        self.hosts.as_ref().filter(|_| longest > INLINE.min(self.transport.step))
     }
 
     fn exchange(&mut self, at: &Collective<'_>, buffers: Vec<Buffer>, phases: &[Phase]) -> Result<Vec<Buffer>> {
-        Exchange { wire: &mut self.wire, collective: at, partials: vec![] }.run(buffers, phases)
+        Exchange { transport: &mut self.transport, collective: at, partials: vec![] }.run(buffers, phases)
     }
 
     /// A lane for each rank; nothing for this one, which sends itself nothing.
     fn lanes(&self, first: usize, of: impl Fn(usize) -> Stream) -> Vec<Lane> {
-        let rank = self.wire.line.rank;
+        let rank = self.transport.communicator.rank;
         let stream = |peer| if peer == rank { Stream::default() } else { of(peer) };
-        (0..self.wire.size()).map(|peer| Lane::from(first, stream(peer))).collect()
+        (0..self.transport.size()).map(|peer| Lane::from(first, stream(peer))).collect()
     }
 
     /// The most bytes in which a rank adds up what goes to other hosts: as many as a message from each peer has,
     /// within [`ROOM`].
     fn room(&self) -> usize {
-        self.wire.step.saturating_mul(self.wire.size() - 1).clamp(*ROOM.start(), *ROOM.end())
+        self.transport.step.saturating_mul(self.transport.size() - 1).clamp(*ROOM.start(), *ROOM.end())
     }
 
     /// The phases of a reduction that moves so many bytes for a rank, and the pages that they want.
     fn sums(&self, sums: &Sums<'_>, longest: usize) -> (Vec<Phase>, Vec<usize>) {
-        let rank = self.wire.line.rank;
+        let rank = self.transport.communicator.rank;
         match self.hosts(longest) {
             Some(hosts) => sums.over(hosts, rank),
-            None => (vec![sums.flat(rank, self.wire.size())], vec![]),
+            None => (vec![sums.flat(rank, self.transport.size())], vec![]),
         }
     }
 
@@ -88,7 +88,7 @@ impl Engine {
         parts: Vec<GatherPart>,
         memory: &dyn Allocator,
     ) -> Result<Vec<Buffer>> {
-        let rank = self.wire.line.rank;
+        let rank = self.transport.communicator.rank;
         let take = |part: &GatherPart| take(memory, part.input.dtype(), part.counts.iter().sum(), rank);
         let mut outputs = parts.iter().map(take).collect::<Result<Vec<_>>>()?;
         for (index, (part, output)) in parts.iter().zip(&mut outputs).enumerate() {
@@ -101,7 +101,7 @@ impl Engine {
         }
         let stream = |of| Stream::of_counts(parts.iter().map(|p| (p.input.dtype(), &p.counts[..])), of);
         let own = stream(rank);
-        let longest = (0..self.wire.size()).map(|of| stream(of).len()).max();
+        let longest = (0..self.transport.size()).map(|of| stream(of).len()).max();
         if let Some(hosts) = self.hosts(longest.unwrap_or(0)) {
             let phases = hosts.gather(rank, &stream);
             return self.exchange(at, outputs, &phases);
@@ -117,28 +117,28 @@ impl Engine {
         op: ReduceOp,
         memory: &dyn Allocator,
     ) -> Result<Vec<Buffer>> {
-        let rank = self.wire.line.rank;
+        let rank = self.transport.communicator.rank;
         let take = |part: &ScatterPart| take(memory, part.input.dtype(), part.counts[rank], rank);
         let outputs = parts.iter().map(take).collect::<Result<Vec<_>>>()?;
         let stream = |of| Stream::of_counts(parts.iter().map(|p| (p.input.dtype(), &p.counts[..])), of);
         let dtypes: Vec<DType> = parts.iter().map(|part| part.input.dtype()).collect();
         let (count, starts) = (parts.len(), parts.iter().map(|p| range(&p.counts, rank, p.input.dtype()).start));
         let output = Output::Buffers { first: count, starts: starts.collect() };
-        let longest = (0..self.wire.size()).map(|of| stream(of).len()).max();
+        let longest = (0..self.transport.size()).map(|of| stream(of).len()).max();
         let sums = Sums { op, dtypes: &dtypes, of: &stream, output, buffers: 2 * count, room: self.room() };
         let (phases, partials) = self.sums(&sums, longest.unwrap_or(0));
         let buffers = parts.into_iter().map(|part| part.input).chain(outputs).collect();
-        let buffers = Exchange { wire: &mut self.wire, collective: at, partials }.run(buffers, &phases)?;
+        let buffers = Exchange { transport: &mut self.transport, collective: at, partials }.run(buffers, &phases)?;
         Ok(give_back(buffers, count, memory))
     }
 
     fn all_reduce(&mut self, at: &Collective<'_>, buffers: Vec<Buffer>, op: ReduceOp) -> Result<Vec<Buffer>> {
-        let (rank, size) = (self.wire.line.rank, self.wire.size());
+        let (rank, size) = (self.transport.communicator.rank, self.transport.size());
         let stream = Stream::new(buffers.iter().map(|buffer| 0..buffer.bytes().len()));
         let dtypes: Vec<DType> = buffers.iter().map(Buffer::dtype).collect();
         let sums =
             |of| Sums { op, dtypes: &dtypes, of, output: Output::Own, buffers: buffers.len(), room: self.room() };
-        if stream.len() <= INLINE.min(self.wire.step) && stream.len() * (size - 1) <= WHOLE {
+        if stream.len() <= INLINE.min(self.transport.step) && stream.len() * (size - 1) <= WHOLE {
             let phase = sums(&|_| stream.clone()).flat(rank, size);
             return self.exchange(at, buffers, &[phase]);
         }
@@ -148,11 +148,11 @@ impl Engine {
             Some(hosts) => phases.extend(hosts.gather(rank, &slice)),
             None => phases.push(Phase::placed(self.lanes(0, |_| slice(rank)), self.lanes(0, &slice))),
         }
-        Exchange { wire: &mut self.wire, collective: at, partials }.run(buffers, &phases)
+        Exchange { transport: &mut self.transport, collective: at, partials }.run(buffers, &phases)
     }
 
     fn broadcast(&mut self, at: &Collective<'_>, buffers: Vec<Buffer>, root: usize) -> Result<Vec<Buffer>> {
-        let (rank, size) = (self.wire.line.rank, self.wire.size());
+        let (rank, size) = (self.transport.communicator.rank, self.transport.size());
         let stream = Stream::new(buffers.iter().map(|buffer| 0..buffer.bytes().len()));
         if let Some(hosts) = self.hosts(stream.len()) {
             let phases = hosts.broadcast(rank, root, &stream);
@@ -161,7 +161,7 @@ impl Engine {
         let slice = stream.shares(size);
         let is_root = rank == root;
         let lanes = |is_so: &dyn Fn(usize) -> Option<Stream>| self.lanes(0, |peer| is_so(peer).unwrap_or_default());
-        if size == 2 || stream.len() <= INLINE.min(self.wire.step) {
+        if size == 2 || stream.len() <= INLINE.min(self.transport.step) {
             let sends = lanes(&|_| is_root.then(|| stream.clone()));
             let phase = Phase::placed(sends, lanes(&|peer| (peer == root).then(|| stream.clone())));
             return self.exchange(at, buffers, &[phase]);
@@ -186,7 +186,7 @@ impl Engine {
         parts: Vec<ExchangePart>,
         memory: &dyn Allocator,
     ) -> Result<Vec<Buffer>> {
-        let rank = self.wire.line.rank;
+        let rank = self.transport.communicator.rank;
         let take = |part: &ExchangePart| take(memory, part.input.dtype(), part.recv_counts.iter().sum(), rank);
         let mut outputs = parts.iter().map(take).collect::<Result<Vec<_>>>()?;
         for (part, output) in parts.iter().zip(&mut outputs) {
@@ -238,7 +238,7 @@ impl Backend for Engine {
     }
 
     fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<CollectiveOutput> {
-        self.wire.line.complete(collective.sequence());
+        self.transport.communicator.complete(collective.sequence());
         let outputs = match op {
             Op::AllGather { parts, memory } => self.all_gather(collective, parts, &*memory),
             Op::ReduceScatter { parts, op, memory } => self.reduce_scatter(collective, parts, op, &*memory),
@@ -248,39 +248,39 @@ impl Backend for Engine {
             Op::Barrier => self.exchange(collective, vec![], &[]),
         };
         let output = outputs?.into();
-        self.wire.line.complete(collective.sequence() + 1);
+        self.transport.communicator.complete(collective.sequence() + 1);
         Ok(output)
     }
 
     fn split(&mut self, collective: &Collective<'_>, ranks: &[usize], group: &Membership) -> Result<Box<dyn Backend>> {
-        self.wire.line.complete(collective.sequence());
+        self.transport.communicator.complete(collective.sequence());
         let is_of_one_host = self.hosts.as_ref().is_some_and(|hosts| hosts.share_one(ranks));
         if is_of_one_host && ranks.len() <= shm::MOST_RANKS {
-            let all_well = || self.wire.all_well(ranks).map_err(|trouble| trouble.into_error(collective));
+            let check_peers = || self.transport.check_peers(ranks).map_err(|error| error.into_error(collective));
             // Launchers that share a host may call the run by different names.
-            let env = RankEnv { run_id: format!("{:x}", self.wire.nonce), attempt: 0, ..(*self.env).clone() };
-            let end = shm::join(&env, self.chunk_bytes, group, &all_well).map_err(with_a_way_out)?;
-            self.wire.line.complete(collective.sequence() + 1);
+            let env = RankEnv { run_id: format!("{:x}", self.transport.nonce), attempt: 0, ..(*self.env).clone() };
+            let end = shm::join(&env, self.chunk_bytes, group, &check_peers).map_err(with_a_way_out)?;
+            self.transport.communicator.complete(collective.sequence() + 1);
             return Ok(end);
         }
-        let host = self.wire.host_ids[self.wire.line.rank];
-        let met = self.wire.meet(ranks, group.rank, self.chunk_bytes, host, group.timeout);
-        let wire = met.map_err(|why| Error::Rendezvous { rank: group.rank, message: why })?;
-        let wire = wire.map_err(|trouble| trouble.into_error(collective))?;
-        self.wire.line.complete(collective.sequence() + 1);
-        Ok(Box::new(Engine::new(wire, self.env.clone(), self.chunk_bytes)))
+        let host = self.transport.host_ids[self.transport.communicator.rank];
+        let met = self.transport.meet(ranks, group.rank, self.chunk_bytes, host, group.timeout);
+        let transport = met.map_err(|why| Error::Rendezvous { rank: group.rank, message: why })?;
+        let transport = transport.map_err(|error| error.into_error(collective))?;
+        self.transport.communicator.complete(collective.sequence() + 1);
+        Ok(Box::new(Engine::new(transport, self.env.clone(), self.chunk_bytes)))
     }
 
     fn fail(&mut self, why: &Failure) {
         self.has_failed = true;
-        self.wire.driver.close(&self.wire.line, Some(why.clone()));
+        self.transport.driver.close(&self.transport.communicator, Some(why.clone()));
     }
 }
 
 impl Drop for Engine {
     fn drop(&mut self) {
         if !self.has_failed {
-            self.wire.driver.close(&self.wire.line, None);
+            self.transport.driver.close(&self.transport.communicator, None);
         }
     }
 }
@@ -389,7 +389,7 @@ struct Round {
 
 /// A collective that is being run.
 struct Exchange<'a> {
-    pub(super) wire: &'a mut Wire,
+    pub(super) transport: &'a mut Transport,
     pub(super) collective: &'a Collective<'a>,
     /// Bytes of pages for partial results, which come behind the buffers.
     pub(super) partials: Vec<usize>,
@@ -399,12 +399,12 @@ impl Exchange<'_> {
     /// Runs phases over buffers, and returns these. Streams of the first phase that are short travel with the
     /// announcements.
     pub(super) fn run(mut self, buffers: Vec<Buffer>, phases: &[Phase]) -> Result<Vec<Buffer>> {
-        let size = self.wire.size();
+        let size = self.transport.size();
         // For each round with pages that may be on its way: one to and one from each rank, where one is needed.
         let mut is_needed = vec![false; 2 * size];
         let inline = self.inline();
         for (index, phase) in phases.iter().enumerate() {
-            for peer in self.wire.line.peers() {
+            for peer in self.transport.communicator.peers() {
                 let is_short = |lane: &Lane| index == 0 && lane.stream.len() <= inline;
                 let is_scattered = |lane: &Lane| {
                     let step = self.step(phase, lane);
@@ -418,21 +418,21 @@ impl Exchange<'_> {
         }
         let partials = self.partials.iter().map(|&bytes| page(bytes));
         let of_rounds = (0..ROUNDS).flat_map(|_| is_needed.clone());
-        let of_rounds = of_rounds.map(|is_needed| if is_needed { self.wire.page() } else { Page::new() });
+        let of_rounds = of_rounds.map(|is_needed| if is_needed { self.transport.page() } else { Page::new() });
         let pages: Vec<Page> = partials.chain(of_rounds).collect();
-        let held = Arc::new(Held::new(buffers, pages));
+        let buffers_in_flight = Arc::new(InFlightBuffers::new(buffers, pages));
         let nothing = Phase::nothing(size);
-        self.first(&held, phases.first().unwrap_or(&nothing))?;
+        self.first(&buffers_in_flight, phases.first().unwrap_or(&nothing))?;
         for (index, phase) in phases.iter().enumerate() {
-            self.rounds(&held, phase, index)?;
+            self.rounds(&buffers_in_flight, phase, index)?;
         }
-        let (buffers, pages) = self.alone(held)?;
-        pages.into_iter().skip(self.partials.len()).for_each(|page| self.wire.keep(page));
+        let (buffers, pages) = self.alone(buffers_in_flight)?;
+        pages.into_iter().skip(self.partials.len()).for_each(|page| self.transport.keep(page));
         Ok(buffers)
     }
 
     fn inline(&self) -> usize {
-        INLINE.min(self.wire.step)
+        INLINE.min(self.transport.step)
     }
 
     /// What streams of the `index`-th phase are longer than that travel in rounds.
@@ -442,16 +442,16 @@ impl Exchange<'_> {
 
     /// Bytes of a message in a lane.
     fn step(&self, phase: &Phase, lane: &Lane) -> usize {
-        phase.step(self.wire.step) * lane.width
+        phase.step(self.transport.step) * lane.width
     }
 
-    fn trouble(&self, trouble: Trouble) -> Error {
-        trouble.into_error(self.collective)
+    fn error(&self, error: WaitError) -> Error {
+        error.into_error(self.collective)
     }
 
     /// What nobody but this rank holds any more, because all messages are done.
-    fn alone(&self, held: Arc<Held>) -> Result<(Vec<Buffer>, Vec<Page>)> {
-        Arc::try_unwrap(held).map(Held::into_parts).map_err(|_| Error::Internal {
+    fn alone(&self, buffers_in_flight: Arc<InFlightBuffers>) -> Result<(Vec<Buffer>, Vec<Page>)> {
+        Arc::try_unwrap(buffers_in_flight).map(InFlightBuffers::into_parts).map_err(|_| Error::Internal {
             rank: self.collective.group().rank,
             what: format!("the memory of {} is in use after its end", self.collective),
         })
@@ -459,13 +459,13 @@ impl Exchange<'_> {
 
     /// Waits in the `index`-th phase.
     fn wait(&self, batch: &Batch, index: usize) -> Result<()> {
-        self.wire.wait(batch, self.wire.patience(index)).map_err(|trouble| self.trouble(trouble))
+        self.transport.wait(batch, self.transport.patience(index)).map_err(|error| self.error(error))
     }
 
     /// Sends what this rank issued to all others, with what is short of the data, and compares.
-    fn first(&mut self, held: &Held, phase: &Phase) -> Result<()> {
-        self.wire.check().map_err(|trouble| self.trouble(trouble))?;
-        let (size, rank) = (self.wire.size(), self.wire.line.rank);
+    fn first(&mut self, buffers_in_flight: &InFlightBuffers, phase: &Phase) -> Result<()> {
+        self.transport.check().map_err(|error| self.error(error))?;
+        let (size, rank) = (self.transport.size(), self.transport.communicator.rank);
         let mut own = vec![0; Collective::announcement_len(size)];
         self.collective.announce(&mut own);
         let row = if self.collective.is_sized_by_peers() { own.len() - FIXED } else { 0 };
@@ -475,20 +475,20 @@ impl Exchange<'_> {
         // One to each rank, and one from each. They stay for the next collective, which may have a row.
         // All are received at their longest: a rank that differs sends what is as long as its own collective.
         let len = (Collective::announcement_len(size) - FIXED + HEAD).next_multiple_of(ALIGN) + inline;
-        let mut pages = std::mem::take(&mut self.wire.firsts);
+        let mut pages = std::mem::take(&mut self.transport.first_pages);
         if pages.is_empty() {
             pages = (0..2 * size).map(|_| page(len)).collect();
         }
-        let firsts = Arc::new(Held::new(vec![], pages));
+        let first_pages = Arc::new(InFlightBuffers::new(vec![], pages));
         let mut transfers = Vec::with_capacity(2 * size);
-        for peer in self.wire.line.peers() {
-            transfers.push(Transfer { way: Way::From, peer, span: within(size + peer, 0, &(0..len)) });
+        for peer in self.transport.communicator.peers() {
+            transfers.push(Transfer { direction: Direction::Receive, peer, span: within(size + peer, 0, &(0..len)) });
         }
-        for peer in self.wire.line.peers() {
+        for peer in self.transport.communicator.peers() {
             // SAFETY: nothing is on its way yet, and the pages are nobody else's.
             unsafe {
-                firsts.write(&within(peer, 0, &(0..HEAD))).copy_from_slice(&own[..HEAD]);
-                firsts.write(&within(peer, HEAD, &(0..row))).copy_from_slice(&own[FIXED..][..row]);
+                first_pages.write(&within(peer, 0, &(0..HEAD))).copy_from_slice(&own[..HEAD]);
+                first_pages.write(&within(peer, HEAD, &(0..row))).copy_from_slice(&own[FIXED..][..row]);
             }
             let lane = &phase.sends[peer];
             let mut end = head;
@@ -496,21 +496,21 @@ impl Exchange<'_> {
                 for piece in lane.stream.pieces(0, inline.next_multiple_of(ALIGN)) {
                     // SAFETY: as above.
                     unsafe {
-                        let from = held.read(&lane.span(&piece));
-                        firsts.write(&within(peer, head, &piece.chunk)).copy_from_slice(from);
+                        let from = buffers_in_flight.read(&lane.span(&piece));
+                        first_pages.write(&within(peer, head, &piece.chunk)).copy_from_slice(from);
                     }
                     end = head + piece.chunk.end;
                 }
             }
-            transfers.push(Transfer { way: Way::To, peer, span: within(peer, 0, &(0..end)) });
+            transfers.push(Transfer { direction: Direction::Send, peer, span: within(peer, 0, &(0..end)) });
         }
         // SAFETY: the pages are touched again when all is done, below.
-        let batch = unsafe { self.wire.post(&firsts, transfers) };
+        let batch = unsafe { self.transport.post(&first_pages, transfers) };
         self.wait(&batch, 0)?;
         // SAFETY: all of these messages are done.
-        let told = |peer: usize| unsafe { firsts.read(&within(size + peer, 0, &(0..HEAD + row))) };
+        let told = |peer: usize| unsafe { first_pages.read(&within(size + peer, 0, &(0..HEAD + row))) };
         let is_same = |peer: usize| told(peer)[..HEAD] == own[..HEAD];
-        if row > 0 || !self.wire.line.peers().all(is_same) {
+        if row > 0 || !self.transport.communicator.peers().all(is_same) {
             let announced = |peer: usize| {
                 let mut announced = own.clone();
                 if peer != rank {
@@ -527,14 +527,14 @@ impl Exchange<'_> {
         }
         match &phase.combined {
             None => {
-                for peer in self.wire.line.peers() {
+                for peer in self.transport.communicator.peers() {
                     let lane = &phase.arrives[peer];
                     let pieces = lane.stream.pieces(0, inline.next_multiple_of(ALIGN));
                     for piece in pieces.filter(|_| is_short(&lane.stream)) {
                         // SAFETY: these messages are done, and others have not begun.
                         unsafe {
-                            let from = firsts.read(&within(size + peer, head, &piece.chunk));
-                            held.write(&lane.span(&piece)).copy_from_slice(from);
+                            let from = first_pages.read(&within(size + peer, head, &piece.chunk));
+                            buffers_in_flight.write(&lane.span(&piece)).copy_from_slice(from);
                         }
                     }
                 }
@@ -542,28 +542,30 @@ impl Exchange<'_> {
             Some(combined) if is_short(&combined.stream) => {
                 for piece in combined.stream.pieces(0, inline.next_multiple_of(ALIGN)) {
                     // SAFETY: as above.
-                    unsafe { self.combine(held, combined, &piece, 0, &firsts, |from| (size + from, head)) };
+                    unsafe {
+                        self.combine(buffers_in_flight, combined, &piece, 0, &first_pages, |from| (size + from, head))
+                    };
                 }
             }
             Some(_) => {}
         }
-        self.wire.firsts = self.alone(firsts)?.1;
+        self.transport.first_pages = self.alone(first_pages)?.1;
         Ok(())
     }
 
     /// The error of ranks that issued different collectives: they all see it, and show each other all that they
     /// announced.
     fn differ(&mut self, own: Vec<u8>) -> Result<Error> {
-        let (size, rank, len) = (self.wire.size(), self.wire.line.rank, own.len());
-        let all = Arc::new(Held::new(vec![Buffer::U8(own.clone())], (0..size).map(|_| page(len)).collect()));
+        let (size, rank, len) = (self.transport.size(), self.transport.communicator.rank, own.len());
+        let all = Arc::new(InFlightBuffers::new(vec![Buffer::U8(own.clone())], (0..size).map(|_| page(len)).collect()));
         let of = |region: usize| Span { region, bytes: 0..len };
-        let transfers = self.wire.line.peers().flat_map(|peer| {
-            let receive = Transfer { way: Way::From, peer, span: of(1 + peer) };
-            [receive, Transfer { way: Way::To, peer, span: of(0) }]
+        let transfers = self.transport.communicator.peers().flat_map(|peer| {
+            let receive = Transfer { direction: Direction::Receive, peer, span: of(1 + peer) };
+            [receive, Transfer { direction: Direction::Send, peer, span: of(0) }]
         });
         let transfers = transfers.collect();
         // SAFETY: it is read when all is done.
-        let batch = unsafe { self.wire.post(&all, transfers) };
+        let batch = unsafe { self.transport.post(&all, transfers) };
         self.wait(&batch, 0)?;
         // SAFETY: all messages are done.
         let announced = |peer: usize| if peer == rank { &own[..] } else { unsafe { all.read(&of(1 + peer)) } };
@@ -578,10 +580,10 @@ impl Exchange<'_> {
 
     /// Moves what did not travel with announcements, in rounds. Those that go from place to place are all on their way
     /// at once.
-    fn rounds(&mut self, held: &Arc<Held>, phase: &Phase, index: usize) -> Result<()> {
+    fn rounds(&mut self, buffers_in_flight: &Arc<InFlightBuffers>, phase: &Phase, index: usize) -> Result<()> {
         let least = self.least(index);
-        let peers: Vec<_> = self.wire.line.peers().collect();
-        let step = phase.step(self.wire.step);
+        let peers: Vec<_> = self.transport.communicator.peers().collect();
+        let step = phase.step(self.transport.step);
         let chunks = |lane: &Lane| match lane.stream.len() > least {
             true => lane.stream.chunks(step * lane.width),
             false => 0,
@@ -603,64 +605,79 @@ impl Exchange<'_> {
             while let Some(at) = running.iter().position(|(before, _)| needs_pages && before.pages == round.pages) {
                 running
                     .drain(..=at)
-                    .try_for_each(|(before, batch)| self.settle(held, phase, &before, &batch, index))?;
+                    .try_for_each(|(before, batch)| self.settle(buffers_in_flight, phase, &before, &batch, index))?;
             }
             let mut transfers = Vec::with_capacity(2 * peers.len());
             // What arrives first, so that it finds its place.
             for &peer in peers.iter().rev().filter(is_arriving) {
-                transfers.push(Transfer { way: Way::From, peer, span: self.place(held, phase, &round, peer) });
+                transfers.push(Transfer {
+                    direction: Direction::Receive,
+                    peer,
+                    span: self.place(buffers_in_flight, phase, &round, peer),
+                });
             }
             for &peer in peers.iter().filter(is_sent) {
-                transfers.push(Transfer { way: Way::To, peer, span: self.source(held, phase, &round, peer) });
+                transfers.push(Transfer {
+                    direction: Direction::Send,
+                    peer,
+                    span: self.source(buffers_in_flight, phase, &round, peer),
+                });
             }
             // SAFETY: each round has pages and pieces of its own until it is drained. What a phase sends it does not
             // receive into, nor combine.
-            running.push_back((round, unsafe { self.wire.post(held, transfers) }));
+            running.push_back((round, unsafe { self.transport.post(buffers_in_flight, transfers) }));
         }
-        running.into_iter().try_for_each(|(round, batch)| self.settle(held, phase, &round, &batch, index))
+        running.into_iter().try_for_each(|(round, batch)| self.settle(buffers_in_flight, phase, &round, &batch, index))
     }
 
     /// Waits until a round is done, and does what is to be done with it.
-    fn settle(&self, held: &Held, phase: &Phase, round: &Round, batch: &Batch, index: usize) -> Result<()> {
+    fn settle(
+        &self,
+        buffers_in_flight: &InFlightBuffers,
+        phase: &Phase,
+        round: &Round,
+        batch: &Batch,
+        index: usize,
+    ) -> Result<()> {
         self.wait(batch, index)?;
-        self.drain(held, phase, round, self.least(index));
+        self.drain(buffers_in_flight, phase, round, self.least(index));
         Ok(())
     }
 
     /// The page of a round to or from a rank.
-    fn page(&self, held: &Held, round: &Round, way: Way, peer: usize) -> usize {
-        let size = self.wire.size();
-        let place = if way == Way::To { peer } else { size + peer };
-        held.first_page() + self.partials.len() + round.pages.unwrap_or(0) * 2 * size + place
+    fn page(&self, buffers_in_flight: &InFlightBuffers, round: &Round, direction: Direction, peer: usize) -> usize {
+        let size = self.transport.size();
+        let place = if direction == Direction::Send { peer } else { size + peer };
+        buffers_in_flight.first_page() + self.partials.len() + round.pages.unwrap_or(0) * 2 * size + place
     }
 
     /// Where what a rank sends in a round arrives.
-    fn place(&self, held: &Held, phase: &Phase, round: &Round, peer: usize) -> Span {
+    fn place(&self, buffers_in_flight: &InFlightBuffers, phase: &Phase, round: &Round, peer: usize) -> Span {
         let lane = &phase.arrives[peer];
         let step = self.step(phase, lane);
         match only(&lane.stream, round.number, step).filter(|_| phase.combined.is_none()) {
             Some(piece) => lane.span(&piece),
             None => {
                 let end = lane.stream.pieces(round.number, step).map(|piece| piece.chunk.end).max().unwrap_or(0);
-                within(self.page(held, round, Way::From, peer), 0, &(0..end))
+                within(self.page(buffers_in_flight, round, Direction::Receive, peer), 0, &(0..end))
             }
         }
     }
 
     /// What goes to a rank in a round, packed where it is several pieces.
-    fn source(&self, held: &Held, phase: &Phase, round: &Round, peer: usize) -> Span {
+    fn source(&self, buffers_in_flight: &InFlightBuffers, phase: &Phase, round: &Round, peer: usize) -> Span {
         let lane = &phase.sends[peer];
         let step = self.step(phase, lane);
         if let Some(piece) = only(&lane.stream, round.number, step) {
             return lane.span(&piece);
         }
-        let page = self.page(held, round, Way::To, peer);
+        let page = self.page(buffers_in_flight, round, Direction::Send, peer);
         let mut end = 0;
         for piece in lane.stream.pieces(round.number, step) {
             // SAFETY: the page is free, as the round before in its place is done; what a phase sends nobody writes.
             unsafe {
-                let from = held.read(&lane.span(&piece));
-                held.write(&within(page, 0, &piece.chunk)).copy_from_slice(from);
+                let from = buffers_in_flight.read(&lane.span(&piece));
+                buffers_in_flight.write(&within(page, 0, &piece.chunk)).copy_from_slice(from);
             }
             end = piece.chunk.end;
         }
@@ -668,31 +685,33 @@ impl Exchange<'_> {
     }
 
     /// Does what is to be done with what has arrived in a round.
-    fn drain(&self, held: &Held, phase: &Phase, round: &Round, least: usize) {
+    fn drain(&self, buffers_in_flight: &InFlightBuffers, phase: &Phase, round: &Round, least: usize) {
         match &phase.combined {
             None => {
-                for peer in self.wire.line.peers() {
+                for peer in self.transport.communicator.peers() {
                     let lane = &phase.arrives[peer];
                     let step = self.step(phase, lane);
                     if lane.stream.len() <= least || only(&lane.stream, round.number, step).is_some() {
                         continue;
                     }
-                    let page = self.page(held, round, Way::From, peer);
+                    let page = self.page(buffers_in_flight, round, Direction::Receive, peer);
                     for piece in lane.stream.pieces(round.number, step) {
                         // SAFETY: the round is done, and no other has these pieces.
                         unsafe {
-                            let from = held.read(&within(page, 0, &piece.chunk));
-                            held.write(&lane.span(&piece)).copy_from_slice(from);
+                            let from = buffers_in_flight.read(&within(page, 0, &piece.chunk));
+                            buffers_in_flight.write(&lane.span(&piece)).copy_from_slice(from);
                         }
                     }
                 }
             }
             Some(combined) if combined.stream.len() > least => {
-                let step = phase.step(self.wire.step);
+                let step = phase.step(self.transport.step);
                 for piece in combined.stream.pieces(round.number, step) {
-                    let page = |from| (self.page(held, round, Way::From, from), 0);
+                    let page = |from| (self.page(buffers_in_flight, round, Direction::Receive, from), 0);
                     // SAFETY: as above. What this rank has of the pieces it sends to nobody.
-                    unsafe { self.combine(held, combined, &piece, round.number * step, held, page) };
+                    unsafe {
+                        self.combine(buffers_in_flight, combined, &piece, round.number * step, buffers_in_flight, page)
+                    };
                 }
             }
             Some(_) => {}
@@ -706,14 +725,14 @@ impl Exchange<'_> {
     /// No message receives into what is read, none uses what is written, and nobody else does.
     unsafe fn combine(
         &self,
-        held: &Held,
+        buffers_in_flight: &InFlightBuffers,
         combined: &Combined,
         piece: &Piece,
         chunk: usize,
-        pages: &Held,
+        pages: &InFlightBuffers,
         page: impl Fn(usize) -> (usize, usize),
     ) {
-        let rank = self.wire.line.rank;
+        let rank = self.transport.communicator.rank;
         let own = Span { region: piece.part, bytes: piece.bytes.clone() };
         let dtype = combined.dtypes[piece.part];
         let width = widening(dtype);
@@ -730,7 +749,7 @@ impl Exchange<'_> {
                 } else if let Output::Own = combined.output {
                     Input::Output
                 } else {
-                    Input::Bytes(held.read(&own))
+                    Input::Bytes(buffers_in_flight.read(&own))
                 }
             };
             let output = match &combined.output {
@@ -742,7 +761,7 @@ impl Exchange<'_> {
                 }
                 Output::Partial { region } => Span { region: *region, bytes: accumulators(&piece.chunk, chunk) },
             };
-            (combined.inputs.iter().map(input).collect(), held.write(&output))
+            (combined.inputs.iter().map(input).collect(), buffers_in_flight.write(&output))
         };
         match combined.output {
             Output::Partial { .. } => partial(dtype, combined.op, output, &inputs),
