@@ -29,7 +29,7 @@ fn a_parameter_that_no_memory_can_hold_is_named() {
         // A shape that is possible, on a machine that does not exist.
         let error = error((1 << 45, 256), ignored);
         assert!(error.contains("parameter `big.weight`: no memory for 9007199254740992 elements of F32"), "{error}");
-        assert!(error.contains("33554432.0 GiB (36028797018963968 bytes) were wanted"), "{error}");
+        assert!(error.contains("33554432.0 GiB (36028797018963968 bytes) requested"), "{error}");
     }
 }
 
@@ -97,7 +97,7 @@ fn memory_that_is_not_there_is_an_error_and_the_model_goes_on() {
     assert!(child.status.success() && !stderr.contains("panicked"), "{}: {stdout}{stderr}", child.status);
     let said: Vec<&str> = stdout.lines().filter_map(|line| Some(line.split_once("says: ")?.1)).collect();
     let stack = "no memory for the stack of backward: ";
-    let big = "parameter `big`: no memory for 67108864 elements of F32: 0.2 GiB (268435456 bytes) were wanted";
+    let big = "parameter `big`: no memory for 67108864 elements of F32: 0.2 GiB (268435456 bytes) requested";
     let moments = "parameter `big`: the optimizer's state: no memory for 67108864 elements of F32";
     let gather = "no memory for 67108864 elements of F32";
     assert_eq!(said.len(), 5, "{stdout}");

@@ -108,7 +108,7 @@ fn hidden_difference(issued: &[Announcement<'_>]) -> String {
     if subjects.len() > 1 {
         let spelled: Vec<_> =
             subjects.iter().map(|((_, count), ranks)| format!("{count} on rank(s) {ranks:?}")).collect();
-        return format!("the names differ, or their order: {} names", spelled.join(", "));
+        return format!("the names differ, or their order: {}", spelled.join(", "));
     }
     let mut places = Vec::new();
     if issued.iter().any(Announcement::is_cut) {

@@ -202,7 +202,7 @@ mod tests {
         assert_eq!(first.backend_conflict(), None, "it may be about to come");
         look_again(Some(GRACE));
         let why = first.backend_conflict().unwrap();
-        assert!(why.contains("rank(s) [1] wait for the others by the shm backend, and this rank by mpi"), "{why}");
+        assert!(why.contains("rank(s) [1] wait with the shm backend, and this rank with mpi"), "{why}");
         assert!(why.contains("FSDP_BACKEND"), "{why}");
         drop(other);
         look_again(Some(GRACE));

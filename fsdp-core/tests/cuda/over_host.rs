@@ -181,7 +181,7 @@ fn read(input: &dyn Readable, part: usize, rank: usize, f: &mut dyn FnMut(&[u8])
     });
     let why = match outcome {
         Ok(()) if is_read => return Ok(()),
-        Ok(()) => "it holds fewer bytes than it said".to_string(),
+        Ok(()) => "it has fewer bytes than its length says".to_string(),
         Err(why) => why,
     };
     Err(Error::Argument { rank, message: format!("all_gather: part {part}: the input can't be read: {why}") })

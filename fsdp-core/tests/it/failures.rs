@@ -114,7 +114,7 @@ fn what_differs_is_spelled_out_for_everything_that_is_compared() {
         ),
         (
             |group, odd| names(group, (0..19).chain(Some(if odd { 99 } else { 19 })), 0..20),
-            "; they list other names by that, or in another order: 20 on rank(s) [0, 2], 20 on rank(s) [1]",
+            "; the names differ, or their order: 20 on rank(s) [0, 2], 20 on rank(s) [1]",
         ),
         (
             |group, odd| names(group, 0..5000, (0..7).chain(Some(if odd { 4500 } else { 4501 }))),
@@ -125,7 +125,7 @@ fn what_differs_is_spelled_out_for_everything_that_is_compared() {
                 let how = "h".repeat(2000) + if odd { "1" } else { "2" };
                 group.signed(Signature::new(&Subject::new("unit `x`", []), []).with_how(how)).barrier()
             },
-            "; they differ behind the end of these texts: their fingerprints are ",
+            "; they differ after the end of these texts: their fingerprints are ",
         ),
     ];
     for (issue, text) in cases {
@@ -234,7 +234,7 @@ fn a_timeout_names_the_ranks_that_did_not_come() {
                 assert_eq!(what, "all_reduce (collective 0)");
             }
             (Error::PeerLost { peer, how, .. }, Some(())) => {
-                assert!(peer % 2 == 0 && how.contains("came too late"), "{how}");
+                assert!(peer % 2 == 0 && how.contains("timed out waiting for this rank"), "{how}");
             }
             (error, _) => panic!("rank {rank}: {error}"),
         }
@@ -291,7 +291,7 @@ fn bad_arguments_fail_at_once_and_for_everybody_after_what_was_issued_before() {
                 let input = Arc::new(Buffer::zeros(DType::F32, 3));
                 group.all_gather(vec![GatherPart { input, counts: vec![3, usize::MAX] }], Heap::shared())
             },
-            "more than memory can hold",
+            "more elements than memory can hold",
         ),
         (
             |group| {
@@ -308,14 +308,14 @@ fn bad_arguments_fail_at_once_and_for_everybody_after_what_was_issued_before() {
             "the average of I64",
         ),
         (|group| group.all_reduce(vec![Buffer::zeros(DType::U8, 1)], ReduceOp::Avg), "the average of U8"),
-        (|group| group.broadcast(Vec::new(), 2), "root 2 is no rank of a group of 2"),
+        (|group| group.broadcast(Vec::new(), 2), "root 2 is not a rank of a group of 2"),
         (
             |group| {
                 let input = Buffer::zeros(DType::F32, 2);
                 let part = ExchangePart { input, send_counts: vec![1, 1], recv_counts: vec![2, 1] };
                 group.all_to_all(vec![part], Heap::shared())
             },
-            "both are what stays here",
+            "make them equal",
         ),
         (
             |group| {
@@ -406,7 +406,7 @@ fn an_allocator_that_gives_something_else_is_an_error_for_everybody() {
         let memory: Arc<dyn Allocator> = if group.rank() == 1 { Arc::new(Stingy) } else { Heap::shared() };
         let part = ScatterPart { input: Buffer::zeros(DType::F32, 4), counts: vec![2, 2] };
         let error = error(group.reduce_scatter(vec![part], ReduceOp::Sum, memory));
-        assert!(error.to_string().contains("the allocator gave a buffer of 1 F32 where 2 F32"), "{error}");
+        assert!(error.to_string().contains("the allocator gave a buffer of 1 F32, expected 2 F32"), "{error}");
     });
 }
 

@@ -154,7 +154,7 @@ fn late(mpi: &Mpi) {
 fn mixed(mpi: &Mpi) {
     let job = ranks::start(mpi, "mixes backends", 2);
     // Where the launcher lets the other one live, both say so.
-    let own = |rank: usize, other: &str| format!("rank(s) [{rank}] wait for the others by the {other} backend");
+    let own = |rank: usize, other: &str| format!("rank(s) [{rank}] wait with the {other} backend");
     let (first, second) = (&job.said[0], &job.said[1]);
     assert!(first.contains(&own(1, "mpi")) || second.contains(&own(0, "shm")), "{mpi:?}: {first}; {second}");
 }

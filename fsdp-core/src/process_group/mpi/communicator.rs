@@ -364,7 +364,7 @@ impl Communicator {
 
 impl MpiError {
     /// Returns the state of the peer, if MPI reports that it died.
-    pub(super) fn gone(&self) -> Option<PeerState> {
+    pub(super) fn peer_state(&self) -> Option<PeerState> {
         (self.kind == Kind::Died).then_some(PeerState::Died)
     }
 }

@@ -164,7 +164,7 @@ impl Transport {
                 }
             }
             if let Some((peer, refused)) = batch.refused() {
-                let gone = refused.gone().or_else(|| self.peer_state(peer));
+                let gone = refused.peer_state().or_else(|| self.peer_state(peer));
                 return Err(match gone {
                     Some(gone) => WaitError::PeerLost { peer, gone },
                     None => WaitError::MpiError { peer, text: refused.text },

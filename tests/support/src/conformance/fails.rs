@@ -133,7 +133,7 @@ fn input(group: &ProcessGroup, bad: Bad) -> Result<(), Wrong> {
     let work = group.all_gather(vec![GatherPart { input, counts: vec![4; group.size()] }], Heap::shared());
     let error = error(work.wait(), "an all-gather of an input that misbehaves")?;
     let text = match bad {
-        Bad::Elsewhere => "part 0: it is in the memory of CUDA device 3, but the group moves that of the host",
+        Bad::Elsewhere => "part 0: it is in the memory of CUDA device 3, but the group moves host memory",
         Bad::Short => "fewer bytes",
         Bad::Refuses => "it is asleep",
         Bad::Panics => "all_gather panicked: on purpose",
@@ -158,7 +158,7 @@ fn output(group: &ProcessGroup) -> Result<(), Wrong> {
     let size = group.size();
     let part = ScatterPart { input: Buffer::zeros(DType::F32, 2 * size), counts: vec![2; size] };
     let error = error(group.reduce_scatter(vec![part], ReduceOp::Sum, memory).wait(), "an output that is too short")?;
-    let is_it = error.to_string().contains("the allocator gave a buffer of 1 F32 where 2 F32");
+    let is_it = error.to_string().contains("the allocator gave a buffer of 1 F32, expected 2 F32");
     ensure!(is_it, "an allocator that gives too little is: {error}");
     Ok(())
 }
@@ -201,7 +201,7 @@ pub(super) fn late(join: Join<'_>) -> Result<(), Wrong> {
     }
     others.barrier().wait()?;
     let error = error(sum(&group, 10).wait(), "a sum that all others have given up")?;
-    let is_it = matches!(&error, Error::PeerLost { peer: 0 | 2, how, .. } if how.contains("came too late"));
+    let is_it = matches!(&error, Error::PeerLost { peer: 0 | 2, how, .. } if how.contains("timed out waiting for this rank"));
     ensure!(is_it, "a rank that comes too late hears: {error}");
     Ok(())
 }
