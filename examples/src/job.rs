@@ -1,8 +1,9 @@
-//! A rank's life in a job: joining, working, and telling what went wrong while the others still listen.
+//! Entry point of a rank: joins the job, runs the work, and reports errors before it leaves.
 
 use std::io::IsTerminal;
 use std::process::ExitCode;
 
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use fsdp_candle::{DeviceChoice, Error, World};
 use tracing::Subscriber;
 use tracing_subscriber::layer::SubscriberExt;
@@ -11,19 +12,13 @@ use tracing_subscriber::{EnvFilter, Layer};
 
 use crate::console::Console;
 
-/// Joins the job that the environment describes and does this rank's work in it.
+/// Joins the job that the environment describes, and runs `work` on this rank.
 ///
-/// An error is recorded for the launcher and printed, with all of its causes and in one piece, before this rank leaves
-/// the job: the others would print first that it left. `RUST_BACKTRACE` shows where programs panic; an error is for the
-/// user, and says by itself what is wrong.
-pub fn run(work: impl FnOnce(&World) -> anyhow::Result<()>) -> ExitCode {
-    run_on(DeviceChoice::Cpu, work)
-}
-
-/// [`run`], on other devices.
-pub fn run_on(choice: DeviceChoice, work: impl FnOnce(&World) -> anyhow::Result<()>) -> ExitCode {
-    // Shows for whom this rank waits; `work` may want to see more than events, but knows only then which rank it is.
-    let join = || fsdp_candle::init_on(choice);
+/// An error is recorded for the launcher and printed with its causes before this rank leaves the job. Otherwise the
+/// other ranks would print first that it left. Backtraces are left out, because errors are for the user.
+pub fn run(device: DeviceChoice, work: impl FnOnce(&World) -> anyhow::Result<()>) -> ExitCode {
+    // Shows which ranks this rank waits for. `work` sets up its own logging once it knows its rank.
+    let join = || fsdp_candle::init_on(device);
     let joined = tracing::subscriber::with_default(tracing_subscriber::registry().with(events()), join);
     let joined = joined.map_err(|error| match error {
         Error::Device(_) => anyhow::Error::from(error),
@@ -39,7 +34,19 @@ pub fn run_on(choice: DeviceChoice, work: impl FnOnce(&World) -> anyhow::Result<
     }
 }
 
-/// Shows events on stderr as `RUST_LOG` asks; warnings, where it is silent.
+/// Returns a parser for the values of `--device`.
+pub fn device_parser() -> impl TypedValueParser<Value = DeviceChoice> {
+    let values =
+        [("auto", "CUDA devices if there are any, else the CPU"), ("cpu", "The CPU"), ("cuda", "CUDA devices")];
+    let values = values.map(|(name, help)| PossibleValue::new(name).help(help));
+    PossibleValuesParser::new(values).map(|name| match name.as_str() {
+        "auto" => DeviceChoice::Auto,
+        "cuda" => DeviceChoice::Cuda,
+        _ => DeviceChoice::Cpu,
+    })
+}
+
+/// Prints events to stderr as `RUST_LOG` selects them, and warnings by default.
 pub fn events<S>() -> impl Layer<S>
 where
     S: Subscriber + for<'span> LookupSpan<'span>,
@@ -58,9 +65,9 @@ fn report(error: &anyhow::Error) -> ExitCode {
     ExitCode::FAILURE
 }
 
-/// Candle's errors have the backtrace in their message where `RUST_BACKTRACE` asks for one.
+/// Removes the backtrace that Candle adds to error messages under `RUST_BACKTRACE`.
 fn without_backtraces(text: &str) -> String {
-    // A frame is its number, to the right of four columns, and its name; the next line may say where that is.
+    // A frame is its number, right-aligned in four columns, and its name. The next line may hold its location.
     let is_frame = |line: &str| {
         let number = line.split_once(": ").map_or("", |(number, _)| number);
         let is_number = number.len() == 4 && number.trim_start().parse::<u16>().is_ok();
@@ -74,7 +81,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn frames_are_left_out_and_nothing_else() {
+    fn only_backtrace_frames_are_removed() {
         let capture = std::backtrace::Backtrace::force_capture();
         let error = anyhow::anyhow!("the cause: 7\n  12 lines\n{capture}").context("the error");
         assert_eq!(without_backtraces(&format!("{error:#}")), "the error: the cause: 7\n  12 lines");

@@ -1,9 +1,8 @@
-//! What the example programs share: models, data, learning-rate schedules, metrics, TensorBoard, progress and consoles.
+//! Shared code of the example programs: models, data, learning-rate schedules, metrics and output.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 pub mod console;
 pub mod data;
-pub mod device;
 pub mod generate;
 pub mod job;
 pub mod metrics;

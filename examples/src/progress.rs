@@ -1,4 +1,4 @@
-//! How a run shows what it does, on stderr: a bar where that is a terminal, plain lines elsewhere.
+//! Progress of a run on stderr: a bar on a terminal, plain lines elsewhere.
 
 use std::{
     io::{self, IsTerminal},
@@ -11,9 +11,7 @@ use crate::{console::Console, metrics::StepRecord};
 
 const TEMPLATE: &str = "step {pos}/{len} [{wide_bar:.cyan/blue}] {msg}  ETA {eta}";
 
-/// Shows the steps of a run as they are taken.
-///
-/// Plain lines come for the first step, for every twentieth of the run and for the last step.
+/// Progress display of a run. Plain lines appear for the first step, the last step, and every 5 % of the run.
 pub struct Progress {
     bar: Option<ProgressBar>,
     total: usize,
@@ -22,13 +20,13 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Shows the steps `done + 1` to `total`. For one rank to have: lines of several would mix.
+    /// Shows the steps `done + 1` to `total`. Only one rank should have it, because lines of several would mix.
     pub fn new(done: usize, total: usize) -> Self {
         let bar = io::stderr().is_terminal().then(|| bar(ProgressDrawTarget::stderr(), done, total));
         Progress { bar, total, steps: 0, time_s: 0.0 }
     }
 
-    /// Shows a step that has been taken.
+    /// Shows a finished step.
     pub fn step(&mut self, record: &StepRecord) {
         self.steps += 1;
         self.time_s += record.step_time_s;
@@ -40,17 +38,13 @@ impl Progress {
         }
     }
 
-    /// Shows a line above the bar, if there is one.
+    /// Prints a line, above the bar if there is one.
     pub fn note(&self, line: &str) {
         match &self.bar {
             Some(bar) => bar.suspend(|| Console::Stderr.line(line)),
             None => Console::Stderr.line(line),
         }
     }
-
-    /// Leaves the bar as it stands, on a line of its own. Dropping does the same, so that the message of a run that
-    /// fails comes below the bar.
-    pub fn finish(self) {}
 
     fn line(&self, record: &StepRecord) -> String {
         let left = self.total.saturating_sub(record.step) as f64 * self.time_s / self.steps.max(1) as f64;
@@ -69,6 +63,7 @@ impl Progress {
     }
 }
 
+/// Leaves the bar on the terminal, so that later messages are printed below it.
 impl Drop for Progress {
     fn drop(&mut self) {
         if let Some(bar) = &self.bar {
@@ -78,13 +73,13 @@ impl Drop for Progress {
 }
 
 fn bar(target: ProgressDrawTarget, done: usize, total: usize) -> ProgressBar {
-    // The template is a constant that a test reads; a bar without it would still be a bar.
+    // A test checks the template.
     let style = ProgressStyle::with_template(TEMPLATE).unwrap_or_else(|_| ProgressStyle::default_bar());
     let bar = ProgressBar::with_draw_target(Some(total as u64), target)
         .with_style(style.progress_chars("=> "))
         .with_finish(ProgressFinish::Abandon);
     bar.set_position(done as u64);
-    // What was done before this run says nothing about its speed.
+    // The ETA counts only the steps of this process.
     bar.reset_eta();
     bar.tick();
     bar
@@ -116,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_are_due_at_every_twentieth_and_at_the_end() {
+    fn lines_appear_every_twentieth_and_at_the_end() {
         let due = |total: usize| (1..=total).filter(|&step| is_line_due(step, total)).collect::<Vec<_>>();
         assert_eq!(due(3), [1, 2, 3]);
         assert_eq!(due(150).len(), 22);
@@ -126,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_tells_loss_speed_and_the_time_left() {
+    fn lines_hold_loss_speed_and_eta() {
         let mut progress = Progress { bar: Some(ProgressBar::hidden()), total: 150, steps: 0, time_s: 0.0 };
         progress.step(&record(1));
         progress.step(&StepRecord { step_time_s: 1.0, ..record(2) });
@@ -137,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_are_none_do_no_harm() {
+    fn nan_is_printed() {
         let mut progress = Progress { bar: Some(ProgressBar::hidden()), total: 5, steps: 0, time_s: 0.0 };
         progress.step(&StepRecord { loss: f64::NAN, step_time_s: f64::INFINITY, tokens_per_s: f64::NAN, ..record(1) });
         assert!(progress.line(&StepRecord { loss: f64::NAN, ..record(9) }).contains("loss NaN"));
@@ -145,14 +140,14 @@ mod tests {
     }
 
     #[test]
-    fn the_bar_follows_the_steps() {
+    fn bar_follows_the_steps() {
         assert!(ProgressStyle::with_template(TEMPLATE).is_ok());
         let bar = bar(ProgressDrawTarget::hidden(), 10, 20);
         assert_eq!((bar.position(), bar.length()), (10, Some(20)));
         let mut progress = Progress { bar: Some(bar.clone()), total: 20, steps: 0, time_s: 0.0 };
         progress.step(&record(11));
         assert_eq!((bar.position(), bar.message().as_str()), (11, "loss 5.5452  12,345 tokens/s"));
-        progress.finish();
+        drop(progress);
         assert!(bar.is_finished());
         assert_eq!(bar.position(), 11);
     }

@@ -1,6 +1,6 @@
-//! Which layers get low-rank adapters, and what their parameters are called.
+//! Low-rank adapters: the layers that get one, and the names of its parameters.
 
-/// How large an adapter is, and how much it counts.
+/// Size and weight of an adapter.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LoraConfig {
     /// The rank `r`.
@@ -9,15 +9,15 @@ pub struct LoraConfig {
     pub alpha: f64,
 }
 
-/// Which layers get adapters.
+/// Selection of the layers that get adapters.
 pub(crate) struct Adapters {
     pub(crate) config: LoraConfig,
-    /// By a layer's FQN.
+    /// Returns whether the layer with this FQN gets an adapter.
     pub(crate) targets: Box<dyn Fn(&str) -> bool + Send + Sync>,
 }
 
 impl Adapters {
-    /// The adapter of the layer whose weight is called `weight`.
+    /// Returns the adapter of the layer whose weight is called `weight`.
     pub(crate) fn of(&self, weight: &str) -> Option<LoraConfig> {
         let layer = weight.strip_suffix("weight")?;
         let layer = if layer.is_empty() { layer } else { layer.strip_suffix('.')? };
@@ -25,21 +25,21 @@ impl Adapters {
     }
 }
 
-/// What the name of the matrix `A` ends with, behind the layer's.
+/// Suffixes of the names of the matrices `A` and `B`, after the layer's name.
 const DOWN: &str = "lora_A.weight";
 const UP: &str = "lora_B.weight";
 
-/// Whether a parameter of this name belongs to an adapter: its last parts are `lora_A.weight` or `lora_B.weight`.
+/// Returns whether a parameter belongs to an adapter: its name ends with `lora_A.weight` or `lora_B.weight`.
 pub fn is_adapter(name: &str) -> bool {
     [DOWN, UP].iter().any(|end| layer_of(name, end).is_some())
 }
 
-/// The layer whose adapter has a matrix `A` of this name.
+/// Returns the layer whose adapter has a matrix `A` of this name.
 pub(crate) fn adapted_layer(name: &str) -> Option<&str> {
     layer_of(name, DOWN)
 }
 
-/// The layer that an adapter's matrix of this name belongs to, and whether it is `B`.
+/// Returns the layer of an adapter's matrix of this name, and whether the matrix is `B`.
 pub(crate) fn adapter_of(name: &str) -> Option<(&str, bool)> {
     let of = |end, is_up| layer_of(name, end).map(|layer| (layer, is_up));
     of(DOWN, false).or_else(|| of(UP, true))

@@ -1,4 +1,5 @@
-//! Candle's autograd graph: whether one is kept, the order of its nodes, and the stack that its recursion needs.
+//! Candle's autograd graph: whether operations record it, the order of its nodes, and the stack that its recursion
+//! needs.
 
 use std::cell::Cell;
 use std::hash::{Hash, Hasher};
@@ -13,13 +14,13 @@ thread_local! {
     static NO_GRAD: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs `f` without a graph, for evaluation: what [`FsdpModule`](crate::FsdpModule)s return has none, the layers of
-/// [`nn`](crate::nn) use their weights as constants, and each unit frees its parameters when it is done with, whatever
-/// its [`ReshardAfterForward`](crate::ReshardAfterForward). As `torch.no_grad()`, it holds for this thread, whatever
-/// models `f` calls.
+/// Runs `f` without a graph, for evaluation: PyTorch's `torch.no_grad()`. It holds for this thread and all models that
+/// `f` calls. The outputs of an [`FsdpModule`](crate::FsdpModule) have no graph, and the layers of [`nn`](crate::nn)
+/// use their weights as constants. Each unit frees its parameters after forward, whatever its
+/// [`ReshardAfterForward`](crate::ReshardAfterForward).
 ///
-/// Candle itself always keeps a graph: what layers of other crates do with trainable parameters is kept until the call
-/// around them ends.
+/// Candle itself always records a graph: layers of other crates keep it for trainable parameters until the unit's call
+/// ends.
 ///
 /// ```
 /// # use candle_core::{DType, Module, Tensor};
@@ -30,14 +31,14 @@ thread_local! {
 /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
 /// let y = fsdp_candle::no_grad(|| model.forward(&x))?;
 /// assert!(!y.track_op());
-/// assert!(model.params().iter().all(|param| !param.is_unsharded())); // the root's are freed as well
+/// assert!(model.params().iter().all(|param| !param.is_unsharded())); // the root's parameters are freed as well
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn no_grad<T>(f: impl FnOnce() -> T) -> T {
     set(true, f)
 }
 
-/// Runs `f`, which belongs to a backward, with a graph.
+/// Runs `f` with a graph, inside [`no_grad`] as well: `f` is a part of a backward.
 pub(crate) fn with_grad<T>(f: impl FnOnce() -> T) -> T {
     set(false, f)
 }
@@ -57,7 +58,8 @@ fn set<T>(no_grad: bool, f: impl FnOnce() -> T) -> T {
     f()
 }
 
-/// Candle numbers its tensors in the order in which they are made, and shows the number to hashers only.
+/// Returns the number of a tensor. Candle numbers tensors in the order in which they are made, and shows the number
+/// only to hashers.
 pub(crate) fn number(id: TensorId) -> usize {
     struct Number(usize);
     impl Hasher for Number {
@@ -76,23 +78,26 @@ pub(crate) fn number(id: TensorId) -> usize {
     hasher.0
 }
 
-/// A number greater than those of all tensors before, and smaller than those of all that follow.
+/// Returns a number between those of all earlier and all later tensors.
 pub(crate) fn next_number() -> usize {
-    // A byte of host memory is always there. Without it, no node would belong to a pass.
+    // Allocating a byte of host memory does not fail. If it did, no node would belong to a pass.
     Tensor::zeros((), DType::U8, &Device::Cpu).map_or(usize::MAX, |tensor| number(tensor.id()))
 }
 
-/// Room for the recursion over a deep graph in Candle's backward; only touched pages cost memory.
+/// Stack for Candle's backward, which recurses over the graph. Only touched pages cost memory.
 pub(crate) const BACKWARD_STACK_BYTES: usize = 256 << 20;
 
-/// Runs `f` on a new stack of so many bytes, which `what` needs. Only touched pages cost memory, but all of it is
-/// address space.
+/// Runs `f` on a new stack of `bytes`, which `what` needs. Only touched pages cost memory, but all of it takes address
+/// space.
+///
+/// # Errors
+/// Fails if there is no memory for the stack.
 pub(crate) fn on_a_stack_of<T>(bytes: usize, what: &str, f: impl FnOnce() -> T) -> Result<T> {
     let missing = || {
-        let what = format!("the stack of {what}: a recursion over the graph, whose depth grows with the model's");
+        let what = format!("the stack of {what}, which recurses over the graph of the model");
         candle_core::Error::from(Error::from(fsdp_core::Error::Memory { what, bytes: bytes as u128 }))
     };
-    // `stacker` panics where it gets no memory, which a user would see: ask for as much before it does, as it does.
+    // `stacker` panics without memory, so this asks for as much memory first, in the same way.
     if MmapMut::map_anon(bytes).is_err() {
         return Err(missing());
     }
@@ -101,12 +106,12 @@ pub(crate) fn on_a_stack_of<T>(bytes: usize, what: &str, f: impl FnOnce() -> T) 
         begun = true;
         f()
     };
-    // Another thread may have taken the memory meanwhile.
+    // Another thread may take the memory in between.
     let outcome = catch_unwind(AssertUnwindSafe(|| stacker::grow(bytes, run)));
     outcome.or_else(|panic| if begun { resume_unwind(panic) } else { Err(missing()) })
 }
 
-/// Runs `f` where there are `least` bytes of stack: on this one, or a new one as [`on_a_stack_of`] makes it.
+/// Runs `f` with at least `least` bytes of stack: on this stack, or on a new one as [`on_a_stack_of`] does.
 pub(crate) fn on_at_least<T>(least: usize, bytes: usize, what: &str, f: impl FnOnce() -> T) -> Result<T> {
     match stacker::remaining_stack() {
         Some(left) if left >= least => Ok(f()),
@@ -125,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stack_that_can_not_be_had_is_an_error_that_says_how_much_was_wanted() {
+    fn a_stack_without_memory_is_an_error() {
         assert_eq!(on_a_stack_of(1 << 20, "a test", || 7).unwrap(), 7);
         let error = on_a_stack_of(1 << 50, "a test", || 7).unwrap_err().to_string();
         assert!(error.contains("no memory for the stack of a test") && error.contains("1048576.0 GiB"), "{error}");

@@ -1,14 +1,11 @@
-//! A model printed: its units as a tree, with their parameters, placements and bytes.
+//! `Display` of models: units as a tree, with parameters, placements and bytes.
 
 use std::fmt;
 use std::sync::Arc;
 
-use crate::fsdp::FsdpModule;
-use crate::fsdp::Schedule;
-use crate::fsdp::ShardedVarMap;
-use crate::fsdp::{FsdpParam, ParamGroup, UnitPath};
+use crate::fsdp::{FsdpModule, FsdpParam, ParamGroup, Schedule, ShardedVarMap, UnitPath};
 
-/// Bytes as people read them.
+/// Formats bytes with a unit.
 fn size(bytes: usize) -> String {
     match bytes {
         0..1024 => format!("{bytes} B"),
@@ -39,7 +36,7 @@ fn write_param(f: &mut fmt::Formatter<'_>, param: &FsdpParam, indent: &str) -> f
     writeln!(f, "{}", if param.trainable() { "" } else { ", frozen" })
 }
 
-fn write_unit(f: &mut fmt::Formatter<'_>, schedule: &Schedule, unit: &ParamGroup, depth: usize) -> fmt::Result {
+fn write_unit(f: &mut fmt::Formatter<'_>, unit: &ParamGroup, depth: usize) -> fmt::Result {
     let indent = "  ".repeat(depth);
     let params = unit.params();
     let held: usize = params.iter().map(|p| p.region().elements() * p.dtype().size_in_bytes()).sum();
@@ -48,7 +45,7 @@ fn write_unit(f: &mut fmt::Formatter<'_>, schedule: &Schedule, unit: &ParamGroup
         f,
         "{indent}{} [{:?}, {}]: this rank holds {} of {}",
         unit.name(),
-        schedule.reshard_after_forward(unit.id()),
+        unit.reshard_after_forward(),
         if unit.is_unsharded() { "unsharded" } else { "sharded" },
         size(held),
         size(whole)
@@ -56,34 +53,33 @@ fn write_unit(f: &mut fmt::Formatter<'_>, schedule: &Schedule, unit: &ParamGroup
     params.iter().try_for_each(|param| write_param(f, param, &format!("{indent}  . ")))
 }
 
-/// Some of a model's units, each below the nearest unit around it.
+/// Writes some of a model's units, each below the nearest unit around it.
 fn write_tree(f: &mut fmt::Formatter<'_>, schedule: &Schedule, some: impl Fn(&ParamGroup) -> bool) -> fmt::Result {
     let units = schedule.units();
     let paths: Vec<&UnitPath> = units.iter().map(|unit| unit.path()).collect();
     let mut within: Vec<_> = units.iter().filter(|unit| some(unit)).collect();
-    // A unit comes before those inside it; siblings stay in the order in which they were made.
+    // A unit comes before the units inside it; siblings keep the order of construction.
     within.sort_by_key(|unit| unit.path().depth(&paths));
     let mut written: Vec<usize> = vec![];
     fn descend(
         f: &mut fmt::Formatter<'_>,
-        schedule: &Schedule,
         within: &[&Arc<ParamGroup>],
         at: usize,
         written: &mut Vec<usize>,
         depth: usize,
     ) -> fmt::Result {
         written.push(at);
-        write_unit(f, schedule, within[at], depth)?;
+        write_unit(f, within[at], depth)?;
         for child in 0..within.len() {
             if !written.contains(&child) && within[at].path().contains(within[child].path()) {
-                descend(f, schedule, within, child, written, depth + 1)?;
+                descend(f, within, child, written, depth + 1)?;
             }
         }
         Ok(())
     }
     for at in 0..within.len() {
         if !written.contains(&at) {
-            descend(f, schedule, &within, at, &mut written, 0)?;
+            descend(f, &within, at, &mut written, 0)?;
         }
     }
     Ok(())
@@ -91,7 +87,7 @@ fn write_tree(f: &mut fmt::Formatter<'_>, schedule: &Schedule, some: impl Fn(&Pa
 
 impl<M> fmt::Display for FsdpModule<M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write_tree(f, self.schedule(), |unit| self.group().path().contains(unit.path()))
+        write_tree(f, &self.schedule, |unit| self.group.path().contains(unit.path()))
     }
 }
 

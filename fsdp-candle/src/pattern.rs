@@ -1,4 +1,4 @@
-//! Patterns of names, as files are chosen by in a shell.
+//! Patterns of names, like a shell's patterns of files.
 
 use std::fmt;
 
@@ -9,8 +9,8 @@ use crate::error::{Error, Result};
 const OPTIONS: MatchOptions =
     MatchOptions { case_sensitive: true, require_literal_separator: true, require_literal_leading_dot: false };
 
-/// A pattern of the fully qualified names of modules or parameters: `*` and `?` stand for characters of one part
-/// between dots, `**` for any parts.
+/// A pattern of the fully qualified names of modules or parameters. `*` and `?` match characters of one part between
+/// dots, `**` matches any parts.
 ///
 /// ```
 /// use fsdp_candle::NamePattern;
@@ -18,7 +18,7 @@ const OPTIONS: MatchOptions =
 /// let layers = NamePattern::new("model.layers.*")?;
 /// assert!(layers.matches("model.layers.7") && !layers.matches("model.layers.7.mlp"));
 /// assert!(NamePattern::new("**.q_proj")?.matches("model.layers.7.self_attn.q_proj"));
-/// // Names are often meant by their ends.
+/// // A pattern may match the end of a name.
 /// assert!(NamePattern::new("q_proj")?.matches_end("model.layers.7.self_attn.q_proj"));
 /// # Ok::<(), fsdp_candle::Error>(())
 /// ```
@@ -33,34 +33,35 @@ impl NamePattern {
     /// Reads a pattern.
     ///
     /// # Errors
-    /// When it is none.
+    /// Fails if `text` is not a valid pattern.
     pub fn new(text: &str) -> Result<Self> {
         let compiled = |text: String| {
-            let fail = |error| Error::Argument(format!("`{text}` is no pattern of names: {error}"));
+            let fail = |error| Error::Argument(format!("`{text}` is not a valid pattern of names: {error}"));
             Pattern::new(&with_slashes(&text)).map_err(fail)
         };
         Ok(NamePattern { text: text.into(), whole: compiled(text.into())?, end: compiled(format!("**.{text}"))? })
     }
 
-    /// Whether the whole name is so.
+    /// Returns whether the pattern matches the whole name.
     pub fn matches(&self, name: &str) -> bool {
         self.whole.matches_with(&with_slashes(name), OPTIONS)
     }
 
-    /// Whether the name is so, or what comes after one of its dots: as PEFT's `target_modules` are meant.
+    /// Returns whether the pattern matches the whole name, or the part after one of its dots, as PEFT's
+    /// `target_modules`.
     pub fn matches_end(&self, name: &str) -> bool {
         self.matches(name) || self.end.matches_with(&with_slashes(name), OPTIONS)
     }
 }
 
-/// As it was written.
+/// Writes the pattern's text.
 impl fmt::Display for NamePattern {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.text.fmt(f)
     }
 }
 
-/// `glob` knows slashes.
+/// Replaces dots by slashes, which `glob` takes as separators.
 fn with_slashes(name: &str) -> String {
     name.replace('.', "/")
 }
@@ -79,7 +80,7 @@ mod tests {
         assert!(!ends("bias", "a.xbias") && !ends("attn.*", "h.0.attn.q.weight"));
         for bad in ["a.***", "a[", "b**"] {
             let error = NamePattern::new(bad).unwrap_err().to_string();
-            assert!(error.contains(&format!("`{bad}` is no pattern of names")), "{error}");
+            assert!(error.contains(&format!("`{bad}` is not a valid pattern of names")), "{error}");
         }
     }
 }

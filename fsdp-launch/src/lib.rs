@@ -1,16 +1,16 @@
-//! The launcher: one process per rank, with the environment that `torchrun` gives a rank, watched until the last one
-//! has ended.
+//! The launcher: starts one process per rank, with the environment of `torchrun`, and watches the ranks until the last
+//! one has ended.
 //!
-//! [`find_program`] turns what the user typed into a path, building it where it is a target of the Cargo workspace at
-//! hand; [`launch`] starts the ranks and returns an [`Outcome`] that says how each of them ended and prints as the
-//! summary. The `fsdp-launch` command is [`Args`] on top of that.
+//! [`find_program`] finds the program, and builds it if it is a target of the current Cargo workspace. [`launch`]
+//! starts the ranks and returns an [`Outcome`], which displays as the summary. [`Args`] is the command line of
+//! `fsdp-launch`.
 //!
-//! What the launcher promises, however things end:
-//! - the first rank that fails ends all others, and is the one that is reported; with
-//!   [`max_restarts`](LaunchSpec::max_restarts) all start again;
-//! - nothing that a rank started outlives the attempt, not even when the launcher itself is killed (unless it leaves
-//!   its group and its environment too);
-//! - a line of one rank's output is never torn apart by another rank's.
+//! The launcher guarantees:
+//! - The first failed rank ends all others and is reported. With [`max_restarts`](LaunchSpec::max_restarts), all ranks
+//!   start again.
+//! - No process that a rank started outlives the attempt, even if the launcher is killed. Exceptions are processes that
+//!   leave both their process group and their environment.
+//! - Lines of different ranks do not mix.
 //!
 //! ```no_run
 //! use fsdp_launch::{LaunchSpec, find_program, launch};
@@ -38,8 +38,7 @@ mod spec;
 mod watch;
 
 pub use cli::{
-    args::{Action, Args},
-    rendezvous_conf::RendezvousConf,
+    args::{Action, Args, RendezvousConf},
     usage::one_line,
 };
 pub use error::{Error, Result};
@@ -48,19 +47,13 @@ pub use launch::{dry_run::dry_run, launch};
 pub use output::console::Console;
 pub use program::find_program;
 pub use report::{
-    end::{End, Request},
-    failure::{Failure, RankReport, Setback},
-    log_end::LogEnd,
     outcome::{Cause, Outcome},
     process::{ProcessInfo, ProcessState},
-    whereabouts::Whereabouts,
+    rank::{ExitStatus, FailedAttempt, Failure, LogEnd, RankReport, StopRequest},
+    rank_snapshot::RankSnapshot,
 };
 pub use spec::{
-    LaunchSpec, LogSpec,
-    endpoint::Endpoint,
-    line_prefix::LinePrefix,
-    numa_binding::NumaBinding,
-    rendezvous::RendezvousSpec,
-    signals::SignalList,
-    streams::{RankFilter, StreamChoice, Streams},
+    LaunchSpec, LogSpec, NumaBinding, RendezvousSpec,
+    output::{LinePrefix, RankFilter, StreamChoice, Streams},
+    values::{Endpoint, SignalList},
 };

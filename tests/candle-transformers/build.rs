@@ -1,4 +1,4 @@
-//! Takes candle-transformers' files from where Cargo has put them, and adds one line to each that names candle_nn.
+//! Reads candle-transformers' files from Cargo's registry, and adds one line to each that uses candle_nn.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use std::{env, fs};
 #[path = "src/diff.rs"]
 mod diff;
 
-/// The models, and what they import.
+/// The models, and the files that they import.
 const MODELS: &[&str] = &[
     "bert",
     "deepseek2",
@@ -34,18 +34,18 @@ const LINE: &str = "use fsdp_candle::nn as candle_nn;\n";
 const DOCUMENT: &str = "../../docs/from-candle.md";
 const LOCK: &str = "../../Cargo.lock";
 
-/// What the workspace asks of its own code.
+/// Lints that the workspace enables for its own code.
 const ALLOWED: &str = "#[allow(warnings, clippy::all, missing_docs, unsafe_op_in_unsafe_fn, unreachable_pub, \
     clippy::undocumented_unsafe_blocks, clippy::unwrap_used, clippy::todo, clippy::unimplemented, clippy::dbg_macro)]";
 
-/// The version that the lock file has.
+/// Returns the version in the lock file.
 fn version() -> String {
     let lock = fs::read_to_string(LOCK).expect("the workspace has a Cargo.lock");
     let (_, rest) = lock.split_once("name = \"candle-transformers\"\nversion = \"").expect("it is in Cargo.lock");
     rest.split('"').next().unwrap_or_default().to_owned()
 }
 
-/// The source of candle-transformers, or where it was looked for.
+/// Returns the source of candle-transformers, or the path where it is missing.
 fn source() -> Result<PathBuf, String> {
     println!("cargo::rerun-if-env-changed=CANDLE_TRANSFORMERS");
     println!("cargo::rerun-if-env-changed=CARGO_HOME");
@@ -66,7 +66,7 @@ fn source() -> Result<PathBuf, String> {
     })
 }
 
-/// The file with the line before its first import.
+/// Returns the file with the line before its first import.
 fn changed(text: &str) -> String {
     match text.contains("candle_nn").then(|| text.find("\nuse ")) {
         Some(Some(at)) => format!("{}{LINE}{}", &text[..=at], &text[at + 1..]),
@@ -75,9 +75,9 @@ fn changed(text: &str) -> String {
     }
 }
 
-/// The file inside the module `original`.
+/// Returns the file for the module `original`.
 fn moved(text: &str) -> String {
-    // A macro of this name is in the crate's root already.
+    // The crate's root has a macro with this name.
     text.replace("crate::", "crate::original::").replace("#[macro_export]\n", "")
 }
 
@@ -90,7 +90,7 @@ fn module(path: &Path, name: &str) -> String {
     format!("#[path = {path:?}]\npub mod {name};\n")
 }
 
-/// The modules of a tree that lies in `dir`.
+/// Returns the modules of the tree in `dir`.
 fn tree(dir: &Path) -> String {
     let mut code = format!("{ALLOWED}\npub mod models {{\n");
     for name in MODELS.iter().filter(|name| !name.contains('/') || name.ends_with("/mod")) {
@@ -118,7 +118,7 @@ fn code(src: &Path, out: &Path) -> String {
             "File {{ name: {name:?}, original: include_str!({from:?}), changed: include_str!({changed:?}) }},"
         );
     }
-    // What the document's diffs make of files.
+    // The files after the document's diffs.
     let document = fs::read_to_string(DOCUMENT).expect("the document is there");
     let mut documented: Vec<(String, String)> = vec![];
     for diff in diff::of_document(&document) {
@@ -159,7 +159,7 @@ fn main() {
             code(&src, &out)
         }
         Err(place) => {
-            // Looked for again by each build.
+            // The next build looks again.
             println!("cargo::rerun-if-changed={}", out.join("not-there").display());
             format!(
                 "#[doc(hidden)]\npub const MISSING: Option<&str> = Some({place:?});\n\

@@ -1,9 +1,9 @@
-"""Makes the small models beside this file from transformers' configurations, and data: make.py --out DIR [--models ..]
+"""Makes the small models in this directory from transformers' configurations, and data: make.py --out DIR [--models ..]
 
     pip install -r ../interop/requirements.txt
 
-Sizes are odd, windows shorter than a sequence, caps low, and no norm or bias starts at its usual value: what is
-computed otherwise shows in the losses. The random numbers depend on nothing but PyTorch.
+Sizes are odd, windows shorter than a sequence, caps low, and norms and biases have unusual initial values, so that
+differences in the computation change the losses. The random numbers depend only on PyTorch.
 """
 
 import argparse
@@ -96,7 +96,7 @@ CONFIGS = {
         mlp_only_layers=[0],
     ),
 }
-# Models that tell masked tokens. The mask token is one that the data has not.
+# Masked language models. The mask token does not occur in the data.
 MASKED = {
     "bert_tiny": BertConfig(
         vocab_size=VOCABULARY + 6,
@@ -113,8 +113,8 @@ MASKED = {
         pad_token_id=None,
     ),
 }
-# Models whose heads, inner widths and vocabulary divide by four, or the heads of keys and values by two, as tensor
-# parallelism asks for. The second has what replicated biases and a tied head need.
+# Models for tensor parallelism: heads, inner widths and vocabulary are divisible by four, or heads of keys and values
+# by two. The second has replicated biases and a tied head.
 EVEN = SIZES | {"vocab_size": VOCABULARY + 1, "hidden_size": 32, "intermediate_size": 88, "head_dim": 8}
 PARALLEL = {
     "llama_tp_tiny": LlamaConfig(**EVEN | {"num_key_value_heads": 4}),
@@ -125,12 +125,12 @@ PARALLEL = {
         tie_word_embeddings=True,
     ),
 }
-# What came later has later seeds.
+# Later additions have later seeds.
 SEEDS = {name: seed for seed, name in enumerate([*sorted(CONFIGS), *sorted(MASKED), *PARALLEL])}
 
 
 def tokens():
-    """A walk with a habit, so that there is something to learn."""
+    """A random walk with a pattern to learn."""
     random = numpy.random.RandomState(7)
     ids = [1]
     for jump in random.randint(0, VOCABULARY, TOKENS - 1):
@@ -139,7 +139,7 @@ def tokens():
 
 
 def examples():
-    """Texts with continuations, of bytes and of many lengths, as `train --sft` reads them."""
+    """Texts of bytes with continuations, of many lengths, in the format of `train --sft`."""
     random = numpy.random.RandomState(11)
     for _ in range(EXAMPLES):
         prompt, completion = ("".join(random.choice(list("abcd "), random.randint(1, 15))) for _ in range(2))

@@ -3,10 +3,10 @@ torchrun --nproc-per-node 2 record.py --out DIR [--models NAME ..] [--runs RUN .
 
     pip install -r ../interop/requirements.txt
 
-Each model beside this file is trained as README.md says, into DIR/NAME/RUN.json (without --models the first two). With
---from, the runs go on from what candle-fsdp has saved (or `fsdp-ckpt convert` has made of it) as DIR/NAME/step-N, and
-the files have the steps after it. With --final, DIR/NAME/final.safetensors is the model after the last step, and with
---save, DIR/NAME/RUN-step-STEP a checkpoint of DCP. On another number of ranks the file is called RUN_of_RANKS.json.
+Trains each model in this directory (by default the first two) as README.md describes, and writes DIR/NAME/RUN.json.
+With --from, the runs resume from DIR/NAME/step-N, a checkpoint of candle-fsdp or of `fsdp-ckpt convert`, and the files
+have the steps after it. --final writes the model after the last step to DIR/NAME/final.safetensors, and --save writes a
+DCP checkpoint to DIR/NAME/RUN-step-STEP. At other world sizes the file is RUN_of_RANKS.json.
 """
 
 import argparse
@@ -37,43 +37,43 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 HERE = pathlib.Path(__file__).resolve().parent
 MODELS = ["llama_tiny", "gpt2_tiny"]
-# What make.py makes. They are trained on six sequences a step, which one, two and three ranks divide.
+# The models of make.py. A step has six sequences, for one, two or three ranks.
 FAMILIES = ["llama3_tiny", "mistral_tiny", "qwen2_tiny", "qwen3_tiny", "gemma2_tiny", "gemma3_text_tiny", "phi3_tiny"]
 FAMILIES += ["mixtral_tiny", "qwen3_moe_tiny", "bert_tiny", "llama_tp_tiny", "llama_tp_tied_tiny"]
-# Those that tell masked tokens, and how: the seed, the share of tokens, and the mask token.
+# Masked language models: the seed, the share of chosen tokens, and the mask token.
 MASKED = ["bert_tiny"]
 SEED, SHARE, MASK = 42, 0.15, 131
 IGNORED = -100
-# The models that are trained with a `pad_token_id` too, a token that the data has. A negative one counts from the end
-# of the vocabulary.
+# Models that are also trained with a `pad_token_id` that occurs in the data. A negative id counts from the end of the
+# vocabulary.
 PADDING = {"gemma2_tiny": 0, "gemma3_text_tiny": 63, "phi3_tiny": -68, "bert_tiny": 0}
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a run computes and reduces in, transformers' attention, and what the blocks' matrices travel as."""
+    """Dtypes of computation and reduction, transformers' attention, and the format of gathered matrices."""
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     attention: str = "sdpa"
     all_gather: str = "full"
-    # One of OPTIMIZERS, and whether norms are a group of their own that does not decay.
+    # One of OPTIMIZERS, and whether norms are a parameter group without weight decay.
     optimizer: str = "adamw"
     groups: bool = False
-    # The first loss scale, of runs in f16.
+    # The first loss scale of f16 runs.
     loss_scale: float | None = None
-    # The configuration's `pad_token_id`, where it is not the one in config.json.
+    # A `pad_token_id` that replaces the one in config.json.
     padding: int | None = None
-    # Whether it reads examples.jsonl.
+    # Whether the run reads examples.jsonl.
     padded: bool = False
 
 
-# `GradScaler`'s own, and one so large that llama_tiny skips the first step and gpt2_tiny the first two, and no other.
-# With 8 % less or more it is the same.
+# `GradScaler`'s default, and a scale at which llama_tiny skips only the first step and gpt2_tiny the first two. With 8
+# % less or more it is the same.
 LOSS_SCALE, TOO_LARGE = 65536.0, 9e5
-# The models that are trained on examples.jsonl too, one in each sequence and padding behind it.
+# Models that are also trained on examples.jsonl, with one example and padding in each sequence.
 PADDED = ["mixtral_tiny", "qwen3_moe_tiny"]
-# By the name of the file.
+# By file name.
 RUNS = {
     "run": Run(),
     "run_bf16_reduce_f32": Run(torch.bfloat16, torch.float32),
@@ -86,7 +86,7 @@ RUNS = {
     "run_float8_gather": Run(all_gather="float8"),
     "run_float8_gather_eager": Run(attention="eager", all_gather="float8"),
 }
-# Those of llama3_tiny alone. Muon rounds to bf16, and so on one rank too, to tell how far a run is from itself.
+# For llama3_tiny only. Muon rounds to bf16, so it is also run on one rank, to measure the effect of rounding.
 OF_OPTIMIZERS = {
     "run_sgd": Run(optimizer="sgd", groups=True),
     "run_adam": Run(optimizer="adam", groups=True),
@@ -94,7 +94,7 @@ OF_OPTIMIZERS = {
     "run_muon": Run(optimizer="muon", groups=True),
     "run_muon_original": Run(optimizer="muon_original", groups=True),
 }
-# Those of the models in PADDING, and in PADDED.
+# For the models in PADDING and in PADDED.
 OF_PADDING = {"run_padding": Run(), "run_padded": Run(padded=True)}
 LENGTH = 32
 STEPS = 20
@@ -103,8 +103,8 @@ ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 SGD = {"lr": 5e-2, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
 MUON = {"lr": 1e-3, "momentum": 0.95, "nesterov": True, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
 MUON_ORIGINAL = MUON | {"lr": 1e-2, "adjust_lr_fn": "original"}
-# The classes by name, with their hyper-parameters. The first has the matrices of the blocks where there are two, and
-# the other one has the rest.
+# Classes by name, with their hyper-parameters. The first of two has the matrices of the blocks, the
+# other has the rest.
 OPTIMIZERS = {
     "adamw": [(torch.optim.AdamW, ADAMW)],
     "adam": [(torch.optim.Adam, ADAMW)],
@@ -117,7 +117,7 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def usual(name):
-    """The runs that are recorded of a model."""
+    """The recorded runs of a model."""
     if name not in FAMILIES:
         return [*RUNS]
     optimizers = OF_OPTIMIZERS if name == "llama3_tiny" else []
@@ -139,8 +139,8 @@ def blocks(name, model):
 
 
 class Float8(torch.Tensor):
-    """A parameter that travels as candle-fsdp's `Float8`: E4M3 codes, and one scale for each rank's shard, by which the
-    largest magnitude becomes 448. It computes as the tensor that it holds.
+    """A parameter gathered like candle-fsdp's `Float8`: E4M3 codes, and one scale for each rank's shard, which maps the
+    largest magnitude to 448. Other operations use the tensor that it holds.
     """
 
     LARGEST = 448.0
@@ -160,7 +160,7 @@ class Float8(torch.Tensor):
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         largest = self.held.abs().max() if self.held.numel() else torch.tensor(0.0)
         scale = largest / self.LARGEST if largest > 0 else torch.tensor(1.0)
-        # PyTorch wants all that travels of an uneven shard in the padded shard's size: the scale goes with each code.
+        # PyTorch requires gathered tensors of an uneven shard to have the padded size, so each code has its scale.
         padded = (math.ceil(outer_size[0] / mesh.size()), *outer_size[1:])
         codes = torch.zeros(padded, dtype=torch.uint8)
         codes[: self.held.shape[0]] = (self.held / scale).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -170,7 +170,7 @@ class Float8(torch.Tensor):
         codes, scales = (output[: outer_size[0]] for output in outputs)
         decoded = codes.view(torch.float8_e4m3fn).to(torch.float32) * scales
         if out is not None:
-            # The values of before, as far as autograd knows.
+            # Autograd must not see the change.
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
                 out.copy_(decoded)
             return None
@@ -192,7 +192,7 @@ def sharded(name, run):
 
 
 def optimizers(name, model, run):
-    """The optimizers of a run, whose first group decays."""
+    """The optimizers of a run. The first group has weight decay."""
     parts = [list(model.named_parameters())]
     if len(OPTIMIZERS[run.optimizer]) == 2:
         inside = {parameter for block in blocks(name, model) for parameter in block.parameters()}
@@ -220,8 +220,7 @@ def philox(counter, key):
 
 
 def masked(ids, first, vocabulary):
-    """Inputs and targets of sequences of which the first is number `first` of all, as candle-fsdp's `train` makes them.
-    """
+    """Inputs and targets of the sequences from number `first` on, masked as candle-fsdp's `train` does it."""
     numbers, places = numpy.indices(ids.shape).astype("uint64")
     numbers += numpy.uint64(first)
     key = [numpy.uint64(SEED & 0xFFFFFFFF), numpy.uint64(SEED >> 32)]
@@ -236,13 +235,13 @@ def masked(ids, first, vocabulary):
 
 
 def padded(first, size):
-    """Sequences of one example each, what is to be learnt after each token, and which tokens are data."""
+    """Sequences of one example each, the target after each token, and the mask of tokens that are data."""
     inputs, targets = torch.zeros(size, LENGTH, dtype=torch.int64), torch.full((size, LENGTH), IGNORED)
     mask = torch.zeros(size, LENGTH, dtype=torch.int64)
     lines = (HERE / "examples.jsonl").read_text().splitlines()
     for row, line in enumerate(lines[first : first + size]):
         example = json.loads(line)
-        # A text without tokenizer is its bytes, and 0 ends it.
+        # Without a tokenizer, a text is its bytes with a final 0.
         ids = torch.tensor([*f"{example['prompt']}{example['completion']}\0".encode()])
         inputs[row, : len(ids) - 1], mask[row, : len(ids) - 1] = ids[:-1], 1
         learnt = slice(len(example["prompt"]) - 1, len(ids) - 1)
@@ -251,7 +250,7 @@ def padded(first, size):
 
 
 def batch(name, run, tokens, step, sequences, vocabulary):
-    """This rank's sequences, what comes after each token, or what was masked, and which tokens are data."""
+    """This rank's sequences, the next or masked tokens, and the mask of tokens that are data."""
     size = sequences // dist.get_world_size()
     first = ((step - 1) * dist.get_world_size() + dist.get_rank()) * size
     if run.padded:
@@ -262,14 +261,14 @@ def batch(name, run, tokens, step, sequences, vocabulary):
 
 
 def resumed(model, optims, checkpoint):
-    """Loads a checkpoint, of which each rank reads its own part, and returns the steps done."""
+    """Loads each rank's part of a checkpoint, and returns the number of steps."""
     classic = (checkpoint / ".metadata").exists()
     reader = (FileSystemReader if classic else HuggingFaceStorageReader)(str(checkpoint))
     state = dict(zip(("model", "optim"), get_state_dict(model, optims, options=FLAT)))
     flat = {f"{part}.{name}": value for part, values in state.items() for name, value in values.items()}
     saved = reader.read_metadata().state_dict_metadata
     found = {name: value for name, value in flat.items() if name in saved}
-    # A tied head is saved once. Safetensors hold tensors alone.
+    # A tied head is saved once. Safetensors files hold only tensors.
     left = {name for name, value in flat.items() if classic or isinstance(value, torch.Tensor)} - found.keys()
     assert all("lm_head.weight" in name for name in left), f"{checkpoint} lacks {left}"
     dcp.load(found, storage_reader=reader)
@@ -281,13 +280,13 @@ def resumed(model, optims, checkpoint):
 
 
 def loss_of(model, inputs, targets, mask):
-    """As transformers has it, but that targets are apart."""
+    """The loss of transformers, with separate targets."""
     outputs = model(inputs, attention_mask=mask)
     logits, targets = outputs.logits.float().flatten(0, 1), targets.flatten()
     loss = torch.nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED)
     if getattr(outputs, "aux_loss", None) is not None:
         loss = loss + model.config.router_aux_loss_coef * outputs.aux_loss
-    # The mean over the tokens of all ranks that count: FSDP takes the mean over ranks.
+    # The mean over the counted tokens of all ranks. FSDP takes the mean over ranks.
     own = (targets != IGNORED).sum()
     counted = own.clone()
     dist.all_reduce(counted)
@@ -296,7 +295,7 @@ def loss_of(model, inputs, targets, mask):
 
 
 def save(name, model, file):
-    """Writes the whole model as transformers does: its experts are one tensor in memory, but several in a file."""
+    """Writes the full model as transformers does. Experts are one tensor in memory and several in a file."""
     state = get_model_state_dict(model, options=WHOLE)
     if dist.get_rank() == 0:
         whole = auto(name).from_pretrained(HERE / name, dtype=torch.float32)
@@ -312,12 +311,12 @@ def train(name, run, checkpoint=None, final=None, saved=None):
     tokens = torch.from_numpy(numpy.fromfile(file, dtype="<u2").astype("int64"))
     model = sharded(name, run)
     optims = optimizers(name, model, run)
-    # A classic checkpoint has its own learning rate.
+    # A classic checkpoint contains the learning rate.
     if checkpoint is not None and (checkpoint / ".metadata").exists():
         for group in (group for optim in optims for group in optim.param_groups):
             group["lr"] = 0.0
     done = resumed(model, optims, checkpoint) if checkpoint else 0
-    # Without a scale it does nothing. Its verdict on DTensors is one over all ranks.
+    # Disabled without a scale. On DTensors its result covers all ranks.
     scaler = torch.amp.GradScaler("cpu", init_scale=run.loss_scale or 1.0, enabled=run.loss_scale is not None)
     trajectory = []
     for step in range(done + 1, STEPS + 1):
@@ -362,7 +361,7 @@ def main():
         for file in options.runs or usual(name):
             run = (RUNS | OF_OPTIMIZERS | OF_PADDING)[file]
             run = dataclasses.replace(run, padding=PADDING.get(name)) if file == "run_padding" else run
-            # Transformers' usual attention leaves out caps.
+            # Transformers' default attention ignores caps.
             run = dataclasses.replace(run, attention="eager") if name in FAMILIES else run
             checkpoint = options.checkpoints and next((options.checkpoints / name).glob("step-*"))
             (options.out / name).mkdir(parents=True, exist_ok=True)
@@ -384,8 +383,8 @@ def main():
                 file = file if size == 2 else f"{file}_of_{size}"
                 (options.out / name / f"{file}.json").write_text(json.dumps(settings, indent=1))
     dist.destroy_process_group()
-    # While the interpreter shuts down, a thread of PyTorch's now and then aborts the process ("terminate called without
-    # an active exception"), although all is written.
+    # During the interpreter's shutdown, a thread of PyTorch sometimes aborts the process ("terminate called without an
+    # active exception"), although everything is written.
     sys.stdout.flush()
     os._exit(0)
 

@@ -1,12 +1,12 @@
-"""Records runs of PyTorch's tensor parallelism beside FSDP2, on four CPU ranks:
+"""Records runs of PyTorch's tensor parallelism with FSDP2, on four CPU ranks:
 torchrun --nproc-per-node 4 record_parallel.py --out DIR [--models NAME ..] [--runs RUN ..] [--from DIR] [--checkpoints]
 
     pip install -r ../interop/requirements.txt
 
-Each model is trained as README.md says, on each mesh, into DIR/NAME/RUN.json. With --from, the runs go on from the
-checkpoint DIR/NAME/step-N, and the files have the steps after it. With --checkpoints, the run `dp2_tp2_sequence` also
-leaves DIR/NAME/final.safetensors and, of a model whose head is not tied, DIR/NAME/dcp_step10 and
-DIR/NAME/dcp_step10_hf; a run that goes on from step 10 leaves what it has loaded.
+Trains each model on each mesh as README.md describes, and writes DIR/NAME/RUN.json. With --from, the runs resume from
+the checkpoint DIR/NAME/step-N, and the files have the steps after it. With --checkpoints, the run `dp2_tp2_sequence`
+also writes DIR/NAME/final.safetensors and, for a model with an untied head, DIR/NAME/dcp_step10 and
+DIR/NAME/dcp_step10_hf; a run that resumes from step 10 writes the loaded state.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM
 
 from record import ADAMW, CLIP, FLAT, HERE, LENGTH, STEPS, resumed, save
 
-# By model, the sizes of tensor parallelism that divide it.
+# The sizes of tensor parallelism that divide each model.
 MODELS = {"llama_tp_tiny": (2, 4), "llama_tp_tied_tiny": (2,)}
 SEQUENCES = 6
 SAVED = "dp2_tp2_sequence"
@@ -47,8 +47,7 @@ SAVE_AT = 10
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """How many copies, shards of each, and ranks that compute a layer together; and whether the latter share out the
-    sequence between their layers."""
+    """The numbers of replicas, shards and tensor parallel ranks, and whether the latter use sequence parallelism."""
 
     replicate: int
     shard: int
@@ -56,7 +55,7 @@ class Run:
     sequence: bool = False
 
     def meshes(self):
-        """The data parallel mesh, and the tensor parallel one."""
+        """The data parallel mesh and the tensor parallel mesh."""
         sizes = (self.replicate, self.shard, self.tensor)
         names = ("dp_replicate", "dp_shard", "tp")
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
@@ -64,12 +63,12 @@ class Run:
 
 
 MESHES = {"dp2_tp2": Run(1, 2, 2), "tp4": Run(1, 1, 4), "replicate2_tp2": Run(2, 1, 2)}
-# By the name of the file.
+# By file name.
 RUNS = MESHES | {f"{name}_sequence": dataclasses.replace(run, sequence=True) for name, run in MESHES.items()}
 
 
 def parallelized(model, mesh, sequence):
-    """The usual plan of a Llama. With sequence parallelism, what is between the layers is shared out along time."""
+    """The usual plan of a Llama. Sequence parallelism shards the activations between layers along the sequence."""
     between = Shard(1) if sequence else Replicate()
     column, row = ColwiseParallel, RowwiseParallel
     block = {f"self_attn.{name}_proj": column() for name in "qkv"}
@@ -88,7 +87,7 @@ def parallelized(model, mesh, sequence):
         parallelize_module(layer, mesh, block)
     parallelize_module(model, mesh, root)
     if model.config.tie_word_embeddings:
-        # Each was made a parameter of its own, of the same layout.
+        # Each has become a separate parameter with the same layout.
         model.lm_head.weight = model.model.embed_tokens.weight
     return model
 
@@ -103,7 +102,7 @@ def sharded(name, run):
 
 
 def batch(tokens, step, run, mesh):
-    """The sequences of this rank and of those that compute layers together with it, and what comes after each token."""
+    """The sequences of this rank and its tensor parallel ranks, and the next tokens."""
     ranks = run.replicate * run.shard
     coordinate = mesh.get_coordinate()
     rank = coordinate[0] if len(coordinate) == 1 else coordinate[0] * run.shard + coordinate[1]
@@ -114,7 +113,7 @@ def batch(tokens, step, run, mesh):
 
 
 def loss_of(model, inputs, targets):
-    # Transformers would take the part of a sequence that a rank holds for all of it.
+    # Transformers would treat a rank's part of the sequence as all of it.
     positions = torch.arange(LENGTH).unsqueeze(0)
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None]
     logits = model(inputs, attention_mask=mask, position_ids=positions).logits
@@ -122,8 +121,8 @@ def loss_of(model, inputs, targets):
 
 
 def clipped(parameters):
-    """`clip_grad_norm_`, which refuses gradients on different meshes: without sequence parallelism norms are on that
-    of data alone. Each gradient's norm is one over its own mesh."""
+    """Replaces `clip_grad_norm_`, which rejects gradients on different meshes: without sequence parallelism norms are
+    on the data parallel mesh only. Each gradient's norm is computed over its own mesh."""
     gradients = [parameter.grad for parameter in parameters]
     norms = [gradient.norm() for gradient in gradients]
     norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
@@ -134,7 +133,7 @@ def clipped(parameters):
 
 
 def checkpointed(model, optim, out):
-    """Saves in both layouts. A tied head would be there twice."""
+    """Saves in both layouts, a tied head only once."""
     if model.config.tie_word_embeddings:
         return
     state = dict(zip(("model", "optim"), get_state_dict(model, optim, options=FLAT)))
@@ -147,7 +146,7 @@ def train(name, run, checkpoint, out):
     tokens = torch.from_numpy(numpy.fromfile(HERE / "tokens.bin", dtype="<u2").astype("int64"))
     model, data_mesh, tensor_mesh = sharded(name, run)
     classic = checkpoint is not None and (checkpoint / ".metadata").exists()
-    # One parameter after the other: they are on different meshes. A classic checkpoint has its own learning rate.
+    # Updated one at a time, because they are on different meshes. A classic checkpoint contains the learning rate.
     optim = torch.optim.AdamW(model.parameters(), **ADAMW | ({"lr": 0.0} if classic else {}), foreach=False)
     done = resumed(model, optim, checkpoint) if checkpoint else 0
     if out and done == SAVE_AT:
@@ -162,7 +161,7 @@ def train(name, run, checkpoint, out):
         optim.step()
         optim.zero_grad()
         loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
-        # Ranks that compute layers together have the same.
+        # Tensor parallel ranks have the same loss.
         mean = loss.detach() / dist.get_world_size()
         dist.all_reduce(mean)
         trajectory.append({"step": step, "loss": mean.item(), "grad_norm": norm})
@@ -199,7 +198,8 @@ def main():
             if dist.get_rank() == 0:
                 (folder / f"{file}.json").write_text(json.dumps(settings, indent=1))
     dist.destroy_process_group()
-    # While the interpreter shuts down, a thread of PyTorch's now and then aborts the process, although all is written.
+    # During the interpreter's shutdown, a thread of PyTorch sometimes aborts the process, although everything is
+    # written.
     sys.stdout.flush()
     os._exit(0)
 

@@ -1,12 +1,12 @@
-"""Adapters of PEFT's own library beside ours.
+"""Compares PEFT's adapters with ours.
 
     pip install -r requirements.txt
-    python adapters.py make MODEL OUT       makes adapters of every linear layer, none of them zero
+    python adapters.py make MODEL OUT       makes nonzero adapters of every linear layer
     python adapters.py loss MODEL OUT TOKENS        prints the loss of the first four sequences with them
     python adapters.py kinds MODEL OUT TOKENS [KIND ..]     makes adapters of many kinds, and prints the losses
 
-The names of all adapters that PEFT found in OUT follow the loss, one a line. Kinds are directories in OUT, whose losses
-stand in one JSON object.
+After the loss, `loss` prints the names of all adapters that PEFT loaded, one a line. Kinds are directories in OUT;
+`kinds` prints their losses as one JSON object.
 """
 
 import json
@@ -29,13 +29,13 @@ def base(path):
 
 def make(path, out):
     torch.manual_seed(0)
-    # Initialised otherwise, B is zero.
+    # With the default initialization, B is zero.
     config = LoraConfig(r=3, lora_alpha=5, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
     get_peft_model(base(path), config).save_pretrained(out)
 
 
 SOME = ["v_proj", "c_proj"]
-# By their names. Some have other layers than `all-linear`.
+# By name. Some have other layers than `all-linear`.
 KINDS = {
     "plain": {},
     "gaussian": {"init_lora_weights": "gaussian"},
@@ -71,7 +71,7 @@ def kinds(path, out, tokens, *names):
         with torch.no_grad():
             for tensor in model.parameters():
                 if tensor.requires_grad:
-                    # Not what they begin with, which may be zero.
+                    # Not the initial values, which may be zero.
                     tensor += 0.3 * torch.randn_like(tensor)
         model.save_pretrained(pathlib.Path(out) / name)
         losses[name] = measured(path, pathlib.Path(out) / name, tokens)[0]

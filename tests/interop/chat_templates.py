@@ -1,5 +1,5 @@
-"""Records what transformers makes of conversations by the chat templates in tests/golden/chat: python
-chat_templates.py. Needs no PyTorch."""
+"""Records the results of transformers for the chat templates in tests/golden/chat: python chat_templates.py.
+PyTorch is not needed."""
 
 import json
 import pathlib
@@ -31,7 +31,7 @@ WITH_TOOLS = [
     message("tool", "3"),
     message("assistant", "It is 3."),
 ]
-# Names of templates, with conversations, and what else they are given.
+# Names of templates, with conversations and other arguments.
 CASES = {
     "chatml": [(ONE, {}), (TWO, {}), (SYSTEM, {}), (WITH_TOOLS, {"tools": TOOLS}), (SYSTEM, {"tools": TOOLS})],
     "llama3": [(ONE, {}), (SYSTEM, {}), (TWO, {"date_string": "01 Jan 2026"})],

@@ -1,8 +1,8 @@
-"""Makes a small file of conversations out of Python's own documentation (PSF licence), which comes with Python:
+"""Makes a small file of conversations from Python's documentation (PSF licence), which is part of Python:
 python conversations.py DIRECTORY
 
-Writes DIRECTORY/train.jsonl and DIRECTORY/eval.jsonl: what a function of the standard library does, and how it is
-called. The same Python makes the same files."""
+Writes DIRECTORY/train.jsonl and DIRECTORY/eval.jsonl: questions about functions of the standard library. The same
+version of Python makes the same files."""
 
 import importlib
 import inspect
@@ -33,7 +33,7 @@ def signature(member):
         shown = str(inspect.signature(member))
     except (TypeError, ValueError):
         return None
-    # An address is another one each time.
+    # Addresses differ between runs.
     return None if " at 0x" in shown else shown
 
 

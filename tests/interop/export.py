@@ -1,4 +1,4 @@
-"""Has transformers load two directories of one model, and compares their losses: python export.py OURS THEIRS TOKENS"""
+"""Loads two directories of a model with transformers, and compares the losses: python export.py OURS THEIRS TOKENS"""
 
 import sys
 

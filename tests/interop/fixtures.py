@@ -1,4 +1,4 @@
-"""Writes the small PyTorch files that fsdp-ckpt's own tests read: python fixtures.py."""
+"""Writes the small PyTorch files for the tests of fsdp-ckpt: python fixtures.py."""
 
 import collections
 import fractions
@@ -71,7 +71,7 @@ def main():
         "state": 2**127,
     }
     dcp.save(state, checkpoint_id=target / "dcp", no_dist=True)
-    # The seed of a fuzz target, which reads the same files.
+    # The seed of a fuzz target that reads the same files.
     shutil.copy(target / "dcp" / ".metadata", SEED)
 
 

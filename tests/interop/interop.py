@@ -1,13 +1,11 @@
-"""Checks with PyTorch itself that checkpoints go both ways.
+"""Checks with PyTorch that it reads our checkpoints and we read its checkpoints.
 
     pip install -r requirements.txt
     python interop.py [CONVERT ...]
 
-CONVERT is the command that converts: CONVERT SRC DST --to fsdp|torch-dcp --world-size N. It is `fsdp-ckpt convert`,
-built by cargo, unless given.
-Tests that `cargo test` runs where PyTorch is installed: tests/outside/pytorch.rs.
-A run is started in PyTorch FSDP2 on two ranks, saved in PyTorch's formats, taken over to ours and back, and each stop
-is compared to the bit.
+CONVERT is the conversion command, by default `fsdp-ckpt convert`: CONVERT SRC DST --to fsdp|torch-dcp --world-size N.
+tests/outside/pytorch.rs runs this script where PyTorch is installed. PyTorch FSDP2 trains on two ranks and saves in its
+formats; the checkpoints are converted to ours and back, and compared bit for bit.
 """
 
 import pathlib
@@ -90,7 +88,7 @@ def rank_main(rank, root):
 
 
 def rank_back(rank, root, path):
-    """One of two FSDP2 ranks: goes on from what was converted."""
+    """One of two FSDP2 ranks: resumes from the converted checkpoint."""
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"file://{root}/rendezvous-back", rank=rank, world_size=2)
     net = sharded()
@@ -128,13 +126,13 @@ def same(found, expected, what):
 
 
 def load_classic(path, step_value=True):
-    """What PyTorch loads into a fresh model and optimizer, which then go on."""
+    """Loads a checkpoint into a new PyTorch model and optimizer, and continues the run."""
     torch.manual_seed(1)
     net = model()
     for parameter in net.parameters():
         torch.nn.init.uniform_(parameter)
     optim = optimizer(net)
-    # Makes the optimizer's state, as loading needs it.
+    # Creates the optimizer's state, which loading requires.
     state = dict(zip(("model", "optim"), get_state_dict(net, optim, options=FLAT)))
     if step_value:
         state |= {"step": 0, "data": {"epoch": 0, "name": ""}}
@@ -156,14 +154,14 @@ def main():
         reference = load_classic(root / "classic")
         same(reference[0], expected, "PyTorch by itself")
 
-        # A checkpoint of ours, by PyTorch's Hugging Face reader.
+        # Our checkpoint, read by PyTorch's Hugging Face reader.
         convert(root / "classic", root / "ours", "fsdp", 3)
         found = {name: torch.zeros_like(value) for name, value in expected.items() if isinstance(value, torch.Tensor)}
         dcp.load(found, storage_reader=HuggingFaceStorageReader(str(root / "ours")), no_dist=True)
         wanted = {name: value for name, value in expected.items() if name in found}
         same(found, wanted, "ours, by HuggingFaceStorageReader")
 
-        # Converted, by its classic reader; and the run goes on as if nothing had been.
+        # Converted, and read by its classic reader. The run continues without a difference.
         for world_size in (1, 2, 3, 8):
             target = root / f"back-{world_size}"
             convert(root / "ours", target, "torch-dcp", world_size)

@@ -1,7 +1,7 @@
-"""Records how PyTorch's FSDP2 lays parameters that tensor parallelism has cut: python placements.py.
+"""Records the placements of PyTorch's FSDP2 for tensor parallel parameters: python placements.py.
 
-It writes fsdp-candle/tests/it/parallel_params/pytorch.json, which the tests beside it read: for meshes and their roles
-(`dp_mesh_dims`) the mesh and the placements of a sharded parameter, and the box of it that each rank holds.
+Writes fsdp-candle/tests/it/parallel_params/pytorch.json for the tests in that directory: for meshes and their roles
+(`dp_mesh_dims`), the mesh and the placements of a sharded parameter, and the region that each rank holds.
 """
 
 import functools
@@ -35,7 +35,7 @@ MESHES = [
     ([("outer", 2), ("inner", 2), ("tp", 2)], [], ["outer", "inner"]),
     ([("replicate", 2), ("tp", 2)], [], ["replicate"]),
 ]
-# The dimension that tensor parallelism cuts, and the one that FSDP shards.
+# The dimension that tensor parallelism shards, and the one that FSDP shards.
 CUTS = [(None, 0), (0, 0), (1, 0), (0, 1), (1, 1)]
 
 
@@ -48,13 +48,13 @@ def shown(placement):
 
 @functools.cache
 def mesh_of(dims):
-    """The same object for the same mesh: DTensors remember the first that was equal."""
+    """Returns the same object for the same mesh: DTensors cache the first of equal meshes."""
     names, sizes = zip(*dims)
     return init_device_mesh("cpu", sizes, mesh_dim_names=names)
 
 
 def record(dims, shard, replicate, cut, dim):
-    """What one rank holds."""
+    """Returns the part that one rank holds."""
     mesh = mesh_of(tuple(dims))
     placements = [Shard(cut) if name == "tp" and cut is not None else Replicate() for name, _ in dims]
     whole = torch.arange(SHAPE[0] * SHAPE[1], dtype=torch.float32).reshape(SHAPE)
@@ -74,7 +74,7 @@ def record(dims, shard, replicate, cut, dim):
 
 
 def record_all(cases, size, rank):
-    """What one rank holds in each case, from a process of its own: meshes are remembered for good."""
+    """Returns the parts of one rank for each case, from a separate process, because meshes are cached."""
     reader, writer = os.pipe()
     if os.fork() == 0:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
@@ -96,7 +96,7 @@ def main():
     by_size = {}
     for dims, shard, replicate in MESHES:
         for cut, dim in CUTS:
-            # What nothing cuts or shards is the same again.
+            # Parameters that nothing shards are the same for each case.
             has_tp = any(name == "tp" for name, _ in dims)
             if (cut is None or has_tp) and (dim == 0 or shard):
                 size = math.prod(of_dim for _, of_dim in dims)

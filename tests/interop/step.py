@@ -42,7 +42,7 @@ rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 config = AutoConfig.from_pretrained(args.model)
 config.use_cache = False
-# On the meta device first, so that no rank ever holds the whole model.
+# Built on the meta device, so that no rank holds the whole model.
 with torch.device("meta"):
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float().train()
 for module in model.modules():
@@ -65,7 +65,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), we
 ids = ((torch.arange(args.batch * args.seq + 1) * 7919 + rank) % config.vocab_size).to(device)
 inputs, targets = ids[:-1].view(args.batch, args.seq), ids[1:]
 steps = []
-# One to warm up.
+# One warm-up step.
 for _ in range(args.steps + 1):
     dist.barrier()
     start = time.perf_counter()
@@ -84,6 +84,6 @@ dist.all_gather_object(on_device, torch.cuda.max_memory_allocated() if on_gpu el
 if rank == 0:
     report = {"world": world, "step_s": statistics.median(steps[1:]), "best_step_s": min(steps[1:]), "loss": loss}
     print(json.dumps({**report, "peak_rss_bytes": peaks, "peak_device_bytes": on_device}))
-# Who leaves while others still read what was gathered takes them down.
+# If a rank exited while others still read gathered data, they would fail.
 dist.barrier()
 dist.destroy_process_group()

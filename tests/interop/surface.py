@@ -1,11 +1,10 @@
-"""Records the names that users of PyTorch come with, from PyTorch itself: python surface.py, which writes surface.json.
+"""Records the names in PyTorch's API: python surface.py, which writes surface.json.
 
     python surface.py [--check]
 
-Of each module: its `__all__`, or what is listed here. Of functions and constructors: the parameters. Of classes: the
-public members that they define themselves, of those in METHODS with parameters. `docs/from-pytorch.md` has a row for
-every one: tests/it/from_pytorch.rs. `--check` fails where the file says something else
-than the PyTorch that is installed.
+Records each module's `__all__` or the names listed here, the parameters of functions and constructors, and the public
+members that classes define themselves, with parameters for those in METHODS. tests/it/from_pytorch.rs checks that
+`docs/from-pytorch.md` has a row for each name. `--check` fails if the file differs from the installed PyTorch.
 """
 
 import enum
@@ -20,7 +19,7 @@ import torch
 from torch.distributed.run import get_args_parser
 
 OUTPUT = pathlib.Path(__file__).with_suffix(".json")
-# None is all that the module calls public.
+# None means all public names of the module.
 MODULES = {
     "torch.distributed.fsdp": None,
     "torch.distributed.fsdp._fully_shard._fsdp_api": ["AllGather", "Comm", "ReduceScatter"],
@@ -78,7 +77,7 @@ def parameters(function):
 def members(owner, constructor):
     if issubclass(owner, enum.Enum):
         return {name: [] for name in owner.__members__}
-    # What is written in C++ is a base. Fields are parameters of the constructor already.
+    # Classes written in C++ are bases. Fields are already parameters of the constructor.
     own = [base for base in owner.__mro__ if base is owner or base.__module__ == "torch._C._distributed"]
     names = [name for base in own for name in vars(base) if not name.startswith("_") and name not in constructor]
     names += [name for name in ("_flatten",) if name in vars(owner)]

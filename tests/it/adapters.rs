@@ -1,27 +1,23 @@
-//! Low-rank adapters and groups of parameters, as the flags of `train` make them.
+//! `train` with low-rank adapters and parameter groups.
 
 use std::fs;
+use std::path::Path;
 
 use fsdp_candle::nn::is_adapter;
 use fsdp_ckpt::TensorSource;
 use fsdp_ckpt::hf::HfModel;
 use fsdp_test_support::trajectory::Trajectory;
-use fsdp_test_support::{golden_flags_of, launch};
+use fsdp_test_support::{golden_trajectory, train_golden};
 
-/// The recorded run's data, all of which its twenty steps read: the step after them reads what the first did.
+/// All steps of the recorded run's data. The next step reads the data of the first.
 const ALL: usize = 20;
 
-fn train(dir: &std::path::Path, name: &str, steps: usize, more: &str) -> Trajectory {
-    let mut args = golden_flags_of(name, steps);
-    args.extend(["--batch-size", "2", "--metrics", "metrics.jsonl"].map(String::from));
-    args.extend(more.split_whitespace().map(String::from));
-    let args: Vec<&str> = args.iter().map(String::as_str).collect();
-    launch(2, "train", &args, dir).ok();
-    Trajectory::of_metrics(&dir.join("metrics.jsonl"))
+fn train(dir: &Path, name: &str, steps: usize, more: &str) -> Trajectory {
+    golden_trajectory(name, 2, &format!("--steps {steps} {more}"), dir)
 }
 
 #[test]
-fn adapters_that_were_exported_are_trained_on() {
+fn trains_exported_adapters() {
     for (name, targets, other) in
         [("llama_tiny", "all-linear", "gpt2_tiny"), ("gpt2_tiny", "c_attn,h.1.mlp.*", "llama_tiny")]
     {
@@ -34,7 +30,7 @@ fn adapters_that_were_exported_are_trained_on() {
         assert_eq!((&config["r"], &config["lora_alpha"]), (&3.into(), &5.0.into()));
         let weights = HfModel::open_file(&dir.path().join("peft/adapter_model.safetensors")).unwrap();
         let layers = weights.tensors().keys().filter(|name| name.ends_with("lora_A.weight")).count();
-        // Seven in each of two blocks; the attention's in two, and the MLP's two in one.
+        // Llama: seven layers in each of two blocks. GPT-2: attention in both blocks and the two MLP layers of one.
         assert_eq!(layers, if name == "llama_tiny" { 14 } else { 4 });
         assert!(weights.tensors().keys().all(|name| name.starts_with("base_model.model.") && is_adapter(name)));
 
@@ -45,16 +41,13 @@ fn adapters_that_were_exported_are_trained_on() {
         let again = HfModel::open_file(&dir.path().join("again/adapter_model.safetensors")).unwrap();
         assert!(again.tensors().keys().eq(weights.tensors().keys()));
 
-        let mut args = golden_flags_of(other, 1);
-        args.extend(["--lora-from", "peft"].map(String::from));
-        let args: Vec<&str> = args.iter().map(String::as_str).collect();
-        launch(2, "train", &args, dir.path())
+        train_golden(other, 2, "--steps 1 --lora-from peft", dir.path())
             .refused(2, &["has an adapter of ", "pass the --model that it was trained on"]);
     }
 }
 
 #[test]
-fn parameters_that_do_not_decay_are_a_group_of_the_optimizer() {
+fn no_decay_makes_a_parameter_group() {
     let dir = tempfile::tempdir().unwrap();
     let decaying = train(dir.path(), "llama_tiny", 3, "--checkpoint-dir all");
     let kept = train(dir.path(), "llama_tiny", 3, "--no-decay *norm*.weight,norm.weight --checkpoint-dir some");
@@ -63,27 +56,24 @@ fn parameters_that_do_not_decay_are_a_group_of_the_optimizer() {
     let manifest: serde_json::Value = serde_json::from_str(&manifest).unwrap();
     let groups = manifest["values"]["optim.param_groups"].as_array().unwrap();
     assert_eq!((&groups[0]["weight_decay"], &groups[1]["weight_decay"]), (&0.1.into(), &0.0.into()));
-    // Two in each of two blocks, and the last.
+    // Two norms in each of two blocks, and the last norm.
     assert_eq!(groups[1]["params"].as_array().unwrap().len(), 5);
-    // It goes on, and with other groups too: hyper-parameters are those of the flags.
+    // A resume with other groups takes hyper-parameters from the flags.
     train(dir.path(), "llama_tiny", 4, "--no-decay norm.weight --resume some/step-00000003 --checkpoint-dir on");
 }
 
 #[test]
-fn what_means_nothing_is_refused_by_name() {
+fn refuses_unknown_layers_and_patterns() {
     let dir = tempfile::tempdir().unwrap();
     fs::create_dir(dir.path().join("none")).unwrap();
     for (more, expected) in [
         ("--lora-rank 2 --lora-targets q_proj,qproj", &["`qproj`", "model.layers.*.self_attn.q_proj"][..]),
-        ("--lora-rank 2 --lora-targets norm", &["`norm` means no fully connected layer"]),
-        ("--lora-rank 2 --lora-targets a[", &["--lora-targets", "`a[` is no pattern of names"]),
+        ("--lora-rank 2 --lora-targets norm", &["`norm` matches no fully connected layer"]),
+        ("--lora-rank 2 --lora-targets a[", &["--lora-targets", "`a[` is not a valid pattern of names"]),
         ("--lora-from none", &["--lora-from none", "adapter_config.json"]),
-        ("--no-decay scale", &["--no-decay: `scale` means no parameter that is trained"]),
-        ("--no-decay **x", &["--no-decay", "`**x` is no pattern of names"]),
+        ("--no-decay scale", &["--no-decay: `scale` matches no trained parameter"]),
+        ("--no-decay **x", &["--no-decay", "`**x` is not a valid pattern of names"]),
     ] {
-        let mut args = golden_flags_of("llama_tiny", 1);
-        args.extend(more.split_whitespace().map(String::from));
-        let args: Vec<&str> = args.iter().map(String::as_str).collect();
-        launch(2, "train", &args, dir.path()).refused(2, expected);
+        train_golden("llama_tiny", 2, &format!("--steps 1 {more}"), dir.path()).refused(2, expected);
     }
 }

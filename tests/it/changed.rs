@@ -1,4 +1,4 @@
-//! A run that goes on from a checkpoint and is not the run that saved it says what has changed, or is refused.
+//! A resume with settings that differ from the checkpoint's gives a warning or an error.
 
 use std::fs;
 use std::path::Path;
@@ -6,16 +6,16 @@ use std::path::Path;
 use fsdp_ckpt::SaveState;
 use fsdp_core::MeshLayout;
 use fsdp_core::process_group::local;
-use fsdp_test_support::{Run, golden, launch};
+use fsdp_test_support::{Run, edit_file, golden, merge_flags};
 use serde_json::json;
 
 const SAVED: &str = "saved/step-00000001";
-const WARNING: &str = "warning: this run is not the one that saved it:";
-/// Cases in which a run is refused without `--resume-anyway`.
+const WARNING: &str = "warning: this run differs from the run that saved the checkpoint:";
+/// The error without `--resume-anyway`.
 const REFUSED: &str = "its weights and optimizer state would mean something else in this run:";
 const ANYWAY: &str = "--resume-anyway";
 
-/// A directory with a model without weights, and data.
+/// Makes a directory with data and a model without weights.
 fn directory() -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     fs::create_dir(dir.path().join("model")).unwrap();
@@ -25,23 +25,19 @@ fn directory() -> tempfile::TempDir {
     dir
 }
 
-/// Runs on one rank. Flags that are given replace those of all runs.
+/// Trains on one rank.
 fn train(dir: &Path, flags: &str) -> Run {
-    let given: Vec<&str> = flags.split_whitespace().collect();
-    let common = "--model model --data tokens.bin --seq-len 32 --batch-size 4 --lr-schedule constant";
-    let common: Vec<&str> = common.split(' ').collect();
-    let mut args = given.clone();
-    common.chunks(2).filter(|pair| !given.contains(&pair[0])).for_each(|pair| args.extend(pair));
-    launch(1, "train", &args, dir)
+    let defaults = "--model model --data tokens.bin --seq-len 32 --batch-size 4 --lr-schedule constant";
+    fsdp_test_support::train(1, &merge_flags(defaults, flags), dir)
 }
 
-/// Goes on for a step, with other flags.
+/// Resumes for one step.
 fn resume(dir: &Path, flags: &str) -> Run {
     train(dir, &format!("--steps 2 --resume {SAVED} {flags}"))
 }
 
-/// Lines of the warning about changed settings.
-fn said(run: Run) -> Vec<String> {
+/// Returns the lines of the warning about changed settings.
+fn warnings(run: Run) -> Vec<String> {
     let stderr = run.ok().stderr;
     let lines = stderr.lines().map(|line| line.trim_start_matches("[rank 0]").strip_prefix(' ').unwrap_or(line));
     let block = lines.skip_while(|line| !line.contains(WARNING)).skip(1);
@@ -49,14 +45,14 @@ fn said(run: Run) -> Vec<String> {
 }
 
 #[test]
-fn what_makes_another_run_of_it_is_said() {
+fn changed_settings_are_warnings() {
     let dir = directory();
     train(dir.path(), "--steps 1 --checkpoint-dir saved").ok();
     let tokens = fs::read(dir.path().join("tokens.bin")).unwrap();
     fs::write(dir.path().join("copy.bin"), &tokens).unwrap();
     fs::write(dir.path().join("less.bin"), &tokens[..tokens.len() - 2]).unwrap();
     let cases: [(&str, &[&str]); 16] = [
-        // Settings that are the same, or change nothing.
+        // Equal settings, and settings that do not change the training.
         ("", &[]),
         ("--data copy.bin", &[]),
         ("--seed 7 --steps 3 --save-every 1 --prefetch 2 --batch-size 2 --grad-accum 2", &[]),
@@ -83,68 +79,62 @@ fn what_makes_another_run_of_it_is_said() {
     for (flags, parts) in cases {
         let steps = if flags.contains("--steps") { "" } else { "--steps 2" };
         let run = train(dir.path(), &format!("{steps} --resume {SAVED} {flags}"));
-        let lines = said(run);
-        let are_said = lines.iter().zip(parts).all(|(line, part)| line.starts_with(part));
-        assert!(are_said && lines.len() == parts.len(), "{flags}: {lines:#?}");
+        let lines = warnings(run);
+        let are_expected = lines.iter().zip(parts).all(|(line, part)| line.starts_with(part));
+        assert!(are_expected && lines.len() == parts.len(), "{flags}: {lines:#?}");
     }
-    let data = said(resume(dir.path(), "--data less.bin")).remove(0);
+    let data = warnings(resume(dir.path(), "--data less.bin")).remove(0);
     let parts = [" (tokens.bin), and is 2560 tokens with checksum ", " (less.bin)"];
     assert!(parts.iter().all(|part| data.contains(part)), "{data}");
-    // All in one block.
-    let lines = said(resume(dir.path(), "--seq-len 16 --lr 1e-2 --clip-grad-norm 0"));
+    // Several changes are one warning.
+    let lines = warnings(resume(dir.path(), "--seq-len 16 --lr 1e-2 --clip-grad-norm 0"));
     assert_eq!(lines.len(), 3, "{lines:#?}");
 }
 
 #[test]
-fn what_can_not_be_right_is_refused_until_it_is_asked_for() {
+fn incompatible_settings_need_resume_anyway() {
     let dir = directory();
     train(dir.path(), "--steps 1 --checkpoint-dir saved").ok();
     let refused = |flags: &str, line: &str| {
         let stderr = resume(dir.path(), flags).failed();
         assert!([REFUSED, line, ANYWAY].iter().all(|part| stderr.contains(part)), "{flags}: {line:?} not in\n{stderr}");
-        let lines = said(resume(dir.path(), &format!("{flags} {ANYWAY}")));
-        assert!(lines.iter().any(|said| said == line), "{flags}: {lines:#?}");
+        let lines = warnings(resume(dir.path(), &format!("{flags} {ANYWAY}")));
+        assert!(lines.iter().any(|warning| warning == line), "{flags}: {lines:#?}");
     };
-    // Moments of Adam mean nothing to it, with a momentum or without.
     refused("--optimizer sgd --momentum 0", "the kind of --optimizer: it was Adam, and is SGD");
     refused("--optimizer sgd", "the kind of --optimizer: it was Adam, and is SGD");
     let stderr = resume(dir.path(), &format!("--optimizer sgd {ANYWAY}")).ok().stderr;
     assert!(stderr.contains("with a fresh optimizer: it holds exp_avg, exp_avg_sq, step of"), "{stderr}");
 
+    // A resumed run does not draw weights.
     let config = dir.path().join("model/config.json");
-    let text = fs::read_to_string(&config).unwrap();
-    let edited = |from: &str, to: &str| {
-        assert!(text.contains(from));
-        fs::write(&config, text.replace(from, to)).unwrap();
-    };
-    edited("\"rope_theta\": 10000.0", "\"rope_theta\": 77.0");
+    edit_file(&config, "\"initializer_range\": 0.02", "\"initializer_range\": 0.5");
+    assert_eq!(warnings(resume(dir.path(), "")), [""; 0]);
+    edit_file(&config, "\"rope_theta\": 10000.0", "\"rope_theta\": 77.0");
     refused("", "config.json's rope_parameters.rope_theta: it was 10000.0, and is 77.0");
-    edited("\"rms_norm_eps\": 1e-05", "\"rms_norm_eps\": 1e-06");
+    edit_file(&config, "\"rope_theta\": 77.0", "\"rope_theta\": 10000.0");
+    edit_file(&config, "\"rms_norm_eps\": 1e-05", "\"rms_norm_eps\": 1e-06");
     refused("", "config.json's rms_norm_eps: it was 0.00001, and is 1e-6");
-    // `--dropout` decides about dropout, and weights are not drawn again.
-    edited("\"initializer_range\": 0.02", "\"initializer_range\": 0.5");
-    assert_eq!(said(resume(dir.path(), "")), [""; 0]);
-    fs::write(&config, &text).unwrap();
 }
 
 #[test]
-fn adapters_of_another_size_are_refused() {
+fn other_adapters_are_refused() {
     let dir = directory();
     let weights = golden("llama_tiny").join("model.safetensors");
     fs::copy(weights, dir.path().join("model/model.safetensors")).unwrap();
     train(dir.path(), "--steps 1 --checkpoint-dir saved --lora-rank 2 --lora-alpha 4").ok();
-    assert_eq!(said(resume(dir.path(), "--lora-rank 2 --lora-alpha 4")), [""; 0]);
+    assert_eq!(warnings(resume(dir.path(), "--lora-rank 2 --lora-alpha 4")), [""; 0]);
     let alpha = "the adapters' alpha: it was 4, and is 8";
     let stderr = resume(dir.path(), "--lora-rank 2 --lora-alpha 8").failed();
     assert!(stderr.contains(REFUSED) && stderr.contains(alpha), "{stderr}");
-    assert_eq!(said(resume(dir.path(), "--lora-rank 2 --lora-alpha 8 --resume-anyway")), [alpha]);
+    assert_eq!(warnings(resume(dir.path(), "--lora-rank 2 --lora-alpha 8 --resume-anyway")), [alpha]);
     let stderr = resume(dir.path(), "--lora-rank 4 --lora-alpha 4").failed();
     assert!(stderr.contains("the adapters' rank: it was 2, and is 4"), "{stderr}");
 }
 
-/// Checkpoints of PyTorch, and of versions that kept no record.
+/// Checkpoints of PyTorch and of older versions have no record of settings.
 #[test]
-fn checkpoints_without_a_record_go_on_without_a_word() {
+fn checkpoints_without_a_record_resume_silently() {
     let dir = directory();
     let model = golden("llama_tp_tiny");
     let (model, saved) = (model.display(), model.join("dcp_step10").display().to_string());
@@ -153,7 +143,7 @@ fn checkpoints_without_a_record_go_on_without_a_word() {
 }
 
 #[test]
-fn a_record_that_is_none_is_refused() {
+fn a_malformed_record_is_refused() {
     let dir = directory();
     let values = [("step", json!(1)), ("sequences", json!(4)), ("train.run", json!(5))];
     let values = values.into_iter().map(|(key, value)| (key.to_owned(), value)).collect();

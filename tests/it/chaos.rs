@@ -1,8 +1,8 @@
-//! Runs whose ranks are killed and stopped and whose launcher is killed, at random instants: each goes on to the
-//! weights of a run that nothing happened to, and leaves nothing behind.
+//! Ranks are killed and stopped and launchers are killed at random times. Each run ends with the weights of an undisturbed
+//! run and leaves no processes, sockets, shared memory or files.
 //!
-//! `FSDP_CHAOS_RUNS` says how many runs, `FSDP_CHAOS_SEED` which ones: run 7 of a seed is the same run 7 however many
-//! there are.
+//! `FSDP_CHAOS_RUNS` sets the number of runs and `FSDP_CHAOS_SEED` the seed. Run 7 of a seed does not depend on the number
+//! of runs.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -22,12 +22,12 @@ const RUNS: u64 = 12;
 const SEED: u64 = 20_261_121;
 const STEPS: u32 = 100;
 const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(2);
-/// What the project promises: so long after a failure is detected, the run has ended or goes on.
+/// Promised time from the detection of a failure until the run has ended or continues.
 const DEADLINE: Duration = Duration::from_secs(15);
-/// No run takes so long, whatever happens to it.
+/// Limit of a run's duration.
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// The tests take turns: one measures how long a run takes.
+/// Serializes the tests: one of them measures durations.
 static TURN: Mutex<()> = Mutex::new(());
 
 /// Random numbers for tests: SplitMix64.
@@ -46,7 +46,7 @@ impl Random {
         self.next() % n
     }
 
-    /// From 0 to 1.
+    /// Returns a number from 0 to 1.
     fn part(&mut self) -> f64 {
         self.below(1 << 32) as f64 / (1_u64 << 32) as f64
     }
@@ -61,17 +61,17 @@ enum Kind {
 
 const KINDS: [Kind; 3] = [Kind::KillRank, Kind::StopRank, Kind::KillLauncher];
 
-/// Something that happens to a run.
+/// A failure to inject.
 #[derive(Clone, Copy, Debug)]
-struct Blow {
+struct Injection {
     kind: Kind,
     rank: usize,
-    /// When, after the one before or the start, in durations of an undisturbed run.
+    /// Time after the previous failure or the start, in durations of an undisturbed run.
     after: f64,
 }
 
-/// What happens to run `index` of a seed.
-fn blows(seed: u64, index: u64) -> Vec<Blow> {
+/// Returns the failures of run `index` of a seed.
+fn injections(seed: u64, index: u64) -> Vec<Injection> {
     let mut random = Random(seed ^ index.wrapping_mul(0xa076_1d64_78bd_642f));
     let first = KINDS[(index % 3) as usize];
     let mut kinds = vec![first];
@@ -81,8 +81,9 @@ fn blows(seed: u64, index: u64) -> Vec<Blow> {
         kinds.push(KINDS[random.below(3) as usize]);
     }
     let most = |at: usize| if at == 0 { 1.0 } else { 0.5 };
-    let blow = |(at, kind)| Blow { kind, rank: random.below(RANKS as u64) as usize, after: random.part() * most(at) };
-    kinds.into_iter().enumerate().map(blow).collect()
+    let injection =
+        |(at, kind)| Injection { kind, rank: random.below(RANKS as u64) as usize, after: random.part() * most(at) };
+    kinds.into_iter().enumerate().map(injection).collect()
 }
 
 /// A run of `train` under the launcher.
@@ -126,7 +127,7 @@ impl Job {
         self.launcher.try_wait().unwrap()
     }
 
-    /// The ranks there are, by their number; what is held by them and by the launcher is noted.
+    /// Returns the running ranks by number, and records what the run's processes hold.
     fn ranks(&mut self) -> BTreeMap<usize, Process> {
         let processes = processes(&self.mark);
         self.held.add(&processes);
@@ -135,7 +136,7 @@ impl Job {
         ranks.filter_map(|process| Some((process.rank?, process))).collect()
     }
 
-    /// All ranks have made a step, and none of them is among `old`.
+    /// Returns whether all ranks have made a step and none of them is in `old`.
     fn has_resumed(&self, old: &[i32]) -> bool {
         let mut command = Command::new(program("fsdp-launch"));
         let output = command.args(["status", "--json"]).env("TMPDIR", self.dir.path().join("tmp")).output().unwrap();
@@ -147,7 +148,7 @@ impl Job {
         ranks.len() == RANKS && ranks.iter().all(is_new)
     }
 
-    /// The checkpoints: what each of their files holds.
+    /// Returns the contents of all files of the checkpoints.
     fn checkpoints(&self) -> BTreeMap<PathBuf, Vec<u8>> {
         let root = self.dir.path().join("saved");
         let mut files = BTreeMap::new();
@@ -162,7 +163,7 @@ impl Job {
 
 impl Drop for Job {
     fn drop(&mut self) {
-        // After a test that failed. What runs on dies with the launcher, or is the failure.
+        // After a failed test, some processes may still run.
         self.launcher.kill().ok();
         self.launcher.wait().ok();
         for process in processes(&self.mark) {
@@ -171,18 +172,18 @@ impl Drop for Job {
     }
 }
 
-/// Sends a signal; false when the process is gone.
+/// Sends a signal. Returns false if the process is gone.
 fn kill(pid: i32, signal: Signal) -> bool {
     Pid::from_raw(pid).is_some_and(|pid| kill_process(pid, signal).is_ok())
 }
 
-/// What was seen in all runs.
+/// Observations of all runs.
 #[derive(Debug, Default)]
 struct Seen {
-    blows: BTreeMap<Kind, u32>,
-    /// The run had ended before.
+    injections: BTreeMap<Kind, u32>,
+    /// Failures after the end of their run.
     too_late: u32,
-    /// From a failure's detection until all ranks have made a step again, or the run has ended.
+    /// Time from the detection of a failure until all ranks have made a step, or the run has ended.
     until_resumed: Vec<(Duration, Kind)>,
     until_gone: Duration,
 }
@@ -193,61 +194,62 @@ impl Seen {
     }
 }
 
-/// A failure that the run has not yet recovered from.
-struct Wound {
+/// A failure from which the run has not yet recovered.
+struct Pending {
     kind: Kind,
-    /// When it can have been detected.
+    /// Earliest time of detection.
     detected: Instant,
-    /// The ranks of that moment.
+    /// Process ids of the ranks at the time.
     old: Vec<i32>,
 }
 
-/// One run to its end; how long it took and how many blows struck it.
+/// Runs a job to its end. Returns its duration and the number of injected failures.
 fn disturbed(
     job: &mut Job,
-    blows: &[Blow],
+    injections: &[Injection],
     undisturbed: Duration,
     seen: &mut Seen,
 ) -> Result<(Duration, usize), String> {
-    let planned = blows.len();
+    let planned = injections.len();
     let start = Instant::now();
     let mut next_at = start;
-    let mut blows = blows.iter();
-    let mut next = blows.next();
-    next_at += next.map_or(Duration::ZERO, |blow| undisturbed.mul_f64(blow.after));
-    let mut wound: Option<Wound> = None;
+    let mut injections = injections.iter();
+    let mut next = injections.next();
+    next_at += next.map_or(Duration::ZERO, |injection| undisturbed.mul_f64(injection.after));
+    let mut pending: Option<Pending> = None;
     let (mut looked, mut status_looked) = (start, start);
     let ended = loop {
         if let Some(status) = job.ended() {
             break status;
         }
-        if let Some(blow) = next.filter(|_| Instant::now() >= next_at) {
+        if let Some(injection) = next.filter(|_| Instant::now() >= next_at) {
             let ranks = job.ranks();
             let old = ranks.values().map(|process| process.pid).collect();
             let mut detected = Instant::now();
-            let has_struck = match blow.kind {
+            let is_injected = match injection.kind {
                 Kind::KillLauncher => {
                     let is_there = job.ended().is_none();
                     if is_there {
                         job.launcher.kill().unwrap();
                         job.launcher.wait().unwrap();
-                        // As a service manager would.
+                        // A service manager would restart it.
                         job.launcher = Job::launch(job.dir.path(), &job.mark, job.async_save, job.steps);
                     }
                     is_there
                 }
-                // Until it is there.
-                Kind::KillRank => ranks.get(&blow.rank).is_some_and(|rank| kill(rank.pid, Signal::KILL)),
+                // Retried until the rank runs.
+                Kind::KillRank => ranks.get(&injection.rank).is_some_and(|rank| kill(rank.pid, Signal::KILL)),
                 Kind::StopRank => {
                     detected += HEARTBEAT_TIMEOUT;
-                    ranks.get(&blow.rank).is_some_and(|rank| kill(rank.pid, Signal::STOP))
+                    ranks.get(&injection.rank).is_some_and(|rank| kill(rank.pid, Signal::STOP))
                 }
             };
-            if has_struck {
-                *seen.blows.entry(blow.kind).or_default() += 1;
-                wound = Some(Wound { kind: blow.kind, detected, old });
-                next = blows.next();
-                next_at = Instant::now() + next.map_or(Duration::ZERO, |blow| undisturbed.mul_f64(blow.after));
+            if is_injected {
+                *seen.injections.entry(injection.kind).or_default() += 1;
+                pending = Some(Pending { kind: injection.kind, detected, old });
+                next = injections.next();
+                next_at =
+                    Instant::now() + next.map_or(Duration::ZERO, |injection| undisturbed.mul_f64(injection.after));
             }
         }
         if looked.elapsed() > Duration::from_millis(50) {
@@ -255,9 +257,9 @@ fn disturbed(
             looked = Instant::now();
         }
         if status_looked.elapsed() > Duration::from_millis(50) {
-            if wound.as_ref().is_some_and(|wound| job.has_resumed(&wound.old)) {
-                let wound = wound.take().unwrap();
-                seen.until_resumed.push((wound.detected.elapsed(), wound.kind));
+            if pending.as_ref().is_some_and(|pending| job.has_resumed(&pending.old)) {
+                let pending = pending.take().unwrap();
+                seen.until_resumed.push((pending.detected.elapsed(), pending.kind));
             }
             status_looked = Instant::now();
         }
@@ -267,11 +269,11 @@ fn disturbed(
         }
         sleep(Duration::from_millis(2));
     };
-    if let Some(wound) = wound {
-        seen.until_resumed.push((wound.detected.elapsed(), wound.kind));
+    if let Some(pending) = pending {
+        seen.until_resumed.push((pending.detected.elapsed(), pending.kind));
     }
     let took = start.elapsed();
-    let missed = next.into_iter().chain(blows).count();
+    let missed = next.into_iter().chain(injections).count();
     seen.too_late += missed as u32;
     if !ended.success() {
         return Err(format!("ended with {ended}"));
@@ -281,18 +283,18 @@ fn disturbed(
     Ok((took, planned - missed))
 }
 
-/// A number from the environment.
+/// Reads a number from the environment.
 fn setting(name: &str, default: u64) -> u64 {
     let text = std::env::var(name).ok();
     text.map_or(default, |text| text.parse().unwrap_or_else(|_| panic!("{name}={text}: expected a number")))
 }
 
 #[test]
-fn whatever_is_killed_or_stopped_the_weights_are_the_same_and_nothing_remains() {
+fn disturbed_runs_have_the_same_weights_and_leave_nothing() {
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let (runs, seed) = (setting("FSDP_CHAOS_RUNS", RUNS), setting("FSDP_CHAOS_SEED", SEED));
     let mark = |index: &str| format!("chaos-{}-{seed}-{index}", std::process::id());
-    // Built before anything is timed.
+    // Builds the programs before anything is timed.
     program("fsdp-launch");
     let started = Instant::now();
     let [(want, blocking), (of_async, in_background)] = [false, true].map(|async_save| {
@@ -306,17 +308,17 @@ fn whatever_is_killed_or_stopped_the_weights_are_the_same_and_nothing_remains() 
     assert!(of_async == want, "{:?} and {:?}", of_async.keys(), want.keys());
     let steps: Vec<_> = want.keys().filter(|file| file.ends_with("checkpoint.json")).collect();
     assert_eq!(steps.len(), 2, "{:?}", want.keys());
-    // Saves take what the disk lets them: a run that no blow came in time for says how long they take by now.
+    // The disk's speed varies: runs without failures update the duration.
     let mut undisturbed = [blocking, in_background];
 
     let mut seen = Seen::default();
     let mut failures = Vec::new();
     for index in 0..runs {
-        let blows = blows(seed, index);
+        let injections = injections(seed, index);
         let way = (index % 2) as usize;
         let mut job = Job::start(mark(&index.to_string()), way == 1, STEPS);
-        let mut outcome = disturbed(&mut job, &blows, undisturbed[way], &mut seen).map(|(took, blows)| {
-            if blows == 0 {
+        let mut outcome = disturbed(&mut job, &injections, undisturbed[way], &mut seen).map(|(took, injections)| {
+            if injections == 0 {
                 undisturbed[way] = took;
             }
         });
@@ -329,7 +331,7 @@ fn whatever_is_killed_or_stopped_the_weights_are_the_same_and_nothing_remains() 
             }
         }
         if let Err(error) = outcome {
-            println!("run {index}, {blows:?} {error}\n{}", job.log());
+            println!("run {index}, {injections:?} {error}\n{}", job.log());
             failures.push(index);
         }
     }
@@ -337,7 +339,7 @@ fn whatever_is_killed_or_stopped_the_weights_are_the_same_and_nothing_remains() 
         "{runs} chaos runs of seed {seed} in {:.1?}, undisturbed ones take {undisturbed:.1?}: {:?}, {} came too late; \
          nothing remained after at most {:.1?}; resumed or ended after at most {:.1?}, {:.1?} and {:.1?}",
         started.elapsed(),
-        seen.blows,
+        seen.injections,
         seen.too_late,
         seen.until_gone,
         seen.longest(Kind::KillRank),
@@ -345,13 +347,13 @@ fn whatever_is_killed_or_stopped_the_weights_are_the_same_and_nothing_remains() 
         seen.longest(Kind::KillLauncher),
     );
     assert!(failures.is_empty(), "runs {failures:?} of seed {seed} failed");
-    // Far above what it takes: one or two seconds.
+    // One or two seconds are usual.
     let longest = KINDS.map(|kind| seen.longest(kind)).into_iter().max().unwrap();
     assert!(longest < DEADLINE, "{longest:?} from detection until the run went on, in seed {seed}");
 }
 
 #[test]
-fn nothing_remains_of_a_launcher_that_is_killed_while_it_or_its_ranks_are_stopped() {
+fn a_killed_launcher_leaves_nothing_even_if_processes_are_stopped() {
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     for (index, (stop_launcher, stop_ranks)) in [(true, false), (false, true), (true, true)].into_iter().enumerate() {
         let mark = format!("chaos-{}-stopped-{index}", std::process::id());

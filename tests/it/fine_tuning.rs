@@ -1,15 +1,15 @@
-//! Every command of docs/fine-tuning.md runs as it stands there.
+//! The commands and examples of docs/fine-tuning.md.
 
 use std::fs;
 use std::process::Command;
 use std::time::Duration;
 
-use fsdp_test_support::{program, run, workspace};
+use fsdp_test_support::{program, run, train, workspace};
 
 use crate::sft;
 
 #[test]
-fn every_command_of_the_document_runs() {
+fn documented_commands_run() {
     let document = fs::read_to_string(workspace().join("docs/fine-tuning.md")).unwrap().replace("\\\n", "");
     let blocks = document.split("```").skip(1).step_by(2);
     let blocks: Vec<&str> = blocks.filter_map(|block| block.strip_prefix("sh\n")).collect();
@@ -31,14 +31,12 @@ fn every_command_of_the_document_runs() {
     }
 }
 
-/// Each form of line that the document shows is one that is read.
 #[test]
-fn the_lines_of_the_document_are_examples() {
+fn documented_examples_are_read() {
     let document = fs::read_to_string(workspace().join("docs/fine-tuning.md")).unwrap();
     let (_, rest) = document.split_once("```json\n").unwrap();
     let (lines, _) = rest.split_once("```").unwrap();
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("chats.jsonl"), lines).unwrap();
-    let flags = ["--sft", "chats.jsonl", "--packing", "off", "--batch-size", "1", "--steps", "1", "--seq-len", "64"];
-    fsdp_test_support::launch(2, "train", &flags, dir.path()).ok();
+    train(2, "--sft chats.jsonl --packing off --batch-size 1 --steps 1 --seq-len 64", dir.path()).ok();
 }

@@ -1,5 +1,4 @@
-//! Numbers that are infinite or not a number get into no checkpoint and no export, and no run goes on from them while
-//! there is something better.
+//! Infinite values and NaN are not saved or exported, and runs do not resume from them while a healthy checkpoint exists.
 
 use std::fs;
 use std::path::Path;
@@ -9,37 +8,20 @@ use fsdp_ckpt::{SaveState, TensorShard};
 use fsdp_core::layout::Region;
 use fsdp_core::process_group::local;
 use fsdp_core::{Buffer, MeshLayout};
-use fsdp_test_support::{Run, golden, launch};
+use fsdp_test_support::{Run, copy_golden, file_names, files, golden, merge_flags};
 
-/// Trains the golden Llama on two ranks in `dir`.
-fn train(dir: &Path, args: &str) -> Run {
+/// Trains the recorded Llama on two ranks.
+fn train(dir: &Path, flags: &str) -> Run {
     let model = golden("llama_tiny").display().to_string();
-    let mut common = format!("--data {model}/tokens.bin --seq-len 32 --batch-size 2 --warmup-steps 0");
-    if !args.contains("--model") {
-        common.push_str(&format!(" --model {model}"));
-    }
-    let words: Vec<&str> = common.split(' ').chain(args.split_whitespace()).collect();
-    launch(2, "train", &words, dir)
+    let defaults = format!("--data {model}/tokens.bin --model {model} --seq-len 32 --batch-size 2 --warmup-steps 0");
+    fsdp_test_support::train(2, &merge_flags(&defaults, flags), dir)
 }
 
-/// A run that takes the weights beyond what f32 has room for in one step.
+/// Flags of a run whose weights overflow f32 in one step.
 const OVERFLOW: &str = "--lr 3e38 --clip-grad-norm 0";
 
-fn names(dir: &Path) -> Vec<String> {
-    let Ok(entries) = fs::read_dir(dir) else { return vec![] };
-    let mut names: Vec<String> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-    names.sort();
-    names
-}
-
-/// The files of a checkpoint.
-fn files(step: &Path) -> Vec<(String, Vec<u8>)> {
-    names(step).into_iter().map(|name| (name.clone(), fs::read(step.join(name)).unwrap())).collect()
-}
-
-/// Writes a checkpoint again with one value that is not a number, as a version without the check would have written it:
-/// every checksum is right.
-fn write_nan(step: &Path, tensor: &str) {
+/// Writes a checkpoint again with one NaN and correct checksums, as a version without the check wrote it.
+fn insert_nan(step: &Path, tensor: &str) {
     let source = fsdp_ckpt::open(step).unwrap();
     let mut tensors = vec![];
     for (fqn, entry) in source.tensors() {
@@ -58,7 +40,7 @@ fn write_nan(step: &Path, tensor: &str) {
 }
 
 #[test]
-fn weights_that_overflow_are_neither_saved_nor_exported() {
+fn overflowed_weights_are_not_saved_or_exported() {
     let dir = tempfile::tempdir().unwrap();
     for more in ["", "--async-save", "--save-every 1"] {
         let run = train(dir.path(), &format!("--steps 1 {OVERFLOW} --checkpoint-dir saved --export-hf qh {more}"));
@@ -66,19 +48,19 @@ fn weights_that_overflow_are_neither_saved_nor_exported() {
             2,
             &[
                 "saved/step-00000001 was not saved: after step 1, ",
-                "values are infinite or not a number (on rank 0, 1)",
+                "values are infinite or NaN (on rank 0, 1)",
                 "in `model.layers.0.input_layernorm.weight`",
                 "They were finite after step 0",
-                "no checkpoint of this run yet",
+                "has no checkpoint yet",
                 "Lower --lr",
             ],
         );
-        assert_eq!(names(dir.path()), [""; 0], "{more}");
+        assert_eq!(file_names(dir.path()), [""; 0], "{more}");
     }
 }
 
 #[test]
-fn the_last_healthy_checkpoint_stays_and_is_gone_on_from() {
+fn resumes_from_the_last_healthy_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
     let saved = dir.path().join("saved");
     let keep = "--checkpoint-dir saved --save-every 1 --resume auto";
@@ -86,69 +68,62 @@ fn the_last_healthy_checkpoint_stays_and_is_gone_on_from() {
     let healthy = files(&saved.join("step-00000002"));
     for more in ["--keep 1", "--keep 2 --async-save"] {
         let run = train(dir.path(), &format!("--steps 4 {OVERFLOW} {keep} {more}"));
-        run.refused(
-            2,
-            &["step-00000003 was not saved", "The newest healthy checkpoint, saved/step-00000002, is untouched"],
-        );
-        assert_eq!(names(&saved), ["step-00000002"]);
+        run.refused(2, &["step-00000003 was not saved", "The newest good checkpoint is saved/step-00000002"]);
+        assert_eq!(file_names(&saved), ["step-00000002"]);
         assert!(files(&saved.join("step-00000002")) == healthy);
     }
-    // Where only the end is saved, the next step sees what the one before has done.
+    // If only the last step is saved, the next step finds the NaN.
     let run = train(dir.path(), &format!("--steps 5 {OVERFLOW} --checkpoint-dir saved --resume auto"));
     run.refused(
         2,
         &[
             "step 4 was not taken: the loss is NaN (on every rank)",
-            "the weights had become so in a step after step 2: ",
+            "The weights became non-finite after step 2: ",
             "in `model.layers.0.input_layernorm.weight`",
-            "The newest healthy checkpoint, saved/step-00000002, is untouched",
+            "The newest good checkpoint is saved/step-00000002",
         ],
     );
     train(dir.path(), &format!("--steps 4 --lr 1e-3 {keep} --keep 1")).ok();
-    assert_eq!(names(&saved), ["step-00000004"]);
+    assert_eq!(file_names(&saved), ["step-00000004"]);
 }
 
 #[test]
-fn checkpoints_that_were_poisoned_before_are_set_aside() {
+fn quarantines_checkpoints_with_nan() {
     let dir = tempfile::tempdir().unwrap();
     let saved = dir.path().join("saved");
     let keep = "--checkpoint-dir saved --save-every 1 --resume auto --lr 1e-3";
     train(dir.path(), &format!("--steps 3 {keep}")).ok();
     let undisturbed = files(&saved.join("step-00000003"));
-    write_nan(&saved.join("step-00000002"), "model.model.norm.weight");
-    write_nan(&saved.join("step-00000003"), "optim.state.model.norm.weight.exp_avg");
-    // Told to go on from it, a run does not.
+    insert_nan(&saved.join("step-00000002"), "model.model.norm.weight");
+    insert_nan(&saved.join("step-00000003"), "optim.state.model.norm.weight.exp_avg");
+    // A named checkpoint with NaN is refused.
     let run = train(dir.path(), &format!("--steps 4 --lr 1e-3 --resume {}", saved.join("step-00000003").display()));
-    let found = "1 values are infinite or not a number (on rank 0): 1 of 32 in the exp_avg of `model.norm.weight`";
-    run.refused(2, &["can't resume from", found, "pass an older one"]);
+    let found = "1 values are infinite or NaN (on rank 0): 1 of 32 in the exp_avg of `model.norm.weight`";
+    run.refused(2, &["can't resume from", found, "pass an older checkpoint"]);
 
     let run = train(dir.path(), &format!("--steps 3 {keep} --keep 1")).ok();
     let aside =
-        format!("saved/step-00000003 can't be gone on from and was set aside as saved/step-00000003.damaged: {found}");
+        format!("saved/step-00000003 can't be resumed from and was renamed to saved/step-00000003.damaged: {found}");
     assert!(run.stderr.contains(&aside), "{}", run.stderr);
-    let aside = "saved/step-00000002 can't be gone on from and was set aside as saved/step-00000002.damaged: 1 values";
+    let aside = "saved/step-00000002 can't be resumed from and was renamed to saved/step-00000002.damaged: 1 values";
     assert!(run.stderr.contains(aside), "{}", run.stderr);
     assert!(run.stderr.contains("resumed from saved/step-00000001 at step 1"), "{}", run.stderr);
     assert_eq!(run.stderr.matches("resumed from").count(), 1, "{}", run.stderr);
-    assert_eq!(names(&saved), ["step-00000002.damaged", "step-00000003", "step-00000003.damaged"]);
+    assert_eq!(file_names(&saved), ["step-00000002.damaged", "step-00000003", "step-00000003.damaged"]);
     assert!(files(&saved.join("step-00000003")) == undisturbed);
 
-    // Where there is nothing else, a run does not begin anew by itself.
-    write_nan(&saved.join("step-00000003"), "model.model.norm.weight");
+    // Without a healthy checkpoint, a run does not start from scratch.
+    insert_nan(&saved.join("step-00000003"), "model.model.norm.weight");
     for _ in 0..2 {
         let run = train(dir.path(), &format!("--steps 5 {keep} --keep 1"));
-        run.refused(2, &["no checkpoint in saved can be used", "saved/step-00000003.damaged: set aside"]);
+        run.refused(2, &["no checkpoint in saved can be used", "saved/step-00000003.damaged: damaged"]);
     }
 }
 
-/// The golden Llama in `dir/model`, with the first so many values of some tensors replaced.
+/// Makes the recorded Llama in `dir/model` and replaces the first values of some tensors: name, number, value.
 fn model_with(dir: &Path, values: &[(&str, usize, f32)]) {
-    let model = dir.join("model");
-    fs::create_dir(&model).unwrap();
-    for file in ["config.json", "model.safetensors"] {
-        fs::copy(golden("llama_tiny").join(file), model.join(file)).unwrap();
-    }
-    let path = model.join("model.safetensors");
+    copy_golden("llama_tiny", &dir.join("model"));
+    let path = dir.join("model/model.safetensors");
     let mut bytes = fs::read(&path).unwrap();
     let header = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
     let json: serde_json::Value = serde_json::from_slice(&bytes[8..header]).unwrap();
@@ -160,7 +135,7 @@ fn model_with(dir: &Path, values: &[(&str, usize, f32)]) {
 }
 
 #[test]
-fn weights_that_are_no_good_before_any_step_are_not_blamed_on_the_learning_rate() {
+fn names_the_source_of_bad_initial_weights() {
     let dir = tempfile::tempdir().unwrap();
     model_with(dir.path(), &[("model.norm.weight", 1, f32::NAN)]);
     let run = train(dir.path(), "--model model --steps 1 --lr 1e-3 --checkpoint-dir saved");
@@ -168,22 +143,25 @@ fn weights_that_are_no_good_before_any_step_are_not_blamed_on_the_learning_rate(
     run.refused(
         2,
         &[
-            "the weights from model are no good before any step: ",
+            "the weights from model are not finite before the first step: ",
             "1 of 32 in `model.norm.weight`",
             "pass another --model, or --init random",
         ],
     );
-    assert_eq!(names(dir.path()), ["model"]);
+    assert_eq!(file_names(dir.path()), ["model"]);
 
     let config = dir.path().join("model/config.json");
     let mut fields: serde_json::Value = serde_json::from_slice(&fs::read(&config).unwrap()).unwrap();
     fields["initializer_range"] = 1e39.into();
     fs::write(&config, fields.to_string()).unwrap();
     let run = train(dir.path(), "--model model --init random --steps 1 --checkpoint-dir saved");
-    run.refused(2, &["the weights drawn at random are no good before any step: ", "look at initializer_range"]);
+    run.refused(
+        2,
+        &["the weights drawn at random are not finite before the first step: ", "look at initializer_range"],
+    );
 }
 
-/// The MLP's output is zero, and backward multiplies by all that makes it so.
+/// The MLP's output is zero, but its gradients overflow f16.
 const TOO_LARGE_FOR_F16: [(&str, usize, f32); 3] = [
     ("model.layers.1.mlp.up_proj.weight", 87 * 32, 0.),
     ("model.layers.1.mlp.gate_proj.weight", 87 * 32, 300.),
@@ -191,7 +169,7 @@ const TOO_LARGE_FOR_F16: [(&str, usize, f32); 3] = [
 ];
 
 #[test]
-fn a_run_whose_gradients_are_too_large_for_f16_at_any_scale_ends() {
+fn gradients_too_large_for_f16_end_the_run() {
     let dir = tempfile::tempdir().unwrap();
     model_with(dir.path(), &TOO_LARGE_FOR_F16);
     let flags = "--model model --lr 1e-3 --checkpoint-dir saved";
@@ -209,13 +187,13 @@ fn a_run_whose_gradients_are_too_large_for_f16_at_any_scale_ends() {
         let skipped = "skipped, for its gradients overflow f16 at a loss scale of 2; the next one is 1";
         assert_eq!(stderr.matches(&format!("step {}: {skipped}", step - 1)).count(), usize::from(step > 1), "{stderr}");
         assert_eq!(stderr.matches("skipped, for its gradients").count(), step - 1, "{stderr}");
-        assert_eq!(names(dir.path()), ["model"]);
+        assert_eq!(file_names(dir.path()), ["model"]);
     }
     train(dir.path(), &format!("{flags} --param-dtype bf16 --steps 2")).ok();
 }
 
 #[test]
-fn a_loss_that_is_too_large_for_f16_ends_the_run_at_once() {
+fn a_loss_too_large_for_f16_ends_the_run() {
     let dir = tempfile::tempdir().unwrap();
     model_with(dir.path(), &[("model.norm.weight", 32, 1e5)]);
     let run = train(dir.path(), "--model model --steps 2 --lr 1e-3 --checkpoint-dir saved --param-dtype f16");
@@ -224,9 +202,9 @@ fn a_loss_that_is_too_large_for_f16_ends_the_run_at_once() {
 }
 
 #[test]
-fn a_step_whose_gradients_are_not_finite_is_not_taken() {
+fn a_step_with_infinite_gradients_is_not_taken() {
     let dir = tempfile::tempdir().unwrap();
-    // Zeros times the largest numbers are zeros in forward; in backward nothing holds these back.
+    // Zeros times large weights are zeros in forward. Backward overflows.
     let attention = "model.layers.0.self_attn";
     let (values, output) = (format!("{attention}.v_proj.weight"), format!("{attention}.o_proj.weight"));
     model_with(dir.path(), &[(&values, 512, 0.), (&output, 1024, 3.4e38)]);
@@ -239,9 +217,9 @@ fn a_step_whose_gradients_are_not_finite_is_not_taken() {
                 "and the gradients' norm is inf: ",
                 " of 512 in the gradient of `model.layers.0.self_attn.v_proj.weight`. ",
                 "The weights are those of step 0 and finite",
-                "No step has been taken yet, so it is no matter of --lr",
+                "No step has been taken, so --lr is not the cause",
             ],
         );
-        assert_eq!(names(dir.path()), ["model"]);
+        assert_eq!(file_names(dir.path()), ["model"]);
     }
 }

@@ -1,13 +1,12 @@
-//! docs/from-pytorch.md: every name of PyTorch's surface has a row, and every name of ours in it exists.
+//! docs/from-pytorch.md has a row for every name of PyTorch's API, and every name in our column exists.
 
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use fsdp_test_support::workspace;
+use fsdp_test_support::{read_text, workspace};
 use serde_json::Value;
 
-/// What users of PyTorch come with beside the names in `tests/interop/surface.json`: protocols, idioms, and names that
-/// descriptions of PyTorch use.
+/// Protocols, idioms and other names that PyTorch's users know, besides the names in `tests/interop/surface.json`.
 const IDIOMS: &[&str] = &[
     "FSDPLinear",
     "tied parameters",
@@ -33,7 +32,7 @@ const IDIOMS: &[&str] = &[
     "_module_classes_to_ignore",
 ];
 
-/// Names in our column that are Candle's, Rust's, or stand for the user's own.
+/// Names in our column that belong to Candle or Rust, or stand for the user's code.
 const NOT_OURS: &[&str] = &[
     "GradStore",
     "extend",
@@ -68,9 +67,9 @@ struct Row {
     differences: String,
 }
 
-/// The tables' rows. Panics where a row is outside a table, or has another number of cells than three.
+/// Reads the rows of all tables. Each row must be in a table and have three cells.
 fn rows() -> Vec<Row> {
-    let text = std::fs::read_to_string(workspace().join("docs/from-pytorch.md")).unwrap();
+    let text = read_text(&workspace().join("docs/from-pytorch.md"));
     let (mut rows, mut headings) = (vec![], vec![]);
     let mut in_table = 0;
     for (line, text) in text.lines().enumerate() {
@@ -103,7 +102,7 @@ fn is_word(c: char) -> bool {
     c.is_alphanumeric() || c == '_'
 }
 
-/// Whether `name` is in `text`, and not as a part of a longer one.
+/// Returns whether `name` is in `text` as a whole word.
 fn names(text: &str, name: &str) -> bool {
     text.match_indices(name).any(|(at, _)| {
         let before = text[..at].chars().next_back();
@@ -113,12 +112,11 @@ fn names(text: &str, name: &str) -> bool {
     })
 }
 
-/// Whether `name` is in the code of `text`.
+/// Returns whether `name` is in the code spans of `text`.
 fn in_code(text: &str, name: &str) -> bool {
     text.split('`').skip(1).step_by(2).any(|code| names(code, name))
 }
 
-/// The names in an object of the record.
 fn keys(value: &Value) -> Vec<&str> {
     value.as_object().unwrap().keys().map(String::as_str).collect()
 }
@@ -127,9 +125,8 @@ fn strings(value: &Value) -> Vec<&str> {
     value.as_array().unwrap().iter().map(|value| value.as_str().unwrap()).collect()
 }
 
-/// The names of `record` that no row is about. A function, a class or an option must be in the code of a row's first
-/// cell. So must what belongs to one (a parameter, a member), with its owner there too or in a heading above, and a
-/// method's parameter, with the method.
+/// Returns the names of `record` without a row. A function, class or option must be in the code of a row's first cell. A
+/// parameter or member needs its owner there or in a heading above, and a method's parameter the method.
 fn missing(record: &Value, rows: &[Row]) -> Vec<String> {
     let is_about = |row: &Row, owner: &str| {
         in_code(&row.theirs, owner) || row.headings.iter().any(|heading| in_code(heading, owner))
@@ -165,12 +162,11 @@ fn missing(record: &Value, rows: &[Row]) -> Vec<String> {
 }
 
 fn record() -> Value {
-    let text = std::fs::read_to_string(workspace().join("tests/interop/surface.json")).unwrap();
-    serde_json::from_str(&text).unwrap()
+    serde_json::from_str(&read_text(&workspace().join("tests/interop/surface.json"))).unwrap()
 }
 
 #[test]
-fn every_name_that_pytorch_has_has_a_row() {
+fn every_pytorch_name_has_a_row() {
     let missing = missing(&record(), &rows());
     assert!(missing.is_empty(), "docs/from-pytorch.md has no row for {missing:#?}");
 }
@@ -183,34 +179,16 @@ fn every_idiom_has_a_row() {
 }
 
 #[test]
-fn a_name_without_a_row_would_be_found() {
-    let mut rows = rows();
-    rows.retain(|row| !in_code(&row.theirs, "dp_mesh_dims") && !in_code(&row.theirs, "set_requires_all_reduce"));
-    let lost = missing(&record(), &rows);
-    let fsdp = "torch.distributed.fsdp";
-    for name in [
-        format!("{fsdp}.DataParallelMeshDims"),
-        format!("{fsdp}.DataParallelMeshDims: shard"),
-        format!("{fsdp}.fully_shard: dp_mesh_dims"),
-        format!("{fsdp}.FSDPModule: set_requires_all_reduce"),
-        format!("{fsdp}.FSDPModule: set_requires_all_reduce(recurse)"),
-    ] {
-        assert!(lost.contains(&name), "{name} was not missed: {lost:#?}");
-    }
-}
-
-/// What is not there is said to be so with the reason.
-#[test]
-fn every_row_says_what_is_ours_or_why_there_is_none() {
+fn every_row_has_a_counterpart_or_a_reason() {
     for Row { line, theirs, ours, differences, .. } in rows() {
         assert!(!ours.is_empty(), "line {line}: {theirs} has no counterpart, and no reason why");
         let is_known = ["not yet", "not needed", "not offered"].iter().any(|status| ours.starts_with(status));
-        assert!(!ours.starts_with("not ") || is_known, "line {line}: {ours:?} is explained nowhere");
+        assert!(!ours.starts_with("not ") || is_known, "line {line}: {ours:?} is not explained");
         assert!(!is_known || !differences.is_empty(), "line {line}: {ours}, and no reason why");
     }
 }
 
-/// Every name that the crates' sources define: items, fields, variants, modules and crates.
+/// Returns every name that the crates' sources define: items, fields, variants, modules and crates.
 fn definitions() -> BTreeSet<String> {
     let mut names = BTreeSet::new();
     for name in ["fsdp-core", "fsdp-ckpt", "fsdp-launch", "fsdp-candle", "examples"] {
@@ -236,7 +214,7 @@ fn collect(dir: &Path, names: &mut BTreeSet<String>) {
     }
 }
 
-/// What a line of code defines, roughly: the word after `fn` and its like, a field, a variant.
+/// Returns the name that a line of code defines: an item, a field or a variant.
 fn defined(line: &str) -> Option<String> {
     let line = line.trim_start();
     let line = line.strip_prefix("pub(crate) ").or(line.strip_prefix("pub ")).unwrap_or(line);
@@ -253,16 +231,16 @@ fn defined(line: &str) -> Option<String> {
     (end > 0 && (is_item || variant || field)).then(|| name[..end].to_string())
 }
 
-/// The names in the code of a cell.
+/// Returns the names in the code spans of a cell.
 fn ours(cell: &str) -> Vec<String> {
     let mut names = vec![];
     for code in cell.split('`').skip(1).step_by(2) {
-        // What is quoted is text.
+        // Quoted text is not code.
         for code in code.split('"').step_by(2) {
             for word in code.split(|c: char| !is_word(c) && c != '-') {
                 let flag = word.strip_prefix("--").map(|flag| flag.replace('-', "_"));
                 let word = flag.unwrap_or_else(|| word.trim_matches('-').to_string());
-                // Words in capitals are a flag's value, or a dtype.
+                // Words in capitals are values of flags, or dtypes.
                 let value = word.chars().all(|c| !c.is_lowercase());
                 if word.starts_with(|c: char| c.is_alphabetic() || c == '_') && !value {
                     names.push(word);
@@ -273,13 +251,12 @@ fn ours(cell: &str) -> Vec<String> {
     names
 }
 
-/// The names of ours in a row: what is in the code of our cell, and, where ours is the same, what is theirs without its
-/// parameters.
+/// Returns our names in a row: those in our cell, and PyTorch's without parameters if our cell says "the same".
 fn names_of_ours(row: &Row) -> Vec<String> {
     let mut names = ours(&row.ours);
     if row.ours.starts_with("the same") {
         let theirs = row.theirs.split('`').skip(1).step_by(2).map(|code| {
-            // A constructor of theirs, a flag's values, a variable of the environment.
+            // Short flags and environment variables are not defined by this project.
             let name = code.split(['(', ' ', '=', '.']).next().unwrap();
             if name.starts_with('-') && !name.starts_with("--") || name.ends_with(char::is_uppercase) {
                 ""
@@ -293,7 +270,7 @@ fn names_of_ours(row: &Row) -> Vec<String> {
 }
 
 #[test]
-fn every_name_of_ours_exists() {
+fn every_name_in_our_column_exists() {
     let mut known = definitions();
     known.extend(["torchrun", "torch-dcp"].map(String::from));
     known.extend(["train", "fsdp-launch", "fsdp-ckpt", "debug", "true", "false", "auto", "cpu"].map(String::from));
@@ -303,5 +280,5 @@ fn every_name_of_ours_exists() {
         .flat_map(|row| names_of_ours(&row).into_iter().map(move |name| (row.line, name)))
         .filter(|(_, name)| !known.contains(name))
         .collect();
-    assert!(unknown.is_empty(), "docs/from-pytorch.md tells of names that are defined nowhere, by line: {unknown:?}");
+    assert!(unknown.is_empty(), "docs/from-pytorch.md has undefined names, by line: {unknown:?}");
 }

@@ -1,44 +1,36 @@
-//! `train` under other launchers than ours: their variables set by hand, and the launchers themselves where they are
-//! installed. Jobs run in pairs, at the same time, so that those that do not tell each other apart meet.
+//! `train` under other launchers: with their environment variables, and with the launchers that are installed. Two jobs run
+//! at the same time, to detect jobs that cannot tell each other apart.
 
-use std::fs;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use fsdp_test_support::{Run, golden_flags, launch, program, run};
+use fsdp_test_support::{Run, golden_flags_of, json_lines, launch, program, run};
 use serde_json::Value;
 
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// Three steps of the recorded Llama.
+/// Returns flags for three steps of the recorded Llama.
 fn flags(name: &str) -> Vec<String> {
-    let mut flags = golden_flags("llama_tiny");
-    let steps = flags.iter().position(|flag| flag == "--steps").unwrap();
-    flags[steps + 1] = "3".into();
-    flags.extend(
-        ["--batch-size", "2", "--metrics", &format!("{name}.jsonl"), "--checkpoint-dir", name].map(String::from),
-    );
-    flags
+    let own = ["--batch-size", "2", "--metrics", &format!("{name}.jsonl"), "--checkpoint-dir", name];
+    golden_flags_of("llama_tiny", 3).into_iter().chain(own.map(String::from)).collect()
 }
 
-/// The losses of the run `name`, as they were written.
+/// Returns the losses of the run `name`.
 fn losses(name: &str, dir: &Path) -> Vec<Value> {
-    let text = fs::read_to_string(dir.join(format!("{name}.jsonl"))).unwrap();
-    text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()["loss"].clone()).collect()
+    json_lines(&dir.join(format!("{name}.jsonl"))).iter().map(|line| line["loss"].clone()).collect()
 }
 
-/// What two ranks of ours give.
+/// Returns the losses of two ranks under `fsdp-launch`.
 fn expected(dir: &Path) -> Vec<Value> {
-    let flags = flags("ours");
-    launch(2, "train", &flags.iter().map(String::as_str).collect::<Vec<_>>(), dir).ok();
+    launch(2, "train", &flags("ours").iter().map(String::as_str).collect::<Vec<_>>(), dir).ok();
     let losses = losses("ours", dir);
     assert_eq!(losses.len(), 3);
     losses
 }
 
-/// Without what a launcher around the tests has set.
+/// Removes the variables of a launcher that started the tests.
 fn without_launcher(mut command: Command) -> Command {
     for (name, _) in std::env::vars_os() {
         let name = name.to_string_lossy();
@@ -50,7 +42,7 @@ fn without_launcher(mut command: Command) -> Command {
     command
 }
 
-/// Two plain processes of a job. Where `socket` is given, both have it as file descriptor 0.
+/// A job of two processes. If `socket` is given, both have it as standard input.
 struct Pair {
     children: Vec<Child>,
     name: String,
@@ -71,7 +63,7 @@ impl Pair {
         Pair { children: children.collect(), name: name.into() }
     }
 
-    /// Waits for both; one of them, rank 0, says where the checkpoint is.
+    /// Waits for both processes. Only rank 0 prints the checkpoint's path.
     fn finish(mut self, started: Instant) {
         let mut said = 0;
         for mut child in self.children.drain(..) {
@@ -99,7 +91,7 @@ impl Drop for Pair {
 }
 
 #[test]
-fn variables_set_by_hand_are_enough_and_jobs_side_by_side_do_not_meet() {
+fn jobs_with_launchers_variables_do_not_mix() {
     let dir = tempfile::tempdir().unwrap();
     let expected = expected(dir.path());
     let slurm = |step: usize| {
@@ -147,7 +139,7 @@ fn variables_set_by_hand_are_enough_and_jobs_side_by_side_do_not_meet() {
 }
 
 #[test]
-fn the_launchers_that_are_here_start_it() {
+fn installed_launchers_start_train() {
     let dir = tempfile::tempdir().unwrap();
     let expected = expected(dir.path());
     let known: [&[&str]; 4] = [
@@ -161,7 +153,7 @@ fn the_launchers_that_are_here_start_it() {
         let mut version = Command::new(words[0]);
         version.arg("--version").stdin(Stdio::null());
         let version = match words[0] {
-            // It has no option for that, and takes seconds to say so.
+            // torchrun has no such option and takes seconds to say so.
             "torchrun" => which("torchrun").then(String::new),
             _ => which(words[0]).then(|| run(version, LIMIT).ok().stdout),
         };

@@ -1,4 +1,4 @@
-//! Where what a run tells can't be written, as on a full disk, the words are lost and the training is not.
+//! Training continues when stdout or stderr cannot be written, as on a full disk.
 
 use std::path::Path;
 use std::process::Command;
@@ -8,8 +8,7 @@ use fsdp_test_support::{Run, golden, program, run};
 
 const FLAGS: &str = "--seq-len 32 --batch-size 1 --steps 3 --checkpoint-dir saved";
 
-/// Runs `script`, in which `$0` is the program and `"$@"` are its arguments, below the launcher on two ranks or by
-/// itself.
+/// Runs a shell script on `ranks` ranks or without a launcher. `$0` is a program and `"$@"` are its arguments.
 fn script(ranks: Option<usize>, script: &str, name: &str, args: &[&str], dir: &Path) -> Run {
     let mut command = Command::new("/bin/sh");
     if let Some(ranks) = ranks {
@@ -35,7 +34,7 @@ fn count(run: &Run, words: &str) -> usize {
 }
 
 #[test]
-fn a_full_disk_behind_stdout_or_stderr_costs_words_and_no_training() {
+fn trains_with_stdout_or_stderr_on_a_full_disk() {
     for ranks in [None, Some(2)] {
         let dir = |name: &str| tempfile::Builder::new().prefix(name).tempdir().unwrap();
         let there = dir("stdout");
@@ -44,7 +43,7 @@ fn a_full_disk_behind_stdout_or_stderr_costs_words_and_no_training() {
         assert!(stdout.stderr.contains("step 3/3") && !stdout.stdout.contains("sample:"), "{stdout:?}");
         let there = dir("stderr");
         let stderr = train(ranks, "RUST_LOG=debug exec \"$0\" \"$@\" 2> /dev/full", &[], there.path());
-        // Each rank logs.
+        // Each rank writes a log.
         let warnings = count(&stderr, "warning: can't write to stderr (No space left on device");
         assert_eq!(warnings, ranks.unwrap_or(1), "{stderr:?}");
         assert!(stderr.stdout.contains("sample:"), "{stderr:?}");
@@ -55,7 +54,7 @@ fn a_full_disk_behind_stdout_or_stderr_costs_words_and_no_training() {
 }
 
 #[test]
-fn a_reader_that_has_gone_costs_words_and_no_training() {
+fn trains_with_a_closed_pipe() {
     let dir = tempfile::tempdir().unwrap();
     let wait = "until [ -e gone ]; do sleep 0.01; done";
     let script = format!("{{ {wait}; \"$0\" \"$@\"; echo $? > code; }} | {{ exec <&-; : > gone; }}");
@@ -65,12 +64,12 @@ fn a_reader_that_has_gone_costs_words_and_no_training() {
 }
 
 #[test]
-fn the_other_programs_do_not_panic_either() {
+fn other_programs_do_not_panic() {
     let dir = tempfile::tempdir().unwrap();
     let full = |name: &str, args: &[&str]| script(None, "exec \"$0\" \"$@\" > /dev/full", name, args, dir.path());
     let minimal = full("minimal", &[]).ok();
     assert_eq!(count(&minimal, "warning: can't write to stdout"), 1, "{minimal:?}");
-    // A measurement that nobody can read has failed.
+    // A benchmark fails if it cannot print its results.
     let model = golden("llama_tiny");
     for args in [
         &["collectives", "--mib", "1", "--runs", "1"][..],

@@ -1,25 +1,13 @@
-//! Every way to shard gives the same training: each combination of ranks, resharding, replication, accumulation,
-//! checkpointing and prefetch against what PyTorch recorded. And each communicates as it should: what its trace shows
-//! of every step is what is written here.
-
-use std::path::Path;
+//! Each combination of ranks, resharding, replication, accumulation, checkpointing and prefetch reproduces the recorded
+//! run and communicates in the expected order.
 
 use fsdp_test_support::combinations::Combination;
 use fsdp_test_support::trace::{Event, Trace};
 use fsdp_test_support::trajectory::Trajectory;
-use fsdp_test_support::{golden_flags, launch, tolerance};
+use fsdp_test_support::{golden_trajectory, tolerance};
 
-fn train(name: &str, ranks: usize, batch_size: usize, flags: &[&str], dir: &Path) -> Trajectory {
-    let (golden, batch_size) = (golden_flags(name), batch_size.to_string());
-    let mut args: Vec<&str> = golden.iter().map(String::as_str).collect();
-    args.extend(["--batch-size", &batch_size, "--metrics", "metrics.jsonl"]);
-    args.extend(flags);
-    launch(ranks, "train", &args, dir).ok();
-    Trajectory::of_metrics(&dir.join("metrics.jsonl"))
-}
-
-/// What a step of a model of two blocks, 0 and 1 in the root R, does: (g)ather ahead of (f)orward and of
-/// (b)ackward, (c)ompute again, (r)educe-scatter, (a)ll-reduce over copies.
+/// Returns the expected events of a step of a model with two blocks, 0 and 1, in the root R: (g)ather before (f)orward and
+/// (b)ackward, re(c)ompute, (r)educe-scatter, (a)ll-reduce over replicas.
 fn wanted(way: &Combination) -> Vec<String> {
     // The next `prefetch` blocks are gathered before a unit computes.
     let (forward, backward) = match way.prefetch {
@@ -52,12 +40,12 @@ fn wanted(way: &Combination) -> Vec<String> {
         }
         journal.extend(reduced);
     }
-    // A copy of its own has nobody to sum with.
+    // One replica has no other replica to sum with.
     journal.retain(|event| !event.starts_with('a') || way.replicate != "1");
     journal
 }
 
-/// What a rank did in a step, in the words of [`wanted`].
+/// Returns the events of a rank in a step, in the notation of [`wanted`].
 fn journal(step: &[&Event]) -> Vec<String> {
     let mut journal: Vec<String> = vec![];
     let mut last_backward = String::new();
@@ -67,7 +55,7 @@ fn journal(step: &[&Event]) -> Vec<String> {
         match what {
             "unshard" => journal.push(format!("g{unit}")),
             "forward" => journal.push(format!("f{unit}")),
-            // The root's begins when backward does, and once more with its outputs.
+            // The root's backward begins with the step's backward, and again with the root's outputs.
             "backward"
                 if journal
                     .iter()
@@ -87,13 +75,13 @@ fn journal(step: &[&Event]) -> Vec<String> {
     journal
 }
 
-/// The collectives that ran in groups whose thread `is_it` accepts, in order.
+/// Returns the collectives of groups whose thread `is_it` accepts, in order.
 fn collectives<'a>(step: &'a [&Event], op: &str, is_it: impl Fn(&str) -> bool) -> Vec<&'a str> {
     let ran = step.iter().filter(|event| event.is("B", op) && is_it(&event.thread));
     ran.map(|event| event.name.as_str()).collect()
 }
 
-/// Checks every step but the first, before which nobody knows the order of forward.
+/// Checks every step except the first, which records the order of forward.
 fn check_communication(trace: &Trace, way: &Combination) {
     let events = trace.events();
     let want = wanted(way);
@@ -102,7 +90,6 @@ fn check_communication(trace: &Trace, way: &Combination) {
         for step in 2..=20 {
             let step = Trace::step(&events, rank, step);
             assert_eq!(journal(&step), want, "{}", way.flags().join(" "));
-            // What was issued ran.
             assert_eq!(collectives(&step, "all_gather", |_| true).len(), count("g"));
             assert_eq!(collectives(&step, "reduce_scatter", |_| true).len(), count("r"));
             if way.reshard == "2" {
@@ -114,24 +101,19 @@ fn check_communication(trace: &Trace, way: &Combination) {
     }
 }
 
-/// In each of the two halves the values of any three flags meet.
+/// Runs half of the combinations. In each half, all values of any three flags are combined.
 fn half_of_the_combinations(name: &str, half: usize) {
     let dir = tempfile::tempdir().unwrap();
     let four_sequences = Trajectory::recorded(name, "run");
-    // Accumulating at four ranks takes eight sequences a step, which PyTorch did not record: one rank, nothing sharded,
-    // stands in.
-    let eight_sequences = train(name, 1, 8, &[], dir.path());
+    // Accumulation on four ranks takes eight sequences a step, which PyTorch did not record. One unsharded rank is the
+    // reference.
+    let eight_sequences = golden_trajectory(name, 1, "--batch-size 8", dir.path());
     for (_, way) in Combination::all().into_iter().enumerate().filter(|(at, _)| (at + at / 6) % 2 == half) {
         let want = if way.sequences() == 4 { &four_sequences } else { &eight_sequences };
         let run = tempfile::tempdir().unwrap();
-        let flags = [&way.flags()[..], &["--trace", "trace.json"]].concat();
-        let difference = train(name, way.ranks, way.batch_size(), &flags, run.path()).difference(want);
-        assert!(
-            difference.is_within(tolerance::SAME),
-            "{name}, {} ranks, {}: {difference:?}",
-            way.ranks,
-            flags.join(" ")
-        );
+        let flags = format!("{} --batch-size {} --trace trace.json", way.flags().join(" "), way.batch_size());
+        let difference = golden_trajectory(name, way.ranks, &flags, run.path()).difference(want);
+        assert!(difference.is_within(tolerance::SAME), "{name}, {} ranks, {flags}: {difference:?}", way.ranks);
         check_communication(&Trace::read(&run.path().join("trace.json")), &way);
     }
 }

@@ -1,9 +1,9 @@
-//! A rank really holds only its share.
+//! A rank holds only its share of the training state.
 
-use fsdp_test_support::{launch, workspace};
+use fsdp_test_support::{launch, read_text, workspace};
 use serde_json::Value;
 
-/// Room for activations, bookkeeping and threads beside the tensors.
+/// Allowance for activations, bookkeeping and threads.
 const SLACK: u64 = 1 << 20;
 
 struct Memory {
@@ -14,17 +14,10 @@ struct Memory {
     phases: [u64; 4],
 }
 
-fn memory(ranks: usize, mode: &str) -> Memory {
-    memory_of(ranks, mode, "adamw")
-}
-
-fn memory_of(ranks: usize, mode: &str, optimizer: &str) -> Memory {
-    memory_with(ranks, &["--mode", mode, "--optimizer", optimizer])
-}
-
-fn memory_with(ranks: usize, args: &[&str]) -> Memory {
+fn memory(ranks: usize, flags: &str) -> Memory {
     let dir = tempfile::tempdir().unwrap();
-    let run = launch(ranks, "bench", &[&["memory", "--json"], args].concat(), dir.path()).ok();
+    let args: Vec<&str> = ["memory", "--json"].into_iter().chain(flags.split_whitespace()).collect();
+    let run = launch(ranks, "bench", &args, dir.path()).ok();
     let line = run.stdout.lines().find(|line| line.contains('{')).unwrap();
     let report: Value = serde_json::from_str(&line[line.find('{').unwrap()..]).unwrap();
     let number = |key: &str| report[key].as_u64().unwrap();
@@ -38,17 +31,16 @@ fn memory_with(ranks: usize, args: &[&str]) -> Memory {
 }
 
 #[test]
-fn state_is_a_share_and_transients_are_two_units_and_one_units_gradients() {
+fn zero3_holds_a_share_two_units_and_one_units_gradients() {
     for ranks in [1, 2, 4] {
-        let Memory { model, unit, resident, transient, .. } = memory(ranks, "zero3");
-        // Parameters, gradients and two moments, a share each.
+        let Memory { model, unit, resident, transient, .. } = memory(ranks, "--mode zero3");
+        // A share of parameters, gradients and two moments.
         let share = 4 * model / ranks as u64;
         assert!(
             resident >= share && resident <= share + SLACK,
             "{ranks} ranks: {resident} bytes resident, a share is {share}"
         );
-        // The figure may be too large by one unit's share of gradients, which matters only where that is the whole
-        // unit.
+        // The figure can include one unit's share of gradients. On one rank that is the whole unit.
         let bound = if ranks == 1 { 4 * unit } else { 3 * unit };
         assert!(transient <= bound + SLACK, "{ranks} ranks: {transient} bytes on top, a unit is {unit}");
         assert!(transient >= unit, "{ranks} ranks: {transient} bytes on top can't be all, a unit is {unit}");
@@ -56,8 +48,8 @@ fn state_is_a_share_and_transients_are_two_units_and_one_units_gradients() {
 }
 
 #[test]
-fn keeping_parameters_costs_the_model_and_plain_candle_holds_everything() {
-    let (zero3, zero2, plain) = (memory(2, "zero3"), memory(2, "zero2"), memory(2, "plain"));
+fn zero2_adds_the_model_and_plain_candle_holds_everything() {
+    let [zero3, zero2, plain] = ["zero3", "zero2", "plain"].map(|mode| memory(2, &format!("--mode {mode}")));
     // ZeRO-2 holds all parameters between forward and backward.
     assert!(
         zero2.transient >= zero2.model && zero2.transient <= zero2.model + zero2.unit + SLACK,
@@ -71,10 +63,11 @@ fn keeping_parameters_costs_the_model_and_plain_candle_holds_everything() {
 }
 
 #[test]
-fn moments_in_8_bits_take_a_quarter_and_momentum_a_half() {
+fn moments_of_8_bits_take_a_quarter_and_momentum_a_half() {
     let kept = |ranks: usize, optimizer: &str| {
-        let Memory { model, phases: [build, made, ..], resident, .. } = memory_of(ranks, "zero3", optimizer);
-        // Parameters and gradients besides, of which nothing changes.
+        let Memory { model, phases: [build, made, ..], resident, .. } =
+            memory(ranks, &format!("--mode zero3 --optimizer {optimizer}"));
+        // Parameters and gradients do not change.
         let share = model / ranks as u64;
         assert!(resident.abs_diff(2 * share + made - build) <= SLACK, "{optimizer}: {resident} and {}", made - build);
         (made - build) as f64 / (2 * share) as f64
@@ -88,14 +81,14 @@ fn moments_in_8_bits_take_a_quarter_and_momentum_a_half() {
 }
 
 #[test]
-fn a_step_of_muon_takes_three_times_a_ranks_shards_in_bf16_and_a_dozen_matrices() {
+fn muon_adds_three_bf16_shards_and_a_dozen_matrices() {
     for ranks in [1, 2, 4] {
-        // Shards that are large beside a matrix.
-        let args = ["--mode", "zero3", "--optimizer", "muon", "--width", "256", "--layers", "24"];
-        let Memory { model, unit, transient, phases: [build, made, ..], .. } = memory_with(ranks, &args);
+        // Shards are large compared with a matrix.
+        let flags = "--mode zero3 --optimizer muon --width 256 --layers 24";
+        let Memory { model, unit, transient, phases: [build, made, ..], .. } = memory(ranks, flags);
         let share = model / ranks as u64;
         assert!((made - build).abs_diff(share) <= SLACK, "{ranks} ranks: {} bytes of momentum", made - build);
-        // In BF16 a share is half as large. A matrix is half a unit. The figure may be too large by a unit's share.
+        // In BF16, a share is half as large. A matrix is half a unit. The figure can include a unit's share.
         let bound = 3 * share / 2 + 13 * unit / 2 + unit / ranks as u64;
         assert!(transient <= bound + SLACK, "{ranks} ranks: {transient} bytes on top, not {bound}");
         assert!(transient >= share, "{ranks} ranks: {transient} bytes on top can't be all, a share is {share}");
@@ -103,10 +96,10 @@ fn a_step_of_muon_takes_three_times_a_ranks_shards_in_bf16_and_a_dozen_matrices(
 }
 
 #[test]
-fn every_phase_holds_what_the_formula_says() {
+fn phases_follow_the_formula() {
     for ranks in [2, 4] {
         for (mode, kept) in [("zero3", 0), ("zero2", 1)] {
-            let Memory { model, phases, .. } = memory(ranks, mode);
+            let Memory { model, phases, .. } = memory(ranks, &format!("--mode {mode}"));
             let share = model / ranks as u64;
             // Parameters; two moments; what forward keeps; gradients.
             let formula = [share, 3 * share, 3 * share + kept * model, 4 * share];
@@ -121,7 +114,7 @@ fn every_phase_holds_what_the_formula_says() {
     }
 }
 
-/// The numbers in a line of `bench memory` for people: the units' size, what is held between steps, what a step adds.
+/// Returns the numbers in a line of `bench memory`: size of a unit, bytes between steps, bytes added by a step.
 fn figures(line: &str) -> [f64; 3] {
     let words: Vec<&str> = line.split_whitespace().collect();
     let figures = words.windows(2).filter(|pair| pair[1].trim_end_matches([':', ',']) == "MiB");
@@ -129,8 +122,8 @@ fn figures(line: &str) -> [f64; 3] {
 }
 
 #[test]
-fn the_figures_in_the_docs_are_what_bench_prints() {
-    let docs = std::fs::read_to_string(workspace().join("docs/memory.md")).unwrap();
+fn documented_figures_are_printed() {
+    let docs = read_text(&workspace().join("docs/memory.md"));
     for mode in ["zero3", "zero2", "plain"] {
         let of_mode = |text: &str| {
             let at = text.find(&format!("{mode}  4 ranks, 6 units of ")).unwrap_or_else(|| panic!("{mode}: {text}"));
@@ -145,21 +138,18 @@ fn the_figures_in_the_docs_are_what_bench_prints() {
     }
 }
 
-/// Several forwards before one backward need no more than one, but for a unit.
+/// Several forwards before one backward need at most one more unit than one forward.
 #[test]
-fn several_forwards_before_one_backward_gather_and_reduce_unit_by_unit() {
+fn several_forwards_add_one_unit() {
     for ranks in [2, 4] {
-        for ways in [vec![], vec!["--in-one-call"], vec!["--by-name"], vec!["--by-name", "--in-one-call"]] {
-            let needs = |passes: &str| {
-                let args = [&["--mode", "zero3", "--layers", "8", "--passes", passes], &ways[..]].concat();
-                memory_with(ranks, &args)
-            };
-            let Memory { unit, transient: once, .. } = needs("1");
-            for passes in ["2", "3"] {
+        for ways in ["", "--in-one-call", "--by-name", "--by-name --in-one-call"] {
+            let needs = |passes: usize| memory(ranks, &format!("--mode zero3 --layers 8 --passes {passes} {ways}"));
+            let Memory { unit, transient: once, .. } = needs(1);
+            for passes in [2, 3] {
                 let transient = needs(passes).transient;
                 assert!(
                     transient <= once + unit + SLACK,
-                    "{ranks} ranks, {ways:?}, {passes} forwards: {transient} bytes, one forward takes {once}"
+                    "{ranks} ranks, {ways}, {passes} forwards: {transient} bytes, one forward takes {once}"
                 );
             }
         }

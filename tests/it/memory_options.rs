@@ -1,8 +1,8 @@
-//! What a rank holds after each phase of a step, against the formula, for the ways of sharding that `bench memory` does
+//! A rank's memory after each phase of a step follows the formula, for the kinds of sharding that `bench memory` does
 //! not run.
 //!
-//! Ranks are threads here: what the allocator counts is the sum over ranks, taken while all of them wait. Each test is
-//! a process of its own, so that no other counts with it.
+//! Ranks are threads: the allocator counts the sum over ranks, read while all of them wait. Each test runs in its own
+//! process, because the count is process-wide.
 
 use std::process::Command;
 use std::sync::Arc;
@@ -25,34 +25,34 @@ const WIDTH: usize = 256;
 const LAYERS: usize = 4;
 /// Parameters of all blocks, in bytes.
 const MODEL: f64 = (LAYERS * 8 * WIDTH * WIDTH * 4) as f64;
-/// Of an activation of one row.
+/// Bytes of an activation of one row.
 const ROW: f64 = (WIDTH * 4) as f64;
-/// Room on a rank for bookkeeping, the root's norm and activations of one row.
+/// Allowance on a rank for bookkeeping, the root's norm and activations of one row.
 const SLACK: f64 = 200e3;
 const LORA_RANK: usize = 16;
 /// Adapters of all blocks, in bytes.
 const ADAPTERS: f64 = (LAYERS * LORA_RANK * 5 * WIDTH * 4) as f64;
 
-/// How a model is sharded and run.
+/// The sharding and the options of a model.
 #[derive(Clone)]
 struct Way {
     mesh: &'static [(&'static str, usize)],
     reshard: ReshardAfterForward,
     dtype: Option<DType>,
     lora: bool,
-    /// Whether what is frozen is frozen after it is built.
+    /// Whether parameters are frozen after the model is built.
     late: bool,
     dropout: f32,
     again: Again,
     sync: bool,
-    /// Whether replicas divide shards among them.
+    /// Whether replicas shard the optimizer's state.
     divided: bool,
     rows: usize,
-    /// Whether the ranks of the dimension `tp` share out the rows as well, where there is one.
+    /// Whether the ranks of the dimension `tp` also shard the rows, if there is one.
     sequence: bool,
 }
 
-/// What runs again in backward.
+/// The checkpointed blocks.
 #[derive(Clone, Copy)]
 enum Again {
     Nothing,
@@ -60,7 +60,7 @@ enum Again {
     All,
     /// The first two blocks.
     FirstTwo,
-    /// Every block, which keeps its first product.
+    /// Every block, keeping its first product.
     AllButProduct,
 }
 
@@ -92,7 +92,7 @@ const WAY: Way = Way {
 };
 
 impl Way {
-    /// The ranks that compute each layer together.
+    /// The number of tensor parallel ranks.
     fn tensor(&self) -> usize {
         self.mesh.iter().find(|(name, _)| *name == "tp").map_or(1, |(_, ranks)| *ranks)
     }
@@ -112,7 +112,7 @@ impl Way {
         Ok(vars)
     }
 
-    /// Rows that a rank has between layers.
+    /// The rows of a rank between layers.
     fn own_rows(&self) -> usize {
         if self.sequence { self.rows / self.tensor() } else { self.rows }
     }
@@ -131,7 +131,7 @@ impl Module for Block {
     }
 }
 
-/// Bytes in use by a rank, where all of them are at this point.
+/// Bytes in use by a rank when all ranks are at this point.
 fn in_use(world: &World) -> f64 {
     let barrier = || world.group().barrier().wait().unwrap();
     barrier();
@@ -140,7 +140,7 @@ fn in_use(world: &World) -> f64 {
     bytes as f64 / world.size() as f64
 }
 
-/// Bytes on a rank after the model is built, the optimizer made, a step, the next one's forward, and its backward.
+/// Bytes of a rank after building the model, creating the optimizer, a step, the next forward, and its backward.
 fn phases(way: &Way) -> [f64; 5] {
     local::run(4, |group| {
         let world = World::of(group);
@@ -207,7 +207,7 @@ fn phases(way: &Way) -> [f64; 5] {
     })[0]
 }
 
-/// Runs a test of this file in a process that does nothing else.
+/// Runs a test of this file in its own process.
 fn alone(test: &str, body: impl FnOnce()) {
     const ALONE: &str = "FSDP_TEST_ALONE";
     if std::env::var_os(ALONE).is_some() {
@@ -235,16 +235,16 @@ fn formula(shards: f64, kept: f64) -> [f64; 4] {
 }
 
 #[test]
-fn resharding_to_fewer_ranks_keeps_their_share_after_forward() {
-    alone("resharding_to_fewer_ranks_keeps_their_share_after_forward", || {
+fn reshard_size_keeps_a_share_after_forward() {
+    alone("reshard_size_keeps_a_share_after_forward", || {
         let way = Way { reshard: ReshardAfterForward::To(2), ..WAY };
         check("K = 2", &way, formula(4., MODEL / 2.));
     });
 }
 
 #[test]
-fn copies_hold_what_a_smaller_world_would() {
-    alone("copies_hold_what_a_smaller_world_would", || {
+fn replicas_hold_the_state_of_a_smaller_world() {
+    alone("replicas_hold_the_state_of_a_smaller_world", || {
         for (reshard, kept) in [(ReshardAfterForward::Always, 0.), (ReshardAfterForward::Never, MODEL)] {
             check(&format!("HSDP, {reshard:?}"), &Way { mesh: HSDP, reshard, ..WAY }, formula(2., kept));
         }
@@ -252,8 +252,8 @@ fn copies_hold_what_a_smaller_world_would() {
 }
 
 #[test]
-fn copies_that_divide_shards_hold_a_share_of_all_ranks_and_shards_while_a_step_lasts() {
-    alone("copies_that_divide_shards_hold_a_share_of_all_ranks_and_shards_while_a_step_lasts", || {
+fn replicas_that_divide_shards_gather_them_for_a_step() {
+    alone("replicas_that_divide_shards_gather_them_for_a_step", || {
         let share = MODEL / 4.;
         for (dtype, reshard, kept) in [
             (None, ReshardAfterForward::Always, MODEL / 2.),
@@ -271,16 +271,16 @@ fn copies_that_divide_shards_hold_a_share_of_all_ranks_and_shards_while_a_step_l
 }
 
 #[test]
-fn half_precision_halves_what_is_gathered_and_nothing_else() {
-    alone("half_precision_halves_what_is_gathered_and_nothing_else", || {
+fn half_precision_halves_gathered_parameters() {
+    alone("half_precision_halves_gathered_parameters", || {
         let way = Way { reshard: ReshardAfterForward::Never, dtype: Some(DType::BF16), ..WAY };
         check("BF16", &way, formula(4., MODEL / 2.));
     });
 }
 
 #[test]
-fn frozen_parameters_have_neither_moments_nor_gradients() {
-    alone("frozen_parameters_have_neither_moments_nor_gradients", || {
+fn frozen_parameters_have_no_moments_or_gradients() {
+    alone("frozen_parameters_have_no_moments_or_gradients", || {
         for (reshard, kept) in [(ReshardAfterForward::Always, 0.), (ReshardAfterForward::Never, MODEL + ADAPTERS)] {
             let (base, adapters) = (MODEL / 4., ADAPTERS / 4.);
             let formula = [base + adapters, base + 3. * adapters, base + 3. * adapters + kept, base + 4. * adapters];
@@ -293,8 +293,8 @@ fn frozen_parameters_have_neither_moments_nor_gradients() {
 }
 
 #[test]
-fn gradients_that_wait_for_a_reduction_are_whole() {
-    alone("gradients_that_wait_for_a_reduction_are_whole", || {
+fn unreduced_gradients_are_whole() {
+    alone("unreduced_gradients_are_whole", || {
         let share = MODEL / 4.;
         let way = Way { sync: false, ..WAY };
         check("without synchronisation", &way, [share, 3. * share, 3. * share, 3. * share + MODEL]);
@@ -302,12 +302,12 @@ fn gradients_that_wait_for_a_reduction_are_whole() {
 }
 
 #[test]
-fn activation_checkpointing_keeps_a_blocks_input_alone() {
-    alone("activation_checkpointing_keeps_a_blocks_input_alone", || {
+fn checkpointing_keeps_block_inputs() {
+    alone("checkpointing_keeps_block_inputs", || {
         let rows = 256;
         let bytes = rows as f64 * ROW;
         let widths = |way: Way| {
-            // Matrix products keep packing buffers from the first step on.
+            // Matrix products keep packing buffers after the first step.
             let [_, _, between, forward, backward] = phases(&Way { rows, ..way });
             let beside = (backward - between - MODEL / 4.) / bytes;
             assert!(beside.abs() <= 2., "{beside} widths outlive backward");
@@ -315,29 +315,29 @@ fn activation_checkpointing_keeps_a_blocks_input_alone() {
         };
         let after_forward = |again: Again| widths(Way { again, ..WAY });
         let (all, inputs) = (after_forward(Again::Nothing), after_forward(Again::All));
-        // In widths of the residual stream: each block's input, output and sum and, where it is not run again, both
-        // sides of the activation, four wide each.
+        // In widths of the residual stream: each block's input, output and sum and, unless checkpointed, both sides of
+        // the activation, four wide each.
         let blocks = LAYERS as f64;
-        // Beside the blocks there are the model's input, norm and loss.
+        // Outside the blocks: the model's input, norm and loss.
         let beside = 0. ..=4.;
         assert!(beside.contains(&(all - 11. * blocks)), "{all} widths");
-        // The checkpoint's output passes the unit's hook once more.
+        // The checkpoint's output passes through the unit's hook once more.
         assert!(beside.contains(&(inputs - 2. * blocks)), "{inputs} widths");
         let two = after_forward(Again::FirstTwo);
         assert!(beside.contains(&(two - 2. * 2. - 11. * (blocks - 2.))), "{two} widths");
-        // What is kept is one side of the activation.
+        // One side of the activation is kept.
         let kept = after_forward(Again::AllButProduct);
         assert!(beside.contains(&(kept - 6. * blocks)), "{kept} widths");
-        // Dropout's output is there, its mask is not.
+        // Dropout's output is kept, its mask is not.
         let dropped = widths(Way { dropout: 0.1, ..WAY });
         assert!(beside.contains(&(dropped - 12. * blocks)), "{dropped} widths");
     });
 }
 
-/// Between them, the ranks hold what is inside a layer once. What is between layers each has, or its part of the rows.
+/// The ranks share what is inside a layer. Between layers each rank has all rows, or its part of them.
 #[test]
-fn tensor_parallelism_divides_activations_inside_layers_by_its_ranks() {
-    alone("tensor_parallelism_divides_activations_inside_layers_by_its_ranks", || {
+fn tensor_parallelism_divides_activations() {
+    alone("tensor_parallelism_divides_activations", || {
         const DP2_TP2: &[(&str, usize)] = &[("dp_shard", 2), ("tp", 2)];
         const TP4: &[(&str, usize)] = &[("dp_shard", 1), ("tp", 4)];
         let (rows, blocks) = (256, LAYERS as f64);
@@ -346,14 +346,14 @@ fn tensor_parallelism_divides_activations_inside_layers_by_its_ranks() {
             let way = Way { mesh, sequence, rows, ..WAY };
             let ranks = way.tensor() as f64;
             let [built, optimizer, between, forward, backward] = phases(&way);
-            // Parameters, gradients and moments are sharded over all four ranks, however these share them.
+            // Parameters, gradients and moments are sharded over all four ranks in every mesh.
             let share = MODEL / 4.;
             for (found, want) in [(built, share), (optimizer, 3. * share)] {
                 assert!((found - want).abs() <= SLACK, "{mesh:?}: {found:.0} bytes, not {want:.0}");
             }
             assert!((backward - between - share) / bytes <= 2., "{mesh:?}: {backward:.0} after {between:.0}");
             // In widths of the residual stream: four on both sides of the activation; a block's input, output and sum,
-            // and, where these are parts of the rows, the input with all of them.
+            // and, if these are sharded by rows, the gathered input.
             let between_layers = if sequence { 3. / ranks + 1. } else { 3. };
             let want = blocks * (8. / ranks + between_layers);
             let kept = (forward - between) / bytes;

@@ -1,10 +1,10 @@
-//! `bench plan` against what runs really take, and docs/planning.md against `bench plan`.
+//! `bench plan` against measured memory, and docs/planning.md against `bench plan`.
 
 use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use fsdp_test_support::{Run, launch, program, run, workspace};
+use fsdp_test_support::{Run, launch, program, read_text, run, workspace};
 use serde_json::Value;
 
 const GPT2: &str = r#"{"model_type": "gpt2", "n_embd": 512, "n_head": 8, "n_layer": 6, "n_positions": 256,
@@ -24,9 +24,9 @@ fn json(run: Run) -> Value {
     serde_json::from_str(&line[line.find('{').unwrap()..]).unwrap()
 }
 
-/// State within 2 %, and the most that a step takes within 5 %: what docs/planning.md promises.
+/// docs/planning.md promises state within 2 % and the peak within 5 %.
 #[test]
-fn memory_is_what_the_allocator_counts() {
+fn memory_matches_the_allocator() {
     for (config, ranks, batch) in [(GPT2, 1, "1"), (GPT2, 2, "2"), (LLAMA, 1, "4"), (LLAMA, 2, "1"), (LLAMA, 4, "2")] {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("config.json"), config).unwrap();
@@ -38,7 +38,7 @@ fn memory_is_what_the_allocator_counts() {
         let real = |name: &str| real["allocated"][name].as_f64().unwrap();
         let state = |name: &str| planned["memory"]["state"][name].as_f64().unwrap();
         let (parameters, gradients, optimizer) = (state("parameters"), state("gradients"), state("optimizer"));
-        // A run has rotary tables, names and its batch besides.
+        // Rotary tables, names and the batch.
         let besides = 2e6;
         for (name, planned, real, bound) in [
             ("parameters", parameters, real("parameters"), 0.02),
@@ -52,9 +52,9 @@ fn memory_is_what_the_allocator_counts() {
     }
 }
 
-/// The commands of the document, with what it says they print, if it does.
+/// Returns the commands of the document, with their output if the document shows it.
 fn commands() -> Vec<(String, Option<String>)> {
-    let document = std::fs::read_to_string(workspace().join("docs/planning.md")).unwrap();
+    let document = read_text(&workspace().join("docs/planning.md"));
     let mut found: Vec<(String, Option<String>)> = vec![];
     for block in document.split("```").skip(1).step_by(2) {
         if let Some(lines) = block.strip_prefix("sh\n") {
@@ -67,7 +67,7 @@ fn commands() -> Vec<(String, Option<String>)> {
 }
 
 #[test]
-fn every_command_of_the_document_prints_what_stands_there() {
+fn documented_commands_print_the_documented_output() {
     let commands = commands();
     assert!(commands.len() >= 4 && commands.iter().any(|(_, output)| output.is_some()));
     for (line, output) in commands {
@@ -82,7 +82,7 @@ fn every_command_of_the_document_prints_what_stands_there() {
 }
 
 #[test]
-fn a_configuration_of_any_size_has_a_plan_or_an_error() {
+fn plans_or_refuses_any_size() {
     let dir = tempfile::tempdir().unwrap();
     for field in ["hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "head_dim"] {
         let mut config: Value = serde_json::from_str(LLAMA).unwrap();

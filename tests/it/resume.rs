@@ -1,62 +1,38 @@
-//! A run that stops and goes on, at the same world size or another, is the run that never stopped.
+//! A resumed run, at the same world size or another, equals an uninterrupted run.
 
-use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 
-use fsdp_test_support::{golden, launch};
+use fsdp_test_support::{file_names, files, golden, json_lines};
 use serde_json::Value;
 
-/// Runs `steps` steps of 12 sequences each at `ranks` ranks in `dir`; returns the losses of the steps taken, as their
-/// bits and values.
-fn train(dir: &Path, ranks: usize, steps: usize, more: &[&str], metrics: &str) -> Vec<(u64, f64)> {
+/// Trains on 12 sequences a step. Returns the steps and losses.
+fn train(dir: &Path, ranks: usize, steps: usize, more: &str, metrics: &str) -> Vec<(u64, f64)> {
     let model = golden("llama_tiny");
-    let (steps, batch_size) = (steps.to_string(), (12 / ranks).to_string());
-    let mut args = vec![
-        "--model",
-        model.to_str().unwrap(),
-        "--init",
-        "random",
-        "--data",
-        "tokens.bin",
-        "--seq-len",
-        "32",
-        "--steps",
-        &steps,
-        "--lr",
-        "1e-3",
-        "--lr-schedule",
-        "constant",
-        "--batch-size",
-        &batch_size,
-        "--metrics",
-        metrics,
-    ];
-    args.extend(more);
-    std::fs::copy(model.join("tokens.bin"), dir.join("tokens.bin")).unwrap();
-    let run = launch(ranks, "train", &args, dir).ok();
+    fs::copy(model.join("tokens.bin"), dir.join("tokens.bin")).unwrap();
+    let flags = format!(
+        "--model {} --init random --data tokens.bin --seq-len 32 --lr 1e-3 --lr-schedule constant --steps {steps} \
+         --batch-size {} --metrics {metrics} {more}",
+        model.display(),
+        12 / ranks
+    );
+    let run = fsdp_test_support::train(ranks, &flags, dir).ok();
     fs::write(dir.join("stderr"), run.stderr).unwrap();
-    let text = std::fs::read_to_string(dir.join(metrics)).unwrap();
-    text.lines()
-        .map(|line| {
-            let record: Value = serde_json::from_str(line).unwrap();
-            (record["step"].as_u64().unwrap(), record["loss"].as_f64().unwrap())
-        })
-        .collect()
+    let records = json_lines(&dir.join(metrics));
+    records.iter().map(|record| (record["step"].as_u64().unwrap(), record["loss"].as_f64().unwrap())).collect()
 }
 
 #[test]
-fn a_resumed_run_is_the_undisturbed_run() {
+fn resumes_at_any_world_size() {
     let dir = tempfile::tempdir().unwrap();
-    let undisturbed = train(dir.path(), 4, 20, &[], "undisturbed.jsonl");
+    let undisturbed = train(dir.path(), 4, 20, "", "undisturbed.jsonl");
     assert_eq!(undisturbed.len(), 20);
-    let first = train(dir.path(), 4, 10, &["--checkpoint-dir", "stopped"], "first.jsonl");
+    let first = train(dir.path(), 4, 10, "--checkpoint-dir stopped", "first.jsonl");
     assert_eq!(first, undisturbed[..10]);
-    let checkpoint = dir.path().join("stopped/step-00000010");
     for ranks in [1, 2, 3, 4] {
         let metrics = format!("resumed-{ranks}.jsonl");
-        let resumed = train(dir.path(), ranks, 20, &["--resume", checkpoint.to_str().unwrap()], &metrics);
+        let resumed = train(dir.path(), ranks, 20, "--resume stopped/step-00000010", &metrics);
         assert_eq!(resumed.len(), 10);
         for ((step, loss), (want_step, want)) in resumed.into_iter().zip(&undisturbed[10..]) {
             assert_eq!(step, *want_step);
@@ -67,26 +43,25 @@ fn a_resumed_run_is_the_undisturbed_run() {
             }
         }
     }
-    // `auto` finds the newest whole checkpoint, and leaves half of one alone.
-    std::fs::create_dir(dir.path().join("stopped/step-00000015")).unwrap();
-    let auto = train(dir.path(), 4, 12, &["--checkpoint-dir", "stopped", "--resume", "auto"], "auto.jsonl");
+    // `auto` finds the newest complete checkpoint.
+    fs::create_dir(dir.path().join("stopped/step-00000015")).unwrap();
+    let auto = train(dir.path(), 4, 12, "--checkpoint-dir stopped --resume auto", "auto.jsonl");
     assert_eq!(auto, undisturbed[10..12]);
 }
 
-/// The loss scale goes on as well: one that began anew would skip steps again.
+/// The loss scale is restored: a new one would skip steps again.
 #[test]
-fn a_resumed_run_in_f16_is_the_undisturbed_run() {
+fn resumes_the_loss_scale() {
     let dir = tempfile::tempdir().unwrap();
-    let f16 = ["--param-dtype", "f16", "--loss-scale", "1e8", "--all-gather", "float8"];
-    let saves = |to| [&f16[..], &["--save-every", "6", "--checkpoint-dir", to]].concat();
+    let f16 = "--param-dtype f16 --loss-scale 1e8 --all-gather float8";
+    let saves = |to| format!("{f16} --save-every 6 --checkpoint-dir {to}");
     let undisturbed = train(dir.path(), 2, 18, &saves("undisturbed"), "undisturbed.jsonl");
     let stderr = fs::read_to_string(dir.path().join("stderr")).unwrap();
-    // At 1e8 in all steps to the sixth, so the scale is halved on both sides of the first save.
+    // Overflows halve the scale before and after the first save.
     assert!(stderr.contains("step 6: skipped") && stderr.contains("step 7: skipped"), "{stderr}");
     assert!(!stderr.contains("step 18: skipped"), "{stderr}");
-    let checkpoint = dir.path().join("undisturbed/step-00000006");
-    let resume = ["--resume", checkpoint.to_str().unwrap()];
-    let resumed = train(dir.path(), 2, 18, &[&saves("resumed")[..], &resume].concat(), "resumed.jsonl");
+    let resume = format!("{} --resume undisturbed/step-00000006", saves("resumed"));
+    let resumed = train(dir.path(), 2, 18, &resume, "resumed.jsonl");
     assert_eq!(resumed, undisturbed[6..]);
     for step in ["step-00000012", "step-00000018"] {
         let [one, other] = ["undisturbed", "resumed"].map(|run| files(&dir.path().join(run).join(step)));
@@ -95,39 +70,19 @@ fn a_resumed_run_in_f16_is_the_undisturbed_run() {
 }
 
 #[test]
-fn saving_in_the_background_keeps_the_same_and_only_the_newest() {
+fn async_saves_equal_blocking_saves_and_keep_the_newest() {
     let dir = tempfile::tempdir().unwrap();
-    let saves = ["--save-every", "3", "--keep", "2", "--checkpoint-dir"];
-    let plain = train(dir.path(), 2, 10, &[&saves[..], &["plain"]].concat(), "plain.jsonl");
-    let background =
-        train(dir.path(), 2, 10, &[&saves[..], &["background", "--async-save"]].concat(), "background.jsonl");
+    let saves = "--save-every 3 --keep 2 --checkpoint-dir";
+    let plain = train(dir.path(), 2, 10, &format!("{saves} plain"), "plain.jsonl");
+    let background = train(dir.path(), 2, 10, &format!("{saves} background --async-save"), "background.jsonl");
     assert_eq!(background, plain);
     for run in ["plain", "background"] {
-        let mut kept: Vec<_> =
-            std::fs::read_dir(dir.path().join(run)).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-        kept.sort();
-        assert_eq!(kept, ["step-00000009", "step-00000010"], "{run}");
+        assert_eq!(file_names(&dir.path().join(run)), ["step-00000009", "step-00000010"], "{run}");
     }
     for step in ["step-00000009", "step-00000010"] {
-        let (plain, background) = (dir.path().join("plain").join(step), dir.path().join("background").join(step));
-        for file in std::fs::read_dir(&plain).unwrap().map(|entry| entry.unwrap().file_name()) {
-            let read = |dir: &Path| std::fs::read(dir.join(&file)).unwrap();
-            assert!(read(&plain) == read(&background), "{step}: {file:?}");
-        }
+        let [plain, background] = ["plain", "background"].map(|run| files(&dir.path().join(run).join(step)));
+        assert!(plain == background, "{step}");
     }
-}
-
-/// The files of a checkpoint.
-fn files(checkpoint: &Path) -> BTreeMap<std::ffi::OsString, Vec<u8>> {
-    let entries = fs::read_dir(checkpoint).unwrap().map(|entry| entry.unwrap());
-    entries.map(|entry| (entry.file_name(), fs::read(entry.path()).unwrap())).collect()
-}
-
-fn names(dir: &Path) -> Vec<String> {
-    let mut names: Vec<_> =
-        fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-    names.sort();
-    names
 }
 
 fn truncate(file: &Path) {
@@ -135,7 +90,7 @@ fn truncate(file: &Path) {
     fs::write(file, &bytes[..bytes.len() / 2]).unwrap();
 }
 
-/// Changes three bytes in the middle of what rank 1 wrote.
+/// Changes three bytes in the middle of rank 1's file.
 fn flip(checkpoint: &Path) {
     let shard = checkpoint.join("shard-00002-model-00001-of-00001.safetensors");
     let mut bytes = fs::read(&shard).unwrap();
@@ -145,12 +100,12 @@ fn flip(checkpoint: &Path) {
 }
 
 #[test]
-fn a_damaged_checkpoint_is_set_aside_and_the_run_goes_on_from_an_older_one() {
+fn quarantines_a_damaged_checkpoint_and_resumes_from_an_older_one() {
     let dir = tempfile::tempdir().unwrap();
-    let saves = |to| ["--save-every", "2", "--checkpoint-dir", to];
+    let saves = |to| format!("--save-every 2 --checkpoint-dir {to}");
     let undisturbed = train(dir.path(), 2, 8, &saves("undisturbed"), "undisturbed.jsonl");
     let want = files(&dir.path().join("undisturbed/step-00000008"));
-    // What is done to the newest checkpoint, and what is said of it.
+    // Damages of the newest checkpoint, and the expected warning.
     type Damage = (&'static str, fn(&Path), &'static str);
     let damages: [Damage; 4] = [
         ("no-manifest", |step| fs::remove_file(step.join("checkpoint.json")).unwrap(), "checkpoint.json is missing"),
@@ -160,7 +115,7 @@ fn a_damaged_checkpoint_is_set_aside_and_the_run_goes_on_from_an_older_one() {
             |step| truncate(&step.join("shard-00001-model-00001-of-00001.safetensors")),
             "shard-00001-model-00001-of-00001.safetensors",
         ),
-        // Nothing shows before it is read, and then one rank sees it.
+        // Only one rank sees the damage, when it reads the file.
         ("flipped", flip, "shard-00002-model-00001-of-00001.safetensors is damaged: its checksum is"),
     ];
     for (run, damage, said) in damages {
@@ -168,65 +123,64 @@ fn a_damaged_checkpoint_is_set_aside_and_the_run_goes_on_from_an_older_one() {
         let root = dir.path().join(run);
         damage(&root.join("step-00000006"));
         let spoilt = files(&root.join("step-00000006"));
-        let resume = ["--resume", "auto", "--keep", "2"];
-        let resumed = train(dir.path(), 2, 8, &[&saves(run)[..], &resume].concat(), &format!("{run}.jsonl"));
+        let resume = format!("{} --resume auto --keep 2", saves(run));
+        let resumed = train(dir.path(), 2, 8, &resume, &format!("{run}.jsonl"));
         assert_eq!(resumed, undisturbed[4..], "{run}");
         let stderr = fs::read_to_string(dir.path().join("stderr")).unwrap();
         let warning =
-            format!("{run}/step-00000006 can't be gone on from and was set aside as {run}/step-00000006.damaged: ");
+            format!("{run}/step-00000006 can't be resumed from and was renamed to {run}/step-00000006.damaged: ");
         let warnings: Vec<&str> = stderr.lines().filter(|line| line.contains(&warning)).collect();
         assert!(warnings.len() == 1 && warnings[0].contains(said), "{stderr}");
-        // It is as it was, and none of the two that are kept.
-        assert_eq!(names(&root), ["step-00000006", "step-00000006.damaged", "step-00000008"], "{run}");
+        // The quarantined checkpoint is unchanged, and does not count for `--keep`.
+        assert_eq!(file_names(&root), ["step-00000006", "step-00000006.damaged", "step-00000008"], "{run}");
         assert!(files(&root.join("step-00000006.damaged")) == spoilt, "{run}");
         assert!(files(&root.join("step-00000008")) == want, "{run}: other weights than those of the undisturbed run");
     }
 
-    // To the bit what a run that is told to go on from the older one makes. The next damage gets the next name.
+    // The same bits as a run resumed from the older checkpoint. The next quarantine gets the next name.
     let flipped = dir.path().join("flipped");
     flip(&flipped.join("step-00000008"));
     fs::rename(flipped.join("step-00000006.damaged"), flipped.join("step-00000008.damaged")).unwrap();
-    let direct = ["--resume", "flipped/step-00000006", "--checkpoint-dir", "direct"];
-    let direct = train(dir.path(), 2, 10, &direct, "direct.jsonl");
-    let auto = ["--resume", "auto", "--checkpoint-dir", "flipped"];
-    assert_eq!(train(dir.path(), 2, 10, &auto, "auto.jsonl"), direct);
-    assert_eq!(names(&flipped), ["step-00000006", "step-00000008.damaged", "step-00000008.damaged-2", "step-00000010"]);
+    let direct = train(dir.path(), 2, 10, "--resume flipped/step-00000006 --checkpoint-dir direct", "direct.jsonl");
+    assert_eq!(train(dir.path(), 2, 10, "--resume auto --checkpoint-dir flipped", "auto.jsonl"), direct);
+    assert_eq!(
+        file_names(&flipped),
+        ["step-00000006", "step-00000008.damaged", "step-00000008.damaged-2", "step-00000010"]
+    );
     assert!(files(&flipped.join("step-00000010")) == files(&dir.path().join("direct/step-00000010")));
 }
 
-const SAVES: [&str; 4] = ["--save-every", "2", "--checkpoint-dir", "saved"];
+const SAVES: &str = "--save-every 2 --checkpoint-dir saved";
 
-/// A run of six steps that resumes by itself in `dir` is refused in these words.
+/// Asserts that a run with `--resume auto` fails with an error that contains all of `parts`.
 fn refused(dir: &Path, parts: &[&str]) {
-    let model = golden("llama_tiny");
-    let args = ["--model", model.to_str().unwrap(), "--data", "tokens.bin", "--seq-len", "32", "--resume", "auto"];
-    let stderr =
-        launch(2, "train", &[&args[..], &SAVES, &["--steps", "6", "--batch-size", "6"]].concat(), dir).failed();
-    parts.iter().for_each(|part| assert!(stderr.contains(part), "{part:?} not in\n{stderr}"));
+    let common = "--data tokens.bin --seq-len 32 --resume auto --steps 6 --batch-size 6";
+    let flags = format!("--model {} {common} {SAVES}", golden("llama_tiny").display());
+    fsdp_test_support::train(2, &flags, dir).refused(2, parts);
 }
 
 #[test]
-fn a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew() {
+fn does_not_start_over_if_all_checkpoints_are_damaged() {
     let dir = tempfile::tempdir().unwrap();
-    train(dir.path(), 2, 4, &SAVES, "first.jsonl");
+    train(dir.path(), 2, 4, SAVES, "first.jsonl");
     let root = dir.path().join("saved");
     flip(&root.join("step-00000002"));
     flip(&root.join("step-00000004"));
-    // Also when it is started again, with nothing but what was set aside.
+    // A restart with only quarantined checkpoints fails as well.
     for _ in 0..2 {
-        let aside = ["saved/step-00000002.damaged: set aside", "saved/step-00000004.damaged: set aside"];
+        let aside = ["saved/step-00000002.damaged: damaged", "saved/step-00000004.damaged: damaged"];
         refused(dir.path(), &["no checkpoint in saved can be used", aside[0], aside[1], "another --checkpoint-dir"]);
-        assert_eq!(names(&root), ["step-00000002.damaged", "step-00000004.damaged"]);
+        assert_eq!(file_names(&root), ["step-00000002.damaged", "step-00000004.damaged"]);
     }
 }
 
 #[test]
-fn a_run_whose_only_checkpoint_is_behind_a_link_that_does_not_count_does_not_begin_anew() {
+fn does_not_start_over_if_the_only_checkpoint_is_an_unusable_link() {
     let dir = tempfile::tempdir().unwrap();
-    train(dir.path(), 2, 2, &SAVES, "first.jsonl");
+    train(dir.path(), 2, 2, SAVES, "first.jsonl");
     let step = dir.path().join("saved/step-00000002");
     fs::rename(&step, dir.path().join("step-00000009")).unwrap();
-    for (target, why) in [("../gone/step-00000002", "is not there"), ("../step-00000009", "has a name of its own")] {
+    for (target, why) in [("../gone/step-00000002", "does not exist"), ("../step-00000009", "under another name")] {
         symlink(target, &step).unwrap();
         refused(dir.path(), &["no checkpoint in saved can be used", "saved/step-00000002: a link to ", why]);
         fs::remove_file(&step).unwrap();
@@ -234,27 +188,27 @@ fn a_run_whose_only_checkpoint_is_behind_a_link_that_does_not_count_does_not_beg
 }
 
 #[test]
-fn what_is_not_damaged_is_neither_set_aside_nor_passed_over() {
+fn does_not_quarantine_undamaged_directories() {
     let dir = tempfile::tempdir().unwrap();
-    train(dir.path(), 2, 4, &SAVES, "first.jsonl");
+    train(dir.path(), 2, 4, SAVES, "first.jsonl");
     let root = dir.path().join("saved");
     let model = golden("llama_tiny");
-    // Another program's model under the name of the next save.
+    // Another program's model has the name of the next save.
     fs::create_dir(root.join("step-00000006")).unwrap();
     for file in ["config.json", "model.safetensors"] {
         fs::copy(model.join(file), root.join("step-00000006").join(file)).unwrap();
     }
-    let before = names(&root);
-    refused(dir.path(), &["step-00000006 is in the way of the checkpoint that this run saves at step 6"]);
-    assert_eq!(names(&root), before);
+    let before = file_names(&root);
+    refused(dir.path(), &["step-00000006 already exists, and this run saves a checkpoint there at step 6"]);
+    assert_eq!(file_names(&root), before);
     fs::remove_dir_all(root.join("step-00000006")).unwrap();
 
-    // A newer program's checkpoint, which may be better than the one that can be read.
+    // A checkpoint of a newer version may be better than the older one.
     let manifest = root.join("step-00000004/checkpoint.json");
     let mut json: Value = serde_json::from_slice(&fs::read(&manifest).unwrap()).unwrap();
     json["version"] = 1000.into();
     fs::write(&manifest, json.to_string()).unwrap();
-    let told = "saved/step-00000004 can't be read, which does not mean that it is damaged";
+    let told = "saved/step-00000004 can't be read, but is not known to be damaged";
     refused(dir.path(), &[told, "1000", "--resume"]);
-    assert_eq!(names(&root), ["step-00000002", "step-00000004"]);
+    assert_eq!(file_names(&root), ["step-00000002", "step-00000004"]);
 }

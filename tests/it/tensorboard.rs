@@ -1,12 +1,11 @@
-//! `train --tensorboard`: event files that TensorBoard reads, by a parser of their format.
+//! `train --tensorboard` writes event files in TensorBoard's format.
 
 use std::fs;
 use std::path::Path;
 
-use fsdp_test_support::{golden_flags, launch};
-use serde_json::Value;
+use fsdp_test_support::{json_lines, train_golden};
 
-/// CRC-32C bit by bit, masked as TFRecords have it.
+/// Returns the masked CRC-32C of TFRecord files, computed bit by bit.
 fn masked_checksum(bytes: &[u8]) -> u32 {
     let mut crc = !0u32;
     for byte in bytes {
@@ -18,7 +17,7 @@ fn masked_checksum(bytes: &[u8]) -> u32 {
     (!crc).rotate_right(15).wrapping_add(0xa282_ead8)
 }
 
-/// The records of an event file.
+/// Splits an event file into its records and checks their checksums.
 fn records(bytes: &[u8]) -> Vec<&[u8]> {
     let (mut rest, mut records) = (bytes, Vec::new());
     let checksum = |bytes: &[u8]| u32::from_le_bytes(bytes.try_into().unwrap());
@@ -34,14 +33,14 @@ fn records(bytes: &[u8]) -> Vec<&[u8]> {
     records
 }
 
-/// The scalar of `tag` in a record: the field after the tag, a float with the key 0x15.
+/// Returns the scalar of `tag` in a record: the float field with key 0x15 after the tag.
 fn scalar(record: &[u8], tag: &str) -> Option<f32> {
     let at = record.windows(tag.len()).position(|window| window == tag.as_bytes())? + tag.len();
     assert_eq!(record[at], 0x15);
     Some(f32::from_le_bytes(record[at + 1..at + 5].try_into().unwrap()))
 }
 
-/// The event files of `dir`, in the order in which TensorBoard reads them.
+/// Reads the event files of `dir` in TensorBoard's order.
 fn files(dir: &Path) -> Vec<Vec<u8>> {
     let mut paths: Vec<_> = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path()).collect();
     paths.sort();
@@ -49,26 +48,17 @@ fn files(dir: &Path) -> Vec<Vec<u8>> {
     paths.iter().map(|path| fs::read(path).unwrap()).collect()
 }
 
-fn train(dir: &Path, more: &[&str]) {
-    let mut flags = golden_flags("llama_tiny");
-    let steps = flags.iter().position(|flag| flag == "--steps").unwrap();
-    flags[steps + 1] = "4".into();
-    let mut flags: Vec<&str> = flags.iter().map(String::as_str).collect();
-    flags.extend(["--batch-size", "2", "--metrics", "metrics.jsonl", "--tensorboard", "logs"]);
-    flags.extend(more);
-    launch(2, "train", &flags, dir).ok();
-}
-
 #[test]
-fn every_step_is_there_and_a_resumed_run_voids_what_it_does_again() {
+fn every_step_is_there_and_a_resumed_run_replaces_repeated_steps() {
     let dir = tempfile::tempdir().unwrap();
-    train(dir.path(), &["--checkpoint-dir", "first", "--save-every", "2"]);
-    train(dir.path(), &["--checkpoint-dir", "second", "--resume", "first/step-00000002"]);
-    let metrics = fs::read_to_string(dir.path().join("metrics.jsonl")).unwrap();
-    let metrics: Vec<Value> = metrics.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let train =
+        |more: &str| train_golden("llama_tiny", 2, &format!("--steps 4 --tensorboard logs {more}"), dir.path()).ok();
+    train("--checkpoint-dir first --save-every 2");
+    train("--checkpoint-dir second --resume first/step-00000002");
+    let metrics = json_lines(&dir.path().join("metrics.jsonl"));
 
     let files = files(&dir.path().join("logs"));
-    // One file a run: only rank 0 writes.
+    // Only rank 0 writes: one file for each run.
     assert_eq!(files.len(), 2);
     for (file, first) in files.iter().zip([1u8, 3]) {
         let records = records(file);
@@ -79,7 +69,7 @@ fn every_step_is_there_and_a_resumed_run_voids_what_it_does_again() {
         assert_eq!(records.len() - 2, steps.len());
         for (record, step) in records[2..].iter().zip(steps) {
             let number = u8::try_from(step["step"].as_u64().unwrap()).unwrap();
-            // After the wall time, which takes nine bytes.
+            // The wall time takes the first nine bytes.
             assert_eq!(record[9..11], [0x10, number]);
             for (tag, key) in [
                 ("train/loss", "loss"),

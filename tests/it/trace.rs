@@ -1,33 +1,26 @@
-//! `train --trace` shows what each rank computes and communicates, and that the two overlap.
+//! `train --trace` shows the computation and communication of each rank, and their overlap.
 
 use std::path::Path;
 
 use fsdp_test_support::trace::{Event, Trace};
-use fsdp_test_support::{golden_flags, launch};
+use fsdp_test_support::train_golden;
 
 const STEPS: usize = 4;
 
-fn traced(flags: &[&str], dir: &Path) -> Trace {
-    let golden = golden_flags("llama_tiny");
-    let mut args: Vec<&str> = golden.iter().map(String::as_str).collect();
-    let at = args.iter().position(|arg| *arg == "--steps").unwrap();
-    let steps = STEPS.to_string();
-    args[at + 1] = &steps;
-    args.extend(["--batch-size", "2", "--trace", "trace.json"]);
-    args.extend(flags);
-    let run = launch(2, "train", &args, dir).ok();
+fn traced(flags: &str, dir: &Path) -> Trace {
+    let run = train_golden("llama_tiny", 2, &format!("--steps {STEPS} --trace trace.json {flags}"), dir).ok();
     assert!(run.stdout.contains("trace: trace.json"), "{}", run.stdout);
     assert!(!dir.join("trace.rank0.json").exists() && !dir.join("trace.rank1.json").exists());
     Trace::read(&dir.join("trace.json"))
 }
 
 #[test]
-fn ranks_are_processes_and_threads_have_names() {
+fn has_processes_for_ranks_and_named_threads() {
     let dir = tempfile::tempdir().unwrap();
-    let trace = traced(&[], dir.path());
+    let trace = traced("", dir.path());
     let processes = trace.names("process_name", "pid");
     assert_eq!(processes.into_iter().collect::<Vec<_>>(), [(0, "rank 0".to_string()), (1, "rank 1".to_string())]);
-    // No two threads share an id; that each event has one of them is what `events` checks.
+    // Threads have distinct ids. `events` checks that each event has one of them.
     let mut threads: Vec<_> = trace.names("thread_name", "tid").into_values().collect();
     threads.sort();
     assert_eq!(threads, ["communication (world)", "communication (world)", "compute", "compute"]);
@@ -37,9 +30,9 @@ fn ranks_are_processes_and_threads_have_names() {
 }
 
 #[test]
-fn names_say_what_happens_to_which_unit() {
+fn event_names_have_operations_and_units() {
     let dir = tempfile::tempdir().unwrap();
-    let trace = traced(&["--reshard-after-forward", "always"], dir.path());
+    let trace = traced("--reshard-after-forward always", dir.path());
     let events = trace.events();
     for rank in 0..2 {
         let count = |phase: &str, name: &str| {
@@ -51,13 +44,13 @@ fn names_say_what_happens_to_which_unit() {
         assert_eq!(count("B", "optimizer"), STEPS);
         for unit in ["(root)", "model.layers.0", "model.layers.1"] {
             let of_unit = |phase: &str, what: &str| count(phase, &format!("{what} {unit}"));
-            // Each unit's gradients are reduced once a step; forward runs for the sample at the end as well.
+            // Each unit's gradients are reduced once a step. Forward also runs for the sample at the end.
             assert!(of_unit("B", "backward") >= STEPS);
             assert_eq!(of_unit("i", "reduce-scatter"), STEPS);
             assert_eq!(of_unit("B", "wait for reduce-scatter"), STEPS);
             let forwards = of_unit("B", "forward");
             assert!(forwards > STEPS);
-            // Gathered for each forward and once more for each backward.
+            // Each forward and each backward gathers the unit.
             assert_eq!(of_unit("i", "unshard"), forwards + STEPS);
             assert_eq!(of_unit("B", "wait for all-gather"), forwards + STEPS);
         }
@@ -70,43 +63,39 @@ fn names_say_what_happens_to_which_unit() {
     }
 }
 
-/// Where the `nth` event of this kind is.
+/// Returns the position of the `nth` event of this kind.
 fn nth(events: &[&Event], phase: &str, name: &str, nth: usize) -> usize {
     let mut found = events.iter().enumerate().filter(|(_, event)| event.phase == phase && event.name == name);
     found.nth(nth).unwrap_or_else(|| panic!("{phase} {name} {nth}")).0
 }
 
 #[test]
-fn the_next_unit_is_gathered_before_this_one_has_computed() {
+fn gathers_the_next_unit_before_this_one_has_computed() {
     let dir = tempfile::tempdir().unwrap();
-    let trace = traced(&["--reshard-after-forward", "always"], dir.path());
+    let trace = traced("--reshard-after-forward always", dir.path());
     let events = trace.events();
-    // In the first step nobody knows the order of forward yet.
+    // The first step records the order of forward.
     for (rank, step) in [(0, 2), (1, 2), (0, 3), (1, 3)] {
         let of_step = Trace::step(&events, rank, step);
         let at = |phase: &str, name: &str| nth(&of_step, phase, name, 0);
-        // Forward: the all-gather of layer 1 is issued before layer 0 computes, and its outcome is asked for after
-        // that.
+        // Forward: the all-gather of layer 1 is issued before layer 0 has computed, and waited for afterwards.
         let issued = at("i", "unshard model.layers.1");
         assert!(issued < at("E", "forward model.layers.0"), "rank {rank}, step {step}");
         assert!(at("E", "forward model.layers.0") < at("B", "wait for all-gather model.layers.1"));
-        // Backward, in the other direction.
+        // Backward runs in the other direction.
         let backward = at("B", "backward model.layers.1");
         let ahead = nth(&of_step, "i", "unshard model.layers.0", 1);
         assert!(backward < ahead && ahead < at("E", "backward model.layers.1"));
-        // Gradients of layer 1 are on their way while layer 0's are computed.
+        // Gradients of layer 1 are reduced while layer 0's are computed.
         assert!(at("i", "reduce-scatter model.layers.1") < at("E", "backward model.layers.0"));
         assert!(at("B", "wait for reduce-scatter model.layers.1") > at("B", "backward model.layers.0"));
     }
 }
 
 #[test]
-fn a_run_that_fails_leaves_the_files_of_its_ranks() {
+fn a_failed_run_leaves_the_files_of_its_ranks() {
     let dir = tempfile::tempdir().unwrap();
-    let golden = golden_flags("llama_tiny");
-    let mut args: Vec<&str> = golden.iter().map(String::as_str).collect();
-    args.extend(["--trace", "trace.json", "--resume", "not there"]);
-    launch(2, "train", &args, dir.path()).failed();
+    train_golden("llama_tiny", 2, "--trace trace.json --resume missing", dir.path()).failed();
     assert!(!dir.path().join("trace.json").exists());
     for rank in 0..2 {
         let trace = Trace::read(&dir.path().join(format!("trace.rank{rank}.json")));
@@ -115,14 +104,4 @@ fn a_run_that_fails_leaves_the_files_of_its_ranks() {
             [(rank, format!("rank {rank}"))]
         );
     }
-}
-
-#[test]
-fn a_place_where_no_trace_can_be_is_refused_at_once() {
-    let dir = tempfile::tempdir().unwrap();
-    let golden = golden_flags("llama_tiny");
-    let mut args: Vec<&str> = golden.iter().map(String::as_str).collect();
-    args.extend(["--trace", "no/such/trace.json"]);
-    let error = launch(2, "train", &args, dir.path()).failed();
-    assert!(error.contains("can't write --trace no/such/trace.json"), "{error}");
 }

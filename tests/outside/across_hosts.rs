@@ -1,4 +1,4 @@
-//! `train` on ranks of several hosts, which have a network and files in common.
+//! `train` on several hosts with a network and a shared file system.
 
 use std::{
     collections::BTreeMap,
@@ -11,33 +11,25 @@ use std::{
 use fsdp_test_support::{Run, golden, golden_flags, launch, program, run, trajectory::Trajectory};
 use libtest_mimic::Trial;
 
-use crate::need::{Need, trial};
+use crate::need::{Need, trials};
 use crate::way::Way;
 
 const NEEDS: &[Need] = &[Need::Networks, Need::Mpi];
-/// Far longer than anything here takes.
+/// Much longer than a test takes.
 const LIMIT: Duration = Duration::from_secs(300);
 
 pub(crate) fn trials() -> Vec<Trial> {
-    vec![
-        trial("across_hosts::open_mpi_reproduces_the_recorded_runs", NEEDS, || reproduces(Way::OpenMpi)),
-        trial("across_hosts::mpich_reproduces_the_recorded_runs", NEEDS, || reproduces(Way::Mpich)),
-        trial("across_hosts::fsdp_launch_reproduces_the_recorded_runs", NEEDS, || reproduces(Way::Ours)),
-        trial("across_hosts::four_hosts_reproduce_a_recorded_run", NEEDS, four_hosts_reproduce_a_recorded_run),
-        trial(
-            "across_hosts::a_slow_network_keeps_the_bits_and_carries_what_the_formula_says",
-            NEEDS,
-            a_slow_network_keeps_the_bits_and_carries_what_the_formula_says,
-        ),
-        trial(
-            "across_hosts::a_host_without_the_shared_directory_is_named_before_the_first_step",
-            NEEDS,
-            a_host_without_the_shared_directory_is_named_before_the_first_step,
-        ),
+    trials![NEEDS =>
+        open_mpi_reproduces_recorded_runs: || reproduces(Way::OpenMpi),
+        mpich_reproduces_recorded_runs: || reproduces(Way::Mpich),
+        fsdp_launch_reproduces_recorded_runs: || reproduces(Way::Ours),
+        four_hosts_reproduce_a_recorded_run,
+        slow_networks_keep_the_bits_and_carry_the_expected_bytes,
+        a_host_without_the_shared_directory_is_named,
     ]
 }
 
-/// The flags of a recorded run on so many ranks.
+/// Returns the flags of a recorded run on `ranks` ranks.
 fn flags(name: &str, ranks: usize) -> Vec<String> {
     let mut flags = golden_flags(name);
     flags.extend(["--batch-size".into(), (4 / ranks).to_string(), "--metrics".into(), "metrics.jsonl".into()]);
@@ -64,7 +56,7 @@ fn train(
     run(way.start(options, hosts_and_ranks, &[], &args, dir), LIMIT)
 }
 
-/// The run by shared memory, on one host.
+/// Returns the same run on one host, over shared memory.
 fn on_one_host(name: &str, ranks: usize) -> Trajectory {
     static KNOWN: Mutex<BTreeMap<(String, usize), Trajectory>> = Mutex::new(BTreeMap::new());
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -77,7 +69,7 @@ fn launched(ranks: usize, flags: &[String]) -> Trajectory {
     Trajectory::of_metrics(&dir.path().join("metrics.jsonl"))
 }
 
-/// What node1 has sent, as `--count` says.
+/// Returns the bytes that node1 has sent, as `--count` prints them.
 fn sent(run: &Run) -> u64 {
     let sent = run.stderr.lines().filter_map(|line| line.strip_prefix("node1 sent ")?.split(' ').next());
     let sent: Vec<u64> = sent.map(|bytes| bytes.parse().unwrap()).collect();
@@ -85,8 +77,8 @@ fn sent(run: &Run) -> u64 {
     sent[0]
 }
 
-/// Losses and norms are those of the record within rounding, and to the bit those of one host; what was saved in the
-/// directory that the hosts share goes on there, on fewer ranks.
+/// Losses and norms are near the recorded run's and have the bits of one host. One rank resumes from the shared
+/// checkpoint.
 fn reproduces(way: Way) {
     for name in ["llama_tiny", "gpt2_tiny"] {
         for ranks_a_host in [1, 2] {
@@ -98,12 +90,12 @@ fn reproduces(way: Way) {
             let difference = ours.difference(&Trajectory::recorded(name, "run"));
             assert!(difference.max() < 2e-5, "{way:?}, {name}, 2 hosts of {ranks_a_host}: {difference:?}");
             assert_eq!(ours, on_one_host(name, ranks), "{way:?}, {name}, 2 hosts of {ranks_a_host}");
-            // They have not met in the memory of this machine.
+            // The ranks did not communicate through this machine's memory.
             let size = fs::metadata(golden(name).join("model.safetensors")).unwrap().len();
             assert!(sent(&run) > 20 * size / 2, "for a model of {size}: {run:?}");
 
             if ranks > 2 && name == "llama_tiny" {
-                // Where each rank sends to every other, on its own host or not.
+                // Without the hierarchy, each rank sends to every other rank.
                 let (dir, flat) = (tempfile::tempdir().unwrap(), ["env", "FSDP_HIERARCHY=0"]);
                 train(way, &[], (2, ranks_a_host), &flat, &[], &flags(name, ranks), dir.path()).ok();
                 assert_eq!(ours, Trajectory::of_metrics(&dir.path().join("metrics.jsonl")), "{way:?}, flat");
@@ -127,9 +119,9 @@ fn four_hosts_reproduce_a_recorded_run() {
     assert_eq!(ours, on_one_host("llama_tiny", 4));
 }
 
-/// A rank gathers each unit in forward, and each but the root's once more in backward, and reduces each once: of every
-/// time it sends half of the unit to the other rank.
-fn a_slow_network_keeps_the_bits_and_carries_what_the_formula_says() {
+/// A rank gathers each unit in forward, gathers each except the root again in backward, and reduces each once. Each
+/// collective sends half of the unit to the other rank.
+fn slow_networks_keep_the_bits_and_carry_the_expected_bytes() {
     const CONFIG: &str = r#"{"model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
         "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 2048,
         "max_position_embeddings": 64}"#;
@@ -147,7 +139,7 @@ fn a_slow_network_keeps_the_bits_and_carries_what_the_formula_says() {
         let flags = ["--model", &model, "--data", &data, "--init", "random", "--seq-len", "32", "--batch-size", "2"];
         flags.into_iter().chain(["--metrics", "metrics.jsonl", "--steps", steps]).map(String::from).collect::<Vec<_>>()
     };
-    // What is sent besides, such as checkpoints' plans and the sample's gathers, is the same for both.
+    // Both runs also send checkpoint plans and the sample's gathers.
     let of_steps = |steps: &str| {
         let options = ["--rate", "1gbit", "--count"];
         sent(&train(Way::OpenMpi, &options, (2, 1), &[], &[], &flags(steps), dir.path()).ok())
@@ -157,13 +149,13 @@ fn a_slow_network_keeps_the_bits_and_carries_what_the_formula_says() {
     let many = of_steps("8");
     let carried = (many - few) / 6;
     let share = carried as f64 / a_step as f64;
-    // TCP adds its headers, and what it sends twice. Not all that is sent besides is the same to the byte.
+    // TCP adds headers and retransmissions.
     assert!((0.97..1.1).contains(&share), "{carried} bytes a step, and {a_step} by the formula: {share}");
     println!("{carried} bytes a step and rank on the network, {a_step} by the formula: {share:.4}");
     assert_eq!(Trajectory::of_metrics(&dir.path().join("metrics.jsonl")), launched(2, &flags("8")));
 }
 
-fn a_host_without_the_shared_directory_is_named_before_the_first_step() {
+fn a_host_without_the_shared_directory_is_named() {
     for way in [Way::OpenMpi, Way::Mpich, Way::Ours] {
         let dir = tempfile::tempdir().unwrap();
         let saved = dir.path().join("saved");
@@ -178,7 +170,6 @@ fn a_host_without_the_shared_directory_is_named_before_the_first_step() {
             "on a file system that all hosts share",
         ];
         assert!(run.code != Some(0) && parts.iter().all(|part| text.contains(part)), "{way:?}: {text}");
-        // No step was run.
         assert!(!dir.path().join("metrics.jsonl").exists(), "{way:?}: {text}");
     }
 }

@@ -1,4 +1,4 @@
-//! A process that runs beside the test.
+//! A process that runs during a test.
 
 use std::{
     fs,
@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Far longer than anything here takes, two ranks of PyTorch on a busy machine included.
+/// Much longer than a test takes, even with PyTorch on a busy machine.
 const LIMIT: Duration = Duration::from_secs(600);
 
 /// A launcher whose output goes to a file.
@@ -24,12 +24,12 @@ impl Agent {
         Agent { child, output }
     }
 
-    /// Its output so far.
+    /// Returns the output so far.
     pub(crate) fn text(&self) -> String {
         fs::read_to_string(self.output.path()).unwrap()
     }
 
-    /// Waits until its output has `part` `count` times.
+    /// Waits until the output contains `part` `count` times.
     pub(crate) fn wait_for(&self, part: &str, count: usize) {
         let began = Instant::now();
         while self.text().matches(part).count() < count {
@@ -47,7 +47,7 @@ impl Agent {
         self.child.wait().unwrap();
     }
 
-    /// Its exit code and its output, when it has ended by itself.
+    /// Waits for the process and returns its exit code and output.
     pub(crate) fn finish(mut self) -> (Option<i32>, String) {
         let began = Instant::now();
         loop {

@@ -1,4 +1,4 @@
-//! A disk that fills while a run writes to it: the run goes on without what it would have written there.
+//! Training continues without metrics and traces when their disk is full.
 
 use std::path::Path;
 use std::process::Command;
@@ -7,21 +7,20 @@ use std::time::Duration;
 use fsdp_test_support::{Run, golden, program, run};
 use libtest_mimic::Trial;
 
-use crate::need::{Need, trial};
+use crate::need::{Need, trials};
 
 pub(crate) fn trials() -> Vec<Trial> {
-    let test: fn() = measurements_and_traces_without_room_are_given_up_with_a_warning;
-    vec![trial("full_disk::measurements_and_traces_without_room_are_given_up_with_a_warning", &[Need::Mounts], test)]
+    trials![&[Need::Mounts] => metrics_and_traces_without_room_are_warnings]
 }
 
-/// Runs a script of the shell where mounts are its own, and go with it.
+/// Runs a shell script in a mount namespace.
 pub(crate) fn with_mounts(script: &str, args: &[&Path], dir: &Path) -> Command {
     let mut command = Command::new("unshare");
     command.args(["--mount", "/bin/sh", "-c", script]).args(args).current_dir(dir);
     command
 }
 
-/// Whether this process may mount a small disk, or why not.
+/// Checks that this process may mount file systems.
 pub(crate) fn mounts() -> Result<(), String> {
     let dir = tempfile::tempdir().map_err(|error| error.to_string())?;
     match with_mounts("mount -t tmpfs -o size=4k none .", &[], dir.path()).output() {
@@ -31,17 +30,17 @@ pub(crate) fn mounts() -> Result<(), String> {
     }
 }
 
-fn measurements_and_traces_without_room_are_given_up_with_a_warning() {
+fn metrics_and_traces_without_room_are_warnings() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::create_dir(dir.path().join("small")).unwrap();
-    // Room for what is tried before the first step, and for little of a trace.
+    // Room for the test writes before the first step and the begin of a trace.
     let script = "mount -t tmpfs -o size=24k none small && exec \"$0\" --nproc-per-node=2 \"$1\" --model \"$2\" \
                   --data \"$2/tokens.bin\" --seq-len 32 --batch-size 1 --steps 30 --checkpoint-dir saved \
                   --metrics small/metrics.jsonl --trace small/trace.json";
     let (launcher, train, model) = (program("fsdp-launch"), program("train"), golden("llama_tiny"));
     let command = with_mounts(script, &[&launcher, &train, &model], dir.path());
     let run: Run = run(command, Duration::from_secs(120)).ok();
-    // Rank 0 alone writes metrics, each rank a trace.
+    // Rank 0 writes metrics, and each rank writes a trace.
     for (words, ranks) in [
         ("warning: cannot write metrics to small/metrics.jsonl: No space left on device", 1),
         ("warning: can't write --trace small/trace.json: No space left on device", 2),

@@ -1,4 +1,4 @@
-//! `scripts/gpu-acceptance`, on CPUs: that its phases run, and that it notices when one fails.
+//! `scripts/gpu-acceptance` on CPUs runs its phases and reports failures.
 
 use std::fs;
 use std::path::Path;
@@ -9,20 +9,16 @@ use fsdp_test_support::{Run, program, run, workspace};
 use libtest_mimic::Trial;
 use serde_json::Value;
 
-use crate::need::{Need, python, trial};
+use crate::need::{Need, python, trials};
 
-/// Far longer than PyTorch takes to be imported on one busy core.
+/// Much longer than a phase takes on one busy core.
 const LIMIT: Duration = Duration::from_secs(900);
 
 pub(crate) fn trials() -> Vec<Trial> {
-    vec![
-        trial("gpu_acceptance::passes_on_cpus", &[Need::Pytorch], passes_on_cpus),
-        trial("gpu_acceptance::a_phase_that_fails_is_told", &[Need::Pytorch], a_phase_that_fails_is_told),
-        trial("gpu_acceptance::overlap_is_what_its_examples_say", &[Need::Pytorch], overlap_is_what_its_examples_say),
-    ]
+    trials![&[Need::Pytorch] => passes_on_cpus, reports_failed_phases, doctests_of_overlap_pass]
 }
 
-/// These phases, of the programs that these tests have built.
+/// Runs phases with the programs that the tests built.
 fn acceptance(phases: &str, out: &Path, more: &[&str]) -> Run {
     let programs = program("train");
     let mut command = Command::new(python());
@@ -37,7 +33,7 @@ fn report(out: &Path) -> Value {
     serde_json::from_str(&fs::read_to_string(out.join("report.json")).unwrap()).unwrap()
 }
 
-/// The phase of this name in a report.
+/// Returns a phase of a report.
 fn phase<'a>(report: &'a Value, name: &str) -> &'a Value {
     report["phases"].as_array().unwrap().iter().find(|phase| phase["name"] == name).unwrap()
 }
@@ -60,7 +56,7 @@ fn passes_on_cpus() {
     assert_eq!(ranks, [2, 1]);
     let hidden = phase(&report, "overlap")["result"]["hidden_share"].as_f64().unwrap();
     assert!((0. ..=1.).contains(&hidden), "{hidden}");
-    // Both sides trained the same model on the same data, from other weights: near the logarithm of the vocabulary.
+    // Both train the same model on the same data from other weights. The loss is near the logarithm of the vocabulary.
     for loss in [&rows[0]["program"]["loss"], &phase(&report, "pytorch")["result"]["program"]["loss"]] {
         assert!((4. ..7.).contains(&loss.as_f64().unwrap()), "{loss}");
     }
@@ -70,7 +66,7 @@ fn passes_on_cpus() {
     }
 }
 
-fn a_phase_that_fails_is_told() {
+fn reports_failed_phases() {
     let (dir, model) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let config = r#"{"model_type": "llama", "hidden_size": 0, "num_hidden_layers": 1, "vocab_size": 256}"#;
     fs::write(model.path().join("config.json"), config).unwrap();
@@ -80,12 +76,12 @@ fn a_phase_that_fails_is_told() {
     let report = report(dir.path());
     let speed = phase(&report, "speed");
     assert_eq!(speed["status"], "failed");
-    // The program's own words.
+    // The program's own error.
     assert!(speed["why"].as_str().unwrap().contains("config.json"), "{speed}");
     assert!(fs::read_to_string(dir.path().join("report.md")).unwrap().contains("## Why speed failed"));
 }
 
-fn overlap_is_what_its_examples_say() {
+fn doctests_of_overlap_pass() {
     let mut command = Command::new(python());
     let examples = "import doctest, sys, acceptance.kernels as kernels, acceptance.trace as trace; \
         sys.exit(any(doctest.testmod(it).failed or not doctest.testmod(it).attempted for it in (kernels, trace)))";

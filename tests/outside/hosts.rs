@@ -1,4 +1,4 @@
-//! Launchers on two hosts, and a run of `train` that shrinks and grows.
+//! Launchers on two hosts, and a run of `train` with a changing number of ranks.
 
 use std::{
     fs,
@@ -9,38 +9,27 @@ use std::{
     time::{Duration, Instant},
 };
 
-use fsdp_test_support::{golden, program};
+use fsdp_test_support::{golden, json_lines, program};
 use libtest_mimic::Trial;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, socket_with, sockopt::set_socket_reuseaddr};
 
 use crate::agent::Agent;
-use crate::need::{Need, trial};
+use crate::need::{Need, trials};
 use crate::network::{Host, two_hosts};
 
 const LIMIT: Duration = Duration::from_secs(100);
 
 pub(crate) fn trials() -> Vec<Trial> {
-    vec![
-        trial("hosts::ranks_of_two_hosts_meet", &[Need::Networks], ranks_of_two_hosts_meet),
-        trial(
-            "hosts::a_host_that_is_killed_or_cut_off_is_done_without_until_it_is_back",
-            &[Need::Networks],
-            a_host_that_is_killed_or_cut_off_is_done_without_until_it_is_back,
-        ),
-        trial(
-            "hosts::shared_memory_between_hosts_is_refused_by_name",
-            &[Need::Networks],
-            shared_memory_between_hosts_is_refused_by_name,
-        ),
-        trial(
-            "hosts::a_training_run_goes_on_resharded_when_a_launcher_goes_and_when_it_comes_back",
-            &[],
-            a_training_run_goes_on_resharded_when_a_launcher_goes_and_when_it_comes_back,
-        ),
-    ]
+    let mut all = trials![&[Need::Networks] =>
+        ranks_of_two_hosts_meet,
+        continues_without_a_killed_or_disconnected_host,
+        refuses_shared_memory_between_hosts,
+    ];
+    all.extend(trials![&[] => resumes_resharded_when_a_launcher_leaves_and_returns]);
+    all
 }
 
-/// Processes with `marker` among their arguments.
+/// Returns the command lines that contain `marker`.
 fn processes_with(marker: &str) -> Vec<String> {
     let all = fs::read_dir("/proc").unwrap().filter_map(|entry| entry.ok());
     let command_lines = all.filter_map(|entry| fs::read(entry.path().join("cmdline")).ok());
@@ -56,7 +45,7 @@ fn assert_gone_soon(marker: &str) {
     }
 }
 
-/// `fsdp-launch` on `host` with two ranks that meet the others.
+/// Starts `fsdp-launch` on `host` with two ranks that connect to the others.
 fn agent(host: &Host, options: &str, dir: &Path) -> Agent {
     let mut command = host.command(&program("fsdp-launch"));
     command.args(["--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=10.77.0.1:29400"]);
@@ -88,7 +77,7 @@ fn ranks_of_two_hosts_meet() {
     }
 }
 
-fn a_host_that_is_killed_or_cut_off_is_done_without_until_it_is_back() {
+fn continues_without_a_killed_or_disconnected_host() {
     let [first, second] = two_hosts().unwrap();
     let dir = with_token();
     let marker = dir.path().to_str().unwrap();
@@ -99,7 +88,7 @@ fn a_host_that_is_killed_or_cut_off_is_done_without_until_it_is_back() {
 
     goes.kill();
     stays.wait_for("of 1 hosts met 0,1 at 10.77.0.1 attempt 1", 2);
-    // Of both attempts there is what the one host runs now.
+    // Only the current attempt's ranks on the remaining host run.
     assert_eq!(
         processes_with(marker)
             .iter()
@@ -111,11 +100,11 @@ fn a_host_that_is_killed_or_cut_off_is_done_without_until_it_is_back() {
     let cut_off = agent(&second, options, dir.path());
     cut_off.wait_for("met 0,1,2,3 at 10.77.0.1 attempt 2", 2);
     assert!(second.ip("link set fsdp0 down"));
-    stays.wait_for("nothing was heard of its launcher for 900ms", 1);
+    stays.wait_for("no message from its launcher for 900ms", 1);
     stays.wait_for("of 1 hosts met 0,1 at 10.77.0.1 attempt 3", 2);
     let (code, text) = cut_off.finish();
     assert!(
-        code == Some(1) && text.contains("which holds the rendezvous, is gone: nothing was heard of it for 900ms"),
+        code == Some(1) && text.contains("which serves the rendezvous, is gone: no message from it for 900ms"),
         "{text}"
     );
 
@@ -130,8 +119,8 @@ fn a_host_that_is_killed_or_cut_off_is_done_without_until_it_is_back() {
     assert_gone_soon(marker);
 }
 
-fn shared_memory_between_hosts_is_refused_by_name() {
-    // What is asked for, and what two hosts get without it where there is no MPI.
+fn refuses_shared_memory_between_hosts() {
+    // Shared memory was requested, or MPI is missing.
     let ways = [
         ("FSDP_BACKEND", "shm", ["the 2 ranks run on 2 hosts, 1 on this one", "between hosts there is MPI"]),
         ("FSDP_MPI_LIBRARY", "/nowhere.so", ["FSDP_MPI_LIBRARY=\"/nowhere.so\" can't be used", "unset the variable"]),
@@ -154,7 +143,7 @@ fn shared_memory_between_hosts_is_refused_by_name() {
     }
 }
 
-/// `train` in `dir`, of twelve sequences a step, under launchers that are told `options`.
+/// Starts `train` in `dir` under a launcher with `options`.
 fn train(dir: &Path, options: &str, sequences: usize, metrics: &str) -> Agent {
     let model = golden("llama_tiny");
     let mut command = Command::new(program("fsdp-launch"));
@@ -165,10 +154,10 @@ fn train(dir: &Path, options: &str, sequences: usize, metrics: &str) -> Agent {
     Agent::start(command)
 }
 
-/// A port of the loopback that nobody but who names it gets while the socket, which does not listen, is there.
+/// Reserves a loopback port with a socket that does not listen.
 fn held_port() -> (TcpListener, u16) {
     let socket = socket_with(AddressFamily::INET, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
-    // As listeners have it, so that one may bind it too.
+    // Lets a listener bind the same port.
     set_socket_reuseaddr(&socket, true).unwrap();
     bind(&socket, &SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0)).unwrap();
     let held = TcpListener::from(socket);
@@ -176,7 +165,7 @@ fn held_port() -> (TcpListener, u16) {
     (held, port)
 }
 
-fn a_training_run_goes_on_resharded_when_a_launcher_goes_and_when_it_comes_back() {
+fn resumes_resharded_when_a_launcher_leaves_and_returns() {
     let dir = tempfile::tempdir().unwrap();
     let (_held, port) = held_port();
     let options = format!(
@@ -217,9 +206,8 @@ fn a_training_run_goes_on_resharded_when_a_launcher_goes_and_when_it_comes_back(
     let (code, text) = back.finish();
     assert_eq!(code, Some(0), "{text}");
     assert_eq!(checkpoints(), 400);
-    // One metrics file of one run: every step once, and what was learnt was not lost.
-    let text = fs::read_to_string(dir.path().join("metrics.jsonl")).unwrap();
-    let records: Vec<serde_json::Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    // The metrics have every step once, and training progressed.
+    let records = json_lines(&dir.path().join("metrics.jsonl"));
     let steps: Vec<u64> = records.iter().map(|record| record["step"].as_u64().unwrap()).collect();
     assert_eq!(steps, (1..=400).collect::<Vec<_>>());
     let loss = |range: std::ops::Range<usize>| {

@@ -1,25 +1,21 @@
-//! A model that one host has too little memory for is trained by two, whose memory `tests/hosts/limited` limits.
+//! Two hosts train a model that does not fit one. `tests/hosts/limited` limits their memory.
 
 use std::{fs, path::Path, process::Command, time::Duration};
 
 use fsdp_test_support::{Run, golden, program, run, workspace};
 use libtest_mimic::Trial;
 
-use crate::need::{Need, trial};
+use crate::need::{Need, trials};
 use crate::way::Way;
 
 const NEEDS: &[Need] = &[Need::Networks, Need::Mpi, Need::Memory];
-/// Far longer than anything here takes.
+/// Much longer than a test takes.
 const LIMIT: Duration = Duration::from_secs(300);
-/// Of a host.
+/// Memory of a host in bytes.
 const MEMORY: u64 = 512 << 20;
 
 pub(crate) fn trials() -> Vec<Trial> {
-    vec![trial(
-        "limited_memory::a_model_that_one_host_can_not_hold_trains_on_two",
-        NEEDS,
-        a_model_that_one_host_can_not_hold_trains_on_two,
-    )]
+    trials![NEEDS => a_model_too_large_for_one_host_trains_on_two]
 }
 
 fn limited(size: u64) -> Command {
@@ -28,14 +24,14 @@ fn limited(size: u64) -> Command {
     command
 }
 
-/// Whether memory can be limited, or what is missing.
+/// Checks that memory can be limited.
 pub(crate) fn memory_can_be_limited() -> Result<(), String> {
     let output = limited(100 << 20).arg("true").output().map_err(|error| error.to_string())?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     if output.status.success() { Ok(()) } else { Err(said) }
 }
 
-/// A Llama of 33 million parameters. Weights, gradients and AdamW's moments take 16 bytes for each of them.
+/// Writes the configuration of a Llama of 33 million parameters, with 16 bytes of training state each.
 fn model(dir: &Path) {
     let config = serde_json::json!({
         "model_type": "llama", "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 10,
@@ -46,14 +42,14 @@ fn model(dir: &Path) {
     fs::write(dir.join("model/config.json"), config.to_string()).unwrap();
 }
 
-/// The most that each host had in use; `None` where the kernel does not know.
+/// Returns each host's peak memory, or `None` if the kernel does not measure it.
 fn peaks(run: &Run) -> Vec<Option<u64>> {
     let lines = run.stdout.lines().chain(run.stderr.lines());
     let told = lines.filter_map(|line| line.split_once("tests/hosts/limited: node")?.1.split(' ').nth(1));
     told.map(|bytes| if bytes == "unknown" { None } else { Some(bytes.parse().unwrap()) }).collect()
 }
 
-fn a_model_that_one_host_can_not_hold_trains_on_two() {
+fn a_model_too_large_for_one_host_trains_on_two() {
     let dir = tempfile::tempdir().unwrap();
     model(dir.path());
     let on = |hosts| {

@@ -1,27 +1,27 @@
-//! `train` on two hosts that have no directory in common for checkpoints.
+//! `train` on two hosts without a shared directory for checkpoints.
 
 use std::{fs, path::Path, process::Command, time::Duration};
 
 use fsdp_test_support::{Run, golden_flags_of, launch, program, run, trajectory::Trajectory};
 use libtest_mimic::Trial;
 
-use crate::need::{Need, trial};
+use crate::need::{Need, trials};
 use crate::way::Way;
 
 const NEEDS: &[Need] = &[Need::Networks, Need::Mpi];
-/// Far longer than anything here takes.
+/// Much longer than a test takes.
 const LIMIT: Duration = Duration::from_secs(300);
-/// What runs on each host. Its disk lives as long as the host; what is on it is kept in `parts` for the next, unless it
-/// failed: then whoever has started it may end it at any time.
+/// Script of each host. The host's disk is lost at its end. The script keeps its contents in `parts` for the next run if
+/// the run succeeded.
 const ON_A_HOST: &str = r#"own=parts/$(hostname); mkdir -p $own; cp -a $own/. saved/
     "$0" "$@" 2>said.$(hostname); code=$?
     [ $code -ne 0 ] || { rm -r $own; cp -a saved $own; }; exit $code"#;
 
 pub(crate) fn trials() -> Vec<Trial> {
-    vec![
-        trial("local_checkpoints::open_mpi_goes_on_from_what_both_hosts_have", NEEDS, || goes_on(Way::OpenMpi)),
-        trial("local_checkpoints::fsdp_launch_goes_on_from_what_both_hosts_have", NEEDS, || goes_on(Way::Ours)),
-        trial("local_checkpoints::hosts_that_share_a_directory_are_told", NEEDS, hosts_that_share_a_directory_are_told),
+    trials![NEEDS =>
+        open_mpi_resumes_from_parts_on_both_hosts: || resumes(Way::OpenMpi),
+        fsdp_launch_resumes_from_parts_on_both_hosts: || resumes(Way::Ours),
+        refuses_hosts_that_share_a_directory,
     ]
 }
 
@@ -31,7 +31,7 @@ fn flags(ranks: usize, steps: usize) -> Vec<String> {
     flags
 }
 
-/// Two hosts with a rank each, which train in `dir`. Rank 0 is on host `first`.
+/// Trains on two hosts with a rank each. Rank 0 is on host `first`.
 fn train(way: Way, options: &[&str], first: usize, steps: usize, more: &[&str], dir: &Path) -> Run {
     let (program, flags) = (program("train"), flags(2, steps));
     let script = if options.is_empty() { r#"exec "$0" "$@""# } else { ON_A_HOST };
@@ -42,7 +42,7 @@ fn train(way: Way, options: &[&str], first: usize, steps: usize, more: &[&str], 
         .chain(more.iter().copied())
         .collect();
     let started = way.start(options, (2, 1), &[], &args, dir);
-    // Our launchers take places as they come, unless they are told.
+    // `PET_NODE_RANK` fixes the order of our launchers.
     let mut command = Command::new(started.get_program());
     for arg in started.get_args() {
         match arg.to_str() {
@@ -77,9 +77,9 @@ fn ckpt(args: &[&str], dir: &Path) -> Run {
     run(command, LIMIT)
 }
 
-/// A host that died while it saved splits nobody: both go on from the step before. What they have copied together is
-/// an ordinary checkpoint.
-fn goes_on(way: Way) {
+/// After a host died during a save, both hosts resume from the previous step. Copied together, their parts are an ordinary
+/// checkpoint.
+fn resumes(way: Way) {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     let saved = dir.join("saved");
@@ -99,11 +99,11 @@ fn goes_on(way: Way) {
     let auto = [&more[..], &["--resume", "auto"]].concat();
     train(way, &local, 0, 20, &auto, dir).ok();
     assert!(said(0).contains("resumed from saved/step-00000005 at step 5"), "{}", said(0));
-    let lost = "none has the file of rank 1 from node1";
+    let lost = "no host has the file of rank 1 from node1";
     assert!(said(0).contains(lost) && !said(1).contains(lost), "{} {}", said(0), said(1));
     assert_eq!(names(&part(0)), ["step-00000010.damaged", "step-00000015", "step-00000020"]);
     assert_eq!(names(&part(1)), ["step-00000015", "step-00000020"]);
-    // Of the first run, the steps up to the fifth have stayed.
+    // The metrics keep the first five steps of the first run.
     let resumed = Trajectory::of_metrics(&dir.join("metrics.jsonl"));
     let other = tempfile::tempdir().unwrap();
     launch(2, "train", &flags(2, 20).iter().map(String::as_str).collect::<Vec<_>>(), other.path()).ok();
@@ -140,13 +140,13 @@ fn goes_on(way: Way) {
     assert!(difference.max() < 2e-5, "{way:?}, resumed by one: {difference:?}");
 }
 
-fn hosts_that_share_a_directory_are_told() {
+fn refuses_hosts_that_share_a_directory() {
     let dir = tempfile::tempdir().unwrap();
     let run = train(Way::Mpich, &[], 0, 10, &[], dir.path());
     let text = format!("{}\n{}", run.stdout, run.stderr);
     let parts = [
-        "rank 0 failed to write a file there: node0 and node1 have one directory saved in common",
-        "leave --checkpoint-local out where they share it",
+        "rank 0 failed to write a file there: node0 and node1 share the directory saved",
+        "leave --checkpoint-local out if they share it",
     ];
     assert!(run.code != Some(0) && parts.iter().all(|part| text.contains(part)), "{text}");
     assert!(!dir.path().join("metrics.jsonl").exists() && !dir.path().join("saved").exists());

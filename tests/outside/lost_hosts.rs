@@ -1,4 +1,4 @@
-//! Ranks of several hosts, of which one dies, or loses its network: the others end soon, and say who it was.
+//! After a rank's death or a lost network, ranks on other hosts end soon and name the lost ranks.
 
 use std::{
     fs,
@@ -13,59 +13,41 @@ use libtest_mimic::Trial;
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::agent::Agent;
-use crate::need::{Need, trial};
+use crate::need::{Need, trials};
 use crate::way::Way;
 
 const NEEDS: &[Need] = &[Need::Networks, Need::Mpi];
-/// Far longer than anything here takes.
+/// Much longer than a test takes.
 const LIMIT: Duration = Duration::from_secs(300);
-/// Of the ranks, in seconds. It holds from their start on, when a busy machine may keep some of them waiting.
+/// Timeout of the ranks in seconds. It also covers a slow start on a busy machine.
 const TIMEOUT: &str = "15";
 
 pub(crate) fn trials() -> Vec<Trial> {
-    vec![
-        trial("lost_hosts::a_killed_rank_ends_the_job_of_open_mpi", NEEDS, || killed(Way::OpenMpi)),
-        trial("lost_hosts::a_killed_rank_ends_the_job_of_mpich", NEEDS, || killed(Way::Mpich)),
-        trial("lost_hosts::a_killed_rank_ends_the_job_of_fsdp_launch", NEEDS, || killed(Way::Ours)),
-        trial("lost_hosts::a_cut_network_ends_the_ranks_of_open_mpi", NEEDS, || cut_off(Way::OpenMpi)),
-        trial("lost_hosts::a_cut_network_ends_the_ranks_of_mpich", NEEDS, || cut_off(Way::Mpich)),
-        trial("lost_hosts::a_cut_network_ends_the_ranks_of_fsdp_launch", NEEDS, || cut_off(Way::Ours)),
-        trial("lost_hosts::fsdp_launch_goes_on_from_the_newest_checkpoint", NEEDS, goes_on),
-        trial("lost_hosts::the_host_that_is_left_goes_on_alone", NEEDS, goes_on_alone),
+    trials![NEEDS =>
+        a_killed_rank_ends_a_job_of_open_mpi: || killed(Way::OpenMpi),
+        a_killed_rank_ends_a_job_of_mpich: || killed(Way::Mpich),
+        a_killed_rank_ends_a_job_of_fsdp_launch: || killed(Way::Ours),
+        a_cut_network_ends_ranks_of_open_mpi: || cut_off(Way::OpenMpi),
+        a_cut_network_ends_ranks_of_mpich: || cut_off(Way::Mpich),
+        a_cut_network_ends_ranks_of_fsdp_launch: || cut_off(Way::Ours),
+        fsdp_launch_resumes_from_the_newest_checkpoint: resumes,
+        the_remaining_host_continues_alone: continues_alone,
     ]
 }
 
-/// A run of two hosts with two ranks each, that takes long. What rank N of an `mpirun` writes to stderr is in `said.N`.
+/// Starts a long run on two hosts with two ranks each. Rank N under `mpirun` writes stderr to `said.N`.
 fn start(way: Way, options: &[&str], more: &[&str], steps: &str, dir: &Path) -> Agent {
     let model = golden("llama_tiny").display().to_string();
     let script = format!("exec \"$0\" \"$@\" 2>said.${}", way.rank_variable());
     let train = program("train");
     let data = format!("{model}/tokens.bin");
-    // Our launcher waits for the rank itself, and prints what it says.
+    // Our launcher prints the ranks' output.
     let wrapper: &[&str] = if way == Way::Ours { &[] } else { &["sh", "-c", &script] };
-    let args = [
-        train.to_str().unwrap(),
-        "--model",
-        &model,
-        "--data",
-        &data,
-        "--seq-len",
-        "32",
-        "--steps",
-        steps,
-        "--batch-size",
-        "1",
-        "--metrics",
-        "metrics.jsonl",
-        "--checkpoint-dir",
-        "saved",
-        "--save-every",
-        "10",
-        "--keep",
-        "2",
-        "--resume",
-        "auto",
-    ];
+    let flags = format!(
+        "--model {model} --data {data} --seq-len 32 --steps {steps} --batch-size 1 --metrics metrics.jsonl \
+         --checkpoint-dir saved --save-every 10 --keep 2 --resume auto"
+    );
+    let args: Vec<&str> = [train.to_str().unwrap()].into_iter().chain(flags.split(' ')).collect();
     let mut command: Command = way.start(options, (2, 2), more, &[wrapper, &args].concat(), dir);
     command.env("FSDP_TIMEOUT_S", TIMEOUT);
     Agent::start(command)
@@ -89,7 +71,7 @@ fn checkpoints(dir: &Path) -> usize {
     })
 }
 
-/// `train` of this rank in `dir`.
+/// Finds the `train` process of a rank in `dir`.
 fn process(way: Way, rank: usize, dir: &Path) -> Option<Pid> {
     let marker = format!("{}={rank}", way.rank_variable());
     let is_it = |process: &PathBuf| {
@@ -103,10 +85,10 @@ fn process(way: Way, rank: usize, dir: &Path) -> Option<Pid> {
     Pid::from_raw(process.file_name()?.to_str()?.parse().ok()?)
 }
 
-/// Who lives on says which rank died, and on which host that was: the ranks themselves, or their launcher.
+/// The remaining ranks or their launcher name the dead rank and its host.
 fn killed(way: Way) {
     let dir = tempfile::tempdir().unwrap();
-    // With it Open MPI tells the ranks of a death, instead of ending them in words of its own.
+    // With ULFM, Open MPI reports the death to the ranks instead of ending them.
     let more: &[&str] = if way == Way::OpenMpi { &["--with-ft", "ulfm"] } else { &[] };
     let mut agent = start(way, &[], more, "1000000", dir.path());
     wait_until("a checkpoint", &mut agent, || checkpoints(dir.path()) > 0);
@@ -118,13 +100,12 @@ fn killed(way: Way) {
     let said = said(dir.path());
     let is_said = match way {
         Way::OpenMpi => said.contains("rank 3 on node1 died"),
-        // It ends the other ranks before they can speak. MPICH crashes in ranks that have lost a peer (11 is SIGSEGV),
-        // and the launcher may see that first.
+        // MPICH ends the other ranks before they print an error, or crashes in them (11 is SIGSEGV).
         Way::Mpich => {
             let ended = |host: &str, code: u8| text.contains(&format!("RUNNING AT {host}\n=   EXIT CODE: {code}\n"));
             ended("node1", 9) || ["node0", "node1"].into_iter().any(|host| ended(host, 11))
         }
-        // It sees the two in either order as well.
+        // The launcher may see another rank's failure first.
         Way::Ours => {
             let is_first = text.contains("rank 3 (pid ") && text.contains(" on node1) failed first");
             is_first || text.contains("rank 3: failed too, killed by SIGKILL")
@@ -134,14 +115,14 @@ fn killed(way: Way) {
     println!("{way:?}: ended {:.1} s after a rank was killed", took.as_secs_f64());
 }
 
-/// What ranks wrote to stderr.
+/// Returns the ranks' stderr.
 fn said(dir: &Path) -> String {
     let of = |rank: usize| fs::read_to_string(dir.join(format!("said.{rank}"))).unwrap_or_default();
     (0..4).map(|rank| format!("rank {rank}: {}\n", of(rank))).collect()
 }
 
-/// On both sides of the cut ranks end within their timeout, and say who is missing. Both `mpirun` wait on for the host
-/// that they don't hear: TCP gives a connection up after a quarter of an hour.
+/// Ranks on both sides of the cut end within their timeout and name the missing ranks. Both `mpirun` keep waiting for the
+/// other host: TCP gives up after 15 minutes.
 fn cut_off(way: Way) {
     let dir = tempfile::tempdir().unwrap();
     let cut = dir.path().join("cut");
@@ -154,21 +135,21 @@ fn cut_off(way: Way) {
     let took = wait_until("the end of all ranks", &mut agent, are_gone);
     let (text, said) = (agent.text(), said(dir.path()));
     println!("{way:?}: its ranks ended {:.1} s after the cut", took.as_secs_f64());
-    // The launchers of ours end ranks before these have waited long enough to say it.
+    // Our launchers end the ranks before their timeout.
     let is_said = |host: &str| {
         let names = |line: &str| line.contains("waited for rank(s) [") && line.contains(&format!("] on {host}"));
         said.lines().any(names)
     };
     if way == Way::Ours {
         let (code, text) = agent.finish();
-        let is_named = text.contains("node node1 is gone: nothing was heard of its launcher for 9s");
+        let is_named = text.contains("node node1 is gone: no message from its launcher for 9s");
         assert!(is_named && code.is_some_and(|code| code != 0), "{text}");
     } else {
         assert!(is_said("node0") && is_said("node1"), "{way:?}: {text}\n{said}");
     }
 }
 
-fn goes_on() {
+fn resumes() {
     let dir = tempfile::tempdir().unwrap();
     let mut agent = start(Way::Ours, &[], &["--max-restarts=1"], "300", dir.path());
     wait_until("a checkpoint", &mut agent, || checkpoints(dir.path()) > 0);
@@ -181,12 +162,12 @@ fn goes_on() {
     assert_eq!(numbers, (1..=300).collect::<Vec<_>>());
 }
 
-/// One host of two loses its network. The other trains on by itself, with the same sequences a step.
-fn goes_on_alone() {
+/// One host of two loses its network. The other host continues with the same sequences a step.
+fn continues_alone() {
     let dir = tempfile::tempdir().unwrap();
     let first = dir.path().join("saved/step-00000005/checkpoint.json");
     let cut = format!("node1:{}", first.display());
-    // Steps take so long that most are still to come when the network is gone.
+    // A slow network leaves most steps after the cut.
     let options = ["--rate", "10mbit", "--cut", &cut];
     let more = [
         "--nnodes=1:2",
@@ -205,7 +186,7 @@ fn goes_on_alone() {
     command.env("FSDP_TIMEOUT_S", TIMEOUT);
     let mut agent = Agent::start(command);
     agent.wait_for("checkpoint: saved/step-00000020", 1);
-    // The launcher that was cut off would wait for the other to come back.
+    // The disconnected launcher would wait for the other.
     agent.kill();
     let text = agent.text();
     let parts = ["node node1 is gone", "starting all ranks again: 1 rank on 1 node", "node1 is off the network"];

@@ -1,7 +1,6 @@
-//! Tests that need more than Rust: PyTorch, MPI, hosts, Slurm, a schema, and disks that are full.
+//! Tests that need more than Rust: PyTorch, MPI, network namespaces, Slurm, Kubernetes' schema and mounts.
 //!
-//! Where this machine has not got what a test needs, the test counts as ignored, with the reason. With
-//! `FSDP_TESTS_REQUIRE=all`, as CI runs them, it fails.
+//! A test without its requirements is ignored, with the reason. With `FSDP_TESTS_REQUIRE=all`, as in CI, it fails.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod across_hosts;

@@ -1,4 +1,4 @@
-//! What a test needs of the machine, and whether it is there.
+//! Requirements of tests, and whether this machine meets them.
 
 use std::env;
 use std::path::PathBuf;
@@ -10,24 +10,24 @@ use libtest_mimic::{Completion, Trial};
 
 use crate::{full_disk, limited_memory, manifests, network, slurm, way};
 
-/// Why a test can't run here; looked for once.
+/// Reason why a requirement is not met, determined once.
 type Missing = OnceLock<Option<String>>;
 
 #[derive(Clone, Copy)]
 pub(crate) enum Need {
-    /// A Python with the packages of `tests/interop/requirements.txt`.
+    /// Python with the packages of `tests/interop/requirements.txt`.
     Pytorch,
-    /// Two hosts.
+    /// Network namespaces.
     Networks,
-    /// File systems of its own.
+    /// Mount namespaces.
     Mounts,
     /// Open MPI and MPICH.
     Mpi,
-    /// Limits of memory.
+    /// Memory limits.
     Memory,
-    /// What `tests/hosts/slurm` starts.
+    /// Slurm's programs.
     Slurm,
-    /// The schema of Kubernetes.
+    /// Kubernetes' schema.
     Kubernetes,
 }
 
@@ -52,7 +52,21 @@ impl Need {
     }
 }
 
-/// A test that is ignored where something that it needs is missing, unless nothing may be.
+/// Lists tests by their functions, or by a name and a closure. Test names begin with the module.
+macro_rules! trials {
+    ($needs:expr => $($name:ident $(: $test:expr)?),* $(,)?) => {
+        vec![$({
+            let module = module_path!().split_once("::").map_or("", |(_, module)| module);
+            let name = format!("{module}::{}", stringify!($name));
+            $crate::need::trial(&name, $needs, $crate::need::trials!(@test $name $(: $test)?))
+        }),*]
+    };
+    (@test $name:ident) => { $name };
+    (@test $name:ident : $test:expr) => { $test };
+}
+pub(crate) use trials;
+
+/// Makes a test that is ignored if something that it needs is missing, unless `FSDP_TESTS_REQUIRE=all`.
 pub(crate) fn trial(name: &str, needs: &'static [Need], test: fn()) -> Trial {
     let none_is_ignored = match env::var("FSDP_TESTS_REQUIRE").as_deref() {
         Err(env::VarError::NotPresent) | Ok("") => false,
@@ -69,7 +83,7 @@ pub(crate) fn trial(name: &str, needs: &'static [Need], test: fn()) -> Trial {
     })
 }
 
-/// The interpreter of the tests, whatever is installed there.
+/// Returns the Python interpreter of the tests.
 pub(crate) fn python() -> PathBuf {
     let installed = workspace().join("target/interop/bin/python");
     match env::var_os("FSDP_TESTS_PYTHON") {
@@ -79,7 +93,7 @@ pub(crate) fn python() -> PathBuf {
     }
 }
 
-/// Looks into the packages' metadata, because importing them takes seconds.
+/// Compares versions from the packages' metadata, because imports take seconds.
 const LOOK: &str = "
 import importlib.metadata, sys
 for line in open(sys.argv[1]).read().split():

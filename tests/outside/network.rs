@@ -1,4 +1,4 @@
-//! Hosts for tests: network namespaces of this machine, joined by a pair of virtual devices.
+//! Hosts for tests: network namespaces, connected by a pair of virtual devices.
 
 use std::{
     fs,
@@ -10,12 +10,12 @@ use std::{
 
 const LIMIT: Duration = Duration::from_secs(100);
 
-/// A network of its own, which goes when this is dropped or the test dies.
+/// A network namespace, which ends when this is dropped or the test ends.
 pub(crate) struct Host(Child);
 
 impl Host {
     fn new() -> Result<Self, String> {
-        // It lives until its stdin ends.
+        // `cat` runs until its stdin ends.
         let mut command = Command::new("unshare");
         command.args(["--net", "cat"]).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
         let mut child = command.spawn().map_err(|error| format!("unshare can't be run: {error}"))?;
@@ -23,7 +23,7 @@ impl Host {
         let began = Instant::now();
         let ours = of(std::process::id());
         while of(child.id()).is_none_or(|net| Some(net) == ours) {
-            // Where namespaces may not be made, it ends at once.
+            // Without permission, `unshare` ends at once.
             if child.try_wait().is_ok_and(|status| status.is_some()) {
                 return Err("this process may not make network namespaces; root may".into());
             }
@@ -33,14 +33,14 @@ impl Host {
         Ok(Host(child))
     }
 
-    /// A command that runs there.
+    /// Makes a command that runs in the namespace.
     pub(crate) fn command(&self, name: &Path) -> Command {
         let mut command = Command::new("nsenter");
         command.args(["--net", "--target", &self.0.id().to_string()]).arg(name);
         command
     }
 
-    /// Whether `ip` did there what it was told.
+    /// Runs `ip` in the namespace and returns whether it succeeded.
     pub(crate) fn ip(&self, args: &str) -> bool {
         let mut command = self.command(Path::new("ip"));
         command.args(args.split(' ')).stderr(Stdio::null()).status().is_ok_and(|status| status.success())
@@ -54,7 +54,7 @@ impl Drop for Host {
     }
 }
 
-/// Two hosts with the addresses 10.77.0.1 and 10.77.0.2, or why there can be none.
+/// Makes two hosts with the addresses 10.77.0.1 and 10.77.0.2.
 pub(crate) fn two_hosts() -> Result<[Host; 2], String> {
     for (program, package) in [("ip", "iproute2"), ("nsenter", "util-linux")] {
         let found = Command::new(program).arg("-V").output();

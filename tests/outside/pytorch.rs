@@ -1,23 +1,23 @@
-//! PyTorch itself reads what is ours, and is what `tests/golden` and `tests/interop` say it is.
+//! PyTorch reads this project's files, and reproduces the records in `tests/golden` and `tests/interop`.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
 use fsdp_test_support::trajectory::Trajectory;
-use fsdp_test_support::{golden, golden_flags, golden_flags_of, launch, program, run, workspace};
+use fsdp_test_support::{convert, golden, golden_trajectory, program, run, train_golden, workspace};
 use libtest_mimic::Trial;
 use serde_json::json;
 
 use crate::agent::Agent;
-use crate::need::{Need, python, trial};
+use crate::need::{Need, python, trials};
 use crate::network::two_hosts;
 
-/// Far longer than two ranks of PyTorch take on one busy core.
+/// Much longer than two ranks of PyTorch take on one busy core.
 const LIMIT: Duration = Duration::from_secs(600);
 const MODELS: [&str; 2] = ["llama_tiny", "gpt2_tiny"];
-/// What `tests/golden/make.py` makes.
+/// Models of `tests/golden/make.py`.
 const FAMILIES: [&str; 12] = [
     "llama3_tiny",
     "mistral_tiny",
@@ -34,39 +34,31 @@ const FAMILIES: [&str; 12] = [
 ];
 
 pub(crate) fn trials() -> Vec<Trial> {
-    vec![
-        trial("pytorch::checkpoints_go_both_ways", &[Need::Pytorch], checkpoints_go_both_ways),
-        trial("pytorch::a_run_of_ours_goes_on_there", &[Need::Pytorch], a_run_of_ours_goes_on_there),
-        trial("pytorch::other_optimizers_go_both_ways", &[Need::Pytorch], other_optimizers_go_both_ways),
-        trial("pytorch::transformers_reads_an_export", &[Need::Pytorch], transformers_reads_an_export),
-        trial("pytorch::adapters_go_both_ways", &[Need::Pytorch], adapters_go_both_ways),
-        trial(
-            "pytorch::adapters_of_each_kind_have_their_loss_or_are_refused",
-            &[Need::Pytorch],
-            adapters_of_each_kind_have_their_loss_or_are_refused,
-        ),
-        trial("pytorch::transformers_reads_a_masked_model", &[Need::Pytorch], transformers_reads_a_masked_model),
-        trial("pytorch::the_recorded_runs_come_again", &[Need::Pytorch], the_recorded_runs_come_again),
-        trial("pytorch::tensor_parallel_runs_go_on_there", &[Need::Pytorch], tensor_parallel_runs_go_on_there),
-        trial("pytorch::the_recorded_surface_is_there", &[Need::Pytorch], the_recorded_surface_is_there),
-        trial(
-            "pytorch::a_run_over_two_hosts_under_our_launcher",
-            &[Need::Pytorch, Need::Networks],
-            a_run_over_two_hosts_under_our_launcher,
-        ),
-    ]
+    let mut all = trials![&[Need::Pytorch] =>
+        checkpoints_go_both_ways,
+        pytorch_resumes_our_runs,
+        other_optimizers_go_both_ways,
+        transformers_reads_exports,
+        adapters_go_both_ways,
+        adapters_of_each_kind_have_their_loss_or_are_refused,
+        recorded_runs_are_reproduced,
+        pytorch_resumes_tensor_parallel_runs,
+        the_recorded_api_is_current,
+    ];
+    all.extend(trials![&[Need::Pytorch, Need::Networks] => our_launcher_runs_pytorch_on_two_hosts]);
+    all
 }
 
-/// A script of `tests`, run by the interpreter alone; returns what it printed.
+/// Runs a script of `tests` and returns its output.
 fn script(name: &str, args: &[&Path]) -> String {
     let mut command = Command::new(python());
     command.arg(workspace().join("tests").join(name)).args(args);
     run(command, LIMIT).ok().stdout
 }
 
-/// A script of `tests/golden` that records, under our launcher.
+/// Makes a command that runs a recording script of `tests/golden` under our launcher.
 fn record(mut launcher: Command, script: &str, out: &Path, args: &[&str]) -> Command {
-    // As many ranks as a machine has cores, or more: threads of their own would only be in each other's way.
+    // More threads than cores would slow the ranks down.
     launcher.env("PYTHON_EXEC", python()).env("OMP_NUM_THREADS", "1");
     launcher.arg(golden(script)).arg("--out").arg(out).args(args);
     launcher
@@ -78,11 +70,14 @@ fn record_on_two_ranks(out: &Path, args: &[&str]) {
     run(record(launcher, "record.py", out, args), LIMIT).ok();
 }
 
-/// `train` for ten steps as PyTorch was recorded.
-fn train_ten_steps(name: &str, flags: &[&str], dir: &Path) {
-    let args = golden_flags_of(name, 10);
-    let args: Vec<&str> = args.iter().map(String::as_str).chain(["--batch-size", "2"]).collect();
-    launch(2, "train", &[&args, flags].concat(), dir).ok();
+fn train_ten_steps(name: &str, flags: &str, dir: &Path) {
+    train_golden(name, 2, &format!("--steps 10 {flags}"), dir).ok();
+}
+
+/// Converts `saved/NAME/step-00000010` to PyTorch's format in `classic`.
+fn convert_step_10(name: &str, dir: &Path) {
+    let [from, to] = ["saved", "classic"].map(|kind| PathBuf::from(format!("{kind}/{name}/step-00000010")));
+    convert(&from, &to, "torch-dcp", dir);
 }
 
 fn checkpoints_go_both_ways() {
@@ -90,17 +85,12 @@ fn checkpoints_go_both_ways() {
     assert_eq!(printed.lines().filter(|line| line.starts_with("ok  ")).count(), 11, "{printed}");
 }
 
-/// PyTorch resumes from our files as they are, and from what `convert` makes of them; the losses are those of a run
-/// that PyTorch did alone.
-fn a_run_of_ours_goes_on_there() {
+/// PyTorch resumes from our checkpoints and from their conversions, with the losses of its own run.
+fn pytorch_resumes_our_runs() {
     let dir = tempfile::tempdir().unwrap();
     for name in MODELS {
-        let saved = format!("saved/{name}");
-        train_ten_steps(name, &["--checkpoint-dir", &saved], dir.path());
-        let (from, to) = (format!("{saved}/step-00000010"), format!("classic/{name}/step-00000010"));
-        let mut convert = Command::new(program("fsdp-ckpt"));
-        convert.args(["convert", &from, &to, "--to", "torch-dcp", "--world-size", "3"]).current_dir(dir.path());
-        run(convert, LIMIT).ok();
+        train_ten_steps(name, &format!("--checkpoint-dir saved/{name}"), dir.path());
+        convert_step_10(name, dir.path());
     }
     for kind in ["saved", "classic"] {
         let (from, out) = (dir.path().join(kind), dir.path().join(format!("from-{kind}")));
@@ -113,81 +103,70 @@ fn a_run_of_ours_goes_on_there() {
     }
 }
 
-/// Several groups, of several optimizers: PyTorch goes on with what we have saved, and we with what PyTorch has.
+/// PyTorch resumes our runs with other optimizers and parameter groups, and `train` resumes PyTorch's.
 fn other_optimizers_go_both_ways() {
     let name = "llama3_tiny";
-    let groups = ["--no-decay", "*norm*.weight,norm.weight", "--batch-size", "3"];
     // With Muon, PyTorch's own runs on one rank and on two differ by 6e-5.
-    for (run, lr, flags, near) in [
-        ("run_sgd", "5e-2", &["--optimizer", "sgd", "--nesterov", "on"][..], 2e-5),
-        ("run_adam", "1e-3", &["--optimizer", "adam"], 2e-5),
-        ("run_muon", "1e-3", &["--optimizer", "muon"], 4e-4),
+    for (run, flags, near) in [
+        ("run_sgd", "--lr 5e-2 --optimizer sgd --nesterov on", 2e-5),
+        ("run_adam", "--optimizer adam", 2e-5),
+        ("run_muon", "--optimizer muon", 4e-4),
     ] {
         let dir = tempfile::tempdir().unwrap();
         let recorded = Trajectory::recorded(name, run).after(10);
-        let train = |steps: usize, more: &[&str]| {
-            let mut args = golden_flags_of(name, steps);
-            let at = args.iter().position(|flag| flag == "--lr").unwrap();
-            args[at + 1] = lr.into();
-            let args: Vec<&str> = args.iter().map(String::as_str).collect();
-            launch(2, "train", &[&args, &groups[..], flags, more].concat(), dir.path()).ok();
+        let train = |steps: usize, more: &str| {
+            let flags = format!("--steps {steps} --no-decay *norm*.weight,norm.weight {flags} {more}");
+            train_golden(name, 2, &flags, dir.path()).ok();
         };
-        train(10, &["--checkpoint-dir", &format!("saved/{name}")]);
-        let (from, to) = (format!("saved/{name}/step-00000010"), format!("classic/{name}/step-00000010"));
-        let mut convert = Command::new(program("fsdp-ckpt"));
-        convert.args(["convert", &from, &to, "--to", "torch-dcp", "--world-size", "3"]).current_dir(dir.path());
-        fsdp_test_support::run(convert, LIMIT).ok();
-        // Its learning rates are those of the checkpoint.
+        train(10, &format!("--checkpoint-dir saved/{name}"));
+        convert_step_10(name, dir.path());
+        // PyTorch takes the learning rates from the checkpoint.
         let (classic, out) = (dir.path().join("classic"), dir.path().join("theirs"));
         record_on_two_ranks(&out, &["--models", name, "--runs", run, "--from", classic.to_str().unwrap()]);
         let theirs = Trajectory::of_record(&out.join(name).join(run).with_extension("json"));
         let difference = theirs.difference(&recorded);
         assert!(difference.max() < near, "{run}, there: {difference:?}");
-        // PyTorch's SGD does not count steps, from which `train` knows how far it was.
+        // PyTorch's SGD does not save the step, which `train` needs.
         if run != "run_sgd" {
             record_on_two_ranks(&out, &["--models", name, "--runs", run, "--save", "10"]);
             let theirs = out.join(name).join(format!("{run}-step-10"));
-            train(20, &["--metrics", "metrics.jsonl", "--resume", theirs.to_str().unwrap()]);
+            train(20, &format!("--resume {}", theirs.display()));
             let difference = Trajectory::of_metrics(&dir.path().join("metrics.jsonl")).difference(&recorded);
             assert!(difference.max() < near, "{run}, here: {difference:?}");
         }
     }
 }
 
-fn transformers_reads_an_export() {
-    for name in MODELS {
+fn transformers_reads_exports() {
+    for name in [MODELS[0], MODELS[1], "bert_tiny"] {
         let dir = tempfile::tempdir().unwrap();
-        train_ten_steps(name, &["--export-hf", "export"], dir.path());
-        // The same model as PyTorch saved it, beside the configuration that it was made from.
         let theirs = dir.path().join("theirs");
         fs::create_dir(&theirs).unwrap();
         fs::copy(golden(name).join("config.json"), theirs.join("config.json")).unwrap();
-        let mut convert = Command::new(program("fsdp-ckpt"));
-        convert.arg("convert").arg(golden(name).join("dcp_step10")).arg(theirs.join("weights")).args(["--to", "hf"]);
-        run(convert, LIMIT).ok();
-        fs::copy(theirs.join("weights/model.safetensors"), theirs.join("model.safetensors")).unwrap();
-        let printed =
-            script("interop/export.py", &[&dir.path().join("export"), &theirs, &golden(name).join("tokens.bin")]);
+        let weights = theirs.join("model.safetensors");
+        let tokens = if name == "bert_tiny" {
+            train_golden(name, 2, "--export-hf export", dir.path()).ok();
+            fs::copy(golden(name).join("final.safetensors"), weights).unwrap();
+            golden("tokens.bin")
+        } else {
+            train_ten_steps(name, "--export-hf export", dir.path());
+            convert(&golden(name).join("dcp_step10"), &theirs.join("weights"), "hf", dir.path());
+            fs::copy(theirs.join("weights/model.safetensors"), weights).unwrap();
+            golden(name).join("tokens.bin")
+        };
+        let printed = script("interop/export.py", &[&dir.path().join("export"), &theirs, &tokens]);
         assert!(printed.starts_with("ok  "), "{printed}");
     }
 }
 
-/// PEFT loads what is exported, and its own adapters are trained on: the loss of the same data is the same there.
+/// PEFT loads exported adapters, and `train` loads PEFT's. Both have the same loss on the same data.
 fn adapters_go_both_ways() {
     for name in MODELS {
         let dir = tempfile::tempdir().unwrap();
         let model = golden(name);
-        let first_loss = |from: &str| {
-            let metrics = format!("{from}.jsonl");
-            let mut args = golden_flags(name);
-            let steps = args.iter().position(|arg| arg == "--steps").unwrap();
-            args[steps + 1] = "1".into();
-            let more = ["--batch-size", "2", "--lora-from", from, "--metrics", &metrics];
-            let args: Vec<&str> = args.iter().map(String::as_str).chain(more).collect();
-            launch(2, "train", &args, dir.path()).ok();
-            Trajectory::of_metrics(&dir.path().join(metrics)).0[0].loss
-        };
-        train_ten_steps(name, &["--lora-rank=3", "--lora-targets=all-linear", "--export-hf=ours"], dir.path());
+        let first_loss =
+            |from: &str| golden_trajectory(name, 2, &format!("--steps 1 --lora-from {from}"), dir.path()).0[0].loss;
+        train_ten_steps(name, "--lora-rank=3 --lora-targets=all-linear --export-hf=ours", dir.path());
         script("interop/adapters.py", &[Path::new("make"), &model, &dir.path().join("theirs")]);
         for from in ["ours", "theirs"] {
             let adapters = dir.path().join(from);
@@ -203,7 +182,7 @@ fn adapters_go_both_ways() {
     }
 }
 
-/// `train` has PEFT's loss with the kinds of adapters that it takes, and refuses the other kinds of PEFT.
+/// `train` has PEFT's loss with supported kinds of adapters, and refuses the others.
 fn adapters_of_each_kind_have_their_loss_or_are_refused() {
     let refused = [
         ("pissa", "init_lora_weights"),
@@ -219,7 +198,7 @@ fn adapters_of_each_kind_have_their_loss_or_are_refused() {
         ("saved_modules", "modules_to_save"),
         ("tokens", "trainable_token_indices"),
     ];
-    // PEFT makes not all of them for GPT-2's `Conv1D`.
+    // PEFT does not support all kinds for GPT-2's `Conv1D`.
     let of_gpt2 = ["plain", "transposed", "excluded", "some_layers", "of_a_pattern", "pissa"];
     for (name, kinds) in [("llama_tiny", &[][..]), ("gpt2_tiny", &of_gpt2)] {
         let dir = tempfile::tempdir().unwrap();
@@ -231,10 +210,7 @@ fn adapters_of_each_kind_have_their_loss_or_are_refused() {
             serde_json::from_str(&script("interop/adapters.py", &args)).unwrap();
         assert_eq!(losses.len(), if kinds.is_empty() { 9 + refused.len() } else { kinds.len() });
         for (kind, theirs) in &losses {
-            let mut args = golden_flags_of(name, 1);
-            args.extend(["--batch-size", "2", "--metrics", "metrics.jsonl", "--lora-from", kind].map(String::from));
-            let args: Vec<&str> = args.iter().map(String::as_str).collect();
-            let run = launch(2, "train", &args, dir.path());
+            let run = train_golden(name, 2, &format!("--steps 1 --lora-from {kind}"), dir.path());
             if let Some((_, key)) = refused.iter().find(|(refused, _)| refused == kind) {
                 run.refused(2, &[&format!("adapter_config.json: {key} is ")]);
                 continue;
@@ -247,25 +223,9 @@ fn adapters_of_each_kind_have_their_loss_or_are_refused() {
     }
 }
 
-fn transformers_reads_a_masked_model() {
-    let name = "bert_tiny";
-    let dir = tempfile::tempdir().unwrap();
-    let args = golden_flags(name);
-    let args: Vec<&str> =
-        args.iter().map(String::as_str).chain(["--batch-size", "3", "--export-hf", "export"]).collect();
-    launch(2, "train", &args, dir.path()).ok();
-    let theirs = dir.path().join("theirs");
-    fs::create_dir(&theirs).unwrap();
-    for (from, to) in [("config.json", "config.json"), ("final.safetensors", "model.safetensors")] {
-        fs::copy(golden(name).join(from), theirs.join(to)).unwrap();
-    }
-    let printed = script("interop/export.py", &[&dir.path().join("export"), &theirs, &golden("tokens.bin")]);
-    assert!(printed.starts_with("ok  "), "{printed}");
-}
-
-/// `record.py` makes the files in `tests/golden`. In half precision another processor rounds in other places, and so
-/// weights may become other ones of 8 bits.
-fn the_recorded_runs_come_again() {
+/// `record.py` reproduces the files in `tests/golden`. Other processors round differently in half precision, and weights
+/// may get other 8-bit codes.
+fn recorded_runs_are_reproduced() {
     let out = tempfile::tempdir().unwrap();
     record_on_two_ranks(out.path(), &[]);
     for name in MODELS {
@@ -298,20 +258,13 @@ fn the_recorded_runs_come_again() {
     }
 }
 
-/// A run of ours on (tp 4) goes on in PyTorch on (dp 2, tp 2), which has loaded what we saved, to the bit. Its runs are
-/// those that were recorded.
-fn tensor_parallel_runs_go_on_there() {
+/// PyTorch on (dp 2, tp 2) resumes a run on (tp 4) with the same bits and repeats the recorded run.
+fn pytorch_resumes_tensor_parallel_runs() {
     let dir = tempfile::tempdir().unwrap();
     let name = "llama_tp_tiny";
-    let args = golden_flags_of(name, 10);
-    let saved = format!("saved/{name}");
-    let own = ["--batch-size", "6", "--tensor-parallel", "4", "--sequence-parallel", "--checkpoint-dir", &saved];
-    let args: Vec<&str> = args.iter().map(String::as_str).chain(own).collect();
-    launch(4, "train", &args, dir.path()).ok();
-    let (from, to) = (format!("{saved}/step-00000010"), format!("classic/{name}/step-00000010"));
-    let mut convert = Command::new(program("fsdp-ckpt"));
-    convert.args(["convert", &from, &to, "--to", "torch-dcp", "--world-size", "3"]).current_dir(dir.path());
-    run(convert, LIMIT).ok();
+    let parallel = "--batch-size 6 --tensor-parallel 4 --sequence-parallel";
+    train_golden(name, 4, &format!("--steps 10 {parallel} --checkpoint-dir saved/{name}"), dir.path()).ok();
+    convert_step_10(name, dir.path());
     let mut launcher = Command::new(program("fsdp-launch"));
     launcher.arg("--nproc-per-node=4");
     let classic = dir.path().join("classic");
@@ -321,9 +274,10 @@ fn tensor_parallel_runs_go_on_there() {
     let difference = Trajectory::of_record(&theirs.join("dp2_tp2_sequence.json"))
         .difference(&Trajectory::recorded(name, "dp2_tp2_sequence").after(10));
     assert!(difference.max() < 5e-6, "{difference:?}");
-    // What it had loaded, as it saved it again.
+    // PyTorch saved the loaded state again.
     let mut diff = Command::new(program("fsdp-ckpt"));
-    diff.args(["diff", "--json"]).args([&dir.path().join(&from), &theirs.join("dcp_step10")]);
+    diff.args(["diff", "--json"])
+        .args([&dir.path().join(format!("saved/{name}/step-00000010")), &theirs.join("dcp_step10")]);
     let printed = run(diff, LIMIT).stdout;
     let found: serde_json::Value = serde_json::from_str(&printed).unwrap();
     // 21 parameters, each with two moments and a count of steps.
@@ -332,11 +286,11 @@ fn tensor_parallel_runs_go_on_there() {
     assert_eq!(found["differing"], json!({}), "{printed}");
 }
 
-fn the_recorded_surface_is_there() {
+fn the_recorded_api_is_current() {
     script("interop/surface.py", &[Path::new("--check")]);
 }
 
-fn a_run_over_two_hosts_under_our_launcher() {
+fn our_launcher_runs_pytorch_on_two_hosts() {
     let hosts = two_hosts().unwrap();
     let dir = tempfile::tempdir().unwrap();
     let token = dir.path().join("token");

@@ -1,36 +1,28 @@
-//! Slurm on hosts of this machine, with `examples/deploy/slurm.sbatch` and without.
+//! Slurm on simulated hosts, with and without `examples/deploy/slurm.sbatch`.
 
 use std::{collections::BTreeSet, env, fs, path::Path, process::Command, time::Duration};
 
 use fsdp_test_support::{Run, golden_flags_of, program, run, trajectory::Trajectory, workspace};
 use libtest_mimic::Trial;
 
-use crate::need::{Need, trial};
+use crate::need::{Need, trials};
 use crate::way::mpirun;
 
 const NEEDS: &[Need] = &[Need::Networks, Need::Mpi, Need::Slurm];
-/// Steps, and sequences of a rank of four.
+/// Steps, and flags of each of four ranks.
 const AS_RECORDED: (usize, &[&str]) = (20, &["--batch-size", "1"]);
-/// Far longer than anything here takes.
+/// Much longer than a test takes.
 const LIMIT: Duration = Duration::from_secs(300);
 
 pub(crate) fn trials() -> Vec<Trial> {
-    vec![
-        trial(
-            "slurm::srun_starts_the_ranks_of_either_mpi_and_our_launchers",
-            NEEDS,
-            srun_starts_the_ranks_of_either_mpi_and_our_launchers,
-        ),
-        trial("slurm::the_batch_script_trains_on_two_hosts", NEEDS, the_batch_script_trains_on_two_hosts),
-        trial(
-            "slurm::a_job_goes_on_without_a_rank_beyond_its_time_and_on_another_host",
-            NEEDS,
-            a_job_goes_on_without_a_rank_beyond_its_time_and_on_another_host,
-        ),
+    trials![NEEDS =>
+        srun_starts_ranks_of_either_mpi_and_our_launchers,
+        the_batch_script_trains_on_two_hosts,
+        a_job_survives_a_dead_rank_its_time_limit_and_a_failed_host,
     ]
 }
 
-/// Whether what `tests/hosts/slurm` starts is there.
+/// Checks that Slurm is installed.
 pub(crate) fn installed() -> Result<(), String> {
     let programs = [("slurmctld", "slurmctld"), ("slurmd", "slurmd"), ("sbatch", "slurm-client"), ("munged", "munge")];
     let path = env::var_os("PATH").unwrap_or_default();
@@ -43,8 +35,8 @@ pub(crate) fn installed() -> Result<(), String> {
     Ok(())
 }
 
-/// Runs a script of bash on the first of so many hosts. `$0` is the batch script, `"$@"` is `train` with the flags of a
-/// recorded run, and `MPICH` and `OPEN_MPI` are the folders of the two.
+/// Runs a bash script on the first of several hosts. `$0` is the batch script, `"$@"` is `train` with the flags of a
+/// recorded run, and `MPICH` and `OPEN_MPI` are the folders of their programs.
 fn on_slurm(hosts: usize, script: &str, (steps, more): (usize, &[&str]), dir: &Path) -> Run {
     let [mpich, open_mpi] = [false, true].map(|is_open| mpirun(is_open).unwrap().parent().unwrap().to_path_buf());
     let programs = program("fsdp-launch").parent().unwrap().to_path_buf();
@@ -61,14 +53,14 @@ fn on_slurm(hosts: usize, script: &str, (steps, more): (usize, &[&str]), dir: &P
     run(command, LIMIT)
 }
 
-/// The record of four sequences a step, and where the run kept its own.
+/// Asserts that the run reproduced the recorded run.
 fn reproduces(dir: &Path, what: &str) {
     let ours = Trajectory::of_metrics(&dir.join("metrics.jsonl"));
     let difference = ours.difference(&Trajectory::recorded("llama_tiny", "run"));
     assert!(difference.max() < 2e-5, "{what}: {difference:?}");
 }
 
-fn srun_starts_the_ranks_of_either_mpi_and_our_launchers() {
+fn srun_starts_ranks_of_either_mpi_and_our_launchers() {
     // Three ranks on one host, one on the other.
     for (mpi, folder) in [("pmi2", "$MPICH"), ("pmix", "$OPEN_MPI")] {
         let dir = tempfile::tempdir().unwrap();
@@ -76,14 +68,14 @@ fn srun_starts_the_ranks_of_either_mpi_and_our_launchers() {
         on_slurm(2, &script, AS_RECORDED, dir.path()).ok();
         reproduces(dir.path(), mpi);
     }
-    // Our launcher, whatever Slurm would tell MPI.
+    // Our launcher ignores Slurm's settings for MPI.
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("token"), "0123456789abcdef0123456789abcdef").unwrap();
     let script = "srun --mpi=pmix --nodes 2 --ntasks 2 fsdp-launch --nnodes 2 --nproc-per-node 2 --rdzv-endpoint \
         node0:29400 --rdzv-token-file token \"$@\"";
     on_slurm(2, script, AS_RECORDED, dir.path()).ok();
     reproduces(dir.path(), "fsdp-launch");
-    // Slurm starts them without telling MPI of it.
+    // Slurm starts the ranks without support for MPI.
     let dir = tempfile::tempdir().unwrap();
     let run = on_slurm(2, r#"srun --mpi=none --nodes 2 --ntasks 4 "$@""#, AS_RECORDED, dir.path());
     let parts = ["the 4 ranks run on 2 hosts", "srun with --mpi=pmi2 (for MPICH) or --mpi=pmix (for Open MPI)"];
@@ -104,8 +96,7 @@ fn the_batch_script_trains_on_two_hosts() {
     assert!(!dir.path().join("run-1/rdzv-token").exists());
 }
 
-/// What happens to the job of [`a_job_goes_on_without_a_rank_beyond_its_time_and_on_another_host`]. It writes down what
-/// it sees.
+/// The script of [`a_job_survives_a_dead_rank_its_time_limit_and_a_failed_host`]. It writes its observations to files.
 const HAPPENS: &str = r#"
 export NPROC_PER_NODE=1
 train=$1
@@ -145,7 +136,7 @@ until_is ''
 rank >left
 "#;
 
-fn a_job_goes_on_without_a_rank_beyond_its_time_and_on_another_host() {
+fn a_job_survives_a_dead_rank_its_time_limit_and_a_failed_host() {
     let dir = tempfile::tempdir().unwrap();
     let more = ["--batch-size", "2", "--checkpoint-dir", "saved", "--save-every", "10", "--keep", "2"];
     let more = [&more[..], &["--resume", "auto"]].concat();
@@ -156,7 +147,7 @@ fn a_job_goes_on_without_a_rank_beyond_its_time_and_on_another_host() {
     for part in ["rank 1 (pid ", "failed first, killed by SIGKILL", "resumed from saved/step-", "DUE TO NODE FAILURE"] {
         assert!(said.contains(part), "{part:?} is not in\n{said}");
     }
-    // The launchers ended their ranks, and were not killed.
+    // The launchers ended their ranks and were not killed.
     assert!(said.matches("stopped by SIGTERM").count() >= 2 && !said.contains(": Killed"), "{said}");
     assert_eq!((read("after_time").as_str(), read("left").as_str()), ("logs\n", ""), "{said}");
     let steps: Vec<u64> =

@@ -1,4 +1,4 @@
-//! The ways in which ranks are started on hosts that `tests/hosts/hosts` makes: two MPIs' own launchers, and ours.
+//! Launchers of ranks on hosts of `tests/hosts/hosts`: those of two MPIs, and ours.
 
 use std::{
     env, fs,
@@ -9,7 +9,7 @@ use std::{
 
 use fsdp_test_support::{program, workspace};
 
-/// Who starts the ranks. Under ours it is MPICH that moves their bytes.
+/// A launcher. Ranks under ours communicate by MPICH.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Way {
     OpenMpi,
@@ -18,7 +18,7 @@ pub(crate) enum Way {
 }
 
 impl Way {
-    /// The variable that tells a rank its number.
+    /// Returns the environment variable with a rank's number.
     pub(crate) fn rank_variable(self) -> &'static str {
         match self {
             Way::OpenMpi => "OMPI_COMM_WORLD_RANK",
@@ -27,8 +27,8 @@ impl Way {
         }
     }
 
-    /// `hosts` with `options`, which starts `args` in `dir` as so many ranks on each of so many hosts, by launchers
-    /// that get `more`.
+    /// Makes a command that starts `args` in `dir` with a number of ranks on each of several hosts. `options` are for
+    /// `tests/hosts/hosts`, `more` for the launcher.
     pub(crate) fn start(
         self,
         options: &[&str],
@@ -45,7 +45,7 @@ impl Way {
         match self {
             Way::OpenMpi => {
                 command.arg("first").arg(mpirun(true).unwrap()).args(["-n", &all, "--host", &nodes]);
-                // Ranks of four share two cores. What a rank is to know is named.
+                // Ranks share cores. Open MPI passes on only named variables.
                 command.args(["--bind-to", "none", "-x", "FSDP_TIMEOUT_S"]);
             }
             Way::Mpich => {
@@ -75,12 +75,12 @@ impl Way {
     }
 }
 
-/// Both MPIs, or what is missing.
+/// Checks that both MPIs are installed.
 pub(crate) fn installed() -> Result<(), String> {
     mpirun(true).and(mpirun(false)).map(drop)
 }
 
-/// The launcher of Open MPI, or of MPICH.
+/// Returns the launcher of Open MPI or of MPICH.
 pub(crate) fn mpirun(is_open_mpi: bool) -> Result<PathBuf, String> {
     let folders = ["openmpi", "mpich"].map(|name| workspace().join("target/mpi").join(name).join("bin/mpirun"));
     let launchers: Vec<PathBuf> = match env::var_os("FSDP_TESTS_MPI") {

@@ -1,23 +1,27 @@
-//! A model of any of the families.
+//! A model of any family, its input batches and its losses.
 
-use candle_core::{Module, Result, Tensor};
+use std::sync::Arc;
+
+use candle_core::{Device, Module, Result, Tensor};
+use fsdp_candle::nn::{self, CrossEntropyOptions, Documents, Reduction};
+use fsdp_candle::{FsdpModule, Tensors};
 use fsdp_core::ProcessGroup;
 
-use super::batch::Rows;
-use super::{bert, decoder, gpt2};
+use crate::data::MicroBatch;
+use crate::models::{bert, decoder, gpt2};
 
-/// A language model: token ids `[batch, time]` to logits `[batch, time, vocabulary]`.
+/// A language model: maps token ids `[batch, time]` to logits `[batch, time, vocabulary]`.
 pub enum LanguageModel {
-    /// A Llama, or one of its like.
+    /// A decoder such as Llama.
     Decoder(decoder::Decoder),
-    /// A GPT-2.
+    /// GPT-2.
     Gpt2(gpt2::Gpt2),
-    /// A BERT.
+    /// BERT.
     Bert(bert::Bert),
 }
 
 impl LanguageModel {
-    /// Whether dropout drops anything from now on: PyTorch's `train()` and `eval()`. A model is built not to.
+    /// Turns dropout on or off, as PyTorch's `train()` and `eval()` do. Off at first.
     pub fn set_training(&self, training: bool) {
         match self {
             LanguageModel::Decoder(model) => model.drops(),
@@ -27,7 +31,7 @@ impl LanguageModel {
         .set_training(training);
     }
 
-    /// The ranks of which each has the logits of a part of the vocabulary, where there are such.
+    /// Returns the ranks that split the vocabulary of the logits, if any.
     pub(super) fn vocabulary_group(&self) -> Option<&ProcessGroup> {
         match self {
             LanguageModel::Decoder(model) => model.vocabulary_group(),
@@ -35,7 +39,7 @@ impl LanguageModel {
         }
     }
 
-    /// Logits, and what is to be added to their loss, if anything.
+    /// Returns the logits, and an auxiliary loss if the model has one.
     pub(super) fn outputs(&self, ids: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
         match self {
             LanguageModel::Decoder(model) => model.forward(ids, rows),
@@ -45,12 +49,110 @@ impl LanguageModel {
     }
 }
 
-/// On every rank all logits.
+/// Returns all logits on every rank.
 impl Module for LanguageModel {
     fn forward(&self, ids: &Tensor) -> Result<Tensor> {
         match self {
             LanguageModel::Decoder(model) => model.logits(ids),
             _ => Ok(self.outputs(ids, &Rows::default())?.0),
         }
+    }
+}
+
+/// Contents of the rows of a batch.
+#[derive(Clone, Debug, Default)]
+pub struct Rows {
+    /// Positions of packed documents, if the rows hold any.
+    pub documents: Option<Documents>,
+    /// Number of data tokens in each row, if padding follows them in any row.
+    pub filled: Option<Arc<[usize]>>,
+}
+
+/// `Rows` holds no tensors.
+impl Tensors for Rows {
+    fn map_tensors(self, _: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self> {
+        Ok(self)
+    }
+}
+
+/// Sequences and their targets as tensors.
+#[derive(Clone)]
+pub struct Batch {
+    /// Token ids `[batch, time]`, u32.
+    pub ids: Tensor,
+    /// Id that follows each token, or [`IGNORED`](fsdp_candle::nn::IGNORED). `[batch, time]`, u32.
+    pub targets: Tensor,
+    /// Number of targets that are not ignored.
+    pub counted: u64,
+    /// Contents of the rows.
+    pub rows: Rows,
+}
+
+impl Batch {
+    /// Creates the tensors of a micro-batch, in rows of `seq_len` tokens.
+    ///
+    /// # Errors
+    /// The device is out of memory, or documents and rows do not fit.
+    pub fn new(read: MicroBatch, seq_len: usize, device: &Device) -> Result<Self> {
+        let MicroBatch { inputs, targets, counted, documents, filled } = read;
+        let shape = (inputs.len() / seq_len, seq_len);
+        Ok(Batch {
+            ids: Tensor::from_vec(inputs, shape, device)?,
+            // The loss reads targets on the host, on any device.
+            targets: Tensor::from_vec(targets, shape, &Device::Cpu)?,
+            counted,
+            rows: Rows {
+                documents: documents.map(Documents::new).transpose()?,
+                filled: filled.iter().any(|&tokens| tokens < seq_len).then(|| filled.into()),
+            },
+        })
+    }
+}
+
+/// Returns the sum of the losses of all counted targets.
+///
+/// # Errors
+/// The model fails.
+pub fn cross_entropy_sum(model: &FsdpModule<LanguageModel>, batch: &Batch) -> Result<Tensor> {
+    reduced(model, &outputs(model, batch)?.0, batch, Reduction::Sum)
+}
+
+/// Returns the mean loss over the counted targets, or 0 without any.
+///
+/// # Errors
+/// The model fails.
+pub fn cross_entropy(model: &FsdpModule<LanguageModel>, batch: &Batch) -> Result<Tensor> {
+    mean(model, &outputs(model, batch)?.0, batch)
+}
+
+/// Returns [`cross_entropy`] plus the load-balancing loss of experts, if the configuration has one.
+///
+/// # Errors
+/// The model fails.
+pub fn loss(model: &FsdpModule<LanguageModel>, batch: &Batch) -> Result<Tensor> {
+    let (logits, auxiliary) = outputs(model, batch)?;
+    let loss = mean(model, &logits, batch)?;
+    match auxiliary {
+        Some(auxiliary) => loss + auxiliary,
+        None => Ok(loss),
+    }
+}
+
+fn mean(model: &FsdpModule<LanguageModel>, logits: &Tensor, batch: &Batch) -> Result<Tensor> {
+    // The mean over no target is NaN, and the sum is 0.
+    let reduction = if batch.counted > 0 { Reduction::Mean } else { Reduction::Sum };
+    reduced(model, logits, batch, reduction)
+}
+
+fn outputs(model: &FsdpModule<LanguageModel>, batch: &Batch) -> Result<(Tensor, Option<Tensor>)> {
+    let input = (batch.ids.clone(), batch.rows.clone());
+    model.call_with(input, |model, (ids, rows)| model.outputs(&ids, &rows))
+}
+
+fn reduced(model: &FsdpModule<LanguageModel>, logits: &Tensor, batch: &Batch, reduction: Reduction) -> Result<Tensor> {
+    let options = CrossEntropyOptions { reduction, ..Default::default() };
+    match model.inner().vocabulary_group() {
+        Some(group) => nn::vocab_parallel_cross_entropy(logits, &batch.targets, group, &options),
+        None => nn::cross_entropy_with(logits, &batch.targets, &options),
     }
 }

@@ -1,18 +1,24 @@
-//! Telling weights on disk apart without reading them all.
+//! Weights in model directories: fingerprints, and names of older versions.
+
+use std::collections::BTreeMap;
+use std::path::Path;
 
 use anyhow::Context;
 use crc_fast::{CrcAlgorithm, Digest};
+use fsdp_candle::Result;
+use fsdp_candle::initializer::Pretrained;
 use fsdp_ckpt::TensorSource;
+use fsdp_ckpt::hf::HfModel;
 use fsdp_core::layout::Region;
 
-/// The most elements of a row that are looked at.
+/// Maximal number of elements per row in a fingerprint.
 const WIDTH: usize = 256;
 
-/// What weights are, in words: their number, and a checksum of names, dtypes, shapes and a piece from the
-/// beginning, the middle and the end of each. Of other weights something there is different.
+/// Describes weights by their count, and a checksum of names, dtypes, shapes and samples from the first, middle and
+/// last row of each tensor. Reads only these samples.
 ///
 /// # Errors
-/// When they can't be read.
+/// The weights can't be read.
 pub fn fingerprint(weights: &dyn TensorSource) -> anyhow::Result<String> {
     let mut digest = Digest::new(CrcAlgorithm::Crc64Nvme);
     for (name, entry) in weights.tensors() {
@@ -26,7 +32,7 @@ pub fn fingerprint(weights: &dyn TensorSource) -> anyhow::Result<String> {
     Ok(format!("{} tensors with checksum {:016x}", weights.tensors().len(), digest.finalize()))
 }
 
-/// Pieces of rows: the first, one in the middle, the last.
+/// Returns the sampled parts of the first, middle and last row.
 fn pieces(shape: &[usize]) -> impl Iterator<Item = Region> {
     let last = shape.len().saturating_sub(1);
     let sizes: Vec<usize> =
@@ -37,18 +43,39 @@ fn pieces(shape: &[usize]) -> impl Iterator<Item = Region> {
     })
 }
 
+/// Ends of names, new and old.
+const OLD: [(&str, &str); 2] = [("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")];
+
+/// Opens the weights in a model directory. Accepts the names in the first BERT files, where a norm's `weight` and
+/// `bias` are `gamma` and `beta`, as transformers does.
+///
+/// # Errors
+/// See [`Pretrained::open`].
+pub fn pretrained(dir: &Path) -> Result<Pretrained> {
+    let model = HfModel::open(dir)?;
+    let now_called = |name: &String| {
+        let new = OLD.iter().find_map(|(now, then)| Some(format!("{}{now}", name.strip_suffix(then)?)))?;
+        (!model.tensors().contains_key(&new)).then(|| (new, name.clone()))
+    };
+    let old: BTreeMap<String, String> = model.tensors().keys().filter_map(now_called).collect();
+    Ok(Pretrained::of(model, move |name| old.get(name).map_or(name, String::as_str).into()))
+}
+
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
 
-    use super::*;
+    use candle_core::DType;
+    use candle_nn::Init;
     use fsdp_candle::World;
-    use fsdp_ckpt::TensorShard;
-    use fsdp_ckpt::hf::{self, HfModel};
+    use fsdp_candle::initializer::{Initializer, ShardRequest};
+    use fsdp_ckpt::{TensorShard, hf};
     use fsdp_core::Buffer;
 
+    use super::*;
+
     #[test]
-    fn other_weights_have_another_fingerprint() {
+    fn fingerprints_differ_for_other_weights() {
         let root = tempfile::tempdir().unwrap();
         let world = World::single().unwrap();
         let print = |name: &str, fqn: &str, change: Option<usize>| {
@@ -65,11 +92,36 @@ mod tests {
         let base = print("base", "w", None);
         assert!(base.starts_with("2 tensors with checksum "), "{base}");
         assert_eq!(base, print("same", "w", None));
-        // The first row, the one in the middle, the last.
+        // The first, middle and last row.
         for (i, at) in [0, 900, 1802].into_iter().enumerate() {
             assert_ne!(base, print(&format!("value-{i}"), "w", Some(at)), "{at}");
         }
         assert_ne!(base, print("name", "v", None));
         assert_ne!(base, print("shape", "wide", None));
+    }
+
+    #[test]
+    fn norms_have_old_and_new_names() {
+        let dir = tempfile::tempdir().unwrap();
+        let of = |name: &str, value| TensorShard::whole(name, &[1], Arc::new(Buffer::F32(vec![value])));
+        let saved = [("a.LayerNorm.gamma", 1.), ("a.LayerNorm.beta", 2.), ("b.LayerNorm.weight", 3.), ("gamma", 4.)];
+        let shards = saved.map(|(name, value)| of(name, value));
+        hf::export(&dir.path().join("model"), World::single().unwrap().group(), &shards, &[]).unwrap();
+        let weights = pretrained(&dir.path().join("model")).unwrap();
+        let region = Region::whole(&[1]);
+        let read = |name: &str| {
+            let request = ShardRequest { name, shape: &[1], dtype: DType::F32, region: &region, init: Init::Const(0.) };
+            let mut bytes = [0; 4];
+            weights
+                .check(&request)
+                .and_then(|()| weights.fill(&request, &mut bytes))
+                .map(|()| f32::from_ne_bytes(bytes))
+        };
+        for (name, value) in [("a.LayerNorm.weight", 1.), ("a.LayerNorm.bias", 2.), ("b.LayerNorm.weight", 3.)] {
+            assert!(weights.contains(name));
+            assert_eq!(read(name).unwrap(), value, "{name}");
+        }
+        assert!(!weights.contains("b.LayerNorm.bias") && !weights.contains("weight"));
+        assert!(read("b.LayerNorm.bias").unwrap_err().to_string().contains("`b.LayerNorm.bias`"));
     }
 }

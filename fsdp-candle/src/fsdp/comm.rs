@@ -1,15 +1,15 @@
-//! Collectives of the user's own in place of a unit's: PyTorch's `set_custom_all_gather` and
+//! Collectives of the user that replace those of a unit: PyTorch's `set_custom_all_gather` and
 //! `set_custom_reduce_scatter`.
 //!
-//! The group that they get is signed ([`ProcessGroup::signed`]) with the unit and the parameters that the call is for:
-//! ranks whose collectives on it are for different ones get an error. It is that of this call alone; keep the result of
-//! a `split`, not the group.
+//! The group that they get is signed ([`ProcessGroup::signed`]) with the unit and the parameters of the call, so ranks
+//! whose collectives are for different parameters get an error. The signature holds for one call: keep the result of a
+//! `split`, not the group.
 
 use std::sync::Arc;
 
 use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, ReduceOp, ScatterPart, Work};
 
-/// An all-gather that a unit uses instead of its process group's.
+/// An all-gather that replaces a unit's own.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -24,7 +24,7 @@ use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, ReduceOp, ScatterPa
 /// # let weight = vars.params()[0].var().clone();
 /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
 ///
-/// /// Counts elements that travel, and leaves the work to the group.
+/// /// Counts the elements of all collectives, which the group runs.
 /// #[derive(Default)]
 /// struct Meter(AtomicUsize);
 ///
@@ -57,26 +57,26 @@ use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, ReduceOp, ScatterPa
 /// model.set_custom_all_gather(Some(meter.clone()));
 /// model.set_custom_reduce_scatter(Some(meter.clone()));
 /// model.backward(&model.forward(&x)?.sum_all()?)?;
-/// // A root keeps its parameters between forward and backward: eight weights came once, and their gradients went once.
+/// // A root keeps its parameters between forward and backward: one all-gather and one reduce-scatter of eight weights.
 /// assert_eq!(meter.0.load(Ordering::Relaxed), 8 + 8);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub trait AllGather: Send + Sync {
-    /// As [`ProcessGroup::all_gather`] of `ranks`.
+    /// Gathers `parts`, as [`ProcessGroup::all_gather`] of `ranks`.
     fn all_gather(&self, ranks: &ProcessGroup, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work;
 
-    /// Where its outputs come from; `None`: the unit's pool. Whatever it is takes them back when the unit is resharded.
-    /// They have to be where the shards are: on a CUDA device, `Buffer::Cuda`.
+    /// Returns the allocator of the outputs; `None` for the unit's pool. The allocator takes the outputs back when the
+    /// unit is resharded. Outputs must be on the shards' device: `Buffer::Cuda` on a CUDA device.
     fn allocate(&self) -> Option<Arc<dyn Allocator>> {
         None
     }
 }
 
-/// A reduce-scatter that a unit uses instead of its process group's.
+/// A reduce-scatter that replaces a unit's own.
 pub trait ReduceScatter: Send + Sync {
-    /// As [`ProcessGroup::reduce_scatter`] of `ranks`. With [`crate::FsdpModule::set_reduce_scatter_unused_params`] a
-    /// last part of F32 has for each of the others whether this rank used the parameter (1 or 0), and is reduced as
-    /// they are.
+    /// Reduces `parts`, as [`ProcessGroup::reduce_scatter`] of `ranks`. With
+    /// [`crate::FsdpModule::set_reduce_scatter_unused_params`], a last part of F32 tells for each parameter whether
+    /// this rank used it (1 or 0). It is reduced like the others.
     fn reduce_scatter(
         &self,
         ranks: &ProcessGroup,
@@ -86,14 +86,14 @@ pub trait ReduceScatter: Send + Sync {
     ) -> Work;
 }
 
-/// Changes a unit's reduced gradient shards, one buffer a parameter, before they are handed out: PyTorch's
-/// `set_all_reduce_hook`. On a CUDA device the buffers are the device's (`Buffer::Cuda`), and the compute stream has
-/// been told to wait for them.
+/// Changes a unit's reduced gradient shards, one buffer for each parameter, before they are handed out: PyTorch's
+/// `set_all_reduce_hook`. On a CUDA device the buffers are `Buffer::Cuda`, and the compute stream already waits for
+/// them.
 pub trait AllReduceHook: Send + Sync {
-    /// Returns the buffers, with the same lengths.
+    /// Returns the changed buffers, with the same lengths.
     ///
     /// # Errors
-    /// Ends the backward.
+    /// An error ends the backward.
     fn reduce(&self, shards: Vec<Buffer>) -> candle_core::Result<Vec<Buffer>>;
 }
 

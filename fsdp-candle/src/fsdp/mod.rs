@@ -1,22 +1,99 @@
-//! Sharded parameters, the units that gather them, and the order in which that happens.
+//! FSDP: sharded parameters, the units that unshard and reduce them, and the hooks that decide when.
+//!
+//! The files follow PyTorch's `torch/distributed/fsdp/_fully_shard`:
+//!
+//! | file | subject | PyTorch |
+//! |---|---|---|
+//! | `fully_shard`, `var_map` | making units and parameters | `_fully_shard.py` |
+//! | `module`, `settings` | `FsdpModule`: calls, backward, setters | `FSDPModule` |
+//! | `param`, `gradient`, `offload` | one parameter | `_fsdp_param.py` |
+//! | `param_group` | the parameters of one unit | `_fsdp_param_group.py` |
+//! | `collectives` | all-gather and reduction of a unit | `_fsdp_collectives.py` |
+//! | `schedule`, `order`, `hooks` | when a unit communicates | `_fsdp_state.py` |
+//! | `policy`, `comm` | policies, collectives of the user | `_fsdp_api.py` |
+//!
+//! [Note: Life of a parameter]
+//!
+//! 1. A layer asks its builder for a tensor. [`ShardedVarMap`] allocates this rank's shard, a `Var` that the optimizer
+//!    owns. The shard is not a node of Candle's graph: it may be on the host while layers compute on a device, and a
+//!    graph is on one device.
+//! 2. The layer holds the *full* tensor: an operation's result of the full shape without memory. Unsharding swaps
+//!    memory into it, and resharding takes the memory out (`storage::swap`). Views share the storage, so the graph that
+//!    forward made sees the memory that backward swaps in.
+//! 3. While a parameter is sharded, its storage has the dtype F4, which no kernel accepts. A use of a sharded parameter
+//!    is an error, never a read of freed memory. Layers of `nn` name the parameter; `FsdpModule` explains Candle's
+//!    message for other layers.
+//! 4. In backward, each use adds to the gradient's buffer. The anchor's backward reports that the gradient is complete:
+//!    the full values are freed, and the unit's last anchor starts the reduction.
+//! 5. The gradient passes the stages of [`gradient::Stage`]: accumulated, unreduced (no synchronisation), partly
+//!    reduced (over shards, not replicas), reduced. Gradients accumulate within a stage. `backward` hands out reduced
+//!    gradients under the shards' ids, for any optimizer. A rank with an empty shard stores a mark under the anchor's
+//!    id instead, since Candle's optimizers fail on tensors without elements.
+//!
+//! [Note: Why a scalar anchors the graph]
+//!
+//! A parameter is three nodes: `leaf -> anchor -> full`. The leaf is a scalar variable, which makes the others a graph.
+//! The anchor is a scalar whose backward runs once, after every use of the parameter. If `full` itself reported,
+//! Candle's backward would allocate a zeroed tensor and a sum for every gradient that an operation returns: three times
+//! the weight. The layers of `nn` therefore take the anchor as their graph argument. They add their gradient to the
+//! parameter's buffer, by a matrix product that accumulates there, and only scalars pass through Candle's store.
+//! Candle's own layers use `full`.
+//!
+//! A unit that runs several times before a backward gets further anchors on top of the first, one for each pass. Their
+//! backward reports the end of the pass.
+//!
+//! [Note: Units by name]
+//!
+//! Nobody calls a unit by name ([`shard`]), so it has no hooks at its boundary. Its layers run pre-use hooks instead,
+//! in forward and in backward: the first use unshards the unit and prefetches the next one, by the same state machine.
+//! A parameter whose layer runs no such hook is unmanaged, and stays in the enclosing unit.
+//!
+//! [Note: Bound on memory]
+//!
+//! - A gradient buffer exists from the first use of a parameter in backward to its reduce-scatter. A full parameter
+//!   exists from its unit's pre-forward or pre-backward hook to the end of that forward, or to the anchor's backward.
+//! - A collective takes its outputs from the pool when it starts, not when it is issued, and returns its inputs as soon
+//!   as they are read. A queue of reduce-scatter, all-gather, reduce-scatter needs no more than the largest of them.
+//! - The pool and the buffers taken from it never exceed the largest amount that was taken at once.
+//! - Hence the bound that `tests/it/memory.rs` asserts: the parameters of two units and the gradients of one, on top of
+//!   the shards.
+//! - Values that a forward unsharded and no backward freed are dropped when the next root forward begins, since an
+//!   optimizer may have stepped.
+//!
+//! [Note: Threads and waits]
+//!
+//! - Hooks run on the thread that computes, which waits for collectives. The process groups' threads never wait for it.
+//! - One thread at a time unshards or reshards a unit, and waits for others with the groups' timeout (`UnshardLock`).
+//! - No mutex is locked while a collective is waited for, or while the user's code runs (custom collectives,
+//!   extensions, allocators, initializers). Locks are taken in the order units, settings, order.
+//! - Units issue collectives in an order that follows from the graph and from counts, never from time. `order` decides
+//!   it, and its notes say why it is the same on every rank.
+//! - Everything between `backward` and the next forward can be dropped: `reset_iter_state` waits for pending
+//!   collectives.
 
-mod build;
+mod collectives;
 mod comm;
-mod control;
-mod graph;
+mod fully_shard;
+mod gradient;
+mod hooks;
 mod module;
+mod offload;
+mod order;
+mod parallelize;
+mod param;
+mod param_group;
 mod policy;
-mod step;
-mod unit;
+mod schedule;
+mod settings;
+mod var_map;
 
-pub use build::{
-    ExtensionFn, FullyShard, ShardPlacement, ShardPlacementFn, ShardedVarMap, fully_shard, parallelize, shard,
-};
 pub use comm::{AllGather, AllReduceHook, ReduceScatter};
-pub use control::{FinalizeHandle, Unit, UnshardHandle};
-pub(crate) use graph::without_reports;
-pub use module::FsdpModule;
+pub use fully_shard::{ExtensionFn, FullyShard, ShardPlacement, ShardPlacementFn, fully_shard, shard};
+pub(crate) use hooks::without_reports;
+pub use module::{FinalizeHandle, FsdpModule, Unit, UnshardHandle};
+pub use parallelize::parallelize;
+pub use param::FsdpParam;
+pub(crate) use param_group::{ParamGroup, UnitPath};
 pub use policy::{MixedPrecisionPolicy, NamePredicate, OffloadPolicy, Recurse, ReshardAfterForward};
-pub(crate) use step::Schedule;
-pub use unit::FsdpParam;
-pub(crate) use unit::{ParamGroup, UnitPath};
+pub(crate) use schedule::Schedule;
+pub use var_map::ShardedVarMap;

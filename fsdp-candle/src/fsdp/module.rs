@@ -1,34 +1,34 @@
-//! A module whose parameters are one unit: its forward runs between the hooks.
+//! A module under `fully_shard`: its calls, its backward, and its control by hand. `settings` has its setters.
 
 use std::sync::Arc;
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Module, Result, Tensor};
 
+use super::hooks;
+use super::param::FsdpParam;
+use super::param_group::ParamGroup;
+use super::schedule::Schedule;
 use crate::autograd::keeps_graph;
 use crate::collectives;
 use crate::diagnostics::{GraphCut, is_freed_storage_error};
-use crate::fsdp::graph;
-use crate::fsdp::step::Schedule;
-use crate::fsdp::unit::{FsdpParam, ParamGroup};
 use crate::tensors::Tensors;
 
-/// A module under `fully_shard`. Calling it gathers its parameters, runs it and frees them again.
+/// A module under `fully_shard`. Calling it unshards its parameters, runs it and reshards them.
 ///
-/// A module with Candle's ordinary signature is called by [`Module::forward`]; one with any other by
-/// [`FsdpModule::call`], which runs a closure on it.
+/// [`Module::forward`] calls a module with Candle's ordinary signature. [`FsdpModule::call`] runs a closure on a module
+/// with any other signature.
 ///
-/// A clone is the same unit, as the clones of Candle's layers share their tensors: its calls gather the same
-/// parameters, and gradients of all clones add up.
+/// A clone is the same unit, as clones of Candle's layers share their tensors. Its calls unshard the same parameters,
+/// and the gradients of all clones add up.
 #[derive(Clone)]
 pub struct FsdpModule<M> {
     inner: M,
-    group: Arc<ParamGroup>,
-    schedule: Arc<Schedule>,
-    /// How many modules make up the unit; each of them is called by itself.
+    pub(crate) group: Arc<ParamGroup>,
+    pub(crate) schedule: Arc<Schedule>,
+    /// Number of modules of the unit, which are called one by one.
     parts: usize,
-    /// The parameters that would be in units by name if their uses showed.
-    raw: Arc<[Arc<FsdpParam>]>,
+    unmanaged: Arc<[Arc<FsdpParam>]>,
 }
 
 impl<M: std::fmt::Debug> std::fmt::Debug for FsdpModule<M> {
@@ -42,8 +42,8 @@ impl<M: std::fmt::Debug> std::fmt::Debug for FsdpModule<M> {
 }
 
 impl<A, B> FsdpModule<(A, B)> {
-    /// Two modules of one unit, to be called apart inside the forward of another: a norm and a head, say. The unit is
-    /// resharded after both have run.
+    /// Splits a unit into its two modules, which are called one by one inside the forward of another unit: a norm and a
+    /// head, for example. The unit is resharded after both have run.
     ///
     /// ```
     /// # use candle_core::{DType, Module, Tensor};
@@ -67,33 +67,43 @@ impl<A, B> FsdpModule<(A, B)> {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn into_parts(self) -> (FsdpModule<A>, FsdpModule<B>) {
-        let FsdpModule { inner: (a, b), group, schedule, parts, raw } = self;
-        group.take_apart();
+        let FsdpModule { inner: (a, b), group, schedule, parts, unmanaged } = self;
+        group.split_into_modules();
         let parts = parts + 1;
-        (
-            FsdpModule { inner: a, group: group.clone(), schedule: schedule.clone(), parts, raw: raw.clone() },
-            FsdpModule { inner: b, group, schedule, parts, raw },
-        )
+        let b = FsdpModule {
+            inner: b,
+            group: group.clone(),
+            schedule: schedule.clone(),
+            parts,
+            unmanaged: unmanaged.clone(),
+        };
+        (FsdpModule { inner: a, group, schedule, parts, unmanaged }, b)
     }
 }
 
 impl<M> FsdpModule<M> {
-    pub(crate) fn new(inner: M, group: Arc<ParamGroup>, schedule: Arc<Schedule>, raw: Vec<Arc<FsdpParam>>) -> Self {
-        FsdpModule { inner, group, schedule, parts: 1, raw: raw.into() }
+    pub(super) fn new(
+        inner: M,
+        group: Arc<ParamGroup>,
+        schedule: Arc<Schedule>,
+        unmanaged: Vec<Arc<FsdpParam>>,
+    ) -> Self {
+        FsdpModule { inner, group, schedule, parts: 1, unmanaged: unmanaged.into() }
     }
 
-    /// The module itself. Calling its forward goes past the hooks, and so meets parameters that are not there.
+    /// Returns the module itself. Calling its forward bypasses the hooks, so its parameters are not unsharded.
     pub fn inner(&self) -> &M {
         &self.inner
     }
 
-    /// The module itself, to change what is no parameter: to clear a cache, say.
+    /// Returns the module itself, to change anything except parameters: to clear a cache, for example.
     pub fn inner_mut(&mut self) -> &mut M {
         &mut self.inner
     }
 
-    /// The parameters of this unit that patterns of [`FullyShard::units`](crate::FullyShard::units) match and no layer
-    /// of [`nn`](crate::nn) holds: nobody tells of their uses, so they are gathered as long as this unit is.
+    /// Returns the parameters of this unit that patterns of [`FullyShard::units`](crate::FullyShard::units) match and
+    /// that no layer of [`nn`](crate::nn) holds. Nothing reports their uses, so they are unsharded as long as this unit
+    /// is.
     ///
     /// ```
     /// # use candle_core::{DType, Module, Tensor};
@@ -105,30 +115,30 @@ impl<M> FsdpModule<M> {
     ///     let vb = vb.pp("layer");
     ///     Ok((nn::linear_no_bias(4, 2, vb.clone())?, vb.get(2, "scale")?)) // multiplied by hand
     /// })?;
-    /// assert_eq!(model.raw_parameters()[0].name(), "layer.scale");
+    /// assert_eq!(model.unmanaged_parameters()[0].name(), "layer.scale");
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    pub fn raw_parameters(&self) -> &[Arc<FsdpParam>] {
-        &self.raw
+    pub fn unmanaged_parameters(&self) -> &[Arc<FsdpParam>] {
+        &self.unmanaged
     }
 
-    /// The parameters of this unit: those of the module less those of units inside it.
+    /// Returns the parameters of this unit. Units inside the module own the others.
     pub fn params(&self) -> &[Arc<FsdpParam>] {
         self.group.params()
     }
 
-    /// The unit's path in the model, `(root)` for the root.
+    /// Returns the unit's path in the model, `(root)` for the root.
     pub fn name(&self) -> &str {
         self.group.name()
     }
 
-    /// Runs `forward` on the module with its parameters gathered: for modules of any signature. Inputs are as the
-    /// closure captures them: they are not cast, and frozen parameters stay gathered until backward ends.
-    /// [`FsdpModule::call_with`] does better.
+    /// Runs `forward` on the module with its parameters unsharded, for modules of any signature. Inputs that the
+    /// closure captures are not cast, and frozen parameters stay unsharded until backward ends.
+    /// [`FsdpModule::call_with`] does both.
     ///
     /// # Errors
-    /// Those of `forward`, and of the collectives. An error that all ranks meet at the same point leaves the model
-    /// ready for the next call; after one of a single rank the ranks stand at different collectives: end the job.
+    /// Those of `forward`, and of the collectives. After an error that all ranks get at the same point, the model is
+    /// ready for the next call. After an error of a single rank, the ranks are at different collectives: end the job.
     ///
     /// ```
     /// # use candle_core::{DType, Device, Tensor, Result};
@@ -152,7 +162,7 @@ impl<M> FsdpModule<M> {
         Ok(self.hooks().run(vec![], || forward(&self.inner))?.0)
     }
 
-    /// As [`FsdpModule::call`], for modules whose forward changes them: those with a cache of keys and values, say.
+    /// As [`FsdpModule::call`], for modules whose forward changes them: a cache of keys and values, for example.
     ///
     /// ```
     /// # use candle_core::{DType, Module, Tensor, Result};
@@ -186,7 +196,7 @@ impl<M> FsdpModule<M> {
         Hooks { group: &self.group, schedule: &self.schedule, parts: self.parts }
     }
 
-    /// As [`FsdpModule::call`], with inputs that are cast to the unit's `param_dtype` where its policy says so.
+    /// As [`FsdpModule::call`], with inputs that are cast to the unit's `param_dtype` if its policy says so.
     ///
     /// # Errors
     /// As [`FsdpModule::call`].
@@ -212,96 +222,85 @@ impl<M> FsdpModule<M> {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn call_with<I: Tensors, O: Tensors>(&self, inputs: I, forward: impl FnOnce(&M, I) -> Result<O>) -> Result<O> {
-        let policy = self.group.mp_policy();
+        let policy = &self.group.mp_policy;
         let inputs = match policy.param_dtype {
             Some(dtype) if policy.cast_forward_inputs => cast(inputs, dtype)?,
             _ => inputs,
         };
         if !(self.group.has_frozen() && keeps_graph()) {
-            let (inputs, known) = self.known(inputs)?;
-            return Ok(self.hooks().run(known, || forward(&self.inner, inputs))?.0);
+            let (inputs, watched) = self.watched(inputs)?;
+            return Ok(self.hooks().run(watched, || forward(&self.inner, inputs))?.0);
         }
         let call = self.schedule.frozen_call(&self.group);
-        let inputs = inputs
-            .map_tensors(&mut |tensor| graph::input(&tensor, self.group.id(), self.schedule.listener(), &call))?;
-        let (inputs, known) = self.known(inputs)?;
-        let (outputs, hook) = self.hooks().run(known, || forward(&self.inner, inputs))?;
-        call.ended(hook);
+        let inputs =
+            inputs.map_tensors(&mut |tensor| hooks::post_backward(&tensor, self.group.id(), &self.schedule, &call))?;
+        let (inputs, watched) = self.watched(inputs)?;
+        let (outputs, hook) = self.hooks().run(watched, || forward(&self.inner, inputs))?;
+        call.end(hook);
         Ok(outputs)
     }
 
-    /// The tensors of the inputs, beside them, while the unit is watched.
-    fn known<I: Tensors>(&self, inputs: I) -> Result<(I, Vec<Tensor>)> {
-        let mut known = vec![];
-        if !(keeps_graph() && self.schedule.diagnostics().graph.is_watched(self.group.index())) {
-            return Ok((inputs, known));
+    /// Returns the inputs, and their tensors while diagnostics watch the unit.
+    fn watched<I: Tensors>(&self, inputs: I) -> Result<(I, Vec<Tensor>)> {
+        let mut tensors = vec![];
+        if !(keeps_graph() && self.schedule.diagnostics.graph.is_watched(self.group.index())) {
+            return Ok((inputs, tensors));
         }
         let inputs = inputs.map_tensors(&mut |tensor| {
-            known.push(tensor.clone());
+            tensors.push(tensor.clone());
             Ok(tensor)
         })?;
-        Ok((inputs, known))
+        Ok((inputs, tensors))
     }
 
-    /// Candle's backward with the gradients reduced: averaged over the data-parallel ranks, sharded as the parameters
-    /// are, and filed under the ids of the parameters' [`FsdpParam::var`]. Collective: every rank calls it, on the
-    /// outermost module.
+    /// Runs Candle's backward and reduces the gradients: averaged over the data-parallel ranks, sharded as the
+    /// parameters, and stored under the ids of [`FsdpParam::var`]. Collective: every rank calls it, on the outermost
+    /// module.
     ///
     /// # Errors
-    /// Candle's, and those of the collectives; what they leave is as for [`FsdpModule::call`]. A loss without a graph,
-    /// unless ranks may use different units
-    /// ([`set_reduce_scatter_unused_params`](FsdpModule::set_reduce_scatter_unused_params)). Ranks whose losses have a
-    /// graph fail when this rank leaves, or in its next collective.
+    /// Candle's errors, and those of the collectives; [`FsdpModule::call`] tells the state after them. Fails for a loss
+    /// without a graph, unless ranks may use different units
+    /// ([`set_reduce_scatter_unused_params`](FsdpModule::set_reduce_scatter_unused_params)). The other ranks then fail
+    /// in their next collective, or when this rank exits.
     pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
         self.schedule.backward(loss).map_err(|error| self.explain_backward(error))
     }
 
-    /// The trainable parameters that took part in a forward and got no gradient in its backward, on this rank or any
-    /// other, by name: layers that cut the graph, or unused ones. Those that got a wrong one, since some of their uses
-    /// are before a cut, are in [`FsdpModule::graph_cuts`].
+    /// Returns the names of trainable parameters that took part in a forward and got no gradient in its backward, on
+    /// any rank: a layer cut the graph, or they were unused. [`FsdpModule::graph_cuts`] lists the cuts, before which
+    /// gradients are wrong.
     pub fn parameters_without_gradient(&self) -> Vec<String> {
-        self.schedule.diagnostics().without_gradient()
+        self.schedule.diagnostics.without_gradient()
     }
 
-    /// The trainable parameters that the last backward reached on no rank, by name, unit by unit: experts that nobody
-    /// chose, say. Where ranks use different units
-    /// ([`set_reduce_scatter_unused_params`](FsdpModule::set_reduce_scatter_unused_params)), these have gradients of
-    /// zero.
+    /// Returns the names of trainable parameters that the last backward reached on no rank, unit by unit: experts that
+    /// no token chose, for example. Where ranks use different units
+    /// ([`set_reduce_scatter_unused_params`](FsdpModule::set_reduce_scatter_unused_params)), their gradients are zero.
     pub fn unused_parameters(&self) -> Vec<String> {
-        self.schedule.diagnostics().unused()
+        self.schedule.diagnostics.unused()
     }
 
-    /// Where forward was seen to leave the graph, in the units that have been through a backward: gradients before such
-    /// a place are wrong. Said once on rank 0 as well. [`GraphCut`] says what can be seen.
+    /// Returns the places where forward left the graph, in units that have been through a backward. Gradients before
+    /// such a place are wrong. Rank 0 also logs each place once. [`GraphCut`] describes what can be detected.
     pub fn graph_cuts(&self) -> Vec<GraphCut> {
-        self.schedule.diagnostics().graph.told()
+        self.schedule.diagnostics.graph.told()
     }
 
-    pub(crate) fn group(&self) -> &Arc<ParamGroup> {
-        &self.group
-    }
-
-    pub(crate) fn schedule(&self) -> &Arc<Schedule> {
-        &self.schedule
-    }
-
-    /// Says what Candle's message about the poison means in backward, where no call of a unit is missing.
+    /// Explains Candle's message about F4 in backward, where no call of a unit is missing.
     fn explain_backward(&self, error: candle_core::Error) -> candle_core::Error {
         if !is_freed_storage_error(&error) {
             return error;
         }
         error.context(format!(
-            "FSDP unit `{}`: backward came to parameters that are not gathered (Candle calls their storage F4). Either \
-             the loss's graph has been through \
-             backward, or reset_iter_state forgot it, as a forward or backward that fails does by itself: run forward \
-             again, and call backward on the new loss. \
-             Or a unit has set_unshard_in_backward(false) and was not unsharded by hand",
+            "FSDP unit `{}`: backward came to parameters that are sharded (Candle calls their storage F4). Either the \
+             loss's graph has been through backward, or was dropped by reset_iter_state or a failed step: run forward \
+             again. Or a unit has set_unshard_in_backward(false) and was not unsharded by hand",
             self.name()
         ))
     }
 }
 
-/// What runs around a call of a unit's module.
+/// The hooks around a call of a unit.
 struct Hooks<'a> {
     group: &'a Arc<ParamGroup>,
     schedule: &'a Arc<Schedule>,
@@ -309,30 +308,30 @@ struct Hooks<'a> {
 }
 
 impl Hooks<'_> {
-    /// Runs a forward with those of its inputs that are known. Tells as well whether the backward of the outputs
-    /// gathers the unit.
+    /// Runs a forward. `inputs` are its watched inputs. Also returns whether the backward of the outputs unshards the
+    /// unit.
     fn run<O: Tensors>(&self, inputs: Vec<Tensor>, forward: impl FnOnce() -> Result<O>) -> Result<(O, bool)> {
         let mut guard = self.schedule.pre_forward(self.group)?;
         let watch = match keeps_graph() {
-            true => self.schedule.diagnostics().graph.begin(self.group, inputs)?,
+            true => self.schedule.diagnostics.graph.begin(self.group, inputs)?,
             false => None,
         };
         let span = tracing::debug_span!("forward", unit = self.group.name());
-        let told = fsdp_core::heartbeat::span("forward", self.group.name());
+        let heartbeat = fsdp_core::heartbeat::span("forward", self.group.name());
         let outputs = collectives::scope(|| span.in_scope(forward)).map_err(|error| self.explain(error))?;
-        drop(told);
+        drop(heartbeat);
         let outputs = match watch {
             Some(watch) => watch.end(outputs)?,
             None => outputs,
         };
-        let outputs = match self.group.mp_policy().output_dtype {
+        let outputs = match self.group.mp_policy.output_dtype {
             Some(dtype) => cast(outputs, dtype)?,
             None => outputs,
         };
         let hook = self.schedule.post_forward(self.group, &mut guard, self.parts)?;
         let outputs = match (hook, keeps_graph()) {
             (true, _) => outputs.map_tensors(&mut |tensor| {
-                graph::output(&tensor, self.group.id(), guard.pass(), self.schedule.listener())
+                hooks::pre_backward(&tensor, self.group.id(), guard.forward.pass, self.schedule)
             })?,
             (false, true) => outputs,
             (false, false) => outputs.map_tensors(&mut |tensor| Ok(tensor.detach()))?,
@@ -340,27 +339,21 @@ impl Hooks<'_> {
         Ok((outputs, hook))
     }
 
-    /// Says what Candle's message about the poison means.
+    /// Explains Candle's message about F4.
     fn explain(&self, error: candle_core::Error) -> candle_core::Error {
         if !is_freed_storage_error(&error) {
             return error;
         }
-        let sharded: Vec<String> = self
-            .schedule
-            .units()
-            .iter()
-            .filter(|group| !group.is_unsharded())
-            .map(|group| format!("`{}`", group.name()))
-            .collect();
+        let units = self.schedule.units();
+        let sharded = units.iter().filter(|group| !group.is_unsharded());
+        let sharded: Vec<String> = sharded.map(|group| format!("`{}`", group.name())).collect();
         if sharded.is_empty() {
             return error; // a norm's weight of another dtype than its input
         }
         error.context(format!(
-            "FSDP unit `{}`: a sharded parameter was used (Candle calls its storage F4, and its norms name their \
-             input's \
-             dtype alone) outside the forward of the unit that owns it, or by a layer that computes on its weights \
-             while it is built. It belongs to one of the units that are not gathered here: {}. Call that unit through \
-             its FsdpModule (`forward` or `call`), or `unshard()` it first",
+            "FSDP unit `{}`: a sharded parameter was used (Candle calls its storage F4) outside the forward of the \
+             unit that owns it, or by a layer that computes on its weights while it is built. These units are not gathered \
+             here: {}. Call the unit through its FsdpModule (`forward` or `call`), or `unshard()` it first",
             self.group.name(),
             sharded.join(", ")
         ))
@@ -374,5 +367,178 @@ fn cast<T: Tensors>(tensors: T, dtype: DType) -> Result<T> {
 impl<M: Module> Module for FsdpModule<M> {
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         self.call_with(xs.clone(), |inner, xs| inner.forward(&xs))
+    }
+}
+
+/// A unit, for prefetch lists. Units by name have no other handle.
+#[derive(Clone)]
+pub struct Unit(pub(super) Arc<ParamGroup>);
+
+impl Unit {
+    /// Returns the unit's path in the model, `(root)` for the root.
+    pub fn name(&self) -> &str {
+        self.0.name()
+    }
+
+    /// Returns the unit's parameters.
+    pub fn params(&self) -> &[Arc<FsdpParam>] {
+        self.0.params()
+    }
+
+    /// Returns the unit's position in the order in which units were made.
+    pub(crate) fn index(&self) -> usize {
+        self.0.index()
+    }
+}
+
+impl std::fmt::Debug for Unit {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Unit({})", self.name())
+    }
+}
+
+/// A pending unshard.
+#[must_use = "the parameters are unsharded when wait() returns, or when the unit's forward begins"]
+pub struct UnshardHandle(Arc<ParamGroup>);
+
+impl UnshardHandle {
+    /// Waits until the parameters are unsharded. A forward that begins earlier waits for them, too.
+    ///
+    /// # Errors
+    /// Those of the all-gather.
+    pub fn wait(self) -> Result<()> {
+        self.0.unshard()
+    }
+}
+
+/// A pending finalization of a backward.
+#[must_use = "wait() stores the gradients"]
+pub struct FinalizeHandle(Arc<Schedule>);
+
+impl FinalizeHandle {
+    /// Waits for the reductions and stores the sharded gradients in `grads`.
+    ///
+    /// # Errors
+    /// Those of the collectives.
+    pub fn wait(self, grads: &mut GradStore) -> Result<()> {
+        self.0.finalize_backward(grads)
+    }
+}
+
+/// Control by hand.
+impl<M> FsdpModule<M> {
+    /// Returns the unit, for prefetch lists.
+    pub fn unit(&self) -> Unit {
+        Unit(self.group.clone())
+    }
+
+    /// Returns this unit and the units inside it, in the order in which they were made, with units by name
+    /// ([`shard`](crate::shard)).
+    pub fn units(&self) -> Vec<Unit> {
+        let units = self.schedule.units().into_iter();
+        units.filter(|unit| self.group.path().contains(unit.path())).map(Unit).collect()
+    }
+
+    /// Unshards the unit's parameters until [`FsdpModule::reshard`], the next forward that reshards them, or backward.
+    /// Not recursive. Collective.
+    ///
+    /// # Errors
+    /// Those of the all-gather.
+    pub fn unshard(&self) -> Result<()> {
+        self.group.unshard()
+    }
+
+    /// As [`FsdpModule::unshard`], without waiting: PyTorch's `unshard(async_op=True)`.
+    ///
+    /// # Errors
+    /// Fails if the all-gather cannot be issued.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Module, Tensor};
+    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+    /// # let world = World::single()?;
+    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+    /// # let opts = FullyShard::new(&vars);
+    /// # let model = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
+    /// # let weight = vars.params()[0].var().clone();
+    /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+    /// let handle = model.unshard_async()?;
+    /// // What the gather can overlap with: loading a batch, say.
+    /// handle.wait()?;
+    /// assert!(model.params().iter().all(|param| param.is_unsharded()));
+    /// model.inner().forward(&x)?; // past the hooks: the parameters are there
+    /// model.reshard()?;
+    /// assert!(model.inner().forward(&x).is_err());
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn unshard_async(&self) -> Result<UnshardHandle> {
+        self.group.start_unshard()?;
+        Ok(UnshardHandle(self.group.clone()))
+    }
+
+    /// Frees the unit's full parameters. Not recursive.
+    ///
+    /// # Errors
+    /// Candle's errors.
+    pub fn reshard(&self) -> Result<()> {
+        self.schedule.reshard(&self.group)
+    }
+
+    /// Prepares the whole model for a new iteration after an incomplete one: waits for pending collectives, drops
+    /// gradients, and reshards parameters. Gradients that accumulated without synchronisation are lost.
+    ///
+    /// The model does this after an error of a forward or backward. Call it if an iteration ends in another way:
+    /// between a forward and its backward, for example. Every rank must call it at the same point of the program.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Module, Tensor};
+    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+    /// # let world = World::single()?;
+    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+    /// # let opts = FullyShard::new(&vars);
+    /// # let model = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
+    /// # let weight = vars.params()[0].var().clone();
+    /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+    /// let _loss = model.forward(&x)?.sum_all()?; // not a number, say: no backward for it
+    /// model.reset_iter_state();
+    /// assert!(model.params().iter().all(|param| !param.is_unsharded()));
+    /// model.backward(&model.forward(&x)?.sum_all()?)?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn reset_iter_state(&self) {
+        self.schedule.reset();
+    }
+
+    /// Waits for the reductions and stores the sharded gradients in `grads`. Collective.
+    ///
+    /// # Errors
+    /// Those of the collectives.
+    pub fn finalize_backward(&self, grads: &mut GradStore) -> Result<()> {
+        self.schedule.finalize_backward(grads)
+    }
+
+    /// As [`FsdpModule::finalize_backward`], without waiting: PyTorch's `finalize_backward(async_op=True)`. The
+    /// reductions run meanwhile.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Module, Tensor};
+    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+    /// # let world = World::single()?;
+    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+    /// # let opts = FullyShard::new(&vars);
+    /// # let model = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
+    /// # let weight = vars.params()[0].var().clone();
+    /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+    /// model.set_manual_backward_finalization(true);
+    /// let mut grads = model.backward(&model.forward(&x)?.sum_all()?)?;
+    /// assert!(grads.get(&weight).is_none());
+    /// let handle = model.finalize_backward_async();
+    /// // Work that needs no gradients of this model goes here; `finalize_backward(&mut grads)` is both at once.
+    /// handle.wait(&mut grads)?;
+    /// assert!(grads.get(&weight).is_some());
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn finalize_backward_async(&self) -> FinalizeHandle {
+        FinalizeHandle(self.schedule.clone())
     }
 }

@@ -1,11 +1,11 @@
-//! How a unit computes and communicates: the policies of `fully_shard`.
+//! The policies of `fully_shard`: how a unit computes and communicates.
 
 use std::sync::Arc;
 
 use candle_core::{DType, Device};
 
-/// The dtypes of a unit, as in PyTorch's `MixedPrecisionPolicy`. Shards, sharded gradients and optimizer state keep the
-/// dtype that the model was built in.
+/// The dtypes of a unit: PyTorch's `MixedPrecisionPolicy`. Shards, sharded gradients and optimizer state keep the dtype
+/// in which the model was built.
 ///
 /// ```
 /// # use candle_core::{DType, Module, Tensor};
@@ -14,7 +14,7 @@ use candle_core::{DType, Device};
 /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
 /// use fsdp_candle::MixedPrecisionPolicy;
 ///
-/// // Compute in bf16, reduce in f32, and leave the norm in f32 altogether.
+/// // Compute in bf16, reduce in f32, and keep the norm in f32.
 /// let policy = MixedPrecisionPolicy {
 ///     param_dtype: Some(DType::BF16),
 ///     reduce_dtype: Some(DType::F32),
@@ -36,20 +36,20 @@ use candle_core::{DType, Device};
 /// ```
 #[derive(Clone)]
 pub struct MixedPrecisionPolicy {
-    /// The dtype of unsharded parameters, and so of the all-gather and of compute. Unset: the parameters' own.
+    /// Dtype of unsharded parameters, and so of the all-gather and of compute; `None` for the parameters' own.
     pub param_dtype: Option<DType>,
-    /// The dtype of gradient reduction, and of gradients that wait for one. Unset: the parameters' own (as in PyTorch
+    /// Dtype of gradient reduction, and of gradients that wait for one; `None` for the parameters' own (as in PyTorch
     /// since 2.15).
     pub reduce_dtype: Option<DType>,
-    /// The dtype that the unit's floating point outputs are cast to. Unset: as they are.
+    /// Dtype that the unit's floating point outputs are cast to; `None` for no cast.
     pub output_dtype: Option<DType>,
     /// Whether floating point inputs are cast to `param_dtype`.
     pub cast_forward_inputs: bool,
-    /// Decides by FQN which parameters keep their own dtype (`true`) instead of `param_dtype`. Unset: none.
+    /// Returns, by FQN, whether a parameter keeps its own dtype instead of `param_dtype`.
     pub keep_dtype_fn: Option<NamePredicate>,
 }
 
-/// A choice of parameters by their FQN.
+/// Selects parameters by their FQN.
 pub type NamePredicate = Arc<dyn Fn(&str) -> bool + Send + Sync>;
 
 impl Default for MixedPrecisionPolicy {
@@ -65,7 +65,7 @@ impl Default for MixedPrecisionPolicy {
 }
 
 impl MixedPrecisionPolicy {
-    /// The dtype that the parameter called `name` computes in, if not its own.
+    /// Returns the dtype that the parameter called `name` computes in, if it is not its own.
     pub(crate) fn param_dtype_of(&self, name: &str) -> Option<DType> {
         self.param_dtype.filter(|_| !self.keep_dtype_fn.as_ref().is_some_and(|keep| keep(name)))
     }
@@ -82,16 +82,16 @@ impl std::fmt::Debug for MixedPrecisionPolicy {
     }
 }
 
-/// Which units a setting reaches: PyTorch's `recurse`, which is true unless it is passed.
+/// Units that a setting applies to: PyTorch's `recurse`, whose default there is true.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Recurse {
-    /// This unit and those inside it.
+    /// This unit and the units inside it.
     Yes,
-    /// This unit alone.
+    /// Only this unit.
     No,
 }
 
-/// What a unit does with its unsharded parameters between forward and backward.
+/// Treatment of a unit's unsharded parameters between forward and backward.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ReshardAfterForward {
     /// Frees them, but keeps the root's, which backward needs at once. PyTorch's `None`.
@@ -101,27 +101,27 @@ pub enum ReshardAfterForward {
     Always,
     /// Keeps them until backward is done with them (ZeRO-2). PyTorch's `False`.
     Never,
-    /// Keeps the part that each of so many neighbouring ranks needs to hold for backward to gather over them alone.
-    /// PyTorch's integer: a divisor of the number of shard ranks, neither 1 nor that number.
+    /// Keeps a part on each rank, so that backward gathers over this many neighbouring ranks only. PyTorch's integer: a
+    /// divisor of the number of shard ranks, neither 1 nor that number.
     To(usize),
 }
 
-/// Where shards, gradients and optimizer state live between steps.
+/// Where shards, gradients and optimizer state are stored between steps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OffloadPolicy {
     /// On the device that computes.
     #[default]
     None,
-    /// On the CPU; shards go to the device before the all-gather, reduced gradients come back. On a CPU device nothing
-    /// has to move.
+    /// On the CPU. Shards are copied to the device before the all-gather, and reduced gradients are copied back. A CPU
+    /// device needs no copies.
     Cpu {
-        /// Whether the CPU memory is page-locked, so that copies overlap with compute.
+        /// Whether CPU memory is page-locked, so that copies overlap with compute.
         pin_memory: bool,
     },
 }
 
 impl OffloadPolicy {
-    /// The device of shards that are computed with on `device`.
+    /// Returns the device that stores shards whose layers compute on `device`.
     pub(crate) fn home(self, device: &Device) -> &Device {
         match self {
             OffloadPolicy::None => device,

@@ -1,32 +1,33 @@
-//! Floats as 8-bit codes with a scale for each block of them.
+//! Floats as 8-bit codes, with a scale for each block of values.
 
 use std::sync::LazyLock;
 
-/// What a code is.
+/// The meaning of a code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum EightBits {
-    /// A whole number from -127 to 127; a block's scale is its largest magnitude / 127.
+    /// An integer from -127 to 127. A block's scale is its largest magnitude / 127.
     Int8,
-    /// A float of 4 bits of exponent and 3 of mantissa; a block's scale is its largest magnitude / 448.
+    /// A float with 4 bits of exponent and 3 of mantissa. A block's scale is its largest magnitude / 448.
     E4M3,
-    /// A sign, and one of 128 magnitudes over six decades ([`SIGNED`]); a block's scale is its largest magnitude.
+    /// A sign, and one of 128 magnitudes over six decades ([`SIGNED`]). A block's scale is its largest magnitude.
     Signed,
-    /// One of 256 magnitudes over seven decades ([`UNSIGNED`]); a block's scale is its largest magnitude. Values are
-    /// not negative.
+    /// One of 256 magnitudes over seven decades ([`UNSIGNED`]), for values that are not negative. A block's scale is
+    /// its largest magnitude.
     Unsigned,
 }
 
-/// How many values of an optimizer's state share a scale.
+/// Number of values of an optimizer's state that share a scale.
 pub(crate) const STATE_BLOCK: usize = 256;
 
 /// Magnitudes from 0 to 1, in order: the dynamic quantisation of Dettmers et al., "8-bit Optimizers via Block-wise
-/// Quantization" (arXiv:2110.02861). Each decade has twice as many as the one below, from 10^-7 on.
+/// Quantization" (arXiv:2110.02861). From 10^-7 on, each decade has twice as many magnitudes as the one below.
 pub(crate) struct Magnitudes {
-    /// What codes stand for.
+    /// Magnitude of each code.
     pub(crate) values: Vec<f32>,
-    /// Between each and the next.
+    /// Middle between each magnitude and the next.
     pub(crate) middles: Vec<f32>,
-    /// The code of the least number of each bucket, numbers whose bits of exponent and upper mantissa are the same.
+    /// Code of the smallest number of each bucket. The numbers of a bucket have the same exponent and upper mantissa
+    /// bits.
     first: Vec<u8>,
 }
 
@@ -35,15 +36,15 @@ pub(crate) static SIGNED: LazyLock<Magnitudes> = LazyLock::new(|| Magnitudes::ne
 /// 256 magnitudes from 3e-7.
 pub(crate) static UNSIGNED: LazyLock<Magnitudes> = LazyLock::new(|| Magnitudes::new(0));
 
-/// The upper 16 bits of 2^-24, below which all is 0, and of 1.
+/// The upper 16 bits of 2^-24, below which every code is 0, and of 1.
 const LOWEST: u32 = 0x3380;
 const HIGHEST: u32 = 0x3f80;
 
-/// The largest numbers of the decades.
+/// Largest number of each decade.
 const UNITS: [f64; 7] = [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.];
 
 impl Magnitudes {
-    /// Those of decades, the first of which has two.
+    /// Returns the magnitudes of the decades from `first` on. The first decade has two.
     fn new(first: usize) -> Self {
         let mut values = vec![0f32];
         for (decade, unit) in UNITS[first..].iter().enumerate() {
@@ -59,7 +60,8 @@ impl Magnitudes {
         Magnitudes { values, middles, first }
     }
 
-    /// The code of the nearest to a number of 0 to 1. What is above has the code of 1, what is no number that of 0.
+    /// Returns the code of the magnitude nearest to a number from 0 to 1. Greater numbers have the code of 1, and NaN
+    /// the code of 0.
     #[inline(always)]
     pub(crate) fn code(&self, number: f32) -> u8 {
         let bucket = (number.to_bits() >> 16).clamp(LOWEST, HIGHEST) - LOWEST;
@@ -76,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_number_gets_the_nearest_magnitude() {
+    fn encodes_the_nearest_magnitude() {
         for (magnitudes, count) in [(&*SIGNED, 128), (&*UNSIGNED, 256)] {
             assert_eq!((magnitudes.values.len(), magnitudes.middles.len()), (count, count - 1));
             assert!(magnitudes.values.windows(2).all(|pair| pair[0] < pair[1]));

@@ -1,4 +1,4 @@
-//! Elements in a row of a device's memory, of a tensor's or a buffer's: what kernels work on.
+//! Contiguous elements of a tensor's or a buffer's memory on a device: the arguments of kernels.
 
 use std::ops::Range;
 
@@ -7,22 +7,22 @@ use candle_core::{Result, bail};
 use fsdp_core::device::cuda::CudaView;
 use fsdp_core::{Buffer, DType, View};
 
-/// Elements to be read.
+/// Elements to read.
 #[derive(Clone, Copy)]
 pub(crate) struct Slice<'a> {
     dtype: DType,
     view: View<'a>,
 }
 
-/// Elements to be written.
+/// Elements to write.
 pub(crate) struct SliceMut<'a> {
     dtype: DType,
     view: ViewMut<'a>,
 }
 
-/// Memory of a device to be written, as [`View`] is to be read.
+/// Memory of a device to write, as [`View`] is memory to read.
 pub(crate) enum ViewMut<'a> {
-    /// The bytes, in native order.
+    /// Bytes in host memory, in native order.
     Host(&'a mut [u8]),
     /// Bytes on a CUDA device.
     #[cfg(feature = "cuda")]
@@ -38,7 +38,7 @@ impl<'a> Slice<'a> {
         self.dtype
     }
 
-    /// The number of elements; none in memory of a device that this build does not know.
+    /// Returns the number of elements, or 0 in memory of a device that this build does not support.
     pub(crate) fn len(&self) -> usize {
         match self.view {
             View::Host(memory) => memory.len() / self.dtype.size(),
@@ -52,7 +52,7 @@ impl<'a> Slice<'a> {
         self.view
     }
 
-    /// The elements in a range.
+    /// Returns the elements in a range.
     pub(crate) fn range(self, elements: Range<usize>) -> Result<Self> {
         let view = match self.view {
             View::Host(memory) => memory.get(bytes(self.dtype, &elements)).map(View::Host),
@@ -62,7 +62,7 @@ impl<'a> Slice<'a> {
         };
         match view {
             Some(view) => Ok(Slice { view, ..self }),
-            None => bail!("there are no elements {elements:?} in this memory"),
+            None => bail!("elements {elements:?} are outside of this memory"),
         }
     }
 }
@@ -76,7 +76,7 @@ impl<'a> SliceMut<'a> {
         self.dtype
     }
 
-    /// The number of elements.
+    /// Returns the number of elements.
     pub(crate) fn len(&self) -> usize {
         match &self.view {
             ViewMut::Host(memory) => memory.len() / self.dtype.size(),
@@ -89,7 +89,7 @@ impl<'a> SliceMut<'a> {
         self.view
     }
 
-    /// The elements in a range.
+    /// Returns the elements in a range.
     pub(crate) fn range(self, elements: Range<usize>) -> Result<Self> {
         let view = match self.view {
             ViewMut::Host(memory) => memory.get_mut(bytes(self.dtype, &elements)).map(ViewMut::Host),
@@ -98,12 +98,12 @@ impl<'a> SliceMut<'a> {
         };
         match view {
             Some(view) => Ok(SliceMut { view, ..self }),
-            None => bail!("there are no elements {elements:?} in this memory"),
+            None => bail!("elements {elements:?} are outside of this memory"),
         }
     }
 }
 
-/// Saturating: a range that is no range is refused, not wrapped.
+/// Converts elements to bytes. It saturates, so that an invalid range is refused and does not wrap.
 fn bytes(dtype: DType, elements: &Range<usize>) -> Range<usize> {
     elements.start.saturating_mul(dtype.size())..elements.end.saturating_mul(dtype.size())
 }

@@ -1,46 +1,41 @@
-//! Each kernel against a plain computation in f64, for every float, also of no elements and in the middle of memory.
-
-mod optimizers;
+//! Compares each kernel with a plain computation in f64, for every float dtype, also for no elements and in the middle
+//! of a buffer.
 
 use std::cell::Cell;
 
-use candle_core::Device;
+use candle_core::{Device, DeviceLocation};
 use fsdp_core::{Buffer, DType, View};
 
-#[cfg(feature = "cuda")]
-use super::choice::of_device;
-use super::choice::or_host;
-use super::eight_bits::EightBits;
-use super::norm::NormType;
-use super::set::{Kernels, Rows};
-use super::slice::{Slice, SliceMut};
-use super::update::{AdamUpdate, SgdUpdate};
+use super::{
+    AdamUpdate, EightBits, Kernels, NormType, Rows, STATE_BLOCK, SgdUpdate, Slice, SliceMut, id_of, of, of_device,
+    of_device_or_cpu,
+};
 
 const FLOATS: [DType; 4] = [DType::F32, DType::F64, DType::BF16, DType::F16];
-/// None, fewer than a run, not a multiple of one, and more than a chunk of the norm's.
+/// No elements, fewer than a run, not a multiple of a run, and more than a chunk of the norm.
 const LENGTHS: [usize; 4] = [0, 3, 37, 600];
 
 thread_local! {
-    static ON: Cell<&'static dyn Kernels> = Cell::new(or_host(&Device::Cpu));
+    static ON: Cell<&'static dyn Kernels> = Cell::new(of_device_or_cpu(&Device::Cpu));
 }
 
-/// Those of the device that a test is at.
+/// Returns the kernels of the tested device.
 fn kernels() -> &'static dyn Kernels {
     ON.get()
 }
 
-/// Runs a test on the host, and on a CUDA device where there is one.
+/// Runs a test on the CPU, and on a CUDA device if there is one.
 fn on_every_device(test: impl Fn()) {
     test();
     #[cfg(feature = "cuda")]
     if super::device_count().is_ok_and(|count| count > 0) {
         ON.set(of_device(&super::candle_device(0).unwrap()).unwrap());
         test();
-        ON.set(or_host(&Device::Cpu));
+        ON.set(of_device_or_cpu(&Device::Cpu));
     }
 }
 
-/// Memory of the device with these elements.
+/// Copies elements to the device.
 fn uploaded(host: Buffer) -> Buffer {
     let mut to = kernels().zeros(host.dtype(), host.len()).unwrap();
     kernels().write((&mut to).into(), &mut |bytes| bytes.copy_from_slice(host.bytes())).unwrap();
@@ -51,21 +46,21 @@ fn zeros(dtype: DType, len: usize) -> Buffer {
     kernels().zeros(dtype, len).unwrap()
 }
 
-/// The elements as bytes.
+/// Returns the elements as bytes.
 fn bytes(buffer: &Buffer) -> Vec<u8> {
     let mut all = vec![];
     kernels().read(buffer.into(), &mut |bytes| all.extend_from_slice(bytes)).unwrap();
     all
 }
 
-/// The number that a kernel leaves.
+/// Returns the number that a kernel writes.
 fn number(kernel: impl FnOnce(SliceMut<'_>) -> candle_core::Result<()>) -> f64 {
     let mut to = buffer(DType::F64, &[-1.]);
     kernel((&mut to).into()).unwrap();
     values(&to)[0]
 }
 
-/// Numbers that every float has.
+/// Returns numbers that every float dtype represents exactly.
 fn numbers(len: usize, seed: usize) -> Vec<f64> {
     (0..len).map(|i| ((i * 7919 + seed * 31) % 64) as f64 / 8. - 4.).collect()
 }
@@ -82,7 +77,7 @@ fn values(buffer: &Buffer) -> Vec<f64> {
     bytemuck::pod_collect_to_vec(&bytes(&to))
 }
 
-/// The value as the dtype has it.
+/// Rounds a value to the dtype.
 fn rounded(dtype: DType, value: f64) -> f64 {
     match dtype {
         DType::F32 => f64::from(value as f32),
@@ -92,7 +87,7 @@ fn rounded(dtype: DType, value: f64) -> f64 {
     }
 }
 
-/// Runs `kernel` in the middle of longer memory; the rest must stay as it was.
+/// Runs `kernel` in the middle of a longer buffer. The rest must not change.
 fn in_the_middle(dtype: DType, own: &[f64], kernel: impl FnOnce(SliceMut<'_>)) -> Vec<f64> {
     let mut memory = buffer(dtype, &[&[5., 6.], own, &[7.]].concat());
     kernel(SliceMut::from(&mut memory).range(2..2 + own.len()).unwrap());
@@ -123,7 +118,7 @@ fn sums_and_scales_are_rounded_once() {
 }
 
 #[test]
-fn casts_are_those_of_the_dtypes() {
+fn casts_round_to_the_dtype() {
     on_every_device(|| {
         let awkward = [0.1, -1. / 3., 65504., 65536., 1e-8, 1.00390625, 1.01171875, f64::INFINITY, -0.];
         for from in FLOATS {
@@ -139,7 +134,7 @@ fn casts_are_those_of_the_dtypes() {
 }
 
 #[test]
-fn copies_of_rows_keep_bits_of_every_dtype() {
+fn copies_rows_of_every_dtype() {
     on_every_device(|| {
         for dtype in DType::ALL {
             let mut from = Buffer::zeros(dtype, 12);
@@ -167,14 +162,14 @@ fn copies_of_rows_keep_bits_of_every_dtype() {
 }
 
 #[test]
-fn norms_are_those_of_a_plain_sum() {
+fn norms_match_plain_sums() {
     on_every_device(|| {
         every_float_and_length(|dtype, len| {
             let all = numbers(len + 1, 3);
             let memory = buffer(dtype, &all);
             let part = Slice::from(&memory).range(1..len + 1).unwrap();
             let powers = |norm| number(|sum| kernels().powers(part, norm, sum));
-            // Squares of eighths up to 4 are exact in f32, and so are their sums here.
+            // Squares of eighths up to 4, and their sums here, are exact in f32.
             assert_eq!(powers(NormType::Two), all[1..].iter().map(|v| v * v).sum::<f64>());
             assert_eq!(powers(NormType::P(1.)), all[1..].iter().map(|v| v.abs()).sum::<f64>());
             let cubes = all[1..].iter().map(|v| v.abs().powf(3.)).sum::<f64>();
@@ -194,7 +189,7 @@ fn norms_are_those_of_a_plain_sum() {
 }
 
 #[test]
-fn eight_bits_are_within_half_a_step_and_keep_what_is_not_finite() {
+fn eight_bit_codes_are_within_half_a_step() {
     on_every_device(|| {
         let all = numbers(100, 5).into_iter().map(|v| v as f32).collect::<Vec<_>>();
         for (bits, block) in [(EightBits::Int8, 64), (EightBits::E4M3, 100), (EightBits::Int8, 0)] {
@@ -222,7 +217,7 @@ fn eight_bits_are_within_half_a_step_and_keep_what_is_not_finite() {
 }
 
 #[test]
-fn what_does_not_fit_is_an_error() {
+fn rejects_dtypes_and_lengths_that_do_not_fit() {
     on_every_device(|| {
         let (single, double, bytes) =
             (buffer(DType::F32, &[1.; 4]), buffer(DType::F64, &[1.; 4]), uploaded(vec![1u8].into()));
@@ -255,7 +250,7 @@ fn what_does_not_fit_is_an_error() {
 }
 
 #[test]
-fn memory_goes_between_tensors_and_buffers_without_a_copy() {
+fn converts_between_tensors_and_buffers_without_a_copy() {
     on_every_device(|| {
         for dtype in DType::ALL {
             let buffer = zeros(dtype, 8);
@@ -270,14 +265,14 @@ fn memory_goes_between_tensors_and_buffers_without_a_copy() {
             let set = |at: usize| (2 * dtype.size()..5 * dtype.size()).contains(&at);
             assert!(bytes(&buffer).iter().enumerate().all(|(at, &byte)| byte == u8::from(set(at))));
         }
-        let mut poison = kernels().freed_storage().unwrap();
-        assert_eq!(poison.dtype(), candle_core::DType::F4);
-        assert!(kernels().slice(&poison, 0..0).is_err() && kernels().slice_mut((&mut poison).into(), 0..0).is_err());
-        assert!(kernels().buffer(poison).is_none());
+        let mut freed = kernels().freed_storage().unwrap();
+        assert_eq!(freed.dtype(), candle_core::DType::F4);
+        assert!(kernels().slice(&freed, 0..0).is_err() && kernels().slice_mut((&mut freed).into(), 0..0).is_err());
+        assert!(kernels().buffer(freed).is_none());
     });
 }
 
-/// Where a buffer lies in its device's memory.
+/// Returns a buffer's address in its device's memory.
 fn address(buffer: &Buffer) -> u64 {
     match Slice::from(buffer).view() {
         View::Host(bytes) => bytes.as_ptr() as u64,
@@ -287,7 +282,7 @@ fn address(buffer: &Buffer) -> u64 {
     }
 }
 
-/// A matrix product in place, and rows added to a table, of whole numbers: sums are exact in any order.
+/// Accumulating matrix products and table rows, of whole numbers, whose sums are exact in any order.
 #[cfg(feature = "cuda")]
 #[test]
 fn products_and_rows_accumulate() {
@@ -340,4 +335,176 @@ fn products_and_rows_accumulate() {
             }
         }
     });
+}
+
+/// Asserts that a result is close to the formula, for operands of this dtype.
+fn near(dtype: DType, got: f64, want: f64) {
+    let precision = match dtype {
+        DType::F64 => 1e-14,
+        DType::F32 => 1e-6,
+        DType::F16 => 1e-3,
+        _ => 8e-3,
+    };
+    assert!((got - want).abs() <= precision * want.abs().max(1.), "{dtype}: {got} {want}");
+}
+
+#[test]
+fn adam_matches_the_formula() {
+    on_every_device(|| {
+        for l2 in [0., 0.25] {
+            let update = AdamUpdate {
+                l2,
+                decay: 0.99,
+                beta1: 0.9,
+                beta2: 0.95,
+                step_size: 0.1,
+                root_bias_correction2: 0.7,
+                eps: 1e-6,
+            };
+            every_float_and_length(|dtype, len| {
+                let [p, g, m] = [1, 2, 3].map(|seed| numbers(len, seed));
+                let v: Vec<f64> = numbers(len, 4).into_iter().map(f64::abs).collect();
+                let (grad, mut means, mut squares) = (buffer(dtype, &g), buffer(dtype, &m), buffer(dtype, &v));
+                let stepped = in_the_middle(dtype, &p, |param| {
+                    let moments = [(&mut means).into(), (&mut squares).into()];
+                    kernels().adam(&update, param, (&grad).into(), moments).unwrap();
+                });
+                let [means, squares] = [means, squares].map(|moment| values(&moment));
+                for i in 0..len {
+                    let g = g[i] + l2 * p[i];
+                    let (mean, square) = (0.9 * m[i] + 0.1 * g, 0.95 * v[i] + 0.05 * g * g);
+                    near(dtype, means[i], mean);
+                    near(dtype, squares[i], square);
+                    near(dtype, stepped[i], 0.99 * p[i] - 0.1 * mean / (square.sqrt() / 0.7 + 1e-6));
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn sgd_matches_the_formula() {
+    on_every_device(|| {
+        for (l2, has_buffer, nesterov) in
+            [(0., false, None), (0.25, false, None), (0., true, None), (0.25, true, None), (0.25, true, Some(0.8))]
+        {
+            let update = SgdUpdate { l2, kept: 0.9, taken: 0.75, nesterov, lr: 0.1 };
+            every_float_and_length(|dtype, len| {
+                let [p, g, b] = [1, 2, 3].map(|seed| numbers(len, seed));
+                let (grad, mut buffers) = (buffer(dtype, &g), buffer(dtype, &b));
+                let stepped = in_the_middle(dtype, &p, |param| {
+                    let buffer = has_buffer.then(|| (&mut buffers).into());
+                    kernels().sgd(&update, param, (&grad).into(), buffer).unwrap();
+                });
+                let buffers = values(&buffers);
+                for i in 0..len {
+                    let g = g[i] + l2 * p[i];
+                    let moved = if has_buffer { 0.9 * b[i] + 0.75 * g } else { b[i] };
+                    near(dtype, buffers[i], moved);
+                    let along = match (has_buffer, nesterov) {
+                        (false, _) => g,
+                        (true, None) => moved,
+                        (true, Some(nesterov)) => g + nesterov * moved,
+                    };
+                    near(dtype, stepped[i], p[i] - 0.1 * along);
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn mixes_any_two_float_dtypes() {
+    on_every_device(|| {
+        every_float_and_length(|dtype, len| {
+            for other in FLOATS {
+                let (values, more) = (numbers(len, 1), numbers(len, 2));
+                let memory = buffer(other, &more);
+                let mixed = in_the_middle(dtype, &values, |values| {
+                    kernels().mix(values, 0.75, (&memory).into(), -0.5).unwrap();
+                });
+                for i in 0..len {
+                    near(dtype, mixed[i], 0.75 * values[i] - 0.5 * more[i]);
+                }
+            }
+        });
+    });
+}
+
+#[test]
+fn adam_8bit_matches_the_formula() {
+    on_every_device(|| {
+        let update = AdamUpdate {
+            l2: 0.,
+            decay: 0.99,
+            beta1: 0.9,
+            beta2: 0.95,
+            step_size: 0.1,
+            root_bias_correction2: 0.7,
+            eps: 1e-6,
+        };
+        every_float_and_length(|dtype, len| {
+            let blocks = len.div_ceil(STATE_BLOCK);
+            let codes = |bits: EightBits, all: &[f64]| {
+                let (mut codes, mut scales) = (zeros(DType::U8, len), zeros(DType::F32, blocks));
+                let values = buffer(DType::F32, all);
+                let to = ((&mut codes).into(), (&mut scales).into());
+                kernels().quantise(bits, STATE_BLOCK, (&values).into(), to.0, to.1).unwrap();
+                (codes, scales)
+            };
+            let decoded = |bits, (codes, scales): &(fsdp_core::Buffer, fsdp_core::Buffer)| {
+                let mut to = zeros(DType::F32, len);
+                kernels().dequantise(bits, STATE_BLOCK, codes.into(), scales.into(), (&mut to).into()).unwrap();
+                values(&to)
+            };
+            let [p, g, m] = [1, 2, 3].map(|seed| numbers(len, seed));
+            let r: Vec<f64> = numbers(len, 4).into_iter().map(f64::abs).collect();
+            let (mut means, mut roots) = (codes(EightBits::Signed, &m), codes(EightBits::Unsigned, &r));
+            let (m, r) = (decoded(EightBits::Signed, &means), decoded(EightBits::Unsigned, &roots));
+            let grad = buffer(dtype, &g);
+            let step = |param: SliceMut<'_>, means: &mut (_, _), roots: &mut (_, _)| {
+                let moments = [&mut means.0, &mut means.1, &mut roots.0, &mut roots.1].map(SliceMut::from);
+                kernels().adam_8bit(&update, param, (&grad).into(), moments)
+            };
+            if dtype == DType::F64 {
+                step((&mut buffer(dtype, &p)).into(), &mut means, &mut roots).unwrap_err();
+                return;
+            }
+            let stepped = in_the_middle(dtype, &p, |param| step(param, &mut means, &mut roots).unwrap());
+            let (new_m, new_r) = (decoded(EightBits::Signed, &means), decoded(EightBits::Unsigned, &roots));
+            for i in 0..len {
+                let (mean, square) = (0.9 * m[i] + 0.1 * g[i], 0.95 * r[i] * r[i] + 0.05 * g[i] * g[i]);
+                near(dtype, stepped[i], 0.99 * p[i] - 0.1 * mean / (square.sqrt() / 0.7 + 1e-6));
+                // Half a step of the coarsest magnitudes of a block whose largest value is below 5.
+                assert!((new_m[i] - mean).abs() <= 0.04, "{} {mean}", new_m[i]);
+                assert!((new_r[i] - square.sqrt()).abs() <= 0.02, "{} {square}", new_r[i]);
+            }
+            // Decoded values have the same codes again, so a saved and loaded state is unchanged.
+            for (bits, values, kept) in [(EightBits::Signed, new_m, means), (EightBits::Unsigned, new_r, roots)] {
+                let again = codes(bits, &values);
+                assert_eq!((bytes(&again.0), bytes(&again.1)), (bytes(&kept.0), bytes(&kept.1)), "{bits:?}");
+            }
+        });
+        let (mut codes, mut scales) = (zeros(DType::U8, 2), zeros(DType::F32, 1));
+        let bad = uploaded(vec![1f32, f32::NAN].into());
+        let block = STATE_BLOCK;
+        let k = kernels();
+        k.quantise(EightBits::Signed, block, (&bad).into(), (&mut codes).into(), (&mut scales).into()).unwrap();
+        assert!(values(&scales)[0].is_nan());
+    });
+}
+
+#[test]
+fn errors_name_devices_without_kernels() {
+    assert!(of_device(&Device::Cpu).is_ok());
+    for (location, name) in [
+        (DeviceLocation::Cuda { gpu_id: 99 }, "CUDA device 99"),
+        (DeviceLocation::Metal { gpu_id: 0 }, "Metal device 0"),
+    ] {
+        let Err(crate::error::Error::Device(message)) = id_of(location).and_then(of) else {
+            panic!("{name} has kernels")
+        };
+        assert!(message.contains(name), "{message}");
+        assert!(cfg!(feature = "cuda") || message.contains("Device::Cpu"), "{message}");
+    }
 }

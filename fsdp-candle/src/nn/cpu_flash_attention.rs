@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor, WithDType};
 
 use super::attention::{AttnMask, flash_attn};
 
-/// [`flash_attn`] with a mask that is a tensor, or none.
+/// Calls [`flash_attn`] with an optional mask tensor.
 #[deprecated(since = "0.1.0", note = "use `nn::attention::{flash_attn, AttnMask}` instead, as in candle_nn")]
 pub fn run_flash_attn_cpu<T>(
     q: &Tensor,

@@ -1,14 +1,14 @@
-//! What a layer's operation takes: a tensor of the graph, or one that parallel layers share.
+//! The input of a layer's operation: a tensor of the graph, or an input that parallel layers share.
 
 use candle_core::{Result, Tensor};
 
 use crate::collectives::SharedInput;
 
-/// An input.
+/// An operation's input.
 #[derive(Clone, Copy)]
 pub(in crate::nn) enum Input<'a> {
     Plain(&'a Tensor),
-    /// It has a gradient.
+    /// A shared input that has a gradient.
     Shared(&'a SharedInput),
 }
 
@@ -28,7 +28,7 @@ impl<'a> From<&'a SharedInput> for Input<'a> {
 }
 
 impl<'a> Input<'a> {
-    /// The values. They must not go into the graph.
+    /// Returns the values, which must not go into the graph.
     pub(in crate::nn) fn values(self) -> &'a Tensor {
         match self {
             Input::Plain(tensor) => tensor,
@@ -36,7 +36,7 @@ impl<'a> Input<'a> {
         }
     }
 
-    /// What an operation takes as its graph argument.
+    /// Returns the operation's graph argument.
     pub(in crate::nn) fn node(self) -> &'a Tensor {
         match self {
             Input::Plain(tensor) => tensor,
@@ -44,7 +44,7 @@ impl<'a> Input<'a> {
         }
     }
 
-    /// What an operation keeps to read in the argument's place.
+    /// Returns the shared input, which the operation keeps and reads instead of its graph argument.
     pub(in crate::nn) fn shared(self) -> Option<SharedInput> {
         match self {
             Input::Plain(_) => None,
@@ -52,7 +52,7 @@ impl<'a> Input<'a> {
         }
     }
 
-    /// What Candle's own operations take.
+    /// Returns the input as an argument of Candle's own operations.
     pub(in crate::nn) fn in_graph(self) -> Result<Tensor> {
         match self {
             Input::Plain(tensor) => Ok(tensor.clone()),
@@ -61,12 +61,12 @@ impl<'a> Input<'a> {
     }
 }
 
-/// The values that an operation reads in backward, given its argument and what it has kept.
+/// Returns the values that an operation reads in backward, given its argument and the shared input that it kept.
 pub(in crate::nn) fn values<'a>(x: &'a Tensor, shared: &'a Option<SharedInput>) -> &'a Tensor {
     shared.as_ref().map_or(x, SharedInput::values)
 }
 
-/// What an operation's backward returns for its argument, whose gradient `compute` makes where there is one.
+/// Returns what `bwd` returns for its argument. `compute` makes the gradient, and runs only if one is wanted.
 pub(in crate::nn) fn gradient(
     x: &Tensor,
     shared: &Option<SharedInput>,

@@ -1,54 +1,54 @@
-//! How large an operation on a device may be: an error that says so stands before the launch.
+//! Size limits of operations on a device. They are checked before the launch, so that the error names the sizes.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-/// Candle launches a thread for each element and counts them in 32 bits, on the host and in its kernels: from here on a
-/// kernel runs over its own end, never ends, or is refused by the driver without a word about sizes.
+/// Candle launches a thread for each element and counts them in 32 bits, on the host and in its kernels. With more
+/// elements, a kernel writes beyond its memory, never ends, or is refused by the driver.
 const ELEMENTS: u128 = 1 << 31;
-/// Matrices of less than this share of a device's memory are not asked about: that costs a call of the driver.
+/// One over the share of a device's memory from which its free memory is queried. A query is a call of the driver.
 #[cfg(feature = "cuda")]
-const WORTH_ASKING: u128 = 16;
+const QUERY_SHARE: u128 = 16;
 
-/// Checks that Candle can count the elements of a tensor of these dimensions on a device.
+/// Checks that Candle can count the elements of a tensor with these dimensions on a device.
 ///
 /// # Errors
-/// When there are 2^31 or more.
-pub(in crate::nn) fn countable(function: &str, what: &str, dims: &[usize], device: &Device) -> Result<()> {
-    match uncountable(function, what, dims).filter(|_| !device.is_cpu()) {
+/// When the tensor has 2^31 elements or more.
+pub(in crate::nn) fn check_size(function: &str, what: &str, dims: &[usize], device: &Device) -> Result<()> {
+    match size_error(function, what, dims).filter(|_| !device.is_cpu()) {
         Some(error) => bail!("{error}"),
         None => Ok(()),
     }
 }
 
-/// [`countable`] for a layer's input.
-pub(in crate::nn) fn countable_input<'a>(function: &str, x: &'a Tensor) -> Result<&'a Tensor> {
-    countable(function, "the input", x.dims(), x.device()).map(|()| x)
+/// [`check_size`] for a layer's input.
+pub(in crate::nn) fn check_input_size<'a>(function: &str, x: &'a Tensor) -> Result<&'a Tensor> {
+    check_size(function, "the input", x.dims(), x.device()).map(|()| x)
 }
 
 /// Checks that a device can hold the scores of an attention, `[batch, heads, T, S]`, in `copies` matrices at a time.
 ///
 /// # Errors
-/// When a matrix has 2^31 elements or more, or all of them take more memory than the device has left.
-pub(in crate::nn) fn scores_fit(
+/// When a matrix has 2^31 elements or more, or all matrices take more memory than the device has free.
+pub(in crate::nn) fn check_scores_fit(
     function: &str,
     dims: [usize; 4],
     copies: usize,
     dtype: DType,
     device: &Device,
 ) -> Result<()> {
-    countable(function, "the scores [batch, heads, queries, keys]", &dims, device)?;
+    check_size(function, "the scores [batch, heads, queries, keys]", &dims, device)?;
     let scores = Scores { dims, copies, size: dtype.size_in_bytes() };
-    match room(device, scores.bytes())?.and_then(|room| scores.refusal(function, room)) {
+    match free_memory(device, scores.bytes())?.and_then(|memory| scores.error(function, memory)) {
         Some(error) => bail!("{error}"),
         None => Ok(()),
     }
 }
 
-/// The matrices of an attention's scores.
+/// The score matrices of an attention.
 #[derive(Clone, Copy)]
 struct Scores {
     dims: [usize; 4],
-    /// How many there are at a time.
+    /// Number of matrices that exist at a time.
     copies: usize,
     /// Bytes of an element.
     size: usize,
@@ -63,15 +63,15 @@ impl Scores {
         count(&self.dims).saturating_mul((self.copies * self.size) as u128)
     }
 
-    /// Says that they do not fit, where they do not.
-    fn refusal(&self, function: &str, [free, total]: [u64; 2]) -> Option<String> {
+    /// Returns the error if the matrices do not fit.
+    fn error(&self, function: &str, [free, total]: [u64; 2]) -> Option<String> {
         let bytes = self.bytes();
         let gib = |bytes: u128| bytes as f64 / (1u64 << 30) as f64;
         (bytes > u128::from(free)).then(|| {
             format!(
                 "{function}: the scores [batch, heads, queries, keys] = {:?} take {:.2} GiB ({bytes} bytes) in {} \
-                 matrices of f{} at a time, and the device has {:.2} GiB free of {:.2} GiB. Take a smaller batch or \
-                 shorter sequences, or divide the heads by tensor parallelism",
+                 matrices of f{} at a time, and the device has {:.2} GiB free of {:.2} GiB. Use a smaller batch, \
+                 shorter sequences, or more tensor-parallel ranks",
                 self.dims,
                 gib(bytes),
                 self.copies,
@@ -83,20 +83,20 @@ impl Scores {
     }
 }
 
-/// Says that a tensor has too many elements, where it has.
-fn uncountable(function: &str, what: &str, dims: &[usize]) -> Option<String> {
+/// Returns the error if a tensor has too many elements.
+fn size_error(function: &str, what: &str, dims: &[usize]) -> Option<String> {
     let elements = count(dims);
     (elements >= ELEMENTS).then(|| {
         format!(
             "{function}: {what} = {dims:?} has {elements} elements, and Candle's kernels for devices count fewer than \
-             {ELEMENTS} (2^31). Take a smaller batch or shorter sequences, or divide the tensor by tensor parallelism"
+             {ELEMENTS} (2^31). Use a smaller batch, shorter sequences, or more tensor-parallel ranks"
         )
     })
 }
 
-/// Returns the bytes that a device has free, and those that it has, where `wanted` may be more.
+/// Returns the free and the total bytes of a device, if `wanted` may exceed them.
 #[cfg(feature = "cuda")]
-fn room(device: &Device, wanted: u128) -> Result<Option<[u64; 2]>> {
+fn free_memory(device: &Device, wanted: u128) -> Result<Option<[u64; 2]>> {
     use cudarc::driver::DriverError;
     use fsdp_core::device::cuda::{DeviceMemory, failed};
 
@@ -108,25 +108,25 @@ fn room(device: &Device, wanted: u128) -> Result<Option<[u64; 2]>> {
     let stream = crate::kernels::compute_stream(device)?;
     let refused = |what: &str, error: DriverError| Error::Core(failed(&stream, what, &error));
     let total = stream.context().total_mem().map_err(|error| refused("asking for its memory", error))?;
-    if wanted < total as u128 / WORTH_ASKING {
+    if wanted < total as u128 / QUERY_SHARE {
         return Ok(None);
     }
-    let ask = || -> Result<[u64; 2]> {
+    let query = || -> Result<[u64; 2]> {
         let memory = DeviceMemory::of(&stream).map_err(Error::from)?;
         Ok([memory.free, memory.total])
     };
-    let [free, total] = ask()?;
+    let [free, total] = query()?;
     if wanted <= u128::from(free) {
         return Ok(Some([free, total]));
     }
-    // Memory that is freed on the stream may count as used until the device comes to that.
+    // The device may not yet have reached the operations on the stream that free memory.
     stream.synchronize().map_err(|error| refused("waiting for the device", error))?;
-    ask().map(Some)
+    query().map(Some)
 }
 
-/// The host's memory and that of other devices is not asked about.
+/// Only the memory of CUDA devices is queried.
 #[cfg(not(feature = "cuda"))]
-fn room(_: &Device, _: u128) -> Result<Option<[u64; 2]>> {
+fn free_memory(_: &Device, _: u128) -> Result<Option<[u64; 2]>> {
     Ok(None)
 }
 
@@ -135,7 +135,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tensors_that_candle_cannot_count_are_refused_by_their_elements() {
+    fn rejects_tensors_of_too_many_elements() {
         for (dims, elements) in [
             (&[2, 32, 8192, 8192][..], Some("4294967296")),
             (&[1, 32, 12288, 12288], Some("4831838208")),
@@ -145,7 +145,7 @@ mod tests {
             (&[0, usize::MAX, usize::MAX], None),
             (&[usize::MAX; 5], Some("340282366920938463463374607431768211455")),
         ] {
-            let error = uncountable("attention", "the scores", dims);
+            let error = size_error("attention", "the scores", dims);
             assert_eq!(error.is_some(), elements.is_some(), "{dims:?}");
             let Some((error, elements)) = error.zip(elements) else { continue };
             let parts = ["attention: the scores = [", elements, "count fewer than 2147483648 (2^31)", "smaller batch"];
@@ -154,18 +154,18 @@ mod tests {
     }
 
     #[test]
-    fn scores_that_do_not_fit_are_refused_by_their_bytes() {
+    fn rejects_scores_larger_than_the_free_memory() {
         let scores = Scores { dims: [1, 32, 8192, 8192], copies: 6, size: 4 };
         let bytes = 6 * 32 * 8192 * 8192 * 4;
-        assert_eq!((scores.refusal("attention", [bytes, 80 << 30]), scores.bytes()), (None, u128::from(bytes)));
-        let error = scores.refusal("attention", [bytes - 1, 80 << 30]).unwrap();
+        assert_eq!((scores.error("attention", [bytes, 80 << 30]), scores.bytes()), (None, u128::from(bytes)));
+        let error = scores.error("attention", [bytes - 1, 80 << 30]).unwrap();
         let parts = ["48.00 GiB (51539607552 bytes) in 6 matrices of f32", "free of 80.00 GiB", "shorter sequences"];
         assert!(parts.iter().all(|part| error.contains(part)), "{error}");
     }
 
     #[test]
-    fn the_host_counts_in_64_bits() {
-        assert!(countable("attention", "the scores", &[1 << 40], &Device::Cpu).is_ok());
-        assert!(scores_fit("attention", [1 << 20, 1 << 20, 1, 1], 6, DType::F32, &Device::Cpu).is_ok());
+    fn does_not_limit_sizes_on_the_cpu() {
+        assert!(check_size("attention", "the scores", &[1 << 40], &Device::Cpu).is_ok());
+        assert!(check_scores_fit("attention", [1 << 20, 1 << 20, 1, 1], 6, DType::F32, &Device::Cpu).is_ok());
     }
 }

@@ -1,6 +1,6 @@
-//! All of `candle_nn`, with layers and functions that train, and that know sharded weights.
+//! Every item of `candle_nn`, with layers and functions that have a backward and support sharded weights.
 //!
-//! In a model's file this line is all it takes:
+//! In a model's file, change only this line:
 //!
 //! ```
 //! use fsdp_candle::nn as candle_nn;
@@ -25,20 +25,21 @@
 //! }
 //! ```
 //!
-//! Every public path of `candle_nn` 0.11.1 is here with the same signature and the same values. Candle's own is shown
-//! again where it has a backward that is right and holds no weight; `docs/from-candle-nn.md` says of each which it is.
-//! This crate's differ in what Candle's lack:
+//! Every public path of `candle_nn` 0.11.1 exists here with the same signature and the same values. Candle's own item is
+//! re-exported if it has a right backward and holds no weight. `docs/from-candle-nn.md` lists each path as re-exported
+//! or reimplemented. The reimplemented items differ from Candle's:
 //!
 //! - Candle's `LayerNorm` with a bias, `RmsNorm`, `softmax_last_dim`, `rope`, `flash_attn` and caches of keys and
-//!   values have no backward: they cut the graph silently, and everything before them trains as if frozen, or wrongly
-//!   where a residual leads around them. Those here are whole.
+//!   values have no backward. They cut the graph silently: the layers before them do not train, or train wrongly if a
+//!   residual connection bypasses the cut. The items here have a backward.
 //! - Gradients that are wrong in Candle are right here: that of `Linear` for an input that is not contiguous, of
-//!   `Conv1d`'s weight, of `ConvTranspose1d` (an error in Candle), and of convolutions whose stride leaves a rest.
-//! - Layers find the sharded parameter behind their weight, and leave its gradient where the parameter keeps it.
-//! - Under a plan of tensor parallelism ([`crate::parallelize`]) `Linear`, `Embedding` and the cross-entropies do the
-//!   collectives; [`crate::collectives`] is for modules that do something else.
-//! - On the CPU f32, f16 and bf16 run fused, half floats computed in f32 and rounded once; on other devices and for f64
-//!   each is a chain of Candle's differentiable operations.
+//!   `Conv1d`'s weight, of `ConvTranspose1d` (an error in Candle), and of convolutions whose stride does not divide the
+//!   input.
+//! - Layers recognize the sharded parameter of their weight, and accumulate its gradient in the parameter's buffer.
+//! - Under a plan of tensor parallelism ([`crate::parallelize`]), `Linear`, `Embedding` and the cross-entropies run the
+//!   collectives. Modules with other collectives use [`crate::collectives`].
+//! - On the CPU, f32, f16 and bf16 run fused; half floats are computed in f32 and rounded once. On other devices and for
+//!   f64, each item is a chain of Candle's differentiable operations.
 //!
 //! Beyond `candle_nn`:
 //!
@@ -54,44 +55,51 @@
 //! | [`linear_cross_entropy()`], [`linear_cross_entropy_with()`] | `[.., in]`, `[V, in]`, targets `[..]` | scalar | |
 //! | [`vocab_parallel_cross_entropy()`] | logits `[.., V / N]`, targets `[..]` | scalar | |
 
+// [Note: the layout of this folder]
+//
+// One file mirrors one file of candle_nn. Below the layers are `weight` (a layer's weight as an operation sees it),
+// `input` (an input that parallel layers share), `tensor_parallel` (a layer under a plan), `limits` (size limits of
+// devices), and the operations' own kernels in `cpu` and `cuda`.
+//
+// An operation has up to three versions. The fused version runs on the CPU for f32, f16 and bf16. The CUDA version
+// exists for layers with large weights: forward is Candle's, and backward writes the weight's gradient into the
+// parameter's buffer. `composite` is a chain of Candle's operations for everything else. Tests compare the first two
+// against `composite`, and `composite` against candle_nn and finite differences.
+
 pub mod activation;
 pub mod attention;
+pub mod batch_norm;
 pub mod conv;
 mod cpu;
+pub mod cpu_flash_attention;
 #[cfg(feature = "cuda")]
 mod cuda;
-mod dropout;
 pub mod embedding;
+pub mod group_norm;
 mod input;
 pub mod kv_cache;
+pub mod layer_norm;
 mod limits;
 pub mod linear;
-mod lora;
 pub mod loss;
 pub mod moe;
-mod norm;
 pub mod ops;
-mod parallel;
 pub mod rnn;
 mod rotary;
-mod softmax;
+pub mod rotary_emb;
+mod tensor_parallel;
 mod weight;
 
 #[cfg(test)]
 mod tests;
 
-/// Attention on the CPU under its older name.
-pub mod cpu_flash_attention;
-
-/// Attention over packed sequences under its older name.
+/// Attention over packed sequences under its older name: `candle_nn::varlen_attention`.
 pub mod varlen_attention {
     pub use super::attention::varlen::flash_attn_varlen_unfused;
 }
 
 pub use candle_core::{Module, ModuleT};
 pub use candle_nn::{encoding, func, init, optim, sampling, sequential, var_builder, var_map};
-pub use norm::{batch_norm, group_norm, layer_norm};
-pub use rotary::rotary_emb;
 
 pub use activation::{Activation, PReLU, prelu};
 pub use batch_norm::{BatchNorm, BatchNormConfig, batch_norm};
@@ -114,16 +122,15 @@ pub use var_builder::VarBuilder;
 pub use var_map::VarMap;
 
 pub use crate::adapter::{LoraConfig, is_adapter};
-pub use activation::fused::{gelu, gelu_erf, silu, silu_mul};
+pub use activation::{gelu, gelu_erf, silu, silu_mul};
 pub use attention::Documents;
 pub use attention::fused::{
     AttentionOptions, attention, attention_in_documents, attention_qkv, attention_qkv_in_documents, causal_attention,
     causal_attention_qkv,
 };
-pub use linear::{Conv1D, gpt2_linear};
-pub use lora::{Lora, lora};
-pub use loss::cross_entropy::{cross_entropy, cross_entropy_with};
+pub use linear::{Conv1D, Lora, gpt2_linear, lora};
+pub use loss::cross_entropy::{
+    CrossEntropyOptions, IGNORED, Reduction, cross_entropy, cross_entropy_with, vocab_parallel_cross_entropy,
+};
 pub use loss::linear_cross_entropy::{linear_cross_entropy, linear_cross_entropy_with};
-pub use loss::options::{CrossEntropyOptions, IGNORED, Reduction};
-pub use loss::vocab_parallel::vocab_parallel_cross_entropy;
-pub use rotary::table::{Rotary, RotaryOptions};
+pub use rotary::{Rotary, RotaryOptions};

@@ -1,23 +1,24 @@
-//! Mixtures of experts: `candle_nn::moe`, whose kernels are for CUDA alone and have no backward.
+//! Mixtures of experts: `candle_nn::moe`, whose kernels are for CUDA only and have no backward.
 //!
-//! A token goes to `topk` experts; a *route* is one of these ways, numbered token by token. The routes come sorted by
-//! expert. A product without route weights takes one row for each token, and one with them a row for each route.
+//! A token is routed to `topk` experts. A *route* is one token's way to one expert; routes are numbered token by token,
+//! and sorted by expert. Without route weights, a product takes one row for each token. With them it takes a row for
+//! each route.
 
 use candle_core::backend::BackendStorage;
 use candle_core::quantized::QTensor;
 use candle_core::{CpuStorage, CustomOp2, DType, Layout, Result, Shape, Tensor, bail};
 
 use super::cpu::matrix::{Mat, MatMut, product};
-use super::cpu::values::{floats, indices, read, same_kind, served, storage, tensor, weight_grad};
-use super::weight::Weight;
+use super::cpu::{floats, indices, read, same_kind, storage, tensor, weight_grad};
+use super::weight::{Weight, has_cpu_kernels};
 
-/// Multiplies each route's row by its expert's matrix: `input` `[tokens, in]`, or `[tokens * topk, in]` with
-/// `topk_weights`; `weights` `[experts, out, in]`; `sorted_token_ids` and `experts_ids` (u32) `[tokens * topk]`, the
-/// routes' numbers in the order of their experts and those experts; output `[tokens * topk, out]`, in the routes'
-/// own order. With `topk_weights` (f32) `[tokens, topk]` each row is multiplied by its route's weight.
+/// Multiplies each route's row by its expert's matrix. `input` is `[tokens, in]`, or `[tokens * topk, in]` with
+/// `topk_weights`. `weights` is `[experts, out, in]`. `sorted_token_ids` and `experts_ids` (u32, `[tokens * topk]`) are
+/// the routes' numbers sorted by expert, and these experts. The output is `[tokens * topk, out]`, in the order of the
+/// routes' numbers. With `topk_weights` (f32, `[tokens, topk]`) each row is multiplied by its route's weight.
 ///
-/// As [`candle_nn::moe::moe_gemm`], on every device and for every float dtype, and with gradients for input, weights
-/// and route weights.
+/// Unlike [`candle_nn::moe::moe_gemm`], it runs on every device and for every float dtype, and has gradients for input,
+/// weights and route weights.
 ///
 /// # Errors
 /// When shapes or dtypes disagree, or a number is out of range.
@@ -48,13 +49,13 @@ pub fn moe_gemm(
         bail!("{function}: {} routes have {} experts", order.len(), experts_of.len());
     }
     let divisor = if topk_weights.is_some() { 1 } else { topk as u32 };
-    let mut groups = vec![Group::default(); experts];
+    let mut groups = vec![Routes::default(); experts];
     for (route, expert) in order.into_iter().zip(experts_of) {
         let group = &mut groups[expert as usize];
         group.from.push(route / divisor);
         group.to.push(route);
     }
-    let y = if served(input) {
+    let y = if has_cpu_kernels(input) {
         let weight = Weight::of(weights)?;
         let node = weight.node().clone();
         input.apply_op2(&node, Experts { weight, groups, routes, inputs, outputs })?
@@ -70,11 +71,11 @@ pub fn moe_gemm(
     }
 }
 
-/// [`moe_gemm`] with quantized weights `[experts, out, in]`, which are taken apart in `dtype` and get no gradient; the
+/// [`moe_gemm`] with quantized weights `[experts, out, in]`. They are dequantized to `dtype`, and get no gradient. The
 /// output is f32.
 ///
 /// # Errors
-/// As of [`moe_gemm`].
+/// See [`moe_gemm`].
 #[allow(clippy::too_many_arguments)]
 pub fn moe_gemm_gguf(
     input: &Tensor,
@@ -91,15 +92,15 @@ pub fn moe_gemm_gguf(
     moe_gemm(&input, &weights, topk_weights, sorted_token_ids, experts_ids, topk, is_prefill)?.to_dtype(DType::F32)
 }
 
-/// The routes of an expert: a row of the input, and one of the output.
+/// The routes of an expert: their rows of the input, and of the output.
 #[derive(Clone, Default)]
-pub(super) struct Group {
-    pub(super) from: Vec<u32>,
-    pub(super) to: Vec<u32>,
+struct Routes {
+    from: Vec<u32>,
+    to: Vec<u32>,
 }
 
-/// The same from Candle's operations.
-pub(super) fn composite(input: &Tensor, weights: &Tensor, groups: &[Group], routes: usize) -> Result<Tensor> {
+/// The products as a chain of Candle's operations.
+fn composite(input: &Tensor, weights: &Tensor, groups: &[Routes], routes: usize) -> Result<Tensor> {
     let device = input.device();
     let input = input.contiguous()?;
     let mut y = Tensor::zeros((routes, weights.dim(1)?), input.dtype(), device)?;
@@ -113,18 +114,18 @@ pub(super) fn composite(input: &Tensor, weights: &Tensor, groups: &[Group], rout
 
 struct Experts {
     weight: Weight,
-    groups: Vec<Group>,
+    groups: Vec<Routes>,
     routes: usize,
     inputs: usize,
     outputs: usize,
 }
 
-/// The rows with these numbers, one behind the other.
+/// Returns the rows with these numbers, one after another.
 fn gather(values: &[f32], width: usize, rows: &[u32]) -> Vec<f32> {
     rows.iter().flat_map(|&row| &values[row as usize * width..(row as usize + 1) * width]).copied().collect()
 }
 
-/// Adds rows to those with these numbers.
+/// Adds rows to the rows of `to` with these numbers.
 fn scatter(from: &[f32], width: usize, rows: &[u32], to: &mut [f32]) {
     for (from, &row) in from.chunks_exact(width.max(1)).zip(rows) {
         to[row as usize * width..(row as usize + 1) * width].iter_mut().zip(from).for_each(|(to, from)| *to += from);
@@ -132,8 +133,8 @@ fn scatter(from: &[f32], width: usize, rows: &[u32], to: &mut [f32]) {
 }
 
 impl Experts {
-    /// The experts that have routes, with the place of their matrix.
-    fn busy(&self) -> impl Iterator<Item = (std::ops::Range<usize>, &Group)> {
+    /// Returns the experts that have routes, with the ranges of their matrices.
+    fn active(&self) -> impl Iterator<Item = (std::ops::Range<usize>, &Routes)> {
         let size = self.inputs * self.outputs;
         let all = self.groups.iter().enumerate().map(move |(i, group)| (i * size..(i + 1) * size, group));
         all.filter(|(_, group)| !group.to.is_empty())
@@ -150,7 +151,7 @@ impl CustomOp2 for Experts {
         let x = floats(x, layout)?;
         read!(weights, self.weight.value()?);
         let mut y = vec![0f32; self.routes * self.outputs];
-        for (at, group) in self.busy() {
+        for (at, group) in self.active() {
             let rows = gather(&x, self.inputs, &group.from);
             let count = group.to.len();
             let mut out = vec![0f32; count * self.outputs];
@@ -168,7 +169,7 @@ impl CustomOp2 for Experts {
         let mut dx = vec![0f32; values.len()];
         {
             read!(weights, self.weight.value()?);
-            for (at, group) in self.busy() {
+            for (at, group) in self.active() {
                 let dy = gather(&grad, self.outputs, &group.to);
                 let count = group.to.len();
                 let mut rows = vec![0f32; count * self.inputs];
@@ -181,7 +182,7 @@ impl CustomOp2 for Experts {
             if !accumulate {
                 buffer.fill(0.0);
             }
-            for (at, group) in self.busy() {
+            for (at, group) in self.active() {
                 let (dy, x) = (gather(&grad, self.outputs, &group.to), gather(&values, self.inputs, &group.from));
                 let (dy, x) = (Mat::new(&dy, group.to.len(), self.outputs), Mat::new(&x, group.to.len(), self.inputs));
                 product(MatMut::new(&mut buffer[at], self.outputs, self.inputs), true, dy.t(), x);

@@ -1,73 +1,72 @@
 //! Functions on tensors: `candle_nn::ops`, each with a backward.
+//!
+//! For the softmax, with `y` the probabilities: `dx = y (dy - sum(y dy))`. Dropout keeps no mask: backward draws it
+//! again from the random state.
 
+use candle_core::backend::BackendStorage;
 use candle_core::shape::Dim;
-use candle_core::{Result, Tensor};
+use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, ModuleT, Result, Shape, Storage, Tensor, bail};
 
 pub use candle_nn::ops::{
     Identity, hard_sigmoid, leaky_relu, log_softmax, pixel_shuffle, pixel_unshuffle, replication_pad2d, sigmoid,
 };
 
-pub use super::activation::composed::{mish, selu, swiglu};
-pub use super::dropout::{Dropout, dropout};
+pub use super::activation::{mish, selu, silu, swiglu};
 
-use super::activation::fused;
-use super::attention::plain::{Scores, attend};
-use super::norm::rows;
+use super::attention::{ScoreOptions, attend};
+use super::cpu::simd::{dot, kernel, max, probability, sum};
+use super::cpu::{floats, map_rows, read, storage, tensor};
+use super::layer_norm::normalize;
+use super::limits::check_input_size;
+use super::weight::has_cpu_kernels;
+use crate::kernels::{Backward, node};
+use crate::random::Mask;
+use crate::storage::take;
 
-/// The softmax along a dimension: `e^x` over its sum. Any shape and float dtype.
+/// Returns the softmax along a dimension, `e^x` over its sum, for any shape and float dtype.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
 /// use fsdp_candle::nn::ops::softmax;
 ///
 /// let y = softmax(&Tensor::new(&[[0f32, 0.], [0., 3f32.ln()]], &Device::Cpu)?, 1)?;
-/// let apart = (y - Tensor::new(&[[0.5f32, 0.5], [0.25, 0.75]], &Device::Cpu)?)?.abs()?.max_all()?;
-/// assert!(apart.to_scalar::<f32>()? < 1e-6);
+/// let error = (y - Tensor::new(&[[0.5f32, 0.5], [0.25, 0.75]], &Device::Cpu)?)?.abs()?.max_all()?;
+/// assert!(error.to_scalar::<f32>()? < 1e-6);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn softmax<D: Dim>(xs: &Tensor, dim: D) -> Result<Tensor> {
     let dim = dim.to_index(xs.shape(), "softmax")?;
-    if dim + 1 == xs.rank() { softmax_last_dim(xs) } else { super::softmax::composite(xs, dim) }
+    if dim + 1 == xs.rank() { softmax_last_dim(xs) } else { softmax_composite(xs, dim) }
 }
 
-/// [`softmax`] along the last dimension. Candle's has no backward.
-pub fn softmax_last_dim(xs: &Tensor) -> Result<Tensor> {
-    super::softmax::softmax_last_dim(xs)
-}
-
-/// `x / (1 + e^-x)`, of any shape.
-pub fn silu(xs: &Tensor) -> Result<Tensor> {
-    fused::silu(xs)
-}
-
-/// Root-mean-square normalization over the last dimension: `xs` `[.., hidden]`, `alpha` `[hidden]`. Candle's has no
-/// backward. An error if shapes, dtypes or devices disagree.
+/// Normalizes by the root mean square over the last dimension: `xs` `[.., hidden]`, `alpha` `[hidden]`. Candle's has no
+/// backward. Fails if shapes, dtypes or devices disagree.
 pub fn rms_norm(xs: &Tensor, alpha: &Tensor, eps: f32) -> Result<Tensor> {
-    rows::normalize("rms_norm", xs, alpha, None, f64::from(eps), false)
+    normalize("rms_norm", xs, alpha, None, f64::from(eps), false)
 }
 
-/// The same as [`rms_norm`], which is differentiable here.
+/// Calls [`rms_norm`], which is differentiable here.
 pub fn rms_norm_slow(x: &Tensor, alpha: &Tensor, eps: f32) -> Result<Tensor> {
     rms_norm(x, alpha, eps)
 }
 
-/// Layer normalization over the last dimension: `xs` `[.., hidden]`, `alpha` and `beta` `[hidden]`. Candle's has no
-/// backward. An error if shapes, dtypes or devices disagree.
+/// Applies layer normalization over the last dimension: `xs` `[.., hidden]`, `alpha` and `beta` `[hidden]`. Candle's
+/// has no backward. Fails if shapes, dtypes or devices disagree.
 pub fn layer_norm(xs: &Tensor, alpha: &Tensor, beta: &Tensor, eps: f32) -> Result<Tensor> {
-    rows::normalize("layer_norm", xs, alpha, Some(beta), f64::from(eps), true)
+    normalize("layer_norm", xs, alpha, Some(beta), f64::from(eps), true)
 }
 
-/// The same as [`layer_norm`], which is differentiable here.
+/// Calls [`layer_norm`], which is differentiable here.
 pub fn layer_norm_slow(x: &Tensor, alpha: &Tensor, beta: &Tensor, eps: f32) -> Result<Tensor> {
     layer_norm(x, alpha, beta, eps)
 }
 
-/// Scaled dot-product attention: `q` `[batch, heads, T, D]`, `k` `[batch, kv_heads, S, D]`, `v`
-/// `[batch, kv_heads, S, Dv]`, output `[batch, heads, T, Dv]`. `mask` is added to the scores and of a shape that is
-/// broadcast over `[batch, heads, T, S]`; with `do_causal` query `i` sees the keys `0..=S - T + i`. With `softcapping`
-/// other than 1 the scores are `cap tanh(score / cap)`.
+/// Computes scaled dot-product attention: `q` `[batch, heads, T, D]`, `k` `[batch, kv_heads, S, D]`, `v` `[batch,
+/// kv_heads, S, Dv]`, output `[batch, heads, T, Dv]`. `mask` is added to the scores, and broadcast over `[batch, heads,
+/// T, S]`. With `do_causal`, query `i` sees the keys `0..=S - T + i`. With `softcapping` other than 1, the scores are
+/// `cap tanh(score / cap)`.
 ///
-/// Candle's is a kernel for Metal alone, without backward; this one is a composition on every device.
+/// Candle's is a kernel for Metal only, without a backward. This one is a chain of operations on every device.
 pub fn sdpa(
     q: &Tensor,
     k: &Tensor,
@@ -79,6 +78,187 @@ pub fn sdpa(
 ) -> Result<Tensor> {
     let softcap = (softcapping != 1.0).then_some(softcapping);
     let offset = do_causal.then(|| k.dim(2).and_then(|keys| Ok(keys as isize - q.dim(2)? as isize))).transpose()?;
-    let scores = Scores { scale, softcap, causal_offset: offset, window: (None, None), bias: mask.cloned() };
+    let scores = ScoreOptions { scale, softcap, causal_offset: offset, window: (None, None), bias: mask.cloned() };
     attend(q, k, v, &scores)?.to_dtype(q.dtype())
+}
+
+/// [`softmax`] along the last dimension. Candle's has no backward.
+pub fn softmax_last_dim(x: &Tensor) -> Result<Tensor> {
+    let Some(&width) = x.dims().last() else { bail!("softmax: the input must have a dimension") };
+    match has_cpu_kernels(x) && width > 0 {
+        true => x.apply_op1(SoftmaxLastDim { width }),
+        false => softmax_composite(check_input_size("softmax", x)?, D::Minus1),
+    }
+}
+
+/// The softmax as a chain of Candle's operations, along any dimension.
+pub(super) fn softmax_composite<D: Dim>(x: &Tensor, dim: D) -> Result<Tensor> {
+    let dim = dim.to_index(x.shape(), "softmax")?;
+    let dtype = x.dtype();
+    let x = if matches!(dtype, DType::F16 | DType::BF16) { x.to_dtype(DType::F32)? } else { x.clone() };
+    // The result does not depend on the subtracted value.
+    let powers = x.broadcast_sub(&x.max_keepdim(dim)?.detach())?.exp()?;
+    powers.broadcast_div(&powers.sum_keepdim(dim)?)?.to_dtype(dtype)
+}
+
+struct SoftmaxLastDim {
+    width: usize,
+}
+
+impl CustomOp1 for SoftmaxLastDim {
+    fn name(&self) -> &'static str {
+        "softmax_last_dim"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let dtype = x.dtype();
+        let mut y = floats(x, layout)?.into_owned();
+        map_rows(&mut y, self.width, self.width, |_, y| softmax_rows(y, self.width));
+        Ok((storage(y, dtype)?, layout.shape().clone()))
+    }
+
+    fn bwd(&self, x: &Tensor, y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
+        read!(probabilities, y);
+        read!(grad, dy);
+        let mut dx = grad.to_vec();
+        map_rows(&mut dx, self.width, self.width, |first, dx| {
+            softmax_rows_back(dx, &probabilities[first * self.width..], self.width);
+        });
+        Ok(Some(tensor(dx, x.shape(), x.dtype())?))
+    }
+}
+
+kernel! {
+    /// Replaces each row by its softmax.
+    fn softmax_rows(rows: &mut [f32], width: usize) {
+        for row in rows.chunks_exact_mut(width) {
+            let highest = max(row);
+            row.iter_mut().for_each(|x| *x = probability(*x - highest));
+            let inverse = 1.0 / sum(row);
+            row.iter_mut().for_each(|x| *x *= inverse);
+        }
+    }
+
+    /// Replaces each row of the probabilities' gradients by the scores' gradients.
+    fn softmax_rows_back(grads: &mut [f32], probabilities: &[f32], width: usize) {
+        for (grad, y) in grads.chunks_exact_mut(width).zip(probabilities.chunks_exact(width)) {
+            let delta = dot(y, grad, 0.0);
+            grad.iter_mut().zip(y).for_each(|(grad, y)| *grad = y * (*grad - delta));
+        }
+    }
+}
+
+/// Sets elements to 0 with the probability `drop_p`, in `[0, 1)`, and multiplies the others by `1 / (1 - drop_p)`. The
+/// input has any shape and float dtype. The dropped elements follow from this thread's [random state](crate::random),
+/// and no mask is kept.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use fsdp_candle::{nn::ops::dropout, random};
+///
+/// random::manual_seed(3);
+/// let y = dropout(&Tensor::ones(1000, DType::F32, &Device::Cpu)?, 0.5)?.to_vec1::<f32>()?;
+/// assert!(y.iter().all(|y| *y == 0. || *y == 2.));
+/// assert!((400..600).contains(&y.iter().filter(|y| **y == 0.).count()));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
+/// # Errors
+/// When the probability is not in `[0, 1)`, or `xs` is not of the size that its [part](crate::random::Part) implies.
+pub fn dropout(xs: &Tensor, drop_p: f32) -> Result<Tensor> {
+    drop_elements(xs, check_probability("dropout", f64::from(drop_p))?)
+}
+
+/// Returns the probability if it is in `[0, 1)`.
+pub(super) fn check_probability(function: &str, probability: f64) -> Result<f64> {
+    if !(0. ..1.).contains(&probability) {
+        bail!("{function}: the probability of dropping an element must be in [0, 1), found {probability}")
+    }
+    Ok(probability)
+}
+
+/// [`dropout`] with a checked probability.
+pub(super) fn drop_elements(xs: &Tensor, probability: f64) -> Result<Tensor> {
+    if probability == 0. {
+        return Ok(xs.clone());
+    }
+    if !xs.dtype().is_float() {
+        bail!("dropout: the input must have a float dtype, found {:?}", xs.dtype())
+    }
+    let mask = Dropped(Mask::draw(probability, xs.dims())?);
+    let y = mask.apply(xs)?;
+    node(xs, take(&y)?, xs.shape().clone(), mask)
+}
+
+struct Dropped(Mask);
+
+impl Dropped {
+    /// Returns the tensor with the dropped elements set to 0, in its own memory and outside the graph.
+    fn apply(&self, x: &Tensor) -> Result<Tensor> {
+        let elements = x.elem_count();
+        let apply = |values: &mut [f32]| {
+            map_rows(values, 1, 1, |first, values| self.0.apply(first, values));
+        };
+        if has_cpu_kernels(x) {
+            let (guard, layout) = x.storage_and_layout();
+            let Storage::Cpu(cpu) = &*guard else { bail!("dropout: the input left the host") };
+            let mut values = floats(cpu, layout)?.into_owned();
+            apply(&mut values);
+            let storage = Storage::Cpu(storage(values, x.dtype())?);
+            let none = candle_core::op::BackpropOp::none();
+            return Ok(Tensor::from_storage(storage, x.shape().clone(), none, false));
+        }
+        let mut mask = vec![1f32; elements];
+        apply(&mut mask);
+        let wide = if x.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+        let mask = Tensor::from_vec(mask, x.shape(), x.device())?.to_dtype(wide)?;
+        x.detach().to_dtype(wide)?.mul(&mask)?.to_dtype(x.dtype())
+    }
+}
+
+impl Backward for Dropped {
+    fn name(&self) -> &'static str {
+        "dropout"
+    }
+
+    fn backward(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        self.apply(gradient).map(Some)
+    }
+}
+
+/// [`dropout`] as a layer.
+///
+/// ```
+/// use candle_core::{Device, ModuleT, Tensor};
+/// use fsdp_candle::nn::Dropout;
+///
+/// let x = Tensor::new(&[1f32, 2.], &Device::Cpu)?;
+/// let y = Dropout::new(0.5).forward_t(&x, false)?; // in evaluation, nothing is dropped
+/// assert_eq!(y.to_vec1::<f32>()?, [1., 2.]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Dropout {
+    drop_p: f32,
+}
+
+impl Dropout {
+    /// Returns a layer that drops elements with this probability.
+    pub fn new(drop_p: f32) -> Dropout {
+        Dropout { drop_p }
+    }
+
+    /// Drops elements if `train`, else returns `xs`.
+    ///
+    /// # Errors
+    /// See [`dropout`].
+    pub fn forward(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
+        if train { dropout(xs, self.drop_p) } else { Ok(xs.clone()) }
+    }
+}
+
+impl ModuleT for Dropout {
+    fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
+        self.forward(xs, train)
+    }
 }

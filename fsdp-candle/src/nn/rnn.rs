@@ -5,11 +5,11 @@ use candle_nn::{Init, VarBuilder};
 
 pub use candle_nn::rnn::{Direction, GRUConfig, GRUState, LSTMConfig, LSTMState, RNN};
 
-use super::linear::affine::affine;
+use super::linear::affine;
 use super::ops::sigmoid;
-use super::weight::claim;
+use super::weight::register_layer;
 
-/// The weights of a recurrent layer, for so many gates.
+/// The weights of a recurrent layer.
 #[derive(Clone, Debug)]
 struct Weights {
     w_ih: Tensor,
@@ -22,7 +22,7 @@ struct Weights {
 }
 
 impl Weights {
-    /// The tensors whose names end in `suffix`.
+    /// Creates the tensors whose names end in `suffix`.
     fn new(
         [gates, inputs, hidden]: [usize; 3],
         suffix: &str,
@@ -43,7 +43,7 @@ impl Weights {
             dtype: vb.dtype(),
         };
         let Weights { w_ih, w_hh, b_ih, b_hh, .. } = &weights;
-        [w_ih, w_hh].into_iter().chain(b_ih).chain(b_hh).for_each(claim);
+        [w_ih, w_hh].into_iter().chain(b_ih).chain(b_hh).for_each(register_layer);
         Ok(weights)
     }
 
@@ -51,11 +51,11 @@ impl Weights {
         Tensor::zeros((batch, self.hidden), self.dtype, &self.device)
     }
 
-    fn of_input(&self, function: &'static str, x: &Tensor) -> Result<Tensor> {
+    fn input_gates(&self, function: &'static str, x: &Tensor) -> Result<Tensor> {
         affine(function, x, &self.w_ih, self.b_ih.as_ref(), false)
     }
 
-    fn of_state(&self, function: &'static str, h: &Tensor) -> Result<Tensor> {
+    fn state_gates(&self, function: &'static str, h: &Tensor) -> Result<Tensor> {
         affine(function, h, &self.w_hh, self.b_hh.as_ref(), false)
     }
 }
@@ -80,8 +80,8 @@ pub struct LSTM {
 }
 
 impl LSTM {
-    /// A layer from the tensors `weight_ih_l0`, `weight_hh_l0`, `bias_ih_l0` and `bias_hh_l0` of `vb`, with the number
-    /// of the layer, and `_reverse` for the other direction.
+    /// Returns a layer from the tensors `weight_ih_l0`, `weight_hh_l0`, `bias_ih_l0` and `bias_hh_l0` of `vb`. The
+    /// names end in the layer's number, and `_reverse` for the backward direction.
     pub fn new(in_dim: usize, hidden_dim: usize, config: LSTMConfig, vb: VarBuilder) -> Result<Self> {
         let direction = match config.direction {
             Direction::Forward => "",
@@ -93,13 +93,13 @@ impl LSTM {
         Ok(Self { weights: Weights::new([4, in_dim, hidden_dim], &suffix, inits, biases, &vb)?, config })
     }
 
-    /// What it was made from.
+    /// Returns the configuration.
     pub fn config(&self) -> &LSTMConfig {
         &self.config
     }
 }
 
-/// [`LSTM::new`].
+/// Calls [`LSTM::new`].
 pub fn lstm(in_dim: usize, hidden_dim: usize, config: LSTMConfig, vb: VarBuilder) -> Result<LSTM> {
     LSTM::new(in_dim, hidden_dim, config, vb)
 }
@@ -113,7 +113,7 @@ impl RNN for LSTM {
     }
 
     fn step(&self, input: &Tensor, state: &Self::State) -> Result<Self::State> {
-        let gates = (self.weights.of_input("LSTM", input)? + self.weights.of_state("LSTM", &state.h)?)?;
+        let gates = (self.weights.input_gates("LSTM", input)? + self.weights.state_gates("LSTM", &state.h)?)?;
         let gate = |i: usize| gates.narrow(1, i * self.weights.hidden, self.weights.hidden)?.contiguous();
         let (open, keep, out) = (sigmoid(&gate(0)?)?, sigmoid(&gate(1)?)?, sigmoid(&gate(3)?)?);
         let c = ((keep * &state.c)? + (open * gate(2)?.tanh()?)?)?;
@@ -134,20 +134,20 @@ pub struct GRU {
 }
 
 impl GRU {
-    /// A layer from the tensors `weight_ih_l0`, `weight_hh_l0`, `bias_ih_l0` and `bias_hh_l0` of `vb`.
+    /// Returns a layer from the tensors `weight_ih_l0`, `weight_hh_l0`, `bias_ih_l0` and `bias_hh_l0` of `vb`.
     pub fn new(in_dim: usize, hidden_dim: usize, config: GRUConfig, vb: VarBuilder) -> Result<Self> {
         let inits = [config.w_ih_init, config.w_hh_init];
         let biases = [config.b_ih_init, config.b_hh_init];
         Ok(Self { weights: Weights::new([3, in_dim, hidden_dim], "l0", inits, biases, &vb)?, config })
     }
 
-    /// What it was made from.
+    /// Returns the configuration.
     pub fn config(&self) -> &GRUConfig {
         &self.config
     }
 }
 
-/// [`GRU::new`].
+/// Calls [`GRU::new`].
 pub fn gru(in_dim: usize, hidden_dim: usize, config: GRUConfig, vb: VarBuilder) -> Result<GRU> {
     GRU::new(in_dim, hidden_dim, config, vb)
 }
@@ -160,7 +160,8 @@ impl RNN for GRU {
     }
 
     fn step(&self, input: &Tensor, state: &Self::State) -> Result<Self::State> {
-        let (of_input, of_state) = (self.weights.of_input("GRU", input)?, self.weights.of_state("GRU", &state.h)?);
+        let (of_input, of_state) =
+            (self.weights.input_gates("GRU", input)?, self.weights.state_gates("GRU", &state.h)?);
         let part = |of: &Tensor, i: usize| of.narrow(1, i * self.weights.hidden, self.weights.hidden)?.contiguous();
         let reset = sigmoid(&(part(&of_input, 0)? + part(&of_state, 0)?)?)?;
         let keep = sigmoid(&(part(&of_input, 1)? + part(&of_state, 1)?)?)?;
@@ -168,7 +169,7 @@ impl RNN for GRU {
         Ok(GRUState { h: ((&keep * &state.h)? - ((&keep - 1.)? * new)?)? })
     }
 
-    /// The states side by side, `[batch, T * hidden]`.
+    /// Returns the states side by side, `[batch, T * hidden]`.
     fn states_to_tensor(&self, states: &[Self::State]) -> Result<Tensor> {
         Tensor::cat(&states.iter().map(|state| &state.h).collect::<Vec<_>>(), 1)
     }

@@ -1,8 +1,8 @@
 //! A layer's weight as a fused operation sees it, sharded or not.
 //!
-//! Candle's backward makes a zeroed tensor and a sum for every gradient that an operation returns. For a weight that is
-//! three times its size; a fused operation therefore leaves a sharded weight's gradient where it belongs, and puts only
-//! the parameter's anchor into the graph.
+//! Candle's backward allocates a zeroed tensor and a sum for every gradient that an operation returns. For a weight,
+//! that is three times its size. A fused operation therefore writes a sharded weight's gradient directly into the
+//! parameter's gradient buffer, and puts only the parameter's anchor (a scalar) into the graph.
 
 use std::sync::Arc;
 
@@ -13,163 +13,151 @@ use crate::fsdp::FsdpParam;
 #[cfg(feature = "cuda")]
 use crate::storage;
 
-/// Whether the kernels serve this tensor; otherwise its layer falls back to a chain of Candle's own operations.
-pub(in crate::nn) fn served(tensor: &Tensor) -> bool {
+/// Returns whether the CPU kernels compute on this tensor. Otherwise its layer uses Candle's own operations.
+pub(in crate::nn) fn has_cpu_kernels(tensor: &Tensor) -> bool {
     tensor.device().is_cpu() && matches!(tensor.dtype(), DType::F32 | DType::F16 | DType::BF16)
 }
 
-/// Whether a layer that has an operation for CUDA devices uses it for this tensor.
+/// Returns whether a layer with its own CUDA operation uses it for this tensor.
 pub(in crate::nn) fn on_cuda(tensor: &Tensor) -> bool {
     tensor.device().is_cuda() && matches!(tensor.dtype(), DType::F32 | DType::F16 | DType::BF16 | DType::F64)
 }
 
-/// Notes that a layer holds this tensor and uses it as a [`Weight`] alone, on the host and on CUDA devices: where it is
-/// a sharded parameter, its unit need not be there before. A layer calls it for each of its tensors when it is made.
-pub(crate) fn claim(tensor: &Tensor) {
-    claim_where(tensor, served(tensor) || on_cuda(tensor));
+/// Registers a tensor that a layer reads only through [`Weight`], on the CPU and on CUDA devices. If the tensor is a
+/// sharded parameter, its unit can gather it on first use. A layer calls this for each of its tensors when it is built.
+pub(crate) fn register_layer(tensor: &Tensor) {
+    register(tensor, has_cpu_kernels(tensor) || on_cuda(tensor));
 }
 
-/// [`claim`], for a layer that has an operation of its own on the host alone.
-pub(crate) fn claim_on_host(tensor: &Tensor) {
-    claim_where(tensor, served(tensor));
+/// [`register_layer`], for a layer that has its own operation on the CPU only.
+pub(crate) fn register_cpu_layer(tensor: &Tensor) {
+    register(tensor, has_cpu_kernels(tensor));
 }
 
-/// What the kernels do not serve goes into Candle's operations as it is.
-fn claim_where(tensor: &Tensor, tells: bool) {
+/// Candle's own operations read the tensor directly, so a layer that falls back to them does not announce its use.
+fn register(tensor: &Tensor, announces_use: bool) {
     if let Some(param) = FsdpParam::of(tensor) {
-        param.note_layer();
-        if tells {
-            param.claim();
-        }
+        param.register_layer(announces_use);
     }
 }
 
-/// A tensor as a graph has it, where there is one.
-fn in_mode(tensor: &Tensor, graph: bool) -> Tensor {
+fn with_graph(tensor: &Tensor, graph: bool) -> Tensor {
     if graph { tensor.clone() } else { tensor.detach() }
 }
 
-/// A weight: values to read, a node for the graph, and a place for the gradient.
+/// A weight: its values, its node of the graph, and the destination of its gradient.
 #[derive(Clone)]
 pub(crate) struct Weight {
     value: Tensor,
+    /// The sharded parameter, and its anchor in the graph.
     param: Option<(Arc<FsdpParam>, Tensor)>,
-    /// Whether a gradient was wanted when it was looked at: by then a parameter may be frozen or not.
+    /// Whether a gradient was wanted in forward. The parameter may be frozen or unfrozen before backward.
     wants_grad: bool,
 }
 
 impl Weight {
-    /// Looks at the tensor that the layer holds.
+    /// Reads the tensor that a layer holds.
     ///
     /// # Errors
-    /// When it is a sharded parameter whose values are absent now.
+    /// When the tensor is a sharded parameter that is not gathered.
     pub(crate) fn of(tensor: &Tensor) -> Result<Self> {
         let Some(param) = FsdpParam::of(tensor) else {
-            return Ok(Weight { value: in_mode(tensor, keeps_graph()), param: None, wants_grad: true });
+            return Ok(Weight { value: with_graph(tensor, keeps_graph()), param: None, wants_grad: true });
         };
-        param.used()?;
+        param.pre_use()?;
         let graph = keeps_graph() && param.trainable();
-        let (value, anchor) = (in_mode(param.full(), graph), in_mode(&param.anchor_of_pass()?, graph));
+        let (value, anchor) = (with_graph(&param.full, graph), with_graph(&param.anchor_of_pass()?, graph));
         Ok(Weight { value, wants_grad: graph, param: Some((param, anchor)) })
     }
 
-    /// What Candle's own operations take in the weight's place: the values, and a node of the graph.
+    /// Returns the weight as an argument of Candle's own operations: the full values, as a node of the graph.
     ///
     /// # Errors
-    /// When it is a sharded parameter whose values are absent now.
+    /// When the tensor is a sharded parameter that is not gathered.
     pub(crate) fn in_graph(tensor: &Tensor) -> Result<Tensor> {
         Ok(Weight::of(tensor)?.value)
     }
 
-    /// The tensor whose storage holds the values, of the full shape. It must not go into the graph. Every use of the
-    /// values asks anew, in forward and in backward.
+    /// Returns the full values, which must not go into the graph. An operation calls this again at each use, in forward
+    /// and in backward.
     ///
     /// # Errors
-    /// When the values are absent now.
+    /// When the parameter is not gathered.
     pub(crate) fn value(&self) -> Result<&Tensor> {
         if let Some((param, _)) = &self.param {
-            param.tell_use()?;
+            param.run_pre_use_hook()?;
             if !param.is_unsharded() {
-                // In backward, of which the unit's module says more.
                 bail!("parameter `{}`: its values are not gathered now (Candle calls their storage F4)", param.name())
             }
         }
         Ok(&self.value)
     }
 
-    /// The dtype of the values.
+    /// Returns the dtype of the values.
     pub(crate) fn dtype(&self) -> DType {
         self.value.dtype()
     }
 
-    /// What the operation takes as its graph argument in the weight's place. A sharded parameter's is a scalar without
-    /// meaning.
+    /// Returns the operation's graph argument. For a sharded parameter it is the anchor, whose value has no meaning.
     pub(crate) fn node(&self) -> &Tensor {
         self.param.as_ref().map_or(&self.value, |(_, anchor)| anchor)
     }
 
-    /// Whether a gradient is wanted.
+    /// Returns whether a gradient is wanted.
     pub(crate) fn wants_grad(&self) -> bool {
         self.wants_grad
     }
 
-    /// [`Weight::grad`], in memory of the weight's device.
-    #[cfg(feature = "cuda")]
-    pub(in crate::nn) fn grad_in(
-        &self,
-        write: impl FnOnce(&mut fsdp_core::Buffer, bool) -> Result<()>,
-    ) -> Result<Option<Tensor>> {
-        match &self.param {
-            Some(_) if !self.wants_grad => Ok(None),
-            Some((param, anchor)) => {
-                param.tell_gradient()?;
-                param.gradient().write_in(write)?;
-                Ok(Some(anchor.zeros_like()?))
-            }
-            None => {
-                let grad = self.value.zeros_like()?;
-                let Some(mut buffer) = storage::to_buffer(storage::take(&grad)?)? else {
-                    bail!("a gradient of {:?} has no buffer", grad.dtype())
-                };
-                write(&mut buffer, false)?;
-                Ok(Some(storage::to_tensor(buffer, grad.dims(), grad.device())?))
-            }
-        }
-    }
-
-    /// [`Weight::grad`], of a gradient that is there as a tensor.
-    #[cfg(feature = "cuda")]
-    pub(in crate::nn) fn grad_of(&self, gradient: &Tensor) -> Result<Option<Tensor>> {
-        match &self.param {
-            Some(_) if !self.wants_grad => Ok(None),
-            Some((param, anchor)) => {
-                param.tell_gradient()?;
-                param.gradient().add(gradient)?;
-                Ok(Some(anchor.zeros_like()?))
-            }
-            None => Ok(Some(gradient.clone())),
-        }
-    }
-
-    /// In backward: `write(buffer, accumulate)` leaves the gradient, dense and row-major, in `buffer`; it adds when
-    /// `accumulate`, and else overwrites every element. Returns what the operation's backward returns for
-    /// [`Weight::node`].
-    pub(crate) fn grad<T: WithDType>(
+    /// Accumulates a gradient in backward. `write(buffer, accumulate)` writes it to `buffer`, dense and row-major: it
+    /// adds if `accumulate`, else it overwrites every element. Returns what `bwd` returns for [`Weight::node`].
+    pub(crate) fn write_grad<T: WithDType>(
         &self,
         write: impl FnOnce(&mut [T], bool) -> Result<()>,
     ) -> Result<Option<Tensor>> {
-        match &self.param {
-            Some(_) if !self.wants_grad => Ok(None),
-            Some((param, anchor)) => {
-                param.tell_gradient()?;
-                param.gradient().write(write)?;
-                Ok(Some(anchor.zeros_like()?))
-            }
-            None => {
-                let mut grad = vec![T::zero(); self.value.elem_count()];
-                write(&mut grad, false)?;
-                Ok(Some(Tensor::from_vec(grad, self.value.shape(), self.value.device())?))
-            }
+        let Some((param, anchor)) = &self.param else {
+            let mut grad = vec![T::zero(); self.value.elem_count()];
+            write(&mut grad, false)?;
+            return Ok(Some(Tensor::from_vec(grad, self.value.shape(), self.value.device())?));
+        };
+        if !self.wants_grad {
+            return Ok(None);
         }
+        param.run_pre_gradient_hook()?;
+        param.gradient.write(write)?;
+        anchor.zeros_like().map(Some)
+    }
+
+    /// [`Weight::write_grad`] to a buffer on the weight's device.
+    #[cfg(feature = "cuda")]
+    pub(in crate::nn) fn write_device_grad(
+        &self,
+        write: impl FnOnce(&mut fsdp_core::Buffer, bool) -> Result<()>,
+    ) -> Result<Option<Tensor>> {
+        let Some((param, anchor)) = &self.param else {
+            let grad = self.value.zeros_like()?;
+            let Some(mut buffer) = storage::to_buffer(storage::take(&grad)?)? else {
+                bail!("a gradient of {:?} has no buffer", grad.dtype())
+            };
+            write(&mut buffer, false)?;
+            return Ok(Some(storage::to_tensor(buffer, grad.dims(), grad.device())?));
+        };
+        if !self.wants_grad {
+            return Ok(None);
+        }
+        param.run_pre_gradient_hook()?;
+        param.gradient.write_in(write)?;
+        anchor.zeros_like().map(Some)
+    }
+
+    /// [`Weight::write_grad`] of a gradient that already exists as a tensor.
+    #[cfg(feature = "cuda")]
+    pub(in crate::nn) fn add_grad(&self, gradient: &Tensor) -> Result<Option<Tensor>> {
+        let Some((param, anchor)) = &self.param else { return Ok(Some(gradient.clone())) };
+        if !self.wants_grad {
+            return Ok(None);
+        }
+        param.run_pre_gradient_hook()?;
+        param.gradient.add(gradient)?;
+        anchor.zeros_like().map(Some)
     }
 }

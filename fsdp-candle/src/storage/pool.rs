@@ -1,9 +1,9 @@
 //! A pool of buffers. Fresh memory costs page faults, which cost more than the copy into it.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::Mutex;
 
 use fsdp_core::{Allocator, Buffer, DType, Result};
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::kernels::Kernels;
 
@@ -63,8 +63,8 @@ impl Pool {
         Pool { kernels, buffers: Mutex::default() }
     }
 
-    fn buffers(&self) -> std::sync::MutexGuard<'_, Buffers> {
-        self.buffers.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    fn buffers(&self) -> MutexGuard<'_, Buffers> {
+        self.buffers.lock()
     }
 
     /// Frees all free buffers.
@@ -150,7 +150,7 @@ mod tests {
     use crate::kernels;
 
     fn pool() -> Pool {
-        Pool::new(kernels::or_host(&candle_core::Device::Cpu))
+        Pool::new(kernels::of_device_or_cpu(&candle_core::Device::Cpu))
     }
 
     #[test]

@@ -1,9 +1,9 @@
-//! Several forwards and backwards, with and without communication, add up to the gradients that they should.
+//! Several forwards and backwards, with and without communication, add up to the correct gradients.
 
 use candle_core::{DType, Module};
-use fsdp_candle::{FullyShard, Recurse, ReshardAfterForward, ShardedVarMap, fully_shard, nn};
+use fsdp_candle::{FullyShard, Recurse, ReshardAfterForward, fully_shard, nn};
 
-use crate::common::{Gradients, WIDTH, assert_close, batch, gradients, loss_of, ranks, reference, sharded, vars};
+use crate::common::{WIDTH, assert_close, batch, gradients, loss_of, ranks, reference, sharded, times, vars, vars_on};
 
 #[test]
 fn accumulation_without_communication() {
@@ -11,7 +11,7 @@ fn accumulation_without_communication() {
     for (size, mesh) in [(2, vec![("shard", 2)]), (2, one_replica), (4, vec![("replicate", 2), ("shard", 2)])] {
         ranks(size, |world| {
             let run = |sync: bool, all_reduce: bool| {
-                let vars = ShardedVarMap::new(&world.mesh(&mesh).unwrap(), world.device());
+                let vars = vars_on(&world, &mesh);
                 let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
                 model.set_requires_gradient_sync(sync, Recurse::Yes);
                 model.set_requires_all_reduce(all_reduce, Recurse::Yes);
@@ -36,7 +36,7 @@ fn accumulation_without_communication() {
 }
 
 #[test]
-fn finalization_apart_from_backward() {
+fn manual_finalization() {
     ranks(2, |world| {
         let want = reference(&world);
         let vars = vars(&world);
@@ -47,58 +47,19 @@ fn finalization_apart_from_backward() {
         model.finalize_backward(&mut grads).unwrap();
         assert_close(&gradients(&vars, &grads), &want, 0.);
 
-        // Of two backwards the last hands out the sum.
+        // The last of two backwards reduces the sum.
         model.set_manual_backward_finalization(false);
         model.set_is_last_backward(false);
         let first = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
         assert!(vars.trainable().iter().all(|param| first.get(param.var()).is_none()));
         model.set_is_last_backward(true);
         let grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
-        let twice: Gradients =
-            want.iter().map(|(name, v)| (name.clone(), v.iter().map(|v| 2. * v).collect())).collect();
-        assert_close(&gradients(&vars, &grads), &twice, 1e-6);
+        assert_close(&gradients(&vars, &grads), &times(&want, 2.), 1e-6);
     });
 }
 
 #[test]
-fn several_forwards_before_one_backward() {
-    ranks(2, |world| {
-        for reshard in [ReshardAfterForward::Default, ReshardAfterForward::Always, ReshardAfterForward::Never] {
-            let vars = vars(&world);
-            let model = sharded(&FullyShard::new(&vars).reshard_after_forward(reshard), &vars, WIDTH);
-            let (a, b) = (batch(world.rank(), WIDTH), batch(world.rank() + 7, WIDTH));
-            let mut apart = model.backward(&loss_of(&model, &a)).unwrap();
-            apart.extend(model.backward(&loss_of(&model, &b)).unwrap()).unwrap();
-            let want = gradients(&vars, &apart);
-            let (first, second) = (loss_of(&model, &a), loss_of(&model, &b));
-            let together = model.backward(&(first + second).unwrap()).unwrap();
-            assert_close(&gradients(&vars, &together), &want, 1e-5);
-        }
-    });
-}
-
-#[test]
-fn a_validation_forward_before_the_step_leaves_nothing_stale() {
-    ranks(2, |world| {
-        for reshard in [ReshardAfterForward::Default, ReshardAfterForward::Never] {
-            let vars = vars(&world);
-            let model = sharded(&FullyShard::new(&vars).reshard_after_forward(reshard), &vars, WIDTH);
-            let x = batch(world.rank(), WIDTH);
-            let before = loss_of(&model, &x).to_scalar::<f32>().unwrap();
-            for param in vars.params() {
-                param.var().set(&(param.var().as_tensor() * 0.5).unwrap()).unwrap();
-            }
-            let after = loss_of(&model, &x).to_scalar::<f32>().unwrap();
-            model.reset_iter_state();
-            let fresh = loss_of(&model, &x).to_scalar::<f32>().unwrap();
-            assert_eq!(after, fresh);
-            assert_ne!(before, after);
-        }
-    });
-}
-
-#[test]
-fn a_refused_backward_leaves_no_gradients() {
+fn candles_backward_leaves_no_gradients() {
     ranks(2, |world| {
         let want = reference(&world);
         let vars = vars(&world);
@@ -110,7 +71,7 @@ fn a_refused_backward_leaves_no_gradients() {
 }
 
 #[test]
-fn two_losses_of_one_model_and_two_roots_in_one_map() {
+fn two_losses_and_two_roots() {
     ranks(2, |world| {
         for reshard in [ReshardAfterForward::Default, ReshardAfterForward::Always, ReshardAfterForward::Never] {
             // Two forwards, then a backward of each.
@@ -122,7 +83,7 @@ fn two_losses_of_one_model_and_two_roots_in_one_map() {
             assert_close(&gradients(&one, &model.backward(&first).unwrap()), &apart[0], 0.);
             assert_close(&gradients(&one, &model.backward(&second).unwrap()), &apart[1], 0.);
 
-            // An encoder and a decoder, called one after the other with nothing around them; and with.
+            // An encoder and a decoder called one after the other, with and without a root unit.
             let run = |rooted: bool| {
                 let map = vars(&world);
                 let opts = FullyShard::new(&map).reshard_after_forward(reshard);
@@ -144,10 +105,10 @@ fn two_losses_of_one_model_and_two_roots_in_one_map() {
 }
 
 #[test]
-fn gradients_that_wait_for_their_all_reduce_are_not_forgotten() {
+fn delayed_all_reduces_are_kept() {
     ranks(4, |world| {
         let run = |wait: bool| {
-            let map = ShardedVarMap::new(&world.mesh(&[("replicate", 2), ("shard", 2)]).unwrap(), world.device());
+            let map = vars_on(&world, &[("replicate", 2), ("shard", 2)]);
             let opts = FullyShard::new(&map);
             let vb = map.builder(DType::F32);
             let unit = |name: &str| fully_shard(&opts, vb.pp(name), |vb| nn::linear(WIDTH, WIDTH, vb)).unwrap();

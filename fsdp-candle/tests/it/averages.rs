@@ -1,4 +1,4 @@
-//! Moments in 8 bits, moving averages, clipping by groups, and gradients that are added up in f32.
+//! 8-bit moments, moving averages, clipping of parameter groups, and gradient accumulation in F32.
 
 use candle_core::{DType, Device, Module, Tensor};
 use fsdp_candle::{
@@ -9,17 +9,19 @@ use fsdp_candle::{
 };
 use fsdp_ckpt::{LoadOptions, SaveState, save};
 
-use crate::common::{Gradients, WIDTH, assert_close, batch, gradients, loss_of, ranks, sharded, vars, whole};
-use crate::sharded_optimizers::{backward, layers, weights};
+use crate::common::{
+    Gradients, WIDTH, assert_close, batch, full, gradients, loss_of, ranks, refused, sharded, vars, weights, whole,
+};
+use crate::sharded_optimizers::{backward, layers};
 
-/// AdamW's, and the same in 8 bits for parameters of at least so many elements.
+/// AdamW, and AdamW with 8-bit moments for parameters of at least the given number of elements.
 fn configs(min_8bit_size: usize) -> (AdamWConfig, AdamW8bitConfig) {
     let config = AdamWConfig { lr: 0.01, betas: (0.9, 0.95), weight_decay: 0.1, ..AdamWConfig::default() };
     let AdamWConfig { lr, betas, eps, weight_decay } = config;
     (config, AdamW8bitConfig { lr, betas, eps, weight_decay, min_8bit_size })
 }
 
-/// Losses of some steps of a model of several blocks of elements, and the weights at the end.
+/// The losses of some steps and the final weights of a model whose parameters have several quantization blocks.
 fn losses(
     size: usize,
     steps: usize,
@@ -46,38 +48,36 @@ fn losses(
 }
 
 #[test]
-fn moments_in_8_bits_train_as_those_in_f32_do() {
+fn moments_of_8_bits_train_like_f32() {
     let (config, of_8_bits) = configs(0);
     let plain = losses(1, 40, &|vars| Box::new(AdamW::new(vars.trainable(), config).unwrap()));
     assert!(plain[39] < plain[0] / 20., "{plain:?}");
     for size in [1, 2, 3] {
         let rounded = losses(size, 40, &|vars| Box::new(AdamW8bit::new(vars.trainable(), of_8_bits).unwrap()));
         let apart = plain.iter().zip(&rounded).map(|(a, b)| (a - b).abs() / plain[0]).fold(0., f32::max);
-        // Something was rounded, and little of it is seen in the loss.
+        // Some values were rounded, with little effect on the loss.
         assert!(apart > 1e-7 && apart < 1e-2, "{size} ranks: {apart:e}");
     }
-    // Small parameters are AdamW's own, bit for bit.
+    // Small parameters have AdamW's own moments, bit for bit.
     let (_, small) = configs(60 * 40 + 1);
     let same = losses(2, 5, &|vars| Box::new(AdamW8bit::new(vars.trainable(), small).unwrap()));
     assert_eq!(same, losses(2, 5, &|vars| Box::new(AdamW::new(vars.trainable(), config).unwrap())));
 }
 
-/// Moments in 8 bits are computed with in f32, in which there is no room for a parameter of F64.
+/// Updates with 8-bit moments are computed in F32, which is too narrow for an F64 parameter.
 #[test]
-fn parameters_of_f64_have_no_moments_in_8_bits() {
+fn refuses_8_bit_moments_of_f64() {
     ranks(2, |world| {
         let vars = vars(&world);
         let model = layers(&vars, DType::F64);
         let before = weights(&vars);
         let (config, of_8_bits) = configs(0);
-        let error = AdamW8bit::new(vars.trainable(), of_8_bits).err().unwrap().to_string();
-        assert!(error.contains("`up.weight`") && error.contains("F64") && error.contains("AdamW"), "{error}");
-        // Of those that are small enough for moments in their own dtype there may be some.
+        refused(AdamW8bit::new(vars.trainable(), of_8_bits), &["`up.weight`", "F64", "AdamW"]);
+        // Small F64 parameters, whose moments are F64, are allowed.
         let (biases, weights_of) = vars.trainable().into_iter().partition(|param| param.shape().rank() == 1);
         let (_, small) = configs(6);
         AdamW8bit::new(biases, small).unwrap();
-        let error = AdamW8bit::new(weights_of, small).err().unwrap().to_string();
-        assert!(error.contains("`up.weight`"), "{error}");
+        refused(AdamW8bit::new(weights_of, small), &["`up.weight`"]);
         assert_eq!(weights(&vars), before);
 
         let mut optim = AdamW8bit::new(vars.trainable(), configs(100).1).unwrap();
@@ -91,7 +91,7 @@ fn parameters_of_f64_have_no_moments_in_8_bits() {
 }
 
 #[test]
-fn moments_in_8_bits_are_saved_as_adamws_and_go_on_with_the_same_bits() {
+fn moments_of_8_bits_save_as_adamws() {
     let dir = tempfile::tempdir().unwrap();
     let (config, of_8_bits) = configs(0);
     let path = dir.path().join("saved");
@@ -111,7 +111,7 @@ fn moments_in_8_bits_are_saved_as_adamws_and_go_on_with_the_same_bits() {
                 optim_of(&mut optim, 1..=3);
                 let (mesh, tensors) = (vars.mesh().layout().clone(), optimizer_tensors(&optim).unwrap());
                 save(&path, world.group(), &SaveState { mesh, tensors, values: Default::default() }).unwrap();
-                // At the same number of ranks nothing is rounded again, by way of files or of state dicts.
+                // At the same world size, files and state dicts round nothing again.
                 let source = fsdp_ckpt::open(&path).unwrap();
                 let mut loaded = AdamW8bit::new(vars.trainable(), of_8_bits).unwrap();
                 load_optimizer(&mut loaded, &*source, &LoadOptions::default()).unwrap();
@@ -130,7 +130,7 @@ fn moments_in_8_bits_are_saved_as_adamws_and_go_on_with_the_same_bits() {
                     }
                 }
             } else {
-                // On other ranks they are near, and AdamW reads them as well.
+                // At another world size they are close, and AdamW loads them too.
                 let source = fsdp_ckpt::open(&path).unwrap();
                 let mut plain = AdamW::new(vars.trainable(), config).unwrap();
                 load_optimizer(&mut plain, &*source, &LoadOptions::default()).unwrap();
@@ -149,7 +149,7 @@ fn moments_in_8_bits_are_saved_as_adamws_and_go_on_with_the_same_bits() {
 }
 
 #[test]
-fn a_moving_average_is_that_of_the_parameters_on_any_ranks() {
+fn moving_averages_match_at_any_world_size() {
     let run = |size: usize, saved: Option<&fsdp_candle::StateDict>| {
         ranks(size, |world| {
             let vars = vars(&world);
@@ -162,7 +162,7 @@ fn a_moving_average_is_that_of_the_parameters_on_any_ranks() {
                 ema.update().unwrap();
                 history.push(weights(&vars));
             }
-            // The plain way.
+            // The direct computation.
             let mut want = history[0].clone();
             for after in &history[1..] {
                 for ((_, mean), (_, now)) in want.iter_mut().zip(after) {
@@ -177,15 +177,14 @@ fn a_moving_average_is_that_of_the_parameters_on_any_ranks() {
             assert!(failed.is_err());
             assert_eq!(weights(&vars), history[3]);
             drop(gathered);
-            let full = StateDictOptions { full_state_dict: true, ..StateDictOptions::default() };
             if let Some(saved) = saved {
                 let mut again = Ema::new(vars.params(), 0.75).unwrap();
-                set_ema_state_dict(&vars, &mut again, saved, &full).unwrap();
+                set_ema_state_dict(&vars, &mut again, saved, &full()).unwrap();
                 assert_eq!(again.updates().unwrap(), 4);
                 again.copy_to(&vars).unwrap();
                 assert_close(&weights(&vars), &want, 1e-6);
             }
-            get_ema_state_dict(&vars, &ema, &full).unwrap()
+            get_ema_state_dict(&vars, &ema, &full()).unwrap()
         })
         .swap_remove(0)
     };
@@ -197,9 +196,9 @@ fn a_moving_average_is_that_of_the_parameters_on_any_ranks() {
     assert!(Ema::new(vec![], 1.).unwrap_err().to_string().contains("`decay` is 1"));
 }
 
-/// A mean is what is left of a model that has gone astray, so nothing of that may stay.
+/// Averages are loaded after a model has diverged, so no NaN may remain.
 #[test]
-fn a_moving_average_replaces_what_is_not_finite() {
+fn moving_averages_replace_non_finite_parameters() {
     for (size, dtype) in [(1, DType::F32), (3, DType::F32), (2, DType::BF16)] {
         ranks(size, |world| {
             let vars = vars(&world);
@@ -215,12 +214,12 @@ fn a_moving_average_replaces_what_is_not_finite() {
             for value in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
                 set_all(value);
                 assert_eq!(ema.swapped(&vars, |_| Ok(weights(&vars))).unwrap(), good);
-                // They are back as they were.
+                // The original values are restored.
                 assert!(weights(&vars).iter().flat_map(|(_, values)| values).all(|v| !v.is_finite()));
                 ema.copy_to(&vars).unwrap();
                 assert_eq!(weights(&vars), good);
             }
-            // The first update takes the parameters as they are, whatever the mean began as.
+            // The first update copies the parameters, whatever the average's initial values.
             set_all(f64::NAN);
             let mut ema = Ema::new(vars.params(), 0.75).unwrap();
             set_all(0.5);
@@ -233,7 +232,7 @@ fn a_moving_average_replaces_what_is_not_finite() {
 }
 
 #[test]
-fn a_group_is_clipped_by_its_own_norm() {
+fn clips_a_group_by_its_norm() {
     for size in [1, 2, 4] {
         ranks(size, |world| {
             let vars = vars(&world);
@@ -255,21 +254,21 @@ fn a_group_is_clipped_by_its_own_norm() {
             for ((name, before), (_, after)) in before.iter().zip(&after) {
                 assert_eq!(before == after, !name.ends_with("bias"), "{name}");
             }
-            // Nothing has no norm, on any ranks.
+            // A group without parameters has norm 0 on every rank.
             assert_eq!(clip_grad_norm_of(&vars, &[], &mut grads, &options).unwrap(), 0.);
         });
     }
 }
 
 #[test]
-fn gradients_of_halves_are_added_up_in_f32() {
+fn accumulates_half_gradients_in_f32() {
     for (size, dtype) in [(1, DType::BF16), (3, DType::BF16), (4, DType::F16), (2, DType::F32)] {
         ranks(size, |world| {
             let vars = vars(&world);
             let model = layers(&vars, dtype);
             let mut sum = GradAccumulator::new(vars.trainable());
             assert!(sum.finish().unwrap().is_none());
-            // Known gradients, whose sum in f64 is rounded once.
+            // Known gradients, whose sum in F64 is rounded once.
             let mut want: Vec<Vec<f64>> = vec![];
             for step in 1..=9 {
                 let grads = backward(&model, &vars, dtype, step);
@@ -290,7 +289,7 @@ fn gradients_of_halves_are_added_up_in_f32() {
                 let values = |t: &Tensor| t.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>();
                 assert_eq!(values(grad).unwrap(), values(&once).unwrap(), "{}", param.name());
             }
-            // Ranks without a share still count steps.
+            // Ranks with an empty shard still count steps.
             let mut optim = SGD::new(vars.trainable(), SgdConfig::default()).unwrap();
             optim.step(&grads).unwrap();
             assert!(optim.states().iter().all(|state| state.step == 1));

@@ -1,5 +1,5 @@
-//! Building units: what a builder of Candle's own does, errors inside the closure, sizes that can't be, modules that
-//! are cloned and printed.
+//! Building units: Candle's own builders, errors inside the closure, impossible sizes, modules that are cloned and
+//! printed.
 
 use std::collections::HashMap;
 
@@ -7,17 +7,10 @@ use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use fsdp_candle::{Error, FsdpModule, FullyShard, World, fully_shard, nn};
 
-use crate::common::{assert_close, batch, gradients, loss_of, ranks, vars};
-
-fn error<T>(result: Result<T, impl std::fmt::Display>) -> String {
-    match result {
-        Ok(_) => panic!("expected an error"),
-        Err(error) => error.to_string(),
-    }
-}
+use crate::common::{alone, assert_close, batch, gradients, loss_of, ranks, refused, times, vars};
 
 #[test]
-fn a_builder_of_candles_own_is_refused() {
+fn refuses_candles_own_builders() {
     let world = World::single().unwrap();
     let device = Device::Cpu;
     let dir = tempfile::tempdir().unwrap();
@@ -27,7 +20,7 @@ fn a_builder_of_candles_own_is_refused() {
         HashMap::from([("a.weight".to_string(), ones(&[4, 4])), ("a.bias".to_string(), ones(&[4]))])
     };
     candle_core::safetensors::save(&tensors(), &file).unwrap();
-    // SAFETY: nobody changes the file meanwhile.
+    // SAFETY: nothing changes the file while it is mapped.
     #[allow(unsafe_code)]
     let mapped = unsafe { VarBuilder::from_mmaped_safetensors(&[&file], DType::F32, &device) }.unwrap();
     let other = vars(&world);
@@ -39,23 +32,23 @@ fn a_builder_of_candles_own_is_refused() {
     ] {
         let vars = vars(&world);
         let opts = FullyShard::new(&vars);
-        let text = error(fully_shard(&opts, vb.pp("a"), |vb| candle_nn::linear(4, 4, vb)));
-        for words in ["unit `a`", "vars.builder(dtype)", "Pretrained::open", "from_mmaped_safetensors"] {
-            assert!(text.contains(words), "{what}: {words:?} in {text}");
-        }
-        // The root too, when its units are right.
+        println!("{what}");
+        let unit = fully_shard(&opts, vb.pp("a"), |vb| candle_nn::linear(4, 4, vb));
+        refused(unit, &["unit `a`", "vars.builder(dtype)", "Pretrained::open", "from_mmaped_safetensors"]);
+        // The root fails too, when its units were built.
         let vb = (vars.builder(DType::F32), vb);
         let block = fully_shard(&opts, vb.0.pp("block"), |vb| nn::linear(4, 4, vb)).unwrap();
-        let text = error(fully_shard(&opts, vb.1, |vb| Ok((block, candle_nn::linear(4, 4, vb.pp("a"))?))));
-        assert!(text.contains("unit `(root)`") && text.contains("vars.builder(dtype)"), "{what}: {text}");
+        refused(
+            fully_shard(&opts, vb.1, |vb| Ok((block, candle_nn::linear(4, 4, vb.pp("a"))?))),
+            &["unit `(root)`", "vars.builder(dtype)"],
+        );
     }
     let vars = vars(&world);
-    let text = error(fully_shard(&FullyShard::new(&vars), other.builder(DType::F32), |_| Ok(())));
-    assert!(text.contains("not of the ShardedVarMap"), "{text}");
+    refused(fully_shard(&FullyShard::new(&vars), other.builder(DType::F32), |_| Ok(())), &["not of the ShardedVarMap"]);
 }
 
 #[test]
-fn a_unit_without_parameters_of_our_builder_is_legal() {
+fn accepts_units_without_parameters() {
     let world = World::single().unwrap();
     let vars = vars(&world);
     let opts = FullyShard::new(&vars).ignored_params(|name| name == "ignored");
@@ -69,7 +62,7 @@ fn a_unit_without_parameters_of_our_builder_is_legal() {
 }
 
 #[test]
-fn an_error_inside_the_closure_names_the_unit_and_keeps_the_cause() {
+fn build_errors_have_unit_and_cause() {
     let world = World::single().unwrap();
     let vars = vars(&world);
     let opts = FullyShard::new(&vars);
@@ -82,31 +75,31 @@ fn an_error_inside_the_closure_names_the_unit_and_keeps_the_cause() {
     assert_eq!(unit, "model");
     let text = cause.to_string();
     assert!(text.contains("unit `model.block`") && text.contains("no such layer"), "{text}");
-    // A layer that computes on its weights before they are there.
-    let text = error(fully_shard(&opts, vb.pp("scaled"), |vb| vb.get((2, 2), "weight")? * 2.));
-    assert!(text.contains("unit `scaled`") && text.contains("compute on them in forward"), "{text}");
+    // A layer that computes with its weights while it is built.
+    refused(
+        fully_shard(&opts, vb.pp("scaled"), |vb| vb.get((2, 2), "weight")? * 2.),
+        &["unit `scaled`", "compute on them in forward"],
+    );
 }
 
 #[test]
-fn sizes_that_no_memory_has_are_errors() {
+fn refuses_sizes_larger_than_memory() {
     let world = World::single().unwrap();
     let vars = vars(&world);
     let opts = FullyShard::new(&vars);
     let vb = vars.builder(DType::F32);
     for shape in [(1 << 62, 4), (1 << 31, 1 << 31), (1 << 40, 1 << 15)] {
-        let text = error(fully_shard(&opts, vb.pp("big"), |vb| vb.get(shape, "weight")));
-        assert!(text.contains("`big.weight`") && text.contains("memory"), "{text}");
+        refused(fully_shard(&opts, vb.pp("big"), |vb| vb.get(shape, "weight")), &["`big.weight`", "memory"]);
     }
     for rank in [usize::MAX, 1 << 61, 1 << 58] {
         let config = nn::LoraConfig { rank, alpha: 1. };
-        let text =
-            error(fully_shard(&opts, vb.pp("q_proj"), |vb| nn::lora(nn::linear(8, 6, vb.clone())?, 8, 6, config, vb)));
-        assert!(text.contains(&format!("rank {rank}")) && text.contains("`q_proj`"), "{text}");
+        let lora = |vb: VarBuilder<'static>| nn::lora(nn::linear(8, 6, vb.clone())?, 8, 6, config, vb);
+        refused(fully_shard(&opts, vb.pp("q_proj"), lora), &[&format!("rank {rank}"), "`q_proj`"]);
     }
     assert!(vars.params().is_empty());
 }
 
-/// What every author of a Candle model writes.
+/// The usual derives of a Candle model.
 #[derive(Clone, Debug)]
 struct Model {
     blocks: Vec<FsdpModule<nn::Linear>>,
@@ -120,7 +113,7 @@ impl Module for Model {
 }
 
 #[test]
-fn a_model_can_be_cloned_and_printed_and_its_clones_are_one_model() {
+fn clones_share_one_model() {
     ranks(2, |world| {
         let vars = vars(&world);
         let (opts, vb) = (FullyShard::new(&vars), vars.builder(DType::F32));
@@ -135,11 +128,9 @@ fn a_model_can_be_cloned_and_printed_and_its_clones_are_one_model() {
         }
         let clone = model.clone();
         assert_close(&gradients(&vars, &clone.backward(&loss_of(&clone, &x)).unwrap()), &want, 0.);
-        // Both in one loss: the gradients of all uses add up.
+        // Both in one loss: the gradients of all uses are added.
         let both = (loss_of(&model, &x) + loss_of(&clone, &x)).unwrap();
-        let twice: Vec<(String, Vec<f32>)> =
-            want.iter().map(|(name, grad)| (name.clone(), grad.iter().map(|g| 2. * g).collect())).collect();
-        assert_close(&gradients(&vars, &model.backward(&both).unwrap()), &twice, 1e-5);
+        assert_close(&gradients(&vars, &model.backward(&both).unwrap()), &times(&want, 2.), 1e-5);
         drop(model);
         assert_close(&gradients(&vars, &clone.backward(&loss_of(&clone, &x)).unwrap()), &want, 0.);
     });
@@ -166,4 +157,53 @@ fn units_inside_a_models_own_constructor_equal_units_made_before_it() {
         };
         assert_close(&outcome(true), &outcome(false), 0.);
     });
+}
+
+#[test]
+fn refuses_parameters_of_another_unit() {
+    let world = alone();
+    let vars = vars(&world);
+    let opts = FullyShard::new(&vars);
+    let vb = vars.builder(DType::F32);
+    let _first = fully_shard(&opts, vb.pp("a"), |vb| nn::linear(4, 4, vb)).unwrap();
+    refused(
+        fully_shard(&opts, vb.pp("a"), |vb| nn::linear(4, 4, vb)),
+        &["`a.weight`", "already belongs to FSDP unit `a`"],
+    );
+    refused(fully_shard(&opts, vb.clone(), |vb| nn::linear(4, 4, vb.pp("a"))), &["unit `(root)`"]);
+    refused(vb.pp("b").get((4, 4), "weight"), &["outside fully_shard"]);
+    refused(fully_shard(&opts, vb.pp("c"), |vb| vb.get((), "scale")), &["shape [1]"]);
+}
+
+#[test]
+fn a_failed_build_leaves_no_parameters() {
+    let world = alone();
+    let vars = vars(&world);
+    let opts = FullyShard::new(&vars);
+    let vb = vars.builder(DType::F32);
+    refused(
+        fully_shard(&opts, vb.pp("a"), |vb| {
+            nn::linear(4, 4, vb)?;
+            Err::<(), _>(candle_core::Error::msg("no"))
+        }),
+        &["no"],
+    );
+    assert!(vars.params().is_empty());
+    fully_shard(&opts, vb.pp("a"), |vb| nn::linear(4, 4, vb)).unwrap();
+}
+
+#[test]
+fn ignored_parameters_have_one_shape_and_dtype() {
+    let world = alone();
+    let vars = vars(&world);
+    let opts = FullyShard::new(&vars).ignored_params(|name| name == "scale");
+    let ask = |shape: usize, dtype: DType| {
+        fully_shard(&opts, vars.builder(DType::F32), |vb| {
+            vb.get(4, "scale")?;
+            vb.get_with_hints_dtype(shape, "scale", candle_nn::Init::Const(0.), dtype)
+        })
+    };
+    refused(ask(5, DType::F32), &["parameter `scale`", "[4] F32", "[5] F32"]);
+    refused(ask(4, DType::F64), &["[4] F64"]);
+    ask(4, DType::F32).unwrap();
 }

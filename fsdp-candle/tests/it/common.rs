@@ -1,4 +1,4 @@
-//! What the integration tests share: a small model in ordinary Candle code, and ranks as threads.
+//! Shared by the tests: a small model in ordinary Candle code, and ranks as threads.
 
 mod counted;
 mod device;
@@ -7,18 +7,19 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Module, Result, Tensor};
+use candle_core::{DType, Module, Tensor};
 use candle_nn::VarBuilder;
 use fsdp_candle::{
-    AllGather, FsdpModule, FsdpParam, FullyShard, ReduceOp, ReduceScatter, ShardedVarMap, World, fully_shard, nn,
+    AllGather, FsdpModule, FsdpParam, FullyShard, ReduceOp, ReduceScatter, ShardedVarMap, StateDictOptions, World,
+    fully_shard, nn,
 };
 use fsdp_core::process_group::{Options, local};
-use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, ScatterPart, Work};
+use fsdp_core::{Allocator, GatherPart, ProcessGroup, ScatterPart, Work};
 
 pub(crate) use counted::counted;
 pub(crate) use device::{address, changed, device, elements, memory, on_cuda, one_of, rounding};
 
-/// A residual MLP of Candle's own linear layers and this crate's norm.
+/// A residual MLP of Candle's linear layers and this crate's norm.
 pub(crate) struct Block {
     norm: nn::RmsNorm,
     up: candle_nn::Linear,
@@ -26,7 +27,7 @@ pub(crate) struct Block {
 }
 
 impl Block {
-    pub(crate) fn new(width: usize, vb: VarBuilder) -> Result<Self> {
+    pub(crate) fn new(width: usize, vb: VarBuilder) -> candle_core::Result<Self> {
         Ok(Block {
             norm: nn::rms_norm(width, 1e-5, vb.pp("norm"))?,
             up: candle_nn::linear(width, 3 * width, vb.pp("up"))?,
@@ -36,7 +37,7 @@ impl Block {
 }
 
 impl Module for Block {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         x + self.down.forward(&nn::gelu(&self.up.forward(&self.norm.forward(x)?)?)?)?
     }
 }
@@ -48,7 +49,7 @@ pub(crate) struct Model<B> {
 }
 
 impl<B: Module> Module for Model<B> {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         self.head.forward(&self.blocks.iter().try_fold(x.clone(), |x, block| block.forward(&x))?)
     }
 }
@@ -69,22 +70,31 @@ pub(crate) fn plain(vb: VarBuilder, width: usize) -> Model<Block> {
 }
 
 pub(crate) fn vars(world: &World) -> ShardedVarMap {
-    ShardedVarMap::new(&world.mesh(&[("dp_shard", world.size())]).unwrap(), world.device())
+    vars_on(world, &[("dp_shard", world.size())])
 }
 
-/// Runs a closure on each rank of a world of threads: on the host, or on CUDA devices where `FSDP_TEST_DEVICE=cuda`.
+pub(crate) fn vars_on(world: &World, mesh: &[(&str, usize)]) -> ShardedVarMap {
+    ShardedVarMap::new(&world.mesh(mesh).unwrap(), world.device())
+}
+
+/// Options of full state dicts.
+pub(crate) fn full() -> StateDictOptions {
+    StateDictOptions { full_state_dict: true, ..StateDictOptions::default() }
+}
+
+/// Runs a closure on each rank of a world of threads: on the host, or on CUDA devices if `FSDP_TEST_DEVICE=cuda`.
 pub(crate) fn ranks<T: Send>(size: usize, f: impl Fn(World) -> T + Sync) -> Vec<T> {
     let _turn = device::turn();
     let options = Options::default().with_timeout(Duration::from_secs(60));
     local::run_with(size, options, |group| f(device::world(group)))
 }
 
-/// The world of one rank, on its device.
+/// A world of one rank, on its device.
 pub(crate) fn alone() -> World {
     device::world(ProcessGroup::single_rank(Duration::from_secs(60)).unwrap())
 }
 
-/// A map of which each rank has everything, on its device. Collective.
+/// A map on the rank's device in which every rank has all parameters. Collective.
 pub(crate) fn unsharded(world: &World) -> ShardedVarMap {
     let mesh = world.mesh(&[("ranks", world.size()), ("each", 1)]).unwrap();
     ShardedVarMap::new(&mesh.slice(&["each"]).unwrap(), world.device())
@@ -96,14 +106,11 @@ pub(crate) fn batch(rank: usize, width: usize) -> Tensor {
     Tensor::from_vec(values, (4, width), &device()).unwrap()
 }
 
-/// A whole tensor from its shards, put together the plain way: every rank adds its box to zeros.
-pub(crate) fn whole(vars: &ShardedVarMap, param: &FsdpParam, shard: &Tensor) -> Vec<f32> {
-    let dims = vars.mesh().layout().shape().len();
-    let ranks = vars.mesh().group(dims - 1).unwrap();
-    let shape = param.shape().dims();
-    let region = param.region();
+/// A full tensor of this rank's values, with zeros elsewhere.
+pub(crate) fn scattered(param: &FsdpParam, values: impl IntoIterator<Item = f32>) -> Vec<f32> {
+    let (shape, region) = (param.shape().dims(), param.region());
     let mut full = vec![0f32; shape.iter().product()];
-    for (local, value) in elements::<f32>(shard).into_iter().enumerate() {
+    for (local, value) in values.into_iter().enumerate() {
         let (mut rest, mut at, mut stride) = (local, 0, 1);
         for dim in (0..shape.len()).rev() {
             at += stride * (region.offsets[dim] + rest % region.sizes[dim]);
@@ -112,13 +119,45 @@ pub(crate) fn whole(vars: &ShardedVarMap, param: &FsdpParam, shard: &Tensor) -> 
         }
         full[at] = value;
     }
-    match ranks.all_reduce(vec![Buffer::F32(full)], ReduceOp::Sum).wait().unwrap().pop() {
-        Some(Buffer::F32(full)) => full,
-        other => panic!("{other:?}"),
-    }
+    full
 }
 
-/// This rank's part of a parameter's gradient. There is none of an empty shard.
+/// Gathers a tensor without the library's all-gather, as the sum of the ranks' values and zeros.
+pub(crate) fn whole(vars: &ShardedVarMap, param: &FsdpParam, shard: &Tensor) -> Vec<f32> {
+    let ranks = vars.mesh().group(vars.mesh().layout().shape().len() - 1).unwrap();
+    ranks.all_reduce_values(scattered(param, elements::<f32>(shard)), ReduceOp::Sum).unwrap()
+}
+
+/// Every full parameter, by name.
+pub(crate) fn weights(vars: &ShardedVarMap) -> Gradients {
+    vars.params().iter().map(|param| (param.name().to_string(), whole(vars, param, param.var()))).collect()
+}
+
+/// This rank's part of a full tensor.
+pub(crate) fn cut(param: &FsdpParam, whole: &Tensor) -> Tensor {
+    let region = param.region();
+    let part = |part: Tensor, dim: usize| part.narrow(dim, region.offsets[dim], region.sizes[dim]).unwrap();
+    (0..region.sizes.len()).fold(whole.clone(), part).force_contiguous().unwrap()
+}
+
+/// Multiplies all gradients.
+pub(crate) fn times(gradients: &Gradients, factor: f32) -> Gradients {
+    let times = |values: &Vec<f32>| values.iter().map(|value| factor * value).collect();
+    gradients.iter().map(|(name, values)| (name.clone(), times(values))).collect()
+}
+
+/// Asserts that a result is an error whose message contains all of `parts`.
+pub(crate) fn refused<T, E: std::fmt::Display>(result: Result<T, E>, parts: &[&str]) {
+    let Err(error) = result else { panic!("expected an error with {parts:?}") };
+    assert_contains(&error.to_string(), parts);
+}
+
+/// Asserts that a text contains all of `parts`.
+pub(crate) fn assert_contains(text: &str, parts: &[&str]) {
+    parts.iter().for_each(|part| assert!(text.contains(part), "{part:?} is not in {text}"));
+}
+
+/// This rank's part of a parameter's gradient, unless the shard is empty.
 pub(crate) fn shard_of_gradient<'a>(param: &'a FsdpParam, grads: &'a GradStore) -> &'a Tensor {
     match grads.get(param.var()) {
         Some(grad) => grad,
@@ -127,7 +166,7 @@ pub(crate) fn shard_of_gradient<'a>(param: &'a FsdpParam, grads: &'a GradStore) 
     }
 }
 
-/// Every parameter's whole gradient, by name.
+/// Every full gradient, by name.
 pub(crate) fn gradients(vars: &ShardedVarMap, grads: &GradStore) -> Vec<(String, Vec<f32>)> {
     vars.trainable()
         .iter()
@@ -135,7 +174,7 @@ pub(crate) fn gradients(vars: &ShardedVarMap, grads: &GradStore) -> Vec<(String,
         .collect()
 }
 
-/// The mean of squares of what the model makes of a batch.
+/// The mean of the squares of the model's output for a batch.
 pub(crate) fn loss_of(model: &impl Module, x: &Tensor) -> Tensor {
     model.forward(x).unwrap().to_dtype(DType::F32).unwrap().sqr().unwrap().mean_all().unwrap()
 }
@@ -155,7 +194,7 @@ pub(crate) const WIDTH: usize = 6;
 
 pub(crate) type Gradients = Vec<(String, Vec<f32>)>;
 
-/// One backward with default options: what every other way is held against.
+/// One backward with default options, with which all others are compared.
 pub(crate) fn reference(world: &World) -> Gradients {
     let vars = vars(world);
     let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
@@ -163,14 +202,13 @@ pub(crate) fn reference(world: &World) -> Gradients {
     gradients(&vars, &grads)
 }
 
-/// What a collective of a user's own is given.
+/// The parts of a custom collective.
 pub(crate) enum Parts<'a> {
     Gather(&'a [GatherPart]),
     Scatter(&'a [ScatterPart]),
 }
 
-/// A collective of a user's own, which calls a closure first: it may look at the parts, and answer in place of the
-/// unit's own collective.
+/// A custom collective that first calls a closure, which may read the parts and replace the unit's own collective.
 pub(crate) struct Own<F>(pub(crate) F);
 
 impl<F: Fn(Parts<'_>) -> Option<Work> + Send + Sync> AllGather for Own<F> {
@@ -191,7 +229,7 @@ impl<F: Fn(Parts<'_>) -> Option<Work> + Send + Sync> ReduceScatter for Own<F> {
     }
 }
 
-/// A custom collective that writes `entry` down when it is issued.
+/// A custom collective that records `entry` when it is issued.
 pub(crate) fn journal(
     entry: String,
     entries: &Arc<Mutex<Vec<String>>>,

@@ -1,19 +1,19 @@
-//! What communicates when, and what users put in its place.
+//! The order of collectives, and custom collectives.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::{DType, Module, Tensor};
-use fsdp_candle::{FullyShard, MixedPrecisionPolicy, Recurse, ReshardAfterForward, ShardedVarMap, fully_shard, nn};
+use fsdp_candle::{FullyShard, MixedPrecisionPolicy, Recurse, ReshardAfterForward, fully_shard, nn};
 use fsdp_core::{Buffer, Work};
 
 use crate::common::{
-    Gradients, Own, Parts, WIDTH, assert_close, batch, changed, gradients, journal, loss_of, ranks, reference, sharded,
-    vars,
+    Own, Parts, WIDTH, assert_close, batch, changed, gradients, journal, loss_of, ranks, reference, sharded, times,
+    vars, vars_on,
 };
 
 #[test]
-fn prefetch_lists_and_none_at_all() {
+fn prefetch_lists_keep_gradients() {
     ranks(2, |world| {
         let want = reference(&world);
         let vars = vars(&world);
@@ -34,7 +34,7 @@ fn prefetch_lists_and_none_at_all() {
 }
 
 #[test]
-fn unsharding_by_hand() {
+fn manual_unshard() {
     ranks(2, |world| {
         let vars = vars(&world);
         let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
@@ -50,7 +50,7 @@ fn unsharding_by_hand() {
     });
 }
 
-/// Counts, and passes on; or fails when told to.
+/// Counts the calls and passes them on, or fails on request.
 #[derive(Default)]
 struct Watch {
     gathers: AtomicUsize,
@@ -75,7 +75,7 @@ impl Watch {
 }
 
 #[test]
-fn collectives_are_counted_and_survive_a_failure() {
+fn custom_collectives_fail_and_recover() {
     ranks(2, |world| {
         let want = reference(&world);
         for (reshard, gathers) in [(ReshardAfterForward::Always, 2), (ReshardAfterForward::Never, 1)] {
@@ -113,8 +113,7 @@ fn collectives_are_counted_and_survive_a_failure() {
 fn hooks_and_factors_change_the_reduction() {
     ranks(2, |world| {
         let want = reference(&world);
-        let halves: Gradients =
-            want.iter().map(|(name, v)| (name.clone(), v.iter().map(|v| v / 2.).collect())).collect();
+        let halves = times(&want, 0.5);
         let vars = vars(&world);
         let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
         let backward = || gradients(&vars, &model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap());
@@ -137,13 +136,13 @@ fn hooks_and_factors_change_the_reduction() {
 }
 
 #[test]
-fn sums_of_f16_do_not_overflow_before_they_are_divided() {
+fn f16_averages_do_not_overflow() {
     const GRADIENT: f64 = 30000.;
     for mesh in [vec![("shard", 4)], vec![("replicate", 2), ("shard", 2)]] {
         ranks(4, |world| {
-            let vars = ShardedVarMap::new(&world.mesh(&mesh).unwrap(), world.device());
+            let vars = vars_on(&world, &mesh);
             let policy = MixedPrecisionPolicy { reduce_dtype: Some(DType::F16), ..Default::default() };
-            // The gradient reduces in F16, be the parameter's dtype that or another.
+            // Gradients are reduced in F16, whatever the parameter's dtype.
             for (name, dtype) in [("half", DType::F16), ("single", DType::F32)] {
                 let opts = FullyShard::new(&vars).mp_policy(policy.clone());
                 let unit = fully_shard(&opts, vars.builder(dtype), |vb| vb.get((8, 3), name)).unwrap();
@@ -172,26 +171,7 @@ fn sums_of_f16_do_not_overflow_before_they_are_divided() {
 }
 
 #[test]
-fn unused_parameters_join_with_zeros_where_asked() {
-    ranks(2, |world| {
-        let vars = vars(&world);
-        let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| {
-            Ok((nn::linear(WIDTH, WIDTH, vb.pp("a"))?, nn::linear(WIDTH, WIDTH, vb.pp("b"))?))
-        })
-        .unwrap();
-        model.set_reduce_scatter_unused_params(true, Recurse::Yes);
-        // Each rank uses a layer of its own.
-        let x = batch(world.rank(), WIDTH);
-        let y = model.call(|(a, b)| if world.rank() == 0 { a.forward(&x) } else { b.forward(&x) }).unwrap();
-        let grads = model.backward(&y.sqr().unwrap().mean_all().unwrap()).unwrap();
-        for (name, grad) in gradients(&vars, &grads) {
-            assert!(grad.iter().any(|v| *v != 0.), "{name}");
-        }
-    });
-}
-
-#[test]
-fn one_unused_parameter_does_not_hold_the_others_back() {
+fn an_unused_parameter_does_not_delay_others() {
     struct Half(nn::Linear, #[allow(dead_code)] nn::Linear);
     impl Module for Half {
         fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
@@ -225,7 +205,7 @@ fn one_unused_parameter_does_not_hold_the_others_back() {
 }
 
 #[test]
-fn frozen_parameters_are_freed_as_backward_passes() {
+fn backward_frees_frozen_parameters() {
     ranks(2, |world| {
         let vars = vars(&world);
         vars.freeze(|name| !name.contains("blocks.0"));
@@ -250,7 +230,7 @@ fn frozen_parameters_are_freed_as_backward_passes() {
 }
 
 #[test]
-fn a_printed_model_shows_its_units_and_placements() {
+fn printed_models_show_units_and_placements() {
     ranks(2, |world| {
         let vars = vars(&world);
         let policy = MixedPrecisionPolicy { param_dtype: Some(DType::BF16), ..Default::default() };
@@ -269,7 +249,7 @@ fn a_printed_model_shows_its_units_and_placements() {
 }
 
 #[test]
-fn collectives_come_in_the_order_that_overlaps_them_and_parameters_go_when_they_should() {
+fn collectives_overlap_compute_and_free_parameters() {
     ranks(2, |world| {
         let vars = vars(&world);
         let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
@@ -288,10 +268,11 @@ fn collectives_come_in_the_order_that_overlaps_them_and_parameters_go_when_they_
             entries.lock().unwrap().clear();
             assert_eq!(unsharded(), [false; 4]);
             let loss = loss_of(&model, &x);
-            // After forward the root alone is whole.
+            // After forward only the root is unsharded.
             assert_eq!(unsharded(), [false, false, false, true]);
             let _grads = model.backward(&loss).unwrap();
-            // The next block's gather is issued before this one computes, and its own gradients' reduction after that.
+            // The next block's all-gather is issued before this block computes, and the reduction of this block's
+            // gradients after that.
             let forward = ["gather 0", "gather 1", "gather 2"];
             let backward = ["gather 2", "gather 1", "reduce 2", "gather 0", "reduce 1", "reduce 0"];
             assert_eq!(*entries.lock().unwrap(), [&forward[..], &backward[..]].concat(), "step {step}");

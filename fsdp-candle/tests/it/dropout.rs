@@ -1,4 +1,4 @@
-//! Dropout in sharded models: the same masks whatever the number of ranks, and again under checkpoints.
+//! Dropout in sharded models: the same masks for every world size, and again when a checkpoint recomputes.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use fsdp_candle::{FsdpModule, FullyShard, fully_shard, nn};
 
 use crate::common::{Gradients, WIDTH, assert_close, batch, gradients, ranks, vars};
 
-/// Rows of all ranks together.
+/// The number of rows of all ranks.
 const ROWS: usize = 12;
 
 struct Layer(nn::Linear, nn::Linear, nn::Dropout);
@@ -34,7 +34,7 @@ fn forward(model: &Model, x: &Tensor, again: bool) -> candle_core::Result<Tensor
     model.call(|layers| layers.iter().try_fold(x.clone(), run))
 }
 
-/// The losses and gradients of two micro-batches before one reduction, each of two forwards.
+/// The losses and gradients of two micro-batches with one reduction, of two forwards each.
 fn step(size: usize, again: bool, seed: u64) -> Vec<(Vec<f32>, Gradients)> {
     ranks(size, |world| {
         let vars = vars(&world);
@@ -56,29 +56,29 @@ fn step(size: usize, again: bool, seed: u64) -> Vec<(Vec<f32>, Gradients)> {
         assert_eq!(random::get_rng_state().calls, 12);
         let loss = y.sqr().unwrap().mean_all().unwrap();
         let grads = model.backward(&loss).unwrap();
-        // What ran again in backward has drawn nothing new.
+        // Recomputing in backward has drawn no new numbers.
         assert_eq!(random::get_rng_state().calls, 12);
         (y.flatten_all().unwrap().to_vec1().unwrap(), gradients(&vars, &grads))
     })
 }
 
 #[test]
-fn masks_do_not_depend_on_the_number_of_ranks_nor_on_checkpoints() {
+fn masks_do_not_depend_on_ranks_or_checkpoints() {
     let want = step(1, false, 3).remove(0);
     for size in [1, 2, 3, 4] {
         let plain = step(size, false, 3);
         assert_eq!(plain.iter().flat_map(|rank| rank.0.clone()).collect::<Vec<_>>(), want.0);
         assert_close(&plain[0].1, &want.1, 2e-5);
-        // To the bit.
+        // Bit for bit.
         assert_eq!(step(size, true, 3), plain);
     }
     assert_ne!(step(1, false, 4)[0].0, want.0);
 }
 
-/// Tensor-parallel ranks drop together what one rank drops: of attention each its heads, of a sequence that is shared
-/// out each its tokens.
+/// Together, tensor parallel ranks drop what one rank drops: each drops its heads in attention, and its tokens where
+/// the sequence is sharded.
 #[test]
-fn masks_do_not_depend_on_how_a_tensor_is_shared_out() {
+fn masks_do_not_depend_on_parallel_layouts() {
     const STEPS: usize = 8;
     const HEADS: usize = 4;
     const WIDTH: usize = 8;
@@ -88,7 +88,7 @@ fn masks_do_not_depend_on_how_a_tensor_is_shared_out() {
     };
     let (q, k, v) = (x(0), x(2), x(4));
     let options = nn::AttentionOptions { dropout: 0.4, ..nn::AttentionOptions::causal(0.5) };
-    // As a layer: heads, then what is added to the residual stream, then heads again.
+    // The order in a layer: heads, the residual stream, heads again.
     let layer = |part: Option<Part>| {
         random::set_rng_state(RngState { first_row: 3, ..RngState::new(6) });
         let Part { index, count, .. } = part.unwrap_or(Part { dim: 1, index: 0, count: 1 });
@@ -119,7 +119,7 @@ fn masks_do_not_depend_on_how_a_tensor_is_shared_out() {
         let parts: Vec<_> = (0..count).map(|index| layer(Some(Part { dim: 1, index, count }))).collect();
         for (number, (of_whole, dim)) in whole.iter().zip([2, 1, 0, 2]).enumerate() {
             if dim == 0 {
-                // Tensors that every rank has whole.
+                // Replicated tensors.
                 parts.iter().for_each(|part| assert_eq!(values(&part[number]), values(of_whole)));
                 continue;
             }
@@ -130,7 +130,7 @@ fn masks_do_not_depend_on_how_a_tensor_is_shared_out() {
 }
 
 #[test]
-fn a_closure_of_a_part_draws_its_own_again() {
+fn checkpoints_redraw_a_parts_masks() {
     let layer = nn::linear(WIDTH, WIDTH, builder());
     let layer = Arc::new(layer.unwrap());
     let drawn = |index: usize, again: bool| {

@@ -1,4 +1,4 @@
-//! Values that are infinite or not a number are found on any rank, and named on all.
+//! Infinite values and NaN on any rank are found, and named on every rank.
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
@@ -25,7 +25,7 @@ fn of(param: &FsdpParam, what: &'static str, values: u64) -> NonFiniteTensor {
     NonFiniteTensor { parameter: param.name().into(), what, values, of: param.shape().elem_count() as u64 }
 }
 
-/// A map over two dimensions when it says so: replicas, and shards.
+/// A map over one dimension, or over two: replicas and shards.
 fn map(world: &World, replicas: usize) -> ShardedVarMap {
     let mesh = match replicas {
         1 => world.mesh(&[("dp_shard", world.size())]).unwrap(),
@@ -40,8 +40,8 @@ fn backward(world: &World, vars: &ShardedVarMap) -> GradStore {
 }
 
 #[test]
-fn what_one_rank_finds_all_ranks_hear_wherever_it_is() {
-    // Four ranks: four shards, or two replicas of two.
+fn all_ranks_report_one_ranks_non_finite_values() {
+    // Four ranks: four shards, or two replicas of two shards.
     for replicas in [1, 2] {
         ranks(4, |world| {
             let vars = map(&world, replicas);
@@ -53,7 +53,7 @@ fn what_one_rank_finds_all_ranks_hear_wherever_it_is() {
             };
             check(&grads).unwrap();
 
-            // One element of one rank's gradient, on both replicas as a reduction leaves it.
+            // One element of one rank's gradient, the same on both replicas, as after a reduction.
             let param = vars.get("blocks.1.up.weight").unwrap();
             let shards = world.size() / replicas;
             let holders: Vec<usize> = (0..world.size()).filter(|rank| rank % shards == 1).collect();
@@ -65,14 +65,14 @@ fn what_one_rank_finds_all_ranks_hear_wherever_it_is() {
             }
             let one = NonFinite { norm: None, tensors: vec![of(&param, "gradient", 1)], ranks: holders.clone() };
             assert_eq!(found(check(&grads)), one);
-            // Where the norm must be finite, the same is told of it, and nothing is scaled.
+            // With `error_if_nonfinite` the norm's error names the same parameters, and nothing is scaled.
             let strict = ClipOptions { max_norm: 1., norm_type: NormType::Two, error_if_nonfinite: true };
             let clipped = clip_grad_norm_with(&vars, &mut grads, &strict).map(drop);
             assert_eq!(found(clipped), NonFinite { norm: Some(f64::INFINITY), ..one });
             assert_eq!(found(check(&grads)).tensors[0].values, 1);
             grads.insert(param.var(), good);
 
-            // All of a parameter, one moment of another, and what is whole on every rank.
+            // A whole parameter, one moment of another, and a value that every rank holds in full.
             let moment = &optim.states()[0];
             let nan = |tensor: &Tensor| tensor.slice_set(&filled(tensor, f32::NAN), 0, 0);
             if param.region().elements() > 0 {
@@ -91,7 +91,7 @@ fn what_one_rank_finds_all_ranks_hear_wherever_it_is() {
             assert_eq!(all, NonFinite { norm: None, tensors, ranks: (0..4).collect() });
             assert_eq!(
                 all.to_string(),
-                "116 values are infinite or not a number (on rank 0, 1, 2, 3): 108 of 108 in `blocks.1.up.weight`, \
+                "116 values are infinite or NaN (on rank 0, 1, 2, 3): 108 of 108 in `blocks.1.up.weight`, \
                  2 of 2 in `head.bias`, 6 of 6 in the exp_avg_sq of `blocks.0.norm.weight`"
             );
         });
@@ -99,11 +99,11 @@ fn what_one_rank_finds_all_ranks_hear_wherever_it_is() {
 }
 
 #[test]
-fn large_gradients_have_a_norm_and_are_clipped_to_it() {
+fn clips_gradients_whose_squares_overflow() {
     ranks(2, |world| {
         let vars = map(&world, 1);
         let mut grads = backward(&world, &vars);
-        // Their squares are beyond f32.
+        // The squares overflow F32.
         let mut elements = 0;
         for param in vars.trainable() {
             elements += param.shape().elem_count();
@@ -118,7 +118,7 @@ fn large_gradients_have_a_norm_and_are_clipped_to_it() {
 }
 
 #[test]
-fn values_may_be_finite_though_their_norm_is_not() {
+fn reports_an_infinite_norm_of_finite_values() {
     ranks(2, |world| {
         let vars = map(&world, 1);
         let mut grads = backward(&world, &vars);
@@ -132,10 +132,10 @@ fn values_may_be_finite_though_their_norm_is_not() {
 }
 
 #[test]
-fn what_only_one_stage_finds_that_stage_alone_hears_and_nobody_waits() {
+fn pipeline_stages_report_their_own_values() {
     ranks(4, |world| {
         let grid = world.mesh(&[("stage", 2), ("shard", 2)]).unwrap();
-        // A map for the ranks of a stage, with a parameter that the stages share and one of its own.
+        // A map over the ranks of one stage, with one parameter shared by the stages and one of its own.
         let vars = ShardedVarMap::new(&grid.slice(&["shard"]).unwrap(), world.device());
         let shared = FullyShard::new(&vars).mesh(&world.mesh(&[("all", 4)]).unwrap()).unwrap();
         let linear = |opts: &FullyShard, name: &str| {
@@ -153,7 +153,7 @@ fn what_only_one_stage_finds_that_stage_alone_hears_and_nobody_waits() {
         } else {
             check().unwrap();
         }
-        // Both hear of what they share.
+        // Both stages report the shared parameter.
         let tied = vars.get("shared.weight").unwrap();
         if world.rank() % 2 == 0 {
             tied.var().as_tensor().slice_set(&filled(tied.var(), f32::INFINITY), 0, 0).unwrap();
@@ -164,7 +164,7 @@ fn what_only_one_stage_finds_that_stage_alone_hears_and_nobody_waits() {
 }
 
 #[test]
-fn buffers_are_looked_at_for_they_are_saved() {
+fn checks_buffers() {
     ranks(2, |world| {
         let vars = map(&world, 1);
         let opts = FullyShard::new(&vars);

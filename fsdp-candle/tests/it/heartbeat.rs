@@ -1,8 +1,9 @@
-//! What a training step tells the launcher: this binary runs itself as a rank with a board, which the rank looks at in
-//! the middle of things.
+//! Reports of a training step to the launcher. The test runs its own binary as a rank, which reads its own report
+//! during the step.
 
+use crate::common::vars_on;
 use candle_core::{DType, Module, Tensor};
-use fsdp_candle::{AdamW, AdamWConfig, FullyShard, ShardedVarMap, fully_shard, nn};
+use fsdp_candle::{AdamW, AdamWConfig, FullyShard, fully_shard, nn};
 use fsdp_core::heartbeat::{Snapshot, StatusPage, VARIABLE, read};
 
 /// The rank's own board.
@@ -33,14 +34,14 @@ impl Module for Model {
     }
 }
 
-/// No test, but what the rank runs.
+/// Not a test: the code that the rank runs.
 #[test]
 fn run_as_a_rank() {
     if std::env::var_os("FSDP_TEST_ROLE").is_none() {
         return;
     }
     let world = fsdp_candle::init().unwrap();
-    let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)]).unwrap(), world.device());
+    let vars = vars_on(&world, &[("dp_shard", 1)]);
     let opts = FullyShard::new(&vars);
     let model = fully_shard(&opts, vars.builder(DType::F32), |vb| {
         let inner = fully_shard(&opts, vb.pp("inner"), |vb| Ok(Looks(nn::linear(4, 2, vb)?)))?;
@@ -61,7 +62,7 @@ fn run_as_a_rank() {
 }
 
 #[test]
-fn a_training_step_tells_where_it_is() {
+fn a_training_step_reports_its_phase() {
     let board = StatusPage::new().unwrap();
     let mut rank = std::process::Command::new(std::env::current_exe().unwrap());
     rank.args(["--exact", "heartbeat::run_as_a_rank", "--nocapture", "--test-threads=1"])

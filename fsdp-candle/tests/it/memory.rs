@@ -1,4 +1,4 @@
-//! Memory that is not there is an error that says how much was wanted for what.
+//! The error of a failed allocation has the size and the purpose of the memory.
 
 use std::process::Command;
 
@@ -6,35 +6,33 @@ use candle_core::{DType, Device};
 use fsdp_candle::{AdamW, AdamWConfig, FullyShard, World, fully_shard, nn};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use crate::common::{WIDTH, batch, loss_of, sharded, vars};
+use crate::common::{WIDTH, batch, loss_of, refused, sharded, vars};
 
 #[test]
-fn a_parameter_that_no_memory_can_hold_is_named() {
+fn names_parameters_larger_than_memory() {
     let world = World::single().unwrap();
-    let error = |shape: (usize, usize), ignored: bool| {
+    let build = |shape: (usize, usize), ignored: bool| {
         let vars = vars(&world);
         let opts = FullyShard::new(&vars).ignored_params(move |_| ignored);
-        let built =
-            fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear_no_bias(shape.1, shape.0, vb.pp("big")));
-        built.err().unwrap().to_string()
+        fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear_no_bias(shape.1, shape.0, vb.pp("big")))
     };
     for ignored in [false, true] {
         for shape in [(1 << 62, 1), (1 << 62, 4), (1 << 31, 1 << 31), (usize::MAX, usize::MAX)] {
-            let error = error(shape, ignored);
-            assert!(
-                error.contains("parameter `big.weight`: of shape [") && error.contains("larger than memory"),
-                "{error}"
-            );
+            refused(build(shape, ignored), &["parameter `big.weight`: of shape [", "larger than memory"]);
         }
-        // A shape that is possible, on a machine that does not exist.
-        let error = error((1 << 45, 256), ignored);
-        assert!(error.contains("parameter `big.weight`: no memory for 9007199254740992 elements of F32"), "{error}");
-        assert!(error.contains("33554432.0 GiB (36028797018963968 bytes) requested"), "{error}");
+        // A valid shape that needs more memory than any machine has.
+        refused(
+            build((1 << 45, 256), ignored),
+            &[
+                "parameter `big.weight`: no memory for 9007199254740992 elements of F32",
+                "33554432.0 GiB (36028797018963968 bytes) requested",
+            ],
+        );
     }
 }
 
 #[test]
-fn a_rotary_table_that_no_memory_can_hold_says_so() {
+fn names_rotary_tables_larger_than_memory() {
     for (dim, positions) in [(1 << 62, 8), (64, 1 << 62), (1 << 40, 1 << 40)] {
         let error = nn::Rotary::new(1e4, dim, positions, &Device::Cpu).unwrap_err().to_string();
         let what = format!("no memory for the rotary table of {positions} positions and heads of {dim} elements: ");
@@ -42,7 +40,7 @@ fn a_rotary_table_that_no_memory_can_hold_says_so() {
     }
 }
 
-/// Runs `f` with at most `more` bytes of address space beyond what this process has now.
+/// Runs `f` with at most `more` bytes of address space beyond the current usage.
 fn with_little_memory<T>(more: u64, f: impl FnOnce() -> T) -> T {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let size = status.lines().find_map(|line| line.strip_prefix("VmSize:")).unwrap();
@@ -54,7 +52,7 @@ fn with_little_memory<T>(more: u64, f: impl FnOnce() -> T) -> T {
     outcome
 }
 
-/// No test, but what the process of the next one runs: limits are a whole process's.
+/// Not a test: the code of the next test's process, because the limit is process-wide.
 #[test]
 fn run_with_little_memory() {
     if std::env::var("FSDP_TEST_ROLE").is_err() {
@@ -64,10 +62,10 @@ fn run_with_little_memory() {
     let vars = vars(&world);
     let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
     let x = batch(0, WIDTH);
-    // The first call of each unit is looked at for cuts, which a stack that is not there only leaves out.
+    // The first call of each unit checks for cuts on a thread. It skips the check if it can't start the thread.
     with_little_memory(200 << 20, || loss_of(&model, &x));
     for _ in 0..2 {
-        // Once with memory, so that threads and buffers are there.
+        // One run without a limit, so that threads and buffers exist.
         model.backward(&loss_of(&model, &x)).unwrap();
         let loss = loss_of(&model, &x);
         let error = with_little_memory(200 << 20, || model.backward(&loss).unwrap_err().to_string());
@@ -80,14 +78,14 @@ fn run_with_little_memory() {
     let big = build().unwrap();
     let optim = || AdamW::new(big.params().to_vec(), AdamWConfig::default()).err().unwrap().to_string();
     println!("says: {}", with_little_memory(400 << 20, optim));
-    // Unsharding and a gradient, where they do not fit.
+    // Unsharded parameters and a gradient that do not fit.
     let error = with_little_memory(200 << 20, || big.unshard().unwrap_err().to_string());
     println!("says: {error}");
     big.reset_iter_state();
 }
 
 #[test]
-fn memory_that_is_not_there_is_an_error_and_the_model_goes_on() {
+fn trains_after_out_of_memory_errors() {
     let child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "memory::run_with_little_memory", "--nocapture", "--test-threads=1"])
         .env("FSDP_TEST_ROLE", "little memory")

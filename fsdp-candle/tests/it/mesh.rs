@@ -1,4 +1,4 @@
-//! Which meshes a unit and a parameter may be on.
+//! The meshes that a unit and a parameter may use.
 
 use candle_core::{DType, Tensor};
 use fsdp_candle::{
@@ -10,7 +10,7 @@ use fsdp_core::DeviceMesh;
 use crate::common::{WIDTH, batch, loss_of, ranks, vars};
 
 #[test]
-fn a_trained_parameter_on_a_mesh_that_leaves_out_ranks_of_the_map_is_refused() {
+fn refuses_trained_parameters_on_part_of_the_ranks() {
     ranks(4, |world| {
         let grid = world.mesh(&[("replicate", 2), ("shard", 2)]).unwrap();
         let rows = grid.slice(&["shard"]).unwrap();
@@ -36,7 +36,7 @@ fn a_trained_parameter_on_a_mesh_that_leaves_out_ranks_of_the_map_is_refused() {
                 assert!(error.contains("parameter `head.weight`: it is trained on the mesh "), "{error}");
                 assert!(error.contains(&format!("{few} of 2 rank(s)")) && error.contains(&all.to_string()), "{error}");
                 assert!(error.contains("(replicate, shard) of all ranks") && error.contains("of their own"), "{error}");
-                // What is not trained does not drift.
+                // Replicas of a frozen parameter stay equal.
                 build(map, unit, true, placed).unwrap();
             }
             for (map, unit) in [(&grid, &grid), (&rows, &rows), (&rows, &grid), (&unrelated, &grid)] {
@@ -47,11 +47,11 @@ fn a_trained_parameter_on_a_mesh_that_leaves_out_ranks_of_the_map_is_refused() {
 }
 
 #[test]
-fn the_numbers_of_ranks_to_reshard_to_are_listed() {
+fn refusals_list_possible_reshard_sizes() {
     for (size, want) in [
-        (1, "there is one shard rank alone. Choose `always`"),
-        (3, "nothing but 1 and 3 divides the 3 shard ranks. Choose `always`"),
-        (4, "it must be a proper divisor of the 4 shard ranks. Choose 2, `always`"),
+        (1, "there is only one shard rank. Choose `always`"),
+        (3, "only 1 and 3 divide the 3 shard ranks. Choose `always`"),
+        (4, "expected a proper divisor of the 4 shard ranks. Choose 2, `always`"),
     ] {
         ranks(size, |world| {
             for bad in [0, 1, 3, size, usize::MAX] {
@@ -69,10 +69,10 @@ fn the_numbers_of_ranks_to_reshard_to_are_listed() {
 }
 
 #[test]
-fn the_verdict_on_an_overflow_covers_every_rank_that_a_parameter_lives_on() {
+fn overflow_checks_cover_all_ranks_of_a_parameter() {
     let verdicts = ranks(4, |world| {
         let grid = world.mesh(&[("stage", 2), ("shard", 2)]).unwrap();
-        // A map for the ranks of a stage, and a parameter that the stages share.
+        // A map over the ranks of one pipeline stage, and a parameter shared by the stages.
         let vars = ShardedVarMap::new(&grid.slice(&["shard"]).unwrap(), world.device());
         let opts = FullyShard::new(&vars).mesh(&world.mesh(&[("all", 4)]).unwrap()).unwrap();
         let tied =

@@ -1,19 +1,21 @@
-//! Ranks that use different parameters: an error on all of them that says which, or with
-//! `set_reduce_scatter_unused_params` the right gradients.
+//! Ranks that use different parameters: an error on every rank that names the parameters, or with
+//! `set_reduce_scatter_unused_params` the correct gradients.
 
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
 use fsdp_candle::{
-    FsdpModule, FullyShard, MixedPrecisionPolicy, Recurse, ReshardAfterForward, ShardedVarMap, World, clip_grad_norm,
+    FsdpModule, FullyShard, MixedPrecisionPolicy, Recurse, ReshardAfterForward, ShardedVarMap, clip_grad_norm,
     fully_shard, nn,
 };
 
-use crate::common::{WIDTH, assert_close, batch, gradients, journal, ranks, rounding, shard_of_gradient};
+use crate::common::{
+    WIDTH, assert_close, assert_contains, batch, gradients, journal, ranks, rounding, shard_of_gradient, vars_on,
+};
 
 const ADVICE: &str = "call `set_reduce_scatter_unused_params(true, Recurse::Yes)` of the root on every rank";
 
-/// One unit: a body, and heads of one shape of which each rank chooses.
+/// One unit: a body, and heads of the same shape from which each rank chooses.
 type Heads = FsdpModule<(nn::Linear, Vec<nn::Linear>)>;
 
 fn heads(opts: &FullyShard, vars: &ShardedVarMap, dtype: DType) -> Heads {
@@ -24,7 +26,7 @@ fn heads(opts: &FullyShard, vars: &ShardedVarMap, dtype: DType) -> Heads {
     .unwrap()
 }
 
-/// The loss of some heads; the others are in it with the factor 0 where `all`.
+/// The loss of some heads; with `all` the other heads are in it with a factor of 0.
 fn loss(model: &Heads, x: &Tensor, chosen: &[usize], all: bool) -> Tensor {
     let x = x.to_dtype(model.params()[0].dtype()).unwrap();
     let loss = model.call(|(body, heads)| {
@@ -39,10 +41,6 @@ fn loss(model: &Heads, x: &Tensor, chosen: &[usize], all: bool) -> Tensor {
     loss.unwrap()
 }
 
-fn on(world: &World, mesh: &[(&str, usize)]) -> ShardedVarMap {
-    ShardedVarMap::new(&world.mesh(mesh).unwrap(), world.device())
-}
-
 fn worlds() -> [(usize, Vec<(&'static str, usize)>); 5] {
     [
         (2, vec![("shard", 2)]),
@@ -54,11 +52,11 @@ fn worlds() -> [(usize, Vec<(&'static str, usize)>); 5] {
 }
 
 #[test]
-fn heads_of_one_shape_chosen_differently_are_an_error_on_every_rank() {
+fn different_parameters_are_errors_on_every_rank() {
     for (size, mesh) in worlds() {
         for (dtype, own) in [(DType::F32, false), (DType::BF16, false), (DType::F32, true)] {
             let errors = ranks(size, |world| {
-                let vars = on(&world, &mesh);
+                let vars = vars_on(&world, &mesh);
                 let model = heads(&FullyShard::new(&vars), &vars, dtype);
                 if own {
                     model.set_custom_reduce_scatter(Some(journal("reduce 0".into(), &Arc::default())));
@@ -66,26 +64,32 @@ fn heads_of_one_shape_chosen_differently_are_an_error_on_every_rank() {
                 let loss = loss(&model, &batch(world.rank(), WIDTH), &[world.rank() % 2], false);
                 model.backward(&loss).unwrap_err().to_string()
             });
-            // Over pairs of shards both replicas have both heads.
+            // With pairs of shards, both replicas hold both heads.
             for error in errors {
-                assert!(error.contains("FSDP unit `(root)`: ") && error.contains(" of 4 parameters failed"), "{error}");
-                assert!(error.contains("unit `(root)`: body.weight, a.weight; "), "{error}");
-                assert!(error.contains("unit `(root)`: body.weight, b.weight; "), "{error}");
-                assert!(error.contains("`a.weight` is on rank(s) [0"), "{error}");
-                assert!(error.contains("] only, `b.weight` on rank(s) [1"), "{error}");
-                assert!(error.contains(ADVICE), "{error}");
+                assert_contains(
+                    &error,
+                    &[
+                        "FSDP unit `(root)`: ",
+                        " of 4 parameters failed",
+                        "unit `(root)`: body.weight, a.weight; ",
+                        "unit `(root)`: body.weight, b.weight; ",
+                        "`a.weight` is on rank(s) [0",
+                        "] only, `b.weight` on rank(s) [1",
+                        ADVICE,
+                    ],
+                );
             }
         }
     }
 }
 
 #[test]
-fn with_unused_parameters_reduced_it_trains_right_and_names_what_no_rank_used() {
+fn reduces_unused_parameters_and_names_them() {
     for (size, mesh) in worlds() {
         for dtype in [DType::F32, DType::BF16] {
             ranks(size, |world| {
                 let make = || {
-                    let vars = on(&world, &mesh);
+                    let vars = vars_on(&world, &mesh);
                     let model = heads(&FullyShard::new(&vars), &vars, dtype);
                     (vars, model)
                 };
@@ -95,7 +99,7 @@ fn with_unused_parameters_reduced_it_trains_right_and_names_what_no_rank_used() 
                 let whole = |vars: &ShardedVarMap, model: &Heads, loss: &Tensor| {
                     let mut grads = model.backward(loss).unwrap();
                     for param in vars.trainable() {
-                        // Candle has no kernel for a shard of no elements.
+                        // Candle has no kernel for an empty shard.
                         let grad = match param.region().is_empty() {
                             true => Tensor::zeros(&param.region().sizes[..], DType::F32, &Device::Cpu),
                             false => shard_of_gradient(&param, &grads).to_dtype(DType::F32),
@@ -117,15 +121,15 @@ fn with_unused_parameters_reduced_it_trains_right_and_names_what_no_rank_used() 
 }
 
 #[test]
-fn what_a_rank_used_in_any_backward_of_an_iteration_is_not_named() {
+fn parameters_used_in_an_earlier_backward_are_not_named() {
     ranks(4, |world| {
-        let vars = on(&world, &[("replicate", 2), ("shard", 2)]);
+        let vars = vars_on(&world, &[("replicate", 2), ("shard", 2)]);
         let model = heads(&FullyShard::new(&vars), &vars, DType::F32);
         model.set_reduce_scatter_unused_params(true, Recurse::Yes);
         let x = batch(world.rank(), WIDTH);
         let run = |chosen: &[usize]| drop(model.backward(&loss(&model, &x, chosen, false)).unwrap());
-        // The head `b` is used by rank 3 alone: once in a backward that reduces nothing, once in one that reduces over
-        // shards alone, and once in one that waits for nothing.
+        // Only rank 3 uses the head `b`: in a backward without a reduction, in one that reduces over shards only, and
+        // in one that is not the last.
         let chosen: &[usize] = if world.rank() == 3 { &[0, 1] } else { &[0] };
         let switches: [fn(&Heads, bool); 3] = [
             |model, on| model.set_requires_gradient_sync(on, Recurse::Yes),
@@ -145,8 +149,8 @@ fn what_a_rank_used_in_any_backward_of_an_iteration_is_not_named() {
 }
 
 #[test]
-fn experts_chosen_differently() {
-    /// A unit with a gate, and experts of two weights each of which a rank runs those that its tokens go to.
+fn different_experts() {
+    /// A unit with a router and experts of two weights. A rank runs the experts to which it routes its tokens.
     struct Experts(nn::Linear, Vec<(nn::Linear, nn::Linear)>);
     const EXPERTS: usize = 6;
     let build = |opts: &FullyShard, vars: &ShardedVarMap| {
@@ -178,20 +182,19 @@ fn experts_chosen_differently() {
     };
     for size in [2, 3, 4] {
         let errors = ranks(size, |world| {
-            let vars = on(&world, &[("shard", size)]);
+            let vars = vars_on(&world, &[("shard", size)]);
             let model = build(&FullyShard::new(&vars), &vars);
             model.backward(&run(&model, world.rank(), false)).unwrap_err().to_string()
         });
         for error in errors {
-            assert!(error.contains("FSDP unit `moe`: reduce-scatter of 13 parameters failed"), "{error}");
+            assert_contains(&error, &["FSDP unit `moe`: reduce-scatter of 13 parameters failed"]);
             let first = [0, 3].map(|i| format!("`moe.experts.{i}.w1.weight`, `moe.experts.{i}.w2.weight`")).join(", ");
             let on = if size == 4 { "[0, 3]" } else { "[0]" };
-            assert!(error.contains(&format!("{first} are on rank(s) {on} only, ")), "{error}");
-            assert!(error.contains(ADVICE), "{error}");
+            assert_contains(&error, &[&format!("{first} are on rank(s) {on} only, "), ADVICE]);
         }
         ranks(size, |world| {
             let make = || {
-                let vars = on(&world, &[("shard", size)]);
+                let vars = vars_on(&world, &[("shard", size)]);
                 let model = build(&FullyShard::new(&vars), &vars);
                 (vars, model)
             };
@@ -200,7 +203,7 @@ fn experts_chosen_differently() {
             let want = gradients(&all_vars, &all.backward(&run(&all, world.rank(), true)).unwrap());
             let got = gradients(&vars, &some.backward(&run(&some, world.rank(), false)).unwrap());
             assert_close(&got, &want, 1e-6);
-            // Two ranks leave the experts of a third alone.
+            // Two ranks do not use the third rank's experts.
             let unused: &[_] = match size {
                 2 => &[1, 4].map(|i| [1, 2].map(|w| format!("moe.experts.{i}.w{w}.weight"))),
                 _ => &[],
@@ -211,25 +214,30 @@ fn experts_chosen_differently() {
 }
 
 #[test]
-fn replicas_that_reduced_different_parameters() {
+fn replicas_with_different_parameters_are_errors() {
     for (size, shards) in [(2, 1), (4, 2)] {
         let errors = ranks(size, |world| {
-            let vars = on(&world, &[("replicate", 2), ("shard", shards)]);
+            let vars = vars_on(&world, &[("replicate", 2), ("shard", shards)]);
             let model = heads(&FullyShard::new(&vars), &vars, DType::F32);
-            // The ranks of a replica agree; the replicas do not.
+            // The ranks of each replica agree, but the replicas differ.
             let loss = loss(&model, &batch(world.rank(), WIDTH), &[world.rank() / shards], false);
             model.backward(&loss).unwrap_err().to_string()
         });
         for error in errors {
-            assert!(error.contains("FSDP unit `(root)`: all-reduce of 4 parameters failed"), "{error}");
-            assert!(error.contains("`a.weight` is on rank(s) [0] only, `b.weight` on rank(s) [1] only"), "{error}");
-            assert!(error.contains(ADVICE), "{error}");
+            assert_contains(
+                &error,
+                &[
+                    "FSDP unit `(root)`: all-reduce of 4 parameters failed",
+                    "`a.weight` is on rank(s) [0] only, `b.weight` on rank(s) [1] only",
+                    ADVICE,
+                ],
+            );
         }
     }
 }
 
 #[test]
-fn backwards_that_reduce_on_some_ranks_only() {
+fn backwards_reduced_on_some_ranks_are_errors() {
     type Dims = &'static [(&'static str, usize)];
     type Off = fn(&Heads);
     let cases: [(Dims, Off, &str); 4] = [
@@ -245,10 +253,10 @@ fn backwards_that_reduce_on_some_ranks_only() {
     for (mesh, off, what) in cases {
         let size = mesh.iter().map(|(_, size)| size).product();
         let errors = ranks(size, |world| {
-            let vars = on(&world, mesh);
+            let vars = vars_on(&world, mesh);
             let model =
                 heads(&FullyShard::new(&vars).reshard_after_forward(ReshardAfterForward::Never), &vars, DType::F32);
-            // Nothing else is gathered or reduced, so that nothing else tells.
+            // Nothing else is gathered or reduced, so nothing else can fail.
             model.set_reshard_after_backward(false, Recurse::Yes);
             model.unshard().unwrap();
             let quiet = world.rank() < size.div_ceil(2);
@@ -266,22 +274,27 @@ fn backwards_that_reduce_on_some_ranks_only() {
             panic!("rank {} summed what others had summed already", world.rank())
         });
         for error in errors {
-            assert!(error.contains(&format!("FSDP unit `(root)`: {what} of 4 parameters failed")), "{error}");
-            assert!(error.contains("unit `(root)`, gradients of 2 backwards: body.weight, a.weight; "), "{error}");
-            assert!(error.contains("unit `(root)`: body.weight, a.weight; "), "{error}");
-            assert!(error.contains("of as many backwards"), "{error}");
+            assert_contains(
+                &error,
+                &[
+                    &format!("FSDP unit `(root)`: {what} of 4 parameters failed"),
+                    "unit `(root)`, gradients of 2 backwards: body.weight, a.weight; ",
+                    "unit `(root)`: body.weight, a.weight; ",
+                    "of as many backwards",
+                ],
+            );
         }
     }
 }
 
 #[test]
-fn a_rank_that_reduces_nothing_is_told_in_its_next_collective() {
+fn a_missing_reduction_shows_in_the_next_collective() {
     let errors = ranks(2, |world| {
-        let vars = on(&world, &[("shard", 2)]);
+        let vars = vars_on(&world, &[("shard", 2)]);
         let model = heads(&FullyShard::new(&vars), &vars, DType::F32);
         let x = batch(world.rank(), WIDTH);
         let y = loss(&model, &x, &[0], false);
-        // It has a graph, which comes to no parameter.
+        // The loss has a graph, which reaches no parameter.
         let other = || Var::from_tensor(&x).unwrap().sum_all().unwrap();
         let loss = if world.rank() == 0 { y } else { other() };
         let clipped = model.backward(&loss).map_err(Into::into);
@@ -289,35 +302,45 @@ fn a_rank_that_reduces_nothing_is_told_in_its_next_collective() {
         clipped.unwrap_err().to_string()
     });
     for error in errors {
-        assert!(error.contains("rank(s) [0] issued reduce_scatter(unit `(root)`: body.weight, a.weight; "), "{error}");
-        assert!(error.contains("rank(s) [1] issued all_reduce(the gradients' norm (Two); sum, F64 [1])"), "{error}");
-        assert!(error.contains(ADVICE), "{error}");
+        assert_contains(
+            &error,
+            &[
+                "rank(s) [0] issued reduce_scatter(unit `(root)`: body.weight, a.weight; ",
+                "rank(s) [1] issued all_reduce(the gradients' norm (Two); sum, F64 [1])",
+                ADVICE,
+            ],
+        );
     }
 }
 
 #[test]
-fn numbers_that_are_not_the_same_do_not_become_one_norm() {
+fn a_norm_does_not_match_other_numbers() {
     let errors = ranks(2, |world| {
-        let vars = on(&world, &[("shard", 2)]);
+        let vars = vars_on(&world, &[("shard", 2)]);
         let model = heads(&FullyShard::new(&vars), &vars, DType::F32);
         let mut grads = model.backward(&loss(&model, &batch(world.rank(), WIDTH), &[0], false)).unwrap();
         match world.rank() {
             0 => clip_grad_norm(&vars, &mut grads, 1.).map(drop).unwrap_err().to_string(),
-            // One number too.
+            // A single number as well.
             _ => world.all_reduce(&[1.], fsdp_core::ReduceOp::Sum).map(drop).unwrap_err().to_string(),
         }
     });
     for error in errors {
-        assert!(error.contains("rank(s) [0] issued all_reduce(the gradients' norm (Two); sum, F64 [1])"), "{error}");
-        assert!(error.contains("rank(s) [1] issued all_reduce(sum, F64 [1])"), "{error}");
+        assert_contains(
+            &error,
+            &[
+                "rank(s) [0] issued all_reduce(the gradients' norm (Two); sum, F64 [1])",
+                "rank(s) [1] issued all_reduce(sum, F64 [1])",
+            ],
+        );
     }
 }
 
 #[test]
-fn gathers_of_units_of_one_size_name_both_also_behind_the_users_own() {
+fn gathers_of_different_units_name_both() {
     for own in [false, true] {
         let errors = ranks(3, |world| {
-            let vars = on(&world, &[("shard", 3)]);
+            let vars = vars_on(&world, &[("shard", 3)]);
             let policy = MixedPrecisionPolicy { param_dtype: Some(DType::BF16), ..Default::default() };
             let opts = FullyShard::new(&vars).mp_policy(policy);
             let unit = |name: &str| {
@@ -333,9 +356,14 @@ fn gathers_of_units_of_one_size_name_both_also_behind_the_users_own() {
             chosen.unshard().unwrap_err().to_string()
         });
         for error in errors {
-            assert!(error.contains("rank(s) [0, 2] issued all_gather(unit `a`: a.weight, a.bias; BF16 [12"), "{error}");
-            assert!(error.contains("rank(s) [1] issued all_gather(unit `b`: b.weight, b.bias; BF16 [12"), "{error}");
-            assert!(error.contains("call the same units in the same order"), "{error}");
+            assert_contains(
+                &error,
+                &[
+                    "rank(s) [0, 2] issued all_gather(unit `a`: a.weight, a.bias; BF16 [12",
+                    "rank(s) [1] issued all_gather(unit `b`: b.weight, b.bias; BF16 [12",
+                    "call the same units in the same order",
+                ],
+            );
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Muon: each matrix is made orthogonal as a whole, by one rank, whatever the ranks hold of it.
+//! Muon: one rank orthogonalizes each full matrix, however the ranks shard it.
 
 use std::sync::Arc;
 
@@ -7,19 +7,19 @@ use candle_core::{DType, Module, Tensor};
 use candle_nn::VarBuilder;
 use fsdp_candle::{
     AdjustLr, FsdpModule, FsdpParam, FullyShard, Muon, MuonConfig, Optimizers, SGD, SgdConfig, ShardedOptimizer,
-    ShardedVarMap, StateDictOptions, World, fully_shard, get_optimizer_state_dict, nn, set_optimizer_state_dict,
+    ShardedVarMap, fully_shard, get_optimizer_state_dict, nn, set_optimizer_state_dict,
 };
 
-use crate::common::{Gradients, device, elements, ranks, whole};
+use crate::common::{Gradients, cut, device, elements, full, ranks, refused, vars_on, whole};
 
 const STEPS: u64 = 3;
-/// Rows and columns: fewer rows than ranks, uneven shards, more rows than columns and fewer.
+/// Rows and columns: fewer rows than ranks, uneven shards, tall and wide matrices.
 const SHAPES: [(usize, usize); 5] = [(6, 4), (2, 8), (7, 2), (1, 4), (4, 4)];
 
 struct Layers(Vec<nn::Linear>);
 
 impl Module for Layers {
-    /// Of what all of them make of ones.
+    /// The sum of all layers' outputs for ones.
     fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         let sum = |(layer, (_, columns)): (&nn::Linear, (usize, usize))| {
             layer.forward(&Tensor::ones((1, columns), x.dtype(), x.device())?)?.sum_all()
@@ -34,13 +34,6 @@ fn layers(opts: &FullyShard, vars: &ShardedVarMap, dtype: DType) -> FsdpModule<L
         Ok(Layers(SHAPES.into_iter().enumerate().map(layer).collect::<candle_core::Result<_>>()?))
     };
     fully_shard(opts, vars.builder(dtype), build).unwrap()
-}
-
-/// This rank's part of a whole tensor.
-fn cut(param: &FsdpParam, whole: &Tensor) -> Tensor {
-    let region = param.region();
-    let part = |part: Tensor, dim: usize| part.narrow(dim, region.offsets[dim], region.sizes[dim]).unwrap();
-    (0..region.sizes.len()).fold(whole.clone(), part).force_contiguous().unwrap()
 }
 
 fn gradient(param: &FsdpParam, step: u64) -> Tensor {
@@ -75,7 +68,7 @@ const CONFIG: MuonConfig = MuonConfig {
     adjust_lr: AdjustLr::Original,
 };
 
-/// Muon for the matrices, SGD for the rest.
+/// Muon for matrices, SGD for the rest.
 fn make(vars: &ShardedVarMap, config: MuonConfig) -> Optimizers {
     let (matrices, rest) = vars.trainable().into_iter().partition(|param| param.shape().rank() == 2);
     let muon = Muon::new(matrices, config).unwrap();
@@ -83,16 +76,12 @@ fn make(vars: &ShardedVarMap, config: MuonConfig) -> Optimizers {
     Optimizers::new(vec![Box::new(muon), Box::new(sgd)]).unwrap()
 }
 
-fn map(world: &World, mesh: &[(&str, usize)]) -> ShardedVarMap {
-    ShardedVarMap::new(&world.mesh(mesh).unwrap(), world.device())
-}
-
 /// Weights before and after training.
 fn trained(mesh: &[(&str, usize)], dim: usize, dtype: DType, config: MuonConfig) -> (Gradients, Gradients) {
     trained_by(mesh, dim, dtype, config, false)
 }
 
-/// The same; replicas may divide shards.
+/// The same, with HSDP whose replicas may shard the state.
 fn trained_by(
     mesh: &[(&str, usize)],
     dim: usize,
@@ -102,7 +91,7 @@ fn trained_by(
 ) -> (Gradients, Gradients) {
     let size = mesh.iter().map(|(_, size)| size).product();
     let all = ranks(size, |world| {
-        let vars = map(&world, mesh);
+        let vars = vars_on(&world, mesh);
         let opts = FullyShard::new(&vars)
             .shard_optimizer_over_replicas(divided)
             .shard_placement_fn(move |_, shape| (shape.len() == 2 && shape[1] % size == 0).then(|| dim.into()));
@@ -141,7 +130,7 @@ impl Matrix {
         Matrix(self.0.iter().zip(&other.0).map(row).collect())
     }
 
-    /// Newton-Schulz without any rounding.
+    /// Newton-Schulz in exact arithmetic.
     fn orthogonal(&self, (a, b, c): (f64, f64, f64)) -> Self {
         let norm = self.0.iter().flatten().map(|x| x * x).sum::<f64>().sqrt();
         let mut x = self.plus(1. / norm, self, 0.);
@@ -154,14 +143,14 @@ impl Matrix {
 }
 
 #[test]
-fn each_matrix_goes_along_the_nearest_orthogonal_one() {
+fn steps_along_the_orthogonalized_momentum() {
     for (adjust_lr, nesterov) in
         [(AdjustLr::Original, true), (AdjustLr::MatchRmsAdamW, true), (AdjustLr::SpectralUnclamped, false)]
     {
         let config = MuonConfig { adjust_lr, nesterov, ..CONFIG };
         let (before, after) = trained(&[("shard", 1)], 0, DType::F32, config);
         let wholes = ranks(1, |world| {
-            let vars = map(&world, &[("shard", 1)]);
+            let vars = vars_on(&world, &[("shard", 1)]);
             let _model = layers(&FullyShard::new(&vars), &vars, DType::F32);
             let gradients = |param: &Arc<FsdpParam>| {
                 let of = |step| gradient(param, step).flatten_all().unwrap().to_vec1::<f32>().unwrap();
@@ -187,7 +176,7 @@ fn each_matrix_goes_along_the_nearest_orthogonal_one() {
                 let along = if nesterov { g.plus(0.1, &buffer, 0.9) } else { buffer.clone() };
                 p = p.plus(1. - 0.02 * 0.1, &along.orthogonal(config.ns_coefficients), -lr);
             }
-            // Three steps, of 8 bits each, which small singular values magnify.
+            // Three steps in bf16 (8 bits), whose rounding errors small singular values amplify.
             let apart = after.iter().zip(p.0.iter().flatten()).map(|(got, want)| (f64::from(*got) - want).abs());
             let apart: Vec<f64> = apart.map(|apart| apart / (3. * lr)).collect();
             let mean = apart.iter().sum::<f64>() / apart.len() as f64;
@@ -197,7 +186,7 @@ fn each_matrix_goes_along_the_nearest_orthogonal_one() {
 }
 
 #[test]
-fn any_mesh_and_any_cut_give_the_same_bits() {
+fn every_mesh_gives_the_same_bits() {
     for dtype in [DType::F32, DType::BF16, DType::F16] {
         let alone = trained(&[("shard", 1)], 0, dtype, CONFIG);
         for size in [2, 3, 4] {
@@ -205,20 +194,20 @@ fn any_mesh_and_any_cut_give_the_same_bits() {
         }
     }
     let alone = trained(&[("shard", 1)], 0, DType::F32, CONFIG);
-    // Boxes that are no rows.
+    // Regions that are not full rows.
     assert_eq!(trained(&[("shard", 2)], 1, DType::F32, CONFIG), alone);
-    // Replicas share the work.
+    // Replicas divide the work.
     for (replicate, shard) in [(2, 1), (2, 2), (4, 1), (3, 2)] {
         let mesh = [("replicate", replicate), ("shard", shard)];
         assert_eq!(trained(&mesh, 0, DType::F32, CONFIG), alone, "{mesh:?}");
     }
 }
 
-/// Replicas that divide shards hold different rows: a matrix is put together along both dimensions of the mesh.
+/// Replicas that shard the state hold different rows, so a matrix is gathered along both mesh dimensions.
 #[test]
 fn replicas_that_divide_shards_give_the_same_bits() {
     let alone = trained(&[("shard", 1)], 0, DType::F32, CONFIG);
-    // Rows and boxes that are no rows, uneven and empty parts.
+    // Full rows and other regions, uneven and empty shards.
     for (replicate, shard, dim) in [(2, 2, 0), (3, 2, 0), (2, 3, 0), (4, 1, 0), (4, 2, 0), (2, 2, 1), (1, 3, 0)] {
         let mesh = [("replicate", replicate), ("shard", shard)];
         assert_eq!(trained_by(&mesh, dim, DType::F32, CONFIG, true), alone, "{mesh:?} {dim}");
@@ -229,21 +218,20 @@ fn replicas_that_divide_shards_give_the_same_bits() {
 }
 
 #[test]
-fn it_goes_on_from_a_state_dict_at_another_number_of_ranks() {
+fn resumes_at_another_world_size() {
     let (_, unbroken) = trained(&[("shard", 1)], 0, DType::F32, CONFIG);
-    let full = StateDictOptions { full_state_dict: true, ..StateDictOptions::default() };
     let half = ranks(2, |world| {
-        let vars = map(&world, &[("shard", 2)]);
+        let vars = vars_on(&world, &[("shard", 2)]);
         let model = layers(&FullyShard::new(&vars), &vars, DType::F32);
         let mut optim = make(&vars, CONFIG);
         optim.step(&backward(&model, &vars, DType::F32, 1)).unwrap();
-        (of_weights(&vars), get_optimizer_state_dict(&vars, &optim, &full).unwrap())
+        (of_weights(&vars), get_optimizer_state_dict(&vars, &optim, &full()).unwrap())
     });
     let (middle, saved) = &half[0];
     assert_eq!(saved.values["param_groups"][0]["adjust_lr_fn"], "original");
     for size in [1, 3] {
         let resumed = ranks(size, |world| {
-            let vars = map(&world, &[("shard", size)]);
+            let vars = vars_on(&world, &[("shard", size)]);
             let model = layers(&FullyShard::new(&vars), &vars, DType::F32);
             for (param, (_, values)) in vars.params().iter().zip(middle) {
                 if !param.region().is_empty() {
@@ -251,9 +239,9 @@ fn it_goes_on_from_a_state_dict_at_another_number_of_ranks() {
                     param.var().set(&cut(param, &whole)).unwrap();
                 }
             }
-            // Of other hyper-parameters, which the state dict replaces.
+            // Different hyper-parameters, which the state dict replaces.
             let mut optim = make(&vars, MuonConfig { lr: 5., adjust_lr: AdjustLr::SpectralUnclamped, ..CONFIG });
-            set_optimizer_state_dict(&vars, &mut optim, saved, &full).unwrap();
+            set_optimizer_state_dict(&vars, &mut optim, saved, &full()).unwrap();
             (2..=STEPS).for_each(|step| optim.step(&backward(&model, &vars, DType::F32, step)).unwrap());
             of_weights(&vars)
         });
@@ -262,30 +250,28 @@ fn it_goes_on_from_a_state_dict_at_another_number_of_ranks() {
 }
 
 #[test]
-fn what_is_no_matrix_and_matrices_without_gradients_on_some_ranks_are_named() {
+fn refuses_vectors_and_gradients_on_some_ranks() {
     ranks(2, |world| {
-        let vars = map(&world, &[("shard", 2)]);
+        let vars = vars_on(&world, &[("shard", 2)]);
         let model = layers(&FullyShard::new(&vars), &vars, DType::F32);
-        let error = Muon::new(vars.trainable(), CONFIG).err().unwrap().to_string();
-        assert!(error.contains("l0.bias") && error.contains("is for matrices of hidden layers"), "{error}");
+        refused(Muon::new(vars.trainable(), CONFIG), &["l0.bias", "expected a matrix"]);
         let steps = MuonConfig { ns_steps: 100, ..CONFIG };
         let error = Muon::new(vec![], steps).err().unwrap().to_string();
-        assert!(error.contains("`ns_steps` is 100: it must be below 100"), "{error}");
+        assert!(error.contains("`ns_steps` is 100, expected below 100"), "{error}");
 
         let mut optim = make(&vars, CONFIG);
         let mut grads = backward(&model, &vars, DType::F32, 1);
-        // A matrix that nobody has a gradient of stays as it is.
+        // A matrix without a gradient on any rank does not change.
         let param = vars.get("l2.weight").unwrap();
         let before = whole(&vars, &param, param.var());
         grads.remove(param.var());
         optim.step(&grads).unwrap();
         assert_eq!(whole(&vars, &param, param.var()), before);
-        // One that some have a gradient of is an error on all ranks.
+        // A matrix with a gradient on some ranks only is an error on all of them.
         let mut grads = backward(&model, &vars, DType::F32, 2);
         if world.rank() == 0 {
             grads.remove(param.var());
         }
-        let error = optim.step(&grads).unwrap_err().to_string();
-        assert!(error.contains("Muon's matrices") && error.contains("l2.weight"), "{error}");
+        refused(optim.step(&grads), &["Muon's matrices", "l2.weight"]);
     });
 }

@@ -1,5 +1,4 @@
-//! Shards, gradients and optimizer state in the host's memory: the same bits as on the device that computes. On the
-//! host they are there anyway.
+//! Shards, gradients and optimizer state in host memory give the same bits as on the device. On the host nothing moves.
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::Optimizer;
@@ -9,16 +8,12 @@ use fsdp_candle::{
     clip_grad_norm, get_model_state_dict, get_optimizer_state_dict, no_grad, set_model_state_dict,
 };
 
-use crate::common::{Block, Model, batch, loss_of, ranks, sharded};
+use crate::common::{Block, Model, batch, full, loss_of, ranks, sharded, vars_on};
 
-/// Wide enough for whole pages in the middle of a shard, and with biases that are smaller than one.
+/// Wide enough for whole pages inside a shard, with biases smaller than a page.
 const WIDTH: usize = 48;
 const IN_HOST: OffloadPolicy = OffloadPolicy::Cpu { pin_memory: true };
 const IN_PAGEABLE: OffloadPolicy = OffloadPolicy::Cpu { pin_memory: false };
-
-fn vars(world: &World, dims: &[(&str, usize)]) -> ShardedVarMap {
-    ShardedVarMap::new(&world.mesh(dims).unwrap(), world.device())
-}
 
 /// One of a rank's batches.
 fn numbered(world: &World, number: usize) -> Tensor {
@@ -32,7 +27,7 @@ fn elements(dict: &StateDict) -> Vec<(String, Vec<f32>)> {
     dict.tensors.iter().map(|(name, state)| (name.clone(), vector(&state.tensor))).collect()
 }
 
-/// What the parameters and the optimizer's moments hold after some steps, with what each step's loss was.
+/// The parameters, the optimizer's moments, and the loss of each step.
 type Outcome = (Vec<f32>, Vec<(String, Vec<f32>)>);
 
 fn outcome(vars: &ShardedVarMap, optim: &AdamW, losses: Vec<f32>) -> Outcome {
@@ -42,7 +37,7 @@ fn outcome(vars: &ShardedVarMap, optim: &AdamW, losses: Vec<f32>) -> Outcome {
     (losses, all)
 }
 
-/// Steps of two micro-batches, both reduced, with an evaluation between steps.
+/// Steps of two micro-batches, both reduced, with evaluations between steps.
 fn train(world: &World, vars: &ShardedVarMap, model: &Sharded) -> Outcome {
     let mut optim = AdamW::new(vars.trainable(), AdamWConfig { lr: 0.01, ..AdamWConfig::default() }).unwrap();
     let mut losses = vec![];
@@ -59,7 +54,7 @@ fn train(world: &World, vars: &ShardedVarMap, model: &Sharded) -> Outcome {
     outcome(vars, &optim, losses)
 }
 
-/// Trains with a policy and without one. What is done besides, `options` says.
+/// Compares training with an offload policy to training without one. `options` sets other options of the units.
 fn compare(
     size: usize,
     dims: &[(&str, usize)],
@@ -68,7 +63,7 @@ fn compare(
 ) {
     ranks(size, |world| {
         let run = |policy| {
-            let vars = vars(&world, dims);
+            let vars = vars_on(&world, dims);
             let model = sharded(&options(FullyShard::new(&vars)).offload_policy(policy), &vars, WIDTH);
             let home = if policy == OffloadPolicy::None { world.device() } else { &Device::Cpu };
             for param in vars.params() {
@@ -84,39 +79,34 @@ const PAIR: &[(&str, usize)] = &[("dp_shard", 2)];
 
 #[test]
 fn training_gives_the_same_bits() {
-    compare(1, &[("dp_shard", 1)], IN_HOST, |opts| opts);
-    compare(2, PAIR, IN_HOST, |opts| opts);
-    compare(2, PAIR, IN_PAGEABLE, |opts| opts);
-}
-
-#[test]
-fn shards_are_cast_on_the_device() {
-    let policy = MixedPrecisionPolicy { param_dtype: Some(DType::BF16), ..Default::default() };
-    compare(2, PAIR, IN_HOST, |opts| opts.mp_policy(policy.clone()));
-    compare(1, &[("dp_shard", 1)], IN_PAGEABLE, |opts| opts.mp_policy(policy.clone()));
-}
-
-#[test]
-fn extensions_encode_what_is_on_the_device() {
-    let float8 = |name: &str| {
-        let extension: Option<std::sync::Arc<dyn AllGatherExtension>> =
-            if name.ends_with("down.weight") { Some(std::sync::Arc::new(Float8)) } else { None };
-        extension
+    type Options = fn(FullyShard) -> FullyShard;
+    let plain: Options = |opts| opts;
+    let half: Options =
+        |opts| opts.mp_policy(MixedPrecisionPolicy { param_dtype: Some(DType::BF16), ..Default::default() });
+    let float8: Options = |opts| {
+        opts.all_gather_extension(|name| {
+            name.ends_with("down.weight").then(|| std::sync::Arc::new(Float8) as std::sync::Arc<dyn AllGatherExtension>)
+        })
     };
-    compare(2, PAIR, IN_HOST, |opts| opts.all_gather_extension(float8));
-}
-
-#[test]
-fn every_way_to_shard_and_free() {
-    let ways = [ReshardAfterForward::Never, ReshardAfterForward::To(2), ReshardAfterForward::Always];
-    for way in ways {
-        compare(4, &[("dp_shard", 4)], IN_HOST, |opts| opts.reshard_after_forward(way));
+    let cases: [(&[(&str, usize)], OffloadPolicy, Options); 10] = [
+        (&[("dp_shard", 1)], IN_HOST, plain),
+        (PAIR, IN_HOST, plain),
+        (PAIR, IN_PAGEABLE, plain),
+        (PAIR, IN_HOST, half),
+        (&[("dp_shard", 1)], IN_PAGEABLE, half),
+        (PAIR, IN_HOST, float8),
+        (&[("dp_shard", 4)], IN_HOST, |opts| opts.reshard_after_forward(ReshardAfterForward::Never)),
+        (&[("dp_shard", 4)], IN_HOST, |opts| opts.reshard_after_forward(ReshardAfterForward::To(2))),
+        (&[("dp_shard", 4)], IN_HOST, |opts| opts.reshard_after_forward(ReshardAfterForward::Always)),
+        (&[("dp_replicate", 2), ("dp_shard", 2)], IN_HOST, plain),
+    ];
+    for (dims, policy, options) in cases {
+        compare(dims.iter().map(|(_, size)| size).product(), dims, policy, options);
     }
-    compare(4, &[("dp_replicate", 2), ("dp_shard", 2)], IN_HOST, |opts| opts);
-    // Shards of no elements, and frozen parameters.
+    // Empty shards and frozen parameters.
     ranks(5, |world| {
         let run = |policy| {
-            let vars = vars(&world, &[("dp_shard", 5)]);
+            let vars = vars_on(&world, &[("dp_shard", 5)]);
             vars.freeze(|name| name.contains("blocks.1"));
             let model = sharded(&FullyShard::new(&vars).offload_policy(policy), &vars, WIDTH);
             train(&world, &vars, &model)
@@ -126,15 +116,15 @@ fn every_way_to_shard_and_free() {
 }
 
 #[test]
-fn prefetched_shards_that_nothing_uses_are_given_back() {
+fn unused_prefetched_shards_are_freed() {
     ranks(2, |world| {
         let run = |policy| {
-            let vars = vars(&world, PAIR);
+            let vars = vars_on(&world, PAIR);
             let model = sharded(&FullyShard::new(&vars).offload_policy(policy), &vars, WIDTH);
             let blocks = &model.inner().blocks;
             blocks[0].set_modules_to_forward_prefetch(&blocks[1].units());
             let _ = loss_of(&model, &numbered(&world, 0));
-            // Gathered for nothing, and again after the shards have changed.
+            // Gathered without a use, and again after the shards have changed.
             let before = model.unshard_async().unwrap();
             drop(before);
             model.reshard().unwrap();
@@ -149,10 +139,10 @@ fn prefetched_shards_that_nothing_uses_are_given_back() {
 }
 
 #[test]
-fn units_may_differ_and_norms_count_all() {
+fn units_with_and_without_offload_mix() {
     ranks(2, |world| {
         let run = |policy| {
-            let vars = vars(&world, PAIR);
+            let vars = vars_on(&world, PAIR);
             let opts = FullyShard::new(&vars);
             let blocks = (0..2).map(|i| {
                 let (opts, vb) = (opts.clone().offload_policy(policy), vars.builder(DType::F32));
@@ -186,12 +176,12 @@ fn units_may_differ_and_norms_count_all() {
 }
 
 #[test]
-fn state_dicts_go_from_one_place_to_the_other() {
+fn state_dicts_move_between_host_and_device() {
     for full_state_dict in [false, true] {
         ranks(2, |world| {
             let options = StateDictOptions { full_state_dict, ..StateDictOptions::default() };
             let make = |policy| {
-                let vars = vars(&world, PAIR);
+                let vars = vars_on(&world, PAIR);
                 let model = sharded(&FullyShard::new(&vars).offload_policy(policy), &vars, WIDTH);
                 (vars, model)
             };
@@ -201,10 +191,10 @@ fn state_dicts_go_from_one_place_to_the_other() {
                 param.var().set(&(param.var().as_tensor() * 0.5).unwrap()).unwrap();
             }
             let dict = get_model_state_dict(&here, &options).unwrap();
-            // What a forward has gathered is gathered anew.
+            // Parameters gathered by a forward are gathered again.
             set_model_state_dict(&there, &dict, &options).unwrap();
             assert_ne!(loss_of(&in_host, &numbered(&world, 0)).to_scalar::<f32>().unwrap(), before);
-            let options = StateDictOptions { full_state_dict: true, ..StateDictOptions::default() };
+            let options = full();
             let whole = |vars| elements(&get_model_state_dict(vars, &options).unwrap());
             assert_eq!(whole(&there), whole(&here));
         });
@@ -212,10 +202,10 @@ fn state_dicts_go_from_one_place_to_the_other() {
 }
 
 #[test]
-fn a_failed_step_leaves_nothing() {
+fn a_failed_step_leaves_no_state() {
     ranks(2, |world| {
         let run = |policy| {
-            let vars = vars(&world, PAIR);
+            let vars = vars_on(&world, PAIR);
             let model = sharded(&FullyShard::new(&vars).offload_policy(policy), &vars, WIDTH);
             model.set_is_last_backward(false);
             model.backward(&loss_of(&model, &numbered(&world, 0))).unwrap();

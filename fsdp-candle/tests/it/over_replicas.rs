@@ -1,4 +1,4 @@
-//! HSDP whose replicas divide shards among them, against HSDP whose replicas hold the same.
+//! HSDP whose replicas shard the optimizer state, compared with HSDP whose replicas hold the same state.
 
 use std::sync::Arc;
 
@@ -11,30 +11,32 @@ use fsdp_candle::{
 };
 use fsdp_ckpt::{LoadOptions, SaveState, save};
 
-use crate::common::{Block, Model, WIDTH, batch, counted, elements, loss_of, one_of, ranks, rounding, sharded};
+use crate::common::{
+    Block, Model, WIDTH, batch, counted, elements, full, loss_of, one_of, ranks, refused, rounding, sharded, vars_on,
+};
 
 const CONFIG: AdamWConfig = AdamWConfig { lr: 0.02, betas: (0.9, 0.95), eps: 1e-8, weight_decay: 0.1 };
 
 fn map(world: &World, replicas: usize) -> ShardedVarMap {
     let dims = [("dp_replicate", replicas), ("dp_shard", world.size() / replicas)];
-    ShardedVarMap::new(&world.mesh(&dims).unwrap(), world.device())
+    vars_on(&world, &dims)
 }
 
 type Named = Vec<(String, Vec<f32>)>;
 
-/// All parameters and moments, whole.
+/// All full parameters and moments.
 fn state(vars: &ShardedVarMap, optim: &AdamW) -> Named {
-    let options = StateDictOptions { full_state_dict: true, ..StateDictOptions::default() };
+    let options = full();
     let (model, optim) = get_state_dict(vars, optim, &options).unwrap();
     let all = model.tensors.into_iter().chain(optim.tensors);
     all.map(|(name, state)| (name, elements(&state.tensor))).collect()
 }
 
-/// How a run differs from the plainest.
+/// The options of a run.
 #[derive(Clone, Default)]
 struct Way {
     options: Option<fn(FullyShard) -> FullyShard>,
-    /// Micro-batches a step: of these, how many reduce over nothing, and how many over shards alone.
+    /// Micro-batches before the last one: how many are not reduced, and how many are reduced over shards only.
     apart: [usize; 2],
     clip: Option<f64>,
     evaluates: bool,
@@ -70,11 +72,11 @@ fn train(world: &World, replicas: usize, divided: bool, way: &Way) -> Run {
     (losses, norms, state(&vars, &optim))
 }
 
-/// That these are the same numbers: to the bit on the host, where sums are made in one order, whoever adds up.
+/// Asserts that numbers are equal: bit for bit on the host, whose sums have one order.
 fn assert_same(got: &[f32], want: &[f32], dtype: DType, what: &str) {
     assert_eq!(got.len(), want.len(), "{what}");
     for (got, want) in got.iter().zip(want) {
-        // Squares of gradients are among them, after four steps.
+        // These include squares of gradients, after four steps.
         let allowed = 4. * rounding(dtype) * want.abs().max(1.);
         assert!(got.to_bits() == want.to_bits() || (got - want).abs() <= allowed, "{what}: {got} and {want}");
     }
@@ -89,8 +91,8 @@ fn assert_same_states(got: &Named, want: &Named, dtype: DType, what: &str) {
 }
 
 #[test]
-fn losses_and_states_are_those_of_replicas_that_hold_the_same() {
-    // Heads of two rows over three and six ranks: uneven and empty parts.
+fn matches_plain_replicas() {
+    // Heads of two rows on three and six ranks: uneven and empty shards.
     let meshes = [(2, 2), (4, 2), (6, 2), (6, 3), (4, 4), (3, 1)];
     let ways: [(&str, Way); 6] = [
         ("plain", Way::default()),
@@ -122,7 +124,7 @@ fn half() -> MixedPrecisionPolicy {
 }
 
 #[test]
-fn clipped_steps_are_the_same_up_to_the_rounding_of_a_norm() {
+fn clipped_steps_differ_by_rounding() {
     let way = Way { clip: Some(0.1), ..Way::default() };
     for (size, replicas) in [(4, 2), (6, 3)] {
         ranks(size, |world| {
@@ -139,7 +141,7 @@ fn clipped_steps_are_the_same_up_to_the_rounding_of_a_norm() {
 }
 
 #[test]
-fn whatever_is_gathered_and_however() {
+fn matches_with_other_placements_and_gathers() {
     let columns: fn(FullyShard) -> FullyShard =
         |opts| opts.shard_placement_fn(|_, shape| (shape == [WIDTH, 3 * WIDTH]).then(|| ShardPlacement::from(1)));
     let eight_bits: fn(FullyShard) -> FullyShard =
@@ -159,13 +161,12 @@ fn whatever_is_gathered_and_however() {
         let vars = map(&world, 2);
         let opts = FullyShard::new(&vars).shard_optimizer_over_replicas(true).shard_placement_fn(|_, _| Some(1.into()));
         let built = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear_no_bias(6, 4, vb));
-        let error = built.err().unwrap().to_string();
-        assert!(error.contains("does not divide evenly over 2 shard ranks and 2 replicas"), "{error}");
+        refused(built, &["does not divide evenly over 2 shard ranks and 2 replicas"]);
     });
 }
 
 #[test]
-fn units_by_name_unused_parameters_and_frozen_ones() {
+fn matches_with_named_units_and_unused_parameters() {
     ranks(4, |world| {
         let run = |divided: bool| {
             let vars = map(&world, 2);
@@ -183,7 +184,7 @@ fn units_by_name_unused_parameters_and_frozen_ones() {
             let mut optim = AdamW::new(vars.trainable(), CONFIG).unwrap();
             for step in 0..3 {
                 let x = batch(world.rank() + step, WIDTH);
-                // Each rank leaves out another block.
+                // Each rank does not use one block, a different one on each.
                 let y = model.call(|model| {
                     let used = model.blocks.iter().enumerate().filter(|(i, _)| i % 4 != world.rank());
                     model.head.forward(&used.map(|(_, block)| block).try_fold(x, |x, block| block.forward(&x))?)
@@ -201,7 +202,7 @@ fn units_by_name_unused_parameters_and_frozen_ones() {
 }
 
 #[test]
-fn a_failed_step_several_forwards_and_values_that_are_set() {
+fn matches_after_failed_steps_and_set_values() {
     ranks(4, |world| {
         let run = |divided: bool| {
             let vars = map(&world, 2);
@@ -215,7 +216,7 @@ fn a_failed_step_several_forwards_and_values_that_are_set() {
             let failed: candle_core::Result<()> = model.call(|_| candle_core::bail!("on purpose"));
             assert!(failed.unwrap_err().to_string().contains("on purpose"));
             seen.push(elements::<f32>(&no_grad(|| loss_of(&model, &x))));
-            // A state dict in place of what the next forward would have found.
+            // A state dict replaces the values that the next forward would gather.
             let options = StateDictOptions::default();
             let (dict, moments) = get_state_dict(&vars, &optim, &options).unwrap();
             let halved = dict.tensors.iter().map(|(name, state)| {
@@ -237,7 +238,7 @@ fn a_failed_step_several_forwards_and_values_that_are_set() {
 }
 
 #[test]
-fn what_is_gathered_by_hand_is_that_of_the_last_step() {
+fn manual_unshard_has_the_last_step() {
     ranks(4, |world| {
         let vars = map(&world, 2);
         let opts = FullyShard::new(&vars).shard_optimizer_over_replicas(true);
@@ -265,7 +266,7 @@ fn what_is_gathered_by_hand_is_that_of_the_last_step() {
 }
 
 #[test]
-fn gradients_are_checked_and_what_is_not_finite_is_found() {
+fn gradcheck_and_check_finite_work() {
     ranks(6, |world| {
         let vars = map(&world, 3);
         let model = sharded(&FullyShard::new(&vars).shard_optimizer_over_replicas(true), &vars, WIDTH);
@@ -273,7 +274,7 @@ fn gradients_are_checked_and_what_is_not_finite_is_found() {
             model.forward(&batch(world.rank(), WIDTH))?.sqr()?.mean_all()
         })
         .unwrap();
-        // One element of one part.
+        // One element on one rank.
         let weight = vars.get("blocks.1.down.weight").unwrap();
         if world.rank() == 4 {
             let bad = (weight.var().zeros_like().unwrap() / 0.).unwrap();
@@ -293,9 +294,9 @@ fn ranks_elements(world: &World, own: usize) -> Vec<usize> {
 }
 
 #[test]
-fn checkpoints_go_to_and_from_other_ways_of_sharding() {
+fn checkpoints_reshard() {
     let dir = tempfile::tempdir().unwrap();
-    // Size, replicas, divided.
+    // World size, replicas, whether replicas shard the state.
     let ways = [(4, 2, true), (6, 3, true), (4, 2, false), (3, 1, false), (1, 1, false), (6, 2, true)];
     let step = |vars: &ShardedVarMap, model: &FsdpModule<Model<FsdpModule<Block>>>, optim: &mut AdamW| {
         let grads = model.backward(&loss_of(model, &batch(0, WIDTH))).unwrap();
@@ -352,11 +353,12 @@ fn placements_are_strided_over_replicas() {
     });
 }
 
-/// What a step issues, in calls and bytes, against the formula: with `P` parameters a unit, `R` replicas and `S` shard
-/// ranks, a rank gives `P / (R S)` to the gather over replicas once, `P / S` to each all-gather of forward and of
-/// backward, `P` to the reduce-scatter over shard ranks, and `P / S` to that over replicas.
+/// The collectives of a step and their bytes against the formula: with `P` parameters a unit, `R` replicas and `S`
+/// shard ranks, a rank's inputs are `P / (R S)` for the all-gather over replicas, once a step; `P / S` for each
+/// all-gather of forward and backward; `P` for the reduce-scatter over shard ranks, and `P / S` for the one over
+/// replicas.
 #[test]
-fn a_step_communicates_what_the_formula_says() {
+fn communicates_the_expected_bytes() {
     const ROWS: usize = 24;
     for (replicas, shards) in [(2, 2), (2, 3), (3, 2)] {
         counted(replicas * shards, |world, counts| {
@@ -391,7 +393,7 @@ fn a_step_communicates_what_the_formula_says() {
             want.extend(times(4, ("all_gather", p_s)));
             want.extend([times(2, ("reduce_scatter", bytes)), times(2, ("reduce_scatter", p_s))].concat());
             assert_eq!(sorted(counts.take()), sorted(want.clone()));
-            // Two micro-batches that hand out one gradient: the shards are gathered once.
+            // Two micro-batches with one reduction: the shards are gathered once.
             model.set_requires_all_reduce(false, Recurse::Yes);
             model.backward(&loss(&model)).unwrap();
             model.set_requires_all_reduce(true, Recurse::Yes);
@@ -399,11 +401,11 @@ fn a_step_communicates_what_the_formula_says() {
             want.extend([times(4, ("all_gather", p_s)), times(2, ("reduce_scatter", bytes))].concat());
             assert_eq!(sorted(counts.take()), sorted(want));
 
-            // An evaluation gathers once more, and leaves nothing for the next step.
+            // An evaluation gathers once more, and does not affect the next step.
             no_grad(|| loss(&model));
             assert_eq!(counts.names(), ["all_gather"; 4]);
 
-            // Of replicas that hold the same, an all-reduce in place of gather and reduce-scatter.
+            // With equal replicas, an all-reduce replaces the all-gather and the reduce-scatter.
             let (_vars, model) = build(false);
             counts.take();
             model.backward(&loss(&model)).unwrap();

@@ -1,8 +1,8 @@
-//! Models, meshes and steps drawn at random, against the same model in plain Candle.
+//! Random models, meshes and steps, compared with the same model in plain Candle.
 //!
-//! A seed draws: units by name and wrapped ones, frozen weights, units that run several times, several forwards before
-//! one or two backwards, evaluations between, losses that reach other units on each rank, and every policy that changes
-//! the order of collectives. `FSDP_RANDOM_MODELS` sets how many models run, `FSDP_RANDOM_SEED` where they begin.
+//! A seed draws: units by name and wrapped units, frozen weights, units that run several times, several forwards before
+//! one or two backwards, evaluations between them, losses that use different units on each rank, and every policy that
+//! changes the order of collectives. `FSDP_RANDOM_MODELS` sets the number of models, `FSDP_RANDOM_SEED` the first seed.
 
 use std::sync::Arc;
 
@@ -14,11 +14,11 @@ use fsdp_candle::{
     FsdpModule, FsdpParam, FullyShard, Recurse, ReshardAfterForward, ShardedVarMap, World, fully_shard, nn, no_grad,
     shard,
 };
-use fsdp_core::{Buffer, ReduceOp};
+use fsdp_core::ReduceOp;
 
-use crate::common::{Gradients, WIDTH, assert_close, batch, elements, one_of, ranks};
+use crate::common::{Gradients, WIDTH, assert_close, batch, elements, one_of, ranks, scattered};
 
-/// Numbers drawn one after the other (splitmix64).
+/// A pseudo-random number generator (splitmix64).
 struct Draw(u64);
 
 impl Draw {
@@ -40,22 +40,22 @@ impl Draw {
 struct Plan {
     mesh: [usize; 2],
     by_name: bool,
-    /// Whether each unit's weight and bias are frozen, and whether backward runs the unit again.
+    /// For each unit: whether its weight and its bias are frozen, and whether it is checkpointed.
     units: Vec<(bool, bool, bool)>,
-    /// The root has a layer of its own behind the units.
+    /// Whether the root has a layer after the units.
     head: bool,
     policies: Vec<ReshardAfterForward>,
     prefetch: bool,
     reductions: usize,
     divided: bool,
-    /// Whether ranks' losses reach different units.
+    /// Whether the losses of ranks use different units.
     differ: bool,
     steps: Vec<Step>,
 }
 
 #[derive(Debug)]
 struct Step {
-    /// The units that each forward runs, in this order, and whether each feeds the next one.
+    /// The units of each forward in order, and whether each one's output is the next one's input.
     forwards: Vec<(Vec<usize>, bool)>,
     evaluates: bool,
     backwards: usize,
@@ -87,7 +87,7 @@ impl Plan {
         let steps = (0..2).map(|_| {
             let forwards = (0..1 + draw.below(3)).map(|_| {
                 let mut calls: Vec<usize> = (0..units.len()).collect();
-                // Where ranks differ, those by name run as they were built.
+                // If ranks differ, units by name run in the order of building.
                 if !(by_name && differ) {
                     (0..draw.below(4)).for_each(|_| calls.insert(draw.below(calls.len() + 1), draw.below(units.len())));
                 }
@@ -112,7 +112,7 @@ impl Plan {
         }
     }
 
-    /// Whether a loss reaches the output of a call, on this rank.
+    /// Whether this rank's loss uses the output of a call.
     fn reaches(&self, step: &Step, rank: usize, backward: usize, forward: usize, call: usize) -> bool {
         let rank = if self.differ { rank as u64 } else { 0 };
         let seed = step.seed ^ rank << 24 ^ (backward as u64) << 32 ^ (forward as u64) << 40 ^ (call as u64) << 48;
@@ -120,13 +120,13 @@ impl Plan {
     }
 }
 
-/// A model of linear units, sharded or not.
+/// A model of linear units, sharded or plain.
 struct Model<U> {
     units: Vec<U>,
     head: Option<nn::Linear>,
 }
 
-/// A unit that may run again in backward.
+/// A unit, which may be checkpointed.
 #[derive(Clone)]
 struct Unit {
     linear: nn::Linear,
@@ -167,7 +167,7 @@ impl<U: Module> Model<U> {
     }
 }
 
-/// The sum of the losses that this rank's backward reaches, if there are any.
+/// The sum of the losses of this rank's backward, if there are any.
 fn loss(plan: &Plan, step: &Step, rank: usize, backward: usize, losses: &[Vec<Tensor>]) -> Option<Tensor> {
     let all = losses.iter().enumerate().flat_map(|(forward, losses)| {
         let reached = losses.iter().enumerate().map(move |(call, loss)| (forward, call, loss));
@@ -180,12 +180,12 @@ fn input(rank: usize, forward: usize) -> Tensor {
     batch(rank + 5 * forward, WIDTH)
 }
 
-/// A loss for a rank of which nothing counts. Candle leaves a factor that is a number, and 0, out of the graph.
+/// The loss of a rank without terms. Candle drops a constant factor of 0 from the graph.
 fn nothing(losses: &[Vec<Tensor>]) -> Tensor {
     (&losses[0][0] * losses[0][0].zeros_like().unwrap()).unwrap()
 }
 
-/// The gradients of every step.
+/// The gradients of each step.
 fn run<U: Module>(
     plan: &Plan,
     world: &World,
@@ -217,23 +217,12 @@ fn run<U: Module>(
     Ok(all)
 }
 
-/// Puts a whole tensor together from all ranks' shards, which one replica or each may hold.
+/// Gathers a tensor. A shard may be on one replica or on each.
 fn whole(world: &World, param: &FsdpParam, shard: &Tensor) -> Vec<f32> {
-    let shape = param.shape().dims();
-    let region = param.region();
-    let (mut sum, mut held) = (vec![0f32; param.shape().elem_count()], vec![0f32; param.shape().elem_count()]);
-    for (local, value) in elements::<f32>(shard).into_iter().enumerate() {
-        let (mut rest, mut at, mut stride) = (local, 0, 1);
-        for dim in (0..shape.len()).rev() {
-            at += stride * (region.offsets[dim] + rest % region.sizes[dim]);
-            rest /= region.sizes[dim];
-            stride *= shape[dim];
-        }
-        (sum[at], held[at]) = (value, 1.);
-    }
-    let all = world.group().all_reduce(vec![Buffer::F32(sum), Buffer::F32(held)], ReduceOp::Sum).wait().unwrap();
-    let [Buffer::F32(sum), Buffer::F32(held)] = &all[..] else { panic!("{all:?}") };
-    sum.iter().zip(held).map(|(sum, held)| sum / held).collect()
+    let values = elements::<f32>(shard);
+    let held = scattered(param, vec![1.; values.len()]);
+    let sum = |values| world.group().all_reduce_values(values, ReduceOp::Sum).unwrap();
+    sum(scattered(param, values)).into_iter().zip(sum(held)).map(|(sum, held): (f32, f32)| sum / held).collect()
 }
 
 /// Returns whole gradients by name; zeros where no loss reached the parameter.
@@ -246,7 +235,7 @@ fn gradients(world: &World, vars: &ShardedVarMap, grads: &GradStore) -> Gradient
     vars.trainable().iter().map(of).collect()
 }
 
-/// Computes the same in plain Candle: each rank's gradients alone, and their mean.
+/// The same in plain Candle: each rank's gradients, and their mean.
 fn plain(plan: &Plan, world: &World, vars: &ShardedVarMap) -> Vec<Gradients> {
     let made: Vec<(String, bool, Var)> = vars
         .params()
@@ -281,8 +270,7 @@ fn plain(plan: &Plan, world: &World, vars: &ShardedVarMap) -> Vec<Gradients> {
         }
         let mean = |(sum, (name, trainable, var)): (Option<Tensor>, &(String, bool, Var))| {
             let own = sum.map_or(vec![0.; var.elem_count()], |sum| elements::<f32>(&sum));
-            let all = world.group().all_reduce(vec![Buffer::F32(own)], ReduceOp::Avg).wait().unwrap().pop();
-            let Some(Buffer::F32(mean)) = all else { panic!("{all:?}") };
+            let mean = world.group().all_reduce_values(own, ReduceOp::Avg).unwrap();
             trainable.then(|| (name.clone(), mean))
         };
         sums.into_iter().zip(&made).filter_map(mean).collect()
@@ -330,7 +318,7 @@ fn on_rank(plan: &Plan, world: &World) {
     };
     let want = plain(plan, world, &vars);
     for (got, want) in got.unwrap().iter().zip(&want) {
-        // A fault is a term too many or too few, of the size of the gradient.
+        // A fault is a missing or repeated term, as large as the gradient.
         assert_close(got, want, 1e-4);
     }
 }
@@ -346,7 +334,7 @@ fn number(name: &str) -> Option<u64> {
 }
 
 #[test]
-fn gradients_are_those_of_plain_candle() {
+fn random_models_match_plain_candle() {
     let first = number("FSDP_RANDOM_SEED").unwrap_or(1);
     let models = number("FSDP_RANDOM_MODELS").unwrap_or(200);
     (first..first + models).step_by(one_of(10)).for_each(check);

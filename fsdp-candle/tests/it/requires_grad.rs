@@ -1,4 +1,4 @@
-//! Freezing and training parameters that are built, against plain Candle.
+//! Freezing and unfreezing parameters of built models, compared with plain Candle.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,9 +13,12 @@ use fsdp_candle::{
     gradcheck, nn, shard,
 };
 
-use crate::common::{Own, Parts, WIDTH, alone, batch, device, loss_of, plain, ranks, sharded, vars, whole};
+use crate::common::{
+    Own, Parts, WIDTH, alone, assert_close, batch, device, gradients, loss_of, plain, ranks, refused, sharded, vars,
+    vars_on, whole,
+};
 
-/// What is trained in each step: all, parts of blocks, nothing below the head, a whole unit but for one bias, all.
+/// The trainable parameters of each step: all, parts of blocks, only the head, one bias of a unit, all.
 const PHASES: [fn(&str) -> bool; 5] = [
     |_| true,
     |name| name.ends_with("weight") && !name.contains("up"),
@@ -23,7 +26,7 @@ const PHASES: [fn(&str) -> bool; 5] = [
     |name| !name.starts_with("blocks.1") || name.ends_with("up.bias"),
     |_| true,
 ];
-/// A larger one makes this model's steps explode, and rounding with them.
+/// A larger learning rate makes this model diverge, and rounding errors with it.
 const LR: f64 = 5e-5;
 
 type Named = BTreeMap<String, Vec<f32>>;
@@ -38,7 +41,7 @@ fn initial() -> Vec<(String, Tensor)> {
     vars.params().iter().map(|p| (p.name().to_string(), p.var().as_detached_tensor().copy().unwrap())).collect()
 }
 
-/// Losses of rank 0, norms, and the parameters at the end, of plain Candle on the mean of `ranks` batches.
+/// The losses of rank 0, the norms and the final parameters of plain Candle, trained on the mean of `ranks` batches.
 fn train_plain(initial: &[(String, Tensor)], ranks: usize) -> (Vec<f32>, Vec<f32>, Named) {
     let map = VarMap::new();
     let model = plain(VarBuilder::from_varmap(&map, DType::F32, &device()), WIDTH);
@@ -70,7 +73,7 @@ fn has_exactly(vars: &ShardedVarMap, grads: &GradStore, trained: impl Fn(&str) -
 }
 
 #[test]
-fn freezing_and_training_again_is_what_plain_candle_does() {
+fn freezing_matches_plain_candle() {
     let initial = initial();
     for size in [1, 2, 3, 4] {
         let (want_losses, want_norms, want) = train_plain(&initial, size);
@@ -98,7 +101,7 @@ fn freezing_and_training_again_is_what_plain_candle_does() {
                     let loss = loss_of(&model, &batch(world.rank(), WIDTH));
                     sent.store(0, Ordering::Relaxed);
                     let mut grads = model.backward(&loss).unwrap();
-                    // Nothing of a frozen parameter is sent, and nothing is missed.
+                    // A frozen parameter is not reduced.
                     assert_eq!(sent.load(Ordering::Relaxed), trainable);
                     assert!(model.parameters_without_gradient().is_empty() && model.graph_cuts().is_empty());
                     has_exactly(&vars, &grads, trained);
@@ -125,7 +128,7 @@ fn freezing_and_training_again_is_what_plain_candle_does() {
 }
 
 #[test]
-fn units_by_name_and_checkpointed_closures_know_what_is_frozen() {
+fn freezing_reaches_named_units_and_checkpoints() {
     ranks(2, |world| {
         let gradients = |frozen: bool, again: bool| {
             let vars = vars(&world);
@@ -158,14 +161,14 @@ fn units_by_name_and_checkpointed_closures_know_what_is_frozen() {
 }
 
 #[test]
-fn ranks_that_choose_differently_get_the_parameters_name() {
+fn refuses_different_choices_on_ranks() {
     for dims in [vec![("dp_shard", 4)], vec![("dp_replicate", 2), ("dp_shard", 2)]] {
         ranks(4, |world| {
-            let vars = ShardedVarMap::new(&world.mesh(&dims).unwrap(), world.device());
+            let vars = vars_on(&world, &dims);
             let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
             let own = if world.rank() == 3 { "blocks.1.up.bias" } else { "blocks.1.down.bias" };
             let error = vars.set_requires_grad(false, |name| name == own).unwrap_err().to_string();
-            // The first by the order of building.
+            // The first in the order of building.
             assert!(error.contains("parameter `blocks.1.up.bias`: ranks disagree on whether it is trained"), "{error}");
             let would = if world.rank() == 3 { "rank 3 would freeze it" } else { "would train it" };
             assert!(error.contains(would) && error.contains("nothing was changed"), "{error}");
@@ -176,25 +179,26 @@ fn ranks_that_choose_differently_get_the_parameters_name() {
 }
 
 #[test]
-fn what_can_not_be_chosen_is_said() {
+fn refuses_impossible_choices() {
     let world = alone();
     let vars = vars(&world);
     let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
     let error = vars.set_requires_grad(false, |name| name == "haed.weight").unwrap_err();
     assert!(matches!(&error, Error::Argument(why) if why.contains("none of the 17 parameters")), "{error}");
     let inside = model.call(|model| {
-        let error = vars.set_requires_grad(false, |_| true).unwrap_err().to_string();
-        assert!(error.contains("inside a forward or backward"), "{error}");
+        refused(vars.set_requires_grad(false, |_| true), &["inside a forward or backward"]);
         model.head.forward(&batch(0, WIDTH))
     });
     inside.unwrap();
 
-    // What was frozen when it was built: a layer of `nn` asks, one of Candle's own has no graph to it.
+    // Parameters frozen before they are built. A layer of `nn` checks this, one of Candle's has no graph to them.
     let vars = ShardedVarMap::of_world(&world).unwrap();
     vars.freeze(|name| name.contains("blocks.1"));
     let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
-    let error = vars.set_requires_grad(true, |name| name == "blocks.1.up.weight").unwrap_err().to_string();
-    assert!(error.contains("parameter `blocks.1.up.weight`: it was frozen (`freeze`) when it was built"), "{error}");
+    refused(
+        vars.set_requires_grad(true, |name| name == "blocks.1.up.weight"),
+        &["parameter `blocks.1.up.weight`: it was frozen (`freeze`) when it was built"],
+    );
     let trained = |name: &str| !name.contains("blocks.1.up");
     vars.set_requires_grad(true, trained).unwrap();
     let grads = model.backward(&loss_of(&model, &batch(0, WIDTH))).unwrap();
@@ -208,7 +212,7 @@ fn what_can_not_be_chosen_is_said() {
 }
 
 #[test]
-fn gradients_that_wait_go_with_the_parameter_and_a_graph_outlives_the_change() {
+fn freezing_drops_accumulated_gradients() {
     ranks(2, |world| {
         let vars = vars(&world);
         let model =
@@ -227,12 +231,12 @@ fn gradients_that_wait_go_with_the_parameter_and_a_graph_outlives_the_change() {
         let twice = of(&want, &bias).map(|bias| bias.iter().map(|b| 2. * b).collect::<Vec<_>>());
         assert_eq!(of(&grads, &bias), twice);
 
-        // Frozen between a forward and its backward: the graph has its place, and the gradient none.
+        // Frozen between a forward and its backward: the graph reaches it, but it gets no gradient.
         let begun = loss();
         vars.set_requires_grad(false, |name| name == "weight").unwrap();
         let grads = model.backward(&begun).unwrap();
         assert!(grads.get(&weight).is_none() && of(&grads, &bias) == of(&want, &bias));
-        // And trained between them: the graph has none.
+        // Unfrozen between them: the graph does not reach it.
         let begun = loss();
         vars.set_requires_grad(true, |name| name == "weight").unwrap();
         let grads = model.backward(&begun).unwrap();
@@ -242,7 +246,7 @@ fn gradients_that_wait_go_with_the_parameter_and_a_graph_outlives_the_change() {
 }
 
 #[test]
-fn state_dicts_gradcheck_and_cuts_follow() {
+fn state_dicts_and_gradcheck_follow_frozen_parameters() {
     ranks(2, |world| {
         let vars = vars(&world);
         let opts = FullyShard::new(&vars);
@@ -268,7 +272,7 @@ fn state_dicts_gradcheck_and_cuts_follow() {
             })?;
             y.sqr()?.mean_all()
         };
-        // The head is behind the cut: with the rest frozen all is well.
+        // The head comes after the cut, so with the rest frozen the step works.
         gradcheck(&model, &GradcheckOptions::default(), forward).unwrap();
         assert!(model.graph_cuts().is_empty());
         vars.set_requires_grad(true, |_| true).unwrap();
@@ -278,5 +282,49 @@ fn state_dicts_gradcheck_and_cuts_follow() {
         assert_eq!(model.graph_cuts().len(), 1);
         let saved = names(get_model_state_dict(&vars, &options).unwrap());
         assert_eq!(saved.len(), 6);
+    });
+}
+
+#[test]
+fn captured_tensors_keep_frozen_parameters() {
+    ranks(2, |world| {
+        let run = |captured: bool| {
+            let vars = vars(&world);
+            vars.freeze(|name| name.contains("frozen"));
+            let vb = vars.builder(DType::F32);
+            let opts = FullyShard::new(&vars).reshard_after_forward(fsdp_candle::ReshardAfterForward::Always);
+            let before = fully_shard(&opts, vb.pp("before"), |vb| nn::linear(4, 4, vb)).unwrap();
+            // Candle's own layers, whose frozen weights no hook observes.
+            let unit = fully_shard(&opts, vb.pp("unit"), |vb| {
+                Ok((candle_nn::linear(4, 4, vb.pp("frozen"))?, nn::linear(4, 4, vb.pp("trained"))?))
+            });
+            let unit = unit.unwrap();
+            let root = fully_shard(&opts, vb, |_| Ok(())).unwrap();
+            let x = batch(world.rank(), 4);
+            let seen = std::sync::Mutex::new(vec![]);
+            let y = root.call(|()| {
+                let h = before.forward(&x)?;
+                let both = |(frozen, trained): &(candle_nn::Linear, nn::Linear), a: &Tensor, b: &Tensor| {
+                    let y = (frozen.forward(&frozen.forward(a)?)? + trained.forward(&frozen.forward(b)?.sqr()?)?)?;
+                    y + frozen.forward(&a.sqr()?)?
+                };
+                // In both orders. The other tensor is computed before the unit.
+                let first = match captured {
+                    true => unit.call_with(h.sin()?, |m, a| both(m, &a, &h))?,
+                    false => unit.call(|m| both(m, &h.sin()?, &h))?,
+                };
+                seen.lock().unwrap().push(unit.params()[0].is_unsharded());
+                let other = h.cos()?;
+                match captured {
+                    true => unit.call_with(first, |m, a| both(m, &other, &a)),
+                    false => unit.call(|m| both(m, &other, &first)),
+                }
+            });
+            let grads = root.backward(&y.unwrap().sqr().unwrap().mean_all().unwrap()).unwrap();
+            assert_eq!(*seen.lock().unwrap(), [false]);
+            assert!(vars.params().iter().all(|param| !param.is_unsharded()));
+            gradients(&vars, &grads)
+        };
+        assert_close(&run(true), &run(false), 1e-6);
     });
 }

@@ -1,15 +1,15 @@
-//! Ranks that use different units: with `set_reduce_scatter_unused_params` their collectives match all the same.
+//! Ranks that use different units: with `set_reduce_scatter_unused_params` their collectives still match.
 
 use candle_core::{DType, Module, Result, Tensor};
 use fsdp_candle::{FsdpModule, FullyShard, Recurse, ReshardAfterForward, ShardedVarMap, World, fully_shard, nn};
 
-use crate::common::{Gradients, WIDTH, assert_close, batch, gradients, journal, ranks, vars};
+use crate::common::{Gradients, WIDTH, assert_close, batch, gradients, journal, ranks, vars, vars_on};
 
 const UNITS: usize = 4;
 
 type Model = FsdpModule<Vec<FsdpModule<nn::Linear>>>;
 
-/// Units of different sizes, and a root with nothing of its own or a parameter.
+/// Units of different sizes, and a root with or without a parameter.
 fn model(opts: &FullyShard, vars: &ShardedVarMap) -> Model {
     let vb = vars.builder(DType::F32);
     let units =
@@ -32,12 +32,12 @@ fn outputs(units: &[FsdpModule<nn::Linear>], x: &Tensor, chain: bool) -> Result<
     Ok(losses)
 }
 
-/// Which units' outputs a rank's loss reaches.
+/// The units whose outputs a rank's loss uses.
 fn used(rank: usize, step: usize) -> impl Fn(usize) -> bool {
     move |unit| [0b0001u32, 0b1000, 0b0110, 0b0101][(rank + step) % 4] & (1 << unit) != 0
 }
 
-/// One step; the outputs that a rank does not use are in its loss with the factor 0 where `all`.
+/// One step. With `all`, the loss has the outputs that a rank does not use with a factor of 0.
 fn step(world: &World, vars: &ShardedVarMap, model: &Model, step: usize, chain: bool, all: bool) -> Gradients {
     let used = used(world.rank(), step);
     let loss = model.call(|units| {
@@ -52,19 +52,15 @@ fn step(world: &World, vars: &ShardedVarMap, model: &Model, step: usize, chain: 
     gradients(vars, &model.backward(&loss.unwrap()).unwrap())
 }
 
-fn whole_vars(world: &World, mesh: &[(&str, usize)]) -> ShardedVarMap {
-    ShardedVarMap::new(&world.mesh(mesh).unwrap(), world.device())
-}
-
 #[test]
-fn units_that_ran_everywhere_and_reach_the_loss_on_some_ranks() {
+fn units_reach_the_loss_on_some_ranks() {
     let worlds = [(1, vec![("s", 1)]), (2, vec![("s", 2)]), (3, vec![("s", 3)]), (4, vec![("r", 2), ("s", 2)])];
     for (size, mesh) in worlds {
         ranks(size, |world| {
             for reshard in [ReshardAfterForward::Default, ReshardAfterForward::Always, ReshardAfterForward::Never] {
                 for (chain, prefetch, max) in [(true, true, 1), (false, true, 2), (true, false, 1), (false, false, 3)] {
                     let make = || {
-                        let vars = whole_vars(&world, &mesh);
+                        let vars = vars_on(&world, &mesh);
                         let model = model(&FullyShard::new(&vars).reshard_after_forward(reshard), &vars);
                         model.set_implicit_prefetch(prefetch);
                         model.set_reduce_scatter_max_input_buffers(max);
@@ -84,40 +80,7 @@ fn units_that_ran_everywhere_and_reach_the_loss_on_some_ranks() {
 }
 
 #[test]
-fn several_forwards_of_which_each_loss_reaches_some() {
-    for size in 2..=3 {
-        ranks(size, |world| {
-            let make = || {
-                let vars = vars(&world);
-                let model = model(&FullyShard::new(&vars), &vars);
-                (vars, model)
-            };
-            let ((all_vars, all), (vars, some)) = (make(), make());
-            some.set_reduce_scatter_unused_params(true, Recurse::Yes);
-            for step in 0..4 {
-                // Every rank's second forward counts, and the first of some.
-                let counts = (world.rank() + step) % 2 == 0;
-                let loss = |model: &Model, zeros: bool| {
-                    let last = |batch: Tensor| {
-                        model.call(|units| Ok(outputs(units, &batch, true)?.swap_remove(UNITS - 1))).unwrap()
-                    };
-                    let (first, second) = (last(batch(world.rank(), WIDTH)), last(batch(world.rank() + 7, WIDTH)));
-                    match (counts, zeros) {
-                        (true, _) => first + second,
-                        (false, true) => (&first * first.zeros_like().unwrap()).unwrap() + second,
-                        (false, false) => Ok(second),
-                    }
-                };
-                let want = gradients(&all_vars, &all.backward(&loss(&all, true).unwrap()).unwrap());
-                let got = gradients(&vars, &some.backward(&loss(&some, false).unwrap()).unwrap());
-                assert_close(&got, &want, 1e-6);
-            }
-        });
-    }
-}
-
-#[test]
-fn resharding_to_fewer_ranks_and_lists_of_units_to_prefetch() {
+fn unused_units_with_reshard_size_and_prefetch_lists() {
     ranks(4, |world| {
         let make = || {
             let vars = vars(&world);
@@ -135,7 +98,7 @@ fn resharding_to_fewer_ranks_and_lists_of_units_to_prefetch() {
 }
 
 #[test]
-fn units_that_ran_on_some_ranks_only() {
+fn units_run_on_some_ranks() {
     for size in 1..=4 {
         ranks(size, |world| {
             let vars = vars(&world);
@@ -143,7 +106,7 @@ fn units_that_ran_on_some_ranks_only() {
             model.set_reduce_scatter_unused_params(true, Recurse::Yes);
             let x = batch(world.rank(), WIDTH);
             for step in 0..3 {
-                // Every rank gathers all of them, and calls those that it wants in an order of its own.
+                // Every rank gathers all of them, and calls those that it uses in its own order.
                 model.inner().iter().for_each(|unit| unit.unshard().unwrap());
                 let mut mine: Vec<usize> = (0..UNITS).filter(|&unit| used(world.rank(), step)(unit)).collect();
                 if world.rank() % 2 == 1 {
@@ -164,9 +127,9 @@ fn units_that_ran_on_some_ranks_only() {
     }
 }
 
-/// A rank whose loss has no graph takes part with zeros.
+/// A rank whose loss has no graph contributes zeros.
 #[test]
-fn a_rank_whose_loss_reaches_nothing() {
+fn a_rank_without_a_graph_takes_part() {
     ranks(2, |world| {
         let vars = vars(&world);
         let model = model(&FullyShard::new(&vars), &vars);
@@ -180,7 +143,7 @@ fn a_rank_whose_loss_reaches_nothing() {
 }
 
 #[test]
-fn forwards_that_gather_different_units_fail_on_every_rank() {
+fn different_gathers_fail_on_every_rank() {
     for (size, same) in [(2, false), (3, false), (2, true), (3, true)] {
         let errors = ranks(size, |world| {
             let vars = vars(&world);
@@ -188,7 +151,7 @@ fn forwards_that_gather_different_units_fail_on_every_rank() {
             let vb = vars.builder(DType::F32);
             let unit =
                 |name: &str, out: usize| fully_shard(&opts, vb.pp(name), |vb| nn::linear(WIDTH, out, vb)).unwrap();
-            // Units of one size move the same number of bytes, and must not be taken for one another.
+            // Units of one size move the same number of bytes, so their collectives could be confused.
             let (a, b) = (unit("a", WIDTH), unit("b", if same { WIDTH } else { 2 * WIDTH }));
             let x = batch(world.rank(), WIDTH);
             let chosen = if world.rank() == 0 { &a } else { &b };
@@ -204,7 +167,7 @@ fn forwards_that_gather_different_units_fail_on_every_rank() {
 }
 
 #[test]
-fn reductions_overlap_backward_where_all_units_are_used() {
+fn reductions_overlap_backward() {
     ranks(2, |world| {
         let vars = vars(&world);
         let model = model(&FullyShard::new(&vars), &vars);

@@ -5,13 +5,14 @@ use std::{
     io::{self, PipeReader, PipeWriter},
     net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream},
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     thread::{self, JoinHandle},
     time::Duration,
 };
 
+use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, poll};
 
 use super::session::{Channel, Key};
@@ -127,13 +128,9 @@ fn listen(listener: &TcpListener, stopped: &PipeReader, shared: &Arc<Shared<impl
 }
 
 impl<H: Handler> Shared<H> {
-    fn unauthenticated(&self) -> MutexGuard<'_, VecDeque<(SocketAddr, TcpStream)>> {
-        self.unauthenticated.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Adds a new connection. Closes the oldest one if there are too many.
     fn add_unauthenticated(&self, connection: (SocketAddr, TcpStream)) {
-        let mut connections = self.unauthenticated();
+        let mut connections = self.unauthenticated.lock();
         if connections.len() >= MAX_UNAUTHENTICATED
             && let Some((from, oldest)) = connections.pop_front()
         {
@@ -147,7 +144,7 @@ impl<H: Handler> Shared<H> {
 
     /// Removes a connection that has authenticated or failed.
     fn end_handshake(&self, from: SocketAddr) {
-        self.unauthenticated().retain(|(other, _)| *other != from);
+        self.unauthenticated.lock().retain(|(other, _)| *other != from);
         self.handshake_threads.fetch_sub(1, Ordering::Relaxed);
     }
 

@@ -2,9 +2,11 @@
 
 use std::{
     collections::BTreeMap,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     time::{Duration, Instant},
 };
+
+use parking_lot::{Condvar, Mutex};
 
 use super::{
     MAX_TOTAL_LEN, RequestContext, Store,
@@ -56,12 +58,12 @@ impl MemoryStore {
         match *request {
             Request::Ping => Answer::Nothing,
             Request::Get { key, wait } => self.wait_for(key, wait).map_or(Answer::Nothing, Answer::Value),
-            Request::Set { key, value } => match self.lock().put(key, value) {
+            Request::Set { key, value } => match self.0.state.lock().put(key, value) {
                 Ok(_) => self.changed(Answer::Nothing),
                 Err(full) => Answer::Refused(full),
             },
             Request::CompareSet { key, expected, value } => {
-                let mut state = self.lock();
+                let mut state = self.0.state.lock();
                 let there = state.values.get(key).cloned();
                 if there.as_deref() == expected
                     && let Err(full) = state.put(key, value)
@@ -76,13 +78,13 @@ impl MemoryStore {
 
     /// Ends all current and future waits.
     pub(super) fn close(&self) {
-        self.lock().is_closed = true;
+        self.0.state.lock().is_closed = true;
         self.0.changed.notify_all();
     }
 
     fn wait_for(&self, key: &str, timeout: Duration) -> Option<Vec<u8>> {
         let began = Instant::now();
-        let mut state = self.lock();
+        let mut state = self.0.state.lock();
         loop {
             if let Some(value) = state.values.get(key) {
                 return Some(value.clone());
@@ -91,7 +93,7 @@ impl MemoryStore {
             if left.is_zero() || state.is_closed {
                 return None;
             }
-            state = self.0.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            self.0.changed.wait_for(&mut state, left);
         }
     }
 
@@ -102,10 +104,6 @@ impl MemoryStore {
     fn changed(&self, answer: Answer) -> Answer {
         self.0.changed.notify_all();
         answer
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -4,11 +4,12 @@ use std::{
     collections::BTreeMap,
     io,
     net::{IpAddr, Shutdown, TcpListener, TcpStream},
-    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
+    sync::{Arc, OnceLock},
     thread,
     time::{Duration, Instant},
 };
 
+use parking_lot::Mutex;
 use rustix::net::sockopt::set_socket_keepalive;
 
 use super::{
@@ -293,7 +294,7 @@ impl Client {
         if let Some(why) = self.ended.get() {
             return Err(asked.failed(why));
         }
-        let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let idle = self.idle.lock().pop();
         let mut channel = match idle {
             Some(channel) => channel,
             None => self.open_connection(deadline).map_err(|error| asked.failed(self.connect_failure(&error)))?,
@@ -318,7 +319,7 @@ impl Client {
     }
 
     fn release(&self, channel: Channel) {
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(channel);
+        self.idle.lock().push(channel);
     }
 
     fn connect_failure(&self, error: &io::Error) -> String {
@@ -390,10 +391,10 @@ impl Drop for Server {
     /// Lets pending answers go out first: the server may stop because of a value that a client has just set.
     fn drop(&mut self) {
         self.memory.close();
-        self.connections.lock().is_closed = true;
+        self.connections.0.lock().is_closed = true;
         self.connections.shutdown(Shutdown::Read);
         let until = Instant::now() + REPLY_TIMEOUT;
-        while !self.connections.lock().by_id.is_empty() && Instant::now() < until {
+        while !self.connections.0.lock().by_id.is_empty() && Instant::now() < until {
             thread::sleep(Duration::from_millis(1));
         }
         self.connections.shutdown(Shutdown::Both);
@@ -401,13 +402,9 @@ impl Drop for Server {
 }
 
 impl Connections {
-    fn lock(&self) -> MutexGuard<'_, Streams> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Adds a connection, unless the server has stopped.
     fn add(&self, stream: TcpStream) -> io::Result<u64> {
-        let mut streams = self.lock();
+        let mut streams = self.0.lock();
         if streams.is_closed {
             return Err(io::Error::other("the store is gone"));
         }
@@ -418,11 +415,11 @@ impl Connections {
     }
 
     fn remove(&self, id: u64) {
-        self.lock().by_id.remove(&id);
+        self.0.lock().by_id.remove(&id);
     }
 
     fn shutdown(&self, how: Shutdown) {
-        self.lock().by_id.values().for_each(|stream| {
+        self.0.lock().by_id.values().for_each(|stream| {
             // The peer may have closed it.
             stream.shutdown(how).ok();
         });

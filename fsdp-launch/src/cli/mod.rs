@@ -1,9 +1,6 @@
-//! The command line: its options, what they mean together, and how a wrong one is told.
+//! The command line: its options, their meaning together, and its error messages.
 
 pub(crate) mod args;
 mod help;
 mod plan;
-pub(crate) mod rendezvous_conf;
-mod torchrun_only;
 pub(crate) mod usage;
-mod values;

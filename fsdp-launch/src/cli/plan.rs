@@ -1,34 +1,26 @@
-//! From the command line to a launch: what its options mean together.
+//! Builds the [`LaunchSpec`] from the command line, and checks the options together.
 
 use std::{env, ffi::OsStr, net::IpAddr, num::NonZeroU16, path::PathBuf};
 
 use crate::{
     Args, Endpoint, Error, LaunchSpec, LinePrefix, RendezvousSpec, Result, SignalList, StreamChoice, Streams,
-    cli::{
-        rendezvous_conf::{CONF_KEYS, TORCHRUN_CONF_KEYS},
-        values::seconds,
-    },
+    cli::args::{CONF_KEYS, TORCHRUN_CONF_KEYS, parse_seconds},
     find_program,
-    program::{
-        nearest::nearest,
-        plan_program,
-        python::{self, Kind},
-    },
-    rendezvous::HOW_TO_MAKE_ONE,
-    spec::nodes::nnodes_text,
+    program::{PythonKind, is_python_script, nearest, plan_program, python_command},
+    rendezvous::TOKEN_HELP,
+    spec::values::nnodes_text,
 };
 
 impl Args {
-    /// Finds or builds the program and puts the launch together.
+    /// Finds or builds the program, and returns the launch that the options describe.
     ///
     /// # Errors
-    /// As [`find_program`]; [`Error::Usage`] where options contradict each other.
+    /// As [`find_program`], and [`Error::Usage`] for options that contradict each other.
     pub fn into_spec(self) -> Result<LaunchSpec> {
         self.spec_with(find_program)
     }
 
-    /// As [`into_spec`](Self::into_spec), but builds nothing: a program that would be built comes with the command that
-    /// builds it.
+    /// Like [`into_spec`](Self::into_spec), but does not build the program: returns the command that would build it.
     ///
     /// # Errors
     /// As [`into_spec`](Self::into_spec).
@@ -43,11 +35,11 @@ impl Args {
     }
 
     fn spec_with(self, find: impl FnOnce(&OsStr) -> Result<PathBuf>) -> Result<LaunchSpec> {
-        let meeting = self.meeting()?;
+        let rendezvous = self.rendezvous_spec()?;
         if !self.standalone {
             self.rdzv_conf.unknown.iter().for_each(|key| warn_of_key(key));
         }
-        let (host, port) = match (&meeting, &self.rdzv_endpoint) {
+        let (host, port) = match (&rendezvous, &self.rdzv_endpoint) {
             (None, Some(endpoint)) if !self.standalone => {
                 check_is_here(endpoint)?;
                 let is_master = self.rdzv_backend == "static";
@@ -59,29 +51,29 @@ impl Args {
         let mut command = self.command.into_iter();
         let name = command.next().unwrap_or_default();
         let kind = match (self.module, self.run_path) {
-            (true, _) => Some(Kind::Module),
-            (_, true) => Some(Kind::RunPath),
-            _ => (!self.no_python && python::is_script(&name)).then_some(Kind::Script),
+            (true, _) => Some(PythonKind::Module),
+            (_, true) => Some(PythonKind::RunPath),
+            _ => (!self.no_python && is_python_script(&name)).then_some(PythonKind::Script),
         };
         let (program, mut args) = match kind {
-            Some(kind) => python::command(kind, name)?,
+            Some(kind) => python_command(kind, name)?,
             None => (find(&name)?, Vec::new()),
         };
         args.extend(command);
         let mut spec = LaunchSpec::new(program, self.nproc_per_node);
         spec.args = args;
-        if let Some(meeting) = meeting {
-            // Where the endpoint is made of them, the launchers meet there, and the ranks elsewhere.
+        if let Some(rendezvous) = rendezvous {
+            // If --master-addr and --master-port are the endpoint, the launchers use the port, so ranks need another.
             let is_endpoint = self.rdzv_endpoint.is_none();
             spec.master_addr = self.master_addr;
             spec.master_port = self.master_port.map(NonZeroU16::get).filter(|_| !is_endpoint);
-            spec.rendezvous = Some(meeting);
+            spec.rendezvous = Some(rendezvous);
         } else {
             spec.master_addr = self.master_addr.or(host).or(self.local_addr);
             spec.master_port = self.master_port.map(NonZeroU16::get).or(port);
         }
         spec.run_id = self.rdzv_id.filter(|_| !self.standalone);
-        spec.shutdown_timeout = or_variable(self.shutdown_timeout, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", seconds)?
+        spec.shutdown_timeout = or_variable(self.shutdown_timeout, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", parse_seconds)?
             .unwrap_or(spec.shutdown_timeout);
         spec.max_restarts = self.max_restarts;
         spec.heartbeat_timeout = self.heartbeat_timeout;
@@ -92,7 +84,7 @@ impl Args {
         spec.virtual_local_rank = self.virtual_local_rank;
         spec.pin_cores = self.pin_cores;
         spec.numa_binding = self.numa_binding;
-        // Who names a directory for logs wants some.
+        // --log-dir alone logs everything.
         let all = self.log_dir.is_some() && self.redirects.is_none() && self.tee.is_none();
         spec.logs.dir = self.log_dir;
         spec.logs.redirects = self.redirects.unwrap_or_default();
@@ -100,7 +92,7 @@ impl Args {
             .tee
             .unwrap_or_else(|| if all { StreamChoice::EveryRank(Streams::BOTH) } else { StreamChoice::default() });
         spec.logs.local_ranks_filter = self.local_ranks_filter;
-        // An empty template is none.
+        // An empty template means the default.
         let template = self.log_line_prefix_template.filter(|it| *it != LinePrefix::default());
         spec.logs.line_prefix =
             or_variable(template, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", str::parse)?.unwrap_or_default();
@@ -108,8 +100,8 @@ impl Args {
         Ok(spec)
     }
 
-    /// How this host meets others, if there may be others.
-    fn meeting(&self) -> Result<Option<RendezvousSpec>> {
+    /// Returns how this host meets other hosts; `None` for a launch on one host.
+    fn rendezvous_spec(&self) -> Result<Option<RendezvousSpec>> {
         let (min, max) = self.nnodes;
         let usage =
             |flag, value: &dyn ToString, expected: String| Error::Usage { flag, value: value.to_string(), expected };
@@ -122,9 +114,9 @@ impl Args {
                 "--node-rank",
                 &rank,
                 if max == 1 {
-                    "one host is launched (--nnodes 1), whose rank is 0".into()
+                    "expected 0, because --nnodes is 1".into()
                 } else {
-                    format!("of {max} hosts (--nnodes), the ranks are 0 to {}", max - 1)
+                    format!("expected 0 to {}, because --nnodes is {max}", max - 1)
                 },
             ));
         }
@@ -138,36 +130,35 @@ impl Args {
         };
         let Some(endpoint) = self.rdzv_endpoint.clone().or_else(of_master) else {
             return Err(Error::Options(format!(
-                "--nnodes {nnodes} needs --rdzv-endpoint HOST:PORT, the same on all hosts: HOST is one of them, whose \
-                    launcher the others can reach there"
+                "--nnodes {nnodes} needs --rdzv-endpoint HOST:PORT, the same on all hosts: HOST is one \
+                 of them, at an address that the others reach"
             )));
         };
         if endpoint.host.parse::<IpAddr>().is_ok_and(|ip| ip.is_unspecified()) {
-            let expected =
-                "the other hosts can't reach that: give the name or address of the host that they reach it by";
+            let expected = "expected an address that the other hosts can reach";
             return Err(usage("--rdzv-endpoint", &endpoint, expected.into()));
         }
         if self.rdzv_token_file.is_none() && !endpoint.is_loopback() {
             return Err(Error::Options(format!(
-                "--nnodes {nnodes} needs --rdzv-token-file FILE, so that no stranger takes part. {HOW_TO_MAKE_ONE}"
+                "--nnodes {nnodes} needs --rdzv-token-file FILE, which keeps other users out. {TOKEN_HELP}"
             )));
         }
         let conf = &self.rdzv_conf;
-        let mut meeting = RendezvousSpec::new(endpoint, (min, max));
-        meeting.node_rank = self.node_rank;
+        let mut rendezvous = RendezvousSpec::new(endpoint, (min, max));
+        rendezvous.node_rank = self.node_rank;
         let is_first = self.node_rank.filter(|_| is_static).map(|rank| rank == 0);
-        meeting.is_host = conf.is_host.or(is_first);
-        meeting.local_addr.clone_from(&self.local_addr);
-        meeting.token_file.clone_from(&self.rdzv_token_file);
-        meeting.join_timeout = conf.join_timeout.unwrap_or(meeting.join_timeout);
-        meeting.last_call_timeout = conf.last_call_timeout.unwrap_or(meeting.last_call_timeout);
-        meeting.keep_alive_interval = conf.keep_alive_interval.unwrap_or(meeting.keep_alive_interval);
-        meeting.keep_alive_attempts = conf.keep_alive_max_attempt.unwrap_or(meeting.keep_alive_attempts);
-        Ok(Some(meeting))
+        rendezvous.is_host = conf.is_host.or(is_first);
+        rendezvous.local_addr.clone_from(&self.local_addr);
+        rendezvous.token_file.clone_from(&self.rdzv_token_file);
+        rendezvous.join_timeout = conf.join_timeout.unwrap_or(rendezvous.join_timeout);
+        rendezvous.last_call_timeout = conf.last_call_timeout.unwrap_or(rendezvous.last_call_timeout);
+        rendezvous.keep_alive_interval = conf.keep_alive_interval.unwrap_or(rendezvous.keep_alive_interval);
+        rendezvous.keep_alive_attempts = conf.keep_alive_max_attempt.unwrap_or(rendezvous.keep_alive_attempts);
+        Ok(Some(rendezvous))
     }
 }
 
-/// A misspelt key must not pass for one of `torchrun`'s that means nothing here.
+/// Warns of an unknown key, which may be a misspelt one.
 fn warn_of_key(key: &str) {
     match nearest(key, CONF_KEYS.into_iter().chain(TORCHRUN_CONF_KEYS)) {
         Some(meant) => tracing::warn!("--rdzv-conf knows no key {key:?}; did you mean {meant}?"),
@@ -175,7 +166,7 @@ fn warn_of_key(key: &str) {
     }
 }
 
-/// One host can't meet anybody elsewhere.
+/// Checks that the endpoint of a launch on one host is this host.
 fn check_is_here(endpoint: &Endpoint) -> Result<()> {
     if endpoint.is_here() {
         return Ok(());
@@ -183,12 +174,11 @@ fn check_is_here(endpoint: &Endpoint) -> Result<()> {
     Err(Error::Usage {
         flag: "--rdzv-endpoint",
         value: endpoint.host.clone(),
-        expected: "one host is launched (--nnodes 1), and this is no address of it: use localhost, or leave it out"
-            .into(),
+        expected: "expected an address of this host, because --nnodes is 1: use localhost, or omit the option".into(),
     })
 }
 
-/// Options that name local ranks must name ranks that there are.
+/// Checks that options do not name local ranks beyond `--nproc-per-node`.
 fn check_ranks(spec: &LaunchSpec) -> Result<()> {
     let logs = &spec.logs;
     for (flag, highest) in [
@@ -197,14 +187,15 @@ fn check_ranks(spec: &LaunchSpec) -> Result<()> {
         ("--local-ranks-filter", logs.local_ranks_filter.0.iter().max().copied()),
     ] {
         if let Some(rank) = highest.filter(|&rank| rank >= spec.nproc_per_node) {
-            let expected = format!("there is no local rank {rank}: they count from 0 to {}", spec.nproc_per_node - 1);
+            let expected = format!("expected local ranks from 0 to {}", spec.nproc_per_node - 1);
             return Err(Error::Usage { flag, value: rank.to_string(), expected });
         }
     }
     Ok(())
 }
 
-/// An option's value, else that of the variable that is `torchrun`'s default for it; an empty one says nothing.
+/// Returns an option's value, or the value of the variable that is `torchrun`'s default for it. An empty variable
+/// counts as unset.
 fn or_variable<T>(
     option: Option<T>,
     name: &'static str,
@@ -230,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn the_endpoint_is_the_master_for_the_static_backend_only() {
+    fn static_uses_the_endpoint_as_master() {
         let spec = |line: &str| parse(line).unwrap().into_spec().unwrap();
         let is = |line: &str| (spec(line).master_addr, spec(line).master_port);
         let here = |address: &str, port| (Some(address.to_owned()), port);
@@ -248,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn several_hosts_meet_at_the_endpoint_or_at_the_master() {
+    fn hosts_meet_at_the_endpoint_or_master() {
         let spec = |line: &str| parse(line).unwrap().into_spec();
         let met = |line: &str| spec(line).unwrap().rendezvous.unwrap();
         assert!(spec("l --nnodes 1:1 /bin/true").unwrap().rendezvous.is_none());
@@ -259,7 +250,7 @@ mod tests {
         assert_eq!((c10d.last_call_timeout, c10d.join_timeout), (Duration::from_secs(2), Duration::from_secs(600)));
         let line = "l --nnodes 2 --node-rank 1 --master-addr a --master-port 7 --rdzv-token-file t /bin/true";
         assert_eq!((met(line).port(), met(line).is_host, met(line).node_rank), (7, Some(false), Some(1)));
-        // Where the launchers meet, no rank can listen.
+        // The launchers listen on the endpoint's port, so ranks cannot.
         assert_eq!((spec(line).unwrap().master_addr.as_deref(), spec(line).unwrap().master_port), (Some("a"), None));
         assert_eq!(met("l --nnodes 2 --rdzv-endpoint localhost /bin/true").port(), 29400);
 
@@ -270,8 +261,11 @@ mod tests {
                 "l --nnodes 2 --rdzv-endpoint 0.0.0.0:5 --rdzv-token-file t /bin/true",
                 "\"0.0.0.0:5\" for --rdzv-endpoint",
             ),
-            ("l --nnodes 2 --node-rank 2 --rdzv-endpoint localhost /bin/true", "the ranks are 0 to 1"),
-            ("l --node-rank 1 /bin/true", "one host is launched (--nnodes 1), whose rank is 0"),
+            (
+                "l --nnodes 2 --node-rank 2 --rdzv-endpoint localhost /bin/true",
+                "expected 0 to 1, because --nnodes is 2",
+            ),
+            ("l --node-rank 1 /bin/true", "expected 0, because --nnodes is 1"),
             ("l --nnodes 2 --standalone /bin/true", "--standalone means one host, but --nnodes is 2"),
         ] {
             let error = spec(line).unwrap_err();

@@ -1,4 +1,4 @@
-//! How a wrong command line is told.
+//! One-line messages for a wrong command line.
 
 use std::env;
 
@@ -9,7 +9,7 @@ use clap::{
 
 use crate::Args;
 
-/// A wrong command line in one line: the option, or the variable in its place, its value, and what it must be.
+/// Formats a command-line error as one line: the option or variable, its value, and the expected value.
 pub fn one_line(error: &clap::Error) -> String {
     let mut text = error.to_string();
     if let (Some(option), Some(value)) =
@@ -22,12 +22,12 @@ pub fn one_line(error: &clap::Error) -> String {
         if name == "--rdzv-backend" {
             text = text.replace(
                 "\n\nFor more",
-                "; c10d serves in place of others: the launchers hold the rendezvous themselves\n\nFor more",
+                "; use c10d instead of others: the launchers serve the rendezvous themselves\n\nFor more",
             );
         }
     }
     let usage = |line: &&str| line.starts_with("Usage:") || line.starts_with("For more information");
-    // How to give the program what is no option of ours; an option was misspelt more likely.
+    // Drop clap's tip for arguments of the program: a misspelt option is more likely.
     let is_told = |line: &&str| !line.is_empty() && !line.starts_with("tip: to pass ");
     let lines: Vec<&str> = text.lines().map(str::trim).take_while(|line| !usage(line)).filter(is_told).collect();
     format!("{} (--help tells more)", lines.join(" ").trim_start_matches("error: "))
@@ -40,13 +40,13 @@ fn context(error: &clap::Error, kind: ContextKind) -> Option<&str> {
     }
 }
 
-/// The variable that gave the option this value, if the command line did not.
+/// Returns the variable that set the option, unless the command line did.
 fn variable_of(option: &str, value: &str) -> Option<String> {
     let long = option.strip_prefix("--")?;
     let command = Args::command();
     let variable = command.get_arguments().find(|arg| arg.get_long() == Some(long))?.get_env()?;
     let is_there = env::var_os(variable).is_some_and(|found| found == value);
-    // What is on the command line counts, and then the variable is not read.
+    // An option on the command line takes precedence over its variable.
     let is_given = env::args_os().any(|arg| arg == value || arg.to_string_lossy().ends_with(&format!("={value}")));
     (is_there && !is_given).then(|| variable.to_string_lossy().into_owned())
 }
@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_values_are_refused_in_one_line_that_names_them() {
+    fn bad_values_are_named_in_one_line() {
         for line in [
             "--nproc-per-node 0",
             "--nproc-per-node -1",
@@ -106,11 +106,14 @@ mod tests {
         ] {
             let (flag, value) = line.split_once(' ').unwrap();
             let error = Args::try_parse_from(["l", &format!("{flag}={value}"), "p"]).unwrap_err();
-            let told = one_line(&error);
-            assert!(told.contains(flag) && told.contains(value) && told.lines().count() == 1, "{line}: {told}");
-            // Not the words of who parsed the number.
-            let is_ours = ["expected", "possible values", "can't be handled"].iter().any(|part| told.contains(part));
-            assert!(is_ours && !told.contains("target type") && !told.contains("digit"), "{line}: {told}");
+            let message = one_line(&error);
+            assert!(
+                message.contains(flag) && message.contains(value) && message.lines().count() == 1,
+                "{line}: {message}"
+            );
+            // The parser's own words are not shown.
+            let is_ours = ["expected", "possible values", "can't be handled"].iter().any(|part| message.contains(part));
+            assert!(is_ours && !message.contains("target type") && !message.contains("digit"), "{line}: {message}");
             assert_eq!(error.exit_code(), 2);
         }
         for line in [
@@ -120,8 +123,8 @@ mod tests {
             "l --pin-cores --numa-binding node p",
             "l --nproc-per-node",
         ] {
-            let told = one_line(&parse(line).unwrap_err());
-            assert!(!told.contains("status [RUN]") && told.lines().count() == 1, "{line}: {told}");
+            let message = one_line(&parse(line).unwrap_err());
+            assert!(!message.contains("status [RUN]") && message.lines().count() == 1, "{line}: {message}");
         }
     }
 }

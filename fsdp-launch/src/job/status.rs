@@ -1,4 +1,4 @@
-//! `fsdp-launch status`: the runs of this user on this host, and how their ranks are.
+//! `fsdp-launch status`: this user's runs on this host, and the state of their ranks.
 
 use std::{
     fmt,
@@ -11,71 +11,71 @@ use serde::Serialize;
 
 use crate::{
     Error, Result,
-    job::file::{JobFile, RankFile},
-    report::{process::ProcessState, whereabouts::Whereabouts},
+    job::{JobFile, RankFile},
+    report::{process::ProcessState, rank_snapshot::RankSnapshot},
 };
 
-/// The arguments of `fsdp-launch status`.
+/// Arguments of `fsdp-launch status`.
 #[derive(clap::Args, Clone, Debug)]
 pub struct StatusArgs {
-    /// Only the runs whose id begins so
+    /// Show only runs whose id begins with this
     #[arg(value_name = "RUN")]
     pub run: Option<String>,
 
-    /// Print one JSON array with all that is known
+    /// Print a JSON array with all details
     #[arg(long)]
     pub json: bool,
 }
 
-/// A run as it is now.
+/// State of a run.
 #[derive(Clone, Debug, Serialize)]
 #[non_exhaustive]
 pub struct RunStatus {
     /// `TORCHELASTIC_RUN_ID`.
     pub run_id: String,
-    /// The program.
+    /// Program of the ranks.
     pub program: String,
-    /// Its arguments.
+    /// Arguments of the program.
     pub args: Vec<String>,
-    /// The process that this host's ranks were started by.
+    /// Pid of this host's launcher.
     pub launcher_pid: u32,
-    /// What the launcher waits for, if it can't start ranks yet: the coordinator, or other hosts.
+    /// Reason why the launcher waits before it starts ranks.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub waiting: Option<String>,
-    /// How often ranks were started before: `FSDP_ATTEMPT`.
+    /// Number of earlier starts: `FSDP_ATTEMPT`.
     pub attempt: u32,
-    /// How many of the restarts that are allowed were used.
+    /// Restarts used so far.
     pub restarts: u32,
-    /// How many are allowed.
+    /// Restarts allowed.
     pub max_restarts: u32,
-    /// How long ago the attempt, or the waiting, began.
+    /// Time since the attempt, or the wait, began.
     pub age: Age,
-    /// The number of ranks, on all hosts; 0 as long as it waits.
+    /// Number of ranks on all hosts; 0 during a wait.
     pub world_size: usize,
-    /// The number of launchers that take part; 0 as long as it waits.
+    /// Number of launchers that take part; 0 during a wait.
     pub hosts: usize,
-    /// The ranks of this host.
+    /// Ranks of this host.
     pub ranks: Vec<RankStatus>,
 }
 
-/// A rank as it is now.
+/// State of a rank.
 #[derive(Clone, Debug, Serialize)]
 #[non_exhaustive]
 pub struct RankStatus {
     /// The rank.
     pub rank: usize,
-    /// Its process, which may be a script around the one that tells.
+    /// Pid of the process that the launcher started. It may be a script around the program.
     pub pid: u32,
-    /// What it does.
+    /// Activity of the rank.
     #[serde(flatten)]
-    pub at: Whereabouts,
+    pub snapshot: RankSnapshot,
 }
 
-/// The runs of this user on this host, the oldest first; with `run` those whose id is that, or, if there is none,
-/// begins so.
+/// Returns this user's runs on this host, oldest first. With `run`, returns runs with this id, or else runs whose id
+/// begins with it.
 ///
 /// # Errors
-/// [`Error::NoRun`] when there are none.
+/// [`Error::NoRun`] when there is no such run.
 pub fn status(run: Option<&str>) -> Result<Vec<RunStatus>> {
     status_in(&std::env::temp_dir(), run)
 }
@@ -90,11 +90,15 @@ fn status_in(temp: &Path, run: Option<&str>) -> Result<Vec<RunStatus>> {
         let is_exact = jobs.iter().any(|job| job.run_id == run);
         jobs.retain(|job| if is_exact { job.run_id == run } else { job.run_id.starts_with(run) });
         if jobs.is_empty() {
-            return Err(Error::NoRun { run: Some(run.to_owned()), known });
+            return Err(Error::NoRun(match known.as_slice() {
+                [] => format!("no run {run:?}: this user has no running launch on this host"),
+                known => format!("no run {run:?}: there are {}", known.join(", ")),
+            }));
         }
     }
     if jobs.is_empty() {
-        return Err(Error::NoRun { run: None, known: Vec::new() });
+        let why = "this user has no running launch on this host (TMPDIR must be the same as the launcher's)";
+        return Err(Error::NoRun(why.into()));
     }
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     Ok(jobs.into_iter().map(|job| of_run(job, now)).collect())
@@ -118,14 +122,14 @@ fn of_run(job: JobFile, now: Duration) -> RunStatus {
 }
 
 fn of_rank(rank: &RankFile) -> RankStatus {
-    // The launcher may have ended since, and its boards with it.
-    let told = rank.board.as_ref().and_then(|path| heartbeat::read(path).ok()).unwrap_or_default();
+    // If the launcher has ended meanwhile, its status pages are gone.
+    let status = rank.status_page.as_ref().and_then(|path| heartbeat::read(path).ok()).unwrap_or_default();
     let own = rank.process.find();
-    let mut at = Whereabouts::of(rank.process.pid, told);
-    if own.is_none() || at.process.is_none() {
-        at.process = own;
+    let mut snapshot = RankSnapshot::of(rank.process.pid, status);
+    if own.is_none() || snapshot.process.is_none() {
+        snapshot.process = own;
     }
-    RankStatus { rank: rank.rank, pid: rank.process.pid, at }
+    RankStatus { rank: rank.rank, pid: rank.process.pid, snapshot }
 }
 
 impl fmt::Display for RunStatus {
@@ -158,20 +162,20 @@ impl fmt::Display for RunStatus {
 }
 
 fn row(rank: &RankStatus) -> [String; 7] {
-    let (told, process) = (&rank.at.told, &rank.at.process);
+    let (status, process) = (&rank.snapshot.status, &rank.snapshot.process);
     let unknown = || "-".to_owned();
     [
         rank.rank.to_string(),
         rank.pid.to_string(),
         process.as_ref().map_or(ProcessState::Ended, |process| process.state).to_string(),
         process.as_ref().map_or_else(unknown, |process| size(process.resident_bytes)),
-        told.step.as_ref().map_or_else(unknown, |step| step.number.to_string()),
-        told.beat.map_or_else(unknown, |age| format!("{age} ago")),
-        rank.at.doing(),
+        status.step.as_ref().map_or_else(unknown, |step| step.number.to_string()),
+        status.beat.map_or_else(unknown, |age| format!("{age} ago")),
+        rank.snapshot.activity(),
     ]
 }
 
-/// A number of bytes for people.
+/// Formats a number of bytes for people.
 fn size(bytes: u64) -> String {
     match bytes >> 20 {
         mib @ 0..1024 => format!("{mib} MiB"),

@@ -12,117 +12,95 @@ use rustix::process::Pid;
 
 use crate::{
     Console, Error, RankReport, Result,
-    job::{file::JobFile, guard::Guard},
+    job::{JobFile, cleanup::Guard},
     output::{
         Outputs,
-        logs::{Destination, destinations, hidden_stderr},
+        logs::{Route, STDERR, STDOUT, hidden_stderr, routes},
     },
-    pmi::{self, Kind, Said},
+    pmi::{self, PmiFailureKind},
     rank::{
-        cores,
+        affinity,
         environment::{Job, hostname},
         orphans,
         worker::Worker,
     },
-    rendezvous::{Entry, News},
-    report::{end::End, error_file::read_message, log_end::LogEnd},
+    rendezvous::RendezvousEvent,
+    report::rank::{ExitStatus, LogEnd, read_message},
     watch::{
-        event::Event,
-        supervise::{Cause, Sign, supervise},
+        Event,
+        supervise::{AttemptEnd, Notice, supervise},
     },
 };
 
 /// How an attempt ended.
 pub(crate) struct Attempt {
-    pub(crate) cause: Cause,
-    /// Every rank of this host, in order.
+    pub(crate) cause: AttemptEnd,
+    /// Reports of this host's ranks, in rank order.
     pub(crate) ranks: Vec<RankReport>,
-    /// Nothing of it is left.
+    /// Whether no process of the attempt is left.
     pub(crate) is_gone: bool,
-    /// A signal asked the launcher to end, even if that was not the cause.
+    /// Signal that the launcher received, even if it was not the cause.
     pub(crate) interrupted: Option<i32>,
-    /// What was heard of other hosts.
-    pub(crate) news: Vec<News>,
+    /// Rendezvous events that were not handled.
+    pub(crate) rendezvous_events: Vec<RendezvousEvent>,
 }
 
-/// What others should hear before the attempt has ended.
-pub(crate) enum Told {
-    /// This rank failed first, and the others are about to be ended.
-    Failed(RankReport),
-    /// The launcher received this signal, and the ranks are about to be ended.
-    Leaving(i32),
-    /// This rank of the world has ended with exit code 0.
-    Done(usize),
-    /// The ranks of this host have put this over PMI.
-    PmiPut(Vec<Entry>),
-    /// All of them wait in a barrier of PMI.
-    PmiBarrier,
-}
-
-/// Starts the ranks of `job`, in the guard's care, and waits until nothing of them is left. What `fsdp-launch status`
-/// shows is written into `temp_dir`. What others should hear meanwhile goes to `tell`.
+/// Starts the ranks of `job`, waits until all their processes are gone, and writes `job.json` into `temp_dir`. Notices
+/// for other hosts go to `notify`.
 pub(crate) fn run(
     job: &Job<'_>,
     temp_dir: &Path,
     guard: &mut Guard,
     sender: &Sender<Event>,
     events: &Receiver<Event>,
-    mut tell: impl FnMut(Told),
+    notify: &mut dyn FnMut(Notice<'_>),
 ) -> Result<Attempt> {
     let spec = job.spec;
-    // What one rank lacks shows before any of them is started.
-    (0..spec.nproc_per_node).try_for_each(|rank| job.variables(rank).and(cores::of_rank(spec, rank)).map(drop))?;
-    let attempt = job.place.attempt;
+    // Check all ranks before the first is started.
+    (0..spec.nproc_per_node)
+        .try_for_each(|rank| job.variables(rank).and(affinity::cores_of_rank(spec, rank)).map(drop))?;
+    let attempt = job.assignment.attempt;
     let pmi_sender = sender.clone();
-    let tell_pmi = move |said| drop(pmi_sender.send(Event::Pmi { attempt, said }));
-    let pmi = pmi::Server::start(job.place, spec.nproc_per_node, tell_pmi);
+    let report_pmi = move |event| drop(pmi_sender.send(Event::Pmi { attempt, event }));
+    let pmi = pmi::Server::start(job.assignment, spec.nproc_per_node, report_pmi);
     let mut pmi = pmi.map_err(Error::system("make sockets for the ranks"))?;
     let mut outputs = Outputs::new(sender.clone())?;
-    let (mut workers, mut news) = (Vec::new(), Vec::new());
+    let (mut workers, mut rendezvous_events) = (Vec::new(), Vec::new());
     if let Err(error) = start(job, guard, &mut pmi, &mut workers, &mut outputs) {
-        // Those that were started are killed.
+        // Dropping workers kills them.
         drop(workers);
-        orphans::end(job.launch_id, guard.pid().as_slice());
-        guard.forget();
-        outputs.finish(events, 0, None, &mut news);
+        orphans::kill(job.launch_id, guard.pid().as_slice());
+        guard.clear();
+        outputs.finish(events, 0, None, &mut rendezvous_events);
         return Err(error);
     }
-    JobFile::of(job, &workers).offer(temp_dir);
-    let mut tell = |sign: Sign<'_>| match sign {
-        Sign::Failed(worker) => tell(Told::Failed(report(job, worker))),
-        Sign::Leaving(signal) => tell(Told::Leaving(signal)),
-        Sign::Done(rank) => tell(Told::Done(rank)),
-        Sign::Pmi(Said::Put(entries)) => tell(Told::PmiPut(entries)),
-        Sign::Pmi(Said::Barrier) => tell(Told::PmiBarrier),
-        // That is the supervisor's.
-        Sign::Pmi(Said::Failed(_)) => {}
-    };
+    JobFile::of(job, &workers).publish(temp_dir);
     let keep: Vec<Pid> = workers.iter().map(|worker| worker.pid).chain(guard.pid()).collect();
-    let ended = supervise(&mut workers, job, &mut pmi, events, &keep, &mut tell);
-    orphans::end(job.launch_id, &keep);
-    news.extend(ended.news);
-    let mut interrupted = outputs.finish(events, ended.streams, ended.interrupted, &mut news);
+    let ended = supervise(&mut workers, job, &mut pmi, events, &keep, notify);
+    orphans::kill(job.launch_id, &keep);
+    rendezvous_events.extend(ended.rendezvous_events);
+    let mut interrupted = outputs.finish(events, ended.streams, ended.interrupted, &mut rendezvous_events);
     while let Ok(event) = events.try_recv() {
         match event {
             Event::Interrupted(signal) => interrupted = Some(signal),
-            Event::News(heard) => news.push(heard),
+            Event::Rendezvous(event) => rendezvous_events.push(event),
             Event::ChildEnded | Event::OutputEnded | Event::Pmi { .. } => {}
         }
     }
     let is_gone = workers.iter().all(Worker::is_gone);
     if is_gone {
-        guard.forget();
+        guard.clear();
     }
     Ok(Attempt {
         cause: ended.cause,
         ranks: workers.iter().map(|worker| report(job, worker)).collect(),
         is_gone,
         interrupted,
-        news,
+        rendezvous_events,
     })
 }
 
-/// Starts all ranks, and the printing of what they print.
+/// Starts all ranks, and forwards their output.
 fn start(
     job: &Job<'_>,
     guard: &mut Guard,
@@ -133,13 +111,14 @@ fn start(
     let spec = job.spec;
     let has_terminal = io::stderr().is_terminal();
     for rank in 0..spec.nproc_per_node {
-        let [stdout, stderr] = destinations(&spec.logs, job.log_dir, rank)?;
-        // A terminal of its own: rank 0's progress bar shows.
-        let shares_stderr = rank == 0 && has_terminal && matches!(stderr, Destination::Console);
-        let (stdout, stdout_copy) = stdout.open();
-        let (stderr, stderr_copy) = if shares_stderr { (Stdio::inherit(), None) } else { stderr.open() };
+        let [stdout, stderr] = routes(&spec.logs, job.log_dir.is_some(), rank);
+        // Rank 0 keeps the terminal for its progress bar.
+        let shares_stderr = rank == 0 && has_terminal && stderr == Route::Console;
+        let (stdout, stdout_copy) = stdout.open(job.log_dir, rank, STDOUT)?;
+        let (stderr, stderr_copy) =
+            if shares_stderr { (Stdio::inherit(), None) } else { stderr.open(job.log_dir, rank, STDERR)? };
         let (worker, (stdout, stderr)) = Worker::start(job, rank, pmi, stdout, stderr)?;
-        guard.watch(worker.pid);
+        guard.add(worker.pid);
         workers.push(worker);
         let prefix = spec.logs.line_prefix.of(&spec.role, job.rank(rank), rank);
         if let Some(stream) = stdout {
@@ -152,29 +131,30 @@ fn start(
     Ok(())
 }
 
-/// What became of a rank, as far as it is known.
-fn report(job: &Job<'_>, worker: &Worker) -> RankReport {
-    let failed = worker.ended_after.is_none() && worker.end.is_some_and(|end| !end.is_success());
-    // What is gone by a failure of its own has told of it otherwise.
-    let trouble = worker.trouble.as_ref();
-    let told = trouble.filter(|it| it.kind != Kind::Gone || !failed).map(|it| it.text.clone());
-    let (end, request) = match trouble.map(|it| it.kind) {
-        // It asked for that, and the launcher did it.
-        Some(Kind::Aborted(code)) if worker.end.is_some() => (Some(End::Exited(code)), None),
-        _ => (worker.end, worker.ended_after),
+/// Returns the report of a rank.
+pub(crate) fn report(job: &Job<'_>, worker: &Worker) -> RankReport {
+    let failed = worker.ended_after.is_none() && worker.exit_status.is_some_and(|end| !end.is_success());
+    // If the rank failed by itself, its own error is more useful than the disconnect.
+    let pmi_failure = worker.pmi_failure.as_ref();
+    let pmi_message =
+        pmi_failure.filter(|it| it.kind != PmiFailureKind::Disconnected || !failed).map(|it| it.text.clone());
+    let (end, request) = match pmi_failure.map(|it| it.kind) {
+        // The rank asked for this exit code by MPI_Abort; the launcher ended it.
+        Some(PmiFailureKind::Aborted(code)) if worker.exit_status.is_some() => (Some(ExitStatus::Exited(code)), None),
+        _ => (worker.exit_status, worker.ended_after),
     };
     let hidden = if failed { hidden_stderr(&job.spec.logs, job.log_dir, worker.local_rank) } else { None };
     RankReport {
         rank: worker.rank,
         host: hostname(),
         pid: worker.pid.as_raw_pid(),
-        end,
+        exit_status: end,
         ended_at: worker.ended_at.map(|(at, _)| at),
         after: worker.ended_at.map(|(_, after)| Age(after)),
         request,
         silent_for: worker.silent_for.map(Age),
-        whereabouts: worker.whereabouts.clone().map(Box::new),
-        message: read_message(&job.error_file(worker.local_rank)).or(told),
+        snapshot: worker.snapshot.clone().map(Box::new),
+        message: read_message(&job.error_file(worker.local_rank)).or(pmi_message),
         stderr: hidden.as_deref().and_then(LogEnd::of),
     }
 }

@@ -1,47 +1,47 @@
-//! `--dry-run`: what would be started, as lines that a shell understands.
+//! `--dry-run`: prints the launch as shell commands.
 
 use std::{ffi::OsStr, fmt::Write, os::unix::ffi::OsStrExt, path::Path};
 
 use crate::{
     LaunchSpec, Result,
-    launch::ids::{master_port, run_id},
-    rank::{cores, environment::Job},
-    rendezvous::Place,
+    launch::{master_port, run_id},
+    rank::{affinity, environment::Job},
+    rendezvous::Assignment,
 };
 
-/// For each rank of this host the variables it is given and its command, one shell command a rank. Nothing is started;
-/// the port and the run id are such as a launch would choose, and of several hosts all are taken to be like this one.
+/// Returns one shell command for each rank of this host, with its environment. Does not start anything. Port and run id
+/// are examples. Other hosts are assumed to have as many ranks.
 ///
 /// # Errors
-/// As [`launch`](crate::launch), as far as they show before a rank is started.
+/// As [`launch`](crate::launch), for errors before a rank starts.
 pub fn dry_run(spec: &LaunchSpec) -> Result<String> {
-    let mut place = Place::alone(&run_id(spec)?, spec.nproc_per_node, master_port(spec)?);
+    let mut assignment = Assignment::single_node(&run_id(spec)?, spec.nproc_per_node, master_port(spec)?);
     let mut text = String::new();
-    if let Some(meeting) = &spec.rendezvous {
-        let hosts = meeting.nnodes.1 as usize;
-        place.group_rank = meeting.node_rank.unwrap_or(0) as usize;
-        (place.group_world_size, place.machines) = (hosts, hosts);
-        place.first_rank = place.group_rank * spec.nproc_per_node;
-        place.first_role_rank = place.first_rank;
-        place.world_size = hosts * spec.nproc_per_node;
-        place.role_world_size = place.world_size;
-        place.master_addr.clone_from(&meeting.endpoint.host);
-        line(&mut text, format_args!("# host {} of {hosts}, if all are like this one", place.group_rank));
+    if let Some(rendezvous) = &spec.rendezvous {
+        let hosts = rendezvous.nnodes.1 as usize;
+        assignment.group_rank = rendezvous.node_rank.unwrap_or(0) as usize;
+        (assignment.group_world_size, assignment.machines) = (hosts, hosts);
+        assignment.first_rank = assignment.group_rank * spec.nproc_per_node;
+        assignment.first_role_rank = assignment.first_rank;
+        assignment.world_size = hosts * spec.nproc_per_node;
+        assignment.role_world_size = assignment.world_size;
+        assignment.master_addr.clone_from(&rendezvous.endpoint.host);
+        line(&mut text, format_args!("# host {} of {hosts}, if all are like this one", assignment.group_rank));
     }
     if let Some(address) = &spec.master_addr {
-        place.master_addr.clone_from(address);
+        assignment.master_addr.clone_from(address);
     }
-    let job = Job { spec, place: &place, launch_id: "", log_dir: None, error_dir: Path::new("") };
+    let job = Job { spec, assignment: &assignment, launch_id: "", log_dir: None, error_dir: Path::new("") };
     for rank in 0..spec.nproc_per_node {
         line(&mut text, format_args!("# rank {}", job.rank(rank)));
         for (name, value) in job.variables(rank)? {
-            // The launch makes the file's directory, and reads the file.
+            // The launcher creates the directory of this file, and reads it.
             if name != "TORCHELASTIC_ERROR_FILE" {
                 line(&mut text, format_args!("{name}={} \\", quoted(&value)));
             }
         }
         let mut words: Vec<String> = Vec::new();
-        if let Some(cores) = cores::of_rank(spec, rank)? {
+        if let Some(cores) = affinity::cores_of_rank(spec, rank)? {
             let cores: Vec<String> = cores.iter().map(usize::to_string).collect();
             words.extend(["taskset".into(), "--cpu-list".into(), cores.join(",")]);
         }
@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn words_survive_a_shell() {
+    fn quoting_survives_a_shell() {
         for word in ["plain", "", "two words", "it's", "$HOME `x` \"y\"", "a\nb", "*"] {
             let script = format!("printf %s {}", quoted(OsStr::new(word)));
             let output = std::process::Command::new("sh").args(["-c", &script]).output().unwrap();

@@ -1,4 +1,4 @@
-//! The wait for the coordinator's word: before the first attempt, and between attempts.
+//! The wait for the coordinator: before the first attempt, and between attempts.
 
 use std::{
     collections::VecDeque,
@@ -9,115 +9,123 @@ use std::{
 
 use crate::{
     Endpoint, Failure, LaunchSpec,
-    rendezvous::{News, Place, ToAgent, Verdict},
-    watch::event::Event,
+    rendezvous::{Assignment, RendezvousEvent, RunResult, ToAgent},
+    watch::Event,
 };
 
-/// How long hosts are waited for before the user is told, and between one time and the next.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// Time until the first warning. The interval then doubles.
+const FIRST_WARNING: Duration = Duration::from_secs(10);
 
-/// What comes after an attempt, or first.
+/// The next step of a launch.
 pub(crate) enum Next {
-    Start(Place),
-    End(Verdict),
+    Start(Assignment),
+    End(RunResult),
     Failed(Failure),
     Gone(String),
     Interrupted(i32),
 }
 
-/// What stopped an attempt.
+/// Why an attempt stopped.
 pub(crate) struct Reason {
-    /// As it is told to the user.
+    /// Text for the user.
     pub(crate) text: String,
-    /// It costs a restart.
+    /// Whether it costs a restart.
     pub(crate) costs: bool,
 }
 
-/// Waits for the coordinator's word; `pending` was heard before. What stopped the attempt, if it was not known, is put
-/// into `why`. What is waited for is shown to `fsdp-launch status` by `show`, and told to the user when it takes long.
+/// Waits for the coordinator's next message, after the `pending` ones. Stores the reason of a stop in `why`, unless it
+/// is known. Passes the state of the wait to `show` for `fsdp-launch status`, and logs it if the wait is long.
 pub(crate) fn next(
     spec: &LaunchSpec,
-    pending: &mut VecDeque<News>,
+    pending: &mut VecDeque<RendezvousEvent>,
     why: &mut Option<Reason>,
     events: &Receiver<Event>,
     show: impl Fn(&str),
 ) -> Next {
-    let mut patience = PATIENCE;
-    let mut tell_at = Instant::now() + patience;
-    let endpoint = spec.rendezvous.as_ref().map(|meeting| &meeting.endpoint);
-    let mut waiting = endpoint.map(|at| Waiting { at, what: What::Rendezvous(None) });
-    let change = |waiting: &mut Option<Waiting<'_>>, what| {
+    let mut interval = FIRST_WARNING;
+    let mut warn_at = Instant::now() + interval;
+    let endpoint = spec.rendezvous.as_ref().map(|rendezvous| &rendezvous.endpoint);
+    let mut waiting = endpoint.map(|at| Waiting { at, target: Target::Coordinator(None) });
+    let change = |waiting: &mut Option<Waiting<'_>>, target| {
         if let Some(waiting) = waiting {
-            waiting.what = what;
+            waiting.target = target;
             show(&waiting.to_string());
         }
     };
     loop {
         let event = match pending.pop_front() {
-            Some(news) => Ok(Event::News(news)),
-            None => events.recv_timeout(tell_at.saturating_duration_since(Instant::now())),
+            Some(news) => Ok(Event::Rendezvous(news)),
+            None => events.recv_timeout(warn_at.saturating_duration_since(Instant::now())),
         };
         match event {
-            Ok(Event::News(News::Said(ToAgent::Start(place)))) => return Next::Start(place),
-            Ok(Event::News(News::Said(ToAgent::End(verdict)))) => return Next::End(*verdict),
-            Ok(Event::News(News::Said(ToAgent::Refused { why }))) => {
+            Ok(Event::Rendezvous(RendezvousEvent::Message(ToAgent::Start(assignment)))) => {
+                return Next::Start(assignment);
+            }
+            Ok(Event::Rendezvous(RendezvousEvent::Message(ToAgent::End(run_result)))) => return Next::End(*run_result),
+            Ok(Event::Rendezvous(RendezvousEvent::Message(ToAgent::Refused { why }))) => {
                 let at = endpoint.map(ToString::to_string).unwrap_or_default();
-                return Next::Failed(Failure::Meeting { why: format!("the launcher at {at} refused this one: {why}") });
+                return Next::Failed(Failure::Rendezvous {
+                    why: format!("the launcher at {at} refused this one: {why}"),
+                });
             }
-            Ok(Event::News(News::Unreachable(why))) => return Next::Failed(Failure::Meeting { why }),
-            Ok(Event::News(News::Gone(how))) => return Next::Gone(how),
-            Ok(Event::News(News::Said(ToAgent::Waiting { there, nnodes }))) => {
-                change(&mut waiting, What::Hosts(there, nnodes));
+            Ok(Event::Rendezvous(RendezvousEvent::Failed(why))) => return Next::Failed(Failure::Rendezvous { why }),
+            Ok(Event::Rendezvous(RendezvousEvent::Lost(how))) => return Next::Gone(how),
+            Ok(Event::Rendezvous(RendezvousEvent::Message(ToAgent::Waiting { there, nnodes }))) => {
+                change(&mut waiting, Target::Nodes(there, nnodes));
             }
-            Ok(Event::News(News::NotYet(error))) => change(&mut waiting, What::Rendezvous(Some(error))),
-            // The ranks of this host had succeeded.
-            Ok(Event::News(News::Said(ToAgent::Stop { why: text, costs, .. }))) => {
+            Ok(Event::Rendezvous(RendezvousEvent::Retrying(error))) => {
+                change(&mut waiting, Target::Coordinator(Some(error)))
+            }
+            // The coordinator stops a host whose ranks had succeeded.
+            Ok(Event::Rendezvous(RendezvousEvent::Message(ToAgent::Stop { why: text, costs, .. }))) => {
                 why.get_or_insert(Reason { text, costs });
             }
             Ok(Event::Interrupted(signal)) => return Next::Interrupted(signal),
-            Ok(Event::News(News::Said(ToAgent::Ping | ToAgent::RankDone { .. })))
-            | Ok(Event::News(News::Said(ToAgent::PmiPut { .. } | ToAgent::PmiGoOn { .. })))
+            Ok(Event::Rendezvous(RendezvousEvent::Message(ToAgent::Ping | ToAgent::RankDone { .. })))
+            | Ok(Event::Rendezvous(RendezvousEvent::Message(
+                ToAgent::PmiPut { .. } | ToAgent::PmiBarrierDone { .. },
+            )))
             | Ok(Event::ChildEnded | Event::OutputEnded | Event::Pmi { .. }) => {}
             Err(RecvTimeoutError::Timeout) => {
                 if let Some(waiting) = &waiting {
                     tracing::warn!("{waiting}");
                 }
-                patience = patience.saturating_mul(2);
-                tell_at += patience;
+                interval = interval.saturating_mul(2);
+                warn_at += interval;
             }
-            // We hold a sender ourselves.
+            // This process holds a sender itself.
             Err(RecvTimeoutError::Disconnected) => {
-                return Next::Failed(Failure::Meeting { why: "nothing more can be heard".into() });
+                return Next::Failed(Failure::Rendezvous { why: "the launcher's events ended".into() });
             }
         }
     }
 }
 
-/// What is waited for, and the endpoint where.
+/// Endpoint and target of the wait.
 struct Waiting<'a> {
     at: &'a Endpoint,
-    what: What,
+    target: Target,
 }
 
-enum What {
-    /// The coordinator; why it was not reached.
-    Rendezvous(Option<String>),
-    /// Other hosts; who was there, and how many are wanted.
-    Hosts(String, (u32, u32)),
+enum Target {
+    /// The coordinator, and the error of the last attempt to connect.
+    Coordinator(Option<String>),
+    /// Other hosts: those that have joined, and the required number.
+    Nodes(String, (u32, u32)),
 }
 
 impl fmt::Display for Waiting<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let at = self.at;
-        match &self.what {
-            What::Rendezvous(error) => {
-                write!(f, "waiting for the launcher at {at}, which holds the rendezvous")?;
+        match &self.target {
+            Target::Coordinator(error) => {
+                write!(f, "waiting for the launcher at {at}, which serves the rendezvous")?;
                 error.as_ref().map_or(Ok(()), |error| write!(f, ": {error}"))
             }
-            What::Hosts(hosts, (min, max)) => {
+            Target::Nodes(hosts, (min, max)) => {
                 let wanted = if min == max { min.to_string() } else { format!("{min} to {max}") };
                 let only = if at.is_loopback() { " (an address that only launchers of this host reach)" } else { "" };
-                write!(f, "waiting for other hosts at {at}{only}: {wanted} are wanted, there were {hosts}")
+                write!(f, "waiting for other hosts at {at}{only}: need {wanted}, joined: {hosts}")
             }
         }
     }

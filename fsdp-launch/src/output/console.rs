@@ -1,14 +1,12 @@
-//! The launcher's own stdout and stderr, which may be pipes that somebody else made non-blocking, or that nobody reads
-//! any more.
+//! The launcher's own stdout and stderr. They may be non-blocking pipes, or pipes that nobody reads.
 
 use std::{
     io::{self, Write},
     os::fd::BorrowedFd,
-    sync::{Mutex, MutexGuard, PoisonError, TryLockError},
-    thread,
     time::{Duration, Instant},
 };
 
+use parking_lot::Mutex;
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     io::{Errno, retry_on_intr, write},
@@ -16,29 +14,29 @@ use rustix::{
     stdio,
 };
 
-/// How long the launcher waits for room for its own words.
-const LONGEST: Duration = Duration::from_secs(1);
+/// Time limit for the launcher's own messages.
+const MESSAGE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// One of the launcher's own streams: what is written in one call of `write_all` stays together, and waits for the
-/// reader, also where the stream is non-blocking. Nothing is buffered.
+/// One of the launcher's own streams. One `write_all` stays together and waits for the reader, even if the stream is
+/// non-blocking. There is no buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Console {
-    /// stdout
+    /// Standard output.
     Stdout,
-    /// stderr
+    /// Standard error.
     Stderr,
 }
 
 impl Console {
-    /// Writes a line of the launcher's own, and is content if nobody reads it: that must change neither what the
-    /// launcher does nor its exit code, and not stop it for longer than a second.
-    pub fn tell(self, line: &str) {
-        self.put(format!("{line}\n").as_bytes(), Some(Instant::now() + LONGEST)).ok();
+    /// Writes a line of the launcher. Gives up silently after a second without a reader, so that a stalled console
+    /// changes neither the run nor the exit code.
+    pub fn print_line(self, line: &str) {
+        self.write_until(format!("{line}\n").as_bytes(), Some(Instant::now() + MESSAGE_TIMEOUT)).ok();
     }
 
-    /// Where [`tell`](Self::tell) writes.
-    pub fn for_own_words(self) -> impl Write {
-        OwnWords(self)
+    /// Returns a writer with the time limit of [`print_line`](Self::print_line).
+    pub fn writer_with_timeout(self) -> impl Write {
+        TimedWriter(self)
     }
 
     fn stream(self) -> (&'static Mutex<()>, BorrowedFd<'static>) {
@@ -50,39 +48,30 @@ impl Console {
         }
     }
 
-    /// With `until` it gives up then, and never waits in the write itself.
-    fn put(self, mut bytes: &[u8], until: Option<Instant>) -> io::Result<()> {
+    /// With a `deadline`, it fails at the deadline and never blocks in `write`.
+    fn write_until(self, mut bytes: &[u8], deadline: Option<Instant>) -> io::Result<()> {
         let (lock, stream) = self.stream();
-        let _guard = take(lock, until)?;
+        // Another thread may hold the lock while it waits for the reader.
+        let _guard = match deadline {
+            Some(deadline) => lock.try_lock_until(deadline).ok_or(io::ErrorKind::TimedOut)?,
+            None => lock.lock(),
+        };
         while !bytes.is_empty() {
-            // So much is taken without waiting where there is room.
-            let most = if until.is_some() { PIPE_BUF } else { usize::MAX };
-            if until.is_some() {
-                wait_for_room(stream, until)?;
+            // A ready pipe takes this many bytes without blocking.
+            let most = if deadline.is_some() { PIPE_BUF } else { usize::MAX };
+            if deadline.is_some() {
+                wait_for_room(stream, deadline)?;
             }
             match write(stream, &bytes[..bytes.len().min(most)]) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Ok(written) => bytes = &bytes[written..],
                 Err(Errno::INTR) => {}
                 // `EWOULDBLOCK` is the same number.
-                Err(Errno::AGAIN) => wait_for_room(stream, until)?,
+                Err(Errno::AGAIN) => wait_for_room(stream, deadline)?,
                 Err(error) => return Err(error.into()),
             }
         }
         Ok(())
-    }
-}
-
-/// Who has the lock may wait for the reader.
-fn take(lock: &'static Mutex<()>, until: Option<Instant>) -> io::Result<MutexGuard<'static, ()>> {
-    let Some(until) = until else { return Ok(lock.lock().unwrap_or_else(PoisonError::into_inner)) };
-    loop {
-        match lock.try_lock() {
-            Ok(guard) => return Ok(guard),
-            Err(TryLockError::Poisoned(poisoned)) => return Ok(poisoned.into_inner()),
-            Err(TryLockError::WouldBlock) if Instant::now() >= until => return Err(io::ErrorKind::TimedOut.into()),
-            Err(TryLockError::WouldBlock) => thread::sleep(Duration::from_millis(5)),
-        }
     }
 }
 
@@ -92,7 +81,7 @@ impl Write for Console {
     }
 
     fn write_all(&mut self, bytes: &[u8]) -> io::Result<()> {
-        self.put(bytes, None)
+        self.write_until(bytes, None)
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -100,11 +89,11 @@ impl Write for Console {
     }
 }
 
-struct OwnWords(Console);
+struct TimedWriter(Console);
 
-impl Write for OwnWords {
+impl Write for TimedWriter {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.put(bytes, Some(Instant::now() + LONGEST)).map(|()| bytes.len())
+        self.0.write_until(bytes, Some(Instant::now() + MESSAGE_TIMEOUT)).map(|()| bytes.len())
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -112,11 +101,11 @@ impl Write for OwnWords {
     }
 }
 
-/// Waits until something can be written; an error after `until`.
-fn wait_for_room(stream: BorrowedFd<'_>, until: Option<Instant>) -> io::Result<()> {
-    // Ranks that end interrupt it.
+/// Waits until the stream is writable. Fails at the `deadline`.
+fn wait_for_room(stream: BorrowedFd<'_>, deadline: Option<Instant>) -> io::Result<()> {
+    // SIGCHLD interrupts the call.
     let ready = retry_on_intr(|| {
-        let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+        let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
         let left = left.and_then(|left| Timespec::try_from(left).ok());
         poll(&mut [PollFd::from_borrowed_fd(stream, PollFlags::OUT)], left.as_ref())
     })?;

@@ -1,5 +1,5 @@
 //! The log files of a run: `DIR/<run id>/attempt_<n>/<local rank>/` with stdout.log, stderr.log and error.json, as
-//! `torchrun` lays them out.
+//! `torchrun` names them.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -10,32 +10,11 @@ use std::{
 
 use crate::{Error, LogSpec, Result};
 
-const STDOUT: &str = "stdout.log";
-const STDERR: &str = "stderr.log";
+pub(crate) const STDOUT: &str = "stdout.log";
+pub(crate) const STDERR: &str = "stderr.log";
 
-/// Where one stream of a rank goes.
-pub(crate) enum Destination {
-    Console,
-    /// The rank writes the file itself.
-    File(File),
-    Both(File),
-    Nowhere,
-}
-
-impl Destination {
-    /// What the rank writes to, and the file that gets a copy of what comes through a pipe.
-    pub(crate) fn open(self) -> (Stdio, Option<File>) {
-        match self {
-            Destination::Console => (Stdio::piped(), None),
-            Destination::File(file) => (file.into(), None),
-            Destination::Both(file) => (Stdio::piped(), Some(file)),
-            Destination::Nowhere => (Stdio::null(), None),
-        }
-    }
-}
-
-/// Makes the directory of a run, if any of its streams goes to a file or a directory is asked for. What is there
-/// already is left as it is: a second run of the same id gets a number behind its name.
+/// Creates the directory of a run, if it needs one. Existing directories are kept: a second run of the same id gets a
+/// numbered name.
 pub(crate) fn create_run_dir(spec: &LogSpec, ranks: usize, run_id: &str) -> Result<Option<PathBuf>> {
     let to_file = |rank: usize| [spec.redirects.of(rank), spec.tee.of(rank)].iter().any(|it| it.stdout || it.stderr);
     let base = match &spec.dir {
@@ -47,7 +26,7 @@ pub(crate) fn create_run_dir(spec: &LogSpec, ranks: usize, run_id: &str) -> Resu
         }
     };
     fs::create_dir_all(&base).map_err(failed(&base))?;
-    // The id is a name, not a path that could lead elsewhere.
+    // The id must not lead to another directory.
     let name = run_id.replace('/', "_");
     let name = if name.starts_with('.') { format!("_{name}") } else { name };
     let numbered = (2u32..).map(|number| format!("{name}_{number}"));
@@ -61,7 +40,7 @@ pub(crate) fn create_run_dir(spec: &LogSpec, ranks: usize, run_id: &str) -> Resu
     Ok(None)
 }
 
-/// Makes the directories of an attempt's ranks.
+/// Creates the directories of an attempt's ranks.
 pub(crate) fn create_attempt_dir(run_dir: &Path, restart_count: u32, ranks: usize) -> Result<PathBuf> {
     let dir = run_dir.join(format!("attempt_{restart_count}"));
     for rank in 0..ranks {
@@ -71,47 +50,47 @@ pub(crate) fn create_attempt_dir(run_dir: &Path, restart_count: u32, ranks: usiz
     Ok(dir)
 }
 
-/// What becomes of one stream of a rank.
+/// Destination of one stream of a rank.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Route {
+pub(crate) enum Route {
     Console,
+    /// The rank writes the file directly.
     File,
     Both,
-    Nowhere,
+    Discard,
 }
 
-/// For `rank`'s stdout and stderr; files are in the attempt's directory, if it has one.
-fn routes(spec: &LogSpec, has_dir: bool, rank: usize) -> [Route; 2] {
+impl Route {
+    /// Opens the destination of the stream `name` of `rank`. Returns the rank's end, and the file that receives a copy
+    /// of a piped stream.
+    pub(crate) fn open(self, dir: Option<&Path>, rank: usize, name: &str) -> Result<(Stdio, Option<File>)> {
+        let file = || {
+            let path = dir.map(|dir| log_file(dir, rank, name)).unwrap_or_default();
+            OpenOptions::new().create(true).append(true).open(&path).map_err(failed(&path))
+        };
+        Ok(match self {
+            Route::Console => (Stdio::piped(), None),
+            Route::File => (file()?.into(), None),
+            Route::Both => (Stdio::piped(), Some(file()?)),
+            Route::Discard => (Stdio::null(), None),
+        })
+    }
+}
+
+/// Returns the destinations of a rank's stdout and stderr. Without a log directory, no stream goes to a file.
+pub(crate) fn routes(spec: &LogSpec, has_dir: bool, rank: usize) -> [Route; 2] {
     let (redirect, tee, shown) = (spec.redirects.of(rank), spec.tee.of(rank), spec.local_ranks_filter.shows(rank));
     [(redirect.stdout, tee.stdout), (redirect.stderr, tee.stderr)].map(|(redirect, tee)| {
         match (has_dir && (redirect || tee), shown) {
             (true, true) if tee => Route::Both,
             (true, _) => Route::File,
             (false, true) => Route::Console,
-            (false, false) => Route::Nowhere,
+            (false, false) => Route::Discard,
         }
     })
 }
 
-/// Where `rank`'s stdout and stderr go; `dir` is the attempt's.
-pub(crate) fn destinations(spec: &LogSpec, dir: Option<&Path>, rank: usize) -> Result<[Destination; 2]> {
-    let open = |name: &str| {
-        let path = dir.map(|dir| log_file(dir, rank, name)).unwrap_or_default();
-        OpenOptions::new().create(true).append(true).open(&path).map_err(failed(&path))
-    };
-    let destination = |route, name| {
-        Ok(match route {
-            Route::Console => Destination::Console,
-            Route::File => Destination::File(open(name)?),
-            Route::Both => Destination::Both(open(name)?),
-            Route::Nowhere => Destination::Nowhere,
-        })
-    };
-    let [stdout, stderr] = routes(spec, dir.is_some(), rank);
-    Ok([destination(stdout, STDOUT)?, destination(stderr, STDERR)?])
-}
-
-/// The file of `rank`'s stderr, where the user sees nothing of it elsewhere.
+/// Returns the file of a rank's stderr, if the console does not show it.
 pub(crate) fn hidden_stderr(spec: &LogSpec, dir: Option<&Path>, rank: usize) -> Option<PathBuf> {
     let [_, stderr] = routes(spec, dir.is_some(), rank);
     dir.filter(|_| stderr == Route::File).map(|dir| log_file(dir, rank, STDERR))

@@ -1,5 +1,5 @@
-//! The ranks' output: read as it comes, printed by whole lines behind the rank's prefix, so that lines of different
-//! ranks never mix.
+//! The ranks' output: read as it arrives, and printed in whole lines with the rank's prefix, so that lines of different
+//! ranks do not mix.
 
 pub(crate) mod console;
 pub(crate) mod logs;
@@ -15,20 +15,20 @@ use std::{
 
 use rustix::event::{PollFd, PollFlags, poll};
 
-use crate::{Console, Error, Result, rendezvous::News, watch::event::Event};
+use crate::{Console, Error, Result, rendezvous::RendezvousEvent, watch::Event};
 
-/// A line longer than this is printed in pieces, each a line of its own.
-const LONGEST_LINE: usize = 64 << 10;
+/// Maximum length of a line. Longer lines are printed in pieces.
+const MAX_LINE_LEN: usize = 64 << 10;
 
-/// How long the reader of a launcher that was asked to end may take for what is left.
-const LAST_WORDS: Duration = Duration::from_secs(5);
+/// Time for the console's reader to take the remaining output, after a request to end.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The streams that are being printed, each by a thread.
+/// The forwarded streams. Each has a thread.
 pub(crate) struct Outputs {
     events: Sender<Event>,
     open: usize,
-    /// Dropping the writer tells the threads to stop at the end of what is there: whoever else holds a stream open, it
-    /// is no rank.
+    /// Dropping the writer tells the threads that the ranks have ended: they stop at the end of the buffered output,
+    /// even if another process keeps the stream open.
     ranks_live: Option<PipeWriter>,
     ranks_gone: Arc<PipeReader>,
 }
@@ -39,7 +39,7 @@ impl Outputs {
         Ok(Outputs { events, open: 0, ranks_live: Some(ranks_live), ranks_gone: Arc::new(ranks_gone) })
     }
 
-    /// Starts to print one stream of `rank` behind `prefix`; `copy` gets it as it is.
+    /// Forwards one stream of a rank to the console with a prefix, and unchanged to `copy`.
     pub(crate) fn forward(
         &mut self,
         rank: usize,
@@ -48,7 +48,7 @@ impl Outputs {
         to: Console,
         copy: Option<File>,
     ) -> Result<()> {
-        let lines = Lines::behind(prefix);
+        let lines = Lines::with_prefix(prefix);
         let (events, ranks_gone) = (self.events.clone(), Arc::clone(&self.ranks_gone));
         let print = move || {
             if let Err(error) = print_lines(&mut File::from(source), &ranks_gone, lines, to, copy) {
@@ -64,18 +64,17 @@ impl Outputs {
         Ok(())
     }
 
-    /// After the ranks have ended: waits until all they wrote is printed, or a signal, which is returned, says that
-    /// nobody wants to wait for a reader that has stalled; if one had said so `before`, not for long. What is heard of
-    /// other hosts goes to `news`.
+    /// Waits until all output of the ended ranks is printed. A signal ends the wait and is returned. If the launcher
+    /// was interrupted before, the wait is short. Rendezvous events are added to `news`.
     pub(crate) fn finish(
         mut self,
         events: &Receiver<Event>,
         mut ended_before: usize,
         before: Option<i32>,
-        news: &mut Vec<News>,
+        rendezvous_events: &mut Vec<RendezvousEvent>,
     ) -> Option<i32> {
         self.ranks_live = None;
-        let until = before.map(|_| Instant::now() + LAST_WORDS);
+        let until = before.map(|_| Instant::now() + DRAIN_TIMEOUT);
         while ended_before < self.open {
             let event = match until {
                 Some(until) => events.recv_timeout(until.saturating_duration_since(Instant::now())).ok(),
@@ -84,7 +83,7 @@ impl Outputs {
             match event {
                 Some(Event::OutputEnded) => ended_before += 1,
                 Some(Event::ChildEnded | Event::Pmi { .. }) => {}
-                Some(Event::News(heard)) => news.push(heard),
+                Some(Event::Rendezvous(event)) => rendezvous_events.push(event),
                 Some(Event::Interrupted(signal)) => return Some(signal),
                 None => break,
             }
@@ -102,7 +101,7 @@ fn print_lines(
 ) -> io::Result<()> {
     let mut chunk = vec![0; 16 << 10];
     let mut is_shown = true;
-    // Bytes that were there when the ranks had ended: who writes on is no rank, and may do so for ever.
+    // Buffered bytes when the ranks ended. Another process may keep writing forever.
     let mut left: Option<usize> = None;
     loop {
         let mut fds = [PollFd::new(&*source, PollFlags::IN), PollFd::new(ranks_gone, PollFlags::IN)];
@@ -118,8 +117,8 @@ fn print_lines(
         let read = if nothing_there { 0 } else { source.read(&mut chunk[..wanted])? };
         left = left.map(|left| left - read);
         if let Err(error) = copy.as_mut().map_or(Ok(()), |copy| copy.write_all(&chunk[..read])) {
-            // A full disk is no reason to end the run.
-            tracing::warn!("the log file of {}is not written any further: {error}", lines.prefix);
+            // A full disk does not end the run.
+            tracing::warn!("the log file of {}is no longer written: {error}", lines.prefix);
             copy = None;
         }
         if is_shown {
@@ -128,10 +127,9 @@ fn print_lines(
                 lines.end();
             }
             if let Err(error) = to.write_all(&lines.ready) {
-                // Neither a full disk nor a reader that has seen enough is a reason to end the run, and a rank whose
-                // output nobody takes would end.
+                // Keep reading without a console: otherwise the rank would block or die of SIGPIPE.
                 is_shown = false;
-                tell_of_loss(to, &error, copy.is_some());
+                warn_output_lost(to, &error, copy.is_some());
             }
             lines.ready.clear();
         }
@@ -141,8 +139,8 @@ fn print_lines(
     }
 }
 
-/// Says of each console that it takes nothing any more: once to what is kept, and once to what is not.
-fn tell_of_loss(to: Console, error: &io::Error, is_kept: bool) {
+/// Warns once for each console and each of: output kept in log files, output lost.
+fn warn_output_lost(to: Console, error: &io::Error, is_kept: bool) {
     static TOLD: [Once; 4] = [const { Once::new() }; 4];
     let (name, of_console) = match to {
         Console::Stdout => ("stdout", 0),
@@ -150,29 +148,28 @@ fn tell_of_loss(to: Console, error: &io::Error, is_kept: bool) {
     };
     TOLD[of_console + usize::from(is_kept)].call_once(|| {
         if is_kept {
-            tracing::warn!("what the ranks print to {name} is no longer shown, only kept in the log files: {error}");
+            tracing::warn!("the ranks' {name} is now written only to the log files: {error}");
         } else {
             tracing::warn!(
-                "what the ranks print to {name}, and no log file keeps, is lost from now on, and the run goes on: \
-                 {error}"
+                "the ranks' {name} is lost from now on unless a log file keeps it; the run continues: {error}"
             );
         }
     });
 }
 
-/// Cuts a stream into lines and names the rank before each.
+/// Splits a stream into lines, and adds the rank's prefix.
 struct Lines {
     prefix: String,
-    /// The start of a line whose end has not come.
+    /// Start of an incomplete line.
     partial: Vec<u8>,
-    /// Part of the line that `partial` belongs to has been printed.
+    /// Whether a part of the current line was printed.
     cut: bool,
     /// Complete lines with their prefix.
     ready: Vec<u8>,
 }
 
 impl Lines {
-    fn behind(prefix: &str) -> Self {
+    fn with_prefix(prefix: &str) -> Self {
         Lines { prefix: prefix.into(), partial: Vec::new(), cut: false, ready: Vec::new() }
     }
 
@@ -181,19 +178,19 @@ impl Lines {
             let (text, complete) = piece.strip_suffix(b"\n").map_or((piece, false), |text| (text, true));
             self.partial.extend_from_slice(text);
             if complete {
-                // Where the line was cut exactly at its end there is nothing more to print.
+                // The line was cut exactly at its end.
                 if !(self.cut && self.partial.is_empty()) {
                     self.print_partial();
                 }
                 self.cut = false;
-            } else if self.partial.len() >= LONGEST_LINE {
+            } else if self.partial.len() >= MAX_LINE_LEN {
                 self.print_partial();
                 self.cut = true;
             }
         }
     }
 
-    /// The stream has ended, perhaps in the middle of a line.
+    /// Ends the stream, perhaps within a line.
     fn end(&mut self) {
         if !self.partial.is_empty() {
             self.print_partial();
@@ -212,22 +209,22 @@ mod tests {
     use super::*;
 
     fn lines(chunks: &[&[u8]]) -> Vec<u8> {
-        let mut lines = Lines::behind("[rank 1] ");
+        let mut lines = Lines::with_prefix("[rank 1] ");
         chunks.iter().for_each(|chunk| lines.push(chunk));
         lines.end();
         lines.ready
     }
 
     #[test]
-    fn lines_are_put_together_from_chunks() {
+    fn joins_chunks_into_lines() {
         assert_eq!(lines(&[b"a", b"b\n\nc\r", b"\nd"]), b"[rank 1] ab\n[rank 1] \n[rank 1] c\r\n[rank 1] d\n");
         assert_eq!(lines(&[b"\xff\0\n"]), b"[rank 1] \xff\0\n");
         assert_eq!(lines(&[]), b"");
     }
 
     #[test]
-    fn a_long_line_is_cut() {
-        let half = vec![b'x'; LONGEST_LINE / 2];
+    fn cuts_a_long_line() {
+        let half = vec![b'x'; MAX_LINE_LEN / 2];
         let piece = [b"[rank 1] ".as_slice(), &half, &half, b"\n"].concat();
         assert_eq!(lines(&[&half, &half, b"\nrest"]), [&piece, b"[rank 1] rest\n".as_slice()].concat());
         assert_eq!(lines(&[&half, &half, &half, &half]), [&*piece, &*piece].concat());

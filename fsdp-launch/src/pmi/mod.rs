@@ -1,15 +1,13 @@
-//! MPICH's simple process-management protocol, PMI-1, which `mpiexec` speaks with the ranks that it starts: lines of
-//! text over a descriptor that a rank inherits (`PMI_FD`). By it ranks tell each other how they are reached, before MPI
-//! stands. A rank that never speaks it does not notice.
+//! A server for PMI-1, the protocol between MPICH's `mpiexec` and its ranks: lines of text over a descriptor that each
+//! rank inherits (`PMI_FD`). By PMI, ranks exchange their addresses in `MPI_Init`. Ranks without MPI are not affected.
 //!
-//! From the bottom up: `lines` (bytes as lines), `command` (lines as commands), `space` (the ranks of this host, as a
-//! state machine), `server` (sockets and threads). What the ranks of several hosts have to know of each other goes
-//! through the launchers' own connections ([`rendezvous`](crate::rendezvous)).
+//! `protocol` parses and formats the lines. `kvs` is the state machine of this host's ranks. `server` has the sockets
+//! and threads. The launchers exchange entries and barriers between hosts over their own connections
+//! ([`rendezvous`](crate::rendezvous)).
 
-mod command;
-mod lines;
+mod kvs;
+mod protocol;
 mod server;
-mod space;
 
+pub(crate) use kvs::{PmiEvent, PmiFailure, PmiFailureKind};
 pub(crate) use server::Server;
-pub(crate) use space::{Kind, Said, Trouble};

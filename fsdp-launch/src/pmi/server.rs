@@ -1,5 +1,4 @@
-//! The launcher's ends of the ranks' PMI connections: a socket and a thread for each rank of the host, for as long as
-//! an attempt lasts.
+//! The launcher's ends of the ranks' PMI connections: a socket and a thread for each rank, for one attempt.
 
 use std::{
     io::{self, Read},
@@ -9,114 +8,118 @@ use std::{
         unix::{net::UnixStream, process::CommandExt},
     },
     process::Command,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     thread::{self, JoinHandle},
 };
 
+use parking_lot::{Mutex, MutexGuard};
 use rustix::{
     io::{FdFlags, fcntl_setfd},
     net::{SendFlags, send},
 };
 
 use super::{
-    command::{Answer, Parser},
-    lines::Lines,
-    space::{Action, Said, Space, Trouble},
+    kvs::{Action, Kvs, PmiEvent, PmiFailure},
+    protocol::{Lines, Parser, Response},
 };
-use crate::rendezvous::{Entry, Place};
+use crate::rendezvous::{Assignment, KeyValue};
 
-/// What a thread of a rank needs is little.
-const STACK: usize = 256 << 10;
+const STACK_BYTES: usize = 256 << 10;
 
-/// Speaks with the ranks of this host. Dropping it hangs up on them.
+/// Serves the ranks of this host. Dropping it closes the connections.
 pub(crate) struct Server {
     shared: Arc<Shared>,
-    /// The ranks' ends, until they have them.
-    theirs: Vec<Option<OwnedFd>>,
+    /// The ranks' ends of the sockets, until the ranks start.
+    rank_ends: Vec<Option<OwnedFd>>,
     threads: Vec<JoinHandle<()>>,
     first_rank: usize,
     world_size: usize,
 }
 
 struct Shared {
-    space: Mutex<Space>,
-    ours: Vec<UnixStream>,
-    tell: Box<dyn Fn(Said) + Send + Sync>,
+    kvs: Mutex<Kvs>,
+    launcher_ends: Vec<UnixStream>,
+    report: Box<dyn Fn(PmiEvent) + Send + Sync>,
 }
 
 impl Server {
-    /// For the `ranks` ranks of this host in `place`. What the launcher has to know goes to `tell`.
+    /// Serves the `ranks` ranks of this host. Events for the launcher go to `tell`.
     ///
     /// # Errors
-    /// When the system has no sockets or no threads for it.
-    pub(crate) fn start(place: &Place, ranks: usize, tell: impl Fn(Said) + Send + Sync + 'static) -> io::Result<Self> {
+    /// When the system cannot create a socket or a thread.
+    pub(crate) fn start(
+        assignment: &Assignment,
+        ranks: usize,
+        report: impl Fn(PmiEvent) + Send + Sync + 'static,
+    ) -> io::Result<Self> {
         let pairs: Vec<_> = (0..ranks).map(|_| UnixStream::pair()).collect::<Result<_, _>>()?;
-        let (ours, theirs): (Vec<_>, Vec<_>) = pairs.into_iter().unzip();
-        let shared = Arc::new(Shared { space: Mutex::new(Space::new(place, ranks)), ours, tell: Box::new(tell) });
+        let (launcher_ends, rank_ends): (Vec<_>, Vec<_>) = pairs.into_iter().unzip();
+        let shared =
+            Arc::new(Shared { kvs: Mutex::new(Kvs::new(assignment, ranks)), launcher_ends, report: Box::new(report) });
         let mut server = Server {
             shared,
-            theirs: theirs.into_iter().map(|end| Some(OwnedFd::from(end))).collect(),
+            rank_ends: rank_ends.into_iter().map(|end| Some(OwnedFd::from(end))).collect(),
             threads: Vec::with_capacity(ranks),
-            first_rank: place.first_rank,
-            world_size: place.world_size,
+            first_rank: assignment.first_rank,
+            world_size: assignment.world_size,
         };
         for local_rank in 0..ranks {
             let shared = server.shared.clone();
-            let thread = thread::Builder::new().name(format!("pmi of rank {local_rank}")).stack_size(STACK);
+            let thread = thread::Builder::new().name(format!("pmi of rank {local_rank}")).stack_size(STACK_BYTES);
             server.threads.push(thread.spawn(move || shared.listen(local_rank))?);
         }
         Ok(server)
     }
 
-    /// Makes `command` start a rank that finds its end. What is returned has to live until it is started.
+    /// Passes a rank's end to `command`. Keep the returned descriptor open until the rank has started.
     pub(crate) fn apply(&mut self, local_rank: usize, command: &mut Command) -> Option<OwnedFd> {
-        // Of a launcher around us, such as `srun --mpi=pmix`: MPI would ask that for this process's place.
+        // Variables of an outer launcher, such as `srun --mpi=pmix`, would make MPI connect to that launcher.
         for name in ["PMI_PORT", "PMI_ID", "PMI_SPAWNED", "PMI_JOBID"] {
             command.env_remove(name);
         }
         let is_of_launcher = |name: &[u8]| {
-            // What a user sets of PMIx itself stays.
+            // The user's own PMIx settings stay.
             name.starts_with(b"PMIX_") && !name.starts_with(b"PMIX_MCA_") && name != b"PMIX_INSTALL_PREFIX"
         };
         for (name, _) in std::env::vars_os().filter(|(name, _)| is_of_launcher(name.as_encoded_bytes())) {
             command.env_remove(name);
         }
-        let end = self.theirs.get_mut(local_rank)?.take()?;
+        let end = self.rank_ends.get_mut(local_rank)?.take()?;
         let number = end.as_raw_fd();
         command.env("PMI_FD", number.to_string());
         command.env("PMI_RANK", (self.first_rank + local_rank).to_string());
         command.env("PMI_SIZE", self.world_size.to_string());
         // SAFETY: the hook runs between fork and exec, where only async-signal-safe calls are allowed: fcntl is one,
-        // and an error made of a code allocates nothing. The descriptor is open there, because the caller keeps `end`.
+        // and an error from a code does not allocate. The caller keeps `end`, so the descriptor is open.
         unsafe {
             command.pre_exec(move || Ok(fcntl_setfd(BorrowedFd::borrow_raw(number), FdFlags::empty())?));
         }
         Some(end)
     }
 
-    /// Takes in what the ranks of another host have put.
-    pub(crate) fn hear_put(&self, entries: Vec<Entry>) {
-        self.shared.space().hear_put(entries);
+    /// Adds entries of another host's ranks.
+    pub(crate) fn add_remote(&self, entries: Vec<KeyValue>) {
+        self.shared.kvs().add_remote(entries);
     }
 
-    /// The ranks of all hosts wait: they wait no more.
-    pub(crate) fn go_on(&self) {
-        self.shared.act(Space::go_on);
+    /// Releases the barrier: all ranks of all hosts are in it.
+    pub(crate) fn release_barrier(&self) {
+        self.shared.act(Kvs::release_barrier);
     }
 }
 
 impl Server {
-    /// Hangs up on the ranks when all that they have said is heard. The first thing that one of them said that ends the
-    /// attempt, which it may have been told of already.
-    pub(crate) fn finish(&mut self) -> Option<Trouble> {
-        for end in &self.shared.ours {
+    /// Closes the connections after reading all that the ranks sent. Returns the first failure, which may have been
+    /// reported before.
+    pub(crate) fn finish(&mut self) -> Option<PmiFailure> {
+        for end in &self.shared.launcher_ends {
             end.shutdown(Shutdown::Both).ok();
         }
         for thread in self.threads.drain(..) {
-            // It only fails by a panic, which has been printed.
+            // Fails only after a panic, which was printed.
             thread.join().ok();
         }
-        self.shared.space().trouble()
+        self.shared.kvs().first_failure()
     }
 }
 
@@ -127,13 +130,13 @@ impl Drop for Server {
 }
 
 impl Shared {
-    fn space(&self) -> MutexGuard<'_, Space> {
-        self.space.lock().unwrap_or_else(PoisonError::into_inner)
+    fn kvs(&self) -> MutexGuard<'_, Kvs> {
+        self.kvs.lock()
     }
 
-    /// Hears a rank to its end.
+    /// Reads from a rank until its connection ends.
     fn listen(&self, local_rank: usize) {
-        let Some(mut end) = self.ours.get(local_rank) else { return };
+        let Some(mut end) = self.launcher_ends.get(local_rank) else { return };
         let (mut lines, mut parser) = (Lines::default(), Parser::default());
         let mut buffer = [0; 8192];
         let how = loop {
@@ -141,56 +144,56 @@ impl Shared {
                 Ok(0) => break None,
                 Ok(count) => &buffer[..count],
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                // It ended without having read all that it was sent.
+                // The rank ended with unread responses.
                 Err(_) => break None,
             };
-            let heard = lines.push(bytes).and_then(|lines| {
+            let result = lines.push(bytes).and_then(|lines| {
                 for line in lines {
                     tracing::trace!(local_rank, line, "pmi");
                     if let Some(command) = parser.line(&line)? {
-                        self.act(|space| space.hear(local_rank, command));
+                        self.act(|kvs| kvs.handle(local_rank, command));
                     }
                 }
                 Ok(())
             });
-            if let Err(what) = heard {
-                break Some(format!("said over PMI {what}"));
+            if let Err(what) = result {
+                break Some(format!("sent over PMI {what}"));
             }
         };
         match how {
-            None => self.act(|space| space.part(local_rank)),
-            Some(how) => self.act(|space| space.fail(local_rank, &how)),
+            None => self.act(|kvs| kvs.disconnect(local_rank)),
+            Some(how) => self.act(|kvs| kvs.fail(local_rank, &how)),
         }
     }
 
-    fn act(&self, step: impl FnOnce(&mut Space) -> Vec<Action>) {
-        // Held meanwhile: what is said to other hosts comes in the order in which it happened.
-        let mut space = self.space();
-        for action in step(&mut space) {
+    fn act(&self, step: impl FnOnce(&mut Kvs) -> Vec<Action>) {
+        // Hold the lock, so that events for other hosts keep their order.
+        let mut kvs = self.kvs();
+        for action in step(&mut kvs) {
             match action {
-                Action::Say(said) => (self.tell)(said),
-                Action::Answer(local_rank, answer) => {
+                Action::Report(event) => (self.report)(event),
+                Action::Response(local_rank, answer) => {
                     if !self.answer(local_rank, &answer) {
-                        let failed = space.fail(local_rank, "does not read what it asked for over PMI");
-                        let said = failed.into_iter().filter_map(|action| match action {
-                            Action::Say(said) => Some(said),
-                            Action::Answer(..) => None,
+                        let failed = kvs.fail(local_rank, "does not read PMI responses");
+                        let event = failed.into_iter().filter_map(|action| match action {
+                            Action::Report(event) => Some(event),
+                            Action::Response(..) => None,
                         });
-                        said.for_each(|said| (self.tell)(said));
+                        event.for_each(|event| (self.report)(event));
                     }
                 }
             }
         }
     }
 
-    /// Whether the rank took it, or is gone. Nobody waits for a rank that does not read.
-    fn answer(&self, local_rank: usize, answer: &Answer) -> bool {
-        let Some(end) = self.ours.get(local_rank) else { return true };
+    /// Sends a response without waiting. Returns false if the rank does not read.
+    fn answer(&self, local_rank: usize, answer: &Response) -> bool {
+        let Some(end) = self.launcher_ends.get(local_rank) else { return true };
         let line = format!("{answer}\n");
         match send(end, line.as_bytes(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
             Ok(count) => count == line.len(),
             Err(rustix::io::Errno::AGAIN) => false,
-            // Its end is heard next.
+            // The reader sees the end of the connection.
             Err(_) => true,
         }
     }
@@ -204,7 +207,7 @@ mod tests {
         time::Duration,
     };
 
-    use super::{super::space::Kind, *};
+    use super::{super::kvs::PmiFailureKind, *};
 
     const SOON: Duration = Duration::from_secs(60);
 
@@ -213,7 +216,7 @@ mod tests {
 
     impl Rank {
         fn of(server: &mut Server, local_rank: usize) -> Self {
-            let end = server.theirs[local_rank].take().unwrap();
+            let end = server.rank_ends[local_rank].take().unwrap();
             let end = UnixStream::from(end);
             end.set_read_timeout(Some(SOON)).unwrap();
             Rank(BufReader::new(end))
@@ -223,7 +226,7 @@ mod tests {
             self.0.get_mut().write_all(format!("{line}\n").as_bytes()).unwrap();
         }
 
-        fn hear(&mut self) -> String {
+        fn receive(&mut self) -> String {
             let mut line = String::new();
             self.0.read_line(&mut line).unwrap();
             line.trim_end().to_owned()
@@ -231,20 +234,20 @@ mod tests {
 
         fn ask(&mut self, line: &str) -> String {
             self.say(line);
-            self.hear()
+            self.receive()
         }
     }
 
-    fn server(ranks: usize) -> (Server, Vec<Rank>, Receiver<Said>) {
-        let (tell, told) = channel();
-        let place = Place::alone("run", ranks, 1);
-        let mut server = Server::start(&place, ranks, move |said| drop(tell.send(said))).unwrap();
+    fn server(ranks: usize) -> (Server, Vec<Rank>, Receiver<PmiEvent>) {
+        let (report, events) = channel();
+        let assignment = Assignment::single_node("run", ranks, 1);
+        let mut server = Server::start(&assignment, ranks, move |event| drop(report.send(event))).unwrap();
         let ranks = (0..ranks).map(|local_rank| Rank::of(&mut server, local_rank)).collect();
-        (server, ranks, told)
+        (server, ranks, events)
     }
 
     #[test]
-    fn ranks_exchange_what_they_put() {
+    fn ranks_exchange_entries() {
         let (_server, ranks, _told) = server(3);
         thread::scope(|scope| {
             for (number, mut rank) in ranks.into_iter().enumerate() {
@@ -274,35 +277,36 @@ mod tests {
     }
 
     #[test]
-    fn garbage_is_told_with_its_rank_and_others_go_on() {
-        let (_server, mut ranks, told) = server(2);
+    fn invalid_input_fails_only_its_rank() {
+        let (_server, mut ranks, events) = server(2);
         ranks[1].0.get_mut().write_all(b"GET / HTTP/1.1\r\n").unwrap();
-        let Said::Failed(trouble) = told.recv_timeout(SOON).unwrap() else { panic!("nothing failed") };
-        assert_eq!((trouble.local_rank, trouble.kind), (1, Kind::Broken));
-        assert!(trouble.text.contains("it said over PMI a line with the byte 0x0d"), "{}", trouble.text);
+        let PmiEvent::Failed(failure) = events.recv_timeout(SOON).unwrap() else { panic!("nothing failed") };
+        assert_eq!((failure.local_rank, failure.kind), (1, PmiFailureKind::Protocol));
+        assert!(failure.text.contains("it sent over PMI a line with the byte 0x0d"), "{}", failure.text);
         assert!(ranks[0].ask("cmd=init pmi_version=2 pmi_subversion=0").contains("rc=-1"));
     }
 
     #[test]
-    fn a_rank_that_asks_and_does_not_read_is_told() {
-        let (_server, mut ranks, told) = server(1);
+    fn a_rank_that_does_not_read_fails() {
+        let (_server, mut ranks, events) = server(1);
         let rank = &mut ranks[0];
         rank.say("cmd=init pmi_version=1");
         rank.0.get_mut().set_write_timeout(Some(SOON)).unwrap();
-        let trouble = loop {
+        let failure = loop {
             rank.say("cmd=get_maxes");
-            if let Ok(said) = told.try_recv() {
-                break said;
+            if let Ok(event) = events.try_recv() {
+                break event;
             }
         };
-        let Said::Failed(trouble) = trouble else { panic!("{trouble:?}") };
-        assert!(trouble.text.contains("does not read what it asked for"), "{}", trouble.text);
+        let PmiEvent::Failed(failure) = failure else { panic!("{failure:?}") };
+        assert!(failure.text.contains("does not read PMI responses"), "{}", failure.text);
     }
 
     #[test]
-    fn a_rank_inherits_its_own_end_alone() {
-        let (tell, _told) = channel();
-        let mut server = Server::start(&Place::alone("run", 2, 1), 2, move |said| drop(tell.send(said))).unwrap();
+    fn a_rank_inherits_only_its_end() {
+        let (report, _told) = channel();
+        let mut server =
+            Server::start(&Assignment::single_node("run", 2, 1), 2, move |event| drop(report.send(event))).unwrap();
         let mut command = Command::new("/bin/sh");
         let script = "echo $PMI_RANK of $PMI_SIZE; [ -S /proc/self/fd/$PMI_FD ] && echo its own; \
             ls -l /proc/self/fd | grep -c socket:";

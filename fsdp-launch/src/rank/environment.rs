@@ -1,68 +1,68 @@
-//! The environment of a rank: what `torchrun` sets, so that a program can't tell the two launchers apart.
+//! The environment of a rank: `torchrun`'s variables, so that programs work under both launchers.
 
 use std::{ffi::OsString, path::Path, process::Command};
 
 use crate::{
     LaunchSpec, Result,
-    rank::{cores, gpus},
-    rendezvous::Place,
+    rank::{affinity, gpus},
+    rendezvous::Assignment,
 };
 
-/// What lets a rank into the store of its run (`fsdp_core::store`).
+/// Secret of the run's store (`fsdp_core::store`).
 const STORE_SECRET: &str = "FSDP_STORE_SECRET";
 
-/// What all ranks of an attempt on this host have in common.
+/// State that all ranks of an attempt on this host share.
 pub(crate) struct Job<'a> {
     pub(crate) spec: &'a LaunchSpec,
-    pub(crate) place: &'a Place,
-    /// An id that no other launch has.
+    pub(crate) assignment: &'a Assignment,
+    /// Unique id of the launch.
     pub(crate) launch_id: &'a str,
-    /// The directory of the attempt's logs, if there are any.
+    /// Directory of the attempt's logs, if any.
     pub(crate) log_dir: Option<&'a Path>,
-    /// Without logs: the directory of the files in which ranks record the error that ended them.
+    /// Directory of the error files, without logs.
     pub(crate) error_dir: &'a Path,
 }
 
 impl Job<'_> {
-    /// The rank in the world of a rank of this host.
+    /// Returns the global rank of a local rank.
     pub(crate) fn rank(&self, local_rank: usize) -> usize {
-        self.place.first_rank + local_rank
+        self.assignment.first_rank + local_rank
     }
 
-    /// The file in which a rank may record its error.
+    /// Returns the path of a rank's error file.
     pub(crate) fn error_file(&self, local_rank: usize) -> std::path::PathBuf {
         if let Some(dir) = self.log_dir {
             return dir.join(local_rank.to_string()).join("error.json");
         }
-        self.error_dir.join(format!("attempt-{}-rank-{local_rank}.json", self.place.attempt))
+        self.error_dir.join(format!("attempt-{}-rank-{local_rank}.json", self.assignment.attempt))
     }
 
-    /// What is set for a rank, the variables of torchrun's documentation in its order first.
+    /// Returns the variables of a rank, first those of torchrun's documentation in its order.
     ///
     /// # Errors
-    /// [`Error::Usage`](crate::Error::Usage) where the rank should see one GPU but there is none for it.
+    /// [`Error::Usage`](crate::Error::Usage) when the rank should see one GPU but none is left.
     pub(crate) fn variables(&self, local_rank: usize) -> Result<Vec<(&'static str, OsString)>> {
-        let (spec, place) = (self.spec, self.place);
+        let (spec, assignment) = (self.spec, self.assignment);
         let text = |number: usize| OsString::from(number.to_string());
         let shown_local_rank = if spec.virtual_local_rank { 0 } else { local_rank };
         let mut variables: Vec<(&str, OsString)> = vec![
             ("LOCAL_RANK", text(shown_local_rank)),
             ("RANK", text(self.rank(local_rank))),
-            ("GROUP_RANK", text(place.group_rank)),
-            ("ROLE_RANK", text(place.first_role_rank + local_rank)),
+            ("GROUP_RANK", text(assignment.group_rank)),
+            ("ROLE_RANK", text(assignment.first_role_rank + local_rank)),
             ("ROLE_NAME", spec.role.as_str().into()),
             ("LOCAL_WORLD_SIZE", text(spec.nproc_per_node)),
-            ("WORLD_SIZE", text(place.world_size)),
-            ("GROUP_WORLD_SIZE", text(place.group_world_size)),
-            ("ROLE_WORLD_SIZE", text(place.role_world_size)),
-            ("MASTER_ADDR", place.master_addr.as_str().into()),
-            ("MASTER_PORT", text(place.master_port.into())),
-            ("TORCHELASTIC_RESTART_COUNT", place.restarts.to_string().into()),
+            ("WORLD_SIZE", text(assignment.world_size)),
+            ("GROUP_WORLD_SIZE", text(assignment.group_world_size)),
+            ("ROLE_WORLD_SIZE", text(assignment.role_world_size)),
+            ("MASTER_ADDR", assignment.master_addr.as_str().into()),
+            ("MASTER_PORT", text(assignment.master_port.into())),
+            ("TORCHELASTIC_RESTART_COUNT", assignment.restarts.to_string().into()),
             ("TORCHELASTIC_MAX_RESTARTS", spec.max_restarts.to_string().into()),
-            ("TORCHELASTIC_RUN_ID", place.run_id.as_str().into()),
+            ("TORCHELASTIC_RUN_ID", assignment.run_id.as_str().into()),
             ("TORCHELASTIC_ERROR_FILE", self.error_file(local_rank).into()),
-            ("FSDP_HOSTS", text(place.machines)),
-            ("FSDP_ATTEMPT", place.attempt.to_string().into()),
+            ("FSDP_HOSTS", text(assignment.machines)),
+            ("FSDP_ATTEMPT", assignment.attempt.to_string().into()),
         ];
         if spec.virtual_local_rank {
             let device = gpus::only_device_of(local_rank).map_err(|expected| crate::Error::Usage {
@@ -72,7 +72,7 @@ impl Job<'_> {
             })?;
             variables.push(("CUDA_VISIBLE_DEVICES", device.into()));
         }
-        let threads = (cores::count() / spec.nproc_per_node).max(1).to_string();
+        let threads = (affinity::core_count() / spec.nproc_per_node).max(1).to_string();
         let defaults = [
             ("RAYON_NUM_THREADS", threads.as_str()),
             ("OMP_NUM_THREADS", &threads),
@@ -83,17 +83,17 @@ impl Job<'_> {
         Ok(variables)
     }
 
-    /// Gives `command` the environment of a rank.
+    /// Sets the environment of a rank.
     ///
     /// # Errors
     /// As [`variables`](Self::variables).
     pub(crate) fn apply(&self, local_rank: usize, command: &mut Command) -> Result<()> {
         forget_cargo_run(command);
-        // Of a torchrun around us: its agent would hold the store at MASTER_PORT. Ours is held by rank 0.
+        // An outer torchrun's agent serves a store at MASTER_PORT; here rank 0 does.
         command.env_remove("TORCHELASTIC_USE_AGENT_STORE");
         command.envs(self.variables(local_rank)?);
-        // Not among the variables, which `--dry-run` prints.
-        match self.place.store_secret.text() {
+        // A secret must not appear in `--dry-run`, which prints `variables`.
+        match self.assignment.store_secret.text() {
             Some(secret) => command.env(STORE_SECRET, secret),
             None => command.env_remove(STORE_SECRET),
         };
@@ -101,13 +101,13 @@ impl Job<'_> {
     }
 }
 
-/// The name of this host.
+/// Returns the name of this host.
 pub(crate) fn hostname() -> String {
     rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
-/// Takes out of `command`'s environment what `cargo run` set for the launcher: a build started from here would see
-/// other values than one started by hand and build anew, and a rank would take the launcher's package for its own.
+/// Removes the variables that `cargo run` set for the launcher. They would make a build from here differ from one by
+/// hand, and a rank would see the launcher's package.
 pub(crate) fn forget_cargo_run(command: &mut Command) {
     for (name, _) in std::env::vars_os() {
         let is_ours = name.to_str().is_some_and(|name| {
@@ -137,9 +137,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_rank_reads_what_the_launcher_sets() {
+    fn rank_env_reads_the_launchers_variables() {
         let spec = LaunchSpec::new("p", 4);
-        let place = Place {
+        let assignment = Assignment {
             attempt: 2,
             restarts: 1,
             group_rank: 1,
@@ -149,9 +149,15 @@ mod tests {
             first_role_rank: 1,
             role_world_size: 5,
             machines: 3,
-            ..Place::alone("run", 4, 4000)
+            ..Assignment::single_node("run", 4, 4000)
         };
-        let job = Job { spec: &spec, place: &place, launch_id: "id", log_dir: None, error_dir: Path::new("/errors") };
+        let job = Job {
+            spec: &spec,
+            assignment: &assignment,
+            launch_id: "id",
+            log_dir: None,
+            error_dir: Path::new("/errors"),
+        };
         let variables = job.variables(3).unwrap();
         let of =
             |name: &str| variables.iter().find(|(have, _)| *have == name).map(|(_, value)| value.to_string_lossy());

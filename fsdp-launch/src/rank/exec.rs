@@ -1,5 +1,5 @@
-//! What the kernel refuses to run is an error. `execvp`, by which the standard library starts programs, gives it to a
-//! shell instead, and a damaged program then runs as a script, for as long as its bytes make sense.
+//! How a rank's process is started: in a session of its own, killed with the launcher, and only if the kernel runs its
+//! program.
 
 use std::{
     collections::BTreeMap,
@@ -13,20 +13,48 @@ use std::{
     ptr,
 };
 
-/// So many bytes tell a script from anything else.
-const HEAD: u64 = 256;
+use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal, setsid};
 
-/// Makes `command` start what its path names, or not at all. To be called last: the environment that it has now is the
-/// one that counts.
+/// Makes `command` start as the leader of a new session and process group. The terminal's Ctrl-C does not reach it, and
+/// a signal to the group also reaches its children.
+pub(crate) fn own_session(command: &mut Command) {
+    // SAFETY: the hook runs between fork and exec, where only async-signal-safe calls are allowed: setsid is one, and
+    // the hook does not allocate.
+    unsafe {
+        command.pre_exec(|| setsid().map(drop).map_err(io::Error::from));
+    }
+}
+
+/// Like [`own_session`]; the kernel also kills the process when the thread that spawned it ends: the launcher's main
+/// thread.
+pub(crate) fn own_session_killed_with_launcher(command: &mut Command) {
+    own_session(command);
+    let launcher = getpid();
+    // SAFETY: as above: prctl and getppid are async-signal-safe, and an error from a code does not allocate.
+    unsafe {
+        command.pre_exec(move || {
+            set_parent_process_death_signal(Some(Signal::KILL))?;
+            // If the launcher died before prctl, no signal comes.
+            if getppid() == Some(launcher) { Ok(()) } else { Err(io::Error::from(rustix::io::Errno::SRCH)) }
+        });
+    }
+}
+
+/// Length of the start that identifies a script.
+const HEAD_BYTES: u64 = 256;
+
+/// Makes `command` execute its program by `execve`, without a shell. The standard library uses `execvp`, which gives a
+/// file that the kernel refuses to a shell: a damaged program would run as a script. Call it last: it copies arguments
+/// and environment.
 ///
-/// A script without a `#!` line is left to the shell, as ever.
-pub(crate) fn only_what_runs(command: &mut Command) -> io::Result<()> {
+/// A script without a `#!` line still runs in a shell.
+pub(crate) fn exec_without_shell(command: &mut Command) -> io::Result<()> {
     let program = command.get_program();
-    // A name is looked for in PATH by who starts it.
-    if !program.as_bytes().contains(&b'/') || is_for_a_shell(Path::new(program)) {
+    // The standard library searches PATH for a name.
+    if !program.as_bytes().contains(&b'/') || is_shell_script(Path::new(program)) {
         return Ok(());
     }
-    let words = Strings::of(std::iter::once(program).chain(command.get_args()).map(OsStr::to_owned))?;
+    let words = CStrings::of(std::iter::once(program).chain(command.get_args()).map(OsStr::to_owned))?;
     let mut variables: BTreeMap<OsString, OsString> = env::vars_os().collect();
     for (name, value) in command.get_envs() {
         match value {
@@ -39,54 +67,54 @@ pub(crate) fn only_what_runs(command: &mut Command) -> io::Result<()> {
         name.push(value);
         name
     });
-    let variables = Strings::of(variables)?;
+    let variables = CStrings::of(variables)?;
     let exec = move || {
         let (argv, envp) = (words.as_ptr(), variables.as_ptr());
-        // SAFETY: both end with a null pointer, and the pointers before it lead to strings that live in this closure;
-        // the first is the program's path.
+        // SAFETY: both arrays end with a null pointer; their other pointers refer to strings that this closure owns.
+        // The first string is the program's path.
         unsafe { libc::execve(*argv, argv, envp) };
         Err(io::Error::last_os_error())
     };
     // SAFETY: the hook runs between fork and exec, where only async-signal-safe calls are allowed: execve is one, and
-    // an error made of a code allocates nothing.
+    // an error from a code does not allocate.
     unsafe {
         command.pre_exec(exec);
     }
     Ok(())
 }
 
-/// Text without a `#!` line.
-fn is_for_a_shell(path: &Path) -> bool {
+/// Returns whether a file is text without a `#!` line.
+fn is_shell_script(path: &Path) -> bool {
     let mut head = Vec::new();
-    let read = File::open(path).and_then(|file| file.take(HEAD).read_to_end(&mut head));
+    let read = File::open(path).and_then(|file| file.take(HEAD_BYTES).read_to_end(&mut head));
     read.is_ok() && !head.is_empty() && !head.starts_with(b"#!") && is_text(&head)
 }
 
-/// Whether a file that begins so may be text: UTF-8, of whose last character the end may be missing, without control
-/// characters but those that part words and lines.
+/// Returns whether the start of a file may be text: UTF-8, possibly cut within the last character, and no control
+/// characters except white space.
 fn is_text(head: &[u8]) -> bool {
     let is_control = |byte: &u8| byte.is_ascii_control() && !b"\t\n\r\x0c".contains(byte);
     let is_utf8 = str::from_utf8(head).err().is_none_or(|error| error.error_len().is_none());
     is_utf8 && !head.iter().any(is_control)
 }
 
-/// Strings as C has them.
-struct Strings {
-    /// To each, and a null pointer.
+/// C strings with an array of pointers to them.
+struct CStrings {
+    /// Ends with a null pointer.
     pointers: Vec<*const c_char>,
     _strings: Vec<CString>,
 }
 
-// SAFETY: the pointers lead to memory that the value owns and that nobody changes.
-unsafe impl Send for Strings {}
+// SAFETY: the pointers refer to memory that this value owns and does not change.
+unsafe impl Send for CStrings {}
 // SAFETY: as above.
-unsafe impl Sync for Strings {}
+unsafe impl Sync for CStrings {}
 
-impl Strings {
+impl CStrings {
     fn of(strings: impl Iterator<Item = OsString>) -> io::Result<Self> {
         let strings: Vec<CString> = strings.map(|it| CString::new(it.as_bytes())).collect::<Result<_, _>>()?;
         let pointers = strings.iter().map(|it| it.as_ptr()).chain([ptr::null()]).collect();
-        Ok(Strings { pointers, _strings: strings })
+        Ok(CStrings { pointers, _strings: strings })
     }
 
     fn as_ptr(&self) -> *const *const c_char {
@@ -99,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn text_has_characters_and_no_control_bytes() {
+    fn recognizes_text() {
         let umlaut = "\u{fc}".as_bytes();
         for text in [&b"echo a\tb\r\n\x0c"[..], umlaut, &umlaut[..1], &[b"a", &umlaut[..1]].concat()] {
             assert!(is_text(text), "{text:?}");
@@ -110,10 +138,10 @@ mod tests {
     }
 
     #[test]
-    fn a_program_gets_its_words_and_its_environment() {
+    fn exec_passes_arguments_and_environment() {
         let mut command = Command::new("/usr/bin/env");
         command.env_remove("PATH").env("FSDP_TEST_A", "b c").env("FSDP_TEST_B", "");
-        only_what_runs(&mut command).unwrap();
+        exec_without_shell(&mut command).unwrap();
         let output = command.output().unwrap();
         let text = String::from_utf8(output.stdout).unwrap();
         let lines: Vec<&str> = text.lines().collect();
@@ -122,11 +150,11 @@ mod tests {
 
         let mut command = Command::new("/bin/sh");
         command.args(["-c", "echo \"$0|$1|$#\"", "a b", ""]);
-        only_what_runs(&mut command).unwrap();
+        exec_without_shell(&mut command).unwrap();
         assert_eq!(command.output().unwrap().stdout, b"a b||1\n");
-        // A name is looked for in PATH.
+        // A name is searched for in PATH.
         let mut command = Command::new("true");
-        only_what_runs(&mut command).unwrap();
+        exec_without_shell(&mut command).unwrap();
         assert!(command.status().unwrap().success());
     }
 }

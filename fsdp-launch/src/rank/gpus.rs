@@ -1,11 +1,11 @@
-//! Which GPUs the ranks may use.
+//! The GPUs that ranks may use.
 
 use std::{env, path::Path};
 
-/// The variables that say which GPUs a process sees; the first that is set counts, as for `torchrun`.
+/// Variables that limit the visible GPUs. The first that is set applies, as in `torchrun`.
 const VISIBLE: [&str; 2] = ["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"];
 
-/// The NVIDIA GPUs that this process may use.
+/// Returns the number of NVIDIA GPUs that this process may use.
 pub(crate) fn count() -> usize {
     count_in(Path::new("/dev"), visible().map(|(_, devices)| devices).as_deref())
 }
@@ -20,27 +20,27 @@ fn count_in(dev: &Path, visible: Option<&[String]>) -> usize {
     }
 }
 
-/// The GPUs that this process sees, as far as a variable names them.
+/// Returns the visible GPUs, if a variable names them.
 pub(crate) fn visible_devices() -> Option<Vec<String>> {
     visible().map(|(_, devices)| seen(&devices).to_vec())
 }
 
-/// As CUDA reads the list: what follows an invalid entry is not seen.
+/// As CUDA does, ignores the GPUs after an invalid entry.
 fn seen(list: &[String]) -> &[String] {
     let invalid = list.iter().position(|it| it.is_empty() || it.starts_with('-'));
     &list[..invalid.unwrap_or(list.len())]
 }
 
-/// The variable that limits the GPUs, and the GPUs it names.
+/// Returns the variable that limits the GPUs, and its entries.
 fn visible() -> Option<(&'static str, Vec<String>)> {
     let (name, list) = VISIBLE.into_iter().find_map(|name| Some((name, env::var(name).ok()?)))?;
     Some((name, list.split(',').map(|device| device.trim().to_owned()).collect()))
 }
 
-/// The one GPU that the rank sees under `--virtual-local-rank`.
+/// Returns the GPU of a rank under `--virtual-local-rank`.
 ///
 /// # Errors
-/// In words, where the list of visible GPUs is too short for the rank.
+/// A description, when too few GPUs are visible.
 pub(crate) fn only_device_of(local_rank: usize) -> Result<String, String> {
     match visible() {
         None => Ok(local_rank.to_string()),
@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn gpus_are_device_files_less_the_hidden_ones() {
+    fn counts_visible_device_files() {
         let dev = tempfile::tempdir().unwrap();
         let list = |text: &str| -> Vec<String> { text.split(',').map(str::to_owned).collect() };
         assert_eq!(count_in(dev.path(), None), 0);

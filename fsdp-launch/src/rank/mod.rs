@@ -1,10 +1,8 @@
-//! One rank of this host: the cores and GPUs that it gets, its environment, its process, and what it leaves behind.
+//! One rank of this host: its cores and GPUs, its environment, its process, and its orphans.
 
-pub(crate) mod cores;
+pub(crate) mod affinity;
 pub(crate) mod environment;
-mod exec;
+pub(crate) mod exec;
 pub(crate) mod gpus;
-pub(crate) mod numa;
 pub(crate) mod orphans;
-pub(crate) mod session;
 pub(crate) mod worker;

@@ -1,6 +1,6 @@
-//! What ranks started and what then left their process groups (`setsid`): it ends with them too.
+//! Processes that ranks started and that left their process groups by `setsid`. They end with the ranks.
 //!
-//! It is known by a variable in the environment of each rank, which names the launch.
+//! The environment variable [`LAUNCH_ID`] identifies them.
 
 use std::{
     fs, io,
@@ -12,20 +12,19 @@ use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 
 use crate::report::process::{ProcessInfo, ProcessState};
 
-/// How long what was killed may take to be gone.
-const LIMIT: Duration = Duration::from_secs(2);
-/// How long a process may take to execute a program: its environment is empty meanwhile.
-const EXECUTING: Duration = Duration::from_millis(100);
+/// Time for killed processes to disappear.
+const KILL_TIMEOUT: Duration = Duration::from_secs(2);
+/// Maximum time of an exec, during which a process has an empty environment.
+const EXEC_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// The variable that tells what a rank has started from what anybody else has: the launch, by an id that no other has,
-/// whatever host, container or user it is of.
-pub(crate) const MARK: &str = "FSDP_LAUNCH_ID";
+/// Variable with a unique id of the launch, which all descendants of a rank inherit.
+pub(crate) const LAUNCH_ID: &str = "FSDP_LAUNCH_ID";
 
-/// Kills the orphans of ranks of launch `id` that have ended. They are this process's children, because it is the
-/// subreaper of its descendants; of `own`, its other children, none is looked at.
-pub(crate) fn end(id: &str, own: &[Pid]) {
-    let (mark, until) = (format!("{MARK}={id}"), Instant::now() + LIMIT);
-    // Since when nothing was found.
+/// Kills the orphans of launch `id`. The launcher is a subreaper, so orphans are its children. `own` lists its other
+/// children.
+pub(crate) fn kill(id: &str, own: &[Pid]) {
+    let (mark, until) = (format!("{LAUNCH_ID}={id}"), Instant::now() + KILL_TIMEOUT);
+    // Start of the time without orphans.
     let mut quiet: Option<Instant> = None;
     loop {
         let (mut orphans, mut is_executing) = (Vec::new(), false);
@@ -37,10 +36,10 @@ pub(crate) fn end(id: &str, own: &[Pid]) {
             }
         }
         if orphans.is_empty() {
-            // Looked at twice: the list of children may lack some while others end.
+            // Scan twice: the list of children may miss some while others end.
             let is_second = quiet.is_some();
             let since = *quiet.get_or_insert_with(Instant::now);
-            if is_second && !(is_executing && since.elapsed() < EXECUTING) {
+            if is_second && !(is_executing && since.elapsed() < EXEC_TIMEOUT) {
                 return;
             }
             sleep(Duration::from_millis(1));
@@ -49,11 +48,11 @@ pub(crate) fn end(id: &str, own: &[Pid]) {
         quiet = None;
         for &pid in &orphans {
             tracing::debug!(pid = pid.as_raw_pid(), "killing what a rank left behind");
-            // Where it has ended meanwhile there is nothing to kill.
+            // The process may have ended.
             kill_process(pid, Signal::KILL).ok();
         }
-        // What they had started is ours when they are gone, not before, which may take a while: memory has to be given
-        // back.
+        // Children of an orphan become ours only once it is gone, which may take a while: the kernel first frees its
+        // memory.
         for pid in orphans {
             while matches!(waitpid(Some(pid), WaitOptions::NOHANG), Ok(None)) {
                 if Instant::now() > until {
@@ -65,8 +64,7 @@ pub(crate) fn end(id: &str, own: &[Pid]) {
     }
 }
 
-/// Reaps orphans that have ended by themselves. Of `own`, the launcher's other children, somebody else wants to know
-/// how they ended.
+/// Reaps orphans that have ended. `own` lists children that have other waiters.
 pub(crate) fn reap(own: &[Pid]) {
     for pid in children() {
         if !own.contains(&pid) {
@@ -75,7 +73,7 @@ pub(crate) fn reap(own: &[Pid]) {
     }
 }
 
-/// The children of all threads of this process.
+/// Returns the children of all threads of this process.
 fn children() -> Vec<Pid> {
     let tasks = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
     let texts = tasks.filter_map(|task| fs::read_to_string(task.path().join("children")).ok());
@@ -84,19 +82,19 @@ fn children() -> Vec<Pid> {
         .collect()
 }
 
-/// Whether a process has the mark; nothing where that can't be known yet.
+/// Returns whether a process belongs to the launch; `None` during an exec.
 fn is_of(pid: Pid, mark: &str) -> Option<bool> {
     let pid = pid.as_raw_pid().unsigned_abs();
     let is_alive = || ProcessInfo::of(pid).is_some_and(|process| process.state != ProcessState::Ended);
     has_mark(fs::read(format!("/proc/{pid}/environ")), is_alive, mark)
 }
 
-/// A process that is executing a program has no environment for a moment.
+/// The environment is empty during an exec.
 fn has_mark(environment: io::Result<Vec<u8>>, is_alive: impl FnOnce() -> bool, mark: &str) -> Option<bool> {
     match environment {
         Ok(empty) if empty.is_empty() && is_alive() => None,
         Ok(environment) => Some(environment.split(|&byte| byte == 0).any(|variable| variable == mark.as_bytes())),
-        // It is gone, or another user's.
+        // The process is gone, or another user's.
         Err(_) => Some(false),
     }
 }
@@ -106,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_executes_a_program_is_looked_at_again() {
+    fn a_process_in_exec_is_checked_again() {
         let look = |environment: io::Result<&[u8]>, is_alive| {
             has_mark(environment.map(<[u8]>::to_vec), || is_alive, "FSDP_LAUNCH_ID=1")
         };

@@ -1,27 +1,18 @@
-//! How the launchers of several hosts ("agents", of which each starts the ranks of its host) work as one.
+//! The rendezvous: how the launchers of several hosts ("agents") work together, and how each gets its ranks.
 //!
-//! One of them holds the [`coordinator`], which makes all decisions; the others connect to it at `--rdzv-endpoint`
-//! ([`server`], [`channel`], [`token`]). A launch on one host has a coordinator in the same process and no port. To the
-//! launcher all of it is a [`membership`].
+//! One launcher serves the [`coordinator`], which makes all decisions. The others connect to it at `--rdzv-endpoint`
+//! ([`server`], [`agent`], [`token`]). For a launch on one host, the coordinator is in the same process and has no
+//! port. The rest of the launcher sees only [`Rendezvous`] and its events.
 
 mod agent;
-mod channel;
 mod coordinator;
-mod host;
-mod hub;
-mod keep_alive;
-mod membership;
 mod message;
-mod news;
-mod secret;
-mod sender;
 mod server;
 mod token;
 
-pub(crate) use coordinator::Rules;
-pub(crate) use host::{free_port, machine};
-pub(crate) use keep_alive::KeepAlive;
-pub(crate) use membership::Membership;
-pub(crate) use message::{Ended, Entry, FromAgent, Member, Place, ToAgent, Verdict};
-pub(crate) use news::{Listener, News};
-pub(crate) use token::HOW_TO_MAKE_ONE;
+pub(crate) use agent::{EventSink, Rendezvous, RendezvousEvent};
+pub(crate) use coordinator::RunConfig;
+pub(crate) use message::{
+    Assignment, AttemptResult, FromAgent, KeepAlive, KeyValue, NodeInfo, RunResult, ToAgent, free_port, machine,
+};
+pub(crate) use token::TOKEN_HELP;

@@ -1,4 +1,4 @@
-//! The secret that agents of one launch share.
+//! The token: the secret that all agents of a run share.
 
 use std::{
     fs::{self, OpenOptions},
@@ -9,17 +9,17 @@ use std::{
 
 use fsdp_core::channel::{Key, MIN_SECRET_LEN, random_secret};
 
-use crate::{Error, Result, rendezvous::channel::key};
+use crate::{Error, Result, rendezvous::server::key};
 
-/// No more of a token file is read.
-const LONGEST: u64 = 64 << 10;
+/// Maximum size of a token file that is read.
+const MAX_TOKEN_FILE: u64 = 64 << 10;
 
-/// Reads `--rdzv-token-file`; white space around the token does not count.
+/// Reads `--rdzv-token-file`, without surrounding white space.
 pub(crate) fn read(path: &Path) -> Result<Key> {
     let failed = |expected: String| Error::Usage {
         flag: "--rdzv-token-file",
         value: path.display().to_string(),
-        expected: format!("{expected}. {HOW_TO_MAKE_ONE}"),
+        expected: format!("{expected}. {TOKEN_HELP}"),
     };
     let mut text = Vec::new();
     let file = fs::File::open(path).and_then(|file| Ok((file.metadata()?, file)));
@@ -27,38 +27,37 @@ pub(crate) fn read(path: &Path) -> Result<Key> {
     if !meta.is_file() {
         return Err(failed("it is not a regular file".into()));
     }
-    file.take(LONGEST).read_to_end(&mut text).map_err(|error| failed(format!("it can't be read: {error}")))?;
+    file.take(MAX_TOKEN_FILE).read_to_end(&mut text).map_err(|error| failed(format!("it can't be read: {error}")))?;
     let token = text.trim_ascii();
     if token.len() < MIN_SECRET_LEN {
-        return Err(failed(format!("it holds {} bytes, a token has at least {MIN_SECRET_LEN}", token.len())));
+        return Err(failed(format!("it holds {} bytes, but a token needs at least {MIN_SECRET_LEN}", token.len())));
     }
     if meta.mode() & 0o004 != 0 {
-        tracing::warn!("everybody on this host can read the token in {path:?}: chmod 600 closes it");
+        tracing::warn!("every user of this host can read the token in {path:?}: run chmod 600");
     }
     Ok(key(token))
 }
 
-/// A new one for the agents of this user on this host that meet at `port`; it goes when the returned file does.
-pub(crate) fn make_for(port: u16) -> io::Result<(Key, Shared)> {
+/// Creates a token file for agents of this user on this host that meet at `port`. Dropping the file removes it.
+pub(crate) fn create_shared(port: u16) -> io::Result<(Key, SharedTokenFile)> {
     let bytes = random_secret()?;
     let path = shared_path(port)?;
     let dir = path.parent().unwrap_or(Path::new("/"));
-    // One launcher at a time: what another is making is not stale, nor what it puts in the place of something
-    // stale.
+    // Launchers take turns, so that none removes another's new file as stale.
     let turn = fs::File::open(dir)?;
     turn.lock()?;
     remove_stale(dir);
-    // Under another name first, so that nobody reads half a token.
+    // Create under another name, so that no launcher reads a partial token.
     let mut file = tempfile::NamedTempFile::new_in(dir)?;
     file.write_all(&bytes)?;
-    // For as long as this process lives.
+    // The lock marks the file as in use while this process lives.
     file.as_file().try_lock()?;
     let file = file.persist(&path)?;
-    Ok((key(&bytes), Shared { path, _locked: file }))
+    Ok((key(&bytes), SharedTokenFile { path, _locked: file }))
 }
 
-/// What [`make_for`] made.
-pub(crate) fn shared_at(port: u16) -> io::Result<Key> {
+/// Reads the file of [`create_shared`].
+pub(crate) fn read_shared(port: u16) -> io::Result<Key> {
     let mut bytes = [0; 32];
     let path = shared_path(port)?;
     let mut file = OpenOptions::new().read(true).custom_flags(rustix::fs::OFlags::NOFOLLOW.bits() as i32).open(path)?;
@@ -66,24 +65,23 @@ pub(crate) fn shared_at(port: u16) -> io::Result<Key> {
     Ok(key(&bytes))
 }
 
-/// The way out of a launch without a token.
-pub(crate) const HOW_TO_MAKE_ONE: &str = "A token is a file that all hosts of the launch have and nobody else can \
-read: \
-    `(umask 077; head -c 32 /dev/urandom | base64 > token)` makes one, to be copied to every host";
+/// Advice for a launch without a token.
+pub(crate) const TOKEN_HELP: &str = "Create a token with \
+    `(umask 077; head -c 32 /dev/urandom | base64 > token)`, and copy it to every host";
 
-/// The file of a token that was made.
-pub(crate) struct Shared {
+/// A token file of this process.
+pub(crate) struct SharedTokenFile {
     path: PathBuf,
     _locked: fs::File,
 }
 
-impl Drop for Shared {
+impl Drop for SharedTokenFile {
     fn drop(&mut self) {
         fs::remove_file(&self.path).ok();
     }
 }
 
-/// Removes what launchers that were killed have left.
+/// Removes the files of killed launchers.
 fn remove_stale(dir: &Path) {
     for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
         let is_stale = fs::File::open(entry.path()).is_ok_and(|file| file.try_lock().is_ok());
@@ -93,7 +91,7 @@ fn remove_stale(dir: &Path) {
     }
 }
 
-/// A place that only this user can write to and read.
+/// Returns the path of the token file, in a directory that only this user can access.
 fn shared_path(port: u16) -> io::Result<PathBuf> {
     let user = rustix::process::geteuid().as_raw();
     let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|dir| dir.is_dir());
@@ -104,7 +102,7 @@ fn shared_path(port: u16) -> io::Result<PathBuf> {
     }
     let meta = dir.symlink_metadata()?;
     if !meta.is_dir() || meta.uid() != user || meta.mode() & 0o077 != 0 {
-        let text = format!("{} is not a directory of this user's alone: remove it", dir.display());
+        let text = format!("{} is not a directory that only this user can access: remove it", dir.display());
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, text));
     }
     Ok(dir.join(format!("rendezvous-{port}")))
@@ -115,7 +113,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn white_space_does_not_count_and_short_tokens_are_refused() {
+    fn trims_tokens_and_refuses_short_ones() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let written = |text: &str| {
             fs::write(file.path(), text).unwrap();
@@ -127,8 +125,8 @@ mod tests {
         for (text, part) in
             [("", "holds 0 bytes"), ("short\n", "holds 5 bytes"), ("               \n", "holds 0 bytes")]
         {
-            let told = written(text).unwrap_err().to_string();
-            assert!(told.contains(part) && told.contains("/dev/urandom"), "{told}");
+            let message = written(text).unwrap_err().to_string();
+            assert!(message.contains(part) && message.contains("/dev/urandom"), "{message}");
         }
         for path in ["/", "/no/such/file", "/dev/zero"] {
             assert_eq!(read(Path::new(path)).map(|_| ()).unwrap_err().exit_code(), 2);
@@ -136,16 +134,16 @@ mod tests {
     }
 
     #[test]
-    fn a_token_of_this_host_is_found_by_its_port_until_it_goes() {
-        let (token, file) = make_for(1).unwrap();
-        assert_eq!(token, shared_at(1).unwrap());
-        assert!(shared_at(2).is_err());
-        // That of a launcher which was killed goes when the next one comes; that of one which lives stays.
+    fn a_shared_token_lives_as_long_as_its_file() {
+        let (token, file) = create_shared(1).unwrap();
+        assert_eq!(token, read_shared(1).unwrap());
+        assert!(read_shared(2).is_err());
+        // A new launcher removes a killed launcher's file, and keeps a live launcher's file.
         let stale = shared_path(3).unwrap();
         fs::write(&stale, "left").unwrap();
-        let (_, other) = make_for(4).unwrap();
-        assert!(!stale.exists() && shared_at(1).is_ok());
+        let (_, other) = create_shared(4).unwrap();
+        assert!(!stale.exists() && read_shared(1).is_ok());
         drop((file, other));
-        assert!(shared_at(1).is_err());
+        assert!(read_shared(1).is_err());
     }
 }

@@ -1,59 +1,58 @@
-//! How a launch ended, and how to say it.
+//! How a launch ended, and its summary.
 
 use std::{fmt, path::PathBuf, time::Duration};
 
 use signal_hook::consts::SIGTERM;
 
 use crate::report::{
-    end::{End, Request, name_of},
-    failure::{Failure, RankReport, Setback},
-    whereabouts::{Whereabouts, lines},
+    rank::{ExitStatus, FailedAttempt, Failure, RankReport, StopRequest, name_of},
+    rank_snapshot::{RankSnapshot, describe},
 };
 
 /// Why a launch ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Cause {
-    /// Every rank ended with exit code 0.
+    /// Every rank exited with code 0.
     Succeeded,
-    /// This went wrong.
+    /// A failure ended the launch.
     Failed(Failure),
     /// The launcher received this signal.
     Interrupted(i32),
 }
 
-/// How a launch ended. It prints as the summary for the user.
+/// How a launch ended. It displays as the summary for the user.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Outcome {
-    /// Why.
+    /// Why the launch ended.
     pub cause: Cause,
-    /// Every rank of this host, in order; of the last attempt.
+    /// Reports of this host's ranks in the last attempt, in rank order.
     pub ranks: Vec<RankReport>,
-    /// How long the ranks had to end by themselves.
+    /// Time that ranks had between the request to end and SIGKILL.
     pub shutdown_timeout: Duration,
-    /// What went wrong in attempts before the last, in order; no more than the last few.
-    pub setbacks: Vec<Setback>,
-    /// How many restarts were used.
+    /// Failed attempts before the last, in order; only the latest few.
+    pub failed_attempts: Vec<FailedAttempt>,
+    /// Restarts used.
     pub restarts: u32,
-    /// How many were allowed.
+    /// Restarts allowed.
     pub max_restarts: u32,
-    /// The directory of the run's log files, if there are any.
+    /// Directory of the run's log files, if any.
     pub log_dir: Option<PathBuf>,
 }
 
 impl Outcome {
-    /// Every rank ended with exit code 0.
+    /// Returns whether every rank exited with code 0.
     pub fn succeeded(&self) -> bool {
         self.cause == Cause::Succeeded
     }
 
-    /// What the launcher should exit with: 0, what the first failed rank ended with, or 128 + the signal that the
-    /// launcher received.
+    /// Returns the launcher's exit code: 0, the code of the first failed rank, or 128 + the signal that the launcher
+    /// received.
     pub fn exit_code(&self) -> u8 {
         match &self.cause {
             Cause::Succeeded => 0,
             Cause::Failed(failure) => failure.exit_code(),
-            Cause::Interrupted(signal) => End::Signaled(*signal).exit_code(),
+            Cause::Interrupted(signal) => ExitStatus::Signaled(*signal).exit_code(),
         }
     }
 }
@@ -74,19 +73,19 @@ impl fmt::Display for Outcome {
                 if let Failure::Rank(report) = failure { Some(report.rank) } else { None }
             }
         };
-        let mut fates: Vec<(String, Vec<String>)> = Vec::new();
+        let mut outcomes: Vec<(String, Vec<String>)> = Vec::new();
         for report in self.ranks.iter().filter(|report| Some(report.rank) != first) {
-            let (fate, rank) = (self.fate(report), report.rank.to_string());
-            match fates.iter_mut().find(|(of_others, _)| *of_others == fate) {
+            let (ending, rank) = (self.ending(report), report.rank.to_string());
+            match outcomes.iter_mut().find(|(of_others, _)| *of_others == ending) {
                 Some((_, ranks)) => ranks.push(rank),
-                None => fates.push((fate, vec![rank])),
+                None => outcomes.push((ending, vec![rank])),
             }
         }
-        for (fate, ranks) in fates {
-            write!(f, "\n  {} {}: {fate}", if ranks.len() == 1 { "rank" } else { "ranks" }, ranks.join(", "))?;
+        for (ending, ranks) in outcomes {
+            write!(f, "\n  {} {}: {ending}", if ranks.len() == 1 { "rank" } else { "ranks" }, ranks.join(", "))?;
         }
         let failure = if let Cause::Failed(failure) = &self.cause { Some(failure) } else { None };
-        for line in stuck(&self.ranks, failure) {
+        for line in describe_hang(&self.ranks, failure) {
             write!(f, "\n  {line}")?;
         }
         self.write_attempts(f)?;
@@ -94,17 +93,16 @@ impl fmt::Display for Outcome {
     }
 }
 
-/// Where all ranks of a host were, if one of them, or the one that failed on another host, hung or waited in vain; else
-/// nothing.
-pub(crate) fn stuck(ranks: &[RankReport], failure: Option<&Failure>) -> Vec<String> {
-    let all: Vec<(usize, &Whereabouts)> =
-        ranks.iter().filter_map(|report| Some((report.rank, report.whereabouts.as_deref()?))).collect();
+/// Describes the state of all ranks, if a rank hung or a collective timed out.
+pub(crate) fn describe_hang(ranks: &[RankReport], failure: Option<&Failure>) -> Vec<String> {
+    let all: Vec<(usize, &RankSnapshot)> =
+        ranks.iter().filter_map(|report| Some((report.rank, report.snapshot.as_deref()?))).collect();
     let elsewhere = if let Some(Failure::Rank(report)) = failure { Some(report) } else { None };
-    let is_stuck = ranks
+    let has_hung = ranks
         .iter()
         .chain(elsewhere)
-        .any(|report| report.silent_for.is_some() || report.whereabouts.as_ref().is_some_and(|at| at.has_timed_out()));
-    if is_stuck { lines(&all) } else { Vec::new() }
+        .any(|report| report.silent_for.is_some() || report.snapshot.as_ref().is_some_and(|at| at.has_timed_out()));
+    if has_hung { describe(&all) } else { Vec::new() }
 }
 
 impl Outcome {
@@ -113,25 +111,25 @@ impl Outcome {
             return Ok(());
         }
         write!(f, "\n  restarts used: {} of at most {}", self.restarts, self.max_restarts)?;
-        for Setback { attempt, failure } in &self.setbacks {
+        for FailedAttempt { attempt, failure } in &self.failed_attempts {
             write!(f, "\n  attempt {attempt}: {}", failure.to_string().replace('\n', "\n  "))?;
         }
         Ok(())
     }
 
-    fn fate(&self, report: &RankReport) -> String {
-        match (report.end, report.request) {
+    fn ending(&self, report: &RankReport) -> String {
+        match (report.exit_status, report.request) {
             (None, _) => "did not end even after SIGKILL".into(),
             (Some(end), None) if end.is_success() => "had succeeded".into(),
-            (Some(End::Exited(code)), None) => format!("failed too, with exit code {code}"),
+            (Some(ExitStatus::Exited(code)), None) => format!("failed too, with exit code {code}"),
             (Some(end), None) => format!("failed too, killed by {end}"),
-            (Some(End::Signaled(SIGTERM)), Some(Request::Terminate)) => "ended by SIGTERM".into(),
-            (Some(End::Exited(code)), Some(Request::Terminate)) => format!("asked to end, exit code {code}"),
-            (Some(end), Some(Request::Terminate)) => format!("asked to end, killed by {end}"),
-            (Some(_), Some(Request::Kill)) if report.whereabouts.as_ref().is_some_and(|at| at.is_stopped()) => {
+            (Some(ExitStatus::Signaled(SIGTERM)), Some(StopRequest::Terminate)) => "ended by SIGTERM".into(),
+            (Some(ExitStatus::Exited(code)), Some(StopRequest::Terminate)) => format!("asked to end, exit code {code}"),
+            (Some(end), Some(StopRequest::Terminate)) => format!("asked to end, killed by {end}"),
+            (Some(_), Some(StopRequest::Kill)) if report.snapshot.as_ref().is_some_and(|at| at.is_stopped()) => {
                 "killed by SIGKILL: it was stopped, and could not be asked to end".into()
             }
-            (Some(_), Some(Request::Kill)) => {
+            (Some(_), Some(StopRequest::Kill)) => {
                 format!("killed by SIGKILL, still running {:?} after it was asked to end", self.shutdown_timeout)
             }
         }
@@ -148,21 +146,21 @@ mod tests {
     use crate::LogEnd;
 
     #[test]
-    fn the_summary_tells_every_fate() {
+    fn the_summary_covers_every_rank() {
         let report = |rank, end, request| RankReport {
             rank,
             host: "h".into(),
             pid: 100,
-            end,
+            exit_status: end,
             ended_at: None,
             after: None,
             request,
             silent_for: None,
-            whereabouts: None,
+            snapshot: None,
             message: None,
             stderr: None,
         };
-        let mut first = report(1, Some(End::Signaled(11)), None);
+        let mut first = report(1, Some(ExitStatus::Signaled(11)), None);
         first.message = Some("out of\ndata".into());
         first.ended_at = Some(SystemTime::UNIX_EPOCH + Duration::from_secs(86_399));
         first.after = Some(Age(Duration::from_secs(4330)));
@@ -171,14 +169,14 @@ mod tests {
         let mut outcome = Outcome {
             cause: Cause::Failed(Failure::Rank(first.clone())),
             ranks: vec![
-                report(0, Some(End::Signaled(15)), Some(Request::Terminate)),
+                report(0, Some(ExitStatus::Signaled(15)), Some(StopRequest::Terminate)),
                 first,
-                report(2, Some(End::Exited(0)), None),
-                report(3, Some(End::Signaled(15)), Some(Request::Terminate)),
-                report(4, None, Some(Request::Kill)),
+                report(2, Some(ExitStatus::Exited(0)), None),
+                report(3, Some(ExitStatus::Signaled(15)), Some(StopRequest::Terminate)),
+                report(4, None, Some(StopRequest::Kill)),
             ],
             shutdown_timeout: Duration::from_secs(5),
-            setbacks: Vec::new(),
+            failed_attempts: Vec::new(),
             restarts: 0,
             max_restarts: 0,
             log_dir: None,
@@ -191,14 +189,14 @@ mod tests {
              start\n  logs/stderr.log ends with:\n    Traceback\n    ValueError\n  ranks 0, 3: ended by SIGTERM\n  \
              rank 2: had succeeded\n  rank 4: did not end even after SIGKILL"
         );
-        let failure = Failure::Rank(report(2, Some(End::Exited(7)), None));
-        outcome.setbacks = vec![Setback { attempt: 0, failure }];
+        let failure = Failure::Rank(report(2, Some(ExitStatus::Exited(7)), None));
+        outcome.failed_attempts = vec![FailedAttempt { attempt: 0, failure }];
         (outcome.restarts, outcome.max_restarts) = (1, 3);
-        let told =
+        let message =
             "\n  restarts used: 1 of at most 3\n  attempt 0: rank 2 (pid 100 on h) failed first, with exit code 7";
-        assert!(outcome.to_string().ends_with(told), "{outcome}");
+        assert!(outcome.to_string().ends_with(message), "{outcome}");
         outcome.cause = Cause::Succeeded;
-        assert_eq!(outcome.to_string(), format!("all ranks succeeded{told}"));
+        assert_eq!(outcome.to_string(), format!("all ranks succeeded{message}"));
         outcome.cause = Cause::Interrupted(2);
         assert_eq!(outcome.exit_code(), 130);
         assert!(outcome.to_string().starts_with("stopped by SIGINT\n"), "{outcome}");

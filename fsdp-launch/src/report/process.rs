@@ -1,25 +1,25 @@
-//! What the kernel says of a process.
+//! Process states, from `/proc`.
 
 use std::{fmt, fs};
 
 use serde::{Deserialize, Serialize};
 
-/// What a process does, as far as the kernel knows.
+/// State of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum ProcessState {
-    /// It computes, or waits for a core.
+    /// Running, or ready to run.
     Running,
-    /// It waits for something.
+    /// Waiting.
     Sleeping,
-    /// It waits for a device or a file system, and no signal reaches it.
+    /// In an uninterruptible wait: no signal reaches it.
     InKernel,
-    /// It was stopped, by SIGSTOP or its kin.
+    /// Stopped, for example by SIGSTOP.
     Stopped,
-    /// A debugger has stopped it.
+    /// Stopped by a debugger.
     Traced,
-    /// It has ended.
+    /// Ended.
     Ended,
 }
 
@@ -36,24 +36,24 @@ impl fmt::Display for ProcessState {
     }
 }
 
-/// A process at one moment.
+/// State of a process at one moment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct ProcessInfo {
-    /// Its id.
+    /// Process id.
     pub pid: u32,
-    /// When it was started, in the kernel's ticks: field 22 of `/proc/PID/stat`.
+    /// Start time in clock ticks: field 22 of `/proc/PID/stat`.
     pub started: u64,
-    /// What its main thread does.
+    /// State of the main thread.
     pub state: ProcessState,
-    /// Bytes of memory that it holds.
+    /// Resident memory in bytes.
     pub resident_bytes: u64,
-    /// The kernel's function that its main thread waits in, where that may be known.
+    /// Kernel function that the main thread waits in, if readable.
     pub wait_channel: Option<String>,
 }
 
 impl ProcessInfo {
-    /// A process that there is, or that its parent has not yet waited for.
+    /// Reads a process, which may be a zombie.
     pub(crate) fn of(pid: u32) -> Option<Self> {
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
         let channel = fs::read_to_string(format!("/proc/{pid}/wchan")).unwrap_or_default();
@@ -61,7 +61,7 @@ impl ProcessInfo {
     }
 
     fn parse(pid: u32, stat: &str, channel: &str) -> Option<Self> {
-        // The second field is the name in parentheses, which may hold anything.
+        // The second field is the name in parentheses, which may contain any character.
         let fields: Vec<&str> = stat.rsplit(')').next()?.split_whitespace().collect();
         let number = |field: usize| fields.get(field - 3)?.parse::<u64>().ok();
         let state = match *fields.first()? {
@@ -82,7 +82,7 @@ impl ProcessInfo {
         })
     }
 
-    /// The process with this id, if it is the one that was started then.
+    /// Returns the process if it has this start time and has not ended.
     pub(crate) fn started_at(pid: u32, started: u64) -> Option<Self> {
         Self::of(pid).filter(|process| process.started == started && process.state != ProcessState::Ended)
     }
@@ -98,7 +98,7 @@ impl fmt::Display for ProcessInfo {
     }
 }
 
-/// Whether somebody else has good reason to hold a process still: a debugger, or the kernel that writes its core dump.
+/// Returns whether a debugger, or the kernel during a core dump, holds the process.
 pub(crate) fn is_held(pid: u32) -> bool {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let of =
@@ -111,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn this_process_is_found() {
+    fn reads_this_process() {
         let us = ProcessInfo::of(std::process::id()).unwrap();
         assert!(us.resident_bytes > 100 << 10 && us.state != ProcessState::Ended, "{us:?}");
         assert!(ProcessInfo::started_at(us.pid, us.started).is_some());
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_may_hold_anything() {
+    fn parses_any_process_name() {
         let rest = "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 777 20 3";
         let parse = |stat: &str, channel| ProcessInfo::parse(7, stat, channel);
         let process = parse(&format!("7 (a) S (b) T {rest}"), "do_wait\n").unwrap();

@@ -1,4 +1,4 @@
-//! Watching the ranks: which one fails first, and how the others are ended.
+//! Supervises the ranks: finds the first failure, and ends the other ranks.
 
 use std::{
     cmp::Reverse,
@@ -11,220 +11,224 @@ use rustix::process::Pid;
 use signal_hook::consts::{SIGINT, SIGTERM};
 
 use crate::{
-    pmi::{self, Kind, Said, Trouble},
+    pmi::{self, PmiEvent, PmiFailure, PmiFailureKind},
     rank::{environment::Job, orphans, worker::Worker},
-    rendezvous::{News, ToAgent},
-    report::{
-        end::{End, Request},
-        error_file::recorded_at,
-    },
-    watch::{event::Event, watchdog::Watchdog},
+    rendezvous::{RendezvousEvent, ToAgent},
+    report::rank::{ExitStatus, StopRequest, recorded_at},
+    watch::{Event, watchdog::Watchdog},
 };
 
-/// How often to look for processes whose end the kernel tells someone else than us, while waiting for all to end.
+/// Polling interval during a shutdown, for processes whose parent is not this process.
 const TICK: Duration = Duration::from_millis(20);
 
-/// How long the others have to end by themselves once a rank has failed by an exit code: what one rank finds wrong (bad
-/// input, most often) the others find too, a little later, and each should be heard. A rank that died by a signal has
-/// nothing more to say and no peers that would.
-const HEARING: Duration = Duration::from_millis(300);
+/// Time for the other ranks to fail by themselves after a rank failed with an exit code. They often find the same
+/// error, such as bad input, a little later, and should report it. After a signal, there is no such time.
+const FAILURE_GRACE: Duration = Duration::from_millis(300);
 
-/// How long the kernel may take to end what was sent SIGKILL.
+/// Time for the kernel to end a process after SIGKILL.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Why the ranks ended.
+/// How an attempt ended on this host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Cause {
-    /// By themselves, with exit code 0.
+pub(crate) enum AttemptEnd {
+    /// Every rank exited with code 0.
     Succeeded,
-    /// This rank of the host failed, before the host's others.
+    /// This local rank failed first.
     RankFailed(usize),
     /// The launcher received this signal.
     Interrupted(i32),
-    /// The coordinator wanted it, or is gone.
+    /// The coordinator requested it, or is gone.
     Stopped,
 }
 
-/// What was seen until all had ended.
-pub(crate) struct Ended {
-    pub(crate) cause: Cause,
-    /// The signal that asked the launcher to end, even if that was not the cause.
+/// Result of the supervision.
+pub(crate) struct Supervised {
+    pub(crate) cause: AttemptEnd,
+    /// Signal that the launcher received, even if it was not the cause.
     pub(crate) interrupted: Option<i32>,
-    /// How many of the ranks' streams were printed to their end.
+    /// Number of streams that were printed to their end.
     pub(crate) streams: usize,
-    /// What was heard of other hosts.
-    pub(crate) news: Vec<News>,
+    /// Rendezvous events that were not handled.
+    pub(crate) rendezvous_events: Vec<RendezvousEvent>,
 }
 
-/// What others should hear at once.
-pub(crate) enum Sign<'a> {
-    /// This rank failed first, and the others are about to be ended.
+/// A notice for other hosts, sent at once.
+pub(crate) enum Notice<'a> {
+    /// This rank failed first. The others are about to be ended.
     Failed(&'a Worker),
-    /// The launcher received this signal, and the ranks are about to be ended.
+    /// The launcher received this signal. The ranks are about to be ended.
     Leaving(i32),
-    /// This rank of the world has ended with exit code 0.
+    /// This rank has exited with code 0.
     Done(usize),
-    /// Over PMI.
-    Pmi(Said),
+    /// An event of the PMI connections.
+    Pmi(PmiEvent),
 }
 
-/// Watches `workers` until nothing of them is left, and passes on what they say over PMI. What others should hear
-/// meanwhile goes to `tell`. Orphans that end meanwhile are reaped; `children` are none.
+/// Watches `workers` until all their processes are gone, and serves their PMI requests. Notices for other hosts go to
+/// `notify`. Orphans are reaped; `children` lists children that are not orphans.
 pub(crate) fn supervise(
     workers: &mut [Worker],
     job: &Job<'_>,
     pmi: &mut pmi::Server,
     events: &Receiver<Event>,
     children: &[Pid],
-    tell: &mut dyn FnMut(Sign<'_>),
-) -> Ended {
+    notify: &mut dyn FnMut(Notice<'_>),
+) -> Supervised {
     let grace = job.spec.shutdown_timeout;
     let mut watchdog = Watchdog::new(job.spec.heartbeat_timeout, workers.len(), Instant::now());
-    let mut shutdown = Shutdown { workers, grace, gentle: SIGTERM, sent: None, begin_at: None };
+    let mut shutdown = Shutdown { workers, grace, signal: SIGTERM, sent: None, begin_at: None };
     let mut cause = None;
-    let (mut streams, mut interrupted, mut is_told, mut news) = (0, None, false, Vec::new());
+    let (mut streams, mut interrupted, mut is_reported, mut rendezvous_events) = (0, None, false, Vec::new());
     loop {
         let (done, failed): (Vec<_>, Vec<_>) = shutdown.reap().into_iter().partition(|(_, end)| end.is_success());
         for rank in done.into_iter().map(|(rank, _)| job.rank(rank)) {
-            shutdown.tell_ended(rank, job);
-            tell(Sign::Done(rank));
+            shutdown.record_exit(rank, job);
+            notify(Notice::Done(rank));
         }
         match cause {
             None => {
-                if let Some(rank) = first_of(&failed, job) {
+                if let Some(rank) = first_failure(&failed, job) {
                     tracing::info!("rank {} failed: ending all ranks", job.rank(rank));
-                    cause = Some(Cause::RankFailed(rank));
-                    shutdown.note_whereabouts();
-                    shutdown.begin_at = Some(Instant::now() + HEARING);
+                    cause = Some(AttemptEnd::RankFailed(rank));
+                    shutdown.record_snapshot();
+                    shutdown.begin_at = Some(Instant::now() + FAILURE_GRACE);
                 } else if let Some((rank, silent)) = watchdog.look(shutdown.workers) {
                     tracing::info!("rank {} hangs: ending all ranks", job.rank(rank));
-                    cause = Some(Cause::RankFailed(rank));
-                    shutdown.note_whereabouts();
+                    cause = Some(AttemptEnd::RankFailed(rank));
+                    shutdown.record_snapshot();
                     shutdown.kill_hung(rank, silent);
                 }
             }
-            // What ended before it was asked to may be the cause, and be slower to end than its echo.
-            Some(Cause::RankFailed(first)) if shutdown.sent.is_none() => {
-                cause = Some(Cause::RankFailed(earlier_of(first, &failed, job)));
+            // A rank that failed before the request to end may be the cause, and end after its consequence.
+            Some(AttemptEnd::RankFailed(first)) if shutdown.sent.is_none() => {
+                cause = Some(AttemptEnd::RankFailed(earlier_failure(first, &failed, job)));
             }
             Some(_) => {}
         }
-        if failed.iter().any(|(_, end)| matches!(end, End::Signaled(_))) || shutdown.heard() {
+        if failed.iter().any(|(_, end)| matches!(end, ExitStatus::Signaled(_))) || shutdown.failure_grace_is_over() {
             shutdown.begin();
         }
-        if let (Some(Cause::RankFailed(first)), true, false) = (cause, shutdown.sent.is_some(), is_told) {
-            is_told = true;
-            shutdown.workers.get(first).into_iter().for_each(|worker| tell(Sign::Failed(worker)));
+        if let (Some(AttemptEnd::RankFailed(first)), true, false) = (cause, shutdown.sent.is_some(), is_reported) {
+            is_reported = true;
+            shutdown.workers.get(first).into_iter().for_each(|worker| notify(Notice::Failed(worker)));
         }
         if shutdown.workers.iter().all(Worker::is_gone) {
             break;
         }
-        if shutdown.workers.iter().all(|worker| worker.end.is_some()) {
-            // What the ranks left running ends with them.
+        if shutdown.workers.iter().all(|worker| worker.exit_status.is_some()) {
+            // End the processes that the ranks left running.
             shutdown.begin();
         }
         shutdown.workers.iter_mut().for_each(Worker::kill_if_stopped);
-        shutdown.ask_what_is_left();
+        shutdown.terminate_rest();
         match shutdown.wait(events, watchdog.period()) {
             Some(Event::ChildEnded) => orphans::reap(children),
             Some(Event::OutputEnded) => streams += 1,
             Some(Event::Interrupted(signal)) => {
                 if interrupted.replace(signal).is_none() {
-                    tell(Sign::Leaving(signal));
+                    notify(Notice::Leaving(signal));
                 }
-                // Only Ctrl-C is impatience: `timeout` and service managers send their signal twice as a matter of
-                // course.
+                // Only a second SIGINT kills: `timeout` and service managers send their signal twice.
                 if shutdown.sent.is_some() && signal == SIGINT {
-                    shutdown.send(Request::Kill);
+                    shutdown.send(StopRequest::Kill);
                 }
                 if shutdown.sent.is_none() {
-                    // As `torchrun` does: Python makes a `KeyboardInterrupt` of SIGINT. No rank inherits it as ignored:
-                    // what a process catches is back to the default in those that it starts.
-                    shutdown.gentle = signal;
+                    // As in `torchrun`: Python turns SIGINT into `KeyboardInterrupt`. Ranks do not inherit it as
+                    // ignored, because the launcher handles it.
+                    shutdown.signal = signal;
                 }
                 shutdown.begin();
-                cause.get_or_insert(Cause::Interrupted(signal));
+                cause.get_or_insert(AttemptEnd::Interrupted(signal));
             }
-            Some(Event::News(News::Said(ToAgent::RankDone { attempt, rank }))) if attempt == job.place.attempt => {
-                shutdown.tell_ended(rank, job);
+            Some(Event::Rendezvous(RendezvousEvent::Message(ToAgent::RankDone { attempt, rank })))
+                if attempt == job.assignment.attempt =>
+            {
+                shutdown.record_exit(rank, job);
             }
-            Some(Event::News(News::Said(ToAgent::PmiPut { attempt, entries }))) if attempt == job.place.attempt => {
-                pmi.hear_put(entries);
+            Some(Event::Rendezvous(RendezvousEvent::Message(ToAgent::PmiPut { attempt, entries })))
+                if attempt == job.assignment.attempt =>
+            {
+                pmi.add_remote(entries);
             }
-            Some(Event::News(News::Said(ToAgent::PmiGoOn { attempt }))) if attempt == job.place.attempt => pmi.go_on(),
-            Some(Event::Pmi { attempt, said }) if attempt == job.place.attempt => match said {
-                Said::Failed(trouble) => {
-                    let rank = trouble.local_rank;
+            Some(Event::Rendezvous(RendezvousEvent::Message(ToAgent::PmiBarrierDone { attempt })))
+                if attempt == job.assignment.attempt =>
+            {
+                pmi.release_barrier()
+            }
+            Some(Event::Pmi { attempt, event }) if attempt == job.assignment.attempt => match event {
+                PmiEvent::Failed(pmi_failure) => {
+                    let rank = pmi_failure.local_rank;
                     if cause.is_none() {
-                        tracing::info!("rank {}: {}: ending all ranks", job.rank(rank), trouble.text);
-                        cause = Some(Cause::RankFailed(rank));
-                        shutdown.note_whereabouts();
-                        match trouble.kind {
-                            Kind::Aborted(_) => shutdown.begin(),
-                            // It is about to end by itself, most often, with an exit code of its own.
-                            Kind::Broken | Kind::Gone => shutdown.begin_at = Some(Instant::now() + HEARING),
+                        tracing::info!("rank {}: {}: ending all ranks", job.rank(rank), pmi_failure.text);
+                        cause = Some(AttemptEnd::RankFailed(rank));
+                        shutdown.record_snapshot();
+                        match pmi_failure.kind {
+                            PmiFailureKind::Aborted(_) => shutdown.begin(),
+                            // The rank is about to end with an exit code of its own.
+                            PmiFailureKind::Protocol | PmiFailureKind::Disconnected => {
+                                shutdown.begin_at = Some(Instant::now() + FAILURE_GRACE)
+                            }
                         }
                     }
-                    if cause == Some(Cause::RankFailed(rank)) {
-                        shutdown.note_trouble(trouble);
+                    if cause == Some(AttemptEnd::RankFailed(rank)) {
+                        shutdown.record_pmi_failure(pmi_failure);
                     }
                 }
-                said => tell(Sign::Pmi(said)),
+                event => notify(Notice::Pmi(event)),
             },
             Some(Event::Pmi { .. }) => {}
-            Some(Event::News(heard)) => {
-                let means_stop = match &heard {
-                    News::Said(ToAgent::Stop { attempt, .. }) => *attempt == job.place.attempt,
-                    // It goes on without this host, or has ended.
-                    News::Said(ToAgent::Refused { .. } | ToAgent::End(_)) | News::Gone(_) => true,
-                    News::Said(_) | News::NotYet(_) | News::Unreachable(_) => false,
+            Some(Event::Rendezvous(event)) => {
+                let means_stop = match &event {
+                    RendezvousEvent::Message(ToAgent::Stop { attempt, .. }) => *attempt == job.assignment.attempt,
+                    // The run continues without this host, or is over.
+                    RendezvousEvent::Message(ToAgent::Refused { .. } | ToAgent::End(_)) | RendezvousEvent::Lost(_) => {
+                        true
+                    }
+                    RendezvousEvent::Message(_) | RendezvousEvent::Retrying(_) | RendezvousEvent::Failed(_) => false,
                 };
                 if means_stop {
                     shutdown.begin();
-                    cause.get_or_insert(Cause::Stopped);
+                    cause.get_or_insert(AttemptEnd::Stopped);
                 }
-                news.push(heard);
+                rendezvous_events.push(event);
             }
             None => {}
         }
         match shutdown.overdue() {
-            Some(Request::Terminate) => {
-                shutdown.send(Request::Kill);
-                tracing::warn!(
-                    "not all processes of the ranks ended within {grace:?} after they were asked to: killed them"
-                );
+            Some(StopRequest::Terminate) => {
+                shutdown.send(StopRequest::Kill);
+                tracing::warn!("killed processes that did not end within {grace:?} of the request");
             }
-            Some(Request::Kill) => break,
+            Some(StopRequest::Kill) => break,
             None => {}
         }
     }
-    // What a rank said right before its end may not have been heard.
-    if let Some(trouble) = pmi.finish() {
-        let said = Cause::RankFailed(trouble.local_rank);
-        if *cause.get_or_insert(said) == said {
-            shutdown.note_trouble(trouble);
+    // A rank's last messages may not have been handled.
+    if let Some(pmi_failure) = pmi.finish() {
+        let event = AttemptEnd::RankFailed(pmi_failure.local_rank);
+        if *cause.get_or_insert(event) == event {
+            shutdown.record_pmi_failure(pmi_failure);
         }
     }
-    Ended { cause: cause.unwrap_or(Cause::Succeeded), interrupted, streams, news }
+    Supervised { cause: cause.unwrap_or(AttemptEnd::Succeeded), interrupted, streams, rendezvous_events }
 }
 
 struct Shutdown<'a> {
     workers: &'a mut [Worker],
     grace: Duration,
-    /// The number of the signal that asks the ranks to end.
-    gentle: i32,
-    /// What was sent to all groups, and when.
-    sent: Option<(Request, Instant)>,
-    /// When to ask all to end.
+    /// Signal that asks the ranks to end.
+    signal: i32,
+    /// Last request to all groups, and its time.
+    sent: Option<(StopRequest, Instant)>,
+    /// When to ask all ranks to end.
     begin_at: Option<Instant>,
 }
 
 impl Shutdown<'_> {
-    /// Notes which ranks have ended, and returns them.
-    fn reap(&mut self) -> Vec<(usize, End)> {
+    /// Reaps the ranks that have ended, and returns them.
+    fn reap(&mut self) -> Vec<(usize, ExitStatus)> {
         let mut ended = Vec::new();
-        // Once more after each find: a rank that was passed over alive may have failed before one that was found dead
-        // behind it.
+        // Scan again after each find: a rank seen alive may have failed before a later one that was seen dead.
         loop {
             let mut found = false;
             for worker in self.workers.iter_mut() {
@@ -232,7 +236,7 @@ impl Shutdown<'_> {
                     continue;
                 }
                 found = true;
-                ended.extend(worker.end.map(|end| (worker.local_rank, end)));
+                ended.extend(worker.exit_status.map(|end| (worker.local_rank, end)));
             }
             if !found {
                 return ended;
@@ -240,75 +244,71 @@ impl Shutdown<'_> {
         }
     }
 
-    /// Lets this host's ranks know that `rank` has ended with exit code 0: those that wait for it to join them do so in
-    /// vain.
-    fn tell_ended(&self, rank: usize, job: &Job<'_>) {
-        let place = job.place;
-        let (world_size, run_id, attempt) = (place.world_size, place.run_id.clone(), place.attempt);
+    /// Records the exit of `rank` for this host's ranks, which may wait for it to join.
+    fn record_exit(&self, rank: usize, job: &Job<'_>) {
+        let assignment = job.assignment;
+        let (world_size, run_id, attempt) = (assignment.world_size, assignment.run_id.clone(), assignment.attempt);
         let ended = RankEnv { rank, world_size, run_id, attempt, ..RankEnv::single() };
-        self.workers.iter().filter_map(|worker| worker.board.as_ref()).for_each(|board| board.record_exit(&ended));
+        self.workers.iter().filter_map(|worker| worker.status_page.as_ref()).for_each(|page| page.record_exit(&ended));
     }
 
-    /// The others have had their time to end by themselves.
-    fn heard(&self) -> bool {
+    /// Returns whether the time for other ranks to fail is over.
+    fn failure_grace_is_over(&self) -> bool {
         self.begin_at.is_some_and(|at| Instant::now() >= at)
     }
 
-    /// Notes where all ranks are: before they are ended, and not again.
-    fn note_whereabouts(&mut self) {
-        self.workers.iter_mut().for_each(Worker::note_whereabouts);
+    /// Records the state of all ranks, once.
+    fn record_snapshot(&mut self) {
+        self.workers.iter_mut().for_each(Worker::record_snapshot);
     }
 
-    /// Notes the first that a rank did wrong over PMI.
-    fn note_trouble(&mut self, trouble: Trouble) {
-        if let Some(worker) = self.workers.get_mut(trouble.local_rank) {
-            worker.trouble.get_or_insert(trouble);
+    /// Records a rank's first failure over PMI.
+    fn record_pmi_failure(&mut self, pmi_failure: PmiFailure) {
+        if let Some(worker) = self.workers.get_mut(pmi_failure.local_rank) {
+            worker.pmi_failure.get_or_insert(pmi_failure);
         }
     }
 
-    /// Kills a rank that hangs, which hears nothing gentle, and asks the others to end: it has nothing to say that they
-    /// could find too.
+    /// Kills a hung rank, which would not handle SIGTERM, and asks the others to end at once.
     fn kill_hung(&mut self, rank: usize, silent: Duration) {
         if let Some(worker) = self.workers.get_mut(rank) {
             worker.silent_for = Some(silent);
-            worker.send(Request::Kill, self.gentle);
+            worker.send(StopRequest::Kill, self.signal);
         }
         self.begin();
     }
 
-    /// Asks all ranks to end, unless that was done.
+    /// Asks all ranks to end, once.
     fn begin(&mut self) {
         if self.sent.is_none() {
-            self.note_whereabouts();
-            self.send(Request::Terminate);
+            self.record_snapshot();
+            self.send(StopRequest::Terminate);
         }
     }
 
-    /// Asks what ranks that have ended left running by SIGTERM: the jobs in the background of a shell ignore the SIGINT
-    /// and SIGQUIT that the rank was asked by.
-    fn ask_what_is_left(&mut self) {
-        if self.gentle != SIGTERM && self.sent.is_some_and(|(sent, _)| sent == Request::Terminate) {
-            self.workers.iter_mut().filter(|worker| worker.end.is_some()).for_each(Worker::ask_what_is_left);
+    /// Sends SIGTERM to processes that ended ranks left running: background jobs of a shell ignore SIGINT and SIGQUIT.
+    fn terminate_rest(&mut self) {
+        if self.signal != SIGTERM && self.sent.is_some_and(|(sent, _)| sent == StopRequest::Terminate) {
+            self.workers.iter_mut().filter(|worker| worker.exit_status.is_some()).for_each(Worker::terminate_rest);
         }
     }
 
-    fn send(&mut self, request: Request) {
+    fn send(&mut self, request: StopRequest) {
         if self.sent.is_some_and(|(sent, _)| sent >= request) {
             return;
         }
         self.sent = Some((request, Instant::now()));
-        self.workers.iter_mut().for_each(|worker| worker.send(request, self.gentle));
+        self.workers.iter_mut().for_each(|worker| worker.send(request, self.signal));
     }
 
-    /// What was sent last, if it has not had its effect in time.
-    fn overdue(&self) -> Option<Request> {
+    /// Returns the last request, if it had no effect in time.
+    fn overdue(&self) -> Option<StopRequest> {
         let (request, at) = self.sent?;
-        let limit = if request == Request::Kill { KILL_TIMEOUT } else { self.grace };
+        let limit = if request == StopRequest::Kill { KILL_TIMEOUT } else { self.grace };
         (at.elapsed() >= limit).then_some(request)
     }
 
-    /// The next event; none after a while when ranks were asked to end, or soon will be, or heartbeats are to be looked
-    /// at.
+    /// Returns the next event; `None` after a timeout.
     fn wait(&self, events: &Receiver<Event>, watch: Option<Duration>) -> Option<Event> {
         match (self.sent, self.begin_at) {
             (None, None) => match watch {
@@ -321,18 +321,18 @@ impl Shutdown<'_> {
     }
 }
 
-/// The one that failed first of ranks that were found ended at the same time: a signal strikes from outside while an
-/// error may be another rank's echo; then the one that recorded its error first, then the lowest.
-fn first_of(failed: &[(usize, End)], job: &Job<'_>) -> Option<usize> {
-    let order = |&&(rank, end): &&(usize, End)| {
+/// Returns the first failure among ranks that ended together: a rank killed by a signal, because an exit code may be a
+/// consequence; then the earliest recorded error; then the lowest rank.
+fn first_failure(failed: &[(usize, ExitStatus)], job: &Job<'_>) -> Option<usize> {
+    let order = |&&(rank, end): &&(usize, ExitStatus)| {
         let recorded: Option<SystemTime> = recorded_at(&job.error_file(rank));
-        (Reverse(matches!(end, End::Signaled(_))), recorded.is_none(), recorded, rank)
+        (Reverse(matches!(end, ExitStatus::Signaled(_))), recorded.is_none(), recorded, rank)
     };
     failed.iter().min_by_key(order).map(|&(rank, _)| rank)
 }
 
-/// `first`, unless one of those that failed after it had recorded its error before.
-fn earlier_of(first: usize, failed: &[(usize, End)], job: &Job<'_>) -> usize {
+/// Returns `first`, or a rank that recorded its error earlier.
+fn earlier_failure(first: usize, failed: &[(usize, ExitStatus)], job: &Job<'_>) -> usize {
     let recorded = |rank: usize| recorded_at(&job.error_file(rank));
     let Some(known) = recorded(first) else { return first };
     let earlier = failed.iter().filter_map(|&(rank, _)| Some((recorded(rank)?, rank))).min();
@@ -343,60 +343,60 @@ fn earlier_of(first: usize, failed: &[(usize, End)], job: &Job<'_>) -> usize {
 mod tests {
     use super::*;
 
-    /// What ends ranks that would go on, and what does not.
+    /// Events that end the ranks, and events that do not.
     #[test]
-    fn the_coordinators_last_words_end_the_ranks() {
+    fn final_messages_of_the_coordinator_end_the_ranks() {
         use std::process::Stdio;
         let dir = tempfile::tempdir().unwrap();
         let mut spec = crate::LaunchSpec::new("/bin/sleep", 1);
         spec.args = vec!["1000".into()];
-        let place = crate::rendezvous::Place::alone("r", 1, 1);
-        let job = Job { spec: &spec, place: &place, launch_id: "id", log_dir: None, error_dir: dir.path() };
-        let verdict = crate::rendezvous::Verdict { failure: None, setbacks: Vec::new(), restarts: 0 };
+        let assignment = crate::rendezvous::Assignment::single_node("r", 1, 1);
+        let job = Job { spec: &spec, assignment: &assignment, launch_id: "id", log_dir: None, error_dir: dir.path() };
+        let run_result = crate::rendezvous::RunResult { failure: None, failed_attempts: Vec::new(), restarts: 0 };
         let stop = |attempt| ToAgent::Stop { attempt, why: "x".into(), costs: false };
         let ends = [
-            News::Said(stop(0)),
-            News::Said(ToAgent::Refused { why: "x".into() }),
-            News::Said(ToAgent::End(Box::new(verdict))),
-            News::Gone("x".into()),
+            RendezvousEvent::Message(stop(0)),
+            RendezvousEvent::Message(ToAgent::Refused { why: "x".into() }),
+            RendezvousEvent::Message(ToAgent::End(Box::new(run_result))),
+            RendezvousEvent::Lost("x".into()),
         ];
         for last in ends {
             let (sender, events) = std::sync::mpsc::channel();
-            let mut pmi = pmi::Server::start(&place, 1, |_| {}).unwrap();
+            let mut pmi = pmi::Server::start(&assignment, 1, |_| {}).unwrap();
             let (worker, _) = Worker::start(&job, 0, &mut pmi, Stdio::null(), Stdio::null()).unwrap();
-            // Of another attempt, or no more than a sign of life.
-            for other in [News::Said(ToAgent::Ping), News::Said(stop(1)), last] {
-                sender.send(Event::News(other)).unwrap();
+            // Another attempt's event, and a keep-alive.
+            for other in [RendezvousEvent::Message(ToAgent::Ping), RendezvousEvent::Message(stop(1)), last] {
+                sender.send(Event::Rendezvous(other)).unwrap();
             }
             let ended = supervise(&mut [worker], &job, &mut pmi, &events, &[], &mut |_| {});
-            assert_eq!((ended.cause, ended.news.len()), (Cause::Stopped, 3));
+            assert_eq!((ended.cause, ended.rendezvous_events.len()), (AttemptEnd::Stopped, 3));
         }
     }
 
     #[test]
-    fn a_signal_then_the_earlier_record_then_the_lower_rank() {
+    fn the_first_failure_is_a_signal_or_the_earliest_record() {
         let dir = tempfile::tempdir().unwrap();
         let spec = crate::LaunchSpec::new("p", 4);
-        let place = crate::rendezvous::Place::alone("r", 4, 1);
-        let job = Job { spec: &spec, place: &place, launch_id: "id", log_dir: None, error_dir: dir.path() };
+        let assignment = crate::rendezvous::Assignment::single_node("r", 4, 1);
+        let job = Job { spec: &spec, assignment: &assignment, launch_id: "id", log_dir: None, error_dir: dir.path() };
         let record = |rank, second| {
             let file = std::fs::File::create(job.error_file(rank)).unwrap();
             file.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(second)).unwrap();
         };
-        let ended = |rank| (rank, End::Exited(1));
-        assert_eq!(first_of(&[], &job), None);
-        assert_eq!(first_of(&[ended(2), ended(1)], &job), Some(1));
+        let ended = |rank| (rank, ExitStatus::Exited(1));
+        assert_eq!(first_failure(&[], &job), None);
+        assert_eq!(first_failure(&[ended(2), ended(1)], &job), Some(1));
         record(2, 20);
-        assert_eq!(first_of(&[ended(1), ended(2)], &job), Some(2));
+        assert_eq!(first_failure(&[ended(1), ended(2)], &job), Some(2));
         record(3, 10);
-        assert_eq!(first_of(&[ended(1), ended(2), ended(3)], &job), Some(3));
-        assert_eq!(first_of(&[ended(1), ended(3), (0, End::Signaled(9))], &job), Some(0));
+        assert_eq!(first_failure(&[ended(1), ended(2), ended(3)], &job), Some(3));
+        assert_eq!(first_failure(&[ended(1), ended(3), (0, ExitStatus::Signaled(9))], &job), Some(0));
 
-        // Found ended later: only an earlier record counts, and none against a rank without one.
-        assert_eq!(earlier_of(2, &[], &job), 2);
-        assert_eq!(earlier_of(2, &[ended(0), ended(1)], &job), 2);
-        assert_eq!(earlier_of(2, &[ended(0), ended(3)], &job), 3);
-        assert_eq!(earlier_of(3, &[ended(2)], &job), 3);
-        assert_eq!(earlier_of(1, &[ended(3)], &job), 1);
+        // Later ends count only with an earlier record, and only if `first` has one.
+        assert_eq!(earlier_failure(2, &[], &job), 2);
+        assert_eq!(earlier_failure(2, &[ended(0), ended(1)], &job), 2);
+        assert_eq!(earlier_failure(2, &[ended(0), ended(3)], &job), 3);
+        assert_eq!(earlier_failure(3, &[ended(2)], &job), 3);
+        assert_eq!(earlier_failure(1, &[ended(3)], &job), 1);
     }
 }

@@ -1,4 +1,4 @@
-//! Finding ranks that hang: whose heartbeat had begun and has stopped.
+//! Finds hung ranks: ranks whose heartbeat has started and then stopped.
 
 use std::time::{Duration, Instant};
 
@@ -9,49 +9,50 @@ use crate::{
     report::process::{ProcessInfo, ProcessState, is_held},
 };
 
-/// How often to look.
+/// Interval of the checks.
 const PERIOD: Duration = Duration::from_secs(1);
-/// A look that comes so much too late says that the launcher itself did not run, and so perhaps nothing else.
+/// A check this late means that the launcher, and perhaps the whole host, did not run.
 const TOO_LATE: Duration = Duration::from_secs(1);
 
 /// Watches the heartbeats of an attempt's ranks.
 pub(crate) struct Watchdog {
-    /// How long a heart may stand still; `None`: for ever.
+    /// Maximum time without heartbeat; `None` means forever.
     timeout: Option<Duration>,
     last_look: Instant,
-    /// For each rank, since when silence counts: longer than this nobody is told to have been silent.
+    /// For each rank, the start of the time that counts as silence.
     counts_since: Vec<Instant>,
 }
 
 impl Watchdog {
-    /// For `ranks` ranks that start now; a timeout of zero means none.
+    /// Watches `ranks` ranks that start now. A timeout of zero disables the check.
     pub(crate) fn new(timeout: Duration, ranks: usize, now: Instant) -> Self {
         let timeout = Some(timeout).filter(|timeout| !timeout.is_zero());
         Watchdog { timeout, last_look: now, counts_since: vec![now; ranks] }
     }
 
-    /// When to look next, if at all.
+    /// Returns the time until the next check, if any.
     pub(crate) fn period(&self) -> Option<Duration> {
         self.timeout.map(|timeout| PERIOD.min(timeout / 4).max(Duration::from_millis(10)))
     }
 
-    /// The first of the ranks that hangs, by its place among `workers`, and how long it was silent.
+    /// Returns the first hung rank, as an index into `workers`, and its time without heartbeat.
     pub(crate) fn look(&mut self, workers: &[Worker]) -> Option<(usize, Duration)> {
-        let told = |worker: &Worker| Some(worker.board.as_ref().filter(|_| worker.end.is_none())?.snapshot());
+        let told =
+            |worker: &Worker| Some(worker.status_page.as_ref().filter(|_| worker.exit_status.is_none())?.snapshot());
         let beats: Vec<_> = workers.iter().map(told).collect();
         let some_beat = beats.iter().flatten().any(|told| told.beat.is_some());
         let silence = |(worker, told): (&Worker, &Option<Snapshot>)| {
             let told = told.as_ref()?;
             match told.beat {
                 Some(age) => Some((age.0, told.pid?, told.pid_started?)),
-                // It was stopped before its heart began to beat, as those of the others have.
+                // The rank was stopped before its first heartbeat.
                 None if some_beat => ProcessInfo::of(pid_of(worker.pid))
                     .filter(|process| process.state == ProcessState::Stopped)
                     .map(|process| (Duration::MAX, process.pid, process.started)),
                 None => None,
             }
         };
-        // A process that is gone is silent with reason: a rank that is a shell script goes on after it.
+        // If the process that wrote the heartbeat has ended, the rank, such as a shell script, may continue without it.
         let may_be_silent = |pid, started| ProcessInfo::started_at(pid, started).is_none() || is_held(pid);
         self.judge(Instant::now(), workers.iter().zip(&beats).map(silence), may_be_silent)
     }
@@ -91,8 +92,8 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
-    /// Looks once a second at a rank that has been silent since the start, until it is judged; after how many seconds,
-    /// of at most 100.
+    /// Checks once a second a rank that is silent from the start. Returns the second at which it counts as hung, up to
+    /// 100.
     fn judged_after(watchdog: &mut Watchdog, start: Instant, is_held: impl Fn(u32) -> bool) -> Option<u32> {
         (1..100).find(|&second| {
             let silent = Some((SECOND * second, 7, 7));
@@ -103,19 +104,19 @@ mod tests {
     }
 
     #[test]
-    fn silence_is_judged_unless_there_is_a_reason() {
+    fn a_silent_rank_hangs_unless_it_is_held() {
         let start = Instant::now();
         let watchdog = |seconds: u64| Watchdog::new(Duration::from_secs(seconds), 3, start);
         assert_eq!(judged_after(&mut watchdog(15), start, |_| false), Some(16));
         assert_eq!(judged_after(&mut watchdog(0), start, |_| false), None);
         assert_eq!((watchdog(0).period(), watchdog(15).period()), (None, Some(SECOND)));
-        // A debugger that lets go after 30 s: the rank has time to beat again.
+        // After a debugger's detach at 30 s, the rank has time for a heartbeat.
         assert_eq!(judged_after(&mut watchdog(15), start, |second| second < 30), Some(32));
         assert_eq!(judged_after(&mut watchdog(15), start, |_| true), None);
     }
 
     #[test]
-    fn time_in_which_the_launcher_did_not_run_is_forgiven() {
+    fn forgives_time_without_checks() {
         let start = Instant::now();
         let mut watchdog = Watchdog::new(15 * SECOND, 1, start);
         let mut judge = |second: u32| {

@@ -1,15 +1,15 @@
-//! Diffs as documents show them, and files with them applied.
+//! Diffs in documents, and their application to files.
 
 /// A block ` ```diff ` of a document: the file that its first line names, and the lines.
 #[derive(Clone, Debug)]
 pub struct Diff {
-    /// What follows `--- `.
+    /// The text after `--- `.
     pub file: String,
-    /// The lines below the two that name files, each with its mark: a space, `+`, `-` or `@`.
+    /// The lines after the two file names, each with its mark: a space, `+`, `-` or `@`.
     pub lines: Vec<String>,
 }
 
-/// The diffs of a document, in their order.
+/// Returns the diffs of a document in order.
 pub fn of_document(document: &str) -> Vec<Diff> {
     let blocks = document.split("\n```diff\n").skip(1).filter_map(|rest| rest.split("\n```").next());
     let diff = |block: &str| {
@@ -21,11 +21,11 @@ pub fn of_document(document: &str) -> Vec<Diff> {
 }
 
 impl Diff {
-    /// The file with the diff applied. A line that begins with `@` ends a hunk. The lines of a hunk that are there
-    /// already must stand in the file, one below the other, in one place only.
+    /// Applies the diff to a file. A line that begins with `@` ends a hunk. The existing lines of a hunk must match
+    /// consecutive lines of the file in exactly one place.
     ///
     /// # Errors
-    /// What was looked for, when it stands nowhere or in several places.
+    /// The expected lines, if they match no place or several places.
     pub fn apply(&self, text: &str) -> Result<String, String> {
         let mut lines: Vec<&str> = text.lines().collect();
         for hunk in self.lines.split(|line| line.starts_with('@')).filter(|hunk| !hunk.is_empty()) {

@@ -1,27 +1,27 @@
-//! candle-transformers' own model files, as Cargo has put them into its registry, each with the one line
-//! `use fsdp_candle::nn as candle_nn;`. The build script takes them from there; nothing of them is in this repository.
+//! The model files of candle-transformers from Cargo's registry, each with the line `use fsdp_candle::nn as
+//! candle_nn;`. The build script reads them there; this repository contains none of them.
 //!
-//! `models` are the changed files, `original` the same ones as they are, and `documented` those with the diffs of
+//! `models` has the changed files, `original` the unchanged ones, and `documented` those with the diffs of
 //! `docs/from-candle.md`.
 
 extern crate candle_core as candle;
 
 pub mod diff;
 
-/// A file, and what was made of it.
+/// A file before and after the change.
 #[derive(Debug)]
 pub struct File {
-    /// Its path in candle-transformers' `src`.
+    /// The path in candle-transformers' `src`.
     pub name: &'static str,
-    /// As it is there.
+    /// The original text.
     pub original: &'static str,
-    /// As the tests have it.
+    /// The text that the tests compile.
     pub changed: &'static str,
 }
 
-/// Where candle-transformers' source was looked for, when it is not there.
+/// The path where candle-transformers' source was expected, if it is missing.
 ///
-/// `cargo build` does not download what tests alone need: then there are no models here, and nobody who asks for them.
+/// `cargo build` does not download dependencies of tests only. Then this crate is empty.
 #[macro_export]
 macro_rules! source_is_there {
     () => {

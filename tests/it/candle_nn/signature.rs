@@ -1,5 +1,4 @@
-//! An item's signature as text that two crates can be compared by: without the names of arguments, and without the
-//! paths before names.
+//! Signatures as comparable text, without names of arguments and without path prefixes.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,7 +10,7 @@ use syn::{
 
 use super::source::{ModulePath, Tree};
 
-/// Leaves the last name of each path.
+/// Shortens each path to its last name.
 struct Shorten;
 
 impl VisitMut for Shorten {
@@ -31,11 +30,11 @@ pub(super) fn text(tokens: impl ToTokens) -> String {
 fn of_type(ty: &Type) -> String {
     let mut ty = ty.clone();
     Shorten.visit_type_mut(&mut ty);
-    // With Candle's error, which `candle_core::Result` has by itself.
+    // `candle_core::Result` has this error type as its default.
     text(ty).replace(",Error>", ">")
 }
 
-/// The parameters with what they are bound by, wherever that stands.
+/// Returns the generic parameters with their bounds.
 fn of_generics(generics: &Generics) -> String {
     let mut generics = generics.clone();
     Shorten.visit_generics_mut(&mut generics);
@@ -84,7 +83,7 @@ fn of_signature(signature: &Signature) -> String {
     format!("{unsafety}fn{}({}) -> {output}", of_generics(&signature.generics), arguments.join(", "))
 }
 
-/// What an item is to its users: a line for itself, and one for each public field, variant, method and trait.
+/// Returns an item's signature and those of its public fields, variants, methods and traits.
 pub(super) fn of_item(tree: &Tree, module: &ModulePath, name: &str, kind: &str) -> BTreeMap<String, String> {
     let mut lines = BTreeMap::new();
     for item in &tree.modules[module].items {

@@ -1,4 +1,4 @@
-//! A library's source as a tree of modules, and what its public paths lead to.
+//! A library's source as a tree of modules, and the targets of its public paths.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
@@ -8,18 +8,18 @@ use syn::{Attribute, Item, UseTree, Visibility};
 /// A module's path from the root.
 pub(super) type ModulePath = Vec<String>;
 
-/// What a path leads to.
+/// The target of a path.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Target {
-    /// An item of a tree: the tree's name, the module, the item's name and its kind.
+    /// An item of a tree: tree name, module, item name and kind.
     Item(&'static str, ModulePath, String, &'static str),
     /// A module of a tree.
     Module(&'static str, ModulePath),
-    /// Something of another crate.
+    /// An item of another crate.
     Elsewhere(String),
 }
 
-/// The imports that are being followed: the tree, the module and the path.
+/// Imports that are being followed: tree, module and path.
 type Seen = BTreeSet<(&'static str, ModulePath, Vec<String>)>;
 
 /// A `use` of one name.
@@ -33,13 +33,13 @@ struct Import {
 pub(super) struct Module {
     pub(super) items: Vec<Item>,
     imports: Vec<Import>,
-    /// The modules in it, and whether they are public.
+    /// Submodules, and whether they are public.
     modules: BTreeMap<String, bool>,
 }
 
 pub(super) struct Tree {
     name: &'static str,
-    /// How the crate's own paths begin.
+    /// Prefix of the crate's own paths.
     root: &'static [&'static str],
     pub(super) modules: HashMap<ModulePath, Module>,
 }
@@ -74,7 +74,7 @@ impl Tree {
         self.modules.insert(path, module);
     }
 
-    /// Every public path, with what it leads to. `others` are trees that this one shows items of.
+    /// Returns every public path and its targets. `others` are trees whose items this one re-exports.
     pub(super) fn public(&self, others: &[&Tree]) -> BTreeMap<String, BTreeSet<Target>> {
         let mut found = BTreeMap::new();
         self.collect(&vec![], "", others, &mut found);
@@ -116,7 +116,7 @@ impl Tree {
         }
     }
 
-    /// What a path within a module leads to.
+    /// Returns the targets of a path within a module.
     fn resolve(&self, module: &ModulePath, path: &[String], others: &[&Tree], seen: &mut Seen) -> BTreeSet<Target> {
         if !seen.insert((self.name, module.clone(), path.to_vec())) {
             return BTreeSet::new();
@@ -167,7 +167,7 @@ impl Tree {
         targets
     }
 
-    /// What a name in a module stands for.
+    /// Returns the targets of a name in a module.
     fn lookup(&self, module: &ModulePath, name: &str, others: &[&Tree], seen: &mut Seen) -> BTreeSet<Target> {
         let here = &self.modules[module];
         let items = here.items.iter().filter_map(named).filter(|(own, _)| own == name);
@@ -181,7 +181,7 @@ impl Tree {
         }
         for import in here.imports.iter().filter(|import| import.binds == "*") {
             let path = &import.path[..import.path.len() - 1];
-            // What lies elsewhere is not known, and nothing of it is public here.
+            // Contents of other crates are unknown. None of them is public here.
             for target in self.resolve(module, path, others, seen) {
                 if matches!(target, Target::Module(..)) {
                     found.extend(self.follow(BTreeSet::from([target]), &[name.into()], others, seen));
@@ -216,7 +216,7 @@ fn attributes(item: &Item) -> &[Attribute] {
     }
 }
 
-/// Whether what has these attributes is built without features and outside tests.
+/// Returns whether an item with these attributes is built without features and outside tests.
 fn is_built(attributes: &[Attribute]) -> bool {
     let conditions = attributes.iter().filter(|attribute| attribute.path().is_ident("cfg"));
     conditions.map(super::signature::text).all(|condition| {
@@ -224,7 +224,7 @@ fn is_built(attributes: &[Attribute]) -> bool {
     })
 }
 
-/// A public item's name and kind.
+/// Returns a public item's name and kind.
 fn named(item: &Item) -> Option<(String, &'static str)> {
     let (visibility, name, kind) = match item {
         Item::Fn(it) => (&it.vis, &it.sig.ident, "fn"),

@@ -1,5 +1,5 @@
-//! The models, tiny, each with what its file asks of a program that trains it. Compiled twice: on the changed files
-//! (`super::models`), and on those as they are.
+//! Tiny configurations of the models, with the code that a training program needs for each. Compiled twice: with the
+//! changed files (`super::models`) and with the original ones.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
@@ -9,7 +9,7 @@ use super::models::{
     bert, deepseek2, distilbert, gemma, llama, mistral, mixtral, phi3, qwen2, qwen3, t5, vit, whisper,
 };
 
-/// A model of one file.
+/// The model of one file.
 pub(crate) trait Model: Sized {
     /// The file, in candle-transformers' `src/models`.
     const FILE: &'static str;
@@ -20,24 +20,24 @@ pub(crate) trait Model: Sized {
 
     fn load(vb: VarBuilder<'_>) -> Result<Self>;
 
-    /// Logits or features; the last dimension is what the loss chooses from.
+    /// Logits or features. The last dimension is the loss's classes.
     fn forward(&mut self, batch: &Batch) -> Result<Tensor>;
 }
 
-/// A model as all of them are trained: compiled once.
+/// All models as one type, so that the training code is compiled once.
 pub(crate) fn boxed<M: Model + 'static>(vb: VarBuilder<'static>) -> Result<Forward> {
     let mut model = M::load(vb)?;
     Ok(Box::new(move |batch| model.forward(batch)))
 }
 
-/// A configuration as `config.json` has it.
+/// Parses a configuration in the format of `config.json`.
 macro_rules! config {
     ($($json:tt)+) => {
         serde_json::from_value(serde_json::json!($($json)+)).expect("a configuration of the file's own")
     };
 }
 
-/// What decoders have in common.
+/// The fields of all decoders' configurations.
 macro_rules! decoder {
     ($($key:literal: $value:expr),* $(,)?) => {
         config!({
@@ -60,7 +60,7 @@ impl Model for Llama {
     }
 
     fn forward(&mut self, batch: &Batch) -> Result<Tensor> {
-        // The cache is the caller's: one that keeps nothing.
+        // The caller passes the cache: a disabled one.
         let mut cache = llama::Cache::new(false, DType::F32, &self.1, &Device::Cpu)?;
         self.0.forward(&batch.ids, 0, &mut cache)
     }
@@ -165,7 +165,7 @@ impl Model for Mixtral {
     }
 
     fn forward(&mut self, batch: &Batch) -> Result<Tensor> {
-        // Its cache can't be cleared: a clone shares the weights, and its cache goes with it.
+        // Its cache can't be cleared. A clone shares the weights but not the cache.
         self.0.clone().forward(&batch.ids, 0)
     }
 }
@@ -228,7 +228,7 @@ impl Model for DistilBert {
     }
 
     fn forward(&mut self, batch: &Batch) -> Result<Tensor> {
-        // Here a mask says what is left out.
+        // This mask marks the positions to leave out.
         let out = batch.there.eq(0u32)?.unsqueeze(1)?.unsqueeze(1)?;
         self.0.forward(&batch.ids, &out)
     }

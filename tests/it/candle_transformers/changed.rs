@@ -1,4 +1,4 @@
-//! The models on the changed files.
+//! The models of the changed files.
 
 use fsdp_tests_candle_transformers::models;
 

@@ -1,28 +1,28 @@
-//! What the models are trained on: the same rows however many ranks there are.
+//! Training data: the same rows at every world size.
 
 use candle_core::{Device, Result, Tensor};
 use candle_nn::VarBuilder;
 
 /// A model's forward.
 pub(crate) type Forward = Box<dyn FnMut(&Batch) -> Result<Tensor>>;
-/// How one is built.
+/// A model's builder.
 pub(crate) type Load = fn(VarBuilder<'static>) -> Result<Forward>;
 
 pub(crate) const VOCABULARY: usize = 32;
-/// The most positions.
+/// The maximum number of positions.
 pub(crate) const MOST: usize = 16;
 pub(crate) const PIXELS: usize = 8;
 pub(crate) const MELS: usize = 6;
 const ROWS: usize = 4;
 const TIME: usize = 7;
 
-/// Inputs of every kind of model, of some of the rows.
+/// Inputs for every kind of model, for some of the rows.
 pub(crate) struct Batch {
     /// Tokens.
     pub(crate) ids: Tensor,
-    /// Those that a decoder gets beside an encoder.
+    /// The tokens of an encoder-decoder's decoder.
     pub(crate) others: Tensor,
-    /// 1 where a token is there, and 0 where one is filled in, u32.
+    /// 1 for tokens and 0 for padding, u32.
     pub(crate) there: Tensor,
     pub(crate) images: Tensor,
     pub(crate) sounds: Tensor,
@@ -52,7 +52,7 @@ impl Batch {
         })
     }
 
-    /// What is to be chosen at each position of an output [.., classes], and the output as a matrix.
+    /// The target classes for an output [.., classes], and the output as a matrix.
     pub(crate) fn targets(&self, output: &Tensor) -> Result<(Tensor, Tensor)> {
         let output = output.flatten_to(output.rank() - 2)?;
         let (positions, classes) = output.dims2()?;

@@ -1,4 +1,4 @@
-//! The blocks of `docs/from-candle.md`, as they stand there.
+//! The code and the diffs of `docs/from-candle.md`.
 
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::VarBuilder;
@@ -6,20 +6,20 @@ use fsdp_candle::{
     AdamW, AdamWConfig, FsdpModule, FullyShard, GradcheckOptions, ShardedVarMap, UnitGradient, World, gradcheck, nn,
     shard,
 };
-use fsdp_test_support::workspace;
+use fsdp_test_support::{code_blocks, read_text, without_layout, workspace};
 use fsdp_tests_candle_transformers::diff;
 use fsdp_tests_candle_transformers::models::{mistral, qwen2};
 
 use super::data::VOCABULARY;
 use super::file;
 
-/// The files as the document's diffs make them.
+const DOCUMENT: &str = "docs/from-candle.md";
+
+/// The files after the document's diffs.
 mod my_models {
     pub(super) use fsdp_tests_candle_transformers::documented::llama;
 }
 
-// What stands between the marks is the document's, to the letter.
-// Block begins
 struct Qwen2 {
     base: qwen2::Model,
     head: nn::Linear,
@@ -36,9 +36,7 @@ impl Qwen2 {
         self.head.forward(&self.base.forward(ids, 0, None)?)
     }
 }
-// Block ends
 
-// Block begins
 use my_models::llama::{Cache, Config, Llama}; // the file, with its two lines
 
 fn train(config: &Config, data: Vec<Tensor>) -> anyhow::Result<Vec<f32>> {
@@ -59,9 +57,7 @@ fn train(config: &Config, data: Vec<Tensor>) -> anyhow::Result<Vec<f32>> {
     }
     Ok(losses)
 }
-// Block ends
 
-// Block begins
 fn check(model: &FsdpModule<mistral::Model>, ids: &Tensor, next: &Tensor) -> fsdp_candle::Result<Vec<UnitGradient>> {
     gradcheck(model, &GradcheckOptions::default(), |model| {
         let logits = model.clone().call_mut(|m| {
@@ -71,58 +67,35 @@ fn check(model: &FsdpModule<mistral::Model>, ids: &Tensor, next: &Tensor) -> fsd
         nn::cross_entropy(&logits.squeeze(1)?, next)
     })
 }
-// Block ends
 
-// Block begins
 fn forward(model: &mut FsdpModule<mistral::Model>, ids: &Tensor) -> Result<Tensor> {
     model.call_mut(|m| {
         m.clear_kv_cache();
         m.forward(ids, 0)
     })
 }
-// Block ends
 
-fn document() -> String {
-    std::fs::read_to_string(workspace().join("docs/from-candle.md")).unwrap()
-}
-
-/// The lines between two marks, without the room before them.
-fn between(text: &str, begin: &str, end: &str) -> Vec<Vec<String>> {
-    let mut blocks = vec![];
-    let mut open: Option<Vec<String>> = None;
-    for line in text.lines().map(str::trim) {
-        match &mut open {
-            None if line == begin => open = Some(vec![]),
-            None => {}
-            Some(_) if line == end => blocks.extend(open.take()),
-            Some(lines) if !line.is_empty() => lines.push(line.into()),
-            Some(_) => {}
-        }
+#[test]
+fn documented_code_is_this_code() {
+    let source = without_layout(include_str!("document.rs"));
+    let blocks = code_blocks(DOCUMENT, "rust");
+    assert_eq!(blocks.len(), 4);
+    for block in blocks {
+        assert!(source.contains(&without_layout(&block)), "not in this file:\n{block}");
     }
-    blocks
 }
 
+/// The first diff adds the line that every file needs.
 #[test]
-fn the_blocks_of_the_document_are_these() {
-    let blocks = between(&document(), "```rust", "```");
-    assert_eq!(blocks, between(include_str!("document.rs"), "// Block begins", "// Block ends"));
-    let others = document().lines().filter(|line| line.trim().starts_with("```") && line.trim() != "```").count();
-    let diffs = diff::of_document(&document());
-    // What the shell gets is in `tests/it/readme.rs`.
-    assert_eq!(others, blocks.len() + diffs.len() + between(&document(), "```sh", "```").len());
-}
-
-/// The first diff is the line that every file gets.
-#[test]
-fn the_diffs_of_the_document_fit_the_registrys_file() {
+fn documented_diffs_apply() {
     let llama = file("models/llama.rs");
-    let diffs = diff::of_document(&document());
+    let diffs = diff::of_document(&read_text(&workspace().join(DOCUMENT)));
     assert_eq!(diffs.len(), 2);
     assert!(diffs.iter().all(|diff| diff.file == format!("candle-transformers/src/{}", llama.name)));
     assert_eq!(diffs[0].apply(llama.original).unwrap(), llama.changed);
     let second = diffs[1].apply(llama.changed).unwrap();
     assert_eq!(second.lines().count(), llama.original.lines().count());
-    // A diff that fits nowhere, or in two places, is told from one that fits.
+    // A diff that matches no place or two places is an error.
     let twice = format!("{0}{0}", llama.original);
     for (text, diff) in [(second.as_str(), &diffs[1]), (twice.as_str(), &diffs[0])] {
         assert!(diff.apply(text).unwrap_err().contains("do not stand in one place"));
@@ -138,7 +111,7 @@ fn decoder<T: FromJson>() -> T {
     )
 }
 
-/// The files' configurations.
+/// The configurations of the files.
 trait FromJson {
     fn from_json(text: &str) -> Self;
 }
@@ -161,7 +134,7 @@ fn ids(time: usize) -> Tensor {
 }
 
 #[test]
-fn the_program_of_the_document_trains() {
+fn the_documented_program_trains() {
     let config = decoder::<my_models::llama::LlamaConfig>().into_config(false);
     let losses = train(&config, vec![ids(7); 20]).unwrap();
     assert!(losses[19] < losses[0], "{losses:?}");
@@ -176,7 +149,7 @@ fn on_one_rank<M>(build: impl FnOnce(VarBuilder<'static>) -> Result<M>) -> (Shar
 }
 
 #[test]
-fn a_head_of_ones_own_sees_all_positions() {
+fn an_own_head_sees_all_positions() {
     let (vars, mut model) = on_one_rank(|vb| Qwen2::new(&decoder(), vb));
     for _ in 0..2 {
         let logits = model.call_mut(|m| m.forward(&ids(7))).unwrap();
@@ -188,13 +161,13 @@ fn a_head_of_ones_own_sees_all_positions() {
 }
 
 #[test]
-fn a_cache_that_is_cleared_does_not_join_steps() {
+fn a_cleared_cache_separates_steps() {
     let (_vars, mut model) = on_one_rank(|vb| mistral::Model::new(&decoder(), vb));
     let logits = |model: &mut FsdpModule<mistral::Model>| {
         forward(model, &ids(7)).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap()
     };
     assert_eq!(logits(&mut model), logits(&mut model));
-    // Without, the second step's mask is of other positions than its keys.
+    // With the cache, the shapes of the second step's mask and keys differ.
     assert!(model.call_mut(|m| m.forward(&ids(7), 0)).is_err());
     let checked = check(&model, &ids(7), &ids(1).flatten_all().unwrap()).unwrap();
     assert_eq!(checked.len(), 4);

@@ -10,16 +10,16 @@ pub(crate) fn bytes(params: &[Arc<FsdpParam>]) -> usize {
     params.iter().map(|param| param.shape().elem_count() * param.compute_dtype().size_in_bytes()).sum()
 }
 
-/// Looks whenever a unit is gathered or its gradients are reduced.
+/// Measures at every gather and reduction of a unit.
 struct Watch {
     params: Vec<Arc<FsdpParam>>,
     most: Arc<Mutex<usize>>,
 }
 
-/// What `f` returns, and the most bytes of parameters that were gathered at once on this thread's rank.
+/// Returns the result of `f` and the largest number of parameter bytes gathered at once on this thread's rank.
 pub(crate) fn most_while<T>(vars: &ShardedVarMap, f: impl FnOnce() -> T) -> (T, usize) {
     let most = Arc::new(Mutex::new(0));
-    let out = tracing::subscriber::with_default(Watch { params: vars.params(), most: most.clone() }, f);
+    let out = fsdp_test_support::observed(Watch { params: vars.params(), most: most.clone() }, f);
     let most = *most.lock().unwrap();
     (out, most)
 }

@@ -1,5 +1,5 @@
-//! candle-transformers' own files, with the one line `use fsdp_candle::nn as candle_nn;`, train sharded as they do
-//! without sharding.
+//! The files of candle-transformers with the line `use fsdp_candle::nn as candle_nn;` train sharded as they do without
+//! sharding.
 
 mod changed;
 mod data;
@@ -18,18 +18,18 @@ use train::{Comparison, RANKS, STEPS, Sharding, plain, sharded, var_map, weights
 
 fsdp_tests_candle_transformers::source_is_there!();
 
-/// What mixtral.rs does itself: it reads the router's weights as numbers, where the graph ends.
+/// mixtral.rs itself reads the router's weights as numbers, which ends the graph.
 const ROUTER: &str = "block_sparse_moe.gate.weight";
 
 fn file(name: &str) -> &'static File {
     FILES.iter().find(|file| file.name == name).unwrap_or_else(|| panic!("{name} is not taken"))
 }
 
-/// How many times as far a sharded run may be from plain Candle as plain Candle is from itself when it takes the rows
-/// of each rank in turn. Both only round otherwise.
+/// The allowed difference of a sharded run from plain Candle, relative to that of plain Candle with the rows of each
+/// rank in turn. Both differ only by rounding.
 const FURTHER: f64 = 10.;
 
-/// How many lines of a file are others.
+/// The number of changed lines of a file.
 fn lines_changed(file: &File) -> usize {
     let (old, new): (Vec<&str>, Vec<&str>) = (file.original.lines().collect(), file.changed.lines().collect());
     let same = old.iter().zip(&new).take_while(|(old, new)| old == new).count();
@@ -38,7 +38,7 @@ fn lines_changed(file: &File) -> usize {
     old.len().max(new.len()) - tail
 }
 
-/// The files that are taken and that one imports.
+/// The imported files that are in the list.
 fn siblings(file: &File) -> impl Iterator<Item = &'static File> {
     let imports = file.original.lines().filter(|line| !line.trim_start().starts_with("//")).collect::<String>();
     FILES.iter().filter(move |other| {
@@ -47,7 +47,7 @@ fn siblings(file: &File) -> impl Iterator<Item = &'static File> {
     })
 }
 
-/// Lines changed in a file, and in those that it imports layers from.
+/// Changed lines of a file and of the files whose layers it imports.
 fn lines(name: &str) -> String {
     let file = file(name);
     let beside = siblings(file).filter(|other| other.name != file.name && lines_changed(other) > 0);
@@ -78,7 +78,7 @@ fn row(name: &str, found: &Comparison) -> String {
 const HEAD: &str = "| file | lines changed | units | loss, step 1 | step 20 | gradients apart | plain Candle's \
     | parameters, KiB | raw | gathered | bound |\n|---|---|---|---|---|---|---|---|---|---|---|\n";
 
-/// Whether a row of the document says what was found: losses and what gradients are apart differ by rounding.
+/// Whether a row of the document has the measured results, up to rounding.
 fn says(document: &str, found: &str) -> bool {
     let cells = |row: &str| row.split('|').map(|cell| cell.trim().to_owned()).collect::<Vec<_>>();
     let (document, found) = (cells(document), cells(found));
@@ -86,7 +86,7 @@ fn says(document: &str, found: &str) -> bool {
     document.len() == found.len()
         && (1..document.len()).all(|at| match at {
             4 | 5 => (number(&document[at]) - number(&found[at])).abs() < 2e-3,
-            // Another processor rounds otherwise.
+            // Other processors round differently.
             6 => number(&document[at]) < FURTHER * number(&document[at + 1]),
             7 => number(&document[at]) > 0.,
             _ => document[at] == found[at],
@@ -95,7 +95,7 @@ fn says(document: &str, found: &str) -> bool {
 
 macro_rules! models {
     ($($name:ident),*) => {
-        /// What training each changed file on two ranks comes to beside training it without sharding.
+        /// Trains each changed file on two ranks and compares with training without sharding.
         fn comparisons() -> Vec<(&'static str, Comparison)> {
             use changed::cases::{self, Model};
             vec![$({
@@ -107,7 +107,7 @@ macro_rules! models {
             }),*]
         }
 
-        /// Outputs of each changed file, and of the file as it is.
+        /// Compares the outputs of each changed file and the original.
         fn outputs() -> Vec<(&'static str, [Tensor; 2])> {
             vec![$({
                 let ours: Load = changed::cases::boxed::<changed::cases::$name>;
@@ -123,7 +123,7 @@ macro_rules! models {
 models!(Llama, Mistral, Qwen2, Qwen3, Gemma, Phi3, Mixtral, DeepSeek2, Bert, DistilBert, Vit, T5, Whisper);
 
 #[test]
-fn every_file_trains_on_two_ranks_as_on_one() {
+fn every_file_trains_as_on_one_rank() {
     let mut table = HEAD.to_owned();
     for (file, found) in comparisons() {
         let row = row(file, &found);
@@ -154,7 +154,7 @@ fn output(weights: &std::collections::BTreeMap<String, Tensor>, load: Load) -> T
 }
 
 #[test]
-fn the_changed_files_compute_what_the_files_compute() {
+fn changed_files_compute_the_same() {
     for (file, [ours, theirs]) in outputs() {
         let of = |tensor: Tensor| tensor.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
         let apart = of((ours - &theirs).unwrap()) / of(theirs);

@@ -1,4 +1,4 @@
-//! The models on the files as they are.
+//! The models of the original files.
 
 use fsdp_tests_candle_transformers::original::models;
 

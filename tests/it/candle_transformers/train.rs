@@ -1,4 +1,4 @@
-//! One model, trained without sharding and on two ranks.
+//! Trains one model without sharding and on two ranks.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -18,10 +18,10 @@ use super::gathered::{bytes, most_while};
 pub(crate) const RANKS: usize = 2;
 pub(crate) const STEPS: usize = 20;
 const RATE: f64 = 5e-3;
-/// A gradient that is less than this share of all gradients' norm counts as that.
+/// The smallest gradient norm to divide by, relative to the norm of all gradients.
 const LEAST: f64 = 3e-3;
 
-/// Values that leave nothing at zero, whatever a file asks for.
+/// Initial values without zeros, whatever initialization a file requests.
 struct Spread;
 
 impl Initializer for Spread {
@@ -42,7 +42,7 @@ fn vars_of(world: &World) -> ShardedVarMap {
     vars
 }
 
-/// The weights that every run begins with: the same at every world size.
+/// The initial weights of every run, at every world size.
 pub(crate) fn weights(load: Load) -> BTreeMap<String, Tensor> {
     let vars = vars_of(&World::single().unwrap());
     shard(&FullyShard::new(&vars), vars.builder(DType::F32), load).unwrap();
@@ -57,14 +57,14 @@ pub(crate) fn var_map(weights: &BTreeMap<String, Tensor>) -> VarMap {
     map
 }
 
-/// What a run without sharding leaves: its losses, and the gradients of its first step by name.
+/// The results of a run without sharding: its losses, and the gradients of its first step by name.
 pub(crate) struct Plain {
     losses: Vec<f64>,
     gradients: BTreeMap<String, Tensor>,
 }
 
 impl Plain {
-    /// The largest difference of a gradient and of a loss from those of another run.
+    /// The largest differences of gradients and losses from another run.
     pub(crate) fn apart(&self, other: &Plain) -> [f64; 2] {
         let squares = self.gradients.iter().map(|(name, gradient)| {
             let difference = (gradient - &other.gradients[name]).unwrap();
@@ -79,7 +79,7 @@ fn scalar(loss: &Tensor) -> f64 {
     f64::from(loss.to_scalar::<f32>().unwrap())
 }
 
-/// Trains in plain Candle, on so many parts of the batch in turn, whose gradients are averaged.
+/// Trains in plain Candle on this many parts of the batch in turn, and averages their gradients.
 pub(crate) fn plain(weights: &BTreeMap<String, Tensor>, load: Load, parts: usize) -> Plain {
     let map = var_map(weights);
     let mut forward = load(VarBuilder::from_varmap(&map, DType::F32, &Device::Cpu)).unwrap();
@@ -98,7 +98,7 @@ pub(crate) fn plain(weights: &BTreeMap<String, Tensor>, load: Load, parts: usize
         for (more, its_loss) in of_parts {
             loss += its_loss;
             for var in map.all_vars() {
-                // An expert that no token of a part chose has no gradient there.
+                // An expert without tokens of a part has no gradient from it.
                 let Some(grad) = more.get(&var) else { continue };
                 let sum = grads.get(&var).map_or_else(|| Ok(grad.clone()), |sum| sum + grad);
                 grads.insert(&var, sum.unwrap());
@@ -115,12 +115,11 @@ pub(crate) fn plain(weights: &BTreeMap<String, Tensor>, load: Load, parts: usize
     run
 }
 
-/// What a sharded run is like beside one without sharding.
+/// The comparison of a sharded run with one without sharding.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Comparison {
     pub(crate) units: usize,
-    /// Bytes of all parameters, of those that no layer of `nn` holds, the most that were gathered at once, and the
-    /// bound on that: the root and the two largest units.
+    /// Bytes of all parameters, of parameters outside layers of `nn`, the most that were gathered at once, and the limit: the root and the two largest units.
     pub(crate) bytes: usize,
     pub(crate) raw: usize,
     pub(crate) gathered: usize,
@@ -128,17 +127,18 @@ pub(crate) struct Comparison {
     pub(crate) losses: Vec<f64>,
     /// The largest difference of a step's loss.
     pub(crate) loss_apart: f64,
-    /// The largest difference of a gradient at the first step, as a share of its norm ([`LEAST`]).
+    /// The largest difference of a gradient in the first step, relative to its norm ([`LEAST`]).
     pub(crate) gradient_apart: f64,
-    /// The same two, of plain Candle from itself when it takes the rows of each rank in turn: what other sums round to.
+    /// The same differences between two runs of plain Candle, one of which takes the rows of each rank in turn: the
+    /// effect of rounding.
     pub(crate) plain_apart: [f64; 2],
     /// The parameters without a gradient.
     pub(crate) without: Vec<String>,
-    /// The units whose gradients are not those of the loss.
+    /// The units whose gradients are wrong.
     pub(crate) wrong: Vec<String>,
 }
 
-/// How a model is sharded.
+/// The sharding of a model.
 #[derive(Clone, Copy)]
 pub(crate) struct Sharding<'a> {
     /// The modules that are units.
@@ -151,7 +151,7 @@ pub(crate) struct Sharding<'a> {
 pub(crate) fn sharded(plain: &Plain, sharding: Sharding<'_>, load: Load) -> Comparison {
     let options = Options::default().with_timeout(Duration::from_secs(60));
     let all = local::run_with(RANKS, options, |group| rank(&World::of(group), plain, sharding, load));
-    // By name: the squares of the difference and of the gradient, over the ranks.
+    // By name: the squares of the difference and of the gradient, summed over ranks.
     let mut squares: BTreeMap<String, [f64; 2]> = BTreeMap::new();
     for (name, [difference, gradient]) in all.iter().flat_map(|(_, squares)| squares) {
         let sum = squares.entry(name.clone()).or_default();
@@ -162,9 +162,9 @@ pub(crate) fn sharded(plain: &Plain, sharding: Sharding<'_>, load: Load) -> Comp
     comparison
 }
 
-/// The largest difference of a gradient as a share of its norm, from the squares of both by name.
+/// The largest difference of a gradient relative to its norm, from the squares of both by name.
 fn largest_share(squares: &BTreeMap<String, [f64; 2]>) -> f64 {
-    // That of a key's bias is zero, but for rounding.
+    // The gradient of a key's bias is zero but for rounding.
     let least = LEAST * squares.values().map(|[_, gradient]| gradient).sum::<f64>().sqrt();
     let shares = squares.values().map(|[difference, gradient]| difference.sqrt() / gradient.sqrt().max(least));
     shares.fold(0., f64::max)
@@ -180,7 +180,7 @@ type Squares = Vec<(String, [f64; 2])>;
 fn rank(world: &World, plain: &Plain, sharding: Sharding<'_>, load: Load) -> (Comparison, Squares) {
     let vars = vars_of(world);
     let opts = FullyShard::new(&vars).units(sharding.units.iter().copied());
-    // `gradcheck` has the model by `&`.
+    // `gradcheck` passes the model as `&`.
     let model = shard(&opts, vars.builder(DType::F32), |vb| load(vb).map(RefCell::new)).unwrap();
     model.set_reduce_scatter_unused_params(sharding.experts, Recurse::Yes);
     let batch = Batch::of(world.rank(), world.size()).unwrap();
@@ -195,7 +195,7 @@ fn rank(world: &World, plain: &Plain, sharding: Sharding<'_>, load: Load) -> (Co
     let mut found = Comparison {
         units: sizes.len() + 1,
         bytes: bytes(&vars.params()),
-        raw: bytes(model.raw_parameters()),
+        raw: bytes(model.unmanaged_parameters()),
         bound: root + sizes.iter().take(2).sum::<usize>(),
         ..Comparison::default()
     };
@@ -226,7 +226,7 @@ fn rank(world: &World, plain: &Plain, sharding: Sharding<'_>, load: Load) -> (Co
     (found, squares)
 }
 
-/// The squares of this rank's part of what gradients are apart from those without sharding.
+/// The squared difference between this rank's part of the gradients and the gradients without sharding.
 fn apart(vars: &ShardedVarMap, grads: &candle_core::backprop::GradStore, plain: &Plain) -> Squares {
     let mut squares = vec![];
     for param in vars.trainable().iter().filter(|param| !param.region().is_empty()) {

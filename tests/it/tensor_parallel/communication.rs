@@ -1,4 +1,4 @@
-//! What a step communicates among the ranks of each dimension of the mesh, in calls and bytes, against the formula.
+//! Collectives of a step along each mesh dimension, in calls and bytes, follow the documented formula.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,7 +6,7 @@ use fsdp_test_support::trace::{Event, Trace};
 
 use super::{DP2_TP2, Mesh, REPLICATE2_TP2, SEQUENCE, SEQUENCES, TP4, train};
 
-// Of `llama_tp_tiny`.
+// The sizes of `llama_tp_tiny`.
 const TOKENS: u64 = 32;
 const WIDTH: u64 = 32;
 const INNER: u64 = 88;
@@ -15,7 +15,7 @@ const BLOCKS: u64 = 2;
 const F32: u64 = 4;
 const RANKS: u64 = 4;
 
-/// Which ranks take part in which kind of collective, and the bytes of all ranks' parts for each call, sorted.
+/// Ranks and kind of collectives, with the sorted bytes of each call over all ranks.
 type Calls = BTreeMap<(Vec<u64>, String), Vec<u64>>;
 
 /// A rank's place in the mesh.
@@ -24,13 +24,13 @@ struct Place {
     shard: u64,
     tensor: u64,
     sequence: bool,
-    /// Whether blocks run again in backward.
+    /// Whether blocks are recomputed in backward.
     again: bool,
     rank: u64,
 }
 
 impl Place {
-    /// The ranks that differ from this one in the coordinate which is `step` ranks wide and has `size` values.
+    /// Returns the ranks along a mesh dimension of `size` ranks that are `step` apart.
     fn along(&self, step: u64, size: u64) -> Vec<u64> {
         let first = self.rank - self.rank / step % size * step;
         (0..size).map(|i| first + i * step).collect()
@@ -40,7 +40,7 @@ impl Place {
         let &Place { replicate, shard, tensor, sequence, again, .. } = self;
         let mut calls = Calls::new();
         let mut add = |ranks: Vec<u64>, op: &str, count: u64, bytes: u64| {
-            // Alone, nothing is communicated.
+            // A group of one rank does not communicate.
             if ranks.len() > 1 {
                 calls.entry((ranks, op.into())).or_default().extend((0..count).map(|_| bytes));
             }
@@ -50,7 +50,7 @@ impl Place {
         let layers = || self.along(1, tensor);
         let world = || (0..RANKS).collect::<Vec<_>>();
 
-        // FSDP: units of what a rank computes with. The root stays between forward and backward.
+        // FSDP's units hold this rank's part of the layers. The root stays unsharded between forward and backward.
         let root = F32 * (2 * IDS * WIDTH / tensor + WIDTH);
         let block = F32 * ((4 * WIDTH * WIDTH + 3 * WIDTH * INNER) / tensor + 2 * WIDTH);
         add(shards(), "all_gather", 1, root);
@@ -60,17 +60,17 @@ impl Place {
         add(copies(), "all_reduce", 1, root / shard);
         add(copies(), "all_reduce", BLOCKS, block / shard);
 
-        // Layers: forward has the embedding and two for each block, backward the head and two for each block, and those
-        // of a block's forward where it runs again.
+        // Layers: forward has the embedding and two for each block, backward the head and two for each block.
+        // Recomputation repeats those of the blocks' forward.
         let of_layers = 2 * (2 * BLOCKS + 1) + if again { 2 * BLOCKS } else { 0 };
         let rows = SEQUENCES as u64 / (replicate * shard) * TOKENS;
         let activations = F32 * rows * WIDTH;
         if sequence {
-            // What is left scattered in one direction is gathered in the other, and the other way round.
+            // Backward gathers what forward scatters, and vice versa.
             for op in ["all_gather", "reduce_scatter"] {
                 add(layers(), op, of_layers, activations);
             }
-            // Norms' gradients are terms of a sum.
+            // Gradients of norms are partial sums.
             add(layers(), "all_reduce", 1, F32 * WIDTH / shard);
             add(layers(), "all_reduce", BLOCKS, F32 * 2 * WIDTH / shard);
         } else {
@@ -80,10 +80,10 @@ impl Place {
         add(layers(), "all_reduce", 1, F32 * rows);
         add(layers(), "all_reduce", 1, 2 * F32 * rows);
 
-        // The norm's squares: of what layers share out, and of what they don't, which is compared as well.
+        // Squares of the gradient norm: of parallel parameters, and of replicated ones, which are also compared.
         add(shards(), "all_reduce", 1, 16);
         add(layers(), "all_reduce", 1, 24);
-        // Loss and norm for the log, and peak memory.
+        // Loss and norm for the metrics, and peak memory.
         add(world(), "all_reduce", 1, 16);
         add(world(), "all_reduce", 1, 8);
         calls.values_mut().for_each(|bytes| bytes.sort_unstable());
@@ -91,7 +91,7 @@ impl Place {
     }
 }
 
-/// What rank `rank` communicated in step 3, given the ranks of each group.
+/// Returns the collectives of a rank in step 3. `members` are the ranks of each group.
 fn measured(events: &[Event], members: &BTreeMap<String, BTreeSet<u64>>, rank: u64) -> Calls {
     let mut calls = Calls::new();
     for event in Trace::step(events, rank, 3) {
@@ -108,13 +108,9 @@ fn measured(events: &[Event], members: &BTreeMap<String, BTreeSet<u64>>, rank: u
 fn as_the_formula_says(mesh: &Mesh, [replicate, shard, tensor]: [u64; 3], again: bool) {
     for sequence in [false, true] {
         let dir = tempfile::tempdir().unwrap();
-        let mut flags = vec!["--steps", "3", "--trace", "trace.json"];
-        if sequence {
-            flags.push(SEQUENCE);
-        }
-        if again {
-            flags.extend(["--activation-checkpoint", "full", "--checkpoint-keep", "linear"]);
-        }
+        let flag = if sequence { SEQUENCE } else { "" };
+        let keep = if again { "--activation-checkpoint full --checkpoint-keep linear" } else { "" };
+        let flags = format!("--steps 3 --trace trace.json {flag} {keep}");
         train("llama_tp_tiny", mesh, &flags, dir.path());
         let events = Trace::read(&dir.path().join("trace.json")).events();
         let mut members: BTreeMap<String, BTreeSet<u64>> = BTreeMap::new();
@@ -125,20 +121,20 @@ fn as_the_formula_says(mesh: &Mesh, [replicate, shard, tensor]: [u64; 3], again:
         }
         for rank in 0..RANKS {
             let want = Place { replicate, shard, tensor, sequence, again, rank }.formula();
-            assert_eq!(measured(&events, &members, rank), want, "{}, {flags:?}, rank {rank}", mesh.record);
+            assert_eq!(measured(&events, &members, rank), want, "{}, {flags}, rank {rank}", mesh.record);
         }
     }
 }
 
 #[test]
-fn calls_and_bytes_of_a_step_are_those_of_the_formula() {
+fn calls_and_bytes_follow_the_formula() {
     as_the_formula_says(&DP2_TP2, [1, 2, 2], false);
     as_the_formula_says(&TP4, [1, 1, 4], false);
     as_the_formula_says(&REPLICATE2_TP2, [2, 1, 2], false);
 }
 
-/// Products that are kept are not computed again, and their sums are all the same.
+/// Kept products are not recomputed, but their sums are communicated again.
 #[test]
-fn a_block_that_runs_again_communicates_again() {
+fn recomputed_blocks_communicate_again() {
     as_the_formula_says(&DP2_TP2, [1, 2, 2], true);
 }

@@ -1,31 +1,23 @@
-//! docs/tensor-parallel.md: its commands run as they stand there, and its program is the one below.
+//! The commands and the program of docs/tensor-parallel.md.
 
 use std::fs;
 
 use candle_core::{DType, Module, Tensor};
 use fsdp_candle::{FullyShard, World, fully_shard, nn};
 use fsdp_core::process_group::local;
-use fsdp_test_support::{program, run, workspace};
+use fsdp_test_support::{code_blocks, program, run, without_layout};
 
 use crate::sft;
 
-fn document() -> String {
-    fs::read_to_string(workspace().join("docs/tensor-parallel.md")).unwrap()
-}
-
-fn block(language: &str) -> String {
-    let document = document();
-    let (_, rest) = document.split_once(&format!("```{language}\n")).unwrap();
-    rest.split_once("```").unwrap().0.to_owned()
-}
+const DOCUMENT: &str = "docs/tensor-parallel.md";
 
 #[test]
-fn every_command_of_the_document_runs() {
+fn documented_commands_run() {
     let dir = tempfile::tempdir().unwrap();
     sft::prepare(dir.path());
     fs::rename(dir.path().join("model"), dir.path().join("DIR")).unwrap();
     fs::rename(dir.path().join("chats.jsonl"), dir.path().join("FILE")).unwrap();
-    let block = block("sh");
+    let block = code_blocks(DOCUMENT, "sh").remove(0);
     assert_eq!(block.lines().count(), 3);
     for line in block.lines() {
         let mut words = line.split_whitespace();
@@ -38,7 +30,7 @@ fn every_command_of_the_document_runs() {
     }
 }
 
-/// The document's program, between what makes it one.
+/// The document's program, with a model and an input.
 fn documented(world: &World) -> anyhow::Result<()> {
     use fsdp_candle::{
         ColwiseParallel, DataParallelMeshDims, ParallelPlan, RowwiseParallel, ShardedVarMap, parallelize,
@@ -51,7 +43,7 @@ fn documented(world: &World) -> anyhow::Result<()> {
         .module("blocks.*.up", ColwiseParallel::default())
         .module("blocks.*.down", RowwiseParallel::default());
     parallelize(&vars, &mesh.slice(&["tp"])?, &plan)?;
-    // From here on as without: fully_shard, the optimizer, clipping, checkpoints.
+    // The rest is the same as without tensor parallelism: fully_shard, the optimizer, clipping, checkpoints.
     let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| {
         let block = vb.pp("blocks.0");
         Ok((nn::linear(4, 6, block.pp("up"))?, nn::linear(6, 4, block.pp("down"))?))
@@ -66,10 +58,9 @@ fn documented(world: &World) -> anyhow::Result<()> {
 }
 
 #[test]
-fn the_program_of_the_document_runs() {
-    let source = fs::read_to_string(workspace().join("tests/it/tensor_parallel/documented.rs")).unwrap();
-    let squeezed = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
-    assert!(squeezed(&source).contains(&squeezed(&block("rust"))));
+fn the_documented_program_runs() {
+    let block = code_blocks(DOCUMENT, "rust").remove(0);
+    assert!(without_layout(include_str!("documented.rs")).contains(&without_layout(&block)));
     for outcome in local::run(4, |group| documented(&World::of(group)).map_err(|error| format!("{error:#}"))) {
         outcome.unwrap();
     }

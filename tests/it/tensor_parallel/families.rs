@@ -1,16 +1,18 @@
-//! Every family of decoders trains as on one rank, and so does what is not the plain run: evaluation, samples,
-//! examples of several lengths, other dtypes, checks of gradients.
+//! Tensor-parallel ranks train every decoder family as one rank does, with evaluation, samples, supervised examples, other
+//! dtypes and gradient checks.
 
 use std::fs;
 use std::path::Path;
 
 use fsdp_test_support::trajectory::Trajectory;
-use fsdp_test_support::{Run, golden, launch, tolerance};
+use fsdp_test_support::{Run, golden, json_lines, launch, read_text, tolerance};
 
 use super::{SEQUENCE, assert_near, train_on};
 use crate::sft;
 
-/// Odd numbers in the models of `tests/golden/make.py`, and even ones.
+/// Flags of two tensor-parallel ranks.
+const TWO: [&str; 2] = ["--tensor-parallel 2", "--tensor-parallel 2 --sequence-parallel"];
+/// Odd sizes in the models of `tests/golden/make.py`, and even sizes.
 const EVEN: [(&str, &str); 4] = [
     ("\"intermediate_size\": 43", "\"intermediate_size\": 44"),
     ("\"intermediate_size\": 19", "\"intermediate_size\": 20"),
@@ -18,17 +20,17 @@ const EVEN: [(&str, &str); 4] = [
     ("\"vocab_size\": 131", "\"vocab_size\": 132"),
 ];
 
-/// The configuration of a recorded model whose numbers two divides, in `dir/model`.
-fn even_model(name: &str, dir: &Path) {
-    let mut text = fs::read_to_string(golden(name).join("config.json")).unwrap();
-    for (odd, even) in EVEN {
-        text = text.replace(odd, even);
+/// Writes the configuration of a recorded model with some fields replaced to `dir/model`.
+fn divisible_model(name: &str, fields: &[(&str, &str)], dir: &Path) {
+    let mut text = read_text(&golden(name).join("config.json"));
+    for (from, to) in fields {
+        text = text.replace(from, to);
     }
     fs::create_dir(dir.join("model")).unwrap();
     fs::write(dir.join("model/config.json"), text).unwrap();
 }
 
-/// What a run prints of itself: the sample of its model.
+/// Returns the model's sample that a run prints.
 fn sample(run: &Run) -> &str {
     run.stdout.lines().find(|line| line.contains("sample: ")).unwrap()
 }
@@ -38,83 +40,73 @@ fn every_family_trains_as_on_one_rank() {
     for name in ["mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe"] {
         let name = format!("{name}_tiny");
         let dir = tempfile::tempdir().unwrap();
-        even_model(&name, dir.path());
-        let train = |ranks: usize, more: &[&str]| {
-            let common = ["--model", "model", "--steps", "5", "--seed", "3"];
-            train_on(ranks, &name, 1, &[&common[..], more].concat(), dir.path())
+        divisible_model(&name, &EVEN, dir.path());
+        let train = |ranks: usize, more: &str| {
+            train_on(ranks, &name, 1, &format!("--model model --steps 5 --seed 3 {more}"), dir.path())
         };
-        let (alone, run) = train(1, &[]);
-        let parallel = ["--tensor-parallel", "2"];
-        for more in [&parallel[..], &[&parallel[..], &[SEQUENCE, "--activation-checkpoint", "full"]].concat()] {
+        let (alone, run) = train(1, "");
+        for more in ["--tensor-parallel 2", "--tensor-parallel 2 --sequence-parallel --activation-checkpoint full"] {
             let (ours, of_two) = train(2, more);
-            assert_near(&ours, &alone, &format!("{name}, {}", more.join(" ")));
+            assert_near(&ours, &alone, &format!("{name}, {more}"));
             assert_eq!(sample(&of_two), sample(&run), "{name}");
         }
     }
 }
 
-/// Of 62 ids, whose sequence is padded to 65 where five share it out; sequences of training are shorter.
+/// A sample of 62 ids is padded to 65 for five ranks. Training sequences are shorter.
 #[test]
-fn samples_are_as_long_as_on_one_rank_whatever_divides_them() {
+fn samples_of_any_length_are_those_of_one_rank() {
     let dir = tempfile::tempdir().unwrap();
-    let mut text = fs::read_to_string(golden("llama_tp_tiny").join("config.json")).unwrap();
-    for (of_two, of_five) in [
+    let five = [
         ("\"intermediate_size\": 88", "\"intermediate_size\": 85"),
         ("\"num_attention_heads\": 4", "\"num_attention_heads\": 5"),
         ("\"num_key_value_heads\": 4", "\"num_key_value_heads\": 5"),
         ("\"vocab_size\": 132", "\"vocab_size\": 135"),
-    ] {
-        assert!(text.contains(of_two));
-        text = text.replace(of_two, of_five);
-    }
-    fs::create_dir(dir.path().join("model")).unwrap();
-    fs::write(dir.path().join("model/config.json"), text).unwrap();
-    let train = |ranks: usize, more: &[&str]| {
-        let common = ["--model", "model", "--steps", "2", "--seed", "3", "--seq-len", "40"];
-        train_on(ranks, "llama_tp_tiny", 1, &[&common[..], more].concat(), dir.path())
+    ];
+    divisible_model("llama_tp_tiny", &five, dir.path());
+    let train = |ranks: usize, more: &str| {
+        let flags = format!("--model model --steps 2 --seed 3 --seq-len 40 {more}");
+        train_on(ranks, "llama_tp_tiny", 1, &flags, dir.path())
     };
-    let (alone, run) = train(1, &[]);
-    let (ours, of_five) = train(5, &["--tensor-parallel", "5", SEQUENCE]);
+    let (alone, run) = train(1, "");
+    let (ours, of_five) = train(5, "--tensor-parallel 5 --sequence-parallel");
     assert_near(&ours, &alone, "five ranks");
     assert_eq!(sample(&of_five), sample(&run));
 }
 
 #[test]
-fn adapters_are_trained_as_on_one_rank() {
+fn adapters_train_as_on_one_rank() {
     for targets in ["q_proj,v_proj,down_proj", "all-linear"] {
         let dir = tempfile::tempdir().unwrap();
-        let train = |ranks: usize, more: &[&str]| {
-            let common = ["--lora-rank", "3", "--lora-targets", targets, "--steps", "8", "--lr", "1e-2"];
-            train_on(ranks, "llama_tp_tied_tiny", 1, &[&common[..], more].concat(), dir.path()).0
+        let train = |ranks: usize, more: &str| {
+            let flags = format!("--lora-rank 3 --lora-targets {targets} --steps 8 --lr 1e-2 {more}");
+            train_on(ranks, "llama_tp_tied_tiny", 1, &flags, dir.path()).0
         };
-        let alone = train(1, &[]);
-        for more in [&["--tensor-parallel", "2"][..], &["--tensor-parallel", "2", SEQUENCE]] {
-            assert_near(&train(2, more), &alone, &format!("{targets}, {}", more.join(" ")));
+        let alone = train(1, "");
+        for more in TWO {
+            assert_near(&train(2, more), &alone, &format!("{targets}, {more}"));
         }
     }
 }
 
-/// The losses of evaluations, and of how many tokens.
+/// Returns the losses and token counts of evaluations.
 fn evaluations(dir: &Path) -> Vec<(f64, u64)> {
-    let text = fs::read_to_string(dir.join("metrics.jsonl")).unwrap();
-    let records = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
-    let evaluations = records.filter(|record| record.get("eval_loss").is_some());
-    evaluations.map(|r| (r["eval_loss"].as_f64().unwrap(), r["eval_tokens"].as_u64().unwrap())).collect()
+    let records = json_lines(&dir.join("metrics.jsonl")).into_iter();
+    records.filter_map(|record| Some((record["eval_loss"].as_f64()?, record["eval_tokens"].as_u64()?))).collect()
 }
 
-/// Examples share sequences, the last of which are not there for each reader, and the answers before and after training
-/// are written token by token, however many these are.
+/// Examples share sequences, and not all readers have a last one. Samples before and after training are generated token
+/// by token.
 #[test]
-fn examples_are_learnt_measured_and_answered_as_on_one_rank() {
+fn examples_train_evaluate_and_sample_as_on_one_rank() {
     let dir = tempfile::tempdir().unwrap();
     sft::prepare(dir.path());
     let run = |ranks: usize, readers: usize, more: &str| {
         let flags = "--model model --sft chats.jsonl --eval others.jsonl --seq-len 96 --steps 6 --lr 3e-3 \
                      --lr-schedule constant --warmup-steps 0 --eval-every 3 --metrics metrics.jsonl";
-        let batch_size = format!("--batch-size {}", 6 / readers);
-        let args: Vec<&str> = [flags, &batch_size, more].iter().flat_map(|flags| flags.split_whitespace()).collect();
-        let run = launch(ranks, "train", &args, dir.path()).ok();
-        let steps = fs::read_to_string(dir.path().join("metrics.jsonl")).unwrap();
+        let flags = format!("{flags} --batch-size {} {more}", 6 / readers);
+        let run = fsdp_test_support::train(ranks, &flags, dir.path()).ok();
+        let steps = read_text(&dir.path().join("metrics.jsonl"));
         let steps: Vec<&str> = steps.lines().filter(|line| !line.contains("eval_loss")).collect();
         fs::write(dir.path().join("steps.jsonl"), steps.join("\n")).unwrap();
         let samples: Vec<String> =
@@ -139,49 +131,48 @@ fn examples_are_learnt_measured_and_answered_as_on_one_rank() {
 fn bench_steps_as_on_one_rank() {
     let model = golden("llama_tp_tiny").display().to_string();
     let dir = tempfile::tempdir().unwrap();
-    let last = |ranks: usize, more: &[&str]| {
+    let last = |ranks: usize, more: &str| {
         let args = ["step", "--model", &model, "--seq", "32", "--steps", "2", "--json"];
-        let stdout = launch(ranks, "bench", &[&args[..], more].concat(), dir.path()).ok().stdout;
+        let args: Vec<&str> = args.into_iter().chain(more.split_whitespace()).collect();
+        let stdout = launch(ranks, "bench", &args, dir.path()).ok().stdout;
         let report: serde_json::Value = serde_json::from_str(&stdout[stdout.find('{').unwrap()..]).unwrap();
         ["loss", "grad_norm"].map(|key| report[key].as_f64().unwrap())
     };
-    let alone = last(1, &[]);
-    for more in [&["--tensor-parallel", "2"][..], &["--tensor-parallel", "2", SEQUENCE]] {
+    let alone = last(1, "");
+    for more in TWO {
         let near = last(2, more).iter().zip(alone).all(|(found, want)| (found / want - 1.).abs() < 5e-6);
-        assert!(near, "{more:?}: {:?}, not {alone:?}", last(2, more));
+        assert!(near, "{more}: {:?}, not {alone:?}", last(2, more));
     }
 }
 
-/// Weights are random, so that both start from the same whatever the mesh.
 #[test]
-fn gradients_are_those_of_the_loss() {
-    for (name, more) in [("llama_tp_tied_tiny", &[][..]), ("llama_tp_tiny", &[SEQUENCE]), ("qwen3_tiny", &[SEQUENCE])] {
+fn gradients_pass_gradcheck() {
+    for (name, more) in [("llama_tp_tied_tiny", ""), ("llama_tp_tiny", SEQUENCE), ("qwen3_tiny", SEQUENCE)] {
         let dir = tempfile::tempdir().unwrap();
-        even_model(name, dir.path());
-        let flags = ["--model", "model", "--steps", "1", "--gradcheck", "--tensor-parallel", "2"];
-        let (_, run) = train_on(4, name, 2, &[&flags, more].concat(), dir.path());
+        divisible_model(name, &EVEN, dir.path());
+        let flags = format!("--model model --steps 1 --gradcheck --tensor-parallel 2 {more}");
+        let (_, run) = train_on(4, name, 2, &flags, dir.path());
         assert!(run.stderr.contains("gradcheck: the gradients of 3 units are right"), "{name}: {}", run.stderr);
     }
 }
 
 #[test]
-fn dtypes_and_8_bit_gathers_are_as_far_from_f32_as_without() {
+fn low_precision_is_as_far_from_f32_as_without() {
     let name = "llama_tp_tiny";
     let want = Trajectory::recorded(name, "run");
     for (flags, near) in [
-        (["--param-dtype", "bf16", "--reduce-dtype", "f32"], tolerance::BF16),
-        (["--param-dtype", "f16", "--reduce-dtype", "f16"], tolerance::F16),
-        (["--all-gather", "float8", "--param-dtype", "f32"], tolerance::FLOAT8),
+        ("--param-dtype bf16 --reduce-dtype f32", tolerance::BF16),
+        ("--param-dtype f16 --reduce-dtype f16", tolerance::F16),
+        ("--all-gather float8", tolerance::FLOAT8),
     ] {
-        let difference = |ranks, more: &[&str]| {
+        let difference = |ranks, more: &str| {
             let dir = tempfile::tempdir().unwrap();
-            let (ours, _) = train_on(ranks, name, ranks.min(2), &[&flags[..], more].concat(), dir.path());
+            let (ours, _) = train_on(ranks, name, ranks.min(2), &format!("{flags} {more}"), dir.path());
             ours.difference(&want)
         };
-        let (alone, parallel) = (difference(2, &[]), difference(4, &["--tensor-parallel", "2", SEQUENCE]));
-        assert!(parallel.loss < 3. * alone.loss + near.loss, "{flags:?}: {parallel:?}, {alone:?} without");
-        assert!(parallel.grad_norm < 3. * alone.grad_norm + near.grad_norm, "{flags:?}: {parallel:?}, {alone:?}");
-        // It was rounded at all.
-        assert!(parallel.grad_norm > alone.grad_norm / 10., "{flags:?}: {parallel:?}, {alone:?} without");
+        let (alone, parallel) = (difference(2, ""), difference(4, "--tensor-parallel 2 --sequence-parallel"));
+        assert!(parallel.loss < 3. * alone.loss + near.loss, "{flags}: {parallel:?}, {alone:?} without");
+        assert!(parallel.grad_norm < 3. * alone.grad_norm + near.grad_norm, "{flags}: {parallel:?}, {alone:?}");
+        assert!(parallel.grad_norm > alone.grad_norm / 10., "{flags}: {parallel:?}, {alone:?} without");
     }
 }

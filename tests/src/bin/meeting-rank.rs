@@ -1,5 +1,5 @@
-//! A rank of the tests of several hosts: it meets all others at `MASTER_ADDR:MASTER_PORT` and says whom it met; then it
-//! waits for a file to appear.
+//! A rank for tests with several hosts. It meets all others at `MASTER_ADDR:MASTER_PORT`, prints their ranks, and waits
+//! until a file exists.
 //!
 //! `meeting-rank FILE`
 
@@ -13,7 +13,7 @@ use std::{
 
 use fsdp_core::RankEnv;
 
-/// Far longer than a meeting takes.
+/// Much longer than the meeting takes.
 const LIMIT: Duration = Duration::from_secs(30);
 
 fn main() -> Result<()> {
@@ -37,7 +37,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Rank 0: hears everybody's rank and tells them all.
+/// Rank 0 receives every rank's number and sends the list to all.
 fn gather(env: &RankEnv) -> Result<String> {
     let listener = TcpListener::bind((env.master_addr.as_str(), env.master_port))?;
     let mut met = vec![(0, None)];

@@ -1,6 +1,6 @@
-//! Ways to shard and to step: combinations of `train`'s flags that all are the same training.
+//! Combinations of `train`'s flags that give the same training.
 
-/// A way to shard and to step, by the values of `train`'s flags.
+/// A combination, by the values of `train`'s flags.
 #[derive(Clone, Copy, Debug)]
 pub struct Combination {
     /// The number of ranks.
@@ -20,13 +20,13 @@ pub struct Combination {
 }
 
 impl Combination {
-    /// All of them, on two ranks and on four.
+    /// All combinations on two ranks and on four.
     pub fn all() -> Vec<Self> {
         let mut all = vec![];
         for ranks in [2, 4] {
             for replicate in ["1", "2"] {
                 for reshard in ["default", "always", "never", "2"] {
-                    // To fewer ranks means fewer than there are shards, and more than one.
+                    // Resharding to fewer ranks needs a number below that of shards and above one.
                     if reshard == "2" && (ranks, replicate) != (4, "1") {
                         continue;
                     }
@@ -44,7 +44,7 @@ impl Combination {
         all
     }
 
-    /// As `train` takes it: `--grad-sync` where there is something to accumulate.
+    /// The flags for `train`: `--grad-sync` only with accumulation.
     pub fn flags(&self) -> Vec<&'static str> {
         let mut flags = vec![
             "--replicate",
@@ -64,12 +64,12 @@ impl Combination {
         flags
     }
 
-    /// Sequences a rank and micro-batch.
+    /// Sequences for each rank and micro-batch.
     pub fn batch_size(&self) -> usize {
         if (self.ranks, self.accumulate) == (2, "1") { 2 } else { 1 }
     }
 
-    /// Sequences a step: four, which PyTorch recorded, or eight, for which one rank stands in, with nothing sharded.
+    /// Sequences of a step: four, as PyTorch recorded, or eight, whose reference is one unsharded rank.
     pub fn sequences(&self) -> usize {
         if (self.ranks, self.accumulate) == (4, "2") { 8 } else { 4 }
     }

@@ -1,4 +1,4 @@
-//! What a run has of the system while it goes on, and what of that is left behind it.
+//! Resources of the system that a run uses, and those that remain after its end.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -6,27 +6,26 @@ use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-/// The environment variable by which the processes of a run are told from all others.
+/// The environment variable that identifies the processes of a run.
 pub const MARK: &str = "FSDP_TEST_RUN";
 
-/// How long the system and the launcher's guard may take to clear away.
+/// The time that the system and the launcher's guard may take to clean up.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// A process of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Process {
-    /// Its id.
+    /// The process id.
     pub pid: i32,
-    /// Its parent.
+    /// The parent's process id.
     pub parent: i32,
-    /// `RANK`, of a rank.
+    /// `RANK`, if the process is a rank.
     pub rank: Option<usize>,
     /// Its command line, with spaces.
     pub command: String,
 }
 
-/// The processes whose environment says that they are of the run `mark`, but for those that have ended and that nobody
-/// has waited for.
+/// Returns the processes of the run `mark` by their environment, without zombies.
 pub fn processes(mark: &str) -> Vec<Process> {
     let mark = format!("{MARK}={mark}");
     let mut found = Vec::new();
@@ -50,25 +49,25 @@ pub fn processes(mark: &str) -> Vec<Process> {
     found
 }
 
-/// The entries of a directory that are numbers.
+/// Returns the entries of a directory that are numbers.
 fn numbered(dir: &str) -> Vec<i32> {
     let entries = fs::read_dir(dir).into_iter().flatten().flatten();
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
 }
 
-/// What processes of a run were seen to hold.
+/// The resources that the processes of a run have held.
 #[derive(Debug, Default)]
 pub struct Holdings {
-    /// The numbers of sockets.
+    /// The inodes of sockets.
     sockets: BTreeSet<u64>,
-    /// The numbers of the files behind shared memory without a name, and those names that the kernel shows.
+    /// The inodes of unnamed shared memory, and the names that the kernel shows.
     memory: BTreeMap<u64, String>,
     /// Files in `/dev/shm`.
     shm_files: BTreeSet<PathBuf>,
 }
 
 impl Holdings {
-    /// Adds what these processes hold now.
+    /// Adds the resources that these processes hold now.
     pub fn add(&mut self, processes: &[Process]) {
         for process in processes {
             for link in links(process.pid) {
@@ -88,12 +87,12 @@ impl Holdings {
         }
     }
 
-    /// How many sockets and how many segments of shared memory were seen.
+    /// The numbers of sockets and of segments of shared memory so far.
     pub fn seen(&self) -> (usize, usize) {
         (self.sockets.len(), self.memory.len() + self.shm_files.len())
     }
 
-    /// What of that there still is, in words.
+    /// Describes those resources that still exist.
     fn left(&self) -> Vec<String> {
         let mut left = Vec::new();
         // The columns of the inode number in the kernel's tables, and of the state or name.
@@ -116,14 +115,14 @@ impl Holdings {
     }
 }
 
-/// Where the descriptors of a process lead.
+/// Returns the targets of a process's descriptors.
 fn links(pid: i32) -> Vec<String> {
     let dir = format!("/proc/{pid}/fd");
     let fds = numbered(&dir).into_iter();
     fds.filter_map(|fd| Some(fs::read_link(format!("{dir}/{fd}")).ok()?.to_string_lossy().into_owned())).collect()
 }
 
-/// The files that a process has mapped: inode and path.
+/// Returns the files that a process has mapped: inode and path.
 fn mapped(pid: i32) -> Vec<(u64, String)> {
     let text = fs::read(format!("/proc/{pid}/maps")).unwrap_or_default();
     let text = String::from_utf8_lossy(&text);
@@ -134,10 +133,10 @@ fn mapped(pid: i32) -> Vec<(u64, String)> {
     text.lines().filter_map(file).collect()
 }
 
-/// Waits until nothing is left of the run `mark`, which had `held` and `temp` as its own directory for temporary files.
+/// Waits until nothing remains of the run `mark`, which held `held` and used `temp` for temporary files.
 ///
 /// # Errors
-/// What is left after a while.
+/// The resources that remain after the time limit.
 pub fn wait_until_gone(mark: &str, held: &Holdings, temp: &Path) -> Result<Duration, String> {
     let start = Instant::now();
     loop {

@@ -9,10 +9,15 @@ pub mod tolerance;
 pub mod trace;
 pub mod trajectory;
 
+use std::collections::BTreeMap;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
-use std::sync::OnceLock;
+use std::sync::{LazyLock, OnceLock};
 use std::time::{Duration, Instant};
+
+use tracing::subscriber::NoSubscriber;
+use trajectory::Trajectory;
 
 /// Returns the workspace's root directory.
 pub fn workspace() -> &'static Path {
@@ -22,6 +27,29 @@ pub fn workspace() -> &'static Path {
 /// Returns the directory of a model with recorded PyTorch FSDP2 runs, or a file beside it.
 pub fn golden(name: &str) -> PathBuf {
     workspace().join("tests/golden").join(name)
+}
+
+/// Returns the code blocks in `language` of a Markdown document, without indentation.
+///
+/// # Panics
+/// If the document cannot be read.
+pub fn code_blocks(document: &str, language: &str) -> Vec<String> {
+    let text = read_text(&workspace().join(document));
+    let lines: Vec<&str> = text.lines().map(str::trim_start).collect();
+    let open = format!("```{language}");
+    let blocks = lines.split(|line| **line == *open).skip(1);
+    blocks
+        .map(|rest| rest.iter().take_while(|line| **line != "```").map(|line| format!("{line}\n")).collect())
+        .collect()
+}
+
+/// Returns source code without the white space and the trailing commas by which rustfmt may change it.
+pub fn without_layout(source: &str) -> String {
+    let mut text: String = source.split_whitespace().collect();
+    for close in [")", "]", "}"] {
+        text = text.replace(&format!(",{close}"), close);
+    }
+    text
 }
 
 /// Returns the `train` flags that repeat a recorded run of 20 steps, except `--batch-size`.
@@ -46,6 +74,63 @@ pub fn golden_flags_of(name: &str, steps: usize) -> Vec<String> {
         flags.extend(["--mask-token", "131"].map(String::from));
     }
     flags
+}
+
+/// Copies a recorded model's configuration, weights and tokens into a new directory.
+///
+/// # Panics
+/// If a file cannot be copied.
+pub fn copy_golden(name: &str, to: &Path) {
+    let copied = fs::create_dir_all(to).and_then(|()| {
+        let own = golden(name).join("tokens.bin");
+        let tokens = if own.exists() { own } else { golden("tokens.bin") };
+        fs::copy(golden(name).join("config.json"), to.join("config.json"))?;
+        fs::copy(golden(name).join("model.safetensors"), to.join("model.safetensors"))?;
+        fs::copy(tokens, to.join("tokens.bin"))
+    });
+    assert!(copied.is_ok(), "{name} to {}: {copied:?}", to.display());
+}
+
+/// Returns the names in a directory, sorted; none if the directory is missing.
+pub fn file_names(dir: &Path) -> Vec<String> {
+    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
+    let mut names: Vec<String> = entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    names
+}
+
+/// Returns the names and contents of the files in a directory.
+pub fn files(dir: &Path) -> BTreeMap<String, Vec<u8>> {
+    let content = |name: &String| fs::read(dir.join(name)).unwrap_or_else(|error| panic!("{name}: {error}"));
+    file_names(dir).into_iter().map(|name| (name.clone(), content(&name))).collect()
+}
+
+/// Replaces text in a file.
+///
+/// # Panics
+/// If the text is not in the file, or the file cannot be read or written.
+pub fn edit_file(path: &Path, from: &str, to: &str) {
+    let text = read_text(path);
+    assert!(text.contains(from), "{from:?} is not in {}", path.display());
+    let written = fs::write(path, text.replace(from, to));
+    assert!(written.is_ok(), "{}: {written:?}", path.display());
+}
+
+/// Reads a text file.
+///
+/// # Panics
+/// If it cannot be read.
+pub fn read_text(path: &Path) -> String {
+    fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+/// Reads a file with a JSON value on each line, such as `train --metrics` writes.
+///
+/// # Panics
+/// If it cannot be read or a line is not JSON.
+pub fn json_lines(path: &Path) -> Vec<serde_json::Value> {
+    let parse = |line: &str| serde_json::from_str(line).unwrap_or_else(|error| panic!("{line}: {error}"));
+    read_text(path).lines().map(parse).collect()
 }
 
 /// Returns the path of one of the workspace's programs, built in release mode on the first call.
@@ -152,6 +237,81 @@ pub fn launch(ranks: usize, program_name: &str, args: &[&str], dir: &Path) -> Ru
     let mut command = Command::new(program("fsdp-launch"));
     command.arg(format!("--nproc-per-node={ranks}")).arg(program(program_name)).args(args).current_dir(dir);
     run(command, Duration::from_secs(120))
+}
+
+/// Runs a shell script as each of `ranks` ranks. `$0` is the path of `train`.
+///
+/// # Panics
+/// As [`launch`].
+pub fn launch_script(ranks: usize, script: &str, dir: &Path) -> Run {
+    let mut command = Command::new(program("fsdp-launch"));
+    command.arg(format!("--nproc-per-node={ranks}")).args(["/bin/sh", "-c", script]).arg(program("train"));
+    command.current_dir(dir);
+    run(command, Duration::from_secs(120))
+}
+
+/// Runs `train` on `ranks` ranks. Whitespace separates its flags.
+///
+/// # Panics
+/// As [`launch`].
+pub fn train(ranks: usize, flags: &str, dir: &Path) -> Run {
+    launch(ranks, "train", &flags.split_whitespace().collect::<Vec<_>>(), dir)
+}
+
+/// Appends `flags` to `--flag value` pairs. A flag in `flags` replaces its pair.
+pub fn merge_flags(defaults: &str, flags: &str) -> String {
+    let given: Vec<&str> = flags.split_whitespace().collect();
+    let words: Vec<&str> = defaults.split_whitespace().collect();
+    let kept = words.chunks(2).filter(|pair| !given.contains(&pair[0])).flatten();
+    kept.chain(&given).copied().collect::<Vec<_>>().join(" ")
+}
+
+/// Runs `train` as a recorded run did. Flags in `flags` replace the recorded ones.
+///
+/// The ranks share the recorded sequences of a step, and metrics are in `metrics.jsonl`, unless `flags` says otherwise.
+///
+/// # Panics
+/// As [`launch`].
+pub fn train_golden(name: &str, ranks: usize, flags: &str, dir: &Path) -> Run {
+    let sequences = if golden(name).join("tokens.bin").exists() { 4 } else { 6 };
+    let given: Vec<&str> = flags.split_whitespace().collect();
+    let mut defaults = golden_flags(name);
+    defaults.extend(["--batch-size".into(), (sequences / ranks).to_string()]);
+    defaults.extend(["--metrics", "metrics.jsonl"].map(String::from));
+    let is_replaced = |flag: &str| given.contains(&flag) || flag == "--data" && given.contains(&"--sft");
+    let kept = defaults.chunks(2).filter(|pair| !is_replaced(&pair[0])).flatten();
+    let args: Vec<&str> = kept.map(String::as_str).chain(given.iter().copied()).collect();
+    launch(ranks, "train", &args, dir)
+}
+
+/// Runs [`train_golden`] and returns its losses and gradient norms.
+///
+/// # Panics
+/// As [`launch`], or if the run fails.
+pub fn golden_trajectory(name: &str, ranks: usize, flags: &str, dir: &Path) -> Trajectory {
+    train_golden(name, ranks, flags, dir).ok();
+    Trajectory::of_metrics(&dir.join("metrics.jsonl"))
+}
+
+/// Converts a checkpoint to `fsdp` or `torch-dcp` files of three ranks, or to `hf`.
+///
+/// # Panics
+/// If the conversion fails.
+pub fn convert(from: &Path, to: &Path, format: &str, dir: &Path) {
+    let mut convert = Command::new(program("fsdp-ckpt"));
+    convert.arg("convert").args([from, to]).args(["--to", format]).current_dir(dir);
+    if format != "hf" {
+        convert.args(["--world-size", "3"]);
+    }
+    run(convert, Duration::from_secs(120)).ok();
+}
+
+/// Runs `f` with a `tracing` subscriber for this thread.
+pub fn observed<T>(subscriber: impl tracing::Subscriber + Send + Sync, f: impl FnOnce() -> T) -> T {
+    // While a process has only one subscriber, threads without it disable events for all threads.
+    static SECOND: LazyLock<tracing::Dispatch> = LazyLock::new(|| tracing::Dispatch::new(NoSubscriber::default()));
+    LazyLock::force(&SECOND);
+    tracing::subscriber::with_default(subscriber, f)
 }
 
 /// Runs a command to its end and captures its output.

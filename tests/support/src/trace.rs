@@ -1,27 +1,27 @@
-//! What `train --trace` wrote.
+//! Traces written by `train --trace`.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde_json::Value;
 
-/// Something that happened in one thread of one rank.
+/// An event in one thread of one rank.
 #[derive(Clone, Debug)]
 pub struct Event {
     /// The rank.
     pub rank: u64,
     /// The thread's name.
     pub thread: String,
-    /// `B` where it begins, `E` where it ends, `i` for a moment.
+    /// `B` for a begin, `E` for an end, `i` for an instant.
     pub phase: String,
-    /// What happened.
+    /// The event's name.
     pub name: String,
-    /// Of a collective: the group, and the bytes of all ranks' parts.
+    /// For a collective: the group, and the bytes of all ranks' parts.
     pub moved: Option<(String, u64)>,
 }
 
 impl Event {
-    /// Whether this is the beginning, the end or the moment (`B`, `E`, `i`) of `name`.
+    /// Whether this is the begin, the end or the instant (`B`, `E`, `i`) of `name`.
     pub fn is(&self, phase: &str, name: &str) -> bool {
         self.phase == phase && self.name == name
     }
@@ -31,10 +31,10 @@ impl Event {
 pub struct Trace(Vec<Value>);
 
 impl Trace {
-    /// Reads one.
+    /// Reads a trace.
     ///
     /// # Panics
-    /// When the file is no array of JSON objects.
+    /// If the file is not a JSON array of objects.
     pub fn read(file: &Path) -> Self {
         let text = match std::fs::read_to_string(file) {
             Ok(text) => text,
@@ -46,7 +46,7 @@ impl Trace {
         }
     }
 
-    /// The names that it gives to processes (`process_name`, by `pid`) or threads (`thread_name`, by `tid`).
+    /// The names of processes (`process_name`, by `pid`) or threads (`thread_name`, by `tid`).
     pub fn names(&self, what: &str, id: &str) -> BTreeMap<u64, String> {
         let named = self.0.iter().filter(|event| event["name"] == what);
         named
@@ -56,10 +56,10 @@ impl Trace {
             .collect()
     }
 
-    /// What happened, in order of time.
+    /// The events in order of time.
     ///
     /// # Panics
-    /// When an event has no time, or no thread that has a name.
+    /// If an event has no time, or no named thread.
     pub fn events(&self) -> Vec<Event> {
         let threads = self.names("thread_name", "tid");
         let mut timed: Vec<_> = self.0.iter().filter(|event| event["ph"] != "M").collect();
@@ -83,10 +83,10 @@ impl Trace {
             .collect()
     }
 
-    /// What happened on one rank in one training step, in order of time.
+    /// The events of one rank in one training step, in order of time.
     ///
     /// # Panics
-    /// When the trace has no such step.
+    /// If the trace does not have the step.
     pub fn step(events: &[Event], rank: u64, step: usize) -> Vec<&Event> {
         let name = format!("step {step}");
         let of_rank = events.iter().filter(|event| event.rank == rank);

@@ -1,4 +1,4 @@
-//! Losses and gradient norms of a run, step by step: ours from its metrics, PyTorch's from its record.
+//! Losses and gradient norms of a run by step: ours from its metrics, PyTorch's from its record.
 
 use std::fs;
 use std::path::Path;
@@ -10,11 +10,11 @@ use crate::golden;
 /// A step's number, the mean loss over all ranks' tokens, and the gradient norm before clipping.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Step {
-    /// The first is 1.
+    /// The step's number, from 1.
     pub number: u64,
     /// The mean loss.
     pub loss: f64,
-    /// The norm over all parameters; infinite where the step was skipped because gradients overflowed.
+    /// The norm of all gradients; infinite if the step was skipped because gradients overflowed.
     pub grad_norm: f64,
 }
 
@@ -25,47 +25,47 @@ pub struct Trajectory(pub Vec<Step>);
 /// The largest relative differences between two trajectories.
 #[derive(Clone, Copy, Debug)]
 pub struct Difference {
-    /// Of any loss.
+    /// The largest difference of a loss.
     pub loss: f64,
-    /// Of any gradient norm.
+    /// The largest difference of a gradient norm.
     pub grad_norm: f64,
 }
 
 impl Difference {
-    /// The larger of the two.
+    /// The larger of the two differences.
     pub fn max(self) -> f64 {
         self.loss.max(self.grad_norm)
     }
 
-    /// Whether losses and norms are nearer than these.
+    /// Whether both differences are smaller than these.
     pub fn is_within(self, near: Self) -> bool {
         self.loss < near.loss && self.grad_norm < near.grad_norm
     }
 }
 
 impl Trajectory {
-    /// What `train --metrics` wrote.
+    /// Reads metrics that `train --metrics` wrote.
     ///
     /// # Panics
-    /// When the file can't be read, or is something else.
+    /// If the file cannot be read or parsed.
     pub fn of_metrics(path: &Path) -> Self {
         read(path).lines().map(|line| step(&parse(line, path), path)).collect()
     }
 
-    /// What `tests/golden/record.py` wrote.
+    /// Reads a record that `tests/golden/record.py` wrote.
     ///
     /// # Panics
-    /// When the file can't be read, or is something else.
+    /// If the file cannot be read or parsed.
     pub fn of_record(path: &Path) -> Self {
         let record = parse(&read(path), path);
         let steps = record["trajectory"].as_array().unwrap_or_else(|| panic!("{}: no trajectory", path.display()));
         steps.iter().map(|value| step(value, path)).collect()
     }
 
-    /// The run `run` of the model `name` in `tests/golden`.
+    /// Reads the run `run` of the model `name` in `tests/golden`.
     ///
     /// # Panics
-    /// When it is not there.
+    /// If the run does not exist.
     pub fn recorded(name: &str, run: &str) -> Self {
         Trajectory::of_record(&golden(name).join(run).with_extension("json"))
     }
@@ -80,15 +80,15 @@ impl Trajectory {
         self.0.iter().filter(|step| step.grad_norm.is_infinite()).map(|step| step.number).collect()
     }
 
-    /// How far this one is from `other`: infinitely, where one of them has skipped a step that the other has taken.
+    /// The differences from `other`: infinite if one of them has skipped a step that the other has taken.
     ///
     /// # Panics
-    /// When they have not the same steps, or none.
+    /// If they are empty or their steps differ.
     pub fn difference(&self, other: &Self) -> Difference {
         let numbers = |of: &Self| of.0.iter().map(|step| step.number).collect::<Vec<_>>();
         assert_eq!(numbers(self), numbers(other));
         assert!(!self.0.is_empty(), "no steps");
-        // Infinite and infinite are the same.
+        // Two infinite values are equal.
         let relative = |a: f64, b: f64| if a == b { 0. } else { ((a - b) / b).abs() };
         let largest = |of: fn(&Step) -> f64| {
             let differences = self.0.iter().zip(&other.0).map(|(a, b)| relative(of(a), of(b)));

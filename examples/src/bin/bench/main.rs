@@ -1,32 +1,33 @@
-//! Measurements of the library, each printed as a table or, with `--json`, as one JSON object:
-//! `fsdp-launch --nproc-per-node 2 bench --help`.
-
+//! Benchmarks of the library, printed as tables or, with `--json`, as JSON: `fsdp-launch --nproc-per-node 2 bench
+//! --help`.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
+
+use std::fmt::Display;
+use std::io::Write;
+use std::process::ExitCode;
+
+use anyhow::Context;
+use clap::builder::RangedU64ValueParser;
+use clap::{Parser, Subcommand};
+use fsdp_candle::DeviceChoice;
+use fsdp_examples::console::Console;
+use fsdp_launch::{LaunchSpec, LinePrefix, launch};
 
 mod ckpt;
 mod collectives;
 mod communication;
-mod count;
 mod finite;
 mod memory;
 mod meter;
 mod plan;
-mod print;
-mod ranks;
 mod residual;
 mod step;
-
-use std::process::ExitCode;
-
-use clap::{Parser, Subcommand};
-use fsdp_examples::console::Console;
-use fsdp_examples::device::DeviceChoice;
 
 /// Measures candle-fsdp on this machine. Start it under fsdp-launch:
 ///
 ///     fsdp-launch --nproc-per-node 2 bench collectives
 ///
-/// `bench ckpt --world 2` starts its ranks by itself.
+/// `bench ckpt --world 2` and `bench plan` need no launcher.
 #[derive(Parser)]
 #[command(version, verbatim_doc_comment)]
 struct Cli {
@@ -36,18 +37,18 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum What {
-    /// How fast checkpoints are saved and loaded, and for how long an asynchronous save stops training.
+    /// Speed of saving and loading checkpoints, and the pause that an asynchronous save causes.
     Ckpt(ckpt::Args),
-    /// How long collectives take.
+    /// Time of collectives.
     Collectives(collectives::Args),
-    /// What it costs to know that all numbers are finite: in each step, and before a save.
+    /// Cost of the checks for NaN and infinity: in each step, and before a save.
     Finite(finite::Args),
-    /// What a training step keeps in memory on each rank, and what it needs on top for a moment.
+    /// Memory of a training step on each rank: between steps, and its peak.
     Memory(memory::Args),
-    /// What a training run would need and how fast it would be, by arithmetic: memory of a rank, time of a step,
-    /// communication that compute waits for, and the best mesh. Nothing runs, so it needs no launcher.
+    /// Predicted memory, time and communication of a training run, and its best mesh. Nothing runs, so it needs no
+    /// launcher.
     Plan(Box<plan::Args>),
-    /// How long a training step of a real model takes, and the memory that it needs.
+    /// Time and memory of a training step of a real model.
     Step(step::Args),
 }
 
@@ -57,7 +58,7 @@ fn main() -> ExitCode {
         && world > 1
         && std::env::var_os("WORLD_SIZE").is_none()
     {
-        return ranks::start(usize::from(world)).unwrap_or_else(failed);
+        return start_ranks(usize::from(world)).unwrap_or_else(failed);
     }
     if let What::Plan(args) = &cli.what {
         return plan::run(args).map_or_else(failed, |()| ExitCode::SUCCESS);
@@ -67,7 +68,7 @@ fn main() -> ExitCode {
         What::Step(args) => args.device,
         _ => DeviceChoice::Cpu,
     };
-    fsdp_examples::job::run_on(device.into(), |world| match cli.what {
+    fsdp_examples::job::run(device, |world| match cli.what {
         What::Ckpt(args) => ckpt::run(&args, world),
         What::Collectives(args) => collectives::run(&args, world),
         What::Finite(args) => finite::run(&args, world),
@@ -80,4 +81,27 @@ fn main() -> ExitCode {
 fn failed(error: anyhow::Error) -> ExitCode {
     Console::Stderr.line(format_args!("Error: {error:#}"));
     ExitCode::FAILURE
+}
+
+/// Parses a number from 1 to `most`. The limits keep products of sizes below overflow.
+pub(crate) fn count(most: u64) -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(1..=most)
+}
+
+/// Prints a line of results. Fails if it can't be written.
+pub(crate) fn print(line: impl Display) -> anyhow::Result<()> {
+    writeln!(std::io::stdout(), "{line}").context("can't print the results")
+}
+
+/// Starts this program with its arguments on `ranks` ranks, and waits for them.
+fn start_ranks(ranks: usize) -> anyhow::Result<ExitCode> {
+    let program = std::env::current_exe().context("can't tell which program this is")?;
+    let mut spec = LaunchSpec::new(program, ranks);
+    spec.args = std::env::args_os().skip(1).collect();
+    spec.logs.line_prefix = LinePrefix::none();
+    let outcome = launch(&spec)?;
+    if !outcome.succeeded() {
+        Console::Stderr.line(&outcome);
+    }
+    Ok(ExitCode::from(outcome.exit_code()))
 }

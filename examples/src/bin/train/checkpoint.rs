@@ -1,4 +1,4 @@
-//! Checkpoints of a run: what is in them, and going on from one.
+//! Checkpoints of a run: contents, saving and resuming.
 
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -10,56 +10,54 @@ use fsdp_candle::{
     optimizer_values,
 };
 use fsdp_ckpt::{AsyncSaver, LoadOptions, MODEL, SaveOptions, SaveState, TensorSource, WhenBusy, escape};
+use fsdp_core::DType;
+use fsdp_core::layout::Region;
 use fsdp_examples::console::Console;
+use serde_json::{Map, Value};
 
-use crate::agree::{Finding, worst};
-use crate::args::{Args, Resume};
-use crate::done::{Done, has_optimizer};
-use crate::export::Export;
-use crate::health::{ADVICE, look};
-use crate::hosts::Hosts;
-use crate::lora::Adapters;
-use crate::loss_scale::LossScale;
-use crate::places::{Places, same_file};
-use crate::record::{Changes, Record};
+use crate::agreement::{RankResult, worst_result};
+use crate::args::Args;
+use crate::directories::{Hosts, RunDirs, same_file};
+use crate::flag_types::Resume;
+use crate::optimizer::LossScale;
+use crate::report::{ADVICE, find_non_finite};
+use crate::run_record::{Changes, Record};
 use crate::setup;
-use crate::steps::step_name;
 
-/// A run's checkpoints.
+/// Checkpoints of a run.
 pub(crate) struct Checkpoints<'a> {
-    places: Places,
+    pub(crate) dirs: RunDirs,
     world: &'a World,
     sequences_per_step: u64,
     keep: Option<NonZeroUsize>,
-    /// Where saves go on in the background.
+    /// Saver in the background (--async-save).
     saver: Option<AsyncSaver>,
-    /// The step after which the weights were looked at last, and were finite.
-    finite_after: usize,
-    /// The newest checkpoint that this run has saved, or gone on from.
+    /// Last step after which the weights were found finite.
+    pub(crate) finite_after: usize,
+    /// Newest checkpoint that this run has saved or resumed from.
     newest: Option<PathBuf>,
-    /// The one that is being saved in the background.
-    growing: Option<PathBuf>,
+    /// Checkpoint that is being saved in the background.
+    in_progress: Option<PathBuf>,
 }
 
 impl<'a> Checkpoints<'a> {
-    /// Collective.
+    /// Chooses the directories, and the checkpoint to resume from. Collective.
     pub(crate) fn new(args: &Args, hosts: Hosts, world: &'a World) -> anyhow::Result<Self> {
         let sequences_per_step = args.sequences_per_step(world)?;
-        let places = Places::new(args, hosts, world)?;
+        let dirs = RunDirs::new(args, hosts, world)?;
         let keep = args.keep.and_then(NonZeroUsize::new);
         let saver = match (args.async_save, keep) {
             (false, _) => None,
             (true, None) => Some(AsyncSaver::new(world.group().clone(), WhenBusy::Wait)?),
             (true, Some(keep)) => Some(AsyncSaver::new(world.group().clone(), WhenBusy::Wait)?.keep_newest(keep)),
         };
-        let (newest, growing) = (None, None);
-        Ok(Checkpoints { places, world, sequences_per_step, keep, saver, finite_after: 0, newest, growing })
+        let (newest, in_progress) = (None, None);
+        Ok(Checkpoints { dirs, world, sequences_per_step, keep, saver, finite_after: 0, newest, in_progress })
     }
 
-    /// Loads the checkpoint to go on from, if there is one; tells how far it had come. Where `--resume auto` chose one
-    /// that turns out to be damaged, or to hold values that are not finite, it is set aside, and an older one loaded.
-    /// Weights that no training can start from are an error, and so is a checkpoint of a run that this one can't
-    /// continue. Collective.
+    /// Loads the checkpoint to resume from, if any, and returns its position. A checkpoint that `--resume auto` chose
+    /// and that is damaged or not finite is renamed, and an older one loaded. Fails if the initial weights are not
+    /// finite, or if the checkpoint's settings do not match this run. Collective.
     pub(crate) fn resume(
         &mut self,
         args: &Args,
@@ -67,31 +65,32 @@ impl<'a> Checkpoints<'a> {
         optim: &mut dyn ShardedOptimizer,
         loss_scale: &mut LossScale,
         record: &Record,
-    ) -> anyhow::Result<Done> {
-        while let Some(path) = self.places.resume_from.clone() {
+    ) -> anyhow::Result<Position> {
+        while let Some(path) = self.dirs.resume_from.clone() {
             let failed = || format!("can't resume from {}", path.display());
-            // Nothing is loaded before everything has been found good: of a damaged checkpoint nothing gets into the
-            // model.
+            // Everything is verified first, so no value of a damaged checkpoint gets into the model.
             let (source, own) = self.verify(&path);
-            match worst(self.world, own)? {
-                Finding::Damaged(why) if args.resume == Resume::Auto => {
-                    self.places.fall_back(args, self.world, &why)?;
+            match worst_result(self.world, own)? {
+                RankResult::Damaged(why) if args.resume == Resume::Auto => {
+                    self.dirs.fall_back(args, self.world, &why)?;
                 }
-                Finding::Damaged(why) | Finding::Failed(why) => return Err(anyhow!(why).context(failed())),
-                Finding::Good => {
-                    let Some(source) = source else { bail!("a checkpoint that was not opened was found good") };
+                RankResult::Damaged(why) | RankResult::Failed(why) => return Err(anyhow!(why).context(failed())),
+                RankResult::Passed => {
+                    let Some(source) = source else {
+                        bail!("a checkpoint passed verification without being opened: please report this")
+                    };
                     let changes = changes(args, &*source, record).with_context(failed)?;
                     let loaded = self.load(args, &*source, vars, optim, loss_scale);
                     let (done, about) = loaded.with_context(failed)?;
                     self.world.group().barrier().wait().context("another rank could not resume")?;
-                    match look(vars, &[ValuesOf::Parameters, ValuesOf::Moments(optim)])? {
+                    match find_non_finite(vars, &[ValuesOf::Parameters, ValuesOf::Moments(optim)])? {
                         None => {
                             if self.world.rank() == 0 {
                                 let (path, step) = (path.display(), done.step);
                                 Console::Stderr.line(format_args!("resumed from {path} at step {step}{about}"));
                                 if !changes.is_empty() {
                                     let changes = changes.join("\n  ");
-                                    let about = "this run is not the one that saved it:";
+                                    let about = "this run differs from the run that saved the checkpoint:";
                                     Console::Stderr.line(format_args!("warning: {about}\n  {changes}"));
                                 }
                             }
@@ -99,58 +98,52 @@ impl<'a> Checkpoints<'a> {
                             return Ok(done);
                         }
                         Some(found) if args.resume == Resume::Auto => {
-                            // The older one has all weights, but need not have moments.
+                            // The older checkpoint replaces all weights, but may lack optimizer state.
                             optim.reset()?;
-                            self.places.fall_back(args, self.world, &found.to_string())?;
+                            self.dirs.fall_back(args, self.world, &found.to_string())?;
                         }
-                        Some(found) => return Err(anyhow!("{found}; pass an older one").context(failed())),
+                        Some(found) => return Err(anyhow!("{found}; pass an older checkpoint").context(failed())),
                     }
                 }
             }
         }
-        if let Some(found) = look(vars, &[ValuesOf::Parameters])? {
-            let (from, way_out) = match setup::pretrained(args)? {
+        if let Some(found) = find_non_finite(vars, &[ValuesOf::Parameters])? {
+            let (from, advice) = match setup::pretrained(args)? {
                 Some(dir) => (format!("from {}", dir.display()), "pass another --model, or --init random"),
                 None => ("drawn at random".into(), "look at initializer_range in the model's config.json"),
             };
-            bail!("the weights {from} are no good before any step: {found}; {way_out}");
+            bail!("the weights {from} are not finite before the first step: {found}; {advice}");
         }
-        Ok(Done::default())
+        Ok(Position::default())
     }
 
-    /// The step after which the weights were found finite last.
-    pub(crate) fn finite_after(&self) -> usize {
-        self.finite_after
-    }
-
-    /// Which checkpoint is to be gone on from if the run ends here, in words. Collective: a save in the background ends
-    /// first.
-    pub(crate) fn healthy(&mut self) -> String {
+    /// Describes the newest good checkpoint for an error message. Waits for a save in the background. Collective.
+    pub(crate) fn newest_checkpoint(&mut self) -> String {
         let mut text = match self.finish() {
             Ok(()) => String::new(),
             Err(error) => format!("The last save failed as well: {error:#}. "),
         };
         text.push_str(&match &self.newest {
-            Some(path) => format!("The newest healthy checkpoint, {}, is untouched", path.display()),
-            None => "There is no checkpoint of this run yet".into(),
+            Some(path) => format!("The newest good checkpoint is {}", path.display()),
+            None => "This run has no checkpoint yet".into(),
         });
         text
     }
 
-    /// Opens a checkpoint and checks this rank's share of the checksums, so that all is read once.
-    fn verify(&self, path: &Path) -> (Option<Box<dyn TensorSource>>, Finding) {
+    /// Opens a checkpoint and verifies this rank's share of the checksums. Together the ranks read everything once.
+    fn verify(&self, path: &Path) -> (Option<Box<dyn TensorSource>>, RankResult) {
         let rank = self.world.rank();
-        let (reader, readers) = self.places.hosts.readers(self.world);
-        let opened = self.places.hosts.open(path, self.world);
+        let (reader, readers) = self.dirs.hosts.readers(self.world);
+        let opened = self.dirs.hosts.open(path, self.world);
         let opened = opened.and_then(|source| source.verify_share(reader, readers).map(|_| source));
         match opened {
-            Ok(source) => (Some(source), Finding::Good),
-            Err(error) if error.is_damage() => (None, Finding::Damaged(error.with_causes())),
-            Err(error) => (None, Finding::Failed(format!("rank {rank}: {}", error.with_causes()))),
+            Ok(source) => (Some(source), RankResult::Passed),
+            Err(error) if error.is_damage() => (None, RankResult::Damaged(error.with_causes())),
+            Err(error) => (None, RankResult::Failed(format!("rank {rank}: {}", error.with_causes()))),
         }
     }
 
-    /// Loads what is there; tells how far it had come, and in words what it has not.
+    /// Loads model, optimizer and loss scale. Returns the position, and a description of the parts that are missing.
     fn load(
         &self,
         args: &Args,
@@ -158,7 +151,7 @@ impl<'a> Checkpoints<'a> {
         vars: &ShardedVarMap,
         optim: &mut dyn ShardedOptimizer,
         loss_scale: &mut LossScale,
-    ) -> anyhow::Result<(Done, String)> {
+    ) -> anyhow::Result<(Position, String)> {
         let is_of_adapters = source.tensors().keys().any(|name| is_adapter(name));
         ensure!(
             !is_of_adapters || vars.params().iter().any(|param| is_adapter(param.name())),
@@ -178,32 +171,32 @@ impl<'a> Checkpoints<'a> {
             let names = escape(loaded.unexpected.join(", "));
             about.push_str(&format!("\nnot loaded, the model has no such parameters: {names}"));
         }
-        Ok((Done::of(source, self.sequences_per_step)?, about))
+        Ok((Position::read(source, self.sequences_per_step)?, about))
     }
 
-    /// Saves model, optimizer, loss scale, position and record, or begins to; the directory is named after the step.
-    /// Values that are not finite are an error. Collective.
+    /// Saves model, optimizer, loss scale, position and settings, or starts a save in the background. The directory is
+    /// named after the step. Fails if a value is not finite. Collective.
     pub(crate) fn save(
         &mut self,
         vars: &ShardedVarMap,
         optim: &dyn ShardedOptimizer,
         loss_scale: &LossScale,
-        done: &Done,
+        done: &Position,
         record: &Record,
     ) -> anyhow::Result<PathBuf> {
-        let path = self.places.checkpoints.join(step_name(done.step));
-        if let Some(found) = look(vars, &[ValuesOf::Parameters, ValuesOf::Moments(optim)])? {
+        let path = self.dirs.checkpoints.join(step_name(done.step));
+        if let Some(found) = find_non_finite(vars, &[ValuesOf::Parameters, ValuesOf::Moments(optim)])? {
             let (step, since) = (done.step, self.finite_after);
             bail!(
                 "{} was not saved: after step {step}, {found}. They were finite after step {since}. {}. {ADVICE}",
                 path.display(),
-                self.healthy()
+                self.newest_checkpoint()
             );
         }
         self.finite_after = done.step;
-        // A run that had nothing left to do is where it resumed from already.
-        if self.places.resume_from.as_deref().is_some_and(|from| same_file(from, &path)) {
-            // It may have been killed after it saved and before it removed older ones.
+        // A run without steps to take has resumed from this checkpoint.
+        if self.dirs.resume_from.as_deref().is_some_and(|from| same_file(from, &path)) {
+            // An earlier run may have been killed between the save and the removal of older checkpoints.
             self.remove_older(&path);
             return Ok(path);
         }
@@ -215,12 +208,12 @@ impl<'a> Checkpoints<'a> {
         values.extend(record.values()?);
         let state = SaveState { mesh: vars.mesh().layout().clone(), tensors, values };
         let failed = || format!("can't save {}", path.display());
-        let options = SaveOptions { finite: true, host: self.places.hosts.name() };
+        let options = SaveOptions { finite: true, host: self.dirs.hosts.name() };
         match &mut self.saver {
             Some(saver) => {
-                // It waits for the one before.
+                // Waits for the save before.
                 saver.save_with(&path, &state, &options).with_context(failed)?;
-                let before = self.growing.replace(path.clone());
+                let before = self.in_progress.replace(path.clone());
                 self.newest = before.or(self.newest.take());
             }
             None => {
@@ -232,9 +225,9 @@ impl<'a> Checkpoints<'a> {
         Ok(path)
     }
 
-    /// Leaves `newest` and those that --keep allows beside it. Collective.
+    /// Keeps `newest` and the checkpoints that --keep allows beside it. Collective.
     fn remove_older(&self, newest: &Path) {
-        let Places { checkpoints, hosts, .. } = &self.places;
+        let RunDirs { checkpoints, hosts, .. } = &self.dirs;
         if let Some(keep) = self.keep
             && let Err(error) = hosts.keep_newest(checkpoints, keep, newest, self.world)
             && self.world.rank() == 0
@@ -244,35 +237,21 @@ impl<'a> Checkpoints<'a> {
         }
     }
 
-    /// Waits for what is being saved. Collective.
+    /// Waits for the save in the background. Collective.
     pub(crate) fn finish(&mut self) -> anyhow::Result<()> {
-        let growing = self.growing.take();
+        let in_progress = self.in_progress.take();
         if let Some(saver) = &mut self.saver {
             saver.wait()?;
         }
-        self.newest = growing.or(self.newest.take());
+        self.newest = in_progress.or(self.newest.take());
         Ok(())
-    }
-
-    /// Writes the model, which is that of the last save, to --export-hf, if it is there. Collective.
-    pub(crate) fn export(
-        &self,
-        args: &Args,
-        vars: &ShardedVarMap,
-        adapters: Option<&Adapters>,
-        done: &Done,
-    ) -> anyhow::Result<()> {
-        match &args.export_hf {
-            Some(dir) => Export { dir, step: done.step, places: &self.places, adapters }.write(args, self.world, vars),
-            None => Ok(()),
-        }
     }
 }
 
-/// Lists how this run differs from the run that saved a checkpoint. Fails where the difference can't be right.
+/// Lists the settings that differ from the run that saved the checkpoint. Fails if they can't be continued.
 fn changes(args: &Args, source: &dyn TensorSource, record: &Record) -> anyhow::Result<Vec<String>> {
-    let Changes { refused, said } = match record.changes_since(source) {
-        Err(error) if args.resume_anyway => Changes { refused: vec![format!("{error:#}")], said: vec![] },
+    let Changes { refused, reported } = match record.changes_since(source) {
+        Err(error) if args.resume_anyway => Changes { refused: vec![format!("{error:#}")], reported: vec![] },
         changes => changes.context("pass --resume-anyway to go on without knowing what has changed")?,
     };
     ensure!(
@@ -281,10 +260,10 @@ fn changes(args: &Args, source: &dyn TensorSource, record: &Record) -> anyhow::R
          --resume-anyway to go on all the same",
         refused.join("\n  ")
     );
-    Ok([refused, said].concat())
+    Ok([refused, reported].concat())
 }
 
-/// In words, which optimizer state a checkpoint has that is not the state that this run keeps.
+/// Describes saved optimizer state that this run's optimizer does not use, if any.
 fn is_of_another(source: &dyn TensorSource, optim: &dyn ShardedOptimizer) -> Option<String> {
     optim.states().into_iter().find_map(|state| {
         let prefix = format!("optim.state.{}.", state.param.name());
@@ -299,4 +278,75 @@ fn is_of_another(source: &dyn TensorSource, optim: &dyn ShardedOptimizer) -> Opt
             )
         })
     })
+}
+
+/// Position of a run in its steps and its data.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Position {
+    /// Steps taken.
+    pub(crate) step: usize,
+    /// Sequences read by all ranks: the position in the data at any world size.
+    pub(crate) sequences: u64,
+}
+
+impl Position {
+    /// Reads the position of a checkpoint. For another program's checkpoint, takes the optimizer's step (0 without an
+    /// optimizer), and assumes this run's sequences per step.
+    pub(crate) fn read(source: &dyn TensorSource, sequences_per_step: u64) -> anyhow::Result<Self> {
+        let number = |key: &str| source.values().get(key).and_then(Value::as_u64);
+        if let (Some(step), Some(sequences)) = (number("step"), number("sequences")) {
+            return Ok(Position { step: step as usize, sequences });
+        }
+        let step = optimizer_step(source)?;
+        let sequences = step.checked_mul(sequences_per_step).with_context(|| {
+            format!("{}: {step} steps of {sequences_per_step} sequences are beyond any count", source.path().display())
+        })?;
+        Ok(Position { step: step as usize, sequences })
+    }
+
+    /// Returns the values to save in a checkpoint.
+    pub(crate) fn values(&self) -> Map<String, Value> {
+        Map::from_iter([
+            ("step".to_string(), Value::from(self.step)),
+            ("sequences".to_string(), Value::from(self.sequences)),
+        ])
+    }
+}
+
+/// Largest count up to which f64 holds every whole number.
+const MOST_STEPS: f32 = (1_u64 << 53) as f32;
+
+/// Returns the highest step count of any parameter.
+fn optimizer_step(source: &dyn TensorSource) -> anyhow::Result<u64> {
+    let is_step = |name: &str| name.starts_with("optim.state.") && name.ends_with(".step");
+    let mut most = 0;
+    for (name, tensor) in source.tensors().iter().filter(|(name, _)| is_step(name)) {
+        let what = || format!("{} holds {name} as {} {:?}", source.path().display(), tensor.dtype, tensor.shape);
+        ensure!(
+            tensor.dtype == DType::F32 && tensor.shape.iter().product::<usize>() == 1,
+            "{}: expected one f32 step count",
+            what()
+        );
+        let mut step = [0; 4];
+        source.read(name, &Region::whole(&tensor.shape), &mut step)?;
+        let step = f32::from_ne_bytes(step);
+        ensure!((0. ..=MOST_STEPS).contains(&step) && step.fract() == 0., "{}: {step} is not a step count", what());
+        most = most.max(step as u64);
+    }
+    Ok(most)
+}
+
+/// Returns whether a checkpoint holds optimizer state.
+pub(crate) fn has_optimizer(source: &dyn TensorSource) -> bool {
+    source.tensors().keys().any(|name| name.starts_with("optim.state."))
+}
+
+/// Returns the name of the checkpoint at a step.
+pub(crate) fn step_name(step: usize) -> String {
+    format!("step-{step:08}")
+}
+
+/// Returns the step in a checkpoint's name.
+pub(crate) fn step_of(name: &str) -> Option<usize> {
+    name.strip_prefix("step-")?.parse().ok().filter(|&step| step_name(step) == name)
 }

@@ -1,16 +1,20 @@
-//! `--eval`: the loss on data that is not trained on.
+//! `--eval`, `--gradcheck`, and the samples that a run prints.
 
 use std::time::Instant;
 
-use anyhow::Context;
-use fsdp_candle::{FsdpModule, ReduceOp, World, no_grad};
-use fsdp_examples::data::Batches;
+use anyhow::{Context, ensure};
+use candle_core::DType;
+use fsdp_candle::{FsdpModule, GradcheckOptions, ReduceOp, World, gradcheck, no_grad};
+use fsdp_examples::console::Console;
+use fsdp_examples::data::{Batches, Text};
+use fsdp_examples::generate::{SampleOptions, fill, sample};
 use fsdp_examples::metrics::EvalRecord;
 use fsdp_examples::models::{self, Batch, LanguageModel};
 
 use crate::args::Args;
+use crate::flag_types::AllGather;
 
-/// The data to evaluate on, and when.
+/// Evaluation data and schedule.
 pub(crate) struct Evaluation {
     pub(crate) batches: Batches,
     seq_len: usize,
@@ -25,13 +29,12 @@ impl Evaluation {
         Evaluation { batches, seq_len: args.seq_len, tensor: args.tensor_parallel, every, last: args.steps }
     }
 
-    /// Whether the loss is measured after `step` steps.
+    /// Returns whether the loss is measured after `step` steps.
     pub(crate) fn is_due(&self, step: usize) -> bool {
         step.is_multiple_of(self.every) || step == self.last
     }
 
-    /// The mean loss after `step` steps over all targets of the data that count. All ranks share the data, and get the
-    /// same. Collective.
+    /// Measures the mean loss over all counted targets of the data, the same on every rank. Collective.
     pub(crate) fn run(
         &self,
         model: &FsdpModule<LanguageModel>,
@@ -43,7 +46,7 @@ impl Evaluation {
         for round in 0..self.batches.rounds() {
             let batch = Batch::new(self.batches.pass(round)?, self.seq_len, world.device())?;
             counted += batch.counted;
-            // A rank that has no sequence left computes on nothing: it takes part in gathering the parameters.
+            // A rank without a sequence computes on an empty batch, because all ranks must gather the parameters.
             let loss = no_grad(|| models::cross_entropy_sum(model, &batch)).context("can't evaluate")?;
             sum += f64::from(loss.to_scalar::<f32>()?);
         }
@@ -53,9 +56,97 @@ impl Evaluation {
             step,
             eval_loss,
             eval_perplexity: eval_loss.exp(),
-            // Ranks that compute layers together have the same ones.
+            // Tensor-parallel ranks count the same tokens.
             eval_tokens: sums[1] as u64 / self.tensor as u64,
             eval_time_s: start.elapsed().as_secs_f64(),
         })
     }
+}
+
+/// Number of prompt tokens in the sample of a run on a stream.
+const PROMPT_TOKENS: usize = 16;
+const SAMPLE_TOKENS: usize = 48;
+/// Tokens that the model sees when it continues a sample.
+pub(crate) const SAMPLE_CONTEXT: usize = 64;
+/// Distance between masked tokens in the sample of a masked model.
+const MASK_EVERY: usize = 8;
+/// Maximal number of tokens in an answer.
+const ANSWER_TOKENS: usize = 128;
+
+/// A model with its tokenizer, for samples.
+pub(crate) struct Sampler<'a> {
+    pub(crate) model: &'a FsdpModule<LanguageModel>,
+    pub(crate) text: &'a Text,
+    /// Maximal sequence length of the model.
+    pub(crate) positions: usize,
+}
+
+impl Sampler<'_> {
+    /// Continues the first tokens of the stream. For a masked model, fills in masked tokens. Collective.
+    pub(crate) fn continue_stream(&self, batches: &Batches, world: &World) -> anyhow::Result<String> {
+        let context = self.positions.min(SAMPLE_CONTEXT);
+        if let Some(masking) = batches.masking() {
+            let prompt = batches.prompt(context)?;
+            let hidden: Vec<usize> = (MASK_EVERY / 2..prompt.len()).step_by(MASK_EVERY).collect();
+            let filled = no_grad(|| fill(self.model, &prompt, &hidden, masking.mask_token, world.device()))
+                .context("can't fill in a sample")?;
+            let starts = std::iter::once(0).chain(hidden.iter().map(|at| at + 1));
+            let ends = hidden.iter().copied().chain([prompt.len()]);
+            let seen = starts.zip(ends).map(|(start, end)| self.text.decode(&prompt[start..end]));
+            let seen = seen.collect::<anyhow::Result<Vec<_>>>()?.join("[MASK]");
+            return Ok(format!("{seen:?} -> {:?}", self.text.decode(&filled)?));
+        }
+        let options = SampleOptions { tokens: SAMPLE_TOKENS, context, temperature: 0.8, seed: 0, stops: &[] };
+        self.generate(&batches.prompt(PROMPT_TOKENS)?, &options, world)
+    }
+
+    /// Returns the most likely answer to the prompt of the first example. Collective.
+    pub(crate) fn answer_example(&self, batches: &Batches, world: &World) -> anyhow::Result<String> {
+        let options = SampleOptions {
+            tokens: ANSWER_TOKENS,
+            context: self.positions,
+            temperature: 0.,
+            seed: 0,
+            stops: batches.stops(),
+        };
+        self.generate(&batches.prompt(0)?, &options, world)
+    }
+
+    fn generate(&self, prompt: &[u32], options: &SampleOptions<'_>, world: &World) -> anyhow::Result<String> {
+        let ids = no_grad(|| sample(self.model, prompt, options, world.device())).context("can't generate a sample")?;
+        Ok(format!("{:?} -> {:?}", self.text.decode(prompt)?, self.text.decode(&ids)?))
+    }
+}
+
+/// Fails if --gradcheck is used with dtypes that round its differences away.
+pub(crate) fn check_gradcheck_flags(args: &Args) -> anyhow::Result<()> {
+    ensure!(
+        !args.gradcheck || args.param_dtype.dtype() == DType::F32,
+        "--gradcheck compares small differences of the loss, which bf16 and f16 round away: pass --param-dtype f32"
+    );
+    ensure!(
+        !args.gradcheck || args.all_gather == AllGather::Full,
+        "--gradcheck compares small differences of the loss, which 8-bit weights round away: pass --all-gather full"
+    );
+    Ok(())
+}
+
+/// Compares the gradients of the next batch with finite differences. Collective.
+///
+/// # Errors
+/// A unit's gradient is wrong or can't be checked.
+pub(crate) fn run_gradcheck(
+    args: &Args,
+    model: &FsdpModule<LanguageModel>,
+    batches: &Batches,
+    sequences: u64,
+    world: &World,
+) -> anyhow::Result<()> {
+    let batch = Batch::new(batches.micro_batch(sequences, 0)?, args.seq_len, world.device())?;
+    let checked = gradcheck(model, &GradcheckOptions::default(), |model| models::cross_entropy(model, &batch));
+    let checked = checked.context("--gradcheck")?;
+    if world.rank() == 0 {
+        Console::Stderr.line(format_args!("gradcheck: the gradients of {} units are right", checked.len()));
+    }
+    Ok(())
 }

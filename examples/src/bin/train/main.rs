@@ -2,36 +2,19 @@
 //! `fsdp-launch --nproc-per-node 2 train --help`.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
-mod agree;
-mod alike;
+mod adapters;
+mod agreement;
 mod args;
-mod bad_step;
 mod checkpoint;
-mod damage;
-mod done;
+mod directories;
 mod evaluate;
 mod export;
-mod exported;
-mod gradcheck;
-mod health;
-mod hosts;
-mod logging;
-mod lora;
-mod loss_scale;
-mod memory;
-mod misplaced;
+mod flag_types;
 mod optimizer;
-mod optimizer_flags;
-mod peft;
-mod places;
-mod record;
-mod sample;
+mod report;
+mod run_record;
 mod setup;
-mod step_log;
-mod steps;
 mod trace;
-mod values;
-mod writable;
 
 use std::process::ExitCode;
 use std::time::Instant;
@@ -45,35 +28,36 @@ use fsdp_examples::job;
 use fsdp_examples::metrics::{StepRecord, peak_memory_bytes};
 use fsdp_examples::models::{self, Batch, parallel};
 
-use args::{Args, GradSync};
-use bad_step::BadStep;
+use args::Args;
 use checkpoint::Checkpoints;
-use hosts::Hosts;
-use loss_scale::LossScale;
+use directories::Hosts;
+use evaluate::Sampler;
+use flag_types::GradSync;
+use optimizer::LossScale;
 use optimizer::Optimizer;
-use record::Record;
-use sample::Speaker;
+use report::NonFiniteStep;
+use report::StepLog;
+use run_record::Record;
 use setup::Setup;
-use step_log::StepLog;
 
 fn main() -> ExitCode {
     let args = Args::parse();
-    job::run_on(args.device.into(), |world| {
-        // First of all: what follows counts on it.
-        alike::settings(&args, world)?;
+    job::run(args.device, |world| {
+        // Later collectives rely on equal settings.
+        agreement::check_settings(&args, world)?;
         args.batch_shape(world)?;
         let hosts = Hosts::of(&args, world)?;
-        writable::check(&args, &hosts, world)?;
-        let trace = logging::init(args.trace.as_deref(), world)?;
+        directories::check_writable(&args, &hosts, world)?;
+        let trace = trace::init(args.trace.as_deref(), world)?;
         train(&args, hosts, world)?;
         trace.map_or(Ok(()), |trace| trace.finish(world))
     })
 }
 
 fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
-    // Before all else, so that what is in the way shows before anything is read.
-    gradcheck::check_flags(args)?;
-    misplaced::check(args)?;
+    // Conflicting flags fail before anything is read.
+    evaluate::check_gradcheck_flags(args)?;
+    args::check_unused_flags(args)?;
     if args.sequence_parallel {
         parallel::check_sequence(args.tensor_parallel, ("--seq-len", args.seq_len))?;
     }
@@ -87,22 +71,22 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
     let mut done = checkpoints.resume(args, &vars, optim.get_mut(), &mut loss_scale, &run)?;
     if world.rank() == 0 && done.step >= args.steps {
         Console::Stderr.line(format_args!(
-            "nothing to train: step {} is done already and --steps is {}; raise it to go on",
+            "nothing to train: the checkpoint is at step {} and --steps is {}; raise --steps to continue",
             done.step, args.steps
         ));
     }
     if args.gradcheck && done.step < args.steps {
         tracing::debug_span!("gradcheck")
-            .in_scope(|| gradcheck::check(args, &model, &batches, done.sequences, world))?;
+            .in_scope(|| evaluate::run_gradcheck(args, &model, &batches, done.sequences, world))?;
     }
     let mut log = if world.rank() == 0 { Some(StepLog::open(args, done.step)?) } else { None };
     let shard_bytes = setup::shard_bytes(&vars) + optim.bytes() as u64;
     let tokens_per_step = batches.tokens_per_step() as f64;
-    let speaker = Speaker { model: &model, text: &text, positions };
-    let asked = evaluation.as_ref().map_or(&batches, |evaluation| &evaluation.batches);
-    let say = || match args.sft {
-        Some(_) => tracing::debug_span!("sample").in_scope(|| speaker.answers(asked, world)),
-        None => tracing::debug_span!("sample").in_scope(|| speaker.continues(&batches, world)),
+    let sampler = Sampler { model: &model, text: &text, positions };
+    let prompts = evaluation.as_ref().map_or(&batches, |evaluation| &evaluation.batches);
+    let generate = || match args.sft {
+        Some(_) => tracing::debug_span!("sample").in_scope(|| sampler.answer_example(prompts, world)),
+        None => tracing::debug_span!("sample").in_scope(|| sampler.continue_stream(&batches, world)),
     };
     let evaluate = |step: usize, log: &mut Option<StepLog>| -> anyhow::Result<()> {
         let Some(evaluation) = evaluation.as_ref().filter(|evaluation| evaluation.is_due(step)) else { return Ok(()) };
@@ -116,7 +100,7 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
         evaluate(0, &mut log)?;
     }
     if args.sft.is_some() && done.step < args.steps {
-        let sample = say()?;
+        let sample = generate()?;
         if world.rank() == 0 {
             Console::Stdout.line(format_args!("sample before training: {sample}"));
         }
@@ -125,12 +109,12 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
     for step in done.step + 1..=args.steps {
         let _span = tracing::debug_span!("step", number = step).entered();
         let start = Instant::now();
-        let lr = optim.begin(step);
+        let lr = optim.set_learning_rates(step);
 
         model.inner().set_training(true);
-        // Forward and backward of each micro-batch; gradients come back averaged over ranks and sharded. The step's
-        // loss is the mean over all tokens that count, of all ranks and micro-batches: each micro-batch's mean weighs
-        // as its share of them. Ranks that compute layers together have the same tokens and the same loss.
+        // Backward averages gradients over ranks and shards them. The loss of a step is the mean over the counted
+        // tokens of all ranks and micro-batches, so the mean of a micro-batch is weighted by its share of them.
+        // Tensor-parallel ranks have the same tokens and the same loss.
         let share = batches.counted(done.sequences)?.max(1) as f64 / ranks.data() as f64;
         let mut own_loss = 0.;
         let mut grads: Option<GradStore> = None;
@@ -144,10 +128,11 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
             let first_row = batches.first_sequence(done.sequences, micro_step);
             random::set_rng_state(RngState { first_row, ..RngState::new(args.seed) });
             let loss = models::loss(&model, &batch)?;
-            // The loss of no token is 0. Candle takes a factor of 0 for the end of the graph, which ranks must share.
+            // The loss of a batch without counted tokens is 0. Candle would end the graph at a weight of 0, but all
+            // ranks must run the same backward.
             let weight = batch.counted.max(1) as f64 / share;
             let new = model.backward(&loss_scale.scale((&loss * weight)?)?)?;
-            // Behind backward: a device goes on until its numbers are read.
+            // Read after backward, because reading waits for the device.
             own_loss += weight * f64::from(loss.to_scalar::<f32>()?);
             match &mut grads {
                 Some(grads) => grads.extend(new)?,
@@ -161,12 +146,12 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
             0. => grad_norm(&vars, &grads)?,
             max => clip_grad_norm(&vars, &mut grads, max)?,
         };
-        // What is not finite on one rank makes the mean so: all ranks stop together, while the weights are good.
-        // Gradients may be too large for f16 alone.
+        // A non-finite value on any rank makes the mean non-finite. All ranks then stop before the weights change.
+        // With f16, non-finite gradients may only have overflowed.
         let means = world.all_reduce(&[own_loss, norm], ReduceOp::Avg)?;
         let loss = means[0];
         if !(loss.is_finite() && (means[1].is_finite() || overflowed)) {
-            let bad = BadStep { step, loss, own_loss, norm, grads: &grads, loss_scale: loss_scale.current() };
+            let bad = NonFiniteStep { step, loss, own_loss, norm, grads: &grads, loss_scale: loss_scale.current() };
             anyhow::bail!(bad.explain(world, &vars, optim.get(), &mut checkpoints)?);
         }
         let skipped = loss_scale.step(optim.get_mut(), &grads)?;
@@ -195,18 +180,16 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
             tracing::debug_span!("save").in_scope(|| checkpoints.save(&vars, optim.get(), &loss_scale, &done, &run))?;
         }
     }
-    if let Some(log) = log {
-        log.finish();
-    }
+    drop(log);
 
     let saved = tracing::debug_span!("save").in_scope(|| {
         let saved = checkpoints.save(&vars, optim.get(), &loss_scale, &done, &run)?;
-        // An export is of a run whose checkpoints are there.
+        // Exports only after the checkpoint is complete.
         checkpoints.finish()?;
         anyhow::Ok(saved)
     })?;
-    checkpoints.export(args, &vars, adapters.as_ref(), &done)?;
-    let sample = say()?;
+    export::export(args, world, &vars, adapters.as_ref(), &checkpoints.dirs, done.step)?;
+    let sample = generate()?;
     if world.rank() == 0 {
         Console::Stdout.line(format_args!("sample: {sample}"));
         Console::Stdout.line(format_args!("checkpoint: {}", saved.display()));

@@ -1,56 +1,59 @@
-//! The optimizer with the groups that the flags make.
+//! The optimizer of a run: its parameter groups, learning rates and loss scale.
 
 use std::sync::Arc;
 
 use anyhow::{Context, ensure};
+use candle_core::Tensor;
+use candle_core::backprop::GradStore;
 use fsdp_candle::{
-    Adam, AdamConfig, AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, FsdpParam, Muon, MuonConfig, NamePattern,
-    Optimizers, SGD, SgdConfig, ShardedOptimizer, ShardedVarMap,
+    Adam, AdamConfig, AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, FsdpParam, GradScaler, GradScalerState, Muon,
+    MuonConfig, NamePattern, Optimizers, SGD, SgdConfig, ShardedOptimizer, ShardedVarMap,
 };
+use fsdp_ckpt::TensorSource;
 use fsdp_examples::models::is_block_matrix;
 use fsdp_examples::schedule::Schedule;
+use serde_json::{Map, Value};
 
-use crate::args::Args;
-use crate::optimizer_flags::{Adjust, Kind, OptimizerFlags};
-use crate::values::Switch;
+use crate::args::{Args, MuonAdjustLr, OptimizerFlags, OptimizerKind};
+use crate::flag_types::{Precision, Switch};
 
 type Params = Vec<Arc<FsdpParam>>;
 /// Parameters with their weight decay.
 type Groups = Vec<(Params, f64)>;
 
-/// Adam's decay rates.
+/// Default decay rates of Adam.
 const BETAS: (f64, f64) = (0.9, 0.95);
-/// The epsilon that Adam adds to the denominator.
+/// Default epsilon of Adam.
 const EPS: f64 = 1e-8;
-/// The fewest elements of a parameter whose moments are kept in 8 bits.
+/// Default for --min-8bit-size.
 const MIN_8BIT_SIZE: usize = 4096;
 
-/// The optimizer of a run, and how its learning rates go.
+/// The optimizer of a run with its learning rate schedules.
 pub(crate) struct Optimizer {
     optim: Box<dyn ShardedOptimizer>,
-    /// Of each group.
+    /// Schedule of each parameter group.
     schedules: Vec<Schedule>,
 }
 
 impl Optimizer {
-    /// Parameters that decay are a group, and those that do not another.
+    /// Creates one group for parameters with weight decay and one for --no-decay.
     pub(crate) fn new(args: &Args, vars: &ShardedVarMap) -> anyhow::Result<Self> {
         let flags = &args.optimizer;
         let groups = groups(flags, vars)?;
         let optim: Box<dyn ShardedOptimizer> = match flags.optimizer {
-            Kind::Adamw => Box::new(adamw(flags, groups)?),
-            Kind::Adam => {
-                let Rates { lr, betas, eps } = Rates::of(flags);
+            OptimizerKind::Adamw => Box::new(adamw(flags, groups)?),
+            OptimizerKind::Adam => {
+                let AdamSettings { lr, betas, eps } = AdamSettings::of(flags);
                 let config = |weight_decay| AdamConfig { lr, betas, eps, weight_decay };
                 Box::new(Adam::with_groups(configured(groups, config))?)
             }
-            Kind::Adamw8bit => {
-                let Rates { lr, betas, eps } = Rates::of(flags);
+            OptimizerKind::Adamw8bit => {
+                let AdamSettings { lr, betas, eps } = AdamSettings::of(flags);
                 let min_8bit_size = flags.min_8bit_size.unwrap_or(MIN_8BIT_SIZE);
                 let config = |weight_decay| AdamW8bitConfig { lr, betas, eps, weight_decay, min_8bit_size };
                 Box::new(AdamW8bit::with_groups(configured(groups, config))?)
             }
-            Kind::Sgd => {
+            OptimizerKind::Sgd => {
                 let config = |weight_decay| SgdConfig {
                     lr: flags.lr,
                     momentum: flags.momentum.unwrap_or(0.9),
@@ -60,7 +63,7 @@ impl Optimizer {
                 };
                 Box::new(SGD::with_groups(configured(groups, config))?)
             }
-            Kind::Muon => muon(flags, groups)?,
+            OptimizerKind::Muon => muon(flags, groups)?,
         };
         let peak = |group: fsdp_candle::ParamGroup| group.hyper["lr"].as_f64().unwrap_or(flags.lr);
         let schedule = |lr| Schedule::new(args.lr_schedule, lr, args.warmup_steps, args.steps);
@@ -68,8 +71,8 @@ impl Optimizer {
         Ok(Optimizer { optim, schedules })
     }
 
-    /// Sets the learning rates of a step, counted from 1; tells that of the last group.
-    pub(crate) fn begin(&mut self, step: usize) -> f64 {
+    /// Sets the learning rates of a step, counted from 1. Returns that of the last group.
+    pub(crate) fn set_learning_rates(&mut self, step: usize) -> f64 {
         let mut last = 0.;
         for (group, schedule) in self.schedules.iter().enumerate() {
             last = schedule.lr(step);
@@ -86,26 +89,26 @@ impl Optimizer {
         &mut *self.optim
     }
 
-    /// Bytes of what it keeps on this rank.
+    /// Returns the size of the state on this rank in bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.optim.states().iter().map(|state| state.bytes()).sum()
     }
 }
 
-/// Hyper-parameters of every kind of Adam.
-struct Rates {
+/// Hyper-parameters of all variants of Adam.
+struct AdamSettings {
     lr: f64,
     betas: (f64, f64),
     eps: f64,
 }
 
-impl Rates {
+impl AdamSettings {
     fn of(flags: &OptimizerFlags) -> Self {
-        Rates { lr: flags.lr, betas: flags.betas.unwrap_or(BETAS), eps: flags.eps.unwrap_or(EPS) }
+        AdamSettings { lr: flags.lr, betas: flags.betas.unwrap_or(BETAS), eps: flags.eps.unwrap_or(EPS) }
     }
 }
 
-/// The parameters that decay, and those that do not, where there are some.
+/// Splits the parameters into those with weight decay and those without.
 fn groups(flags: &OptimizerFlags, vars: &ShardedVarMap) -> anyhow::Result<Groups> {
     let params = vars.trainable();
     if flags.no_decay.is_empty() {
@@ -116,11 +119,11 @@ fn groups(flags: &OptimizerFlags, vars: &ShardedVarMap) -> anyhow::Result<Groups
     for pattern in &patterns {
         ensure!(
             params.iter().any(|param| pattern.matches_end(param.name())),
-            "--no-decay: `{pattern}` means no parameter that is trained, such as {}",
+            "--no-decay: `{pattern}` matches no trained parameter, such as {}",
             params.first().map_or("none", |param| param.name())
         );
     }
-    // A parameter may be meant by several.
+    // Several patterns may match one parameter.
     let (kept, decaying) =
         params.into_iter().partition(|param| patterns.iter().any(|pattern| pattern.matches_end(param.name())));
     Ok(vec![(decaying, flags.weight_decay), (kept, 0.)])
@@ -131,11 +134,11 @@ fn configured<C>(groups: Groups, config: impl Fn(f64) -> C) -> Vec<(Params, C)> 
 }
 
 fn adamw(flags: &OptimizerFlags, groups: Groups) -> anyhow::Result<AdamW> {
-    let Rates { lr, betas, eps } = Rates::of(flags);
+    let AdamSettings { lr, betas, eps } = AdamSettings::of(flags);
     Ok(AdamW::with_groups(configured(groups, |weight_decay| AdamWConfig { lr, betas, eps, weight_decay }))?)
 }
 
-/// Muon for the matrices of blocks, AdamW for the rest.
+/// Creates Muon for the blocks' matrices, and AdamW for the rest.
 fn muon(flags: &OptimizerFlags, groups: Groups) -> anyhow::Result<Box<dyn ShardedOptimizer>> {
     let (mut matrices, mut rest): (Groups, Groups) = (vec![], vec![]);
     for (params, weight_decay) in groups {
@@ -156,9 +159,165 @@ fn muon(flags: &OptimizerFlags, groups: Groups) -> anyhow::Result<Box<dyn Sharde
         weight_decay,
         momentum: flags.momentum.unwrap_or(0.95),
         nesterov: flags.nesterov != Some(Switch::Off),
-        adjust_lr: flags.muon_adjust_lr.unwrap_or(Adjust::MatchRmsAdamw).into(),
+        adjust_lr: flags.muon_adjust_lr.unwrap_or(MuonAdjustLr::MatchRmsAdamw).into(),
         ..MuonConfig::default()
     };
     let muon = Muon::with_groups(configured(matrices, config))?;
     Ok(Box::new(Optimizers::new(vec![Box::new(muon), Box::new(adamw(flags, rest)?)])?))
+}
+
+/// Smallest useful loss scale: gradients that overflow at 1 are too large for f16 itself.
+const LEAST: f64 = 1.;
+/// Names of the state in a checkpoint: those of PyTorch's `GradScaler.state_dict()`, saved as `scaler`.
+const SCALE: &str = "scaler.scale";
+const GROWTH_TRACKER: &str = "scaler._growth_tracker";
+
+/// Loss scaling of a run in f16; without effect in other dtypes.
+///
+/// f16 covers 6e-8 to 65504. The loss is multiplied by the scale so that small gradients are not rounded to zero, and
+/// the gradients are divided by it.
+pub(crate) struct LossScale {
+    scaler: Option<GradScaler>,
+    /// Initial state, from the flags.
+    first: GradScalerState,
+}
+
+impl LossScale {
+    /// # Errors
+    /// --loss-scale is given, and no dtype is f16.
+    pub(crate) fn new(args: &Args) -> anyhow::Result<Self> {
+        let needed = [args.param_dtype, args.reduce_dtype].contains(&Precision::F16);
+        ensure!(
+            needed || args.loss_scale.is_none(),
+            "--loss-scale is for gradients in f16: pass --param-dtype f16, or leave it out"
+        );
+        let scaler = args.loss_scale.map_or_else(GradScaler::default, GradScaler::new);
+        Ok(LossScale { first: scaler.state(), scaler: needed.then_some(scaler) })
+    }
+
+    /// Restores the scale from a checkpoint, or resets it if it holds none.
+    pub(crate) fn resume(&mut self, source: &dyn TensorSource) -> anyhow::Result<()> {
+        let Some(scaler) = &mut self.scaler else { return Ok(()) };
+        let [scale, tracker] = [SCALE, GROWTH_TRACKER].map(|name| source.values().get(name));
+        let state = || {
+            let growth_tracker = tracker?.as_u64()?.try_into().ok()?;
+            Some(GradScalerState { scale: scale?.as_f64()?, growth_tracker, ..self.first })
+        };
+        let found = match (scale, tracker) {
+            (None, None) => Ok(self.first),
+            _ => state().context("they must be a number and a count of steps"),
+        };
+        let loaded = found.and_then(|state| Ok(scaler.load_state(state)?));
+        loaded.with_context(|| {
+            let shown = |value: Option<&Value>| value.map_or("missing".into(), Value::to_string);
+            let (path, scale, tracker) = (source.path().display(), shown(scale), shown(tracker));
+            format!("{path}: {SCALE} is {scale} and {GROWTH_TRACKER} is {tracker}")
+        })
+    }
+
+    /// Returns the values to save in a checkpoint.
+    pub(crate) fn values(&self) -> Map<String, Value> {
+        let state = self.scaler.as_ref().map(GradScaler::state);
+        let values = state.map(|state| [(SCALE, state.scale.into()), (GROWTH_TRACKER, state.growth_tracker.into())]);
+        values.into_iter().flatten().map(|(name, value): (&str, Value)| (name.to_owned(), value)).collect()
+    }
+
+    /// Returns the scale, if any.
+    pub(crate) fn current(&self) -> Option<f64> {
+        self.scaler.as_ref().map(GradScaler::current_scale)
+    }
+
+    /// Returns the loss to run backward on.
+    pub(crate) fn scale(&self, loss: Tensor) -> anyhow::Result<Tensor> {
+        Ok(match &self.scaler {
+            Some(scaler) => scaler.scale(&loss)?,
+            None => loss,
+        })
+    }
+
+    /// Divides the gradients by the scale. Returns whether they overflowed on any rank and a smaller scale may help.
+    /// Collective.
+    pub(crate) fn unscale(&mut self, vars: &ShardedVarMap, grads: &mut GradStore) -> anyhow::Result<bool> {
+        let Some(scaler) = &mut self.scaler else { return Ok(false) };
+        Ok(scaler.unscale(vars, grads)? && scaler.current_scale() > LEAST)
+    }
+
+    /// Takes the step unless the gradients overflowed. In that case, returns a description and lowers the scale.
+    pub(crate) fn step(
+        &mut self,
+        optim: &mut dyn ShardedOptimizer,
+        grads: &GradStore,
+    ) -> anyhow::Result<Option<String>> {
+        let Some(scaler) = &mut self.scaler else {
+            optim.step(grads)?;
+            return Ok(None);
+        };
+        let scale = scaler.current_scale();
+        let stepped = scaler.step(optim, grads)?;
+        scaler.update()?;
+        let next = scaler.current_scale();
+        Ok((!stepped).then(|| {
+            format!("skipped, for its gradients overflow f16 at a loss scale of {scale}; the next one is {next}")
+        }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+    use fsdp_ckpt::SaveState;
+    use fsdp_core::MeshLayout;
+    use fsdp_core::process_group::local;
+
+    use super::*;
+
+    fn of(flags: &[&str]) -> anyhow::Result<LossScale> {
+        LossScale::new(&Args::try_parse_from([&["train"], flags].concat())?)
+    }
+
+    #[test]
+    fn only_f16_has_a_loss_scale() {
+        for flags in [&[][..], &["--param-dtype", "bf16", "--reduce-dtype", "bf16"]] {
+            let none = of(flags).unwrap();
+            assert_eq!((none.current(), none.values().len()), (None, 0));
+            let error = of(&[flags, &["--loss-scale", "2"]].concat()).err().unwrap().to_string();
+            assert!(error.contains("--loss-scale") && error.contains("--param-dtype f16"), "{error}");
+        }
+        assert_eq!(of(&["--param-dtype", "f16"]).unwrap().current(), Some(65536.));
+        let some = of(&["--reduce-dtype", "f16", "--loss-scale", "3"]).unwrap();
+        let values = serde_json::json!({ "scaler.scale": 3.0, "scaler._growth_tracker": 0 });
+        assert_eq!((some.current(), Value::from(some.values())), (Some(3.), values));
+    }
+
+    #[test]
+    fn loss_scale_is_restored() {
+        let dir = tempfile::tempdir().unwrap();
+        let resumed = |name: &str, values: Value| {
+            let mut scale = of(&["--param-dtype", "f16", "--loss-scale", "8"]).unwrap();
+            let (path, Value::Object(values)) = (dir.path().join(name), values) else { panic!() };
+            let state = SaveState { mesh: MeshLayout::new(&[("dp_shard", 1)]).unwrap(), tensors: vec![], values };
+            local::run(1, |group| fsdp_ckpt::save(&path, &group, &state).unwrap());
+            scale.resume(&*fsdp_ckpt::open(&path).unwrap()).map(|()| scale)
+        };
+        let saved = serde_json::json!({ "scaler.scale": 512.0, "scaler._growth_tracker": 77, "step": 3 });
+        let same = resumed("same", saved.clone()).unwrap();
+        assert_eq!((same.current(), &same.values()[GROWTH_TRACKER]), (Some(512.), &saved[GROWTH_TRACKER]));
+        assert_eq!(resumed("none", serde_json::json!({})).unwrap().current(), Some(8.));
+        for (number, (scale, tracker)) in [
+            (Value::from(0.), Value::from(1)),
+            (512.0.into(), Value::Null),
+            ("8".into(), 1.into()),
+            (8.0.into(), (-1).into()),
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            let name = format!("bad-{number}");
+            let values = serde_json::json!({ SCALE: scale, GROWTH_TRACKER: tracker });
+            let error = format!("{:#}", resumed(&name, values).err().unwrap());
+            let parts =
+                [&format!("{name}: scaler.scale is {scale} and scaler._growth_tracker is {tracker}: "), "must be"];
+            assert!(parts.iter().all(|part| error.contains(*part)), "{error}");
+        }
+    }
 }

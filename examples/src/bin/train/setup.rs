@@ -1,5 +1,6 @@
-//! From the command line to a model and its data.
+//! Model, data and adapters of a run, built from the command line, and the check that their memory is available.
 
+use std::fmt;
 use std::path::Path;
 
 use anyhow::{Context, bail, ensure};
@@ -11,20 +12,20 @@ use fsdp_ckpt::TensorSource;
 use fsdp_ckpt::hf::HfModel;
 use fsdp_examples::console::Console;
 use fsdp_examples::data::{Batches, Data, Examples, Masking, PackingOptions, Source, Text, mask_token};
-use fsdp_examples::models::{self, LanguageModel, ModelConfig, ModelOptions, TensorParallel, parallel};
+use fsdp_examples::models::{self, LanguageModel, Lora, ModelConfig, ModelOptions, TensorParallel, parallel};
+use fsdp_examples::ranks::Ranks;
+use indicatif::{BinaryBytes, HumanCount};
 
-use crate::alike::{self, Words};
-use crate::args::{Args, InitChoice, Resume};
-use crate::evaluate::Evaluation;
-use crate::lora::Adapters;
-use crate::memory;
-use crate::peft::Peft;
-use crate::sample;
+use crate::adapters::{Adapters, Peft};
+use crate::agreement::{self, Fields};
+use crate::args::{Args, OptimizerKind};
+use crate::evaluate::{Evaluation, SAMPLE_CONTEXT};
+use crate::flag_types::{InitChoice, Resume};
 
-/// Of a masked model, the share of tokens that it has to tell.
+/// Default for --mlm-probability.
 const MLM_PROBABILITY: f64 = 0.15;
 
-/// All that a run is made of.
+/// Model, data and adapters of a run.
 pub(crate) struct Setup {
     pub(crate) config: ModelConfig,
     pub(crate) vars: ShardedVarMap,
@@ -33,7 +34,7 @@ pub(crate) struct Setup {
     pub(crate) evaluation: Option<Evaluation>,
     pub(crate) text: Text,
     pub(crate) adapters: Option<Adapters>,
-    /// The longest sequence that the model can be asked for.
+    /// Longest sequence that the model supports.
     pub(crate) positions: usize,
 }
 
@@ -51,20 +52,24 @@ impl Setup {
         );
         parallel::check(&config, args.tensor_parallel)?;
 
-        // Data before the model: what is wrong with it shows at once.
+        // Data is read before the model is built, so that its errors show at once.
         let text = Text::new(args.model.as_deref())?;
         let (batches, evaluation) = data(args, &config, &text, world)?;
         let weights = pretrained(args)?;
         let adapters = Adapters::of(args)?;
-        alike::inputs(read(&config, &batches, evaluation.as_ref(), weights, adapters.as_ref())?, args, world)?;
+        agreement::check_inputs(
+            read_inputs(&config, &batches, evaluation.as_ref(), weights, adapters.as_ref())?,
+            args,
+            world,
+        )?;
         if world.rank() == 0 {
             let all = [Some(&batches), evaluation.as_ref().map(|evaluation| &evaluation.batches)];
-            let of_adapters = adapters.as_ref().and_then(|adapters| adapters.from.as_ref()?.remark());
-            let remarks = all.into_iter().flatten().filter_map(Batches::remark).chain(of_adapters);
-            remarks.for_each(|remark| Console::Stderr.line(format_args!("warning: {remark}")));
+            let of_adapters = adapters.as_ref().and_then(|adapters| adapters.from.as_ref()?.warning());
+            let warnings = all.into_iter().flatten().filter_map(Batches::warning).chain(of_adapters);
+            warnings.for_each(|warning| Console::Stderr.line(format_args!("warning: {warning}")));
         }
-        let positions = args.seq_len.max(sample::CONTEXT);
-        memory::check(args, &config, adapters.as_ref().map(|adapters| &adapters.lora), positions, world)?;
+        let positions = args.seq_len.max(SAMPLE_CONTEXT);
+        check_memory(args, &config, adapters.as_ref().map(|adapters| &adapters.lora), positions, world)?;
 
         let ranks = args.ranks(world)?;
         let vars = ranks.vars(world)?;
@@ -115,7 +120,7 @@ impl Setup {
     }
 }
 
-/// What is trained on, and what is evaluated on.
+/// Opens the training data and the evaluation data.
 fn data(
     args: &Args,
     config: &ModelConfig,
@@ -148,18 +153,18 @@ fn data(
     Ok((batches, evaluation))
 }
 
-/// What a masked model has to tell.
+/// Returns the masking of a masked language model.
 fn masking(args: &Args, config: &ModelConfig, text: &Text) -> anyhow::Result<Option<Masking>> {
     if !config.is_masked() {
         let flags =
             [("--mlm-probability", args.mlm_probability.is_some()), ("--mask-token", args.mask_token.is_some())];
         if let Some((flag, _)) = flags.iter().find(|(_, given)| *given) {
-            bail!("{flag} is for masked language models (model type bert), and the model is none: leave it out");
+            bail!("{flag} is for masked language models (model type bert), found another model: leave it out");
         }
         return Ok(None);
     }
     if args.sft.is_some() {
-        bail!("--sft is for models that continue text; a bert tells masked tokens: pass text by --data");
+        bail!("--sft is for models that continue text, found a bert: pass text by --data");
     }
     let vocabulary = config.vocab_size();
     Ok(Some(Masking {
@@ -170,7 +175,7 @@ fn masking(args: &Args, config: &ModelConfig, text: &Text) -> anyhow::Result<Opt
     }))
 }
 
-/// Where the first weights are read from, unless they are random.
+/// Returns the directory of the initial weights, or `None` if they are random.
 pub(crate) fn pretrained(args: &Args) -> anyhow::Result<Option<&Path>> {
     let has_weights =
         |dir: &&Path| ["model.safetensors", "model.safetensors.index.json"].iter().any(|name| dir.join(name).exists());
@@ -184,19 +189,19 @@ pub(crate) fn pretrained(args: &Args) -> anyhow::Result<Option<&Path>> {
             dir.display()
         ),
         (InitChoice::Pretrained, None, None) => {
-            bail!("--init pretrained needs --model DIR with weights; the built-in model starts from random ones")
+            bail!("--init pretrained needs --model DIR with weights; the built-in model has none")
         }
     }
 }
 
-/// What this rank has read, for the others to compare with.
-fn read(
+/// Describes the inputs that this rank has read, for the comparison between ranks.
+fn read_inputs(
     config: &ModelConfig,
     batches: &Batches,
     evaluation: Option<&Evaluation>,
     weights: Option<&Path>,
     adapters: Option<&Adapters>,
-) -> anyhow::Result<Words> {
+) -> anyhow::Result<Fields> {
     let print = |weights: &HfModel| {
         models::fingerprint(weights).with_context(|| format!("can't read the weights in {}", weights.path().display()))
     };
@@ -206,13 +211,13 @@ fn read(
         }
         None => "random".into(),
     };
-    let mut read = alike::words("config.json's ", config)?;
-    read.insert("the data".into(), batches.account());
+    let mut read = agreement::fields("config.json's ", config)?;
+    read.insert("the data".into(), batches.summary());
     if let Some(masking) = batches.masking() {
         read.insert("the mask token".into(), masking.mask_token.to_string());
     }
     if let Some(evaluation) = evaluation {
-        read.insert("the data of --eval".into(), evaluation.batches.account());
+        read.insert("the data of --eval".into(), evaluation.batches.summary());
     }
     read.insert("the first weights".into(), weights);
     if let Some(peft) = adapters.and_then(|adapters| adapters.from.as_ref()) {
@@ -221,7 +226,7 @@ fn read(
     Ok(read)
 }
 
-/// Bytes that this rank keeps between steps beside the optimizer's: its shards and their gradients.
+/// Returns the bytes of this rank's shards and gradients.
 pub(crate) fn shard_bytes(vars: &ShardedVarMap) -> u64 {
     vars.params()
         .iter()
@@ -230,4 +235,146 @@ pub(crate) fn shard_bytes(vars: &ShardedVarMap) -> u64 {
             (copies * param.region().elements() * param.dtype().size_in_bytes()) as u64
         })
         .sum()
+}
+
+/// Size of an f32 in bytes.
+const F32: f64 = 4.;
+/// Minimal overhead of a parameter tensor in bytes.
+const TENSOR: f64 = 1024.;
+/// Tokens of the sample at the end, at any batch size.
+const FEWEST_TOKENS: usize = 64;
+
+/// Fails unless this rank can allocate the least memory that its run needs, and all ranks of this machine fit into its
+/// memory. Out of memory during the run would kill the process without an error.
+fn check_memory(
+    args: &Args,
+    config: &ModelConfig,
+    lora: Option<&Lora>,
+    positions: usize,
+    world: &World,
+) -> anyhow::Result<()> {
+    if !world.device().is_cpu() {
+        return Ok(()); // allocation on a device reports an error by itself
+    }
+    let needs = memory_needs(args, config, lora, positions, args.ranks(world)?);
+    let total: f64 = needs.iter().map(|(_, bytes)| bytes).sum();
+    let ranks = world.env().local_world_size;
+    let machine = rustix::system::sysinfo();
+    let machine = (machine.totalram as f64 + machine.totalswap as f64) * f64::from(machine.mem_unit.max(1));
+    let missing = if ranks as f64 * total > machine {
+        let all = if ranks > 1 { format!(" for its {ranks} ranks") } else { String::new() };
+        format!("this machine has {}{all}", Bytes(machine))
+    } else if let Err(error) = Vec::<u8>::new().try_reserve_exact(total as usize) {
+        format!("the system refuses so much: {error}")
+    } else {
+        return Ok(());
+    };
+    let much = needs.iter().filter(|(_, bytes)| *bytes >= total / 100.);
+    let needs = much.map(|(what, bytes)| format!("{} for {what}", Bytes(*bytes))).collect::<Vec<_>>();
+    bail!(
+        "rank {} needs at least {} of memory ({}), and {missing}. Use a smaller model, --batch-size, --seq-len or \
+         --lora-rank, or a larger machine with more ranks",
+        world.rank(),
+        Bytes(total),
+        needs.join(", ")
+    );
+}
+
+/// Lists a lower bound of the memory that a rank needs, in bytes.
+fn memory_needs(
+    args: &Args,
+    config: &ModelConfig,
+    lora: Option<&Lora>,
+    positions: usize,
+    ranks: Ranks,
+) -> Vec<(String, f64)> {
+    let size = config.size(lora);
+    // Tensor-parallel ranks hold whole norms, so this is slightly too low.
+    let tensor = ranks.tensor as f64;
+    let shards = ranks.shard as f64 * tensor;
+    // A trained parameter has a gradient and optimizer state.
+    let kept = match args.optimizer.optimizer {
+        OptimizerKind::Adamw | OptimizerKind::Adam => 2.,
+        OptimizerKind::Adamw8bit => 0.5,
+        OptimizerKind::Sgd if args.optimizer.momentum == Some(0.) => 0.,
+        OptimizerKind::Sgd | OptimizerKind::Muon => 1.,
+    };
+    let (frozen, trained) = match lora {
+        Some(_) => (size.base, size.adapters),
+        None => (0., size.base),
+    };
+    let holders = if args.shard_optimizer_over_replicas { shards * ranks.replicate as f64 } else { shards };
+    let state = F32 * (frozen / shards + (2. + kept) * trained / holders);
+    let tokens = (args.batch_size * args.seq_len).max(FEWEST_TOKENS) as f64;
+    let compute = args.param_dtype.dtype().size_in_bytes() as f64;
+    let parameters = Count(size.base + size.adapters);
+    vec![
+        (format!("its shards of {parameters} parameters, with gradients and optimizer state"), state),
+        ("the largest unit's gathered parameters".into(), compute * size.largest_unit / tensor),
+        (format!("the widest activation of {} tokens", Count(tokens)), compute * size.widest * tokens / tensor),
+        (format!("the names and shapes of {} parameter tensors", Count(size.tensors)), TENSOR * size.tensors),
+        ("rotary tables".into(), F32 * size.rotary * positions as f64),
+    ]
+}
+
+/// Larger numbers are printed in scientific notation.
+const MOST: f64 = 1e18;
+
+struct Bytes(f64);
+
+impl fmt::Display for Bytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0 < MOST { BinaryBytes(self.0 as u64).fmt(f) } else { write!(f, "{:.1e} bytes", self.0) }
+    }
+}
+
+struct Count(f64);
+
+impl fmt::Display for Count {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0 < MOST { HumanCount(self.0 as u64).fmt(f) } else { write!(f, "{:.1e}", self.0) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    fn total(flags: &[&str], ranks: usize) -> f64 {
+        let args = Args::try_parse_from([&["train"], flags].concat()).unwrap();
+        let lora = Adapters::of(&args).unwrap().map(|adapters| adapters.lora);
+        let ranks = Ranks::new(ranks, args.replicate, args.tensor_parallel).unwrap();
+        memory_needs(&args, &ModelConfig::builtin().unwrap(), lora.as_ref(), 128, ranks)
+            .iter()
+            .map(|(_, bytes)| bytes)
+            .sum()
+    }
+
+    #[test]
+    fn memory_depends_on_model_batch_and_ranks() {
+        let one = total(&[], 1);
+        // Five million parameters with a gradient and two moments.
+        assert!((80e6..120e6).contains(&one), "{one}");
+        assert!((0.4..0.8).contains(&(total(&[], 2) / one)));
+        assert_eq!(total(&["--replicate", "2"], 2), one);
+        // Layers that ranks compute together are divided as well.
+        assert!((0.4..0.55).contains(&(total(&["--tensor-parallel", "2"], 2) / one)));
+        assert_eq!(total(&["--replicate", "2", "--shard-optimizer-over-replicas"], 2), total(&[], 2));
+        // Nothing but the shards is divided.
+        assert!(total(&["--batch-size", "4000"], 2) > 4000. * 128. * 688. * 4.);
+        assert!(total(&["--lora-rank", "8"], 1) < one / 2.);
+        assert!(total(&["--lora-rank", "4611686018427387904"], 1) > 1e21);
+        assert!(total(&["--param-dtype", "bf16"], 1) < one);
+        let of = |optimizer| total(&["--optimizer", optimizer], 1);
+        assert!(of("adam") == one && of("adamw8bit") < of("sgd") && of("sgd") == of("muon") && of("muon") < one);
+    }
+
+    #[test]
+    fn large_sizes_are_formatted() {
+        assert_eq!(Bytes(f64::from(1 << 30)).to_string(), "1.00 GiB");
+        assert_eq!(Bytes(3e30).to_string(), "3.0e30 bytes");
+        assert_eq!((Count(1e6).to_string(), Count(1e40).to_string()), ("1,000,000".into(), "1.0e40".into()));
+    }
 }

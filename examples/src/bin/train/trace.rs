@@ -1,8 +1,8 @@
-//! `--trace`: what every process computes and communicates, on one time axis, in the Chrome trace format.
+//! `--trace`: compute and communication of all processes on one time axis, in the Chrome trace format.
 //!
-//! Each process writes a file of its own while it runs, `trace.rank0.json`; when all is well at the end rank 0 joins
-//! them. `tracing_chrome` collects the events; [`OfRank`] makes them fit for people: a name says what happened to which
-//! unit, a rank is a process, and its clock is that of the others.
+//! Each process writes its own file, such as `trace.rank0.json`, and rank 0 joins the files at the end.
+//! `tracing_chrome` collects the events. [`RankWriter`] rewrites them: names contain the unit, process ids are ranks,
+//! and the clocks of all ranks agree.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, BufWriter, Write};
@@ -14,53 +14,57 @@ use std::time::SystemTime;
 use anyhow::Context;
 use fsdp_candle::{ReduceOp, World};
 use fsdp_examples::console::Console;
+use fsdp_examples::job;
 use serde_json::{Map, Value, json};
 use tracing::Subscriber;
 use tracing_chrome::{ChromeLayer, ChromeLayerBuilder, FlushGuard};
+use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::registry::LookupSpan;
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{EnvFilter, Layer};
 
-/// Viewers want ids of threads that no two processes share: each rank has so many.
+/// Thread ids per rank. Viewers need ids that are unique over all processes.
 const THREADS: u64 = 1000;
 
-/// A trace that is being written.
+/// A trace in progress.
 pub(crate) struct Trace {
     file: PathBuf,
-    /// The file of this rank is whole when the guard is dropped.
+    /// Completes this rank's file when dropped.
     guard: FlushGuard,
-    /// Unless something could not be written.
+    /// Whether a write has failed.
     lost: Arc<AtomicBool>,
 }
 
 impl Trace {
-    /// Starts the trace of all ranks in `file`. Collective.
+    /// Starts the trace of all ranks. Collective.
     ///
     /// # Errors
-    /// When it can't be written.
+    /// The file can't be written.
     pub(crate) fn start<S>(file: &Path, world: &World) -> anyhow::Result<(ChromeLayer<S>, Trace)>
     where
         S: Subscriber + for<'span> LookupSpan<'span> + Send + Sync,
     {
         let cannot = || format!("can't write --trace {}", file.display());
         let rank = world.rank();
-        let part = File::create(of_rank(file, rank)).with_context(cannot)?;
+        let part = File::create(rank_file(file, rank)).with_context(cannot)?;
         let first = world.all_reduce(&[now_micros()?], ReduceOp::Min)?[0];
         let builder = ChromeLayerBuilder::new().include_args(true).include_locations(false);
         // The layer's clock starts when it is built.
-        let writer = UntilLost::new(OfRank::new(BufWriter::new(part), rank, now_micros()? - first), file);
+        let writer = BestEffortWriter::new(RankWriter::new(BufWriter::new(part), rank, now_micros()? - first), file);
         let lost = writer.lost.clone();
         let (layer, guard) = builder.writer(writer).build();
         Ok((layer, Trace { file: file.to_path_buf(), guard, lost }))
     }
 
-    /// Joins the files of all ranks. A trace that can't be written is a warning: what was traced has ended well.
-    /// Collective.
+    /// Joins the files of all ranks. A trace that can't be written causes a warning only, because training has
+    /// succeeded. Collective.
     ///
     /// # Errors
-    /// Those of the collective.
+    /// A collective fails.
     pub(crate) fn finish(self, world: &World) -> anyhow::Result<()> {
         let Trace { file, guard, lost } = self;
         drop(guard);
-        // Everybody's file is written.
+        // All ranks have written their files.
         let own = f64::from(u8::from(lost.load(Ordering::Relaxed)));
         let lost = world.all_reduce(&[own], ReduceOp::Max)?[0] > 0.;
         if world.rank() != 0 {
@@ -69,15 +73,15 @@ impl Trace {
         let path = file.display();
         if lost {
             Console::Stderr.line(format_args!(
-                "warning: --trace {path}: a process could not write all of its own, so the processes' files are not \
-                 joined"
+                "warning: --trace {path}: a process could not write all of its events, so the files of the processes \
+                 are not joined"
             ));
         } else if let Err(error) = join(&file, world.size()) {
-            // Half a trace is none. What removes it may fail as what wrote it has.
+            // A partial file is removed. The removal may fail for the reason that the write did.
             let _ = std::fs::remove_file(&file);
             Console::Stderr.line(format_args!(
                 "warning: can't join the processes' files, such as {}, to --trace {path}: {error}",
-                of_rank(&file, 0).display()
+                rank_file(&file, 0).display()
             ));
         } else {
             Console::Stdout.line(format_args!("trace: {path}"));
@@ -91,20 +95,20 @@ fn now_micros() -> anyhow::Result<f64> {
     Ok(now.as_micros() as f64)
 }
 
-/// `trace.rank1.json` for rank 1 of `trace.json`.
-pub(crate) fn of_rank(file: &Path, rank: usize) -> PathBuf {
+/// Returns the file of one rank: `trace.rank1.json` for `trace.json`.
+pub(crate) fn rank_file(file: &Path, rank: usize) -> PathBuf {
     let extension = file.extension().and_then(|extension| extension.to_str()).unwrap_or("json");
     file.with_extension(format!("rank{rank}.{extension}"))
 }
 
-/// Makes one file of the ranks' files, and removes them.
+/// Joins the files of all ranks into one, and removes them.
 fn join(file: &Path, ranks: usize) -> std::io::Result<()> {
     let mut out = BufWriter::new(File::create(file)?);
     let mut separator = "[\n";
     for rank in 0..ranks {
-        for line in BufReader::new(File::open(of_rank(file, rank))?).lines() {
+        for line in BufReader::new(File::open(rank_file(file, rank))?).lines() {
             let line = line?;
-            // The first and the last line of a part are its brackets.
+            // The first and the last line of each file are brackets.
             if line.starts_with('{') {
                 write!(out, "{separator}{}", line.trim_end_matches(','))?;
                 separator = ",\n";
@@ -113,21 +117,21 @@ fn join(file: &Path, ranks: usize) -> std::io::Result<()> {
     }
     out.write_all(b"\n]\n")?;
     out.flush()?;
-    // What can't be removed is in nobody's way.
-    (0..ranks).for_each(|rank| drop(std::fs::remove_file(of_rank(file, rank))));
+    // Files that can't be removed stay.
+    (0..ranks).for_each(|rank| drop(std::fs::remove_file(rank_file(file, rank))));
     Ok(())
 }
 
-/// Takes whatever comes, also when it can't be written any more: `tracing_chrome` would panic. It says so once.
-struct UntilLost<W> {
+/// A writer that never fails, because `tracing_chrome` would panic. Prints the first error.
+struct BestEffortWriter<W> {
     out: W,
     file: PathBuf,
     lost: Arc<AtomicBool>,
 }
 
-impl<W: Write> UntilLost<W> {
+impl<W: Write> BestEffortWriter<W> {
     fn new(out: W, file: &Path) -> Self {
-        UntilLost { out, file: file.to_path_buf(), lost: Arc::default() }
+        BestEffortWriter { out, file: file.to_path_buf(), lost: Arc::default() }
     }
 
     fn attempt(&mut self, write: impl FnOnce(&mut W) -> std::io::Result<()>) {
@@ -142,7 +146,7 @@ impl<W: Write> UntilLost<W> {
     }
 }
 
-impl<W: Write> Write for UntilLost<W> {
+impl<W: Write> Write for BestEffortWriter<W> {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
         self.attempt(|out| out.write_all(bytes));
         Ok(bytes.len())
@@ -154,21 +158,21 @@ impl<W: Write> Write for UntilLost<W> {
     }
 }
 
-/// Rewrites what `tracing_chrome` writes, an event a line, on its way to a rank's file.
-struct OfRank<W: Write> {
+/// A writer that rewrites the events of `tracing_chrome`, one per line, for a rank's file.
+struct RankWriter<W: Write> {
     out: W,
     rank: usize,
-    /// Microseconds from the first rank's beginning to this one's.
+    /// Microseconds between the start of the first rank and the start of this rank.
     late: f64,
-    /// A line that has not ended yet.
+    /// An incomplete line.
     line: Vec<u8>,
-    /// Whether the process has its name.
+    /// Whether the process has been named.
     introduced: bool,
 }
 
-impl<W: Write> OfRank<W> {
+impl<W: Write> RankWriter<W> {
     fn new(out: W, rank: usize, late: f64) -> Self {
-        OfRank { out, rank, late, line: vec![], introduced: false }
+        RankWriter { out, rank, late, line: vec![], introduced: false }
     }
 
     fn end_line(&mut self) -> std::io::Result<()> {
@@ -187,7 +191,7 @@ impl<W: Write> OfRank<W> {
         }
     }
 
-    /// Names the process, before its first event.
+    /// Writes the name of the process before its first event.
     fn introduce(&mut self) -> std::io::Result<()> {
         if std::mem::replace(&mut self.introduced, true) {
             return Ok(());
@@ -201,7 +205,7 @@ impl<W: Write> OfRank<W> {
     }
 }
 
-impl<W: Write> Write for OfRank<W> {
+impl<W: Write> Write for RankWriter<W> {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
         for piece in bytes.split_inclusive(|&byte| byte == b'\n') {
             self.line.extend_from_slice(piece);
@@ -218,7 +222,7 @@ impl<W: Write> Write for OfRank<W> {
     }
 }
 
-/// Gives an event a name for people, its rank, and a time that all ranks share.
+/// Gives an event a readable name, its rank, and a time that all ranks share.
 fn readable(event: &mut Map<String, Value>, rank: usize, late: f64) {
     event.insert("pid".into(), rank.into());
     if let Some(tid) = event.get("tid").and_then(Value::as_u64) {
@@ -235,7 +239,7 @@ fn readable(event: &mut Map<String, Value>, rank: usize, late: f64) {
         let thread = args.get("name").and_then(Value::as_str).unwrap_or_default();
         args.insert("name".into(), thread_name(thread).into());
     } else {
-        // They come as Rust's Debug writes them: text in quotes, which is JSON nearly always.
+        // `tracing_chrome` writes arguments with Rust's Debug: quoted text, which is nearly always JSON.
         for value in args.values_mut() {
             if let Some(better) = value.as_str().and_then(|text| serde_json::from_str(text).ok()) {
                 *value = better;
@@ -250,7 +254,7 @@ fn readable(event: &mut Map<String, Value>, rank: usize, late: f64) {
     }
 }
 
-/// What happened, and to which unit.
+/// Returns a name with the operation and the unit.
 fn event_name(name: &str, args: &Map<String, Value>) -> String {
     let arg = |name: &str| args.get(name).and_then(Value::as_str);
     let what = match (arg("message"), name) {
@@ -266,7 +270,7 @@ fn event_name(name: &str, args: &Map<String, Value>) -> String {
     }
 }
 
-/// The progress thread of a group is called `fsdp <group>:<rank>`.
+/// Returns a name for a thread. The progress thread of a group is called `fsdp <group>:<rank>`.
 fn thread_name(thread: &str) -> String {
     match thread.strip_prefix("fsdp ").and_then(|group| group.rsplit_once(':')) {
         Some((group, _)) => format!("communication ({group})"),
@@ -275,13 +279,30 @@ fn thread_name(thread: &str) -> String {
     }
 }
 
+/// Starts logging to stderr, and the trace if `file` is given. Collective.
+///
+/// # Errors
+/// The trace file can't be written.
+pub(crate) fn init(trace: Option<&Path>, world: &World) -> anyhow::Result<Option<Trace>> {
+    let (spans, trace) = match trace {
+        Some(file) => {
+            let (layer, trace) = Trace::start(file, world)?;
+            let filter = EnvFilter::new("fsdp_candle=debug,fsdp_core=debug,train=debug");
+            (Some(layer.with_filter(filter)), Some(trace))
+        }
+        None => (None, None),
+    };
+    tracing_subscriber::registry().with(spans).with(job::events()).init();
+    Ok(trace)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn rewritten(lines: &str) -> Vec<Value> {
         let mut file = vec![];
-        let mut writer = OfRank::new(&mut file, 2, 10.);
+        let mut writer = RankWriter::new(&mut file, 2, 10.);
         // However the bytes come.
         lines.as_bytes().chunks(7).for_each(|piece| writer.write_all(piece).unwrap());
         writer.flush().unwrap();
@@ -289,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn events_say_what_happened_where_and_when() {
+    fn events_have_readable_names_ranks_and_times() {
         let event = |fields: Value| {
             let mut event = json!({"ph": "B", "pid": 1, "tid": 0, "ts": 1.5, "name": "event src/x.rs:3"});
             event.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
@@ -315,9 +336,10 @@ mod tests {
     }
 
     #[test]
-    fn a_full_disk_takes_the_rest_of_the_trace_and_nothing_else() {
+    fn full_disk_loses_only_the_trace() {
         let full = File::options().write(true).open("/dev/full").unwrap();
-        let mut writer = UntilLost::new(OfRank::new(BufWriter::with_capacity(16, full), 0, 0.), Path::new("t.json"));
+        let mut writer =
+            BestEffortWriter::new(RankWriter::new(BufWriter::with_capacity(16, full), 0, 0.), Path::new("t.json"));
         let lost = writer.lost.clone();
         writer.write_all(b"[\n").unwrap();
         assert!(!lost.load(Ordering::Relaxed), "it is still in the buffer");
@@ -329,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn a_trace_of_nothing_is_one() {
+    fn empty_trace_is_valid() {
         assert!(rewritten("[\n\n]").is_empty());
     }
 }

@@ -1,23 +1,332 @@
-//! Examples to learn from: `--sft FILE.jsonl`.
+//! Examples for supervised fine-tuning: `--sft FILE.jsonl`.
 //!
-//! | file | subject |
-//! |---|---|
-//! | `specials` | the special tokens that a model directory names |
-//! | `json` | JSON as templates expect it |
-//! | `template` | chat templates |
-//! | `turns` | what of a conversation the assistant says |
-//! | `line` | a line of a file |
-//! | `examples` | [`Examples`]: all of a file, as tokens |
-//! | `packing` | which examples share a sequence |
+//! A line is a conversation or a prompt with a completion. `template` formats conversations by the model's chat
+//! template and finds the assistant's turns, which the loss counts. `packing` combines examples into sequences.
 
-mod examples;
-mod json;
-mod line;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use crc_fast::{CrcAlgorithm, Digest};
+use indicatif::HumanCount;
+use minijinja::Value;
+use minijinja::value::ValueKind;
+
+use crate::data::sft::template::{Specials, Template, conversation};
+use crate::data::text::{Marked, Text};
+
 pub(in crate::data) mod packing;
-mod specials;
 mod template;
 #[cfg(test)]
 mod tests;
-mod turns;
 
-pub use examples::Examples;
+/// Lines tokenised in parallel.
+const LINES: usize = 512;
+
+/// Examples of a `--sft` file: their tokens, and which of them the loss counts.
+pub struct Examples {
+    tokens: Vec<u32>,
+    learnt: Vec<bool>,
+    /// End of each example.
+    ends: Vec<usize>,
+    origin: String,
+    cut: usize,
+    dropped: usize,
+    digest: Digest,
+    stops: Vec<u32>,
+}
+
+/// An example.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::data) struct Example<'a> {
+    pub(in crate::data) tokens: &'a [u32],
+    /// Whether the loss counts each token. False for the first token.
+    pub(in crate::data) learnt: &'a [bool],
+}
+
+impl Examples {
+    /// Reads a JSONL file. Each line is a conversation (`messages`, formatted by the model directory's chat template)
+    /// or a `prompt` with a `completion`. Blank lines are skipped. Examples are cut to `seq_len` tokens and one target,
+    /// and dropped if nothing is left to learn.
+    ///
+    /// # Errors
+    /// A line has another form, the template refuses it, no example is left, or an id is not below `vocab_size`. Errors
+    /// name the file and the line.
+    pub fn load(path: &Path, model: Option<&Path>, text: &Text, seq_len: usize, vocab_size: usize) -> Result<Self> {
+        let specials = Specials::new(model, text)?;
+        let template = Template::new(model, &specials)?;
+        let mut reading = Reading { text, special: text.special_tokens(&specials.named), specials, template, seq_len };
+        let mut examples = Examples {
+            tokens: vec![],
+            learnt: vec![],
+            ends: vec![],
+            origin: path.display().to_string(),
+            cut: 0,
+            dropped: 0,
+            digest: Digest::new(CrcAlgorithm::Crc64Nvme),
+            stops: reading.specials.stops.clone(),
+        };
+        let file = File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
+        let mut lines = BufReader::new(file).lines().zip(1..).peekable();
+        while lines.peek().is_some() {
+            let mut chunk = Vec::new();
+            for (line, number) in lines.by_ref().take(LINES) {
+                let read = line.map_err(anyhow::Error::from).and_then(|line| match without_mark(&line, number) {
+                    line if line.trim().is_empty() => Ok(None),
+                    line => read_line(line, &reading.template, &reading.special).map(Some),
+                });
+                let read = read.with_context(|| format!("{}, line {number}", path.display()))?;
+                chunk.extend(read.map(|marked| (number, marked)));
+            }
+            reading.tokenise(chunk, &mut examples, path, vocab_size)?;
+        }
+        ensure!(
+            examples.cut > 0 || !examples.ends.is_empty(),
+            "{} has no examples: it must have at least one line, such as {{\"messages\": [{{\"role\": \"user\", \
+             \"content\": \"...\"}}, {{\"role\": \"assistant\", \"content\": \"...\"}}]}}",
+            path.display()
+        );
+        ensure!(
+            !examples.ends.is_empty(),
+            "nothing is left to learn of the {} examples in {} after they were cut to --seq-len {seq_len} tokens: use \
+             a larger --seq-len",
+            HumanCount(examples.dropped as u64),
+            path.display()
+        );
+        Ok(examples)
+    }
+
+    /// Returns the number of examples.
+    pub fn len(&self) -> usize {
+        self.ends.len()
+    }
+
+    /// Returns whether there are no examples, which is never the case.
+    pub fn is_empty(&self) -> bool {
+        self.ends.is_empty()
+    }
+
+    /// Returns a checksum of tokens, counted tokens and ends of examples.
+    pub fn checksum(&self) -> u64 {
+        self.digest.finalize()
+    }
+
+    /// Describes how many examples were cut, if any.
+    pub fn truncation_warning(&self) -> Option<String> {
+        let (all, cut) = (self.len() + self.dropped, self.cut);
+        let dropped = match self.dropped {
+            0 => String::new(),
+            dropped => format!("; {dropped} of these were dropped, because nothing was left to learn"),
+        };
+        (cut > 0).then(|| {
+            format!(
+                "{cut} of the {all} examples in {} are longer than --seq-len and were cut to it{dropped}",
+                self.origin
+            )
+        })
+    }
+
+    /// Returns the ids that end an answer.
+    pub fn stops(&self) -> &[u32] {
+        &self.stops
+    }
+
+    /// Returns the tokens of the first example before those that the loss counts.
+    pub fn first_prompt(&self) -> &[u32] {
+        let first = self.get(0);
+        let end = first.learnt.iter().position(|&learnt| learnt).unwrap_or(first.tokens.len());
+        &first.tokens[..end]
+    }
+
+    pub(in crate::data) fn get(&self, index: usize) -> Example<'_> {
+        let start = index.checked_sub(1).map_or(0, |before| self.ends[before]);
+        let range = start..self.ends[index];
+        Example { tokens: &self.tokens[range.clone()], learnt: &self.learnt[range] }
+    }
+
+    fn push(&mut self, tokens: &[u32], learnt: &[bool]) {
+        self.digest.update(&(tokens.len() as u64).to_le_bytes());
+        self.digest.update(&tokens.iter().flat_map(|id| id.to_le_bytes()).collect::<Vec<_>>());
+        self.digest.update(&learnt.iter().map(|&learnt| u8::from(learnt)).collect::<Vec<_>>());
+        self.tokens.extend_from_slice(tokens);
+        self.learnt.extend_from_slice(learnt);
+        self.ends.push(self.tokens.len());
+    }
+
+    #[cfg(test)]
+    pub(in crate::data) fn of(examples: &[(&[u32], &[bool])]) -> Self {
+        let mut all = Examples {
+            tokens: vec![],
+            learnt: vec![],
+            ends: vec![],
+            origin: "a test".into(),
+            cut: 0,
+            dropped: 0,
+            digest: Digest::new(CrcAlgorithm::Crc64Nvme),
+            stops: vec![],
+        };
+        examples.iter().for_each(|(tokens, learnt)| all.push(tokens, learnt));
+        all
+    }
+}
+
+/// Removes the byte order mark at the start of a file.
+fn without_mark(line: &str, number: usize) -> &str {
+    line.strip_prefix('\u{feff}').filter(|_| number == 1).unwrap_or(line)
+}
+
+/// Formats as `300 examples of chat.jsonl`.
+impl fmt::Display for Examples {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} examples of {}", HumanCount(self.len() as u64), self.origin)
+    }
+}
+
+/// State for reading lines.
+struct Reading<'a> {
+    text: &'a Text,
+    specials: Specials,
+    /// All special tokens.
+    special: Vec<String>,
+    template: Template,
+    seq_len: usize,
+}
+
+impl Reading<'_> {
+    /// Appends the examples of numbered lines.
+    fn tokenise(
+        &mut self,
+        lines: Vec<(usize, Marked)>,
+        examples: &mut Examples,
+        path: &Path,
+        vocab_size: usize,
+    ) -> Result<()> {
+        let (numbers, marked): (Vec<usize>, Vec<Marked>) = lines.into_iter().unzip();
+        let bare: Vec<bool> = marked.iter().map(|marked| marked.bare).collect();
+        let tokenised = self.text.encode_marked(marked).with_context(|| format!("in {}", path.display()))?;
+        for ((number, bare), (mut tokens, mut learnt)) in numbers.into_iter().zip(bare).zip(tokenised) {
+            let place = || format!("{}, line {number}", path.display());
+            if bare {
+                self.complete(&mut tokens, &mut learnt).with_context(place)?;
+            }
+            if let Some(id) = tokens.iter().find(|&&id| id as usize >= vocab_size) {
+                bail!(
+                    "{} has a token with id {id}, but the model's vocabulary has {vocab_size} ids. {}",
+                    place(),
+                    self.text.advice()
+                );
+            }
+            let whole = tokens.len();
+            let end = whole.min(self.seq_len + 1);
+            // Tokens after the last counted one have no effect.
+            let last = (1..end).rev().find(|&at| learnt[at]);
+            ensure!(
+                last.is_some() || learnt.iter().skip(1).any(|&learnt| learnt),
+                "{}: no token to learn: the assistant must answer something",
+                place()
+            );
+            examples.cut += usize::from((end..whole).any(|at| learnt[at]));
+            match last {
+                Some(last) => examples.push(&tokens[..=last], &learnt[..=last]),
+                None => examples.dropped += 1,
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds the end token after a completion unless it is there, and removes a second start token.
+    fn complete(&self, tokens: &mut Vec<u32>, learnt: &mut Vec<bool>) -> Result<()> {
+        let Some(end) = self.specials.end else {
+            bail!(
+                "the token that ends a completion is not known: add tokenizer_config.json with an eos_token, or \
+                 config.json with an eos_token_id, to the model directory"
+            )
+        };
+        if tokens.last() != Some(&end) {
+            tokens.push(end);
+            learnt.push(true);
+        } else if let Some(learnt) = learnt.last_mut() {
+            *learnt = true;
+        }
+        let begin = self.specials.token("bos_token").and_then(|token| self.text.id_of(token));
+        if tokens.len() > 1 && begin.is_some() && tokens[0] == tokens[1] && Some(tokens[0]) == begin {
+            tokens.remove(0);
+            learnt.remove(0);
+        }
+        Ok(())
+    }
+}
+
+/// Forms of a line, for error messages.
+const FORMS: &str = "a line is {\"messages\": [{\"role\": \"user\", \"content\": \"...\"}, ..]} or \
+                     {\"prompt\": \"...\", \"completion\": \"...\"}";
+
+/// Returns the text of a line and its counted ranges.
+///
+/// # Errors
+/// The line has another form, or the template refuses it.
+fn read_line(line: &str, template: &Template, specials: &[String]) -> Result<Marked> {
+    let fields: BTreeMap<String, Value> =
+        serde_json::from_str(line).map_err(|error| anyhow!("it is not a JSON object ({error}); {FORMS}"))?;
+    let found = || fields.keys().map(|key| format!("\"{key}\"")).collect::<Vec<_>>().join(", ");
+    match (fields.get("messages"), fields.get("prompt"), fields.get("completion")) {
+        (Some(messages), None, None) => {
+            let messages = messages_of(messages)?;
+            let mut others = fields.clone();
+            others.remove("messages");
+            conversation(template, &messages, &others, specials)
+        }
+        (None, Some(prompt), Some(completion)) => {
+            let (Some(prompt), Some(completion)) = (prompt.as_str(), completion.as_str()) else {
+                bail!(
+                    "prompt is {} and completion is {}, but both must be text: write conversations as \"messages\"",
+                    prompt.kind(),
+                    completion.kind()
+                )
+            };
+            ensure!(!completion.is_empty(), "the completion is empty, so nothing can be learned: remove the line");
+            let text = format!("{prompt}{completion}");
+            let completion = prompt.len()..text.len();
+            Ok(Marked { text, learnt: Vec::from([completion]), bare: true })
+        }
+        _ if fields.is_empty() => bail!("it has no keys; {FORMS}"),
+        _ => bail!("it has the keys {}; {FORMS}", found()),
+    }
+}
+
+/// Returns the messages of a line, and its other fields.
+#[cfg(test)]
+pub(super) fn messages(line: &str) -> Result<(Vec<Value>, BTreeMap<String, Value>)> {
+    let mut fields: BTreeMap<String, Value> = serde_json::from_str(line)?;
+    let messages = messages_of(&fields.remove("messages").unwrap_or_default())?;
+    Ok((messages, fields))
+}
+
+/// Returns the messages without null fields, as transformers does.
+fn messages_of(messages: &Value) -> Result<Vec<Value>> {
+    ensure!(messages.kind() == ValueKind::Seq, "messages is {}, but must be a list; {FORMS}", messages.kind());
+    let messages: Vec<Value> = messages.try_iter()?.collect();
+    ensure!(!messages.is_empty(), "messages is empty; {FORMS}");
+    messages.into_iter().enumerate().map(|(i, message)| message_of(i + 1, &message)).collect()
+}
+
+fn message_of(number: usize, message: &Value) -> Result<Value> {
+    ensure!(message.kind() == ValueKind::Map, "message {number} is {}, but must be an object; {FORMS}", message.kind());
+    let role = message.get_attr("role")?;
+    ensure!(role.as_str().is_some(), "message {number} needs a role that is text; {FORMS}");
+    let mut fields = Vec::new();
+    for key in message.try_iter()? {
+        let value = message.get_item(&key)?;
+        if !value.is_none() {
+            fields.push((key, value));
+        }
+    }
+    ensure!(
+        fields.iter().any(|(key, _)| matches!(key.as_str(), Some("content" | "tool_calls"))),
+        "message {number} has no content; {FORMS}"
+    );
+    Ok(Value::from_pairs(fields))
+}

@@ -1,27 +1,20 @@
 //! `config.json` of a Hugging Face model directory.
 
-pub mod activation;
+use std::path::Path;
+
+use anyhow::{Context, bail, ensure};
+pub use bert::BertConfig;
+pub use decoder::DecoderConfig;
+use decoder::{FAMILIES, Fields};
+pub use gpt2::Gpt2Config;
+use serde::{Deserialize, Serialize};
+
 pub mod bert;
-mod checks;
 pub mod decoder;
-mod dropout;
-pub mod experts;
-pub mod fields;
 pub mod gpt2;
 pub mod rope;
 #[cfg(test)]
 mod tests;
-
-use std::path::Path;
-
-use anyhow::{Context, bail};
-use serde::{Deserialize, Serialize};
-
-pub use bert::BertConfig;
-pub use decoder::DecoderConfig;
-pub use dropout::Dropout;
-use fields::{FAMILIES, Fields};
-pub use gpt2::Gpt2Config;
 
 /// `config.json` of the built-in model.
 pub const BUILTIN: &str = r#"{
@@ -44,11 +37,11 @@ pub const BUILTIN: &str = r#"{
 }
 "#;
 
-/// The configuration of a model of a known architecture. It is serialised as the fields of `config.json` that matter.
+/// Configuration of a model. Serialises as the fields of `config.json` that are used.
 #[derive(Clone, Debug, Serialize)]
 #[serde(untagged)]
 pub enum ModelConfig {
-    /// A decoder of one of the families that [`decoder`] tells apart.
+    /// A decoder of a family in [`decoder`].
     Decoder(Box<DecoderConfig>),
     /// `"model_type": "gpt2"`.
     Gpt2(Gpt2Config),
@@ -60,23 +53,23 @@ impl ModelConfig {
     /// Reads `config.json` in a model directory.
     ///
     /// # Errors
-    /// When there is none, it is no JSON, or the architecture is not known.
+    /// The file is missing or not JSON, or the architecture is not supported.
     pub fn from_dir(dir: &Path) -> anyhow::Result<Self> {
         let path = dir.join("config.json");
         let text = std::fs::read_to_string(&path).with_context(|| {
             format!(
                 "can't read {}: --model takes a Hugging Face model directory, with config.json and, for --init \
-                    pretrained, model.safetensors",
+                 pretrained, model.safetensors",
                 path.display()
             )
         })?;
         Self::parse(&text).with_context(|| format!("in {}", path.display()))
     }
 
-    /// Reads a file that is a model's `config.json`, whatever its name.
+    /// Reads a `config.json` with any file name.
     ///
     /// # Errors
-    /// As those of [`from_dir`](Self::from_dir).
+    /// See [`from_dir`](Self::from_dir).
     pub fn from_file(path: &Path) -> anyhow::Result<Self> {
         let text = std::fs::read_to_string(path).with_context(|| format!("can't read {}", path.display()))?;
         Self::parse(&text).with_context(|| format!("in {}", path.display()))
@@ -88,7 +81,7 @@ impl ModelConfig {
             model_type: Option<String>,
         }
         let kind: Kind = serde_json::from_str(text).context("not a JSON object")?;
-        let known = || format!("known are {}, gpt2, bert", FAMILIES.map(|family| family.0).join(", "));
+        let expected = || format!("expected {}, gpt2 or bert", FAMILIES.map(|family| family.0).join(", "));
         match kind.model_type.as_deref() {
             Some("gpt2") => {
                 let config: Gpt2Config = serde_json::from_str(text).context("not a GPT-2 configuration")?;
@@ -105,21 +98,21 @@ impl ModelConfig {
                         serde_json::from_str(text).with_context(|| format!("not a configuration of {name}"))?;
                     Ok(ModelConfig::Decoder(Box::new(DecoderConfig::new(*family, fields)?)))
                 }
-                None => bail!("model_type \"{name}\" is not known; {}", known()),
+                None => bail!("model_type \"{name}\" is not supported; {}", expected()),
             },
-            None => bail!("model_type is missing; {}", known()),
+            None => bail!("model_type is missing; {}", expected()),
         }
     }
 
-    /// The built-in byte-level Llama of about 5 million parameters.
+    /// Returns the built-in byte-level Llama with about 5 million parameters.
     ///
     /// # Errors
-    /// Never: its text is a constant.
+    /// None, because its text is a constant.
     pub fn builtin() -> anyhow::Result<Self> {
         Self::parse(BUILTIN)
     }
 
-    /// The number of token ids.
+    /// Returns the number of token ids.
     pub fn vocab_size(&self) -> usize {
         match self {
             ModelConfig::Decoder(config) => config.vocabulary,
@@ -128,7 +121,7 @@ impl ModelConfig {
         }
     }
 
-    /// The longest sequence.
+    /// Returns the length of the longest sequence.
     pub fn max_positions(&self) -> usize {
         match self {
             ModelConfig::Decoder(config) => config.positions,
@@ -137,7 +130,7 @@ impl ModelConfig {
         }
     }
 
-    /// What `config.json` says of dropout.
+    /// Returns the dropout of `config.json`.
     pub fn dropout(&self) -> Dropout {
         match self {
             ModelConfig::Decoder(config) => Dropout { attention: config.attention_dropout, ..Dropout::default() },
@@ -152,8 +145,92 @@ impl ModelConfig {
         }
     }
 
-    /// Whether it is a masked language model: one that sees a whole sequence and predicts what is masked in it.
+    /// Returns whether this is a masked language model, which sees a whole sequence and predicts its masked tokens.
     pub fn is_masked(&self) -> bool {
         matches!(self, ModelConfig::Bert(_))
     }
+}
+
+/// Dropout probabilities, below 1.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Dropout {
+    /// Dropout of embeddings. Decoders have none.
+    pub embedding: f64,
+    /// Dropout of attention weights.
+    pub attention: f64,
+    /// Dropout of the outputs of attention and MLP. Decoders have none.
+    pub hidden: f64,
+}
+
+impl Dropout {
+    /// Returns one probability for all layers.
+    pub fn everywhere(probability: f64) -> Self {
+        Dropout { embedding: probability, attention: probability, hidden: probability }
+    }
+}
+
+/// An activation function.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Activation {
+    Silu,
+    Gelu,
+    GeluErf,
+}
+
+impl Activation {
+    /// Returns the activation with transformers' name `name` in the field `field`.
+    pub(super) fn parse(field: &str, name: &str) -> anyhow::Result<Self> {
+        Ok(match name {
+            "silu" | "swish" => Activation::Silu,
+            "gelu_pytorch_tanh" | "gelu_new" => Activation::Gelu,
+            "gelu" => Activation::GeluErf,
+            _ => bail!(
+                "{field} = \"{name}\" is not supported; expected \"silu\", \"gelu_pytorch_tanh\", \"gelu_new\" or \"gelu\""
+            ),
+        })
+    }
+}
+
+/// Fails if one of the fields is 0.
+pub(super) fn at_least_one(fields: &[(&str, usize)]) -> anyhow::Result<()> {
+    fields.iter().try_for_each(|(name, value)| {
+        ensure!(*value > 0, "{name} = {value} must be at least 1");
+        Ok(())
+    })
+}
+
+pub(super) fn not_negative(fields: &[(&str, f64)]) -> anyhow::Result<()> {
+    fields.iter().try_for_each(|(name, value)| {
+        ensure!(value.is_finite() && *value >= 0., "{name} = {value} must be at least 0");
+        Ok(())
+    })
+}
+
+pub(super) fn below_one(fields: &[(&str, f64)]) -> anyhow::Result<()> {
+    fields.iter().try_for_each(|(name, value)| {
+        ensure!((0. ..1.).contains(value), "{name} = {value} must be at least 0 and below 1");
+        Ok(())
+    })
+}
+
+/// Returns the row of the embedding that lookups do not train: `padding_idx` of PyTorch's `nn.Embedding`. A negative id
+/// counts from the end of the vocabulary.
+pub(super) fn padding_row(pad_token_id: Option<i64>, vocabulary: usize) -> anyhow::Result<Option<usize>> {
+    let Some(id) = pad_token_id else { return Ok(None) };
+    let from = if id < 0 { vocabulary as i128 } else { 0 };
+    let row = usize::try_from(i128::from(id) + from).ok().filter(|row| *row < vocabulary);
+    ensure!(
+        row.is_some(),
+        "pad_token_id = {id} (which may be the default of this model_type) is not in the vocabulary of {vocabulary} \
+         ids: use an id in it, or null"
+    );
+    Ok(row)
+}
+
+pub(super) fn above_zero(fields: &[(&str, f64)]) -> anyhow::Result<()> {
+    fields.iter().try_for_each(|(name, value)| {
+        ensure!(value.is_finite() && *value > 0., "{name} = {value} must be above 0");
+        Ok(())
+    })
 }

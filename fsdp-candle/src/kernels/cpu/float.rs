@@ -1,4 +1,4 @@
-//! The floats that there are, and the one choice between them.
+//! The float dtypes, and the selection of one of them.
 
 use std::ops::{Add, AddAssign, Div, Mul, Sub};
 
@@ -6,8 +6,7 @@ use bytemuck::Pod;
 use fsdp_core::Element;
 use half::{bf16, f16};
 
-/// Runs `$body` with `$t` as the type of a dtype of floats; any other dtype is an error. Once for each call of a
-/// kernel.
+/// Runs `$body` with `$t` as the type of a float dtype. Any other dtype is an error. A kernel does this once per call.
 macro_rules! floats {
     ($dtype:expr, $t:ident => $body:expr) => {
         match $dtype {
@@ -33,14 +32,14 @@ macro_rules! floats {
 }
 pub(super) use floats;
 
-/// What floats are computed in: f64 for f64, else f32.
-pub(super) trait Real:
+/// The type of a float's arithmetic: f64 for f64, else f32.
+pub(crate) trait Real:
     Copy + Add<Output = Self> + Sub<Output = Self> + Mul<Output = Self> + Div<Output = Self>
 {
     fn of(number: f64) -> Self;
     fn sqrt(self) -> Self;
     fn rounded<T: Float>(self) -> T;
-    /// In what another float is computed in.
+    /// Converts to the type of another float's arithmetic.
     fn widened<R: Real>(self) -> R;
 }
 
@@ -83,7 +82,7 @@ impl Real for f64 {
 }
 
 /// A float as it is stored.
-pub(super) trait Float: Element + Pod + AddAssign {
+pub(crate) trait Float: Element + Pod + AddAssign {
     type Real: Real;
     fn get(self) -> Self::Real;
     fn from_f32(value: f32) -> Self;

@@ -1,36 +1,10 @@
-//! Steps of optimizers: one pass over parameter, gradient and state.
+//! Steps of optimizers in one pass over parameter, gradient and state, and 8-bit codes with a scale for each block.
 
-use candle_core::{Result, bail};
-use fsdp_core::DType;
+use super::super::eight_bits::{Magnitudes, SIGNED, STATE_BLOCK, UNSIGNED};
+use super::super::{AdamUpdate, SgdUpdate};
+use super::float::{Float, Real};
 
-use super::super::eight_bits::{SIGNED, STATE_BLOCK, UNSIGNED};
-use super::super::slice::{Slice, SliceMut};
-use super::super::update::{AdamUpdate, SgdUpdate};
-use super::eight_bits::{encode_signed, encode_unsigned, signed};
-use super::float::{Float, Real, floats};
-use super::memory::{elements, elements_mut, same_length};
-
-pub(super) fn adam(
-    update: &AdamUpdate,
-    param: SliceMut<'_>,
-    grad: Slice<'_>,
-    [means, squares]: [SliceMut<'_>; 2],
-) -> Result<()> {
-    for len in [grad.len(), means.len(), squares.len()] {
-        same_length(param.len(), len)?;
-    }
-    floats!(param.dtype(), T => {
-        let moments = (elements_mut::<T>(means)?, elements_mut::<T>(squares)?);
-        let (params, grads) = (elements_mut::<T>(param)?, elements::<T>(grad)?);
-        match update.l2 {
-            0. => run_adam::<T, false>(update, params, grads, moments),
-            _ => run_adam::<T, true>(update, params, grads, moments),
-        }
-    });
-    Ok(())
-}
-
-fn run_adam<T: Float, const L2: bool>(
+pub(super) fn run_adam<T: Float, const L2: bool>(
     update: &AdamUpdate,
     params: &mut [T],
     grads: &[T],
@@ -45,9 +19,9 @@ fn run_adam<T: Float, const L2: bool>(
     }
 }
 
-/// Adam's numbers as they are computed with.
+/// Adam's numbers in the type of the arithmetic.
 #[derive(Clone, Copy)]
-pub(super) struct Adam<R> {
+struct Adam<R> {
     l2: R,
     decay: R,
     beta1: R,
@@ -60,7 +34,7 @@ pub(super) struct Adam<R> {
 }
 
 impl<R: Real> Adam<R> {
-    pub(super) fn of(update: &AdamUpdate) -> Self {
+    fn of(update: &AdamUpdate) -> Self {
         Adam {
             l2: R::of(update.l2),
             decay: R::of(update.decay),
@@ -74,9 +48,9 @@ impl<R: Real> Adam<R> {
         }
     }
 
-    /// The parameter and the moments of one element after a step.
+    /// Returns the parameter and the moments of one element after a step.
     #[inline(always)]
-    pub(super) fn step<const L2: bool>(&self, p: R, g: R, mean: R, square: R) -> (R, R, R) {
+    fn step<const L2: bool>(&self, p: R, g: R, mean: R, square: R) -> (R, R, R) {
         let g = if L2 { g + self.l2 * p } else { g };
         let mean = self.beta1 * mean + self.rest1 * g;
         let square = self.beta2 * square + self.rest2 * g * g;
@@ -84,31 +58,8 @@ impl<R: Real> Adam<R> {
     }
 }
 
-pub(super) fn adam_8bit(
-    update: &AdamUpdate,
-    param: SliceMut<'_>,
-    grad: Slice<'_>,
-    [codes1, scales1, codes2, scales2]: [SliceMut<'_>; 4],
-) -> Result<()> {
-    for len in [grad.len(), codes1.len(), codes2.len()] {
-        same_length(param.len(), len)?;
-    }
-    for len in [scales1.len(), scales2.len()] {
-        same_length(param.len().div_ceil(STATE_BLOCK), len)?;
-    }
-    let means = (elements_mut::<u8>(codes1)?, elements_mut::<f32>(scales1)?);
-    let roots = (elements_mut::<u8>(codes2)?, elements_mut::<f32>(scales2)?);
-    match param.dtype() {
-        DType::F32 => run_adam_8bit(update, elements_mut::<f32>(param)?, elements(grad)?, means, roots),
-        DType::BF16 => run_adam_8bit(update, elements_mut::<half::bf16>(param)?, elements(grad)?, means, roots),
-        DType::F16 => run_adam_8bit(update, elements_mut::<half::f16>(param)?, elements(grad)?, means, roots),
-        other => bail!("moments in 8 bits are for parameters of F32, BF16 and F16; got {other}"),
-    }
-    Ok(())
-}
-
-/// A block at a time, whose moments are decoded into registers and the nearest cache.
-fn run_adam_8bit<T: Float<Real = f32>>(
+/// Processes a block at a time. The block's decoded moments stay in registers and the nearest cache.
+pub(super) fn run_adam_8bit<T: Float<Real = f32>>(
     update: &AdamUpdate,
     params: &mut [T],
     grads: &[T],
@@ -124,7 +75,7 @@ fn run_adam_8bit<T: Float<Real = f32>>(
         let (means, roots) = (&mut means[..params.len()], &mut roots[..params.len()]);
         let decoded = codes1.iter().zip(codes2.iter()).zip(means.iter_mut().zip(roots.iter_mut()));
         for ((&code1, &code2), (mean, root)) in decoded {
-            *mean = signed(magnitudes1, code1) * *scale1;
+            *mean = decode_signed(magnitudes1, code1) * *scale1;
             *root = magnitudes2.values[usize::from(code2)] * *scale2;
         }
         for (((p, g), mean), root) in params.iter_mut().zip(grads).zip(means.iter_mut()).zip(roots.iter_mut()) {
@@ -139,35 +90,20 @@ fn run_adam_8bit<T: Float<Real = f32>>(
     }
 }
 
-/// The largest magnitude, or NaN where one is not finite.
+/// Returns the largest magnitude, or NaN if one value is not finite.
 fn largest(values: &[f32]) -> f32 {
     let largest = values.iter().fold(0f32, |max, value| max.max(value.abs()));
-    // What is no number is passed over by `max`, and makes this sum none.
+    // `max` ignores NaN, but this sum does not.
     let sum: f32 = values.iter().map(|value| value * 0.).sum();
     if sum == 0. { largest } else { f32::NAN }
 }
 
-pub(super) fn sgd(
+pub(super) fn run_sgd<T: Float, const L2: bool>(
     update: &SgdUpdate,
-    param: SliceMut<'_>,
-    grad: Slice<'_>,
-    buffer: Option<SliceMut<'_>>,
-) -> Result<()> {
-    for len in [Some(grad.len()), buffer.as_ref().map(SliceMut::len)].into_iter().flatten() {
-        same_length(param.len(), len)?;
-    }
-    floats!(param.dtype(), T => {
-        let (params, grads) = (elements_mut::<T>(param)?, elements::<T>(grad)?);
-        let buffers = buffer.map(elements_mut::<T>).transpose()?;
-        match update.l2 {
-            0. => run_sgd::<T, false>(update, params, grads, buffers),
-            _ => run_sgd::<T, true>(update, params, grads, buffers),
-        }
-    });
-    Ok(())
-}
-
-fn run_sgd<T: Float, const L2: bool>(update: &SgdUpdate, params: &mut [T], grads: &[T], buffers: Option<&mut [T]>) {
+    params: &mut [T],
+    grads: &[T],
+    buffers: Option<&mut [T]>,
+) {
     let real = T::Real::of;
     let (l2, kept, taken, lr) = (real(update.l2), real(update.kept), real(update.taken), real(update.lr));
     let decayed = |p: &T, g: &T| if L2 { g.get() + l2 * p.get() } else { g.get() };
@@ -189,4 +125,29 @@ fn run_sgd<T: Float, const L2: bool>(update: &SgdUpdate, params: &mut [T], grads
             *p = T::put(p.get() - lr * (g + nesterov * buffer));
         }),
     }
+}
+
+/// Returns the factor that scales values to at most 1.
+pub(super) fn inverse(scale: f32) -> f32 {
+    if scale > 0. { 1. / scale } else { 0. }
+}
+
+/// Encodes values as `EightBits::Signed`.
+pub(super) fn encode_signed(values: &[f32], scale: f32, codes: &mut [u8]) {
+    let (magnitudes, inverse) = (&*SIGNED, inverse(scale));
+    let code = |v: f32| magnitudes.code((v * inverse).abs()) | u8::from(v < 0.) << 7;
+    codes.iter_mut().zip(values).for_each(|(to, v)| *to = code(*v));
+}
+
+/// Encodes values as `EightBits::Unsigned`.
+pub(super) fn encode_unsigned(values: &[f32], scale: f32, codes: &mut [u8]) {
+    let (magnitudes, inverse) = (&*UNSIGNED, inverse(scale));
+    codes.iter_mut().zip(values).for_each(|(to, v)| *to = magnitudes.code(v * inverse));
+}
+
+/// Returns the magnitude, with its sign, of a code of `EightBits::Signed`.
+#[inline(always)]
+pub(super) fn decode_signed(magnitudes: &Magnitudes, code: u8) -> f32 {
+    let magnitude = magnitudes.values[usize::from(code & 127)];
+    if code > 127 { -magnitude } else { magnitude }
 }

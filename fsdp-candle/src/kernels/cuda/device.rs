@@ -1,106 +1,333 @@
-//! A CUDA device.
+//! The CUDA devices of this process: one compute stream for each device, shared by all users, and its compiled kernels.
 
-use std::sync::{Arc, Mutex, OnceLock};
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use candle_core::{CudaDevice, Result, bail};
-use cudarc::driver::{CudaStream, LaunchConfig};
-use fsdp_core::device::cuda::{CudaMemory, CudaView, failed};
-use fsdp_core::{DType, View};
+use candle_core::backend::BackendDevice;
+use candle_core::{CudaDevice, Device, DeviceLocation, bail};
+use cudarc::driver::{CudaContext, CudaFunction, CudaModule, CudaStream, LaunchConfig, PushKernelArg};
+use cudarc::nvrtc::{CompileError, CompileOptions, compile_ptx_with_opts};
+use fsdp_core::device::cuda::{CudaMemory, CudaView, failed, ready};
+use fsdp_core::{Buffer, DType, DeviceId, View};
 
 use super::super::slice::{Slice, SliceMut, ViewMut};
-use super::launch::{Arg, Module};
-use crate::error::Error;
+use crate::error::{Error, Result};
 
-/// Shares that a sum is first made of: one a block.
-pub(super) const MOST_SHARES: usize = 512;
+/// The devices by number. Kernels live as long as the process.
+static DEVICES: Mutex<BTreeMap<usize, &'static CudaKernels>> = Mutex::new(BTreeMap::new());
 
-/// A CUDA device, and the stream that it computes on. Everything here is in that stream's order.
-pub(in crate::kernels) struct Cuda {
+/// CUDA's handle of the per-thread default stream.
+const PER_THREAD_STREAM: usize = 2;
+
+/// Returns the kernels of a device that has been used.
+pub(in crate::kernels) fn of_ordinal(ordinal: usize) -> Option<&'static CudaKernels> {
+    DEVICES.lock().unwrap_or_else(PoisonError::into_inner).get(&ordinal).copied()
+}
+
+/// Returns the kernels of Candle's device. The first call compiles them.
+///
+/// # Errors
+/// When the device computes on another stream than before, or on the per-thread default stream, or when the device
+/// refuses.
+pub(in crate::kernels) fn of_candle(device: &CudaDevice) -> Result<&'static CudaKernels> {
+    let DeviceLocation::Cuda { gpu_id: ordinal } = device.location() else {
+        return Err(Error::Device("Candle's CUDA device has no CUDA location".into()));
+    };
+    let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    let stream = device.cuda_stream();
+    if let Some(known) = devices.get(&ordinal) {
+        if known.stream.cu_stream() == stream.cu_stream() {
+            return Ok(known);
+        }
+        return Err(Error::Device(format!(
+            "CUDA device {ordinal} was created twice in this process, with two streams. Create it with \
+             fsdp_candle::cuda_device({ordinal}), which returns the same device each time"
+        )));
+    }
+    if stream.cu_stream() as usize == PER_THREAD_STREAM {
+        return Err(Error::Device(format!(
+            "Candle's Device::new_cuda({ordinal}) computes on another stream in each thread. Create the device \
+             with fsdp_candle::cuda_device({ordinal})"
+        )));
+    }
+    ready(stream.context())?;
+    let known: &'static CudaKernels = Box::leak(Box::new(CudaKernels::new(device.clone(), stream)?));
+    devices.insert(ordinal, known);
+    Ok(known)
+}
+
+/// Returns the kernels of a buffer's device.
+pub(super) fn of_buffer(buffer: &Buffer) -> Result<&'static CudaKernels> {
+    let device = buffer.device();
+    let known = if let DeviceId::Cuda(ordinal) = device { of_ordinal(ordinal) } else { None };
+    known.ok_or_else(|| Error::Device(format!("a buffer is on {device}, which has not been used yet")))
+}
+
+/// Returns Candle's device of this number, the same one each time.
+pub(crate) fn candle_device(ordinal: usize) -> Result<Device> {
+    if let Some(known) = of_ordinal(ordinal) {
+        return Ok(Device::Cuda(known.device.clone()));
+    }
+    let device = CudaDevice::new_with_stream(ordinal)?;
+    Ok(Device::Cuda(of_candle(&device)?.device.clone()))
+}
+
+/// Returns the compute stream of a device.
+pub(crate) fn compute_stream(device: &Device) -> Result<Arc<CudaStream>> {
+    Ok(of_candle(device.as_cuda_device()?)?.stream.clone())
+}
+
+/// Returns the number of CUDA devices that this process sees.
+pub(crate) fn device_count() -> Result<usize> {
+    let count = CudaContext::device_count();
+    let count = count.map_err(|error| Error::Device(format!("CUDA cannot list its devices: {error}")))?;
+    Ok(count.max(0) as usize)
+}
+
+/// Number of partial results of a reduction: one for each block.
+pub(super) const MAX_PARTIALS: usize = 512;
+
+/// A CUDA device and its compute stream. All kernels run in that stream's order.
+pub(in crate::kernels) struct CudaKernels {
     pub(super) device: CudaDevice,
     pub(super) stream: Arc<CudaStream>,
     module: Module,
-    /// The shares of a sum. Whoever adds something up has it from the first kernel's launch to the last one's.
-    pub(super) shares: Mutex<CudaMemory>,
+    /// Partial results of a reduction, locked from its first kernel's launch to its last one's.
+    pub(super) partials: Mutex<CudaMemory>,
     copies: OnceLock<Copies>,
 }
 
-/// A device's streams for copies from the host's memory and to it.
+/// A device's streams for copies to the device and to the host.
 pub(super) struct Copies {
     pub(super) up: Arc<CudaStream>,
     pub(super) down: Arc<CudaStream>,
 }
 
-impl Cuda {
-    pub(super) fn new(device: CudaDevice, stream: Arc<CudaStream>) -> crate::error::Result<Self> {
+impl CudaKernels {
+    pub(super) fn new(device: CudaDevice, stream: Arc<CudaStream>) -> Result<Self> {
         let module = Module::new(&stream)?;
-        let shares = Mutex::new(CudaMemory::uninit(&stream, DType::F64, MOST_SHARES)?);
-        Ok(Cuda { device, stream, module, shares, copies: OnceLock::new() })
+        let partials = Mutex::new(CudaMemory::uninit(&stream, DType::F64, MAX_PARTIALS)?);
+        Ok(CudaKernels { device, stream, module, partials, copies: OnceLock::new() })
     }
 
-    /// The streams for copies, which the first call makes.
-    pub(super) fn copies(&self) -> Result<&Copies> {
+    /// Returns the streams for copies. The first call creates them.
+    pub(super) fn copies(&self) -> candle_core::Result<&Copies> {
         if self.copies.get().is_none() {
             let new = || {
                 let stream = self.stream.context().new_stream();
                 stream.map_err(|error| Error::Core(failed(&self.stream, "making a stream for copies", &error)))
             };
-            // Of two threads, the first one's are kept.
+            // If two threads race, the first one's streams are kept.
             let _ = self.copies.set(Copies { up: new()?, down: new()? });
         }
         match self.copies.get() {
             Some(copies) => Ok(copies),
-            None => bail!("streams for copies were made and are not there"),
+            None => bail!("the streams for copies are missing"),
         }
     }
 
-    /// Elements of this device, to be read.
-    pub(super) fn view<'a>(&self, slice: Slice<'a>) -> Result<CudaView<'a>> {
+    /// Returns the memory of elements on this device to read.
+    pub(super) fn view<'a>(&self, slice: Slice<'a>) -> candle_core::Result<CudaView<'a>> {
         match slice.view() {
             View::Cuda(view) if view.stream().cu_stream() == self.stream.cu_stream() => Ok(view),
             _ => bail!("the elements are not in memory of {}", fsdp_core::device::cuda::id(&self.stream)),
         }
     }
 
-    /// Elements of this device, to be written.
-    pub(super) fn view_mut<'a>(&self, slice: SliceMut<'a>) -> Result<CudaView<'a>> {
+    /// Returns the memory of elements on this device to write.
+    pub(super) fn view_mut<'a>(&self, slice: SliceMut<'a>) -> candle_core::Result<CudaView<'a>> {
         match slice.into_view() {
             ViewMut::Cuda(view) if view.stream().cu_stream() == self.stream.cu_stream() => Ok(view),
             _ => bail!("the elements are not in memory of {}", fsdp_core::device::cuda::id(&self.stream)),
         }
     }
 
-    /// Runs a kernel.
+    /// Runs a kernel on the compute stream.
     ///
     /// # Safety
-    /// The arguments are the kernel's, by type and order, and it reads and writes nothing but the elements of views
-    /// whose addresses it got.
-    pub(super) unsafe fn launch(&self, kernel: &str, config: LaunchConfig, args: &[Arg]) -> Result<()> {
-        // SAFETY: the caller says so of the arguments. Memory is freed in the order of the stream that computes.
+    /// The arguments are the kernel's, by type and order. The kernel accesses only elements of views whose addresses it
+    /// gets.
+    pub(super) unsafe fn launch(&self, kernel: &str, config: LaunchConfig, args: &[Arg]) -> candle_core::Result<()> {
+        // SAFETY: ensured by the caller. Memory is freed in the order of the compute stream.
         unsafe { self.launch_on(&self.stream, kernel, config, args) }
     }
 
-    /// Runs a kernel in the order of another stream.
+    /// Runs a kernel on another stream.
     ///
     /// # Safety
-    /// As [`Cuda::launch`]. The caller keeps the memory until the stream has run it.
+    /// As [`CudaKernels::launch`]. The caller keeps the memory until the stream has run it.
     pub(super) unsafe fn launch_on(
         &self,
         stream: &CudaStream,
         kernel: &str,
         config: LaunchConfig,
         args: &[Arg],
-    ) -> Result<()> {
-        // SAFETY: the caller says so of the arguments.
+    ) -> candle_core::Result<()> {
+        // SAFETY: ensured by the caller.
         unsafe { self.module.launch(stream, kernel, config, args) }
     }
 }
 
-/// An error unless there are as many of one as of the other.
-pub(super) fn same_length(a: usize, b: usize) -> Result<()> {
-    if a == b { Ok(()) } else { bail!("{a} elements do not go with {b}") }
+/// Fails unless the lengths are equal.
+pub(super) fn same_length(a: usize, b: usize) -> candle_core::Result<()> {
+    if a == b { Ok(()) } else { bail!("expected slices of one length, found {a} and {b} elements") }
 }
 
-/// An error unless elements are of this dtype.
-pub(super) fn same_dtype(wanted: DType, got: DType) -> Result<()> {
+/// Fails unless the dtypes are equal.
+pub(super) fn same_dtype(wanted: DType, got: DType) -> candle_core::Result<()> {
     if wanted == got { Ok(()) } else { bail!("expected elements of {wanted}, got {got}") }
+}
+
+const SOURCE: &str = include_str!("kernels.cu");
+
+/// Threads of a block: `THREADS` in the source.
+pub(super) const THREADS: u32 = 256;
+
+/// Most blocks of a launch. Its threads loop over the remaining elements.
+const MAX_BLOCKS: u64 = 1 << 16;
+
+/// The compiled kernels of a device.
+pub(super) struct Module {
+    module: Arc<CudaModule>,
+    functions: Mutex<HashMap<String, CudaFunction>>,
+}
+
+/// An argument of a kernel.
+#[derive(Clone, Copy)]
+pub(super) enum Arg {
+    /// An address or a count.
+    Long(u64),
+    Word(u32),
+    Double(f64),
+    Float(f32),
+}
+
+impl From<CudaView<'_>> for Arg {
+    fn from(view: CudaView<'_>) -> Self {
+        Arg::Long(view.address())
+    }
+}
+
+impl From<usize> for Arg {
+    fn from(count: usize) -> Self {
+        Arg::Long(count as u64)
+    }
+}
+
+impl From<u32> for Arg {
+    fn from(word: u32) -> Self {
+        Arg::Word(word)
+    }
+}
+
+impl From<f64> for Arg {
+    fn from(number: f64) -> Self {
+        Arg::Double(number)
+    }
+}
+
+/// Returns the blocks and threads for a kernel on `count` elements.
+pub(super) fn elementwise(count: usize) -> LaunchConfig {
+    let blocks = (count as u64).div_ceil(u64::from(THREADS)).clamp(1, MAX_BLOCKS);
+    LaunchConfig { grid_dim: (blocks as u32, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 }
+}
+
+impl Module {
+    /// Compiles the source for the stream's device.
+    pub(super) fn new(stream: &CudaStream) -> candle_core::Result<Self> {
+        let context = stream.context();
+        let device = |error| Error::Core(failed(stream, "loading kernels", &error));
+        let (major, minor) = context.compute_capability().map_err(device)?;
+        let options = CompileOptions {
+            fmad: Some(false),
+            options: vec![format!("--gpu-architecture=compute_{major}{minor}")],
+            name: Some("kernels.cu".into()),
+            ..CompileOptions::default()
+        };
+        let compiled = compile_ptx_with_opts(SOURCE, options).map_err(|error| {
+            let why = match error {
+                CompileError::CompileError { log, .. } => log.to_string_lossy().into_owned(),
+                other => other.to_string(),
+            };
+            let capability = format!("compiling kernels for compute capability {major}.{minor}");
+            Error::Core(failed(stream, &capability, &why))
+        })?;
+        let module = context.load_module(compiled).map_err(device)?;
+        Ok(Module { module, functions: Mutex::default() })
+    }
+
+    fn function(&self, name: &str, stream: &CudaStream) -> candle_core::Result<CudaFunction> {
+        let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(function) = functions.get(name) {
+            return Ok(function.clone());
+        }
+        let function = self.module.load_function(name);
+        let function =
+            function.map_err(|error| Error::Core(failed(stream, &format!("finding kernel {name}"), &error)))?;
+        functions.insert(name.into(), function.clone());
+        Ok(function)
+    }
+
+    /// Runs a kernel on a stream.
+    ///
+    /// # Safety
+    /// The arguments are the kernel's, by type and order. The kernel accesses only memory of the arguments, which
+    /// exists until the stream has run the kernel.
+    pub(super) unsafe fn launch(
+        &self,
+        stream: &CudaStream,
+        name: &str,
+        config: LaunchConfig,
+        args: &[Arg],
+    ) -> candle_core::Result<()> {
+        let function = self.function(name, stream)?;
+        let mut builder = stream.launch_builder(&function);
+        for arg in args {
+            match arg {
+                Arg::Long(value) => builder.arg(value),
+                Arg::Word(value) => builder.arg(value),
+                Arg::Double(value) => builder.arg(value),
+                Arg::Float(value) => builder.arg(value),
+            };
+        }
+        // SAFETY: ensured by the caller.
+        let launched = unsafe { builder.launch(config) };
+        launched.map_err(|error| Error::Core(failed(stream, &format!("launching kernel {name}"), &error)))?;
+        Ok(())
+    }
+}
+
+/// Returns the suffix of a kernel's name for a float dtype.
+pub(super) fn float_suffix(dtype: DType) -> candle_core::Result<&'static str> {
+    match dtype {
+        DType::F32 => Ok("f32"),
+        DType::F64 => Ok("f64"),
+        DType::BF16 => Ok("bf16"),
+        DType::F16 => Ok("f16"),
+        other => bail!("parameters and gradients are floating point; got {other}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Runs if there are devices. The device double has eight.
+    #[test]
+    fn a_device_has_one_compute_stream() {
+        let count = device_count().unwrap_or(0);
+        let refused = |device: candle_core::Result<Device>| {
+            of_candle(device.unwrap().as_cuda_device().unwrap()).err().unwrap().to_string()
+        };
+        if count > 0 {
+            assert!(candle_device(0).unwrap().same_device(&candle_device(0).unwrap()));
+            let error = refused(Device::new_cuda_with_stream(0));
+            assert!(error.contains("twice") && error.contains("cuda_device(0)"), "{error}");
+        }
+        if count > 1 {
+            let error = refused(Device::new_cuda(count - 1));
+            assert!(error.contains("in each thread") && error.contains("cuda_device("), "{error}");
+        }
+        assert!(candle_device(count).is_err());
+    }
 }

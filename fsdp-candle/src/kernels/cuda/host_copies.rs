@@ -1,8 +1,8 @@
-//! Copies between the host's memory and a device's. Each direction has a stream, beside the one that computes.
+//! Copies between host and device memory. Each direction has a stream beside the compute stream.
 //!
-//! A device's buffer is in the order of the stream that computes: a copy waits for what is computed so far, and whoever
-//! has the buffer lets what is computed next wait for the copy ([`Copying::order`]). Memory of the host is in nobody's
-//! order, so what owns it here ([`Source`], [`Sink`]) waits for its last copy before it is looked at, written or freed.
+//! A device buffer is used in the compute stream's order. A copy waits for the computations so far, and the buffer's
+//! owner makes later computations wait for the copy ([`PendingCopy::order`]). Host memory has no stream order, so its
+//! owner here ([`Source`], [`Sink`]) waits for the last copy before the memory is read, written or freed.
 
 use std::ffi::c_void;
 use std::ops::Range;
@@ -14,23 +14,19 @@ use cudarc::driver::{CudaEvent, CudaStream, DriverError, result, sys};
 use fsdp_core::device::cuda::{CudaMemory, failed};
 use fsdp_core::{Buffer, DType, View};
 
-use super::super::cpu::Cpu;
-use super::super::host_copies::{Copying, HostSink, HostSource};
-use super::super::set::Kernels;
-use super::super::slice::Slice;
-use super::arithmetic::cast_on;
-use super::device::Cuda;
-use super::registry::of_ordinal;
+use super::super::cpu::CpuKernels;
+use super::super::{HostSink, HostSource, Kernels, PendingCopy, Slice};
+use super::device::{CudaKernels, of_ordinal};
 use crate::error::Error;
 
-/// What is page-locked as a whole.
+/// Size of a page, the unit of page-locking.
 const PAGE_BYTES: usize = 4096;
 
 fn driver<T>(stream: &CudaStream, what: &str, outcome: std::result::Result<T, DriverError>) -> Result<T> {
     Ok(outcome.map_err(|error| Error::Core(failed(stream, what, &error)))?)
 }
 
-/// A buffer's memory on the device of a stream that computes.
+/// Returns a buffer's memory, which must be on the compute stream's device.
 fn of_device<'a>(compute: &CudaStream, buffer: &'a Buffer) -> Result<&'a CudaMemory> {
     match buffer {
         Buffer::Cuda(memory) if memory.stream().cu_stream() == compute.cu_stream() => Ok(memory),
@@ -38,33 +34,33 @@ fn of_device<'a>(compute: &CudaStream, buffer: &'a Buffer) -> Result<&'a CudaMem
     }
 }
 
-/// The end of the copies of some memory of the host.
+/// The end of the last copy of some host memory.
 #[derive(Default)]
-struct End(Mutex<Option<Arc<CudaEvent>>>);
+struct LastCopy(Mutex<Option<Arc<CudaEvent>>>);
 
-impl End {
-    /// Notes that what was issued on `stream` so far uses the memory.
-    fn note(&self, stream: &CudaStream) -> Result<Arc<CudaEvent>> {
+impl LastCopy {
+    /// Records the end of the work on `stream` so far, which uses the memory.
+    fn record(&self, stream: &CudaStream) -> Result<Arc<CudaEvent>> {
         let end = Arc::new(driver(stream, "recording an event", stream.record_event(None))?);
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(end.clone());
         Ok(end)
     }
 
-    /// Blocks until nothing uses the memory. One that fails is not asked again: the device is lost.
+    /// Blocks until no copy uses the memory. A failed wait is not repeated, because the device is lost.
     fn wait(&self, stream: &CudaStream) -> Result<()> {
         let end = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
         end.map_or(Ok(()), |end| driver(stream, "waiting for a copy", end.synchronize()))
     }
 }
 
-/// A copy on a stream beside the one that computes.
-struct OnStream {
+/// A copy on a stream beside the compute stream.
+struct StreamCopy {
     end: Arc<CudaEvent>,
     stream: Arc<CudaStream>,
     compute: Arc<CudaStream>,
 }
 
-impl Copying for OnStream {
+impl PendingCopy for StreamCopy {
     fn order(&self) -> Result<()> {
         driver(&self.compute, "waiting for a copy", self.compute.wait(&self.end))
     }
@@ -76,25 +72,25 @@ impl Copying for OnStream {
     }
 }
 
-/// A tensor of the host.
+/// A CPU tensor as the source of copies.
 struct Source {
-    cuda: &'static Cuda,
+    cuda: &'static CudaKernels,
     stream: Arc<CudaStream>,
     tensor: Tensor,
     elements: Range<usize>,
-    end: End,
-    /// Pages within its memory that are locked, by address.
+    last: LastCopy,
+    /// Addresses of the locked pages within its memory.
     locked: Option<Range<usize>>,
 }
 
-/// The pages that lie within a range of addresses: no page of anybody else's.
+/// Returns the pages that lie wholly within a range of addresses. Boundary pages may belong to another buffer.
 fn pages_within(addresses: &Range<usize>) -> Option<Range<usize>> {
     let start = addresses.start.checked_next_multiple_of(PAGE_BYTES)?;
     let end = addresses.end - addresses.end % PAGE_BYTES;
     (start < end).then_some(start..end)
 }
 
-/// A range of addresses in parts that are wholly locked or wholly not: a copy across a border is refused.
+/// Splits a range of addresses at the borders of the locked pages. CUDA refuses a copy across a border.
 fn parts(addresses: Range<usize>, locked: Option<&Range<usize>>) -> impl Iterator<Item = Range<usize>> {
     let Range { start, end } = addresses;
     let (first, last) = locked.map_or((start, start), |locked| (locked.start, locked.end));
@@ -102,7 +98,7 @@ fn parts(addresses: Range<usize>, locked: Option<&Range<usize>>) -> impl Iterato
 }
 
 /// See [`Kernels::host_source`].
-pub(super) fn source(cuda: &Cuda, tensor: &Tensor, page_locked: bool) -> Result<Box<dyn HostSource>> {
+pub(super) fn source(cuda: &CudaKernels, tensor: &Tensor, page_locked: bool) -> Result<Box<dyn HostSource>> {
     let Some(cuda) = of_ordinal(cuda.stream.context().ordinal()) else { bail!("the device is not ready") };
     let Some((start, end)) = tensor.layout().contiguous_offsets() else { bail!("the tensor is not contiguous") };
     let mut source = Source {
@@ -110,7 +106,7 @@ pub(super) fn source(cuda: &Cuda, tensor: &Tensor, page_locked: bool) -> Result<
         stream: cuda.copies()?.up.clone(),
         tensor: tensor.clone(),
         elements: start..end,
-        end: End::default(),
+        last: LastCopy::default(),
         locked: None,
     };
     if page_locked {
@@ -135,7 +131,7 @@ fn addresses(bytes: &[u8]) -> Range<usize> {
 impl Source {
     fn read<T>(&self, f: impl FnOnce(&[u8]) -> Result<T>) -> Result<T> {
         let (storage, _) = self.tensor.storage_and_layout();
-        match Cpu.slice(&storage, self.elements.clone())?.view() {
+        match CpuKernels.slice(&storage, self.elements.clone())?.view() {
             View::Host(bytes) => f(bytes),
             _ => bail!("the tensor is not in host memory"),
         }
@@ -143,11 +139,11 @@ impl Source {
 }
 
 impl HostSource for Source {
-    fn upload(&self, to: &Buffer, via: Option<&Buffer>) -> Result<Box<dyn Copying>> {
+    fn upload(&self, to: &Buffer, via: Option<&Buffer>) -> Result<Box<dyn PendingCopy>> {
         let (compute, stream) = (&self.cuda.stream, &self.stream);
         let (to, via) = (of_device(compute, to)?, via.map(|via| of_device(compute, via)).transpose()?);
         let first = via.unwrap_or(to).view();
-        // Whoever had the buffers before may still use them there.
+        // The buffers' previous users may still run on the compute stream.
         driver(stream, "waiting for the compute stream", stream.join(compute))?;
         let copied = self.read(|bytes| {
             let whole = addresses(bytes);
@@ -157,19 +153,19 @@ impl HostSource for Source {
             parts(whole.clone(), self.locked.as_ref()).try_for_each(|part| {
                 let at = part.start - whole.start;
                 let to = first.address() + at as u64;
-                // SAFETY: both have this many bytes. What is locked stays until the copy is over, as `end` tells; what
-                // is not is read before the call returns.
+                // SAFETY: both have this many bytes. Locked memory exists until the copy has ended, which `last`
+                // ensures. Pageable memory is read before the call returns.
                 let copy = unsafe { result::memcpy_htod_async(to, &bytes[at..at + part.len()], stream.cu_stream()) };
                 driver(stream, "copying to the device", copy)
             })
         });
         let cast = copied.and_then(|()| match via {
-            Some(via) => cast_on(self.cuda, stream, (via.dtype(), via.view()), (to.dtype(), to.view())),
+            Some(via) => self.cuda.cast_on(stream, (via.dtype(), via.view()), (to.dtype(), to.view())),
             None => Ok(()),
         });
-        // Even when something failed: what was issued before runs.
-        let end = self.end.note(stream)?;
-        let copying = OnStream { end, stream: stream.clone(), compute: compute.clone() };
+        // Recorded even after a failure, because the copies before it run.
+        let end = self.last.record(stream)?;
+        let copying = StreamCopy { end, stream: stream.clone(), compute: compute.clone() };
         if let Err(error) = cast {
             copying.order()?;
             return Err(error);
@@ -178,7 +174,7 @@ impl HostSource for Source {
     }
 
     fn settle(&self) -> Result<()> {
-        self.end.wait(&self.stream)
+        self.last.wait(&self.stream)
     }
 }
 
@@ -186,42 +182,42 @@ impl Drop for Source {
     fn drop(&mut self) {
         let settled = self.settle();
         let unlocked = match &self.locked {
-            // SAFETY: they were locked when this was made, and nothing reads them any more. The tensor goes after it.
+            // SAFETY: `source` locked the pages, and no copy reads them any more. The tensor is dropped later.
             Some(pages) => unsafe { sys::cuMemHostUnregister(pages.start as *mut c_void) }.result(),
             None => Ok(()),
         };
         if let Err(error) = settled.and(driver(&self.stream, "unlocking a shard's memory", unlocked)) {
-            tracing::warn!(%error, "letting go of memory of the host");
+            tracing::warn!(%error, "failed to free host memory");
         }
     }
 }
 
-/// Memory of the host for copies from a device.
+/// Host memory as the destination of copies.
 struct Sink {
     compute: Arc<CudaStream>,
     stream: Arc<CudaStream>,
     dtype: DType,
     memory: SinkMemory,
-    end: End,
+    last: LastCopy,
 }
 
 enum SinkMemory {
-    /// So many bytes of the driver's.
+    /// Bytes that the driver allocated.
     Locked(NonNull<u8>, usize),
     Pageable(Buffer),
 }
 
-// SAFETY: nobody else has the memory.
+// SAFETY: nothing else holds the memory.
 unsafe impl Send for SinkMemory {}
 
 /// See [`Kernels::host_sink`].
-pub(super) fn sink(cuda: &Cuda, dtype: DType, len: usize, page_locked: bool) -> Result<Box<dyn HostSink>> {
+pub(super) fn sink(cuda: &CudaKernels, dtype: DType, len: usize, page_locked: bool) -> Result<Box<dyn HostSink>> {
     let streams = cuda.copies()?;
     let memory = |what: String, bytes| Error::Core(fsdp_core::Error::Memory { what, bytes });
     let bytes = len.saturating_mul(dtype.size());
     let memory = if page_locked && len > 0 {
         driver(&cuda.stream, "using the device", cuda.stream.context().bind_to_thread())?;
-        // SAFETY: whatever lies there is a valid element of every dtype, and is written before it is read.
+        // SAFETY: any bits are a valid element of every dtype, and are written before they are read.
         let address = match unsafe { result::malloc_host(bytes, 0) } {
             Ok(address) => NonNull::new(address.cast::<u8>()),
             Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => None,
@@ -237,14 +233,14 @@ pub(super) fn sink(cuda: &Cuda, dtype: DType, len: usize, page_locked: bool) -> 
         stream: streams.down.clone(),
         dtype,
         memory,
-        end: End::default(),
+        last: LastCopy::default(),
     }))
 }
 
 impl SinkMemory {
     fn bytes(&self) -> &[u8] {
         match self {
-            // SAFETY: so many bytes are this value's own, from the driver, aligned to a page.
+            // SAFETY: this value owns the bytes, which the driver allocated and aligned to a page.
             SinkMemory::Locked(address, bytes) => unsafe { std::slice::from_raw_parts(address.as_ptr(), *bytes) },
             SinkMemory::Pageable(buffer) => buffer.bytes(),
         }
@@ -260,7 +256,7 @@ impl SinkMemory {
 }
 
 impl HostSink for Sink {
-    fn download(&mut self, from: &Buffer) -> Result<Box<dyn Copying>> {
+    fn download(&mut self, from: &Buffer) -> Result<Box<dyn PendingCopy>> {
         let (compute, stream) = (&self.compute, &self.stream);
         let from = of_device(compute, from)?.view();
         let to = self.memory.bytes_mut();
@@ -270,31 +266,31 @@ impl HostSink for Sink {
         driver(stream, "waiting for the compute stream", stream.join(compute))?;
         let copied = match to.is_empty() {
             true => Ok(()),
-            // SAFETY: both have this many bytes, and stay until the copy is over: the caller has the one, `end` tells
-            // of the other. Pageable memory is written when the call returns.
+            // SAFETY: both have this many bytes, and exist until the copy has ended: the caller keeps `from`, and
+            // `last` guards `to`. Pageable memory is written when the call returns.
             false => unsafe { result::memcpy_dtoh_async(to, from.address(), stream.cu_stream()) },
         };
         driver(stream, "copying to the host", copied)?;
-        let end = self.end.note(stream)?;
-        Ok(Box::new(OnStream { end, stream: stream.clone(), compute: compute.clone() }))
+        let end = self.last.record(stream)?;
+        Ok(Box::new(StreamCopy { end, stream: stream.clone(), compute: compute.clone() }))
     }
 
     fn values(&self) -> Result<Slice<'_>> {
-        self.end.wait(&self.stream)?;
+        self.last.wait(&self.stream)?;
         Ok(Slice::new(self.dtype, View::Host(self.memory.bytes())))
     }
 }
 
 impl Drop for Sink {
     fn drop(&mut self) {
-        let settled = self.end.wait(&self.stream);
+        let settled = self.last.wait(&self.stream);
         let freed = match &self.memory {
-            // SAFETY: it is the driver's, and nothing writes there any more.
+            // SAFETY: the driver allocated it, and no copy writes to it any more.
             SinkMemory::Locked(address, _) => unsafe { result::free_host(address.as_ptr().cast()) },
             SinkMemory::Pageable(_) => Ok(()),
         };
         if let Err(error) = settled.and(driver(&self.stream, "freeing page-locked memory", freed)) {
-            tracing::warn!(%error, "letting go of memory of the host");
+            tracing::warn!(%error, "failed to free host memory");
         }
     }
 }
@@ -304,11 +300,11 @@ mod tests {
     use candle_core::Device;
     use half::bf16;
 
-    use super::super::registry::{candle_device, device_count, of_candle};
+    use super::super::device::{candle_device, device_count, of_candle};
     use super::*;
 
     #[test]
-    fn elements_go_up_and_come_back() {
+    fn copies_elements_to_the_device_and_back() {
         if !device_count().is_ok_and(|count| count > 0) {
             return;
         }
@@ -316,7 +312,7 @@ mod tests {
         let cuda = of_candle(device.as_cuda_device().unwrap()).unwrap();
         let bytes = |slice: Slice<'_>| {
             let mut all = vec![];
-            let kernels: &dyn Kernels = if matches!(slice.view(), View::Host(_)) { &Cpu } else { cuda };
+            let kernels: &dyn Kernels = if matches!(slice.view(), View::Host(_)) { &CpuKernels } else { cuda };
             kernels.read(slice, &mut |bytes| all.extend_from_slice(bytes)).unwrap();
             all
         };
@@ -341,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn only_pages_of_the_range_alone_are_locked() {
+    fn locks_only_pages_within_the_range() {
         assert_eq!(pages_within(&(4096..8192)), Some(4096..8192));
         assert_eq!(pages_within(&(4095..12289)), Some(4096..12288));
         assert_eq!(pages_within(&(4097..12287)), None);
@@ -350,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn copies_do_not_cross_the_border_of_what_is_locked() {
+    fn splits_copies_at_the_borders_of_locked_pages() {
         let of = |addresses: Range<usize>| {
             let locked = pages_within(&addresses);
             parts(addresses, locked.as_ref()).map(|part| (part.start, part.end)).collect::<Vec<_>>()

@@ -1,8 +1,8 @@
-// The kernels of a CUDA device. NVRTC compiles them when the device is first used, without any header.
+// The kernels of a CUDA device. NVRTC compiles them without headers when the device is first used.
 //
-// They compute what `kernels/cpu` computes, operation by operation, and are compiled so that no product and sum become
-// one (`--fmad=false`): the bits are the host's, but for sums whose order is another. Sums have an order of their own,
-// which follows from lengths alone. A pointer to `const` is for reading only: the device double looks for races by it.
+// They compute the same as `kernels/cpu`, operation by operation. The option `--fmad=false` forbids fused multiply-add,
+// so the bits are the CPU's, except for sums with another order. The order of a sum depends only on its length. A
+// pointer to `const` is only read: the device double detects races by it.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -14,28 +14,28 @@ struct f16 { u16 bits; };
 
 const u32 THREADS = 256;
 
-// Elements, shared out among all threads of a launch.
+// A loop over elements, divided over all threads of a launch.
 #define EACH(i, count) \
   for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < (count); i += (u64)gridDim.x * blockDim.x)
 #define KERNEL(name) extern "C" __global__ void name
 
-// A kernel for each float.
+// Expands a macro for each float type.
 #define FLOATS(each) each(f32, float) each(f64, double) each(bf16, bf16) each(f16, f16)
 
 // ---- floats ----
 
-// The nearest float of another format, ties to even. `exponent` and `mantissa` count bits, and `large` says how a value
-// looks that is infinite. What is too large becomes that.
+// Rounds to the nearest float of another format, ties to even. `exponent` and `mantissa` are numbers of bits. `large`
+// is the bit pattern of infinity, which also replaces values that are too large.
 template <int to_exponent, int to_mantissa, int exponent, int mantissa, class Word>
 static __device__ u32 narrowed(Word bits, u32 large) {
   const Word hidden = (Word)1 << mantissa;
   const u32 sign = (u32)(bits >> (exponent + mantissa)) << (to_exponent + to_mantissa);
   const int most = (1 << exponent) - 1, power = (int)(bits >> mantissa) & most;
   Word fraction = bits & (hidden - 1);
-  if (power == most && fraction)  // not a number: the upper bits stay
+  if (power == most && fraction)  // NaN keeps its upper bits
     return sign | large | 1u << (to_mantissa - 1) | (u32)(fraction >> (mantissa - to_mantissa));
   if (power == most) return sign | large;
-  // The exponent in the new format. What has none is counted from the smallest.
+  // The exponent in the new format. Subnormal numbers have the smallest.
   int scaled = (power ? power : 1) - (1 << (exponent - 1)) + (1 << (to_exponent - 1));
   int drop = mantissa - to_mantissa;
   if (power) fraction |= hidden;
@@ -43,11 +43,11 @@ static __device__ u32 narrowed(Word bits, u32 large) {
     drop += 1 - scaled;
     scaled = 1;
   }
-  if (drop > mantissa + 1) return sign;  // less than half of the smallest
+  if (drop > mantissa + 1) return sign;  // less than half of the smallest number
   const Word rest = fraction & (((Word)1 << drop) - 1), half = (Word)1 << (drop - 1);
   u32 kept = (u32)(fraction >> drop);
   if (rest > half || (rest == half && (kept & 1))) kept++;
-  // The leading bit, where there is one, adds to the exponent.
+  // The leading bit of a normal number adds to the exponent.
   const u32 magnitude = ((u32)(scaled - 1) << to_mantissa) + kept;
   return sign | (magnitude < large ? magnitude : large);
 }
@@ -57,7 +57,7 @@ static __device__ u64 bits_of(double x) { return (u64)__double_as_longlong(x); }
 static __device__ float f32_of(u32 bits) { return __uint_as_float(bits); }
 static __device__ bool is_finite(double x) { return x - x == 0; }
 
-// What a float is computed in, how it is read, and how it is rounded.
+// The type of a float's arithmetic, and its conversions.
 template <class T> struct Float;
 template <> struct Float<float> {
   typedef float Real;
@@ -103,7 +103,7 @@ template <> struct Float<f16> {
 
 // ---- copies, sums, scales and casts ----
 
-// A thread an element, the rows along y.
+// A thread for each element. Rows run along y.
 template <class T>
 static __device__ void copy_rows(const T* from, T* to, u64 rows, u64 width, u64 from_stride, u64 to_stride) {
   for (u64 row = (u64)blockIdx.y * blockDim.y + threadIdx.y; row < rows; row += (u64)gridDim.y * blockDim.y)
@@ -140,7 +140,7 @@ template <class A, class B> static __device__ void cast(const A* from, B* to, u6
 #define CASTS_FROM(a, A) CAST(a, A, f32, float) CAST(a, A, f64, double) CAST(a, A, bf16, bf16) CAST(a, A, f16, f16)
 FLOATS(CASTS_FROM)
 
-// What is mixed in is read in what the values are computed in.
+// `more` is converted to the type of the values' arithmetic.
 template <class A, class B>
 static __device__ void mix(A* values, const B* more, u64 count, typename Float<A>::Real kept,
                            typename Float<A>::Real taken) {
@@ -158,7 +158,7 @@ FLOATS(MIXES_OF)
 
 // ---- norms ----
 
-// What is added up of each value: the same numbers as in `norm.rs`.
+// The term of each value in a reduction. The numbers are those of `Reduction` in `mod.rs`.
 enum : u32 { SQUARES, MAGNITUDES, LARGEST, POWERS, NON_FINITE };
 
 static __device__ double share(double value, u32 of, double p) {
@@ -170,10 +170,10 @@ static __device__ double share(double value, u32 of, double p) {
 
 static __device__ double combined(double a, double b, u32 of) {
   if (of != LARGEST) return a + b;
-  return b > a || b != b ? b : a;  // a NaN stays
+  return b > a || b != b ? b : a;  // NaN stays
 }
 
-// Brings the threads of a block together. Every thread calls it, once.
+// Combines the values of a block's threads. Every thread calls it, once.
 static __device__ void combine_block(double mine, double* result, u32 of) {
   __shared__ double shares[THREADS];
   shares[threadIdx.x] = mine;
@@ -184,7 +184,7 @@ static __device__ void combine_block(double mine, double* result, u32 of) {
   if (threadIdx.x == 0) *result = shares[0];
 }
 
-// A share for each block.
+// Writes a partial result for each block.
 template <class T> static __device__ void powers(const T* values, u64 count, u32 of, double p, double* shares) {
   double mine = 0;
   EACH(i, count) mine = combined(mine, share((double)Float<T>::get(values[i]), of, p), of);
@@ -196,7 +196,7 @@ template <class T> static __device__ void powers(const T* values, u64 count, u32
   }
 FLOATS(POWERS_OF)
 
-// All shares together, in one block.
+// Combines all partial results, in one block.
 KERNEL(total)(const double* shares, u64 count, u32 of, double* result) {
   double mine = 0;
   EACH(i, count) mine = combined(mine, shares[i], of);
@@ -205,7 +205,7 @@ KERNEL(total)(const double* shares, u64 count, u32 of, double* result) {
 
 // ---- optimizers ----
 
-// A number of the host's, in what values are computed in.
+// The type of a float's arithmetic.
 #define REAL typename Float<T>::Real
 
 template <class T>
@@ -267,8 +267,8 @@ FLOATS(SGD)
 
 // ---- 8 bits ----
 
-// The largest magnitude of each stretch of `width` values, as bits: those of floats that are not negative are in order,
-// and what is no number is above all. `largest` begins as zeros. Blocks that share a stretch follow one another.
+// Computes the largest magnitude of each run of `width` values, as bits. The bits of floats that are not negative are
+// in order, and NaN is above all. `largest` starts as zeros. The blocks of threads of a run follow one another.
 KERNEL(largest)(const float* values, u32* largest, u64 count, u64 width, u64 blocks_each) {
   const u64 stretch = blockIdx.x / blocks_each, begin = stretch * width;
   const u64 end = begin + width < count ? begin + width : count;
@@ -280,7 +280,7 @@ KERNEL(largest)(const float* values, u32* largest, u64 count, u64 width, u64 blo
   atomicMax(largest + stretch, mine);
 }
 
-// Turns each largest magnitude into a scale, in place: 0 for a stretch of zeros, but 1 for E4M3's.
+// Converts each largest magnitude to a scale, in place. A run of zeros has the scale 0, or 1 for E4M3.
 KERNEL(scales_of)(u32* largest, u64 count, float most, float of_zeros) {
   EACH(i, count) {
     const u32 bits = largest[i];
@@ -308,8 +308,8 @@ KERNEL(quantise_e4m3)(const float* values, const float* scales, u8* codes, u64 c
   }
 }
 
-// Magnitudes from 0 to 1: `eight_bits.rs` has the same. Decades, the first of which has two, each have twice as many as
-// the one before.
+// Magnitudes from 0 to 1, as in `eight_bits.rs`. The first decade has two, and each decade has twice as many as the one
+// before.
 __device__ const double UNITS[7] = {1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1};
 
 template <u32 first, u32 last> struct Magnitudes {
@@ -331,7 +331,7 @@ template <u32 first, u32 last> struct Magnitudes {
     return (float)(UNITS[decade] * (0.1 + ((double)at + 0.5) * step));
   }
 
-  // The code of the nearest: how many middles are below.
+  // Returns the code of the nearest magnitude: the number of middles below.
   __device__ u8 nearest(float number) const {
     u32 low = 0, high = last;
     while (low < high) {
@@ -389,7 +389,7 @@ FLOATS(DEQUANTISE)
 
 // ---- AdamW with moments of 8 bits ----
 
-// The largest magnitude of a block's threads, or NaN where one is not finite. Every thread calls it.
+// Returns the largest magnitude of a block's threads, or NaN if one is not finite. Every thread calls it.
 static __device__ float largest_of_block(float mine) {
   __shared__ u32 largest;
   if (threadIdx.x == 0) largest = 0;
@@ -401,7 +401,7 @@ static __device__ float largest_of_block(float mine) {
   return bits < 0x7f800000 ? f32_of(bits) : f32_of(0x7fc00000);
 }
 
-// A block of threads for each block of values, which has a scale.
+// Runs a block of threads for each block of values that shares a scale.
 template <class T>
 static __device__ void adam_8bit(T* param, const T* grad, u8* codes1, float* scales1, u8* codes2, float* scales2,
                                  u64 count, float decay, float beta1, float rest1, float beta2, float rest2,
@@ -444,8 +444,8 @@ ADAM_8BIT(f16, f16)
 
 // ---- rows of a table ----
 
-// Adds each row of `from` to the row of `table` that its id names; ids beyond the table name none. A block adds up all
-// rows of an id, in their order, at the first of its places.
+// Adds each row of `from` to the row of `table` for its id. Ids beyond the table stand for no row. The block of an id's
+// first row adds up all rows of that id, in order.
 template <class T>
 static __device__ void add_rows(const u32* ids, const T* from, T* table, u64 count, u64 width, u64 rows) {
   typedef Float<T> F;

@@ -1,19 +1,461 @@
-//! The kernels of CUDA devices: sources of CUDA C that are compiled when a device is first used.
+//! The kernels of CUDA devices: CUDA C that is compiled when a device is first used.
 
-mod arithmetic;
 mod device;
-mod eight_bits;
 mod host_copies;
-mod launch;
-mod memory;
-mod norm;
-mod optimizers;
 mod product;
-mod registry;
-mod set;
-mod table;
 
-pub(crate) use product::{Matrix, add_product};
-pub(crate) use registry::{candle_device, compute_stream, device_count};
-pub(super) use registry::{of_candle, of_ordinal};
-pub(crate) use table::add_rows;
+use std::ops::Range;
+use std::sync::PoisonError;
+
+use candle_core::cuda_backend::CudaStorageSlice;
+use candle_core::{CudaStorage, Result, Storage, Tensor, bail};
+use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, LaunchConfig, result};
+use fsdp_core::device::cuda::{CudaMemory, CudaView, failed};
+use fsdp_core::{Buffer, DType, View};
+
+use super::slice::ViewMut;
+use super::{
+    AdamUpdate, EightBits, HostSink, HostSource, Kernels, NormType, Rows, STATE_BLOCK, SgdUpdate, Slice, SliceMut,
+    StorageMut,
+};
+use crate::error::Error;
+use device::{Arg, CudaKernels, MAX_PARTIALS, THREADS, elementwise, float_suffix, same_dtype, same_length};
+
+pub(crate) use device::{candle_device, compute_stream, device_count};
+pub(super) use device::{of_candle, of_ordinal};
+pub(crate) use product::{Matrix, add_product, add_rows};
+
+/// Elements per block of threads.
+const ELEMENTS_PER_BLOCK: usize = 4096;
+
+/// The kind of reduction, by its number in the source (`SQUARES` and so on), and the power.
+#[derive(Clone, Copy)]
+struct Reduction(u32, f64);
+
+const NON_FINITE: Reduction = Reduction(4, 0.);
+
+impl From<NormType> for Reduction {
+    fn from(norm: NormType) -> Self {
+        match norm {
+            NormType::Two => Reduction(0, 0.),
+            NormType::P(1.) => Reduction(1, 0.),
+            NormType::Infinity => Reduction(2, 0.),
+            NormType::P(p) => Reduction(3, p),
+        }
+    }
+}
+
+impl Kernels for CudaKernels {
+    fn zeros(&self, dtype: DType, len: usize) -> fsdp_core::Result<Buffer> {
+        CudaMemory::zeros(&self.stream, dtype, len).map(Buffer::Cuda)
+    }
+
+    fn storage(&self, buffer: Buffer) -> Result<Storage> {
+        let memory = match buffer {
+            Buffer::Cuda(memory) if memory.stream().cu_stream() == self.stream.cu_stream() => memory,
+            other => bail!("a buffer of {} is in the memory of {}", other.dtype(), other.device()),
+        };
+        let lost = |memory: CudaMemory| {
+            candle_core::Error::msg(format!("device memory of {} has another type", memory.dtype()))
+        };
+        let slice = match memory.dtype() {
+            DType::U8 => CudaStorageSlice::U8(memory.into_slice().map_err(lost)?),
+            DType::U32 => CudaStorageSlice::U32(memory.into_slice().map_err(lost)?),
+            DType::I64 => CudaStorageSlice::I64(memory.into_slice().map_err(lost)?),
+            DType::BF16 => CudaStorageSlice::BF16(memory.into_slice().map_err(lost)?),
+            DType::F16 => CudaStorageSlice::F16(memory.into_slice().map_err(lost)?),
+            DType::F32 => CudaStorageSlice::F32(memory.into_slice().map_err(lost)?),
+            DType::F64 => CudaStorageSlice::F64(memory.into_slice().map_err(lost)?),
+            other => bail!("a buffer of {other} has no Candle storage"),
+        };
+        Ok(Storage::Cuda(CudaStorage { slice, device: self.device.clone() }))
+    }
+
+    fn buffer(&self, storage: Storage) -> Option<Buffer> {
+        let Storage::Cuda(storage) = storage else { return None };
+        let memory = match storage.slice {
+            CudaStorageSlice::U8(slice) => CudaMemory::from_slice(slice),
+            CudaStorageSlice::U32(slice) => CudaMemory::from_slice(slice),
+            CudaStorageSlice::I64(slice) => CudaMemory::from_slice(slice),
+            CudaStorageSlice::BF16(slice) => CudaMemory::from_slice(slice),
+            CudaStorageSlice::F16(slice) => CudaMemory::from_slice(slice),
+            CudaStorageSlice::F32(slice) => CudaMemory::from_slice(slice),
+            CudaStorageSlice::F64(slice) => CudaMemory::from_slice(slice),
+            _ => return None,
+        };
+        Some(Buffer::Cuda(memory))
+    }
+
+    fn freed_storage(&self) -> Result<Storage> {
+        let freed = self.stream.null::<u8>();
+        let freed = freed.map_err(|error| Error::Core(failed(&self.stream, "freeing a parameter's memory", &error)))?;
+        Ok(Storage::Cuda(CudaStorage { slice: CudaStorageSlice::F4(freed), device: self.device.clone() }))
+    }
+
+    fn slice<'a>(&self, storage: &'a Storage, elements: Range<usize>) -> Result<Slice<'a>> {
+        let Storage::Cuda(storage) = storage else { bail!("the tensor is not in memory of a CUDA device") };
+        let (dtype, view) = view(storage)?;
+        Slice::new(dtype, View::Cuda(view)).range(elements)
+    }
+
+    fn slice_mut<'a>(&self, storage: StorageMut<'a>, elements: Range<usize>) -> Result<SliceMut<'a>> {
+        let StorageMut::Cuda(storage) = storage else { bail!("the tensor is not in memory of a CUDA device") };
+        let (dtype, view) = view(storage)?;
+        SliceMut::new(dtype, ViewMut::Cuda(view)).range(elements)
+    }
+
+    fn read(&self, from: Slice<'_>, f: &mut dyn FnMut(&[u8])) -> Result<()> {
+        f(&self.view(from)?.to_host().map_err(Error::from)?);
+        Ok(())
+    }
+
+    fn write(&self, to: SliceMut<'_>, f: &mut dyn FnMut(&mut [u8])) -> Result<()> {
+        let to = self.view_mut(to)?;
+        let len = to.bytes();
+        let bytes = Buffer::try_zeros(DType::U8, len).map_err(Error::from)?;
+        let Ok(mut bytes) = bytes.into_vec::<u8>() else { bail!("a buffer of U8 has another type") };
+        f(&mut bytes);
+        if len == 0 {
+            return Ok(());
+        }
+        let failed = |error| Error::Core(failed(&self.stream, "copying to the device", &error));
+        self.stream.context().bind_to_thread().map_err(failed)?;
+        // SAFETY: both are memory of this many bytes. The host memory is pageable, so it is read before the call
+        // returns.
+        unsafe { result::memcpy_htod_async(to.address(), &bytes, self.stream.cu_stream()) }.map_err(failed)?;
+        Ok(())
+    }
+
+    fn copy_rows(&self, from: Slice<'_>, to: SliceMut<'_>, rows: Rows) -> Result<()> {
+        let size = rows.check(&from, &to)?;
+        let Rows { count, len, from_stride, to_stride } = rows;
+        let (from, to) = (self.view(from)?, self.view_mut(to)?);
+        if count == 0 || len == 0 {
+            return Ok(());
+        }
+        if count == 1 || (from_stride == len && to_stride == len) {
+            let (Some(from), Some(to)) = (from.range(0..count * len * size), to.range(0..count * len * size)) else {
+                bail!("rows reach beyond their memory")
+            };
+            return Ok(from.copy_to(to, &self.stream).map_err(Error::from)?);
+        }
+        // Short rows share a block.
+        let width = (len as u64).next_power_of_two().min(u64::from(THREADS)) as u32;
+        let together = THREADS / width;
+        let across = (len as u64).div_ceil(u64::from(width)).min(1 << 16) as u32;
+        let down = (count as u64).div_ceil(u64::from(together)).min(1 << 15) as u32;
+        let config = LaunchConfig { grid_dim: (across, down, 1), block_dim: (width, together, 1), shared_mem_bytes: 0 };
+        let args = [from.into(), to.into(), count.into(), len.into(), from_stride.into(), to_stride.into()];
+        // SAFETY: the kernel's arguments; `check` ensured that all rows fit into both slices.
+        unsafe { self.launch(&format!("copy_rows_{size}"), config, &args) }
+    }
+
+    fn add(&self, sum: SliceMut<'_>, more: Slice<'_>) -> Result<()> {
+        let (len, kernel) = (sum.len(), format!("add_{}", float_suffix(sum.dtype())?));
+        same_dtype(sum.dtype(), more.dtype())?;
+        same_length(len, more.len())?;
+        let (sum, more) = (self.view_mut(sum)?, self.view(more)?);
+        // SAFETY: the kernel's arguments, of one dtype and length.
+        unsafe { self.run_elementwise(&kernel, len, &[sum.into(), more.into(), len.into()]) }
+    }
+
+    fn scale(&self, values: SliceMut<'_>, factor: f64) -> Result<()> {
+        let (len, kernel) = (values.len(), format!("scale_{}", float_suffix(values.dtype())?));
+        let values = self.view_mut(values)?;
+        // SAFETY: the kernel's arguments.
+        unsafe { self.run_elementwise(&kernel, len, &[values.into(), len.into(), factor.into()]) }
+    }
+
+    fn cast(&self, from: Slice<'_>, to: SliceMut<'_>) -> Result<()> {
+        let (from_dtype, to_dtype) = (from.dtype(), to.dtype());
+        let (from, to) = (self.view(from)?, self.view_mut(to)?);
+        self.cast_on(&self.stream, (from_dtype, from), (to_dtype, to))
+    }
+
+    fn powers(&self, values: Slice<'_>, norm: NormType, sum: SliceMut<'_>) -> Result<()> {
+        let float = float_suffix(values.dtype())?;
+        self.reduce(float, values, norm.into(), sum)
+    }
+
+    fn count_non_finite(&self, values: Slice<'_>, count: SliceMut<'_>) -> Result<()> {
+        match float_suffix(values.dtype()) {
+            Ok(float) => self.reduce(float, values, NON_FINITE, count),
+            // Integers are finite.
+            Err(_) => clear(self, self.view_mut(count)?),
+        }
+    }
+
+    fn mix(&self, values: SliceMut<'_>, kept: f64, more: Slice<'_>, taken: f64) -> Result<()> {
+        let (len, kernel) =
+            (values.len(), format!("mix_{}_{}", float_suffix(values.dtype())?, float_suffix(more.dtype())?));
+        same_length(len, more.len())?;
+        let (values, more) = (self.view_mut(values)?, self.view(more)?);
+        let args = [values.into(), more.into(), len.into(), kept.into(), taken.into()];
+        // SAFETY: the kernel's arguments, of the dtypes in its name and of one length.
+        unsafe { self.run_elementwise(&kernel, len, &args) }
+    }
+
+    fn adam(
+        &self,
+        update: &AdamUpdate,
+        param: SliceMut<'_>,
+        grad: Slice<'_>,
+        [means, squares]: [SliceMut<'_>; 2],
+    ) -> Result<()> {
+        let (len, dtype) = (param.len(), param.dtype());
+        let kernel = format!("adam_{}", float_suffix(dtype)?);
+        for (other, its_len) in
+            [(grad.dtype(), grad.len()), (means.dtype(), means.len()), (squares.dtype(), squares.len())]
+        {
+            same_length(len, its_len)?;
+            same_dtype(dtype, other)?;
+        }
+        let (param, grad) = (self.view_mut(param)?, self.view(grad)?);
+        let (means, squares) = (self.view_mut(means)?, self.view_mut(squares)?);
+        let mut args = vec![param.into(), grad.into(), means.into(), squares.into(), len.into()];
+        args.extend(numbers(update).map(Arg::from));
+        // SAFETY: the kernel's arguments, of one dtype and length.
+        unsafe { self.run_elementwise(&kernel, len, &args) }
+    }
+
+    fn sgd(
+        &self,
+        update: &SgdUpdate,
+        param: SliceMut<'_>,
+        grad: Slice<'_>,
+        buffer: Option<SliceMut<'_>>,
+    ) -> Result<()> {
+        let (len, dtype) = (param.len(), param.dtype());
+        let float = float_suffix(dtype)?;
+        let buffers = buffer.as_ref().map(|buffer| (buffer.dtype(), buffer.len()));
+        for (other, its_len) in [Some((grad.dtype(), grad.len())), buffers].into_iter().flatten() {
+            same_length(len, its_len)?;
+            same_dtype(dtype, other)?;
+        }
+        let (param, grad) = (self.view_mut(param)?, self.view(grad)?);
+        let buffer = buffer.map(|buffer| self.view_mut(buffer)).transpose()?;
+        let SgdUpdate { l2, kept, taken, nesterov, lr } = *update;
+        let Some(buffer) = buffer else {
+            let args = [param.into(), grad.into(), len.into(), l2.into(), lr.into()];
+            // SAFETY: the kernel's arguments, of one dtype and length.
+            return unsafe { self.run_elementwise(&format!("sgd_{float}"), len, &args) };
+        };
+        let mut args = vec![param.into(), grad.into(), buffer.into(), len.into(), u32::from(nesterov.is_some()).into()];
+        args.extend([l2, kept, taken, nesterov.unwrap_or(0.), lr].map(Arg::from));
+        // SAFETY: the kernel's arguments, of one dtype and length.
+        unsafe { self.run_elementwise(&format!("momentum_{float}"), len, &args) }
+    }
+
+    fn adam_8bit(
+        &self,
+        update: &AdamUpdate,
+        param: SliceMut<'_>,
+        grad: Slice<'_>,
+        [codes1, scales1, codes2, scales2]: [SliceMut<'_>; 4],
+    ) -> Result<()> {
+        let (len, dtype) = (param.len(), param.dtype());
+        if dtype == DType::F64 {
+            bail!("moments in 8 bits are for parameters of F32, BF16 and F16; got {dtype}")
+        }
+        let kernel = format!("adam_8bit_{}", float_suffix(dtype)?);
+        same_dtype(dtype, grad.dtype())?;
+        same_length(len, grad.len())?;
+        let blocks = len.div_ceil(STATE_BLOCK);
+        for (codes, scales) in [(&codes1, &scales1), (&codes2, &scales2)] {
+            same_dtype(DType::U8, codes.dtype())?;
+            same_length(len, codes.len())?;
+            same_dtype(DType::F32, scales.dtype())?;
+            same_length(blocks, scales.len())?;
+        }
+        let (param, grad) = (self.view_mut(param)?, self.view(grad)?);
+        let moments = [codes1, scales1, codes2, scales2].map(|part| self.view_mut(part));
+        let [codes1, scales1, codes2, scales2] = moments;
+        let mut args = vec![
+            param.into(),
+            grad.into(),
+            codes1?.into(),
+            scales1?.into(),
+            codes2?.into(),
+            scales2?.into(),
+            len.into(),
+        ];
+        if len == 0 {
+            return Ok(());
+        }
+        args.extend(numbers(update).into_iter().skip(1).map(Arg::from));
+        let Ok(grid) = u32::try_from(blocks) else { bail!("{blocks} blocks are more than one launch takes") };
+        let config =
+            LaunchConfig { grid_dim: (grid, 1, 1), block_dim: (STATE_BLOCK as u32, 1, 1), shared_mem_bytes: 0 };
+        // SAFETY: the kernel's arguments; there is a code for each element, and a scale for each block of threads.
+        unsafe { self.launch(&kernel, config, &args) }
+    }
+
+    fn quantise(
+        &self,
+        bits: EightBits,
+        block: usize,
+        values: Slice<'_>,
+        codes: SliceMut<'_>,
+        scales: SliceMut<'_>,
+    ) -> Result<()> {
+        let (len, block) = (values.len(), block.max(1).min(values.len().max(1)));
+        same_dtype(DType::F32, values.dtype())?;
+        same_dtype(DType::U8, codes.dtype())?;
+        same_dtype(DType::F32, scales.dtype())?;
+        same_length(len, codes.len())?;
+        let blocks = len.div_ceil(block);
+        same_length(blocks, scales.len())?;
+        let (values, codes, scales) = (self.view(values)?, self.view_mut(codes)?, self.view_mut(scales)?);
+        if len == 0 {
+            return Ok(());
+        }
+        clear(self, scales)?;
+        let together = block.div_ceil(ELEMENTS_PER_BLOCK);
+        let threads = (block.div_ceil(32) * 32).min(THREADS as usize) as u32;
+        let grid = u32::try_from(blocks * together).unwrap_or(u32::MAX).min(i32::MAX as u32);
+        if grid as usize != blocks * together {
+            bail!("{blocks} blocks of {block} elements are more than one launch takes");
+        }
+        let config = LaunchConfig { grid_dim: (grid, 1, 1), block_dim: (threads, 1, 1), shared_mem_bytes: 0 };
+        let args = [values.into(), scales.into(), len.into(), block.into(), together.into()];
+        // SAFETY: the kernel's arguments; a scale holds the bits of a float.
+        unsafe { self.launch("largest", config, &args)? };
+        let (kernel, most, of_zeros) = match bits {
+            EightBits::Int8 => ("quantise_int8", 127., 0.),
+            EightBits::E4M3 => ("quantise_e4m3", 448., 1.),
+            EightBits::Signed => ("quantise_signed", 1., 0.),
+            EightBits::Unsigned => ("quantise_unsigned", 1., 0.),
+        };
+        let args = [scales.into(), blocks.into(), Arg::Float(most), Arg::Float(of_zeros)];
+        // SAFETY: the kernel's arguments.
+        unsafe { self.run_elementwise("scales_of", blocks, &args)? };
+        let args = [values.into(), scales.into(), codes.into(), len.into(), block.into()];
+        // SAFETY: the kernel's arguments; there is a code for each value and a scale for each block.
+        unsafe { self.run_elementwise(kernel, len, &args) }
+    }
+
+    fn dequantise(
+        &self,
+        bits: EightBits,
+        block: usize,
+        codes: Slice<'_>,
+        scales: Slice<'_>,
+        values: SliceMut<'_>,
+    ) -> Result<()> {
+        let (len, block) = (values.len(), block.max(1));
+        let bits = match bits {
+            EightBits::Int8 => "int8",
+            EightBits::E4M3 => "e4m3",
+            EightBits::Signed => "signed",
+            EightBits::Unsigned => "unsigned",
+        };
+        let kernel = format!("dequantise_{bits}_{}", float_suffix(values.dtype())?);
+        same_dtype(DType::U8, codes.dtype())?;
+        same_dtype(DType::F32, scales.dtype())?;
+        same_length(len, codes.len())?;
+        same_length(len.div_ceil(block), scales.len())?;
+        let (codes, scales, values) = (self.view(codes)?, self.view(scales)?, self.view_mut(values)?);
+        let args = [codes.into(), scales.into(), values.into(), len.into(), block.into()];
+        // SAFETY: the kernel's arguments, of the dtype in its name; there is a code for each value and a scale for each
+        // block.
+        unsafe { self.run_elementwise(&kernel, len, &args) }
+    }
+
+    fn host_source(&self, tensor: &Tensor, page_locked: bool) -> Result<Option<Box<dyn HostSource>>> {
+        host_copies::source(self, tensor, page_locked).map(Some)
+    }
+
+    fn host_sink(&self, dtype: DType, len: usize, page_locked: bool) -> Result<Option<Box<dyn HostSink>>> {
+        host_copies::sink(self, dtype, len, page_locked).map(Some)
+    }
+}
+
+impl CudaKernels {
+    /// Runs a kernel with a thread for each element.
+    ///
+    /// # Safety
+    /// See [`CudaKernels::launch`].
+    unsafe fn run_elementwise(&self, kernel: &str, len: usize, args: &[Arg]) -> Result<()> {
+        if len == 0 {
+            return Ok(());
+        }
+        // SAFETY: ensured by the caller.
+        unsafe { self.launch(kernel, elementwise(len), args) }
+    }
+
+    /// Casts on a stream.
+    pub(super) fn cast_on(
+        &self,
+        stream: &CudaStream,
+        (from_dtype, from): (DType, CudaView<'_>),
+        (to_dtype, to): (DType, CudaView<'_>),
+    ) -> Result<()> {
+        let kernel = format!("cast_{}_{}", float_suffix(from_dtype)?, float_suffix(to_dtype)?);
+        let len = to.bytes() / to_dtype.size();
+        same_length(from.bytes() / from_dtype.size(), len)?;
+        if len == 0 {
+            return Ok(());
+        }
+        // SAFETY: the kernel's arguments, of the dtypes in its name and of one length.
+        unsafe { self.launch_on(stream, &kernel, elementwise(len), &[from.into(), to.into(), len.into()]) }
+    }
+
+    fn reduce(&self, float: &str, values: Slice<'_>, Reduction(of, p): Reduction, sum: SliceMut<'_>) -> Result<()> {
+        same_dtype(DType::F64, sum.dtype())?;
+        same_length(1, sum.len())?;
+        let len = values.len();
+        let (values, sum) = (self.view(values)?, self.view_mut(sum)?);
+        if len == 0 {
+            return clear(self, sum);
+        }
+        let blocks = len.div_ceil(ELEMENTS_PER_BLOCK).min(MAX_PARTIALS);
+        let config =
+            |blocks| LaunchConfig { grid_dim: (blocks, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };
+        let partials = self.partials.lock().unwrap_or_else(PoisonError::into_inner);
+        let to = partials.view();
+        let args = [values.into(), len.into(), of.into(), p.into(), to.into()];
+        // SAFETY: the kernel's arguments; the buffer holds a partial result for each block.
+        unsafe { self.launch(&format!("powers_{float}"), config(blocks as u32), &args)? };
+        // SAFETY: as above. The partial results are locked, so no other reduction overwrites them between the two
+        // kernels.
+        unsafe { self.launch("total", config(1), &[to.into(), blocks.into(), of.into(), sum.into()]) }
+    }
+}
+
+/// Returns a slice's bytes. Only the stream's order ensures when they may be read or written.
+fn all_bytes<T>(slice: &CudaSlice<T>) -> CudaView<'_> {
+    // SAFETY: the slice has this many bytes at its address while it is borrowed.
+    unsafe { CudaView::new(slice.device_ptr(slice.stream()).0, slice.num_bytes(), slice.stream()) }
+}
+
+/// Returns the dtype and the bytes of a storage.
+fn view(storage: &CudaStorage) -> Result<(DType, CudaView<'_>)> {
+    Ok(match &storage.slice {
+        CudaStorageSlice::U8(slice) => (DType::U8, all_bytes(slice)),
+        CudaStorageSlice::U32(slice) => (DType::U32, all_bytes(slice)),
+        CudaStorageSlice::I64(slice) => (DType::I64, all_bytes(slice)),
+        CudaStorageSlice::BF16(slice) => (DType::BF16, all_bytes(slice)),
+        CudaStorageSlice::F16(slice) => (DType::F16, all_bytes(slice)),
+        CudaStorageSlice::F32(slice) => (DType::F32, all_bytes(slice)),
+        CudaStorageSlice::F64(slice) => (DType::F64, all_bytes(slice)),
+        _ => bail!("the tensor's storage has no values: its parameter is not gathered"),
+    })
+}
+
+/// Writes zeros, whose bits are zero in every dtype.
+pub(super) fn clear(cuda: &CudaKernels, to: CudaView<'_>) -> Result<()> {
+    if to.bytes() == 0 {
+        return Ok(());
+    }
+    let failed = |error| Error::Core(failed(&cuda.stream, "writing zeros", &error));
+    cuda.stream.context().bind_to_thread().map_err(failed)?;
+    // SAFETY: the view has this many bytes, which the caller may write.
+    unsafe { result::memset_d8_async(to.address(), 0, to.bytes(), cuda.stream.cu_stream()) }.map_err(failed)?;
+    Ok(())
+}
+
+/// Returns Adam's numbers in the order of the kernels' arguments.
+pub(super) fn numbers(update: &AdamUpdate) -> [f64; 9] {
+    let AdamUpdate { l2, decay, beta1, beta2, step_size, root_bias_correction2, eps } = *update;
+    [l2, decay, beta1, 1. - beta1, beta2, 1. - beta2, step_size, root_bias_correction2, eps]
+}

@@ -1,20 +1,19 @@
-//! A matrix product that accumulates where it is wanted, by cuBLAS.
+//! Gradients of weights that accumulate in a buffer: matrix products by cuBLAS, and rows of a table.
 
 use std::ffi::{c_int, c_void};
 
 use candle_core::cuda_backend::gemm_reduced_precision_f32;
 use candle_core::{Result, bail};
 use cudarc::cublas::{result, sys};
-use fsdp_core::device::cuda::failed;
+use cudarc::driver::LaunchConfig;
 use fsdp_core::{Buffer, DType};
 
-use super::super::slice::{Slice, SliceMut};
-use super::device::{Cuda, same_dtype, same_length};
-use super::memory::clear;
-use super::registry::of_buffer;
+use super::super::{Slice, SliceMut};
+use super::clear;
+use super::device::{CudaKernels, THREADS, float_suffix, of_buffer, same_dtype, same_length};
 use crate::error::Error;
 
-/// A matrix to read, row-major or the transpose of one.
+/// A matrix to read, row-major or transposed.
 #[derive(Clone, Copy)]
 pub(crate) struct Matrix<'a> {
     elements: Slice<'a>,
@@ -24,10 +23,10 @@ pub(crate) struct Matrix<'a> {
 }
 
 impl<'a> Matrix<'a> {
-    /// The row-major matrix that fills the memory.
+    /// Returns the row-major matrix that fills the memory.
     ///
     /// # Errors
-    /// When there are more or fewer elements.
+    /// When the number of elements differs.
     pub(crate) fn new(elements: Slice<'a>, rows: usize, cols: usize) -> Result<Self> {
         same_length(rows * cols, elements.len())?;
         Ok(Matrix { elements, rows, cols, is_transposed: false })
@@ -38,7 +37,7 @@ impl<'a> Matrix<'a> {
     }
 }
 
-/// `to += lhs rhs`, or `to = lhs rhs` where it is not to accumulate; all of one dtype of floats.
+/// Computes `to += lhs rhs`, or `to = lhs rhs` unless `accumulate`. All matrices have one float dtype.
 pub(crate) fn add_product(to: &mut Buffer, accumulate: bool, lhs: Matrix<'_>, rhs: Matrix<'_>) -> Result<()> {
     let cuda = of_buffer(to)?;
     let dtype = to.dtype();
@@ -67,16 +66,17 @@ pub(crate) fn add_product(to: &mut Buffer, accumulate: bool, lhs: Matrix<'_>, rh
             (&raw const double.0).cast(),
             (&raw const double.1).cast(),
         ),
-        other => bail!("a product of matrices of {other}"),
+        other => bail!("matrix products need a float dtype, found {other}"),
     };
     let (m, n, k) = (size(lhs.rows)?, size(rhs.cols)?, size(lhs.cols)?);
     let ((left, ld_left, op_left), (right, ld_right, op_right)) = (operand(cuda, lhs)?, operand(cuda, rhs)?);
     let result = cuda.view_mut(SliceMut::from(to))?.address();
-    let what = |cause: &dyn std::fmt::Display| Error::Core(failed(&cuda.stream, "a product of matrices", cause));
-    cuda.stream.context().bind_to_thread().map_err(|error| what(&error))?;
+    let failed = |cause: &dyn std::fmt::Display| {
+        Error::Core(fsdp_core::device::cuda::failed(&cuda.stream, "a matrix product", cause))
+    };
+    cuda.stream.context().bind_to_thread().map_err(|error| failed(&error))?;
     let blas = cuda.device.cublas_handle();
-    // cuBLAS has columns first, so all is transposed: `to^T = rhs^T lhs^T`.
-    // SAFETY: the memory of each matrix is that of its rows and columns; the handle's stream is the compute stream.
+    // cuBLAS is column-major, so all matrices are transposed: `to^T = rhs^T lhs^T`.
     let done = unsafe {
         result::gemm_ex(
             *blas.handle(),
@@ -100,21 +100,51 @@ pub(crate) fn add_product(to: &mut Buffer, accumulate: bool, lhs: Matrix<'_>, rh
             sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT_TENSOR_OP,
         )
     };
-    Ok(done.map_err(|error| what(&error))?)
+    Ok(done.map_err(|error| failed(&error))?)
 }
 
 fn size(count: usize) -> Result<c_int> {
     match c_int::try_from(count) {
         Ok(size) => Ok(size),
-        Err(_) => bail!("a matrix with {count} rows or columns is larger than cuBLAS takes"),
+        Err(_) => bail!("a matrix with {count} rows or columns exceeds the limit of cuBLAS"),
     }
 }
 
-/// The address, the elements from row to row as they lie there, and how cuBLAS is to see it.
-fn operand(cuda: &Cuda, matrix: Matrix<'_>) -> Result<(u64, c_int, sys::cublasOperation_t)> {
+/// Returns the address, the leading dimension, and the operation for cuBLAS.
+fn operand(cuda: &CudaKernels, matrix: Matrix<'_>) -> Result<(u64, c_int, sys::cublasOperation_t)> {
     let address = cuda.view(matrix.elements)?.address();
     Ok(match matrix.is_transposed {
         false => (address, size(matrix.cols)?, sys::cublasOperation_t::CUBLAS_OP_N),
         true => (address, size(matrix.rows)?, sys::cublasOperation_t::CUBLAS_OP_T),
     })
+}
+
+/// Adds each row of `from` to the table's row for its id (U32). Ids beyond the table stand for no row. Unless
+/// `accumulate`, the table starts as zeros.
+pub(crate) fn add_rows(
+    ids: Slice<'_>,
+    from: Slice<'_>,
+    table: &mut Buffer,
+    accumulate: bool,
+    width: usize,
+) -> Result<()> {
+    let cuda = of_buffer(table)?;
+    let kernel = format!("add_rows_{}", float_suffix(table.dtype())?);
+    same_dtype(DType::U32, ids.dtype())?;
+    same_dtype(table.dtype(), from.dtype())?;
+    let (count, rows) = (ids.len(), table.len() / width.max(1));
+    same_length(count * width, from.len())?;
+    same_length(rows * width, table.len())?;
+    let (ids, from, table) = (cuda.view(ids)?, cuda.view(from)?, cuda.view_mut(SliceMut::from(table))?);
+    if !accumulate {
+        clear(cuda, table)?;
+    }
+    if count == 0 || width == 0 {
+        return Ok(());
+    }
+    let blocks = count.min(1 << 16) as u32;
+    let config = LaunchConfig { grid_dim: (blocks, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };
+    let args = [ids.into(), from.into(), table.into(), count.into(), width.into(), rows.into()];
+    // SAFETY: the kernel's arguments; a row for each id, and rows of one width and dtype.
+    unsafe { cuda.launch(&kernel, config, &args) }
 }

@@ -1,4 +1,4 @@
-//! Documents that lie packed one behind the other in rows.
+//! Documents that are packed in the rows of a batch.
 
 use std::sync::Arc;
 
@@ -6,10 +6,10 @@ use candle_core::{Device, Result, Tensor, bail};
 
 use crate::tensors::Tensors;
 
-/// Where documents lie in the rows of a packed batch `[batch, T, ..]`. [`attention_in_documents`] keeps each to itself,
-/// and positions begin again with each.
+/// The lengths of the documents in the rows of a packed batch `[batch, T, ..]`. [`attention_in_documents`] computes
+/// each document by itself, and positions start again with each document.
 ///
-/// It is passed through units and activation checkpoints beside its tensors ([`Tensors`]).
+/// Units and activation checkpoints take it beside their tensors ([`Tensors`]).
 ///
 /// [`attention_in_documents`]: crate::nn::attention_in_documents
 ///
@@ -28,18 +28,18 @@ pub struct Documents {
 }
 
 impl Documents {
-    /// Documents of these lengths, row by row, in the order in which they lie there.
+    /// Returns documents of these lengths, row by row, in order.
     ///
     /// # Errors
     /// When there is no row, rows differ in their number of tokens, or a document is empty.
     pub fn new(rows: Vec<Vec<usize>>) -> Result<Self> {
         let tokens = |row: &Vec<usize>| row.iter().try_fold(0, |sum: usize, &length| sum.checked_add(length));
         let Some(steps) = rows.first().and_then(tokens) else {
-            bail!("Documents: there must be a row, of tokens that can be counted")
+            bail!("Documents: needs at least one row, whose number of tokens fits in usize")
         };
         if let Some(row) = rows.iter().position(|row| tokens(row) != Some(steps) || row.contains(&0)) {
             bail!(
-                "Documents: row {row} has documents of {:?} tokens; none may be empty, and together they must be \
+                "Documents: row {row} has documents of {:?} tokens. None may be empty, and their sum must be \
                  {steps}, as in row 0",
                 rows[row]
             );
@@ -48,35 +48,35 @@ impl Documents {
         Ok(Documents { rows: rows.into(), positions })
     }
 
-    /// The number of rows.
+    /// Returns the number of rows.
     pub fn batch(&self) -> usize {
         self.rows.len()
     }
 
-    /// The tokens of a row.
+    /// Returns the number of tokens in a row.
     pub fn steps(&self) -> usize {
         self.positions.len() / self.rows.len()
     }
 
-    /// The tokens of the longest document.
+    /// Returns the number of tokens in the longest document.
     pub fn longest(&self) -> usize {
         self.rows.iter().flatten().copied().max().unwrap_or(0)
     }
 
-    /// The lengths of a row's documents.
+    /// Returns the lengths of a row's documents.
     pub fn row(&self, row: usize) -> &[usize] {
         &self.rows[row]
     }
 
-    /// Each token's position in its document, row after row.
+    /// Returns each token's position in its document, row after row.
     pub fn positions(&self) -> &[u32] {
         &self.positions
     }
 
-    /// [`Documents::positions`] as a tensor `[batch, T]`, u32, for a table of positions that are learnt.
+    /// Returns [`Documents::positions`] as a tensor `[batch, T]`, u32, for a table of learned positions.
     ///
     /// # Errors
-    /// Those of the device.
+    /// When the device has no memory for the tensor.
     pub fn position_ids(&self, device: &Device) -> Result<Tensor> {
         Tensor::from_slice(&self.positions, (self.batch(), self.steps()), device)
     }
@@ -85,11 +85,11 @@ impl Documents {
         self.positions.clone()
     }
 
-    /// Fails unless they are those of `[batch, steps]` tokens.
+    /// Fails unless the documents have this many rows and tokens.
     pub(in crate::nn) fn check(&self, function: &str, batch: usize, steps: usize) -> Result<()> {
         if (self.batch(), self.steps()) != (batch, steps) {
             bail!(
-                "{function}: the documents are of {} rows of {} tokens, but the input has {batch} of {steps}",
+                "{function}: the documents have {} rows of {} tokens, but the input has {batch} of {steps}",
                 self.batch(),
                 self.steps()
             );
@@ -98,7 +98,7 @@ impl Documents {
     }
 }
 
-/// There is no tensor in it.
+/// `Documents` holds no tensors.
 impl Tensors for Documents {
     fn map_tensors(self, _: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self> {
         Ok(self)

@@ -4,9 +4,9 @@ use std::marker::PhantomData;
 
 use gemm::Parallelism;
 
-use super::parallel;
+use super::threads;
 
-/// Multiply-adds below which a product stays on one thread.
+/// Multiply-adds that count as one element of elementwise work.
 const ELEMENTS_PER_THREAD: usize = 256;
 
 /// A matrix to read.
@@ -20,7 +20,7 @@ pub(in crate::nn) struct Mat<'a> {
 }
 
 impl<'a> Mat<'a> {
-    /// The row-major matrix that fills `data`.
+    /// Returns the row-major matrix that fills `data`.
     pub(in crate::nn) fn new(data: &'a [f32], rows: usize, cols: usize) -> Self {
         Self::strided(data, rows, cols, cols, 1)
     }
@@ -41,7 +41,7 @@ impl<'a> Mat<'a> {
     }
 }
 
-/// A matrix to write, with rows of adjacent elements.
+/// A matrix to write. The elements of a row are adjacent.
 pub(in crate::nn) struct MatMut<'a> {
     data: *mut f32,
     rows: usize,
@@ -51,21 +51,21 @@ pub(in crate::nn) struct MatMut<'a> {
 }
 
 impl<'a> MatMut<'a> {
-    /// The row-major matrix that fills `data`.
+    /// Returns the row-major matrix that fills `data`.
     pub(in crate::nn) fn new(data: &'a mut [f32], rows: usize, cols: usize) -> Self {
         assert!(span(rows, cols, cols, 1) <= data.len(), "a matrix reaches beyond its data");
         Self { data: data.as_mut_ptr(), rows, cols, row_stride: cols, borrow: PhantomData }
     }
 }
 
-/// A buffer that several threads write, each its own rows and columns.
+/// A buffer that several threads write, each to its own rows and columns.
 pub(in crate::nn) struct Shared<'a> {
     data: *mut f32,
     len: usize,
     borrow: PhantomData<&'a mut [f32]>,
 }
 
-// SAFETY: the pointer is only used through `mat` and `slice`, whose callers promise that no two threads touch the same
+// SAFETY: the pointer is only used through `mat` and `slice`, whose callers ensure that no two threads access the same
 // element.
 unsafe impl Send for Shared<'_> {}
 // SAFETY: as above.
@@ -76,10 +76,10 @@ impl<'a> Shared<'a> {
         Self { data: data.as_mut_ptr(), len: data.len(), borrow: PhantomData }
     }
 
-    /// The matrix that starts at `offset`.
+    /// Returns the matrix that starts at `offset`.
     ///
     /// # Safety
-    /// As long as the result lives nobody else reads or writes its elements.
+    /// While the result exists, nothing else may read or write its elements.
     pub(in crate::nn) unsafe fn mat(&self, offset: usize, rows: usize, cols: usize, row_stride: usize) -> MatMut<'a> {
         assert!(offset + span(rows, cols, row_stride, 1) <= self.len, "a matrix reaches beyond its data");
         // SAFETY: the offset lies within the buffer.
@@ -87,31 +87,32 @@ impl<'a> Shared<'a> {
         MatMut { data, rows, cols, row_stride, borrow: PhantomData }
     }
 
-    /// The elements `offset..offset + len`.
+    /// Returns the elements `offset..offset + len`.
     ///
     /// # Safety
-    /// As long as the result lives nobody else reads or writes its elements.
+    /// While the result exists, nothing else may read or write its elements.
     #[allow(clippy::mut_from_ref)]
     pub(in crate::nn) unsafe fn slice(&self, offset: usize, len: usize) -> &mut [f32] {
         assert!(offset + len <= self.len, "a slice reaches beyond its data");
-        // SAFETY: within the buffer, which is borrowed for as long as `self` lives; exclusive by the caller's promise.
+        // SAFETY: the slice lies within the buffer, which is borrowed while `self` exists. The caller ensures exclusive
+        // access.
         unsafe { std::slice::from_raw_parts_mut(self.data.add(offset), len) }
     }
 }
 
-/// Elements from a matrix's first to its last, inclusive.
+/// Returns the number of elements from a matrix's first to its last, inclusive.
 fn span(rows: usize, cols: usize, row_stride: usize, col_stride: usize) -> usize {
     if rows == 0 || cols == 0 { 0 } else { (rows - 1) * row_stride + (cols - 1) * col_stride + 1 }
 }
 
-/// `dst = lhs * rhs`, or `dst += lhs * rhs` when it is to accumulate. Large products use all of rayon's threads.
+/// Computes `dst = lhs * rhs`, or `dst += lhs * rhs` if `accumulate`. Large products use all of rayon's threads.
 pub(in crate::nn) fn product(dst: MatMut<'_>, accumulate: bool, lhs: Mat<'_>, rhs: Mat<'_>) {
-    let threads = parallel::threads(lhs.rows * rhs.cols * lhs.cols / ELEMENTS_PER_THREAD);
+    let threads = threads(lhs.rows * rhs.cols * lhs.cols / ELEMENTS_PER_THREAD);
     let parallelism = if threads > 1 { Parallelism::Rayon(threads) } else { Parallelism::None };
     multiply(dst, accumulate, lhs, rhs, parallelism);
 }
 
-/// As [`product`], on the calling thread.
+/// [`product`] on the calling thread.
 pub(in crate::nn) fn product_here(dst: MatMut<'_>, accumulate: bool, lhs: Mat<'_>, rhs: Mat<'_>) {
     multiply(dst, accumulate, lhs, rhs, Parallelism::None);
 }
@@ -127,7 +128,7 @@ fn multiply(dst: MatMut<'_>, accumulate: bool, lhs: Mat<'_>, rhs: Mat<'_>, paral
         dst.rows,
         dst.cols
     );
-    // SAFETY: the shapes agree, and each matrix was checked against its data when it was made. `dst` is exclusive, so
+    // SAFETY: the shapes agree, and each matrix was checked against its data when it was built. `dst` is exclusive, so
     // it overlaps neither operand.
     unsafe {
         gemm::gemm(

@@ -1,11 +1,11 @@
-//! Functions compiled once for each level of the CPU's vector instructions, and the arithmetic that they share.
+//! Functions compiled once for each level of the CPU's vector instructions, and their shared arithmetic.
 //!
-//! The crate is compiled for the oldest CPU of its target, which on x86-64 means vectors of four floats and no fused
-//! multiply-add. [`kernel!`] compiles a function's body again with AVX2 and with AVX-512 and picks at run time; the
-//! loops inside are plain Rust that the compiler vectorizes.
+//! The crate is compiled for the oldest CPU of its target. On x86-64 that means vectors of four floats and no fused
+//! multiply-add. [`kernel!`] compiles a function's body again with AVX2 and with AVX-512, and selects one at run time.
+//! The loops inside are plain Rust that the compiler vectorizes.
 
-/// Defines functions whose bodies are compiled for several instruction sets, the best of which is picked at each call.
-/// So give them a row or more at a call.
+/// Defines functions whose bodies are compiled for several instruction sets. Each call selects the best one that the
+/// CPU has, so a call should process at least a row.
 macro_rules! kernel {
     ($($(#[$meta:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block)*) => {$(
         $(#[$meta])*
@@ -48,14 +48,14 @@ macro_rules! kernel {
 }
 pub(in crate::nn) use kernel;
 
-/// e^x within 1.5 units in the last place for x in [-87.3, 88.37]; arguments beyond are taken as the bound. NaN stays
-/// NaN.
+/// Returns e^x, within 1.5 units in the last place for x in [-87.3, 88.37]. Arguments beyond are replaced by the bound.
+/// NaN stays NaN.
 ///
 /// Range reduction by Cody and Waite and the polynomial of Cephes' `expf`.
 #[inline(always)]
 #[allow(clippy::excessive_precision)]
 pub(in crate::nn) fn exp(x: f32) -> f32 {
-    // 1.5 * 2^23: adding it leaves the nearest integer in the low bits of the mantissa.
+    // 1.5 * 2^23. Adding it leaves the nearest integer in the low bits of the mantissa.
     const ROUND: f32 = 12_582_912.0;
     let x = if x < -87.336_54 { -87.336_54 } else { x };
     let x = if x > 88.376_26 { 88.376_26 } else { x };
@@ -73,24 +73,23 @@ pub(in crate::nn) fn exp(x: f32) -> f32 {
     y * f32::from_bits((shifted.to_bits() << 23).wrapping_add(0x3f80_0000))
 }
 
-/// A probability e^x, or 0 where it is below 1e-30: the subnormal numbers that would come of it slow a matrix product
-/// down by a factor of ten and more.
+/// Returns a probability e^x, or 0 below 1e-30. Subnormal numbers would slow a matrix product down by a factor of ten
+/// and more.
 #[inline(always)]
 pub(in crate::nn) fn probability(x: f32) -> f32 {
     if x < -69.0 { 0.0 } else { exp(x) }
 }
 
-/// 1 / (1 + e^-x).
+/// Returns 1 / (1 + e^-x).
 #[inline(always)]
 pub(in crate::nn) fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
-/// Accumulators that a reduction keeps side by side: enough to fill the vector units while each waits for its own last
-/// result.
+/// Accumulators of a reduction: enough to fill the vector units while each accumulator waits for its previous result.
 const LANES: usize = 64;
 
-/// Folds a row with `LANES` independent accumulators, which `join` then brings together.
+/// Folds a row with `LANES` independent accumulators, and joins them.
 #[inline(always)]
 fn fold(row: &[f32], start: f32, step: impl Fn(f32, f32) -> f32, join: impl Fn(f32, f32) -> f32) -> f32 {
     let (head, tail) = row.as_chunks::<LANES>();
@@ -106,7 +105,7 @@ fn fold(row: &[f32], start: f32, step: impl Fn(f32, f32) -> f32, join: impl Fn(f
     join_lanes(lanes, join)
 }
 
-/// The lanes joined pairwise, which is both quick and accurate.
+/// Joins the lanes pairwise, which is both quick and accurate.
 #[inline(always)]
 fn join_lanes(mut lanes: [f32; LANES], join: impl Fn(f32, f32) -> f32) -> f32 {
     let mut width = LANES / 2;
@@ -124,26 +123,26 @@ pub(in crate::nn) fn sum(row: &[f32]) -> f32 {
     fold(row, 0.0, |a, x| a + x, |a, b| a + b)
 }
 
-/// Sum of (x - center)^2.
+/// Returns the sum of (x - center)^2.
 #[inline(always)]
 pub(in crate::nn) fn sum_squares(row: &[f32], center: f32) -> f32 {
     fold(row, 0.0, |a, x| (x - center).mul_add(x - center, a), |a, b| a + b)
 }
 
-/// The largest value; NaN is passed over.
+/// Returns the largest value, ignoring NaN.
 #[inline(always)]
 pub(in crate::nn) fn max(row: &[f32]) -> f32 {
     let larger = |a: f32, b: f32| if b > a { b } else { a };
     fold(row, f32::NEG_INFINITY, larger, larger)
 }
 
-/// Sum of e^(scale * x - shift).
+/// Returns the sum of e^(scale * x - shift).
 #[inline(always)]
 pub(in crate::nn) fn sum_exp(row: &[f32], scale: f32, shift: f32) -> f32 {
     fold(row, 0.0, |a, x| a + exp(x.mul_add(scale, -shift)), |a, b| a + b)
 }
 
-/// Sum of a * (b - center); the rows are as long as the shorter one.
+/// Returns the sum of a * (b - center), over the length of the shorter row.
 #[inline(always)]
 pub(in crate::nn) fn dot(a: &[f32], b: &[f32], center: f32) -> f32 {
     let (a_head, a_tail) = a.as_chunks::<LANES>();

@@ -1,25 +1,139 @@
-//! The cross-entropy loss of a language model, `log(sum_j e^(l_j)) - l_target` of each row of the logits `l`.
-//!
-//! Backward is `softmax(l) - onehot(target)`, in one pass over the logits; each row's `log sum exp` is all that forward
-//! keeps.
+//! The cross-entropy loss of a language model, of whole rows of logits or of parts on tensor-parallel ranks.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::OnceLock;
 
 use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Result, Shape, Tensor, bail};
-use fsdp_core::ProcessGroup;
+use fsdp_core::process_group::{Signature, Subject};
+use fsdp_core::{ProcessGroup, ReduceOp};
 
-use super::super::cpu::parallel::map_rows;
-use super::super::cpu::simd::{kernel, probability};
-use super::super::cpu::values::{floats, read, served, storage, tensor};
-use super::super::limits::countable;
-use super::options::{CrossEntropyOptions, Rows, Slopes};
-use super::statistics::{Statistics, signature};
-use crate::collectives::{all_reduce, largest};
+use crate::collectives::{all_reduce, check, largest, reduced_values};
+use crate::nn::cpu::simd::{kernel, max, probability, sum, sum_exp};
+use crate::nn::cpu::{floats, indices_or_none, map_rows, read, storage, tensor};
+use crate::nn::limits::check_size;
+use crate::nn::weight::has_cpu_kernels;
 
-/// The mean cross-entropy of `logits` `[.., V]` against `targets` (u8, u32 or i64) `[..]`: an f32 scalar, whatever the
-/// logits' dtype (f64 for f64).
+/// The target of an ignored row in tensors of u32, like PyTorch's -100.
+pub const IGNORED: u32 = u32::MAX;
+
+/// How the losses of rows are combined.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reduction {
+    /// The mean over the rows that are not ignored. If all rows are ignored, the loss is NaN and all gradients are 0,
+    /// as in PyTorch.
+    Mean,
+    /// The sum over the rows that are not ignored, or 0 if all are ignored. Ranks with unequal numbers of counted rows
+    /// divide the sum by the count of all ranks.
+    Sum,
+}
+
+/// PyTorch's `ignore_index`, `label_smoothing` and `reduction` of `cross_entropy`.
 ///
-/// An error if the shapes disagree, there is no row, or a target is not below `V`.
+/// ```
+/// use fsdp_candle::nn::{CrossEntropyOptions, IGNORED, Reduction};
+///
+/// let options = CrossEntropyOptions { label_smoothing: 0.1, ..Default::default() };
+/// assert_eq!((options.ignore_index, options.reduction), (Some(IGNORED.into()), Reduction::Mean));
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CrossEntropyOptions {
+    /// Rows with this target are ignored, and their logits get no gradient. Default: [`IGNORED`].
+    pub ignore_index: Option<i64>,
+    /// Part of a target's probability that is spread over all classes, from 0 to 1. Default: 0.
+    pub label_smoothing: f64,
+    /// How the rows' losses are combined. Default: [`Reduction::Mean`].
+    pub reduction: Reduction,
+}
+
+impl Default for CrossEntropyOptions {
+    fn default() -> Self {
+        CrossEntropyOptions { ignore_index: Some(IGNORED.into()), label_smoothing: 0., reduction: Reduction::Mean }
+    }
+}
+
+impl CrossEntropyOptions {
+    /// Returns options with which every row counts equally.
+    pub(super) fn plain() -> Self {
+        CrossEntropyOptions { ignore_index: None, ..Default::default() }
+    }
+
+    /// Returns the rows for these targets, of logits of all classes or of this rank's part of the classes.
+    pub(in crate::nn) fn rows(
+        &self,
+        function: &str,
+        targets: &Tensor,
+        columns: usize,
+        ranks: Option<&ProcessGroup>,
+    ) -> Result<TargetRows> {
+        let ranks = ranks.filter(|group| group.size() > 1).cloned();
+        let (first, classes) = match &ranks {
+            Some(group) => (group.rank() * columns, group.size() * columns),
+            None => (0, columns),
+        };
+        let smoothing = self.label_smoothing;
+        if !(0. ..=1.).contains(&smoothing) {
+            bail!("{function}: label_smoothing is {smoothing}; it must be from 0 to 1");
+        }
+        if classes == 0 {
+            bail!("{function}: the number of classes is 0, but must be at least 1");
+        }
+        let targets = indices_or_none(function, "target", targets, classes, "number of classes", self.ignore_index)?;
+        let divisor = match self.reduction {
+            Reduction::Mean => targets.iter().flatten().count() as f64,
+            Reduction::Sum => 1.,
+        };
+        Ok(TargetRows { targets, columns, first, classes, ranks, smoothing, divisor })
+    }
+}
+
+/// The targets of the rows of logits, and how their losses are combined.
+pub(in crate::nn) struct TargetRows {
+    /// Target of each row. `None` for ignored rows.
+    pub(super) targets: Vec<Option<u32>>,
+    /// Number of columns of this rank's logits.
+    pub(super) columns: usize,
+    /// Class of the first column.
+    pub(super) first: usize,
+    /// Number of classes on all ranks.
+    pub(super) classes: usize,
+    /// Ranks that hold parts of the vocabulary, if there are several.
+    pub(super) ranks: Option<ProcessGroup>,
+    pub(super) smoothing: f64,
+    /// Divisor of the sum of the rows' losses.
+    pub(super) divisor: f64,
+}
+
+/// The factors of the gradient of a row's logits: `scale * softmax - uniform`, less `hit` at the target.
+#[derive(Clone, Copy)]
+pub(super) struct GradFactors {
+    pub(super) scale: f32,
+    pub(super) uniform: f32,
+    pub(super) hit: f32,
+}
+
+impl TargetRows {
+    pub(super) fn grad_factors(&self, d_loss: f32) -> GradFactors {
+        let scale = d_loss / self.divisor as f32;
+        let smoothing = self.smoothing as f32;
+        GradFactors { scale, uniform: scale * smoothing / self.classes as f32, hit: scale * (1. - smoothing) }
+    }
+
+    /// Returns the column of a target, if this rank has it.
+    pub(super) fn column(&self, target: u32) -> Option<usize> {
+        (target as usize).checked_sub(self.first).filter(|column| *column < self.columns)
+    }
+
+    /// Returns the rows that count, if some are ignored.
+    pub(super) fn counted(&self) -> Option<Vec<usize>> {
+        let counts = |(row, target): (usize, &Option<u32>)| target.map(|_| row);
+        self.targets.contains(&None).then(|| self.targets.iter().enumerate().filter_map(counts).collect())
+    }
+}
+
+/// Returns the mean cross-entropy of `logits` `[.., V]` against `targets` (u8, u32 or i64) `[..]`: an f32 scalar for
+/// every dtype of the logits (f64 for f64).
+///
+/// Fails if the shapes disagree, there is no row, or a target is not below `V`.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -34,21 +148,20 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     cross_entropy_with(logits, targets, &CrossEntropyOptions::plain())
 }
 
-/// As [`cross_entropy`](cross_entropy()), with targets that are ignored, smoothed labels, or the sum in place of the
-/// mean.
+/// [`cross_entropy`](cross_entropy()) with ignored targets, smoothed labels, or the sum instead of the mean.
 ///
-/// With a smoothing of `e` a row's loss is `(1 - e)` times what it is without, and `e` times the mean of what it would
-/// be for each of the `V` classes, as in PyTorch.
+/// As in PyTorch, with a smoothing of `e` a row's loss is `(1 - e)` times its loss without smoothing, plus `e` times
+/// the mean of the losses for each of the `V` classes.
 ///
 /// # Errors
-/// When the shapes disagree, there is no row, a target is neither below `V` nor the one that is ignored, or the
-/// smoothing is not from 0 to 1.
+/// When the shapes disagree, there is no row, a target is neither below `V` nor `ignore_index`, or the smoothing is not
+/// from 0 to 1.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
 /// use fsdp_candle::nn::{CrossEntropyOptions, IGNORED, Reduction, cross_entropy_with};
 ///
-/// // A rank's part of a mean over the tokens that count on all ranks.
+/// // A rank's part of a mean over the counted tokens of all ranks.
 /// let logits = Tensor::zeros((3, 8), DType::F32, &Device::Cpu)?;
 /// let targets = Tensor::new(&[0u32, IGNORED, 2], &Device::Cpu)?;
 /// let options = CrossEntropyOptions { reduction: Reduction::Sum, ..Default::default() };
@@ -60,8 +173,8 @@ pub fn cross_entropy_with(logits: &Tensor, targets: &Tensor, options: &CrossEntr
     loss("cross_entropy", logits, targets, options, None)
 }
 
-/// The loss of logits of all classes, or of a part of them that this rank holds.
-pub(super) fn loss(
+/// Computes the loss of logits of all classes, or of this rank's part of the classes.
+fn loss(
     function: &'static str,
     logits: &Tensor,
     targets: &Tensor,
@@ -73,27 +186,28 @@ pub(super) fn loss(
     };
     if targets.dims() != rows || targets.elem_count() == 0 {
         bail!(
-            "{function}: the targets {:?} must have the shape of the logits {:?} without its last dimension, and a row",
+            "{function}: the targets {:?} must have the shape of the logits {:?} without its last dimension, and at \
+             least one row",
             targets.dims(),
             logits.dims()
         );
     }
     let rows = options.rows(function, targets, columns, ranks)?;
-    countable(function, "the logits", logits.dims(), logits.device())?;
-    if !served(logits) {
+    check_size(function, "the logits", logits.dims(), logits.device())?;
+    if !has_cpu_kernels(logits) {
         return composite(logits, &rows);
     }
     logits.apply_op1(CrossEntropy { function, rows, log_sums: OnceLock::new() })
 }
 
-/// The same from Candle's operations.
-pub(in crate::nn) fn composite(logits: &Tensor, rows: &Rows) -> Result<Tensor> {
+/// The loss as a chain of Candle's operations.
+pub(in crate::nn) fn composite(logits: &Tensor, rows: &TargetRows) -> Result<Tensor> {
     let wide = if logits.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
     let mut logits = logits.reshape(((), rows.columns))?.to_dtype(wide)?;
     let device = logits.device().clone();
     let targets: Vec<u32> = rows.targets.iter().flatten().copied().collect();
     if targets.is_empty() {
-        // 0 / 0 is what the mean of nothing is. (A factor of 0 that is no tensor would cut the graph.)
+        // The mean of no rows is 0 / 0. The factor of 0 is a tensor, because a plain number would cut the graph.
         let sum = logits.sum_all()?;
         return (&sum * sum.zeros_like()?)? + 0. / rows.divisor;
     }
@@ -129,8 +243,8 @@ pub(in crate::nn) fn composite(logits: &Tensor, rows: &Rows) -> Result<Tensor> {
     losses.sum_all()? / rows.divisor
 }
 
-/// The rows' losses.
-fn smoothed(log_sums: Tensor, picked: &Tensor, mean: Option<&Tensor>, rows: &Rows) -> Result<Tensor> {
+/// Returns the rows' losses.
+fn smoothed(log_sums: Tensor, picked: &Tensor, mean: Option<&Tensor>, rows: &TargetRows) -> Result<Tensor> {
     let losses = (&log_sums - picked)?;
     match mean {
         Some(mean) => (losses * (1. - rows.smoothing))? + ((log_sums - mean)? * rows.smoothing)?,
@@ -140,7 +254,7 @@ fn smoothed(log_sums: Tensor, picked: &Tensor, mean: Option<&Tensor>, rows: &Row
 
 struct CrossEntropy {
     function: &'static str,
-    rows: Rows,
+    rows: TargetRows,
     log_sums: OnceLock<Vec<f32>>,
 }
 
@@ -152,7 +266,7 @@ impl CustomOp1 for CrossEntropy {
     fn cpu_fwd(&self, logits: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let logits = floats(logits, layout)?;
         let mut statistics = Statistics::new(self.rows.targets.len());
-        statistics.look(0, &logits, &self.rows.targets, &self.rows);
+        statistics.add_rows(0, &logits, &self.rows.targets, &self.rows);
         let (total, log_sums) = statistics.losses(&self.rows)?;
         let _ = self.log_sums.set(log_sums);
         Ok((storage(vec![(total / self.rows.divisor) as f32], DType::F32)?, Shape::from(())))
@@ -160,33 +274,33 @@ impl CustomOp1 for CrossEntropy {
 
     fn bwd(&self, logits: &Tensor, _: &Tensor, d_loss: &Tensor) -> Result<Option<Tensor>> {
         read!(values, logits);
-        let Some(log_sums) = self.log_sums.get() else { bail!("{}: backward before forward", self.function) };
-        let (columns, slopes) = (self.rows.columns, self.rows.slopes(d_loss.to_scalar::<f32>()?));
+        let Some(log_sums) = self.log_sums.get() else { bail!("{}: backward ran before forward", self.function) };
+        let (columns, factors) = (self.rows.columns, self.rows.grad_factors(d_loss.to_scalar::<f32>()?));
         let mut grad = vec![0f32; values.len()];
         map_rows(&mut grad, columns, columns, |first, grad| {
             let rows = first..first + grad.len() / columns;
             let values = &values[first * columns..];
-            gradient(grad, values, &self.rows.targets[rows.clone()], &log_sums[rows], self.rows.first, slopes);
+            gradient(grad, values, &self.rows.targets[rows.clone()], &log_sums[rows], self.rows.first, factors);
         });
         Ok(Some(tensor(grad, logits.shape(), logits.dtype())?))
     }
 }
 
 #[inline(always)]
-fn slope(x: f32, log_sum: f32, slopes: Slopes) -> f32 {
-    probability(x - log_sum).mul_add(slopes.scale, -slopes.uniform)
+fn logit_grad(x: f32, log_sum: f32, factors: GradFactors) -> f32 {
+    probability(x - log_sum).mul_add(factors.scale, -factors.uniform)
 }
 
 kernel! {
-    /// The gradient of the logits, for as many rows as there are targets, of classes from `first` on; that of ignored
-    /// rows stays 0.
+    /// Computes the logits' gradient for one row per target, with classes from `first` on. The gradient of ignored rows
+    /// stays 0.
     fn gradient(
         grad: &mut [f32],
         logits: &[f32],
         targets: &[Option<u32>],
         log_sums: &[f32],
         first: usize,
-        slopes: Slopes,
+        factors: GradFactors,
     ) {
         if targets.is_empty() {
             return;
@@ -196,22 +310,22 @@ kernel! {
         for (((grad, row), target), &log_sum) in rows.zip(targets).zip(log_sums) {
             if let Some(target) = target {
                 for (grad, &x) in grad.iter_mut().zip(row) {
-                    *grad = slope(x, log_sum, slopes);
+                    *grad = logit_grad(x, log_sum, factors);
                 }
                 if let Some(grad) = grad.get_mut((*target as usize).wrapping_sub(first)) {
-                    *grad -= slopes.hit;
+                    *grad -= factors.hit;
                 }
             }
         }
     }
 
-    /// As [`gradient`], over the logits themselves.
+    /// [`gradient`] that overwrites the logits.
     pub(super) fn gradient_in_place(
         logits: &mut [f32],
         targets: &[Option<u32>],
         log_sums: &[f32],
         first: usize,
-        slopes: Slopes,
+        factors: GradFactors,
     ) {
         if targets.is_empty() {
             return;
@@ -221,13 +335,151 @@ kernel! {
             match target {
                 Some(target) => {
                     for x in row.iter_mut() {
-                        *x = slope(*x, log_sum, slopes);
+                        *x = logit_grad(*x, log_sum, factors);
                     }
                     if let Some(x) = row.get_mut((*target as usize).wrapping_sub(first)) {
-                        *x -= slopes.hit;
+                        *x -= factors.hit;
                     }
                 }
                 None => row.fill(0.),
+            }
+        }
+    }
+}
+
+/// [`cross_entropy_with`](crate::nn::cross_entropy_with) for logits whose classes are sharded over ranks: `[.., V / N]`
+/// on each of `N` ranks, in rank order. The targets (u8, u32 or i64) `[..]` are below `V`, and the same on every rank.
+/// The result is an f32 scalar (f64 for f64) with the same bits on every rank. Each rank gets the gradient of its own
+/// logits. This is PyTorch's `loss_parallel`.
+///
+/// A head under [`crate::ColwiseParallel`] returns such logits. The collectives exchange only each row's largest logit,
+/// and two sums (three with smoothing).
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use fsdp_candle::nn::{CrossEntropyOptions, vocab_parallel_cross_entropy};
+/// use fsdp_core::process_group::local;
+///
+/// // Eight classes, four on each rank.
+/// local::run(2, |group| {
+///     let logits = Tensor::zeros((3, 4), DType::F32, &Device::Cpu)?;
+///     let targets = Tensor::new(&[0u32, 7, 2], &Device::Cpu)?;
+///     let loss = vocab_parallel_cross_entropy(&logits, &targets, &group, &CrossEntropyOptions::default())?;
+///     assert!((loss.to_scalar::<f32>()? - 8f32.ln()).abs() < 1e-6);
+///     candle_core::Result::Ok(())
+/// })
+/// .into_iter()
+/// .collect::<candle_core::Result<Vec<_>>>()?;
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
+/// # Errors
+/// See [`cross_entropy_with`](crate::nn::cross_entropy_with). Also fails when ranks have other targets or another
+/// number of classes, when the group does not support the logits' device, or when an all-reduce fails.
+pub fn vocab_parallel_cross_entropy(
+    logits: &Tensor,
+    targets: &Tensor,
+    group: &ProcessGroup,
+    options: &CrossEntropyOptions,
+) -> Result<Tensor> {
+    check("vocab_parallel_cross_entropy", logits, None, group)?;
+    loss("vocab_parallel_cross_entropy", logits, targets, options, Some(group))
+}
+
+/// Statistics of a row: the largest logit, the sum of `e^(logit - largest)`, the target's logit, the sum of the logits.
+const NUMBERS: usize = 4;
+
+/// The statistics of each row, zeros for ignored rows.
+pub(super) struct Statistics(Vec<f32>);
+
+impl Statistics {
+    pub(super) fn new(rows: usize) -> Self {
+        Statistics(vec![0.; NUMBERS * rows])
+    }
+
+    /// Computes the statistics of one row of logits per target, starting with row `first`.
+    pub(super) fn add_rows(&mut self, first: usize, logits: &[f32], targets: &[Option<u32>], rows: &TargetRows) {
+        let own = &mut self.0[NUMBERS * first..][..NUMBERS * targets.len()];
+        let (columns, smooths) = (rows.columns, rows.smoothing > 0.);
+        map_rows(own, NUMBERS, columns, |first, own| {
+            row_statistics(own, &logits[first * columns..], &targets[first..], columns, smooths);
+        });
+        for (row, (numbers, target)) in own.chunks_exact_mut(NUMBERS).zip(targets).enumerate() {
+            if let Some(column) = target.and_then(|target| rows.column(target)) {
+                numbers[2] = logits[row * columns + column];
+            }
+        }
+    }
+
+    /// Returns the sum of the rows' losses, and each row's `log sum exp` over all classes.
+    pub(super) fn losses(mut self, rows: &TargetRows) -> Result<(f64, Vec<f32>)> {
+        if let Some(ranks) = &rows.ranks {
+            self.reduce(rows, ranks)?;
+        }
+        let (mut hits, mut spread) = (0f64, 0f64);
+        let numbers = self.0.chunks_exact(NUMBERS).zip(&rows.targets);
+        let log_sums = numbers.map(|(numbers, target)| {
+            if target.is_none() {
+                return 0.;
+            }
+            let log_sum = numbers[0] + numbers[1].ln();
+            hits += f64::from(log_sum - numbers[2]);
+            spread += f64::from(log_sum - numbers[3] / rows.classes as f32);
+            log_sum
+        });
+        let log_sums = log_sums.collect();
+        let total = if rows.smoothing > 0. { (1. - rows.smoothing) * hits + rows.smoothing * spread } else { hits };
+        Ok((total, log_sums))
+    }
+
+    /// Combines the statistics of all ranks: the maximum of the largest logits, and the sums of the rest.
+    fn reduce(&mut self, rows: &TargetRows, ranks: &ProcessGroup) -> Result<()> {
+        if self.0.is_empty() {
+            return Ok(());
+        }
+        let ranks = ranks.signed(signature(rows));
+        let own: Vec<f32> = self.0.chunks_exact(NUMBERS).map(|numbers| numbers[0]).collect();
+        let largest = reduced_values(own, ReduceOp::Max, &ranks)?;
+        let sums = if rows.smoothing > 0. { NUMBERS - 1 } else { NUMBERS - 2 };
+        let mut terms = Vec::with_capacity(sums * largest.len());
+        for (numbers, largest) in self.0.chunks_exact(NUMBERS).zip(&largest) {
+            let of_part = if numbers[1] == 0. { 0. } else { numbers[1] * (numbers[0] - largest).exp() };
+            terms.push(of_part);
+            terms.extend_from_slice(&numbers[2..=sums]);
+        }
+        let terms = reduced_values(terms, ReduceOp::Sum, &ranks)?;
+        for ((numbers, largest), terms) in self.0.chunks_exact_mut(NUMBERS).zip(largest).zip(terms.chunks_exact(sums)) {
+            numbers[0] = largest;
+            numbers[1..=sums].copy_from_slice(terms);
+        }
+        Ok(())
+    }
+}
+
+/// Returns a signature of the values on which ranks must agree: how the vocabulary is sharded, and the targets.
+fn signature(rows: &TargetRows) -> Signature {
+    let mut hash = DefaultHasher::new();
+    rows.targets.hash(&mut hash);
+    let subject = Subject::new(format!("cross_entropy over {} columns on each rank", rows.columns), []);
+    Signature::new(&subject, [])
+        .with_how(format!(", with targets of hash {:016x}", hash.finish()))
+        .with_advice("Ranks that hold parts of one vocabulary need the same batch, and parts of one size")
+}
+
+kernel! {
+    /// Computes all statistics except the target's logit.
+    fn row_statistics(numbers: &mut [f32], logits: &[f32], targets: &[Option<u32>], columns: usize, smooths: bool) {
+        let rows = numbers.chunks_exact_mut(NUMBERS).zip(logits.chunks_exact(columns));
+        for ((numbers, row), target) in rows.zip(targets) {
+            if target.is_some() {
+                let largest = max(row);
+                numbers[0] = largest;
+                // All logits of a rank's part of the vocabulary may be masked.
+                let masked = largest == f32::NEG_INFINITY && row.iter().all(|x| *x == f32::NEG_INFINITY);
+                numbers[1] = if masked { 0. } else { sum_exp(row, 1.0, largest) };
+                if smooths {
+                    numbers[3] = sum(row);
+                }
             }
         }
     }

@@ -1,48 +1,45 @@
-//! A language model's head and its loss in one operation, so that the logits `[rows, V]` never exist whole.
+//! A language model's head and its loss in one operation: the logits `[rows, V]` never exist whole.
 //!
-//! Rows are taken in stretches that keep the logits of one within a bound. Backward computes the logits of a stretch
-//! anew, turns them into their gradient in place, and multiplies that into the gradients of the hidden states and the
-//! weight: a third more arithmetic than [`cross_entropy`](crate::nn::cross_entropy()) after
-//! [`Linear`](crate::nn::Linear), and less memory by twice the logits.
+//! Rows are processed in chunks whose logits stay within a bound. Backward computes a chunk's logits again, replaces
+//! them by their gradient, and multiplies that into the gradients of the hidden states and the weight. This is a third
+//! more arithmetic than [`cross_entropy`](crate::nn::cross_entropy()) after [`Linear`](crate::nn::Linear), and saves the
+//! memory of the logits twice.
 
 use std::borrow::Cow;
 use std::sync::OnceLock;
 
 use candle_core::{CpuStorage, CustomOp2, DType, Layout, Result, Shape, Tensor, bail};
 
-use super::super::cpu::matrix::{Mat, MatMut, product};
-use super::super::cpu::parallel::map_rows;
-use super::super::cpu::values::{cpu, floats, read, same_kind, served, storage, tensor, weight_grad};
-use super::super::input::{self, Input};
-use super::super::linear::affine::affine;
-use super::super::parallel::{LinearCut, ParallelLayer, whole_input};
-use super::super::weight::Weight;
-use super::cross_entropy::gradient_in_place;
-use super::options::{CrossEntropyOptions, Rows};
-use super::statistics::Statistics;
+use super::cross_entropy::{CrossEntropyOptions, Statistics, TargetRows, composite, gradient_in_place};
 use crate::collectives::SharedInput;
+use crate::nn::cpu::matrix::{Mat, MatMut, product};
+use crate::nn::cpu::{cpu, floats, map_rows, read, same_kind, storage, tensor, weight_grad};
+use crate::nn::input::{self, Input};
+use crate::nn::linear::affine;
+use crate::nn::tensor_parallel::{LinearSharding, TpLayer, colwise_input};
+use crate::nn::weight::{Weight, has_cpu_kernels};
 
 /// Logits that exist at a time: 64 MiB of f32.
 const LOGITS: usize = 1 << 24;
 
-/// `cross_entropy(hidden W^T, targets)` for hidden states `[.., H]`, the head's weight `[V, H]` and targets (u8, u32 or
-/// i64) `[..]`: an f32 scalar (f64 for f64).
+/// Returns `cross_entropy(hidden W^T, targets)` for hidden states `[.., H]`, the head's weight `[V, H]` and targets
+/// (u8, u32 or i64) `[..]`: an f32 scalar (f64 for f64).
 ///
-/// Under a plan ([`crate::parallelize`]) the head's weight is this rank's part of the vocabulary, `[V / N, H]`, and the
-/// hidden states have the input layout of its style. The loss is that of the whole vocabulary, the same bits on every
-/// rank: of each row three numbers travel, or four with smoothing.
+/// Under a plan ([`crate::parallelize`]) the head's weight is this rank's part of the vocabulary, `[V / N, H]`. The
+/// hidden states have the input layout of its style. The loss is over the whole vocabulary, with the same bits on every
+/// rank. The ranks exchange three numbers for each row, or four with smoothing.
 ///
-/// An error if the shapes or dtypes disagree, there is no row, or a target is not below `V`.
+/// Fails if the shapes or dtypes disagree, there is no row, or a target is not below `V`.
 pub fn linear_cross_entropy(hidden: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<Tensor> {
     linear_cross_entropy_with(hidden, weight, targets, &CrossEntropyOptions::plain())
 }
 
-/// As [`linear_cross_entropy`], with the options of [`cross_entropy_with`](crate::nn::cross_entropy_with). Of rows that
-/// are ignored no logits are computed.
+/// [`linear_cross_entropy`] with the options of [`cross_entropy_with`](crate::nn::cross_entropy_with). No logits are
+/// computed for ignored rows.
 ///
 /// # Errors
-/// When the shapes or dtypes disagree, there is no row, a target is neither below `V` nor the one that is ignored, or
-/// the smoothing is not from 0 to 1.
+/// When the shapes or dtypes disagree, there is no row, a target is neither below `V` nor `ignore_index`, or the
+/// smoothing is not from 0 to 1.
 pub fn linear_cross_entropy_with(
     hidden: &Tensor,
     weight: &Tensor,
@@ -50,18 +47,18 @@ pub fn linear_cross_entropy_with(
     options: &CrossEntropyOptions,
 ) -> Result<Tensor> {
     let (columns, width) = weight.dims2()?;
-    let parallel = ParallelLayer::of_linear(weight);
+    let parallel = TpLayer::of_linear(weight);
     let (shared, ranks) = match &parallel {
         None => (None, None),
         Some(layer) => {
-            let LinearCut::Outputs(style) = layer.style else {
+            let LinearSharding::Colwise(style) = layer.style else {
                 bail!(
-                    "linear_cross_entropy: the plan cuts the head's weight {:?} along its inputs: a head is \
-                     ColwiseParallel, or the weight of a VocabParallel embedding",
+                    "linear_cross_entropy: the plan shards the head's weight {:?} along its inputs. Use ColwiseParallel, \
+                     or the weight of a VocabParallel embedding",
                     weight.dims()
                 )
             };
-            let input = whole_input("linear_cross_entropy", hidden, width, style.input_layout, layer.group())?;
+            let input = colwise_input("linear_cross_entropy", hidden, width, style.input_layout, layer.group())?;
             (Some(input), Some(layer.group()))
         }
     };
@@ -69,8 +66,8 @@ pub fn linear_cross_entropy_with(
     let fits = hidden.values().dims().split_last() == Some((&width, targets.dims()));
     if !fits || targets.elem_count() == 0 || width == 0 {
         bail!(
-            "linear_cross_entropy: hidden {:?} must be the targets' shape {:?} and {width}, for the weight is {:?}; \
-             and there must be a row, and a column",
+            "linear_cross_entropy: hidden {:?} must have the targets' shape {:?} and then {width}, for the weight \
+             {:?}, with at least one row and one column",
             hidden.values().dims(),
             targets.dims(),
             weight.dims()
@@ -78,36 +75,36 @@ pub fn linear_cross_entropy_with(
     }
     same_kind("linear_cross_entropy", ("hidden", hidden.values()), ("the weight", weight))?;
     let mut rows = options.rows("linear_cross_entropy", targets, columns, ranks)?;
-    if !served(hidden.values()) {
+    if !has_cpu_kernels(hidden.values()) {
         let logits = affine("linear_cross_entropy", hidden, weight, None, false)?;
-        return super::cross_entropy::composite(&logits, &rows);
+        return composite(&logits, &rows);
     }
     let counted = rows.counted();
     rows.targets.retain(Option::is_some);
     let weight = Weight::of(weight)?;
     let node = weight.node().clone();
-    let stretch = (LOGITS / columns).clamp(1, rows.targets.len().max(1));
+    let chunk = (LOGITS / columns).clamp(1, rows.targets.len().max(1));
     let shared = hidden.shared();
-    hidden.node().apply_op2(&node, Head { shared, weight, rows, counted, width, stretch, log_sums: OnceLock::new() })
+    hidden.node().apply_op2(&node, Head { shared, weight, rows, counted, width, chunk, log_sums: OnceLock::new() })
 }
 
 struct Head {
-    /// What is read in the argument's place, if anything.
+    /// Input that is read instead of the graph argument.
     shared: Option<SharedInput>,
     weight: Weight,
-    /// Those that count.
-    rows: Rows,
-    /// Where they are among the hidden states, unless those are all.
+    /// Rows that are not ignored.
+    rows: TargetRows,
+    /// Indices of the counted rows, if some are ignored.
     counted: Option<Vec<usize>>,
     width: usize,
-    /// Rows of which the logits exist at a time.
-    stretch: usize,
+    /// Number of rows whose logits exist at a time.
+    chunk: usize,
     log_sums: OnceLock<Vec<f32>>,
 }
 
 impl Head {
-    /// The hidden states of the rows that count.
-    fn those_that_count<'a>(&self, hidden: Cow<'a, [f32]>) -> Cow<'a, [f32]> {
+    /// Returns the hidden states of the counted rows.
+    fn counted_rows<'a>(&self, hidden: Cow<'a, [f32]>) -> Cow<'a, [f32]> {
         match &self.counted {
             Some(counted) => {
                 counted.iter().flat_map(|row| &hidden[row * self.width..][..self.width]).copied().collect()
@@ -116,26 +113,24 @@ impl Head {
         }
     }
 
-    /// The logits of some rows of the hidden states.
+    /// Computes the logits of some rows of the hidden states.
     fn logits(&self, scratch: &mut [f32], hidden: &[f32], weight: &[f32]) {
         let (rows, columns) = (hidden.len() / self.width, self.rows.columns);
         let weight = Mat::new(weight, columns, self.width);
         product(MatMut::new(scratch, rows, columns), false, Mat::new(hidden, rows, self.width), weight.t());
     }
-}
 
-impl Head {
     fn loss(&self, hidden: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let hidden = self.those_that_count(floats(hidden, layout)?);
+        let hidden = self.counted_rows(floats(hidden, layout)?);
         read!(weight, self.weight.value()?);
         let rows = &self.rows;
-        let mut scratch = vec![0f32; self.stretch * rows.columns];
+        let mut scratch = vec![0f32; self.chunk * rows.columns];
         let mut statistics = Statistics::new(rows.targets.len());
-        let stretches = hidden.chunks(self.stretch * self.width).zip(rows.targets.chunks(self.stretch));
-        for (stretch, (hidden, targets)) in stretches.enumerate() {
+        let chunks = hidden.chunks(self.chunk * self.width).zip(rows.targets.chunks(self.chunk));
+        for (chunk, (hidden, targets)) in chunks.enumerate() {
             let logits = &mut scratch[..targets.len() * rows.columns];
             self.logits(logits, hidden, &weight);
-            statistics.look(stretch * self.stretch, logits, targets, rows);
+            statistics.add_rows(chunk * self.chunk, logits, targets, rows);
         }
         let (total, log_sums) = statistics.losses(rows)?;
         let _ = self.log_sums.set(log_sums);
@@ -161,25 +156,25 @@ impl CustomOp2 for Head {
         _: &Tensor,
         d_loss: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let Some(log_sums) = self.log_sums.get() else { bail!("linear_cross_entropy: backward before forward") };
-        let (slopes, columns) = (self.rows.slopes(d_loss.to_scalar::<f32>()?), self.rows.columns);
+        let Some(log_sums) = self.log_sums.get() else { bail!("linear_cross_entropy: backward ran before forward") };
+        let (factors, columns) = (self.rows.grad_factors(d_loss.to_scalar::<f32>()?), self.rows.columns);
         let hidden = input::values(argument, &self.shared);
         read!(values, hidden);
-        let values = self.those_that_count(values);
+        let values = self.counted_rows(values);
         let mut d_hidden = vec![0f32; values.len()];
         let mut back = |mut dw: Option<(&mut [f32], bool)>| -> Result<()> {
             read!(weight, self.weight.value()?);
-            let mut scratch = vec![0f32; self.stretch * columns];
-            let step = self.stretch * self.width;
-            let stretches = values.chunks(step).zip(d_hidden.chunks_mut(step));
-            let labels = self.rows.targets.chunks(self.stretch).zip(log_sums.chunks(self.stretch));
-            for ((hidden, d_hidden), (targets, log_sums)) in stretches.zip(labels) {
+            let mut scratch = vec![0f32; self.chunk * columns];
+            let step = self.chunk * self.width;
+            let chunks = values.chunks(step).zip(d_hidden.chunks_mut(step));
+            let labels = self.rows.targets.chunks(self.chunk).zip(log_sums.chunks(self.chunk));
+            for ((hidden, d_hidden), (targets, log_sums)) in chunks.zip(labels) {
                 let rows = targets.len();
                 let logits = &mut scratch[..rows * columns];
                 self.logits(logits, hidden, &weight);
                 map_rows(logits, columns, columns, |first, logits| {
                     let rows = first..first + logits.len() / columns;
-                    gradient_in_place(logits, &targets[rows.clone()], &log_sums[rows], self.rows.first, slopes);
+                    gradient_in_place(logits, &targets[rows.clone()], &log_sums[rows], self.rows.first, factors);
                 });
                 let logits = Mat::new(logits, rows, columns);
                 let weight = Mat::new(&weight, columns, self.width);

@@ -1,20 +1,23 @@
 //! Losses: `candle_nn::loss`, and this crate's fused cross-entropies.
+//!
+//! The cross-entropy of a row of logits `l` is `log(sum_j e^(l_j)) - l_target`. Forward keeps only each row's
+//! `log sum exp`. Backward is `softmax(l) - onehot(target)`, in one pass over the logits.
+//!
+//! Where tensor-parallel ranks hold parts of the vocabulary (PyTorch's `loss_parallel`), two small collectives combine
+//! the statistics of the parts: the largest logit of each row, then its sums.
 
 pub(in crate::nn) mod cross_entropy;
 pub(in crate::nn) mod linear_cross_entropy;
-pub(in crate::nn) mod options;
-mod statistics;
-pub(in crate::nn) mod vocab_parallel;
 
 use candle_core::{DType, Result, Tensor, bail};
 
 pub use candle_nn::loss::{huber, mse, nll};
 
-use super::activation::composed::log_add_exp;
+use super::activation::log_add_exp;
 
-/// The mean cross-entropy of logits `[rows, classes]` against targets (u8, u32 or i64) `[rows]`: a scalar of the
-/// logits' dtype. [`nn::cross_entropy`](crate::nn::cross_entropy()) takes more dimensions, and its result is f32 for
-/// half floats.
+/// Returns the mean cross-entropy of logits `[rows, classes]` against targets (u8, u32 or i64) `[rows]`: a scalar of
+/// the logits' dtype. [`nn::cross_entropy`](crate::nn::cross_entropy()) takes more dimensions, and its result is f32
+/// for half floats.
 ///
 /// # Errors
 /// When shapes disagree, there is no row, or a target is out of range.
@@ -25,8 +28,9 @@ pub fn cross_entropy(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
     cross_entropy::cross_entropy(inp, target)?.to_dtype(inp.dtype())
 }
 
-/// The mean over all elements of `-t ln s(x) - (1 - t) ln(1 - s(x))` for logits `x` and targets `t` of one shape, with
-/// the logistic function `s`: a scalar of their dtype. Candle's is not a number where `s(x)` rounds to 0 or 1.
+/// Returns the mean over all elements of `-t ln s(x) - (1 - t) ln(1 - s(x))` for logits `x` and targets `t` of one
+/// shape, with the logistic function `s`. The result is a scalar of their dtype. Candle's is NaN where `s(x)` rounds to
+/// 0 or 1.
 ///
 /// # Errors
 /// When shapes or dtypes disagree.
@@ -34,7 +38,7 @@ pub fn binary_cross_entropy_with_logit(inp: &Tensor, target: &Tensor) -> Result<
     let dtype = inp.dtype();
     let wide = if matches!(dtype, DType::F16 | DType::BF16) { DType::F32 } else { dtype };
     let (x, t) = (inp.to_dtype(wide)?, target.to_dtype(wide)?);
-    // -ln s(x) = ln(1 + e^-x), and -ln(1 - s(x)) is x more.
+    // -ln s(x) = ln(1 + e^-x), and -ln(1 - s(x)) is greater by x.
     let losses = (log_add_exp(&x.neg()?, &x.zeros_like()?)? + (t.affine(-1., 1.)? * x)?)?;
     losses.mean_all()?.to_dtype(dtype)
 }

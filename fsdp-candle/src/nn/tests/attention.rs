@@ -1,18 +1,21 @@
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{DType, Device, Result, Tensor, Var};
 
 use super::super::attention::fused::composite;
-use super::super::{AttentionOptions, attention, attention_qkv, causal_attention, causal_attention_qkv};
+use super::super::{
+    AttentionOptions, Documents, attention, attention_in_documents, attention_qkv, attention_qkv_in_documents,
+    causal_attention, causal_attention_qkv,
+};
 use super::{DTYPES, assert_close, check, message, random};
 
 /// Batch, queries, keys, heads, key heads, head dimension.
 type Case = (usize, usize, usize, usize, usize, usize);
 
-/// What attention is, in 64 bits: the composite is held against loops, and what is fused against the composite.
+/// Compares the fused operation with the composite in f64.
 fn check_case(dtype: DType, (batch, queries, keys, heads, kv_heads, dim): Case, options: &AttentionOptions) {
     let q = random(1, &[batch, queries, heads * dim], dtype);
     let k = random(2, &[batch, keys, kv_heads * dim], dtype);
     let v = random(3, &[batch, keys, kv_heads * dim], dtype);
-    // Who sees one key alone gives it all, whatever the scores: their gradients are zero, but for rounding.
+    // A query that sees one key gives it the whole weight, so the scores' gradients are zero up to rounding.
     let vars = if keys == 1 || options.window == Some(1) { vec![&v] } else { vec![&q, &k, &v] };
     check(
         &format!("attention {dtype:?} {queries}x{keys}, {heads}/{kv_heads} heads of {dim}, {options:?}"),
@@ -36,7 +39,7 @@ fn causal_attention_matches_the_composite() {
         (1, 150, 150, 3, 1, 7),
         (2, 1, 9, 4, 1, 8),
         (1, 66, 80, 6, 2, 5),
-        // Enough for several threads, where there are any.
+        // Enough work for several threads.
         (2, 130, 130, 4, 2, 64),
     ];
     for dtype in DTYPES {
@@ -48,7 +51,7 @@ fn causal_attention_matches_the_composite() {
 
 #[test]
 fn options_match_the_composite() {
-    // Blocks of queries are of 64: one and a bit. More keys than queries, and fewer than a block.
+    // A block has 64 queries. The cases have one full block and a part, more keys than queries, and less than a block.
     let long: (&[Case], &[usize]) = (&[(2, 67, 67, 4, 2, 8), (1, 66, 80, 6, 2, 5)], &[1, 8, 65, 80, usize::MAX]);
     let short: (&[Case], &[usize]) = (&[(2, 13, 17, 4, 2, 4)], &[1, 5, 17]);
     for dtype in DTYPES {
@@ -62,14 +65,14 @@ fn options_match_the_composite() {
                 }
             }
         }
-        // To see all keys, a query needs no place among them.
+        // Bidirectional attention takes fewer keys than queries.
         check_case(dtype, (2, 70, 9, 4, 2, 4), &AttentionOptions::bidirectional(-0.5));
     }
 }
 
-/// One head, value by value.
+/// Compares the composite with loops over one head.
 #[test]
-fn the_composite_is_attention() {
+fn the_composite_matches_loops() {
     let (queries, keys, dim) = (5, 7, 3);
     let tensors = [(1, queries), (2, keys), (3, keys)].map(|(seed, n)| random(seed, &[1, n, dim], DType::F64));
     let [q, k, v] = tensors.each_ref().map(|t| t.squeeze(0).unwrap().to_vec2::<f64>().unwrap());
@@ -134,7 +137,7 @@ fn fused_qkv_matches_the_composite() {
 }
 
 #[test]
-fn a_cache_gives_the_same_as_the_whole_sequence() {
+fn cached_steps_match_the_whole_sequence() {
     let [q, k, v] = [1, 2, 3].map(|seed| random(seed, &[2, 10, 12], DType::F32).as_detached_tensor());
     for window in [None, Some(4)] {
         let options = AttentionOptions { window, ..AttentionOptions::causal(0.5) };
@@ -148,7 +151,7 @@ fn a_cache_gives_the_same_as_the_whole_sequence() {
 }
 
 #[test]
-fn large_scores_and_a_negative_scale_stay_finite() {
+fn large_scores_stay_finite() {
     for (scale, softcap) in [(300.0, None), (-300.0, None), (3e4, Some(50.0)), (-3e4, Some(50.0))] {
         let [q, k, v] = [1, 2, 3].map(|seed| random(seed, &[1, 20, 8], DType::F32).as_detached_tensor());
         let options = AttentionOptions { softcap, ..AttentionOptions::causal(scale) };
@@ -178,7 +181,7 @@ fn errors_name_the_shapes() {
 }
 
 #[test]
-fn options_that_make_no_sense_are_errors() {
+fn rejects_options_out_of_range() {
     let t = Tensor::zeros((1, 4, 8), DType::F32, &Device::Cpu).unwrap();
     let with = |window, softcap| {
         message(attention(&t, &t, &t, 2, 2, &AttentionOptions { window, softcap, ..AttentionOptions::causal(1.0) }))
@@ -189,12 +192,11 @@ fn options_that_make_no_sense_are_errors() {
     }
 }
 
-/// Where there are devices: the double has eight.
+/// Runs if there are devices. The device double has eight.
 #[cfg(feature = "cuda")]
 #[test]
-fn attention_on_a_device_is_refused_before_its_launch() {
+fn rejects_too_large_scores_on_a_device() {
     use crate::kernels::{candle_device, device_count};
-    use crate::nn::{AttentionOptions, attention};
 
     if device_count().unwrap_or(0) == 0 {
         return;
@@ -213,4 +215,118 @@ fn attention_on_a_device_is_refused_before_its_launch() {
     let parts = ["take 175.99 GiB (188970812800 bytes) in 11 matrices of f64", "GiB free of "];
     let said = error(46340, &capped);
     assert!(parts.iter().all(|part| said.contains(part)), "{said}");
+}
+
+/// Lengths by row: one document, many documents, and documents longer than a block of 64 queries.
+const PACKED: [&[&[usize]]; 4] = [&[&[1]], &[&[9], &[9]], &[&[1, 2, 5, 1], &[4, 5]], &[&[70, 3, 67], &[1, 139]]];
+
+fn packed(rows: &[&[usize]]) -> Documents {
+    Documents::new(rows.iter().map(|row| row.to_vec()).collect()).unwrap()
+}
+
+fn options() -> Vec<AttentionOptions> {
+    let causal = AttentionOptions::causal(0.4);
+    vec![
+        causal,
+        AttentionOptions { window: Some(3), softcap: Some(0.7), ..causal },
+        AttentionOptions::bidirectional(0.4),
+        AttentionOptions { window: Some(66), ..AttentionOptions::bidirectional(0.4) },
+    ]
+}
+
+/// Runs each document by itself, and concatenates the results.
+fn alone(documents: &Documents, x: &[&Tensor], run: impl Fn(&[Tensor]) -> Result<Tensor>) -> Result<Tensor> {
+    let rows = (0..documents.batch()).map(|row| {
+        let mut first = 0;
+        let parts = documents.row(row).iter().map(|&length| {
+            let part = |x: &&Tensor| x.narrow(0, row, 1)?.narrow(1, first, length)?.contiguous();
+            let parts = x.iter().map(part).collect::<Result<Vec<_>>>()?;
+            first += length;
+            run(&parts)
+        });
+        Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, 1)
+    });
+    Tensor::cat(&rows.collect::<Result<Vec<_>>>()?, 0)
+}
+
+#[test]
+fn documents_match_separate_attention() {
+    for dtype in DTYPES {
+        for rows in PACKED {
+            let documents = packed(rows);
+            let (batch, steps) = (documents.batch(), documents.steps());
+            for options in options() {
+                let [q, k, v] =
+                    [(1, 4), (2, 2), (3, 2)].map(|(seed, heads)| random(seed, &[batch, steps, heads * 5], dtype));
+                // A query that sees one key gives it the whole weight, so the scores' gradients are zero up to
+                // rounding.
+                let vars = if steps == 1 { vec![&v] } else { vec![&q, &k, &v] };
+                let what = format!("{dtype:?} {rows:?} {options:?}");
+                let run = || attention_in_documents(&q, &k, &v, 4, 2, &options, &documents);
+                let each = |x: &[Tensor]| attention(&x[0], &x[1], &x[2], 4, 2, &options);
+                check(&format!("alone, {what}"), &vars, run, || alone(&documents, &[&q, &k, &v], each));
+                check(&format!("composite, {what}"), &vars, run, || {
+                    let wide = |x: &Tensor| x.to_dtype(DType::F64);
+                    let y = composite(&wide(&q)?, &wide(&k)?, &wide(&v)?, 4, 2, &options, Some(&documents))?;
+                    y.to_dtype(dtype)
+                });
+                let qkv = random(4, &[batch, steps, 8 * 5], dtype);
+                if steps > 1 {
+                    let each = |x: &[Tensor]| attention_qkv(&x[0], 4, 2, &options);
+                    let run = || attention_qkv_in_documents(&qkv, 4, 2, &options, &documents);
+                    check(&format!("one, {what}"), &[&qkv], run, || alone(&documents, &[&qkv], each));
+                }
+            }
+        }
+    }
+}
+
+/// A document has the same bits as if it were alone, because blocks end where the document ends.
+#[test]
+fn documents_have_the_bits_of_separate_attention() {
+    let documents = packed(PACKED[3]);
+    let options = AttentionOptions::causal(0.4);
+    let qkv = random(1, &[2, 140, 8 * 5], DType::F32).as_detached_tensor();
+    let bits = |x: Tensor| x.flatten_all().unwrap().to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect();
+    let found: Vec<u32> = bits(attention_qkv_in_documents(&qkv, 4, 2, &options, &documents).unwrap());
+    let want: Vec<u32> = bits(alone(&documents, &[&qkv], |x| attention_qkv(&x[0], 4, 2, &options)).unwrap());
+    assert!(found == want);
+    // A single document gives the same bits as attention without documents.
+    let whole = packed(&[&[140], &[140]]);
+    let found: Vec<u32> = bits(attention_qkv_in_documents(&qkv, 4, 2, &options, &whole).unwrap());
+    let want: Vec<u32> = bits(attention_qkv(&qkv, 4, 2, &options).unwrap());
+    assert!(found == want);
+}
+
+/// Compares with values worked out by hand, in f64.
+#[test]
+fn the_composite_separates_documents() {
+    let documents = packed(&[&[2, 3]]);
+    let q = Tensor::zeros((1, 5, 1), DType::F64, &Device::Cpu).unwrap();
+    let v = Tensor::new(&[[[1f64], [3.], [10.], [20.], [60.]]], &Device::Cpu).unwrap();
+    let of = |options| composite(&q, &q, &v, 1, 1, &options, Some(&documents)).unwrap();
+    let want = |values: [f64; 5]| Tensor::new(&values, &Device::Cpu).unwrap().reshape((1, 5, 1)).unwrap();
+    assert_close("causal", &of(AttentionOptions::causal(1.)), &want([1., 2., 10., 15., 30.]), 1e-15);
+    assert_close("both ways", &of(AttentionOptions::bidirectional(1.)), &want([2., 2., 30., 30., 30.]), 1e-15);
+}
+
+#[test]
+fn rejects_invalid_documents() {
+    for (rows, part) in [
+        (vec![], "needs at least one row"),
+        (vec![vec![2, 0]], "row 0 has documents of [2, 0] tokens"),
+        (vec![vec![2], vec![1, 2]], "their sum must be 2"),
+        (vec![vec![usize::MAX, 2]], "fits in usize"),
+    ] {
+        let error = Documents::new(rows).unwrap_err().to_string();
+        assert!(error.contains(part), "{error}");
+    }
+    let (documents, options) = (packed(&[&[2, 3]]), AttentionOptions::causal(1.));
+    let x = |batch: usize, steps: usize| Tensor::zeros((batch, steps, 4), DType::F32, &Device::Cpu).unwrap();
+    let m = message(attention_in_documents(&x(2, 5), &x(2, 5), &x(2, 5), 1, 1, &options, &documents));
+    assert!(m.contains("attention_in_documents: the documents have 1 rows of 5 tokens"), "{m}");
+    let m = message(attention_in_documents(&x(1, 5), &x(1, 6), &x(1, 6), 1, 1, &options, &documents));
+    assert!(m.contains("the input has 1 of 6"), "{m}");
+    let m = message(attention_qkv_in_documents(&x(1, 4), 2, 1, &options, &documents));
+    assert!(m.contains("attention_qkv_in_documents"), "{m}");
 }

@@ -1,5 +1,6 @@
 use candle_core::{DType, Device, Result, Tensor, Var};
 
+use super::super::linear::composite as linear_composite;
 use super::super::loss::cross_entropy::composite;
 use super::super::{
     CrossEntropyOptions, IGNORED, Reduction, cross_entropy, cross_entropy_with, linear_cross_entropy,
@@ -7,16 +8,16 @@ use super::super::{
 };
 use super::{DTYPES, assert_close, check, message, random, random_ids, tolerance};
 
-/// The loss from Candle's operations.
+/// Computes the loss as a chain of Candle's operations.
 fn composed(logits: &Tensor, targets: &Tensor, options: &CrossEntropyOptions) -> Result<Tensor> {
     composite(logits, &options.rows("composed", targets, *logits.dims().last().unwrap(), None)?)
 }
 
-fn plainly(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
+fn composed_default(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     composed(logits, targets, &CrossEntropyOptions::default())
 }
 
-/// Every combination of options, with targets to ignore some of the time.
+/// Returns every combination of options.
 fn all_options() -> Vec<CrossEntropyOptions> {
     let mut all = vec![];
     for reduction in [Reduction::Mean, Reduction::Sum] {
@@ -27,14 +28,14 @@ fn all_options() -> Vec<CrossEntropyOptions> {
     all
 }
 
-/// Targets below `classes`, of which every third row's is ignored.
+/// Returns targets below `classes`. Every third row is ignored.
 fn with_gaps(seed: u64, shape: &[usize], classes: usize) -> Tensor {
     let ids: Vec<u32> = random_ids(seed, shape, classes).flatten_all().unwrap().to_vec1().unwrap();
     let ids = ids.into_iter().enumerate().map(|(row, id)| if row % 3 == 1 { IGNORED } else { id });
     Tensor::from_vec(ids.collect::<Vec<_>>(), shape, &Device::Cpu).unwrap()
 }
 
-/// The loss and the gradient of the logits by the formula, one number after the other.
+/// Computes the loss and the logits' gradient by the formula, element by element.
 fn by_formula(logits: &[f64], targets: &[u32], classes: usize, options: &CrossEntropyOptions) -> (f64, Vec<f64>) {
     let counted = targets.iter().filter(|&&target| target != IGNORED).count();
     let share = if options.reduction == Reduction::Mean { 1. / counted as f64 } else { 1. };
@@ -79,34 +80,34 @@ fn options_follow_the_formula_in_every_dtype() {
 }
 
 #[test]
-fn options_of_the_fused_head_match_linear_then_loss() {
+fn the_fused_head_matches_linear_then_loss() {
     for dtype in DTYPES {
-        // 1.2 million classes make stretches of 13 rows.
+        // 1.2 million classes make chunks of 13 rows.
         for (shape, width, classes) in [(vec![5], 4, 7), (vec![2, 9], 8, 33), (vec![30], 1, 1_200_000)] {
             let options = if classes > 1000 { all_options()[1..2].to_vec() } else { all_options() };
-            for options in options.iter().filter(|_| classes < 1000 || dtype == DType::F32) {
-                let hidden = random(1, &[&shape[..], &[width]].concat(), dtype);
-                let w = random(2, &[classes, width], dtype);
-                let targets = with_gaps(3, &shape, classes);
-                check(
-                    &format!("fused head {dtype:?} {classes} {options:?}"),
-                    &[&hidden, &w],
-                    || linear_cross_entropy_with(&hidden, &w, &targets, options),
-                    || {
-                        let wide = if dtype == DType::F64 { dtype } else { DType::F32 };
-                        let (hidden, w) = (hidden.to_dtype(wide)?, w.to_dtype(wide)?);
-                        let logits = super::super::linear::affine::composite(&hidden, &w, None, false)?;
-                        composed(&logits, &targets, options)
-                    },
-                );
+            let hidden = random(1, &[&shape[..], &[width]].concat(), dtype);
+            let w = random(2, &[classes, width], dtype);
+            for targets in [with_gaps(3, &shape, classes), random_ids(3, &shape, classes)] {
+                for options in options.iter().filter(|_| classes < 1000 || dtype == DType::F32) {
+                    check(
+                        &format!("fused head {dtype:?} {classes} {options:?}"),
+                        &[&hidden, &w],
+                        || linear_cross_entropy_with(&hidden, &w, &targets, options),
+                        || {
+                            let wide = if dtype == DType::F64 { dtype } else { DType::F32 };
+                            let (hidden, w) = (hidden.to_dtype(wide)?, w.to_dtype(wide)?);
+                            composed(&linear_composite(&hidden, &w, None, false)?, &targets, options)
+                        },
+                    );
+                }
             }
         }
     }
 }
 
-/// The gradient along a direction against the difference of two losses there.
+/// Compares the gradient along a direction with the difference of two losses.
 #[test]
-fn options_have_the_slopes_of_their_loss() {
+fn gradients_match_differences_of_the_loss() {
     let classes = 9;
     let targets = with_gaps(2, &[8], classes);
     for options in all_options() {
@@ -118,13 +119,13 @@ fn options_have_the_slopes_of_their_loss() {
             let difference = (at(step) - at(-step)) / (2. * step);
             let grad = loss(&logits).backward().unwrap().remove(&logits).unwrap();
             let product = values(&(grad * direction).unwrap().sum_all().unwrap())[0];
-            let apart = (product - difference).abs();
-            assert!(apart < tolerance * product.abs().max(1.), "{dtype:?} {options:?}: {product} {difference}");
+            let error = (product - difference).abs();
+            assert!(error < tolerance * product.abs().max(1.), "{dtype:?} {options:?}: {product} {difference}");
         }
     }
 }
 
-/// Logits whose probabilities are 1/8, 2/8 and 5/8, so that losses can be worked out by hand.
+/// The logits have the probabilities 1/8, 2/8 and 5/8, so that losses can be worked out by hand.
 #[test]
 fn losses_worked_out_by_hand() {
     let row = [1f32.ln(), 2f32.ln(), 5f32.ln()];
@@ -142,7 +143,7 @@ fn losses_worked_out_by_hand() {
     let expected = [0.125, 0.25, -0.375, 0., 0., 0., -0.875, 0.25, 0.625];
     grad.iter().zip(expected).for_each(|(&found, expected)| near(found, expected));
     near(of(0., Reduction::Mean).0, (ln1_6 + ln8) / 2.);
-    // Seven tenths of the target's, and a tenth of each class's.
+    // Seven tenths of the target's loss, and a tenth of each class's.
     let (loss, grad) = of(0.3, Reduction::Sum);
     near(loss, 0.7 * (ln1_6 + ln8) + 2. * 0.1 * (ln8 + ln4 + ln1_6));
     let expected = [0.025, 0.15, -0.175, 0., 0., 0., -0.675, 0.15, 0.525];
@@ -151,7 +152,7 @@ fn losses_worked_out_by_hand() {
 }
 
 #[test]
-fn where_all_is_ignored_the_mean_is_no_number_the_sum_is_0_and_nothing_has_a_slope() {
+fn ignoring_all_rows_gives_nan_or_zero_and_zero_gradients() {
     for dtype in DTYPES {
         let (hidden, w) = (random(1, &[2, 4], dtype), random(2, &[7, 4], dtype));
         let targets = Tensor::new(&[IGNORED, IGNORED], &Device::Cpu).unwrap();
@@ -171,9 +172,9 @@ fn where_all_is_ignored_the_mean_is_no_number_the_sum_is_0_and_nothing_has_a_slo
     }
 }
 
-/// What is ignored may be any target, of any dtype of whole numbers, and its logits may be anything.
+/// An ignored row may have any target of any integer dtype, and any logits.
 #[test]
-fn ignored_rows_are_as_if_they_were_not_there() {
+fn ignored_rows_do_not_count() {
     let logits = random(1, &[3, 5], DType::F32);
     let kept = Tensor::new(&[4u32, 1], &Device::Cpu).unwrap();
     let rows = logits.index_select(&Tensor::new(&[0u32, 2], &Device::Cpu).unwrap(), 0).unwrap();
@@ -192,7 +193,7 @@ fn ignored_rows_are_as_if_they_were_not_there() {
 }
 
 #[test]
-fn wrong_options_and_targets_are_named() {
+fn rejects_wrong_options_and_targets() {
     let logits = Tensor::zeros((2, 3), DType::F32, &Device::Cpu).unwrap();
     let targets = Tensor::new(&[0u32, IGNORED], &Device::Cpu).unwrap();
     for label_smoothing in [-0.1, 1.5, f64::NAN] {
@@ -204,7 +205,7 @@ fn wrong_options_and_targets_are_named() {
             assert!(m.contains("label_smoothing") && m.contains("from 0 to 1"), "{m}");
         }
     }
-    // Nothing is ignored unless it is asked for.
+    // Without options, no row is ignored.
     let m = message(cross_entropy(&logits, &targets));
     assert!(m.contains("target 4294967295 (element 1 of 2) is out of range"), "{m}");
     let options = CrossEntropyOptions { ignore_index: Some(-100), ..Default::default() };
@@ -218,7 +219,7 @@ fn wrong_options_and_targets_are_named() {
         &ignored,
         &Default::default(),
     ));
-    assert!(m.contains("and a column"), "{m}");
+    assert!(m.contains("one column"), "{m}");
 }
 
 #[test]
@@ -229,13 +230,18 @@ fn cross_entropy_matches_the_composite() {
             dims.push(classes);
             let logits = random(1, &dims, dtype);
             let targets = random_ids(2, &shape, classes);
-            check("cross_entropy", &[&logits], || cross_entropy(&logits, &targets), || plainly(&logits, &targets));
+            check(
+                "cross_entropy",
+                &[&logits],
+                || cross_entropy(&logits, &targets),
+                || composed_default(&logits, &targets),
+            );
         }
     }
 }
 
 #[test]
-fn cross_entropy_matches_candle_nn_and_survives_large_logits() {
+fn cross_entropy_matches_candle_nn() {
     let logits = random(1, &[6, 50], DType::F32);
     let targets = random_ids(2, &[6], 50);
     check(
@@ -249,44 +255,22 @@ fn cross_entropy_matches_candle_nn_and_survives_large_logits() {
 }
 
 #[test]
-fn the_loss_of_half_floats_is_f32() {
+fn losses_of_half_floats_are_f32() {
     let logits = random(1, &[4, 9], DType::BF16);
     assert_eq!(cross_entropy(&logits, &random_ids(1, &[4], 9)).unwrap().dtype(), DType::F32);
 }
 
 #[test]
-fn a_view_of_the_logits_gets_its_gradient() {
+fn views_of_logits_get_their_gradient() {
     let logits = random(1, &[2, 6, 9], DType::F32);
     let targets = random_ids(2, &[2, 5], 9);
     let view = || logits.narrow(1, 0, 5);
-    check("view", &[&logits], || cross_entropy(&view()?, &targets), || plainly(&view()?.contiguous()?, &targets));
-}
-
-#[test]
-fn the_fused_head_matches_linear_then_loss() {
-    for dtype in DTYPES {
-        // 1.2 million classes make stretches of 13 rows.
-        for (shape, width, classes) in [(vec![5], 4, 7), (vec![2, 9], 8, 33), (vec![30], 1, 1_200_000)] {
-            if classes > 1000 && dtype != DType::F32 {
-                continue;
-            }
-            let mut dims = shape.clone();
-            dims.push(width);
-            let hidden = random(1, &dims, dtype);
-            let w = random(2, &[classes, width], dtype);
-            let targets = random_ids(3, &shape, classes);
-            check(
-                &format!("fused head {dtype:?} {classes}"),
-                &[&hidden, &w],
-                || linear_cross_entropy(&hidden, &w, &targets),
-                || {
-                    let wide = if dtype == DType::F64 { dtype } else { DType::F32 };
-                    let (hidden, w) = (hidden.to_dtype(wide)?, w.to_dtype(wide)?);
-                    plainly(&super::super::linear::affine::composite(&hidden, &w, None, false)?, &targets)
-                },
-            );
-        }
-    }
+    check(
+        "view",
+        &[&logits],
+        || cross_entropy(&view()?, &targets),
+        || composed_default(&view()?.contiguous()?, &targets),
+    );
 }
 
 #[test]

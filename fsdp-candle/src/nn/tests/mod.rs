@@ -1,16 +1,13 @@
-//! Every layer against the same computation in Candle's own differentiable operations: values and all gradients.
+//! Compares every layer with a chain of Candle's differentiable operations: values and all gradients.
 
 mod attention;
-mod basics;
-mod block;
-mod documents;
+mod layers;
 mod loss;
 mod mirror;
-mod rotary;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 
-/// A repeatable tensor of roughly normal values (the sum of uniform ones), as a leaf of the graph.
+/// Returns a repeatable variable with roughly normal values (sums of uniform ones).
 fn random(seed: u64, shape: &[usize], dtype: DType) -> Var {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut uniform = || {
@@ -25,7 +22,7 @@ fn random(seed: u64, shape: &[usize], dtype: DType) -> Var {
     Var::from_tensor(&tensor).unwrap()
 }
 
-/// Repeatable u32 values below `bound`.
+/// Returns repeatable u32 values below `bound`.
 fn random_ids(seed: u64, shape: &[usize], bound: usize) -> Tensor {
     let count: usize = shape.iter().product();
     let ids: Vec<u32> =
@@ -33,14 +30,14 @@ fn random_ids(seed: u64, shape: &[usize], bound: usize) -> Tensor {
     Tensor::from_vec(ids, shape, &Device::Cpu).unwrap()
 }
 
-/// The positions of each row of `x` from an offset on.
+/// Returns the positions of each row of `x`, from an offset on.
 fn positions(offset: usize, x: &Tensor) -> Vec<u32> {
     let (batch, steps) = (x.dim(0).unwrap(), x.dim(1).unwrap());
     (0..batch).flat_map(|_| (offset as u32..).take(steps)).collect()
 }
 
-/// How far two results may lie apart, relative to the larger's largest element: in 16 bits three and two units in the
-/// last place, where 1.3 and less were seen with the products for AVX2.
+/// Returns the allowed difference, relative to the largest expected element. For 16 bits it is three and two units in
+/// the last place; differences up to 1.3 were seen with AVX2 products.
 fn tolerance(dtype: DType) -> f64 {
     match dtype {
         DType::BF16 => 2.4e-2,
@@ -63,7 +60,7 @@ fn assert_close(what: &str, found: &Tensor, expected: &Tensor, tolerance: f64) {
     assert!(worst <= tolerance * largest, "{what}: differs by {worst:e} where the largest value is {largest:e}");
 }
 
-/// Checks `fused` against `reference`: the result, and the gradients of all of `vars` under a loss that weighs every
+/// Compares `fused` with `reference`: the result, and the gradients of all `vars` under a loss that weighs every
 /// element differently.
 fn check(what: &str, vars: &[&Var], fused: impl Fn() -> Result<Tensor>, reference: impl Fn() -> Result<Tensor>) {
     let dtype = vars[0].dtype();
@@ -84,7 +81,7 @@ fn check(what: &str, vars: &[&Var], fused: impl Fn() -> Result<Tensor>, referenc
     }
 }
 
-/// The message of an error that must occur.
+/// Returns the message of an expected error.
 fn message(result: Result<Tensor>) -> String {
     result.map(|t| t.dims().to_vec()).unwrap_err().to_string()
 }

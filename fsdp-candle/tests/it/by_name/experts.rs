@@ -1,4 +1,4 @@
-//! Experts by name, of which each rank uses others.
+//! Experts by name, of which each rank uses different ones.
 
 use candle_core::{DType, Module, Result, Tensor};
 use fsdp_candle::{FsdpModule, FullyShard, Recurse, ReshardAfterForward, ShardedVarMap, World, nn, shard};
@@ -20,14 +20,14 @@ impl Model {
         let layer = |i| {
             let vb: candle_nn::VarBuilder = vb.pp(format!("layers.{i}"));
             let expert = |j| nn::linear(WIDTH, WIDTH, vb.pp(format!("experts.{j}")));
-            // Built in another order than they run in.
+            // Built in a different order than they run in.
             let experts = (0..EXPERTS).map(expert).collect::<Result<_>>()?;
             Ok(Layer { experts, up: nn::linear(WIDTH, WIDTH, vb.pp("up"))? })
         };
         Ok(Model((0..LAYERS).map(layer).collect::<Result<_>>()?))
     }
 
-    /// The experts that `used` chooses; the others' factor is 0 where `all`.
+    /// The output of the experts in `used`; with `all` the other experts have a factor of 0.
     fn forward(&self, x: &Tensor, used: impl Fn(usize, usize) -> bool, all: bool) -> Result<Tensor> {
         let mut x = x.clone();
         for (i, layer) in self.0.iter().enumerate() {
@@ -63,7 +63,7 @@ fn step(world: &World, vars: &ShardedVarMap, model: &FsdpModule<Model>, step: us
 }
 
 #[test]
-fn ranks_that_use_different_experts_match() {
+fn different_experts_match_zero_weighted_ones() {
     use ReshardAfterForward::{Default, Never, To};
     for size in [1, 2, 3, 4] {
         for policy in [Default, Never, To(2)] {
@@ -87,7 +87,7 @@ fn ranks_that_use_different_experts_match() {
 }
 
 #[test]
-fn without_the_setting_different_experts_are_an_error_that_names_it() {
+fn different_experts_need_the_setting() {
     let errors = ranks(2, |world| {
         let (_vars, model) = build(&world, &["layers.*", "layers.*.experts.*"], ReshardAfterForward::Default);
         let used = |_: usize, j: usize| j == world.rank();
@@ -101,14 +101,14 @@ fn without_the_setting_different_experts_are_an_error_that_names_it() {
 }
 
 #[test]
-fn experts_that_nobody_chose_are_told_and_have_gradients_of_zero() {
+fn reports_unused_experts() {
     for size in [1, 2, 3] {
         ranks(size, |world| {
             let names = ["layers.*", "layers.*.experts.*"];
             let (vars, model) = build(&world, &names, ReshardAfterForward::Default);
             model.set_reduce_scatter_unused_params(true, Recurse::Yes);
             assert!(model.unused_parameters().is_empty());
-            // Each rank chooses one expert of each layer, and all together two of three, or what they are.
+            // Each rank uses one expert of each layer, all ranks together two of three.
             let chosen = |step: usize, rank: usize, i: usize| (i + step + rank.min(1)) % EXPERTS;
             for step in 0..3 {
                 let used = |i: usize, j: usize| j == chosen(step, world.rank(), i);

@@ -1,4 +1,4 @@
-//! Units by name: a model that knows nothing of FSDP does what the same model with its layers wrapped does.
+//! Units by name: a model without FSDP code does the same as one with wrapped layers.
 
 mod experts;
 mod model;
@@ -16,7 +16,7 @@ use model::{Kind, LAYERS, Seen, by_name, ids, loss_of, vars_of, wrapped};
 const STEPS: usize = 3;
 const EACH_LAYER: &[&str] = &["model.layers.*"];
 
-/// What a run leaves: losses and weights as bits, collectives, and the most elements that were gathered.
+/// The results of a run: losses and weights as bits, collectives, and the largest number of gathered elements.
 type Run = (Vec<u32>, Vec<(String, Vec<f32>)>, Vec<String>, usize);
 
 fn train<M: Module>(world: &World, vars: &ShardedVarMap, model: &FsdpModule<M>) -> Run {
@@ -44,7 +44,7 @@ fn opts(vars: &ShardedVarMap, dtype: DType, policy: ReshardAfterForward) -> Full
     FullyShard::new(vars).mp_policy(mp_policy).reshard_after_forward(policy)
 }
 
-/// Trains the model with its layers wrapped, and by name.
+/// Trains the model with wrapped layers and with units by name.
 fn both(world: &World, kind: Kind, dtype: DType, policy: ReshardAfterForward) -> [Run; 2] {
     let vars = vars_of(world, kind);
     let model = wrapped(&opts(&vars, dtype, policy), &vars, kind);
@@ -54,7 +54,7 @@ fn both(world: &World, kind: Kind, dtype: DType, policy: ReshardAfterForward) ->
     let names: Vec<String> = model.units().iter().map(|unit| unit.name().to_string()).collect();
     assert_eq!(names.len(), LAYERS + 1, "{names:?}");
     let by_name = train(world, &vars, &model);
-    // Parameters come in another order.
+    // Parameters are ordered differently.
     let sorted = |(losses, mut weights, collectives, most): Run| {
         weights.sort_by(|a, b| a.0.cmp(&b.0));
         (losses, weights, collectives, most)
@@ -70,7 +70,7 @@ fn assert_same([wrapped, by_name]: &[Run; 2], what: &str) {
 }
 
 #[test]
-fn an_untouched_model_trains_as_a_wrapped_one_bit_for_bit() {
+fn named_units_match_wrapped_units() {
     use ReshardAfterForward::{Always, Default, Never, To};
     for size in [1, 2, 3, 4] {
         for dtype in [DType::F32, DType::BF16] {
@@ -89,29 +89,19 @@ fn an_untouched_model_trains_as_a_wrapped_one_bit_for_bit() {
 }
 
 #[test]
-fn tied_and_checkpointed_models_as_well() {
-    for (tied, again) in [(true, false), (false, true), (true, true)] {
+fn tied_checkpointed_and_adapted_models_match_wrapped_ones() {
+    for (tied, again, lora) in
+        [(true, false, false), (false, true, false), (true, true, false), (false, false, true), (false, true, true)]
+    {
         ranks(2, |world| {
-            let kind = Kind { tied, again, ..Kind::default() };
-            let runs = both(&world, kind, DType::F32, ReshardAfterForward::Default);
-            assert_same(&runs, &format!("{kind:?}"));
+            let kind = Kind { tied, again, lora, ..Kind::default() };
+            assert_same(&both(&world, kind, DType::F32, ReshardAfterForward::Default), &format!("{kind:?}"));
         });
     }
 }
 
 #[test]
-fn adapters_on_a_frozen_base_free_it_after_use() {
-    for again in [false, true] {
-        ranks(2, |world| {
-            let kind = Kind { lora: true, again, ..Kind::default() };
-            let runs = both(&world, kind, DType::F32, ReshardAfterForward::Default);
-            assert_same(&runs, &format!("{kind:?}"));
-        });
-    }
-}
-
-#[test]
-fn nested_patterns_and_patterns_of_a_part_are_right() {
+fn nested_and_partial_patterns() {
     for names in
         [&["model.layers.*", "model.layers.*.mlp"][..], &["model.layers.[13]"], &["**.mlp"], &["model", "head"]]
     {
@@ -134,7 +124,7 @@ fn nested_patterns_and_patterns_of_a_part_are_right() {
 }
 
 #[test]
-fn gradients_accumulate_in_units_by_name() {
+fn named_units_accumulate_gradients() {
     ranks(2, |world| {
         let grads_of = |named: bool| {
             let kind = Kind::default();

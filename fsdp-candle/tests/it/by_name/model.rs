@@ -1,4 +1,4 @@
-//! A small decoder that knows nothing of FSDP, and the same with its layers wrapped; what ranks issue and hold.
+//! A small decoder without FSDP, the same decoder with wrapped layers, and records of collectives and memory.
 
 use std::sync::{Arc, Mutex};
 
@@ -14,18 +14,18 @@ pub(crate) const LAYERS: usize = 4;
 const VOCABULARY: usize = 11;
 const TIME: usize = 5;
 
-/// What differs between the models.
+/// The variants of the model.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Kind {
     /// Adapters on a frozen base.
     pub(crate) lora: bool,
-    /// Each layer's output is multiplied by a parameter, by hand.
+    /// Each layer's output is multiplied by a parameter.
     pub(crate) scale: bool,
-    /// Each layer runs again in backward.
+    /// Each layer is checkpointed.
     pub(crate) again: bool,
-    /// The norms are Candle's own, without backward.
+    /// Candle's own norms, without backward.
     pub(crate) candle_norms: bool,
-    /// The head's weight is the embedding's.
+    /// The head and the embedding share a weight.
     pub(crate) tied: bool,
 }
 
@@ -122,7 +122,7 @@ impl<M: Module> Module for Inner<M> {
     }
 }
 
-/// A layer around an MLP of any kind.
+/// A layer with any kind of MLP.
 pub(crate) struct Layer<M> {
     inner: Arc<Inner<M>>,
     again: bool,
@@ -155,7 +155,7 @@ impl<M: Module + Send + Sync + 'static> Module for Layer<M> {
     }
 }
 
-/// The model around layers of any kind.
+/// The model with any kind of layer.
 pub(crate) struct Model<L> {
     embed: nn::Embedding,
     pub(crate) layers: Vec<L>,
@@ -183,7 +183,7 @@ impl<L: Module> Module for Model<L> {
 
 pub(crate) type Untouched = Model<Layer<Mlp>>;
 
-/// As a program has it that knows nothing of FSDP.
+/// The model of a program without FSDP.
 pub(crate) fn untouched(kind: Kind, vb: VarBuilder) -> Result<Untouched> {
     let layer = |i| Layer::new(kind, |vb| Mlp::new(kind, vb), vb.pp(format!("model.layers.{i}")));
     let layers = (0..LAYERS).map(layer).collect::<Result<_>>()?;
@@ -196,7 +196,7 @@ pub(crate) fn by_name(opts: &FullyShard, vars: &ShardedVarMap, kind: Kind, names
     shard(&opts, vars.builder(DType::F32), |vb| untouched(kind, vb)).unwrap()
 }
 
-/// With a unit around each layer.
+/// With a unit for each layer.
 pub(crate) fn wrapped(
     opts: &FullyShard,
     vars: &ShardedVarMap,
@@ -209,7 +209,7 @@ pub(crate) fn wrapped(
     fully_shard(opts, vb, |vb| Model::new(kind, layers, vb)).unwrap()
 }
 
-/// Variables of which a model with adapters trains those alone.
+/// The trainable parameters: the adapters, in a model with adapters.
 pub(crate) fn vars_of(world: &World, kind: Kind) -> ShardedVarMap {
     let vars = vars(world);
     if kind.lora {
@@ -219,7 +219,7 @@ pub(crate) fn vars_of(world: &World, kind: Kind) -> ShardedVarMap {
     vars
 }
 
-/// Values that leave no adapter at zero.
+/// Values with which no adapter is zero.
 struct Spread;
 
 impl fsdp_candle::initializer::Initializer for Spread {
@@ -240,7 +240,7 @@ pub(crate) fn loss_of(model: &impl Module, ids: &Tensor) -> Tensor {
     nn::cross_entropy(&logits, ids).unwrap()
 }
 
-/// What a thread's rank issues, and how much it holds then.
+/// The collectives of a thread's rank, and how many elements were gathered at each.
 #[derive(Clone, Default)]
 pub(crate) struct Seen(Arc<Mutex<State>>);
 
@@ -252,11 +252,11 @@ struct State {
 }
 
 impl Seen {
-    /// Runs `f` and returns its collectives and the most elements that were gathered when one was issued.
+    /// Runs `f`, and returns its collectives and the largest number of elements that were gathered at one of them.
     pub(crate) fn while_running<T>(vars: &ShardedVarMap, f: impl FnOnce() -> T) -> (T, Vec<String>, usize) {
         let seen = Seen::default();
         seen.0.lock().unwrap().params = vars.params();
-        let out = tracing::subscriber::with_default(seen.clone(), f);
+        let out = fsdp_test_support::observed(seen.clone(), f);
         let state = std::mem::take(&mut *seen.0.lock().unwrap());
         (out, state.collectives, state.most)
     }

@@ -1,4 +1,4 @@
-//! Ranks as threads whose collectives are counted.
+//! Ranks as threads whose collectives are recorded.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -9,17 +9,17 @@ use fsdp_core::process_group::{
 };
 use fsdp_core::{Buffer, DeviceId, ProcessGroup, Result};
 
-/// What a rank has issued, in order: the collective, and the bytes that it gave.
+/// The collectives of a rank in order, with the bytes of its input.
 #[derive(Clone, Default)]
 pub(crate) struct Counts(Arc<Mutex<Vec<(&'static str, usize)>>>);
 
 impl Counts {
-    /// What was issued since the last call.
+    /// The collectives since the last call.
     pub(crate) fn take(&self) -> Vec<(&'static str, usize)> {
         std::mem::take(&mut self.0.lock().unwrap())
     }
 
-    /// The names of these.
+    /// The names of these collectives.
     pub(crate) fn names(&self) -> Vec<&'static str> {
         self.take().into_iter().map(|(name, _)| name).collect()
     }
@@ -73,7 +73,7 @@ impl Backend for Counted {
     }
 }
 
-/// Runs a closure on each of several ranks of a world of threads, on the host, with what it has issued.
+/// Runs a closure on each of several ranks as threads on the host, with the rank's recorded collectives.
 pub(crate) fn counted<T: Send>(size: usize, f: impl Fn(World, Counts) -> T + Sync) -> Vec<T> {
     let timeout = Duration::from_secs(60);
     let backends = local::backends(size, &Options::default().with_timeout(timeout)).unwrap();

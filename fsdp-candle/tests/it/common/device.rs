@@ -1,5 +1,4 @@
-//! Where ranks compute: on the host, or on CUDA devices where `FSDP_TEST_DEVICE=cuda`. What a test does with memory, it
-//! does here with that of either.
+//! The devices of the ranks: the host, or CUDA devices if `FSDP_TEST_DEVICE=cuda`. Access to the memory of both.
 
 use std::cell::RefCell;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
@@ -14,7 +13,7 @@ thread_local! {
     static DEVICE: RefCell<Device> = const { RefCell::new(Device::Cpu) };
 }
 
-/// The device of the rank that this thread is.
+/// The device of this thread's rank.
 pub(crate) fn device() -> Device {
     DEVICE.with_borrow(Clone::clone)
 }
@@ -23,7 +22,7 @@ pub(crate) fn device() -> Device {
 pub(crate) fn on_cuda() -> bool {
     static ON_CUDA: LazyLock<bool> = LazyLock::new(|| match std::env::var("FSDP_TEST_DEVICE").as_deref() {
         Ok("cuda") => {
-            // By default NCCL's ranks compare what they issue only when it does not end.
+            // By default NCCL ranks compare their calls only after a timeout.
             let check = std::env::var("FSDP_NCCL_CHECK");
             assert_eq!(check.as_deref(), Ok("always"), "set FSDP_NCCL_CHECK: tests of ranks that differ count on it");
             true
@@ -34,15 +33,14 @@ pub(crate) fn on_cuda() -> bool {
     *ON_CUDA
 }
 
-/// Held by the only ranks that are on devices. The ranks of two tests would share a compute stream on each device,
-/// where collectives of both wait; and they would come there in another order on each device, so that each test's wait
-/// for the other's.
+/// Lets only one test use devices at a time. Ranks of two tests would share a compute stream on each device, where
+/// collectives of both wait in an order that differs between devices: a deadlock.
 pub(super) fn turn() -> Option<MutexGuard<'static, ()>> {
     static TURN: Mutex<()> = Mutex::new(());
     on_cuda().then(|| TURN.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// The world of this thread's rank, with the device that is [`device`] from now on.
+/// The world of this thread's rank. [`device`] returns its device from now on.
 pub(super) fn world(group: ProcessGroup) -> World {
     let choice = if on_cuda() { DeviceChoice::Cuda } else { DeviceChoice::Cpu };
     let world = World::on(group, choice).unwrap();
@@ -52,14 +50,14 @@ pub(super) fn world(group: ProcessGroup) -> World {
     world
 }
 
-/// How far to step through a test's many cases: all of them run on the host, but one of `n` on devices, where the
-/// double takes ten times as long.
+/// The step through a test's cases: every case on the host, one of `n` on devices, where the device double takes ten
+/// times as long.
 pub(crate) fn one_of(n: usize) -> usize {
     if on_cuda() { n } else { 1 }
 }
 
-/// How far apart sums of this dtype may be when they are reduced together with other things, as a share of their size:
-/// NCCL's order follows from what is reduced together. The host has one order.
+/// The relative difference allowed between sums of this dtype that are reduced together with other tensors: NCCL's
+/// order of addition depends on what is reduced together. The host has one order.
 pub(crate) fn rounding(dtype: DType) -> f32 {
     match dtype {
         _ if !on_cuda() => 0.,
@@ -71,12 +69,12 @@ pub(crate) fn rounding(dtype: DType) -> f32 {
 
 /// A tensor's elements, row-major, on the host.
 pub(crate) fn elements<T: WithDType>(tensor: &Tensor) -> Vec<T> {
-    // There first: Candle asks CUDA to convert the elements of a tensor that has none, which CUDA refuses.
+    // Copied to the host first: Candle asks CUDA to convert the elements of an empty tensor, which is an error.
     let host = tensor.to_device(&Device::Cpu).unwrap().contiguous().unwrap();
     host.to_dtype(T::DTYPE).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// What allocates and frees memory of this thread's device.
+/// Allocates and frees memory of this thread's device.
 pub(crate) fn memory() -> Arc<dyn Allocator> {
     #[cfg(feature = "cuda")]
     if let Device::Cuda(device) = device() {
@@ -98,7 +96,7 @@ impl Allocator for OnDevice {
     }
 }
 
-/// A buffer of F32 whose elements were changed, on the same device.
+/// A buffer of F32 on the same device, with changed elements.
 pub(crate) fn changed(buffer: Buffer, change: impl FnOnce(&mut Vec<f32>)) -> Buffer {
     assert_eq!(buffer.dtype(), fsdp_core::DType::F32);
     let mut values = vec![];
@@ -111,7 +109,7 @@ pub(crate) fn changed(buffer: Buffer, change: impl FnOnce(&mut Vec<f32>)) -> Buf
     Buffer::F32(values)
 }
 
-/// Where the memory of a tensor of F32 is.
+/// The address of a tensor of F32.
 pub(crate) fn address(tensor: &Tensor) -> u64 {
     match &*tensor.storage_and_layout().0 {
         Storage::Cpu(CpuStorage::F32(v)) => v.as_ptr() as u64,

@@ -1,9 +1,9 @@
-//! DTensors against the same computed on plain tensors: all placements, meshes of one and two dimensions, on 1 to 4
-//! ranks, with shards that are uneven, empty or strided.
+//! DTensors compared with plain tensors: all placements on 1-D and 2-D meshes of 1 to 4 ranks, with uneven, empty and
+//! strided shards.
 
+mod asynchronous;
 mod create;
 mod elementwise;
-mod in_flight;
 mod moves;
 mod params;
 mod products;
@@ -14,7 +14,7 @@ use fsdp_candle::Placement::{self, Partial, Replicate, Shard};
 use fsdp_candle::{DTensor, DTensorSpec, DeviceMesh, ReduceOp, World};
 use fsdp_core::MeshLayout;
 
-use crate::common::{device, elements, one_of, ranks, rounding};
+use crate::common::{device, elements, one_of, ranks, refused, rounding};
 
 const SUM: Placement = Partial(ReduceOp::Sum);
 const AVG: Placement = Partial(ReduceOp::Avg);
@@ -39,7 +39,7 @@ fn on_mesh(shape: &[usize], f: impl Fn(&DeviceMesh) + Sync) {
     ranks(shape.iter().product(), |world: World| f(&world.mesh(&dims).unwrap()));
 }
 
-/// Placements on a mesh of a tensor of this shape: of the listed ones, and strided ones, those that can be.
+/// The valid placements of a tensor of this shape on a mesh, strided ones included.
 fn layouts(mesh: &MeshLayout, shape: &[usize], of: &[Placement]) -> Vec<Vec<Placement>> {
     let mut all: Vec<Vec<Placement>> = vec![vec![]];
     for _ in mesh.shape() {
@@ -54,13 +54,13 @@ fn layouts(mesh: &MeshLayout, shape: &[usize], of: &[Placement]) -> Vec<Vec<Plac
     all.into_iter().filter(can_be).collect()
 }
 
-/// Small whole numbers, both positive and negative, which every dtype has.
+/// Small positive and negative integers, which every dtype represents.
 fn numbers(shape: &[usize], dtype: DType) -> Tensor {
     let values: Vec<f32> = (0..shape.iter().product()).map(|at: usize| (at * 7 % 11) as f32 - 4.).collect();
     Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap().to_device(&device()).unwrap()
 }
 
-/// A DTensor of these values: terms of a sum differ between ranks, and so do those of an average or a largest.
+/// A DTensor of these values. Partial values (sum, average, maximum) differ between ranks.
 fn laid_out(full: &Tensor, mesh: &DeviceMesh, placements: &[Placement]) -> DTensor {
     let whole = fsdp_candle::distribute_tensor(full, mesh, &vec![Replicate; placements.len()]).unwrap();
     let sharded = |&p: &Placement| if matches!(p, Partial(_)) { Replicate } else { p };
@@ -80,7 +80,7 @@ fn laid_out(full: &Tensor, mesh: &DeviceMesh, placements: &[Placement]) -> DTens
         0 => sharded.to_local().clone(),
         _ => (sharded.to_local() + offset).unwrap(),
     };
-    // The first rank has what the others leave of a sum.
+    // The first rank has the remainder of a sum.
     for ((&placement, at), &size) in placements.iter().zip(mesh.coordinate()).zip(mesh.layout().shape()) {
         if placement == SUM && local.elem_count() > 0 {
             let threes = (local.zeros_like().unwrap() + 3.).unwrap();
@@ -97,7 +97,7 @@ fn values(tensor: &Tensor) -> Vec<f64> {
     elements(tensor)
 }
 
-/// What a rank holds of a full tensor, by asking of every element whether one of its boxes has it.
+/// The elements of a full tensor that are in a rank's regions, found element by element.
 fn part(full: &Tensor, spec: &DTensorSpec, rank: usize) -> Vec<f64> {
     let regions = spec.local_regions(rank).unwrap();
     let held = |index: usize| {
@@ -112,7 +112,7 @@ fn part(full: &Tensor, spec: &DTensorSpec, rank: usize) -> Vec<f64> {
     values(full).into_iter().enumerate().filter(|(index, _)| held(*index)).map(|(_, value)| value).collect()
 }
 
-/// That `got`, made without communication, is `want` where its placements say.
+/// Asserts that `got`, computed without communication, equals `want` at its placements.
 fn assert_is(got: &DTensor, want: &Tensor, context: &str) {
     assert_eq!((got.shape(), got.dtype()), (want.dims(), want.dtype()), "{context}");
     let rank = got.device_mesh().rank();
@@ -122,7 +122,7 @@ fn assert_is(got: &DTensor, want: &Tensor, context: &str) {
     }
     let (found, want) = (values(&got.full_tensor().unwrap()), values(want));
     if got.placements().contains(&AVG) {
-        // NCCL multiplies terms, which are larger than their mean, by what the dtype has of one third.
+        // NCCL multiplies each value, which is larger than the mean, by the dtype's value of one third.
         let largest = want.iter().fold(1., |largest: f64, value| largest.max(value.abs()));
         let allowed = f64::from(rounding(got.dtype())) * 2. * largest;
         for (found, want) in found.iter().zip(&want) {

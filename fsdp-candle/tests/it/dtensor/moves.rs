@@ -1,11 +1,11 @@
 //! Distribution and redistribution.
 
 use super::*;
-use crate::common::{address, alone};
+use crate::common::{address, alone, refused};
 use fsdp_candle::{distribute_tensor, distribute_tensor_from};
 
 #[test]
-fn any_layout_becomes_any_other_and_the_full_tensor() {
+fn redistributes_between_all_layouts() {
     for dtype in [DType::F32, DType::BF16, DType::F16] {
         on_meshes(|mesh| {
             for shape in [&[5, 3][..], &[4, 2], &[1, 4], &[0, 2]] {
@@ -14,7 +14,7 @@ fn any_layout_becomes_any_other_and_the_full_tensor() {
                 for (at, from) in all.iter().enumerate() {
                     let tensor = laid_out(&full, mesh, from);
                     assert_is(&tensor, &full, &format!("{tensor:?}"));
-                    // With two dimensions there are many: some of them, other ones each time.
+                    // With two mesh dimensions there are many cases: some of them, different ones for each shape.
                     let step = if mesh.layout().shape().len() == 1 { 1 } else { 5 };
                     for to in all.iter().skip(at % step).step_by(step) {
                         match tensor.redistribute(to) {
@@ -29,7 +29,7 @@ fn any_layout_becomes_any_other_and_the_full_tensor() {
 }
 
 #[test]
-fn the_data_is_that_of_the_rank_that_is_named() {
+fn distributes_the_source_ranks_data() {
     on_mesh(&[2, 2], |mesh| {
         let mine = Tensor::full(mesh.rank() as f32, (3, 2), &device()).unwrap();
         for placements in [[Shard(0), Shard(1)], [Replicate, Shard(0)], [strided(0, 2), Shard(0)]] {
@@ -42,13 +42,15 @@ fn the_data_is_that_of_the_rank_that_is_named() {
             let own = distribute_tensor_from(&mine, mesh, &placements, None).unwrap();
             assert!(values(own.to_local()).iter().all(|&value| value == mesh.rank() as f64));
         }
-        let text = error(distribute_tensor_from(&mine, mesh, &[Shard(0), Shard(0)], Some(4)));
-        assert!(text.contains("rank 4 is outside mesh (a: 2, b: 2) of ranks 0..4"), "{text}");
+        refused(
+            distribute_tensor_from(&mine, mesh, &[Shard(0), Shard(0)], Some(4)),
+            &["rank 4 is outside mesh (a: 2, b: 2) of ranks 0..4"],
+        );
     });
 }
 
 #[test]
-fn what_lies_right_already_shares_its_memory() {
+fn equal_layouts_share_memory() {
     let world = alone();
     let mesh = world.mesh(&[("dp", 1)]).unwrap();
     let local = Tensor::zeros((2, 3), DType::F32, &device()).unwrap();
@@ -56,13 +58,13 @@ fn what_lies_right_already_shares_its_memory() {
     assert_eq!(address(tensor.to_local()), address(&local));
     assert_eq!(address(tensor.redistribute(&[Replicate]).unwrap().to_local()), address(&local));
     assert_eq!(address(&tensor.full_tensor().unwrap()), address(&local));
-    // A shard of one is a copy: nobody changes the full tensor through it.
+    // The shard on a mesh of one rank is a copy: writing to it does not change the full tensor.
     let sharded = distribute_tensor_from(&local, &mesh, &[Shard(0)], None).unwrap();
     assert_ne!(address(sharded.to_local()), address(&local));
 }
 
 #[test]
-fn dtypes_and_devices_change_and_placements_stay() {
+fn conversions_keep_placements() {
     on_mesh(&[2], |mesh| {
         let full = numbers(&[3, 2], DType::F32);
         for placement in [Replicate, Shard(0), SUM, AVG, MAX] {
@@ -82,15 +84,17 @@ fn dtypes_and_devices_change_and_placements_stay() {
             &{ positive.to_dtype(DType::U32).unwrap() },
             "to integers",
         );
-        let text = error(laid_out(&full, mesh, &[SUM]).to_dtype(DType::I64));
-        assert!(text.contains("to_dtype of F32 [3, 2] as [P(sum)] on (a: 2): the sum of the terms"), "{text}");
+        refused(
+            laid_out(&full, mesh, &[SUM]).to_dtype(DType::I64),
+            &["to_dtype of F32 [3, 2] as [P(sum)] on (a: 2): the sum along mesh"],
+        );
     });
 }
 
 #[test]
-fn bad_arguments_are_refused_before_any_communication() {
+fn refuses_bad_arguments_before_communication() {
     on_mesh(&[2], |mesh| {
-        // One rank alone: nothing of this may wait for the other.
+        // On one rank only: none of this may wait for the other.
         if mesh.rank() == 1 {
             return;
         }
@@ -109,6 +113,6 @@ fn bad_arguments_are_refused_before_any_communication() {
         ] {
             assert!(text.contains(part), "{text}");
         }
-        assert_eq!(format!("{tensor:?}"), "DTensor(F32 [3, 3] as [S(0)] on (a: 2), of which rank 0 holds [2, 3])");
+        assert_eq!(format!("{tensor:?}"), "DTensor(F32 [3, 3] as [S(0)] on (a: 2); rank 0 holds [2, 3])");
     });
 }

@@ -1,7 +1,7 @@
 //! Parameters, gradients and entries of state dicts as DTensors.
 
 use super::*;
-use crate::common::{address, batch, gradients, loss_of, sharded, vars, whole};
+use crate::common::{address, batch, gradients, loss_of, ranks, refused, sharded, vars, whole};
 use candle_core::Module;
 use fsdp_candle::{
     AdamW, AdamWConfig, ColwiseParallel, DataParallelMeshDims, FullyShard, ParallelPlan, RowwiseParallel,
@@ -25,7 +25,7 @@ fn with_models(f: impl Fn(&World, &ShardedVarMap) + Sync) {
 }
 
 #[test]
-fn a_parameter_is_a_dtensor_in_its_own_memory() {
+fn parameters_share_memory_with_their_dtensors() {
     with_models(|_, vars| {
         let model = sharded(&FullyShard::new(vars), vars, WIDTH);
         for param in vars.params() {
@@ -46,7 +46,7 @@ fn a_parameter_is_a_dtensor_in_its_own_memory() {
 }
 
 #[test]
-fn a_gradient_is_one_too_and_empty_shards_have_an_empty_part() {
+fn gradients_are_dtensors() {
     with_models(|world, vars| {
         let model = sharded(&FullyShard::new(vars), vars, WIDTH);
         let loss = loss_of(&model, &batch(world.rank(), WIDTH));
@@ -59,7 +59,7 @@ fn a_gradient_is_one_too_and_empty_shards_have_an_empty_part() {
             let got = values(&grad.full_tensor().unwrap());
             assert_eq!(got, want.into_iter().map(f64::from).collect::<Vec<_>>(), "{name}");
         }
-        // The norm of all gradients, by DTensors alone.
+        // The norm of all gradients, computed with DTensors only.
         let squares: f64 = (vars.trainable().iter())
             .map(|param| {
                 let norm = param.grad(&grads).unwrap().unwrap().norm(fsdp_candle::NormType::Two).unwrap();
@@ -79,14 +79,14 @@ fn a_gradient_is_one_too_and_empty_shards_have_an_empty_part() {
 }
 
 #[test]
-fn values_are_set_by_part_and_in_full_and_what_was_gathered_is_stale() {
+fn set_values_invalidate_gathered_parameters() {
     with_models(|world, vars| {
         let model = sharded(&FullyShard::new(vars), vars, WIDTH);
         let x = batch(0, WIDTH);
         let before = values(&model.forward(&x).unwrap().detach());
         let _ = world;
         for param in vars.params() {
-            // The root's parameters are gathered from the forward, and all of them by hand.
+            // The root's parameters are gathered since the forward, and all of them by `unshard`.
             model.unshard().unwrap();
             let full = param.dtensor().unwrap().full_tensor().unwrap();
             param.set_full(&(&full * 2.).unwrap().to_dtype(DType::F64).unwrap()).unwrap();
@@ -105,7 +105,7 @@ fn values_are_set_by_part_and_in_full_and_what_was_gathered_is_stale() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_and_changes_nothing() {
+fn refuses_values_of_other_shapes_and_dtypes() {
     ranks(2, |world| {
         let vars = vars(&world);
         let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
@@ -115,10 +115,10 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
         for (text, part) in [
             (
                 error(param.set_full(&zeros(&[2, 4], DType::F32))),
-                "parameter `head.weight`: it has shape [2, 5], and the full tensor [2, 4]",
+                "parameter `head.weight`: expected shape [2, 5], found [2, 4]",
             ),
-            (error(param.set_local(&zeros(&[2, 5], DType::F32))), "is [1, 5], and a tensor of shape [2, 5] is no part"),
-            (error(param.set_local(&zeros(&[1, 5], DType::U32))), "it is F32, and values of U32 are none of it"),
+            (error(param.set_local(&zeros(&[2, 5], DType::F32))), "has shape [1, 5], found [2, 5]"),
+            (error(param.set_local(&zeros(&[1, 5], DType::U32))), "expected a floating point tensor, found U32"),
         ] {
             assert!(text.contains(part), "{text}");
         }
@@ -128,7 +128,7 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
 }
 
 #[test]
-fn entries_of_state_dicts_are_dtensors_and_dtensors_are_entries() {
+fn state_dict_entries_convert_to_dtensors() {
     with_models(|world, vars| {
         let model = sharded(&FullyShard::new(vars), vars, WIDTH);
         let mut optim = AdamW::new(vars.trainable(), AdamWConfig::default()).unwrap();
@@ -143,7 +143,7 @@ fn entries_of_state_dicts_are_dtensors_and_dtensors_are_entries() {
             assert_eq!((dtensor.placements(), dtensor.shape()), (&param.placements()[..], param.shape().dims()));
             let moment = moments.tensors[&format!("state.{name}.exp_avg")].dtensor().unwrap().unwrap();
             assert_eq!(moment.spec(), dtensor.spec());
-            // Each as a full tensor and back again.
+            // Each to a full tensor and back.
             let full = dtensor.full_tensor().unwrap();
             let again = distribute_tensor(&(full + 1.).unwrap(), dtensor.device_mesh(), dtensor.placements()).unwrap();
             let region = entry.region.clone();
@@ -160,10 +160,11 @@ fn entries_of_state_dicts_are_dtensors_and_dtensors_are_entries() {
     });
     on_mesh(&[2], |mesh| {
         let full = numbers(&[8], DType::F32);
-        let text = error(StateTensor::of(&laid_out(&full, mesh, &[SUM])));
-        assert!(text.contains("a term of a reduction is no value; redistribute it first"), "{text}");
-        let text = error(StateTensor::of(&laid_out(&full, mesh, &[strided(0, 2)])));
-        assert!(text.contains("no single box"), "{text}");
+        refused(
+            StateTensor::of(&laid_out(&full, mesh, &[SUM])),
+            &["a term of a reduction is not a value; redistribute it first"],
+        );
+        refused(StateTensor::of(&laid_out(&full, mesh, &[strided(0, 2)])), &["not one box"]);
     });
 }
 
@@ -178,9 +179,9 @@ impl Module for Mlp {
     }
 }
 
-/// Under tensor parallelism a parameter lies on the whole mesh, strided where both cut one dimension.
+/// Under tensor parallelism a parameter is on the whole mesh, and strided if both shard one dimension.
 #[test]
-fn parameters_of_tensor_parallel_layers_lie_on_the_whole_mesh() {
+fn tensor_parallel_parameters_span_the_mesh() {
     let whole = Tensor::arange(0f32, 48., &Device::Cpu).unwrap().reshape((8, 6)).unwrap();
     ranks(4, |world| {
         let mesh = world.mesh(&[("dp", 2), ("tp", 2)]).unwrap();

@@ -1,8 +1,8 @@
-//! Products of matrices.
+//! Matrix products.
 
 use super::*;
 
-/// Where the product lies along one mesh dimension, if it takes no communication.
+/// The placement of the product along one mesh dimension, if no communication is needed.
 fn product(left: Placement, right: Placement, linear: &[Placement]) -> Option<Placement> {
     match (left, right) {
         (Replicate, Replicate) => Some(Replicate),
@@ -15,7 +15,7 @@ fn product(left: Placement, right: Placement, linear: &[Placement]) -> Option<Pl
 }
 
 #[test]
-fn products_are_made_where_their_factors_lie_or_say_how_they_may() {
+fn matmul_keeps_placements_or_names_the_redistribution() {
     for (dtype, inner) in [(DType::F32, 3), (DType::F32, 1), (DType::F64, 4), (DType::F16, 3)] {
         on_meshes(|mesh| {
             let (x, y) = (numbers(&[5, inner], dtype), numbers(&[inner, 4], dtype));
@@ -35,7 +35,7 @@ fn products_are_made_where_their_factors_lie_or_say_how_they_may() {
                         }
                         (Err(error), None) => {
                             let text = error.to_string();
-                            assert!(text.contains("redistribute first, so that the left is S(0)"), "{text}");
+                            assert!(text.contains("Redistribute to S(0) and R"), "{text}");
                         }
                         (result, expected) => panic!("{l:?} by {r:?}: {result:?}, expected {expected:?}"),
                     }
@@ -46,16 +46,15 @@ fn products_are_made_where_their_factors_lie_or_say_how_they_may() {
 }
 
 #[test]
-fn batches_may_be_shared_and_strided_shards_go_with_their_like() {
+fn matmul_of_batches_and_strided_shards() {
     on_mesh(&[3], |mesh| {
         let (x, y) = (numbers(&[4, 2, 3], DType::F32), numbers(&[4, 3, 2], DType::F32));
         let batch = |full| laid_out(full, mesh, &[Shard(0)]);
         let product = batch(&x).matmul(&batch(&y)).unwrap();
         assert_eq!(product.placements(), [Shard(0)]);
         assert_is(&product, &x.matmul(&y).unwrap(), "a batch");
-        let text = error(batch(&x).matmul(&laid_out(&y, mesh, &[Replicate])));
-        assert!(text.contains("both by a dimension before"), "{text}");
-        assert!(error(batch(&x).matmul(&batch(&x))).contains("the shapes are to be"));
+        refused(batch(&x).matmul(&laid_out(&y, mesh, &[Replicate])), &["both by a leading dimension"]);
+        refused(batch(&x).matmul(&batch(&x)), &["expected shapes"]);
     });
     on_mesh(&[2, 2], |mesh| {
         let (x, y) = (numbers(&[3, 6], DType::F32), numbers(&[6, 2], DType::F32));
@@ -70,7 +69,7 @@ fn batches_may_be_shared_and_strided_shards_go_with_their_like() {
 }
 
 #[test]
-fn what_is_turned_lies_as_before() {
+fn transposes_keep_layouts() {
     on_meshes(|mesh| {
         let full = numbers(&[5, 3], DType::BF16);
         for placements in layouts(mesh.layout(), &[5, 3], &[Replicate, Shard(0), Shard(1), SUM]) {
@@ -83,6 +82,6 @@ fn what_is_turned_lies_as_before() {
         }
         let everywhere = vec![Replicate; mesh.layout().shape().len()];
         let cube = DTensor::zeros((2, 2, 2), DType::F32, &device(), mesh, &everywhere).unwrap();
-        assert!(error(cube.t()).contains("a matrix has two dimensions"));
+        refused(cube.t(), &["expected two dimensions"]);
     });
 }

@@ -1,9 +1,9 @@
-//! Parameters that tensor parallelism has cut, beside FSDP.
+//! Parameters sharded by tensor parallelism and FSDP.
 
+mod gradients;
 mod layout;
 mod model;
 mod optimizers;
 mod parity;
 mod pytorch;
 mod state;
-mod steps;

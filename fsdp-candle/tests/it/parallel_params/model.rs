@@ -1,16 +1,16 @@
-//! A small model, the meshes that it trains on, and what one process makes of the same data.
+//! A small model, the meshes it trains on, and its training in one process.
 
 use candle_core::{DType, Module, Result, Tensor};
 use candle_nn::VarBuilder;
 use fsdp_candle::{
     ActivationLayout, AdamW, AdamWConfig, ColwiseParallel, DataParallelMeshDims, FsdpModule, FullyShard, ParallelPlan,
-    RowwiseParallel, SequenceParallel, ShardedVarMap, StateDictOptions, VocabParallel, World, clip_grad_norm,
-    fully_shard, get_model_state_dict, nn, parallelize, shard,
+    RowwiseParallel, SequenceParallel, ShardedVarMap, VocabParallel, World, clip_grad_norm, fully_shard,
+    get_model_state_dict, nn, parallelize, shard,
 };
 
-use crate::common::{device, unsharded};
+use crate::common::{device, full, unsharded};
 
-/// What tensor parallelism cuts divides by 4 and leaves numbers that do not divide by 3.
+/// Dimensions sharded by tensor parallelism are divisible by 4; the parts are not divisible by 3.
 pub(super) const VOCABULARY: usize = 28;
 pub(super) const WIDTH: usize = 8;
 pub(super) const HIDDEN: usize = 20;
@@ -18,7 +18,7 @@ pub(super) const OUTPUTS: usize = 12;
 const LAYERS: usize = 2;
 const SEQUENCE: usize = 4;
 
-/// A mesh, and what its dimensions are for.
+/// A mesh and the roles of its dimensions.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Mesh {
     pub(super) dims: &'static [(&'static str, usize)],
@@ -39,7 +39,7 @@ impl Mesh {
         self.dims.iter().map(|(_, size)| size).product()
     }
 
-    /// A map on it, with a plan where there is a dimension for it.
+    /// A map on the mesh, with a plan if there is a tensor parallel dimension.
     pub(super) fn vars(&self, world: &World, sequence: bool) -> ShardedVarMap {
         let mesh = world.mesh(self.dims).unwrap();
         let dims = DataParallelMeshDims { shard: self.shard, replicate: self.replicate };
@@ -50,7 +50,7 @@ impl Mesh {
         vars
     }
 
-    /// Which of the batches this rank has, and how many there are.
+    /// The index of this rank's batches, and the number of data parallel ranks.
     pub(super) fn batch_of(&self, vars: &ShardedVarMap) -> (usize, usize) {
         let data = |(name, _): &&(&str, usize)| self.shard.contains(name) || self.replicate.contains(name);
         self.dims
@@ -60,7 +60,7 @@ impl Mesh {
     }
 }
 
-/// One rank, FSDP alone, tensor parallelism alone, and both in every order and role.
+/// One rank, FSDP only, tensor parallelism only, and both in every order and role.
 pub(super) const MESHES: &[Mesh] = &[
     Mesh::new(&[("dp", 1), ("tp", 1)], &["dp"], &[]),
     Mesh::new(&[("dp", 2), ("tp", 1)], &["dp"], &[]),
@@ -180,10 +180,6 @@ pub(super) fn optimizer(vars: &ShardedVarMap) -> AdamW {
 /// Every parameter's elements, by name.
 pub(super) type Values = Vec<(String, Vec<f32>)>;
 
-pub(super) fn full() -> StateDictOptions {
-    StateDictOptions { full_state_dict: true, ..StateDictOptions::default() }
-}
-
 pub(super) fn values(vars: &ShardedVarMap) -> Values {
     let dict = get_model_state_dict(vars, &full()).unwrap();
     let elements = |tensor: &Tensor| tensor.flatten_all().unwrap().to_vec1().unwrap();
@@ -200,7 +196,7 @@ pub(super) struct Run {
 pub(super) const STEPS: usize = 4;
 const MAX_NORM: f64 = 0.5;
 
-/// Trains: this rank's batches of each step are `step * of + first..`, so many.
+/// Trains. This rank uses `count` of the `of` batches of each step, from `first` on.
 pub(super) fn train<B: Module>(
     model: &FsdpModule<Net<B>>,
     vars: &ShardedVarMap,
@@ -219,7 +215,7 @@ pub(super) fn train<B: Module>(
     run
 }
 
-/// One process without a plan, on so many batches a step.
+/// One process without a plan, on the given number of batches a step.
 pub(super) fn reference(world: &World, batches: usize, prepare: impl Fn(&ShardedVarMap)) -> Run {
     let vars = unsharded(world);
     prepare(&vars);

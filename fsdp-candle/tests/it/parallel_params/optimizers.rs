@@ -1,4 +1,4 @@
-//! Optimizers, groups that are clipped, and moving averages over both kinds of ranks: the bits of one process.
+//! Optimizers, clipped groups and moving averages on 2-D meshes give the bits of one process.
 
 use std::sync::Arc;
 
@@ -10,12 +10,12 @@ use fsdp_candle::{
     set_optimizer_state_dict,
 };
 
-use super::model::{MESHES, Mesh, Model, Values, build, full, loss, values};
-use crate::common::{device, one_of, ranks};
+use super::model::{MESHES, Mesh, Model, Values, build, loss, values};
+use crate::common::{device, full, one_of, ranks};
 
 type Params = Vec<Arc<FsdpParam>>;
 
-/// Matrices by Muon, the rest by another.
+/// Muon for matrices, and another optimizer for the rest.
 fn make(vars: &ShardedVarMap) -> Optimizers {
     let (matrices, rest): (Params, Params) = vars.trainable().into_iter().partition(|p| p.shape().rank() == 2);
     let (blocks, others) = matrices.into_iter().partition(|param| param.name().starts_with("blocks"));
@@ -32,7 +32,7 @@ fn gradient(param: &FsdpParam, step: usize) -> Tensor {
     Tensor::from_vec(all, param.shape(), &device()).unwrap()
 }
 
-/// Gradients that are known, in the place of those of a backward.
+/// Replaces the gradients of backward with known ones.
 fn backward(model: &Model, vars: &ShardedVarMap, step: usize) -> GradStore {
     let mut grads = model.backward(&loss(model, [0])).unwrap();
     for param in vars.trainable().iter().filter(|param| !param.region().is_empty()) {
@@ -48,7 +48,8 @@ fn elements(tensor: &Tensor) -> Vec<f32> {
     tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// The norms of a group before it is clipped, the weights after some steps, their moving average, and all state.
+/// The norms of a group before it is clipped, the weights after some steps, their moving average, and all optimizer
+/// state.
 fn trained(mesh: &Mesh) -> (Vec<f64>, Values, Values, Values) {
     let outcomes = ranks(mesh.size(), |world| {
         let vars = mesh.vars(&world, false);
@@ -58,7 +59,7 @@ fn trained(mesh: &Mesh) -> (Vec<f64>, Values, Values, Values) {
         let mut norms = vec![];
         for step in 0..4 {
             if step == 2 {
-                // From a state dict, as it was.
+                // Loaded from a state dict without changes.
                 let dict = get_optimizer_state_dict(&vars, &optim, &full()).unwrap();
                 optim = make(&vars);
                 set_optimizer_state_dict(&vars, &mut optim, &dict, &full()).unwrap();
@@ -88,7 +89,7 @@ fn trained(mesh: &Mesh) -> (Vec<f64>, Values, Values, Values) {
 }
 
 #[test]
-fn matrices_that_are_cut_twice_are_made_orthogonal_as_wholes() {
+fn muon_orthogonalizes_whole_matrices_on_every_mesh() {
     let (norms, weights, means, state) = trained(&MESHES[0]);
     for mesh in MESHES[1..].iter().step_by(one_of(3)) {
         let (own_norms, own_weights, own_means, own_state) = trained(mesh);

@@ -1,4 +1,4 @@
-//! Whatever the mesh, the model trains as in one process.
+//! On every mesh the model trains as in one process.
 
 use fsdp_candle::{
     Float8, FullyShard, Int8Blocks, MixedPrecisionPolicy, OffloadPolicy, ReduceOp, ReshardAfterForward, ShardMesh,
@@ -6,7 +6,7 @@ use fsdp_candle::{
 };
 
 use super::model::{HIDDEN, MESHES, Mesh, Run, WIDTH, build, build_by_name, reference, train, values};
-use crate::common::{alone, assert_close, one_of, ranks};
+use crate::common::{alone, assert_close, one_of, ranks, vars_on};
 
 const TOLERANCE: f64 = 2e-5;
 
@@ -21,7 +21,7 @@ fn assert_same(world: &World, run: &Run, want: &Run, tolerance: f64, mesh: &Mesh
     assert_close(&run.values, &want.values, 20. * tolerance as f32);
 }
 
-/// Trains on a mesh with some options, and holds it against one process.
+/// Trains on a mesh with some options, and compares with one process.
 fn with_options(mesh: Mesh, sequence: bool, tolerance: f64, opts: impl Fn(FullyShard) -> FullyShard + Sync) {
     ranks(mesh.size(), |world| {
         let vars = mesh.vars(&world, sequence);
@@ -35,7 +35,7 @@ fn with_options(mesh: Mesh, sequence: bool, tolerance: f64, opts: impl Fn(FullyS
 #[test]
 fn every_mesh_starts_with_the_same_values() {
     let world = alone();
-    let vars = ShardedVarMap::new(&world.mesh(&[("dp", 1)]).unwrap(), world.device());
+    let vars = vars_on(&world, &[("dp", 1)]);
     build(&FullyShard::new(&vars), &vars).unwrap();
     let want = values(&vars);
     for mesh in MESHES {
@@ -55,7 +55,7 @@ fn every_mesh_trains_as_one_process() {
 }
 
 #[test]
-fn so_does_sequence_parallelism() {
+fn every_mesh_trains_with_sequence_parallelism() {
     for mesh in MESHES.iter().skip(1).step_by(one_of(3)).chain(&MESHES[..1]) {
         with_options(*mesh, true, TOLERANCE, |opts| opts);
     }
@@ -65,15 +65,15 @@ const DP_TP: Mesh = Mesh::new(&[("dp", 2), ("tp", 2)], &["dp"], &[]);
 const FOUR_TP: Mesh = Mesh::new(&[("dp", 4), ("tp", 2)], &["dp"], &[]);
 
 #[test]
-fn units_that_are_freed_kept_or_kept_for_fewer_ranks() {
+fn every_reshard_policy() {
     for policy in [ReshardAfterForward::Always, ReshardAfterForward::Never, ReshardAfterForward::To(2)] {
         with_options(FOUR_TP, true, TOLERANCE, |opts| opts.reshard_after_forward(policy));
     }
 }
 
 #[test]
-fn another_dimension_than_the_first() {
-    // Of a weight that is cut along its inputs, the same dimension; of others, another one.
+fn sharding_the_second_dimension() {
+    // The same dimension for row-wise weights, another one for the others.
     with_options(DP_TP, true, TOLERANCE, |opts| {
         opts.shard_placement_fn(|_, shape| (shape.len() == 2).then(|| ShardPlacement::from(1)))
     });
@@ -82,7 +82,7 @@ fn another_dimension_than_the_first() {
 #[test]
 fn offloaded_and_extended_gathers() {
     with_options(DP_TP, true, TOLERANCE, |opts| opts.offload_policy(OffloadPolicy::Cpu { pin_memory: true }));
-    // What eight bits leave.
+    // The precision of eight bits.
     let matrices = |name: &str| name.ends_with("up.weight") || name.ends_with("down.weight");
     with_options(DP_TP, true, 0.02, |opts| {
         opts.all_gather_extension(move |name| matrices(name).then(|| std::sync::Arc::new(Int8Blocks::new(16)) as _))
@@ -105,7 +105,7 @@ fn units_by_name() {
     ranks(4, |world| {
         let vars = DP_TP.vars(&world, true);
         let model = build_by_name(&FullyShard::new(&vars), &vars).unwrap();
-        assert!(model.raw_parameters().is_empty());
+        assert!(model.unmanaged_parameters().is_empty());
         let (batch, batches) = DP_TP.batch_of(&vars);
         let run = train(&model, &vars, (batch, 1, batches));
         assert_same(&world, &run, &reference(&world, batches, |_| ()), TOLERANCE, &DP_TP);
@@ -140,7 +140,7 @@ fn adapters_of_parallel_layers() {
 }
 
 #[test]
-fn a_unit_may_name_a_slice_of_the_mesh() {
+fn units_on_a_slice_of_the_mesh() {
     ranks(4, |world| {
         let vars = DP_TP.vars(&world, true);
         let dp = vars.mesh().slice(&["dp"]).unwrap();
@@ -158,7 +158,7 @@ fn a_unit_may_name_a_slice_of_the_mesh() {
         let run = train(&model, &vars, (batch, 1, batches));
         assert_same(&world, &run, &reference(&world, batches, |_| ()), TOLERANCE, &DP_TP);
     });
-    // Roles of its own: the map shards, the unit replicates.
+    // The unit has its own roles: the map shards, the unit replicates.
     ranks(4, |world| {
         let vars = DP_TP.vars(&world, true);
         let dims = fsdp_candle::DataParallelMeshDims { shard: &[], replicate: &["dp"] };

@@ -1,4 +1,4 @@
-//! Placements and boxes are those that PyTorch's FSDP2 has, as tests/interop/placements.py recorded them.
+//! Placements and regions are those of PyTorch's FSDP2, as recorded by tests/interop/placements.py.
 
 use candle_core::DType;
 use fsdp_candle::{
@@ -23,7 +23,7 @@ fn mesh(list: &Value) -> Vec<(&str, usize)> {
 }
 
 #[test]
-fn parameters_lie_as_in_pytorch() {
+fn placements_match_pytorch() {
     let recorded: Value = serde_json::from_str(include_str!("pytorch.json")).unwrap();
     let shape = numbers(&recorded["shape"]);
     let cases = recorded["cases"].as_array().unwrap();
@@ -47,7 +47,7 @@ fn parameters_lie_as_in_pytorch() {
             let opts = FullyShard::new(&vars).shard_placement_fn(move |_, _| Some(ShardPlacement::from(dim)));
             let unit = fully_shard(&opts, vars.builder(DType::F32), |vb| {
                 let weight = vb.pp("m").get(shape.as_slice(), "weight")?;
-                FsdpParam::serve(&weight);
+                FsdpParam::register_tp_layer(&weight);
                 Ok(weight)
             })
             .unwrap();

@@ -1,4 +1,4 @@
-//! State dicts and checkpoints, from any mesh to any other.
+//! State dicts and checkpoints between all meshes.
 
 use std::path::Path;
 
@@ -9,10 +9,10 @@ use fsdp_candle::{
 };
 use fsdp_ckpt::{LoadOptions, SaveState, save};
 
-use super::model::{Mesh, Model, build, full, loss, optimizer};
-use crate::common::ranks;
+use super::model::{Mesh, Model, build, loss, optimizer};
+use crate::common::{full, ranks};
 
-/// The meshes that checkpoints go between.
+/// The meshes that save and load.
 const MESHES: &[Mesh] = &[
     Mesh::new(&[("dp", 2), ("tp", 2)], &["dp"], &[]),
     Mesh::new(&[("tp", 4)], &[], &[]),
@@ -44,14 +44,14 @@ fn bits(dict: &StateDict) -> Bits {
     dict.tensors.iter().map(|(name, state)| (name.clone(), bits(&state.tensor))).collect()
 }
 
-/// Model and moments, whole.
+/// Full parameters and moments.
 fn whole(vars: &ShardedVarMap, optim: &AdamW) -> Bits {
     let (model, moments) = get_state_dict(vars, optim, &full()).unwrap();
     [bits(&model), bits(&moments)].concat()
 }
 
 #[test]
-fn state_dicts_of_every_kind() {
+fn state_dicts_round_trip_on_every_mesh() {
     for mesh in MESHES {
         ranks(mesh.size(), |world| {
             let (vars, model, mut optim) = on(mesh, &world);
@@ -70,7 +70,7 @@ fn state_dicts_of_every_kind() {
     }
 }
 
-/// Saves after two steps on a mesh, and returns what was saved.
+/// Saves after two steps on a mesh, and returns the saved values.
 fn saved(mesh: &Mesh, dir: &Path) -> Bits {
     let all = ranks(mesh.size(), |world| {
         let (vars, model, mut optim) = on(mesh, &world);
@@ -86,7 +86,7 @@ fn saved(mesh: &Mesh, dir: &Path) -> Bits {
     all.into_iter().next().unwrap()
 }
 
-/// What a mesh reads of a checkpoint.
+/// The values that a mesh loads from a checkpoint.
 fn loaded(mesh: &Mesh, dir: &Path) -> Bits {
     let all = ranks(mesh.size(), |world| {
         let (vars, _model, mut optim) = on(mesh, &world);

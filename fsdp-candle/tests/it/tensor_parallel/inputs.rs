@@ -1,4 +1,4 @@
-//! What layers that take one tensor share, and how long it is kept.
+//! Layers with the same input share its gather, and drop it in time.
 
 use std::sync::Arc;
 
@@ -38,7 +38,7 @@ fn input() -> Var {
 }
 
 #[test]
-fn one_input_travels_once() {
+fn layers_share_the_collectives_of_one_input() {
     let bytes = 4 * 2 * 4 * WIDTH;
     counted(2, |world, counts| {
         for (layout, forward, backward) in [
@@ -59,7 +59,7 @@ fn one_input_travels_once() {
             let y = no_grad(|| model.forward(&x)).unwrap();
             assert!(!y.track_op());
             assert_eq!(counts.take(), forward);
-            // What has no gradient sends none.
+            // Inputs without a gradient need no reduction.
             let y = model.forward(&x.detach()).unwrap();
             counts.take();
             model.backward(&y.sum_all().unwrap()).unwrap();
@@ -69,7 +69,7 @@ fn one_input_travels_once() {
 }
 
 #[test]
-fn an_input_that_is_cut_for_layers_comes_back_once() {
+fn split_inputs_are_gathered_once() {
     counted(2, |world, counts| {
         let style = RowwiseParallel { input_layout: ActivationLayout::Replicate, ..Default::default() };
         let vars = parallel_vars(&world, &ParallelPlan::new().module("[qkv]", style));
@@ -82,7 +82,7 @@ fn an_input_that_is_cut_for_layers_comes_back_once() {
     });
 }
 
-/// The identity, which holds something for as long as its graph is there.
+/// The identity, which holds a value for as long as its graph exists.
 struct Held {
     _graph: Arc<()>,
 }
@@ -103,7 +103,7 @@ impl CustomOp1 for Held {
 }
 
 #[test]
-fn a_graph_does_not_outlive_its_forward() {
+fn shared_inputs_do_not_keep_the_graph() {
     counted(2, |world, _| {
         for layout in [ActivationLayout::Replicate, ActivationLayout::Shard(1)] {
             let vars = parallel_vars(&world, &plan(layout));
@@ -117,7 +117,7 @@ fn a_graph_does_not_outlive_its_forward() {
             drop(y);
             assert_eq!(Arc::strong_count(&held), 1);
 
-            // The layers' own inputs are kept while the forward runs, and no more than the last of them.
+            // While the forward runs, only the last layer's input is kept.
             let y = model.call(|model| {
                 let first = model.forward(&start())?;
                 drop(first);
@@ -127,7 +127,7 @@ fn a_graph_does_not_outlive_its_forward() {
             assert_eq!(Arc::strong_count(&held), 1);
             model.backward(&y.unwrap().sum_all().unwrap()).unwrap();
 
-            // A forward that fails keeps nothing either.
+            // After a failed forward nothing is kept.
             let failed = model.call(|model| {
                 model.forward(&start())?;
                 model.forward(&x.narrow(2, 0, 1)?)

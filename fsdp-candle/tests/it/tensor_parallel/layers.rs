@@ -1,4 +1,4 @@
-//! Layers by themselves, and a block of them.
+//! Single layers, and a transformer block.
 
 use std::sync::Arc;
 
@@ -13,17 +13,17 @@ use fsdp_candle::{
 };
 
 use super::{Case, DTYPES, build, check, ids, parallel_vars, values};
-use crate::common::{counted, device, on_cuda, ranks};
+use crate::common::{counted, device, on_cuda, ranks, refused};
 
 pub(super) const REPLICATE: (ActivationLayout, Placement) = (ActivationLayout::Replicate, Placement::Replicate);
 
-/// A layout that cuts a dimension, of a tensor of three.
+/// A layout that shards a dimension of a 3-D tensor.
 pub(super) fn shard(dim: isize) -> (ActivationLayout, Placement) {
     (ActivationLayout::Shard(dim), Placement::Shard(dim.rem_euclid(3) as usize))
 }
 
 #[test]
-fn linear_cut_along_its_outputs() {
+fn column_parallel_linear() {
     for (input_layout, input) in [REPLICATE, shard(1), shard(-1), shard(0)] {
         for (output_layout, output) in [REPLICATE, shard(-1), shard(1)] {
             let plan = ParallelPlan::new().module("up", ColwiseParallel { input_layout, output_layout });
@@ -35,7 +35,7 @@ fn linear_cut_along_its_outputs() {
 }
 
 #[test]
-fn linear_cut_along_its_inputs() {
+fn row_parallel_linear() {
     for (input_layout, input) in [REPLICATE, shard(1), shard(-1)] {
         for (output_layout, output) in [REPLICATE, shard(1), shard(0), shard(-1)] {
             let plan = ParallelPlan::new().module("down", RowwiseParallel { input_layout, output_layout });
@@ -47,7 +47,7 @@ fn linear_cut_along_its_inputs() {
     }
 }
 
-/// Values that no rank has by chance, none of them zero: `lora_B` is at first, and the gradient of `lora_A` with it.
+/// Values without zeros: `lora_B` is zero at first, and so is the gradient of `lora_A`.
 struct Drawn;
 
 impl Initializer for Drawn {
@@ -62,7 +62,7 @@ pub(super) fn drawn(vars: &ShardedVarMap) {
 }
 
 #[test]
-fn adapters_stand_beside_cut_layers() {
+fn adapters_of_parallel_layers_match() {
     let (sequence, _) = shard(1);
     let of_sequence = ColwiseParallel { input_layout: sequence, ..Default::default() };
     let to_sequence = RowwiseParallel { output_layout: sequence, ..Default::default() };
@@ -82,35 +82,34 @@ fn adapters_stand_beside_cut_layers() {
 }
 
 #[test]
-fn an_adapter_around_a_cut_layer_is_refused() {
+fn refuses_adapters_around_parallel_layers() {
     ranks(2, |world| {
         let vars = parallel_vars(&world, &ParallelPlan::new().module("q", ColwiseParallel::default()));
         let config = LoraConfig { rank: 2, alpha: 4. };
         let built = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| {
             nn::lora(nn::linear_no_bias(8, 6, vb.pp("q"))?, 8, 6, config, vb.pp("q"))
         });
-        let error = built.err().unwrap().to_string();
-        assert!(error.contains("cuts `q`") && error.contains("ShardedVarMap::adapt"), "{error}");
+        refused(built, &["shards `q`", "ShardedVarMap::adapt"]);
     });
 }
 
-/// A table and what stands before it: ids are whole numbers, which have no gradient.
+/// An embedding with a layer before it, because ids have no gradient.
 struct Looks(Embedding, Tensor);
 
 impl Module for Looks {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        // A term that gives the input its gradient, of the output's shape.
+        // A term of the output's shape that gives the input a gradient.
         let rows = self.0.forward(&self.1)?;
         rows + x
     }
 }
 
 #[test]
-fn embeddings_cut_along_their_vocabulary_or_their_width() {
+fn parallel_embeddings() {
     let cases = [(DType::U32, None), (DType::U32, Some(7)), (DType::I64, Some(23)), (DType::U8, Some(11))];
     for (dtype, padding_idx) in cases {
         let new = |vb: VarBuilder<'static>| {
-            // One of them is none.
+            // One of the ids is out of range.
             let ids = ids(5, &[2, 12], 24).to_dtype(dtype)?;
             let gap = ids.eq(&ids.zeros_like()?)?;
             let none = match dtype {
@@ -133,8 +132,8 @@ fn embeddings_cut_along_their_vocabulary_or_their_width() {
 }
 
 #[test]
-fn ids_beyond_the_whole_vocabulary_are_refused_on_each_rank() {
-    // On a device the kernel that finds one takes the process with it.
+fn refuses_ids_out_of_range() {
+    // On a device the kernel would abort the process.
     if on_cuda() {
         return;
     }
@@ -159,7 +158,7 @@ fn ids_beyond_the_whole_vocabulary_are_refused_on_each_rank() {
                         let error = model.forward(ids).expect_err(&what).to_string();
                         assert!(error.contains("out of range") || error.contains("invalid index"), "{what}: {error}");
                     }
-                    // The ids at both ends, and none.
+                    // The first and the last ids, and no ids.
                     let y = model.forward(&Tensor::new(&[0u32, 23, u32::MAX], &device).unwrap()).unwrap();
                     assert_eq!(y.dim(0).unwrap(), 3);
                 }
@@ -169,20 +168,19 @@ fn ids_beyond_the_whole_vocabulary_are_refused_on_each_rank() {
 }
 
 #[test]
-fn an_embedding_is_no_linear_layer() {
+fn refuses_linear_styles_of_embeddings() {
     ranks(2, |world| {
         for style in [ParallelStyle::from(ColwiseParallel::default()), RowwiseParallel::default().into()] {
             let vars = parallel_vars(&world, &ParallelPlan::new().module("embed", style));
             let new = |vb: VarBuilder<'static>| nn::embedding(8, 4, vb.pp("embed"));
             let built = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), new);
-            let error = built.err().unwrap().to_string();
-            assert!(error.contains("embed.weight") && error.contains("VocabParallel"), "{error}");
+            refused(built, &["embed.weight", "VocabParallel"]);
         }
     });
 }
 
 #[test]
-fn a_sequence_that_does_not_divide_is_an_error_before_anything_moves() {
+fn refuses_indivisible_sequences_before_communication() {
     counted(2, |world, counts| {
         let (output_layout, _) = shard(1);
         let plan = ParallelPlan::new()
@@ -197,18 +195,19 @@ fn a_sequence_that_does_not_divide_is_an_error_before_anything_moves() {
             model.call(|(_, embed)| embed.forward(&ids(1, &[2, 7], 8))),
         ];
         for error in outputs {
-            let error = error.unwrap_err().to_string();
-            assert!(error.contains("dimension 1 of [2, 7, ") && error.contains("2 does not divide"), "{error}");
+            refused(error, &["dimension 1 of [2, 7, ", "2 does not divide"]);
         }
-        // Features that do not fit, in a layout that would be gathered.
-        let wrong = model.call(|(down, _)| down.forward(&values(1, &[2, 8, 8], DType::F32))).unwrap_err().to_string();
-        assert!(wrong.contains("[2, 8, 8]") && wrong.contains("the weight takes 4"), "{wrong}");
+        // A wrong number of features, in a layout that would be gathered.
+        refused(
+            model.call(|(down, _)| down.forward(&values(1, &[2, 8, 8], DType::F32))),
+            &["[2, 8, 8]", "the weight takes 4"],
+        );
         assert_eq!(counts.take(), []);
     });
 }
 
 #[test]
-fn ranks_with_other_ids_all_hear_of_it() {
+fn refuses_different_ids_on_ranks() {
     let errors = ranks(2, |world| {
         let vars = parallel_vars(&world, &ParallelPlan::new().module("embed", VocabParallel::default()));
         let model = build(&vars, DType::F32, |vb| nn::embedding(8, 4, vb.pp("embed")));
@@ -218,7 +217,7 @@ fn ranks_with_other_ids_all_hear_of_it() {
     });
     for error in errors {
         if on_cuda() {
-            // The host would wait for ids on a device: they are not compared.
+            // Ids on a device are not compared, because the host would have to wait for them.
             assert!(error.is_ok());
             continue;
         }
@@ -227,7 +226,7 @@ fn ranks_with_other_ids_all_hear_of_it() {
     }
 }
 
-/// A block as decoders have it, on parts of the sequence or on all of it.
+/// A decoder block, on parts of the sequence or on all of it.
 pub(super) struct Block {
     norms: [LayerNorm; 2],
     qkv: [Linear; 3],
@@ -244,7 +243,7 @@ impl Block {
         let square = |name: &str| nn::linear(WIDTH, WIDTH, vb.pp(name));
         Ok(Block {
             norms: [nn::layer_norm(WIDTH, 1e-5, vb.pp("norm_1"))?, nn::layer_norm(WIDTH, 1e-5, vb.pp("norm_2"))?],
-            // A bias of the keys changes nothing: its gradient is rounding.
+            // The gradient of a bias of the keys is zero but for rounding.
             qkv: [square("q")?, nn::linear_no_bias(WIDTH, WIDTH, vb.pp("k"))?, square("v")?],
             output: square("o")?,
             up: nn::linear(WIDTH, 2 * WIDTH, vb.pp("up"))?,
@@ -274,14 +273,14 @@ impl Module for Block {
 }
 
 #[test]
-fn a_block_of_all_of_the_sequence_and_of_parts_of_it() {
+fn blocks_with_and_without_sequence_parallelism() {
     for (of_sequence, layout) in [(false, Placement::Replicate), (true, Placement::Shard(1))] {
         let case = Case { plan: Block::plan(of_sequence), input: layout, output: layout };
         check(&format!("block {layout}"), &case, &[2, 12, WIDTH], drawn, Block::new);
     }
 }
 
-/// A block that runs again in backward.
+/// A checkpointed block.
 struct Again(Arc<Block>);
 
 impl Module for Again {
@@ -292,10 +291,10 @@ impl Module for Again {
 }
 
 #[test]
-fn a_checkpointed_block_sends_again_in_one_order() {
+fn checkpointed_blocks_repeat_their_collectives() {
     // Norm 1, queries, keys and values, output, norm 2, up, down.
     let forward = ["all_gather", "reduce_scatter", "all_gather", "reduce_scatter"];
-    // The same again, and then each the other way, the last one first.
+    // The same again, and then their opposites in reverse.
     let backward = [&forward[..], &["all_gather", "reduce_scatter", "all_gather", "reduce_scatter"]].concat();
     counted(2, |world, counts| {
         let vars = parallel_vars(&world, &Block::plan(true));
@@ -306,7 +305,7 @@ fn a_checkpointed_block_sends_again_in_one_order() {
         assert_eq!(counts.names(), forward);
         model.backward(&y.sum_all().unwrap()).unwrap();
         let issued = counts.names();
-        // Terms of whole parameters' gradients are added up behind them.
+        // Terms of replicated parameters' gradients are added after those.
         assert_eq!(issued[..backward.len()], backward);
         assert!(issued[backward.len()..].iter().all(|name| *name == "all_reduce"), "{issued:?}");
     });

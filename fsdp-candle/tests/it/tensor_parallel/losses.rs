@@ -1,4 +1,4 @@
-//! Cross-entropies over a vocabulary of which each rank has a part.
+//! Cross-entropy over a vocabulary that is sharded among the ranks.
 
 use candle_core::{DType, Module, Result, Tensor, Var};
 use candle_nn::VarBuilder;
@@ -13,9 +13,9 @@ use fsdp_candle::{
 use super::{
     DTYPES, assert_near, assert_same_gradients, assert_within, build, ids, numbers, parallel_vars, part, values,
 };
-use crate::common::{counted, one_of, ranks, unsharded};
+use crate::common::{counted, one_of, ranks, refused, unsharded};
 
-/// Every combination of options, with targets to ignore some of the time.
+/// Every combination of options, some with targets to ignore.
 fn all_options() -> Vec<CrossEntropyOptions> {
     let mut all = vec![];
     for reduction in [Reduction::Mean, Reduction::Sum] {
@@ -26,7 +26,7 @@ fn all_options() -> Vec<CrossEntropyOptions> {
     all
 }
 
-/// Targets below `classes`, of which every third row's is ignored, or every row's.
+/// Targets below `classes`, with every third row ignored, or every row.
 fn targets(shape: &[usize], classes: u32, all_ignored: bool) -> Tensor {
     let found: Vec<u32> = ids(3, shape, classes).flatten_all().unwrap().to_vec1().unwrap();
     let gap = |row: usize| all_ignored || row % 3 == 1;
@@ -38,7 +38,7 @@ fn scalar(tensor: &Tensor) -> f64 {
     numbers(tensor)[0]
 }
 
-/// Whether two losses are the same within a part in a million, or both no numbers.
+/// Whether two losses agree within 1e-6, or both are NaN.
 fn assert_same_loss(what: &str, found: &Tensor, wanted: &Tensor) {
     assert_eq!(found.dtype(), wanted.dtype());
     let (found, wanted) = (scalar(found), scalar(wanted));
@@ -47,13 +47,13 @@ fn assert_same_loss(what: &str, found: &Tensor, wanted: &Tensor) {
 }
 
 #[test]
-fn the_loss_of_parts_is_that_of_the_whole() {
+fn matches_the_unsharded_loss() {
     for size in 1..=4 {
         ranks(size, |world| {
             for dtype in DTYPES {
                 for (shape, all_ignored) in [(vec![1], false), (vec![7], false), (vec![3, 4], false), (vec![5], true)] {
                     let classes = 24;
-                    // Logits far from zero as well: what is subtracted must be the largest of all parts.
+                    // Large logits too: the maximum of all shards must be subtracted.
                     let logits = (values(4, &[&shape[..], &[classes]].concat(), dtype) * 20.).unwrap();
                     let targets = targets(&shape, classes as u32, all_ignored);
                     for options in all_options() {
@@ -78,7 +78,7 @@ fn the_loss_of_parts_is_that_of_the_whole() {
 }
 
 #[test]
-fn a_part_may_be_masked() {
+fn accepts_masked_shards() {
     ranks(2, |world| {
         let options = CrossEntropyOptions::default();
         let targets = Tensor::new(&[1u32, 0], world.device()).unwrap();
@@ -92,7 +92,7 @@ fn a_part_may_be_masked() {
 }
 
 #[test]
-fn wrong_targets_are_named() {
+fn refuses_bad_targets() {
     ranks(2, |world| {
         let options = CrossEntropyOptions::default();
         let logits = values(1, &[2, 4], DType::F32);
@@ -100,7 +100,7 @@ fn wrong_targets_are_named() {
         let error = vocab_parallel_cross_entropy(&logits, &targets, world.group(), &options).unwrap_err().to_string();
         assert!(error.contains("target 8") && error.contains("the number of classes is 8"), "{error}");
     });
-    // Ranks that have been given different batches.
+    // Ranks that were given different batches.
     let errors = ranks(2, |world| {
         let logits = values(1, &[2, 4], DType::F32);
         let targets = Tensor::new(&[1u32, world.rank() as u32], world.device()).unwrap();
@@ -115,7 +115,7 @@ fn wrong_targets_are_named() {
 const WIDTH: usize = 6;
 const VOCABULARY: usize = 24;
 
-/// A head that is an embedding's weight, or its own.
+/// A head with its own weight or that of an embedding.
 struct Model {
     embedding: Option<Embedding>,
     head: Linear,
@@ -143,7 +143,7 @@ fn plan(tied: bool, input_layout: ActivationLayout) -> ParallelPlan {
     }
 }
 
-/// The loss of hidden states, beside which the ids of a tied model's embedding stand.
+/// The loss of hidden states; the ids are for the embedding of a tied model.
 fn loss(
     model: &FsdpModule<Model>,
     x: &Tensor,
@@ -172,7 +172,7 @@ fn loss(
 }
 
 #[test]
-fn a_head_and_its_loss_over_parts_of_the_vocabulary() {
+fn parallel_heads_match() {
     let (batch, steps) = (2, 12);
     for size in 1..=4 {
         ranks(size, |world| {
@@ -228,7 +228,7 @@ fn a_head_and_its_loss_over_parts_of_the_vocabulary() {
 }
 
 #[test]
-fn nothing_of_the_logits_travels() {
+fn does_not_communicate_logits() {
     let (rows, vocabulary) = (12, 96);
     counted(4, |world, counts| {
         for (label_smoothing, numbers) in [(0., 2), (0.1, 3)] {
@@ -241,22 +241,24 @@ fn nothing_of_the_logits_travels() {
             let options = CrossEntropyOptions { label_smoothing, ..Default::default() };
             counts.take();
             let loss = model.call(|head| linear_cross_entropy_with(&x, head.weight(), &targets, &options)).unwrap();
-            // Of each row the largest logit, then sums, of four bytes each.
+            // The largest logit of each row, then sums, of four bytes each.
             assert_eq!(counts.take(), [("all_reduce", 4 * rows), ("all_reduce", 4 * rows * numbers)]);
             model.backward(&loss).unwrap();
-            // The gradient of the hidden states; a rank has all of its own parameters.
+            // The gradient of the hidden states. Each rank has its parameters' gradients in full.
             assert_eq!(counts.take(), [("all_reduce", 4 * rows * WIDTH)]);
         }
     });
 }
 
 #[test]
-fn a_head_that_is_cut_along_its_inputs_is_refused() {
+fn refuses_row_parallel_heads() {
     ranks(2, |world| {
         let vars = parallel_vars(&world, &ParallelPlan::new().module("head", RowwiseParallel::default()));
         let model = build(&vars, DType::F32, |vb| nn::linear_no_bias(WIDTH, VOCABULARY, vb.pp("head")));
         let (x, targets) = (values(1, &[2, WIDTH], DType::F32), ids(2, &[2], VOCABULARY as u32));
-        let error = model.call(|head| nn::linear_cross_entropy(&x, head.weight(), &targets)).unwrap_err().to_string();
-        assert!(error.contains("along its inputs") && error.contains("VocabParallel"), "{error}");
+        refused(
+            model.call(|head| nn::linear_cross_entropy(&x, head.weight(), &targets)),
+            &["along its inputs", "VocabParallel"],
+        );
     });
 }

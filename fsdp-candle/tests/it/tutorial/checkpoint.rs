@@ -7,7 +7,7 @@ use fsdp_ckpt::{LoadOptions, MODEL, SaveState};
 use super::*;
 
 #[test]
-fn saved_by_two_ranks_and_loaded_by_others() {
+fn loads_at_other_world_sizes() {
     let root = tempfile::tempdir().unwrap();
     let dir = root.path().join("step-1");
     let args = ModelArgs::default();
@@ -17,16 +17,12 @@ fn saved_by_two_ranks_and_loaded_by_others() {
         let mut optim = adam(&vars)?;
         let x = randint(args.vocab_size, (4, 8), world.device())?;
         optim.step(&model.backward(&model.forward(&x)?.sum_all()?)?)?;
-        // tutorial: dcp.save
-        //> model_sd, optim_sd = get_state_dict(model, optim)
         let (model_sd, optim_sd) = get_state_dict(&vars, &optim, &StateDictOptions::default())?;
-        //> dcp.save({"model": model_sd, "optim": optim_sd}, checkpoint_id=dir)
         let mut tensors = model_sd.shards(MODEL);
         tensors.extend(optim_sd.shards("optim."));
         let values = optimizer_values(&optim);
         let state = SaveState { mesh: vars.mesh().layout().clone(), tensors, values };
         fsdp_ckpt::save(&dir, world.group(), &state)?;
-        // end
         parameters(&vars)
     });
     for world in on_worlds(&[1, 2, 4], |world| {
@@ -35,16 +31,11 @@ fn saved_by_two_ranks_and_loaded_by_others() {
         let model = sharded(&FullyShard::new(&vars), &vars, &args)?;
         let mut optim = adam(&vars)?;
         assert_ne!(parameters(&vars)?, saved[0][0]);
-        // tutorial: dcp.load
-        //> model_sd, optim_sd = get_state_dict(model, optim)
         let (model_sd, optim_sd) = get_state_dict(&vars, &optim, &StateDictOptions::default())?;
-        //> dcp.load({"model": model_sd, "optim": optim_sd}, checkpoint_id=dir)
         let source = fsdp_ckpt::open(&dir)?;
         model_sd.load(MODEL, &*source, &LoadOptions::default())?;
         optim_sd.load("optim.", &*source, &LoadOptions::default())?;
-        //> set_state_dict(model, optim, model_state_dict=model_sd, optim_state_dict=optim_sd)
         set_state_dict(&vars, &mut optim, &model_sd, &optim_sd, &StateDictOptions::default())?;
-        // end
         assert!(optim.states().iter().all(|state| state.step == 1));
         drop(model);
         parameters(&vars)

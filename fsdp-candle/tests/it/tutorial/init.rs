@@ -1,4 +1,4 @@
-//! Model initialization, and parameters that are DTensors.
+//! Model initialization and DTensor parameters.
 
 use super::*;
 use fsdp_candle::Placement::{Replicate, Shard};
@@ -8,31 +8,21 @@ fn layers_then_the_root() {
     on_worlds(&[1, 2, 4], |world| {
         let args = ModelArgs::default();
         let vars = vars(world)?;
-        // tutorial: Applying fully_shard on submodules
-        //> from torch.distributed.fsdp import fully_shard, FSDPModule
         use fsdp_candle::{FsdpModule, FullyShard, fully_shard};
-        //> model = Transformer()
         let (opts, vb) = (FullyShard::new(&vars), vars.builder(DType::F32));
         let mut layers = vec![];
-        //> for layer in model.layers:
         for i in 0..args.n_layers {
-            //>     fully_shard(layer)
             layers.push(fully_shard(&opts, vb.pp(format!("layers.{i}")), |vb| TransformerBlock::new(&args, vb))?);
         }
-        //> fully_shard(model)
         let model = fully_shard(&opts, vb, |vb| Transformer::new(&args, layers, vb))?;
-        //> assert isinstance(model, Transformer)
         let _: &Transformer<_> = model.inner();
-        //> assert isinstance(model, FSDPModule)
         let _: &FsdpModule<_> = &model;
-        //> print(model)
         println!("{model}");
-        // end
         let printed = model.to_string();
         for part in ["(root)", "layers.0", "layers.2", "tok_embeddings.weight [9, 8] F32 (S(0))"] {
             assert!(printed.contains(part), "no {part} in {printed}");
         }
-        // The root has what the layers left.
+        // The root has the parameters that no layer has.
         assert_eq!((model.params().len(), vars.params().len()), (5, 5 + 3 * 10));
         Ok(())
     });
@@ -43,22 +33,14 @@ fn parameters_are_dtensors() {
     on_worlds(&[1, 2, 4], |world| {
         let vars = vars(world)?;
         let model = sharded(&FullyShard::new(&vars), &vars, &ModelArgs::default())?;
-        // tutorial: model.parameters() as DTensor
-        //> from torch.distributed.tensor import DTensor
         use fsdp_candle::DTensor;
-        //> for param in model.parameters():
         for param in vars.params() {
             let param: DTensor = param.dtensor()?;
-            //>     assert isinstance(param, DTensor)
-            //>     assert param.placements == (Shard(0),)
             assert_eq!(param.placements(), [Shard(0)]);
-            //>     # inspect sharded parameters with param.to_local()
             println!("{:?} of {:?}", param.to_local().dims(), param.shape());
         }
-        //> optim = torch.optim.Adam(model.parameters(), lr=1e-2)
         let optim = Adam::new(vars.trainable(), AdamConfig { lr: 1e-2, ..AdamConfig::default() })?;
-        // end
-        // As `torch.chunk` cuts 9 rows.
+        // As `torch.chunk` splits 9 rows.
         let rows = [vec![9], vec![5, 4], vec![], vec![3, 3, 3, 0]][world.size() - 1][world.rank()];
         assert_eq!(vars.get("output.weight").unwrap().dtensor()?.to_local().dims(), [rows, 8]);
         assert_eq!(optim.states().len(), vars.params().len());
@@ -69,26 +51,18 @@ fn parameters_are_dtensors() {
 
 /// The mesh decides: 1-D shards, 2-D replicates and shards.
 #[test]
-fn one_dimension_shards_and_two_replicate_too() {
+fn two_dimensional_meshes_replicate() {
     on_worlds(&[2, 4], |world| {
         let args = ModelArgs::default();
         let n = world.size();
-        // tutorial: mesh
-        //> mesh_1d = init_device_mesh("cuda", (n,), mesh_dim_names=("dp_shard",))
         let mesh_1d = world.mesh(&[("dp_shard", n)])?;
-        //> mesh_2d = init_device_mesh("cuda", (2, n // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
         let mesh_2d = world.mesh(&[("dp_replicate", 2), ("dp_shard", n / 2)])?;
-        //> fully_shard(model, mesh=mesh_1d)
         let fsdp = ShardedVarMap::new(&mesh_1d, world.device());
         let model = sharded(&FullyShard::new(&fsdp), &fsdp, &args)?;
-        //> assert all(p.placements == (Shard(0),) for p in model.parameters())
         assert!(fsdp.params().iter().all(|p| p.placements() == [Shard(0)]));
-        //> fully_shard(hsdp_model, mesh=mesh_2d)
         let hsdp = ShardedVarMap::new(&mesh_2d, world.device());
         let hsdp_model = sharded(&FullyShard::new(&hsdp), &hsdp, &args)?;
-        //> assert all(p.placements == (Replicate(), Shard(0)) for p in hsdp_model.parameters())
         assert!(hsdp.params().iter().all(|p| p.placements() == [Replicate, Shard(0)]));
-        // end
         // Both train alike.
         let x = randint(args.vocab_size, (2, 8), world.device())?;
         for (vars, model) in [(&fsdp, &model), (&hsdp, &hsdp_model)] {

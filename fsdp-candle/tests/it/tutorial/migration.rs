@@ -17,57 +17,37 @@ type Grads = candle_core::backprop::GradStore;
 type Step = anyhow::Result<Parameters>;
 
 #[test]
-fn a_policy_becomes_calls_or_patterns() {
+fn wrap_policies_become_calls_or_patterns() {
     on_worlds(&[1, 2], |world| {
         let args = ModelArgs::default();
         let by_call = vars(world)?;
         let vb = by_call.builder(DType::F32);
-        // tutorial: New fully_shard() usage
-        //> with torch.device("meta"):
-        //>     model = Transformer()
         let opts = FullyShard::new(&by_call);
-        //> for module in model.modules():
         let mut layers = vec![];
         for i in 0..args.n_layers {
-            //>     if isinstance(module, TransformerBlock):
             let block = |vb| TransformerBlock::new(&args, vb);
-            //>         fully_shard(module)
             layers.push(fully_shard(&opts, vb.pp(format!("layers.{i}")), block)?);
         }
-        //> fully_shard(model)
         let model = fully_shard(&opts, vb, |vb| Transformer::new(&args, layers, vb))?;
-        //> for tensor in itertools.chain(model.parameters(), model.buffers()):
         for param in by_call.params() {
-            //>     assert tensor.device == torch.device("meta")
             assert!(!param.is_unsharded()); // there is no memory but the shards'
         }
-        //> # Initialize the model after sharding
-        //> model.to_empty(device="cuda")
-        //> model.reset_parameters()
         for (seed, param) in by_call.params().iter().enumerate() {
             let meta = param.dtensor()?;
             let (mesh, placements, device) = (meta.device_mesh(), meta.placements(), meta.device());
             let drawn = DTensor::randn(seed as u64, param.shape(), param.dtype(), device, mesh, placements)?;
             param.set_local(drawn.mul(0.1)?.to_local())?;
         }
-        // end
         let by_pattern = vars(world)?;
         let vb = by_pattern.builder(DType::F32);
-        // tutorial: Original FSDP() usage
-        //> from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-        //> with torch.device("meta"):
-        //>     model = Transformer()
-        //> policy = ModuleWrapPolicy({TransformerBlock})
         let policy = ["layers.*"];
-        //> model = FSDP(model, auto_wrap_policy=policy)
         let fsdp1 = shard(&FullyShard::new(&by_pattern).units(policy), vb, |vb| {
             let block = |i| TransformerBlock::new(&args, vb.pp(format!("layers.{i}")));
             Transformer::new(&args, (0..args.n_layers).map(block).collect::<Result<_, _>>()?, vb.clone())
         })?;
-        // end
         assert_eq!((model.units().len(), fsdp1.units().len()), (args.n_layers + 1, args.n_layers + 1));
         for param in by_pattern.params() {
-            // The values are the same on any mesh.
+            // The values are the same on every mesh.
             param.set_full(&by_call.get(param.name()).unwrap().dtensor()?.full_tensor()?)?;
         }
         let new = step(&by_call, &model, |loss| model.backward(loss))?;
@@ -78,7 +58,7 @@ fn a_policy_becomes_calls_or_patterns() {
     .for_each(|worlds| assert_eq!(worlds[0][0], worlds[1][0]));
 }
 
-/// Each keyword of FSDP1's, with what the guide says of it.
+/// Each keyword of FSDP1, with the guide's entry for it.
 #[test]
 fn keywords_become_options_and_methods() {
     on_worlds(&[2, 4], |world| {
@@ -90,54 +70,37 @@ fn keywords_become_options_and_methods() {
             outcomes.push(step(vars, &model, |loss| model.backward(loss))?);
             Ok(model)
         };
-        // tutorial: Migration Steps
         let vars_1d = ShardedVarMap::new(&world.mesh(&[("dp_shard", n)])?, world.device());
         let vars_2d = ShardedVarMap::new(&world.mesh(&[("replicate", 2), ("shard", n / 2)])?, world.device());
-        //> FULL_SHARD: reshard_after_forward=True
         let full_shard = FullyShard::new(&vars_1d).reshard_after_forward(Always);
-        //> HYBRID_SHARD: reshard_after_forward=True with a 2D device mesh
         let hybrid_shard = FullyShard::new(&vars_2d).reshard_after_forward(Always);
-        // end
         let model = train(&vars_1d, &full_shard)?;
         train(&vars_2d, &hybrid_shard)?;
         let vars_1d = ShardedVarMap::new(vars_1d.mesh(), world.device());
         let vars_2d = ShardedVarMap::new(vars_2d.mesh(), world.device());
-        // tutorial: Migration Steps, kept after forward
-        //> SHARD_GRAD_OP: reshard_after_forward=False
         let shard_grad_op = FullyShard::new(&vars_1d).reshard_after_forward(Never);
-        //> _HYBRID_SHARD_ZERO2: reshard_after_forward=False with a 2D device mesh
         let hybrid_shard_zero2 = FullyShard::new(&vars_2d).reshard_after_forward(Never);
-        // end
         train(&vars_1d, &shard_grad_op)?;
         train(&vars_2d, &hybrid_shard_zero2)?;
         let vars_1d = ShardedVarMap::new(vars_1d.mesh(), world.device());
-        // tutorial: Migration Steps, offload and precision
-        //> CPUOffload.offload_params = False: offload_policy=None
         let on_device = FullyShard::new(&vars_1d).offload_policy(OffloadPolicy::None);
-        //> CPUOffload.offload_params = True: offload_policy=CPUOffloadPolicy()
         let offloaded = on_device.clone().offload_policy(OffloadPolicy::Cpu { pin_memory: true });
-        //> cast_forward_inputs, cast_root_forward_inputs: cast_forward_inputs
-        //> output_dtype is a new config for fully_shard
         let policy = MixedPrecisionPolicy {
             cast_forward_inputs: true,
             output_dtype: Some(DType::F32),
             ..MixedPrecisionPolicy::default()
         };
         let offloaded = offloaded.mp_policy(policy);
-        // end
         train(&vars_1d, &offloaded)?;
         assert!(outcomes.windows(2).all(|two| two[0] == two[1]), "an option changed what is computed");
 
-        // Accumulation: two backwards, of which the second communicates.
+        // Accumulation: two backwards, and only the second communicates.
         let x = randint(args.vocab_size, (2, 8), world.device())?;
         let at_once = model.backward(&model.forward(&x)?.sum_all()?)?;
-        // tutorial: no_sync
-        //> no_sync(): set_requires_gradient_sync
         model.set_requires_gradient_sync(false, Recurse::Yes);
         let none = model.backward(&model.forward(&x)?.sum_all()?)?;
         model.set_requires_gradient_sync(true, Recurse::Yes);
         let grads = model.backward(&model.forward(&x)?.sum_all()?)?;
-        // end
         for param in model.params() {
             assert!(param.grad(&none)?.is_none());
             let twice = param.grad(&at_once)?.unwrap().mul(2.)?.sub(&param.grad(&grads)?.unwrap())?;

@@ -1,7 +1,5 @@
-//! The tutorials of FSDP2, line by line: what PyTorch's users write, and the same in Rust.
-//!
-//! Between `// tutorial: NAME` and `// end` stand lines of PyTorch's (`//>`) with ours below them. docs/tutorial.md
-//! shows both side by side; the test `tutorial` of the workspace holds it against these files.
+//! The Rust code of docs/tutorial.md, which shows it beside that of PyTorch's FSDP2 tutorials. The test `tutorial` of
+//! the workspace checks that these files contain every code block of the document.
 
 mod checkpoint;
 mod contract;
@@ -19,7 +17,7 @@ use model::{ModelArgs, Transformer, TransformerBlock};
 
 type Sharded = FsdpModule<Transformer<FsdpModule<TransformerBlock>>>;
 
-/// Runs a transcription on each rank of worlds of these sizes; what the ranks return, world by world.
+/// Runs a transcription on each rank of worlds of these sizes, and returns the ranks' results by world.
 fn on_worlds<T: Send>(sizes: &[usize], f: impl Fn(&World) -> anyhow::Result<T> + Sync) -> Vec<Vec<T>> {
     sizes.iter().map(|&size| ranks(size, |world| f(&world).unwrap_or_else(|error| panic!("{error:?}")))).collect()
 }
@@ -40,7 +38,7 @@ fn adam(vars: &ShardedVarMap) -> anyhow::Result<Adam> {
     Ok(Adam::new(vars.trainable(), AdamConfig { lr: 1e-2, ..AdamConfig::default() })?)
 }
 
-/// Whole numbers below `high` that look random: the same on every rank, so that worlds of different sizes train alike.
+/// Pseudo-random integers below `high`, the same on every rank, so that worlds of all sizes train alike.
 fn randint(high: usize, shape: (usize, usize), device: &Device) -> candle_core::Result<Tensor> {
     let tokens: Vec<u32> = (0..shape.0 * shape.1).map(|at| (at * 7919 % 104_729 % high) as u32).collect();
     Tensor::from_vec(tokens, shape, device)
@@ -48,7 +46,7 @@ fn randint(high: usize, shape: (usize, usize), device: &Device) -> candle_core::
 
 type Parameters = Vec<(String, Vec<f32>)>;
 
-/// Every parameter's whole values, by name.
+/// Every full parameter, by name.
 fn parameters(vars: &ShardedVarMap) -> anyhow::Result<Parameters> {
     let full = |param: &fsdp_candle::FsdpParam| -> anyhow::Result<_> {
         let full = param.dtensor()?.full_tensor()?.flatten_all()?;

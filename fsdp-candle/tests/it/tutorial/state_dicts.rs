@@ -1,4 +1,4 @@
-//! State dicts with DTensor APIs, and with DCP's.
+//! State dicts by the DTensor APIs and by the DCP APIs.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -27,72 +27,36 @@ fn trained(world: &World, steps: usize) -> anyhow::Result<(ShardedVarMap, Sharde
 }
 
 fn save_with_dtensor_apis(world: &World, vars: &ShardedVarMap, path: &Path) -> anyhow::Result<()> {
-    // tutorial: Saving state dicts with DTensor APIs
-    //> sharded_sd = model.state_dict()
     let sharded_sd = get_model_state_dict(vars, &StateDictOptions::default())?;
-    //> cpu_state_dict = {}
     let mut cpu_state_dict = HashMap::new();
-    //> for param_name, sharded_param in sharded_sd.items():
     for (param_name, sharded_param) in sharded_sd.tensors {
-        //>     full_param = sharded_param.full_tensor()
         let full_param = sharded_param.dtensor()?.context("a parameter is sharded")?.full_tensor()?;
-        //>     if torch.distributed.get_rank() == 0:
         if world.rank() == 0 {
-            //>         cpu_state_dict[param_name] = full_param.cpu()
             cpu_state_dict.insert(param_name, full_param.to_device(&Device::Cpu)?);
-        //>     else:
         } else {
-            //>         del full_param
             drop(full_param);
         }
     }
     if world.rank() == 0 {
-        //> torch.save(cpu_state_dict, "checkpoints/model_state_dict.pt")
         safetensors::save(&cpu_state_dict, path)?;
     }
-    // end
-    // Others go on to read it.
+    // Other tests read it afterwards.
     world.group().barrier().wait()?;
     Ok(())
 }
 
 fn load_with_dtensor_apis(vars: &ShardedVarMap, path: &Path) -> anyhow::Result<()> {
-    // tutorial: Loading state dicts with DTensor APIs
-    //> from torch.distributed.tensor import distribute_tensor
     use fsdp_candle::distribute_tensor;
-    //> # mmap=True reduces CPU memory usage
-    //> full_sd = torch.load(
-    //>     "checkpoints/model_state_dict.pt",
-    //>     mmap=True,
-    //>     weights_only=True,
-    //>     map_location='cpu',
-    //> )
     let full_sd: BTreeMap<_, _> = safetensors::load(path, &Device::Cpu)?.into_iter().collect();
-    //> meta_sharded_sd = model.state_dict()
     let meta_sharded_sd = get_model_state_dict(vars, &StateDictOptions::default())?;
-    //> sharded_sd = {}
     let mut sharded_sd = StateDict::default();
-    //> for param_name, full_tensor in full_sd.items():
     for (param_name, full_tensor) in full_sd {
-        //>     sharded_meta_param = meta_sharded_sd.get(param_name)
         let sharded_meta_param = meta_sharded_sd.tensors[&param_name].dtensor()?.context("a parameter is sharded")?;
-        //>     sharded_tensor = distribute_tensor(
-        let sharded_tensor = distribute_tensor(
-            //>         full_tensor,
-            &full_tensor,
-            //>         sharded_meta_param.device_mesh,
-            sharded_meta_param.device_mesh(),
-            //>         sharded_meta_param.placements,
-            sharded_meta_param.placements(),
-            //>     )
-        )?;
-        //>     sharded_sd[param_name] = nn.Parameter(sharded_tensor)
+        let sharded_tensor =
+            distribute_tensor(&full_tensor, sharded_meta_param.device_mesh(), sharded_meta_param.placements())?;
         sharded_sd.tensors.insert(param_name, StateTensor::of(&sharded_tensor)?);
     }
-    //> # `assign=True` since we cannot call `copy_` on meta tensor
-    //> model.load_state_dict(sharded_sd, assign=True)
     set_model_state_dict(vars, &sharded_sd, &StateDictOptions::default())?;
-    // end
     Ok(())
 }
 
@@ -122,23 +86,16 @@ fn with_dtensor_apis() {
 
 /// "Optimizer state dict works similarly."
 #[test]
-fn an_optimizers_with_dtensor_apis() {
+fn optimizer_state_with_dtensor_apis() {
     let saved = on_worlds(&[2], |world| {
         let (vars, _model, optim) = trained(world, 2)?;
         let mut full = BTreeMap::new();
-        // tutorial: Saving an optimizer's state with DTensor APIs
-        //> sharded_sd = optim.state_dict()
         let sharded_sd = get_optimizer_state_dict(&vars, &optim, &StateDictOptions::default())?;
-        //> for param_name, state in sharded_sd["state"].items():
-        //>     for state_name, value in state.items():
         for (state_name, value) in &sharded_sd.tensors {
-            //>         if isinstance(value, DTensor):
             if let Some(value) = value.dtensor()? {
-                //>             full[param_name, state_name] = value.full_tensor()
                 full.insert(state_name.clone(), value.full_tensor()?.flatten_all()?.to_vec1::<f32>()?);
             }
         }
-        // end
         Ok((full, sharded_sd.values))
     });
     let (moments, values) = &saved[0][0];
@@ -177,69 +134,39 @@ fn with_dcp_apis() {
     let saved = on_worlds(&[2], |world| {
         let (vars, model, _) = trained(world, 1)?;
         let _ = &model;
-        // tutorial: Saving state dicts with DCP APIs
-        //> from torch.distributed.checkpoint.state_dict import get_model_state_dict
         use fsdp_candle::get_model_state_dict;
-        //> model_state_dict = get_model_state_dict(
         let model_state_dict = get_model_state_dict(
-            //>     model=model,
             &vars,
-            //>     options=StateDictOptions(
-            &StateDictOptions {
-                //>         full_state_dict=True,
-                full_state_dict: true,
-                //>         cpu_offload=True,
-                cpu_offload: true,
-                //>     )
-                ..StateDictOptions::default()
-            },
-            //> )
+            &StateDictOptions { full_state_dict: true, cpu_offload: true, ..StateDictOptions::default() },
         )?;
-        //> torch.save(model_state_dict, "model_state_dict.pt")
         if world.rank() == 0 {
             let tensors: HashMap<_, _> = model_state_dict.tensors.into_iter().map(|(k, v)| (k, v.tensor)).collect();
             safetensors::save(&tensors, &path)?;
         }
-        // end
         parameters(&vars)
     });
     for world in on_worlds(&[1, 2, 4], |world| {
         let (vars, _model, _) = trained(world, 0)?;
-        // Rank 0 alone has it.
+        // Only rank 0 has it.
         let full_sd = match world.rank() {
             0 => safetensors::load(&path, &Device::Cpu)?,
             _ => HashMap::new(),
         };
         let tensors = full_sd.into_iter().map(|(name, tensor)| (name, StateTensor::whole(tensor))).collect();
         let full_sd = StateDict { tensors, ..StateDict::default() };
-        // tutorial: Loading state dicts with DCP APIs
-        //> from torch.distributed.checkpoint.state_dict import set_model_state_dict
         use fsdp_candle::set_model_state_dict;
-        //> set_model_state_dict(
         set_model_state_dict(
-            //>     model=model,
             &vars,
-            //>     model_state_dict=full_sd,
             &full_sd,
-            //>     options=StateDictOptions(
-            &StateDictOptions {
-                //>         full_state_dict=True,
-                full_state_dict: true,
-                //>         broadcast_from_rank0=True,
-                broadcast_from_rank0: true,
-                //>     ),
-                ..StateDictOptions::default()
-            },
-            //> )
+            &StateDictOptions { full_state_dict: true, broadcast_from_rank0: true, ..StateDictOptions::default() },
         )?;
-        // end
         parameters(&vars)
     }) {
         assert!(world.iter().all(|loaded| *loaded == saved[0][0]));
     }
 }
 
-/// Model and optimizer at once: `get_state_dict` and `set_state_dict`.
+/// Model and optimizer together: `get_state_dict` and `set_state_dict`.
 #[test]
 fn of_model_and_optimizer_at_once() {
     let full = StateDictOptions { full_state_dict: true, ..StateDictOptions::default() };

@@ -5,8 +5,8 @@ use candle_core::Module;
 use super::*;
 use fsdp_candle::{MixedPrecisionPolicy, NormType, OffloadPolicy, clip_grad_norm};
 
-/// What a loop leaves, the same on every rank, and in worlds of all sizes: each rank trains on the same tokens, and the
-/// mean of equal gradients over a power of two ranks is that gradient to the bit.
+/// The result of a training loop, which is the same on every rank and for every world size: all ranks train on the same
+/// tokens, and the mean of equal gradients over a power of two ranks is exact.
 fn all_alike(worlds: Vec<Vec<Parameters>>) {
     let first = &worlds[0][0];
     for world in &worlds {
@@ -23,21 +23,13 @@ fn implicit_prefetching() {
         let mut optim = adam(&vars)?;
         let before = parameters(&vars)?;
         let (epochs, vocab_size, batch_size, seq_len, device) = (3, args.vocab_size, 4, 8, world.device());
-        // tutorial: Forward/Backward with Prefetching
-        //> for _ in range(epochs):
         for _ in 0..epochs {
-            //>     x = torch.randint(0, vocab_size, (batch_size, seq_len), device=device)
             let x = randint(vocab_size, (batch_size, seq_len), device)?;
-            //>     loss = model(x).sum()
             let loss = model.forward(&x)?.sum_all()?;
-            //>     loss.backward()
             let grads = model.backward(&loss)?;
-            //>     optim.step()
             optim.step(&grads)?;
-            //>     optim.zero_grad()
             drop(grads);
         }
-        // end
         let after = parameters(&vars)?;
         assert!(before.iter().zip(&after).all(|(before, after)| before != after), "a parameter was not trained");
         Ok(after)
@@ -60,61 +52,34 @@ fn explicit_prefetching() {
             }
             return parameters(&vars);
         }
-        // tutorial: Explicit Prefetching
-        //> num_to_forward_prefetch = 2
         let num_to_forward_prefetch = 2;
         let layers = &model.inner().layers;
-        //> for i, layer in enumerate(model.layers):
         for (i, layer) in layers.iter().enumerate() {
-            //>     if i >= len(model.layers) - num_to_forward_prefetch:
             if i >= layers.len() - num_to_forward_prefetch {
-                //>         break
                 break;
             }
-            //>     layers_to_prefetch = [
-            //>         model.layers[i + j] for j in range(1, num_to_forward_prefetch + 1)
-            //>     ]
             let layers_to_prefetch: Vec<_> = (1..=num_to_forward_prefetch).map(|j| layers[i + j].unit()).collect();
-            //>     layer.set_modules_to_forward_prefetch(layers_to_prefetch)
             layer.set_modules_to_forward_prefetch(&layers_to_prefetch);
         }
-        //> num_to_backward_prefetch = 2
         let num_to_backward_prefetch = 2;
-        //> for i, layer in enumerate(model.layers):
         for (i, layer) in layers.iter().enumerate() {
-            //>     if i < num_to_backward_prefetch:
             if i < num_to_backward_prefetch {
-                //>         continue
                 continue;
             }
-            //>     layers_to_prefetch = [
-            //>         model.layers[i - j] for j in range(1, num_to_backward_prefetch + 1)
-            //>     ]
             let layers_to_prefetch: Vec<_> = (1..=num_to_backward_prefetch).map(|j| layers[i - j].unit()).collect();
-            //>     layer.set_modules_to_backward_prefetch(layers_to_prefetch)
             layer.set_modules_to_backward_prefetch(&layers_to_prefetch);
         }
-        //> for _ in range(epochs):
         for _ in 0..epochs {
-            //>     # trigger 1st all-gather earlier
-            //>     # this overlaps all-gather with any computation before model(x)
-            //>     model.unshard()
             let _gathering = model.unshard_async()?;
-            //>     x = torch.randint(0, vocab_size, (batch_size, seq_len), device=device)
             let x = randint(vocab_size, (batch_size, seq_len), device)?;
-            //>     loss = model(x).sum()
             let loss = model.forward(&x)?.sum_all()?;
-            //>     loss.backward()
             let grads = model.backward(&loss)?;
-            //>     optim.step()
             optim.step(&grads)?;
-            //>     optim.zero_grad()
             drop(grads);
         }
-        // end
         parameters(&vars)
     };
-    // When units are gathered changes no number.
+    // Prefetching changes no number.
     let mut worlds = on_worlds(&[1, 2], |world| run(world, true));
     worlds.extend(on_worlds(&[2], |world| run(world, false)));
     all_alike(worlds);
@@ -126,51 +91,26 @@ fn mixed_precision() {
         let model_args = ModelArgs::default();
         let vars = vars(world)?;
         let vb = vars.builder(DType::F32);
-        // tutorial: Enabling Mixed Precision
-        //> model = Transformer(model_args)
-        //> fsdp_kwargs = {
-        let fsdp_kwargs = FullyShard::new(&vars)
-            //>     "mp_policy": MixedPrecisionPolicy(
-            .mp_policy(MixedPrecisionPolicy {
-                //>         param_dtype=torch.bfloat16,
-                param_dtype: Some(DType::BF16),
-                //>         reduce_dtype=torch.float32,
-                reduce_dtype: Some(DType::F32),
-                //>     )
-                ..MixedPrecisionPolicy::default()
-            });
-        //> }
+        let fsdp_kwargs = FullyShard::new(&vars).mp_policy(MixedPrecisionPolicy {
+            param_dtype: Some(DType::BF16),
+            reduce_dtype: Some(DType::F32),
+            ..MixedPrecisionPolicy::default()
+        });
         let mut layers = vec![];
-        //> for layer in model.layers:
         for i in 0..model_args.n_layers {
-            //>     fully_shard(layer, **fsdp_kwargs)
             let layer = |vb| TransformerBlock::new(&model_args, vb);
             layers.push(fully_shard(&fsdp_kwargs, vb.pp(format!("layers.{i}")), layer)?);
         }
-        //> fully_shard(model, **fsdp_kwargs)
         let model = fully_shard(&fsdp_kwargs, vb, |vb| Transformer::new(&model_args, layers, vb))?;
-        //> # sharded parameters are float32
-        //> for param in model.parameters():
         for param in vars.params() {
-            //>     assert param.dtype == torch.float32
             assert_eq!(param.dtype(), DType::F32);
         }
-        //> # unsharded parameters are bfloat16
-        //> model.unshard()
         model.unshard()?;
-        //> for param in model.parameters(recurse=False):
         for param in model.params() {
-            //>     assert param.dtype == torch.bfloat16
             assert!(param.is_unsharded() && param.compute_dtype() == DType::BF16);
         }
-        //> model.reshard()
         model.reshard()?;
-        //> # optimizer states are in float32
-        //> optim = torch.optim.Adam(model.parameters(), lr=1e-2)
         let mut optim = Adam::new(vars.trainable(), AdamConfig { lr: 1e-2, ..AdamConfig::default() })?;
-        //> # training loop
-        //> # ...
-        // end
         let x = randint(model_args.vocab_size, (4, 8), world.device())?;
         let logits = model.forward(&x)?;
         assert_eq!(logits.dtype(), DType::BF16);
@@ -195,27 +135,16 @@ fn clipping() {
         let model = sharded(&FullyShard::new(&vars), &vars, &args)?;
         let (epochs, vocab_size, batch_size, seq_len, device) = (2, args.vocab_size, 4, 8, world.device());
         let max_norm = 0.5;
-        // tutorial: Gradient Clipping and Optimizer with DTensor
-        //> # optim is constructed base on DTensor model parameters
-        //> optim = torch.optim.Adam(model.parameters(), lr=1e-2)
         let mut optim = Adam::new(vars.trainable(), AdamConfig { lr: 1e-2, ..AdamConfig::default() })?;
-        //> for _ in range(epochs):
         for _ in 0..epochs {
-            //>     x = torch.randint(0, vocab_size, (batch_size, seq_len), device=device)
             let x = randint(vocab_size, (batch_size, seq_len), device)?;
-            //>     loss = model(x).sum()
             let loss = model.forward(&x)?.sum_all()?;
-            //>     loss.backward()
             let mut grads = model.backward(&loss)?;
-            //>     torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=max_norm)
             clip_grad_norm(&vars, &mut grads, max_norm)?;
-            //>     optim.step()
             optim.step(&grads)?;
-            //>     optim.zero_grad()
             drop(grads);
         }
-        // end
-        // The norm, from the gradients as DTensors.
+        // The norm of the gradients as DTensors.
         let x = randint(vocab_size, (batch_size, seq_len), device)?;
         let mut grads = model.backward(&model.forward(&x)?.sum_all()?)?;
         let before = fsdp_candle::grad_norm(&vars, &grads)?;
@@ -226,7 +155,7 @@ fn clipping() {
             squares += grad.norm(NormType::Two)?.full_tensor()?.to_scalar::<f32>()?.powi(2);
         }
         assert!(before > max_norm && (f64::from(squares.sqrt()) - max_norm).abs() < 1e-5, "{before} {squares}");
-        // Sums over different shards are not the same to the bit.
+        // Sums over different shards differ in the last bits.
         Ok(vec![])
     }));
 }
@@ -236,18 +165,11 @@ fn offload() {
     all_alike(on_worlds(&[1, 2], |world| {
         let args = ModelArgs::default();
         let vars = vars(world)?;
-        // tutorial: CPU offload
-        //> for layer in model.layers:
-        //>     fully_shard(layer, offload_policy=CPUOffloadPolicy())
-        //> fully_shard(model, offload_policy=CPUOffloadPolicy())
         let opts = FullyShard::new(&vars).offload_policy(OffloadPolicy::Cpu { pin_memory: true });
         let model = sharded(&opts, &vars, &args)?;
-        //> for param in model.parameters():
         for param in vars.params() {
-            //>     assert param.device == torch.device("cpu")
             assert!(param.dtensor()?.device().is_cpu());
         }
-        // end
         let mut optim = adam(&vars)?;
         let x = randint(args.vocab_size, (4, 8), world.device())?;
         for _ in 0..2 {
@@ -257,7 +179,7 @@ fn offload() {
             }
             optim.step(&grads)?;
         }
-        // A host DTensor moves over a mesh of devices as well.
+        // A host DTensor can be redistributed over a mesh of devices.
         parameters(&vars)
     }));
 }

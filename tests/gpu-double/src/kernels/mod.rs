@@ -1,32 +1,37 @@
 //! Modules, kernels and launches of the driver.
 //!
-//! A module is a host library that the stand-in `nvcc` or NVRTC made of a CUDA source. The descriptions of its kernels
+//! A module is a host library that the stand-in `nvcc` or NVRTC made from a CUDA source. The descriptions of its kernels
 //! come from their C++ signatures: a pointer to const is memory that is read, any other pointer memory that is written.
+//! Limits are those of compute capability 9.0.
 #![allow(non_snake_case, reason = "the names of CUDA's driver")]
 
 use std::{
     collections::BTreeMap,
     ffi::{CStr, c_char, c_int, c_uint, c_void},
-    sync::{Mutex, PoisonError, atomic::Ordering},
+    sync::{
+        Mutex, OnceLock, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
-mod launch;
-pub(crate) mod library;
-mod limits;
+mod library;
 #[cfg(test)]
 mod tests;
 
-use self::{
-    launch::Shape,
-    library::{Image, Kernel},
+use crate::{
+    machine::Settings,
+    report,
+    status::{INVALID_HANDLE, INVALID_VALUE, NOT_SUPPORTED, SUCCESS},
+    streams::{self, Operation, Progress},
 };
-use crate::status::{INVALID_HANDLE, INVALID_VALUE, NOT_SUPPORTED, SUCCESS};
+pub(crate) use library::{Image, open};
+use library::{Kernel, Launch};
 
 const INVALID_IMAGE: c_int = 200;
 const FILE_NOT_FOUND: c_int = 301;
 const NOT_FOUND: c_int = 500;
 
-/// Modules and kernels, by the numbers that the program has for them.
+/// Modules and kernels by their handles.
 #[derive(Default)]
 struct Handles {
     modules: BTreeMap<usize, Image>,
@@ -40,7 +45,7 @@ fn with<T>(f: impl FnOnce(&mut Handles) -> T) -> T {
     f(HANDLES.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(Handles::default))
 }
 
-/// What CUDA has only a number for, in words.
+/// Prints the reason for a status.
 fn refuse(status: c_int, why: &str) -> c_int {
     eprintln!("gpu double: {why}");
     status
@@ -55,13 +60,13 @@ fn answer(result: Result<c_int, c_int>) -> c_int {
 }
 
 fn load(module: *mut *mut c_void, image: &str) -> c_int {
-    match library::open(image) {
+    match open(image) {
         Err(why) => refuse(INVALID_IMAGE, &why),
         Ok(image) => with(|handles| {
             handles.modules_made += 1;
             let handle = 0x4d00_0000 + handles.modules_made;
             handles.modules.insert(handle, image);
-            // SAFETY: the caller gives a place for a module.
+            // SAFETY: the caller passes a pointer to a module.
             unsafe { *module = handle as *mut c_void };
             SUCCESS
         }),
@@ -70,7 +75,7 @@ fn load(module: *mut *mut c_void, image: &str) -> c_int {
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuModuleLoadData(module: *mut *mut c_void, image: *const c_void) -> c_int {
-    // SAFETY: an image is a text that ends with a zero.
+    // SAFETY: an image is a string that ends with 0.
     let image = unsafe { CStr::from_ptr(image.cast()) };
     image.to_str().map_or(INVALID_IMAGE, |image| load(module, image))
 }
@@ -89,7 +94,7 @@ unsafe extern "C" fn cuModuleLoadDataEx(
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuModuleLoad(module: *mut *mut c_void, path: *const c_char) -> c_int {
-    // SAFETY: a path that ends with a zero.
+    // SAFETY: the caller passes a string that ends with 0.
     let path = unsafe { CStr::from_ptr(path) }.to_string_lossy();
     match std::fs::read_to_string(path.as_ref()) {
         Err(error) => refuse(FILE_NOT_FOUND, &format!("the module {path}: {error}")),
@@ -105,18 +110,21 @@ extern "C" fn cuModuleUnload(module: *mut c_void) -> c_int {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuModuleGetFunction(out: *mut *mut c_void, module: *mut c_void, name: *const c_char) -> c_int {
     let Some(image) = with(|handles| handles.modules.get(&(module as usize)).cloned()) else { return INVALID_HANDLE };
-    // SAFETY: a name that ends with a zero.
+    // SAFETY: the caller passes a string that ends with 0.
     let name = unsafe { CStr::from_ptr(name) }.to_string_lossy();
     let kernels = match image {
-        Image::Missing(why) => return refuse(NOT_FOUND, &format!("there is no kernel {name}: {why}")),
+        Image::Missing(why) => return refuse(NOT_FOUND, &format!("kernel {name} is missing: {why}")),
         Image::Kernels(kernels) => kernels,
     };
     let Some(kernel) = kernels.get(name.as_ref()).copied() else {
-        return refuse(NOT_FOUND, &format!("the module has no kernel {name}: it is no `extern \"C\" __global__ void`"));
+        return refuse(
+            NOT_FOUND,
+            &format!("the module has no kernel {name}: it must be an `extern \"C\" __global__ void` function"),
+        );
     };
     let handle = std::ptr::from_ref(kernel) as usize;
     with(|handles| handles.kernels.insert(handle, kernel));
-    // SAFETY: the caller gives a place for a function.
+    // SAFETY: the caller passes a pointer to a function.
     unsafe { *out = handle as *mut c_void };
     SUCCESS
 }
@@ -135,7 +143,7 @@ const PREFERRED_SHARED_MEMORY_CARVEOUT: c_int = 9;
 unsafe extern "C" fn cuFuncGetAttribute(value: *mut c_int, attribute: c_int, function: *mut c_void) -> c_int {
     answer(kernel(function).map(|kernel| {
         let known = match attribute {
-            MAX_THREADS_PER_BLOCK => limits::THREADS as c_int,
+            MAX_THREADS_PER_BLOCK => THREADS as c_int,
             CONST_SIZE_BYTES | LOCAL_SIZE_BYTES => 0,
             NUM_REGS => 32,
             PTX_VERSION | BINARY_VERSION => 90,
@@ -143,7 +151,7 @@ unsafe extern "C" fn cuFuncGetAttribute(value: *mut c_int, attribute: c_int, fun
             PREFERRED_SHARED_MEMORY_CARVEOUT => -1,
             _ => return refuse(NOT_SUPPORTED, &format!("attribute {attribute} of kernels is not known here")),
         };
-        // SAFETY: the caller gives a place for the value.
+        // SAFETY: the caller passes a pointer to the value.
         unsafe { *value = known };
         SUCCESS
     }))
@@ -153,7 +161,7 @@ unsafe extern "C" fn cuFuncGetAttribute(value: *mut c_int, attribute: c_int, fun
 extern "C" fn cuFuncSetAttribute(function: *mut c_void, attribute: c_int, value: c_int) -> c_int {
     answer(kernel(function).map(|kernel| match attribute {
         MAX_DYNAMIC_SHARED_SIZE_BYTES => match u32::try_from(value) {
-            Ok(bytes) if bytes <= limits::MOST_SHARED_BYTES => {
+            Ok(bytes) if bytes <= MOST_SHARED_BYTES => {
                 kernel.most_shared.store(bytes, Ordering::Relaxed);
                 SUCCESS
             }
@@ -176,7 +184,7 @@ unsafe extern "C" fn cuOccupancyMaxActiveBlocksPerMultiprocessor(
     threads: c_int,
     shared: usize,
 ) -> c_int {
-    // SAFETY: the caller gives a place for the number.
+    // SAFETY: the caller passes a pointer to the number.
     unsafe { cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(blocks, function, threads, shared, 0) }
 }
 
@@ -189,12 +197,12 @@ unsafe extern "C" fn cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(
     _flags: c_uint,
 ) -> c_int {
     answer(kernel(function).map(|_| {
-        if threads < 1 || threads as u32 > limits::THREADS {
+        if threads < 1 || threads as u32 > THREADS {
             return INVALID_VALUE;
         }
         let shared = u32::try_from(shared).unwrap_or(u32::MAX / 2);
-        // SAFETY: the caller gives a place for the number.
-        unsafe { *blocks = limits::blocks_at_once(threads as u32, shared) as c_int };
+        // SAFETY: the caller passes a pointer to the number.
+        unsafe { *blocks = blocks_at_once(threads as u32, shared) as c_int };
         SUCCESS
     }))
 }
@@ -207,16 +215,16 @@ unsafe extern "C" fn cuOccupancyAvailableDynamicSMemPerBlock(
     threads: c_int,
 ) -> c_int {
     answer(kernel(function).map(|_| {
-        if blocks < 1 || threads < 1 || limits::blocks_at_once(threads as u32, 0) < blocks as u32 {
+        if blocks < 1 || threads < 1 || blocks_at_once(threads as u32, 0) < blocks as u32 {
             return INVALID_VALUE;
         }
-        // SAFETY: the caller gives a place for the number.
-        unsafe { *bytes = limits::shared_for(blocks as u32) as usize };
+        // SAFETY: the caller passes a pointer to the number.
+        unsafe { *bytes = shared_for(blocks as u32) as usize };
         SUCCESS
     }))
 }
 
-/// Bytes of dynamic shared memory for a block of so many threads.
+/// Returns the bytes of dynamic shared memory for a block of as many threads.
 type SharedBytes = Option<extern "C" fn(c_int) -> usize>;
 
 #[unsafe(no_mangle)]
@@ -228,7 +236,7 @@ unsafe extern "C" fn cuOccupancyMaxPotentialBlockSize(
     shared: usize,
     limit: c_int,
 ) -> c_int {
-    // SAFETY: the caller gives places for both numbers.
+    // SAFETY: the caller passes pointers to both numbers.
     unsafe { cuOccupancyMaxPotentialBlockSizeWithFlags(grid, block, function, shared_for, shared, limit, 0) }
 }
 
@@ -243,18 +251,18 @@ unsafe extern "C" fn cuOccupancyMaxPotentialBlockSizeWithFlags(
     _flags: c_uint,
 ) -> c_int {
     answer(kernel(function).map(|_| {
-        let most = if limit > 0 { limits::THREADS.min(limit as u32) } else { limits::THREADS };
+        let most = if limit > 0 { THREADS.min(limit as u32) } else { THREADS };
         let at_once = |threads: u32| {
             let shared = shared_for.map_or(shared, |bytes| bytes(threads as c_int));
-            limits::blocks_at_once(threads, u32::try_from(shared).unwrap_or(u32::MAX / 2))
+            blocks_at_once(threads, u32::try_from(shared).unwrap_or(u32::MAX / 2))
         };
-        // The largest of the blocks with which most threads run at once.
+        // The largest block size with which most threads run at once.
         let candidates = (32..=most).step_by(32).chain([most]);
         let best = candidates.max_by_key(|threads| at_once(*threads) * threads).unwrap_or(most);
-        // SAFETY: the caller gives places for both numbers.
+        // SAFETY: the caller passes pointers to both numbers.
         unsafe {
             *block = best as c_int;
-            *grid = (at_once(best) * limits::MULTIPROCESSORS) as c_int;
+            *grid = (at_once(best) * MULTIPROCESSORS) as c_int;
         }
         SUCCESS
     }))
@@ -280,12 +288,12 @@ unsafe extern "C" fn cuLaunchKernel(
     }
     let shape = Shape { grid: [grid_x, grid_y, grid_z], block: [block_x, block_y, block_z], shared_bytes };
     answer(kernel(function).map(|kernel| {
-        // SAFETY: the caller gives the kernel's parameters.
-        unsafe { launch::launch(kernel, shape, stream, parameters) }.unwrap_or_else(|why| refuse(INVALID_VALUE, &why))
+        // SAFETY: the caller passes the kernel's parameters.
+        unsafe { launch(kernel, shape, stream, parameters) }.unwrap_or_else(|why| refuse(INVALID_VALUE, &why))
     }))
 }
 
-/// The same: there is no barrier of the whole grid in the headers of this double.
+/// Calls [`cuLaunchKernel`], because the double's headers have no grid barrier.
 #[unsafe(no_mangle)]
 #[allow(clippy::too_many_arguments, reason = "CUDA's")]
 unsafe extern "C" fn cuLaunchCooperativeKernel(
@@ -301,7 +309,7 @@ unsafe extern "C" fn cuLaunchCooperativeKernel(
     parameters: *mut *mut c_void,
 ) -> c_int {
     let none = std::ptr::null_mut();
-    // SAFETY: the caller gives the kernel's parameters.
+    // SAFETY: the caller passes the kernel's parameters.
     unsafe {
         cuLaunchKernel(
             function,
@@ -317,4 +325,118 @@ unsafe extern "C" fn cuLaunchCooperativeKernel(
             none,
         )
     }
+}
+
+/// The dimensions of a launch.
+#[derive(Clone, Copy)]
+struct Shape {
+    grid: [u32; 3],
+    block: [u32; 3],
+    shared_bytes: u32,
+}
+
+/// Returns the operation of a launch. It copies the parameters now, and runs the kernel when the stream reaches it. The
+/// error names a limit that the launch exceeds.
+///
+/// `parameters` points to one pointer for each of the kernel's parameters, and these to values of their types.
+unsafe fn operation(kernel: &'static Kernel, shape: Shape, parameters: *mut *mut c_void) -> Result<Operation, String> {
+    let most = kernel.most_shared.load(Ordering::Relaxed);
+    if let Some(why) = refusal(shape.grid, shape.block, shape.shared_bytes, most) {
+        return Err(format!("a launch of kernel {} asks for {why}", kernel.name));
+    }
+    if parameters.is_null() && !kernel.sizes.is_empty() {
+        return Err(format!("a launch of kernel {} gives none of its {} parameters", kernel.name, kernel.sizes.len()));
+    }
+    let copy = |(index, size): (usize, &usize)| {
+        let mut bytes = vec![0; *size].into_boxed_slice();
+        // SAFETY: the caller passes a value of this size.
+        unsafe { (*parameters.add(index)).cast::<u8>().copy_to_nonoverlapping(bytes.as_mut_ptr(), *size) };
+        bytes
+    };
+    let mut values: Vec<_> = kernel.sizes.iter().enumerate().map(copy).collect();
+    let touches = kernel.touches(&values);
+    let seed = next_seed();
+    let run = move || {
+        let mut arguments: Vec<*mut c_void> = values.iter_mut().map(|value| value.as_mut_ptr().cast()).collect();
+        let Shape { grid, block, shared_bytes } = shape;
+        let launch = Launch { grid, block, shared_bytes, seed, arguments: arguments.as_mut_ptr() };
+        // SAFETY: the values have the parameters' sizes, and the stream has its turn.
+        if let Err(fault) = unsafe { kernel.run(&launch) } {
+            report::fault(fault);
+        }
+        Progress::Done
+    };
+    Ok(Operation { name: format!("kernel {}", kernel.name), touches, run: Box::new(run) })
+}
+
+/// Queues a launch.
+///
+/// /// See [`operation`].
+unsafe fn launch(
+    kernel: &'static Kernel,
+    shape: Shape,
+    stream: *mut c_void,
+    parameters: *mut *mut c_void,
+) -> Result<i32, String> {
+    // SAFETY: ensured by the caller.
+    let operation = unsafe { operation(kernel, shape, parameters) }?;
+    Ok(streams::enqueue(stream, operation))
+}
+
+/// Returns the seed of the order of this launch's blocks and threads. With schedule 0, they run in numeric order.
+fn next_seed() -> u64 {
+    static SEED: OnceLock<u64> = OnceLock::new();
+    static LAUNCHES: AtomicU64 = AtomicU64::new(1);
+    match *SEED.get_or_init(|| Settings::from_env().map_or(0, |settings| settings.seed)) {
+        0 => 0,
+        seed => (seed << 32) + LAUNCHES.fetch_add(1, Ordering::Relaxed),
+    }
+}
+
+/// Threads of a block.
+const THREADS: u32 = 1024;
+/// Threads of a block along each axis.
+const BLOCK: [u32; 3] = [1024, 1024, 64];
+/// Blocks of a grid along each axis.
+const GRID: [u32; 3] = [i32::MAX as u32, 65_535, 65_535];
+/// Shared memory of a block in bytes, unless its kernel sets a larger limit.
+const SHARED_BYTES: u32 = 48 << 10;
+/// Largest limit of shared memory of a block.
+const MOST_SHARED_BYTES: u32 = 227 << 10;
+/// Blocks, threads and shared memory of a multiprocessor. The system takes a part of the shared memory for each block.
+const BLOCKS_AT_ONCE: u32 = 32;
+const THREADS_AT_ONCE: u32 = 2048;
+const SHARED_AT_ONCE: u32 = 228 << 10;
+const SHARED_OF_SYSTEM: u32 = 1 << 10;
+/// Multiprocessors of a device.
+const MULTIPROCESSORS: u32 = 132;
+
+/// Returns the reason to refuse a launch, if any.
+fn refusal(grid: [u32; 3], block: [u32; 3], shared: u32, most_shared: u32) -> Option<String> {
+    let outside = |of: [u32; 3], most: [u32; 3]| of.iter().zip(most).any(|(one, most)| *one == 0 || *one > most);
+    if outside(grid, GRID) {
+        return Some(format!("a grid of {grid:?} blocks: each axis has at least one and at most {GRID:?}"));
+    }
+    if outside(block, BLOCK) || block.iter().product::<u32>() > THREADS {
+        return Some(format!(
+            "a block of {block:?} threads: it has at least one, and at most {BLOCK:?}, {THREADS} in all"
+        ));
+    }
+    (shared > most_shared).then(|| {
+        format!(
+            "{shared} bytes of dynamic shared memory: {most_shared} are allowed, more after \
+             CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES is set"
+        )
+    })
+}
+
+/// Returns the number of blocks that a multiprocessor runs at once.
+fn blocks_at_once(threads: u32, shared: u32) -> u32 {
+    let warps = threads.max(1).next_multiple_of(32);
+    (THREADS_AT_ONCE / warps).min(SHARED_AT_ONCE / (shared + SHARED_OF_SYSTEM)).min(BLOCKS_AT_ONCE)
+}
+
+/// Returns the dynamic shared memory that each of `blocks` blocks on a multiprocessor can have.
+fn shared_for(blocks: u32) -> u32 {
+    (SHARED_AT_ONCE / blocks.max(1)).saturating_sub(SHARED_OF_SYSTEM).min(MOST_SHARED_BYTES)
 }

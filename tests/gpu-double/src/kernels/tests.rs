@@ -5,17 +5,17 @@ use std::ffi::c_void;
 use half::{bf16, f16};
 
 use super::{
-    launch::{self, Shape},
     library::{self, Image, Kernel, Kernels, Launch},
+    *,
 };
 use crate::{
-    host_compiler::{self, Source},
-    operation::{Access, Progress},
+    nvrtc::{self, Source},
+    streams::Access,
 };
 
 fn compile(text: &str) -> &'static Kernels {
     let source = Source { text: text.into(), name: "test.cu".into(), ..Source::default() };
-    let image = host_compiler::compile(&source).unwrap().unwrap_or_else(|log| panic!("{log}"));
+    let image = nvrtc::compile(&source).unwrap().unwrap_or_else(|log| panic!("{log}"));
     match library::open(&image).unwrap() {
         Image::Kernels(kernels) => kernels,
         Image::Missing(why) => panic!("{why}"),
@@ -109,7 +109,7 @@ fn shared_memory_barriers_and_shuffles_sum() {
 }
 
 #[test]
-fn lanes_see_each_other() {
+fn lanes_exchange_values() {
     let kernels = compile(
         r#"extern "C" __global__ void lanes(int* out) {
             int lane = threadIdx.x % 32, base = threadIdx.x - lane, all = 0xffffffff;
@@ -206,7 +206,7 @@ fn halves_round_once_to_nearest_even() {
 }
 
 #[test]
-fn eight_bits_hold_what_they_can() {
+fn converts_to_float8() {
     let kernels = compile(
         r#"
         #include <cuda_fp8.h>
@@ -249,7 +249,7 @@ fn eight_bits_hold_what_they_can() {
 }
 
 #[test]
-fn atomics_change_what_they_should() {
+fn atomics_are_exact() {
     let kernels = compile(
         r#"extern "C" __global__ void atomics(int* out, float* sum, double* most, unsigned long long* cas) {
             int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -272,7 +272,7 @@ fn atomics_change_what_they_should() {
 }
 
 #[test]
-fn shared_memory_begins_with_no_value() {
+fn shared_memory_starts_undefined() {
     let kernels = compile(
         r#"extern "C" __global__ void leak(float* to) {
             __shared__ float fixed[2];
@@ -290,7 +290,7 @@ fn shared_memory_begins_with_no_value() {
 }
 
 #[test]
-fn a_missing_barrier_shows_with_some_seed() {
+fn some_seed_reveals_a_missing_barrier() {
     let kernels = compile(
         r#"extern "C" __global__ void turned(int* to) {
             __shared__ int values[64];
@@ -339,7 +339,7 @@ fn faults_name_the_kernel() {
 }
 
 #[test]
-fn a_launch_names_what_it_touches() {
+fn launches_list_the_memory_they_use() {
     let kernels = compile(
         r#"
         struct Lists { const float* from[2]; float* to; int n; };
@@ -364,12 +364,12 @@ fn a_launch_names_what_it_touches() {
     let lists = Lists { from: [at(2), at(3)], to: unsafe { sum.add(1) }, n: 9 };
     let (a, b, none, on) = (at(0), at(1), std::ptr::null::<f32>(), true);
     let shape = Shape { grid: [1; 3], block: [1; 3], shared_bytes: 0 };
-    let operation = |a: *const f32| {
+    let add = |a: *const f32| {
         let mut parameters = [of(&a), of(&b), of(&sum), of(&lists), of(&on)];
         // SAFETY: the parameters are the kernel's.
-        unsafe { launch::operation(kernels["add"], shape, parameters.as_mut_ptr()) }.unwrap()
+        unsafe { operation(kernels["add"], shape, parameters.as_mut_ptr()) }.unwrap()
     };
-    let mut whole = operation(a);
+    let mut whole = add(a);
     assert_eq!(whole.name, "kernel add");
     let touched: Vec<_> = whole.touches.iter().map(|touch| (touch.at as *const f32, touch.access)).collect();
     let reads = |place| (at(place), Access::Read);
@@ -377,9 +377,29 @@ fn a_launch_names_what_it_touches() {
     assert_eq!(touched, [reads(0), reads(1), writes(0), reads(2), reads(3), writes(1)]);
     assert_eq!((whole.run)(), Progress::Done);
     assert_eq!(sums, [10.0, 9.0]);
-    assert_eq!(operation(none).touches.len(), 5, "null is no memory");
+    assert_eq!(add(none).touches.len(), 5, "null is no memory");
     let wide = Shape { block: [1025, 1, 1], ..shape };
     // SAFETY: a launch that is refused reads no parameters.
-    let refused = unsafe { launch::operation(kernels["add"], wide, std::ptr::null_mut()) };
+    let refused = unsafe { operation(kernels["add"], wide, std::ptr::null_mut()) };
     assert!(refused.is_err_and(|why| why.contains("kernel add") && why.contains("1025")));
+}
+
+#[test]
+fn rejects_launches_beyond_the_limits() {
+    let plain = |grid, block, shared| refusal(grid, block, shared, SHARED_BYTES);
+    assert_eq!(plain([1, 1, 1], [1024, 1, 1], 48 << 10), None);
+    assert!(plain([0, 1, 1], [32, 1, 1], 0).is_some());
+    assert!(plain([1, 65_536, 1], [32, 1, 1], 0).is_some());
+    assert!(plain([1, 1, 1], [32, 33, 1], 0).is_some_and(|why| why.contains("[32, 33, 1]")));
+    assert!(plain([1, 1, 1], [1, 1, 65], 0).is_some());
+    assert!(plain([1, 1, 1], [32, 1, 1], (48 << 10) + 1).is_some());
+}
+
+#[test]
+fn computes_occupancy() {
+    assert_eq!(blocks_at_once(1024, 0), 2);
+    assert_eq!(blocks_at_once(33, 0), 32);
+    assert_eq!(blocks_at_once(32, 100 << 10), 2);
+    assert_eq!(shared_for(1), MOST_SHARED_BYTES);
+    assert_eq!(shared_for(2), 113 << 10);
 }

@@ -4,7 +4,7 @@ use super::super::super::attention::{AttnMask, flash_attn, flash_attn_varlen_cpu
 use super::super::super::{attention::cpu_flash, ops};
 use super::{check, random};
 
-/// Asks for attention in the dtype of the query.
+/// Computes attention in the dtype of the query.
 fn ours(a: &[Tensor], mask: AttnMask, max_bias: Option<f32>, softcap: Option<f32>) -> Result<Tensor> {
     match a[0].dtype() {
         DType::F64 => flash_attn::<f64>(&a[0], &a[1], &a[2], 0.5, mask, max_bias, softcap),
@@ -19,7 +19,7 @@ fn theirs(a: &[Tensor], mask: AttnMask, max_bias: Option<f32>, softcap: Option<f
     candle_nn::attention::flash_attn::<f32>(&q, &k, &v, 0.5, mask, max_bias, softcap)?.to_dtype(a[0].dtype())
 }
 
-/// A mask that hides every third place.
+/// Returns a mask that hides every third key.
 fn holes(queries: usize, keys: usize, dtype: DType) -> AttnMask {
     let mask = (0..queries * keys).map(|i| if i % 3 == 2 { f32::NEG_INFINITY } else { i as f32 / 20. }).collect();
     let mask = Tensor::from_vec(mask, (1, 1, queries, keys), &candle_core::Device::Cpu).unwrap();
@@ -52,7 +52,7 @@ fn flash_attention() {
     }
 }
 
-/// As [`check`], where Candle's computes in f32 whatever the dtype.
+/// [`check`] for functions that Candle computes in f32 for every dtype.
 fn check_wide(what: &str, shapes: &[&[usize]], ours: super::F, candle: Option<super::F>) {
     check(what, shapes, ours, None);
     if let Some(candle) = candle {
@@ -63,7 +63,7 @@ fn check_wide(what: &str, shapes: &[&[usize]], ours: super::F, candle: Option<su
 }
 
 #[test]
-fn what_flash_attention_returns_is_of_candles_dtype() {
+fn flash_attention_returns_candles_dtype() {
     for (batch, dtype, expected) in [
         (1, DType::F16, DType::F32),
         (2, DType::F16, DType::F16),
@@ -88,7 +88,7 @@ fn what_flash_attention_returns_is_of_candles_dtype() {
 }
 
 #[test]
-fn by_their_own_names() {
+fn cpu_flash_functions() {
     let x = random(1, &[1, 3, 2, 4], DType::F32).as_detached_tensor();
     let all = |a: &[Tensor], mask| ours(a, mask, None, None).unwrap();
     let args = [x.clone(), x.clone(), x.clone()];
@@ -135,7 +135,7 @@ fn packed_sequences() {
 
 #[test]
 fn scaled_dot_products() {
-    // Against Candle's operations one by one; its own is for Metal alone.
+    // Compared with a chain of Candle's operations, because Candle's `sdpa` is for Metal only.
     let plain = |a: &[Tensor]| {
         let scores = (a[0].matmul(&a[1].t()?)? * 0.5)?;
         let scores = ((scores / 3.0)?.tanh()? * 3.0)?;

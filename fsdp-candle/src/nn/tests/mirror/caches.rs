@@ -10,7 +10,7 @@ fn values(t: &Tensor) -> Vec<f32> {
     t.flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// Appends parts of these lengths to both, and checks what comes back and that the gradient reaches each part.
+/// Appends parts of these lengths to both caches, compares the results, and checks that each part gets its gradient.
 fn alike<A, B>(
     lengths: &[usize],
     (ours, theirs): (&mut A, &mut B),
@@ -24,7 +24,7 @@ fn alike<A, B>(
         let weights = random(50, all.dims(), DType::F32).as_detached_tensor();
         let grads = (&all * &weights).unwrap().sum_all().unwrap().backward().unwrap();
         let grad = grads.get(&part).unwrap_or_else(|| panic!("no gradient after {:?}", &lengths[..=i]));
-        // Each of the part's elements stands where its gradient is.
+        // Each element of the part has the gradient of its position in the result.
         for (x, g) in values(&part).into_iter().zip(values(grad)) {
             assert!(values(&all).into_iter().zip(values(&weights)).any(|pair| pair == (x, g)) || g == 0.0);
         }
@@ -33,7 +33,7 @@ fn alike<A, B>(
 }
 
 #[test]
-fn a_growing_cache() {
+fn growing_caches() {
     alike(
         &[2, 1, 3, 4],
         (&mut KvCache::new(2, 4), &mut theirs::KvCache::new(2, 4)),
@@ -45,7 +45,7 @@ fn a_growing_cache() {
     cache.append(&part).unwrap();
     assert_eq!((cache.current_seq_len(), cache.max_seq_len(), cache.dim()), (2, 4, 0));
     assert_eq!(values(cache.all_data().as_ref().unwrap()), [1., 2., 0., 0.]);
-    // A constant leaves no graph behind.
+    // A constant adds no graph.
     cache.append(&part.as_detached_tensor()).unwrap();
     assert!(!cache.current_data().unwrap().unwrap().track_op());
     cache.reset();
@@ -53,7 +53,7 @@ fn a_growing_cache() {
 }
 
 #[test]
-fn a_ring() {
+fn rotating_caches() {
     for lengths in [&[1usize, 2, 1, 3, 2, 1][..], &[3, 4, 2], &[7, 1, 5], &[2, 3]] {
         alike(
             lengths,
@@ -78,7 +78,7 @@ fn a_ring() {
 }
 
 #[test]
-fn caches_made_anew() {
+fn concatenating_caches() {
     alike(
         &[2, 1, 3],
         (&mut ConcatKvCache::new(2), &mut theirs::ConcatKvCache::new(2)),

@@ -1,9 +1,10 @@
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{D, DType, Device, Module, Result, Tensor};
 
-use super::super::super::{self as nn, loss, moe, ops, rotary_emb};
+use super::super::super::{self as nn, AttentionOptions, Documents, loss, moe, ops, rotary_emb};
 use super::super::random_ids;
 use super::{F, check};
+use crate::random::manual_seed;
 
 #[test]
 fn activations() {
@@ -77,9 +78,9 @@ fn flat(a: &[Tensor]) -> Result<Tensor> {
     a[0].reshape((2, 1, 4, 6))
 }
 
-/// Where Candle's gradient is not a number.
+/// Arguments for which Candle's gradient is NaN.
 #[test]
-fn large_arguments_have_gradients() {
+fn gradients_of_large_arguments_are_finite() {
     let x = candle_core::Var::new(&[-200f32, -100., 0., 100., 200.], &Device::Cpu).unwrap();
     let t = Tensor::new(&[1f32, 0., 1., 0., 1.], &Device::Cpu).unwrap();
     let slopes = |y: Result<Tensor>| {
@@ -117,11 +118,11 @@ fn rotary_embeddings() {
         ("rope_thd", rotary_emb::rope_thd, theirs::rope_thd),
     ];
     for (what, ours, theirs) in pairs {
-        // More positions than steps, and tables for each element of the batch.
+        // More positions than steps, and separate tables for each element of the batch.
         for table in [&[5usize, 2][..], &[2, 3, 2]] {
             let x: &[usize] = if what == "rope_thd" { &[2, 3, 2, 4] } else { &[2, 2, 3, 4] };
             check(what, &[x, table, table], &|a| ours(&a[0], &a[1], &a[2]), Some(&|a| theirs(&a[0], &a[1], &a[2])));
-            // As constants, and fused.
+            // Constant tables use the fused operation.
             let constant = |a: &[Tensor]| ours(&a[0], &a[1].detach(), &a[2].detach());
             let table = |seed, a: &[Tensor]| super::random(seed, table, a[0].dtype()).as_detached_tensor();
             check(what, &[x], &|a| constant(&[a[0].clone(), table(5, a), table(6, a)]), None);
@@ -160,7 +161,7 @@ fn losses() {
     assert!(loss::cross_entropy(&Tensor::zeros((1, 2, 3), DType::F32, &Device::Cpu).unwrap(), &targets).is_err());
 }
 
-/// The routes of 4 tokens to 2 of 3 experts, sorted by expert.
+/// Returns the routes of 4 tokens to 2 of 3 experts, sorted by expert.
 fn routes() -> (Tensor, Tensor) {
     let experts = [0u32, 2, 2, 0, 0, 2, 2, 0];
     let mut order: Vec<u32> = (0..8).collect();
@@ -179,7 +180,7 @@ fn experts_and_their_router() {
         &|a| moe::moe_gemm(&a[0], &a[1], &None, &order, &experts, topk, true),
         Some(&|a| plain_experts(&a[0], &a[1], None)),
     );
-    // The route weights are f32, as the router's softmax makes them: their gradient goes on to the router.
+    // The route weights are f32, the output of the router's softmax. Their gradient flows on to the router.
     check(
         "moe_gemm with route weights",
         &[&[tokens * topk, 3], &[3, 5, 3], &[tokens, topk]],
@@ -198,7 +199,7 @@ fn experts_and_their_router() {
     assert!(error.contains("expert 2") && error.contains("number of experts is 2"), "{error}");
 }
 
-/// Route by route.
+/// Computes the experts route by route.
 fn plain_experts(x: &Tensor, weights: &Tensor, of_routes: Option<&Tensor>) -> Result<Tensor> {
     let experts = [0usize, 2, 2, 0, 0, 2, 2, 0];
     let rows = experts.iter().enumerate().map(|(route, &expert)| {
@@ -223,4 +224,61 @@ fn quantized_experts() {
     super::assert_close("quantized", &call(DType::F32), &expected, 2e-2);
     assert_eq!(call(DType::BF16).dtype(), DType::F32);
     assert!(call(DType::F32).sum_all().unwrap().backward().unwrap().get(&x).is_some());
+}
+
+#[test]
+fn dropout() {
+    for p in [0.25, 0.9] {
+        check(
+            "dropout",
+            &[&[3, 37]],
+            &|a| {
+                manual_seed(5);
+                ops::dropout(&a[0], p)
+            },
+            None,
+        );
+    }
+    // Compares with Candle if nothing is dropped.
+    let x = Tensor::new(&[1f32, -2., 3.], &Device::Cpu).unwrap();
+    for (p, train) in [(0., true), (0.5, false)] {
+        let [ours, theirs] =
+            [nn::Dropout::new(p).forward(&x, train), candle_nn::Dropout::new(p).forward(&x, train)].map(Result::unwrap);
+        assert_eq!(ours.to_vec1::<f32>().unwrap(), theirs.to_vec1::<f32>().unwrap());
+    }
+    for p in [-0.1, 1., f32::NAN] {
+        let error = ops::dropout(&x, p).unwrap_err().to_string();
+        assert!(error.contains("dropping an element must be in [0, 1), found"), "{error}");
+        assert!(candle_nn::ops::dropout(&x, p).is_err());
+    }
+}
+
+#[test]
+fn attention_with_dropout() {
+    let documents = Documents::new(vec![vec![2, 3], vec![5]]).unwrap();
+    for (causal, window, softcap) in [(true, None, None), (false, Some(2), None), (true, None, Some(2.))] {
+        let options = AttentionOptions { scale: 0.6, causal, window, softcap, dropout: 0.3 };
+        check(
+            "attention with dropout",
+            &[&[2, 5, 16], &[2, 5, 8], &[2, 5, 8]],
+            &|a| {
+                manual_seed(5);
+                nn::attention(&a[0], &a[1], &a[2], 4, 2, &options)
+            },
+            None,
+        );
+        check(
+            "attention in documents with dropout",
+            &[&[2, 5, 32]],
+            &|a| {
+                manual_seed(5);
+                nn::attention_qkv_in_documents(&a[0], 4, 2, &options, &documents)
+            },
+            None,
+        );
+    }
+    let q = Tensor::zeros((1, 2, 4), DType::F32, &Device::Cpu).unwrap();
+    let options = AttentionOptions { dropout: 1., ..AttentionOptions::causal(1.) };
+    let error = nn::attention(&q, &q, &q, 1, 1, &options).unwrap_err().to_string();
+    assert!(error.contains("attention: the probability of dropping an element"), "{error}");
 }

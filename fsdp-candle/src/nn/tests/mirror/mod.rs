@@ -1,10 +1,8 @@
-//! What is ours of candle_nn's: values against candle_nn's, gradients by finite differences in f64, and every dtype and
-//! layout against f64.
+//! Tests of the reimplemented items of candle_nn: values against candle_nn, gradients against finite differences in
+//! f64, and every dtype and layout against f64.
 
 mod attending;
 mod caches;
-mod convolutions;
-mod dropout;
 mod functions;
 mod layers;
 
@@ -12,10 +10,10 @@ use candle_core::{DType, Result, Tensor, Var};
 
 use super::{DTYPES, assert_close, random, tolerance};
 
-/// A function of tensors, of which the first is the input and the others are weights.
+/// A function of tensors. The first is the input, the others are weights.
 type F<'a> = &'a dyn Fn(&[Tensor]) -> Result<Tensor>;
 
-/// The result, and the gradients of all arguments under a loss that weighs every element differently.
+/// Returns the result, and the gradients of all arguments under a loss that weighs every element differently.
 fn run(f: F, args: &[Tensor], of: &[Var]) -> (Tensor, Vec<Tensor>) {
     let y = f(args).unwrap();
     let weights = random(99, y.dims(), DType::F64).as_detached_tensor();
@@ -29,14 +27,14 @@ fn tensors(vars: &[Var]) -> Vec<Tensor> {
     vars.iter().map(|var| var.as_tensor().clone()).collect()
 }
 
-/// Checks the gradients by finite differences.
+/// Compares the gradients with finite differences.
 fn check_differences(what: &str, f: F, vars: &[Var], grads: &[Tensor]) {
     let step = 1e-5;
     for (at, (var, grad)) in vars.iter().zip(grads).enumerate() {
         let grad = grad.flatten_all().unwrap().to_vec1::<f64>().unwrap();
         let largest = grad.iter().fold(1.0, |a: f64, g| a.max(g.abs()));
         let values = var.flatten_all().unwrap().to_vec1::<f64>().unwrap();
-        // A spread of the elements, where there are many.
+        // Checks a sample of many elements.
         for i in (0..values.len()).step_by(values.len().div_ceil(40)) {
             let loss = |by: f64| {
                 let mut moved = values.clone();
@@ -57,14 +55,15 @@ fn check_differences(what: &str, f: F, vars: &[Var], grads: &[Tensor]) {
     }
 }
 
-/// Checks a function of arguments of these shapes, each of its dtypes: see the module. `candle` is the one it mirrors.
+/// Checks a function for arguments of these shapes in each dtype, as the module says. `candle` is the function that it
+/// mirrors.
 fn check(what: &str, shapes: &[&[usize]], ours: F, candle: Option<F>) {
     let fresh =
         |dtype| -> Vec<Var> { shapes.iter().zip(1..).map(|(shape, seed)| random(seed, shape, dtype)).collect() };
     check_on(what, &fresh, ours, candle);
 }
 
-/// As [`check`], with what makes the arguments.
+/// [`check`] with a function that creates the arguments.
 fn check_on(what: &str, fresh: &dyn Fn(DType) -> Vec<Var>, ours: F, candle: Option<F>) {
     let vars = fresh(DType::F64);
     let (_, grads) = run(ours, &tensors(&vars), &vars);
@@ -85,7 +84,7 @@ fn check_on(what: &str, fresh: &dyn Fn(DType) -> Vec<Var>, ours: F, candle: Opti
         let tolerance = tolerance(dtype);
         assert_close(&format!("{what}: result"), &as_wide(&y), &expected_y, tolerance);
         for (i, (grad, expected)) in grads.iter().zip(&expected_grads).enumerate() {
-            // What is almost zero is made of rounding.
+            // Values close to zero consist of rounding errors.
             let largest =
                 as_wide(grad).abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar::<f64>().unwrap();
             if largest > 1e-3 {

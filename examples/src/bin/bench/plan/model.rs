@@ -1,0 +1,328 @@
+//! Sizes of a model's layers per token, from its configuration.
+
+use anyhow::ensure;
+use fsdp_examples::models::ModelConfig;
+use fsdp_examples::models::config::Activation;
+use fsdp_examples::models::config::{BertConfig, DecoderConfig, Gpt2Config};
+
+/// A block. Widths are elements per token.
+#[derive(Clone, Debug)]
+pub(super) struct Layer {
+    /// Parameters.
+    pub(super) parameters: f64,
+    /// Width of the residual stream.
+    pub(super) width: f64,
+    /// Width of queries and of the output of attention.
+    pub(super) queries: f64,
+    /// Width of keys and of values.
+    pub(super) keys: f64,
+    pub(super) heads: f64,
+    /// Mean number of keys that a query sees.
+    pub(super) reach: f64,
+    /// Elements of a query's scores over all heads and all keys.
+    pub(super) scores: f64,
+    /// Whether scores are capped.
+    pub(super) capped: bool,
+    /// Number of norms over the residual stream.
+    pub(super) norms: f64,
+    pub(super) norm: Norm,
+    /// Whether each head's queries and keys have norms.
+    pub(super) head_norms: bool,
+    /// Whether queries and keys have rotary embeddings.
+    pub(super) rotary: bool,
+    pub(super) mlp: Mlp,
+    /// Fully connected layers in forward order.
+    pub(super) linears: Vec<Linear>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Norm {
+    Rms,
+    Layer,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Mlp {
+    /// Width inside the MLP or expert.
+    pub(super) inner: f64,
+    pub(super) kind: MlpKind,
+    /// Number of MLPs that a token passes.
+    pub(super) times: f64,
+    /// Number of experts, or 0.
+    pub(super) experts: f64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum MlpKind {
+    /// `activation(up)`
+    Plain,
+    /// `activation(gate) * up`
+    Gated,
+    /// `silu(gate) * up`, one fused operation in candle-fsdp
+    SiluMul,
+}
+
+/// A fully connected layer, which a token passes `times` times.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Linear {
+    pub(super) inputs: f64,
+    pub(super) outputs: f64,
+    pub(super) times: f64,
+}
+
+impl Linear {
+    fn new(inputs: f64, outputs: f64) -> Self {
+        Linear { inputs, outputs, times: 1. }
+    }
+
+    pub(super) fn products(&self) -> f64 {
+        self.inputs * self.outputs * self.times
+    }
+}
+
+impl Layer {
+    /// Returns the matrix elements that a token is multiplied with.
+    pub(super) fn products(&self) -> f64 {
+        self.linears.iter().map(Linear::products).sum()
+    }
+}
+
+/// The layers outside the blocks.
+#[derive(Clone, Debug)]
+pub(super) struct Root {
+    /// Parameters.
+    pub(super) parameters: f64,
+    /// Parameters of the head, whose gradient is complete before backward reaches the blocks.
+    pub(super) head: f64,
+    /// Whether the head shares the embedding's weights.
+    pub(super) tied: bool,
+    /// Matrix elements that a token is multiplied with.
+    pub(super) products: f64,
+    pub(super) width: f64,
+    pub(super) vocabulary: f64,
+    /// Kept tensors as wide as the residual stream.
+    pub(super) kept: f64,
+    /// Kept tensors as wide as the vocabulary.
+    pub(super) logits: f64,
+    /// Elements of the rotary tables per position.
+    pub(super) rotary: f64,
+}
+
+/// Memory of the loss, in bytes per token.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Logits {
+    /// Kept from forward to backward.
+    pub(super) kept: f64,
+    /// Additional during the backward of the loss.
+    pub(super) loss: f64,
+    /// Additional during the backward of the head.
+    pub(super) slopes: f64,
+    /// Additional from then to the end of backward.
+    pub(super) lingering: f64,
+    /// Bytes moved in forward and backward.
+    pub(super) moved: f64,
+}
+
+/// Layers and sizes of a model.
+#[derive(Clone, Debug)]
+pub(super) struct Model {
+    pub(super) root: Root,
+    pub(super) layers: Vec<Layer>,
+    pub(super) positions: usize,
+}
+
+/// Upper limit of the number of blocks, and of experts in a block.
+const MOST_LAYERS: usize = 1000;
+const MOST_EXPERTS: usize = 100_000;
+
+impl Model {
+    /// Reads the sizes of a model for sequences of `seq` tokens.
+    pub(super) fn new(config: &ModelConfig, seq: usize) -> anyhow::Result<Self> {
+        let count = match config {
+            ModelConfig::Decoder(config) => config.layers,
+            ModelConfig::Gpt2(config) => config.n_layer,
+            ModelConfig::Bert(config) => config.num_hidden_layers,
+        };
+        ensure!(count <= MOST_LAYERS, "{count} blocks are more than `bench plan` takes, which is {MOST_LAYERS}");
+        let experts = match config {
+            ModelConfig::Decoder(config) => config.experts.as_ref().map_or(0, |experts| experts.count),
+            _ => 0,
+        };
+        ensure!(experts <= MOST_EXPERTS, "{experts} experts are more than `bench plan` takes, which is {MOST_EXPERTS}");
+        let (root, units) = config.units(None);
+        let mut layers: Vec<Layer> = match config {
+            ModelConfig::Decoder(config) => (0..units.len()).map(|layer| decoder(config, layer, seq)).collect(),
+            ModelConfig::Gpt2(config) => units.iter().map(|_| gpt2(config, seq)).collect(),
+            ModelConfig::Bert(config) => units.iter().map(|_| bert(config, seq)).collect(),
+        };
+        for (layer, unit) in layers.iter_mut().zip(&units) {
+            layer.parameters = unit.elements;
+        }
+        let (width, kept, logits) = match config {
+            // The outputs of embedding and norm, and three tensors for softly capped logits.
+            ModelConfig::Decoder(config) => {
+                let capped = if config.logit_softcap.is_some() { 4. } else { 1. };
+                (config.width as f64, 2., capped)
+            }
+            ModelConfig::Gpt2(config) => (config.n_embd as f64, 3., 1.),
+            ModelConfig::Bert(config) => (config.hidden_size as f64, 6., 1.),
+        };
+        let vocabulary = config.vocab_size() as f64;
+        Ok(Model {
+            root: Root {
+                parameters: root.elements,
+                head: vocabulary * width,
+                tied: !matches!(config, ModelConfig::Decoder(config) if !config.tied),
+                products: root.products,
+                width,
+                vocabulary,
+                kept,
+                logits,
+                rotary: config.size(None).rotary,
+            },
+            layers,
+            positions: config.max_positions(),
+        })
+    }
+
+    /// Returns the number of parameters.
+    pub(super) fn parameters(&self) -> f64 {
+        self.root.parameters + self.layers.iter().map(|layer| layer.parameters).sum::<f64>()
+    }
+
+    /// Returns the floating point operations per token, forward and backward, without recomputation: six per matrix
+    /// element, and attention between visible tokens.
+    pub(super) fn operations(&self) -> f64 {
+        let layers = self.layers.iter().map(|layer| 6. * layer.products() + 3. * layer.attention());
+        6. * self.root.products + layers.sum::<f64>()
+    }
+}
+
+impl Layer {
+    /// Returns the operations per token of attention's forward: queries times keys, and weights times values.
+    pub(super) fn attention(&self) -> f64 {
+        4. * self.queries * self.reach
+    }
+}
+
+/// Returns the mean number of positions up to a token's own, at most `window`.
+fn causal_reach(seq: usize, window: Option<usize>) -> f64 {
+    let (seq, window) = (seq as f64, window.unwrap_or(seq).min(seq) as f64);
+    window - window * (window - 1.) / (2. * seq)
+}
+
+fn decoder(config: &DecoderConfig, layer: usize, seq: usize) -> Layer {
+    let [width, inner] = [config.width, config.inner].map(|n| n as f64);
+    let [queries, keys] = [config.heads, config.kv_heads].map(|heads| heads as f64 * config.head_dim as f64);
+    let experts = config.experts(layer);
+    let inner = experts.map_or(inner, |experts| experts.inner as f64);
+    let times = experts.map_or(1., |experts| experts.per_token as f64);
+    let count = experts.map_or(0., |experts| experts.count as f64);
+    let mut linears = match config.fused {
+        true => vec![Linear::new(width, queries + 2. * keys)],
+        false => [queries, keys, keys].map(|outputs| Linear::new(width, outputs)).into(),
+    };
+    linears.push(Linear::new(queries, width));
+    if experts.is_some() {
+        linears.push(Linear::new(width, count));
+    }
+    let inputs: &[f64] = if config.fused { &[2. * inner] } else { &[inner, inner] };
+    linears.extend(inputs.iter().map(|&outputs| Linear { inputs: width, outputs, times }));
+    linears.push(Linear { inputs: inner, outputs: width, times });
+    Layer {
+        parameters: 0.,
+        width,
+        queries,
+        keys,
+        heads: config.heads as f64,
+        reach: causal_reach(seq, config.attention(layer).window),
+        scores: config.heads as f64 * seq as f64,
+        capped: config.attention(layer).softcap.is_some(),
+        norms: if config.norms.post { 4. } else { 2. },
+        norm: Norm::Rms,
+        head_norms: config.norms.heads,
+        rotary: true,
+        mlp: Mlp {
+            inner,
+            kind: if config.activation == Activation::Silu { MlpKind::SiluMul } else { MlpKind::Gated },
+            times,
+            experts: count,
+        },
+        linears,
+    }
+}
+
+fn gpt2(config: &Gpt2Config, seq: usize) -> Layer {
+    let (width, inner) = (config.n_embd as f64, config.inner() as f64);
+    let linears = [(width, 3. * width), (width, width), (width, inner), (inner, width)];
+    plain(width, inner, config.n_head, [causal_reach(seq, None), seq as f64], &linears)
+}
+
+fn bert(config: &BertConfig, seq: usize) -> Layer {
+    let (width, inner) = (config.hidden_size as f64, config.intermediate_size as f64);
+    let square = (width, width);
+    let linears = [square, square, square, square, (width, inner), (inner, width)];
+    plain(width, inner, config.num_attention_heads, [seq as f64; 2], &linears)
+}
+
+/// Returns a block whose queries see `reach` of the `seq` positions on average.
+fn plain(width: f64, inner: f64, heads: usize, [reach, seq]: [f64; 2], linears: &[(f64, f64)]) -> Layer {
+    Layer {
+        parameters: 0.,
+        width,
+        queries: width,
+        keys: width,
+        heads: heads as f64,
+        reach,
+        scores: heads as f64 * seq,
+        capped: false,
+        norms: 2.,
+        norm: Norm::Layer,
+        head_norms: false,
+        rotary: false,
+        mlp: Mlp { inner, kind: MlpKind::Plain, times: 1., experts: 0. },
+        linears: linears.iter().map(|&(inputs, outputs)| Linear::new(inputs, outputs)).collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layer_products_match_the_model() {
+        let golden = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden");
+        let mut seen = 0;
+        for dir in std::fs::read_dir(golden).unwrap() {
+            let path = dir.unwrap().path().join("config.json");
+            let Ok(text) = std::fs::read_to_string(&path) else { continue };
+            if !text.contains("model_type") {
+                continue;
+            }
+            let config = ModelConfig::from_file(&path).unwrap();
+            let model = Model::new(&config, 32).unwrap();
+            let (_, units) = config.units(None);
+            for (layer, unit) in model.layers.iter().zip(&units) {
+                let (own, counted) = (layer.products(), unit.products);
+                assert!((own - counted).abs() < 1e-9 * counted, "{}: {own}, not {counted}", path.display());
+            }
+            assert_eq!(model.parameters(), config.size(None).base, "{}", path.display());
+            seen += 1;
+        }
+        assert!(seen >= 10, "{seen}");
+    }
+
+    #[test]
+    fn window_bounds_the_reach() {
+        // 1, 2, 3, 4 positions; with a window 1, 2, 2, 2.
+        assert_eq!((causal_reach(4, None), causal_reach(4, Some(2)), causal_reach(4, Some(9))), (2.5, 1.75, 2.5));
+    }
+
+    #[test]
+    fn llama_3_1_8b_matches_published_sizes() {
+        let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/llama-3.1-8b/config.json");
+        let model = Model::new(&ModelConfig::from_file(&path).unwrap(), 8192).unwrap();
+        assert_eq!(model.parameters(), 8_030_261_248.);
+        assert_eq!(model.root.products + 32. * model.layers[0].products(), 8_030_261_248. - 525_336_576. - 65. * 4096.);
+    }
+}

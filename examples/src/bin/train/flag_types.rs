@@ -1,0 +1,304 @@
+//! Value types of `train`'s flags: parsing, and serialisation for the comparison between ranks.
+
+use std::ffi::OsString;
+use std::fmt::Debug;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use candle_core::DType;
+use clap::ValueEnum;
+use fsdp_candle::activation_checkpoint::{CheckpointPolicy, Operation};
+use fsdp_candle::{AllGatherExtension, Float8, OffloadPolicy, ReshardAfterForward};
+use fsdp_examples::models::{Dropout, ModelConfig, is_block_matrix};
+use serde::{Serialize, Serializer};
+
+/// Source of the initial weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum InitChoice {
+    /// The model directory's weights if there are any, else random
+    Auto,
+    /// The model directory's weights; fails without weights
+    Pretrained,
+    /// Random, from --seed
+    Random,
+}
+
+/// Floating point dtype.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Precision {
+    F32,
+    Bf16,
+    F16,
+}
+
+impl Precision {
+    pub(crate) fn dtype(self) -> DType {
+        match self {
+            Precision::F32 => DType::F32,
+            Precision::Bf16 => DType::BF16,
+            Precision::F16 => DType::F16,
+        }
+    }
+}
+
+/// Dropout probabilities while training.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum DropoutChoice {
+    /// The probabilities in config.json
+    Config,
+    /// One probability for all dropout layers
+    #[serde(untagged)]
+    Everywhere(f64),
+}
+
+impl DropoutChoice {
+    pub(crate) fn of(self, config: &ModelConfig) -> Dropout {
+        match self {
+            DropoutChoice::Config => config.dropout(),
+            DropoutChoice::Everywhere(probability) => Dropout::everywhere(probability),
+        }
+    }
+}
+
+pub(crate) fn dropout(text: &str) -> Result<DropoutChoice, String> {
+    match text {
+        "config" => Ok(DropoutChoice::Config),
+        _ => number(text, "`config`, or a number of at least 0 and below 1, such as 0.1", |x| (0.0..1.0).contains(&x))
+            .map(DropoutChoice::Everywhere),
+    }
+}
+
+/// Format in which the blocks' matrices are gathered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum AllGather {
+    /// --param-dtype
+    Full,
+    /// 8-bit floats (E4M3) with one scale per process and matrix
+    Float8,
+}
+
+impl AllGather {
+    /// Returns the all-gather extension for the parameter `name`, if it has one.
+    pub(crate) fn extension(self, name: &str) -> Option<Arc<dyn AllGatherExtension>> {
+        (self == AllGather::Float8 && is_block_matrix(name)).then(|| Arc::new(Float8) as Arc<dyn AllGatherExtension>)
+    }
+}
+
+/// Micro-batches after which gradients are summed over processes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum GradSync {
+    Every,
+    Last,
+}
+
+pub(crate) fn reshard(text: &str) -> Result<ReshardAfterForward, String> {
+    match text {
+        "default" => Ok(ReshardAfterForward::Default),
+        "always" => Ok(ReshardAfterForward::Always),
+        "never" => Ok(ReshardAfterForward::Never),
+        number => match number.parse() {
+            Ok(ranks) => Ok(ReshardAfterForward::To(ranks)),
+            Err(_) => Err("it must be default, always, never, or a number of processes".into()),
+        },
+    }
+}
+
+/// Serialises the lower-case name of a variant.
+pub(crate) fn debug_name<T: Debug, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
+    format!("{value:?}").to_lowercase().serialize(serializer)
+}
+
+/// Storage of shards, gradients and optimizer state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Offload {
+    /// On the compute device
+    None,
+    /// In host memory
+    Cpu,
+}
+
+impl Offload {
+    pub(crate) fn policy(self) -> OffloadPolicy {
+        match self {
+            Offload::None => OffloadPolicy::None,
+            Offload::Cpu => OffloadPolicy::Cpu { pin_memory: true },
+        }
+    }
+}
+
+/// Blocks that recompute their activations in backward.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum ActivationCheckpoint {
+    /// No block
+    None,
+    /// All blocks
+    Full,
+    /// Every K-th block, from the first
+    #[serde(untagged)]
+    Every(usize),
+    /// Blocks whose names match
+    #[serde(untagged)]
+    Named(Vec<String>),
+}
+
+impl ActivationCheckpoint {
+    pub(crate) fn policy(&self, keeps: Vec<CheckpointKeep>) -> anyhow::Result<CheckpointPolicy> {
+        let policy = match self {
+            ActivationCheckpoint::None => CheckpointPolicy::none(),
+            ActivationCheckpoint::Full => CheckpointPolicy::all(),
+            ActivationCheckpoint::Every(count) => CheckpointPolicy::every(*count),
+            ActivationCheckpoint::Named(patterns) => CheckpointPolicy::named(patterns)?,
+        };
+        Ok(match keeps.is_empty() {
+            true => policy,
+            false => policy.keep(move |call| keeps.iter().any(|keeps| keeps.operation() == call.operation)),
+        })
+    }
+}
+
+pub(crate) fn activation_checkpoint(text: &str) -> Result<ActivationCheckpoint, String> {
+    match (text, text.parse::<usize>()) {
+        ("none", _) => Ok(ActivationCheckpoint::None),
+        ("full", _) => Ok(ActivationCheckpoint::Full),
+        (_, Ok(count)) if count > 0 => Ok(ActivationCheckpoint::Every(count)),
+        // Block names contain dots or patterns. Any other word is a typing error.
+        _ if text.contains(['.', '*']) => Ok(ActivationCheckpoint::Named(text.split(',').map(Into::into).collect())),
+        _ => Err("it must be none, full, a number K for every K-th block, or names of blocks, such as \
+                  model.layers.0,model.layers.[4-7]"
+            .into()),
+    }
+}
+
+/// Activations that recomputed blocks keep.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum CheckpointKeep {
+    /// Outputs of products with weights
+    Linear,
+    /// Outputs of attention
+    Attention,
+}
+
+impl CheckpointKeep {
+    fn operation(self) -> Operation {
+        match self {
+            CheckpointKeep::Linear => Operation::Linear,
+            CheckpointKeep::Attention => Operation::Attention,
+        }
+    }
+}
+
+/// Whether a feature is used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Switch {
+    On,
+    Off,
+}
+
+/// Checkpoint to resume from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Resume {
+    None,
+    Auto,
+    Path(PathBuf),
+}
+
+impl Serialize for Resume {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Resume::None => "none".serialize(serializer),
+            Resume::Auto => "auto".serialize(serializer),
+            Resume::Path(path) => absolute(path, serializer),
+        }
+    }
+}
+
+impl From<OsString> for Resume {
+    fn from(value: OsString) -> Self {
+        match value.to_str() {
+            Some("none") => Resume::None,
+            Some("auto") => Resume::Auto,
+            _ => Resume::Path(value.into()),
+        }
+    }
+}
+
+/// Serialises an absolute path, because ranks may run in different directories. Escapes bytes that are not UTF-8.
+fn absolute<S: Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error> {
+    let path = match is_url(path) {
+        true => path.to_path_buf(),
+        false => std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf()),
+    };
+    match path.to_str() {
+        Some(text) => text.serialize(serializer),
+        None => path.as_os_str().as_encoded_bytes().escape_ascii().to_string().serialize(serializer),
+    }
+}
+
+/// Returns whether a path is a URL, such as `s3://bucket/run`.
+pub(crate) fn is_url(path: &Path) -> bool {
+    let scheme = path.to_str().and_then(|text| text.split_once("://")).map_or("", |(scheme, _)| scheme);
+    !scheme.is_empty() && scheme.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"+-.".contains(&byte))
+}
+
+/// Returns the local path of `path`, or `None` in an object store.
+pub(crate) fn on_this_host(path: &Path) -> Option<&Path> {
+    match path.to_str().and_then(|text| text.strip_prefix("file://")) {
+        Some(local) => Some(Path::new(local)),
+        None => Some(path).filter(|path| !is_url(path)),
+    }
+}
+
+pub(crate) fn optional_path<S: Serializer>(path: &Option<PathBuf>, serializer: S) -> Result<S::Ok, S::Error> {
+    match path {
+        Some(path) => absolute(path, serializer),
+        None => serializer.serialize_none(),
+    }
+}
+
+/// Serialises the directory below which a run without the flag creates its own.
+pub(crate) fn checkpoint_path<S: Serializer>(path: &Option<PathBuf>, serializer: S) -> Result<S::Ok, S::Error> {
+    absolute(path.as_deref().unwrap_or(Path::new("checkpoints/run-NNN")), serializer)
+}
+
+pub(crate) fn count(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|&n| n > 0).ok_or_else(|| "it must be a whole number of at least 1".into())
+}
+
+fn number(text: &str, what: &str, wanted: impl Fn(f64) -> bool) -> Result<f64, String> {
+    text.trim().parse().ok().filter(|&x: &f64| x.is_finite() && wanted(x)).ok_or_else(|| format!("it must be {what}"))
+}
+
+pub(crate) fn positive(text: &str) -> Result<f64, String> {
+    number(text, "a number above 0, such as 3e-4", |x| x > 0.0)
+}
+
+pub(crate) fn loss_scale(text: &str) -> Result<f64, String> {
+    number(text, "a number of at least 1 that f32 has room for, such as 65536", |x| {
+        (1.0..=f64::from(f32::MAX)).contains(&x)
+    })
+}
+
+pub(crate) fn not_negative(text: &str) -> Result<f64, String> {
+    number(text, "a number of at least 0, such as 0.1", |x| x >= 0.0)
+}
+
+pub(crate) fn fraction(text: &str) -> Result<f64, String> {
+    number(text, "a number above 0 and at most 1, such as 0.15", |x| x > 0.0 && x <= 1.0)
+}
+
+pub(crate) fn betas(text: &str) -> Result<(f64, f64), String> {
+    let beta = |text| number(text, "a beta", |x| (0.0..1.0).contains(&x)).ok();
+    let both = text.split_once(',').and_then(|(first, second)| Some((beta(first)?, beta(second)?)));
+    both.ok_or_else(|| {
+        "it must be two numbers of at least 0 and below 1 with a comma between them, such as 0.9,0.95".into()
+    })
+}

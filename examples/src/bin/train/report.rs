@@ -1,0 +1,154 @@
+//! Output of a run: measurements of each step, and the error for a step with infinite or NaN values.
+
+use std::fmt::Write;
+
+use candle_core::backprop::GradStore;
+use fsdp_candle::{Error, NonFinite, ShardedOptimizer, ShardedVarMap, ValuesOf, World, check_finite};
+use fsdp_examples::console::Console;
+use fsdp_examples::metrics::{EvalRecord, MetricsFile, StepRecord};
+use fsdp_examples::progress::Progress;
+use fsdp_examples::tensorboard::EventFile;
+use indicatif::HumanCount;
+
+use crate::args::Args;
+use crate::checkpoint::Checkpoints;
+
+/// Outputs of rank 0's measurements: --metrics, --tensorboard, and progress on stderr.
+pub(crate) struct StepLog {
+    metrics: Option<MetricsFile>,
+    events: Option<EventFile>,
+    progress: Progress,
+}
+
+impl StepLog {
+    /// Opens the files of a run that has taken `done` steps.
+    ///
+    /// # Errors
+    /// A file can't be written.
+    pub(crate) fn open(args: &Args, done: usize) -> anyhow::Result<Self> {
+        Ok(StepLog {
+            metrics: args.metrics.as_deref().map(|path| MetricsFile::open(path, done)).transpose()?,
+            events: args.tensorboard.as_deref().map(|directory| EventFile::open(directory, done)).transpose()?,
+            progress: Progress::new(done, args.steps),
+        })
+    }
+
+    /// Writes a step. Stops writing to a file that fails, with a warning: training goes on.
+    pub(crate) fn step(&mut self, record: &StepRecord) {
+        write_or_give_up(&mut self.metrics, |metrics| metrics.write(record));
+        write_or_give_up(&mut self.events, |events| events.write(record));
+        self.progress.step(record);
+    }
+
+    /// Writes an evaluation, as [`StepLog::step`] writes a step.
+    pub(crate) fn eval(&mut self, record: &EvalRecord) {
+        write_or_give_up(&mut self.metrics, |metrics| metrics.write(record));
+        write_or_give_up(&mut self.events, |events| events.write_eval(record));
+        let EvalRecord { step, eval_loss, eval_perplexity, eval_tokens, .. } = record;
+        let tokens = HumanCount(*eval_tokens);
+        let text = format!("evaluation loss {eval_loss:.4}, perplexity {eval_perplexity:.2}, over {tokens} tokens");
+        self.note(*step, &text);
+    }
+
+    /// Prints a line about a step.
+    pub(crate) fn note(&self, step: usize, text: &str) {
+        self.progress.note(&format!("step {step}: {text}"));
+    }
+}
+
+fn write_or_give_up<T>(file: &mut Option<T>, write: impl FnOnce(&mut T) -> anyhow::Result<()>) {
+    if let Some(Err(error)) = file.as_mut().map(write) {
+        *file = None;
+        Console::Stderr.line(format_args!("warning: {error:#}; training continues without writing there"));
+    }
+}
+
+/// Advice for values that grow without bound.
+pub(crate) const ADVICE: &str = "Lower --lr, raise --warmup-steps, or look at the data of that step";
+
+/// Returns the non-finite values among `of`, the same on every rank. Collective.
+pub(crate) fn find_non_finite(vars: &ShardedVarMap, of: &[ValuesOf<'_>]) -> anyhow::Result<Option<NonFinite>> {
+    match check_finite(vars, of) {
+        Ok(()) => Ok(None),
+        Err(Error::NonFinite(found)) => Ok(Some(found)),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Advice before any step was taken.
+const ADVICE_BEFORE_STEPS: &str = "No step has been taken, so --lr is not the cause: look at the model's weights, its \
+                                   dtype and the data";
+
+/// Advice for values that are too large for f16.
+const ADVICE_F16: &str = "f16 ends at 65504: pass --param-dtype bf16, which has the range of f32. ";
+
+/// A step whose loss or gradient norm is not finite, and which is not taken.
+pub(crate) struct NonFiniteStep<'a> {
+    pub(crate) step: usize,
+    /// Mean loss over all ranks.
+    pub(crate) loss: f64,
+    /// Loss of this rank.
+    pub(crate) own_loss: f64,
+    pub(crate) norm: f64,
+    pub(crate) grads: &'a GradStore,
+    /// Loss scale of a run in f16.
+    pub(crate) loss_scale: Option<f64>,
+}
+
+impl NonFiniteStep<'_> {
+    /// Returns the same error message on every rank: the values, the ranks, the last good checkpoint and advice.
+    /// Collective.
+    pub(crate) fn explain(
+        &self,
+        world: &World,
+        vars: &ShardedVarMap,
+        optim: &dyn ShardedOptimizer,
+        checkpoints: &mut Checkpoints<'_>,
+    ) -> anyhow::Result<String> {
+        let NonFiniteStep { step, loss, own_loss, norm, grads, loss_scale } = *self;
+        let is_bad = world.group().gather_values(vec![u8::from(!own_loss.is_finite())])?;
+        let ranks: Vec<String> =
+            (0..is_bad.len()).filter(|&rank| is_bad[rank] > 0).map(|rank| rank.to_string()).collect();
+
+        let at_scale = loss_scale.map_or(String::new(), |scale| format!(" at a loss scale of {scale}"));
+        let mut text = format!("step {step} was not taken: ");
+        if ranks.is_empty() {
+            let found = find_non_finite(vars, &[ValuesOf::Gradients(grads)])?;
+            let found = found.map_or_else(|| "each value is finite".into(), |found| found.to_string());
+            write!(text, "the loss is {loss}, and the gradients' norm is {norm}{at_scale}: {found}")?;
+        } else {
+            let on =
+                if ranks.len() == world.size() { "every rank".into() } else { format!("rank {}", ranks.join(", ")) };
+            write!(text, "the loss is {loss} (on {on}), and the gradients' norm is {norm}{at_scale}")?;
+        }
+        match find_non_finite(vars, &[ValuesOf::Parameters, ValuesOf::Moments(optim)])? {
+            Some(found) => {
+                let since = checkpoints.finite_after;
+                write!(text, ". The weights became non-finite after step {since}: {found}")?;
+            }
+            None => write!(text, ". The weights are those of step {} and finite", step - 1)?,
+        }
+        let advice = if step == 1 { ADVICE_BEFORE_STEPS } else { ADVICE };
+        let of_f16 = loss_scale.map_or("", |_| ADVICE_F16);
+        write!(text, ". {}. {of_f16}{advice}", checkpoints.newest_checkpoint())?;
+        Ok(text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failed_file_is_not_written_again() {
+        let (mut file, mut calls) = (Some(()), 0);
+        for step in 0..4 {
+            write_or_give_up(&mut file, |()| {
+                calls += 1;
+                anyhow::ensure!(step < 1, "the disk is full");
+                Ok(())
+            });
+        }
+        assert_eq!((file, calls), (None, 2));
+    }
+}

@@ -1,0 +1,438 @@
+//! Decoders of the Llama, Mistral, Qwen, Gemma, Phi and Mixtral families, with the parameter names of Hugging Face's
+//! `LlamaForCausalLM`.
+//!
+//! Shapes: batch B, time T, width C of the residual stream, H heads of width D.
+
+use candle_core::{DType, Device, Module, Result, Tensor};
+use candle_nn::{Init, VarBuilder};
+use fsdp_candle::FsdpModule;
+use fsdp_candle::nn::{self, AttentionOptions, Documents, Embedding, Linear, RmsNorm, Rotary, RotaryOptions};
+use fsdp_core::ProcessGroup;
+
+use crate::models::config::decoder::Norms;
+use crate::models::config::rope::Rope;
+use crate::models::config::{Activation, DecoderConfig};
+use crate::models::experts::Experts;
+use crate::models::language_model::Rows;
+use crate::models::layers::{Layer, ModelDropout, activate, linear};
+use crate::models::parallel::TensorParallel;
+
+/// Calls a block, whether or not it is an FSDP unit.
+pub trait CallBlock {
+    /// Returns the residual stream after the block, and the auxiliary loss of its experts.
+    ///
+    /// # Errors
+    /// A layer fails.
+    fn call_block(&self, input: (Tensor, Rows)) -> Result<(Tensor, Option<Tensor>)>;
+}
+
+/// A block that is a unit by name, or no unit.
+impl CallBlock for Layer<Block> {
+    fn call_block(&self, input: (Tensor, Rows)) -> Result<(Tensor, Option<Tensor>)> {
+        self.run(input, Block::forward)
+    }
+}
+
+/// A block that is a unit.
+impl CallBlock for FsdpModule<Layer<Block>> {
+    fn call_block(&self, input: (Tensor, Rows)) -> Result<(Tensor, Option<Tensor>)> {
+        self.call_with(input, Layer::call_block)
+    }
+}
+
+/// A decoder: its blocks, and the layers around them.
+pub struct Decoder<B = FsdpModule<Layer<Block>>> {
+    embedding: Embedding,
+    embedding_scale: Option<f64>,
+    blocks: Vec<B>,
+    norm: Norm,
+    head: Linear,
+    logit_softcap: Option<f64>,
+    /// Coefficient of the experts' auxiliary loss.
+    auxiliary: f64,
+    drops: ModelDropout,
+    parallel: Option<TensorParallel>,
+}
+
+impl<B: CallBlock> Decoder<B> {
+    /// Creates the layers outside the blocks, possibly tensor-parallel.
+    ///
+    /// # Errors
+    /// A parameter can't be initialised.
+    pub fn new(
+        config: &DecoderConfig,
+        blocks: Vec<B>,
+        drops: ModelDropout,
+        parallel: Option<&TensorParallel>,
+        vb: VarBuilder,
+    ) -> Result<Self> {
+        let (width, stdev) = (config.width, config.initializer_range);
+        let normal = Init::Randn { mean: 0., stdev };
+        let embedding = vb.pp("model.embed_tokens").get_with_hints((config.vocabulary, width), "weight", normal)?;
+        let head = match config.tied {
+            true => Linear::new(embedding.clone(), None),
+            false => linear(width, config.vocabulary, false, stdev, vb.pp("lm_head"))?,
+        };
+        Ok(Decoder {
+            embedding: Embedding::new(embedding, width).with_padding_idx(config.padding)?,
+            embedding_scale: config.embedding_scale,
+            blocks,
+            norm: Norm::new(width, config.norms, vb.pp("model.norm"))?,
+            head,
+            logit_softcap: config.logit_softcap,
+            auxiliary: config.experts.as_ref().and_then(|experts| experts.auxiliary).unwrap_or(0.),
+            drops,
+            parallel: parallel.cloned(),
+        })
+    }
+
+    pub(super) fn drops(&self) -> &ModelDropout {
+        &self.drops
+    }
+
+    /// Returns the blocks in forward order.
+    pub fn blocks(&self) -> &[B] {
+        &self.blocks
+    }
+
+    /// Returns the ranks that split the vocabulary of the logits, if any.
+    pub fn vocabulary_group(&self) -> Option<&ProcessGroup> {
+        self.parallel.as_ref().map(TensorParallel::group)
+    }
+
+    /// Returns logits `[B, T, V]` for ids `[B, T]` on every rank, for any T.
+    ///
+    /// # Errors
+    /// A layer fails.
+    pub fn logits(&self, ids_bt: &Tensor) -> Result<Tensor> {
+        let Some(parallel) = &self.parallel else { return Ok(self.forward(ids_bt, &Rows::default())?.0) };
+        let steps = ids_bt.dim(1)?;
+        // Attention is causal, so padding at the end changes nothing.
+        let ids_bt = ids_bt.pad_with_zeros(1, 0, parallel.padded(steps) - steps)?;
+        let logits = self.forward(&ids_bt, &Rows::default())?.0.narrow(1, 0, steps)?;
+        parallel.whole_vocabulary(&logits)
+    }
+
+    /// Returns logits `[B, T, V]` for ids `[B, T]`, and the experts' auxiliary loss, if any. Each tensor-parallel rank
+    /// has the logits of its part of the vocabulary, `[B, T, V / N]`.
+    ///
+    /// # Errors
+    /// A layer fails.
+    pub fn forward(&self, ids_bt: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
+        let mut x_btc = self.embedding.forward(ids_bt)?;
+        if let Some(scale) = self.embedding_scale {
+            x_btc = (x_btc * scale)?;
+        }
+        let mut loads = vec![];
+        for block in &self.blocks {
+            let load;
+            (x_btc, load) = block.call_block((x_btc, rows.clone()))?;
+            loads.extend(load);
+        }
+        let mut logits = self.head.forward(&self.norm.forward(&x_btc)?)?;
+        if let Some(cap) = self.logit_softcap {
+            logits = ((logits / cap)?.tanh()? * cap)?;
+        }
+        // Padding also chooses experts, but is not counted.
+        let tokens = rows.filled.as_ref().map_or(ids_bt.elem_count(), |filled| filled.iter().sum());
+        let auxiliary = match crate::models::experts::balance(&loads, tokens)? {
+            Some(loss) => Some((loss * self.auxiliary)?),
+            None => None,
+        };
+        Ok((logits, auxiliary))
+    }
+}
+
+/// A block: attention, then an MLP or experts, each after a norm and added to the residual stream.
+pub struct Block {
+    input_norm: Norm,
+    attention: Attention,
+    /// Norm after attention, in some families.
+    attention_norm: Option<Norm>,
+    mlp_norm: Norm,
+    mlp: Feed,
+    /// Norm after the MLP, in some families.
+    output_norm: Option<Norm>,
+}
+
+enum Feed {
+    Mlp(Mlp),
+    Experts(Experts),
+}
+
+impl Block {
+    /// Creates block number `layer`. All blocks share the rotary tables.
+    ///
+    /// # Errors
+    /// A parameter can't be initialised.
+    pub fn new(
+        config: &DecoderConfig,
+        layer: usize,
+        rotary: &RotaryTables,
+        drops: &ModelDropout,
+        parallel: Option<&TensorParallel>,
+        vb: VarBuilder,
+    ) -> Result<Self> {
+        let norm = |name: &str| Norm::new(config.width, config.norms, vb.pp(name));
+        let post_norm = |name: &str| config.norms.post.then(|| norm(name)).transpose();
+        // This name means the norm after attention in Gemma, and the norm before the MLP in other families.
+        let (after, before) = ("post_attention_layernorm", "pre_feedforward_layernorm");
+        Ok(Block {
+            input_norm: norm("input_layernorm")?,
+            attention: Attention::new(config, layer, rotary, drops, vb.pp("self_attn"))?,
+            attention_norm: post_norm(after)?,
+            mlp_norm: norm(if config.norms.post { before } else { after })?,
+            mlp: match config.experts(layer) {
+                Some(experts) => Feed::Experts(Experts::new(config, experts, parallel, vb.pp(experts.names.0))?),
+                None => Feed::Mlp(Mlp::new(config, vb.pp("mlp"))?),
+            },
+            output_norm: post_norm("post_feedforward_layernorm")?,
+        })
+    }
+
+    /// Returns the residual stream `[B, T, C]` after the block, and the auxiliary loss of its experts.
+    ///
+    /// # Errors
+    /// A layer fails.
+    pub fn forward(&self, x_btc: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
+        let post_norm = |norm: &Option<Norm>, x: Tensor| match norm {
+            Some(norm) => norm.forward(&x),
+            None => Ok(x),
+        };
+        let attention = self.attention.forward(&self.input_norm.forward(x_btc)?, rows.documents.as_ref())?;
+        let x_btc = (x_btc + post_norm(&self.attention_norm, attention)?)?;
+        let normed = self.mlp_norm.forward(&x_btc)?;
+        let (mlp, load) = match &self.mlp {
+            Feed::Mlp(mlp) => (mlp.forward(&normed)?, None),
+            Feed::Experts(experts) => experts.forward(&normed, rows)?,
+        };
+        Ok(((x_btc + post_norm(&self.output_norm, mlp)?)?, load))
+    }
+}
+
+pub(super) struct Attention {
+    qkv: QkvProjection,
+    head_norms: Option<[Norm; 2]>,
+    output: Linear,
+    rotary: RotaryEmbedding,
+    options: AttentionOptions,
+    head_dim: usize,
+    drops: ModelDropout,
+}
+
+/// Projections to queries, keys and values.
+enum QkvProjection {
+    Separate([Linear; 3]),
+    /// One projection, with the widths of queries and of keys.
+    Fused(Linear, [usize; 2]),
+}
+
+impl Attention {
+    pub(super) fn new(
+        config: &DecoderConfig,
+        layer: usize,
+        rotary: &RotaryTables,
+        drops: &ModelDropout,
+        vb: VarBuilder,
+    ) -> Result<Self> {
+        let (width, head_dim) = (config.width, config.head_dim);
+        let (q_width, kv_width) = (config.heads * head_dim, config.kv_heads * head_dim);
+        let projection = |name: &str, outputs: usize| {
+            linear(width, outputs, config.biases.qkv, config.initializer_range, vb.pp(name))
+        };
+        let qkv = match config.fused {
+            true => QkvProjection::Fused(projection("qkv_proj", q_width + 2 * kv_width)?, [q_width, kv_width]),
+            false => QkvProjection::Separate([
+                projection("q_proj", q_width)?,
+                projection("k_proj", kv_width)?,
+                projection("v_proj", kv_width)?,
+            ]),
+        };
+        let head_norm = |name: &str| Norm::new(head_dim, config.norms, vb.pp(name));
+        let head_norms = match config.norms.heads {
+            true => Some([head_norm("q_norm")?, head_norm("k_norm")?]),
+            false => None,
+        };
+        Ok(Attention {
+            qkv,
+            head_norms,
+            output: linear(q_width, width, config.biases.output, config.initializer_range, vb.pp("o_proj"))?,
+            rotary: rotary.of(config.is_local(layer)).clone(),
+            options: config.attention(layer),
+            head_dim,
+            drops: drops.clone(),
+        })
+    }
+
+    pub(super) fn forward(&self, x_btc: &Tensor, documents: Option<&Documents>) -> Result<Tensor> {
+        // Heads stay merged, [B, T, H * D], as the fused operations expect. No transpose is needed.
+        let (mut q, mut k, v) = match &self.qkv {
+            QkvProjection::Separate([q, k, v]) => (q.forward(x_btc)?, k.forward(x_btc)?, v.forward(x_btc)?),
+            QkvProjection::Fused(qkv, [q, kv]) => {
+                let qkv = qkv.forward(x_btc)?;
+                (qkv.narrow(2, 0, *q)?, qkv.narrow(2, *q, *kv)?, qkv.narrow(2, q + kv, *kv)?)
+            }
+        };
+        // A tensor-parallel rank has a part of the heads.
+        let (heads, kv_heads) = (q.dim(2)? / self.head_dim, k.dim(2)? / self.head_dim);
+        if let Some([of_q, of_k]) = &self.head_norms {
+            let (batch, steps, _) = q.dims3()?;
+            q = of_q.forward(&q.reshape((batch, steps, heads, self.head_dim))?)?;
+            k = of_k.forward(&k.reshape((batch, steps, kv_heads, self.head_dim))?)?;
+        }
+        let (q, k) = (self.rotary.apply(&q, documents)?, self.rotary.apply(&k, documents)?);
+        self.output.forward(&self.drops.attention(&self.options, |options| match documents {
+            Some(documents) => nn::attention_in_documents(&q, &k, &v, heads, kv_heads, options, documents),
+            None => nn::attention(&q, &k, &v, heads, kv_heads, options),
+        })?)
+    }
+}
+
+pub(super) struct Mlp {
+    gate_up: GateUpProjection,
+    down: Linear,
+    activation: Activation,
+}
+
+enum GateUpProjection {
+    Separate {
+        gate: Linear,
+        up: Linear,
+    },
+    /// Gate, then up, with the width of each.
+    Fused(Linear, usize),
+}
+
+impl Mlp {
+    pub(super) fn new(config: &DecoderConfig, vb: VarBuilder) -> Result<Self> {
+        let make = |name: &str, inputs, outputs| {
+            linear(inputs, outputs, config.biases.mlp, config.initializer_range, vb.pp(name))
+        };
+        let (width, inner) = (config.width, config.inner);
+        let gate_up = match config.fused {
+            true => GateUpProjection::Fused(make("gate_up_proj", width, 2 * inner)?, inner),
+            false => GateUpProjection::Separate {
+                gate: make("gate_proj", width, inner)?,
+                up: make("up_proj", width, inner)?,
+            },
+        };
+        Ok(Mlp { gate_up, down: make("down_proj", inner, width)?, activation: config.activation })
+    }
+
+    /// Creates an expert with `inner` hidden elements and these projection names.
+    pub(super) fn expert(
+        config: &DecoderConfig,
+        inner: usize,
+        [gate, up, down]: [&str; 3],
+        vb: VarBuilder,
+    ) -> Result<Self> {
+        let make = |name: &str, inputs, outputs| linear(inputs, outputs, false, config.initializer_range, vb.pp(name));
+        let gate_up =
+            GateUpProjection::Separate { gate: make(gate, config.width, inner)?, up: make(up, config.width, inner)? };
+        Ok(Mlp { gate_up, down: make(down, inner, config.width)?, activation: config.activation })
+    }
+}
+
+impl Module for Mlp {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let (gate, up) = match &self.gate_up {
+            GateUpProjection::Separate { gate, up } => (gate.forward(x)?, up.forward(x)?),
+            GateUpProjection::Fused(both, inner) => {
+                let both = both.forward(x)?;
+                let last = both.rank() - 1;
+                (both.narrow(last, 0, *inner)?, both.narrow(last, *inner, *inner)?)
+            }
+        };
+        let x = match self.activation {
+            Activation::Silu => nn::silu_mul(&gate, &up)?,
+            other => (activate(other, &gate)? * up)?,
+        };
+        self.down.forward(&x)
+    }
+}
+
+/// A rotary embedding, possibly with other frequencies for long sequences.
+#[derive(Clone)]
+pub(super) struct RotaryEmbedding {
+    usual: Rotary,
+    /// Embedding for sequences of more than this many positions.
+    long: Option<(usize, Rotary)>,
+}
+
+impl RotaryEmbedding {
+    pub(super) fn new(rope: &Rope, head_dim: usize, positions: usize, device: &Device) -> Result<Self> {
+        let (frequencies, factor, long) = rope.frequencies();
+        let options = RotaryOptions { head_dim: Some(head_dim), factor };
+        let tables = |frequencies: &[f32]| Rotary::with_options(frequencies, options, positions, device);
+        let long = match long {
+            Some((above, frequencies)) => Some((above, tables(&frequencies)?)),
+            None => None,
+        };
+        Ok(RotaryEmbedding { usual: tables(&frequencies)?, long })
+    }
+
+    /// Rotates the heads of `x`, `[B, T, H * D]` or `[B, T, H, D]`. Positions restart in each document.
+    pub(super) fn apply(&self, x: &Tensor, documents: Option<&Documents>) -> Result<Tensor> {
+        let longest = documents.map_or(x.dim(1)?, Documents::longest);
+        let rotary = match &self.long {
+            Some((above, rotary)) if longest > *above => rotary,
+            _ => &self.usual,
+        };
+        match documents {
+            Some(documents) => rotary.apply_in_documents(x, documents),
+            None => rotary.apply(x, 0),
+        }
+    }
+}
+
+/// Rotary embeddings of all layers.
+pub struct RotaryTables {
+    full: RotaryEmbedding,
+    local: Option<RotaryEmbedding>,
+}
+
+impl RotaryTables {
+    /// Creates tables for heads of `head_dim` elements and `positions` positions. `local` is for sliding-window layers.
+    ///
+    /// # Errors
+    /// The device is out of memory.
+    pub fn new(full: &Rope, local: Option<&Rope>, head_dim: usize, positions: usize, device: &Device) -> Result<Self> {
+        let of = |rope| RotaryEmbedding::new(rope, head_dim, positions, device);
+        Ok(RotaryTables { full: of(full)?, local: local.map(of).transpose()? })
+    }
+
+    pub(super) fn of(&self, local: bool) -> &RotaryEmbedding {
+        self.local.as_ref().filter(|_| local).unwrap_or(&self.full)
+    }
+}
+
+/// A norm over the last dimension.
+pub(super) enum Norm {
+    /// RMSNorm, as in Llama.
+    Plain(RmsNorm),
+    /// RMSNorm with `1 + weight`, computed in f32, as in Gemma.
+    OnePlusWeight { weight: Tensor, eps: f64 },
+}
+
+impl Norm {
+    pub(super) fn new(width: usize, norms: Norms, vb: VarBuilder) -> Result<Self> {
+        let start = if norms.one_plus_weight { 0. } else { 1. };
+        let weight = vb.get_with_hints(width, "weight", Init::Const(start))?;
+        Ok(match norms.one_plus_weight {
+            true => Norm::OnePlusWeight { weight, eps: norms.eps },
+            false => Norm::Plain(RmsNorm::new(weight, norms.eps)),
+        })
+    }
+}
+
+impl Module for Norm {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        match self {
+            Norm::Plain(norm) => norm.forward(x),
+            Norm::OnePlusWeight { weight, eps } => {
+                let weight = (weight.to_dtype(DType::F32)? + 1.)?;
+                RmsNorm::new(weight, *eps).forward(&x.to_dtype(DType::F32)?)?.to_dtype(x.dtype())
+            }
+        }
+    }
+}

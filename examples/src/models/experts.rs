@@ -1,0 +1,193 @@
+//! Mixture of experts (Shazeer et al., 2017, arXiv:1701.06538; Fedus et al., 2021, arXiv:2101.03961), as in Mixtral and
+//! Qwen 3.
+//!
+//! Shapes: N tokens, width C of the residual stream, E experts, K experts per token.
+
+use candle_core::{D, DType, Module, Result, Tensor};
+use candle_nn::VarBuilder;
+use candle_nn::ops::softmax;
+use fsdp_candle::nn::Linear;
+
+use crate::models::config::DecoderConfig;
+use crate::models::config::decoder::ExpertsConfig;
+use crate::models::decoder::Mlp;
+use crate::models::language_model::Rows;
+use crate::models::layers::linear;
+use crate::models::parallel::TensorParallel;
+
+pub(super) struct Experts {
+    router: Linear,
+    experts: Vec<Mlp>,
+    per_token: usize,
+    renormalized: bool,
+    counts: bool,
+    parallel: Option<TensorParallel>,
+}
+
+/// Experts that the tokens choose.
+struct Choice {
+    /// Experts of each token, N times K.
+    experts: Vec<u32>,
+    /// Tokens of each expert.
+    tokens: Vec<Vec<u32>>,
+    /// Row of each token and choice in the concatenated outputs of the experts.
+    places: Vec<u32>,
+}
+
+impl Choice {
+    /// Chooses the `per_token` largest values of each row, and the first of equal ones.
+    fn largest(rows: &[Vec<f32>], experts: usize, per_token: usize) -> Self {
+        let mut chosen = Vec::with_capacity(rows.len() * per_token);
+        for row in rows {
+            let mut order: Vec<u32> = (0..row.len() as u32).collect();
+            order.sort_by(|a, b| row[*b as usize].total_cmp(&row[*a as usize]));
+            chosen.extend_from_slice(&order[..per_token.min(order.len())]);
+        }
+        let mut tokens = vec![Vec::new(); experts];
+        for (i, &expert) in chosen.iter().enumerate() {
+            tokens[expert as usize].push((i / per_token) as u32);
+        }
+        // An expert without tokens computes on one token, whose output is not used. Its gradients then exist and are
+        // zero on every rank.
+        let mut next: Vec<u32> = Vec::with_capacity(experts);
+        let mut end = 0;
+        for tokens in &mut tokens {
+            next.push(end);
+            if tokens.is_empty() {
+                tokens.push(0);
+            }
+            end += tokens.len() as u32;
+        }
+        let mut place = |&expert: &u32| {
+            let place = next[expert as usize];
+            next[expert as usize] += 1;
+            place
+        };
+        let places = chosen.iter().map(&mut place).collect();
+        Choice { experts: chosen, tokens, places }
+    }
+}
+
+impl Experts {
+    pub(super) fn new(
+        config: &DecoderConfig,
+        experts: &ExpertsConfig,
+        parallel: Option<&TensorParallel>,
+        vb: VarBuilder,
+    ) -> Result<Self> {
+        let router = linear(config.width, experts.count, false, config.initializer_range, vb.pp("gate"))?;
+        let expert = |i| Mlp::expert(config, experts.inner, experts.names.1, vb.pp(format!("experts.{i}")));
+        Ok(Experts {
+            router,
+            experts: (0..experts.count).map(expert).collect::<Result<_>>()?,
+            per_token: experts.per_token,
+            renormalized: experts.renormalized,
+            counts: experts.auxiliary.is_some(),
+            parallel: parallel.cloned(),
+        })
+    }
+
+    /// Returns the output `[B, T, C]`, and for the auxiliary loss `[2, E]`: tokens and summed probability of each
+    /// expert, without padding.
+    pub(super) fn forward(&self, x_btc: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
+        let Some(parallel) = &self.parallel else { return self.forward_whole(x_btc, rows) };
+        // With split sequences, all ranks choose for the whole sequence.
+        let (y_btc, load) = self.forward_whole(&parallel.whole_sequence(x_btc)?, rows)?;
+        Ok((parallel.own_sequence(&y_btc)?, load))
+    }
+
+    fn forward_whole(&self, x_btc: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
+        let (batch, steps, width) = x_btc.dims3()?;
+        let (tokens, device) = (batch * steps, x_btc.device());
+        let x_nc = x_btc.reshape((tokens, width))?;
+        let probabilities_ne = softmax(&self.router.forward(&x_nc)?.to_dtype(DType::F32)?, D::Minus1)?;
+        let choice = Choice::largest(&probabilities_ne.to_vec2::<f32>()?, self.experts.len(), self.per_token);
+
+        let chosen_nk = Tensor::new(choice.experts.as_slice(), device)?.reshape((tokens, self.per_token))?;
+        let mut weights_nk = probabilities_ne.gather(&chosen_nk, 1)?;
+        if self.renormalized {
+            weights_nk = weights_nk.broadcast_div(&weights_nk.sum_keepdim(1)?)?;
+        }
+        let outputs =
+            self.experts.iter().zip(&choice.tokens).map(|(expert, tokens)| {
+                expert.forward(&x_nc.index_select(&Tensor::new(tokens.as_slice(), device)?, 0)?)
+            });
+        let outputs = Tensor::cat(&outputs.collect::<Result<Vec<_>>>()?, 0)?;
+        let outputs = outputs.index_select(&Tensor::new(choice.places.as_slice(), device)?, 0)?;
+        let outputs_nkc = outputs.reshape((tokens, self.per_token, width))?;
+        let weights_nk1 = weights_nk.to_dtype(x_nc.dtype())?.unsqueeze(2)?;
+        let y = outputs_nkc.broadcast_mul(&weights_nk1)?.sum(1)?.reshape((batch, steps, width))?;
+
+        let load = match self.counts {
+            true => Some(load(&choice, &probabilities_ne, &is_data(rows, tokens))?),
+            false => None,
+        };
+        Ok((y, load))
+    }
+}
+
+/// Returns for each token of a batch whether it is data rather than padding.
+fn is_data(rows: &Rows, tokens: usize) -> Vec<bool> {
+    let Some(filled) = &rows.filled else { return vec![true; tokens] };
+    let steps = tokens / filled.len().max(1);
+    filled.iter().flat_map(|&filled| (0..steps).map(move |step| step < filled)).collect()
+}
+
+/// Returns the number of tokens of each expert, and its summed probability `[N, E]`, over the data tokens.
+fn load(choice: &Choice, probabilities_ne: &Tensor, is_data: &[bool]) -> Result<Tensor> {
+    let (device, (tokens, experts)) = (probabilities_ne.device(), probabilities_ne.dims2()?);
+    let mut counts = vec![0f32; experts];
+    for (chosen, _) in
+        choice.experts.chunks(choice.experts.len() / tokens).zip(is_data).filter(|(_, is_data)| **is_data)
+    {
+        chosen.iter().for_each(|&expert| counts[expert as usize] += 1.);
+    }
+    let counts = Tensor::from_vec(counts, experts, device)?;
+    let sums = match is_data.contains(&false) {
+        true => {
+            let weights: Vec<f32> = is_data.iter().map(|&is_data| f32::from(u8::from(is_data))).collect();
+            probabilities_ne.broadcast_mul(&Tensor::from_vec(weights, (tokens, 1), device)?)?.sum(0)?
+        }
+        false => probabilities_ne.sum(0)?,
+    };
+    Tensor::stack(&[counts, sums], 0)
+}
+
+/// Returns the load-balancing loss without its coefficient, as transformers' `load_balancing_loss_func`: `E sum_e f_e
+/// p_e` over all layers, with the share `f_e` of tokens that chose an expert and its mean probability `p_e`. `loads`
+/// holds `[2, E]` of each layer, over `tokens` data tokens.
+pub(super) fn balance(loads: &[Tensor], tokens: usize) -> Result<Option<Tensor>> {
+    let Some((first, rest)) = loads.split_first() else { return Ok(None) };
+    let sum = rest.iter().try_fold(first.clone(), |sum, load| sum + load)?;
+    let shares = (sum / (loads.len() * tokens).max(1) as f64)?;
+    let product = (shares.get(0)? * shares.get(1)?)?.sum_all()?;
+    Ok(Some((product * first.dim(1)? as f64)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+
+    #[test]
+    fn outputs_return_to_their_tokens() {
+        let rows = [vec![0.1, 0.6, 0.0, 0.3], vec![0.5, 0.5, 0.0, 0.0], vec![0.3, 0.0, 0.0, 0.7]];
+        let choice = Choice::largest(&rows, 4, 2);
+        assert_eq!(choice.experts, [1, 3, 0, 1, 3, 0]);
+        // No token chose the third expert, so it sees the first token.
+        assert_eq!(choice.tokens, [vec![1, 2], vec![0, 1], vec![0], vec![0, 2]]);
+        assert_eq!(choice.places, [2, 5, 0, 3, 6, 1]);
+    }
+
+    #[test]
+    fn even_load_has_the_lowest_loss() {
+        let load = |counts: [f32; 2], sums: [f32; 2]| Tensor::new(&[counts, sums], &Device::Cpu).unwrap();
+        let loss = |load: &[Tensor]| balance(load, 4).unwrap().unwrap().to_scalar::<f32>().unwrap();
+        assert_eq!(loss(&[load([2., 2.], [2., 2.])]), 1.);
+        assert_eq!(loss(&[load([4., 0.], [3., 1.])]), 1.5);
+        // Layers balance each other.
+        assert_eq!(loss(&[load([4., 0.], [3., 1.]), load([0., 4.], [1., 3.])]), 1.);
+        assert!(balance(&[], 4).unwrap().is_none());
+    }
+}

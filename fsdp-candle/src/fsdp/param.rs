@@ -1,0 +1,832 @@
+//! One parameter: the shard that an optimizer updates, the full tensor that layers hold, and the state of both.
+//!
+//! A layer tells the parameter three things. When the layer is built, it registers ([`FsdpParam::register_layer`],
+//! [`FsdpParam::register_tp_layer`]). Before it reads the values, it runs the pre-use hook ([`FsdpParam::pre_use`]). In
+//! backward it leaves its gradient in [`FsdpParam::gradient`].
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, LazyLock, OnceLock, Weak};
+
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Device, Result, Shape, Tensor, TensorId, Var, bail};
+use fsdp_core::layout::Region;
+use fsdp_core::{Allocator, Buffer, DeviceMesh, Placement, ProcessGroup};
+use parking_lot::{Mutex, RwLock};
+
+use super::gradient::{Gradient, Stage};
+use super::hooks::{self, ParamNodes};
+use super::offload::Offload;
+use super::param_group::{ParamGroup, UnitId};
+use super::schedule::Schedule;
+use crate::adapter::LoraConfig;
+use crate::data_parallel::{DataParallel, ShardLayout};
+use crate::dtensor::DTensor;
+use crate::error::Error;
+use crate::extension::AllGatherExtension;
+use crate::storage::{
+    Pool, copy_range_out, copy_tensor, swap, take, to_buffer, to_core_dtype, to_dtype, to_storage, to_tensor,
+};
+use crate::tensor_parallel::{Parallel, ParallelStyle};
+
+/// A parameter sharded over the ranks of its unit.
+///
+/// Layers hold the full tensor, which has memory only while the unit is unsharded. Optimizers hold [`FsdpParam::var`],
+/// this rank's shard.
+///
+/// ```
+/// use fsdp_core::{Placement, process_group::local};
+/// # use candle_core::{DType, Module, Tensor};
+/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+///
+/// local::run(2, |group| {
+///     let world = World::of(group);
+///     let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 2)])?, world.device());
+///     let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 3, vb))?;
+///     let weight = &model.params()[0];
+///     assert_eq!((weight.name(), weight.shape().dims()), ("weight", &[3, 4][..]));
+///     assert_eq!(weight.placements(), [Placement::Shard(0)]);
+///     // Rows 0 and 1 on rank 0, row 2 on rank 1, as `torch.chunk` cuts.
+///     assert_eq!(weight.region().offsets, [2 * world.rank(), 0]);
+///     assert_eq!(weight.var().dims(), [2 - world.rank(), 4]);
+///     Ok::<_, fsdp_candle::Error>(())
+/// })
+/// .into_iter()
+/// .collect::<Result<Vec<_>, _>>()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct FsdpParam {
+    pub(crate) spec: ParamSpec,
+    shard: Var,
+    /// The variable that the parameter's graph starts from.
+    pub(crate) leaf: TensorId,
+    /// A scalar in the graph whose backward runs once, after every use of the parameter; see `fsdp/mod.rs`.
+    pub(crate) anchor: Tensor,
+    /// The full tensor, with its graph. It has memory only while unsharded.
+    pub(crate) full: Tensor,
+    /// The tensor that layers hold: the full tensor, or the same without a graph if it was frozen when it was built.
+    pub(super) held: Tensor,
+    allocator: Arc<ParamAllocator>,
+    state: Mutex<State>,
+    pub(crate) gradient: Gradient,
+    requires_grad: AtomicBool,
+    unit: OnceLock<UnitRef>,
+    schedule: Weak<Schedule>,
+}
+
+/// Constant properties of a parameter.
+pub(crate) struct ParamSpec {
+    pub(crate) name: String,
+    /// Global shape.
+    pub(crate) shape: Shape,
+    /// Box of the global shape that this rank holds.
+    pub(crate) region: Region,
+    /// Dimension that FSDP shards.
+    pub(crate) shard_dim: usize,
+    pub(crate) layout: ShardLayout,
+    /// Set where the replicas divide the shard among them.
+    pub(crate) replica_sharding: Option<ReplicaSharding>,
+    pub(crate) ranks: Arc<DataParallel>,
+    pub(crate) parallel: Option<Arc<Parallel>>,
+    pub(crate) compute_dtype: DType,
+    pub(crate) trainable: bool,
+    pub(crate) extension: Option<Arc<dyn AllGatherExtension>>,
+    /// Adapter for the layer whose weight this is.
+    pub(crate) adapter: Option<LoraConfig>,
+    /// Set for a shard on the host whose layers compute on another device.
+    pub(crate) offload: Option<Offload>,
+}
+
+/// State of one parameter.
+struct State {
+    sharded: ShardedState,
+    /// The buffer that the parameter keeps for its full values (`set_keep_unsharded_storage`), while it is not in use.
+    kept_buffer: Option<Buffer>,
+    layer: LayerSupport,
+    pass: Option<PassAnchor>,
+}
+
+/// Where a parameter's values are: PyTorch's `ShardedState`.
+enum ShardedState {
+    /// Only the shard exists.
+    Sharded,
+    /// Forward kept a part of the full values ([`ReshardAfterForward::To`](crate::ReshardAfterForward::To)).
+    ShardedPostForward(PostForwardShard),
+    /// The full tensor has memory.
+    Unsharded {
+        /// Whether the memory is the parameter's kept buffer.
+        is_kept: bool,
+    },
+}
+
+/// Support of the layers that hold a parameter.
+#[derive(Default)]
+struct LayerSupport {
+    /// A layer of `nn` holds the parameter, and looks at `requires_grad` whenever it computes.
+    registered: bool,
+    /// The layer runs the pre-use hook.
+    runs_pre_use_hook: bool,
+    /// The layer does the collectives of tensor parallelism.
+    tp_aware: bool,
+}
+
+/// The running pass of a unit that runs several times, and its anchor once a layer has asked for it.
+struct PassAnchor {
+    pass: usize,
+    anchor: Option<Tensor>,
+}
+
+/// Reference from a parameter to its unit.
+struct UnitRef {
+    id: UnitId,
+    /// Index in the unit's parameters.
+    position: usize,
+    group: Weak<ParamGroup>,
+    /// Whether the pre-use hook unshards the unit: it was made by name, so nobody calls it.
+    has_pre_use_hook: bool,
+}
+
+/// Memory of the full values of a parameter.
+pub(super) struct FullBuffer {
+    pub(super) buffer: Buffer,
+    /// Whether the parameter keeps this buffer.
+    pub(super) is_kept: bool,
+}
+
+/// Part of the full values, kept between forward and backward to unshard over fewer ranks.
+pub(super) struct PostForwardShard {
+    pub(super) buffer: Buffer,
+    /// Number of neighbouring ranks that hold all parts.
+    pub(super) ranks: usize,
+}
+
+/// Where a unit allocates full values.
+pub(super) struct UnshardMemory {
+    pub(super) allocator: Arc<dyn Allocator>,
+    /// Whether each parameter keeps a buffer, whose address never changes.
+    pub(super) keep: bool,
+}
+
+/// A shard that replicas divide among them. Each replica updates its part, and has the whole shard during a step.
+pub(crate) struct ReplicaSharding {
+    /// Shape of the whole shard.
+    pub(super) shape: Vec<usize>,
+    /// Layout of the replicas' parts in the shard.
+    pub(super) layout: ShardLayout,
+    /// The whole shard in the compute dtype, while it is gathered.
+    shard: Mutex<Option<Tensor>>,
+}
+
+impl ReplicaSharding {
+    pub(crate) fn new(shape: Vec<usize>, layout: ShardLayout) -> Self {
+        ReplicaSharding { shape, layout, shard: Mutex::default() }
+    }
+
+    pub(super) fn shard_len(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    pub(super) fn is_gathered(&self) -> bool {
+        self.shard.lock().is_some()
+    }
+
+    /// Sets or drops the whole shard. A collective that still reads it keeps its memory.
+    pub(super) fn set_shard(&self, shard: Option<Tensor>) {
+        *self.shard.lock() = shard;
+    }
+}
+
+/// Allocates buffers for one parameter. Errors name the parameter.
+pub(super) struct ParamAllocator {
+    name: String,
+    /// Number of elements of the full values.
+    pub(super) elements: usize,
+    pub(super) dtype: DType,
+    pool: Arc<Pool>,
+}
+
+impl ParamAllocator {
+    /// Takes a buffer of the compute dtype from the pool.
+    pub(super) fn take(&self, len: usize) -> Result<Buffer> {
+        self.named(self.pool.take(to_core_dtype(self.dtype)?, len))
+    }
+
+    /// Takes a buffer for the full values that never goes back to the pool.
+    fn take_unpooled(&self) -> Result<Buffer> {
+        self.named(self.pool.take_unpooled(to_core_dtype(self.dtype)?, self.elements))
+    }
+
+    /// Allocates zeros for the full gradient.
+    pub(super) fn zeros(&self, dtype: fsdp_core::DType) -> Result<Buffer> {
+        self.named(self.pool.zeros(dtype, self.elements))
+    }
+
+    /// Gives a buffer back to the pool.
+    pub(super) fn give(&self, buffer: Buffer) {
+        self.pool.give(buffer);
+    }
+
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn named(&self, memory: fsdp_core::Result<Buffer>) -> Result<Buffer> {
+        Ok(memory.map_err(|error| Error::Parameter { name: self.name.clone(), message: error.to_string() })?)
+    }
+}
+
+type Lookup = RwLock<HashMap<TensorId, Weak<FsdpParam>>>;
+
+/// Parameters by the tensor that layers hold, by the full tensor, and by the anchor.
+static BY_TENSOR: LazyLock<Lookup> = LazyLock::new(Default::default);
+
+/// Parameters by their shard.
+static BY_SHARD: LazyLock<Lookup> = LazyLock::new(Default::default);
+
+/// Identity and properties.
+impl FsdpParam {
+    pub(crate) fn new(spec: ParamSpec, shard: Var, nodes: ParamNodes, schedule: &Arc<Schedule>) -> Result<Arc<Self>> {
+        let ParamNodes { leaf, anchor, full } = nodes;
+        take(&full)?;
+        let allocator = Arc::new(ParamAllocator {
+            name: spec.name.clone(),
+            elements: full.elem_count(),
+            dtype: spec.compute_dtype,
+            pool: schedule.pool.clone(),
+        });
+        // Layers of other crates would keep a graph for a frozen parameter.
+        let held = if spec.trainable { full.clone() } else { full.detach() };
+        let state =
+            State { sharded: ShardedState::Sharded, kept_buffer: None, layer: LayerSupport::default(), pass: None };
+        let param = Arc::new(FsdpParam {
+            requires_grad: AtomicBool::new(spec.trainable),
+            spec,
+            shard,
+            leaf,
+            anchor,
+            full,
+            held,
+            gradient: Gradient::new(allocator.clone()),
+            allocator,
+            state: Mutex::new(state),
+            unit: OnceLock::new(),
+            schedule: Arc::downgrade(schedule),
+        });
+        let mut by_tensor = BY_TENSOR.write();
+        for tensor in [&param.anchor, &param.held, &param.full] {
+            by_tensor.insert(tensor.id(), Arc::downgrade(&param));
+        }
+        drop(by_tensor);
+        BY_SHARD.write().insert(param.shard.id(), Arc::downgrade(&param));
+        Ok(param)
+    }
+
+    /// Returns the parameter of a tensor that a layer holds, or of an anchor.
+    pub(crate) fn of(tensor: &Tensor) -> Option<Arc<Self>> {
+        BY_TENSOR.read().get(&tensor.id())?.upgrade()
+    }
+
+    /// Returns the parameter of a shard.
+    pub(crate) fn of_shard(var: &Var) -> Option<Arc<Self>> {
+        BY_SHARD.read().get(&var.id())?.upgrade()
+    }
+
+    /// Returns the fully qualified name.
+    pub fn name(&self) -> &str {
+        &self.spec.name
+    }
+
+    /// Returns the global shape.
+    pub fn shape(&self) -> &Shape {
+        &self.spec.shape
+    }
+
+    /// Returns the shape that layers hold on this rank: the global shape, or a part of it where
+    /// [`parallelize`](crate::parallelize) divides a dimension.
+    pub fn unsharded_shape(&self) -> &Shape {
+        self.full.shape()
+    }
+
+    /// Returns the dtype of the shard, of its gradient and of the optimizer's state.
+    pub fn dtype(&self) -> DType {
+        self.shard.dtype()
+    }
+
+    /// Returns the dtype of the full tensor that layers compute with.
+    pub fn compute_dtype(&self) -> DType {
+        self.spec.compute_dtype
+    }
+
+    /// Returns the box of the global shape that this rank holds. It may be empty.
+    pub fn region(&self) -> &Region {
+        &self.spec.region
+    }
+
+    /// Returns the dimension that FSDP shards.
+    pub fn shard_dim(&self) -> usize {
+        self.spec.shard_dim
+    }
+
+    /// Returns the mesh of all ranks that hold shards. Dimensions that shard together are one dimension of it.
+    pub fn device_mesh(&self) -> &DeviceMesh {
+        self.spec.ranks.mesh()
+    }
+
+    /// Returns one placement for each dimension of [`FsdpParam::device_mesh`].
+    pub fn placements(&self) -> Vec<Placement> {
+        self.spec.ranks.placements(self.spec.shard_dim, self.parallel())
+    }
+
+    /// Returns how the parameter's module is parallel; `None` if no plan names the module.
+    pub(crate) fn parallel(&self) -> Option<&Parallel> {
+        self.spec.parallel.as_deref()
+    }
+
+    /// Returns the tensor-parallel ranks, if each of them holds a part of the parameter.
+    pub(crate) fn cut_over(&self) -> Option<&ProcessGroup> {
+        self.parallel().filter(|parallel| parallel.cut().is_some()).map(Parallel::group)
+    }
+
+    /// Returns the number of elements of the shard before replicas divide it.
+    pub(super) fn shard_len(&self) -> usize {
+        self.spec.replica_sharding.as_ref().map_or(self.spec.region.elements(), ReplicaSharding::shard_len)
+    }
+
+    /// Returns this rank's shard, of shape `region().sizes`. An optimizer updates it, and `backward` stores the sharded
+    /// gradient under its id. It is on the host with [`OffloadPolicy::Cpu`](crate::OffloadPolicy), else on the device
+    /// that computes.
+    ///
+    /// An empty shard gets no gradient: Candle's optimizers skip variables without a gradient, and fail on tensors
+    /// without elements.
+    ///
+    /// Call before writing: waits for pending device copies that read an offloaded shard. A variable that was returned
+    /// earlier may be written between `backward` and the next forward.
+    pub fn var(&self) -> &Var {
+        if let Some(offload) = &self.spec.offload
+            && let Err(error) = offload.settle()
+        {
+            // The device is lost, so it reads nothing any more.
+            tracing::warn!(parameter = self.name(), %error, "waiting for copies of a shard");
+        }
+        &self.shard
+    }
+
+    /// Returns the device that layers compute on.
+    pub(crate) fn device(&self) -> &Device {
+        self.full.device()
+    }
+
+    /// Returns whether the parameter gets a gradient: PyTorch's `requires_grad`.
+    /// [`ShardedVarMap::set_requires_grad`](crate::ShardedVarMap::set_requires_grad) changes it.
+    pub fn trainable(&self) -> bool {
+        self.requires_grad.load(Ordering::Relaxed)
+    }
+
+    /// Freezes the parameter and drops its pending gradients, or trains it.
+    pub(crate) fn set_requires_grad(&self, requires_grad: bool) {
+        self.requires_grad.store(requires_grad, Ordering::Relaxed);
+        if !requires_grad {
+            self.drop_gradients();
+        }
+    }
+
+    /// Returns whether a gradient can reach the parameter: a layer of `nn` holds it, or layers hold a tensor that has a
+    /// graph.
+    pub(crate) fn can_be_trained(&self) -> bool {
+        self.held.track_op() || self.state.lock().layer.registered
+    }
+}
+
+/// The unit of a parameter.
+impl FsdpParam {
+    /// Sets the unit. Called once, when the unit is made.
+    pub(super) fn set_unit(&self, group: &Arc<ParamGroup>, position: usize, has_pre_use_hook: bool) {
+        let unit = UnitRef { id: group.id().clone(), position, group: Arc::downgrade(group), has_pre_use_hook };
+        let _ = self.unit.set(unit);
+    }
+
+    /// Returns the unit of the parameter, and the parameter's index in it.
+    ///
+    /// # Errors
+    /// Fails while the unit is being built.
+    pub(crate) fn unit(&self) -> Result<(&UnitId, usize)> {
+        match self.unit.get() {
+            Some(UnitRef { id, position, .. }) => Ok((id, *position)),
+            None => bail!("parameter `{}` is still being built", self.name()),
+        }
+    }
+
+    /// Returns the schedule of the model.
+    pub(super) fn schedule(&self) -> Result<Arc<Schedule>> {
+        match self.schedule.upgrade() {
+            Some(schedule) => Ok(schedule),
+            None => bail!(
+                "the FSDP unit of parameter `{}` is gone: keep the FsdpModule alive until after backward",
+                self.name()
+            ),
+        }
+    }
+
+    /// Returns the schedule, if the parameter's unit is unsharded by pre-use hooks.
+    fn pre_use_schedule(&self) -> Option<(&UnitRef, Arc<Schedule>)> {
+        let unit = self.unit.get().filter(|unit| unit.has_pre_use_hook)?;
+        Some((unit, self.schedule.upgrade()?))
+    }
+
+    /// Records that a layer of `nn` holds the parameter, and whether the layer runs the pre-use hook.
+    pub(crate) fn register_layer(&self, runs_pre_use_hook: bool) {
+        let layer = &mut self.state.lock().layer;
+        layer.registered = true;
+        layer.runs_pre_use_hook |= runs_pre_use_hook;
+    }
+
+    /// Returns whether a layer that runs the pre-use hook holds the parameter.
+    pub(crate) fn runs_pre_use_hook(&self) -> bool {
+        self.state.lock().layer.runs_pre_use_hook
+    }
+
+    /// Runs the pre-use hook and checks that the values are there: a layer is about to read them.
+    ///
+    /// # Errors
+    /// Fails if the unit cannot be unsharded, or is sharded outside of its forward.
+    pub(crate) fn pre_use(&self) -> Result<()> {
+        self.run_pre_use_hook()?;
+        if self.is_unsharded() { Ok(()) } else { Err(self.not_unsharded().into()) }
+    }
+
+    /// Runs the pre-use hook: a layer is about to read the values.
+    ///
+    /// # Errors
+    /// Those of the all-gather.
+    pub(crate) fn run_pre_use_hook(&self) -> Result<()> {
+        let Some((unit, schedule)) = self.pre_use_schedule() else { return Ok(()) };
+        schedule.pre_use(&unit.id, !self.is_unsharded())
+    }
+
+    /// Runs the pre-use hook for a layer that is about to leave a gradient, for which it needs no values.
+    ///
+    /// # Errors
+    /// Those of the all-gather.
+    pub(crate) fn run_pre_gradient_hook(&self) -> Result<()> {
+        let Some((unit, schedule)) = self.pre_use_schedule() else { return Ok(()) };
+        schedule.pre_use(&unit.id, false)
+    }
+
+    /// Records that a checkpointed closure uses the parameter and runs again in backward; see
+    /// [`Schedule::add_recomputation`]. Returns whether the parameter has a pre-use hook.
+    pub(crate) fn register_recomputation(&self, made: Range<usize>, node: usize) -> bool {
+        let schedule = self.pre_use_schedule();
+        schedule.map(|(_, schedule)| schedule.add_recomputation(made, node)).is_some()
+    }
+
+    fn not_unsharded(&self) -> Error {
+        let (unit, way_out) = match self.unit.get() {
+            Some(unit) if unit.has_pre_use_hook => (
+                &*unit.id.name,
+                "is gathered inside a forward of the model alone. Call the model through its FsdpModule (`forward`, \
+                 `call` or `call_mut`)",
+            ),
+            unit => (
+                unit.map_or("(being built)", |unit| &unit.id.name),
+                "is not inside a forward of its own. Call the unit through its FsdpModule (`forward` or `call`), or \
+                 `unshard()` it first",
+            ),
+        };
+        let message = format!("its values are sharded here: unit `{unit}` {way_out}");
+        Error::Parameter { name: self.name().into(), message }
+    }
+
+    /// Returns how the module of `weight` is parallel and its ranks, for a layer of your own that holds `weight`;
+    /// `None` if no plan of [`parallelize`](crate::parallelize) names the module. A layer that asks must do the
+    /// collectives: building fails if no layer asks. Layers of [`nn`](crate::nn) do both.
+    ///
+    /// ```
+    /// use candle_core::{DType, Module, Result, Tensor};
+    /// use fsdp_candle::{ColwiseParallel, DataParallelMeshDims, FsdpParam, FullyShard, ParallelPlan, ProcessGroup};
+    /// use fsdp_candle::{ShardedVarMap, World, collectives, fully_shard, parallelize};
+    /// use fsdp_core::process_group::local;
+    ///
+    /// /// `x W^T` of a weight that may be cut along its rows.
+    /// struct Columns(Tensor, Option<ProcessGroup>);
+    ///
+    /// impl Module for Columns {
+    ///     fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    ///         let x = self.1.as_ref().map_or(Ok(x.clone()), |ranks| collectives::copy(x, ranks))?;
+    ///         x.matmul(&self.0.t()?)
+    ///     }
+    /// }
+    ///
+    /// local::run(2, |group| {
+    ///     let world = World::of(group);
+    ///     let mesh = world.mesh(&[("tp", 2)])?;
+    ///     let vars = ShardedVarMap::on(&mesh, &DataParallelMeshDims::default(), world.device())?;
+    ///     parallelize(&vars, &mesh, &ParallelPlan::new().module("up", ColwiseParallel::default()))?;
+    ///     let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| {
+    ///         let weight = vb.pp("up").get((6, 4), "weight")?;
+    ///         let ranks = FsdpParam::register_tp_layer(&weight).map(|(_, ranks)| ranks);
+    ///         Ok(Columns(weight, ranks))
+    ///     })?;
+    ///     let y = model.forward(&Tensor::ones((5, 4), DType::F32, world.device())?)?;
+    ///     assert_eq!(y.dims(), [5, 3]); // this rank's half of 6 features
+    ///     Ok::<_, fsdp_candle::Error>(())
+    /// })
+    /// .into_iter()
+    /// .collect::<std::result::Result<Vec<_>, _>>()?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn register_tp_layer(weight: &Tensor) -> Option<(ParallelStyle, ProcessGroup)> {
+        let param = FsdpParam::of(weight)?;
+        param.set_tp_aware();
+        param.parallel().map(|parallel| (parallel.style(), parallel.group().clone()))
+    }
+
+    /// Records that a layer holds the parameter and does the collectives of tensor parallelism.
+    pub(crate) fn set_tp_aware(&self) {
+        self.state.lock().layer.tp_aware = true;
+    }
+
+    /// Returns whether a plan names the parameter's module and no layer does the collectives.
+    pub(crate) fn lacks_tp_layer(&self) -> bool {
+        self.parallel().is_some_and(Parallel::needs_layer) && !self.state.lock().layer.tp_aware
+    }
+}
+
+/// The full values.
+impl FsdpParam {
+    /// Returns whether the full tensor has memory.
+    pub fn is_unsharded(&self) -> bool {
+        matches!(self.state.lock().sharded, ShardedState::Unsharded { .. })
+    }
+
+    fn set_state(&self, sharded: ShardedState) -> ShardedState {
+        std::mem::replace(&mut self.state.lock().sharded, sharded)
+    }
+
+    /// Gives the full tensor its memory.
+    pub(super) fn set_unsharded(&self, full: FullBuffer) -> Result<()> {
+        swap(&self.full, to_storage(full.buffer)?)?;
+        self.set_state(ShardedState::Unsharded { is_kept: full.is_kept });
+        Ok(())
+    }
+
+    /// Frees the full values, or the part that forward kept.
+    pub(super) fn reshard(&self, memory: &UnshardMemory) -> Result<()> {
+        match self.set_state(ShardedState::Sharded) {
+            ShardedState::Sharded => {}
+            ShardedState::ShardedPostForward(part) => self.allocator.give(part.buffer),
+            ShardedState::Unsharded { is_kept } => {
+                if let Some(buffer) = to_buffer(take(&self.full)?)? {
+                    self.free(FullBuffer { buffer, is_kept }, memory);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Frees the full values except for the elements of `chunk`, which stay for backward.
+    pub(super) fn reshard_to(&self, chunk: Range<usize>, ranks: usize, memory: &UnshardMemory) -> Result<()> {
+        if !self.is_unsharded() {
+            return Ok(());
+        }
+        let mut buffer = self.allocator.take(chunk.len())?;
+        copy_range_out(&self.full, chunk, &mut buffer)?;
+        self.reshard(memory)?;
+        self.set_state(ShardedState::ShardedPostForward(PostForwardShard { buffer, ranks }));
+        Ok(())
+    }
+
+    /// Takes the part that forward kept, if there is one.
+    pub(super) fn take_post_forward_shard(&self) -> Option<PostForwardShard> {
+        let sharded = &mut self.state.lock().sharded;
+        match std::mem::replace(sharded, ShardedState::Sharded) {
+            ShardedState::ShardedPostForward(part) => Some(part),
+            other => {
+                *sharded = other;
+                None
+            }
+        }
+    }
+
+    /// Returns memory to the allocator, or to the parameter that keeps it.
+    pub(super) fn free(&self, full: FullBuffer, memory: &UnshardMemory) {
+        match full {
+            FullBuffer { buffer, is_kept: false } => memory.allocator.give(buffer),
+            FullBuffer { buffer, is_kept: true } if memory.keep => self.state.lock().kept_buffer = Some(buffer),
+            // The setting changed meanwhile.
+            FullBuffer { buffer, is_kept: true } => drop(buffer),
+        }
+    }
+
+    /// Takes the kept buffer, for an all-gather to fill. The first call allocates it.
+    pub(super) fn take_kept_buffer(&self) -> Result<Buffer> {
+        let kept = self.state.lock().kept_buffer.take();
+        kept.map_or_else(|| self.allocator.take_unpooled(), Ok)
+    }
+
+    /// Frees the kept buffer, unless it is in use.
+    pub(super) fn drop_kept_buffer(&self) {
+        self.state.lock().kept_buffer = None;
+    }
+
+    /// Returns the shard in the compute dtype, on the device that computes.
+    pub(super) fn shard_in_compute_dtype(&self) -> Result<Tensor> {
+        let Some(sharding) = &self.spec.replica_sharding else { return self.own_in_compute_dtype() };
+        match &*sharding.shard.lock() {
+            Some(shard) => Ok(shard.clone()),
+            None => bail!("parameter `{}`: its shard is not gathered over the replicas now", self.name()),
+        }
+    }
+
+    /// Returns the values that this rank holds, in the compute dtype, on the device that computes.
+    pub(super) fn own_in_compute_dtype(&self) -> Result<Tensor> {
+        if let Some(offload) = &self.spec.offload {
+            let uploaded = offload.upload(to_core_dtype(self.compute_dtype())?)?;
+            return uploaded.into_tensor(&self.spec.region.sizes, self.device());
+        }
+        let shard = self.shard.as_tensor();
+        if shard.dtype() == self.compute_dtype() {
+            Ok(shard.clone())
+        } else {
+            to_dtype(&shard.detach(), self.compute_dtype())
+        }
+    }
+}
+
+/// Graph and gradient.
+impl FsdpParam {
+    /// Returns the anchor of the running pass.
+    pub(crate) fn anchor_of_pass(&self) -> Result<Tensor> {
+        match &mut self.state.lock().pass {
+            None => Ok(self.anchor.clone()),
+            Some(PassAnchor { anchor: Some(anchor), .. }) => Ok(anchor.clone()),
+            Some(PassAnchor { pass, anchor }) => Ok(anchor.insert(hooks::pass_anchor(&self.anchor, *pass)?).clone()),
+        }
+    }
+
+    /// Begins a further pass of the unit, or returns to the first pass.
+    pub(super) fn begin_pass(&self, pass: Option<usize>) {
+        self.state.lock().pass = pass.map(|pass| PassAnchor { pass, anchor: None });
+    }
+
+    /// Adds to the reduced gradient, which is stored beside the shard.
+    pub(super) fn add_reduced(&self, gradient: Buffer) -> Result<()> {
+        match &self.spec.offload {
+            Some(offload) => offload.download(gradient),
+            None => self.gradient.accumulate(Stage::Reduced, gradient),
+        }
+    }
+
+    /// Takes the reduced gradient. Its memory leaves the pool.
+    pub(super) fn take_reduced(&self) -> Result<Option<Tensor>> {
+        let gradient = match &self.spec.offload {
+            Some(offload) => offload.take_gradient()?,
+            None => self.gradient.take(Stage::Reduced).inspect(|buffer| self.allocator.pool.leave(buffer)),
+        };
+        let tensor = |buffer| to_tensor(buffer, &self.spec.region.sizes, self.shard.device());
+        gradient.map(tensor).transpose()
+    }
+
+    /// Stores the sharded gradient in `grads`. A rank with an empty shard stores a mark under the anchor: other
+    /// ranks have a gradient.
+    pub(super) fn store_gradient(&self, grad: Tensor, grads: &mut GradStore) -> Result<()> {
+        match self.spec.region.is_empty() {
+            true => grads.insert(&self.anchor, self.anchor.zeros_like()?),
+            false => grads.insert(self.shard.as_tensor(), grad),
+        };
+        Ok(())
+    }
+
+    /// Returns whether this rank's shard is empty and other ranks have a gradient.
+    pub(crate) fn is_empty_with_gradient(&self, grads: &GradStore) -> bool {
+        self.spec.region.is_empty() && grads.get(&self.anchor).is_some()
+    }
+
+    /// Drops all gradients, those of offloaded shards included.
+    pub(super) fn drop_gradients(&self) {
+        self.gradient.clear();
+        if let Some(offload) = &self.spec.offload {
+            offload.clear();
+        }
+    }
+}
+
+/// A parameter as a DTensor, whose values users read and set.
+impl FsdpParam {
+    /// Returns the sharded parameter as a DTensor that shares the memory of [`FsdpParam::var`]: it shows what an
+    /// optimizer changes.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Module, Tensor};
+    /// # use fsdp_candle::{fully_shard, nn, FullyShard, Placement, ShardedVarMap, World};
+    /// # let world = World::single()?;
+    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+    /// # let (opts, vb) = (FullyShard::new(&vars), vars.builder(DType::F32));
+    /// # let model = fully_shard(&opts, vb, |vb| nn::linear_no_bias(4, 2, vb))?;
+    /// for param in model.params() {
+    ///     let dtensor = param.dtensor()?;
+    ///     assert_eq!(dtensor.placements(), [Placement::Shard(0)]);
+    ///     println!("{}: {:?} of {:?}", param.name(), dtensor.to_local().dims(), dtensor.shape());
+    ///     // Every rank passes the whole tensor, and takes its own part of it.
+    ///     param.set_full(&dtensor.mul(2.)?.full_tensor()?)?;
+    /// }
+    /// let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+    /// let grads = model.backward(&model.forward(&x)?.sum_all()?)?;
+    /// for param in model.params() {
+    ///     let grad = param.grad(&grads)?.expect("it was used");
+    ///     assert_eq!(grad.max_all()?.full_tensor()?.to_scalar::<f32>()?, 3.);
+    /// }
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`DTensor::from_local`].
+    pub fn dtensor(&self) -> crate::error::Result<DTensor> {
+        self.with_own_layout(self.var().as_tensor())
+    }
+
+    /// Returns the sharded gradient of a backward as a DTensor with the parameter's layout; `None` if there is none. It
+    /// shares the gradient's memory. A rank with an empty shard has an empty part.
+    ///
+    /// # Errors
+    /// Those of [`DTensor::from_local`].
+    pub fn grad(&self, grads: &GradStore) -> crate::error::Result<Option<DTensor>> {
+        let grad = match grads.get(self.var().as_tensor()) {
+            Some(grad) => grad,
+            None if self.is_empty_with_gradient(grads) => self.var().as_tensor(),
+            None => return Ok(None),
+        };
+        self.with_own_layout(grad).map(Some)
+    }
+
+    fn with_own_layout(&self, local: &Tensor) -> crate::error::Result<DTensor> {
+        DTensor::from_local(local, self.shape(), self.device_mesh(), &self.placements())
+    }
+
+    /// Copies values into this rank's shard, as an assignment to PyTorch's `param.to_local()` does. Converts floating
+    /// point dtypes. Does not communicate. Frees the unit's full values, which are stale.
+    ///
+    /// # Errors
+    /// Fails if the tensor does not have the shape of [`FsdpParam::region`], or is not floating point. The shard is
+    /// unchanged then.
+    pub fn set_local(&self, local: &Tensor) -> crate::error::Result<()> {
+        let region = self.region();
+        if local.dims() != region.sizes {
+            return Err(self.error(format!(
+                "its shard on rank {} has shape {:?}, found {:?}. Pass a part with the parameter's placements, or the \
+                 full tensor to `set_full`",
+                self.device_mesh().rank(),
+                region.sizes,
+                local.dims()
+            )));
+        }
+        if !local.dtype().is_float() {
+            return Err(self.error(format!("expected a floating point tensor, found {:?}", local.dtype())));
+        }
+        // Candle copies all of a view's storage to another device, so the view gets its own memory first.
+        let is_here = local.device().same_device(self.var().device());
+        let local = if is_here { local.contiguous()? } else { local.force_contiguous()? };
+        let local = to_dtype(&local.detach(), self.dtype())?;
+        if let Some(group) = self.unit.get().and_then(|unit| unit.group.upgrade()) {
+            group.reshard_stale()?;
+        }
+        Ok(copy_tensor(&local, self.var().as_tensor())?)
+    }
+
+    /// Copies this rank's part of a full tensor into its shard. Does not communicate: every rank passes the full
+    /// tensor. If only rank 0 has it, send the parts with [`distribute_tensor`](crate::distribute_tensor), and pass
+    /// each to [`FsdpParam::set_local`].
+    ///
+    /// # Errors
+    /// Fails if the tensor does not have the parameter's shape, or is not floating point. The shard is unchanged then.
+    pub fn set_full(&self, full: &Tensor) -> crate::error::Result<()> {
+        if full.dims() != self.shape().dims() {
+            return Err(self.error(format!("expected shape {:?}, found {:?}", self.shape(), full.shape())));
+        }
+        let region = self.region();
+        let part = (0..full.rank())
+            .try_fold(full.clone(), |part, dim| part.narrow(dim, region.offsets[dim], region.sizes[dim]))?;
+        self.set_local(&part)
+    }
+
+    fn error(&self, message: String) -> Error {
+        Error::Parameter { name: self.name().into(), message }
+    }
+}
+
+impl Drop for FsdpParam {
+    fn drop(&mut self) {
+        let mut by_tensor = BY_TENSOR.write();
+        for tensor in [&self.anchor, &self.held, &self.full] {
+            by_tensor.remove(&tensor.id());
+        }
+        drop(by_tensor);
+        BY_SHARD.write().remove(&self.shard.id());
+    }
+}
+
+impl std::fmt::Debug for FsdpParam {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "FsdpParam({} {:?} {:?})", self.name(), self.shape(), self.dtype())
+    }
+}

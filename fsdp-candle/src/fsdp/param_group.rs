@@ -1,0 +1,522 @@
+//! The parameters of one unit, which are unsharded, resharded and reduced together.
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, OnceLock};
+use std::thread::ThreadId;
+use std::time::Duration;
+
+use candle_core::{Result, Tensor};
+use fsdp_core::layout::chunk_range;
+use fsdp_core::process_group::{Signature, Subject};
+use parking_lot::{Condvar, Mutex};
+
+use super::collectives::{AllGatherResult, ReplicaGather};
+use super::param::{FsdpParam, UnshardMemory};
+use super::policy::{MixedPrecisionPolicy, ReshardAfterForward};
+use super::settings::UnitSettings;
+use crate::error::Error;
+use crate::storage::Pool;
+
+/// Name of the root unit in messages.
+pub(crate) const ROOT: &str = "(root)";
+
+/// Identity of a unit.
+#[derive(Clone)]
+pub(crate) struct UnitId {
+    /// Position in the order of `fully_shard` calls.
+    pub(crate) index: usize,
+    /// Path in the model.
+    pub(crate) name: Arc<str>,
+}
+
+/// The parameters of one unit.
+pub(crate) struct ParamGroup {
+    id: UnitId,
+    path: UnitPath,
+    params: Vec<Arc<FsdpParam>>,
+    pub(super) pool: Arc<Pool>,
+    /// The parameters' names, for the signatures of collectives.
+    subject: Arc<Subject>,
+    pub(super) mp_policy: MixedPrecisionPolicy,
+    pub(super) settings: Mutex<UnitSettings>,
+    /// The pending all-gather. A thread that unshards or reshards the unit holds the lock.
+    pending: UnshardLock<Option<AllGatherResult>>,
+    /// Pending all-gathers over replicas.
+    pub(super) replica_gathers: Mutex<Vec<ReplicaGather>>,
+    accumulated: Mutex<AccumulatedBackwards>,
+}
+
+/// Numbers of backwards whose gradients wait for the next reduce-scatter, and for the next all-reduce.
+#[derive(Default)]
+struct AccumulatedBackwards {
+    reduce_scatter: BackwardCount,
+    all_reduce: BackwardCount,
+}
+
+/// Number of backwards whose gradients one reduction sums. Signatures hold it: it must be the same on all ranks.
+#[derive(Clone, Copy, Default)]
+struct BackwardCount {
+    count: usize,
+    reduced: bool,
+}
+
+impl BackwardCount {
+    fn begin_backward(&mut self) {
+        if std::mem::take(&mut self.reduced) {
+            self.count = 0;
+        }
+        self.count += 1;
+    }
+
+    /// Returns the number. The next backward counts from 0.
+    fn reduce(&mut self) -> usize {
+        self.reduced = true;
+        self.count
+    }
+}
+
+impl ParamGroup {
+    /// Makes the unit `id`. `has_pre_use_hooks` tells whether uses of its parameters unshard it.
+    pub(crate) fn new(
+        id: UnitId,
+        params: Vec<Arc<FsdpParam>>,
+        mp_policy: MixedPrecisionPolicy,
+        settings: UnitSettings,
+        pool: Arc<Pool>,
+        has_pre_use_hooks: bool,
+    ) -> Arc<Self> {
+        let names = params.iter().map(|param| param.name().to_string());
+        let subject = Subject::new(format!("unit `{}`", id.name), names);
+        let group = Arc::new(ParamGroup {
+            path: UnitPath::new(id.name.clone()),
+            id,
+            params,
+            pool,
+            subject,
+            mp_policy,
+            settings: Mutex::new(settings),
+            pending: UnshardLock::default(),
+            replica_gathers: Mutex::default(),
+            accumulated: Mutex::default(),
+        });
+        for (position, param) in group.params.iter().enumerate() {
+            param.set_unit(&group, position, has_pre_use_hooks);
+        }
+        group
+    }
+
+    pub(crate) fn id(&self) -> &UnitId {
+        &self.id
+    }
+
+    pub(crate) fn name(&self) -> &str {
+        &self.id.name
+    }
+
+    pub(crate) fn index(&self) -> usize {
+        self.id.index
+    }
+
+    pub(crate) fn path(&self) -> &UnitPath {
+        &self.path
+    }
+
+    pub(crate) fn params(&self) -> &[Arc<FsdpParam>] {
+        &self.params
+    }
+
+    /// Returns whether any full parameter has memory.
+    pub(crate) fn is_unsharded(&self) -> bool {
+        self.params.iter().any(|param| param.is_unsharded())
+    }
+
+    pub(crate) fn reshard_after_forward(&self) -> ReshardAfterForward {
+        self.settings.lock().reshard_after_forward
+    }
+
+    /// Returns whether some parameters are frozen.
+    pub(crate) fn has_frozen(&self) -> bool {
+        self.params.iter().any(|param| !param.trainable())
+    }
+
+    /// Returns the number of parameters that get gradients.
+    pub(crate) fn trainable(&self) -> usize {
+        self.params.iter().filter(|param| param.trainable()).count()
+    }
+
+    /// Returns whether replicas divide some shards among them.
+    pub(super) fn is_sharded_over_replicas(&self) -> bool {
+        self.params.iter().any(|param| param.spec.replica_sharding.is_some())
+    }
+
+    /// Records that the unit is several modules that are called one by one.
+    pub(super) fn split_into_modules(&self) {
+        self.path.split_into_modules(self.params.iter().map(|param| param.name()));
+    }
+
+    /// Returns the signature of a collective for the parameters at these positions.
+    pub(super) fn signature(&self, positions: impl IntoIterator<Item = usize>) -> Signature {
+        Signature::new(&self.subject, positions)
+    }
+
+    pub(super) fn communication_failed(&self, what: &str, source: fsdp_core::Error) -> Error {
+        Error::Communication {
+            unit: self.name().into(),
+            what: what.into(),
+            parameters: self.params.len(),
+            source: Box::new(source),
+        }
+    }
+}
+
+/// Unshard and reshard.
+impl ParamGroup {
+    /// Returns where full values are allocated.
+    fn memory(&self) -> UnshardMemory {
+        let (custom, keep) = {
+            let settings = self.settings.lock();
+            (settings.all_gather.clone(), settings.keep_unsharded_storage)
+        };
+        let allocator = custom.and_then(|custom| custom.allocate()).unwrap_or_else(|| self.pool.clone());
+        UnshardMemory { allocator, keep }
+    }
+
+    /// Locks the unit for this thread; `None` if it has no parameters.
+    fn lock(&self) -> Result<Option<UnshardGuard<'_, Option<AllGatherResult>>>> {
+        let Some(param) = self.params.first() else { return Ok(None) };
+        let limit = param.spec.ranks.shard().timeout();
+        match self.pending.lock(limit) {
+            Ok(guard) => Ok(Some(guard)),
+            Err(error) => {
+                let message = match error {
+                    LockError::Nested => {
+                        "its own all-gather, allocator or extension must not unshard or reshard it".into()
+                    }
+                    LockError::TimedOut => format!(
+                        "another thread has been unsharding or resharding it for {limit:?}: call a unit from one thread"
+                    ),
+                };
+                Err(Error::Unit { unit: self.name().into(), message }.into())
+            }
+        }
+    }
+
+    /// Issues the all-gather, unless it is pending or the parameters are unsharded.
+    pub(crate) fn start_unshard(&self) -> Result<()> {
+        match self.lock()? {
+            Some(mut pending) => self.start_all_gather(&mut pending.state),
+            None => Ok(()),
+        }
+    }
+
+    fn start_all_gather(&self, pending: &mut Option<AllGatherResult>) -> Result<()> {
+        if pending.is_some() {
+            return Ok(());
+        }
+        // Backward may be done with some parameters, and may have freed others early.
+        let is_missing = |param: &FsdpParam| !param.is_unsharded() && !param.gradient.is_complete();
+        let all = self.params.iter().enumerate();
+        let missing: Vec<usize> = all.filter(|(_, param)| is_missing(param)).map(|(position, _)| position).collect();
+        if missing.is_empty() {
+            return Ok(());
+        }
+        self.start_replica_gather()?;
+        self.wait_for_replica_gather()?;
+        let custom = self.settings.lock().all_gather.clone();
+        *pending = Some(AllGatherResult::start(self, &missing, &self.memory(), custom.as_ref())?);
+        Ok(())
+    }
+
+    /// Unshards the parameters, and waits until they are there.
+    pub(crate) fn unshard(&self) -> Result<()> {
+        let Some(mut pending) = self.lock()? else { return Ok(()) };
+        self.start_all_gather(&mut pending.state)?;
+        if let Some(result) = pending.state.take() {
+            for (param, full) in result.wait(self, &self.memory())? {
+                param.set_unsharded(full)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Frees the full parameters, and the parts that forward kept.
+    pub(crate) fn reshard(&self) -> Result<()> {
+        let Some(mut pending) = self.lock()? else { return Ok(()) };
+        let memory = self.memory();
+        if let Some(result) = pending.state.take() {
+            for (param, full) in result.wait(self, &memory)? {
+                param.free(full, &memory);
+            }
+        } else if self.is_unsharded() {
+            tracing::debug!(unit = self.name(), "reshard");
+        }
+        self.params.iter().try_for_each(|param| param.reshard(&memory))
+    }
+
+    /// Frees the full parameters and the gathered shards, since a shard is about to change.
+    pub(super) fn reshard_stale(&self) -> Result<()> {
+        self.drop_replica_gather();
+        self.reshard()
+    }
+
+    /// Frees the full parameters except for the parts that this many neighbouring ranks need to unshard them again.
+    pub(super) fn reshard_to(&self, ranks: usize) -> Result<()> {
+        let Some(_pending) = self.lock()? else { return Ok(()) };
+        let memory = self.memory();
+        for param in &self.params {
+            let fewer = param.spec.ranks.neighbours(ranks)?;
+            let chunk = chunk_range(param.unsharded_shape().elem_count(), fewer.size(), fewer.rank());
+            param.reshard_to(chunk, ranks, &memory)?;
+        }
+        tracing::debug!(unit = self.name(), ranks, "reshard to fewer ranks");
+        Ok(())
+    }
+
+    /// Frees one full parameter.
+    pub(super) fn reshard_param(&self, position: usize) -> Result<()> {
+        self.params[position].reshard(&self.memory())
+    }
+
+    /// Frees the frozen parameters.
+    pub(super) fn reshard_frozen(&self) -> Result<()> {
+        let memory = self.memory();
+        let mut frozen = self.params.iter().filter(|param| !param.trainable());
+        frozen.try_for_each(|param| param.reshard(&memory))
+    }
+
+    /// Waits for the pending all-gather and drops its outcome.
+    fn cancel_unshard(&self) -> Result<()> {
+        let Some(mut pending) = self.lock()? else { return Ok(()) };
+        if let Some(result) = pending.state.take() {
+            result.cancel();
+        }
+        Ok(())
+    }
+}
+
+/// Steps.
+impl ParamGroup {
+    /// Begins a further pass, or returns to the first.
+    pub(super) fn begin_pass(&self, pass: Option<usize>) {
+        self.params.iter().for_each(|param| param.begin_pass(pass));
+    }
+
+    /// Prepares a backward: drops what a failed backward left.
+    pub(super) fn begin_backward(&self) {
+        {
+            let mut accumulated = self.accumulated.lock();
+            accumulated.reduce_scatter.begin_backward();
+            accumulated.all_reduce.begin_backward();
+        }
+        self.params.iter().for_each(|param| param.gradient.begin_backward());
+    }
+
+    pub(super) fn end_backward(&self) {
+        self.params.iter().for_each(|param| param.gradient.begin_backward());
+    }
+
+    /// Returns the numbers of backwards whose gradients the next reductions sum: since the last reduce-scatter, and
+    /// since the last all-reduce.
+    pub(super) fn reduce_backwards(&self) -> (usize, usize) {
+        let all_reduce = self.settings.lock().requires_all_reduce;
+        let mut accumulated = self.accumulated.lock();
+        let reduce_scatter = accumulated.reduce_scatter.reduce();
+        (reduce_scatter, if all_reduce { accumulated.all_reduce.reduce() } else { 0 })
+    }
+
+    /// Takes the reduced gradients, each with whether any rank used the parameter.
+    pub(super) fn take_gradients(&self) -> Result<Vec<(Arc<FsdpParam>, Tensor, bool)>> {
+        let mut grads = vec![];
+        for param in &self.params {
+            if let Some(grad) = param.take_reduced()? {
+                grads.push((param.clone(), grad, param.gradient.take_used()));
+            }
+        }
+        Ok(grads)
+    }
+
+    /// Forgets a failed forward or backward: waits for pending collectives, drops gradients, frees parameters.
+    pub(super) fn reset(&self) {
+        *self.accumulated.lock() = AccumulatedBackwards::default();
+        self.begin_pass(None);
+        self.drop_replica_gather();
+        let cancelled = self.cancel_unshard();
+        self.params.iter().for_each(|param| param.drop_gradients());
+        if let Err(error) = cancelled.and_then(|()| self.reshard()) {
+            tracing::warn!(unit = self.name(), %error, "reshard after a failed step");
+        }
+    }
+}
+
+/// Lets one thread at a time unshard or reshard a unit.
+///
+/// No mutex is locked meanwhile: an all-gather takes its time, and runs the user's code, which may look at the model.
+struct UnshardLock<S> {
+    state: Mutex<LockState<S>>,
+    unlocked: Condvar,
+}
+
+enum LockState<S> {
+    Unlocked(S),
+    LockedBy(ThreadId),
+}
+
+/// Why a thread does not get the lock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum LockError {
+    /// The thread has locked it already.
+    Nested,
+    /// Another thread has locked it all the time.
+    TimedOut,
+}
+
+/// The locked state. Dropping the guard puts `state` back.
+struct UnshardGuard<'a, S: Default> {
+    lock: &'a UnshardLock<S>,
+    state: S,
+}
+
+impl<S: Default> Default for UnshardLock<S> {
+    fn default() -> Self {
+        UnshardLock { state: Mutex::new(LockState::Unlocked(S::default())), unlocked: Condvar::new() }
+    }
+}
+
+impl<S: Default> UnshardLock<S> {
+    /// Locks the state. Waits up to `limit` for another thread.
+    fn lock(&self, limit: Duration) -> std::result::Result<UnshardGuard<'_, S>, LockError> {
+        let me = std::thread::current().id();
+        let mut state = self.state.lock();
+        let is_elsewhere = |state: &mut LockState<S>| matches!(state, LockState::LockedBy(thread) if *thread != me);
+        self.unlocked.wait_while_for(&mut state, is_elsewhere, limit);
+        match std::mem::replace(&mut *state, LockState::LockedBy(me)) {
+            LockState::Unlocked(state) => Ok(UnshardGuard { lock: self, state }),
+            LockState::LockedBy(thread) => {
+                *state = LockState::LockedBy(thread);
+                Err(if thread == me { LockError::Nested } else { LockError::TimedOut })
+            }
+        }
+    }
+}
+
+impl<S: Default> Drop for UnshardGuard<'_, S> {
+    fn drop(&mut self) {
+        *self.lock.state.lock() = LockState::Unlocked(std::mem::take(&mut self.state));
+        self.lock.unlocked.notify_all();
+    }
+}
+
+/// A unit's path. Two units with the same path have two `UnitPath`s.
+pub(crate) struct UnitPath {
+    path: Arc<str>,
+    /// Paths of the unit's modules, if they are called one by one.
+    modules: OnceLock<BTreeSet<String>>,
+}
+
+impl UnitPath {
+    fn new(path: Arc<str>) -> Self {
+        UnitPath { path, modules: OnceLock::new() }
+    }
+
+    /// Returns whether `other` is this unit or inside it, by their paths.
+    pub(crate) fn contains(&self, other: &UnitPath) -> bool {
+        match self.modules.get() {
+            None => is_within(&other.path, &self.path),
+            Some(modules) => std::ptr::eq(self, other) || modules.iter().any(|module| is_within(&other.path, module)),
+        }
+    }
+
+    /// Records that the unit is several modules. Units beside these modules at its path are then outside of it.
+    fn split_into_modules<'a>(&self, parameters: impl Iterator<Item = &'a str>) {
+        let root = &*self.path == ROOT;
+        let path = if root { "" } else { &*self.path };
+        let mut modules = BTreeSet::new();
+        for parameter in parameters {
+            let rest = parameter.strip_prefix(path).map(|rest| rest.trim_start_matches('.'));
+            if let Some((module, _)) = rest.and_then(|rest| rest.split_once('.')) {
+                modules.insert(if root { module.to_string() } else { format!("{path}.{module}") });
+            }
+        }
+        // A second call has the same modules.
+        let _ = self.modules.set(modules);
+    }
+
+    /// Returns how many of `others` this path is inside of.
+    pub(crate) fn depth(&self, others: &[&UnitPath]) -> usize {
+        others.iter().filter(|other| other.contains(self) && !self.contains(other)).count()
+    }
+}
+
+/// Returns whether `path` is `outer` or below it.
+fn is_within(path: &str, outer: &str) -> bool {
+    outer == ROOT || path.strip_prefix(outer).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    fn path(path: &str) -> UnitPath {
+        UnitPath::new(path.into())
+    }
+
+    #[test]
+    fn paths_nest_at_their_dots() {
+        let all = ["blocks.1", "blocks.1.mlp", "blocks.10", "head", ROOT].map(path);
+        let all: Vec<&UnitPath> = all.iter().collect();
+        assert_eq!(all.iter().map(|path| path.depth(&all)).collect::<Vec<_>>(), [1, 2, 1, 1, 0]);
+        assert!(all[0].contains(all[0]) && !all[0].contains(all[2]));
+    }
+
+    #[test]
+    fn a_unit_of_several_modules_contains_only_these() {
+        let all = ["last.norm.inner", "last.other", "last", "last", ROOT].map(path);
+        all[2].split_into_modules(["last.norm.weight", "last.head.weight"].into_iter());
+        let all: Vec<&UnitPath> = all.iter().collect();
+        assert!(all[2].contains(all[2]) && !all[2].contains(all[3]) && !all[2].contains(all[1]));
+        assert!(all[2].contains(all[0]));
+    }
+
+    #[test]
+    fn a_thread_cannot_lock_twice() {
+        let lock = UnshardLock::<u32>::default();
+        let mut guard = lock.lock(LONG).unwrap();
+        guard.state = 7;
+        assert_eq!(lock.lock(LONG).err(), Some(LockError::Nested));
+        drop(guard);
+        assert_eq!(lock.lock(LONG).unwrap().state, 7);
+    }
+
+    #[test]
+    fn other_threads_wait_up_to_the_limit() {
+        let lock = UnshardLock::<u32>::default();
+        let mut guard = lock.lock(LONG).unwrap();
+        std::thread::scope(|scope| {
+            let refused = scope.spawn(|| lock.lock(Duration::from_millis(1)).err());
+            assert_eq!(refused.join().unwrap(), Some(LockError::TimedOut));
+            let next = scope.spawn(|| lock.lock(LONG).unwrap().state);
+            guard.state = 3;
+            drop(guard);
+            assert_eq!(next.join().unwrap(), 3);
+        });
+        // The guard of the second thread put the state back.
+        assert_eq!(lock.lock(LONG).unwrap().state, 3);
+    }
+
+    #[test]
+    fn a_panic_unlocks() {
+        let lock = UnshardLock::<u32>::default();
+        let panicked = std::thread::scope(|scope| {
+            scope
+                .spawn(|| {
+                    let _guard = lock.lock(LONG).unwrap();
+                    panic!("on purpose")
+                })
+                .join()
+        });
+        assert!(panicked.is_err());
+        assert!(lock.lock(Duration::ZERO).is_ok());
+    }
+}

@@ -1,0 +1,561 @@
+//! The state that the units of one model share: the order of their collectives, and the execution of its actions.
+//!
+//! Hooks call in from forward ([`Schedule::pre_forward`], [`Schedule::post_forward`], [`Schedule::pre_use`]) and from
+//! backward ([`Schedule::pre_backward`], [`Schedule::post_accumulate_grad`]). Each passes the event to [`Order`] and
+//! executes the actions that it returns. No lock is held meanwhile: an action may wait for peers and run the user's
+//! code.
+
+use std::cell::RefCell;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+
+use candle_core::backprop::GradStore;
+use candle_core::{Device, Result, Tensor};
+use fsdp_core::heartbeat;
+use parking_lot::Mutex;
+use tracing::span::EnteredSpan;
+
+use super::collectives::{Reduction, ReductionQueue, largest};
+use super::hooks::{FrozenCall, plan_frozen_calls};
+use super::offload::Downloads;
+use super::order::{Action, Forward, Order, OrderError, UnitInfo};
+use super::param::FsdpParam;
+use super::param_group::{ParamGroup, UnitId};
+use super::settings::{ModelSettings, UnitSettings};
+use crate::autograd::{BACKWARD_STACK_BYTES, keeps_graph, number, on_a_stack_of, with_grad};
+use crate::diagnostics::Diagnostics;
+use crate::error::Error;
+use crate::kernels;
+use crate::storage::Pool;
+
+/// The shared state of one model's units: PyTorch's `FSDPStateContext`.
+pub(crate) struct Schedule {
+    pub(super) pool: Arc<Pool>,
+    /// Copies of offloaded parameters' gradients to the host.
+    pub(super) downloads: Arc<Downloads>,
+    pub(super) diagnostics: Diagnostics,
+    units: Mutex<Vec<Arc<ParamGroup>>>,
+    order: Mutex<Order>,
+    reductions: ReductionQueue<Reduction>,
+    /// Calls of units with frozen parameters whose graphs exist.
+    frozen_calls: Mutex<Vec<Weak<FrozenCall>>>,
+    /// A check of the complete model, which runs in the first forward.
+    first_forward_check: Mutex<Option<Arc<Check>>>,
+    /// Whether the shards gathered over replicas are up to date: no gradients were handed out since.
+    replica_shards_are_fresh: AtomicBool,
+}
+
+type Check = dyn Fn() -> crate::error::Result<()> + Send + Sync;
+
+/// Units and settings.
+impl Schedule {
+    pub(crate) fn new(rank: usize, device: &Device) -> Self {
+        let pool = Arc::new(Pool::new(kernels::of_device_or_cpu(device)));
+        Schedule {
+            downloads: Arc::new(Downloads::new(pool.clone())),
+            pool,
+            diagnostics: Diagnostics::of_rank(rank),
+            units: Mutex::default(),
+            order: Mutex::default(),
+            reductions: ReductionQueue::default(),
+            frozen_calls: Mutex::default(),
+            first_forward_check: Mutex::default(),
+            replica_shards_are_fresh: AtomicBool::new(false),
+        }
+    }
+
+    /// Adds a unit. `by_name_in` is the index of the unit whose call runs it, for a unit by name.
+    pub(super) fn add(&self, unit: Arc<ParamGroup>, by_name_in: Option<usize>) {
+        let settings = unit.settings.lock().clone();
+        let mut units = self.units.lock();
+        let mut order = self.order.lock();
+        let at = |other: &Arc<ParamGroup>| other.index();
+        let by_name = |other: &&Arc<ParamGroup>| order.is_by_name(other.index());
+        let enclosing =
+            units.iter().filter(by_name).filter(|other| other.path().contains(unit.path())).map(at).collect();
+        let inside: Vec<usize> = match by_name_in {
+            Some(_) => units.iter().filter(|other| unit.path().contains(other.path())).map(at).collect(),
+            None => vec![],
+        };
+        let (trainable, has_frozen) = (unit.trainable(), unit.has_frozen());
+        order.add(UnitInfo { trainable, has_frozen, by_name_in, enclosing, settings }, &inside);
+        drop(order);
+        units.push(unit);
+    }
+
+    /// Removes the units from index `count` on: the units inside one that failed to build.
+    pub(super) fn truncate(&self, count: usize) {
+        let mut units = self.units.lock();
+        units.truncate(count);
+        units.iter().for_each(|unit| unit.settings.lock().keep_prefetch_below(count));
+        drop(units);
+        self.order.lock().truncate(count);
+    }
+
+    pub(crate) fn units(&self) -> Vec<Arc<ParamGroup>> {
+        self.units.lock().clone()
+    }
+
+    /// Returns the index of the next unit.
+    pub(super) fn next_index(&self) -> usize {
+        self.units.lock().len()
+    }
+
+    /// Returns the units in the order in which their forwards began, in the last root forward.
+    pub(crate) fn forward_order(&self) -> Vec<usize> {
+        self.order.lock().forward_order()
+    }
+
+    /// Returns whether the unit belongs to the model.
+    pub(super) fn has(&self, id: &UnitId) -> bool {
+        self.units.lock().get(id.index).is_some_and(|unit| Arc::ptr_eq(&unit.id().name, &id.name))
+    }
+
+    fn check(&self, id: &UnitId) -> Result<()> {
+        if self.has(id) {
+            return Ok(());
+        }
+        let message = "it does not belong to a model: the unit around it failed to build. Build both again".into();
+        Err(Error::Unit { unit: id.name.to_string(), message }.into())
+    }
+
+    /// Returns whether a forward or backward runs.
+    pub(super) fn is_running(&self) -> bool {
+        self.order.lock().is_running()
+    }
+
+    /// Returns whether ranks may use different units, so that the order of collectives must not depend on uses.
+    fn ranks_may_differ(&self) -> bool {
+        self.units.lock().iter().any(|unit| unit.settings.lock().reduce_scatter_unused_params)
+    }
+
+    /// Updates each unit's number of trainable parameters, after some were frozen or are trained again.
+    pub(super) fn requires_grad_changed(&self) {
+        for unit in self.units() {
+            let trainable = unit.trainable();
+            let mut changed = false;
+            if let Some(info) = self.order.lock().unit(unit.index()) {
+                changed = std::mem::replace(&mut info.trainable, trainable) != trainable;
+                info.has_frozen = unit.has_frozen();
+            }
+            if changed {
+                self.diagnostics.graph.watch_again(unit.index());
+            }
+        }
+    }
+
+    /// Changes a unit's settings.
+    pub(super) fn change_settings(&self, unit: &ParamGroup, change: impl FnOnce(&mut UnitSettings)) {
+        let is_in_model = self.has(unit.id());
+        let mut settings = unit.settings.lock();
+        change(&mut settings);
+        if is_in_model && let Some(info) = self.order.lock().unit(unit.index()) {
+            info.settings = settings.clone();
+        }
+        drop(settings);
+        let ranks_may_differ = self.ranks_may_differ();
+        self.order.lock().settings.fixed_order = ranks_may_differ;
+    }
+
+    /// Changes the settings of the whole model.
+    pub(super) fn change_model_settings(&self, change: impl FnOnce(&mut ModelSettings)) {
+        change(&mut self.order.lock().settings);
+    }
+
+    /// Sets a check that runs when the first forward begins.
+    pub(super) fn before_first_forward(&self, check: impl Fn() -> crate::error::Result<()> + Send + Sync + 'static) {
+        *self.first_forward_check.lock() = Some(Arc::new(check));
+    }
+
+    /// Executes the actions of the order.
+    fn execute(&self, actions: impl IntoIterator<Item = Action>) -> Result<()> {
+        actions.into_iter().try_for_each(|action| self.execute_one(action))
+    }
+
+    fn execute_one(&self, action: Action) -> Result<()> {
+        let (Action::Unshard(index)
+        | Action::WaitForUnshard(index)
+        | Action::Reshard(index)
+        | Action::ReshardFrozen(index)
+        | Action::ReshardTo { unit: index, .. }
+        | Action::ReshardParam { unit: index, .. }
+        | Action::Reduce(index)
+        | Action::BeginPass { unit: index, .. }) = action;
+        let unit = self.units.lock().get(index).cloned();
+        let Some(unit) = unit else { return Ok(()) };
+        match action {
+            Action::Unshard(_) => unit.start_unshard(),
+            Action::WaitForUnshard(_) => unit.unshard(),
+            Action::Reshard(_) => unit.reshard(),
+            Action::ReshardFrozen(_) => unit.reshard_frozen(),
+            Action::ReshardTo { ranks, .. } => unit.reshard_to(ranks),
+            Action::ReshardParam { position, .. } => unit.reshard_param(position),
+            Action::Reduce(_) => self.reduce(&unit),
+            Action::BeginPass { pass, .. } => {
+                unit.begin_pass(pass);
+                Ok(())
+            }
+        }
+    }
+
+    fn reduce(&self, unit: &Arc<ParamGroup>) -> Result<()> {
+        let max = self.order.lock().settings.max_reductions;
+        self.reductions.limit(max)?;
+        let mut started = vec![];
+        let outcome = Reduction::start(unit, &mut started);
+        self.reductions.add(started);
+        outcome
+    }
+
+    /// Prepares the model for a new iteration after a failed one.
+    pub(super) fn reset(&self) {
+        self.order.lock().reset();
+        self.frozen_calls.lock().clear();
+        self.replica_shards_are_fresh.store(false, Ordering::Relaxed);
+        self.reductions.cancel();
+        for unit in self.units() {
+            unit.reset();
+        }
+        self.pool.clear();
+    }
+}
+
+/// Forward.
+impl Schedule {
+    /// Runs before the forward of a called unit: unshards it, and prefetches the next units.
+    pub(super) fn pre_forward(&self, unit: &ParamGroup) -> Result<ForwardGuard<'_>> {
+        self.check(unit.id())?;
+        let check = self.first_forward_check.lock().clone();
+        if let Some(check) = check {
+            check()?;
+            *self.first_forward_check.lock() = None;
+        }
+        let begun = self.order.lock().pre_forward(unit.index(), keeps_graph());
+        let (forward, actions) = begun.map_err(|error| explain(error, unit.id()))?;
+        let guard = ForwardGuard { schedule: self, forward, ok: false };
+        if forward.is_root {
+            self.start_replica_gathers(unit)?;
+        }
+        self.execute(actions)?;
+        Ok(guard)
+    }
+
+    /// Runs after the forward of a called unit, which consists of `parts` modules. Returns whether its outputs need a
+    /// pre-backward hook. Drop the guard when they have it.
+    pub(super) fn post_forward(&self, unit: &ParamGroup, guard: &mut ForwardGuard<'_>, parts: usize) -> Result<bool> {
+        let (hook, actions) = self.order.lock().post_forward(unit.index(), guard.forward, parts);
+        self.execute(actions)?;
+        if guard.forward.is_root && !keeps_graph() {
+            self.drop_replica_gathers();
+        }
+        guard.ok = true;
+        Ok(hook)
+    }
+
+    /// Runs before a layer uses a parameter of a unit by name, in forward and in backward: unshards the unit at its
+    /// first use. `misses` tells whether the layer needs values that are sharded.
+    pub(super) fn pre_use(&self, unit: &UnitId, misses: bool) -> Result<()> {
+        self.check(unit)?;
+        let (used, in_backward) = {
+            let mut order = self.order.lock();
+            (order.pre_use(unit.index, keeps_graph(), misses), order.is_in_backward())
+        };
+        let actions = used.map_err(|error| explain(error, unit))?;
+        if in_backward && !actions.is_empty() {
+            enter_unit_span(&unit.name);
+        }
+        self.execute(actions)
+    }
+
+    /// Records that backward runs a checkpointed closure again when it comes to `node`. The closure made the nodes
+    /// numbered `made` in forward.
+    pub(super) fn add_recomputation(&self, made: Range<usize>, node: usize) {
+        self.order.lock().add_recomputation(made, node);
+    }
+
+    /// Begins a call of a unit with frozen parameters.
+    pub(super) fn frozen_call(&self, unit: &ParamGroup) -> Arc<FrozenCall> {
+        let call = Arc::new(FrozenCall::new(unit.index()));
+        let mut calls = self.frozen_calls.lock();
+        if calls.len() == calls.capacity() {
+            calls.retain(|call| call.strong_count() > 0);
+        }
+        calls.push(Arc::downgrade(&call));
+        call
+    }
+
+    /// Issues the all-gathers over replicas for the units inside a root: all at once and in one order, whatever the
+    /// forward will use.
+    fn start_replica_gathers(&self, root: &ParamGroup) -> Result<()> {
+        let units = self.units();
+        if !units.iter().any(|unit| unit.is_sharded_over_replicas()) {
+            return Ok(());
+        }
+        if !self.replica_shards_are_fresh.load(Ordering::Relaxed) {
+            units.iter().for_each(|unit| unit.drop_replica_gather());
+        }
+        let is_inside = |unit: &&Arc<ParamGroup>| unit.index() == root.index() || root.path().contains(unit.path());
+        units.iter().filter(is_inside).try_for_each(|unit| unit.start_replica_gather())
+    }
+
+    fn drop_replica_gathers(&self) {
+        self.units().iter().for_each(|unit| unit.drop_replica_gather());
+    }
+
+    /// Records whether a backward handed out gradients: an optimizer may then change the shards.
+    fn handed_out(&self, gradients: bool) {
+        self.replica_shards_are_fresh.store(!gradients, Ordering::Relaxed);
+        if gradients {
+            self.drop_replica_gathers();
+        }
+    }
+
+    /// Reshards a unit. An optimizer may step before the next unshard, unless micro-batches share the shards that were
+    /// gathered over replicas.
+    pub(super) fn reshard(&self, unit: &ParamGroup) -> Result<()> {
+        if !self.replica_shards_are_fresh.load(Ordering::Relaxed) {
+            unit.drop_replica_gather();
+        }
+        unit.reshard()
+    }
+
+    /// Reshards every unit, since shards have changed.
+    pub(crate) fn reshard_all(&self) -> Result<()> {
+        self.replica_shards_are_fresh.store(false, Ordering::Relaxed);
+        self.units().iter().try_for_each(|unit| unit.reshard())?;
+        self.drop_replica_gathers();
+        Ok(())
+    }
+}
+
+/// Backward, from a loss to sharded gradients.
+impl Schedule {
+    /// Runs a backward. Returns the reduced gradient shards under the ids of the parameter shards.
+    pub(super) fn backward(&self, loss: &Tensor) -> Result<GradStore> {
+        let units = self.units();
+        self.order.lock().begin_backward().map_err(|_| {
+            candle_core::Error::msg("backward was called inside a forward or another backward of the same model")
+        })?;
+        let mut guard = BackwardGuard { schedule: self, ok: false, _heartbeat: heartbeat::span("backward", "") };
+        let grads = with_grad(|| self.run_backward(loss, &units))?;
+        guard.ok = true;
+        Ok(grads)
+    }
+
+    fn run_backward(&self, loss: &Tensor, units: &[Arc<ParamGroup>]) -> Result<GradStore> {
+        units.iter().for_each(|unit| unit.begin_backward());
+        let mut grads = on_a_stack_of(BACKWARD_STACK_BYTES, "backward", || {
+            self.plan_backward(loss, units)?;
+            let (first, actions) = self.order.lock().root_pre_backward();
+            if let Some(first) = first.and_then(|first| units.get(first)) {
+                enter_unit_span(first.name());
+            }
+            self.execute(actions)?;
+            loss.backward()
+        })??;
+        leave_unit_span();
+        let (actions, settings) = {
+            let mut order = self.order.lock();
+            (order.root_post_backward(), order.settings)
+        };
+        self.execute(actions)?;
+        units.iter().for_each(|unit| unit.end_backward());
+        if settings.is_last_backward && !settings.manual_finalization {
+            self.finalize_backward(&mut grads)?;
+        } else {
+            self.handed_out(false);
+        }
+        Ok(grads)
+    }
+
+    /// Looks at the nodes that backward will visit, and plans the backward where needed. Recursive, as backward is.
+    fn plan_backward(&self, loss: &Tensor, units: &[Arc<ParamGroup>]) -> Result<()> {
+        let nodes = loss.sorted_nodes();
+        let (differ, again) = (self.ranks_may_differ(), self.order.lock().ran_again());
+        // Where ranks may differ, a rank whose loss reaches no unit takes part with zeros.
+        let may_be_empty = differ || !units.iter().any(|unit| unit.params().iter().any(|param| param.trainable()));
+        if nodes.is_empty() && !may_be_empty {
+            return Err(candle_core::Error::msg(
+                "backward: the loss has no graph, so no parameter would get a gradient. It was computed under no_grad, \
+                 from detached tensors, or times 0: compute it from the model's outputs outside of no_grad",
+            ));
+        }
+        let frozen_calls: Vec<_> = self.frozen_calls.lock().iter().filter_map(Weak::upgrade).collect();
+        if !differ && !again && frozen_calls.is_empty() {
+            return Ok(());
+        }
+        let numbers: Vec<usize> = nodes.iter().map(|node| number(node.id())).collect();
+        plan_frozen_calls(&frozen_calls, &numbers);
+        if differ {
+            let unit_of = |param: Arc<FsdpParam>| Ok::<_, candle_core::Error>(param.unit()?.0.index);
+            let uses = nodes.iter().enumerate().filter_map(|(at, node)| Some((FsdpParam::of(node)?, at)));
+            let uses = uses.map(|(param, at)| Ok((unit_of(param)?, at))).collect::<Result<Vec<_>>>()?;
+            self.agree_on_plan(units, &numbers, &uses)?;
+        } else if again {
+            self.order.lock().plan_passes(&numbers);
+        }
+        Ok(())
+    }
+
+    /// Plans a backward in which ranks may use different units: all ranks unshard and reduce the units that any rank
+    /// uses.
+    fn agree_on_plan(&self, units: &[Arc<ParamGroup>], numbers: &[usize], uses: &[(usize, usize)]) -> Result<()> {
+        // In one order, rather than when a rank first unshards a unit.
+        units.iter().try_for_each(|unit| unit.start_replica_gather())?;
+        let (reached, keys) = {
+            let order = self.order.lock();
+            let reached = order.reach(numbers, uses);
+            let keys = order.keys(&reached);
+            (reached, keys)
+        };
+        let order = Order::in_order(&largest(units, keys)?);
+        let lasts = largest(units, Order::lasts(&order, &reached))?;
+        self.order.lock().plan_units(&order, &lasts);
+        Ok(())
+    }
+
+    /// Waits for the reductions, and stores the sharded gradients in `grads`.
+    pub(super) fn finalize_backward(&self, grads: &mut GradStore) -> Result<()> {
+        self.reductions.finish()?;
+        let (mut without_gradient, mut unused, mut cuts) = (vec![], vec![], vec![]);
+        let mut handed_out = false;
+        for unit in self.units() {
+            let reduced = unit.take_gradients()?;
+            handed_out |= !reduced.is_empty();
+            let communicated = {
+                let settings = unit.settings.lock();
+                settings.requires_gradient_sync && settings.requires_all_reduce
+            };
+            let ran = self.order.lock().take_ran_forward(unit.index());
+            if ran {
+                cuts.extend(self.diagnostics.graph.pass(unit.index()));
+            }
+            if communicated {
+                let lacks_gradient = |param: &&Arc<FsdpParam>| {
+                    param.trainable() && !reduced.iter().any(|(other, _, used)| *used && Arc::ptr_eq(other, param))
+                };
+                let names = unit.params().iter().filter(lacks_gradient).map(|param| param.name().to_string());
+                let from = unused.len();
+                unused.extend(names);
+                if ran {
+                    without_gradient.extend_from_slice(&unused[from..]);
+                }
+            }
+            for (param, grad, _) in reduced {
+                param.store_gradient(grad, grads)?;
+            }
+        }
+        self.handed_out(handed_out);
+        self.diagnostics.set_unused(unused);
+        self.diagnostics.report(without_gradient, &cuts, self.ranks_may_differ());
+        Ok(())
+    }
+
+    /// Runs before the backward of a called unit.
+    pub(super) fn pre_backward(&self, unit: &UnitId, pass: usize) -> Result<()> {
+        self.check(unit)?;
+        let entered = self.order.lock().pre_backward(unit.index, Some(pass));
+        let actions = entered.map_err(|error| explain(error, unit))?;
+        enter_unit_span(&unit.name);
+        self.execute(actions)
+    }
+
+    /// Runs after the backward of everything between a unit's inputs and outputs.
+    pub(super) fn post_backward(&self, unit: &UnitId) -> Result<()> {
+        self.check(unit)?;
+        let action = self.order.lock().post_backward(unit.index);
+        self.execute(action)
+    }
+
+    /// Runs after the backward of every use of a parameter: its gradient is complete, and its values are not needed any
+    /// more.
+    pub(super) fn post_accumulate_grad(&self, param: &FsdpParam) -> Result<()> {
+        let (unit, position) = param.unit()?;
+        self.check(unit)?;
+        let outcome = self.order.lock().post_accumulate_grad(unit.index, position);
+        let (is_done, actions) = outcome.map_err(|error| explain(error, unit))?;
+        if is_done {
+            param.gradient.set_complete();
+        }
+        self.execute(actions)
+    }
+
+    /// Runs after the backward of every use of a parameter in one pass of its unit.
+    pub(super) fn post_pass(&self, param: &FsdpParam, pass: usize) -> Result<()> {
+        let (unit, position) = param.unit()?;
+        self.check(unit)?;
+        let action = self.order.lock().post_pass(unit.index, position, pass);
+        self.execute(action)
+    }
+}
+
+/// Explains why an event is not allowed.
+fn explain(error: OrderError, unit: &UnitId) -> candle_core::Error {
+    let message = match error {
+        OrderError::InBackward => {
+            "its forward was called while backward runs: put the checkpoint inside the unit, not around it"
+        }
+        OrderError::NotPlanned => {
+            "backward came to it, which the loss's graph did not show before. Ranks may use different parameters \
+             (set_reduce_scatter_unused_params): call the unit through its FsdpModule, and use its parameters inside"
+        }
+        OrderError::InForward | OrderError::NoBackward => {
+            return candle_core::Error::msg(
+                "the loss's own backward() was called on a sharded model: call `backward(&loss)` of the FsdpModule, \
+                 which reduces the gradients, and `step(&grads)` instead of an optimizer's backward_step",
+            );
+        }
+    };
+    Error::Unit { unit: unit.name.to_string(), message: message.into() }.into()
+}
+
+/// A running forward. Dropping it before [`Schedule::post_forward`] means that the forward failed.
+pub(super) struct ForwardGuard<'a> {
+    schedule: &'a Schedule,
+    pub(super) forward: Forward,
+    ok: bool,
+}
+
+impl Drop for ForwardGuard<'_> {
+    fn drop(&mut self) {
+        self.schedule.order.lock().end_forward(self.forward);
+        if !self.ok && self.forward.is_root {
+            self.schedule.reset();
+        }
+    }
+}
+
+/// A running backward. Dropping it before `ok` is set means that the backward failed or panicked.
+struct BackwardGuard<'a> {
+    schedule: &'a Schedule,
+    ok: bool,
+    /// Ends after the spans of units.
+    _heartbeat: heartbeat::Span,
+}
+
+impl Drop for BackwardGuard<'_> {
+    fn drop(&mut self) {
+        self.schedule.order.lock().end_backward();
+        leave_unit_span();
+        if !self.ok {
+            self.schedule.reset();
+        }
+    }
+}
+
+thread_local! {
+    /// Span of the unit whose backward runs on this thread. Candle does not tell where a unit's backward ends, so the
+    /// span lasts until the next unit's.
+    static UNIT_SPAN: RefCell<Option<(EnteredSpan, heartbeat::Span)>> = const { RefCell::new(None) };
+}
+
+fn enter_unit_span(unit: &str) {
+    leave_unit_span();
+    let entered = (tracing::debug_span!("backward", unit).entered(), heartbeat::span("backward", unit));
+    UNIT_SPAN.with_borrow_mut(|span| *span = Some(entered));
+}
+
+fn leave_unit_span() {
+    UNIT_SPAN.with_borrow_mut(|span| drop(span.take()));
+}

@@ -1,0 +1,288 @@
+//! Batch normalization (Ioffe and Szegedy, 2015, arXiv:1502.03167): `candle_nn::batch_norm`.
+//!
+//! The running statistics are buffers: every rank has them whole, and no optimizer sees them
+//! ([`ShardedVarMap::buffers`](crate::ShardedVarMap::buffers)).
+//!
+//! The weight and bias of a channel (dimension 1) give `y = w x + b`: `dx = w dy`, `dw` is the sum of `dy x` over the
+//! channel's elements, and `db` the sum of `dy`.
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, DType, Layout, ModuleT, Result, Shape, Tensor, Var, bail};
+use candle_nn::{Init, VarBuilder};
+
+pub use candle_nn::BatchNormConfig;
+
+use super::cpu::{floats, read, same_kind, small_weight_grad, storage, tensor, weighted_op};
+use super::weight::{Weight, has_cpu_kernels, register_cpu_layer};
+
+/// Normalization of each channel over the batch, as [`candle_nn::BatchNorm`]: running statistics, weight and bias
+/// `[channels]`, input and output `[batch, channels, ..]`.
+///
+/// ```
+/// use candle_core::{DType, Device, ModuleT, Tensor};
+/// use fsdp_candle::nn::BatchNorm;
+///
+/// let at = |value: f32| Tensor::full(value, 1, &Device::Cpu);
+/// let norm = BatchNorm::new_no_bias(1, at(0.)?, at(1.)?, 0.0)?;
+/// let x = Tensor::new(&[[2f32], [4.]], &Device::Cpu)?;
+/// assert_eq!(norm.forward_t(&x, true)?.flatten_all()?.to_vec1::<f32>()?, [-1., 1.]);
+/// assert!((norm.running_mean().to_vec1::<f32>()?[0] - 0.3).abs() < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct BatchNorm {
+    running_mean: Var,
+    running_var: Var,
+    weight_and_bias: Option<(Tensor, Tensor)>,
+    remove_mean: bool,
+    eps: f64,
+    momentum: f64,
+}
+
+impl BatchNorm {
+    /// Returns a layer with a momentum of 0.1.
+    ///
+    /// # Errors
+    /// When a shape is not `[num_features]`, or `eps` or `momentum` is out of range.
+    pub fn new(
+        num_features: usize,
+        running_mean: Tensor,
+        running_var: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        eps: f64,
+    ) -> Result<Self> {
+        Self::of(num_features, running_mean, running_var, Some((weight, bias)), eps, 0.1)
+    }
+
+    /// Returns a layer without weight and bias, with a momentum of 0.1. Errors: see [`BatchNorm::new`].
+    pub fn new_no_bias(num_features: usize, running_mean: Tensor, running_var: Tensor, eps: f64) -> Result<Self> {
+        Self::of(num_features, running_mean, running_var, None, eps, 0.1)
+    }
+
+    /// Returns a layer whose running statistics become `running (1 - momentum) + batch momentum`. Errors: see
+    /// [`BatchNorm::new`].
+    pub fn new_with_momentum(
+        num_features: usize,
+        running_mean: Tensor,
+        running_var: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        eps: f64,
+        momentum: f64,
+    ) -> Result<Self> {
+        Self::of(num_features, running_mean, running_var, Some((weight, bias)), eps, momentum)
+    }
+
+    /// [`BatchNorm::new_with_momentum`] without weight and bias.
+    pub fn new_no_bias_with_momentum(
+        num_features: usize,
+        running_mean: Tensor,
+        running_var: Tensor,
+        eps: f64,
+        momentum: f64,
+    ) -> Result<Self> {
+        Self::of(num_features, running_mean, running_var, None, eps, momentum)
+    }
+
+    fn of(
+        num_features: usize,
+        running_mean: Tensor,
+        running_var: Tensor,
+        weight_and_bias: Option<(Tensor, Tensor)>,
+        eps: f64,
+        momentum: f64,
+    ) -> Result<Self> {
+        if eps < 0. || !(0.0..=1.0).contains(&momentum) {
+            bail!("BatchNorm: eps is {eps} and may not be negative, momentum is {momentum} and must be 0 to 1");
+        }
+        let weights = weight_and_bias.iter().flat_map(|(weight, bias)| [("weight", weight), ("bias", bias)]);
+        for (what, tensor) in
+            [("running mean", &running_mean), ("running variance", &running_var)].into_iter().chain(weights)
+        {
+            if tensor.dims() != [num_features] {
+                bail!("BatchNorm: the {what} {:?} must be [{num_features}]", tensor.dims());
+            }
+        }
+        weight_and_bias.iter().flat_map(|(weight, bias)| [weight, bias]).for_each(register_cpu_layer);
+        Ok(Self {
+            running_mean: Var::from_tensor(&running_mean)?,
+            running_var: Var::from_tensor(&running_var)?,
+            weight_and_bias,
+            remove_mean: true,
+            eps,
+            momentum,
+        })
+    }
+
+    /// Returns the running mean of each channel.
+    pub fn running_mean(&self) -> &Tensor {
+        self.running_mean.as_tensor()
+    }
+
+    /// Returns the running variance of each channel.
+    pub fn running_var(&self) -> &Tensor {
+        self.running_var.as_tensor()
+    }
+
+    /// Returns the number that is added to the variance.
+    pub fn eps(&self) -> f64 {
+        self.eps
+    }
+
+    /// Returns weight and bias, if the layer has them.
+    pub fn weight_and_bias(&self) -> Option<(&Tensor, &Tensor)> {
+        self.weight_and_bias.as_ref().map(|(weight, bias)| (weight, bias))
+    }
+
+    /// Returns the share of a batch in the running statistics.
+    pub fn momentum(&self) -> f64 {
+        self.momentum
+    }
+
+    /// Normalizes by the batch's statistics, and updates the running statistics.
+    ///
+    /// # Errors
+    /// When the input is not `[batch, channels, ..]`.
+    pub fn forward_train(&self, x: &Tensor) -> Result<Tensor> {
+        let dtype = x.dtype();
+        let wide = if matches!(dtype, DType::F16 | DType::BF16) { DType::F32 } else { dtype };
+        self.check(x)?;
+        // One row for each channel.
+        let by_channel = x.to_dtype(wide)?.transpose(0, 1)?;
+        let shape = by_channel.dims().to_vec();
+        let mut rows = by_channel.flatten_from(1)?.contiguous()?;
+        let update = |running: &Var, batch: &Tensor, share: f64| {
+            let batch = batch.detach().flatten_all()?.to_dtype(running.dtype())?;
+            running.set(&((running.as_detached_tensor() * (1.0 - self.momentum))? + (batch * share)?)?)
+        };
+        if self.remove_mean {
+            let mean = rows.mean_keepdim(1)?;
+            update(&self.running_mean, &mean, self.momentum)?;
+            rows = rows.broadcast_sub(&mean)?;
+        }
+        let variance = rows.sqr()?.mean_keepdim(1)?;
+        let count = rows.dim(1)? as f64;
+        update(&self.running_var, &variance, self.momentum * count / (count - 1.0))?;
+        let normed = rows.broadcast_div(&(variance + self.eps)?.sqrt()?)?;
+        self.affine(normed.reshape(shape)?.transpose(0, 1)?.to_dtype(dtype)?)
+    }
+
+    fn forward_eval(&self, x: &Tensor) -> Result<Tensor> {
+        self.check(x)?;
+        let mut shape = vec![1; x.rank()];
+        shape[1] = x.dim(1)?;
+        let mean = self.running_mean.as_detached_tensor().reshape(shape.clone())?;
+        let deviation = (self.running_var.as_detached_tensor().reshape(shape)? + self.eps)?.sqrt()?;
+        self.affine(x.broadcast_sub(&mean)?.broadcast_div(&deviation)?)
+    }
+
+    fn check(&self, x: &Tensor) -> Result<()> {
+        let channels = self.running_mean.dim(0)?;
+        if x.rank() < 2 || x.dim(1)? != channels {
+            bail!("BatchNorm: the input {:?} must be [batch, {channels}, ..]", x.dims());
+        }
+        Ok(())
+    }
+
+    fn affine(&self, normed: Tensor) -> Result<Tensor> {
+        match &self.weight_and_bias {
+            None => Ok(normed),
+            Some((weight, bias)) => scale_and_shift("BatchNorm", &normed, weight, bias),
+        }
+    }
+}
+
+impl ModuleT for BatchNorm {
+    fn forward_t(&self, x: &Tensor, train: bool) -> Result<Tensor> {
+        if train { self.forward_train(x) } else { self.forward_eval(x) }
+    }
+}
+
+/// Returns a [`BatchNorm`] from the tensors `running_mean`, `running_var`, `weight` and `bias` of `vb`, which start as
+/// 0, 1, 1 and 0. A number as config is the epsilon.
+///
+/// # Errors
+/// When `eps` or `momentum` is out of range, or a tensor cannot be created.
+pub fn batch_norm<C: Into<BatchNormConfig>>(num_features: usize, config: C, vb: VarBuilder) -> Result<BatchNorm> {
+    let BatchNormConfig { eps, remove_mean, affine, momentum } = config.into();
+    let get = |name, value| vb.get_with_hints(num_features, name, Init::Const(value));
+    let (mean, variance) = (get("running_mean", 0.)?, get("running_var", 1.)?);
+    let weight_and_bias =
+        affine.then(|| Ok::<_, candle_core::Error>((get("weight", 1.)?, get("bias", 0.)?))).transpose()?;
+    Ok(BatchNorm { remove_mean, ..BatchNorm::of(num_features, mean, variance, weight_and_bias, eps, momentum)? })
+}
+
+/// Scales and shifts the channels of `x` `[batch, channels, ..]` by `weight` and `bias`, `[channels]`.
+pub(super) fn scale_and_shift(function: &'static str, x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Tensor> {
+    let channels = x.dim(1)?;
+    if weight.dims() != [channels] || bias.dims() != [channels] {
+        bail!(
+            "{function}: the input {:?} has {channels} channels, but the weight is {:?} and the bias {:?}",
+            x.dims(),
+            weight.dims(),
+            bias.dims()
+        );
+    }
+    same_kind(function, ("the input", x), ("the weight", weight))?;
+    same_kind(function, ("the input", x), ("the bias", bias))?;
+    if !has_cpu_kernels(x) {
+        return composite(x, &Weight::in_graph(weight)?, &Weight::in_graph(bias)?);
+    }
+    let (weight, bias) = (Weight::of(weight)?, Weight::of(bias)?);
+    let (weight_node, bias_node) = (weight.node().clone(), bias.node().clone());
+    let run = x.dims()[2..].iter().product();
+    x.apply_op3(&weight_node, &bias_node, Channels { function, weight, bias, run })
+}
+
+/// The scale and shift as a chain of Candle's operations.
+fn composite(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Tensor> {
+    let mut shape = vec![1; x.rank()];
+    shape[1] = x.dim(1)?;
+    x.broadcast_mul(&weight.reshape(shape.clone())?)?.broadcast_add(&bias.reshape(shape)?)
+}
+
+struct Channels {
+    function: &'static str,
+    weight: Weight,
+    bias: Weight,
+    /// Number of successive elements of a channel.
+    run: usize,
+}
+
+impl Channels {
+    fn forward(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let dtype = x.dtype();
+        let mut y = floats(x, layout)?.into_owned();
+        read!(weight, self.weight.value()?);
+        read!(bias, self.bias.value()?);
+        for (run, (w, b)) in y.chunks_mut(self.run.max(1)).zip(weight.iter().zip(bias.iter()).cycle()) {
+            run.iter_mut().for_each(|x| *x = x.mul_add(*w, *b));
+        }
+        Ok((storage(y, dtype)?, layout.shape().clone()))
+    }
+
+    fn backward(&self, x: &Tensor, dy: &Tensor) -> Result<[Option<Tensor>; 3]> {
+        read!(values, x);
+        read!(grad, dy);
+        let mut dx = grad.to_vec();
+        let run = self.run.max(1);
+        let (dw, db) = {
+            read!(weight, self.weight.value()?);
+            let (mut dw, mut db) = (vec![0f32; weight.len()], vec![0f32; weight.len()]);
+            for (i, (x, dx)) in values.chunks(run).zip(dx.chunks_mut(run)).enumerate() {
+                let at = i % weight.len();
+                for (x, dx) in x.iter().zip(dx) {
+                    dw[at] += x * *dx;
+                    db[at] += *dx;
+                    *dx *= weight[at];
+                }
+            }
+            (dw, db)
+        };
+        let dx = tensor(dx, x.shape(), x.dtype())?;
+        Ok([Some(dx), small_weight_grad(&self.weight, &dw)?, small_weight_grad(&self.bias, &db)?])
+    }
+}
+
+weighted_op!(Channels);

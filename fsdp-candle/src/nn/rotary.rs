@@ -1,0 +1,273 @@
+//! Rotary position embedding (Su et al., 2021, arXiv:2104.09864) in the convention of Hugging Face's Llama: a head's
+//! first half is paired with its second half.
+//!
+//! At position `p` the pair `(a, b)` number `i` of a head of `d` elements is rotated by `p theta^(-2i/d)`:
+//! `(a cos - b sin, b cos + a sin)`. Backward rotates by the negative angle.
+
+use std::sync::Arc;
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp1, Device, Layout, Result, Shape, Tensor, bail};
+
+use super::attention::Documents;
+use super::cpu::simd::kernel;
+use super::cpu::{floats, map_rows, read, storage, tensor};
+use super::weight::has_cpu_kernels;
+
+/// The sines and cosines of the positions `0..max_positions`, shared by all layers of a model.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use fsdp_candle::nn::Rotary;
+///
+/// let rotary = Rotary::new(10_000.0, 64, 128, &Device::Cpu)?;
+/// let q = Tensor::ones((2, 16, 4, 64), DType::F32, &Device::Cpu)?; // batch, position, head, element
+/// let rotated = rotary.apply(&q, 0)?;
+/// assert_eq!(rotated.dims(), q.dims());
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Rotary {
+    /// `[max_positions, head_dim / 2]`, f32.
+    cos: Tensor,
+    sin: Tensor,
+    host: Arc<Tables>,
+}
+
+#[derive(Debug)]
+struct Tables {
+    cos: Vec<f32>,
+    sin: Vec<f32>,
+    /// Number of rotated pairs.
+    half: usize,
+    head_dim: usize,
+    positions: usize,
+}
+
+/// Options of a [`Rotary`] besides its frequencies.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RotaryOptions {
+    /// Elements of a head. The first `2 * frequencies` are rotated, the rest stays. `None`: all are rotated.
+    pub head_dim: Option<usize>,
+    /// Factor of the rotated elements, as in YaRN and LongRoPE.
+    pub factor: f64,
+}
+
+impl Default for RotaryOptions {
+    fn default() -> Self {
+        RotaryOptions { head_dim: None, factor: 1.0 }
+    }
+}
+
+/// Reserves the memory of a table.
+fn reserve(positions: usize, half: usize) -> Result<Vec<f32>> {
+    let mut table = Vec::new();
+    let count = positions.checked_mul(half);
+    match count.map(|count| table.try_reserve_exact(count)) {
+        Some(Ok(())) => Ok(table),
+        _ => {
+            let what = format!("the rotary table of {positions} positions and heads of {} elements", 2 * half);
+            let bytes = positions as u128 * half as u128 * 4;
+            Err(crate::error::Error::from(fsdp_core::Error::Memory { what, bytes }).into())
+        }
+    }
+}
+
+impl Rotary {
+    /// Returns tables for heads of `head_dim` elements with the frequencies `theta^(-2i/head_dim)`. Fails if `head_dim`
+    /// is odd or zero, or memory is short.
+    pub fn new(theta: f64, head_dim: usize, max_positions: usize, device: &Device) -> Result<Self> {
+        if head_dim == 0 || !head_dim.is_multiple_of(2) {
+            bail!("Rotary: the head dimension must be even and not zero, found {head_dim}");
+        }
+        // Checked first, because both numbers come from a model's configuration.
+        reserve(max_positions, head_dim / 2)?;
+        let frequencies: Vec<f32> =
+            (0..head_dim / 2).map(|i| 1.0 / theta.powf(2.0 * i as f64 / head_dim as f64) as f32).collect();
+        Self::from_frequencies(&frequencies, max_positions, device)
+    }
+
+    /// Returns tables for heads of `2 * frequencies.len()` elements. Pair `i` is rotated by `frequencies[i]` radians at
+    /// each position. Use it for scaled variants such as Llama 3's.
+    pub fn from_frequencies(frequencies: &[f32], max_positions: usize, device: &Device) -> Result<Self> {
+        Self::with_options(frequencies, RotaryOptions::default(), max_positions, device)
+    }
+
+    /// [`Rotary::from_frequencies`] for heads that are rotated in part, or scaled. Fails if more elements are rotated
+    /// than a head has.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use fsdp_candle::nn::{Rotary, RotaryOptions};
+    ///
+    /// let options = RotaryOptions { head_dim: Some(3), factor: 10.0 };
+    /// let rotary = Rotary::with_options(&[0.5], options, 8, &Device::Cpu)?;
+    /// let y = rotary.apply(&Tensor::ones((1, 1, 3), DType::F32, &Device::Cpu)?, 0)?;
+    /// assert_eq!(y.flatten_all()?.to_vec1::<f32>()?, [10.0, 10.0, 1.0]);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    pub fn with_options(
+        frequencies: &[f32],
+        options: RotaryOptions,
+        max_positions: usize,
+        device: &Device,
+    ) -> Result<Self> {
+        let half = frequencies.len();
+        let head_dim = options.head_dim.unwrap_or(2 * half);
+        if head_dim < 2 * half {
+            bail!("Rotary: {half} frequencies rotate {} elements, but a head has {head_dim}", 2 * half);
+        }
+        let factor = options.factor as f32;
+        if half == 0 || max_positions == 0 {
+            bail!("Rotary: needs a frequency and a position, found {half} and {max_positions}");
+        }
+        // The angle is rounded to f32 as in PyTorch. At position 8191 that rounding exceeds every other error.
+        let angles = (0..max_positions).flat_map(|p| frequencies.iter().map(move |f| p as f32 * f));
+        let (mut sin, mut cos) = (reserve(max_positions, half)?, reserve(max_positions, half)?);
+        for angle in angles {
+            let (of_angle, co) = f64::from(angle).sin_cos();
+            sin.push(of_angle as f32 * factor);
+            cos.push(co as f32 * factor);
+        }
+        let to_tensor = |values: &[f32]| {
+            let mut own = reserve(max_positions, half)?;
+            own.extend_from_slice(values);
+            Tensor::from_vec(own, (max_positions, half), device)
+        };
+        Ok(Self {
+            cos: to_tensor(&cos)?,
+            sin: to_tensor(&sin)?,
+            host: Arc::new(Tables { cos, sin, half, head_dim, positions: max_positions }),
+        })
+    }
+
+    /// Returns the elements of a head.
+    pub fn head_dim(&self) -> usize {
+        self.host.head_dim
+    }
+
+    /// Rotates the heads of `x`, `[batch, T, heads, head_dim]` or `[batch, T, heads * head_dim]`. The first position is
+    /// `offset`.
+    ///
+    /// Fails for another shape, or if `offset + T` exceeds the tables' positions.
+    pub fn apply(&self, x: &Tensor, offset: usize) -> Result<Tensor> {
+        let (batch, steps, _) = self.dims(x)?;
+        let at = (offset..offset + steps).map(|position| position as u32);
+        if offset + steps > self.host.positions {
+            bail!("Rotary: positions {offset}..{} exceed the tables' {}", offset + steps, self.host.positions);
+        }
+        self.rotate_at(x, std::iter::repeat_n(at, batch).flatten().collect())
+    }
+
+    /// [`Rotary::apply`] for packed documents in the rows of `x`. Each document starts at position 0.
+    ///
+    /// # Errors
+    /// When the shape is not the documents', or a document is longer than the tables.
+    pub fn apply_in_documents(&self, x: &Tensor, documents: &Documents) -> Result<Tensor> {
+        let (batch, steps, _) = self.dims(x)?;
+        documents.check("Rotary", batch, steps)?;
+        if documents.longest() > self.host.positions {
+            bail!("Rotary: a document of {} tokens exceeds the tables' {}", documents.longest(), self.host.positions);
+        }
+        self.rotate_at(x, documents.shared_positions())
+    }
+
+    /// Returns the batch size, the positions, and the elements at a position.
+    fn dims(&self, x: &Tensor) -> Result<(usize, usize, usize)> {
+        let head_dim = self.head_dim();
+        match *x.dims() {
+            [batch, steps, heads, width] if width == head_dim => Ok((batch, steps, heads * width)),
+            [batch, steps, width] if width.is_multiple_of(head_dim) => Ok((batch, steps, width)),
+            _ => bail!(
+                "Rotary: expected [batch, T, heads, {head_dim}] or [batch, T, heads * {head_dim}], found {:?}",
+                x.dims()
+            ),
+        }
+    }
+
+    /// Rotates each row of `x` by the angles of its position.
+    fn rotate_at(&self, x: &Tensor, positions: Arc<[u32]>) -> Result<Tensor> {
+        if !has_cpu_kernels(x) {
+            return self.composite(x, &positions);
+        }
+        let (.., width) = self.dims(x)?;
+        x.apply_op1(Rotate { tables: self.host.clone(), positions, width })
+    }
+
+    /// The rotation as a chain of Candle's operations.
+    pub(in crate::nn) fn composite(&self, x: &Tensor, positions: &[u32]) -> Result<Tensor> {
+        let (batch, steps) = (x.dim(0)?, x.dim(1)?);
+        let Tables { half, head_dim, .. } = *self.host;
+        let heads = x.reshape((batch, steps, (), head_dim))?;
+        let positions = Tensor::from_slice(positions, positions.len(), x.device())?;
+        let table = |t: &Tensor| t.index_select(&positions, 0)?.reshape((batch, steps, 1, half))?.to_dtype(x.dtype());
+        let (cos, sin) = (table(&self.cos)?, table(&self.sin)?);
+        let (a, b) = (heads.narrow(3, 0, half)?, heads.narrow(3, half, half)?);
+        let first = (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?;
+        let second = (b.broadcast_mul(&cos)? + a.broadcast_mul(&sin)?)?;
+        let rest = heads.narrow(3, 2 * half, head_dim - 2 * half)?;
+        let parts = if head_dim == 2 * half { vec![first, second] } else { vec![first, second, rest] };
+        Tensor::cat(&parts, 3)?.reshape(x.shape())
+    }
+}
+
+struct Rotate {
+    tables: Arc<Tables>,
+    /// Position of each row of the input.
+    positions: Arc<[u32]>,
+    /// Elements at one position: heads times `head_dim`.
+    width: usize,
+}
+
+impl Rotate {
+    fn rotate(&self, x: &[f32], sign: f32) -> Vec<f32> {
+        let mut y = vec![0f32; x.len()];
+        let Tables { cos, sin, half, head_dim, .. } = &*self.tables;
+        map_rows(&mut y, self.width, self.width, |first, y| {
+            for (i, y) in y.chunks_exact_mut(self.width).enumerate() {
+                let row = first + i;
+                let at = self.positions[row] as usize * half;
+                let x = &x[row * self.width..][..self.width];
+                rotate_heads(y, x, *head_dim, &cos[at..at + half], &sin[at..at + half], sign);
+            }
+        });
+        y
+    }
+}
+
+impl CustomOp1 for Rotate {
+    fn name(&self) -> &'static str {
+        "Rotary"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let y = self.rotate(&floats(x, layout)?, 1.0);
+        Ok((storage(y, x.dtype())?, layout.shape().clone()))
+    }
+
+    fn bwd(&self, x: &Tensor, _: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
+        read!(grad, dy);
+        Ok(Some(tensor(self.rotate(&grad, -1.0), x.shape(), x.dtype())?))
+    }
+}
+
+kernel! {
+    /// Rotates each head of one position by the angles with these cosines and sines, or rotates back for a negative
+    /// sign.
+    pub(super) fn rotate_heads(y: &mut [f32], x: &[f32], head_dim: usize, cos: &[f32], sin: &[f32], sign: f32) {
+        let half = cos.len();
+        let sin = &sin[..half];
+        for (y, x) in y.chunks_exact_mut(head_dim).zip(x.chunks_exact(head_dim)) {
+            let (first, second) = y.split_at_mut(half);
+            let (a, b) = x.split_at(half);
+            let (second, rest) = second.split_at_mut(half);
+            let (b, unrotated) = b.split_at(half);
+            for i in 0..half {
+                let s = sin[i] * sign;
+                first[i] = a[i] * cos[i] - b[i] * s;
+                second[i] = b[i] * cos[i] + a[i] * s;
+            }
+            rest.copy_from_slice(unrotated);
+        }
+    }
+}

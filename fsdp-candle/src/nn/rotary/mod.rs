@@ -1,4 +1,0 @@
-//! Rotary position embeddings.
-
-pub mod rotary_emb;
-pub(in crate::nn) mod table;

@@ -1,0 +1,172 @@
+//! Rotary position embedding with given cosines and sines: `candle_nn::rotary_emb`, each function with a backward.
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+
+pub use candle_nn::rotary_emb::{rope_i_slow, rope_slow};
+
+use super::cpu::simd::kernel;
+use super::cpu::{floats, map_rows, read, same_kind, storage, tensor};
+use super::rotary::rotate_heads;
+use super::weight::has_cpu_kernels;
+
+/// Rotates the pairs of a head's first and second half. `xs` is `[batch, heads, T, D]`; `cos` and `sin` are `[>= T, D /
+/// 2]` or `[batch, >= T, D / 2]`; the output is as `xs`. Candle's has no backward, and takes contiguous tensors only.
+///
+/// # Errors
+/// When shapes, dtypes or devices disagree.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use fsdp_candle::nn::rotary_emb::rope;
+///
+/// let x = Tensor::new(&[[[[1f32, 2.]]]], &Device::Cpu)?; // one head of two elements at one position
+/// let (cos, sin) = (Tensor::new(&[[0f32]], &Device::Cpu)?, Tensor::new(&[[1f32]], &Device::Cpu)?);
+/// assert_eq!(rope(&x, &cos, &sin)?.flatten_all()?.to_vec1::<f32>()?, [-2., 1.]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn rope(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    rotate("rope", xs, cos, sin, Order { heads_first: true, interleaved: false })
+}
+
+/// [`rope`] with interleaved pairs: elements 0 and 1, 2 and 3, and so on.
+pub fn rope_i(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    rotate("rope_i", xs, cos, sin, Order { heads_first: true, interleaved: true })
+}
+
+/// [`rope`] on `[batch, T, heads, D]`.
+pub fn rope_thd(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    rotate("rope_thd", xs, cos, sin, Order { heads_first: false, interleaved: false })
+}
+
+/// The order of dimensions and of pairs.
+#[derive(Clone, Copy)]
+struct Order {
+    /// Whether the input is `[batch, heads, T, D]`, else `[batch, T, heads, D]`.
+    heads_first: bool,
+    /// Whether the elements of a pair are adjacent, else one is in each half.
+    interleaved: bool,
+}
+
+fn rotate(function: &'static str, x: &Tensor, cos: &Tensor, sin: &Tensor, order: Order) -> Result<Tensor> {
+    let (batch, second, third, dim) = x.dims4()?;
+    let (heads, steps) = if order.heads_first { (second, third) } else { (third, second) };
+    for (name, table) in [("cos", cos), ("sin", sin)] {
+        let fits = match *table.dims() {
+            [positions, half] => positions >= steps && 2 * half == dim,
+            [tables, positions, half] => tables == batch && positions >= steps && 2 * half == dim,
+            _ => false,
+        };
+        if !fits || table.dims() != cos.dims() {
+            bail!(
+                "{function}: {name} {:?} must be [positions, {}] or [{batch}, positions, {}] with at least {steps} \
+                 positions for the input {:?}, and cos and sin must have one shape",
+                table.dims(),
+                dim / 2,
+                dim / 2,
+                x.dims()
+            );
+        }
+        same_kind(function, ("the input", x), (name, table))?;
+    }
+    // Candle computes the gradient of learned tables.
+    if !has_cpu_kernels(x) || cos.track_op() || sin.track_op() {
+        return composite(x, cos, sin, order);
+    }
+    let positions = cos.dim(cos.rank() - 2)?;
+    let batched = cos.rank() == 3;
+    let values = |table: &Tensor| -> Result<Vec<f32>> {
+        read!(values, table);
+        Ok(values.into_owned())
+    };
+    let op = Rope { function, cos: values(cos)?, sin: values(sin)?, batched, positions, heads, steps, dim, order };
+    x.apply_op1(op)
+}
+
+/// The rotation as a chain of Candle's operations.
+fn composite(x: &Tensor, cos: &Tensor, sin: &Tensor, order: Order) -> Result<Tensor> {
+    let (batch, second, third, dim) = x.dims4()?;
+    let steps = if order.heads_first { third } else { second };
+    let half = dim / 2;
+    let spread = |table: &Tensor| -> Result<Tensor> {
+        let table = if table.rank() == 2 { table.unsqueeze(0)? } else { table.clone() };
+        table.narrow(1, 0, steps)?.contiguous()?.unsqueeze(if order.heads_first { 1 } else { 2 })
+    };
+    let (cos, sin) = (spread(cos)?, spread(sin)?);
+    let (a, b) = if order.interleaved {
+        let pairs = x.reshape((batch, second, third, half, 2))?;
+        (pairs.narrow(4, 0, 1)?.squeeze(4)?, pairs.narrow(4, 1, 1)?.squeeze(4)?)
+    } else {
+        (x.narrow(3, 0, half)?, x.narrow(3, half, half)?)
+    };
+    let first = (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?;
+    let second = (b.broadcast_mul(&cos)? + a.broadcast_mul(&sin)?)?;
+    if order.interleaved {
+        Tensor::stack(&[first, second], 4)?.reshape(x.shape())
+    } else {
+        Tensor::cat(&[first, second], 3)
+    }
+}
+
+struct Rope {
+    function: &'static str,
+    cos: Vec<f32>,
+    sin: Vec<f32>,
+    /// Whether each element of the batch has its own tables.
+    batched: bool,
+    /// Positions of a table.
+    positions: usize,
+    heads: usize,
+    steps: usize,
+    dim: usize,
+    order: Order,
+}
+
+impl Rope {
+    fn rotate(&self, x: &[f32], sign: f32) -> Vec<f32> {
+        let mut y = vec![0f32; x.len()];
+        let half = self.dim / 2;
+        map_rows(&mut y, self.dim, self.dim, |first, y| {
+            for (i, y) in y.chunks_exact_mut(self.dim).enumerate() {
+                let row = first + i;
+                let (batch, within) = (row / (self.heads * self.steps), row % (self.heads * self.steps));
+                let step = if self.order.heads_first { within % self.steps } else { within / self.heads };
+                let at = (if self.batched { batch * self.positions } else { 0 } + step) * half;
+                let (cos, sin) = (&self.cos[at..at + half], &self.sin[at..at + half]);
+                let x = &x[row * self.dim..][..self.dim];
+                match self.order.interleaved {
+                    true => rotate_pairs(y, x, cos, sin, sign),
+                    false => rotate_heads(y, x, self.dim, cos, sin, sign),
+                }
+            }
+        });
+        y
+    }
+}
+
+impl CustomOp1 for Rope {
+    fn name(&self) -> &'static str {
+        self.function
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let y = self.rotate(&floats(x, layout)?, 1.0);
+        Ok((storage(y, x.dtype())?, layout.shape().clone()))
+    }
+
+    fn bwd(&self, x: &Tensor, _: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
+        read!(grad, dy);
+        Ok(Some(tensor(self.rotate(&grad, -1.0), x.shape(), x.dtype())?))
+    }
+}
+
+kernel! {
+    /// Rotates the adjacent pairs of a head, or rotates back for a negative sign.
+    fn rotate_pairs(y: &mut [f32], x: &[f32], cos: &[f32], sin: &[f32], sign: f32) {
+        for (((y, x), cos), sin) in y.chunks_exact_mut(2).zip(x.chunks_exact(2)).zip(cos).zip(sin) {
+            let s = sin * sign;
+            y[0] = x[0] * cos - x[1] * s;
+            y[1] = x[1] * cos + x[0] * s;
+        }
+    }
+}
