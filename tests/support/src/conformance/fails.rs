@@ -201,7 +201,8 @@ pub(super) fn late(join: Join<'_>) -> Result<(), Wrong> {
     }
     others.barrier().wait()?;
     let error = error(sum(&group, 10).wait(), "a sum that all others have given up")?;
-    let is_it = matches!(&error, Error::PeerLost { peer: 0 | 2, how, .. } if how.contains("timed out waiting for this rank"));
+    let is_it =
+        matches!(&error, Error::PeerLost { peer: 0 | 2, how, .. } if how.contains("timed out waiting for this rank"));
     ensure!(is_it, "a rank that comes too late hears: {error}");
     Ok(())
 }
