@@ -35,7 +35,7 @@ pub enum Error {
         group: Box<str>,
         /// The position in the group's order of collectives.
         sequence: u64,
-        /// What each rank issued, and the differences.
+        /// The collectives that the ranks issued, and their differences.
         details: String,
         /// Further sentences with advice from the collectives' signatures.
         advice: String,
@@ -76,7 +76,7 @@ pub enum Error {
         peer: usize,
         /// Host names of the group's ranks.
         hosts: HostNames,
-        /// What happened to it: "died", "left the group", or its error.
+        /// How it was lost: "died", "left the group", or its error.
         how: String,
     },
     /// An operation of a store failed or timed out.
@@ -96,7 +96,7 @@ pub enum Error {
     Argument {
         /// The rank that reports it.
         rank: usize,
-        /// What was found and what was expected.
+        /// The finding, and the expectation.
         message: String,
     },
     /// An allocation failed.
@@ -106,7 +106,7 @@ pub enum Error {
         *bytes as f64 / (1u64 << 30) as f64
     )]
     Memory {
-        /// What the memory was for.
+        /// Purpose of the memory.
         what: String,
         /// Requested size in bytes, which may exceed the address space.
         bytes: u128,
@@ -129,7 +129,7 @@ pub enum Error {
     Internal {
         /// The rank that reports it.
         rank: usize,
-        /// What was found and what was expected.
+        /// The finding, and the expectation.
         what: String,
     },
     /// The operating system returned an error.

@@ -17,7 +17,7 @@ pub enum View<'a> {
     Cuda(cuda::CudaView<'a>),
 }
 
-/// What waits for a collective: see [`crate::Work::then`].
+/// A stream that waits for a collective: see [`crate::Work::then`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Stream {

@@ -80,7 +80,7 @@ pub trait Backend: Send {
 /// The outputs of a collective.
 #[derive(Default)]
 pub struct CollectiveOutput {
-    /// What to wait for before the outputs are used. Declared before the outputs, to be dropped first: memory of the
+    /// The pending end of the collective, to wait for before the outputs are used. Declared before the outputs, to be dropped first: memory of the
     /// outputs must not be freed before the device has been told to wait.
     pub fence: Option<Box<dyn Fence>>,
     /// One buffer for each part or buffer of the call, in the same order.

@@ -24,7 +24,7 @@ impl<'a> Collective<'a> {
         Collective { call, group, sequence, is_awaited }
     }
 
-    /// What was issued.
+    /// Returns the call.
     pub(super) fn call(&self) -> &'a Call {
         self.call
     }

@@ -1,6 +1,4 @@
-//! The process group: what all engines share, over the backend that moves the bytes.
-//! Small values over a group: numbers that are reduced, messages that are gathered, and what all ranks must agree
-//! about.
+//! The process group: everything that its backends share, and helpers for small values.
 
 use std::{
     fmt,
@@ -22,15 +20,15 @@ use super::{
 };
 use crate::{Allocator, Buffer, DeviceId, Element, Error, Heap, ReduceOp, Result, hash::Hash};
 
-/// A group of ranks that run the same collectives in the same order. A handle: clones are the same group.
+/// A handle of a group of ranks that run the same collectives in the same order. Clones are handles of the same group.
 ///
-/// Collectives take *lists* of buffers, so that the parameters of one FSDP unit move in one collective; they are issued
-/// without blocking and return a [`Work`] to wait for; those of one group run in issue order.
+/// Collectives take *lists* of buffers, so that the parameters of one FSDP unit move in one collective. They are issued
+/// without blocking and return a [`Work`] to wait for. Collectives of a group run in issue order.
 ///
-/// Every collective carries a sequence number and a fingerprint; ranks that disagree all get
-/// [`crate::Error::Mismatch`]. Waiting ends with [`crate::Error::Timeout`] after [`ProcessGroup::timeout`] without
-/// progress and with [`crate::Error::PeerLost`] soon after a peer died. After any of these the group is unusable and
-/// every later collective returns the same error.
+/// Every collective has a sequence number and a fingerprint. Ranks that disagree all get [`crate::Error::Mismatch`]. A
+/// wait ends with [`crate::Error::Timeout`] after [`ProcessGroup::timeout`] without progress, and with
+/// [`crate::Error::PeerLost`] soon after a peer was lost. The group is then unusable, and all later collectives return
+/// the same error.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -38,21 +36,21 @@ use crate::{Allocator, Buffer, DeviceId, Element, Error, Heap, ReduceOp, Result,
 ///
 /// local::run(2, |group| {
 ///     let rank = group.rank();
-///     // One collective for two tensors; rank 1 holds nothing of the second.
+///     // One collective for two tensors. Rank 1 has no elements of the second.
 ///     let of = |values: Vec<f32>| Arc::new(Buffer::F32(values));
 ///     let parts = vec![
 ///         GatherPart { input: of(vec![rank as f32; 2]), counts: vec![2, 2] },
 ///         GatherPart { input: of(vec![7.; 1 - rank]), counts: vec![1, 0] },
 ///     ];
 ///     let gathered = group.all_gather(parts, Heap::shared());
-///     // Issued behind it; neither waits for the other.
+///     // Issued after it. Neither waits for the other.
 ///     let part = ScatterPart { input: Buffer::F32(vec![1., 2., 3.]), counts: vec![2, 1] };
 ///     let reduced = group.reduce_scatter(vec![part], ReduceOp::Sum, Heap::shared());
 ///
 ///     assert_eq!(gathered.wait()?, [Buffer::F32(vec![0., 0., 1., 1.]), Buffer::F32(vec![7.])]);
 ///     assert_eq!(reduced.wait()?, [Buffer::F32(if rank == 0 { vec![2., 4.] } else { vec![6.] })]);
 ///
-///     // Groups of some of the ranks: here each rank by itself.
+///     // Splits the ranks into groups: here a group for each rank.
 ///     let alone = group.split(rank, 0)?;
 ///     assert_eq!((alone.rank(), alone.size()), (0, 1));
 ///     Ok::<_, fsdp_core::Error>(())
@@ -64,13 +62,13 @@ use crate::{Allocator, Buffer, DeviceId, Element, Error, Heap, ReduceOp, Result,
 #[derive(Clone)]
 pub struct ProcessGroup {
     ranks: Arc<Ranks>,
-    /// What its collectives are about.
+    /// Signature of its collectives.
     signature: Option<Signature>,
-    /// Whether they wait until somebody waits for them.
+    /// Whether its collectives run on the thread that waits for them.
     is_deferred: bool,
 }
 
-/// What the handles of a group share.
+/// State shared by the handles of a group.
 struct Ranks {
     membership: Membership,
     origin: Origin,

@@ -1,4 +1,4 @@
-//! An engine of a device, held to what every backend must do with the host's memory.
+//! A backend for host memory that runs every collective on a device engine, for the conformance suite.
 
 use std::{collections::VecDeque, sync::Arc};
 
@@ -14,12 +14,8 @@ use fsdp_core::{
 };
 use parking_lot::Mutex;
 
-/// A group of the ranks of `host` that moves the host's memory and runs every collective on a device, by `engine`: it
-/// copies there, waits for the device, and copies back. `compute` is the stream that the engine takes for the compute
-/// stream.
-///
-/// # Errors
-/// As [`ProcessGroup::new`].
+/// Creates a group for host memory that copies inputs to the device, runs collectives by `engine`, and copies outputs
+/// back. `compute` is the engine's compute stream.
 pub(crate) fn over_host(
     host: ProcessGroup,
     engine: Box<dyn DeviceEngine>,
@@ -63,7 +59,7 @@ impl OverHost {
                 let what = format!("an output of an engine for a device is in the memory of {}", from.device());
                 return Err(Error::Internal { rank, what });
             };
-            // A group of one hands inputs over as outputs.
+            // The outputs of a single rank are its inputs.
             let mut to = to.next().map_or_else(|| Buffer::try_zeros(from.dtype(), from.len()), Ok)?;
             to.bytes_mut().copy_from_slice(&from.to_host()?);
             filled.push(to);
@@ -72,7 +68,7 @@ impl OverHost {
     }
 }
 
-/// Gives memory of the device where the host's is asked for, and takes and gives the host's at the same time.
+/// Allocates device memory, and takes and gives host memory of the same sizes at the same time.
 struct Beside {
     compute: Arc<CudaStream>,
     host: Arc<dyn Allocator>,

@@ -1,4 +1,4 @@
-//! What ranks are told when something goes wrong, with ranks as threads.
+//! Errors of ranks that are threads.
 
 use std::{sync::Arc, time::Duration};
 
@@ -17,13 +17,13 @@ fn error(work: Work) -> Error {
     work.wait().unwrap_err()
 }
 
-/// Errors of a later collective are those of the first.
-fn assert_poisoned(group: &ProcessGroup, first: &Error) {
+/// Checks that later collectives return the first error.
+fn assert_stays_failed(group: &ProcessGroup, first: &Error) {
     assert_eq!(error(group.barrier()).to_string(), first.to_string());
 }
 
 #[test]
-fn everybody_learns_who_issued_what_when_ranks_disagree() {
+fn all_ranks_learn_what_each_rank_issued() {
     let different: [fn(&ProcessGroup) -> Work; 7] = [
         |group| gather(group, vec![10, 11, 10]),
         |group| group.barrier(),
@@ -41,7 +41,7 @@ fn everybody_learns_who_issued_what_when_ranks_disagree() {
                     true => issue(&group),
                     false => different[(index + 1) % different.len()](&group),
                 });
-                assert_poisoned(&group, &error);
+                assert_stays_failed(&group, &error);
                 error
             });
             for (rank, error) in errors.iter().enumerate() {
@@ -56,9 +56,9 @@ fn everybody_learns_who_issued_what_when_ranks_disagree() {
     }
 }
 
-/// Where the texts of the calls are the same, what differs is said all the same.
+// Also where the texts of the calls are equal.
 #[test]
-fn what_differs_is_spelled_out_for_everything_that_is_compared() {
+fn mismatches_name_every_kind_of_difference() {
     type Issue = fn(&ProcessGroup, bool) -> Work;
     fn parts(group: &ProcessGroup, count: usize, odd: impl Fn(usize, &mut Buffer)) -> Work {
         let mut buffers = vec![Buffer::zeros(DType::F32, 4); count];
@@ -138,7 +138,7 @@ fn what_differs_is_spelled_out_for_everything_that_is_compared() {
 }
 
 #[test]
-fn a_signature_costs_nothing_where_ranks_agree_and_goes_where_the_group_goes() {
+fn signed_handles_are_of_the_same_group() {
     local::run(3, |group| {
         let subject = Subject::new("unit `x`", ["a".to_string(), "b".to_string()]);
         let signed = group.signed(Signature::new(&subject, [1]));
@@ -150,12 +150,12 @@ fn a_signature_costs_nothing_where_ranks_agree_and_goes_where_the_group_goes() {
             (first.wait().unwrap(), second.wait().unwrap()),
             (vec![Buffer::U32(vec![3])], vec![Buffer::U32(vec![3])])
         );
-        // The handle that stays behind keeps the group.
+        // The remaining handle keeps the group.
         let signed = group.signed(Signature::new(&subject, [0]));
         drop(group);
         signed.barrier().wait().unwrap();
         assert_eq!(signed.split(0, 0).unwrap().size(), 3);
-        // One that is signed and one that is not are two.
+        // A signed and an unsigned collective differ.
         let other = if signed.rank() == 0 { signed.signed(Signature::new(&subject, [])) } else { signed };
         let error = error(other.barrier());
         assert!(
@@ -168,11 +168,11 @@ fn a_signature_costs_nothing_where_ranks_agree_and_goes_where_the_group_goes() {
 }
 
 #[test]
-fn an_output_that_there_is_no_memory_for_is_an_error_for_everybody() {
+fn outputs_larger_than_memory_fail_all_ranks() {
     let errors = local::run(2, |group| {
         let huge = 1 << 55;
         let counts = vec![huge, 4];
-        /// Says that it has more than there is.
+        /// Claims more elements than memory can hold.
         struct Huge(usize);
         impl Readable for Huge {
             fn dtype(&self) -> DType {
@@ -194,15 +194,15 @@ fn an_output_that_there_is_no_memory_for_is_an_error_for_everybody() {
 }
 
 #[test]
-fn a_timeout_names_the_ranks_that_did_not_come() {
+fn timeouts_name_the_missing_ranks() {
     let options = Options::default().with_timeout(Duration::from_millis(300));
     let given_up = std::sync::Barrier::new(4);
     let errors = local::run_with(4, options, |group| {
         let issue = || error(group.all_reduce(vec![Buffer::zeros(DType::F32, 10)], ReduceOp::Sum));
-        // Ranks 1 and 3 stay in the group but don't take part until the others gave up.
+        // Ranks 1 and 3 take part only after the others have timed out.
         if group.rank() % 2 == 0 {
             let error = issue();
-            assert_poisoned(&group, &error);
+            assert_stays_failed(&group, &error);
             given_up.wait();
             (error, None)
         } else {
@@ -225,11 +225,11 @@ fn a_timeout_names_the_ranks_that_did_not_come() {
 }
 
 #[test]
-fn a_rank_that_leaves_is_named() {
+fn ranks_that_left_are_named() {
     let errors = local::run(3, |group| {
         let first = group.barrier();
         if group.rank() == 1 {
-            // Dropping the group lets what was issued finish.
+            // Issued collectives finish when the group is dropped.
             return None;
         }
         first.wait().unwrap();
@@ -242,7 +242,7 @@ fn a_rank_that_leaves_is_named() {
 }
 
 #[test]
-fn dropping_a_group_with_collectives_in_its_queue_ends_also_when_a_peer_has_left() {
+fn dropping_a_group_ends_after_a_peer_has_left() {
     let errors = local::run(3, |group| {
         if group.rank() == 2 {
             return Vec::new();
@@ -258,7 +258,7 @@ fn dropping_a_group_with_collectives_in_its_queue_ends_also_when_a_peer_has_left
 }
 
 #[test]
-fn bad_arguments_fail_at_once_and_for_everybody_after_what_was_issued_before() {
+fn bad_arguments_fail_at_once_and_fail_all_ranks() {
     type Issue = fn(&ProcessGroup) -> Work;
     let bad: [(Issue, &str); 9] = [
         (|group| gather(group, vec![1, 1, 1]), "counts has 3 entries, expected 2"),
@@ -318,7 +318,7 @@ fn bad_arguments_fail_at_once_and_for_everybody_after_what_was_issued_before() {
                 let error = error(work);
                 assert!(matches!(error, Error::Argument { rank: 0, .. }), "{error}");
                 assert!(error.to_string().contains(text), "{error}");
-                assert_poisoned(&group, &error);
+                assert_stays_failed(&group, &error);
             } else {
                 let error = error(group.barrier());
                 assert!(matches!(error, Error::PeerLost { peer: 0, .. }), "{error}");
@@ -331,7 +331,7 @@ fn bad_arguments_fail_at_once_and_for_everybody_after_what_was_issued_before() {
 
 type Read = fn(&mut dyn FnMut(&[u8])) -> Result<(), String>;
 
-/// An input that misbehaves when it is read.
+/// An input that fails when it is read.
 struct Bad(Read);
 
 impl Readable for Bad {
@@ -347,7 +347,7 @@ impl Readable for Bad {
 }
 
 #[test]
-fn inputs_that_misbehave_fail_the_group_instead_of_hanging_it() {
+fn failing_inputs_fail_the_group() {
     let bad: [(Read, &str); 4] = [
         (|_| Err("it is on another device".into()), "it is on another device"),
         (|_| Ok(()), "fewer bytes"),
@@ -367,14 +367,14 @@ fn inputs_that_misbehave_fail_the_group_instead_of_hanging_it() {
                     if group.rank() == 0 { Arc::new(Bad(read)) } else { Arc::new(Buffer::zeros(DType::F32, 4)) };
                 let error = error(group.all_gather(vec![GatherPart { input, counts: vec![4; size] }], Heap::shared()));
                 assert!(error.to_string().contains(text), "{error}");
-                assert_poisoned(&group, &error);
+                assert_stays_failed(&group, &error);
             });
         }
     }
 }
 
 #[test]
-fn a_panic_of_a_rank_is_reported_with_its_number() {
+fn panics_are_reported_with_the_rank() {
     let panic = std::panic::catch_unwind(|| {
         local::run(3, |group| {
             assert!(group.rank() != 1, "on purpose");
@@ -387,7 +387,7 @@ fn a_panic_of_a_rank_is_reported_with_its_number() {
 }
 
 #[test]
-fn ranks_that_lay_out_different_meshes_are_told_so() {
+fn different_meshes_are_errors() {
     let outcomes = local::run(4, |world| {
         let names = if world.rank() == 2 { ["tp", "dp"] } else { ["dp", "tp"] };
         DeviceMesh::new(&world, &names.map(|name| (name, 2))).map(drop)

@@ -1,4 +1,4 @@
-//! Calls of an MPI library, by one thread.
+//! Calls of an MPI library, made by one thread.
 
 use std::{
     ffi::{CStr, c_char, c_int, c_void},

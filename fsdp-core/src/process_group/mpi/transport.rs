@@ -1,7 +1,4 @@
-//! Sending to the members of a group and receiving from them, in order, with deadlines.
-//! Making groups: what ranks tell each other when they meet.
-
-//! What tells hosts apart.
+//! Sending and receiving with deadlines, creating groups, and identifying hosts.
 
 use std::{
     hash::{BuildHasher, Hasher, RandomState},

@@ -1,4 +1,4 @@
-//! What goes wrong: every rank hears of it, of its cause, and the group stays failed.
+//! Failures: all ranks get the error with its cause, and the group stays failed.
 
 use std::{sync::Arc, time::Duration};
 
@@ -9,7 +9,7 @@ use fsdp_core::{
 
 use super::{Join, Wrong, ensure, works::options};
 
-/// Each on a group of its own, within one world that stays well.
+/// Runs each check on a group of its own, within a world that does not fail.
 pub(super) fn all(join: Join<'_>) -> Result<(), Wrong> {
     let world = join(options(4096))?;
     let fresh = || world.split(0, world.rank());
@@ -31,7 +31,7 @@ fn sum(group: &ProcessGroup, len: usize) -> Work {
     group.all_reduce(vec![Buffer::zeros(DType::F32, len)], ReduceOp::Sum)
 }
 
-/// The error that a collective must end with.
+/// Returns the error that a collective must end with.
 fn error(outcome: Result<impl Sized>, what: &str) -> Result<Error, Wrong> {
     match outcome {
         Ok(_) => Err(format!("{what} went well").into()),
@@ -39,14 +39,14 @@ fn error(outcome: Result<impl Sized>, what: &str) -> Result<Error, Wrong> {
     }
 }
 
-/// Errors of a later collective are those of the first.
+/// Checks that later collectives return the first error.
 fn stays_failed(group: &ProcessGroup, first: &Error) -> Result<(), Wrong> {
     let later = error(group.barrier().wait(), "a barrier of a group that has failed")?;
     ensure!(later.to_string() == first.to_string(), "after {first} the group says {later}");
     Ok(())
 }
 
-/// Everybody learns who issued what when ranks disagree.
+/// All ranks learn what each rank issued.
 fn different(group: &ProcessGroup, odd: usize) -> Result<(), Wrong> {
     group.barrier().wait()?;
     let rank = group.rank();
@@ -61,7 +61,7 @@ fn different(group: &ProcessGroup, odd: usize) -> Result<(), Wrong> {
     stays_failed(group, &error)
 }
 
-/// A bad argument fails at once, and for everybody after what was issued before.
+/// A bad argument fails at once, and fails all ranks after earlier collectives.
 fn arguments(group: &ProcessGroup) -> Result<(), Wrong> {
     let before = sum(group, 3);
     if group.rank() == 0 {
@@ -95,7 +95,7 @@ fn exchange(group: &ProcessGroup) -> Result<(), Wrong> {
     Ok(())
 }
 
-/// An input that misbehaves.
+/// An input that fails.
 #[derive(Clone, Copy, Debug)]
 enum Bad {
     Elsewhere,
@@ -126,7 +126,7 @@ impl Readable for Bad {
     }
 }
 
-/// Inputs that misbehave fail the group instead of hanging it.
+/// Failing inputs fail the group instead of hanging it.
 fn input(group: &ProcessGroup, bad: Bad) -> Result<(), Wrong> {
     let good: Arc<dyn Readable> = Arc::new(Buffer::zeros(DType::F32, 4));
     let input = if group.rank() == 0 { Arc::new(bad) } else { good };
@@ -142,7 +142,7 @@ fn input(group: &ProcessGroup, bad: Bad) -> Result<(), Wrong> {
     stays_failed(group, &error)
 }
 
-/// Gives less than what was asked for.
+/// An allocator whose buffers are too short.
 struct Stingy;
 
 impl Allocator for Stingy {
@@ -152,7 +152,7 @@ impl Allocator for Stingy {
     fn give(&self, _: Buffer) {}
 }
 
-/// An allocator that gives something else is an error for everybody.
+/// A buffer of the wrong length fails all ranks.
 fn output(group: &ProcessGroup) -> Result<(), Wrong> {
     let memory: Arc<dyn Allocator> = if group.rank() == 1 { Arc::new(Stingy) } else { Heap::shared() };
     let size = group.size();
@@ -163,7 +163,7 @@ fn output(group: &ProcessGroup) -> Result<(), Wrong> {
     Ok(())
 }
 
-/// A rank that leaves is named; what it issued before still runs.
+/// A rank that leaves is named. Collectives that it issued before still run.
 fn leaves(group: ProcessGroup) -> Result<(), Wrong> {
     let first = group.barrier();
     if group.rank() == 1 {
@@ -187,7 +187,7 @@ fn unjoined(group: &ProcessGroup) -> Result<(), Wrong> {
     Ok(())
 }
 
-/// A timeout names the ranks that did not come, and these hear that they came too late.
+/// A timeout names the missing ranks, and they learn that others timed out waiting for them.
 pub(super) fn late(join: Join<'_>) -> Result<(), Wrong> {
     let group = join(Options::default().with_timeout(Duration::from_millis(300)))?;
     let others = join(options(4096))?;
@@ -212,7 +212,7 @@ pub(super) fn dies(join: Join<'_>) -> Result<(), Wrong> {
     let world = join(options(32 << 10))?;
     sum(&world, 1000).wait()?;
     if world.rank() == 1 {
-        // On its way when it happens.
+        // Dies during this collective.
         let _large = sum(&world, 8 << 20);
         std::process::abort();
     }
