@@ -3,7 +3,9 @@
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::FileTypeExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
+
+use fsdp_ckpt::RemoveIfEmpty;
 
 /// Test data: one block of most file systems, because less may fit into space that a file already has.
 const BLOCK: [u8; 4096] = [b'\n'; 4096];
@@ -87,26 +89,6 @@ fn explained(path: &Path, error: io::Error) -> io::Error {
         (None, None) => return error,
     };
     io::Error::new(error.kind(), why)
-}
-
-/// Directories to remove on drop if they are empty, the inner one first.
-pub struct RemoveIfEmpty(pub Vec<PathBuf>);
-
-impl RemoveIfEmpty {
-    /// Lists `directory` and its parents that do not exist yet.
-    fn missing(directory: &Path) -> Self {
-        let missing = directory.ancestors().take_while(|path| !path.as_os_str().is_empty() && !path.exists());
-        RemoveIfEmpty(missing.map(Path::to_path_buf).collect())
-    }
-}
-
-impl Drop for RemoveIfEmpty {
-    fn drop(&mut self) {
-        for directory in &self.0 {
-            // Fails for directories that are not empty.
-            let _ = fs::remove_dir(directory);
-        }
-    }
 }
 
 #[cfg(test)]
