@@ -110,7 +110,7 @@ impl CheckpointPolicy {
     }
 
     /// Returns the first pattern that matches none of a model's layers.
-    pub fn idle(&self, layers: &[String]) -> Option<&NamePattern> {
+    pub fn unmatched(&self, layers: &[String]) -> Option<&NamePattern> {
         let Layers::Named(patterns) = &self.layers else { return None };
         patterns.iter().find(|pattern| !layers.iter().any(|layer| pattern.matches_end(layer)))
     }

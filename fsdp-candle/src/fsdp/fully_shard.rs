@@ -374,7 +374,7 @@ fn make<M>(
         None => vars.ranks()?,
     };
     if let ReshardAfterForward::To(size) = opts.reshard_after_forward {
-        ranks.neighbours(size)?;
+        ranks.post_forward_group(size)?;
     }
     let unit = OpenUnit::begin(vars, &name, opts, &ranks);
     let inner = build(vb.clone()).map_err(|cause| {

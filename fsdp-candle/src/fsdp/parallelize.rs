@@ -8,7 +8,7 @@ use super::fully_shard::list_modules;
 use super::var_map::ShardedVarMap;
 use crate::data_parallel::check_ranks_agree;
 use crate::error::{Error, Result};
-use crate::tensor_parallel::{ParallelPlan, Planned};
+use crate::tensor_parallel::{BoundPlan, ParallelPlan};
 
 /// Divides the modules that a plan names over the ranks of one dimension of the map's mesh: PyTorch's
 /// `parallelize_module`. Call it before the model is built, as [`ShardedVarMap::freeze`]. FSDP shards the local parts
@@ -83,15 +83,15 @@ pub fn parallelize(vars: &ShardedVarMap, mesh: &DeviceMesh, plan: &ParallelPlan)
     if vars.parallel_ranks().is_some() {
         return fail("the map has a plan already: make one plan of both".into());
     }
-    let planned = Arc::new(Planned::new(mesh, plan)?);
+    let planned = Arc::new(BoundPlan::new(mesh, plan)?);
     check_ranks_agree(of, "plans of tensor parallelism", &format!("{name} {plan:?}"))?;
     vars.set_plan(planned, check_matched);
     Ok(())
 }
 
 /// Fails for a pattern that matched no module of the complete model.
-fn check_matched(vars: &ShardedVarMap, plan: &Planned) -> Result<()> {
-    let Some(idle) = plan.idle().next() else { return Ok(()) };
+fn check_matched(vars: &ShardedVarMap, plan: &BoundPlan) -> Result<()> {
+    let Some(idle) = plan.unmatched().next() else { return Ok(()) };
     let params = vars.params();
     let modules = params.iter().filter_map(|param| param.name().rsplit_once('.')).map(|(module, _)| module);
     Err(Error::Argument(format!(

@@ -345,7 +345,7 @@ impl FsdpParam {
 
     /// Returns the tensor-parallel ranks, if each of them holds a part of the parameter.
     pub(crate) fn cut_over(&self) -> Option<&ProcessGroup> {
-        self.parallel().filter(|parallel| parallel.cut().is_some()).map(Parallel::group)
+        self.parallel().filter(|parallel| parallel.shard_dim().is_some()).map(Parallel::group)
     }
 
     /// Returns the number of elements of the shard before replicas divide it.

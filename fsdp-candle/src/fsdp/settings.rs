@@ -299,7 +299,7 @@ impl<M> FsdpModule<M> {
     pub fn set_reshard_after_forward(&self, policy: ReshardAfterForward, recurse: Recurse) -> Result<()> {
         if let ReshardAfterForward::To(size) = policy {
             for group in self.selected(recurse) {
-                group.params().iter().try_for_each(|param| param.spec.ranks.neighbours(size).map(drop))?;
+                group.params().iter().try_for_each(|param| param.spec.ranks.post_forward_group(size).map(drop))?;
             }
         }
         self.change(recurse, |settings| settings.reshard_after_forward = policy);

@@ -23,7 +23,7 @@ use crate::error::{Error, Result};
 use crate::initializer::{Initializer, Philox, ShardRequest};
 use crate::kernels;
 use crate::storage::{copied, copy_in, to_core_dtype, to_var};
-use crate::tensor_parallel::Planned;
+use crate::tensor_parallel::BoundPlan;
 use crate::world::World;
 
 /// End of a name that no tensor has. A builder that is asked for it tells its map so.
@@ -69,7 +69,7 @@ struct Inner {
     initializer: Mutex<Arc<dyn Initializer>>,
     frozen: Mutex<NamePredicate>,
     adapters: Mutex<Option<Arc<Adapters>>>,
-    plan: Mutex<Option<Arc<Planned>>>,
+    plan: Mutex<Option<Arc<BoundPlan>>>,
     params: Mutex<IndexMap<String, Owned>>,
     ignored: Mutex<IndexMap<String, Var>>,
     buffers: Mutex<IndexMap<String, Var>>,
@@ -333,9 +333,9 @@ impl ShardedVarMap {
         if let Some([_, whole]) = known.iter().find(|[given, _]| Arc::ptr_eq(given, &ranks)) {
             return whole.clone();
         }
-        let Some(whole) = ranks.widened(&self.0.mesh) else { return ranks };
+        let Some(whole) = ranks.on_larger_mesh(&self.0.mesh) else { return ranks };
         // Units with the same roles share their collectives' groups.
-        let own = self.0.ranks.lock().clone().filter(|own| own.is_like(&whole));
+        let own = self.0.ranks.lock().clone().filter(|own| own.has_same_roles(&whole));
         let whole = own.unwrap_or_else(|| Arc::new(whole));
         known.push([ranks, whole.clone()]);
         whole
@@ -367,7 +367,7 @@ impl ShardedVarMap {
     }
 
     /// Sets the plan of tensor parallelism, and a check of the model that runs in the first forward.
-    pub(super) fn set_plan(&self, plan: Arc<Planned>, check: fn(&ShardedVarMap, &Planned) -> Result<()>) {
+    pub(super) fn set_plan(&self, plan: Arc<BoundPlan>, check: fn(&ShardedVarMap, &BoundPlan) -> Result<()>) {
         *self.0.plan.lock() = Some(plan.clone());
         let inner = Arc::downgrade(&self.0);
         self.0.schedule.before_first_forward(move || match inner.upgrade() {
@@ -598,7 +598,7 @@ impl ShardedVarMap {
         let ranks = placement.mesh.map_or(ranks, |mesh| self.on_whole_mesh(mesh.0));
         let dim = placement.dim;
         if let ReshardAfterForward::To(size) = opts.reshard_after_forward {
-            ranks.neighbours(size)?;
+            ranks.post_forward_group(size)?;
         }
         let local = parallel.as_ref().map_or(dims.to_vec(), |parallel| parallel.local(dims));
         // The user's closures run without a lock.
@@ -609,7 +609,8 @@ impl ShardedVarMap {
             ranks.check_covers(&self.copies()).map_err(fail)?;
         }
         // A frozen parameter has no optimizer state to divide, and is unsharded over the shard ranks only.
-        let ranks = if opts.shard_optimizer_over_replicas && trainable { ranks.divided()? } else { ranks };
+        let ranks =
+            if opts.shard_optimizer_over_replicas && trainable { ranks.sharded_over_replicas()? } else { ranks };
         let (region, layout) = ranks.lay_out(name, (dims, &local), dim, parallel.as_deref())?;
         let replica_sharding = ranks.lay_out_parts(name, &local, dim)?;
         let request = ShardRequest { name, shape: dims, dtype, region: &region, init };
