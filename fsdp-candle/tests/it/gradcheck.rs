@@ -287,7 +287,7 @@ fn accepts_nearby_jumps() {
             let checked = gradcheck(&model, &GradcheckOptions::default(), |model| {
                 let loss = model.forward(&x)?.sqr()?.sum_all()?;
                 let jump = loss.gt(edge)?.to_dtype(DType::F32)?;
-                // Candle's gradient of a detached tensor is none, so a term is missing.
+                // A detached tensor has no gradient, so a term is missing.
                 let lost = (loss.detach() * (factor - 1.))?;
                 (loss + jump)? + lost
             });

@@ -152,7 +152,7 @@ fn broadcasts_hyper_parameters_of_rank_0() {
         set_optimizer_state_dict(&vars, &mut adamw, &dict, &broadcast).unwrap();
         assert_eq!(adamw.groups()[0].lr, 0.01);
 
-        // They describe the optimizer's state too: without momentum there is none.
+        // They describe the optimizer's state too: without momentum it is empty.
         let momentum = get_optimizer_state_dict(&vars, &sgd(0.9), &kept).unwrap();
         let mut plain = sgd(0.);
         set_optimizer_state_dict(&vars, &mut plain, &momentum, &broadcast).unwrap();

@@ -59,7 +59,7 @@ fn unary_operations_keep_placements_or_name_the_redistribution() {
                         (Err(error), None) => {
                             assert!(error.to_string().contains("redistribute to ["), "{context}: {error}");
                         }
-                        (Ok(_), None) => panic!("{context} is no term of anything"),
+                        (Ok(_), None) => panic!("{context} is not an error"),
                         (Err(error), Some(_)) => panic!("{context}: {error}"),
                     }
                 }
