@@ -163,10 +163,7 @@ impl Kernels for CpuKernels {
     fn mix(&self, values: SliceMut<'_>, kept: f64, more: Slice<'_>, taken: f64) -> Result<()> {
         fn mix<A: Float, B: Float>(values: &mut [A], kept: f64, more: &[B], taken: f64) {
             let (kept, taken) = (A::Real::of(kept), A::Real::of(taken));
-            values
-                .iter_mut()
-                .zip(more)
-                .for_each(|(v, m)| *v = A::put(kept * v.get() + taken * m.get().widened()));
+            values.iter_mut().zip(more).for_each(|(v, m)| *v = A::put(kept * v.get() + taken * m.get().widened()));
         }
         same_length(values.len(), more.len())?;
         floats!(values.dtype(), A => floats!(more.dtype(), B => {
