@@ -75,7 +75,7 @@ impl Ranks {
             return Ok(ShardedVarMap::new(&mesh, world.device()));
         }
         let replicate: &[&str] = if self.replicate > 1 { &[REPLICATE] } else { &[] };
-        ShardedVarMap::on(&mesh, &DataParallelMeshDims { shard: &[SHARD], replicate }, world.device())
+        ShardedVarMap::with_mesh_dims(&mesh, &DataParallelMeshDims { shard: &[SHARD], replicate }, world.device())
     }
 
     /// Of the mesh of such parameters, the ranks that compute layers together, if there are several.

@@ -15,7 +15,7 @@
 ///     let world = World::of(group);
 ///     let mesh = world.mesh(&[("replicate", 2), ("shard", 2), ("tp", 2)])?;
 ///     let dims = DataParallelMeshDims { shard: &["shard"], replicate: &["replicate"] };
-///     let vars = ShardedVarMap::on(&mesh, &dims, world.device())?;
+///     let vars = ShardedVarMap::with_mesh_dims(&mesh, &dims, world.device())?;
 ///     assert_eq!(vars.mesh().size(), 8);
 ///     Ok::<_, fsdp_candle::Error>(())
 /// })

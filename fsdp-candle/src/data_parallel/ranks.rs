@@ -66,7 +66,7 @@ impl DataParallel {
             dims => {
                 return Err(fsdp_core::Error::Mesh(format!(
                     "fully_shard takes a 1-D mesh (shard) or a 2-D one (replicate, shard); got {} with {dims} \
-                     dimensions: say what they are for by DataParallelMeshDims (ShardedVarMap::on), or pass a slice of \
+                     dimensions: say what they are for by DataParallelMeshDims (ShardedVarMap::with_mesh_dims), or pass a slice of \
                      it",
                     mesh.layout()
                 ))

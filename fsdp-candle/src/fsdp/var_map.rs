@@ -107,7 +107,7 @@ impl ShardedVarMap {
     /// # Errors
     /// Fails if the mesh lacks a dimension, one is named twice, or ranks pass different ones; also those of
     /// [`ProcessGroup::split`].
-    pub fn on(mesh: &DeviceMesh, dims: &DataParallelMeshDims<'_>, device: &Device) -> Result<Self> {
+    pub fn with_mesh_dims(mesh: &DeviceMesh, dims: &DataParallelMeshDims<'_>, device: &Device) -> Result<Self> {
         let ranks = Arc::new(DataParallel::of_dims(mesh, dims)?);
         Ok(ShardedVarMap::with_ranks(mesh, Some(ranks), device))
     }
