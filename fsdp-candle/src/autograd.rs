@@ -91,10 +91,10 @@ pub(crate) const BACKWARD_STACK_BYTES: usize = 256 << 20;
 /// space.
 ///
 /// # Errors
-/// Fails if there is no memory for the stack.
+/// Fails if the stack cannot be allocated.
 pub(crate) fn on_a_stack_of<T>(bytes: usize, what: &str, f: impl FnOnce() -> T) -> Result<T> {
     let missing = || {
-        let what = format!("the stack of {what}, which recurses over the graph of the model");
+        let what = format!("the stack of {what}: it recurses over the graph, whose depth grows with the model");
         candle_core::Error::from(Error::from(fsdp_core::Error::Memory { what, bytes: bytes as u128 }))
     };
     // `stacker` panics without memory, so this asks for as much memory first, in the same way.

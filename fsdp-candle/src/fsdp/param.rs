@@ -745,7 +745,7 @@ impl FsdpParam {
         self.with_own_layout(self.var().as_tensor())
     }
 
-    /// Returns the sharded gradient of a backward as a DTensor with the parameter's layout; `None` if there is none. It
+    /// Returns the sharded gradient of a backward as a DTensor with the parameter's layout, or `None`. It
     /// shares the gradient's memory. A rank with an empty shard has an empty part.
     ///
     /// # Errors
