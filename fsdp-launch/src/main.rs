@@ -50,7 +50,7 @@ fn run(args: Args) -> Result<ExitCode> {
         tell(&outcome.to_string());
     }
     if let (true, None, Some(dir)) = (outcome.succeeded(), &spec.logs.dir, &outcome.log_dir) {
-        tell(&format!("the logs are in {} (--log-dir names another place)", dir.display()));
+        tell(&format!("the logs are in {} (--log-dir sets another directory)", dir.display()));
     }
     Ok(ExitCode::from(outcome.exit_code()))
 }
@@ -75,7 +75,7 @@ fn printed(text: &[u8]) -> ExitCode {
     match Console::Stdout.write_all(text) {
         Ok(()) => return ExitCode::SUCCESS,
         Err(error) if error.kind() == ErrorKind::BrokenPipe => {}
-        Err(error) => tell(&format!("stdout takes no more: {error}")),
+        Err(error) => tell(&format!("can't write to stdout: {error}")),
     }
     ExitCode::FAILURE
 }
@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_who_speaks_of_the_launcher_changes_its_warnings() {
+    fn only_filters_for_the_launcher_change_its_warnings() {
         for filter in ["foo=debug", "foo", "foo=debug,bar::baz=off", "[span]=info", "fsdp_launcher=error"] {
             assert_eq!(with_warnings(filter), format!("{filter},fsdp_launch=warn"));
         }

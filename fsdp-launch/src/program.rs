@@ -23,9 +23,7 @@ use crate::{Error, Result, rank::environment::forget_cargo_run};
 /// or in `PATH`.
 ///
 /// # Errors
-/// [`Error::ProgramNotFound`], [`Error::ProgramPath`], [`Error::NotAFile`] and [`Error::NotExecutable`] when there is
-/// no program to run; [`Error::AmbiguousTarget`] when two packages have such a target; [`Error::Build`] when Cargo
-/// fails.
+/// [`Error::Program`] when there is no such program, or two packages have a target of this name, or Cargo fails.
 pub fn find_program(program: &OsStr) -> Result<PathBuf> {
     match locate(program)? {
         Located::Executable(path) => Ok(path),
@@ -72,12 +70,12 @@ fn locate(program: &OsStr) -> Result<Located> {
     let here =
         Path::new(program).is_file().then(|| format!(". There is a file of that name here: ./{}", program.display()));
     let suggestion = suggestion.map(|name| format!(". Did you mean {name}?"));
-    Err(Error::ProgramNotFound {
-        workspace,
-        beside: beside.map_or("beside fsdp-launch".into(), |dir| format!("beside fsdp-launch, in {}", dir.display())),
-        hint: here.or(suggestion).unwrap_or_default(),
-        name: program.into(),
-    })
+    let hint = here.or(suggestion).unwrap_or_default();
+    let beside = beside.map_or("beside fsdp-launch".into(), |dir| format!("beside fsdp-launch, in {}", dir.display()));
+    Err(Error::Program(format!(
+        "program {program:?} was not found. Searched: (1) {workspace}; (2) {beside}; (3) the directories of PATH. \
+         Check the name against the [[bin]] and [[example]] targets, or give a path, which has a '/' in it{hint}"
+    )))
 }
 
 enum Found {
@@ -114,7 +112,7 @@ fn find_target(name: &OsStr) -> Result<Found> {
     let here = env::current_dir().map_err(Error::system("read the current directory"))?;
     // Starting Cargo outside a workspace would take longer than the launch.
     let Some(root) = here.ancestors().find(|dir| dir.join("Cargo.toml").is_file()) else {
-        return Ok(Found::nothing(format!("a Cargo workspace, but {} is in none", here.display())));
+        return Ok(Found::nothing(format!("a Cargo workspace, but {} is not in one", here.display())));
     };
     let Some(name) = name.to_str() else {
         return Ok(Found::nothing("the Cargo workspace, whose targets are all named in UTF-8".into()));
@@ -142,8 +140,12 @@ fn find_target(name: &OsStr) -> Result<Found> {
         }
     }
     if targets.len() > 1 {
-        let packages = targets.into_iter().map(|it| it.package_name).collect();
-        return Err(Error::AmbiguousTarget { name: name.into(), packages });
+        let packages: Vec<_> = targets.into_iter().map(|it| it.package_name).collect();
+        return Err(Error::Program(format!(
+            "{name:?} is a target of several packages: {}. Change into the directory of one, or give the path of a \
+             built executable",
+            packages.join(", ")
+        )));
     }
     let nothing = || Found::Nothing {
         places: format!("the binaries and examples of the Cargo workspace {}", metadata.workspace_root),
@@ -160,7 +162,7 @@ fn read_metadata() -> std::result::Result<cargo_metadata::Metadata, String> {
     let mut command = MetadataCommand::new().cargo_path(cargo()).no_deps().cargo_command();
     forget_cargo_run(&mut command);
     let output = command.output().map_err(|error| match error.kind() {
-        io::ErrorKind::NotFound => "there is no cargo in PATH".into(),
+        io::ErrorKind::NotFound => "cargo is not in PATH".into(),
         _ => format!("cargo can't be started: {error}"),
     })?;
     if !output.status.success() {
@@ -243,9 +245,13 @@ impl Target {
         }
         let status = cargo.wait().map_err(Error::system("wait for cargo"))?;
         if !status.success() {
-            return Err(Error::Build { command: shown, status });
+            return Err(Error::Program(format!("`{shown}` failed with {status}: see its messages above")));
         }
-        executable.map(PathBuf::from).ok_or(Error::NoExecutable { command: shown })
+        executable.map(PathBuf::from).ok_or_else(|| {
+            Error::Program(format!(
+                "`{shown}` reported no executable: run it by hand, and give the path of the executable"
+            ))
+        })
     }
 }
 
@@ -264,15 +270,23 @@ fn find_in_path(program: &OsStr) -> Option<PathBuf> {
 
 fn check_path(path: PathBuf) -> Result<PathBuf> {
     match path.metadata() {
-        Err(source) => Err(Error::ProgramPath { path, source }),
-        Ok(meta) if !meta.is_file() => Err(not_a_file(path, &meta)),
-        Ok(_) if !runnable(&path) => Err(Error::NotExecutable { path }),
+        Err(error) => Err(unreachable_path(&path, &error)),
+        Ok(meta) if !meta.is_file() => Err(not_a_file(&path, &meta)),
+        Ok(_) if !runnable(&path) => Err(Error::Program(format!(
+            "program {path:?} can't be run: it is a file without execute permission. \
+             `chmod +x` makes a script with a #! line executable; else start its interpreter: `python3 FILE`"
+        ))),
         Ok(_) => Ok(path),
     }
 }
 
-fn not_a_file(path: PathBuf, meta: &Metadata) -> Error {
-    Error::NotAFile { path, found: if meta.is_dir() { "a directory" } else { "not a regular file" } }
+fn not_a_file(path: &Path, meta: &Metadata) -> Error {
+    let found = if meta.is_dir() { "a directory" } else { "not a regular file" };
+    Error::Program(format!("program {path:?} can't be run: it is {found}. Give the path of an executable or a script"))
+}
+
+fn unreachable_path(path: &Path, error: &io::Error) -> Error {
+    Error::Program(format!("program {path:?} can't be run: {error}. Check the path, relative to the current directory"))
 }
 
 fn runnable(path: &Path) -> bool {
@@ -301,13 +315,13 @@ pub(crate) fn is_python_script(name: &OsStr) -> bool {
 /// Returns the interpreter, and its arguments up to the script's own.
 ///
 /// # Errors
-/// [`Error::ProgramPath`] and [`Error::NoPython`] when the script or the interpreter is missing.
+/// [`Error::Program`] when the script or the interpreter is missing.
 pub(crate) fn python_command(kind: PythonKind, name: OsString) -> Result<(PathBuf, Vec<OsString>)> {
     if kind != PythonKind::Module {
         let path = PathBuf::from(&name);
         match path.metadata() {
-            Err(source) => return Err(Error::ProgramPath { path, source }),
-            Ok(meta) if kind == PythonKind::Script && !meta.is_file() => return Err(not_a_file(path, &meta)),
+            Err(error) => return Err(unreachable_path(&path, &error)),
+            Ok(meta) if kind == PythonKind::Script && !meta.is_file() => return Err(not_a_file(&path, &meta)),
             Ok(_) => {}
         }
     }
@@ -325,9 +339,12 @@ pub(crate) fn python_command(kind: PythonKind, name: OsString) -> Result<(PathBu
 fn interpreter() -> Result<PathBuf> {
     let name = env::var_os("PYTHON_EXEC").filter(|name| !name.is_empty()).unwrap_or_else(|| "python3".into());
     if Path::new(&name).components().count() > 1 {
-        return check_path(name.into()).map_err(|error| Error::PythonExec { source: Box::new(error) });
+        return check_path(name.into())
+            .map_err(|error| Error::Program(format!("PYTHON_EXEC is not a Python interpreter: {error}")));
     }
-    find_in_path(&name).ok_or(Error::NoPython { name })
+    find_in_path(&name).ok_or_else(|| {
+        Error::Program(format!("the Python interpreter {name:?} is not in PATH: set PYTHON_EXEC to an interpreter"))
+    })
 }
 
 /// Returns the most similar of the `known` words, if it is similar enough.
@@ -341,7 +358,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_is_similar() {
+    fn suggests_only_similar_words() {
         let of = |word| nearest(word, ["train", "trace", "eval"]);
         assert_eq!((of("trian"), of("trac"), of("EVAL"), of("bench")), (Some("train"), Some("trace"), None, None));
     }

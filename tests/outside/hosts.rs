@@ -100,11 +100,11 @@ fn continues_without_a_killed_or_disconnected_host() {
     let cut_off = agent(&second, options, dir.path());
     cut_off.wait_for("met 0,1,2,3 at 10.77.0.1 attempt 2", 2);
     assert!(second.ip("link set fsdp0 down"));
-    stays.wait_for("nothing was heard of its launcher for 900ms", 1);
+    stays.wait_for("no message from its launcher for 900ms", 1);
     stays.wait_for("of 1 hosts met 0,1 at 10.77.0.1 attempt 3", 2);
     let (code, text) = cut_off.finish();
     assert!(
-        code == Some(1) && text.contains("which holds the rendezvous, is gone: nothing was heard of it for 900ms"),
+        code == Some(1) && text.contains("which serves the rendezvous, is gone: no message from it for 900ms"),
         "{text}"
     );
 

@@ -142,7 +142,7 @@ fn cut_off(way: Way) {
     };
     if way == Way::Ours {
         let (code, text) = agent.finish();
-        let is_named = text.contains("node node1 is gone: nothing was heard of its launcher for 9s");
+        let is_named = text.contains("node node1 is gone: no message from its launcher for 9s");
         assert!(is_named && code.is_some_and(|code| code != 0), "{text}");
     } else {
         assert!(is_said("node0") && is_said("node1"), "{way:?}: {text}\n{said}");

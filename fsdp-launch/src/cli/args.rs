@@ -79,27 +79,27 @@ pub struct Args {
     pub dry_run: bool,
 
     /// Address at which ranks reach rank 0 [default: 127.0.0.1 on one host, else the address of rank 0's host]
-    #[arg(long, alias = "master_addr", value_name = "ADDRESS", value_parser = word, help_heading = "Meeting")]
+    #[arg(long, alias = "master_addr", value_name = "ADDRESS", value_parser = word, help_heading = "Rendezvous")]
     #[arg(env = "PET_MASTER_ADDR", hide_env = true)]
     pub master_addr: Option<String>,
 
     /// Port at that address [default: a free port]
     #[arg(long, alias = "master_port", allow_negative_numbers = true, value_name = "PORT", value_parser = port)]
-    #[arg(env = "PET_MASTER_PORT", hide_env = true, help_heading = "Meeting")]
+    #[arg(env = "PET_MASTER_PORT", hide_env = true, help_heading = "Rendezvous")]
     pub master_port: Option<NonZeroU16>,
 
     /// Address of this host for the other hosts
-    #[arg(long, alias = "local_addr", value_name = "ADDRESS", value_parser = word, help_heading = "Meeting")]
+    #[arg(long, alias = "local_addr", value_name = "ADDRESS", value_parser = word, help_heading = "Rendezvous")]
     #[arg(env = "PET_LOCAL_ADDR", hide_env = true)]
     pub local_addr: Option<String>,
 
     /// Run on one host, with a free port and a new run id; ignores the --rdzv options
-    #[arg(long, action = ArgAction::SetTrue, value_parser = FalseyValueParser::new(), help_heading = "Meeting")]
+    #[arg(long, action = ArgAction::SetTrue, value_parser = FalseyValueParser::new(), help_heading = "Rendezvous")]
     #[arg(env = "PET_STANDALONE", hide_env = true)]
     pub standalone: bool,
 
     /// Run id, TORCHELASTIC_RUN_ID [default: a unique id]
-    #[arg(long, alias = "rdzv_id", value_name = "ID", help_heading = "Meeting")]
+    #[arg(long, alias = "rdzv_id", value_name = "ID", help_heading = "Rendezvous")]
     #[arg(env = "PET_RDZV_ID", hide_env = true)]
     pub rdzv_id: Option<String>,
 
@@ -107,23 +107,23 @@ pub struct Args {
     /// endpoint must be this host. On several hosts, `static` needs --node-rank, and host 0 serves the rendezvous
     #[arg(long, alias = "rdzv_backend", value_name = "NAME", default_value = "static")]
     #[arg(value_parser = ["static", "c10d"])]
-    #[arg(env = "PET_RDZV_BACKEND", hide_env = true, help_heading = "Meeting")]
+    #[arg(env = "PET_RDZV_BACKEND", hide_env = true, help_heading = "Rendezvous")]
     pub rdzv_backend: String,
 
     /// Where hosts meet: an address of one host, the same on all hosts [port: 29400; static: --master-addr and
     /// --master-port]
-    #[arg(long, alias = "rdzv_endpoint", value_name = "HOST[:PORT]", help_heading = "Meeting")]
+    #[arg(long, alias = "rdzv_endpoint", value_name = "HOST[:PORT]", help_heading = "Rendezvous")]
     #[arg(env = "PET_RDZV_ENDPOINT", hide_env = true)]
     pub rdzv_endpoint: Option<Endpoint>,
 
     /// join_timeout=600,last_call_timeout=30,keep_alive_interval=5,keep_alive_max_attempt=3 (in seconds),
     /// is_host=true|false
-    #[arg(long, alias = "rdzv_conf", value_name = "KEY=VALUE,...", default_value = "", help_heading = "Meeting")]
+    #[arg(long, alias = "rdzv_conf", value_name = "KEY=VALUE,...", default_value = "", help_heading = "Rendezvous")]
     #[arg(env = "PET_RDZV_CONF", hide_env = true, hide_default_value = true)]
     pub rdzv_conf: RendezvousConf,
 
     /// File with the secret that all hosts share, at least 16 bytes. Launchers on one host need none
-    #[arg(long, alias = "rdzv_token_file", value_name = "FILE", help_heading = "Meeting")]
+    #[arg(long, alias = "rdzv_token_file", value_name = "FILE", help_heading = "Rendezvous")]
     #[arg(env = "PET_RDZV_TOKEN_FILE", hide_env = true)]
     pub rdzv_token_file: Option<PathBuf>,
 
@@ -250,16 +250,14 @@ fn logs_specs(text: &str) -> Result<(), String> {
     if text == "default" {
         return Ok(());
     }
-    Err("there are no classes of Python's here, only `default`; --log-dir, --redirects and --tee say what is kept"
-        .into())
+    Err("expected `default`: Python classes are not supported; use --log-dir, --redirects and --tee".into())
 }
 
 fn filters(text: &str) -> Result<(), String> {
     if text.is_empty() {
         return Ok(());
     }
-    Err("lines can't be filtered here; --local-ranks-filter shows some ranks only, and --log-dir keeps all, for `grep`"
-        .into())
+    Err("expected no filters: use --local-ranks-filter, or search the files of --log-dir with `grep`".into())
 }
 
 /// Keys of `--rdzv-conf` that the launcher uses.
@@ -307,7 +305,7 @@ impl FromStr for RendezvousConf {
     fn from_str(text: &str) -> Result<Self, String> {
         let mut conf = RendezvousConf::default();
         for pair in text.split(',').map(str::trim).filter(|_| !text.trim().is_empty()) {
-            let wrong = || format!("expected KEY=VALUE,KEY=VALUE, but there is {pair:?}");
+            let wrong = || format!("expected KEY=VALUE,KEY=VALUE, found {pair:?}");
             let (key, value) = pair.split_once('=').ok_or_else(wrong)?;
             let (key, value) = (key.trim(), value.trim());
             if key.is_empty() || value.is_empty() {
@@ -327,8 +325,8 @@ impl FromStr for RendezvousConf {
                     let count = value.parse().ok().filter(|&count: &u32| count > 1);
                     conf.keep_alive_max_attempt = Some(count.ok_or_else(|| {
                         format!(
-                            "expected 2 or more, at most {}, in {pair:?}: a host tells once in a keep_alive_interval \
-                             that it is alive, and with less than 2 would be given up before it can",
+                            "expected 2 or more, at most {}, in {pair:?}: a host sends one message in a \
+                             keep_alive_interval, so that 1 would lose a live host",
                             u32::MAX
                         )
                     })?);
@@ -356,7 +354,7 @@ fn process_count(text: &str) -> Result<usize, String> {
         "cpu" => Ok(affinity::core_count()),
         "auto" => Ok(Some(gpus::count()).filter(|&count| count > 0).unwrap_or_else(affinity::core_count)),
         "gpu" => match gpus::count() {
-            0 => Err("there is no GPU here, or CUDA_VISIBLE_DEVICES hides it; expected a number, or `cpu`".into()),
+            0 => Err("found no GPU (see CUDA_VISIBLE_DEVICES); expected a number, or `cpu`".into()),
             count => Ok(count),
         },
         number => number
@@ -391,7 +389,7 @@ mod tests {
     }
 
     #[test]
-    fn what_follows_the_program_belongs_to_it() {
+    fn arguments_after_the_program_are_its_own() {
         let args = parse("fsdp-launch --nproc_per_node 2 train -x --nproc-per-node 7 -- --help").unwrap();
         assert_eq!(args.nproc_per_node, 2);
         assert_eq!(args.command, ["train", "-x", "--nproc-per-node", "7", "--", "--help"]);
@@ -399,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn both_spellings_of_every_option() {
+    fn every_option_has_both_spellings() {
         Args::command().debug_assert();
         for arg in Args::command().get_arguments() {
             if let Some(long) = arg.get_long().filter(|long| long.contains('-')) {
@@ -418,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn the_conf_has_torchruns_names() {
+    fn parses_the_keys_of_torchrun() {
         let conf: RendezvousConf =
             "timeout=900, last_call_timeout=1.5,is_host=False,read_timeout=5,keep_alive_max_attempt=4".parse().unwrap();
         assert_eq!(

@@ -35,11 +35,11 @@ impl Args {
     }
 
     fn spec_with(self, find: impl FnOnce(&OsStr) -> Result<PathBuf>) -> Result<LaunchSpec> {
-        let meeting = self.meeting()?;
+        let rendezvous = self.rendezvous_spec()?;
         if !self.standalone {
             self.rdzv_conf.unknown.iter().for_each(|key| warn_of_key(key));
         }
-        let (host, port) = match (&meeting, &self.rdzv_endpoint) {
+        let (host, port) = match (&rendezvous, &self.rdzv_endpoint) {
             (None, Some(endpoint)) if !self.standalone => {
                 check_is_here(endpoint)?;
                 let is_master = self.rdzv_backend == "static";
@@ -62,12 +62,12 @@ impl Args {
         args.extend(command);
         let mut spec = LaunchSpec::new(program, self.nproc_per_node);
         spec.args = args;
-        if let Some(meeting) = meeting {
+        if let Some(rendezvous) = rendezvous {
             // If --master-addr and --master-port are the endpoint, the launchers use the port, so ranks need another.
             let is_endpoint = self.rdzv_endpoint.is_none();
             spec.master_addr = self.master_addr;
             spec.master_port = self.master_port.map(NonZeroU16::get).filter(|_| !is_endpoint);
-            spec.rendezvous = Some(meeting);
+            spec.rendezvous = Some(rendezvous);
         } else {
             spec.master_addr = self.master_addr.or(host).or(self.local_addr);
             spec.master_port = self.master_port.map(NonZeroU16::get).or(port);
@@ -101,7 +101,7 @@ impl Args {
     }
 
     /// Returns how this host meets other hosts; `None` for a launch on one host.
-    fn meeting(&self) -> Result<Option<RendezvousSpec>> {
+    fn rendezvous_spec(&self) -> Result<Option<RendezvousSpec>> {
         let (min, max) = self.nnodes;
         let usage =
             |flag, value: &dyn ToString, expected: String| Error::Usage { flag, value: value.to_string(), expected };
@@ -114,9 +114,9 @@ impl Args {
                 "--node-rank",
                 &rank,
                 if max == 1 {
-                    "one host is launched (--nnodes 1), whose rank is 0".into()
+                    "expected 0, because --nnodes is 1".into()
                 } else {
-                    format!("of {max} hosts (--nnodes), the ranks are 0 to {}", max - 1)
+                    format!("expected 0 to {}, because --nnodes is {max}", max - 1)
                 },
             ));
         }
@@ -130,32 +130,31 @@ impl Args {
         };
         let Some(endpoint) = self.rdzv_endpoint.clone().or_else(of_master) else {
             return Err(Error::Options(format!(
-                "--nnodes {nnodes} needs --rdzv-endpoint HOST:PORT, the same on all hosts: HOST is one of them, whose \
-                    launcher the others can reach there"
+                "--nnodes {nnodes} needs --rdzv-endpoint HOST:PORT, the same on all hosts: HOST is one \
+                 of them, at an address that the others reach"
             )));
         };
         if endpoint.host.parse::<IpAddr>().is_ok_and(|ip| ip.is_unspecified()) {
-            let expected =
-                "the other hosts can't reach that: give the name or address of the host that they reach it by";
+            let expected = "expected an address that the other hosts can reach";
             return Err(usage("--rdzv-endpoint", &endpoint, expected.into()));
         }
         if self.rdzv_token_file.is_none() && !endpoint.is_loopback() {
             return Err(Error::Options(format!(
-                "--nnodes {nnodes} needs --rdzv-token-file FILE, so that no stranger takes part. {TOKEN_HELP}"
+                "--nnodes {nnodes} needs --rdzv-token-file FILE, which keeps other users out. {TOKEN_HELP}"
             )));
         }
         let conf = &self.rdzv_conf;
-        let mut meeting = RendezvousSpec::new(endpoint, (min, max));
-        meeting.node_rank = self.node_rank;
+        let mut rendezvous = RendezvousSpec::new(endpoint, (min, max));
+        rendezvous.node_rank = self.node_rank;
         let is_first = self.node_rank.filter(|_| is_static).map(|rank| rank == 0);
-        meeting.is_host = conf.is_host.or(is_first);
-        meeting.local_addr.clone_from(&self.local_addr);
-        meeting.token_file.clone_from(&self.rdzv_token_file);
-        meeting.join_timeout = conf.join_timeout.unwrap_or(meeting.join_timeout);
-        meeting.last_call_timeout = conf.last_call_timeout.unwrap_or(meeting.last_call_timeout);
-        meeting.keep_alive_interval = conf.keep_alive_interval.unwrap_or(meeting.keep_alive_interval);
-        meeting.keep_alive_attempts = conf.keep_alive_max_attempt.unwrap_or(meeting.keep_alive_attempts);
-        Ok(Some(meeting))
+        rendezvous.is_host = conf.is_host.or(is_first);
+        rendezvous.local_addr.clone_from(&self.local_addr);
+        rendezvous.token_file.clone_from(&self.rdzv_token_file);
+        rendezvous.join_timeout = conf.join_timeout.unwrap_or(rendezvous.join_timeout);
+        rendezvous.last_call_timeout = conf.last_call_timeout.unwrap_or(rendezvous.last_call_timeout);
+        rendezvous.keep_alive_interval = conf.keep_alive_interval.unwrap_or(rendezvous.keep_alive_interval);
+        rendezvous.keep_alive_attempts = conf.keep_alive_max_attempt.unwrap_or(rendezvous.keep_alive_attempts);
+        Ok(Some(rendezvous))
     }
 }
 
@@ -175,8 +174,7 @@ fn check_is_here(endpoint: &Endpoint) -> Result<()> {
     Err(Error::Usage {
         flag: "--rdzv-endpoint",
         value: endpoint.host.clone(),
-        expected: "one host is launched (--nnodes 1), and this is no address of it: use localhost, or leave it out"
-            .into(),
+        expected: "expected an address of this host, because --nnodes is 1: use localhost, or omit the option".into(),
     })
 }
 
@@ -189,7 +187,7 @@ fn check_ranks(spec: &LaunchSpec) -> Result<()> {
         ("--local-ranks-filter", logs.local_ranks_filter.0.iter().max().copied()),
     ] {
         if let Some(rank) = highest.filter(|&rank| rank >= spec.nproc_per_node) {
-            let expected = format!("there is no local rank {rank}: they count from 0 to {}", spec.nproc_per_node - 1);
+            let expected = format!("expected local ranks from 0 to {}", spec.nproc_per_node - 1);
             return Err(Error::Usage { flag, value: rank.to_string(), expected });
         }
     }
@@ -223,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn the_endpoint_is_the_master_for_the_static_backend_only() {
+    fn static_uses_the_endpoint_as_master() {
         let spec = |line: &str| parse(line).unwrap().into_spec().unwrap();
         let is = |line: &str| (spec(line).master_addr, spec(line).master_port);
         let here = |address: &str, port| (Some(address.to_owned()), port);
@@ -241,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn several_hosts_meet_at_the_endpoint_or_at_the_master() {
+    fn hosts_meet_at_the_endpoint_or_master() {
         let spec = |line: &str| parse(line).unwrap().into_spec();
         let met = |line: &str| spec(line).unwrap().rendezvous.unwrap();
         assert!(spec("l --nnodes 1:1 /bin/true").unwrap().rendezvous.is_none());
@@ -263,8 +261,11 @@ mod tests {
                 "l --nnodes 2 --rdzv-endpoint 0.0.0.0:5 --rdzv-token-file t /bin/true",
                 "\"0.0.0.0:5\" for --rdzv-endpoint",
             ),
-            ("l --nnodes 2 --node-rank 2 --rdzv-endpoint localhost /bin/true", "the ranks are 0 to 1"),
-            ("l --node-rank 1 /bin/true", "one host is launched (--nnodes 1), whose rank is 0"),
+            (
+                "l --nnodes 2 --node-rank 2 --rdzv-endpoint localhost /bin/true",
+                "expected 0 to 1, because --nnodes is 2",
+            ),
+            ("l --node-rank 1 /bin/true", "expected 0, because --nnodes is 1"),
             ("l --nnodes 2 --standalone /bin/true", "--standalone means one host, but --nnodes is 2"),
         ] {
             let error = spec(line).unwrap_err();

@@ -22,7 +22,7 @@ pub fn one_line(error: &clap::Error) -> String {
         if name == "--rdzv-backend" {
             text = text.replace(
                 "\n\nFor more",
-                "; c10d serves in place of others: the launchers hold the rendezvous themselves\n\nFor more",
+                "; use c10d instead of others: the launchers serve the rendezvous themselves\n\nFor more",
             );
         }
     }
@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_values_are_refused_in_one_line_that_names_them() {
+    fn bad_values_are_named_in_one_line() {
         for line in [
             "--nproc-per-node 0",
             "--nproc-per-node -1",
@@ -106,11 +106,14 @@ mod tests {
         ] {
             let (flag, value) = line.split_once(' ').unwrap();
             let error = Args::try_parse_from(["l", &format!("{flag}={value}"), "p"]).unwrap_err();
-            let told = one_line(&error);
-            assert!(told.contains(flag) && told.contains(value) && told.lines().count() == 1, "{line}: {told}");
+            let message = one_line(&error);
+            assert!(
+                message.contains(flag) && message.contains(value) && message.lines().count() == 1,
+                "{line}: {message}"
+            );
             // The parser's own words are not shown.
-            let is_ours = ["expected", "possible values", "can't be handled"].iter().any(|part| told.contains(part));
-            assert!(is_ours && !told.contains("target type") && !told.contains("digit"), "{line}: {told}");
+            let is_ours = ["expected", "possible values", "can't be handled"].iter().any(|part| message.contains(part));
+            assert!(is_ours && !message.contains("target type") && !message.contains("digit"), "{line}: {message}");
             assert_eq!(error.exit_code(), 2);
         }
         for line in [
@@ -120,8 +123,8 @@ mod tests {
             "l --pin-cores --numa-binding node p",
             "l --nproc-per-node",
         ] {
-            let told = one_line(&parse(line).unwrap_err());
-            assert!(!told.contains("status [RUN]") && told.lines().count() == 1, "{line}: {told}");
+            let message = one_line(&parse(line).unwrap_err());
+            assert!(!message.contains("status [RUN]") && message.lines().count() == 1, "{line}: {message}");
         }
     }
 }

@@ -184,7 +184,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_a_dead_launcher_of_this_user_has_left_goes() {
+    fn sweep_removes_only_this_users_stale_directories() {
         let parent = tempfile::tempdir().unwrap();
         let precious = parent.path().join("precious");
         let ids = ["0123456789abcdef", "00000000000000aa", "00000000000000bb", "00000000000000cc", "00000000000000dd"];

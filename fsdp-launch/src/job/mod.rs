@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_stale_or_nonsense_is_passed_over() {
+    fn skips_stale_and_invalid_files() {
         let temp = tempfile::tempdir().unwrap();
         let dir = |name: &str| {
             let dir = temp.path().join(name);

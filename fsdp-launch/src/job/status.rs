@@ -90,11 +90,15 @@ fn status_in(temp: &Path, run: Option<&str>) -> Result<Vec<RunStatus>> {
         let is_exact = jobs.iter().any(|job| job.run_id == run);
         jobs.retain(|job| if is_exact { job.run_id == run } else { job.run_id.starts_with(run) });
         if jobs.is_empty() {
-            return Err(Error::NoRun { run: Some(run.to_owned()), known });
+            return Err(Error::NoRun(match known.as_slice() {
+                [] => format!("no run {run:?}: this user has no running launch on this host"),
+                known => format!("no run {run:?}: there are {}", known.join(", ")),
+            }));
         }
     }
     if jobs.is_empty() {
-        return Err(Error::NoRun { run: None, known: Vec::new() });
+        let why = "this user has no running launch on this host (TMPDIR must be the same as the launcher's)";
+        return Err(Error::NoRun(why.into()));
     }
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     Ok(jobs.into_iter().map(|job| of_run(job, now)).collect())
@@ -119,9 +123,9 @@ fn of_run(job: JobFile, now: Duration) -> RunStatus {
 
 fn of_rank(rank: &RankFile) -> RankStatus {
     // If the launcher has ended meanwhile, its status pages are gone.
-    let told = rank.status_page.as_ref().and_then(|path| heartbeat::read(path).ok()).unwrap_or_default();
+    let status = rank.status_page.as_ref().and_then(|path| heartbeat::read(path).ok()).unwrap_or_default();
     let own = rank.process.find();
-    let mut snapshot = RankSnapshot::of(rank.process.pid, told);
+    let mut snapshot = RankSnapshot::of(rank.process.pid, status);
     if own.is_none() || snapshot.process.is_none() {
         snapshot.process = own;
     }
@@ -158,15 +162,15 @@ impl fmt::Display for RunStatus {
 }
 
 fn row(rank: &RankStatus) -> [String; 7] {
-    let (told, process) = (&rank.snapshot.status, &rank.snapshot.process);
+    let (status, process) = (&rank.snapshot.status, &rank.snapshot.process);
     let unknown = || "-".to_owned();
     [
         rank.rank.to_string(),
         rank.pid.to_string(),
         process.as_ref().map_or(ProcessState::Ended, |process| process.state).to_string(),
         process.as_ref().map_or_else(unknown, |process| size(process.resident_bytes)),
-        told.step.as_ref().map_or_else(unknown, |step| step.number.to_string()),
-        told.beat.map_or_else(unknown, |age| format!("{age} ago")),
+        status.step.as_ref().map_or_else(unknown, |step| step.number.to_string()),
+        status.beat.map_or_else(unknown, |age| format!("{age} ago")),
         rank.snapshot.activity(),
     ]
 }

@@ -42,7 +42,7 @@ pub(crate) struct Attempt {
     /// Signal that the launcher received, even if it was not the cause.
     pub(crate) interrupted: Option<i32>,
     /// Rendezvous events that were not handled.
-    pub(crate) news: Vec<RendezvousEvent>,
+    pub(crate) rendezvous_events: Vec<RendezvousEvent>,
 }
 
 /// Starts the ranks of `job`, waits until all their processes are gone, and writes `job.json` into `temp_dir`. Notices
@@ -61,29 +61,29 @@ pub(crate) fn run(
         .try_for_each(|rank| job.variables(rank).and(affinity::cores_of_rank(spec, rank)).map(drop))?;
     let attempt = job.assignment.attempt;
     let pmi_sender = sender.clone();
-    let tell_pmi = move |said| drop(pmi_sender.send(Event::Pmi { attempt, said }));
-    let pmi = pmi::Server::start(job.assignment, spec.nproc_per_node, tell_pmi);
+    let report_pmi = move |event| drop(pmi_sender.send(Event::Pmi { attempt, event }));
+    let pmi = pmi::Server::start(job.assignment, spec.nproc_per_node, report_pmi);
     let mut pmi = pmi.map_err(Error::system("make sockets for the ranks"))?;
     let mut outputs = Outputs::new(sender.clone())?;
-    let (mut workers, mut news) = (Vec::new(), Vec::new());
+    let (mut workers, mut rendezvous_events) = (Vec::new(), Vec::new());
     if let Err(error) = start(job, guard, &mut pmi, &mut workers, &mut outputs) {
         // Dropping workers kills them.
         drop(workers);
         orphans::kill(job.launch_id, guard.pid().as_slice());
         guard.clear();
-        outputs.finish(events, 0, None, &mut news);
+        outputs.finish(events, 0, None, &mut rendezvous_events);
         return Err(error);
     }
     JobFile::of(job, &workers).publish(temp_dir);
     let keep: Vec<Pid> = workers.iter().map(|worker| worker.pid).chain(guard.pid()).collect();
     let ended = supervise(&mut workers, job, &mut pmi, events, &keep, notify);
     orphans::kill(job.launch_id, &keep);
-    news.extend(ended.news);
-    let mut interrupted = outputs.finish(events, ended.streams, ended.interrupted, &mut news);
+    rendezvous_events.extend(ended.rendezvous_events);
+    let mut interrupted = outputs.finish(events, ended.streams, ended.interrupted, &mut rendezvous_events);
     while let Ok(event) = events.try_recv() {
         match event {
             Event::Interrupted(signal) => interrupted = Some(signal),
-            Event::Rendezvous(heard) => news.push(heard),
+            Event::Rendezvous(event) => rendezvous_events.push(event),
             Event::ChildEnded | Event::OutputEnded | Event::Pmi { .. } => {}
         }
     }
@@ -96,7 +96,7 @@ pub(crate) fn run(
         ranks: workers.iter().map(|worker| report(job, worker)).collect(),
         is_gone,
         interrupted,
-        news,
+        rendezvous_events,
     })
 }
 
@@ -136,7 +136,8 @@ pub(crate) fn report(job: &Job<'_>, worker: &Worker) -> RankReport {
     let failed = worker.ended_after.is_none() && worker.exit_status.is_some_and(|end| !end.is_success());
     // If the rank failed by itself, its own error is more useful than the disconnect.
     let pmi_failure = worker.pmi_failure.as_ref();
-    let told = pmi_failure.filter(|it| it.kind != PmiFailureKind::Disconnected || !failed).map(|it| it.text.clone());
+    let pmi_message =
+        pmi_failure.filter(|it| it.kind != PmiFailureKind::Disconnected || !failed).map(|it| it.text.clone());
     let (end, request) = match pmi_failure.map(|it| it.kind) {
         // The rank asked for this exit code by MPI_Abort; the launcher ended it.
         Some(PmiFailureKind::Aborted(code)) if worker.exit_status.is_some() => (Some(ExitStatus::Exited(code)), None),
@@ -153,7 +154,7 @@ pub(crate) fn report(job: &Job<'_>, worker: &Worker) -> RankReport {
         request,
         silent_for: worker.silent_for.map(Age),
         snapshot: worker.snapshot.clone().map(Box::new),
-        message: read_message(&job.error_file(worker.local_rank)).or(told),
+        message: read_message(&job.error_file(worker.local_rank)).or(pmi_message),
         stderr: hidden.as_deref().and_then(LogEnd::of),
     }
 }

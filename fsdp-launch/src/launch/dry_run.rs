@@ -17,15 +17,15 @@ use crate::{
 pub fn dry_run(spec: &LaunchSpec) -> Result<String> {
     let mut assignment = Assignment::single_node(&run_id(spec)?, spec.nproc_per_node, master_port(spec)?);
     let mut text = String::new();
-    if let Some(meeting) = &spec.rendezvous {
-        let hosts = meeting.nnodes.1 as usize;
-        assignment.group_rank = meeting.node_rank.unwrap_or(0) as usize;
+    if let Some(rendezvous) = &spec.rendezvous {
+        let hosts = rendezvous.nnodes.1 as usize;
+        assignment.group_rank = rendezvous.node_rank.unwrap_or(0) as usize;
         (assignment.group_world_size, assignment.machines) = (hosts, hosts);
         assignment.first_rank = assignment.group_rank * spec.nproc_per_node;
         assignment.first_role_rank = assignment.first_rank;
         assignment.world_size = hosts * spec.nproc_per_node;
         assignment.role_world_size = assignment.world_size;
-        assignment.master_addr.clone_from(&meeting.endpoint.host);
+        assignment.master_addr.clone_from(&rendezvous.endpoint.host);
         line(&mut text, format_args!("# host {} of {hosts}, if all are like this one", assignment.group_rank));
     }
     if let Some(address) = &spec.master_addr {
@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn words_survive_a_shell() {
+    fn quoting_survives_a_shell() {
         for word in ["plain", "", "two words", "it's", "$HOME `x` \"y\"", "a\nb", "*"] {
             let script = format!("printf %s {}", quoted(OsStr::new(word)));
             let output = std::process::Command::new("sh").args(["-c", &script]).output().unwrap();

@@ -191,12 +191,12 @@ impl<'a> Launch<'a> {
         if let Some(why) = &mut self.why {
             describe_hang(&self.ranks, None).iter().for_each(|line| why.text += &format!("\n  {line}"));
         }
-        for heard in attempt.news {
-            match heard {
+        for event in attempt.rendezvous_events {
+            match event {
                 RendezvousEvent::Message(ToAgent::Stop { why: text, costs, .. }) => {
                     self.why.get_or_insert(Reason { text, costs });
                 }
-                heard => self.pending.push_back(heard),
+                event => self.pending.push_back(event),
             }
         }
         let may_restart = attempt.is_gone && attempt.interrupted.is_none();
@@ -298,7 +298,8 @@ fn join_rendezvous(
 ) -> Result<Rendezvous> {
     let node = node_info(spec, attempts, restarts)?;
     let events = events.clone();
-    let listener: EventSink = Arc::new(move |news| events.send(Event::Rendezvous(news)).is_ok());
+    let listener: EventSink =
+        Arc::new(move |rendezvous_events| events.send(Event::Rendezvous(rendezvous_events)).is_ok());
     let config = RunConfig::of(spec, run_id).map_err(Error::system("make a secret for the ranks"))?;
     Rendezvous::start(spec.rendezvous.as_ref(), config, node, listener)
 }
@@ -335,11 +336,14 @@ const MAX_RUN_ID_LEN: usize = 128;
 /// Returns the run id of the spec, or a new one.
 fn run_id(spec: &LaunchSpec) -> Result<String> {
     if spec.nproc_per_node == 0 {
-        return Err(Error::NoRanks);
+        return Err(Error::Options("the number of processes per node is 0: start at least 1".into()));
     }
     let run_id = spec.run_id.clone().unwrap_or_else(unique_id);
     if run_id.is_empty() || run_id.len() > MAX_RUN_ID_LEN || run_id.contains(char::is_control) {
-        return Err(Error::RunId { id: run_id });
+        return Err(Error::Options(format!(
+            "invalid run id {run_id:?}: it must not be empty or longer than {MAX_RUN_ID_LEN} bytes, and must not contain \
+             control characters"
+        )));
     }
     Ok(run_id)
 }
@@ -357,23 +361,25 @@ fn unique_id() -> String {
 
 /// Describes this host to the coordinator.
 fn node_info(spec: &LaunchSpec, attempts: u32, restarts: u32) -> Result<NodeInfo> {
-    let meeting = spec.rendezvous.as_ref();
+    let rendezvous = spec.rendezvous.as_ref();
     Ok(NodeInfo {
-        host: match meeting {
+        host: match rendezvous {
             // Distinguishes several launchers on one host.
-            Some(meeting) if meeting.endpoint.is_loopback() => format!("{} (launcher {})", hostname(), process::id()),
+            Some(rendezvous) if rendezvous.endpoint.is_loopback() => {
+                format!("{} (launcher {})", hostname(), process::id())
+            }
             _ => hostname(),
         },
         machine: machine(),
-        node_rank: meeting.and_then(|meeting| meeting.node_rank),
+        node_rank: rendezvous.and_then(|rendezvous| rendezvous.node_rank),
         ranks: spec.nproc_per_node,
         role: spec.role.clone(),
-        address: meeting.and_then(|meeting| meeting.local_addr.clone()),
+        address: rendezvous.and_then(|rendezvous| rendezvous.local_addr.clone()),
         master_addr: spec.master_addr.clone(),
         master_port: master_port(spec)?,
         run_id: spec.run_id.clone(),
         nnodes: spec.nnodes(),
-        keep_alive: meeting.map(KeepAlive::of),
+        keep_alive: rendezvous.map(KeepAlive::of),
         max_restarts: spec.max_restarts,
         grace: spec.shutdown_timeout,
         attempts,

@@ -44,7 +44,7 @@ pub(crate) fn next(
 ) -> Next {
     let mut interval = FIRST_WARNING;
     let mut warn_at = Instant::now() + interval;
-    let endpoint = spec.rendezvous.as_ref().map(|meeting| &meeting.endpoint);
+    let endpoint = spec.rendezvous.as_ref().map(|rendezvous| &rendezvous.endpoint);
     let mut waiting = endpoint.map(|at| Waiting { at, target: Target::Coordinator(None) });
     let change = |waiting: &mut Option<Waiting<'_>>, target| {
         if let Some(waiting) = waiting {
@@ -95,7 +95,7 @@ pub(crate) fn next(
             }
             // This process holds a sender itself.
             Err(RecvTimeoutError::Disconnected) => {
-                return Next::Failed(Failure::Rendezvous { why: "nothing more can be heard".into() });
+                return Next::Failed(Failure::Rendezvous { why: "the launcher's events ended".into() });
             }
         }
     }
@@ -119,13 +119,13 @@ impl fmt::Display for Waiting<'_> {
         let at = self.at;
         match &self.target {
             Target::Coordinator(error) => {
-                write!(f, "waiting for the launcher at {at}, which holds the rendezvous")?;
+                write!(f, "waiting for the launcher at {at}, which serves the rendezvous")?;
                 error.as_ref().map_or(Ok(()), |error| write!(f, ": {error}"))
             }
             Target::Nodes(hosts, (min, max)) => {
                 let wanted = if min == max { min.to_string() } else { format!("{min} to {max}") };
                 let only = if at.is_loopback() { " (an address that only launchers of this host reach)" } else { "" };
-                write!(f, "waiting for other hosts at {at}{only}: {wanted} are wanted, there were {hosts}")
+                write!(f, "waiting for other hosts at {at}{only}: need {wanted}, joined: {hosts}")
             }
         }
     }

@@ -71,7 +71,7 @@ impl Outputs {
         events: &Receiver<Event>,
         mut ended_before: usize,
         before: Option<i32>,
-        news: &mut Vec<RendezvousEvent>,
+        rendezvous_events: &mut Vec<RendezvousEvent>,
     ) -> Option<i32> {
         self.ranks_live = None;
         let until = before.map(|_| Instant::now() + DRAIN_TIMEOUT);
@@ -83,7 +83,7 @@ impl Outputs {
             match event {
                 Some(Event::OutputEnded) => ended_before += 1,
                 Some(Event::ChildEnded | Event::Pmi { .. }) => {}
-                Some(Event::Rendezvous(heard)) => news.push(heard),
+                Some(Event::Rendezvous(event)) => rendezvous_events.push(event),
                 Some(Event::Interrupted(signal)) => return Some(signal),
                 None => break,
             }
@@ -118,7 +118,7 @@ fn print_lines(
         left = left.map(|left| left - read);
         if let Err(error) = copy.as_mut().map_or(Ok(()), |copy| copy.write_all(&chunk[..read])) {
             // A full disk does not end the run.
-            tracing::warn!("the log file of {}is not written any further: {error}", lines.prefix);
+            tracing::warn!("the log file of {}is no longer written: {error}", lines.prefix);
             copy = None;
         }
         if is_shown {
@@ -148,11 +148,10 @@ fn warn_output_lost(to: Console, error: &io::Error, is_kept: bool) {
     };
     TOLD[of_console + usize::from(is_kept)].call_once(|| {
         if is_kept {
-            tracing::warn!("what the ranks print to {name} is no longer shown, only kept in the log files: {error}");
+            tracing::warn!("the ranks' {name} is now written only to the log files: {error}");
         } else {
             tracing::warn!(
-                "what the ranks print to {name}, and no log file keeps, is lost from now on, and the run goes on: \
-                 {error}"
+                "the ranks' {name} is lost from now on unless a log file keeps it; the run continues: {error}"
             );
         }
     });
@@ -217,14 +216,14 @@ mod tests {
     }
 
     #[test]
-    fn lines_are_put_together_from_chunks() {
+    fn joins_chunks_into_lines() {
         assert_eq!(lines(&[b"a", b"b\n\nc\r", b"\nd"]), b"[rank 1] ab\n[rank 1] \n[rank 1] c\r\n[rank 1] d\n");
         assert_eq!(lines(&[b"\xff\0\n"]), b"[rank 1] \xff\0\n");
         assert_eq!(lines(&[]), b"");
     }
 
     #[test]
-    fn a_long_line_is_cut() {
+    fn cuts_a_long_line() {
         let half = vec![b'x'; MAX_LINE_LEN / 2];
         let piece = [b"[rank 1] ".as_slice(), &half, &half, b"\n"].concat();
         assert_eq!(lines(&[&half, &half, b"\nrest"]), [&piece, b"[rank 1] rest\n".as_slice()].concat());

@@ -72,7 +72,7 @@ pub(super) struct Kvs {
     bytes: usize,
     ranks: Vec<RankState>,
     /// First failure.
-    trouble: Option<PmiFailure>,
+    first_failure: Option<PmiFailure>,
 }
 
 impl Kvs {
@@ -88,7 +88,7 @@ impl Kvs {
             fresh: Vec::new(),
             bytes: 0,
             ranks: vec![RankState::New; ranks],
-            trouble: None,
+            first_failure: None,
         }
     }
 
@@ -98,12 +98,12 @@ impl Kvs {
             // Commands after an abort are ignored.
             None | Some(RankState::Gone) => return Vec::new(),
             Some(RankState::New) if !matches!(command, Command::Init { .. } | Command::Abort { .. }) => {
-                return self.fail(local_rank, "spoke PMI before it said init");
+                return self.fail(local_rank, "sent a PMI command before init");
             }
             Some(RankState::InBarrier) if !matches!(command, Command::Abort { .. }) => {
-                return self.fail(local_rank, "spoke PMI while it waits in a barrier");
+                return self.fail(local_rank, "sent a PMI command while in a barrier");
             }
-            Some(RankState::Finalized) => return self.fail(local_rank, "spoke PMI after it said finalize"),
+            Some(RankState::Finalized) => return self.fail(local_rank, "sent a PMI command after finalize"),
             Some(RankState::New | RankState::Active | RankState::InBarrier) => {}
         }
         let answer = match command {
@@ -119,8 +119,10 @@ impl Kvs {
             Command::Put { key, value, .. } => {
                 self.bytes += key.len() + value.len() + ENTRY_OVERHEAD;
                 if self.bytes > MAX_HOST_BYTES {
-                    return self
-                        .fail(local_rank, &format!("put more over PMI than the {MAX_HOST_BYTES} bytes of a host"));
+                    return self.fail(
+                        local_rank,
+                        &format!("put more over PMI than the limit of {MAX_HOST_BYTES} bytes for a host"),
+                    );
                 }
                 if self.has_others {
                     self.fresh.push((key.clone(), value.clone()));
@@ -166,14 +168,14 @@ impl Kvs {
 
     fn end(&mut self, local_rank: usize, kind: PmiFailureKind, text: String) -> Vec<Action> {
         self.set_state(local_rank, RankState::Gone);
-        let trouble = PmiFailure { local_rank, kind, text };
-        self.trouble.get_or_insert_with(|| trouble.clone());
-        vec![Action::Report(PmiEvent::Failed(trouble))]
+        let failure = PmiFailure { local_rank, kind, text };
+        self.first_failure.get_or_insert_with(|| failure.clone());
+        vec![Action::Report(PmiEvent::Failed(failure))]
     }
 
     /// Returns the first failure.
-    pub(super) fn trouble(&self) -> Option<PmiFailure> {
-        self.trouble.clone()
+    pub(super) fn first_failure(&self) -> Option<PmiFailure> {
+        self.first_failure.clone()
     }
 
     /// Adds entries of another host's ranks.
@@ -201,8 +203,8 @@ impl Kvs {
         if !self.has_others {
             return self.release_barrier();
         }
-        let said = parts(std::mem::take(&mut self.fresh)).into_iter().map(PmiEvent::Put).chain([PmiEvent::Barrier]);
-        said.map(Action::Report).collect()
+        let events = parts(std::mem::take(&mut self.fresh)).into_iter().map(PmiEvent::Put).chain([PmiEvent::Barrier]);
+        events.map(Action::Report).collect()
     }
 
     /// Returns a failure if a rank in the barrier waits for a rank that is gone.
@@ -213,7 +215,7 @@ impl Kvs {
             return Vec::new();
         };
         let rank = self.first_rank + waits;
-        let text = format!("it takes part in MPI no more, and rank {rank} waits for it in a barrier of MPI");
+        let text = format!("it left MPI, but rank {rank} waits for it in an MPI barrier");
         vec![Action::Report(PmiEvent::Failed(PmiFailure {
             local_rank: gone,
             kind: PmiFailureKind::Disconnected,
@@ -297,15 +299,15 @@ mod tests {
         Command::Get { kvs: "kvs_3".into(), key: key.into() }
     }
 
-    fn trouble(actions: Vec<Action>) -> PmiFailure {
+    fn failure_of(actions: Vec<Action>) -> PmiFailure {
         match actions.as_slice() {
-            [Action::Report(PmiEvent::Failed(trouble))] => trouble.clone(),
+            [Action::Report(PmiEvent::Failed(failure_of))] => failure_of.clone(),
             other => panic!("{other:?}"),
         }
     }
 
     #[test]
-    fn the_ranks_of_one_host_meet_by_themselves() {
+    fn one_host_needs_no_other() {
         let mut kvs = kvs(1);
         assert_eq!(kvs.handle(0, put("a", "1")), answers(0, Response::Put));
         assert_eq!(kvs.handle(0, Command::BarrierIn), []);
@@ -330,12 +332,12 @@ mod tests {
     }
 
     #[test]
-    fn other_hosts_are_told_what_was_put_before_they_are_told_who_waits() {
+    fn entries_are_sent_before_the_barrier() {
         let mut kvs = kvs(2);
         assert_eq!(kvs.handle(1, put("a", "1")), answers(1, Response::Put));
         assert_eq!(kvs.handle(1, Command::BarrierIn), []);
-        let said = [PmiEvent::Put(vec![("a".into(), "1".into())]), PmiEvent::Barrier].map(Action::Report);
-        assert_eq!(kvs.handle(0, Command::BarrierIn), said);
+        let events = [PmiEvent::Put(vec![("a".into(), "1".into())]), PmiEvent::Barrier].map(Action::Report);
+        assert_eq!(kvs.handle(0, Command::BarrierIn), events);
         kvs.add_remote(vec![("b".into(), "2".into())]);
         assert_eq!(kvs.release_barrier(), [0, 1].map(|rank| Action::Response(rank, Response::BarrierOut)));
         assert_eq!(kvs.handle(0, get("b")), answers(0, Response::Get(Some("2".into()))));
@@ -345,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn much_that_was_put_takes_several_messages() {
+    fn many_entries_take_several_messages() {
         let entries: Vec<KeyValue> = (0..100).map(|index| (index.to_string(), "v".repeat(4096))).collect();
         let parts = parts(entries.clone());
         assert_eq!(parts.concat(), entries);
@@ -356,57 +358,57 @@ mod tests {
     }
 
     #[test]
-    fn what_a_rank_does_wrong_is_told_once() {
+    fn failures_are_reported_once() {
         let mut kvs = kvs(1);
-        let told = trouble(kvs.handle(1, Command::Abort { code: 13, message: "abort".into() }));
+        let failure = failure_of(kvs.handle(1, Command::Abort { code: 13, message: "abort".into() }));
         assert_eq!(
-            (told.local_rank, told.kind, told.text.as_str()),
+            (failure.local_rank, failure.kind, failure.text.as_str()),
             (1, PmiFailureKind::Aborted(13), "it called MPI_Abort with exit code 13: abort")
         );
         assert_eq!(kvs.handle(1, Command::BarrierIn), []);
         assert_eq!(kvs.disconnect(1), []);
 
         let mut silent = Kvs::new(&Assignment::single_node("run", 2, 1), 2);
-        assert!(trouble(silent.handle(0, Command::GetMaxes)).text.contains("before it said init"));
+        assert!(failure_of(silent.handle(0, Command::GetMaxes)).text.contains("before init"));
         let mut kvs = self::kvs(1);
         kvs.handle(0, Command::BarrierIn);
-        assert!(trouble(kvs.handle(0, Command::GetMaxes)).text.contains("waits in a barrier"));
+        assert!(failure_of(kvs.handle(0, Command::GetMaxes)).text.contains("while in a barrier"));
         let mut kvs = self::kvs(1);
         kvs.handle(0, Command::Finalize);
-        assert!(trouble(kvs.handle(0, Command::GetMaxes)).text.contains("after it said finalize"));
+        assert!(failure_of(kvs.handle(0, Command::GetMaxes)).text.contains("after finalize"));
         let mut kvs = self::kvs(1);
         let much = loop {
             match kvs.handle(0, put("key", &"v".repeat(4096))).as_slice() {
                 [Action::Response(0, Response::Put)] => {}
-                [Action::Report(PmiEvent::Failed(trouble))] => break trouble.text.clone(),
+                [Action::Report(PmiEvent::Failed(failure_of))] => break failure_of.text.clone(),
                 other => panic!("{other:?}"),
             }
         };
-        assert!(much.contains("than the 16777216 bytes of a host"), "{much}");
+        assert!(much.contains("limit of 16777216 bytes"), "{much}");
     }
 
     #[test]
-    fn nobody_waits_for_a_rank_that_is_gone() {
+    fn a_disconnected_rank_breaks_the_barrier() {
         // The order does not matter.
         let mut kvs = kvs(2);
         assert_eq!(kvs.disconnect(1), []);
-        let told = trouble(kvs.handle(0, Command::BarrierIn));
+        let failure = failure_of(kvs.handle(0, Command::BarrierIn));
         assert!(
-            told.local_rank == 1
-                && told.kind == PmiFailureKind::Disconnected
-                && told.text.contains("rank 4 waits for it"),
-            "{told:?}"
+            failure.local_rank == 1
+                && failure.kind == PmiFailureKind::Disconnected
+                && failure.text.contains("rank 4 waits for it"),
+            "{failure:?}"
         );
         let mut kvs = self::kvs(2);
         assert_eq!(kvs.handle(0, Command::BarrierIn), []);
-        assert_eq!(trouble(kvs.disconnect(1)).local_rank, 1);
+        assert_eq!(failure_of(kvs.disconnect(1)).local_rank, 1);
         // A rank that never used PMI is not missed unless a rank waits for it.
         let mut silent = Kvs::new(&Assignment::single_node("run", 2, 1), 2);
         assert_eq!((silent.disconnect(0), silent.disconnect(1)), (vec![], vec![]));
     }
 
     #[test]
-    fn hosts_are_told_in_blocks() {
+    fn formats_the_process_mapping() {
         assert_eq!(mapping(&[(2, 8)]).unwrap(), "(vector,(0,2,8))");
         assert_eq!(mapping(&[(1, 2), (3, 1), (1, 4)]).unwrap(), "(vector,(0,1,2),(1,3,1),(4,1,4))");
         assert_eq!(mapping(&[(1, 2); 1000]), None);

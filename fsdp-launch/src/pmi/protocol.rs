@@ -161,7 +161,7 @@ fn word<'a>(line: &'a str, name: &str) -> Option<&'a str> {
 }
 
 fn unknown(line: &str) -> String {
-    format!("{:?}, which is no command of PMI-1", truncated(line))
+    format!("{:?}, which is not a command of PMI-1", truncated(line))
 }
 
 fn truncated(text: &str) -> String {
@@ -208,7 +208,7 @@ fn text(line: Vec<u8>) -> Result<String, String> {
     if let Some(byte) = line.iter().find(|byte| !(b' '..=b'~').contains(byte)) {
         return Err(format!("a line with the byte {byte:#04x}"));
     }
-    String::from_utf8(line).map_err(|_| "a line that is no text".into())
+    String::from_utf8(line).map_err(|_| "a line that is not text".into())
 }
 
 #[cfg(test)]
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn what_mpich_says_is_understood() {
+    fn parses_mpichs_commands() {
         let put = |value: &str| Command::Put { kvs: "kvs_0".into(), key: "P0".into(), value: value.into() };
         for (line, command) in [
             ("cmd=init pmi_version=1 pmi_subversion=1", Command::Init { version: 1 }),
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_of_several_lines_is_answered_at_its_end() {
+    fn a_command_of_several_lines_ends_with_endcmd() {
         let mut parser = Parser::default();
         for line in ["mcmd=spawn", "nprocs=1", "cmd=finalize", "preput_val_0=x"] {
             assert_eq!(parser.line(line), Ok(None));
@@ -250,15 +250,15 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_with_a_line_is_told() {
+    fn errors_describe_the_line() {
         let long = format!("cmd=get kvsname=s key={}", "k".repeat(MAX_KEY_LEN + 1));
         let much = format!("cmd=put kvsname=s key=k value={}", "v".repeat(MAX_VALUE_LEN + 1));
         for (line, part) in [
-            ("", "no command of PMI-1"),
-            ("hello world", "\"hello world\", which is no command"),
-            ("cmd=dance", "no command"),
-            (" cmd=finalize", "no command"),
-            ("mcmd=dance", "no command"),
+            ("", "not a command of PMI-1"),
+            ("hello world", "\"hello world\", which is not a command"),
+            ("cmd=dance", "not a command"),
+            (" cmd=finalize", "not a command"),
+            ("mcmd=dance", "not a command"),
             ("cmd=init", "lacks pmi_version="),
             ("cmd=init pmi_version=one", "version \"one\""),
             ("cmd=put kvsname=s key=k", "without value="),
@@ -274,13 +274,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_text_is_a_command_or_an_error(lines in proptest::collection::vec("[ -~]{0,60}", 0..8)) {
+        fn any_text_parses_or_fails(lines in proptest::collection::vec("[ -~]{0,60}", 0..8)) {
             let mut parser = Parser::default();
             lines.iter().for_each(|line| drop(parser.line(line)));
         }
 
         #[test]
-        fn words_in_any_order_are_read_without_a_panic(
+        fn words_in_any_order_do_not_panic(
             name in "(init|put|get|abort|spawn|finalize|barrier_in)",
             words in proptest::collection::vec("(key|value|kvsname|pmi_version|exitcode|message)=[ -~]{0,9}", 0..6),
         ) {
@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_come_whole_however_they_are_cut() {
+    fn joins_bytes_into_lines() {
         let mut lines = Lines::default();
         assert_eq!(lines.push(b"cmd=in").unwrap(), Vec::<String>::new());
         assert_eq!(lines.push(b"it\ncmd=a\n\ncmd").unwrap(), ["cmd=init", "cmd=a", ""]);
@@ -303,7 +303,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_lines_or_an_error(parts in proptest::collection::vec(
+        fn any_bytes_are_lines_or_fail(parts in proptest::collection::vec(
             proptest::collection::vec(any::<u8>(), 0..100), 0..20,
         )) {
             let mut lines = Lines::default();

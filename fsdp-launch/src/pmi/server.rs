@@ -30,7 +30,7 @@ const STACK_BYTES: usize = 256 << 10;
 pub(crate) struct Server {
     shared: Arc<Shared>,
     /// The ranks' ends of the sockets, until the ranks start.
-    theirs: Vec<Option<OwnedFd>>,
+    rank_ends: Vec<Option<OwnedFd>>,
     threads: Vec<JoinHandle<()>>,
     first_rank: usize,
     world_size: usize,
@@ -38,8 +38,8 @@ pub(crate) struct Server {
 
 struct Shared {
     kvs: Mutex<Kvs>,
-    ours: Vec<UnixStream>,
-    tell: Box<dyn Fn(PmiEvent) + Send + Sync>,
+    launcher_ends: Vec<UnixStream>,
+    report: Box<dyn Fn(PmiEvent) + Send + Sync>,
 }
 
 impl Server {
@@ -50,14 +50,15 @@ impl Server {
     pub(crate) fn start(
         assignment: &Assignment,
         ranks: usize,
-        tell: impl Fn(PmiEvent) + Send + Sync + 'static,
+        report: impl Fn(PmiEvent) + Send + Sync + 'static,
     ) -> io::Result<Self> {
         let pairs: Vec<_> = (0..ranks).map(|_| UnixStream::pair()).collect::<Result<_, _>>()?;
-        let (ours, theirs): (Vec<_>, Vec<_>) = pairs.into_iter().unzip();
-        let shared = Arc::new(Shared { kvs: Mutex::new(Kvs::new(assignment, ranks)), ours, tell: Box::new(tell) });
+        let (launcher_ends, rank_ends): (Vec<_>, Vec<_>) = pairs.into_iter().unzip();
+        let shared =
+            Arc::new(Shared { kvs: Mutex::new(Kvs::new(assignment, ranks)), launcher_ends, report: Box::new(report) });
         let mut server = Server {
             shared,
-            theirs: theirs.into_iter().map(|end| Some(OwnedFd::from(end))).collect(),
+            rank_ends: rank_ends.into_iter().map(|end| Some(OwnedFd::from(end))).collect(),
             threads: Vec::with_capacity(ranks),
             first_rank: assignment.first_rank,
             world_size: assignment.world_size,
@@ -83,7 +84,7 @@ impl Server {
         for (name, _) in std::env::vars_os().filter(|(name, _)| is_of_launcher(name.as_encoded_bytes())) {
             command.env_remove(name);
         }
-        let end = self.theirs.get_mut(local_rank)?.take()?;
+        let end = self.rank_ends.get_mut(local_rank)?.take()?;
         let number = end.as_raw_fd();
         command.env("PMI_FD", number.to_string());
         command.env("PMI_RANK", (self.first_rank + local_rank).to_string());
@@ -111,14 +112,14 @@ impl Server {
     /// Closes the connections after reading all that the ranks sent. Returns the first failure, which may have been
     /// reported before.
     pub(crate) fn finish(&mut self) -> Option<PmiFailure> {
-        for end in &self.shared.ours {
+        for end in &self.shared.launcher_ends {
             end.shutdown(Shutdown::Both).ok();
         }
         for thread in self.threads.drain(..) {
             // Fails only after a panic, which was printed.
             thread.join().ok();
         }
-        self.shared.kvs().trouble()
+        self.shared.kvs().first_failure()
     }
 }
 
@@ -135,7 +136,7 @@ impl Shared {
 
     /// Reads from a rank until its connection ends.
     fn listen(&self, local_rank: usize) {
-        let Some(mut end) = self.ours.get(local_rank) else { return };
+        let Some(mut end) = self.launcher_ends.get(local_rank) else { return };
         let (mut lines, mut parser) = (Lines::default(), Parser::default());
         let mut buffer = [0; 8192];
         let how = loop {
@@ -146,7 +147,7 @@ impl Shared {
                 // The rank ended with unread responses.
                 Err(_) => break None,
             };
-            let heard = lines.push(bytes).and_then(|lines| {
+            let result = lines.push(bytes).and_then(|lines| {
                 for line in lines {
                     tracing::trace!(local_rank, line, "pmi");
                     if let Some(command) = parser.line(&line)? {
@@ -155,8 +156,8 @@ impl Shared {
                 }
                 Ok(())
             });
-            if let Err(what) = heard {
-                break Some(format!("said over PMI {what}"));
+            if let Err(what) = result {
+                break Some(format!("sent over PMI {what}"));
             }
         };
         match how {
@@ -170,15 +171,15 @@ impl Shared {
         let mut kvs = self.kvs();
         for action in step(&mut kvs) {
             match action {
-                Action::Report(said) => (self.tell)(said),
+                Action::Report(event) => (self.report)(event),
                 Action::Response(local_rank, answer) => {
                     if !self.answer(local_rank, &answer) {
-                        let failed = kvs.fail(local_rank, "does not read what it asked for over PMI");
-                        let said = failed.into_iter().filter_map(|action| match action {
-                            Action::Report(said) => Some(said),
+                        let failed = kvs.fail(local_rank, "does not read PMI responses");
+                        let event = failed.into_iter().filter_map(|action| match action {
+                            Action::Report(event) => Some(event),
                             Action::Response(..) => None,
                         });
-                        said.for_each(|said| (self.tell)(said));
+                        event.for_each(|event| (self.report)(event));
                     }
                 }
             }
@@ -187,7 +188,7 @@ impl Shared {
 
     /// Sends a response without waiting. Returns false if the rank does not read.
     fn answer(&self, local_rank: usize, answer: &Response) -> bool {
-        let Some(end) = self.ours.get(local_rank) else { return true };
+        let Some(end) = self.launcher_ends.get(local_rank) else { return true };
         let line = format!("{answer}\n");
         match send(end, line.as_bytes(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
             Ok(count) => count == line.len(),
@@ -215,7 +216,7 @@ mod tests {
 
     impl Rank {
         fn of(server: &mut Server, local_rank: usize) -> Self {
-            let end = server.theirs[local_rank].take().unwrap();
+            let end = server.rank_ends[local_rank].take().unwrap();
             let end = UnixStream::from(end);
             end.set_read_timeout(Some(SOON)).unwrap();
             Rank(BufReader::new(end))
@@ -238,15 +239,15 @@ mod tests {
     }
 
     fn server(ranks: usize) -> (Server, Vec<Rank>, Receiver<PmiEvent>) {
-        let (tell, told) = channel();
+        let (report, events) = channel();
         let assignment = Assignment::single_node("run", ranks, 1);
-        let mut server = Server::start(&assignment, ranks, move |said| drop(tell.send(said))).unwrap();
+        let mut server = Server::start(&assignment, ranks, move |event| drop(report.send(event))).unwrap();
         let ranks = (0..ranks).map(|local_rank| Rank::of(&mut server, local_rank)).collect();
-        (server, ranks, told)
+        (server, ranks, events)
     }
 
     #[test]
-    fn ranks_exchange_what_they_put() {
+    fn ranks_exchange_entries() {
         let (_server, ranks, _told) = server(3);
         thread::scope(|scope| {
             for (number, mut rank) in ranks.into_iter().enumerate() {
@@ -276,36 +277,36 @@ mod tests {
     }
 
     #[test]
-    fn garbage_is_told_with_its_rank_and_others_go_on() {
-        let (_server, mut ranks, told) = server(2);
+    fn invalid_input_fails_only_its_rank() {
+        let (_server, mut ranks, events) = server(2);
         ranks[1].0.get_mut().write_all(b"GET / HTTP/1.1\r\n").unwrap();
-        let PmiEvent::Failed(trouble) = told.recv_timeout(SOON).unwrap() else { panic!("nothing failed") };
-        assert_eq!((trouble.local_rank, trouble.kind), (1, PmiFailureKind::Protocol));
-        assert!(trouble.text.contains("it said over PMI a line with the byte 0x0d"), "{}", trouble.text);
+        let PmiEvent::Failed(failure) = events.recv_timeout(SOON).unwrap() else { panic!("nothing failed") };
+        assert_eq!((failure.local_rank, failure.kind), (1, PmiFailureKind::Protocol));
+        assert!(failure.text.contains("it sent over PMI a line with the byte 0x0d"), "{}", failure.text);
         assert!(ranks[0].ask("cmd=init pmi_version=2 pmi_subversion=0").contains("rc=-1"));
     }
 
     #[test]
-    fn a_rank_that_asks_and_does_not_read_is_told() {
-        let (_server, mut ranks, told) = server(1);
+    fn a_rank_that_does_not_read_fails() {
+        let (_server, mut ranks, events) = server(1);
         let rank = &mut ranks[0];
         rank.say("cmd=init pmi_version=1");
         rank.0.get_mut().set_write_timeout(Some(SOON)).unwrap();
-        let trouble = loop {
+        let failure = loop {
             rank.say("cmd=get_maxes");
-            if let Ok(said) = told.try_recv() {
-                break said;
+            if let Ok(event) = events.try_recv() {
+                break event;
             }
         };
-        let PmiEvent::Failed(trouble) = trouble else { panic!("{trouble:?}") };
-        assert!(trouble.text.contains("does not read what it asked for"), "{}", trouble.text);
+        let PmiEvent::Failed(failure) = failure else { panic!("{failure:?}") };
+        assert!(failure.text.contains("does not read PMI responses"), "{}", failure.text);
     }
 
     #[test]
-    fn a_rank_inherits_its_own_end_alone() {
-        let (tell, _told) = channel();
+    fn a_rank_inherits_only_its_end() {
+        let (report, _told) = channel();
         let mut server =
-            Server::start(&Assignment::single_node("run", 2, 1), 2, move |said| drop(tell.send(said))).unwrap();
+            Server::start(&Assignment::single_node("run", 2, 1), 2, move |event| drop(report.send(event))).unwrap();
         let mut command = Command::new("/bin/sh");
         let script = "echo $PMI_RANK of $PMI_SIZE; [ -S /proc/self/fd/$PMI_FD ] && echo its own; \
             ls -l /proc/self/fd | grep -c socket:";

@@ -137,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_rank_reads_what_the_launcher_sets() {
+    fn rank_env_reads_the_launchers_variables() {
         let spec = LaunchSpec::new("p", 4);
         let assignment = Assignment {
             attempt: 2,

@@ -127,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn text_has_characters_and_no_control_bytes() {
+    fn recognizes_text() {
         let umlaut = "\u{fc}".as_bytes();
         for text in [&b"echo a\tb\r\n\x0c"[..], umlaut, &umlaut[..1], &[b"a", &umlaut[..1]].concat()] {
             assert!(is_text(text), "{text:?}");
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_gets_its_words_and_its_environment() {
+    fn exec_passes_arguments_and_environment() {
         let mut command = Command::new("/usr/bin/env");
         command.env_remove("PATH").env("FSDP_TEST_A", "b c").env("FSDP_TEST_B", "");
         exec_without_shell(&mut command).unwrap();

@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn gpus_are_device_files_less_the_hidden_ones() {
+    fn counts_visible_device_files() {
         let dev = tempfile::tempdir().unwrap();
         let list = |text: &str| -> Vec<String> { text.split(',').map(str::to_owned).collect() };
         assert_eq!(count_in(dev.path(), None), 0);

@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_executes_a_program_is_looked_at_again() {
+    fn a_process_in_exec_is_checked_again() {
         let look = |environment: io::Result<&[u8]>, is_alive| {
             has_mark(environment.map(<[u8]>::to_vec), || is_alive, "FSDP_LAUNCH_ID=1")
         };

@@ -90,8 +90,8 @@ impl Worker {
                 io::ErrorKind::NotFound => ": the file, or the interpreter its #! line names, is not there",
                 io::ErrorKind::WouldBlock => ": too many processes; see `ulimit -u`, or start fewer ranks",
                 _ if source.raw_os_error() == Some(Errno::NOEXEC.raw_os_error()) => {
-                    ": it is no program of this kind of machine, and no script: \
-                     damaged, cut short, empty, or built for another machine"
+                    ": it is neither a program for this machine nor a script: \
+                     damaged, truncated, empty, or built for another machine"
                 }
                 _ if source.raw_os_error() == Some(Errno::MFILE.raw_os_error()) => {
                     ": too many open files; raise `ulimit -n`, or start fewer ranks"
@@ -154,8 +154,8 @@ impl Worker {
     /// Records the state of the rank, unless it was recorded before.
     pub(crate) fn record_snapshot(&mut self) {
         if self.snapshot.is_none() {
-            let told = self.status_page.as_ref().map(StatusPage::snapshot).unwrap_or_default();
-            self.snapshot = Some(RankSnapshot::of(pid_of(self.pid), told));
+            let status = self.status_page.as_ref().map(StatusPage::snapshot).unwrap_or_default();
+            self.snapshot = Some(RankSnapshot::of(pid_of(self.pid), status));
         }
     }
 
@@ -190,11 +190,11 @@ impl Worker {
         if self.exit_status.is_some() || self.sent != Some(StopRequest::Terminate) {
             return;
         }
-        let told = self.status_page.as_ref().map(StatusPage::snapshot).unwrap_or_default();
+        let status = self.status_page.as_ref().map(StatusPage::snapshot).unwrap_or_default();
         let own = ProcessInfo::of(pid_of(self.pid));
         let is_stopped = |process: ProcessInfo| process.state == ProcessState::Stopped;
         // The rank may be a script around the process that writes the status page.
-        if own.is_some_and(is_stopped) || RankSnapshot::of(pid_of(self.pid), told).process.is_some_and(is_stopped) {
+        if own.is_some_and(is_stopped) || RankSnapshot::of(pid_of(self.pid), status).process.is_some_and(is_stopped) {
             self.send(StopRequest::Kill, 0);
         }
     }

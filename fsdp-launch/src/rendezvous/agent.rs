@@ -56,17 +56,17 @@ impl Rendezvous {
         spec: Option<&RendezvousSpec>,
         config: RunConfig,
         node: NodeInfo,
-        listener: EventSink,
+        events: EventSink,
     ) -> Result<Self> {
         let Some(spec) = spec else {
             let coordinator = SharedCoordinator::new(config);
-            coordinator.add_agent(local_outbox(&listener));
+            coordinator.add_agent(local_outbox(&events));
             coordinator.receive(0, FromAgent::Join(Box::new(node)));
             return Ok(Rendezvous::SingleNode(Box::new(coordinator)));
         };
         let key = spec.token_file.as_deref().map(token::read).transpose()?;
         let (to, outgoing) = mpsc::channel();
-        let agent = AgentThread { spec: spec.clone(), key, config, node, listener, outgoing };
+        let agent = AgentThread { spec: spec.clone(), key, config, node, events, outgoing };
         let (until_done, done) = mpsc::channel();
         let run = move || {
             agent.run();
@@ -122,7 +122,7 @@ struct AgentThread {
     key: Option<Key>,
     config: RunConfig,
     node: NodeInfo,
-    listener: EventSink,
+    events: EventSink,
     outgoing: Receiver<FromAgent>,
 }
 
@@ -149,7 +149,7 @@ impl AgentThread {
                 Ok(Some(())) => return,
                 // Waiting would not help.
                 Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
-                    let why = format!("the rendezvous can't be held at {}: {error}", self.spec.endpoint);
+                    let why = format!("can't serve the rendezvous at {}: {error}", self.spec.endpoint);
                     return self.notify(RendezvousEvent::Failed(why));
                 }
                 Ok(None) => match self.connect() {
@@ -189,9 +189,9 @@ impl AgentThread {
         }
     }
 
-    fn notify(&self, news: RendezvousEvent) {
+    fn notify(&self, event: RendezvousEvent) {
         // The launch may be over.
-        (self.listener)(news);
+        (self.events)(event);
     }
 
     /// Binds the endpoint, if this agent may serve the coordinator.
@@ -221,7 +221,7 @@ impl AgentThread {
         let coordinator = Arc::new(SharedCoordinator::new(self.config.clone()));
         let mut node = self.node.clone();
         node.address.get_or_insert_with(|| self.spec.endpoint.host.clone());
-        let own_id = coordinator.add_agent(local_outbox(&self.listener));
+        let own_id = coordinator.add_agent(local_outbox(&self.events));
         let server = serve(listener, coordinator.clone(), key, KeepAlive::of(&self.spec), self.config.nnodes.1)?;
         coordinator.receive(own_id, FromAgent::Join(Box::new(node)));
         loop {
@@ -253,7 +253,7 @@ impl AgentThread {
     /// Exchanges messages with the coordinator until one side leaves.
     fn participate(self, channel: Channel) {
         let Channel { mut reader, writer } = channel;
-        let AgentThread { spec, node, listener, outgoing, .. } = self;
+        let AgentThread { spec, node, events, outgoing, .. } = self;
         let keep_alive = KeepAlive::of(&spec);
         let limit = keep_alive.limit();
         let endpoint = spec.endpoint.to_string();
@@ -261,7 +261,7 @@ impl AgentThread {
             let error = loop {
                 match receive(&mut reader, limit) {
                     Ok(message) => {
-                        if !listener(RendezvousEvent::Message(message)) {
+                        if !events(RendezvousEvent::Message(message)) {
                             return;
                         }
                     }
@@ -269,11 +269,11 @@ impl AgentThread {
                 }
             };
             let how = match error.kind() {
-                io::ErrorKind::TimedOut => format!("nothing was heard of it for {limit:?}"),
+                io::ErrorKind::TimedOut => format!("no message from it for {limit:?}"),
                 _ => "the connection was closed".to_owned(),
             };
-            listener(RendezvousEvent::Lost(format!(
-                "the launcher at {endpoint}, which holds the rendezvous, is gone: {how}"
+            events(RendezvousEvent::Lost(format!(
+                "the launcher at {endpoint}, which serves the rendezvous, is gone: {how}"
             )));
         };
         let reader = thread::Builder::new().name("from the rendezvous".into()).spawn(listen);
@@ -301,19 +301,18 @@ impl AgentThread {
 /// Adds advice to the error of a missing token file.
 fn no_token(error: io::Error) -> io::Error {
     let text = format!(
-        "what listens there is no launcher of this user: there is no token of its ({error}). Choose another port; or, \
-        if TMPDIR or XDG_RUNTIME_DIR \
-         differ between your launchers, give all of them the same --rdzv-token-file"
+        "another program listens there: this user has no token file for the port ({error}). Choose another port, or \
+         give all launchers the same --rdzv-token-file (they differ in TMPDIR or XDG_RUNTIME_DIR)"
     );
     io::Error::new(error.kind(), text)
 }
 
 /// Returns the outbox of the agent in the coordinator's process.
-fn local_outbox(listener: &EventSink) -> Outbox {
-    let listener = Arc::clone(listener);
+fn local_outbox(events: &EventSink) -> Outbox {
+    let events = Arc::clone(events);
     let send_message = move |message| {
         // The launch may be over.
-        listener(RendezvousEvent::Message(message));
+        events(RendezvousEvent::Message(message));
     };
     Outbox { send_message: Box::new(send_message), sender: None }
 }

@@ -248,7 +248,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_secret_is_long_new_and_not_printed() {
+    fn a_secret_is_new_and_not_printed() {
         let secret = Secret::new().unwrap();
         assert_eq!(secret.text().unwrap().len(), 64);
         assert_ne!(secret, Secret::new().unwrap());

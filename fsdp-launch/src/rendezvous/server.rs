@@ -131,13 +131,13 @@ struct AgentHandler {
 
 impl Handler for AgentHandler {
     fn refused(&self, from: IpAddr, why: &io::Error) {
-        tracing::warn!("refused {from}: {why} (--rdzv-token-file), or is no fsdp-launch");
+        tracing::warn!("refused {from}: {why}. All launchers need the same --rdzv-token-file");
     }
 
     fn serve(&self, guest: Accepted) -> io::Result<()> {
         let Accepted { channel: Channel { mut reader, writer }, first, from } = guest;
         let FromAgent::Join(mut node) = serde_json::from_slice(&first)? else {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "its first message is not that it joins"));
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "its first message is not Join"));
         };
         node.address.get_or_insert_with(|| from.ip().to_canonical().to_string());
         let host = node.host.clone();
@@ -163,7 +163,7 @@ impl Handler for AgentHandler {
         tracing::debug!("agent {host} is gone ({error})");
         match error.kind() {
             io::ErrorKind::TimedOut => {
-                self.coordinator.time_out(id, &format!("is gone: nothing was heard of its launcher for {limit:?}"));
+                self.coordinator.time_out(id, &format!("is gone: no message from its launcher for {limit:?}"));
             }
             _ => self.coordinator.disconnect(id, "is gone: its launcher has ended"),
         }
@@ -231,32 +231,32 @@ mod tests {
     use super::*;
 
     /// An outbox that sends slowly.
-    fn slow(heard: Sender<ToAgent>) -> Outbox {
+    fn slow(received: Sender<ToAgent>) -> Outbox {
         let (send_message, messages) = channel();
         let sender = thread::spawn(move || {
             for message in messages {
                 thread::sleep(Duration::from_millis(20));
-                heard.send(message).ok();
+                received.send(message).ok();
             }
         });
         Outbox { send_message: Box::new(move |message| send_message.send(message).unwrap()), sender: Some(sender) }
     }
 
     #[test]
-    fn what_was_said_is_on_its_way_when_the_hub_is_closed() {
+    fn close_sends_queued_messages() {
         let spec = crate::LaunchSpec::new("p", 1);
         let coordinator = SharedCoordinator::new(RunConfig::of(&spec, "run").unwrap());
-        let heard: Vec<_> = (0..3)
+        let received: Vec<_> = (0..3)
             .map(|_| {
-                let (tell, heard) = channel();
+                let (tell, received) = channel();
                 let id = coordinator.add_agent(slow(tell));
                 (coordinator.lock().outboxes[&id].send_message)(ToAgent::Ping);
-                heard
+                received
             })
             .collect();
         coordinator.close();
         // Without waiting: the process may end now.
-        assert!(heard.iter().all(|heard| heard.try_recv().is_ok()));
+        assert!(received.iter().all(|received| received.try_recv().is_ok()));
         assert_eq!(coordinator.len(), 0);
     }
 }

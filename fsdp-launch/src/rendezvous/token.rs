@@ -30,10 +30,10 @@ pub(crate) fn read(path: &Path) -> Result<Key> {
     file.take(MAX_TOKEN_FILE).read_to_end(&mut text).map_err(|error| failed(format!("it can't be read: {error}")))?;
     let token = text.trim_ascii();
     if token.len() < MIN_SECRET_LEN {
-        return Err(failed(format!("it holds {} bytes, a token has at least {MIN_SECRET_LEN}", token.len())));
+        return Err(failed(format!("it holds {} bytes, but a token needs at least {MIN_SECRET_LEN}", token.len())));
     }
     if meta.mode() & 0o004 != 0 {
-        tracing::warn!("everybody on this host can read the token in {path:?}: chmod 600 closes it");
+        tracing::warn!("every user of this host can read the token in {path:?}: run chmod 600");
     }
     Ok(key(token))
 }
@@ -66,9 +66,8 @@ pub(crate) fn read_shared(port: u16) -> io::Result<Key> {
 }
 
 /// Advice for a launch without a token.
-pub(crate) const TOKEN_HELP: &str = "A token is a file that all hosts of the launch have and nobody else can \
-read: \
-    `(umask 077; head -c 32 /dev/urandom | base64 > token)` makes one, to be copied to every host";
+pub(crate) const TOKEN_HELP: &str = "Create a token with \
+    `(umask 077; head -c 32 /dev/urandom | base64 > token)`, and copy it to every host";
 
 /// A token file of this process.
 pub(crate) struct SharedTokenFile {
@@ -103,7 +102,7 @@ fn shared_path(port: u16) -> io::Result<PathBuf> {
     }
     let meta = dir.symlink_metadata()?;
     if !meta.is_dir() || meta.uid() != user || meta.mode() & 0o077 != 0 {
-        let text = format!("{} is not a directory of this user's alone: remove it", dir.display());
+        let text = format!("{} is not a directory that only this user can access: remove it", dir.display());
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, text));
     }
     Ok(dir.join(format!("rendezvous-{port}")))
@@ -114,7 +113,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn white_space_does_not_count_and_short_tokens_are_refused() {
+    fn trims_tokens_and_refuses_short_ones() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let written = |text: &str| {
             fs::write(file.path(), text).unwrap();
@@ -126,8 +125,8 @@ mod tests {
         for (text, part) in
             [("", "holds 0 bytes"), ("short\n", "holds 5 bytes"), ("               \n", "holds 0 bytes")]
         {
-            let told = written(text).unwrap_err().to_string();
-            assert!(told.contains(part) && told.contains("/dev/urandom"), "{told}");
+            let message = written(text).unwrap_err().to_string();
+            assert!(message.contains(part) && message.contains("/dev/urandom"), "{message}");
         }
         for path in ["/", "/no/such/file", "/dev/zero"] {
             assert_eq!(read(Path::new(path)).map(|_| ()).unwrap_err().exit_code(), 2);
@@ -135,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_of_this_host_is_found_by_its_port_until_it_goes() {
+    fn a_shared_token_lives_as_long_as_its_file() {
         let (token, file) = create_shared(1).unwrap();
         assert_eq!(token, read_shared(1).unwrap());
         assert!(read_shared(2).is_err());

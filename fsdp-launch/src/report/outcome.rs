@@ -146,7 +146,7 @@ mod tests {
     use crate::LogEnd;
 
     #[test]
-    fn the_summary_tells_every_fate() {
+    fn the_summary_covers_every_rank() {
         let report = |rank, end, request| RankReport {
             rank,
             host: "h".into(),
@@ -192,11 +192,11 @@ mod tests {
         let failure = Failure::Rank(report(2, Some(ExitStatus::Exited(7)), None));
         outcome.failed_attempts = vec![FailedAttempt { attempt: 0, failure }];
         (outcome.restarts, outcome.max_restarts) = (1, 3);
-        let told =
+        let message =
             "\n  restarts used: 1 of at most 3\n  attempt 0: rank 2 (pid 100 on h) failed first, with exit code 7";
-        assert!(outcome.to_string().ends_with(told), "{outcome}");
+        assert!(outcome.to_string().ends_with(message), "{outcome}");
         outcome.cause = Cause::Succeeded;
-        assert_eq!(outcome.to_string(), format!("all ranks succeeded{told}"));
+        assert_eq!(outcome.to_string(), format!("all ranks succeeded{message}"));
         outcome.cause = Cause::Interrupted(2);
         assert_eq!(outcome.exit_code(), 130);
         assert!(outcome.to_string().starts_with("stopped by SIGINT\n"), "{outcome}");

@@ -111,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn this_process_is_found() {
+    fn reads_this_process() {
         let us = ProcessInfo::of(std::process::id()).unwrap();
         assert!(us.resident_bytes > 100 << 10 && us.state != ProcessState::Ended, "{us:?}");
         assert!(ProcessInfo::started_at(us.pid, us.started).is_some());
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_may_hold_anything() {
+    fn parses_any_process_name() {
         let rest = "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 777 20 3";
         let parse = |stat: &str, channel| ProcessInfo::parse(7, stat, channel);
         let process = parse(&format!("7 (a) S (b) T {rest}"), "do_wait\n").unwrap();

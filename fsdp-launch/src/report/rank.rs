@@ -317,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn both_formats_and_none() {
+    fn reads_both_formats() {
         let detailed = br#"{"message": {"message": "RuntimeError: no data",
             "extraInfo": {"py_callstack": "...", "timestamp": "17"}}}"#;
         assert_eq!(read(detailed).as_deref(), Some("RuntimeError: no data"));
@@ -329,13 +329,13 @@ mod tests {
     }
 
     #[test]
-    fn a_long_message_is_cut_between_characters() {
+    fn cuts_a_long_message_between_characters() {
         let message = read(format!("{{\"message\": \"x{}\"}}", "é".repeat(MAX_MESSAGE)).as_bytes()).unwrap();
         assert!(message.len() <= MAX_MESSAGE + 4 && message.ends_with("é ..."), "{} bytes", message.len());
     }
 
     #[test]
-    fn no_more_than_the_last_whole_lines() {
+    fn reads_the_last_whole_lines() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let lines_of = |text: &[u8]| {
             std::fs::write(file.path(), text).unwrap();

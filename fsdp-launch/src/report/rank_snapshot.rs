@@ -48,7 +48,7 @@ impl RankSnapshot {
         }
         parts.extend(self.collectives().map(of_collective));
         if parts.is_empty() {
-            parts.push(if self.status.pid.is_some() { "outside of any collective" } else { "tells nothing" }.into());
+            parts.push(if self.status.pid.is_some() { "outside of any collective" } else { "no status page" }.into());
         }
         parts.join(", ")
     }
@@ -170,7 +170,7 @@ impl fmt::Display for IncompleteCollective<'_> {
 
 /// Describes hung ranks: one line for each rank, and for each incomplete collective.
 pub(crate) fn describe(ranks: &[(usize, &RankSnapshot)]) -> Vec<String> {
-    let where_they_were = ranks.iter().map(|(rank, at)| format!("rank {rank} was here: {at}"));
+    let where_they_were = ranks.iter().map(|(rank, at)| format!("state of rank {rank}: {at}"));
     where_they_were.chain(incomplete_collectives(ranks).iter().map(IncompleteCollective::to_string)).collect()
 }
 
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn who_arrived_and_who_did_not() {
+    fn reports_arrived_and_missing_ranks() {
         let rank = |collectives: &[serde_json::Value]| at(told(serde_json::json!({"collectives": collectives})));
         let ranks = [
             rank(&[collective("world", 0, 5, "running", &[]), collective("half", 0, 9, "done", &[])]),
@@ -235,8 +235,8 @@ mod tests {
     }
 
     #[test]
-    fn a_line_says_what_is_known() {
-        assert_eq!(at(Snapshot::default()).to_string(), "tells nothing; has ended");
+    fn formats_a_snapshot() {
+        assert_eq!(at(Snapshot::default()).to_string(), "no status page; has ended");
         let mut rank = at(told(serde_json::json!({
             "pid": 1, "beat": 15.25, "step": {"number": 41, "age": 20.0, "torn": false},
             "doing": {"what": "forward layers.3", "age": 15.0, "torn": true},

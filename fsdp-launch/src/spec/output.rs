@@ -158,7 +158,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn as_torchrun_reads_them() {
+    fn parses_as_torchrun_does() {
         let choice = |text: &str| text.parse::<StreamChoice>();
         let numbers =
             |text: &str| [0, 1, 2].map(|rank| choice(text).unwrap().of(rank)).map(|it| (it.stdout, it.stderr));
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_filled_in() {
+    fn fills_in_names() {
         assert_eq!(LinePrefix::default().of("r", 3, 1), "[rank 3] ");
         let of = |text: &str| text.parse::<LinePrefix>().unwrap().of("role ${rank}", 3, 1);
         assert_eq!(of("${role_name}:${local_rank}/${rank} $x} "), "role ${rank}:1/3 $x} ");

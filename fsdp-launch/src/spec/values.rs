@@ -142,7 +142,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn endpoints() {
+    fn parses_endpoints() {
         for (text, host, port) in [
             ("localhost:0", "localhost", None),
             ("node7:29400", "node7", Some(29400)),
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn node_counts() {
+    fn parses_node_counts() {
         assert_eq!([(2, 2), (1, 4)].map(nnodes_text), ["2", "1:4"]);
         assert_eq!([nnodes("1"), nnodes("2"), nnodes("1:4")], [Ok((1, 1)), Ok((2, 2)), Ok((1, 4))]);
         for text in ["0", "2:1", "", "x", "1:", "1:1:1", "-1", "0:2", "1:99999"] {

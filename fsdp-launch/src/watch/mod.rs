@@ -24,7 +24,7 @@ pub(crate) enum Event {
     /// A rank's stream was printed to its end.
     OutputEnded,
     /// An event of the ranks' PMI connections.
-    Pmi { attempt: u32, said: PmiEvent },
+    Pmi { attempt: u32, event: PmiEvent },
     /// An event of the rendezvous.
     Rendezvous(RendezvousEvent),
 }

@@ -49,7 +49,7 @@ pub(crate) struct Supervised {
     /// Number of streams that were printed to their end.
     pub(crate) streams: usize,
     /// Rendezvous events that were not handled.
-    pub(crate) news: Vec<RendezvousEvent>,
+    pub(crate) rendezvous_events: Vec<RendezvousEvent>,
 }
 
 /// A notice for other hosts, sent at once.
@@ -78,7 +78,7 @@ pub(crate) fn supervise(
     let mut watchdog = Watchdog::new(job.spec.heartbeat_timeout, workers.len(), Instant::now());
     let mut shutdown = Shutdown { workers, grace, signal: SIGTERM, sent: None, begin_at: None };
     let mut cause = None;
-    let (mut streams, mut interrupted, mut is_reported, mut news) = (0, None, false, Vec::new());
+    let (mut streams, mut interrupted, mut is_reported, mut rendezvous_events) = (0, None, false, Vec::new());
     loop {
         let (done, failed): (Vec<_>, Vec<_>) = shutdown.reap().into_iter().partition(|(_, end)| end.is_success());
         for rank in done.into_iter().map(|(rank, _)| job.rank(rank)) {
@@ -155,7 +155,7 @@ pub(crate) fn supervise(
             {
                 pmi.release_barrier()
             }
-            Some(Event::Pmi { attempt, said }) if attempt == job.assignment.attempt => match said {
+            Some(Event::Pmi { attempt, event }) if attempt == job.assignment.attempt => match event {
                 PmiEvent::Failed(pmi_failure) => {
                     let rank = pmi_failure.local_rank;
                     if cause.is_none() {
@@ -174,11 +174,11 @@ pub(crate) fn supervise(
                         shutdown.record_pmi_failure(pmi_failure);
                     }
                 }
-                said => notify(Notice::Pmi(said)),
+                event => notify(Notice::Pmi(event)),
             },
             Some(Event::Pmi { .. }) => {}
-            Some(Event::Rendezvous(heard)) => {
-                let means_stop = match &heard {
+            Some(Event::Rendezvous(event)) => {
+                let means_stop = match &event {
                     RendezvousEvent::Message(ToAgent::Stop { attempt, .. }) => *attempt == job.assignment.attempt,
                     // The run continues without this host, or is over.
                     RendezvousEvent::Message(ToAgent::Refused { .. } | ToAgent::End(_)) | RendezvousEvent::Lost(_) => {
@@ -190,16 +190,14 @@ pub(crate) fn supervise(
                     shutdown.begin();
                     cause.get_or_insert(AttemptEnd::Stopped);
                 }
-                news.push(heard);
+                rendezvous_events.push(event);
             }
             None => {}
         }
         match shutdown.overdue() {
             Some(StopRequest::Terminate) => {
                 shutdown.send(StopRequest::Kill);
-                tracing::warn!(
-                    "not all processes of the ranks ended within {grace:?} after they were asked to: killed them"
-                );
+                tracing::warn!("killed processes that did not end within {grace:?} of the request");
             }
             Some(StopRequest::Kill) => break,
             None => {}
@@ -207,12 +205,12 @@ pub(crate) fn supervise(
     }
     // A rank's last messages may not have been handled.
     if let Some(pmi_failure) = pmi.finish() {
-        let said = AttemptEnd::RankFailed(pmi_failure.local_rank);
-        if *cause.get_or_insert(said) == said {
+        let event = AttemptEnd::RankFailed(pmi_failure.local_rank);
+        if *cause.get_or_insert(event) == event {
             shutdown.record_pmi_failure(pmi_failure);
         }
     }
-    Supervised { cause: cause.unwrap_or(AttemptEnd::Succeeded), interrupted, streams, news }
+    Supervised { cause: cause.unwrap_or(AttemptEnd::Succeeded), interrupted, streams, rendezvous_events }
 }
 
 struct Shutdown<'a> {
@@ -347,7 +345,7 @@ mod tests {
 
     /// Events that end the ranks, and events that do not.
     #[test]
-    fn the_coordinators_last_words_end_the_ranks() {
+    fn final_messages_of_the_coordinator_end_the_ranks() {
         use std::process::Stdio;
         let dir = tempfile::tempdir().unwrap();
         let mut spec = crate::LaunchSpec::new("/bin/sleep", 1);
@@ -371,12 +369,12 @@ mod tests {
                 sender.send(Event::Rendezvous(other)).unwrap();
             }
             let ended = supervise(&mut [worker], &job, &mut pmi, &events, &[], &mut |_| {});
-            assert_eq!((ended.cause, ended.news.len()), (AttemptEnd::Stopped, 3));
+            assert_eq!((ended.cause, ended.rendezvous_events.len()), (AttemptEnd::Stopped, 3));
         }
     }
 
     #[test]
-    fn a_signal_then_the_earlier_record_then_the_lower_rank() {
+    fn the_first_failure_is_a_signal_or_the_earliest_record() {
         let dir = tempfile::tempdir().unwrap();
         let spec = crate::LaunchSpec::new("p", 4);
         let assignment = crate::rendezvous::Assignment::single_node("r", 4, 1);

@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn silence_is_judged_unless_there_is_a_reason() {
+    fn a_silent_rank_hangs_unless_it_is_held() {
         let start = Instant::now();
         let watchdog = |seconds: u64| Watchdog::new(Duration::from_secs(seconds), 3, start);
         assert_eq!(judged_after(&mut watchdog(15), start, |_| false), Some(16));
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn time_in_which_the_launcher_did_not_run_is_forgiven() {
+    fn forgives_time_without_checks() {
         let start = Instant::now();
         let mut watchdog = Watchdog::new(15 * SECOND, 1, start);
         let mut judge = |second: u32| {

@@ -1,4 +1,4 @@
-//! A stdout or stderr of the launcher's that is slow, or that nobody reads.
+//! Launchers whose stdout or stderr is slow, full, or has no reader.
 
 use std::{
     fs,
@@ -15,7 +15,7 @@ use rustix::{
 
 use crate::{Running, TIMEOUT, hear_signals};
 
-/// The launcher with a stdout or stderr of the test's choice, ended in time.
+/// Returns a launcher command with a time limit, for a stdout or stderr of the test's choice.
 fn command() -> Command {
     hear_signals();
     let mut command = Command::new("timeout");
@@ -33,7 +33,7 @@ fn without_reader() -> io::PipeWriter {
 }
 
 #[test]
-fn a_lost_stderr_changes_neither_the_run_nor_the_exit_code() {
+fn a_closed_stderr_does_not_affect_the_run() {
     let run = |args: &[&str]| command().args(args).stderr(without_reader()).status().unwrap().code();
     assert_eq!(run(&["--max-restarts", "2", "sh", "-c", "test $TORCHELASTIC_RESTART_COUNT = 1"]), Some(0));
     assert_eq!(run(&["sh", "-c", "exit 7"]), Some(7));
@@ -45,11 +45,11 @@ fn a_lost_stderr_changes_neither_the_run_nor_the_exit_code() {
 }
 
 #[test]
-fn a_console_that_does_not_block_loses_nothing() {
+fn a_nonblocking_console_loses_no_output() {
     let (mut reader, writer) = io::pipe().unwrap();
     rustix::io::ioctl_fionbio(&writer, true).unwrap();
     let mut launcher = command().args(["seq", "1", "200000"]).stdout(writer).spawn().unwrap();
-    // Nobody reads before the pipe is full.
+    // Nothing is read before the pipe is full.
     let (start, mut before) = (Instant::now(), 0);
     loop {
         let there = ioctl_fionread(&reader).unwrap();
@@ -68,7 +68,7 @@ fn a_console_that_does_not_block_loses_nothing() {
 }
 
 #[test]
-fn what_is_kept_is_kept_whole_when_nobody_looks_any_more() {
+fn log_files_stay_complete_after_the_console_closes() {
     let dir = tempfile::tempdir().unwrap();
     let expected: String = (1..=100_000).map(|number| format!("{number}\n")).collect();
     for (id, option) in [("kept", "--log-dir"), ("teed", "--tee=1")] {
@@ -83,30 +83,30 @@ fn what_is_kept_is_kept_whole_when_nobody_looks_any_more() {
         launcher.stdout.take().unwrap().read_exact(&mut start).unwrap();
         assert_eq!(&start, b"[rank 0] 1");
         let output = launcher.wait_with_output().unwrap();
-        let told = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(0), "{told}");
-        assert!(told.contains("no longer shown, only kept in the log files"), "{told}");
+        let message = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(0), "{message}");
+        assert!(message.contains("is now written only to the log files"), "{message}");
         let log = fs::read_to_string(dir.path().join(id).join("attempt_0/0/stdout.log")).unwrap();
         assert!(log == expected, "{option}: {} of {} bytes", log.len(), expected.len());
     }
 }
 
 #[test]
-fn what_is_lost_is_told_beside_what_is_kept() {
+fn warns_of_lost_and_of_kept_output() {
     let dir = tempfile::tempdir().unwrap();
     let mut launcher = command();
     launcher.args(["--nproc-per-node=3", "--tee", "0:3", "--log-dir"]).arg(dir.path()).args(["seq", "1", "1000"]);
     let output = launcher.stdout(full_disk()).stderr(Stdio::piped()).spawn().unwrap().wait_with_output().unwrap();
-    let told = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(0), "{told}");
-    for words in ["no longer shown, only kept in the log files", "and no log file keeps, is lost from now on"] {
-        assert_eq!(told.matches(words).count(), 1, "{words:?}: {told}");
+    let message = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(0), "{message}");
+    for words in ["is now written only to the log files", "is lost from now on unless a log file keeps it"] {
+        assert_eq!(message.matches(words).count(), 1, "{words:?}: {message}");
     }
 }
 
 #[test]
-fn a_console_that_takes_nothing_costs_what_was_printed_and_no_more() {
-    // More than fits a pipe, so that nobody could print on if it was not read.
+fn a_failing_console_loses_only_its_output() {
+    // More than a pipe holds, so that an unread rank would block.
     let script = "seq 1 100000; seq 1 100000 >&2; [ $RANK = 0 ] || exit 7; sleep 1000";
     for why in ["Broken pipe", "No space left on device"] {
         let target = || -> Stdio { if why == "Broken pipe" { without_reader().into() } else { full_disk().into() } };
@@ -117,27 +117,26 @@ fn a_console_that_takes_nothing_costs_what_was_printed_and_no_more() {
             assert_eq!(output.status.code(), Some(7), "{why}");
             String::from_utf8(output.stderr).unwrap()
         };
-        let told = run(target(), Stdio::piped());
-        let warning = format!(
-            "what the ranks print to stdout, and no log file keeps, is lost from now on, and the run goes on: {why}"
-        );
-        assert_eq!(told.matches(&warning).count(), 1, "{}", told.len());
-        assert!(told.contains("[rank 1] 100000\n") && told.contains("failed first, with exit code 7"));
+        let message = run(target(), Stdio::piped());
+        let warning =
+            format!("the ranks' stdout is lost from now on unless a log file keeps it; the run continues: {why}");
+        assert_eq!(message.matches(&warning).count(), 1, "{}", message.len());
+        assert!(message.contains("[rank 1] 100000\n") && message.contains("failed first, with exit code 7"));
         run(Stdio::null(), target());
         run(target(), target());
-        // What the launcher itself was asked to print.
+        // Output that the launcher itself was asked for.
         for args in [&["--dry-run", "true"][..], &["--print-completion", "bash"]] {
             let output = command().args(args).stdout(target()).stderr(Stdio::piped()).spawn().unwrap();
             let output = output.wait_with_output().unwrap();
-            let told = String::from_utf8(output.stderr).unwrap();
-            assert_eq!(output.status.code(), Some(1), "{told}");
-            assert_eq!(told.contains(why), why != "Broken pipe", "{told}");
+            let message = String::from_utf8(output.stderr).unwrap();
+            assert_eq!(output.status.code(), Some(1), "{message}");
+            assert_eq!(message.contains(why), why != "Broken pipe", "{message}");
         }
     }
 }
 
 #[test]
-fn a_log_file_that_may_not_grow_costs_what_it_would_have_kept_and_no_more() {
+fn a_full_log_file_loses_only_its_output() {
     let dir = tempfile::tempdir().unwrap();
     let launcher = assert_cmd::cargo::cargo_bin!("fsdp-launch").display();
     let script = format!(
@@ -145,16 +144,16 @@ fn a_log_file_that_may_not_grow_costs_what_it_would_have_kept_and_no_more() {
         dir.path().display()
     );
     let output = Command::new("sh").args(["-c", &script]).output().unwrap();
-    let told = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(7), "{told}");
-    assert_eq!(told.matches("is not written any further: File too large").count(), 1, "{told}");
+    let message = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(7), "{message}");
+    assert_eq!(message.matches("is no longer written: File too large").count(), 1, "{message}");
     assert_eq!(output.stdout.iter().filter(|&&byte| byte == b'\n').count(), 100_000);
     let log = fs::read_to_string(dir.path().join("j/attempt_0/0/stdout.log")).unwrap();
     assert!(log.starts_with("1\n2\n") && log.len() < 200_000, "{} bytes", log.len());
 }
 
 #[test]
-fn a_place_for_logs_that_goes_costs_the_logs_and_no_more() {
+fn a_removed_log_directory_loses_only_the_logs() {
     let dir = tempfile::tempdir().unwrap();
     let place = dir.path().join("j");
     let script = format!(
@@ -164,29 +163,29 @@ fn a_place_for_logs_that_goes_costs_the_logs_and_no_more() {
     let mut launcher = command();
     launcher.args(["--max-restarts=1", "--rdzv-id=j", "--log-dir"]).arg(dir.path()).args(["sh", "-c", &script]);
     let output = launcher.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap().wait_with_output().unwrap();
-    let told = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(0), "{told}");
+    let message = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(0), "{message}");
     assert_eq!(String::from_utf8(output.stdout).unwrap(), "[rank 0] attempt 0\n[rank 0] attempt 1\n");
-    assert!(told.contains("this attempt has no log files: the log "), "{told}");
+    assert!(message.contains("this attempt has no log files: the log "), "{message}");
 }
 
 #[test]
-fn a_programs_filter_leaves_the_launchers_warnings() {
+fn a_filter_for_the_program_keeps_the_launchers_warnings() {
     let warned = |filter: &str| {
         let (mut reader, writer) = io::pipe().unwrap();
         let args = ["--max-restarts", "1", "sh", "-c", "test $TORCHELASTIC_RESTART_COUNT = 1"];
         let status = command().args(args).stderr(writer).env("RUST_LOG", filter).status().unwrap();
-        let mut told = String::new();
-        reader.read_to_string(&mut told).unwrap();
-        assert_eq!(status.code(), Some(0), "{told}");
-        told.contains("starting all ranks again")
+        let mut message = String::new();
+        reader.read_to_string(&mut message).unwrap();
+        assert_eq!(status.code(), Some(0), "{message}");
+        message.contains("starting all ranks again")
     };
     assert!(warned("foo=debug") && warned("") && !warned("off") && !warned("fsdp_launch=error"));
 }
 
 #[test]
-fn a_console_that_nobody_reads_delays_no_end() {
-    // Full, and read by nobody.
+fn an_unread_console_does_not_delay_the_end() {
+    // A full pipe without a reader.
     let (reader, mut writer) = io::pipe().unwrap();
     rustix::io::ioctl_fionbio(&writer, true).unwrap();
     while writer.write(&[b'x'; 4096]).is_ok() {}
@@ -195,7 +194,7 @@ fn a_console_that_nobody_reads_delays_no_end() {
     let args = ["--nproc-per-node=2", "--shutdown-timeout=0.2", "sh", "-c", script];
     assert_eq!(command().args(args).stderr(writer.try_clone().unwrap()).status().unwrap().code(), Some(3));
 
-    // The ranks too have much to say.
+    // The same with ranks that print without end.
     let dir = tempfile::tempdir().unwrap();
     let started = dir.path().join("started");
     let script = format!(": > {}; exec yes", started.display());

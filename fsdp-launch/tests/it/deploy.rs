@@ -1,4 +1,4 @@
-//! The examples of `examples/deploy`, as far as they can be tried without what they are for.
+//! The examples of `examples/deploy`, without the schedulers that they are for.
 
 use std::{
     collections::BTreeMap,
@@ -21,7 +21,7 @@ fn example(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/deploy").join(name)
 }
 
-/// What a command line of the examples means. `train` knows the flags that it is given, and goes on where it stopped.
+/// Parses a command line of the examples. Checks that `train` knows its flags and resumes.
 fn understood(words: &[&str]) -> (Args, LaunchSpec) {
     let parse = || Args::try_parse_from(words).unwrap_or_else(|error| panic!("{words:?}: {error}"));
     let mut args = parse();
@@ -41,14 +41,14 @@ fn understood(words: &[&str]) -> (Args, LaunchSpec) {
     (parse(), args.into_spec().unwrap())
 }
 
-/// A directory with our launcher, and programs that say which rank they are and with what they were started: `train`,
-/// and a Python for `script.py`.
+/// Returns a directory with the launcher, and programs that print their rank and arguments: `train`, and a Python for
+/// `script.py`.
 fn programs() -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     let launcher = assert_cmd::cargo::cargo_bin!("fsdp-launch");
-    // Not a link by name: beside where it really lies there may be another `train`.
+    // A symbolic link would make the launcher look beside its target, where another `train` may be.
     if fs::hard_link(launcher, dir.path().join("fsdp-launch")).is_err() {
-        // By a process of its own, for the reason of `executable`.
+        // By another process, for the same reason as in `executable`.
         assert!(Command::new("cp").arg(launcher).arg(dir.path().join("fsdp-launch")).status().unwrap().success());
     }
     let say = "#!/bin/sh\necho \"rank $RANK of $WORLD_SIZE: $(basename \"$0\") $*\"\n";
@@ -59,13 +59,13 @@ fn programs() -> tempfile::TempDir {
     dir
 }
 
-/// The batch script, with `srun` and `scontrol` that write down what they are told and do `srun`. It is called in the
-/// directory with the programs, where `data` is.
+/// Runs the batch script with fake `srun` and `scontrol`, which log their arguments. The directory holds the programs
+/// and `data`.
 struct Batch {
     dir: tempfile::TempDir,
 }
 
-/// What `srun` does where it does all: a launcher for each host of the job.
+/// A fake `srun` that starts one launcher per host of the job.
 const LAUNCHERS: &str = "while [ \"$1\" != fsdp-launch ]; do shift; done
 for host in $(seq \"$SLURM_NNODES\"); do \"$@\" & hosts=\"$hosts $!\"; done
 code=0; for host in $hosts; do wait \"$host\" || code=$?; done; exit \"$code\"";
@@ -79,13 +79,13 @@ impl Batch {
         let scontrol = "echo \"$@\" >> \"$SLURM_SUBMIT_DIR/scontrol.log\"\n[ \"$1\" = show ] && printf \
             '%s\\nnode08\\n' \"${FIRST:-localhost}\"\nexit 0";
         executable(dir.path().join("scontrol"), format!("#!/bin/sh\n{scontrol}\n"));
-        // Its step is `srun` itself, where that has said who it is.
+        // `srun` records its pid as the step.
         let scancel = "echo \"$@\" > \"$SLURM_SUBMIT_DIR/scancel.log\"\nkill -TERM $(cat \"$SLURM_SUBMIT_DIR/up\")";
         executable(dir.path().join("scancel"), format!("#!/bin/sh\n{scancel}\n"));
         Batch { dir }
     }
 
-    /// `sbatch --nodes NODES slurm.sbatch ARGS`, as it is by default where `nodes` is `None`.
+    /// Returns `sbatch --nodes NODES slurm.sbatch ARGS`; `None` is the default number of nodes.
     fn command(&self, nodes: Option<&str>, args: &[&str]) -> Command {
         hear_signals();
         let text = fs::read_to_string(example("slurm.sbatch")).unwrap();
@@ -102,7 +102,7 @@ impl Batch {
         command
     }
 
-    /// The job's id, from which ports are made: another one for each process of tests.
+    /// Returns a job id, from which ports are derived, unique to the test process.
     fn job() -> String {
         std::process::id().to_string()
     }
@@ -112,7 +112,7 @@ impl Batch {
     }
 }
 
-/// A command that ends well; the ranks' lines of its output.
+/// Runs a command that succeeds, and returns the ranks' lines.
 fn rank_lines(command: Command) -> Vec<String> {
     let (code, stdout, stderr) = finish(assert_cmd::Command::from_std(command).timeout(TIMEOUT));
     assert_eq!(code, Some(0), "{stdout}\n{stderr}");
@@ -129,7 +129,7 @@ fn the_batch_script_runs_train_and_scripts_on_one_host_and_on_two() {
         checkpoints.display()
     );
     let mut one = batch.command(None, &[]);
-    // Where it is alone, nobody needs to know the host by name.
+    // A single host needs no name.
     one.env("FIRST", "no-such-host.invalid");
     assert_eq!(rank_lines(one), [format!("0 of 1: {train}")]);
     let of_two = |program: &str| [0, 1].map(|rank| format!("{rank} of 2: {program}"));
@@ -139,7 +139,7 @@ fn the_batch_script_runs_train_and_scripts_on_one_host_and_on_two() {
 }
 
 #[test]
-fn the_batch_script_says_at_once_that_there_is_no_data() {
+fn the_batch_script_fails_early_without_data() {
     let batch = Batch::new("exit 0");
     for (nodes, data, said) in [(None, "", "DATA=''"), (Some("2"), "gone", "DATA='gone'")] {
         let mut command = batch.command(nodes, &[]);
@@ -181,7 +181,7 @@ fn the_batch_script_starts_one_launcher_a_host() {
             assert_eq!(meeting.join_timeout, Duration::from_secs(600));
             assert_eq!(meeting.token_file, Some(batch.dir.path().join(&token)));
         }
-        // The token was there for the launchers, for nobody else, and it is gone.
+        // The token file was private to the launchers and is removed.
         assert_eq!(batch.read("mode").trim(), "600");
         assert!(!batch.dir.path().join(&token).exists());
         assert!(!batch.read("scontrol.log").contains("requeue"));
@@ -196,7 +196,6 @@ fn the_batch_script_keeps_the_exit_code() {
     assert!(batch.read("srun.log").ends_with("script.py\n--epochs\n3\n"));
 }
 
-/// Waits, but not forever.
 fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
     let started = Instant::now();
     while !done() {
@@ -206,7 +205,7 @@ fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
 }
 
 #[test]
-fn near_the_end_of_its_time_the_batch_job_ends_its_step_and_goes_into_the_queue_again() {
+fn the_batch_job_requeues_itself_before_its_time_limit() {
     for (signal, requeued) in [(Signal::USR1, true), (Signal::TERM, false)] {
         let batch = Batch::new(
             "trap 'echo ended > \"$SLURM_SUBMIT_DIR/ended\"; exit 143' TERM; echo $$ > \"$SLURM_SUBMIT_DIR/up\"; while \
@@ -229,7 +228,7 @@ fn near_the_end_of_its_time_the_batch_job_ends_its_step_and_goes_into_the_queue_
     }
 }
 
-/// The manifest as it is shipped, for two pods, and what the lines at its top make of it: one pod, and a script.
+/// Returns the manifest as shipped (two pods), and changed by the `sed` lines at its top: one pod, and a script.
 fn manifests() -> [String; 3] {
     let text = fs::read_to_string(example("kubernetes.yaml")).unwrap();
     let dir = tempfile::tempdir().unwrap();
@@ -248,7 +247,7 @@ fn documents(text: &str) -> BTreeMap<String, Value> {
     documents.into_iter().map(|document| (document["kind"].as_str().unwrap().to_owned(), document)).collect()
 }
 
-/// The command line of the Job's pod with this index.
+/// Returns the command line of the pod with this index.
 fn pod_words(job: &Value, index: u64) -> Vec<String> {
     let container = &job["spec"]["template"]["spec"]["containers"][0];
     let strings = |value: &Value| -> Vec<String> {
@@ -270,7 +269,7 @@ fn pod_words(job: &Value, index: u64) -> Vec<String> {
 }
 
 #[test]
-fn the_pods_run_train_in_several_and_in_one_or_a_script() {
+fn the_manifest_runs_train_or_a_script() {
     let port = free_port();
     let train = "train --data=/data/texts --steps=10000 --checkpoint-dir=/checkpoints --save-every=500 --keep=3 \
         --resume=auto";
@@ -304,7 +303,7 @@ fn the_pods_run_train_in_several_and_in_one_or_a_script() {
 }
 
 #[test]
-fn the_manifest_agrees_with_itself_and_with_the_launcher() {
+fn the_manifest_is_consistent() {
     for (text, pods) in manifests().iter().zip([2, 1, 2]) {
         agrees(text, pods);
     }
@@ -316,7 +315,7 @@ fn agrees(text: &str, pods: u64) {
     let template = &job["spec"]["template"];
     let (pod, container) = (&template["spec"], &template["spec"]["containers"][0]);
 
-    // Names: the Service is headless, selects the pods, and gives them its own as their domain.
+    // The headless Service selects the pods and is their domain.
     assert_eq!(
         (&service["spec"]["clusterIP"], &service["spec"]["publishNotReadyAddresses"]),
         (&"None".into(), &true.into())
@@ -341,7 +340,7 @@ fn agrees(text: &str, pods: u64) {
     }
     assert!(pod["terminationGracePeriodSeconds"].as_u64().unwrap() > spec.shutdown_timeout.as_secs());
 
-    // Volumes: the token is read-only, the checkpoints are the claim.
+    // The token is read-only; the checkpoints are on the claim.
     let volume = |name: &str| pod["volumes"].as_array().unwrap().iter().find(|volume| volume["name"] == name).unwrap();
     let mount = |path: &str| {
         container["volumeMounts"].as_array().unwrap().iter().find(|mount| mount["mountPath"] == path).unwrap()
@@ -365,7 +364,7 @@ fn agrees(text: &str, pods: u64) {
 }
 
 #[test]
-fn the_unit_runs_the_launcher_and_leaves_it_time_to_end() {
+fn the_unit_leaves_the_launcher_time_to_end() {
     let text = fs::read_to_string(example("systemd/fsdp-launch.service")).unwrap();
     let joined = text.replace("\\\n", " ");
     let value = |key: &str| joined.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix('=')).unwrap();
@@ -377,19 +376,19 @@ fn the_unit_runs_the_launcher_and_leaves_it_time_to_end() {
     assert!(seconds("TimeoutStopSec") > spec.shutdown_timeout.as_secs());
     assert_eq!((value("KillMode"), value("Restart"), value("OOMPolicy")), ("mixed", "on-failure", "continue"));
     assert_eq!(value("WorkingDirectory"), format!("/var/lib/{}", value("StateDirectory")));
-    // A wrong command line is 2, an end by SIGTERM 128 + 15.
+    // Exit code 2 is a wrong command line, and 143 an end by SIGTERM.
     assert_eq!((seconds("RestartPreventExitStatus"), seconds("SuccessExitStatus")), (2, 143));
 
     if Command::new("systemd-analyze").arg("--version").stdout(Stdio::null()).status().is_err() {
         println!("systemd-analyze is not here: the unit was not verified");
         return;
     }
-    // It wants to see the program and the user.
+    // systemd-analyze checks that program and user exist.
     let dir = tempfile::tempdir().unwrap();
     let unit = dir.path().join("fsdp-launch.service");
     fs::write(&unit, text.replace(words[0], "/bin/true").replace("User=train", "User=root")).unwrap();
     let mut verify = assert_cmd::Command::new("systemd-analyze");
     let (code, _, stderr) = finish(verify.timeout(TIMEOUT).arg("verify").arg(&unit));
-    let told: Vec<&str> = stderr.lines().filter(|line| line.contains("fsdp-launch.service")).collect();
-    assert!(code == Some(0) && told.is_empty(), "{stderr}");
+    let message: Vec<&str> = stderr.lines().filter(|line| line.contains("fsdp-launch.service")).collect();
+    assert!(code == Some(0) && message.is_empty(), "{stderr}");
 }

@@ -1,4 +1,4 @@
-//! Every command of docs/launching.md works as it stands there, and --help names every option that it has.
+//! Every command of docs/launching.md works, and `--help` names every option in it.
 
 use std::{
     fs,
@@ -14,14 +14,14 @@ fn document() -> String {
     fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/launching.md")).unwrap()
 }
 
-/// A run that has started, with its files in `temp`.
+/// Starts a run with its files in `temp`.
 fn a_run(temp: &Path) -> Running {
     let (variable, command) = (format!("TMPDIR={}", temp.display()), assert_cmd::cargo::cargo_bin!("fsdp-launch"));
     let started = "echo started; exec sleep 1000";
     let args = [&variable, command.to_str().unwrap(), "--rdzv-id", "job7", "sh", "-c", started];
     let mut run = Running::of("env", &args);
     run.line();
-    // Written when the ranks have been started.
+    // The launcher writes job.json once the ranks have started.
     let is_known = || fs::read_dir(temp).unwrap().any(|entry| entry.unwrap().path().join("job.json").exists());
     let start = Instant::now();
     while !is_known() {
@@ -40,7 +40,7 @@ fn every_command_of_the_document_runs() {
         .flat_map(|block| block.strip_prefix("sh\n").unwrap().lines())
         .collect();
     assert!(commands.len() > 10);
-    // Beside the launcher that was built there may be a `train` that was built, and that would be found first.
+    // Copy the launcher to another directory: beside the built one there may be a built `train`.
     let alone = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     fs::hard_link(assert_cmd::cargo::cargo_bin!("fsdp-launch"), alone.path().join("fsdp-launch")).unwrap();
     for line in commands {
@@ -50,9 +50,9 @@ fn every_command_of_the_document_runs() {
         executable(dir.path().join("python3"), "#!/bin/sh\necho python \"$@\"\n");
         fs::write(dir.path().join("token"), "0123456789abcdef").unwrap();
         fs::set_permissions(dir.path().join("token"), fs::Permissions::from_mode(0o600)).unwrap();
-        // The hosts are this one.
+        // Use this host instead of the examples' hosts.
         let line = line.replace("node0", "localhost").replace("29400", &free_port().to_string());
-        // There is a run to show.
+        // `status` needs a run.
         let _run = line.starts_with("fsdp-launch status").then(|| a_run(dir.path()));
         let path = [dir.path(), alone.path(), Path::new("/usr/bin"), Path::new("/bin")];
         let path = std::env::join_paths(path).unwrap();
@@ -69,7 +69,7 @@ fn every_command_of_the_document_runs() {
         });
         assert!(ended.iter().all(|(code, _, stderr)| *code == Some(0) && stderr.is_empty()), "{line}: {ended:?}");
         let stdout: String = ended.into_iter().map(|(_, stdout, _)| stdout).collect();
-        // What is redirected into files is not on the console.
+        // Redirected output is not on the console.
         let silent = line.contains(" > ");
         assert!(
             silent || ["trained", "python", "itself", "# rank 0", "job7"].iter().any(|word| stdout.contains(word)),
@@ -79,11 +79,11 @@ fn every_command_of_the_document_runs() {
 }
 
 #[test]
-fn the_document_knows_no_other_options_than_the_command() {
+fn the_document_names_existing_options_only() {
     let (_, help, _) = finish(&mut launcher(&["--help"]));
     let document = document();
     let ours = document.split(['`', ' ', '\n', '(', ')', ':', ';', ',', '=']).filter(|word| word.starts_with("--"));
-    // Of `train`, of other launchers, and of `bench`.
+    // Options of `train`, of other launchers, and of `bench`.
     let of_train = ["--steps", "--epochs", "--checkpoint-dir", "--checkpoint-local", "--save-every", "--resume"];
     let of_others = ["--host", "--mpi", "--with-ft", "--nodes", "--signal", "--replicate"];
     for option in ours.filter(|option| !of_train.contains(option) && !of_others.contains(option)) {

@@ -1,4 +1,4 @@
-//! Exit codes, the first failure, and that nothing is left.
+//! Exit codes, the first failure, and the end of all processes.
 
 use std::{
     path::PathBuf,
@@ -15,7 +15,7 @@ fn success_is_silent() {
 }
 
 #[test]
-fn the_failing_ranks_exit_code_is_the_launchers() {
+fn the_launcher_exits_with_the_failed_ranks_code() {
     let (code, _, stderr) = finish(&mut ranks(2, "[ $RANK = 0 ] || exit 3; sleep 300"));
     assert_eq!(code, Some(3));
     assert!(stderr.contains("rank 1 (pid ") && stderr.contains("failed first, with exit code 3"), "{stderr}");
@@ -23,7 +23,7 @@ fn the_failing_ranks_exit_code_is_the_launchers() {
 }
 
 #[test]
-fn a_signal_is_named() {
+fn a_fatal_signal_is_named() {
     for (signal, number) in [("SEGV", 11), ("KILL", 9), ("ABRT", 6)] {
         let (code, _, stderr) = finish(&mut ranks(2, &format!("[ $RANK = 1 ] && kill -{signal} $$; sleep 300")));
         assert_eq!(code, Some(128 + number));
@@ -32,8 +32,8 @@ fn a_signal_is_named() {
 }
 
 #[test]
-fn the_cause_is_reported_not_what_followed() {
-    // Rank 0 fails because rank 1 has.
+fn the_first_failure_is_reported() {
+    // Rank 0 fails because rank 1 has failed.
     let dir = tempfile::tempdir().unwrap();
     let script = format!(
         "cd {}; if [ $RANK = 1 ]; then echo $$ > new; mv new pid; exit 5; fi; \
@@ -46,8 +46,8 @@ fn the_cause_is_reported_not_what_followed() {
 }
 
 #[test]
-fn ranks_that_fail_a_little_later_are_heard() {
-    // Rank 0 says what it found only when rank 1 is gone; sent SIGTERM, it would say something else.
+fn later_failures_are_reported_too() {
+    // Rank 0 reports its error only when rank 1 is gone; after SIGTERM it would exit with 9.
     let dir = tempfile::tempdir().unwrap();
     let script = format!(
         "cd {}; trap 'exit 9' TERM; if [ $RANK = 1 ]; then echo $$ > new; mv new pid; exit 5; fi; \
@@ -62,8 +62,8 @@ fn ranks_that_fail_a_little_later_are_heard() {
 }
 
 #[test]
-fn the_earlier_record_is_the_cause_whoever_ended_first() {
-    // Rank 1 records its error, but rank 0, which fails because of that, is the first to end.
+fn the_earliest_recorded_error_is_the_cause() {
+    // Rank 1 records its error first, but rank 0, which fails because of it, ends first.
     let dir = tempfile::tempdir().unwrap();
     let script = format!(
         "cd {}; record() {{ echo '{{\"message\": \"'$1'\"}}' > $TORCHELASTIC_ERROR_FILE; }}; \
@@ -93,7 +93,7 @@ fn a_recorded_error_is_shown() {
 }
 
 #[test]
-fn a_hostile_error_file_does_no_harm() {
+fn a_malformed_error_file_is_tolerated() {
     for make in [
         "mkfifo $TORCHELASTIC_ERROR_FILE",
         "mkdir $TORCHELASTIC_ERROR_FILE",
@@ -106,7 +106,7 @@ fn a_hostile_error_file_does_no_harm() {
 }
 
 #[test]
-fn a_rank_that_ignores_sigterm_is_killed_after_the_grace() {
+fn kills_a_rank_that_ignores_sigterm() {
     let script = "if [ $RANK = 1 ]; then read x < fifo; exit 3; fi; trap '' TERM; echo $$; : > fifo; while :; do \
         sleep 300; done";
     let dir = tempfile::tempdir().unwrap();
@@ -119,7 +119,7 @@ fn a_rank_that_ignores_sigterm_is_killed_after_the_grace() {
 }
 
 #[test]
-fn a_rank_has_the_grace_to_end_well() {
+fn a_rank_may_save_its_state_after_sigterm() {
     let script = "if [ $RANK = 1 ]; then read x < fifo; exit 3; fi; trap 'sleep 0.2; echo saved; exit 0' TERM; : > \
         fifo; while :; do sleep 0.01; done";
     let dir = tempfile::tempdir().unwrap();
@@ -131,7 +131,7 @@ fn a_rank_has_the_grace_to_end_well() {
 
 #[test]
 fn grandchildren_end_with_the_ranks() {
-    // After a failure, and after a success.
+    // After a failure and after a success.
     for code in [3, 0] {
         let script = format!("sleep 300 & echo $!; (trap '' TERM HUP; sleep 300) & echo $!; exit {code}");
         let mut command = launcher(&["--nproc-per-node", "1", "--shutdown-timeout", "0.2", "sh", "-c", &script]);
@@ -143,7 +143,7 @@ fn grandchildren_end_with_the_ranks() {
 }
 
 #[test]
-fn a_launcher_killed_by_sigkill_leaves_nothing() {
+fn a_killed_launcher_leaves_nothing() {
     let script = "trap '' TERM HUP; sh -c 'echo $$; sleep 300; :' & echo $$; dirname $TORCHELASTIC_ERROR_FILE; wait";
     let mut launcher = Running::start(&["--nproc-per-node", "2", "sh", "-c", script]);
     let lines: Vec<String> = (0..6).map(|_| launcher.line().rsplit(' ').next().unwrap().to_owned()).collect();
@@ -162,7 +162,7 @@ fn a_launcher_killed_by_sigkill_leaves_nothing() {
 }
 
 #[test]
-fn what_a_launcher_left_that_was_killed_with_its_guard_is_removed_by_the_next() {
+fn the_next_launcher_removes_what_a_killed_one_left() {
     let temp = tempfile::tempdir().unwrap();
     let start = |script: &str| {
         let tmpdir = format!("TMPDIR={}", temp.path().display());
@@ -174,7 +174,7 @@ fn what_a_launcher_left_that_was_killed_with_its_guard_is_removed_by_the_next() 
     let dir_of = |launcher: &mut Running| PathBuf::from(launcher.line().trim_start_matches("[rank 0] "));
     let [left, kept] = [dir_of(&mut dead), dir_of(&mut alive)];
     assert!(left.starts_with(temp.path()) && kept.starts_with(temp.path()));
-    // The guard first, so that it can do nothing.
+    // Kill the guard first, so that it can't clean up.
     let pid = dead.child.id();
     let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
     let is_guard = |pid: &&str| {
@@ -195,7 +195,7 @@ fn what_a_launcher_left_that_was_killed_with_its_guard_is_removed_by_the_next() 
 }
 
 #[test]
-fn what_left_its_group_ends_with_its_rank_however_that_ends() {
+fn processes_outside_the_group_end_with_the_rank() {
     let leaves = "setsid sleep 777 & echo $!; exit 3";
     let (code, stdout, stderr) = finish(&mut ranks(1, leaves));
     assert_eq!(code, Some(3), "{stderr}");
@@ -209,8 +209,8 @@ fn what_left_its_group_ends_with_its_rank_however_that_ends() {
 }
 
 #[test]
-fn what_a_process_outside_of_the_groups_has_started_ends_too() {
-    // It takes the kernel a while to end the one in the middle; until then the last is not the launcher's to find.
+fn descendants_of_orphans_end_too() {
+    // The kernel takes a while to free the middle process's memory; until then its child is not an orphan.
     let inner = "import subprocess; memory = bytearray(b'x' * (400 << 20)); \
                  child = subprocess.Popen(['sleep', '300'], start_new_session=True, stdout=subprocess.DEVNULL, \
                  stderr=subprocess.DEVNULL); \
@@ -228,7 +228,7 @@ fn what_a_process_outside_of_the_groups_has_started_ends_too() {
 }
 
 #[test]
-fn orphans_that_end_by_themselves_are_no_zombies() {
+fn ended_orphans_are_reaped() {
     let script = "for i in 1 2 3 4 5 6 7 8 9 10; do ( setsid sleep 0.01 & ); done; echo started $$; sleep 300";
     let mut launcher = Running::start(&["sh", "-c", script]);
     assert!(launcher.line().contains("started"));

@@ -1,10 +1,10 @@
-//! What a rank finds in its environment.
+//! The environment of the ranks.
 
 use std::{collections::HashMap, thread::available_parallelism};
 
 use crate::{finish, launcher, ranks};
 
-/// Each rank's variables, read from `env`'s output.
+/// Parses each rank's variables from the output of `env`.
 fn environments(world_size: usize, stdout: &str) -> Vec<HashMap<&str, &str>> {
     let of_rank = |rank| {
         let prefix = format!("[rank {rank}] ");
@@ -14,7 +14,7 @@ fn environments(world_size: usize, stdout: &str) -> Vec<HashMap<&str, &str>> {
 }
 
 #[test]
-fn every_variable_of_torchrun() {
+fn sets_every_variable_of_torchrun() {
     let (code, stdout, stderr) =
         finish(launcher(&["--nproc_per_node=3", "env"]).env("CARGO_PKG_NAME", "launcher").env("OUT_DIR", "/launcher"));
     assert_eq!((code, stderr.as_str()), (Some(0), ""));
@@ -49,7 +49,7 @@ fn every_variable_of_torchrun() {
 }
 
 #[test]
-fn the_error_file_is_private_and_does_not_remain() {
+fn the_error_file_is_private_and_removed() {
     let script =
         "dir=$(dirname $TORCHELASTIC_ERROR_FILE); stat -c %a $dir; echo x > $TORCHELASTIC_ERROR_FILE; echo $dir";
     let (code, stdout, _) = finish(&mut ranks(1, script));
@@ -59,7 +59,7 @@ fn the_error_file_is_private_and_does_not_remain() {
 }
 
 #[test]
-fn options_and_the_users_own_settings_are_kept() {
+fn keeps_options_and_the_users_settings() {
     let mut command = launcher(&[
         "--master-addr",
         "localhost",
@@ -88,7 +88,7 @@ fn run_ids_differ_between_launches() {
 
 #[test]
 fn one_rank_per_core() {
-    // On a host with GPUs `auto` counts those; hidden, they leave the cores.
+    // Without visible GPUs, `auto` counts cores.
     for count in ["auto", "cpu"] {
         let mut command = launcher(&["--nproc-per-node", count, "/bin/echo", "here"]);
         let (code, stdout, _) = finish(command.env("CUDA_VISIBLE_DEVICES", ""));
@@ -97,8 +97,8 @@ fn one_rank_per_core() {
 }
 
 #[test]
-fn without_gpus_there_is_no_rank_per_gpu() {
+fn a_rank_per_gpu_needs_gpus() {
     let (code, stdout, stderr) = finish(launcher(&["--nproc-per-node", "gpu", "true"]).env("CUDA_VISIBLE_DEVICES", ""));
     assert_eq!((code, stdout.as_str()), (Some(2), ""));
-    assert!(stderr.contains("'gpu' for '--nproc-per-node <N>': there is no GPU here"), "{stderr}");
+    assert!(stderr.contains("'gpu' for '--nproc-per-node <N>': found no GPU"), "{stderr}");
 }

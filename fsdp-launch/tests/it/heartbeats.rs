@@ -1,4 +1,4 @@
-//! Ranks that hang or wait in vain, and what is told of them. The ranks are this binary.
+//! Hung ranks, collectives that time out, and the reports about them. The ranks run this binary.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use rustix::process::{Signal, getpid, kill_process};
 
 use crate::{finish, launcher, ranks};
 
-/// What runs [`run_as_a_rank`] in a role, behind the launcher's options.
+/// Returns the command that runs [`run_as_a_rank`] in a role.
 pub(crate) fn rank_program(role: &str) -> Vec<String> {
     let this = std::env::current_exe().unwrap().to_str().unwrap().to_owned();
     let words = [this.as_str(), "--exact", "heartbeats::run_as_a_rank", "--nocapture", "--test-threads=1"];
@@ -18,7 +18,7 @@ pub(crate) fn rank_program(role: &str) -> Vec<String> {
     ["/usr/bin/env", &role].into_iter().chain(words).map(str::to_owned).collect()
 }
 
-/// No test, but what the ranks run: rank 1 does not come to the second collective.
+/// Not a test: the program of the ranks. Rank 1 does not reach the second collective.
 #[test]
 fn run_as_a_rank() {
     let Ok(role) = std::env::var("FSDP_TEST_ROLE") else { return };
@@ -40,7 +40,7 @@ fn run_as_a_rank() {
     if env.rank == 1 && env.attempt == 0 {
         let _span = heartbeat::span("forward", "layers.3");
         match role.as_str() {
-            // It goes on for a moment until the signal has reached all threads.
+            // The process runs on for a moment until the signal has reached all threads.
             "stops" => {
                 kill_process(getpid(), Signal::STOP).unwrap();
                 std::thread::sleep(Duration::from_secs(1000));
@@ -59,7 +59,7 @@ fn fail(error: &fsdp_core::Error) -> ! {
     std::process::exit(3);
 }
 
-/// The launcher's exit code and what it said of two ranks in a role.
+/// Runs two ranks in a role. Returns the launcher's exit code and stderr.
 fn run(options: &[&str], role: &str, timeout: &str) -> (Option<i32>, String) {
     let program = rank_program(role);
     let args: Vec<&str> =
@@ -75,16 +75,16 @@ fn assert_all(text: &str, parts: &[&str]) {
 const WHO_ARRIVED: &str = "all_reduce (collective 1 of \"world\", 2 ranks): rank 0 arrived; rank 1 did not";
 
 #[test]
-fn nobody_waits_for_a_rank_that_has_ended_before_it_joined() {
+fn ranks_do_not_wait_for_a_rank_that_exited_before_joining() {
     for (ended, waits) in [(0, 1), (1, 0)] {
         let (code, stderr) = run(&[], &format!("rank_{ended}_does_not_join"), "10000");
         assert_eq!(code, Some(3), "{stderr}");
-        let told =
+        let message =
             format!("it recorded: rank {waits}: rank(s) {ended} ended with exit code 0 before they joined the others");
-        assert_all(&stderr, &[&told]);
+        assert_all(&stderr, &[&message]);
     }
-    // Of several, all hear it: who waits for rank 0's answer hears it from there. The launcher asks the others to end
-    // soon after the first has failed, which on a busy machine may be before they hear anything: then once more.
+    // With more ranks, rank 0 forwards the failure. The launcher ends the ranks soon after the first failure, which on
+    // a busy machine may be earlier: then repeat.
     let heard = (0..10).any(|_| {
         let (code, stderr) = run(&["--nproc-per-node=4"], "rank_1_does_not_join", "10000");
         assert_eq!(code, Some(3), "{stderr}");
@@ -96,7 +96,7 @@ fn nobody_waits_for_a_rank_that_has_ended_before_it_joined() {
 }
 
 #[test]
-fn a_rank_may_end_while_others_still_hear_that_all_have_joined() {
+fn a_rank_may_exit_right_after_joining() {
     for _ in 0..3 {
         let (code, stderr) = run(&["--nproc-per-node=6"], "joins", "10000");
         assert_eq!((code, stderr.as_str()), (Some(0), ""));
@@ -104,18 +104,18 @@ fn a_rank_may_end_while_others_still_hear_that_all_have_joined() {
 }
 
 #[test]
-fn a_stopped_rank_is_found_and_all_start_again() {
+fn a_stopped_rank_causes_a_restart() {
     let (code, stderr) = run(&["--heartbeat-timeout=2", "--max-restarts=1"], "stops", "100");
     assert_eq!(code, Some(0), "{stderr}");
-    let (told, summary) = stderr.split_once("starting all ranks again").unwrap();
+    let (message, summary) = stderr.split_once("starting all ranks again").unwrap();
     assert_all(
-        told,
+        message,
         &[
             "rank 1 (pid ",
             "failed first, it hung: no heartbeat for ",
             " s (stopped",
-            "\n  rank 0 was here: step 7, waits in all_reduce (collective 1 of \"world\") for ",
-            "\n  rank 1 was here: step 7, forward layers.3 for ",
+            "\n  state of rank 0: step 7, waits in all_reduce (collective 1 of \"world\") for ",
+            "\n  state of rank 1: step 7, forward layers.3 for ",
             WHO_ARRIVED,
         ],
     );
@@ -126,18 +126,21 @@ fn a_stopped_rank_is_found_and_all_start_again() {
 }
 
 #[test]
-fn a_stopped_rank_is_not_waited_for() {
-    // It would hear SIGTERM only if somebody made it go on.
+fn a_stopped_rank_is_killed_at_once() {
+    // A stopped rank does not handle SIGTERM.
     let (code, stderr) = run(&["--heartbeat-timeout=2", "--shutdown-timeout=1000"], "stops", "100");
     assert_eq!(code, Some(137), "{stderr}");
     assert_all(&stderr, &["it hung: no heartbeat for ", "\n  rank 0: ended by SIGTERM", WHO_ARRIVED]);
 
-    // Nor one that was stopped before its heart began to beat.
+    // Also a rank that was stopped before its first heartbeat.
     let (code, stderr) = run(&["--heartbeat-timeout=2", "--shutdown-timeout=1000"], "stops_early", "100");
     assert_eq!(code, Some(137), "{stderr}");
-    assert_all(&stderr, &["rank 1 (pid ", "it hung: no heartbeat for ", "\n  rank 1 was here: tells nothing; stopped"]);
+    assert_all(
+        &stderr,
+        &["rank 1 (pid ", "it hung: no heartbeat for ", "\n  state of rank 1: no status page; stopped"],
+    );
 
-    // The same for one that is stopped when another fails.
+    // Also a rank that is stopped when another one fails.
     let dir = tempfile::tempdir().unwrap();
     let script = format!(
         "cd {}; if [ $RANK = 1 ]; then echo $$ > new; mv new pid; kill -STOP $$; fi; \
@@ -151,7 +154,7 @@ fn a_stopped_rank_is_not_waited_for() {
 }
 
 #[test]
-fn a_collective_that_times_out_names_who_arrived() {
+fn a_timed_out_collective_names_the_missing_ranks() {
     let (code, stderr) = run(&[], "stays_away", "5");
     assert_eq!(code, Some(3), "{stderr}");
     assert_all(
@@ -160,22 +163,22 @@ fn a_collective_that_times_out_names_who_arrived() {
             "rank 0 (pid ",
             "failed first, with exit code 3\n  it recorded: rank 0: all_reduce (collective 1) in group \"world\" \
                 timed out",
-            "\n  rank 0 was here: step 7, all_reduce (collective 1 of \"world\") timed out ",
-            "\n  rank 1 was here: step 7, forward layers.3 for ",
+            "\n  state of rank 0: step 7, all_reduce (collective 1 of \"world\") timed out ",
+            "\n  state of rank 1: step 7, forward layers.3 for ",
             WHO_ARRIVED,
         ],
     );
 }
 
 #[test]
-fn an_ordinary_failure_is_told_in_few_words() {
+fn an_ordinary_failure_has_a_short_report() {
     let (code, stderr) = run(&[], "fails", "100");
     assert_eq!(code, Some(4), "{stderr}");
-    assert!(!stderr.contains("was here") && stderr.contains("rank 0: failed too, with exit code 3"), "{stderr}");
+    assert!(!stderr.contains("state of rank") && stderr.contains("rank 0: failed too, with exit code 3"), "{stderr}");
 }
 
 #[test]
-fn what_runs_on_after_the_process_that_beat_does_not_hang() {
+fn a_script_may_outlive_the_process_with_the_heartbeat() {
     let program = rank_program("ends").join(" ");
     let script = format!("{program} || exit 9; sleep 5; echo went on");
     let args = ["--nproc-per-node=2", "--heartbeat-timeout=3", "sh", "-c", &script];
@@ -185,7 +188,7 @@ fn what_runs_on_after_the_process_that_beat_does_not_hang() {
 }
 
 #[test]
-fn ranks_without_a_heartbeat_are_left_alone_and_a_board_is_each_ranks_own() {
+fn ranks_without_heartbeat_are_exempt_and_pages_are_separate() {
     let args = ["--nproc-per-node=2", "--heartbeat-timeout=0.1", "sh", "-c", "sleep 1; echo $FSDP_HEARTBEAT"];
     let (code, stdout, stderr) = finish(launcher(&args).env("FSDP_HEARTBEAT", "/of/another/launcher"));
     assert_eq!((code, stderr.as_str()), (Some(0), ""));
@@ -196,7 +199,7 @@ fn ranks_without_a_heartbeat_are_left_alone_and_a_board_is_each_ranks_own() {
 }
 
 #[test]
-fn nonsense_on_a_board_does_no_harm() {
+fn random_bytes_on_a_status_page_are_tolerated() {
     let script = "head -c 4096 /dev/urandom > $FSDP_HEARTBEAT; [ $RANK = 1 ] && exit 5; sleep 300";
     let (code, _, stderr) = finish(&mut ranks(2, script));
     assert_eq!(code, Some(5), "{stderr}");

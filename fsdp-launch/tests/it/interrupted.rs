@@ -1,15 +1,15 @@
-//! Ctrl-C and the other signals that ask the launcher to end.
+//! Signals that end the launcher.
 
 use rustix::process::Signal;
 
 use crate::{Running, assert_gone};
 
 #[test]
-fn every_request_to_end_reaches_all_ranks_once() {
+fn each_signal_reaches_all_ranks_once() {
     for (signal, name, code) in
         [(Signal::INT, "INT", 130), (Signal::TERM, "TERM", 143), (Signal::HUP, "HUP", 129), (Signal::QUIT, "QUIT", 131)]
     {
-        // Each rank says which signal it was.
+        // Each rank prints the signal that it received.
         let traps = ["INT", "TERM", "HUP", "QUIT"].map(|name| format!("trap 'echo {name}; exit 0' {name}; ")).concat();
         let script = &format!("{traps} echo $$; while :; do sleep 0.01; done");
         let mut launcher = Running::start(&["--nproc-per-node", "2", "sh", "-c", script]);
@@ -25,7 +25,7 @@ fn every_request_to_end_reaches_all_ranks_once() {
 }
 
 #[test]
-fn ranks_that_do_not_listen_are_killed_after_the_grace() {
+fn ranks_that_ignore_the_signal_are_killed() {
     let script = "trap '' TERM; echo $$; while :; do sleep 0.01; done";
     let mut launcher = Running::start(&["--nproc-per-node", "2", "--shutdown-timeout", "0.1", "sh", "-c", script]);
     let pids = launcher.pids(2);
@@ -35,13 +35,13 @@ fn ranks_that_do_not_listen_are_killed_after_the_grace() {
 }
 
 #[test]
-fn a_second_ctrl_c_kills_at_once() {
+fn a_second_sigint_kills_at_once() {
     let script = "trap 'echo term' TERM INT; echo $$; while :; do sleep 0.01; done";
     let mut launcher = Running::start(&["--nproc-per-node", "2", "--shutdown-timeout", "100000", "sh", "-c", script]);
     let pids = launcher.pids(2);
     launcher.signal(Signal::INT);
     assert!(launcher.line().ends_with("term") && launcher.line().ends_with("term"));
-    // Only Ctrl-C is taken for impatience.
+    // Only a second SIGINT kills.
     launcher.signal(Signal::TERM);
     launcher.signal(Signal::INT);
     assert_eq!(launcher.wait().code(), Some(130));
@@ -65,7 +65,7 @@ fn an_ignored_hangup_stays_ignored() {
 }
 
 #[test]
-fn an_ignored_signal_that_is_named_is_handled() {
+fn a_named_signal_is_handled_even_if_ignored() {
     let script = "trap \"echo hup; exit 0\" HUP; echo $$; while :; do sleep 0.01; done";
     let program = assert_cmd::cargo::cargo_bin!("fsdp-launch");
     let nohup = format!("trap '' HUP; exec {} --signals-to-handle SIGHUP sh -c '{script}'", program.display());
@@ -78,8 +78,8 @@ fn an_ignored_signal_that_is_named_is_handled() {
 }
 
 #[test]
-fn what_ignores_the_signal_behind_a_rank_is_asked_by_another() {
-    // Jobs in the background of a shell ignore SIGINT and SIGQUIT; the rank itself ends by them.
+fn background_jobs_that_ignore_the_signal_get_sigterm() {
+    // Background jobs of a shell ignore SIGINT and SIGQUIT; the rank itself ends by them.
     let script = "sleep 1000 & echo $!; echo $$; wait";
     for signal in [Signal::INT, Signal::QUIT] {
         let mut launcher = Running::start(&["--shutdown-timeout", "100000", "sh", "-c", script]);

@@ -6,7 +6,7 @@ use crate::{TIMEOUT, finish, hear_signals, launcher, sorted};
 
 const SCRIPT: &str = "echo out $RANK; echo err $RANK >&2";
 
-/// Two ranks of [`SCRIPT`] with a log directory: exit code, stdout, stderr.
+/// Runs two ranks with a log directory. Returns exit code, stdout and stderr.
 fn run(dir: &Path, options: &[&str], script: &str) -> (Option<i32>, String, String) {
     let dir = dir.to_str().unwrap();
     let args = ["--nproc-per-node=2", "--rdzv-id=job", "--log-dir", dir];
@@ -18,7 +18,7 @@ fn read(dir: &Path, path: &str) -> Option<String> {
 }
 
 #[test]
-fn a_log_dir_keeps_everything_and_hides_nothing() {
+fn log_dir_logs_and_shows_everything() {
     let dir = tempfile::tempdir().unwrap();
     let (code, stdout, stderr) = run(&dir.path().join("new/logs"), &[], SCRIPT);
     assert_eq!((code, sorted(&stdout)), (Some(0), vec!["[rank 0] out 0", "[rank 1] out 1"]));
@@ -41,7 +41,7 @@ fn redirected_streams_are_in_the_files_only() {
 }
 
 #[test]
-fn what_is_redirected_and_teed_is_shown() {
+fn tee_takes_precedence_over_redirects() {
     let dir = tempfile::tempdir().unwrap();
     let (code, stdout, stderr) = run(dir.path(), &["-r", "3", "-t", "1:1"], SCRIPT);
     assert_eq!((code, stdout.as_str(), stderr.as_str()), (Some(0), "[rank 1] out 1\n", ""));
@@ -61,7 +61,7 @@ fn the_filter_hides_ranks_but_keeps_their_files() {
 }
 
 #[test]
-fn every_attempt_has_its_files_and_the_summary_names_the_place() {
+fn every_attempt_has_its_own_files() {
     let dir = tempfile::tempdir().unwrap();
     let script = "echo attempt $TORCHELASTIC_RESTART_COUNT; [ $RANK = 1 ] && echo '{\"message\": \"bad\"}' > \
         $TORCHELASTIC_ERROR_FILE && exit 3; sleep 300";
@@ -80,7 +80,7 @@ fn every_attempt_has_its_files_and_the_summary_names_the_place() {
 }
 
 #[test]
-fn a_second_run_of_the_same_id_overwrites_nothing() {
+fn a_second_run_of_the_same_id_keeps_the_first_logs() {
     let dir = tempfile::tempdir().unwrap();
     for _ in 0..2 {
         assert_eq!(run(dir.path(), &["--redirects=3"], SCRIPT).0, Some(0));
@@ -91,16 +91,16 @@ fn a_second_run_of_the_same_id_overwrites_nothing() {
 }
 
 #[test]
-fn a_run_id_leads_nowhere_else() {
+fn a_run_id_cannot_escape_the_log_directory() {
     let dir = tempfile::tempdir().unwrap();
     let logs = dir.path().join("logs");
-    // Of an option that is there twice the last counts, as torchrun has it.
+    // The last of two equal options applies, as in torchrun.
     assert_eq!(run(&logs, &["--rdzv-id=../out"], SCRIPT).0, Some(0));
     assert!(logs.join("_.._out/attempt_0/0").is_dir() && !dir.path().join("out").exists());
 }
 
 #[test]
-fn without_a_directory_one_is_made_and_told() {
+fn without_log_dir_a_temporary_directory_is_named() {
     let dir = tempfile::tempdir().unwrap();
     let mut command = launcher(&["--tee", "3", "/bin/sh", "-c", "echo out"]);
     let (code, stdout, stderr) = finish(command.env("TMPDIR", dir.path()));
@@ -110,7 +110,7 @@ fn without_a_directory_one_is_made_and_told() {
 }
 
 #[test]
-fn lines_stand_behind_the_users_prefix() {
+fn lines_have_the_users_prefix() {
     let prefix = "--log-line-prefix-template=<${role_name}|${local_rank}|${rank}> ";
     let (code, stdout, _) = finish(&mut launcher(&[prefix, "--role=t", "/bin/echo", "out"]));
     assert_eq!((code, stdout.as_str()), (Some(0), "<t|0|0> out\n"));
@@ -126,31 +126,31 @@ fn lines_stand_behind_the_users_prefix() {
 }
 
 #[test]
-fn what_can_not_be_logged_is_told_before_anything_starts() {
+fn log_errors_are_reported_before_the_start() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("file"), "").unwrap();
     let (code, stdout, stderr) = run(&dir.path().join("file"), &[], SCRIPT);
     assert_eq!((code, stdout.as_str()), (Some(1), ""));
-    assert!(stderr.contains("file\" can't be made: ") && stderr.contains("Check --log-dir"), "{stderr}");
+    assert!(stderr.contains("file\" can't be created: ") && stderr.contains("Check --log-dir"), "{stderr}");
     for option in ["--tee=2:1", "--redirects=0:1,2:3", "--local-ranks-filter=2"] {
         let (code, stdout, stderr) = run(dir.path(), &[option], SCRIPT);
         assert_eq!((code, stdout.as_str()), (Some(2), ""));
         assert!(
-            stderr.contains(option.split('=').next().unwrap()) && stderr.contains("there is no local rank 2"),
+            stderr.contains(option.split('=').next().unwrap()) && stderr.contains("expected local ranks from 0 to 1"),
             "{stderr}"
         );
     }
 }
 
 #[test]
-fn who_prints_for_ever_outside_of_the_group_does_not_keep_the_launcher() {
+fn an_escaped_writer_does_not_block_the_launcher() {
     hear_signals();
     let mut command = std::process::Command::new(assert_cmd::cargo::cargo_bin!("fsdp-launch"));
     command.args(["/bin/sh", "-c", "env -i setsid yes 2>/dev/null & sleep 0.2"]).stdout(std::process::Stdio::piped());
     let mut child = command.spawn().unwrap();
     let mut output = child.stdout.take().unwrap();
     let (start, mut chunk) = (std::time::Instant::now(), vec![0; 4096]);
-    // Slower than `yes`, so that there is always more.
+    // Read more slowly than `yes` writes.
     while std::io::Read::read(&mut output, &mut chunk).unwrap() > 0 {
         if start.elapsed() > TIMEOUT {
             child.kill().unwrap();
@@ -162,7 +162,7 @@ fn who_prints_for_ever_outside_of_the_group_does_not_keep_the_launcher() {
 }
 
 #[test]
-fn the_end_of_an_error_that_nobody_saw_is_in_the_summary() {
+fn the_summary_shows_the_end_of_a_hidden_stderr() {
     let logs = tempfile::tempdir().unwrap();
     let dir = logs.path().display().to_string();
     let script = "echo shown; seq 1 50 >&2; [ $RANK = 1 ] && echo ValueError: bad >&2 && exit 3; sleep 300";
@@ -173,7 +173,7 @@ fn the_end_of_an_error_that_nobody_saw_is_in_the_summary() {
     let stderr = run(&["--redirects=2"]);
     assert!(stderr.contains(&format!("\n  {dir}/j/attempt_0/1/stderr.log ends with:\n    42\n")), "{stderr}");
     assert!(stderr.contains("\n    50\n    ValueError: bad\n  rank 0: "), "{stderr}");
-    // Where it was seen it is not repeated.
+    // Output that the console showed is not repeated.
     assert!(!run(&["--tee=2"]).contains("ends with:"));
     assert!(!run(&[]).contains("ends with:"));
 }

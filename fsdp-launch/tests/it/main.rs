@@ -1,4 +1,4 @@
-//! The `fsdp-launch` command, with shell scripts as ranks.
+//! Tests of the `fsdp-launch` command with shell scripts as ranks.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod consoles;
@@ -32,12 +32,11 @@ use std::{
 use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 
-/// Far longer than anything here takes.
+/// A limit that only a hang exceeds.
 const TIMEOUT: Duration = Duration::from_secs(180);
 
-/// Makes what this process starts hear the signals that it ignores itself, as it does in the background of a shell: the
-/// launcher and the ranks would ignore them too, but what a process catches is back to the default in a program that it
-/// starts.
+/// Handles signals that this process ignores, as a background job does, so that child processes start with the default
+/// action.
 fn hear_signals() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -45,7 +44,7 @@ fn hear_signals() {
         let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).unwrap();
         let ignored = u64::from_str_radix(ignored.trim(), 16).unwrap();
         for signal in [SIGINT, SIGTERM, SIGHUP, SIGQUIT] {
-            // One that is not ignored keeps its effect: Ctrl-C ends the tests.
+            // Other signals keep their default: Ctrl-C ends the tests.
             if ignored & (1 << (signal - 1)) != 0 {
                 signal_hook::flag::register(signal, Arc::<AtomicBool>::default()).unwrap();
             }
@@ -53,7 +52,7 @@ fn hear_signals() {
     });
 }
 
-/// `fsdp-launch` with `args`; killed (and its ranks with it) if it does not end in time.
+/// Returns `fsdp-launch` with `args` and a time limit.
 fn launcher(args: &[&str]) -> assert_cmd::Command {
     hear_signals();
     let mut command = assert_cmd::Command::new(assert_cmd::cargo::cargo_bin!("fsdp-launch"));
@@ -64,19 +63,19 @@ fn launcher(args: &[&str]) -> assert_cmd::Command {
     command
 }
 
-/// `ranks` ranks of a shell script.
+/// Returns a launch of `ranks` ranks of a shell script.
 fn ranks(ranks: usize, script: &str) -> assert_cmd::Command {
     launcher(&["--nproc-per-node", &ranks.to_string(), "/bin/sh", "-c", script])
 }
 
-/// The parts of a finished command's output as text.
+/// Runs a command. Returns exit code, stdout and stderr.
 fn finish(command: &mut assert_cmd::Command) -> (Option<i32>, String, String) {
     let output = command.output().unwrap();
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     (output.status.code(), text(&output.stdout), text(&output.stderr))
 }
 
-/// `text` without the lines that say when a rank failed.
+/// Removes the lines with the time of a failure.
 fn without_times(text: &str) -> String {
     text.lines().filter(|line| !line.trim_start().starts_with("at 20")).map(|line| format!("{line}\n")).collect()
 }
@@ -87,8 +86,8 @@ fn sorted(text: &str) -> Vec<&str> {
     lines
 }
 
-/// Written by a process of its own: what another test starts meanwhile would have a file that is written here open for
-/// a moment, and no program can be executed that somebody has open for writing.
+/// Writes an executable from another process: a child that another test forks meanwhile would inherit an open file, and
+/// the kernel does not execute files that are open for writing.
 fn executable(path: PathBuf, content: impl AsRef<[u8]>) -> PathBuf {
     let mut writer = Command::new("sh");
     writer.args(["-c", "cat > \"$0\" && chmod 755 \"$0\""]).arg(&path).stdin(Stdio::piped());
@@ -98,7 +97,7 @@ fn executable(path: PathBuf, content: impl AsRef<[u8]>) -> PathBuf {
     path
 }
 
-/// A launcher that is watched while it runs.
+/// A launcher that is observed while it runs.
 struct Running {
     child: Child,
     lines: Lines<BufReader<ChildStdout>>,
@@ -113,7 +112,7 @@ impl Running {
         hear_signals();
         let mut child = Command::new(program).args(args).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        // The lines end when the launcher ends, so nobody waits longer than this for one.
+        // Reading its lines ends when the launcher ends.
         let launcher = Pid::from_child(&child);
         std::thread::spawn(move || {
             sleep(TIMEOUT);
@@ -126,7 +125,7 @@ impl Running {
         self.lines.next().expect("the launcher ended").unwrap()
     }
 
-    /// The numbers that end the next `count` lines.
+    /// Reads `count` lines, and returns the number at the end of each.
     fn pids(&mut self, count: usize) -> Vec<i32> {
         (0..count).map(|_| self.line().rsplit(' ').next().unwrap().parse().unwrap()).collect()
     }
@@ -154,8 +153,7 @@ impl Drop for Running {
     }
 }
 
-/// A process that ended but that nobody has waited for counts as gone: the first process of a container may never do
-/// so.
+/// Returns whether a process runs. A zombie does not count, because in a container it may never be reaped.
 fn is_alive(pid: i32) -> bool {
     let stat = fs::read_to_string(Path::new("/proc").join(pid.to_string()).join("stat")).unwrap_or_default();
     stat.rsplit(')').next().is_some_and(|rest| !rest.trim().is_empty() && !rest.trim().starts_with(['Z', 'X']))

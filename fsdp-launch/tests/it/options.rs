@@ -12,14 +12,14 @@ fn a_wrong_value_is_one_line_and_exit_code_2() {
         (vec!["--nnodes", "2", "true"], ["--nnodes 2 needs", "--rdzv-endpoint HOST:PORT", "the same on all hosts"]),
         (
             vec!["--nnodes", "2", "--rdzv-endpoint", "a:5", "true"],
-            ["--nnodes 2 needs", "--rdzv-token-file FILE", "no stranger"],
+            ["--nnodes 2 needs", "--rdzv-token-file FILE", "keeps other users out"],
         ),
         (vec!["--nnodes", "2", "--standalone", "true"], ["--standalone means one host", "--nnodes is 2", ""]),
         (vec!["--nproc-per-node", "-1", "true"], ["'-1' for '--nproc-per-node", "expected a number from 1", ""]),
         (vec!["--max-restarts", "-1", "true"], ["'-1' for '--max-restarts", "expected a number of restarts", ""]),
         (vec!["--shutdown-timeout", "-3", "true"], ["'-3' for '--shutdown-timeout", "0 or more", ""]),
         (vec!["--node-rank", "-1", "true"], ["'-1' for '--node-rank", "0 for the first host", ""]),
-        (vec!["--rdzv-backend", "etcd", "true"], ["'etcd' for '--rdzv-backend", "static, c10d", "c10d serves"]),
+        (vec!["--rdzv-backend", "etcd", "true"], ["'etcd' for '--rdzv-backend", "static, c10d", "use c10d instead"]),
         (
             vec!["--rdzv-conf", "keep_alive_max_attempt=1", "true"],
             ["--rdzv-conf", "\"keep_alive_max_attempt=1\"", "expected 2 or more"],
@@ -33,7 +33,10 @@ fn a_wrong_value_is_one_line_and_exit_code_2() {
         (vec!["--duplicate_stderr_filters", "a", "true"], ["'a' for '--duplicate-stderr-filters", "--log-dir", ""]),
         (vec!["--nnodes", "3:2", "true"], ["--nnodes", "'3:2'", "MIN <= MAX"]),
         (vec!["--nproc_per_node", "some", "true"], ["--nproc-per-node", "'some'", "expected a number from 1 to 65535"]),
-        (vec!["--rdzv-endpoint", "192.0.2.1:5", "true"], ["--rdzv-endpoint", "192.0.2.1", "no address of it"]),
+        (
+            vec!["--rdzv-endpoint", "192.0.2.1:5", "true"],
+            ["--rdzv-endpoint", "192.0.2.1", "expected an address of this host"],
+        ),
         (vec!["--signals-to-handle", "SIGKILL", "true"], ["--signals-to-handle", "SIGKILL", "SIGTERM, SIGINT"]),
         (vec!["--rdzv-id", "", "true"], ["run id", "\"\"", "must not be empty"]),
         (vec!["--nproc-per-nod", "2", "true"], ["--nproc-per-nod", "similar", "--nproc-per-node"]),
@@ -47,21 +50,21 @@ fn a_wrong_value_is_one_line_and_exit_code_2() {
 }
 
 #[test]
-fn options_from_torchruns_environment() {
+fn reads_options_from_torchruns_variables() {
     let mut command = launcher(&["/bin/sh", "-c", "echo $ROLE_NAME $WORLD_SIZE"]);
     command.env("PET_NPROC_PER_NODE", "2").env("PET_ROLE", "trainer").env("PET_STANDALONE", "1");
     let (code, stdout, stderr) = finish(&mut command);
     assert_eq!((code, sorted(&stdout)), (Some(0), vec!["[rank 0] trainer 2", "[rank 1] trainer 2"]), "{stderr}");
     let (code, _, stderr) = finish(command.env("PET_NPROC_PER_NODE", "zwei"));
-    let told = "'zwei' for '--nproc-per-node <N>' from PET_NPROC_PER_NODE: expected";
-    assert!(code == Some(2) && stderr.contains(told), "{stderr}");
+    let message = "'zwei' for '--nproc-per-node <N>' from PET_NPROC_PER_NODE: expected";
+    assert!(code == Some(2) && stderr.contains(message), "{stderr}");
     let mut command = launcher(&["--nproc-per-node", "drei", "true"]);
     let (_, _, stderr) = finish(command.env("PET_NPROC_PER_NODE", "zwei"));
     assert!(stderr.contains("'drei' for '--nproc-per-node <N>': expected"), "{stderr}");
 }
 
 #[test]
-fn the_time_to_end_from_torchruns_other_variable() {
+fn reads_the_shutdown_timeout_from_torchruns_variable() {
     let dir = tempfile::tempdir().unwrap();
     let script = format!(
         "cd {}; if [ $RANK = 0 ]; then until [ -e ready ]; do sleep 0.01; done; rm ready; exit 3; fi; \
@@ -79,13 +82,13 @@ fn the_time_to_end_from_torchruns_other_variable() {
 }
 
 #[test]
-fn a_wrong_place_for_temporary_files_is_named() {
+fn a_bad_tmpdir_is_named() {
     let (code, _, stderr) = finish(launcher(&["/bin/true"]).env("TMPDIR", "/no/such/directory"));
     assert!(code == Some(1) && stderr.contains("TMPDIR") && stderr.contains("/no/such/directory"), "{stderr}");
 }
 
 #[test]
-fn one_host_said_in_torchruns_ways() {
+fn accepts_torchruns_forms_of_one_host() {
     for args in [
         vec!["--standalone"],
         vec![
@@ -104,15 +107,15 @@ fn one_host_said_in_torchruns_ways() {
 }
 
 #[test]
-fn a_misspelt_key_of_the_rendezvous_is_warned_of() {
+fn warns_of_an_unknown_rendezvous_key() {
     let warned = |conf: &str| finish(&mut launcher(&["--rdzv-conf", conf, "/bin/true"]));
-    for (conf, told) in [
+    for (conf, message) in [
         ("join_timeot=3", "--rdzv-conf knows no key \"join_timeot\"; did you mean join_timeout?"),
         ("store_tpye=file,timeout=1", "\"store_tpye\"; did you mean store_type?"),
         ("zzz=1", "\"zzz\", only join_timeout, timeout, last_call_timeout"),
     ] {
         let (code, _, stderr) = warned(conf);
-        assert!(code == Some(0) && stderr.contains(told) && stderr.lines().count() == 1, "{stderr}");
+        assert!(code == Some(0) && stderr.contains(message) && stderr.lines().count() == 1, "{stderr}");
     }
     let known = "close_timeout=1,heartbeat_timeout=2,protocol=http,cacert=a,ca_cert=b,etcd_prefix=/c,is_host=1";
     assert_eq!(warned(known), (Some(0), String::new(), String::new()));
@@ -149,7 +152,7 @@ fn pinned_ranks_share_the_cores() {
 }
 
 #[test]
-fn a_signal_of_the_users_choice_is_passed_on() {
+fn signals_to_handle_are_passed_on() {
     let script = "trap 'echo usr1; exit 0' USR1; echo $$; while :; do sleep 0.01; done";
     let args = ["--nproc-per-node=2", "--signals-to-handle=SIGTERM,SIGUSR1", "sh", "-c", script];
     let mut launcher = Running::start(&args);
@@ -162,7 +165,7 @@ fn a_signal_of_the_users_choice_is_passed_on() {
 }
 
 #[test]
-fn a_dry_run_prints_commands_that_do_what_the_launch_does() {
+fn a_dry_run_prints_working_commands() {
     let args = [
         "--nproc-per-node=2",
         "--role=it",
@@ -185,11 +188,11 @@ fn python_scripts_and_modules_get_the_interpreter() {
     let python = executable(dir.path().join("python"), "#!/bin/sh\necho \"$@\"\n");
     executable(dir.path().join("script.py"), "#!/bin/sh\necho itself $1\n");
     let run = |args: &[&str]| finish(launcher(args).current_dir(dir.path()).env("PYTHON_EXEC", &python));
-    let told = |text: &str| (Some(0), format!("[rank 0] {text}\n"), String::new());
-    assert_eq!(run(&["script.py", "--epochs", "3"]), told("-u script.py --epochs 3"));
-    assert_eq!(run(&["./script.py"]), told("-u ./script.py"));
-    assert_eq!(run(&["-m", "package.train", "-x"]), told("-u -m package.train -x"));
-    assert_eq!(run(&["--no-python", "./script.py", "x"]), told("itself x"));
+    let message = |text: &str| (Some(0), format!("[rank 0] {text}\n"), String::new());
+    assert_eq!(run(&["script.py", "--epochs", "3"]), message("-u script.py --epochs 3"));
+    assert_eq!(run(&["./script.py"]), message("-u ./script.py"));
+    assert_eq!(run(&["-m", "package.train", "-x"]), message("-u -m package.train -x"));
+    assert_eq!(run(&["--no-python", "./script.py", "x"]), message("itself x"));
     let (_, stdout, _) = run(&["--run-path", "--no-python", "script.py", "x"]);
     assert!(stdout.contains("-u -c import runpy") && stdout.ends_with("script.py x\n"), "{stdout}");
 
@@ -202,7 +205,7 @@ fn python_scripts_and_modules_get_the_interpreter() {
     let (code, _, stderr) = finish(command.env("PYTHON_EXEC", "/no/such/python"));
     assert!(
         code == Some(1)
-            && stderr.contains("PYTHON_EXEC names no Python interpreter: program \"/no/such/python\" can't be run"),
+            && stderr.contains("PYTHON_EXEC is not a Python interpreter: program \"/no/such/python\" can't be run"),
         "{stderr}"
     );
 }
@@ -216,7 +219,7 @@ fn completions_and_help() {
     }
     let (code, stdout, stderr) = finish(&mut launcher(&["--help"]));
     assert_eq!((code, stderr.as_str()), (Some(0), ""));
-    for part in ["Ranks:", "Program:", "Meeting:", "Failure:", "Examples:", "script.py"] {
+    for part in ["Ranks:", "Program:", "Rendezvous:", "Failure:", "Examples:", "script.py"] {
         assert!(stdout.contains(part), "{part} is not in {stdout}");
     }
     assert!(finish(&mut launcher(&["--version"])).1.starts_with("fsdp-launch "));

@@ -37,7 +37,7 @@ fn binary_output_passes_through() {
 }
 
 #[test]
-fn an_endless_line_is_printed_in_pieces() {
+fn a_long_line_is_printed_in_pieces() {
     let (code, stdout, _) = finish(&mut ranks(1, "head -c 3000000 /dev/zero | tr '\\0' x"));
     assert_eq!(code, Some(0));
     assert!(stdout.lines().count() > 10 && stdout.lines().all(|line| line.starts_with("[rank 0] x")));
@@ -51,9 +51,9 @@ fn stdin_is_empty() {
 }
 
 #[test]
-fn a_process_that_escapes_with_the_pipe_does_not_hold_up_the_end() {
+fn an_escaped_process_with_the_pipe_does_not_delay_the_end() {
     let dir = tempfile::tempdir().unwrap();
-    // Without its environment nobody knows whose it is.
+    // Without its environment, the process can't be attributed to the launch.
     let script = "env -i setsid sh -c ': > away; exec sleep 300' & echo $!; while [ ! -e away ]; do sleep 0.01; done";
     let (code, stdout, _) = finish(&mut ranks(1, &format!("cd {}; {script}", dir.path().display())));
     let sleeper: i32 = stdout.trim_start_matches("[rank 0] ").trim().parse().unwrap();
@@ -64,7 +64,7 @@ fn a_process_that_escapes_with_the_pipe_does_not_hold_up_the_end() {
 }
 
 #[test]
-fn on_a_terminal_rank_0_draws_by_itself() {
+fn on_a_terminal_rank_0_keeps_stderr() {
     let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
     grantpt(&master).unwrap();
     unlockpt(&master).unwrap();
@@ -86,7 +86,7 @@ fn on_a_terminal_rank_0_draws_by_itself() {
         .unwrap();
     assert!(status.success());
     let mut shown = Vec::new();
-    // Reading fails once nobody has the terminal open any more.
+    // The read fails once the terminal has no other user.
     let mut buffer = [0; 1024];
     while let Ok(read) = rustix::io::read(&master, &mut buffer)
         && read > 0

@@ -1,4 +1,4 @@
-//! PMI between the launcher and its ranks, spoken by bash; and the secret of the store.
+//! PMI between the launcher and ranks that are bash scripts; and the store's secret.
 
 use std::{fs, thread::sleep, time::Duration};
 
@@ -8,13 +8,13 @@ use crate::{
     launcher, sorted, without_times,
 };
 
-/// What a rank of bash needs to speak.
+/// Bash functions that speak PMI.
 const SPEAKS: &str = "ask() { echo \"$1\" >&$PMI_FD; read -r answer <&$PMI_FD; }; \
     init() { ask 'cmd=init pmi_version=1 pmi_subversion=1'; ask cmd=get_my_kvsname; kvs=${answer##*kvsname=}; }; \
     put() { ask \"cmd=put kvsname=$kvs key=$1 value=$2\"; }; \
     get() { ask \"cmd=get kvsname=$kvs key=$1\"; }; ";
 
-/// Two launchers with two ranks each.
+/// Starts one of two launchers with two ranks each.
 fn two_hosts(options: &str, script: &str) -> [(Option<i32>, String); 2] {
     let options = agents_of(format!("--nnodes=2 --nproc-per-node=2 {options}").trim(), free_port());
     let script = format!("{SPEAKS}{script}");
@@ -22,7 +22,7 @@ fn two_hosts(options: &str, script: &str) -> [(Option<i32>, String); 2] {
 }
 
 fn of_bash(options: &[String], node_rank: usize, script: &str) -> Agent {
-    // The agent's shell is another.
+    // Use bash, not the agent's sh.
     let script = format!("exec bash -c '{}'", script.replace('\'', r"'\''"));
     start(options, &[&format!("--node-rank={node_rank}")], &script)
 }
@@ -32,8 +32,8 @@ fn of_one_host(ranks: &str, script: &str) -> (Option<i32>, String, String) {
 }
 
 #[test]
-fn ranks_of_two_hosts_find_what_the_others_have_put() {
-    // 8 values of 4000 bytes each do not fit a message between launchers.
+fn two_hosts_exchange_entries() {
+    // 8 values of 4000 bytes do not fit one message between launchers.
     let script = "init; for i in 1 2 3 4 5 6 7 8; do put big$i.$PMI_RANK $(printf \"%04000d\" $i); done; \
         put card$PMI_RANK \"card of $RANK\"; ask cmd=barrier_in; \
         for r in 0 1 2 3; do get card$r; cards=\"$cards ${answer##*value=},\"; get big8.$r; [ ${#answer} = 4038 ] && \
@@ -47,8 +47,8 @@ fn ranks_of_two_hosts_find_what_the_others_have_put() {
     });
     let all = all.concat();
     let cards = "card of 0, whole card of 1, whole card of 2, whole card of 3, whole (vector,(0,2,2))";
-    let told = |rank| [format!("[rank {rank}] {rank} of 4: {cards}"), format!("[rank {rank}] 4")];
-    let expected: Vec<String> = (0..4).flat_map(told).collect();
+    let message = |rank| [format!("[rank {rank}] {rank} of 4: {cards}"), format!("[rank {rank}] 4")];
+    let expected: Vec<String> = (0..4).flat_map(message).collect();
     assert_eq!(sorted(&all), expected);
 }
 
@@ -65,8 +65,8 @@ fn a_restart_begins_with_an_empty_space() {
     let all = all.concat();
     for rank in 0..4 {
         for attempt in [0, 1] {
-            let told = format!("[rank {rank}] attempt {attempt}: key_not_found, value=value\n");
-            assert!(all.contains(&told), "{told} is not in {all}");
+            let message = format!("[rank {rank}] attempt {attempt}: key_not_found, value=value\n");
+            assert!(all.contains(&message), "{message} is not in {all}");
         }
     }
 }
@@ -77,11 +77,11 @@ fn a_rank_that_aborts_ends_all_hosts_with_its_message() {
         echo 'cmd=abort exitcode=13 message=no such data' >&$PMI_FD; exit 13; fi; sleep 300";
     for (code, text) in two_hosts("", script) {
         assert_eq!(code, Some(13), "{text}");
-        let told =
+        let message =
             "failed first, with exit code 13\n  it recorded: it called MPI_Abort with exit code 13: no such data";
-        assert!(text.contains("rank 3 (pid ") && text.contains(told), "{text}");
+        assert!(text.contains("rank 3 (pid ") && text.contains(message), "{text}");
     }
-    // By an abort with exit code 0 nothing succeeds, and a rank that stays is ended.
+    // MPI_Abort with exit code 0 is still a failure, and the launcher ends the rank.
     let (code, _, stderr) = of_one_host("2", "echo 'cmd=abort exitcode=0' >&$PMI_FD; exit 0");
     assert!(code == Some(1) && stderr.contains("it called MPI_Abort with exit code 0"), "{stderr}");
     let (code, _, stderr) = of_one_host("1", "echo 'cmd=abort exitcode=7' >&$PMI_FD; exec sleep 300");
@@ -91,9 +91,9 @@ fn a_rank_that_aborts_ends_all_hosts_with_its_message() {
 #[test]
 fn a_rank_that_says_nonsense_is_named() {
     for (said, part) in [
-        ("GET / HTTP/1.1", "it said over PMI \"GET / HTTP/1.1\", which is no command of PMI-1"),
-        ("cmd=get_maxes", "it spoke PMI before it said init"),
-        ("cmd=init", "it said over PMI \"cmd=init\", which lacks pmi_version="),
+        ("GET / HTTP/1.1", "it sent over PMI \"GET / HTTP/1.1\", which is not a command of PMI-1"),
+        ("cmd=get_maxes", "it sent a PMI command before init"),
+        ("cmd=init", "it sent over PMI \"cmd=init\", which lacks pmi_version="),
     ] {
         let script = format!("[ $RANK = 1 ] && echo '{said}' >&$PMI_FD; exec sleep 300");
         let (code, _, stderr) = of_one_host("2", &script);
@@ -104,24 +104,24 @@ fn a_rank_that_says_nonsense_is_named() {
 }
 
 #[test]
-fn nobody_waits_for_a_rank_that_has_ended() {
+fn an_exit_during_a_barrier_is_a_failure() {
     let (code, _, stderr) = of_one_host("2", "init; [ $RANK = 1 ] && exit 0; ask cmd=barrier_in; sleep 300");
     assert_eq!(code, Some(1), "{stderr}");
-    let told = "with exit code 0\n  it recorded: it takes part in MPI no more, and rank 0 waits for it";
-    assert!(stderr.contains("rank 1 (pid ") && stderr.contains(told), "{stderr}");
-    // What fails tells so itself.
+    let message = "with exit code 0\n  it recorded: it left MPI, but rank 0 waits for it";
+    assert!(stderr.contains("rank 1 (pid ") && stderr.contains(message), "{stderr}");
+    // The rank's own failure is reported.
     let (code, _, stderr) = of_one_host("2", "init; [ $RANK = 1 ] && exit 5; ask cmd=barrier_in; sleep 300");
     assert!(code == Some(5) && !stderr.contains("it recorded"), "{stderr}");
-    // The ranks of another host.
+    // A rank of another host.
     let script = "[ $PMI_RANK -lt 2 ] && exit 0; init; ask cmd=barrier_in; sleep 300";
     for (code, text) in two_hosts("", script) {
-        let told = "has ended its ranks while those of other hosts wait for them in a barrier of MPI";
-        assert!(code == Some(1) && text.contains(told), "{text}");
+        let message = "has ended its ranks while those of other hosts wait for them in a barrier of MPI";
+        assert!(code == Some(1) && text.contains(message), "{text}");
     }
 }
 
 #[test]
-fn what_a_rank_leaves_behind_ends_though_it_holds_the_connection() {
+fn leftover_processes_with_the_connection_end() {
     let script = "setsid sleep 300 & echo pid $!; init; ask cmd=barrier_in; ask cmd=finalize";
     let (code, stdout, stderr) = of_one_host("2", script);
     assert_eq!(code, Some(0), "{stderr}");
@@ -131,7 +131,7 @@ fn what_a_rank_leaves_behind_ends_though_it_holds_the_connection() {
 }
 
 #[test]
-fn all_ranks_have_one_secret_and_nobody_sees_it() {
+fn ranks_share_a_secret_that_is_not_visible() {
     let dir = tempfile::tempdir().unwrap();
     let options = agents_of("--nnodes=2 --nproc-per-node=2", free_port());
     let script = "echo secret $FSDP_STORE_SECRET";
@@ -145,7 +145,7 @@ fn all_ranks_have_one_secret_and_nobody_sees_it() {
     secrets.dedup();
     assert!(secrets.len() == 1 && secrets[0].len() == 64, "{secrets:?}");
 
-    // One of a launcher around, or of the user, is another run's.
+    // The variable of an outer launcher is not passed on.
     let secret = dir.path().join("secret");
     let script = format!("echo $FSDP_STORE_SECRET > {}; echo ready; exec sleep 300", secret.display());
     let mut command = std::process::Command::new(assert_cmd::cargo::cargo_bin!("fsdp-launch"));
@@ -169,7 +169,7 @@ fn all_ranks_have_one_secret_and_nobody_sees_it() {
         sleep(Duration::from_millis(5));
     };
     assert_eq!(text.len(), 64);
-    // Nor does what it writes, or its command line, or `status`.
+    // Neither files, nor the command line, nor `status` contain it.
     fs::remove_file(&secret).unwrap();
     let seen = std::process::Command::new("grep").args(["-r", &text]).arg(dir.path()).output().unwrap();
     assert!(seen.stdout.is_empty(), "{seen:?}");
@@ -179,7 +179,7 @@ fn all_ranks_have_one_secret_and_nobody_sees_it() {
     assert!(!stdout.contains("FSDP_STORE_SECRET") && stderr.is_empty(), "{stdout}");
 }
 
-/// A launcher that ends with the test.
+/// A launcher that is killed at the end of the test.
 struct Watched(std::process::Child);
 
 impl Drop for Watched {
@@ -190,9 +190,9 @@ impl Drop for Watched {
 }
 
 #[test]
-fn a_rank_that_does_not_speak_pmi_sees_one_more_descriptor_alone() {
+fn a_rank_inherits_only_its_own_socket() {
     let mut launcher = Running::start(&["--nproc-per-node=3", "bash", "-c", "ls -l /proc/$$/fd | grep -c socket:"]);
-    // Its own end, and none of another rank's.
+    // Each rank has its own socket, and no other.
     for _ in 0..3 {
         assert!(launcher.line().ends_with("] 1"));
     }

@@ -1,4 +1,4 @@
-//! How the program is found or built.
+//! How the program is found and built.
 
 use std::{fs, path::Path};
 
@@ -30,7 +30,7 @@ fn workspace() -> tempfile::TempDir {
 }
 
 fn in_dir(dir: &Path, args: &[&str]) -> (Option<i32>, String, String) {
-    // Started by `cargo test` as by `cargo run`, the launcher has another package's variables around it.
+    // `cargo test` sets another package's variables for the launcher.
     finish(launcher(args).current_dir(dir).env("CARGO_NET_OFFLINE", "true").env("CARGO_PKG_NAME", "wrong"))
 }
 
@@ -50,7 +50,7 @@ fn targets_of_the_workspace_are_built_and_run() {
         stdout.ends_with("target/release/examples/demo\n") && !dir.path().join("target/release/examples/demo").exists()
     );
 
-    // From a folder further down, and without building anew what is built.
+    // From a subdirectory, without a rebuild.
     let (code, stdout, stderr) = in_dir(&dir.path().join("b/src"), &["demo"]);
     assert_eq!((code, stdout.as_str()), (Some(0), "[rank 0] demo, a\n"), "{stderr}");
     let (code, _, stderr) = in_dir(dir.path(), &["demo"]);
@@ -79,14 +79,14 @@ fn targets_of_the_workspace_are_built_and_run() {
 }
 
 #[test]
-fn members_that_are_no_default_do_not_choose_features() {
+fn non_default_members_do_not_affect_features() {
     let dir = workspace();
     let write = |path: &str, content: &str| {
         let path = dir.path().join(path);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
         fs::write(path, content).unwrap();
     };
-    // What both depend on can't be compiled with the feature that `b` wants.
+    // The common dependency does not compile with the feature that `b` enables.
     let package = |name: &str, more: &str| {
         write(
             &format!("{name}/Cargo.toml"),
@@ -109,7 +109,7 @@ fn members_that_are_no_default_do_not_choose_features() {
 }
 
 #[test]
-fn a_name_that_is_no_target_is_found_in_path() {
+fn a_name_without_target_is_found_in_path() {
     let dir = workspace();
     let tool = executable(dir.path().join("some-tool"), "#!/bin/sh\necho tool $1\n");
     let path = format!("{}:{}", tool.parent().unwrap().display(), std::env::var("PATH").unwrap());
@@ -120,24 +120,24 @@ fn a_name_that_is_no_target_is_found_in_path() {
 }
 
 #[test]
-fn without_cargo_and_without_a_workspace_path_is_enough() {
+fn works_without_cargo_or_a_workspace() {
     let dir = tempfile::tempdir().unwrap();
     executable(dir.path().join("some-tool"), "#!/bin/sh\necho tool\n");
     let mut command = launcher(&["some-tool"]);
     command.current_dir("/").env_remove("CARGO").env("PATH", dir.path());
     assert_eq!(finish(&mut command), (Some(0), "[rank 0] tool\n".into(), String::new()));
-    // A workspace that can't be read is told of only when nothing is found.
+    // An unreadable workspace is reported only if nothing is found.
     let workspace = workspace();
     command.current_dir(workspace.path());
     assert_eq!(finish(&mut command), (Some(0), "[rank 0] tool\n".into(), String::new()));
     let mut command = launcher(&["no-such-tool"]);
     let (code, _, stderr) = finish(command.current_dir(workspace.path()).env_remove("CARGO").env("PATH", dir.path()));
     assert_eq!(code, Some(1));
-    assert!(stderr.contains("can't be read: there is no cargo in PATH"), "{stderr}");
+    assert!(stderr.contains("can't be read: cargo is not in PATH"), "{stderr}");
 }
 
 #[test]
-fn nothing_is_built_where_the_environment_says_so() {
+fn fsdp_launch_build_no_skips_the_build() {
     let (workspace, built) = (workspace(), tempfile::tempdir().unwrap());
     executable(built.path().join("trainer"), "#!/bin/sh\necho built before\n");
     let mut command = launcher(&["trainer"]);
@@ -149,14 +149,14 @@ fn nothing_is_built_where_the_environment_says_so() {
 }
 
 #[test]
-fn what_is_not_found_names_the_places_and_the_way_out() {
+fn an_unknown_program_names_the_searched_places() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("train.sh"), "").unwrap();
     let (code, stdout, stderr) = finish(launcher(&["train.sh"]).current_dir(dir.path()));
     assert_eq!((code, stdout.as_str()), (Some(1), ""));
     for part in [
         "\"train.sh\" was not found",
-        "is in none",
+        "is not in one",
         "beside fsdp-launch, in /",
         "PATH",
         "give a path",
@@ -167,7 +167,7 @@ fn what_is_not_found_names_the_places_and_the_way_out() {
 }
 
 #[test]
-fn paths_that_can_not_be_run() {
+fn rejects_paths_that_cannot_run() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("plain"), "#!/bin/sh\n").unwrap();
     executable(dir.path().join("orphan"), "#!/no/such/interpreter\n");
@@ -186,10 +186,10 @@ fn paths_that_can_not_be_run() {
 }
 
 #[test]
-fn what_the_kernel_refuses_is_no_shell_script() {
+fn a_damaged_program_does_not_run_in_a_shell() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name);
-    // A program that is cut short, one of another machine, words behind bytes that no text has, and nothing at all.
+    // Truncated, for another machine, text with binary bytes, and empty.
     let whole = fs::read("/bin/sh").unwrap();
     let mut foreign = whole.clone();
     foreign[18] ^= 0xff;
@@ -210,10 +210,10 @@ fn what_the_kernel_refuses_is_no_shell_script() {
     for name in ["cut", "magic", "foreign", "words", "control", "bytes", "empty", "script"] {
         let (code, stdout, stderr) = finish(launcher(&[&format!("./{name}")]).current_dir(dir.path()));
         assert_eq!((code, stdout.as_str()), (Some(1), ""), "{name}: {stderr}");
-        let told = "Exec format error (os error 8): it is no program of this kind of machine, and no script: damaged";
-        assert!(stderr.contains(told) && stderr.lines().count() == 1, "{name}: {stderr}");
+        let message = "Exec format error (os error 8): it is neither a program for this machine nor a script: damaged";
+        assert!(stderr.contains(message) && stderr.lines().count() == 1, "{name}: {stderr}");
     }
-    // Text without a #! line is a shell script, as in a shell.
+    // Text without a #! line is a shell script.
     executable(path("text"), "echo \"$RANK $*\"\n");
     let (code, stdout, _) = finish(launcher(&["./text", "a", "b"]).current_dir(dir.path()));
     assert_eq!((code, stdout.as_str()), (Some(0), "[rank 0] 0 a b\n"));

@@ -1,4 +1,4 @@
-//! `--max-restarts`: all ranks start again after one has failed.
+//! `--max-restarts`.
 
 use rustix::process::Signal;
 
@@ -9,7 +9,7 @@ fn run(max_restarts: &str, script: &str) -> (Option<i32>, String, String) {
 }
 
 #[test]
-fn the_group_starts_again_until_it_succeeds() {
+fn restarts_until_success() {
     let script = "echo $TORCHELASTIC_RESTART_COUNT of $TORCHELASTIC_MAX_RESTARTS; [ $TORCHELASTIC_RESTART_COUNT = 2 ] \
     && exit 0; \
                   [ $RANK = $TORCHELASTIC_RESTART_COUNT ] && exit 7; sleep 300";
@@ -34,7 +34,7 @@ fn the_group_starts_again_until_it_succeeds() {
 }
 
 #[test]
-fn the_last_failure_is_the_launchers_when_restarts_are_used_up() {
+fn the_last_failure_counts_after_all_restarts() {
     let script = "[ $RANK = 1 ] && echo '{\"message\": \"try '$TORCHELASTIC_RESTART_COUNT'\"}' > \
     $TORCHELASTIC_ERROR_FILE && \
                   exit $((TORCHELASTIC_RESTART_COUNT + 3)); sleep 300";
@@ -52,7 +52,7 @@ fn the_last_failure_is_the_launchers_when_restarts_are_used_up() {
 }
 
 #[test]
-fn every_attempt_is_the_same_run_without_what_the_last_one_left() {
+fn attempts_share_the_run_id_but_no_processes() {
     let script = "echo $TORCHELASTIC_RUN_ID; sleep 300 & echo pid $!; [ $RANK = 0 ] && kill -9 $$; wait";
     let (code, stdout, _) = run("1", script);
     assert_eq!(code, Some(137));
@@ -66,7 +66,7 @@ fn every_attempt_is_the_same_run_without_what_the_last_one_left() {
 }
 
 #[test]
-fn ctrl_c_never_restarts() {
+fn a_signal_does_not_restart() {
     let script = "trap 'exit 3' TERM INT; echo $$; while :; do sleep 0.01; done";
     for signal in [Signal::INT, Signal::TERM] {
         let mut launcher = Running::start(&["--nproc-per-node=2", "--max-restarts=9", "sh", "-c", script]);
@@ -79,8 +79,8 @@ fn ctrl_c_never_restarts() {
 }
 
 #[test]
-fn ctrl_c_while_a_failed_attempt_ends_is_heard_too() {
-    // Rank 1 fails; rank 0, asked to end, says so and stays, until a Ctrl-C during the shutdown kills it.
+fn sigint_during_a_shutdown_ends_the_run() {
+    // Rank 1 fails; rank 0 ignores SIGTERM until SIGINT to the launcher kills it.
     let dir = tempfile::tempdir().unwrap();
     let script = format!(
         "cd {}; if [ $RANK = 1 ]; then while [ ! -e ready ]; do sleep 0.01; done; exit 3; fi; \
@@ -96,7 +96,7 @@ fn ctrl_c_while_a_failed_attempt_ends_is_heard_too() {
 }
 
 #[test]
-fn a_clean_run_says_nothing_of_restarts() {
+fn a_run_without_failure_is_silent() {
     assert_eq!(run("3", "exit 0"), (Some(0), String::new(), String::new()));
 }
 
@@ -112,9 +112,9 @@ fn a_launcher_killed_after_a_restart_leaves_nothing() {
 }
 
 #[test]
-fn a_program_that_is_gone_ends_the_run_with_what_came_before() {
+fn a_vanished_program_ends_the_run_with_its_history() {
     let dir = tempfile::tempdir().unwrap();
-    // Not before the other's shell has read it.
+    // Wait until the other rank's shell has read the script.
     let script = format!(
         "#!/bin/sh\ncd {}\nif [ $RANK = 0 ]; then : > up; exec sleep 300; fi\n\
          until [ -e up ]; do sleep 0.01; done\nrm $0\nexit 3\n",

@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::{Running, TIMEOUT, executable, finish, heartbeats::rank_program, hosts::free_port, launcher};
 
-/// The run of this id as JSON, once it is as wanted.
+/// Returns the run of this id as JSON, once it matches.
 fn status_when(run: &str, wanted: impl Fn(&Value) -> bool) -> Value {
     let start = Instant::now();
     loop {
@@ -28,7 +28,7 @@ fn status_when(run: &str, wanted: impl Fn(&Value) -> bool) -> Value {
 }
 
 #[test]
-fn a_run_is_shown_with_what_its_ranks_do() {
+fn shows_the_activity_of_each_rank() {
     let id = format!("status-{}", std::process::id());
     let program = rank_program("stays_away");
     let mut args = vec!["--nproc-per-node=2", "--max-restarts=3", "--rdzv-id", &id];
@@ -46,7 +46,7 @@ fn a_run_is_shown_with_what_its_ranks_do() {
     assert_eq!((&rank["rank"], &rank["told"]["pid"], &rank["process"]["pid"]), (&1.into(), &rank["pid"], &rank["pid"]));
     assert!(rank["told"]["beat"].as_f64().unwrap() >= 0. && rank["process"]["resident_bytes"].as_u64().unwrap() > 0);
 
-    // By the start of the id too, and as text.
+    // By a prefix of the id, as text.
     let (code, stdout, stderr) = finish(&mut launcher(&["status", &id[..id.len() - 1]]));
     assert_eq!((code, stderr.as_str()), (Some(0), ""));
     for part in [
@@ -61,18 +61,18 @@ fn a_run_is_shown_with_what_its_ranks_do() {
         assert!(stdout.contains(&part), "{part:?} is not in {stdout}");
     }
 
-    // One that is not there: those that are.
+    // An unknown id lists the known ones.
     let (code, stdout, stderr) = finish(&mut launcher(&["status", "no-such-run"]));
     assert_eq!((code, stdout.as_str()), (Some(1), ""));
     assert!(stderr.starts_with("fsdp-launch: no run \"no-such-run\": there are ") && stderr.contains(&id), "{stderr}");
 
-    // Killed, it leaves nothing that is shown.
+    // A killed launcher is not shown.
     drop(launched);
     assert_eq!(finish(&mut launcher(&["status", &id])).0, Some(1));
 }
 
 #[test]
-fn an_attempt_after_a_restart_is_shown() {
+fn shows_the_attempt_after_a_restart() {
     let id = format!("restarted-{}", std::process::id());
     let script = "[ $TORCHELASTIC_RESTART_COUNT = 0 ] && exit 3; sleep 1000";
     let _launched = Running::start(&["--max-restarts=1", "--rdzv-id", &id, "sh", "-c", script]);
@@ -82,29 +82,28 @@ fn an_attempt_after_a_restart_is_shown() {
 }
 
 #[test]
-fn a_launcher_that_waits_for_other_hosts_is_shown() {
+fn shows_a_waiting_launcher() {
     let id = format!("waits-{}", std::process::id());
     let endpoint = format!("localhost:{}", free_port());
     let alone = ["--nnodes=2", "--rdzv-endpoint", &endpoint, "--rdzv-id", &id, "true"];
     let launched = Running::start(&alone);
     let run = status_when(&id, |run| !run["waiting"].is_null());
-    let told = format!(
-        "waiting for other hosts at {endpoint} (an address that only launchers of this host reach): 2 are wanted"
-    );
-    assert!(run["waiting"].as_str().unwrap().starts_with(&told), "{run}");
+    let message =
+        format!("waiting for other hosts at {endpoint} (an address that only launchers of this host reach): need 2");
+    assert!(run["waiting"].as_str().unwrap().starts_with(&message), "{run}");
     assert_eq!((&run["launcher_pid"], &run["ranks"]), (&Value::from(launched.child.id()), &Value::Array(Vec::new())));
     let (code, stdout, stderr) = finish(&mut launcher(&["status", &id]));
     assert_eq!((code, stderr.as_str()), (Some(0), ""));
     let line = format!("launcher pid {}, before attempt 0 for ", launched.child.id());
-    assert!(stdout.contains(&line) && stdout.contains(&format!("\n  {told}")), "{stdout}");
+    assert!(stdout.contains(&line) && stdout.contains(&format!("\n  {message}")), "{stdout}");
 }
 
 #[test]
-fn no_run_is_said_and_bad_input_is_one_line() {
+fn reports_no_run_and_bad_input_in_one_line() {
     let empty = tempfile::tempdir().unwrap();
     for (args, code, part) in [
-        (vec!["status"], 1, "no run of this user is under way on this host"),
-        (vec!["status", "x", "--json"], 1, "no run \"x\": none of this user is under way"),
+        (vec!["status"], 1, "this user has no running launch on this host"),
+        (vec!["status", "x", "--json"], 1, "no run \"x\": this user has no running launch"),
         (vec!["status", "x", "y"], 2, "'y'"),
         (vec!["status", "--nproc-per-node=2"], 2, "--nproc-per-node"),
     ] {
@@ -114,20 +113,20 @@ fn no_run_is_said_and_bad_input_is_one_line() {
     }
     let (code, _, stderr) = finish(launcher(&["status"]).env("TMPDIR", "/no/such/directory"));
     assert!(code == Some(1) && stderr.contains("directory for temporary files"), "{stderr}");
-    // Options from the environment are for launches.
+    // Options from the environment do not apply to `status`.
     let mut command = launcher(&["status"]);
     command.env("PET_NPROC_PER_NODE", "2").env("PET_ROLE", "it").env("TMPDIR", empty.path());
     assert_eq!(finish(&mut command).0, Some(1));
 }
 
 #[test]
-fn a_program_of_that_name_is_started_by_its_path() {
+fn a_program_named_status_runs_by_path() {
     let dir = tempfile::tempdir().unwrap();
     executable(dir.path().join("status"), "#!/bin/sh\necho itself \"$@\"\n");
     for args in [vec!["./status", "x"], vec!["--nproc-per-node=1", "./status", "x"]] {
         let (code, stdout, stderr) = finish(launcher(&args).current_dir(dir.path()));
         assert_eq!((code, stdout.as_str()), (Some(0), "[rank 0] itself x\n"), "{stderr}");
     }
-    // An argument of a program is none of ours.
+    // After the program, `status` is an argument.
     assert_eq!(finish(&mut launcher(&["/bin/echo", "status"])).1, "[rank 0] status\n");
 }

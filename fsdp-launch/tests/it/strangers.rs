@@ -1,4 +1,4 @@
-//! The port of the rendezvous is closed to whoever has not the token.
+//! The rendezvous port refuses connections without the token.
 
 use std::{
     collections::VecDeque,
@@ -14,7 +14,7 @@ use rustix::process::Signal;
 
 use crate::{Running, finish, hosts::free_port, launcher};
 
-/// A launcher that waits for a second one, with its token.
+/// Starts a launcher that waits for a second one. Returns it with its port and token file.
 fn waiting(dir: &std::path::Path) -> (Running, u16, String) {
     let port = free_port();
     let token = dir.join("token");
@@ -29,7 +29,7 @@ fn waiting(dir: &std::path::Path) -> (Running, u16, String) {
     (launcher, port, token)
 }
 
-/// Bytes that look random and are the same in every run.
+/// Reproducible pseudo-random bytes.
 struct Noise(u64);
 
 impl Noise {
@@ -48,7 +48,7 @@ fn status_kib(pid: u32, field: &str) -> u64 {
 }
 
 #[test]
-fn ten_thousand_strangers_get_nothing_and_leave_nothing() {
+fn ten_thousand_unauthenticated_connections_cost_little() {
     let dir = tempfile::tempdir().unwrap();
     let (launcher, port, token) = waiting(dir.path());
     let pid = launcher.child.id();
@@ -57,7 +57,7 @@ fn ten_thousand_strangers_get_nothing_and_leave_nothing() {
     let mut answered = 0;
     for round in 0..10_000 {
         let Ok(mut stream) = TcpStream::connect(("127.0.0.1", port)) else { panic!("round {round}: nobody listens") };
-        // Nothing, a part of a handshake, one of the right length, and much more than one.
+        // Less than a handshake, its length, more, and much more.
         let len = match round % 4 {
             0 => noise.next() % 48,
             1 => 48,
@@ -65,7 +65,7 @@ fn ten_thousand_strangers_get_nothing_and_leave_nothing() {
             _ => noise.next() % 70_000,
         };
         let bytes: Vec<u8> = (0..len).map(|_| noise.next() as u8).collect();
-        // It may have been closed in the middle.
+        // The launcher may close the connection early.
         stream.write_all(&bytes).ok();
         stream.shutdown(std::net::Shutdown::Write).ok();
         stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
@@ -77,7 +77,7 @@ fn ten_thousand_strangers_get_nothing_and_leave_nothing() {
     println!("resident: {before} KiB before, {now} KiB after; {threads} threads");
     assert!(now < before + (16 << 10), "{before} KiB before, {now} KiB after");
 
-    // With another token: refused, in words that say why; with the right one: admitted.
+    // Another token is refused with a reason; the right one is accepted.
     let other = dir.path().join("other");
     fs::write(&other, "another secret, as long as the one").unwrap();
     let endpoint = format!("127.0.0.1:{port}");
@@ -111,10 +111,10 @@ fn launcher_of(options: &[String]) -> assert_cmd::Command {
 }
 
 #[test]
-fn many_connections_that_say_nothing_do_not_keep_an_agent_out() {
+fn silent_connections_do_not_block_an_agent() {
     let dir = tempfile::tempdir().unwrap();
     let (launcher, port, token) = waiting(dir.path());
-    // As many as the system takes, and new ones for those that are closed.
+    // Keep 200 connections open, and replace closed ones.
     let (stop, stopped) = mpsc::channel::<()>();
     let strangers = thread::spawn(move || {
         let mut silent = VecDeque::new();
@@ -137,7 +137,7 @@ fn many_connections_that_say_nothing_do_not_keep_an_agent_out() {
 }
 
 #[test]
-fn one_host_listens_at_the_loopback_alone_and_one_launcher_nowhere() {
+fn listens_on_the_endpoint_only() {
     let listens = |pid: u32| -> Vec<String> {
         let tcp = ["tcp", "tcp6"].map(|name| fs::read_to_string(format!("/proc/{pid}/net/{name}")).unwrap()).concat();
         let fds = fs::read_dir(format!("/proc/{pid}/fd")).unwrap();

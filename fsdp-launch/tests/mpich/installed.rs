@@ -1,4 +1,4 @@
-//! The MPICH of this machine, and the tests' program.
+//! MPICH on this machine, and the tests' program.
 
 use std::{
     env,
@@ -13,7 +13,7 @@ pub(crate) enum Program {
     Missing { why: String, is_required: bool },
 }
 
-/// Builds it, where that can be.
+/// Builds the program, if MPICH and a compiler are installed.
 pub(crate) fn program() -> Program {
     let is_required = match env::var("FSDP_TESTS_REQUIRE").as_deref() {
         Err(env::VarError::NotPresent) | Ok("") => false,
@@ -41,7 +41,7 @@ fn build() -> Result<PathBuf, String> {
     }
 }
 
-/// The compiler beside a launcher of MPICH's.
+/// Finds the compiler beside one of MPICH's launchers.
 fn mpicc() -> Option<PathBuf> {
     let installed = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/mpi/mpich/bin/mpirun");
     let mut launchers: Vec<PathBuf> = match env::var_os("FSDP_TESTS_MPI") {

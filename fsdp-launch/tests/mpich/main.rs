@@ -1,7 +1,6 @@
-//! Programs of MPICH, started by `fsdp-launch` alone: no `mpiexec`.
+//! MPICH programs under `fsdp-launch`, without `mpiexec`.
 //!
-//! A machine without MPICH and a C compiler ignores these tests, with the reason. With `FSDP_TESTS_REQUIRE=all`, as CI
-//! runs them, they fail.
+//! Without MPICH and a C compiler, the tests are ignored. With `FSDP_TESTS_REQUIRE=all`, as in CI, they fail instead.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod installed;
@@ -17,7 +16,7 @@ use std::{
 use installed::Program;
 use libtest_mimic::{Arguments, Completion, Trial};
 
-/// Far longer than anything here takes.
+/// A limit that only a hang exceeds.
 const TIMEOUT: Duration = Duration::from_secs(180);
 
 fn main() {
@@ -34,17 +33,17 @@ fn main() {
         })
     };
     let trials = vec![
-        trial("ranks_of_one_host_share_it", ranks_of_one_host_share_it),
-        trial("ranks_of_two_hosts_meet", ranks_of_two_hosts_meet),
-        trial("hosts_may_have_different_numbers_of_ranks", hosts_may_have_different_numbers_of_ranks),
-        trial("a_killed_rank_starts_again_with_all_others", a_killed_rank_starts_again_with_all_others),
-        trial("an_abort_ends_all_hosts", an_abort_ends_all_hosts),
-        trial("what_is_not_served_is_an_error_of_the_program", what_is_not_served_is_an_error_of_the_program),
+        trial("ranks_of_one_host_share_memory", ranks_of_one_host_share_memory),
+        trial("ranks_of_two_hosts_communicate", ranks_of_two_hosts_communicate),
+        trial("hosts_may_have_different_rank_counts", hosts_may_have_different_rank_counts),
+        trial("a_killed_rank_restarts_all", a_killed_rank_restarts_all),
+        trial("mpi_abort_ends_all_hosts", mpi_abort_ends_all_hosts),
+        trial("unsupported_calls_return_errors", unsupported_calls_return_errors),
     ];
     libtest_mimic::run(&Arguments::from_args(), trials).exit()
 }
 
-/// A launcher, killed if it does not end in time; all that it printed.
+/// A launcher with a time limit.
 struct Launcher(Child);
 
 impl Launcher {
@@ -82,7 +81,7 @@ impl Drop for Launcher {
     }
 }
 
-/// Launchers with so many ranks each, which to MPICH are hosts of their own: its ranks talk over the network.
+/// Runs launchers with these numbers of ranks. To MPICH each is a host, so ranks communicate over the network.
 fn hosts(ranks: &[usize], options: &[&str], program: &Path, mode: &str) -> Vec<(Option<i32>, String)> {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let launchers = ranks.iter().enumerate().map(|(host, count)| {
@@ -95,7 +94,7 @@ fn hosts(ranks: &[usize], options: &[&str], program: &Path, mode: &str) -> Vec<(
         all.extend(options.iter().map(|option| option.to_string()));
         Launcher::start(&all, program, mode)
     });
-    // All of them are started before one is waited for.
+    // Start all before waiting for one.
     let launchers: Vec<_> = launchers.collect();
     launchers.into_iter().map(Launcher::finish).collect()
 }
@@ -104,7 +103,7 @@ fn one_host(ranks: usize, program: &Path, mode: &str) -> (Option<i32>, String) {
     Launcher::start(&[format!("--nproc-per-node={ranks}")], program, mode).finish()
 }
 
-/// The lines of ranks, in order.
+/// Returns the ranks' lines, sorted.
 fn lines(ended: &[(Option<i32>, String)]) -> Vec<&str> {
     assert!(ended.iter().all(|(code, _)| *code == Some(0)), "{ended:?}");
     let mut lines: Vec<_> =
@@ -113,28 +112,28 @@ fn lines(ended: &[(Option<i32>, String)]) -> Vec<&str> {
     lines
 }
 
-/// What the program prints: all ranks' sum, and how many ranks share its host.
+/// Returns the line that a rank prints: the sum over all ranks, and the number of ranks on its host.
 fn told(rank: usize, world: usize, on_host: usize) -> String {
     let sum = world * (world + 1) / 2;
     format!("[rank {rank}] rank {rank} of {world} sums {sum}, {on_host} on its host")
 }
 
-fn ranks_of_one_host_share_it(program: &Path) {
+fn ranks_of_one_host_share_memory(program: &Path) {
     let ended = [one_host(4, program, "sums")];
     assert_eq!(lines(&ended), [0, 1, 2, 3].map(|rank| told(rank, 4, 4)));
 }
 
-fn ranks_of_two_hosts_meet(program: &Path) {
+fn ranks_of_two_hosts_communicate(program: &Path) {
     let ended = hosts(&[2, 2], &[], program, "sums");
     assert_eq!(lines(&ended), [0, 1, 2, 3].map(|rank| told(rank, 4, 2)));
 }
 
-fn hosts_may_have_different_numbers_of_ranks(program: &Path) {
+fn hosts_may_have_different_rank_counts(program: &Path) {
     let ended = hosts(&[1, 3], &[], program, "sums");
     assert_eq!(lines(&ended), [(0, 1), (1, 3), (2, 3), (3, 3)].map(|(rank, on_host)| told(rank, 4, on_host)));
 }
 
-fn a_killed_rank_starts_again_with_all_others(program: &Path) {
+fn a_killed_rank_restarts_all(program: &Path) {
     let ended = hosts(&[2, 1], &["--max-restarts=1"], program, "kill");
     assert_eq!(lines(&ended), [(0, 2), (1, 2), (2, 1)].map(|(rank, on_host)| told(rank, 3, on_host)));
     for (_, text) in &ended {
@@ -143,14 +142,14 @@ fn a_killed_rank_starts_again_with_all_others(program: &Path) {
     }
 }
 
-fn an_abort_ends_all_hosts(program: &Path) {
+fn mpi_abort_ends_all_hosts(program: &Path) {
     for (code, text) in hosts(&[2, 1], &[], program, "abort") {
         assert_eq!(code, Some(13), "{text}");
         assert!(text.contains("rank 2 (pid ") && text.contains("it called MPI_Abort with exit code 13"), "{text}");
     }
 }
 
-fn what_is_not_served_is_an_error_of_the_program(program: &Path) {
+fn unsupported_calls_return_errors(program: &Path) {
     let (code, text) = one_host(1, program, "spawn");
     assert!(code == Some(0) && text.contains("refused to spawn"), "{text}");
 }

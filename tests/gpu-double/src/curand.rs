@@ -17,7 +17,7 @@ const LAUNCH_FAILURE: c_int = 201;
 #[derive(Clone, Copy, Default)]
 struct Generator {
     seed: u64,
-    /// The next number's place in the sequence.
+    /// Index of the next number in the sequence.
     next: u64,
     stream: usize,
 }
@@ -44,7 +44,7 @@ unsafe extern "C" fn curandCreateGenerator(generator: *mut *mut c_void, _kind: c
         generators.made += 1;
         let handle = 0x5200_0000 + generators.made;
         generators.live.insert(handle, Generator::default());
-        // SAFETY: the caller gives a place for a generator.
+        // SAFETY: the caller passes a pointer to a generator.
         unsafe { *generator = handle as *mut c_void };
     });
     SUCCESS
@@ -70,7 +70,7 @@ extern "C" fn curandSetStream(generator: *mut c_void, stream: *mut c_void) -> c_
     of(generator, |generator| generator.stream = stream as usize)
 }
 
-/// Queues numbers `number(seed, place)` for `count` places of the sequence.
+/// Queues `number(seed, index)` for `count` indices of the sequence.
 fn generate<T: 'static>(
     name: &'static str,
     generator: *mut c_void,
@@ -89,7 +89,7 @@ fn generate<T: 'static>(
     let at = out as u64;
     let run = move || {
         for place in 0..count {
-            // SAFETY: the stream has its turn, and the program said that so many values lie there.
+            // SAFETY: the stream has its turn, and the program allocated as many values there.
             unsafe { (at as *mut T).add(place).write(number(state.seed, state.next + place as u64)) };
         }
         Progress::Done
@@ -139,7 +139,7 @@ generates!(curandGenerateNormalDouble, f64, normal, |normal| normal);
 generates!(curandGenerateLogNormal, f32, normal, f64::exp);
 generates!(curandGenerateLogNormalDouble, f64, normal, f64::exp);
 
-/// SplitMix64, asked for its `index`-th value.
+/// Returns the `index`-th value of SplitMix64.
 fn bits(seed: u64, index: u64) -> u64 {
     let mut value = seed.wrapping_add(index.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
     value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -147,17 +147,18 @@ fn bits(seed: u64, index: u64) -> u64 {
     value ^ (value >> 31)
 }
 
-/// From 0, which it never is, to 1, as cuRAND has it. A float's 24 bits can tell it.
+/// Returns a number from 0 (exclusive) to 1 (inclusive), as cuRAND does, with a float's 24 bits.
 fn uniform_f32(seed: u64, index: u64) -> f32 {
     ((bits(seed, index) >> 40) + 1) as f32 / (1u32 << 24) as f32
 }
 
-/// The same with a double's 53 bits.
+/// [`uniform_f32`] with a double's 53 bits.
 fn uniform_f64(seed: u64, index: u64) -> f64 {
     ((bits(seed, index) >> 11) + 1) as f64 / (1u64 << 53) as f64
 }
 
-/// Of mean 0 and standard deviation 1, by Box and Muller: each pair of numbers has one radius and one angle.
+/// Returns a normal number with mean 0 and standard deviation 1, by Box and Muller. Each pair of numbers shares one
+/// radius and one angle.
 fn normal(seed: u64, index: u64) -> f64 {
     let pair = index & !1;
     let radius = (-2.0 * uniform_f64(seed, pair).ln()).sqrt();
@@ -169,7 +170,7 @@ fn normal(seed: u64, index: u64) -> f64 {
 mod tests {
     use super::*;
 
-    /// Mean and variance of many.
+    /// Returns the mean and the variance.
     fn moments(values: impl Iterator<Item = f64>) -> (f64, f64) {
         let values: Vec<f64> = values.collect();
         let mean = values.iter().sum::<f64>() / values.len() as f64;

@@ -10,33 +10,31 @@ use crate::{
     streams::{Operation, Progress, Role, enqueue, status, synchronize},
 };
 
-/// Where a caller wants a value.
+/// Writes a value for the caller.
 ///
-/// # Safety
-/// `to` is null, or a place for a value.
+/// `to` is null or valid for a write.
 unsafe fn put<T>(to: *mut T, value: T) -> CuResult {
     if to.is_null() {
         return INVALID_VALUE;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: ensured by the caller.
     unsafe { to.write(value) };
     SUCCESS
 }
 
-/// [`put`] of what came out of a call.
+/// [`put`] of the value of a result.
 ///
-/// # Safety
-/// As of [`put`].
+/// /// See [`put`].
 unsafe fn answer<T, F: From<T>>(to: *mut F, value: Result<T, Refusal>) -> CuResult {
     match value {
-        // SAFETY: the caller's promise.
+        // SAFETY: ensured by the caller.
         Ok(value) => unsafe { put(to, value.into()) },
         Err(refusal) => status::<()>(Err(refusal)),
     }
 }
 
 const NO_DEVICE: CuResult = 100;
-/// Which CUDA the driver is for.
+/// The driver's CUDA version.
 const VERSION: c_int = 13000;
 
 fn devices() -> usize {
@@ -47,7 +45,7 @@ fn exists(device: c_int) -> bool {
     usize::try_from(device).is_ok_and(|device| device < devices())
 }
 
-/// An attribute, as an H100 has it where it matters.
+/// Returns an attribute, with an H100's value where it matters.
 fn attribute(attribute: c_int) -> c_int {
     match attribute {
         1..=3 => 1024,           // threads of a block, and its first two dimensions
@@ -86,13 +84,13 @@ extern "C" fn cuInit(_flags: c_uint) -> CuResult {
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuDriverGetVersion(version: *mut c_int) -> CuResult {
-    // SAFETY: as CUDA documents it.
+    // SAFETY: as documented by CUDA.
     unsafe { put(version, VERSION) }
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuDeviceGetCount(count: *mut c_int) -> CuResult {
-    // SAFETY: as CUDA documents it.
+    // SAFETY: as documented by CUDA.
     unsafe { put(count, devices() as c_int) }
 }
 
@@ -101,7 +99,7 @@ unsafe extern "C" fn cuDeviceGet(device: *mut c_int, ordinal: c_int) -> CuResult
     if !exists(ordinal) {
         return INVALID_DEVICE;
     }
-    // SAFETY: as CUDA documents it.
+    // SAFETY: as documented by CUDA.
     unsafe { put(device, ordinal) }
 }
 
@@ -110,7 +108,7 @@ unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, which: c_int, devic
     if !exists(device) {
         return INVALID_DEVICE;
     }
-    // SAFETY: as CUDA documents it.
+    // SAFETY: as documented by CUDA.
     unsafe { put(value, attribute(which)) }
 }
 
@@ -122,7 +120,7 @@ unsafe extern "C" fn cuDeviceGetName(name: *mut c_char, len: c_int, device: c_in
     }
     let Ok(room @ 1..) = usize::try_from(len) else { return INVALID_VALUE };
     for (place, byte) in NAME.iter().take(room - 1).chain(&[0]).enumerate() {
-        // SAFETY: as CUDA documents it: there is room for `len` bytes.
+        // SAFETY: as documented by CUDA: there is room for `len` bytes.
         unsafe { name.add(place).write(*byte as c_char) };
     }
     SUCCESS
@@ -132,13 +130,13 @@ unsafe extern "C" fn cuDeviceGetName(name: *mut c_char, len: c_int, device: c_in
 unsafe extern "C" fn cuDeviceGetUuid(uuid: *mut [u8; 16], device: c_int) -> CuResult {
     let mut bytes = *b"gpu double     0";
     bytes[15] = b'0'.wrapping_add(device as u8);
-    // SAFETY: as CUDA documents it: a `CUuuid` is 16 bytes.
+    // SAFETY: as documented by CUDA: a `CUuuid` is 16 bytes.
     unsafe { if exists(device) { put(uuid, bytes) } else { INVALID_DEVICE } }
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuDeviceGetUuid_v2(uuid: *mut [u8; 16], device: c_int) -> CuResult {
-    // SAFETY: as CUDA documents it.
+    // SAFETY: as documented by CUDA.
     unsafe { cuDeviceGetUuid(uuid, device) }
 }
 
@@ -148,7 +146,7 @@ unsafe extern "C" fn cuDeviceTotalMem_v2(bytes: *mut usize, device: c_int) -> Cu
         return INVALID_DEVICE;
     }
     let total = machine().lock().accounts[device as usize].total();
-    // SAFETY: as CUDA documents it.
+    // SAFETY: as documented by CUDA.
     unsafe { put(bytes, total as usize) }
 }
 
@@ -157,11 +155,11 @@ unsafe extern "C" fn cuDeviceCanAccessPeer(can: *mut c_int, device: c_int, peer:
     if !exists(device) || !exists(peer) {
         return INVALID_DEVICE;
     }
-    // SAFETY: as CUDA documents it.
+    // SAFETY: as documented by CUDA.
     unsafe { put(can, (device != peer).into()) }
 }
 
-/// Handles are numbers from here on, by device.
+/// Start of the context handles, which are numbers by device.
 const CONTEXT_HANDLES: usize = 0xc700_0000;
 
 fn context_handle(device: usize) -> *mut c_void {
@@ -176,7 +174,7 @@ fn context_device(context: *mut c_void) -> Option<usize> {
 unsafe extern "C" fn cuDevicePrimaryCtxRetain(context: *mut *mut c_void, device: c_int) -> CuResult {
     let devices = machine().lock().settings.devices;
     match usize::try_from(device) {
-        // SAFETY: as CUDA documents it.
+        // SAFETY: as documented by CUDA.
         Ok(device) if device < devices => unsafe { put(context, context_handle(device)) },
         _ => INVALID_DEVICE,
     }
@@ -204,13 +202,13 @@ extern "C" fn cuCtxSetCurrent(context: *mut c_void) -> CuResult {
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuCtxGetCurrent(context: *mut *mut c_void) -> CuResult {
-    // SAFETY: as CUDA documents it.
+    // SAFETY: as documented by CUDA.
     unsafe { put(context, current().map_or(std::ptr::null_mut(), context_handle)) }
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuCtxGetDevice(device: *mut c_int) -> CuResult {
-    // SAFETY: as CUDA documents it.
+    // SAFETY: as documented by CUDA.
     current().map_or(INVALID_CONTEXT, |current| unsafe { put(device, current as c_int) })
 }
 
@@ -226,7 +224,7 @@ extern "C" fn cuCtxSetFlags(_flags: c_uint) -> CuResult {
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuCtxGetStreamPriorityRange(least: *mut c_int, greatest: *mut c_int) -> CuResult {
-    // SAFETY: as CUDA documents it: either may be null.
+    // SAFETY: as documented by CUDA: either may be null.
     unsafe {
         if !least.is_null() {
             put(least, 0);
@@ -247,13 +245,13 @@ const NON_BLOCKING: c_uint = 1;
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuStreamCreate(stream: *mut usize, flags: c_uint) -> CuResult {
-    // SAFETY: as CUDA documents it: a handle is as large as a pointer.
+    // SAFETY: as documented by CUDA: a handle is as large as a pointer.
     unsafe { cuStreamCreateWithPriority(stream, flags, 0) }
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuStreamCreateWithPriority(stream: *mut usize, flags: c_uint, priority: c_int) -> CuResult {
-    // SAFETY: as CUDA documents it: a handle is as large as a pointer.
+    // SAFETY: as documented by CUDA: a handle is as large as a pointer.
     unsafe { answer(stream, machine().create_stream(flags & NON_BLOCKING != 0, priority)) }
 }
 
@@ -282,7 +280,7 @@ extern "C" fn cuStreamWaitEvent(stream: *mut c_void, event: u64, _flags: c_uint)
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuStreamIsCapturing(stream: *mut c_void, capturing: *mut c_int) -> CuResult {
     let known = machine().lock().resolve(stream as usize).map(|_| 0);
-    // SAFETY: as CUDA documents it.
+    // SAFETY: as documented by CUDA.
     unsafe { answer(capturing, known) }
 }
 
@@ -291,7 +289,7 @@ unsafe extern "C" fn cuStreamGetPriority(stream: *mut c_void, priority: *mut c_i
     let mut core = machine().lock();
     let value = core.resolve(stream as usize).map(|stream| core.streams.get(stream).priority);
     drop(core);
-    // SAFETY: as CUDA documents it.
+    // SAFETY: as documented by CUDA.
     unsafe { answer(priority, value) }
 }
 
@@ -300,7 +298,7 @@ unsafe extern "C" fn cuStreamGetFlags(stream: *mut c_void, flags: *mut c_uint) -
     let mut core = machine().lock();
     let role = core.resolve(stream as usize).map(|stream| core.streams.get(stream).role);
     drop(core);
-    // SAFETY: as CUDA documents it.
+    // SAFETY: as documented by CUDA.
     unsafe { answer(flags, role.map(|role| c_uint::from(role == Role::NonBlocking))) }
 }
 
@@ -310,13 +308,13 @@ unsafe extern "C" fn cuStreamGetCtx(stream: *mut c_void, context: *mut *mut c_vo
     let found = core.resolve(stream as usize).map(|stream| core.streams.get(stream).context);
     drop(core);
     match found {
-        // SAFETY: as CUDA documents it.
+        // SAFETY: as documented by CUDA.
         Ok(device) => unsafe { put(context, context_handle(device)) },
         Err(refusal) => status::<()>(Err(refusal)),
     }
 }
 
-/// Calls a function of the host when the stream comes to it. It must not call the driver.
+/// Calls a host function when the stream reaches it. The function must not call the driver.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuLaunchHostFunc(
     stream: *mut c_void,
@@ -326,17 +324,17 @@ unsafe extern "C" fn cuLaunchHostFunc(
     let Some(function) = function else { return INVALID_VALUE };
     let data = data as usize;
     let run = Box::new(move || {
-        // SAFETY: as CUDA documents it: `data` is what the function takes, on any thread, when the stream comes to it.
+        // SAFETY: as documented by CUDA: `data` is what the function takes, on any thread, when the stream comes to it.
         unsafe { function(data as *mut c_void) };
         Progress::Done
     });
     enqueue(stream, Operation { name: "host function".into(), touches: Vec::new(), run })
 }
 
-/// Messages call the stream so.
+/// Sets the stream's name in messages.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn gpu_double_name_stream(stream: *mut c_void, name: *const c_char) -> CuResult {
-    // SAFETY: as this library documents it: a text that ends with 0.
+    // SAFETY: the caller passes a string that ends with 0, as this library documents.
     let name = unsafe { CStr::from_ptr(name) }.to_string_lossy();
     status(machine().name_stream(stream as usize, &name))
 }
@@ -345,7 +343,7 @@ const DISABLE_TIMING: c_uint = 2;
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuEventCreate(event: *mut u64, flags: c_uint) -> CuResult {
-    // SAFETY: as CUDA documents it: a handle is as large as a pointer.
+    // SAFETY: as documented by CUDA: a handle is as large as a pointer.
     unsafe { answer(event, machine().create_event(flags & DISABLE_TIMING == 0)) }
 }
 
@@ -376,32 +374,32 @@ extern "C" fn cuEventSynchronize(event: u64) -> CuResult {
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuEventElapsedTime(milliseconds: *mut f32, start: u64, end: u64) -> CuResult {
-    // SAFETY: as CUDA documents it.
+    // SAFETY: as documented by CUDA.
     unsafe { answer(milliseconds, machine().elapsed(start, end)) }
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuEventElapsedTime_v2(milliseconds: *mut f32, start: u64, end: u64) -> CuResult {
-    // SAFETY: as CUDA documents it.
+    // SAFETY: as documented by CUDA.
     unsafe { cuEventElapsedTime(milliseconds, start, end) }
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemAlloc_v2(at: *mut u64, len: usize) -> CuResult {
-    // SAFETY: as CUDA documents it.
+    // SAFETY: as documented by CUDA.
     unsafe { answer(at, machine().allocate(len, None, "cuMemAlloc")) }
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemAllocAsync(at: *mut u64, len: usize, stream: *mut c_void) -> CuResult {
-    // SAFETY: as CUDA documents it.
+    // SAFETY: as documented by CUDA.
     unsafe { answer(at, machine().allocate(len, Some(stream as usize), "cuMemAllocAsync")) }
 }
 
-/// A device has one pool, the default one.
+/// A device has only the default pool.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemAllocFromPoolAsync(at: *mut u64, len: usize, _pool: usize, stream: *mut c_void) -> CuResult {
-    // SAFETY: as CUDA documents it.
+    // SAFETY: as documented by CUDA.
     unsafe { answer(at, machine().allocate(len, Some(stream as usize), "cuMemAllocFromPoolAsync")) }
 }
 
@@ -420,19 +418,19 @@ unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> CuR
     let Some(device) = current() else { return INVALID_CONTEXT };
     let core = machine().lock();
     let account = &core.accounts[device];
-    // SAFETY: as CUDA documents it.
+    // SAFETY: as documented by CUDA.
     unsafe { put(free, account.free() as usize).max(put(total, account.total() as usize)) }
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemHostAlloc(at: *mut u64, len: usize, _flags: c_uint) -> CuResult {
-    // SAFETY: as CUDA documents it.
+    // SAFETY: as documented by CUDA.
     unsafe { answer(at, machine().allocate_pinned(len, "cuMemHostAlloc")) }
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemAllocHost_v2(at: *mut u64, len: usize) -> CuResult {
-    // SAFETY: as CUDA documents it.
+    // SAFETY: as documented by CUDA.
     unsafe { answer(at, machine().allocate_pinned(len, "cuMemAllocHost")) }
 }
 
@@ -454,14 +452,14 @@ extern "C" fn cuMemHostUnregister(at: u64) -> CuResult {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemHostGetDevicePointer_v2(at: *mut u64, host: u64, _flags: c_uint) -> CuResult {
     let pinned = machine().lock().pinned(host).is_some();
-    // SAFETY: as CUDA documents it.
+    // SAFETY: as documented by CUDA.
     if pinned { unsafe { put(at, host) } } else { INVALID_VALUE }
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemGetAddressRange_v2(base: *mut u64, len: *mut usize, at: u64) -> CuResult {
     let Some((found, bytes)) = crate::memory::base_of(at) else { return INVALID_VALUE };
-    // SAFETY: as CUDA documents it: either may be null.
+    // SAFETY: as documented by CUDA: either may be null.
     unsafe {
         if !base.is_null() {
             put(base, found);
@@ -481,7 +479,7 @@ unsafe extern "C" fn cuPointerGetAttribute(data: *mut c_void, attribute: c_int, 
         Kind::Device(device) | Kind::Pool { device, .. } => device,
         Kind::Pinned | Kind::Registered => current().unwrap_or(0),
     };
-    // SAFETY: as CUDA documents it: `data` is a place for a value of the attribute's type.
+    // SAFETY: as documented by CUDA: `data` is a place for a value of the attribute's type.
     unsafe {
         match attribute {
             1 => put(data.cast(), context_handle(device)),
@@ -498,7 +496,7 @@ unsafe extern "C" fn cuPointerGetAttribute(data: *mut c_void, attribute: c_int, 
     }
 }
 
-/// Attributes that an address does not have are 0.
+/// Attributes that do not apply to an address are 0.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuPointerGetAttributes(
     count: c_uint,
@@ -507,7 +505,7 @@ unsafe extern "C" fn cuPointerGetAttributes(
     at: u64,
 ) -> CuResult {
     for place in 0..count as usize {
-        // SAFETY: as CUDA documents it: both have `count` elements, and each of `data` is a place for its attribute.
+        // SAFETY: as documented by CUDA: both have `count` elements, and each of `data` is a place for its attribute.
         let (attribute, data) = unsafe { (*attributes.add(place), *data.add(place)) };
         let len = match attribute {
             1 | 3 | 4 | 11 | 12 => 8,
@@ -524,7 +522,7 @@ unsafe extern "C" fn cuPointerGetAttributes(
     SUCCESS
 }
 
-/// Handles are numbers from here on, by device.
+/// Start of the pool handles, which are numbers by device.
 const POOL_HANDLES: usize = 0xb700_0000;
 
 // `CUmemPool_attribute`.
@@ -542,7 +540,7 @@ fn pool_device(pool: usize) -> Option<usize> {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuDeviceGetDefaultMemPool(pool: *mut usize, device: c_int) -> CuResult {
     match usize::try_from(device).ok().and_then(|device| pool_device(POOL_HANDLES + device)) {
-        // SAFETY: as CUDA documents it: a handle is as large as a pointer.
+        // SAFETY: as documented by CUDA: a handle is as large as a pointer.
         Some(device) => unsafe { put(pool, POOL_HANDLES + device) },
         None => INVALID_DEVICE,
     }
@@ -550,11 +548,11 @@ unsafe extern "C" fn cuDeviceGetDefaultMemPool(pool: *mut usize, device: c_int) 
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuDeviceGetMemPool(pool: *mut usize, device: c_int) -> CuResult {
-    // SAFETY: as CUDA documents it.
+    // SAFETY: as documented by CUDA.
     unsafe { cuDeviceGetDefaultMemPool(pool, device) }
 }
 
-/// A device has one pool.
+/// A device has only the default pool.
 #[unsafe(no_mangle)]
 extern "C" fn cuDeviceSetMemPool(device: c_int, pool: usize) -> CuResult {
     if pool_device(pool) == usize::try_from(device).ok() { SUCCESS } else { NOT_SUPPORTED }
@@ -566,7 +564,7 @@ unsafe extern "C" fn cuMemPoolGetAttribute(pool: usize, attribute: c_int, value:
     let core = machine().lock();
     let account = &core.accounts[device];
     let bytes = match attribute {
-        // SAFETY: as CUDA documents it: these are an `int`.
+        // SAFETY: as documented by CUDA: these are an `int`.
         attribute if REUSE.contains(&attribute) => return unsafe { put(value.cast::<c_int>(), 1) },
         RELEASE_THRESHOLD => account.threshold,
         RESERVED_CURRENT => account.reserved.current,
@@ -575,7 +573,7 @@ unsafe extern "C" fn cuMemPoolGetAttribute(pool: usize, attribute: c_int, value:
         USED_HIGH => account.used.high,
         _ => return INVALID_VALUE,
     };
-    // SAFETY: as CUDA documents it: these are a `cuuint64_t`.
+    // SAFETY: as documented by CUDA: these are a `cuuint64_t`.
     unsafe { put(value.cast::<u64>(), bytes) }
 }
 
@@ -585,7 +583,7 @@ unsafe extern "C" fn cuMemPoolSetAttribute(pool: usize, attribute: c_int, value:
     if REUSE.contains(&attribute) {
         return SUCCESS;
     }
-    // SAFETY: as CUDA documents it: the others are a `cuuint64_t`.
+    // SAFETY: as documented by CUDA: the others are a `cuuint64_t`.
     let bytes = unsafe { value.cast::<u64>().read_unaligned() };
     let mut core = machine().lock();
     let account = &mut core.accounts[device];
@@ -608,8 +606,7 @@ extern "C" fn cuMemPoolTrimTo(pool: usize, keep: usize) -> CuResult {
 /// The legacy default stream.
 const LEGACY: *mut c_void = std::ptr::null_mut();
 
-/// # Safety
-/// Host memory that is named is memory: to read it from, and the caller's to write it to.
+/// /// Host memory that is named is memory: to read it from, and the caller's to write it to.
 unsafe fn copy(
     (to, from, len): (u64, u64, usize),
     direction: Direction,
@@ -617,43 +614,43 @@ unsafe fn copy(
     stream: *mut c_void,
     by: &str,
 ) -> CuResult {
-    // SAFETY: the caller's promise.
+    // SAFETY: ensured by the caller.
     status(unsafe { machine().copy(Copy { to, from, len, direction, waits }, stream as usize, by) })
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemcpyHtoD_v2(to: u64, from: *const c_void, len: usize) -> CuResult {
-    // SAFETY: as CUDA documents it.
+    // SAFETY: as documented by CUDA.
     unsafe { copy((to, from as u64, len), Direction::HostToDevice, true, LEGACY, "cuMemcpyHtoD") }
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemcpyHtoDAsync_v2(to: u64, from: *const c_void, len: usize, stream: *mut c_void) -> CuResult {
-    // SAFETY: as CUDA documents it.
+    // SAFETY: as documented by CUDA.
     unsafe { copy((to, from as u64, len), Direction::HostToDevice, false, stream, "cuMemcpyHtoDAsync") }
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemcpyDtoH_v2(to: *mut c_void, from: u64, len: usize) -> CuResult {
-    // SAFETY: as CUDA documents it.
+    // SAFETY: as documented by CUDA.
     unsafe { copy((to as u64, from, len), Direction::DeviceToHost, true, LEGACY, "cuMemcpyDtoH") }
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: u64, len: usize, stream: *mut c_void) -> CuResult {
-    // SAFETY: as CUDA documents it.
+    // SAFETY: as documented by CUDA.
     unsafe { copy((to as u64, from, len), Direction::DeviceToHost, false, stream, "cuMemcpyDtoHAsync") }
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemcpyDtoD_v2(to: u64, from: u64, len: usize) -> CuResult {
-    // SAFETY: as CUDA documents it.
+    // SAFETY: as documented by CUDA.
     unsafe { copy((to, from, len), Direction::DeviceToDevice, false, LEGACY, "cuMemcpyDtoD") }
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, len: usize, stream: *mut c_void) -> CuResult {
-    // SAFETY: as CUDA documents it.
+    // SAFETY: as documented by CUDA.
     unsafe { copy((to, from, len), Direction::DeviceToDevice, false, stream, "cuMemcpyDtoDAsync") }
 }
 
@@ -666,21 +663,21 @@ unsafe extern "C" fn cuMemcpyPeerAsync(
     len: usize,
     stream: *mut c_void,
 ) -> CuResult {
-    // SAFETY: as CUDA documents it.
+    // SAFETY: as documented by CUDA.
     unsafe { copy((to, from, len), Direction::DeviceToDevice, false, stream, "cuMemcpyPeerAsync") }
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemcpyAsync(to: u64, from: u64, len: usize, stream: *mut c_void) -> CuResult {
     let direction = machine().lock().direction(to, from);
-    // SAFETY: as CUDA documents it.
+    // SAFETY: as documented by CUDA.
     unsafe { copy((to, from, len), direction, false, stream, "cuMemcpyAsync") }
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemcpy(to: u64, from: u64, len: usize) -> CuResult {
     let direction = machine().lock().direction(to, from);
-    // SAFETY: as CUDA documents it.
+    // SAFETY: as documented by CUDA.
     unsafe { copy((to, from, len), direction, direction != Direction::DeviceToDevice, LEGACY, "cuMemcpy") }
 }
 
@@ -730,19 +727,19 @@ fn words(result: CuResult) -> Option<(&'static CStr, &'static CStr)> {
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuGetErrorName(error: CuResult, name: *mut *const c_char) -> CuResult {
-    // SAFETY: as CUDA documents it: `name` is a place for a pointer.
+    // SAFETY: as documented by CUDA: `name` is a place for a pointer.
     unsafe { words(error).map_or(INVALID_VALUE, |words| put(name, words.0.as_ptr())) }
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuGetErrorString(error: CuResult, text: *mut *const c_char) -> CuResult {
-    // SAFETY: as CUDA documents it: `text` is a place for a pointer.
+    // SAFETY: as documented by CUDA: `text` is a place for a pointer.
     unsafe { words(error).map_or(INVALID_VALUE, |words| put(text, words.1.as_ptr())) }
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn gpu_double_mark(name: *const c_char) {
-    // SAFETY: as this library documents it: a text that ends with 0.
+    // SAFETY: the caller passes a string that ends with 0, as this library documents.
     report::mark(&unsafe { CStr::from_ptr(name) }.to_string_lossy());
 }
 
@@ -758,6 +755,6 @@ extern "C" fn gpu_double_in_use() -> u64 {
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn gpu_double_count(category: *const c_char) -> u64 {
-    // SAFETY: as this library documents it: a text that ends with 0.
+    // SAFETY: the caller passes a string that ends with 0, as this library documents.
     report::counted(&unsafe { CStr::from_ptr(category) }.to_string_lossy())
 }

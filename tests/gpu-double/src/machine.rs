@@ -1,19 +1,20 @@
 //! The machine: all streams and all memory of a process, and how streams come forward.
 //!
-//! Nothing runs when it is queued. Operations run on the thread of whoever waits for something (a stream, an event, the
-//! bytes of a copy), one at a time, and without the lock: other threads queue work meanwhile. If the host has called
-//! nothing for a while, a thread of the double's own goes on, for on a GPU streams do, and other processes may wait for
-//! them.
+//! No operation runs when it is queued. Operations run on a thread that waits for a stream, an event or the bytes of a
+//! copy, one at a time and without the lock, so that other threads can queue operations. If the host has called nothing
+//! for a while, a thread of the double continues the streams. On a GPU they would continue too, and other processes may
+//! wait for them.
 //!
-//! A stream waits only for what was queued before, so streams of one process do not wait in a circle. A deadlock is a
-//! wait for other processes that never ends, or an operation that waits for its own stream. Both are told.
+//! A stream waits only for operations that were queued before, so streams of one process cannot wait in a circle. A
+//! deadlock is a wait for other processes that never ends, or an operation that waits for its own stream. Both are
+//! reported.
 //!
-//! # What counts as waited for
-//! Uses of memory are compared when they are queued, so what is found does not depend on the schedule. A stream's next
-//! operation comes after the stream's earlier ones, after events that the stream was told to wait for, and after
-//! everything that the host has waited for. How threads of the host wait for each other cannot be seen. So what one of
-//! them has waited for by a synchronisation counts for all of them; what one learnt by a query counts for that thread
-//! only, and a watchdog that polls hides no missing wait of others.
+//! # Known waits
+//! Uses of memory are compared when they are queued, so the results do not depend on the schedule. A stream's next
+//! operation comes after the stream's earlier operations, after the events that the stream waits for, and after
+//! everything that the host has waited for. The double cannot see how host threads wait for each other. A
+//! synchronisation of one thread therefore counts for all threads. A query counts only for the thread that made it, so
+//! a polling watchdog hides no missing wait.
 //!
 //! # Schedule
 //! Any stream that may continue can be chosen, in the order that is worst for the program. `GPU_DOUBLE_SEED` selects a
@@ -40,23 +41,23 @@ use crate::{
     streams::{Access, Entry, Event, Operation, Point, Progress, Run, Streams, Touch},
 };
 
-/// The double's settings. Each has a variable, in brackets.
+/// The double's settings, with their environment variables and defaults.
 #[derive(Clone, Debug)]
 pub(crate) struct Settings {
-    /// How many devices there are (`GPU_DOUBLE_DEVICES`, 8).
+    /// Number of devices (`GPU_DOUBLE_DEVICES`, 8).
     pub(crate) devices: usize,
-    /// Bytes of each (`GPU_DOUBLE_MEMORY`, 80 GiB).
+    /// Bytes of each device (`GPU_DOUBLE_MEMORY`, 80 GiB).
     pub(crate) memory: u64,
-    /// What a device's pool takes of them at once (`GPU_DOUBLE_SEGMENT`, 2 MiB).
+    /// Bytes of a segment of a device's pool (`GPU_DOUBLE_SEGMENT`, 2 MiB).
     pub(crate) segment: u64,
-    /// The schedule (`GPU_DOUBLE_SEED`, 0), as [`schedule`](crate::schedule) explains it.
+    /// The schedule (`GPU_DOUBLE_SEED`, 0).
     pub(crate) seed: u64,
-    /// The host has waited for other processes for so long that they will not come (`GPU_DOUBLE_STALL`, 300 seconds).
+    /// Time after which a wait for other processes is a deadlock (`GPU_DOUBLE_STALL`, 300 seconds).
     pub(crate) stall: Duration,
 }
 
 impl Settings {
-    /// What is wrong with a variable is the error.
+    /// Reads the settings. The error names an invalid variable.
     pub(crate) fn from_env() -> Result<Self, String> {
         Ok(Self {
             devices: number("GPU_DOUBLE_DEVICES", 8)? as usize,
@@ -75,9 +76,9 @@ fn number(name: &str, default: u64) -> Result<u64, String> {
     }
 }
 
-/// Without a call of the host for so long, streams go on by themselves.
-const PATIENCE: Duration = Duration::from_millis(100);
-/// Until who waits for other processes is asked again.
+/// Time without a call of the host after which streams continue by the double's own thread.
+const IDLE: Duration = Duration::from_millis(100);
+/// Pause before operations that wait for other processes are called again.
 const PAUSE: Duration = Duration::from_micros(300);
 
 thread_local! {
@@ -85,7 +86,7 @@ thread_local! {
     static IN_OPERATION: Cell<bool> = const { Cell::new(false) };
 }
 
-/// A number of this thread.
+/// Returns a number for this thread.
 pub(crate) fn thread() -> u64 {
     static NEXT: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(1);
     THREAD.with(|mine| {
@@ -101,27 +102,27 @@ pub(crate) struct Core {
     pub(crate) streams: Streams,
     pub(crate) events: HashMap<u64, Event>,
     pub(crate) allocations: Allocations,
-    /// Of each device.
+    /// Account of each device.
     pub(crate) accounts: Vec<Account>,
     /// Default streams by context, and by thread and context.
     pub(crate) legacy: HashMap<usize, usize>,
     pub(crate) per_thread: HashMap<(u64, usize), usize>,
     pub(crate) schedule: Schedule,
-    /// What the host has waited for, and what a thread learnt besides.
+    /// Operations that the host has waited for, and that a thread learned by queries.
     host: Clock,
     learnt: HashMap<u64, Clock>,
-    /// An operation runs now.
+    /// Whether an operation is running.
     executing: bool,
-    /// Threads that wait for streams.
+    /// Number of threads that wait for streams.
     waiting: usize,
-    /// Calls of the host that queue or wait.
+    /// Number of calls of the host that queue or wait.
     calls: u64,
-    /// When an operation ended last.
+    /// Time when the last operation ended.
     progressed: Instant,
 }
 
 impl Core {
-    /// What this thread knows to have ended.
+    /// Returns the operations that this thread knows to have ended.
     pub(crate) fn known(&self) -> Clock {
         let mut clock = self.host.clone();
         if let Some(learnt) = self.learnt.get(&thread()) {
@@ -130,12 +131,12 @@ impl Core {
         clock
     }
 
-    /// The host has waited for all that `clock` covers.
+    /// Records that the host has waited for the operations in `clock`.
     pub(crate) fn host_joins(&mut self, clock: &Clock) {
         self.host.join(clock);
     }
 
-    /// This thread has seen that all is done that `clock` covers.
+    /// Records that this thread knows the operations in `clock` to have ended.
     pub(crate) fn thread_learns(&mut self, clock: &Clock) {
         self.learnt.entry(thread()).or_default().join(clock);
     }
@@ -144,7 +145,7 @@ impl Core {
         self.streams.get(stream).name.clone()
     }
 
-    /// Checks and notes a use by the next operation of a stream, which `prepare` has readied.
+    /// Checks and records a use of memory by the next operation of a stream, after `prepare`.
     pub(crate) fn touch(&mut self, stream: usize, what: &str, touch: Touch, verb: &str) -> Result<(), Fault> {
         if touch.at == 0 {
             return Ok(());
@@ -156,7 +157,7 @@ impl Core {
         self.allocations.touch(touch.at, one, &this.clock, verb, &name)
     }
 
-    /// Readies a stream for the next operation, `what`: which ends of others' operations it begins after.
+    /// Prepares a stream for the next operation, `what`. Returns the ends of other streams' operations that come first.
     pub(crate) fn prepare(&mut self, stream: usize, what: &str) -> Result<Vec<Point>, Fault> {
         if IN_OPERATION.get() {
             return Err(Fault(format!(
@@ -171,7 +172,7 @@ impl Core {
         Ok(implied.into_iter().filter(|point| !self.streams.reached(*point)).collect())
     }
 
-    /// Puts an operation at the end of a stream.
+    /// Appends an operation to a stream.
     pub(crate) fn push(
         &mut self,
         stream: usize,
@@ -202,26 +203,26 @@ impl Core {
         goals.iter().all(|goal| self.streams.reached(*goal))
     }
 
-    /// The stream that goes on next; none if all that could wait for other processes.
+    /// Returns the stream that continues next, or `None` if all ready streams wait for other processes.
     fn pick(&mut self, goals: &[Point]) -> Option<usize> {
         let asked = |streams: &Streams, stream: &usize| streams.get(*stream).queue[0].waits;
         let mut ready = self.streams.ready_for(goals);
         ready.retain(|stream| !asked(&self.streams, stream));
-        if ready.is_empty() || self.schedule.strays() {
+        if ready.is_empty() || self.schedule.runs_ahead() {
             ready = self.streams.ready();
             ready.retain(|stream| !asked(&self.streams, stream));
         }
         (!ready.is_empty()).then(|| self.schedule.choose(&ready))
     }
 
-    /// Whoever waits for other processes is to be asked again.
-    fn ask_again(&mut self) {
+    /// Lets operations that wait for other processes be called again.
+    fn call_again(&mut self) {
         for stream in self.streams.ready() {
             self.streams.get_mut(stream).queue[0].waits = false;
         }
     }
 
-    /// What each stream is at, for messages.
+    /// Describes the state of each stream, for messages.
     fn state(&self) -> String {
         let busy = self.streams.all().filter_map(|(_, stream)| Some((stream, stream.queue.front()?)));
         let lines = busy.map(|(stream, first)| {
@@ -267,7 +268,7 @@ impl Machine {
         self.core.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs operations until `goals` are reached. `asked` is who waits, for messages.
+    /// Runs operations until `goals` are reached. `asked` is the waiting function, for messages.
     pub(crate) fn drive(&self, goals: &[Point], asked: &str) -> Result<(), Fault> {
         if IN_OPERATION.get() {
             return Err(Fault(format!(
@@ -294,27 +295,27 @@ impl Machine {
         Ok(())
     }
 
-    /// Another thread's operation runs, or all that could go on wait for other processes. They are asked again
-    /// afterwards.
+    /// Pauses while another thread's operation runs, or while all ready streams wait for other processes. These are
+    /// called again afterwards.
     fn pause<'a>(&'a self, core: MutexGuard<'a, Core>) -> MutexGuard<'a, Core> {
         let mut core = self.changed.wait_timeout(core, PAUSE).unwrap_or_else(PoisonError::into_inner).0;
-        core.ask_again();
+        core.call_again();
         core
     }
 
-    /// Whether `goals` are reached. Now and then something runs, so that who asks again and again gets there.
+    /// Returns whether `goals` are reached. Sometimes runs an operation, so that a polling loop ends.
     pub(crate) fn query(&self, goals: &[Point]) -> Result<bool, Fault> {
         let mut core = self.lock();
         if !core.reached(goals) && !core.executing && !IN_OPERATION.get() && core.schedule.one_in(2) {
             match core.pick(goals) {
                 Some(stream) => core = self.step(core, stream)?,
-                None => core.ask_again(),
+                None => core.call_again(),
             }
         }
         Ok(core.reached(goals))
     }
 
-    /// Runs the first operation of a stream, or asks it whether it can go on.
+    /// Runs the first operation of a stream, or calls it again.
     fn step<'a>(&'a self, mut core: MutexGuard<'a, Core>, stream: usize) -> Result<MutexGuard<'a, Core>, Fault> {
         let entry = &mut core.streams.get_mut(stream).queue[0];
         let mut run = entry.run.take().expect("one operation runs at a time");
@@ -347,11 +348,11 @@ impl Machine {
         Ok(core)
     }
 
-    /// Lets streams go on when the host calls nothing. It never returns.
-    pub(crate) fn be_patient(&self) -> ! {
+    /// Continues streams while the host calls nothing. Never returns.
+    pub(crate) fn run_in_background(&self) -> ! {
         let mut seen = 0;
         loop {
-            std::thread::sleep(PATIENCE);
+            std::thread::sleep(IDLE);
             let mut core = self.lock();
             while core.calls == seen && core.waiting == 0 && !core.executing && !core.streams.ready().is_empty() {
                 if let Some(stream) = core.pick(&[]) {
@@ -366,28 +367,28 @@ impl Machine {
 }
 
 impl Core {
-    /// Streams are done with freed memory.
+    /// Moves freed memory to the quarantine after its streams have reached the free.
     pub(crate) fn retire(&mut self, base: u64, len: usize) -> Result<(), Fault> {
-        // SAFETY: it is in quarantine: freed, but not released.
+        // SAFETY: the memory is freed, but not released.
         if !unsafe { bytes::guard_is_whole(base, len) } {
             return Err(Fault(format!("something wrote beyond the end of {len} bytes of memory at {base:#x}")));
         }
         for (base, len) in self.allocations.retire(base, len) {
-            // SAFETY: it was freed, and the operations that used it have run; the registry forgot it.
+            // SAFETY: the memory was freed, the operations that used it have run, and the registry has forgotten it.
             unsafe { bytes::release(base, len) };
         }
         Ok(())
     }
 }
 
-/// The process's machine.
+/// Returns the process's machine.
 pub(crate) fn machine() -> &'static Machine {
     static MACHINE: OnceLock<Machine> = OnceLock::new();
     MACHINE.get_or_init(|| {
         let settings = Settings::from_env().unwrap_or_else(|wrong| report::fault(wrong));
-        // SAFETY: the function is one of this library, which is not unloaded before the process ends.
+        // SAFETY: the function belongs to this library, which is not unloaded before the process ends.
         unsafe { libc::atexit(at_exit) };
-        std::thread::spawn(|| machine().be_patient());
+        std::thread::spawn(|| machine().run_in_background());
         Machine::new(settings)
     })
 }
@@ -401,7 +402,8 @@ thread_local! {
     static CURRENT: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
-/// The device of this thread's context.
+/// Returns the device of this thread's context. There is one context for each device, the primary one, and it is never
+/// reset.
 pub(crate) fn current() -> Option<usize> {
     CURRENT.get()
 }
@@ -410,12 +412,12 @@ pub(crate) fn set_current(device: Option<usize>) {
     CURRENT.set(device);
 }
 
-/// A seeded choice.
+/// A seeded choice of streams.
 #[derive(Debug)]
 pub(crate) struct Schedule {
     seed: u64,
     state: u64,
-    /// Changes all priorities.
+    /// Number of times that the priorities have changed.
     epoch: u64,
 }
 
@@ -425,18 +427,18 @@ impl Schedule {
         Self { seed, state: mix(seed), epoch: 0 }
     }
 
-    /// One of `1 / of` calls, by chance.
+    /// Returns true for about one in `of` calls.
     pub(crate) fn one_in(&mut self, of: u64) -> bool {
         self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
         mix(self.state).is_multiple_of(of)
     }
 
-    /// Whether something is to run that nobody waits for.
-    pub(crate) fn strays(&mut self) -> bool {
+    /// Returns whether an operation should run before anything waits for it.
+    pub(crate) fn runs_ahead(&mut self) -> bool {
         self.seed != 0 && self.one_in(4)
     }
 
-    /// One of `streams`, of which there is one at least.
+    /// Chooses one of `streams`, which must not be empty.
     pub(crate) fn choose(&mut self, streams: &[usize]) -> usize {
         let first = streams.iter().copied().min().expect("there is one at least");
         if self.seed == 0 {
@@ -454,7 +456,7 @@ impl Schedule {
     }
 }
 
-/// SplitMix64's mixing of bits.
+/// Mixes bits as SplitMix64 does.
 fn mix(mut value: u64) -> u64 {
     value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -466,7 +468,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_seed_is_a_schedule() {
+    fn a_seed_selects_a_schedule() {
         let run = |seed, rank| {
             let mut schedule = Schedule::new(seed, rank);
             (0..200).map(|_| schedule.choose(&[3, 1, 2])).collect::<Vec<_>>()

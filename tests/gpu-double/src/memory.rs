@@ -12,25 +12,25 @@ use std::collections::{BTreeMap, VecDeque};
 use crate::{
     bytes,
     machine::{Core, Machine, current, machine},
-    pool::Piece,
+    pool::Block,
     races::{Clock, History, Use},
     report,
     status::{ALREADY_REGISTERED, Fault, INVALID_CONTEXT, NOT_REGISTERED, OUT_OF_MEMORY, Refusal},
     streams::{Access, Operation, Point, Progress, Touch},
 };
 
-/// So much freed memory is kept from being given out again, in bytes and in allocations.
+/// Most freed memory that is kept from being reused, in bytes and in allocations.
 const QUARANTINE: (usize, usize) = (64 << 20, 4096);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// Of `cuMemAlloc`, on a device.
+    /// Device memory of `cuMemAlloc`.
     Device(usize),
-    /// Of `cuMemAllocAsync`, from a place in a device's pool.
+    /// Device memory of `cuMemAllocAsync`, at an address in the device's pool.
     Pool { device: usize, place: u64 },
-    /// Of the host, page-locked.
+    /// Page-locked host memory of the driver.
     Pinned,
-    /// Of the host, and page-locked by `cuMemHostRegister`: not ours to free.
+    /// Host memory of the program, page-locked by `cuMemHostRegister`.
     Registered,
 }
 
@@ -39,9 +39,9 @@ pub(crate) struct Allocation {
     pub(crate) base: u64,
     pub(crate) len: usize,
     pub(crate) kind: Kind,
-    /// Who made it: `cuMemAllocAsync` on stream 1.
+    /// The function that allocated it: `cuMemAllocAsync` on stream 1.
     made: String,
-    /// Who freed it.
+    /// The function that freed it.
     freed: Option<String>,
     history: History,
 }
@@ -59,7 +59,7 @@ impl Allocation {
         matches!(self.kind, Kind::Pinned | Kind::Registered)
     }
 
-    /// Operations that used it last.
+    /// Returns the operations that used it last.
     pub(crate) fn uses(&self) -> impl Iterator<Item = &Use> {
         self.history.uses()
     }
@@ -68,7 +68,7 @@ impl Allocation {
 #[derive(Debug, Default)]
 pub(crate) struct Allocations {
     by_base: BTreeMap<u64, Allocation>,
-    /// Freed memory whose streams are done with it, with the lengths.
+    /// Freed memory whose streams have reached the free, with the lengths.
     quarantine: VecDeque<(u64, usize)>,
     quarantined: usize,
 }
@@ -78,7 +78,7 @@ impl Allocations {
         self.by_base.insert(base, Allocation { base, len, kind, made, freed: None, history: History::default() });
     }
 
-    /// The allocation that `at` is in or at the end of, freed or not.
+    /// Returns the allocation that contains `at` or ends there, freed or not.
     fn around(&self, at: u64) -> Option<&Allocation> {
         let (_, found) = self.by_base.range(..=at).next_back()?;
         (at <= found.base + found.len as u64).then_some(found)
@@ -88,8 +88,8 @@ impl Allocations {
         self.around(at).filter(|found| found.freed.is_none())
     }
 
-    /// Notes a use, which its stream begins when `clock` is behind it. `verb` and `name` are for the message: what the
-    /// operation does to the memory, and how a stream is called.
+    /// Checks and records a use, which begins after the operations in `clock`. `verb` and `name` are for the message:
+    /// the use of the memory, and the name of a stream.
     pub(crate) fn touch(
         &mut self,
         at: u64,
@@ -124,7 +124,7 @@ impl Allocations {
         Ok(())
     }
 
-    /// Whether the host, which knows that all is done that `clock` covers, may free memory or take it back.
+    /// Checks that the host, which knows the operations in `clock` to have ended, may free memory.
     pub(crate) fn idle(&self, base: u64, clock: &Clock, by: &str, name: &dyn Fn(usize) -> String) -> Result<(), Fault> {
         let Some(found) = self.by_base.get(&base) else {
             return Err(Fault(format!("`{by}` frees {base:#x}, where no memory begins")));
@@ -143,26 +143,26 @@ impl Allocations {
         }
     }
 
-    /// From now on a use is one after the free. The bytes stay until [`retire`](Self::retire).
+    /// Marks memory as freed. Later uses are faults. The bytes stay until [`retire`](Self::retire).
     pub(crate) fn mark_freed(&mut self, base: u64, by: String) {
         if let Some(found) = self.by_base.get_mut(&base) {
             found.freed = Some(by);
         }
     }
 
-    /// Forgets memory that is not ours to keep.
+    /// Forgets memory of the program.
     pub(crate) fn forget(&mut self, base: u64) {
         self.by_base.remove(&base);
     }
 
-    /// Bytes of freed memory that are kept.
+    /// Returns the bytes of freed memory that are kept.
     #[cfg(test)]
     pub(crate) fn kept(&self) -> usize {
         self.quarantined
     }
 
-    /// The streams are done with freed memory. Hands out what has been kept long enough, with the lengths: it is the
-    /// caller's to release.
+    /// Adds freed memory whose streams have reached the free. Returns the oldest memory beyond the limits, with the
+    /// lengths, for the caller to release.
     pub(crate) fn retire(&mut self, base: u64, len: usize) -> Vec<(u64, usize)> {
         self.quarantine.push_back((base, len));
         self.quarantined += len;
@@ -184,14 +184,13 @@ fn past(access: Access) -> &'static str {
     }
 }
 
-/// The allocation that an address is in, or at the end of: where it begins, and its length in bytes.
+/// Returns the start and the length in bytes of the allocation that contains an address or ends there.
 pub(crate) fn base_of(at: u64) -> Option<(u64, usize)> {
     machine().lock().allocations.find(at).map(|found| (found.base, found.len))
 }
 
 impl Machine {
-    /// Device memory with poison in it: from a stream's pool and for that stream, or for everyone. `by` is the function
-    /// that was called.
+    /// Allocates device memory that reads as NaN, from a stream's pool or for all streams. `by` is the called function.
     pub(crate) fn allocate(&self, len: usize, stream: Option<usize>, by: &str) -> Result<u64, Refusal> {
         let mut core = self.lock();
         let stream = stream.map(|stream| core.resolve(stream)).transpose()?;
@@ -201,7 +200,7 @@ impl Machine {
         };
         let out_of_memory = || Refusal::Status(OUT_OF_MEMORY);
         let account = &mut core.accounts[device];
-        let piece = match stream {
+        let block = match stream {
             Some(_) => Some(account.take(len as u64).ok_or_else(out_of_memory)?),
             None if account.take_directly(len as u64) => None,
             None => return Err(out_of_memory()),
@@ -210,9 +209,9 @@ impl Machine {
         report::device_bytes(len as i64);
         let empty = if len == 0 { "empty " } else { "" };
         report::count(&format!("{empty}allocation: {by}"));
-        let (Some(stream), Some(Piece { place, grown })) = (stream, piece) else {
-            // SAFETY: it is new.
-            unsafe { bytes::poison(base, len) };
+        let (Some(stream), Some(Block { place, grown })) = (stream, block) else {
+            // SAFETY: the memory is new.
+            unsafe { bytes::fill_with_nan(base, len) };
             core.allocations.insert(base, len, Kind::Device(device), format!("`{by}`"));
             return Ok(base);
         };
@@ -223,11 +222,11 @@ impl Machine {
         let made = format!("`{by}` on {}", core.name(stream));
         core.allocations.insert(base, len, Kind::Pool { device, place }, made);
         core.touch(stream, by, Touch { at: base, access: Access::Write }, "allocates")?;
-        core.push(stream, by, after, poisoning(base, len), None);
+        core.push(stream, by, after, fill_operation(base, len), None);
         Ok(base)
     }
 
-    /// Frees device memory, when a stream comes to it or when all streams have ended.
+    /// Frees device memory when a stream reaches the free, or after all streams have ended.
     pub(crate) fn free(&self, at: u64, stream: Option<usize>, by: &str) -> Result<(), Refusal> {
         if at == 0 {
             return Ok(());
@@ -241,25 +240,25 @@ impl Machine {
             core.may_free(at, by)?;
             let len = core.freed(at, format!("`{by}`"), by)?;
             // SAFETY: all streams have ended, and none may use it from now on.
-            unsafe { bytes::poison(at, len) };
+            unsafe { bytes::fill_with_nan(at, len) };
             return Ok(core.retire(at, len)?);
         };
         let after = core.prepare(stream, by)?;
         core.touch(stream, by, Touch { at, access: Access::Write }, "frees")?;
         let name = core.name(stream);
         let len = core.freed(at, format!("`{by}` on {name}"), by)?;
-        core.push(stream, by, after, poisoning(at, len), Some((at, len)));
+        core.push(stream, by, after, fill_operation(at, len), Some((at, len)));
         Ok(())
     }
 }
 
 impl Core {
-    /// Whether the host has waited for all uses of memory that begins at `at`.
+    /// Checks that the host has waited for all uses of the memory that starts at `at`.
     pub(crate) fn may_free(&self, at: u64, by: &str) -> Result<(), Fault> {
         self.allocations.idle(at, &self.known(), by, &|stream| self.name(stream))
     }
 
-    /// Accounts for a free. The length is what comes back.
+    /// Accounts for a free, and returns the length.
     pub(crate) fn freed(&mut self, at: u64, whom: String, by: &str) -> Result<usize, Fault> {
         let found = self.allocations.find(at).filter(|found| found.base == at);
         let Some((len, kind)) = found.map(|found| (found.len, found.kind)) else {
@@ -285,21 +284,21 @@ impl Core {
     }
 }
 
-fn poisoning(at: u64, len: usize) -> Box<dyn FnMut() -> Progress + Send> {
+fn fill_operation(at: u64, len: usize) -> Box<dyn FnMut() -> Progress + Send> {
     Box::new(move || {
         // SAFETY: the memory is not released before this has run, and the order of streams gives it to this operation.
-        unsafe { bytes::poison(at, len) };
+        unsafe { bytes::fill_with_nan(at, len) };
         Progress::Done
     })
 }
 
 impl Core {
-    /// The pinned memory that an address is in.
+    /// Returns the pinned memory that contains an address.
     pub(crate) fn pinned(&self, at: u64) -> Option<&Allocation> {
         self.allocations.find(at).filter(|found| found.is_pinned() && at < found.base + found.len as u64)
     }
 
-    /// Whether every operation has run that uses memory.
+    /// Returns whether every operation that uses the memory has run.
     pub(crate) fn at_rest(&self, memory: &Allocation) -> bool {
         memory.uses().all(|one| self.streams.reached(Point { stream: one.stream, number: one.number }))
     }
@@ -308,15 +307,16 @@ impl Core {
 impl Machine {
     pub(crate) fn allocate_pinned(&self, len: usize, by: &str) -> Result<u64, Refusal> {
         let base = bytes::allocate(len).ok_or(Refusal::Status(OUT_OF_MEMORY))?;
-        // SAFETY: it is new.
-        unsafe { bytes::poison(base, len) };
+        // SAFETY: the memory is new.
+        unsafe { bytes::fill_with_nan(base, len) };
         report::pinned_bytes(len as i64);
         report::count(&format!("allocation: {by}"));
         self.lock().allocations.insert(base, len, Kind::Pinned, format!("`{by}`"));
         Ok(base)
     }
 
-    /// The host must have waited for all uses. The driver may wait by itself, but does not promise it.
+    /// Frees pinned memory. The host must have waited for all uses, because CUDA does not guarantee that the driver
+    /// waits.
     pub(crate) fn free_pinned(&self, at: u64, by: &str) -> Result<(), Refusal> {
         if at == 0 {
             return Ok(());
@@ -324,8 +324,8 @@ impl Machine {
         let mut core = self.lock();
         core.may_free(at, by)?;
         let len = core.freed(at, format!("`{by}`"), by)?;
-        // SAFETY: nobody uses it, as was just looked at.
-        unsafe { bytes::poison(at, len) };
+        // SAFETY: it is unused, as was just checked.
+        unsafe { bytes::fill_with_nan(at, len) };
         Ok(core.retire(at, len)?)
     }
 
@@ -379,19 +379,19 @@ impl Direction {
     }
 }
 
-/// What to copy.
+/// A copy.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Copy {
     pub(crate) to: u64,
     pub(crate) from: u64,
     pub(crate) len: usize,
     pub(crate) direction: Direction,
-    /// The call returns when it is done.
+    /// Whether the call waits for the copy.
     pub(crate) waits: bool,
 }
 
 impl Core {
-    /// Memory that is known is long enough.
+    /// Checks that an allocation is long enough.
     fn holds(&self, at: u64, len: usize, by: &str) -> Result<(), Fault> {
         match self.allocations.find(at) {
             Some(found) if at + len as u64 > found.base + found.len as u64 => {
@@ -401,7 +401,7 @@ impl Core {
         }
     }
 
-    /// Where an address is, for calls that do not say it.
+    /// Returns the direction of a copy, for calls without one.
     pub(crate) fn direction(&self, to: u64, from: u64) -> Direction {
         let on_host = |at: u64| self.allocations.find(at).is_none_or(|found| found.is_pinned());
         match (on_host(from), on_host(to)) {
@@ -414,10 +414,9 @@ impl Core {
 }
 
 impl Machine {
-    /// Copies, by a stream. `by` is the function that was called.
+    /// Copies on a stream. `by` is the called function.
     ///
-    /// # Safety
-    /// Host memory that is named is memory: to read it from, and the caller's to write it to.
+    /// Host memory is valid: the source to read, and the destination to write.
     pub(crate) unsafe fn copy(&self, copy: Copy, stream: usize, by: &str) -> Result<(), Refusal> {
         let Copy { to, from, len, direction, waits } = copy;
         let mut core = self.lock();
@@ -441,14 +440,14 @@ impl Machine {
             && core.at_rest(memory)
         {
             // SAFETY: the bytes are in this memory, and no operation uses it now.
-            unsafe { bytes::poison(to, len) };
+            unsafe { bytes::fill_with_nan(to, len) };
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: ensured by the caller.
         let bytes = staged.then(|| unsafe { bytes::read(from, len) });
         let run = Box::new(move || {
             let from = bytes.as_ref().map_or(from, |bytes| bytes.as_ptr() as u64);
-            // SAFETY: both lie in memory that was looked up; the order of streams keeps it until this has run. Pageable
-            // memory that is written is the caller's, who waits.
+            // SAFETY: both are in memory that was checked, and the order of streams keeps it until this has run. The
+            // caller waits for writes to its pageable memory.
             unsafe { bytes::copy(to, from, len) };
             Progress::Done
         });
@@ -464,7 +463,7 @@ impl Machine {
         self.wait_for(&[point], &clock, &asked)
     }
 
-    /// Fills device memory with `count` times `pattern`, by a stream.
+    /// Fills device memory with `count` copies of `pattern`, on a stream.
     pub(crate) fn fill(&self, at: u64, pattern: Vec<u8>, count: usize, stream: usize, by: &str) -> Result<(), Refusal> {
         let mut core = self.lock();
         let stream = core.resolve(stream)?;
@@ -473,7 +472,7 @@ impl Machine {
         }
         core.holds(at, count * pattern.len(), by)?;
         let run = Box::new(move || {
-            // SAFETY: it lies in memory that was looked up; the order of streams keeps it until this has run.
+            // SAFETY: it is in memory that was checked, and the order of streams keeps it until this has run.
             unsafe { bytes::fill(at, &pattern, count) };
             Progress::Done
         });

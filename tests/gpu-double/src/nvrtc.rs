@@ -26,9 +26,9 @@ const NAME_EXPRESSION_NOT_VALID: c_int = 10;
 #[derive(Default)]
 struct Program {
     source: Source,
-    /// Names of kernels by their expressions, where they stay.
+    /// Names of kernels by their expressions, at stable addresses.
     lowered: BTreeMap<String, CString>,
-    /// Empty before the compilation and after one that failed.
+    /// Empty before a compilation and after a failed one.
     image: CString,
     log: CString,
     compiled: bool,
@@ -50,17 +50,15 @@ fn of(program: *mut c_void, f: impl FnOnce(&mut Program) -> c_int) -> c_int {
     with(|programs| programs.live.get_mut(&(program as usize)).map_or(INVALID_PROGRAM, f))
 }
 
-/// # Safety
-/// `at` is null or a text that ends with a zero.
+/// `at` is null or a string that ends with 0.
 unsafe fn text(at: *const c_char) -> Option<String> {
-    // SAFETY: the caller promises it.
+    // SAFETY: ensured by the caller.
     (!at.is_null()).then(|| unsafe { CStr::from_ptr(at) }.to_string_lossy().into_owned())
 }
 
-/// # Safety
-/// `at` leads to `count` texts, or `count` is 0.
+/// `at` points to `count` strings, or `count` is 0.
 unsafe fn texts(at: *const *const c_char, count: c_int) -> Vec<String> {
-    // SAFETY: the caller promises it.
+    // SAFETY: ensured by the caller.
     (0..count.max(0) as usize).filter_map(|place| unsafe { text(*at.add(place)) }).collect()
 }
 
@@ -77,7 +75,7 @@ unsafe extern "C" fn nvrtcCreateProgram(
     headers: *const *const c_char,
     names: *const *const c_char,
 ) -> c_int {
-    // SAFETY: the caller gives texts, and `count` headers with their names.
+    // SAFETY: the caller passes strings, and `count` headers with their names.
     let source = unsafe {
         Source {
             text: text(source).unwrap_or_default(),
@@ -90,7 +88,7 @@ unsafe extern "C" fn nvrtcCreateProgram(
         programs.made += 1;
         let handle = 0x4e00_0000 + programs.made;
         programs.live.insert(handle, Program { source, ..Program::default() });
-        // SAFETY: the caller gives a place for a program.
+        // SAFETY: the caller passes a pointer to a program.
         unsafe { *program = handle as *mut c_void };
     });
     SUCCESS
@@ -98,14 +96,14 @@ unsafe extern "C" fn nvrtcCreateProgram(
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn nvrtcDestroyProgram(program: *mut *mut c_void) -> c_int {
-    // SAFETY: the caller gives the place of a program.
+    // SAFETY: the caller passes a pointer to a program.
     let handle = unsafe { std::mem::replace(&mut *program, std::ptr::null_mut()) };
     with(|programs| programs.live.remove(&(handle as usize))).map_or(INVALID_PROGRAM, |_| SUCCESS)
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn nvrtcAddNameExpression(program: *mut c_void, expression: *const c_char) -> c_int {
-    // SAFETY: a text that ends with a zero.
+    // SAFETY: the caller passes a string that ends with 0.
     let expression = unsafe { text(expression) }.unwrap_or_default();
     of(program, |program| {
         if program.compiled {
@@ -125,14 +123,14 @@ unsafe extern "C" fn nvrtcGetLoweredName(
     expression: *const c_char,
     name: *mut *const c_char,
 ) -> c_int {
-    // SAFETY: a text that ends with a zero.
+    // SAFETY: the caller passes a string that ends with 0.
     let expression = unsafe { text(expression) }.unwrap_or_default();
     of(program, |program| {
         if !program.compiled {
             return NO_LOWERED_NAMES_BEFORE_COMPILATION;
         }
         let Some(lowered) = program.lowered.get(&expression) else { return NAME_EXPRESSION_NOT_VALID };
-        // SAFETY: the caller gives a place for the name. It stays until the program is destroyed.
+        // SAFETY: the caller passes a pointer to the name. It stays until the program is destroyed.
         unsafe { *name = lowered.as_ptr() };
         SUCCESS
     })
@@ -140,7 +138,7 @@ unsafe extern "C" fn nvrtcGetLoweredName(
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn nvrtcCompileProgram(program: *mut c_void, count: c_int, options: *const *const c_char) -> c_int {
-    // SAFETY: the caller gives so many texts.
+    // SAFETY: the caller passes `count` strings.
     let options = unsafe { texts(options, count) };
     of(program, |program| {
         program.source.options = options;
@@ -155,50 +153,48 @@ unsafe extern "C" fn nvrtcCompileProgram(program: *mut c_void, count: c_int, opt
     })
 }
 
-/// # Safety
-/// `size` is a place for the number of bytes, with the zero at the end.
+/// `size` is valid for a write of the number of bytes, including the final 0.
 unsafe fn size_of_text(text: &CString, size: *mut usize) -> c_int {
-    // SAFETY: the caller promises it.
+    // SAFETY: ensured by the caller.
     unsafe { *size = text.as_bytes_with_nul().len() };
     SUCCESS
 }
 
-/// # Safety
-/// `out` has place for the text with the zero at its end.
+/// `out` is valid for a write of the text and its final 0.
 unsafe fn copy_of_text(text: &CString, out: *mut c_char) -> c_int {
     let bytes = text.as_bytes_with_nul();
-    // SAFETY: the caller promises it.
+    // SAFETY: ensured by the caller.
     unsafe { bytes.as_ptr().copy_to_nonoverlapping(out.cast(), bytes.len()) };
     SUCCESS
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn nvrtcGetPTXSize(program: *mut c_void, size: *mut usize) -> c_int {
-    // SAFETY: the caller gives a place for the size.
+    // SAFETY: the caller passes a pointer to the size.
     of(program, |program| unsafe { size_of_text(&program.image, size) })
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn nvrtcGetPTX(program: *mut c_void, out: *mut c_char) -> c_int {
-    // SAFETY: the caller gives as much place as `nvrtcGetPTXSize` says.
+    // SAFETY: the caller passes a buffer of the size that `nvrtcGetPTXSize` returned.
     of(program, |program| unsafe { copy_of_text(&program.image, out) })
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn nvrtcGetProgramLogSize(program: *mut c_void, size: *mut usize) -> c_int {
-    // SAFETY: the caller gives a place for the size.
+    // SAFETY: the caller passes a pointer to the size.
     of(program, |program| unsafe { size_of_text(&program.log, size) })
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn nvrtcGetProgramLog(program: *mut c_void, out: *mut c_char) -> c_int {
-    // SAFETY: the caller gives as much place as `nvrtcGetProgramLogSize` says.
+    // SAFETY: the caller passes a buffer of the size that `nvrtcGetProgramLogSize` returned.
     of(program, |program| unsafe { copy_of_text(&program.log, out) })
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn nvrtcVersion(major: *mut c_int, minor: *mut c_int) -> c_int {
-    // SAFETY: the caller gives places for both numbers.
+    // SAFETY: the caller passes pointers to both numbers.
     unsafe { (*major, *minor) = (13, 0) };
     SUCCESS
 }
@@ -218,35 +214,36 @@ extern "C" fn nvrtcGetErrorString(result: c_int) -> *const c_char {
     text.as_ptr()
 }
 
-/// Where the stand-in `nvcc` and its headers are.
+/// Returns the folder of the stand-in `nvcc` and its headers.
 fn nvcc() -> PathBuf {
     let beside = || Path::new(env!("CARGO_MANIFEST_DIR")).join("nvcc");
     std::env::var_os("GPU_DOUBLE_NVCC").map_or_else(beside, PathBuf::from)
 }
 
-/// Where libraries are kept.
+/// Returns the folder of the compiled libraries.
 fn cache() -> PathBuf {
     let in_workspace = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/gpu-double/nvrtc");
     std::env::var_os("GPU_DOUBLE_CACHE").map_or_else(in_workspace, PathBuf::from)
 }
 
-/// What is compiled.
+/// A CUDA source and its compiler options.
 #[derive(Clone, Debug, Default, Hash)]
 pub(crate) struct Source {
     pub(crate) text: String,
-    /// How the compiler's messages call it.
+    /// File name in the compiler's messages.
     pub(crate) name: String,
-    /// Files that it may include, with their names.
+    /// Names and texts of headers that the source may include.
     pub(crate) headers: Vec<(String, String)>,
     pub(crate) options: Vec<String>,
-    /// Expressions of C++ that name kernels, and the names that they get.
+    /// C++ expressions that name kernels, and the kernels' names.
     pub(crate) expressions: Vec<(String, String)>,
 }
 
-/// What came of it: an image for `cuModuleLoadData`, or the compiler's messages.
+/// An image for `cuModuleLoadData`, or the compiler's messages.
 pub(crate) type Compiled = Result<String, String>;
 
-/// The error says why the compiler could not be called.
+/// Compiles a source with the stand-in `nvcc`, or returns the image from the cache. The error says why the compiler did
+/// not start.
 pub(crate) fn compile(source: &Source) -> io::Result<Compiled> {
     let nvcc = nvcc();
     let mut hasher = DefaultHasher::new();
@@ -254,7 +251,7 @@ pub(crate) fn compile(source: &Source) -> io::Result<Compiled> {
     hash_files(&nvcc, &mut hasher)?;
     let folder = cache().join(format!("{:016x}", hasher.finish()));
     fs::create_dir_all(&folder)?;
-    // Other processes ask for the same: the first one compiles, the others wait for it.
+    // If several processes compile the same source, the first one compiles and the others wait.
     let lock = File::create(folder.join("lock"))?;
     lock.lock()?;
     let image = folder.join("kernels.ptx");
@@ -273,7 +270,7 @@ pub(crate) fn compile(source: &Source) -> io::Result<Compiled> {
     for (expression, name) in &source.expressions {
         command.arg("--kernel").arg(format!("{name}={expression}"));
     }
-    // The image comes to be in one step, so that a process that is killed leaves none that is half written.
+    // The rename is atomic, so that a killed process does not leave an incomplete image.
     let new = folder.join("new.ptx");
     let output = command.arg("-o").arg(&new).arg(&file).stdin(Stdio::null()).output()?;
     if !output.status.success() {
@@ -283,7 +280,7 @@ pub(crate) fn compile(source: &Source) -> io::Result<Compiled> {
     fs::read_to_string(&image).map(Ok)
 }
 
-/// A library of an older compiler or older headers is none to use.
+/// Hashes the compiler and its headers, whose changes invalidate cached libraries.
 fn hash_files(folder: &Path, hasher: &mut DefaultHasher) -> io::Result<()> {
     let context = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", folder.display()));
     let mut paths: Vec<_> = fs::read_dir(folder)
@@ -306,7 +303,7 @@ mod tests {
     use super::*;
     use crate::kernels::{Image, open};
 
-    /// What a compilation answers: the status, the image and the log.
+    /// Compiles a text, and returns the status, the image, the log and the lowered names.
     fn compile_text(source: &str, name: &str, expressions: &[&str]) -> (c_int, String, String, Vec<String>) {
         let (source, name) = (CString::new(source).unwrap(), CString::new(name).unwrap());
         let expressions: Vec<_> = expressions.iter().map(|one| CString::new(*one).unwrap()).collect();
@@ -342,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn a_template_has_a_name_by_its_expression() {
+    fn templates_are_named_by_expressions() {
         let source =
             "template <class T> __global__ void fill(T* to, int n) { if (threadIdx.x < n) to[threadIdx.x] = THREE; }";
         let (status, image, log, names) = compile_text(source, "fill.cu", &["fill<float>", "&fill<int>"]);
@@ -352,12 +349,12 @@ mod tests {
         };
         assert!(names.iter().all(|name| kernels.contains_key(name)), "{names:?} of {:?}", kernels.keys());
         assert_ne!(names[0], names[1]);
-        // The same again comes from the cache.
+        // The second compilation uses the cache.
         assert_eq!(compile_text(source, "fill.cu", &["fill<float>", "&fill<int>"]).1, image);
     }
 
     #[test]
-    fn an_error_is_told_where_it_stands() {
+    fn compiler_errors_have_a_position() {
         let (status, image, log, names) =
             compile_text("\nextern \"C\" __global__ void f() { no_such(); }", "wrong.cu", &["f"]);
         assert_eq!((status, image.as_str()), (COMPILATION, ""));
@@ -366,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn pointers_that_can_not_be_seen_are_refused() {
+    fn rejects_hidden_pointers() {
         let (status, _, log, _) = compile_text("extern \"C\" __global__ void f(float** all) {}", "pointers.cu", &[]);
         assert!(status == COMPILATION && log.contains("points at pointers"), "{log}");
         let source = "struct Two { float *a, *b; };\nextern \"C\" __global__ void f(Two two) {}";

@@ -2,16 +2,17 @@
 
 use std::collections::BTreeMap;
 
-/// What places are multiples of, in bytes.
+/// Granularity of addresses in a pool, in bytes.
 const GRAIN: u64 = 512;
 
-/// Segments of a device's memory, and what of them is free. Freed blocks become one with those beside them. It does not
-/// ask which stream a block was freed on: a program has one that computes.
+/// Segments of a device's memory, and their free blocks. A block is the smallest free one that is large enough, or the
+/// start of a new segment. Adjacent free blocks are merged. The stream of a free does not matter, because a program has
+/// one compute stream.
 #[derive(Debug)]
 pub(crate) struct Arena {
-    /// What segments are multiples of, in bytes.
+    /// Granularity of segments, in bytes.
     segment: u64,
-    /// Lengths by where they begin. Between two is a gap, so that no block reaches from one into the next.
+    /// Lengths by start. A gap between two segments keeps blocks from spanning both.
     segments: BTreeMap<u64, u64>,
     free: BTreeMap<u64, u64>,
     next: u64,
@@ -22,17 +23,17 @@ fn size(len: u64) -> u64 {
 }
 
 impl Arena {
-    /// One without memory.
+    /// Returns an arena without memory.
     pub(crate) fn new(segment: u64) -> Self {
         Arena { segment, segments: BTreeMap::new(), free: BTreeMap::new(), next: 0 }
     }
 
-    /// Bytes of the device's memory that it has.
+    /// Returns the bytes of the device's memory in all segments.
     pub(crate) fn reserved(&self) -> u64 {
         self.segments.values().sum()
     }
 
-    /// A place for so many bytes, and whether the device had to give more memory for it.
+    /// Returns the address of a block of `len` bytes, and whether a new segment was needed.
     pub(crate) fn take(&mut self, len: u64) -> (u64, bool) {
         let size = size(len);
         let best = self.free.iter().filter(|(_, free)| **free >= size).min_by_key(|(at, free)| (**free, **at));
@@ -52,7 +53,7 @@ impl Arena {
         (at, grown)
     }
 
-    /// Takes the place of so many bytes back.
+    /// Frees a block of `len` bytes.
     pub(crate) fn give(&mut self, mut at: u64, len: u64) {
         let mut len = size(len);
         if let Some(behind) = self.free.remove(&(at + len)) {
@@ -66,7 +67,7 @@ impl Arena {
         self.free.insert(at, len);
     }
 
-    /// Gives segments back that nobody uses, as long as more than `keep` bytes stay.
+    /// Releases unused segments while more than `keep` bytes remain.
     pub(crate) fn trim(&mut self, keep: u64) {
         let mut reserved = self.reserved();
         let free = &mut self.free;
@@ -81,7 +82,7 @@ impl Arena {
     }
 }
 
-/// As `CUmemPool_attribute` counts the bytes of a pool.
+/// Current and highest number of bytes, as in `CUmemPool_attribute`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Level {
     pub(crate) current: u64,
@@ -95,30 +96,30 @@ impl Level {
     }
 }
 
-/// A device's memory. Allocations and frees count when they are asked for, so that the numbers are the same with every
-/// schedule.
+/// The account of a device's memory. Allocations and frees count when they are called, so that the numbers do not
+/// depend on the schedule.
 #[derive(Debug)]
 pub(crate) struct Account {
     total: u64,
-    /// Bytes that `cuMemAlloc` gave.
+    /// Bytes allocated by `cuMemAlloc`.
     direct: u64,
     arena: Arena,
     pub(crate) used: Level,
     pub(crate) reserved: Level,
-    /// What the pool keeps at synchronisations even if nobody uses it.
+    /// Bytes that the pool keeps at synchronisations even if they are unused.
     pub(crate) threshold: u64,
 }
 
-/// A piece of a pool.
+/// A block of a pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Piece {
+pub(crate) struct Block {
     pub(crate) place: u64,
-    /// Whether the pool had to grow for it.
+    /// Whether the pool had to grow.
     pub(crate) grown: bool,
 }
 
 impl Account {
-    /// So many bytes, which a pool takes in segments.
+    /// Returns an account of `total` bytes, which the pool takes in segments.
     pub(crate) fn new(total: u64, segment: u64) -> Self {
         let (used, reserved) = Default::default();
         Self { total, direct: 0, arena: Arena::new(segment), used, reserved, threshold: 0 }
@@ -136,31 +137,31 @@ impl Account {
         self.direct + self.used.current + len <= self.total
     }
 
-    /// What the pool has, which is less than its segments where memory runs out: a driver moves pages from one segment
-    /// to another then.
+    /// Updates the pool's bytes, which are fewer than its segments' if memory is short: a driver then moves pages
+    /// between segments.
     fn reserve(&mut self) {
         self.reserved.set(self.arena.reserved().min(self.total - self.direct));
     }
 
-    /// Takes memory from the pool, or is out of it.
-    pub(crate) fn take(&mut self, len: u64) -> Option<Piece> {
+    /// Allocates from the pool, or returns `None` if memory is short.
+    pub(crate) fn take(&mut self, len: u64) -> Option<Block> {
         if !self.has(len) {
             return None;
         }
         let (place, grown) = self.arena.take(len);
         self.used.set(self.used.current + len);
         self.reserve();
-        Some(Piece { place, grown })
+        Some(Block { place, grown })
     }
 
-    /// Memory goes back to the pool.
+    /// Frees memory to the pool.
     pub(crate) fn give(&mut self, place: u64, len: u64) {
         self.arena.give(place, len);
         self.used.current -= len;
     }
 
-    /// Takes memory that is not the pool's. Tells whether there was any; a pool gives up what nobody uses before memory
-    /// runs out.
+    /// Allocates memory outside of the pool, and returns whether there was enough. A pool releases unused memory before
+    /// memory runs out.
     pub(crate) fn take_directly(&mut self, len: u64) -> bool {
         let has = self.has(len);
         if has {
@@ -174,7 +175,7 @@ impl Account {
         self.direct -= len;
     }
 
-    /// The pool gives back what is beyond `keep`, as far as it is not in use.
+    /// Releases the pool's unused memory beyond `keep` bytes.
     pub(crate) fn trim(&mut self, keep: u64) {
         self.arena.trim(keep);
         self.reserve();
@@ -188,7 +189,7 @@ mod tests {
     const SEGMENT: u64 = 2 << 20;
 
     #[test]
-    fn what_is_given_is_taken_again_and_the_smallest_that_fits_goes_first() {
+    fn takes_the_smallest_free_block_that_fits() {
         let mut arena = Arena::new(SEGMENT);
         let places: Vec<_> = [3000, 1000, 2000, 500].map(|len| arena.take(len)).into();
         assert_eq!(places, [(0, true), (3072, false), (4096, false), (6144, false)]);
@@ -200,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn free_neighbours_are_one() {
+    fn merges_adjacent_free_blocks() {
         let mut arena = Arena::new(SEGMENT);
         let quarter = SEGMENT / 4;
         for (at, grown) in [(0, true), (1, false), (2, false), (3, false)] {
@@ -211,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_does_not_reach_from_one_segment_into_the_next() {
+    fn blocks_do_not_span_segments() {
         let mut arena = Arena::new(SEGMENT);
         let (one, two) = (arena.take(SEGMENT).0, arena.take(SEGMENT).0);
         arena.give(one, SEGMENT);
@@ -221,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn segments_go_back_where_nobody_uses_them() {
+    fn trim_releases_unused_segments() {
         let mut arena = Arena::new(SEGMENT);
         let (one, two) = (arena.take(10).0, arena.take(SEGMENT).0);
         arena.give(two, SEGMENT);
@@ -251,11 +252,11 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_grows_only_where_nothing_is_free() {
+    fn a_pool_grows_only_without_a_free_block() {
         let mut account = Account::new(100 * MIB, 2 * MIB);
-        let piece = account.take(3 * MIB).unwrap();
-        account.give(piece.place, 3 * MIB);
-        assert_eq!((piece.grown, account.take(2 * MIB).unwrap().grown), (true, false));
+        let block = account.take(3 * MIB).unwrap();
+        account.give(block.place, 3 * MIB);
+        assert_eq!((block.grown, account.take(2 * MIB).unwrap().grown), (true, false));
         account.trim(0);
         assert!(account.take(4 * MIB).unwrap().grown);
     }
@@ -263,8 +264,8 @@ mod tests {
     #[test]
     fn memory_runs_out() {
         let mut account = Account::new(100 * MIB, 2 * MIB);
-        let piece = account.take(80 * MIB).unwrap();
-        account.give(piece.place, 80 * MIB);
+        let block = account.take(80 * MIB).unwrap();
+        account.give(block.place, 80 * MIB);
         assert!(account.take_directly(90 * MIB), "the pool gives up what nobody uses");
         assert_eq!(account.reserved.current, 10 * MIB);
         assert_eq!(account.take(11 * MIB), None);

@@ -5,18 +5,18 @@ use std::sync::Arc;
 
 use crate::streams::Access;
 
-/// For each stream, by its place in the order of creation, how many of its operations come before a point in time. What
-/// is not there is 0.
+/// A vector clock: for each stream, by its index, the number of its operations that come before a point in time.
+/// Missing streams have 0.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Clock(Vec<u64>);
 
 impl Clock {
-    /// Whether operation `number` of stream `stream` comes before.
+    /// Returns whether operation `number` of stream `stream` comes before.
     pub(crate) fn covers(&self, stream: usize, number: u64) -> bool {
         self.0.get(stream).copied().unwrap_or(0) >= number
     }
 
-    /// After this, what comes before `other` comes before as well.
+    /// Adds the operations that come before `other`.
     pub(crate) fn join(&mut self, other: &Self) {
         if self.0.len() < other.0.len() {
             self.0.resize(other.0.len(), 0);
@@ -26,7 +26,7 @@ impl Clock {
         }
     }
 
-    /// Operation `number` of `stream`, and all before it on that stream, come before.
+    /// Adds operation `number` of `stream`, and all earlier ones on that stream.
     pub(crate) fn advance(&mut self, stream: usize, number: u64) {
         if self.0.len() <= stream {
             self.0.resize(stream + 1, 0);
@@ -39,15 +39,15 @@ impl Clock {
 #[derive(Clone, Debug)]
 pub(crate) struct Use {
     pub(crate) stream: usize,
-    /// Which operation of its stream.
+    /// Number of the operation on its stream.
     pub(crate) number: u64,
-    /// Its name.
+    /// Name of the operation.
     pub(crate) what: Arc<str>,
     pub(crate) access: Access,
 }
 
-/// What later uses of an allocation have to come after. Reads are kept since the last write, the last one of each
-/// stream: a stream's earlier operations come before its later ones.
+/// The uses that later uses of an allocation must wait for. Since the last write, the last read of each stream is kept,
+/// because a stream's operations are in order.
 #[derive(Debug, Default)]
 pub(crate) struct History {
     write: Option<Use>,
@@ -55,8 +55,8 @@ pub(crate) struct History {
 }
 
 impl History {
-    /// A use that does not come before `clock`, and must: a read comes after the last write, a write after the reads
-    /// too.
+    /// Returns a use that must come before, but is not in `clock`. A read must come after the last write, and a write
+    /// also after the reads.
     pub(crate) fn conflict(&self, clock: &Clock, access: Access) -> Option<&Use> {
         let reads = if access == Access::Write { self.reads.as_slice() } else { &[] };
         reads.iter().chain(&self.write).find(|one| !clock.covers(one.stream, one.number))

@@ -1,4 +1,4 @@
-//! What a process did, counted; and what it must not do, told at once.
+//! The counts of a process's operations, and the report of its faults.
 //!
 //! # Counts
 //! `GPU_DOUBLE_REPORT=DIRECTORY` writes `rank-<RANK>.json` there when the process ends (`RANK` of the environment, or
@@ -11,12 +11,12 @@
 //!                           "operation": {"kernel badd_f32": 1}}}]}
 //! ```
 //!
-//! `in_use_bytes` of a section are those at its end. Bytes are of device memory, of all devices together; pinned memory
-//! is counted apart, under `pinned_bytes` and `pinned_peak_bytes` of the whole process.
-//! Categories: `operation` (everything that was queued, by name), `host synchronisation` (by the function that may make
-//! the host wait; a query is none), `allocation` and `free` (by function), `growth of the pool` (allocations for which
-//! the driver's pool had to take memory from the device), `copy bytes` (by direction), and what other libraries of the
-//! double count.
+//! `in_use_bytes` of a section is the value at its end. Bytes are of device memory, for all devices together. Pinned
+//! memory is counted separately, as `pinned_bytes` and `pinned_peak_bytes` of the whole process. Categories:
+//! `operation` (queued operations by name), `host synchronisation` (calls, by function, that may make the host wait;
+//! queries are not counted), `allocation` and `free` (by function), `growth of the pool` (allocations that made the
+//! driver's pool take memory from the device), `copy bytes` (by direction), and the categories of the double's other
+//! libraries.
 //!
 //! A test may link weakly against, or look up by `dlsym`:
 //!
@@ -64,7 +64,7 @@ impl Bytes {
 
 #[derive(Default)]
 struct Report {
-    /// Sections that ended.
+    /// Sections that have ended.
     ended: Vec<Section>,
     section: Section,
     device: Bytes,
@@ -91,7 +91,7 @@ pub(crate) fn count_many(what: &str, by: u64) {
     with(|report| *report.section.counts.entry(category.into()).or_default().entry(name.into()).or_default() += by);
 }
 
-/// Device memory came into use, or went out of it.
+/// Records a change of the device memory in use.
 pub(crate) fn device_bytes(change: i64) {
     with(|report| {
         report.device.change(change);
@@ -103,17 +103,17 @@ pub(crate) fn pinned_bytes(change: i64) {
     with(|report| report.pinned.change(change));
 }
 
-/// Bytes of device memory in use.
+/// Returns the bytes of device memory in use.
 pub(crate) fn in_use() -> u64 {
     with(|report| report.device.current)
 }
 
-/// Most bytes of device memory in use since the section began.
+/// Returns the most bytes of device memory in use since the section began.
 pub(crate) fn peak() -> u64 {
     with(|report| report.section.peak)
 }
 
-/// What was counted under a category since the section began.
+/// Returns the counts of a category since the section began.
 pub(crate) fn counted(category: &str) -> u64 {
     with(|report| report.section.counts.get(category).map_or(0, |names| names.values().sum()))
 }
@@ -128,14 +128,14 @@ pub(crate) fn mark(name: &str) {
     });
 }
 
-/// Ends the process: it did what a program must not do.
+/// Reports a fault and ends the process.
 pub(crate) fn fault(message: String) -> ! {
     eprintln!("gpu double: {message}");
     // SAFETY: no memory of this process is used afterwards. Destructors must not run: they would call the driver.
     unsafe { libc::_exit(FAULT_CODE) }
 }
 
-/// The report as it stands.
+/// Returns the report.
 fn json(seed: u64) -> Value {
     with(|report| {
         let section = |one: &Section, in_use: u64| {
@@ -156,12 +156,12 @@ fn json(seed: u64) -> Value {
     })
 }
 
-/// Which process of the job this is.
+/// Returns the rank of this process.
 pub(crate) fn rank() -> u64 {
     std::env::var("RANK").ok().and_then(|rank| rank.parse().ok()).unwrap_or(0)
 }
 
-/// Writes the report, if one is asked for.
+/// Writes the report if `GPU_DOUBLE_REPORT` is set.
 pub(crate) fn write(seed: u64) {
     let Some(directory) = std::env::var_os("GPU_DOUBLE_REPORT") else { return };
     let path = std::path::Path::new(&directory).join(format!("rank-{}.json", rank()));

@@ -1,4 +1,4 @@
-//! What a call of the driver answers.
+//! The results of the driver's functions.
 
 /// A `CUresult`.
 pub(crate) type CuResult = i32;
@@ -14,11 +14,11 @@ pub(crate) const ALREADY_REGISTERED: CuResult = 712;
 pub(crate) const NOT_REGISTERED: CuResult = 713;
 pub(crate) const NOT_SUPPORTED: CuResult = 801;
 
-/// Something that a program must not do: a race, a use after free, a wait that never ends.
+/// A program error that the double detects: a race, a use after free, a wait that never ends.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Fault(pub(crate) String);
 
-/// What comes out of a call that the machine looks at: it may be refused, as by a driver, or be a fault.
+/// The failure of a call: an error status as from a driver, or a fault.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Refusal {
     Status(CuResult),

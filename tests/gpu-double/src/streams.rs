@@ -21,34 +21,34 @@ use crate::{
 /// How an operation uses an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Access {
-    /// It reads.
+    /// The operation reads.
     Read,
-    /// It writes, and perhaps reads.
+    /// The operation writes, and may read.
     Write,
 }
 
-/// Device memory that an operation uses. Races are looked for by whole allocation.
+/// Device memory that an operation uses. Races are detected by whole allocations.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Touch {
-    /// Any address inside the allocation. Null is no memory.
+    /// Any address inside the allocation, or null for no memory.
     pub(crate) at: u64,
     pub(crate) access: Access,
 }
 
-/// What came of a call of [`Operation::run`].
+/// The result of a call of [`Operation::run`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Progress {
     Done,
-    /// It waits for other processes: call again later. Other streams go on.
+    /// The operation waits for other processes and must be called again. Other streams continue.
     Waits,
 }
 
-/// Something to do on a stream.
+/// An operation on a stream.
 pub(crate) struct Operation {
-    /// As messages and counts name it: `kernel badd_f32`, `ncclAllGather`.
+    /// Name in messages and counts: `kernel badd_f32`, `ncclAllGather`.
     pub(crate) name: String,
     pub(crate) touches: Vec<Touch>,
-    /// Does it, when its turn has come.
+    /// Runs the operation when its turn comes.
     pub(crate) run: Box<dyn FnMut() -> Progress + Send>,
 }
 
@@ -64,37 +64,37 @@ pub(crate) type Run = Box<dyn FnMut() -> Progress + Send>;
 /// An operation in a queue.
 pub(crate) struct Entry {
     pub(crate) what: Arc<str>,
-    /// Ends of other streams' operations that it begins after.
+    /// Ends of other streams' operations that come first.
     pub(crate) after: Vec<Point>,
-    /// Nothing while it runs.
+    /// `None` while the operation runs.
     pub(crate) run: Option<Run>,
-    /// It was asked, and waits for other processes.
+    /// Whether the operation was called and waits for other processes.
     pub(crate) waits: bool,
-    /// Memory, with its length, that nobody uses when this has run.
+    /// Memory, with its length, that is unused after this operation.
     pub(crate) retires: Option<(u64, usize)>,
 }
 
-/// What an event recorded.
+/// The state of a stream that an event recorded.
 #[derive(Clone)]
 pub(crate) struct Record {
     pub(crate) point: Point,
-    /// What comes before whoever waits for the event.
+    /// Operations that come before a waiter for the event.
     pub(crate) clock: Clock,
-    /// When the stream came to it.
+    /// Time when the stream reached the record.
     pub(crate) time: Arc<OnceLock<Instant>>,
 }
 
 pub(crate) struct Event {
     pub(crate) context: usize,
     pub(crate) timing: bool,
-    /// Nothing before the first record: then it counts as reached.
+    /// `None` before the first record, which counts as reached.
     pub(crate) record: Option<Record>,
 }
 
-/// Which of a context's streams it is.
+/// The role of a stream in its context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Role {
-    /// The legacy default stream, and streams that wait for it and that it waits for, of the same context.
+    /// The legacy default stream. It and the blocking streams of its context wait for each other.
     Legacy,
     Blocking,
     NonBlocking,
@@ -105,17 +105,17 @@ pub(crate) struct Stream {
     pub(crate) role: Role,
     pub(crate) name: String,
     pub(crate) priority: i32,
-    /// Not destroyed yet.
+    /// Whether the stream is not destroyed.
     pub(crate) live: bool,
-    /// What comes before the next operation.
+    /// Operations that come before the next operation.
     pub(crate) clock: Clock,
-    /// The number of the last operation that was queued, and of the last that ended.
+    /// Numbers of the last queued and of the last ended operation.
     pub(crate) queued: u64,
     pub(crate) done: u64,
     pub(crate) queue: VecDeque<Entry>,
 }
 
-/// All streams that there ever were: they are known by their place.
+/// All streams ever created, by index.
 #[derive(Default)]
 pub(crate) struct Streams(Vec<Stream>);
 
@@ -142,7 +142,7 @@ impl Streams {
         self.0.iter().enumerate()
     }
 
-    /// The end of what is queued on a stream now.
+    /// Returns the end of the last queued operation of a stream.
     pub(crate) fn end(&self, stream: usize) -> Point {
         Point { stream, number: self.0[stream].queued }
     }
@@ -151,7 +151,7 @@ impl Streams {
         self.0[point.stream].done >= point.number
     }
 
-    /// Streams that a stream's next operation waits for by CUDA's rules, without an event.
+    /// Returns the ends of streams that a stream's next operation waits for by CUDA's rules, without an event.
     pub(crate) fn implied(&self, stream: usize) -> Vec<Point> {
         let this = &self.0[stream];
         let other = match this.role {
@@ -163,7 +163,7 @@ impl Streams {
         of.map(|(place, _)| self.end(place)).collect()
     }
 
-    /// Streams whose first operation could begin or be asked again.
+    /// Returns the streams whose first operation can run or be called again.
     pub(crate) fn ready(&self) -> Vec<usize> {
         self.all().filter(|(place, _)| self.can_begin(*place)).map(|(place, _)| place).collect()
     }
@@ -173,7 +173,7 @@ impl Streams {
         first.is_some_and(|entry| entry.run.is_some() && entry.after.iter().all(|point| self.reached(*point)))
     }
 
-    /// Those of [`ready`](Self::ready) without which `goals` are not reached.
+    /// Returns the [`ready`](Self::ready) streams that are needed to reach `goals`.
     pub(crate) fn ready_for(&self, goals: &[Point]) -> Vec<usize> {
         let mut open: Vec<Point> = goals.to_vec();
         let (mut seen, mut ready) = (Vec::new(), Vec::new());
@@ -192,20 +192,21 @@ impl Streams {
     }
 }
 
-/// Handles are numbers from here on, in order of creation.
+/// Start of the stream handles, which are numbers in order of creation.
 const HANDLES: usize = 0x5700_0000;
 
-/// Queues an operation. Null is the legacy default stream of this thread's context, 2 the thread's own default stream.
+/// Queues an operation. Null is the legacy default stream of this thread's context, and 2 the thread's own default
+/// stream.
 pub(crate) fn enqueue(stream: *mut c_void, operation: Operation) -> CuResult {
     status(machine().enqueue(stream as usize, operation))
 }
 
-/// Waits until all is done that is queued on a stream now. `asked` is the function that waits: it is counted.
+/// Waits until all queued operations of a stream have run. `asked` is the waiting function, which is counted.
 pub(crate) fn synchronize(stream: *mut c_void, asked: &str) -> CuResult {
     status(machine().synchronize(stream as usize, asked))
 }
 
-/// What a driver answers. A fault does not come back.
+/// Converts a result to a driver's status. A fault ends the process.
 pub(crate) fn status<T>(result: Result<T, Refusal>) -> CuResult {
     match result {
         Ok(_) => SUCCESS,
@@ -215,7 +216,7 @@ pub(crate) fn status<T>(result: Result<T, Refusal>) -> CuResult {
 }
 
 impl Core {
-    /// The stream of a handle.
+    /// Returns the stream of a handle.
     pub(crate) fn resolve(&mut self, handle: usize) -> Result<usize, Refusal> {
         if handle > 2 {
             let place = handle.checked_sub(HANDLES).filter(|place| *place < self.streams.len());
@@ -236,7 +237,7 @@ impl Core {
 }
 
 impl Core {
-    /// The ends of streams as they are now, and what comes before those.
+    /// Returns the current ends of streams, and the clock of the operations before them.
     fn ends(&self, streams: &[usize]) -> (Vec<Point>, Clock) {
         let mut clock = Clock::default();
         streams.iter().for_each(|stream| clock.join(&self.streams.get(*stream).clock));
@@ -255,7 +256,7 @@ impl Machine {
         Ok(HANDLES + place)
     }
 
-    /// What is queued still runs.
+    /// Destroys a stream. Its queued operations still run.
     pub(crate) fn destroy_stream(&self, handle: usize) -> Result<(), Refusal> {
         let mut core = self.lock();
         let place = core.resolve(handle)?;
@@ -266,7 +267,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Messages call a stream by this name as well.
+    /// Adds a name to a stream in messages.
     pub(crate) fn name_stream(&self, handle: usize, name: &str) -> Result<(), Refusal> {
         let mut core = self.lock();
         let place = core.resolve(handle)?;
@@ -306,12 +307,12 @@ impl Machine {
         self.wait_for(&goals, &clock, asked)
     }
 
-    /// Waits for the ends of operations. What `clock` covers comes before them, and so the host knows that it is done.
+    /// Waits for the ends of operations. The host then knows that the operations in `clock` have ended.
     pub(crate) fn wait_for(&self, goals: &[Point], clock: &Clock, asked: &str) -> Result<(), Refusal> {
         self.drive(goals, asked)?;
         let mut core = self.lock();
         core.host_joins(clock);
-        // Pools give back what they need not keep.
+        // Pools release memory beyond their thresholds.
         core.accounts.iter_mut().for_each(|account| account.trim(account.threshold));
         Ok(())
     }
@@ -330,7 +331,7 @@ impl Machine {
 }
 
 impl Core {
-    /// What an event recorded last. Nothing if nothing was recorded: then nobody waits.
+    /// Returns the last record of an event, if any. Without a record, nothing waits.
     fn recorded(&self, event: u64) -> Result<Option<Record>, Refusal> {
         self.events.get(&event).map(|event| event.record.clone()).ok_or(Refusal::Status(INVALID_HANDLE))
     }
@@ -345,7 +346,7 @@ impl Machine {
         Ok(handle)
     }
 
-    /// Waits for what it recorded go on.
+    /// Destroys an event. Waits for its record continue.
     pub(crate) fn destroy_event(&self, event: u64) -> Result<(), Refusal> {
         self.lock().events.remove(&event).map(|_| ()).ok_or(Refusal::Status(INVALID_HANDLE))
     }
@@ -372,7 +373,7 @@ impl Machine {
         Ok(())
     }
 
-    /// What is queued on `stream` from now on begins after what `event` has recorded by now.
+    /// Makes operations that are queued on `stream` from now on wait for the current record of `event`.
     pub(crate) fn wait_event(&self, stream: usize, event: u64) -> Result<(), Refusal> {
         let mut core = self.lock();
         let stream = core.resolve(stream)?;
@@ -400,7 +401,7 @@ impl Machine {
         self.wait_for(&[record.point], &record.clock, "cuEventSynchronize")
     }
 
-    /// Milliseconds between the runs of two records.
+    /// Returns the milliseconds between two records.
     pub(crate) fn elapsed(&self, start: u64, end: u64) -> Result<f32, Refusal> {
         let core = self.lock();
         let time = |event: u64| {

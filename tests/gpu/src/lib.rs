@@ -1,7 +1,129 @@
-//! What the tests on devices share: runs of the programs there, and what the device double counted of them.
+//! Runs of `train` on devices, and the counts that the device double reports.
 
-mod counts;
-mod run;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
 
-pub use counts::Counts;
-pub use run::{Way, Which, number};
+use fsdp_test_support::trajectory::Trajectory;
+use fsdp_test_support::{Run, golden_flags_of, program};
+use serde_json::Value;
+
+/// The engine of collectives on device memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Engine {
+    /// NCCL.
+    Nccl,
+    /// Staging in host memory, as for ranks that share a device.
+    Host,
+    /// The ranks compute on the CPU.
+    Cpu,
+}
+
+/// A run of `train` on a recorded model.
+#[derive(Clone, Debug)]
+pub struct TrainRun<'a> {
+    /// The recorded model.
+    pub model: &'a str,
+    /// The number of ranks.
+    pub ranks: usize,
+    /// Sequences for each rank and micro-batch.
+    pub batch: usize,
+    /// The engine of collectives.
+    pub engine: Engine,
+    /// The number of steps.
+    pub steps: usize,
+    /// The seed of the double's schedule.
+    pub seed: u64,
+    /// Further flags.
+    pub flags: &'a [&'a str],
+}
+
+impl<'a> TrainRun<'a> {
+    /// Returns the recorded run, with its sequences divided over the ranks.
+    pub fn recorded(model: &'a str, ranks: usize) -> Self {
+        TrainRun { model, ranks, batch: 4 / ranks, engine: Engine::Nccl, steps: 20, seed: 0, flags: &[] }
+    }
+
+    /// Runs `train` in `dir`, where the double writes its reports.
+    pub fn start(&self, dir: &Path) -> Run {
+        let mut command = Command::new(program("fsdp-launch"));
+        command
+            .arg(format!("--nproc-per-node={}", self.ranks))
+            .arg(program("train"))
+            .args(golden_flags_of(self.model, self.steps));
+        command.args(["--batch-size", &self.batch.to_string(), "--metrics", "metrics.jsonl"]);
+        let device = if self.engine == Engine::Cpu { "cpu" } else { "cuda" };
+        command.args(["--device", device]).args(self.flags).current_dir(dir);
+        command.env("FSDP_DEVICE_BACKEND", if self.engine == Engine::Host { "host" } else { "nccl" });
+        // As in users' runs. fsdp-candle's own tests check every call.
+        command.env("FSDP_NCCL_CHECK", "timeout").env("GPU_DOUBLE_SEED", self.seed.to_string());
+        // The small models fit into one segment of the default size.
+        command.env("GPU_DOUBLE_REPORT", dir).env("GPU_DOUBLE_SEGMENT", "131072");
+        fsdp_test_support::run(command, Duration::from_secs(300))
+    }
+
+    /// Runs `train` and returns its losses and norms.
+    ///
+    /// # Panics
+    /// When the run fails.
+    pub fn train(&self, dir: &Path) -> Trajectory {
+        self.start(dir).ok();
+        Trajectory::of_metrics(&dir.join("metrics.jsonl"))
+    }
+}
+
+/// Returns a number from an environment variable.
+///
+/// # Panics
+/// When the value is not a number.
+pub fn number(name: &str, usual: usize) -> usize {
+    let parse = |text: String| text.parse().unwrap_or_else(|_| panic!("{name}={text}: it must be a number"));
+    std::env::var(name).map_or(usual, parse)
+}
+
+/// The counts of one rank.
+#[derive(Clone, Debug)]
+pub struct Counts(Value);
+
+impl Counts {
+    /// Returns the counts of each rank of a run with `GPU_DOUBLE_REPORT` set to this directory.
+    ///
+    /// # Panics
+    /// When a rank wrote no report.
+    pub fn of(directory: &Path, ranks: usize) -> Vec<Self> {
+        let read = |rank: usize| {
+            let path = directory.join(format!("rank-{rank}.json"));
+            let text = fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+            Counts(serde_json::from_str(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display())))
+        };
+        (0..ranks).map(read).collect()
+    }
+
+    /// Returns a number of the whole process, such as `peak_bytes`.
+    ///
+    /// # Panics
+    /// When the report has no number of this name.
+    pub fn bytes(&self, name: &str) -> u64 {
+        self.0[name].as_u64().unwrap_or_else(|| panic!("the double did not count {name}: {}", self.0))
+    }
+
+    /// Returns the counts of a category, by name.
+    pub fn by_name(&self, category: &str) -> Vec<(String, u64)> {
+        let sections = self.0["sections"].as_array().into_iter().flatten();
+        let mut sums: Vec<(String, u64)> = vec![];
+        for (name, count) in sections.filter_map(|section| section["counts"][category].as_object()).flatten() {
+            let count = count.as_u64().unwrap_or(0);
+            match sums.iter_mut().find(|(other, _)| other == name) {
+                Some((_, sum)) => *sum += count,
+                None => sums.push((name.clone(), count)),
+            }
+        }
+        sums
+    }
+
+    /// Returns the sum of a category's counts whose name `is_it` accepts.
+    pub fn sum(&self, category: &str, is_it: impl Fn(&str) -> bool) -> u64 {
+        self.by_name(category).into_iter().filter(|(name, _)| is_it(name)).map(|(_, count)| count).sum()
+    }
+}

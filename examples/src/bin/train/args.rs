@@ -205,7 +205,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value = "1", value_parser = count, help_heading = "Sharding")]
     pub(crate) tensor_parallel: usize,
 
-    /// With --tensor-parallel: also split sequences where layers work on each token by itself. Norms and residuals then
+    /// With --tensor-parallel: also split sequences between the tensor-parallel layers. Norms and residuals then
     /// take 1/N of the memory; the communication volume stays the same
     #[arg(long, help_heading = "Sharding")]
     pub(crate) sequence_parallel: bool,

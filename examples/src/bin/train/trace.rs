@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn events_say_what_happened_where_and_when() {
+    fn events_have_readable_names_ranks_and_times() {
         let event = |fields: Value| {
             let mut event = json!({"ph": "B", "pid": 1, "tid": 0, "ts": 1.5, "name": "event src/x.rs:3"});
             event.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_disk_takes_the_rest_of_the_trace_and_nothing_else() {
+    fn full_disk_loses_only_the_trace() {
         let full = File::options().write(true).open("/dev/full").unwrap();
         let mut writer =
             BestEffortWriter::new(RankWriter::new(BufWriter::with_capacity(16, full), 0, 0.), Path::new("t.json"));
@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn a_trace_of_nothing_is_one() {
+    fn empty_trace_is_valid() {
         assert!(rewritten("[\n\n]").is_empty());
     }
 }

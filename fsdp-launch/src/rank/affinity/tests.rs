@@ -61,7 +61,7 @@ fn all() -> Vec<usize> {
 }
 
 #[test]
-fn ranks_without_gpus_are_spread_over_the_nodes_in_order() {
+fn without_gpus_ranks_are_spread_over_nodes() {
     let host = host();
     let topology = Topology::read(host.path(), &all());
     let cores = |binding, rank, ranks| topology.cores_of(binding, rank, ranks, None).unwrap();
@@ -98,7 +98,7 @@ fn shares_are_disjoint_complete_and_of_allowed_cores() {
 }
 
 #[test]
-fn ranks_are_near_to_their_gpus() {
+fn ranks_run_near_their_gpus() {
     let host = host();
     add_gpus(host.path());
     let topology = Topology::read(host.path(), &all());
@@ -124,7 +124,7 @@ fn ranks_are_near_to_their_gpus() {
 }
 
 #[test]
-fn a_host_that_tells_nothing_is_one_node() {
+fn missing_information_means_one_node() {
     let dir = tempfile::tempdir().unwrap();
     let topology = Topology::read(dir.path(), &[3, 5, 7]);
     for binding in [Node, Socket, CoreComplex] {
@@ -135,7 +135,7 @@ fn a_host_that_tells_nothing_is_one_node() {
 }
 
 #[test]
-fn lists_of_cores() {
+fn parses_core_lists() {
     assert_eq!(ranges("0-2,8\n"), Some(BTreeSet::from([0, 1, 2, 8])));
     assert_eq!(ranges("\n"), Some(BTreeSet::new()));
     for text in ["a", "1-", "-1", "1,,2", "0-99999999999", "0-4000000000"] {
@@ -144,7 +144,7 @@ fn lists_of_cores() {
 }
 
 #[test]
-fn shares_are_disjoint_and_complete() {
+fn core_shares_are_disjoint_and_complete() {
     let cores = [0, 1, 2, 5, 7];
     assert_eq!([share(&cores, 0, 2), share(&cores, 1, 2)].concat(), cores);
     assert_eq!(share(&cores, 0, 2), [0, 1]);

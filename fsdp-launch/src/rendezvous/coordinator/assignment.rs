@@ -33,13 +33,13 @@ impl RunConfig {
     /// When the system has no random bytes for a secret.
     pub(crate) fn of(spec: &LaunchSpec, run_id: &str) -> io::Result<Self> {
         let forever = Duration::MAX;
-        let meeting = spec.rendezvous.as_ref();
-        let times = meeting.map_or((forever, forever), |it| (it.join_timeout, it.last_call_timeout));
+        let rendezvous = spec.rendezvous.as_ref();
+        let times = rendezvous.map_or((forever, forever), |it| (it.join_timeout, it.last_call_timeout));
         Ok(RunConfig {
             run_id: run_id.to_owned(),
             nnodes: spec.nnodes(),
             max_restarts: spec.max_restarts,
-            keep_alive: meeting.map(KeepAlive::of),
+            keep_alive: rendezvous.map(KeepAlive::of),
             join_timeout: times.0,
             last_call_timeout: times.1,
             store_secret: Secret::new()?,
@@ -53,18 +53,18 @@ impl RunConfig {
             return Some(format!("the run here is {:?}, not {id:?} (--rdzv-id)", self.run_id));
         }
         if node.nnodes != self.nnodes {
-            let (ours, its) = (nnodes_text(self.nnodes), nnodes_text(node.nnodes));
-            return Some(format!("the run here has --nnodes {ours}, not {its}"));
+            let (expected, found) = (nnodes_text(self.nnodes), nnodes_text(node.nnodes));
+            return Some(format!("the run here has --nnodes {expected}, not {found}"));
         }
         if node.max_restarts != self.max_restarts {
-            let (ours, its) = (self.max_restarts, node.max_restarts);
-            return Some(format!("the run here has --max-restarts {ours}, not {its}"));
+            let (expected, found) = (self.max_restarts, node.max_restarts);
+            return Some(format!("the run here has --max-restarts {expected}, not {found}"));
         }
         // With different keep-alive settings, one side would give up a live peer.
-        if let (Some(ours), Some(its)) = (self.keep_alive, node.keep_alive)
-            && ours != its
+        if let (Some(expected), Some(found)) = (self.keep_alive, node.keep_alive)
+            && expected != found
         {
-            return Some(format!("the run here has --rdzv-conf {ours}, not {its}"));
+            return Some(format!("the run here has --rdzv-conf {expected}, not {found}"));
         }
         let taken = there.find(|it| it.node_rank.is_some() && it.node_rank == node.node_rank);
         taken.map(|it| {

@@ -31,7 +31,7 @@ const MAX_ATTEMPTS: u32 = 1 << 24;
 const MAX_NAMED_HOSTS: usize = 20;
 
 /// Reason when an agent stops its ranks without a request.
-const LOST_CONTACT: &str = "has ended its ranks: it had heard nothing of the rendezvous for too long";
+const LOST_CONTACT: &str = "has stopped its ranks: it had no message from the coordinator for too long";
 
 pub(crate) struct Coordinator {
     config: RunConfig,
@@ -396,8 +396,8 @@ impl Coordinator {
             self.start();
         } else if there < min && now.saturating_duration_since(since) >= self.config.join_timeout {
             let why = format!(
-                "only {there} of at least {min} nodes ({}) came within {:?}. See what the others' launchers say, and \
-                 that they have the same --rdzv-endpoint; --rdzv-conf join_timeout=SECONDS waits longer",
+                "only {there} of at least {min} nodes ({}) joined within {:?}. Check the other hosts' launchers, and \
+                 that all have the same --rdzv-endpoint; --rdzv-conf join_timeout=SECONDS waits longer",
                 self.hosts(),
                 self.config.join_timeout
             );
@@ -545,7 +545,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_barrier_ends_when_all_that_run_wait() {
+    fn a_barrier_completes_when_all_running_agents_wait() {
         let mut barrier = Barrier::default();
         let wait = |barrier: &Barrier, states: [AgentState; 3]| barrier.status((0..).zip(states));
         let running = [AgentState::Running, AgentState::Running, AgentState::Ready];

@@ -97,7 +97,7 @@ impl Simulation {
             // As in the server: all agents receive their messages before one answers.
             let mut asked = Vec::new();
             for (id, message) in messages {
-                let Some((heard, running)) = self.agents.get_mut(&id) else { continue };
+                let Some((received, running)) = self.agents.get_mut(&id) else { continue };
                 match &message {
                     ToAgent::Start(assignment) => {
                         assert_eq!(*running, None, "two attempts at once on {id}");
@@ -107,7 +107,7 @@ impl Simulation {
                     ToAgent::End(_) => assert_eq!(*running, None, "ranks of {id} outlive the end"),
                     _ => {}
                 }
-                heard.push(message.clone());
+                received.push(message.clone());
                 if let ToAgent::Stop { attempt, .. } = message {
                     asked.push((id, attempt));
                 }
@@ -137,8 +137,8 @@ impl Simulation {
     }
 
     pub(crate) fn assignment(&self, id: AgentId) -> Option<&Assignment> {
-        let heard = &self.agents.get(&id)?.0;
-        heard
+        let received = &self.agents.get(&id)?.0;
+        received
             .iter()
             .rev()
             .find_map(|message| if let ToAgent::Start(assignment) = message { Some(assignment) } else { None })
@@ -175,7 +175,7 @@ pub(crate) fn report(message: &str) -> RankReport {
 }
 
 #[test]
-fn that_a_rank_is_done_is_passed_on_within_its_machine() {
+fn rank_exits_are_forwarded_within_a_machine() {
     let mut sim = Simulation::new((4, 4), 0);
     for id in 0..4 {
         // Agent 3 is on another machine.
@@ -185,47 +185,47 @@ fn that_a_rank_is_done_is_passed_on_within_its_machine() {
     for attempt in [0, 1] {
         sim.say(0, FromAgent::RankDone { attempt, rank: 1 });
     }
-    let told = |id: AgentId| {
-        let heard = sim.agents[&id].0.iter();
-        heard.filter(|it| matches!(it, ToAgent::RankDone { attempt: 0, rank: 1 })).count()
+    let message = |id: AgentId| {
+        let received = sim.agents[&id].0.iter();
+        received.filter(|it| matches!(it, ToAgent::RankDone { attempt: 0, rank: 1 })).count()
     };
     // Not to the sender, to an agent whose ranks have ended, or to another machine; and nothing of another attempt.
-    assert_eq!([0, 1, 2, 3].map(told), [0, 1, 0, 0]);
+    assert_eq!([0, 1, 2, 3].map(message), [0, 1, 0, 0]);
 }
 
 #[test]
-fn what_ranks_put_over_pmi_goes_to_all_others_and_a_barrier_ends_when_all_wait() {
+fn forwards_pmi_entries_and_barriers() {
     let mut sim = Simulation::new((3, 3), 1);
     (0..3).for_each(|id| sim.join_as(id, |it| it.ranks = [2, 2, 1][id as usize]));
     assert_eq!(sim.assignment(2).unwrap().ranks_of_hosts, [(2, 2), (1, 1)]);
     let secrets = [0, 2].map(|id| sim.assignment(id).unwrap().store_secret.clone());
     assert!(secrets[0] == secrets[1] && secrets[0].text().is_some());
     assert_eq!(sim.assignment(1).unwrap().pmi_space, "kvs_id_0");
-    let heard = |sim: &Simulation, id: AgentId| {
-        let heard = sim.agents[&id].0.iter();
-        heard.filter(|it| matches!(it, ToAgent::PmiPut { .. } | ToAgent::PmiBarrierDone { .. })).count()
+    let received = |sim: &Simulation, id: AgentId| {
+        let received = sim.agents[&id].0.iter();
+        received.filter(|it| matches!(it, ToAgent::PmiPut { .. } | ToAgent::PmiBarrierDone { .. })).count()
     };
     let put = |attempt| FromAgent::PmiPut { attempt, entries: vec![("key".into(), "value".into())] };
     // Nothing of another attempt.
     [0, 1].into_iter().for_each(|attempt| sim.say(1, put(attempt)));
-    assert_eq!([0, 1, 2].map(|id| heard(&sim, id)), [1, 0, 1]);
+    assert_eq!([0, 1, 2].map(|id| received(&sim, id)), [1, 0, 1]);
     [1, 1, 2].into_iter().for_each(|id| sim.say(id, FromAgent::PmiBarrier { attempt: 0 }));
-    assert_eq!([0, 1, 2].map(|id| heard(&sim, id)), [1, 0, 1]);
+    assert_eq!([0, 1, 2].map(|id| received(&sim, id)), [1, 0, 1]);
     sim.say(0, FromAgent::PmiBarrier { attempt: 0 });
-    assert_eq!([0, 1, 2].map(|id| heard(&sim, id)), [2, 1, 2]);
+    assert_eq!([0, 1, 2].map(|id| received(&sim, id)), [2, 1, 2]);
     // The barrier of an attempt does not carry over to the next.
     sim.say(0, FromAgent::PmiBarrier { attempt: 0 });
     sim.fail(1, "a");
     [1, 2].into_iter().for_each(|id| sim.say(id, FromAgent::PmiBarrier { attempt: 1 }));
-    assert_eq!([0, 1, 2].map(|id| heard(&sim, id)), [2, 1, 2]);
+    assert_eq!([0, 1, 2].map(|id| received(&sim, id)), [2, 1, 2]);
     // A host whose ranks have ended breaks the barrier.
     sim.end(0, AttemptResult::Succeeded);
-    let told = sim.run_result(2).unwrap().failure.as_ref().unwrap().to_string();
-    assert_eq!(told, "node host0 has ended its ranks while those of other hosts wait for them in a barrier of MPI");
+    let message = sim.run_result(2).unwrap().failure.as_ref().unwrap().to_string();
+    assert_eq!(message, "node host0 has ended its ranks while those of other hosts wait for them in a barrier of MPI");
 }
 
 #[test]
-fn one_agent_starts_at_once_and_restarts_by_itself() {
+fn a_single_agent_starts_at_once() {
     let mut sim = Simulation::new((1, 1), 1);
     sim.join(0);
     let assignment = sim.assignment(0).unwrap();
@@ -243,7 +243,7 @@ fn one_agent_starts_at_once_and_restarts_by_itself() {
 }
 
 #[test]
-fn ranks_follow_node_ranks_and_then_the_order_of_coming() {
+fn ranks_follow_node_ranks_then_join_order() {
     let mut sim = Simulation::new((3, 3), 0);
     sim.join_as(0, |it| (it.role, it.ranks) = ("a".into(), 1));
     sim.join_as(1, |it| (it.role, it.node_rank) = ("b".into(), Some(0)));
@@ -266,7 +266,7 @@ fn ranks_follow_node_ranks_and_then_the_order_of_coming() {
 }
 
 #[test]
-fn one_failure_stops_and_restarts_all_without_a_last_call() {
+fn a_failure_restarts_all_without_a_last_call() {
     let mut sim = Simulation::new((1, 4), 1);
     sim.join(0);
     sim.join(1);
@@ -308,7 +308,7 @@ fn a_lost_agent_costs_a_restart_unless_enough_are_left() {
 }
 
 #[test]
-fn a_loss_explains_the_failures_that_came_before_it() {
+fn a_lost_agent_explains_earlier_failures() {
     let mut sim = Simulation::new((1, 2), 0);
     [0, 1].into_iter().for_each(|id| sim.join(id));
     // Its end is noticed only after the other host's ranks have failed.
@@ -321,7 +321,7 @@ fn a_loss_explains_the_failures_that_came_before_it() {
 }
 
 #[test]
-fn a_host_whose_ranks_do_not_end_is_never_told_to_start_again() {
+fn an_agent_with_unkillable_ranks_ends_the_run() {
     let mut sim = Simulation::new((1, 2), 5);
     sim.join(0);
     sim.pass(LAST_CALL);
@@ -335,14 +335,14 @@ fn a_host_whose_ranks_do_not_end_is_never_told_to_start_again() {
 }
 
 #[test]
-fn who_had_succeeded_is_told_why_all_start_again() {
+fn a_succeeded_agent_gets_the_reason_of_a_restart() {
     let mut sim = Simulation::new((2, 2), 1);
     [0, 1].into_iter().for_each(|id| sim.join(id));
     sim.end(0, AttemptResult::Succeeded);
     sim.fail(1, "x");
-    let heard = &sim.agents[&0].0;
+    let received = &sim.agents[&0].0;
     assert!(
-        heard
+        received
             .iter()
             .any(|it| matches!(it, ToAgent::Stop { attempt: 0, why, costs: true } if why.contains("failed first")))
     );
@@ -350,19 +350,22 @@ fn who_had_succeeded_is_told_why_all_start_again() {
 }
 
 #[test]
-fn too_few_agents_are_an_end_with_their_names() {
+fn too_few_agents_end_the_run_with_their_names() {
     let mut sim = Simulation::new((3, 3), 0);
     sim.join(0);
     sim.join(1);
     sim.pass(Duration::from_secs(599));
     assert!(sim.run_result(0).is_none());
     sim.pass(Duration::from_secs(1));
-    let told = sim.run_result(1).unwrap().failure.as_ref().unwrap().to_string();
-    assert!(told.contains("only 2 of at least 3 nodes (host0, host1)") && told.contains("join_timeout"), "{told}");
+    let message = sim.run_result(1).unwrap().failure.as_ref().unwrap().to_string();
+    assert!(
+        message.contains("only 2 of at least 3 nodes (host0, host1)") && message.contains("join_timeout"),
+        "{message}"
+    );
 }
 
 #[test]
-fn who_does_not_fit_is_refused_and_who_is_one_too_many_waits() {
+fn refuses_unfit_agents_and_keeps_spares() {
     let mut sim = Simulation::new((2, 2), 5);
     sim.join_as(0, |it| it.node_rank = Some(0));
     for part in [
@@ -395,7 +398,7 @@ fn who_does_not_fit_is_refused_and_who_is_one_too_many_waits() {
 }
 
 #[test]
-fn what_a_coordinator_before_it_counted_is_not_forgotten() {
+fn keeps_an_earlier_coordinators_counts() {
     let mut sim = Simulation::new((2, 2), 3);
     sim.join_as(0, |it| (it.attempts, it.restarts) = (4, 2));
     sim.join(1);
@@ -403,7 +406,7 @@ fn what_a_coordinator_before_it_counted_is_not_forgotten() {
 }
 
 #[test]
-fn an_agent_of_a_later_attempt_stops_the_one_that_runs_and_is_heard() {
+fn an_agent_with_a_later_attempt_advances_the_count() {
     let mut sim = Simulation::new((1, 2), 1);
     sim.join(0);
     sim.pass(LAST_CALL);
@@ -418,7 +421,7 @@ fn an_agent_of_a_later_attempt_stops_the_one_that_runs_and_is_heard() {
 }
 
 #[test]
-fn an_agent_that_can_not_start_its_ranks_goes_and_costs_a_restart() {
+fn a_failed_start_removes_the_agent_and_costs_a_restart() {
     let mut sim = Simulation::new((1, 2), 1);
     [0, 1].into_iter().for_each(|id| sim.join(id));
     let not_started = |sim: &mut Simulation, id| {
@@ -447,7 +450,7 @@ fn an_agent_that_can_not_start_its_ranks_goes_and_costs_a_restart() {
 }
 
 #[test]
-fn an_agent_that_is_ending_its_ranks_stops_the_others_and_is_waited_for() {
+fn a_leaving_agent_stops_the_others() {
     let mut sim = Simulation::new((1, 2), 0);
     [0, 1].into_iter().for_each(|id| sim.join(id));
     sim.pass(LAST_CALL);
@@ -463,7 +466,7 @@ fn an_agent_that_is_ending_its_ranks_stops_the_others_and_is_waited_for() {
 }
 
 #[test]
-fn ranks_do_not_start_while_a_silent_host_may_have_some() {
+fn waits_for_the_ranks_of_a_timed_out_host() {
     let mut sim = Simulation::new((1, 2), 0);
     sim.coordinator.config.last_call_timeout = Duration::from_secs(1);
     [0, 1].into_iter().for_each(|id| sim.join(id));
@@ -480,7 +483,7 @@ fn ranks_do_not_start_while_a_silent_host_may_have_some() {
 }
 
 #[test]
-fn an_agent_that_never_ends_its_ranks_is_given_up() {
+fn gives_up_an_agent_that_does_not_stop() {
     let mut sim = Simulation::new((1, 2), 1);
     [0, 1].into_iter().for_each(|id| sim.join(id));
     // It does not react to messages.
@@ -497,7 +500,7 @@ proptest! {
     /// For any order of joins, losses, failures and successes, attempts do not overlap (the simulation asserts it) and
     /// the run ends.
     #[test]
-    fn any_story_ends(
+    fn any_sequence_of_events_ends(
         min in 1u32..4,
         more in 0u32..3,
         max_restarts in 0u32..4,

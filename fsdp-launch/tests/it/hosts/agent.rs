@@ -1,4 +1,4 @@
-//! A launcher that works with others, watched from outside.
+//! A launcher process of a test with several launchers.
 
 use std::{
     fs,
@@ -16,25 +16,24 @@ use rustix::{
 
 use crate::{TIMEOUT, hear_signals};
 
-/// A port that nobody but who names it gets for as long as this program runs: a socket that does not listen holds it.
+/// Returns a port that stays reserved by a socket that does not listen.
 pub(crate) fn free_port() -> u16 {
     let socket = socket_with(AddressFamily::INET, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
-    // As listeners have it, so that one may bind it too.
+    // With SO_REUSEADDR, a listener can bind the port too.
     set_socket_reuseaddr(&socket, true).unwrap();
     bind(&socket, &SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0)).unwrap();
-    // Never closed.
     let held = ManuallyDrop::new(TcpListener::from(socket));
     held.local_addr().unwrap().port()
 }
 
-/// One launcher, whose output goes to a file.
+/// A launcher whose output goes to a file.
 pub(crate) struct Agent {
     child: Child,
     output: tempfile::NamedTempFile,
 }
 
 impl Agent {
-    /// With `options`, and a script for its ranks.
+    /// Starts a launcher with `options`, and a script as its ranks.
     pub(crate) fn start(options: &[&str], script: &str) -> Self {
         hear_signals();
         let output = tempfile::NamedTempFile::new().unwrap();
@@ -54,12 +53,12 @@ impl Agent {
         fs::read_to_string(self.output.path()).unwrap()
     }
 
-    /// What the ranks printed so far.
+    /// Returns the ranks' lines so far.
     pub(crate) fn lines(&self) -> Vec<String> {
         self.text().lines().filter(|line| line.starts_with("[rank ")).map(str::to_owned).collect()
     }
 
-    /// Waits until the launcher and its ranks have printed `part` so often.
+    /// Waits until `part` was printed `count` times.
     pub(crate) fn wait_for(&self, part: &str, count: usize) {
         let start = Instant::now();
         while self.text().matches(part).count() < count {
@@ -68,8 +67,8 @@ impl Agent {
         }
     }
 
-    /// Waits until its ranks are in an attempt with `world` ranks, not before attempt `first`, as a script with
-    /// [`PLACE`] prints it; which attempt that is. How many attempts come before depends on when hosts come.
+    /// Waits for an attempt, from `first` on, with `world` ranks, and returns its number. The script must run
+    /// [`PLACE`]. The number of earlier attempts depends on when hosts join.
     pub(crate) fn attempt_of(&self, world: u32, first: u32) -> u32 {
         let mut found = None;
         let start = Instant::now();
@@ -85,7 +84,7 @@ impl Agent {
         found.unwrap()
     }
 
-    /// The numbers behind `pid ` in what was printed.
+    /// Returns the numbers after ` pid ` in the output.
     pub(crate) fn pids(&self) -> Vec<i32> {
         self.lines().iter().filter_map(|line| line.split(" pid ").nth(1)?.parse().ok()).collect()
     }
@@ -94,7 +93,7 @@ impl Agent {
         kill_process(Pid::from_child(&self.child), signal).unwrap();
     }
 
-    /// The exit code, and all that was printed.
+    /// Waits for the end. Returns the exit code and the output.
     pub(crate) fn finish(mut self) -> (Option<i32>, String) {
         let start = Instant::now();
         let status = loop {
@@ -115,17 +114,17 @@ impl Drop for Agent {
     }
 }
 
-/// Prints which attempt this is.
+/// Prints the attempt.
 pub(crate) const PLACE: &str = "echo world $WORLD_SIZE attempt $FSDP_ATTEMPT restart $TORCHELASTIC_RESTART_COUNT";
 
-/// `options` for all agents, as one text; the endpoint is added.
+/// Splits `options` and adds the endpoint.
 pub(crate) fn agents_of(options: &str, port: u16) -> Vec<String> {
     let mut all: Vec<String> = options.split(' ').map(str::to_owned).collect();
     all.push(format!("--rdzv-endpoint=localhost:{port}"));
     all
 }
 
-/// Starts the one that holds the rendezvous.
+/// Starts the launcher that serves the rendezvous.
 pub(crate) fn start_first(options: &[String], more: &[&str], script: &str) -> Agent {
     let agent = start(options, more, script);
     let endpoint = options.iter().find_map(|option| option.strip_prefix("--rdzv-endpoint=")).unwrap();

@@ -1,4 +1,4 @@
-//! Hosts that are lost and come back, the one that holds the rendezvous too.
+//! Lost and returning hosts, including the host of the rendezvous.
 
 use std::{fs, thread::sleep, time::Duration};
 
@@ -31,7 +31,7 @@ fn a_run_shrinks_when_a_host_is_killed_and_grows_when_it_comes_back() {
 }
 
 #[test]
-fn a_host_that_must_not_be_missing_is_replaced_within_the_restarts() {
+fn a_required_host_is_replaced_at_the_cost_of_a_restart() {
     let options = agents_of("--nnodes=2 --nproc-per-node=1 --max-restarts=1", free_port());
     let script = "echo world $WORLD_SIZE attempt $FSDP_ATTEMPT; [ $FSDP_ATTEMPT = 1 ] || sleep 300";
     let first = start_first(&options, &[], script);
@@ -58,7 +58,7 @@ fn the_host_of_the_rendezvous_may_come_back() {
     [&first, &second].into_iter().for_each(|agent| agent.wait_for("pid", 1));
     let pids = [first.pids(), second.pids()].concat();
     first.signal(Signal::KILL);
-    second.wait_for("which holds the rendezvous, is gone", 1);
+    second.wait_for("which serves the rendezvous, is gone", 1);
     assert_gone_soon(&pids);
     let third = start(&options, &["--rdzv-conf=is_host=true"], script);
     let (code, text) = second.finish();
@@ -67,7 +67,7 @@ fn the_host_of_the_rendezvous_may_come_back() {
 }
 
 #[test]
-fn without_restarts_the_loss_of_the_rendezvous_is_the_end() {
+fn losing_the_rendezvous_ends_a_run_without_restarts() {
     let options = agents_of("--nnodes=2 --nproc-per-node=1", free_port());
     let script = "echo pid $$; sleep 300";
     let first = start_first(&options, &["--rdzv-conf=is_host=true"], script);
@@ -79,7 +79,7 @@ fn without_restarts_the_loss_of_the_rendezvous_is_the_end() {
     assert!(
         code == Some(1)
             && text.contains(
-                "which holds the rendezvous, is gone: the connection was closed\n  that \
+                "which serves the rendezvous, is gone: the connection was closed\n  that \
             costs a restart, and all of --max-restarts 0 are used"
             ),
         "{text}"
@@ -88,7 +88,7 @@ fn without_restarts_the_loss_of_the_rendezvous_is_the_end() {
 }
 
 #[test]
-fn an_elastic_run_goes_on_without_the_host_of_its_rendezvous_and_without_a_restart() {
+fn an_elastic_run_survives_the_loss_of_the_rendezvous() {
     let options = agents_of("--nnodes=1:2 --nproc-per-node=1 --rdzv-conf=last_call_timeout=0.5", free_port());
     let dir = tempfile::tempdir().unwrap();
     let flag = dir.path().join("enough");
@@ -98,7 +98,7 @@ fn an_elastic_run_goes_on_without_the_host_of_its_rendezvous_and_without_a_resta
     let both = second.attempt_of(2, 0);
     first.signal(Signal::KILL);
     assert_eq!(second.attempt_of(1, both), both + 1);
-    // It brings no count of its own, and is heard by those who have one.
+    // The new launcher takes over the count of the others.
     let third = start(&options, &[], &script);
     assert_eq!([&second, &third].map(|agent| agent.attempt_of(2, both + 1)), [both + 2; 2]);
     fs::write(flag, "").unwrap();
@@ -108,9 +108,8 @@ fn an_elastic_run_goes_on_without_the_host_of_its_rendezvous_and_without_a_resta
 }
 
 #[test]
-fn a_new_coordinator_ends_its_ranks_for_one_that_counted_further() {
-    // The second takes long to end its ranks, and finds the new coordinator with ranks of its own, in its first
-    // attempt.
+fn a_new_coordinator_takes_over_the_attempt_count() {
+    // The second launcher's ranks end slowly: it finds the new coordinator with a first attempt of its own.
     let options =
         agents_of("--nnodes=1:2 --nproc-per-node=1 --max-restarts=9 --rdzv-conf=last_call_timeout=0.5", free_port());
     let dir = tempfile::tempdir().unwrap();
@@ -138,11 +137,11 @@ fn a_new_coordinator_ends_its_ranks_for_one_that_counted_further() {
 }
 
 #[test]
-fn several_hosts_that_are_stopped_at_once_are_no_reason_for_the_others_to_end() {
+fn an_elastic_run_survives_several_stopped_hosts() {
     let options = agents_of("--nnodes=1:3 --rdzv-conf=last_call_timeout=0.5", free_port());
     let dir = tempfile::tempdir().unwrap();
     let flag = dir.path().join("told");
-    // Hosts may come too late for the first attempt, which is then smaller.
+    // Hosts may join too late for the first attempt.
     let script = format!(
         "flag={}; asked() {{ echo asked; until [ -e $flag ]; do sleep 0.02; done; exit 0; }}; \
          if [ $WORLD_SIZE = 3 ]; then trap asked TERM; fi; \
@@ -154,10 +153,10 @@ fn several_hosts_that_are_stopped_at_once_are_no_reason_for_the_others_to_end() 
     [&first, &others[0], &others[1]].into_iter().for_each(|agent| agent.wait_for("world 3", 1));
     let [second, third] = others;
     third.signal(Signal::KILL);
-    // It is about to end its ranks for the others' sake.
+    // It is stopping its ranks because of the lost host.
     second.wait_for("asked", 1);
     second.signal(Signal::TERM);
-    // Most often it hears that before its ranks have ended; the outcome is the same.
+    // Usually the launcher handles the signal before its ranks have ended; the result is the same.
     sleep(Duration::from_millis(100));
     fs::write(flag, "").unwrap();
     assert_eq!(second.finish().0, Some(143));

@@ -1,4 +1,4 @@
-//! Launchers that work as one: several on this host, at a rendezvous on the loopback.
+//! Several launchers on this host that work as one.
 
 mod agent;
 mod losses;
@@ -13,7 +13,7 @@ use rustix::process::Signal;
 use crate::{assert_gone_soon, executable, finish, heartbeats::rank_program, launcher, sorted, without_times};
 
 #[test]
-fn every_rank_finds_its_place_among_all() {
+fn every_rank_gets_its_place() {
     let options = agents_of("--nnodes=2 --rdzv-id=job", free_port());
     let script = "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK/$GROUP_WORLD_SIZE $ROLE_NAME \
     $ROLE_RANK/$ROLE_WORLD_SIZE \
@@ -70,8 +70,8 @@ fn all_hosts_start_again_together_until_restarts_are_used_up() {
     for (code, text) in &ended {
         assert_eq!(*code, Some(5), "{text}");
         for restart in 1..=2 {
-            let told = format!("  starting all ranks again, restart {restart} of at most 2: 2 ranks on 2 nodes\n");
-            assert!(without_times(text).contains(&format!("failed first, with exit code 5\n{told}")), "{text}");
+            let message = format!("  starting all ranks again, restart {restart} of at most 2: 2 ranks on 2 nodes\n");
+            assert!(without_times(text).contains(&format!("failed first, with exit code 5\n{message}")), "{text}");
         }
         assert!(!text.contains("the hosts have changed"), "{text}");
         assert!(text.contains("restarts used: 2 of at most 2\n  attempt 0: rank 0 (pid "), "{text}");
@@ -92,9 +92,9 @@ fn a_host_whose_ranks_had_succeeded_is_told_why_they_start_again() {
     agents[1].wait_for("waits", 1);
     fs::write(&fifo, "go\n").unwrap();
     for (code, text) in agents.map(Agent::finish) {
-        let told =
+        let message =
             "failed first, with exit code 5\n  starting all ranks again, restart 1 of at most 1: 2 ranks on 2 nodes\n";
-        assert!(code == Some(0) && without_times(&text).contains(told), "{text}");
+        assert!(code == Some(0) && without_times(&text).contains(message), "{text}");
     }
 }
 
@@ -145,7 +145,7 @@ fn a_host_that_can_not_start_its_ranks_does_not_restart_the_others_for_ever() {
 }
 
 #[test]
-fn who_waits_in_vain_says_for_whom() {
+fn reports_missing_hosts() {
     let port = free_port();
     let alone = agents_of("--nnodes=2 --rdzv-conf=join_timeout=0.3", port);
     let (code, text) = start(&alone, &[], "true").finish();
@@ -158,15 +158,18 @@ fn who_waits_in_vain_says_for_whom() {
 }
 
 #[test]
-fn another_program_at_the_endpoint_is_told() {
+fn reports_another_program_at_the_endpoint() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let options = agents_of("--nnodes=2 --rdzv-conf=join_timeout=0.3", taken.local_addr().unwrap().port());
     let (code, text) = start(&options, &[], "true").finish();
-    assert!(code == Some(1) && text.contains("is no launcher of this user") && text.contains("another port"), "{text}");
+    assert!(
+        code == Some(1) && text.contains("another program listens there") && text.contains("another port"),
+        "{text}"
+    );
 }
 
 #[test]
-fn signs_of_life_may_be_as_rare_or_as_frequent_as_one_likes() {
+fn accepts_extreme_keep_alive_intervals() {
     for interval in ["1e18", "1e-9"] {
         let conf = format!("--rdzv-conf=keep_alive_interval={interval},keep_alive_max_attempt=4000000000");
         let options = agents_of(&format!("--nnodes=2 {conf}"), free_port());
@@ -176,7 +179,7 @@ fn signs_of_life_may_be_as_rare_or_as_frequent_as_one_likes() {
 }
 
 #[test]
-fn launchers_that_contradict_each_other_are_refused_by_name() {
+fn refuses_contradicting_launchers() {
     let options = agents_of("--nnodes=2 --rdzv-id=a --node-rank=0", free_port());
     let first = start_first(&options, &[], "true");
     let others = [
@@ -196,7 +199,7 @@ fn launchers_that_contradict_each_other_are_refused_by_name() {
 }
 
 #[test]
-fn logs_of_a_host_are_by_its_local_ranks() {
+fn logs_of_a_host_use_local_ranks() {
     let options = agents_of("--nnodes=2 --nproc-per-node=1 --rdzv-id=job", free_port());
     let dir = tempfile::tempdir().unwrap();
     let agents = ["a", "b"].map(|name| {
@@ -206,7 +209,7 @@ fn logs_of_a_host_are_by_its_local_ranks() {
     let texts = agents.map(|agent| agent.finish().1).concat();
     assert_eq!(sorted(&texts).iter().filter(|line| line.starts_with("0/")).count(), 2, "{texts}");
     let mut logged = ["a", "b"].map(|name| {
-        // The host's name stands behind the run's, for hosts that share a directory.
+        // The directory's name includes the host, for hosts that share it.
         let run = fs::read_dir(dir.path().join(name)).unwrap().next().unwrap().unwrap();
         assert!(run.file_name().to_string_lossy().starts_with("job_"), "{run:?}");
         fs::read_to_string(run.path().join("attempt_0/0/stdout.log")).unwrap()
@@ -226,14 +229,15 @@ fn dry_run_shows_a_host_of_several() {
 }
 
 #[test]
-fn ranks_of_several_launchers_wait_for_nobody_who_has_ended() {
-    // On one host, where ranks of different launchers meet.
+fn exits_are_known_across_launchers_of_a_host() {
+    // On one host, ranks of different launchers share memory.
     let options = agents_of("--nnodes=2 --nproc-per-node=1", free_port());
     for (ended, waits) in [(0, 1), (1, 0)] {
         let script = rank_program(&format!("rank_{ended}_does_not_join")).join(" ");
         for (code, text) in [0, 1].map(|_| start(&options, &[], &script)).map(Agent::finish) {
-            let told = format!("it recorded: rank {waits}: rank(s) {ended} ended with exit code 0 before they joined");
-            assert!(code == Some(3) && text.contains(&told), "{text}");
+            let message =
+                format!("it recorded: rank {waits}: rank(s) {ended} ended with exit code 0 before they joined");
+            assert!(code == Some(3) && text.contains(&message), "{text}");
         }
     }
 }

@@ -3,14 +3,14 @@
 use gemm::Parallelism;
 use half::{bf16, f16};
 
-/// Where a matrix lies: `element(i, j)` is at `i * rows + j * cols` elements.
+/// The strides of a matrix: `element(i, j)` is at index `i * rows + j * cols`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Strides {
     pub(crate) rows: isize,
     pub(crate) cols: isize,
 }
 
-/// `c = alpha * a * b + beta * c` of matrices of these sizes: `m` by `k`, `k` by `n`, `m` by `n`.
+/// A product `c = alpha * a * b + beta * c` of matrices of these sizes: `m` by `k`, `k` by `n`, `m` by `n`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Product {
     pub(crate) m: usize,
@@ -20,7 +20,7 @@ pub(crate) struct Product {
     pub(crate) beta: f64,
 }
 
-/// A `cudaDataType_t` that matrices have here.
+/// A supported `cudaDataType_t`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Element {
     F32,
@@ -48,10 +48,9 @@ impl Element {
         }
     }
 
-    /// # Safety
-    /// `at` leads to a value of this type.
+    /// `at` points to a value of this type.
     pub(crate) unsafe fn read(self, at: *const u8) -> f64 {
-        // SAFETY: the caller promises it.
+        // SAFETY: ensured by the caller.
         unsafe {
             match self {
                 Self::F64 => at.cast::<f64>().read_unaligned(),
@@ -62,12 +61,11 @@ impl Element {
         }
     }
 
-    /// Rounds once.
+    /// Writes a value, rounded once.
     ///
-    /// # Safety
-    /// `at` leads to a place for a value of this type.
+    /// `at` is valid for a write of this type.
     unsafe fn write(self, at: *mut u8, value: f32) {
-        // SAFETY: the caller promises it.
+        // SAFETY: ensured by the caller.
         unsafe {
             match self {
                 Self::F64 => at.cast::<f64>().write_unaligned(f64::from(value)),
@@ -78,10 +76,9 @@ impl Element {
         }
     }
 
-    /// A copy of a matrix in floats, row after row.
+    /// Returns a copy of a matrix as floats, row-major.
     ///
-    /// # Safety
-    /// `at` leads to a matrix of this type with such strides.
+    /// `at` points to a matrix of this type with these strides.
     unsafe fn floats(self, at: *const u8, rows: usize, cols: usize, strides: Strides) -> Vec<f32> {
         let mut floats = Vec::with_capacity(rows * cols);
         for row in 0..rows as isize {
@@ -103,14 +100,13 @@ pub(crate) struct Matrix {
     pub(crate) strides: Strides,
 }
 
-/// Doubles are multiplied and summed in double, everything else in float; the result is rounded once. If `beta` is 0,
-/// `c` is not read.
+/// Multiplies matrices. Doubles are multiplied and summed as doubles, all other types as floats. The result is rounded
+/// once. If `beta` is 0, `c` is not read.
 ///
-/// # Safety
-/// The matrices are of the product's sizes, and no other thread uses them.
+/// The matrices have the product's sizes, and no other thread uses them.
 pub(crate) unsafe fn multiply(product: Product, a: Matrix, b: Matrix, c: Matrix) {
     let all = [a.element, b.element, c.element];
-    // SAFETY: the caller's promises, and the types are looked at first.
+    // SAFETY: ensured by the caller, and the types are looked at first.
     unsafe {
         if all == [Element::F64; 3] {
             direct::<f64>(product, a, b, c, product.alpha, product.beta);
@@ -122,8 +118,7 @@ pub(crate) unsafe fn multiply(product: Product, a: Matrix, b: Matrix, c: Matrix)
     }
 }
 
-/// # Safety
-/// As for [`multiply`], and all elements are of type `T`.
+/// /// As for [`multiply`], and all elements are of type `T`.
 unsafe fn direct<T: 'static + Copy + PartialEq + Default>(
     product: Product,
     a: Matrix,
@@ -132,7 +127,7 @@ unsafe fn direct<T: 'static + Copy + PartialEq + Default>(
     alpha: T,
     beta: T,
 ) {
-    // SAFETY: the caller's promises. The library takes its factors the other way round: its `alpha` is of the result.
+    // SAFETY: ensured by the caller. The library takes its factors the other way round: its `alpha` is of the result.
     unsafe {
         gemm::gemm(
             product.m,
@@ -158,11 +153,10 @@ unsafe fn direct<T: 'static + Copy + PartialEq + Default>(
     }
 }
 
-/// # Safety
-/// As for [`multiply`].
+/// /// See [`multiply`].
 unsafe fn through_floats(product: Product, a: Matrix, b: Matrix, c: Matrix) {
     let Product { m, n, k, beta, .. } = product;
-    // SAFETY: the caller's promises.
+    // SAFETY: ensured by the caller.
     let (left, right, mut sums) = unsafe {
         let sums = match beta {
             0.0 => vec![0.0; m * n],
@@ -177,7 +171,7 @@ unsafe fn through_floats(product: Product, a: Matrix, b: Matrix, c: Matrix) {
         strides: Strides { rows: cols as isize, cols: 1 },
     };
     let (left, right, out) = (floats(left.as_ptr(), k), floats(right.as_ptr(), n), floats(sums.as_mut_ptr(), n));
-    // SAFETY: the copies are of these sizes.
+    // SAFETY: the copies have these sizes.
     unsafe { direct::<f32>(product, left, right, out, product.alpha as f32, beta as f32) };
     for (place, sum) in sums.into_iter().enumerate() {
         let (row, col) = ((place / n) as isize, (place % n) as isize);

@@ -44,7 +44,7 @@ const COMPUTE_64F: c_int = 70;
 struct Handle {
     stream: usize,
     math_mode: c_int,
-    /// `alpha` and `beta` are read on the device.
+    /// Whether `alpha` and `beta` are in device memory.
     device_scalars: bool,
 }
 
@@ -70,7 +70,7 @@ unsafe extern "C" fn cublasCreate_v2(handle: *mut *mut c_void) -> c_int {
         handles.made += 1;
         let made = 0x4200_0000 + handles.made;
         handles.live.insert(made, Handle::default());
-        // SAFETY: the caller gives a place for a handle.
+        // SAFETY: the caller passes a pointer to a handle.
         unsafe { *handle = made as *mut c_void };
     });
     SUCCESS
@@ -88,13 +88,13 @@ extern "C" fn cublasSetStream_v2(handle: *mut c_void, stream: *mut c_void) -> c_
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cublasGetStream_v2(handle: *mut c_void, stream: *mut *mut c_void) -> c_int {
-    // SAFETY: the caller gives a place for a stream.
+    // SAFETY: the caller passes a pointer to a stream.
     of(handle, |handle| unsafe { *stream = handle.stream as *mut c_void })
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cublasGetVersion_v2(_handle: *mut c_void, version: *mut c_int) -> c_int {
-    // SAFETY: the caller gives a place for the number.
+    // SAFETY: the caller passes a pointer to the number.
     unsafe { *version = 130_000 };
     SUCCESS
 }
@@ -106,7 +106,7 @@ extern "C" fn cublasSetMathMode(handle: *mut c_void, mode: c_int) -> c_int {
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cublasGetMathMode(handle: *mut c_void, mode: *mut c_int) -> c_int {
-    // SAFETY: the caller gives a place for the mode.
+    // SAFETY: the caller passes a pointer to the mode.
     of(handle, |handle| unsafe { *mode = handle.math_mode })
 }
 
@@ -117,11 +117,11 @@ extern "C" fn cublasSetPointerMode_v2(handle: *mut c_void, mode: c_int) -> c_int
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cublasGetPointerMode_v2(handle: *mut c_void, mode: *mut c_int) -> c_int {
-    // SAFETY: the caller gives a place for the mode.
+    // SAFETY: the caller passes a pointer to the mode.
     of(handle, |handle| unsafe { *mode = c_int::from(handle.device_scalars) })
 }
 
-/// Products here need no workspace.
+/// The double's products need no workspace.
 #[unsafe(no_mangle)]
 extern "C" fn cublasSetWorkspace_v2(handle: *mut c_void, _workspace: *mut c_void, _bytes: usize) -> c_int {
     of(handle, |_| ())
@@ -132,8 +132,7 @@ extern "C" fn cublasGetStatusString(status: c_int) -> *const c_char {
     text(status).as_ptr()
 }
 
-/// # Safety
-/// As for [`gemm::operation`].
+/// See [`operation`].
 unsafe fn product(handle: *mut c_void, call: Call) -> c_int {
     let mut at = Handle::default();
     if of(handle, |handle| at = *handle) != SUCCESS {
@@ -183,7 +182,7 @@ macro_rules! product_of_one_type {
             }
             let (rows, sum) = if transposed == 0 { (m, n) } else { (n, m) };
             let operand = |at: u64, leading| Operand { at, element: $element, leading, stride: 0 };
-            // A vector with steps is a row of a matrix, and so is the result: both sides are transposed.
+            // A strided vector is a row of a matrix, as is the result, so both sides are transposed.
             let call = Call {
                 name: stringify!($vector),
                 transposed: [0, c_int::from(transposed == 0)],
@@ -359,7 +358,7 @@ unsafe extern "C" fn cublasGemmStridedBatchedEx(
     unsafe { product(handle, call) }
 }
 
-/// An operand: where it begins, its type, the distance of columns, and of matrices of a batch, in elements.
+/// An operand: its address, its type, its leading dimension, and the stride between matrices of a batch, in elements.
 #[derive(Clone, Copy, Debug)]
 struct Operand {
     at: u64,
@@ -368,13 +367,13 @@ struct Operand {
     stride: i64,
 }
 
-/// What a call asks for.
+/// The arguments of a call.
 #[derive(Clone, Copy, Debug)]
 struct Call {
     name: &'static str,
     /// `cublasOperation_t` of the first two operands.
     transposed: [i32; 2],
-    /// Rows of the result, its columns, and what is summed over.
+    /// Rows and columns of the result, and the length of the sums.
     sizes: [i32; 3],
     alpha: *const c_void,
     beta: *const c_void,
@@ -386,7 +385,7 @@ struct Call {
     compute: i32,
 }
 
-/// The type in which `alpha` and `beta` are given, if the types go together.
+/// Returns the type of `alpha` and `beta`, if the types fit together.
 fn scale(compute: i32, a: Element, b: Element, c: Element) -> Option<Element> {
     use Element::{BF16, F16, F32, F64};
     let scale = match compute {
@@ -403,10 +402,9 @@ fn scale(compute: i32, a: Element, b: Element, c: Element) -> Option<Element> {
     together.then_some(scale)
 }
 
-/// The work of a call, or nothing if the result is empty. The error is cuBLAS's status, and why.
+/// Returns the operation of a call, or `None` for an empty result. The error is cuBLAS's status and the reason.
 ///
-/// # Safety
-/// `alpha` and `beta` lead to values of the type that `compute` says.
+/// `alpha` and `beta` point to values of the type for `compute`.
 unsafe fn operation(call: Call) -> Result<Option<Operation>, (i32, String)> {
     let Call { name, sizes, batch, a, b, c, .. } = call;
     let invalid = |what: String| (INVALID_VALUE, format!("{name}: {what}"));
@@ -450,7 +448,7 @@ unsafe fn operation(call: Call) -> Result<Option<Operation>, (i32, String)> {
         for which in 0..i64::from(batch) {
             let left = matrix(a, of_a, a_transposed, which);
             let right = matrix(b, of_b, b_transposed, which);
-            // SAFETY: the stream has its turn, and the program said that matrices of these sizes lie there.
+            // SAFETY: the stream has its turn, and the program allocated matrices of these sizes.
             unsafe { multiply(product, left, right, matrix(c, of_c, false, which)) };
         }
         Progress::Done

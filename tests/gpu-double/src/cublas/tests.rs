@@ -89,7 +89,7 @@ fn check<A: Number, C: Number, S: Number>(compute: c_int, alpha: f64, beta: f64)
 }
 
 #[test]
-fn products_are_the_plain_sums() {
+fn products_match_plain_sums() {
     for (alpha, beta) in [(1.0, 0.0), (0.5, 0.0), (1.0, 1.0), (-2.0, 0.25)] {
         check::<f32, f32, f32>(68, alpha, beta);
         check::<f32, f32, f32>(77, alpha, beta);
@@ -103,7 +103,7 @@ fn products_are_the_plain_sums() {
 }
 
 #[test]
-fn what_cublas_refuses_is_refused() {
+fn rejects_invalid_calls() {
     let one = 1f32;
     let scalar: *const c_void = (&raw const one).cast();
     let operand = |element, leading| Operand { at: 256, element, leading, stride: 0 };

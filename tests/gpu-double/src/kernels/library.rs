@@ -1,4 +1,4 @@
-//! The host libraries that the stand-in `nvcc` makes of CUDA sources.
+//! The host libraries that the stand-in `nvcc` compiles from CUDA sources.
 
 use std::{
     collections::BTreeMap,
@@ -11,9 +11,9 @@ use crate::{
     streams::{Access, Touch},
 };
 
-/// What stands before a library's path where the PTX would be.
+/// Prefix of a library's path, which replaces the PTX.
 const LIBRARY: &str = "gpu-double library ";
-/// What stands before the reason why there is none.
+/// Prefix of the reason for a missing library.
 const MISSING: &str = "gpu-double missing ";
 
 // `nvcc/include/engine.h` has the same layouts.
@@ -36,20 +36,20 @@ pub(crate) struct RawKernel {
     threads: *const c_void,
 }
 
-/// How a kernel is launched.
+/// The arguments of a launch.
 #[repr(C)]
 pub(crate) struct Launch {
     pub(crate) grid: [u32; 3],
     pub(crate) block: [u32; 3],
     pub(crate) shared_bytes: u32,
-    /// Of the order of blocks and threads. 0 is the order of their numbers.
+    /// Seed of the order of blocks and threads. 0 is the numeric order.
     pub(crate) seed: u64,
     pub(crate) arguments: *mut *mut c_void,
 }
 
 type LaunchFunction = unsafe extern "C" fn(*const RawKernel, *const Launch) -> *const c_char;
 
-/// A kernel, with what its C++ signature says.
+/// A kernel and its C++ signature.
 pub(crate) struct Kernel {
     raw: *const RawKernel,
     pub(crate) name: String,
@@ -57,7 +57,7 @@ pub(crate) struct Kernel {
     pub(crate) sizes: Vec<usize>,
     pointers: Vec<Pointers>,
     pub(crate) library: &'static Library,
-    /// Dynamic shared memory that a launch may ask for, in bytes.
+    /// Limit of a launch's dynamic shared memory, in bytes.
     pub(crate) most_shared: AtomicU32,
 }
 
@@ -73,25 +73,25 @@ unsafe impl Send for Kernel {}
 // SAFETY: as above.
 unsafe impl Sync for Kernel {}
 
-/// A loaded library. It stays loaded.
+/// A loaded library, which is never unloaded.
 pub(crate) struct Library {
     launch: LaunchFunction,
-    /// Held while a kernel runs: threads, blocks and shared memory are the library's variables.
+    /// Locked while a kernel runs, because threads, blocks and shared memory are the library's variables.
     running: Mutex<()>,
 }
 
 /// The kernels of one library.
 pub(crate) type Kernels = BTreeMap<String, &'static Kernel>;
 
-/// What a module's image is.
+/// The content of a module's image.
 #[derive(Clone)]
 pub(crate) enum Image {
     Kernels(&'static Kernels),
-    /// The source could not be compiled for the host, and this says which.
+    /// The source could not be compiled for the host, with the reason.
     Missing(String),
 }
 
-/// Reads an image. The error says what is wrong with it.
+/// Reads an image. The error says why the image is invalid.
 pub(crate) fn open(image: &str) -> Result<Image, String> {
     let line = image.lines().next().unwrap_or_default();
     if let Some(reason) = line.strip_prefix(MISSING) {
@@ -122,13 +122,13 @@ fn load(path: &str) -> Result<Kernels, String> {
         .map(|symbol| unsafe { libc::dlsym(handle, symbol.as_ptr()) })
         .map(|at| at as *const RawKernel);
     if raw.is_null() || launch.is_null() {
-        return Err(format!("{path} is no library of kernels"));
+        return Err(format!("{path} is not a library of kernels"));
     }
-    // SAFETY: it is the function of `nvcc`'s making, which has this type.
+    // SAFETY: the stand-in `nvcc` generated the function with this type.
     let launch = unsafe { std::mem::transmute::<*const RawKernel, LaunchFunction>(launch) };
     let library: &'static Library = Box::leak(Box::new(Library { launch, running: Mutex::new(()) }));
     let mut kernels = Kernels::new();
-    // SAFETY: the array ends with a kernel without a name, and its pointers lead to arrays of the lengths that it says.
+    // SAFETY: the array ends with a kernel without a name, and its pointers lead to arrays of the stated lengths.
     unsafe {
         while !(*raw).name.is_null() {
             let kernel = Kernel::read(raw, library);
@@ -140,10 +140,9 @@ fn load(path: &str) -> Result<Kernels, String> {
 }
 
 impl Kernel {
-    /// # Safety
-    /// `raw` leads to a description that stays.
+    /// `raw` points to a description that is never freed.
     unsafe fn read(raw: *const RawKernel, library: &'static Library) -> Self {
-        // SAFETY: the caller promises it.
+        // SAFETY: ensured by the caller.
         let (name, sizes, pointers) = unsafe {
             let one = &*raw;
             (
@@ -168,7 +167,7 @@ impl Kernel {
         }
     }
 
-    /// Device memory that a launch with these parameters uses.
+    /// Returns the device memory that a launch with these parameters uses.
     pub(crate) fn touches(&self, parameters: &[Box<[u8]>]) -> Vec<Touch> {
         let mut touches = Vec::new();
         for one in &self.pointers {
@@ -183,19 +182,18 @@ impl Kernel {
         touches
     }
 
-    /// Runs the kernel to its end. The error is what a thread did that it must not do.
+    /// Runs the kernel to its end. The error is a fault of one of its threads.
     ///
-    /// # Safety
-    /// `launch.arguments` leads to parameters of the kernel's sizes, and their pointers to memory that no other thread
-    /// uses.
+    /// `launch.arguments` points to parameters of the kernel's sizes. No other thread uses the memory of their
+    /// pointers.
     pub(crate) unsafe fn run(&self, launch: &Launch) -> Result<(), String> {
         let _running = self.library.running.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: the kernel is the library's own; the caller promises the rest.
+        // SAFETY: the kernel belongs to the library; the rest is ensured by the caller.
         let message = unsafe { (self.library.launch)(self.raw, launch) };
         if message.is_null() {
             return Ok(());
         }
-        // SAFETY: a text of the library's, which stays until the next launch.
+        // SAFETY: the library keeps the string until the next launch.
         Err(unsafe { CStr::from_ptr(message) }.to_string_lossy().into_owned())
     }
 }

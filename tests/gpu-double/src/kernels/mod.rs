@@ -31,7 +31,7 @@ const INVALID_IMAGE: c_int = 200;
 const FILE_NOT_FOUND: c_int = 301;
 const NOT_FOUND: c_int = 500;
 
-/// Modules and kernels, by the numbers that the program has for them.
+/// Modules and kernels by their handles.
 #[derive(Default)]
 struct Handles {
     modules: BTreeMap<usize, Image>,
@@ -45,7 +45,7 @@ fn with<T>(f: impl FnOnce(&mut Handles) -> T) -> T {
     f(HANDLES.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(Handles::default))
 }
 
-/// What CUDA has only a number for, in words.
+/// Prints the reason for a status.
 fn refuse(status: c_int, why: &str) -> c_int {
     eprintln!("gpu double: {why}");
     status
@@ -66,7 +66,7 @@ fn load(module: *mut *mut c_void, image: &str) -> c_int {
             handles.modules_made += 1;
             let handle = 0x4d00_0000 + handles.modules_made;
             handles.modules.insert(handle, image);
-            // SAFETY: the caller gives a place for a module.
+            // SAFETY: the caller passes a pointer to a module.
             unsafe { *module = handle as *mut c_void };
             SUCCESS
         }),
@@ -75,7 +75,7 @@ fn load(module: *mut *mut c_void, image: &str) -> c_int {
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuModuleLoadData(module: *mut *mut c_void, image: *const c_void) -> c_int {
-    // SAFETY: an image is a text that ends with a zero.
+    // SAFETY: an image is a string that ends with 0.
     let image = unsafe { CStr::from_ptr(image.cast()) };
     image.to_str().map_or(INVALID_IMAGE, |image| load(module, image))
 }
@@ -94,7 +94,7 @@ unsafe extern "C" fn cuModuleLoadDataEx(
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuModuleLoad(module: *mut *mut c_void, path: *const c_char) -> c_int {
-    // SAFETY: a path that ends with a zero.
+    // SAFETY: the caller passes a string that ends with 0.
     let path = unsafe { CStr::from_ptr(path) }.to_string_lossy();
     match std::fs::read_to_string(path.as_ref()) {
         Err(error) => refuse(FILE_NOT_FOUND, &format!("the module {path}: {error}")),
@@ -110,18 +110,21 @@ extern "C" fn cuModuleUnload(module: *mut c_void) -> c_int {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuModuleGetFunction(out: *mut *mut c_void, module: *mut c_void, name: *const c_char) -> c_int {
     let Some(image) = with(|handles| handles.modules.get(&(module as usize)).cloned()) else { return INVALID_HANDLE };
-    // SAFETY: a name that ends with a zero.
+    // SAFETY: the caller passes a string that ends with 0.
     let name = unsafe { CStr::from_ptr(name) }.to_string_lossy();
     let kernels = match image {
-        Image::Missing(why) => return refuse(NOT_FOUND, &format!("there is no kernel {name}: {why}")),
+        Image::Missing(why) => return refuse(NOT_FOUND, &format!("kernel {name} is missing: {why}")),
         Image::Kernels(kernels) => kernels,
     };
     let Some(kernel) = kernels.get(name.as_ref()).copied() else {
-        return refuse(NOT_FOUND, &format!("the module has no kernel {name}: it is no `extern \"C\" __global__ void`"));
+        return refuse(
+            NOT_FOUND,
+            &format!("the module has no kernel {name}: it must be an `extern \"C\" __global__ void` function"),
+        );
     };
     let handle = std::ptr::from_ref(kernel) as usize;
     with(|handles| handles.kernels.insert(handle, kernel));
-    // SAFETY: the caller gives a place for a function.
+    // SAFETY: the caller passes a pointer to a function.
     unsafe { *out = handle as *mut c_void };
     SUCCESS
 }
@@ -148,7 +151,7 @@ unsafe extern "C" fn cuFuncGetAttribute(value: *mut c_int, attribute: c_int, fun
             PREFERRED_SHARED_MEMORY_CARVEOUT => -1,
             _ => return refuse(NOT_SUPPORTED, &format!("attribute {attribute} of kernels is not known here")),
         };
-        // SAFETY: the caller gives a place for the value.
+        // SAFETY: the caller passes a pointer to the value.
         unsafe { *value = known };
         SUCCESS
     }))
@@ -181,7 +184,7 @@ unsafe extern "C" fn cuOccupancyMaxActiveBlocksPerMultiprocessor(
     threads: c_int,
     shared: usize,
 ) -> c_int {
-    // SAFETY: the caller gives a place for the number.
+    // SAFETY: the caller passes a pointer to the number.
     unsafe { cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(blocks, function, threads, shared, 0) }
 }
 
@@ -198,7 +201,7 @@ unsafe extern "C" fn cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(
             return INVALID_VALUE;
         }
         let shared = u32::try_from(shared).unwrap_or(u32::MAX / 2);
-        // SAFETY: the caller gives a place for the number.
+        // SAFETY: the caller passes a pointer to the number.
         unsafe { *blocks = blocks_at_once(threads as u32, shared) as c_int };
         SUCCESS
     }))
@@ -215,13 +218,13 @@ unsafe extern "C" fn cuOccupancyAvailableDynamicSMemPerBlock(
         if blocks < 1 || threads < 1 || blocks_at_once(threads as u32, 0) < blocks as u32 {
             return INVALID_VALUE;
         }
-        // SAFETY: the caller gives a place for the number.
+        // SAFETY: the caller passes a pointer to the number.
         unsafe { *bytes = shared_for(blocks as u32) as usize };
         SUCCESS
     }))
 }
 
-/// Bytes of dynamic shared memory for a block of so many threads.
+/// Returns the bytes of dynamic shared memory for a block of as many threads.
 type SharedBytes = Option<extern "C" fn(c_int) -> usize>;
 
 #[unsafe(no_mangle)]
@@ -233,7 +236,7 @@ unsafe extern "C" fn cuOccupancyMaxPotentialBlockSize(
     shared: usize,
     limit: c_int,
 ) -> c_int {
-    // SAFETY: the caller gives places for both numbers.
+    // SAFETY: the caller passes pointers to both numbers.
     unsafe { cuOccupancyMaxPotentialBlockSizeWithFlags(grid, block, function, shared_for, shared, limit, 0) }
 }
 
@@ -253,10 +256,10 @@ unsafe extern "C" fn cuOccupancyMaxPotentialBlockSizeWithFlags(
             let shared = shared_for.map_or(shared, |bytes| bytes(threads as c_int));
             blocks_at_once(threads, u32::try_from(shared).unwrap_or(u32::MAX / 2))
         };
-        // The largest of the blocks with which most threads run at once.
+        // The largest block size with which most threads run at once.
         let candidates = (32..=most).step_by(32).chain([most]);
         let best = candidates.max_by_key(|threads| at_once(*threads) * threads).unwrap_or(most);
-        // SAFETY: the caller gives places for both numbers.
+        // SAFETY: the caller passes pointers to both numbers.
         unsafe {
             *block = best as c_int;
             *grid = (at_once(best) * MULTIPROCESSORS) as c_int;
@@ -285,12 +288,12 @@ unsafe extern "C" fn cuLaunchKernel(
     }
     let shape = Shape { grid: [grid_x, grid_y, grid_z], block: [block_x, block_y, block_z], shared_bytes };
     answer(kernel(function).map(|kernel| {
-        // SAFETY: the caller gives the kernel's parameters.
+        // SAFETY: the caller passes the kernel's parameters.
         unsafe { launch(kernel, shape, stream, parameters) }.unwrap_or_else(|why| refuse(INVALID_VALUE, &why))
     }))
 }
 
-/// The same: there is no barrier of the whole grid in the headers of this double.
+/// Calls [`cuLaunchKernel`], because the double's headers have no grid barrier.
 #[unsafe(no_mangle)]
 #[allow(clippy::too_many_arguments, reason = "CUDA's")]
 unsafe extern "C" fn cuLaunchCooperativeKernel(
@@ -306,7 +309,7 @@ unsafe extern "C" fn cuLaunchCooperativeKernel(
     parameters: *mut *mut c_void,
 ) -> c_int {
     let none = std::ptr::null_mut();
-    // SAFETY: the caller gives the kernel's parameters.
+    // SAFETY: the caller passes the kernel's parameters.
     unsafe {
         cuLaunchKernel(
             function,
@@ -324,7 +327,7 @@ unsafe extern "C" fn cuLaunchCooperativeKernel(
     }
 }
 
-/// A launch as the driver is asked for it.
+/// The dimensions of a launch.
 #[derive(Clone, Copy)]
 struct Shape {
     grid: [u32; 3],
@@ -332,10 +335,10 @@ struct Shape {
     shared_bytes: u32,
 }
 
-/// The work of a launch. The error says what it asks for that it may not.
+/// Returns the operation of a launch. It copies the parameters now, and runs the kernel when the stream reaches it. The
+/// error names a limit that the launch exceeds.
 ///
-/// # Safety
-/// `parameters` leads to as many pointers as the kernel has parameters, and they to values of their types.
+/// `parameters` points to one pointer for each of the kernel's parameters, and these to values of their types.
 unsafe fn operation(kernel: &'static Kernel, shape: Shape, parameters: *mut *mut c_void) -> Result<Operation, String> {
     let most = kernel.most_shared.load(Ordering::Relaxed);
     if let Some(why) = refusal(shape.grid, shape.block, shape.shared_bytes, most) {
@@ -346,7 +349,7 @@ unsafe fn operation(kernel: &'static Kernel, shape: Shape, parameters: *mut *mut
     }
     let copy = |(index, size): (usize, &usize)| {
         let mut bytes = vec![0; *size].into_boxed_slice();
-        // SAFETY: the caller promises that a value of this size lies there.
+        // SAFETY: the caller passes a value of this size.
         unsafe { (*parameters.add(index)).cast::<u8>().copy_to_nonoverlapping(bytes.as_mut_ptr(), *size) };
         bytes
     };
@@ -368,20 +371,19 @@ unsafe fn operation(kernel: &'static Kernel, shape: Shape, parameters: *mut *mut
 
 /// Queues a launch.
 ///
-/// # Safety
-/// As for [`operation`].
+/// /// See [`operation`].
 unsafe fn launch(
     kernel: &'static Kernel,
     shape: Shape,
     stream: *mut c_void,
     parameters: *mut *mut c_void,
 ) -> Result<i32, String> {
-    // SAFETY: the caller promises it.
+    // SAFETY: ensured by the caller.
     let operation = unsafe { operation(kernel, shape, parameters) }?;
     Ok(streams::enqueue(stream, operation))
 }
 
-/// The order of this launch's blocks and threads. With the schedule 0 it is that of their numbers.
+/// Returns the seed of the order of this launch's blocks and threads. With schedule 0, they run in numeric order.
 fn next_seed() -> u64 {
     static SEED: OnceLock<u64> = OnceLock::new();
     static LAUNCHES: AtomicU64 = AtomicU64::new(1);
@@ -397,11 +399,11 @@ const THREADS: u32 = 1024;
 const BLOCK: [u32; 3] = [1024, 1024, 64];
 /// Blocks of a grid along each axis.
 const GRID: [u32; 3] = [i32::MAX as u32, 65_535, 65_535];
-/// Shared memory of a block, in bytes, unless its kernel asks for more.
+/// Shared memory of a block in bytes, unless its kernel sets a larger limit.
 const SHARED_BYTES: u32 = 48 << 10;
-/// Shared memory of a block that a kernel may ask for.
+/// Largest limit of shared memory of a block.
 const MOST_SHARED_BYTES: u32 = 227 << 10;
-/// Of a multiprocessor: blocks, threads, and shared memory with what the system takes of it for each block.
+/// Blocks, threads and shared memory of a multiprocessor. The system takes a part of the shared memory for each block.
 const BLOCKS_AT_ONCE: u32 = 32;
 const THREADS_AT_ONCE: u32 = 2048;
 const SHARED_AT_ONCE: u32 = 228 << 10;
@@ -409,7 +411,7 @@ const SHARED_OF_SYSTEM: u32 = 1 << 10;
 /// Multiprocessors of a device.
 const MULTIPROCESSORS: u32 = 132;
 
-/// Why a launch would be refused.
+/// Returns the reason to refuse a launch, if any.
 fn refusal(grid: [u32; 3], block: [u32; 3], shared: u32, most_shared: u32) -> Option<String> {
     let outside = |of: [u32; 3], most: [u32; 3]| of.iter().zip(most).any(|(one, most)| *one == 0 || *one > most);
     if outside(grid, GRID) {
@@ -428,13 +430,13 @@ fn refusal(grid: [u32; 3], block: [u32; 3], shared: u32, most_shared: u32) -> Op
     })
 }
 
-/// How many blocks a multiprocessor runs at once.
+/// Returns the number of blocks that a multiprocessor runs at once.
 fn blocks_at_once(threads: u32, shared: u32) -> u32 {
     let warps = threads.max(1).next_multiple_of(32);
     (THREADS_AT_ONCE / warps).min(SHARED_AT_ONCE / (shared + SHARED_OF_SYSTEM)).min(BLOCKS_AT_ONCE)
 }
 
-/// Dynamic shared memory that each of so many blocks of a multiprocessor can have.
+/// Returns the dynamic shared memory that each of `blocks` blocks on a multiprocessor can have.
 fn shared_for(blocks: u32) -> u32 {
     (SHARED_AT_ONCE / blocks.max(1)).saturating_sub(SHARED_OF_SYSTEM).min(MOST_SHARED_BYTES)
 }

@@ -109,7 +109,7 @@ fn shared_memory_barriers_and_shuffles_sum() {
 }
 
 #[test]
-fn lanes_see_each_other() {
+fn lanes_exchange_values() {
     let kernels = compile(
         r#"extern "C" __global__ void lanes(int* out) {
             int lane = threadIdx.x % 32, base = threadIdx.x - lane, all = 0xffffffff;
@@ -206,7 +206,7 @@ fn halves_round_once_to_nearest_even() {
 }
 
 #[test]
-fn eight_bits_hold_what_they_can() {
+fn converts_to_float8() {
     let kernels = compile(
         r#"
         #include <cuda_fp8.h>
@@ -249,7 +249,7 @@ fn eight_bits_hold_what_they_can() {
 }
 
 #[test]
-fn atomics_change_what_they_should() {
+fn atomics_are_exact() {
     let kernels = compile(
         r#"extern "C" __global__ void atomics(int* out, float* sum, double* most, unsigned long long* cas) {
             int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -272,7 +272,7 @@ fn atomics_change_what_they_should() {
 }
 
 #[test]
-fn shared_memory_begins_with_no_value() {
+fn shared_memory_starts_undefined() {
     let kernels = compile(
         r#"extern "C" __global__ void leak(float* to) {
             __shared__ float fixed[2];
@@ -290,7 +290,7 @@ fn shared_memory_begins_with_no_value() {
 }
 
 #[test]
-fn a_missing_barrier_shows_with_some_seed() {
+fn some_seed_reveals_a_missing_barrier() {
     let kernels = compile(
         r#"extern "C" __global__ void turned(int* to) {
             __shared__ int values[64];
@@ -339,7 +339,7 @@ fn faults_name_the_kernel() {
 }
 
 #[test]
-fn a_launch_names_what_it_touches() {
+fn launches_list_the_memory_they_use() {
     let kernels = compile(
         r#"
         struct Lists { const float* from[2]; float* to; int n; };
@@ -385,7 +385,7 @@ fn a_launch_names_what_it_touches() {
 }
 
 #[test]
-fn a_launch_stays_in_its_limits() {
+fn rejects_launches_beyond_the_limits() {
     let plain = |grid, block, shared| refusal(grid, block, shared, SHARED_BYTES);
     assert_eq!(plain([1, 1, 1], [1024, 1, 1], 48 << 10), None);
     assert!(plain([0, 1, 1], [32, 1, 1], 0).is_some());
@@ -396,7 +396,7 @@ fn a_launch_stays_in_its_limits() {
 }
 
 #[test]
-fn a_multiprocessor_holds_what_fits() {
+fn computes_occupancy() {
     assert_eq!(blocks_at_once(1024, 0), 2);
     assert_eq!(blocks_at_once(33, 0), 32);
     assert_eq!(blocks_at_once(32, 100 << 10), 2);

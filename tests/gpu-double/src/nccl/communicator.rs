@@ -37,49 +37,49 @@ pub(crate) struct Communicator {
 struct Inner {
     stage: Stage,
     status: Status,
-    /// What went wrong last.
+    /// Text of the last error.
     said: &'static std::ffi::CStr,
-    /// How often it still says that it is in progress.
+    /// Number of further calls that return `ncclInProgress`.
     delay: u64,
     /// Groups of calls that are not on their streams yet.
     held: Vec<(usize, Vec<Transfer>)>,
     directions: Directions,
-    /// What the first rank draws from, where sums begin.
+    /// State from which the first rank of sums is drawn.
     ring: u64,
 }
 
 enum Stage {
-    /// The ranks find each other.
+    /// The ranks connect.
     Meets,
-    /// They tell each other of their devices.
+    /// The ranks exchange their devices.
     Introduces(Pending),
     Ready,
-    /// They let go of each other.
+    /// The ranks disconnect.
     Parts(Pending),
 }
 
-/// SplitMix64's mixing of bits.
+/// Mixes bits as SplitMix64 does.
 fn mix(mut value: u64) -> u64 {
     value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     value ^ (value >> 31)
 }
 
-/// Tells this host from others.
+/// Returns an id of this host.
 fn host() -> u64 {
     let mut hasher = DefaultHasher::new();
     hasher.write(rustix::system::uname().nodename().to_bytes());
     hasher.finish()
 }
 
-/// A draw from a seed, another one each time.
+/// Draws a number from a seed, a different one each time.
 fn draw(seed: u64) -> u64 {
     static DRAWN: AtomicU64 = AtomicU64::new(1);
     mix(seed ^ mix(DRAWN.fetch_add(1, Ordering::Relaxed)))
 }
 
 impl Communicator {
-    /// Begins to meet the other ranks of a communicator that is known by a name.
+    /// Starts to connect the ranks of a named communicator.
     pub(crate) fn begin(name: &str, seat: Seat, device: usize, is_blocking: bool, seed: u64) -> Self {
         let inner = Inner {
             stage: Stage::Meets,
@@ -99,7 +99,7 @@ impl Communicator {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What it says now. What it was asked for goes on meanwhile.
+    /// Returns the current status, and continues pending work.
     pub(crate) fn state(self: &Arc<Self>) -> Status {
         let mut inner = self.inner();
         if inner.status == IN_PROGRESS
@@ -162,13 +162,13 @@ impl Communicator {
         self.inner().said
     }
 
-    /// Whether calls may be made.
+    /// Returns whether calls are allowed.
     pub(crate) fn is_ready(&self) -> bool {
         let inner = self.inner();
         matches!(inner.stage, Stage::Ready) && inner.status == SUCCESS
     }
 
-    /// Takes a group of calls for a stream. It is there when the communicator says so.
+    /// Accepts a group of calls for a stream. The group is on the stream once the communicator returns success.
     pub(crate) fn take(self: &Arc<Self>, stream: usize, transfers: Vec<Transfer>) -> Status {
         transfers.iter().for_each(|transfer| report::count(&format!("nccl: {}", transfer.name())));
         let delay = if self.is_blocking { 0 } else { draw(self.seed) % 4 };
@@ -188,14 +188,14 @@ impl Communicator {
         let mut names: Vec<_> = transfers.iter().map(Transfer::name).collect();
         names.dedup();
         let name = names.join(" + ");
-        // The same calls begin with the same rank again, as NCCL adds the same up in the same order.
+        // Equal calls start with the same rank, as NCCL sums in the same order each time.
         let mut hasher = DefaultHasher::new();
         hasher.write(alike(&collectives(&transfers)).as_bytes());
         let first = (mix(self.inner().ring ^ hasher.finish()) % self.seat.ranks as u64) as usize;
         let mut turn = Turn::Waits(self.clone(), transfers, first);
         let run = Box::new(move || turn.go_on());
         if enqueue(stream as *mut c_void, Operation { name: name.clone(), touches, run }) != 0 {
-            report::fault(format!("`{name}` was called with a stream that there is none of"));
+            report::fault(format!("`{name}` was called with an invalid stream"));
         }
     }
 
@@ -203,16 +203,16 @@ impl Communicator {
         self.is_aborted.load(Ordering::Acquire)
     }
 
-    /// What is pending ends without having written. Peers are not told.
+    /// Aborts pending operations, which end without writing. Peers are not notified.
     pub(crate) fn abort(&self) {
         self.is_aborted.store(true, Ordering::Release);
-        // A group waits for its last collective when it goes.
+        // A process group waits for its last collective when it is dropped.
         std::mem::forget(self.main.clone());
         let directions = std::mem::take(&mut self.inner().directions);
         std::mem::forget(directions);
     }
 
-    /// Begins to let go. Some seeds wait for all ranks, as NCCL may.
+    /// Starts to disconnect. With some seeds it waits for all ranks, as NCCL may.
     pub(crate) fn finalize(&self) -> Status {
         let mut inner = self.inner();
         if inner.status != SUCCESS {
@@ -225,7 +225,7 @@ impl Communicator {
         inner.status
     }
 
-    /// Exchanges went wrong: the reason is told, and whoever waits goes on waiting.
+    /// Reports a failed exchange. Waiters continue to wait.
     fn broke(&self, name: &str, error: &fsdp_core::Error) {
         let Seat { rank, .. } = self.seat;
         eprintln!("gpu double: `{name}` of rank {rank} of a communicator waits until it is aborted: {error}");
@@ -239,24 +239,24 @@ impl Inner {
     fn fail(&mut self, status: Status, why: String) {
         self.status = status;
         let why = CString::new(why.replace('\0', " ")).unwrap_or_default();
-        // Whoever asked may keep the pointer.
+        // The caller may keep the pointer.
         self.said = Box::leak(why.into_boxed_c_str());
     }
 }
 
-/// An operation on its stream.
+/// The state of an operation on its stream.
 enum Turn {
     Waits(Arc<Communicator>, Vec<Transfer>, usize),
     Runs(Arc<Communicator>, Vec<Transfer>, usize, Vec<Part>),
-    /// All of it came. Nobody ends before all ranks are so far: who is aborted meanwhile leaves the others waiting, as
-    /// a kernel that ends early does.
+    /// All bytes were received. No rank ends before all ranks are ready. A rank that is aborted meanwhile leaves the
+    /// others waiting, as a kernel that ends early does.
     Confirms(Arc<Communicator>, Vec<Transfer>, usize, Vec<Part>, Pending),
-    /// It can't end by itself.
+    /// The operation cannot end by itself.
     Hangs(Arc<Communicator>),
     Over,
 }
 
-/// What an operation waits for: all collectives of it, or one transfer between two ranks.
+/// An exchange of an operation: all of its collectives, or one transfer between two ranks.
 struct Part {
     of: Option<Transfer>,
     pending: Pending,
@@ -295,10 +295,10 @@ impl Turn {
                     Turn::Runs(own, transfers, first, parts)
                 }
                 Turn::Runs(own, transfers, first, mut parts) => {
-                    // In order: two that go the same way must not overtake each other.
+                    // In order, because two transfers in the same direction must not overtake each other.
                     let _ = parts.iter_mut().all(|part| part.pending.is_issued());
                     for part in parts.iter_mut().filter(|part| part.came.is_none()) {
-                        part.came = part.pending.came().transpose().map_err(|error| (transfers[0].name(), error))?;
+                        part.came = part.pending.result().transpose().map_err(|error| (transfers[0].name(), error))?;
                     }
                     if parts.iter().any(|part| part.came.is_none()) {
                         return Ok(Turn::Runs(own, transfers, first, parts));
@@ -319,7 +319,7 @@ impl Turn {
     }
 }
 
-/// What all ranks must call alike.
+/// Returns a description of the calls that must be equal on all ranks.
 fn alike(collectives: &[Transfer]) -> String {
     collectives.iter().map(Transfer::alike).collect::<Vec<_>>().join(", ")
 }
@@ -372,7 +372,7 @@ impl Communicator {
     }
 }
 
-/// Handles are numbers from here on. None is used twice.
+/// Start of the communicator handles, which are never reused.
 const HANDLES: u64 = 0x6e63_0000;
 
 static LIVE: Mutex<Option<HashMap<u64, Arc<Communicator>>>> = Mutex::new(None);
@@ -382,14 +382,14 @@ fn live() -> MutexGuard<'static, Option<HashMap<u64, Arc<Communicator>>>> {
     LIVE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A handle for a communicator.
+/// Returns a handle for a communicator.
 pub(crate) fn register(communicator: Communicator) -> (u64, Arc<Communicator>) {
     let (handle, communicator) = (NEXT.fetch_add(1, Ordering::Relaxed), Arc::new(communicator));
     live().get_or_insert_default().insert(handle, communicator.clone());
     (handle, communicator)
 }
 
-/// The communicator of a handle: none if it is no handle. One whose end has been is a fault of the program's.
+/// Returns the communicator of a handle, if it is valid. The handle of a destroyed communicator is a fault.
 pub(crate) fn find(handle: u64, asked: &str) -> Option<Arc<Communicator>> {
     if !(HANDLES..NEXT.load(Ordering::Relaxed)).contains(&handle) {
         return None;
@@ -398,10 +398,10 @@ pub(crate) fn find(handle: u64, asked: &str) -> Option<Arc<Communicator>> {
     Some(found.unwrap_or_else(|| report::fault(format!("`{asked}` uses a communicator that was destroyed or aborted"))))
 }
 
-/// Ends a handle.
+/// Removes a handle.
 pub(crate) fn forget(handle: u64) {
     let gone = live().as_mut().and_then(|live| live.remove(&handle));
-    // Without the lock: its ranks let go of each other.
+    // Dropped without the lock, because its ranks disconnect.
     drop(gone);
 }
 
@@ -416,7 +416,7 @@ struct Calls {
 struct Group {
     depth: usize,
     calls: Vec<Calls>,
-    /// The first call that was refused.
+    /// Status of the first refused call.
     refused: Option<Status>,
 }
 
@@ -447,7 +447,7 @@ pub(crate) fn end() -> Status {
     status
 }
 
-/// A call, in this thread's group or by itself.
+/// Makes a call, in this thread's group or alone.
 pub(crate) fn call(communicator: Option<Arc<Communicator>>, stream: usize, transfer: Option<Transfer>) -> Status {
     let checked = communicator.zip(transfer).filter(|(communicator, transfer)| {
         let seat = communicator.seat;

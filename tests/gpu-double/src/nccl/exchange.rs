@@ -1,4 +1,4 @@
-//! How ranks meet, and a group of calls as bytes that ranks exchange.
+//! The connections between ranks, and a group of calls as bytes that ranks exchange.
 
 use std::{
     collections::HashMap,
@@ -16,7 +16,7 @@ use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use super::transfer::{Element, Kind, Seat, Transfer};
 use crate::bytes;
 
-/// Bytes of device memory that is read.
+/// Reads device memory.
 fn read(at: u64, len: usize) -> Vec<u8> {
     // SAFETY: the operation's touches cover it, and it is this operation's turn.
     unsafe { bytes::read(at, len) }
@@ -27,7 +27,7 @@ fn write(at: u64, data: &[u8]) {
     unsafe { bytes::copy(at, data.as_ptr() as u64, data.len()) }
 }
 
-/// How many bytes a call moves from a rank to another. All ranks know it of all.
+/// Returns the bytes that a call moves from one rank to another. Every rank can compute it for all ranks.
 fn moved(transfer: &Transfer, to: usize, from: usize) -> usize {
     match transfer.kind {
         Kind::AllGather { .. } | Kind::AllReduce { .. } | Kind::ReduceScatter { .. } => transfer.bytes(),
@@ -37,7 +37,7 @@ fn moved(transfer: &Transfer, to: usize, from: usize) -> usize {
     }
 }
 
-/// What this rank sends to each rank, one behind the other, and how much it is for each.
+/// Returns this rank's bytes for all ranks, concatenated, and the number of bytes for each rank.
 pub(crate) fn sent(transfers: &[Transfer], seat: Seat) -> (Vec<u8>, Vec<usize>) {
     let (mut all, mut counts) = (vec![], vec![]);
     for to in 0..seat.ranks {
@@ -59,13 +59,13 @@ pub(crate) fn sent(transfers: &[Transfer], seat: Seat) -> (Vec<u8>, Vec<usize>) 
     (all, counts)
 }
 
-/// How much comes from each rank.
+/// Returns the number of bytes from each rank.
 pub(crate) fn expected(transfers: &[Transfer], seat: Seat) -> Vec<usize> {
     let from = |from: usize| transfers.iter().map(|transfer| moved(transfer, seat.rank, from)).sum();
     (0..seat.ranks).map(from).collect()
 }
 
-/// Writes what comes of what came. `first` is the rank that sums begin with.
+/// Writes the results of the received bytes. `first` is the first rank of sums.
 pub(crate) fn finish(transfers: &[Transfer], seat: Seat, received: &[u8], first: usize) {
     let counts = expected(transfers, seat);
     let mut rests: Vec<&[u8]> = vec![];
@@ -101,7 +101,7 @@ pub(crate) fn finish(transfers: &[Transfer], seat: Seat, received: &[u8], first:
     }
 }
 
-/// What a send sends.
+/// Returns the bytes of a send.
 pub(crate) fn payload(transfer: &Transfer) -> Vec<u8> {
     match transfer.kind {
         Kind::Send { from, .. } => read(from, transfer.bytes()),
@@ -109,17 +109,17 @@ pub(crate) fn payload(transfer: &Transfer) -> Vec<u8> {
     }
 }
 
-/// Writes what a receive received.
+/// Writes the bytes of a receive.
 pub(crate) fn deliver(transfer: &Transfer, payload: &[u8]) {
     if let Kind::Receive { to, .. } = transfer.kind {
         write(to, payload);
     }
 }
 
-/// Nobody here gives up: whoever calls NCCL does.
+/// The double has no timeouts; NCCL's caller has.
 const FOR_EVER: Duration = Duration::from_secs(900_000_000);
 
-/// Meets the ranks of a world that is known by a name, on this thread.
+/// Connects the ranks of a named world, on this thread.
 pub(crate) fn meet(name: &str, Seat { rank, ranks }: Seat) -> Result<ProcessGroup, Error> {
     enter_network()?;
     let env = RankEnv {
@@ -134,8 +134,8 @@ pub(crate) fn meet(name: &str, Seat { rank, ranks }: Seat) -> Result<ProcessGrou
     shm::connect(&env, Options::default().with_timeout(FOR_EVER))
 }
 
-/// Puts this thread into the network that joins the devices of several hosts, if there is one: sockets that are made in
-/// it stay there.
+/// Moves this thread to the network namespace that joins the devices of several hosts, if there is one. Sockets that
+/// are created there remain in it.
 fn enter_network() -> Result<(), Error> {
     let Some(path) = std::env::var_os("GPU_DOUBLE_NETWORK") else { return Ok(()) };
     let enter = || {
@@ -145,7 +145,7 @@ fn enter_network() -> Result<(), Error> {
     enter().map_err(|error| Error::Env(format!("GPU_DOUBLE_NETWORK={}: {error}", path.display())))
 }
 
-/// A world that may not have met yet.
+/// A world that may not be connected yet.
 #[derive(Clone)]
 pub(crate) struct Link(Arc<Mutex<State>>);
 
@@ -155,15 +155,15 @@ enum State {
 }
 
 impl Link {
-    /// Begins to meet, on a thread of its own.
+    /// Starts to connect, on a separate thread.
     pub(crate) fn begin(name: String, seat: Seat) -> Self {
         let (tell, told) = mpsc::channel();
-        // Nobody hears it when the communicator is gone.
+        // The receiver is gone if the communicator is gone.
         std::thread::spawn(move || tell.send(meet(&name, seat)));
         Link(Arc::new(Mutex::new(State::Meets(told))))
     }
 
-    /// The world, if it has met.
+    /// Returns the world, if it is connected.
     pub(crate) fn world(&self) -> Option<Result<ProcessGroup, Error>> {
         let mut state: MutexGuard<'_, State> = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let State::Meets(told) = &*state {
@@ -178,7 +178,7 @@ impl Link {
 
 type Issue = Box<dyn FnOnce(&ProcessGroup) -> Work + Send>;
 
-/// Something that ranks exchange, which waits for its world to meet.
+/// An exchange that waits until its world is connected.
 pub(crate) struct Pending {
     link: Link,
     issue: Option<Issue>,
@@ -190,7 +190,7 @@ impl Pending {
         Pending { link: link.clone(), issue: Some(Box::new(issue)), work: None }
     }
 
-    /// All ranks send all ranks bytes. `alike` is what they must agree in.
+    /// Sends bytes from all ranks to all ranks. `alike` must be equal on all ranks.
     pub(crate) fn exchange(link: &Link, alike: String, sent: (Vec<u8>, Vec<usize>), recv_counts: Vec<usize>) -> Self {
         let (input, send_counts) = sent;
         let part = ExchangePart { input: Buffer::U8(input), send_counts, recv_counts };
@@ -200,7 +200,7 @@ impl Pending {
         })
     }
 
-    /// The first rank sends the second bytes.
+    /// Sends bytes from the first rank to the second.
     pub(crate) fn send(link: &Link, payload: Vec<u8>) -> Self {
         Self::new(link, move |world| world.broadcast(vec![Buffer::U8(payload)], 0))
     }
@@ -209,7 +209,7 @@ impl Pending {
         Self::new(link, ProcessGroup::barrier)
     }
 
-    /// Begins, if its world has met.
+    /// Starts if the world is connected, and returns whether the exchange has started.
     pub(crate) fn is_issued(&mut self) -> bool {
         if self.issue.is_some()
             && let Some(world) = self.link.world()
@@ -220,14 +220,14 @@ impl Pending {
         self.issue.is_none()
     }
 
-    /// Begins, if it can, and says what came.
+    /// Starts if possible, and returns the received bytes, if any.
     pub(crate) fn poll(&mut self) -> Option<Result<Vec<u8>, Error>> {
         self.is_issued();
-        self.came()
+        self.result()
     }
 
-    /// What came, once it has begun and it is there. Not called again after that.
-    pub(crate) fn came(&mut self) -> Option<Result<Vec<u8>, Error>> {
+    /// Returns the received bytes once the exchange has ended. Must not be called again after that.
+    pub(crate) fn result(&mut self) -> Option<Result<Vec<u8>, Error>> {
         if !self.work.as_mut()?.is_done() {
             return None;
         }
@@ -239,12 +239,12 @@ impl Pending {
     }
 }
 
-/// The links of one direction between two ranks, made when they are first used.
+/// The connections of one direction between two ranks, created on first use.
 #[derive(Default)]
 pub(crate) struct Directions(HashMap<(usize, usize), Link>);
 
 impl Directions {
-    /// From a rank to another, one of which is this one. `name` is the communicator's.
+    /// Returns the connection from one rank to another, one of which is this rank. `name` is the communicator's.
     pub(crate) fn link(&mut self, name: &str, from: usize, to: usize, own: usize) -> Link {
         let begin = || Link::begin(format!("{name} {from} {to}"), Seat { rank: usize::from(own != from), ranks: 2 });
         self.0.entry((from, to)).or_insert_with(begin).clone()

@@ -1,20 +1,18 @@
-//! NCCL, with processes that meet through shared memory.
+//! NCCL between processes that connect through shared memory.
 //!
-//! Collectives of a communicator run in the order of its streams, all calls of a group as one operation. The bytes go
-//! through process groups of fsdp-core's: one for collectives, and one for each direction between two ranks that send.
-//! What differs from the kind library that a program may hope for:
-//! - A communicator that does not block says `ncclInProgress` for a while, also after a group's end: its calls are on
-//!   their streams only when it says `ncclSuccess`.
-//! - Sums are made in the buffer's dtype, around a ring that begins anywhere: the seed and what is called say where, so
-//!   that the same calls have the same bits.
-//! - Ranks that call different things wait for each other until somebody aborts, and a line on stderr says what
-//!   differs.
-//! - What is aborted ends without having written.
-//! - A communicator that is used after its end is a fault.
+//! Collectives of a communicator run in the order of its streams, with all calls of a group as one operation. The bytes
+//! are exchanged by fsdp-core's process groups: one for collectives, and one for each direction between two ranks that
+//! send. The double behaves as unfavorably as NCCL may:
+//! - A non-blocking communicator returns `ncclInProgress` for a while, also after the end of a group. Its calls are on
+//!   their streams only when it returns `ncclSuccess`.
+//! - Sums are computed in the buffer's dtype, around a ring. The first rank depends on the seed and the calls, so the
+//!   same calls have the same bits.
+//! - Ranks with different calls wait for each other until one aborts. A line on stderr names the difference.
+//! - An aborted operation ends without writing.
+//! - The use of a destroyed communicator is a fault.
 //!
-//! From the bottom up: `status`, `element` (what is in buffers), `transfer` (one call), `exchange` (a group of calls as
-//! bytes that ranks exchange), `ranks` (how they meet), `communicator`, `group` (calls between start and end), and
-//! `interface`, the functions themselves.
+//! `transfer` is one call and its dtype, `exchange` a group of calls as bytes between ranks, and `communicator` the
+//! state of a rank. This file has the functions themselves.
 
 mod communicator;
 mod exchange;
@@ -41,7 +39,7 @@ pub(crate) const INVALID_USAGE: Status = 5;
 pub(crate) const REMOTE_ERROR: Status = 6;
 pub(crate) const IN_PROGRESS: Status = 7;
 
-/// What it means.
+/// Returns NCCL's text for a status.
 pub(crate) fn text(status: Status) -> &'static CStr {
     match status {
         SUCCESS => c"no error",
@@ -58,7 +56,7 @@ pub(crate) fn text(status: Status) -> &'static CStr {
 
 type Handle = u64;
 
-/// What a configuration begins with.
+/// Magic number of a configuration.
 const MAGIC: c_uint = 0xcafe_beef;
 const VERSION: c_int = 23_004;
 
@@ -67,7 +65,7 @@ const VERSION: c_int = 23_004;
 #[derive(Clone, Copy)]
 pub(crate) struct UniqueId(pub(crate) [u8; 128]);
 
-/// The beginning of an `ncclConfig_t`.
+/// The first fields of an `ncclConfig_t`.
 #[repr(C)]
 pub(crate) struct Config {
     pub(crate) size: usize,
@@ -76,20 +74,19 @@ pub(crate) struct Config {
     pub(crate) blocking: c_int,
 }
 
-/// # Safety
-/// `to` is null, or a place for a value.
+/// /// `to` is null, or a place for a value.
 unsafe fn put<T>(to: *mut T, value: T) -> Status {
     if to.is_null() {
         return INVALID_ARGUMENT;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: ensured by the caller.
     unsafe { to.write(value) };
     SUCCESS
 }
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ncclGetVersion(version: *mut c_int) -> Status {
-    // SAFETY: as NCCL documents it.
+    // SAFETY: as documented by NCCL.
     unsafe { put(version, VERSION) }
 }
 
@@ -98,13 +95,13 @@ pub(crate) unsafe extern "C" fn ncclGetUniqueId(id: *mut UniqueId) -> Status {
     let Ok(name) = std::fs::read_to_string("/proc/sys/kernel/random/uuid") else { return SYSTEM_ERROR };
     let mut bytes = [0; 128];
     name.trim().bytes().zip(&mut bytes).for_each(|(byte, to)| *to = byte);
-    // SAFETY: as NCCL documents it.
+    // SAFETY: as documented by NCCL.
     unsafe { put(id, UniqueId(bytes)) }
 }
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ncclCommInitRank(comm: *mut Handle, ranks: c_int, id: UniqueId, rank: c_int) -> Status {
-    // SAFETY: as NCCL documents it.
+    // SAFETY: as documented by NCCL.
     unsafe { ncclCommInitRankConfig(comm, ranks, id, rank, std::ptr::null()) }
 }
 
@@ -116,7 +113,7 @@ pub(crate) unsafe extern "C" fn ncclCommInitRankConfig(
     rank: c_int,
     config: *const Config,
 ) -> Status {
-    // SAFETY: as NCCL documents it: it is null or a configuration.
+    // SAFETY: as documented by NCCL: it is null or a configuration.
     let is_blocking = match unsafe { config.as_ref() } {
         None => true,
         Some(config) if config.magic != MAGIC || config.size < size_of::<Config>() => return INVALID_ARGUMENT,
@@ -132,7 +129,7 @@ pub(crate) unsafe extern "C" fn ncclCommInitRankConfig(
     let name = String::from_utf8_lossy(&id.0[..end]).into_owned();
     let seed = machine().lock().settings.seed;
     let (handle, communicator) = register(Communicator::begin(&name, Seat { rank, ranks }, device, is_blocking, seed));
-    // SAFETY: as NCCL documents it.
+    // SAFETY: as documented by NCCL.
     let stored = unsafe { put(comm, handle) };
     if stored != SUCCESS || !is_blocking {
         return if stored == SUCCESS { IN_PROGRESS } else { stored };
@@ -148,7 +145,7 @@ pub(crate) unsafe extern "C" fn ncclCommInitRankConfig(
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ncclCommGetAsyncError(comm: Handle, status: *mut Status) -> Status {
     let Some(communicator) = find(comm, "ncclCommGetAsyncError") else { return INVALID_ARGUMENT };
-    // SAFETY: as NCCL documents it.
+    // SAFETY: as documented by NCCL.
     unsafe { put(status, communicator.state()) }
 }
 
@@ -173,29 +170,28 @@ pub(crate) extern "C" fn ncclCommDestroy(comm: Handle) -> Status {
     SUCCESS
 }
 
-/// # Safety
-/// `to` is null, or a place for a value.
+/// /// `to` is null, or a place for a value.
 unsafe fn number(comm: Handle, asked: &str, to: *mut c_int, of: fn(&Communicator) -> usize) -> Status {
     let Some(communicator) = find(comm, asked) else { return INVALID_ARGUMENT };
-    // SAFETY: the caller's promise.
+    // SAFETY: ensured by the caller.
     unsafe { put(to, of(&communicator) as c_int) }
 }
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ncclCommCount(comm: Handle, count: *mut c_int) -> Status {
-    // SAFETY: as NCCL documents it.
+    // SAFETY: as documented by NCCL.
     unsafe { number(comm, "ncclCommCount", count, |communicator| communicator.seat.ranks) }
 }
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ncclCommUserRank(comm: Handle, rank: *mut c_int) -> Status {
-    // SAFETY: as NCCL documents it.
+    // SAFETY: as documented by NCCL.
     unsafe { number(comm, "ncclCommUserRank", rank, |communicator| communicator.seat.rank) }
 }
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ncclCommCuDevice(comm: Handle, device: *mut c_int) -> Status {
-    // SAFETY: as NCCL documents it.
+    // SAFETY: as documented by NCCL.
     unsafe { number(comm, "ncclCommCuDevice", device, |communicator| communicator.device) }
 }
 
@@ -220,7 +216,7 @@ pub(crate) extern "C" fn ncclGroupEnd() -> Status {
     end()
 }
 
-/// Makes a call of a kind with a dtype's number.
+/// Checks the dtype, and makes a call.
 fn call(asked: &str, comm: Handle, stream: *mut c_void, count: usize, dtype: c_uint, kind: Option<Kind>) -> Status {
     let communicator: Option<Arc<Communicator>> = find(comm, asked);
     let transfer = kind.zip(Element::of(dtype)).map(|(kind, element)| Transfer { kind, element, count });

@@ -76,7 +76,7 @@ impl Rank {
 }
 
 #[test]
-fn collectives_move_and_add_up() {
+fn runs_all_collectives() {
     let got = ranks(&[0, 1, 2], |rank| {
         rank.ready();
         let (comm, stream, own) = (rank.comm, rank.stream, rank.rank as f32);
@@ -102,7 +102,7 @@ fn collectives_move_and_add_up() {
 }
 
 #[test]
-fn two_ranks_send_without_the_third_and_each_to_itself() {
+fn sends_between_two_ranks_and_to_itself() {
     let got = ranks(&[0, 1, 2], |rank| {
         rank.ready();
         let (comm, stream) = (rank.comm, rank.stream);
@@ -125,7 +125,7 @@ fn two_ranks_send_without_the_third_and_each_to_itself() {
 }
 
 #[test]
-fn a_sum_is_of_the_buffers_dtype_and_begins_anywhere() {
+fn sums_in_the_buffers_dtype() {
     let one = half::bf16::from_f32(256.).to_bits();
     let small = half::bf16::from_f32(1.).to_bits();
     let sums = ranks(&[0, 1, 2], |rank| {
@@ -150,7 +150,7 @@ fn a_sum_is_of_the_buffers_dtype_and_begins_anywhere() {
 }
 
 #[test]
-fn two_ranks_on_a_device_are_refused() {
+fn rejects_two_ranks_on_one_device() {
     for status in ranks(&[3, 3], |rank| {
         settle(rank.comm).0 == INVALID_USAGE && {
             // SAFETY: it is a text of the library's.
@@ -163,7 +163,7 @@ fn two_ranks_on_a_device_are_refused() {
 }
 
 #[test]
-fn what_is_aborted_ends_without_having_written() {
+fn aborted_operations_do_not_write() {
     let got = ranks(&[0, 1], |rank| {
         rank.ready();
         let (comm, stream) = (rank.comm, rank.stream);
@@ -186,7 +186,7 @@ fn what_is_aborted_ends_without_having_written() {
 }
 
 #[test]
-fn calls_that_cannot_be_are_refused() {
+fn rejects_invalid_calls() {
     ranks(&[0, 1], |rank| {
         let (comm, stream) = (rank.comm, rank.stream);
         let at = rank.up(&[0.; 8]);

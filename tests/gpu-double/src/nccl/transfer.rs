@@ -10,7 +10,7 @@ use crate::{
     streams::{Access, Touch},
 };
 
-/// Which function was called. Null is no memory.
+/// The called function with its addresses. Null is no memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Kind {
     AllGather { from: u64, to: u64 },
@@ -22,7 +22,7 @@ pub(crate) enum Kind {
     Receive { to: u64, peer: usize },
 }
 
-/// A call, which is of `count` elements.
+/// A call for `count` elements.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Transfer {
     pub(crate) kind: Kind,
@@ -30,7 +30,7 @@ pub(crate) struct Transfer {
     pub(crate) count: usize,
 }
 
-/// An address and bytes from there on, if it is any.
+/// An address and a number of bytes.
 pub(crate) type Memory = Option<(u64, usize)>;
 
 /// A rank of a communicator.
@@ -57,7 +57,7 @@ impl Transfer {
         }
     }
 
-    /// The other rank of a call for two.
+    /// Returns the peer of a send or receive.
     pub(crate) fn peer(&self) -> Option<usize> {
         match self.kind {
             Kind::Send { peer, .. } | Kind::Receive { peer, .. } => Some(peer),
@@ -65,7 +65,7 @@ impl Transfer {
         }
     }
 
-    /// A rank that the call names.
+    /// Returns the root or the peer, if any.
     pub(crate) fn named(&self) -> Option<usize> {
         match self.kind {
             Kind::Broadcast { root, .. } | Kind::Reduce { root, .. } => Some(root),
@@ -73,7 +73,7 @@ impl Transfer {
         }
     }
 
-    /// What all ranks must call alike.
+    /// Returns a description of the call that must be equal on all ranks.
     pub(crate) fn alike(&self) -> String {
         let how = match self.kind {
             Kind::AllReduce { op, .. } | Kind::ReduceScatter { op, .. } => format!("{op:?}, "),
@@ -84,7 +84,7 @@ impl Transfer {
         format!("{}({how}{} {:?})", self.name(), self.count, self.element)
     }
 
-    /// What it reads and what it writes, as this rank: addresses and lengths.
+    /// Returns the memory that this rank reads and writes.
     pub(crate) fn ranges(&self, Seat { rank, ranks }: Seat) -> (Memory, Memory) {
         let bytes = self.bytes();
         match self.kind {
@@ -98,7 +98,7 @@ impl Transfer {
         }
     }
 
-    /// Where reading and writing may be at one place: how far into the longer the shorter then begins.
+    /// Returns the offset of the shorter buffer in the longer one for an in-place call.
     fn in_place(&self, rank: usize) -> u64 {
         match self.kind {
             Kind::AllGather { .. } | Kind::ReduceScatter { .. } => (rank * self.bytes()) as u64,
@@ -106,7 +106,7 @@ impl Transfer {
         }
     }
 
-    /// Whether the two overlap where that is not allowed.
+    /// Returns whether the buffers overlap without being in place.
     pub(crate) fn overlaps(&self, seat: Seat) -> bool {
         let (Some((from, read)), Some((to, written))) = self.ranges(seat) else { return false };
         let shift = self.in_place(seat.rank);
@@ -117,7 +117,7 @@ impl Transfer {
     }
 }
 
-/// What an operation of these calls uses, each allocation once.
+/// Returns the memory that an operation of these calls uses, each allocation once.
 pub(crate) fn touches(transfers: &[Transfer], seat: Seat) -> Result<Vec<Touch>, Fault> {
     let mut touches: Vec<Touch> = vec![];
     for transfer in transfers {
@@ -142,7 +142,7 @@ pub(crate) fn touches(transfers: &[Transfer], seat: Seat) -> Result<Vec<Touch>, 
     Ok(touches)
 }
 
-/// An `ncclDataType_t` that is supported.
+/// A supported `ncclDataType_t`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Element {
     U8,
@@ -193,7 +193,7 @@ impl Element {
         }
     }
 
-    /// All ranks' elements combined, from rank `first` on around the ring.
+    /// Combines all ranks' elements, starting with rank `first` of the ring.
     pub(crate) fn combine(self, op: Op, inputs: &[&[u8]], first: usize) -> Vec<u8> {
         match self {
             Element::U8 => combine::<u8, 1>(op, inputs, first),
@@ -212,9 +212,9 @@ trait Number<const SIZE: usize>: Copy + PartialOrd {
     fn write(self) -> [u8; SIZE];
     fn add(self, other: Self) -> Self;
     fn multiply(self, other: Self) -> Self;
-    /// A rank's share of an average of `ranks`, before it is added, as NCCL has it for floats.
+    /// Scales a rank's term of an average before the sum, as NCCL does for floats.
     fn share(self, ranks: usize) -> Self;
-    /// The average of a sum, as NCCL has it for integers.
+    /// Divides a sum for an average, as NCCL does for integers.
     fn average(self, ranks: usize) -> Self;
 }
 

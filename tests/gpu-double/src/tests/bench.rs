@@ -1,4 +1,4 @@
-//! A machine with a few short words for what tests do on it.
+//! A machine with helpers for tests.
 
 use std::time::Duration;
 
@@ -37,7 +37,7 @@ impl Bench {
         self.0.allocate(LEN, Some(stream), "cuMemAllocAsync").unwrap()
     }
 
-    /// An operation that sets `to` to `f` of `from`, element by element.
+    /// Returns an operation that sets `to` to `f` of `from`, element by element.
     pub(super) fn map(
         &self,
         stream: usize,
@@ -55,7 +55,7 @@ impl Bench {
         self.hidden(stream, name, touches, move || write(to, [value; 4]))
     }
 
-    /// An operation that says what it uses in `touches`, or does not.
+    /// Returns an operation that declares its memory in `touches`, or does not.
     pub(super) fn hidden(
         &self,
         stream: usize,
@@ -76,7 +76,7 @@ impl Bench {
         event
     }
 
-    /// `later` waits for what `earlier` has by now.
+    /// Makes `later` wait for the operations on `earlier` so far.
     pub(super) fn join(&self, later: usize, earlier: usize) {
         let event = self.record(earlier);
         self.0.wait_event(later, event).unwrap();

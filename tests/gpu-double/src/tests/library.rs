@@ -1,4 +1,4 @@
-//! The library as a process sees it: exit code, message, report.
+//! The library in a process: exit code, message, report.
 
 use std::{ffi::c_void, process::Command};
 
@@ -8,7 +8,7 @@ use crate::{
     streams::{self, Access, Operation, Progress, Touch},
 };
 
-/// This test in a process of its own, with a program to run.
+/// Runs this test in a separate process, with a program to run.
 fn run(name: &str, program: &str, report: &std::path::Path) -> std::process::Output {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", &format!("tests::library::{name}"), "--nocapture", "--test-threads=1"]);
@@ -40,14 +40,14 @@ fn program(racy: bool) {
 }
 
 #[test]
-fn a_fault_ends_the_process_and_a_report_is_left_otherwise() {
+fn faults_end_the_process_and_reports_are_written() {
     match std::env::var("GPU_DOUBLE_TEST").as_deref() {
         Ok("racy") => program(true),
         Ok(_) => program(false),
         Err(_) => {}
     }
     let directory = std::env::temp_dir().join(format!("gpu-double-{}", std::process::id()));
-    let name = "a_fault_ends_the_process_and_a_report_is_left_otherwise";
+    let name = "faults_end_the_process_and_reports_are_written";
     let racy = run(name, "racy", &directory);
     let told = String::from_utf8_lossy(&racy.stderr);
     assert_eq!(racy.status.code(), Some(report::FAULT_CODE), "{told}");

@@ -1,4 +1,4 @@
-//! Poison, copies, and what is counted.
+//! Contents of memory, copies, and accounts.
 
 use super::bench::{Bench, LEN, fault, read, write};
 use crate::{
@@ -29,7 +29,7 @@ fn is_poison(values: [f32; 4]) -> bool {
 }
 
 #[test]
-fn poison_is_no_number_in_any_dtype() {
+fn new_memory_is_nan_in_every_dtype() {
     let bench = Bench::new(0);
     let memory = bench.0.allocate(LEN, None, "cuMemAlloc").unwrap();
     // SAFETY: it was just allocated.
@@ -41,7 +41,7 @@ fn poison_is_no_number_in_any_dtype() {
 }
 
 #[test]
-fn fresh_and_freed_memory_is_poisoned_in_the_order_of_the_stream() {
+fn new_and_freed_memory_is_nan_in_stream_order() {
     let bench = Bench::new(0);
     let stream = bench.stream();
     let (memory, copy) = (bench.floats(stream), bench.floats(stream));
@@ -57,7 +57,7 @@ fn fresh_and_freed_memory_is_poisoned_in_the_order_of_the_stream() {
 }
 
 #[test]
-fn a_copy_to_pinned_memory_is_there_after_a_wait_only() {
+fn copies_to_pinned_memory_need_a_wait() {
     for seed in 0..5 {
         let bench = Bench::new(seed);
         let stream = bench.stream();
@@ -72,7 +72,7 @@ fn a_copy_to_pinned_memory_is_there_after_a_wait_only() {
 }
 
 #[test]
-fn a_copy_from_pinned_memory_reads_late_and_one_from_other_memory_early() {
+fn copies_read_pinned_memory_late_and_pageable_memory_early() {
     let bench = Bench::new(0);
     let stream = bench.stream();
     let (one, two, host) = (bench.floats(stream), bench.floats(stream), bench.pinned());
@@ -87,7 +87,7 @@ fn a_copy_from_pinned_memory_reads_late_and_one_from_other_memory_early() {
 }
 
 #[test]
-fn a_copy_to_other_memory_waits() {
+fn copies_to_pageable_memory_wait() {
     let bench = Bench::new(0);
     let stream = bench.stream();
     let memory = bench.floats(stream);
@@ -98,7 +98,7 @@ fn a_copy_to_other_memory_waits() {
 }
 
 #[test]
-fn pinned_memory_that_a_stream_still_reads_is_not_poisoned_by_the_next_copy() {
+fn pinned_memory_in_use_is_not_overwritten_with_nan() {
     let bench = Bench::new(0);
     let stream = bench.stream();
     let (one, two, host) = (bench.floats(stream), bench.floats(stream), bench.pinned());
@@ -111,7 +111,7 @@ fn pinned_memory_that_a_stream_still_reads_is_not_poisoned_by_the_next_copy() {
 }
 
 #[test]
-fn races_on_pinned_memory_are_found() {
+fn detects_races_on_pinned_memory() {
     let bench = Bench::new(0);
     let (one, two) = (bench.stream(), bench.stream());
     let (memory, other, host) = (bench.floats(one), bench.floats(two), bench.pinned());
@@ -122,7 +122,7 @@ fn races_on_pinned_memory_are_found() {
 }
 
 #[test]
-fn pinned_memory_is_not_freed_before_the_host_has_waited() {
+fn detects_early_frees_of_pinned_memory() {
     let bench = Bench::new(0);
     let stream = bench.stream();
     let (memory, host) = (bench.floats(stream), bench.pinned());
@@ -139,7 +139,7 @@ fn pinned_memory_is_not_freed_before_the_host_has_waited() {
 }
 
 #[test]
-fn registered_memory_is_pinned_until_it_is_not() {
+fn registered_memory_is_pinned() {
     let bench = Bench::new(0);
     let stream = bench.stream();
     let memory = bench.floats(stream);
@@ -158,7 +158,7 @@ fn registered_memory_is_pinned_until_it_is_not() {
 }
 
 #[test]
-fn copies_and_fills_stay_within_allocations() {
+fn detects_copies_and_fills_beyond_an_allocation() {
     let bench = Bench::new(0);
     let stream = bench.stream();
     let memory = bench.floats(stream);
@@ -172,7 +172,7 @@ fn copies_and_fills_stay_within_allocations() {
 }
 
 #[test]
-fn a_kernel_that_writes_beyond_the_end_is_found_at_the_free() {
+fn detects_writes_beyond_an_allocation_at_the_free() {
     let bench = Bench::new(0);
     let stream = bench.stream();
     let memory = bench.floats(stream);
@@ -183,7 +183,7 @@ fn a_kernel_that_writes_beyond_the_end_is_found_at_the_free() {
 }
 
 #[test]
-fn memory_runs_out_and_is_accounted_for() {
+fn accounts_for_memory() {
     let bench = Bench::new(0);
     let stream = bench.stream();
     let take = |len| bench.0.allocate(len, Some(stream), "cuMemAllocAsync");
@@ -200,7 +200,7 @@ fn memory_runs_out_and_is_accounted_for() {
 }
 
 #[test]
-fn freed_memory_is_released_in_the_end() {
+fn releases_freed_memory() {
     let bench = Bench::new(4);
     let stream = bench.stream();
     for _ in 0..200 {

@@ -1,4 +1,4 @@
-//! Small programs, right and wrong, on machines of their own.
+//! Small programs with and without errors, each on a separate machine.
 
 mod bench;
 mod library;

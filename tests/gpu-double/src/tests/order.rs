@@ -1,4 +1,4 @@
-//! Operations run late, in any order that is legal, and in no other.
+//! Operations run late, in any legal order.
 
 use std::sync::{
     Arc,
@@ -8,7 +8,7 @@ use std::sync::{
 use super::bench::{Bench, fault, read};
 use crate::streams::{Operation, Progress};
 
-/// A program with three streams. Without the joins it has races, which it keeps from the machine.
+/// A program with three streams. Without the joins it has races, which it hides from the machine.
 fn program(seed: u64, joins: bool) -> [f32; 4] {
     let bench = Bench::new(seed);
     let streams = [bench.stream(), bench.stream(), bench.stream()];
@@ -34,7 +34,7 @@ fn program(seed: u64, joins: bool) -> [f32; 4] {
 }
 
 #[test]
-fn a_program_without_races_has_one_result_and_one_with_races_has_many() {
+fn only_programs_with_races_have_several_results() {
     assert!((0..50).all(|seed| program(seed, true) == [127.0; 4]));
     let wrong = (0..50).filter(|seed| program(*seed, false) != [127.0; 4]).count();
     assert!(wrong > 25, "the schedule shows a missing wait in {wrong} of 50 runs");
@@ -59,7 +59,7 @@ fn nothing_runs_before_the_host_waits() {
 }
 
 #[test]
-fn with_seed_0_only_that_runs_which_the_host_waits_for() {
+fn seed_0_runs_only_awaited_operations() {
     let bench = Bench::new(0);
     let (one, two) = (bench.stream(), bench.stream());
     let ran = Arc::new(AtomicBool::new(false));
@@ -74,7 +74,7 @@ fn with_seed_0_only_that_runs_which_the_host_waits_for() {
 }
 
 #[test]
-fn with_other_seeds_things_run_that_nobody_waits_for() {
+fn other_seeds_run_ahead() {
     let strays = |seed| {
         let bench = Bench::new(seed);
         let (one, two) = (bench.stream(), bench.stream());
@@ -90,7 +90,7 @@ fn with_other_seeds_things_run_that_nobody_waits_for() {
 }
 
 #[test]
-fn who_polls_gets_there() {
+fn polling_loops_end() {
     for seed in 0..5 {
         let bench = Bench::new(seed);
         let (one, two) = (bench.stream(), bench.stream());
@@ -106,7 +106,7 @@ fn who_polls_gets_there() {
 }
 
 #[test]
-fn streams_go_on_while_one_waits_for_other_processes() {
+fn streams_continue_while_one_waits_for_other_processes() {
     let bench = Bench::new(2);
     let (one, two) = (bench.stream(), bench.stream());
     let (come, seen) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
@@ -120,7 +120,7 @@ fn streams_go_on_while_one_waits_for_other_processes() {
 }
 
 #[test]
-fn a_wait_that_never_ends_names_the_streams() {
+fn deadlocks_name_the_streams() {
     let bench = Bench::new(0);
     let (one, two) = (bench.stream(), bench.stream());
     let run = Box::new(|| Progress::Waits);
@@ -133,7 +133,7 @@ fn a_wait_that_never_ends_names_the_streams() {
 }
 
 #[test]
-fn an_operation_does_not_call_the_driver() {
+fn detects_driver_calls_in_operations() {
     let bench: &'static Bench = Box::leak(Box::new(Bench::new(0)));
     let stream = bench.stream();
     let told = Arc::new(std::sync::Mutex::new(Vec::new()));
@@ -151,9 +151,9 @@ fn an_operation_does_not_call_the_driver() {
 }
 
 #[test]
-fn streams_go_on_if_the_host_calls_nothing() {
+fn streams_continue_without_host_calls() {
     let bench: &'static Bench = Box::leak(Box::new(Bench::new(0)));
-    std::thread::spawn(|| bench.0.be_patient());
+    std::thread::spawn(|| bench.0.run_in_background());
     let stream = bench.stream();
     let ran = Arc::new(AtomicBool::new(false));
     let (told, mut asked) = (ran.clone(), 0);
@@ -196,7 +196,7 @@ fn threads_share_streams() {
 }
 
 #[test]
-fn handles_that_are_none_are_refused() {
+fn rejects_invalid_handles() {
     let bench = Bench::new(0);
     let stream = bench.stream();
     let event = bench.record(stream);
@@ -211,7 +211,7 @@ fn handles_that_are_none_are_refused() {
 }
 
 #[test]
-fn an_event_takes_the_time_when_its_stream_comes_to_it() {
+fn events_record_the_time_on_the_stream() {
     let bench = Bench::new(0);
     let stream = bench.stream();
     let [start, end, plain] = [true, true, false].map(|timing| bench.0.create_event(timing).unwrap());

@@ -1,10 +1,10 @@
-//! Missing waits are found when the second operation is queued, whatever the schedule.
+//! Missing waits are detected when the second operation is queued, on every schedule.
 
 use super::bench::{Bench, fault};
 use crate::streams::{Access, Touch};
 
 #[test]
-fn a_read_of_what_another_stream_wrote_needs_a_wait() {
+fn reads_after_writes_need_a_wait() {
     for seed in 0..5 {
         let bench = Bench::new(seed);
         let (compute, communication) = (bench.stream(), bench.stream());
@@ -23,7 +23,7 @@ fn a_read_of_what_another_stream_wrote_needs_a_wait() {
 }
 
 #[test]
-fn a_write_over_what_another_stream_reads_or_writes_needs_a_wait() {
+fn writes_after_reads_or_writes_need_a_wait() {
     for reads in [true, false] {
         let bench = Bench::new(0);
         let (one, two) = (bench.stream(), bench.stream());
@@ -42,7 +42,7 @@ fn a_write_over_what_another_stream_reads_or_writes_needs_a_wait() {
 }
 
 #[test]
-fn a_wait_for_an_event_that_was_recorded_too_early_is_none() {
+fn events_recorded_too_early_do_not_order() {
     let bench = Bench::new(0);
     let (one, two) = (bench.stream(), bench.stream());
     let (from, to) = (bench.floats(one), bench.floats(two));
@@ -54,7 +54,7 @@ fn a_wait_for_an_event_that_was_recorded_too_early_is_none() {
 }
 
 #[test]
-fn waits_reach_through_streams_and_through_the_host() {
+fn waits_are_transitive() {
     let bench = Bench::new(0);
     let (one, two, three) = (bench.stream(), bench.stream(), bench.stream());
     let (from, to) = (bench.floats(one), bench.floats(three));
@@ -68,7 +68,7 @@ fn waits_reach_through_streams_and_through_the_host() {
 }
 
 #[test]
-fn allocation_is_in_the_order_of_its_stream() {
+fn allocations_are_in_stream_order() {
     let bench = Bench::new(0);
     let (one, two) = (bench.stream(), bench.stream());
     let memory = bench.floats(one);
@@ -77,7 +77,7 @@ fn allocation_is_in_the_order_of_its_stream() {
 }
 
 #[test]
-fn memory_is_not_freed_while_another_stream_uses_it() {
+fn detects_frees_during_use() {
     let bench = Bench::new(0);
     let (compute, communication) = (bench.stream(), bench.stream());
     let (shard, full) = (bench.floats(compute), bench.floats(communication));
@@ -92,7 +92,7 @@ fn memory_is_not_freed_while_another_stream_uses_it() {
 }
 
 #[test]
-fn a_use_after_free_names_who_freed() {
+fn use_after_free_names_the_free() {
     let bench = Bench::new(3);
     let stream = bench.stream();
     let memory = bench.floats(stream);
@@ -107,7 +107,7 @@ fn a_use_after_free_names_who_freed() {
 }
 
 #[test]
-fn an_address_that_was_never_allocated_is_told() {
+fn detects_unallocated_addresses() {
     let bench = Bench::new(0);
     let stream = bench.stream();
     let memory = bench.floats(stream);
@@ -118,7 +118,7 @@ fn an_address_that_was_never_allocated_is_told() {
 }
 
 #[test]
-fn what_one_thread_learnt_by_a_query_hides_nothing_from_others() {
+fn queries_count_for_their_thread_only() {
     let bench = Bench::new(0);
     let (one, two) = (bench.stream(), bench.stream());
     let (from, to) = (bench.floats(one), bench.floats(two));
@@ -135,7 +135,7 @@ fn what_one_thread_learnt_by_a_query_hides_nothing_from_others() {
 }
 
 #[test]
-fn streams_that_are_made_blocking_wait_for_the_default_stream() {
+fn blocking_streams_wait_for_the_default_stream() {
     let bench = Bench::new(1);
     let (blocking, other) = (bench.0.create_stream(false, 0).unwrap(), bench.stream());
     let (from, to) = (bench.floats(0), bench.floats(0));

@@ -1,11 +1,11 @@
-//! What is saved on a device is loaded on the CPU to the last bit.
+//! Checkpoints from a device load on the CPU with the same bits.
 
 use std::fs;
 use std::path::Path;
 
-use fsdp_tests_gpu::{Way, Which};
+use fsdp_tests_gpu::{Engine, TrainRun};
 
-/// The weights of an export, behind the headers, which name the run.
+/// Returns the weights of an export without the headers, which name the run.
 fn export(dir: &Path) -> Vec<u8> {
     let mut files: Vec<_> = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path()).collect();
     files.retain(|path| path.extension().is_some_and(|extension| extension == "safetensors"));
@@ -20,17 +20,17 @@ fn export(dir: &Path) -> Vec<u8> {
 }
 
 #[test]
-fn a_checkpoint_of_a_device_is_the_same_on_the_cpu_and_on_other_ranks() {
+fn device_checkpoints_load_on_the_cpu_and_on_other_ranks() {
     let dir = tempfile::tempdir().unwrap();
     let saved = dir.path().join("saved").display().to_string();
     let save = ["--checkpoint-dir", &saved, "--save-every", "20", "--export-hf", "from-device"];
-    Way { flags: &save, ..Way::recorded("llama_tiny", 2) }.train(dir.path());
+    TrainRun { flags: &save, ..TrainRun::recorded("llama_tiny", 2) }.train(dir.path());
     // Nothing is left to train: what was loaded is exported.
     let latest = fs::read_dir(&saved).unwrap().map(|entry| entry.unwrap().path()).find(|path| path.is_dir()).unwrap();
     let latest = latest.display().to_string();
-    for (ranks, engine, name) in [(2, Which::Cpu, "cpu"), (1, Which::Cpu, "cpu1"), (4, Which::Nccl, "device")] {
+    for (ranks, engine, name) in [(2, Engine::Cpu, "cpu"), (1, Engine::Cpu, "cpu1"), (4, Engine::Nccl, "device")] {
         let load = ["--resume", &latest, "--export-hf", name];
-        Way { engine, flags: &load, ..Way::recorded("llama_tiny", ranks) }.start(dir.path()).ok();
+        TrainRun { engine, flags: &load, ..TrainRun::recorded("llama_tiny", ranks) }.start(dir.path()).ok();
         assert!(export(&dir.path().join(name)) == export(&dir.path().join("from-device")), "{ranks} ranks, {engine:?}");
     }
 }

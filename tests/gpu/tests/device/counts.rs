@@ -1,15 +1,15 @@
-//! What a step costs on a device, by the count of the double: waits of the host, calls of NCCL, memory.
+//! The costs of a step on a device, as the double counts them: waits of the host, calls of NCCL, memory.
 
-use fsdp_tests_gpu::{Counts, Way};
+use fsdp_tests_gpu::{Counts, TrainRun};
 
 fn counts(steps: usize) -> Vec<Counts> {
     let dir = tempfile::tempdir().unwrap();
-    Way { steps, ..Way::recorded("llama_tiny", 2) }.start(dir.path()).ok();
+    TrainRun { steps, ..TrainRun::recorded("llama_tiny", 2) }.start(dir.path()).ok();
     Counts::of(dir.path(), 2)
 }
 
 #[test]
-fn a_step_waits_for_the_device_where_loss_and_norm_are_read_and_takes_no_new_memory() {
+fn a_step_waits_only_for_loss_and_norm_and_allocates_nothing() {
     let (first, short, long) = (counts(1), counts(3), counts(7));
     for ((first, short), long) in first.iter().zip(&short).zip(&long) {
         for category in ["host synchronisation", "allocation", "operation"] {

@@ -1,4 +1,4 @@
-//! Devices of two hosts meet: NCCL's id goes by way of the store of the ranks' group over MPI.
+//! NCCL across two hosts: the unique id is exchanged over the MPI group of the ranks.
 
 use std::{
     env, fs,

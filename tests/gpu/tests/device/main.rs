@@ -1,4 +1,4 @@
-//! Training on CUDA devices, or on what stands in for them: `scripts/gpu-double cargo test -p fsdp-tests-gpu --features
+//! Training on CUDA devices, or on the device double: `scripts/gpu-double cargo test -p fsdp-tests-gpu --features
 //! device`.
 
 mod checkpoints;

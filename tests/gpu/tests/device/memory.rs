@@ -1,4 +1,4 @@
-//! Device memory is what docs/memory.md says, and the same whatever the device does late.
+//! Device memory follows the formula of docs/memory.md on every schedule.
 
 use std::process::Command;
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use fsdp_test_support::{program, run};
 use serde_json::Value;
 
-/// What rank 0 has in use, by mode: bytes of the model, of a unit, between steps, and at most on top.
+/// Returns rank 0's bytes by mode: of the model, of a unit, between steps, and the peak beyond.
 fn memory(ranks: usize, seed: u64) -> Vec<[f64; 4]> {
     let mut command = Command::new(program("fsdp-launch"));
     command.arg(format!("--nproc-per-node={ranks}")).arg(program("bench"));
@@ -22,7 +22,7 @@ fn memory(ranks: usize, seed: u64) -> Vec<[f64; 4]> {
 }
 
 #[test]
-fn memory_is_the_formulas_within_two_percent_on_every_schedule() {
+fn memory_is_within_two_percent_of_the_formula() {
     for ranks in [1, 2, 4] {
         let found = memory(ranks, 0);
         assert_eq!(found.len(), 2);

@@ -1,4 +1,4 @@
-//! `bench plan` for a GPU against what a step takes of a device's memory.
+//! Compares `bench plan` for a GPU with the device memory of a step.
 
 use std::path::Path;
 use std::process::Command;
@@ -26,7 +26,7 @@ fn json(words: &[&str], dir: &Path) -> Value {
 const NEAR: f64 = 0.15;
 
 #[test]
-fn a_plan_counts_what_attention_and_the_loss_keep_on_a_device() {
+fn plans_count_the_activations_of_attention_and_loss() {
     let mut far = vec![];
     for (config, dtype, checkpoint) in [
         (LLAMA, "f32", "none"),

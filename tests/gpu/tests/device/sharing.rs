@@ -1,4 +1,4 @@
-//! Ranks that share a device, as a left-over `CUDA_VISIBLE_DEVICES=0` makes them.
+//! Ranks that share a device, as with a left-over `CUDA_VISIBLE_DEVICES=0`.
 
 use std::process::Command;
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use fsdp_test_support::{golden_flags_of, program, run};
 
 #[test]
-fn ranks_that_share_a_device_are_told_once() {
+fn warns_once_about_ranks_that_share_a_device() {
     let dir = tempfile::tempdir().unwrap();
     let said = |visible: Option<&str>| {
         let mut command = Command::new(program("fsdp-launch"));
