@@ -67,8 +67,8 @@ pub fn parallelize(vars: &ShardedVarMap, mesh: &DeviceMesh, plan: &ParallelPlan)
     let name = mesh.layout().names()[0].as_str();
     if !of.group_by_name(name).is_ok_and(|along| along.is(group)) {
         return fail(format!(
-            "the mesh {} is not a dimension of the map's mesh {}: make the map on the whole mesh (ShardedVarMap::with_mesh_dims), \
-             and pass a slice of that (`vars.mesh().slice(&[\"tp\"])`)",
+            "the mesh {} is not a dimension of the map's mesh {}: make the map on the whole mesh \
+             (ShardedVarMap::with_mesh_dims), and pass a slice of it (`vars.mesh().slice(&[\"tp\"])`)",
             mesh.layout(),
             of.layout()
         ));

@@ -507,7 +507,7 @@ impl FsdpParam {
     /// use fsdp_candle::{ShardedVarMap, World, collectives, fully_shard, parallelize};
     /// use fsdp_core::process_group::local;
     ///
-    /// /// `x W^T` of a weight that may be cut along its rows.
+    /// /// `x W^T` of a weight whose rows may be divided over ranks.
     /// struct Columns(Tensor, Option<ProcessGroup>);
     ///
     /// impl Module for Columns {
@@ -727,7 +727,7 @@ impl FsdpParam {
     ///     let dtensor = param.dtensor()?;
     ///     assert_eq!(dtensor.placements(), [Placement::Shard(0)]);
     ///     println!("{}: {:?} of {:?}", param.name(), dtensor.to_local().dims(), dtensor.shape());
-    ///     // Every rank passes the whole tensor, and takes its own part of it.
+    ///     // Every rank passes the whole tensor, and stores its own part.
     ///     param.set_full(&dtensor.mul(2.)?.full_tensor()?)?;
     /// }
     /// let x = Tensor::ones((3, 4), DType::F32, world.device())?;
