@@ -7,13 +7,14 @@
 //! use. `Recompute`'s backward runs the closure again on copies of its inputs, runs Candle's backward over the new
 //! graph, and leaves each source's gradient in its bridge, whose backward comes next.
 
+use std::cell::Cell;
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex};
 
 use candle_core::{DType, Result, Shape, Tensor, TensorId, Var, bail};
 
 use super::kept::{Keep, OperationCall, keeping, using};
-use crate::autograd::{count_checkpoint, next_number, number, on_at_least};
+use crate::autograd::{next_number, number, on_at_least};
 use crate::collectives::scope;
 use crate::fsdp::FsdpParam;
 use crate::fsdp::without_reports;
@@ -25,6 +26,15 @@ use crate::tensors::Tensors;
 /// Candle walks a graph recursively: below this much stack the walk moves to a stack of its own.
 const STACK_RED_ZONE_BYTES: usize = 1 << 20;
 const STACK_BYTES: usize = 64 << 20;
+
+thread_local! {
+    static CHECKPOINTS: Cell<usize> = const { Cell::new(0) };
+}
+
+/// How many closures this thread has checkpointed: their graphs are out of sight.
+pub(crate) fn checkpoints() -> usize {
+    CHECKPOINTS.get()
+}
 
 /// Runs `f` on `inputs` and keeps the inputs alone for backward, which runs `f` once more to get at the rest: less
 /// memory for a second forward.
@@ -123,7 +133,7 @@ where
     O: Tensors,
     F: Fn(I) -> Result<O> + Send + Sync + 'static,
 {
-    count_checkpoint();
+    CHECKPOINTS.set(CHECKPOINTS.get().wrapping_add(1));
     // Inputs come first among the sources: Candle's backward then goes on into what is before the closure when all else
     // is done.
     let (mut sources, mut wanted) = (vec![], vec![]);

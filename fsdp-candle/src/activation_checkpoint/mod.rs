@@ -5,6 +5,7 @@ mod closure;
 mod kept;
 mod policy;
 
+pub(crate) use closure::checkpoints;
 pub use closure::{checkpoint, selective_checkpoint};
 pub use kept::{Operation, OperationCall};
 pub(crate) use kept::{is_kept, operation};

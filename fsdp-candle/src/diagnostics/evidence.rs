@@ -7,7 +7,8 @@ use candle_core::{Result, Tensor, TensorId};
 
 use super::cut::{Cut, GraphCut};
 use super::norm::{Matrix, Norm, is_itself};
-use crate::autograd::{BACKWARD_STACK_BYTES, checkpoints, number, on_a_stack_of};
+use crate::activation_checkpoint::checkpoints;
+use crate::autograd::{BACKWARD_STACK_BYTES, number, on_a_stack_of};
 use crate::fsdp::{FsdpParam, ParamGroup};
 
 /// A call of a unit that runs.

@@ -12,7 +12,8 @@ use candle_core::{Result, Tensor};
 
 use super::cut::GraphCut;
 use super::evidence::{Call, Seen};
-use crate::autograd::{checkpoints, next_number};
+use crate::activation_checkpoint::checkpoints;
+use crate::autograd::next_number;
 use crate::fsdp::ParamGroup;
 use crate::tensors::Tensors;
 
