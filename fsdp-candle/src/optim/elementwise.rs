@@ -1,7 +1,7 @@
-//! Optimizers that step each shard by itself: the update of an element follows from what this rank has.
+//! Optimizers whose update of an element depends on that element's gradient and state only, so that each rank updates
+//! its shards without communication.
 
 use std::collections::HashSet;
-use std::fmt::Debug;
 use std::sync::Arc;
 
 use candle_core::backprop::GradStore;
@@ -9,105 +9,77 @@ use candle_core::{Tensor, Var, bail};
 use fsdp_core::heartbeat;
 use serde_json::{Map, Value};
 
-use super::group::ParamGroup;
-use super::moment::Moment;
-use super::sharded::ShardedOptimizer;
-use super::state::ParamState;
+use super::hyper_parameters::{HyperParameters, set_hyper, validate};
+use super::sharded_optimizer::{ParamGroup, ShardedOptimizer};
+use super::state::{Moment, ParamState};
 use crate::error::{Error, Result};
 use crate::fsdp::FsdpParam;
 use crate::kernels::{Kernels, Slice, SliceMut};
 use crate::storage::{share_memory, swap, take, with_slice, with_slice_mut};
 
-/// The hyper-parameters of an optimizer that steps each shard by itself, as [`crate::AdamWConfig`] is. Only this crate
-/// has some: other optimizers implement [`ShardedOptimizer`].
-pub trait ShardRule: Rule {}
-impl<R: Rule> ShardRule for R {}
-
-/// A shard that is stepped, and the kernels to do it with.
-pub struct Stepping<'a> {
+/// A shard to update, and the kernels of its device.
+pub struct ShardUpdate<'a> {
     pub(super) kernels: &'a dyn Kernels,
     pub(super) param: SliceMut<'a>,
     pub(super) grad: Slice<'a>,
-    /// Those of all moments in order.
+    /// The tensors of all moments, in order.
     pub(super) parts: Vec<SliceMut<'a>>,
 }
 
-/// Hyper-parameters.
-pub trait Hyper: Copy + Debug + Default + PartialEq + Send + 'static {
-    /// The optimizer's name.
-    const NAME: &'static str;
-
-    /// By PyTorch's names, and PyTorch's others.
-    fn hyper(&self) -> Map<String, Value>;
-
-    /// With those that are named.
-    ///
-    /// # Errors
-    /// What is wrong with them, in words.
-    fn with(&self, hyper: &Map<String, Value>) -> std::result::Result<Self, String>;
-
-    /// What is wrong with them, in words.
-    ///
-    /// # Errors
-    /// As it says.
-    fn check(&self) -> std::result::Result<(), String>;
-
-    /// The learning rate.
-    fn lr(&mut self) -> &mut f64;
-}
-
-/// How a shard is stepped.
-pub trait Rule: Hyper {
-    /// Whether PyTorch's state dicts of this optimizer are without the number of steps.
+/// The update rule and hyper-parameters of an elementwise optimizer, such as [`crate::AdamWConfig`]. Only this crate
+/// implements it; implement [`ShardedOptimizer`] for other optimizers.
+pub trait ElementwiseRule: HyperParameters {
+    /// Whether PyTorch's state dicts of this optimizer lack the step count.
     const MAY_LACK_STEP: bool = false;
 
-    /// The names of the tensors that are kept.
+    /// Returns the names of the moments.
     fn moments(&self) -> &'static [&'static str];
 
-    /// One of them before the first step.
+    /// Returns a moment before the first step.
     ///
     /// # Errors
-    /// When there is no memory for it.
+    /// Returns an error when there is not enough memory.
     fn moment(&self, _name: &str, param: &FsdpParam) -> Result<Moment> {
         Moment::zeros(param)
     }
 
-    /// Steps a shard whose parameter takes its step number `step`, from 1.
+    /// Updates a shard in the parameter's step number `step`, from 1.
     ///
     /// # Errors
-    /// The kernels'.
-    fn update(&self, step: u64, shard: Stepping<'_>) -> candle_core::Result<()>;
+    /// Returns the errors of the kernels.
+    fn update(&self, step: u64, shard: ShardUpdate<'_>) -> candle_core::Result<()>;
 }
 
-/// An optimizer that steps each shard by itself: [`crate::AdamW`] explains it.
+/// An elementwise optimizer over shards, such as [`crate::AdamW`].
 ///
-/// It is a [`candle_nn::Optimizer`] too, made of [`crate::ShardedVarMap::trainable_vars`], but for `backward_step`,
-/// which would not reduce gradients.
+/// It also implements [`candle_nn::Optimizer`] for [`crate::ShardedVarMap::trainable_vars`], except for
+/// `backward_step`, which would not reduce gradients.
 #[derive(Debug)]
-pub struct ShardOptimizer<C> {
+pub struct ElementwiseOptimizer<C> {
     groups: Vec<C>,
     states: Vec<ParamState>,
 }
 
-impl<C: ShardRule> ShardOptimizer<C> {
-    /// An optimizer of these parameters ([`crate::ShardedVarMap::trainable`]), with a state of zeros.
+impl<C: ElementwiseRule> ElementwiseOptimizer<C> {
+    /// Makes an optimizer of these parameters ([`crate::ShardedVarMap::trainable`]), with a state of zeros.
     ///
     /// # Errors
-    /// When a hyper-parameter is out of range, or there is no memory for the state.
+    /// Returns an error when a hyper-parameter is out of range or there is not enough memory.
     pub fn new(params: Vec<Arc<FsdpParam>>, config: C) -> Result<Self> {
         Self::with_groups(vec![(params, config)])
     }
 
-    /// The same of several groups, each with hyper-parameters of its own. [`crate::group_by_name`] makes some by
-    /// parameters' names.
+    /// Makes an optimizer of several groups, each with its own hyper-parameters. [`crate::group_by_name`] makes groups
+    /// by parameter names.
     ///
     /// # Errors
-    /// When a parameter is in two groups or a hyper-parameter out of range, or there is no memory for the state.
+    /// Returns an error when a parameter is in two groups, a hyper-parameter is out of range, or there is not enough
+    /// memory.
     pub fn with_groups(groups: Vec<(Vec<Arc<FsdpParam>>, C)>) -> Result<Self> {
-        unique(C::NAME, &groups)?;
-        let mut optim = ShardOptimizer { groups: vec![], states: vec![] };
+        check_unique(C::NAME, &groups)?;
+        let mut optim = ElementwiseOptimizer { groups: vec![], states: vec![] };
         for (group, (params, config)) in groups.into_iter().enumerate() {
-            checked(&config)?;
+            validate(&config)?;
             optim.groups.push(config);
             for param in params {
                 let moments = moments(&config, &param)?;
@@ -117,10 +89,10 @@ impl<C: ShardRule> ShardOptimizer<C> {
         Ok(optim)
     }
 
-    /// Forgets all steps that were taken.
+    /// Resets the state to that before the first step.
     ///
     /// # Errors
-    /// When there is no memory for other state.
+    /// Returns an error when there is not enough memory.
     pub fn reset(&mut self) -> Result<()> {
         for state in &mut self.states {
             let moments = moments(&self.groups[state.group], &state.param)?;
@@ -130,29 +102,29 @@ impl<C: ShardRule> ShardOptimizer<C> {
         Ok(())
     }
 
-    /// The hyper-parameters of each group.
+    /// Returns the hyper-parameters of each group.
     pub fn groups(&self) -> &[C] {
         &self.groups
     }
 
-    /// Changes the learning rate of the steps to come, of all groups.
+    /// Changes the learning rate of all groups.
     pub fn set_learning_rate(&mut self, lr: f64) {
         self.groups.iter_mut().for_each(|config| *config.lr() = lr);
     }
 
-    /// The state of every parameter, in the order in which they were given.
+    /// Returns the state of every parameter, in the order of construction.
     pub fn states(&self) -> &[ParamState] {
         &self.states
     }
 
-    /// Updates every parameter that has a gradient, and tells the launcher the step's number: the most that a parameter
-    /// has taken.
+    /// Updates every parameter that has a gradient. Reports the largest step count to the launcher.
     ///
     /// # Errors
-    /// When a gradient has another shape or dtype than its parameter's shard. Nothing is updated then.
+    /// Returns an error, and updates nothing, when the shape or dtype of a gradient is not that of its parameter's
+    /// shard.
     pub fn step(&mut self, grads: &GradStore) -> Result<()> {
         let _span = tracing::debug_span!("optimizer").entered();
-        let _told = heartbeat::span("optimizer", "");
+        let _reported = heartbeat::span("optimizer", "");
         check_gradients(self.states.iter(), grads)?;
         for state in &mut self.states {
             let Some(grad) = next_gradient(state, grads)? else { continue };
@@ -165,13 +137,13 @@ impl<C: ShardRule> ShardOptimizer<C> {
     }
 }
 
-fn moments<C: Rule>(config: &C, param: &FsdpParam) -> Result<Vec<(&'static str, Moment)>> {
+fn moments<C: ElementwiseRule>(config: &C, param: &FsdpParam) -> Result<Vec<(&'static str, Moment)>> {
     config.moments().iter().map(|&name| Ok((name, config.moment(name, param)?))).collect()
 }
 
-impl<C: ShardRule> ShardedOptimizer for ShardOptimizer<C> {
+impl<C: ElementwiseRule> ShardedOptimizer for ElementwiseOptimizer<C> {
     fn step(&mut self, grads: &GradStore) -> Result<()> {
-        ShardOptimizer::step(self, grads)
+        ElementwiseOptimizer::step(self, grads)
     }
 
     fn param_groups(&self) -> Vec<ParamGroup> {
@@ -181,7 +153,7 @@ impl<C: ShardRule> ShardedOptimizer for ShardOptimizer<C> {
     fn set_hyper(&mut self, groups: &[Map<String, Value>]) -> Result<()> {
         let groups = set_hyper::<C>(&self.groups, groups)?;
         for state in &mut self.states {
-            // What was kept stays: hyper-parameters that were before may come again.
+            // Keep other moments: earlier hyper-parameters may return.
             let config = &groups[state.group];
             let missing = config.moments().iter().filter(|name| state.names().all(|own| own != **name));
             let missing = missing.map(|&name| Ok((name, config.moment(name, &state.param)?)));
@@ -201,7 +173,7 @@ impl<C: ShardRule> ShardedOptimizer for ShardOptimizer<C> {
     }
 
     fn reset(&mut self) -> Result<()> {
-        ShardOptimizer::reset(self)
+        ElementwiseOptimizer::reset(self)
     }
 
     fn set_group_learning_rate(&mut self, group: usize, lr: f64) {
@@ -209,17 +181,17 @@ impl<C: ShardRule> ShardedOptimizer for ShardOptimizer<C> {
     }
 }
 
-impl<C: ShardRule> candle_nn::Optimizer for ShardOptimizer<C> {
+impl<C: ElementwiseRule> candle_nn::Optimizer for ElementwiseOptimizer<C> {
     type Config = C;
 
-    /// An optimizer of these shards ([`crate::ShardedVarMap::trainable_vars`]). Plain variables belong into an
-    /// optimizer of `candle_nn`'s own.
+    /// Makes an optimizer of these shards ([`crate::ShardedVarMap::trainable_vars`]). Use `candle_nn`'s optimizers for
+    /// plain variables.
     fn new(vars: Vec<Var>, config: C) -> candle_core::Result<Self> {
         let param = |var: &Var| match FsdpParam::of_shard(var) {
             Some(param) => Ok(param),
             None => bail!(
-                "fsdp_candle::{}: a variable of shape {:?} is no shard of a ShardedVarMap: pass \
-                 `vars.trainable_vars()`, and plain variables (ignored parameters) to an optimizer of candle_nn's own",
+                "fsdp_candle::{}: a variable of shape {:?} is not a shard of a ShardedVarMap: pass \
+                 `vars.trainable_vars()`, and plain variables (ignored parameters) to an optimizer of candle_nn",
                 C::NAME,
                 var.dims()
             ),
@@ -228,72 +200,49 @@ impl<C: ShardRule> candle_nn::Optimizer for ShardOptimizer<C> {
     }
 
     fn step(&mut self, grads: &GradStore) -> candle_core::Result<()> {
-        Ok(ShardOptimizer::step(self, grads)?)
+        Ok(ElementwiseOptimizer::step(self, grads)?)
     }
 
-    /// The first group's.
+    /// Returns the learning rate of the first group.
     fn learning_rate(&self) -> f64 {
         self.groups.first().map_or(0., |config| *config.clone().lr())
     }
 
     fn set_learning_rate(&mut self, lr: f64) {
-        ShardOptimizer::set_learning_rate(self, lr);
+        ElementwiseOptimizer::set_learning_rate(self, lr);
     }
 
-    /// Refused: the loss's own backward reduces no gradients.
+    /// Returns an error: Candle's backward does not reduce gradients.
     fn backward_step(&mut self, _: &Tensor) -> candle_core::Result<()> {
         bail!(
-            "fsdp_candle::{}::backward_step would take gradients that no rank has reduced: call \
+            "fsdp_candle::{}::backward_step would use gradients that are not reduced: call \
              `optim.step(&model.backward(&loss)?)` with the outermost FsdpModule",
             C::NAME
         )
     }
 }
 
-/// An error where a parameter is in two groups.
-pub(super) fn unique<C>(name: &str, groups: &[(Vec<Arc<FsdpParam>>, C)]) -> Result<()> {
+/// Returns an error when a parameter is in two groups.
+pub(super) fn check_unique<C>(name: &str, groups: &[(Vec<Arc<FsdpParam>>, C)]) -> Result<()> {
     let mut names = HashSet::new();
     match groups.iter().flat_map(|(params, _)| params).find(|param| !names.insert(param.name())) {
         Some(param) => Err(Error::Parameter {
             name: param.name().into(),
-            message: format!("it is in two groups of {name}, or twice in one: leave one out"),
+            message: format!("it is in the groups of {name} twice: leave it out of one"),
         }),
         None => Ok(()),
     }
 }
 
-/// An error where a hyper-parameter is out of range.
-pub(super) fn checked<C: Hyper>(config: &C) -> Result<()> {
-    config.check().map_err(|why| Error::Argument(format!("{}: {why}", C::NAME)))
-}
-
-/// Groups of an optimizer that has these states.
-pub(super) fn param_groups<C: Hyper>(configs: &[C], states: &[ParamState]) -> Vec<ParamGroup> {
+/// Returns the groups of an optimizer with these states.
+pub(super) fn param_groups<C: HyperParameters>(configs: &[C], states: &[ParamState]) -> Vec<ParamGroup> {
     let group = |config: &C| ParamGroup { hyper: config.hyper(), params: vec![] };
     let mut groups: Vec<_> = configs.iter().map(group).collect();
     states.iter().for_each(|state| groups[state.group].params.push(state.param.clone()));
     groups
 }
 
-/// The groups with other hyper-parameters.
-pub(super) fn set_hyper<C: Hyper>(now: &[C], groups: &[Map<String, Value>]) -> Result<Vec<C>> {
-    if groups.len() != now.len() {
-        return Err(Error::Argument(format!(
-            "{} groups of hyper-parameters are not {}, as many as this optimizer has",
-            groups.len(),
-            now.len()
-        )));
-    }
-    let with = |(at, (now, hyper)): (usize, (&C, &Map<String, Value>))| {
-        let fail = |why: String| Error::Argument(format!("the hyper-parameters of group {at} ({}) {why}", C::NAME));
-        let new = now.with(hyper).map_err(fail)?;
-        new.check().map_err(|why| fail(format!("can't be: {why}")))?;
-        Ok(new)
-    };
-    now.iter().zip(groups).enumerate().map(with).collect()
-}
-
-/// All or nothing: what is wrong with gradients shows before anything is updated.
+/// Checks all gradients before any update.
 pub(super) fn check_gradients<'a>(states: impl Iterator<Item = &'a ParamState>, grads: &GradStore) -> Result<()> {
     for state in states {
         let shard = state.param.var().as_tensor();
@@ -302,7 +251,7 @@ pub(super) fn check_gradients<'a>(states: impl Iterator<Item = &'a ParamState>, 
             return Err(Error::Parameter {
                 name: state.param.name().into(),
                 message: format!(
-                    "its shard is {:?} {:?}, its gradient {:?} {:?}: take gradients from FsdpModule::backward",
+                    "its shard is {:?} {:?}, its gradient {:?} {:?}: use gradients of FsdpModule::backward",
                     shard.dtype(),
                     shard.dims(),
                     grad.dtype(),
@@ -314,8 +263,8 @@ pub(super) fn check_gradients<'a>(states: impl Iterator<Item = &'a ParamState>, 
     Ok(())
 }
 
-/// The gradient of a parameter that takes its next step, contiguous and in memory that is not the shard's. A step of an
-/// empty shard is counted, as on the ranks that hold something.
+/// Counts a parameter's next step and returns its gradient, contiguous and in memory other than the shard's. Counts a
+/// step of an empty shard as well, as other ranks do.
 pub(super) fn next_gradient(state: &mut ParamState, grads: &GradStore) -> candle_core::Result<Option<Tensor>> {
     let shard = state.param.var().as_tensor();
     let grad = grads.get(shard);
@@ -325,13 +274,13 @@ pub(super) fn next_gradient(state: &mut ParamState, grads: &GradStore) -> candle
     grad.map(|grad| if share_memory(grad, shard) { grad.copy() } else { grad.contiguous() }).transpose()
 }
 
-/// Calls `f` with a shard, its gradient and the parts of its moments, whose memory is taken out of the tensors
-/// meanwhile: a gradient may lie in any of them.
+/// Calls `f` with a shard, its gradient and its moments. Takes the moments' memory out of the tensors meanwhile,
+/// because a gradient may share it.
 pub(super) fn with_state(
     shard: &Tensor,
     grad: &Tensor,
     moments: &[&Moment],
-    f: impl FnOnce(Stepping<'_>) -> candle_core::Result<()>,
+    f: impl FnOnce(ShardUpdate<'_>) -> candle_core::Result<()>,
 ) -> candle_core::Result<()> {
     let parts: Vec<&Tensor> = moments.iter().flat_map(|moment| moment.parts()).collect();
     let mut taken = parts.iter().map(|part| take(part)).collect::<candle_core::Result<Vec<_>>>()?;
@@ -339,7 +288,7 @@ pub(super) fn with_state(
         with_slice(grad, |_, grad| {
             let slices = taken.iter_mut().zip(&parts);
             let slices = slices.map(|(memory, part)| kernels.slice_mut(memory.into(), 0..part.elem_count()));
-            f(Stepping { kernels, param, grad, parts: slices.collect::<candle_core::Result<_>>()? })
+            f(ShardUpdate { kernels, param, grad, parts: slices.collect::<candle_core::Result<_>>()? })
         })
     });
     parts.into_iter().zip(taken).try_for_each(|(part, memory)| swap(part, memory).map(drop))?;

@@ -1,4 +1,4 @@
-//! Gradients of several micro-batches, added up in f32 whatever the parameters are.
+//! Accumulation of gradients of several micro-batches in f32.
 
 use std::sync::Arc;
 
@@ -9,12 +9,12 @@ use crate::error::Result;
 use crate::fsdp::FsdpParam;
 use crate::storage::{to_dtype, with_slice, with_slice_mut};
 
-/// Adds up sharded gradients of several micro-batches in F32, for parameters of BF16 and F16: `GradStore::extend`
-/// rounds each sum to the parameters' dtype, so that small gradients beside a large sum are lost. Sums of F32 and F64
-/// stay in their dtype.
+/// Accumulates sharded gradients of several micro-batches in F32, for BF16 and F16 parameters. `GradStore::extend`
+/// rounds each sum to the parameters' dtype, which loses small gradients beside a large sum. F32 and F64 gradients keep
+/// their dtype.
 ///
-/// Gradients that a unit keeps itself (`set_requires_gradient_sync(false, ..)`) are added up in `reduce_dtype`, which
-/// should be F32 then.
+/// A unit that accumulates gradients itself (`set_requires_gradient_sync(false, ..)`) does so in `reduce_dtype`, which
+/// should then be F32.
 ///
 /// ```
 /// # use candle_core::{DType, Module, Tensor};
@@ -31,7 +31,7 @@ use crate::storage::{to_dtype, with_slice, with_slice_mut};
 ///     sum.add(model.backward(&model.forward(&x)?.sum_all()?)?)?;
 /// }
 /// let grads = sum.finish()?.expect("three were added");
-/// // BF16 has even numbers there, and would have stayed at 256.
+/// // A sum in BF16, whose numbers are even here, would have stayed at 256.
 /// assert_eq!(grads.get(weight.var()).unwrap().to_dtype(DType::F32)?.to_vec2::<f32>()?, [[258.]]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -43,17 +43,17 @@ pub struct GradAccumulator {
 }
 
 impl GradAccumulator {
-    /// Of these parameters ([`crate::ShardedVarMap::trainable`]). The gradients of others are added up as
-    /// `GradStore::extend` does.
+    /// Accumulates gradients of these parameters ([`crate::ShardedVarMap::trainable`]). Gradients of other variables
+    /// are added as `GradStore::extend` does.
     pub fn new(params: Vec<Arc<FsdpParam>>) -> Self {
         let sums = params.iter().map(|_| None).collect();
         GradAccumulator { params, sums, rest: None }
     }
 
-    /// Adds the gradients of a backward. No communication.
+    /// Adds the gradients of a backward. Does not communicate.
     ///
     /// # Errors
-    /// Candle's.
+    /// Returns Candle's errors.
     pub fn add(&mut self, mut grads: GradStore) -> Result<()> {
         for (param, sum) in self.params.iter().zip(&mut self.sums) {
             let Some(grad) = grads.remove(param.var()) else { continue };
@@ -62,7 +62,7 @@ impl GradAccumulator {
                     let grad = grad.contiguous()?;
                     with_slice_mut(sum, |kernels, sum| with_slice(&grad, |_, grad| kernels.mix(sum, 1., grad, 1.)))?;
                 }
-                // Memory of its own: the gradient may be kept elsewhere.
+                // Copied, because others may hold the gradient.
                 None if matches!(grad.dtype(), DType::F32 | DType::F64) => *sum = Some(grad.force_contiguous()?),
                 None => *sum = Some(to_dtype(&grad, DType::F32)?.contiguous()?),
             }
@@ -74,10 +74,10 @@ impl GradAccumulator {
         Ok(())
     }
 
-    /// The sums, rounded once to the parameters' dtype; `None` if nothing was added. Begins anew.
+    /// Returns the sums, rounded once to the parameters' dtype, or `None` if nothing was added. Starts again from zero.
     ///
     /// # Errors
-    /// Candle's.
+    /// Returns Candle's errors.
     pub fn finish(&mut self) -> Result<Option<GradStore>> {
         let Some(mut grads) = self.rest.take() else { return Ok(None) };
         for (param, sum) in self.params.iter().zip(&mut self.sums) {

@@ -1,19 +1,20 @@
-//! A closure that runs again when backward comes to it.
+//! A closure that runs again in backward.
 //!
-//! In the outer graph a checkpointed closure is `sources -> Bridge.. -> sum -> Recompute -> Output..`: everything in
-//! between is a scalar. The sources are what the closure's graph starts from: its inputs, the variables that it used,
-//! and the anchors of the sharded parameters that it used. So Candle's own backward knows every use: a variable or
-//! parameter may be used inside and outside of closures, and a parameter's anchor still reports once, after the last
-//! use. `Recompute`'s backward runs the closure again on copies of its inputs, runs Candle's backward over the new
-//! graph, and leaves each source's gradient in its bridge, whose backward comes next.
+//! In the outer graph a checkpointed closure is `sources -> Bridge.. -> sum -> Recompute -> Output..`; everything in
+//! between is a scalar. The sources are the leaves of the closure's graph: its inputs, the variables that it uses, and
+//! the anchors of the sharded parameters that it uses. Candle's own backward therefore counts every use: a variable or
+//! parameter may be used inside and outside of closures, and a parameter's anchor reports once, after the last use.
+//! The backward of `Recompute` runs the closure again on copies of its inputs and runs Candle's backward over the new
+//! graph. It leaves each source's gradient in the source's bridge, whose backward comes next.
 
 use std::cell::Cell;
 use std::collections::HashSet;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use candle_core::{DType, Result, Shape, Tensor, TensorId, Var, bail};
+use parking_lot::Mutex;
 
-use super::kept::{Keep, OperationCall, keeping, using};
+use super::saved_outputs::{Keep, OperationCall, record, replay};
 use crate::autograd::{next_number, number, on_at_least};
 use crate::collectives::scope;
 use crate::fsdp::FsdpParam;
@@ -23,7 +24,7 @@ use crate::random;
 use crate::storage;
 use crate::tensors::Tensors;
 
-/// Candle walks a graph recursively: below this much stack the walk moves to a stack of its own.
+/// Candle's backward is recursive: with less stack than this it moves to a stack of its own.
 const STACK_RED_ZONE_BYTES: usize = 1 << 20;
 const STACK_BYTES: usize = 64 << 20;
 
@@ -31,25 +32,23 @@ thread_local! {
     static CHECKPOINTS: Cell<usize> = const { Cell::new(0) };
 }
 
-/// How many closures this thread has checkpointed: their graphs are out of sight.
+/// Returns the number of closures that this thread has checkpointed. Their graphs are hidden.
 pub(crate) fn checkpoints() -> usize {
     CHECKPOINTS.get()
 }
 
-/// Runs `f` on `inputs` and keeps the inputs alone for backward, which runs `f` once more to get at the rest: less
-/// memory for a second forward.
+/// Runs `f` on `inputs` and keeps only the inputs for backward, which runs `f` again: less memory for a second forward.
 ///
-/// Inputs and outputs are a [`Tensor`], a tuple, a `Vec`, or a type of your own ([`Tensors`]). Tensors of integers are
-/// passed on as they are. Losses and gradients are the same bits as without checkpointing.
+/// Inputs and outputs are a [`Tensor`], a tuple, a `Vec`, or another type that implements [`Tensors`]. Integer tensors
+/// pass through. Losses and gradients have the same bits as without checkpointing.
 ///
-/// `f` must do the same each time. What it draws from [`random`](crate::random), as dropout does, it draws again in
-/// backward (PyTorch's `preserve_rng_state`); other randomness is seeded inside `f`. It captures its layers, in an
-/// [`Arc`]; whatever else has a gradient comes in through `inputs` (a captured tensor with a graph keeps that graph
-/// alive, and backward goes through it once more). Variables that `f` uses get their gradients, sharded or not, used
-/// elsewhere or not.
+/// `f` must do the same each time. It draws the same numbers from [`random`](crate::random), as for dropout, in
+/// backward (PyTorch's `preserve_rng_state`); seed other randomness inside `f`. `f` captures its layers in an [`Arc`].
+/// Pass everything else that has a gradient through `inputs`: a captured tensor keeps its graph alive, and backward
+/// visits the graph again. Variables that `f` uses get gradients, sharded or not, also if they are used elsewhere.
 ///
-/// Under `fully_shard`, checkpoint *inside* a unit: its parameters are gathered before backward enters it, thus before
-/// `f` runs again. `f` itself may not call an [`FsdpModule`](crate::FsdpModule). Checkpoints may be nested.
+/// Under `fully_shard`, checkpoint *inside* a unit, whose parameters are gathered before backward runs `f` again. `f`
+/// must not call an [`FsdpModule`](crate::FsdpModule). Checkpoints may be nested.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -80,7 +79,7 @@ pub(crate) fn checkpoints() -> usize {
 /// ```
 ///
 /// # Errors
-/// Those of `f`. In backward, those of `f` again, and when it did something else than the first time.
+/// Returns the errors of `f`. Backward returns the errors of `f` again, and an error when the second run differs.
 pub fn checkpoint<I, O, F>(f: F, inputs: I) -> Result<O>
 where
     I: Tensors + Clone + Send + Sync + 'static,
@@ -90,10 +89,9 @@ where
     run(None, f, inputs)
 }
 
-/// [`checkpoint`] that also keeps the outputs of the operations that `keep` accepts, which then run once: more memory
-/// for less of a second forward. Those are operations of [`nn`](crate::nn)'s layers that cost much to compute
-/// ([`Operation`](super::Operation)); PyTorch's `create_selective_checkpoint_contexts(policy_fn)`. Of checkpoints in
-/// each other the innermost decides.
+/// Checkpoints and keeps the outputs of the operations that `keep` accepts, which then run once: PyTorch's
+/// `create_selective_checkpoint_contexts(policy_fn)`. Operations are the expensive ones of [`nn`](crate::nn)'s layers
+/// ([`Operation`](super::Operation)). The innermost of nested checkpoints decides.
 ///
 /// ```
 /// use candle_core::{DType, Device, Module, Tensor, Var};
@@ -103,7 +101,7 @@ where
 /// let weight = Var::ones((4, 4), DType::F32, &Device::Cpu)?;
 /// let layer = nn::Linear::new(weight.as_tensor().clone(), None);
 /// let y = selective_checkpoint(
-///     |call| call.operation == Operation::Linear && call.number == 0, // of two products the first
+///     |call| call.operation == Operation::Linear && call.number == 0, // the first of two products
 ///     move |x: Tensor| layer.forward(&nn::silu(&layer.forward(&x)?)?),
 ///     Tensor::ones((2, 4), DType::F32, &Device::Cpu)?,
 /// )?;
@@ -112,7 +110,7 @@ where
 /// ```
 ///
 /// # Errors
-/// As those of [`checkpoint`].
+/// As for [`checkpoint`].
 pub fn selective_checkpoint<I, O, F>(
     keep: impl Fn(&OperationCall<'_>) -> bool + Send + Sync + 'static,
     f: F,
@@ -134,8 +132,7 @@ where
     F: Fn(I) -> Result<O> + Send + Sync + 'static,
 {
     CHECKPOINTS.set(CHECKPOINTS.get().wrapping_add(1));
-    // Inputs come first among the sources: Candle's backward then goes on into what is before the closure when all else
-    // is done.
+    // Inputs come first among the sources, so that Candle's backward visits the graph before the closure last.
     let (mut sources, mut wanted) = (vec![], vec![]);
     let saved = inputs.map_tensors(&mut |tensor| {
         let saved = tensor.detach();
@@ -147,12 +144,12 @@ where
     })?;
     let random = random::get_rng_state();
     let begun = next_number();
-    let (first, kept) = keeping(keep, || scope(|| f(saved.clone())));
+    let (first, kept) = record(keep, || scope(|| f(saved.clone())));
     let (result, outputs) = list(first?)?;
     let kept = Mutex::new(kept);
-    let start = Start::of(&outputs)?;
-    sources.extend(start.variables);
-    let params = start.params;
+    let leaves = Leaves::of(&outputs)?;
+    sources.extend(leaves.variables);
+    let params = leaves.params;
     for param in &params {
         sources.push(param.anchor_of_pass()?);
     }
@@ -169,28 +166,29 @@ where
         });
     }
     let Some(token) = token else {
-        return result.map_tensors(&mut |tensor| Ok(tensor.detach())); // nothing here has a gradient
+        return result.map_tensors(&mut |tensor| Ok(tensor.detach())); // no source has a gradient
     };
 
-    let ends: Vec<End> = outputs.iter().map(End::of).collect();
+    let closure_outputs: Vec<ClosureOutput> = outputs.iter().map(ClosureOutput::of).collect();
     let run = move |copy: &mut dyn FnMut(Tensor) -> Result<Tensor>| {
         let inputs = saved.clone().map_tensors(&mut |tensor| copy(tensor))?;
-        let kept = std::mem::take(&mut *kept.lock().unwrap_or_else(|poisoned| poisoned.into_inner()));
-        Ok(list(using(kept, || random::with_state(random, || scope(|| f(inputs))))?)?.1)
+        let kept = std::mem::take(&mut *kept.lock());
+        Ok(list(replay(kept, || random::with_state(random, || scope(|| f(inputs))))?)?.1)
     };
-    let recompute = Recompute { run: Box::new(run), wanted, start: start.ids, bridges, ends: ends.clone() };
+    let recompute =
+        Recompute { run: Box::new(run), wanted, leaves: leaves.ids, bridges, closure_outputs: closure_outputs.clone() };
     let token = scalar(&token, recompute)?;
     let node = number(token.id());
-    // One report is enough: the parameters belong to one model.
+    // One report is enough, because the parameters belong to one model.
     params.iter().any(|param| param.register_recomputation(begun..node, node));
-    let mut ends = ends.into_iter();
-    result.map_tensors(&mut |tensor| match ends.next() {
+    let mut closure_outputs = closure_outputs.into_iter();
+    result.map_tensors(&mut |tensor| match closure_outputs.next() {
         Some(end) if tensor.dtype().is_float() => end.output(&tensor, &token),
         _ => Ok(tensor.detach()),
     })
 }
 
-/// The tensors of a value, beside it.
+/// Returns a value and its tensors.
 fn list<T: Tensors>(value: T) -> Result<(T, Vec<Tensor>)> {
     let mut tensors = vec![];
     let value = value.map_tensors(&mut |tensor| {
@@ -200,34 +198,34 @@ fn list<T: Tensors>(value: T) -> Result<(T, Vec<Tensor>)> {
     Ok((value, tensors))
 }
 
-/// A place for one gradient.
+/// A slot for one gradient.
 #[derive(Clone, Default)]
 struct Slot(Arc<Mutex<Option<Tensor>>>);
 
 impl Slot {
     fn put(&self, gradient: Option<Tensor>) {
-        *self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = gradient;
+        *self.0.lock() = gradient;
     }
 
     fn take(&self) -> Option<Tensor> {
-        self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take()
+        self.0.lock().take()
     }
 }
 
-/// What the graph of some outputs starts from.
+/// The leaves of the graph of some outputs.
 #[derive(Default)]
-struct Start {
-    /// Variables that are no sharded parameters'.
+struct Leaves {
+    /// Variables other than sharded parameters.
     variables: Vec<Tensor>,
     params: Vec<Arc<FsdpParam>>,
-    /// The ids of the variables, and of the parameters' anchors.
+    /// Ids of the variables and of the parameters' anchors.
     ids: HashSet<TensorId>,
 }
 
-impl Start {
+impl Leaves {
     fn of(outputs: &[Tensor]) -> Result<Self> {
-        let (mut start, mut seen, mut params) = (Start::default(), HashSet::new(), HashSet::new());
-        let mut leaves = HashSet::new();
+        let (mut leaves, mut seen, mut params) = (Leaves::default(), HashSet::new(), HashSet::new());
+        let mut param_leaves = HashSet::new();
         for output in outputs {
             for node in on_enough_stack(|| output.sorted_nodes())? {
                 if !seen.insert(node.id()) {
@@ -235,18 +233,22 @@ impl Start {
                 }
                 if let Some(param) = FsdpParam::of(node) {
                     if params.insert(param.anchor.id()) {
-                        leaves.insert(param.leaf);
-                        start.params.push(param);
+                        param_leaves.insert(param.leaf);
+                        leaves.params.push(param);
                     }
                 } else if node.is_variable() {
-                    start.variables.push(node.clone());
+                    leaves.variables.push(node.clone());
                 }
             }
         }
-        start.variables.retain(|variable| !leaves.contains(&variable.id()));
-        start.ids =
-            start.variables.iter().map(Tensor::id).chain(start.params.iter().map(|param| param.anchor.id())).collect();
-        Ok(start)
+        leaves.variables.retain(|variable| !param_leaves.contains(&variable.id()));
+        leaves.ids = leaves
+            .variables
+            .iter()
+            .map(Tensor::id)
+            .chain(leaves.params.iter().map(|param| param.anchor.id()))
+            .collect();
+        Ok(leaves)
     }
 }
 
@@ -254,12 +256,12 @@ fn on_enough_stack<T>(f: impl FnOnce() -> T) -> Result<T> {
     on_at_least(STACK_RED_ZONE_BYTES, STACK_BYTES, "a checkpoint's backward", f)
 }
 
-/// A scalar that stands for something in the graph.
+/// Makes a scalar node of the graph.
 fn scalar(source: &Tensor, backward: impl Backward) -> Result<Tensor> {
     node(source, storage::scalar(source.device())?, Shape::from(()), backward)
 }
 
-/// From any tensor to a scalar without meaning: its backward hands out the gradient that was left in the slot.
+/// A node from any tensor to a meaningless scalar. Its backward returns the gradient in the slot.
 struct Bridge(Slot);
 
 impl Backward for Bridge {
@@ -271,24 +273,24 @@ impl Backward for Bridge {
         match self.0.take() {
             Some(gradient) => Ok(Some(gradient)),
             None if source.is_variable() => Ok(None),
-            // Candle wants a gradient of every node that it goes through.
+            // Candle needs a gradient of every node that it visits.
             None => Ok(Some(source.zeros_like()?)),
         }
     }
 }
 
-/// Runs the closure with each input mapped, and lists its outputs.
+/// Runs the closure with each input mapped and returns its outputs.
 type Run = Box<dyn Fn(&mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Vec<Tensor>> + Send + Sync>;
 
 struct Recompute {
     run: Run,
-    /// Of each input, whether it has a gradient.
+    /// Whether each input has a gradient.
     wanted: Vec<bool>,
-    /// What the closure's graph started from in forward.
-    start: HashSet<TensorId>,
-    /// Of each source: its id, and where its gradient goes. The inputs that have one come first.
+    /// Leaves of the closure's graph in forward.
+    leaves: HashSet<TensorId>,
+    /// Id of each source and the slot of its gradient. Inputs with gradients come first.
     bridges: Vec<(TensorId, Slot)>,
-    ends: Vec<End>,
+    closure_outputs: Vec<ClosureOutput>,
 }
 
 impl Backward for Recompute {
@@ -319,7 +321,7 @@ impl Recompute {
         self.check(&outputs, &copies)?;
 
         let mut root: Option<Tensor> = None;
-        for (output, end) in outputs.iter().zip(&self.ends) {
+        for (output, end) in outputs.iter().zip(&self.closure_outputs) {
             let Some(gradient) = end.gradient.take() else { continue };
             let slot = Slot::default();
             slot.put(Some(gradient));
@@ -339,21 +341,21 @@ impl Recompute {
         Ok(())
     }
 
-    /// An error unless the closure did what it did in forward.
+    /// Checks that the second run used the same leaves and returned the same shapes.
     fn check(&self, outputs: &[Tensor], copies: &[Tensor]) -> Result<()> {
         const RULE: &str = "a checkpointed closure must do the same each time it runs";
-        let before: Vec<(&Shape, DType)> = self.ends.iter().map(|end| (&end.shape, end.dtype)).collect();
+        let before: Vec<(&Shape, DType)> = self.closure_outputs.iter().map(|end| (&end.shape, end.dtype)).collect();
         let now: Vec<(&Shape, DType)> = outputs.iter().map(|output| (output.shape(), output.dtype())).collect();
         if before != now {
             bail!("{RULE}: it returned {before:?} in forward and {now:?} in backward")
         }
-        let mut start = Start::of(outputs)?.ids;
+        let mut leaves = Leaves::of(outputs)?.ids;
         for copy in copies {
-            start.remove(&copy.id());
+            leaves.remove(&copy.id());
         }
-        let differ = start.symmetric_difference(&self.start).count();
+        let differ = leaves.symmetric_difference(&self.leaves).count();
         if differ > 0 {
-            bail!("{RULE}: {differ} variables or sharded parameters were used in one of forward and backward only")
+            bail!("{RULE}: {differ} variables or sharded parameters were used in only one of forward and backward")
         }
         Ok(())
     }
@@ -361,26 +363,26 @@ impl Recompute {
 
 /// One output of a checkpointed closure.
 #[derive(Clone)]
-struct End {
-    /// Its gradient, from its backward to that of [`Recompute`].
+struct ClosureOutput {
+    /// Gradient, from the output's backward to that of [`Recompute`].
     gradient: Slot,
     shape: Shape,
     dtype: DType,
 }
 
-impl End {
+impl ClosureOutput {
     fn of(output: &Tensor) -> Self {
-        End { gradient: Slot::default(), shape: output.shape().clone(), dtype: output.dtype() }
+        ClosureOutput { gradient: Slot::default(), shape: output.shape().clone(), dtype: output.dtype() }
     }
 
-    /// The output in the outer graph: its values, and the token before it.
+    /// Returns the output in the outer graph: its values, after the token.
     fn output(self, values: &Tensor, token: &Tensor) -> Result<Tensor> {
         let shape = self.shape.clone();
         node(token, storage::copied_storage(values)?, shape, Output(self))
     }
 }
 
-struct Output(End);
+struct Output(ClosureOutput);
 
 impl Backward for Output {
     fn name(&self) -> &'static str {

@@ -1,4 +1,4 @@
-//! Any of Candle's optimizers as one of ours.
+//! An adapter from Candle's optimizers to [`ShardedOptimizer`].
 
 use std::sync::Arc;
 
@@ -7,17 +7,17 @@ use candle_nn::Optimizer;
 use fsdp_core::heartbeat;
 use serde_json::{Map, Value};
 
-use super::group::ParamGroup;
-use super::hyper;
-use super::per_shard::check_gradients;
-use super::sharded::ShardedOptimizer;
+use super::elementwise::check_gradients;
+use super::hyper_parameters as hyper;
+use super::sharded_optimizer::{ParamGroup, ShardedOptimizer};
 use super::state::ParamState;
 use crate::error::{Error, Result};
 use crate::fsdp::FsdpParam;
 
-/// Any [`candle_nn::Optimizer`] over the shards of parameters: one group, whose hyper-parameter is the learning rate.
+/// Any [`candle_nn::Optimizer`] over the shards of parameters: one group, whose only hyper-parameter is the learning
+/// rate.
 ///
-/// Nobody but the optimizer itself sees what it keeps, so only one that keeps nothing can be saved.
+/// The optimizer hides its state, so only an optimizer without state can be saved.
 ///
 /// ```
 /// # use candle_core::{DType, Module, Tensor};
@@ -31,45 +31,45 @@ use crate::fsdp::FsdpParam;
 /// let params = candle_nn::ParamsAdamW { lr: 0.1, ..Default::default() };
 /// let mut optim = CandleOptimizer::<candle_nn::AdamW>::new(vars.trainable(), params)?;
 /// optim.step(&model.backward(&model.forward(&x)?.sum_all()?)?)?;
-/// assert!(optimizer_tensors(&optim).unwrap_err().to_string().contains("AdamW keeps"));
+/// assert!(optimizer_tensors(&optim).unwrap_err().to_string().contains("AdamW hides"));
 ///
 /// let sgd = CandleOptimizer::<candle_nn::SGD>::without_state(vars.trainable(), 0.1)?;
-/// assert_eq!(optimizer_tensors(&sgd)?.len(), vars.trainable().len()); // how many steps each has taken
+/// assert_eq!(optimizer_tensors(&sgd)?.len(), vars.trainable().len()); // step counts
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct CandleOptimizer<O: Optimizer> {
     optim: O,
     states: Vec<ParamState>,
-    /// Whether it keeps something between steps.
-    keeps: bool,
+    /// Whether the optimizer has hidden state.
+    has_state: bool,
 }
 
 impl<O: Optimizer> CandleOptimizer<O> {
-    /// An optimizer of the parameters' shards ([`crate::ShardedVarMap::trainable`]) that keeps state of its own.
+    /// Makes an optimizer of the parameters' shards ([`crate::ShardedVarMap::trainable`]) that has hidden state.
     ///
     /// # Errors
-    /// Its own.
+    /// Returns the errors of the optimizer.
     pub fn new(params: Vec<Arc<FsdpParam>>, config: O::Config) -> Result<Self> {
         Self::of(params, config, true)
     }
 
-    /// One that keeps nothing between steps, as [`candle_nn::SGD`], and so can be saved.
+    /// Makes an optimizer without state, such as [`candle_nn::SGD`], which can be saved.
     ///
     /// # Errors
-    /// Its own.
+    /// Returns the errors of the optimizer.
     pub fn without_state(params: Vec<Arc<FsdpParam>>, config: O::Config) -> Result<Self> {
         Self::of(params, config, false)
     }
 
-    fn of(params: Vec<Arc<FsdpParam>>, config: O::Config, keeps: bool) -> Result<Self> {
-        // Candle's optimizers fail on tensors without elements.
+    fn of(params: Vec<Arc<FsdpParam>>, config: O::Config, has_state: bool) -> Result<Self> {
+        // Candle's optimizers fail for tensors without elements.
         let shards = params.iter().filter(|param| !param.region().is_empty()).map(|param| param.var().clone());
         let optim = O::new(shards.collect(), config)?;
         let states = params.into_iter().map(|param| ParamState::new(param, vec![])).collect();
-        Ok(CandleOptimizer { optim, states, keeps })
+        Ok(CandleOptimizer { optim, states, has_state })
     }
 
-    /// Candle's optimizer.
+    /// Returns Candle's optimizer.
     pub fn get(&self) -> &O {
         &self.optim
     }
@@ -77,7 +77,7 @@ impl<O: Optimizer> CandleOptimizer<O> {
 
 impl<O: Optimizer + Send> ShardedOptimizer for CandleOptimizer<O> {
     fn step(&mut self, grads: &GradStore) -> Result<()> {
-        let _told = heartbeat::span("optimizer", "");
+        let _reported = heartbeat::span("optimizer", "");
         check_gradients(self.states.iter(), grads)?;
         self.optim.step(grads)?;
         for state in &mut self.states {
@@ -96,7 +96,7 @@ impl<O: Optimizer + Send> ShardedOptimizer for CandleOptimizer<O> {
 
     fn set_hyper(&mut self, groups: &[Map<String, Value>]) -> Result<()> {
         let [group] = groups else {
-            return Err(Error::Argument(format!("{} groups of hyper-parameters are not one", groups.len())));
+            return Err(Error::Argument(format!("{} groups of hyper-parameters, expected one", groups.len())));
         };
         let lr = hyper::number(group, "lr", self.optim.learning_rate());
         let lr = lr.map_err(|why| Error::Argument(format!("the hyper-parameters {why}")))?;
@@ -112,7 +112,7 @@ impl<O: Optimizer + Send> ShardedOptimizer for CandleOptimizer<O> {
         self.states.iter_mut().collect()
     }
 
-    /// Refused for one that keeps something, which nobody else can forget.
+    /// Returns an error when the optimizer has hidden state, which cannot be reset.
     fn reset(&mut self) -> Result<()> {
         if let Some(why) = self.hidden_state() {
             return Err(Error::Argument(why));
@@ -128,11 +128,11 @@ impl<O: Optimizer + Send> ShardedOptimizer for CandleOptimizer<O> {
     }
 
     fn hidden_state(&self) -> Option<String> {
-        self.keeps.then(|| {
+        self.has_state.then(|| {
             let name = std::any::type_name::<O>();
             format!(
-                "{name} keeps its state to itself: it can be neither saved, loaded nor forgotten. Make it anew, use an \
-                 optimizer of fsdp_candle's, or `CandleOptimizer::without_state` for one that keeps nothing"
+                "{name} hides its state, which cannot be saved, loaded or reset: make a new one, use an optimizer of \
+                 fsdp_candle, or `CandleOptimizer::without_state` for an optimizer without state"
             )
         })
     }

@@ -1,4 +1,4 @@
-//! Gradient clipping over shards.
+//! Norms and clipping of sharded gradients.
 
 use std::sync::Arc;
 
@@ -7,48 +7,51 @@ use candle_core::backprop::GradStore;
 use fsdp_core::process_group::{Signature, Subject};
 use fsdp_core::{ProcessGroup, ReduceOp};
 
-use super::finite::of_norm;
+use super::check_finite::non_finite_of_norm;
 use crate::error::{Error, Result};
 use crate::fsdp::FsdpParam;
 use crate::fsdp::ShardedVarMap;
 use crate::kernels::NormType;
 use crate::storage::{numbers_of, with_slice_mut};
 
-/// How far apart the powers of what is whole on tensor-parallel ranks may be there, as a share: rounding is much less,
-/// terms of a sum are much more.
-const DIFFERENT: f64 = 1e-3;
+/// Largest relative difference of the powers of a gradient that tensor-parallel ranks replicate. Rounding differs by
+/// much less, terms of a sum by much more.
+const MAX_DIFFERENCE: f64 = 1e-3;
 
-/// What [`clip_grad_norm_with`] does.
+/// Options of [`clip_grad_norm_with`].
 #[derive(Clone, Copy, Debug)]
 pub struct ClipOptions {
-    /// The largest norm that gradients keep.
+    /// Largest norm after clipping.
     pub max_norm: f64,
     /// The norm.
     pub norm_type: NormType,
-    /// Whether a norm that is infinite or not a number is an error, which names the parameters, instead of being
-    /// returned.
+    /// Whether a norm that is not finite is an error, which names the parameters.
     pub error_if_nonfinite: bool,
 }
 
-/// Scales the sharded gradients so that their global 2-norm is at most `max_norm`; returns the norm before, the same on
+/// Scales the sharded gradients to a global 2-norm of at most `max_norm`. Returns the norm before scaling, the same on
 /// every rank. Collective.
 ///
-/// As PyTorch's `clip_grad_norm_`: the factor is `max_norm / (norm + 1e-6)`, at most 1. A gradient that is infinite
-/// makes the norm infinite and the others zero, and one that is not a number makes the norm none: look at what is
-/// returned before you step, or use [`ClipOptions::error_if_nonfinite`].
+/// As PyTorch's `clip_grad_norm_`, multiplies by `max_norm / (norm + 1e-6)`, at most 1. An infinite gradient makes the
+/// norm infinite and the other gradients zero; a NaN makes the norm NaN. Check the returned norm before a step, or use
+/// [`ClipOptions::error_if_nonfinite`].
 ///
 /// # Errors
-/// Those of the all-reduce.
+/// Returns the errors of the all-reduce.
 pub fn clip_grad_norm(vars: &ShardedVarMap, grads: &mut GradStore, max_norm: f64) -> Result<f64> {
     clip_grad_norm_with(vars, grads, &ClipOptions { max_norm, norm_type: NormType::Two, error_if_nonfinite: false })
 }
 
-/// [`clip_grad_norm`] with other norms.
+/// Clips gradients by any norm, as [`clip_grad_norm`] does.
 ///
 /// # Errors
-/// Those of the all-reduce; a norm that is not finite where the options say so, and gradients that differ on
-/// tensor-parallel ranks where they should not (of a module on a part of the sequence that is not
-/// [`SequenceParallel`](crate::SequenceParallel)): on every rank, with the gradients as they were.
+/// Returns an error on every rank, with unchanged gradients, when:
+///
+/// - the norm is not finite and the options refuse it;
+/// - tensor-parallel ranks have different gradients of a replicated parameter, as a module on a part of the sequence
+///   does that is not [`SequenceParallel`](crate::SequenceParallel).
+///
+/// Also returns the errors of the all-reduce.
 ///
 /// ```
 /// # use candle_core::{DType, Module, Tensor};
@@ -72,11 +75,11 @@ pub fn clip_grad_norm_with(vars: &ShardedVarMap, grads: &mut GradStore, options:
     clip_grad_norm_of(vars, &vars.trainable(), grads, options)
 }
 
-/// [`clip_grad_norm_with`] of some parameters alone, such as an optimizer's group: the norm is theirs, and the
-/// gradients of others stay as they are. All ranks name the same parameters.
+/// Clips the gradients of some parameters, such as an optimizer's group, by their own norm. All ranks pass the same
+/// parameters.
 ///
 /// # Errors
-/// As [`clip_grad_norm_with`], whose error names all parameters whose gradients are not finite.
+/// As for [`clip_grad_norm_with`]. The error names all parameters whose gradients are not finite.
 ///
 /// ```
 /// # use candle_core::{DType, Module, Tensor};
@@ -102,7 +105,7 @@ pub fn clip_grad_norm_of(
 ) -> Result<f64> {
     let norm = norm_of(vars, params, grads, options.norm_type)?;
     if options.error_if_nonfinite && !norm.is_finite() {
-        return Err(Error::NonFinite(of_norm(vars, grads, norm)?));
+        return Err(Error::NonFinite(non_finite_of_norm(vars, grads, norm)?));
     }
     let factor = options.max_norm / (norm + 1e-6);
     if factor < 1. {
@@ -115,18 +118,17 @@ pub fn clip_grad_norm_of(
     Ok(norm)
 }
 
-/// The 2-norm of all sharded gradients together, accumulated in f64. Collective.
+/// Returns the 2-norm of all sharded gradients, accumulated in f64. Collective.
 ///
 /// # Errors
-/// Those of the all-reduce.
+/// Returns the errors of the all-reduce.
 pub fn grad_norm(vars: &ShardedVarMap, grads: &GradStore) -> Result<f64> {
     norm_of(vars, &vars.trainable(), grads, NormType::Two)
 }
 
 fn norm_of(vars: &ShardedVarMap, params: &[Arc<FsdpParam>], grads: &GradStore, norm_type: NormType) -> Result<f64> {
     norm_type.check()?;
-    // Parameters on one mesh are summed together, those that tensor parallelism has cut apart from the others; replicas
-    // hold the same and do not count twice.
+    // Parameters on one mesh are summed together, tensor-parallel parts apart from the others. Replicas count once.
     let mut meshes: Vec<_> = vars.all_ranks()?.into_iter().map(|ranks| (ranks, [0.; 2])).collect();
     let parallel = vars.parallel_ranks();
     let with_gradient: Vec<_> = params.iter().filter_map(|param| Some((param, grads.get(param.var())?))).collect();
@@ -138,7 +140,7 @@ fn norm_of(vars: &ShardedVarMap, params: &[Arc<FsdpParam>], grads: &GradStore, n
         }
     }
     let op = if norm_type == NormType::Infinity { ReduceOp::Max } else { ReduceOp::Sum };
-    // One number is like another: a rank that reduces something else at once must not get a norm.
+    // The signature keeps a rank in another all-reduce from getting a norm.
     let subject = Subject::new(format!("the gradients' norm ({norm_type:?})"), []);
     let signature = || Signature::new(&subject, []);
     let mut totals = [0.; 2];
@@ -152,18 +154,18 @@ fn norm_of(vars: &ShardedVarMap, params: &[Arc<FsdpParam>], grads: &GradStore, n
     }
     let [whole, parts] = totals;
     let Some(ranks) = &parallel else { return Ok(norm_type.root(whole)) };
-    // What all of them have whole, the first of them counts: they get the same number, bit for bit.
+    // The first rank counts replicated gradients, so all ranks get the same bits.
     let first = if ranks.rank() == 0 { whole } else { 0. };
     let reduced = ranks.signed(signature()).all_reduce_values(vec![parts, first, whole], op)?;
     let &[parts, first, all] = reduced.as_slice() else { return Ok(f64::NAN) };
-    if op == ReduceOp::Sum && (all - first * ranks.size() as f64).abs() > DIFFERENT * all {
-        return Err(differing(vars, grads, ranks)?);
+    if op == ReduceOp::Sum && (all - first * ranks.size() as f64).abs() > MAX_DIFFERENCE * all {
+        return Err(replicas_differ(vars, grads, ranks)?);
     }
     Ok(norm_type.root(norm_type.combine(first, parts)))
 }
 
-/// The error of a parameter that is whole on tensor-parallel ranks, which have other gradients of it. Collective.
-fn differing(vars: &ShardedVarMap, grads: &GradStore, ranks: &ProcessGroup) -> Result<Error> {
+/// Returns the error for a replicated parameter whose gradients differ on tensor-parallel ranks. Collective.
+fn replicas_differ(vars: &ShardedVarMap, grads: &GradStore, ranks: &ProcessGroup) -> Result<Error> {
     let whole: Vec<_> = vars.trainable().into_iter().filter(|param| param.cut_over().is_none()).collect();
     let own: Vec<_> = whole.iter().filter_map(|param| grads.get(param.var())).collect();
     let mut squares = powers(own, NormType::Two)?.into_iter();
@@ -181,14 +183,13 @@ fn differing(vars: &ShardedVarMap, grads: &GradStore, ranks: &ProcessGroup) -> R
     let name = worst.map_or("", |at| whole[at].name());
     Ok(Error::Parameter {
         name: name.into(),
-        message: "its gradient is another one on each of the tensor-parallel ranks, on which it is whole. Either its \
-                  module works on a part of the sequence and the plan does not say so: make it SequenceParallel. Or \
-                  these ranks have different inputs: ranks that differ along that dimension alone take the same batch"
+        message: "its gradients differ on tensor-parallel ranks, which replicate it. Make a module on a part of the \
+                  sequence SequenceParallel, and pass these ranks the same batch"
             .into(),
     })
 }
 
-/// The sum of powers, or the largest magnitude, of each gradient.
+/// Returns the sum of powers, or the largest magnitude, of each gradient.
 pub(crate) fn powers<'a>(grads: impl IntoIterator<Item = &'a Tensor>, norm_type: NormType) -> Result<Vec<f64>> {
     numbers_of(grads, |kernels, values, sum| kernels.powers(values, norm_type, sum))
 }
