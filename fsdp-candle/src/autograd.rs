@@ -12,6 +12,7 @@ use crate::error::Error;
 
 thread_local! {
     static NO_GRAD: Cell<bool> = const { Cell::new(false) };
+    static CHECKPOINTS: Cell<usize> = const { Cell::new(0) };
 }
 
 /// Runs `f` without a graph, for evaluation: PyTorch's `torch.no_grad()`. It holds for this thread and all models that
@@ -56,6 +57,16 @@ fn set<T>(no_grad: bool, f: impl FnOnce() -> T) -> T {
     }
     let _guard = Guard(NO_GRAD.replace(no_grad));
     f()
+}
+
+/// Counts a closure that this thread checkpoints.
+pub(crate) fn count_checkpoint() {
+    CHECKPOINTS.set(CHECKPOINTS.get().wrapping_add(1));
+}
+
+/// Returns the number of closures that this thread has checkpointed. The graph does not show their operations.
+pub(crate) fn checkpoints() -> usize {
+    CHECKPOINTS.get()
 }
 
 /// Returns the number of a tensor. Candle numbers tensors in the order in which they are made, and shows the number

@@ -100,7 +100,7 @@ impl DataParallel {
             dims => {
                 return Err(fsdp_core::Error::Mesh(format!(
                     "fully_shard takes a 1-D mesh (shard) or a 2-D one (replicate, shard), found {} of {dims} \
-                     dimensions: name their roles by DataParallelMeshDims (ShardedVarMap::with_mesh_dims), or pass a slice",
+                     dimensions: name their roles with ShardedVarMap::with_mesh_dims, or pass a slice",
                     mesh.layout()
                 ))
                 .into());

@@ -66,7 +66,6 @@ mod adapter;
 mod autograd;
 pub mod collectives;
 mod data_parallel;
-mod diagnostics;
 mod display;
 mod dtensor;
 mod error;
@@ -87,14 +86,13 @@ mod world;
 
 pub use autograd::no_grad;
 pub use data_parallel::{DataParallelMeshDims, ShardMesh};
-pub use diagnostics::{GraphCut, GraphCutKind};
 pub use dtensor::{DTensor, Operand, PartialNorm, Redistribution, distribute_tensor, distribute_tensor_from};
 pub use error::{Error, GradientMismatch, NonFinite, NonFiniteTensor, Result, UnitGradient};
 pub use extension::{AllGatherExtension, Float8, Int8Blocks};
 pub use fsdp::{
-    AllGather, AllReduceHook, ExtensionFn, FinalizeHandle, FsdpModule, FsdpParam, FullyShard, MixedPrecisionPolicy,
-    NamePredicate, OffloadPolicy, Recurse, ReduceScatter, ReshardAfterForward, ShardPlacement, ShardPlacementFn,
-    ShardedVarMap, Unit, UnshardHandle, fully_shard, parallelize, shard,
+    AllGather, AllReduceHook, ExtensionFn, FinalizeHandle, FsdpModule, FsdpParam, FullyShard, GraphCut, GraphCutKind,
+    MixedPrecisionPolicy, NamePredicate, OffloadPolicy, Recurse, ReduceScatter, ReshardAfterForward, ShardPlacement,
+    ShardPlacementFn, ShardedVarMap, Unit, UnshardHandle, fully_shard, parallelize, shard,
 };
 pub use fsdp_core::{DTensorSpec, DeviceMesh, Placement, ProcessGroup, ReduceOp};
 pub use gradcheck::{GradcheckOptions, gradcheck};

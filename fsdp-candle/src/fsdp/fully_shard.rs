@@ -6,6 +6,7 @@ use candle_nn::VarBuilder;
 use fsdp_core::DeviceMesh;
 use indexmap::{IndexMap, IndexSet};
 
+use super::diagnostics::is_freed_storage_error;
 use super::module::FsdpModule;
 use super::param::FsdpParam;
 use super::param_group::{ParamGroup, ROOT, UnitId};
@@ -13,7 +14,6 @@ use super::policy::{MixedPrecisionPolicy, NamePredicate, OffloadPolicy, ReshardA
 use super::settings::UnitSettings;
 use super::var_map::{OpenUnit, ShardedVarMap};
 use crate::data_parallel::{DataParallel, DataParallelMeshDims, ShardMesh};
-use crate::diagnostics::is_freed_storage_error;
 use crate::error::{Error, Result};
 use crate::extension::AllGatherExtension;
 use crate::pattern::NamePattern;

@@ -5,13 +5,13 @@ use std::sync::Arc;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Module, Result, Tensor};
 
+use super::diagnostics::{GraphCut, is_freed_storage_error};
 use super::hooks;
 use super::param::FsdpParam;
 use super::param_group::ParamGroup;
 use super::schedule::Schedule;
 use crate::autograd::keeps_graph;
 use crate::collectives;
-use crate::diagnostics::{GraphCut, is_freed_storage_error};
 use crate::tensors::Tensors;
 
 /// A module under `fully_shard`. Calling it unshards its parameters, runs it and reshards them.
