@@ -87,7 +87,7 @@ mod world;
 
 pub use autograd::no_grad;
 pub use data_parallel::{DataParallelMeshDims, ShardMesh};
-pub use diagnostics::{Cut, GraphCut};
+pub use diagnostics::{GraphCut, GraphCutKind};
 pub use dtensor::{DTensor, Operand, PartialNorm, Redistribution, distribute_tensor, distribute_tensor_from};
 pub use error::{Error, GradientMismatch, NonFinite, NonFiniteTensor, Result, UnitGradient};
 pub use extension::{AllGatherExtension, Float8, Int8Blocks};
@@ -99,10 +99,10 @@ pub use fsdp::{
 pub use fsdp_core::{DTensorSpec, DeviceMesh, Placement, ProcessGroup, ReduceOp};
 pub use gradcheck::{GradcheckOptions, gradcheck};
 pub use optim::{
-    Adam, AdamConfig, AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, AdjustLr, CandleOptimizer, ClipOptions, Ema,
-    GradAccumulator, GradScaler, GradScalerState, Muon, MuonConfig, NormType, Optimizers, ParamGroup, ParamState, SGD,
-    SgdConfig, ShardOptimizer, ShardRule, ShardedOptimizer, ValuesOf, check_finite, clip_grad_norm, clip_grad_norm_of,
-    clip_grad_norm_with, grad_norm, group_by_name,
+    Adam, AdamConfig, AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, AdjustLr, CandleOptimizer, ClipOptions,
+    ElementwiseOptimizer, ElementwiseRule, Ema, GradAccumulator, GradScaler, GradScalerState, Muon, MuonConfig,
+    NormType, Optimizers, ParamGroup, ParamState, SGD, SgdConfig, ShardedOptimizer, ValuesOf, check_finite,
+    clip_grad_norm, clip_grad_norm_of, clip_grad_norm_with, grad_norm, group_by_name,
 };
 pub use pattern::NamePattern;
 pub use state_dict::{

@@ -1,4 +1,4 @@
-//! A resume with settings that differ from those of the checkpoint gives a warning or an error.
+//! A resume with settings that differ from the checkpoint's gives a warning or an error.
 
 use std::fs;
 use std::path::Path;

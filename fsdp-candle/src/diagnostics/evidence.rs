@@ -1,38 +1,38 @@
-//! What the graph of a unit's outputs says about cuts inside the unit.
+//! Evidence of cuts in the graph of a unit's outputs.
 
 use std::collections::HashSet;
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor, TensorId};
 
-use super::cut::{Cut, GraphCut};
 use super::norm::{Matrix, Norm, is_itself};
+use super::{GraphCut, GraphCutKind};
 use crate::activation_checkpoint::checkpoints;
 use crate::autograd::{BACKWARD_STACK_BYTES, number, on_a_stack_of};
 use crate::fsdp::{FsdpParam, ParamGroup};
 
-/// A call of a unit that runs.
+/// A running call of a unit.
 pub(super) struct Call {
-    /// A number smaller than those of all that the call makes.
+    /// A number smaller than those of all tensors that the call makes.
     pub(super) begin: usize,
-    /// The inputs that are known.
+    /// Known inputs.
     pub(super) inputs: Vec<Tensor>,
-    /// What units inside it returned with a graph, and what they were given without.
+    /// Results with a graph of units inside it.
     pub(super) inner: Vec<Tensor>,
     pub(super) detached: Vec<Tensor>,
     /// Whether the graph was cut inside one of them.
     pub(super) is_cut_inside: bool,
-    /// How many closures had been checkpointed before it.
+    /// Number of closures checkpointed before it.
     pub(super) checkpoints: usize,
 }
 
-/// A call of a unit that has just ended.
-pub(super) struct Seen<'a> {
+/// The inspection of a call that has just ended.
+pub(super) struct Inspection<'a> {
     pub(super) unit: &'a Arc<ParamGroup>,
     pub(super) call: &'a Call,
 }
 
-/// What a trainable matrix made of something without a graph.
+/// The result of a trainable matrix for an input without a graph.
 struct Use {
     matrix: Arc<FsdpParam>,
     bias: Option<Arc<FsdpParam>>,
@@ -55,7 +55,7 @@ fn rows(tensor: &Tensor) -> usize {
     tensor.elem_count() / last(tensor).max(1)
 }
 
-/// The trainable parameters that a tensor's graph starts from, by name.
+/// Returns the trainable parameters at the leaves of a graph, by name.
 fn start_of<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) -> Vec<String> {
     let mut names = indexmap::IndexSet::new();
     for tensor in tensors {
@@ -67,11 +67,11 @@ fn start_of<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) -> Vec<String> {
     names
 }
 
-impl Seen<'_> {
-    /// What there is to say, with the unit's parameters gathered.
+impl Inspection<'_> {
+    /// Returns the cuts, while the unit's parameters are gathered.
     pub(super) fn cuts(&self, outputs: &[Tensor]) -> Result<Vec<GraphCut>> {
-        // Candle walks a graph recursively.
-        on_a_stack_of(BACKWARD_STACK_BYTES, "a look at the graph", || self.look(outputs))?
+        // Candle visits a graph recursively.
+        on_a_stack_of(BACKWARD_STACK_BYTES, "graph inspection", || self.look(outputs))?
     }
 
     fn look(&self, outputs: &[Tensor]) -> Result<Vec<GraphCut>> {
@@ -79,7 +79,7 @@ impl Seen<'_> {
         let mut known = HashSet::new();
         let nodes: Vec<&Tensor> =
             outputs.iter().flat_map(|output| output.sorted_nodes()).filter(|node| known.insert(node.id())).collect();
-        // A choice among experts has an operation and no gradient.
+        // A choice among experts has an operation but no gradient.
         let has_graph = |tensor: &Tensor| known.contains(&tensor.id()) || !tensor.sorted_nodes().is_empty();
         let tracked = |tensor: &&Tensor| tensor.dtype().is_float() && has_graph(tensor);
         let inputs: Vec<&Tensor> = self.call.inputs.iter().filter(tracked).collect();
@@ -93,15 +93,15 @@ impl Seen<'_> {
             return Ok(norms);
         }
         let mut cut = None;
-        for (from, what) in [(&inputs, Cut::Input), (&inner, Cut::Units)] {
-            // A cut inside a unit is told of that unit.
-            let told = what == Cut::Units && self.call.is_cut_inside;
+        for (from, what) in [(&inputs, GraphCutKind::Input), (&inner, GraphCutKind::Units)] {
+            // A cut inside a unit is reported for that unit.
+            let told = what == GraphCutKind::Units && self.call.is_cut_inside;
             if cut.is_none() && !told && self.is_lost(from, &outputs, &known, &uses)? {
                 cut = Some((what, from));
             }
         }
         if cut.is_none() {
-            cut = self.unmet(&uses, &nodes, &inputs, &outputs)?.map(|names| (Cut::Weights(names), &inputs));
+            cut = self.unmet(&uses, &nodes, &inputs, &outputs)?.map(|names| (GraphCutKind::Weights(names), &inputs));
         }
         let cut = cut.map(|(cut, from)| GraphCut {
             unit: self.unit.name().into(),
@@ -115,8 +115,8 @@ impl Seen<'_> {
         number(node.id()) > self.call.begin
     }
 
-    /// What the unit's trainable matrices made of things without a graph: nodes that lead to nothing but a matrix, and
-    /// maybe a bias.
+    /// Returns the results of the unit's trainable matrices for inputs without a graph: nodes that lead only to a
+    /// matrix and maybe a bias.
     fn uses(&self, nodes: &[&Tensor]) -> Result<Vec<Use>> {
         let mut uses = vec![];
         let could_be = |node: &&Tensor| {
@@ -127,12 +127,12 @@ impl Seen<'_> {
         let has_a_width =
             |node: &&Tensor| matrices.iter().any(|matrix| matrix.unsharded_shape().dims().contains(&last(node)));
         for result in nodes.iter().copied().filter(could_be).filter(has_a_width) {
-            // One walk for each result, whatever the number of matrices.
+            // One walk for each result, for any number of matrices.
             let history = result.sorted_nodes();
             let params: Vec<_> = history.iter().filter_map(|node| FsdpParam::of(node)).collect();
             for (position, &matrix) in matrices.iter().enumerate() {
                 let &[first, second] = matrix.unsharded_shape().dims() else { continue };
-                // What has the matrix's own shape is a view of it, or itself in another dtype.
+                // A node of the matrix's shape is a view of it, or the matrix in another dtype.
                 let fits = (last(result) == first || last(result) == second) && result.dims() != [first, second];
                 let is_there = params.iter().any(|param| Arc::ptr_eq(param, matrix));
                 if !(fits && is_there) {
@@ -152,10 +152,10 @@ impl Seen<'_> {
         Ok(uses.into_iter().map(|(_, used)| used).collect())
     }
 
-    /// The norms whose results a matrix was applied to, or which the unit returned, of something that has a graph.
+    /// Returns the norms of inputs with a graph whose results a matrix used or the unit returned.
     fn norms(&self, uses: &[Use], outputs: &[&Tensor], before: &[&Tensor]) -> Result<Vec<GraphCut>> {
         let mut cuts: Vec<GraphCut> = vec![];
-        let mut note = |cut: Cut, of: &Tensor| match cuts.iter_mut().find(|other| other.cut == cut) {
+        let mut note = |cut: GraphCutKind, of: &Tensor| match cuts.iter_mut().find(|other| other.cut == cut) {
             Some(known) => known.before.extend(start_of([of])),
             None => cuts.push(GraphCut { unit: self.unit.name().into(), cut, before: start_of([of]) }),
         };
@@ -173,14 +173,14 @@ impl Seen<'_> {
         Ok(cuts)
     }
 
-    /// Finds the norm of one of `before` that `result` is made of.
+    /// Finds the norm of one of `before` that made `result`.
     fn find(
         &self,
         result: &Tensor,
         matrix: Option<&Matrix>,
         width: usize,
         before: &[&Tensor],
-        note: &mut impl FnMut(Cut, &Tensor),
+        note: &mut impl FnMut(GraphCutKind, &Tensor),
     ) -> Result<()> {
         let fits = |of: &&&Tensor| last(of) == width && rows(of) == rows(result) && of.id() != result.id();
         let norms = Norm::of_width(width, self.unit.params())?;
@@ -196,15 +196,14 @@ impl Seen<'_> {
             let made: Vec<&Norm> = norms.iter().filter(|norm| norm.made(result, of, matrix)).collect();
             if let Some(first) = made.first() {
                 let layers = made.iter().filter(|norm| norm.kind() == first.kind()).map(|norm| norm.layer.clone());
-                note(Cut::Norm { layers: layers.collect(), kind: first.kind() }, of);
+                note(GraphCutKind::Norm { layers: layers.collect(), kind: first.kind() }, of);
                 return Ok(());
             }
         }
         Ok(())
     }
 
-    /// Whether what the unit made of a batch does not lead back to any of `from`, and none of them was detached on
-    /// purpose.
+    /// Returns whether the unit's results do not lead back to any of `from`, and none of them was detached on purpose.
     fn is_lost(&self, from: &[&Tensor], outputs: &[&Tensor], known: &HashSet<TensorId>, uses: &[Use]) -> Result<bool> {
         let returned =
             |of: &&Tensor| outputs.iter().any(|output| of.rank() > 0 && output.dims().first() == of.dims().first());
@@ -227,7 +226,7 @@ impl Seen<'_> {
         Ok(true)
     }
 
-    /// The weights that should have met the input's graph and did not.
+    /// Returns weights that should have met the input's graph and did not.
     fn unmet(
         &self,
         uses: &[Use],
@@ -249,7 +248,7 @@ impl Seen<'_> {
                 };
                 self.unit.params().iter().filter(of_width)
             };
-            // Adapters, of which none saw anything with a graph, nor something that was detached on purpose.
+            // Adapters whose inputs had neither a graph nor were detached on purpose.
             let adapters: Vec<_> = matrices(true).filter(|param| param.unsharded_shape().dims()[1] == width).collect();
             let blind = |param: &&Arc<FsdpParam>| -> Result<bool> {
                 for used in uses.iter().filter(|used| Arc::ptr_eq(&used.matrix, param) && !used.in_out) {
@@ -270,7 +269,7 @@ impl Seen<'_> {
             if all_blind {
                 return Ok(Some(names(&adapters)));
             }
-            // A frozen layer with a norm, none of whose matrices made anything with a graph.
+            // A frozen layer with a norm, whose matrices made no node of the graph.
             let norm = |param: &Arc<FsdpParam>| !param.trainable() && param.unsharded_shape().dims() == [width];
             let frozen: Vec<_> = matrices(false).collect();
             let made = |param: &&Arc<FsdpParam>| {
@@ -285,8 +284,7 @@ impl Seen<'_> {
     }
 }
 
-/// Whether the graph of `result`, which is `nodes`, starts from this matrix and maybe a bias, with nothing in between
-/// but views of them. Returns the bias.
+/// Returns whether the graph `nodes` of `result` leads only to views of this matrix and maybe a bias. Returns the bias.
 fn leads_only_to(result: &Tensor, nodes: &[&Tensor], matrix: &Arc<FsdpParam>) -> Option<Option<Arc<FsdpParam>>> {
     let (mut found, mut bias) = (false, None);
     for &node in nodes {
@@ -299,7 +297,7 @@ fn leads_only_to(result: &Tensor, nodes: &[&Tensor], matrix: &Arc<FsdpParam>) ->
             None => return None,
         }
     }
-    // A variable of no sharded parameter is something else than a bias.
+    // Another variable is not a bias.
     let leaves = [Some(matrix.leaf), bias.as_ref().map(|bias| bias.leaf)];
     let only_leaves = nodes.iter().all(|node| !node.is_variable() || leaves.contains(&Some(node.id())));
     (found && only_leaves).then_some(bias)

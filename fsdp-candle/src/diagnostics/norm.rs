@@ -1,4 +1,4 @@
-//! Whether a tensor was made by normalising another: told by their values, a few rows of them.
+//! Detection, by the values of a few rows, of tensors made by normalizing another.
 
 use std::sync::Arc;
 
@@ -6,20 +6,21 @@ use candle_core::{DType, Result, Tensor};
 
 use crate::fsdp::FsdpParam;
 
-/// How many rows are compared, and how many elements of a product.
+/// Numbers of compared rows and of compared elements of a product.
 const ROWS: usize = 4;
 const OUTPUTS: usize = 64;
 
-/// A norm that the parameters of a unit may belong to.
+/// A norm that the unit's parameters may belong to.
 pub(super) struct Norm {
     pub(super) layer: String,
     weight: Vec<f32>,
-    /// Of a layer norm.
+    /// Bias of a layer norm.
     bias: Option<Vec<f32>>,
 }
 
 impl Norm {
-    /// Every vector of this width may be the weight of an RMS norm, and with its sibling `bias` that of a layer norm.
+    /// Returns the possible norms: a vector of this width may be the weight of an RMS norm, and of a layer norm with
+    /// its sibling `bias`.
     pub(super) fn of_width(width: usize, params: &[Arc<FsdpParam>]) -> Result<Vec<Norm>> {
         let vectors = || params.iter().filter(|param| param.unsharded_shape().dims() == [width]);
         let mut norms = vec![];
@@ -47,7 +48,7 @@ impl Norm {
         if self.bias.is_some() { "LayerNorm" } else { "RmsNorm" }
     }
 
-    /// Whether `result` is this norm of `of`, or what the matrix made of that. Both have as many rows.
+    /// Returns whether `result` is this norm of `of`, or the matrix applied to it. Both have the same number of rows.
     pub(super) fn made(&self, result: &Tensor, of: &Tensor, matrix: Option<&Matrix>) -> bool {
         let tolerance = tolerance(result);
         let mut compared = 0;
@@ -67,7 +68,7 @@ impl Norm {
             if square == 0. || size == 0. {
                 continue;
             }
-            // The row of a norm is `scaled` divided by its size, which the epsilon makes a little larger.
+            // A row of a norm is `scaled` divided by its size, which epsilon makes slightly larger.
             let factor = dot(&result, &shape) / square;
             let rest: Vec<f32> = result.iter().zip(&shape).map(|(y, x)| y - factor * x).collect();
             let exact = dot(&rest, &rest).sqrt() <= tolerance * dot(&result, &result).sqrt();
@@ -81,15 +82,15 @@ impl Norm {
     }
 }
 
-/// A matrix with a bias, as a linear layer applies them.
+/// A matrix with a bias, as in a linear layer.
 pub(super) struct Matrix {
-    /// A row for each of the first outputs.
+    /// Weights of the first outputs.
     rows: Vec<Vec<f32>>,
     bias: Vec<f32>,
 }
 
 impl Matrix {
-    /// Of `[out, in]`, or `[in, out]`.
+    /// Reads a matrix stored as `[out, in]` or `[in, out]`.
     pub(super) fn of(param: &FsdpParam, bias: Option<&FsdpParam>, in_out: bool) -> Result<Self> {
         let full = param.full.detach();
         let full = if in_out { full.t()? } else { full };
@@ -99,7 +100,7 @@ impl Matrix {
     }
 }
 
-/// Whether `result` is `of` as it is, or what the matrix made of it.
+/// Returns whether `result` is `of`, or the matrix applied to it.
 pub(super) fn is_itself(result: &Tensor, of: &Tensor, matrix: Option<&Matrix>) -> bool {
     let tolerance = tolerance(result);
     let pairs = pairs(result, of);
@@ -113,7 +114,7 @@ pub(super) fn is_itself(result: &Tensor, of: &Tensor, matrix: Option<&Matrix>) -
     !pairs.is_empty() && pairs.iter().all(same)
 }
 
-/// A few rows of both. None where a tensor can't be read: a view of a parameter that is sharded again.
+/// Returns a few rows of both tensors, or none if a tensor cannot be read, such as a view of a resharded parameter.
 fn pairs(result: &Tensor, of: &Tensor) -> Vec<(Vec<f32>, Vec<f32>)> {
     match (sample(result), sample(of)) {
         (Ok(results), Ok(rows)) => results.into_iter().zip(rows).collect(),
@@ -140,7 +141,7 @@ fn values(tensor: &Tensor) -> Result<Vec<f32>> {
     tensor.detach().to_dtype(DType::F32)?.flatten_all()?.to_vec1()
 }
 
-/// A few rows along the last dimension.
+/// Returns a few rows along the last dimension.
 fn sample(tensor: &Tensor) -> Result<Vec<Vec<f32>>> {
     let width = tensor.dims().last().copied().unwrap_or(1).max(1);
     let rows = tensor.elem_count() / width;

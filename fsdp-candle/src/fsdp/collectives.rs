@@ -567,7 +567,7 @@ impl Reduction {
         }
         for ReduceScatterRequest { ranks, options, positions, mut parts, used } in requests {
             tracing::debug!(unit = unit.name(), gradients = positions.len(), "reduce-scatter");
-            let shard = if separate { ranks.shard_apart()? } else { ranks.shard().clone() };
+            let shard = if separate { ranks.dedicated_reduce_scatter_group()? } else { ranks.shard().clone() };
             let shard = shard.signed(unit.reduce_signature(&positions, backwards.0));
             if options.with_usage {
                 let counts = vec![positions.len(); shard.size()];

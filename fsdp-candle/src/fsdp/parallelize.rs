@@ -6,7 +6,7 @@ use fsdp_core::DeviceMesh;
 
 use super::fully_shard::list_modules;
 use super::var_map::ShardedVarMap;
-use crate::data_parallel::check_alike;
+use crate::data_parallel::check_ranks_agree;
 use crate::error::{Error, Result};
 use crate::tensor_parallel::{ParallelPlan, Planned};
 
@@ -84,7 +84,7 @@ pub fn parallelize(vars: &ShardedVarMap, mesh: &DeviceMesh, plan: &ParallelPlan)
         return fail("the map has a plan already: make one plan of both".into());
     }
     let planned = Arc::new(Planned::new(mesh, plan)?);
-    check_alike(of, "plans of tensor parallelism", &format!("{name} {plan:?}"))?;
+    check_ranks_agree(of, "plans of tensor parallelism", &format!("{name} {plan:?}"))?;
     vars.set_plan(planned, check_matched);
     Ok(())
 }

@@ -260,7 +260,10 @@ impl<M> FsdpModule<M> {
     pub fn set_separate_reduce_scatter_group(&self, separate: bool, recurse: Recurse) -> Result<()> {
         if separate {
             for group in self.selected(recurse) {
-                group.params().iter().try_for_each(|param| param.spec.ranks.shard_apart().map(drop))?;
+                group
+                    .params()
+                    .iter()
+                    .try_for_each(|param| param.spec.ranks.dedicated_reduce_scatter_group().map(drop))?;
             }
         }
         self.change(recurse, |settings| settings.separate_reduce_scatter_group = separate);

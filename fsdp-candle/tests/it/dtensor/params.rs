@@ -162,9 +162,9 @@ fn state_dict_entries_convert_to_dtensors() {
         let full = numbers(&[8], DType::F32);
         refused(
             StateTensor::of(&laid_out(&full, mesh, &[SUM])),
-            &["a term of a reduction is no value; redistribute it first"],
+            &["a term of a reduction is not a value; redistribute it first"],
         );
-        refused(StateTensor::of(&laid_out(&full, mesh, &[strided(0, 2)])), &["no single box"]);
+        refused(StateTensor::of(&laid_out(&full, mesh, &[strided(0, 2)])), &["not one box"]);
     });
 }
 

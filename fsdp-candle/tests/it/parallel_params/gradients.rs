@@ -14,7 +14,7 @@ use crate::common::{Gradients, assert_close, elements, ranks, refused, scattered
 const DP_TP: Mesh = Mesh::new(&[("dp", 2), ("tp", 2)], &["dp"], &[]);
 const HSDP_TP: Mesh = Mesh::new(&[("replicate", 2), ("shard", 2), ("tp", 2)], &["shard"], &["replicate"]);
 
-/// Every parameter's full gradient. Of the ranks with the same region, only the first adds its values.
+/// Every parameter's full gradient. Only the first of the ranks with the same region adds its values.
 fn gradients(vars: &ShardedVarMap, grads: &candle_core::backprop::GradStore) -> Gradients {
     let whole = |param: &fsdp_candle::FsdpParam| {
         let (mesh, placements) = (param.device_mesh(), param.placements());

@@ -196,7 +196,7 @@ pub(super) struct Run {
 pub(super) const STEPS: usize = 4;
 const MAX_NORM: f64 = 0.5;
 
-/// Trains. Of the `of` batches of each step, this rank uses `count`, from `first` on.
+/// Trains. This rank uses `count` of the `of` batches of each step, from `first` on.
 pub(super) fn train<B: Module>(
     model: &FsdpModule<Net<B>>,
     vars: &ShardedVarMap,
