@@ -3,7 +3,9 @@
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::FileTypeExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
+
+use fsdp_ckpt::RemoveIfEmpty;
 
 /// Test data: one block of most file systems, because less may fit into space that a file already has.
 const BLOCK: [u8; 4096] = [b'\n'; 4096];
@@ -19,9 +21,6 @@ pub fn try_file(path: &Path) -> io::Result<()> {
 }
 
 /// Tests like [`try_file`], and creates the file's directory for the test.
-///
-/// # Errors
-/// The file can't be written, or the directory can't be created.
 pub fn try_file_and_directory(path: &Path) -> io::Result<()> {
     let Some(directory) = path.parent() else { return try_file(path) };
     let _made = RemoveIfEmpty::missing(directory);
@@ -29,9 +28,6 @@ pub fn try_file_and_directory(path: &Path) -> io::Result<()> {
 }
 
 /// Tests that files can be created in a directory, which is created for the test if it does not exist.
-///
-/// # Errors
-/// A file can't be created there.
 pub fn try_directory(directory: &Path) -> io::Result<()> {
     let _made = RemoveIfEmpty::missing(directory);
     in_directory(directory, || append(&directory.join(format!(".write-test-{}", std::process::id()))))
@@ -39,9 +35,6 @@ pub fn try_directory(directory: &Path) -> io::Result<()> {
 
 /// Creates a directory with its parents, then calls `make` to create a file in it. Retries if another run's test
 /// removes the empty directory in between.
-///
-/// # Errors
-/// A directory or the file can't be created.
 pub fn in_directory<T>(directory: &Path, make: impl Fn() -> io::Result<T>) -> io::Result<T> {
     let make_all = || {
         if !directory.as_os_str().is_empty() {
@@ -96,26 +89,6 @@ fn explained(path: &Path, error: io::Error) -> io::Error {
         (None, None) => return error,
     };
     io::Error::new(error.kind(), why)
-}
-
-/// Directories to remove on drop if they are empty, the inner one first.
-pub struct RemoveIfEmpty(pub Vec<PathBuf>);
-
-impl RemoveIfEmpty {
-    /// Lists `directory` and its parents that do not exist yet.
-    fn missing(directory: &Path) -> Self {
-        let missing = directory.ancestors().take_while(|path| !path.as_os_str().is_empty() && !path.exists());
-        RemoveIfEmpty(missing.map(Path::to_path_buf).collect())
-    }
-}
-
-impl Drop for RemoveIfEmpty {
-    fn drop(&mut self) {
-        for directory in &self.0 {
-            // Fails for directories that are not empty.
-            let _ = fs::remove_dir(directory);
-        }
-    }
 }
 
 #[cfg(test)]

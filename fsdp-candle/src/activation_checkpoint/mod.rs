@@ -15,7 +15,6 @@ use crate::tensors::Tensors;
 use checkpoint::run;
 use saved_outputs::Keep;
 
-pub(crate) use checkpoint::checkpoints;
 pub use checkpoint::{checkpoint, selective_checkpoint};
 pub use saved_outputs::{Operation, OperationCall};
 pub(crate) use saved_outputs::{is_kept, operation};

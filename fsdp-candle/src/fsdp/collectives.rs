@@ -629,7 +629,7 @@ impl Reduction {
     }
 
     /// Issues the all-reduce of gradients that are terms over the tensor-parallel ranks. They are summed, never
-    /// divided. Returns `None`, with all gradients handed out, if there are no terms.
+    /// divided. Without terms, stores all gradients and returns `None`.
     fn over_tensor_parallel(
         unit: Arc<ParamGroup>,
         ranks: Arc<DataParallel>,
@@ -849,7 +849,7 @@ impl<R> Default for ReductionQueue<R> {
 
 impl<R: InFlight> ReductionQueue<R> {
     /// Advances the oldest reductions until fewer than `max` are on each hop, apart from reductions that just came to
-    /// it. Which reductions advance depends on their number, never on their speed, so all ranks issue their collectives
+    /// it. The number of reductions decides, never their speed, so all ranks issue their collectives
     /// in the same order.
     pub(super) fn limit(&self, max: usize) -> Result<()> {
         let mut waiting = std::mem::take(&mut *self.0.lock());

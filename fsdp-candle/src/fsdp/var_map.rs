@@ -41,7 +41,7 @@ const WORLD_DIM: &str = "dp_shard";
 ///
 /// let world = World::single()?;
 /// let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
-/// vars.init_with(Philox::new(42)); // the same values at every number of ranks
+/// vars.init_with(Philox::new(42)); // the same values for any number of ranks
 /// vars.freeze(|fqn| fqn.starts_with("embed"));
 /// let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| {
 ///     Ok((nn::embedding(10, 4, vb.pp("embed"))?, nn::linear(4, 2, vb.pp("head"))?))
@@ -52,7 +52,7 @@ const WORLD_DIM: &str = "dp_shard";
 /// let y = model.call(|(embed, head)| head.forward(&embed.forward(&ids)?))?;
 /// let grads = model.backward(&y.sum_all()?)?;
 /// assert!(grads.get(vars.get("embed.weight").unwrap().var()).is_none());
-/// vars.release_buffers(); // before an evaluation on other shapes, say
+/// vars.release_buffers(); // for example, before an evaluation with other shapes
 /// println!("{vars}"); // units, parameters, placements, bytes
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -107,7 +107,7 @@ impl ShardedVarMap {
     /// # Errors
     /// Fails if the mesh lacks a dimension, one is named twice, or ranks pass different ones; also those of
     /// [`ProcessGroup::split`].
-    pub fn on(mesh: &DeviceMesh, dims: &DataParallelMeshDims<'_>, device: &Device) -> Result<Self> {
+    pub fn with_mesh_dims(mesh: &DeviceMesh, dims: &DataParallelMeshDims<'_>, device: &Device) -> Result<Self> {
         let ranks = Arc::new(DataParallel::of_dims(mesh, dims)?);
         Ok(ShardedVarMap::with_ranks(mesh, Some(ranks), device))
     }
@@ -226,7 +226,7 @@ impl ShardedVarMap {
     /// use candle_nn::Optimizer;
     ///
     /// let mut optim = candle_nn::SGD::new(vars.trainable_vars(), 0.1)?;
-    /// // In place of `optim.backward_step(&loss)`, which does not reduce:
+    /// // Instead of `optim.backward_step(&loss)`, which does not reduce:
     /// let grads = model.backward(&model.forward(&x)?.sqr()?.sum_all()?)?;
     /// optim.step(&grads)?;
     /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -419,9 +419,9 @@ impl ShardedVarMap {
     /// let step = || model.backward(&model.call(|(body, head)| head.forward(&body.forward(&x)?))?.sum_all()?);
     /// let weight = vars.get("body.weight").unwrap();
     ///
-    /// assert_eq!(vars.set_requires_grad(false, |fqn| fqn.starts_with("body."))?, 2); // the head first
+    /// assert_eq!(vars.set_requires_grad(false, |fqn| fqn.starts_with("body."))?, 2); // train only the head
     /// assert!(step()?.get(weight.var()).is_none());
-    /// vars.set_requires_grad(true, |_| true)?; // then all
+    /// vars.set_requires_grad(true, |_| true)?; // train all parameters
     /// assert!(step()?.get(weight.var()).is_some());
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
