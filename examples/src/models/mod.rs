@@ -65,7 +65,7 @@ pub fn build(
     let vb = vars.builder(options.dtype);
     let checkpoints = &options.checkpoints;
     let names = block_names(config, &vb);
-    if let Some(pattern) = checkpoints.idle(&names) {
+    if let Some(pattern) = checkpoints.unmatched(&names) {
         let of = |name: Option<&String>| name.map_or("none", String::as_str).to_owned();
         let (first, last) = (of(names.first()), of(names.last()));
         bail!("--activation-checkpoint: `{pattern}` matches no block of the model; its blocks are {first} to {last}");
