@@ -343,7 +343,7 @@ impl tracing::Subscriber for Warnings {
 fn warns_once_on_the_first_rank() {
     let said = ranks(3, |world| {
         let warnings = Arc::new(Mutex::new(vec![]));
-        tracing::subscriber::with_default(Warnings(warnings.clone()), || {
+        fsdp_test_support::observed(Warnings(warnings.clone()), || {
             let vars = vars(&world);
             let model = lora(&vars, Norms::CandleRms, false);
             for _ in 0..3 {
