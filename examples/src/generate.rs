@@ -21,9 +21,6 @@ pub struct SampleOptions<'a> {
 /// Continues `prompt`. Every rank calls it and gets the same ids.
 ///
 /// The model runs on the whole context again for every token. That is simple, and fast enough for a sample.
-///
-/// # Errors
-/// The model fails.
 pub fn sample(model: &impl Module, prompt: &[u32], options: &SampleOptions<'_>, device: &Device) -> Result<Vec<u32>> {
     let &SampleOptions { tokens, context, temperature, seed, stops } = options;
     let mut ids = prompt.to_vec();
@@ -43,9 +40,6 @@ pub fn sample(model: &impl Module, prompt: &[u32], options: &SampleOptions<'_>, 
 
 /// Replaces the ids at `hidden` by the model's predictions, for which it sees `mask_token` there. Every rank calls it
 /// and gets the same ids.
-///
-/// # Errors
-/// The model fails.
 pub fn fill(model: &impl Module, ids: &[u32], hidden: &[usize], mask_token: u32, device: &Device) -> Result<Vec<u32>> {
     let mut ids = ids.to_vec();
     hidden.iter().for_each(|&at| ids[at] = mask_token);

@@ -77,9 +77,6 @@ pub struct MetricsFile {
 impl MetricsFile {
     /// Opens the file for a run that has taken `done` steps, and creates its directory. A fresh run (0) empties the
     /// file. A resumed run appends, after removing later steps and an incomplete last line.
-    ///
-    /// # Errors
-    /// The file can't be written.
     pub fn open(path: &Path, done: usize) -> Result<Self> {
         let open = || -> io::Result<File> {
             let file = in_directory(path.parent().unwrap_or(Path::new("")), || {
@@ -96,9 +93,6 @@ impl MetricsFile {
     }
 
     /// Writes one line.
-    ///
-    /// # Errors
-    /// The disk is full, or the file is gone.
     pub fn write(&mut self, record: &impl Serialize) -> Result<()> {
         let mut line = serde_json::to_vec(record)?;
         line.push(b'\n');

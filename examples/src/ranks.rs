@@ -23,9 +23,6 @@ pub struct Ranks {
 impl Ranks {
     /// Divides `size` ranks by `--replicate` and `--tensor-parallel`.
     ///
-    /// # Errors
-    /// The flags do not divide the ranks.
-    ///
     /// ```
     /// use fsdp_examples::ranks::Ranks;
     ///
@@ -64,9 +61,6 @@ impl Ranks {
     }
 
     /// Creates the variables of a model on this mesh. Collective.
-    ///
-    /// # Errors
-    /// A rank is lost.
     pub fn vars(&self, world: &World) -> fsdp_candle::Result<ShardedVarMap> {
         let of = |name, size: usize| (size > 1).then_some((name, size));
         let dims = [of(REPLICATE, self.replicate), Some((SHARD, self.shard)), of(TENSOR, self.tensor)];
@@ -75,13 +69,10 @@ impl Ranks {
             return Ok(ShardedVarMap::new(&mesh, world.device()));
         }
         let replicate: &[&str] = if self.replicate > 1 { &[REPLICATE] } else { &[] };
-        ShardedVarMap::on(&mesh, &DataParallelMeshDims { shard: &[SHARD], replicate }, world.device())
+        ShardedVarMap::with_mesh_dims(&mesh, &DataParallelMeshDims { shard: &[SHARD], replicate }, world.device())
     }
 
     /// Returns the mesh of the tensor-parallel ranks, if there are several.
-    ///
-    /// # Errors
-    /// `vars` is on another mesh.
     pub fn tensor_mesh(&self, vars: &ShardedVarMap) -> fsdp_candle::Result<Option<DeviceMesh>> {
         Ok(match self.tensor {
             1 => None,

@@ -30,9 +30,6 @@ pub struct EventFile {
 
 impl EventFile {
     /// Creates a file in `directory` for a run that has taken `done` steps. Hides later steps in earlier files.
-    ///
-    /// # Errors
-    /// The file can't be written.
     pub fn open(directory: &Path, done: usize) -> Result<Self> {
         let made = in_directory(directory, || {
             let path = directory.join(name_after(directory)?);
@@ -46,9 +43,6 @@ impl EventFile {
     }
 
     /// Writes the measurements of a step.
-    ///
-    /// # Errors
-    /// The disk is full, or the file is gone.
     pub fn write(&mut self, record: &StepRecord) -> Result<()> {
         let scalars = [
             ("train/loss", record.loss),
@@ -63,9 +57,6 @@ impl EventFile {
     }
 
     /// Writes the measurements of an evaluation.
-    ///
-    /// # Errors
-    /// The disk is full, or the file is gone.
     pub fn write_eval(&mut self, record: &EvalRecord) -> Result<()> {
         self.scalars(record.step, &[("eval/loss", record.eval_loss), ("eval/perplexity", record.eval_perplexity)])
     }

@@ -21,9 +21,6 @@ pub fn try_file(path: &Path) -> io::Result<()> {
 }
 
 /// Tests like [`try_file`], and creates the file's directory for the test.
-///
-/// # Errors
-/// The file can't be written, or the directory can't be created.
 pub fn try_file_and_directory(path: &Path) -> io::Result<()> {
     let Some(directory) = path.parent() else { return try_file(path) };
     let _made = RemoveIfEmpty::missing(directory);
@@ -31,9 +28,6 @@ pub fn try_file_and_directory(path: &Path) -> io::Result<()> {
 }
 
 /// Tests that files can be created in a directory, which is created for the test if it does not exist.
-///
-/// # Errors
-/// A file can't be created there.
 pub fn try_directory(directory: &Path) -> io::Result<()> {
     let _made = RemoveIfEmpty::missing(directory);
     in_directory(directory, || append(&directory.join(format!(".write-test-{}", std::process::id()))))
@@ -41,9 +35,6 @@ pub fn try_directory(directory: &Path) -> io::Result<()> {
 
 /// Creates a directory with its parents, then calls `make` to create a file in it. Retries if another run's test
 /// removes the empty directory in between.
-///
-/// # Errors
-/// A directory or the file can't be created.
 pub fn in_directory<T>(directory: &Path, make: impl Fn() -> io::Result<T>) -> io::Result<T> {
     let make_all = || {
         if !directory.as_os_str().is_empty() {

@@ -28,7 +28,7 @@ use crate::tensor_parallel::Parallel;
 ///     let world = World::of(group);
 ///     let mesh = world.mesh(&[("replicate", 2), ("shard", 2), ("tp", 2)])?;
 ///     let dims = DataParallelMeshDims { shard: &["shard"], replicate: &["replicate"] };
-///     let vars = ShardedVarMap::on(&mesh, &dims, world.device())?;
+///     let vars = ShardedVarMap::with_mesh_dims(&mesh, &dims, world.device())?;
 ///     assert_eq!(vars.mesh().size(), 8);
 ///     Ok::<_, fsdp_candle::Error>(())
 /// })
@@ -82,10 +82,10 @@ pub(crate) struct DataParallel {
     shard: ProcessGroup,
     replicate: Option<ProcessGroup>,
     /// Whether shards are divided over replicas, each of which updates its part.
-    divided: bool,
+    shards_over_replicas: bool,
     /// The same ranks with shards divided over replicas.
-    as_divided: OnceLock<Arc<DataParallel>>,
-    neighbours: Mutex<HashMap<usize, ProcessGroup>>,
+    over_replicas: OnceLock<Arc<DataParallel>>,
+    post_forward_groups: Mutex<HashMap<usize, ProcessGroup>>,
     /// A dedicated reduce-scatter group of the shard ranks, so that reductions do not queue behind all-gathers.
     reduce_scatter_group: Mutex<Option<ProcessGroup>>,
 }
@@ -100,7 +100,7 @@ impl DataParallel {
             dims => {
                 return Err(fsdp_core::Error::Mesh(format!(
                     "fully_shard takes a 1-D mesh (shard) or a 2-D one (replicate, shard), found {} of {dims} \
-                     dimensions: name their roles by DataParallelMeshDims (ShardedVarMap::on), or pass a slice",
+                     dimensions: name their roles with ShardedVarMap::with_mesh_dims, or pass a slice",
                     mesh.layout()
                 ))
                 .into());
@@ -159,9 +159,9 @@ impl DataParallel {
             others,
             shard,
             replicate: replicate.filter(|group| group.size() > 1),
-            divided: false,
-            as_divided: OnceLock::new(),
-            neighbours: Mutex::default(),
+            shards_over_replicas: false,
+            over_replicas: OnceLock::new(),
+            post_forward_groups: Mutex::default(),
             reduce_scatter_group: Mutex::default(),
         }
     }
@@ -184,7 +184,7 @@ impl DataParallel {
 
     /// Returns the same roles on a larger mesh with these dimensions and others, or `None` if the mesh lacks one of
     /// them.
-    pub(crate) fn widened(&self, mesh: &DeviceMesh) -> Option<Self> {
+    pub(crate) fn on_larger_mesh(&self, mesh: &DeviceMesh) -> Option<Self> {
         let dims = self.mesh.layout().shape().len();
         if mesh.layout().shape().len() <= dims {
             return None;
@@ -201,8 +201,10 @@ impl DataParallel {
     ///
     /// # Errors
     /// Returns an error when several dimensions replicate, or one to the right of the dimension that shards.
-    pub(crate) fn divided(self: &Arc<Self>) -> Result<Arc<Self>> {
-        let Some(replicas) = self.replicate.as_ref().filter(|_| !self.divided) else { return Ok(self.clone()) };
+    pub(crate) fn sharded_over_replicas(self: &Arc<Self>) -> Result<Arc<Self>> {
+        let Some(replicas) = self.replicate.as_ref().filter(|_| !self.shards_over_replicas) else {
+            return Ok(self.clone());
+        };
         let along = (0..self.sharding.unwrap_or(0)).find(|&dim| self.mesh.group(dim).is_ok_and(|g| g.is(replicas)));
         if along.is_none() {
             return Err(fsdp_core::Error::Mesh(format!(
@@ -216,23 +218,23 @@ impl DataParallel {
             let roles = (self.sharding, self.others.clone());
             let groups = (self.shard.clone(), self.replicate.clone());
             let ranks = DataParallel::new(self.mesh.clone(), self.data.clone(), roles, groups);
-            Arc::new(DataParallel { divided: true, ..ranks })
+            Arc::new(DataParallel { shards_over_replicas: true, ..ranks })
         };
-        Ok(self.as_divided.get_or_init(divided).clone())
+        Ok(self.over_replicas.get_or_init(divided).clone())
     }
 
     /// Returns whether shards are divided over replicas.
-    pub(crate) fn is_divided(&self) -> bool {
-        self.divided
+    pub(crate) fn is_sharded_over_replicas(&self) -> bool {
+        self.shards_over_replicas
     }
 
     /// Returns the groups whose ranks hold different parts.
     pub(crate) fn parts(&self) -> impl Iterator<Item = &ProcessGroup> {
-        std::iter::once(&self.shard).chain(self.replicate.as_ref().filter(|_| self.divided))
+        std::iter::once(&self.shard).chain(self.replicate.as_ref().filter(|_| self.shards_over_replicas))
     }
 
     /// Returns whether the same ranks have the same roles.
-    pub(crate) fn is_like(&self, other: &Self) -> bool {
+    pub(crate) fn has_same_roles(&self, other: &Self) -> bool {
         let replicates = match (&self.replicate, &other.replicate) {
             (Some(own), Some(others)) => own.is(others),
             (None, None) => true,
@@ -275,7 +277,7 @@ impl DataParallel {
     ///
     /// # Errors
     /// Returns an error when `size` is not a proper divisor of the number of shard ranks.
-    pub(crate) fn neighbours(&self, size: usize) -> Result<ProcessGroup> {
+    pub(crate) fn post_forward_group(&self, size: usize) -> Result<ProcessGroup> {
         let world = self.shard.size();
         if size <= 1 || size >= world || !world.is_multiple_of(size) {
             let proper: Vec<String> =
@@ -293,13 +295,13 @@ impl DataParallel {
             ))
             .into());
         }
-        let made = self.neighbours.lock().get(&size).cloned();
+        let made = self.post_forward_groups.lock().get(&size).cloned();
         if let Some(group) = made {
             return Ok(group);
         }
         // Ranks communicate without a lock.
         let group = self.shard.split(self.shard.rank() / size, self.shard.rank() % size)?;
-        Ok(self.neighbours.lock().entry(size).or_insert(group).clone())
+        Ok(self.post_forward_groups.lock().entry(size).or_insert(group).clone())
     }
 
     /// Returns the dedicated reduce-scatter group of the shard ranks. Collective the first time.
@@ -317,11 +319,11 @@ impl DataParallel {
         let sizes = self.mesh.layout().shape();
         let mut placements = vec![Placement::Replicate; sizes.len()];
         if let Some(parallel) = parallel
-            && let (Some(cut), Some(at)) = (parallel.cut(), self.parallel_dim(parallel.name(), parallel.group()))
+            && let (Some(cut), Some(at)) = (parallel.shard_dim(), self.parallel_dim(parallel.name(), parallel.group()))
         {
             placements[at] = Placement::Shard(cut);
         }
-        let replicas = self.replicate.as_ref().filter(|_| self.divided);
+        let replicas = self.replicate.as_ref().filter(|_| self.shards_over_replicas);
         let dividing =
             replicas.and_then(|own| (0..sizes.len()).find(|&at| self.mesh.group(at).is_ok_and(|g| g.is(own))));
         for at in self.sharding.into_iter().chain(dividing) {
@@ -381,7 +383,7 @@ impl DataParallel {
         local: &[usize],
         dim: usize,
     ) -> Result<Option<(Vec<usize>, ShardLayout)>> {
-        let Some(replicas) = self.replicate.as_ref().filter(|_| self.divided) else { return Ok(None) };
+        let Some(replicas) = self.replicate.as_ref().filter(|_| self.shards_over_replicas) else { return Ok(None) };
         let ranks = self.shard.size() * replicas.size();
         if dim > 0 && !local[dim].is_multiple_of(ranks) {
             return Err(Error::Parameter {

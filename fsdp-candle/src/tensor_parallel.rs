@@ -156,7 +156,7 @@ from_styles!(
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Share {
     /// Split dimension; `None` for a parameter that every rank holds.
-    cut: Option<usize>,
+    shard_dim: Option<usize>,
     /// Whether a rank's gradient is a term of a sum over the ranks.
     partial: bool,
 }
@@ -164,17 +164,17 @@ struct Share {
 impl ParallelStyle {
     /// Returns the effect on the module's parameter `last`, or `None` if the style does not know it.
     fn share(self, last: &str, dims: usize) -> Option<Share> {
-        let cut = |dim| Some(Share { cut: Some(dim), partial: false });
+        let split = |dim| Some(Share { shard_dim: Some(dim), partial: false });
         match self {
-            ParallelStyle::Colwise(_) if dims > 0 => cut(0),
-            ParallelStyle::Rowwise(_) if last == "weight" && dims == 2 => cut(1),
+            ParallelStyle::Colwise(_) if dims > 0 => split(0),
+            ParallelStyle::Rowwise(_) if last == "weight" && dims == 2 => split(1),
             // A bias that is added to a part of the output has a part of the gradient.
             ParallelStyle::Rowwise(style) if last == "bias" => {
-                Some(Share { cut: None, partial: style.output_layout.is_sharded() })
+                Some(Share { shard_dim: None, partial: style.output_layout.is_sharded() })
             }
-            ParallelStyle::Vocab(_) if dims == 2 => cut(0),
-            ParallelStyle::Hidden(_) if dims == 2 => cut(1),
-            ParallelStyle::Sequence(_) => Some(Share { cut: None, partial: true }),
+            ParallelStyle::Vocab(_) if dims == 2 => split(0),
+            ParallelStyle::Hidden(_) if dims == 2 => split(1),
+            ParallelStyle::Sequence(_) => Some(Share { shard_dim: None, partial: true }),
             _ => None,
         }
     }
@@ -182,11 +182,13 @@ impl ParallelStyle {
     /// Returns the effect on the module's adapter: on the matrix `A` `[r, in]`, or on `B` `[out, r]`. Each rank holds a
     /// part of the inputs or of the outputs, so a whole matrix has a term of the gradient.
     fn share_of_adapter(self, is_up: bool) -> Option<Share> {
-        let whole = Share { cut: None, partial: true };
+        let whole = Share { shard_dim: None, partial: true };
         match (self, is_up) {
-            (ParallelStyle::Colwise(_) | ParallelStyle::Vocab(_), true) => Some(Share { cut: Some(0), partial: false }),
+            (ParallelStyle::Colwise(_) | ParallelStyle::Vocab(_), true) => {
+                Some(Share { shard_dim: Some(0), partial: false })
+            }
             (ParallelStyle::Rowwise(_) | ParallelStyle::Hidden(_), false) => {
-                Some(Share { cut: Some(1), partial: false })
+                Some(Share { shard_dim: Some(1), partial: false })
             }
             (ParallelStyle::Colwise(_) | ParallelStyle::Vocab(_) | ParallelStyle::Sequence(_), false)
             | (ParallelStyle::Rowwise(_) | ParallelStyle::Hidden(_) | ParallelStyle::Sequence(_), true) => Some(whole),
@@ -245,7 +247,7 @@ impl ParallelPlan {
 }
 
 /// A plan for the ranks of a mesh.
-pub(crate) struct Planned {
+pub(crate) struct BoundPlan {
     mesh: DeviceMesh,
     rules: Vec<Rule>,
 }
@@ -257,13 +259,13 @@ struct Rule {
     matched: AtomicBool,
 }
 
-impl Planned {
+impl BoundPlan {
     /// Parses the plan's patterns. The mesh has one dimension.
     pub(crate) fn new(mesh: &DeviceMesh, plan: &ParallelPlan) -> Result<Self> {
         let rule = |(text, style): &(String, ParallelStyle)| {
             Ok(Rule { pattern: NamePattern::new(text)?, style: *style, matched: AtomicBool::new(false) })
         };
-        Ok(Planned { mesh: mesh.clone(), rules: plan.modules.iter().map(rule).collect::<Result<_>>()? })
+        Ok(BoundPlan { mesh: mesh.clone(), rules: plan.modules.iter().map(rule).collect::<Result<_>>()? })
     }
 
     /// Returns the ranks of the mesh.
@@ -272,7 +274,7 @@ impl Planned {
     }
 
     /// Returns the patterns that no module has matched so far.
-    pub(crate) fn idle(&self) -> impl Iterator<Item = &NamePattern> {
+    pub(crate) fn unmatched(&self) -> impl Iterator<Item = &NamePattern> {
         self.rules.iter().filter(|rule| !rule.matched.load(Ordering::Relaxed)).map(|rule| &rule.pattern)
     }
 
@@ -310,7 +312,7 @@ impl Planned {
             )));
         };
         let ranks = self.mesh.size();
-        if let Some(dim) = share.cut
+        if let Some(dim) = share.shard_dim
             && !shape[dim].is_multiple_of(ranks)
         {
             return Err(fail(format!(
@@ -321,7 +323,7 @@ impl Planned {
                 rule.pattern
             )));
         }
-        Ok(Some(Arc::new(Parallel::new(&self.mesh, rule.style, share.cut, share.partial)?)))
+        Ok(Some(Arc::new(Parallel::new(&self.mesh, rule.style, share.shard_dim, share.partial)?)))
     }
 }
 
@@ -331,14 +333,14 @@ pub(crate) struct Parallel {
     name: String,
     group: ProcessGroup,
     style: ParallelStyle,
-    cut: Option<usize>,
+    shard_dim: Option<usize>,
     partial: bool,
 }
 
 impl Parallel {
-    fn new(mesh: &DeviceMesh, style: ParallelStyle, cut: Option<usize>, partial: bool) -> Result<Self> {
+    fn new(mesh: &DeviceMesh, style: ParallelStyle, shard_dim: Option<usize>, partial: bool) -> Result<Self> {
         let name = mesh.layout().names()[0].clone();
-        Ok(Parallel { name, group: mesh.group(0)?.clone(), style, cut, partial })
+        Ok(Parallel { name, group: mesh.group(0)?.clone(), style, shard_dim, partial })
     }
 
     /// Returns the name of the mesh dimension of the ranks.
@@ -357,8 +359,8 @@ impl Parallel {
     }
 
     /// Returns the dimension that ranks split into equal chunks, or `None` for a parameter that every rank holds.
-    pub(crate) fn cut(&self) -> Option<usize> {
-        self.cut
+    pub(crate) fn shard_dim(&self) -> Option<usize> {
+        self.shard_dim
     }
 
     /// Returns whether each rank's gradient is a term, which the reduction sums over the ranks.
@@ -374,7 +376,7 @@ impl Parallel {
     /// Returns the shape that layers hold of a parameter of this shape.
     pub(crate) fn local(&self, shape: &[usize]) -> Vec<usize> {
         let mut local = shape.to_vec();
-        if let Some(size) = self.cut.and_then(|dim| local.get_mut(dim)) {
+        if let Some(size) = self.shard_dim.and_then(|dim| local.get_mut(dim)) {
             *size /= self.group.size();
         }
         local

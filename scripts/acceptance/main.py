@@ -57,7 +57,7 @@ def parse(arguments):
     parser.add_argument("--peak-tflops", type=float, metavar="X", help="bf16 peak of the GPU, if unknown")
     parser.add_argument("--python", metavar="PATH", help="Python with torch [default: target/interop, python3]")
     parser.add_argument("--only", metavar="PHASES", help="run only these phases: parity,memory")
-    parser.add_argument("--limit", type=positive, default=3600, metavar="S", help="seconds that a command may take [3600]")
+    parser.add_argument("--limit", type=positive, default=3600, metavar="S", help="seconds a command may take [3600]")
     parser.add_argument("--out", metavar="DIR", help="directory of the report [default: target/gpu-acceptance]")
     args = parser.parse_args(arguments)
     names = [phase.__name__ for phase in phases.ALL]

@@ -89,9 +89,6 @@ pub struct MicroBatch {
 
 impl BatchShape {
     /// Returns the sequences of a step over all ranks and micro-batches.
-    ///
-    /// # Errors
-    /// A size is 0, or the tokens of a step overflow.
     pub fn sequences_per_step(&self) -> Result<u64> {
         let BatchShape { world_size, batch_size, grad_accum, seq_len, .. } = *self;
         let factors = [world_size, batch_size, grad_accum, seq_len];
@@ -159,9 +156,6 @@ impl Batches {
     }
 
     /// Creates batches to read once, by [`Batches::pass`].
-    ///
-    /// # Errors
-    /// A size of `shape` is 0, the rank is out of range, or there is no complete sequence.
     pub fn for_evaluation(source: Source, shape: BatchShape) -> Result<Self> {
         let batches = Self::of_any_length(source, BatchShape { grad_accum: 1, ..shape })?;
         if let Sequences::Stream(Stream { data, .. }) = &batches.sequences {
@@ -211,9 +205,6 @@ impl Batches {
 
     /// Reads this rank's part of round `round` (from 0) of a pass over all sequences. Missing sequences have only
     /// ignored targets, so every rank has the same work.
-    ///
-    /// # Errors
-    /// See [`Batches::micro_batch`].
     pub fn pass(&self, round: u64) -> Result<MicroBatch> {
         let BatchShape { world_size, rank, batch_size, .. } = self.shape;
         let first = (round * world_size as u64 + rank as u64) * batch_size as u64;
@@ -289,9 +280,6 @@ impl Batches {
     }
 
     /// Returns the counted targets of all ranks in the step at `position`, without communication.
-    ///
-    /// # Errors
-    /// The position is out of range.
     pub fn counted(&self, position: u64) -> Result<u64> {
         match &self.sequences {
             Sequences::Stream(_) => Ok(match &self.masking {
@@ -329,6 +317,14 @@ impl Batches {
         match &self.sequences {
             Sequences::Stream(_) => &[],
             Sequences::Packed(packed) => packed.examples().stops(),
+        }
+    }
+
+    /// Describes the data for the user, such as `2,561 tokens of tokens.bin`.
+    pub fn description(&self) -> String {
+        match &self.sequences {
+            Sequences::Stream(Stream { data, .. }) => data.to_string(),
+            Sequences::Packed(packed) => packed.examples().to_string(),
         }
     }
 

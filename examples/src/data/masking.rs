@@ -93,9 +93,6 @@ fn below(word: u32, share: f64) -> bool {
 
 /// Returns the mask token of a model: `given`, or the one in its tokenizer, named in `tokenizer_config.json` or
 /// `[MASK]`.
-///
-/// # Errors
-/// There is no mask token, or it is not below `vocabulary`.
 pub fn mask_token(given: Option<u32>, model: Option<&Path>, text: &Text, vocabulary: usize) -> Result<u32> {
     if let Some(id) = given {
         ensure!(

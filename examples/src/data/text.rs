@@ -42,9 +42,6 @@ impl Text {
     /// Loads `tokenizer.json` of a model directory. Without one, tokens are bytes (ids 0 to 255).
     ///
     /// Ignores truncation and padding in the file, because all text is data.
-    ///
-    /// # Errors
-    /// `tokenizer.json` can't be read.
     pub fn new(model: Option<&Path>) -> Result<Self> {
         let Some(file) = model.map(|model| model.join("tokenizer.json")).filter(|file| file.exists()) else {
             return Ok(Text(Kind::Bytes { model: model.map(Path::to_owned) }));
@@ -61,9 +58,6 @@ impl Text {
     }
 
     /// Tokenises `text` without adding special tokens. Text above 256 KiB is split at line ends.
-    ///
-    /// # Errors
-    /// The tokenizer has no token for a part of the text.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         let Kind::Tokenizer { file, tokenizer } = &self.0 else {
             return Ok(text.bytes().map(u32::from).collect());
@@ -80,9 +74,6 @@ impl Text {
 
     /// Converts `tokens` to text that is safe to print: invalid text and control characters except tab and newline
     /// become U+FFFD.
-    ///
-    /// # Errors
-    /// The tokenizer's decoder fails.
     pub fn decode(&self, tokens: &[u32]) -> Result<String> {
         let text = match &self.0 {
             // The byte 0xff is not in any UTF-8 text.

@@ -29,9 +29,6 @@ pub struct Block {
 
 impl Block {
     /// Creates a block.
-    ///
-    /// # Errors
-    /// A parameter can't be initialised.
     pub fn new(config: &BertConfig, drops: &ModelDropout, vb: VarBuilder) -> Result<Self> {
         let (width, inner, stdev) = (config.hidden_size, config.intermediate_size, config.initializer_range);
         let own = vb.pp("attention.self");
@@ -83,19 +80,16 @@ pub struct Bert {
     positions: Embedding,
     types: Embedding,
     norm: LayerNorm,
-    blocks: Vec<FsdpModule<Layer<Block>>>,
+    pub(super) blocks: Vec<FsdpModule<Layer<Block>>>,
     transform: Linear,
     transform_norm: LayerNorm,
     activation: Activation,
     head: Linear,
-    drops: ModelDropout,
+    pub(super) drops: ModelDropout,
 }
 
 impl Bert {
     /// Creates the layers outside the blocks.
-    ///
-    /// # Errors
-    /// A parameter can't be initialised.
     pub fn new(
         config: &BertConfig,
         blocks: Vec<FsdpModule<Layer<Block>>>,
@@ -124,19 +118,7 @@ impl Bert {
         })
     }
 
-    pub(super) fn drops(&self) -> &ModelDropout {
-        &self.drops
-    }
-
-    /// Returns the blocks in forward order.
-    pub fn blocks(&self) -> &[FsdpModule<Layer<Block>>] {
-        &self.blocks
-    }
-
     /// Returns logits `[B, T, V]` for ids `[B, T]`.
-    ///
-    /// # Errors
-    /// A layer fails.
     pub fn forward(&self, ids_bt: &Tensor, rows: &Rows) -> Result<Tensor> {
         let (_, t) = ids_bt.dims2()?;
         let places = match &rows.documents {

@@ -20,9 +20,6 @@ use crate::models::parallel::TensorParallel;
 /// Calls a block, whether or not it is an FSDP unit.
 pub trait CallBlock {
     /// Returns the residual stream after the block, and the auxiliary loss of its experts.
-    ///
-    /// # Errors
-    /// A layer fails.
     fn call_block(&self, input: (Tensor, Rows)) -> Result<(Tensor, Option<Tensor>)>;
 }
 
@@ -44,21 +41,18 @@ impl CallBlock for FsdpModule<Layer<Block>> {
 pub struct Decoder<B = FsdpModule<Layer<Block>>> {
     embedding: Embedding,
     embedding_scale: Option<f64>,
-    blocks: Vec<B>,
+    pub(super) blocks: Vec<B>,
     norm: Norm,
     head: Linear,
     logit_softcap: Option<f64>,
     /// Coefficient of the experts' auxiliary loss.
     auxiliary: f64,
-    drops: ModelDropout,
+    pub(super) drops: ModelDropout,
     parallel: Option<TensorParallel>,
 }
 
 impl<B: CallBlock> Decoder<B> {
     /// Creates the layers outside the blocks, possibly tensor-parallel.
-    ///
-    /// # Errors
-    /// A parameter can't be initialised.
     pub fn new(
         config: &DecoderConfig,
         blocks: Vec<B>,
@@ -86,24 +80,12 @@ impl<B: CallBlock> Decoder<B> {
         })
     }
 
-    pub(super) fn drops(&self) -> &ModelDropout {
-        &self.drops
-    }
-
-    /// Returns the blocks in forward order.
-    pub fn blocks(&self) -> &[B] {
-        &self.blocks
-    }
-
     /// Returns the ranks that split the vocabulary of the logits, if any.
     pub fn vocabulary_group(&self) -> Option<&ProcessGroup> {
         self.parallel.as_ref().map(TensorParallel::group)
     }
 
     /// Returns logits `[B, T, V]` for ids `[B, T]` on every rank, for any T.
-    ///
-    /// # Errors
-    /// A layer fails.
     pub fn logits(&self, ids_bt: &Tensor) -> Result<Tensor> {
         let Some(parallel) = &self.parallel else { return Ok(self.forward(ids_bt, &Rows::default())?.0) };
         let steps = ids_bt.dim(1)?;
@@ -115,9 +97,6 @@ impl<B: CallBlock> Decoder<B> {
 
     /// Returns logits `[B, T, V]` for ids `[B, T]`, and the experts' auxiliary loss, if any. Each tensor-parallel rank
     /// has the logits of its part of the vocabulary, `[B, T, V / N]`.
-    ///
-    /// # Errors
-    /// A layer fails.
     pub fn forward(&self, ids_bt: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
         let mut x_btc = self.embedding.forward(ids_bt)?;
         if let Some(scale) = self.embedding_scale {
@@ -162,9 +141,6 @@ enum Feed {
 
 impl Block {
     /// Creates block number `layer`. All blocks share the rotary tables.
-    ///
-    /// # Errors
-    /// A parameter can't be initialised.
     pub fn new(
         config: &DecoderConfig,
         layer: usize,
@@ -191,9 +167,6 @@ impl Block {
     }
 
     /// Returns the residual stream `[B, T, C]` after the block, and the auxiliary loss of its experts.
-    ///
-    /// # Errors
-    /// A layer fails.
     pub fn forward(&self, x_btc: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
         let post_norm = |norm: &Option<Norm>, x: Tensor| match norm {
             Some(norm) => norm.forward(&x),
@@ -393,9 +366,6 @@ pub struct RotaryTables {
 
 impl RotaryTables {
     /// Creates tables for heads of `head_dim` elements and `positions` positions. `local` is for sliding-window layers.
-    ///
-    /// # Errors
-    /// The device is out of memory.
     pub fn new(full: &Rope, local: Option<&Rope>, head_dim: usize, positions: usize, device: &Device) -> Result<Self> {
         let of = |rope| RotaryEmbedding::new(rope, head_dim, positions, device);
         Ok(RotaryTables { full: of(full)?, local: local.map(of).transpose()? })

@@ -34,9 +34,6 @@ fn conv_1d(inputs: usize, outputs: usize, stdev: f64, vb: VarBuilder) -> Result<
 
 impl Block {
     /// Creates a block.
-    ///
-    /// # Errors
-    /// A parameter can't be initialised.
     pub fn new(config: &Gpt2Config, drops: &ModelDropout, vb: VarBuilder) -> Result<Self> {
         let width = config.n_embd;
         let inner = config.inner();
@@ -87,17 +84,14 @@ impl Block {
 pub struct Gpt2 {
     tokens: Embedding,
     positions: Embedding,
-    blocks: Vec<FsdpModule<Layer<Block>>>,
+    pub(super) blocks: Vec<FsdpModule<Layer<Block>>>,
     norm: LayerNorm,
     head: Linear,
-    drops: ModelDropout,
+    pub(super) drops: ModelDropout,
 }
 
 impl Gpt2 {
     /// Creates the layers outside the blocks, whose names start with `prefix`.
-    ///
-    /// # Errors
-    /// A parameter can't be initialised.
     pub fn new(
         config: &Gpt2Config,
         prefix: &str,
@@ -119,19 +113,7 @@ impl Gpt2 {
         })
     }
 
-    pub(super) fn drops(&self) -> &ModelDropout {
-        &self.drops
-    }
-
-    /// Returns the blocks in forward order.
-    pub fn blocks(&self) -> &[FsdpModule<Layer<Block>>] {
-        &self.blocks
-    }
-
     /// Returns logits `[B, T, V]` for ids `[B, T]`.
-    ///
-    /// # Errors
-    /// A layer fails.
     pub fn forward(&self, ids_bt: &Tensor, rows: &Rows) -> Result<Tensor> {
         let (_, t) = ids_bt.dims2()?;
         let positions = match &rows.documents {

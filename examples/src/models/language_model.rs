@@ -24,9 +24,9 @@ impl LanguageModel {
     /// Turns dropout on or off, as PyTorch's `train()` and `eval()` do. Off at first.
     pub fn set_training(&self, training: bool) {
         match self {
-            LanguageModel::Decoder(model) => model.drops(),
-            LanguageModel::Gpt2(model) => model.drops(),
-            LanguageModel::Bert(model) => model.drops(),
+            LanguageModel::Decoder(model) => &model.drops,
+            LanguageModel::Gpt2(model) => &model.drops,
+            LanguageModel::Bert(model) => &model.drops,
         }
         .set_training(training);
     }
@@ -90,9 +90,6 @@ pub struct Batch {
 
 impl Batch {
     /// Creates the tensors of a micro-batch, in rows of `seq_len` tokens.
-    ///
-    /// # Errors
-    /// The device is out of memory, or documents and rows do not fit.
     pub fn new(read: MicroBatch, seq_len: usize, device: &Device) -> Result<Self> {
         let MicroBatch { inputs, targets, counted, documents, filled } = read;
         let shape = (inputs.len() / seq_len, seq_len);
@@ -110,25 +107,16 @@ impl Batch {
 }
 
 /// Returns the sum of the losses of all counted targets.
-///
-/// # Errors
-/// The model fails.
 pub fn cross_entropy_sum(model: &FsdpModule<LanguageModel>, batch: &Batch) -> Result<Tensor> {
     reduced(model, &outputs(model, batch)?.0, batch, Reduction::Sum)
 }
 
 /// Returns the mean loss over the counted targets, or 0 without any.
-///
-/// # Errors
-/// The model fails.
 pub fn cross_entropy(model: &FsdpModule<LanguageModel>, batch: &Batch) -> Result<Tensor> {
     mean(model, &outputs(model, batch)?.0, batch)
 }
 
 /// Returns [`cross_entropy`] plus the load-balancing loss of experts, if the configuration has one.
-///
-/// # Errors
-/// The model fails.
 pub fn loss(model: &FsdpModule<LanguageModel>, batch: &Batch) -> Result<Tensor> {
     let (logits, auxiliary) = outputs(model, batch)?;
     let loss = mean(model, &logits, batch)?;

@@ -32,9 +32,6 @@ impl<B> Layer<B> {
 
 impl<B: Send + Sync + 'static> Layer<B> {
     /// Runs `forward` of the block on the residual stream.
-    ///
-    /// # Errors
-    /// `forward` fails.
     pub fn run<O: Tensors + 'static>(
         &self,
         (x, rows): (Tensor, Rows),

@@ -54,9 +54,6 @@ pub struct ModelOptions {
 }
 
 /// Builds a model bottom-up: every block is a unit, and the root has the remaining parameters.
-///
-/// # Errors
-/// A parameter can't be initialised, or tensor parallelism does not support the model.
 pub fn build(
     config: &ModelConfig,
     opts: &FullyShard,
@@ -68,7 +65,7 @@ pub fn build(
     let vb = vars.builder(options.dtype);
     let checkpoints = &options.checkpoints;
     let names = block_names(config, &vb);
-    if let Some(pattern) = checkpoints.idle(&names) {
+    if let Some(pattern) = checkpoints.unmatched(&names) {
         let of = |name: Option<&String>| name.map_or("none", String::as_str).to_owned();
         let (first, last) = (of(names.first()), of(names.last()));
         bail!("--activation-checkpoint: `{pattern}` matches no block of the model; its blocks are {first} to {last}");
@@ -80,50 +77,40 @@ pub fn build(
             let positions = parallel.map_or(options.positions, |parallel| parallel.padded(options.positions));
             let head_dim = config.head_dim;
             let rotary = RotaryTables::new(&config.rope, config.local_rope.as_ref(), head_dim, positions, vb.device())?;
-            let blocks = names
-                .into_iter()
-                .enumerate()
-                .map(|(i, name)| {
-                    fully_shard(opts, vb.pp(&name), |vb| {
-                        let block = decoder::Block::new(config, i, &rotary, &drops, parallel, vb)?;
-                        Ok(Layer::new(block, i, name, checkpoints))
-                    })
-                })
-                .collect::<fsdp_candle::Result<Vec<_>>>()
-                .context("can't build the layers")?;
+            let block = |i, vb| decoder::Block::new(config, i, &rotary, &drops, parallel, vb);
+            let blocks = build_blocks(names, opts, &vb, checkpoints, block)?;
             fully_shard(opts, vb, |vb| {
                 Ok(LanguageModel::Decoder(decoder::Decoder::new(config, blocks, drops, parallel, vb)?))
             })
         }
         ModelConfig::Gpt2(config) => {
             let prefix = gpt2_prefix(&vb);
-            let blocks = names
-                .into_iter()
-                .enumerate()
-                .map(|(i, name)| {
-                    fully_shard(opts, vb.pp(&name), |vb| {
-                        Ok(Layer::new(gpt2::Block::new(config, &drops, vb)?, i, name, checkpoints))
-                    })
-                })
-                .collect::<fsdp_candle::Result<Vec<_>>>()
-                .context("can't build GPT-2's layers")?;
+            let block = |_, vb| gpt2::Block::new(config, &drops, vb);
+            let blocks = build_blocks(names, opts, &vb, checkpoints, block)?;
             fully_shard(opts, vb, |vb| Ok(LanguageModel::Gpt2(gpt2::Gpt2::new(config, prefix, blocks, drops, vb)?)))
         }
         ModelConfig::Bert(config) => {
-            let blocks = names
-                .into_iter()
-                .enumerate()
-                .map(|(i, name)| {
-                    fully_shard(opts, vb.pp(&name), |vb| {
-                        Ok(Layer::new(bert::Block::new(config, &drops, vb)?, i, name, checkpoints))
-                    })
-                })
-                .collect::<fsdp_candle::Result<Vec<_>>>()
-                .context("can't build BERT's layers")?;
+            let block = |_, vb| bert::Block::new(config, &drops, vb);
+            let blocks = build_blocks(names, opts, &vb, checkpoints, block)?;
             fully_shard(opts, vb, |vb| Ok(LanguageModel::Bert(bert::Bert::new(config, blocks, drops, vb)?)))
         }
     };
     model.context("can't build the model")
+}
+
+/// Builds the blocks, each a unit.
+fn build_blocks<B>(
+    names: Vec<String>,
+    opts: &FullyShard,
+    vb: &VarBuilder<'static>,
+    checkpoints: &CheckpointPolicy,
+    block: impl Fn(usize, VarBuilder<'static>) -> candle_core::Result<B>,
+) -> anyhow::Result<Vec<FsdpModule<Layer<B>>>> {
+    let unit = |(i, name): (usize, String)| {
+        fully_shard(opts, vb.pp(&name), |vb| Ok(Layer::new(block(i, vb)?, i, name, checkpoints)))
+    };
+    let blocks = names.into_iter().enumerate().map(unit).collect::<fsdp_candle::Result<_>>();
+    blocks.context("can't build the blocks")
 }
 
 /// Returns the names of the blocks in forward order.
@@ -142,9 +129,6 @@ fn gpt2_prefix(vb: &VarBuilder) -> &'static str {
 }
 
 /// Builds a decoder without wrapped blocks, whose units are found by name.
-///
-/// # Errors
-/// A parameter can't be initialised.
 pub fn build_by_name(
     config: &DecoderConfig,
     opts: FullyShard,
@@ -173,9 +157,9 @@ pub fn build_by_name(
 /// Gathers the parameters of `ahead` blocks ahead, in forward and backward.
 pub fn set_prefetch(model: &FsdpModule<LanguageModel>, ahead: usize) {
     match model.inner() {
-        LanguageModel::Decoder(decoder) => prefetch_blocks(model, decoder.blocks(), ahead),
-        LanguageModel::Gpt2(gpt2) => prefetch_blocks(model, gpt2.blocks(), ahead),
-        LanguageModel::Bert(bert) => prefetch_blocks(model, bert.blocks(), ahead),
+        LanguageModel::Decoder(decoder) => prefetch_blocks(model, &decoder.blocks, ahead),
+        LanguageModel::Gpt2(gpt2) => prefetch_blocks(model, &gpt2.blocks, ahead),
+        LanguageModel::Bert(bert) => prefetch_blocks(model, &bert.blocks, ahead),
     }
 }
 

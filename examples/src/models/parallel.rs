@@ -27,9 +27,6 @@ struct Parts {
 impl TensorParallel {
     /// Creates the ranks from a mesh of one dimension. `sequence` also splits sequences between the layers that see all
     /// of them.
-    ///
-    /// # Errors
-    /// The mesh has no dimension.
     pub fn new(mesh: DeviceMesh, sequence: bool) -> anyhow::Result<Self> {
         let group = mesh.group(0)?.clone();
         Ok(TensorParallel(Arc::new(Parts { mesh, group, sequence })))
@@ -116,9 +113,6 @@ fn plan(config: &DecoderConfig, sequence: bool) -> ParallelPlan {
 }
 
 /// Fails unless `tensor` ranks can split the layers of the model.
-///
-/// # Errors
-/// The model's family has no plan, or a size is not divisible.
 pub fn check(config: &ModelConfig, tensor: usize) -> anyhow::Result<()> {
     if tensor == 1 {
         return Ok(());
@@ -137,9 +131,6 @@ pub fn check(config: &ModelConfig, tensor: usize) -> anyhow::Result<()> {
 }
 
 /// Fails unless `tensor` ranks can split sequences of the given `(flag, length)`.
-///
-/// # Errors
-/// There is a single rank, or the length is not divisible.
 pub fn check_sequence(tensor: usize, (flag, length): (&str, usize)) -> anyhow::Result<()> {
     ensure!(tensor > 1, "--sequence-parallel has no effect without --tensor-parallel: leave it out");
     ensure!(

@@ -27,9 +27,6 @@ pub struct Targets {
 
 impl Targets {
     /// Parses the patterns. `all-linear` matches every fully connected layer except the head.
-    ///
-    /// # Errors
-    /// A pattern is not valid.
     pub fn new<'a>(patterns: impl IntoIterator<Item = &'a str>) -> Result<Self> {
         let mut targets = Targets::default();
         for pattern in patterns {

@@ -16,9 +16,6 @@ const WIDTH: usize = 256;
 
 /// Describes weights by their count, and a checksum of names, dtypes, shapes and samples from the first, middle and
 /// last row of each tensor. Reads only these samples.
-///
-/// # Errors
-/// The weights can't be read.
 pub fn fingerprint(weights: &dyn TensorSource) -> anyhow::Result<String> {
     let mut digest = Digest::new(CrcAlgorithm::Crc64Nvme);
     for (name, entry) in weights.tensors() {
@@ -48,9 +45,6 @@ const OLD: [(&str, &str); 2] = [("LayerNorm.weight", "LayerNorm.gamma"), ("Layer
 
 /// Opens the weights in a model directory. Accepts the names in the first BERT files, where a norm's `weight` and
 /// `bias` are `gamma` and `beta`, as transformers does.
-///
-/// # Errors
-/// See [`Pretrained::open`].
 pub fn pretrained(dir: &Path) -> Result<Pretrained> {
     let model = HfModel::open(dir)?;
     let now_called = |name: &String| {

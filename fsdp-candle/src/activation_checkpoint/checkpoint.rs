@@ -7,7 +7,6 @@
 //! The backward of `Recompute` runs the closure again on copies of its inputs and runs Candle's backward over the new
 //! graph. It leaves each source's gradient in the source's bridge, whose backward comes next.
 
-use std::cell::Cell;
 use std::collections::HashSet;
 use std::sync::Arc;
 
@@ -15,7 +14,7 @@ use candle_core::{DType, Result, Shape, Tensor, TensorId, Var, bail};
 use parking_lot::Mutex;
 
 use super::saved_outputs::{Keep, OperationCall, record, replay};
-use crate::autograd::{next_number, number, on_at_least};
+use crate::autograd::{count_checkpoint, next_number, number, on_at_least};
 use crate::collectives::scope;
 use crate::fsdp::FsdpParam;
 use crate::fsdp::without_reports;
@@ -27,15 +26,6 @@ use crate::tensors::Tensors;
 /// Candle's backward is recursive: with less stack than this it moves to a stack of its own.
 const STACK_RED_ZONE_BYTES: usize = 1 << 20;
 const STACK_BYTES: usize = 64 << 20;
-
-thread_local! {
-    static CHECKPOINTS: Cell<usize> = const { Cell::new(0) };
-}
-
-/// Returns the number of closures that this thread has checkpointed. Their graphs are hidden.
-pub(crate) fn checkpoints() -> usize {
-    CHECKPOINTS.get()
-}
 
 /// Runs `f` on `inputs` and keeps only the inputs for backward, which runs `f` again: less memory for a second forward.
 ///
@@ -131,7 +121,7 @@ where
     O: Tensors,
     F: Fn(I) -> Result<O> + Send + Sync + 'static,
 {
-    CHECKPOINTS.set(CHECKPOINTS.get().wrapping_add(1));
+    count_checkpoint();
     // Inputs come first among the sources, so that Candle's backward visits the graph before the closure last.
     let (mut sources, mut wanted) = (vec![], vec![]);
     let saved = inputs.map_tensors(&mut |tensor| {

@@ -15,7 +15,6 @@ use crate::tensors::Tensors;
 use checkpoint::run;
 use saved_outputs::Keep;
 
-pub(crate) use checkpoint::checkpoints;
 pub use checkpoint::{checkpoint, selective_checkpoint};
 pub use saved_outputs::{Operation, OperationCall};
 pub(crate) use saved_outputs::{is_kept, operation};
@@ -110,7 +109,7 @@ impl CheckpointPolicy {
     }
 
     /// Returns the first pattern that matches none of a model's layers.
-    pub fn idle(&self, layers: &[String]) -> Option<&NamePattern> {
+    pub fn unmatched(&self, layers: &[String]) -> Option<&NamePattern> {
         let Layers::Named(patterns) = &self.layers else { return None };
         patterns.iter().find(|pattern| !layers.iter().any(|layer| pattern.matches_end(layer)))
     }

@@ -90,7 +90,7 @@ fn axes(param: &FsdpParam) -> Vec<MeshAxis> {
     let dim_of = |group: &ProcessGroup| dims.clone().find(|&dim| ranks.mesh().group(dim).is_ok_and(|of| of.is(group)));
     let shard = MeshAxis { group: ranks.shard().clone(), mesh_dim: dim_of(ranks.shard()) };
     let replicate = ranks.replicate().map(|group| MeshAxis {
-        mesh_dim: if ranks.is_divided() { dim_of(group) } else { None },
+        mesh_dim: if ranks.is_sharded_over_replicas() { dim_of(group) } else { None },
         group: group.clone(),
     });
     let parallel = param.parallel().map(|parallel| {

@@ -41,9 +41,6 @@ struct Entered(Instant);
 
 impl Clock {
     /// Starts measuring. The calling thread is the training thread. Once per process.
-    ///
-    /// # Errors
-    /// A subscriber is already installed.
     pub(crate) fn start() -> anyhow::Result<Self> {
         let clock = Self::of_this_thread();
         tracing_subscriber::registry().with(clock.clone().with_filter(filter_fn(is_counted))).try_init()?;

@@ -14,8 +14,6 @@ pub(crate) enum Meter {
 }
 
 impl Meter {
-    /// # Errors
-    /// The device has no memory pool, or is not supported.
     pub(crate) fn of(device: &Device) -> Result<Self> {
         match device {
             Device::Cpu => Ok(Meter::Host),
@@ -26,9 +24,6 @@ impl Meter {
     }
 
     /// Returns the bytes in use.
-    ///
-    /// # Errors
-    /// The device fails.
     pub(crate) fn current(&self) -> Result<usize> {
         match self {
             Meter::Host => Ok(ALLOCATOR.current_usage()),
@@ -38,9 +33,6 @@ impl Meter {
     }
 
     /// Returns the peak since [`Meter::reset`].
-    ///
-    /// # Errors
-    /// The device fails.
     pub(crate) fn peak(&self) -> Result<usize> {
         match self {
             Meter::Host => Ok(ALLOCATOR.peak_usage()),
@@ -50,9 +42,6 @@ impl Meter {
     }
 
     /// Sets the peak to the bytes in use.
-    ///
-    /// # Errors
-    /// The device fails.
     pub(crate) fn reset(&self) -> Result<()> {
         match self {
             Meter::Host => ALLOCATOR.reset_peak_usage(),

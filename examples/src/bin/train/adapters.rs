@@ -200,7 +200,7 @@ const ALLOWED_INITS: [&str; 3] = ["gaussian", "eva", "orthogonal"];
 /// Adapters in a directory.
 pub(crate) struct Peft {
     config: LoraConfig,
-    weights: HfModel,
+    pub(crate) weights: HfModel,
     /// Names of the adapted layers in the file.
     layers: Vec<String>,
     /// Dropout of the adapters' inputs in PEFT's training.
@@ -261,11 +261,6 @@ impl Peft {
     pub(crate) fn lora(&self) -> anyhow::Result<Lora> {
         let names = self.layers.iter().map(|layer| layer.strip_prefix(GPT2).unwrap_or(layer));
         Ok(Lora { config: self.config, targets: Targets::new(names)? })
-    }
-
-    /// Returns the file of weights.
-    pub(crate) fn weights(&self) -> &HfModel {
-        &self.weights
     }
 
     /// Returns an initialiser that reads the adapters.

@@ -183,8 +183,6 @@ pub(crate) struct LossScale {
 }
 
 impl LossScale {
-    /// # Errors
-    /// --loss-scale is given, and no dtype is f16.
     pub(crate) fn new(args: &Args) -> anyhow::Result<Self> {
         let needed = [args.param_dtype, args.reduce_dtype].contains(&Precision::F16);
         ensure!(

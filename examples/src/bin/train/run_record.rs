@@ -57,8 +57,6 @@ pub(crate) struct Changes {
 }
 
 impl Record {
-    /// # Errors
-    /// A setting can't be written as JSON.
     pub(crate) fn new(
         args: &Args,
         config: &ModelConfig,
@@ -136,13 +134,10 @@ impl Record {
 
     /// Compares with the run that saved a checkpoint. Checkpoints of other programs and old versions have no record,
     /// and no differences.
-    ///
-    /// # Errors
-    /// The record can't be read.
     pub(crate) fn changes_since(&self, source: &dyn TensorSource) -> anyhow::Result<Changes> {
         let Some(saved) = source.values().get(KEY) else { return Ok(Changes::default()) };
-        let saved = Record::deserialize(saved)
-            .with_context(|| format!("its value `{KEY}` does not say how the run was set up, as `train` writes it"))?;
+        let saved =
+            Record::deserialize(saved).with_context(|| format!("its value `{KEY}` is not a record of settings"))?;
         Ok(self.changes(&saved))
     }
 

@@ -67,6 +67,8 @@ impl Setup {
             let of_adapters = adapters.as_ref().and_then(|adapters| adapters.from.as_ref()?.warning());
             let warnings = all.into_iter().flatten().filter_map(Batches::warning).chain(of_adapters);
             warnings.for_each(|warning| Console::Stderr.line(format_args!("warning: {warning}")));
+            let (data, shape) = (batches.description(), args.batch_shape(world)?);
+            Console::Stderr.line(format_args!("training on {data}: {shape} per step"));
         }
         let positions = args.seq_len.max(SAMPLE_CONTEXT);
         check_memory(args, &config, adapters.as_ref().map(|adapters| &adapters.lora), positions, world)?;
@@ -221,7 +223,7 @@ fn read_inputs(
     }
     read.insert("the first weights".into(), weights);
     if let Some(peft) = adapters.and_then(|adapters| adapters.from.as_ref()) {
-        read.insert("the first adapters".into(), print(peft.weights())?);
+        read.insert("the first adapters".into(), print(&peft.weights)?);
     }
     Ok(read)
 }

@@ -37,9 +37,6 @@ pub(crate) struct Trace {
 
 impl Trace {
     /// Starts the trace of all ranks. Collective.
-    ///
-    /// # Errors
-    /// The file can't be written.
     pub(crate) fn start<S>(file: &Path, world: &World) -> anyhow::Result<(ChromeLayer<S>, Trace)>
     where
         S: Subscriber + for<'span> LookupSpan<'span> + Send + Sync,
@@ -58,9 +55,6 @@ impl Trace {
 
     /// Joins the files of all ranks. A trace that can't be written causes a warning only, because training has
     /// succeeded. Collective.
-    ///
-    /// # Errors
-    /// A collective fails.
     pub(crate) fn finish(self, world: &World) -> anyhow::Result<()> {
         let Trace { file, guard, lost } = self;
         drop(guard);
@@ -280,9 +274,6 @@ fn thread_name(thread: &str) -> String {
 }
 
 /// Starts logging to stderr, and the trace if `file` is given. Collective.
-///
-/// # Errors
-/// The trace file can't be written.
 pub(crate) fn init(trace: Option<&Path>, world: &World) -> anyhow::Result<Option<Trace>> {
     let (spans, trace) = match trace {
         Some(file) => {

@@ -265,9 +265,6 @@ const FORMS: &str = "a line is {\"messages\": [{\"role\": \"user\", \"content\":
                      {\"prompt\": \"...\", \"completion\": \"...\"}";
 
 /// Returns the text of a line and its counted ranges.
-///
-/// # Errors
-/// The line has another form, or the template refuses it.
 fn read_line(line: &str, template: &Template, specials: &[String]) -> Result<Marked> {
     let fields: BTreeMap<String, Value> =
         serde_json::from_str(line).map_err(|error| anyhow!("it is not a JSON object ({error}); {FORMS}"))?;

@@ -76,8 +76,6 @@ struct Open {
 }
 
 impl Packed {
-    /// # Errors
-    /// An example is longer than `seq_len`.
     pub(in crate::data) fn new(examples: Examples, seq_len: usize, options: PackingOptions) -> Result<Self> {
         let longest = (0..examples.len()).map(|index| examples.get(index).tokens.len()).max().unwrap_or(0);
         ensure!(longest <= seq_len + 1, "an example of {longest} tokens does not fit into sequences of {seq_len}");
@@ -95,9 +93,6 @@ impl Packed {
     }
 
     /// Returns the epoch of the sequence at `offset` after `position`, and the sequence's index in it.
-    ///
-    /// # Errors
-    /// The position is out of range.
     pub(in crate::data) fn place(&self, position: u64, offset: u64) -> Result<(Arc<Epoch>, usize)> {
         let mut epochs = self.lock();
         let first = epochs.get(0, || self.pack(0));

@@ -44,9 +44,6 @@ pub(super) struct Template {
 impl Template {
     /// Loads the template of a model directory: `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`,
     /// which may be a list of named ones. Otherwise [`DEFAULT`].
-    ///
-    /// # Errors
-    /// The template is not valid or can't be read.
     pub(super) fn new(model: Option<&Path>, specials: &Specials) -> Result<Self> {
         let (source, origin) = match model.map(of_directory).transpose()?.flatten() {
             Some((source, path)) => (source, format!("the chat template in {}", path.display())),

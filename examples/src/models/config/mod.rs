@@ -51,9 +51,6 @@ pub enum ModelConfig {
 
 impl ModelConfig {
     /// Reads `config.json` in a model directory.
-    ///
-    /// # Errors
-    /// The file is missing or not JSON, or the architecture is not supported.
     pub fn from_dir(dir: &Path) -> anyhow::Result<Self> {
         let path = dir.join("config.json");
         let text = std::fs::read_to_string(&path).with_context(|| {
@@ -67,9 +64,6 @@ impl ModelConfig {
     }
 
     /// Reads a `config.json` with any file name.
-    ///
-    /// # Errors
-    /// See [`from_dir`](Self::from_dir).
     pub fn from_file(path: &Path) -> anyhow::Result<Self> {
         let text = std::fs::read_to_string(path).with_context(|| format!("can't read {}", path.display()))?;
         Self::parse(&text).with_context(|| format!("in {}", path.display()))
@@ -105,9 +99,6 @@ impl ModelConfig {
     }
 
     /// Returns the built-in byte-level Llama with about 5 million parameters.
-    ///
-    /// # Errors
-    /// None, because its text is a constant.
     pub fn builtin() -> anyhow::Result<Self> {
         Self::parse(BUILTIN)
     }

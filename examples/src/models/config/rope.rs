@@ -61,8 +61,6 @@ pub(super) struct Defaults<'a> {
 }
 
 impl Rope {
-    /// # Errors
-    /// The type is not supported, or a value is missing.
     pub(super) fn new(own: &RopeParameters, defaults: Defaults<'_>) -> anyhow::Result<Self> {
         let Defaults { fields, head_dim, positions, .. } = defaults;
         let theta = own.rope_theta.unwrap_or(defaults.theta);

@@ -15,8 +15,7 @@ use std::sync::Arc;
 use candle_core::{Result, Tensor};
 use parking_lot::{Mutex, MutexGuard};
 
-use crate::activation_checkpoint::checkpoints;
-use crate::autograd::next_number;
+use crate::autograd::{checkpoints, next_number};
 use crate::fsdp::ParamGroup;
 use crate::tensors::Tensors;
 use evidence::{Call, Inspection};

@@ -7,8 +7,7 @@ use candle_core::{Result, Tensor, TensorId};
 
 use super::norm::{Matrix, Norm, is_itself};
 use super::{GraphCut, GraphCutKind};
-use crate::activation_checkpoint::checkpoints;
-use crate::autograd::{BACKWARD_STACK_BYTES, number, on_a_stack_of};
+use crate::autograd::{BACKWARD_STACK_BYTES, checkpoints, number, on_a_stack_of};
 use crate::fsdp::{FsdpParam, ParamGroup};
 
 /// A running call of a unit.
