@@ -1,4 +1,4 @@
-"""Compiles CUDA sources by NVRTC, as fsdp-candle does when a device is first used: no GPU is needed for that.
+"""Compiles CUDA sources by NVRTC, as fsdp-candle does at the first use of a device. Needs no GPU.
 
 Usage: nvrtc.py CUDA_HOME "80 90 100" OPTION FILE.cu...
 """
@@ -10,7 +10,7 @@ import time
 
 
 def main(home, archs, option, files):
-    # NVRTC opens its second library by name, and finds it where it is loaded already.
+    # NVRTC loads its second library by name; load it first by path.
     for name in ["libnvrtc-builtins.so.*", "libnvrtc.so.*"]:
         (path,) = glob.glob(f"{home}/lib/{name}")
         nvrtc = ctypes.CDLL(path)
@@ -23,7 +23,7 @@ def main(home, archs, option, files):
             start = time.monotonic()
             program = ctypes.c_void_p()
             ask(nvrtc, nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, file.encode(), 0, None, None))
-            # No folder of headers: where programs run there may be none.
+            # No include directory: where programs run, there may be none.
             options = [f"--gpu-architecture=compute_{arch}", option]
             given = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
             code = nvrtc.nvrtcCompileProgram(program, len(options), given)
@@ -36,7 +36,7 @@ def main(home, archs, option, files):
                 ask(nvrtc, nvrtc.nvrtcGetPTXSize(program, ctypes.byref(ptx)))
             ask(nvrtc, nvrtc.nvrtcDestroyProgram(ctypes.byref(program)))
             said = log.value.decode(errors="replace").strip()
-            # A warning is as much as an error, as it is for nvcc.
+            # Warnings are errors, as for nvcc.
             if code or said:
                 failed = True
                 print(f"{file}, compute_{arch}: {nvrtc.nvrtcGetErrorString(code).decode()}\n{said}", file=sys.stderr)

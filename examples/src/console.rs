@@ -1,12 +1,11 @@
-//! What a program says on stdout and stderr: where that can't be written any more, the words are lost and the work goes
-//! on.
+//! Output to stdout and stderr that never fails.
 
 use std::fmt::Display;
 use std::io::{self, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// One of the process's own streams. Writing to it never fails: `println!` would end hours of training because a disk
-/// is full or a reader has gone. The first time that words are lost, the other stream says so.
+/// One of the process's own streams. Writing never fails: `println!` would panic after hours of training when a disk is
+/// full or a reader is gone. The first lost write causes a warning on the other stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Console {
     /// stdout
@@ -31,7 +30,7 @@ impl Console {
             && !LOST[self as usize].swap(true, Ordering::Relaxed)
         {
             let warning = format!("warning: can't write to {name} ({error}): words are lost, the program goes on\n");
-            // Where both are lost there is nowhere left to tell.
+            // Nothing can be reported if both streams fail.
             let _ = other.try_put(warning.as_bytes());
         }
     }

@@ -1,29 +1,26 @@
-//! Text from a model under training: continued, or filled in.
+//! Text generation from a model under training.
 
 use candle_core::{Device, IndexOp, Module, Result, Tensor};
 use rand_philox::{Philox, u32_to_unit_f64};
 
-/// How a prompt is continued.
+/// Options of [`sample`].
 #[derive(Clone, Copy, Debug)]
 pub struct SampleOptions<'a> {
-    /// The most ids that continue it.
+    /// Maximal number of generated ids.
     pub tokens: usize,
-    /// Ids that the model sees.
+    /// Number of ids that the model sees.
     pub context: usize,
-    /// What logits are divided by; 0 always takes the likeliest id.
+    /// Divisor of the logits. 0 always takes the most likely id.
     pub temperature: f64,
-    /// Of the random numbers.
+    /// Seed of the random numbers.
     pub seed: u64,
-    /// Ids that end the continuation. They are not part of it.
+    /// Ids that end the text, and are not part of it.
     pub stops: &'a [u32],
 }
 
 /// Continues `prompt`. Every rank calls it and gets the same ids.
 ///
-/// The model runs anew on the last ids of the context for every token: simple, and short enough for a sample.
-///
-/// # Errors
-/// Those of the model.
+/// The model runs on the whole context again for every token. That is simple, and fast enough for a sample.
 pub fn sample(model: &impl Module, prompt: &[u32], options: &SampleOptions<'_>, device: &Device) -> Result<Vec<u32>> {
     let &SampleOptions { tokens, context, temperature, seed, stops } = options;
     let mut ids = prompt.to_vec();
@@ -41,11 +38,8 @@ pub fn sample(model: &impl Module, prompt: &[u32], options: &SampleOptions<'_>, 
     Ok(ids.split_off(prompt.len()))
 }
 
-/// `ids` with those at the places `hidden` as the model takes them to be, if it sees `mask_token` in their place. Every
-/// rank calls it and gets the same ids.
-///
-/// # Errors
-/// Those of the model.
+/// Replaces the ids at `hidden` by the model's predictions, for which it sees `mask_token` there. Every rank calls it
+/// and gets the same ids.
 pub fn fill(model: &impl Module, ids: &[u32], hidden: &[usize], mask_token: u32, device: &Device) -> Result<Vec<u32>> {
     let mut ids = ids.to_vec();
     hidden.iter().for_each(|&at| ids[at] = mask_token);
@@ -58,7 +52,7 @@ pub fn fill(model: &impl Module, ids: &[u32], hidden: &[usize], mask_token: u32,
     Ok(ids)
 }
 
-/// The id at quantile `u` of softmax(logits / temperature); at a temperature of 0 the first of the largest logits.
+/// Returns the id at quantile `u` of softmax(logits / temperature), or the first largest logit at temperature 0.
 fn draw(logits: &[f32], temperature: f64, u: f64) -> u32 {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     if temperature == 0. {

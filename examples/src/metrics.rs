@@ -1,4 +1,4 @@
-//! What a step or an evaluation measured, and the file that `--metrics` writes: one JSON object a line.
+//! Measurements of steps and evaluations, and the file of `--metrics` with one JSON object per line.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -11,52 +11,52 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::writable::in_directory;
 
-/// What one optimizer step measured. Numbers are written so that they read back as the same bits; those that are not
-/// finite are written as `null`.
+/// Measurements of an optimizer step. Numbers are written so that they read back bit for bit, and NaN and infinity as
+/// `null`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StepRecord {
-    /// The step, counted from 1.
+    /// Number of the step, from 1.
     pub step: usize,
-    /// The mean cross-entropy over the tokens of all ranks.
+    /// Mean cross-entropy over the tokens of all ranks.
     #[serde(deserialize_with = "null_is_nan")]
     pub loss: f64,
-    /// The global norm of the gradients before clipping.
+    /// Global gradient norm before clipping.
     #[serde(deserialize_with = "null_is_nan")]
     pub grad_norm: f64,
-    /// The learning rate.
+    /// Learning rate.
     #[serde(deserialize_with = "null_is_nan")]
     pub lr: f64,
-    /// How long the step took, in seconds.
+    /// Duration of the step in seconds.
     #[serde(deserialize_with = "null_is_nan")]
     pub step_time_s: f64,
-    /// Tokens of all ranks a second.
+    /// Tokens per second over all ranks.
     #[serde(deserialize_with = "null_is_nan")]
     pub tokens_per_s: f64,
-    /// The most memory that a rank has had resident so far, in bytes: the largest rank's.
+    /// Peak resident memory of the largest rank so far, in bytes.
     pub peak_mem_bytes: u64,
-    /// Parameters, gradients and optimizer state that are resident on a rank, in bytes.
+    /// Parameters, gradients and optimizer state resident per rank, in bytes.
     pub shard_bytes: u64,
 }
 
-/// What an evaluation measured: a line of its own, after that of the step before it.
+/// Measurements of an evaluation, on their own line after the step.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct EvalRecord {
-    /// The steps that had been taken.
+    /// Number of steps taken.
     pub step: usize,
-    /// The mean cross-entropy over all tokens of the evaluation data that count.
+    /// Mean cross-entropy over the counted tokens of the evaluation data.
     #[serde(deserialize_with = "null_is_nan")]
     pub eval_loss: f64,
-    /// e to the power of this.
+    /// `exp(eval_loss)`.
     #[serde(deserialize_with = "null_is_nan")]
     pub eval_perplexity: f64,
-    /// How many tokens count.
+    /// Number of counted tokens.
     pub eval_tokens: u64,
-    /// How long it took, in seconds.
+    /// Duration in seconds.
     #[serde(deserialize_with = "null_is_nan")]
     pub eval_time_s: f64,
 }
 
-/// What any line begins with.
+/// Field that both records have.
 #[derive(Deserialize)]
 struct OfStep {
     step: usize,
@@ -66,8 +66,8 @@ fn null_is_nan<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Err
     Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
 }
 
-/// A file of [`StepRecord`]s and [`EvalRecord`]s, one a line. A line is on its way to the disk when
-/// [`MetricsFile::write`] returns, so that the file can be followed.
+/// A file of [`StepRecord`]s and [`EvalRecord`]s, one per line. [`MetricsFile::write`] returns when the line is with
+/// the operating system, so other programs can follow the file.
 #[derive(Debug)]
 pub struct MetricsFile {
     path: PathBuf,
@@ -75,12 +75,8 @@ pub struct MetricsFile {
 }
 
 impl MetricsFile {
-    /// Opens the file for a run that has `done` steps behind it, and makes its directory if need be. A fresh run (0)
-    /// starts with an empty file. A resumed one appends to what is there up to its step; records of later steps, which
-    /// are taken again, and half a line that a crash left are removed.
-    ///
-    /// # Errors
-    /// The file can't be written there.
+    /// Opens the file for a run that has taken `done` steps, and creates its directory. A fresh run (0) empties the
+    /// file. A resumed run appends, after removing later steps and an incomplete last line.
     pub fn open(path: &Path, done: usize) -> Result<Self> {
         let open = || -> io::Result<File> {
             let file = in_directory(path.parent().unwrap_or(Path::new("")), || {
@@ -97,9 +93,6 @@ impl MetricsFile {
     }
 
     /// Writes one line.
-    ///
-    /// # Errors
-    /// The disk is full, or the file is gone.
     pub fn write(&mut self, record: &impl Serialize) -> Result<()> {
         let mut line = serde_json::to_vec(record)?;
         line.push(b'\n');
@@ -107,7 +100,7 @@ impl MetricsFile {
     }
 }
 
-/// The length in bytes of the whole records of steps up to `step` at the file's start; a fresh run keeps none.
+/// Returns the length in bytes of the complete records up to `step`.
 fn length_up_to(step: usize, file: &File) -> io::Result<u64> {
     if step == 0 {
         return Ok(0);
@@ -126,8 +119,7 @@ fn length_up_to(step: usize, file: &File) -> io::Result<u64> {
     }
 }
 
-/// The most memory that this process has had resident so far, in bytes; 0 where the system does not tell (it is read
-/// from Linux's `/proc/self/status`).
+/// Returns the peak resident memory of this process in bytes, or 0 on systems without `/proc/self/status`.
 pub fn peak_memory_bytes() -> u64 {
     fs::read_to_string("/proc/self/status").ok().and_then(|status| high_water_mark(&status)).unwrap_or(0)
 }
@@ -167,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_holds_exactly_the_promised_fields() {
+    fn line_has_the_documented_fields() {
         assert_eq!(
             serde_json::to_string(&record(1)).unwrap(),
             r#"{"step":1,"loss":4.897181034088135,"grad_norm":0.30000000000000004,"lr":0.001,"step_time_s":0.25,"tokens_per_s":4096.0,"peak_mem_bytes":8589934592,"shard_bytes":123}"#
@@ -175,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn evaluations_are_lines_of_their_own() {
+    fn evaluations_have_their_own_lines() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("metrics.jsonl");
         let eval = |step| EvalRecord { step, eval_loss: 2.5, eval_perplexity: 12.5, eval_tokens: 7, eval_time_s: 0.5 };
@@ -197,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn every_line_can_be_read_as_soon_as_it_is_written() {
+    fn lines_are_readable_when_written() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("new/metrics.jsonl");
         let mut file = MetricsFile::open(&path, 0).unwrap();
@@ -208,14 +200,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_finite_reads_back_as_nan() {
+    fn non_finite_values_read_back_as_nan() {
         let line = serde_json::to_string(&StepRecord { loss: f64::INFINITY, ..record(1) }).unwrap();
         assert!(line.contains(r#""loss":null"#), "{line}");
         assert!(serde_json::from_str::<StepRecord>(&line).unwrap().loss.is_nan());
     }
 
     #[test]
-    fn a_fresh_run_starts_an_empty_file_and_a_resumed_one_goes_on() {
+    fn fresh_runs_empty_the_file_and_resumed_runs_append() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("metrics.jsonl");
         write(&path, 0, 1..=3);
@@ -226,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_that_are_taken_again_and_half_lines_are_replaced() {
+    fn later_steps_and_incomplete_lines_are_replaced() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("metrics.jsonl");
         write(&path, 0, 1..=5);
@@ -238,13 +230,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_file_of_its_own_can_be_written_to() {
+    fn devices_can_be_written() {
         let mut file = MetricsFile::open(Path::new("/dev/null"), 3).unwrap();
         file.write(&record(1)).unwrap();
     }
 
     #[test]
-    fn a_file_that_can_not_be_written_is_named() {
+    fn unwritable_file_is_named() {
         let directory = tempfile::tempdir().unwrap();
         let error = format!("{:#}", MetricsFile::open(directory.path(), 0).unwrap_err());
         assert!(
@@ -254,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn the_high_water_mark_is_in_kib() {
+    fn high_water_mark_is_in_kib() {
         assert_eq!(high_water_mark("VmPeak:\t  9 kB\nVmHWM:\t    1752 kB\nVmRSS:\t 5 kB\n"), Some(1752 * 1024));
         assert_eq!(high_water_mark("VmPeak:\t  9 kB\n"), None);
         assert_eq!(high_water_mark("VmHWM:\t  many kB\n"), None);

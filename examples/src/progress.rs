@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn the_bar_follows_the_steps() {
+    fn bar_follows_the_steps() {
         assert!(ProgressStyle::with_template(TEMPLATE).is_ok());
         let bar = bar(ProgressDrawTarget::hidden(), 10, 20);
         assert_eq!((bar.position(), bar.length()), (10, Some(20)));

@@ -1,30 +1,27 @@
-//! How the processes of a run share a model: copies of it, shards of a copy, and ranks that compute layers together.
+//! Mesh of a run: replicas of the model, shards of a replica, and tensor-parallel ranks.
 
 use anyhow::ensure;
 use fsdp_candle::{DataParallelMeshDims, ShardedVarMap, World};
 use fsdp_core::DeviceMesh;
 
-/// The names of a mesh's dimensions.
+/// Names of the mesh dimensions.
 const REPLICATE: &str = "dp_replicate";
 const SHARD: &str = "dp_shard";
 const TENSOR: &str = "tp";
 
-/// Ranks as a grid. Those that compute layers together are neighbours, then come the shards of a copy, then the copies.
+/// Sizes of the mesh. Neighbouring ranks are tensor-parallel, then come the shards of a replica, then the replicas.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ranks {
-    /// Copies of the model.
+    /// Replicas of the model.
     pub replicate: usize,
-    /// Shards of a copy.
+    /// Shards of a replica.
     pub shard: usize,
-    /// Ranks that compute each layer together, on the same data.
+    /// Tensor-parallel ranks, which read the same data.
     pub tensor: usize,
 }
 
 impl Ranks {
-    /// `size` ranks, as `--replicate` and `--tensor-parallel` divide them.
-    ///
-    /// # Errors
-    /// When they don't.
+    /// Divides `size` ranks by `--replicate` and `--tensor-parallel`.
     ///
     /// ```
     /// use fsdp_examples::ranks::Ranks;
@@ -53,20 +50,17 @@ impl Ranks {
         Ok(Ranks { replicate, shard: size / both, tensor })
     }
 
-    /// How many ranks read different data.
+    /// Returns the number of ranks that read different data.
     pub fn data(&self) -> usize {
         self.replicate * self.shard
     }
 
-    /// The number of `rank` among those that read different data. Ranks that compute layers together have the same.
+    /// Returns the index of `rank` among the ranks that read different data. Tensor-parallel ranks have the same index.
     pub fn data_rank(&self, rank: usize) -> usize {
         rank / self.tensor
     }
 
-    /// The parameters of a model that the ranks of `world` share so. Collective.
-    ///
-    /// # Errors
-    /// When a rank is lost.
+    /// Creates the variables of a model on this mesh. Collective.
     pub fn vars(&self, world: &World) -> fsdp_candle::Result<ShardedVarMap> {
         let of = |name, size: usize| (size > 1).then_some((name, size));
         let dims = [of(REPLICATE, self.replicate), Some((SHARD, self.shard)), of(TENSOR, self.tensor)];
@@ -75,13 +69,10 @@ impl Ranks {
             return Ok(ShardedVarMap::new(&mesh, world.device()));
         }
         let replicate: &[&str] = if self.replicate > 1 { &[REPLICATE] } else { &[] };
-        ShardedVarMap::on(&mesh, &DataParallelMeshDims { shard: &[SHARD], replicate }, world.device())
+        ShardedVarMap::with_mesh_dims(&mesh, &DataParallelMeshDims { shard: &[SHARD], replicate }, world.device())
     }
 
-    /// Of the mesh of such parameters, the ranks that compute layers together, if there are several.
-    ///
-    /// # Errors
-    /// When it is another mesh.
+    /// Returns the mesh of the tensor-parallel ranks, if there are several.
     pub fn tensor_mesh(&self, vars: &ShardedVarMap) -> fsdp_candle::Result<Option<DeviceMesh>> {
         Ok(match self.tensor {
             1 => None,

@@ -1,25 +1,24 @@
-//! The learning rate over the steps of a run.
+//! Learning rate schedules.
 
 use std::f64::consts::PI;
 
-/// What the learning rate does after the warm-up.
+/// Learning rate after the warm-up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum LrSchedule {
-    /// Stays at its peak.
+    /// Constant at the peak.
     Constant,
-    /// Falls to 0 at the end of the run along half a cosine wave.
+    /// Half a cosine wave from the peak to 0 at the end of the run.
     #[default]
     Cosine,
-    /// Falls to 0 at the end of the run in a straight line.
+    /// Straight line from the peak to 0 at the end of the run.
     Linear,
 }
 
-/// The learning rate of every step: it rises in a straight line to its peak, and from there follows the [`LrSchedule`].
+/// Learning rate of every step: a linear warm-up to the peak, then a [`LrSchedule`].
 ///
-/// As in the `get_*_schedule_with_warmup` of Hugging Face transformers, with one difference: they give the first step
-/// of a warm-up the rate 0, so that it changes nothing. Here the first of w warm-up steps has 1/w of the peak and the
-/// last has all of it.
+/// Differs in one point from `get_*_schedule_with_warmup` of Hugging Face transformers, whose first step has the rate 0
+/// and changes nothing. Here the first of w warm-up steps has 1/w of the peak, and the last the peak.
 ///
 /// ```
 /// use fsdp_examples::schedule::{LrSchedule, Schedule};
@@ -36,12 +35,13 @@ pub struct Schedule {
 }
 
 impl Schedule {
-    /// A rate that rises to `peak_lr` in `warmup_steps` (0 starts there), of a run of `total_steps`, warm-up included.
+    /// Creates a schedule that reaches `peak_lr` after `warmup_steps` (0 starts there). `total_steps` includes the
+    /// warm-up.
     pub fn new(kind: LrSchedule, peak_lr: f64, warmup_steps: usize, total_steps: usize) -> Self {
         Schedule { kind, peak_lr, warmup_steps, total_steps }
     }
 
-    /// The learning rate of `step`, counted from 1. Past the end of the run it is that of its end.
+    /// Returns the learning rate of `step`, counted from 1. Steps past the end have the rate of the end.
     pub fn lr(&self, step: usize) -> f64 {
         let taken = step.saturating_sub(1);
         self.peak_lr
@@ -68,13 +68,13 @@ mod tests {
     }
 
     #[test]
-    fn constant_without_warmup_is_the_very_number() {
+    fn constant_without_warmup_is_exact() {
         let schedule = schedule(LrSchedule::Constant, 0, 20);
         assert!((1..=20).all(|step| schedule.lr(step) == 1e-3));
     }
 
     #[test]
-    fn the_warmup_wastes_no_step_and_reaches_the_peak() {
+    fn warmup_starts_above_zero_and_reaches_the_peak() {
         for kind in [LrSchedule::Constant, LrSchedule::Cosine, LrSchedule::Linear] {
             let schedule = schedule(kind, 10, 100);
             for step in 1..=10 {
@@ -84,9 +84,9 @@ mod tests {
         }
     }
 
-    /// Values of transformers' `get_cosine_schedule_with_warmup(2, 10)` and its linear kin, from their formulas.
+    /// Values of transformers' `get_cosine_schedule_with_warmup(2, 10)` and its linear counterpart.
     #[test]
-    fn decay_is_that_of_transformers() {
+    fn decay_matches_transformers() {
         for (taken, factor) in
             [(2, 1.0), (4, 0.853_553_390_593_273_7), (6, 0.5), (8, 0.146_446_609_406_726_3), (10, 0.0)]
         {
@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn odd_lengths_stay_between_zero_and_the_peak() {
+    fn rates_stay_between_zero_and_the_peak() {
         for kind in [LrSchedule::Constant, LrSchedule::Cosine, LrSchedule::Linear] {
             for (warmup, total) in [(0, 0), (0, 1), (1, 1), (10, 5), (5, 10)] {
                 for step in [0, 1, 2, 5, 6, 11, 1000, usize::MAX] {

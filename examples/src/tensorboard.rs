@@ -1,7 +1,7 @@
-//! The files that `--tensorboard` writes: TensorBoard's event files, with a curve for each number that a step measures.
+//! TensorBoard's event files, which `--tensorboard` writes.
 //!
-//! An event file is a row of TFRecords, each a protocol buffer between checksums. The few messages that scalars need
-//! are here by hand.
+//! An event file is a sequence of TFRecords, each a protocol buffer with checksums. Scalars need only a few messages,
+//! which are defined here.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -17,11 +17,11 @@ use prost::Message;
 use crate::metrics::{EvalRecord, StepRecord};
 use crate::writable::in_directory;
 
-/// How the names of event files begin: TensorBoard knows them by it.
+/// Prefix of event file names, by which TensorBoard finds them.
 const PREFIX: &str = "events.out.tfevents.";
 
-/// An event file of a run. An event is on its way to the disk when [`EventFile::write`] returns: a run that is killed
-/// keeps what it had.
+/// An event file of a run. [`EventFile::write`] returns when the event is with the operating system, so a killed run
+/// loses no event.
 #[derive(Debug)]
 pub struct EventFile {
     path: PathBuf,
@@ -29,11 +29,7 @@ pub struct EventFile {
 }
 
 impl EventFile {
-    /// Opens a new file in `directory` for a run that has `done` steps behind it. What earlier runs wrote there of
-    /// later steps is no longer shown.
-    ///
-    /// # Errors
-    /// The file can't be written there.
+    /// Creates a file in `directory` for a run that has taken `done` steps. Hides later steps in earlier files.
     pub fn open(directory: &Path, done: usize) -> Result<Self> {
         let made = in_directory(directory, || {
             let path = directory.join(name_after(directory)?);
@@ -46,10 +42,7 @@ impl EventFile {
         Ok(events)
     }
 
-    /// Writes what a step measured.
-    ///
-    /// # Errors
-    /// The disk is full, or the file is gone.
+    /// Writes the measurements of a step.
     pub fn write(&mut self, record: &StepRecord) -> Result<()> {
         let scalars = [
             ("train/loss", record.loss),
@@ -63,10 +56,7 @@ impl EventFile {
         self.scalars(record.step, &scalars)
     }
 
-    /// Writes what an evaluation measured.
-    ///
-    /// # Errors
-    /// The disk is full, or the file is gone.
+    /// Writes the measurements of an evaluation.
     pub fn write_eval(&mut self, record: &EvalRecord) -> Result<()> {
         self.scalars(record.step, &[("eval/loss", record.eval_loss), ("eval/perplexity", record.eval_perplexity)])
     }
@@ -78,7 +68,7 @@ impl EventFile {
 
     fn append(&mut self, step: usize, what: What) -> Result<()> {
         let event = Event { wall_time: now().as_secs_f64(), step: step as i64, what: Some(what) };
-        // In one piece, so that a reader of the growing file sees all of it or nothing.
+        // One write, so that a reader of the growing file sees whole events.
         self.file.write_all(&framed(&event.encode_to_vec())).with_context(|| cannot(&self.path))
     }
 }
@@ -91,7 +81,7 @@ fn now() -> Duration {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()
 }
 
-/// A name that sorts after those in `directory`: TensorBoard reads a directory's files in the order of their names.
+/// Returns a name that sorts after those in `directory`. TensorBoard reads files in the order of their names.
 fn name_after(directory: &Path) -> io::Result<String> {
     let mut seconds = now().as_secs();
     for entry in fs::read_dir(directory)? {
@@ -103,20 +93,20 @@ fn name_after(directory: &Path) -> io::Result<String> {
     Ok(format!("{PREFIX}{seconds:010}.{host}.{}", std::process::id()))
 }
 
-/// A TFRecord: the length, its checksum, the bytes, their checksum.
+/// Returns a TFRecord: length, checksum of the length, bytes, checksum of the bytes.
 fn framed(bytes: &[u8]) -> Vec<u8> {
     let length = (bytes.len() as u64).to_le_bytes();
     [&length[..], &masked_checksum(&length).to_le_bytes(), bytes, &masked_checksum(bytes).to_le_bytes()].concat()
 }
 
-/// CRC-32C, turned and shifted so that a checksum of bytes that hold checksums is none of a special kind.
+/// Returns TensorFlow's masked CRC-32C, which can be a part of checksummed data.
 fn masked_checksum(bytes: &[u8]) -> u32 {
-    // A checksum of 32 bits in a type for those of 64 as well.
+    // A 32-bit checksum, which the library returns as u64.
     let checksum = crc_fast::checksum(CrcAlgorithm::Crc32Iscsi, bytes) as u32;
     checksum.rotate_right(15).wrapping_add(0xa282_ead8)
 }
 
-/// TensorFlow's `Event`, as far as it is needed.
+/// The fields of TensorFlow's `Event` that are used.
 #[derive(Clone, PartialEq, Message)]
 struct Event {
     #[prost(double, tag = "1")]
@@ -158,7 +148,7 @@ struct SessionLog {
 }
 
 impl SessionLog {
-    /// From this event's step on, everything before it in the directory is void.
+    /// Hides this event's step and later ones in earlier files of the directory.
     const START: i32 = 1;
 }
 
@@ -185,7 +175,7 @@ mod tests {
         files
     }
 
-    /// The events of a file; checks lengths and checksums.
+    /// Reads the events of a file and checks lengths and checksums.
     fn events(path: &Path) -> Vec<Event> {
         let bytes = fs::read(path).unwrap();
         let (mut rest, mut events) = (&bytes[..], Vec::new());
@@ -201,18 +191,18 @@ mod tests {
     }
 
     #[test]
-    fn a_record_is_framed_as_tensorflow_does() {
-        // What TensorFlow's writer makes of the first event of a file, with a wall time of 0.
+    fn records_have_tensorflow_framing() {
+        // The first event that TensorFlow writes, with a wall time of 0.
         let event = Event { wall_time: 0., step: 0, what: Some(What::FileVersion("brain.Event:2".into())) };
         let bytes = event.encode_to_vec();
         assert_eq!(bytes, b"\x1a\x0dbrain.Event:2");
-        // The catalogue's check value e3069283, masked.
+        // CRC-32C's check value e3069283, masked.
         assert_eq!(masked_checksum(b"123456789"), 0xe306_9283_u32.rotate_right(15).wrapping_add(0xa282_ead8));
         assert_eq!(framed(&bytes)[..8], [15, 0, 0, 0, 0, 0, 0, 0]);
     }
 
     #[test]
-    fn every_step_can_be_read_as_soon_as_it_is_written() {
+    fn steps_are_readable_when_written() {
         let directory = tempfile::tempdir().unwrap();
         let logs = directory.path().join("new/logs");
         let mut file = EventFile::open(&logs, 0).unwrap();
@@ -232,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_that_goes_on_voids_later_steps_in_a_file_that_sorts_last() {
+    fn resuming_hides_later_steps() {
         let directory = tempfile::tempdir().unwrap();
         for done in [0, 7, 3] {
             EventFile::open(directory.path(), done).unwrap();
@@ -244,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_directory_is_named() {
+    fn non_directories_are_refused() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("file");
         fs::write(&file, "").unwrap();

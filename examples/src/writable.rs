@@ -1,47 +1,40 @@
-//! Finding out before the first step that a file can be written, by writing to it. Nothing of it stays.
+//! Tests that files can be written, by writing to them before the first step. Nothing remains of the tests.
 
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::FileTypeExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-/// What is written: a block of most file systems, because less may go to room that a file has already.
+use fsdp_ckpt::RemoveIfEmpty;
+
+/// Test data: one block of most file systems, because less may fit into space that a file already has.
 const BLOCK: [u8; 4096] = [b'\n'; 4096];
-/// How often other runs may remove a directory before something is made in it.
+/// Maximal number of attempts when other runs remove an empty directory in between.
 const ATTEMPTS: usize = 32;
 
-/// Tries whether a file can be appended to. One that was not there goes again.
+/// Tests that a file can be appended to. Removes a file that did not exist before.
 ///
 /// # Errors
-/// It can't, or a symbolic link leads to where it can't be made.
+/// The file can't be written, or a symbolic link leads to a path that can't be created.
 pub fn try_file(path: &Path) -> io::Result<()> {
     append(path).map_err(|error| explained(path, error))
 }
 
-/// As [`try_file`], in a directory that is made where it is missing, and goes again.
-///
-/// # Errors
-/// It can't, or the directory can't be made.
+/// Tests like [`try_file`], and creates the file's directory for the test.
 pub fn try_file_and_directory(path: &Path) -> io::Result<()> {
     let Some(directory) = path.parent() else { return try_file(path) };
     let _made = RemoveIfEmpty::missing(directory);
     in_directory(directory, || try_file(path))
 }
 
-/// Tries whether files can be made in a directory, which is made where it is missing, and goes again.
-///
-/// # Errors
-/// They can't.
+/// Tests that files can be created in a directory, which is created for the test if it does not exist.
 pub fn try_directory(directory: &Path) -> io::Result<()> {
     let _made = RemoveIfEmpty::missing(directory);
     in_directory(directory, || append(&directory.join(format!(".write-test-{}", std::process::id()))))
 }
 
-/// Makes a directory and those above it, then what belongs in it: again when another run that only tried whether it
-/// could write has removed the empty directory in between.
-///
-/// # Errors
-/// One of them can't be made.
+/// Creates a directory with its parents, then calls `make` to create a file in it. Retries if another run's test
+/// removes the empty directory in between.
 pub fn in_directory<T>(directory: &Path, make: impl Fn() -> io::Result<T>) -> io::Result<T> {
     let make_all = || {
         if !directory.as_os_str().is_empty() {
@@ -62,7 +55,7 @@ pub fn in_directory<T>(directory: &Path, make: impl Fn() -> io::Result<T>) -> io
 fn append(path: &Path) -> io::Result<()> {
     let is_new = !path.exists();
     let is_pipe = path.metadata().is_ok_and(|status| status.file_type().is_fifo());
-    // A pipe that nobody reads yet would be waited for, unless it is read here as well.
+    // Opening a pipe without a reader would wait, so the test also opens it for reading.
     let mut file = OpenOptions::new().create(true).read(is_pipe).append(true).open(path)?;
     let status = file.metadata()?;
     let kind = status.file_type();
@@ -73,17 +66,17 @@ fn append(path: &Path) -> io::Result<()> {
     } else if kind.is_fifo() {
         Ok(())
     } else {
-        // A device: one empty line does no harm.
+        // A device. One empty line does no harm.
         file.write_all(&BLOCK[..1])
     }
 }
 
-/// Removes a file, not the link that leads to it.
+/// Removes the file, and not a symbolic link to it.
 fn remove(path: &Path) -> io::Result<()> {
     fs::remove_file(path.canonicalize()?)
 }
 
-/// "File exists" and "No such file" say nothing where a link leads nowhere or a file is in the way.
+/// Explains "File exists" and "No such file" where a dangling link or a file in the path is the cause.
 fn explained(path: &Path, error: io::Error) -> io::Error {
     let dangling = path.ancestors().find(|path| path.is_symlink() && !path.exists());
     let file = path.ancestors().skip(1).find(|path| path.exists() && !path.is_dir());
@@ -98,26 +91,6 @@ fn explained(path: &Path, error: io::Error) -> io::Error {
     io::Error::new(error.kind(), why)
 }
 
-/// Directories to remove on drop if they are empty, the inner one first.
-pub struct RemoveIfEmpty(pub Vec<PathBuf>);
-
-impl RemoveIfEmpty {
-    /// Lists `directory` and its parents that do not exist yet.
-    fn missing(directory: &Path) -> Self {
-        let missing = directory.ancestors().take_while(|path| !path.as_os_str().is_empty() && !path.exists());
-        RemoveIfEmpty(missing.map(Path::to_path_buf).collect())
-    }
-}
-
-impl Drop for RemoveIfEmpty {
-    fn drop(&mut self) {
-        for directory in &self.0 {
-            // Fails for directories that are not empty.
-            let _ = fs::remove_dir(directory);
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::symlink;
@@ -125,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nothing_stays_and_what_was_there_is_as_it_was() {
+    fn tests_leave_no_trace() {
         let root = tempfile::tempdir().unwrap();
         let path = |name: &str| root.path().join(name);
         fs::write(path("old"), "a line\n").unwrap();
@@ -144,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_that_try_at_the_same_time_do_not_hinder_each_other() {
+    fn concurrent_tests_succeed() {
         let root = tempfile::tempdir().unwrap();
         let directory = root.path().join("new/logs");
         std::thread::scope(|scope| {
@@ -160,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn what_can_not_be_written_is_found_by_writing() {
+    fn unwritable_paths_are_found() {
         let root = tempfile::tempdir().unwrap();
         let path = |name: &str| root.path().join(name);
         fs::write(path("file"), "").unwrap();

@@ -12,6 +12,7 @@ use crate::error::Error;
 
 thread_local! {
     static NO_GRAD: Cell<bool> = const { Cell::new(false) };
+    static CHECKPOINTS: Cell<usize> = const { Cell::new(0) };
 }
 
 /// Runs `f` without a graph, for evaluation: PyTorch's `torch.no_grad()`. It holds for this thread and all models that
@@ -58,6 +59,16 @@ fn set<T>(no_grad: bool, f: impl FnOnce() -> T) -> T {
     f()
 }
 
+/// Counts a closure that this thread checkpoints.
+pub(crate) fn count_checkpoint() {
+    CHECKPOINTS.set(CHECKPOINTS.get().wrapping_add(1));
+}
+
+/// Returns the number of closures that this thread has checkpointed. The graph does not show their operations.
+pub(crate) fn checkpoints() -> usize {
+    CHECKPOINTS.get()
+}
+
 /// Returns the number of a tensor. Candle numbers tensors in the order in which they are made, and shows the number
 /// only to hashers.
 pub(crate) fn number(id: TensorId) -> usize {
@@ -91,10 +102,10 @@ pub(crate) const BACKWARD_STACK_BYTES: usize = 256 << 20;
 /// space.
 ///
 /// # Errors
-/// Fails if there is no memory for the stack.
+/// Fails if the stack cannot be allocated.
 pub(crate) fn on_a_stack_of<T>(bytes: usize, what: &str, f: impl FnOnce() -> T) -> Result<T> {
     let missing = || {
-        let what = format!("the stack of {what}, which recurses over the graph of the model");
+        let what = format!("the stack of {what}: it recurses over the graph, whose depth grows with the model");
         candle_core::Error::from(Error::from(fsdp_core::Error::Memory { what, bytes: bytes as u128 }))
     };
     // `stacker` panics without memory, so this asks for as much memory first, in the same way.

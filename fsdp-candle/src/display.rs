@@ -1,11 +1,11 @@
-//! A model printed: its units as a tree, with their parameters, placements and bytes.
+//! `Display` of models: units as a tree, with parameters, placements and bytes.
 
 use std::fmt;
 use std::sync::Arc;
 
 use crate::fsdp::{FsdpModule, FsdpParam, ParamGroup, Schedule, ShardedVarMap, UnitPath};
 
-/// Bytes as people read them.
+/// Formats bytes with a unit.
 fn size(bytes: usize) -> String {
     match bytes {
         0..1024 => format!("{bytes} B"),
@@ -53,12 +53,12 @@ fn write_unit(f: &mut fmt::Formatter<'_>, unit: &ParamGroup, depth: usize) -> fm
     params.iter().try_for_each(|param| write_param(f, param, &format!("{indent}  . ")))
 }
 
-/// Some of a model's units, each below the nearest unit around it.
+/// Writes some of a model's units, each below the nearest unit around it.
 fn write_tree(f: &mut fmt::Formatter<'_>, schedule: &Schedule, some: impl Fn(&ParamGroup) -> bool) -> fmt::Result {
     let units = schedule.units();
     let paths: Vec<&UnitPath> = units.iter().map(|unit| unit.path()).collect();
     let mut within: Vec<_> = units.iter().filter(|unit| some(unit)).collect();
-    // A unit comes before those inside it; siblings stay in the order in which they were made.
+    // A unit comes before the units inside it; siblings keep the order of construction.
     within.sort_by_key(|unit| unit.path().depth(&paths));
     let mut written: Vec<usize> = vec![];
     fn descend(

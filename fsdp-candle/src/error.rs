@@ -1,66 +1,66 @@
-//! What can go wrong when parameters are sharded.
+//! The errors of this crate.
 
 use std::fmt::{Display, Formatter};
 
-/// The errors of this crate. Each names the parameter or unit, and the way out.
+/// An error of this crate. Names the parameter or unit, and how to fix it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Between ranks, or in a mesh.
+    /// An error of ranks or a mesh.
     #[error(transparent)]
     Core(#[from] fsdp_core::Error),
-    /// In a checkpoint or a model file.
+    /// An error of a checkpoint or a model file.
     #[error(transparent)]
     Checkpoint(#[from] fsdp_ckpt::Error),
-    /// In Candle.
+    /// An error of Candle.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
-    /// A parameter was used, declared or loaded in a way that can't be.
+    /// An invalid use, declaration or load of a parameter.
     #[error("parameter `{name}`: {message}")]
     Parameter {
-        /// The parameter's FQN.
+        /// FQN of the parameter.
         name: String,
-        /// What was expected, what was found, and the way out.
+        /// Description of the error: found and expected values, and a fix.
         message: String,
     },
-    /// A unit (one `fully_shard` call) was used in a way that can't be.
+    /// An invalid use of a unit (one `fully_shard` call).
     #[error("FSDP unit `{unit}`: {message}")]
     Unit {
-        /// The unit's path in the model; the root's is `(root)`.
+        /// Path of the unit in the model; `(root)` for the root.
         unit: String,
-        /// What was expected, what was found, and the way out.
+        /// Description of the error: found and expected values, and a fix.
         message: String,
     },
-    /// A unit's module could not be built.
-    #[error("FSDP unit `{unit}`, while it was built: {cause}")]
+    /// A unit's module failed to build.
+    #[error("FSDP unit `{unit}` failed to build: {cause}")]
     Build {
-        /// The unit's path in the model; the root's is `(root)`.
+        /// Path of the unit in the model; `(root)` for the root.
         unit: String,
-        /// Why: what the closure of `fully_shard` returned.
+        /// Error of the closure of `fully_shard`.
         cause: Box<Error>,
     },
     /// A unit's collective failed.
     #[error("FSDP unit `{unit}`: {what} of {parameters} parameters failed")]
     Communication {
-        /// The unit's path in the model.
+        /// Path of the unit in the model.
         unit: String,
-        /// The collective.
+        /// Name of the collective.
         what: String,
-        /// How many parameters it was for.
+        /// Number of parameters in the collective.
         parameters: usize,
-        /// Why.
+        /// Cause.
         source: Box<fsdp_core::Error>,
     },
-    /// Parameters, gradients or an optimizer's moments hold values that are infinite or not a number.
+    /// Parameters, gradients or an optimizer's moments are not finite.
     #[error("{0}; lower the learning rate or the loss scale, or find the layer that overflows")]
     NonFinite(NonFinite),
-    /// Gradients are not those of the loss.
+    /// Gradients differ from finite differences of the loss.
     #[error("{0}")]
     Gradcheck(GradientMismatch),
-    /// An argument that can't be.
+    /// An invalid argument.
     #[error("{0}")]
     Argument(String),
-    /// The device can't be used.
+    /// A device error.
     #[error("device: {0}")]
     Device(String),
 }
@@ -69,7 +69,7 @@ impl From<Error> for candle_core::Error {
     fn from(error: Error) -> Self {
         match error {
             Error::Candle(error) => error,
-            // Candle's wrapper shows its content and no source, so the cause goes along.
+            // Candle's wrapper shows no source, so the cause becomes context.
             error @ Error::Communication { .. } => {
                 let cause = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
                 candle_core::Error::wrap(error).context(cause)
@@ -79,51 +79,50 @@ impl From<Error> for candle_core::Error {
     }
 }
 
-/// Tensors with values that are infinite or not a number; the same on every rank.
+/// Tensors with NaN or infinity; the same on every rank.
 #[derive(Clone, Debug, PartialEq)]
 pub struct NonFinite {
-    /// The norm of the gradients, where that is what was not finite.
+    /// Norm of the gradients, if the norm was checked.
     pub norm: Option<f64>,
-    /// The tensors, in the order in which the parameters were built. Empty when every value is finite and only their
-    /// norm is not.
+    /// The tensors, in the order of construction. Empty if every value is finite and only the norm is not.
     pub tensors: Vec<NonFiniteTensor>,
-    /// The ranks of the map's mesh whose shards hold such values.
+    /// Ranks of the map's mesh whose shards have such values.
     pub ranks: Vec<usize>,
 }
 
 /// A tensor of [`NonFinite`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct NonFiniteTensor {
-    /// The parameter's FQN.
+    /// FQN of the parameter.
     pub parameter: String,
-    /// What of the parameter it is: empty for its values, else `gradient`, `exp_avg` or `exp_avg_sq`.
+    /// Kind of tensor: empty for the parameter's values, else `gradient`, `exp_avg` or `exp_avg_sq`.
     pub what: &'static str,
-    /// How many values are infinite or not a number, over all shards; replicas count once.
+    /// Number of values that are NaN or infinite, over all shards; replicas count once.
     pub values: u64,
-    /// How many there are.
+    /// Number of all values.
     pub of: u64,
 }
 
-/// What [`gradcheck`](crate::gradcheck) found of one unit, along the direction in which it is worst.
+/// The result of [`gradcheck`](crate::gradcheck) for one unit, along its worst direction.
 #[derive(Clone, Debug, PartialEq)]
 pub struct UnitGradient {
-    /// The unit's path in the model; the root's is `(root)`.
+    /// Path of the unit in the model; `(root)` for the root.
     pub unit: String,
-    /// The product of the gradient with the direction.
+    /// Product of the gradient with the direction.
     pub analytic: f64,
-    /// What the loss changes by along the direction.
+    /// Finite difference of the loss along the direction.
     pub numeric: f64,
-    /// How far the two may be apart: what was asked for, and rounding.
+    /// Largest accepted difference of the two: the requested tolerance and rounding.
     pub tolerance: f64,
 }
 
 impl UnitGradient {
-    /// Whether the gradient is right, as far as was looked.
+    /// Returns whether the gradient agrees with the difference.
     pub fn agrees(&self) -> bool {
         self.excess() <= 1.
     }
 
-    /// How far the two are apart, of what they may be.
+    /// Returns the difference of the two, relative to the tolerance.
     pub(crate) fn excess(&self) -> f64 {
         let apart = (self.analytic - self.numeric).abs();
         if apart.is_nan() || self.tolerance.is_nan() {
@@ -134,21 +133,20 @@ impl UnitGradient {
     }
 }
 
-/// Units whose gradients are not those of the loss; the same on every rank.
+/// Units whose gradients differ from the loss's; the same on every rank.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GradientMismatch {
-    /// All units with trainable parameters, in the order in which they run.
+    /// All units with trainable parameters, in forward order.
     pub units: Vec<UnitGradient>,
 }
 
 impl GradientMismatch {
-    /// Those whose gradients are wrong.
+    /// Returns the units whose gradients are wrong.
     pub fn wrong(&self) -> impl Iterator<Item = &UnitGradient> {
         self.units.iter().filter(|unit| !unit.agrees())
     }
 
-    /// The units that the gradient was lost in: the last whose gradient is wrong, behind its parameters, or the one
-    /// that runs after it, before its own.
+    /// Returns the units that lost the gradient: the last unit whose gradient is wrong and the unit that runs after it.
     pub fn lost_in(&self) -> &[UnitGradient] {
         match self.units.iter().rposition(|unit| !unit.agrees()) {
             Some(last) => &self.units[last..self.units.len().min(last + 2)],
@@ -161,7 +159,7 @@ impl Display for GradientMismatch {
     fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
         let show = |unit: &UnitGradient| {
             format!(
-                "`{}` (the loss changes by {:.4e}, the gradient says {:.4e})",
+                "`{}` (the loss changes by {:.4e}, the gradient gives {:.4e})",
                 unit.unit, unit.numeric, unit.analytic
             )
         };
@@ -171,20 +169,19 @@ impl Display for GradientMismatch {
         match &lost[..] {
             [last, next] => write!(
                 f,
-                "The last of them in forward is {last}: gradient is lost in it, or in {next} before the parameters \
-                 there"
+                "The last in forward is {last}: the gradient is lost in it, or in {next} before its parameters"
             )?,
-            _ => write!(f, "Gradient is lost in {}", lost.join(", "))?,
+            _ => write!(f, "The gradient is lost in {}", lost.join(", "))?,
         }
         f.write_str(
             ". candle_nn's LayerNorm, RmsNorm, softmax_last_dim and rotary_emb have no backward: use those of \
-             fsdp_candle::nn. (Where a router chooses other experts nearby, the loss jumps, and what is right may \
-             look wrong.)",
+             fsdp_candle::nn. (A router that switches experts makes the loss jump, which may look like \
+             a wrong gradient.)",
         )
     }
 }
 
-/// How many tensors and ranks a message names.
+/// Number of tensors and ranks that a message names.
 const NAMED: usize = 4;
 
 impl Display for NonFinite {
@@ -193,10 +190,10 @@ impl Display for NonFinite {
             write!(f, "the gradients' norm is {norm}: ")?;
         }
         if self.tensors.is_empty() {
-            return f.write_str("each value is finite, and the sum of their powers is not");
+            return f.write_str("each value is finite, but the sum of their powers is not");
         }
         let total: u64 = self.tensors.iter().map(|tensor| tensor.values).sum();
-        write!(f, "{total} values are infinite or not a number (on rank {}): ", list(&self.ranks))?;
+        write!(f, "{total} values are infinite or NaN (on rank {}): ", list(&self.ranks))?;
         write!(f, "{}", list(&self.tensors))
     }
 }
@@ -211,7 +208,7 @@ impl Display for NonFiniteTensor {
     }
 }
 
-/// The first of them, and how many more there are.
+/// Lists the first few items and counts the rest.
 fn list(items: &[impl Display]) -> String {
     let named: Vec<String> = items.iter().take(NAMED).map(ToString::to_string).collect();
     match items.len().saturating_sub(NAMED) {

@@ -1,4 +1,4 @@
-//! Gradients against finite differences of the loss, unit by unit: what is lost in a silent cut shows nowhere else.
+//! A check of gradients by finite differences of the loss, unit by unit. Finds gradients lost in a silent graph cut.
 
 use std::sync::Arc;
 
@@ -14,22 +14,22 @@ use crate::fsdp::FsdpParam;
 use crate::initializer::{Initializer, Philox, ShardRequest};
 use crate::storage::{to_core_dtype, to_tensor};
 
-/// How far the loss is to change, as a share of it, and how far parameters may move for that, as a share of their norm.
+/// Target change of the loss, relative to it, and largest move of the parameters, relative to their norm.
 const CHANGE: f64 = 0.02;
-const FARTHEST: f64 = 0.05;
-/// Where the loss jumps on that way, as it does when a router chooses other experts, a shorter way is tried: by how
-/// much, and how often. Shorter yet, rounding is too large a share.
-const SHORTER: f64 = 4.;
+const MAX_MOVE: f64 = 0.05;
+/// Where the loss jumps, as when a router switches experts, shorter steps are tried: the factor and the number of
+/// tries. Still shorter steps have too much rounding.
+const SHRINK: f64 = 4.;
 const TRIES: usize = 3;
 
-/// How [`gradcheck`] compares.
+/// Options of [`gradcheck`].
 #[derive(Clone, Copy, Debug)]
 pub struct GradcheckOptions {
-    /// How far gradient and difference may be apart, as a share of the larger. 0.02 at first.
+    /// Largest relative difference of gradient and finite difference; 0.02 by default.
     pub rtol: f64,
-    /// Random directions for each unit. 2 at first.
+    /// Number of random directions for each unit; 2 by default.
     pub directions: usize,
-    /// What the directions are drawn with.
+    /// Seed of the directions.
     pub seed: u64,
 }
 
@@ -39,25 +39,24 @@ impl Default for GradcheckOptions {
     }
 }
 
-/// Checks that the gradients of a model are those of its loss, as `torch.autograd.gradcheck` does: each unit's
-/// trainable parameters are moved a little along a random direction, both ways, and the difference of the losses is
-/// compared with the gradient's product with that direction. Collective, on sharded parameters, which are left as they
-/// were. Returns what was compared, in the order in which the units run.
+/// Checks the gradients of a model by finite differences, as `torch.autograd.gradcheck` does. Direction each unit's
+/// trainable parameters along a random direction, both ways, and compares the difference of the losses with the product
+/// of gradient and direction. Collective, on sharded parameters, which are restored. Returns the results in forward
+/// order.
 ///
-/// What it finds are operations without a backward (see [`nn`](crate::nn)): gradients that come another way around them
-/// (a residual, or adapters on a frozen base) look right and are not. What a hand-written backward computes wrongly
-/// shows as well.
+/// It finds operations without a backward (see [`nn`](crate::nn)): gradients that take another way around them (a
+/// residual, or adapters on a frozen base) look right but are wrong. It also finds wrong hand-written backwards.
 ///
-/// `loss` runs forward on this rank's batch, again and again, and must do the same each time: seed what is random. With
-/// a forward of `&mut self`, call a clone of the module ([`FsdpModule::call_mut`]), which is the same units. Each
-/// direction of a unit takes four forwards, without a graph, and up to twelve where the loss jumps nearby; all together
-/// take one backward. Running statistics
-/// ([`ShardedVarMap::buffers`](crate::ShardedVarMap::buffers)) see each forward. Call it between steps, with gradients
-/// that are averaged over the ranks.
+/// `loss` runs forward on this rank's batch several times and must return the same each time: seed random operations.
+/// For a forward of `&mut self`, call a clone of the module ([`FsdpModule::call_mut`]), which has the same units. Each
+/// direction of a unit takes four forwards without a graph, up to twelve where the loss jumps; all units share one
+/// backward. Running statistics ([`ShardedVarMap::buffers`](crate::ShardedVarMap::buffers)) see each forward. Call it
+/// between steps, with gradients averaged over the ranks.
 ///
 /// # Errors
-/// [`Error::Gradcheck`] when some unit's gradient is wrong, which names it. [`Error::Argument`] when the loss differs
-/// from call to call, or parameters compute in half precision, whose differences are noise. Those of `loss`.
+/// Returns [`Error::Gradcheck`] with the units whose gradients are wrong. Returns [`Error::Argument`] when the loss
+/// differs from call to call, or parameters compute in half precision, whose differences are noise. Also returns the
+/// errors of `loss`.
 ///
 /// ```
 /// # use candle_core::{DType, Module, Tensor};
@@ -98,7 +97,7 @@ pub fn gradcheck<M>(
     let second = check.loss(model, &mut loss)?;
     if first.to_bits() != second.to_bits() {
         return Err(Error::Argument(format!(
-            "gradcheck: the loss is {first} and then {second} with the same parameters: seed what is random in it"
+            "gradcheck: the loss is {first}, then {second} with the same parameters: seed random operations in it"
         )));
     }
     let grads = model.backward(&loss(model)?)?;
@@ -124,19 +123,19 @@ pub fn gradcheck<M>(
     }
 }
 
-/// What all units share.
+/// The settings of all units.
 struct Check {
     ranks: Arc<DataParallel>,
-    /// The share of a loss that is rounding.
+    /// Relative rounding of a loss.
     noise: f64,
 }
 
-/// A direction of a unit's parameters.
-struct Moves {
+/// A direction in a unit's parameter space.
+struct Direction {
     shards: Vec<(Arc<FsdpParam>, Tensor, Tensor)>,
-    /// The gradient's product with it.
+    /// Product of the gradient with the direction.
     analytic: f64,
-    /// The norm of the parameters.
+    /// Norm of the parameters.
     size: f64,
 }
 
@@ -144,14 +143,14 @@ impl Check {
     fn of<M>(model: &FsdpModule<M>) -> Result<Self> {
         let params: Vec<_> = model.units().iter().flat_map(|unit| unit.params().to_vec()).collect();
         let Some(first) = params.iter().find(|param| param.trainable()) else {
-            return Err(Error::Argument("gradcheck: no parameter of the model is trained".into()));
+            return Err(Error::Argument("gradcheck: the model has no trainable parameter".into()));
         };
         for param in &params {
             for dtype in [param.dtype(), param.compute_dtype()] {
                 if !matches!(dtype, DType::F32 | DType::F64) {
                     return Err(Error::Argument(format!(
-                        "gradcheck: parameter `{}` is of {dtype:?}, whose differences are rounding: check the model in \
-                         F32 or F64, with a policy (`param_dtype`) and a builder of that",
+                        "gradcheck: parameter `{}` is {dtype:?}, expected F32 or F64: use a policy (`param_dtype`) and \
+                         a builder of that dtype",
                         param.name()
                     )));
                 }
@@ -165,13 +164,13 @@ impl Check {
         params.iter().any(|param| param.trainable())
     }
 
-    /// The mean of the ranks' losses.
+    /// Returns the mean of the ranks' losses.
     fn loss<M>(
         &self,
         model: &FsdpModule<M>,
         loss: &mut impl FnMut(&FsdpModule<M>) -> candle_core::Result<Tensor>,
     ) -> Result<f64> {
-        // Nothing that was gathered before parameters moved.
+        // Drop gathered parameters, which are stale.
         model.schedule.reshard_all()?;
         let own = no_grad(|| loss(model))?.to_dtype(DType::F64)?.to_scalar::<f64>()?;
         let mean = self.ranks.shard().all_reduce_scalar(own, ReduceOp::Avg)?;
@@ -181,11 +180,17 @@ impl Check {
         }
     }
 
-    /// A direction: as much of a random one as of the gradient's own, along which what is lost shows best.
-    fn moves(&self, params: &[Arc<FsdpParam>], grads: &candle_core::backprop::GradStore, seed: u64) -> Result<Moves> {
+    /// Returns a direction: the sum of a random unit vector and of the gradient's, along which lost gradients show
+    /// best.
+    fn moves(
+        &self,
+        params: &[Arc<FsdpParam>],
+        grads: &candle_core::backprop::GradStore,
+        seed: u64,
+    ) -> Result<Direction> {
         let mut drawn = vec![];
-        // Of each set of ranks that have different parts: the squares of what was drawn, of the gradient and of the
-        // parameters, and the product.
+        // For each set of ranks with different parts: squares of the random vector, the gradient and the parameters,
+        // and the product of the first two.
         let mut sums: Vec<(Vec<ProcessGroup>, [f64; 4])> = vec![];
         for param in params.iter().filter(|param| param.trainable()) {
             let parts: Vec<ProcessGroup> = param.spec.ranks.parts().chain(param.cut_over()).cloned().collect();
@@ -225,36 +230,36 @@ impl Check {
             let direction = ((random * by_random)? + (gradient * by_gradient)?)?;
             Ok((param, values, direction))
         });
-        Ok(Moves {
+        Ok(Direction {
             shards: shards.collect::<Result<_>>()?,
             analytic: both * by_random + gradient * by_gradient,
             size: size.sqrt(),
         })
     }
 
-    /// Holds a direction's differences against its product with the gradient.
+    /// Compares a direction's finite difference with the gradient's product.
     fn compare(
         &self,
         unit: &str,
-        moves: &Moves,
+        moves: &Direction,
         rtol: f64,
         loss: f64,
         mut at: impl FnMut() -> Result<f64>,
     ) -> Result<UnitGradient> {
         let analytic = moves.analytic;
-        let farthest = if moves.size > 0. { FARTHEST * moves.size } else { FARTHEST };
+        let farthest = if moves.size > 0. { MAX_MOVE * moves.size } else { MAX_MOVE };
         let wanted = CHANGE * loss.abs().max(1e-3) / analytic.abs();
         let step = if wanted.is_finite() { wanted.min(farthest) } else { farthest };
         let mut moved = |by: f64| -> Result<f64> {
             let outcome = moves.set(by).and_then(|()| at());
-            // Back, whatever came of it.
+            // Restore the parameters in any case.
             moves.set(0.)?;
             outcome
         };
         let mut difference = |step: f64| -> Result<UnitGradient> {
             let wide = (moved(step)? - moved(-step)?) / (2. * step);
             let narrow = (moved(step / 2.)? - moved(-step / 2.)?) / step;
-            // What is of the third order cancels.
+            // Third-order terms cancel.
             let numeric = (4. * narrow - wide) / 3.;
             let noise = 4. * self.noise * loss.abs() / step + (wide - narrow).abs();
             let tolerance = rtol * analytic.abs().max(numeric.abs()) + noise;
@@ -266,9 +271,9 @@ impl Check {
             if found.agrees() {
                 return Ok(found);
             }
-            let closer = difference(step / SHORTER.powi(shorter as i32))?;
-            // A gradient that is wrong stays as it was found first, with the least rounding. What still jumps at the
-            // end can't be told closer than by that.
+            let closer = difference(step / SHRINK.powi(shorter as i32))?;
+            // A wrong gradient keeps its first result, which has the least rounding. A loss that jumps until the last
+            // step is known only within that jump.
             found.tolerance += if shorter + 1 == TRIES { (closer.numeric - last).abs() } else { 0. };
             last = closer.numeric;
             if closer.agrees() {
@@ -279,8 +284,8 @@ impl Check {
     }
 }
 
-impl Moves {
-    /// Puts the parameters so far along the direction.
+impl Direction {
+    /// Direction the parameters along the direction.
     fn set(&self, by: f64) -> Result<()> {
         for (param, values, direction) in &self.shards {
             match by {
@@ -292,7 +297,7 @@ impl Moves {
     }
 }
 
-/// Normal numbers of a parameter's shard: the same however it is sharded.
+/// Draws normal numbers for a parameter's shard, independent of the sharding.
 fn random(param: &FsdpParam, seed: u64) -> Result<Tensor> {
     let (shape, region) = (param.shape().dims(), param.region());
     let init = Init::Randn { mean: 0., stdev: 1. };

@@ -1,22 +1,22 @@
-//! FSDP2 for Candle: parameters, gradients and optimizer state sharded over ranks, gathered for compute and reduced
+//! FSDP2 for Candle: parameters, gradients and optimizer state are sharded over ranks, gathered for compute and reduced
 //! after it.
 //!
-//! A model stays an ordinary Candle model. Build it from the builder of a [`ShardedVarMap`], inside [`fully_shard`],
-//! bottom-up; call it through the [`FsdpModule`] that this returns; take gradients from [`FsdpModule::backward`] and
-//! step an [`AdamW`] on them.
+//! A model stays an ordinary Candle model. Build it bottom-up with [`fully_shard`], from the builder of a
+//! [`ShardedVarMap`]. Call it through the [`FsdpModule`] that `fully_shard` returns. Take gradients from
+//! [`FsdpModule::backward`], and step an optimizer such as [`AdamW`].
 //!
 //! ```
 //! use candle_core::{DType, Module, Tensor};
 //! use fsdp_candle::{clip_grad_norm, fully_shard, nn, AdamW, AdamWConfig, FullyShard, ShardedVarMap};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let world = fsdp_candle::init()?;                              // RANK, WORLD_SIZE, ...; a world of one without them
+//! let world = fsdp_candle::init()?;                              // reads RANK, WORLD_SIZE, ...; one rank without them
 //! let mesh = world.mesh(&[("dp_shard", world.size())])?;
-//! let vars = ShardedVarMap::new(&mesh, world.device());          // what VarMap is to one process
+//! let vars = ShardedVarMap::new(&mesh, world.device());          // a sharded VarMap
 //! let vb = vars.builder(DType::F32);                             // an ordinary VarBuilder
 //! let opts = FullyShard::new(&vars);
 //!
-//! // Bottom-up: each block, then the root, which takes the parameters that are left.
+//! // Bottom-up: each block, then the root, which owns the remaining parameters.
 //! let blocks = (0..2)
 //!     .map(|i| fully_shard(&opts, vb.pp(format!("blocks.{i}")), |vb| nn::linear(8, 8, vb)))
 //!     .collect::<Result<Vec<_>, _>>()?;
@@ -43,30 +43,29 @@
 //!
 //! # Candle's messages about F4
 //!
-//! While a parameter is sharded, Candle calls its storage F4. A layer that meets it fails: inside the forward of some
-//! unit, or with a layer of [`nn`], the error says which unit to call. A layer of Candle's own that is called with no
-//! [`FsdpModule`] around it can only say
+//! While a parameter is sharded, Candle calls its storage F4, and a layer that uses it fails. Layers of [`nn`], and all
+//! layers inside the forward of a unit, return an error that names the unit to call. Candle's own layers outside of any
+//! [`FsdpModule`] call return an error such as
 //!
 //! ```text
 //! dtype mismatch in matmul, lhs: F32, rhs: F4
 //! ```
 //!
-//! or the like with another operation, or `found F4`, or `unsupported dtype F4`. Its norms name the dtype of their
-//! input alone:
+//! with this or another operation, or `found F4`, or `unsupported dtype F4`. Candle's norms name only the dtype of
+//! their input:
 //!
 //! ```text
 //! unsupported dtype for rmsnorm F32
 //! ```
 //!
-//! Call the unit that the layer belongs to through its [`FsdpModule`]
-//! ([`FsdpModule::call`] or `forward`), which gathers its parameters, or [`FsdpModule::unshard`] it first.
+//! Call the layer's unit through its [`FsdpModule`] ([`FsdpModule::call`] or `forward`), or [`FsdpModule::unshard`] it
+//! first.
 
 pub mod activation_checkpoint;
 mod adapter;
 mod autograd;
 pub mod collectives;
 mod data_parallel;
-mod diagnostics;
 mod display;
 mod dtensor;
 mod error;
@@ -87,22 +86,21 @@ mod world;
 
 pub use autograd::no_grad;
 pub use data_parallel::{DataParallelMeshDims, ShardMesh};
-pub use diagnostics::{Cut, GraphCut};
 pub use dtensor::{DTensor, Operand, PartialNorm, Redistribution, distribute_tensor, distribute_tensor_from};
 pub use error::{Error, GradientMismatch, NonFinite, NonFiniteTensor, Result, UnitGradient};
 pub use extension::{AllGatherExtension, Float8, Int8Blocks};
 pub use fsdp::{
-    AllGather, AllReduceHook, ExtensionFn, FinalizeHandle, FsdpModule, FsdpParam, FullyShard, MixedPrecisionPolicy,
-    NamePredicate, OffloadPolicy, Recurse, ReduceScatter, ReshardAfterForward, ShardPlacement, ShardPlacementFn,
-    ShardedVarMap, Unit, UnshardHandle, fully_shard, parallelize, shard,
+    AllGather, AllReduceHook, ExtensionFn, FinalizeHandle, FsdpModule, FsdpParam, FullyShard, GraphCut, GraphCutKind,
+    MixedPrecisionPolicy, NamePredicate, OffloadPolicy, Recurse, ReduceScatter, ReshardAfterForward, ShardPlacement,
+    ShardPlacementFn, ShardedVarMap, Unit, UnshardHandle, fully_shard, parallelize, shard,
 };
 pub use fsdp_core::{DTensorSpec, DeviceMesh, Placement, ProcessGroup, ReduceOp};
 pub use gradcheck::{GradcheckOptions, gradcheck};
 pub use optim::{
-    Adam, AdamConfig, AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, AdjustLr, CandleOptimizer, ClipOptions, Ema,
-    GradAccumulator, GradScaler, GradScalerState, Muon, MuonConfig, NormType, Optimizers, ParamGroup, ParamState, SGD,
-    SgdConfig, ShardOptimizer, ShardRule, ShardedOptimizer, ValuesOf, check_finite, clip_grad_norm, clip_grad_norm_of,
-    clip_grad_norm_with, grad_norm, group_by_name,
+    Adam, AdamConfig, AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, AdjustLr, CandleOptimizer, ClipOptions,
+    ElementwiseOptimizer, ElementwiseRule, Ema, GradAccumulator, GradScaler, GradScalerState, Muon, MuonConfig,
+    NormType, Optimizers, ParamGroup, ParamState, SGD, SgdConfig, ShardedOptimizer, ValuesOf, check_finite,
+    clip_grad_norm, clip_grad_norm_of, clip_grad_norm_with, grad_norm, group_by_name,
 };
 pub use pattern::NamePattern;
 pub use state_dict::{

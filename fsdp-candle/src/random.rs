@@ -1,18 +1,16 @@
-//! Random numbers of forward, as dropout draws them: a number is a function of a seed, of how many draws came before,
-//! and of its place in the tensor, so that backward draws it again and nothing is kept.
+//! Random numbers of forward, as dropout draws them. A number is a function of a seed, the number of earlier draws, and
+//! the element's position in the tensor, so backward draws it again instead of keeping it.
 //!
 //! Philox4x32-10: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011).
 //!
-//! Each thread has a state, of seed 0 at first. What PyTorch's generators do and these don't, or the other way:
+//! Each thread has a state, of seed 0 at first. Differences to PyTorch's generators:
 //!
-//! - Data-parallel ranks that set the same seed draw the same numbers for other rows, as in PyTorch. Ranks that set
-//!   seeds of their own draw others. With [`RngState::first_row`] they draw what one rank would that had all rows: the
-//!   number of ranks does not matter.
-//! - What a checkpointed closure draws it draws again in backward
+//! - As in PyTorch, data-parallel ranks with the same seed draw the same numbers for different rows. With
+//!   [`RngState::first_row`] ranks draw the numbers that one rank with all rows would draw, at any number of ranks.
+//! - A checkpointed closure draws the same numbers in backward
 //!   ([`activation_checkpoint`](crate::activation_checkpoint)).
-//! - Ranks that hold the same activations, as tensor-parallel ranks do outside of parallel layers, set the same state
-//!   and draw the same numbers. Where each holds a [`Part`] of a tensor, [`in_part`] draws for it what one rank would
-//!   draw for that part of the whole tensor.
+//! - Ranks with the same activations, as tensor-parallel ranks outside of parallel layers, set the same state and draw
+//!   the same numbers. A rank with a [`Part`] of a tensor draws by [`in_part`] the numbers of that part of the whole.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor};
@@ -21,7 +19,7 @@
 //! let x = Tensor::ones((4, 1000), DType::F32, &Device::Cpu)?;
 //! random::manual_seed(7);
 //! let first = nn::ops::dropout(&x, 0.1)?;
-//! let state = random::get_rng_state(); // to be saved
+//! let state = random::get_rng_state(); // saved in a checkpoint
 //! let second = nn::ops::dropout(&x, 0.1)?;
 //! random::set_rng_state(state); // after a restart
 //! let again = nn::ops::dropout(&x, 0.1)?;
@@ -35,35 +33,35 @@ use std::cell::Cell;
 use candle_core::{Result, bail};
 use rand_philox::{Philox, splitmix64};
 
-/// The odd number of Weyl sequences: multiples of it are far apart.
-const APART: u64 = 0x9e37_79b9_7f4a_7c15;
+/// Increment of a Weyl sequence, whose multiples are far apart.
+const WEYL: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// What the next draws follow from.
+/// The state of a thread's random numbers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RngState {
-    /// What was given to [`manual_seed`].
+    /// Seed of [`manual_seed`].
     pub seed: u64,
-    /// Draws since then: each dropout is one.
+    /// Number of draws since then; a dropout is one draw.
     pub calls: u64,
-    /// The number, among all ranks' rows, of the first row of what is drawn for: of its first dimension.
+    /// Index, among all ranks' rows, of the first row of the tensors drawn for.
     pub first_row: u64,
-    /// The part of a tensor that is drawn for, as [`in_part`] sets it; `None`: all of it.
+    /// Part of a tensor that is drawn for, set by [`in_part`]; `None` for whole tensors.
     pub part: Option<Part>,
 }
 
 /// The part of a tensor that a rank holds: one of `count` equal parts along a dimension.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Part {
-    /// The dimension that is shared out.
+    /// Split dimension.
     pub dim: usize,
-    /// Number of the part: of the rank, in the group that shares the tensor.
+    /// Index of the part: the rank in the group that splits the tensor.
     pub index: usize,
     /// Number of parts.
     pub count: usize,
 }
 
 impl RngState {
-    /// The state that [`manual_seed`] sets.
+    /// Returns the state that [`manual_seed`] sets.
     pub fn new(seed: u64) -> Self {
         RngState { seed, ..RngState::default() }
     }
@@ -73,12 +71,12 @@ thread_local! {
     static STATE: Cell<RngState> = const { Cell::new(RngState { seed: 0, calls: 0, first_row: 0, part: None }) };
 }
 
-/// Starts this thread's random numbers anew: PyTorch's `torch.manual_seed`.
+/// Seeds this thread's random numbers: PyTorch's `torch.manual_seed`.
 pub fn manual_seed(seed: u64) {
     set_rng_state(RngState::new(seed));
 }
 
-/// This thread's state.
+/// Returns this thread's state.
 pub fn get_rng_state() -> RngState {
     STATE.get()
 }
@@ -88,9 +86,9 @@ pub fn set_rng_state(state: RngState) {
     STATE.set(state);
 }
 
-/// Runs `f`, in which tensors are parts of larger ones: a draw for one of them gives what a draw for the whole tensor
-/// gives there. Tensor-parallel ranks that each have other heads, or other tokens of a sequence, draw so. Draws count
-/// on as outside. Parts do not nest: the inner one counts.
+/// Runs `f`, in which tensors are parts of larger ones. A draw for a part returns the numbers of a draw for the whole
+/// tensor. Tensor-parallel ranks use it for their heads or tokens. Counts draws as outside. The inner of nested parts
+/// applies.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -119,7 +117,7 @@ pub fn in_part<T>(part: Part, f: impl FnOnce() -> T) -> T {
     f()
 }
 
-/// Runs `f` with a state that was, and goes on with the present one.
+/// Runs `f` with an earlier state, then restores the current state.
 pub(crate) fn with_state<T>(state: RngState, f: impl FnOnce() -> T) -> T {
     struct Guard(RngState);
     impl Drop for Guard {
@@ -131,28 +129,28 @@ pub(crate) fn with_state<T>(state: RngState, f: impl FnOnce() -> T) -> T {
     f()
 }
 
-/// Which elements of a tensor are dropped: one draw.
+/// One draw: the elements of a tensor that are dropped.
 #[derive(Clone, Copy)]
 pub(crate) struct Mask {
     key: [u32; 2],
     call: u64,
-    /// Place of the tensor's first element among the elements of all ranks' rows.
+    /// Position of the tensor's first element among all ranks' elements.
     first: u64,
-    /// Elements that follow one another there as they do here.
+    /// Number of consecutive elements.
     run: u64,
-    /// From one run's first element to the next one's there.
+    /// Distance of the first elements of two runs.
     stride: u64,
-    /// A word below this drops its element.
+    /// Words below this drop their element.
     threshold: u32,
-    /// What the others are multiplied by.
+    /// Factor of the other elements.
     scale: f32,
 }
 
 impl Mask {
-    /// The next draw, for a tensor of this shape, which drops elements with a probability below 1.
+    /// Draws for a tensor of this shape. The probability of a drop is below 1.
     ///
     /// # Errors
-    /// When the tensor can't be the [`Part`] of another that it is said to be.
+    /// Returns an error when the tensor cannot be the [`Part`] of another tensor.
     pub(crate) fn draw(probability: f64, dims: &[usize]) -> Result<Self> {
         let state = STATE.get();
         let elements: usize = dims.iter().product();
@@ -167,7 +165,7 @@ impl Mask {
             }
         };
         STATE.set(RngState { calls: state.calls.wrapping_add(1), ..state });
-        let key = splitmix64(splitmix64(state.seed.wrapping_add(APART)));
+        let key = splitmix64(splitmix64(state.seed.wrapping_add(WEYL)));
         Ok(Mask {
             key: [key as u32, (key >> 32) as u32],
             call: state.calls,
@@ -179,7 +177,7 @@ impl Mask {
         })
     }
 
-    /// Applies it to values that follow one another from element `first` of the tensor on.
+    /// Applies the draw to consecutive values from element `first` of the tensor on.
     pub(crate) fn apply(&self, first: usize, values: &mut [f32]) {
         const WORDS: usize = 256;
         let mut words = [0; WORDS];
@@ -216,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn an_element_depends_on_its_place_alone() {
+    fn elements_depend_on_their_position_only() {
         let state = RngState { calls: 3, ..RngState::new(9) };
         let whole = mask(&[300, 7], 0, 7 * 300, state);
         for (first, len) in [(0, 1), (1, 255), (2, 1000), (3, 2097), (255, 513), (2099, 1)] {
@@ -228,9 +226,9 @@ mod tests {
         }
     }
 
-    /// Along any dimension, in any number of parts, and on ranks that have other rows as well.
+    /// Along any dimension, in any number of parts, and on ranks with other rows.
     #[test]
-    fn a_part_draws_what_the_whole_tensor_draws_there() {
+    fn parts_draw_the_numbers_of_the_whole() {
         let (dims, rows) = ([4, 6, 10, 12], 2);
         let state = RngState { calls: 2, ..RngState::new(5) };
         let elements = dims.iter().product();
@@ -255,12 +253,12 @@ mod tests {
                     let want = want.filter(|(place, _)| is_in(*place, dim, (index, count), first_row));
                     let want: Vec<f32> = want.map(|(_, value)| *value).collect();
                     assert_eq!(drawn, want, "dimension {dim}, part {index} of {count}, rows from {first_row}");
-                    // From anywhere in it.
+                    // From any element on.
                     assert_eq!(mask(&own, 3, drawn.len() - 5, state), drawn[3..drawn.len() - 2]);
                 }
             }
         }
-        // The first dimension is shared out without `first_row` as well.
+        // The first dimension may be split without `first_row`.
         let part = Some(Part { dim: 0, index: 1, count: 2 });
         assert_eq!(mask(&[2, 6, 10, 12], 0, 1440, RngState { part, ..state }), whole[1440..]);
         for part in [Part { dim: 2, index: 0, count: 1 }, Part { dim: 0, index: 2, count: 2 }] {
@@ -272,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn draws_and_seeds_are_apart_and_drop_as_often_as_asked() {
+    fn draws_are_independent_with_the_requested_probability() {
         let states = [RngState::new(0), RngState::new(1), RngState { calls: 1, ..RngState::new(0) }];
         let drawn = states.map(|state| mask(&[100_000], 0, 100_000, state));
         for (i, a) in drawn.iter().enumerate() {

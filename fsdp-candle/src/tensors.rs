@@ -1,9 +1,8 @@
-//! Values made of tensors: what forwards take and return.
+//! Values that contain tensors: the inputs and outputs of forwards.
 
 use candle_core::{Result, Tensor};
 
-/// A value whose tensors can be replaced one by one. Implement it for a type of your own that a forward takes or
-/// returns.
+/// A value whose tensors can be replaced one by one. Implement it for the types that your forwards take or return.
 ///
 /// ```
 /// use candle_core::{Result, Tensor};
@@ -26,10 +25,10 @@ use candle_core::{Result, Tensor};
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub trait Tensors: Sized {
-    /// Replaces each tensor by what `f` makes of it.
+    /// Replaces each tensor by the result of `f`.
     ///
     /// # Errors
-    /// Those of `f`.
+    /// Returns the errors of `f`.
     fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self>;
 }
 

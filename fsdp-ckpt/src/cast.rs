@@ -1,12 +1,12 @@
-//! Elements of one floating point type as those of another.
+//! Conversion between floating point types.
 
 use fsdp_core::DType;
 use half::{bf16, f16};
 
-/// Converts elements in native order, rounding to nearest; `None` unless both types are floating point. `to` has room
-/// for as many elements as `from` has.
+/// Converts elements in native byte order, rounding to nearest. Both buffers hold the same number of elements. Returns
+/// `None` unless both types are floating point.
 pub(crate) fn cast(from: &[u8], from_dtype: DType, to: &mut [u8], to_dtype: DType) -> Option<()> {
-    // An f64 holds every value of the others: nothing is rounded twice.
+    // An f64 holds every value of the other types, so nothing is rounded twice.
     macro_rules! into {
         ($values:expr) => {
             match to_dtype {
@@ -28,8 +28,8 @@ pub(crate) fn cast(from: &[u8], from_dtype: DType, to: &mut [u8], to_dtype: DTyp
     Some(())
 }
 
-/// The f32 at or beside `value` whose last bit is set where it is not exact: what is rounded further then is rounded as
-/// `value` itself would be. (The conversions of `half` ignore the lower half of an f64.)
+/// Rounds to odd: returns an inexact `value` as the neighbouring f32 with the last bit set. Rounding the result further
+/// is the same as rounding `value`. (The conversions of `half` ignore the lower half of an f64.)
 fn to_odd(value: f64) -> f32 {
     let near = value as f32;
     let bits = near.to_bits();
@@ -39,8 +39,7 @@ fn to_odd(value: f64) -> f32 {
     f32::from_bits(if f64::from(near).abs() < value.abs() { bits + 1 } else { bits - 1 })
 }
 
-/// How many elements are infinite: after a conversion, those that were too large for the new type come to those that
-/// were so before.
+/// Counts infinite elements. A conversion that overflows increases the count.
 pub(crate) fn infinities(bytes: &[u8], dtype: DType) -> u64 {
     fn count<const N: usize>(bytes: &[u8], is_one: impl Fn([u8; N]) -> bool) -> u64 {
         bytes.as_chunks().0.iter().filter(|bytes| is_one(**bytes)).count() as u64
@@ -54,7 +53,7 @@ pub(crate) fn infinities(bytes: &[u8], dtype: DType) -> u64 {
     }
 }
 
-/// One element of any type, from its bytes, as f64. Integers beyond 2^53 lose their last bits.
+/// Decodes one element of any type as f64. Integers beyond 2^53 lose their last bits.
 pub(crate) fn decode(bytes: &[u8], dtype: DType) -> f64 {
     let bits = bytes.iter().rev().fold(0u64, |bits, &byte| bits << 8 | u64::from(byte));
     match dtype {
@@ -63,7 +62,7 @@ pub(crate) fn decode(bytes: &[u8], dtype: DType) -> f64 {
         DType::F32 => f32::from_bits(bits as u32).into(),
         DType::F64 => f64::from_bits(bits),
         DType::I64 => bits as i64 as f64,
-        // The unsigned ones.
+        // Unsigned integers.
         _ => bits as f64,
     }
 }
@@ -79,8 +78,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rounds_once_and_to_nearest() {
-        // Halfway between two bf16 after a rounding to f32, above halfway before.
+    fn rounds_once_to_nearest() {
+        // Halfway between two bf16 after rounding to f32, but above halfway before.
         let value = 1.0 + f64::from(2f32.powi(-8)) + 1e-12;
         let mut half = [0; 2];
         cast(&value.to_ne_bytes(), DType::F64, &mut half, DType::BF16).unwrap();
@@ -92,7 +91,7 @@ mod tests {
         assert!(cast(&[0; 4], DType::F32, &mut [0; 8], DType::I64).is_none());
     }
     #[test]
-    fn numbers_are_decoded_and_infinities_counted() {
+    fn decodes_numbers_and_counts_infinities() {
         for (dtype, bytes, number) in [
             (DType::U8, vec![200], 200.0),
             (DType::U32, 4_000_000_000u32.to_ne_bytes().to_vec(), 4e9),

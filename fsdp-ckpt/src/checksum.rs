@@ -1,8 +1,8 @@
-//! The checksum of a chunk: CRC-32C.
+//! CRC-32C.
 
 use crc_fast::{CrcAlgorithm, Digest};
 
-/// A checksum of bytes that come in pieces.
+/// A checksum of bytes that are passed in pieces.
 pub(crate) struct Checksum(Digest);
 
 impl Checksum {
@@ -15,7 +15,7 @@ impl Checksum {
     }
 
     pub(crate) fn value(&self) -> u32 {
-        // A checksum of 32 bits in a type for those of 64 as well.
+        // The type also holds checksums of 64 bits.
         self.0.finalize() as u32
     }
 }
@@ -25,8 +25,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_castagnolis() {
-        // The check value of the catalogue of CRCs, and RFC 3720, B.4.
+    fn matches_check_values() {
+        // The check value of the CRC catalogue, and values of RFC 3720, B.4.
         for (bytes, value) in [(&b"123456789"[..], 0xe306_9283), (&[0; 32], 0x8a91_36aa), (&[0xff; 32], 0x62a8_ab43)] {
             let mut checksum = Checksum::new();
             bytes.chunks(5).for_each(|piece| checksum.update(piece));

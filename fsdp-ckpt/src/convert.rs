@@ -1,4 +1,9 @@
-//! TODO
+//! Writing a source in another format, with little memory.
+//!
+//! [`check`] verifies the source, a [`View`] selects, renames and casts its tensors, and [`write_fsdp`],
+//! [`crate::hf::write`] and [`crate::torch::write_dcp`] write the view.
+//!
+//! The source is never changed. The destination must not exist, and appears when it is complete.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::{Debug, Formatter};
@@ -19,12 +24,12 @@ use crate::source::{ChunkEntry, FileEntry, TensorEntry, WriteSummary, stream};
 use crate::store::{Store, open_staging, stage};
 use crate::{Error, Format, ModelPrefix, Result, TensorSource};
 
-/// Checks that everything in `source` can be read and has the checksums that its format keeps, and that writing `dst`
-/// does not touch it. `seen` is told the bytes as they are read; nothing is read from a format without checksums.
+/// Verifies all checksums of `source`, and checks that writing `dst` would not change it. Calls `seen` with the bytes
+/// of each read. Does not read chunks without checksums.
 ///
 /// # Errors
-/// [`Error::UnsupportedDTypes`] when there are tensors of dtypes that can't be read, unless `skip_unreadable`; [`Error::AlreadyExists`]
-/// when `dst` is there; [`Error::Argument`] when `dst` is within the source; as [`TensorSource::verify`].
+/// [`Error::UnsupportedDTypes`] if there are any, unless `skip_unreadable`; [`Error::AlreadyExists`] if `dst` exists;
+/// [`Error::Argument`] if `dst` is within the source; the errors of [`TensorSource::verify`].
 pub fn check(source: &dyn TensorSource, dst: &Path, skip_unreadable: bool, seen: &mut dyn FnMut(u64)) -> Result<()> {
     if !skip_unreadable && !source.unreadable().is_empty() {
         return Err(Error::UnsupportedDTypes {
@@ -39,7 +44,7 @@ pub fn check(source: &dyn TensorSource, dst: &Path, skip_unreadable: bool, seen:
         && parent.starts_with(&within)
     {
         return Err(Error::Argument(format!(
-            "{} is within {}, which is not to be touched; choose another place",
+            "{} is within the source {}; choose another destination",
             dst.display(),
             source.path().display()
         )));
@@ -52,7 +57,7 @@ pub fn check(source: &dyn TensorSource, dst: &Path, skip_unreadable: bool, seen:
     Ok(())
 }
 
-/// The nearest directory above `path` that exists, resolved.
+/// Resolves the nearest existing parent of `path`.
 fn existing_parent(path: &Path) -> Option<PathBuf> {
     path.ancestors().skip(1).find_map(|dir| {
         let dir = if dir.as_os_str().is_empty() { Path::new(".") } else { dir };
@@ -60,8 +65,7 @@ fn existing_parent(path: &Path) -> Option<PathBuf> {
     })
 }
 
-/// Some tensors of a source, under other names and in other dtypes. What is read is converted on the way, so that
-/// writers know nothing of it.
+/// Selected tensors of a source, with other names and dtypes. Reads convert the elements, so writers need not.
 ///
 /// ```
 /// use fsdp_ckpt::{TensorSource, convert::View};
@@ -86,24 +90,24 @@ pub struct View<'a> {
     source: &'a dyn TensorSource,
     prefix: ModelPrefix,
     tensors: BTreeMap<String, TensorEntry>,
-    /// The source's names of the tensors.
+    /// The source's name of each tensor.
     from: BTreeMap<String, String>,
     seen: Option<&'a (dyn Fn(u64) + Send + Sync)>,
     overflowed: AtomicU64,
 }
 
 impl<'a> View<'a> {
-    /// Everything as it is.
+    /// Selects all tensors under their own names.
     pub fn all(source: &'a dyn TensorSource) -> Self {
         Self::new(source, |_, name| Some(name.to_string()))
     }
 
-    /// Everything, under the names of a training run: `model.<fqn>` for parameters.
+    /// Selects all tensors under the names of a training state: `model.<fqn>` for parameters.
     pub fn training(source: &'a dyn TensorSource) -> Self {
         Self::new(source, |prefix, name| Some(prefix.state_name(name).into_owned()))
     }
 
-    /// The parameters alone, by their FQNs.
+    /// Selects the parameters under their FQNs.
     pub fn model(source: &'a dyn TensorSource) -> Self {
         Self::new(source, |prefix, name| prefix.fqn(name).map(str::to_string))
     }
@@ -120,52 +124,52 @@ impl<'a> View<'a> {
         View { source, prefix, tensors, from, seen: None, overflowed: AtomicU64::new(0) }
     }
 
-    /// Floating point parameters become `dtype`; the optimizer's state and integers stay as they are.
+    /// Converts floating point parameters to `dtype`. Optimizer state and integers keep their dtypes.
     ///
     /// # Errors
-    /// [`Error::Argument`] when `dtype` is none of BF16, F16, F32 and F64.
+    /// [`Error::Argument`] unless `dtype` is BF16, F16, F32 or F64.
     pub fn dtype(mut self, dtype: DType) -> Result<Self> {
         if !dtype.is_float() {
-            return Err(Error::Argument(format!("parameters can't become {dtype}; choose bf16, f16 or f32")));
+            return Err(Error::Argument(format!("can't convert parameters to {dtype}; choose bf16, f16 or f32")));
         }
         for (name, tensor) in &mut self.tensors {
             if tensor.dtype.is_float() && self.prefix.fqn(&self.from[name]).is_some() {
                 tensor.dtype = dtype;
-                // They are sums of other bytes.
+                // The checksums are of the unconverted bytes.
                 tensor.chunks.iter_mut().for_each(|chunk| chunk.crc32c = None);
             }
         }
         Ok(self)
     }
 
-    /// Shows the tensor `of` under the name `alias`, too: a parameter that two layers share is one here, and two in the
-    /// state dict of a PyTorch module.
+    /// Adds the tensor `of` under the name `alias`, too. PyTorch's state dicts hold a parameter that two layers share
+    /// twice.
     ///
     /// # Errors
-    /// [`Error::MissingTensor`] when there is no `of`; [`Error::Argument`] when there is an `alias` already.
+    /// [`Error::MissingTensor`] if `of` does not exist; [`Error::Argument`] if `alias` exists.
     pub fn alias(mut self, alias: &str, of: &str) -> Result<Self> {
         let tensor = self.tensor(of)?.clone();
         if self.tensors.contains_key(alias) {
-            return Err(Error::Argument(format!("{} has a tensor \"{alias}\" already", self.path().display())));
+            return Err(Error::Argument(format!("{} already has a tensor \"{alias}\"", self.path().display())));
         }
         self.tensors.insert(alias.to_string(), tensor);
         self.from.insert(alias.to_string(), self.from[of].clone());
         Ok(self)
     }
 
-    /// `seen` is told the bytes of the source as they are read.
+    /// Sets a callback that gets the bytes of each read from the source.
     pub fn on_read(mut self, seen: &'a (dyn Fn(u64) + Send + Sync)) -> Self {
         self.seen = Some(seen);
         self
     }
 
-    /// The tensors of the source that are left out.
+    /// Returns the number of the source's tensors that are not selected.
     pub fn left_out(&self) -> usize {
         let shown: BTreeSet<&String> = self.from.values().collect();
         self.source.tensors().len() - shown.len()
     }
 
-    /// How many tensors change from one dtype to another.
+    /// Returns the numbers of tensors that change from one dtype to another.
     pub fn converted(&self) -> Vec<([DType; 2], usize)> {
         let mut converted = Vec::<([DType; 2], usize)>::new();
         for (new, old) in &self.from {
@@ -179,7 +183,7 @@ impl<'a> View<'a> {
         converted
     }
 
-    /// How many finite numbers have been read so far that the new dtype has no room for: they became infinite.
+    /// Returns how many finite numbers became infinite in reads so far.
     pub fn overflowed(&self) -> u64 {
         self.overflowed.load(Ordering::Relaxed)
     }
@@ -240,12 +244,11 @@ impl TensorSource for View<'_> {
     }
 }
 
-/// Writes what `source` holds as the checkpoint `dst`, as if the ranks of `mesh` had saved it: tensors are sharded on
-/// dimension 0 over the last mesh dimension, as `fully_shard` cuts them, and replicated over the others; scalars are
-/// replicated. The values are kept.
+/// Writes the tensors and values of `source` as the checkpoint `dst`, as if the ranks of `mesh` had saved it. Tensors
+/// are sharded on dimension 0 over the last mesh dimension and replicated over the others. Scalars are replicated.
 ///
 /// # Errors
-/// [`crate::Error::AlreadyExists`] when `dst` is there already; [`crate::Error::Io`]; as [`TensorSource::read`].
+/// [`crate::Error::AlreadyExists`] if `dst` exists; [`crate::Error::Io`]; the errors of [`TensorSource::read`].
 pub fn write_fsdp(dst: &Path, source: &dyn TensorSource, mesh: &MeshLayout) -> Result<WriteSummary> {
     let plan = plan_for(source, mesh)?;
     let staging = stage(dst)?;
@@ -295,7 +298,7 @@ fn plan_for(source: &dyn TensorSource, mesh: &MeshLayout) -> Result<Plan> {
     plan(&claims, &Hosts::shared(mesh.size()))
 }
 
-/// Writes the file of a rank, nothing if the rank has none.
+/// Writes the file of a rank; `None` if it has no chunk.
 fn write_rank(
     store: &dyn Store,
     source: &dyn TensorSource,

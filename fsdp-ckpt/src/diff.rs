@@ -1,4 +1,4 @@
-//! How far two checkpoints or models are apart, whatever their formats.
+//! Comparing two checkpoints or models of any format.
 
 use std::collections::BTreeMap;
 
@@ -10,16 +10,16 @@ use crate::cast::decode;
 use crate::region::blocks;
 use crate::{MODEL, Result, TensorSource};
 
-/// The most bytes of a tensor that are read at once from each side.
+/// Bytes to read at once from each side.
 const BLOCK: usize = 4 << 20;
 
-/// Numbers `a` and `b` are as good as equal when |a - b| <= `atol` + `rtol` * |b|, or both are NaN. With both zero,
-/// tensors must be equal to the bit and of one dtype.
+/// Numbers `a` and `b` match if |a - b| <= `atol` + `rtol` * |b|, or both are NaN. If both tolerances are zero, tensors
+/// must have the same dtype and bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Tolerance {
-    /// Relative to the second side.
+    /// Tolerance relative to the second side.
     pub rtol: f64,
-    /// Absolute.
+    /// Absolute tolerance.
     pub atol: f64,
 }
 
@@ -29,62 +29,62 @@ impl Tolerance {
     }
 }
 
-/// What [`diff`] has found.
+/// Result of [`diff`].
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Diff {
-    /// Names that only the first has.
+    /// Names that only the first side has.
     pub only_a: Vec<String>,
-    /// Names that only the second has.
+    /// Names that only the second side has.
     pub only_b: Vec<String>,
-    /// Tensors that differ at all, by name.
+    /// Tensors that differ in any bit, by name.
     pub differing: BTreeMap<String, TensorDiff>,
-    /// The number of tensors that are equal to the bit.
+    /// Number of tensors with equal bits.
     pub equal: usize,
-    /// The number of tensors that were not compared, because one side is a model alone and these are not parameters.
+    /// Number of tensors that were not compared, because the other side holds only a model.
     pub not_compared: usize,
-    /// The numbers of tensors that can't be read on either side, for their dtypes.
+    /// Number of tensors of unsupported dtypes on each side.
     pub unreadable: [usize; 2],
 }
 
 impl Diff {
-    /// Whether nothing differs beyond the tolerance.
+    /// Returns whether all differences are within the tolerance.
     pub fn is_within_tolerance(&self) -> bool {
         self.only_a.is_empty() && self.only_b.is_empty() && self.differing.values().all(|tensor| !tensor.beyond)
     }
 }
 
-/// How a tensor differs.
+/// The differences of a tensor.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct TensorDiff {
-    /// The dtypes on both sides.
+    /// Dtype on each side.
     pub dtypes: [DType; 2],
-    /// The shapes on both sides.
+    /// Shape on each side.
     pub shapes: [Vec<usize>; 2],
-    /// Whether this is more than the tolerance allows.
+    /// Whether the differences exceed the tolerance.
     pub beyond: bool,
-    /// How the numbers differ; nothing where the shapes do.
+    /// Differences of the elements; `None` if the shapes differ.
     pub values: Option<ValueDiff>,
 }
 
-/// How the numbers of a tensor differ.
+/// The differences of a tensor's elements.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct ValueDiff {
-    /// The number of elements.
+    /// Number of elements.
     pub elements: u64,
-    /// How many of them differ by more than the tolerance.
+    /// Number of elements that differ by more than the tolerance.
     pub beyond: u64,
-    /// The largest |a - b|; infinite (null in JSON) where a NaN or an infinity stands against a number.
+    /// Largest |a - b|; infinite (null in JSON) if NaN or infinity differs from a number.
     pub max_abs: f64,
-    /// The largest |a - b| / max(|a|, |b|).
+    /// Largest |a - b| / max(|a|, |b|).
     pub max_rel: f64,
 }
 
-/// Compares all tensors of two sources. `seen` is told the bytes as they are read, those of both sides together.
+/// Compares all tensors of two sources. Calls `seen` with the bytes of each read, of both sides together.
 ///
-/// When one of them names parameters `model.<fqn>` and the other `<fqn>`, the parameters alone are compared.
+/// If one source names parameters `model.<fqn>` and the other `<fqn>`, compares only the parameters.
 ///
 /// # Errors
-/// As [`TensorSource::read`].
+/// The errors of [`TensorSource::read`].
 pub fn diff(
     a: &dyn TensorSource,
     b: &dyn TensorSource,
@@ -112,7 +112,7 @@ pub fn diff(
     Ok(found)
 }
 
-/// What to take off the names of each side: one may call `model.<fqn>` what is `<fqn>` to the other.
+/// Returns the prefix to remove from the names of each side: one may have `model.<fqn>` where the other has `<fqn>`.
 fn prefixes(a: &dyn TensorSource, b: &dyn TensorSource) -> (&'static str, &'static str) {
     let common = |prefix_a, prefix_b| {
         let right = without(b, prefix_b);
@@ -127,12 +127,12 @@ fn prefixes(a: &dyn TensorSource, b: &dyn TensorSource) -> (&'static str, &'stat
     best
 }
 
-/// The names in a source that begin with a prefix, by what comes after it.
+/// Returns the names with a prefix, keyed by the rest of the name.
 fn without<'a>(source: &'a dyn TensorSource, prefix: &str) -> BTreeMap<&'a str, &'a str> {
     source.tensors().keys().filter_map(|name| Some((name.strip_prefix(prefix)?, name.as_str()))).collect()
 }
 
-/// Compares a tensor; nothing when it is equal to the bit.
+/// Compares a tensor; `None` if the bits are equal.
 fn compare(
     (a, name_a): (&dyn TensorSource, &str),
     (b, name_b): (&dyn TensorSource, &str),
@@ -178,10 +178,10 @@ fn compare(
 }
 
 impl ValueDiff {
-    /// Adds two numbers whose bits differ, or whose dtypes do.
+    /// Adds a pair of elements whose bits or dtypes differ.
     fn add(&mut self, a: f64, b: f64, tolerance: Tolerance, same_dtype: bool) {
         if a == b || (a.is_nan() && b.is_nan()) {
-            // Zeros of both signs, NaNs, integers that f64 can't tell apart, or the same number in another dtype.
+            // Zeros of both signs, NaNs, large integers that f64 rounds, or equal numbers of different dtypes.
             self.beyond += u64::from(same_dtype && tolerance.exact());
             return;
         }

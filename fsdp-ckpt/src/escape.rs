@@ -1,10 +1,9 @@
-//! TODO
+//! EscapingWriter text from files before it is shown.
 
 use std::fmt::{Display, Formatter, Result, Write};
 
-/// Text that may come from a file, for terminals and logs: what steers a terminal or can't be seen is written as an
-/// escape, like `\u{1b}` and `\n`. That is control characters, line ends among them, what turns the direction of text,
-/// and what has no width.
+/// Escapes text for terminals and logs: control characters, line ends, bidirectional controls, and invisible characters
+/// become `\n` or `\u{1b}`.
 ///
 /// ```
 /// use fsdp_ckpt::escape;
@@ -14,20 +13,20 @@ pub fn escape<T: Display>(text: T) -> Escaped<T> {
     Escaped(text)
 }
 
-/// What [`shown`] gives.
+/// Result of [`escape()`].
 #[derive(Clone, Copy, Debug)]
 pub struct Escaped<T>(T);
 
 impl<T: Display> Display for Escaped<T> {
     fn fmt(&self, f: &mut Formatter<'_>) -> Result {
-        write!(Escaping(f), "{}", self.0)
+        write!(EscapingWriter(f), "{}", self.0)
     }
 }
 
-/// Passes text on, escaped.
-struct Escaping<'a, 'f>(&'a mut Formatter<'f>);
+/// A writer that escapes.
+struct EscapingWriter<'a, 'f>(&'a mut Formatter<'f>);
 
-impl Write for Escaping<'_, '_> {
+impl Write for EscapingWriter<'_, '_> {
     fn write_str(&mut self, text: &str) -> Result {
         let mut rest = text;
         while let Some((at, c)) = rest.char_indices().find(|(_, c)| is_invisible(*c)) {
@@ -42,15 +41,15 @@ impl Write for Escaping<'_, '_> {
     }
 }
 
-/// Whether nobody sees this character as what it is.
+/// Returns whether a character is invisible or controls the terminal.
 pub(crate) fn is_invisible(c: char) -> bool {
     match c {
         ' '..='~' => false,
-        // Letters, marks and a symbol to Unicode, and blank.
+        // Blank characters that Unicode classifies as letters, marks or symbols.
         '\u{34f}' | '\u{115f}' | '\u{1160}' | '\u{17b4}' | '\u{17b5}' | '\u{2800}' | '\u{3164}' | '\u{ffa0}' => true,
         '\u{180b}'..='\u{180f}' | '\u{fe00}'..='\u{fe0f}' | '\u{e0100}'..='\u{e01ef}' => true,
-        // The standard library has a table of what can be printed. Behind another character it lets marks pass, which
-        // is right for names in most scripts.
+        // `escape_debug` knows the printable characters. After another character it keeps combining marks, which names
+        // in many scripts need.
         _ => {
             let mut pair = [b'x', 0, 0, 0, 0];
             let length = c.encode_utf8(&mut pair[1..]).len();
@@ -64,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_steers_or_is_unseen_is_escaped() {
+    fn escapes_controls_and_invisible_characters() {
         for (text, want) in [
             ("model.layers.0.weight", "model.layers.0.weight"),
             ("Größe \"a\\b\" 層 نموذج हिन्दी", "Größe \"a\\b\" 層 نموذج हिन्दी"),

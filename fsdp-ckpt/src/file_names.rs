@@ -1,23 +1,23 @@
-//! The names of a checkpoint's files.
+//! Names of a checkpoint's files.
 
 use std::path::Path;
 
-/// The manifest's file name.
+/// File name of the manifest.
 pub const MANIFEST: &str = "checkpoint.json";
 
-/// PyTorch DCP's name for the file of a rank.
+/// Returns the name that PyTorch DCP gives a rank's file.
 pub(crate) fn file_name(rank: usize) -> String {
     format!("shard-{:05}-model-00001-of-00001.safetensors", rank + 1)
 }
 
-/// The rank that a file of this name is of.
+/// Returns the rank of a file.
 pub(crate) fn rank_of_file(name: &str) -> Option<usize> {
     let rank = name.strip_prefix("shard-")?.split('-').next()?.parse::<usize>().ok()?.checked_sub(1)?;
     (file_name(rank) == name).then_some(rank)
 }
 
-/// What copies the directory of another host into this one's of the same name. A path without its beginning would be
-/// one of the home directory there.
+/// Returns the command that copies another host's directory into the same directory here. The path is absolute, since
+/// rsync resolves relative paths from the home directory.
 pub(crate) fn copy_command(host: &str, dir: &Path) -> String {
     let is_url = dir.to_str().is_some_and(|text| text.contains("://"));
     let whole = if is_url { None } else { std::path::absolute(dir).ok() };
@@ -30,7 +30,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_other_host_is_asked_for_the_same_directory() {
+    fn copies_the_same_absolute_directory() {
         let here = std::env::current_dir().unwrap();
         for (dir, whole) in [
             ("saved/step-1", here.join("saved/step-1").display().to_string()),

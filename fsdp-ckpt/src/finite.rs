@@ -1,4 +1,4 @@
-//! Numbers that are none: NaNs and infinities in floating point tensors.
+//! Finding NaN and infinity in floating point tensors.
 
 use fsdp_core::DType;
 use serde::Serialize;
@@ -6,36 +6,35 @@ use serde::Serialize;
 use crate::region::blocks;
 use crate::{Result, TensorSource};
 
-/// Bytes that are read at once: what an object store gives in the requests that one read makes at a time.
+/// Bytes per read: as much as an object store reads concurrently.
 const BLOCK: usize = 48 << 20;
-/// Bytes that are looked at before the next branch.
+/// Bytes between branches.
 const STRIDE: usize = 4 << 10;
 
-/// The numbers of a tensor that are not finite.
+/// A tensor with NaN or infinity.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct NonFinite {
-    /// The tensor.
+    /// Name of the tensor.
     pub tensor: String,
-    /// Its dtype.
+    /// Dtype of the tensor.
     pub dtype: DType,
-    /// How many numbers it has.
+    /// Number of elements.
     pub elements: u64,
-    /// How many of them are NaN.
+    /// Number of NaNs.
     pub nan: u64,
-    /// How many are infinite, of either sign.
+    /// Number of infinities of either sign.
     pub infinite: u64,
-    /// The index of the first of these, in the tensor as a whole; first in the order in which its chunks are listed.
+    /// Global index of the first such element, in the order in which the chunks are listed.
     pub first: Vec<usize>,
-    /// The file that this one is in.
+    /// File that holds the first such element.
     pub file: String,
 }
 
-/// Reads all floating point tensors of a source and lists those with numbers that are not finite, by name. `seen` is
-/// told the bytes as they are read. Memory stays bounded. Tensors that can't be read, for their dtypes, are not looked
-/// at ([`TensorSource::unreadable`]).
+/// Finds the floating point tensors of a source that have NaN or infinity. Calls `seen` with the bytes of each read.
+/// Needs bounded memory. Skips [`TensorSource::unreadable`] tensors.
 ///
 /// # Errors
-/// As [`TensorSource::read`].
+/// The errors of [`TensorSource::read`].
 ///
 /// ```
 /// use fsdp_ckpt::{non_finite, open};
@@ -83,9 +82,8 @@ pub fn non_finite(source: &dyn TensorSource, seen: &mut dyn FnMut(u64)) -> Resul
     Ok(found)
 }
 
-/// Looks at elements of `dtype` in native order, as fast as memory gives them: the position of the first that is not
-/// finite, and how many are NaN and infinite; `None` when all are finite, or `dtype` is no floating point type. For
-/// savers that look before they save.
+/// Counts the non-finite elements of `dtype` in native byte order. Returns the index of the first one and the numbers
+/// of NaNs and infinities. Returns `None` if all are finite or `dtype` is not floating point.
 ///
 /// ```
 /// use fsdp_ckpt::count_non_finite;
@@ -94,7 +92,7 @@ pub fn non_finite(source: &dyn TensorSource, seen: &mut dyn FnMut(u64)) -> Resul
 /// assert_eq!(count_non_finite(DType::F32, numbers.bytes()), Some((1, [1, 1])));
 /// ```
 pub fn count_non_finite(dtype: DType, bytes: &[u8]) -> Option<(usize, [u64; 2])> {
-    // All bits of the exponent are set in what is not finite, and no bit of the mantissa in what is infinite.
+    // A number is not finite if all bits of its exponent are set, and infinite if its mantissa is also zero.
     macro_rules! scan {
         ($bits:ty, $exponent:expr) => {{
             const SIZE: usize = size_of::<$bits>();
@@ -103,7 +101,7 @@ pub fn count_non_finite(dtype: DType, bytes: &[u8]) -> Option<(usize, [u64; 2])>
             let (mut first, mut nan, mut infinite) = (None, 0, 0);
             for (stride, bytes) in bytes.chunks(STRIDE).enumerate() {
                 let elements = bytes.as_chunks::<SIZE>().0.iter().map(|bytes| <$bits>::from_ne_bytes(*bytes));
-                // Without a branch, so that it becomes vector instructions.
+                // Without a branch, the compiler vectorizes it.
                 let any = elements.clone().fold(0, |any: $bits, bits| any | <$bits>::from(bits & EXPONENT == EXPONENT));
                 if any == 0 {
                     continue;
@@ -125,7 +123,7 @@ pub fn count_non_finite(dtype: DType, bytes: &[u8]) -> Option<(usize, [u64; 2])>
     }
 }
 
-/// The index of an element of a box in the tensor as a whole.
+/// Returns the global index of an element of a region.
 fn index(element: usize, offsets: &[usize], sizes: &[usize]) -> Vec<usize> {
     let mut rest = element;
     let mut index = offsets.to_vec();
@@ -143,7 +141,7 @@ mod tests {
     use half::{bf16, f16};
 
     #[test]
-    fn each_dtype_has_its_own_numbers_that_are_none() {
+    fn counts_nan_and_infinity_of_each_dtype() {
         fn check<const N: usize>(dtype: DType, finite: [[u8; N]; 4], nan: [u8; N], infinities: [[u8; N]; 2]) {
             // Beyond the first stride, and at its end.
             for count in [4, STRIDE / N, STRIDE / N + 1, 3 * STRIDE / N + 5] {
@@ -175,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn positions_in_a_box_are_indices_of_the_tensor() {
+    fn index_is_global() {
         assert_eq!(index(7, &[10, 0, 5], &[2, 2, 3]), [11, 0, 6]);
         assert_eq!(index(0, &[], &[]), [0; 0]);
     }

@@ -58,7 +58,7 @@ pub use checkpoint::hosts::HostDirs;
 pub use checkpoint::plan::TensorShard;
 pub use checkpoint::run_dir::{Survey, alias_target, keep_newest, latest, name_before_quarantine, quarantine, survey};
 pub use checkpoint::save::{SaveOptions, SaveState, SaveSummary, save, save_with};
-pub use checkpoint::writable::check_writable;
+pub use checkpoint::writable::{RemoveIfEmpty, check_writable};
 pub use diff::{Diff, TensorDiff, Tolerance, ValueDiff, diff};
 pub use error::{Error, Result};
 pub use escape::{Escaped, escape};

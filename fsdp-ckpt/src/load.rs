@@ -1,4 +1,4 @@
-//! TODO
+//! Loading into existing memory.
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -12,73 +12,71 @@ use crate::region::{check_request, checked_bytes, fits};
 use crate::source::stream;
 use crate::{Error, Format, Result, TensorSource};
 
-/// Memory of one rank's part of a global tensor, to be filled.
+/// Memory to fill with one rank's shard of a global tensor.
 #[derive(Clone)]
 pub struct LoadTensor {
-    /// The fully qualified name, as in `model.layers.0.weight`.
+    /// Fully qualified name, such as `model.layers.0.weight`.
     pub fqn: String,
-    /// The shape of the global tensor.
+    /// Shape of the global tensor.
     pub shape: Vec<usize>,
-    /// The box of the global tensor that this rank holds; may be empty.
+    /// Region of the global tensor that this rank holds; may be empty.
     pub region: Region,
-    /// Where the elements of the box go, row-major. The dtype is this memory's.
+    /// Memory for the elements of the region, row-major. It determines the dtype.
     pub data: Arc<dyn Writable>,
 }
 
-/// Which names a load insists on.
+/// Names that must match.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Strict {
-    /// The checkpoint has every tensor that is to be loaded, and no other: `strict=True` of PyTorch's
-    /// `load_state_dict`.
+    /// The checkpoint has exactly the tensors to load, like `strict=True` of PyTorch's `load_state_dict`.
     Both,
-    /// The checkpoint has every tensor that is to be loaded, and may have others: PyTorch's `dcp.load`.
+    /// The checkpoint has at least the tensors to load, like PyTorch's `dcp.load`.
     #[default]
     Missing,
-    /// What both have is loaded.
+    /// Loads the tensors that both have.
     Neither,
 }
 
-/// How to load.
+/// Options of a load.
 #[derive(Clone, Debug)]
 pub struct LoadOptions {
-    /// Which names must match.
+    /// Names that must match.
     pub strict: Strict,
-    /// Loads only names that one of these patterns matches; all, if there are none. `*` stands for any characters, `?`
-    /// for one: `model.layers.0.*`.
+    /// Patterns of names to load, such as `model.layers.0.*`; empty for all. `*` matches any characters, `?` one.
     pub include: Vec<String>,
-    /// Leaves names out that one of these patterns matches.
+    /// Patterns of names to leave out.
     pub exclude: Vec<String>,
-    /// Whether floating point elements may be converted to the dtype of the memory.
+    /// Whether to convert floating point elements to the dtype of the memory.
     pub convert: bool,
 }
 
 impl Default for LoadOptions {
-    /// Every tensor must be there; dtypes are converted.
+    /// Requires every tensor to load and converts dtypes.
     fn default() -> Self {
         LoadOptions { strict: Strict::default(), include: Vec::new(), exclude: Vec::new(), convert: true }
     }
 }
 
-/// What a load has done.
+/// Summary of a load.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LoadReport {
-    /// The number of tensors that were filled.
+    /// Number of tensors that were filled.
     pub loaded: usize,
-    /// The bytes that this rank's parts of them take in memory.
+    /// Bytes of this rank's shards in memory.
     pub bytes: u64,
-    /// Names that were to be loaded and are not in the checkpoint.
+    /// Requested names that the checkpoint lacks.
     pub missing: Vec<String>,
-    /// Names in the checkpoint that nothing was to be loaded from.
+    /// Names in the checkpoint that were not requested.
     pub unexpected: Vec<String>,
-    /// Names whose elements were converted, with the dtypes in the checkpoint and in memory.
+    /// Names of converted tensors, with the dtypes in the checkpoint and in memory.
     pub converted: Vec<(String, DType, DType)>,
 }
 
-/// Fills `tensors` from a checkpoint or model of any format, whatever mesh wrote it; each rank reads the byte ranges of
-/// its own boxes only. No communication.
+/// Fills `tensors` from a checkpoint or model of any format, saved by any mesh. Each rank reads only the byte ranges of
+/// its own shards. Does not communicate.
 ///
-/// A model that was saved without its optimizer has its names without the prefix `model.`; that is found out.
-/// Everything is checked before anything is written: names, shapes and dtypes.
+/// Finds out whether the source's names have the prefix `model.`, see [`ModelPrefix`]. Checks all names, shapes and
+/// dtypes before writing to memory.
 ///
 /// ```
 /// use std::sync::{Arc, Mutex};
@@ -102,8 +100,8 @@ pub struct LoadReport {
 /// ```
 ///
 /// # Errors
-/// [`Error::NameMismatch`] when names don't match as strictly as asked; [`Error::TensorMismatch`] when a tensor has another shape, or
-/// a dtype that is not to be, or can't be, converted; those of reading.
+/// [`Error::NameMismatch`]; [`Error::TensorMismatch`] for another shape, or for another dtype that is not converted;
+/// errors of reading.
 pub fn load(source: &dyn TensorSource, tensors: &[LoadTensor], options: &LoadOptions) -> Result<LoadReport> {
     let _span = fsdp_core::heartbeat::span("checkpoint load", "");
     let patterns = Patterns::new(options)?;
@@ -146,7 +144,7 @@ pub fn load(source: &dyn TensorSource, tensors: &[LoadTensor], options: &LoadOpt
     Ok(report)
 }
 
-/// The dtype of a tensor in the source, whose elements can go to memory.
+/// Checks that a tensor fits its memory, and returns its dtype in the source.
 fn check(source: &dyn TensorSource, stored: &str, tensor: &LoadTensor, options: &LoadOptions) -> Result<DType> {
     let entry = source.tensor(stored)?;
     let misfit = |reason: String| {
@@ -154,16 +152,15 @@ fn check(source: &dyn TensorSource, stored: &str, tensor: &LoadTensor, options: 
     };
     let (from, to) = (entry.dtype, tensor.data.dtype());
     if entry.shape != tensor.shape {
-        return misfit(format!("shape {:?}, shape {:?} is to be loaded", entry.shape, tensor.shape));
+        return misfit(format!("shape {:?}, expected {:?}", entry.shape, tensor.shape));
     }
     if from != to && !(options.convert && from.is_float() && to.is_float()) {
-        let why =
-            if options.convert { "only floating point types are converted" } else { "nothing is to be converted" };
-        return misfit(format!("dtype {from}, {to} is to be loaded, and {why}"));
+        let why = if options.convert { "only floating point types are converted" } else { "conversion is off" };
+        return misfit(format!("dtype {from}, expected {to}, and {why}"));
     }
     let has_room = checked_bytes(&tensor.region.sizes, 1) == Some(tensor.data.len());
     if !fits(&tensor.region, &tensor.shape) || !has_room {
-        let reason = format!("its memory of {} elements is not that of {:?}", tensor.data.len(), tensor.region);
+        let reason = format!("its memory has {} elements, but its region is {:?}", tensor.data.len(), tensor.region);
         return Err(Error::InvalidRead { tensor: tensor.fqn.clone(), reason });
     }
     Ok(from)
@@ -177,12 +174,11 @@ fn fill(source: &dyn TensorSource, stored: &str, tensor: &LoadTensor) -> Result<
     outcome
 }
 
-/// Reads a box of a tensor into `into`, row-major, as elements of dtype `to`: floating point elements of another are
-/// converted, rounded once, some MiB at a time.
+/// Reads a region of a tensor into `into`, row-major, and converts floating point elements to `to` with one rounding.
 ///
 /// # Errors
-/// As [`TensorSource::read`]; [`Error::InvalidRead`] when `into` has not the size of the box, or one of the dtypes is no
-/// floating point type and they differ.
+/// The errors of [`TensorSource::read`]; [`Error::InvalidRead`] if `into` has another size, or the dtypes differ and
+/// one of them is not floating point.
 pub fn read_as(source: &dyn TensorSource, fqn: &str, region: &Region, to: DType, into: &mut [u8]) -> Result<()> {
     let tensor = source.tensor(fqn)?;
     let from = tensor.dtype;
@@ -201,7 +197,7 @@ pub fn read_as(source: &dyn TensorSource, fqn: &str, region: &Region, to: DType,
     })
 }
 
-/// Which names are asked for.
+/// Compiled name patterns of [`LoadOptions`].
 struct Patterns {
     include: Vec<glob::Pattern>,
     exclude: Vec<glob::Pattern>,
@@ -214,7 +210,7 @@ impl Patterns {
                 .iter()
                 .map(|text| {
                     glob::Pattern::new(text)
-                        .map_err(|error| Error::Argument(format!("{text:?} is not a pattern of names: {error}")))
+                        .map_err(|error| Error::Argument(format!("{text:?} is not a valid name pattern: {error}")))
                 })
                 .collect::<Result<Vec<_>>>()
         };
@@ -227,20 +223,21 @@ impl Patterns {
     }
 }
 
-/// What a model's names begin with in a training state.
+/// Prefix of a model's names in a training state.
 pub const MODEL: &str = "model.";
 
-/// What an optimizer's names begin with there.
+/// Prefix of an optimizer's names in a training state.
 const OPTIM: &str = "optim.";
 
-/// How a source calls what a training state calls `model.<fqn>`.
+/// Whether a source stores the parameter `<fqn>` as `model.<fqn>`, like a training state, or as `<fqn>`, like a model.
+/// FQNs may themselves begin with `model.`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModelPrefix {
     has_prefix: bool,
 }
 
 impl ModelPrefix {
-    /// Finds out by which of the two more of the `wanted` names, as a training state has them, are in `source`.
+    /// Chooses the way by which `source` has more of the `wanted` names of a training state.
     pub fn of<'a>(source: &dyn TensorSource, wanted: impl Iterator<Item = &'a str>) -> Self {
         let is_there = |name: &str| source.tensors().contains_key(name) || source.unreadable().contains_key(name);
         let (mut with, mut without) = (0, 0);
@@ -252,34 +249,33 @@ impl ModelPrefix {
         ModelPrefix { has_prefix: with >= without }
     }
 
-    /// Finds out by the source's own names, where none are wanted.
+    /// Guesses from the source's names alone.
     ///
-    /// `model.` may be the FQNs' own: in files of a model by itself, it is the prefix where the optimizer is there too,
-    /// or `model.model.` is.
+    /// In files of a model, `model.` is the prefix if the optimizer's names exist, too, or if `model.model.` does.
     pub fn guess(source: &dyn TensorSource) -> Self {
         let names = || source.tensors().keys().chain(source.unreadable().keys());
         let any = |prefix: &str| names().any(|name| name.starts_with(prefix));
         let all = || names().all(|name| name.starts_with(MODEL) || name.starts_with(OPTIM));
         let has_prefix = match source.format() {
             Format::Fsdp => any(MODEL) || any(OPTIM),
-            // Of what is saved so, a model is a part: `{"model": ..., "optim": ...}`.
+            // DCP checkpoints usually hold `{"model": ..., "optim": ...}`.
             Format::TorchDcp => all(),
             _ => all() && (any(OPTIM) || any("model.model.")),
         };
         ModelPrefix { has_prefix }
     }
 
-    /// The FQN of the parameter or buffer that the source calls `name`; nothing for what is not the model's.
+    /// Returns the FQN of the parameter or buffer that the source stores as `name`; `None` for other names.
     pub fn fqn<'a>(&self, name: &'a str) -> Option<&'a str> {
         if self.has_prefix { name.strip_prefix(MODEL) } else { Some(name) }
     }
 
-    /// What the source calls the state's `name`.
+    /// Returns the source's name of a training state's `name`.
     pub fn stored_name<'a>(&self, name: &'a str) -> &'a str {
         if self.has_prefix { name } else { name.strip_prefix(MODEL).unwrap_or(name) }
     }
 
-    /// What the state calls the source's `name`.
+    /// Returns the training state's name of the source's `name`.
     pub fn state_name<'a>(&self, name: &'a str) -> Cow<'a, str> {
         if self.has_prefix { Cow::Borrowed(name) } else { Cow::Owned(format!("{MODEL}{name}")) }
     }
@@ -293,7 +289,7 @@ mod tests {
 
     use crate::hf::HfModel;
 
-    /// A safetensors file of scalars with these names.
+    /// Creates a safetensors file of scalars with these names.
     fn file(path: &Path, names: &[&str]) -> HfModel {
         let entries: Vec<String> = names
             .iter()
@@ -309,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn the_naming_that_finds_more_is_taken() {
+    fn chooses_the_prefix_with_more_names() {
         let root = tempfile::tempdir().unwrap();
         let path = root.path().join("m.safetensors");
         let (with, without) = (ModelPrefix { has_prefix: true }, ModelPrefix { has_prefix: false });
@@ -322,7 +318,7 @@ mod tests {
         assert_eq!(with.fqn("optim.state.lm_head.weight.step"), None);
         let prefixed = file(&path, &["model.model.embed.weight", "model.lm_head.weight"]);
         assert_eq!((of(&prefixed), ModelPrefix::guess(&prefixed)), (with, with));
-        // A Llama with tied weights: every parameter's own name begins so.
+        // A Llama with tied weights: every FQN begins with `model.`.
         let tied = file(&path, &["model.embed.weight", "model.norm.weight"]);
         assert_eq!((of(&tied), ModelPrefix::guess(&tied)), (without, without));
         assert_eq!(ModelPrefix::guess(&file(&path, &["model.wte.weight", "optim.state.wte.weight.step"])), with);

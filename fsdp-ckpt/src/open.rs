@@ -1,4 +1,4 @@
-//! Opening what a path holds, whatever its format.
+//! Opening a path of any format.
 
 use std::path::Path;
 
@@ -7,12 +7,12 @@ use crate::store::{is_file, store};
 use crate::torch::{BIN, BIN_INDEX, METADATA, TorchDcp, TorchFile};
 use crate::{Checkpoint, Error, MANIFEST, Result, TensorSource, latest};
 
-/// Opens a checkpoint or model whose format is found out: a directory with a `checkpoint.json`, one with the
-/// `.metadata` of PyTorch's DCP, a directory of safetensors files (see [`HfModel::open`]), one with a
-/// `pytorch_model.bin` or its index, a single file of `torch.save`, or a single safetensors file.
+/// Opens a checkpoint or model and detects its format: a directory with a `checkpoint.json`, with the `.metadata` of
+/// PyTorch DCP, with safetensors files (see [`HfModel::open`]), or with a `pytorch_model.bin` or its index; a single
+/// file of `torch.save` or a single safetensors file.
 ///
 /// # Errors
-/// [`Error::NotFound`] when nothing there is of a known format; those of the format.
+/// [`Error::NotFound`] if no format is detected; errors of the format.
 pub fn open(path: &Path) -> Result<Box<dyn TensorSource>> {
     if is_file(path)? {
         return Ok(if TorchFile::is_one(path)? {
@@ -37,10 +37,10 @@ pub fn open(path: &Path) -> Result<Box<dyn TensorSource>> {
     Err(nothing(path))
 }
 
-/// What to say of a directory with nothing to open, which may be a run's.
+/// Returns the error for a directory of no known format. It may be the directory of a run.
 fn nothing(path: &Path) -> Error {
     let hint = match latest(path) {
-        Ok(Some(step)) => format!("; its newest checkpoint is {}: pass that", step.display()),
+        Ok(Some(step)) => format!("; its newest checkpoint is {}: pass this path", step.display()),
         _ => String::new(),
     };
     let looked_for = format!(

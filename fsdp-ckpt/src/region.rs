@@ -1,22 +1,23 @@
-//! TODO
+//! Regions of tensors as byte ranges: copying between regions, cutting a region into blocks, checking that regions tile
+//! a tensor.
 
 use fsdp_core::layout::Region;
 
 use crate::{Error, Result};
 
-/// A stretch of bytes that is contiguous on both sides of a copy.
+/// A range of bytes that is contiguous in both regions of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CopyRun {
-    /// Where it starts in the source box, in bytes.
+    /// Offset in the source region, in bytes.
     pub(crate) src: usize,
-    /// Where it starts in the destination box, in bytes.
+    /// Offset in the destination region, in bytes.
     pub(crate) dst: usize,
-    /// Its length in bytes.
+    /// Length in bytes.
     pub(crate) len: usize,
 }
 
-/// The runs that copy `part` from a row-major box `src` into a row-major box `dst`, in the order of both. All three are
-/// boxes of one tensor with elements of `size` bytes, and `part` lies in the other two.
+/// Returns the runs that copy `part` from a row-major region `src` to a row-major region `dst`, in the order of both.
+/// All are regions of one tensor with elements of `size` bytes, and `part` is within both others.
 pub(crate) fn runs(src: &Region, dst: &Region, part: &Region, size: usize) -> impl Iterator<Item = CopyRun> + use<> {
     let dims = part.sizes.len();
     // Dimensions from `inner` on are contiguous on both sides.
@@ -48,7 +49,7 @@ pub(crate) fn runs(src: &Region, dst: &Region, part: &Region, size: usize) -> im
     })
 }
 
-/// Bytes from one index to the next in every dimension of a row-major box.
+/// Returns the distances in bytes between successive indices of each dimension.
 fn strides(sizes: &[usize], size: usize) -> Vec<usize> {
     let mut strides = vec![size; sizes.len()];
     for dim in (1..sizes.len()).rev() {
@@ -57,14 +58,14 @@ fn strides(sizes: &[usize], size: usize) -> Vec<usize> {
     strides
 }
 
-/// The bytes of a box of this shape, or `None` when they can't be counted.
+/// Returns the bytes of a row-major region of this shape; `None` if they overflow.
 pub(crate) fn checked_bytes(sizes: &[usize], size: usize) -> Option<usize> {
-    // A zero hides an overflow in what follows it, and strides are products of that.
+    // A zero would hide an overflow of the dimensions after it, and strides are their products.
     sizes.iter().try_fold(size, |bytes, &n| bytes.checked_mul(n.max(1)))?;
     sizes.iter().try_fold(size, |bytes, &n| bytes.checked_mul(n))
 }
 
-/// Whether `region` is a box of a tensor of this shape.
+/// Returns whether `region` is within a tensor of this shape.
 pub(crate) fn fits(region: &Region, shape: &[usize]) -> bool {
     region.offsets.len() == shape.len()
         && region.sizes.len() == shape.len()
@@ -72,21 +73,21 @@ pub(crate) fn fits(region: &Region, shape: &[usize]) -> bool {
             .all(|dim| region.offsets[dim].checked_add(region.sizes[dim]).is_some_and(|end| end <= shape[dim]))
 }
 
-/// Checks that `region` is a box of `shape` and that a buffer of `bytes` is what it needs.
+/// Checks that `region` is within `shape`, and that a buffer of `bytes` bytes holds it.
 pub(crate) fn check_request(tensor: &str, shape: &[usize], size: usize, region: &Region, bytes: usize) -> Result<()> {
     let fail = |reason| Err(Error::InvalidRead { tensor: tensor.to_string(), reason });
     if !fits(region, shape) {
-        return fail(format!("{} is not a part of its shape {shape:?}", Bounds(region)));
+        return fail(format!("{} is not within its shape {shape:?}", Bounds(region)));
     }
-    // It is no larger than the tensor, whose bytes are known to be countable.
+    // Does not overflow: the tensor's own size does not.
     let need = region.elements() * size;
     if need != bytes {
-        return fail(format!("{} takes {need} bytes, the buffer has {bytes}", Bounds(region)));
+        return fail(format!("{} needs {need} bytes, but the buffer has {bytes}", Bounds(region)));
     }
     Ok(())
 }
 
-/// A box as `[0..2, 0..3]`.
+/// Displays a region as `[0..2, 0..3]`.
 pub(crate) struct Bounds<'a>(pub(crate) &'a Region);
 
 impl std::fmt::Display for Bounds<'_> {
@@ -99,18 +100,18 @@ impl std::fmt::Display for Bounds<'_> {
     }
 }
 
-/// What keeps boxes from making a whole tensor.
+/// Why regions do not tile a tensor.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum TilingError {
-    /// These two (by position) have elements in common.
+    /// The regions at these indices overlap.
     Overlap(usize, usize),
-    /// This many elements are in no box.
+    /// This many elements are in no region.
     Gap(usize),
 }
 
-/// Checks that non-empty boxes of a tensor of `shape` cover each element exactly once. They must all fit the shape.
+/// Checks that non-empty regions within `shape` cover each element exactly once.
 pub(crate) fn check_tiling(shape: &[usize], regions: &[&Region]) -> Result<(), TilingError> {
-    // Sweep along the dimension in which the boxes differ most: only neighbours in it are compared.
+    // Sweep along the dimension with the most distinct offsets, and compare only neighbours in it.
     let distinct = |dim: usize| {
         let mut offsets: Vec<usize> = regions.iter().map(|region| region.offsets[dim]).collect();
         offsets.sort_unstable();
@@ -139,10 +140,10 @@ pub(crate) fn check_tiling(shape: &[usize], regions: &[&Region]) -> Result<(), T
     if covered == all { Ok(()) } else { Err(TilingError::Gap(all - covered)) }
 }
 
-/// Cuts a box with elements of `size` bytes into boxes of `most` bytes at most (one element at least), whose bytes one
-/// after another are its own, row-major. An empty box has none.
+/// Cuts a region with elements of `size` bytes into blocks of at most `most` bytes, but at least one element. The
+/// blocks follow each other in row-major order.
 pub fn blocks(region: &Region, size: usize, most: usize) -> impl Iterator<Item = Region> + use<> {
-    // Dimensions after `dim` are taken whole, `dim` in steps, and those before it an index at a time.
+    // Blocks span the dimensions after `dim`, cut `dim` into steps, and hold one index of the dimensions before it.
     let mut dim = region.sizes.len();
     let mut row = size;
     while dim > 0 && row.saturating_mul(region.sizes[dim - 1]) <= most {
@@ -185,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn whole_rows_are_one_run() {
+    fn merges_whole_rows_into_one_run() {
         let shape = Region::whole(&[4, 3]);
         let rows = region(&[1, 0], &[2, 3]);
         assert_eq!(runs(&shape, &rows, &rows, 4).collect::<Vec<_>>(), [CopyRun { src: 12, dst: 0, len: 24 }]);
@@ -194,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn flaws_are_found() {
+    fn detects_gaps_and_overlaps() {
         let (a, b) = (region(&[0, 0], &[2, 2]), region(&[0, 2], &[2, 1]));
         assert_eq!(check_tiling(&[2, 3], &[&a, &b]), Ok(()));
         assert_eq!(check_tiling(&[2, 4], &[&a, &b]), Err(TilingError::Gap(2)));
@@ -205,7 +206,7 @@ mod tests {
         assert_eq!(check_tiling(&[], &[]), Err(TilingError::Gap(1)));
     }
 
-    /// A box within `n` in each of three dimensions.
+    /// A region within `n` indices in each of three dimensions.
     fn any_box(n: usize) -> impl Strategy<Value = Region> {
         prop::collection::vec((0..n).prop_flat_map(move |at| (Just(at), 0..=n - at)), 3).prop_map(|dims| Region {
             offsets: dims.iter().map(|dim| dim.0).collect(),
@@ -215,8 +216,8 @@ mod tests {
 
     proptest! {
         #[test]
-        fn runs_copy_just_what_two_boxes_share(src in any_box(4), dst in any_box(4)) {
-            // Every element's value is its index in the whole tensor.
+        fn runs_copy_the_intersection(src in any_box(4), dst in any_box(4)) {
+            // Each element's value is its index in the whole tensor.
             let index = |of: &Region, i: usize| {
                 let (x, y, z) = (i / (of.sizes[1] * of.sizes[2]), i / of.sizes[2] % of.sizes[1], i % of.sizes[2]);
                 (((of.offsets[0] + x) * 4 + of.offsets[1] + y) * 4 + of.offsets[2] + z) as u8
@@ -239,7 +240,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn blocks_one_after_another_are_the_box(
+        fn blocks_cover_the_region_in_order(
             sizes in prop::collection::vec(0usize..6, 0..4),
             offset in 0usize..3,
             most in 1usize..200,
@@ -253,7 +254,7 @@ mod tests {
                 let last: usize = (0..sizes.len())
                     .map(|dim| (block.offsets[dim] - offset + block.sizes[dim] - 1) * strides[dim])
                     .sum();
-                // It begins where the last one ended, and has no holes.
+                // It begins where the previous block ended, without gaps.
                 prop_assert_eq!((first, last + 1 - first), (next, block.elements()));
                 next += block.elements();
             }

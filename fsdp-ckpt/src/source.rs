@@ -1,4 +1,4 @@
-//! TODO
+//! The interface to checkpoints and models of all formats: tensors by name, of which any region can be read.
 
 use std::collections::BTreeMap;
 use std::fmt::{Debug, Display, Formatter};
@@ -13,22 +13,22 @@ use crate::error::did_you_mean;
 use crate::region::{Bounds, TilingError, blocks, check_tiling, checked_bytes, fits};
 use crate::{Error, Result};
 
-/// The most bytes that are read at once.
+/// Bytes to read at once.
 const BLOCK: usize = 8 << 20;
 
-/// A kind of checkpoint or model on disk.
+/// Format of a checkpoint or model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Format {
-    /// This project's: safetensors files of each rank and a `checkpoint.json`.
+    /// This crate's format: safetensors files of each rank and a `checkpoint.json`.
     Fsdp,
-    /// Safetensors files: a Hugging Face model directory, the directory of PyTorch's `HuggingFaceStorageWriter`, or a
+    /// Safetensors files: a Hugging Face model directory, a directory of PyTorch's `HuggingFaceStorageWriter`, or a
     /// single file.
     HuggingFace,
-    /// State dicts of PyTorch's `torch.save`: a `.pt`, `.pth` or `.bin` file, or a Hugging Face model directory with
+    /// Files of `torch.save`: a `.pt`, `.pth` or `.bin` file, or a Hugging Face model directory with
     /// `pytorch_model.bin`.
     TorchFile,
-    /// The classic format of PyTorch's DCP: `.metadata` and `.distcp` files.
+    /// The classic format of PyTorch DCP: `.metadata` and `.distcp` files.
     TorchDcp,
 }
 
@@ -43,13 +43,13 @@ impl Display for Format {
     }
 }
 
-/// What of a checkpoint or model its format keeps checksums of.
+/// The parts of a checkpoint or model that have checksums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Checksums {
-    /// Nothing: files are known to be whole, their bytes may be others.
+    /// Nothing; only file sizes can be checked.
     Nothing,
-    /// The tensors' bytes, and not what says which tensors there are, where they lie and what the values are.
+    /// The bytes of tensors, but not their names, shapes and places, nor the values.
     Tensors,
     /// Every byte.
     Everything,
@@ -59,13 +59,12 @@ pub enum Checksums {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FileEntry {
-    /// Its size.
+    /// Size of the file.
     pub bytes: u64,
-    /// The CRC-32C of all that comes before the tensors' bytes: the header with its length and padding. Only our own
-    /// format keeps one, since version 2.
+    /// CRC-32C of everything before the tensors' bytes. Only this crate's format has it, since version 2.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub header_crc32c: Option<u32>,
-    /// The host that wrote it, where each host wrote to a directory of its own ([`crate::HostDirs`]).
+    /// Host that wrote it, if each host wrote to its own directory ([`crate::HostDirs`]).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host: Option<String>,
 }
@@ -74,25 +73,25 @@ pub struct FileEntry {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TensorEntry {
-    /// The element type.
+    /// Element type.
     pub dtype: DType,
-    /// The global shape.
+    /// Global shape.
     pub shape: Vec<usize>,
-    /// The boxes that together make the tensor, each in a file of its own.
+    /// Chunks that form the tensor, each in another file.
     pub chunks: Vec<ChunkEntry>,
 }
 
 impl TensorEntry {
-    /// The bytes of all its elements.
+    /// Returns the size of all elements in bytes.
     pub fn bytes(&self) -> u64 {
         self.shape.iter().product::<usize>() as u64 * self.dtype.size() as u64
     }
 
-    /// Checks that the chunks make the whole tensor, each element once.
+    /// Checks that the chunks cover each element exactly once.
     pub(crate) fn check_chunks(&self) -> Result<(), String> {
         let shape = &self.shape;
         if checked_bytes(shape, self.dtype.size()).is_none() {
-            return Err(format!("its shape {shape:?} is too large to count its bytes"));
+            return Err(format!("the bytes of its shape {shape:?} overflow"));
         }
         let mut regions = Vec::with_capacity(self.chunks.len());
         for chunk in &self.chunks {
@@ -122,112 +121,112 @@ impl TensorEntry {
     }
 }
 
-/// A box of a tensor in a file, stored there under the tensor's name.
+/// A chunk: a region of a tensor in a file, stored under the tensor's name.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ChunkEntry {
-    /// Where the box starts in the global tensor.
+    /// Offsets of the region in the global tensor.
     pub offsets: Vec<usize>,
-    /// The shape of the box.
+    /// Shape of the region.
     pub sizes: Vec<usize>,
-    /// The name of the file, in the checkpoint's directory.
+    /// Name of the file in the checkpoint's directory.
     pub file: String,
-    /// Other files that hold the same bytes: each host's directory has its own ([`crate::HostDirs`]).
+    /// Other files with the same bytes, in the directories of other hosts ([`crate::HostDirs`]).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub copies: Vec<String>,
-    /// The CRC-32C of the chunk's bytes, where the format keeps one.
+    /// CRC-32C of the bytes, if the format has it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub crc32c: Option<u32>,
 }
 
 impl ChunkEntry {
-    /// The box.
+    /// Returns the region.
     pub fn region(&self) -> Region {
         Region { offsets: self.offsets.clone(), sizes: self.sizes.clone() }
     }
 
-    /// The names of the files that hold it: one, and its copies.
+    /// Returns the names of the file and its copies.
     pub fn files(&self) -> impl Iterator<Item = &String> {
         std::iter::once(&self.file).chain(&self.copies)
     }
 }
 
-/// Whether a name from a file may be joined to a directory: it can't leave it, or name another directory in it.
+/// Returns whether a name from a file is a plain file name, which can't leave the directory that it is joined to.
 pub(crate) fn is_plain_file_name(name: &str) -> bool {
     let mut parts = Path::new(name).components();
     matches!((parts.next(), parts.next()), (Some(Component::Normal(part)), None) if part == name)
         && !name.contains('\0')
 }
 
-/// What [`TensorSource::verify`] has read.
+/// Summary of [`TensorSource::verify`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Verified {
-    /// The number of files.
+    /// Number of files.
     pub files: usize,
-    /// The number of chunks, all as they were written as far as the format can tell.
+    /// Number of verified chunks.
     pub chunks: usize,
-    /// Their bytes.
+    /// Bytes of these chunks.
     pub bytes: u64,
 }
 
-/// Tensors by name in a checkpoint or model, whatever its format. Several threads may read at once.
+/// Tensors by name in a checkpoint or model of any format. Threads may read concurrently.
 pub trait TensorSource: Debug + Send + Sync {
-    /// Where it is.
+    /// Returns the path.
     fn path(&self) -> &Path;
 
-    /// Its format.
+    /// Returns the format.
     fn format(&self) -> Format;
 
-    /// The mesh that wrote it, where the format says.
+    /// Returns the mesh that saved it, if the format records it.
     fn mesh(&self) -> Option<&MeshLayout> {
         None
     }
 
-    /// All tensors of dtypes that [`fsdp_core::DType`] has, by name.
+    /// Returns all tensors of dtypes that [`fsdp_core::DType`] has, by name.
     fn tensors(&self) -> &BTreeMap<String, TensorEntry>;
 
-    /// The bytes of all tensors.
+    /// Returns the bytes of all tensors.
     fn bytes(&self) -> u64 {
         self.tensors().values().map(TensorEntry::bytes).fold(0, u64::saturating_add)
     }
 
-    /// The names and dtypes of tensors that can't be read, for their dtypes.
+    /// Returns the dtypes of tensors that can't be read, by name.
     fn unreadable(&self) -> &BTreeMap<String, String> {
         const { &BTreeMap::new() }
     }
 
-    /// The files that hold the tensors, by name.
+    /// Returns the files by name.
     fn files(&self) -> &BTreeMap<String, FileEntry>;
 
-    /// The non-tensor state.
+    /// Returns the non-tensor state.
     fn values(&self) -> &Map<String, Value>;
 
-    /// Reads a box of a tensor into `into`, row-major. Only the bytes of the box are read.
+    /// Reads a region of a tensor into `into`, row-major. Reads only the bytes of the region.
     ///
     /// # Errors
-    /// [`Error::MissingTensor`]; [`Error::InvalidRead`] when the tensor has no such box or `into` not its size in bytes;
-    /// what the format finds wrong.
+    /// [`Error::MissingTensor`]; [`Error::InvalidRead`] for a region outside the tensor or a buffer of another size;
+    /// errors of the format.
     fn read(&self, fqn: &str, region: &Region, into: &mut [u8]) -> Result<()>;
 
-    /// What checksums are kept of it.
+    /// Returns which parts have checksums.
     fn checksums(&self) -> Checksums {
         Checksums::Nothing
     }
 
-    /// Whether the format keeps a checksum of a chunk.
+    /// Returns whether the format has a checksum of a chunk.
     fn has_checksum(&self, chunk: &ChunkEntry) -> bool {
         chunk.crc32c.is_some()
     }
 
-    /// Reads one chunk of a tensor, by its position in [`TensorEntry::chunks`], and checks its checksum where the
-    /// format keeps one. `seen` is told the bytes as they are read. Memory stays bounded, however large the chunk is.
+    /// Reads the chunk at an index of [`TensorEntry::chunks`] and verifies its checksum, if it has one. Calls `seen`
+    /// with the bytes of each read. Needs bounded memory.
     ///
     /// # Errors
-    /// As [`TensorSource::read`]; [`Error::InvalidRead`] when there is no such chunk.
+    /// The errors of [`TensorSource::read`]; [`Error::InvalidRead`] if there is no such chunk.
     fn verify_chunk(&self, fqn: &str, chunk: usize, seen: &mut dyn FnMut(u64)) -> Result<()> {
         let tensor = self.tensor(fqn)?;
         let Some(chunk) = tensor.chunks.get(chunk) else {
-            let reason = format!("it has {} chunks, none at {chunk}", tensor.chunks.len());
+            let reason = format!("it has {} chunks, but another one was requested", tensor.chunks.len());
             return Err(Error::InvalidRead { tensor: fqn.to_string(), reason });
         };
         stream(self, fqn, &chunk.region(), &mut |bytes| {
@@ -236,10 +235,10 @@ pub trait TensorSource: Debug + Send + Sync {
         })
     }
 
-    /// The part of [`TensorSource::verify`] that falls to one of `ranks` ranks: together they read everything once.
+    /// Verifies one rank's share of the chunks. All `ranks` together verify each chunk once.
     ///
     /// # Errors
-    /// As [`TensorSource::verify`].
+    /// The errors of [`TensorSource::verify`].
     fn verify_share(&self, rank: usize, ranks: usize) -> Result<Verified> {
         let mut verified = Verified { files: self.files().len(), ..Verified::default() };
         let chunks =
@@ -251,18 +250,18 @@ pub trait TensorSource: Debug + Send + Sync {
         Ok(verified)
     }
 
-    /// Reads everything and checks every checksum that the format keeps.
+    /// Verifies every checksum.
     ///
     /// # Errors
-    /// As [`TensorSource::read`], for the first chunk that is damaged.
+    /// The errors of [`TensorSource::read`], for the first damaged chunk.
     fn verify(&self) -> Result<Verified> {
         self.verify_share(0, 1)
     }
 
-    /// One tensor.
+    /// Returns a tensor's entry.
     ///
     /// # Errors
-    /// [`Error::MissingTensor`]; [`Error::UnsupportedDTypes`] when it is there and can't be read.
+    /// [`Error::MissingTensor`]; [`Error::UnsupportedDTypes`].
     fn tensor(&self, fqn: &str) -> Result<&TensorEntry> {
         if let Some(tensor) = self.tensors().get(fqn) {
             return Ok(tensor);
@@ -278,10 +277,10 @@ pub trait TensorSource: Debug + Send + Sync {
     }
 }
 
-/// Passes the bytes of a box of a tensor to `sink`, row-major, in pieces of some MiB.
+/// Passes the bytes of a region to `sink`, row-major, in pieces of some MiB.
 ///
 /// # Errors
-/// As [`TensorSource::read`]; the sink's.
+/// The errors of [`TensorSource::read`] and of the sink.
 pub fn stream<S: TensorSource + ?Sized>(
     source: &S,
     fqn: &str,
@@ -298,15 +297,15 @@ pub fn stream<S: TensorSource + ?Sized>(
     Ok(())
 }
 
-/// What has been written.
+/// Summary of a conversion.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WriteSummary {
-    /// Where.
+    /// Path of the new directory.
     pub path: PathBuf,
-    /// The number of tensors.
+    /// Number of tensors.
     pub tensors: usize,
-    /// The number of files that hold them.
+    /// Number of files with tensors.
     pub files: usize,
-    /// The bytes of the tensors.
+    /// Bytes of the tensors.
     pub bytes: u64,
 }

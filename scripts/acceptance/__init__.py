@@ -1,1 +1,1 @@
-"""What scripts/gpu-acceptance does. Python's standard library is all that it needs."""
+"""The implementation of scripts/gpu-acceptance. Uses only Python's standard library."""

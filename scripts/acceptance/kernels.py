@@ -1,6 +1,6 @@
-"""How much of NCCL's work is hidden behind compute, out of what Nsight Systems saw on the device.
+"""Computes the share of NCCL's work that is hidden behind compute, from Nsight Systems' traces of devices.
 
-The host only issues what a device does: a trace of the host can't tell.
+A trace of the host is not enough, because the host only issues the work.
 """
 
 import sqlite3
@@ -9,22 +9,22 @@ from .trace import length, meet, union
 
 
 def overlap(paths):
-    """Of one SQLite export of `nsys` a rank: seconds of NCCL's kernels, and the share with other kernels beside them.
+    """Returns seconds of NCCL's kernels, and the share that overlaps other kernels, from one `nsys` SQLite file a rank.
 
-    The second half of NCCL's time counts: what comes before it may be warming up. A kernel of NCCL also runs while it
-    waits for other ranks. Returns None where none ran.
+    Only the second half of NCCL's time counts, without the warm-up. NCCL's kernels also run while they wait for other
+    ranks. Returns None without NCCL kernels.
     """
     total = hidden = 0
     for path in paths:
         moved, busy = of_kernels(read(path))
         total += length(moved)
         hidden += length(meet(moved, busy))
-    # They are in nanoseconds.
+    # Times are in nanoseconds.
     return {"communication_s": total / len(paths) / 1e9, "hidden_share": hidden / total} if total else None
 
 
 def read(path):
-    """Name, start and end of each kernel."""
+    """Returns name, start and end of each kernel."""
     query = """
         SELECT StringIds.value, kernel.start, kernel.end
         FROM CUPTI_ACTIVITY_KIND_KERNEL AS kernel JOIN StringIds ON StringIds.id = kernel.shortName
@@ -37,7 +37,7 @@ def read(path):
 
 
 def of_kernels(kernels):
-    """The times of NCCL's kernels and of the others, each as a union of spans.
+    """Returns the times of NCCL's kernels and of other kernels, each as a union of spans.
 
     >>> kernels = [("ncclDevKernel_AllGather", 0, 10), ("ncclDevKernel_AllGather", 90, 100), ("gemm", 85, 98)]
     >>> of_kernels(kernels)

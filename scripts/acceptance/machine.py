@@ -1,4 +1,4 @@
-"""What machine this is: its GPUs, its processor, its tools."""
+"""Describes the machine: GPUs, processor, tools."""
 
 import os
 import platform
@@ -6,8 +6,8 @@ import re
 import shutil
 import subprocess
 
-# The most bf16 operations a second that a GPU's tensor cores do, in 10^12, without sparsity, as its data sheet says.
-# The first name that is found in the GPU's own name counts.
+# Peak bf16 operations a second of a GPU's tensor cores, in 10^12, without sparsity, by its data sheet. The first name
+# that occurs in the GPU's name applies.
 PEAKS = [
     ("GB200", 2500.0),
     ("B200", 2250.0),
@@ -28,7 +28,7 @@ PEAKS = [
 
 
 def gpus():
-    """The GPUs that this process may use, each a dict; none where nvidia-smi is missing or knows none."""
+    """Returns the GPUs that this process may use, as dicts; empty without nvidia-smi."""
     fields = "index,uuid,name,memory.total,compute_cap,driver_version"
     text = said(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
     found = []
@@ -51,26 +51,26 @@ def gpus():
         chosen = [name.strip() for name in visible.split(",") if name.strip()]
         found = [gpu for gpu in found if gpu["index"] in chosen or any(gpu["uuid"].startswith(it) for it in chosen)]
     for gpu in found:
-        # Which card it is of all that were ever made is nobody's business.
+        # The serial number is private.
         del gpu["uuid"]
     return found
 
 
 def is_double():
-    """Whether scripts/gpu-double has put its libraries in the place of CUDA's."""
+    """Returns whether this runs under scripts/gpu-double."""
     return "GPU_DOUBLE_NVCC" in os.environ
 
 
 def peak_tflops(name):
-    """The figure of PEAKS for a GPU of this name, or None."""
+    """Returns the peak of a GPU by its name, or None."""
     return next((peak for part, peak in PEAKS if re.search(rf"\b{re.escape(part)}(?![0-9A-Z])", name)), None)
 
 
 def describe():
-    """What the report says of the machine. Its own name is left out: reports are shown around."""
+    """Describes the machine for the report, without its host name: reports are shared."""
     return {
         "gpus": gpus(),
-        # NVLink or PCIe: what stands between two figures of two machines.
+        # NVLink or PCIe explains differences between machines.
         "links": said(["nvidia-smi", "topo", "-m"]),
         "processor": processor(),
         "cores": len(os.sched_getaffinity(0)),
@@ -99,7 +99,7 @@ def nvcc():
 
 
 def said(command):
-    """What a command prints, or None where it is missing or fails."""
+    """Returns the output of a command, or None if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):

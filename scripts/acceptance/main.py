@@ -13,30 +13,30 @@ from . import machine, page, phases
 from .running import Failed, Runner, Skipped
 
 DESCRIPTION = """\
-Runs everything on real GPUs, 1 to 8 of them, and leaves one JSON and one page to read:
+Tests and measures everything on 1 to 8 real GPUs, and writes a report as JSON and as a page:
 
   build     the workspace with the features cuda and nccl
-  parity    runs that PyTorch FSDP2 recorded, repeated in many ways; a checkpoint that goes to the CPU
+  parity    repeats runs that PyTorch FSDP2 recorded; loads a device's checkpoint on the CPU
   memory    bytes after each phase of a step, against the formula of docs/memory.md
   speed     tokens a second of a training step, and the share of the GPU's peak, on 1, 2, 4, ... GPUs
-  overlap   how much of the communication is hidden behind compute: as nsys sees it, if it is there
-  pytorch   the same step by PyTorch FSDP2, if torch with CUDA and transformers are there
+  overlap   the share of communication hidden behind compute, by nsys if it is installed
+  pytorch   the same step by PyTorch FSDP2, if torch with CUDA and transformers are installed
 """
 EPILOG = """\
 Examples:
 
   On a machine with GPUs:
       scripts/gpu-acceptance
-  Two of them, and a model of your own:
+  On two of them, with your own model:
       scripts/gpu-acceptance --gpus 2 --model ./Llama-3.2-1B
   Without a GPU, on the device double:
       scripts/gpu-double scripts/gpu-acceptance --small
-  The script itself, on CPUs:
+  To test the script itself, on CPUs:
       scripts/gpu-acceptance --small --device cpu
 
-Needed: Rust, a CUDA toolkit (12.0 to 13.4) with nvcc and NCCL, and Python 3.9 or newer; for the last phase a Python
-with torch and transformers (tests/interop/requirements.txt). The exit code is 0 when no phase failed. A phase that
-could not be run says why in the JSON and on the page, and is no failure.
+Needs Rust, a CUDA toolkit (12.0 to 13.4) with nvcc and NCCL, and Python 3.9 or newer. The last phase needs a Python
+with torch and transformers (tests/interop/requirements.txt). The exit code is 0 if no phase failed. A phase that can't
+run is skipped, with a reason in the report.
 """
 
 
@@ -48,17 +48,17 @@ def parse(arguments):
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--gpus", type=positive, metavar="N", help="GPUs to use [default: all, at most 8]")
-    parser.add_argument("--small", action="store_true", help="small models, few steps: minutes, and no speed to show")
+    parser.add_argument("--small", action="store_true", help="small models, few steps: minutes, no meaningful speed")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="[default: cuda]")
-    parser.add_argument("--model", metavar="DIR", help="directory of the model whose speed is measured")
-    parser.add_argument("--batch", type=positive, metavar="N", help="sequences of a GPU's batch")
-    parser.add_argument("--seq", type=positive, metavar="N", help="tokens of a sequence")
-    parser.add_argument("--steps", type=positive, metavar="N", help="steps that are timed")
-    parser.add_argument("--peak-tflops", type=float, metavar="X", help="the GPU's bf16 peak, where it is not known")
-    parser.add_argument("--python", metavar="PATH", help="a Python that has torch [default: target/interop, python3]")
-    parser.add_argument("--only", metavar="PHASES", help="these phases alone, with commas: parity,memory")
+    parser.add_argument("--model", metavar="DIR", help="directory of the model for the measurements")
+    parser.add_argument("--batch", type=positive, metavar="N", help="batch size per GPU")
+    parser.add_argument("--seq", type=positive, metavar="N", help="sequence length")
+    parser.add_argument("--steps", type=positive, metavar="N", help="number of timed steps")
+    parser.add_argument("--peak-tflops", type=float, metavar="X", help="bf16 peak of the GPU, if unknown")
+    parser.add_argument("--python", metavar="PATH", help="Python with torch [default: target/interop, python3]")
+    parser.add_argument("--only", metavar="PHASES", help="run only these phases: parity,memory")
     parser.add_argument("--limit", type=positive, default=3600, metavar="S", help="seconds a command may take [3600]")
-    parser.add_argument("--out", metavar="DIR", help="where the report goes [default: target/gpu-acceptance]")
+    parser.add_argument("--out", metavar="DIR", help="directory of the report [default: target/gpu-acceptance]")
     args = parser.parse_args(arguments)
     names = [phase.__name__ for phase in phases.ALL]
     args.only = args.only.split(",") if args.only else names
@@ -79,7 +79,7 @@ def positive(text):
 
 def main(arguments=None):
     args = parse(arguments)
-    # Before the change of directory: these are as seen from where the user is.
+    # Resolve paths before changing the directory.
     for name in ("model", "out", "python"):
         if getattr(args, name):
             setattr(args, name, os.path.abspath(getattr(args, name)))
@@ -106,7 +106,7 @@ def main(arguments=None):
             print(f"{run.ranks} ranks on {run.what()}", flush=True)
             for phase in phases.ALL:
                 report["phases"].append(one(phase, run, runner, args.only))
-                # As far as it has come, should the machine be taken away.
+                # Write after each phase, in case the machine is lost.
                 write(report, out)
     except KeyboardInterrupt:
         print(f"interrupted: what is done is in {out / 'report.json'}", file=sys.stderr)
@@ -118,7 +118,7 @@ def main(arguments=None):
 
 
 def one(phase, run, runner, chosen):
-    """Runs a phase and says how it went."""
+    """Runs a phase and returns its result."""
     name, start, first = phase.__name__, time.monotonic(), len(runner.commands)
     print(f"\n==> {name}: {phase.__doc__.splitlines()[0]}", flush=True)
     entry = {"name": name, "status": "passed", "why": None}

@@ -1,4 +1,4 @@
-"""The models that are measured, as Hugging Face's config.json has them, and what a step of one costs."""
+"""The measured models, as Hugging Face's config.json, and the cost of a training step."""
 
 import json
 
@@ -28,7 +28,7 @@ def llama(width, inner, layers, heads, kv_heads, vocabulary, tied):
     }
 
 
-# The shapes of Llama 3.1 8B and Llama 3.2 1B, and one that a CPU trains in no time.
+# Llama 3.1 8B, Llama 3.2 1B, and a tiny model for CPUs.
 LLAMA_8B = llama(4096, 14336, 32, 32, 8, 128256, False)
 LLAMA_1B = llama(2048, 8192, 16, 32, 8, 128256, True)
 LLAMA_TINY = llama(128, 352, 4, 4, 2, 256, False)
@@ -46,13 +46,13 @@ def read(directory):
 
 
 def sizes(config):
-    """Layers, width and vocabulary, by whichever names a config has them."""
+    """Returns layers, width and vocabulary size, by either of a config's names."""
     named = lambda *names: next(config[name] for name in names if name in config)  # noqa: E731
     return named("num_hidden_layers", "n_layer"), named("hidden_size", "n_embd"), named("vocab_size")
 
 
 def operations_per_token(config, parameters, seq):
-    """Floating point operations of a training step for one token.
+    """Returns the floating point operations of a training step for one token.
 
     Six for each parameter that is multiplied with (the table of embeddings is looked up, unless it is the head as
     well), and twelve times layers, width and sequence for attention, as if it were not causal: torchtitan and PaLM

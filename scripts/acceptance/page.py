@@ -1,4 +1,4 @@
-"""The report as a page to read."""
+"""Formats the report as a page."""
 
 from collections import Counter
 
@@ -8,17 +8,17 @@ def of(report):
     failed = [phase["name"] for phase in report["phases"] if phase["status"] == "failed"]
     parts += [f"**{'Failed: ' + ', '.join(failed) if failed else 'No phase failed.'}**", ""]
     if report["is_double"]:
-        parts += ["On the device double: nothing of this ran on a GPU, and its times mean nothing.", ""]
+        parts += ["On the device double: no GPU was used, and the times are meaningless.", ""]
     elif report["device"] == "cpu":
-        parts += ["On CPUs: nothing of this ran on a GPU.", ""]
+        parts += ["On CPUs: no GPU was used.", ""]
     gpus = Counter(f"{gpu['name']} ({gpu['memory_mib']} MiB, driver {gpu['driver']})" for gpu in machine["gpus"])
     gpus = [f"{count} x {name}" for name, count in gpus.items()]
-    dirty = ", with changes that are not committed" if machine["changed_since"] else ""
+    dirty = ", with uncommitted changes" if machine["changed_since"] else ""
     parts += table(
         ["", ""],
         [
             ["ranks", f"{report.get('ranks')} on `--device {report['device']}`"],
-            ["GPUs", "<br>".join(gpus) or "none that nvidia-smi shows"],
+            ["GPUs", "<br>".join(gpus) or "none found by nvidia-smi"],
             ["host", f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB"],
             ["tools", f"{machine['rustc']}; nvcc {machine['nvcc'] or 'missing'}"],
             ["commit", f"{machine['commit']}{dirty}"],

@@ -1,4 +1,4 @@
-"""Runs that PyTorch FSDP2 recorded (tests/golden), repeated on the device."""
+"""Repeats runs that PyTorch FSDP2 recorded (tests/golden) on the device."""
 
 import json
 import pathlib
@@ -8,18 +8,18 @@ from .running import Failed
 
 GOLDEN = pathlib.Path("tests/golden")
 MODELS = ["llama_tiny", "gpt2_tiny"]
-# The largest relative differences of any loss and of any norm of the gradients.
+# Maximum relative differences of losses and gradient norms.
 F32 = (2e-5, 2e-5)
-# As tests/it/golden.rs has them. PyTorch is not nearer to itself on another machine.
+# As in tests/it/golden.rs. PyTorch differs as much from itself on another machine.
 BF16 = (2e-4, 2.5e-3)
 
 
 def ways(run):
-    """Name, recorded run, ranks, flags, environment and bounds of each way to repeat a run."""
+    """Returns name, recorded run, ranks, flags, environment and bounds of each way to repeat a run."""
     counts = [ranks for ranks in (1, 2, 4) if ranks <= run.ranks]
     found = [(f"{ranks} rank{'s' * (ranks > 1)}", "run", ranks, [], {}, F32) for ranks in counts]
     if run.args.device == "cuda":
-        # NCCL refuses two ranks of one GPU, and people with one GPU have no other way.
+        # NCCL refuses two ranks on one GPU; a machine with one GPU uses this way.
         found.append(("2 ranks through the host", "run", 2, [], {"FSDP_DEVICE_BACKEND": "host"}, F32))
     most = max(ranks for ranks in (1, 2, 4) if ranks <= run.ranks)
     options = [
@@ -64,7 +64,7 @@ def parity(run):
 
 
 def checkpoint(run):
-    """Whether weights that the device has saved are the same on the CPU, to the last bit."""
+    """Returns whether weights saved by the device load on the CPU with the same bits."""
     record = json.loads((GOLDEN / "llama_tiny" / "run.json").read_text(encoding="utf-8"))
     place, ranks = run.scratch / "checkpoint", min(run.ranks, 2)
     flags = [*as_recorded("llama_tiny", record, run.recorded), "--batch-size", 4 // ranks, "--checkpoint-dir", place]
@@ -87,9 +87,9 @@ def as_recorded(model, record, steps):
 
 
 def difference(ours, theirs, key):
-    """The largest relative difference of any step."""
+    """Returns the largest relative difference of all steps."""
     if [step["step"] for step in ours] != [step["step"] for step in theirs]:
         raise Failed(f"{len(ours)} steps were trained, and {len(theirs)} are recorded")
-    # What is not finite is null.
+    # JSON has null for values that are not finite.
     values = [(float("inf") if mine[key] is None else mine[key], other[key]) for mine, other in zip(ours, theirs)]
     return max(abs((mine - other) / other) for mine, other in values)

@@ -1,4 +1,4 @@
-"""The phases. Each returns what goes into the report, or says why it could not be run, or that it failed."""
+"""The phases. Each returns its result, or raises Skipped or Failed."""
 
 import json
 import math
@@ -12,30 +12,30 @@ from .parity import parity
 from .running import Failed, Skipped, json_lines
 from .watch import DeviceMemory
 
-# What the memory of a phase may differ from the formula by.
+# Maximum difference of a phase's memory from the formula.
 TOLERANCE = 0.02
-# f32 parameters, gradients and AdamW's two moments, whatever the dtype of compute.
+# f32 parameters, gradients and AdamW's two moments, for any compute dtype.
 STATE_BYTES = 16
 GIB = 2**30
 
 
 class Run:
-    """What the phases share: the arguments, the machine, and where things are."""
+    """State that the phases share: arguments, machine, paths."""
 
     def __init__(self, args, machine, runner, scratch):
         self.args, self.machine, self.runner, self.scratch = args, machine, runner, scratch
         self.is_built = False
         self.gpus = machine["gpus"] if args.device == "cuda" else []
-        # The double has as many devices as it is told. Two ranks of it are enough to communicate.
+        # The double has any number of devices; two are enough to communicate.
         found = len(self.gpus) or 2
         self.ranks = args.gpus or min(found, 8)
         if self.gpus and self.ranks > len(self.gpus):
             raise SystemExit(f"gpu-acceptance: --gpus {self.ranks}, and nvidia-smi shows {len(self.gpus)}")
-        # The CPU stands in for the script's own test: f32 there, as nobody trains otherwise.
+        # The CPU is only for testing the script; use f32 as usual on CPUs.
         self.dtype = "f32" if args.device == "cpu" else "bf16"
         self.batch = args.batch or 2
         self.seq = args.seq or (64 if args.small else 2048)
-        # Of recorded runs, which have 20.
+        # Steps of a recorded run, which has 20.
         self.recorded = 5 if args.small else 20
         self.steps = args.steps or (3 if args.small else 10)
         self.target = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", "target"))
@@ -50,14 +50,14 @@ class Run:
         return "the device double" if is_double() else "devices that nvidia-smi does not show"
 
     def config(self):
-        """The largest model whose state and activations all ranks together have room for."""
+        """Returns the largest model whose state and activations fit all ranks together."""
         if self.args.small:
             return models.LLAMA_TINY
         room = sum(gpu["memory_mib"] or 0 for gpu in self.gpus[: self.ranks]) / 1024
         return models.LLAMA_8B if room >= 300 else models.LLAMA_1B
 
     def launch(self, name, ranks, *words, device=None, env=None):
-        """Runs one of the programs on so many ranks, and returns what it printed."""
+        """Runs a program on a number of ranks, and returns its output."""
         programs = self.target / "release"
         command = [programs / "fsdp-launch", "--nproc-per-node", ranks, programs / words[0], *words[1:]]
         return self.runner.run(name, [*command, "--device", device or self.args.device], env)
@@ -71,7 +71,7 @@ def build(run):
         run.is_built = True
         raise Skipped("scripts/gpu-double has built the programs")
     features = ["--features", "cuda,nccl"] if run.args.device == "cuda" else []
-    # Of the whole workspace: other selections of packages would build Candle again.
+    # Build the whole workspace: another selection would compile Candle again.
     run.runner.run("build", ["cargo", "build", "--release", "--workspace", *features])
     run.is_built = True
     return {}
@@ -96,8 +96,8 @@ def memory(run):
             off = measured / formula - 1
             row = {"mode": found["mode"], "after": phase, "bytes": measured, "formula": formula, "off": off}
             rows.append({**row, "holds": abs(off) <= TOLERANCE})
-        # Two units' parameters and one's gradients at the most, or all parameters and one unit's gradients. A device
-        # keeps what a reduction reads until compute has been told to wait for it: one unit's gradients more.
+        # At most two units' parameters and one unit's gradients, or all parameters and one unit's gradients. A device
+        # keeps the inputs of a reduction until compute waits for it: one more unit's gradients.
         bound = kept + unit if kept else (4 if run.args.device == "cuda" else 3) * unit
         off = found["transient_bytes"] / bound - 1
         row = {"mode": found["mode"], "after": "on top, at most", "bytes": found["transient_bytes"], "formula": bound}
@@ -117,7 +117,7 @@ def speed(run):
     name = run.gpus[0]["name"] if run.gpus else None
     peak = run.args.peak_tflops or (peak_tflops(name) if name else None)
     parameters = None
-    # The most ranks first: they certainly have room for the model, and tell how many parameters it has.
+    # Most ranks first: they fit the model, and report its number of parameters.
     for ranks in sorted({2**i for i in range(4) if 2**i <= run.ranks} | {run.ranks}, reverse=True):
         room = min((gpu["memory_mib"] for gpu in run.gpus if gpu["memory_mib"]), default=None)
         if parameters and room and parameters * STATE_BYTES / ranks > 0.8 * room * 2**20:
@@ -144,7 +144,7 @@ def speed(run):
 
 
 def overlap(run):
-    """how much of the communication is hidden behind compute"""
+    """share of communication hidden behind compute"""
     if run.ranks == 1:
         raise Skipped("one rank has nobody to communicate with")
     if is_double():
@@ -152,7 +152,7 @@ def overlap(run):
     nsys = shutil.which("nsys")
     if run.args.device == "cuda" and not nsys:
         raise Skipped("only Nsight Systems sees when a GPU communicates, and nsys is not on PATH")
-    # `train` saves a checkpoint at its end: four layers of the model are enough, and they are alike.
+    # `train` saves a checkpoint at the end: use only four of the equal layers.
     layers, _, vocabulary = models.sizes(models.read(run.model))
     config = {**models.read(run.model), "vocab_size": min(vocabulary, 8192)}
     for key in ("num_hidden_layers", "n_layer"):
@@ -178,8 +178,8 @@ def overlap(run):
 
 
 def seen_by_nsys(run, nsys, flags):
-    """Each rank under Nsight Systems."""
-    # It puts the rank's number in place of this.
+    """Runs each rank under Nsight Systems."""
+    # nsys replaces this by the rank.
     to = run.scratch / "rank%q{RANK}"
     profiler = [nsys, "profile", "--trace=cuda", "--sample=none", "--cpuctxsw=none", "--export=sqlite"]
     profiler += ["--force-overwrite=true", f"--output={to}", (run.target / "release" / "train").resolve()]
@@ -203,7 +203,7 @@ def pytorch(run):
     command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", run.ranks]
     command += ["tests/interop/step.py", *step_flags(run), "--device", run.args.device]
     with DeviceMemory(enabled=bool(run.gpus)) as used:
-        # Else torchrun warns, and sets it by itself.
+        # Avoids a warning of torchrun.
         text = run.runner.run("pytorch", command, {"OMP_NUM_THREADS": "1"})
     found = only(json_lines(text), "tests/interop/step.py")
     rate = run.batch * run.seq / found["step_s"]
@@ -211,7 +211,7 @@ def pytorch(run):
 
 
 def step_flags(run):
-    """What `bench step` and tests/interop/step.py both understand."""
+    """Returns the flags that `bench step` and tests/interop/step.py share."""
     flags = ["--model", run.model, "--batch", run.batch, "--seq", run.seq, "--steps", run.steps]
     flags += ["--param-dtype", run.dtype]
     return flags if run.args.small else [*flags, "--activation-checkpoint"]

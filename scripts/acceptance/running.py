@@ -1,4 +1,4 @@
-"""Running commands: each with a log of its own, a limit, and no orphans."""
+"""Runs commands, each with a log file and a time limit, and without orphans."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import time
 
 
 class Failed(Exception):
-    """What was asked for went wrong: the phase has failed. There may be a result all the same, which shows how."""
+    """The phase failed. It may still have a result."""
 
     def __init__(self, why, result=None):
         super().__init__(why)
@@ -17,7 +17,7 @@ class Failed(Exception):
 
 
 class Skipped(Exception):
-    """The phase can't be run here, and that is nobody's fault. The text says why."""
+    """The phase can't run on this machine; the text is the reason."""
 
 
 class Runner:
@@ -29,22 +29,21 @@ class Runner:
         self.commands = []
 
     def run(self, name, command, env=None):
-        """Runs a command, and returns what it printed on its standard output.
+        """Runs a command, and returns its standard output.
 
-        Raises Failed when it ends with something else than 0 or takes longer than the limit; the message has the
-        last lines that it printed.
+        Raises Failed for an exit code other than 0, or after the time limit, with the last lines of the output.
         """
         log = self.logs / f"{len(self.commands):02d}-{name}.log"
         line = " ".join(f"{key}={value}" for key, value in (env or {}).items())
         line = f"{line} {' '.join(map(str, command))}".strip()
         entry = {"command": line, "log": log.name}
         self.commands.append(entry)
-        # The report has the whole of it.
+        # The report contains the whole command.
         print(f"    {name}: {line if len(line) < 100 else line[:97] + '...'}", flush=True)
         start = time.monotonic()
         with open(log, "w", encoding="utf-8") as errors, open(f"{log}.out", "w+", encoding="utf-8") as output:
             try:
-                # A group of its own, so that a launcher's ranks end with it.
+                # In a new process group, so that a launcher's ranks end with it.
                 child = subprocess.Popen(
                     [str(part) for part in command],
                     stdout=output,
@@ -79,7 +78,7 @@ class Runner:
 
 
 def end(child):
-    """Ends a command and all that it started: politely first, so that a launcher ends its ranks."""
+    """Ends a command and its child processes, first by SIGTERM, so that a launcher ends its ranks."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(child.pid, sign)
@@ -91,7 +90,7 @@ def end(child):
 
 
 def json_lines(text):
-    """The JSON objects among the lines of a program's output, which a launcher may have marked with the rank."""
+    """Returns the JSON objects among a program's output lines, which may have a launcher's prefix."""
     found = []
     for line in text.splitlines():
         line = re.sub(r"^\[rank \d+\] ", "", line)

@@ -1,13 +1,13 @@
-"""How much of the communication is hidden behind compute, out of a trace of `train --trace`."""
+"""Computes the share of communication hidden behind compute, from a trace of `train --trace`."""
 
 import json
 
 
 def overlap(path):
-    """Seconds of communication a step and rank, and the share of them in which the rank computed.
+    """Returns seconds of communication per step and rank, and the share during which the rank computed.
 
-    A rank computes where it is in forward, backward or the optimizer and does not wait for communication. The first
-    step warms up and does not count. Returns None where nothing was communicated.
+    A rank computes in forward, backward and the optimizer while it does not wait for communication. The first step is
+    the warm-up and does not count. Returns None without communication.
 
     A step of 10 microseconds that computes for 6 and waits for 1 of these; 4 are communicated, 3 of them meanwhile:
 
@@ -59,7 +59,7 @@ def of_events(events):
         steps += len(timed)
     if not total:
         return None
-    # Traces count in microseconds.
+    # Times are in microseconds.
     return {"communication_s_per_step": total / steps / 1e6, "hidden_share": hidden / total}
 
 
@@ -69,7 +69,7 @@ def of_lines(lines, spans, rank, kind):
 
 
 def union(spans):
-    """The same points in time as sorted spans that don't touch."""
+    """Returns the union as sorted, disjoint spans."""
     joined = []
     for start, end in sorted(spans):
         if joined and start <= joined[-1][1]:
@@ -80,7 +80,7 @@ def union(spans):
 
 
 def meet(these, those):
-    """The points in time that two unions share."""
+    """Returns the intersection of two unions."""
     found, i, j = [], 0, 0
     while i < len(these) and j < len(those):
         start, end = max(these[i][0], those[j][0]), min(these[i][1], those[j][1])
@@ -94,7 +94,7 @@ def meet(these, those):
 
 
 def without(these, those):
-    """The points in time of one union that another does not have."""
+    """Returns the difference of two unions."""
     gaps, at = [], float("-inf")
     for start, end in those:
         gaps.append((at, start))

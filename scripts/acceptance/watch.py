@@ -1,4 +1,4 @@
-"""What nvidia-smi says that GPUs have in use while a program runs: another witness than the program itself."""
+"""Measures the memory in use on GPUs by nvidia-smi while a program runs, independently of the program."""
 
 import threading
 
@@ -6,7 +6,7 @@ from .machine import said
 
 
 class DeviceMemory:
-    """Asks twice a second, as long as the `with` block lasts."""
+    """Measures twice a second during the `with` block."""
 
     def __init__(self, enabled):
         self.enabled = enabled
@@ -34,5 +34,5 @@ class DeviceMemory:
                 self.highest = used
 
     def most(self):
-        """MiB in use on the fullest GPU, or None."""
+        """Returns the MiB in use on the fullest GPU, or None."""
         return max(self.highest, default=None)

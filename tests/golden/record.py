@@ -103,8 +103,8 @@ ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 SGD = {"lr": 5e-2, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
 MUON = {"lr": 1e-3, "momentum": 0.95, "nesterov": True, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
 MUON_ORIGINAL = MUON | {"lr": 1e-2, "adjust_lr_fn": "original"}
-# Classes by name, with their hyper-parameters. Of two, the first has the matrices of the blocks and the other has the
-# rest.
+# Classes by name, with their hyper-parameters. The first of two has the matrices of the blocks, the
+# other has the rest.
 OPTIMIZERS = {
     "adamw": [(torch.optim.AdamW, ADAMW)],
     "adam": [(torch.optim.Adam, ADAMW)],

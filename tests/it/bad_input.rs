@@ -59,7 +59,7 @@ fn names_the_input_and_the_fix() {
             "unknown architecture",
             |model| edit_file(&model.join("config.json"), "\"llama\"", "\"mamba\""),
             "",
-            &["\"mamba\" is not known", "known are llama, mistral, ", ", gpt2"],
+            &["\"mamba\" is not supported", "expected llama, mistral, ", ", gpt2"],
         ),
         ("missing mask token", bert, "", &["needs a mask token", "\"[MASK]\"", "--mask-token ID"]),
         ("mask token out of range", bert, "--mask-token 137", &["--mask-token 137", "137 ids, 0 to 136"]),

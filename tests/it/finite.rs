@@ -48,7 +48,7 @@ fn overflowed_weights_are_not_saved_or_exported() {
             2,
             &[
                 "saved/step-00000001 was not saved: after step 1, ",
-                "values are infinite or not a number (on rank 0, 1)",
+                "values are infinite or NaN (on rank 0, 1)",
                 "in `model.layers.0.input_layernorm.weight`",
                 "They were finite after step 0",
                 "has no checkpoint yet",
@@ -98,7 +98,7 @@ fn quarantines_checkpoints_with_nan() {
     insert_nan(&saved.join("step-00000003"), "optim.state.model.norm.weight.exp_avg");
     // A named checkpoint with NaN is refused.
     let run = train(dir.path(), &format!("--steps 4 --lr 1e-3 --resume {}", saved.join("step-00000003").display()));
-    let found = "1 values are infinite or not a number (on rank 0): 1 of 32 in the exp_avg of `model.norm.weight`";
+    let found = "1 values are infinite or NaN (on rank 0): 1 of 32 in the exp_avg of `model.norm.weight`";
     run.refused(2, &["can't resume from", found, "pass an older checkpoint"]);
 
     let run = train(dir.path(), &format!("--steps 3 {keep} --keep 1")).ok();

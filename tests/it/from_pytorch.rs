@@ -183,7 +183,7 @@ fn every_row_has_a_counterpart_or_a_reason() {
     for Row { line, theirs, ours, differences, .. } in rows() {
         assert!(!ours.is_empty(), "line {line}: {theirs} has no counterpart, and no reason why");
         let is_known = ["not yet", "not needed", "not offered"].iter().any(|status| ours.starts_with(status));
-        assert!(!ours.starts_with("not ") || is_known, "line {line}: {ours:?} is explained nowhere");
+        assert!(!ours.starts_with("not ") || is_known, "line {line}: {ours:?} is not explained");
         assert!(!is_known || !differences.is_empty(), "line {line}: {ours}, and no reason why");
     }
 }
@@ -280,5 +280,5 @@ fn every_name_in_our_column_exists() {
         .flat_map(|row| names_of_ours(&row).into_iter().map(move |name| (row.line, name)))
         .filter(|(_, name)| !known.contains(name))
         .collect();
-    assert!(unknown.is_empty(), "docs/from-pytorch.md tells of names that are defined nowhere, by line: {unknown:?}");
+    assert!(unknown.is_empty(), "docs/from-pytorch.md has undefined names, by line: {unknown:?}");
 }

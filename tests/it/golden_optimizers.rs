@@ -85,7 +85,7 @@ fn refuses_flags_of_other_optimizers() {
         ("--momentum 0.9", &["--momentum is for --optimizer sgd or muon, found adamw"][..]),
         (
             "--optimizer sgd --nesterov on --dampening 0.5",
-            &["SGD: Nesterov's momentum needs a momentum, which is 0.9, and no dampening, which is 0.5"],
+            &["SGD: Nesterov momentum needs `momentum` above 0, found 0.9, and no `dampening`, found 0.5"],
         ),
         (
             "--optimizer muon --lora-rank 2",

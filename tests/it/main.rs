@@ -16,6 +16,7 @@ mod golden;
 mod golden_optimizers;
 mod gradcheck;
 mod launchers;
+mod layering;
 mod lost_output;
 mod main_job;
 mod matrix;

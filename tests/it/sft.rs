@@ -186,7 +186,7 @@ fn names_bad_input_and_the_fix() {
     with("short.jsonl", chats.lines().next().unwrap());
     for (flags, parts) in [
         ("--sft empty.jsonl", &["empty.jsonl has no examples", "at least one line"][..]),
-        ("--sft broken.jsonl", &["broken.jsonl, line 61: it is no JSON object", "{\"messages\": "]),
+        ("--sft broken.jsonl", &["broken.jsonl, line 61: it is not a JSON object", "{\"messages\": "]),
         ("--sft keys.jsonl", &["keys.jsonl, line 1: it has the keys \"text\"; a line is"]),
         ("--sft silent.jsonl", &["silent.jsonl, line 1: there is no message with the role \"assistant\""]),
         ("--sft short.jsonl", &["1 examples of short.jsonl make 1 sequences, but one step needs 4", "more examples"]),
@@ -200,7 +200,7 @@ fn names_bad_input_and_the_fix() {
         refused(dir.path(), flags, parts);
     }
     with("model/chat_template.jinja", "{{ messages");
-    refused(dir.path(), "--sft chats.jsonl", &["chat_template.jinja is no Jinja template"]);
+    refused(dir.path(), "--sft chats.jsonl", &["chat_template.jinja is not a valid Jinja template"]);
     with("model/chat_template.jinja", "{{ raise_exception('no ' + messages[0].role + ' here') }}");
     refused(
         dir.path(),

@@ -30,9 +30,9 @@ fn unwritable_outputs_fail_all_ranks_before_the_first_step() {
             &["rank 0 failed to make a directory there", "file is not a directory", "pass a"],
         ),
         ("--checkpoint-dir", "/proc/runs", &["rank 0 failed", "/proc/runs", "No such file", "all hosts share"]),
-        ("--checkpoint-dir", "link", &["link is a symbolic link to nowhere, which is not there"]),
+        ("--checkpoint-dir", "link", &["link is a symbolic link to nowhere, which does not exist"]),
         ("--export-hf", "file/below", &["rank 0 failed to make a directory there", "file is not a directory"]),
-        ("--export-hf", "link/below", &["link is a symbolic link to nowhere, which is not there"]),
+        ("--export-hf", "link/below", &["link is a symbolic link to nowhere, which does not exist"]),
         (
             "--metrics",
             "file/below",

@@ -99,7 +99,7 @@ fn resumes(way: Way) {
     let auto = [&more[..], &["--resume", "auto"]].concat();
     train(way, &local, 0, 20, &auto, dir).ok();
     assert!(said(0).contains("resumed from saved/step-00000005 at step 5"), "{}", said(0));
-    let lost = "none has the file of rank 1 from node1";
+    let lost = "no host has the file of rank 1 from node1";
     assert!(said(0).contains(lost) && !said(1).contains(lost), "{} {}", said(0), said(1));
     assert_eq!(names(&part(0)), ["step-00000010.damaged", "step-00000015", "step-00000020"]);
     assert_eq!(names(&part(1)), ["step-00000015", "step-00000020"]);
@@ -145,7 +145,7 @@ fn refuses_hosts_that_share_a_directory() {
     let run = train(Way::Mpich, &[], 0, 10, &[], dir.path());
     let text = format!("{}\n{}", run.stdout, run.stderr);
     let parts = [
-        "rank 0 failed to write a file there: node0 and node1 have one directory saved in common",
+        "rank 0 failed to write a file there: node0 and node1 share the directory saved",
         "leave --checkpoint-local out if they share it",
     ];
     assert!(run.code != Some(0) && parts.iter().all(|part| text.contains(part)), "{text}");

@@ -1,4 +1,4 @@
-//! The tutorial: a sharded model, trained, in one screen. `fsdp-launch --nproc-per-node 2 minimal`.
+//! A complete program that trains a sharded model: `fsdp-launch --nproc-per-node 2 minimal`.
 
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
@@ -11,7 +11,7 @@ use fsdp_examples::console::Console;
 const WIDTH: usize = 64;
 const LAYERS: usize = 4;
 
-/// An ordinary Candle module: it does not know that its parameters are sharded.
+/// An ordinary Candle module without any code for sharding.
 struct Block {
     norm: nn::RmsNorm,
     up: nn::Linear,
@@ -51,7 +51,7 @@ fn train() -> anyhow::Result<()> {
     let vb = vars.builder(DType::F32);
     let opts = FullyShard::new(&vars);
 
-    // Bottom-up: each block is a unit, then the root takes the parameters that are left.
+    // Bottom-up: each block is a unit, and the root has the remaining parameters.
     let block = |i: usize| {
         fully_shard(&opts, vb.pp(format!("blocks.{i}")), |vb| {
             Ok(Block {
@@ -66,7 +66,7 @@ fn train() -> anyhow::Result<()> {
     let mut optim = AdamW::new(vars.trainable(), AdamWConfig { lr: 1e-3, ..Default::default() })?;
 
     for step in 1..=100 {
-        // Each rank learns from numbers of its own: to tell a row's first number.
+        // Each rank has its own data. The task is to predict the first number of a row.
         let seed = (step * world.size() + world.rank()) as u32;
         let numbers: Vec<f32> =
             (0..32 * WIDTH as u32).map(|i| ((seed * 7919 + i * 104729) % 1009) as f32 / 504.5 - 1.).collect();
@@ -79,7 +79,7 @@ fn train() -> anyhow::Result<()> {
         optim.step(&grads)?;
         if world.rank() == 0 && step % 20 == 0 {
             let loss = loss.to_scalar::<f32>()?;
-            // `println!` panics where stdout is on a full disk.
+            // `println!` would panic on a full disk.
             Console::Stdout.line(format_args!("step {step:3}  loss {loss:.4}  gradient norm {norm:.3}"));
         }
     }

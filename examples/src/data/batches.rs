@@ -1,4 +1,4 @@
-//! Which tokens each rank reads at each step.
+//! Distribution of sequences over ranks, steps and micro-batches.
 
 use std::fmt;
 use std::ops::Range;
@@ -13,37 +13,35 @@ use crate::data::sft::packing::{Packed, PackingOptions};
 use crate::data::stream::Stream;
 use crate::data::tokens::Data;
 
-/// How one optimizer step's sequences are laid out over ranks and micro-batches. None of the numbers but `rank` may be
-/// 0.
+/// Sizes of an optimizer step. All but `rank` are at least 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BatchShape {
-    /// Data-parallel ranks.
+    /// Number of data-parallel ranks.
     pub world_size: usize,
-    /// This one's number, below `world_size`.
+    /// This rank's index, below `world_size`.
     pub rank: usize,
-    /// Sequences that a rank reads at once.
+    /// Sequences of a rank's micro-batch.
     pub batch_size: usize,
-    /// Micro-batches a step, whose gradients are summed.
+    /// Micro-batches per step.
     pub grad_accum: usize,
-    /// Tokens a sequence.
+    /// Tokens per sequence.
     pub seq_len: usize,
 }
 
-/// Where sequences come from.
+/// Source of sequences.
 pub enum Source {
-    /// One stream of tokens, with the seed by which its sequences are read in another order in each epoch, if they are.
+    /// One stream of tokens, and the seed that shuffles its sequences in each epoch, if any.
     Stream(Data, Option<u64>),
-    /// Examples.
+    /// Examples, each with its own tokens.
     Examples(Examples, PackingOptions),
 }
 
-/// The data, cut into sequences of `seq_len` tokens and dealt out to the ranks.
+/// Sequences of `seq_len` tokens, distributed over the ranks.
 ///
-/// With `position` sequences consumed before a step, rank r reads in micro-batch a the sequences
-/// `position + (a*world_size + r)*batch_size + b` for b in `0..batch_size`. So a step takes the next
-/// `world_size * batch_size * grad_accum` sequences however this product is made up: a run that is resumed at
-/// `position` with another number of ranks goes on with the same data. After the last sequence the next epoch begins,
-/// with the same sequences in the same order, or another one if they are shuffled.
+/// After `position` consumed sequences, rank r reads in micro-batch a the sequences `position + (a*world_size +
+/// r)*batch_size + b` for b in `0..batch_size`. A step takes the next `world_size * batch_size * grad_accum` sequences,
+/// for any factors of this product. A run that resumes at `position` on another number of ranks therefore continues
+/// with the same data. Each epoch has the same sequences, in the same order or shuffled.
 ///
 /// ```no_run
 /// use fsdp_examples::data::{BatchShape, Batches, Data, Source, Text};
@@ -74,32 +72,29 @@ enum Sequences {
     Packed(Packed),
 }
 
-/// What a rank reads at once: sequence after sequence.
+/// Sequences that a rank reads at once, concatenated.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct MicroBatch {
     /// Token ids.
     pub inputs: Vec<u32>,
-    /// The id that follows each, or [`IGNORED`].
+    /// Id that follows each token, or [`IGNORED`].
     pub targets: Vec<u32>,
-    /// How many of these are not ignored.
+    /// Number of targets that are not ignored.
     pub counted: u64,
-    /// For each sequence the lengths of the documents packed in it, where there are such.
+    /// Lengths of the documents packed in each sequence, if there are any.
     pub documents: Option<Vec<Vec<usize>>>,
-    /// For each sequence how many of its tokens are data. Padding follows them.
+    /// Number of data tokens in each sequence. Padding follows them.
     pub filled: Vec<usize>,
 }
 
 impl BatchShape {
-    /// The sequences of one step, of all ranks and micro-batches.
-    ///
-    /// # Errors
-    /// A number is 0, or the tokens of one step are more than can be counted.
+    /// Returns the sequences of a step over all ranks and micro-batches.
     pub fn sequences_per_step(&self) -> Result<u64> {
         let BatchShape { world_size, batch_size, grad_accum, seq_len, .. } = *self;
         let factors = [world_size, batch_size, grad_accum, seq_len];
-        ensure!(!factors.contains(&0), "a batch of nothing: {self}");
+        ensure!(!factors.contains(&0), "a size is 0: {self}");
         let tokens = factors.iter().try_fold(1, |product: u64, &factor| product.checked_mul(factor as u64));
-        // Their bytes can be counted too.
+        // Their size in bytes must not overflow either.
         let tokens = tokens.filter(|&tokens| tokens < u64::MAX / 4).with_context(|| {
             format!(
                 "no data is large enough for one step of {self}: use a smaller --seq-len, --batch-size or --grad-accum"
@@ -109,7 +104,7 @@ impl BatchShape {
     }
 }
 
-/// `2 ranks x 4 sequences x 1 micro-batches x 128 tokens`
+/// Formats as `2 ranks x 4 sequences x 1 micro-batches x 128 tokens`.
 impl fmt::Display for BatchShape {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let BatchShape { world_size, batch_size, grad_accum, seq_len, .. } = self;
@@ -134,10 +129,10 @@ impl Sequences {
 }
 
 impl Batches {
-    /// Deals out sequences to train on.
+    /// Creates batches to train on.
     ///
     /// # Errors
-    /// A number of `shape` is 0, the rank is none of the world, or the data is shorter than one step of all ranks.
+    /// A size of `shape` is 0, the rank is out of range, or the data is shorter than one step.
     pub fn new(source: Source, shape: BatchShape) -> Result<Self> {
         let batches = Self::of_any_length(source, shape)?;
         let (steps, found) = (batches.sequences_per_step, batches.num_sequences());
@@ -160,10 +155,7 @@ impl Batches {
         Ok(batches)
     }
 
-    /// Deals out sequences to be gone through once, by [`Batches::pass`].
-    ///
-    /// # Errors
-    /// A number of `shape` is 0, the rank is none of the world, or there is no whole sequence.
+    /// Creates batches to read once, by [`Batches::pass`].
     pub fn for_evaluation(source: Source, shape: BatchShape) -> Result<Self> {
         let batches = Self::of_any_length(source, BatchShape { grad_accum: 1, ..shape })?;
         if let Sequences::Stream(Stream { data, .. }) = &batches.sequences {
@@ -179,46 +171,40 @@ impl Batches {
     }
 
     fn of_any_length(source: Source, shape: BatchShape) -> Result<Self> {
-        ensure!(shape.rank < shape.world_size, "rank {} is none of {}", shape.rank, shape.world_size);
+        ensure!(shape.rank < shape.world_size, "rank {} is not below the world size {}", shape.rank, shape.world_size);
         let sequences_per_step = shape.sequences_per_step()?;
         let sequences = Sequences::new(source, shape.seq_len)?;
         Ok(Batches { sequences, shape, sequences_per_step, masking: None })
     }
 
-    /// The same with tokens that the model does not see, and has to tell: inputs become targets, and most targets
-    /// [`IGNORED`].
+    /// Masks tokens for a masked language model: the targets are the masked tokens, and [`IGNORED`] elsewhere.
     pub fn masked(mut self, masking: Option<Masking>) -> Self {
         self.masking = masking;
         self
     }
 
-    /// What the model has to tell, if it is a masked one.
+    /// Returns the masking, if any.
     pub fn masking(&self) -> Option<&Masking> {
         self.masking.as_ref()
     }
 
-    /// What this rank reads in micro-batch `a` (from 0) of the step before which all ranks together had consumed
-    /// `position` sequences.
+    /// Reads this rank's micro-batch `a` (from 0) of the step that starts at `position`.
     ///
     /// # Errors
-    /// There is no memory for it, or the file that it is in has been cut short or can't be read any more.
+    /// There is not enough memory, or the file has been truncated or can't be read any more.
     pub fn micro_batch(&self, position: u64, a: usize) -> Result<MicroBatch> {
         let first = self.first_sequence(0, a);
         self.read(position, first..first + self.shape.batch_size as u64)
     }
 
-    /// The number of the first sequence that this rank reads in micro-batch `a` of the step at `position`, among all
-    /// that the run has read.
+    /// Returns the index of the first sequence in micro-batch `a` of the step at `position`, over the whole run.
     pub fn first_sequence(&self, position: u64, a: usize) -> u64 {
         let BatchShape { world_size, rank, batch_size, .. } = self.shape;
         position + ((a * world_size + rank) * batch_size) as u64
     }
 
-    /// What this rank reads in round `round` (from 0) of going through all sequences once, in their order. Where there
-    /// are no more sequences for it, all targets are ignored: every rank has as much to compute.
-    ///
-    /// # Errors
-    /// As [`Batches::micro_batch`].
+    /// Reads this rank's part of round `round` (from 0) of a pass over all sequences. Missing sequences have only
+    /// ignored targets, so every rank has the same work.
     pub fn pass(&self, round: u64) -> Result<MicroBatch> {
         let BatchShape { world_size, rank, batch_size, .. } = self.shape;
         let first = (round * world_size as u64 + rank as u64) * batch_size as u64;
@@ -226,12 +212,12 @@ impl Batches {
         self.read(0, first.min(end)..(first + batch_size as u64).min(end))
     }
 
-    /// The rounds of [`Batches::pass`].
+    /// Returns the number of rounds of a pass.
     pub fn rounds(&self) -> u64 {
         self.num_sequences().div_ceil((self.shape.world_size * self.shape.batch_size) as u64)
     }
 
-    /// Reads the sequences at these offsets from a position, and fills the batch up.
+    /// Reads the sequences at these offsets from a position, and pads the batch.
     fn read(&self, position: u64, offsets: Range<u64>) -> Result<MicroBatch> {
         let BatchShape { batch_size, seq_len, .. } = self.shape;
         let tokens = batch_size * seq_len;
@@ -240,7 +226,7 @@ impl Batches {
             let wanted = HumanBytes(4 * tokens as u64);
             room.try_reserve_exact(tokens).with_context(|| {
                 format!(
-                    "there are no {wanted} of memory for {batch_size} sequences of {seq_len} tokens: use a smaller \
+                    "can't allocate {wanted} for {batch_size} sequences of {seq_len} tokens: use a smaller \
                      --batch-size"
                 )
             })?;
@@ -260,7 +246,7 @@ impl Batches {
                     let mut lengths = packed.read(&epoch, sequence, &mut inputs, &mut targets);
                     let data = lengths.iter().sum();
                     filled.push(data);
-                    // Padding is a document of its own.
+                    // Padding is a separate document.
                     lengths.extend((data < seq_len).then(|| seq_len - data));
                     documents.push(lengths);
                 }
@@ -283,21 +269,17 @@ impl Batches {
         Ok(MicroBatch { inputs, targets, counted, documents, filled })
     }
 
-    /// By how much a step moves the position: the sequences of all ranks and micro-batches.
+    /// Returns the sequences of a step over all ranks and micro-batches, by which it advances the position.
     pub fn sequences_per_step(&self) -> u64 {
         self.sequences_per_step
     }
 
-    /// Tokens of a step, of all ranks and micro-batches.
+    /// Returns the tokens of a step over all ranks and micro-batches.
     pub fn tokens_per_step(&self) -> u64 {
         self.sequences_per_step * self.shape.seq_len as u64
     }
 
-    /// How many tokens all ranks learn to predict in the step before which they had consumed `position` sequences.
-    /// Each rank knows it by itself.
-    ///
-    /// # Errors
-    /// No run has come so far.
+    /// Returns the counted targets of all ranks in the step at `position`, without communication.
     pub fn counted(&self, position: u64) -> Result<u64> {
         match &self.sequences {
             Sequences::Stream(_) => Ok(match &self.masking {
@@ -310,16 +292,15 @@ impl Batches {
         }
     }
 
-    /// Sequences in the data, after which it starts again: those of the first epoch.
+    /// Returns the number of sequences in the first epoch.
     pub fn num_sequences(&self) -> u64 {
         self.sequences.count()
     }
 
-    /// Something to let a model continue: the first example's prompt, or the first `tokens` tokens of the data, or all
-    /// if it has less.
+    /// Returns a prompt to continue: that of the first example, or up to `tokens` tokens of the stream.
     ///
     /// # Errors
-    /// The file that they are in has been cut short or can't be read any more.
+    /// The file has been truncated or can't be read any more.
     pub fn prompt(&self, tokens: usize) -> Result<Vec<u32>> {
         match &self.sequences {
             Sequences::Stream(Stream { data, .. }) => {
@@ -331,7 +312,7 @@ impl Batches {
         }
     }
 
-    /// The ids that end an answer.
+    /// Returns the ids that end an answer.
     pub fn stops(&self) -> &[u32] {
         match &self.sequences {
             Sequences::Stream(_) => &[],
@@ -339,8 +320,16 @@ impl Batches {
         }
     }
 
-    /// What has been read, for others to compare with: how much, and a checksum.
-    pub fn account(&self) -> String {
+    /// Describes the data for the user, such as `2,561 tokens of tokens.bin`.
+    pub fn description(&self) -> String {
+        match &self.sequences {
+            Sequences::Stream(Stream { data, .. }) => data.to_string(),
+            Sequences::Packed(packed) => packed.examples().to_string(),
+        }
+    }
+
+    /// Describes the data by size and checksum, for comparison.
+    pub fn summary(&self) -> String {
         match &self.sequences {
             Sequences::Stream(Stream { data, .. }) => {
                 format!("{} tokens with checksum {:016x}", data.len(), data.checksum())
@@ -352,11 +341,11 @@ impl Batches {
         }
     }
 
-    /// What about the data its reader should know, if anything.
-    pub fn remark(&self) -> Option<String> {
+    /// Returns a warning about the data, if any.
+    pub fn warning(&self) -> Option<String> {
         match &self.sequences {
             Sequences::Stream(_) => None,
-            Sequences::Packed(packed) => packed.examples().shortened(),
+            Sequences::Packed(packed) => packed.examples().truncation_warning(),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Which files `--data` means.
+//! Files of `--data`.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -8,34 +8,34 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail, ensure};
 use walkdir::{DirEntry, WalkDir};
 
-/// The files of the workspace that are its text.
+/// Extensions of a workspace's text files.
 const SOURCES: [&str; 3] = ["rs", "md", "toml"];
 
-/// The files that hold the data, in the order in which they are read.
+/// Files that hold the data, in the order in which they are read.
 pub(super) struct DataFiles {
-    /// Where they were looked for: the file or directory.
+    /// File or directory where they were found.
     pub(super) root: PathBuf,
     pub(super) files: Files,
 }
 
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Files {
-    /// Token ids, unsigned 16-bit little-endian.
+    /// Files of token ids, unsigned 16-bit little-endian.
     Tokens(Vec<PathBuf>),
-    /// The one text file that was asked for.
+    /// A single text file.
     Text(PathBuf),
-    /// What was found in a directory: those that turn out not to be text are left out.
+    /// Files of a directory. Those that are not text are left out.
     MaybeText(Vec<PathBuf>),
 }
 
 impl DataFiles {
-    /// The files of `--data PATH`.
+    /// Finds the files of `--data PATH`.
     pub(super) fn of_path(path: &Path) -> Result<Self> {
         let kind = fs::metadata(path).with_context(|| format!("cannot read {}", path.display()))?;
         let files = if kind.is_dir() {
             of_directory(path)?
         } else if !kind.is_file() {
-            bail!("{} is neither a file nor a directory: every rank must be able to read it for itself", path.display())
+            bail!("{} is neither a file nor a directory; every rank must be able to read it", path.display())
         } else if has_extension(path, &["bin"]) {
             Files::Tokens(vec![path.to_owned()])
         } else {
@@ -44,16 +44,15 @@ impl DataFiles {
         Ok(DataFiles { root: path.to_owned(), files })
     }
 
-    /// The sources of the Cargo workspace that `directory` is in.
+    /// Finds the sources of the Cargo workspace around `directory`.
     pub(super) fn of_workspace(directory: &Path) -> Result<Self> {
         let root = directory
             .ancestors()
             .find(|ancestor| is_workspace(ancestor))
             .with_context(|| {
                 format!(
-                    "there is no data: without --data the sources of the Cargo workspace you are in are read, and {} \
-                    is in none. Pass --data PATH: a .bin \
-                     file of u16 little-endian tokens, a text file or a directory of them",
+                    "no data found: {} is not in a Cargo workspace, whose sources are the default. Pass --data PATH: a \
+                     .bin file of u16 little-endian tokens, a text file or a directory of them",
                     directory.display()
                 )
             })?
@@ -65,14 +64,14 @@ impl DataFiles {
 
 fn of_directory(path: &Path) -> Result<Files> {
     let (tokens, text): (Vec<_>, Vec<_>) = walk(path)?.into_iter().partition(|file| has_extension(file, &["bin"]));
-    ensure!(!tokens.is_empty() || !text.is_empty(), "{} holds no files but hidden ones", path.display());
+    ensure!(!tokens.is_empty() || !text.is_empty(), "{} holds no visible files", path.display());
     if tokens.is_empty() {
         return Ok(Files::MaybeText(text));
     }
     if let Some(other) = text.first() {
         bail!(
-            "{} holds both .bin files of tokens ({}) and other files ({}): pass the file you mean, or a \
-                directory that holds only one kind",
+            "{} holds both .bin files of tokens ({}) and other files ({}): pass one \
+             file, or a directory with only one kind",
             path.display(),
             tokens[0].display(),
             other.display()
@@ -81,8 +80,8 @@ fn of_directory(path: &Path) -> Result<Files> {
     Ok(Files::Tokens(tokens))
 }
 
-/// All files below `root` in the same order on every machine, but hidden ones and those in `target` directories.
-/// Symbolic links are not followed.
+/// Lists all files below `root` in the same order on every machine, except hidden ones and those in `target`
+/// directories. Does not follow symbolic links.
 fn walk(root: &Path) -> Result<Vec<PathBuf>> {
     let wanted = |entry: &DirEntry| {
         let name = entry.file_name().as_encoded_bytes();
@@ -112,10 +111,10 @@ fn is_workspace(directory: &Path) -> bool {
     })
 }
 
-/// The text of a file, or `None` if it is none: it has a zero byte, or is not UTF-8.
+/// Reads a text file. Returns `None` if it contains a zero byte or is not UTF-8.
 pub(super) fn read_text(path: &Path) -> Result<Option<String>> {
     let read = || -> io::Result<Option<String>> {
-        // A look at the start saves reading large binary files as a whole.
+        // Checking the start first avoids reading large binary files.
         let mut file = File::open(path)?;
         let mut bytes = Vec::new();
         file.by_ref().take(8 << 10).read_to_end(&mut bytes)?;
@@ -147,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn directories_are_read_recursively_in_order_without_hidden_files_target_and_links() {
+    fn directories_are_read_recursively_in_order() {
         let root = tree(&[
             ("b.txt", b""),
             ("a/z.txt", b""),
@@ -165,36 +164,36 @@ mod tests {
     }
 
     #[test]
-    fn a_hidden_directory_can_be_asked_for() {
+    fn hidden_root_is_read() {
         let root = tree(&[(".data/a.txt", b"")]);
         let path = root.path().join(".data");
         assert_eq!(DataFiles::of_path(&path).unwrap().files, Files::MaybeText(vec![path.join("a.txt")]));
     }
 
     #[test]
-    fn a_directory_of_token_files_is_read_as_tokens_and_a_mixed_one_is_refused() {
+    fn mixed_directories_are_refused() {
         let root = tree(&[("2.bin", b""), ("1.bin", b"")]);
         let expected = ["1.bin", "2.bin"].map(|name| root.path().join(name)).to_vec();
         assert_eq!(DataFiles::of_path(root.path()).unwrap().files, Files::Tokens(expected));
         fs::write(root.path().join("input.txt"), "x").unwrap();
         let message = message(DataFiles::of_path(root.path()));
         assert!(
-            message.contains("1.bin") && message.contains("input.txt") && message.contains("pass the file you mean"),
+            message.contains("1.bin") && message.contains("input.txt") && message.contains("pass one file"),
             "{message}"
         );
     }
 
     #[test]
-    fn what_is_missing_empty_or_no_file_is_named() {
+    fn missing_and_empty_paths_are_refused() {
         let root = tree(&[]);
-        assert!(message(DataFiles::of_path(root.path())).contains("holds no files"));
+        assert!(message(DataFiles::of_path(root.path())).contains("holds no visible files"));
         let missing = message(DataFiles::of_path(&root.path().join("nowhere")));
         assert!(missing.contains("nowhere") && missing.contains("No such file"), "{missing}");
         assert!(message(DataFiles::of_path(Path::new("/dev/null"))).contains("neither a file nor a directory"));
     }
 
     #[test]
-    fn the_workspace_is_found_from_below_and_only_its_sources_are_read() {
+    fn workspace_sources_are_found_from_below() {
         let root = tree(&[
             ("Cargo.toml", b"[workspace]\nmembers = [\"a\"]\n"),
             ("Cargo.lock", b""),
@@ -212,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_workspace_the_way_out_is_data() {
+    fn missing_workspace_suggests_data() {
         let root = tree(&[("Cargo.toml", b"[package]\n")]);
         assert!(message(DataFiles::of_workspace(root.path())).contains("Pass --data PATH"));
     }

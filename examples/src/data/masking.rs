@@ -1,4 +1,4 @@
-//! Which tokens a masked language model does not see, and has to tell.
+//! Masking of tokens for masked language models.
 
 use std::path::Path;
 
@@ -9,20 +9,19 @@ use serde_json::Value;
 
 use crate::data::text::Text;
 
-/// Tells these random numbers from others of the same seed.
+/// Separates these random numbers from others with the same seed.
 const STREAM: u32 = u32::from_be_bytes(*b"mask");
-/// Of the chosen tokens, the share that the mask takes the place of, and that share and those that become random ones.
+/// Share of the chosen tokens that become the mask token, and that share plus the share of random ones.
 const MASKED: f64 = 0.8;
 const CHANGED: f64 = 0.9;
 
-/// Chooses tokens as BERT's authors do (Devlin et al., 2018, arXiv:1810.04805): of the chosen ones 80 % become the
-/// mask, 10 % a random token, and 10 % stay as they are.
+/// Choice of masked tokens as in BERT (Devlin et al., 2018, arXiv:1810.04805): of the chosen tokens, 80 % become the
+/// mask token, 10 % a random token, and 10 % stay.
 ///
-/// The choice is a function of the seed, the sequence's number among all that a run reads (a sequence that is read
-/// again has another one) and the place in it: the same however sequences are dealt out to ranks, and wherever a run
-/// goes on.
-/// Philox4x32-10 of the key `seed` and the counter `[number, place, "mask"]` gives the words that decide: whether the
-/// token is chosen, what becomes of it, and the random token.
+/// The choice depends only on the seed, the index of the sequence in the run, and the position in it. It is therefore
+/// the same for any number of ranks and after resuming, and differs between epochs. Philox4x32-10 with the key `seed`
+/// and the counter `[index, position, "mask"]` provides the random words: whether a token is chosen, its replacement,
+/// and the random token.
 ///
 /// ```
 /// use fsdp_candle::nn::IGNORED;
@@ -38,18 +37,18 @@ const CHANGED: f64 = 0.9;
 /// ```
 #[derive(Clone, Copy, Debug)]
 pub struct Masking {
-    /// The share of tokens that are chosen, above 0 and at most 1.
+    /// Share of tokens that are chosen, above 0 and at most 1.
     pub probability: f64,
-    /// What stands for a token that is not seen.
+    /// Id of the mask token.
     pub mask_token: u32,
     /// Number of token ids.
     pub vocabulary: usize,
-    /// Of the random numbers.
+    /// Seed of the random numbers.
     pub seed: u64,
 }
 
 impl Masking {
-    /// The words that decide about a token.
+    /// Returns the random words of a token.
     fn words(&self, sequence: u64, place: usize) -> [u32; 4] {
         philox4x32_10(
             [sequence as u32, (sequence >> 32) as u32, place as u32, STREAM],
@@ -57,16 +56,16 @@ impl Masking {
         )
     }
 
-    /// The random numbers of the sequences of `seq_len` tokens from number `first` on, token by token: `None` for those
-    /// that are not chosen.
+    /// Returns the random words of each token in sequences from index `first` on, or `None` for tokens that are not
+    /// chosen.
     fn choice(&self, first: u64, seq_len: usize) -> impl Iterator<Item = Option<[u32; 4]>> + '_ {
         (0..).flat_map(move |sequence| (0..seq_len).map(move |place| (first.wrapping_add(sequence), place))).map(
             |(sequence, place)| Some(self.words(sequence, place)).filter(|words| below(words[0], self.probability)),
         )
     }
 
-    /// Inputs and targets of sequences of `seq_len` tokens, of which the first is number `first`: at a chosen token the
-    /// target is that token, elsewhere [`IGNORED`].
+    /// Returns inputs and targets of sequences from index `first` on. Targets are the chosen tokens, and [`IGNORED`]
+    /// elsewhere.
     pub fn apply(&self, first: u64, seq_len: usize, mut ids: Vec<u32>) -> (Vec<u32>, Vec<u32>) {
         let mut targets = vec![IGNORED; ids.len()];
         for ((id, target), choice) in ids.iter_mut().zip(&mut targets).zip(self.choice(first, seq_len)) {
@@ -81,22 +80,19 @@ impl Masking {
         (ids, targets)
     }
 
-    /// How many of the first `tokens` tokens are chosen.
+    /// Returns the number of chosen tokens among the first `tokens` ones.
     pub fn count(&self, first: u64, seq_len: usize, tokens: u64) -> u64 {
         self.choice(first, seq_len).take(tokens as usize).flatten().count() as u64
     }
 }
 
-/// Whether a word is below this share of all words.
+/// Returns whether a word is in the lowest `share` of all words.
 fn below(word: u32, share: f64) -> bool {
     f64::from(word) < share * (1u64 << 32) as f64
 }
 
-/// The mask token of a model: `given`, or the one that the tokenizer of the directory has, under the name that its
-/// `tokenizer_config.json` says, or `[MASK]`.
-///
-/// # Errors
-/// When there is none, or it is not below `vocabulary`.
+/// Returns the mask token of a model: `given`, or the one in its tokenizer, named in `tokenizer_config.json` or
+/// `[MASK]`.
 pub fn mask_token(given: Option<u32>, model: Option<&Path>, text: &Text, vocabulary: usize) -> Result<u32> {
     if let Some(id) = given {
         ensure!(
@@ -120,7 +116,7 @@ pub fn mask_token(given: Option<u32>, model: Option<&Path>, text: &Text, vocabul
     }
 }
 
-/// What `tokenizer_config.json` calls the mask token: a word, or an object with `content`.
+/// Returns the mask token's name in `tokenizer_config.json`: text, or an object with `content`.
 fn named(model: &Path) -> Result<Option<String>> {
     let path = model.join("tokenizer_config.json");
     if !path.exists() {
@@ -145,7 +141,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn sequences_are_masked_the_same_by_themselves_and_together(
+        fn masking_does_not_depend_on_batching(
             first in any::<u64>(), sequences in 1..5_usize, seq_len in 1..40_usize,
         ) {
             let ids: Vec<u32> = (0..(sequences * seq_len) as u32).collect();
@@ -163,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn shares_are_those_of_the_paper() {
+    fn shares_match_the_paper() {
         let ids = vec![1000; 1 << 18];
         let (inputs, targets) = MASKING.apply(3, 128, ids);
         let chosen: Vec<u32> =
@@ -177,14 +173,14 @@ mod tests {
         let count = |of: &dyn Fn(u32) -> bool| chosen.iter().filter(|&&id| of(id)).count();
         share(count(&|id| id == 4), chosen.len(), 0.8);
         share(count(&|id| id == 1000), chosen.len(), 0.1);
-        // What is random is anything.
+        // Random tokens are uniform.
         let random: Vec<f64> = chosen.iter().filter(|&&id| id != 4 && id != 1000).map(|&id| f64::from(id)).collect();
         let mean = random.iter().sum::<f64>() / random.len() as f64;
         assert!((mean - 500.).abs() < 20. && random.iter().all(|&id| id < 1000.), "{mean}");
     }
 
     #[test]
-    fn a_seed_and_a_number_make_another_choice() {
+    fn masking_depends_on_seed_and_index() {
         let ids: Vec<u32> = (0..128).collect();
         let usual = MASKING.apply(0, 128, ids.clone());
         for (seed, first) in [(43, 0), (42 + (1 << 32), 0), (42, 1), (42, 1 << 32)] {
@@ -195,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn the_mask_token_is_given_or_the_tokenizer_s() {
+    fn mask_token_is_given_or_from_the_tokenizer() {
         let dir = tempfile::tempdir().unwrap();
         let model = Some(dir.path());
         let find = |given| mask_token(given, model, &Text::new(model).unwrap(), 20).map_err(|error| error.to_string());

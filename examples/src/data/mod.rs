@@ -1,15 +1,8 @@
-//! What a model is trained on: a stream of tokens or examples, read from files, and the batches made of them.
+//! Training data: files of tokens, text or examples, and the batches made from them.
 //!
-//! | file | subject |
-//! |---|---|
-//! | `files` | which files `--data` means |
-//! | `text` | text to tokens and back |
-//! | `tokens` | [`Data`]: all tokens in one sequence, checked against the vocabulary |
-//! | `sft` | [`Examples`]: conversations and completions, and how they share sequences |
-//! | `permutation` | orders that any rank computes |
-//! | `stream` | which tokens a sequence of a stream has |
-//! | `batches` | [`Batches`]: which tokens each rank reads at each step |
-//! | `masking` | [`Masking`]: which of them a masked language model has to tell |
+//! `files` finds the files of `--data`, and `text` turns text into tokens. A [`Source`] is either one stream of tokens
+//! ([`Data`], cut by `stream`) or [`Examples`] (`sft`). [`Batches`] gives each rank its sequences of every step, and
+//! [`Masking`] chooses the masked tokens of a BERT.
 
 pub use batches::{BatchShape, Batches, MicroBatch, Source};
 pub use masking::{Masking, mask_token};

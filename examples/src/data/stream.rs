@@ -1,12 +1,12 @@
-//! The data as one stream, cut into sequences.
-//! Orders that any rank computes for itself, at any place, without holding them in memory.
+//! Sequences of a token stream, and their shuffled order.
 
 use anyhow::Result;
 use fsdp_candle::nn::IGNORED;
 
 use crate::data::tokens::Data;
 
-/// Sequence k reads `tokens[k*T .. k*T+T]` and predicts `tokens[k*T+1 .. k*T+T+1]`, T being `seq_len`.
+/// Sequences of a stream. Sequence k has inputs `tokens[k*T .. k*T+T]` and targets `tokens[k*T+1 .. k*T+T+1]`, with T =
+/// `seq_len`.
 pub(super) struct Stream {
     pub(super) data: Data,
     seq_len: usize,
@@ -18,12 +18,12 @@ impl Stream {
         Stream { data, seq_len, shuffle }
     }
 
-    /// The number of sequences of an epoch.
+    /// Returns the number of sequences per epoch.
     pub(super) fn count(&self) -> u64 {
         self.data.len().saturating_sub(1) / self.seq_len as u64
     }
 
-    /// The number of the sequence that is read `offset` after `position`.
+    /// Returns the sequence at `offset` after `position`.
     pub(super) fn place(&self, position: u64, offset: u64) -> u64 {
         let count = self.count();
         let past = position % count + offset;
@@ -33,7 +33,7 @@ impl Stream {
         }
     }
 
-    /// Appends a sequence to rows of inputs and targets.
+    /// Appends a sequence to inputs and targets.
     pub(super) fn read(&self, sequence: u64, inputs: &mut Vec<u32>, targets: &mut Vec<u32>) -> Result<()> {
         let (from, to) = (inputs.len(), targets.len());
         inputs.resize(from + self.seq_len, 0);
@@ -46,17 +46,19 @@ impl Stream {
     }
 }
 
-/// A permutation of `0..len`, another one for each seed and epoch: a Feistel network (Luby and Rackoff, 1988) over the
-/// next even number of bits, whose values beyond the end are sent through once more.
+/// A pseudo-random permutation of `0..len` for each seed and epoch, evaluated without storing it.
+///
+/// Uses a Feistel network (Luby and Rackoff, 1988) over an even number of bits, and repeats it for values beyond the
+/// end.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Permutation {
     len: u64,
     key: u64,
-    /// Bits of half a value.
+    /// Number of bits in half a value.
     half: u32,
 }
 
-/// Four make it look random to any test that does not know the key; a few more cost nothing.
+/// Four rounds suffice for pseudo-randomness.
 const ROUNDS: u64 = 6;
 
 impl Permutation {
@@ -65,7 +67,7 @@ impl Permutation {
         Permutation { len, key: mix(mix(seed).wrapping_add(epoch)), half: bits.div_ceil(2).max(1) }
     }
 
-    /// Which one comes at place `index`, which is below the length.
+    /// Returns the item at `index`, which is below the length.
     pub(super) fn at(&self, index: u64) -> u64 {
         let mut value = index;
         loop {
@@ -76,7 +78,7 @@ impl Permutation {
         }
     }
 
-    /// A permutation of all values of as many bits.
+    /// Permutes all values with this number of bits.
     fn shuffled(&self, value: u64) -> u64 {
         let mask = (1 << self.half) - 1;
         let (mut left, mut right) = (value >> self.half, value & mask);
@@ -87,7 +89,7 @@ impl Permutation {
     }
 }
 
-/// The finalizer of SplitMix64 (Steele et al., 2014): every bit of the input reaches every bit of the output.
+/// Finalizer of SplitMix64 (Steele et al., 2014): every input bit affects every output bit.
 fn mix(x: u64) -> u64 {
     let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -105,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn each_comes_once() {
+    fn permutation_is_bijective() {
         for len in (0..70).chain([1000, 1 << 12, (1 << 12) + 1]) {
             for seed in 0..3 {
                 let mut order = order(len, seed, 1);
@@ -118,25 +120,25 @@ mod tests {
     }
 
     #[test]
-    fn seeds_and_epochs_are_different_orders() {
+    fn order_depends_on_seed_and_epoch() {
         let first = order(100, 7, 0);
         assert_eq!(first, order(100, 7, 0));
         assert_ne!(first, (0..100).collect::<Vec<_>>());
         for other in [order(100, 7, 1), order(100, 8, 0)] {
-            // Two random orders of a hundred agree in one place, now and then in five.
+            // Random orders of a hundred items agree in one place on average.
             assert!(first.iter().zip(&other).filter(|(a, b)| a == b).count() < 8);
         }
     }
 
-    /// Where an item goes is as good as random: over many epochs each place gets it equally often.
+    /// Over many epochs, every item is in each place equally often.
     #[test]
-    fn every_place_is_as_likely() {
+    fn places_are_uniform() {
         let (len, epochs) = (12, 12_000);
         let mut counts = vec![0f64; 12];
         for epoch in 0..epochs {
             counts[order(len, 3, epoch).iter().position(|&item| item == 5).unwrap()] += 1.;
         }
-        // Chi-square with 11 degrees of freedom is above 40 once in 30,000 times.
+        // A chi-square value with 11 degrees of freedom exceeds 40 once in 30,000 times.
         let chi: f64 = counts.iter().map(|count| (count - 1000.).powi(2) / 1000.).sum();
         assert!(chi < 40., "{chi}: {counts:?}");
     }

@@ -1,4 +1,4 @@
-//! Text to tokens and back.
+//! Conversion of text to tokens and back.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -7,13 +7,12 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Error, Result};
 use tokenizers::Tokenizer;
 
-/// Longer text is tokenised in pieces of about this many bytes: a tokenizer keeps some 100 bytes a token while it
-/// works.
+/// Text is tokenised in pieces of about this many bytes, because tokenizers need about 100 bytes of memory per token.
 const PIECE: usize = 256 << 10;
-/// So many pieces are tokenised at a time, in parallel.
+/// Pieces tokenised in parallel.
 const PIECES: usize = 32;
 
-/// How text becomes tokens: by a model's tokenizer, or byte by byte.
+/// A tokenizer: that of a model, or bytes as tokens.
 ///
 /// ```
 /// use fsdp_examples::data::Text;
@@ -25,12 +24,12 @@ const PIECES: usize = 32;
 /// ```
 pub struct Text(Kind);
 
-/// A text, and the stretches of it (in bytes) that are to be learnt.
+/// A text with the byte ranges that the loss counts.
 #[derive(Debug, PartialEq)]
 pub(super) struct Marked {
     pub(super) text: String,
     pub(super) learnt: Vec<Range<usize>>,
-    /// Whether the tokenizer puts its own special tokens around it, as it does with every text.
+    /// Whether the tokenizer adds its special tokens, as it does by default.
     pub(super) bare: bool,
 }
 
@@ -40,13 +39,9 @@ enum Kind {
 }
 
 impl Text {
-    /// The tokenizer of a model directory, its `tokenizer.json`. Without such a file, or without a model, tokens are
-    /// bytes (ids 0 to 255).
+    /// Loads `tokenizer.json` of a model directory. Without one, tokens are bytes (ids 0 to 255).
     ///
-    /// Truncation and padding that the file asks for are left out: all the text is data.
-    ///
-    /// # Errors
-    /// `tokenizer.json` is there, but can't be read.
+    /// Ignores truncation and padding in the file, because all text is data.
     pub fn new(model: Option<&Path>) -> Result<Self> {
         let Some(file) = model.map(|model| model.join("tokenizer.json")).filter(|file| file.exists()) else {
             return Ok(Text(Kind::Bytes { model: model.map(Path::to_owned) }));
@@ -62,11 +57,7 @@ impl Text {
         Ok(Text(Kind::Tokenizer { tokenizer: Box::new(tokenizer), file }))
     }
 
-    /// The tokens of `text`, without special tokens around them. Text of more than 256 KiB is tokenised in pieces that
-    /// end at a line's end.
-    ///
-    /// # Errors
-    /// The tokenizer has no token for a part of the text, not even an unknown one.
+    /// Tokenises `text` without adding special tokens. Text above 256 KiB is split at line ends.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         let Kind::Tokenizer { file, tokenizer } = &self.0 else {
             return Ok(text.bytes().map(u32::from).collect());
@@ -81,14 +72,11 @@ impl Text {
         Ok(ids)
     }
 
-    /// The text of `tokens`, fit for a terminal: what is no text, or a control character other than tab and newline,
-    /// shows as U+FFFD.
-    ///
-    /// # Errors
-    /// The tokenizer's decoder fails on them.
+    /// Converts `tokens` to text that is safe to print: invalid text and control characters except tab and newline
+    /// become U+FFFD.
     pub fn decode(&self, tokens: &[u32]) -> Result<String> {
         let text = match &self.0 {
-            // No byte 0xff is in any UTF-8 text.
+            // The byte 0xff is not in any UTF-8 text.
             Kind::Bytes { .. } => {
                 let bytes: Vec<u8> = tokens.iter().map(|&token| u8::try_from(token).unwrap_or(0xff)).collect();
                 String::from_utf8_lossy(&bytes).into_owned()
@@ -101,8 +89,8 @@ impl Text {
         Ok(text.replace(|c: char| c.is_control() && !matches!(c, '\n' | '\t'), "\u{fffd}"))
     }
 
-    /// The tokens of each text, and of each token whether it reaches into what is to be learnt. Special tokens of the
-    /// tokenizer are known by their text.
+    /// Tokenises texts, and returns for each token whether it overlaps a counted range. Special tokens in the text are
+    /// recognised.
     pub(super) fn encode_marked(&self, texts: Vec<Marked>) -> Result<Vec<(Vec<u32>, Vec<bool>)>> {
         let Kind::Tokenizer { file, tokenizer } = &self.0 else {
             let of_bytes = |marked: &Marked| {
@@ -126,7 +114,7 @@ impl Text {
         Ok(tokenised)
     }
 
-    /// The id of a token.
+    /// Returns the id of a token.
     pub(super) fn id_of(&self, token: &str) -> Option<u32> {
         match &self.0 {
             Kind::Bytes { .. } => token.bytes().next().filter(|_| token.len() == 1).map(u32::from),
@@ -134,7 +122,7 @@ impl Text {
         }
     }
 
-    /// The text of a token, as the tokenizer's file spells it.
+    /// Returns the text of a token in the tokenizer's file.
     pub(super) fn token_of(&self, id: u32) -> Option<String> {
         match &self.0 {
             Kind::Bytes { .. } => u8::try_from(id).ok().map(|byte| char::from(byte).to_string()),
@@ -142,7 +130,7 @@ impl Text {
         }
     }
 
-    /// The texts of all special tokens: those `named` elsewhere, and those of the tokenizer.
+    /// Returns all special tokens: those in `named`, and those of the tokenizer.
     pub(super) fn special_tokens(&self, named: &BTreeMap<String, String>) -> Vec<String> {
         let mut all: BTreeSet<String> = named.values().filter(|token| !token.is_empty()).cloned().collect();
         if let Kind::Tokenizer { tokenizer, .. } = &self.0 {
@@ -152,13 +140,13 @@ impl Text {
         all.into_iter().collect()
     }
 
-    /// Whether tokens are bytes.
+    /// Returns whether tokens are bytes.
     pub(super) fn is_bytes(&self) -> bool {
         matches!(self.0, Kind::Bytes { .. })
     }
 
-    /// What to do about an id beyond the model's vocabulary.
-    pub(super) fn way_out(&self) -> String {
+    /// Returns advice for ids beyond the model's vocabulary.
+    pub(super) fn advice(&self) -> String {
         match &self.0 {
             Kind::Bytes { model: None } => "Text is read as bytes, which need a vocabulary of 256".into(),
             Kind::Bytes { model: Some(model) } => format!(
@@ -175,7 +163,7 @@ impl Text {
     }
 }
 
-/// Cuts `text` into pieces of at most `longest` bytes, after a newline where there is one.
+/// Splits `text` into pieces of at most `longest` bytes, after newlines if possible.
 fn pieces(mut text: &str, longest: usize) -> Vec<&str> {
     let mut pieces = Vec::new();
     while text.len() > longest {
@@ -196,8 +184,7 @@ pub(super) mod tests {
     use super::*;
     use std::fs;
 
-    /// A tokenizer that knows three words, one of them under an id beyond what a small model has, and that wants to cut
-    /// after two tokens.
+    /// A tokenizer with three words, one with an id beyond a small vocabulary, and truncation to two tokens.
     pub(crate) const TOKENIZER: &str = r#"{
         "version": "1.0", "added_tokens": [], "normalizer": null, "post_processor": null, "decoder": null,
         "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}, "padding": null,
@@ -206,7 +193,7 @@ pub(super) mod tests {
     }"#;
 
     #[test]
-    fn bytes_come_back_as_text_that_can_not_control_a_terminal() {
+    fn decoded_bytes_are_safe_to_print() {
         let text = Text::new(None).unwrap();
         assert!(text.is_bytes());
         assert_eq!(text.decode(&text.encode("Grüße\t1\n").unwrap()).unwrap(), "Grüße\t1\n");
@@ -214,15 +201,15 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_model_without_tokenizer_reads_bytes() {
+    fn bytes_without_a_tokenizer() {
         let model = tempfile::tempdir().unwrap();
         let text = Text::new(Some(model.path())).unwrap();
         assert_eq!(text.encode("ab").unwrap(), [97, 98]);
-        assert!(text.way_out().contains("has no tokenizer.json"));
+        assert!(text.advice().contains("has no tokenizer.json"));
     }
 
     #[test]
-    fn a_model_s_tokenizer_is_used_and_never_cuts() {
+    fn tokenizer_does_not_truncate() {
         let model = tempfile::tempdir().unwrap();
         fs::write(model.path().join("tokenizer.json"), TOKENIZER).unwrap();
         let text = Text::new(Some(model.path())).unwrap();
@@ -235,7 +222,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_broken_tokenizer_is_named() {
+    fn broken_tokenizer_is_refused() {
         let model = tempfile::tempdir().unwrap();
         fs::write(model.path().join("tokenizer.json"), "{}").unwrap();
         let error = format!("{:#}", Text::new(Some(model.path())).err().unwrap());
@@ -243,7 +230,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn pieces_end_at_newlines_or_else_at_characters() {
+    fn pieces_end_at_newlines_or_characters() {
         assert_eq!(pieces("ab\ncd\nef", 6), ["ab\ncd\n", "ef"]);
         assert_eq!(pieces("ab\ncd\nef", 4), ["ab\n", "cd\n", "ef"]);
         assert_eq!(pieces("äöü", 5), ["äö", "ü"]);

@@ -1,4 +1,4 @@
-//! All the data as one sequence of tokens.
+//! A stream of tokens from one or more files.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -15,9 +15,9 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use crate::data::files::{DataFiles, Files, read_text};
 use crate::data::text::Text;
 
-/// A sequence of tokens, each below the vocabulary's size: the concatenation of one or more files.
+/// Concatenated tokens of one or more files, checked against the vocabulary.
 ///
-/// Of files of tokens only what a batch needs is in memory.
+/// Token files stay on disk; only the tokens of a batch are in memory.
 pub struct Data {
     files: Vec<FileTokens>,
     len: u64,
@@ -25,41 +25,39 @@ pub struct Data {
     digest: Digest,
 }
 
-/// The tokens of one file; the first of them is number `start` of all.
+/// Tokens of a file, which starts at token `start` of the stream.
 struct FileTokens {
     start: u64,
     ids: Ids,
 }
 
 enum Ids {
-    /// Text read as bytes.
+    /// Text whose bytes are tokens.
     Bytes(String),
-    /// Text by a tokenizer.
+    /// Tokenised text.
     Tokenised(Vec<u32>),
-    /// In a file of tokens.
+    /// A file of tokens.
     Stored(TokenFile),
 }
 
-/// A file of tokens as pairs of bytes, little-endian. It is read rather than mapped: a mapping of a file that somebody
-/// cuts short ends the process by SIGBUS.
+/// A file of u16 little-endian tokens. It is read and not mapped: truncating a mapped file would kill the process with
+/// SIGBUS.
 struct TokenFile {
     path: PathBuf,
     file: File,
-    /// Its tokens when it was opened.
+    /// Number of tokens when the file was opened.
     len: usize,
 }
 
 impl Data {
-    /// Reads `path` (`--data`): a `.bin` file of u16 little-endian tokens, a text file, or a directory of either.
+    /// Loads `--data`: a `.bin` file of u16 little-endian tokens, a text file, or a directory.
     ///
-    /// A directory is read recursively, in the order of the names. Hidden files, directories called `target`, symbolic
-    /// links and files that are not text (not UTF-8, or with a zero byte) are left out, and the texts are joined by
-    /// newlines. Without a path the sources (`.rs`, `.md`, `.toml`) of the Cargo workspace around the current directory
-    /// are read.
+    /// A directory is read recursively in the order of names. Hidden files, directories named `target`, symbolic links
+    /// and binary files are left out, and texts are joined by newlines. Without a path, loads the sources (`.rs`,
+    /// `.md`, `.toml`) of the Cargo workspace around the current directory.
     ///
     /// # Errors
-    /// Nothing to read there, a `.bin` file of an odd length, a text file that is not text, or an id that is not below
-    /// `vocab_size`.
+    /// No data is found, a `.bin` file has an odd length, a text file is not text, or an id is not below `vocab_size`.
     pub fn load(path: Option<&Path>, text: &Text, vocab_size: usize) -> Result<Self> {
         let found = match path {
             Some(path) => DataFiles::of_path(path)?,
@@ -100,17 +98,17 @@ impl Data {
         Data { files: Vec::new(), len: 0, origin, digest: Digest::new(CrcAlgorithm::Crc64Nvme) }
     }
 
-    /// A checksum of all tokens: data that has the same, and as many tokens, read in the same way, is the same data.
+    /// Returns a checksum of all tokens.
     pub fn checksum(&self) -> u64 {
         self.digest.finalize()
     }
 
-    /// The number of tokens.
+    /// Returns the number of tokens.
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// Whether there are none.
+    /// Returns whether there are no tokens.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -118,7 +116,7 @@ impl Data {
     /// Reads the tokens `start..start + out.len()`.
     ///
     /// # Errors
-    /// They are not there, or their file has been cut short or can't be read any more.
+    /// The range is beyond the end, or a file has been truncated or can't be read any more.
     pub(super) fn copy_to(&self, start: u64, out: &mut [u32]) -> Result<()> {
         let past_the_end = || format!("tokens {start} to {} are not in {self}", start.saturating_add(out.len() as u64));
         let end = start.checked_add(out.len() as u64).filter(|&end| end <= self.len).with_context(past_the_end)?;
@@ -146,10 +144,10 @@ impl Data {
         }
     }
 
-    /// Appends those of `files` that are text, joined by newlines, and returns their number.
+    /// Appends the text files among `files`, joined by newlines. Returns their number.
     fn push_texts(&mut self, files: Vec<PathBuf>, root: &Path, text: &Text, vocab_size: usize) -> Result<usize> {
         let mut count = 0;
-        // A file is tokenised when the next one is there: then it is known that a newline goes between them.
+        // A file is tokenised together with the newline before the next one.
         let mut last: Option<(PathBuf, String)> = None;
         for file in files {
             let Some(content) = read_text(&file)? else { continue };
@@ -180,7 +178,7 @@ impl Data {
     }
 }
 
-/// `2,561 tokens of tokens.bin`
+/// Formats as `2,561 tokens of tokens.bin`.
 impl fmt::Display for Data {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} tokens of {}", HumanCount(self.len), self.origin)
@@ -212,7 +210,7 @@ impl Ids {
 fn tokenise(content: String, file: &Path, text: &Text, vocab_size: usize) -> Result<Ids> {
     let check = |ids: &mut dyn Iterator<Item = u32>| {
         ids.enumerate().find(|&(_, id)| id as usize >= vocab_size).map_or(Ok(()), |(at, id)| {
-            Err(anyhow!("{} {}", beyond_vocabulary(at as u64, file, id, vocab_size), text.way_out()))
+            Err(anyhow!("{} {}", beyond_vocabulary(at as u64, file, id, vocab_size), text.advice()))
         })
     };
     if text.is_bytes() {
@@ -225,7 +223,7 @@ fn tokenise(content: String, file: &Path, text: &Text, vocab_size: usize) -> Res
 }
 
 impl TokenFile {
-    /// Opens a file, and reads it once: for ids beyond the vocabulary, and for the digest.
+    /// Opens a file, and reads it once to check ids and compute the digest.
     fn open(path: &Path, vocab_size: usize, digest: &mut Digest) -> Result<Self> {
         let cannot = || format!("cannot read {}", path.display());
         let mut file = open(path).with_context(cannot)?;
@@ -258,7 +256,7 @@ impl TokenFile {
         Ok(TokenFile { path: path.to_owned(), file, len: bytes / 2 })
     }
 
-    /// Reads the tokens from number `start` on.
+    /// Reads tokens from index `start` on.
     fn copy_to(&self, start: usize, out: &mut [u32]) -> Result<()> {
         let mut bytes = vec![0; 2 * out.len()];
         self.file.read_exact_at(&mut bytes, 2 * start as u64).with_context(|| {
@@ -271,7 +269,7 @@ impl TokenFile {
     }
 }
 
-/// Opens a file. All files of tokens stay open; there may be more of them than a process may have at first.
+/// Opens a file. Token files stay open, so the limit of open files is raised if necessary.
 fn open(path: &Path) -> io::Result<File> {
     match File::open(path) {
         Err(error) if error.raw_os_error() == Some(Errno::MFILE.raw_os_error()) => {

@@ -1,6 +1,6 @@
-//! BERT with its head for masked tokens, with the parameter names of Hugging Face's `BertForMaskedLM`.
+//! BERT with its masked language model head, with the parameter names of Hugging Face's `BertForMaskedLM`.
 //!
-//! In shapes, B is the batch, T the time, C the width of the residual stream, V the vocabulary.
+//! Shapes: batch B, time T, width C of the residual stream, vocabulary V.
 
 use candle_core::{Module, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
@@ -9,9 +9,9 @@ use fsdp_candle::nn::{self, AttentionOptions, Documents, Embedding, LayerNorm, L
 
 use crate::models::config::{Activation, BertConfig};
 use crate::models::language_model::Rows;
-use crate::models::layers::{Drops, Layer, activate, linear};
+use crate::models::layers::{Layer, ModelDropout, activate, linear};
 
-/// One block: attention and MLP, each beside a residual and before a norm. Every token sees all others.
+/// A block: attention and MLP, each added to the residual stream before a norm. Attention is bidirectional.
 pub struct Block {
     query: Linear,
     key: Linear,
@@ -24,15 +24,12 @@ pub struct Block {
     heads: usize,
     options: AttentionOptions,
     activation: Activation,
-    drops: Drops,
+    drops: ModelDropout,
 }
 
 impl Block {
-    /// Asks `vb` for the block's parameters.
-    ///
-    /// # Errors
-    /// When a parameter can't be initialised.
-    pub fn new(config: &BertConfig, drops: &Drops, vb: VarBuilder) -> Result<Self> {
+    /// Creates a block.
+    pub fn new(config: &BertConfig, drops: &ModelDropout, vb: VarBuilder) -> Result<Self> {
         let (width, inner, stdev) = (config.hidden_size, config.intermediate_size, config.initializer_range);
         let own = vb.pp("attention.self");
         let square = |name: &str| linear(width, width, true, stdev, own.pp(name));
@@ -69,7 +66,7 @@ impl Block {
         self.drops.hidden(&self.down.forward(&activate(self.activation, &self.up.forward(x_btc)?)?)?)
     }
 
-    /// The residual stream behind the block.
+    /// Returns the residual stream after the block.
     fn forward(&self, x_btc: &Tensor, rows: &Rows) -> Result<Tensor> {
         let documents = rows.documents.as_ref();
         let x_btc = self.attention_norm.forward(&(self.attention(x_btc, documents)? + x_btc)?)?;
@@ -77,29 +74,26 @@ impl Block {
     }
 }
 
-/// The whole model around its blocks.
+/// BERT: its blocks, and the layers around them.
 pub struct Bert {
     tokens: Embedding,
     positions: Embedding,
     types: Embedding,
     norm: LayerNorm,
-    blocks: Vec<FsdpModule<Layer<Block>>>,
+    pub(super) blocks: Vec<FsdpModule<Layer<Block>>>,
     transform: Linear,
     transform_norm: LayerNorm,
     activation: Activation,
     head: Linear,
-    drops: Drops,
+    pub(super) drops: ModelDropout,
 }
 
 impl Bert {
-    /// Asks `vb` for the parameters outside the blocks.
-    ///
-    /// # Errors
-    /// When a parameter can't be initialised.
+    /// Creates the layers outside the blocks.
     pub fn new(
         config: &BertConfig,
         blocks: Vec<FsdpModule<Layer<Block>>>,
-        drops: Drops,
+        drops: ModelDropout,
         vb: VarBuilder,
     ) -> Result<Self> {
         let (width, vocabulary, stdev) = (config.hidden_size, config.vocab_size, config.initializer_range);
@@ -124,19 +118,7 @@ impl Bert {
         })
     }
 
-    pub(super) fn drops(&self) -> &Drops {
-        &self.drops
-    }
-
-    /// The units, in forward order.
-    pub fn blocks(&self) -> &[FsdpModule<Layer<Block>>] {
-        &self.blocks
-    }
-
-    /// Logits `[B, T, V]` for ids `[B, T]` in these rows: at each place, one for each id.
-    ///
-    /// # Errors
-    /// Those of the layers.
+    /// Returns logits `[B, T, V]` for ids `[B, T]`.
     pub fn forward(&self, ids_bt: &Tensor, rows: &Rows) -> Result<Tensor> {
         let (_, t) = ids_bt.dims2()?;
         let places = match &rows.documents {

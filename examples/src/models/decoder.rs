@@ -1,14 +1,7 @@
-//! Decoders of the families that [`super::config::fields`] names, with the parameter names of Hugging Face's
-//! `LlamaForCausalLM` and its like.
+//! Decoders of the Llama, Mistral, Qwen, Gemma, Phi and Mixtral families, with the parameter names of Hugging Face's
+//! `LlamaForCausalLM`.
 //!
-//! In shapes, B is the batch, T the time, C the width of the residual stream.
-//! One block: attention and MLP or experts, each behind a norm and beside a residual.
-//! A block's attention.
-//!
-//! In shapes, B is the batch, T the time, C the width of the residual stream, H the heads and D their width.
-//! Gated MLPs: `down(activation(gate(x)) * up(x))`.
-//! Rotary embeddings of a model: tables that its blocks share.
-//! Root-mean-square norms.
+//! Shapes: batch B, time T, width C of the residual stream, H heads of width D.
 
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
@@ -21,55 +14,49 @@ use crate::models::config::rope::Rope;
 use crate::models::config::{Activation, DecoderConfig};
 use crate::models::experts::Experts;
 use crate::models::language_model::Rows;
-use crate::models::layers::{Drops, Layer, activate, linear};
+use crate::models::layers::{Layer, ModelDropout, activate, linear};
 use crate::models::parallel::TensorParallel;
 
-/// How the model calls its blocks.
+/// Calls a block, whether or not it is an FSDP unit.
 pub trait CallBlock {
-    /// The residual stream behind the block, and what its experts say for the loss that keeps them equally busy.
-    ///
-    /// # Errors
-    /// Those of the layers.
+    /// Returns the residual stream after the block, and the auxiliary loss of its experts.
     fn call_block(&self, input: (Tensor, Rows)) -> Result<(Tensor, Option<Tensor>)>;
 }
 
-/// As it is: a unit by its name, or none.
+/// A block that is a unit by name, or no unit.
 impl CallBlock for Layer<Block> {
     fn call_block(&self, input: (Tensor, Rows)) -> Result<(Tensor, Option<Tensor>)> {
         self.run(input, Block::forward)
     }
 }
 
-/// As a unit.
+/// A block that is a unit.
 impl CallBlock for FsdpModule<Layer<Block>> {
     fn call_block(&self, input: (Tensor, Rows)) -> Result<(Tensor, Option<Tensor>)> {
         self.call_with(input, Layer::call_block)
     }
 }
 
-/// The whole model around its blocks.
+/// A decoder: its blocks, and the layers around them.
 pub struct Decoder<B = FsdpModule<Layer<Block>>> {
     embedding: Embedding,
     embedding_scale: Option<f64>,
-    blocks: Vec<B>,
+    pub(super) blocks: Vec<B>,
     norm: Norm,
     head: Linear,
     logit_softcap: Option<f64>,
-    /// The coefficient of the experts' loss.
+    /// Coefficient of the experts' auxiliary loss.
     auxiliary: f64,
-    drops: Drops,
+    pub(super) drops: ModelDropout,
     parallel: Option<TensorParallel>,
 }
 
 impl<B: CallBlock> Decoder<B> {
-    /// Asks `vb` for the parameters outside the blocks, whose layers several ranks may compute together.
-    ///
-    /// # Errors
-    /// When a parameter can't be initialised.
+    /// Creates the layers outside the blocks, possibly tensor-parallel.
     pub fn new(
         config: &DecoderConfig,
         blocks: Vec<B>,
-        drops: Drops,
+        drops: ModelDropout,
         parallel: Option<&TensorParallel>,
         vb: VarBuilder,
     ) -> Result<Self> {
@@ -93,56 +80,41 @@ impl<B: CallBlock> Decoder<B> {
         })
     }
 
-    pub(super) fn drops(&self) -> &Drops {
-        &self.drops
-    }
-
-    /// The blocks, in forward order.
-    pub fn blocks(&self) -> &[B] {
-        &self.blocks
-    }
-
-    /// The ranks of which each has the logits of a part of the vocabulary, where there are such.
+    /// Returns the ranks that split the vocabulary of the logits, if any.
     pub fn vocabulary_group(&self) -> Option<&ProcessGroup> {
         self.parallel.as_ref().map(TensorParallel::group)
     }
 
-    /// Logits `[B, T, V]` for ids `[B, T]`, on every rank, for any T.
-    ///
-    /// # Errors
-    /// Those of the layers.
+    /// Returns logits `[B, T, V]` for ids `[B, T]` on every rank, for any T.
     pub fn logits(&self, ids_bt: &Tensor) -> Result<Tensor> {
         let Some(parallel) = &self.parallel else { return Ok(self.forward(ids_bt, &Rows::default())?.0) };
         let steps = ids_bt.dim(1)?;
-        // What comes later is not seen.
+        // Attention is causal, so padding at the end changes nothing.
         let ids_bt = ids_bt.pad_with_zeros(1, 0, parallel.padded(steps) - steps)?;
         let logits = self.forward(&ids_bt, &Rows::default())?.0.narrow(1, 0, steps)?;
         parallel.whole_vocabulary(&logits)
     }
 
-    /// Logits `[B, T, V]` for ids `[B, T]` in these rows, and what is to be added to their loss, where experts have
-    /// one. Of ranks that compute layers together each has the logits of its part of the vocabulary, `[B, T, V / N]`.
-    ///
-    /// # Errors
-    /// Those of the layers.
+    /// Returns logits `[B, T, V]` for ids `[B, T]`, and the experts' auxiliary loss, if any. Each tensor-parallel rank
+    /// has the logits of its part of the vocabulary, `[B, T, V / N]`.
     pub fn forward(&self, ids_bt: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
         let mut x_btc = self.embedding.forward(ids_bt)?;
         if let Some(scale) = self.embedding_scale {
             x_btc = (x_btc * scale)?;
         }
-        let mut all_busy = vec![];
+        let mut loads = vec![];
         for block in &self.blocks {
-            let busy;
-            (x_btc, busy) = block.call_block((x_btc, rows.clone()))?;
-            all_busy.extend(busy);
+            let load;
+            (x_btc, load) = block.call_block((x_btc, rows.clone()))?;
+            loads.extend(load);
         }
         let mut logits = self.head.forward(&self.norm.forward(&x_btc)?)?;
         if let Some(cap) = self.logit_softcap {
             logits = ((logits / cap)?.tanh()? * cap)?;
         }
-        // Padding chooses experts, too, and is not counted.
+        // Padding also chooses experts, but is not counted.
         let tokens = rows.filled.as_ref().map_or(ids_bt.elem_count(), |filled| filled.iter().sum());
-        let auxiliary = match crate::models::experts::balance(&all_busy, tokens)? {
+        let auxiliary = match crate::models::experts::balance(&loads, tokens)? {
             Some(loss) => Some((loss * self.auxiliary)?),
             None => None,
         };
@@ -150,15 +122,15 @@ impl<B: CallBlock> Decoder<B> {
     }
 }
 
-/// One block.
+/// A block: attention, then an MLP or experts, each after a norm and added to the residual stream.
 pub struct Block {
     input_norm: Norm,
     attention: Attention,
-    /// Behind the attention, where there are such.
+    /// Norm after attention, in some families.
     attention_norm: Option<Norm>,
     mlp_norm: Norm,
     mlp: Feed,
-    /// Behind the MLP.
+    /// Norm after the MLP, in some families.
     output_norm: Option<Norm>,
 }
 
@@ -168,54 +140,46 @@ enum Feed {
 }
 
 impl Block {
-    /// Asks `vb` for the parameters of the block number `layer`; the rotary tables are shared by all blocks, whose
-    /// layers several ranks may compute together.
-    ///
-    /// # Errors
-    /// When a parameter can't be initialised.
+    /// Creates block number `layer`. All blocks share the rotary tables.
     pub fn new(
         config: &DecoderConfig,
         layer: usize,
         rotary: &RotaryTables,
-        drops: &Drops,
+        drops: &ModelDropout,
         parallel: Option<&TensorParallel>,
         vb: VarBuilder,
     ) -> Result<Self> {
         let norm = |name: &str| Norm::new(config.width, config.norms, vb.pp(name));
-        let behind = |name: &str| config.norms.behind.then(|| norm(name)).transpose();
-        // Gemma calls by this name what is behind the attention, the others what is before the MLP.
+        let post_norm = |name: &str| config.norms.post.then(|| norm(name)).transpose();
+        // This name means the norm after attention in Gemma, and the norm before the MLP in other families.
         let (after, before) = ("post_attention_layernorm", "pre_feedforward_layernorm");
         Ok(Block {
             input_norm: norm("input_layernorm")?,
             attention: Attention::new(config, layer, rotary, drops, vb.pp("self_attn"))?,
-            attention_norm: behind(after)?,
-            mlp_norm: norm(if config.norms.behind { before } else { after })?,
+            attention_norm: post_norm(after)?,
+            mlp_norm: norm(if config.norms.post { before } else { after })?,
             mlp: match config.experts(layer) {
                 Some(experts) => Feed::Experts(Experts::new(config, experts, parallel, vb.pp(experts.names.0))?),
                 None => Feed::Mlp(Mlp::new(config, vb.pp("mlp"))?),
             },
-            output_norm: behind("post_feedforward_layernorm")?,
+            output_norm: post_norm("post_feedforward_layernorm")?,
         })
     }
 
-    /// The residual stream `[B, T, C]` behind the block, and what its experts say for the
-    /// loss that keeps them equally busy.
-    ///
-    /// # Errors
-    /// Those of its layers.
+    /// Returns the residual stream `[B, T, C]` after the block, and the auxiliary loss of its experts.
     pub fn forward(&self, x_btc: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
-        let behind = |norm: &Option<Norm>, x: Tensor| match norm {
+        let post_norm = |norm: &Option<Norm>, x: Tensor| match norm {
             Some(norm) => norm.forward(&x),
             None => Ok(x),
         };
         let attention = self.attention.forward(&self.input_norm.forward(x_btc)?, rows.documents.as_ref())?;
-        let x_btc = (x_btc + behind(&self.attention_norm, attention)?)?;
+        let x_btc = (x_btc + post_norm(&self.attention_norm, attention)?)?;
         let normed = self.mlp_norm.forward(&x_btc)?;
-        let (mlp, busy) = match &self.mlp {
+        let (mlp, load) = match &self.mlp {
             Feed::Mlp(mlp) => (mlp.forward(&normed)?, None),
             Feed::Experts(experts) => experts.forward(&normed, rows)?,
         };
-        Ok(((x_btc + behind(&self.output_norm, mlp)?)?, busy))
+        Ok(((x_btc + post_norm(&self.output_norm, mlp)?)?, load))
     }
 }
 
@@ -226,13 +190,13 @@ pub(super) struct Attention {
     rotary: RotaryEmbedding,
     options: AttentionOptions,
     head_dim: usize,
-    drops: Drops,
+    drops: ModelDropout,
 }
 
-/// The projections to queries, keys and values.
+/// Projections to queries, keys and values.
 enum QkvProjection {
     Separate([Linear; 3]),
-    /// With the widths of the first two.
+    /// One projection, with the widths of queries and of keys.
     Fused(Linear, [usize; 2]),
 }
 
@@ -241,7 +205,7 @@ impl Attention {
         config: &DecoderConfig,
         layer: usize,
         rotary: &RotaryTables,
-        drops: &Drops,
+        drops: &ModelDropout,
         vb: VarBuilder,
     ) -> Result<Self> {
         let (width, head_dim) = (config.width, config.head_dim);
@@ -274,7 +238,7 @@ impl Attention {
     }
 
     pub(super) fn forward(&self, x_btc: &Tensor, documents: Option<&Documents>) -> Result<Tensor> {
-        // Heads stay merged, [B, T, H * D]: the fused operations find them there without a transpose.
+        // Heads stay merged, [B, T, H * D], as the fused operations expect. No transpose is needed.
         let (mut q, mut k, v) = match &self.qkv {
             QkvProjection::Separate([q, k, v]) => (q.forward(x_btc)?, k.forward(x_btc)?, v.forward(x_btc)?),
             QkvProjection::Fused(qkv, [q, kv]) => {
@@ -282,7 +246,7 @@ impl Attention {
                 (qkv.narrow(2, 0, *q)?, qkv.narrow(2, *q, *kv)?, qkv.narrow(2, q + kv, *kv)?)
             }
         };
-        // Under tensor parallelism a rank has a part of the heads: as many as it has got, whatever the configuration.
+        // A tensor-parallel rank has a part of the heads.
         let (heads, kv_heads) = (q.dim(2)? / self.head_dim, k.dim(2)? / self.head_dim);
         if let Some([of_q, of_k]) = &self.head_norms {
             let (batch, steps, _) = q.dims3()?;
@@ -308,7 +272,7 @@ enum GateUpProjection {
         gate: Linear,
         up: Linear,
     },
-    /// Gate, then up.
+    /// Gate, then up, with the width of each.
     Fused(Linear, usize),
 }
 
@@ -328,7 +292,7 @@ impl Mlp {
         Ok(Mlp { gate_up, down: make("down_proj", inner, width)?, activation: config.activation })
     }
 
-    /// An expert of `inner` elements, whose projections have these names.
+    /// Creates an expert with `inner` hidden elements and these projection names.
     pub(super) fn expert(
         config: &DecoderConfig,
         inner: usize,
@@ -360,11 +324,11 @@ impl Module for Mlp {
     }
 }
 
-/// A rotary embedding, which may be another one for long sequences.
+/// A rotary embedding, possibly with other frequencies for long sequences.
 #[derive(Clone)]
 pub(super) struct RotaryEmbedding {
     usual: Rotary,
-    /// For sequences of more than so many positions.
+    /// Embedding for sequences of more than this many positions.
     long: Option<(usize, Rotary)>,
 }
 
@@ -380,7 +344,7 @@ impl RotaryEmbedding {
         Ok(RotaryEmbedding { usual: tables(&frequencies)?, long })
     }
 
-    /// RotaryTables the heads of `x`, `[B, T, H * D]` or `[B, T, H, D]`, in which documents may lie packed.
+    /// Rotates the heads of `x`, `[B, T, H * D]` or `[B, T, H, D]`. Positions restart in each document.
     pub(super) fn apply(&self, x: &Tensor, documents: Option<&Documents>) -> Result<Tensor> {
         let longest = documents.map_or(x.dim(1)?, Documents::longest);
         let rotary = match &self.long {
@@ -394,17 +358,14 @@ impl RotaryEmbedding {
     }
 }
 
-/// The rotary embeddings of all layers.
+/// Rotary embeddings of all layers.
 pub struct RotaryTables {
     full: RotaryEmbedding,
     local: Option<RotaryEmbedding>,
 }
 
 impl RotaryTables {
-    /// Tables for heads of `head_dim` elements at `positions` positions; `local` is of layers with a window.
-    ///
-    /// # Errors
-    /// When there is no memory.
+    /// Creates tables for heads of `head_dim` elements and `positions` positions. `local` is for sliding-window layers.
     pub fn new(full: &Rope, local: Option<&Rope>, head_dim: usize, positions: usize, device: &Device) -> Result<Self> {
         let of = |rope| RotaryEmbedding::new(rope, head_dim, positions, device);
         Ok(RotaryTables { full: of(full)?, local: local.map(of).transpose()? })
@@ -417,18 +378,18 @@ impl RotaryTables {
 
 /// A norm over the last dimension.
 pub(super) enum Norm {
-    /// As in Llama.
+    /// RMSNorm, as in Llama.
     Plain(RmsNorm),
-    /// As in Gemma: the weight `w` stands for `1 + w`, and all is computed in 32 bits.
-    FromOne { weight: Tensor, eps: f64 },
+    /// RMSNorm with `1 + weight`, computed in f32, as in Gemma.
+    OnePlusWeight { weight: Tensor, eps: f64 },
 }
 
 impl Norm {
     pub(super) fn new(width: usize, norms: Norms, vb: VarBuilder) -> Result<Self> {
-        let start = if norms.from_one { 0. } else { 1. };
+        let start = if norms.one_plus_weight { 0. } else { 1. };
         let weight = vb.get_with_hints(width, "weight", Init::Const(start))?;
-        Ok(match norms.from_one {
-            true => Norm::FromOne { weight, eps: norms.eps },
+        Ok(match norms.one_plus_weight {
+            true => Norm::OnePlusWeight { weight, eps: norms.eps },
             false => Norm::Plain(RmsNorm::new(weight, norms.eps)),
         })
     }
@@ -438,7 +399,7 @@ impl Module for Norm {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         match self {
             Norm::Plain(norm) => norm.forward(x),
-            Norm::FromOne { weight, eps } => {
+            Norm::OnePlusWeight { weight, eps } => {
                 let weight = (weight.to_dtype(DType::F32)? + 1.)?;
                 RmsNorm::new(weight, *eps).forward(&x.to_dtype(DType::F32)?)?.to_dtype(x.dtype())
             }

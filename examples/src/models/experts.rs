@@ -1,8 +1,7 @@
-//! MLPs of which each token chooses some (Shazeer et al., 2017, arXiv:1701.06538; Fedus et al., 2021,
-//! arXiv:2101.03961), as in Mixtral and Qwen 3.
+//! Mixture of experts (Shazeer et al., 2017, arXiv:1701.06538; Fedus et al., 2021, arXiv:2101.03961), as in Mixtral and
+//! Qwen 3.
 //!
-//! In shapes, N is the number of tokens, C the width of the residual stream, E the number of experts and K how many of
-//! them a token chooses.
+//! Shapes: N tokens, width C of the residual stream, E experts, K experts per token.
 
 use candle_core::{D, DType, Module, Result, Tensor};
 use candle_nn::VarBuilder;
@@ -25,18 +24,18 @@ pub(super) struct Experts {
     parallel: Option<TensorParallel>,
 }
 
-/// Whom the tokens have chosen.
+/// Experts that the tokens choose.
 struct Choice {
-    /// The experts of each token, N times K.
+    /// Experts of each token, N times K.
     experts: Vec<u32>,
-    /// For each expert, the tokens that chose it.
+    /// Tokens of each expert.
     tokens: Vec<Vec<u32>>,
-    /// Where the output for each token and choice lies, when the experts' outputs lie one behind another.
+    /// Row of each token and choice in the concatenated outputs of the experts.
     places: Vec<u32>,
 }
 
 impl Choice {
-    /// The `per_token` largest of each row; of equal ones the first.
+    /// Chooses the `per_token` largest values of each row, and the first of equal ones.
     fn largest(rows: &[Vec<f32>], experts: usize, per_token: usize) -> Self {
         let mut chosen = Vec::with_capacity(rows.len() * per_token);
         for row in rows {
@@ -48,8 +47,8 @@ impl Choice {
         for (i, &expert) in chosen.iter().enumerate() {
             tokens[expert as usize].push((i / per_token) as u32);
         }
-        // An expert whom nobody has chosen sees one token, and no one its output: its gradients are there, and zero, on
-        // every rank alike.
+        // An expert without tokens computes on one token, whose output is not used. Its gradients then exist and are
+        // zero on every rank.
         let mut next: Vec<u32> = Vec::with_capacity(experts);
         let mut end = 0;
         for tokens in &mut tokens {
@@ -88,13 +87,13 @@ impl Experts {
         })
     }
 
-    /// The output for `[B, T, C]`, and `[2, E]` for the loss that keeps experts equally busy: how many tokens have
-    /// chosen each, and the sum of its probabilities, both without padding.
+    /// Returns the output `[B, T, C]`, and for the auxiliary loss `[2, E]`: tokens and summed probability of each
+    /// expert, without padding.
     pub(super) fn forward(&self, x_btc: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
         let Some(parallel) = &self.parallel else { return self.forward_whole(x_btc, rows) };
-        // Ranks that share out the sequence all choose for all of it.
-        let (y_btc, busy) = self.forward_whole(&parallel.whole_sequence(x_btc)?, rows)?;
-        Ok((parallel.own_sequence(&y_btc)?, busy))
+        // With split sequences, all ranks choose for the whole sequence.
+        let (y_btc, load) = self.forward_whole(&parallel.whole_sequence(x_btc)?, rows)?;
+        Ok((parallel.own_sequence(&y_btc)?, load))
     }
 
     fn forward_whole(&self, x_btc: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
@@ -119,23 +118,23 @@ impl Experts {
         let weights_nk1 = weights_nk.to_dtype(x_nc.dtype())?.unsqueeze(2)?;
         let y = outputs_nkc.broadcast_mul(&weights_nk1)?.sum(1)?.reshape((batch, steps, width))?;
 
-        let busy = match self.counts {
-            true => Some(busy(&choice, &probabilities_ne, &is_data(rows, tokens))?),
+        let load = match self.counts {
+            true => Some(load(&choice, &probabilities_ne, &is_data(rows, tokens))?),
             false => None,
         };
-        Ok((y, busy))
+        Ok((y, load))
     }
 }
 
-/// Whether each of a batch's tokens is data, and not padding.
+/// Returns for each token of a batch whether it is data rather than padding.
 fn is_data(rows: &Rows, tokens: usize) -> Vec<bool> {
     let Some(filled) = &rows.filled else { return vec![true; tokens] };
     let steps = tokens / filled.len().max(1);
     filled.iter().flat_map(|&filled| (0..steps).map(move |step| step < filled)).collect()
 }
 
-/// How many tokens have chosen each expert, and the sum of its probabilities `[N, E]`, over the tokens that are data.
-fn busy(choice: &Choice, probabilities_ne: &Tensor, is_data: &[bool]) -> Result<Tensor> {
+/// Returns the number of tokens of each expert, and its summed probability `[N, E]`, over the data tokens.
+fn load(choice: &Choice, probabilities_ne: &Tensor, is_data: &[bool]) -> Result<Tensor> {
     let (device, (tokens, experts)) = (probabilities_ne.device(), probabilities_ne.dims2()?);
     let mut counts = vec![0f32; experts];
     for (chosen, _) in
@@ -154,13 +153,13 @@ fn busy(choice: &Choice, probabilities_ne: &Tensor, is_data: &[bool]) -> Result<
     Tensor::stack(&[counts, sums], 0)
 }
 
-/// The loss that keeps experts equally busy, before its coefficient, as transformers' `load_balancing_loss_func`:
-/// `E sum_e f_e p_e` with the share `f_e` of tokens that have chosen an expert, and its mean probability, over all
-/// layers. `busy` is what each of them says of its `tokens` tokens that are data, `[2, E]`.
-pub(super) fn balance(busy: &[Tensor], tokens: usize) -> Result<Option<Tensor>> {
-    let Some((first, rest)) = busy.split_first() else { return Ok(None) };
-    let sum = rest.iter().try_fold(first.clone(), |sum, busy| sum + busy)?;
-    let shares = (sum / (busy.len() * tokens).max(1) as f64)?;
+/// Returns the load-balancing loss without its coefficient, as transformers' `load_balancing_loss_func`: `E sum_e f_e
+/// p_e` over all layers, with the share `f_e` of tokens that chose an expert and its mean probability `p_e`. `loads`
+/// holds `[2, E]` of each layer, over `tokens` data tokens.
+pub(super) fn balance(loads: &[Tensor], tokens: usize) -> Result<Option<Tensor>> {
+    let Some((first, rest)) = loads.split_first() else { return Ok(None) };
+    let sum = rest.iter().try_fold(first.clone(), |sum, load| sum + load)?;
+    let shares = (sum / (loads.len() * tokens).max(1) as f64)?;
     let product = (shares.get(0)? * shares.get(1)?)?.sum_all()?;
     Ok(Some((product * first.dim(1)? as f64)?))
 }
@@ -172,23 +171,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tokens_find_their_outputs() {
+    fn outputs_return_to_their_tokens() {
         let rows = [vec![0.1, 0.6, 0.0, 0.3], vec![0.5, 0.5, 0.0, 0.0], vec![0.3, 0.0, 0.0, 0.7]];
         let choice = Choice::largest(&rows, 4, 2);
         assert_eq!(choice.experts, [1, 3, 0, 1, 3, 0]);
-        // Nobody chose the third: it sees the first token.
+        // No token chose the third expert, so it sees the first token.
         assert_eq!(choice.tokens, [vec![1, 2], vec![0, 1], vec![0], vec![0, 2]]);
         assert_eq!(choice.places, [2, 5, 0, 3, 6, 1]);
     }
 
     #[test]
-    fn an_even_choice_is_the_least_loss() {
-        let busy = |counts: [f32; 2], sums: [f32; 2]| Tensor::new(&[counts, sums], &Device::Cpu).unwrap();
-        let loss = |busy: &[Tensor]| balance(busy, 4).unwrap().unwrap().to_scalar::<f32>().unwrap();
-        assert_eq!(loss(&[busy([2., 2.], [2., 2.])]), 1.);
-        assert_eq!(loss(&[busy([4., 0.], [3., 1.])]), 1.5);
-        // What one layer leaves, another may take.
-        assert_eq!(loss(&[busy([4., 0.], [3., 1.]), busy([0., 4.], [1., 3.])]), 1.);
+    fn even_load_has_the_lowest_loss() {
+        let load = |counts: [f32; 2], sums: [f32; 2]| Tensor::new(&[counts, sums], &Device::Cpu).unwrap();
+        let loss = |load: &[Tensor]| balance(load, 4).unwrap().unwrap().to_scalar::<f32>().unwrap();
+        assert_eq!(loss(&[load([2., 2.], [2., 2.])]), 1.);
+        assert_eq!(loss(&[load([4., 0.], [3., 1.])]), 1.5);
+        // Layers balance each other.
+        assert_eq!(loss(&[load([4., 0.], [3., 1.]), load([0., 4.], [1., 3.])]), 1.);
         assert!(balance(&[], 4).unwrap().is_none());
     }
 }

@@ -1,7 +1,7 @@
-//! GPT-2, with the parameter names of Hugging Face's `GPT2LMHeadModel`: `Conv1D` weights are `[in, out]`, the head is
-//! the token embedding.
+//! GPT-2, with the parameter names of Hugging Face's `GPT2LMHeadModel`: `Conv1D` weights are `[in, out]`, and the head
+//! is the token embedding.
 //!
-//! In shapes, B is the batch, T the time, C the width of the residual stream, H the heads and D their width.
+//! Shapes: batch B, time T, width C of the residual stream, H heads of width D.
 
 use candle_core::{Module, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
@@ -10,9 +10,9 @@ use fsdp_candle::nn::{self, AttentionOptions, Conv1D, Documents, Embedding, Laye
 
 use crate::models::config::Gpt2Config;
 use crate::models::language_model::Rows;
-use crate::models::layers::{Drops, Layer};
+use crate::models::layers::{Layer, ModelDropout};
 
-/// One block: attention and MLP, each behind a norm and beside a residual.
+/// A block: attention and MLP, each after a norm and added to the residual stream.
 pub struct Block {
     norm_1: LayerNorm,
     qkv: Conv1D,
@@ -23,7 +23,7 @@ pub struct Block {
     heads: usize,
     options: AttentionOptions,
     exact_gelu: bool,
-    drops: Drops,
+    drops: ModelDropout,
 }
 
 fn conv_1d(inputs: usize, outputs: usize, stdev: f64, vb: VarBuilder) -> Result<Conv1D> {
@@ -33,15 +33,12 @@ fn conv_1d(inputs: usize, outputs: usize, stdev: f64, vb: VarBuilder) -> Result<
 }
 
 impl Block {
-    /// Asks `vb` for the block's parameters.
-    ///
-    /// # Errors
-    /// When a parameter can't be initialised.
-    pub fn new(config: &Gpt2Config, drops: &Drops, vb: VarBuilder) -> Result<Self> {
+    /// Creates a block.
+    pub fn new(config: &Gpt2Config, drops: &ModelDropout, vb: VarBuilder) -> Result<Self> {
         let width = config.n_embd;
         let inner = config.inner();
         let stdev = config.initializer_range;
-        // Projections back into the residual stream start smaller, as in the GPT-2 paper.
+        // Projections into the residual stream have smaller initial weights, as in the GPT-2 paper.
         let residual = stdev / (2. * config.n_layer as f64).sqrt();
         let (attention, mlp) = (vb.pp("attn"), vb.pp("mlp"));
         Ok(Block {
@@ -74,7 +71,7 @@ impl Block {
         self.drops.hidden(&x)
     }
 
-    /// The residual stream behind the block.
+    /// Returns the residual stream after the block.
     fn forward(&self, x_btc: &Tensor, rows: &Rows) -> Result<Tensor> {
         let documents = rows.documents.as_ref();
         let x_btc = (x_btc + self.attention(&self.norm_1.forward(x_btc)?, documents)?)?;
@@ -83,26 +80,23 @@ impl Block {
     }
 }
 
-/// The whole model around its blocks.
+/// GPT-2: its blocks, and the layers around them.
 pub struct Gpt2 {
     tokens: Embedding,
     positions: Embedding,
-    blocks: Vec<FsdpModule<Layer<Block>>>,
+    pub(super) blocks: Vec<FsdpModule<Layer<Block>>>,
     norm: LayerNorm,
     head: Linear,
-    drops: Drops,
+    pub(super) drops: ModelDropout,
 }
 
 impl Gpt2 {
-    /// Asks `vb` for the parameters outside the blocks, whose names start with `prefix`.
-    ///
-    /// # Errors
-    /// When a parameter can't be initialised.
+    /// Creates the layers outside the blocks, whose names start with `prefix`.
     pub fn new(
         config: &Gpt2Config,
         prefix: &str,
         blocks: Vec<FsdpModule<Layer<Block>>>,
-        drops: Drops,
+        drops: ModelDropout,
         vb: VarBuilder,
     ) -> Result<Self> {
         let width = config.n_embd;
@@ -119,19 +113,7 @@ impl Gpt2 {
         })
     }
 
-    pub(super) fn drops(&self) -> &Drops {
-        &self.drops
-    }
-
-    /// The units, in forward order.
-    pub fn blocks(&self) -> &[FsdpModule<Layer<Block>>] {
-        &self.blocks
-    }
-
-    /// Logits `[B, T, V]` for ids `[B, T]` in these rows.
-    ///
-    /// # Errors
-    /// Those of the layers.
+    /// Returns logits `[B, T, V]` for ids `[B, T]`.
     pub fn forward(&self, ids_bt: &Tensor, rows: &Rows) -> Result<Tensor> {
         let (_, t) = ids_bt.dims2()?;
         let positions = match &rows.documents {

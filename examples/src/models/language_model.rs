@@ -1,6 +1,4 @@
-//! A model of any of the families.
-//! What a model learns from at once.
-//! Losses of a model on a batch.
+//! A model of any family, its input batches and its losses.
 
 use std::sync::Arc;
 
@@ -12,28 +10,28 @@ use fsdp_core::ProcessGroup;
 use crate::data::MicroBatch;
 use crate::models::{bert, decoder, gpt2};
 
-/// A language model: token ids `[batch, time]` to logits `[batch, time, vocabulary]`.
+/// A language model: maps token ids `[batch, time]` to logits `[batch, time, vocabulary]`.
 pub enum LanguageModel {
-    /// A Llama, or one of its like.
+    /// A decoder such as Llama.
     Decoder(decoder::Decoder),
-    /// A GPT-2.
+    /// GPT-2.
     Gpt2(gpt2::Gpt2),
-    /// A BERT.
+    /// BERT.
     Bert(bert::Bert),
 }
 
 impl LanguageModel {
-    /// Whether dropout drops anything from now on: PyTorch's `train()` and `eval()`. A model is built not to.
+    /// Turns dropout on or off, as PyTorch's `train()` and `eval()` do. Off at first.
     pub fn set_training(&self, training: bool) {
         match self {
-            LanguageModel::Decoder(model) => model.drops(),
-            LanguageModel::Gpt2(model) => model.drops(),
-            LanguageModel::Bert(model) => model.drops(),
+            LanguageModel::Decoder(model) => &model.drops,
+            LanguageModel::Gpt2(model) => &model.drops,
+            LanguageModel::Bert(model) => &model.drops,
         }
         .set_training(training);
     }
 
-    /// The ranks of which each has the logits of a part of the vocabulary, where there are such.
+    /// Returns the ranks that split the vocabulary of the logits, if any.
     pub(super) fn vocabulary_group(&self) -> Option<&ProcessGroup> {
         match self {
             LanguageModel::Decoder(model) => model.vocabulary_group(),
@@ -41,7 +39,7 @@ impl LanguageModel {
         }
     }
 
-    /// Logits, and what is to be added to their loss, if anything.
+    /// Returns the logits, and an auxiliary loss if the model has one.
     pub(super) fn outputs(&self, ids: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
         match self {
             LanguageModel::Decoder(model) => model.forward(ids, rows),
@@ -51,7 +49,7 @@ impl LanguageModel {
     }
 }
 
-/// On every rank all logits.
+/// Returns all logits on every rank.
 impl Module for LanguageModel {
     fn forward(&self, ids: &Tensor) -> Result<Tensor> {
         match self {
@@ -61,46 +59,43 @@ impl Module for LanguageModel {
     }
 }
 
-/// Contents of a batch's rows of tokens.
+/// Contents of the rows of a batch.
 #[derive(Clone, Debug, Default)]
 pub struct Rows {
-    /// Where documents lie packed in the rows, if they do.
+    /// Positions of packed documents, if the rows hold any.
     pub documents: Option<Documents>,
-    /// The number of each row's tokens that are data, if padding follows them in any row.
+    /// Number of data tokens in each row, if padding follows them in any row.
     pub filled: Option<Arc<[usize]>>,
 }
 
-/// `Rows` holds no tensor.
+/// `Rows` holds no tensors.
 impl Tensors for Rows {
     fn map_tensors(self, _: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self> {
         Ok(self)
     }
 }
 
-/// Sequences with what is to be predicted, as tensors.
+/// Sequences and their targets as tensors.
 #[derive(Clone)]
 pub struct Batch {
     /// Token ids `[batch, time]`, u32.
     pub ids: Tensor,
-    /// The id that follows each, or [`IGNORED`](fsdp_candle::nn::IGNORED), `[batch, time]`, u32.
+    /// Id that follows each token, or [`IGNORED`](fsdp_candle::nn::IGNORED). `[batch, time]`, u32.
     pub targets: Tensor,
-    /// How many targets are not ignored.
+    /// Number of targets that are not ignored.
     pub counted: u64,
     /// Contents of the rows.
     pub rows: Rows,
 }
 
 impl Batch {
-    /// The tensors of what was read, in rows of `seq_len` tokens.
-    ///
-    /// # Errors
-    /// When there is no memory on the device, or documents and rows differ.
+    /// Creates the tensors of a micro-batch, in rows of `seq_len` tokens.
     pub fn new(read: MicroBatch, seq_len: usize, device: &Device) -> Result<Self> {
         let MicroBatch { inputs, targets, counted, documents, filled } = read;
         let shape = (inputs.len() / seq_len, seq_len);
         Ok(Batch {
             ids: Tensor::from_vec(inputs, shape, device)?,
-            // The host reads them, wherever the model is.
+            // The loss reads targets on the host, on any device.
             targets: Tensor::from_vec(targets, shape, &Device::Cpu)?,
             counted,
             rows: Rows {
@@ -111,26 +106,17 @@ impl Batch {
     }
 }
 
-/// The sum of the losses of all targets that count.
-///
-/// # Errors
-/// Those of the model.
+/// Returns the sum of the losses of all counted targets.
 pub fn cross_entropy_sum(model: &FsdpModule<LanguageModel>, batch: &Batch) -> Result<Tensor> {
     reduced(model, &outputs(model, batch)?.0, batch, Reduction::Sum)
 }
 
-/// The mean loss over the targets that count, 0 where none does.
-///
-/// # Errors
-/// Those of the model.
+/// Returns the mean loss over the counted targets, or 0 without any.
 pub fn cross_entropy(model: &FsdpModule<LanguageModel>, batch: &Batch) -> Result<Tensor> {
     mean(model, &outputs(model, batch)?.0, batch)
 }
 
-/// [`cross_entropy`], with the loss that keeps experts equally busy where the configuration asks for it.
-///
-/// # Errors
-/// Those of the model.
+/// Returns [`cross_entropy`] plus the load-balancing loss of experts, if the configuration has one.
 pub fn loss(model: &FsdpModule<LanguageModel>, batch: &Batch) -> Result<Tensor> {
     let (logits, auxiliary) = outputs(model, batch)?;
     let loss = mean(model, &logits, batch)?;
@@ -141,7 +127,7 @@ pub fn loss(model: &FsdpModule<LanguageModel>, batch: &Batch) -> Result<Tensor> 
 }
 
 fn mean(model: &FsdpModule<LanguageModel>, logits: &Tensor, batch: &Batch) -> Result<Tensor> {
-    // The mean of nothing is no number, its sum is 0.
+    // The mean over no target is NaN, and the sum is 0.
     let reduction = if batch.counted > 0 { Reduction::Mean } else { Reduction::Sum };
     reduced(model, logits, batch, reduction)
 }

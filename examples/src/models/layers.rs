@@ -1,6 +1,4 @@
-//! What the models' layers have in common: running again in backward, and activations.
-//! Dropout of a model's layers.
-//! Fully connected layers that start as transformers' do.
+//! Building blocks that all model families share: recomputation, activations, dropout and linear layers.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,7 +15,7 @@ use crate::models::config::{Activation, Dropout};
 use crate::models::language_model::Rows;
 use crate::models::parallel::TensorParallel;
 
-/// A block, which may keep its input alone for backward, or little more, and run again there.
+/// A block that may recompute its activations in backward.
 pub struct Layer<B> {
     block: Arc<B>,
     number: usize,
@@ -26,18 +24,14 @@ pub struct Layer<B> {
 }
 
 impl<B> Layer<B> {
-    /// The layer `number` of a model, of this FQN; where `checkpoints` says so, it trades a second forward for its
-    /// activations' memory.
+    /// Wraps the block `number` with the name `name`. It recomputes its activations if `checkpoints` selects it.
     pub fn new(block: B, number: usize, name: String, checkpoints: &CheckpointPolicy) -> Self {
         Layer { block: Arc::new(block), number, name, checkpoints: checkpoints.clone() }
     }
 }
 
 impl<B: Send + Sync + 'static> Layer<B> {
-    /// `forward` of the block on the residual stream of these rows.
-    ///
-    /// # Errors
-    /// Those of `forward`.
+    /// Runs `forward` of the block on the residual stream.
     pub fn run<O: Tensors + 'static>(
         &self,
         (x, rows): (Tensor, Rows),
@@ -49,7 +43,7 @@ impl<B: Send + Sync + 'static> Layer<B> {
     }
 }
 
-/// An activation by itself.
+/// Applies an activation.
 pub(super) fn activate(activation: Activation, x: &Tensor) -> Result<Tensor> {
     match activation {
         Activation::Silu => nn::silu(x),
@@ -58,18 +52,18 @@ pub(super) fn activate(activation: Activation, x: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// What a model's layers share of it.
+/// Dropout state that all layers of a model share.
 #[derive(Clone, Default)]
-pub struct Drops {
+pub struct ModelDropout {
     dropout: Dropout,
     training: Arc<AtomicBool>,
     parallel: Option<TensorParallel>,
 }
 
-impl Drops {
-    /// Nothing is dropped before the model is told that it trains.
+impl ModelDropout {
+    /// Creates dropout that is off until the model trains.
     pub fn new(dropout: Dropout, parallel: Option<&TensorParallel>) -> Self {
-        Drops { dropout, training: Arc::default(), parallel: parallel.cloned() }
+        ModelDropout { dropout, training: Arc::default(), parallel: parallel.cloned() }
     }
 
     pub(super) fn set_training(&self, training: bool) {
@@ -88,7 +82,7 @@ impl Drops {
         self.between_layers(|| dropout(x, self.now(self.dropout.hidden) as f32))
     }
 
-    /// Has `f` drop what attention drops, of the heads that this rank has.
+    /// Calls `f` with attention options that contain the dropout of this rank's heads.
     pub(super) fn attention<T>(&self, options: &AttentionOptions, f: impl FnOnce(&AttentionOptions) -> T) -> T {
         let options = AttentionOptions { dropout: self.now(self.dropout.attention), ..*options };
         match &self.parallel {
@@ -97,7 +91,7 @@ impl Drops {
         }
     }
 
-    /// What is between layers is the same on the ranks that compute them together, unless they share out sequences.
+    /// Runs `f`. The residual stream is the same on all tensor-parallel ranks, unless they split sequences.
     fn between_layers<T>(&self, f: impl FnOnce() -> T) -> T {
         match &self.parallel {
             Some(parallel) if parallel.shares_sequences() => in_part(part(parallel), f),
@@ -106,13 +100,13 @@ impl Drops {
     }
 }
 
-/// The part that a rank has of attention weights `[B, H, T, T]`, and where sequences are shared out of `[B, T, C]`.
+/// Returns this rank's part of attention weights `[B, H, T, T]`, or of split sequences `[B, T, C]`.
 fn part(parallel: &TensorParallel) -> Part {
     let group = parallel.group();
     Part { dim: 1, index: group.rank(), count: group.size() }
 }
 
-/// Asks `vb` for a weight, which starts from a normal distribution, and maybe a bias, which starts as zero.
+/// Creates a linear layer with a normally distributed weight, and a zero bias if `bias`, as transformers does.
 pub(super) fn linear(inputs: usize, outputs: usize, bias: bool, stdev: f64, vb: VarBuilder) -> Result<Linear> {
     let weight = vb.get_with_hints((outputs, inputs), "weight", Init::Randn { mean: 0., stdev })?;
     let bias = bias.then(|| vb.get_with_hints(outputs, "bias", Init::Const(0.))).transpose()?;

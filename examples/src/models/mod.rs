@@ -1,5 +1,8 @@
-//! The models that `train` knows, built from Hugging Face directories: plain Candle modules whose blocks are FSDP
-//! units.
+//! Language models, built from Hugging Face directories.
+//!
+//! A model is a plain Candle module whose blocks are FSDP units. [`build`] creates it bottom-up: each block, then the
+//! root with the remaining parameters. `decoder` covers the Llama-like families, whose options `config` reads; `gpt2`
+//! and `bert` are separate. `parallel` holds the tensor-parallel plan of decoders.
 
 use anyhow::{Context, bail};
 use candle_core::DType;
@@ -12,8 +15,8 @@ use fsdp_candle::{FsdpModule, FullyShard, ShardedVarMap, Unit, fully_shard, shar
 pub use language_model::LanguageModel;
 pub use language_model::{Batch, Rows};
 pub use language_model::{cross_entropy, cross_entropy_sum, loss};
-pub use layers::Drops;
 use layers::Layer;
+pub use layers::ModelDropout;
 pub use parallel::TensorParallel;
 pub use parameter_names::is_block_matrix;
 pub use parameter_names::{Lora, Targets};
@@ -35,25 +38,22 @@ mod size;
 mod tests;
 mod weights;
 
-/// How a model is built.
+/// Options of [`build`].
 #[derive(Clone)]
 pub struct ModelOptions {
-    /// Of the shards, and so of gradients and optimizer state.
+    /// Dtype of shards, gradients and optimizer state.
     pub dtype: DType,
-    /// Ids of the longest sequence.
+    /// Length of the longest sequence.
     pub positions: usize,
-    /// The blocks that keep their inputs alone for backward, or little more, and run again there.
+    /// Blocks that recompute their activations in backward.
     pub checkpoints: CheckpointPolicy,
-    /// What is dropped while the model trains ([`LanguageModel::set_training`]).
+    /// Dropout while the model trains ([`LanguageModel::set_training`]).
     pub dropout: Dropout,
-    /// The ranks that compute each layer together, where there are several: of the map's mesh.
+    /// Tensor-parallel ranks, on the mesh of the variables.
     pub parallel: Option<TensorParallel>,
 }
 
-/// Builds the model bottom-up: every block a unit, and the root with what is left.
-///
-/// # Errors
-/// When parameters can't be initialised, or several ranks can't compute such a model's layers together.
+/// Builds a model bottom-up: every block is a unit, and the root has the remaining parameters.
 pub fn build(
     config: &ModelConfig,
     opts: &FullyShard,
@@ -65,65 +65,55 @@ pub fn build(
     let vb = vars.builder(options.dtype);
     let checkpoints = &options.checkpoints;
     let names = block_names(config, &vb);
-    if let Some(pattern) = checkpoints.idle(&names) {
+    if let Some(pattern) = checkpoints.unmatched(&names) {
         let of = |name: Option<&String>| name.map_or("none", String::as_str).to_owned();
         let (first, last) = (of(names.first()), of(names.last()));
-        bail!("--activation-checkpoint: `{pattern}` means no block of the model; they are called {first} to {last}");
+        bail!("--activation-checkpoint: `{pattern}` matches no block of the model; its blocks are {first} to {last}");
     }
-    let drops = Drops::new(options.dropout, parallel);
+    let drops = ModelDropout::new(options.dropout, parallel);
     let model = match config {
         ModelConfig::Decoder(config) => {
-            // A sequence that is shared out may be padded.
+            // Split sequences may be padded.
             let positions = parallel.map_or(options.positions, |parallel| parallel.padded(options.positions));
             let head_dim = config.head_dim;
             let rotary = RotaryTables::new(&config.rope, config.local_rope.as_ref(), head_dim, positions, vb.device())?;
-            let blocks = names
-                .into_iter()
-                .enumerate()
-                .map(|(i, name)| {
-                    fully_shard(opts, vb.pp(&name), |vb| {
-                        let block = decoder::Block::new(config, i, &rotary, &drops, parallel, vb)?;
-                        Ok(Layer::new(block, i, name, checkpoints))
-                    })
-                })
-                .collect::<fsdp_candle::Result<Vec<_>>>()
-                .context("can't build the layers")?;
+            let block = |i, vb| decoder::Block::new(config, i, &rotary, &drops, parallel, vb);
+            let blocks = build_blocks(names, opts, &vb, checkpoints, block)?;
             fully_shard(opts, vb, |vb| {
                 Ok(LanguageModel::Decoder(decoder::Decoder::new(config, blocks, drops, parallel, vb)?))
             })
         }
         ModelConfig::Gpt2(config) => {
             let prefix = gpt2_prefix(&vb);
-            let blocks = names
-                .into_iter()
-                .enumerate()
-                .map(|(i, name)| {
-                    fully_shard(opts, vb.pp(&name), |vb| {
-                        Ok(Layer::new(gpt2::Block::new(config, &drops, vb)?, i, name, checkpoints))
-                    })
-                })
-                .collect::<fsdp_candle::Result<Vec<_>>>()
-                .context("can't build GPT-2's layers")?;
+            let block = |_, vb| gpt2::Block::new(config, &drops, vb);
+            let blocks = build_blocks(names, opts, &vb, checkpoints, block)?;
             fully_shard(opts, vb, |vb| Ok(LanguageModel::Gpt2(gpt2::Gpt2::new(config, prefix, blocks, drops, vb)?)))
         }
         ModelConfig::Bert(config) => {
-            let blocks = names
-                .into_iter()
-                .enumerate()
-                .map(|(i, name)| {
-                    fully_shard(opts, vb.pp(&name), |vb| {
-                        Ok(Layer::new(bert::Block::new(config, &drops, vb)?, i, name, checkpoints))
-                    })
-                })
-                .collect::<fsdp_candle::Result<Vec<_>>>()
-                .context("can't build BERT's layers")?;
+            let block = |_, vb| bert::Block::new(config, &drops, vb);
+            let blocks = build_blocks(names, opts, &vb, checkpoints, block)?;
             fully_shard(opts, vb, |vb| Ok(LanguageModel::Bert(bert::Bert::new(config, blocks, drops, vb)?)))
         }
     };
     model.context("can't build the model")
 }
 
-/// The blocks' names, in forward order.
+/// Builds the blocks, each a unit.
+fn build_blocks<B>(
+    names: Vec<String>,
+    opts: &FullyShard,
+    vb: &VarBuilder<'static>,
+    checkpoints: &CheckpointPolicy,
+    block: impl Fn(usize, VarBuilder<'static>) -> candle_core::Result<B>,
+) -> anyhow::Result<Vec<FsdpModule<Layer<B>>>> {
+    let unit = |(i, name): (usize, String)| {
+        fully_shard(opts, vb.pp(&name), |vb| Ok(Layer::new(block(i, vb)?, i, name, checkpoints)))
+    };
+    let blocks = names.into_iter().enumerate().map(unit).collect::<fsdp_candle::Result<_>>();
+    blocks.context("can't build the blocks")
+}
+
+/// Returns the names of the blocks in forward order.
 fn block_names(config: &ModelConfig, vb: &VarBuilder) -> Vec<String> {
     let (list, count) = match config {
         ModelConfig::Decoder(config) => ("model.layers".to_owned(), config.layers),
@@ -133,15 +123,12 @@ fn block_names(config: &ModelConfig, vb: &VarBuilder) -> Vec<String> {
     (0..count).map(|i| format!("{list}.{i}")).collect()
 }
 
-/// The checkpoints on the Hub say `wte.weight` or `transformer.wte.weight`, depending on who saved them.
+/// Returns the prefix of GPT-2's names. Files on the Hub have `wte.weight` or `transformer.wte.weight`.
 fn gpt2_prefix(vb: &VarBuilder) -> &'static str {
     if vb.contains_tensor("wte.weight") { "" } else { "transformer." }
 }
 
-/// The same decoder without a wrapped module: its blocks are units by their names.
-///
-/// # Errors
-/// When parameters can't be initialised.
+/// Builds a decoder without wrapped blocks, whose units are found by name.
 pub fn build_by_name(
     config: &DecoderConfig,
     opts: FullyShard,
@@ -149,12 +136,12 @@ pub fn build_by_name(
     options: ModelOptions,
 ) -> anyhow::Result<FsdpModule<Decoder<Layer<decoder::Block>>>> {
     if options.parallel.is_some() {
-        bail!("a decoder whose units are named is not computed by several ranks together: wrap its blocks");
+        bail!("tensor parallelism does not support units by name: wrap the blocks instead");
     }
     let vb = vars.builder(options.dtype);
     let (positions, head_dim) = (options.positions, config.head_dim);
     let rotary = RotaryTables::new(&config.rope, config.local_rope.as_ref(), head_dim, positions, vb.device())?;
-    let drops = Drops::new(options.dropout, None);
+    let drops = ModelDropout::new(options.dropout, None);
     let model = shard(&opts.units(["model.layers.*"]), vb, |vb| {
         let block = |i| {
             let name = format!("model.layers.{i}");
@@ -167,17 +154,17 @@ pub fn build_by_name(
     model.context("can't build the model")
 }
 
-/// Gathers parameters of `ahead` blocks ahead, in forward and in backward.
+/// Gathers the parameters of `ahead` blocks ahead, in forward and backward.
 pub fn set_prefetch(model: &FsdpModule<LanguageModel>, ahead: usize) {
     match model.inner() {
-        LanguageModel::Decoder(decoder) => prefetch_blocks(model, decoder.blocks(), ahead),
-        LanguageModel::Gpt2(gpt2) => prefetch_blocks(model, gpt2.blocks(), ahead),
-        LanguageModel::Bert(bert) => prefetch_blocks(model, bert.blocks(), ahead),
+        LanguageModel::Decoder(decoder) => prefetch_blocks(model, &decoder.blocks, ahead),
+        LanguageModel::Gpt2(gpt2) => prefetch_blocks(model, &gpt2.blocks, ahead),
+        LanguageModel::Bert(bert) => prefetch_blocks(model, &bert.blocks, ahead),
     }
 }
 
 fn prefetch_blocks<R, B>(root: &FsdpModule<R>, blocks: &[FsdpModule<B>], ahead: usize) {
-    // One block ahead is what units do by themselves.
+    // Units gather one block ahead by default.
     root.set_implicit_prefetch(ahead == 1);
     if ahead <= 1 {
         return;

@@ -1,4 +1,4 @@
-//! Decoders whose layers several ranks compute together: what of them has to be divided, and the plan.
+//! Tensor parallelism of decoders: the plan, and the checks that a model can be split.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use fsdp_core::{DeviceMesh, ProcessGroup};
 use crate::models::config::decoder::ExpertsConfig;
 use crate::models::config::{DecoderConfig, ModelConfig};
 
-/// The ranks that compute layers together.
+/// Tensor-parallel ranks of a model.
 #[derive(Clone)]
 pub struct TensorParallel(Arc<Parts>);
 
@@ -25,34 +25,31 @@ struct Parts {
 }
 
 impl TensorParallel {
-    /// Those of a mesh of one dimension. With `sequence` they share out sequences as well, where layers don't see all
-    /// of one.
-    ///
-    /// # Errors
-    /// When the mesh has no dimension.
+    /// Creates the ranks from a mesh of one dimension. `sequence` also splits sequences between the layers that see all
+    /// of them.
     pub fn new(mesh: DeviceMesh, sequence: bool) -> anyhow::Result<Self> {
         let group = mesh.group(0)?.clone();
         Ok(TensorParallel(Arc::new(Parts { mesh, group, sequence })))
     }
 
-    /// Has the model that is built next computed so.
+    /// Applies the plan to the next model built on `vars`.
     pub(super) fn apply(&self, config: &ModelConfig, vars: &ShardedVarMap) -> anyhow::Result<()> {
         check(config, self.0.group.size())?;
         let plan = plan(decoder(config, self.0.group.size())?, self.0.sequence);
-        parallelize(vars, &self.0.mesh, &plan).context("can't share out the layers")
+        parallelize(vars, &self.0.mesh, &plan).context("can't parallelize the layers")
     }
 
-    /// The ranks of which each has a part of the vocabulary.
+    /// Returns the group of tensor-parallel ranks.
     pub(super) fn group(&self) -> &ProcessGroup {
         &self.0.group
     }
 
-    /// Whether each has a part of the sequence, where layers don't see all of one.
+    /// Returns whether ranks split sequences.
     pub(super) fn shares_sequences(&self) -> bool {
         self.0.sequence
     }
 
-    /// The whole of a residual stream `[B, T / N, C]` that is shared out along time, for what all ranks compute alike.
+    /// Gathers a residual stream `[B, T / N, C]` along time, for computations that all ranks repeat.
     pub(super) fn whole_sequence(&self, x_btc: &Tensor) -> Result<Tensor> {
         match self.0.sequence {
             true => all_gather(x_btc, 1, &self.0.group, Consumers::Same),
@@ -60,7 +57,7 @@ impl TensorParallel {
         }
     }
 
-    /// This rank's part of such a one.
+    /// Returns this rank's part of a whole residual stream.
     pub(super) fn own_sequence(&self, x_btc: &Tensor) -> Result<Tensor> {
         match self.0.sequence {
             true => split(x_btc, 1, &self.0.group),
@@ -68,18 +65,18 @@ impl TensorParallel {
         }
     }
 
-    /// All logits `[.., V]` of those of a part of the vocabulary.
+    /// Gathers the logits `[.., V]` from the parts of the vocabulary.
     pub(super) fn whole_vocabulary(&self, logits: &Tensor) -> Result<Tensor> {
         all_gather(logits, D::Minus1, &self.0.group, Consumers::Same)
     }
 
-    /// How many positions a sequence of so many needs to be shared out.
+    /// Returns the number of positions rounded up to a multiple of the ranks.
     pub(super) fn padded(&self, positions: usize) -> usize {
         if self.0.sequence { positions.next_multiple_of(self.0.group.size()) } else { positions }
     }
 }
 
-/// Which layers are cut, and how. What is between them is whole on every rank, or a part of the sequence.
+/// Returns the plan. The residual stream between the layers is whole on every rank, or split along time.
 fn plan(config: &DecoderConfig, sequence: bool) -> ParallelPlan {
     let between = if sequence { ActivationLayout::Shard(1) } else { ActivationLayout::Replicate };
     let column = ColwiseParallel { input_layout: between, ..ColwiseParallel::default() };
@@ -97,7 +94,7 @@ fn plan(config: &DecoderConfig, sequence: bool) -> ParallelPlan {
         plan = plan.module("model.norm", SequenceParallel::default());
     }
     if config.norms.heads {
-        // Each rank has its own heads, which the norms are in the same way for.
+        // Each rank normalises its own heads.
         plan = plan.module("model.layers.*.self_attn.[qk]_norm", SequenceParallel { sequence_dim: 2 });
     }
     let (has_mlp, experts) = kinds(config);
@@ -106,7 +103,7 @@ fn plan(config: &DecoderConfig, sequence: bool) -> ParallelPlan {
         plan = plan.module("model.layers.*.mlp.down_proj", row);
     }
     if let Some(experts) = experts {
-        // They see the tokens that have chosen them, of the whole sequence.
+        // Experts see their tokens from the whole sequence.
         let (name, [gate, up, down]) = experts.names;
         let of = |layer: &str| format!("model.layers.*.{name}.experts.*.{layer}");
         plan = plan.module(of(gate), ColwiseParallel::default()).module(of(up), ColwiseParallel::default());
@@ -115,10 +112,7 @@ fn plan(config: &DecoderConfig, sequence: bool) -> ParallelPlan {
     plan
 }
 
-/// Fails unless `tensor` ranks can compute the layers of such a model together.
-///
-/// # Errors
-/// The model's family has no plan for it, or one of its numbers can't be divided so.
+/// Fails unless `tensor` ranks can split the layers of the model.
 pub fn check(config: &ModelConfig, tensor: usize) -> anyhow::Result<()> {
     if tensor == 1 {
         return Ok(());
@@ -128,36 +122,29 @@ pub fn check(config: &ModelConfig, tensor: usize) -> anyhow::Result<()> {
     let odd = numbers.iter().filter(|(_, number)| !number.is_multiple_of(tensor));
     let odd = odd.map(|(name, number)| format!("{name} = {number}")).collect::<Vec<_>>();
     let common = numbers.iter().fold(0, |common, (_, number)| gcd(common, *number));
-    let way_out = match divisors(common) {
-        of if of.is_empty() => "no number but 1 divides all that has to be divided: leave it out".to_owned(),
-        of => format!("what divides all that has to be divided is {}", of.join(", ")),
+    let advice = match divisors(common) {
+        of if of.is_empty() => "its sizes have no common divisor but 1: leave it out".to_owned(),
+        of => format!("their common divisors are {}", of.join(", ")),
     };
-    ensure!(odd.is_empty(), "--tensor-parallel {tensor} does not divide the model's {}; {way_out}", odd.join(" and "));
+    ensure!(odd.is_empty(), "--tensor-parallel {tensor} does not divide the model's {}; {advice}", odd.join(" and "));
     Ok(())
 }
 
-/// Fails where sequences are to be shared out, `(flag, length)` says how long, and `tensor` ranks can't.
-///
-/// # Errors
-/// There is one rank alone, or the length does not divide.
+/// Fails unless `tensor` ranks can split sequences of the given `(flag, length)`.
 pub fn check_sequence(tensor: usize, (flag, length): (&str, usize)) -> anyhow::Result<()> {
-    ensure!(
-        tensor > 1,
-        "--sequence-parallel shares out what is between the layers of --tensor-parallel: pass that as well, or leave \
-         it out"
-    );
+    ensure!(tensor > 1, "--sequence-parallel has no effect without --tensor-parallel: leave it out");
     ensure!(
         length.is_multiple_of(tensor),
-        "{flag} {length} can't be shared out over the {tensor} processes of --tensor-parallel: pass a multiple of \
-         {tensor}, or leave out --sequence-parallel"
+        "{flag} {length} can't be split over the {tensor} processes of --tensor-parallel: pass a multiple of {tensor}, or \
+         leave out --sequence-parallel"
     );
     Ok(())
 }
 
-/// So many layers are looked at: of more, no configuration says another thing than of these.
+/// Number of layers to look at. Later layers of real configurations do not differ.
 const MOST_LAYERS: usize = 10_000;
 
-/// Whether a layer has an MLP, and the experts of one that has some.
+/// Returns whether a layer has an MLP, and the experts of a layer that has some.
 fn kinds(config: &DecoderConfig) -> (bool, Option<&ExpertsConfig>) {
     let layers = || 0..config.layers.min(MOST_LAYERS);
     (layers().any(|layer| config.experts(layer).is_none()), layers().find_map(|layer| config.experts(layer)))
@@ -166,7 +153,7 @@ fn kinds(config: &DecoderConfig) -> (bool, Option<&ExpertsConfig>) {
 fn decoder(config: &ModelConfig, tensor: usize) -> anyhow::Result<&DecoderConfig> {
     let refused = |family: &str, why: &str| {
         format!(
-            "--tensor-parallel {tensor} is not for {family}: {why}. Leave it out, and let the processes shard the model"
+            "--tensor-parallel {tensor} is not for {family}: {why}. Leave it out; the processes then shard the model"
         )
     };
     match config {
@@ -179,7 +166,7 @@ fn decoder(config: &ModelConfig, tensor: usize) -> anyhow::Result<&DecoderConfig
     }
 }
 
-/// What is shared out, by the names of `config.json`.
+/// Returns the sizes that ranks split, with their names in `config.json`.
 fn numbers(config: &DecoderConfig) -> Vec<(&'static str, usize)> {
     let mut numbers = vec![
         ("num_attention_heads", config.heads),
@@ -200,9 +187,9 @@ fn gcd(a: usize, b: usize) -> usize {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
-/// The divisors of a number above 1, the least first.
+/// Returns the divisors above 1 in ascending order.
 fn divisors(number: usize) -> Vec<String> {
-    /// More processes than this share no layer.
+    /// Largest useful number of ranks.
     const MOST: usize = 64;
     (2..=number.min(MOST))
         .filter(|divisor| number.is_multiple_of(*divisor))

@@ -1,23 +1,22 @@
-//! Which layers of a model get low-rank adapters.
-//! Which parameters are the matrices of blocks, by their names.
+//! Selection of layers and parameters by name.
 
 use fsdp_candle::nn::{LoraConfig, is_adapter};
 use fsdp_candle::{NamePattern, Result};
 
-/// Every fully connected layer but the head, as PEFT calls them.
+/// PEFT's name for every fully connected layer except the head.
 const ALL: &str = "all-linear";
-/// The heads, which belong to the embedding as much.
+/// Heads, which may share the embedding's weights.
 const HEADS: [&str; 2] = ["lm_head", "cls.predictions.decoder"];
 
-/// The layers that a list of patterns means, by their FQNs or what these end with.
+/// Patterns of layers that get adapters. A pattern matches a name or its end.
 ///
 /// ```
 /// use fsdp_examples::models::Targets;
 ///
 /// let targets = Targets::new(["q_proj", "model.layers.0.mlp.*"])?;
-/// assert!(targets.meant("model.layers.3.self_attn.q_proj") && targets.meant("model.layers.0.mlp.up_proj"));
-/// assert!(!targets.meant("model.layers.1.mlp.up_proj"));
-/// assert!(Targets::new(["all-linear"])?.meant("h.0.mlp.c_fc"));
+/// assert!(targets.matches("model.layers.3.self_attn.q_proj") && targets.matches("model.layers.0.mlp.up_proj"));
+/// assert!(!targets.matches("model.layers.1.mlp.up_proj"));
+/// assert!(Targets::new(["all-linear"])?.matches("h.0.mlp.c_fc"));
 /// # Ok::<(), fsdp_candle::Error>(())
 /// ```
 #[derive(Clone, Debug, Default)]
@@ -27,10 +26,7 @@ pub struct Targets {
 }
 
 impl Targets {
-    /// Reads the patterns; `all-linear` means every fully connected layer but the head.
-    ///
-    /// # Errors
-    /// When one is no pattern.
+    /// Parses the patterns. `all-linear` matches every fully connected layer except the head.
     pub fn new<'a>(patterns: impl IntoIterator<Item = &'a str>) -> Result<Self> {
         let mut targets = Targets::default();
         for pattern in patterns {
@@ -42,13 +38,13 @@ impl Targets {
         Ok(targets)
     }
 
-    /// Whether a layer is meant, if it is fully connected.
-    pub fn meant(&self, layer: &str) -> bool {
+    /// Returns whether a fully connected layer of this name gets an adapter.
+    pub fn matches(&self, layer: &str) -> bool {
         (self.all && !HEADS.contains(&layer)) || self.patterns.iter().any(|pattern| pattern.matches_end(layer))
     }
 
-    /// The first pattern that means none of these layers.
-    pub fn idle(&self, layers: &[String]) -> Option<&NamePattern> {
+    /// Returns the first pattern that matches none of the layers.
+    pub fn unmatched(&self, layers: &[String]) -> Option<&NamePattern> {
         self.patterns.iter().find(|pattern| !layers.iter().any(|layer| pattern.matches_end(layer)))
     }
 }
@@ -56,19 +52,18 @@ impl Targets {
 /// Adapters of a model.
 #[derive(Clone, Debug)]
 pub struct Lora {
-    /// How large they are.
+    /// Rank and alpha.
     pub config: LoraConfig,
-    /// Whose they are.
+    /// Layers that get adapters.
     pub targets: Targets,
 }
 
-/// What the names of the blocks' parameters begin with, in all families.
+/// Prefixes of the blocks' parameters in all families.
 const BLOCKS: [&str; 4] = ["model.layers.", "h.", "transformer.h.", "bert.encoder.layer."];
-/// The layer that chooses experts: it is small, and a choice changes all at once.
+/// Layer that chooses experts. Small changes of its weights can change the choice.
 const ROUTER: &str = "gate";
 
-/// Whether a parameter is the weight of a fully connected layer in a block. Routers of experts and adapters are not
-/// meant.
+/// Returns whether a parameter is the weight of a fully connected layer in a block. Excludes routers and adapters.
 ///
 /// ```
 /// use fsdp_examples::models::is_block_matrix;

@@ -1,10 +1,9 @@
-//! How large a model is, before anything of it is made.
+//! Size of a model, computed from its configuration.
 
 use crate::models::config::{BertConfig, DecoderConfig, Gpt2Config, ModelConfig};
 use crate::models::parameter_names::Lora;
 
-/// Numbers of elements and of tensors. They are floats because a configuration may say anything: products of its
-/// numbers need not fit any integer.
+/// Sizes of a model. They are floats because products of a configuration's numbers may overflow any integer.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct ModelSize {
     /// Parameters without adapters.
@@ -15,24 +14,23 @@ pub struct ModelSize {
     pub largest_unit: f64,
     /// Parameter tensors.
     pub tensors: f64,
-    /// The widest activation of a token.
+    /// Elements per token of the widest activation.
     pub widest: f64,
-    /// Of the rotary tables, for each position.
+    /// Elements of the rotary tables per position.
     pub rotary: f64,
 }
 
-/// What a unit holds, and what it multiplies: a block, or the root with all that is outside of blocks.
+/// Size of a unit: a block, or the root with the layers outside blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct UnitSize {
     /// Parameters, adapters included.
     pub elements: f64,
     /// Parameter tensors.
     pub tensors: f64,
-    /// Of `elements`, those of adapters.
+    /// Adapters' part of `elements`.
     pub adapters: f64,
-    /// Elements of the matrices that each token is multiplied with. Forward takes twice as many floating point
-    /// operations a token, and backward four times. A tied head counts, an embedding does not, and of experts those
-    /// that a token chooses.
+    /// Elements of the matrices that each token is multiplied with. Forward takes twice as many operations per token,
+    /// backward four times. Includes a tied head and the chosen experts, and excludes embeddings.
     pub products: f64,
 }
 
@@ -43,12 +41,12 @@ impl UnitSize {
     }
 }
 
-/// The layers of a module, whose names start with its own.
+/// Layers of a module, whose names start with the module's name.
 struct Module<'a> {
     name: String,
     lora: Option<&'a Lora>,
     part: UnitSize,
-    /// The share of tokens that the next layers see.
+    /// Share of the tokens that the next layers see.
     seen: f64,
 }
 
@@ -64,7 +62,7 @@ impl<'a> Module<'a> {
             self.part.matrix(1., outputs);
         }
         if let Some(Lora { config, targets }) = self.lora
-            && targets.meant(&format!("{}{name}", self.name))
+            && targets.matches(&format!("{}{name}", self.name))
         {
             let before = self.part.elements;
             self.part.matrix(config.rank as f64, inputs);
@@ -79,10 +77,10 @@ impl<'a> Module<'a> {
     }
 }
 
-/// So many blocks are looked at one by one. Of more, the rest is taken to be as they are.
+/// Number of blocks that are computed one by one. The others are assumed to be alike.
 const MOST_BLOCKS: usize = 10_000;
 
-/// What a model consists of.
+/// Units of a model.
 struct Parts<'a> {
     layers: usize,
     block: Box<dyn Fn(usize) -> UnitSize + 'a>,
@@ -92,12 +90,12 @@ struct Parts<'a> {
 }
 
 impl ModelConfig {
-    /// The size of the model, with adapters if any.
+    /// Returns the size of the model, with adapters if any.
     pub fn size(&self, lora: Option<&Lora>) -> ModelSize {
         self.parts(lora).sum()
     }
 
-    /// The root, and each block in forward's order (of more than ten thousand, only so many).
+    /// Returns the root, and the blocks in forward order (at most ten thousand).
     pub fn units(&self, lora: Option<&Lora>) -> (UnitSize, Vec<UnitSize>) {
         let Parts { layers, block, root, .. } = self.parts(lora);
         (root, (0..layers.min(MOST_BLOCKS)).map(block).collect())
@@ -127,7 +125,7 @@ fn decoder<'a>(config: &'a DecoderConfig, lora: Option<&'a Lora>) -> Parts<'a> {
             }
         }
         block.linear("self_attn.o_proj", queries, width, biases.output);
-        for _ in 0..if config.norms.behind { 4 } else { 2 } {
+        for _ in 0..if config.norms.post { 4 } else { 2 } {
             block.norm(width);
         }
         if config.norms.heads {
@@ -162,9 +160,9 @@ fn decoder<'a>(config: &'a DecoderConfig, lora: Option<&'a Lora>) -> Parts<'a> {
         true => root.part.products += vocabulary * width,
         false => root.linear("lm_head", width, vocabulary, false),
     }
-    // How many tokens an expert sees, nobody knows before.
+    // The number of tokens per expert is not known in advance.
     let widest = if config.experts.is_some() { vocabulary.max(queries) } else { vocabulary.max(inner).max(queries) };
-    // Sines and cosines, for the device and for the host.
+    // Sines and cosines, on the device and on the host.
     let ropes = [Some(&config.rope), config.local_rope.as_ref()];
     let rotary = ropes.into_iter().flatten().map(|rope| 2. * rope.width as f64 * rope.tables()).sum();
     Parts { layers: config.layers, block: Box::new(block), root: root.part, widest, rotary }

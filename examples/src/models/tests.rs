@@ -5,7 +5,7 @@ use fsdp_candle::nn::{Documents, IGNORED, LoraConfig, is_adapter};
 
 use crate::models::*;
 
-/// A small model with random weights, as one rank has it.
+/// Returns a small model with random weights on one rank.
 fn model(config: &str, activation_checkpoint: bool) -> (ShardedVarMap, FsdpModule<LanguageModel>) {
     let config = ModelConfig::parse(config).unwrap();
     let world = World::single().unwrap();
@@ -19,7 +19,7 @@ fn model(config: &str, activation_checkpoint: bool) -> (ShardedVarMap, FsdpModul
 }
 
 #[test]
-fn patterns_of_blocks_that_mean_none_are_refused() {
+fn unmatched_block_patterns_are_refused() {
     let (decoder, gpt2) = (
         r#"{"model_type": "llama", "hidden_size": 8, "intermediate_size": 7, "num_hidden_layers": 2,
             "num_attention_heads": 4, "vocab_size": 11, "max_position_embeddings": 16}"#,
@@ -40,14 +40,14 @@ fn patterns_of_blocks_that_mean_none_are_refused() {
         (gpt2, "layers.*", "they are called transformer.h.0 to transformer.h.1"),
     ] {
         let error = built(config, &["*.1", idle]).unwrap_err().to_string();
-        assert!(error.contains(&format!("--activation-checkpoint: `{idle}` means no block")), "{error}");
+        assert!(error.contains(&format!("--activation-checkpoint: `{idle}` matches no block")), "{error}");
         assert!(error.contains(names), "{error}");
     }
     built(decoder, &["layers.[01]", "model.layers.1"]).unwrap();
     built(gpt2, &["h.0"]).unwrap();
 }
 
-/// The loss of one batch, which is learnt but for its first target, and the gradients by name.
+/// Returns the loss of one batch, with its first target ignored, and the gradients by name.
 fn learns(vars: &ShardedVarMap, model: &FsdpModule<LanguageModel>, batches: &[Batch]) -> (f32, Vec<(String, Tensor)>) {
     let losses: Vec<Tensor> = batches.iter().map(|batch| cross_entropy_sum(model, batch).unwrap()).collect();
     let loss = losses.iter().skip(1).fold(losses[0].clone(), |sum, loss| (sum + loss).unwrap());
@@ -58,9 +58,9 @@ fn learns(vars: &ShardedVarMap, model: &FsdpModule<LanguageModel>, batches: &[Ba
     (loss.to_scalar().unwrap(), vars.trainable().iter().map(of).collect())
 }
 
-/// Documents that share a row are learnt as if each were alone, with and without activation checkpointing.
+/// Packed documents give the loss and gradients of separate ones, with and without activation checkpointing.
 #[test]
-fn packed_documents_are_learnt_as_if_each_were_alone() {
+fn packed_documents_learn_like_separate_ones() {
     let gpt2 = r#"{"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "n_positions": 16, "vocab_size": 11,
         "initializer_range": 0.5}"#;
     let of = |name: &str, more: &str| {
@@ -71,7 +71,7 @@ fn packed_documents_are_learnt_as_if_each_were_alone() {
         )
     };
     let experts = ", \"num_local_experts\": 3, \"num_experts_per_tok\": 2";
-    // Its long factors are for more than four positions, and no document has so many.
+    // The long factors apply above four positions, which no document has.
     let long = r#", "pad_token_id": null, "max_position_embeddings": 16, "original_max_position_embeddings": 4,
         "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.0, 1.0], "long_factor": [2.0, 3.0, 4.0]}"#;
     let usual = vec![vec![3, 5, 1], vec![9]];
@@ -121,16 +121,16 @@ fn packed_documents_are_learnt_as_if_each_were_alone() {
                 let difference = norm(&(grad - want).unwrap());
                 assert!(difference <= 1e-4 * norm(want) + 1e-6, "{config}: {name}: {difference} of {}", norm(want));
             }
-            // It does matter where documents end.
+            // Ends of documents matter.
             let (other, _) = learns(&vars, &model, &[Batch { rows: Rows::default(), ..packed }]);
             assert!((other - want).abs() > 1e-3 * want, "{config}: {other} for {want}");
         }
     }
 }
 
-/// The loss that keeps experts equally busy counts the tokens that are data, wherever padding lies.
+/// The load-balancing loss counts data tokens only.
 #[test]
-fn experts_are_as_busy_without_padding() {
+fn expert_load_excludes_padding() {
     let config = r#"{"model_type": "mixtral", "hidden_size": 8, "intermediate_size": 7, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "vocab_size": 11, "initializer_range": 0.5,
         "num_local_experts": 3, "num_experts_per_tok": 2, "output_router_logits": true, "router_aux_loss_coef": 10.0}"#;
@@ -173,7 +173,7 @@ fn experts_are_as_busy_without_padding() {
 }
 
 #[test]
-fn sizes_are_those_of_the_model_that_is_built() {
+fn sizes_match_the_built_model() {
     let gpt2 = r#"{"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 3, "n_positions": 16, "vocab_size": 11"#;
     let llama = r#"{"model_type": "llama", "hidden_size": 8, "intermediate_size": 7, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "vocab_size": 13, "pad_token_id": null"#;
@@ -204,11 +204,11 @@ fn sizes_are_those_of_the_model_that_is_built() {
                 parallel: None,
             };
             let targets = lora.targets.clone();
-            vars.adapt(lora.config, move |layer| targets.meant(layer));
+            vars.adapt(lora.config, move |layer| targets.matches(layer));
             build(&config, &FullyShard::new(&vars), &vars, options).unwrap();
             let (adapters, base): (Vec<_>, Vec<_>) =
                 vars.params().into_iter().partition(|param| is_adapter(param.name()));
-            // What travels in 8 bits, if it is asked for.
+            // Parameters that float8 all-gathers apply to.
             let is_router = |name: &str| name.ends_with(".gate.weight");
             for param in base.iter().chain(&adapters) {
                 let name = param.name();

@@ -1,5 +1,4 @@
-//! Telling weights on disk apart without reading them all.
-//! Weights under names that transformers has given up.
+//! Weights in model directories: fingerprints, and names of older versions.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -12,14 +11,11 @@ use fsdp_ckpt::TensorSource;
 use fsdp_ckpt::hf::HfModel;
 use fsdp_core::layout::Region;
 
-/// The most elements of a row that are looked at.
+/// Maximal number of elements per row in a fingerprint.
 const WIDTH: usize = 256;
 
-/// What weights are, in words: their number, and a checksum of names, dtypes, shapes and a piece from the
-/// beginning, the middle and the end of each. Of other weights something there is different.
-///
-/// # Errors
-/// When they can't be read.
+/// Describes weights by their count, and a checksum of names, dtypes, shapes and samples from the first, middle and
+/// last row of each tensor. Reads only these samples.
 pub fn fingerprint(weights: &dyn TensorSource) -> anyhow::Result<String> {
     let mut digest = Digest::new(CrcAlgorithm::Crc64Nvme);
     for (name, entry) in weights.tensors() {
@@ -33,7 +29,7 @@ pub fn fingerprint(weights: &dyn TensorSource) -> anyhow::Result<String> {
     Ok(format!("{} tensors with checksum {:016x}", weights.tensors().len(), digest.finalize()))
 }
 
-/// Pieces of rows: the first, one in the middle, the last.
+/// Returns the sampled parts of the first, middle and last row.
 fn pieces(shape: &[usize]) -> impl Iterator<Item = Region> {
     let last = shape.len().saturating_sub(1);
     let sizes: Vec<usize> =
@@ -44,14 +40,11 @@ fn pieces(shape: &[usize]) -> impl Iterator<Item = Region> {
     })
 }
 
-/// The end of a name, and what it was.
+/// Ends of names, new and old.
 const OLD: [(&str, &str); 2] = [("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")];
 
-/// The weights in a model directory, of which some may have the names that the first checkpoints of BERT have: a norm's
-/// `gamma` and `beta` are its `weight` and `bias`, as they are to transformers.
-///
-/// # Errors
-/// Those of [`Pretrained::open`].
+/// Opens the weights in a model directory. Accepts the names in the first BERT files, where a norm's `weight` and
+/// `bias` are `gamma` and `beta`, as transformers does.
 pub fn pretrained(dir: &Path) -> Result<Pretrained> {
     let model = HfModel::open(dir)?;
     let now_called = |name: &String| {
@@ -76,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn other_weights_have_another_fingerprint() {
+    fn fingerprints_differ_for_other_weights() {
         let root = tempfile::tempdir().unwrap();
         let world = World::single().unwrap();
         let print = |name: &str, fqn: &str, change: Option<usize>| {
@@ -93,7 +86,7 @@ mod tests {
         let base = print("base", "w", None);
         assert!(base.starts_with("2 tensors with checksum "), "{base}");
         assert_eq!(base, print("same", "w", None));
-        // The first row, the one in the middle, the last.
+        // The first, middle and last row.
         for (i, at) in [0, 900, 1802].into_iter().enumerate() {
             assert_ne!(base, print(&format!("value-{i}"), "w", Some(at)), "{at}");
         }
@@ -102,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn norms_are_found_under_both_names() {
+    fn norms_have_old_and_new_names() {
         let dir = tempfile::tempdir().unwrap();
         let of = |name: &str, value| TensorShard::whole(name, &[1], Arc::new(Buffer::F32(vec![value])));
         let saved = [("a.LayerNorm.gamma", 1.), ("a.LayerNorm.beta", 2.), ("b.LayerNorm.weight", 3.), ("gamma", 4.)];

@@ -1,12 +1,135 @@
-//! Activation checkpointing: a part of forward keeps nothing for backward but its inputs, or little more, and runs
-//! again when backward comes to it.
+//! Activation checkpointing: a part of forward keeps only its inputs, and chosen outputs, for backward, which runs the
+//! part again.
 
-mod closure;
-mod kept;
-mod policy;
+mod checkpoint;
+mod saved_outputs;
 
-pub(crate) use closure::checkpoints;
-pub use closure::{checkpoint, selective_checkpoint};
-pub use kept::{Operation, OperationCall};
-pub(crate) use kept::{is_kept, operation};
-pub use policy::CheckpointPolicy;
+use std::fmt;
+use std::sync::Arc;
+
+use candle_core::Result;
+
+use crate::error;
+use crate::pattern::NamePattern;
+use crate::tensors::Tensors;
+use checkpoint::run;
+use saved_outputs::Keep;
+
+pub use checkpoint::{checkpoint, selective_checkpoint};
+pub use saved_outputs::{Operation, OperationCall};
+pub(crate) use saved_outputs::{is_kept, operation};
+
+/// The layers of a model that run again in backward, and the outputs that they keep, as PyTorch's
+/// `apply_activation_checkpointing` and `create_selective_checkpoint_contexts`. The model asks it in the forward of
+/// each layer.
+///
+/// ```
+/// use std::sync::Arc;
+/// use candle_core::{DType, Module, Tensor};
+/// use fsdp_candle::activation_checkpoint::{CheckpointPolicy, Operation};
+/// use fsdp_candle::{FullyShard, FsdpModule, ShardedVarMap, World, fully_shard, nn};
+///
+/// # let world = World::single()?;
+/// # let vars = ShardedVarMap::of_world(&world)?;
+/// # let (opts, vb) = (FullyShard::new(&vars), vars.builder(DType::F32));
+/// let layers: Vec<FsdpModule<Arc<nn::Linear>>> = (0..4)
+///     .map(|i| fully_shard(&opts, vb.pp(format!("layers.{i}")), |vb| Ok(Arc::new(nn::linear(8, 8, vb)?))))
+///     .collect::<Result<_, _>>()?;
+/// let model = fully_shard(&opts, vb, |_| Ok(layers))?;
+/// // Layers 0 and 2 run again. They keep the outputs of attention and of every other linear layer.
+/// let policy = CheckpointPolicy::every(2).keep(|call| match call.operation {
+///     Operation::Linear => call.number % 2 == 0,
+///     _ => true,
+/// });
+/// let x = Tensor::ones((3, 8), DType::F32, world.device())?;
+/// let y = model.call(|layers| {
+///     layers.iter().enumerate().try_fold(x, |x, (i, layer)| {
+///         layer.call(|layer| {
+///             let layer = layer.clone();
+///             policy.run(i, &format!("layers.{i}"), move |x: Tensor| nn::gelu(&layer.forward(&x)?), x)
+///         })
+///     })
+/// })?;
+/// model.backward(&y.sum_all()?)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Default)]
+pub struct CheckpointPolicy {
+    layers: Layers,
+    keep: Option<Arc<Keep>>,
+}
+
+#[derive(Clone, Debug, Default)]
+enum Layers {
+    #[default]
+    None,
+    Every(usize),
+    Named(Vec<NamePattern>),
+}
+
+impl CheckpointPolicy {
+    /// Makes a policy that checkpoints no layer.
+    pub fn none() -> Self {
+        CheckpointPolicy::default()
+    }
+
+    /// Makes a policy that checkpoints every layer.
+    pub fn all() -> Self {
+        CheckpointPolicy::every(1)
+    }
+
+    /// Makes a policy that checkpoints the first of every `count` layers; none if `count` is 0.
+    pub fn every(count: usize) -> Self {
+        CheckpointPolicy { layers: if count == 0 { Layers::None } else { Layers::Every(count) }, keep: None }
+    }
+
+    /// Makes a policy that checkpoints the layers whose FQN, whole or at its end, matches one of the
+    /// [patterns](NamePattern).
+    ///
+    /// # Errors
+    /// Returns an error when a pattern is invalid.
+    pub fn named(patterns: impl IntoIterator<Item = impl AsRef<str>>) -> error::Result<Self> {
+        let patterns = patterns.into_iter().map(|pattern| NamePattern::new(pattern.as_ref()));
+        Ok(CheckpointPolicy { layers: Layers::Named(patterns.collect::<error::Result<_>>()?), keep: None })
+    }
+
+    /// Keeps the outputs of the operations that `keep` accepts.
+    pub fn keep(mut self, keep: impl Fn(&OperationCall<'_>) -> bool + Send + Sync + 'static) -> Self {
+        self.keep = Some(Arc::new(keep));
+        self
+    }
+
+    /// Returns whether the layer of this number and FQN runs again.
+    pub fn runs_again(&self, layer: usize, name: &str) -> bool {
+        match &self.layers {
+            Layers::None => false,
+            Layers::Every(count) => layer.is_multiple_of(*count),
+            Layers::Named(patterns) => patterns.iter().any(|pattern| pattern.matches_end(name)),
+        }
+    }
+
+    /// Returns the first pattern that matches none of a model's layers.
+    pub fn unmatched(&self, layers: &[String]) -> Option<&NamePattern> {
+        let Layers::Named(patterns) = &self.layers else { return None };
+        patterns.iter().find(|pattern| !layers.iter().any(|layer| pattern.matches_end(layer)))
+    }
+
+    /// Runs the forward `f` of a layer, checkpointed if the policy selects the layer.
+    ///
+    /// # Errors
+    /// Returns the errors of `f` and of [`checkpoint`](checkpoint()).
+    pub fn run<I, O, F>(&self, layer: usize, name: &str, f: F, inputs: I) -> Result<O>
+    where
+        I: Tensors + Clone + Send + Sync + 'static,
+        O: Tensors,
+        F: Fn(I) -> Result<O> + Send + Sync + 'static,
+    {
+        if self.runs_again(layer, name) { run(self.keep.as_ref(), f, inputs) } else { f(inputs) }
+    }
+}
+
+impl fmt::Debug for CheckpointPolicy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CheckpointPolicy({:?}{})", self.layers, if self.keep.is_some() { ", keeping some" } else { "" })
+    }
+}

@@ -7,10 +7,11 @@
 //! A forward remembers its last shared input ([`scope`]) for layers that take the same tensor.
 
 use std::cell::RefCell;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use candle_core::{Result, Shape, Tensor, TensorId};
 use fsdp_core::ProcessGroup;
+use parking_lot::Mutex;
 
 use super::BackwardCollective;
 use super::without_grad::{Input, check, gathered, own_part};
@@ -118,7 +119,7 @@ struct Collected(Arc<Mutex<Option<Tensor>>>);
 
 impl Collected {
     fn add(&self, gradient: Tensor) -> Result<()> {
-        let mut sum = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut sum = self.0.lock();
         match &*sum {
             Some(sum) => {
                 let gradient = gradient.contiguous()?;
@@ -132,7 +133,7 @@ impl Collected {
     }
 
     fn take(&self) -> Option<Tensor> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.0.lock().take()
     }
 }
 
@@ -202,7 +203,7 @@ pub(crate) fn scope<T>(forward: impl FnOnce() -> T) -> T {
     impl Drop for Guard {
         fn drop(&mut self) {
             let before = self.0.take();
-            // Dropped after the cell is released, because a graph may go with it.
+            // Dropped after the cell is released, because it may free a graph.
             let _last = LAST.with(|last| last.replace(before));
         }
     }

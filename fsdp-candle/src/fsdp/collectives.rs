@@ -134,7 +134,7 @@ impl AllGatherRequest {
         for &position in missing {
             let param = &unit.params()[position];
             let kept = match param.take_post_forward_shard() {
-                Some(part) => Some((param.spec.ranks.neighbours(part.ranks)?, part.buffer)),
+                Some(part) => Some((param.spec.ranks.post_forward_group(part.ranks)?, part.buffer)),
                 None => None,
             };
             let ranks = kept.as_ref().map_or(param.spec.ranks.shard(), |(fewer, _)| fewer).clone();
@@ -567,7 +567,7 @@ impl Reduction {
         }
         for ReduceScatterRequest { ranks, options, positions, mut parts, used } in requests {
             tracing::debug!(unit = unit.name(), gradients = positions.len(), "reduce-scatter");
-            let shard = if separate { ranks.shard_apart()? } else { ranks.shard().clone() };
+            let shard = if separate { ranks.dedicated_reduce_scatter_group()? } else { ranks.shard().clone() };
             let shard = shard.signed(unit.reduce_signature(&positions, backwards.0));
             if options.with_usage {
                 let counts = vec![positions.len(); shard.size()];
@@ -614,7 +614,7 @@ impl Reduction {
             buffers.push(unit.usage_so_far(&positions)?);
         }
         let signed = replicas.signed(unit.reduce_signature(&positions, options.backwards.1));
-        let work = match ranks.is_divided() {
+        let work = match ranks.is_sharded_over_replicas() {
             false => {
                 tracing::debug!(unit = unit.name(), gradients = positions.len(), "all-reduce");
                 signed.all_reduce(buffers, options.op)
@@ -629,7 +629,7 @@ impl Reduction {
     }
 
     /// Issues the all-reduce of gradients that are terms over the tensor-parallel ranks. They are summed, never
-    /// divided. Returns `None`, with all gradients handed out, if there are no terms.
+    /// divided. Without terms, stores all gradients and returns `None`.
     fn over_tensor_parallel(
         unit: Arc<ParamGroup>,
         ranks: Arc<DataParallel>,
@@ -663,7 +663,7 @@ impl InFlight for Reduction {
 
     fn advance(self) -> Result<Option<Self>> {
         let Reduction { unit, ranks, positions, work, hop, options, mut reduced } = self;
-        let scatters = hop == Hop::Shards || hop == Hop::Replicas && ranks.is_divided();
+        let scatters = hop == Hop::Shards || hop == Hop::Replicas && ranks.is_sharded_over_replicas();
         let what = if scatters { "reduce-scatter" } else { "all-reduce" };
         let span = tracing::debug_span!("wait for reduction", unit = unit.name(), what);
         let heartbeat = heartbeat::span("wait for reduction", unit.name());
@@ -849,7 +849,7 @@ impl<R> Default for ReductionQueue<R> {
 
 impl<R: InFlight> ReductionQueue<R> {
     /// Advances the oldest reductions until fewer than `max` are on each hop, apart from reductions that just came to
-    /// it. Which reductions advance depends on their number, never on their speed, so all ranks issue their collectives
+    /// it. The number of reductions decides, never their speed, so all ranks issue their collectives
     /// in the same order.
     pub(super) fn limit(&self, max: usize) -> Result<()> {
         let mut waiting = std::mem::take(&mut *self.0.lock());

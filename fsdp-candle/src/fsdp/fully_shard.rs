@@ -6,6 +6,7 @@ use candle_nn::VarBuilder;
 use fsdp_core::DeviceMesh;
 use indexmap::{IndexMap, IndexSet};
 
+use super::diagnostics::is_freed_storage_error;
 use super::module::FsdpModule;
 use super::param::FsdpParam;
 use super::param_group::{ParamGroup, ROOT, UnitId};
@@ -13,7 +14,6 @@ use super::policy::{MixedPrecisionPolicy, NamePredicate, OffloadPolicy, ReshardA
 use super::settings::UnitSettings;
 use super::var_map::{OpenUnit, ShardedVarMap};
 use crate::data_parallel::{DataParallel, DataParallelMeshDims, ShardMesh};
-use crate::diagnostics::is_freed_storage_error;
 use crate::error::{Error, Result};
 use crate::extension::AllGatherExtension;
 use crate::pattern::NamePattern;
@@ -44,7 +44,7 @@ const LISTED_MODULES: usize = 16;
 ///
 /// local::run(4, |group| {
 ///     let world = World::of(group);
-///     // Experts are sharded over pairs of ranks, all else over all four.
+///     // Experts are sharded over pairs of ranks, all other parameters over all four ranks.
 ///     let pairs = world.mesh(&[("expert", 2), ("within", 2)])?;
 ///     let dims = DataParallelMeshDims { shard: &["within"], replicate: &["expert"] };
 ///     let pairs = ShardMesh::of_dims(&pairs, &dims)?;
@@ -191,7 +191,7 @@ impl FullyShard {
     ///     let opts = FullyShard::new(&vars).shard_optimizer_over_replicas(true);
     ///     let model = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 8, vb))?;
     ///     let weight = &model.params()[0];
-    ///     assert_eq!(weight.var().dims(), [2, 4]); // of 8 rows, of which both ranks of a shard have 4
+    ///     assert_eq!(weight.var().dims(), [2, 4]); // a half of the 4 rows that two replicas share
     ///     assert_eq!(weight.placements()[0], Placement::StridedShard { dim: 0, split_factor: 2 });
     ///     let grads = model.backward(&model.forward(&Tensor::ones((3, 4), DType::F32, world.device())?)?.sum_all()?)?;
     ///     assert_eq!(grads.get(weight.var()).unwrap().dims(), [2, 4]);
@@ -221,7 +221,7 @@ impl FullyShard {
     /// assert_eq!(name, "bias");
     /// let x = Tensor::ones((3, 4), DType::F32, world.device())?;
     /// let grads = model.backward(&model.forward(&x)?.sum_all()?)?;
-    /// assert_eq!(grads.get(&bias).unwrap().to_vec1::<f32>()?, [3.; 2]); // of this rank's batch alone
+    /// assert_eq!(grads.get(&bias).unwrap().to_vec1::<f32>()?, [3.; 2]); // the gradient of this rank's batch only
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn ignored_params(mut self, ignored: impl Fn(&str) -> bool + Send + Sync + 'static) -> Self {
@@ -313,7 +313,7 @@ pub fn fully_shard<M>(
 /// mod model {
 /// #   use ::candle_nn::VarBuilder;
 /// #   use candle_core::{Module, Result, Tensor};
-///     use fsdp_candle::nn as candle_nn; // the one line that differs
+///     use fsdp_candle::nn as candle_nn; // the only line that differs
 ///
 ///     pub struct Model {
 ///         embed: candle_nn::Embedding,
@@ -374,7 +374,7 @@ fn make<M>(
         None => vars.ranks()?,
     };
     if let ReshardAfterForward::To(size) = opts.reshard_after_forward {
-        ranks.neighbours(size)?;
+        ranks.post_forward_group(size)?;
     }
     let unit = OpenUnit::begin(vars, &name, opts, &ranks);
     let inner = build(vb.clone()).map_err(|cause| {

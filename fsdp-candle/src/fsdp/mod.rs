@@ -10,6 +10,7 @@
 //! | `param_group` | the parameters of one unit | `_fsdp_param_group.py` |
 //! | `collectives` | all-gather and reduction of a unit | `_fsdp_collectives.py` |
 //! | `schedule`, `order`, `hooks` | when a unit communicates | `_fsdp_state.py` |
+//! | `diagnostics` | reports of cut graphs and missing gradients | |
 //! | `policy`, `comm` | policies, collectives of the user | `_fsdp_api.py` |
 //!
 //! [Note: Life of a parameter]
@@ -73,6 +74,7 @@
 
 mod collectives;
 mod comm;
+mod diagnostics;
 mod fully_shard;
 mod gradient;
 mod hooks;
@@ -88,6 +90,7 @@ mod settings;
 mod var_map;
 
 pub use comm::{AllGather, AllReduceHook, ReduceScatter};
+pub use diagnostics::{GraphCut, GraphCutKind};
 pub use fully_shard::{ExtensionFn, FullyShard, ShardPlacement, ShardPlacementFn, fully_shard, shard};
 pub(crate) use hooks::without_reports;
 pub use module::{FinalizeHandle, FsdpModule, Unit, UnshardHandle};

@@ -5,13 +5,13 @@ use std::sync::Arc;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Module, Result, Tensor};
 
+use super::diagnostics::{GraphCut, is_freed_storage_error};
 use super::hooks;
 use super::param::FsdpParam;
 use super::param_group::ParamGroup;
 use super::schedule::Schedule;
 use crate::autograd::keeps_graph;
 use crate::collectives;
-use crate::diagnostics::{GraphCut, is_freed_storage_error};
 use crate::tensors::Tensors;
 
 /// A module under `fully_shard`. Calling it unshards its parameters, runs it and reshards them.
@@ -59,7 +59,7 @@ impl<A, B> FsdpModule<(A, B)> {
     /// let model = fully_shard(&opts, vb, |_| Ok((norm, head)))?;
     /// let y = model.call(|(norm, head)| {
     ///     let normed = norm.forward(&x)?;
-    ///     assert!(head.params()[0].is_unsharded()); // the unit waits for its other half
+    ///     assert!(head.params()[0].is_unsharded()); // the unit still has a module to run
     ///     head.forward(&normed)
     /// })?;
     /// assert!(model.inner().1.params().iter().all(|param| !param.is_unsharded()));
@@ -209,7 +209,7 @@ impl<M> FsdpModule<M> {
     /// # let opts = FullyShard::new(&vars);
     /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
     /// let model = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear(4, 2, vb))?;
-    /// // Any number of tensors in and out: tuples, vectors, options, and types of yours that implement `Tensors`.
+    /// // Inputs and outputs are tuples, vectors, options, and your own types that implement `Tensors`.
     /// let (y, gate) = model.call_with((x, None::<Tensor>), |linear, (x, mask)| {
     ///     let y = linear.forward(&x)?;
     ///     let masked = match mask {
@@ -352,8 +352,8 @@ impl Hooks<'_> {
         }
         error.context(format!(
             "FSDP unit `{}`: a sharded parameter was used (Candle calls its storage F4) outside the forward of the \
-             unit that owns it, or by a layer that computes on its weights while it is built. These units are not gathered \
-             here: {}. Call the unit through its FsdpModule (`forward` or `call`), or `unshard()` it first",
+             unit that owns it, or by a layer that computes on its weights while it is built. These units are not \
+             gathered here: {}. Call the unit through its FsdpModule (`forward` or `call`), or `unshard()` it first",
             self.group.name(),
             sharded.join(", ")
         ))
@@ -463,10 +463,10 @@ impl<M> FsdpModule<M> {
     /// # let weight = vars.params()[0].var().clone();
     /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
     /// let handle = model.unshard_async()?;
-    /// // What the gather can overlap with: loading a batch, say.
+    /// // Load a batch here, while the all-gather runs.
     /// handle.wait()?;
     /// assert!(model.params().iter().all(|param| param.is_unsharded()));
-    /// model.inner().forward(&x)?; // past the hooks: the parameters are there
+    /// model.inner().forward(&x)?; // without the hooks: the parameters are unsharded
     /// model.reshard()?;
     /// assert!(model.inner().forward(&x).is_err());
     /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -499,7 +499,7 @@ impl<M> FsdpModule<M> {
     /// # let model = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
     /// # let weight = vars.params()[0].var().clone();
     /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
-    /// let _loss = model.forward(&x)?.sum_all()?; // not a number, say: no backward for it
+    /// let _loss = model.forward(&x)?.sum_all()?; // the loss may be NaN: skip its backward
     /// model.reset_iter_state();
     /// assert!(model.params().iter().all(|param| !param.is_unsharded()));
     /// model.backward(&model.forward(&x)?.sum_all()?)?;
@@ -533,7 +533,7 @@ impl<M> FsdpModule<M> {
     /// let mut grads = model.backward(&model.forward(&x)?.sum_all()?)?;
     /// assert!(grads.get(&weight).is_none());
     /// let handle = model.finalize_backward_async();
-    /// // Work that needs no gradients of this model goes here; `finalize_backward(&mut grads)` is both at once.
+    /// // Do work here that needs no gradients of this model. `finalize_backward(&mut grads)` is both calls in one.
     /// handle.wait(&mut grads)?;
     /// assert!(grads.get(&weight).is_some());
     /// # Ok::<(), Box<dyn std::error::Error>>(())

@@ -20,7 +20,7 @@ use parking_lot::Mutex;
 
 use super::policy::OffloadPolicy;
 use crate::error::Error;
-use crate::kernels::{self, PendingCopy, HostSink, HostSource, Kernels};
+use crate::kernels::{self, HostSink, HostSource, Kernels, PendingCopy};
 use crate::storage::{Pool, to_core_dtype, to_tensor};
 
 /// The copies of one offloaded parameter.

@@ -6,9 +6,9 @@ use fsdp_core::DeviceMesh;
 
 use super::fully_shard::list_modules;
 use super::var_map::ShardedVarMap;
-use crate::data_parallel::check_alike;
+use crate::data_parallel::check_ranks_agree;
 use crate::error::{Error, Result};
-use crate::tensor_parallel::{ParallelPlan, Planned};
+use crate::tensor_parallel::{BoundPlan, ParallelPlan};
 
 /// Divides the modules that a plan names over the ranks of one dimension of the map's mesh: PyTorch's
 /// `parallelize_module`. Call it before the model is built, as [`ShardedVarMap::freeze`]. FSDP shards the local parts
@@ -27,7 +27,7 @@ use crate::tensor_parallel::{ParallelPlan, Planned};
 ///     let world = World::of(group);
 ///     let mesh = world.mesh(&[("dp", 2), ("tp", 2)])?;
 ///     let dims = DataParallelMeshDims { shard: &["dp"], replicate: &[] };
-///     let vars = ShardedVarMap::on(&mesh, &dims, world.device())?;
+///     let vars = ShardedVarMap::with_mesh_dims(&mesh, &dims, world.device())?;
 ///     let plan = ParallelPlan::new()
 ///         .module("up", ColwiseParallel::default())
 ///         .module("down", RowwiseParallel::default());
@@ -67,8 +67,8 @@ pub fn parallelize(vars: &ShardedVarMap, mesh: &DeviceMesh, plan: &ParallelPlan)
     let name = mesh.layout().names()[0].as_str();
     if !of.group_by_name(name).is_ok_and(|along| along.is(group)) {
         return fail(format!(
-            "the mesh {} is not a dimension of the map's mesh {}: make the map on the whole mesh (ShardedVarMap::on), \
-             and pass a slice of that (`vars.mesh().slice(&[\"tp\"])`)",
+            "the mesh {} is not a dimension of the map's mesh {}: make the map on the whole mesh \
+             (ShardedVarMap::with_mesh_dims), and pass a slice of it (`vars.mesh().slice(&[\"tp\"])`)",
             mesh.layout(),
             of.layout()
         ));
@@ -76,22 +76,22 @@ pub fn parallelize(vars: &ShardedVarMap, mesh: &DeviceMesh, plan: &ParallelPlan)
     if ranks.parallel_dim(name, group).is_none() {
         return fail(format!(
             "dimension \"{name}\" of the map's mesh {} is data parallel: pass the data-parallel dimensions without it \
-             to ShardedVarMap::on",
+             to ShardedVarMap::with_mesh_dims",
             of.layout()
         ));
     }
     if vars.parallel_ranks().is_some() {
         return fail("the map has a plan already: make one plan of both".into());
     }
-    let planned = Arc::new(Planned::new(mesh, plan)?);
-    check_alike(of, "plans of tensor parallelism", &format!("{name} {plan:?}"))?;
+    let planned = Arc::new(BoundPlan::new(mesh, plan)?);
+    check_ranks_agree(of, "plans of tensor parallelism", &format!("{name} {plan:?}"))?;
     vars.set_plan(planned, check_matched);
     Ok(())
 }
 
 /// Fails for a pattern that matched no module of the complete model.
-fn check_matched(vars: &ShardedVarMap, plan: &Planned) -> Result<()> {
-    let Some(idle) = plan.idle().next() else { return Ok(()) };
+fn check_matched(vars: &ShardedVarMap, plan: &BoundPlan) -> Result<()> {
+    let Some(idle) = plan.unmatched().next() else { return Ok(()) };
     let params = vars.params();
     let modules = params.iter().filter_map(|param| param.name().rsplit_once('.')).map(|(module, _)| module);
     Err(Error::Argument(format!(

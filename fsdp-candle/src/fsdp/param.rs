@@ -345,7 +345,7 @@ impl FsdpParam {
 
     /// Returns the tensor-parallel ranks, if each of them holds a part of the parameter.
     pub(crate) fn cut_over(&self) -> Option<&ProcessGroup> {
-        self.parallel().filter(|parallel| parallel.cut().is_some()).map(Parallel::group)
+        self.parallel().filter(|parallel| parallel.shard_dim().is_some()).map(Parallel::group)
     }
 
     /// Returns the number of elements of the shard before replicas divide it.
@@ -507,7 +507,7 @@ impl FsdpParam {
     /// use fsdp_candle::{ShardedVarMap, World, collectives, fully_shard, parallelize};
     /// use fsdp_core::process_group::local;
     ///
-    /// /// `x W^T` of a weight that may be cut along its rows.
+    /// /// `x W^T` of a weight whose rows may be divided over ranks.
     /// struct Columns(Tensor, Option<ProcessGroup>);
     ///
     /// impl Module for Columns {
@@ -520,7 +520,7 @@ impl FsdpParam {
     /// local::run(2, |group| {
     ///     let world = World::of(group);
     ///     let mesh = world.mesh(&[("tp", 2)])?;
-    ///     let vars = ShardedVarMap::on(&mesh, &DataParallelMeshDims::default(), world.device())?;
+    ///     let vars = ShardedVarMap::with_mesh_dims(&mesh, &DataParallelMeshDims::default(), world.device())?;
     ///     parallelize(&vars, &mesh, &ParallelPlan::new().module("up", ColwiseParallel::default()))?;
     ///     let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| {
     ///         let weight = vb.pp("up").get((6, 4), "weight")?;
@@ -727,7 +727,7 @@ impl FsdpParam {
     ///     let dtensor = param.dtensor()?;
     ///     assert_eq!(dtensor.placements(), [Placement::Shard(0)]);
     ///     println!("{}: {:?} of {:?}", param.name(), dtensor.to_local().dims(), dtensor.shape());
-    ///     // Every rank passes the whole tensor, and takes its own part of it.
+    ///     // Every rank passes the whole tensor, and stores its own part.
     ///     param.set_full(&dtensor.mul(2.)?.full_tensor()?)?;
     /// }
     /// let x = Tensor::ones((3, 4), DType::F32, world.device())?;
@@ -745,7 +745,7 @@ impl FsdpParam {
         self.with_own_layout(self.var().as_tensor())
     }
 
-    /// Returns the sharded gradient of a backward as a DTensor with the parameter's layout; `None` if there is none. It
+    /// Returns the sharded gradient of a backward as a DTensor with the parameter's layout, or `None`. It
     /// shares the gradient's memory. A rank with an empty shard has an empty part.
     ///
     /// # Errors

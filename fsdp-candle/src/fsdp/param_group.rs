@@ -264,7 +264,7 @@ impl ParamGroup {
         let Some(_pending) = self.lock()? else { return Ok(()) };
         let memory = self.memory();
         for param in &self.params {
-            let fewer = param.spec.ranks.neighbours(ranks)?;
+            let fewer = param.spec.ranks.post_forward_group(ranks)?;
             let chunk = chunk_range(param.unsharded_shape().elem_count(), fewer.size(), fewer.rank());
             param.reshard_to(chunk, ranks, &memory)?;
         }

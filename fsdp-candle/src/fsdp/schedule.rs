@@ -17,6 +17,7 @@ use parking_lot::Mutex;
 use tracing::span::EnteredSpan;
 
 use super::collectives::{Reduction, ReductionQueue, largest};
+use super::diagnostics::Diagnostics;
 use super::hooks::{FrozenCall, plan_frozen_calls};
 use super::offload::Downloads;
 use super::order::{Action, Forward, Order, OrderError, UnitInfo};
@@ -24,7 +25,6 @@ use super::param::FsdpParam;
 use super::param_group::{ParamGroup, UnitId};
 use super::settings::{ModelSettings, UnitSettings};
 use crate::autograd::{BACKWARD_STACK_BYTES, keeps_graph, number, on_a_stack_of, with_grad};
-use crate::diagnostics::Diagnostics;
 use crate::error::Error;
 use crate::kernels;
 use crate::storage::Pool;

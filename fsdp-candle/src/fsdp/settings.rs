@@ -129,7 +129,7 @@ impl<M> FsdpModule<M> {
     /// let blocks = (0..4)
     ///     .map(|i| fully_shard(&opts, vb.pp(format!("blocks.{i}")), |vb| nn::linear(4, 4, vb)))
     ///     .collect::<Result<Vec<_>, _>>()?;
-    /// // Two blocks ahead, and two behind in backward.
+    /// // Prefetch two blocks in forward, and two in backward.
     /// let units: Vec<_> = blocks.iter().map(|block| block.unit()).collect();
     /// for (i, block) in blocks.iter().enumerate() {
     ///     block.set_modules_to_forward_prefetch(&units[i + 1..(i + 3).min(units.len())]);
@@ -139,7 +139,7 @@ impl<M> FsdpModule<M> {
     /// let model = fully_shard(&opts, vb, |_| Ok(blocks))?;
     /// let y = model.call(|blocks| {
     ///     let y = blocks[0].forward(&x)?;
-    ///     assert!(blocks[2].params().iter().all(|param| !param.is_unsharded())); // on its way, not installed
+    ///     assert!(blocks[2].params().iter().all(|param| !param.is_unsharded())); // pending
     ///     blocks[1..].iter().try_fold(y, |x, block| block.forward(&x))
     /// })?;
     /// model.backward(&y.sqr()?.mean_all()?)?;
@@ -196,7 +196,7 @@ impl<M> FsdpModule<M> {
     /// # use fsdp_candle::{fully_shard, nn, FullyShard, Recurse, ShardedVarMap, World};
     /// use fsdp_core::process_group::local;
     ///
-    /// // Two copies of a model (threads here), each sharded over one rank.
+    /// // Two replicas of a model (threads here), each sharded over one rank.
     /// local::run(2, |group| {
     ///     let world = World::of(group);
     ///     let mesh = world.mesh(&[("dp_replicate", 2), ("dp_shard", 1)])?;
@@ -211,7 +211,7 @@ impl<M> FsdpModule<M> {
     ///     assert!(first.get(vars.params()[0].var()).is_none());
     ///     model.set_requires_all_reduce(true, Recurse::Yes);
     ///     let grads = model.backward(&loss()?)?; // one all-reduce for both backwards
-    ///     // The mean over copies of 2 x 0 and 2 x 3.
+    ///     // The mean over replicas of 2 x 0 and 2 x 3.
     ///     assert_eq!(grads.get(vars.params()[0].var()).unwrap().to_vec2::<f32>()?, [[3.; 4]; 2]);
     ///     Ok::<_, fsdp_candle::Error>(())
     /// })
@@ -260,7 +260,10 @@ impl<M> FsdpModule<M> {
     pub fn set_separate_reduce_scatter_group(&self, separate: bool, recurse: Recurse) -> Result<()> {
         if separate {
             for group in self.selected(recurse) {
-                group.params().iter().try_for_each(|param| param.spec.ranks.shard_apart().map(drop))?;
+                group
+                    .params()
+                    .iter()
+                    .try_for_each(|param| param.spec.ranks.dedicated_reduce_scatter_group().map(drop))?;
             }
         }
         self.change(recurse, |settings| settings.separate_reduce_scatter_group = separate);
@@ -290,13 +293,13 @@ impl<M> FsdpModule<M> {
     ///     assert_eq!(model.params()[0].is_unsharded(), kept);
     ///     model.backward(&y.sum_all()?)?;
     /// }
-    /// assert!(model.set_reshard_after_forward(ReshardAfterForward::To(2), Recurse::Yes).is_err()); // of one rank
+    /// assert!(model.set_reshard_after_forward(ReshardAfterForward::To(2), Recurse::Yes).is_err()); // one rank
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn set_reshard_after_forward(&self, policy: ReshardAfterForward, recurse: Recurse) -> Result<()> {
         if let ReshardAfterForward::To(size) = policy {
             for group in self.selected(recurse) {
-                group.params().iter().try_for_each(|param| param.spec.ranks.neighbours(size).map(drop))?;
+                group.params().iter().try_for_each(|param| param.spec.ranks.post_forward_group(size).map(drop))?;
             }
         }
         self.change(recurse, |settings| settings.reshard_after_forward = policy);
@@ -338,7 +341,7 @@ impl<M> FsdpModule<M> {
     /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
     /// let loss = || model.forward(&x)?.sum_all();
     /// let mean = model.backward(&loss()?)?; // over the ranks
-    /// model.set_gradient_divide_factor(Some(3.), Recurse::Yes); // over rows: each rank has as many as it may be
+    /// model.set_gradient_divide_factor(Some(3.), Recurse::Yes); // the number of rows instead of ranks
     /// let by_rows = model.backward(&loss()?)?;
     /// assert_eq!(mean.get(&weight).unwrap().to_vec2::<f32>()?, [[3.; 4]; 2]);
     /// assert_eq!(by_rows.get(&weight).unwrap().to_vec2::<f32>()?, [[1.; 4]; 2]);

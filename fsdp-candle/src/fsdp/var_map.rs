@@ -23,7 +23,7 @@ use crate::error::{Error, Result};
 use crate::initializer::{Initializer, Philox, ShardRequest};
 use crate::kernels;
 use crate::storage::{copied, copy_in, to_core_dtype, to_var};
-use crate::tensor_parallel::Planned;
+use crate::tensor_parallel::BoundPlan;
 use crate::world::World;
 
 /// End of a name that no tensor has. A builder that is asked for it tells its map so.
@@ -41,7 +41,7 @@ const WORLD_DIM: &str = "dp_shard";
 ///
 /// let world = World::single()?;
 /// let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
-/// vars.init_with(Philox::new(42)); // the same values at every number of ranks
+/// vars.init_with(Philox::new(42)); // the same values for any number of ranks
 /// vars.freeze(|fqn| fqn.starts_with("embed"));
 /// let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| {
 ///     Ok((nn::embedding(10, 4, vb.pp("embed"))?, nn::linear(4, 2, vb.pp("head"))?))
@@ -52,7 +52,7 @@ const WORLD_DIM: &str = "dp_shard";
 /// let y = model.call(|(embed, head)| head.forward(&embed.forward(&ids)?))?;
 /// let grads = model.backward(&y.sum_all()?)?;
 /// assert!(grads.get(vars.get("embed.weight").unwrap().var()).is_none());
-/// vars.release_buffers(); // before an evaluation on other shapes, say
+/// vars.release_buffers(); // for example, before an evaluation with other shapes
 /// println!("{vars}"); // units, parameters, placements, bytes
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -69,7 +69,7 @@ struct Inner {
     initializer: Mutex<Arc<dyn Initializer>>,
     frozen: Mutex<NamePredicate>,
     adapters: Mutex<Option<Arc<Adapters>>>,
-    plan: Mutex<Option<Arc<Planned>>>,
+    plan: Mutex<Option<Arc<BoundPlan>>>,
     params: Mutex<IndexMap<String, Owned>>,
     ignored: Mutex<IndexMap<String, Var>>,
     buffers: Mutex<IndexMap<String, Var>>,
@@ -107,7 +107,7 @@ impl ShardedVarMap {
     /// # Errors
     /// Fails if the mesh lacks a dimension, one is named twice, or ranks pass different ones; also those of
     /// [`ProcessGroup::split`].
-    pub fn on(mesh: &DeviceMesh, dims: &DataParallelMeshDims<'_>, device: &Device) -> Result<Self> {
+    pub fn with_mesh_dims(mesh: &DeviceMesh, dims: &DataParallelMeshDims<'_>, device: &Device) -> Result<Self> {
         let ranks = Arc::new(DataParallel::of_dims(mesh, dims)?);
         Ok(ShardedVarMap::with_ranks(mesh, Some(ranks), device))
     }
@@ -226,7 +226,7 @@ impl ShardedVarMap {
     /// use candle_nn::Optimizer;
     ///
     /// let mut optim = candle_nn::SGD::new(vars.trainable_vars(), 0.1)?;
-    /// // In place of `optim.backward_step(&loss)`, which does not reduce:
+    /// // Instead of `optim.backward_step(&loss)`, which does not reduce:
     /// let grads = model.backward(&model.forward(&x)?.sqr()?.sum_all()?)?;
     /// optim.step(&grads)?;
     /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -333,9 +333,9 @@ impl ShardedVarMap {
         if let Some([_, whole]) = known.iter().find(|[given, _]| Arc::ptr_eq(given, &ranks)) {
             return whole.clone();
         }
-        let Some(whole) = ranks.widened(&self.0.mesh) else { return ranks };
+        let Some(whole) = ranks.on_larger_mesh(&self.0.mesh) else { return ranks };
         // Units with the same roles share their collectives' groups.
-        let own = self.0.ranks.lock().clone().filter(|own| own.is_like(&whole));
+        let own = self.0.ranks.lock().clone().filter(|own| own.has_same_roles(&whole));
         let whole = own.unwrap_or_else(|| Arc::new(whole));
         known.push([ranks, whole.clone()]);
         whole
@@ -367,7 +367,7 @@ impl ShardedVarMap {
     }
 
     /// Sets the plan of tensor parallelism, and a check of the model that runs in the first forward.
-    pub(super) fn set_plan(&self, plan: Arc<Planned>, check: fn(&ShardedVarMap, &Planned) -> Result<()>) {
+    pub(super) fn set_plan(&self, plan: Arc<BoundPlan>, check: fn(&ShardedVarMap, &BoundPlan) -> Result<()>) {
         *self.0.plan.lock() = Some(plan.clone());
         let inner = Arc::downgrade(&self.0);
         self.0.schedule.before_first_forward(move || match inner.upgrade() {
@@ -419,9 +419,9 @@ impl ShardedVarMap {
     /// let step = || model.backward(&model.call(|(body, head)| head.forward(&body.forward(&x)?))?.sum_all()?);
     /// let weight = vars.get("body.weight").unwrap();
     ///
-    /// assert_eq!(vars.set_requires_grad(false, |fqn| fqn.starts_with("body."))?, 2); // the head first
+    /// assert_eq!(vars.set_requires_grad(false, |fqn| fqn.starts_with("body."))?, 2); // train only the head
     /// assert!(step()?.get(weight.var()).is_none());
-    /// vars.set_requires_grad(true, |_| true)?; // then all
+    /// vars.set_requires_grad(true, |_| true)?; // train all parameters
     /// assert!(step()?.get(weight.var()).is_some());
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
@@ -598,7 +598,7 @@ impl ShardedVarMap {
         let ranks = placement.mesh.map_or(ranks, |mesh| self.on_whole_mesh(mesh.0));
         let dim = placement.dim;
         if let ReshardAfterForward::To(size) = opts.reshard_after_forward {
-            ranks.neighbours(size)?;
+            ranks.post_forward_group(size)?;
         }
         let local = parallel.as_ref().map_or(dims.to_vec(), |parallel| parallel.local(dims));
         // The user's closures run without a lock.
@@ -609,7 +609,8 @@ impl ShardedVarMap {
             ranks.check_covers(&self.copies()).map_err(fail)?;
         }
         // A frozen parameter has no optimizer state to divide, and is unsharded over the shard ranks only.
-        let ranks = if opts.shard_optimizer_over_replicas && trainable { ranks.divided()? } else { ranks };
+        let ranks =
+            if opts.shard_optimizer_over_replicas && trainable { ranks.sharded_over_replicas()? } else { ranks };
         let (region, layout) = ranks.lay_out(name, (dims, &local), dim, parallel.as_deref())?;
         let replica_sharding = ranks.lay_out_parts(name, &local, dim)?;
         let request = ShardRequest { name, shape: dims, dtype, region: &region, init };

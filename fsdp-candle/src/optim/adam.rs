@@ -1,13 +1,17 @@
-//! Adam and AdamW on shards: one pass over parameter, gradient and moments.
+//! Adam, AdamW and AdamW with 8-bit moments: one pass over parameter, gradient and moments.
 //!
 //! Kingma and Ba, "Adam" (arXiv:1412.6980); Loshchilov and Hutter, "Decoupled Weight Decay Regularization"
-//! (arXiv:1711.05101). The arithmetic is that of PyTorch's `torch.optim.Adam` and `torch.optim.AdamW`.
+//! (arXiv:1711.05101); Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861). The
+//! arithmetic is that of PyTorch's `torch.optim.Adam` and `torch.optim.AdamW`.
 
-use candle_core::{Result, bail};
+use candle_core::{DType, Result, bail};
 use serde_json::{Map, Value, json};
 
-use super::hyper;
-use super::per_shard::{Hyper, Rule, ShardOptimizer, Stepping};
+use super::elementwise::{ElementwiseOptimizer, ElementwiseRule, ShardUpdate};
+use super::hyper_parameters::{self as hyper, HyperParameters};
+use super::state::{Encoding, Moment};
+use crate::error::Error;
+use crate::fsdp::FsdpParam;
 use crate::kernels::{AdamUpdate, SliceMut};
 
 /// AdamW over the shards of parameters.
@@ -21,7 +25,7 @@ use crate::kernels::{AdamUpdate, SliceMut};
 /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
 /// use fsdp_candle::{AdamW, AdamWConfig};
 ///
-/// // Two groups: no weight decay of biases.
+/// // Two groups: biases without weight decay.
 /// let (biases, weights) = vars.trainable().into_iter().partition(|param| param.name().ends_with("bias"));
 /// let config = AdamWConfig { lr: 1e-2, ..AdamWConfig::default() };
 /// let mut optim =
@@ -35,21 +39,21 @@ use crate::kernels::{AdamUpdate, SliceMut};
 /// assert_eq!(state.tensor("exp_avg")?.dims(), state.param.var().dims()); // a shard, as the parameter is
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-pub type AdamW = ShardOptimizer<AdamWConfig>;
+pub type AdamW = ElementwiseOptimizer<AdamWConfig>;
 
-/// Adam over the shards of parameters: [`AdamW`], but that weight decay is added to gradients (L2).
-pub type Adam = ShardOptimizer<AdamConfig>;
+/// Adam over the shards of parameters: [`AdamW`] with weight decay added to the gradients (L2).
+pub type Adam = ElementwiseOptimizer<AdamConfig>;
 
 /// The hyper-parameters of [`AdamW`], with PyTorch's defaults.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamWConfig {
     /// Learning rate, at least 0.
     pub lr: f64,
-    /// Decay of the running mean of gradients and of their squares, below 1.
+    /// Decay rates of the means of gradients and squared gradients, below 1.
     pub betas: (f64, f64),
-    /// Added to the denominator.
+    /// Term added to the denominator.
     pub eps: f64,
-    /// Decoupled weight decay: a step takes `lr * weight_decay` of each parameter away.
+    /// Decoupled weight decay: a step subtracts `lr * weight_decay` times the parameter.
     pub weight_decay: f64,
 }
 
@@ -64,11 +68,11 @@ impl Default for AdamWConfig {
 pub struct AdamConfig {
     /// Learning rate, at least 0.
     pub lr: f64,
-    /// Decay of the running mean of gradients and of their squares, below 1.
+    /// Decay rates of the means of gradients and squared gradients, below 1.
     pub betas: (f64, f64),
-    /// Added to the denominator.
+    /// Term added to the denominator.
     pub eps: f64,
-    /// L2: so much of a parameter is added to its gradient.
+    /// L2 penalty: this multiple of a parameter is added to its gradient.
     pub weight_decay: f64,
 }
 
@@ -78,21 +82,21 @@ impl Default for AdamConfig {
     }
 }
 
-/// The names of the moments, which are PyTorch's.
-pub(super) const MOMENTS: [&str; 2] = ["exp_avg", "exp_avg_sq"];
+/// Names of the moments, as in PyTorch.
+const MOMENTS: [&str; 2] = ["exp_avg", "exp_avg_sq"];
 
-/// What Adam and AdamW share.
+/// The hyper-parameters of Adam and AdamW.
 #[derive(Clone, Copy)]
-pub(super) struct Numbers {
-    pub(super) lr: f64,
-    pub(super) betas: (f64, f64),
-    pub(super) eps: f64,
-    pub(super) weight_decay: f64,
-    pub(super) decoupled: bool,
+struct Numbers {
+    lr: f64,
+    betas: (f64, f64),
+    eps: f64,
+    weight_decay: f64,
+    decoupled: bool,
 }
 
 impl Numbers {
-    pub(super) fn hyper(&self) -> Map<String, Value> {
+    fn hyper(&self) -> Map<String, Value> {
         hyper::map([
             ("lr", self.lr.into()),
             ("betas", json!(self.betas)),
@@ -108,11 +112,11 @@ impl Numbers {
         ])
     }
 
-    pub(super) fn with(self, hyper: &Map<String, Value>) -> std::result::Result<Self, String> {
-        hyper::all_off(hyper, &["amsgrad", "maximize", "differentiable"])?;
-        if hyper::switch(hyper, "decoupled_weight_decay", self.decoupled)? != self.decoupled {
+    fn with(self, hyper: &Map<String, Value>) -> std::result::Result<Self, String> {
+        hyper::check_off(hyper, &["amsgrad", "maximize", "differentiable"])?;
+        if hyper::flag(hyper, "decoupled_weight_decay", self.decoupled)? != self.decoupled {
             let (theirs, ours) = if self.decoupled { ("Adam", "AdamW") } else { ("AdamW", "Adam") };
-            return Err(format!("are of an {theirs} and this is an {ours}: their weight decay is another"));
+            return Err(format!("are those of {theirs}, expected {ours}: their weight decay differs"));
         }
         let [beta1, beta2] = hyper::numbers(hyper, "betas", [self.betas.0, self.betas.1])?;
         Ok(Numbers {
@@ -124,14 +128,14 @@ impl Numbers {
         })
     }
 
-    pub(super) fn check(&self) -> std::result::Result<(), String> {
+    fn check(&self) -> std::result::Result<(), String> {
         hyper::at_least_zero(&[("lr", self.lr), ("eps", self.eps), ("weight_decay", self.weight_decay)])?;
         let betas = [self.betas.0, self.betas.1];
-        betas.iter().try_for_each(|&beta| hyper::check("betas", beta, (0. ..1.).contains(&beta), "in 0..1"))
+        betas.iter().try_for_each(|&beta| hyper::check_range("betas", beta, (0. ..1.).contains(&beta), "in 0..1"))
     }
 
-    /// The numbers of one step, worked out in f64.
-    pub(super) fn update(&self, step: u64) -> AdamUpdate {
+    /// Returns the coefficients of one step, computed in f64.
+    fn update(&self, step: u64) -> AdamUpdate {
         let (beta1, beta2) = self.betas;
         let step = step as f64;
         AdamUpdate {
@@ -149,7 +153,7 @@ impl Numbers {
 macro_rules! rule {
     ($config:ident, $name:literal, decoupled: $decoupled:literal) => {
         impl $config {
-            pub(super) fn numbers(&self) -> Numbers {
+            fn numbers(&self) -> Numbers {
                 let $config { lr, betas, eps, weight_decay } = *self;
                 Numbers { lr, betas, eps, weight_decay, decoupled: $decoupled }
             }
@@ -160,7 +164,7 @@ macro_rules! rule {
             }
         }
 
-        impl Hyper for $config {
+        impl HyperParameters for $config {
             const NAME: &'static str = $name;
 
             fn hyper(&self) -> Map<String, Value> {
@@ -180,12 +184,12 @@ macro_rules! rule {
             }
         }
 
-        impl Rule for $config {
+        impl ElementwiseRule for $config {
             fn moments(&self) -> &'static [&'static str] {
                 &MOMENTS
             }
 
-            fn update(&self, step: u64, shard: Stepping<'_>) -> Result<()> {
+            fn update(&self, step: u64, shard: ShardUpdate<'_>) -> Result<()> {
                 adam(&self.numbers().update(step), shard)
             }
         }
@@ -194,10 +198,124 @@ macro_rules! rule {
 rule!(AdamWConfig, "AdamW", decoupled: true);
 rule!(AdamConfig, "Adam", decoupled: false);
 
-pub(super) fn adam(update: &AdamUpdate, shard: Stepping<'_>) -> Result<()> {
-    let Stepping { kernels, param, grad, parts } = shard;
+fn adam(update: &AdamUpdate, shard: ShardUpdate<'_>) -> Result<()> {
+    let ShardUpdate { kernels, param, grad, parts } = shard;
     match <[SliceMut<'_>; 2]>::try_from(parts) {
         Ok(moments) => kernels.adam(update, param, grad, moments),
-        Err(parts) => bail!("{} moments for Adam, which has two", parts.len()),
+        Err(parts) => bail!("{} moments for Adam, expected two", parts.len()),
+    }
+}
+
+/// [`crate::AdamW`] with moments in 8 bits: 2.03 bytes an element instead of 8.
+///
+/// Each block of 256 elements has an F32 scale, its largest magnitude. The mean of gradients has a sign and 7 bits over
+/// six decades below the scale; the square root of the mean of squares has 8 bits over seven decades. Within a factor
+/// of ten of the block's largest magnitude, rounding changes a mean by at most 0.7 % of that magnitude and a root by at
+/// most 0.35 %. Each lower decade has twice that share of the decade's largest magnitude. A step computes in F32.
+/// Parameters with few elements (norms, biases) keep moments in their own dtype.
+///
+/// State dicts and checkpoints hold the moments in F32, as AdamW's do, so either optimizer resumes from the other's, at
+/// any number of ranks. At the same number of ranks nothing is rounded again and a run resumes with the same bits.
+/// Other shards have other blocks, which are rounded once more. Parameters are F32, BF16 or F16; other dtypes are
+/// refused unless the parameter has few elements.
+///
+/// ```
+/// # use candle_core::{DType, Module, Tensor};
+/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+/// # let world = World::single()?;
+/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+/// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear(64, 64, vb))?;
+/// # let x = Tensor::ones((3, 64), DType::F32, world.device())?;
+/// use fsdp_candle::{AdamW8bit, AdamW8bitConfig};
+///
+/// let mut optim = AdamW8bit::new(vars.trainable(), AdamW8bitConfig::default())?;
+/// optim.step(&model.backward(&model.forward(&x)?.sum_all()?)?)?;
+/// let bytes: Vec<_> = optim.states().iter().map(|state| (state.param.name(), state.bytes())).collect();
+/// assert_eq!(bytes, [("weight", 2 * (4096 + 4 * 16)), ("bias", 2 * 4 * 64)]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub type AdamW8bit = ElementwiseOptimizer<AdamW8bitConfig>;
+
+/// The hyper-parameters of [`AdamW8bit`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AdamW8bitConfig {
+    /// Learning rate, at least 0.
+    pub lr: f64,
+    /// Decay rates of the means of gradients and squared gradients, below 1.
+    pub betas: (f64, f64),
+    /// Term added to the denominator.
+    pub eps: f64,
+    /// Decoupled weight decay: a step subtracts `lr * weight_decay` times the parameter.
+    pub weight_decay: f64,
+    /// Parameters with fewer elements, over all ranks, keep moments in their own dtype.
+    pub min_8bit_size: usize,
+}
+
+impl Default for AdamW8bitConfig {
+    fn default() -> Self {
+        AdamW8bitConfig::of(AdamWConfig::default(), 4096)
+    }
+}
+
+impl AdamW8bitConfig {
+    fn of(config: AdamWConfig, min_8bit_size: usize) -> Self {
+        let AdamWConfig { lr, betas, eps, weight_decay } = config;
+        AdamW8bitConfig { lr, betas, eps, weight_decay, min_8bit_size }
+    }
+
+    fn adamw(&self) -> AdamWConfig {
+        let AdamW8bitConfig { lr, betas, eps, weight_decay, .. } = *self;
+        AdamWConfig { lr, betas, eps, weight_decay }
+    }
+}
+
+impl HyperParameters for AdamW8bitConfig {
+    const NAME: &'static str = "AdamW8bit";
+
+    fn hyper(&self) -> Map<String, Value> {
+        self.adamw().hyper()
+    }
+
+    fn with(&self, hyper: &Map<String, Value>) -> std::result::Result<Self, String> {
+        Ok(AdamW8bitConfig::of(self.adamw().with(hyper)?, self.min_8bit_size))
+    }
+
+    fn check(&self) -> std::result::Result<(), String> {
+        self.adamw().check()
+    }
+
+    fn lr(&mut self) -> &mut f64 {
+        &mut self.lr
+    }
+}
+
+impl ElementwiseRule for AdamW8bitConfig {
+    fn moments(&self) -> &'static [&'static str] {
+        &MOMENTS
+    }
+
+    fn moment(&self, name: &str, param: &FsdpParam) -> crate::error::Result<Moment> {
+        if param.shape().elem_count() < self.min_8bit_size {
+            return Moment::zeros(param);
+        }
+        let dtype = param.var().dtype();
+        if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
+            let message = format!(
+                "it is {dtype:?}, expected F32, BF16 or F16 for 8-bit moments: use AdamW for it, or raise \
+                 `min_8bit_size` above its {} elements",
+                param.shape().elem_count()
+            );
+            return Err(Error::Parameter { name: param.name().into(), message });
+        }
+        Moment::quantized(param, if name == MOMENTS[0] { Encoding::Values } else { Encoding::SquareRoots })
+    }
+
+    fn update(&self, step: u64, shard: ShardUpdate<'_>) -> Result<()> {
+        let update = self.adamw().numbers().update(step);
+        let ShardUpdate { kernels, param, grad, parts } = shard;
+        match <[SliceMut<'_>; 4]>::try_from(parts) {
+            Ok(moments) => kernels.adam_8bit(&update, param, grad, moments),
+            Err(parts) => adam(&update, ShardUpdate { kernels, param, grad, parts }),
+        }
     }
 }

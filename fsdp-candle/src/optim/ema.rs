@@ -1,17 +1,17 @@
-//! A running mean of the parameters themselves.
+//! Exponential moving averages of parameters.
 
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 
-use super::hyper;
+use super::hyper_parameters as hyper;
 use crate::error::{Error, Result};
 use crate::fsdp::FsdpParam;
 use crate::fsdp::ShardedVarMap;
 use crate::kernels;
 use crate::storage::{copy_tensor, to_core_dtype, to_tensor, with_slice, with_slice_mut};
 
-/// An exponential moving average of parameters, sharded as they are and in F32: PyTorch's `AveragedModel` with
+/// An exponential moving average of parameters, sharded as the parameters are, in F32: PyTorch's `AveragedModel` with
 /// `get_ema_multi_avg_fn(decay)`.
 ///
 /// ```
@@ -32,7 +32,7 @@ use crate::storage::{copy_tensor, to_core_dtype, to_tensor, with_slice, with_sli
 /// }
 /// let value = || -> candle_core::Result<f32> { Ok(vars.params()[0].var().to_vec2::<f32>()?[0][0]) };
 /// assert_eq!(value()?, before - 6.);
-/// // The first update takes the parameters as they are.
+/// // The first update copies the parameters.
 /// let mean = ema.swapped(&vars, |_| Ok(value()?))?;
 /// assert!((mean - (0.75 * (before - 3.) + 0.25 * (before - 6.))).abs() < 1e-6);
 /// assert_eq!(value()?, before - 6.);
@@ -41,25 +41,25 @@ use crate::storage::{copy_tensor, to_core_dtype, to_tensor, with_slice, with_sli
 #[derive(Debug)]
 pub struct Ema {
     decay: f64,
-    /// How often it was updated: a scalar of F32, so that a checkpoint fills it in place.
+    /// Number of updates: a scalar of F32, so that a checkpoint fills it in place.
     updates: Tensor,
     means: Vec<(Arc<FsdpParam>, Tensor)>,
 }
 
 impl Ema {
-    /// The mean of these parameters, which begins as they are. Of a mean an update keeps `decay`.
+    /// Makes an average that starts at the parameters' values. An update keeps `decay` of the average.
     ///
     /// # Errors
-    /// When the decay is not in 0..1, or there is no memory for the mean.
+    /// Returns an error when the decay is not in 0..1 or there is not enough memory.
     pub fn new(params: Vec<Arc<FsdpParam>>, decay: f64) -> Result<Self> {
-        hyper::check("decay", decay, (0. ..1.).contains(&decay), "in 0..1")
-            .map_err(|why| Error::Argument(format!("an Ema's {why}")))?;
+        hyper::check_range("decay", decay, (0. ..1.).contains(&decay), "in 0..1")
+            .map_err(|why| Error::Argument(format!("Ema: {why}")))?;
         let mean = |param: Arc<FsdpParam>| {
             let shard = param.var().as_tensor();
             let kernels = kernels::of_device(shard.device())?;
             let fail = |error: fsdp_core::Error| Error::Parameter {
                 name: param.name().into(),
-                message: format!("its moving average: {error}"),
+                message: format!("moving average: {error}"),
             };
             let zeros = kernels.zeros(to_core_dtype(DType::F32)?, shard.elem_count()).map_err(fail)?;
             let mean = to_tensor(zeros, shard.dims(), shard.device())?;
@@ -70,20 +70,20 @@ impl Ema {
         Ok(Ema { decay, updates: Tensor::new(0f32, &Device::Cpu)?, means })
     }
 
-    /// How often it was updated.
+    /// Returns the number of updates.
     ///
     /// # Errors
-    /// Candle's.
+    /// Returns Candle's errors.
     pub fn updates(&self) -> Result<u64> {
         Ok(self.updates.to_scalar::<f32>()? as u64)
     }
 
-    /// What of the mean an update keeps.
+    /// Returns the decay.
     pub fn decay(&self) -> f64 {
         self.decay
     }
 
-    /// The parameters, and the means of their shards, in F32.
+    /// Returns the parameters and the averages of their shards, in F32.
     pub fn means(&self) -> &[(Arc<FsdpParam>, Tensor)] {
         &self.means
     }
@@ -92,10 +92,10 @@ impl Ema {
         &self.updates
     }
 
-    /// Moves the mean towards the parameters: call it after a step. The first time they are the mean. No communication.
+    /// Updates the average; call it after a step. The first update copies the parameters. Does not communicate.
     ///
     /// # Errors
-    /// Candle's.
+    /// Returns Candle's errors.
     pub fn update(&mut self) -> Result<()> {
         let updates = self.updates()?;
         let kept = if updates == 0 { 0. } else { self.decay };
@@ -106,21 +106,21 @@ impl Ema {
         Ok(())
     }
 
-    /// Sets the parameters to the mean, rounded to their dtype, whatever they were.
+    /// Copies the average to the parameters, rounded to their dtype.
     ///
     /// # Errors
-    /// Candle's.
+    /// Returns Candle's errors.
     pub fn copy_to(&self, vars: &ShardedVarMap) -> Result<()> {
-        // What was gathered before is stale.
+        // Gathered parameters are stale.
         vars.reshard()?;
         self.means.iter().try_for_each(|(param, mean)| mix(param.var(), 0., mean))
     }
 
-    /// Calls `f`, an evaluation say, with the mean in the parameters, and puts the parameters back as they were,
-    /// whether it fails or not. Meanwhile a rank has its shards once more.
+    /// Calls `f`, such as an evaluation, with the average in the parameters, then restores the parameters even if `f`
+    /// fails. Needs a copy of this rank's shards meanwhile.
     ///
     /// # Errors
-    /// Those of `f`.
+    /// Returns the errors of `f`.
     pub fn swapped<R>(&self, vars: &ShardedVarMap, f: impl FnOnce(&Self) -> Result<R>) -> Result<R> {
         let before = self.means.iter().map(|(param, _)| Ok(param.var().as_tensor().copy()?));
         let before = before.collect::<Result<Vec<_>>>()?;
@@ -133,12 +133,12 @@ impl Ema {
     }
 }
 
-/// Keeps a share of values, and takes the rest of others.
+/// Computes `kept * values + (1 - kept) * more` in place.
 fn mix(values: &Tensor, kept: f64, more: &Tensor) -> Result<()> {
     Ok(with_slice_mut(values, |kernels, values| {
         with_slice(more, |_, more| {
             if kept == 0. {
-                // Zero times what is not finite is not zero.
+                // Zero times NaN or infinity is not zero.
                 return kernels.cast(more, values);
             }
             kernels.mix(values, kept, more, 1. - kept)

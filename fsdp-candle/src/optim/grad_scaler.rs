@@ -1,4 +1,4 @@
-//! Loss scaling for f16, with one verdict over all ranks: PyTorch's `ShardedGradScaler`.
+//! Loss scaling for f16, with one result over all ranks: PyTorch's `ShardedGradScaler`.
 
 use std::collections::HashMap;
 
@@ -7,17 +7,17 @@ use candle_core::{Tensor, TensorId};
 use fsdp_core::ReduceOp;
 use fsdp_core::process_group::{Signature, Subject};
 
-use super::clip::{powers, scale};
-use super::sharded::ShardedOptimizer;
+use super::clip_grad::{powers, scale};
+use super::sharded_optimizer::ShardedOptimizer;
 use super::state::ParamState;
 use crate::error::{Error, Result};
 use crate::fsdp::ShardedVarMap;
 use crate::kernels::NormType;
 
-/// Scales losses up so that small gradients survive f16, gradients back down, and skips steps whose gradients
+/// Scales losses up, so that small gradients survive f16, and gradients back down. Skips steps whose gradients
 /// overflowed on any rank.
 ///
-/// As `torch.amp.GradScaler`: after an overflow the scale is multiplied by 0.5, after 2000 good steps by 2.
+/// As in `torch.amp.GradScaler`, the scale is multiplied by 0.5 after an overflow and by 2 after 2000 good steps.
 ///
 /// ```
 /// # use candle_core::{DType, Module, Tensor};
@@ -48,22 +48,22 @@ use crate::kernels::NormType;
 pub struct GradScaler {
     enabled: bool,
     state: GradScalerState,
-    /// The shards whose gradients were unscaled since the last update.
+    /// Shards whose gradients were unscaled since the last update.
     unscaled: HashMap<TensorId, Unscaled>,
-    /// Whether any of them overflowed, if `unscale` was called since then.
+    /// Whether any of them overflowed; `None` before `unscale` is called.
     any_overflowed: Option<bool>,
 }
 
-/// What became of a gradient since the last update.
+/// The state of a gradient since the last update.
 #[derive(Clone, Copy, Debug)]
 struct Unscaled {
-    /// Whether it, or one that was unscaled with it, overflowed on any rank.
+    /// Whether it, or a gradient unscaled with it, overflowed on any rank.
     overflowed: bool,
-    /// Whether an optimizer stepped on it, or was kept from that.
+    /// Whether an optimizer stepped on it or skipped it.
     stepped: bool,
 }
 
-/// What a run that goes on has to know of its [`GradScaler`]: PyTorch's `state_dict`.
+/// The state of a [`GradScaler`] in a checkpoint: PyTorch's `state_dict`.
 ///
 /// ```
 /// use fsdp_candle::{GradScaler, GradScalerState};
@@ -78,20 +78,20 @@ struct Unscaled {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GradScalerState {
-    /// The scale of the next loss.
+    /// Scale of the next loss.
     pub scale: f64,
-    /// What the scale is multiplied by after enough good steps, above 1.
+    /// Factor after enough good steps, above 1.
     pub growth_factor: f64,
-    /// What it is multiplied by after an overflow, below 1.
+    /// Factor after an overflow, below 1.
     pub backoff_factor: f64,
-    /// How many good steps in a row are enough, at least 1.
+    /// Number of good steps in a row before the scale grows, at least 1.
     pub growth_interval: u32,
-    /// How many good steps there have been since the scale last changed: PyTorch's `_growth_tracker`.
+    /// Number of good steps since the scale last changed: PyTorch's `_growth_tracker`.
     pub growth_tracker: u32,
 }
 
 impl Default for GradScalerState {
-    /// PyTorch's.
+    /// Returns PyTorch's defaults.
     fn default() -> Self {
         GradScalerState {
             scale: 65536.,
@@ -108,16 +108,16 @@ impl GradScalerState {
         let GradScalerState { scale, growth_factor, backoff_factor, growth_interval, .. } = *self;
         let fail = |why: String| Err(Error::Argument(why));
         if !is_scale(scale) {
-            return fail(format!("a loss scale of {scale}: it must be a positive number within f32"));
+            return fail(format!("a loss scale of {scale}, expected a positive number within f32"));
         }
         if !(growth_factor > 1. && growth_factor.is_finite()) {
-            return fail(format!("a GradScaler's growth factor of {growth_factor}: it must be above 1"));
+            return fail(format!("a growth factor of {growth_factor}, expected a number above 1"));
         }
         if !(backoff_factor > 0. && backoff_factor < 1.) {
-            return fail(format!("a GradScaler's backoff factor of {backoff_factor}: it must be between 0 and 1"));
+            return fail(format!("a backoff factor of {backoff_factor}, expected a number between 0 and 1"));
         }
         if growth_interval == 0 {
-            return fail("a GradScaler's growth interval of 0 steps: it must be at least 1".into());
+            return fail("a growth interval of 0 steps, expected at least 1".into());
         }
         Ok(())
     }
@@ -130,7 +130,7 @@ impl Default for GradScaler {
 }
 
 impl GradScaler {
-    /// A scaler that starts at `scale`, with PyTorch's factors.
+    /// Makes a scaler that starts at `scale`, with PyTorch's factors.
     pub fn new(scale: f64) -> Self {
         GradScaler {
             enabled: true,
@@ -140,18 +140,18 @@ impl GradScaler {
         }
     }
 
-    /// A scaler that does nothing: losses and gradients stay as they are, and each step is taken. So a training loop is
-    /// the same in f32: PyTorch's `GradScaler(enabled=False)`.
+    /// Makes a scaler that does nothing, so that the same training loop runs in f32: PyTorch's
+    /// `GradScaler(enabled=False)`.
     pub fn disabled() -> Self {
         GradScaler { enabled: false, ..Self::new(1.) }
     }
 
-    /// Whether it does anything.
+    /// Returns whether the scaler is enabled.
     pub fn is_enabled(&self) -> bool {
         self.enabled
     }
 
-    /// The scale of the next loss; 1 where it is disabled.
+    /// Returns the scale of the next loss; 1 if the scaler is disabled.
     pub fn current_scale(&self) -> f64 {
         if self.enabled { self.state.scale } else { 1. }
     }
@@ -159,31 +159,31 @@ impl GradScaler {
     /// Sets the scale of the next loss: PyTorch's `update(new_scale)`.
     ///
     /// # Errors
-    /// When it is no positive number that f32 has room for.
+    /// Returns an error unless the scale is a positive number within f32.
     pub fn set_scale(&mut self, scale: f64) -> Result<()> {
         self.set(GradScalerState { scale, ..self.state })
     }
 
-    /// Sets what the scale is multiplied by after enough good steps.
+    /// Sets the factor after enough good steps.
     ///
     /// # Errors
-    /// When it is not above 1.
+    /// Returns an error unless the factor is above 1.
     pub fn set_growth_factor(&mut self, factor: f64) -> Result<()> {
         self.set(GradScalerState { growth_factor: factor, ..self.state })
     }
 
-    /// Sets what the scale is multiplied by after an overflow.
+    /// Sets the factor after an overflow.
     ///
     /// # Errors
-    /// When it is not between 0 and 1.
+    /// Returns an error unless the factor is between 0 and 1.
     pub fn set_backoff_factor(&mut self, factor: f64) -> Result<()> {
         self.set(GradScalerState { backoff_factor: factor, ..self.state })
     }
 
-    /// Sets after how many good steps in a row the scale grows.
+    /// Sets the number of good steps in a row before the scale grows.
     ///
     /// # Errors
-    /// When it is 0.
+    /// Returns an error when the number is 0.
     pub fn set_growth_interval(&mut self, steps: u32) -> Result<()> {
         self.set(GradScalerState { growth_interval: steps, ..self.state })
     }
@@ -194,31 +194,30 @@ impl GradScaler {
         Ok(())
     }
 
-    /// What a checkpoint is to keep, with the factors and the interval. Take it between steps.
+    /// Returns the state for a checkpoint. Call it between steps.
     pub fn state(&self) -> GradScalerState {
         self.state
     }
 
-    /// Goes on as the scaler did whose state this is. One that is disabled stays so.
+    /// Restores a state. A disabled scaler stays disabled.
     ///
     /// # Errors
-    /// When the scale is no positive number that f32 has room for, or a factor or the interval is out of range. Nothing
-    /// is changed then.
+    /// Returns an error, and changes nothing, when a value is out of range.
     pub fn load_state(&mut self, state: GradScalerState) -> Result<()> {
         self.set(state)?;
-        self.forget();
+        self.clear();
         Ok(())
     }
 
-    fn forget(&mut self) {
+    fn clear(&mut self) {
         self.unscaled.clear();
         self.any_overflowed = None;
     }
 
-    /// The loss times the scale: what backward takes.
+    /// Multiplies the loss by the scale, for backward.
     ///
     /// # Errors
-    /// Candle's.
+    /// Returns Candle's errors.
     pub fn scale(&self, loss: &Tensor) -> Result<Tensor> {
         if !self.enabled {
             return Ok(loss.clone());
@@ -226,38 +225,37 @@ impl GradScaler {
         Ok((loss * self.state.scale)?)
     }
 
-    /// Divides the sharded gradients by the scale, and finds out whether any rank's hold an infinity or a NaN; all
-    /// ranks that a trainable parameter lives on get the same answer. Collective, unless it is disabled. Ignored
-    /// parameters' gradients are the caller's.
+    /// Divides the sharded gradients by the scale and returns whether a gradient of any rank is not finite. All ranks
+    /// that hold a trainable parameter get the same result. Collective, unless the scaler is disabled. Does not unscale
+    /// gradients of ignored parameters.
     ///
     /// # Errors
-    /// Those of the all-reduce, and when it is called twice for a parameter before an update.
+    /// Returns the errors of the all-reduce, and an error when it is called twice for a parameter before an update.
     pub fn unscale(&mut self, vars: &ShardedVarMap, grads: &mut GradStore) -> Result<bool> {
         let params = vars.trainable();
         let ids: Vec<TensorId> = params.iter().map(|param| param.var().id()).collect();
         if ids.iter().any(|id| self.unscaled.contains_key(id)) {
             return Err(Error::Argument(
-                "GradScaler::unscale was called twice for the same parameters: call step and update before the next \
-                 unscale"
+                "GradScaler::unscale was called twice for a parameter: call step and update before the next unscale"
                     .into(),
             ));
         }
-        let overflowed = self.enabled && self.unscale_now(vars, grads)?;
+        let overflowed = self.enabled && self.divide(vars, grads)?;
         self.unscaled.extend(ids.into_iter().map(|id| (id, Unscaled { overflowed, stepped: false })));
         self.any_overflowed = Some(overflowed || self.any_overflowed == Some(true));
         Ok(overflowed)
     }
 
-    fn unscale_now(&self, vars: &ShardedVarMap, grads: &mut GradStore) -> Result<bool> {
+    fn divide(&self, vars: &ShardedVarMap, grads: &mut GradStore) -> Result<bool> {
         let params = vars.trainable();
         let own: Vec<_> = params.iter().filter_map(|param| grads.get(param.var())).collect();
         let finite = powers(own.iter().copied(), NormType::Infinity)?.iter().all(|largest| largest.is_finite());
         own.iter().try_for_each(|grad| scale(grad, 1. / self.state.scale))?;
-        // From the smallest mesh to the largest, whose ranks are those of all: each of them covers the map's
-        // data-parallel ranks, beside which others have the other parts.
+        // From the smallest mesh to the largest. Each mesh covers the map's data-parallel ranks, and the other groups
+        // cover the other parts.
         let mut meshes = vars.all_ranks()?;
         meshes.sort_by_key(|ranks| ranks.data().size());
-        let subject = Subject::new("GradScaler's verdict", []);
+        let subject = Subject::new("GradScaler overflow check", []);
         let mut overflowed = u32::from(!finite);
         let own = vars.ranks()?;
         let data = meshes.iter().flat_map(|ranks| std::iter::once(ranks.shard()).chain(ranks.replicate()));
@@ -268,15 +266,14 @@ impl GradScaler {
         Ok(overflowed != 0)
     }
 
-    /// Steps the optimizer unless gradients of its parameters overflowed, or others that were unscaled by the same
-    /// call. Tells whether it stepped. Several optimizers may have a share of the same gradients; those of gradients
-    /// that were unscaled by other calls step.
+    /// Steps the optimizer unless gradients that were unscaled together with its own overflowed. Returns whether it
+    /// stepped. Several optimizers may share gradients; an overflow in another `unscale` call does not skip the step.
     ///
     /// # Errors
-    /// The optimizer's; when the gradient of one of its parameters was not unscaled since the last update, or was
-    /// stepped on since then. Nothing is updated then. One that is disabled has only the optimizer's.
+    /// Returns the optimizer's errors. Also returns an error, and updates nothing, when a gradient was not unscaled
+    /// since the last update or was already stepped on; a disabled scaler does not check this.
     pub fn step(&mut self, optim: &mut dyn ShardedOptimizer, grads: &GradStore) -> Result<bool> {
-        let overflowed = self.enabled && self.verdict(&optim.states(), grads)?;
+        let overflowed = self.enabled && self.has_overflowed(&optim.states(), grads)?;
         if !overflowed {
             optim.step(grads)?;
         }
@@ -288,14 +285,14 @@ impl GradScaler {
         Ok(!overflowed)
     }
 
-    /// Whether the gradients of these parameters overflowed: the same on every rank, whatever it holds of them.
-    fn verdict(&self, states: &[&ParamState], grads: &GradStore) -> Result<bool> {
+    /// Returns whether the gradients of these parameters overflowed, the same on every rank.
+    fn has_overflowed(&self, states: &[&ParamState], grads: &GradStore) -> Result<bool> {
         let mut found = None;
         for ParamState { param, .. } in states {
             let unscaled = self.unscaled.get(&param.var().id());
             let why = match unscaled {
-                None => Some("call unscale first, with the map that has it: its gradient is not unscaled"),
-                Some(Unscaled { stepped: true, .. }) => Some("call update: it has taken its step since the last one"),
+                None => Some("its gradient is not unscaled: call unscale first, with the map of the parameter"),
+                Some(Unscaled { stepped: true, .. }) => Some("it has already stepped: call update first"),
                 Some(_) => None,
             };
             let has_gradient = || grads.get(param.var()).is_some() || param.is_empty_with_gradient(grads);
@@ -305,31 +302,30 @@ impl GradScaler {
             }
             found = found.max(unscaled.map(|unscaled| unscaled.overflowed));
         }
-        // An optimizer may have nothing on this rank, and something on others.
-        let nothing = || Error::Argument("GradScaler::step needs unscaled gradients: call unscale first".into());
+        // An optimizer may have no parameters on this rank, but some on others.
+        let nothing = || Error::Argument("GradScaler::step without unscaled gradients: call unscale first".into());
         found.or(self.any_overflowed).ok_or_else(nothing)
     }
 
-    /// Sets the next scale, by what was found since the last update. Call it once a step, after all optimizers have
-    /// stepped. As in PyTorch, the scale does not grow beyond f32.
+    /// Updates the scale. Call it once a step, after all optimizers. As in PyTorch, the scale does not exceed f32.
     ///
     /// # Errors
-    /// When no gradients were unscaled since the last one, unless it is disabled.
+    /// Returns an error when no gradients were unscaled since the last update, unless the scaler is disabled.
     pub fn update(&mut self) -> Result<()> {
         match self.any_overflowed {
-            Some(overflowed) if self.enabled => self.next(overflowed),
+            Some(overflowed) if self.enabled => self.update_scale(overflowed),
             None if self.enabled => {
                 return Err(Error::Argument(
-                    "GradScaler::update has nothing to go by: call unscale and step first".into(),
+                    "GradScaler::update without unscaled gradients: call unscale and step first".into(),
                 ));
             }
             _ => {}
         }
-        self.forget();
+        self.clear();
         Ok(())
     }
 
-    fn next(&mut self, overflowed: bool) {
+    fn update_scale(&mut self, overflowed: bool) {
         let GradScalerState { scale, growth_factor, backoff_factor, growth_interval, growth_tracker } = &mut self.state;
         *growth_tracker += 1;
         if overflowed {
@@ -341,7 +337,7 @@ impl GradScaler {
     }
 }
 
-/// Whether losses, which are f32, can be multiplied and gradients divided by it.
+/// Returns whether `scale` can multiply losses, which are f32.
 fn is_scale(scale: f64) -> bool {
     let single = scale as f32;
     single > 0. && single.is_finite()
@@ -351,8 +347,8 @@ fn is_scale(scale: f64) -> bool {
 mod tests {
     use super::*;
 
-    fn after(scaler: &mut GradScaler, verdicts: impl IntoIterator<Item = bool>) -> (f64, u32) {
-        verdicts.into_iter().for_each(|overflowed| scaler.next(overflowed));
+    fn after(scaler: &mut GradScaler, overflows: impl IntoIterator<Item = bool>) -> (f64, u32) {
+        overflows.into_iter().for_each(|overflowed| scaler.update_scale(overflowed));
         (scaler.state().scale, scaler.state().growth_tracker)
     }
 
@@ -363,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn the_scale_grows_after_good_steps_in_a_row_and_falls_after_a_bad_one() {
+    fn the_scale_grows_after_good_steps_and_shrinks_after_an_overflow() {
         let mut scaler = every(3, 64.);
         assert_eq!(after(&mut scaler, [false; 2]), (64., 2));
         assert_eq!(after(&mut scaler, [true]), (32., 0));
@@ -373,21 +369,21 @@ mod tests {
     }
 
     #[test]
-    fn one_that_goes_on_has_the_scales_of_one_that_never_stopped() {
-        let verdicts = [false, false, true, false, false, false, false, true, false];
-        for stop in 0..verdicts.len() {
-            let mut undisturbed = every(3, 8.);
-            after(&mut undisturbed, verdicts[..stop].iter().copied());
+    fn a_restored_state_continues_the_scales() {
+        let overflows = [false, false, true, false, false, false, false, true, false];
+        for stop in 0..overflows.len() {
+            let mut uninterrupted = every(3, 8.);
+            after(&mut uninterrupted, overflows[..stop].iter().copied());
             let mut resumed = every(3, 1.);
-            resumed.load_state(undisturbed.state()).unwrap();
-            for &overflowed in &verdicts[stop..] {
-                assert_eq!(after(&mut resumed, [overflowed]), after(&mut undisturbed, [overflowed]));
+            resumed.load_state(uninterrupted.state()).unwrap();
+            for &overflowed in &overflows[stop..] {
+                assert_eq!(after(&mut resumed, [overflowed]), after(&mut uninterrupted, [overflowed]));
             }
         }
     }
 
     #[test]
-    fn a_tracker_of_a_longer_interval_is_due_at_once() {
+    fn a_longer_tracker_grows_at_once() {
         let mut scaler = every(3, 1.);
         scaler.load_state(GradScalerState { scale: 4., growth_tracker: 100, ..scaler.state() }).unwrap();
         assert_eq!(after(&mut scaler, [false]), (8., 0));
@@ -408,7 +404,7 @@ mod tests {
     }
 
     #[test]
-    fn factors_are_those_that_were_set_and_in_range() {
+    fn factors_are_set_and_checked() {
         let mut scaler = every(1, 8.);
         scaler.set_growth_factor(3.).unwrap();
         scaler.set_backoff_factor(0.25).unwrap();
@@ -430,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_is_disabled_changes_nothing() {
+    fn a_disabled_scaler_changes_nothing() {
         let mut scaler = GradScaler::disabled();
         let loss = Tensor::new(3f32, &candle_core::Device::Cpu).unwrap();
         assert_eq!(scaler.scale(&loss).unwrap().id(), loss.id());

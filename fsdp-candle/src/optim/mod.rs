@@ -1,38 +1,34 @@
-//! What becomes of gradients: optimizers over shards, clipping, loss scaling, and a look for values that are no
-//! numbers.
+//! Optimizers over shards, gradient clipping, loss scaling and checks for NaN and infinity.
+//!
+//! [`ShardedOptimizer`] is the trait that state dicts, checkpoints, [`GradScaler`] and [`check_finite()`] work with.
+//! Adam, AdamW and SGD are elementwise: each rank updates its shards alone. Muon is not: a matrix has one owner, to
+//! which its shards move. A state is sharded as its parameter is.
 
-mod accumulate;
 mod adam;
-mod adamw_8bit;
-mod candle;
-mod clip;
+mod candle_optimizer;
+mod check_finite;
+mod clip_grad;
+mod elementwise;
 mod ema;
-mod finite;
+mod grad_accumulator;
 mod grad_scaler;
-mod group;
-mod hyper;
-mod moment;
+mod hyper_parameters;
 mod muon;
-mod packed;
-mod per_shard;
-mod several;
+mod muon_exchange;
 mod sgd;
-mod sharded;
+mod sharded_optimizer;
 mod state;
 
 pub use crate::kernels::NormType;
-pub use accumulate::GradAccumulator;
-pub use adam::{Adam, AdamConfig, AdamW, AdamWConfig};
-pub use adamw_8bit::{AdamW8bit, AdamW8bitConfig};
-pub use candle::CandleOptimizer;
-pub use clip::{ClipOptions, clip_grad_norm, clip_grad_norm_of, clip_grad_norm_with, grad_norm};
+pub use adam::{Adam, AdamConfig, AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig};
+pub use candle_optimizer::CandleOptimizer;
+pub use check_finite::{ValuesOf, check_finite};
+pub use clip_grad::{ClipOptions, clip_grad_norm, clip_grad_norm_of, clip_grad_norm_with, grad_norm};
+pub use elementwise::{ElementwiseOptimizer, ElementwiseRule};
 pub use ema::Ema;
-pub use finite::{ValuesOf, check_finite};
+pub use grad_accumulator::GradAccumulator;
 pub use grad_scaler::{GradScaler, GradScalerState};
-pub use group::{ParamGroup, group_by_name};
 pub use muon::{AdjustLr, Muon, MuonConfig};
-pub use per_shard::{ShardOptimizer, ShardRule};
-pub use several::Optimizers;
 pub use sgd::{SGD, SgdConfig};
-pub use sharded::ShardedOptimizer;
+pub use sharded_optimizer::{Optimizers, ParamGroup, ShardedOptimizer, group_by_name};
 pub use state::ParamState;

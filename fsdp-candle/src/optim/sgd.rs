@@ -1,13 +1,13 @@
-//! Stochastic gradient descent on shards: the arithmetic is that of PyTorch's `torch.optim.SGD`.
+//! Stochastic gradient descent. The arithmetic is that of PyTorch's `torch.optim.SGD`.
 
 use candle_core::Result;
 use serde_json::{Map, Value};
 
-use super::hyper;
-use super::per_shard::{Hyper, Rule, ShardOptimizer, Stepping};
+use super::elementwise::{ElementwiseOptimizer, ElementwiseRule, ShardUpdate};
+use super::hyper_parameters::{self as hyper, HyperParameters};
 use crate::kernels::SgdUpdate;
 
-/// Stochastic gradient descent over the shards of parameters, with momentum, Nesterov's too.
+/// Stochastic gradient descent over the shards of parameters, with optional momentum and Nesterov momentum.
 ///
 /// ```
 /// # use candle_core::{DType, Module, Tensor};
@@ -24,20 +24,20 @@ use crate::kernels::SgdUpdate;
 /// assert_eq!(optim.states()[1].tensor("momentum_buffer")?.to_vec1::<f32>()?, [3., 3.]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-pub type SGD = ShardOptimizer<SgdConfig>;
+pub type SGD = ElementwiseOptimizer<SgdConfig>;
 
 /// The hyper-parameters of [`SGD`], with PyTorch's defaults.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SgdConfig {
     /// Learning rate, at least 0.
     pub lr: f64,
-    /// How much of the last step's buffer stays; 0 keeps no buffer.
+    /// Momentum factor; 0 keeps no buffer.
     pub momentum: f64,
-    /// How much of a gradient is kept out of the buffer.
+    /// Dampening of the momentum.
     pub dampening: f64,
-    /// L2: so much of a parameter is added to its gradient.
+    /// L2 penalty: this multiple of a parameter is added to its gradient.
     pub weight_decay: f64,
-    /// Nesterov's momentum: needs momentum, and no dampening.
+    /// Whether to use Nesterov momentum, which needs momentum and no dampening.
     pub nesterov: bool,
 }
 
@@ -47,7 +47,7 @@ impl Default for SgdConfig {
     }
 }
 
-impl Hyper for SgdConfig {
+impl HyperParameters for SgdConfig {
     const NAME: &'static str = "SGD";
 
     fn hyper(&self) -> Map<String, Value> {
@@ -65,13 +65,13 @@ impl Hyper for SgdConfig {
     }
 
     fn with(&self, hyper: &Map<String, Value>) -> std::result::Result<Self, String> {
-        hyper::all_off(hyper, &["maximize", "differentiable"])?;
+        hyper::check_off(hyper, &["maximize", "differentiable"])?;
         Ok(SgdConfig {
             lr: hyper::number(hyper, "lr", self.lr)?,
             momentum: hyper::number(hyper, "momentum", self.momentum)?,
             dampening: hyper::number(hyper, "dampening", self.dampening)?,
             weight_decay: hyper::number(hyper, "weight_decay", self.weight_decay)?,
-            nesterov: hyper::switch(hyper, "nesterov", self.nesterov)?,
+            nesterov: hyper::flag(hyper, "nesterov", self.nesterov)?,
         })
     }
 
@@ -79,7 +79,7 @@ impl Hyper for SgdConfig {
         hyper::at_least_zero(&[("lr", self.lr), ("momentum", self.momentum), ("weight_decay", self.weight_decay)])?;
         match self.nesterov && (self.momentum <= 0. || self.dampening != 0.) {
             true => Err(format!(
-                "Nesterov's momentum needs a momentum, which is {}, and no dampening, which is {}",
+                "Nesterov momentum needs `momentum` above 0, found {}, and no `dampening`, found {}",
                 self.momentum, self.dampening
             )),
             false => Ok(()),
@@ -91,16 +91,16 @@ impl Hyper for SgdConfig {
     }
 }
 
-impl Rule for SgdConfig {
+impl ElementwiseRule for SgdConfig {
     const MAY_LACK_STEP: bool = true;
 
     fn moments(&self) -> &'static [&'static str] {
         if self.momentum == 0. { &[] } else { &["momentum_buffer"] }
     }
 
-    fn update(&self, step: u64, shard: Stepping<'_>) -> Result<()> {
-        let Stepping { kernels, param, grad, parts } = shard;
-        // The first gradient becomes the buffer as it is.
+    fn update(&self, step: u64, shard: ShardUpdate<'_>) -> Result<()> {
+        let ShardUpdate { kernels, param, grad, parts } = shard;
+        // The first gradient becomes the buffer, without dampening.
         let (kept, taken) = if step > 1 { (self.momentum, 1. - self.dampening) } else { (0., 1.) };
         let nesterov = self.nesterov.then_some(self.momentum);
         let update = SgdUpdate { l2: self.weight_decay, kept, taken, nesterov, lr: self.lr };

@@ -1,27 +1,27 @@
-//! The state of a model.
+//! The state of a model and of a moving average.
 
 use std::collections::BTreeSet;
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use fsdp_core::layout::Region;
 
-use super::dict::{IncompatibleKeys, StateDict, StateTensor};
-use super::options::StateDictOptions;
-use super::transfer::{Wanted, given, kept, on_host, on_rank_0, taken};
+use super::transfer::{Expected, decided_by_rank_0, entries, entry, on_host, on_rank_0_only};
+use super::{IncompatibleKeys, StateDict, StateDictOptions, StateTensor};
 use crate::error::Result;
 use crate::fsdp::ShardedVarMap;
+use crate::optim::Ema;
 use crate::storage::copy_tensor;
 
-/// Every parameter, ignored ones too, and every buffer by its FQN. Collective when a full state dict is asked for.
+/// Returns every parameter, ignored ones too, and every buffer by its FQN. Collective for a full state dict.
 ///
 /// # Errors
-/// Those of the collectives.
+/// Returns the errors of the collectives.
 pub fn get_model_state_dict(vars: &ShardedVarMap, options: &StateDictOptions) -> Result<StateDict> {
     let mut dict = StateDict::default();
     for param in vars.params() {
         let Some(name) = options.name(param.name()) else { continue };
         if param.trainable() || !options.ignore_frozen_params {
-            dict.tensors.insert(name.into(), taken(&param, param.var().as_tensor(), options)?);
+            dict.tensors.insert(name.into(), entry(&param, param.var().as_tensor(), options)?);
         }
     }
     for (fqn, var) in vars.wholes() {
@@ -30,15 +30,15 @@ pub fn get_model_state_dict(vars: &ShardedVarMap, options: &StateDictOptions) ->
         let tensor = if shared { var.as_tensor().clone() } else { on_host(var.as_tensor())? };
         dict.tensors.insert(name.into(), StateTensor::whole(tensor));
     }
-    Ok(kept(dict, vars.mesh(), options))
+    Ok(on_rank_0_only(dict, vars.mesh(), options))
 }
 
 /// Copies a state dict into the parameters: shards of the same mesh, or whole tensors, of which each rank takes its
-/// part; rank 0's, where it is broadcast (then collective). Floating point dtypes are converted.
+/// part. With `broadcast_from_rank0`, takes rank 0's state dict (then collective). Converts floating-point dtypes.
 ///
 /// # Errors
-/// When `strict` and names differ; when a tensor has another shape, or a part that this rank does not hold. Nothing is
-/// changed then.
+/// Returns an error, and changes nothing, when `strict` is set and names differ, a tensor has another shape, or a shard
+/// is not this rank's.
 pub fn set_model_state_dict(
     vars: &ShardedVarMap,
     dict: &StateDict,
@@ -46,60 +46,60 @@ pub fn set_model_state_dict(
 ) -> Result<IncompatibleKeys> {
     let params = vars.params();
     let wholes = vars.wholes();
-    let mut wanted = Vec::new();
+    let mut expected = Vec::new();
     let mut targets = Vec::new();
     let names = |fqn: &str| options.name(fqn).map(str::to_string);
     for param in params.iter().filter(|param| param.trainable() || !options.ignore_frozen_params) {
         let Some(name) = names(param.name()) else { continue };
         let (shape, region) = (param.shape().dims(), param.region().clone());
-        wanted.push(Wanted { name, shape, region, dtype: param.dtype(), required: true });
+        expected.push(Expected { name, shape, region, dtype: param.dtype(), required: true });
         targets.push(param.var().as_tensor());
     }
     for (fqn, var) in &wholes {
         let Some(name) = names(fqn) else { continue };
         let (shape, region, dtype) = (var.dims(), Region::whole(var.dims()), var.dtype());
-        wanted.push(Wanted { name, shape, region, dtype, required: true });
+        expected.push(Expected { name, shape, region, dtype, required: true });
         targets.push(var.as_tensor());
     }
-    let given = given(dict, &wanted, vars.mesh(), options)?;
-    let keys = compare(dict, &wanted, &given, vars, options)?;
-    // What was gathered before the shards changed is stale.
+    let found = entries(dict, &expected, vars.mesh(), options)?;
+    let keys = check_keys(dict, &expected, &found, vars, options)?;
+    // Gathered parameters are stale.
     vars.reshard()?;
-    for (target, given) in targets.into_iter().zip(given) {
-        if let Some(given) = given {
-            copy_tensor(&given, target)?;
+    for (target, entry) in targets.into_iter().zip(found) {
+        if let Some(entry) = entry {
+            copy_tensor(&entry, target)?;
         }
     }
     Ok(keys)
 }
 
-/// The names that both sides don't have.
-pub(super) fn compare(
+/// Returns the names that only one side has. With `strict`, such names are an error.
+pub(super) fn check_keys(
     dict: &StateDict,
-    wanted: &[Wanted<'_>],
-    given: &[Option<Tensor>],
+    expected: &[Expected<'_>],
+    found: &[Option<Tensor>],
     vars: &ShardedVarMap,
     options: &StateDictOptions,
 ) -> Result<IncompatibleKeys> {
-    let known: BTreeSet<&str> = wanted.iter().map(|wanted| wanted.name.as_str()).collect();
+    let known: BTreeSet<&str> = expected.iter().map(|expected| expected.name.as_str()).collect();
     let left_out = |name: &str| {
         let frozen = |name| vars.get(name).is_some_and(|param| !param.trainable());
         options.ignore_frozen_params && frozen(name)
     };
     let unexpected =
         dict.tensors.keys().filter(|name| !known.contains(name.as_str()) && !left_out(name)).cloned().collect();
-    let missing = wanted.iter().zip(given).filter(|(wanted, given)| given.is_none() && wanted.required);
-    let missing = missing.map(|(wanted, _)| wanted.name.clone());
+    let missing = expected.iter().zip(found).filter(|(expected, entry)| entry.is_none() && expected.required);
+    let missing = missing.map(|(expected, _)| expected.name.clone());
     let keys = IncompatibleKeys { missing: missing.collect(), unexpected };
     let same = keys == IncompatibleKeys::default();
-    if options.strict && !on_rank_0(same, vars.mesh(), options)? {
+    if options.strict && !decided_by_rank_0(same, vars.mesh(), options)? {
         let IncompatibleKeys { missing, unexpected } = keys;
         return Err(fsdp_ckpt::Error::NameMismatch { path: "the state dict".into(), missing, unexpected }.into());
     }
     Ok(keys)
 }
 
-/// Every parameter and buffer as `model.<fqn>`, in the memory that it has: what [`fsdp_ckpt::save`] takes.
+/// Returns every parameter and buffer as `model.<fqn>`, in the model's memory: the input of [`fsdp_ckpt::save`].
 ///
 /// ```
 /// # use candle_core::{DType, Module, Tensor};
@@ -120,7 +120,7 @@ pub(super) fn compare(
 /// let state = SaveState { mesh: vars.mesh().layout().clone(), tensors, values: Default::default() };
 /// save(&dir, world.group(), &state)?;
 ///
-/// // In another run, at another number of ranks: build the model and its optimizer, then
+/// // In another run, at any number of ranks, after the model and its optimizer are built:
 /// let source = fsdp_ckpt::open(&dir)?;
 /// load_model(&vars, &*source, &LoadOptions::default())?;
 /// load_optimizer(&mut optim, &*source, &LoadOptions::default())?;
@@ -131,10 +131,10 @@ pub fn model_tensors(vars: &ShardedVarMap) -> Result<Vec<fsdp_ckpt::TensorShard>
     Ok(get_model_state_dict(vars, &StateDictOptions::default())?.shards(fsdp_ckpt::MODEL))
 }
 
-/// Reads every parameter's shard and every buffer from a checkpoint or model of any format, whatever mesh wrote it.
+/// Loads every parameter's shard and every buffer from a checkpoint or model of any format, saved on any mesh.
 ///
 /// # Errors
-/// Those of [`fsdp_ckpt::load`].
+/// Returns the errors of [`fsdp_ckpt::load`].
 pub fn load_model(
     vars: &ShardedVarMap,
     source: &dyn fsdp_ckpt::TensorSource,
@@ -142,4 +142,79 @@ pub fn load_model(
 ) -> Result<fsdp_ckpt::LoadReport> {
     vars.reshard()?;
     get_model_state_dict(vars, &StateDictOptions::default())?.load(fsdp_ckpt::MODEL, source, options)
+}
+
+/// Number of updates, by the name in PyTorch's `AveragedModel`.
+const UPDATES: &str = "n_averaged";
+
+/// Returns the average of each parameter by its FQN, in F32, and the number of updates as `n_averaged`. Collective for
+/// a full state dict.
+///
+/// To save it, pass [`StateDict::shards`] of a sharded state dict, with a prefix, beside the model's.
+/// [`StateDict::load`] loads it in place, at any number of ranks.
+///
+/// ```
+/// # use candle_core::{DType, Module, Tensor};
+/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+/// # let world = World::single()?;
+/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+/// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
+/// use fsdp_candle::{get_ema_state_dict, model_tensors, Ema, StateDictOptions};
+/// use fsdp_ckpt::{save, SaveState};
+///
+/// let mut ema = Ema::new(vars.params(), 0.999)?;
+/// ema.update()?;
+/// let options = StateDictOptions::default();
+/// let mut tensors = model_tensors(&vars)?;
+/// tensors.extend(get_ema_state_dict(&vars, &ema, &options)?.shards("ema."));
+/// let root = tempfile::tempdir()?;
+/// let dir = root.path().join("step-1");
+/// let state = SaveState { mesh: vars.mesh().layout().clone(), tensors, values: Default::default() };
+/// save(&dir, world.group(), &state)?;
+///
+/// let again = Ema::new(vars.params(), 0.999)?;
+/// get_ema_state_dict(&vars, &again, &options)?.load("ema.", &*fsdp_ckpt::open(&dir)?, &Default::default())?;
+/// assert_eq!(again.updates()?, 1);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Errors
+/// Returns the errors of the collectives.
+pub fn get_ema_state_dict(vars: &ShardedVarMap, ema: &Ema, options: &StateDictOptions) -> Result<StateDict> {
+    let mut dict = StateDict::default();
+    for (param, mean) in ema.means() {
+        if let Some(name) = options.name(param.name()) {
+            dict.tensors.insert(name.into(), entry(param, mean, options)?);
+        }
+    }
+    dict.tensors.insert(UPDATES.into(), StateTensor::whole(ema.count().clone()));
+    Ok(on_rank_0_only(dict, vars.mesh(), options))
+}
+
+/// Copies a state dict into the moving average, as [`crate::set_model_state_dict`] does into parameters.
+///
+/// # Errors
+/// As for [`crate::set_model_state_dict`].
+pub fn set_ema_state_dict(
+    vars: &ShardedVarMap,
+    ema: &mut Ema,
+    dict: &StateDict,
+    options: &StateDictOptions,
+) -> Result<IncompatibleKeys> {
+    let (mut expected, mut targets) = (vec![], vec![]);
+    for (param, mean) in ema.means() {
+        let Some(name) = options.name(param.name()).map(str::to_string) else { continue };
+        let (shape, region) = (param.shape().dims(), param.region().clone());
+        expected.push(Expected { name, shape, region, dtype: DType::F32, required: true });
+        targets.push(mean);
+    }
+    let (name, region) = (UPDATES.to_string(), Region::whole(&[]));
+    expected.push(Expected { name, shape: &[], region, dtype: DType::F32, required: true });
+    targets.push(ema.count());
+    let found = entries(dict, &expected, vars.mesh(), options)?;
+    let keys = check_keys(dict, &expected, &found, vars, options)?;
+    for (target, entry) in targets.into_iter().zip(found) {
+        entry.map_or(Ok(()), |entry| copy_tensor(&entry, target))?;
+    }
+    Ok(keys)
 }

@@ -1,66 +1,71 @@
-//! The state of an optimizer.
+//! The state of an optimizer: moments, step counts and hyper-parameters.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use fsdp_ckpt::{LoadOptions, LoadReport, LoadTensor, TensorShard, TensorSource};
 use fsdp_core::layout::Region;
 use serde_json::{Map, Value};
 
-use super::dict::{IncompatibleKeys, StateDict, StateTensor};
-use super::hyper::{GROUPS, groups, hyper_of};
-use super::model::compare;
-use super::options::StateDictOptions;
-use super::transfer::{Wanted, given, kept, taken, value_given};
+use super::model::check_keys;
+use super::transfer::{Expected, entries, entry, on_rank_0_only, value_entry};
+use super::{IncompatibleKeys, StateDict, StateDictOptions, StateTensor};
 use crate::error::{Error, Result};
 use crate::fsdp::ShardedVarMap;
-use crate::optim::{ParamState, ShardedOptimizer};
+use crate::optim::{ParamGroup, ParamState, ShardedOptimizer};
 use crate::storage::TensorMemory;
 
-/// What the names of an optimizer's tensors begin with in a checkpoint.
+/// Prefix of an optimizer's tensors in a checkpoint.
 pub(super) const OPTIM: &str = "optim.";
-/// PyTorch's name for the number of steps that a parameter has taken.
+/// PyTorch's name of a parameter's step count.
 const STEP: &str = "step";
 
-/// What an optimizer keeps for each parameter, by PyTorch's names (`state.<fqn>.exp_avg`, `.exp_avg_sq` and `.step` of
-/// AdamW), and the hyper-parameters of each group as `param_groups`. What is kept in 8 bits is there in f32. Collective
-/// when a full state dict is asked for.
+/// Returns the state of each parameter by PyTorch's names (`state.<fqn>.exp_avg`, `.exp_avg_sq` and `.step` of AdamW),
+/// and the hyper-parameters of each group as `param_groups`. 8-bit state is converted to f32. Collective for a full
+/// state dict.
 ///
 /// # Errors
-/// Those of the collectives; when the optimizer keeps something that nobody sees ([`crate::CandleOptimizer`]).
+/// Returns the errors of the collectives, and an error when the optimizer has hidden state
+/// ([`crate::CandleOptimizer`]).
 pub fn get_optimizer_state_dict(
     vars: &ShardedVarMap,
     optim: &dyn ShardedOptimizer,
     options: &StateDictOptions,
 ) -> Result<StateDict> {
-    can_be_seen(optim)?;
+    check_visible(optim)?;
     let mut dict = StateDict::default();
     for (state, fqn) in selected(optim, options) {
         for (what, moment) in state.moments() {
-            dict.tensors.insert(name(&fqn, what), taken(&state.param, &moment.tensor()?, options)?);
+            dict.tensors.insert(name(&fqn, what), entry(&state.param, &moment.tensor()?, options)?);
         }
         dict.tensors.insert(name(&fqn, STEP), StateTensor::whole(step_of(state)?));
     }
     dict.values.insert(GROUPS.into(), groups(optim, options));
-    Ok(kept(dict, vars.mesh(), options))
+    Ok(on_rank_0_only(dict, vars.mesh(), options))
 }
 
-/// Copies a state dict into the optimizer, tensors as [`crate::set_model_state_dict`] does, and takes its
-/// hyper-parameters: a group gets those of the group that its first parameter is in there.
+/// Copies a state dict into the optimizer, tensors as [`crate::set_model_state_dict`] does, and hyper-parameters. A
+/// group takes the hyper-parameters of the saved group that contains its first parameter.
 ///
 /// # Errors
-/// When `strict` and names differ; when a tensor has another shape, or a part that this rank does not hold; when
-/// `param_groups` are not as many as the optimizer's, or hold what it does not compute; when the optimizer keeps
-/// something that nobody sees. Nothing is changed then.
+/// Returns an error, and changes nothing, when:
+///
+/// - `strict` is set and names differ;
+/// - a tensor has another shape, or a shard is not this rank's;
+/// - the number of `param_groups` differs, or they ask for something that the optimizer does not compute;
+/// - the optimizer has hidden state.
 pub fn set_optimizer_state_dict(
     vars: &ShardedVarMap,
     optim: &mut dyn ShardedOptimizer,
     dict: &StateDict,
     options: &StateDictOptions,
 ) -> Result<IncompatibleKeys> {
-    can_be_seen(optim)?;
+    check_visible(optim)?;
     let before: Vec<_> = optim.param_groups().into_iter().map(|group| group.hyper).collect();
-    // Before all else: hyper-parameters may say what is kept.
-    let given = value_given(dict, GROUPS, vars.mesh(), options)?;
-    if let Some(hyper) = given.map(|value| hyper_of(&optim.param_groups(), &value, options)).transpose()? {
+    // Hyper-parameters first: they decide which moments exist.
+    let value = value_entry(dict, GROUPS, vars.mesh(), options)?;
+    if let Some(hyper) = value.map(|value| hyper_of(&optim.param_groups(), &value, options)).transpose()? {
         optim.set_hyper(&hyper)?;
     }
     set_tensors(vars, optim, dict, options).or_else(|error| {
@@ -75,43 +80,43 @@ fn set_tensors(
     dict: &StateDict,
     options: &StateDictOptions,
 ) -> Result<IncompatibleKeys> {
-    let mut wanted = Vec::new();
+    let mut expected = Vec::new();
     for (state, fqn) in selected(optim, options) {
         let (shape, required) = (state.param.shape().dims(), true);
         for (what, moment) in state.moments() {
             let (name, region, dtype) = (name(&fqn, what), state.param.region().clone(), moment.dtype());
-            wanted.push(Wanted { name, shape, region, dtype, required });
+            expected.push(Expected { name, shape, region, dtype, required });
         }
         let (name, required) = (name(&fqn, STEP), !state.may_lack_step);
-        wanted.push(Wanted { name, shape: &[], region: Region::whole(&[]), dtype: DType::F32, required });
+        expected.push(Expected { name, shape: &[], region: Region::whole(&[]), dtype: DType::F32, required });
     }
-    let given = given(dict, &wanted, vars.mesh(), options)?;
-    let keys = compare(dict, &wanted, &given, vars, options)?;
-    let mut given = given.into_iter();
-    let mut next = || given.next().flatten();
+    let found = entries(dict, &expected, vars.mesh(), options)?;
+    let keys = check_keys(dict, &expected, &found, vars, options)?;
+    let mut found = found.into_iter();
+    let mut next = || found.next().flatten();
     let mut steps = vec![];
     for (state, _) in selected(optim, options) {
         for (_, moment) in state.moments() {
-            if let Some(given) = next() {
-                moment.set(&given)?;
+            if let Some(entry) = next() {
+                moment.set(&entry)?;
             }
         }
         steps.push(next().map(|step| step.to_scalar::<f32>()).transpose()?);
     }
     let states = optim.states_mut().into_iter().filter(|state| options.name(state.param.name()).is_some());
     for (state, step) in states.zip(steps) {
-        state.step = step.map_or_else(|| begun(state), |step| step as u64);
+        state.step = step.map_or_else(|| steps_taken(state), |step| step as u64);
     }
     Ok(keys)
 }
 
-/// The state of every parameter in the memory that it has, as `optim.state.<fqn>.exp_avg` and so on: what
-/// [`fsdp_ckpt::save`] takes. What is kept in 8 bits is saved in f32, a tensor at a time.
+/// Returns the state of every parameter as `optim.state.<fqn>.exp_avg` and so on, in the optimizer's memory: the input
+/// of [`fsdp_ckpt::save`]. 8-bit state is saved in f32, one tensor at a time.
 ///
 /// # Errors
-/// When the optimizer keeps something that nobody sees ([`crate::CandleOptimizer`]).
+/// Returns an error when the optimizer has hidden state ([`crate::CandleOptimizer`]).
 pub fn optimizer_tensors(optim: &dyn ShardedOptimizer) -> Result<Vec<TensorShard>> {
-    can_be_seen(optim)?;
+    check_visible(optim)?;
     let mut shards = vec![];
     for state in optim.states() {
         let (fqn, shape) = (state.param.name(), state.param.shape().dims().to_vec());
@@ -119,29 +124,29 @@ pub fn optimizer_tensors(optim: &dyn ShardedOptimizer) -> Result<Vec<TensorShard
             let (fqn, region) = (saved_name(fqn, what), state.param.region().clone());
             shards.push(TensorShard { fqn, shape: shape.clone(), region, data: moment.memory() });
         }
-        let data = std::sync::Arc::new(TensorMemory(step_of(state)?));
+        let data = Arc::new(TensorMemory(step_of(state)?));
         shards.push(TensorShard { fqn: saved_name(fqn, STEP), shape: vec![], region: Region::whole(&[]), data });
     }
     Ok(shards)
 }
 
-/// The hyper-parameters as a checkpoint's `optim.param_groups`, for [`fsdp_ckpt::SaveState::values`].
+/// Returns the hyper-parameters as a checkpoint's `optim.param_groups`, for [`fsdp_ckpt::SaveState::values`].
 pub fn optimizer_values(optim: &dyn ShardedOptimizer) -> Map<String, Value> {
     Map::from_iter([(format!("{OPTIM}{GROUPS}"), groups(optim, &StateDictOptions::default()))])
 }
 
-/// Reads what the optimizer keeps from a checkpoint of any format, whatever mesh wrote it, and whatever groups its
-/// parameters were in. The optimizer keeps its hyper-parameters: [`crate::load_param_groups`] reads them.
+/// Loads the state of an optimizer from a checkpoint of any format, saved on any mesh and with any groups. Does not
+/// change hyper-parameters: [`crate::load_param_groups`] loads them.
 ///
 /// # Errors
-/// Those of [`fsdp_ckpt::load`]; when a step count is no number of steps; when the optimizer keeps something that
-/// nobody sees.
+/// Returns the errors of [`fsdp_ckpt::load`], and an error when a step count is not a whole number or the optimizer has
+/// hidden state.
 pub fn load_optimizer(
     optim: &mut dyn ShardedOptimizer,
     source: &dyn TensorSource,
     options: &LoadOptions,
 ) -> Result<LoadReport> {
-    can_be_seen(optim)?;
+    check_visible(optim)?;
     let mut targets = vec![];
     let mut steps = vec![];
     for state in optim.states() {
@@ -152,9 +157,9 @@ pub fn load_optimizer(
         }
         let fqn = saved_name(fqn, STEP);
         let is_there = !state.may_lack_step || source.tensors().contains_key(&fqn);
-        let step = Tensor::new(begun(state) as f32, &Device::Cpu)?;
+        let step = Tensor::new(steps_taken(state) as f32, &Device::Cpu)?;
         if is_there {
-            let data = std::sync::Arc::new(TensorMemory(step.clone()));
+            let data = Arc::new(TensorMemory(step.clone()));
             targets.push(LoadTensor { fqn, shape: vec![], region: Region::whole(&[]), data });
         }
         steps.push(step);
@@ -165,7 +170,7 @@ pub fn load_optimizer(
         if !(step >= 0. && step.fract() == 0.) {
             return Err(Error::Parameter {
                 name: state.param.name().into(),
-                message: format!("{} says that it has taken {step} steps", source.path().display()),
+                message: format!("{} has a step count of {step}, expected a whole number", source.path().display()),
             });
         }
         state.step = step as u64;
@@ -173,12 +178,12 @@ pub fn load_optimizer(
     Ok(report)
 }
 
-fn can_be_seen(optim: &dyn ShardedOptimizer) -> Result<()> {
+fn check_visible(optim: &dyn ShardedOptimizer) -> Result<()> {
     optim.hidden_state().map_or(Ok(()), |why| Err(Error::Argument(why)))
 }
 
-/// PyTorch's SGD and Muon do not count: what they have saved has begun.
-fn begun(state: &ParamState) -> u64 {
+/// PyTorch's SGD and Muon do not save step counts; a saved state has taken at least one step.
+fn steps_taken(state: &ParamState) -> u64 {
     if state.may_lack_step { state.step.max(1) } else { state.step }
 }
 
@@ -194,10 +199,118 @@ fn saved_name(fqn: &str, what: &str) -> String {
     format!("{OPTIM}{}", name(fqn, what))
 }
 
-/// The states that the options select, and what their parameters are called.
+/// Returns the states that the options select, and the names of their parameters.
 fn selected<'a>(
     optim: &'a dyn ShardedOptimizer,
     options: &'a StateDictOptions,
 ) -> impl Iterator<Item = (&'a ParamState, String)> + 'a {
     optim.states().into_iter().filter_map(|state| Some((state, options.name(state.param.name())?.to_string())))
+}
+
+/// Key of the hyper-parameters.
+pub(super) const GROUPS: &str = "param_groups";
+/// Key of the names of a group's parameters.
+const PARAMS: &str = "params";
+/// Name of the hyper-parameters in a checkpoint. PyTorch's checkpoints append each parameter's name and the
+/// hyper-parameter's.
+const SAVED: &str = "optim.param_groups";
+
+/// Returns the groups in PyTorch's format, with the names of the parameters that the options select.
+pub(super) fn groups(optim: &dyn ShardedOptimizer, options: &StateDictOptions) -> Value {
+    let group = |group: ParamGroup| {
+        let names: Vec<&str> = group.params.iter().filter_map(|param| options.name(param.name())).collect();
+        let mut values = group.hyper;
+        values.insert(PARAMS.into(), names.into());
+        Value::Object(values)
+    };
+    optim.param_groups().into_iter().map(group).collect()
+}
+
+/// Returns a state dict's hyper-parameters for each of these groups: those of the saved group that contains the group's
+/// first parameter, or of the saved group at the same index if the state dict does not name it.
+pub(super) fn hyper_of(
+    own: &[ParamGroup],
+    value: &Value,
+    options: &StateDictOptions,
+) -> Result<Vec<Map<String, Value>>> {
+    let found = value.as_array().filter(|found| found.len() == own.len());
+    let found = found.and_then(|found| found.iter().map(Value::as_object).collect::<Option<Vec<_>>>());
+    let Some(found) = found else {
+        return Err(Error::Argument(format!(
+            "the state dict's {GROUPS} are not the {} groups of this optimizer: {value}",
+            own.len()
+        )));
+    };
+    let hyper = |(at, group): (usize, &ParamGroup)| {
+        let first = group.params.first().and_then(|param| options.name(param.name()));
+        let has = |group: &&&Map<String, Value>| {
+            let names = group.get(PARAMS).and_then(Value::as_array);
+            names.is_some_and(|names| names.iter().any(|name| name.as_str() == first))
+        };
+        (*first.and_then(|_| found.iter().find(has)).unwrap_or(&found[at])).clone()
+    };
+    Ok(own.iter().enumerate().map(hyper).collect())
+}
+
+/// Loads the hyper-parameters of each group from a checkpoint of this crate, or of PyTorch, which saves them for each
+/// parameter.
+///
+/// ```no_run
+/// # use fsdp_candle::{load_optimizer, load_param_groups, AdamW};
+/// # fn resume(optim: &mut AdamW) -> Result<(), Box<dyn std::error::Error>> {
+/// let source = fsdp_ckpt::open("saved/step-100".as_ref())?;
+/// load_optimizer(optim, &*source, &Default::default())?;
+/// load_param_groups(optim, &*source)?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+/// Returns an error, and changes nothing, when the checkpoint lacks a parameter of this optimizer, parameters of one
+/// group have different hyper-parameters, or the optimizer does not compute what they ask for.
+pub fn load_param_groups(optim: &mut dyn ShardedOptimizer, source: &dyn TensorSource) -> Result<()> {
+    let saved = of_parameters(source.values());
+    let mut all = vec![];
+    for group in optim.param_groups() {
+        let mut hyper = None;
+        for param in &group.params {
+            let fail = |message: String| Error::Parameter { name: param.name().into(), message };
+            let path = source.path().display();
+            let Some(own) = saved.get(param.name()) else {
+                return Err(fail(format!(
+                    "{path} has no hyper-parameters of it: set them when you make the optimizer"
+                )));
+            };
+            match &hyper {
+                None => hyper = Some((param.name(), own)),
+                Some((_, first)) if *first == own => {}
+                Some((other, _)) => {
+                    return Err(fail(format!(
+                        "{path} has other hyper-parameters for it than for `{other}` of the same group: use the saved \
+                         groups"
+                    )));
+                }
+            }
+        }
+        all.push(hyper.map(|(_, hyper)| hyper.clone()).unwrap_or_default());
+    }
+    optim.set_hyper(&all)
+}
+
+/// Returns the hyper-parameters of each parameter by its name.
+fn of_parameters(values: &Map<String, Value>) -> BTreeMap<&str, Map<String, Value>> {
+    let mut all: BTreeMap<&str, Map<String, Value>> = BTreeMap::new();
+    for (key, value) in values {
+        let Some(rest) = key.strip_prefix(SAVED) else { continue };
+        if let Some((fqn, name)) = rest.strip_prefix('.').and_then(|rest| rest.rsplit_once('.')) {
+            all.entry(fqn).or_default().insert(name.into(), value.clone());
+        }
+        for group in value.as_array().filter(|_| rest.is_empty()).into_iter().flatten() {
+            let Some(mut hyper) = group.as_object().cloned() else { continue };
+            let names = hyper.remove(PARAMS);
+            let names = group[PARAMS].as_array().filter(|_| names.is_some());
+            all.extend(names.into_iter().flatten().filter_map(Value::as_str).map(|name| (name, hyper.clone())));
+        }
+    }
+    all
 }

@@ -1,9 +1,9 @@
 //! A pool of buffers. Fresh memory costs page faults, which cost more than the copy into it.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::Mutex;
 
 use fsdp_core::{Allocator, Buffer, DType, Result};
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::kernels::Kernels;
 
@@ -63,8 +63,8 @@ impl Pool {
         Pool { kernels, buffers: Mutex::default() }
     }
 
-    fn buffers(&self) -> std::sync::MutexGuard<'_, Buffers> {
-        self.buffers.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    fn buffers(&self) -> MutexGuard<'_, Buffers> {
+        self.buffers.lock()
     }
 
     /// Frees all free buffers.

@@ -1,47 +1,28 @@
-//! What moves a device's memory between ranks.
+//! The engine that moves device memory between ranks.
 
-#[cfg(feature = "cuda")]
 use std::sync::Arc;
 
 use candle_core::Device;
-#[cfg(feature = "cuda")]
 use cudarc::driver::CudaStream;
-use fsdp_core::ProcessGroup;
-#[cfg(feature = "cuda")]
-use fsdp_core::{
-    ReduceOp,
-    process_group::{DeviceEngine, HostStaging, ranks_sharing_devices},
-};
+use fsdp_core::process_group::{DeviceEngine, HostStaging, ranks_sharing_devices};
+use fsdp_core::{ProcessGroup, ReduceOp};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 
-/// Names the engine: `nccl` or `host`.
-#[cfg(feature = "cuda")]
+/// Environment variable of the engine: `nccl` or `host`.
 const VARIABLE: &str = "FSDP_DEVICE_BACKEND";
 
-#[cfg(feature = "cuda")]
 const NO_NCCL: &str = "this build has no NCCL: build it with `--features nccl`, or choose host";
 
-/// The group of all ranks, which also moves the memory of their devices. Collective where they are no host.
-#[cfg(feature = "cuda")]
-pub(super) fn group_on(device: &Device, group: ProcessGroup) -> Result<ProcessGroup> {
-    if device.is_cpu() {
-        return Ok(group);
-    }
+/// Returns the group of all ranks, which also moves device memory. Collective.
+pub(super) fn add_device(device: &Device, group: ProcessGroup) -> Result<ProcessGroup> {
     let stream = crate::kernels::compute_stream(device)?;
     let engine = engine(&stream, &group)?;
     Ok(group.on_device(engine)?)
 }
 
-/// No device but the host.
-#[cfg(not(feature = "cuda"))]
-pub(super) fn group_on(_: &Device, group: ProcessGroup) -> Result<ProcessGroup> {
-    Ok(group)
-}
-
-/// The engine of the device that computes on `stream`: NCCL, unless the build lacks it, two ranks share a device, or
-/// the environment asks for the host. What one rank can't use none does.
-#[cfg(feature = "cuda")]
+/// Returns the engine of the device that computes on `stream`: NCCL, unless the build lacks it, two ranks share a
+/// device, or the environment chooses the host. All ranks use the same kind.
 fn engine(stream: &Arc<CudaStream>, group: &ProcessGroup) -> Result<Box<dyn DeviceEngine>> {
     let wanted = std::env::var(VARIABLE).ok();
     let several = group.size() > 1;
@@ -56,9 +37,8 @@ fn engine(stream: &Arc<CudaStream>, group: &ProcessGroup) -> Result<Box<dyn Devi
     Ok(Box::new(HostStaging::new(stream)?))
 }
 
-/// Names the ranks that share a device, and this process's list of devices, which is the usual cause.
-#[cfg(feature = "cuda")]
-fn found(sharing: &[Vec<usize>]) -> String {
+/// Describes the ranks that share a device and this process's list of devices, which is the usual cause.
+fn describe(sharing: &[Vec<usize>]) -> String {
     let ranks: Vec<String> = sharing.iter().map(|ranks| format!("{ranks:?}")).collect();
     let visible = match std::env::var("CUDA_VISIBLE_DEVICES") {
         Ok(devices) => format!("CUDA_VISIBLE_DEVICES={devices:?} on this rank"),
@@ -68,13 +48,12 @@ fn found(sharing: &[Vec<usize>]) -> String {
 }
 
 /// Returns a warning where ranks share a device, unless the user chose the host's engine.
-#[cfg(feature = "cuda")]
 fn warning(wanted: Option<&str>, sharing: &[Vec<usize>]) -> Option<String> {
     (!sharing.is_empty() && wanted != Some("host")).then(|| {
         format!(
-            "{}. What they exchange goes through the host's memory, which is slow. Let CUDA_VISIBLE_DEVICES name a \
-             device for each rank of the host, unset it, or start fewer ranks; {VARIABLE}=host turns this warning off",
-            found(sharing)
+            "{}. Their memory goes through the host, which is slow. Name a device for each rank in \
+             CUDA_VISIBLE_DEVICES, unset it, or start fewer ranks; {VARIABLE}=host turns this warning off",
+            describe(sharing)
         )
     })
 }
@@ -84,36 +63,35 @@ fn nccl(stream: &Arc<CudaStream>, group: &ProcessGroup) -> Result<Box<dyn Device
     Ok(Box::new(fsdp_core::process_group::Nccl::new(group, stream)?))
 }
 
-/// Not reached: no rank of such a build wants it.
-#[cfg(all(feature = "cuda", not(feature = "nccl")))]
+/// Unreachable: no rank of a build without NCCL wants it.
+#[cfg(not(feature = "nccl"))]
 fn nccl(_: &Arc<CudaStream>, _: &ProcessGroup) -> Result<Box<dyn DeviceEngine>> {
-    Err(crate::error::Error::Device(NO_NCCL.into()))
+    Err(Error::Device(NO_NCCL.into()))
 }
 
 /// Returns whether this rank wants NCCL. `sharing` are the ranks that share a device.
-#[cfg(feature = "cuda")]
 fn wants_nccl(wanted: Option<&str>, sharing: &[Vec<usize>]) -> Result<bool> {
     let has_nccl = cfg!(feature = "nccl");
-    let refuse = |why: &str| Err(crate::error::Error::Device(format!("{VARIABLE}={}: {why}", wanted.unwrap_or(""))));
+    let refuse = |why: &str| Err(Error::Device(format!("{VARIABLE}={}: {why}", wanted.unwrap_or(""))));
     match wanted {
         None => Ok(has_nccl && sharing.is_empty()),
         Some("host") => Ok(false),
         Some("nccl") if !has_nccl => refuse(NO_NCCL),
         Some("nccl") if !sharing.is_empty() => refuse(&format!(
-            "{}, for NCCL refuses others. Let CUDA_VISIBLE_DEVICES name a device for each rank, or choose host",
-            found(sharing)
+            "{}, as NCCL requires. Name a device for each rank in CUDA_VISIBLE_DEVICES, or choose host",
+            describe(sharing)
         )),
         Some("nccl") => Ok(true),
         Some(_) => refuse("choose nccl or host"),
     }
 }
 
-#[cfg(all(test, feature = "cuda"))]
+#[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn nccl_is_for_ranks_with_a_device_each() {
+    fn nccl_needs_a_device_for_each_rank() {
         let has_nccl = cfg!(feature = "nccl");
         let shared = [vec![0, 1, 2]];
         assert_eq!(wants_nccl(None, &[]).unwrap(), has_nccl);
@@ -125,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_that_share_a_device_are_named_unless_they_are_meant_to() {
+    fn a_warning_names_ranks_that_share_a_device() {
         let shared = [vec![0, 2], vec![1, 3]];
         let warning = |wanted| super::warning(wanted, &shared);
         let text = warning(None).unwrap();

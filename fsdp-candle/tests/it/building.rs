@@ -99,7 +99,7 @@ fn refuses_sizes_larger_than_memory() {
     assert!(vars.params().is_empty());
 }
 
-/// What authors of Candle models derive.
+/// The usual derives of a Candle model.
 #[derive(Clone, Debug)]
 struct Model {
     blocks: Vec<FsdpModule<nn::Linear>>,

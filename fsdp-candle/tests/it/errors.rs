@@ -165,7 +165,7 @@ fn refuses_whole_gradients_and_misused_scalers() {
         let param = vars.trainable()[0].clone();
         let before = param.var().flatten_all().unwrap().to_vec1::<f32>().unwrap();
         grads.insert(param.var(), Tensor::zeros(param.shape(), DType::F32, world.device()).unwrap());
-        refused(optim.step(&grads), &[param.name(), "take gradients from FsdpModule::backward"]);
+        refused(optim.step(&grads), &[param.name(), "use gradients of FsdpModule::backward"]);
         assert_eq!(param.var().flatten_all().unwrap().to_vec1::<f32>().unwrap(), before);
     });
 }

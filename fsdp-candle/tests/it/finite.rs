@@ -91,7 +91,7 @@ fn all_ranks_report_one_ranks_non_finite_values() {
             assert_eq!(all, NonFinite { norm: None, tensors, ranks: (0..4).collect() });
             assert_eq!(
                 all.to_string(),
-                "116 values are infinite or not a number (on rank 0, 1, 2, 3): 108 of 108 in `blocks.1.up.weight`, \
+                "116 values are infinite or NaN (on rank 0, 1, 2, 3): 108 of 108 in `blocks.1.up.weight`, \
                  2 of 2 in `head.bias`, 6 of 6 in the exp_avg_sq of `blocks.0.norm.weight`"
             );
         });

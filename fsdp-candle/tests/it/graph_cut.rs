@@ -6,7 +6,7 @@ use candle_core::{DType, Module, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 use fsdp_candle::activation_checkpoint::checkpoint;
 use fsdp_candle::initializer::{Initializer, Philox, ShardRequest};
-use fsdp_candle::{Cut, FsdpModule, FullyShard, GraphCut, ShardedVarMap, World, fully_shard, nn};
+use fsdp_candle::{FsdpModule, FullyShard, GraphCut, GraphCutKind, ShardedVarMap, World, fully_shard, nn};
 
 use crate::common::{batch, ranks, vars};
 
@@ -103,7 +103,7 @@ fn forward(model: &FsdpModule<(Vec<FsdpModule<Block>>, nn::Linear)>, x: &Tensor)
 /// `unit: layer` of the reported norms.
 fn norms(cuts: &[GraphCut]) -> Vec<String> {
     let layer = |cut: &GraphCut| match &cut.cut {
-        Cut::Norm { layers, .. } => format!("{}: {}", cut.unit, layers.join(" or ")),
+        GraphCutKind::Norm { layers, .. } => format!("{}: {}", cut.unit, layers.join(" or ")),
         other => panic!("{other:?}"),
     };
     cuts.iter().map(layer).collect()
@@ -217,14 +217,17 @@ fn names_frozen_units_that_lose_the_graph() {
             }))
         };
         let (cuts, _) = with_frozen(&world, build, |unit, x| unit.call_with(x.clone(), |layer, x| layer(&x)));
-        let seen: Vec<&Cut> = cuts.iter().map(|cut| &cut.cut).collect();
+        let seen: Vec<&GraphCutKind> = cuts.iter().map(|cut| &cut.cut).collect();
         match (norms == Norms::Ours, residual) {
             (true, _) => assert_eq!(cuts, []),
             (false, true) => {
-                assert_eq!(seen, [&Cut::Weights(vec!["frozen.up.weight".into(), "frozen.down.weight".into()])]);
+                assert_eq!(
+                    seen,
+                    [&GraphCutKind::Weights(vec!["frozen.up.weight".into(), "frozen.down.weight".into()])]
+                );
                 assert!(cuts[0].to_string().contains("`frozen.up.weight`"), "{}", cuts[0]);
             }
-            (false, false) => assert_eq!(seen, [&Cut::Input]),
+            (false, false) => assert_eq!(seen, [&GraphCutKind::Input]),
         }
         assert!(cuts.iter().all(|cut| cut.before == ["before.bias", "before.weight"]), "{cuts:?}");
     }
@@ -340,7 +343,7 @@ impl tracing::Subscriber for Warnings {
 fn warns_once_on_the_first_rank() {
     let said = ranks(3, |world| {
         let warnings = Arc::new(Mutex::new(vec![]));
-        tracing::subscriber::with_default(Warnings(warnings.clone()), || {
+        fsdp_test_support::observed(Warnings(warnings.clone()), || {
             let vars = vars(&world);
             let model = lora(&vars, Norms::CandleRms, false);
             for _ in 0..3 {

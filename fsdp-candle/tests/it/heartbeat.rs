@@ -1,4 +1,4 @@
-//! What a training step reports to the launcher. The test runs its own binary as a rank, which reads its own report
+//! Reports of a training step to the launcher. The test runs its own binary as a rank, which reads its own report
 //! during the step.
 
 use crate::common::vars_on;

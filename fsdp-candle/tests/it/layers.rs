@@ -1,4 +1,4 @@
-//! Which layers of `candle_nn` train under `fully_shard`, and which have to be replaced with those of this crate.
+//! The layers of `candle_nn` that train under `fully_shard`, and those that this crate has to replace.
 
 use candle_core::{D, DType, Device, Module, Result, Tensor};
 use candle_nn::{ModuleT, RNN, VarBuilder, VarMap};

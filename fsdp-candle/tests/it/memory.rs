@@ -1,4 +1,4 @@
-//! Failed allocations are errors that say how much memory was needed for what.
+//! The error of a failed allocation has the size and the purpose of the memory.
 
 use std::process::Command;
 

@@ -49,9 +49,9 @@ fn refuses_trained_parameters_on_part_of_the_ranks() {
 #[test]
 fn refusals_list_possible_reshard_sizes() {
     for (size, want) in [
-        (1, "there is one shard rank alone. Choose `always`"),
-        (3, "nothing but 1 and 3 divides the 3 shard ranks. Choose `always`"),
-        (4, "it must be a proper divisor of the 4 shard ranks. Choose 2, `always`"),
+        (1, "there is only one shard rank. Choose `always`"),
+        (3, "only 1 and 3 divide the 3 shard ranks. Choose `always`"),
+        (4, "expected a proper divisor of the 4 shard ranks. Choose 2, `always`"),
     ] {
         ranks(size, |world| {
             for bad in [0, 1, 3, size, usize::MAX] {

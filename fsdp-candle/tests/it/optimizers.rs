@@ -130,7 +130,7 @@ fn groups_match_separate_optimizers() {
             assert!(again.states().iter().all(|state| state.step == 0));
 
             let twice = AdamW::with_groups(vec![(vars.trainable(), config), (parts().0, other)]).unwrap_err();
-            assert!(twice.to_string().contains("in two groups"), "{twice}");
+            assert!(twice.to_string().contains("in the groups of"), "{twice}");
             weights(&vars)
         });
         let apart = ranks(world_size, |world| {

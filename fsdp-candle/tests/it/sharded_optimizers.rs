@@ -236,16 +236,16 @@ fn matches_state_dict_groups_by_parameters() {
 
         // A state dict with one wrong entry changes nothing.
         for (group, name, value, why) in [
-            (0, "lr", serde_json::json!(-1.), "`lr` is -1: it must be at least 0"),
-            (2, "nesterov", true.into(), "no dampening, which is 0.5"),
+            (0, "lr", serde_json::json!(-1.), "`lr` is -1, expected at least 0"),
+            (2, "nesterov", true.into(), "no `dampening`, found 0.5"),
             (2, "maximize", true.into(), "`maximize` on"),
             (2, "differentiable", true.into(), "`differentiable` on"),
             (1, "amsgrad", true.into(), "`amsgrad` on"),
             (1, "maximize", true.into(), "`maximize` on"),
             (1, "differentiable", true.into(), "`differentiable` on"),
-            (1, "betas", serde_json::json!([0.9]), "not 2 numbers"),
-            (1, "decoupled_weight_decay", false.into(), "are of an Adam and this is an AdamW"),
-            (1, "eps", "small".into(), "no number"),
+            (1, "betas", serde_json::json!([0.9]), "expected 2 numbers"),
+            (1, "decoupled_weight_decay", false.into(), "are those of Adam, expected AdamW"),
+            (1, "eps", "small".into(), "expected a number"),
         ] {
             let mut dict = get_optimizer_state_dict(&vars, &*optim, &options).unwrap();
             dict.values["param_groups"][0]["lr"] = 9.0.into();
@@ -293,7 +293,7 @@ fn reads_hyper_parameters_of_both_checkpoint_formats() {
             assert_eq!(found, wanted, "{name}");
             // Different groups than in the state dict.
             let mut other = AdamW::new(vars.trainable(), AdamWConfig::default()).unwrap();
-            refused(load_param_groups(&mut other, &*source), &["which is in the same group here"]);
+            refused(load_param_groups(&mut other, &*source), &["of the same group"]);
         }
         theirs.retain(|key, _| !key.contains("up.bias"));
         let error = load_param_groups(&mut *mixed(vars.trainable()), &*saved("lacks", &theirs)).unwrap_err();
@@ -328,21 +328,21 @@ fn refuses_bad_configurations() {
         let (vars, model) = one(&world);
         let sgd = |config| SGD::new(vars.trainable(), config).map(drop);
         refused(sgd(SgdConfig { lr: -1., ..SgdConfig::default() }), &["SGD: `lr` is -1"]);
-        refused(sgd(SgdConfig { nesterov: true, ..SgdConfig::default() }), &["needs a momentum, which is 0"]);
+        refused(sgd(SgdConfig { nesterov: true, ..SgdConfig::default() }), &["needs `momentum` above 0, found 0"]);
         let adam = AdamConfig { betas: (0.9, 1.), ..AdamConfig::default() };
-        refused(Adam::new(vars.trainable(), adam).map(drop), &["Adam: `betas` is 1: it must be in 0..1"]);
+        refused(Adam::new(vars.trainable(), adam).map(drop), &["Adam: `betas` is 1, expected in 0..1"]);
         let both = || Box::new(SGD::new(vars.trainable(), SgdConfig::default()).unwrap());
-        refused(Optimizers::new(vec![both(), both()]).map(drop), &["two optimizers have it"]);
+        refused(Optimizers::new(vec![both(), both()]).map(drop), &["two optimizers update it"]);
         let pattern = [NamePattern::new("norm").unwrap()];
-        refused(group_by_name(vars.trainable(), [&pattern[..]]).map(drop), &["`norm` means no parameter"]);
+        refused(group_by_name(vars.trainable(), [&pattern[..]]).map(drop), &["`norm` matches no trainable parameter"]);
 
         // The state of Candle's optimizer is not accessible.
         let params = candle_nn::ParamsAdamW::default();
         let mut candles = CandleOptimizer::<candle_nn::AdamW>::new(vars.trainable(), params).unwrap();
-        refused(optimizer_tensors(&candles).map(drop), &["keeps its state to itself"]);
+        refused(optimizer_tensors(&candles).map(drop), &["hides its state"]);
         let options = StateDictOptions::default();
-        refused(get_optimizer_state_dict(&vars, &candles, &options).map(drop), &["keeps its state to itself"]);
-        refused(candles.reset(), &["Make it anew"]);
+        refused(get_optimizer_state_dict(&vars, &candles, &options).map(drop), &["hides its state"]);
+        refused(candles.reset(), &["make a new one"]);
         let mut scaler = GradScaler::disabled();
         assert!(scaler.step(&mut candles, &backward(&model, &vars, DType::F32, 1)).unwrap());
     });

@@ -100,7 +100,7 @@ fn state_dicts_have_hyper_parameters() {
         let mut two = dict.clone();
         two.values["param_groups"] = serde_json::json!([{}, {}]);
         let error = set_optimizer_state_dict(&vars, &mut optim, &two, &options).unwrap_err();
-        assert!(error.to_string().contains("are not 1, as many as this optimizer has"), "{error}");
+        assert!(error.to_string().contains("are not the 1 groups of this optimizer"), "{error}");
     });
 }
 
@@ -152,7 +152,7 @@ fn broadcasts_hyper_parameters_of_rank_0() {
         set_optimizer_state_dict(&vars, &mut adamw, &dict, &broadcast).unwrap();
         assert_eq!(adamw.groups()[0].lr, 0.01);
 
-        // They describe the optimizer's state too: without momentum there is none.
+        // They describe the optimizer's state too: without momentum it is empty.
         let momentum = get_optimizer_state_dict(&vars, &sgd(0.9), &kept).unwrap();
         let mut plain = sgd(0.);
         set_optimizer_state_dict(&vars, &mut plain, &momentum, &broadcast).unwrap();
@@ -165,7 +165,7 @@ fn broadcasts_hyper_parameters_of_rank_0() {
         wrong.values.insert("param_groups".into(), serde_json::json!([{}, {}]));
         refused(
             set_optimizer_state_dict(&vars, &mut adamw, &wrong, &broadcast),
-            &["are not 1, as many as this optimizer has"],
+            &["are not the 1 groups of this optimizer"],
         );
         assert_eq!(adamw.groups()[0].lr, 0.01);
     });
@@ -198,7 +198,9 @@ fn mismatched_state_dicts_are_refused_on_every_rank() {
         assert_eq!(elements(&get_model_state_dict(&vars, &full()).unwrap()), before);
 
         let shards = StateDictOptions { broadcast_from_rank0: true, ..StateDictOptions::default() };
-        assert!(set_model_state_dict(&vars, &whole, &shards).unwrap_err().to_string().contains("set full_state_dict"));
+        assert!(
+            set_model_state_dict(&vars, &whole, &shards).unwrap_err().to_string().contains("needs full_state_dict")
+        );
 
         let lenient = StateDictOptions { strict: false, ..full() };
         let keys = set_model_state_dict(&vars, &lacking, &lenient).unwrap();
@@ -218,7 +220,7 @@ fn shards_of_another_mesh_are_refused() {
         stepped(&world, &vars);
         refused(
             set_model_state_dict(&vars, &of_two[1], &StateDictOptions::default()),
-            &["set the state dict of the same mesh, or a full one"],
+            &["use the state dict of the same mesh, or a full one"],
         );
     });
 }
@@ -238,7 +240,7 @@ fn refuses_a_fractional_step() {
         let source = fsdp_ckpt::open(&dir).unwrap();
         refused(
             load_optimizer(&mut optim, &*source, &LoadOptions::default()),
-            &["`head.bias`", "says that it has taken 1.5 steps"],
+            &["`head.bias`", "has a step count of 1.5"],
         );
     });
 }

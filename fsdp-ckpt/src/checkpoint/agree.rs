@@ -1,4 +1,4 @@
-//! TODO
+//! Agreement of all ranks on the outcome of a phase.
 
 use fsdp_core::ProcessGroup;
 
@@ -6,12 +6,11 @@ use crate::checkpoint::hosts::Hosts;
 use crate::error::chain;
 use crate::{Error, Result};
 
-/// Ends a phase that every rank has tried: its result where all ranks succeeded, else the error of the first rank that
-/// failed, on every rank.
+/// Returns the outcome of a phase if it succeeded on all ranks, else the first failed rank's error on every rank.
 pub(crate) fn agree<T>(group: &ProcessGroup, phase: &'static str, outcome: Result<T>) -> Result<T> {
     let message = match &outcome {
         Ok(_) => Vec::new(),
-        // A group that has failed fails on every rank by itself, and can carry no message.
+        // A failed group fails on every rank by itself, and can't carry a message.
         Err(Error::Group(_)) => return outcome,
         Err(error) => chain(error).into_bytes(),
     };
@@ -23,7 +22,7 @@ pub(crate) fn agree<T>(group: &ProcessGroup, phase: &'static str, outcome: Resul
     Err(Error::Rank { rank, phase, cause: String::from_utf8_lossy(cause).into_owned(), error })
 }
 
-/// What rank 0 made, on every rank, as text; or rank 0's error on every rank.
+/// Runs `make` on rank 0 and returns its text, or its error, on every rank.
 pub(crate) fn on_rank_0(
     group: &ProcessGroup,
     phase: &'static str,
@@ -32,8 +31,8 @@ pub(crate) fn on_rank_0(
     on_first_ranks(group, &Hosts::shared(group.size()), phase, make).map(|mut made| made.swap_remove(0))
 }
 
-/// What the first rank of each host made, by rank and on every rank, as text: nothing for the other ranks. Or the error
-/// of the first of them that has one, on every rank.
+/// Runs `make` on the first rank of each host. Returns the texts by rank on every rank, empty for the other ranks, or
+/// the first error.
 pub(crate) fn on_first_ranks(
     group: &ProcessGroup,
     hosts: &Hosts,
@@ -59,6 +58,6 @@ pub(crate) fn on_first_ranks(
     Ok(messages.iter().map(|message| text(message.get(1..).unwrap_or_default())).collect())
 }
 
-/// What a first rank's message begins with: then comes what it made, or why it made nothing.
+/// First byte of a first rank's message. The text or the error follows.
 const MADE: u8 = 0;
 const FAILED: u8 = 1;

@@ -1,4 +1,4 @@
-//! TODO
+//! Saving on a background thread.
 
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -14,26 +14,25 @@ use crate::safetensors::read_bytes;
 use crate::store::split;
 use crate::{Error, HostDirs, Result, SaveOptions, SaveState, SaveSummary, TensorShard, keep_newest, save_with};
 
-/// What [`AsyncSaver::save`] does while the save before is still running.
+/// What [`AsyncSaver::save`] does while the previous save is running.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WhenBusy {
-    /// It waits for that one to end.
+    /// Waits for the previous save.
     #[default]
     Wait,
-    /// It returns [`Error::Busy`] on every rank when any of them is still writing, and nothing changes.
+    /// Returns [`Error::Busy`] on every rank if any rank is still writing.
     Refuse,
 }
 
-/// Saves checkpoints in the background: PyTorch's `async_save`.
+/// Saves checkpoints in the background, like PyTorch's `async_save`.
 ///
-/// [`AsyncSaver::save`] copies the state to buffers of its own, which it keeps for the next save, and returns; a thread
-/// then does what [`crate::save`] does, over a process group of its own. One save runs at a time. Its failure is
-/// returned by the next call of [`AsyncSaver::save`], [`AsyncSaver::wait`] or [`AsyncSaver::finish`], on every rank; no
-/// rank waits for another for longer than the group's timeout.
+/// [`AsyncSaver::save`] copies the state to buffers, which are reused, and returns. A thread then saves the copy over
+/// its own process group. One save runs at a time. If it fails, the next call of [`AsyncSaver::save`],
+/// [`AsyncSaver::wait`] or [`AsyncSaver::finish`] returns the error on every rank. No rank waits longer than the
+/// group's timeout.
 ///
-/// A program ends with [`AsyncSaver::finish`]. Dropping the saver waits for the write as well, and can only log a
-/// failure; `std::process::exit` waits for nothing, and the checkpoint that was being written is then an unfinished
-/// one.
+/// Call [`AsyncSaver::finish`] before the program ends. Dropping the saver also waits for the save, but only logs a
+/// failure. `std::process::exit` does not wait, and leaves the checkpoint unfinished.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -58,9 +57,9 @@ pub enum WhenBusy {
 /// # Ok::<_, Box<dyn std::error::Error>>(())
 /// ```
 pub struct AsyncSaver {
-    /// The caller's, for what ranks agree on while the caller waits.
+    /// The caller's group.
     group: ProcessGroup,
-    /// The background's; none after a failure, of which it may not recover.
+    /// The group of the background thread; `None` after a failure, since a failed group may not recover.
     own: Option<ProcessGroup>,
     when_busy: WhenBusy,
     keep: Option<NonZeroUsize>,
@@ -68,7 +67,7 @@ pub struct AsyncSaver {
     running: Option<Running>,
 }
 
-/// A save in the background.
+/// A running save.
 struct Running {
     path: PathBuf,
     thread: JoinHandle<Result<SaveSummary>>,
@@ -82,7 +81,7 @@ impl Running {
 }
 
 impl AsyncSaver {
-    /// Collective over `group`, which it splits once: the background has a group of its own.
+    /// Splits `group` once, for the background thread. Collective.
     ///
     /// # Errors
     /// [`Error::Group`].
@@ -91,27 +90,25 @@ impl AsyncSaver {
         Ok(AsyncSaver { group, own, when_busy, keep: None, staged: StagedTensors::default(), running: None })
     }
 
-    /// After each save, rank 0 removes all but the `keep` newest checkpoints beside it, as [`keep_newest`] does. With
-    /// [`SaveOptions::host`] the first rank of each host does, as [`HostDirs::keep_newest`]. What can't be removed is
-    /// logged.
+    /// Keeps only the `keep` newest checkpoints after each save: rank 0 calls [`keep_newest`], or with
+    /// [`SaveOptions::host`] the ranks call [`HostDirs::keep_newest`]. A failure to remove is only logged.
     pub fn keep_newest(mut self, keep: NonZeroUsize) -> Self {
         self.keep = Some(keep);
         self
     }
 
-    /// Allocates the buffers for a state of these tensors now, so that the first save blocks no longer than the others.
-    /// Not collective.
+    /// Allocates the buffers for these tensors, so that the first save blocks no longer than later ones. Does not
+    /// communicate.
     pub fn reserve(&mut self, tensors: &[TensorShard]) {
         self.staged.reserve(tensors);
     }
 
-    /// Copies the state and starts to save it as the directory `dir`; see [`crate::save`]. Collective; the tensors may
-    /// change as soon as it returns.
+    /// Copies the state and starts to save it as the directory `dir`, see [`crate::save`]. Collective. The tensors may
+    /// change when this returns.
     ///
     /// # Errors
-    /// On every rank: that of the save before, when that has failed (the state is not saved then; call again to go on);
-    /// [`Error::Busy`] with [`WhenBusy::Refuse`]; [`Error::Rank`] when a rank can't read its tensors or start a thread;
-    /// [`Error::Group`].
+    /// On every rank: the error of the previous save (call again to save this state); [`Error::Busy`] with
+    /// [`WhenBusy::Refuse`]; [`Error::Rank`] if a rank can't read its tensors or start a thread; [`Error::Group`].
     pub fn save(&mut self, dir: &Path, state: &SaveState) -> Result<()> {
         self.save_with(dir, state, &SaveOptions::default())
     }
@@ -142,19 +139,19 @@ impl AsyncSaver {
                 .map_err(|error| Error::Argument(format!("can't start a thread for the save: {error}")))?;
             Ok((go, Running { path: dir.to_path_buf(), thread }))
         });
-        // The background begins once every rank has got here: one that could not would be waited for.
+        // The thread begins once every rank has staged its tensors. Otherwise it would wait for a rank that failed.
         let (go, running) = agree(&self.group, "stage its tensors", started)?;
-        // It waits for this.
+        // The thread waits for this message.
         let _ = go.send(());
         self.running = Some(running);
         Ok(())
     }
 
-    /// Waits until the save that is running, if one is, has ended on every rank; what it has done. Collective.
+    /// Waits until the running save has ended on every rank. Returns its summary, or `None` if no save was running.
+    /// Collective.
     ///
     /// # Errors
-    /// That of the save: [`Error::AsyncSave`], or [`Error::Rank`] where it failed on another rank only.
-    /// [`Error::Group`].
+    /// The save's error: [`Error::AsyncSave`], or [`Error::Rank`] if only another rank failed. [`Error::Group`].
     pub fn wait(&mut self) -> Result<Option<SaveSummary>> {
         let _span = fsdp_core::heartbeat::span("wait for checkpoint save", "");
         let outcome = self.running.take().map(Running::join).transpose();
@@ -173,7 +170,7 @@ impl AsyncSaver {
         outcome.and(Err(Error::Rank { rank, phase: "save in the background", cause, error: None }))
     }
 
-    /// [`AsyncSaver::wait`] for the last time.
+    /// Waits for the last save and drops the saver.
     ///
     /// # Errors
     /// As [`AsyncSaver::wait`].
@@ -181,7 +178,7 @@ impl AsyncSaver {
         self.wait()
     }
 
-    /// Whether a save is running on this rank. The others may be ahead or behind.
+    /// Returns whether a save is running on this rank. Other ranks may differ.
     pub fn is_busy(&self) -> bool {
         self.running.as_ref().is_some_and(|running| !running.thread.is_finished())
     }
@@ -204,7 +201,7 @@ impl AsyncSaver {
 
 impl Drop for AsyncSaver {
     fn drop(&mut self) {
-        // Not agreed upon: the other ranks may not be here.
+        // Without agreement: the other ranks may not drop their savers now.
         if let Some(running) = self.running.take()
             && let Err(error) = running.join()
         {
@@ -236,24 +233,23 @@ fn run(
     Ok(summary)
 }
 
-/// What one core copies at a time: large enough for the copy to be one that goes around the caches.
+/// Bytes that one core copies at a time: large enough for non-temporal stores.
 const PIECE: usize = 8 << 20;
 
-/// Buffers that are used again.
+/// Host copies of a state, whose buffers are reused by the next save.
 #[derive(Debug, Default)]
 pub(crate) struct StagedTensors {
     buffers: Vec<Arc<Buffer>>,
 }
 
 impl StagedTensors {
-    /// Copies of the shards. Buffers of the copies before that nobody has any more are written to again; what fits no
-    /// shard is freed.
+    /// Copies the shards. Reuses buffers that no earlier copy holds, and frees buffers that fit no shard.
     pub(crate) fn copy(&mut self, shards: &[TensorShard]) -> Result<Vec<TensorShard>> {
         let mut free = std::mem::take(&mut self.buffers);
         let mut copies = Vec::with_capacity(shards.len());
         for shard in shards {
             let mut buffer = take(&mut free, shard)?;
-            // It is ours alone.
+            // No one else holds it.
             if let Some(buffer) = Arc::get_mut(&mut buffer) {
                 let into = buffer.bytes_mut();
                 read_bytes(&shard.fqn, &*shard.data, into.len(), &mut |bytes| {
@@ -267,14 +263,14 @@ impl StagedTensors {
         Ok(copies)
     }
 
-    /// Allocates, and touches, what [`StagedTensors::copy`] of the same shards needs.
+    /// Allocates and touches the buffers that [`StagedTensors::copy`] needs for these shards.
     pub(crate) fn reserve(&mut self, shards: &[TensorShard]) {
         let mut free = std::mem::take(&mut self.buffers);
         for shard in shards {
-            // Where there is no memory the save says so.
+            // Without memory, the save reports the error.
             let Ok(mut buffer) = take(&mut free, shard) else { continue };
             if let Some(buffer) = Arc::get_mut(&mut buffer) {
-                // Fresh zeros are no memory yet.
+                // The system allocates pages of zeros only when they are written.
                 buffer.bytes_mut().par_chunks_mut(PIECE).for_each(|piece| piece.fill(1));
             }
             self.buffers.push(buffer);
@@ -282,7 +278,7 @@ impl StagedTensors {
     }
 }
 
-/// A buffer that nobody else has. In most states the first free one is it.
+/// Takes a free buffer of the shard's size, or allocates one. Usually the first free buffer fits.
 fn take(free: &mut Vec<Arc<Buffer>>, shard: &TensorShard) -> Result<Arc<Buffer>> {
     let (dtype, len) = (shard.data.dtype(), shard.data.len());
     let fits =
@@ -290,7 +286,7 @@ fn take(free: &mut Vec<Arc<Buffer>>, shard: &TensorShard) -> Result<Arc<Buffer>>
     match free.iter_mut().position(fits) {
         Some(at) => Ok(free.remove(at)),
         None => {
-            // A buffer that can't be allocated ends the process: it is asked for before, where that can be told.
+            // `Buffer::zeros` aborts without memory. Try to reserve first, to return an error.
             let bytes = len.saturating_mul(dtype.size());
             if Vec::<u8>::new().try_reserve_exact(bytes).is_err() {
                 let reason = format!("there is no memory for a copy of its {bytes} bytes");
@@ -301,7 +297,7 @@ fn take(free: &mut Vec<Arc<Buffer>>, shard: &TensorShard) -> Result<Arc<Buffer>>
     }
 }
 
-/// With all cores that this process may use.
+/// Copies with all cores that this process may use.
 fn copy(into: &mut [u8], from: &[u8]) {
     if from.len() <= PIECE || rayon::current_num_threads() == 1 {
         into.copy_from_slice(from);
@@ -318,7 +314,7 @@ mod tests {
         TensorShard::whole(fqn, &[data.len()], Arc::new(data))
     }
 
-    /// Memory of a size that there is not.
+    /// Memory of an impossible size.
     struct Huge;
 
     impl Readable for Huge {
@@ -334,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_is_not_there_is_an_error() {
+    fn missing_memory_is_an_error() {
         let shards = [TensorShard::whole("a", &[1 << 60], Arc::new(Huge))];
         let mut staged = StagedTensors::default();
         staged.reserve(&shards);
@@ -344,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn buffers_are_used_again_when_nobody_has_them() {
+    fn reuses_free_buffers() {
         let large = 3 * PIECE / 4 + 5;
         let state = |value: f32| [shard("a", Buffer::F32(vec![value; large])), shard("b", Buffer::I64(vec![7; 3]))];
         let mut staged = StagedTensors::default();
@@ -357,7 +353,7 @@ mod tests {
         assert_eq!(places(&staged), first);
         let kept = Arc::clone(&staged.buffers[0]);
         assert!(*kept == Buffer::F32(vec![1.0; large]) && *staged.buffers[1] == Buffer::I64(vec![7; 3]));
-        // Still in use: what is being written does not change.
+        // Still in use: the copy must not change.
         let more = staged.copy(&state(2.0)).unwrap();
         assert!(places(&staged)[0] != first[0] && *kept == Buffer::F32(vec![1.0; large]));
         assert_eq!(more[0].data.len(), large);

@@ -1,4 +1,4 @@
-//! TODO
+//! Checkpoints of hosts that share no file system: each host saves a part to its own directory.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -20,22 +20,22 @@ use crate::file_names::copy_command;
 use crate::store::{as_local, require_local};
 use crate::{Checkpoint, Error, Result, Survey, quarantine};
 
-/// The hosts of a group's ranks, as far as directories are concerned: ranks of one host share theirs.
+/// The hosts of a group's ranks. Ranks of one host share a directory.
 #[derive(Clone, Debug)]
 pub(crate) struct Hosts {
-    /// In the order of their first ranks. Empty where one directory is everybody's.
+    /// Host names, in the order of their first ranks. Empty if all ranks share one directory.
     names: Vec<String>,
-    /// By rank, the position of its host.
+    /// Index of each rank's host.
     of: Vec<usize>,
 }
 
 impl Hosts {
-    /// One directory for all ranks.
+    /// Creates the value for one directory that all ranks share.
     pub(crate) fn shared(ranks: usize) -> Self {
         Hosts { names: Vec::new(), of: vec![0; ranks] }
     }
 
-    /// From what each rank calls its host, or none of them does. Collective.
+    /// Exchanges the ranks' host names; either all ranks pass one or none does. Collective.
     pub(crate) fn exchange(group: &ProcessGroup, host: Option<&str>) -> Result<Self> {
         let message = host.map_or(Vec::new(), |name| [b"=", name.as_bytes()].concat());
         let messages = group.gather_bytes(message)?;
@@ -48,8 +48,8 @@ impl Hosts {
             return Ok(Self::shared(messages.len()));
         }
         if let Some(rank) = nameless.first() {
-            let why = "all ranks name their hosts, or none does, and a name is not empty";
-            return Err(Error::Argument(format!("rank {rank} does not name its host, and others do: {why}")));
+            let why = "either all ranks name their hosts or none does; a name is not empty";
+            return Err(Error::Argument(format!("rank {rank} does not name its host, but others do: {why}")));
         }
         let mut hosts = Hosts { names: Vec::new(), of: Vec::with_capacity(messages.len()) };
         for message in messages {
@@ -63,21 +63,21 @@ impl Hosts {
         Ok(hosts)
     }
 
-    /// The position of a rank's host.
+    /// Returns the index of a rank's host.
     pub(crate) fn of(&self, rank: usize) -> usize {
         self.of[rank]
     }
 
-    /// The name of a rank's host; `None` where one directory is everybody's.
+    /// Returns the name of a rank's host; `None` if all ranks share one directory.
     pub(crate) fn name(&self, rank: usize) -> Option<&str> {
         self.names.get(self.of[rank]).map(String::as_str)
     }
 
-    pub(crate) fn has(&self, name: &str) -> bool {
+    pub(crate) fn contains(&self, name: &str) -> bool {
         self.names.iter().any(|known| known == name)
     }
 
-    /// The first rank of a rank's host, which looks after the directory.
+    /// Returns the first rank of a rank's host, which manages the directory.
     pub(crate) fn first(&self, rank: usize) -> usize {
         self.of.iter().position(|host| *host == self.of[rank]).unwrap_or(rank)
     }
@@ -86,23 +86,22 @@ impl Hosts {
         self.first(rank) == rank
     }
 
-    /// A rank's number among those of its host, and how many they are.
+    /// Returns a rank's number among the ranks of its host, and their count.
     pub(crate) fn local_rank_and_size(&self, rank: usize) -> (usize, usize) {
         let on_host = |ranks: &[usize]| ranks.iter().filter(|host| **host == self.of[rank]).count();
         (on_host(&self.of[..rank]), on_host(&self.of))
     }
 }
 
-/// Directories of one name, of which each host has its own, on disks that the other hosts don't see.
+/// Directories of the same path on hosts that share no file system.
 ///
-/// A save with [`crate::SaveOptions::host`] writes the files of a host's ranks to the host's own directory, with the
-/// manifest of the whole checkpoint, which is the same everywhere. So **all hosts' directories copied into one, in any
-/// order, are an ordinary checkpoint** ([`Checkpoint::open`], any number of ranks). One host's alone is a part, and
-/// opening it is [`Error::MissingParts`], which says what is missing and who has it.
+/// A save with [`crate::SaveOptions::host`] writes the files of a host's ranks, and the manifest of the whole
+/// checkpoint, to that host's directory. **Copied into one directory, the parts are an ordinary checkpoint**, for
+/// [`Checkpoint::open`] and any number of ranks. Opening one part alone is [`Error::MissingParts`].
 ///
-/// The hosts that saved can go on from their parts where they are: each rank of the same layout finds on its own host
-/// what it needs, for what ranks of several hosts hold alike is in each of their directories. That is what this type is
-/// for. Every method is collective over the group, and its outcome the same on every rank unless it says otherwise.
+/// The hosts can also resume from their parts without copying, if the ranks have the same layout: each part has
+/// everything that the ranks of its host hold. This type does that. Its methods are collective over the group and have
+/// the same outcome on every rank, unless stated otherwise.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -147,14 +146,14 @@ pub struct HostDirs {
     hosts: Hosts,
 }
 
-/// What a rank finds in its host's directory of a checkpoint.
+/// What a rank finds at the path of a checkpoint on its host.
 #[derive(Serialize, Deserialize)]
 enum Found {
-    /// There is no such directory.
+    /// No directory.
     Nothing,
     Part {
-        seal: (u64, Option<u32>),
-        /// With the hosts that wrote them.
+        id: (u64, Option<u32>),
+        /// Missing files, with the hosts that wrote them.
         missing: BTreeMap<String, String>,
     },
     Bad {
@@ -163,85 +162,88 @@ enum Found {
     },
 }
 
-/// What a rank finds in its host's directory of checkpoints, by name.
+/// Names that a rank finds in its host's directory of checkpoints.
 #[derive(Default, Serialize, Deserialize)]
 struct Listing {
     steps: BTreeSet<String>,
     aside: BTreeSet<String>,
-    /// With what they lead to.
+    /// Links with their targets.
     links: BTreeSet<(String, PathBuf)>,
 }
 
 impl HostDirs {
-    /// `host` is a name that the ranks of a host have in common and no other host has, such as what `hostname` prints.
-    /// Messages and manifests say it.
+    /// Creates the value from each rank's host name, such as `hostname` prints. Ranks pass the same name if and only if
+    /// they share a directory. Manifests and messages contain the names.
     ///
     /// # Errors
-    /// [`Error::Argument`] when a name is empty; [`Error::Group`].
+    /// [`Error::Argument`] if a name is empty; [`Error::Group`].
     pub fn new(group: &ProcessGroup, host: &str) -> Result<Self> {
         Ok(HostDirs { group: group.clone(), hosts: Hosts::exchange(group, Some(host))? })
     }
 
-    /// This rank's number among those of its host, and how many they are. Not collective.
+    /// Returns this rank's number among the ranks of its host, and their count. Does not communicate.
     pub fn local_rank_and_size(&self) -> (usize, usize) {
         self.hosts.local_rank_and_size(self.group.rank())
     }
 
-    /// Finds out whether every rank can write to its host's directory `dir`, as [`crate::check_writable`] does.
+    /// Checks that every rank can write to its host's directory `dir`, see [`crate::check_writable`].
     ///
     /// # Errors
-    /// As that; and when two hosts have the directory in common.
+    /// As [`crate::check_writable`]; also if two hosts share the directory.
     pub fn check_writable(&self, dir: &Path) -> Result<()> {
         agree(&self.group, "make a directory there", require_local(dir, "a directory of each host"))?;
         writable::check(dir, &self.group, &self.hosts)
     }
 
-    /// Opens what is here of the checkpoint `dir`, which the hosts' parts make together. What no file of this host
-    /// holds is [`Error::MissingParts`] when it is read.
+    /// Opens this host's part of the checkpoint `dir`. Reading a chunk that only other hosts have is
+    /// [`Error::MissingParts`].
     ///
     /// # Errors
-    /// [`Error::NotFound`] when no host has it. [`Error::InconsistentParts`] when the parts are of different saves, when one is
-    /// damaged, when files are on none of the hosts, and when a host has nothing.
+    /// [`Error::NotFound`] if no host has it. [`Error::InconsistentParts`] if the parts are of different saves, a part
+    /// is damaged, no host has some file, or a host has no part.
     pub fn open(&self, dir: &Path) -> Result<Checkpoint> {
         let opened = open_here(dir);
         let found = match &opened {
             None => Found::Nothing,
-            Some(Ok(part)) => Found::Part { seal: part.seal(), missing: part.missing().clone() },
+            Some(Ok(part)) => Found::Part { id: part.id(), missing: part.missing().clone() },
             Some(Err(error)) => Found::Bad { damaged: error.is_damage(), why: chain(error) },
         };
         let all: Vec<Found> = self.exchange(&found)?;
-        self.judge(dir, &all)?;
-        // That is nobody's case.
+        self.check_parts(dir, &all)?;
+        // Already an error above.
         opened.unwrap_or_else(|| Err(Error::Incomplete { path: dir.to_path_buf() }))
     }
 
-    /// Whether what the ranks have found makes a checkpoint.
-    fn judge(&self, dir: &Path, all: &[Found]) -> Result<()> {
-        let apart = |damaged, reason| Err(Error::InconsistentParts { path: dir.to_path_buf(), reason, damaged });
+    /// Checks that the ranks' findings form a checkpoint.
+    fn check_parts(&self, dir: &Path, all: &[Found]) -> Result<()> {
+        let inconsistent = |damaged, reason| Err(Error::InconsistentParts { path: dir.to_path_buf(), reason, damaged });
         let host = |rank: usize| self.hosts.name(rank).unwrap_or_default();
         let bad = all.iter().enumerate().filter_map(|(rank, found)| match found {
             Found::Bad { damaged, why } => Some((*damaged, rank, why)),
             _ => None,
         });
-        // What can't be read may be whole: that is told first.
+        // Report errors that are not damage first: the checkpoint may be whole.
         if let Some((damaged, rank, why)) = bad.min_by_key(|(damaged, rank, _)| (*damaged, *rank)) {
-            return apart(damaged, format!("on {}, {why}", host(rank)));
+            return inconsistent(damaged, format!("on {}, {why}", host(rank)));
         }
         let parts: Vec<_> = all
             .iter()
             .enumerate()
             .filter_map(|(rank, found)| match found {
-                Found::Part { seal, missing } => Some((rank, seal, missing)),
+                Found::Part { id, missing } => Some((rank, id, missing)),
                 _ => None,
             })
             .collect();
-        let Some((first, seal, missing)) = parts.first() else {
-            let looked_for = "checkpoint, on any host: there is no such directory".into();
+        let Some((first, id, missing)) = parts.first() else {
+            let looked_for = "checkpoint on any host: no such directory".into();
             return Err(Error::NotFound { path: dir.to_path_buf(), looked_for });
         };
-        if let Some((other, ..)) = parts.iter().find(|(_, other, _)| other != seal) {
+        if let Some((other, ..)) = parts.iter().find(|(_, other, _)| other != id) {
             let (a, b) = (host(*first), host(*other));
-            return apart(false, format!("those of {a} and {b} are of different saves; move away what is not wanted"));
+            return inconsistent(
+                false,
+                format!("{a} and {b} have parts of different saves; move away the unwanted one"),
+            );
         }
         let is_nowhere = |file: &&String| parts.iter().all(|(_, _, missing)| missing.contains_key(*file));
         let nowhere: BTreeMap<String, String> = missing
@@ -249,36 +251,39 @@ impl HostDirs {
             .filter(|(file, _)| is_nowhere(file))
             .map(|(file, host)| (file.clone(), host.clone()))
             .collect();
-        let strangers: BTreeSet<&str> =
-            nowhere.values().map(String::as_str).filter(|name| !self.hosts.has(name)).collect();
-        if let Some(stranger) = strangers.first() {
-            let (what, copying) = (describe_missing(&nowhere), copy_command(stranger, as_local(dir)?.unwrap_or(dir)));
-            return apart(
+        let absent_hosts: BTreeSet<&str> =
+            nowhere.values().map(String::as_str).filter(|name| !self.hosts.contains(name)).collect();
+        if let Some(absent) = absent_hosts.first() {
+            let (what, copy) = (describe_missing(&nowhere), copy_command(absent, as_local(dir)?.unwrap_or(dir)));
+            return inconsistent(
                 false,
                 format!(
-                    "none has {what}, and {stranger} is not among the hosts; start ranks there as before, or copy its \
-                     directory of this name into that of each host here, as `{copying}` does"
+                    "no host has {what}, and {absent} is not among the hosts; start ranks there, or copy its part to \
+                     each host: `{copy}`"
                 ),
             );
         }
         if !nowhere.is_empty() {
             let what = describe_missing(&nowhere);
-            return apart(true, format!("none has {what}; the save did not finish, or it was removed since"));
+            return inconsistent(
+                true,
+                format!("no host has {what}; the save did not finish, or the files were removed"),
+            );
         }
         match all.iter().position(|found| matches!(found, Found::Nothing)) {
             Some(rank) => {
                 let (without, with) = (host(rank), host(*first));
-                apart(false, format!("{without} has none; copy that of {with} there"))
+                inconsistent(false, format!("{without} has no part; copy the part of {with} there"))
             }
             None => Ok(()),
         }
     }
 
-    /// [`crate::survey`] of the hosts' directories `dir`: the newest checkpoint that their parts make together. What
-    /// was skipped, set aside or is a link on one host is told to all.
+    /// Lists the checkpoints in the hosts' directories `dir` and finds the newest one that the parts form together,
+    /// like [`crate::survey`]. The result includes what any host skipped.
     ///
     /// # Errors
-    /// When a rank can't list its directory ([`Error::Rank`]); [`Error::Group`].
+    /// [`Error::Rank`] if a rank can't list its directory; [`Error::Group`].
     pub fn survey(&self, dir: &Path) -> Result<Survey> {
         let Listing { steps, aside, links } = self.list(dir)?;
         let steps = newest_first(dir, &steps);
@@ -298,21 +303,21 @@ impl HostDirs {
         Ok(found)
     }
 
-    /// [`crate::quarantine`] on every host that has something there. The new path is returned on the first rank of each
-    /// of them.
+    /// Quarantines the part of every host that has one, like [`crate::quarantine`]. Returns the new path on the first
+    /// rank of each of these hosts.
     ///
     /// # Errors
-    /// When a rank fails ([`Error::Rank`]); [`Error::Group`].
+    /// [`Error::Rank`] if a rank fails; [`Error::Group`].
     pub fn quarantine(&self, dir: &Path) -> Result<Option<PathBuf>> {
         let moved = if self.is_first() { quarantine(dir) } else { Ok(None) };
-        agree(&self.group, "set its part of a checkpoint aside", moved)
+        agree(&self.group, "quarantine its part of a checkpoint", moved)
     }
 
-    /// [`crate::keep_newest`] in each host's directory `dir`. Only what the hosts' parts make together counts and goes,
-    /// but for the paths in `spare`. Returned is what has gone from this host, on its first rank.
+    /// Removes old checkpoints from each host's directory `dir`, like [`crate::keep_newest`]. Counts and removes only
+    /// checkpoints of which all parts exist. Returns this host's removed paths on its first rank.
     ///
     /// # Errors
-    /// When a rank can't list its directory or remove from it ([`Error::Rank`]); [`Error::Group`].
+    /// [`Error::Rank`] if a rank can't list its directory or remove from it; [`Error::Group`].
     pub fn keep_newest(&self, dir: &Path, keep: NonZeroUsize, spare: &[&Path]) -> Result<Vec<PathBuf>> {
         let mut going = Vec::new();
         let mut whole = 0;
@@ -331,7 +336,7 @@ impl HostDirs {
                 Err(_) => {}
             }
         }
-        // All have looked before anything goes.
+        // Every rank has opened all parts before any is removed.
         let mut remove_all = || -> Result<Vec<PathBuf>> {
             let (spared, mut removed) = (all_resolved(spare)?, Vec::new());
             for (part, path) in going.drain(..).filter(|_| self.is_first()) {
@@ -348,14 +353,14 @@ impl HostDirs {
         self.hosts.is_first(self.group.rank())
     }
 
-    /// What may be checkpoints on any host.
+    /// Lists candidate checkpoints of all hosts.
     fn list(&self, dir: &Path) -> Result<Listing> {
         let own = || -> Result<Listing> {
             let names = names(require_local(dir, "a directory of each host")?)?;
             let aside = names.iter().filter(|name| name_before_quarantine(name).is_some()).cloned().collect();
             let (steps, mut links) = candidates(dir, names);
             links.extend(links_to_nothing(dir)?);
-            // They were read as text.
+            // The names were read as UTF-8.
             let name = |path: &Path| Some(path.file_name()?.to_str()?.to_string());
             let steps = steps.iter().filter_map(|path| name(path)).collect();
             Ok(Listing {
@@ -374,10 +379,9 @@ impl HostDirs {
         Ok(all)
     }
 
-    /// Every rank's, by rank.
+    /// Returns every rank's value, by rank.
     fn exchange<T: Serialize + for<'a> Deserialize<'a>>(&self, own: &T) -> Result<Vec<T>> {
-        let text =
-            serde_json::to_vec(own).map_err(|error| Error::Argument(format!("can't list what is there: {error}")));
+        let text = serde_json::to_vec(own).map_err(|error| Error::Argument(format!("can't send the list: {error}")));
         let messages = self.group.gather_bytes(agree(&self.group, "list what is there", text)?)?;
         let read = |(rank, message): (usize, &Vec<u8>)| {
             serde_json::from_slice(message)
@@ -387,18 +391,18 @@ impl HostDirs {
     }
 }
 
-/// What is in this host's directory. `None` when there is no such directory.
+/// Opens this host's directory; `None` if there is none.
 fn open_here(dir: &Path) -> Option<Result<Checkpoint>> {
     if let Ok(Some(path)) = as_local(dir)
         && let Err(error) = path.symlink_metadata()
     {
-        // What a disk does not answer says nothing of the checkpoint.
+        // An I/O error says nothing about the checkpoint.
         return (error.kind() != ErrorKind::NotFound).then(|| Err(io_error("open", path)(error)));
     }
     Some(Checkpoint::open_part(dir))
 }
 
-/// By the numbers at the end of their names.
+/// Sorts by the numbers at the end of the names.
 fn newest_first(dir: &Path, names: &BTreeSet<String>) -> Vec<PathBuf> {
     let mut names: Vec<&String> = names.iter().collect();
     names.sort_by_key(|name| Reverse(step_of(name)));
@@ -410,18 +414,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranks_of_one_name_are_of_one_host() {
+    fn groups_ranks_by_host_name() {
         let messages = ["=b", "=a", "=b", "=a", "=c"].map(|text| text.as_bytes().to_vec());
         let hosts = Hosts::of_messages(&messages).unwrap();
         assert_eq!((0..5).map(|rank| hosts.first(rank)).collect::<Vec<_>>(), [0, 1, 0, 1, 4]);
         assert_eq!((hosts.name(2), hosts.name(4), hosts.local_rank_and_size(3)), (Some("b"), Some("c"), (1, 2)));
-        assert!(hosts.has("a") && !hosts.has("d") && hosts.is_first(1) && !hosts.is_first(3));
+        assert!(hosts.contains("a") && !hosts.contains("d") && hosts.is_first(1) && !hosts.is_first(3));
         let one = Hosts::of_messages(&[Vec::new(), Vec::new()]).unwrap();
         assert_eq!((one.first(1), one.name(1), one.local_rank_and_size(1)), (0, None, (1, 2)));
     }
 
     #[test]
-    fn a_rank_without_a_name_is_named_by_its_number() {
+    fn names_the_rank_without_a_host() {
         for nameless in [&b""[..], b"="] {
             let error = Hosts::of_messages(&[b"=a".to_vec(), nameless.to_vec()]).unwrap_err().to_string();
             assert!(error.contains("rank 1 does not name its host"), "{error}");

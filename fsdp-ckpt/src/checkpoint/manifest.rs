@@ -1,4 +1,8 @@
-//! TODO
+//! `checkpoint.json`: reading, checking and writing the manifest.
+//!
+//! Its last field, `crc32c`, is the checksum of all text before that field. The checksum is of the text, not of the
+//! parsed JSON, and it can be written in one form only. So every changed byte is noticed, in white space and in the
+//! checksum itself, too.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,45 +17,45 @@ use crate::source::{FileEntry, TensorEntry, is_plain_file_name};
 use crate::store::Store;
 use crate::{Error, Result};
 
-/// What its `format` says.
+/// Value of `format`.
 const FORMAT: &str = "candle-fsdp checkpoint";
-/// The newest version that this crate reads. Version 1 had no checksums but those of chunks.
-const VERSION: u64 = HOSTS;
-/// The first version with checksums of everything. It is written where all can be said in it.
-const CHECKED: u64 = 2;
-/// The first version with files of hosts, and copies.
-const HOSTS: u64 = 3;
-/// Larger numbers are not the same to every reader of JSON, and no run takes as many steps.
-const MOST_STEPS: u64 = 1 << 53;
-/// More than any manifest has.
+/// Newest version that this crate reads. Version 1 had checksums of chunks only.
+const VERSION: u64 = V_HOSTS;
+/// First version with checksums of every byte. Written unless a later version is needed.
+const V_CHECKSUMS: u64 = 2;
+/// First version with hosts and copies.
+const V_HOSTS: u64 = 3;
+/// Largest `step`: JSON readers may round larger numbers.
+const MAX_STEP: u64 = 1 << 53;
+/// Largest size of a manifest.
 const MAX_BYTES: u64 = 1 << 30;
 
-/// A whole manifest.
+/// The contents of `checkpoint.json`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Manifest {
     format: String,
     version: u64,
-    /// The program and version that wrote it.
+    /// Program and version that wrote it.
     pub(crate) created_by: String,
     pub(crate) world_size: usize,
     mesh: Mesh,
-    /// Whether those who saved it had found every floating point number finite.
+    /// Whether all ranks declared their floating point numbers finite.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(crate) finite: bool,
     /// Non-tensor state.
     pub(crate) values: serde_json::Map<String, serde_json::Value>,
-    /// Files by plain name.
+    /// Files by name.
     #[serde(deserialize_with = "unique")]
     pub(crate) files: BTreeMap<String, FileEntry>,
     #[serde(deserialize_with = "unique")]
     pub(crate) tensors: BTreeMap<String, TensorEntry>,
-    /// What [`seal`] adds to the text.
+    /// Written by [`append_checksum`].
     #[serde(default, skip_serializing)]
     crc32c: Option<u32>,
 }
 
-/// [`MeshLayout`] before it is checked.
+/// A [`MeshLayout`] before it is checked.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Mesh {
@@ -68,7 +72,7 @@ impl Manifest {
         files: BTreeMap<String, FileEntry>,
         tensors: BTreeMap<String, TensorEntry>,
     ) -> Self {
-        let version = if of_hosts(&files, &tensors) { HOSTS } else { CHECKED };
+        let version = if has_hosts(&files, &tensors) { V_HOSTS } else { V_CHECKSUMS };
         Manifest {
             format: FORMAT.into(),
             version,
@@ -83,26 +87,25 @@ impl Manifest {
         }
     }
 
-    /// The text of a new manifest, with the checksum at its end.
+    /// Returns the text of a new manifest, with its checksum.
     pub(crate) fn to_text(&self) -> Result<String> {
-        check_values(&self.values)
-            .map_err(|reason| Error::Argument(format!("a checkpoint can't be saved: {reason}")))?;
+        check_values(&self.values).map_err(|reason| Error::Argument(format!("can't save the checkpoint: {reason}")))?;
         let mut text = serde_json::to_vec_pretty(self)
             .map_err(|error| Error::Argument(format!("can't write the values as JSON: {error}")))?;
-        seal(&mut text);
+        append_checksum(&mut text);
         String::from_utf8(text).map_err(|error| Error::Argument(format!("can't write the values as JSON: {error}")))
     }
 
-    /// Whether checksums cover every byte of the checkpoint, this manifest's too.
+    /// Returns whether every byte of the checkpoint has a checksum.
     pub(crate) fn covers_everything(&self) -> bool {
-        self.version >= CHECKED
+        self.version >= V_CHECKSUMS
     }
 
-    /// Reads and checks the manifest of a checkpoint. Its length and the checksum at its end tell it from others.
+    /// Reads and checks a manifest. Returns its length and checksum, too, which identify the save.
     pub(crate) fn read(store: &dyn Store) -> Result<(Self, MeshLayout, (u64, Option<u32>))> {
         let path = store.path().join(MANIFEST);
         let Some(text) = store.read(MANIFEST, MAX_BYTES)? else {
-            // What is not even there is told by the list.
+            // A missing directory is another error.
             store.list()?;
             return Err(Error::Incomplete { path: store.path().to_path_buf() });
         };
@@ -112,8 +115,8 @@ impl Manifest {
             Flaw::Tensor(name, reason) => Error::Manifest { path, tensor: Some(name), reason },
         });
         let (manifest, mesh) = parsed?;
-        let seal = (text.len() as u64, manifest.crc32c);
-        Ok((manifest, mesh, seal))
+        let id = (text.len() as u64, manifest.crc32c);
+        Ok((manifest, mesh, id))
     }
 
     fn parse(text: &[u8]) -> Result<(Self, MeshLayout), Flaw> {
@@ -122,17 +125,17 @@ impl Manifest {
             format: String,
             version: u64,
         }
-        let not_one = |error: serde_json::Error| Flaw::Text(format!("not a checkpoint manifest: {error}"));
-        // This comes first: a number that was changed says nothing, that of the version included.
-        let seal = check(text);
-        if let Trailer::Wrong(found) = seal {
+        let not_a_manifest = |error: serde_json::Error| Flaw::Text(format!("not a checkpoint manifest: {error}"));
+        // Check this first: in a changed text, no number means anything, not even the version.
+        let trailer = check_trailer(text);
+        if let Trailer::Wrong(found) = trailer {
             return Err(Flaw::Text(format!(
-                "it is damaged, or was changed by hand: its checksum is {found}, at its end is another; {ADVICE}"
+                "it is damaged or edited by hand: its checksum is {found}, but it ends with another one; {ADVICE}"
             )));
         }
-        let head: Head = serde_json::from_slice(text).map_err(not_one)?;
+        let head: Head = serde_json::from_slice(text).map_err(not_a_manifest)?;
         if head.format != FORMAT {
-            return Err(Flaw::Text(format!("its format is {:?}, a checkpoint's is {FORMAT:?}", head.format)));
+            return Err(Flaw::Text(format!("its format is {:?}, expected {FORMAT:?}", head.format)));
         }
         if head.version > VERSION {
             return Err(Flaw::UnsupportedVersion(head.version));
@@ -140,10 +143,10 @@ impl Manifest {
         if head.version == 0 {
             return Err(Flaw::Text("format version 0 does not exist".into()));
         }
-        if head.version >= CHECKED && seal == Trailer::Absent {
+        if head.version >= V_CHECKSUMS && trailer == Trailer::Absent {
             return Err(Flaw::Text(format!("it is damaged: it does not end with its checksum; {ADVICE}")));
         }
-        let manifest: Manifest = serde_json::from_slice(text).map_err(not_one)?;
+        let manifest: Manifest = serde_json::from_slice(text).map_err(not_a_manifest)?;
         let mesh = manifest.check()?;
         Ok((manifest, mesh))
     }
@@ -157,16 +160,17 @@ impl Manifest {
             self.mesh.names.iter().map(String::as_str).zip(self.mesh.shape.iter().copied()).collect();
         let mesh = MeshLayout::new(&dims).map_err(|error| Flaw::Text(error.to_string()))?;
         if mesh.size() != self.world_size {
-            return Err(Flaw::Text(format!("its mesh {mesh} is not one of {} ranks", self.world_size)));
+            return Err(Flaw::Text(format!("its mesh {mesh} does not have {} ranks", self.world_size)));
         }
         check_values(&self.values).map_err(Flaw::Text)?;
-        let later = [(CHECKED, self.finite || self.crc32c.is_some()), (HOSTS, of_hosts(&self.files, &self.tensors))];
+        let later =
+            [(V_CHECKSUMS, self.finite || self.crc32c.is_some()), (V_HOSTS, has_hosts(&self.files, &self.tensors))];
         if later.into_iter().any(|(since, has)| has && self.version < since) {
             let version = self.version;
-            return Err(Flaw::Text(format!("it says that it is of version {version}, and has fields that came later")));
+            return Err(Flaw::Text(format!("it has version {version}, but fields of a later version")));
         }
-        // What the chunks in each file take, and how many there are.
-        let mut held = BTreeMap::new();
+        // Number and bytes of the chunks in each file.
+        let mut chunks_in = BTreeMap::new();
         for (name, file) in &self.files {
             if !is_plain_file_name(name) || name == MANIFEST {
                 return Err(Flaw::Text(format!("{name:?} is not a plain file name")));
@@ -178,54 +182,52 @@ impl Manifest {
                     "file {name:?} has {has} checksum of its header, in version {version}"
                 )));
             }
-            held.insert(name.as_str(), (0usize, 0u64));
+            chunks_in.insert(name.as_str(), (0usize, 0u64));
         }
         for (name, tensor) in &self.tensors {
             tensor.check(&self.files).map_err(|reason| Flaw::Tensor(name.clone(), reason))?;
             for chunk in &tensor.chunks {
                 for file in chunk.files() {
-                    if let Some((chunks, bytes)) = held.get_mut(file.as_str()) {
+                    if let Some((chunks, bytes)) = chunks_in.get_mut(file.as_str()) {
                         *chunks += 1;
                         *bytes = bytes.saturating_add(chunk.region().elements() as u64 * tensor.dtype.size() as u64);
                     }
                 }
             }
         }
-        for (name, (chunks, bytes)) in held {
+        for (name, (chunks, bytes)) in chunks_in {
             let size = self.files[name].bytes;
             if chunks == 0 {
                 return Err(Flaw::Text(format!("no tensor has a chunk in its file {name:?}")));
             }
             if bytes > size {
-                return Err(Flaw::Text(format!("its file {name:?} has {size} bytes, the chunks in it {bytes}")));
+                return Err(Flaw::Text(format!("its file {name:?} has {size} bytes, but chunks of {bytes} bytes")));
             }
         }
         Ok(mesh)
     }
 }
 
-/// Whether hosts wrote it to directories of their own.
-fn of_hosts(files: &BTreeMap<String, FileEntry>, tensors: &BTreeMap<String, TensorEntry>) -> bool {
+/// Returns whether hosts wrote files to their own directories.
+fn has_hosts(files: &BTreeMap<String, FileEntry>, tensors: &BTreeMap<String, TensorEntry>) -> bool {
     let mut chunks = tensors.values().flat_map(|tensor| &tensor.chunks);
     files.values().any(|file| file.host.is_some()) || chunks.any(|chunk| !chunk.copies.is_empty())
 }
 
-/// What is to be done about a manifest that is damaged.
+/// Fix for a damaged manifest.
 const ADVICE: &str = "use another checkpoint";
 
-/// What is wrong with values that mean something to others than those who saved them.
+/// Checks the values that this crate's readers use.
 fn check_values(values: &serde_json::Map<String, serde_json::Value>) -> Result<(), String> {
     match values.get("step") {
-        Some(serde_json::Value::Number(step))
-            if step.as_f64().is_none_or(|number| number.abs() > MOST_STEPS as f64) =>
-        {
-            Err(format!("its value \"step\" is {step}, and no run takes more than {MOST_STEPS} steps"))
+        Some(serde_json::Value::Number(step)) if step.as_f64().is_none_or(|number| number.abs() > MAX_STEP as f64) => {
+            Err(format!("its value \"step\" is {step}, expected at most {MAX_STEP}"))
         }
         _ => Ok(()),
     }
 }
 
-/// What is wrong with a manifest whose path is not known yet.
+/// A problem of a manifest whose path is not known yet.
 enum Flaw {
     UnsupportedVersion(u64),
     Text(String),
@@ -245,7 +247,7 @@ impl TensorEntry {
                     return Err(format!("{} is in {file:?}, which is not among the files", span()));
                 }
                 if !seen.insert(file.as_str()) {
-                    return Err(format!("two of its chunks are in {file:?}; a file holds one at most"));
+                    return Err(format!("{file:?} holds two of its chunks, expected at most one"));
                 }
             }
             if chunk.crc32c.is_none() {
@@ -256,7 +258,7 @@ impl TensorEntry {
     }
 }
 
-/// A map whose keys come once each; JSON by itself lets the last one win.
+/// Deserializes a map and refuses repeated keys, of which serde_json would keep the last.
 fn unique<'de, D: Deserializer<'de>, V: Deserialize<'de>>(from: D) -> Result<BTreeMap<String, V>, D::Error> {
     struct Unique<V>(std::marker::PhantomData<V>);
     impl<'de, V: Deserialize<'de>> Visitor<'de> for Unique<V> {
@@ -278,22 +280,22 @@ fn unique<'de, D: Deserializer<'de>, V: Deserialize<'de>>(from: D) -> Result<BTr
     from.deserialize_map(Unique(std::marker::PhantomData))
 }
 
-/// What comes before the checksum. Every line of a manifest that is as little indented is one of its outermost fields.
+/// Text before the checksum. Only outermost fields have this indentation.
 const FIELD: &[u8] = b",\n  \"crc32c\": ";
 
-/// What the end of a manifest says of it.
+/// State of the checksum at the end of a manifest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Trailer {
-    /// It is as it was written.
+    /// The checksum matches the text.
     Valid,
-    /// It has this checksum, and its end says something else.
+    /// The checksum of the text is this, and the manifest ends with another one.
     Wrong(u32),
-    /// There is no checksum at its end.
+    /// The manifest does not end with a checksum.
     Absent,
 }
 
-/// Adds the checksum to a JSON object as `serde_json::to_vec_pretty` writes it.
-pub(crate) fn seal(text: &mut Vec<u8>) {
+/// Appends the checksum to a JSON object in the format of `serde_json::to_vec_pretty`.
+pub(crate) fn append_checksum(text: &mut Vec<u8>) {
     if text.ends_with(b"\n}") {
         text.truncate(text.len() - 2);
     }
@@ -301,8 +303,8 @@ pub(crate) fn seal(text: &mut Vec<u8>) {
     text.extend(end);
 }
 
-/// Looks at the end of a manifest.
-pub(crate) fn check(text: &[u8]) -> Trailer {
+/// Checks the checksum at the end of a manifest.
+pub(crate) fn check_trailer(text: &[u8]) -> Trailer {
     let longest = end(u32::MAX).len();
     let from = text.len().saturating_sub(longest);
     let Some(at) = text[from..].windows(FIELD.len()).rposition(|window| window == FIELD) else {
@@ -329,23 +331,23 @@ mod tests {
     use serde_json::{Value, json};
 
     #[test]
-    fn every_flipped_bit_breaks_it() {
+    fn detects_every_flipped_bit() {
         let value = serde_json::json!({ "a": 1, "b": { "crc32c": 7 } });
         let mut text = serde_json::to_vec_pretty(&value).unwrap();
-        assert_eq!(check(&text), Trailer::Absent);
-        seal(&mut text);
-        assert_eq!(check(&text), Trailer::Valid);
+        assert_eq!(check_trailer(&text), Trailer::Absent);
+        append_checksum(&mut text);
+        assert_eq!(check_trailer(&text), Trailer::Valid);
         let read: serde_json::Value = serde_json::from_slice(&text).unwrap();
         assert!(read["crc32c"].is_u64() && read["b"] == value["b"]);
         for bit in 0..8 * text.len() {
             let mut bad = text.clone();
             bad[bit / 8] ^= 1 << (bit % 8);
-            assert_ne!(check(&bad), Trailer::Valid, "bit {bit}");
+            assert_ne!(check_trailer(&bad), Trailer::Valid, "bit {bit}");
         }
         for cut in 0..text.len() {
-            assert_ne!(check(&text[..cut]), Trailer::Valid, "{cut} bytes");
+            assert_ne!(check_trailer(&text[..cut]), Trailer::Valid, "{cut} bytes");
         }
-        assert_ne!(check(&[&text[..], b"\n"].concat()), Trailer::Valid);
+        assert_ne!(check_trailer(&[&text[..], b"\n"].concat()), Trailer::Valid);
     }
 
     fn good() -> Value {
@@ -370,27 +372,27 @@ mod tests {
     }
 
     #[test]
-    fn every_way_to_be_wrong_is_told() {
+    fn rejects_invalid_manifests() {
         assert_eq!(reason(&good().to_string()), "accepted");
         let huge = usize::MAX / 2;
         for (pointer, value, part) in [
-            ("/format", json!("other"), "a checkpoint's is"),
+            ("/format", json!("other"), "expected \"candle-fsdp"),
             ("/version", json!(4), "newer 4"),
-            ("/version", json!(0), "version 0"),
+            ("/format", json!("other"), "expected"),
             ("/version", json!(2), "does not end with its checksum"),
-            ("/values/step", json!(1u64 << 63), "no run takes more than"),
-            ("/values/step", json!(-1e300), "no run takes more than"),
-            ("/world_size", json!(3), "not one of 3 ranks"),
+            ("/values/step", json!(1u64 << 63), "expected at most"),
+            ("/values/step", json!(-1e300), "expected at most"),
+            ("/world_size", json!(3), "does not have 3 ranks"),
             ("/mesh/names", json!(["a", "b"]), "for the shape [2]"),
             ("/mesh/shape", json!([0]), "size 0"),
             ("/tensors/w/dtype", json!("F33"), "unknown variant"),
-            ("/tensors/w/shape", json!([huge, huge]), "too large"),
+            ("/tensors/w/shape", json!([huge, huge]), "overflow"),
             ("/tensors/w/shape", json!([4, 2]), "leave out 2 elements"),
             ("/tensors/w/shape", json!([3]), "outside its shape"),
             ("/tensors/w/chunks/0/file", json!("../a"), "not a plain file name"),
             ("/tensors/w/chunks/0/file", json!("/a"), "not a plain file name"),
             ("/tensors/w/chunks/0/file", json!("c"), "not among the files"),
-            ("/tensors/w/chunks/0/file", json!("b"), "two of its chunks"),
+            ("/tensors/w/chunks/0/file", json!("b"), "holds two of its chunks"),
             ("/tensors/w/chunks/0/offsets", json!([usize::MAX, 0]), "outside its shape"),
             ("/tensors/w/chunks/0/sizes", json!([3, 2]), "overlap"),
             ("/tensors/w/chunks/0/sizes", json!([1, 2]), "leave out 2 elements"),
@@ -398,14 +400,14 @@ mod tests {
             ("/tensors/w/chunks/0/crc32c", json!(-1), "invalid value"),
             ("/tensors/w/chunks/0/crc32c", json!(null), "no checksum"),
             ("/files", json!({"..": {"bytes": 1}}), "not a plain file name"),
-            ("/files/a/bytes", json!(15), "has 15 bytes, the chunks in it 16"),
+            ("/files/a/bytes", json!(15), "has 15 bytes, but chunks of 16 bytes"),
             ("/files/c", json!({"bytes": 9}), "no tensor has a chunk in its file \"c\""),
             ("/files/a/header_crc32c", json!(1), "has a checksum of its header, in version 1"),
             ("/tensors", json!({}), "no tensor has a chunk"),
-            ("/finite", json!(true), "fields that came later"),
-            ("/crc32c", json!(1), "fields that came later"),
-            ("/files/a/host", json!("node0"), "fields that came later"),
-            ("/tensors/w/chunks/0/copies", json!(["c"]), "fields that came later"),
+            ("/finite", json!(true), "fields of a later version"),
+            ("/crc32c", json!(1), "fields of a later version"),
+            ("/files/a/host", json!("node0"), "fields of a later version"),
+            ("/tensors/w/chunks/0/copies", json!(["c"]), "fields of a later version"),
         ] {
             let mut bad = good();
             let (at, key) = pointer.rsplit_once('/').unwrap();
@@ -425,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn a_manifest_that_ends_with_its_checksum_has_one_of_every_header() {
+    fn version_2_needs_checksums_of_headers() {
         let text = |change: &dyn Fn(&mut Value)| {
             let mut manifest = good();
             manifest["version"] = json!(2);
@@ -434,24 +436,24 @@ mod tests {
             }
             change(&mut manifest);
             let mut text = serde_json::to_vec_pretty(&manifest).unwrap();
-            seal(&mut text);
+            append_checksum(&mut text);
             String::from_utf8(text).unwrap()
         };
         let whole = text(&|_| ());
         assert_eq!(reason(&whole), "accepted");
         assert_eq!(reason(&text(&|manifest| manifest["finite"] = json!(true))), "accepted");
         assert_eq!(reason(&text(&|manifest| manifest["version"] = json!(4))), "newer 4");
-        let of_hosts = |version: u64| {
+        let has_hosts = |version: u64| {
             reason(&text(&|manifest| {
                 manifest["version"] = json!(version);
                 manifest["files"]["a"]["host"] = json!("node0");
             }))
         };
-        assert_eq!(of_hosts(3), "accepted");
-        assert!(of_hosts(2).contains("of version 2, and has fields that came later"), "{}", of_hosts(2));
+        assert_eq!(has_hosts(3), "accepted");
+        assert!(has_hosts(2).contains("version 2, but fields of a later version"), "{}", has_hosts(2));
         let none = text(&|manifest| drop(manifest["files"]["a"].as_object_mut().unwrap().remove("header_crc32c")));
         assert!(reason(&none).contains("has no checksum of its header"), "{}", reason(&none));
-        // Another version, and an older one, are damage where the checksum says so.
+        // A changed version is reported as damage, since the checksum is wrong.
         for other in ["1", "3"] {
             let changed = whole.replace("\"version\": 2", &format!("\"version\": {other}"));
             assert!(reason(&changed).contains("it is damaged"), "{}", reason(&changed));
@@ -459,7 +461,7 @@ mod tests {
     }
 
     #[test]
-    fn values_come_back_to_the_last_bit() {
+    fn values_round_trip_exactly() {
         for value in [0.1f64, 1e-3 / 3.0, f64::MIN_POSITIVE, 5e-324, 1.7976931348623157e308, 0.30000000000000004] {
             let mut manifest = good();
             manifest["values"]["lr"] = json!(value);

@@ -1,4 +1,12 @@
-//! TODO
+//! . Rank 0 writes the [`manifest`] with the checksums of all ranks, and renames the directory to its final name.
+//!
+//! With `SaveOptions::host`, the first rank of each host takes the part of rank 0 in a directory of that host
+//! ([`hosts`]).
+//! [`async_save`] runs the same phases on a thread. [`run_dir`] finds, quarantines and removes the checkpoints of a
+//! run.
+//!
+//! A save has these phases; all ranks agree on the outcome of each one ([`agree`]):
+//!
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -24,11 +32,10 @@ pub(crate) mod run_dir;
 pub(crate) mod save;
 pub(crate) mod writable;
 
-/// A checkpoint on disk, with a manifest that has been checked in itself, by its checksum and against the sizes of the
-/// files.
+/// A checkpoint on disk.
 ///
-/// Files are opened, and their headers checked by their checksums, when something is read from them, so that a rank
-/// opens those that it needs. Several threads may read at once.
+/// Opening checks the manifest and the sizes of the files. A file is opened, and its header verified, by the first read
+/// from it, so a rank opens only the files that it needs. Threads may read concurrently.
 #[derive(Debug)]
 pub struct Checkpoint {
     chunked: ChunkedTensors,
@@ -38,33 +45,32 @@ pub struct Checkpoint {
     is_finite: bool,
     checksums: Checksums,
     mesh: MeshLayout,
-    seal: (u64, Option<u32>),
+    id: (u64, Option<u32>),
 }
 
 impl Checkpoint {
     /// Opens the checkpoint in the directory `dir`.
     ///
     /// # Errors
-    /// [`Error::Incomplete`] without a manifest; [`Error::UnsupportedVersion`]; [`Error::Manifest`] when it contradicts itself;
-    /// [`Error::NotFound`] and [`Error::NotSafetensors`] when a file is missing or of another size;
-    /// [`Error::MissingParts`] when files are missing that another host wrote to its own directory; [`Error::Io`].
+    /// [`Error::Incomplete`] without a manifest; [`Error::UnsupportedVersion`]; [`Error::Manifest`] for an invalid
+    /// manifest; [`Error::NotFound`] and [`Error::NotSafetensors`] for a missing or truncated file;
+    /// [`Error::MissingParts`] when files are missing that another host wrote; [`Error::Io`].
     pub fn open(dir: &Path) -> Result<Self> {
         let checkpoint = Self::open_part(dir)?;
         match checkpoint.missing().is_empty() {
             true => Ok(checkpoint),
-            false => Err(checkpoint.chunked.elsewhere(checkpoint.missing().keys())),
+            false => Err(checkpoint.chunked.missing_parts(checkpoint.missing().keys())),
         }
     }
 
-    /// The same where files of other hosts may be missing.
+    /// Opens a checkpoint of which files of other hosts may be missing.
     pub(crate) fn open_part(dir: &Path) -> Result<Self> {
         let store = store(dir)?;
-        let (manifest, mesh, seal) = Manifest::read(&*store)?;
+        let (manifest, mesh, id) = Manifest::read(&*store)?;
         let mut missing = BTreeMap::new();
         for (name, entry) in &manifest.files {
             if store.link(name).is_some() {
-                let reason =
-                    "it is a symbolic link, and the files of a checkpoint are its own; put a copy in its place";
+                let reason = "it is a symbolic link; replace it by a copy of the file";
                 return Err(io_error("open", &dir.join(name))(std::io::Error::other(reason)));
             }
             let Some(bytes) = store.size(name)? else {
@@ -78,39 +84,39 @@ impl Checkpoint {
                 });
             };
             if bytes != entry.bytes {
-                let reason = format!("it has {bytes} bytes, {} were written", entry.bytes);
+                let reason = format!("it has {bytes} bytes, expected {}", entry.bytes);
                 return Err(Error::NotSafetensors { path: dir.join(name), reason });
             }
         }
         let checksums = if manifest.covers_everything() { Checksums::Everything } else { Checksums::Tensors };
         let Manifest { created_by, world_size, finite: is_finite, values, files, tensors, .. } = manifest;
-        let according_to = dir.join(MANIFEST);
-        let chunked = ChunkedTensors { store, according_to, tensors, files, missing, open: Mutex::default() };
-        Ok(Checkpoint { chunked, values, world_size, created_by, is_finite, checksums, mesh, seal })
+        let described_by = dir.join(MANIFEST);
+        let chunked = ChunkedTensors { store, described_by, tensors, files, missing, open: Mutex::default() };
+        Ok(Checkpoint { chunked, values, world_size, created_by, is_finite, checksums, mesh, id })
     }
 
-    /// Files that are not here, each with the host that wrote it.
+    /// Returns the missing files, each with the host that wrote it.
     pub(crate) fn missing(&self) -> &BTreeMap<String, String> {
         &self.chunked.missing
     }
 
-    /// What tells its manifest from others: its length and the checksum at its end.
-    pub(crate) fn seal(&self) -> (u64, Option<u32>) {
-        self.seal
+    /// Returns the length and the checksum of the manifest, which identify the save.
+    pub(crate) fn id(&self) -> (u64, Option<u32>) {
+        self.id
     }
 
-    /// The number of ranks that wrote it.
+    /// Returns the number of ranks that saved it.
     pub fn world_size(&self) -> usize {
         self.world_size
     }
 
-    /// The program and version that wrote it.
+    /// Returns the program and version that wrote it.
     pub fn created_by(&self) -> &str {
         &self.created_by
     }
 
-    /// Whether those who saved it had found all of its floating point numbers finite ([`crate::SaveOptions::finite`]).
-    /// Where they have not looked, it may be so all the same: [`crate::non_finite`] looks.
+    /// Returns whether every rank declared its floating point numbers finite when it saved
+    /// ([`crate::SaveOptions::finite`]). Use [`crate::non_finite`] to look for NaN and infinity.
     pub fn is_finite(&self) -> bool {
         self.is_finite
     }
@@ -141,8 +147,7 @@ impl TensorSource for Checkpoint {
         &self.values
     }
 
-    /// From whatever chunks cover the box. A chunk that is read as a whole has its checksum verified on the way; for
-    /// the rest there is [`TensorSource::verify_share`].
+    /// Verifies the checksum of each chunk that is read as a whole. [`TensorSource::verify_share`] verifies all chunks.
     fn read(&self, fqn: &str, region: &Region, into: &mut [u8]) -> Result<()> {
         self.chunked.read(fqn, self.tensor(fqn)?, region, into)
     }
@@ -151,11 +156,11 @@ impl TensorSource for Checkpoint {
         self.checksums
     }
 
-    /// Of a part, what is here: together the hosts read everything once, and each copy of it.
+    /// Of one host's part, verifies the files that exist, copies included.
     fn verify_share(&self, rank: usize, ranks: usize) -> Result<Verified> {
         let mut verified = Verified { files: self.files().len() - self.missing().len(), ..Verified::default() };
         let chunks = self.tensors().iter().flat_map(|(fqn, tensor)| {
-            let here = tensor.chunks.iter().enumerate().filter(|(_, chunk)| self.chunked.has(chunk));
+            let here = tensor.chunks.iter().enumerate().filter(|(_, chunk)| self.chunked.has_chunk(chunk));
             here.map(move |(at, _)| (fqn, at))
         });
         for (fqn, chunk) in chunks.skip(rank).step_by(ranks.max(1)) {

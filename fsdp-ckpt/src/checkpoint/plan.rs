@@ -1,4 +1,5 @@
-//! TODO
+//! Planning a save: which rank writes which chunk. Every rank computes the same plan from the list of all ranks'
+//! shards.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -12,21 +13,21 @@ use crate::checkpoint::hosts::Hosts;
 use crate::region::{Bounds, TilingError, check_tiling, checked_bytes, fits};
 use crate::{Error, Result};
 
-/// One rank's part of a global tensor.
+/// A rank's shard of a global tensor.
 #[derive(Clone)]
 pub struct TensorShard {
-    /// The fully qualified name, the same on every rank, as in `model.layers.0.weight`.
+    /// Fully qualified name, the same on every rank, such as `model.layers.0.weight`.
     pub fqn: String,
-    /// The shape of the global tensor.
+    /// Shape of the global tensor.
     pub shape: Vec<usize>,
-    /// The box of the global tensor that this rank holds; may be empty.
+    /// Region of the global tensor that this rank holds; may be empty.
     pub region: Region,
-    /// The elements of the box, row-major. The tensor's dtype is this memory's.
+    /// Elements of the region, row-major. They determine the tensor's dtype.
     pub data: Arc<dyn Readable>,
 }
 
 impl TensorShard {
-    /// A tensor that this rank holds as a whole.
+    /// Creates the shard of a rank that holds the whole tensor.
     pub fn whole(fqn: impl Into<String>, shape: &[usize], data: Arc<dyn Readable>) -> Self {
         TensorShard { fqn: fqn.into(), shape: shape.to_vec(), region: Region::whole(shape), data }
     }
@@ -43,7 +44,7 @@ impl std::fmt::Debug for TensorShard {
     }
 }
 
-/// What a rank says that it holds of one tensor.
+/// A shard as ranks list it to each other.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct ShardInfo {
     pub(crate) fqn: String,
@@ -53,12 +54,12 @@ pub(crate) struct ShardInfo {
     pub(crate) sizes: Vec<usize>,
 }
 
-/// One chunk and the rank that writes it. No rank writes two chunks of a tensor.
+/// A chunk and the rank that writes it. A rank writes at most one chunk of each tensor.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct PlannedChunk {
     pub(crate) region: Region,
     pub(crate) writer: usize,
-    /// Ranks of other hosts that write it too, each for the directory of its own.
+    /// Ranks of other hosts that also write it, to the directories of their hosts.
     pub(crate) copiers: Vec<usize>,
 }
 
@@ -68,7 +69,7 @@ impl PlannedChunk {
     }
 }
 
-/// One tensor's chunks, ordered by their offsets.
+/// A tensor's chunks, ordered by offset.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct PlannedTensor {
     pub(crate) dtype: DType,
@@ -76,11 +77,11 @@ pub(crate) struct PlannedTensor {
     pub(crate) chunks: Vec<PlannedChunk>,
 }
 
-/// All tensors by name.
+/// Planned tensors by name.
 pub(crate) type Plan = BTreeMap<String, PlannedTensor>;
 
-/// Exchanges what the ranks hold and plans who writes what. Collective. `subject` must be the same on every rank; it
-/// says what is being saved.
+/// Exchanges the ranks' lists of shards and plans the save. Collective. `subject` describes the save and must be the
+/// same on every rank.
 pub(crate) fn exchange_plan(
     group: &ProcessGroup,
     hosts: &Hosts,
@@ -101,7 +102,7 @@ pub(crate) fn exchange_plan(
         let first = first.get_or_insert_with(|| theirs.clone());
         if *first != theirs {
             return Err(Error::Argument(format!(
-                "the ranks don't save the same thing: rank 0 saves {first}, rank {rank} saves {theirs}"
+                "the ranks save different things: rank 0 saves {first}, rank {rank} saves {theirs}"
             )));
         }
         all.push(claims);
@@ -109,7 +110,7 @@ pub(crate) fn exchange_plan(
     plan(&all, hosts)
 }
 
-/// This rank's claims, checked for what can be known without the other ranks.
+/// Lists this rank's shards and checks what needs no other rank.
 fn claims(shards: &[TensorShard]) -> Result<Vec<ShardInfo>> {
     let mut seen = BTreeSet::new();
     shards
@@ -121,13 +122,13 @@ fn claims(shards: &[TensorShard]) -> Result<Vec<ShardInfo>> {
                 return fail("this name can't be used in a safetensors file; choose another".to_string());
             }
             if !seen.insert(shard.fqn.as_str()) {
-                return fail("it is given twice; give each tensor once a rank".to_string());
+                return fail("this rank has it twice; pass each tensor once".to_string());
             }
             if checked_bytes(&shard.shape, dtype.size()).is_none() {
                 return fail(format!("its shape {:?} is too large to count its bytes", shard.shape));
             }
             if !fits(&shard.region, &shard.shape) {
-                return fail(format!("{} is not a part of its shape {:?}", Bounds(&shard.region), shard.shape));
+                return fail(format!("{} is not within its shape {:?}", Bounds(&shard.region), shard.shape));
             }
             if shard.data.len() != shard.region.elements() {
                 let (span, need, have) = (Bounds(&shard.region), shard.region.elements(), shard.data.len());
@@ -144,8 +145,8 @@ fn claims(shards: &[TensorShard]) -> Result<Vec<ShardInfo>> {
         .collect()
 }
 
-/// Plans from every rank's claims. Equal regions are written once a directory; of the ranks that hold one there, the
-/// one with the fewest bytes so far writes it.
+/// Plans a save. Each region is written once in each directory, by the rank that holds it and has the fewest bytes to
+/// write so far.
 pub(crate) fn plan(claims: &[Vec<ShardInfo>], hosts: &Hosts) -> Result<Plan> {
     let mut tensors = BTreeMap::<&str, TensorHolders<'_>>::new();
     for (rank, claims) in claims.iter().enumerate() {
@@ -165,7 +166,7 @@ pub(crate) fn plan(claims: &[Vec<ShardInfo>], hosts: &Hosts) -> Result<Plan> {
             bytes: holders.bytes(key),
         }));
     }
-    // What only one rank holds is settled first, then the largest: the rest evens it out.
+    // Assign regions with a single holder first, then larger ones first, so that the rest evens out the load.
     chunks.sort_by(|a, b| (a.ranks.len() > 1, b.bytes, a.fqn, a.key).cmp(&(b.ranks.len() > 1, a.bytes, b.fqn, b.key)));
     let mut load = vec![0usize; claims.len()];
     let mut plan = Plan::new();
@@ -198,10 +199,10 @@ pub(crate) fn plan(claims: &[Vec<ShardInfo>], hosts: &Hosts) -> Result<Plan> {
     Ok(plan)
 }
 
-/// A region as offsets and sizes, ordered.
+/// Offsets and sizes of a region.
 type Key = (Vec<usize>, Vec<usize>);
 
-/// A region that somebody has to write.
+/// A region to assign to a writer.
 struct ChunkToWrite<'a> {
     fqn: &'a str,
     key: &'a Key,
@@ -209,9 +210,9 @@ struct ChunkToWrite<'a> {
     bytes: usize,
 }
 
-/// Who holds what of one tensor.
+/// The ranks that hold each region of one tensor.
 struct TensorHolders<'a> {
-    /// The first rank that has it, and what it says of it.
+    /// First rank that has the tensor.
     rank: usize,
     claim: &'a ShardInfo,
     held: BTreeMap<Key, Vec<usize>>,
@@ -228,8 +229,7 @@ impl<'a> TensorHolders<'a> {
                 ),
             });
         }
-        // A tensor without elements is written by somebody, so that it is there; other empty shards are nobody's
-        // business.
+        // One rank writes a tensor without elements, so that it exists. Other empty shards are not written.
         if claim.shape.contains(&0) {
             self.held.entry((vec![0; claim.shape.len()], claim.shape.clone())).or_default().push(rank);
         } else if !claim.sizes.contains(&0) {
@@ -268,7 +268,7 @@ impl<'a> TensorHolders<'a> {
                 let more = regions.len().saturating_sub(8);
                 let more = if more > 0 { format!(" and {more} more") } else { String::new() };
                 let held = if held.is_empty() { "nothing".to_string() } else { held.join(", ") };
-                fail(format!("no rank holds {missing} of the elements of shape {shape:?}; held are {held}{more}"))
+                fail(format!("no rank holds {missing} of the elements of shape {shape:?}; the ranks hold {held}{more}"))
             }
         }
     }
@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn replicas_are_written_once_and_spread_by_bytes() {
+    fn spreads_replicas_by_bytes() {
         let names = ["a", "b", "c", "d"];
         let rank: Vec<ShardInfo> = names.iter().map(|name| claim(name, &[4], &[0], &[4])).collect();
         let plan = plan(&[rank.clone(), rank], &Hosts::shared(2)).unwrap();
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn shards_that_make_no_whole_are_refused() {
+    fn rejects_incomplete_shards() {
         let part = |offset, size| vec![claim("w", &[4], &[offset], &[size])];
         let text = |claims: &[Vec<ShardInfo>]| plan(claims, &Hosts::shared(claims.len())).unwrap_err().to_string();
         let overlap = text(&[part(0, 3), part(2, 2)]);
@@ -307,7 +307,7 @@ mod tests {
         let gap = text(&[part(0, 1), part(2, 2)]);
         assert!(gap.contains("no rank holds 1 of the elements") && gap.contains("rank 1 [2..4]"), "{gap}");
         let nothing = text(&[part(0, 0)]);
-        assert!(nothing.contains("held are nothing"), "{nothing}");
+        assert!(nothing.contains("the ranks hold nothing"), "{nothing}");
         let shapes = text(&[part(0, 4), vec![claim("w", &[5], &[0], &[5])]]);
         assert!(shapes.contains("rank 1 as F32 [5]"), "{shapes}");
     }

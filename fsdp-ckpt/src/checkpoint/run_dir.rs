@@ -1,4 +1,4 @@
-//! TODO
+//! The directory of a run: finding the newest checkpoint, quarantining damaged ones, removing old ones.
 
 use std::cmp::Reverse;
 use std::num::NonZeroUsize;
@@ -9,16 +9,15 @@ use crate::escape::escape;
 use crate::store::{MoveOutcome, as_local, move_dir, remove_dir, split, store};
 use crate::{Checkpoint, Error, MANIFEST, Result, TensorSource};
 
-/// The newest whole checkpoint under `dir`: the one with the highest number at the end of its name, as in
+/// Finds the newest whole checkpoint in `dir`: the one with the highest number at the end of its name, such as
 /// `step-00000010`.
 ///
-/// Every candidate is opened, so that what is returned has a valid manifest and all of its files; what does not open is
-/// skipped with a warning. `None` when there is no whole checkpoint, or no directory `dir`: a run that starts from
-/// nothing. A link is no checkpoint of its own: it is skipped with a warning when it leads to another directory in
-/// `dir`, or to one whose name ends in another number.
+/// Opens the candidates, newest first, until one has a valid manifest and all files. Logs the candidates it skips.
+/// Returns `None` if there is no whole checkpoint or no directory. A link to another directory in `dir`, or to a name
+/// with another number, is not a checkpoint.
 ///
 /// # Errors
-/// [`Error::Io`] when `dir` can't be listed; [`Error::Object`] when an object store does not answer.
+/// [`Error::Io`] if `dir` can't be listed; [`Error::Object`] if an object store does not answer.
 pub fn latest(dir: &Path) -> Result<Option<PathBuf>> {
     let found = survey(dir)?;
     found.warn_about_links();
@@ -28,35 +27,34 @@ pub fn latest(dir: &Path) -> Result<Option<PathBuf>> {
     Ok(found.newest)
 }
 
-/// What [`survey`] has found under a directory.
+/// The checkpoints of a run, found by [`survey`].
 #[derive(Debug, Default)]
 pub struct Survey {
-    /// The newest whole checkpoint.
+    /// Newest whole checkpoint.
     pub newest: Option<PathBuf>,
-    /// What has a higher number and is none, with what is wrong with it ([`Error::is_damage`] tells whether it was
-    /// one). Newest first.
+    /// Newer candidates that could not be opened, newest first. [`Error::is_damage`] tells damaged ones.
     pub skipped: Vec<(PathBuf, Error)>,
-    /// All that may be checkpoints by their names, newest first, whether they were looked at or not.
+    /// All candidates by name, newest first, opened or not.
     pub steps: Vec<PathBuf>,
-    /// What was [set aside](crate::set_aside).
+    /// [Quarantined](crate::quarantine) checkpoints.
     pub quarantined: Vec<PathBuf>,
-    /// Links that are no checkpoints, with what they lead to: a directory that has a [name of its
-    /// own](alias_target), or nothing, as when a disk is not mounted.
+    /// Links that are not checkpoints, with their targets: [aliases](alias_target) of other directories, and links
+    /// whose target is missing, such as on a disk that is not mounted.
     pub links: Vec<(PathBuf, PathBuf)>,
 }
 
 impl Survey {
-    /// Warns of the links that were passed over.
+    /// Logs a warning for each skipped link.
     pub fn warn_about_links(&self) {
         for (link, target) in &self.links {
-            let why = if target.exists() { "which has a name of its own" } else { "which is not there" };
+            let why = if target.exists() { "which has its own name" } else { "which does not exist" };
             tracing::warn!("skipping {}: it is a link to {}, {why}", escape(link.display()), escape(target.display()));
         }
     }
 }
 
-/// As [`latest`], with what it has skipped, for programs that want to do something about that. A save to an object
-/// store that has not finished, yet or ever, is no part of it: it is in nobody's way.
+/// Finds the newest whole checkpoint, like [`latest`], and returns the skipped candidates instead of logging them.
+/// Unfinished saves in an object store are not listed, since they don't block later saves.
 ///
 /// # Errors
 /// As [`latest`].
@@ -77,7 +75,7 @@ pub fn survey(dir: &Path) -> Result<Survey> {
                 found.newest = Some(path);
                 break;
             }
-            // A store that does not answer says nothing about the checkpoint: an older one would be the wrong one.
+            // If a store does not answer, an older checkpoint would be the wrong one.
             Err(error @ Error::Object { .. }) => return Err(error),
             Err(error @ Error::Incomplete { .. }) if !is_local => {
                 tracing::warn!("skipping {}: {}", escape(path.display()), chain(&error));
@@ -88,12 +86,12 @@ pub fn survey(dir: &Path) -> Result<Survey> {
     Ok(found)
 }
 
-/// What may be checkpoints under `dir`, by its names. Nothing when there is no directory `dir`.
+/// Returns candidate checkpoints in `dir`, newest first; empty if there is no directory.
 pub(crate) fn newest_first(dir: &Path) -> Result<Vec<PathBuf>> {
     Ok(candidates(dir, names(dir)?).0)
 }
 
-/// The names of the directories in `dir`, none when there is no such directory.
+/// Returns the names of the directories in `dir`; empty if there is no directory.
 pub(crate) fn names(dir: &Path) -> Result<Vec<String>> {
     match store(dir)?.dirs() {
         Err(Error::NotFound { .. }) => Ok(Vec::new()),
@@ -101,7 +99,7 @@ pub(crate) fn names(dir: &Path) -> Result<Vec<String>> {
     }
 }
 
-/// What may be checkpoints, newest first, and the links that are other names of some.
+/// Splits names into candidates, newest first, and links that are aliases.
 pub(crate) fn candidates(dir: &Path, names: Vec<String>) -> (Vec<PathBuf>, Vec<(PathBuf, PathBuf)>) {
     let (mut candidates, mut links) = (Vec::new(), Vec::new());
     for name in names {
@@ -116,10 +114,10 @@ pub(crate) fn candidates(dir: &Path, names: Vec<String>) -> (Vec<PathBuf>, Vec<(
     (candidates.into_iter().map(|(_, path)| path).collect(), links)
 }
 
-/// Links by the names of checkpoints under `dir` that lead to nothing, and to what.
+/// Returns links with the name of a checkpoint whose target is missing.
 pub(crate) fn links_to_nothing(dir: &Path) -> Result<Vec<(PathBuf, PathBuf)>> {
     let Some(dir) = as_local(dir)? else { return Ok(Vec::new()) };
-    // Whether `dir` can be listed, others have found out.
+    // Listing errors were reported earlier.
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     let mut links: Vec<(PathBuf, PathBuf)> = entries
         .filter(|entry| entry.file_name().to_str().is_some_and(|name| step_of_candidate(name).is_some()))
@@ -130,8 +128,8 @@ pub(crate) fn links_to_nothing(dir: &Path) -> Result<Vec<(PathBuf, PathBuf)>> {
     Ok(links)
 }
 
-/// The directory that a link is only another name of: it lies beside the link, or its name ends in another number.
-/// `None` for what is no link, and for a link to where a checkpoint was moved.
+/// Returns the target of a link that is only an alias of another checkpoint: the target is in the same directory, or
+/// its name ends in another number. Returns `None` for other paths, such as a link to a moved checkpoint.
 pub fn alias_target(link: &Path) -> Option<PathBuf> {
     let link = as_local(link).ok()??;
     link.read_link().ok()?;
@@ -142,29 +140,28 @@ pub fn alias_target(link: &Path) -> Option<PathBuf> {
     (is_beside || is_other).then_some(target)
 }
 
-/// The number of what may be a checkpoint by its name. Those with a dot in front are saves in progress.
+/// Returns the number of a candidate's name. Names with a leading dot are saves in progress.
 fn step_of_candidate(name: &str) -> Option<u64> {
     step_of(name).filter(|_| !name.starts_with('.') && name_before_quarantine(name).is_none())
 }
 
-/// The number at the end of a name.
+/// Returns the number at the end of a name.
 pub(crate) fn step_of(name: &str) -> Option<u64> {
     let digits = name.len() - name.trim_end_matches(|c: char| c.is_ascii_digit()).len();
     name[name.len() - digits..].parse().ok()
 }
 
-/// What follows the name that it had; of several that had the same, `-2` and so on follow this.
+/// Suffix of a quarantined checkpoint; a number may follow.
 const MARK: &str = ".damaged";
 
-/// Gives a damaged checkpoint another name beside its own, which [`crate::latest`] and [`crate::keep_newest`] never
-/// look at: `step-00000010.damaged`, or `step-00000010.damaged-2` where there is one already. Nothing is deleted.
-/// Returns the new path; `None` when `dir` is not there (any more). One process calls it.
+/// Renames a damaged checkpoint to `step-00000010.damaged`, or `step-00000010.damaged-2` if that exists.
+/// [`crate::latest`] and [`crate::keep_newest`] ignore such names. Returns the new path; `None` if `dir` does not
+/// exist. Call it from one process.
 ///
-/// In an object store, which has no rename, the objects are copied by the store, and when all are there the old ones
-/// go, the manifest first.
+/// In an object store, the objects are copied, then the old ones are deleted, the manifest first.
 ///
 /// # Errors
-/// [`crate::Error::Io`] and [`crate::Error::Object`] when it can't be moved.
+/// [`crate::Error::Io`] and [`crate::Error::Object`] if it can't be moved.
 ///
 /// ```
 /// let root = tempfile::tempdir()?;
@@ -191,24 +188,23 @@ pub fn quarantine(dir: &Path) -> Result<Option<PathBuf>> {
     }
 }
 
-/// The name that a directory had before [`quarantine`] gave it this one; `None` for a name that it does not give.
+/// Returns the name that a directory had before [`quarantine`]; `None` for other names.
 pub fn name_before_quarantine(name: &str) -> Option<&str> {
     let (before, after) = name.rsplit_once(MARK)?;
     let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     (!before.is_empty() && (after.is_empty() || after.strip_prefix('-').is_some_and(is_number))).then_some(before)
 }
 
-/// Removes all whole checkpoints under `dir` but the `keep` newest, by the number at the end of their names, and those
-/// in `spare` (what was just written, and what the run went on from: neither has the highest number after a step back).
-/// Returns what was removed. One process calls it, after a save.
+/// Removes all whole checkpoints in `dir` except the `keep` newest, by the number at the end of their names, and those
+/// in `spare`. Pass in `spare` the checkpoint just written and the one that the run resumed from. Returns the removed
+/// paths. Call it from one process, after a save.
 ///
-/// Only what [`Checkpoint::open`] accepts counts, and only that is removed, and only when nothing else has been put
-/// into its directory. Links are never removed, nor what they lead to. A directory is renamed out of sight before its
-/// files go: a crash leaves it as a whole, or with no name that [`crate::latest`] looks at, and the next save sweeps
-/// it.
+/// Counts and removes only checkpoints that [`Checkpoint::open`] accepts, and only if their directory holds no other
+/// files. Never removes links or their targets. Renames a directory to a temporary name before it removes the files, so
+/// a crash never leaves a partial checkpoint; the next save removes the rest.
 ///
 /// # Errors
-/// [`crate::Error::Io`] when `dir` can't be listed, or a checkpoint not be renamed or removed.
+/// [`crate::Error::Io`] if `dir` can't be listed, or a checkpoint can't be renamed or removed.
 ///
 /// ```
 /// use std::num::NonZeroUsize;
@@ -239,10 +235,10 @@ pub fn keep_newest(dir: &Path, keep: NonZeroUsize, spare: &[&Path]) -> Result<Ve
     Ok(removed)
 }
 
-/// Removes a checkpoint, if nothing else is in its directory. Whether it did.
+/// Removes a checkpoint unless its directory holds other files. Returns whether it was removed.
 pub(crate) fn remove(checkpoint: &Checkpoint, path: &Path) -> Result<bool> {
     if let Some(other) = other_than(checkpoint, path)? {
-        tracing::warn!("leaving {}: it holds {other:?}, which is not the checkpoint's", escape(path.display()));
+        tracing::warn!("keeping {}: it holds {other:?}, which is not part of the checkpoint", escape(path.display()));
         return Ok(false);
     }
     let removed = remove_dir(path)?;
@@ -252,7 +248,7 @@ pub(crate) fn remove(checkpoint: &Checkpoint, path: &Path) -> Result<bool> {
     Ok(removed)
 }
 
-/// The places of those that are there.
+/// Resolves the paths that exist.
 pub(crate) fn all_resolved(paths: &[&Path]) -> Result<Vec<PathBuf>> {
     let mut places = Vec::with_capacity(paths.len());
     for path in paths {
@@ -265,7 +261,7 @@ pub(crate) fn all_resolved(paths: &[&Path]) -> Result<Vec<PathBuf>> {
     Ok(places)
 }
 
-/// One path for each place. A URL is the only one of its place, but for slashes at its end.
+/// Returns the canonical path. A URL is canonical except for trailing slashes.
 pub(crate) fn resolved(path: &Path) -> Result<PathBuf> {
     match as_local(path)? {
         Some(path) => path.canonicalize().map_err(io_error("open", path)),
@@ -273,7 +269,7 @@ pub(crate) fn resolved(path: &Path) -> Result<PathBuf> {
     }
 }
 
-/// Something in the directory that no save has put there; the directory itself when it is a link.
+/// Returns a file in the directory that does not belong to the checkpoint, or the path itself if it is a link.
 fn other_than(checkpoint: &Checkpoint, path: &Path) -> Result<Option<PathBuf>> {
     let Some(path) = as_local(path)? else {
         let store = store(path)?;
@@ -298,7 +294,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn steps_are_the_numbers_at_the_end() {
+    fn step_is_the_number_at_the_end() {
         assert_eq!(step_of("step-00000010"), Some(10));
         assert_eq!(step_of("7"), Some(7));
         assert_eq!(step_of("step"), None);
@@ -306,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_set_aside_is_looked_at_by_nothing() {
+    fn survey_ignores_quarantined_checkpoints() {
         let root = tempfile::tempdir().unwrap();
         for _ in 0..3 {
             let step = root.path().join("step-00000006");
@@ -319,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_are_given_are_known_again() {
+    fn recognizes_quarantined_names() {
         assert_eq!(name_before_quarantine("step-1.damaged"), Some("step-1"));
         assert_eq!(name_before_quarantine("step-1.damaged-12"), Some("step-1"));
         assert_eq!(name_before_quarantine("a.damaged.damaged"), Some("a.damaged"));
@@ -330,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_set_aside_stays() {
+    fn quarantine_keeps_earlier_ones() {
         let root = tempfile::tempdir().unwrap();
         let step = root.path().join("step-00000006");
         for (round, name) in

@@ -1,4 +1,4 @@
-//! TODO
+//! Saving from all ranks at once.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -19,62 +19,60 @@ use crate::source::{ChunkEntry, FileEntry, TensorEntry};
 use crate::store::{Store, open_staging, remove_dir, require_local, split, stage};
 use crate::{Error, Result, TensorShard};
 
-/// What one rank passes to [`save`].
+/// The state of one rank to save.
 #[derive(Clone, Debug)]
 pub struct SaveState {
-    /// The mesh that the tensors are sharded over, the same on every rank; it has as many ranks as the group.
+    /// Mesh that the tensors are sharded over, with as many ranks as the group. The same on every rank.
     pub mesh: MeshLayout,
-    /// What this rank holds, in any order.
+    /// This rank's shards, in any order.
     pub tensors: Vec<TensorShard>,
-    /// Non-tensor state (step, data position, hyper-parameters, ...). Rank 0's are written; the other ranks' are not
-    /// looked at.
+    /// Non-tensor state: step, data position, hyper-parameters. Only rank 0's values are saved.
     pub values: Map<String, Value>,
 }
 
-/// How to save.
+/// Options of a save.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SaveOptions {
-    /// Whether the caller has looked at every floating point number of this rank's tensors, as they are now, and found
-    /// it finite. When all ranks have, the checkpoint says so ([`crate::Checkpoint::is_finite`], `fsdp-ckpt inspect`).
-    /// It is the caller's word: the save itself does not look.
+    /// Declares that the caller checked every floating point number of this rank's tensors and found it finite. If all
+    /// ranks declare it, the checkpoint records it ([`crate::Checkpoint::is_finite`]). The save does not check it.
     pub finite: bool,
-    /// The name of this rank's host, where each host saves to a directory of its own: see [`crate::HostDirs`]. `None`
-    /// on every rank where all of them share the directory.
+    /// Name of this rank's host, if each host saves to its own directory: see [`crate::HostDirs`]. `None` on every rank
+    /// if all ranks share the directory.
     pub host: Option<String>,
 }
 
-/// What a save has done.
+/// Summary of a save.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SaveSummary {
-    /// The checkpoint.
+    /// Path of the checkpoint.
     pub path: PathBuf,
-    /// The number of tensors.
+    /// Number of tensors.
     pub tensors: usize,
-    /// The number of tensor files.
+    /// Number of tensor files.
     pub files: usize,
-    /// The bytes of all tensors, each counted once.
+    /// Bytes of all tensors; replicas count once.
     pub bytes: u64,
-    /// The bytes of tensors that this rank wrote.
+    /// Bytes of tensors that this rank wrote.
     pub bytes_by_this_rank: u64,
 }
 
-/// Saves a checkpoint as the directory `dir`, whose parents are created. Collective: every rank of `group` calls it
-/// with the same `dir`, on a file system that all of them share.
+/// Saves a checkpoint as the directory `dir` and creates its parents. Collective: every rank of `group` passes the same
+/// `dir`, on a file system that all ranks share.
 ///
-/// Files grow in a temporary directory beside `dir`. Once all of them are on disk, rank 0 writes the manifest and gives
-/// the directory its name by an atomic rename. Equal shards of several ranks are written by one of them. Ranks wait for
-/// the slowest writer, for the group's timeout at most.
+/// The ranks write to a temporary directory beside `dir`. When all files are on disk, rank 0 writes the manifest and
+/// renames the directory. Replicated shards are written once. Ranks wait for the slowest writer, at most for the
+/// group's timeout.
 ///
-/// With [`SaveOptions::host`] each host has a `dir` of its own: the first rank of each host writes the manifest there
-/// and names the directory, and equal shards are written once a host.
+/// With [`SaveOptions::host`], each host has its own `dir`. The first rank of each host writes the manifest and renames
+/// the directory. Replicated shards are written once on each host.
 ///
-/// In an object store (`s3://bucket/run/step-1`, with the feature `object-store`), files go to their place under names
-/// that no other save uses, and the manifest comes last.
+/// In an object store (`s3://bucket/run/step-1`, with the feature `object-store`), each save gives its files unique
+/// names, and the manifest is written last.
 ///
 /// # Errors
-/// On every rank when any of them fails, naming that rank and its cause ([`Error::Rank`]); nothing is left behind then.
-/// [`Error::InvalidShards`] when the ranks' shards don't make whole tensors, [`Error::AlreadyExists`] (within [`Error::Rank`]) when
-/// `dir` is there already, [`Error::Group`] when a collective fails.
+/// [`Error::Rank`] on every rank if any rank fails; the save then leaves no files. Within it, [`Error::AlreadyExists`]
+/// if `dir` exists. [`Error::InvalidShards`] if the shards do not form whole tensors; [`Error::Group`] if a collective
+/// fails.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -120,17 +118,17 @@ pub fn save_with(dir: &Path, group: &ProcessGroup, state: &SaveState, options: &
     let own = own_chunks(&plan, group.rank());
     let written = agree(group, "write its shards", write_own(&*here, group.rank(), &plan, &own, &state.tensors))?;
 
-    let reports = group.gather_bytes(report(written.as_ref(), options))?;
-    // All ranks read the same: who can't, can't on any.
+    let reports = group.gather_bytes(encode_report(written.as_ref(), options))?;
+    // Every rank reads the same reports, so every rank fails alike.
     let reports =
         reports.iter().enumerate().map(|(rank, report)| Report::of(rank, report)).collect::<Result<Vec<_>>>()?;
     let finish = "finish the checkpoint";
-    // Rank 0's values are in it, and it is the same in every directory.
+    // It has rank 0's values, and is the same in every directory.
     let manifest = on_rank_0(group, finish, || manifest(&*here, group, &hosts, state, &plan, &reports))?;
     let committed = staging.map(|staging| staging.commit(MANIFEST, manifest.as_bytes())).transpose();
     let is_here = matches!(committed, Ok(Some(())));
     if let Err(error) = agree(group, finish, committed) {
-        // Another host could not.
+        // Another host failed to publish its part.
         if is_here
             && matches!(error, Error::Rank { .. })
             && let Err(left) = remove_dir(dir)
@@ -159,7 +157,7 @@ fn check_arguments(dir: &Path, group: &ProcessGroup, mesh: &MeshLayout, options:
     }
     if mesh.size() != group.size() {
         return Err(Error::Argument(format!(
-            "the mesh {mesh} has {} ranks, the group \"{}\" that saves it has {}",
+            "the mesh {mesh} has {} ranks, but the group \"{}\" has {}",
             mesh.size(),
             group.name(),
             group.size()
@@ -171,7 +169,7 @@ fn check_arguments(dir: &Path, group: &ProcessGroup, mesh: &MeshLayout, options:
 /// A chunk that this rank writes.
 struct OwnChunk<'a> {
     fqn: &'a str,
-    /// Its position among the tensor's chunks.
+    /// Index among the tensor's chunks.
     chunk: usize,
     bytes: u64,
 }
@@ -189,13 +187,13 @@ fn own_chunks(plan: &Plan, rank: usize) -> Vec<OwnChunk<'_>> {
     own
 }
 
-/// What a rank tells the others of what it has written.
+/// A rank's report to the others of what it wrote.
 struct Report {
-    /// As [`SaveOptions::finite`].
+    /// Value of [`SaveOptions::finite`].
     finite: bool,
-    /// None if it had nothing to write.
+    /// File that the rank wrote; `None` if it had no chunk to write.
     file: Option<FileEntry>,
-    /// A checksum for each of its chunks, in the plan's order.
+    /// Checksums of its chunks, in the plan's order.
     checksums: Vec<u32>,
 }
 
@@ -217,16 +215,16 @@ impl Report {
             let checksums = rest.as_chunks::<4>().0.iter().map(|crc| u32::from_le_bytes(*crc)).collect();
             Some(Report { finite, file: Some(file), checksums })
         })();
-        report.ok_or_else(|| too_little(rank))
+        report.ok_or_else(|| missing_checksums(rank))
     }
 }
 
-fn too_little(rank: usize) -> Error {
+fn missing_checksums(rank: usize) -> Error {
     Error::Argument(format!("rank {rank} reported too few checksums; do all ranks run the same program?"))
 }
 
-/// The message that [`Report::of`] reads.
-fn report(written: Option<&WrittenFile>, options: &SaveOptions) -> Vec<u8> {
+/// Encodes the message that [`Report::of`] decodes.
+fn encode_report(written: Option<&WrittenFile>, options: &SaveOptions) -> Vec<u8> {
     let mut message = vec![u8::from(options.finite)];
     if let Some(written) = written {
         message.extend(written.bytes.to_le_bytes());
@@ -236,7 +234,7 @@ fn report(written: Option<&WrittenFile>, options: &SaveOptions) -> Vec<u8> {
     message
 }
 
-/// Writes the file of this rank, nothing if it has none.
+/// Writes this rank's file; `None` if it has no chunk to write.
 fn write_own(
     store: &dyn Store,
     rank: usize,
@@ -247,7 +245,7 @@ fn write_own(
     if own.is_empty() {
         return Ok(None);
     }
-    // Only what this rank holds is planned for it.
+    // A plan assigns a rank only chunks that it holds.
     let by_name: BTreeMap<&str, &TensorShard> = shards.iter().map(|shard| (shard.fqn.as_str(), shard)).collect();
     let mut entries = Vec::with_capacity(own.len());
     for own in own {
@@ -265,7 +263,7 @@ fn write_own(
     Ok(Some(written))
 }
 
-/// What rank 0 writes of the checkpoint, as text.
+/// Returns the text of the manifest.
 fn manifest(
     store: &dyn Store,
     group: &ProcessGroup,
@@ -282,7 +280,7 @@ fn manifest(
         }
     }
     let mut checksums: Vec<_> = reports.iter().map(|report| report.checksums.iter()).collect();
-    let mut next = |rank: usize| checksums[rank].next().copied().ok_or_else(|| too_little(rank));
+    let mut next = |rank: usize| checksums[rank].next().copied().ok_or_else(|| missing_checksums(rank));
     let name = |rank: usize| store.unique_name(&file_name(rank));
     let mut tensors = BTreeMap::new();
     for (fqn, tensor) in plan {
@@ -292,7 +290,7 @@ fn manifest(
             for &copier in &chunk.copiers {
                 if next(copier)? != crc {
                     let (span, rank) = (Bounds(&chunk.region), chunk.writer);
-                    let reason = format!("ranks {rank} and {copier} hold {span} of it, and not the same bytes");
+                    let reason = format!("ranks {rank} and {copier} hold different bytes of {span}");
                     return Err(Error::InvalidShards { tensor: fqn.clone(), reason });
                 }
             }

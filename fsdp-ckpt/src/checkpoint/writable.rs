@@ -1,4 +1,4 @@
-//! TODO
+//! Checking before training that checkpoints can be written.
 
 use std::io::{Error as IoError, ErrorKind};
 use std::path::{Path, PathBuf};
@@ -12,19 +12,17 @@ use crate::file_names::file_name;
 use crate::store::{Store, as_local, open_staging, split, stage};
 use crate::{Error, Result};
 
-/// What is tried has this name while it grows.
+/// Name of the test directory's target.
 const NAME: &str = ".write-test";
-/// A block of most file systems: less may go to room that a file has already.
+/// A block of most file systems: smaller writes may fit into allocated space.
 const BYTES: usize = 4096;
 
-/// Finds out whether every rank of `group` can write to the directory `dir`, which need not be there yet, by doing what
-/// [`crate::save`] does there: rank 0 makes a directory out of sight, each rank writes a file in it and waits until it
-/// is on disk. Nothing of it stays, nor do directories that were made for it; what dead processes have left in `dir` is
-/// removed. Collective.
+/// Checks that every rank of `group` can write to the directory `dir`, which need not exist, with the steps of
+/// [`crate::save`]: rank 0 creates a temporary directory, and each rank writes and syncs a file in it. Removes the test
+/// files, directories created for them, and what killed processes left in `dir`. Collective.
 ///
 /// # Errors
-/// On every rank when any of them fails, naming that rank and its cause ([`Rank`](crate::Error::Rank)), or a
-/// collective does ([`Group`](crate::Error::Group)).
+/// [`Rank`](crate::Error::Rank) on every rank if any rank fails; [`Group`](crate::Error::Group) if a collective fails.
 ///
 /// ```
 /// use fsdp_core::process_group::local;
@@ -43,35 +41,34 @@ pub fn check_writable(dir: &Path, group: &ProcessGroup) -> Result<()> {
     check(dir, group, &Hosts::shared(group.size()))
 }
 
-/// The same where each host has a directory of its own: the first rank of each makes one out of sight.
+/// Checks the directories of all hosts; the first rank of each host creates the temporary directory.
 pub(crate) fn check(dir: &Path, group: &ProcessGroup, hosts: &Hosts) -> Result<()> {
     let target = dir.join(NAME);
     let (mut made, mut staging) = (None, None);
     let begun = on_first_ranks(group, hosts, "make a directory there", || {
         if let Some(dir) = as_local(dir)? {
             check_path(dir)?;
-            made = Some(CreatedDirs::before(dir));
+            made = Some(RemoveIfEmpty::missing(dir));
         }
         Ok(staging.insert(stage(&target)?).name())
     })?;
     let here = hosts.first(group.rank());
-    let written = check_alone(&target, &begun, hosts, group.rank())
+    let written = check_distinct(&target, &begun, hosts, group.rank())
         .and_then(|()| open_staging(&target, &begun[here]))
         .and_then(|store| write(&*store, &file_name(group.rank())));
     let written = agree(group, "write a file there", written);
     drop(staging);
-    // Where hosts have one directory, neither can remove it while the other's is in it.
+    // If hosts share the directory, each must remove its own part before the directory can be removed.
     let emptied = group.barrier().wait();
     drop(made);
-    // Nobody goes on before all is as it was.
+    // Return only when everything is removed.
     let settled = emptied.and_then(|_| group.barrier().wait());
     written?;
     Ok(settled.map(drop)?)
 }
 
-/// Whether a host sees what others have begun in theirs: then it is one directory, where two saves are in each other's
-/// way.
-fn check_alone(target: &Path, begun: &[String], hosts: &Hosts, rank: usize) -> Result<()> {
+/// Fails if a host sees the temporary directory of another host: then two saves would conflict.
+fn check_distinct(target: &Path, begun: &[String], hosts: &Hosts, rank: usize) -> Result<()> {
     let Some(target) = as_local(target)? else { return Ok(()) };
     let (dir, _) = split(target)?;
     let others = (0..begun.len()).filter(|&other| hosts.is_first(other) && other != rank && hosts.is_first(rank));
@@ -80,8 +77,8 @@ fn check_alone(target: &Path, begun: &[String], hosts: &Hosts, rank: usize) -> R
             let [own, other] = [rank, other].map(|rank| hosts.name(rank).unwrap_or_default());
             let dir = dir.display();
             return Err(Error::Argument(format!(
-                "{own} and {other} have one directory {dir} in common, and each is to have its own: let all ranks \
-                 share it, without naming hosts"
+                "{own} and {other} share the directory {dir}; give each host its own, or let all ranks share one \
+                 without naming hosts"
             )));
         }
     }
@@ -94,35 +91,35 @@ fn write(store: &dyn Store, name: &str) -> Result<()> {
     file.finish()
 }
 
-/// To create a directory where there is a file, or a link that leads nowhere, is an error without a reason: "File
-/// exists".
+/// Explains a path below a file or a dangling link, for which the system only says "File exists".
 fn check_path(dir: &Path) -> Result<()> {
     let Some(path) = dir.ancestors().find(|path| path.symlink_metadata().is_ok() && !path.is_dir()) else {
         return Ok(());
     };
     let cause = match std::fs::read_link(path) {
         Ok(target) if !path.exists() => {
-            format!("{} is a symbolic link to {}, which is not there", path.display(), target.display())
+            format!("{} is a symbolic link to {}, which does not exist", path.display(), target.display())
         }
         _ => format!("{} is not a directory", path.display()),
     };
     Err(io_error("create", dir)(IoError::new(ErrorKind::NotADirectory, cause)))
 }
 
-/// The directories that are going to be made. Dropped, those that are empty go again.
-struct CreatedDirs(Vec<PathBuf>);
+/// Directories to remove on drop if they are empty, the innermost first.
+pub struct RemoveIfEmpty(pub Vec<PathBuf>);
 
-impl CreatedDirs {
-    fn before(dir: &Path) -> Self {
+impl RemoveIfEmpty {
+    /// Lists `dir` and its parents that do not exist.
+    pub fn missing(dir: &Path) -> Self {
         let missing = dir.ancestors().take_while(|path| !path.as_os_str().is_empty() && !path.exists());
-        CreatedDirs(missing.map(Path::to_path_buf).collect())
+        RemoveIfEmpty(missing.map(Path::to_path_buf).collect())
     }
 }
 
-impl Drop for CreatedDirs {
+impl Drop for RemoveIfEmpty {
     fn drop(&mut self) {
         for dir in &self.0 {
-            // Only what is empty can be removed like this.
+            // Fails unless the directory is empty.
             let _ = std::fs::remove_dir(dir);
         }
     }
@@ -135,27 +132,27 @@ mod tests {
     use fsdp_core::process_group::local;
 
     #[test]
-    fn a_rank_that_can_not_write_is_named_on_all() {
+    fn names_the_failed_rank_on_all_ranks() {
         let root = tempfile::tempdir().unwrap();
-        // Rank 1 sees another file system, as a host does that has not mounted the shared one.
+        // Rank 1 sees another file system, like a host without the shared mount.
         let messages = local::run(3, |group| {
             let dir = if group.rank() == 1 { "elsewhere" } else { "runs" };
             check_writable(&root.path().join(dir), &group).unwrap_err().to_string()
         });
-        let told = "rank 1 failed to write a file there: can't create";
-        assert!(messages[0].starts_with(told) && messages[0].contains("elsewhere/..write-test.tmp-"), "{messages:?}");
+        let start = "rank 1 failed to write a file there: can't create";
+        assert!(messages[0].starts_with(start) && messages[0].contains("elsewhere/..write-test.tmp-"), "{messages:?}");
         assert!(messages.iter().all(|message| *message == messages[0]), "{messages:?}");
         assert_eq!(std::fs::read_dir(root.path()).unwrap().count(), 0);
     }
 
     #[test]
-    fn what_is_in_the_way_is_named() {
+    fn names_the_obstacle() {
         let root = tempfile::tempdir().unwrap();
         std::fs::write(root.path().join("file"), "").unwrap();
         std::os::unix::fs::symlink("nowhere", root.path().join("link")).unwrap();
         for (dir, part) in [
-            (root.path().join("link"), "is a symbolic link to nowhere, which is not there"),
-            (root.path().join("link/below"), "is a symbolic link to nowhere, which is not there"),
+            (root.path().join("link"), "is a symbolic link to nowhere, which does not exist"),
+            (root.path().join("link/below"), "is a symbolic link to nowhere, which does not exist"),
             (root.path().join("file"), "file is not a directory"),
             (root.path().join("file/below"), "file is not a directory"),
             ("/proc/runs".into(), "/proc/runs: No such file or directory"),
@@ -167,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_that_try_at_the_same_time_do_not_hinder_each_other() {
+    fn concurrent_checks_succeed() {
         let root = tempfile::tempdir().unwrap();
         let dir = root.path().join("new/checkpoints");
         std::thread::scope(|scope| {
@@ -179,12 +176,12 @@ mod tests {
                 });
             }
         });
-        // Two that end at once may each leave a directory to the other.
+        // Two runs that end at once may each leave a directory to the other.
         assert!(!dir.exists() || std::fs::read_dir(dir).unwrap().next().is_none());
     }
 
     #[test]
-    fn what_is_there_stays_and_what_the_dead_left_goes() {
+    fn removes_only_stale_entries() {
         let root = tempfile::tempdir().unwrap();
         std::fs::create_dir(root.path().join(".step-1.tmp-host-1-1f")).unwrap();
         std::fs::create_dir(root.path().join("runs")).unwrap();

@@ -1,4 +1,4 @@
-//! Writing one consolidated weights file from shards: all ranks at once, none with more than its own.
+//! Exporting one weights file from the shards of all ranks, without gathering them.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -20,45 +20,41 @@ use crate::safetensors::{Entry, Layout, read_bytes};
 use crate::store::{TempEntry, remove_stale, rename_noreplace, require_local, sync_dir};
 use crate::{Error, Result, TensorShard};
 
-/// What [`export_with`] writes besides tensors, and where.
+/// Options of [`export_with`].
 #[derive(Clone, Debug)]
 pub struct ExportOptions {
-    /// The name of the weights file.
+    /// Name of the weights file.
     pub file: String,
-    /// Files to copy beside it: `config.json`, the tokenizer, ...
+    /// Files to copy beside it, such as `config.json` and the tokenizer.
     pub config_files: Vec<PathBuf>,
-    /// What the file's `__metadata__` says besides its format; the same on every rank.
+    /// Entries for the file's `__metadata__`, the same on every rank.
     pub metadata: BTreeMap<String, String>,
-    /// Whether a file of that name that is there already is replaced, at once and as a whole. An index of several files
-    /// never is.
+    /// Whether to replace an existing file of this name. An index of several files is never replaced.
     pub replace: bool,
 }
 
 impl Default for ExportOptions {
-    /// `model.safetensors` alone, where there is none yet.
+    /// Exports only `model.safetensors`, and replaces nothing.
     fn default() -> Self {
         ExportOptions { file: SINGLE.into(), config_files: Vec::new(), metadata: BTreeMap::new(), replace: false }
     }
 }
 
-/// Writes `model.safetensors` to the directory `dir` (created where it is missing) from every rank's shards, and copies
-/// `config_files` (`config.json`, the tokenizer, ...) beside it. Collective: every rank of `group` calls it with the
-/// same `dir`, on a file system that all of them share; rank 0's `config_files` count. Names are written as given.
-/// Returns the size of the file in bytes.
+/// Writes `model.safetensors` to the directory `dir` from the shards of all ranks, and copies rank 0's `config_files`
+/// beside it. Creates `dir` if it is missing. Names are not changed. Returns the size of the file. Collective: every
+/// rank of `group` passes the same `dir`, on a file system that all ranks share.
 ///
-/// Nothing is gathered: each rank writes its own parts to their places in a temporary file, and rank 0 gives that its
-/// name by an atomic rename. Equal shards of several ranks are written by one of them. What exports that were killed
-/// have left in `dir` is removed.
+/// Each rank writes its shards to their places in a temporary file, which rank 0 then renames. Replicated shards are
+/// written once. Also removes what killed exports left in `dir`.
 ///
 /// # Errors
-/// On every rank when any of them fails, naming that rank and its cause ([`Error::Rank`]). [`Error::InvalidShards`] when the
-/// ranks' shards don't make whole tensors, [`Error::AlreadyExists`] (within [`Error::Rank`]) when `dir` holds weights already,
-/// [`Error::Group`] when a collective fails.
+/// [`Error::Rank`] on every rank if any rank fails; within it, [`Error::AlreadyExists`] if `dir` holds weights.
+/// [`Error::InvalidShards`] if the shards do not form whole tensors; [`Error::Group`] if a collective fails.
 pub fn export(dir: &Path, group: &ProcessGroup, tensors: &[TensorShard], config_files: &[PathBuf]) -> Result<u64> {
     export_with(dir, group, tensors, &ExportOptions { config_files: config_files.to_vec(), ..ExportOptions::default() })
 }
 
-/// [`export`] under another name, with words of the caller's in the file's header, or over an earlier one.
+/// [`export`] with options.
 ///
 /// # Errors
 /// As [`export`].
@@ -94,14 +90,14 @@ pub fn export_with(dir: &Path, group: &ProcessGroup, tensors: &[TensorShard], op
     Ok(layout.bytes)
 }
 
-/// A file while it is written. Dropped before [`Temporary::commit`], it is removed.
+/// A file in progress. Dropping it before [`Temporary::commit`] removes it.
 struct Temporary {
     temp: TempEntry,
     committed: bool,
 }
 
 impl Temporary {
-    /// Creates the weights file in its full size, where nothing is in its way.
+    /// Creates the weights file with its full size, unless the directory holds weights.
     fn create(dir: &Path, options: &ExportOptions, bytes: u64) -> Result<Self> {
         remove_stale(dir);
         let in_the_way = |name: &&str| *name == INDEX || !options.replace || *name != options.file;
@@ -120,7 +116,7 @@ impl Temporary {
         Ok(Temporary { temp: TempEntry::create_file(dir, name)?, committed: false })
     }
 
-    /// Gives it its name, for good. Unless it may `replace` what has that, something that has come meanwhile stays.
+    /// Renames the file to its final name. Unless `replace`, keeps a file that was created meanwhile.
     fn commit(mut self, dir: &Path, name: &str, replace: bool) -> Result<()> {
         let (path, target) = (&*self.temp.path, dir.join(name));
         let renamed = if replace { std::fs::rename(path, &target) } else { rename_noreplace(path, &target) };
@@ -170,7 +166,7 @@ fn copy_all(files: &[PathBuf], dir: &Path) -> Result<()> {
         let Some(name) = from.file_name().and_then(|name| name.to_str()) else {
             return Err(Error::Argument(format!("{} is not a file to copy", from.display())));
         };
-        // Copied under another name first: what has its final name is whole.
+        // Copy under a temporary name first, so that a file under its final name is complete.
         let temporary = Temporary::new(dir, name)?;
         let mut to = &temporary.temp.file;
         File::open(from)

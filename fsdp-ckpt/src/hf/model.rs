@@ -1,4 +1,4 @@
-//! Reading weights, a slice at a time.
+//! Reading Hugging Face weights.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -15,11 +15,11 @@ use crate::source::{ChunkEntry, FileEntry, Format, TensorEntry, TensorSource, is
 use crate::store::{Store, split, store};
 use crate::{Error, Result};
 
-/// More than any index has.
+/// Largest size of an index.
 const MAX_INDEX: u64 = 1 << 28;
 
-/// Weights in safetensors files: a Hugging Face model directory, what PyTorch's `HuggingFaceStorageWriter` leaves, or a
-/// single file.
+/// Weights in safetensors files: a Hugging Face model directory, a directory of PyTorch's `HuggingFaceStorageWriter`,
+/// or a single file.
 ///
 /// ```
 /// use fsdp_ckpt::{TensorSource, hf::HfModel};
@@ -56,14 +56,13 @@ struct Index {
 }
 
 impl HfModel {
-    /// Opens the weights in `dir`: `model.safetensors`, or else the files that `model.safetensors.index.json` names, or
-    /// else the files of several ranks whose headers say which part of each tensor they hold.
+    /// Opens the weights in `dir`: `model.safetensors`, or the files listed in `model.safetensors.index.json`, or the
+    /// files of several ranks with chunks.
     ///
     /// # Errors
-    /// [`Error::NotFound`] when none of these is there or the index names a missing file; [`Error::Malformed`] when the
-    /// index is damaged, names a file outside of `dir`, or a weight that its file has not; [`Error::Manifest`] when the
-    /// ranks' files don't make whole tensors; [`Error::Incomplete`] for a checkpoint of this project without its
-    /// manifest; [`Error::NotSafetensors`]; [`Error::Io`].
+    /// [`Error::NotFound`] if there are none, or a listed file is missing; [`Error::Malformed`] for an invalid index;
+    /// [`Error::Manifest`] if the chunks do not form whole tensors; [`Error::Incomplete`] for a checkpoint of this
+    /// crate without its manifest; [`Error::NotSafetensors`]; [`Error::Io`].
     pub fn open(dir: &Path) -> Result<Self> {
         let store = store(dir)?;
         if store.size(SINGLE)?.is_some() {
@@ -78,7 +77,7 @@ impl HfModel {
             return Err(Error::NotFound {
                 path: dir.to_path_buf(),
                 looked_for: format!(
-                    "{SINGLE} and no {INDEX}; it should be a Hugging Face model directory with safetensors weights"
+                    "{SINGLE} and no {INDEX}; expected a Hugging Face model directory with safetensors weights"
                 ),
             });
         }
@@ -100,7 +99,7 @@ impl HfModel {
         Self::with_files(path, store(&dir)?, &[name])
     }
 
-    /// Every tensor of these files; those of several files have the parts that their headers say.
+    /// Collects the tensors of these files and the chunks that their headers list.
     fn with_files(path: &Path, store: Arc<dyn Store>, names: &[String]) -> Result<Self> {
         let mut parts = Parts::default();
         for name in names {
@@ -115,7 +114,7 @@ impl HfModel {
         parts.finish(path, path.to_path_buf(), store)
     }
 
-    /// The tensors that an index names.
+    /// Collects the tensors that an index lists.
     fn with_index(dir: &Path, store: Arc<dyn Store>, text: &[u8]) -> Result<Self> {
         let path = dir.join(INDEX);
         let bad = |reason| Error::Malformed { path: path.clone(), item: None, reason };
@@ -134,15 +133,13 @@ impl HfModel {
                 let weight = weights.first().map(String::as_str).unwrap_or_default();
                 return Err(Error::NotFound {
                     path: dir.to_path_buf(),
-                    looked_for: format!("file {name:?}, in which {INDEX} says that weight \"{weight}\" is"),
+                    looked_for: format!("file {name:?}, which {INDEX} lists for weight \"{weight}\""),
                 });
             }
             let file = SafetensorsFile::new(store.open(&name)?)?;
             for weight in weights {
                 if !file.contains(&weight) {
-                    return Err(bad(format!(
-                        "it says that weight \"{weight}\" is in {name}, which has no such tensor"
-                    )));
+                    return Err(bad(format!("it lists weight \"{weight}\" in {name}, which has no such tensor")));
                 }
                 parts.add(&file, &name, &weight, None)?;
             }
@@ -151,7 +148,7 @@ impl HfModel {
         parts.finish(dir, path, store)
     }
 
-    /// The names of all weights that can be read, sorted.
+    /// Returns the names of all readable weights, sorted.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.chunked.tensors.keys().map(String::as_str)
     }
@@ -191,7 +188,7 @@ impl TensorSource for HfModel {
     }
 }
 
-/// What the files hold, as far as they have been looked at.
+/// The contents of the files that were read so far.
 #[derive(Default)]
 struct Parts {
     tensors: BTreeMap<String, TensorEntry>,
@@ -201,7 +198,7 @@ struct Parts {
 }
 
 impl Parts {
-    /// Adds what `file` holds of a tensor: all of it, or a box that starts at `offsets`.
+    /// Adds a tensor of a file, or a chunk that starts at `offsets`.
     fn add(&mut self, file: &SafetensorsFile, name: &str, fqn: &str, offsets: Option<Vec<usize>>) -> Result<()> {
         let info = match file.info(fqn) {
             Ok(info) => info,
@@ -222,17 +219,18 @@ impl Parts {
         let bad = |reason| Error::Manifest { path: file.path().to_path_buf(), tensor: Some(fqn.to_string()), reason };
         if tensor.dtype != info.dtype || tensor.shape.len() != info.shape.len() {
             return Err(bad(format!(
-                "it has it as {} {:?}, {:?} has another part of it as {}",
+                "it has {} {:?}, but {:?} has a chunk of {}",
                 info.dtype, info.shape, tensor.chunks[0].file, tensor.dtype
             )));
         }
         if chunk.offsets.len() != chunk.sizes.len() {
-            return Err(bad(format!("the part {:?} is said to start at {:?}", chunk.sizes, chunk.offsets)));
+            return Err(bad(format!("a chunk of shape {:?} has the offsets {:?}", chunk.sizes, chunk.offsets)));
         }
-        // The whole reaches as far as its parts do.
+        // Headers do not hold the global shape: it extends to the end of the last chunk.
         for (dim, (&offset, &size)) in chunk.offsets.iter().zip(&chunk.sizes).enumerate() {
             let end = offset.checked_add(size);
-            let end = end.ok_or_else(|| bad(format!("the part {:?} starts at {:?}", chunk.sizes, chunk.offsets)))?;
+            let end =
+                end.ok_or_else(|| bad(format!("a chunk of shape {:?} starts at {:?}", chunk.sizes, chunk.offsets)))?;
             tensor.shape[dim] = tensor.shape[dim].max(end);
         }
         tensor.chunks.push(chunk);
@@ -244,10 +242,10 @@ impl Parts {
         self.open.insert(name.to_string(), Arc::new(file));
     }
 
-    fn finish(mut self, path: &Path, according_to: PathBuf, store: Arc<dyn Store>) -> Result<HfModel> {
+    fn finish(mut self, path: &Path, described_by: PathBuf, store: Arc<dyn Store>) -> Result<HfModel> {
         for (fqn, tensor) in &mut self.tensors {
             let bad = |reason| Error::Manifest { path: path.to_path_buf(), tensor: Some(fqn.clone()), reason };
-            // A rank without a part of a tensor may have written an empty one.
+            // A rank without a shard may have written an empty chunk.
             if tensor.shape.iter().all(|&size| size > 0) {
                 tensor.chunks.retain(|chunk| !chunk.sizes.contains(&0));
             } else {
@@ -257,7 +255,7 @@ impl Parts {
         }
         let Parts { tensors, unreadable, files, open } = self;
         let chunked =
-            ChunkedTensors { store, according_to, tensors, files, missing: BTreeMap::new(), open: Mutex::new(open) };
+            ChunkedTensors { store, described_by, tensors, files, missing: BTreeMap::new(), open: Mutex::new(open) };
         Ok(HfModel { path: path.to_path_buf(), chunked, unreadable, values: Map::new() })
     }
 }

@@ -1,4 +1,4 @@
-//! Writing a model directory from any source, with little memory.
+//! Writing a Hugging Face model directory from any source, with little memory.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -12,8 +12,7 @@ use crate::source::{WriteSummary, stream};
 use crate::store::{Store, open_file, open_staging, stage, store};
 use crate::{Error, Result, TensorSource};
 
-/// The files beside a model's weights that others need to use it: of these, [`config_files`] finds those that are
-/// there.
+/// Configuration and tokenizer files that [`config_files`] looks for.
 const CONFIG: [&str; 14] = [
     "config.json",
     "generation_config.json",
@@ -31,10 +30,10 @@ const CONFIG: [&str; 14] = [
     "preprocessor_config.json",
 ];
 
-/// The configuration and tokenizer files of a model directory.
+/// Returns the configuration and tokenizer files of a model directory.
 ///
 /// # Errors
-/// [`Error::NotFound`] when there is no `config.json`.
+/// [`Error::NotFound`] without a `config.json`.
 pub fn config_files(dir: &Path) -> Result<Vec<PathBuf>> {
     let there = match store(dir)?.list() {
         Err(Error::NotFound { .. }) => Vec::new(),
@@ -48,12 +47,11 @@ pub fn config_files(dir: &Path) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// Writes the tensors of `source`, under its names, as the directory `dst`: `model.safetensors`, or files of at most
-/// `max_shard_bytes` bytes of tensors each (a larger tensor has a file to itself) with an index. `config_files` are
-/// copied beside them.
+/// Writes the tensors of `source` as the directory `dst`: `model.safetensors`, or files with at most `max_shard_bytes`
+/// of tensors and an index. A larger tensor gets its own file. Copies `config_files` beside them.
 ///
 /// # Errors
-/// [`Error::AlreadyExists`] when `dst` is there already; [`Error::Argument`] when there is nothing to write; [`Error::Io`]; as
+/// [`Error::AlreadyExists`] if `dst` exists; [`Error::Argument`] if there are no tensors; [`Error::Io`]; the errors of
 /// [`TensorSource::read`].
 pub fn write(
     dst: &Path,
@@ -102,7 +100,7 @@ pub fn write(
     Ok(written)
 }
 
-/// The names of each file's tensors.
+/// Distributes the tensors' names over files.
 fn partition(source: &dyn TensorSource, most: u64) -> Vec<Vec<&str>> {
     let mut parts: Vec<Vec<&str>> = Vec::new();
     let mut room = 0;

@@ -1,4 +1,5 @@
-//! TODO
+//! Tensors in chunks, each chunk in a safetensors file: the reader of this crate's checkpoints and of Hugging Face
+//! directories.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
@@ -13,22 +14,21 @@ use crate::source::{ChunkEntry, FileEntry, TensorEntry};
 use crate::store::Store;
 use crate::{Error, Result};
 
-/// The tensors and their files. Files are opened when something is read from them: a rank opens those that it needs.
+/// Tensors and the files of their chunks. The first read of a chunk opens its file.
 #[derive(Debug)]
 pub(crate) struct ChunkedTensors {
     pub(crate) store: Arc<dyn Store>,
-    /// What says that the tensors are so.
-    pub(crate) according_to: PathBuf,
+    /// File that describes the tensors.
+    pub(crate) described_by: PathBuf,
     pub(crate) tensors: BTreeMap<String, TensorEntry>,
     pub(crate) files: BTreeMap<String, FileEntry>,
-    /// Files that are not here, each with the host that wrote it.
+    /// Missing files, each with the host that wrote it.
     pub(crate) missing: BTreeMap<String, String>,
     pub(crate) open: Mutex<HashMap<String, Arc<SafetensorsFile>>>,
 }
 
 impl ChunkedTensors {
-    /// Reads a box of a tensor from whatever chunks cover it. A chunk that is read as a whole has its checksum verified
-    /// on the way.
+    /// Reads a region from the chunks that cover it. Verifies the checksum of each chunk that is read as a whole.
     pub(crate) fn read(&self, fqn: &str, tensor: &TensorEntry, region: &Region, into: &mut [u8]) -> Result<()> {
         check_request(fqn, &tensor.shape, tensor.dtype.size(), region, into.len())?;
         for chunk in &tensor.chunks {
@@ -47,7 +47,7 @@ impl ChunkedTensors {
         Ok(())
     }
 
-    /// Reads a chunk, by its position, and checks it if it has a checksum. `seen` is told the bytes.
+    /// Reads a chunk and its copies and verifies the checksums. Calls `seen` with the bytes of each read.
     pub(crate) fn verify_chunk(
         &self,
         fqn: &str,
@@ -56,10 +56,10 @@ impl ChunkedTensors {
         seen: &mut dyn FnMut(u64),
     ) -> Result<()> {
         let Some(chunk) = tensor.chunks.get(chunk) else {
-            let reason = format!("it has {} chunks, none at {chunk}", tensor.chunks.len());
+            let reason = format!("it has {} chunks, but chunk {chunk} was requested", tensor.chunks.len());
             return Err(Error::InvalidRead { tensor: fqn.to_string(), reason });
         };
-        for (copy, name) in self.here(chunk)?.into_iter().enumerate() {
+        for (copy, name) in self.existing_files(chunk)?.into_iter().enumerate() {
             let file = self.open(fqn, tensor, chunk, name)?;
             let mut checksum = Checksum::new();
             file.scan(fqn, &mut |bytes| {
@@ -73,31 +73,31 @@ impl ChunkedTensors {
         Ok(())
     }
 
-    /// Whether a file that holds a chunk is here.
-    pub(crate) fn has(&self, chunk: &ChunkEntry) -> bool {
+    /// Returns whether a file with the chunk exists here.
+    pub(crate) fn has_chunk(&self, chunk: &ChunkEntry) -> bool {
         chunk.files().any(|name| !self.missing.contains_key(name))
     }
 
-    /// The files here that hold a chunk.
-    fn here<'a>(&self, chunk: &'a ChunkEntry) -> Result<Vec<&'a String>> {
+    /// Returns the existing files with a chunk.
+    fn existing_files<'a>(&self, chunk: &'a ChunkEntry) -> Result<Vec<&'a String>> {
         let here: Vec<&String> = chunk.files().filter(|name| !self.missing.contains_key(*name)).collect();
-        if here.is_empty() { Err(self.elsewhere(chunk.files())) } else { Ok(here) }
+        if here.is_empty() { Err(self.missing_parts(chunk.files())) } else { Ok(here) }
     }
 
-    /// The error that these files are missing.
-    pub(crate) fn elsewhere<'a>(&self, names: impl Iterator<Item = &'a String>) -> Error {
+    /// Returns the error that these files are missing.
+    pub(crate) fn missing_parts<'a>(&self, names: impl Iterator<Item = &'a String>) -> Error {
         let files = names.filter_map(|name| Some((name.clone(), self.missing.get(name)?.clone()))).collect();
         Error::MissingParts { path: self.store.path().to_path_buf(), files }
     }
 
-    /// A file of a chunk.
+    /// Opens a file with a chunk.
     fn file(&self, fqn: &str, tensor: &TensorEntry, chunk: &ChunkEntry) -> Result<Arc<SafetensorsFile>> {
-        self.open(fqn, tensor, chunk, self.here(chunk)?[0])
+        self.open(fqn, tensor, chunk, self.existing_files(chunk)?[0])
     }
 
-    /// The file `name`, which must hold a chunk as the tensor's entry says.
+    /// Opens a file and checks that it holds the chunk.
     fn open(&self, fqn: &str, tensor: &TensorEntry, chunk: &ChunkEntry, name: &String) -> Result<Arc<SafetensorsFile>> {
-        // A panic elsewhere leaves the map as good as it was.
+        // A panic leaves the map consistent.
         let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
         let file = match open.get(name) {
             Some(file) => Arc::clone(file),
@@ -112,10 +112,10 @@ impl ChunkedTensors {
         let info = file.info(fqn)?;
         if (info.dtype, &info.shape) != (tensor.dtype, &chunk.sizes) {
             return Err(Error::Manifest {
-                path: self.according_to.clone(),
+                path: self.described_by.clone(),
                 tensor: Some(fqn.to_string()),
                 reason: format!(
-                    "its chunk {} in {:?} should be {} {:?}, the file has {} {:?}",
+                    "its chunk {} in {:?} should be {} {:?}, but the file has {} {:?}",
                     Bounds(&chunk.region()),
                     name,
                     tensor.dtype,

@@ -1,4 +1,8 @@
-//! TODO
+//! Safetensors files: reading any region of a tensor by byte ranges, and writing tensors one after another.
+//!
+//! [`SafetensorsFile`] reads a file whose header is untrusted: neither its length nor the offsets in it are believed
+//! before they are checked. [`Layout`] lays out a new file and [`write_file`] writes it. `chunked` reads tensors in
+//! chunks of several files, and `sharding` is PyTorch's metadata about such chunks.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
@@ -19,23 +23,23 @@ use crate::{Error, Result};
 pub(crate) mod chunked;
 pub(crate) mod sharding;
 
-/// The safetensors library's own limit on a header.
+/// Limit of the safetensors library.
 const MAX_HEADER: u64 = 100_000_000;
 
 /// A tensor in a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorInfo {
-    /// The element type.
+    /// Element type.
     pub dtype: DType,
-    /// The shape.
+    /// Shape.
     pub shape: Vec<usize>,
-    /// The file that holds it.
+    /// File that holds the tensor.
     pub file: PathBuf,
 }
 
-/// A safetensors file that is open, with a header that has been checked against the file's size.
+/// An open safetensors file, with a header that was checked against the file's size.
 ///
-/// Reads go to the byte ranges that are asked for and take no lock: several threads may read at once.
+/// Reads only the requested byte ranges, without a lock: threads may read concurrently.
 #[derive(Debug)]
 pub struct SafetensorsFile {
     file: Box<dyn ReadAt>,
@@ -47,7 +51,7 @@ pub struct SafetensorsFile {
 struct Stored {
     dtype: Dtype,
     shape: Vec<usize>,
-    /// Where its bytes start in the file.
+    /// Offset of its first byte in the file.
     start: u64,
 }
 
@@ -55,7 +59,7 @@ impl SafetensorsFile {
     /// Opens a file and reads its header.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::NotSafetensors`] when the header is damaged or does not match the file's size.
+    /// [`Error::Io`]; [`Error::NotSafetensors`] for a header that is damaged or does not match the file's size.
     pub fn open(path: &Path) -> Result<Self> {
         Self::new(open_file(path)?)
     }
@@ -65,17 +69,17 @@ impl SafetensorsFile {
         Self::with_header(file, None)
     }
 
-    /// Reads the header of a file, which must have this CRC-32C, its length and padding included.
+    /// Reads the header of a file and verifies its CRC-32C, if expected, of length and padding, too.
     pub(crate) fn with_header(file: Box<dyn ReadAt>, expected: Option<u32>) -> Result<Self> {
         let bytes = file.bytes();
         let bad = |reason: String| Error::NotSafetensors { path: file.path().to_path_buf(), reason };
         if bytes < 8 {
-            return Err(bad(format!("it has {bytes} bytes, a header has at least 8")));
+            return Err(bad(format!("it has {bytes} bytes, expected at least 8")));
         }
         let mut length = [0; 8];
         file.read_exact_at(&mut length, 0)?;
         let length = u64::from_le_bytes(length);
-        // Both bounds come before the allocation.
+        // Check before allocating.
         if length > bytes - 8 || length > MAX_HEADER {
             return Err(bad(format!("its header claims {length} bytes, the file has {bytes}")));
         }
@@ -90,8 +94,7 @@ impl SafetensorsFile {
                 return Err(Error::Checksum { path: file.path().to_path_buf(), tensor: None, expected, found });
             }
         }
-        // This checks that tensors lie one after another, that none overlap, and that each has the bytes its dtype and
-        // shape need.
+        // Checks that tensors lie one after another, and have the bytes that their dtype and shape need.
         let header: Metadata =
             serde_json::from_slice(&header).map_err(|error| bad(format!("its header is damaged: {error}")))?;
         let base = 8 + length;
@@ -114,45 +117,45 @@ impl SafetensorsFile {
         Ok(SafetensorsFile { file, tensors, metadata })
     }
 
-    /// The file.
+    /// Returns the path of the file.
     pub fn path(&self) -> &Path {
         self.file.path()
     }
 
-    /// The size of the file in bytes.
+    /// Returns the size of the file in bytes.
     pub fn bytes(&self) -> u64 {
         self.file.bytes()
     }
 
-    /// The names of the tensors, sorted.
+    /// Returns the names of the tensors, sorted.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// Whether there is a tensor of this name.
+    /// Returns whether the file has a tensor of this name.
     pub fn contains(&self, name: &str) -> bool {
         self.tensors.contains_key(name)
     }
 
-    /// The header's `__metadata__`.
+    /// Returns the header's `__metadata__`.
     pub fn metadata(&self) -> &HashMap<String, String> {
         &self.metadata
     }
 
-    /// A tensor's dtype and shape.
+    /// Returns a tensor's dtype and shape.
     ///
     /// # Errors
-    /// [`Error::MissingTensor`]; [`Error::UnsupportedDTypes`] for one that [`DType`] has not.
+    /// [`Error::MissingTensor`]; [`Error::UnsupportedDTypes`].
     pub fn info(&self, name: &str) -> Result<TensorInfo> {
         let (stored, dtype) = self.find(name)?;
         Ok(TensorInfo { dtype, shape: stored.shape.clone(), file: self.path().to_path_buf() })
     }
 
-    /// Reads a box of a tensor into `into`, row-major. Only the bytes of the box are read.
+    /// Reads a region of a tensor into `into`, row-major. Reads only the bytes of the region.
     ///
     /// # Errors
-    /// As [`SafetensorsFile::info`]; [`Error::InvalidRead`] when the tensor has no such box or `into` not its size in
-    /// bytes; [`Error::Io`].
+    /// The errors of [`SafetensorsFile::info`]; [`Error::InvalidRead`] for a region outside the tensor or a buffer of
+    /// another size; [`Error::Io`].
     pub fn read(&self, name: &str, region: &Region, into: &mut [u8]) -> Result<()> {
         let (stored, dtype) = self.find(name)?;
         check_request(name, &stored.shape, dtype.size(), region, into.len())?;
@@ -163,9 +166,9 @@ impl SafetensorsFile {
         read_runs(&*self.file, stored.start, runs(&whole, region, region, dtype.size()), into, &mut |_| ())
     }
 
-    /// Reads `part` of the box `chunk`, which is what this file holds of a tensor, to its place in `into`, which is the
-    /// box `region` of the same tensor. All three are checked by the caller. `seen` gets what is read, in the file's
-    /// order: the chunk's bytes, where `part` is all of it.
+    /// Reads `part` of the region `chunk`, which this file holds, into `into`, which is the region `region` of the same
+    /// tensor. The caller has checked all three. Calls `seen` with the bytes in file order; they are the chunk's bytes
+    /// if `part` is the whole chunk.
     pub(crate) fn read_part(
         &self,
         name: &str,
@@ -177,7 +180,7 @@ impl SafetensorsFile {
         read_runs(&*self.file, stored.start, runs(chunk, region, part, dtype.size()), into, seen)
     }
 
-    /// Passes all bytes of a tensor to `seen`, a block at a time.
+    /// Passes all bytes of a tensor to `seen`, one block at a time.
     pub(crate) fn scan(&self, name: &str, seen: &mut dyn FnMut(&[u8])) -> Result<()> {
         let (stored, dtype) = self.find(name)?;
         let bytes = stored.shape.iter().product::<usize>() * dtype.size();
@@ -209,21 +212,20 @@ impl SafetensorsFile {
     }
 }
 
-/// Takes a tensor's bytes, a piece at a time and in order.
+/// A receiver of a tensor's bytes, in order.
 pub(crate) type Sink<'a> = dyn FnMut(&[u8]) -> Result<()> + 'a;
 
-/// A file that is on disk.
+/// A written file.
 pub(crate) struct WrittenFile {
-    /// Its size.
+    /// Size of the file.
     pub(crate) bytes: u64,
-    /// The CRC-32C of what comes before the entries' bytes.
+    /// CRC-32C of everything before the tensors' bytes.
     pub(crate) header_crc32c: u32,
-    /// The CRC-32C of each entry's bytes.
+    /// CRC-32C of each tensor's bytes.
     pub(crate) checksums: Vec<u32>,
 }
 
-/// Writes a new safetensors file, which must not exist. `data` passes the bytes of an entry, which it is asked for by
-/// position, to a sink. Returns once everything is on disk.
+/// Writes a new safetensors file and syncs it. `data` passes the bytes of the entry at an index to a sink.
 pub(crate) fn write_file(
     store: &dyn Store,
     name: &str,
@@ -254,7 +256,7 @@ pub(crate) fn write_file(
         })?;
         checksums[index] = checksum.value();
         if written != expected {
-            let reason = format!("it gave {written} bytes, {expected} are expected");
+            let reason = format!("it has {written} bytes, expected {expected}");
             return Err(Error::ShardMemory { tensor: entries[index].name.clone(), reason });
         }
     }
@@ -262,7 +264,7 @@ pub(crate) fn write_file(
     Ok(WrittenFile { bytes: layout.bytes, header_crc32c: header.value(), checksums })
 }
 
-/// Passes the bytes of `data`, which must be `expected` many, on in one piece.
+/// Passes the bytes of `data` to the sink in one piece, and checks their number.
 pub(crate) fn read_bytes(name: &str, data: &dyn Readable, expected: usize, sink: &mut Sink<'_>) -> Result<()> {
     let fail = |reason| Err(Error::ShardMemory { tensor: name.to_string(), reason });
     let mut outcome = None;
@@ -270,7 +272,7 @@ pub(crate) fn read_bytes(name: &str, data: &dyn Readable, expected: usize, sink:
         outcome = Some(if bytes.len() == expected {
             sink(bytes)
         } else {
-            fail(format!("its memory has {} bytes, {expected} are expected", bytes.len()))
+            fail(format!("its memory has {} bytes, expected {expected}", bytes.len()))
         });
     });
     match (read, outcome) {
@@ -288,22 +290,22 @@ pub(crate) struct Entry {
     pub(crate) shape: Vec<usize>,
 }
 
-/// A file to write: its header, and where each tensor goes.
+/// The layout of a file to write.
 #[derive(Debug)]
 pub(crate) struct Layout {
-    /// The first bytes of the file, padded so that tensors start at a multiple of 8.
+    /// Bytes of the header, padded to a multiple of 8.
     pub(crate) header: Vec<u8>,
-    /// Where each entry's bytes lie in the file, in the order the entries were given.
+    /// Byte range of each entry in the file, in the order of the entries.
     pub(crate) ranges: Vec<Range<u64>>,
-    /// The entries' positions in the order in which they lie; nothing lies between them.
+    /// Indices of the entries in file order, without gaps between them.
     pub(crate) order: Vec<usize>,
-    /// The size of the whole file.
+    /// Size of the file.
     pub(crate) bytes: u64,
 }
 
 impl Layout {
-    /// Lays out a file as the safetensors library does: the largest alignment first, then by name. Equal input gives
-    /// equal bytes.
+    /// Lays out a file like the safetensors library: by decreasing alignment, then by name. The same input gives the
+    /// same bytes.
     pub(crate) fn new(entries: &[Entry], metadata: &BTreeMap<String, String>) -> Result<Self> {
         let too_large = || Error::Argument("the tensors are too large for one file".into());
         let mut order: Vec<(Dtype, usize)> = Vec::with_capacity(entries.len());
@@ -338,7 +340,7 @@ impl Layout {
     }
 }
 
-/// The header's JSON: the metadata first, then tensors in the order in which they lie.
+/// JSON of the header: the metadata, then the tensors in file order.
 struct Json<'a> {
     metadata: &'a BTreeMap<String, String>,
     tensors: &'a [(&'a str, tensor::TensorInfo)],
@@ -355,7 +357,7 @@ impl Serialize for Json<'_> {
     }
 }
 
-/// The safetensors library's name for a dtype.
+/// Returns the safetensors library's dtype.
 fn file_dtype(dtype: DType) -> Result<Dtype> {
     Ok(match dtype {
         DType::U8 => Dtype::U8,
@@ -374,7 +376,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_safetensors_library_reads_what_is_laid_out() {
+    fn the_safetensors_library_reads_the_layout() {
         let entry = |name: &str, dtype, shape: &[usize]| Entry { name: name.into(), dtype, shape: shape.to_vec() };
         let entries = [entry("z", DType::U8, &[3]), entry("b", DType::F32, &[2, 2]), entry("a", DType::F32, &[])];
         let metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);

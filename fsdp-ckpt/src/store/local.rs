@@ -1,4 +1,8 @@
-//! TODO
+//! Directories and files of this host.
+//!
+//! New files are written back while they grow. With plain buffered writes, the page cache would hold the bytes until
+//! the final sync, which then takes long. [`LocalWriter`] preallocates the file and starts writeback of each piece.
+//! That is as fast as direct I/O and leaves the bytes in the page cache, so a restarted run reads them at memory speed.
 
 use std::fs::File;
 use std::io;
@@ -25,7 +29,7 @@ pub(crate) struct LocalFile {
 impl LocalFile {
     /// Opens a regular file.
     pub(crate) fn open(path: &Path) -> Result<Self> {
-        // A pipe that nobody writes to would be waited for; a regular file knows no difference.
+        // Opening a pipe without a writer would block. Regular files ignore the flag.
         let options = OFlags::NONBLOCK.bits() as i32;
         let file = File::options().read(true).custom_flags(options).open(path).map_err(io_error("open", path))?;
         let status = file.metadata().map_err(io_error("open", path))?;
@@ -61,18 +65,18 @@ impl LocalDir {
         LocalDir { path: path.to_path_buf() }
     }
 
-    /// The names of its entries that are `wanted`, sorted.
+    /// Returns the sorted names of the `wanted` entries.
     fn names(&self, wanted: impl Fn(&std::fs::Metadata) -> bool) -> Result<Vec<String>> {
         let entries = std::fs::read_dir(&self.path).map_err(|error| match error.kind() {
             ErrorKind::NotFound => {
-                Error::NotFound { path: self.path.clone(), looked_for: "checkpoint: there is no such directory".into() }
+                Error::NotFound { path: self.path.clone(), looked_for: "checkpoint: no such directory".into() }
             }
             _ => io_error("list", &self.path)(error),
         })?;
         let mut names = Vec::new();
         for entry in entries {
             let entry = entry.map_err(io_error("list", &self.path))?;
-            // A name that is no text is none of a checkpoint's.
+            // Names that are not UTF-8 belong to no checkpoint.
             if let Ok(name) = entry.file_name().into_string()
                 && std::fs::metadata(entry.path()).is_ok_and(|status| wanted(&status))
             {
@@ -121,21 +125,21 @@ impl Store for LocalDir {
     }
 }
 
-/// Bytes that are sent to disk together.
+/// Bytes to write back at once.
 const WRITEBACK_BYTES: u64 = 8 << 20;
 
-/// A file that grows at its end.
+/// A new file that is appended to.
 pub(super) struct LocalWriter {
     path: PathBuf,
     file: File,
-    /// Where the next bytes go.
+    /// Offset of the next append.
     at: u64,
-    /// Up to where bytes are on their way to disk.
+    /// End of the range whose writeback has started.
     sent: u64,
 }
 
 impl LocalWriter {
-    /// Creates a file, which must not exist, that will have `bytes` bytes, and takes the room for them.
+    /// Creates a file, which must not exist, and allocates `bytes` bytes.
     pub(super) fn create(path: &Path, bytes: u64) -> Result<Self> {
         let file = File::create_new(path).map_err(io_error("create", path))?;
         preallocate(&file, bytes).map_err(io_error("make room for", path))?;
@@ -161,7 +165,7 @@ impl Append for LocalWriter {
     }
 }
 
-/// A file system that can't allocate ahead has the size all the same.
+/// Allocates space, or only sets the size where the file system can't allocate.
 fn preallocate(file: &File, bytes: u64) -> io::Result<()> {
     if bytes == 0 {
         return Ok(());
@@ -172,11 +176,11 @@ fn preallocate(file: &File, bytes: u64) -> io::Result<()> {
     }
 }
 
-/// Has the system begin to write a part of the file, and waits for nothing.
+/// Starts writeback of a range without waiting for it.
 fn send(file: &File, at: u64, bytes: u64) {
-    // SAFETY: the descriptor is open for as long as `file` is borrowed, and the call touches no memory of ours.
+    // SAFETY: the descriptor is open while `file` is borrowed, and the call accesses no memory of this process.
     let _ = unsafe {
-        // It only comes earlier: `finish` waits for all of it, and the system keeps an error until then.
+        // Errors are reported by the sync in `finish`.
         libc::sync_file_range(file.as_raw_fd(), at as i64, bytes as i64, libc::SYNC_FILE_RANGE_WRITE)
     };
 }
@@ -186,7 +190,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_appended_is_what_is_in_the_file() {
+    fn writes_appended_bytes() {
         let root = tempfile::tempdir().unwrap();
         for (i, bytes) in [0, 1, WRITEBACK_BYTES as usize + 1, 3 * WRITEBACK_BYTES as usize + 7].into_iter().enumerate()
         {

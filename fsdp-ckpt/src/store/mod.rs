@@ -1,4 +1,8 @@
-//! TODO
+//! Storage of files: directories of this host ([`local`]) and prefixes of object stores (`object`).
+//!
+//! Formats use [`Store`] to list, read and write the files of a directory by name, and [`Staging`] to create a
+//! directory that appears when it is complete. `s3://bucket/path` and similar URLs are object stores; `file:///path`
+//! and all other paths are directories of this host. URLs are not percent-decoded.
 
 use std::fmt::Debug;
 use std::path::{Path, PathBuf};
@@ -18,7 +22,7 @@ pub(crate) use local::LocalFile;
 use staging::LocalPath;
 pub(crate) use staging::{TempEntry, remove_stale, rename_noreplace, sync_dir};
 
-/// Where a path leads, in the store that it is in.
+/// Returns the location of a path in its store.
 fn location(path: &Path) -> Result<Box<dyn Location + '_>> {
     match PathKind::of(path)? {
         PathKind::Local(path) => Ok(Box::new(LocalPath(path))),
@@ -26,13 +30,13 @@ fn location(path: &Path) -> Result<Box<dyn Location + '_>> {
         PathKind::Object(url) => Ok(Box::new(object::ObjectPath(url))),
         #[cfg(not(feature = "object-store"))]
         PathKind::Object(url) => Err(Error::Argument(format!(
-            "{url} is in an object store; this program was built without them: \
+            "{url} is in an object store, but this program was built without that feature; \
              build it with `--features object-store` of fsdp-ckpt"
         ))),
     }
 }
 
-/// The path of this host that `path` is, `None` for one of an object store.
+/// Returns the local path; `None` for an object store.
 pub(crate) fn as_local(path: &Path) -> Result<Option<&Path>> {
     match PathKind::of(path)? {
         PathKind::Local(path) => Ok(Some(path)),
@@ -40,7 +44,7 @@ pub(crate) fn as_local(path: &Path) -> Result<Option<&Path>> {
     }
 }
 
-/// The path of this host that `path` is; an object store's is refused, as `purpose` needs files.
+/// Returns the local path, or an error that `purpose` needs one.
 pub(crate) fn require_local<'a>(path: &'a Path, purpose: &str) -> Result<&'a Path> {
     match PathKind::of(path)? {
         PathKind::Local(path) => Ok(path),
@@ -48,33 +52,33 @@ pub(crate) fn require_local<'a>(path: &'a Path, purpose: &str) -> Result<&'a Pat
     }
 }
 
-/// The store of a directory's files.
+/// Returns the store of a directory's files.
 pub(crate) fn store(dir: &Path) -> Result<Arc<dyn Store>> {
     location(dir)?.store()
 }
 
-/// Whether a path leads to a file, not to a directory or nowhere.
+/// Returns whether a path is a file.
 pub(crate) fn is_file(path: &Path) -> Result<bool> {
     location(path)?.is_file()
 }
 
-/// Opens a file by its path.
+/// Opens a file.
 pub(crate) fn open_file(path: &Path) -> Result<Box<dyn ReadAt>> {
     location(path)?.open()
 }
 
-/// Begins a directory that is to become `target`, which must not exist. What dead writers of the same target have left
-/// is removed, when that is safe.
+/// Creates a staging directory for `target`, which must not exist. Removes what killed writers of the same target left,
+/// if that is safe.
 pub(crate) fn stage(target: &Path) -> Result<Box<dyn Staging>> {
     location(target)?.stage()
 }
 
-/// What another rank has begun for `target`, by its name.
+/// Opens the staging directory of another rank by its name.
 pub(crate) fn open_staging(target: &Path, name: &str) -> Result<Arc<dyn Store>> {
     location(target)?.open_staging(name)
 }
 
-/// Gives a directory a new name, that nothing has, in the same parent directory.
+/// Renames a directory to an unused name in the same parent.
 pub(crate) fn move_dir(from: &Path, to: &Path) -> Result<MoveOutcome> {
     let (old, new) = (PathKind::of(from)?, PathKind::of(to)?);
     if std::mem::discriminant(&old) != std::mem::discriminant(&new) {
@@ -83,69 +87,69 @@ pub(crate) fn move_dir(from: &Path, to: &Path) -> Result<MoveOutcome> {
     location(from)?.move_to(new.path())
 }
 
-/// Removes a checkpoint's directory, so that at no time it seems to be one that is not whole. `false` when another
-/// process is at it.
+/// Removes a checkpoint's directory so that it never looks like an unfinished one. Returns false if another process
+/// uses it.
 pub(crate) fn remove_dir(dir: &Path) -> Result<bool> {
     location(dir)?.remove_dir()
 }
 
-/// A file that several threads may read at once, at any place.
+/// A file that threads may read concurrently at any offset.
 pub(crate) trait ReadAt: Debug + Send + Sync {
-    /// Its name for messages.
+    /// Returns the path, for messages.
     fn path(&self) -> &Path;
 
-    /// Its size.
+    /// Returns the size.
     fn bytes(&self) -> u64;
 
-    /// How it is best read.
+    /// Returns efficient sizes of reads.
     fn read_sizes(&self) -> ReadSizes {
         ReadSizes::LOCAL
     }
 
-    /// Reads as many bytes as `into` has, from `at` on.
+    /// Fills `into` from offset `at`.
     fn read_exact_at(&self, into: &mut [u8], at: u64) -> Result<()>;
 }
 
-/// How much of a file to read at once.
+/// Efficient sizes of reads.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ReadSizes {
-    /// Bytes between two wanted ranges that are cheaper to read and drop than to read around.
+    /// Largest gap between two ranges to read in one piece.
     pub(crate) gap: usize,
-    /// How many bytes of scattered ranges are read at once.
+    /// Bytes to read at once from several ranges.
     pub(crate) block: usize,
-    /// How many bytes of one range are read at once.
+    /// Bytes to read at once from one range.
     pub(crate) piece: usize,
 }
 
 impl ReadSizes {
-    /// A disk gives whole pages anyway; a piece stays in a core's cache until it has been summed as well.
+    /// A disk reads whole pages anyway. A piece stays in a core's cache until its checksum is computed.
     const LOCAL: ReadSizes = ReadSizes { gap: 4096, block: 1 << 20, piece: 256 << 10 };
 }
 
-/// A new file that grows at its end. Dropped before [`Append::finish`], it is unfinished, or not there.
+/// A new file to append to. Dropping it before [`Append::finish`] leaves it unfinished or removes it.
 pub(crate) trait Append: Send {
-    /// Adds bytes at the end.
+    /// Appends bytes.
     fn append(&mut self, bytes: &[u8]) -> Result<()>;
 
-    /// Waits until everything is safe.
+    /// Waits until all bytes are durable.
     fn finish(self: Box<Self>) -> Result<()>;
 }
 
-/// The files of one directory. Names are plain: without separators.
+/// The files of one directory, by plain name.
 pub(crate) trait Store: Debug + Send + Sync {
-    /// The directory's name, for messages.
+    /// Returns the directory's path, for messages.
     fn path(&self) -> &Path;
 
-    /// The names of its files, sorted. [`Error::NotFound`] when there is no such directory.
+    /// Returns the names of the files, sorted. [`Error::NotFound`] if there is no such directory.
     fn list(&self) -> Result<Vec<String>>;
 
-    /// The names of the directories in it, sorted. [`Error::NotFound`] as for [`Store::list`].
+    /// Returns the names of the directories, sorted. [`Error::NotFound`] if there is no such directory.
     fn dirs(&self) -> Result<Vec<String>>;
 
-    /// The size of a file, `None` when there is none of this name.
+    /// Returns the size of a file; `None` if it does not exist.
     fn size(&self, name: &str) -> Result<Option<u64>>;
 
-    /// Where what has this name leads if it is a link, with nothing left to resolve as far as there is something.
+    /// Returns the target of a symbolic link, canonical if it exists; `None` for other files.
     fn link(&self, _name: &str) -> Option<PathBuf> {
         None
     }
@@ -153,16 +157,15 @@ pub(crate) trait Store: Debug + Send + Sync {
     /// Opens a file.
     fn open(&self, name: &str) -> Result<Box<dyn ReadAt>>;
 
-    /// The name to create a file under that no other writer of the same directory uses, for formats that leave the name
-    /// free.
+    /// Returns a name that no other writer uses, for formats with free file names.
     fn unique_name(&self, name: &str) -> String {
         name.to_string()
     }
 
-    /// Creates a file, which must not exist, that will have `bytes` bytes.
+    /// Creates a file, which must not exist, of `bytes` bytes.
     fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn Append>>;
 
-    /// A whole file of at most `most` bytes, `None` when there is none of this name.
+    /// Reads a whole file of at most `most` bytes; `None` if it does not exist.
     fn read(&self, name: &str, most: u64) -> Result<Option<Vec<u8>>> {
         if self.size(name)?.is_none() {
             return Ok(None);
@@ -178,64 +181,64 @@ pub(crate) trait Store: Debug + Send + Sync {
     }
 }
 
-/// Memory for what a file has, which may claim more than there is memory.
+/// Allocates memory for a file, or returns an error: the claimed size may be larger than memory.
 pub(crate) fn allocate(path: &Path, bytes: u64) -> Result<Vec<u8>> {
     let mut contents = Vec::new();
     let reserved = usize::try_from(bytes).is_ok_and(|bytes| contents.try_reserve_exact(bytes).is_ok());
     if !reserved {
-        let reason = format!("there is no memory for the {bytes} bytes to be read at once");
+        let reason = format!("not enough memory for {bytes} bytes");
         return Err(io_error("read", path)(std::io::Error::new(std::io::ErrorKind::OutOfMemory, reason)));
     }
     contents.resize(bytes as usize, 0);
     Ok(contents)
 }
 
-/// A directory that grows out of sight until it is whole. Dropped before [`Staging::commit`], it is removed.
+/// A directory in progress. Dropping it before [`Staging::commit`] removes it.
 pub(crate) trait Staging: Send {
-    /// What to pass to [`staged`](crate::store::staged), on any rank, for where its files go.
+    /// Returns the name with which any rank calls [`open_staging`].
     fn name(&self) -> String;
 
-    /// Writes the file that makes it whole, and shows it under its final name, for good.
+    /// Writes the manifest, and then renames the directory to its final name.
     fn commit(self: Box<Self>, manifest: &str, contents: &[u8]) -> Result<()>;
 
-    /// Shows it under its final name, for good, when it is whole as it is.
+    /// Renames a directory that is complete without a manifest.
     fn publish(self: Box<Self>) -> Result<()>;
 }
 
-/// What came of [`move_dir`](crate::store::move_dir).
+/// Outcome of [`move_dir`].
 pub(crate) enum MoveOutcome {
     Moved,
-    /// There is something under the new name.
+    /// The new name exists.
     TargetExists,
-    /// There is nothing under the old one.
+    /// The old name does not exist.
     SourceMissing,
 }
 
-/// Where a path leads in one kind of store. Each kind has one type that does this.
+/// A path in one kind of store.
 pub(crate) trait Location {
-    /// The files of the directory there.
+    /// Returns the store of the directory's files.
     fn store(&self) -> Result<Arc<dyn Store>>;
 
-    /// Whether there is a file, not a directory or nothing.
+    /// Returns whether the path is a file.
     fn is_file(&self) -> Result<bool>;
 
-    /// Opens the file there.
+    /// Opens the file.
     fn open(&self) -> Result<Box<dyn ReadAt>>;
 
-    /// Begins a directory that is to appear there.
+    /// Creates a staging directory for the path.
     fn stage(&self) -> Result<Box<dyn Staging>>;
 
-    /// What another rank has begun to appear there, by its name.
+    /// Opens the staging directory of another rank by its name.
     fn open_staging(&self, name: &str) -> Result<Arc<dyn Store>>;
 
-    /// Gives the directory there a new name, that nothing has, in the same parent directory of the same store.
+    /// Renames the directory to an unused name in the same parent.
     fn move_to(&self, to: &Path) -> Result<MoveOutcome>;
 
-    /// Removes the directory there. `false` when another process is at it.
+    /// Removes the directory. Returns false if another process uses it.
     fn remove_dir(&self) -> Result<bool>;
 }
 
-/// Where a path leads.
+/// A path by its kind of store.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum PathKind<'a> {
     Local(&'a Path),
@@ -243,7 +246,7 @@ pub(crate) enum PathKind<'a> {
 }
 
 impl<'a> PathKind<'a> {
-    /// What a path says of itself. Nothing is looked up.
+    /// Classifies a path by its scheme, without I/O.
     pub(crate) fn of(path: &'a Path) -> Result<Self> {
         let Some((scheme, rest)) = path.to_str().and_then(|text| text.split_once("://")) else {
             return Ok(PathKind::Local(path));
@@ -251,21 +254,21 @@ impl<'a> PathKind<'a> {
         let url = path.display();
         match scheme {
             "file" if rest.starts_with('/') => Ok(PathKind::Local(Path::new(rest))),
-            "file" => Err(Error::Argument(format!("{url} is not on this host; the form is file:///path"))),
+            "file" => Err(Error::Argument(format!("{url} is not on this host; expected file:///path"))),
             "s3" | "s3a" | "gs" | "az" | "adl" | "azure" | "abfs" | "abfss" => {
                 path.to_str().map(PathKind::Object).ok_or_else(|| Error::Argument(format!("{url} is not text")))
             }
-            // A directory's name may hold any text.
+            // Names of directories may hold any text.
             _ if scheme.is_empty() || !scheme.bytes().all(|b| b.is_ascii_alphanumeric() || b"+-.".contains(&b)) => {
                 Ok(PathKind::Local(path))
             }
             _ => Err(Error::Argument(format!(
-                "{url} is of no known kind; use a directory, or a URL that begins with s3://, gs://, az:// or file://"
+                "{url} has an unknown scheme; use a directory, or a URL that begins with s3://, gs://, az:// or file://"
             ))),
         }
     }
 
-    /// The path in its store.
+    /// Returns the path in its store.
     pub(crate) fn path(self) -> &'a Path {
         match self {
             PathKind::Local(path) => path,
@@ -274,14 +277,11 @@ impl<'a> PathKind<'a> {
     }
 }
 
-/// A target's parent directory and file name.
+/// Splits a target into its parent directory and file name.
 pub(crate) fn split(target: &Path) -> Result<(PathBuf, String)> {
     let name = target.file_name().and_then(|name| name.to_str());
     let Some(name) = name else {
-        return Err(Error::Argument(format!(
-            "{:?} does not end in a name for a checkpoint",
-            target.display().to_string()
-        )));
+        return Err(Error::Argument(format!("{:?} does not end in a name", target.display().to_string())));
     };
     let parent = match target.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent.to_path_buf(),
@@ -290,16 +290,15 @@ pub(crate) fn split(target: &Path) -> Result<(PathBuf, String)> {
     Ok((parent, name.to_string()))
 }
 
-/// How many bytes are read at once where all are wanted.
+/// Bytes to read at once from a local file.
 pub(crate) const BLOCK: usize = 1 << 20;
-/// How many bytes are written at once where they are summed as well: what stays in a core's cache between the two.
+/// Bytes to write at once while also computing a checksum: they stay in a core's cache.
 pub(crate) const CACHE_BLOCK: usize = 256 << 10;
-/// More runs than this are not kept for one go.
+/// Most runs in one batch.
 const MOST: usize = 1 << 16;
 
-/// Reads runs, whose sources count from `start` in the file, to their places in `into`. Runs that follow each other
-/// closely in the file are read in one go, of a block at most. `seen` gets what is read in the order of the file, if
-/// the runs are in it.
+/// Copies runs from a file to `into`. Sources count from offset `start` of the file. Reads neighbouring runs in one
+/// batch. Calls `seen` with the bytes in the order of the runs.
 pub(crate) fn read_runs(
     file: &dyn ReadAt,
     start: u64,
@@ -339,7 +338,7 @@ fn read_batch(
     match batch {
         [] => Ok(()),
         [run] => {
-            // A single run may be of any length; it goes straight to its place.
+            // A single run may be long, and goes straight to its destination.
             let mut at = start + run.src as u64;
             for block in into[run.dst..run.dst + run.len].chunks_mut(file.read_sizes().piece) {
                 file.read_exact_at(block, at)?;
@@ -366,7 +365,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_needs_files_says_so() {
+    fn object_stores_are_not_local() {
         assert!(
             require_local(Path::new("s3://b/r"), "this").is_err_and(|error| error.to_string().contains("this needs"))
         );
@@ -374,7 +373,7 @@ mod tests {
 
     #[cfg(not(feature = "object-store"))]
     #[test]
-    fn without_the_feature_its_name_is_told() {
+    fn names_the_missing_feature() {
         let path = Path::new("s3://bucket/step-1");
         let errors = [store(path).err(), is_file(path).err(), stage(path).err(), open_staging(path, "x").err()];
         for error in errors {
@@ -383,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_says_where_it_leads() {
+    fn classifies_paths_by_scheme() {
         let local = |path: &str| match PathKind::of(Path::new(path)) {
             Ok(PathKind::Local(local)) => local.to_str().map(str::to_string),
             Ok(PathKind::Object(_)) | Err(_) => None,

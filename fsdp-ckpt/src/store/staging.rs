@@ -1,4 +1,8 @@
-//! TODO
+//! Temporary directories and files of this host: creating, renaming and removing them, and removing those of dead
+//! processes.
+//!
+//! A temporary name holds the host, the process and the time, and the entry is locked (`flock`) while its process
+//! lives. So a later save can tell entries of dead processes from those in use.
 
 use std::fs::File;
 use std::io;
@@ -17,7 +21,7 @@ use crate::store::local::{LocalDir, LocalFile};
 use crate::store::{Location, MoveOutcome, ReadAt, Staging, Store, split};
 use crate::{Error, Result};
 
-/// A directory beside its target, which it becomes.
+/// A directory beside its target.
 struct LocalStaging {
     temp: TempEntry,
     target: PathBuf,
@@ -25,7 +29,7 @@ struct LocalStaging {
 }
 
 impl LocalStaging {
-    /// Creates the directory for `target`, which must not exist, and removes what dead processes have left beside it.
+    /// Creates the directory for `target`, which must not exist, and removes what dead processes left beside it.
     fn create(target: &Path) -> Result<Self> {
         let (parent, name) = split(target)?;
         if target.symlink_metadata().is_ok() {
@@ -39,7 +43,7 @@ impl LocalStaging {
 
 impl Staging for LocalStaging {
     fn name(&self) -> String {
-        // It was made from text.
+        // Temporary names are UTF-8.
         self.temp.path.file_name().unwrap_or_default().to_string_lossy().into_owned()
     }
 
@@ -61,7 +65,7 @@ impl Staging for LocalStaging {
         })?;
         self.committed = true;
         if let Err(error) = sync_dir(&split(target)?.0) {
-            // What has failed is not to have the name. It goes as if it had never had it.
+            // Undo the rename: a failed save must not have the final name.
             self.committed = rename_noreplace(target, path).is_err();
             return Err(error);
         }
@@ -80,12 +84,12 @@ impl Drop for LocalStaging {
     }
 }
 
-/// Renames a directory or a file to a name that nothing has.
+/// Renames a directory or file to an unused name.
 pub(crate) fn rename_noreplace(path: &Path, target: &Path) -> std::io::Result<()> {
     let cwd = rustix::fs::CWD;
     match renameat_with(cwd, path, cwd, target, RenameFlags::NOREPLACE) {
-        // Not every file system can refuse to replace. All refuse to replace a directory that holds something; a file
-        // is looked for first.
+        // Some file systems can't refuse to replace. But rename never replaces a directory with entries, and files are
+        // checked here.
         Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => match target.symlink_metadata() {
             Ok(there) if !there.is_dir() => Err(ErrorKind::AlreadyExists.into()),
             _ => std::fs::rename(path, target),
@@ -118,7 +122,7 @@ impl Location for LocalPath<'_> {
         Ok(Arc::new(LocalDir::new(&split(self.0)?.0.join(name))))
     }
 
-    /// For good.
+    /// Durable when it returns.
     fn move_to(&self, to: &Path) -> Result<MoveOutcome> {
         match rename_noreplace(self.0, to) {
             Ok(()) => {}
@@ -136,7 +140,7 @@ impl Location for LocalPath<'_> {
         Ok(MoveOutcome::Moved)
     }
 
-    /// Under its name it is there as a whole, or not at all.
+    /// Under its own name, the directory is always complete.
     fn remove_dir(&self) -> Result<bool> {
         let (parent, name) = split(self.0)?;
         match TempEntry::take(self.0, &parent, &name)? {
@@ -146,16 +150,15 @@ impl Location for LocalPath<'_> {
     }
 }
 
-/// What is done to something out of sight.
+/// Purposes in temporary names.
 const WRITING: &str = "tmp";
 const DELETING: &str = "deleting";
-/// Nothing is saved or removed for as long as this.
+/// Age beyond which no save or removal is still running.
 const STALE: Duration = Duration::from_secs(24 * 60 * 60);
-/// How often other processes may take a new directory before it is locked, or the empty one that it is made in.
+/// Attempts to create an entry while other processes remove it, or its empty parent.
 const ATTEMPTS: usize = 32;
 
-/// A directory or file out of sight that is locked for as long as its process lives, so that others can tell a dead
-/// one's from one in use.
+/// A temporary directory or file, locked while its process lives.
 #[derive(Debug)]
 pub(crate) struct TempEntry {
     pub(crate) path: PathBuf,
@@ -163,12 +166,12 @@ pub(crate) struct TempEntry {
 }
 
 impl TempEntry {
-    /// A new directory in `parent`, which is made, that is to become `name`.
+    /// Creates a directory for `name` in `parent`, and `parent` itself.
     pub(super) fn create_dir(parent: &Path, name: &str) -> Result<Self> {
         Self::create(parent, name, |path| std::fs::create_dir(path).and_then(|()| File::open(path)))
     }
 
-    /// A new file in `parent`, which is made, open for writing, that is to become `name`.
+    /// Creates a file for `name` in `parent`, and `parent` itself, and opens it for writing.
     pub(crate) fn create_file(parent: &Path, name: &str) -> Result<Self> {
         Self::create(parent, name, |path| File::create_new(path))
     }
@@ -181,8 +184,7 @@ impl TempEntry {
                 Err(error) => (Err(error), parent),
             };
             let file = match made {
-                // Between these calls a run that only tried to write may have removed the empty parent, or another
-                // save's remove_stale the new directory, which it took for a dead one's.
+                // Another run may have removed the empty parent, or the new entry before it was locked.
                 Err(error) if error.kind() == io::ErrorKind::NotFound && attempt < ATTEMPTS => continue,
                 made => made.map_err(io_error("create", what))?,
             };
@@ -194,10 +196,10 @@ impl TempEntry {
                 break;
             }
         }
-        Err(io_error("lock something new in", parent)(io::Error::other("other processes took each of them")))
+        Err(io_error("lock a new entry in", parent)(io::Error::other("other processes removed each one")))
     }
 
-    /// Moves the directory `path` out of sight, to be removed. `None` when another process is at it.
+    /// Renames the directory `path` to a temporary name, to remove it. Returns `None` if another process uses it.
     pub(super) fn take(path: &Path, parent: &Path, name: &str) -> Result<Option<Self>> {
         let file = File::open(path).map_err(io_error("open", path))?;
         if lock(&file).map_err(io_error("lock", path))? == Lock::Taken {
@@ -208,7 +210,7 @@ impl TempEntry {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             renamed => renamed.map_err(io_error("rename", path))?,
         }
-        // No crash may bring back its name once its files begin to go.
+        // Make the rename durable first: after a crash, the old name must not show a directory without some files.
         sync_dir(parent)?;
         Ok(Some(TempEntry { path: temp, file }))
     }
@@ -218,18 +220,18 @@ impl TempEntry {
     }
 }
 
-/// Waits until a directory's entries are on disk.
+/// Syncs a directory's entries.
 pub(crate) fn sync_dir(dir: &Path) -> Result<()> {
     File::open(dir).and_then(|dir| dir.sync_all()).map_err(io_error("sync", dir))
 }
 
-/// Something that no other process, live or dead, has likely used: its host, its number and the time.
+/// Returns text that is unique to this process and time.
 pub(crate) fn unique() -> String {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     format!("{}-{}-{:x}", host(), std::process::id(), since.as_nanos())
 }
 
-/// Removes the directories and files in `parent` whose makers are dead. What can't be removed is no reason not to save.
+/// Removes directories and files in `parent` of dead processes. Failures are only logged.
 pub(crate) fn remove_stale(parent: &Path) {
     let Ok(entries) = std::fs::read_dir(parent) else { return };
     for entry in entries.flatten() {
@@ -242,8 +244,8 @@ pub(crate) fn remove_stale(parent: &Path) {
         let path = entry.path();
         let Ok(file) = File::open(&path) else { continue };
         let dead = match lock(&file) {
-            // A file system that several hosts share may keep locks on each for itself, as NFS with `local_lock=flock`
-            // does: then this one says nothing about a process of another host.
+            // On shared file systems, locks may be local to each host, such as NFS with `local_lock=flock`. Then a lock
+            // says nothing about another host's process.
             Ok(Lock::Held) => maker.is_of_this_host() || maker.is_stale(),
             Ok(Lock::Unsupported) => maker.is_dead(),
             Ok(Lock::Taken) | Err(_) => false,
@@ -272,9 +274,9 @@ fn host() -> String {
 #[derive(Clone, Copy, PartialEq)]
 enum Lock {
     Held,
-    /// By another process.
+    /// Locked by another process.
     Taken,
-    /// The file system has none, or none for directories.
+    /// The file system does not support locks, or not on directories.
     Unsupported,
 }
 
@@ -282,23 +284,23 @@ fn lock(file: &File) -> io::Result<Lock> {
     match flock(file, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => Ok(Lock::Held),
         Err(Errno::WOULDBLOCK) => Ok(Lock::Taken),
-        // NFS locks only what is open for writing, which a directory never is.
+        // NFS locks only files that are open for writing, which directories never are.
         Err(Errno::NOSYS | Errno::OPNOTSUPP | Errno::NOLCK | Errno::BADF | Errno::INVAL) => Ok(Lock::Unsupported),
         Err(error) => Err(error.into()),
     }
 }
 
-/// Who made a directory or a file, as its name says.
+/// The parts of a temporary name.
 #[derive(Debug, PartialEq)]
 struct TempName<'a> {
     host: &'a str,
     process: i32,
-    /// Since the epoch.
+    /// Time since the epoch.
     at: Duration,
 }
 
 impl<'a> TempName<'a> {
-    /// `None` for a name that [`temp_name`] does not make.
+    /// Parses a name; `None` for names that [`temp_name`] does not make.
     fn of(name: &'a str) -> Option<Self> {
         let rest = name.strip_prefix('.')?;
         let (rest, nanos) = rest.rsplit_once('-')?;
@@ -311,7 +313,7 @@ impl<'a> TempName<'a> {
         Some(TempName { host, process: process.parse().ok()?, at: Duration::from_nanos(nanos) })
     }
 
-    /// Where there are no locks: a process of this host that is gone, or one of any host that can't be at it any more.
+    /// Without locks: an ended process of this host, or any old entry.
     fn is_dead(&self) -> bool {
         let gone = || Pid::from_raw(self.process).is_some_and(|process| test_kill_process(process) == Err(Errno::SRCH));
         self.is_stale() || (self.is_of_this_host() && gone())
@@ -321,7 +323,7 @@ impl<'a> TempName<'a> {
         self.host == host()
     }
 
-    /// Nobody can be at it any more.
+    /// Returns whether the entry is too old to be in use.
     fn is_stale(&self) -> bool {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         now.saturating_sub(self.at) > STALE
@@ -333,7 +335,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_tell_who_made_them() {
+    fn parses_temporary_names() {
         let name = temp_name("step-00000010", WRITING);
         let maker = TempName::of(&name).unwrap();
         assert_eq!((maker.host, maker.process), (&*host(), std::process::id() as i32));
@@ -350,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_taken_is_out_of_sight_and_one_in_use_is_left() {
+    fn removes_only_unlocked_entries() {
         let root = tempfile::tempdir().unwrap();
         let path = root.path().join("step-1");
         std::fs::create_dir(&path).unwrap();
@@ -366,7 +368,7 @@ mod tests {
         drop(taken);
         remove_stale(root.path());
         assert!(!left.exists());
-        // A file is no different; what has another name is nobody's to remove.
+        // Files are treated alike. Entries with other names stay.
         let file = TempEntry::create_file(root.path(), "model.safetensors").unwrap();
         let other = root.path().join(".model.safetensors.tmp-mine");
         std::fs::write(&other, "").unwrap();
@@ -379,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn what_another_host_may_be_writing_is_left_for_a_day() {
+    fn keeps_entries_of_other_hosts_for_a_day() {
         let root = tempfile::tempdir().unwrap();
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
         let left = |host: &str, at: Duration| {
@@ -387,7 +389,7 @@ mod tests {
             std::fs::create_dir(&path).unwrap();
             path
         };
-        // Nobody on this host holds a lock on any of them.
+        // None of these is locked on this host.
         let fresh = left("another-host", now);
         let stale = left("another-host", now - STALE - Duration::from_secs(1));
         let ours = left(&host(), now);

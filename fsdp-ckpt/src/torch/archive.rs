@@ -1,4 +1,4 @@
-//! What `torch.save` writes: a zip archive of stored entries, among them a pickle and the bytes of each storage.
+//! Reading archives of `torch.save`: uncompressed zip files with a pickle and the bytes of each storage.
 
 use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
@@ -9,40 +9,39 @@ use crate::store::{ReadAt, allocate};
 use crate::torch::not_torch;
 use crate::{Error, Result};
 
-/// More than any pickle of a state dict or of a checkpoint's metadata has.
+/// Largest size of a pickle.
 pub(super) const MAX_PICKLE: u64 = 256 << 20;
-/// How many bytes of an archive are read at once: the directory of a tensor's archive and more.
+/// Bytes to read at once; more than the directory of a tensor's archive.
 const BLOCK: u64 = 4096;
 
-/// The bytes of a storage in a file.
+/// A storage's bytes in a file.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Storage {
-    /// Where they start in the file.
+    /// Offset in the file.
     pub(super) start: u64,
     pub(super) bytes: u64,
     pub(super) crc32: u32,
 }
 
-/// An archive that is a part of a file.
+/// An archive that is part of a file.
 pub(super) struct Archive<'a> {
     path: &'a Path,
-    /// What it is of, for messages.
+    /// Its tensor or value, for messages.
     item: Option<&'a str>,
     zip: ZipArchive<Part<'a>>,
     start: u64,
     bytes: u64,
-    /// What its entries' names begin with.
+    /// Prefix of all entry names.
     prefix: String,
 }
 
 impl<'a> Archive<'a> {
-    /// Reads the directory of the archive that lies in `bytes` bytes of `file` from `start` on. `item` says what it is
-    /// of.
+    /// Reads the directory of the archive at `start` in the file, of `bytes` bytes. `item` is its tensor or value.
     pub(super) fn open(file: &'a dyn ReadAt, item: Option<&'a str>, start: u64, bytes: u64) -> Result<Self> {
         let path = file.path();
         let part = Part { file, start, bytes, at: 0, block: Vec::new(), block_at: 0 };
         let zip = ZipArchive::new(part)
-            .map_err(|error| not_torch(path, item, format!("it is not what torch.save writes: {error}")))?;
+            .map_err(|error| not_torch(path, item, format!("it is not a file of torch.save: {error}")))?;
         let prefix = zip.file_names().filter_map(|name| Some(name.ok()?.strip_suffix("data.pkl")?.to_string())).next();
         let Some(prefix) = prefix else {
             return Err(not_torch(path, item, "it is a zip file without the data.pkl of torch.save".into()));
@@ -53,13 +52,13 @@ impl<'a> Archive<'a> {
             Some(order) if order.trim_ascii() == b"little" => {}
             Some(order) => {
                 let order = String::from_utf8_lossy(&order).into_owned();
-                return Err(archive.bad(format!("its byte order is {order:?}; only little is read")));
+                return Err(archive.bad(format!("its byte order is {order:?}, expected little")));
             }
         }
         Ok(archive)
     }
 
-    /// The pickle.
+    /// Returns the pickle.
     pub(super) fn pickle(&mut self) -> Result<Vec<u8>> {
         match self.entry("data.pkl", MAX_PICKLE)? {
             Some(pickle) => Ok(pickle),
@@ -67,7 +66,7 @@ impl<'a> Archive<'a> {
         }
     }
 
-    /// Where the bytes of a storage are.
+    /// Returns the place of a storage's bytes.
     pub(super) fn storage(&mut self, key: &str) -> Result<Storage> {
         let name = format!("{}data/{key}", self.prefix);
         let (path, item) = (self.path, self.item);
@@ -83,12 +82,12 @@ impl<'a> Archive<'a> {
         let (bytes, crc32) = (entry.size(), entry.crc32());
         let start = entry.data_start().filter(|start| start.checked_add(bytes).is_some_and(|end| end <= whole));
         let Some(start) = start else {
-            return Err(bad(format!("its storage {key:?} of {bytes} bytes does not lie in it; is it truncated?")));
+            return Err(bad(format!("its storage {key:?} of {bytes} bytes is not within it; is it truncated?")));
         };
         Ok(Storage { start: self.start + start, bytes, crc32 })
     }
 
-    /// A small entry.
+    /// Returns a small entry's bytes.
     fn entry(&mut self, name: &str, most: u64) -> Result<Option<Vec<u8>>> {
         let (path, item) = (self.path, self.item);
         let full = format!("{}{name}", self.prefix);
@@ -101,7 +100,7 @@ impl<'a> Archive<'a> {
             return Err(bad("it is compressed; torch.save does not do that".into()));
         }
         if size > whole {
-            return Err(bad(format!("it claims {size} bytes, all there is has {whole}")));
+            return Err(bad(format!("it claims {size} bytes, but the file has {whole}")));
         }
         if size > most {
             return Err(Error::TooLarge { path: path.to_path_buf(), bytes: size, most });
@@ -110,7 +109,7 @@ impl<'a> Archive<'a> {
         contents.clear();
         entry.read_to_end(&mut contents).map_err(|error| bad(error.to_string()))?;
         if contents.len() as u64 != size {
-            return Err(bad(format!("it has {} bytes of {size}", contents.len())));
+            return Err(bad(format!("it has {} bytes, expected {size}", contents.len())));
         }
         Ok(Some(contents))
     }
@@ -120,7 +119,7 @@ impl<'a> Archive<'a> {
     }
 }
 
-/// A part of a file that is read in blocks.
+/// A seekable part of a file, read in blocks.
 struct Part<'a> {
     file: &'a dyn ReadAt,
     start: u64,

@@ -1,19 +1,22 @@
-//! TODO
+//! Layout of an archive of `torch.save`.
+//!
+//! A store must know the size of a file when it is created. The zip library can't tell the size in advance, so this
+//! lays out the archive's bytes around the storage.
 
-/// What all names begin with.
+/// Prefix of all entry names.
 const PREFIX: &str = "archive/";
-/// Where a storage starts is a multiple of this, as PyTorch has it.
+/// Alignment of storages in PyTorch's archives.
 const ALIGN: usize = 64;
-/// Sizes and offsets from here on are written in the 64-bit way.
+/// Sizes and offsets from here on need zip64 fields.
 const LARGE: u64 = 0xffff_ffff;
-/// Where a local header has its name.
+/// Size of a local header before the name.
 const LOCAL: usize = 30;
 
 /// An archive with a pickle and at most one storage.
 pub(super) struct ArchiveLayout {
-    /// Everything before the storage's bytes, or everything before the directory.
+    /// Bytes before the storage, or before the directory.
     pub(super) head: Vec<u8>,
-    /// The storage's bytes, if there is one.
+    /// Size of the storage, if there is one.
     pub(super) data: Option<u64>,
     directory: Vec<Entry>,
 }
@@ -39,16 +42,16 @@ impl ArchiveLayout {
         item
     }
 
-    /// The size of the archive.
+    /// Returns the size of the archive.
     pub(super) fn bytes(&self) -> u64 {
         self.head.len() as u64 + self.data.unwrap_or(0) + self.tail(0).len() as u64
     }
 
-    /// Everything after the storage's bytes, whose CRC-32 is `crc`.
+    /// Returns the bytes after the storage, whose CRC-32 is `crc`.
     pub(super) fn tail(&self, crc: u32) -> Vec<u8> {
         let mut out = Vec::new();
         if let Some(bytes) = self.data {
-            // The descriptor, for a checksum that was not known when the header was written.
+            // Data descriptor: the checksum was not known when the header was written.
             out.extend(*b"PK\x07\x08");
             out.extend(crc.to_le_bytes());
             for _ in 0..2 {
@@ -65,7 +68,7 @@ impl ArchiveLayout {
             let crc = if entry.flags & 8 != 0 { crc } else { entry.crc };
             out.extend(*b"PK\x01\x02");
             out.extend([version(entry.bytes), version(entry.bytes), entry.flags].map(u16::to_le_bytes).as_flattened());
-            // StoredTensor, and no time.
+            // Method "stored", and no time.
             out.extend([0; 6]);
             out.extend(crc.to_le_bytes());
             let size = entry.bytes.min(LARGE) as u32;
@@ -115,7 +118,7 @@ impl ArchiveLayout {
             extra.extend([1u16, 16].map(u16::to_le_bytes).as_flattened());
             extra.extend([bytes, bytes].map(u64::to_le_bytes).as_flattened());
         }
-        // A field that readers skip fills up to the alignment; PyTorch calls it "FB".
+        // An extra field "FB", like PyTorch's, pads to the alignment.
         let end = self.head.len() + LOCAL + PREFIX.len() + name.len() + extra.len() + 4;
         let padding = end.next_multiple_of(ALIGN) - end;
         extra.extend(*b"FB");
@@ -125,7 +128,7 @@ impl ArchiveLayout {
         self.data = Some(bytes);
     }
 
-    /// Adds a local header. With bit 3 of `flags` a descriptor follows the contents.
+    /// Adds a local header. Bit 3 of `flags` means that a data descriptor follows the contents.
     fn local(&mut self, name: &str, bytes: u64, crc: u32, flags: u16, extra: &[u8]) {
         let name = format!("{PREFIX}{name}");
         let entry = Entry { name, at: self.head.len() as u64, bytes, crc, flags };
@@ -143,7 +146,7 @@ impl ArchiveLayout {
     }
 }
 
-/// The version of the format that a reader needs.
+/// Returns the zip version that a reader needs.
 fn version(bytes: u64) -> u16 {
     if bytes < LARGE { 20 } else { 45 }
 }
@@ -158,7 +161,7 @@ mod tests {
     use crate::store::ReadAt;
     use crate::torch::archive::Archive;
 
-    /// A file whose storage is so large that it is only made up.
+    /// A file whose large storage is not in memory.
     #[derive(Debug)]
     struct Sparse {
         head: Vec<u8>,
@@ -189,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_laid_out_is_found_again_at_any_size() {
+    fn reads_layouts_of_any_size() {
         for bytes in [0, 1, 4096, LARGE - 1, LARGE, LARGE + 1, 1 << 40] {
             let item = ArchiveLayout::new(b"\x80\x02N.", Some(bytes));
             assert_eq!(item.head.len() % ALIGN, 0);

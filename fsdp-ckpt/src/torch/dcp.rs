@@ -1,4 +1,4 @@
-//! Checkpoints of PyTorch's DCP in its classic format.
+//! Reading checkpoints of PyTorch DCP in the classic format.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -20,22 +20,20 @@ use crate::torch::tensor::{StoredTensor, read_single_tensor};
 use crate::torch::{dcp_metadata, flatten, not_torch};
 use crate::{Checksums, Error, Format, Result, TensorSource};
 
-/// The file that makes a directory a checkpoint.
+/// File that makes a directory a checkpoint.
 pub(crate) const METADATA: &str = ".metadata";
 
-/// A directory that `torch.distributed.checkpoint.save` has written with its `FileSystemWriter`: `.metadata` and
-/// `.distcp` files.
+/// A directory that `torch.distributed.checkpoint.save` wrote with `FileSystemWriter`: `.metadata` and `.distcp` files.
 ///
-/// [`TensorSource::values`] has what is not a tensor under its flattened name, such as `optim.param_groups.<fqn>.lr`. A
-/// value that JSON can't hold, or that is an object of some Python class, is left out; [`TensorSource::unreadable`]
-/// says what it is.
+/// [`TensorSource::values`] holds non-tensor values under flattened names, such as `optim.param_groups.<fqn>.lr`.
+/// Values that JSON can't hold, and objects of Python classes, are in [`TensorSource::unreadable`].
 ///
-/// Each item has a CRC-32, which is checked by [`TensorSource::verify`] and where a chunk is read as a whole.
+/// Each item has a CRC-32, which [`TensorSource::verify`] and reads of whole chunks check.
 #[derive(Debug)]
 pub struct TorchDcp {
     store: Arc<dyn Store>,
     tensors: BTreeMap<String, TensorEntry>,
-    /// Where the chunks of each tensor are, in the order of its entry.
+    /// Place of each chunk, in the order of the tensor's entry.
     places: BTreeMap<String, Vec<Chunk>>,
     unreadable: BTreeMap<String, String>,
     files: BTreeMap<String, FileEntry>,
@@ -47,17 +45,17 @@ pub struct TorchDcp {
 #[derive(Debug)]
 struct Chunk {
     place: ByteRange,
-    /// Where its elements are, once that has been looked up.
+    /// Place of its elements, once it was looked up.
     stored: OnceLock<StoredTensor>,
 }
 
 impl TorchDcp {
-    /// Opens the checkpoint in the directory `dir`, and reads its values.
+    /// Opens the checkpoint in the directory `dir` and reads its values.
     ///
     /// # Errors
-    /// [`Error::NotFound`] without a `.metadata` or when a file that it names is missing; [`Error::Malformed`] when it
-    /// can't be read, contradicts itself, has names that metadata does not need, or a file is truncated;
-    /// [`Error::TooLarge`]; [`Error::Io`], also for a link that leads out of `dir`.
+    /// [`Error::NotFound`] without a `.metadata`, or if a file is missing; [`Error::Malformed`] for invalid metadata,
+    /// disallowed names or a truncated file; [`Error::TooLarge`]; [`Error::Io`], also for a link that leads out of
+    /// `dir`.
     pub fn open(dir: &Path) -> Result<Self> {
         let store = store(dir)?;
         check_stays(&*store, METADATA)?;
@@ -65,12 +63,12 @@ impl TorchDcp {
             store.list()?;
             return Err(Error::NotFound {
                 path: dir.to_path_buf(),
-                looked_for: format!("{METADATA}: it is no DCP checkpoint, or its save did not finish"),
+                looked_for: format!("{METADATA}: it is not a DCP checkpoint, or its save did not finish"),
             });
         };
-        let according_to = dir.join(METADATA);
+        let described_by = dir.join(METADATA);
         let dcp_metadata::Metadata { tensors, unreadable, values, files: ends } =
-            dcp_metadata::parse(&bytes).map_err(|bad| not_torch(&according_to, bad.item.as_deref(), bad.reason))?;
+            dcp_metadata::parse(&bytes).map_err(|bad| not_torch(&described_by, bad.item.as_deref(), bad.reason))?;
         let mut files = BTreeMap::new();
         for (name, end) in ends {
             check_stays(&*store, &name)?;
@@ -82,7 +80,7 @@ impl TorchDcp {
             };
             if bytes < end {
                 let reason =
-                    format!("it has {bytes} bytes, {METADATA} has items up to byte {end} of it; is it truncated?");
+                    format!("it has {bytes} bytes, but {METADATA} has items up to byte {end}; is it truncated?");
                 return Err(not_torch(&dir.join(name), None, reason));
             }
             files.insert(name, FileEntry { bytes, header_crc32c: None, host: None });
@@ -101,7 +99,7 @@ impl TorchDcp {
                 Ok(value) => drop(checkpoint.values.insert(fqn, value)),
                 Err(what) => {
                     tracing::warn!(
-                        "{}: \"{}\" is {}, which is left out",
+                        "{}: leaving out \"{}\": it is {}",
                         escape(dir.display()),
                         escape(&fqn),
                         escape(&what)
@@ -113,7 +111,7 @@ impl TorchDcp {
         Ok(checkpoint)
     }
 
-    /// A value as JSON, or what it is instead.
+    /// Returns a value as JSON, or a description of what it is instead.
     fn value(&self, fqn: &str, item: &ValueItem) -> Result<Result<Value, String>> {
         let file = self.file(&item.file)?;
         let mut archive = Archive::open(&*file, Some(fqn), item.place.offset, item.place.bytes)?;
@@ -126,7 +124,7 @@ impl TorchDcp {
     }
 
     fn file(&self, name: &str) -> Result<Arc<dyn ReadAt>> {
-        // A panic elsewhere leaves the map as good as it was.
+        // A panic leaves the map consistent.
         let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(file) = open.get(name) {
             return Ok(Arc::clone(file));
@@ -136,7 +134,7 @@ impl TorchDcp {
         Ok(file)
     }
 
-    /// The file of a chunk, and where in it the elements are.
+    /// Returns the file of a chunk and the place of its elements.
     fn chunk<'a>(&'a self, fqn: &str, at: usize) -> Result<(Arc<dyn ReadAt>, &'a StoredTensor)> {
         let (tensor, chunk) = (&self.tensors[fqn], &self.places[fqn][at]);
         let entry = &tensor.chunks[at];
@@ -148,7 +146,7 @@ impl TorchDcp {
         let stored = read_single_tensor(file.path(), fqn, &mut archive, tensor.dtype, file.bytes())?;
         if stored.shape != entry.sizes {
             let reason = format!(
-                "{METADATA} says that its chunk {} is there, it is of shape {:?}",
+                "{METADATA} has its chunk {} there, but its shape is {:?}",
                 Bounds(&entry.region()),
                 stored.shape
             );
@@ -159,7 +157,7 @@ impl TorchDcp {
     }
 }
 
-/// Refuses a link that leads out of the checkpoint's directory: whoever made it could have any file of this host read.
+/// Refuses a link that leads out of the directory: it could make this host read any file.
 fn check_stays(store: &dyn Store, name: &str) -> Result<()> {
     let Some(target) = store.link(name) else { return Ok(()) };
     if store.size(name)?.is_none() {
@@ -169,7 +167,7 @@ fn check_stays(store: &dyn Store, name: &str) -> Result<()> {
         return Ok(());
     }
     let reason = format!(
-        "it is a symbolic link that leads out of the checkpoint, to {}; put a copy in its place",
+        "it is a symbolic link that leads out of the checkpoint, to {}; replace it by a copy",
         escape(target.display())
     );
     Err(io_error("open", &store.path().join(name))(std::io::Error::other(reason)))
@@ -223,7 +221,7 @@ impl TensorSource for TorchDcp {
     fn verify_chunk(&self, fqn: &str, chunk: usize, seen: &mut dyn FnMut(u64)) -> Result<()> {
         let chunks = self.tensor(fqn)?.chunks.len();
         if chunk >= chunks {
-            let reason = format!("it has {chunks} chunks, none at {chunk}");
+            let reason = format!("it has {chunks} chunks, but chunk {chunk} was requested");
             return Err(Error::InvalidRead { tensor: fqn.to_string(), reason });
         }
         let (file, stored) = self.chunk(fqn, chunk)?;

@@ -1,4 +1,4 @@
-//! TODO
+//! `.metadata`: the tensors and values of a DCP checkpoint and their places. It is untrusted input.
 
 use std::collections::BTreeMap;
 
@@ -9,10 +9,10 @@ use crate::source::{ChunkEntry, TensorEntry, is_plain_file_name};
 use crate::torch::pickle::{Pickle, Value};
 use crate::torch::tensor::{dtype_name, from_torch_dtype};
 
-/// Longer than any file's name.
+/// Longest file name.
 const MAX_NAME: usize = 255;
 
-/// Where an item lies in its file.
+/// Place of an item in its file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ByteRange {
     pub(super) offset: u64,
@@ -28,16 +28,16 @@ pub(super) struct ValueItem {
 
 #[derive(Debug, Default)]
 pub(super) struct Metadata {
-    /// Each tensor, and where its chunks are.
+    /// Each tensor with the places of its chunks.
     pub(super) tensors: BTreeMap<String, (TensorEntry, Vec<ByteRange>)>,
-    /// Tensors of other dtypes, with PyTorch's names of these.
+    /// Tensors of unsupported dtypes, with PyTorch's dtype names.
     pub(super) unreadable: BTreeMap<String, String>,
     pub(super) values: BTreeMap<String, ValueItem>,
-    /// The size that each file has at least.
+    /// Smallest possible size of each file.
     pub(super) files: BTreeMap<String, u64>,
 }
 
-/// What is wrong, and the tensor or value it is about, if one.
+/// A problem, and its tensor or value, if there is one.
 pub(super) struct Bad {
     pub(super) item: Option<String>,
     pub(super) reason: String,
@@ -47,15 +47,15 @@ fn bad(item: &str, reason: impl Into<String>) -> Bad {
     Bad { item: Some(item.to_string()), reason: reason.into() }
 }
 
-/// An item as `storage_data` has it.
+/// An item of `storage_data`.
 struct Item<'a> {
-    /// Where in its tensor its chunk starts; `None` for what is no tensor.
+    /// Offsets of a chunk; `None` for a value.
     offsets: Option<Vec<usize>>,
     file: &'a str,
     place: ByteRange,
 }
 
-/// Reads the metadata. Chunks are checked to make whole tensors.
+/// Parses the metadata and checks that chunks form whole tensors.
 pub(super) fn parse(bytes: &[u8]) -> Result<Metadata, Bad> {
     let whole = |reason: &str| Bad { item: None, reason: reason.to_string() };
     let pickle = Pickle::parse(bytes).map_err(|flaw| Bad { item: None, reason: flaw.to_string() })?;
@@ -65,7 +65,7 @@ pub(super) fn parse(bytes: &[u8]) -> Result<Metadata, Bad> {
     }
     let field = |name| pickle.field(root, name).and_then(|value| pickle.dict(value));
     let items =
-        field("storage_data").ok_or_else(|| whole("it has no storage_data: it is of no file system's checkpoint"))?;
+        field("storage_data").ok_or_else(|| whole("it has no storage_data; expected a file system checkpoint"))?;
     let mut items = storage(&pickle, items)?;
     let mut metadata = Metadata { files: files(&items)?, ..Metadata::default() };
     let mut left = bytes.len();
@@ -83,12 +83,12 @@ pub(super) fn parse(bytes: &[u8]) -> Result<Metadata, Bad> {
             Some("BytesStorageMetadata") => {
                 let items = items.remove(fqn).unwrap_or_default();
                 let [Item { file, place, .. }] = &items[..] else {
-                    return Err(bad(fqn, format!("it is in {} places, a value is in one", items.len())));
+                    return Err(bad(fqn, format!("it is in {} places, expected 1", items.len())));
                 };
                 let value = ValueItem { file: (*file).to_string(), place: *place };
                 metadata.values.insert(fqn.to_string(), value).is_none()
             }
-            _ => return Err(bad(fqn, format!("it is {}, neither a tensor nor a value", pickle.describe(about)))),
+            _ => return Err(bad(fqn, format!("it is {}, expected a tensor or a value", pickle.describe(about)))),
         };
         if !is_new {
             return Err(bad(fqn, "it is there twice"));
@@ -97,7 +97,7 @@ pub(super) fn parse(bytes: &[u8]) -> Result<Metadata, Bad> {
     Ok(metadata)
 }
 
-/// The items of each name.
+/// Returns the items by name.
 fn storage<'a>(pickle: &Pickle<'a>, pairs: &[(Value, Value)]) -> Result<BTreeMap<&'a str, Vec<Item<'a>>>, Bad> {
     let mut items = BTreeMap::<&str, Vec<Item<'_>>>::new();
     for &(index, info) in pairs {
@@ -117,7 +117,7 @@ fn storage<'a>(pickle: &Pickle<'a>, pairs: &[(Value, Value)]) -> Result<BTreeMap
         {
             return Err(bad(
                 fqn,
-                "it is stored with transforms (compressed?), which are not read; save without extensions",
+                "it is stored with transforms (compressed?), which are not supported; save without extensions",
             ));
         }
         let number = |name| pickle.field(info, name).and_then(|number| pickle.size(number));
@@ -135,7 +135,7 @@ fn storage<'a>(pickle: &Pickle<'a>, pairs: &[(Value, Value)]) -> Result<BTreeMap
     Ok(items)
 }
 
-/// The files, and where in each the last item ends. Items have nothing in common.
+/// Returns the files with the end of the last item in each. Items must not overlap.
 fn files(items: &BTreeMap<&str, Vec<Item<'_>>>) -> Result<BTreeMap<String, u64>, Bad> {
     let mut sorted: Vec<(&str, ByteRange, &str)> =
         items.iter().flat_map(|(fqn, items)| items.iter().map(|item| (item.file, item.place, *fqn))).collect();
@@ -144,11 +144,11 @@ fn files(items: &BTreeMap<&str, Vec<Item<'_>>>) -> Result<BTreeMap<String, u64>,
     let mut last = "";
     for (file, place, fqn) in sorted {
         let Some(end) = place.offset.checked_add(place.bytes) else {
-            return Err(bad(fqn, format!("it has {} bytes from {} on", place.bytes, place.offset)));
+            return Err(bad(fqn, format!("its {} bytes from {} on overflow", place.bytes, place.offset)));
         };
         match files.get_mut(file) {
             Some(known) if *known > place.offset => {
-                return Err(bad(fqn, format!("it starts at {} of {file:?}, where \"{last}\" is", place.offset)));
+                return Err(bad(fqn, format!("it starts at {} of {file:?}, within \"{last}\"", place.offset)));
             }
             Some(known) => *known = end,
             None => drop(files.insert(file.to_string(), end)),
@@ -158,8 +158,7 @@ fn files(items: &BTreeMap<&str, Vec<Item<'_>>>) -> Result<BTreeMap<String, u64>,
     Ok(files)
 }
 
-/// A tensor with its chunks; the name of its dtype when that is none of ours. `left` is how many chunks all tensors may
-/// still have.
+/// Returns a tensor with its chunks, or the name of an unsupported dtype. `left` limits the chunks of all tensors.
 fn tensor(
     pickle: &Pickle<'_>,
     fqn: &str,
@@ -179,13 +178,13 @@ fn tensor(
     let shape = pickle.field(about, "size").and_then(|size| pickle.sizes(size));
     let chunks = pickle.field(about, "chunks").and_then(|chunks| pickle.items(chunks));
     let (Some(shape), Some(chunks)) = (shape, chunks) else { return Err(bad(fqn, "it has no shape and chunks")) };
-    *left = left.checked_sub(chunks.len()).ok_or_else(|| bad(fqn, "more chunks than the file has bytes"))?;
+    *left = left.checked_sub(chunks.len()).ok_or_else(|| bad(fqn, "it has more chunks than the file has bytes"))?;
 
     let mut by_offsets = BTreeMap::new();
     for item in items {
-        let Some(offsets) = item.offsets else { return Err(bad(fqn, "a part of it is stored as if it was no tensor")) };
+        let Some(offsets) = item.offsets else { return Err(bad(fqn, "a chunk of it is stored as a value")) };
         if by_offsets.insert(offsets, (item.file, item.place)).is_some() {
-            return Err(bad(fqn, "two parts of it start at the same place"));
+            return Err(bad(fqn, "two chunks of it have the same offsets"));
         }
     }
     let mut entry = TensorEntry { dtype, shape, chunks: Vec::new() };
@@ -195,7 +194,7 @@ fn tensor(
         let (Some(offsets), Some(sizes)) = (sizes("offsets"), sizes("sizes")) else {
             return Err(bad(fqn, "a chunk of it has no offsets and sizes"));
         };
-        // A rank without a part of a tensor may have written an empty one.
+        // A rank without a shard may have written an empty chunk.
         if sizes.contains(&0) {
             continue;
         }
@@ -209,7 +208,7 @@ fn tensor(
         };
         let region = chunk.region();
         let Some((_, place)) = stored else {
-            return Err(bad(fqn, format!("its chunk {} is in no file, or there twice", Bounds(&region))));
+            return Err(bad(fqn, format!("its chunk {} is in no file, or is listed twice", Bounds(&region))));
         };
         check_size(&chunk, dtype, place).map_err(|reason| bad(fqn, reason))?;
         entry.chunks.push(chunk);
@@ -219,12 +218,12 @@ fn tensor(
     Ok(Ok((entry, places)))
 }
 
-/// A chunk is stored as it is, with something around it: what is larger than its place is not there.
+/// Checks that a chunk is not larger than its item, which also holds an archive's headers.
 fn check_size(chunk: &ChunkEntry, dtype: DType, place: ByteRange) -> Result<(), String> {
     match checked_bytes(&chunk.sizes, dtype.size()) {
         Some(bytes) if bytes as u64 <= place.bytes => Ok(()),
         _ => Err(format!(
-            "its chunk {} as {dtype} can't be in the {} bytes that it has in {:?}",
+            "its chunk {} as {dtype} does not fit into the {} bytes of its item in {:?}",
             Bounds(&chunk.region()),
             place.bytes,
             chunk.file

@@ -1,4 +1,4 @@
-//! TODO
+//! Writing checkpoints of PyTorch DCP in the classic format.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -16,19 +16,18 @@ use crate::torch::pickler::Pickler;
 use crate::torch::tensor::{storage_class, torch_dtype};
 use crate::{Error, Result, TensorEntry, TensorSource};
 
-/// Writes tensors and values of any format as the directory `dst`, which PyTorch's `dcp.load` and `FileSystemReader`
+/// Writes the tensors and values of `source` as the directory `dst`, which PyTorch's `dcp.load` and `FileSystemReader`
 /// read.
 ///
-/// Names stay as they are; `model.` and `optim.` become dicts of their own where PyTorch unflattens names. Values that
-/// are nested become several, as PyTorch flattens them. Of `optim.param_groups` as our checkpoints have it, each
-/// parameter gets the hyper-parameters of its group, and PyTorch's defaults for those that only its AdamW has: it
-/// refuses optimizer state that lacks one.
+/// Names do not change; PyTorch unflattens `model.` and `optim.` into dicts. Nested values are flattened as PyTorch
+/// does. The groups in `optim.param_groups` become options of each parameter. AdamW's options that are missing get
+/// PyTorch's defaults, since PyTorch refuses optimizer state without them.
 ///
-/// Memory stays small, however large the tensors are. The directory appears as a whole, or not at all.
+/// Needs little memory. The directory appears when it is complete.
 ///
 /// # Errors
-/// [`crate::Error::AlreadyExists`] when `dst` is there already; [`crate::Error::Argument`] for a world size that can't be, or
-/// a name that is a tensor's and a value's; those of reading `source`; [`crate::Error::Io`].
+/// [`crate::Error::AlreadyExists`] if `dst` exists; [`crate::Error::Argument`] for an invalid world size, or a name of
+/// both a tensor and a value; errors of reading `source`; [`crate::Error::Io`].
 ///
 /// ```
 /// use fsdp_ckpt::torch::{DcpOptions, TorchDcp, write_dcp};
@@ -61,7 +60,7 @@ pub fn write_dcp(dst: &Path, source: &dyn TensorSource, options: &DcpOptions) ->
     Ok(written)
 }
 
-/// Writes a file and returns the bytes of tensors in it.
+/// Writes a file and returns the bytes of its tensors.
 fn write_file(store: &dyn Store, name: &str, items: &[PlannedItem], source: &dyn TensorSource) -> Result<u64> {
     let size = items.last().map_or(0, |last| last.place.offset + last.place.bytes);
     let mut file = store.create(name, size)?;
@@ -82,32 +81,31 @@ fn write_file(store: &dyn Store, name: &str, items: &[PlannedItem], source: &dyn
     Ok(written)
 }
 
-/// How [`write_dcp`](super::write_dcp) writes.
+/// Options of [`write_dcp`].
 #[derive(Clone, Debug)]
 pub struct DcpOptions {
-    /// The number of files, as from so many ranks: each tensor is cut along its first dimension into so many parts, as
-    /// FSDP2 does. 1 to 65536.
+    /// Number of files, 1 to 65536. Tensors are cut on dimension 0 into as many chunks, as FSDP2 does.
     pub world_size: usize,
-    /// Hyper-parameters of the optimizer ("lr", "betas", ...). Each is written as `optim.param_groups.<fqn>.<key>` for
-    /// each parameter that has optimizer state, unless the source says otherwise.
+    /// Optimizer hyper-parameters ("lr", "betas", ...). Each is written as `optim.param_groups.<fqn>.<key>` for each
+    /// parameter with optimizer state, unless the source has the value.
     pub hyper_parameters: Map<String, Value>,
 }
 
 impl DcpOptions {
-    /// For so many ranks, without hyper-parameters.
+    /// Creates options without hyper-parameters.
     pub fn new(world_size: usize) -> Self {
         DcpOptions { world_size, hyper_parameters: Map::new() }
     }
 }
 
-/// PyTorch's name for the file of a rank.
+/// Returns PyTorch's name for a rank's file.
 pub(super) fn file_name(rank: usize) -> String {
     format!("__{rank}_0.distcp")
 }
 
-/// The hyper-parameters of an optimizer.
+/// Value with the optimizer's hyper-parameters.
 const GROUPS: &str = "optim.param_groups";
-/// What PyTorch's AdamW has beside what checkpoints of ours have named before, at its defaults.
+/// Options of PyTorch's AdamW that older checkpoints lack, with their defaults.
 const ADAMW: [(&str, Value); 7] = [
     ("amsgrad", Value::Bool(false)),
     ("capturable", Value::Bool(false)),
@@ -118,19 +116,19 @@ const ADAMW: [(&str, Value); 7] = [
     ("maximize", Value::Bool(false)),
 ];
 
-/// Values by their flattened names, each with the keys that lead to it.
+/// Values by flattened name, each with its path of keys.
 type Values = BTreeMap<String, (Vec<String>, Value)>;
 
 /// An item of a file.
 pub(super) struct PlannedItem {
     pub(super) fqn: String,
-    /// The part of the tensor; `None` for a value.
+    /// Region of the tensor; `None` for a value.
     pub(super) region: Option<Region>,
     pub(super) place: ByteRange,
     pub(super) item: ArchiveLayout,
 }
 
-/// The files by rank, each with its items in order, and the values' names.
+/// Items of each rank's file, and the values.
 pub(super) struct Plan {
     pub(super) files: Vec<Vec<PlannedItem>>,
     pub(super) values: Values,
@@ -141,7 +139,7 @@ impl Plan {
         let world = options.world_size;
         if !(1..=1 << 16).contains(&world) {
             return Err(Error::Argument(format!(
-                "a checkpoint of {world} ranks can't be written; 1 to {} can",
+                "can't write a checkpoint of {world} ranks, expected 1 to {}",
                 1 << 16
             )));
         }
@@ -150,7 +148,7 @@ impl Plan {
         plan.files.resize_with(world, Vec::new);
         for (fqn, (_, value)) in &values {
             let mut pickler = Pickler::new();
-            // Hyper-parameters such as betas are tuples; nothing else of a state dict is likely to be.
+            // Only hyper-parameters, such as betas, are likely to be tuples.
             pickler.json(value, fqn.starts_with(GROUPS));
             plan.add(0, fqn, None, ArchiveLayout::new(&pickler.finish(), None));
         }
@@ -169,7 +167,7 @@ impl Plan {
                         plan.add_tensor(rank, fqn, tensor.dtype, region)?;
                     }
                 }
-                // What can't be split goes to the ranks by turns.
+                // Tensors that can't be split go to the ranks in turn.
                 _ => {
                     plan.add_tensor(next % world, fqn, tensor.dtype, Region::whole(&tensor.shape))?;
                     next += 1;
@@ -195,8 +193,7 @@ impl Plan {
     }
 }
 
-/// The source's values and the hyper-parameters of each parameter that has optimizer state. Nested values become
-/// several, as PyTorch flattens them.
+/// Returns the source's values, flattened, and the hyper-parameters of each parameter with optimizer state.
 fn values(source: &dyn TensorSource, hyper_parameters: &Map<String, Value>) -> Result<Values> {
     let mut values = BTreeMap::new();
     for (key, value) in source.values() {
@@ -219,7 +216,7 @@ fn values(source: &dyn TensorSource, hyper_parameters: &Map<String, Value>) -> R
     for fqn in values.keys() {
         if source.tensors().contains_key(fqn) {
             return Err(Error::Argument(format!(
-                "\"{fqn}\" is the name of a tensor and of a value in {}; rename one",
+                "\"{fqn}\" names both a tensor and a value in {}; rename one",
                 source.path().display()
             )));
         }
@@ -227,8 +224,7 @@ fn values(source: &dyn TensorSource, hyper_parameters: &Map<String, Value>) -> R
     Ok(values)
 }
 
-/// The hyper-parameters of each parameter by itself, from a list of groups that name their parameters, as our
-/// checkpoints have it.
+/// Expands a list of groups to the hyper-parameters of each parameter.
 fn groups(key: &str, value: &Value) -> Option<Vec<(String, Value)>> {
     let groups = value.as_array().filter(|_| key == GROUPS)?;
     let mut flat = Vec::new();
@@ -259,8 +255,7 @@ fn flatten(into: &mut Values, path: Vec<String>, value: &Value) {
     }
 }
 
-/// The keys that lead to a tensor or value in a state dict: those of the model and of the optimizer are in dicts of
-/// their own.
+/// Returns the keys of a tensor or value in PyTorch's state dict, in which `model` and `optim` are dicts.
 pub(super) fn path(fqn: &str) -> Vec<String> {
     match fqn.split_once('.') {
         Some((part @ ("model" | "optim"), rest)) => vec![part.to_string(), rest.to_string()],
@@ -268,10 +263,10 @@ pub(super) fn path(fqn: &str) -> Vec<String> {
     }
 }
 
-/// What `torch.save` pickles of a contiguous tensor.
+/// Returns the pickle that `torch.save` writes for a contiguous tensor.
 fn tensor_pickle(fqn: &str, dtype: DType, sizes: &[usize]) -> Result<Vec<u8>> {
     let Some(name) = torch_dtype(dtype) else {
-        return Err(Error::Argument(format!("tensor \"{fqn}\" has dtype {dtype}, which PyTorch has not")));
+        return Err(Error::Argument(format!("tensor \"{fqn}\" has dtype {dtype}, which PyTorch does not have")));
     };
     let elements: usize = sizes.iter().product();
     let mut strides = vec![1; sizes.len()];
@@ -304,7 +299,7 @@ fn tensor_pickle(fqn: &str, dtype: DType, sizes: &[usize]) -> Result<Vec<u8>> {
     Ok(pickler.finish())
 }
 
-/// The `.metadata` of what is planned, with the tensors of `source`.
+/// Returns the `.metadata` of a plan.
 pub(super) fn metadata(plan: &Plan, tensors: &BTreeMap<String, TensorEntry>) -> Vec<u8> {
     const MODULE: &str = "torch.distributed.checkpoint.metadata";
     let mut chunks = BTreeMap::<&str, Vec<&Region>>::new();

@@ -1,4 +1,4 @@
-//! State dicts that `torch.save` has written.
+//! Reading files of `torch.save`.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -19,23 +19,22 @@ use crate::torch::pickle::Pickle;
 use crate::torch::tensor::{StoredTensor, from_torch_dtype, read_part, view};
 use crate::{Checksums, Error, Format, Result, TensorSource, Verified};
 
-/// The weights of a Hugging Face model in one file of `torch.save`.
+/// File name of a Hugging Face model's weights in one file of `torch.save`.
 pub(crate) const BIN: &str = "pytorch_model.bin";
-/// The index of a Hugging Face model in several of them.
+/// File name of the index of a Hugging Face model in several such files.
 pub(crate) const BIN_INDEX: &str = "pytorch_model.bin.index.json";
-/// More than any index has.
+/// Largest size of an index.
 const MAX_INDEX: u64 = 1 << 28;
-/// How a zip file begins.
+/// First bytes of a zip file.
 const ZIP: &[u8] = b"PK\x03\x04";
-/// How `torch.save` began before PyTorch 1.6: a pickle of its magic number.
+/// First bytes of a file of PyTorch before 1.6: a pickle of its magic number.
 const LEGACY: &[u8] = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19";
 
-/// A state dict in a file of `torch.save`, or a Hugging Face model in several of them.
+/// A state dict in a file of `torch.save`, or a Hugging Face model in several files.
 ///
-/// Nested dicts become names with dots: `{"model": {"weight": ...}}` has the tensor `model.weight`. What is not a
-/// tensor is in [`TensorSource::values`] under such names, where JSON can hold it. Views are read as what they show;
-/// tensors that share a storage are each read from it. Files are checked against their CRC-32 by
-/// [`TensorSource::verify`], and where a tensor is read as a whole.
+/// Nested dicts become dotted names: `{"model": {"weight": ...}}` has the tensor `model.weight`.
+/// [`TensorSource::values`] holds non-tensor values that JSON can hold. Views are read as they appear; tensors may
+/// share storages. [`TensorSource::verify`] and reads of whole tensors check CRC-32 checksums.
 #[derive(Debug)]
 pub struct TorchFile {
     path: PathBuf,
@@ -52,11 +51,11 @@ struct Index {
 }
 
 impl TorchFile {
-    /// Opens a single file, whatever its name.
+    /// Opens a single file of any name.
     ///
     /// # Errors
-    /// [`Error::Malformed`] when it is not what `torch.save` of PyTorch 1.6 or newer writes, or its pickle has more than
-    /// tensors and plain values; [`Error::TooLarge`]; [`Error::Io`].
+    /// [`Error::Malformed`] unless it is a file of `torch.save` of PyTorch 1.6 or newer with only tensors and plain
+    /// values; [`Error::TooLarge`]; [`Error::Io`].
     pub fn open(path: &Path) -> Result<Self> {
         let (_, name) = split(path)?;
         let mut file = Self::empty(path);
@@ -64,13 +63,12 @@ impl TorchFile {
         Ok(file)
     }
 
-    /// Opens the Hugging Face model in the directory `dir`: `pytorch_model.bin`, or else the files that
-    /// `pytorch_model.bin.index.json` names.
+    /// Opens the Hugging Face model in the directory `dir`: `pytorch_model.bin`, or the files listed in
+    /// `pytorch_model.bin.index.json`.
     ///
     /// # Errors
-    /// [`Error::NotFound`] when none of these is there or the index names a missing file; [`Error::Malformed`] when the
-    /// index is damaged, names a file outside of `dir`, or a weight that its file has not; those of
-    /// [`TorchFile::open`].
+    /// [`Error::NotFound`] if there are none, or a listed file is missing; [`Error::Malformed`] for an invalid index;
+    /// the errors of [`TorchFile::open`].
     pub fn open_model(dir: &Path) -> Result<Self> {
         let store = store(dir)?;
         let mut model = Self::empty(dir);
@@ -85,13 +83,13 @@ impl TorchFile {
         Ok(model)
     }
 
-    /// Whether a file is one of `torch.save` by its first bytes, or by its name where these say nothing.
+    /// Returns whether a file is one of `torch.save`, by its first bytes, or else by its name.
     pub(crate) fn is_one(path: &Path) -> Result<bool> {
         let file = open_file(path)?;
         let mut start = [0; LEGACY.len()];
         let count = file.bytes().min(start.len() as u64) as usize;
         file.read_exact_at(&mut start[..count], 0)?;
-        // The length of a safetensors header may look like a zip file's signature.
+        // The length of a safetensors header may look like a zip signature.
         let is_safetensors = start[8] == b'{';
         let is_named = path.extension().is_some_and(|ext| ["pt", "pth", "bin"].iter().any(|name| ext == *name));
         Ok(!is_safetensors && (start.starts_with(ZIP) || start == LEGACY || is_named))
@@ -122,7 +120,7 @@ impl TorchFile {
             if store.size(name)?.is_none() {
                 return Err(Error::NotFound {
                     path: store.path().to_path_buf(),
-                    looked_for: format!("file {name:?}, in which {BIN_INDEX} says that weight \"{weight}\" is"),
+                    looked_for: format!("file {name:?}, which {BIN_INDEX} lists for weight \"{weight}\""),
                 });
             }
             self.add(name, Arc::from(store.open(name)?))?;
@@ -130,13 +128,13 @@ impl TorchFile {
         for (weight, name) in &index.weight_map {
             let is_there = self.tensors.get(weight).is_some_and(|tensor| tensor.chunks[0].file == *name);
             if !is_there && !self.unreadable.contains_key(weight) {
-                return Err(bad(format!("it says that weight \"{weight}\" is in {name}, which has no such tensor")));
+                return Err(bad(format!("it lists weight \"{weight}\" in {name}, which has no such tensor")));
             }
         }
         Ok(())
     }
 
-    /// Adds everything in a file.
+    /// Adds all tensors and values of a file.
     fn add(&mut self, name: &str, file: Arc<dyn ReadAt>) -> Result<()> {
         let path = file.path().to_path_buf();
         let bytes = file.bytes();
@@ -144,10 +142,10 @@ impl TorchFile {
         file.read_exact_at(&mut start, 0)?;
         if !start.starts_with(ZIP) {
             let reason = if start == LEGACY {
-                "it is in the format of PyTorch before 1.6, which is not read; load it and save it again with a newer \
+                "it is in the format of PyTorch before 1.6, which is not supported; load it and save it with a newer \
                     one"
             } else {
-                "it is not what torch.save writes: it is no zip file"
+                "it is not a zip file of torch.save"
             };
             return Err(not_torch(&path, None, reason.into()));
         }
@@ -173,7 +171,7 @@ impl TorchFile {
                 }
                 Leaf::Other(what) => {
                     tracing::warn!(
-                        "{}: \"{}\" is {}, which is left out",
+                        "{}: leaving out \"{}\": it is {}",
                         escape(path.display()),
                         escape(&fqn),
                         escape(&what)
@@ -252,11 +250,11 @@ impl TensorSource for TorchFile {
         true
     }
 
-    /// The whole storage of the tensor is read.
+    /// Reads the whole storage of the tensor.
     fn verify_chunk(&self, fqn: &str, chunk: usize, seen: &mut dyn FnMut(u64)) -> Result<()> {
         self.tensor(fqn)?;
         if chunk > 0 {
-            let reason = format!("it has 1 chunk, none at {chunk}");
+            let reason = format!("it has 1 chunk, but chunk {chunk} was requested");
             return Err(Error::InvalidRead { tensor: fqn.to_string(), reason });
         }
         let (file, stored) = &self.stored[fqn];
@@ -264,7 +262,7 @@ impl TensorSource for TorchFile {
     }
 
     fn verify_share(&self, rank: usize, ranks: usize) -> Result<Verified> {
-        // Tensors that share a storage are checked once.
+        // A shared storage is verified once.
         let mut storages = BTreeMap::new();
         for (fqn, (file, stored)) in &self.stored {
             storages.entry((file.path(), stored.storage.start)).or_insert((fqn, file, stored.storage));
@@ -278,8 +276,7 @@ impl TensorSource for TorchFile {
     }
 }
 
-/// Reads `part` of a chunk to its place in the box `region`; where that is all of a storage, its checksum is checked on
-/// the way.
+/// Reads `part` of a chunk into the region `region`. Verifies the checksum if the part is a whole storage.
 pub(super) fn read_checked(
     file: &dyn ReadAt,
     fqn: &str,
@@ -296,7 +293,7 @@ pub(super) fn read_checked(
     check(file, fqn, stored.storage, crc)
 }
 
-/// Reads a storage and checks it. `seen` is told the bytes as they are read.
+/// Reads a storage and verifies its checksum. Calls `seen` with the bytes of each read.
 pub(super) fn verify(file: &dyn ReadAt, fqn: &str, storage: Storage, seen: &mut dyn FnMut(u64)) -> Result<()> {
     let mut crc = crc32fast::Hasher::new();
     let mut block = vec![0; storage.bytes.min(BLOCK as u64) as usize];

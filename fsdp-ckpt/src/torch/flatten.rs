@@ -1,25 +1,27 @@
-//! TODO
+//! Flattening nested dicts to dotted names, and converting plain values to JSON.
+//!
+//! Parts of a pickle may be shared or contain themselves, so depth and steps are limited.
 
 use serde_json::{Map, Number, Value as Json};
 
 use crate::torch::pickle::{Node, Pickle, Value};
 use crate::torch::tensor::is_tensor;
 
-/// Deeper than any state dict is nested.
+/// Deepest nesting.
 const DEPTH: usize = 64;
-/// Longer than any name.
+/// Longest name.
 const NAME: usize = 4096;
 
-/// What is at the end of a name.
+/// A value at the end of a name.
 pub(super) enum Leaf {
     Tensor(Value),
     Plain(Json),
-    /// Neither: what it is, in words.
+    /// Description of a value that is neither.
     Other(String),
 }
 
-/// Passes all leaves of a value to `leaf`, under the names of the dicts that lead to them, joined by dots. A list is a
-/// leaf, unless there is something in it that JSON has not: tensors above all.
+/// Passes all leaves of a value to `leaf`, under the joined keys of the dicts that lead to them. A list is a leaf if
+/// JSON can hold it.
 pub(super) fn flatten(
     pickle: &Pickle<'_>,
     value: Value,
@@ -29,7 +31,7 @@ pub(super) fn flatten(
     flattener.flatten(value, "", 0, leaf)
 }
 
-/// A value as JSON, or why it can't be: what it has that JSON has not.
+/// Converts a value to JSON, or describes why JSON can't hold it.
 pub(super) fn json(pickle: &Pickle<'_>, value: Value) -> Result<Json, String> {
     Flattener::new(pickle).json(value, 0).map_err(|stop| match stop {
         NotJson::Tensor => "a value with a tensor in it".into(),
@@ -42,7 +44,7 @@ fn too_large() -> String {
     format!("it is nested more than {DEPTH} deep, or repeats itself until it is far larger than its pickle")
 }
 
-/// Why a value is not JSON.
+/// Why JSON can't hold a value.
 enum NotJson {
     Tensor,
     Value(String),
@@ -51,8 +53,7 @@ enum NotJson {
 
 struct Flattener<'p, 'a> {
     pickle: &'p Pickle<'a>,
-    /// How much may be looked at yet: parts that are shared are looked at several times, and an honest pickle shares
-    /// little.
+    /// Steps left. Shared parts are visited repeatedly, but valid pickles share little.
     left: usize,
 }
 
@@ -80,7 +81,7 @@ impl<'p, 'a> Flattener<'p, 'a> {
     ) -> Result<(), String> {
         self.spend(1 + name.len(), depth).map_err(|_| too_large())?;
         if name.len() > NAME {
-            return Err(format!("a name of {} bytes; {NAME} are read at most", name.len()));
+            return Err(format!("a name has {} bytes, expected at most {NAME}", name.len()));
         }
         let named = || if name.is_empty() { "tensor".to_string() } else { name.to_string() };
         if is_tensor(self.pickle, value) {

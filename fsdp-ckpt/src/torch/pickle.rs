@@ -1,4 +1,8 @@
-//! TODO
+//! Unpickling without running code.
+//!
+//! A machine builds values, and never imports or calls anything. Names of classes and functions come from a list and
+//! stay names. Values are in an arena and refer to each other by index. So a pickle that repeats its parts stays as
+//! small as its bytes, and cycles do not leak. Callers must limit their walks over values.
 
 use std::collections::HashMap;
 use std::fmt::{Display, Formatter};
@@ -9,39 +13,39 @@ pub(in crate::torch) enum Value {
     None,
     Bool(bool),
     Int(i64),
-    /// What exceeds an `i64`.
+    /// An integer beyond `i64`.
     Unsigned(u64),
     Float(f64),
-    /// What is larger is in the arena.
+    /// Index of a larger value in the arena.
     Node(u32),
 }
 
-/// A value that others may refer to.
+/// A value in the arena.
 #[derive(Clone, Debug, PartialEq)]
 pub(in crate::torch) enum Node<'a> {
     Str(&'a str),
     Bytes(&'a [u8]),
-    /// A whole number of more than 64 bits; so many bytes.
+    /// An integer of this many bytes, more than 8.
     Long(usize),
-    /// Sets are lists as well.
+    /// A list or a set.
     List(Vec<Value>),
-    /// `torch.Size` is a tuple.
+    /// A tuple or `torch.Size`.
     Tuple(Vec<Value>),
-    /// `collections.OrderedDict` is a dict. A key may come several times.
+    /// A dict or `collections.OrderedDict`. Keys may repeat.
     Dict(Vec<(Value, Value)>),
     /// An allowed name.
     Global(&'static str),
-    /// What calling `class` would make, had there been a call.
+    /// A call of `class` that was not executed.
     Object {
         class: &'static str,
         args: Value,
         state: Value,
     },
-    /// Something outside of the pickle.
+    /// A persistent ID: a storage outside of the pickle.
     Persistent(Value),
 }
 
-/// What is wrong with a pickle.
+/// Why a pickle can't be read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::torch) enum Flaw {
     /// It uses a name that is not allowed.
@@ -59,7 +63,7 @@ impl Display for Flaw {
         match self {
             Flaw::Refused { name } => write!(
                 f,
-                "its pickle uses {name}, which tensors and plain values don't need; it is refused, and was not run. \
+                "its pickle uses {name}, which tensors and plain values don't need; it was refused and was not run. \
                  Save a dict of tensors, numbers, strings, lists and dicts only"
             ),
             Flaw::Damaged { at, reason } => write!(f, "its pickle can't be read at byte {at}: {reason}"),
@@ -67,7 +71,7 @@ impl Display for Flaw {
     }
 }
 
-/// A whole pickle.
+/// A parsed pickle.
 #[derive(Debug)]
 pub(in crate::torch) struct Pickle<'a> {
     pub(super) nodes: Vec<Node<'a>>,
@@ -76,12 +80,12 @@ pub(in crate::torch) struct Pickle<'a> {
 }
 
 impl<'a> Pickle<'a> {
-    /// What the pickle is of.
+    /// Returns the pickled value.
     pub(in crate::torch) fn root(&self) -> Value {
         self.root
     }
 
-    /// Its size in bytes: no honest walk over it takes many more steps.
+    /// Returns the size of the pickle in bytes, to limit walks.
     pub(in crate::torch) fn bytes(&self) -> usize {
         self.bytes
     }
@@ -100,7 +104,7 @@ impl<'a> Pickle<'a> {
         }
     }
 
-    /// The items of a list or tuple.
+    /// Returns the items of a list or tuple.
     pub(in crate::torch) fn items(&self, value: Value) -> Option<&[Value]> {
         match self.node(value) {
             Some(Node::List(items) | Node::Tuple(items)) => Some(items),
@@ -115,7 +119,7 @@ impl<'a> Pickle<'a> {
         }
     }
 
-    /// An allowed name.
+    /// Returns an allowed name.
     pub(in crate::torch) fn global(&self, value: Value) -> Option<&'static str> {
         match self.node(value) {
             Some(Node::Global(name)) => Some(name),
@@ -123,7 +127,7 @@ impl<'a> Pickle<'a> {
         }
     }
 
-    /// The class, arguments and state of an object.
+    /// Returns the class, arguments and state of an object.
     pub(in crate::torch) fn object(&self, value: Value) -> Option<(&'static str, &[Value], Value)> {
         match self.node(value) {
             Some(Node::Object { class, args, state }) => Some((class, self.items(*args).unwrap_or_default(), *state)),
@@ -131,20 +135,20 @@ impl<'a> Pickle<'a> {
         }
     }
 
-    /// A field of an object whose state is a dict of 64 fields at most; `None` where it has none of this name.
+    /// Returns a field of an object whose state is a dict of at most 64 fields.
     pub(in crate::torch) fn field(&self, value: Value, name: &str) -> Option<Value> {
         let (_, _, state) = self.object(value)?;
         let pairs = self.dict(state).filter(|pairs| pairs.len() <= 64)?;
         pairs.iter().rev().find(|(key, _)| self.str(*key) == Some(name)).map(|(_, value)| *value)
     }
 
-    /// A list or tuple of numbers that are not negative, of at most 64, which is more than any tensor's dimensions.
+    /// Returns a list or tuple of at most 64 non-negative integers, such as a shape.
     pub(in crate::torch) fn sizes(&self, value: Value) -> Option<Vec<usize>> {
         let items = self.items(value).filter(|items| items.len() <= 64)?;
         items.iter().map(|item| self.size(*item)).collect()
     }
 
-    /// A number that is not negative.
+    /// Returns a non-negative integer.
     pub(in crate::torch) fn size(&self, value: Value) -> Option<usize> {
         match value {
             Value::Int(number) => usize::try_from(number).ok(),
@@ -152,7 +156,7 @@ impl<'a> Pickle<'a> {
         }
     }
 
-    /// What a value is, for messages.
+    /// Describes a value for messages.
     pub(in crate::torch) fn describe(&self, value: Value) -> String {
         match value {
             Value::None => "None".into(),
@@ -177,8 +181,8 @@ impl<'a> Pickle<'a> {
 }
 
 impl<'a> Pickle<'a> {
-    /// Runs the machine over a pickle of protocol 2 to 5, up to its end. Memory is at most some 100 times `bytes`, and
-    /// five times for what PyTorch writes.
+    /// Parses a pickle of protocol 2 to 5. Needs at most about 100 times the memory of `bytes`, and 5 times for files
+    /// that PyTorch writes.
     pub(in crate::torch) fn parse(bytes: &'a [u8]) -> Result<Self, Flaw> {
         let mut machine = Machine {
             bytes,
@@ -204,11 +208,11 @@ impl<'a> Pickle<'a> {
 struct Machine<'a> {
     bytes: &'a [u8],
     at: usize,
-    /// Where the operation in hand starts.
+    /// Offset of the current operation.
     start: usize,
     nodes: Vec<Node<'a>>,
     stack: Vec<Value>,
-    /// Heights of the stack.
+    /// Stack heights at the marks.
     marks: Vec<usize>,
     memo: HashMap<u32, Value>,
 }
@@ -219,9 +223,9 @@ impl<'a> Machine<'a> {
             // PROTO
             0x80 => match self.byte()? {
                 2..=5 => {}
-                other => return self.fail(format!("its protocol is {other}; 2 to 5 are read")),
+                other => return self.fail(format!("its protocol is {other}, expected 2 to 5")),
             },
-            // FRAME: what is in it follows
+            // FRAME: its contents follow
             0x95 => drop(self.length(8)?),
             // MARK
             b'(' => self.marks.push(self.stack.len()),
@@ -343,7 +347,7 @@ impl<'a> Machine<'a> {
                 let class = self.pop()?;
                 self.object(class, args)?;
             }
-            // NEWOBJ_EX: nothing that is allowed has keyword arguments
+            // NEWOBJ_EX: no allowed class has keyword arguments
             0x92 => {
                 let keywords = self.pop()?;
                 if !matches!(self.node(keywords), Some(Node::Dict(pairs)) if pairs.is_empty()) {
@@ -359,7 +363,7 @@ impl<'a> Machine<'a> {
                 let id = self.pop()?;
                 self.push(Node::Persistent(id))?;
             }
-            other => return self.fail(format!("operation 0x{other:02x} is none that PyTorch writes")),
+            other => return self.fail(format!("operation 0x{other:02x} is not supported")),
         }
         Ok(())
     }
@@ -368,12 +372,12 @@ impl<'a> Machine<'a> {
         Err(Flaw::Damaged { at: self.start, reason: reason.into() })
     }
 
-    // What the bytes hold.
+    // Reading bytes.
 
     fn take(&mut self, count: usize) -> Result<&'a [u8], Flaw> {
         let left = self.bytes.len() - self.at;
         if count > left {
-            return self.fail(format!("it needs {count} bytes more and has {left}"));
+            return self.fail(format!("it needs {count} more bytes, but has {left}"));
         }
         let taken = &self.bytes[self.at..self.at + count];
         self.at += count;
@@ -390,7 +394,7 @@ impl<'a> Machine<'a> {
         Ok(array)
     }
 
-    /// A length in `width` bytes. What exceeds a `usize` exceeds the pickle as well.
+    /// Reads a length in `width` bytes. A length beyond `usize` is also beyond the pickle.
     fn length(&mut self, width: usize) -> Result<usize, Flaw> {
         let mut bytes = [0; 8];
         bytes[..width].copy_from_slice(self.take(width)?);
@@ -450,13 +454,13 @@ impl<'a> Machine<'a> {
     // The stack, the arena and the memo.
 
     fn push(&mut self, node: Node<'a>) -> Result<(), Flaw> {
-        let Ok(at) = u32::try_from(self.nodes.len()) else { return self.fail("more values than can be counted") };
+        let Ok(at) = u32::try_from(self.nodes.len()) else { return self.fail("too many values") };
         self.nodes.push(node);
         self.stack.push(Value::Node(at));
         Ok(())
     }
 
-    /// Where the part of the stack that operations may take from begins.
+    /// Returns the stack height below which operations may not take.
     fn floor(&self) -> usize {
         self.marks.last().copied().unwrap_or(0)
     }
@@ -484,13 +488,13 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// What is on top and stays there.
+    /// Returns the value on top without removing it.
     fn top(&mut self) -> Result<&mut Node<'a>, Flaw> {
         let start = self.start;
         let top = if self.stack.len() > self.floor() { self.stack.last().copied() } else { None };
         match top {
             Some(Value::Node(at)) => Ok(&mut self.nodes[at as usize]),
-            _ => Err(Flaw::Damaged { at: start, reason: "nothing on the stack can be changed".into() }),
+            _ => Err(Flaw::Damaged { at: start, reason: "the value on the stack can't be changed".into() }),
         }
     }
 
@@ -511,7 +515,7 @@ impl<'a> Machine<'a> {
     fn get(&mut self, key: u32) -> Result<(), Flaw> {
         match self.memo.get(&key) {
             Some(value) => self.stack.push(*value),
-            None => return self.fail(format!("nothing is remembered as {key}")),
+            None => return self.fail(format!("the memo has no entry {key}")),
         }
         Ok(())
     }
@@ -528,7 +532,7 @@ impl<'a> Machine<'a> {
     fn append(&mut self, items: Vec<Value>) -> Result<(), Flaw> {
         match self.top()? {
             Node::List(list) => list.extend(items),
-            _ => return self.fail("items are appended to what is no list"),
+            _ => return self.fail("items are appended to a value that is not a list"),
         }
         Ok(())
     }
@@ -544,7 +548,7 @@ impl<'a> Machine<'a> {
         let more = self.pairs(items)?;
         match self.top()? {
             Node::Dict(pairs) => pairs.extend(more),
-            _ => return self.fail("items are set in what is no dict"),
+            _ => return self.fail("items are set in a value that is not a dict"),
         }
         Ok(())
     }
@@ -560,10 +564,10 @@ impl<'a> Machine<'a> {
     }
 
     fn object(&mut self, class: Value, args: Value) -> Result<(), Flaw> {
-        let Some(Node::Global(class)) = self.node(class) else { return self.fail("what is called is no name") };
+        let Some(Node::Global(class)) = self.node(class) else { return self.fail("the called value is not a name") };
         let class = *class;
         let Some(Node::Tuple(items)) = self.node(args) else {
-            return self.fail(format!("the arguments of {class} are no tuple"));
+            return self.fail(format!("the arguments of {class} are not a tuple"));
         };
         match (class, &items[..]) {
             ("collections.OrderedDict", []) => self.push(Node::Dict(Vec::new())),
@@ -579,16 +583,15 @@ impl<'a> Machine<'a> {
         let new = self.pop()?;
         match self.top()? {
             Node::Object { state, .. } if *state == Value::None => *state = new,
-            // The attributes of a dict; a module's state dict keeps versions there.
+            // Attributes of a dict, such as the versions in a module's state dict.
             Node::Dict(_) => {}
-            _ => return self.fail("a state is given to what has none, or one already"),
+            _ => return self.fail("a state is set on a value that can't have one or already has one"),
         }
         Ok(())
     }
 }
 
-/// Every class and function that a state dict or DCP's metadata needs. None is ever called: a name is all there is of
-/// it.
+/// Classes and functions that state dicts and DCP metadata use. None is ever called.
 const NAMES: &[&str] = &[
     "collections.OrderedDict",
     "pathlib.Path",
@@ -654,7 +657,7 @@ const NAMES: &[&str] = &[
     "torch.uint8",
 ];
 
-/// The name of an allowed global, with its module.
+/// Returns the full name of an allowed global.
 pub(super) fn allowed(module: &str, name: &str) -> Option<&'static str> {
     NAMES.iter().copied().find(|allowed| {
         allowed.strip_prefix(module).and_then(|rest| rest.strip_prefix('.')).is_some_and(|rest| rest == name)
@@ -666,7 +669,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_listed_names_are_allowed() {
+    fn allows_only_listed_names() {
         assert_eq!(allowed("torch", "Size"), Some("torch.Size"));
         assert_eq!(allowed("torch._utils", "_rebuild_tensor_v2"), Some("torch._utils._rebuild_tensor_v2"));
         for (module, name) in [("os", "system"), ("torch", "load"), ("torch.Size", ""), ("", "torch.Size")] {

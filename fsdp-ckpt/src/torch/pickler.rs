@@ -1,13 +1,13 @@
-//! TODO
+//! Writing pickles of protocol 2, which PyTorch's own reader of tensors accepts.
 
 use std::collections::HashMap;
 
 use serde_json::Value;
 
-/// A pickle that grows.
+/// A pickle in progress.
 pub(super) struct Pickler {
     out: Vec<u8>,
-    /// What names and repeated strings are remembered as.
+    /// Memo entries of names and repeated strings.
     memo: HashMap<String, u32>,
 }
 
@@ -21,18 +21,18 @@ impl Pickler {
         self.out
     }
 
-    /// Operations without arguments.
+    /// Writes operations without arguments.
     pub(super) fn ops(&mut self, ops: &[u8]) {
         self.out.extend(ops);
     }
 
-    /// A class or function.
+    /// Writes a class or function.
     pub(super) fn global(&mut self, module: &str, name: &str) {
         let line = format!("c{module}\n{name}\n");
         self.remembered(line.clone(), |out| out.extend(line.as_bytes()));
     }
 
-    /// A string that comes often.
+    /// Writes a string that repeats.
     pub(super) fn key(&mut self, text: &str) {
         self.remembered(format!("X{text}"), |out| string(out, text));
     }
@@ -53,14 +53,14 @@ impl Pickler {
         self.ops(b"t");
     }
 
-    /// A `torch.Size`.
+    /// Writes a `torch.Size`.
     pub(super) fn size(&mut self, sizes: &[usize]) {
         self.global("torch", "Size");
         self.ints(sizes);
         self.ops(b"\x85R");
     }
 
-    /// A value as Python's `json` would read it, but for arrays, which may become tuples.
+    /// Writes a JSON value. Arrays become lists or tuples.
     pub(super) fn json(&mut self, value: &Value, tuples: bool) {
         match value {
             Value::Null => self.ops(b"N"),
@@ -69,7 +69,7 @@ impl Pickler {
             Value::Number(number) => match (number.as_i64(), number.as_u64()) {
                 (Some(number), _) => int(&mut self.out, number.into()),
                 (None, Some(number)) => int(&mut self.out, number.into()),
-                // Every number that is not whole is a float.
+                // A float.
                 (None, None) => {
                     self.out.push(b'G');
                     self.out.extend(number.as_f64().unwrap_or(f64::NAN).to_be_bytes());
@@ -124,7 +124,7 @@ fn int(out: &mut Vec<u8>, number: i128) {
         out.push(b'J');
         out.extend(number.to_le_bytes());
     } else {
-        // LONG1: nine bytes hold every number of 64 bits and its sign.
+        // LONG1: nine bytes hold every 64-bit integer with its sign.
         out.extend([0x8a, 9]);
         out.extend(&number.to_le_bytes()[..9]);
     }

@@ -1,4 +1,4 @@
-//! TODO
+//! Tensors of PyTorch's files: strided views of storages.
 
 use std::path::Path;
 
@@ -12,20 +12,20 @@ use crate::torch::archive::{Archive, Storage};
 use crate::torch::not_torch;
 use crate::torch::pickle::{Node, Pickle, Value};
 
-/// A view of an expanded tensor, in which elements are repeated, has no more bytes than this, or than its file.
+/// Largest size of an expanded view, which repeats elements, unless its file is larger.
 const MAX_EXPANDED: u64 = 16 << 20;
 
-/// A tensor as a pickle describes it: a strided view of a storage.
+/// A tensor in a pickle: a strided view of a storage.
 #[derive(Clone, Debug)]
 pub(super) struct View {
-    /// The name of its storage in the archive.
+    /// Name of the storage in the archive.
     pub(super) key: String,
-    /// `float32` and so on, as PyTorch names it.
+    /// PyTorch's name of the dtype, such as `float32`.
     pub(super) dtype: &'static str,
-    /// In elements.
+    /// Offset in elements.
     offset: usize,
     pub(super) shape: Vec<usize>,
-    /// In elements.
+    /// Strides in elements.
     strides: Vec<usize>,
 }
 
@@ -34,24 +34,24 @@ pub(super) struct View {
 pub(super) struct StoredTensor {
     pub(super) dtype: DType,
     pub(super) shape: Vec<usize>,
-    /// In elements.
+    /// Strides in elements.
     pub(super) strides: Vec<usize>,
-    /// Where its first element is in the file.
+    /// Offset of the first element in the file.
     pub(super) start: u64,
     pub(super) storage: Storage,
 }
 
-/// Whether a value is a tensor.
+/// Returns whether a value is a tensor.
 pub(super) fn is_tensor(pickle: &Pickle<'_>, value: Value) -> bool {
     pickle.object(value).is_some_and(|(class, ..)| {
         class.starts_with("torch._utils._rebuild_") || class == "torch._tensor._rebuild_from_type_v2"
     })
 }
 
-/// The tensor that a value is; what is wrong with it otherwise.
+/// Returns the tensor that a value describes, or why it is not a tensor.
 pub(super) fn view(pickle: &Pickle<'_>, value: Value) -> Result<View, String> {
     let mut value = value;
-    // A parameter is made of a tensor, and a tensor with attributes of either.
+    // A parameter wraps a tensor, and a tensor with attributes wraps either.
     for _ in 0..4 {
         let Some((class, args, _)) = pickle.object(value) else { break };
         let inner = match (class, args) {
@@ -71,18 +71,18 @@ pub(super) fn view(pickle: &Pickle<'_>, value: Value) -> Result<View, String> {
 fn rebuilt(pickle: &Pickle<'_>, function: &str, args: &[Value]) -> Result<View, String> {
     let (storage, rest, typed) = match (function, args) {
         ("torch._utils._rebuild_tensor_v3", [storage, offset, shape, strides, _, _, dtype, ..]) => {
-            let dtype = pickle.global(*dtype).and_then(dtype_name).ok_or("its dtype is none of PyTorch's")?;
+            let dtype = pickle.global(*dtype).and_then(dtype_name).ok_or("its dtype is unknown")?;
             (*storage, [*offset, *shape, *strides], Some(dtype))
         }
         ("torch._utils._rebuild_tensor" | "torch._utils._rebuild_tensor_v2", [storage, offset, shape, strides, ..]) => {
             (*storage, [*offset, *shape, *strides], None)
         }
-        _ => return Err(format!("it is made by {function:?} of {} arguments, which is not read", args.len())),
+        _ => return Err(format!("it is made by {function:?} with {} arguments, which is not supported", args.len())),
     };
     let Some(Node::Persistent(id)) = pickle.node(storage) else { return Err("it has no storage".into()) };
     let Some([kind, class, key, ..]) = pickle.items(*id) else { return Err("its storage has no name".into()) };
     let (Some("storage"), Some(class), Some(key)) = (pickle.str(*kind), pickle.global(*class), pickle.str(*key)) else {
-        return Err("its storage is none of torch.save's".into());
+        return Err("its storage is not one of torch.save".into());
     };
     let dtype = match typed.or_else(|| storage_dtype(class)) {
         Some(dtype) => dtype,
@@ -93,18 +93,18 @@ fn rebuilt(pickle: &Pickle<'_>, function: &str, args: &[Value]) -> Result<View, 
         (Some(offset), Some(shape), Some(strides)) if shape.len() == strides.len() && key.len() <= 64 => {
             Ok(View { key: key.to_string(), dtype, offset, shape, strides })
         }
-        _ => Err("its offset, shape and strides are not those of a tensor".into()),
+        _ => Err("its offset, shape and strides do not describe a tensor".into()),
     }
 }
 
 impl View {
-    /// The tensor in its storage, in a file of `file_bytes` bytes.
+    /// Locates the tensor in its storage, in a file of `file_bytes` bytes.
     pub(super) fn within(self, storage: Storage, dtype: DType, file_bytes: u64) -> Result<StoredTensor, String> {
         let View { offset, shape, strides, .. } = self;
-        let impossible = || format!("its shape {shape:?} with strides {strides:?} is too large to count its bytes");
+        let impossible = || format!("the bytes of its shape {shape:?} with strides {strides:?} overflow");
         let bytes = checked_bytes(&shape, dtype.size()).ok_or_else(impossible)? as u64;
         if bytes > storage.bytes && bytes > file_bytes.max(MAX_EXPANDED) {
-            return Err(format!("its {bytes} bytes are {} bytes, repeated; save it with .contiguous()", storage.bytes));
+            return Err(format!("it expands {} bytes to {bytes}; save it with .contiguous()", storage.bytes));
         }
         let mut last = offset as u64;
         for (&size, &stride) in shape.iter().zip(&strides) {
@@ -114,7 +114,7 @@ impl View {
         let size = dtype.size() as u64;
         let end = last.checked_add(1).and_then(|count| count.checked_mul(size)).ok_or_else(impossible)?;
         if bytes > 0 && end > storage.bytes {
-            return Err(format!("its elements reach to byte {end} of its storage, which has {} bytes", storage.bytes));
+            return Err(format!("its elements end at byte {end} of its storage, which has {} bytes", storage.bytes));
         }
         let start = if bytes > 0 { storage.start + offset as u64 * size } else { storage.start };
         Ok(StoredTensor { dtype, shape, strides, start, storage })
@@ -122,7 +122,7 @@ impl View {
 }
 
 impl StoredTensor {
-    /// Whether the elements lie one after another, in row-major order.
+    /// Returns whether the elements are contiguous in row-major order.
     pub(super) fn is_contiguous(&self) -> bool {
         let mut expected = 1;
         self.shape.iter().zip(&self.strides).rev().all(|(&size, &stride)| {
@@ -137,7 +137,7 @@ impl StoredTensor {
     }
 }
 
-/// A tensor's archive, in which there is nothing else: where the tensor is. `item` is its name.
+/// Locates the tensor of an archive that holds only this tensor. `item` is its name.
 pub(super) fn read_single_tensor(
     path: &Path,
     item: &str,
@@ -150,13 +150,13 @@ pub(super) fn read_single_tensor(
     let pickle = Pickle::parse(&bytes).map_err(|flaw| bad(flaw.to_string()))?;
     let view = view(&pickle, pickle.root()).map_err(bad)?;
     if from_torch_dtype(view.dtype) != Some(dtype) {
-        return Err(bad(format!("it is {}, the checkpoint's metadata says {dtype}", view.dtype)));
+        return Err(bad(format!("it is {}, but the checkpoint's metadata has {dtype}", view.dtype)));
     }
     let storage = archive.storage(&view.key)?;
     view.within(storage, dtype, file_bytes).map_err(bad)
 }
 
-/// PyTorch's name of a dtype without its module.
+/// Returns PyTorch's name of a dtype without its module.
 pub(super) fn dtype_name(global: &'static str) -> Option<&'static str> {
     let name = global.strip_prefix("torch.")?;
     let is_one = ["float", "bfloat", "int", "uint", "bool", "complex"].iter().any(|kind| name.starts_with(kind));
@@ -181,12 +181,12 @@ fn storage_dtype(class: &str) -> Option<&'static str> {
     })
 }
 
-/// The dtype that PyTorch calls so, if this crate has it.
+/// Returns the dtype with a name of PyTorch, if this crate has it.
 pub(super) fn from_torch_dtype(name: &str) -> Option<DType> {
     DType::ALL.into_iter().find(|dtype| torch_dtype(*dtype) == Some(name))
 }
 
-/// PyTorch's name for a dtype.
+/// Returns PyTorch's name of a dtype.
 pub(super) fn torch_dtype(dtype: DType) -> Option<&'static str> {
     Some(match dtype {
         DType::U8 => "uint8",
@@ -200,7 +200,7 @@ pub(super) fn torch_dtype(dtype: DType) -> Option<&'static str> {
     })
 }
 
-/// The class of a storage of this dtype, `None` where only storages without a dtype hold it.
+/// Returns the class of storages of this dtype; `None` if only untyped storages hold it.
 pub(super) fn storage_class(dtype: DType) -> Option<&'static str> {
     Some(match dtype {
         DType::U8 => "ByteStorage",
@@ -213,9 +213,8 @@ pub(super) fn storage_class(dtype: DType) -> Option<&'static str> {
     })
 }
 
-/// Reads `part` of the box `chunk`, which is what `stored` holds of a tensor, to its place in `into`, which is the box
-/// `region` of the same tensor. All three are checked by the caller. `seen` gets what is read, in the file's order
-/// where the elements are.
+/// Reads `part` of the region `chunk`, which is `stored`, into `into`, which is the region `region` of the same tensor.
+/// The caller has checked all three. Calls `seen` with the bytes, in file order if the elements are.
 pub(super) fn read_part(
     file: &dyn ReadAt,
     stored: &StoredTensor,
@@ -233,20 +232,20 @@ pub(super) fn read_part(
     read_runs(file, stored.start, strided_runs(stored, [chunk, region, part]), into, seen)
 }
 
-/// A dimension of a box to copy: its size, and the bytes from one index to the next on both sides.
+/// A dimension to copy: its size, and the distances in bytes between indices on both sides.
 struct Dim {
     size: usize,
     src: usize,
     dst: usize,
 }
 
-/// The runs in the order of the file, for views that don't overlap themselves.
+/// Returns the runs in file order, unless the view overlaps itself.
 fn strided_runs(stored: &StoredTensor, [chunk, region, part]: [&Region; 3]) -> impl Iterator<Item = CopyRun> + use<> {
     let size = stored.dtype.size();
     let mut dims = Vec::with_capacity(part.sizes.len());
     let (mut src_start, mut dst_start, mut dst) = (0, 0, size);
     for at in (0..part.sizes.len()).rev() {
-        // The stride of a dimension of one index leads nowhere, and may be any number.
+        // The stride of a dimension of size 1 is unused and may be any number.
         let src = if stored.shape[at] > 1 { stored.strides[at] * size } else { 0 };
         src_start += (part.offsets[at] - chunk.offsets[at]) * src;
         dst_start += (part.offsets[at] - region.offsets[at]) * dst;
@@ -287,12 +286,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_box_of_any_view_is_read(
+        fn reads_any_region_of_any_view(
             sizes in prop::collection::vec(1usize..5, 3),
             mut strides in prop::collection::vec(0usize..12, 3),
             cut in prop::collection::vec((0usize..4, 1usize..5), 3),
         ) {
-            // Nothing is reached by the stride of one index.
+            // Strides of dimensions of size 1 are unused.
             strides.iter_mut().zip(&sizes).filter(|(_, size)| **size == 1).for_each(|(stride, _)| *stride = usize::MAX);
             let reach: usize = sizes.iter().zip(&strides).map(|(size, stride)| (size - 1) * stride).sum();
             let memory: Vec<u8> = (0..4 + 2 * (reach + 1)).map(|i| (i * 7 + 3) as u8).collect();

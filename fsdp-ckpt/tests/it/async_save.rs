@@ -1,4 +1,4 @@
-//! Saving in the background.
+//! Asynchronous saves.
 
 use std::num::NonZeroUsize;
 use std::path::Path;
@@ -12,9 +12,9 @@ use fsdp_core::{Buffer, DType, Placement, ProcessGroup, Readable};
 
 use crate::gated::{self, Gate};
 use crate::processes::Job;
-use crate::world::{Global, fresh, line, list, state, zoo};
+use crate::world::{Broken, Global, fresh, line, list, state, zoo};
 
-/// Memory that changes, as a parameter's does.
+/// Memory that changes, like a parameter's.
 struct Changing(Mutex<Vec<f32>>);
 
 impl Readable for Changing {
@@ -42,7 +42,7 @@ fn values(dir: &Path) -> Vec<f32> {
 }
 
 #[test]
-fn what_is_saved_is_what_was_there_when_it_was_asked_for() {
+fn saves_the_state_of_the_call() {
     let (root, _) = fresh();
     let dir = |step: usize| root.path().join(format!("step-{step}"));
     local::run(2, |group| {
@@ -56,7 +56,7 @@ fn what_is_saved_is_what_was_there_when_it_was_asked_for() {
             weight.0.lock().unwrap().fill(step as f32);
             saver.save(&dir(step), &of(&group, vec![shard.clone()])).unwrap();
             weight.0.lock().unwrap().fill(-1.0);
-            // Training's collectives go on meanwhile.
+            // Training uses its own group meanwhile.
             for _ in 0..20 {
                 group.barrier().wait().unwrap();
             }
@@ -68,7 +68,7 @@ fn what_is_saved_is_what_was_there_when_it_was_asked_for() {
 }
 
 #[test]
-fn a_failure_is_told_by_the_next_call_on_every_rank_and_the_one_after_goes_on() {
+fn next_call_returns_the_failure_on_every_rank() {
     let (root, dir) = fresh();
     std::fs::create_dir(&dir).unwrap();
     let messages = local::run(3, |group| {
@@ -87,24 +87,12 @@ fn a_failure_is_told_by_the_next_call_on_every_rank_and_the_one_after_goes_on() 
 }
 
 #[test]
-fn a_rank_that_can_not_stage_fails_all_ranks_and_nothing_is_written() {
-    struct Broken;
-    impl Readable for Broken {
-        fn dtype(&self) -> DType {
-            DType::F32
-        }
-        fn len(&self) -> usize {
-            3
-        }
-        fn read(&self, _: &mut dyn FnMut(&[u8])) -> Result<(), String> {
-            Err("it is elsewhere".into())
-        }
-    }
+fn staging_failure_of_one_rank_fails_all() {
     let (root, dir) = fresh();
     local::run(2, |group| {
         let mut saver = AsyncSaver::new(group.clone(), WhenBusy::Wait).unwrap();
         let good: Arc<dyn Readable> = Arc::new(Buffer::F32(vec![1.0; 3]));
-        let data = if group.rank() == 1 { Arc::new(Broken) } else { good.clone() };
+        let data = if group.rank() == 1 { Arc::new(Broken(3)) } else { good.clone() };
         let error = saver.save(&dir, &of(&group, vec![TensorShard::whole("w", &[3], data)])).unwrap_err();
         assert!(
             error.to_string().starts_with("rank 1 failed to stage its tensors: can't access tensor \"w\""),
@@ -118,9 +106,9 @@ fn a_rank_that_can_not_stage_fails_all_ranks_and_nothing_is_written() {
 }
 
 #[test]
-fn a_second_save_is_refused_on_every_rank_while_any_is_writing() {
+fn refuses_a_second_save_while_any_rank_writes() {
     let (root, dir) = fresh();
-    // Rank 1 may start its first background collective only when rank 0 has been refused.
+    // Rank 1 may start its first background collective only after rank 0 was refused.
     let gate: Gate = Arc::new((Mutex::new(false), Condvar::new()));
     let world = gated::world(&gate);
     local::run(2, |beside| {
@@ -140,7 +128,7 @@ fn a_second_save_is_refused_on_every_rank_while_any_is_writing() {
 }
 
 #[test]
-fn a_rank_that_goes_away_does_not_hang_the_others() {
+fn missing_rank_does_not_hang_the_others() {
     let (root, dir) = fresh();
     let options = Options::default().with_timeout(Duration::from_secs(5));
     local::run_with(3, options, |group| {
@@ -148,7 +136,7 @@ fn a_rank_that_goes_away_does_not_hang_the_others() {
         let state = state(&zoo(), &line(3), group.rank());
         saver.save(&dir, &state).unwrap();
         if group.rank() == 2 {
-            // Dropped: it waits for the write.
+            // Dropping waits for the write.
             return;
         }
         let error = saver.save(&root.path().join("step-00000020"), &state).unwrap_err();
@@ -174,7 +162,7 @@ pub(crate) fn dies_while_saving(group: ProcessGroup, root: &Path) {
 }
 
 #[test]
-fn a_rank_that_is_killed_while_it_saves_fails_the_others_and_the_checkpoint_before_stays() {
+fn killed_rank_fails_the_others_and_keeps_the_previous_checkpoint() {
     let (root, dir) = fresh();
     let outcomes = Job::start("dies_while_saving", root.path(), 2, "").outcomes();
     assert!(outcomes[0].contains("rank 1") && outcomes[1].contains("signal"), "{outcomes:?}");

@@ -1,4 +1,4 @@
-//! The `fsdp-ckpt` command: inspect, verify, diff.
+//! The commands `inspect`, `verify` and `diff`, and their help.
 
 use std::path::Path;
 
@@ -6,7 +6,7 @@ use crate::world::{Global, fresh, line, save_all, zoo};
 use assert_cmd::Command;
 use fsdp_core::{DType, Placement};
 
-/// Runs the command; its exit status, stdout and stderr.
+/// Runs the command. Returns its exit status, stdout and stderr.
 pub(crate) fn fsdp_ckpt(args: &[&str]) -> (i32, String, String) {
     let output = Command::cargo_bin("fsdp-ckpt")
         .unwrap()
@@ -18,14 +18,14 @@ pub(crate) fn fsdp_ckpt(args: &[&str]) -> (i32, String, String) {
     (output.status.code().unwrap(), text(output.stdout), text(output.stderr))
 }
 
-/// Runs the command, which must succeed without a word on stderr; its stdout.
+/// Runs the command, which must succeed without output on stderr. Returns its stdout.
 pub(crate) fn succeeds(args: &[&str]) -> String {
     let (code, out, err) = fsdp_ckpt(args);
     assert_eq!((code, err.as_str()), (0, ""), "{args:?}: {out}");
     out
 }
 
-/// Runs the command, which must fail with one line that begins with its name; that line.
+/// Runs the command, which must fail with one line on stderr. Returns the line.
 pub(crate) fn fails(args: &[&str]) -> String {
     let (code, _, err) = fsdp_ckpt(args);
     assert!(code == 1 && err.starts_with("fsdp-ckpt: ") && err.lines().count() == 1, "{args:?}: {code} {err}");
@@ -41,7 +41,7 @@ pub(crate) fn text(path: &Path) -> &str {
 }
 
 #[test]
-fn a_checkpoint_is_shown_and_verified() {
+fn inspects_and_verifies_a_checkpoint() {
     let (_root, dir) = fresh();
     save_all(&dir, &zoo(), &line(2));
     let dir = text(&dir);
@@ -55,7 +55,7 @@ fn a_checkpoint_is_shown_and_verified() {
         "replicated",
         "8 chunks",
         "step = 10",
-        "WHICH FILE HOLDS WHAT",
+        "TENSORS BY FILE",
         "240 B  ████████ ████████",
     ] {
         assert!(out.contains(part), "{part} is not in {out}");
@@ -78,7 +78,7 @@ fn a_checkpoint_is_shown_and_verified() {
 }
 
 #[test]
-fn a_large_checkpoint_is_shown_by_layers() {
+fn inspects_a_large_checkpoint_by_layers() {
     let (_root, dir) = fresh();
     let mut globals = vec![Global::new("model.embed.weight", DType::F32, &[11, 4], &[Placement::Shard(0)])];
     for layer in 0..30 {
@@ -99,7 +99,7 @@ fn a_large_checkpoint_is_shown_by_layers() {
 }
 
 #[test]
-fn the_picture_is_drawn_once_and_is_xml() {
+fn draws_an_svg_and_never_replaces_it() {
     let (root, dir) = fresh();
     save_all(&dir, &zoo(), &line(3));
     let svg = root.path().join("a.svg");
@@ -113,7 +113,7 @@ fn the_picture_is_drawn_once_and_is_xml() {
 }
 
 #[test]
-fn a_run_is_shown_by_its_steps() {
+fn inspects_the_steps_of_a_run() {
     let (root, dir) = fresh();
     let run = root.path().join("run");
     for step in ["step-00000009", "step-00000010"] {
@@ -123,7 +123,7 @@ fn a_run_is_shown_by_its_steps() {
     std::fs::create_dir(run.join(".step-00000012.tmp-7-abc")).unwrap();
     save_all(&run.join("step-00000013"), &zoo(), &line(1));
     std::fs::write(run.join("step-00000013/checkpoint.json"), "{").unwrap();
-    // Damaged where only a load sees it; its new name ends in a number.
+    // Quarantined twice, so the second name ends in a number.
     for _ in 0..2 {
         save_all(&run.join("step-00000014"), &zoo(), &line(1));
         fsdp_ckpt::quarantine(&run.join("step-00000014")).unwrap().unwrap();
@@ -140,17 +140,17 @@ fn a_run_is_shown_by_its_steps() {
     let steps = json(&succeeds(&["inspect", text(&run), "--json"]));
     assert_eq!((&steps["steps"][1]["step"], &steps["steps"][1]["state"]), (&10.into(), &"whole".into()));
     assert_eq!((&steps["steps"][6]["step"], &steps["steps"][6]["state"]), (&14.into(), &"set aside".into()));
-    // The others want one of them.
+    // The other commands need one step.
     let newest = text(&run).to_string() + "/step-00000010";
     for args in
         [&["verify", text(&run)][..], &["diff", text(&run), text(&run)], &["consolidate", text(&run), text(&dir)]]
     {
-        assert!(fails(args).contains(&format!("name one of them, as in {newest}")));
+        assert!(fails(args).contains(&format!("pass one of its steps, such as {newest}")));
     }
 }
 
 #[test]
-fn what_differs_is_told() {
+fn diff_lists_differences() {
     let (root, a) = fresh();
     let b = root.path().join("b");
     let mut globals = zoo();
@@ -160,7 +160,7 @@ fn what_differs_is_told() {
     assert_eq!(out, "9 tensors equal to the bit, 0 differ\n");
 
     let c = root.path().join("c");
-    // Row 3, column 2: a number that is 1 now.
+    // Row 3, column 2.
     globals[0].bytes[17 * 4..18 * 4].copy_from_slice(&1f32.to_le_bytes());
     globals[1] = Global::new("model.uneven.weight", DType::BF16, &[3, 7], &[Placement::Shard(0)]);
     globals[2].fqn = "model.other.bias".into();
@@ -184,7 +184,7 @@ fn what_differs_is_told() {
 }
 
 #[test]
-fn tolerances_are_what_they_say() {
+fn diff_applies_tolerances() {
     let root = tempfile::tempdir().unwrap();
     let save = |name: &str, numbers: &[f32]| {
         let dir = root.path().join(name);
@@ -196,7 +196,7 @@ fn tolerances_are_what_they_say() {
     let a = save("a", &[1.0, -2.0, 0.0, f32::NAN, f32::INFINITY]);
     let b = save("b", &[1.001, -2.0, -0.0, f32::NAN, f32::INFINITY]);
     let c = save("c", &[1.0, -2.0, 0.0, 5.0, f32::INFINITY]);
-    // Minus zero is another number to the bit, and none by any tolerance.
+    // Minus zero differs in its bits, but is within any tolerance.
     let (code, out, _) = fsdp_ckpt(&["diff", &a, &b]);
     assert!(code == 1 && out.contains("2 of 5 elements differ") && out.contains("max abs 1.000e-3"), "{out}");
     let out = succeeds(&["diff", &a, &b, "--rtol", "1.1e-3"]);
@@ -209,7 +209,7 @@ fn tolerances_are_what_they_say() {
 }
 
 #[test]
-fn help_teaches_and_wrong_command_lines_are_told() {
+fn help_and_usage_errors() {
     let out = succeeds(&["--help"]);
     for part in ["EXAMPLES", "inspect", "verify", "convert", "diff", "consolidate", "Exit status"] {
         assert!(out.contains(part), "{part} is not in {out}");

@@ -1,9 +1,9 @@
-//! Files that are not what they should be give errors that say what and where.
+//! Damaged and invalid files: errors name the problem and the file.
 
 use std::path::{Path, PathBuf};
 
 use crate::hostile::{change_manifest, crc32c};
-use crate::world::{Global, fresh, line, read, save_all, zoo};
+use crate::world::{Global, fresh, line, read, save_all, saved, zoo};
 use fsdp_ckpt::hf::HfModel;
 use fsdp_ckpt::{Checkpoint, Error, SafetensorsFile, TensorSource};
 use fsdp_core::layout::Region;
@@ -13,19 +13,13 @@ use tempfile::TempDir;
 
 const FIRST: &str = "shard-00001-model-00001-of-00001.safetensors";
 
-fn saved() -> (TempDir, PathBuf) {
-    let (root, dir) = fresh();
-    save_all(&dir, &zoo(), &line(2));
-    (root, dir)
-}
-
 fn open_fails(dir: &Path) -> String {
     Checkpoint::open(dir).unwrap_err().to_string()
 }
 
 #[test]
-fn a_directory_without_a_manifest_is_incomplete() {
-    let (root, dir) = saved();
+fn missing_manifest_is_incomplete() {
+    let (root, dir) = saved(2);
     std::fs::remove_file(dir.join("checkpoint.json")).unwrap();
     let message = open_fails(&dir);
     assert!(message.starts_with("incomplete checkpoint: ") && message.ends_with("use another step"), "{message}");
@@ -34,20 +28,20 @@ fn a_directory_without_a_manifest_is_incomplete() {
 }
 
 #[test]
-fn missing_and_truncated_files_are_named() {
-    let (_root, dir) = saved();
+fn names_missing_and_truncated_files() {
+    let (_root, dir) = saved(2);
     let path = dir.join(FIRST);
     let bytes = std::fs::read(&path).unwrap();
     std::fs::write(&path, &bytes[..bytes.len() - 1]).unwrap();
     let message = open_fails(&dir);
-    assert!(message.contains(FIRST) && message.contains(&format!("{} were written", bytes.len())), "{message}");
+    assert!(message.contains(FIRST) && message.contains(&format!("expected {}", bytes.len())), "{message}");
     std::fs::remove_file(&path).unwrap();
     assert!(open_fails(&dir).contains(&format!("has no file {FIRST:?}")));
 }
 
 #[test]
-fn every_flipped_bit_of_the_data_is_noticed() {
-    let (_root, dir) = saved();
+fn detects_every_flipped_bit_of_data() {
+    let (_root, dir) = saved(2);
     let path = dir.join(FIRST);
     let good = std::fs::read(&path).unwrap();
     let start = 8 + u64::from_le_bytes(good[..8].try_into().unwrap()) as usize;
@@ -58,7 +52,7 @@ fn every_flipped_bit_of_the_data_is_noticed() {
         let error = Checkpoint::open(&dir).unwrap().verify().unwrap_err();
         assert!(matches!(&error, Error::Checksum { path, .. } if path.ends_with(FIRST)), "{error}");
     }
-    // A load that reads the chunk as a whole notices as well.
+    // A load that reads a whole chunk also detects it.
     let checkpoint = Checkpoint::open(&dir).unwrap();
     let damaged = zoo().into_iter().filter(|global| {
         let read = read(&checkpoint, global, &Region::whole(&global.shape));
@@ -68,8 +62,8 @@ fn every_flipped_bit_of_the_data_is_noticed() {
 }
 
 #[test]
-fn a_file_of_another_tensor_is_noticed() {
-    let (root, dir) = saved();
+fn detects_a_file_of_another_tensor() {
+    let (root, dir) = saved(2);
     let other = root.path().join("other");
     let mut globals = zoo();
     globals[0] = Global::new("model.even.weight", DType::F32, &[6, 10], &[Placement::Shard(0)]);
@@ -80,12 +74,12 @@ fn a_file_of_another_tensor_is_noticed() {
     let error = Checkpoint::open(&dir).unwrap().verify().unwrap_err();
     assert!(matches!(error, Error::Checksum { tensor: None, .. }) && error.is_damage(), "{error}");
 
-    // One that has the header that the manifest has, and not what that says.
+    // The header has the recorded checksum, but another shape.
     let file = std::fs::read(&to).unwrap();
     let header = 8 + u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
     change_manifest(&dir, |json| json["files"][FIRST]["header_crc32c"] = crc32c(&file[..header]).into());
     let message = Checkpoint::open(&dir).unwrap().verify().unwrap_err().to_string();
-    assert!(message.contains("\"model.even.weight\"") && message.contains("the file has F32 [3, 10]"), "{message}");
+    assert!(message.contains("\"model.even.weight\"") && message.contains("but the file has F32 [3, 10]"), "{message}");
 
     change_manifest(&dir, |json| {
         json["tensors"]["model.even.weight"]["chunks"][0]["file"] = "../other/x".into();
@@ -94,15 +88,15 @@ fn a_file_of_another_tensor_is_noticed() {
 }
 
 #[test]
-fn requests_that_can_not_be_are_refused() {
-    let (_root, dir) = saved();
+fn rejects_invalid_reads() {
+    let (_root, dir) = saved(2);
     let checkpoint = Checkpoint::open(&dir).unwrap();
     let region = |offset, size| Region { offsets: vec![offset, 0], sizes: vec![size, 5] };
     let ask = |name: &str, region: &Region, bytes| checkpoint.read(name, region, &mut vec![0; bytes]).unwrap_err();
-    assert!(ask("model.even.weight", &region(10, 3), 60).to_string().contains("[10..13, 0..5] is not a part"));
-    assert!(ask("model.even.weight", &region(usize::MAX, 3), 60).to_string().contains("is not a part"));
-    assert!(ask("model.even.weight", &Region::whole(&[3]), 12).to_string().contains("is not a part"));
-    assert!(ask("model.even.weight", &region(0, 2), 39).to_string().contains("takes 40 bytes, the buffer has 39"));
+    assert!(ask("model.even.weight", &region(10, 3), 60).to_string().contains("[10..13, 0..5] is not within"));
+    assert!(ask("model.even.weight", &region(usize::MAX, 3), 60).to_string().contains("is not within"));
+    assert!(ask("model.even.weight", &Region::whole(&[3]), 12).to_string().contains("is not within"));
+    assert!(ask("model.even.weight", &region(0, 2), 39).to_string().contains("needs 40 bytes, but the buffer has 39"));
     let missing = ask("even.weight", &region(0, 2), 40);
     assert!(
         missing.to_string().contains("no tensor \"even.weight\"; did you mean [\"model.even.weight\"]"),
@@ -121,7 +115,7 @@ fn file(header: &str, claimed: u64, data: usize) -> (TempDir, PathBuf) {
 }
 
 #[test]
-fn headers_are_not_trusted() {
+fn rejects_invalid_headers() {
     let one = r#"{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}"#;
     let overlap = r#"{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},
         "v":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}}"#;
@@ -190,7 +184,7 @@ fn model(files: &[(&str, &str)]) -> TempDir {
 }
 
 #[test]
-fn model_directories_that_can_not_be_read_say_why() {
+fn rejects_invalid_model_directories() {
     let index = "model.safetensors.index.json";
     let map = |file: &str| format!(r#"{{"metadata":{{}},"weight_map":{{"w":{file:?}}}}}"#);
     let (_one, one) = file(r#"{"v":{"dtype":"BOOL","shape":[2],"data_offsets":[0,2]}}"#, 55, 2);
@@ -198,7 +192,10 @@ fn model_directories_that_can_not_be_read_say_why() {
         (vec![], "has no model.safetensors and no model.safetensors.index.json"),
         (vec![("model.safetensors", "x".to_string())], "is not a valid safetensors file: it has 1 bytes"),
         (vec![(index, "[".to_string())], "not the index of a model"),
-        (vec![(index, map("a.safetensors"))], "has no file \"a.safetensors\", in which"),
+        (
+            vec![(index, map("a.safetensors"))],
+            "has no file \"a.safetensors\", which model.safetensors.index.json lists",
+        ),
         (vec![(index, map("../a.safetensors"))], "which is not a plain file name"),
         (vec![(index, map("/etc/passwd"))], "which is not a plain file name"),
         (vec![(index, map(".."))], "which is not a plain file name"),
@@ -211,7 +208,7 @@ fn model_directories_that_can_not_be_read_say_why() {
     let root = model(&[(index, &map("a.safetensors"))]);
     std::fs::copy(&one, root.path().join("a.safetensors")).unwrap();
     let message = HfModel::open(root.path()).unwrap_err().to_string();
-    assert!(message.contains("weight \"w\" is in a.safetensors, which has no such tensor"), "{message}");
+    assert!(message.contains("lists weight \"w\" in a.safetensors, which has no such tensor"), "{message}");
     assert!(HfModel::open(&root.path().join("no")).unwrap_err().to_string().contains("no such directory"));
 
     let model = HfModel::open(one.parent().unwrap()).unwrap();
@@ -220,7 +217,7 @@ fn model_directories_that_can_not_be_read_say_why() {
 }
 
 #[test]
-fn narrow_and_wide_columns_are_read_past_what_lies_between() {
+fn reads_narrow_and_wide_columns() {
     let (_root, dir) = fresh();
     let globals = [
         Global::new("narrow", DType::BF16, &[700, 9], &[Placement::Shard(0)]),

@@ -1,4 +1,4 @@
-//! Where the bytes have no room.
+//! A full disk.
 
 use std::path::Path;
 
@@ -17,13 +17,13 @@ pub(crate) fn saves_too_much(group: &ProcessGroup, root: &Path) {
     println!("says: {}", saved.unwrap_err());
 }
 
-/// A limit on the size of files stands for a disk that is full: the system refuses the same calls.
+/// A limit on the size of files makes the same system calls fail.
 #[test]
-fn a_save_without_room_fails_on_every_rank_and_the_checkpoint_before_stays() {
+fn full_disk_fails_every_rank_and_keeps_the_previous_checkpoint() {
     let (root, _) = fresh();
     let before = root.path().join("step-10");
     save_all(&before, &zoo(), &line(2));
-    // 8 MiB, or 16 where the shell is bash: more than the process group's shared memory, less than a rank's file.
+    // 8 MiB, or 16 in bash: larger than the group's shared memory, smaller than a rank's file.
     let job = Job::start("saves_too_much", root.path(), 2, "trap '' XFSZ; ulimit -f 16384");
     let outcomes = job.outcomes();
     for said in &outcomes {

@@ -1,4 +1,4 @@
-//! The commands in docs/checkpoints.md run, in its order, and succeed.
+//! Runs the commands in docs/checkpoints.md in order.
 
 use assert_cmd::Command;
 
@@ -6,11 +6,11 @@ use crate::cli::{succeeds, text};
 use crate::world::{line, save_all, zoo};
 
 #[test]
-fn every_command_in_the_documentation_runs() {
+fn commands_in_the_docs_run() {
     let root = tempfile::tempdir().unwrap();
     let at = |name: &str| root.path().join(name);
     let mut globals = zoo();
-    // Finite numbers, in every floating point type.
+    // Finite numbers in every floating point dtype.
     globals.iter_mut().for_each(|global| global.bytes.fill(0x3c));
     for step in ["step-00000010", "step-00000020"] {
         save_all(&at("runs/llama").join(step), &globals, &line(2));

@@ -1,4 +1,4 @@
-//! Shards become one Hugging Face weights file.
+//! Exporting shards as one Hugging Face weights file.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -19,7 +19,7 @@ fn export_all(dir: &Path, globals: &[Global], mesh: &MeshLayout) -> Vec<fsdp_ckp
 }
 
 #[test]
-fn what_is_exported_is_what_was_sharded() {
+fn exports_every_dtype_and_placement() {
     for size in 1..=4 {
         let root = tempfile::tempdir().unwrap();
         let dir = root.path().join("model");
@@ -44,7 +44,7 @@ fn what_is_exported_is_what_was_sharded() {
 }
 
 #[test]
-fn replicated_and_sharded_on_a_grid() {
+fn exports_from_a_2d_mesh() {
     let root = tempfile::tempdir().unwrap();
     let dir = root.path().join("model");
     let mesh = MeshLayout::new(&[("replicate", 2), ("shard", 2)]).unwrap();
@@ -62,7 +62,7 @@ fn replicated_and_sharded_on_a_grid() {
 }
 
 #[test]
-fn several_files_with_an_index_are_one_model() {
+fn reads_an_indexed_model() {
     let root = tempfile::tempdir().unwrap();
     let globals = &zoo()[..4];
     for (i, half) in globals.chunks(2).enumerate() {
@@ -87,7 +87,7 @@ fn several_files_with_an_index_are_one_model() {
 }
 
 #[test]
-fn what_a_killed_export_left_is_swept_and_what_is_in_use_is_not() {
+fn export_removes_only_stale_files() {
     let root = tempfile::tempdir().unwrap();
     let dir = root.path().join("model");
     std::fs::create_dir(&dir).unwrap();
@@ -102,14 +102,14 @@ fn what_a_killed_export_left_is_swept_and_what_is_in_use_is_not() {
     export_all(&dir, &zoo(), &line(2)).into_iter().for_each(|bytes| assert!(bytes.is_ok()));
     let [plain, strange, notes] = others;
     assert_eq!(list(&dir), [plain, live, strange, "config.json", "model.safetensors", notes]);
-    // Also where there is nothing to do but that.
+    // An export that fails also removes stale files.
     std::fs::write(dir.join(left[0]), "x").unwrap();
     export_all(&dir, &zoo(), &line(1)).into_iter().for_each(|bytes| assert!(bytes.is_err()));
     assert!(!dir.join(left[0]).exists());
 }
 
 #[test]
-fn failures_leave_no_file_and_reach_every_rank() {
+fn failed_export_leaves_no_file() {
     let root = tempfile::tempdir().unwrap();
     let dir = root.path().join("model");
     let messages = world(2, |group| {
@@ -136,7 +136,7 @@ fn failures_leave_no_file_and_reach_every_rank() {
 }
 
 #[test]
-fn an_export_says_what_it_is_told_and_replaces_what_it_may() {
+fn export_options_set_metadata_and_replace() {
     let root = tempfile::tempdir().unwrap();
     let dir = root.path().join("model");
     let all = |options: &ExportOptions| {
@@ -159,7 +159,7 @@ fn an_export_says_what_it_is_told_and_replaces_what_it_may() {
     let over = ExportOptions { replace: true, ..step("2") };
     all(&over).unwrap();
     assert_eq!((said(), list(&dir)), ("2".to_string(), vec!["adapter_model.safetensors".to_string()]));
-    // What has another name is not what may be replaced.
+    // `replace` does not cover files of other names.
     for other in ["model.safetensors", "model.safetensors.index.json"] {
         std::fs::write(dir.join(other), "").unwrap();
         assert!(all(&over).unwrap_err().contains(&format!("{other} exists already")));
@@ -167,7 +167,7 @@ fn an_export_says_what_it_is_told_and_replaces_what_it_may() {
     }
 }
 
-/// Memory while which is read, somebody else's weights come into a directory.
+/// Memory whose read creates weights in the directory.
 struct Meanwhile {
     values: Buffer,
     weights: PathBuf,
@@ -189,7 +189,7 @@ impl Readable for Meanwhile {
 }
 
 #[test]
-fn weights_that_come_during_an_export_stay() {
+fn export_keeps_weights_that_appear_meanwhile() {
     let root = tempfile::tempdir().unwrap();
     let dir = root.path().join("model");
     let weights = dir.join("model.safetensors");

@@ -1,30 +1,15 @@
-//! A save that can't succeed fails on every rank with the same message and leaves nothing behind.
+//! Failed saves: every rank returns the same message, and no files are left.
 
 use std::os::unix::fs::PermissionsExt;
 use std::sync::Arc;
 
-use crate::world::{Global, fresh, line, list, save_all, save_fails, state, world, zoo};
+use crate::world::{Broken, Global, fresh, line, list, save_all, save_fails, state, world, zoo};
 use fsdp_ckpt::{Checkpoint, Error, TensorSource, save};
 use fsdp_core::layout::Region;
-use fsdp_core::{Buffer, DType, Placement, Readable};
-
-/// Memory that can't be read.
-struct Broken(usize);
-
-impl Readable for Broken {
-    fn dtype(&self) -> DType {
-        DType::F32
-    }
-    fn len(&self) -> usize {
-        self.0
-    }
-    fn read(&self, _: &mut dyn FnMut(&[u8])) -> Result<(), String> {
-        Err("its storage has been resharded".into())
-    }
-}
+use fsdp_core::{Buffer, DType, Placement};
 
 #[test]
-fn a_rank_that_fails_fails_all_ranks_and_is_named() {
+fn failed_rank_is_named_on_every_rank() {
     let (root, dir) = fresh();
     let message = save_fails(&dir, 3, |rank| {
         let mut state = state(&zoo(), &line(3), rank);
@@ -53,7 +38,7 @@ fn a_rank_that_fails_fails_all_ranks_and_is_named() {
 }
 
 #[test]
-fn an_existing_target_is_left_alone() {
+fn keeps_an_existing_target() {
     let (root, dir) = fresh();
     save_all(&dir, &zoo(), &line(2));
     let message = save_fails(&dir, 2, |rank| state(&zoo(), &line(2), rank));
@@ -67,7 +52,7 @@ fn an_existing_target_is_left_alone() {
 }
 
 #[test]
-fn what_dead_saves_left_is_swept_and_what_is_in_use_or_not_ours_is_not() {
+fn save_removes_only_stale_directories() {
     let (root, dir) = fresh();
     let leftovers =
         [".step-00000010.tmp-host-1-1", ".step-00000011.tmp-another-host-3-3f", ".step-00000009.deleting-host-4-1"];
@@ -84,7 +69,7 @@ fn what_dead_saves_left_is_swept_and_what_is_in_use_or_not_ours_is_not() {
 }
 
 #[test]
-fn of_two_writers_of_one_checkpoint_one_succeeds() {
+fn one_of_two_writers_succeeds() {
     let (root, dir) = fresh();
     for _ in 0..20 {
         let outcomes: Vec<Vec<_>> = std::thread::scope(|scope| {
@@ -104,7 +89,7 @@ fn of_two_writers_of_one_checkpoint_one_succeeds() {
 }
 
 #[test]
-fn a_place_that_can_not_be_written_is_named() {
+fn names_an_unwritable_directory() {
     let (root, _) = fresh();
     let file = root.path().join("file");
     std::fs::write(&file, "").unwrap();
@@ -116,7 +101,7 @@ fn a_place_that_can_not_be_written_is_named() {
 }
 
 #[test]
-fn shards_that_do_not_fit_together_are_refused() {
+fn rejects_inconsistent_shards() {
     let (root, dir) = fresh();
     let fails = |change: &(dyn Fn(usize, &mut fsdp_ckpt::SaveState) + Sync)| {
         save_fails(&dir, 2, |rank| {
@@ -144,12 +129,12 @@ fn shards_that_do_not_fit_together_are_refused() {
                 }
             },
         ),
-        ("[11..17, 0..5] is not a part of its shape", &|rank, state| {
+        ("[11..17, 0..5] is not within its shape", &|rank, state| {
             if rank == 1 {
                 state.tensors[0].region.offsets[0] = 11;
             }
         }),
-        ("it is given twice", &|_, state| state.tensors.push(state.tensors[0].clone())),
+        ("this rank has it twice", &|_, state| state.tensors.push(state.tensors[0].clone())),
         ("can't be used in a safetensors file", &|_, state| state.tensors[0].fqn = "__metadata__".into()),
         ("rank 0 has it as F32 [12, 5], rank 1 as F64 [12, 5]", &|rank, state| {
             if rank == 1 {
@@ -161,8 +146,8 @@ fn shards_that_do_not_fit_together_are_refused() {
             state.tensors[0].region = Region::whole(&[0, 0, 0]);
             state.tensors[0].data = Arc::new(Buffer::F32(vec![]));
         }),
-        ("has 3 ranks, the group", &|_, state| state.mesh = line(3)),
-        ("the ranks don't save the same thing", &|rank, state| {
+        ("has 3 ranks, but the group", &|_, state| state.mesh = line(3)),
+        ("the ranks save different things", &|rank, state| {
             if rank == 1 {
                 state.mesh = fsdp_core::MeshLayout::new(&[("other", 2)]).unwrap();
             }
@@ -175,7 +160,7 @@ fn shards_that_do_not_fit_together_are_refused() {
 }
 
 #[test]
-fn a_tensor_that_some_ranks_do_not_know_is_saved_from_those_that_do() {
+fn saves_a_tensor_that_only_some_ranks_hold() {
     let (_root, dir) = fresh();
     let global = Global::new("w", DType::F32, &[4], &[Placement::Replicate]);
     world(3, |group| {
@@ -190,7 +175,7 @@ fn a_tensor_that_some_ranks_do_not_know_is_saved_from_those_that_do() {
 }
 
 #[test]
-fn a_rank_that_goes_away_fails_the_others_and_leaves_nothing() {
+fn missing_rank_fails_the_others() {
     let (root, dir) = fresh();
     let outcomes = world(3, |group| {
         if group.rank() == 2 {

@@ -1,4 +1,4 @@
-//! Numbers that are not finite, in checkpoints of every format, and what a checkpoint says of its own.
+//! NaN and infinity in checkpoints of every format, and the record that numbers were finite.
 
 use std::path::Path;
 
@@ -7,10 +7,10 @@ use fsdp_core::process_group::local;
 use fsdp_core::{DType, Placement};
 
 use crate::cli::{fails, fsdp_ckpt, json, succeeds, text};
-use crate::world::{Global, fresh, line, save_all, state, world};
+use crate::world::{Global, damage, fresh, line, save_all, state, world};
 
-/// Numbers from 1 on, in which some are none.
-fn poisoned(dtype: DType) -> Global {
+/// Creates numbers from 1 on, with three that are not finite.
+fn with_nan(dtype: DType) -> Global {
     let name = format!("model.{}.weight", dtype.name().to_lowercase());
     let mut global = Global::new(&name, dtype, &[6, 4], &[Placement::Shard(0)]);
     let bytes = |number: f32| match dtype {
@@ -29,7 +29,7 @@ fn poisoned(dtype: DType) -> Global {
     global
 }
 
-/// Nothing but bits that would be NaNs and infinities in floating point.
+/// Creates integers with the bits of NaN.
 fn integers() -> Global {
     let mut global = Global::new("model.ids", DType::I64, &[4], &[Placement::Replicate]);
     global.bytes = vec![0xff; 32];
@@ -43,9 +43,9 @@ fn finite() -> Global {
 }
 
 #[test]
-fn every_tensor_with_numbers_that_are_none_is_listed() {
+fn lists_tensors_with_nan_or_infinity() {
     let (root, dir) = fresh();
-    let mut globals: Vec<Global> = [DType::F32, DType::BF16, DType::F16, DType::F64].map(poisoned).into();
+    let mut globals: Vec<Global> = [DType::F32, DType::BF16, DType::F16, DType::F64].map(with_nan).into();
     globals.extend([integers(), finite()]);
     save_all(&dir, &globals, &line(2));
     let torch = root.path().join("torch");
@@ -78,16 +78,14 @@ fn every_tensor_with_numbers_that_are_none_is_listed() {
     let good = root.path().join("good");
     save_all(&good, &[integers(), finite()], &line(2));
     assert!(succeeds(&["verify", text(&good), "--finite"]).contains("all floating point numbers are finite"));
-    // Damage comes first: other bits are other numbers.
+    // Damage is reported first.
     let shard = good.join("shard-00001-model-00001-of-00001.safetensors");
-    let mut bytes = std::fs::read(&shard).unwrap();
-    *bytes.last_mut().unwrap() ^= 1;
-    std::fs::write(&shard, bytes).unwrap();
+    damage(&shard);
     assert!(fails(&["verify", text(&good), "--finite"]).contains("is damaged"));
 }
 
 #[test]
-fn a_checkpoint_says_whether_it_was_looked_at_when_all_ranks_have() {
+fn finite_is_recorded_if_all_ranks_declare_it() {
     let (root, _) = fresh();
     let saved = |name: &str, finite: &(dyn Fn(usize) -> bool + Sync)| {
         let dir = root.path().join(name);

@@ -1,6 +1,6 @@
-//! Damage of any byte of a checkpoint is seen.
+//! Detecting flipped bytes anywhere in a checkpoint.
 //!
-//! `FSDP_FLIPS` says how many manifests and how many shard files are damaged.
+//! `FSDP_FLIPS` is the number of manifests and of shard files to damage.
 
 use std::path::Path;
 
@@ -18,7 +18,7 @@ fn flips() -> usize {
     }
 }
 
-/// Changes a bit, or a byte to any other.
+/// Flips a bit, or replaces a byte.
 fn flip(bytes: &mut [u8], random: &mut u64) {
     let at = (splitmix(random) % bytes.len() as u64) as usize;
     bytes[at] ^= match splitmix(random) % 2 {
@@ -27,13 +27,13 @@ fn flip(bytes: &mut [u8], random: &mut u64) {
     };
 }
 
-/// What `fsdp-ckpt verify` does.
+/// Verifies like `fsdp-ckpt verify`.
 fn verify(dir: &Path) -> fsdp_ckpt::Result<()> {
     Checkpoint::open(dir)?.verify().map(drop)
 }
 
 #[test]
-fn no_flipped_byte_of_a_manifest_is_unseen() {
+fn detects_flipped_bytes_of_a_manifest() {
     let (root, dir) = fresh();
     save_all(&dir, &zoo(), &line(2));
     verify(&dir).unwrap();
@@ -46,7 +46,7 @@ fn no_flipped_byte_of_a_manifest_is_unseen() {
         std::fs::write(&path, &bad).unwrap();
         let error = verify(&dir).expect_err(&format!("flip {count}: {}", String::from_utf8_lossy(&bad)));
         assert!(error.is_damage(), "flip {count}: {error}");
-        // No run goes on from it, and `train --resume auto` sets it aside.
+        // No run resumes from it, and `train --resume auto` quarantines it.
         let found = survey(root.path()).unwrap();
         assert!(found.newest.is_none() && found.skipped[0].1.is_damage(), "flip {count}: {found:?}");
     }
@@ -55,7 +55,7 @@ fn no_flipped_byte_of_a_manifest_is_unseen() {
 }
 
 #[test]
-fn no_flipped_byte_of_a_shard_file_is_unseen() {
+fn detects_flipped_bytes_of_shard_files() {
     let (_root, dir) = fresh();
     save_all(&dir, &zoo(), &line(2));
     let shards: Vec<String> = list(&dir).into_iter().filter(|name| name.ends_with(".safetensors")).collect();
@@ -79,14 +79,14 @@ fn no_flipped_byte_of_a_shard_file_is_unseen() {
 }
 
 #[test]
-fn a_load_sees_what_verify_sees_in_headers() {
+fn load_detects_damaged_headers() {
     let (_root, dir) = fresh();
     let globals = zoo();
     save_all(&dir, &globals, &line(2));
     let path = dir.join("shard-00001-model-00001-of-00001.safetensors");
     let good = std::fs::read(&path).unwrap();
     let text = String::from_utf8_lossy(&good);
-    // The offsets are for PyTorch's reader alone.
+    // Only PyTorch's reader uses the offsets.
     let offsets = text.find("saved_offsets\\\":[0").unwrap() + "saved_offsets\\\":[".len();
     for at in [0, 8, offsets] {
         let mut bad = good.clone();

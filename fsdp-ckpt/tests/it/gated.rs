@@ -1,4 +1,4 @@
-//! A process group whose subgroups do nothing until a gate is open.
+//! A process group whose subgroups block until a gate opens.
 
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
@@ -10,15 +10,15 @@ use fsdp_core::{DeviceId, ProcessGroup, Result};
 
 pub(crate) type Gate = Arc<(Mutex<bool>, Condvar)>;
 
-/// The backend of a group of which one rank waits.
+/// A backend of the rank that blocks.
 struct Gated {
     inner: Box<dyn Backend>,
     gate: Gate,
-    /// Whether the group is within another.
+    /// Whether this is a subgroup.
     behind: bool,
 }
 
-/// A world of two, of which rank 1 waits at the gate in every group within it.
+/// Creates a world of two ranks. Rank 1 blocks in every subgroup.
 pub(crate) fn world(gate: &Gate) -> Vec<ProcessGroup> {
     let (options, member) = (Options::default(), |rank| Membership::world(rank, 2, Duration::from_secs(60)));
     let backends = local::backends(2, &options).unwrap().into_iter().enumerate();

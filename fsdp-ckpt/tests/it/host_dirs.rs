@@ -1,20 +1,21 @@
-//! Hosts that share no directory: each has a part, and all parts together are a checkpoint.
+//! Hosts without a shared directory: each saves a part, and the parts form a checkpoint.
 
 use std::fs;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use fsdp_ckpt::{
     AsyncSaver, Checkpoint, Error, HostDirs, MANIFEST, Result, SaveOptions, SaveState, SaveSummary, TensorSource,
     WhenBusy, keep_newest, save_with,
 };
-use fsdp_core::{DType, MeshLayout, Placement, ProcessGroup};
+use fsdp_core::{Buffer, DType, MeshLayout, Placement, ProcessGroup, Readable};
 use tempfile::TempDir;
 
 use crate::cli::{fails, json, succeeds, text};
-use crate::world::{Global, line, list, read, state, world, zoo};
+use crate::world::{Global, damage, line, list, read, shard_file, state, world, zoo};
 
-/// The disks of two hosts, with two ranks each.
+/// The disks of two hosts with two ranks each.
 pub(crate) struct Disks(pub(crate) [TempDir; 2]);
 
 impl Disks {
@@ -26,7 +27,7 @@ impl Disks {
         self.0[host].path().join(name)
     }
 
-    /// Saves on every rank; `host` says on which host each is.
+    /// Saves from every rank.
     fn save(&self, name: &str, globals: &[Global], mesh: &MeshLayout) -> Vec<Result<SaveSummary>> {
         world(4, |group| self.save_rank(name, group, &state(globals, mesh, group.rank())))
     }
@@ -50,7 +51,7 @@ fn dirs(group: &ProcessGroup) -> HostDirs {
     HostDirs::new(group, &format!("node{}", group.rank() / 2)).unwrap()
 }
 
-/// What `cp -a` does.
+/// Copies a directory's files.
 fn copy(from: &Path, to: &Path) {
     fs::create_dir_all(to).unwrap();
     for name in list(from) {
@@ -58,14 +59,14 @@ fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// What every rank says, which is the same.
+/// Asserts that every rank returned the same value, and returns it.
 pub(crate) fn one<T: PartialEq + std::fmt::Debug>(mut said: Vec<T>) -> T {
     said.dedup();
     assert_eq!(said.len(), 1, "{said:?}");
     said.remove(0)
 }
 
-/// All ranks shard, or the hosts are copies of each other.
+/// Two meshes: all ranks shard, or the hosts are replicas.
 fn meshes() -> [(Vec<Global>, MeshLayout); 2] {
     let (shard, copy) = (Placement::Shard(0), Placement::Replicate);
     let copied = vec![
@@ -77,14 +78,13 @@ fn meshes() -> [(Vec<Global>, MeshLayout); 2] {
 }
 
 #[test]
-fn parts_copied_together_in_any_order_are_the_checkpoint() {
+fn copied_parts_form_the_checkpoint() {
     for (globals, mesh) in meshes() {
         let disks = Disks::new();
         disks.save("step-1", &globals, &mesh).into_iter().collect::<Result<Vec<_>>>().unwrap();
         for host in 0..2 {
             let own: Vec<String> = list(&disks.dir(host, "step-1"));
-            let shard = |rank: usize| format!("shard-{:05}-model-00001-of-00001.safetensors", rank + 1);
-            assert_eq!(own, [MANIFEST.to_string(), shard(2 * host), shard(2 * host + 1)]);
+            assert_eq!(own, [MANIFEST.to_string(), shard_file(2 * host), shard_file(2 * host + 1)]);
         }
         let manifest = |host: usize| fs::read(disks.dir(host, "step-1").join(MANIFEST)).unwrap();
         assert_eq!(manifest(0), manifest(1));
@@ -106,7 +106,7 @@ fn parts_copied_together_in_any_order_are_the_checkpoint() {
                     }
                 }
             }
-            // Nothing in it is foreign.
+            // The directory has no other files.
             assert_eq!(keep_newest(together.path(), NonZeroUsize::MIN, &[]).unwrap(), [] as [PathBuf; 0]);
             copy(&dir, &together.path().join("step-2"));
             assert_eq!(keep_newest(together.path(), NonZeroUsize::MIN, &[]).unwrap(), [dir]);
@@ -115,7 +115,7 @@ fn parts_copied_together_in_any_order_are_the_checkpoint() {
 }
 
 #[test]
-fn every_rank_finds_its_own_on_its_host() {
+fn ranks_read_their_shards_from_their_host() {
     for (globals, mesh) in meshes() {
         let disks = Disks::new();
         disks.save("step-1", &globals, &mesh).into_iter().collect::<Result<Vec<_>>>().unwrap();
@@ -130,7 +130,7 @@ fn every_rank_finds_its_own_on_its_host() {
             assert_eq!((reader, readers), (rank % 2, 2));
             part.verify_share(reader, readers).unwrap().chunks
         });
-        // Together they have read all, and each copy.
+        // The shares cover every chunk and copy.
         copy(&disks.dir(0, "step-1"), &disks.dir(1, "step-1"));
         let whole = Checkpoint::open(&disks.dir(1, "step-1")).unwrap();
         let written = whole.tensors().values().flat_map(|tensor| &tensor.chunks).map(|chunk| chunk.files().count());
@@ -139,10 +139,10 @@ fn every_rank_finds_its_own_on_its_host() {
 }
 
 #[test]
-fn what_is_on_another_host_is_named_with_the_host() {
+fn missing_files_are_named_with_their_host() {
     let disks = Disks::new();
     disks.saved(&["step-1"]);
-    // The hosts have come in another order.
+    // The hosts have swapped places.
     let said = world(4, |group| {
         let host = 1 - group.rank() / 2;
         let dirs = HostDirs::new(group, &format!("node{host}")).unwrap();
@@ -151,7 +151,7 @@ fn what_is_on_another_host_is_named_with_the_host() {
         read(&part, global, &global.region(&line(4), group.rank())).unwrap_err()
     });
     for (rank, error) in said.iter().enumerate() {
-        let file = format!("shard-{:05}-model-00001-of-00001.safetensors", rank + 1);
+        let file = shard_file(rank);
         let (path, host) = (disks.dir(1 - rank / 2, "step-1"), format!("node{}", rank / 2));
         let want = format!(
             "{0} is one host's part of a checkpoint: it lacks the file of rank {rank} from {host} ({file}); copy this \
@@ -165,7 +165,7 @@ fn what_is_on_another_host_is_named_with_the_host() {
     let Error::MissingParts { files, .. } = &alone else { panic!("{alone}") };
     assert_eq!(files.len(), 2);
     assert!(alone.to_string().contains("lacks the files of ranks 2, 3 from node1 (shard-00003-"), "{alone}");
-    // A file that is lost after all were copied together is still one of its host's.
+    // A file that is lost after copying is still named with its host.
     copy(&disks.dir(1, "step-1"), &disks.dir(0, "step-1"));
     fs::remove_file(disks.dir(0, "step-1").join(list(&disks.dir(1, "step-1"))[2].clone())).unwrap();
     let lost = Checkpoint::open(&disks.dir(0, "step-1")).unwrap_err().to_string();
@@ -173,10 +173,10 @@ fn what_is_on_another_host_is_named_with_the_host() {
 }
 
 #[test]
-fn all_ranks_go_on_from_the_newest_that_all_hosts_have() {
+fn survey_finds_the_newest_step_of_all_hosts() {
     let disks = Disks::new();
     disks.saved(&["step-5", "step-10", "step-15", "step-20", "step-25"]);
-    // node1 died: before it gave its directory the name, while it wrote, and after it lost a file.
+    // node1 died before the rename, during the write, and lost a file later.
     fs::remove_dir_all(disks.dir(1, "step-25")).unwrap();
     fs::remove_file(disks.dir(1, "step-20").join(MANIFEST)).unwrap();
     fs::remove_file(disks.dir(1, "step-15").join(&list(&disks.dir(1, "step-15"))[1])).unwrap();
@@ -201,15 +201,15 @@ fn all_ranks_go_on_from_the_newest_that_all_hosts_have() {
     let want = [
         (
             "step-25",
-            format!("none has the files of ranks 2, 3, from node1 ({third}.safetensors, {fourth}.safetensors)"),
+            format!("no host has the files of ranks 2, 3, from node1 ({third}.safetensors, {fourth}.safetensors)"),
             true,
         ),
         ("step-20", "on node1, incomplete checkpoint: ".into(), true),
-        ("step-15", format!("none has the file of rank 2, from node1 ({third}.safetensors)"), true),
+        ("step-15", format!("no host has the file of rank 2, from node1 ({third}.safetensors)"), true),
     ];
     assert_eq!(skipped, want.map(|(name, why, damaged)| (name.to_string(), why, damaged)));
 
-    // Set aside, they are in the way of nothing on any host.
+    // Quarantined parts do not block later saves.
     one(world(4, |group| {
         let dirs = dirs(group);
         ["step-15", "step-20", "step-25"].map(|step| {
@@ -220,7 +220,7 @@ fn all_ranks_go_on_from_the_newest_that_all_hosts_have() {
     let (newest, skipped, aside) = survey();
     assert_eq!((newest.as_deref(), skipped.len(), aside.len()), (Some("step-10"), 0, 3));
 
-    // Those of two saves are none; which is wanted, nobody knows.
+    // Parts of different saves are not damage.
     world(4, |group| {
         let mut state = state(&zoo(), &line(4), group.rank());
         state.values.insert("step".into(), 11.into());
@@ -229,7 +229,7 @@ fn all_ranks_go_on_from_the_newest_that_all_hosts_have() {
     copy(&disks.dir(1, "changed"), &disks.dir(1, "step-10"));
     let (newest, skipped, _) = survey();
     assert_eq!(newest.as_deref(), Some("step-5"));
-    assert_eq!(skipped, [("step-10".into(), "those of node0 and node1 are of different saves".into(), false)]);
+    assert_eq!(skipped, [("step-10".into(), "node0 and node1 have parts of different saves".into(), false)]);
 }
 
 fn name(path: &Path) -> String {
@@ -237,7 +237,7 @@ fn name(path: &Path) -> String {
 }
 
 #[test]
-fn what_may_be_whole_elsewhere_is_not_taken_for_damaged() {
+fn missing_hosts_are_not_damage() {
     let disks = Disks::new();
     disks.saved(&["step-1"]);
     let open = |host: [&str; 2]| {
@@ -254,43 +254,39 @@ fn what_may_be_whole_elsewhere_is_not_taken_for_damaged() {
         }))
     };
     assert_eq!(open(["node0", "node1"]), None);
-    // A host has lost its disk, and another one stands in for it.
+    // Another host replaces a host that lost its disk.
     fs::rename(disks.dir(1, "step-1"), disks.dir(1, "away")).unwrap();
     let (reason, damaged) = open(["node0", "node7"]).unwrap();
-    let file = |rank: usize| format!("shard-{:05}-model-00001-of-00001.safetensors", rank + 1);
     let want = format!(
-        "none has the files of ranks 2, 3, from node1 ({}, {}), and node1 is not among the hosts; start ranks \
-         there as before, or copy its directory of this name into that of each host here, as `rsync -a node1:/step-1/ \
-         /step-1/` does",
-        file(2),
-        file(3)
+        "no host has the files of ranks 2, 3, from node1 ({}, {}), and node1 is not among the hosts; start ranks \
+         there, or copy its part to each host: `rsync -a node1:/step-1/ /step-1/`",
+        shard_file(2),
+        shard_file(3)
     );
     assert_eq!((reason, damaged), (want, false));
     copy(&disks.dir(1, "away"), &disks.dir(0, "step-1"));
     let (reason, damaged) = open(["node0", "node7"]).unwrap();
-    assert_eq!((reason.as_str(), damaged), ("node7 has none; copy that of node0 there", false));
+    assert_eq!((reason.as_str(), damaged), ("node7 has no part; copy the part of node0 there", false));
     copy(&disks.dir(0, "step-1"), &disks.dir(1, "step-1"));
     assert_eq!(open(["node8", "node7"]), None);
-    // A disk does not answer.
+    // A disk with an I/O error.
     disks.saved(&["runs/step-1"]);
     fs::rename(disks.dir(1, "runs"), disks.dir(1, "away-2")).unwrap();
     fs::write(disks.dir(1, "runs"), "").unwrap();
     for error in world(4, |group| dirs(group).open(&disks.dir(group.rank() / 2, "runs/step-1")).unwrap_err()) {
         assert!(!error.is_damage() && error.to_string().contains("on node1, can't open "), "{error}");
     }
-    // Nobody has it.
+    // No host has it.
     let errors = world(4, |group| dirs(group).open(&disks.dir(group.rank() / 2, "step-2")).unwrap_err());
-    assert!(errors.iter().all(|error| error.to_string().contains("has no checkpoint, on any host")), "{errors:?}");
+    assert!(errors.iter().all(|error| error.to_string().contains("has no checkpoint on any host")), "{errors:?}");
 }
 
 #[test]
-fn damage_on_one_host_is_seen_there() {
+fn detects_damage_on_one_host() {
     let disks = Disks::new();
     disks.saved(&["step-1"]);
-    let path = disks.dir(1, "step-1").join("shard-00004-model-00001-of-00001.safetensors");
-    let mut bytes = fs::read(&path).unwrap();
-    *bytes.last_mut().unwrap() ^= 1;
-    fs::write(&path, bytes).unwrap();
+    let path = disks.dir(1, "step-1").join(shard_file(3));
+    damage(&path);
     let verified = world(4, |group| {
         let dirs = dirs(group);
         let part = dirs.open(&disks.dir(group.rank() / 2, "step-1")).unwrap();
@@ -299,7 +295,7 @@ fn damage_on_one_host_is_seen_there() {
     });
     let found: Vec<bool> = verified.iter().map(|outcome| *outcome == Err(true)).collect();
     assert!(found[2] != found[3] && !found[0] && !found[1], "{verified:?}");
-    // Shorter, it is seen before anything is read.
+    // Truncation is detected without reading.
     fs::write(&path, "").unwrap();
     for error in world(4, |group| dirs(group).open(&disks.dir(group.rank() / 2, "step-1")).unwrap_err()) {
         assert!(error.is_damage() && error.to_string().contains("on node1, "), "{error}");
@@ -307,7 +303,7 @@ fn damage_on_one_host_is_seen_there() {
 }
 
 #[test]
-fn the_newest_stay_on_every_host() {
+fn keep_newest_removes_on_every_host() {
     let disks = Disks::new();
     disks.saved(&["step-1", "step-2", "step-3", "step-4"]);
     fs::remove_dir_all(disks.dir(1, "step-3")).unwrap();
@@ -316,12 +312,12 @@ fn the_newest_stay_on_every_host() {
         let spare = disks.dir(host, "step-4");
         dirs(group).keep_newest(disks.0[host].path(), keep, &[&spare]).unwrap()
     });
-    // A step that only one host has counts for nothing.
+    // A step of only one host does not count.
     let removed: Vec<Vec<String>> = removed.iter().map(|paths| paths.iter().map(|path| name(path)).collect()).collect();
     assert_eq!(removed, [vec!["step-1"], vec![], vec!["step-1"], vec![]]);
     assert_eq!(list(disks.0[0].path()), ["step-2", "step-3", "step-4"]);
     assert_eq!(list(disks.0[1].path()), ["step-2", "step-4"]);
-    // What is to stay may be called otherwise.
+    // `spare` may be another path of the same directory.
     let removed = world(4, |group| {
         let root = disks.0[group.rank() / 2].path();
         dirs(group).keep_newest(root, NonZeroUsize::MIN, &[&root.join("step-4/../step-2")]).unwrap()
@@ -331,7 +327,7 @@ fn the_newest_stay_on_every_host() {
 }
 
 #[test]
-fn in_the_background_as_well() {
+fn saves_parts_asynchronously() {
     let disks = Disks::new();
     world(4, |group| {
         let host = group.rank() / 2;
@@ -349,7 +345,7 @@ fn in_the_background_as_well() {
 }
 
 #[test]
-fn the_command_says_what_a_part_lacks() {
+fn command_names_missing_parts() {
     let disks = Disks::new();
     disks.saved(&["step-1"]);
     let part = disks.dir(1, "step-1");
@@ -371,4 +367,114 @@ fn the_command_says_what_a_part_lacks() {
     assert!(succeeds(&["verify", text(&part)]).contains(" chunks in 4 files"));
     succeeds(&["convert", text(&part), text(&to), "--to", "fsdp", "--world-size", "3"]);
     assert_eq!(succeeds(&["diff", text(&part), text(&to)]).lines().count(), 1);
+}
+
+/// Memory whose read creates a directory at the target.
+struct Blocks(PathBuf, Arc<dyn Readable>);
+
+impl Readable for Blocks {
+    fn dtype(&self) -> DType {
+        self.1.dtype()
+    }
+    fn len(&self) -> usize {
+        self.1.len()
+    }
+    fn read(&self, f: &mut dyn FnMut(&[u8])) -> Result<(), String> {
+        fs::create_dir_all(self.0.join("full")).unwrap();
+        self.1.read(f)
+    }
+}
+
+#[test]
+fn failed_host_leaves_no_part_on_the_others() {
+    let disks = Disks::new();
+    // The first host has renamed its directory already, or not.
+    for (host, rank) in [(1, 2), (0, 0)] {
+        let name = format!("step-{host}");
+        let errors = world(4, |group| {
+            let mut state = state(&zoo(), &line(4), group.rank());
+            if group.rank() == rank {
+                let data = Arc::clone(&state.tensors[0].data);
+                state.tensors[0].data = Arc::new(Blocks(disks.dir(host, &name), data));
+            }
+            disks.save_rank(&name, group, &state).unwrap_err().to_string()
+        });
+        let start = format!("rank {rank} failed to finish the checkpoint: ");
+        let error = one(errors);
+        assert!(error.starts_with(&start) && error.contains("exists already"), "{error}");
+        assert!(list(disks.0[1 - host].path()).is_empty());
+        assert_eq!(list(disks.0[host].path()), std::slice::from_ref(&name));
+        fs::remove_dir_all(disks.dir(host, &name)).unwrap();
+    }
+}
+
+#[test]
+fn rejects_invalid_host_arguments() {
+    let disks = Disks::new();
+    let refused = |globals: &[Global],
+                   dir: &dyn Fn(usize) -> PathBuf,
+                   host: &(dyn Fn(usize) -> Option<String> + Sync)| {
+        let dirs: Vec<PathBuf> = (0..4).map(dir).collect();
+        one(world(4, |group| {
+            let (rank, options) = (group.rank(), SaveOptions { host: host(group.rank()), ..SaveOptions::default() });
+            save_with(&dirs[rank], group, &state(globals, &line(4), rank), &options).unwrap_err().to_string()
+        }))
+    };
+    let (here, named) = (|rank: usize| disks.dir(rank / 2, "step-1"), |rank: usize| Some(format!("node{}", rank / 2)));
+    let nameless = refused(&zoo(), &here, &|rank| named(rank).filter(|_| rank != 3));
+    assert!(nameless.starts_with("rank 3 does not name its host, but others do"), "{nameless}");
+    let empty = refused(&zoo(), &here, &|_| Some(String::new()));
+    assert!(empty.starts_with("rank 0 does not name its host"), "{empty}");
+    let url = refused(&zoo(), &|_| "s3://bucket/step-1".into(), &named);
+    assert!(url.contains("a save to a directory of each host needs a directory of this host, not s3://"), "{url}");
+    let shared = refused(&zoo(), &|_| disks.dir(0, "step-1"), &named);
+    assert!(shared.contains("exists already"), "{shared}");
+    for disk in &disks.0 {
+        assert!(list(disk.path()).is_empty());
+    }
+    // Replicas on different hosts must be equal.
+    let errors = world(4, |group| {
+        let mut state = state(&zoo(), &line(4), group.rank());
+        if group.rank() > 1 {
+            let norm = state.tensors.iter_mut().find(|tensor| tensor.fqn == "model.norm.weight").unwrap();
+            norm.data = Arc::new(Buffer::F32(vec![0.5; 9]));
+        }
+        disks.save_rank("step-1", group, &state).unwrap_err().to_string()
+    });
+    let error = one(errors);
+    assert!(
+        error.contains("tensor \"model.norm.weight\": ranks ") && error.contains("hold different bytes"),
+        "{error}"
+    );
+}
+
+#[test]
+fn check_writable_detects_shared_directories() {
+    let disks = Disks::new();
+    let check = |host_of: &(dyn Fn(usize) -> usize + Sync), disk_of: &(dyn Fn(usize) -> usize + Sync)| {
+        world(4, |group| {
+            let dirs = HostDirs::new(group, &format!("node{}", host_of(group.rank()))).unwrap();
+            dirs.check_writable(&disks.dir(disk_of(group.rank()), "runs")).map_err(|error| error.to_string())
+        })
+    };
+    let half = |rank: usize| rank / 2;
+    assert!(check(&half, &half).iter().all(Result::is_ok));
+    let in_common = |shared: String| {
+        assert!(
+            shared.starts_with("rank 0 failed to write a file there: node0 and node1 share the directory ")
+                && shared.ends_with("; give each host its own, or let all ranks share one without naming hosts"),
+            "{shared}"
+        );
+    };
+    in_common(one(check(&half, &|_| 0)).unwrap_err());
+    let url = PathBuf::from(format!("file://{}", disks.dir(0, "runs").display()));
+    in_common(one(world(4, |group| {
+        let dirs = HostDirs::new(group, &format!("node{}", group.rank() / 2)).unwrap();
+        dirs.check_writable(&url).unwrap_err().to_string()
+    })));
+    let namesakes = one(check(&|_| 0, &half)).unwrap_err();
+    assert!(namesakes.starts_with("rank 2 failed to write a file there: can't create"), "{namesakes}");
+    for disk in &disks.0 {
+        assert!(list(disk.path()).is_empty());
+    }
 }

@@ -1,5 +1,4 @@
-//! What the fuzz targets and the tests of their corpus do with bytes that may be anything: read all of it, and get
-//! numbers or an error.
+//! Reading untrusted bytes completely, for the fuzz targets and the tests of their corpora.
 
 use std::path::Path;
 
@@ -9,7 +8,7 @@ use fsdp_core::layout::Region;
 /// Tensors larger than this are not read: their bytes are in no input.
 const MOST: u64 = 1 << 20;
 
-/// Bytes as a safetensors file. What its header describes lies in the file: nothing of it can fail to be read.
+/// Reads bytes as a safetensors file. If its header is valid, every tensor must be readable.
 pub(crate) fn safetensors(bytes: &[u8], dir: &Path) -> Result<usize> {
     let path = dir.join("f.safetensors");
     std::fs::write(&path, bytes).unwrap();
@@ -25,8 +24,7 @@ pub(crate) fn safetensors(bytes: &[u8], dir: &Path) -> Result<usize> {
     Ok(read)
 }
 
-/// Bytes as the manifest of the checkpoint in `dir`, as they are and with their checksum at the end: behind a wrong one
-/// nothing is looked at.
+/// Reads bytes as the manifest of the checkpoint in `dir`, without and with a valid checksum at the end.
 pub(crate) fn manifest(bytes: &[u8], dir: &Path) -> Result<()> {
     with_manifest(bytes, dir).or_else(|error| match std::str::from_utf8(bytes) {
         Ok(text) if text.ends_with('}') => with_manifest(sealed(text).as_bytes(), dir),
@@ -34,7 +32,7 @@ pub(crate) fn manifest(bytes: &[u8], dir: &Path) -> Result<()> {
     })
 }
 
-/// The text of a JSON object with its checksum at its end.
+/// Appends the checksum to the text of a JSON object.
 pub(crate) fn sealed(object: &str) -> String {
     let body = object.strip_suffix('}').unwrap().trim_end();
     format!("{body},\n  \"crc32c\": {}\n}}\n", crc32c(body.as_bytes()))
@@ -44,7 +42,7 @@ pub(crate) fn crc32c(bytes: &[u8]) -> u32 {
     crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32
 }
 
-/// Reads all of the checkpoint in `dir` with this manifest.
+/// Reads the checkpoint in `dir` with this manifest.
 fn with_manifest(bytes: &[u8], dir: &Path) -> Result<()> {
     std::fs::write(dir.join(MANIFEST), bytes).unwrap();
     let checkpoint = Checkpoint::open(dir)?;
@@ -56,7 +54,7 @@ fn with_manifest(bytes: &[u8], dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Changes what the manifest of a checkpoint says, and gives it the checksum that it then has.
+/// Changes a manifest and updates its checksum.
 pub(crate) fn change_manifest(dir: &Path, change: impl FnOnce(&mut serde_json::Value)) {
     let path = dir.join(MANIFEST);
     let mut manifest: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
@@ -65,8 +63,7 @@ pub(crate) fn change_manifest(dir: &Path, change: impl FnOnce(&mut serde_json::V
     std::fs::write(path, sealed(&serde_json::to_string_pretty(&manifest).unwrap())).unwrap();
 }
 
-/// Puts the files that the manifests of the corpus are about into `dir`: what two ranks once saved of a few small
-/// tensors.
+/// Writes the files of the corpus's manifests into `dir`: shards of two ranks.
 pub(crate) fn files(dir: &Path) {
     std::fs::create_dir(dir).unwrap();
     for (name, bytes) in [

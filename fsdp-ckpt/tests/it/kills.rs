@@ -1,4 +1,4 @@
-//! Ranks that are killed at any instant of saving, of saving in the background and of removing older checkpoints.
+//! Ranks that are killed during saves, asynchronous saves and removals.
 
 use std::num::NonZeroUsize;
 use std::path::Path;
@@ -16,7 +16,7 @@ const KEEP: NonZeroUsize = NonZeroUsize::new(2).unwrap();
 const TENSORS: usize = 3;
 const ELEMENTS: usize = 30_000;
 
-/// Every element of a step's tensors is its number.
+/// Creates the state of a step: every element is the step.
 fn of(step: usize, rank: usize) -> SaveState {
     let part = ELEMENTS / 2;
     let shard = |i: usize| TensorShard {
@@ -29,7 +29,7 @@ fn of(step: usize, rank: usize) -> SaveState {
     SaveState { mesh: line(2), tensors: (0..TENSORS).map(shard).collect(), values }
 }
 
-/// The checkpoint is whole, and of its step throughout.
+/// Checks that a checkpoint is whole and all of one step. Returns the step.
 fn check(dir: &Path) -> usize {
     let checkpoint = Checkpoint::open(dir).unwrap();
     checkpoint.verify().unwrap();
@@ -44,8 +44,8 @@ fn check(dir: &Path) -> usize {
     step
 }
 
-/// Every other step in the background. Tells what is safe as soon as it is.
-pub(crate) fn saves_for_ever(group: ProcessGroup, root: &Path) {
+/// Saves step after step, every other one asynchronously, and prints each saved step.
+pub(crate) fn saves_repeatedly(group: ProcessGroup, root: &Path) {
     let mut saver = AsyncSaver::new(group.clone(), WhenBusy::Wait).unwrap().keep_newest(KEEP);
     let first = latest(root).unwrap().map_or(1, |dir| check(&dir) + 1);
     group.barrier().wait().unwrap();
@@ -66,7 +66,7 @@ pub(crate) fn saves_for_ever(group: ProcessGroup, root: &Path) {
     }
 }
 
-/// The next of a sequence of numbers that look random.
+/// Returns the next number of a pseudo-random sequence.
 pub(crate) fn splitmix(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
     let mixed = (*state ^ (*state >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -75,15 +75,15 @@ pub(crate) fn splitmix(state: &mut u64) -> u64 {
 }
 
 #[test]
-fn two_hundred_kills_lose_nothing() {
+fn survives_two_hundred_kills() {
     const KILLS: usize = 200;
     let mut random = 0x5AFE;
     let (root, _) = fresh();
     let (mut safe, mut unfinished) = (0, 0);
     for kill in 0..KILLS {
-        let mut job = Job::start("saves_for_ever", root.path(), 2, "");
+        let mut job = Job::start("saves_repeatedly", root.path(), 2, "");
         let mut lines = job.lines();
-        // It is under way: what dead ones have left is swept.
+        // The job has started, and has removed stale entries.
         let started =
             next_number(&mut lines, "saved ").unwrap_or_else(|| panic!("kill {kill}: {:?}", list(root.path())));
         std::thread::sleep(Duration::from_micros(splitmix(&mut random) % 40_000));

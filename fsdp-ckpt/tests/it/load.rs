@@ -1,4 +1,4 @@
-//! Loading into memory: which names, which dtypes, and nothing written when something does not fit.
+//! Loading into memory: names, dtypes, and no writes after an error.
 
 use std::sync::{Arc, Mutex};
 
@@ -7,7 +7,7 @@ use fsdp_core::{Buffer, DType, layout::Region};
 
 use crate::world::{fresh, line, save_all, world, zoo};
 
-/// Memory for a whole tensor, filled with ones.
+/// Creates memory for a whole tensor, filled with ones.
 fn memory(fqn: &str, shape: &[usize], dtype: DType) -> (LoadTensor, Arc<Mutex<Buffer>>) {
     let mut buffer = Buffer::zeros(dtype, shape.iter().product());
     buffer.bytes_mut().fill(1);
@@ -18,7 +18,7 @@ fn memory(fqn: &str, shape: &[usize], dtype: DType) -> (LoadTensor, Arc<Mutex<Bu
 }
 
 #[test]
-fn every_box_of_every_mesh_is_filled() {
+fn fills_every_shard_of_every_mesh() {
     let (_root, dir) = fresh();
     let globals = zoo();
     save_all(&dir, &globals, &line(3));
@@ -46,7 +46,7 @@ fn every_box_of_every_mesh_is_filled() {
 }
 
 #[test]
-fn names_match_as_strictly_as_asked() {
+fn strictness_of_names() {
     let (_root, dir) = fresh();
     save_all(&dir, &zoo(), &line(2));
     let source = open(&dir).unwrap();
@@ -69,13 +69,13 @@ fn names_match_as_strictly_as_asked() {
     let none = LoadOptions { exclude: vec!["model.*".into()], ..LoadOptions::default() };
     assert_eq!(load(&*source, &tensors, &none).unwrap().loaded, 0);
     let bad = LoadOptions { include: vec!["[".into()], ..LoadOptions::default() };
-    assert!(load(&*source, &tensors, &bad).unwrap_err().to_string().contains("\"[\" is not a pattern"));
-    // Names are known before anything is read or written.
+    assert!(load(&*source, &tensors, &bad).unwrap_err().to_string().contains("\"[\" is not a valid name pattern"));
+    // Names are checked before any I/O.
     assert!(load(&*source, &[norm], &asked(Strict::Both)).unwrap_err().to_string().contains("and 3 more"));
 }
 
 #[test]
-fn dtypes_are_converted_where_that_makes_sense() {
+fn converts_only_floating_point_dtypes() {
     let (_root, dir) = fresh();
     save_all(&dir, &zoo(), &line(2));
     let source = open(&dir).unwrap();
@@ -94,9 +94,9 @@ fn dtypes_are_converted_where_that_makes_sense() {
     let (integer, untouched) = memory("model.even.weight", &[12, 5], DType::I64);
     let (misshapen, _) = memory("model.even.weight", &[5, 12], DType::F32);
     for (tensor, options, part) in [
-        (&half, &strict, "dtype F32, BF16 is to be loaded, and nothing is to be converted"),
+        (&half, &strict, "dtype F32, expected BF16, and conversion is off"),
         (&integer, &LoadOptions::default(), "only floating point types are converted"),
-        (&misshapen, &LoadOptions::default(), "shape [12, 5], shape [5, 12] is to be loaded"),
+        (&misshapen, &LoadOptions::default(), "shape [12, 5], expected [5, 12]"),
     ] {
         let error = load(&*source, std::slice::from_ref(tensor), options).unwrap_err();
         assert!(matches!(error, Error::TensorMismatch { .. }) && error.to_string().contains(part), "{error}");
@@ -105,7 +105,7 @@ fn dtypes_are_converted_where_that_makes_sense() {
 }
 
 #[test]
-fn a_model_by_itself_has_no_prefix() {
+fn loads_a_model_without_prefix() {
     let (_root, dir) = fresh();
     let globals = zoo();
     let mesh = line(1);

@@ -1,4 +1,4 @@
-//! The crate's integration tests, in one program so that it links once.
+//! The crate's integration tests, in one program that links once.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod async_save;
@@ -15,14 +15,12 @@ mod finite;
 mod flips;
 mod gated;
 mod host_dirs;
-mod host_dirs_refused;
 mod hostile;
 mod kills;
 mod load;
 mod processes;
 mod resharding;
-mod retention;
-mod save_load;
+mod run_dir;
 mod terminal;
 mod torch;
 mod world;

@@ -1,4 +1,4 @@
-//! Ranks as processes: this program starts itself again, once for each rank, to run one of the `roles`.
+//! Ranks as processes: the test program starts itself for each rank, to run a role.
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
@@ -14,7 +14,7 @@ use crate::{async_save, disk_full, kills};
 /// Nothing takes this long unless it hangs.
 const HANG: Duration = Duration::from_secs(100);
 
-/// No test, but what the processes of the tests run.
+/// Runs a role in a rank's process; without a role, does nothing.
 #[test]
 fn run_as_a_rank() {
     let Ok(role) = std::env::var("FSDP_TEST_ROLE") else { return };
@@ -22,18 +22,18 @@ fn run_as_a_rank() {
     let options = Options::default().with_timeout(Duration::from_secs(30));
     let group: ProcessGroup = shm::connect(&RankEnv::from_env().unwrap(), options).unwrap();
     match role.as_str() {
-        "saves_for_ever" => kills::saves_for_ever(group, Path::new(&root)),
+        "saves_repeatedly" => kills::saves_repeatedly(group, Path::new(&root)),
         "dies_while_saving" => async_save::dies_while_saving(group, Path::new(&root)),
         "saves_too_much" => disk_full::saves_too_much(&group, Path::new(&root)),
         other => panic!("no role {other}"),
     }
 }
 
-/// A job of several ranks. Dropped, it is killed.
+/// A job of several ranks. Dropping it kills them.
 pub(crate) struct Job(Vec<Child>);
 
 impl Job {
-    /// Starts `ranks` processes; `shell` runs first, as in `ulimit -f 1`.
+    /// Starts `ranks` processes after the shell code `shell`, such as `ulimit -f 1`.
     pub(crate) fn start(role: &str, root: &Path, ranks: usize, shell: &str) -> Self {
         // Jobs of other processes have other run ids.
         static PORT: AtomicU16 = AtomicU16::new(20_000);
@@ -57,12 +57,12 @@ impl Job {
         Job((0..ranks).map(start).collect())
     }
 
-    /// Rank 0's lines.
+    /// Returns rank 0's stdout.
     pub(crate) fn lines(&mut self) -> BufReader<ChildStdout> {
         BufReader::new(self.0[0].stdout.take().unwrap())
     }
 
-    /// Ends every rank at once, whatever it is doing.
+    /// Kills every rank.
     pub(crate) fn kill(&mut self) {
         self.0.iter_mut().for_each(|child| child.kill().unwrap());
         for child in &mut self.0 {
@@ -70,7 +70,7 @@ impl Job {
         }
     }
 
-    /// What each rank printed after "says: ", or how it ended.
+    /// Returns what each rank printed after "says: ", or how it ended.
     pub(crate) fn outcomes(mut self) -> Vec<String> {
         let started = Instant::now();
         let said = |child: &mut Child| {
@@ -87,7 +87,7 @@ impl Job {
     }
 }
 
-/// `None` when it hangs.
+/// Waits for a process; `None` if it hangs.
 fn wait(child: &mut Child, started: Instant) -> Option<ExitStatus> {
     while started.elapsed() < HANG {
         if let Some(status) = child.try_wait().unwrap() {
@@ -108,7 +108,7 @@ impl Drop for Job {
     }
 }
 
-/// The number that the next line with `word` in it ends in; `None` at the end.
+/// Returns the number at the end of the next line with `word`; `None` at the end of the output.
 pub(crate) fn next_number(lines: &mut impl BufRead, word: &str) -> Option<usize> {
     for line in lines.lines() {
         if let Some((_, rest)) = line.unwrap().split_once(word) {

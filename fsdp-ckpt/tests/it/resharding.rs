@@ -1,4 +1,4 @@
-//! What one mesh saves, any mesh loads, to the bit.
+//! Any mesh loads the saves of any mesh exactly.
 
 use fsdp_ckpt::{Checkpoint, TensorSource};
 use fsdp_core::{DType, MeshLayout, Placement};
@@ -6,16 +6,16 @@ use proptest::prelude::*;
 
 use crate::world::{Global, fresh, line, read, save_all, zoo};
 
-/// Ways to hold a tensor that a 1-D mesh holds under one placement.
+/// Meshes derived from a 1-D mesh's placement.
 #[derive(Clone, Copy, Debug)]
 enum Way {
-    /// FSDP, whose shards are cut by the whole mesh.
+    /// FSDP over the whole mesh.
     Fsdp,
-    /// HSDP: the first dimension replicates.
+    /// HSDP: replicated over the first dimension.
     Hsdp,
-    /// TP x FSDP: the second dimension shards first, the first one what that leaves.
+    /// TP x FSDP on one tensor dimension.
     TpFsdp,
-    /// TP x FSDP where they shard different dimensions.
+    /// TP x FSDP on different tensor dimensions.
     Grid,
 }
 
@@ -32,7 +32,7 @@ impl Way {
     }
 }
 
-/// Checks what every rank of a mesh loads.
+/// Checks the region of every rank of a mesh.
 fn loads(checkpoint: &Checkpoint, globals: &[Global], mesh: &MeshLayout) {
     for global in globals {
         for rank in 0..mesh.size() {
@@ -44,7 +44,7 @@ fn loads(checkpoint: &Checkpoint, globals: &[Global], mesh: &MeshLayout) {
 }
 
 #[test]
-fn every_mesh_loads_what_every_mesh_saves() {
+fn every_mesh_loads_saves_of_every_mesh() {
     let plane = |a, b| MeshLayout::new(&[("a", a), ("b", b)]).unwrap();
     let mut ways: Vec<(MeshLayout, Way)> = [1, 2, 3, 4, 6].map(|size| (line(size), Way::Fsdp)).to_vec();
     for mesh in [plane(2, 2), plane(2, 3), plane(3, 2)] {
@@ -82,7 +82,7 @@ fn every_mesh_loads_what_every_mesh_saves() {
     }
 }
 
-/// A mesh of one or two dimensions, and for each of three tensors of these ranks how it lies there.
+/// Generates a mesh of one or two dimensions, and placements of three tensors of these ranks.
 fn held(dims: [usize; 3]) -> impl Strategy<Value = (MeshLayout, Vec<Vec<Placement>>)> {
     let placement = |dims: usize| {
         (0..=dims).prop_map(move |dim| if dim == dims { Placement::Replicate } else { Placement::Shard(dim) })
@@ -105,7 +105,7 @@ fn held(dims: [usize; 3]) -> impl Strategy<Value = (MeshLayout, Vec<Vec<Placemen
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(100))]
     #[test]
-    fn any_mesh_and_shape_come_back(
+    fn round_trips_any_mesh_and_shape(
         (shapes, (saved, saved_as), (loaded, loaded_as)) in [0usize..4, 1..4, 1..4].prop_flat_map(|dims| {
             (dims.map(|dims| prop::collection::vec(0usize..8, dims)), held(dims), held(dims))
         }),

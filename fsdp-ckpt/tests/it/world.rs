@@ -1,4 +1,4 @@
-//! Global tensors, their shards, and worlds of ranks for the tests.
+//! Global tensors, their shards, and groups of ranks for the tests.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -6,10 +6,10 @@ use std::sync::Arc;
 use fsdp_ckpt::{Checkpoint, Result, SaveState, SaveSummary, TensorShard, TensorSource, save};
 use fsdp_core::layout::{Region, local_region};
 use fsdp_core::process_group::local;
-use fsdp_core::{Buffer, DType, MeshLayout, Placement, ProcessGroup};
+use fsdp_core::{Buffer, DType, MeshLayout, Placement, ProcessGroup, Readable};
 use tempfile::TempDir;
 
-/// A tensor as a whole, with the placements under which a mesh holds it.
+/// A whole tensor and its placements on a mesh.
 #[derive(Clone, Debug)]
 pub(crate) struct Global {
     pub(crate) fqn: String,
@@ -27,7 +27,7 @@ impl Global {
         Global { fqn: fqn.into(), dtype, shape: shape.to_vec(), placements: placements.to_vec(), bytes }
     }
 
-    /// The bytes of a box, copied element by element.
+    /// Copies a region element by element.
     pub(crate) fn cut(&self, region: &Region) -> Vec<u8> {
         let size = self.dtype.size();
         let mut out = Vec::new();
@@ -55,8 +55,8 @@ impl Global {
     }
 }
 
-/// Sharded evenly, unevenly, with empty shards, along dimension 1, replicated, a scalar, one without elements, all
-/// dtypes of a training state.
+/// Tensors sharded evenly, unevenly, with empty shards and on dimension 1; replicated; a scalar; an empty tensor;
+/// several dtypes.
 pub(crate) fn zoo() -> Vec<Global> {
     let (s0, s1, r) = (Placement::Shard(0), Placement::Shard(1), Placement::Replicate);
     vec![
@@ -83,19 +83,19 @@ pub(crate) fn state(globals: &[Global], mesh: &MeshLayout, rank: usize) -> SaveS
     SaveState { mesh: mesh.clone(), tensors: globals.iter().map(|global| global.shard(mesh, rank)).collect(), values }
 }
 
-/// Runs `rank` on every rank of a world of `size` threads; results in rank order.
+/// Runs a function on every rank of a group of threads. Returns the results by rank.
 pub(crate) fn world<T: Send>(size: usize, rank: impl Fn(&ProcessGroup) -> T + Sync) -> Vec<T> {
     local::run(size, |group| rank(&group))
 }
 
-/// Saves from every rank and asserts that all succeed.
+/// Saves from every rank, which must succeed.
 pub(crate) fn save_all(dir: &Path, globals: &[Global], mesh: &MeshLayout) -> Vec<SaveSummary> {
     let saved: Result<Vec<_>> =
         world(mesh.size(), |group| save(dir, group, &state(globals, mesh, group.rank()))).into_iter().collect();
     saved.unwrap()
 }
 
-/// Saves from every rank and returns the message that all of them fail with.
+/// Saves from every rank, which must fail with one message. Returns the message.
 pub(crate) fn save_fails(dir: &Path, size: usize, state: impl Fn(usize) -> SaveState + Sync) -> String {
     let mut messages: Vec<String> = world(size, |group| save(dir, group, &state(group.rank())))
         .into_iter()
@@ -112,17 +112,56 @@ pub(crate) fn read(checkpoint: &Checkpoint, global: &Global, region: &Region) ->
     Ok(bytes)
 }
 
-/// A new directory and the path of a checkpoint in it.
+/// Creates a directory and the path of a checkpoint in it.
 pub(crate) fn fresh() -> (TempDir, PathBuf) {
     let root = tempfile::tempdir().unwrap();
     let dir = root.path().join("step-00000010");
     (root, dir)
 }
 
-/// The names in a directory, sorted.
+/// Returns the sorted names in a directory.
 pub(crate) fn list(dir: &Path) -> Vec<String> {
     let mut names: Vec<String> =
         std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     names.sort();
     names
+}
+
+/// Saves the zoo from `ranks` ranks to a new directory.
+pub(crate) fn saved(ranks: usize) -> (TempDir, PathBuf) {
+    let (root, dir) = fresh();
+    save_all(&dir, &zoo(), &line(ranks));
+    (root, dir)
+}
+
+/// Returns the name of a rank's file.
+pub(crate) fn shard_file(rank: usize) -> String {
+    format!("shard-{:05}-model-00001-of-00001.safetensors", rank + 1)
+}
+
+/// Changes a file's bytes.
+pub(crate) fn change(path: &Path, change: impl FnOnce(&mut Vec<u8>)) {
+    let mut bytes = std::fs::read(path).unwrap();
+    change(&mut bytes);
+    std::fs::write(path, bytes).unwrap();
+}
+
+/// Flips a bit of the last byte of a file, which belongs to a tensor.
+pub(crate) fn damage(path: &Path) {
+    change(path, |bytes| *bytes.last_mut().unwrap() ^= 1);
+}
+
+/// Memory of f32 that can't be read.
+pub(crate) struct Broken(pub(crate) usize);
+
+impl Readable for Broken {
+    fn dtype(&self) -> DType {
+        DType::F32
+    }
+    fn len(&self) -> usize {
+        self.0
+    }
+    fn read(&self, _: &mut dyn FnMut(&[u8])) -> std::result::Result<(), String> {
+        Err("its storage has been resharded".into())
+    }
 }

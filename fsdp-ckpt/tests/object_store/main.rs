@@ -1,7 +1,6 @@
-//! Checkpoints in an S3 server: a process of its own, which is this program in another role.
+//! Checkpoints in an S3 server, which is this program in another role.
 //!
-//! The program starts the server and then itself again with the server's address in the environment, where the library
-//! looks for it.
+//! The program starts the server, and then itself again with the server's address in the environment.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod saves;
@@ -29,25 +28,25 @@ fn main() {
         Ok("tests") => {
             let tests: [(&str, fn()); 17] = [
                 ("saved_by_two_loaded_by_three", saves::saved_by_two_loaded_by_three),
-                ("only_the_wanted_ranges_are_asked_for", saves::only_the_wanted_ranges_are_asked_for),
-                ("a_large_tensor_goes_in_parts", saves::a_large_tensor_goes_in_parts),
-                ("of_two_writers_one_wins", saves::of_two_writers_one_wins),
-                ("what_is_not_ours_is_left_alone", saves::what_is_not_ours_is_left_alone),
-                ("a_failed_save_leaves_nothing", saves::a_failed_save_leaves_nothing),
-                ("a_single_object_is_a_model", saves::a_single_object_is_a_model),
-                ("old_checkpoints_are_removed", saves::old_checkpoints_are_removed),
-                ("a_damaged_checkpoint_is_set_aside", saves::a_damaged_checkpoint_is_set_aside),
-                ("converted_there_and_back", saves::converted_there_and_back),
+                ("requests_only_needed_ranges", saves::requests_only_needed_ranges),
+                ("uploads_a_large_tensor_in_parts", saves::uploads_a_large_tensor_in_parts),
+                ("one_of_two_writers_succeeds", saves::one_of_two_writers_succeeds),
+                ("keeps_other_objects", saves::keeps_other_objects),
+                ("failed_save_leaves_no_objects", saves::failed_save_leaves_no_objects),
+                ("opens_a_single_object", saves::opens_a_single_object),
+                ("removes_old_checkpoints", saves::removes_old_checkpoints),
+                ("quarantines_a_damaged_checkpoint", saves::quarantines_a_damaged_checkpoint),
+                ("converts_there_and_back", saves::converts_there_and_back),
                 ("file_urls_are_directories", saves::file_urls_are_directories),
-                ("what_a_killed_writer_leaves", trouble::what_a_killed_writer_leaves),
-                ("a_server_that_dies_in_an_upload", trouble::a_server_that_dies_in_an_upload),
-                ("errors_say_what_to_do", trouble::errors_say_what_to_do),
                 (
-                    "the_clouds_metadata_address_is_asked_unless_it_is_turned_off",
-                    trouble::the_clouds_metadata_address_is_asked_unless_it_is_turned_off,
+                    "killed_writer_leaves_an_unfinished_checkpoint",
+                    trouble::killed_writer_leaves_an_unfinished_checkpoint,
                 ),
-                ("every_flipped_byte_is_seen", saves::every_flipped_byte_is_seen),
-                ("other_clouds_say_what_they_need", trouble::other_clouds_say_what_they_need),
+                ("server_dies_during_an_upload", trouble::server_dies_during_an_upload),
+                ("errors_name_the_fix", trouble::errors_name_the_fix),
+                ("metadata_address_can_be_turned_off", trouble::metadata_address_can_be_turned_off),
+                ("detects_flipped_bytes", saves::detects_flipped_bytes),
+                ("other_clouds_name_missing_settings", trouble::other_clouds_name_missing_settings),
             ];
             let trials = tests.map(|(name, test)| {
                 Trial::test(name, move || {
@@ -71,7 +70,7 @@ fn main() {
     }
 }
 
-/// Where the server of the tests keeps its objects.
+/// Returns the directory in which the server keeps its objects.
 fn server_root() -> PathBuf {
     std::env::var_os("SERVER_ROOT").unwrap().into()
 }

@@ -14,9 +14,9 @@ use fsdp_core::{DType, Placement, Readable};
 
 use crate::server::requests;
 use crate::server_root;
-use crate::world::{Global, line, read, save_all, save_fails, state, world, zoo};
+use crate::world::{Broken, Global, line, read, save_all, save_fails, state, world, zoo};
 
-/// The names under a prefix, as they lie in the server's directory.
+/// Returns the names under a prefix from the server's directory.
 pub(crate) fn names(prefix: &str) -> Vec<String> {
     crate::world::list(&server_root().join("objects/bucket").join(prefix))
 }
@@ -41,13 +41,13 @@ pub(crate) fn saved_by_two_loaded_by_three() {
     }
     assert!(save_fails(dir, 2, |rank| state(&zoo(), &line(2), rank)).contains("exists already"));
 
-    // A thread that runs tasks of another runtime may use it as well.
+    // A thread of another runtime may use the store, too.
     let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
     let opened = runtime.block_on(async { fsdp_ckpt::open(dir).unwrap() });
     assert_eq!(opened.verify().unwrap().files, 2);
 }
 
-pub(crate) fn only_the_wanted_ranges_are_asked_for() {
+pub(crate) fn requests_only_needed_ranges() {
     let dir = Path::new("s3://bucket/ranges/step-1");
     let global = Global::new("w", DType::F32, &[1024, 1024], &[Placement::Shard(0)]);
     save_all(dir, std::slice::from_ref(&global), &line(2));
@@ -63,23 +63,22 @@ pub(crate) fn only_the_wanted_ranges_are_asked_for() {
     assert_eq!(gets.len(), 3, "{asked:?}");
     let (first, last) = gets[2].rsplit_once("bytes=").unwrap().1.split_once('-').unwrap();
     assert_eq!(last.parse::<u64>().unwrap() + 1 - first.parse::<u64>().unwrap(), 4096);
-    // Besides, the manifest, and one list instead of a question for each file. A list has its prefix in the query, with
-    // %2F.
+    // Also the manifest, and one listing, whose prefix is in the query with %2F.
     assert_eq!(asked.len(), 4, "{asked:?}");
 
-    // Columns lie apart by less than a request costs.
+    // Gaps between columns are smaller than `max_gap`.
     let before = requests(&server_root(), "ranges/step-1").len();
     let column = Region { offsets: vec![0, 3], sizes: vec![512, 2] };
     assert_eq!(read(&checkpoint, &global, &column).unwrap(), global.cut(&column));
     assert_eq!(requests(&server_root(), "ranges/step-1").len() - before, 3);
 
-    // Who looks at all numbers asks for each chunk once: its 2 MiB are less than a request may bring.
+    // Each chunk of 2 MiB is one request.
     let before = requests(&server_root(), "ranges/step-1").len();
     non_finite(&checkpoint, &mut |_| ()).unwrap();
     assert_eq!(requests(&server_root(), "ranges/step-1").len() - before, 2);
 }
 
-pub(crate) fn a_large_tensor_goes_in_parts() {
+pub(crate) fn uploads_a_large_tensor_in_parts() {
     let dir = Path::new("s3://bucket/large/step-1");
     let global = Global::new("w", DType::U8, &[45 << 20], &[Placement::Replicate]);
     save_all(dir, std::slice::from_ref(&global), &line(1));
@@ -92,7 +91,7 @@ pub(crate) fn a_large_tensor_goes_in_parts() {
     assert_eq!(checkpoint.verify().unwrap().bytes, 45 << 20);
 }
 
-/// Memory that lets another save go first.
+/// Memory whose read waits for another save.
 struct Later {
     inner: Arc<dyn Readable>,
     wait: Mutex<Option<Box<dyn FnOnce() + Send>>>,
@@ -113,7 +112,7 @@ impl Readable for Later {
     }
 }
 
-pub(crate) fn of_two_writers_one_wins() {
+pub(crate) fn one_of_two_writers_succeeds() {
     let dir = Path::new("s3://bucket/two/step-1");
     let (begun, has_begun) = channel();
     let (go, may_go) = channel::<()>();
@@ -143,7 +142,7 @@ pub(crate) fn of_two_writers_one_wins() {
     assert_eq!(names("two/step-1").len(), 3);
 }
 
-pub(crate) fn what_is_not_ours_is_left_alone() {
+pub(crate) fn keeps_other_objects() {
     let place = server_root().join("objects/bucket/taken/step-1");
     std::fs::create_dir_all(&place).unwrap();
     std::fs::write(place.join("notes.txt"), "mine").unwrap();
@@ -154,22 +153,7 @@ pub(crate) fn what_is_not_ours_is_left_alone() {
     assert_eq!(names("taken/step-1"), ["notes.txt"]);
 }
 
-/// Memory that can't be read.
-struct Broken(usize);
-
-impl Readable for Broken {
-    fn dtype(&self) -> DType {
-        DType::F32
-    }
-    fn len(&self) -> usize {
-        self.0
-    }
-    fn read(&self, _: &mut dyn FnMut(&[u8])) -> Result<(), String> {
-        Err("it is gone".into())
-    }
-}
-
-pub(crate) fn a_failed_save_leaves_nothing() {
+pub(crate) fn failed_save_leaves_no_objects() {
     let dir = Path::new("s3://bucket/failed/step-1");
     let large = Global::new("a.large", DType::F32, &[6 << 20], &[Placement::Shard(0)]);
     let last = Global::new("z.last", DType::F32, &[8], &[Placement::Shard(0)]);
@@ -180,14 +164,14 @@ pub(crate) fn a_failed_save_leaves_nothing() {
         }
         state
     });
-    assert!(message.contains("rank 1") && message.contains("it is gone"), "{message}");
+    assert!(message.contains("rank 1") && message.contains("resharded"), "{message}");
     assert!(names("failed/step-1").is_empty());
-    // The upload that had begun was given up.
+    // The upload was aborted.
     let asked = requests(&server_root(), "failed/step-1/shard-00002");
     assert!(asked.iter().any(|line| line.starts_with("DELETE") && line.contains("uploadId=")), "{asked:?}");
 }
 
-pub(crate) fn a_single_object_is_a_model() {
+pub(crate) fn opens_a_single_object() {
     let dir = Path::new("s3://bucket/single/step-1");
     save_all(dir, &zoo(), &line(1));
     let name = names("single/step-1").remove(1);
@@ -195,7 +179,7 @@ pub(crate) fn a_single_object_is_a_model() {
     assert_eq!(source.tensors().len(), zoo().len());
 }
 
-pub(crate) fn old_checkpoints_are_removed() {
+pub(crate) fn removes_old_checkpoints() {
     let run = Path::new("s3://bucket/kept");
     let steps: Vec<PathBuf> = (1..=4).map(|step| run.join(format!("step-{step}"))).collect();
     for step in &steps {
@@ -210,11 +194,11 @@ pub(crate) fn old_checkpoints_are_removed() {
     }
 }
 
-pub(crate) fn a_damaged_checkpoint_is_set_aside() {
+pub(crate) fn quarantines_a_damaged_checkpoint() {
     let run = Path::new("s3://bucket/aside");
     let steps: Vec<PathBuf> = (1..=3).map(|step| run.join(format!("step-{step}"))).collect();
     save_all(&steps[0], &zoo(), &line(1));
-    // Its save has not finished: that is no damage, and in nobody's way.
+    // An unfinished save is not damage.
     save_all(&steps[2], &zoo(), &line(1));
     std::fs::remove_file(server_root().join("objects/bucket/aside/step-3").join(MANIFEST)).unwrap();
     for name in ["step-2.damaged", "step-2.damaged-2"] {
@@ -236,7 +220,7 @@ pub(crate) fn a_damaged_checkpoint_is_set_aside() {
     assert_eq!(keep_newest(run, NonZeroUsize::MIN, &[]).unwrap(), [""; 0].map(PathBuf::from));
 }
 
-pub(crate) fn every_flipped_byte_is_seen() {
+pub(crate) fn detects_flipped_bytes() {
     let dir = Path::new("s3://bucket/flipped/step-1");
     save_all(dir, &zoo(), &line(2));
     let verify = || Checkpoint::open(dir).and_then(|checkpoint| checkpoint.verify());
@@ -256,7 +240,7 @@ pub(crate) fn every_flipped_byte_is_seen() {
     verify().unwrap();
 }
 
-/// Runs `fsdp-ckpt` to a good end.
+/// Runs `fsdp-ckpt`, which must succeed.
 fn command(args: &[&str]) {
     assert_cmd::Command::new(env!("CARGO_BIN_EXE_fsdp-ckpt"))
         .args(args)
@@ -265,14 +249,14 @@ fn command(args: &[&str]) {
         .success();
 }
 
-pub(crate) fn converted_there_and_back() {
+pub(crate) fn converts_there_and_back() {
     let first = "s3://bucket/converted/step-1";
     save_all(Path::new(first), &zoo(), &line(2));
     let second = "s3://bucket/converted/step-2";
     command(&["convert", first, second, "--to", "fsdp"]);
     command(&["verify", second]);
     command(&["diff", first, second]);
-    // Fixed names: two to one place would mix, so it has to be empty.
+    // Fixed names need an empty prefix.
     let model = "s3://bucket/converted/model";
     command(&["convert", first, model, "--to", "hf"]);
     assert!(names("converted/model").contains(&"model.safetensors".to_string()));

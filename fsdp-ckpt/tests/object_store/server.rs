@@ -1,4 +1,4 @@
-//! An S3 server in a process of its own. It writes down every request.
+//! An S3 server process that logs every request.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
@@ -17,7 +17,7 @@ use s3s::service::S3ServiceBuilder;
 
 use crate::ROLE;
 
-/// A running server. Dropped, it ends.
+/// A running server. Dropping it stops the server.
 pub(crate) struct Server {
     process: Child,
     root: PathBuf,
@@ -25,7 +25,7 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    /// Starts a server with one bucket, `bucket`. It never answers the first request that contains `stall`.
+    /// Starts a server with a bucket `bucket`. It never answers the first request that contains `stall`.
     pub(crate) fn start(root: &Path, stall: &str) -> Self {
         std::fs::create_dir_all(root.join("objects/bucket")).unwrap();
         let mut process = Command::new(std::env::current_exe().unwrap())
@@ -47,7 +47,7 @@ impl Server {
         self.process.wait().unwrap();
     }
 
-    /// What a program needs to find the server.
+    /// Sets the environment with which a program finds the server.
     pub(crate) fn address_for<'a>(&self, program: &'a mut Command) -> &'a mut Command {
         for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("AWS_")) {
             program.env_remove(name);
@@ -72,7 +72,7 @@ impl Drop for Server {
     }
 }
 
-/// The requests so far that contain `part`: method, path with query, range.
+/// Returns the requests so far that contain `part`: method, path with query, range.
 pub(crate) fn requests(root: &Path, part: &str) -> Vec<String> {
     let all = std::fs::read_to_string(root.join("requests")).unwrap_or_default();
     all.lines().filter(|line| line.contains(part)).map(str::to_string).collect()
@@ -86,7 +86,7 @@ pub(crate) fn wait_for_request(root: &Path, part: &str) {
     }
 }
 
-/// The server's process: prints its port and serves until its starter is gone.
+/// Prints the port and serves until the parent process ends.
 pub(crate) fn serve() -> ! {
     let root = crate::server_root();
     let stall = std::env::var("SERVER_STALL").unwrap();

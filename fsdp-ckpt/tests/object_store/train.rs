@@ -1,4 +1,4 @@
-//! `train` saves to the server and goes on from there; its ranks have no directory in common.
+//! `train` with checkpoints on the server, on ranks without a shared directory.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -10,14 +10,14 @@ use tempfile::TempDir;
 use crate::saves::names;
 use crate::server_root;
 
-/// Where `train` is, built with `--features object-store`.
+/// Environment variable with the path of `train`, built with `--features object-store`.
 const PROGRAM: &str = "FSDP_TESTS_STORE_TRAIN";
 const RUN: &str = "s3://bucket/trained/run";
 
 pub(crate) fn trial() -> Trial {
     Trial::ignorable_test("train_goes_on_from_the_store", || -> Result<Completion, Failed> {
         match std::env::var_os(PROGRAM) {
-            Some(program) => goes_on(Path::new(&program)),
+            Some(program) => resumes(Path::new(&program)),
             None => {
                 let reason = format!("{PROGRAM} names no train that was built with --features object-store");
                 return match std::env::var("FSDP_TESTS_REQUIRE").as_deref() {
@@ -30,14 +30,14 @@ pub(crate) fn trial() -> Trial {
     })
 }
 
-/// Ranks that work in directories of their own.
+/// Ranks in their own directories.
 struct Ranks {
     program: PathBuf,
     dirs: [TempDir; 2],
 }
 
 impl Ranks {
-    /// What each rank printed to stderr, and whether all ended well.
+    /// Runs all ranks. Returns their stderr, and whether all succeeded.
     fn train(&self, steps: usize, more: &[&str], env: &[(&str, &str)]) -> (String, bool) {
         let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/llama_tiny");
         let start = |rank: usize| {
@@ -58,7 +58,7 @@ impl Ranks {
         (said, outputs.iter().all(|output| output.status.success()))
     }
 
-    /// The losses of the last run, by step.
+    /// Returns the losses of the last run, by step.
     fn losses(&self) -> Vec<(u64, f64)> {
         let text = std::fs::read_to_string(self.dirs[0].path().join("metrics.jsonl")).unwrap();
         let step = |line: &str| {
@@ -69,12 +69,12 @@ impl Ranks {
     }
 }
 
-/// What the run has in the store. The server keeps directories in which nothing is left.
+/// Returns the run's prefixes that hold objects.
 fn steps() -> Vec<String> {
     names("trained/run").into_iter().filter(|step| !names(&format!("trained/run/{step}")).is_empty()).collect()
 }
 
-fn goes_on(program: &Path) {
+fn resumes(program: &Path) {
     let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
     let ranks = Ranks { program: program.to_path_buf(), dirs };
     let to_store = ["--checkpoint-dir", RUN, "--keep", "2"];
@@ -88,12 +88,12 @@ fn goes_on(program: &Path) {
         assert!(ok && said.contains(part), "{part:?} not in {said}");
     };
 
-    // On a disk that they share, to compare with.
+    // A run on a shared disk, to compare with.
     let disk = tempfile::tempdir().unwrap();
     ends_well(12, &["--checkpoint-dir", disk.path().to_str().unwrap(), "--keep", "1"], "");
     let undisturbed = ranks.losses();
 
-    // A store that is not there shows before the first step.
+    // A missing store is an error before the first step.
     let nowhere = [("AWS_ENDPOINT", "http://127.0.0.1:1"), ("FSDP_STORE_TIMEOUT_S", "1")];
     fails(6, &to_store, &nowhere, "can't write to --checkpoint-dir s3://bucket/trained/run (rank 0 failed to ");
     fails(6, &[&to_store[..], &["--checkpoint-local"]].concat(), &[], "a directory of each host needs a directory of");
@@ -102,7 +102,7 @@ fn goes_on(program: &Path) {
     assert_eq!(steps(), ["step-00000004", "step-00000006"]);
     fails(8, &to_store, &[], "/step-00000006 is a checkpoint of an earlier run: pass --resume auto");
 
-    // What a killed save has left is in nobody's way; saves go on in the background.
+    // Files of a killed save do not block saves, also in the background.
     let place = server_root().join("objects/bucket/trained/run/step-00000008");
     std::fs::create_dir_all(&place).unwrap();
     std::fs::write(place.join("shard-00001-model-00001-of-00001.save-dead-1.safetensors"), "half").unwrap();
@@ -116,7 +116,7 @@ fn goes_on(program: &Path) {
     let again = [&to_store[..], &["--resume", &path]].concat();
     fails(10, &again, &[], "/step-00000010 is in the way of the checkpoint that this run saves at step 10");
 
-    // A damaged one is set aside in the store.
+    // A damaged checkpoint is quarantined in the store.
     let place = server_root().join("objects/bucket/trained/run/step-00000010");
     let shard = names("trained/run/step-00000010").into_iter().find(|name| name.starts_with("shard-00002")).unwrap();
     let mut bytes = std::fs::read(place.join(&shard)).unwrap();
@@ -126,7 +126,7 @@ fn goes_on(program: &Path) {
     assert_eq!(ranks.losses(), undisturbed[8..]);
     assert_eq!(steps(), ["step-00000010", "step-00000010.damaged", "step-00000012"]);
 
-    // Nothing of it was on the ranks' disks.
+    // The ranks' disks hold no checkpoints.
     let there = ranks.dirs.each_ref().map(|dir| crate::world::list(dir.path()));
     assert_eq!(there, [vec!["metrics.jsonl".to_string()], vec![]]);
 }

@@ -1,4 +1,4 @@
-//! Writers and servers that die, and stores that refuse.
+//! Writers and servers that die, and requests that fail.
 
 use std::net::TcpListener;
 use std::path::Path;
@@ -17,7 +17,7 @@ use crate::{ROLE, STALLED, server_root};
 
 const PATIENCE: Duration = Duration::from_secs(90);
 
-/// A process that saves a checkpoint from two ranks to the URL in its environment, and prints what comes of it.
+/// Saves a checkpoint from two ranks to the URL in the environment, and prints the outcomes.
 pub(crate) fn saver() {
     let dir = std::env::var("SAVER_URL").unwrap();
     let large = Global::new("large", DType::U8, &[88 << 20], &[Placement::Shard(0)]);
@@ -37,7 +37,7 @@ fn start_saver(url: &str) -> Command {
     saver
 }
 
-/// The output of a process that ends within [`PATIENCE`].
+/// Returns the output of a process that ends within [`PATIENCE`].
 fn output(mut process: Child) -> Output {
     let started = Instant::now();
     while process.try_wait().unwrap().is_none() {
@@ -50,7 +50,7 @@ fn output(mut process: Child) -> Output {
     process.wait_with_output().unwrap()
 }
 
-pub(crate) fn what_a_killed_writer_leaves() {
+pub(crate) fn killed_writer_leaves_an_unfinished_checkpoint() {
     let run = Path::new("s3://bucket/killed");
     let (first, second) = (run.join("step-00000001"), run.join("step-00000002"));
     save_all(&first, &zoo(), &line(2));
@@ -66,7 +66,7 @@ pub(crate) fn what_a_killed_writer_leaves() {
     assert_eq!(latest(run).unwrap(), Some(first.clone()));
     Checkpoint::open(&first).unwrap().verify().unwrap();
 
-    // The next save to the same place sweeps it.
+    // The next save to the same path removes the files.
     save_all(&second, &zoo(), &line(3));
     Checkpoint::open(&second).unwrap().verify().unwrap();
     let now = names("killed/step-00000002");
@@ -74,7 +74,7 @@ pub(crate) fn what_a_killed_writer_leaves() {
     assert_eq!(latest(run).unwrap(), Some(second));
 }
 
-pub(crate) fn a_server_that_dies_in_an_upload() {
+pub(crate) fn server_dies_during_an_upload() {
     let root = tempfile::tempdir().unwrap();
     let mut server = Server::start(root.path(), "partNumber=3");
     let mut saver = start_saver("s3://bucket/large/step-1");
@@ -89,7 +89,7 @@ pub(crate) fn a_server_that_dies_in_an_upload() {
     }
 }
 
-/// The error of `fsdp-ckpt inspect`, with this environment on top.
+/// Returns the error of `fsdp-ckpt inspect` with this environment.
 fn inspect(url: &str, env: &[(&str, &str)]) -> String {
     let mut inspect = Command::new(env!("CARGO_BIN_EXE_fsdp-ckpt"));
     inspect.args(["inspect", url]).env("FSDP_STORE_TIMEOUT_S", "3").stdout(Stdio::null()).stderr(Stdio::piped());
@@ -108,7 +108,7 @@ fn inspect(url: &str, env: &[(&str, &str)]) -> String {
 /// A URL, the environment, and parts of the message.
 type Case = (&'static str, &'static [(&'static str, &'static str)], &'static [&'static str]);
 
-pub(crate) fn errors_say_what_to_do() {
+pub(crate) fn errors_name_the_fix() {
     const URL: &str = "s3://bucket/errors/step-1";
     save_all(Path::new(URL), &zoo(), &line(1));
     let cases: [Case; 7] = [
@@ -136,7 +136,7 @@ pub(crate) fn errors_say_what_to_do() {
     }
 }
 
-pub(crate) fn the_clouds_metadata_address_is_asked_unless_it_is_turned_off() {
+pub(crate) fn metadata_address_can_be_turned_off() {
     let home = tempfile::tempdir().unwrap();
     let home = home.path().to_str().unwrap();
     for (url, variables, settings, theirs) in [
@@ -173,7 +173,7 @@ pub(crate) fn the_clouds_metadata_address_is_asked_unless_it_is_turned_off() {
     }
 }
 
-/// A server that hangs up on everybody: its address, and how many have called.
+/// Starts a server that closes all connections. Returns its address and a counter of connections.
 fn deaf_server() -> (String, Arc<AtomicUsize>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap().to_string();
@@ -188,8 +188,8 @@ fn deaf_server() -> (String, Arc<AtomicUsize>) {
     (address, calls)
 }
 
-pub(crate) fn other_clouds_say_what_they_need() {
-    // A key file that is not there, an account that is not named: neither asks the network.
+pub(crate) fn other_clouds_name_missing_settings() {
+    // Neither case uses the network.
     let message = inspect("gs://bucket/run/step-1", &[("GOOGLE_APPLICATION_CREDENTIALS", "/nowhere/key.json")]);
     assert!(message.contains("gs://bucket") && message.contains("GOOGLE_APPLICATION_CREDENTIALS"), "{message}");
     let message = inspect("az://container/run/step-1", &[("AZURE_STORAGE_ACCOUNT_NAME", "")]);

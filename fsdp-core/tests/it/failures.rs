@@ -433,7 +433,7 @@ fn ranks_that_lay_out_different_meshes_are_told_so() {
         let error = outcome.unwrap_err();
         assert!(matches!(error, Error::Mesh(_)), "{error}");
         let others = if rank == 2 { "[0, 1, 3]" } else { "[2]" };
-        assert!(error.to_string().contains(&format!("rank(s) {others} another one")), "{error}");
+        assert!(error.to_string().contains(&format!("rank(s) {others} another")), "{error}");
     }
 }
 

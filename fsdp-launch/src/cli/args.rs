@@ -17,7 +17,7 @@ use crate::{
 #[derive(Parser, Debug)]
 #[command(name = "fsdp-launch", version, after_long_help = AFTER_HELP, after_help = EXAMPLES)]
 #[command(override_usage = "fsdp-launch [OPTIONS] PROGRAM [ARGS]...\n       fsdp-launch status [RUN] [--json]")]
-#[command(next_help_heading = "Ranks", args_override_self = true, subcommand_help_heading = "Instead of a program")]
+#[command(next_help_heading = "Ranks", args_override_self = true, subcommand_help_heading = "Subcommands")]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true, disable_help_subcommand = true)]
 pub struct Args {
     /// Ranks to start on this host: a number, `gpu` for one per GPU, `cpu` for one per core, `auto` for GPUs if there

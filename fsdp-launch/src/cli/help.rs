@@ -18,37 +18,35 @@ Examples:
   fsdp-launch status                                    the runs on this host, and what each rank does
   fsdp-launch --nproc-per-node 2 --max-restarts 3 --log-dir logs train --checkpoint-dir ckpt --resume auto
 
-PROGRAM: what ends in .py is a Python script (unless --no-python is given). With a '/' in it, it is a path. Any other \
-name is looked for in three places, in this order: the targets of the workspace, which are built in release mode; the \
-directory of fsdp-launch; PATH.
+PROGRAM: a name that ends in .py is a Python script, unless --no-python is given. A name with a '/' is a path. Any \
+other name is searched for in this order: targets of the workspace, which are built in release mode; the directory of \
+fsdp-launch; PATH.
 
-Each rank finds who it is in RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, \
-TORCHELASTIC_RUN_ID and the other variables that torchrun sets. RAYON_NUM_THREADS and OMP_NUM_THREADS are set to \
-cores / ranks unless you set them. The launcher holds no port: rank 0 may listen at MASTER_PORT, as PyTorch's store \
-does.
+Environment: each rank gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, \
+TORCHELASTIC_RUN_ID and the other variables of torchrun. RAYON_NUM_THREADS and OMP_NUM_THREADS default to cores / \
+ranks. The launcher does not listen on MASTER_PORT: rank 0 may, as PyTorch's store does.
 
 Several hosts: start a launcher on each, with the same --nnodes, --rdzv-endpoint and token. The launcher on the \
-endpoint's host gives all of them their ranks. A failure on one host ends the ranks on all hosts, or restarts them. \
-With --nnodes MIN:MAX a run goes on with the hosts that are left, and grows when a host comes. Neither counts as a \
-restart. Launchers that share a host and meet at localhost need no token.
+endpoint's host assigns the ranks. A failure on one host ends or restarts the ranks on all hosts. With --nnodes \
+MIN:MAX, a run shrinks when a host is lost and grows when a host joins; neither counts as a restart. Launchers on one \
+host that meet at localhost need no token.
 
-MPI: the ranks may be programs of MPICH, which then need no mpiexec. Start those of Open MPI with mpirun.
+MPI: MPICH programs run as ranks without mpiexec. Start Open MPI programs with mpirun.
 
-Output is printed line by line behind `[rank N] `. Where stderr is a terminal, rank 0's stderr goes there directly, \
-so that its progress bar shows. The ranks' stdin is empty.
+Output: lines are printed with the prefix `[rank N] `. If stderr is a terminal, rank 0 writes to it directly, so that \
+its progress bar works. The ranks' stdin is empty.
 
-The first rank that fails ends the others: by SIGTERM, then by SIGKILL after --shutdown-timeout. If it failed by an \
-exit code, SIGTERM comes 0.3 s later: other ranks may have found the same thing wrong, and have time to say so. The \
-launcher exits with that rank's exit code, or with 128 + the number of the signal that killed it. It exits with 2 when \
-the command line is wrong. Ctrl-C (also SIGTERM, SIGHUP, SIGQUIT) ends all ranks in the same way, but they get the \
-signal itself. A second Ctrl-C kills them at once. With --max-restarts, all ranks start again after a failure. \
-TORCHELASTIC_RESTART_COUNT tells them how often, and the summary names each attempt's first failure. Processes that a \
-rank left behind end with the attempt.
+Failures: the first failed rank ends the others, by SIGTERM and, after --shutdown-timeout, by SIGKILL. If it failed \
+with an exit code, SIGTERM comes 0.3 s later, so that other ranks can report the same error. The launcher exits with \
+the failed rank's exit code, or 128 + the number of its signal, or 2 for a wrong command line. Ctrl-C, SIGTERM, \
+SIGHUP and SIGQUIT end all ranks in the same way, with the same signal; a second Ctrl-C kills them at once. With \
+--max-restarts, all ranks start again after a failure. TORCHELASTIC_RESTART_COUNT counts the restarts, and the \
+summary names the first failure of each attempt. Processes that a rank leaves behind end with the attempt.
 
-A rank that hangs is a failure too. In programs that use fsdp-core each rank has a heartbeat. A rank whose heart \
-stands still for --heartbeat-timeout is killed. After a hang, or a collective that timed out, the summary tells where \
-every rank was, and who did not arrive. `fsdp-launch status` shows the same of runs under way. To launch a program of \
-that name, give its path: ./status.
+Hangs: ranks that use fsdp-core have a heartbeat. A rank without heartbeat for --heartbeat-timeout is killed, which \
+is a failure. After a hang, or a collective that timed out, the summary shows the state of every rank, and the ranks \
+that are missing. `fsdp-launch status` shows the same for running launches. To launch a program named status, give \
+its path: ./status.
 
-Options can be set in the environment as for torchrun: PET_NPROC_PER_NODE=2 is --nproc-per-node 2. \
-RUST_LOG=fsdp_launch=debug shows what the launcher does.";
+Variables: options can be set as for torchrun: PET_NPROC_PER_NODE=2 is --nproc-per-node 2. RUST_LOG=fsdp_launch=debug \
+logs the launcher's actions.";

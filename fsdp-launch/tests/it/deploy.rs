@@ -6,8 +6,7 @@ use std::{
     fs,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
-    thread::sleep,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use clap::Parser;
@@ -15,7 +14,7 @@ use fsdp_launch::{Args, LaunchSpec};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use crate::{TIMEOUT, executable, finish, hear_signals, hosts::free_port, sorted};
+use crate::{TIMEOUT, executable, finish, hear_signals, hosts::free_port, sorted, wait_until};
 
 fn example(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/deploy").join(name)
@@ -194,14 +193,6 @@ fn the_batch_script_keeps_the_exit_code() {
     let mut command = assert_cmd::Command::from_std(batch.command(None, &["script.py", "--epochs", "3"]));
     assert_eq!(finish(command.timeout(TIMEOUT)).0, Some(3));
     assert!(batch.read("srun.log").ends_with("script.py\n--epochs\n3\n"));
-}
-
-fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
-    let started = Instant::now();
-    while !done() {
-        assert!(started.elapsed() < TIMEOUT, "{what}");
-        sleep(Duration::from_millis(10));
-    }
 }
 
 #[test]

@@ -1,14 +1,8 @@
 //! Every command of docs/launching.md works, and `--help` names every option in it.
 
-use std::{
-    fs,
-    os::unix::fs::PermissionsExt,
-    path::Path,
-    thread::{self, sleep},
-    time::{Duration, Instant},
-};
+use std::{fs, os::unix::fs::PermissionsExt, path::Path, thread};
 
-use crate::{Running, TIMEOUT, executable, finish, hosts::free_port, launcher};
+use crate::{Running, TIMEOUT, executable, finish, hosts::free_port, launcher, wait_until};
 
 fn document() -> String {
     fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/launching.md")).unwrap()
@@ -23,11 +17,7 @@ fn a_run(temp: &Path) -> Running {
     run.line();
     // The launcher writes job.json once the ranks have started.
     let is_known = || fs::read_dir(temp).unwrap().any(|entry| entry.unwrap().path().join("job.json").exists());
-    let start = Instant::now();
-    while !is_known() {
-        assert!(start.elapsed() < TIMEOUT);
-        sleep(Duration::from_millis(5));
-    }
+    wait_until("the run is not known", is_known);
     run
 }
 

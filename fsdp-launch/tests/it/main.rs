@@ -1,14 +1,12 @@
 //! Tests of the `fsdp-launch` command with shell scripts as ranks.
 #![allow(clippy::unwrap_used, missing_docs)]
 
-mod consoles;
 mod deploy;
 mod docs;
 mod ending;
 mod environment;
 mod heartbeats;
 mod hosts;
-mod interrupted;
 mod logs;
 mod options;
 mod output;
@@ -20,6 +18,7 @@ mod strangers;
 
 use std::{
     ffi::OsStr,
+    fmt::Display,
     fs,
     io::{BufRead, BufReader, Lines, Write},
     path::{Path, PathBuf},
@@ -112,12 +111,7 @@ impl Running {
         hear_signals();
         let mut child = Command::new(program).args(args).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        // Reading its lines ends when the launcher ends.
-        let launcher = Pid::from_child(&child);
-        std::thread::spawn(move || {
-            sleep(TIMEOUT);
-            kill_process(launcher, Signal::KILL).ok();
-        });
+        kill_after_timeout(&child);
         Running { child, lines }
     }
 
@@ -135,14 +129,7 @@ impl Running {
     }
 
     fn wait(mut self) -> ExitStatus {
-        let start = Instant::now();
-        loop {
-            if let Some(status) = self.child.try_wait().unwrap() {
-                return status;
-            }
-            assert!(start.elapsed() < TIMEOUT, "the launcher did not end");
-            sleep(Duration::from_millis(5));
-        }
+        wait_for(|| self.child.try_wait().unwrap(), || "the launcher did not end")
     }
 }
 
@@ -166,9 +153,30 @@ fn assert_gone(pids: &[i32]) {
 }
 
 fn assert_gone_soon(pids: &[i32]) {
+    wait_until("processes are still there", || !pids.iter().any(|&pid| is_alive(pid)));
+}
+
+/// Polls until there is a value. After the time limit, fails with the message of `what`.
+fn wait_for<T, W: Display>(mut poll: impl FnMut() -> Option<T>, what: impl Fn() -> W) -> T {
     let start = Instant::now();
-    while pids.iter().any(|&pid| is_alive(pid)) && start.elapsed() < TIMEOUT {
+    loop {
+        if let Some(value) = poll() {
+            return value;
+        }
+        assert!(start.elapsed() < TIMEOUT, "{}", what());
         sleep(Duration::from_millis(5));
     }
-    assert_gone(pids);
+}
+
+fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
+    wait_for(|| done().then_some(()), || what);
+}
+
+/// Kills a launcher that exceeds the time limit, which also ends the reading of its output.
+fn kill_after_timeout(launcher: &Child) {
+    let launcher = Pid::from_child(launcher);
+    std::thread::spawn(move || {
+        sleep(TIMEOUT);
+        kill_process(launcher, Signal::KILL).ok();
+    });
 }

@@ -1,11 +1,11 @@
 //! PMI between the launcher and ranks that are bash scripts; and the store's secret.
 
-use std::{fs, thread::sleep, time::Duration};
+use std::fs;
 
 use crate::{
-    Running, TIMEOUT, assert_gone_soon, finish,
+    Running, assert_gone_soon, finish,
     hosts::{Agent, agents_of, free_port, start},
-    launcher, sorted, without_times,
+    launcher, sorted, wait_for, without_times,
 };
 
 /// Bash functions that speak PMI.
@@ -159,15 +159,12 @@ fn ranks_share_a_secret_that_is_not_visible() {
             .spawn()
             .unwrap(),
     );
-    let began = std::time::Instant::now();
-    let text = loop {
-        let text = fs::read_to_string(&secret).unwrap_or_default();
-        if text.ends_with('\n') && fs::read_to_string(&log).unwrap().contains("ready") {
-            break text.trim().to_owned();
-        }
-        assert!(began.elapsed() < TIMEOUT);
-        sleep(Duration::from_millis(5));
+    let secret_of_rank = || {
+        let text = fs::read_to_string(&secret).ok()?;
+        let is_ready = text.ends_with('\n') && fs::read_to_string(&log).unwrap().contains("ready");
+        is_ready.then(|| text.trim().to_owned())
     };
+    let text = wait_for(secret_of_rank, || "the rank did not start");
     assert_eq!(text.len(), 64);
     // Neither files, nor the command line, nor `status` contain it.
     fs::remove_file(&secret).unwrap();

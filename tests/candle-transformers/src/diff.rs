@@ -25,7 +25,7 @@ impl Diff {
     /// consecutive lines of the file in exactly one place.
     ///
     /// # Errors
-    /// The expected lines, if they match nowhere or in several places.
+    /// The expected lines, if they match no place or several places.
     pub fn apply(&self, text: &str) -> Result<String, String> {
         let mut lines: Vec<&str> = text.lines().collect();
         for hunk in self.lines.split(|line| line.starts_with('@')).filter(|hunk| !hunk.is_empty()) {

@@ -21,8 +21,7 @@ pub struct File {
 
 /// The path where candle-transformers' source was expected, if it is missing.
 ///
-/// `cargo build` does not download dependencies of tests only. Then there are no models here, and no test that uses
-/// them.
+/// `cargo build` does not download dependencies of tests only. Then this crate is empty.
 #[macro_export]
 macro_rules! source_is_there {
     () => {

@@ -19,7 +19,7 @@ struct Watch {
 /// Returns the result of `f` and the largest number of parameter bytes gathered at once on this thread's rank.
 pub(crate) fn most_while<T>(vars: &ShardedVarMap, f: impl FnOnce() -> T) -> (T, usize) {
     let most = Arc::new(Mutex::new(0));
-    let out = tracing::subscriber::with_default(Watch { params: vars.params(), most: most.clone() }, f);
+    let out = fsdp_test_support::observed(Watch { params: vars.params(), most: most.clone() }, f);
     let most = *most.lock().unwrap();
     (out, most)
 }

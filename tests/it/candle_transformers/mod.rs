@@ -107,7 +107,7 @@ macro_rules! models {
             }),*]
         }
 
-        /// Compares the outputs of each changed file with those of the original.
+        /// Compares the outputs of each changed file and the original.
         fn outputs() -> Vec<(&'static str, [Tensor; 2])> {
             vec![$({
                 let ours: Load = changed::cases::boxed::<changed::cases::$name>;

@@ -30,16 +30,11 @@ fn refuses_unsupported_sizes_and_models() {
             "--tensor-parallel 2",
             &[
                 "--tensor-parallel 2 does not divide the model's vocab_size = 131 and intermediate_size = 87",
-                "no number but 1 divides all",
+                "no common divisor but 1",
                 "leave it out",
             ],
         ),
-        (
-            "llama_tp_tied_tiny",
-            4,
-            "--tensor-parallel 4",
-            &["num_key_value_heads = 2; what divides all that has to be divided is 2"],
-        ),
+        ("llama_tp_tied_tiny", 4, "--tensor-parallel 4", &["num_key_value_heads = 2; their common divisors are 2"]),
         (
             "qwen3_moe_tiny",
             3,
@@ -64,12 +59,7 @@ fn refuses_unsupported_sizes_and_models() {
             "--tensor-parallel 2 --sequence-parallel --seq-len 31",
             &["--seq-len 31", "2 processes of --tensor-parallel", "a multiple of 2, or leave out --sequence-parallel"],
         ),
-        (
-            "llama_tp_tiny",
-            2,
-            "--sequence-parallel",
-            &["--sequence-parallel", "of --tensor-parallel: pass that as well"],
-        ),
+        ("llama_tp_tiny", 2, "--sequence-parallel", &["--sequence-parallel has no effect without --tensor-parallel"]),
         (
             "phi3_tiny",
             2,
@@ -86,7 +76,7 @@ fn refuses_unsupported_sizes_and_models() {
             "bert_tiny",
             2,
             "--tensor-parallel 2",
-            &["--tensor-parallel 2 is not for bert", "it is for decoders", "let the processes shard the model"],
+            &["--tensor-parallel 2 is not for bert", "it is for decoders", "the processes then shard the model"],
         ),
     ];
     for (name, ranks, flags, parts) in cases {

@@ -136,7 +136,7 @@ fn mapped(pid: i32) -> Vec<(u64, String)> {
 /// Waits until nothing remains of the run `mark`, which held `held` and used `temp` for temporary files.
 ///
 /// # Errors
-/// A description of what remains after the time limit.
+/// The resources that remain after the time limit.
 pub fn wait_until_gone(mark: &str, held: &Holdings, temp: &Path) -> Result<Duration, String> {
     let start = Instant::now();
     loop {

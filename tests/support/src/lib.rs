@@ -13,9 +13,10 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
-use std::sync::OnceLock;
+use std::sync::{LazyLock, OnceLock};
 use std::time::{Duration, Instant};
 
+use tracing::subscriber::NoSubscriber;
 use trajectory::Trajectory;
 
 /// Returns the workspace's root directory.
@@ -303,6 +304,14 @@ pub fn convert(from: &Path, to: &Path, format: &str, dir: &Path) {
         convert.args(["--world-size", "3"]);
     }
     run(convert, Duration::from_secs(120)).ok();
+}
+
+/// Runs `f` with a `tracing` subscriber for this thread.
+pub fn observed<T>(subscriber: impl tracing::Subscriber + Send + Sync, f: impl FnOnce() -> T) -> T {
+    // While a process has only one subscriber, threads without it disable events for all threads.
+    static SECOND: LazyLock<tracing::Dispatch> = LazyLock::new(|| tracing::Dispatch::new(NoSubscriber::default()));
+    LazyLock::force(&SECOND);
+    tracing::subscriber::with_default(subscriber, f)
 }
 
 /// Runs a command to its end and captures its output.

@@ -65,7 +65,7 @@ impl Trajectory {
     /// Reads the run `run` of the model `name` in `tests/golden`.
     ///
     /// # Panics
-    /// If there is no such run.
+    /// If the run does not exist.
     pub fn recorded(name: &str, run: &str) -> Self {
         Trajectory::of_record(&golden(name).join(run).with_extension("json"))
     }
@@ -83,7 +83,7 @@ impl Trajectory {
     /// The differences from `other`: infinite if one of them has skipped a step that the other has taken.
     ///
     /// # Panics
-    /// If their steps differ, or there are none.
+    /// If they are empty or their steps differ.
     pub fn difference(&self, other: &Self) -> Difference {
         let numbers = |of: &Self| of.0.iter().map(|step| step.number).collect::<Vec<_>>();
         assert_eq!(numbers(self), numbers(other));

@@ -1,5 +1,4 @@
-//! `bench ckpt`: how fast a state is saved and loaded, how long an asynchronous save stops training, and what the
-//! machine can do at best.
+//! `bench ckpt`: the speed of saving and loading, the pause of an asynchronous save, and the limits of memory and disk.
 
 use std::fs::File;
 use std::io::Write;
@@ -17,19 +16,19 @@ use serde::Serialize;
 
 use crate::print;
 
-/// What to measure.
+/// Measures saving and loading.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// MiB of the whole state: 64 f32 tensors, sharded along their first dimension.
+    /// Size of the whole state in MiB: 64 f32 tensors, sharded along their first dimension.
     #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
     mib: u32,
-    /// Runs of each.
+    /// Number of runs.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     runs: u32,
-    /// Where to write; a directory there is made and removed again.
+    /// Parent of a temporary directory for the files.
     #[arg(long, default_value = ".")]
     dir: PathBuf,
-    /// Ranks to start; under a launcher, how many it must have started.
+    /// Number of ranks to start. Under a launcher, the number that it has started.
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..))]
     pub(crate) world: Option<u16>,
     /// Print one JSON object.
@@ -37,10 +36,10 @@ pub(crate) struct Args {
     json: bool,
 }
 
-/// The kinds of work, in the order of their runs.
+/// Measured operations, in their order.
 const KINDS: [&str; 6] = ["save", "load", "async_blocking", "async_save", "memcpy", "o_direct"];
 
-/// Seconds are the slowest rank's.
+/// Times of the slowest rank in seconds.
 #[derive(Serialize)]
 struct Row {
     what: &'static str,
@@ -48,15 +47,15 @@ struct Row {
     bytes: usize,
     first_s: f64,
     median_s: f64,
-    /// Of the median.
+    /// Rate of the median.
     gib_per_s: f64,
 }
 
 const TENSORS: usize = 64;
 const COLUMNS: usize = 1024;
-/// What one write to disk takes in the yardstick.
+/// Size of one direct write.
 const BLOCK: usize = 4 << 20;
-/// What disks want memory and places to be multiples of.
+/// Alignment of direct writes in memory and on disk.
 const ALIGN: usize = 4096;
 
 pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
@@ -71,7 +70,7 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
     let bytes = TENSORS * rows * COLUMNS * 4;
     let range = chunk_range(rows, size, world.rank());
     let region = Region { offsets: vec![range.start, 0], sizes: vec![range.len(), COLUMNS] };
-    // No two blocks are the same, nor are the ranks' parts.
+    // All blocks differ, on all ranks.
     let part = |i: usize| -> Vec<f32> {
         (0..region.elements())
             .map(|j| ((i * region.elements() + j) as f32).mul_add(1e-3, world.rank() as f32))
@@ -136,7 +135,7 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
     report(args, world, bytes, &times)
 }
 
-/// Writes this many bytes, rounded up to whole blocks, around the page cache.
+/// Writes `bytes`, rounded up to whole blocks, without the page cache.
 fn write_direct(path: &Path, bytes: usize) -> std::io::Result<()> {
     let direct = rustix::fs::OFlags::DIRECT.bits() as i32;
     let mut file = File::options().write(true).create_new(true).custom_flags(direct).open(path)?;
@@ -171,12 +170,12 @@ fn report(args: &Args, world: &World, bytes: usize, times: &[Vec<f64>; KINDS.len
     Ok(())
 }
 
-/// A directory of one run of this program, with all that is in it.
+/// A temporary directory of one run.
 pub(crate) struct Scratch(pub(crate) PathBuf);
 
 impl Scratch {
     pub(crate) fn new(parent: &Path, world: &World) -> anyhow::Result<Self> {
-        // The job's port tells its runs apart.
+        // The job's port is unique among running jobs.
         let dir = parent.join(format!("bench-{}", world.env().master_port));
         if world.rank() == 0 {
             std::fs::create_dir_all(&dir).with_context(|| format!("can't create {}", dir.display()))?;
@@ -185,7 +184,7 @@ impl Scratch {
         Ok(Scratch(dir))
     }
 
-    /// Collective.
+    /// Removes a directory. Collective.
     pub(crate) fn remove(&self, dir: &Path, world: &World) -> anyhow::Result<()> {
         if world.rank() == 0 {
             std::fs::remove_dir_all(dir).with_context(|| format!("can't remove {}", dir.display()))?;
@@ -196,7 +195,7 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // The last rank finds it empty.
+        // Succeeds on the last rank.
         let _ = std::fs::remove_dir(&self.0);
     }
 }

@@ -9,19 +9,19 @@ use serde::Serialize;
 
 use crate::{count, print};
 
-/// What to measure.
+/// Measures collectives.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Full sizes in MiB (of the gathered or reduced f32 tensor).
+    /// Sizes in MiB of the gathered or reduced f32 tensor.
     #[arg(long, value_delimiter = ',', default_value = "1,16,64,256", value_parser = count(1 << 20))]
     mib: Vec<usize>,
-    /// Full sizes in KiB, instead.
+    /// Sizes in KiB instead.
     #[arg(long, value_delimiter = ',', value_parser = count(1 << 30), conflicts_with = "mib")]
     kib: Vec<usize>,
-    /// Only these collectives.
+    /// Collectives to measure.
     #[arg(long, value_delimiter = ',', default_values = COLLECTIVES, value_parser = COLLECTIVES)]
     only: Vec<String>,
-    /// Runs of each, after one to warm up.
+    /// Number of runs, after a warm-up run.
     #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..))]
     runs: u32,
     /// Print one JSON object.
@@ -36,16 +36,15 @@ struct Row<'a> {
     collective: &'a str,
     kib: usize,
     world: usize,
-    /// Of the slowest rank, as the next.
+    /// Median time of the slowest rank.
     median_ms: f64,
-    /// What it takes when nothing else wants the machine.
+    /// Best time of the slowest rank, without load from other programs.
     best_ms: f64,
-    /// By the median.
+    /// Rate of the median.
     gib_per_s: f64,
 }
 
-/// Keeps one buffer, as the pool of a training step does, so that no page is touched for the first time while the clock
-/// runs.
+/// A pool of one buffer, as in a training step. No page is touched for the first time during a measurement.
 #[derive(Default)]
 struct Reuse(std::sync::Mutex<Vec<Buffer>>);
 
@@ -63,7 +62,7 @@ impl Allocator for Reuse {
 }
 
 pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
-    // Each is waited for at once, as MPI's blocking calls are.
+    // Each call waits at once, as MPI's blocking calls do.
     let group = world.group().deferred();
     let memory = Arc::new(Reuse::default());
     let mut rows = vec![];
@@ -72,7 +71,7 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
         let counts = vec![(kib << 8) / world.size(); world.size()];
         let total = counts.iter().sum();
         let mut shard = Buffer::try_zeros(DType::F32, counts[world.rank()])?;
-        // Pages that were never written are all one page, which no real shard is.
+        // Pages that were never written share one physical page.
         shard.bytes_mut().fill(0);
         let shard = Arc::new(shard);
         for collective in args.only.iter().map(String::as_str) {

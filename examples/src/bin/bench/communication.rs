@@ -1,4 +1,4 @@
-//! How long a rank communicates, and how much of that its compute waits for: by the spans that the libraries trace.
+//! Time of a rank's communication, and the part that compute waits for, measured by trace spans of the libraries.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -11,39 +11,36 @@ use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::SubscriberInitExt;
 
-/// A collective that runs, on whichever thread.
+/// Span of a collective, on any thread.
 const COLLECTIVE: &str = "collective";
 const WAITS: [&str; 2] = ["wait for all-gather", "wait for reduction"];
 
-/// What was counted so far.
+/// Times measured so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Communication {
-    /// Of all collectives. Those of several groups may have run at the same time.
+    /// Time of all collectives. Collectives of several groups may overlap.
     pub(crate) all: Duration,
-    /// In which the thread that trains waited for one, or ran one.
+    /// Time in which the training thread waited for a collective or ran one.
     pub(crate) exposed: Duration,
 }
 
-/// Counts what this process communicates from now on.
+/// Measures the communication of this process.
 #[derive(Clone)]
 pub(crate) struct Clock(Arc<Counts>);
 
 struct Counts {
     trains: ThreadId,
-    /// Of spans that the thread which trains is in.
+    /// Number of nested communication spans on the training thread.
     depth: AtomicUsize,
     all: AtomicU64,
     exposed: AtomicU64,
 }
 
-/// When a span was entered. A thread is in it once.
+/// Start of a span, which a thread enters once.
 struct Entered(Instant);
 
 impl Clock {
-    /// For the thread that calls this. Once a process.
-    ///
-    /// # Errors
-    /// When there is one already.
+    /// Starts measuring. The calling thread is the training thread. Once per process.
     pub(crate) fn start() -> anyhow::Result<Self> {
         let clock = Self::of_this_thread();
         tracing_subscriber::registry().with(clock.clone().with_filter(filter_fn(is_counted))).try_init()?;
@@ -81,7 +78,7 @@ impl<S: Subscriber + for<'span> LookupSpan<'span>> Layer<S> for Clock {
         if span.name() == COLLECTIVE {
             self.0.all.fetch_add(passed, Ordering::Relaxed);
         }
-        // One that it waits for may run in the wait.
+        // A collective inside a wait is counted once.
         if thread::current().id() == self.0.trains && self.0.depth.fetch_sub(1, Ordering::Relaxed) == 1 {
             self.0.exposed.fetch_add(passed, Ordering::Relaxed);
         }
@@ -95,7 +92,7 @@ mod tests {
     const LONG: Duration = Duration::from_millis(20);
 
     #[test]
-    fn a_wait_counts_once_and_what_runs_elsewhere_is_hidden() {
+    fn waits_count_once() {
         let clock = Clock::of_this_thread();
         let layers = tracing_subscriber::registry().with(clock.clone().with_filter(filter_fn(is_counted)));
         let _traced = tracing::subscriber::set_default(layers);
@@ -120,7 +117,7 @@ mod tests {
         assert!(after.all >= 2 * LONG && after.exposed >= 2 * LONG);
         let in_wait = after.all - all;
         assert!(after.exposed >= in_wait + LONG && in_wait >= LONG);
-        // The collective is in the wait, and is not counted for itself; nor is what is no communication.
+        // The collective inside the wait is counted once. Compute is not counted.
         assert!(after.exposed <= waited, "{after:?} in {waited:?}");
 
         tracing::debug_span!("collective").in_scope(|| thread::sleep(LONG));

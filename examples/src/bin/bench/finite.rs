@@ -1,5 +1,5 @@
-//! `bench finite`: what it costs to know that all numbers are finite: in each step, where the norm of the gradients
-//! tells, and before a save.
+//! `bench finite`: the cost of the checks for NaN and infinity. Each step checks the gradient norm, and each save
+//! checks all values.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -16,7 +16,7 @@ use crate::ckpt::Scratch;
 use crate::residual::Shape;
 use crate::{count, print};
 
-/// What to measure.
+/// Measures the checks.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
@@ -24,10 +24,10 @@ pub(crate) struct Args {
     /// Rows of a rank's batch.
     #[arg(long, default_value_t = 512, value_parser = count(1 << 24))]
     rows: usize,
-    /// Runs of each.
+    /// Number of runs.
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
     runs: u32,
-    /// Where to write; a directory there is made and removed again.
+    /// Parent of a temporary directory for the files.
     #[arg(long, default_value = ".")]
     dir: PathBuf,
     /// Print one JSON object.
@@ -35,19 +35,19 @@ pub(crate) struct Args {
     json: bool,
 }
 
-/// Median seconds, of the slowest rank.
+/// Median times of the slowest rank in seconds.
 #[derive(Serialize)]
 struct Report {
     world: usize,
-    /// f32 parameters of the whole model; there are two moments of each.
+    /// Bytes of the f32 parameters. The optimizer has two moments of each.
     model_bytes: u64,
-    /// Forward, backward, norm and the optimizer's step.
+    /// Forward, backward, norm and optimizer step.
     step_s: f64,
-    /// The norm of the gradients, which clipping wants as well: all that a step does to know that they are finite.
+    /// Gradient norm, which also serves clipping. A step needs no other check.
     norm_s: f64,
-    /// Weights and moments to disk.
+    /// Saving weights and moments.
     save_s: f64,
-    /// The look at weights and moments before.
+    /// Checking weights and moments before the save.
     check_s: f64,
 }
 
@@ -111,5 +111,5 @@ fn show(args: &Args, report: &Report) -> anyhow::Result<()> {
         print(format_args!("{what} {:>9.3} ms, of that {:>7.3} ms ({share:.2} %) {of}", 1e3 * whole, 1e3 * part))
     };
     line("step", *step_s, *norm_s, "for the norm of the gradients")?;
-    line("save", save_s + check_s, *check_s, "for the look at weights and moments")
+    line("save", save_s + check_s, *check_s, "to check weights and moments")
 }

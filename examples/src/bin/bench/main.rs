@@ -1,8 +1,5 @@
-//! Measurements of the library, each printed as a table or, with `--json`, as one JSON object:
-//! `fsdp-launch --nproc-per-node 2 bench --help`.
-//! Sizes on the command line.
-//! Results, on stdout.
-//! Starting a measurement's ranks where no launcher has.
+//! Benchmarks of the library, printed as tables or, with `--json`, as JSON: `fsdp-launch --nproc-per-node 2 bench
+//! --help`.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 use std::fmt::Display;
@@ -30,7 +27,7 @@ mod step;
 ///
 ///     fsdp-launch --nproc-per-node 2 bench collectives
 ///
-/// `bench ckpt --world 2` starts its ranks by itself.
+/// `bench ckpt --world 2` and `bench plan` need no launcher.
 #[derive(Parser)]
 #[command(version, verbatim_doc_comment)]
 struct Cli {
@@ -40,18 +37,18 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum What {
-    /// How fast checkpoints are saved and loaded, and for how long an asynchronous save stops training.
+    /// Speed of saving and loading checkpoints, and the pause that an asynchronous save causes.
     Ckpt(ckpt::Args),
-    /// How long collectives take.
+    /// Time of collectives.
     Collectives(collectives::Args),
-    /// What it costs to know that all numbers are finite: in each step, and before a save.
+    /// Cost of the checks for NaN and infinity: in each step, and before a save.
     Finite(finite::Args),
-    /// What a training step keeps in memory on each rank, and what it needs on top for a moment.
+    /// Memory of a training step on each rank: between steps, and its peak.
     Memory(memory::Args),
-    /// What a training run would need and how fast it would be, by arithmetic: memory of a rank, time of a step,
-    /// communication that compute waits for, and the best mesh. Nothing runs, so it needs no launcher.
+    /// Predicted memory, time and communication of a training run, and its best mesh. Nothing runs, so it needs no
+    /// launcher.
     Plan(Box<plan::Args>),
-    /// How long a training step of a real model takes, and the memory that it needs.
+    /// Time and memory of a training step of a real model.
     Step(step::Args),
 }
 
@@ -86,18 +83,17 @@ fn failed(error: anyhow::Error) -> ExitCode {
     ExitCode::FAILURE
 }
 
-/// Reads a number from 1 to `most`. Below that, products of such numbers are numbers still, and memory that is not
-/// there is an error of the library's.
+/// Parses a number from 1 to `most`. The limits keep products of sizes below overflow.
 pub(crate) fn count(most: u64) -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(1..=most)
 }
 
-/// Prints a line of results, which are what a measurement is for: an error where they would be lost.
+/// Prints a line of results. Fails if it can't be written.
 pub(crate) fn print(line: impl Display) -> anyhow::Result<()> {
     writeln!(std::io::stdout(), "{line}").context("can't print the results")
 }
 
-/// Starts this program, with the arguments that it has, once for each of `ranks` ranks, and waits for all.
+/// Starts this program with its arguments on `ranks` ranks, and waits for them.
 fn start_ranks(ranks: usize) -> anyhow::Result<ExitCode> {
     let program = std::env::current_exe().context("can't tell which program this is")?;
     let mut spec = LaunchSpec::new(program, ranks);

@@ -1,5 +1,5 @@
-//! `bench memory`: what a rank keeps between steps, and what a step needs on top, counted by the allocator of the host
-//! or of the device.
+//! `bench memory`: memory of a rank between steps and during a step, counted by the allocator of the host or the
+//! device.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -19,28 +19,27 @@ use crate::meter::Meter;
 use crate::residual::{Residual, Shape};
 use crate::{count, print};
 
-/// What to measure.
+/// Measures memory.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
     shape: Shape,
-    /// How to train: any of these, with commas.
+    /// Sharding modes, separated by commas.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "zero3,zero2,plain")]
     mode: Vec<Mode>,
-    /// What steps the parameters where they are sharded.
+    /// Optimizer of the sharded modes.
     #[arg(long, value_enum, default_value_t = Optimizer::Adamw)]
     optimizer: Optimizer,
-    /// Forwards before each backward, whose losses are added up.
+    /// Forwards before each backward, with summed losses.
     #[arg(long, default_value_t = 1, value_parser = count(1 << 10))]
     passes: usize,
-    /// Run them in one call of the root, in place of a call each.
+    /// Run these forwards in one call of the root.
     #[arg(long)]
     in_one_call: bool,
-    /// Make the layers units by their names, in a model that is not wrapped. Reduced gradients then count as needed by
-    /// the step.
+    /// Select units by name in an unwrapped model. Reduced gradients then count as transient.
     #[arg(long)]
     by_name: bool,
-    /// Print one JSON object a mode.
+    /// Print one JSON object per mode.
     #[arg(long)]
     json: bool,
     /// Compute device.
@@ -51,24 +50,24 @@ pub(crate) struct Args {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 enum Mode {
-    /// Parameters are freed after forward and gathered again in backward.
+    /// ZeRO-3: parameters are freed after forward and gathered again in backward.
     Zero3,
-    /// Parameters are kept between forward and backward.
+    /// ZeRO-2: parameters stay gathered between forward and backward.
     Zero2,
-    /// Candle by itself: every rank holds everything.
+    /// Candle without sharding: every rank holds everything.
     Plain,
 }
 
-/// An optimizer, by what it keeps.
+/// Optimizer.
 #[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
 enum Optimizer {
     /// Two moments in f32
     Adamw,
     /// Two moments in 8 bits
     Adamw8bit,
-    /// A buffer of momentum in f32
+    /// Momentum in f32
     Sgd,
-    /// The same of matrices, whose steps need whole ones; AdamW for the rest
+    /// Momentum in f32 for matrices, AdamW for the rest
     Muon,
 }
 
@@ -88,29 +87,29 @@ impl Optimizer {
     }
 }
 
-/// Bytes, of the rank that needs most.
+/// Bytes on the rank that needs most.
 #[derive(Serialize)]
 struct Report {
     mode: Mode,
     world: usize,
-    /// f32 parameters of the whole model.
+    /// f32 parameters of the model.
     model_bytes: u64,
-    /// f32 parameters of one unit.
+    /// f32 parameters of a unit.
     unit_bytes: u64,
-    /// Resident between steps: parameters, gradients and two moments.
+    /// Resident between steps: parameters, gradients and optimizer state.
     resident_bytes: u64,
-    /// The most that a step has beyond what is resident at that moment.
+    /// Largest excess of a step over the resident bytes.
     transient_bytes: u64,
-    /// In use after each phase of a step, without buffers that are kept for the next one.
+    /// Bytes in use after each phase, without pooled buffers.
     phases: Phases,
 }
 
 /// Bytes in use after the phases of a step.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 struct Phases {
-    /// After the model is built: parameters.
+    /// Parameters, after the model is built.
     build: u64,
-    /// After the optimizer is made: parameters and moments.
+    /// Parameters and moments, after the optimizer is created.
     optimizer: u64,
     /// After forward.
     forward: u64,
@@ -160,9 +159,9 @@ fn show(report: &Report, args: &Args) -> anyhow::Result<()> {
 
 const STEPS: usize = 3;
 
-/// Looks at the allocator whenever a unit's gradients are whole. What is resident grows during backward, as sharded
-/// gradients come out of reductions; taken off each figure are those that certainly are there, all but those of the
-/// reduction that was in flight: a figure may be too large by one unit's share, never too small.
+/// Samples the allocator whenever a unit's gradients are complete. Resident bytes grow during backward as sharded
+/// gradients appear. Each sample subtracts those that certainly exist, all but those of the pending reduction. A sample
+/// may be too large by one unit's share, and is never too small.
 struct Sampler {
     meter: Meter,
     samples: Mutex<Samples>,
@@ -172,7 +171,7 @@ struct Sampler {
 struct Samples {
     /// Bytes of parameters and moments.
     state: usize,
-    /// Bytes of one unit's sharded gradients, and how many units there are.
+    /// Bytes of one unit's sharded gradients, and the number of units.
     share: usize,
     units: usize,
     reductions: usize,
@@ -207,7 +206,7 @@ impl ReduceScatter for Sampler {
         op: ReduceOp,
         memory: Arc<dyn Allocator>,
     ) -> Work {
-        // A device that fails here fails for the reduction as well, which tells.
+        // A device error here also fails the reduction, which reports it.
         drop(self.look());
         ranks.reduce_scatter(parts, op, memory)
     }
@@ -263,9 +262,9 @@ fn sharded(args: &Args, world: &World, reshard: ReshardAfterForward) -> anyhow::
     Ok((resident, transient, phases))
 }
 
-/// The model, whichever way its layers are units.
+/// The model, with either kind of unit.
 trait Trained {
-    /// The sum of the losses of so many forwards.
+    /// Returns the summed loss of `passes` forwards.
     fn loss(&self, x: &Tensor, passes: usize, in_one_call: bool) -> Result<Tensor>;
 
     fn gradients(&self, loss: &Tensor) -> Result<GradStore>;

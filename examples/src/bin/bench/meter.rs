@@ -1,4 +1,4 @@
-//! How many bytes are in use where a rank computes: what the process's allocator has given out, or a device's pool.
+//! Bytes in use on a rank's device: those of the process's allocator, or of a CUDA memory pool.
 
 use candle_core::{Device, Result};
 
@@ -6,7 +6,7 @@ use candle_core::{Device, Result};
 #[global_allocator]
 static ALLOCATOR: peak_alloc::PeakAlloc = peak_alloc::PeakAlloc;
 
-/// Bytes in use on a rank's device.
+/// Counter of the bytes in use on a device.
 pub(crate) enum Meter {
     Host,
     #[cfg(feature = "cuda")]
@@ -14,8 +14,6 @@ pub(crate) enum Meter {
 }
 
 impl Meter {
-    /// # Errors
-    /// When the device has no pool, or is none that is known here.
     pub(crate) fn of(device: &Device) -> Result<Self> {
         match device {
             Device::Cpu => Ok(Meter::Host),
@@ -25,10 +23,7 @@ impl Meter {
         }
     }
 
-    /// Bytes in use.
-    ///
-    /// # Errors
-    /// When the device does not say.
+    /// Returns the bytes in use.
     pub(crate) fn current(&self) -> Result<usize> {
         match self {
             Meter::Host => Ok(ALLOCATOR.current_usage()),
@@ -37,10 +32,7 @@ impl Meter {
         }
     }
 
-    /// The most that was in use since [`Meter::reset`].
-    ///
-    /// # Errors
-    /// As [`Meter::current`].
+    /// Returns the peak since [`Meter::reset`].
     pub(crate) fn peak(&self) -> Result<usize> {
         match self {
             Meter::Host => Ok(ALLOCATOR.peak_usage()),
@@ -49,10 +41,7 @@ impl Meter {
         }
     }
 
-    /// Lets the peak begin at what is in use.
-    ///
-    /// # Errors
-    /// As [`Meter::current`].
+    /// Sets the peak to the bytes in use.
     pub(crate) fn reset(&self) -> Result<()> {
         match self {
             Meter::Host => ALLOCATOR.reset_peak_usage(),
@@ -70,7 +59,7 @@ mod cuda {
     use candle_core::{Device, Result};
     use sys::CUmemPool_attribute as Attribute;
 
-    /// The pool that a device's memory comes from.
+    /// Default memory pool of a device.
     pub(crate) struct Pool(CudaDevice);
 
     impl Pool {
@@ -90,7 +79,7 @@ mod cuda {
 
         pub(super) fn reset(&self) -> Result<()> {
             let (pool, attribute) = (self.handle()?, Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH);
-            // Zero is the one value that may be set, and means what is in use.
+            // Only zero can be set. It resets the peak to the bytes in use.
             let mut zero = 0_u64;
             // SAFETY: the pool is the device's own, and the attribute is a u64.
             unsafe { result::mem_pool::set_attribute(pool, attribute, (&raw mut zero).cast()) }.w()
@@ -99,12 +88,12 @@ mod cuda {
         fn handle(&self) -> Result<sys::CUmemoryPool> {
             let stream = self.0.cuda_stream();
             stream.context().bind_to_thread().w()?;
-            // SAFETY: it is the number of a device that there is.
+            // SAFETY: the context belongs to an existing device.
             unsafe { result::device::get_default_mem_pool(stream.context().cu_device()) }.w()
         }
 
         fn read(&self, attribute: Attribute) -> Result<usize> {
-            // What was freed counts until the device has come so far.
+            // Freed memory counts until the device reaches the free.
             Device::Cuda(self.0.clone()).synchronize()?;
             let pool = self.handle()?;
             let mut bytes = 0_u64;

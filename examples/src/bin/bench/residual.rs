@@ -1,4 +1,4 @@
-//! The model of `bench memory` and `bench finite`: residual MLPs, each of them a unit, and a norm.
+//! The model of `bench memory` and `bench finite`: residual MLPs, each a unit, and a norm.
 
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::VarBuilder;
@@ -6,24 +6,24 @@ use fsdp_candle::{FsdpModule, FullyShard, fully_shard, nn, shard};
 
 use crate::count;
 
-/// How large it is.
+/// Size of the model.
 #[derive(Clone, Copy, clap::Args)]
 pub(crate) struct Shape {
-    /// Width of the model; each of its layers is a unit of 8 * width^2 parameters.
+    /// Width of the model. Each layer is a unit of 8 * width^2 parameters.
     #[arg(long, default_value_t = 512, value_parser = count(1 << 16))]
     width: usize,
-    /// Layers.
+    /// Number of layers.
     #[arg(long, default_value_t = 6, value_parser = count(1 << 16))]
     pub(crate) layers: usize,
 }
 
 impl Shape {
-    /// f32 parameters of one unit.
+    /// Returns the bytes of a unit's f32 parameters.
     pub(crate) fn unit_bytes(self) -> u64 {
         (8 * self.width * self.width * 4) as u64
     }
 
-    /// f32 parameters of the whole model.
+    /// Returns the bytes of the model's f32 parameters.
     pub(crate) fn model_bytes(self) -> u64 {
         self.unit_bytes() * self.layers as u64 + 4 * self.width as u64
     }
@@ -47,13 +47,13 @@ impl Shape {
         Residual::new(self.width, blocks.collect::<Result<_>>()?, vb)
     }
 
-    /// A batch of so many rows.
+    /// Creates a batch.
     pub(crate) fn batch(self, rows: usize, device: &Device) -> Result<Tensor> {
         Tensor::ones((rows, self.width), DType::F32, device)
     }
 }
 
-/// The model, of blocks that are units or not.
+/// The model, whose blocks may be units.
 pub(crate) struct Residual<B> {
     pub(crate) blocks: Vec<B>,
     norm: nn::RmsNorm,
@@ -71,7 +71,7 @@ impl<B: Module> Module for Residual<B> {
     }
 }
 
-/// A residual MLP. It keeps nothing but its layers: activations of one row are small beside the parameters.
+/// A residual MLP. Activations of one row are small compared with its parameters.
 pub(crate) struct Block {
     up: nn::Linear,
     down: nn::Linear,

@@ -1,4 +1,4 @@
-//! `bench step`: a training step of a real model, from a Hugging Face directory's config.json, with random weights.
+//! `bench step`: a training step of a real model with random weights, from a Hugging Face config.json.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -20,38 +20,37 @@ use crate::communication::Clock;
 use crate::meter::Meter;
 use crate::{count, plan, print};
 
-/// What to measure.
+/// Measures a training step.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Directory with a config.json of a model that `train` knows.
+    /// Directory with the config.json of a model that `train` supports.
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
     /// Sequences of a rank's batch.
     #[arg(long, default_value_t = 2, value_parser = count(1 << 16))]
     batch: usize,
-    /// Tokens of a sequence.
+    /// Tokens per sequence.
     #[arg(long, default_value_t = 256, value_parser = count(1 << 24))]
     seq: usize,
-    /// Steps that are timed, after one to warm up.
+    /// Timed steps, after a warm-up step.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     steps: u32,
-    /// Which modules are units: the blocks, each `wrapped` by fully_shard, or chosen by their `name`, in a model that
-    /// is not wrapped (decoders only).
+    /// Units: the blocks, `wrapped` by fully_shard or selected by `name` in an unwrapped model (decoders only).
     #[arg(long, value_parser = ["wrapped", "name"], default_value = "wrapped")]
     units: String,
-    /// The dtype of gathered parameters, and so of compute. Gradients are summed in f32.
+    /// Dtype of gathered parameters and of compute. Gradients are summed in f32.
     #[arg(long, value_parser = ["f32", "bf16"], default_value = "f32")]
     param_dtype: String,
-    /// Keep of every block its input alone, and run its forward again in backward.
+    /// Recompute the activations of every block in backward.
     #[arg(long)]
     activation_checkpoint: bool,
-    /// Copies of the sharded model: HSDP, in which each is on neighbouring ranks.
+    /// Replicas of the sharded model (HSDP), on neighbouring ranks each.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = count(1 << 16))]
     replicate: usize,
-    /// Processes that compute each layer together, on the same data: neighbours.
+    /// Neighbouring processes that compute each layer together on the same data.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = count(1 << 16))]
     tensor_parallel: usize,
-    /// With --tensor-parallel: share out the sequence as well.
+    /// With --tensor-parallel: also split sequences.
     #[arg(long)]
     sequence_parallel: bool,
     /// Print one JSON object.
@@ -62,45 +61,45 @@ pub(crate) struct Args {
     pub(crate) device: DeviceChoice,
 }
 
-/// Median seconds, of the slowest rank: each figure by itself, so the parts need not add up to the step. The host does
-/// not wait for a device in forward and backward, so there they are the time in which they were issued.
+/// Median times of the slowest rank in seconds. Each median is separate, so the parts need not add up to the step. On a
+/// device, forward and backward are the times in which their operations were issued.
 #[derive(Serialize)]
 struct Report {
     world: usize,
     parameters: u64,
     step_s: f64,
-    /// The fastest step.
+    /// Fastest step.
     best_step_s: f64,
     forward_s: f64,
     backward_s: f64,
     /// Clipping and AdamW.
     optimizer_s: f64,
-    /// In which collectives ran, one after the other, with what they waited for other ranks.
+    /// Collectives, one after another, including waits for other ranks.
     communication_s: f64,
-    /// In which the thread that trains waited for them.
+    /// Waits of the training thread for collectives.
     exposed_s: f64,
     tokens_per_s: f64,
-    /// Floating point operations a second of a rank in the fastest step: what `bench plan --device cpu --flops` takes.
+    /// Floating point operations per second of a rank in the fastest step, for `bench plan --device cpu --flops`.
     flops_per_rank: f64,
-    /// Bytes that this rank, 0, has allocated.
+    /// Bytes that rank 0 has allocated.
     allocated: Allocated,
-    /// Most memory that a process had in use, by rank.
+    /// Peak resident memory of each process.
     peak_rss_bytes: Vec<u64>,
-    /// Of the last step, to see that two runs computed the same.
+    /// Loss of the last step, to compare runs.
     loss: f64,
     grad_norm: f64,
 }
 
-/// Bytes beyond those that the program had before there was a model.
+/// Bytes beyond those that the program had before the model.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 struct Allocated {
-    /// Sharded parameters, and tables that the model makes.
+    /// Sharded parameters and the model's tables.
     parameters: u64,
-    /// The optimizer's moments.
+    /// Optimizer state.
     optimizer: u64,
-    /// After a step, of which the gradients are there: parameters, gradients and moments.
+    /// After a step: parameters, gradients and optimizer state.
     between_steps: u64,
-    /// The most there ever was.
+    /// Peak.
     peak: u64,
 }
 
@@ -144,7 +143,7 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
             };
             measured(&loss, &|loss| model.backward(loss))
         }
-        ("name", _) => bail!("--units name is for decoders, and {} is none", args.model.display()),
+        ("name", _) => bail!("--units name is for decoders, found another model in {}", args.model.display()),
         _ => {
             let model = models::build(&config, &opts, &vars, options)?;
             let loss = |batch: &Batch| models::loss(&model, batch);
@@ -153,13 +152,13 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
     }
 }
 
-/// The model that is measured.
+/// The measured model.
 struct Subject<'a> {
     vocabulary: usize,
     parameters: u64,
-    /// Of a token.
+    /// Floating point operations per token.
     operations: f64,
-    /// Bytes that were allocated before it was made.
+    /// Bytes allocated before the model.
     before: usize,
     meter: &'a Meter,
     loss: &'a dyn Fn(&Batch) -> Result<Tensor>,
@@ -175,7 +174,7 @@ fn measure(args: &Args, world: &World, vars: &ShardedVarMap, subject: &Subject<'
     allocated.optimizer = in_use()?.saturating_sub(allocated.parameters);
     meter.reset()?;
 
-    // Ids that look random, other ones on each rank that reads data.
+    // Pseudo-random ids that differ between ranks with different data.
     let ranks = Ranks::new(world.size(), args.replicate, args.tensor_parallel)?;
     let reader = ranks.data_rank(world.rank());
     let id = |at: usize| ((at * 7919 + reader) % vocabulary) as u32;

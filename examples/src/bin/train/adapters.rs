@@ -48,7 +48,7 @@ impl Adapters {
     pub(crate) fn apply(&self, vars: &ShardedVarMap) {
         let targets = self.lora.targets.clone();
         vars.freeze(|name| !is_adapter(name));
-        vars.adapt(self.lora.config, move |layer| targets.meant(layer));
+        vars.adapt(self.lora.config, move |layer| targets.matches(layer));
     }
 
     /// Fails unless the targets match layers of the model.
@@ -59,7 +59,7 @@ impl Adapters {
         }
         let idle = match args.lora_targets.is_empty() {
             true => None,
-            false => self.lora.targets.idle(&adapted),
+            false => self.lora.targets.unmatched(&adapted),
         };
         ensure!(
             idle.is_none() && !adapted.is_empty(),
@@ -200,7 +200,7 @@ const ALLOWED_INITS: [&str; 3] = ["gaussian", "eva", "orthogonal"];
 /// Adapters in a directory.
 pub(crate) struct Peft {
     config: LoraConfig,
-    weights: HfModel,
+    pub(crate) weights: HfModel,
     /// Names of the adapted layers in the file.
     layers: Vec<String>,
     /// Dropout of the adapters' inputs in PEFT's training.
@@ -212,8 +212,8 @@ impl Peft {
     pub(crate) fn open(dir: &Path) -> anyhow::Result<Self> {
         let file = dir.join(PEFT_CONFIG);
         let text = std::fs::read_to_string(&file).with_context(|| format!("can't read {}", file.display()))?;
-        let config: PeftConfig = serde_json::from_str(&text)
-            .with_context(|| format!("{} is no configuration of low-rank adapters", file.display()))?;
+        let config: PeftConfig =
+            serde_json::from_str(&text).with_context(|| format!("{} is not a LoRA configuration", file.display()))?;
         ensure!(config.peft_type == "LORA", "{}: peft_type is {:?}, not LORA", file.display(), config.peft_type);
         let is_set = |value: &Value| match value {
             Value::Null | Value::Bool(false) => false,
@@ -250,22 +250,17 @@ impl Peft {
     }
 
     /// Returns a warning about settings that train ignores, if any.
-    pub(crate) fn remark(&self) -> Option<String> {
+    pub(crate) fn warning(&self) -> Option<String> {
         let (dropout, file) = (self.dropout, self.weights.path().with_file_name(PEFT_CONFIG));
-        let remark =
+        let warning =
             || format!("{}: lora_dropout is {dropout}; train uses no dropout on adapter inputs", file.display());
-        (dropout != 0.).then(remark)
+        (dropout != 0.).then(warning)
     }
 
     /// Returns rank, alpha and target layers.
     pub(crate) fn lora(&self) -> anyhow::Result<Lora> {
         let names = self.layers.iter().map(|layer| layer.strip_prefix(GPT2).unwrap_or(layer));
         Ok(Lora { config: self.config, targets: Targets::new(names)? })
-    }
-
-    /// Returns the file of weights.
-    pub(crate) fn weights(&self) -> &HfModel {
-        &self.weights
     }
 
     /// Returns an initialiser that reads the adapters.
@@ -279,7 +274,7 @@ impl Peft {
         let missing = self.layers.iter().find(|layer| !adapted.contains(&transformers_name(layer)));
         ensure!(
             missing.is_none(),
-            "{} has an adapter of {}, which is no fully connected layer of the model: pass the --model that it was \
+            "{} has an adapter of {}, which is not a fully connected layer of the model: pass the --model that it was \
              trained on",
             self.weights.path().display(),
             missing.map_or("", String::as_str)
@@ -323,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn the_configuration_says_what_peft_asks_for() {
+    fn peft_configuration_is_complete() {
         let (q, k, other) = ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj", "layers.1.q_proj");
         let all = config(&[q], &[q, k]);
         assert_eq!(
@@ -341,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_that_is_none_or_has_more_than_plain_adapters_is_refused() {
+    fn unsupported_adapters_are_refused() {
         let dir = tempfile::tempdir().unwrap();
         let refused = |text: Option<&str>| {
             let file = dir.path().join(PEFT_CONFIG);
@@ -352,8 +347,8 @@ mod tests {
         };
         assert!(refused(None).contains("can't read"));
         for (text, expected) in [
-            ("[", "is no configuration of low-rank adapters"),
-            (r#"{"peft_type": "LORA", "r": -1, "lora_alpha": 1}"#, "is no configuration of low-rank adapters"),
+            ("[", "is not a LoRA configuration"),
+            (r#"{"peft_type": "LORA", "r": -1, "lora_alpha": 1}"#, "is not a LoRA configuration"),
             (r#"{"peft_type": "LOHA", "r": 1, "lora_alpha": 1}"#, r#"peft_type is "LOHA", not LORA"#),
         ] {
             let error = refused(Some(text));
@@ -408,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_with_more_than_adapters_is_refused() {
+    fn files_with_other_tensors_are_refused() {
         let world = World::single().unwrap();
         let root = tempfile::tempdir().unwrap();
         let layer = "base_model.model.model.layers.0.self_attn.q_proj";

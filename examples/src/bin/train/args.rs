@@ -205,7 +205,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value = "1", value_parser = count, help_heading = "Sharding")]
     pub(crate) tensor_parallel: usize,
 
-    /// With --tensor-parallel: also split sequences where layers work on each token by itself. Norms and residuals then
+    /// With --tensor-parallel: also split sequences between the tensor-parallel layers. Norms and residuals then
     /// take 1/N of the memory; the communication volume stays the same
     #[arg(long, help_heading = "Sharding")]
     pub(crate) sequence_parallel: bool,
@@ -387,9 +387,6 @@ pub(crate) struct Args {
 
 impl Args {
     /// Returns how the ranks share the model.
-    ///
-    /// # Errors
-    /// The flags do not divide the world size.
     pub(crate) fn ranks(&self, world: &World) -> anyhow::Result<Ranks> {
         Ranks::new(world.size(), self.replicate, self.tensor_parallel)
     }
@@ -422,9 +419,6 @@ impl Args {
     }
 
     /// Returns the number of sequences of a step, over all ranks.
-    ///
-    /// # Errors
-    /// See [`batch_shape`](Self::batch_shape).
     pub(crate) fn sequences_per_step(&self, world: &World) -> anyhow::Result<u64> {
         self.batch_shape(world)?.sequences_per_step()
     }
@@ -543,9 +537,6 @@ pub(crate) struct OptimizerFlags {
 }
 
 /// Fails if a flag has no effect beside the other flags.
-///
-/// # Errors
-/// Names the flag and what it needs.
 pub(crate) fn check_unused_flags(args: &Args) -> anyhow::Result<()> {
     check_unused_optimizer_flags(args)?;
     let recomputes = args.activation_checkpoint != ActivationCheckpoint::None;

@@ -143,7 +143,7 @@ impl<'a> Checkpoints<'a> {
         }
     }
 
-    /// Loads model, optimizer and loss scale. Returns the position, and a description of what was not loaded.
+    /// Loads model, optimizer and loss scale. Returns the position, and a description of the parts that are missing.
     fn load(
         &self,
         args: &Args,
@@ -252,12 +252,11 @@ impl<'a> Checkpoints<'a> {
 fn changes(args: &Args, source: &dyn TensorSource, record: &Record) -> anyhow::Result<Vec<String>> {
     let Changes { refused, reported } = match record.changes_since(source) {
         Err(error) if args.resume_anyway => Changes { refused: vec![format!("{error:#}")], reported: vec![] },
-        changes => changes.context("pass --resume-anyway to go on without knowing what has changed")?,
+        changes => changes.context("pass --resume-anyway to continue with unknown changes")?,
     };
     ensure!(
         args.resume_anyway || refused.is_empty(),
-        "its weights and optimizer state would mean something else in this run:\n  {}\nPass what it was saved with, or \
-         --resume-anyway to go on all the same",
+        "its settings do not fit this run:\n  {}\nPass the settings that it was saved with, or --resume-anyway to continue",
         refused.join("\n  ")
     );
     Ok([refused, reported].concat())
@@ -322,11 +321,15 @@ fn optimizer_step(source: &dyn TensorSource) -> anyhow::Result<u64> {
     let mut most = 0;
     for (name, tensor) in source.tensors().iter().filter(|(name, _)| is_step(name)) {
         let what = || format!("{} holds {name} as {} {:?}", source.path().display(), tensor.dtype, tensor.shape);
-        ensure!(tensor.dtype == DType::F32 && tensor.shape.iter().product::<usize>() == 1, "{}: no step count", what());
+        ensure!(
+            tensor.dtype == DType::F32 && tensor.shape.iter().product::<usize>() == 1,
+            "{}: expected one f32 step count",
+            what()
+        );
         let mut step = [0; 4];
         source.read(name, &Region::whole(&tensor.shape), &mut step)?;
         let step = f32::from_ne_bytes(step);
-        ensure!((0. ..=MOST_STEPS).contains(&step) && step.fract() == 0., "{}: {step} is no step count", what());
+        ensure!((0. ..=MOST_STEPS).contains(&step) && step.fract() == 0., "{}: {step} is not a step count", what());
         most = most.max(step as u64);
     }
     Ok(most)

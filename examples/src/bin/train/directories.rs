@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, anyhow, bail};
 use fsdp_candle::{ReduceOp, World};
-use fsdp_ckpt::{Checkpoint, Error, Format, HostDirs, Result, Survey, TensorSource};
-use fsdp_examples::writable::{RemoveIfEmpty, try_directory, try_file, try_file_and_directory};
+use fsdp_ckpt::{Checkpoint, Error, Format, HostDirs, RemoveIfEmpty, Result, Survey, TensorSource};
+use fsdp_examples::writable::{try_directory, try_file, try_file_and_directory};
 use serde::{Deserialize, Serialize};
 
 use crate::agreement::{RankResult, broadcast_result, worst_result};
@@ -72,7 +72,7 @@ impl RunDirs {
     /// Renames the checkpoint that `--resume auto` chose, because it is damaged, and chooses the next older one. `why`
     /// describes the damage. Collective.
     pub(crate) fn fall_back(&mut self, args: &Args, world: &World, why: &str) -> anyhow::Result<()> {
-        let Some(damaged) = &self.resume_from else { bail!("there is no checkpoint to rename") };
+        let Some(damaged) = &self.resume_from else { bail!("no checkpoint was chosen to resume from") };
         let newest = self.hosts.ask(world, || {
             quarantine(&self.hosts, damaged, why)?;
             Ok(inspect(args, &self.hosts, world)?.newest)
@@ -368,7 +368,7 @@ impl Hosts {
     }
 }
 
-/// Returns whether an error means that a file differs from what was written.
+/// Returns whether an error means that a file is damaged.
 pub(crate) fn is_damage(error: &anyhow::Error) -> bool {
     error.chain().filter_map(|cause| cause.downcast_ref()).any(fsdp_ckpt::Error::is_damage)
 }
@@ -391,7 +391,7 @@ pub(crate) fn quarantine(hosts: &Hosts, path: &Path, why: &str) -> anyhow::Resul
     Ok(())
 }
 
-/// Fails if `dir` has held checkpoints and none of them is usable, because the run would silently start anew.
+/// Fails if `dir` has held checkpoints and none of them is usable, because the run would silently start from step 0.
 pub(crate) fn check_some_usable(dir: &Path, found: &Survey) -> anyhow::Result<()> {
     let was_step = |path: &Path| {
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();

@@ -132,9 +132,6 @@ pub(crate) fn check_gradcheck_flags(args: &Args) -> anyhow::Result<()> {
 }
 
 /// Compares the gradients of the next batch with finite differences. Collective.
-///
-/// # Errors
-/// A unit's gradient is wrong or can't be checked.
 pub(crate) fn run_gradcheck(
     args: &Args,
     model: &FsdpModule<LanguageModel>,

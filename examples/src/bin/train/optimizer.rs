@@ -183,8 +183,6 @@ pub(crate) struct LossScale {
 }
 
 impl LossScale {
-    /// # Errors
-    /// --loss-scale is given, and no dtype is f16.
     pub(crate) fn new(args: &Args) -> anyhow::Result<Self> {
         let needed = [args.param_dtype, args.reduce_dtype].contains(&Precision::F16);
         ensure!(
@@ -195,7 +193,7 @@ impl LossScale {
         Ok(LossScale { first: scaler.state(), scaler: needed.then_some(scaler) })
     }
 
-    /// Restores the scale from a checkpoint, or starts anew if it holds none.
+    /// Restores the scale from a checkpoint, or resets it if it holds none.
     pub(crate) fn resume(&mut self, source: &dyn TensorSource) -> anyhow::Result<()> {
         let Some(scaler) = &mut self.scaler else { return Ok(()) };
         let [scale, tracker] = [SCALE, GROWTH_TRACKER].map(|name| source.values().get(name));
@@ -276,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn only_f16_has_one() {
+    fn only_f16_has_a_loss_scale() {
         for flags in [&[][..], &["--param-dtype", "bf16", "--reduce-dtype", "bf16"]] {
             let none = of(flags).unwrap();
             assert_eq!((none.current(), none.values().len()), (None, 0));
@@ -290,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_goes_on_with_the_scale_of_its_checkpoint() {
+    fn loss_scale_is_restored() {
         let dir = tempfile::tempdir().unwrap();
         let resumed = |name: &str, values: Value| {
             let mut scale = of(&["--param-dtype", "f16", "--loss-scale", "8"]).unwrap();

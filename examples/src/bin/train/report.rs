@@ -22,9 +22,6 @@ pub(crate) struct StepLog {
 
 impl StepLog {
     /// Opens the files of a run that has taken `done` steps.
-    ///
-    /// # Errors
-    /// A file can't be written.
     pub(crate) fn open(args: &Args, done: usize) -> anyhow::Result<Self> {
         Ok(StepLog {
             metrics: args.metrics.as_deref().map(|path| MetricsFile::open(path, done)).transpose()?,

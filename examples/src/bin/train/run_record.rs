@@ -57,8 +57,6 @@ pub(crate) struct Changes {
 }
 
 impl Record {
-    /// # Errors
-    /// A setting can't be written as JSON.
     pub(crate) fn new(
         args: &Args,
         config: &ModelConfig,
@@ -99,7 +97,7 @@ impl Record {
         let dropped = dropped(args.dropout.of(config), config);
         let dropout = if dropped.is_empty() { "none".into() } else { seeded(dropped) };
         for (name, value) in [
-            (DATA, batches.account()),
+            (DATA, batches.summary()),
             ("the order of the data", order),
             ("the sequences of a step", batches.sequences_per_step().to_string()),
             ("the masked tokens", masking),
@@ -136,13 +134,10 @@ impl Record {
 
     /// Compares with the run that saved a checkpoint. Checkpoints of other programs and old versions have no record,
     /// and no differences.
-    ///
-    /// # Errors
-    /// The record can't be read.
     pub(crate) fn changes_since(&self, source: &dyn TensorSource) -> anyhow::Result<Changes> {
         let Some(saved) = source.values().get(KEY) else { return Ok(Changes::default()) };
-        let saved = Record::deserialize(saved)
-            .with_context(|| format!("its value `{KEY}` does not say how the run was set up, as `train` writes it"))?;
+        let saved =
+            Record::deserialize(saved).with_context(|| format!("its value `{KEY}` is not a record of settings"))?;
         Ok(self.changes(&saved))
     }
 
@@ -196,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn what_differs_is_refused_or_said() {
+    fn differences_are_refused_or_reported() {
         let saved = record(&[("theta", "1e4"), ("heads", "4")], &[(DATA, "9 tokens"), ("--seq-len", "32")], "a.bin");
         assert_eq!(saved.changes(&saved), Changes::default());
         // The same data elsewhere is the same data.
@@ -212,7 +207,7 @@ mod tests {
 
     /// A later version may know more fields, which mean what they meant when they are not given, and may move some.
     #[test]
-    fn records_of_other_versions_are_compared_by_what_they_have() {
+    fn records_of_other_versions_are_compatible() {
         let saved = record(&[("moved", "1")], &[], "");
         let now = record(&[("new", NOT_GIVEN)], &[("moved", "1")], "");
         assert_eq!(now.changes(&saved), Changes::default());
@@ -221,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_file_says_can_not_control_a_terminal() {
+    fn recorded_text_is_escaped() {
         let saved = record(&[], &[("a\x1b", "b\x1b")], "");
         let reported = Record::default().changes(&saved).reported;
         assert!(reported.len() == 1 && !reported[0].contains('\x1b'), "{reported:?}");

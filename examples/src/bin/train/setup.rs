@@ -64,9 +64,11 @@ impl Setup {
         )?;
         if world.rank() == 0 {
             let all = [Some(&batches), evaluation.as_ref().map(|evaluation| &evaluation.batches)];
-            let of_adapters = adapters.as_ref().and_then(|adapters| adapters.from.as_ref()?.remark());
-            let remarks = all.into_iter().flatten().filter_map(Batches::remark).chain(of_adapters);
-            remarks.for_each(|remark| Console::Stderr.line(format_args!("warning: {remark}")));
+            let of_adapters = adapters.as_ref().and_then(|adapters| adapters.from.as_ref()?.warning());
+            let warnings = all.into_iter().flatten().filter_map(Batches::warning).chain(of_adapters);
+            warnings.for_each(|warning| Console::Stderr.line(format_args!("warning: {warning}")));
+            let (data, shape) = (batches.description(), args.batch_shape(world)?);
+            Console::Stderr.line(format_args!("training on {data}: {shape} per step"));
         }
         let positions = args.seq_len.max(SAMPLE_CONTEXT);
         check_memory(args, &config, adapters.as_ref().map(|adapters| &adapters.lora), positions, world)?;
@@ -212,16 +214,16 @@ fn read_inputs(
         None => "random".into(),
     };
     let mut read = agreement::fields("config.json's ", config)?;
-    read.insert("the data".into(), batches.account());
+    read.insert("the data".into(), batches.summary());
     if let Some(masking) = batches.masking() {
         read.insert("the mask token".into(), masking.mask_token.to_string());
     }
     if let Some(evaluation) = evaluation {
-        read.insert("the data of --eval".into(), evaluation.batches.account());
+        read.insert("the data of --eval".into(), evaluation.batches.summary());
     }
     read.insert("the first weights".into(), weights);
     if let Some(peft) = adapters.and_then(|adapters| adapters.from.as_ref()) {
-        read.insert("the first adapters".into(), print(peft.weights())?);
+        read.insert("the first adapters".into(), print(&peft.weights)?);
     }
     Ok(read)
 }
@@ -353,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn needs_follow_from_model_batch_and_ranks() {
+    fn memory_depends_on_model_batch_and_ranks() {
         let one = total(&[], 1);
         // Five million parameters with a gradient and two moments.
         assert!((80e6..120e6).contains(&one), "{one}");
@@ -372,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_of_every_order_can_be_read() {
+    fn large_sizes_are_formatted() {
         assert_eq!(Bytes(f64::from(1 << 30)).to_string(), "1.00 GiB");
         assert_eq!(Bytes(3e30).to_string(), "3.0e30 bytes");
         assert_eq!((Count(1e6).to_string(), Count(1e40).to_string()), ("1,000,000".into(), "1.0e40".into()));

@@ -37,9 +37,6 @@ pub(crate) struct Trace {
 
 impl Trace {
     /// Starts the trace of all ranks. Collective.
-    ///
-    /// # Errors
-    /// The file can't be written.
     pub(crate) fn start<S>(file: &Path, world: &World) -> anyhow::Result<(ChromeLayer<S>, Trace)>
     where
         S: Subscriber + for<'span> LookupSpan<'span> + Send + Sync,
@@ -58,9 +55,6 @@ impl Trace {
 
     /// Joins the files of all ranks. A trace that can't be written causes a warning only, because training has
     /// succeeded. Collective.
-    ///
-    /// # Errors
-    /// A collective fails.
     pub(crate) fn finish(self, world: &World) -> anyhow::Result<()> {
         let Trace { file, guard, lost } = self;
         drop(guard);
@@ -280,9 +274,6 @@ fn thread_name(thread: &str) -> String {
 }
 
 /// Starts logging to stderr, and the trace if `file` is given. Collective.
-///
-/// # Errors
-/// The trace file can't be written.
 pub(crate) fn init(trace: Option<&Path>, world: &World) -> anyhow::Result<Option<Trace>> {
     let (spans, trace) = match trace {
         Some(file) => {
@@ -310,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn events_say_what_happened_where_and_when() {
+    fn events_have_readable_names_ranks_and_times() {
         let event = |fields: Value| {
             let mut event = json!({"ph": "B", "pid": 1, "tid": 0, "ts": 1.5, "name": "event src/x.rs:3"});
             event.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
@@ -336,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_disk_takes_the_rest_of_the_trace_and_nothing_else() {
+    fn full_disk_loses_only_the_trace() {
         let full = File::options().write(true).open("/dev/full").unwrap();
         let mut writer =
             BestEffortWriter::new(RankWriter::new(BufWriter::with_capacity(16, full), 0, 0.), Path::new("t.json"));
@@ -351,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn a_trace_of_nothing_is_one() {
+    fn empty_trace_is_valid() {
         assert!(rewritten("[\n\n]").is_empty());
     }
 }

@@ -13,7 +13,7 @@ fn shape(world_size: usize, rank: usize, batch_size: usize, grad_accum: usize, s
     BatchShape { world_size, rank, batch_size, grad_accum, seq_len }
 }
 
-/// All sequences of the steps, in the order micro-batch, rank, row.
+/// Returns the sequences of the steps, in the order micro-batch, rank, row.
 fn sequences(
     len: u32,
     (world, batch_size, grad_accum): (usize, usize, usize),
@@ -42,7 +42,7 @@ fn sequences(
 
 proptest! {
     #[test]
-    fn a_step_takes_the_same_sequences_however_they_are_dealt_out(
+    fn steps_do_not_depend_on_the_number_of_ranks(
         (w, b, a) in (1..5_usize, 1..5_usize, 1..5_usize), seq_len in 1..9_usize, extra in 0..50_u32,
         position in 0..1000_u64, steps in 1..4_u64,
     ) {
@@ -67,7 +67,7 @@ proptest! {
 }
 
 #[test]
-fn the_rule_of_the_recorded_runs() {
+fn sequences_match_the_recorded_runs() {
     // k = ((step - 1) * W + rank) * B + b
     let batches = Batches::new(counting(200), shape(2, 1, 2, 1, 4)).unwrap();
     assert_eq!(batches.sequences_per_step(), 4);
@@ -78,8 +78,8 @@ fn the_rule_of_the_recorded_runs() {
 }
 
 #[test]
-fn the_data_starts_again_after_its_last_whole_sequence() {
-    // 11 tokens: sequences at 0, 3 and 6; the token 10 is left over.
+fn data_repeats_after_its_last_sequence() {
+    // 11 tokens: sequences at 0, 3 and 6. Token 10 is not used.
     let batches = Batches::new(counting(11), shape(1, 0, 2, 1, 3)).unwrap();
     assert_eq!(batches.num_sequences(), 3);
     let read = batches.micro_batch(2, 0).unwrap();
@@ -88,7 +88,7 @@ fn the_data_starts_again_after_its_last_whole_sequence() {
 }
 
 #[test]
-fn data_of_exactly_one_step_is_enough_and_one_token_less_is_not() {
+fn data_must_cover_one_step() {
     assert!(Batches::new(counting(2 * 3 * 2 * 5 + 1), shape(2, 0, 3, 2, 5)).is_ok());
     let error = Batches::new(counting(2 * 3 * 2 * 5), shape(2, 0, 3, 2, 5)).err().unwrap().to_string();
     assert!(error.contains("60 tokens of a test, but one step needs 61 tokens"), "{error}");
@@ -97,13 +97,13 @@ fn data_of_exactly_one_step_is_enough_and_one_token_less_is_not() {
 }
 
 #[test]
-fn a_prompt_is_the_start_of_the_data() {
+fn prompt_is_the_start_of_the_data() {
     let batches = Batches::new(counting(9), shape(1, 0, 1, 1, 2)).unwrap();
     assert_eq!(batches.prompt(4).unwrap(), [0, 1, 2, 3]);
     assert_eq!((batches.prompt(0).unwrap().len(), batches.prompt(100).unwrap().len()), (0, 9));
 }
 
-/// Examples, which are learnt but for their first tokens.
+/// Returns examples whose tokens all count, except the first ones.
 fn chats() -> Source {
     let tokens: Vec<Vec<u32>> = (0..50).map(|i| (0..2 + i * 7 % 5).map(|at| 10 * i + at).collect()).collect();
     let learnt: Vec<Vec<bool>> = tokens.iter().map(|tokens| (0..tokens.len()).map(|at| at > 0).collect()).collect();
@@ -119,7 +119,7 @@ fn shuffled() -> Source {
 /// Inputs and targets.
 type Row = (Vec<u32>, Vec<u32>);
 
-/// The rows that all ranks read in steps from `position` on, in order, and what each step counts.
+/// Returns the rows that all ranks read from `position` on, in order, and the counted targets of each step.
 fn rows(
     source: fn() -> Source,
     (world, batch_size, grad_accum): (usize, usize, usize),
@@ -137,7 +137,7 @@ fn rows(
                 rows.extend(read.inputs.chunks(8).map(Vec::from).zip(read.targets.chunks(8).map(Vec::from)));
                 let documents = read.documents.unwrap_or_else(|| vec![vec![8]; batch_size]);
                 assert!(documents.len() == batch_size && documents.iter().all(|row| row.iter().sum::<usize>() == 8));
-                // All that is data is learnt here.
+                // All data tokens count here.
                 let data = |(filled, targets): (&usize, &[u32])| {
                     targets.iter().rposition(|&id| id != IGNORED) == filled.checked_sub(1)
                 };
@@ -152,10 +152,9 @@ fn rows(
     (rows, counts)
 }
 
-/// One, two and three ranks read the same, and a run that begins in the midst of an epoch, or goes over its end,
-/// goes on as the one before.
+/// One, two and three ranks read the same, also from any position and across the end of an epoch.
 #[test]
-fn shuffled_data_is_the_same_at_any_number_of_ranks_and_when_resumed() {
+fn shuffling_does_not_depend_on_ranks_or_resuming() {
     for source in [chats as fn() -> Source, shuffled] {
         let (whole, counts) = rows(source, (1, 6, 1), 0, 12);
         assert_eq!((whole.len(), counts.len()), (72, 12));
@@ -167,7 +166,7 @@ fn shuffled_data_is_the_same_at_any_number_of_ranks_and_when_resumed() {
 }
 
 #[test]
-fn a_shuffled_epoch_has_every_sequence_once() {
+fn shuffled_epoch_has_every_sequence_once() {
     let batches = Batches::new(shuffled(), shape(1, 0, 4, 1, 8)).unwrap();
     assert_eq!(batches.num_sequences(), 12);
     let order = |epoch: u64| -> Vec<u32> {
@@ -182,9 +181,9 @@ fn a_shuffled_epoch_has_every_sequence_once() {
     assert!([order(0), order(1)].into_iter().all(|order| sorted(order) == (0..12).collect::<Vec<_>>()));
 }
 
-/// Every sequence is read once by one of the ranks; the last round is filled up with what counts for nothing.
+/// The ranks read every sequence once. The last round is padded with ignored targets.
 #[test]
-fn going_through_all_once_misses_nothing() {
+fn pass_covers_every_sequence() {
     for source in [chats as fn() -> Source, || counting(100)] {
         for (world, batch_size) in [(1, 1), (1, 5), (2, 3), (3, 4), (5, 7)] {
             let make = |rank| Batches::for_evaluation(source(), shape(world, rank, batch_size, 3, 8)).unwrap();
@@ -211,7 +210,7 @@ fn going_through_all_once_misses_nothing() {
 }
 
 #[test]
-fn examples_that_make_less_than_a_step_are_too_short() {
+fn too_few_examples_are_refused() {
     let error = Batches::new(chats(), shape(2, 0, 20, 1, 8)).err().unwrap().to_string();
     let parts = ["50 examples of a test make ", " sequences, but one step needs 40", "--packing off", "more examples"];
     assert!(parts.iter().all(|part| error.contains(part)), "{error}");

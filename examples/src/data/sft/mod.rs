@@ -1,16 +1,7 @@
-//! Examples to learn from: `--sft FILE.jsonl`.
+//! Examples for supervised fine-tuning: `--sft FILE.jsonl`.
 //!
-//! | file | subject |
-//! |---|---|
-//! | `specials` | the special tokens that a model directory names |
-//! | `json` | JSON as templates expect it |
-//! | `template` | chat templates |
-//! | `turns` | what of a conversation the assistant says |
-//! | `line` | a line of a file |
-//! | `examples` | [`Examples`]: all of a file, as tokens |
-//! | `packing` | which examples share a sequence |
-//! All examples of a file, as tokens.
-//! A line of a file of examples.
+//! A line is a conversation or a prompt with a completion. `template` formats conversations by the model's chat
+//! template and finds the assistant's turns, which the loss counts. `packing` combines examples into sequences.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -32,14 +23,14 @@ mod template;
 #[cfg(test)]
 mod tests;
 
-/// So many lines are tokenised at a time, in parallel.
+/// Lines tokenised in parallel.
 const LINES: usize = 512;
 
-/// The examples of a `--sft` file: their tokens, and which of them are learnt.
+/// Examples of a `--sft` file: their tokens, and which of them the loss counts.
 pub struct Examples {
     tokens: Vec<u32>,
     learnt: Vec<bool>,
-    /// Where each ends.
+    /// End of each example.
     ends: Vec<usize>,
     origin: String,
     cut: usize,
@@ -48,22 +39,22 @@ pub struct Examples {
     stops: Vec<u32>,
 }
 
-/// One of them.
+/// An example.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::data) struct Example<'a> {
     pub(in crate::data) tokens: &'a [u32],
-    /// Whether a token is to be predicted; the first never is.
+    /// Whether the loss counts each token. False for the first token.
     pub(in crate::data) learnt: &'a [bool],
 }
 
 impl Examples {
-    /// Reads a JSONL file: each line a conversation (`messages`, written by the chat template of the model directory)
-    /// or a text with its continuation (`prompt` and `completion`). Blank lines are passed over. Examples of more than
-    /// `seq_len` tokens (and one to predict) are cut, and dropped when nothing of them is left to learn.
+    /// Reads a JSONL file. Each line is a conversation (`messages`, formatted by the model directory's chat template)
+    /// or a `prompt` with a `completion`. Blank lines are skipped. Examples are cut to `seq_len` tokens and one target,
+    /// and dropped if nothing is left to learn.
     ///
     /// # Errors
-    /// A line is none of these, or the template refuses it: the error names the file and the line. No example is left.
-    /// An id is not below `vocab_size`.
+    /// A line has another form, the template refuses it, no example is left, or an id is not below `vocab_size`. Errors
+    /// name the file and the line.
     pub fn load(path: &Path, model: Option<&Path>, text: &Text, seq_len: usize, vocab_size: usize) -> Result<Self> {
         let specials = Specials::new(model, text)?;
         let template = Template::new(model, &specials)?;
@@ -108,27 +99,27 @@ impl Examples {
         Ok(examples)
     }
 
-    /// The number of examples.
+    /// Returns the number of examples.
     pub fn len(&self) -> usize {
         self.ends.len()
     }
 
-    /// Whether there are none. There always are some.
+    /// Returns whether there are no examples, which is never the case.
     pub fn is_empty(&self) -> bool {
         self.ends.is_empty()
     }
 
-    /// A checksum of all tokens, of what of them is learnt, and of where examples end.
+    /// Returns a checksum of tokens, counted tokens and ends of examples.
     pub fn checksum(&self) -> u64 {
         self.digest.finalize()
     }
 
-    /// How many were too long, in words, if any was.
-    pub fn shortened(&self) -> Option<String> {
+    /// Describes how many examples were cut, if any.
+    pub fn truncation_warning(&self) -> Option<String> {
         let (all, cut) = (self.len() + self.dropped, self.cut);
         let dropped = match self.dropped {
             0 => String::new(),
-            dropped => format!("; {dropped} of these were left out, for nothing to learn was left of them"),
+            dropped => format!("; {dropped} of these were dropped, because nothing was left to learn"),
         };
         (cut > 0).then(|| {
             format!(
@@ -138,12 +129,12 @@ impl Examples {
         })
     }
 
-    /// The ids that end an answer.
+    /// Returns the ids that end an answer.
     pub fn stops(&self) -> &[u32] {
         &self.stops
     }
 
-    /// The tokens of the first example up to what is to be learnt.
+    /// Returns the tokens of the first example before those that the loss counts.
     pub fn first_prompt(&self) -> &[u32] {
         let first = self.get(0);
         let end = first.learnt.iter().position(|&learnt| learnt).unwrap_or(first.tokens.len());
@@ -182,30 +173,30 @@ impl Examples {
     }
 }
 
-/// A line without the byte order mark that some editors write at the start of a file.
+/// Removes the byte order mark at the start of a file.
 fn without_mark(line: &str, number: usize) -> &str {
     line.strip_prefix('\u{feff}').filter(|_| number == 1).unwrap_or(line)
 }
 
-/// `300 examples of chat.jsonl`
+/// Formats as `300 examples of chat.jsonl`.
 impl fmt::Display for Examples {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} examples of {}", HumanCount(self.len() as u64), self.origin)
     }
 }
 
-/// What lines are read with.
+/// State for reading lines.
 struct Reading<'a> {
     text: &'a Text,
     specials: Specials,
-    /// The texts of all special tokens.
+    /// All special tokens.
     special: Vec<String>,
     template: Template,
     seq_len: usize,
 }
 
 impl Reading<'_> {
-    /// Appends what lines hold, each with its number.
+    /// Appends the examples of numbered lines.
     fn tokenise(
         &mut self,
         lines: Vec<(usize, Marked)>,
@@ -225,16 +216,16 @@ impl Reading<'_> {
                 bail!(
                     "{} has a token with id {id}, but the model's vocabulary has {vocab_size} ids. {}",
                     place(),
-                    self.text.way_out()
+                    self.text.advice()
                 );
             }
             let whole = tokens.len();
             let end = whole.min(self.seq_len + 1);
-            // What follows the last token to be learnt teaches nothing.
+            // Tokens after the last counted one have no effect.
             let last = (1..end).rev().find(|&at| learnt[at]);
             ensure!(
                 last.is_some() || learnt.iter().skip(1).any(|&learnt| learnt),
-                "{}: no token of it is to be learnt: the assistant must say something, after something else",
+                "{}: no token to learn: the assistant must answer something",
                 place()
             );
             examples.cut += usize::from((end..whole).any(|at| learnt[at]));
@@ -246,7 +237,7 @@ impl Reading<'_> {
         Ok(())
     }
 
-    /// Puts the end after a completion, unless it is there, and takes away a second beginning.
+    /// Adds the end token after a completion unless it is there, and removes a second start token.
     fn complete(&self, tokens: &mut Vec<u32>, learnt: &mut Vec<bool>) -> Result<()> {
         let Some(end) = self.specials.end else {
             bail!(
@@ -269,17 +260,14 @@ impl Reading<'_> {
     }
 }
 
-/// What a line may be.
+/// Forms of a line, for error messages.
 const FORMS: &str = "a line is {\"messages\": [{\"role\": \"user\", \"content\": \"...\"}, ..]} or \
                      {\"prompt\": \"...\", \"completion\": \"...\"}";
 
-/// The text of a line, and what of it is to be learnt.
-///
-/// # Errors
-/// It is neither form of example, or the template refuses it.
+/// Returns the text of a line and its counted ranges.
 fn read_line(line: &str, template: &Template, specials: &[String]) -> Result<Marked> {
     let fields: BTreeMap<String, Value> =
-        serde_json::from_str(line).map_err(|error| anyhow!("it is no JSON object ({error}); {FORMS}"))?;
+        serde_json::from_str(line).map_err(|error| anyhow!("it is not a JSON object ({error}); {FORMS}"))?;
     let found = || fields.keys().map(|key| format!("\"{key}\"")).collect::<Vec<_>>().join(", ");
     match (fields.get("messages"), fields.get("prompt"), fields.get("completion")) {
         (Some(messages), None, None) => {
@@ -296,7 +284,7 @@ fn read_line(line: &str, template: &Template, specials: &[String]) -> Result<Mar
                     completion.kind()
                 )
             };
-            ensure!(!completion.is_empty(), "the completion is empty, so there is nothing to learn: remove the line");
+            ensure!(!completion.is_empty(), "the completion is empty, so nothing can be learned: remove the line");
             let text = format!("{prompt}{completion}");
             let completion = prompt.len()..text.len();
             Ok(Marked { text, learnt: Vec::from([completion]), bare: true })
@@ -306,7 +294,7 @@ fn read_line(line: &str, template: &Template, specials: &[String]) -> Result<Mar
     }
 }
 
-/// The messages of a line, and its other fields.
+/// Returns the messages of a line, and its other fields.
 #[cfg(test)]
 pub(super) fn messages(line: &str) -> Result<(Vec<Value>, BTreeMap<String, Value>)> {
     let mut fields: BTreeMap<String, Value> = serde_json::from_str(line)?;
@@ -314,7 +302,7 @@ pub(super) fn messages(line: &str) -> Result<(Vec<Value>, BTreeMap<String, Value
     Ok((messages, fields))
 }
 
-/// The messages, without fields that are null, as transformers has them.
+/// Returns the messages without null fields, as transformers does.
 fn messages_of(messages: &Value) -> Result<Vec<Value>> {
     ensure!(messages.kind() == ValueKind::Seq, "messages is {}, but must be a list; {FORMS}", messages.kind());
     let messages: Vec<Value> = messages.try_iter()?.collect();
@@ -325,7 +313,7 @@ fn messages_of(messages: &Value) -> Result<Vec<Value>> {
 fn message_of(number: usize, message: &Value) -> Result<Value> {
     ensure!(message.kind() == ValueKind::Map, "message {number} is {}, but must be an object; {FORMS}", message.kind());
     let role = message.get_attr("role")?;
-    ensure!(role.as_str().is_some(), "message {number} has no role that is text; {FORMS}");
+    ensure!(role.as_str().is_some(), "message {number} needs a role that is text; {FORMS}");
     let mut fields = Vec::new();
     for key in message.try_iter()? {
         let value = message.get_item(&key)?;

@@ -1,4 +1,4 @@
-//! Which examples share a sequence.
+//! Packing of examples into sequences.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -9,26 +9,25 @@ use fsdp_candle::nn::IGNORED;
 use crate::data::sft::Examples;
 use crate::data::stream::Permutation;
 
-/// So many sequences are open at a time.
+/// Maximal number of open sequences.
 const OPEN: usize = 64;
-/// A position beyond so many examples read is none that a run has come to.
+/// Largest position that is looked up, in examples.
 const MOST_READ: u64 = 1 << 40;
 
-/// How examples become sequences.
+/// Options of packing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PackingOptions {
-    /// Whether several may share a sequence.
+    /// Whether several examples may share a sequence.
     pub packing: bool,
-    /// Read them in another order in each epoch, which follows from this seed; unset: in that of the file.
+    /// Seed that shuffles the examples in each epoch. Unset: the order of the file.
     pub shuffle: Option<u64>,
 }
 
-/// Examples in sequences of `seq_len` tokens.
+/// Examples packed into sequences of `seq_len` tokens.
 ///
-/// In the order of the epoch, each goes to the first of the open sequences that has room for it, or else to a new one.
-/// When more than 64 are open, the oldest is closed; those that are left at the end of the epoch are closed in the
-/// order in which they were opened. Sequences are read in the order in which they are closed. All of this follows from
-/// the lengths of the examples, the seed and the epoch, so that every rank knows it.
+/// In the order of the epoch, each example goes to the first open sequence with enough room, or to a new one. The
+/// oldest sequence is closed when more than 64 are open. Sequences are read in the order in which they are closed. The
+/// result depends only on the lengths of the examples, the seed and the epoch, so every rank computes the same.
 pub(in crate::data) struct Packed {
     examples: Examples,
     seq_len: usize,
@@ -37,20 +36,20 @@ pub(in crate::data) struct Packed {
 }
 
 struct Epochs {
-    /// The first sequence of each epoch, as far as they are known.
+    /// First sequence of each known epoch.
     starts: Vec<u64>,
-    /// The latest ones that were made, with their number.
+    /// The latest computed epochs, with their numbers.
     recent: VecDeque<(u64, Arc<Epoch>)>,
 }
 
-/// The sequences of one epoch.
+/// Sequences of an epoch.
 #[derive(Default)]
 pub(in crate::data) struct Epoch {
-    /// The examples of all sequences, one sequence after another.
+    /// Examples of all sequences, concatenated.
     examples: Vec<u32>,
-    /// Where each sequence ends in these.
+    /// End of each sequence in `examples`.
     ends: Vec<usize>,
-    /// How many tokens of each are learnt.
+    /// Number of counted tokens in each sequence.
     learnt: Vec<u32>,
 }
 
@@ -61,7 +60,7 @@ impl Epochs {
         }
         let epoch = Arc::new(pack());
         self.recent.push_back((number, epoch.clone()));
-        // A step may begin in one epoch and end in the next; the first is always asked for.
+        // A step may span two epochs, and the first epoch is always needed.
         if self.recent.len() > 3 {
             let oldest = self.recent.iter().position(|(number, _)| *number > 0).unwrap_or(0);
             self.recent.remove(oldest);
@@ -70,15 +69,13 @@ impl Epochs {
     }
 }
 
-/// A sequence while it is being filled.
+/// A sequence that is being filled.
 struct Open {
     room: usize,
     examples: Vec<u32>,
 }
 
 impl Packed {
-    /// # Errors
-    /// An example does not fit into `seq_len`.
     pub(in crate::data) fn new(examples: Examples, seq_len: usize, options: PackingOptions) -> Result<Self> {
         let longest = (0..examples.len()).map(|index| examples.get(index).tokens.len()).max().unwrap_or(0);
         ensure!(longest <= seq_len + 1, "an example of {longest} tokens does not fit into sequences of {seq_len}");
@@ -90,15 +87,12 @@ impl Packed {
         &self.examples
     }
 
-    /// The number of sequences of the first epoch; those of others may be a few more or fewer.
+    /// Returns the number of sequences in the first epoch. Other epochs may have slightly more or fewer.
     pub(in crate::data) fn count(&self) -> u64 {
         self.lock().get(0, || self.pack(0)).ends.len() as u64
     }
 
-    /// The epoch of a sequence that is read `offset` after `position`, and its number there.
-    ///
-    /// # Errors
-    /// No run has come so far.
+    /// Returns the epoch of the sequence at `offset` after `position`, and the sequence's index in it.
     pub(in crate::data) fn place(&self, position: u64, offset: u64) -> Result<(Arc<Epoch>, usize)> {
         let mut epochs = self.lock();
         let first = epochs.get(0, || self.pack(0));
@@ -113,7 +107,7 @@ impl Packed {
              that it goes on from",
             self.examples
         );
-        // The last epoch that is known to begin there or before.
+        // Last known epoch that starts at or before the target.
         let mut number = epochs.starts.partition_point(|&start| start <= target) - 1;
         loop {
             let epoch = epochs.get(number as u64, || self.pack(number as u64));
@@ -164,12 +158,12 @@ impl Packed {
         epoch.ends.push(epoch.examples.len());
     }
 
-    /// Places that an example takes: its last token is predicted only.
+    /// Returns the inputs that an example takes. Its last token is only a target.
     fn slots(&self, example: u32) -> usize {
         self.examples.get(example as usize).tokens.len() - 1
     }
 
-    /// Appends a sequence to rows of inputs and targets, with padding behind it; returns the lengths of its documents.
+    /// Appends a sequence with padding to inputs and targets. Returns the lengths of its documents.
     pub(in crate::data) fn read(
         &self,
         epoch: &Epoch,
@@ -195,7 +189,7 @@ impl Packed {
 }
 
 impl Epoch {
-    /// How many tokens of a sequence are learnt.
+    /// Returns the number of counted tokens in a sequence.
     pub(in crate::data) fn learnt(&self, sequence: usize) -> u64 {
         self.learnt[sequence].into()
     }
@@ -212,7 +206,7 @@ mod tests {
 
     use super::*;
 
-    /// Examples of these many places, each with tokens of its own: the last two of each are learnt.
+    /// Returns examples with these numbers of inputs, whose last two tokens are counted.
     fn examples(slots: &[usize]) -> Examples {
         let all: Vec<(Vec<u32>, Vec<bool>)> = slots
             .iter()
@@ -234,10 +228,10 @@ mod tests {
     }
 
     #[test]
-    fn an_example_goes_to_the_first_sequence_that_has_room() {
+    fn examples_go_to_the_first_sequence_with_room() {
         let packed = packed(&[3, 3, 1, 4, 1, 2], 5, true, None);
         assert_eq!(sequences(&packed, 0), [vec![0, 2, 4], vec![1, 5], vec![3]]);
-        // Never more than 64 wait for more: after that the oldest is closed.
+        // The oldest of more than 64 open sequences is closed.
         let mut slots = vec![4; OPEN + 1];
         slots.extend([1, 1]);
         let found = sequences(&super::tests::packed(&slots, 5, true, None), 0);
@@ -245,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_have_documents_and_learn_what_is_to_be_learnt() {
+    fn rows_have_documents_and_targets() {
         let packed = packed(&[3, 1], 6, true, None);
         let (epoch, sequence) = packed.place(0, 0).unwrap();
         let (mut inputs, mut targets) = (vec![], vec![]);
@@ -257,14 +251,14 @@ mod tests {
     }
 
     #[test]
-    fn without_packing_each_has_a_sequence() {
+    fn unpacked_examples_have_their_own_sequence() {
         let packed = packed(&[3, 1, 5], 5, false, None);
         assert_eq!(sequences(&packed, 0), [vec![0], vec![1], vec![2]]);
         assert_eq!(packed.count(), 3);
     }
 
     #[test]
-    fn every_epoch_has_every_example_once_in_another_order() {
+    fn every_epoch_has_every_example_once() {
         let slots: Vec<usize> = (0..300).map(|i| 1 + i * 7 % 11).collect();
         let packed = packed(&slots, 16, true, Some(3));
         let orders: Vec<Vec<u32>> = (0..3).map(|epoch| sequences(&packed, epoch).concat()).collect();
@@ -273,14 +267,14 @@ mod tests {
             assert_eq!(order.len(), 300);
         }
         assert!(orders[0] != orders[1] && orders[1] != orders[2]);
-        // Tightly: 300 examples of six places on average take few more than they must.
+        // Examples of six inputs on average pack tightly.
         let least = slots.iter().sum::<usize>().div_ceil(16);
         assert!(sequences(&packed, 0).len() <= least + 2, "{} of {least}", sequences(&packed, 0).len());
     }
 
-    /// Wherever a run begins, it reads what an uninterrupted one reads there.
+    /// A run that starts at any position reads the same as an uninterrupted one.
     #[test]
-    fn any_position_is_found_from_anywhere() {
+    fn any_position_can_be_located() {
         let slots: Vec<usize> = (0..40).map(|i| 1 + i * 5 % 9).collect();
         let make = || packed(&slots, 12, true, Some(1));
         let whole = make();
@@ -299,12 +293,12 @@ mod tests {
         }
         let error = make().place(u64::MAX, 3).err().unwrap().to_string();
         assert!(error.contains("no run has come so far") && error.contains("40 examples of a test"), "{error}");
-        // In the file's order every position is near.
+        // Positions are computed directly in the order of the file.
         assert!(packed(&slots, 12, true, None).place(u64::MAX, 3).is_ok());
     }
 
     #[test]
-    fn examples_that_do_not_fit_are_refused() {
+    fn too_long_examples_are_refused() {
         let options = PackingOptions { packing: true, shuffle: None };
         let error = Packed::new(examples(&[3, 5]), 4, options).err().unwrap().to_string();
         assert!(error.contains("6 tokens does not fit into sequences of 4"), "{error}");

@@ -1,7 +1,4 @@
-//! Chat templates: Jinja, with what transformers gives to it.
-//! What of a conversation the assistant says.
-//! The special tokens that a model directory names.
-//! JSON as Python's `json.dumps` writes it, which templates expect of `tojson`.
+//! Chat templates in Jinja with transformers' extensions, and the assistant's turns in a conversation.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -19,7 +16,7 @@ use serde_json::ser::{Formatter, PrettyFormatter};
 
 use crate::data::text::{Marked, Text};
 
-/// How conversations are written where a model brings no template of its own.
+/// Template for models without one.
 pub(super) const DEFAULT: &str = "{% for message in messages %}\
 {{ message.role + ':\\n' + message.content + eos_token + '\\n' }}\
 {% endfor %}\
@@ -27,38 +24,34 @@ pub(super) const DEFAULT: &str = "{% for message in messages %}\
 
 const NAME: &str = "chat template";
 
-/// Instructions after which a template is taken to run forever; a conversation of a thousand messages takes a
-/// thousandth of them.
+/// Instruction limit against endless loops. A conversation of a thousand messages takes a thousandth of it.
 const FUEL: u64 = 100_000_000;
 
-/// The variables that stand in the place of `{% generation %}` and its end: empty, or marks.
+/// Variables that replace `{% generation %}` and `{% endgeneration %}`: empty, or a mark.
 const VARIABLES: [&str; 2] = ["__generation", "__endgeneration"];
-/// Candidates for marks: noncharacters, which a text may contain all the same.
+/// Candidates for marks. A text may contain these noncharacters too.
 const NONCHARACTERS: RangeInclusive<char> = '\u{fdd0}'..='\u{fdef}';
 
-/// A chat template, ready to run.
+/// A compiled chat template.
 pub(super) struct Template {
     environment: Environment<'static>,
-    /// Where it was read.
+    /// File that it was read from.
     pub(super) origin: String,
-    /// Whether it marks what the assistant says by `{% generation %}`.
+    /// Whether it marks the assistant's turns by `{% generation %}`.
     pub(super) marks: bool,
 }
 
 impl Template {
-    /// The template of a model directory: `chat_template.jinja`, or the `chat_template` in `tokenizer_config.json`,
-    /// which may be a list of named ones. Else [`DEFAULT`].
-    ///
-    /// # Errors
-    /// It is no template, or can't be read.
+    /// Loads the template of a model directory: `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`,
+    /// which may be a list of named ones. Otherwise [`DEFAULT`].
     pub(super) fn new(model: Option<&Path>, specials: &Specials) -> Result<Self> {
         let (source, origin) = match model.map(of_directory).transpose()?.flatten() {
             Some((source, path)) => (source, format!("the chat template in {}", path.display())),
             None => {
                 if specials.token("eos_token").is_none() {
                     bail!(
-                        "{} has no chat template, and the built-in format needs an eos_token, which is in none of \
-                         tokenizer_config.json, generation_config.json and config.json there: add the model's \
+                        "{} has no chat template, and the built-in format needs an eos_token, which neither \
+                         tokenizer_config.json, generation_config.json nor config.json has: add the model's \
                          chat_template.jinja or its tokenizer_config.json",
                         model.unwrap_or(Path::new("the model")).display()
                     );
@@ -86,15 +79,15 @@ impl Template {
         }
         environment.add_template_owned(NAME, source).map_err(|error| {
             anyhow!(
-                "{origin} is no Jinja template that can be used: {}; mend it, or put another chat_template.jinja into \
+                "{origin} is not a valid Jinja template: {}; fix it, or put another chat_template.jinja into \
                  the model directory",
-                told(&error)
+                describe(&error)
             )
         })?;
         Ok(Template { environment, origin, marks })
     }
 
-    /// What the template makes of messages, and which stretches of it (in bytes) it marks by `{% generation %}`.
+    /// Renders messages. Returns the text, and the byte ranges inside `{% generation %}`.
     pub(super) fn render(
         &self,
         messages: &[Value],
@@ -111,33 +104,33 @@ impl Template {
             context.extend(VARIABLES.into_iter().map(str::to_owned).zip(marks.map(Value::from)));
             template
                 .render(Value::from(context.clone()))
-                .map_err(|error| anyhow!("{} refuses it: {}", self.origin, told(&error)))
+                .map_err(|error| anyhow!("{} refuses it: {}", self.origin, describe(&error)))
         };
         let text = written(Default::default())?;
         if !self.marks {
             return Ok((text, vec![]));
         }
-        // A character of the text itself would act as a mark.
+        // A character that the text contains would act as a mark.
         let mut free = NONCHARACTERS.filter(|mark| !text.contains(*mark));
         let (Some(begin), Some(end)) = (free.next(), free.next()) else {
             bail!(
-                "the text has almost all of U+FDD0 to U+FDEF, which are no characters, and two of them must be left to \
-                 mark what the assistant says: remove them"
+                "the text uses almost all of the noncharacters U+FDD0 to U+FDEF, and two must be free to mark the \
+                 assistant's turns: remove them"
             )
         };
         let marked = written([begin, end].map(String::from))?;
         let (unmarked, spans) = without_marks(&marked, [begin, end]);
         ensure!(
             unmarked == text,
-            "{} works on what is inside {{% generation %}}, by a filter or a test, so that the assistant's words are \
-             not known: put {{% generation %}} and {{% endgeneration %}} around what is written at last",
+            "{} applies a filter or a test to the contents of {{% generation %}}, so the assistant's words can't be \
+             found: put {{% generation %}} and {{% endgeneration %}} around the final text",
             self.origin
         );
         Ok((text, spans))
     }
 }
 
-/// The source of a directory's template, if it has one, and its file.
+/// Returns the source of a directory's template and its file, if there is one.
 fn of_directory(model: &Path) -> Result<Option<(String, PathBuf)>> {
     let file = model.join("chat_template.jinja");
     if file.exists() {
@@ -161,15 +154,15 @@ fn of_directory(model: &Path) -> Result<Option<(String, PathBuf)>> {
         Some(source) => Ok(Some((source.to_owned(), file))),
         None if found.is_null() => Ok(None),
         None => bail!(
-            "the chat_template in {} is neither a text nor a list with one named default: put the template into \
+            "the chat_template in {} is neither text nor a list with an entry named default: put the template into \
              chat_template.jinja beside it",
             file.display()
         ),
     }
 }
 
-/// The source with [`VARIABLES`] in the place of `{% generation %}` and its end, and whether there are any. A block
-/// that does nothing stands on both sides of each, so that whitespace is trimmed as around the tag itself.
+/// Replaces `{% generation %}` and its end by [`VARIABLES`], and returns whether there were any. Empty blocks on both
+/// sides keep the trimming of whitespace as it was around the tags.
 fn with_marks(source: &str) -> (String, bool) {
     let (mut out, mut rest, mut found) = (String::new(), source, false);
     while let Some(at) = rest.find("{%") {
@@ -198,7 +191,7 @@ fn with_marks(source: &str) -> (String, bool) {
     (out, found)
 }
 
-/// The text without marks, and the stretches between them.
+/// Removes the marks, and returns the ranges between them.
 fn without_marks(text: &str, [begin, end]: [char; 2]) -> (String, Vec<Range<usize>>) {
     let (mut out, mut spans, mut start) = (String::new(), vec![], None);
     for c in text.chars() {
@@ -213,8 +206,8 @@ fn without_marks(text: &str, [begin, end]: [char; 2]) -> (String, Vec<Range<usiz
     (out, spans)
 }
 
-/// An error with where it is in the template and what caused it.
-fn told(error: &Error) -> String {
+/// Formats an error with its line in the template and its cause.
+fn describe(error: &Error) -> String {
     let mut text = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
     if let Some(line) = error.line() {
         text.push_str(&format!(" (line {line} of the template)"));
@@ -227,10 +220,10 @@ fn told(error: &Error) -> String {
     text
 }
 
-/// Writes a conversation and finds the assistant's turns in it: as the template marks them, or else by writing the
-/// conversation up to each of them, and with it.
+/// Formats a conversation and finds the assistant's turns: as the template marks them, or by formatting the
+/// conversation up to and including each of them.
 ///
-/// A turn reaches to its last special token, if nothing but whitespace follows that, else to its end.
+/// A turn includes its last special token if only whitespace follows it.
 pub(super) fn conversation(
     template: &Template,
     messages: &[Value],
@@ -240,7 +233,7 @@ pub(super) fn conversation(
     let is_assistant = |message: &Value| message.get_attr("role").is_ok_and(|role| role.as_str() == Some("assistant"));
     ensure!(
         messages.iter().any(is_assistant),
-        "there is no message with the role \"assistant\", so there is nothing to learn: add the answer, or remove the \
+        "no message has the role \"assistant\", so nothing can be learned: add the answer, or remove the \
          line"
     );
     let (text, marked) = template.render(messages, others, false)?;
@@ -263,19 +256,19 @@ pub(super) fn conversation(
     };
     ensure!(
         learnt.iter().all(Range::is_empty) || learnt.iter().any(says_something),
-        "the assistant's answer is empty, so there is nothing to learn: write it, or remove the line"
+        "the assistant's answer is empty, so nothing can be learned: write it, or remove the line"
     );
     learnt.retain(|span| !span.is_empty());
     ensure!(
         !learnt.is_empty(),
-        "{} leaves nothing of the assistant to be learnt{}",
+        "{} leaves nothing of the assistant to learn{}",
         template.origin,
-        if template.marks { ": it marks nothing by {% generation %} here" } else { "" }
+        if template.marks { ": its {% generation %} marks nothing here" } else { "" }
     );
     Ok(Marked { text, learnt, bare: false })
 }
 
-/// The stretch that is message `i`, which is the assistant's.
+/// Returns the range of message `i` of the assistant.
 fn turn(
     template: &Template,
     messages: &[Value],
@@ -286,38 +279,37 @@ fn turn(
 ) -> Result<Range<usize>> {
     let (before, _) = template.render(&messages[..i], others, true)?;
     let (after, _) = template.render(&messages[..=i], others, false)?;
-    // Some templates end every conversation, and so this one, by a token of its own.
+    // Some templates end every conversation, and so this prefix, with a token.
     let endings = specials.iter().filter_map(|token| after.trim_end().strip_suffix(token.as_str()));
     let end = std::iter::once(after.as_str()).chain(endings).find(|after| text.starts_with(after));
     match end {
         Some(end) if text.starts_with(&before) && before.len() <= end.len() => Ok(before.len()..end.len()),
         _ => bail!(
-            "{} writes the messages up to number {} otherwise when they are alone than within the whole conversation, \
-             so that it is not known which words are the assistant's. Write the conversation as lines that end with \
-             the assistant's first answer, or mark what the assistant says by {{% generation %}} and \
-             {{% endgeneration %}} in a chat_template.jinja in the model directory",
+            "{} formats the messages up to number {} differently alone than in the whole conversation, so the \
+             assistant's words can't be found. End lines with the assistant's first answer, or mark its turns by \
+             {{% generation %}} and {{% endgeneration %}} in a chat_template.jinja in the model directory",
             template.origin,
             i + 1
         ),
     }
 }
 
-/// What ends a turn where tokens are bytes: the one that is in no text.
+/// End token where tokens are bytes: a byte that is in no text.
 const END_OF_BYTES: &str = "\0";
 
-/// Special tokens by the names that templates know them by, `bos_token` and its like, and what ends a text.
+/// Special tokens by their names in templates, such as `bos_token`, and the tokens that end a text.
 #[derive(Debug, Default)]
 pub(super) struct Specials {
     pub(super) named: BTreeMap<String, String>,
-    /// What is put after a completion.
+    /// Token appended to a completion.
     pub(super) end: Option<u32>,
-    /// The ids that end an answer.
+    /// Ids that end an answer.
     pub(super) stops: Vec<u32>,
 }
 
 impl Specials {
-    /// Of `tokenizer_config.json`, `special_tokens_map.json`, `generation_config.json` and `config.json` in a model
-    /// directory, as far as they are there; of bytes, where there is no tokenizer.
+    /// Reads `tokenizer_config.json`, `special_tokens_map.json`, `generation_config.json` and `config.json` in a model
+    /// directory, if they exist.
     pub(super) fn new(model: Option<&Path>, text: &Text) -> Result<Self> {
         if text.is_bytes() {
             let named = BTreeMap::from([("eos_token".to_owned(), END_OF_BYTES.to_owned())]);
@@ -352,21 +344,21 @@ impl Specials {
         Ok(Specials { named, end, stops })
     }
 
-    /// The text of a special token.
+    /// Returns the text of a special token.
     pub(super) fn token(&self, name: &str) -> Option<&str> {
         self.named.get(name).map(String::as_str)
     }
 }
 
-/// A file of the model directory, if it is there.
+/// Reads a JSON file of the model directory, if it exists.
 pub(super) fn read_json(model: Option<&Path>, name: &str) -> Result<Option<serde_json::Value>> {
     let Some(path) = model.map(|model| model.join(name)).filter(|path| path.exists()) else { return Ok(None) };
     let read = || -> Result<serde_json::Value> { Ok(serde_json::from_str(&std::fs::read_to_string(&path)?)?) };
     read().map(Some).with_context(|| format!("cannot read {}", path.display()))
 }
 
-/// The filter `tojson` of transformers' templates: `ensure_ascii` is false unless asked for, and nothing is escaped
-/// for HTML.
+/// Filter `tojson` of transformers' templates, as Python's `json.dumps` with `ensure_ascii=False` and without HTML
+/// escapes.
 pub(super) fn tojson(value: &Value, options: Kwargs) -> Result<Value, Error> {
     let indent: Option<usize> = options.get("indent")?;
     let sorted: Option<bool> = options.get("sort_keys")?;
@@ -376,7 +368,7 @@ pub(super) fn tojson(value: &Value, options: Kwargs) -> Result<Value, Error> {
         return Err(Error::new(ErrorKind::InvalidOperation, "tojson(ensure_ascii=true) is not supported"));
     }
     let written = match sorted {
-        // The values of `serde_json` have their keys sorted.
+        // Values of `serde_json` have sorted keys.
         Some(true) => serde_json::to_value(value).and_then(|value| write(&value, indent)),
         _ => write(value, indent),
     };
@@ -397,7 +389,7 @@ fn write(value: &impl Serialize, indent: Option<usize>) -> Result<String, serde_
     String::from_utf8(out).map_err(serde::ser::Error::custom)
 }
 
-/// A space after each comma and colon.
+/// JSON format with a space after each comma and colon.
 struct Spaced;
 
 impl Formatter for Spaced {

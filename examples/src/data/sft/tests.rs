@@ -1,4 +1,4 @@
-//! Templates against what transformers recorded, and what of a file is learnt.
+//! Comparison of templates with transformers' recorded output, and the tokens that the loss counts.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -16,7 +16,7 @@ fn recorded(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/chat").join(name)
 }
 
-/// A model directory with the recorded tokenizer and this chat template.
+/// Returns a model directory with the recorded tokenizer and this chat template.
 fn model(template: Option<&str>) -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     for name in ["tokenizer.json", "tokenizer_config.json"] {
@@ -28,12 +28,12 @@ fn model(template: Option<&str>) -> TempDir {
     dir
 }
 
-/// A model directory with a recorded template.
+/// Returns a model directory with a recorded template.
 fn model_of(name: &str) -> TempDir {
     model(Some(&fs::read_to_string(recorded(&format!("{name}.jinja"))).unwrap()))
 }
 
-/// All that lines are read with.
+/// State for reading lines.
 struct Reader {
     text: Text,
     template: Template,
@@ -52,7 +52,7 @@ impl Reader {
         super::read_line(line, &self.template, &self.specials)
     }
 
-    /// What is learnt of a line, stretch by stretch.
+    /// Returns the counted ranges of a line.
     fn learnt(&self, line: &str) -> Vec<String> {
         let Marked { text, learnt, .. } = self.read(line).unwrap();
         learnt.into_iter().map(|span| text[span].to_owned()).collect()
@@ -74,7 +74,7 @@ fn message(examples: anyhow::Result<Examples>) -> String {
 }
 
 #[test]
-fn templates_write_what_transformers_writes() {
+fn templates_match_transformers() {
     let cases: Vec<BTreeMap<String, Value>> =
         serde_json::from_str(&fs::read_to_string(recorded("recorded.json")).unwrap()).unwrap();
     assert!(cases.len() > 40);
@@ -112,7 +112,7 @@ const TWO: &str = r#"{"messages": [{"role": "user", "content": "Hi"}, {"role": "
     {"role": "user", "content": "And you?"}, {"role": "assistant", "content": "Fine"}]}"#;
 
 #[test]
-fn what_the_assistant_says_is_learnt_with_what_ends_it() {
+fn turns_include_their_end_token() {
     for (name, end) in
         [("chatml", "<|im_end|>"), ("llama3", "<|eot_id|>"), ("gemma", "<end_of_turn>"), ("generation", "<|im_end|>")]
     {
@@ -122,13 +122,13 @@ fn what_the_assistant_says_is_learnt_with_what_ends_it() {
     }
     let dir = model_of("mistral");
     assert_eq!(Reader::new(Some(dir.path())).learnt(TWO), [" Hello.</s>", " Fine</s>"]);
-    // It ends every conversation by a token, and so each of those that end with a turn of the assistant.
+    // This template ends every conversation with a token.
     let dir = model_of("phi3");
     assert_eq!(Reader::new(Some(dir.path())).learnt(TWO), ["Hello.<|end|>", "Fine<|end|>\n</s>"]);
 }
 
 #[test]
-fn a_model_without_template_has_the_built_in_format() {
+fn built_in_format_without_template() {
     let reader = Reader::new(None);
     let Marked { text, .. } = reader.read(TWO).unwrap();
     assert_eq!(text, "user:\nHi\0\nassistant:\nHello.\0\nuser:\nAnd you?\0\nassistant:\nFine\0\n");
@@ -138,7 +138,7 @@ fn a_model_without_template_has_the_built_in_format() {
 }
 
 #[test]
-fn templates_are_found_where_transformers_looks() {
+fn templates_are_found_like_transformers() {
     let dir = model(None);
     let config = dir.path().join("tokenizer_config.json");
     let learnt = || Reader::new(Some(dir.path())).learnt(TWO);
@@ -161,11 +161,14 @@ fn templates_are_found_where_transformers_looks() {
     let text = Text::new(Some(dir.path())).unwrap();
     let specials = Specials::new(Some(dir.path()), &text).unwrap();
     let error = format!("{:#}", Template::new(Some(dir.path()), &specials).err().unwrap());
-    assert!(error.contains("nor a list with one named default") && error.contains("chat_template.jinja"), "{error}");
+    assert!(
+        error.contains("nor a list with an entry named default") && error.contains("chat_template.jinja"),
+        "{error}"
+    );
 }
 
 #[test]
-fn the_end_may_be_known_by_its_id_alone() {
+fn end_token_may_be_given_by_id() {
     let dir = model(None);
     fs::remove_file(dir.path().join("tokenizer_config.json")).unwrap();
     let text = Text::new(Some(dir.path())).unwrap();
@@ -179,13 +182,13 @@ fn the_end_may_be_known_by_its_id_alone() {
 }
 
 #[test]
-fn lines_that_are_no_examples_are_told_what_they_are() {
+fn bad_lines_are_refused() {
     let reader = Reader::new(None);
     let empty = r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]}"#;
     for (line, parts) in [
         (empty, &["the assistant's answer is empty", "remove the line"][..]),
-        ("{\"messages\": [", &["no JSON object", "EOF", "{\"messages\": ["][..]),
-        ("[1, 2]", &["no JSON object", "\"prompt\": "]),
+        ("{\"messages\": [", &["not a JSON object", "EOF", "{\"messages\": ["][..]),
+        ("[1, 2]", &["not a JSON object", "\"prompt\": "]),
         ("{}", &["it has no keys"]),
         ("{\"text\": \"a\", \"id\": 1}", &["it has the keys \"id\", \"text\"; a line is"]),
         ("{\"prompt\": \"a\"}", &["it has the keys \"prompt\""]),
@@ -195,9 +198,9 @@ fn lines_that_are_no_examples_are_told_what_they_are() {
         ("{\"messages\": \"hi\"}", &["messages is string, but must be a list"]),
         ("{\"messages\": []}", &["messages is empty"]),
         ("{\"messages\": [1]}", &["message 1 is number, but must be an object"]),
-        ("{\"messages\": [{\"content\": \"a\"}]}", &["message 1 has no role"]),
+        ("{\"messages\": [{\"content\": \"a\"}]}", &["message 1 needs a role"]),
         ("{\"messages\": [{\"role\": \"user\", \"content\": null}]}", &["message 1 has no content"]),
-        ("{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}", &["no message with the role \"assistant\""]),
+        ("{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}", &["no message has the role \"assistant\""]),
     ] {
         let error = reader.refuses(line);
         assert!(parts.iter().all(|part| error.contains(part)), "{line}: {error}");
@@ -210,17 +213,14 @@ fn lines_that_are_no_examples_are_told_what_they_are() {
 }
 
 #[test]
-fn a_template_that_looks_ahead_must_mark_what_is_learnt() {
-    // What is said before the last question is shortened.
+fn templates_that_look_ahead_need_marks() {
+    // This template shortens messages before the last question.
     let forgets = "{% for m in messages %}[{{ m.role }}]\
                    {{ m.content if loop.index0 >= messages | length - 2 else '..' }}{% endfor %}\
                    {% if add_generation_prompt %}[assistant]{% endif %}";
     let dir = model(Some(forgets));
     let error = Reader::new(Some(dir.path())).refuses(TWO);
-    assert!(
-        error.contains("up to number 2 otherwise when they are alone") && error.contains("{% generation %}"),
-        "{error}"
-    );
+    assert!(error.contains("up to number 2 differently alone") && error.contains("{% generation %}"), "{error}");
     let marked = forgets
         .replace("{{ m.content", "{% generation %}{{ m.content")
         .replace(" else '..' }}", " else '' }}{% endgeneration %}");
@@ -228,12 +228,12 @@ fn a_template_that_looks_ahead_must_mark_what_is_learnt() {
     assert_eq!(Reader::new(Some(dir.path())).learnt(TWO), ["And you?", "Fine"]);
     fs::write(dir.path().join("chat_template.jinja"), "{% generation %}{% endgeneration %}a").unwrap();
     let error = Reader::new(Some(dir.path())).refuses(TWO);
-    assert!(error.contains("nothing of the assistant") && error.contains("it marks nothing by"), "{error}");
+    assert!(error.contains("nothing of the assistant") && error.contains("{% generation %} marks nothing"), "{error}");
 }
 
-/// Whatever a message holds: noncharacters, which marks are made of, are text there, and so are the tags.
+/// Noncharacters and tags inside messages are plain text.
 #[test]
-fn no_text_marks_what_is_learnt() {
+fn text_can_not_act_as_a_mark() {
     let dir = model_of("generation");
     let own = model(Some(
         "{% macro turn(m) %}[{% generation %}{{ m.content }}{% endgeneration %}]{% endmacro %}\
@@ -259,22 +259,22 @@ fn no_text_marks_what_is_learnt() {
         { "role": "user", "content": all }, { "role": "assistant", "content": "says" }] });
     let error = Reader::new(Some(dir.path())).refuses(&line.to_string());
     assert!(error.contains("U+FDD0 to U+FDEF") && error.contains("remove them"), "{error}");
-    // A template without marks needs no characters.
+    // A template without marks needs no free characters.
     assert_eq!(Reader::new(None).learnt(&line.to_string()), ["says\0"]);
-    // A mark in what is trimmed or counted would make another text.
+    // A mark in filtered text would change the output.
     let filtered = model(Some(
         "{% for m in messages %}{% set text %}{% generation %} {{ m.content }}{% endgeneration %}{% endset %}\
          {{ text | trim }}{% endfor %}",
     ));
     let error = Reader::new(Some(filtered.path())).refuses(TWO);
-    assert!(error.contains("works on what is inside {% generation %}"), "{error}");
+    assert!(error.contains("to the contents of {% generation %}"), "{error}");
 }
 
 #[test]
-fn a_file_that_is_no_template_is_told_where() {
+fn bad_templates_are_refused() {
     let dir = model(Some("{{ bos_token }}\n{% for message in messages %}"));
     let error = message(load(dir.path(), "{}", Some(dir.path()), 9));
-    assert!(error.contains("chat_template.jinja is no Jinja template") && error.contains("line "), "{error}");
+    assert!(error.contains("chat_template.jinja is not a valid Jinja template") && error.contains("line "), "{error}");
     let dir = model(Some("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"));
     let error = message(load(dir.path(), &TWO.replace('\n', " "), Some(dir.path()), 9));
     assert!(error.contains("refuses it: engine ran out of fuel"), "{error}");
@@ -283,14 +283,14 @@ fn a_file_that_is_no_template_is_told_where() {
     assert!(error.contains("chat.jsonl, line 1: ") && error.contains("nothing_known"), "{error}");
 }
 
-/// The tokens of an example, and how many of them are learnt.
+/// Returns the tokens of an example, and the number of counted ones.
 fn shown(examples: &Examples, index: usize) -> (Vec<u32>, usize) {
     let example = examples.get(index);
     (example.tokens.to_vec(), example.learnt.iter().filter(|&&learnt| learnt).count())
 }
 
 #[test]
-fn completions_end_with_the_end_and_special_tokens_come_once() {
+fn completions_have_special_tokens_once() {
     let dir = model(None);
     let text = Text::new(Some(dir.path())).unwrap();
     let [begin, end] = ["<s>", "</s>"].map(|token| text.id_of(token).unwrap());
@@ -304,7 +304,7 @@ fn completions_end_with_the_end_and_special_tokens_come_once() {
     assert_eq!((learnt, examples.first_prompt()), (tokens.len() - prompt.len(), &prompt[..]));
     assert_eq!(shown(&examples, 1), (vec![begin, text.id_of("a").unwrap(), text.id_of("b").unwrap(), end], 2));
 
-    // A tokenizer that begins every text by a token of its own.
+    // A tokenizer that starts every text with a token.
     let file = dir.path().join("tokenizer.json");
     let special = |token: &str| serde_json::json!({ "SpecialToken": { "id": token, "type_id": 0 } });
     let sequence = |id: &str| serde_json::json!({ "Sequence": { "id": id, "type_id": 0 } });
@@ -336,7 +336,7 @@ fn completions_end_with_the_end_and_special_tokens_come_once() {
 }
 
 #[test]
-fn long_examples_are_cut_and_those_with_nothing_left_are_dropped() {
+fn long_examples_are_cut_or_dropped() {
     let dir = tempfile::tempdir().unwrap();
     let line =
         |prompt: &str, completion: &str| format!("{{\"prompt\": \"{prompt}\", \"completion\": \"{completion}\"}}\n");
@@ -346,9 +346,9 @@ fn long_examples_are_cut_and_those_with_nothing_left_are_dropped() {
     let of = |text: &str| text.bytes().map(u32::from).collect::<Vec<_>>();
     assert_eq!(examples.len(), 3);
     assert_eq!([0, 1, 2].map(|i| shown(&examples, i)), [(of("abcd\0"), 3), (of("abcde"), 3), (of("abcd\0"), 4)]);
-    let said = examples.shortened().unwrap();
-    assert!(said.starts_with("2 of the 4 examples in ") && said.contains("1 of these were left out"), "{said}");
-    assert_eq!(load(dir.path(), &line("ab", "cd"), None, 4).unwrap().shortened(), None);
+    let said = examples.truncation_warning().unwrap();
+    assert!(said.starts_with("2 of the 4 examples in ") && said.contains("1 of these were dropped"), "{said}");
+    assert_eq!(load(dir.path(), &line("ab", "cd"), None, 4).unwrap().truncation_warning(), None);
     let error = message(load(dir.path(), &line("abcdef", "g"), None, 4));
     assert!(
         error.contains("nothing is left to learn of the 1 examples") && error.contains("larger --seq-len"),
@@ -358,15 +358,15 @@ fn long_examples_are_cut_and_those_with_nothing_left_are_dropped() {
     let silent = r#"{"messages": [{"role": "user", "content": "abcdef"}, {"role": "assistant", "content": ""}]}"#;
     let error = message(load(dir.path(), silent, None, 4));
     assert!(error.contains("chat.jsonl, line 1: the assistant's answer is empty"), "{error}");
-    // What follows the last answer teaches nothing.
+    // Messages after the last answer are dropped.
     let more = TWO.replace('\n', " ").replace("]}", ", {\"role\": \"user\", \"content\": \"Bye\"}]}");
     let examples = load(dir.path(), &more, None, 99).unwrap();
     assert_eq!(shown(&examples, 0).0, of("user:\nHi\0\nassistant:\nHello.\0\nuser:\nAnd you?\0\nassistant:\nFine\0"));
-    assert!(examples.shortened().is_none());
+    assert!(examples.truncation_warning().is_none());
 }
 
 #[test]
-fn files_without_examples_and_their_lines_are_named() {
+fn files_without_examples_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     for content in ["", "\n  \n"] {
         let error = message(load(dir.path(), content, None, 9));
@@ -376,7 +376,7 @@ fn files_without_examples_and_their_lines_are_named() {
     let error = message(load(dir.path(), &format!("{good}\n{{\"a\": 1}}"), None, 9));
     assert!(error.contains("chat.jsonl, line 3: it has the keys \"a\""), "{error}");
     let error = message(load(dir.path(), &format!("{}nothing", good.repeat(600)), None, 9));
-    assert!(error.contains("chat.jsonl, line 601: it is no JSON object"), "{error}");
+    assert!(error.contains("chat.jsonl, line 601: it is not a JSON object"), "{error}");
     let error = message(load(dir.path(), "{\"prompt\": \"\", \"completion\": \"\\u0000\"}", None, 9));
     assert!(error.contains("line 1: no token of it is to be learnt"), "{error}");
     let model = model(None);
@@ -390,18 +390,18 @@ fn files_without_examples_and_their_lines_are_named() {
 
 /// Some editors write a byte order mark. It is skipped on the first line alone.
 #[test]
-fn a_byte_order_mark_at_the_start_of_a_file_is_passed_over() {
+fn byte_order_mark_is_skipped() {
     let dir = tempfile::tempdir().unwrap();
     let line = "{\"prompt\": \"a\", \"completion\": \"b\"}\n";
     let want = load(dir.path(), line, None, 9).unwrap().checksum();
     assert_eq!(load(dir.path(), &format!("\u{feff}{line}"), None, 9).unwrap().checksum(), want);
     assert_eq!(load(dir.path(), &format!("\u{feff}\n{line}"), None, 9).unwrap().checksum(), want);
     let error = message(load(dir.path(), &format!("{line}\u{feff}{line}"), None, 9));
-    assert!(error.contains("chat.jsonl, line 2: it is no JSON object"), "{error}");
+    assert!(error.contains("chat.jsonl, line 2: it is not a JSON object"), "{error}");
 }
 
 #[test]
-fn the_checksum_knows_tokens_masks_and_borders() {
+fn checksum_covers_tokens_masks_and_ends() {
     let sums: Vec<u64> = [
         &[(&[1u32, 2, 3][..], &[false, true, true][..])][..],
         &[(&[1, 2, 3], &[false, false, true])],
@@ -417,7 +417,7 @@ fn the_checksum_knows_tokens_masks_and_borders() {
 proptest! {
     /// Whatever a line holds, it is read or refused.
     #[test]
-    fn no_line_makes_it_panic(line in "\\PC{0,80}", content in "\\PC*", role in "user|assistant|system|x") {
+    fn no_line_panics(line in "\\PC{0,80}", content in "\\PC*", role in "user|assistant|system|x") {
         let reader = Reader::new(None);
         let _ = reader.read(&line);
         let says = |role: &str| serde_json::json!({ "role": role, "content": content });

@@ -28,7 +28,7 @@ fn message(data: Result<Data>) -> String {
 }
 
 #[test]
-fn any_stretch_can_be_read_over_the_borders_of_files() {
+fn reads_span_files() {
     let data = data_of(&[&[0, 1, 2], &[], &[3], &[4, 5]]);
     for start in 0..6_u32 {
         for end in start + 1..=6 {
@@ -45,7 +45,7 @@ fn any_stretch_can_be_read_over_the_borders_of_files() {
 }
 
 #[test]
-fn a_token_file_that_is_cut_short_while_it_is_read_is_an_error() {
+fn truncated_token_file_is_an_error() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("tokens.bin");
     fs::write(&file, bin(&[1; 10_000])).unwrap();
@@ -58,7 +58,7 @@ fn a_token_file_that_is_cut_short_while_it_is_read_is_an_error() {
     assert!(error.contains("which had 10000 when the run began"), "{error}");
 }
 
-/// No test, but what the process of the next one runs: limits are a whole process's.
+/// Runs in a process of its own, started by the next test, because limits apply to a process.
 #[test]
 fn read_with_few_descriptors() {
     let Some(directory) = env::var_os("FSDP_TEST_DATA") else { return };
@@ -68,7 +68,7 @@ fn read_with_few_descriptors() {
 }
 
 #[test]
-fn there_may_be_more_files_than_a_process_may_open_at_first() {
+fn file_limit_is_raised() {
     let directory = tempfile::tempdir().unwrap();
     (0..100).for_each(|i| fs::write(directory.path().join(format!("{i}.bin")), bin(&[i])).unwrap());
     let child = std::process::Command::new(env::current_exe().unwrap())
@@ -81,7 +81,7 @@ fn there_may_be_more_files_than_a_process_may_open_at_first() {
 }
 
 #[test]
-fn the_checksum_tells_data_apart_however_they_are_read() {
+fn checksum_depends_on_tokens_only() {
     let directory = tempfile::tempdir().unwrap();
     let path = |name: &str| directory.path().join(name);
     let checksum = |name: &str| read(&path(name), 256).unwrap().checksum();
@@ -107,7 +107,7 @@ fn the_checksum_tells_data_apart_however_they_are_read() {
 }
 
 #[test]
-fn token_files_are_u16_little_endian_in_the_order_of_their_names() {
+fn token_files_are_u16_little_endian_in_name_order() {
     let directory = tempfile::tempdir().unwrap();
     fs::write(directory.path().join("b.bin"), bin(&[3, 65_535])).unwrap();
     fs::write(directory.path().join("a.bin"), bin(&[258])).unwrap();
@@ -118,7 +118,7 @@ fn token_files_are_u16_little_endian_in_the_order_of_their_names() {
 }
 
 #[test]
-fn a_token_file_of_odd_length_is_refused() {
+fn odd_length_is_refused() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("odd.bin");
     fs::write(&file, b"abc").unwrap();
@@ -127,10 +127,10 @@ fn a_token_file_of_odd_length_is_refused() {
 }
 
 #[test]
-fn the_first_id_beyond_the_vocabulary_is_named() {
+fn first_id_beyond_the_vocabulary_is_named() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("tokens.bin");
-    // Past the first stretch that is read at a time.
+    // Longer than one read.
     let mut ids = vec![130; 600_000];
     (ids[550_000], ids[550_001]) = (131, 200);
     fs::write(&file, bin(&ids)).unwrap();
@@ -144,7 +144,7 @@ fn the_first_id_beyond_the_vocabulary_is_named() {
 }
 
 #[test]
-fn texts_are_joined_by_newlines_and_other_files_left_out() {
+fn texts_are_joined_by_newlines() {
     let directory = tempfile::tempdir().unwrap();
     fs::write(directory.path().join("1.txt"), "one").unwrap();
     fs::write(directory.path().join("2.png"), b"\x89PNG\0").unwrap();
@@ -156,7 +156,7 @@ fn texts_are_joined_by_newlines_and_other_files_left_out() {
 }
 
 #[test]
-fn a_directory_without_text_and_a_file_that_is_none_are_refused() {
+fn binary_files_are_refused() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("weights.safetensors");
     fs::write(&file, b"\0\0").unwrap();
@@ -165,7 +165,7 @@ fn a_directory_without_text_and_a_file_that_is_none_are_refused() {
 }
 
 #[test]
-fn bytes_beyond_a_model_s_vocabulary_point_to_the_missing_tokenizer() {
+fn bytes_beyond_the_vocabulary_suggest_a_tokenizer() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("a.txt");
     fs::write(&file, "ab\u{e9}").unwrap();
@@ -178,7 +178,7 @@ fn bytes_beyond_a_model_s_vocabulary_point_to_the_missing_tokenizer() {
 }
 
 #[test]
-fn text_is_tokenised_and_ids_beyond_the_model_s_vocabulary_point_to_the_tokenizer() {
+fn ids_beyond_the_vocabulary_suggest_another_tokenizer() {
     let directory = tempfile::tempdir().unwrap();
     fs::write(directory.path().join("tokenizer.json"), TOKENIZER).unwrap();
     let text = Text::new(Some(directory.path())).unwrap();
@@ -197,8 +197,8 @@ fn text_is_tokenised_and_ids_beyond_the_model_s_vocabulary_point_to_the_tokenize
 }
 
 #[test]
-fn the_workspace_is_read_by_default() {
-    // Tests run in their package's directory, which is in a workspace or is the root of none.
+fn workspace_is_the_default() {
+    // Tests run in their package's directory, which may be in a workspace.
     let data = Data::load(None, &Text::new(None).unwrap(), 256);
     match DataFiles::of_workspace(&env::current_dir().unwrap()) {
         Ok(_) => assert!(data.unwrap().len() > 1000),

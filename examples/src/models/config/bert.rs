@@ -1,65 +1,65 @@
-//! What Hugging Face's `BertConfig` says.
+//! Configuration of BERT.
 
 use anyhow::ensure;
 use serde::{Deserialize, Serialize};
 
 use crate::models::config::{Activation, at_least_one, below_one, not_negative, padding_row};
 
-/// What Hugging Face's `BertConfig` says that matters here.
+/// The fields of Hugging Face's `BertConfig` that are used.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub struct BertConfig {
     /// `bert`.
     pub model_type: String,
     /// Width of the residual stream.
     pub hidden_size: usize,
-    /// Heads.
+    /// Attention heads.
     pub num_attention_heads: usize,
-    /// Blocks.
+    /// Number of blocks.
     pub num_hidden_layers: usize,
     /// Width inside an MLP.
     pub intermediate_size: usize,
     /// Number of token ids.
     pub vocab_size: usize,
-    /// The token that fills sequences up.
+    /// Id of the padding token.
     #[serde(default = "default_padding")]
     pub pad_token_id: Option<i64>,
     /// Longest sequence.
     #[serde(default = "default_positions")]
     pub max_position_embeddings: usize,
-    /// Kinds of segments; all tokens are of the first.
+    /// Number of segment types. All tokens have the first.
     #[serde(default = "default_types")]
     pub type_vocab_size: usize,
-    /// Added to the variance in layer norms.
+    /// Epsilon of layer norms.
     #[serde(default = "default_norm_eps_bert")]
     pub layer_norm_eps: f64,
-    /// The activation of MLPs and of the head.
+    /// Activation of MLPs and of the head.
     #[serde(default = "default_bert_act")]
     pub hidden_act: String,
     /// Standard deviation of random initial weights.
     #[serde(default = "default_stdev")]
     pub initializer_range: f64,
-    /// How positions come in; `absolute` is known.
+    /// Type of position embeddings. Only `absolute` is supported.
     #[serde(default = "default_position_kind")]
     pub position_embedding_type: String,
-    /// Whether tokens see only those before them; `false` is known.
+    /// Whether attention is causal. Only `false` is supported.
     #[serde(default)]
     pub is_decoder: bool,
-    /// Whether there is attention to an encoder's outputs; `false` is known.
+    /// Whether there is cross-attention. Only `false` is supported.
     #[serde(default)]
     pub add_cross_attention: bool,
-    /// Whether the head is the embedding; `true` is known.
+    /// Whether the head shares the embedding's weights. Only `true` is supported.
     #[serde(default = "tied")]
     pub tie_word_embeddings: bool,
-    /// Dropout of embeddings, and of what attention and MLP add to the residual stream.
+    /// Dropout of embeddings, and of the outputs of attention and MLP.
     #[serde(default = "default_dropout")]
     pub hidden_dropout_prob: f64,
     /// Dropout of attention weights.
     #[serde(default = "default_dropout")]
     pub attention_probs_dropout_prob: f64,
-    /// What `hidden_act` says.
+    /// Parsed `hidden_act`.
     #[serde(skip, default = "default_activation")]
     pub activation: Activation,
-    /// The row of the tokens' embedding that lookups do not train.
+    /// Row of the token embedding that lookups do not train.
     #[serde(skip)]
     pub padding: Option<usize>,
 }
@@ -97,7 +97,7 @@ fn default_activation() -> Activation {
 }
 
 impl BertConfig {
-    /// The configuration, if it is one of a model that can be built.
+    /// Checks that the model can be built, and fills in the parsed fields.
     pub(super) fn checked(mut self) -> anyhow::Result<Self> {
         at_least_one(&[
             ("hidden_size", self.hidden_size),
@@ -121,7 +121,7 @@ impl BertConfig {
         );
         ensure!(
             self.position_embedding_type == "absolute",
-            "position_embedding_type = \"{}\" is not known; \"absolute\" is",
+            "position_embedding_type = \"{}\" is not supported; expected \"absolute\"",
             self.position_embedding_type
         );
         for (name, value, known) in [
@@ -129,7 +129,7 @@ impl BertConfig {
             ("add_cross_attention", self.add_cross_attention, false),
             ("tie_word_embeddings", self.tie_word_embeddings, true),
         ] {
-            ensure!(value == known, "{name} = {value} is not supported for BERT; {known} is");
+            ensure!(value == known, "{name} = {value} is not supported for BERT; expected {known}");
         }
         self.activation = Activation::parse("hidden_act", &self.hidden_act)?;
         self.padding = padding_row(self.pad_token_id, self.vocab_size)?;

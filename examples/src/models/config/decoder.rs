@@ -1,16 +1,13 @@
-//! What the families of decoders differ in, as options.
-//! The fields that `config.json` of a decoder may have, and the families of decoders.
-//! The experts of a decoder's layers.
+//! Configuration of decoders: the options in which the families differ, read from `config.json`.
 
 use anyhow::{Context, bail, ensure};
 use fsdp_candle::nn::AttentionOptions;
 use serde::{Deserialize, Deserializer, Serialize};
 
-use crate::models::config::rope::{Around, Rope};
+use crate::models::config::rope::{Defaults, Rope};
 use crate::models::config::{Activation, above_zero, at_least_one, below_one, not_negative, padding_row};
 
-/// A decoder: what its `config.json` says, and what follows for its layers. Whatever a file leaves out is as
-/// transformers has it.
+/// Configuration of a decoder. Absent fields have transformers' defaults.
 #[derive(Clone, Debug, Serialize)]
 pub struct DecoderConfig {
     #[serde(flatten)]
@@ -36,43 +33,43 @@ pub struct DecoderConfig {
     /// Number of token ids.
     #[serde(skip)]
     pub vocabulary: usize,
-    /// The embedding's row that lookups do not train.
+    /// Row of the embedding that lookups do not train.
     #[serde(skip)]
     pub padding: Option<usize>,
     /// Longest sequence.
     #[serde(skip)]
     pub positions: usize,
-    /// Norms.
+    /// Norms of the blocks.
     #[serde(skip)]
     pub norms: Norms,
-    /// Biases.
+    /// Biases of the projections.
     #[serde(skip)]
     pub biases: Biases,
-    /// Whether queries, keys and values are one projection, and so are gate and up.
+    /// Whether queries, keys and values are one projection, as are gate and up.
     #[serde(skip)]
     pub fused: bool,
-    /// The MLP's activation.
+    /// Activation of the MLP.
     #[serde(skip)]
     pub activation: Activation,
-    /// What becomes of embeddings: they are multiplied by this.
+    /// Factor of the embeddings.
     #[serde(skip)]
     pub embedding_scale: Option<f64>,
-    /// Logits `x` become `cap * tanh(x / cap)`.
+    /// Cap of the logits: `x` becomes `cap * tanh(x / cap)`.
     #[serde(skip)]
     pub logit_softcap: Option<f64>,
-    /// Whether the head is the embedding.
+    /// Whether the head shares the embedding's weights.
     #[serde(skip)]
     pub tied: bool,
     /// Standard deviation of random initial weights.
     #[serde(skip)]
     pub initializer_range: f64,
-    /// Experts in place of MLPs.
+    /// Experts, which replace MLPs.
     #[serde(skip)]
     pub experts: Option<ExpertsConfig>,
-    /// The rotary embedding, but for layers with a window of their own kind.
+    /// Rotary embedding.
     #[serde(skip)]
     pub rope: Rope,
-    /// The rotary embedding of layers with a window, where it is another.
+    /// Rotary embedding of sliding-window layers, if it differs.
     #[serde(skip)]
     pub local_rope: Option<Rope>,
     /// Dropout of attention weights.
@@ -84,20 +81,20 @@ pub struct DecoderConfig {
     windows: Windows,
 }
 
-/// The norms of a block.
+/// Norms of a block.
 #[derive(Clone, Copy, Debug)]
 pub struct Norms {
-    /// Added to the mean square.
+    /// Epsilon, added to the mean square.
     pub eps: f64,
-    /// Whether a weight `w` stands for `1 + w`, as in Gemma.
-    pub from_one: bool,
-    /// Whether there are norms behind attention and MLP as well.
-    pub behind: bool,
-    /// Whether there are norms on each head's queries and keys.
+    /// Whether weights are `1 + w`, as in Gemma.
+    pub one_plus_weight: bool,
+    /// Whether norms also follow attention and MLP.
+    pub post: bool,
+    /// Whether each head's queries and keys have norms.
     pub heads: bool,
 }
 
-/// Which projections have biases.
+/// Projections that have biases.
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs)]
 pub struct Biases {
@@ -106,16 +103,16 @@ pub struct Biases {
     pub mlp: bool,
 }
 
-/// Which layers have a window.
+/// Layers with a sliding window.
 #[derive(Clone, Debug)]
 enum Windows {
     All,
     None,
-    /// Those from this one on.
+    /// Layers from this one on.
     From(usize),
-    /// All but every so many-th.
+    /// All layers except every N-th.
     AllBut(usize),
-    /// As listed.
+    /// Layers whose entry is true.
     Listed(Vec<bool>),
 }
 
@@ -157,8 +154,8 @@ impl DecoderConfig {
         let eps = if matches!(family, Family::Phi3 | Family::Mixtral) { 1e-5 } else { 1e-6 };
         let norms = Norms {
             eps: fields.rms_norm_eps.unwrap_or(eps),
-            from_one: gemma,
-            behind: gemma,
+            one_plus_weight: gemma,
+            post: gemma,
             heads: matches!(family, Family::Qwen3 | Family::Qwen3Moe | Family::Gemma3),
         };
         let initializer_range = fields.initializer_range.unwrap_or(0.02);
@@ -196,7 +193,7 @@ impl DecoderConfig {
         above_zero(&[("query_pre_attn_scalar", width_of_scale)])?;
         ensure!(
             !gemma || fields.use_bidirectional_attention != Some(true),
-            "use_bidirectional_attention = true is not supported; false is"
+            "use_bidirectional_attention = true is not supported; expected false"
         );
         let qkv = match family {
             Family::Qwen2 => true,
@@ -237,18 +234,18 @@ impl DecoderConfig {
         })
     }
 
-    /// What a layer's attention is.
+    /// Returns the attention options of a layer.
     pub fn attention(&self, layer: usize) -> AttentionOptions {
         let window = self.attention.window.filter(|_| self.windows.reach(layer));
         AttentionOptions { window, ..self.attention }
     }
 
-    /// Whether a layer has the rotary embedding of layers with a window.
+    /// Returns whether a layer uses the rotary embedding of sliding-window layers.
     pub fn is_local(&self, layer: usize) -> bool {
         self.local_rope.is_some() && self.windows.reach(layer)
     }
 
-    /// The experts of a layer.
+    /// Returns the experts of a layer, if any.
     pub fn experts(&self, layer: usize) -> Option<&ExpertsConfig> {
         self.experts.as_ref().filter(|experts| experts.are_in(layer))
     }
@@ -257,12 +254,15 @@ impl DecoderConfig {
 fn no_dropout(fields: &Fields) -> anyhow::Result<()> {
     for (name, value) in [("resid_pdrop", fields.resid_pdrop), ("embd_pdrop", fields.embd_pdrop)] {
         let value = value.unwrap_or(0.);
-        ensure!(value == 0., "{name} = {value} is not supported; 0 is: decoders drop attention weights alone");
+        ensure!(
+            value == 0.,
+            "{name} = {value} is not supported; expected 0, because decoders drop only attention weights"
+        );
     }
     Ok(())
 }
 
-/// The rotary embedding, and another one of layers with a window.
+/// Returns the rotary embedding, and that of sliding-window layers if it differs.
 fn ropes(family: Family, fields: &Fields, head_dim: usize, positions: usize) -> anyhow::Result<(Rope, Option<Rope>)> {
     let own = fields.rope_parameters.as_deref().or(fields.rope_scaling.as_deref()).cloned().unwrap_or_default();
     let usual = match family {
@@ -270,22 +270,19 @@ fn ropes(family: Family, fields: &Fields, head_dim: usize, positions: usize) -> 
         _ => 1e4,
     };
     let theta = fields.rope_theta.unwrap_or(usual);
-    let around = Around { fields, head_dim, positions, theta, old_names: family == Family::Phi3 };
+    let defaults = Defaults { fields, head_dim, positions, theta, old_names: family == Family::Phi3 };
     let apart = own.full_attention.is_some() || own.sliding_attention.is_some();
     if family != Family::Gemma3 {
-        ensure!(
-            !apart,
-            "rope_parameters of each kind of layer are not supported but for gemma3_text: give one for all"
-        );
-        return Ok((Rope::new(&own, around)?, None));
+        ensure!(!apart, "rope_parameters per kind of layer are supported for gemma3_text only: use one for all layers");
+        return Ok((Rope::new(&own, defaults)?, None));
     }
     let full = if apart { own.full_attention.as_deref().cloned().unwrap_or_default() } else { own.clone() };
     let local: RopeParameters = own.sliding_attention.as_deref().cloned().unwrap_or_default();
     let local_theta = fields.rope_local_base_freq.unwrap_or(1e4);
-    Ok((Rope::new(&full, around)?, Some(Rope::new(&local, Around { theta: local_theta, ..around })?)))
+    Ok((Rope::new(&full, defaults)?, Some(Rope::new(&local, Defaults { theta: local_theta, ..defaults })?)))
 }
 
-/// The caps of scores and of logits.
+/// Returns the caps of attention scores and logits.
 fn softcaps(family: Family, fields: &Fields) -> anyhow::Result<(Option<f64>, Option<f64>)> {
     let usual = |cap| if family == Family::Gemma2 { Some(cap) } else { None };
     let scores = fields.attn_logit_softcapping.unwrap_or(usual(50.));
@@ -297,16 +294,16 @@ fn softcaps(family: Family, fields: &Fields) -> anyhow::Result<(Option<f64>, Opt
     }
     match (family, scores) {
         (Family::Gemma2, _) => Ok((scores, logits)),
-        // Transformers has the field and does nothing with it.
+        // transformers ignores this field.
         (Family::Gemma3, Some(cap)) => {
-            bail!("attn_logit_softcapping = {cap} is not supported for gemma3_text; null is")
+            bail!("attn_logit_softcapping = {cap} is not supported for gemma3_text; expected null")
         }
         (Family::Gemma3, None) => Ok((None, logits)),
         _ => Ok((None, None)),
     }
 }
 
-/// The window, and the layers that have it.
+/// Returns the window, and the layers that have it.
 fn windows(family: Family, fields: &Fields) -> anyhow::Result<(Option<usize>, Windows)> {
     let used = fields.use_sliding_window.unwrap_or(false);
     let window = match family {
@@ -334,7 +331,7 @@ fn windows(family: Family, fields: &Fields) -> anyhow::Result<(Option<usize>, Wi
     if let Windows::Listed(kinds) = &windows {
         ensure!(
             window.is_some() || !kinds.contains(&true),
-            "layer_types has \"sliding_attention\", but there is no sliding_window"
+            "layer_types has \"sliding_attention\", but sliding_window is missing"
         );
     }
     if let Some(window) = window {
@@ -348,7 +345,7 @@ fn listed(kinds: &[String], layers: usize) -> anyhow::Result<Vec<bool>> {
     let kinds = kinds.iter().map(|kind| match kind.as_str() {
         "full_attention" => Ok(false),
         "sliding_attention" => Ok(true),
-        other => bail!("layer_types has \"{other}\"; \"full_attention\" and \"sliding_attention\" are known"),
+        other => bail!("layer_types has \"{other}\"; expected \"full_attention\" or \"sliding_attention\""),
     });
     kinds.collect()
 }
@@ -361,7 +358,7 @@ fn activation(gemma: bool, fields: &Fields) -> anyhow::Result<Activation> {
     Activation::parse(name, value)
 }
 
-/// Decoders whose layers are alike but for options.
+/// Decoder families, which share one implementation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Family {
@@ -376,7 +373,7 @@ pub enum Family {
     Qwen3Moe,
 }
 
-/// The families by their `model_type`.
+/// Families by `model_type`.
 pub(super) const FAMILIES: [(&str, Family); 9] = [
     ("llama", Family::Llama),
     ("mistral", Family::Mistral),
@@ -389,8 +386,7 @@ pub(super) const FAMILIES: [(&str, Family); 9] = [
     ("qwen3_moe", Family::Qwen3Moe),
 ];
 
-/// Whatever the families' configurations say that matters here, by transformers' names. What is `None` inside `Some` is
-/// `null` in the file, which is something else than a default.
+/// Fields of all families' `config.json`. `Some(None)` is `null` in the file, which differs from an absent field.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 #[allow(missing_docs)]
 pub struct Fields {
@@ -447,13 +443,13 @@ pub struct Fields {
     pub mlp_only_layers: Option<Vec<usize>>,
 }
 
-/// `rope_parameters` (or the older `rope_scaling`).
+/// `rope_parameters`, or the older `rope_scaling`.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 #[allow(missing_docs)]
 pub struct RopeParameters {
     pub rope_theta: Option<f64>,
     pub rope_type: Option<String>,
-    /// `rope_type` in the oldest files.
+    /// Older name of `rope_type`.
     #[serde(rename = "type")]
     pub old_rope_type: Option<String>,
     pub partial_rotary_factor: Option<f64>,
@@ -469,32 +465,32 @@ pub struct RopeParameters {
     pub truncate: Option<bool>,
     pub short_factor: Option<Vec<f64>>,
     pub long_factor: Option<Vec<f64>>,
-    /// Gemma 3 has one rotary embedding for each kind of layer.
+    /// Gemma 3 has one rotary embedding per kind of layer.
     pub full_attention: Option<Box<RopeParameters>>,
     pub sliding_attention: Option<Box<RopeParameters>>,
 }
 
-/// A field that is there, be it `null`.
+/// Reads a present field, including `null`.
 fn given<'de, T: Deserialize<'de>, D: Deserializer<'de>>(from: D) -> Result<Option<Option<T>>, D::Error> {
     Option::deserialize(from).map(Some)
 }
 
-/// MLPs of which each token chooses some.
+/// Experts: MLPs of which each token uses some.
 #[derive(Clone, Debug)]
 pub struct ExpertsConfig {
-    /// How many there are.
+    /// Number of experts.
     pub count: usize,
-    /// How many a token chooses.
+    /// Experts per token.
     pub per_token: usize,
-    /// Width inside one.
+    /// Width inside an expert.
     pub inner: usize,
-    /// What `config.json` calls it.
+    /// Name of the width in `config.json`.
     pub width_name: &'static str,
-    /// Whether the weights of those chosen are made to add up to 1.
+    /// Whether the weights of the chosen experts are normalised to sum up to 1.
     pub renormalized: bool,
-    /// What the loss that keeps experts equally busy is multiplied by, where there is one.
+    /// Coefficient of the load-balancing loss, if any.
     pub auxiliary: Option<f64>,
-    /// Their name in a layer, and those of an expert's projections: gate, up, down.
+    /// Name of the experts in a layer, and of an expert's gate, up and down projections.
     pub names: (&'static str, [&'static str; 3]),
     sparse_step: usize,
     dense_layers: Vec<usize>,
@@ -533,7 +529,7 @@ impl ExpertsConfig {
         ])?;
         ensure!(per_token <= count, "num_experts_per_tok = {per_token} must be at most the {count} experts");
         let noise = fields.router_jitter_noise.unwrap_or(0.);
-        ensure!(noise == 0., "router_jitter_noise = {noise} is not supported; 0 is");
+        ensure!(noise == 0., "router_jitter_noise = {noise} is not supported; expected 0");
         let coefficient = fields.router_aux_loss_coef.unwrap_or(0.001);
         not_negative(&[("router_aux_loss_coef", coefficient)])?;
         let auxiliary = fields.output_router_logits.unwrap_or(false).then_some(coefficient);
@@ -550,7 +546,7 @@ impl ExpertsConfig {
         }))
     }
 
-    /// Whether a layer has them.
+    /// Returns whether a layer has experts.
     pub fn are_in(&self, layer: usize) -> bool {
         (layer + 1).is_multiple_of(self.sparse_step) && self.dense_layers.binary_search(&layer).is_err()
     }

@@ -1,49 +1,49 @@
-//! What Hugging Face's `GPT2Config` says.
+//! Configuration of GPT-2.
 
 use anyhow::ensure;
 use serde::{Deserialize, Serialize};
 
 use crate::models::config::{at_least_one, below_one, not_negative};
 
-/// What Hugging Face's `GPT2Config` says that matters here.
+/// The fields of Hugging Face's `GPT2Config` that are used.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub struct Gpt2Config {
     /// `gpt2`.
     pub model_type: String,
     /// Width of the residual stream.
     pub n_embd: usize,
-    /// Heads.
+    /// Attention heads.
     pub n_head: usize,
-    /// Blocks.
+    /// Number of blocks.
     pub n_layer: usize,
     /// Longest sequence.
     pub n_positions: usize,
-    /// Width inside the MLP; unset: `4 * n_embd`.
+    /// Width inside the MLP. Default: `4 * n_embd`.
     pub n_inner: Option<usize>,
     /// Number of token ids.
     pub vocab_size: usize,
-    /// Added to the variance in layer norms.
+    /// Epsilon of layer norms.
     #[serde(default = "default_norm_eps_gpt2")]
     pub layer_norm_epsilon: f64,
-    /// The MLP's activation; `gelu_new` and `gelu` are known.
+    /// Activation of the MLP: `gelu_new` or `gelu`.
     #[serde(default = "default_gpt2_act")]
     pub activation_function: String,
     /// Standard deviation of random initial weights.
     #[serde(default = "default_initializer_range")]
     pub initializer_range: f64,
-    /// Whether attention scores are divided by the square root of a head's width; `true` is known.
+    /// Whether attention scores are divided by the square root of the head width. Only `true` is supported.
     #[serde(default = "yes")]
     pub scale_attn_weights: bool,
-    /// Whether they are divided by the layer's number too; `false` is known.
+    /// Whether scores are also divided by the layer number. Only `false` is supported.
     #[serde(default)]
     pub scale_attn_by_inverse_layer_idx: bool,
-    /// Whether attention is computed in another order and in 32 bits; `false` is known.
+    /// Whether attention is reordered and upcast. Only `false` is supported.
     #[serde(default)]
     pub reorder_and_upcast_attn: bool,
-    /// Whether the head is the embedding; `true` is known.
+    /// Whether the head shares the embedding's weights. Only `true` is supported.
     #[serde(default = "yes")]
     pub tie_word_embeddings: bool,
-    /// Dropout of what attention and MLP add to the residual stream.
+    /// Dropout of the outputs of attention and MLP.
     #[serde(default = "default_dropout")]
     pub resid_pdrop: f64,
     /// Dropout of embeddings.
@@ -71,7 +71,7 @@ fn yes() -> bool {
 }
 
 impl Gpt2Config {
-    /// Width inside the MLP.
+    /// Returns the width inside the MLP.
     pub fn inner(&self) -> usize {
         self.n_inner.unwrap_or(self.n_embd.saturating_mul(4))
     }
@@ -102,7 +102,7 @@ impl Gpt2Config {
         );
         ensure!(
             ["gelu_new", "gelu", "gelu_pytorch_tanh"].contains(&self.activation_function.as_str()),
-            "activation_function = \"{}\" is not known; \"gelu_new\", \"gelu_pytorch_tanh\" and \"gelu\" are",
+            "activation_function = \"{}\" is not supported; expected \"gelu_new\", \"gelu_pytorch_tanh\" or \"gelu\"",
             self.activation_function
         );
         for (name, value, known) in [
@@ -111,7 +111,7 @@ impl Gpt2Config {
             ("reorder_and_upcast_attn", self.reorder_and_upcast_attn, false),
             ("tie_word_embeddings", self.tie_word_embeddings, true),
         ] {
-            ensure!(value == known, "{name} = {value} is not supported for GPT-2; {known} is");
+            ensure!(value == known, "{name} = {value} is not supported for GPT-2; expected {known}");
         }
         Ok(())
     }

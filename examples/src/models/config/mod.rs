@@ -1,7 +1,4 @@
 //! `config.json` of a Hugging Face model directory.
-//! How much a model drops while it trains.
-//! Activations by transformers' names.
-//! What numbers must be, and the words when they are not.
 
 use std::path::Path;
 
@@ -40,11 +37,11 @@ pub const BUILTIN: &str = r#"{
 }
 "#;
 
-/// The configuration of a model of a known architecture. It is serialised as the fields of `config.json` that matter.
+/// Configuration of a model. Serialises as the fields of `config.json` that are used.
 #[derive(Clone, Debug, Serialize)]
 #[serde(untagged)]
 pub enum ModelConfig {
-    /// A decoder of one of the families that [`decoder`] tells apart.
+    /// A decoder of a family in [`decoder`].
     Decoder(Box<DecoderConfig>),
     /// `"model_type": "gpt2"`.
     Gpt2(Gpt2Config),
@@ -54,25 +51,19 @@ pub enum ModelConfig {
 
 impl ModelConfig {
     /// Reads `config.json` in a model directory.
-    ///
-    /// # Errors
-    /// When there is none, it is no JSON, or the architecture is not known.
     pub fn from_dir(dir: &Path) -> anyhow::Result<Self> {
         let path = dir.join("config.json");
         let text = std::fs::read_to_string(&path).with_context(|| {
             format!(
                 "can't read {}: --model takes a Hugging Face model directory, with config.json and, for --init \
-                    pretrained, model.safetensors",
+                 pretrained, model.safetensors",
                 path.display()
             )
         })?;
         Self::parse(&text).with_context(|| format!("in {}", path.display()))
     }
 
-    /// Reads a file that is a model's `config.json`, whatever its name.
-    ///
-    /// # Errors
-    /// As those of [`from_dir`](Self::from_dir).
+    /// Reads a `config.json` with any file name.
     pub fn from_file(path: &Path) -> anyhow::Result<Self> {
         let text = std::fs::read_to_string(path).with_context(|| format!("can't read {}", path.display()))?;
         Self::parse(&text).with_context(|| format!("in {}", path.display()))
@@ -84,7 +75,7 @@ impl ModelConfig {
             model_type: Option<String>,
         }
         let kind: Kind = serde_json::from_str(text).context("not a JSON object")?;
-        let known = || format!("known are {}, gpt2, bert", FAMILIES.map(|family| family.0).join(", "));
+        let expected = || format!("expected {}, gpt2 or bert", FAMILIES.map(|family| family.0).join(", "));
         match kind.model_type.as_deref() {
             Some("gpt2") => {
                 let config: Gpt2Config = serde_json::from_str(text).context("not a GPT-2 configuration")?;
@@ -101,21 +92,18 @@ impl ModelConfig {
                         serde_json::from_str(text).with_context(|| format!("not a configuration of {name}"))?;
                     Ok(ModelConfig::Decoder(Box::new(DecoderConfig::new(*family, fields)?)))
                 }
-                None => bail!("model_type \"{name}\" is not known; {}", known()),
+                None => bail!("model_type \"{name}\" is not supported; {}", expected()),
             },
-            None => bail!("model_type is missing; {}", known()),
+            None => bail!("model_type is missing; {}", expected()),
         }
     }
 
-    /// The built-in byte-level Llama of about 5 million parameters.
-    ///
-    /// # Errors
-    /// Never: its text is a constant.
+    /// Returns the built-in byte-level Llama with about 5 million parameters.
     pub fn builtin() -> anyhow::Result<Self> {
         Self::parse(BUILTIN)
     }
 
-    /// The number of token ids.
+    /// Returns the number of token ids.
     pub fn vocab_size(&self) -> usize {
         match self {
             ModelConfig::Decoder(config) => config.vocabulary,
@@ -124,7 +112,7 @@ impl ModelConfig {
         }
     }
 
-    /// The longest sequence.
+    /// Returns the length of the longest sequence.
     pub fn max_positions(&self) -> usize {
         match self {
             ModelConfig::Decoder(config) => config.positions,
@@ -133,7 +121,7 @@ impl ModelConfig {
         }
     }
 
-    /// What `config.json` says of dropout.
+    /// Returns the dropout of `config.json`.
     pub fn dropout(&self) -> Dropout {
         match self {
             ModelConfig::Decoder(config) => Dropout { attention: config.attention_dropout, ..Dropout::default() },
@@ -148,31 +136,31 @@ impl ModelConfig {
         }
     }
 
-    /// Whether it is a masked language model: one that sees a whole sequence and predicts what is masked in it.
+    /// Returns whether this is a masked language model, which sees a whole sequence and predicts its masked tokens.
     pub fn is_masked(&self) -> bool {
         matches!(self, ModelConfig::Bert(_))
     }
 }
 
-/// The probabilities, below 1, with which elements become 0 while a model trains.
+/// Dropout probabilities, below 1.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Dropout {
-    /// Of embeddings. Decoders have none.
+    /// Dropout of embeddings. Decoders have none.
     pub embedding: f64,
-    /// Of a query's weights of keys.
+    /// Dropout of attention weights.
     pub attention: f64,
-    /// Of what attention and MLP add to the residual stream. Decoders have none.
+    /// Dropout of the outputs of attention and MLP. Decoders have none.
     pub hidden: f64,
 }
 
 impl Dropout {
-    /// The same probability everywhere.
+    /// Returns one probability for all layers.
     pub fn everywhere(probability: f64) -> Self {
         Dropout { embedding: probability, attention: probability, hidden: probability }
     }
 }
 
-/// An activation.
+/// An activation function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Activation {
@@ -182,20 +170,20 @@ pub enum Activation {
 }
 
 impl Activation {
-    /// The one that `field` of a configuration names.
+    /// Returns the activation with transformers' name `name` in the field `field`.
     pub(super) fn parse(field: &str, name: &str) -> anyhow::Result<Self> {
         Ok(match name {
             "silu" | "swish" => Activation::Silu,
             "gelu_pytorch_tanh" | "gelu_new" => Activation::Gelu,
             "gelu" => Activation::GeluErf,
             _ => bail!(
-                "{field} = \"{name}\" is not known; \"silu\", \"gelu_pytorch_tanh\", \"gelu_new\" and \"gelu\" are"
+                "{field} = \"{name}\" is not supported; expected \"silu\", \"gelu_pytorch_tanh\", \"gelu_new\" or \"gelu\""
             ),
         })
     }
 }
 
-/// Numbers of things there must be.
+/// Fails if one of the fields is 0.
 pub(super) fn at_least_one(fields: &[(&str, usize)]) -> anyhow::Result<()> {
     fields.iter().try_for_each(|(name, value)| {
         ensure!(*value > 0, "{name} = {value} must be at least 1");
@@ -217,8 +205,8 @@ pub(super) fn below_one(fields: &[(&str, f64)]) -> anyhow::Result<()> {
     })
 }
 
-/// Returns the row of the embedding that lookups do not train, as PyTorch's `nn.Embedding` reads `padding_idx`: a
-/// negative id counts from the vocabulary's end.
+/// Returns the row of the embedding that lookups do not train: `padding_idx` of PyTorch's `nn.Embedding`. A negative id
+/// counts from the end of the vocabulary.
 pub(super) fn padding_row(pad_token_id: Option<i64>, vocabulary: usize) -> anyhow::Result<Option<usize>> {
     let Some(id) = pad_token_id else { return Ok(None) };
     let from = if id < 0 { vocabulary as i128 } else { 0 };
@@ -226,7 +214,7 @@ pub(super) fn padding_row(pad_token_id: Option<i64>, vocabulary: usize) -> anyho
     ensure!(
         row.is_some(),
         "pad_token_id = {id} (which may be the default of this model_type) is not in the vocabulary of {vocabulary} \
-         ids: give one that is, or null"
+         ids: use an id in it, or null"
     );
     Ok(row)
 }

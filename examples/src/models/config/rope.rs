@@ -1,4 +1,4 @@
-//! Rotary embeddings as `config.json` writes them.
+//! Rotary embeddings in `config.json`.
 
 use std::f64::consts::TAU;
 
@@ -7,15 +7,15 @@ use anyhow::{Context, bail, ensure};
 use crate::models::config::above_zero;
 use crate::models::config::decoder::{Fields, RopeParameters};
 
-/// Frequencies for sequences of more than so many positions, where they are others.
-pub type OfLonger = Option<(usize, Vec<f32>)>;
+/// Frequencies for sequences of more than this many positions, if they differ.
+pub type LongFrequencies = Option<(usize, Vec<f32>)>;
 
-/// A rotary embedding.
+/// Configuration of a rotary embedding.
 #[derive(Clone, Debug)]
 pub struct Rope {
     /// Base of the frequencies.
     pub theta: f64,
-    /// Elements of a head that turn.
+    /// Elements of a head that are rotated.
     pub width: usize,
     kind: Kind,
 }
@@ -29,8 +29,7 @@ enum Kind {
     Long { context: f64, short: Vec<f64>, long: Vec<f64>, growth: f64 },
 }
 
-/// How Llama 3.1 and later stretch rotary frequencies over a longer context, as transformers'
-/// `_compute_llama3_parameters`.
+/// Frequency scaling of Llama 3.1, as in transformers' `_compute_llama3_parameters`.
 #[derive(Clone, Debug)]
 struct Llama3Scaling {
     factor: f64,
@@ -41,40 +40,37 @@ struct Llama3Scaling {
 
 impl Llama3Scaling {
     fn apply(&self, frequency: f64) -> f64 {
-        // How often it turns over the original context.
+        // Rotations over the original context.
         let turns = self.context * frequency / TAU;
-        // 0 for the slow ones, which are divided by the factor, 1 for the fast ones, which stay.
+        // 0 for slow frequencies, which are divided by the factor. 1 for fast ones, which stay.
         let smooth = ((turns - self.low) / (self.high - self.low)).clamp(0., 1.);
         (1. - smooth) * frequency / self.factor + smooth * frequency
     }
 }
 
-/// What a rotary embedding depends on besides its own parameters.
+/// Fields of the model on which a rotary embedding depends.
 #[derive(Clone, Copy)]
-pub(super) struct Around<'a> {
+pub(super) struct Defaults<'a> {
     pub(super) fields: &'a Fields,
     pub(super) head_dim: usize,
     pub(super) positions: usize,
-    /// Where no file says it.
+    /// Default base.
     pub(super) theta: f64,
-    /// Phi-3's older files call LongRoPE so.
+    /// Whether LongRoPE may have its names from Phi-3's older files.
     pub(super) old_names: bool,
 }
 
 impl Rope {
-    /// # Errors
-    /// When the kind is not known, or lacks a value.
-    pub(super) fn new(own: &RopeParameters, around: Around<'_>) -> anyhow::Result<Self> {
-        let Around { fields, head_dim, positions, .. } = around;
-        let theta = own.rope_theta.unwrap_or(around.theta);
+    pub(super) fn new(own: &RopeParameters, defaults: Defaults<'_>) -> anyhow::Result<Self> {
+        let Defaults { fields, head_dim, positions, .. } = defaults;
+        let theta = own.rope_theta.unwrap_or(defaults.theta);
         above_zero(&[("rope_theta", theta)])?;
         let part = own.partial_rotary_factor.or(fields.partial_rotary_factor).unwrap_or(1.);
         ensure!(part > 0. && part <= 1., "partial_rotary_factor = {part} must be above 0 and at most 1");
         let width = (head_dim as f64 * part) as usize;
         ensure!(
             width > 0 && width.is_multiple_of(2),
-            "head_dim = {head_dim} must be even and at least 2, and so must be what partial_rotary_factor = {part} \
-             leaves of it"
+            "head_dim = {head_dim} and its product with partial_rotary_factor = {part} must be even and at least 2"
         );
         let kind = own.rope_type.as_deref().or(own.old_rope_type.as_deref()).unwrap_or("default");
         let needed = |name: &str, value: Option<f64>| {
@@ -86,27 +82,27 @@ impl Rope {
             let of_file = fields.original_max_position_embeddings.or(own.original_max_position_embeddings);
             needed("original_max_position_embeddings", Some(of_file.unwrap_or(positions as f64)))
         };
-        // What a context grows by, where nothing else says it.
+        // Default ratio of the new context to the original one.
         let growth = |context: f64| own.factor.unwrap_or(positions as f64 / context);
         let kind = match kind {
-            // Only beyond the model's positions is `dynamic` something else, and no sequence is as long.
+            // `dynamic` differs only beyond the model's positions, and sequences are never as long.
             "default" | "dynamic" => Kind::Plain,
             "linear" => Kind::Linear { factor: needed("factor", own.factor)? },
             "llama3" => Kind::Llama3(own.llama3(needed, context()?)?),
-            "su" | "yarn" if around.old_names => own.long(width, context()?, growth)?,
+            "su" | "yarn" if defaults.old_names => own.long(width, context()?, growth)?,
             "longrope" => own.long(width, context()?, growth)?,
             "yarn" => own.yarn(theta, width, context()?, growth)?,
             other => bail!(
-                "rope_type = \"{other}\" is not known; \"default\", \"linear\", \"dynamic\", \"llama3\", \"yarn\" \
-                 and \"longrope\" are"
+                "rope_type = \"{other}\" is not supported; expected \"default\", \"linear\", \"dynamic\", \"llama3\", \
+                 \"yarn\" or \"longrope\""
             ),
         };
         Ok(Rope { theta, width, kind })
     }
 
-    /// The frequencies, and what turned elements are multiplied by; then, if there are others for longer sequences, up
-    /// to which length these hold, and those.
-    pub fn frequencies(&self) -> (Vec<f32>, f64, OfLonger) {
+    /// Returns the frequencies and the factor of rotated elements. For types with other frequencies for longer
+    /// sequences, also returns the longest length of the first, and the others.
+    pub fn frequencies(&self) -> (Vec<f32>, f64, LongFrequencies) {
         let each = |of: &dyn Fn(usize, f64) -> f64| -> Vec<f32> {
             let plain = |i: usize| self.theta.powf(-2. * i as f64 / self.width as f64);
             (0..self.width / 2).map(|i| of(i, plain(i)) as f32).collect()
@@ -116,7 +112,7 @@ impl Rope {
             Kind::Linear { factor } => (each(&|_, plain| plain / factor), 1., None),
             Kind::Llama3(scaling) => (each(&|_, plain| scaling.apply(plain)), 1., None),
             Kind::Yarn { factor, low, high, growth } => {
-                // 0 for the fast ones, which stay, 1 for the slow ones, which are divided.
+                // 0 for fast frequencies, which stay. 1 for slow ones, which are divided.
                 let ramp = |i: usize| ((i as f64 - low) / (high - low)).clamp(0., 1.);
                 (each(&|i, plain| plain / factor * ramp(i) + plain * (1. - ramp(i))), *growth, None)
             }
@@ -127,7 +123,7 @@ impl Rope {
         }
     }
 
-    /// Tables of sines and cosines that it takes.
+    /// Returns the number of sine and cosine tables.
     pub fn tables(&self) -> f64 {
         if matches!(self.kind, Kind::Long { .. }) { 2. } else { 1. }
     }
@@ -146,13 +142,13 @@ impl RopeParameters {
         Ok(Llama3Scaling { factor, low, high, context })
     }
 
-    /// As transformers' `_compute_yarn_parameters` (Peng et al., 2023, arXiv:2309.00071).
+    /// Reads YaRN (Peng et al., 2023, arXiv:2309.00071), as transformers' `_compute_yarn_parameters` does.
     fn yarn(&self, theta: f64, width: usize, context: f64, growth: impl Fn(f64) -> f64) -> anyhow::Result<Kind> {
         let factor = growth(context);
         let (fast, slow) = (self.beta_fast.unwrap_or(32.), self.beta_slow.unwrap_or(1.));
         above_zero(&[("factor", factor), ("beta_fast", fast), ("beta_slow", slow)])?;
         let width = width as f64;
-        // The pair that turns so often over the original context.
+        // Index of the pair with this many rotations over the original context.
         let pair = |turns: f64| width * (context / (turns * TAU)).ln() / (2. * theta.ln());
         let (low, high) = match self.truncate {
             Some(false) => (pair(fast), pair(slow)),
@@ -170,11 +166,11 @@ impl RopeParameters {
         Ok(Kind::Yarn { factor, low, high, growth })
     }
 
-    /// As transformers' `_compute_longrope_parameters` (Ding et al., 2024, arXiv:2402.13753).
+    /// Reads LongRoPE (Ding et al., 2024, arXiv:2402.13753), as transformers' `_compute_longrope_parameters` does.
     fn long(&self, width: usize, context: f64, growth: impl Fn(f64) -> f64) -> anyhow::Result<Kind> {
         let list = |name: &str, list: &Option<Vec<f64>>| {
             let list = list.clone().with_context(|| format!("rope_type \"longrope\" needs {name}"))?;
-            ensure!(list.len() == width / 2, "{name} has {} numbers, but {} pairs turn", list.len(), width / 2);
+            ensure!(list.len() == width / 2, "{name} has {} numbers, but {} pairs are rotated", list.len(), width / 2);
             list.iter().try_for_each(|factor| above_zero(&[(name, *factor)]))?;
             Ok::<_, anyhow::Error>(list)
         };

@@ -18,46 +18,46 @@ fn decoder(text: &str) -> DecoderConfig {
     }
 }
 
-/// A decoder of a family with `more`, and what is in all of them.
+/// Returns a decoder of a family with `more` fields.
 fn family(name: &str, more: &str) -> DecoderConfig {
     decoder(&llama(more).replace("\"llama\"", &format!("\"{name}\"")))
 }
 
 #[test]
-fn llama3_frequencies_are_transformers() {
+fn llama3_frequencies_match_transformers() {
     let config = decoder(&llama(&format!(r#""head_dim": 128, "rope_theta": 500000.0, "rope_scaling": {LLAMA3}"#)));
     let (frequencies, factor, long) = config.rope.frequencies();
     assert_eq!((frequencies.len(), factor, long), (64, 1., None));
     let plain = |i: i32| 500000f64.powf(-f64::from(i) / 64.);
-    // 1 turns 1304 times over 8192 positions, 500000^(-28/64) 4.19 times: both stay.
+    // 1 rotates 1304 times over 8192 positions, 500000^(-28/64) 4.19 times: both stay.
     assert_eq!(frequencies[0], 1.);
     assert_eq!(frequencies[28], plain(28) as f32);
-    // The 32nd is 1 / sqrt(500000) = 1.414214e-3: 1.843848 turns, 0.281283 of the way from 1 to 4; 0.718717 / 8 +
+    // The 32nd is 1 / sqrt(500000) = 1.414214e-3: 1.843848 rotations, 0.281283 of the way from 1 to 4; 0.718717 / 8 +
     // 0.281283 = 0.371122 of it stays.
     assert!((f64::from(frequencies[32]) - 5.24846e-4).abs() < 1e-9, "{}", frequencies[32]);
-    // 500000^(-35/64) turns 0.9969 times, the last 0.0032 times: an eighth of both stays.
+    // 500000^(-35/64) rotates 0.9969 times, the last 0.0032 times: both are divided by eight.
     for i in [35, 63] {
         assert_eq!(frequencies[i as usize], (plain(i) / 8.) as f32);
     }
 }
 
-/// As transformers' `ROPE_INIT_FUNCTIONS` have them.
+/// Values of transformers' `ROPE_INIT_FUNCTIONS`.
 #[test]
-fn other_frequencies_are_transformers() {
+fn other_frequencies_match_transformers() {
     let rope = |more: &str| {
         let text =
             format!(r#""head_dim": 8, "rope_theta": 100.0, "max_position_embeddings": 256, "rope_scaling": {more}"#);
         decoder(&llama(&text)).rope.frequencies()
     };
-    let near = |(found, factor, _): (Vec<f32>, f64, super::rope::OfLonger), want: [f64; 4], want_factor: f64| {
+    let near = |(found, factor, _): (Vec<f32>, f64, super::rope::LongFrequencies), want: [f64; 4], want_factor: f64| {
         let far = found.iter().zip(want).map(|(a, b)| (f64::from(*a) / b - 1.).abs()).fold(0., f64::max);
         assert!(found.len() == 4 && far < 1e-6 && (factor - want_factor).abs() < 1e-9, "{found:?} {factor}");
     };
     let plain = [1., 0.316_227_766_016_837_94, 0.1, 0.031_622_776_601_683_79];
     near(rope(r#"{"type": "linear", "factor": 4.0}"#), plain.map(|x| x / 4.), 1.);
     near(rope(r#"{"type": "dynamic", "factor": 4.0}"#), plain, 1.);
-    // 64 / (32 * 2 pi) is below one turn, so that even the first pair turns less often than 32 times; once turns
-    // 8 ln(64 / 2 pi) / (2 ln 100) = 2.016, rounded up 3: thirds of the way from staying to a quarter.
+    // 64 / (32 * 2 pi) is below one rotation, so even the first pair rotates less than 32 times. One rotation is at 8
+    // ln(64 / 2 pi) / (2 ln 100) = 2.016, rounded up to 3: thirds of the way from 1 to a quarter.
     let yarn = r#"{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64.0}"#;
     let part = |i: usize| 1. - 0.75 * i as f64 / 3.;
     near(rope(yarn), [0, 1, 2, 3].map(|i| plain[i] * part(i)), 0.1 * 4f64.ln() + 1.);
@@ -77,7 +77,7 @@ fn other_frequencies_are_transformers() {
 }
 
 #[test]
-fn both_names_of_the_rotary_embedding_may_be_there() {
+fn old_and_new_rope_fields_may_both_exist() {
     let both =
         decoder(&llama(r#""rope_parameters": {"type": "linear", "factor": 2.0}, "rope_scaling": {"type": "default"}"#));
     assert_eq!((both.rope.theta, both.rope.frequencies().0[0]), (10000., 0.5));
@@ -86,7 +86,7 @@ fn both_names_of_the_rotary_embedding_may_be_there() {
 }
 
 #[test]
-fn gemma3_has_a_rotary_embedding_for_each_kind_of_layer() {
+fn gemma3_has_two_rotary_embeddings() {
     let thetas = |config: &DecoderConfig| (config.rope.theta, config.local_rope.as_ref().unwrap().theta);
     assert_eq!(thetas(&family("gemma3_text", "\"head_dim\": 2")), (1e6, 1e4));
     let old = r#""head_dim": 2, "rope_theta": 5.0, "rope_local_base_freq": 3.0,
@@ -98,11 +98,11 @@ fn gemma3_has_a_rotary_embedding_for_each_kind_of_layer() {
         "sliding_attention": {"rope_theta": 9.0}}"#;
     assert_eq!(thetas(&family("gemma3_text", new)), (7., 9.));
     let error = ModelConfig::parse(&llama(new)).unwrap_err().to_string();
-    assert!(error.contains("not supported but for gemma3_text"), "{error}");
+    assert!(error.contains("supported for gemma3_text only"), "{error}");
 }
 
 #[test]
-fn layers_have_the_windows_of_their_family() {
+fn windows_follow_the_family() {
     let windows = |name: &str, more: &str| {
         let text = format!(r#""num_key_value_heads": 2, "head_dim": 2, {more}"#);
         let config =
@@ -132,7 +132,7 @@ fn layers_have_the_windows_of_their_family() {
 }
 
 #[test]
-fn what_a_family_leaves_out_is_as_transformers_has_it() {
+fn defaults_match_transformers() {
     let gemma2 = family("gemma2", "\"num_key_value_heads\": 2");
     assert_eq!((gemma2.head_dim, gemma2.logit_softcap, gemma2.attention(1).softcap), (256, Some(30.), Some(50.)));
     assert_eq!((gemma2.attention(0).window, gemma2.attention(0).scale, gemma2.tied), (Some(4096), 1. / 16., true));
@@ -148,9 +148,9 @@ fn what_a_family_leaves_out_is_as_transformers_has_it() {
     assert_eq!(family("qwen3", "\"num_key_value_heads\": 4").head_dim, 128);
 }
 
-/// As each configuration class of transformers has it, and PyTorch's `nn.Embedding` takes it.
+/// Defaults of transformers' configuration classes, as PyTorch's `nn.Embedding` reads them.
 #[test]
-fn the_padding_row_is_transformers() {
+fn padding_row_matches_transformers() {
     let of = |name: &str, more: &str| {
         let text = llama(&format!("\"num_key_value_heads\": 2, \"moe_intermediate_size\": 2{more}"));
         let text =
@@ -187,7 +187,7 @@ fn the_padding_row_is_transformers() {
 }
 
 #[test]
-fn layers_with_experts_are_counted_as_they_are_asked_for() {
+fn expert_layers_follow_the_configuration() {
     for (step, dense, expected) in
         [(1, vec![], 8), (1, vec![0, 3, 3, 90], 6), (2, vec![0, 1], 3), (3, vec![5], 1), (9, vec![], 0)]
     {
@@ -202,7 +202,7 @@ fn layers_with_experts_are_counted_as_they_are_asked_for() {
 }
 
 #[test]
-fn what_gpt2_does_not_support_is_refused() {
+fn unsupported_gpt2_fields_are_refused() {
     let gpt2 = r#""model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "n_positions": 8, "vocab_size": 4"#;
     assert!(ModelConfig::parse(&format!("{{{gpt2}}}")).is_ok());
     for (name, bad, good) in [
@@ -225,7 +225,7 @@ fn bert(more: &str) -> anyhow::Result<ModelConfig> {
 }
 
 #[test]
-fn bert_is_as_transformers_has_it() {
+fn bert_matches_transformers() {
     let config = bert("\"hidden_dropout_prob\": 0.2").unwrap();
     assert_eq!(config.dropout(), Dropout { embedding: 0.2, attention: 0.1, hidden: 0.2 });
     let ModelConfig::Bert(config) = config else { panic!("not a BERT") };
@@ -239,7 +239,7 @@ fn bert_is_as_transformers_has_it() {
 }
 
 #[test]
-fn what_bert_does_not_support_is_refused() {
+fn unsupported_bert_fields_are_refused() {
     for (name, bad, good) in [
         ("is_decoder", "true", "false"),
         ("add_cross_attention", "true", "false"),
@@ -266,7 +266,7 @@ fn what_bert_does_not_support_is_refused() {
 }
 
 #[test]
-fn a_number_of_things_is_at_least_one() {
+fn zero_sizes_are_refused() {
     let gpt2 = |name: &str| {
         let fields = ["n_embd", "n_head", "n_layer", "n_positions", "n_inner", "vocab_size"];
         let fields = fields.map(|field| format!("\"{field}\": {}", if field == name { 0 } else { 2 }));
@@ -289,9 +289,9 @@ fn a_number_of_things_is_at_least_one() {
     }
 }
 
-/// Nothing is made as large as a configuration says before somebody has looked whether there is room.
+/// Reading a configuration allocates nothing of its sizes.
 #[test]
-fn a_configuration_of_any_size_can_be_read() {
+fn huge_sizes_are_read() {
     let rope = LLAMA3;
     for huge in [format!(r#""head_dim": {}, "rope_scaling": {rope}"#, 1u64 << 62), format!(r#""head_dim": {}"#, 2)] {
         ModelConfig::parse(&llama(&huge).replace("\"vocab_size\": 4", "\"vocab_size\": 18446744073709551615")).unwrap();
@@ -299,7 +299,7 @@ fn a_configuration_of_any_size_can_be_read() {
 }
 
 #[test]
-fn both_ways_to_write_the_rotary_base_are_read() {
+fn rope_theta_is_read_in_both_places() {
     for rope in [r#""rope_theta": 500000.0"#, r#""rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}"#]
     {
         assert_eq!(decoder(&llama(rope)).rope.theta, 500000.);
@@ -307,12 +307,12 @@ fn both_ways_to_write_the_rotary_base_are_read() {
 }
 
 #[test]
-fn what_is_not_known_is_named() {
+fn unknown_values_are_refused() {
     let of = |name: &str, more: &str| {
         llama(&format!("\"num_key_value_heads\": 4, {more}")).replace("\"llama\"", &format!("\"{name}\""))
     };
     for (text, part) in [
-        (r#"{"model_type": "mamba"}"#.to_string(), "\"mamba\" is not known; known are llama, mistral, qwen2,"),
+        (r#"{"model_type": "mamba"}"#.to_string(), "\"mamba\" is not supported; expected llama, mistral, qwen2,"),
         ("{}".to_string(), "model_type is missing"),
         ("[".to_string(), "not a JSON object"),
         (r#"{"model_type": "gpt2"}"#.to_string(), "missing field `n_embd`"),
@@ -324,17 +324,20 @@ fn what_is_not_known_is_named() {
             llama(r#""mlp_bias": false"#).replace("\"hidden_size\": 8", "\"hidden_size\": 6"),
             "hidden_size = 6 must be a multiple of",
         ),
-        (llama(r#""rope_parameters": {"rope_type": "ntk"}"#), "\"ntk\" is not known; \"default\", \"linear\""),
+        (
+            llama(r#""rope_parameters": {"rope_type": "ntk"}"#),
+            "\"ntk\" is not supported; expected \"default\", \"linear\"",
+        ),
         (llama(r#""rope_scaling": {"type": "linear"}"#), "needs factor"),
         (llama(r#""rope_scaling": {"type": "longrope"}"#), "needs short_factor"),
         (llama(r#""attention_dropout": 1.0"#), "attention_dropout = 1 must be at least 0 and below 1"),
-        (of("phi3", r#""resid_pdrop": 0.1"#), "resid_pdrop = 0.1 is not supported; 0 is"),
+        (of("phi3", r#""resid_pdrop": 0.1"#), "resid_pdrop = 0.1 is not supported; expected 0"),
         (llama(r#""partial_rotary_factor": 0.5, "head_dim": 6"#), "partial_rotary_factor = 0.5"),
         (of("mistral", r#""sliding_window": 0"#), "sliding_window = 0 must be at least 1"),
         (of("qwen3", r#""layer_types": ["full_attention", "full_attention"]"#), "layer_types has 2 layers"),
         (of("qwen3", r#""layer_types": ["linear_attention"]"#), "layer_types has \"linear_attention\""),
-        (of("qwen3", r#""layer_types": ["sliding_attention"]"#), "there is no sliding_window"),
-        (of("gemma2", r#""hidden_activation": "relu""#), "hidden_activation = \"relu\" is not known"),
+        (of("qwen3", r#""layer_types": ["sliding_attention"]"#), "sliding_window is missing"),
+        (of("gemma2", r#""hidden_activation": "relu""#), "hidden_activation = \"relu\" is not supported"),
         (of("gemma2", r#""attn_logit_softcapping": 0.0"#), "attn_logit_softcapping = 0 must be above 0"),
         (of("gemma3_text", r#""attn_logit_softcapping": 50.0"#), "attn_logit_softcapping = 50 is not supported"),
         (of("gemma3_text", r#""use_bidirectional_attention": true"#), "use_bidirectional_attention = true is not"),
@@ -343,7 +346,7 @@ fn what_is_not_known_is_named() {
         (of("qwen3_moe", r#""norm_topk_prob": true"#), "missing field `moe_intermediate_size`"),
         (llama(r#""rope_scaling": {"rope_type": "llama3"}"#), "needs factor"),
         (llama(&format!(r#""rope_scaling": {}"#, LLAMA3.replace("4.0", "1.0"))), "must be below high_freq_factor"),
-        (llama(r#""hidden_act": "relu""#), "\"relu\" is not known"),
+        (llama(r#""hidden_act": "relu""#), "\"relu\" is not supported"),
     ] {
         let error = format!("{:#}", ModelConfig::parse(&text).unwrap_err());
         assert!(error.contains(part), "{error}");

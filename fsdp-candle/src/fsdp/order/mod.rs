@@ -534,7 +534,7 @@ impl Order {
         let preceded = position.and_then(|position| position.checked_sub(1)).map(|before| passes[before].unit);
         let prefetched = prefetched(&self.units[unit].settings.backward_prefetch, &preceded, self.settings);
         for &unit in prefetched.iter().filter(|&&unit| self.units[unit].settings.unshard_in_backward) {
-            // Backward may come to a unit by name before its enclosing unit: its freed parameters are not needed again.
+            // Backward may enter a unit by name before its enclosing unit: its freed parameters are not needed again.
             if self.units[unit].by_name_in.is_none() || !backward.units[unit].seen {
                 actions.push(Action::Unshard(unit));
             }

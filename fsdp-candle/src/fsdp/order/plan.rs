@@ -65,7 +65,7 @@ impl Plan {
     }
 
     /// Makes a plan of passes whose `spans` are the same on all ranks. Passes of one unit share a visit where they
-    /// overlap, where nothing comes between them, and where `stays` tells that the unit stays unsharded.
+    /// overlap, where no other visit is between them, and where `stays` returns that the unit stays unsharded.
     fn of_spans(mut spans: Vec<Span>, ahead: usize, stays: impl Fn(usize) -> bool) -> Self {
         spans.sort_by_key(|span| (span.first, span.pass));
         let mut stretches: Vec<Span> = vec![];

@@ -256,7 +256,7 @@ impl Seen {
     pub(crate) fn while_running<T>(vars: &ShardedVarMap, f: impl FnOnce() -> T) -> (T, Vec<String>, usize) {
         let seen = Seen::default();
         seen.0.lock().unwrap().params = vars.params();
-        let out = tracing::subscriber::with_default(seen.clone(), f);
+        let out = fsdp_test_support::observed(seen.clone(), f);
         let state = std::mem::take(&mut *seen.0.lock().unwrap());
         (out, state.collectives, state.most)
     }

@@ -59,7 +59,7 @@ fn unary_operations_keep_placements_or_name_the_redistribution() {
                         (Err(error), None) => {
                             assert!(error.to_string().contains("redistribute to ["), "{context}: {error}");
                         }
-                        (Ok(_), None) => panic!("{context} is no term of anything"),
+                        (Ok(_), None) => panic!("{context} is not an error"),
                         (Err(error), Some(_)) => panic!("{context}: {error}"),
                     }
                 }
@@ -210,13 +210,12 @@ fn errors_name_layouts_and_fix() {
         for (text, part) in [
             (
                 error(on(SUM).exp()),
-                "exp of F32 [4, 2] as [P(sum)] on (a: 2): the sum of the terms along mesh dimension \"a\" is still to \
-                 be made, and exp of each term is no term of the result; redistribute to [R] first",
+                "exp of F32 [4, 2] as [P(sum)] on (a: 2): the sum along mesh dimension \"a\" is partial, and exp does \
+                 not keep it; redistribute to [R] first",
             ),
             (
                 error(on(Shard(0)).add(&on(Replicate))),
-                "along mesh dimension \"a\" the left lies as S(0) and the right as R, which takes communication; \
-                 redistribute the right to [S(0)] first",
+                "along mesh dimension \"a\", S(0) and R need communication; redistribute the right to [S(0)] first",
             ),
             (error(on(Replicate).add(&on(Shard(1)))), "redistribute the left to [S(1)] first"),
             (error(on(Shard(1)).mul(&on(Shard(0)))), "redistribute the right to [S(1)] first"),
@@ -225,9 +224,9 @@ fn errors_name_layouts_and_fix() {
             (error(on(SUM).add(&on(Replicate))), "redistribute the left to [R] first"),
             (
                 error(on(Shard(0)).add(&laid_out(&numbers(&[3], DType::F32), mesh, &[Replicate]))),
-                "the shapes don't go together",
+                "the shapes do not broadcast",
             ),
-            (error(on(Shard(0)).add(&on(Shard(0)).to_dtype(DType::F64).unwrap())), "convert one of them"),
+            (error(on(Shard(0)).add(&on(Shard(0)).to_dtype(DType::F64).unwrap())), "convert one operand"),
         ] {
             assert!(text.contains(part), "{text}");
         }
@@ -236,6 +235,6 @@ fn errors_name_layouts_and_fix() {
         let full = numbers(&[4, 2], DType::F32);
         let rows = laid_out(&full, &mesh.slice(&["a"]).unwrap(), &[Shard(0)]);
         let columns = laid_out(&full, &mesh.slice(&["b"]).unwrap(), &[Shard(0)]);
-        refused(rows.add(&columns), &["the meshes (a: 2) and (b: 2) are not the same ranks"]);
+        refused(rows.add(&columns), &["the meshes (a: 2) and (b: 2) do not have the same ranks"]);
     });
 }

@@ -86,7 +86,7 @@ fn conversions_keep_placements() {
         );
         refused(
             laid_out(&full, mesh, &[SUM]).to_dtype(DType::I64),
-            &["to_dtype of F32 [3, 2] as [P(sum)] on (a: 2): the sum of the terms"],
+            &["to_dtype of F32 [3, 2] as [P(sum)] on (a: 2): the sum along mesh"],
         );
     });
 }
@@ -113,6 +113,6 @@ fn refuses_bad_arguments_before_communication() {
         ] {
             assert!(text.contains(part), "{text}");
         }
-        assert_eq!(format!("{tensor:?}"), "DTensor(F32 [3, 3] as [S(0)] on (a: 2), of which rank 0 holds [2, 3])");
+        assert_eq!(format!("{tensor:?}"), "DTensor(F32 [3, 3] as [S(0)] on (a: 2); rank 0 holds [2, 3])");
     });
 }

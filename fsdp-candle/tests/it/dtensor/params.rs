@@ -162,9 +162,9 @@ fn state_dict_entries_convert_to_dtensors() {
         let full = numbers(&[8], DType::F32);
         refused(
             StateTensor::of(&laid_out(&full, mesh, &[SUM])),
-            &["a term of a reduction is no value; redistribute it first"],
+            &["a term of a reduction is not a value; redistribute it first"],
         );
-        refused(StateTensor::of(&laid_out(&full, mesh, &[strided(0, 2)])), &["no single box"]);
+        refused(StateTensor::of(&laid_out(&full, mesh, &[strided(0, 2)])), &["not one box"]);
     });
 }
 
@@ -186,7 +186,7 @@ fn tensor_parallel_parameters_span_the_mesh() {
     ranks(4, |world| {
         let mesh = world.mesh(&[("dp", 2), ("tp", 2)]).unwrap();
         let dims = DataParallelMeshDims { shard: &["dp"], replicate: &[] };
-        let parallel = ShardedVarMap::on(&mesh, &dims, world.device()).unwrap();
+        let parallel = ShardedVarMap::with_mesh_dims(&mesh, &dims, world.device()).unwrap();
         let plan = ParallelPlan::new().module("up", ColwiseParallel::default());
         let plan = plan.module("down", RowwiseParallel::default());
         parallelize(&parallel, &mesh.slice(&["tp"]).unwrap(), &plan).unwrap();

@@ -43,7 +43,7 @@ impl Mesh {
     pub(super) fn vars(&self, world: &World, sequence: bool) -> ShardedVarMap {
         let mesh = world.mesh(self.dims).unwrap();
         let dims = DataParallelMeshDims { shard: self.shard, replicate: self.replicate };
-        let vars = ShardedVarMap::on(&mesh, &dims, world.device()).unwrap();
+        let vars = ShardedVarMap::with_mesh_dims(&mesh, &dims, world.device()).unwrap();
         if let Ok(tp) = mesh.slice(&["tp"]) {
             parallelize(&vars, &tp, &plan(sequence)).unwrap();
         }
@@ -196,7 +196,7 @@ pub(super) struct Run {
 pub(super) const STEPS: usize = 4;
 const MAX_NORM: f64 = 0.5;
 
-/// Trains. Of the `of` batches of each step, this rank uses `count`, from `first` on.
+/// Trains. This rank uses `count` of the `of` batches of each step, from `first` on.
 pub(super) fn train<B: Module>(
     model: &FsdpModule<Net<B>>,
     vars: &ShardedVarMap,

@@ -1,4 +1,4 @@
-//! What a checkpoint keeps of tensor parallel layers: collectives must not overwrite it.
+//! Collectives do not overwrite the outputs of tensor parallel layers that a checkpoint keeps.
 
 use std::sync::Arc;
 

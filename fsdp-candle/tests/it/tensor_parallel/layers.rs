@@ -89,7 +89,7 @@ fn refuses_adapters_around_parallel_layers() {
         let built = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| {
             nn::lora(nn::linear_no_bias(8, 6, vb.pp("q"))?, 8, 6, config, vb.pp("q"))
         });
-        refused(built, &["cuts `q`", "ShardedVarMap::adapt"]);
+        refused(built, &["shards `q`", "ShardedVarMap::adapt"]);
     });
 }
 

@@ -17,17 +17,16 @@ use serde_json::json;
 
 use crate::{bar, open, print_json};
 
-/// More ranks than any run of ours has; plans grow with them.
+/// Largest number of ranks; the memory of plans grows with it.
 const MOST_RANKS: usize = 4096;
 
 #[derive(Clone, Copy, ValueEnum)]
 enum To {
-    /// This project's own: what `train --resume` goes on from, with the optimizer's state if the source has it.
+    /// This project's format, which `train --resume` loads. Includes optimizer state.
     Fsdp,
-    /// A Hugging Face model directory: the parameters alone, by their own names.
+    /// A Hugging Face model directory: only the parameters, under their own names.
     Hf,
-    /// The classic format of PyTorch's DCP: what its dcp.load and FileSystemReader read, with the optimizer's state if
-    /// the source has it.
+    /// The classic format of PyTorch DCP, which dcp.load and FileSystemReader read. Includes optimizer state.
     TorchDcp,
 }
 
@@ -53,34 +52,34 @@ pub(crate) struct Convert {
     src: PathBuf,
     /// The new directory.
     dst: PathBuf,
-    /// The format to write.
+    /// Format to write.
     #[arg(long, value_name = "FORMAT")]
     to: To,
-    /// With --to fsdp and --to torch-dcp: the number of ranks to write for [default: 1].
+    /// With --to fsdp or torch-dcp: number of ranks to write for [default: 1].
     #[arg(long, value_name = "N", value_parser = world_size, conflicts_with = "mesh")]
     world_size: Option<MeshLayout>,
-    /// With --to fsdp: the mesh to write for, as REPLICASxSHARDS.
+    /// With --to fsdp: mesh to write for, as REPLICASxSHARDS.
     #[arg(long, value_name = "RxS", value_parser = mesh)]
     mesh: Option<MeshLayout>,
-    /// Write floating point parameters in this dtype. The optimizer's state and integers stay as they are.
+    /// Dtype for floating point parameters. Optimizer state and integers keep their dtypes.
     #[arg(long)]
     dtype: Option<To16>,
-    /// With --to hf: the most bytes of tensors in a file, as in 5GB or 500MiB [default: 5GB].
+    /// With --to hf: most bytes of tensors in a file, such as 5GB or 500MiB [default: 5GB].
     #[arg(long, value_name = "SIZE", value_parser = size)]
     max_shard_size: Option<ByteSize>,
     /// With --to hf: copy config.json and the tokenizer's files from this directory.
     #[arg(long, value_name = "DIR")]
     config_from: Option<PathBuf>,
-    /// Write the tensor OLD under the name NEW as well, both as the destination has them; may be given several times.
+    /// Also write the tensor OLD under the name NEW, both as in the destination. May be repeated.
     ///
-    /// A parameter that two layers share is one here and two in PyTorch's state dict of such a model: GPT-2's
+    /// PyTorch's state dicts hold a parameter that two layers share under both names; for GPT-2 pass
     /// model.lm_head.weight=model.transformer.wte.weight.
     #[arg(long, value_name = "NEW=OLD", value_parser = alias)]
     alias: Vec<(String, String)>,
-    /// Leave out tensors of dtypes that can't be read.
+    /// Leave out tensors of unsupported dtypes.
     #[arg(long)]
     skip_unreadable: bool,
-    /// Write what was done as JSON, for programs.
+    /// Write a summary as JSON.
     #[arg(long)]
     json: bool,
 }
@@ -94,13 +93,13 @@ pub(crate) struct Consolidate {
     src: PathBuf,
     /// The new directory.
     dst: PathBuf,
-    /// The most bytes of tensors in a file, as in 5GB or 500MiB [default: all in one].
+    /// Most bytes of tensors in a file, such as 5GB or 500MiB [default: all in one file].
     #[arg(long, value_name = "SIZE", value_parser = size)]
     max_shard_size: Option<ByteSize>,
-    /// Leave out tensors of dtypes that can't be read.
+    /// Leave out tensors of unsupported dtypes.
     #[arg(long)]
     skip_unreadable: bool,
-    /// Write what was done as JSON, for programs.
+    /// Write a summary as JSON.
     #[arg(long)]
     json: bool,
 }
@@ -112,14 +111,14 @@ fn world_size(text: &str) -> Result<MeshLayout, String> {
 fn alias(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
         Some((new, old)) if !new.is_empty() && !old.is_empty() => Ok((new.into(), old.into())),
-        _ => Err("an alias is NEW=OLD, two names of tensors".into()),
+        _ => Err("expected NEW=OLD, two names of tensors".into()),
     }
 }
 
 fn mesh(text: &str) -> Result<MeshLayout, String> {
     match text.split_once('x') {
         Some((replicas, shards)) => layout(&[("dp_replicate", ranks(replicas)?), ("dp_shard", ranks(shards)?)]),
-        None => Err("a mesh is REPLICASxSHARDS, as in 2x4".into()),
+        None => Err("expected REPLICASxSHARDS, such as 2x4".into()),
     }
 }
 
@@ -134,8 +133,8 @@ fn layout(dims: &[(&str, usize)]) -> Result<MeshLayout, String> {
 }
 
 fn size(text: &str) -> Result<ByteSize, String> {
-    let size: ByteSize = text.parse().map_err(|_| "a size is a number and a unit, as in 5GB or 500MiB".to_string())?;
-    if size.0 == 0 { Err("a file needs room for something".into()) } else { Ok(size) }
+    let size: ByteSize = text.parse().map_err(|_| "expected a number and a unit, such as 5GB or 500MiB".to_string())?;
+    if size.0 == 0 { Err("expected more than 0 bytes".into()) } else { Ok(size) }
 }
 
 impl To16 {
@@ -207,7 +206,7 @@ impl Consolidate {
     }
 }
 
-/// What both commands do around the writing.
+/// The common parts of both commands.
 struct Work<'a> {
     source: &'a dyn TensorSource,
     src: &'a Path,
@@ -269,13 +268,13 @@ impl<'a> Work<'a> {
             writeln!(out, "  {count} tensors were converted from {from} to {to}")?;
         }
         if view.overflowed() > 0 {
-            writeln!(out, "  {} numbers were too large for the new dtype and are infinite now", view.overflowed())?;
+            writeln!(out, "  {} numbers overflowed the new dtype and are infinite", view.overflowed())?;
         }
         if left_out > 0 {
-            writeln!(out, "  {left_out} tensors are no parameters (the optimizer's state) and were left out")?;
+            writeln!(out, "  {left_out} tensors that are not parameters (optimizer state) were left out")?;
         }
         if !skipped.is_empty() {
-            writeln!(out, "  {} tensors of dtypes that can't be read were left out", skipped.len())?;
+            writeln!(out, "  {} tensors of unsupported dtypes were left out", skipped.len())?;
         }
         Ok(())
     }

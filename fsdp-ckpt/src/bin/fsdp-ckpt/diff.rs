@@ -13,26 +13,26 @@ use crate::{bar, open, print_json};
 pub(crate) struct Diff {
     /// A checkpoint or model.
     a: PathBuf,
-    /// Another one.
+    /// Another checkpoint or model.
     b: PathBuf,
-    /// Allow |a - b| up to this times |b|.
+    /// Relative tolerance: allow |a - b| up to this times |b|.
     #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = tolerance)]
     rtol: f64,
-    /// Allow |a - b| up to this.
+    /// Absolute tolerance: allow |a - b| up to this.
     #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = tolerance)]
     atol: f64,
-    /// Write JSON, for programs: equal, only_a, only_b, differing (dtypes, shapes, beyond, values), within_tolerance.
+    /// Write JSON: equal, only_a, only_b, differing (dtypes, shapes, beyond, values), within_tolerance.
     #[arg(long)]
     json: bool,
 }
 
 fn tolerance(text: &str) -> Result<f64, String> {
     let number: f64 = text.parse().map_err(|_| "not a number".to_string())?;
-    if number >= 0.0 && number.is_finite() { Ok(number) } else { Err("a tolerance is a number from 0 on".into()) }
+    if number >= 0.0 && number.is_finite() { Ok(number) } else { Err("expected a finite number of at least 0".into()) }
 }
 
 impl Diff {
-    /// Whether they are equal within the tolerance.
+    /// Returns whether both match within the tolerance.
     pub(crate) fn run(&self) -> Result<bool> {
         let (a, b) = (open(&self.a)?, open(&self.b)?);
         let bar = bar("comparing", a.bytes().saturating_add(b.bytes()));
@@ -72,14 +72,14 @@ impl Diff {
         if found.not_compared > 0 {
             writeln!(
                 out,
-                "one side is a model alone: {} tensors of the other that are no parameters were not compared",
+                "one side is only a model: {} tensors of the other side that are not parameters were not compared",
                 found.not_compared
             )?;
         }
         for (side, count) in [&self.a, &self.b].into_iter().zip(found.unreadable) {
             if count > 0 {
                 let side = escape(side.display());
-                writeln!(out, "{side} has {count} tensors of dtypes that can't be read; not compared")?;
+                writeln!(out, "{side} has {count} tensors of unsupported dtypes, which were not compared")?;
             }
         }
         Ok(same)

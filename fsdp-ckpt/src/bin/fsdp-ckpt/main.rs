@@ -1,4 +1,4 @@
-//! The `fsdp-ckpt` command: looks into checkpoints, checks, converts and compares them.
+//! The `fsdp-ckpt` command: inspects, verifies, converts and compares checkpoints.
 
 mod convert;
 mod diff;
@@ -14,12 +14,12 @@ use clap::{CommandFactory, Parser, Subcommand};
 use fsdp_ckpt::{TensorSource, escape};
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// Look into sharded checkpoints, check them, convert them, compare them.
+/// Inspect, verify, convert and compare sharded checkpoints.
 ///
-/// Every command finds out the format of what it reads: a directory with a checkpoint.json (fsdp), a Hugging Face model
-/// directory, the directory of PyTorch's HuggingFaceStorageWriter, a single safetensors file (hf), or what PyTorch
-/// itself writes. Tensors are whole, however many ranks wrote them: shapes are global. No command changes what
-/// it reads.
+/// Every command detects the format of its input: a directory with a checkpoint.json (fsdp); a Hugging Face model
+/// directory, a directory of PyTorch's HuggingFaceStorageWriter or a safetensors file (hf); a DCP directory
+/// (torch-dcp); a file of torch.save (torch). Shapes are global, however many ranks saved the tensors. No command
+/// changes its input.
 #[derive(Parser)]
 #[command(
     version,
@@ -39,10 +39,9 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Show a checkpoint's tensors, files and values, and which file holds what; or the steps of a run.
+    /// Show the tensors, files and values of a checkpoint, or the steps of a run.
     ///
-    /// Reads headers and manifests only, so it is as fast for a large model as for a small one. Layers that are alike
-    /// are shown once.
+    /// Reads headers and manifests only. Shows layers that are alike once.
     #[command(after_help = "EXAMPLES:
     fsdp-ckpt inspect runs/llama                                  the steps, and which of them are whole
     fsdp-ckpt inspect runs/llama/step-00000010 --svg files.svg    which file holds what, as a picture
@@ -50,24 +49,21 @@ enum Command {
     Inspect {
         /// A checkpoint or model, or a directory of steps.
         dir: PathBuf,
-        /// Write JSON, for programs: format, mesh, tensors (dtype, shape, bytes, chunks), files, values; of a run its
-        /// steps.
+        /// Write JSON: format, mesh, tensors (dtype, shape, bytes, chunks), files, values; for a run, its steps.
         #[arg(long)]
         json: bool,
-        /// Draw which file holds what as an SVG picture, to this file.
+        /// Draw an SVG picture of the tensors in each file to this file.
         #[arg(long, value_name = "FILE")]
         svg: Option<PathBuf>,
-        /// Show every tensor, alike or not.
+        /// Show every layer.
         #[arg(long)]
         full: bool,
     },
-    /// Read everything in a checkpoint and check it against its checksums.
+    /// Read a whole checkpoint and verify its checksums.
     ///
-    /// Names all that is damaged: tensor, file, and how. It takes as long as reading all files. Where a format keeps no
-    /// checksums, files are only checked for being whole.
+    /// Lists each damaged tensor with its file. If the format has no checksums, checks only that files are complete.
     ///
-    /// What was saved undamaged may still be of no use: --finite looks for numbers that are NaN or infinite, and fails
-    /// where it finds any.
+    /// With --finite, also fails if a number is NaN or infinite.
     #[command(after_help = "EXAMPLES:
     fsdp-ckpt verify runs/llama/step-00000010
     fsdp-ckpt verify runs/llama/step-00000010 --finite            and are its numbers finite
@@ -75,30 +71,27 @@ enum Command {
     Verify {
         /// A checkpoint or model.
         dir: PathBuf,
-        /// Look for NaNs and infinities in all floating point tensors, too; each tensor with any is listed, with how
-        /// many, and where the first is.
+        /// Also list floating point tensors with NaN or infinity: how many, and where the first one is.
         #[arg(long)]
         finite: bool,
-        /// Write JSON, for programs: ok, files, chunks, bytes, covered (what the checksums are of), damaged,
-        /// non_finite.
+        /// Write JSON: ok, files, chunks, bytes, covered (the parts with checksums), damaged, non_finite.
         #[arg(long)]
         json: bool,
     },
-    /// Write a checkpoint or model in another format, for another world size, or in another dtype.
+    /// Write a checkpoint or model in another format, for another world size, or with another dtype.
     ///
-    /// Tensors are streamed: a checkpoint of any size needs little memory. The destination must not exist and appears
-    /// as a whole or not at all. A source with checksums is verified first.
+    /// Streams tensors, so it needs little memory. The destination must not exist, and appears when it is complete.
+    /// Verifies the source first, if it has checksums.
     Convert(convert::Convert),
-    /// Write a checkpoint as one safetensors file, or a few with an index, under the names that it has.
+    /// Write a checkpoint as one safetensors file, or a few with an index, and keep all names.
     ///
-    /// It does what PyTorch's consolidate_hf_safetensors_files does, for every format: it writes all tensors, the
-    /// optimizer's too, and renames nothing. `convert --to hf` writes what others take for a model: the parameters
-    /// alone, by their own names.
+    /// Like PyTorch's consolidate_hf_safetensors_files, but for every format. Writes all tensors, including the
+    /// optimizer's. `convert --to hf` writes only the parameters, under their own names.
     Consolidate(convert::Consolidate),
-    /// Compare two checkpoints or models, whatever their formats.
+    /// Compare two checkpoints or models of any format.
     ///
-    /// Exit status 0 when they are equal, 1 when they differ by more than the tolerance allows. When one has a model
-    /// alone and the other a whole training state, the parameters are compared.
+    /// The exit status is 0 if they match and 1 if they differ by more than the tolerance. If one is a model and the
+    /// other a training state, compares only the parameters.
     #[command(after_help = "EXAMPLES:
     fsdp-ckpt diff runs/a/step-00000010 runs/b/step-00000010              equal to the bit?
     fsdp-ckpt diff runs/a/step-00000010 model --rtol 1e-2 --atol 1e-5     nearly equal? dtypes may differ then")]
@@ -120,13 +113,13 @@ fn main() -> ExitCode {
     match done {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
-        // Whoever reads our output has seen enough, as in `fsdp-ckpt inspect DIR | head`.
+        // The reader closed the pipe, as in `fsdp-ckpt inspect DIR | head`.
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => match error.downcast::<clap::Error>() {
-            // Options that contradict each other.
+            // Conflicting options.
             Ok(usage) => usage.format(&mut Cli::command()).exit(),
             Err(error) => {
-                // Where stderr is closed, the exit status has to do.
+                // If stderr is closed, only the exit status tells.
                 let _ = writeln!(std::io::stderr(), "fsdp-ckpt: {}", escape(format!("{error:#}")));
                 ExitCode::FAILURE
             }
@@ -138,11 +131,11 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error.downcast_ref::<std::io::Error>().is_some_and(|error| error.kind() == std::io::ErrorKind::BrokenPipe)
 }
 
-/// Opens what a path holds. That a run is no checkpoint is told in the words of whoever gave its path.
+/// Opens a path. For the directory of a run, the error suggests its newest step.
 pub(crate) fn open(path: &Path) -> anyhow::Result<Box<dyn TensorSource>> {
     fsdp_ckpt::open(path).map_err(|error| match inspect::steps::newest(path) {
         Some(step) => anyhow::anyhow!(
-            "{} holds the steps of a run; name one of them, as in {}",
+            "{} is the directory of a run; pass one of its steps, such as {}",
             path.display(),
             path.join(step).display()
         ),
@@ -150,8 +143,7 @@ pub(crate) fn open(path: &Path) -> anyhow::Result<Box<dyn TensorSource>> {
     })
 }
 
-/// A value as pretty JSON, on stdout. Characters that steer a terminal stand in strings only, and JSON has escapes for
-/// all of them.
+/// Prints a value as pretty JSON. Control characters occur only in strings, where JSON has escapes for them.
 pub(crate) fn print_json(value: &serde_json::Value) -> anyhow::Result<()> {
     let mut text = String::new();
     for c in format!("{value:#}\n").chars() {
@@ -168,9 +160,9 @@ pub(crate) fn print_json(value: &serde_json::Value) -> anyhow::Result<()> {
 const TEMPLATE: &str =
     "{msg} [{wide_bar:.cyan/blue}] {binary_bytes}/{binary_total_bytes}  {binary_bytes_per_sec}  ETA {eta}";
 
-/// A bar over `bytes` bytes. Nothing is drawn where stderr is no terminal.
+/// Creates a progress bar over `bytes` bytes, drawn only if stderr is a terminal.
 pub(crate) fn bar(what: &'static str, bytes: u64) -> ProgressBar {
-    // The template is a constant that a test reads; a bar without it would still be a bar.
+    // A test checks the template.
     let style = ProgressStyle::with_template(TEMPLATE).unwrap_or_else(|_| ProgressStyle::default_bar());
     let bar = ProgressBar::new(bytes).with_style(style.progress_chars("=> ")).with_message(what);
     bar.enable_steady_tick(Duration::from_millis(200));
@@ -182,7 +174,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_template_is_one() {
+    fn template_is_valid() {
         assert!(ProgressStyle::with_template(TEMPLATE).is_ok());
     }
 }

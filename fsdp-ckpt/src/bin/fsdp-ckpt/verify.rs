@@ -11,12 +11,12 @@ use serde_json::json;
 
 use crate::{bar, open, print_json};
 
-/// Whether all is well.
+/// Returns whether the checkpoint is valid.
 pub(crate) fn run(dir: &Path, finite: bool, as_json: bool) -> Result<bool> {
     let source = open(dir)?;
     let bar = bar("verifying", source.bytes());
     let (mut chunks, mut bytes, mut sums) = (0usize, 0u64, 0usize);
-    // What is wrong, with the tensors that it concerns: a file that can't be opened is told once.
+    // Errors with their tensors: a file that can't be opened is reported once.
     let mut damaged = BTreeMap::<String, Vec<&str>>::new();
     for (fqn, tensor) in source.tensors() {
         for (at, chunk) in tensor.chunks.iter().enumerate() {
@@ -31,7 +31,7 @@ pub(crate) fn run(dir: &Path, finite: bool, as_json: bool) -> Result<bool> {
             }
         }
     }
-    // Numbers that are others than those that were written say nothing.
+    // Damaged numbers need not be checked.
     let strange = match finite && damaged.is_empty() {
         true => {
             bar.reset();
@@ -62,7 +62,7 @@ pub(crate) fn run(dir: &Path, finite: bool, as_json: bool) -> Result<bool> {
     }
     let place = escape(dir.display());
     if !unreadable.is_empty() {
-        writeln!(out, "{place}: {} tensors of other dtypes were not read", unreadable.len())?;
+        writeln!(out, "{place}: {} tensors of unsupported dtypes were not read", unreadable.len())?;
     }
     if !damaged.is_empty() {
         let count: usize = damaged.values().map(Vec::len).sum();
@@ -84,15 +84,15 @@ pub(crate) fn run(dir: &Path, finite: bool, as_json: bool) -> Result<bool> {
     Ok(true)
 }
 
-/// What no checksum can tell about a source that is as its checksums say.
+/// Describes the parts of a source without checksums.
 fn not_covered(source: &dyn TensorSource) -> &'static str {
     match (source.checksums(), source.format()) {
         (Checksums::Everything, _) => "",
         (Checksums::Tensors, Format::Fsdp) => {
-            "; an older fsdp-ckpt has written it: its manifest and the headers of its files are under no checksum"
+            "; written by an older fsdp-ckpt: its manifest and headers have no checksums"
         }
-        (Checksums::Tensors, _) => "; the tensors' numbers alone: names, shapes and values are under no checksum",
-        (Checksums::Nothing, _) => "; this format keeps no checksums: the files are whole, their numbers may be others",
+        (Checksums::Tensors, _) => "; names, shapes and values have no checksums",
+        (Checksums::Nothing, _) => "; this format has no checksums: only file sizes were checked",
     }
 }
 
@@ -103,7 +103,7 @@ fn counted(found: &NonFinite) -> String {
     format!("\"{tensor}\" ({dtype}): {counts}, the first at {first:?}, in {file}")
 }
 
-/// An error without the advice that comes once, at the end.
+/// Formats an error without the advice that is printed once at the end.
 fn in_words(error: Error) -> String {
     let text = format!("{:#}", anyhow::Error::from(error));
     escape(text.strip_suffix("; use another checkpoint").unwrap_or(&text)).to_string()

@@ -16,7 +16,7 @@ use crate::store::object::transfer::{ObjectFile, Upload};
 use crate::store::{Append, ReadAt, Store};
 use crate::{Error, Result};
 
-/// What is in front of an attempt's tag in the names of its files.
+/// Separates a save's tag in the names of its files.
 pub(super) const SAVE_TAG: &str = ".save-";
 pub(super) const TENSORS: &str = ".safetensors";
 
@@ -26,31 +26,31 @@ pub(super) struct ObjectDir {
     pub(super) store: Arc<dyn ObjectStore>,
     pub(super) url: PathBuf,
     pub(super) prefix: Key,
-    /// The attempt whose files are written; empty in one that is read.
+    /// Tag for new files; empty when reading.
     pub(super) tag: String,
-    /// The sizes of the objects, asked for once: one request for a thousand objects.
+    /// Sizes of the objects, listed once.
     sizes: OnceLock<BTreeMap<String, u64>>,
 }
 
-/// What is directly under a prefix.
+/// The objects and prefixes directly under a prefix.
 pub(super) struct Listing {
     pub(super) files: BTreeMap<String, u64>,
     pub(super) dirs: Vec<String>,
 }
 
 impl ObjectDir {
-    /// The prefix that a URL names. Nothing is asked of the store.
+    /// Creates the value for a URL, without a request.
     pub(super) fn new(url: &str) -> Result<Self> {
         Self::with_tag(url, "")
     }
 
-    /// The same where new files get the names of an attempt.
+    /// Creates the value for a save, whose new files get its tag.
     pub(super) fn with_tag(url: &str, tag: &str) -> Result<Self> {
         let (store, prefix) = connect(url)?;
         Ok(ObjectDir { store, url: PathBuf::from(url), prefix, tag: tag.to_string(), sizes: OnceLock::new() })
     }
 
-    /// Whether the URL is that of an object. Where there are objects below it, it is a prefix.
+    /// Returns whether the URL is an object. A prefix with objects below it is not.
     pub(super) fn is_object(url: &str) -> Result<bool> {
         let dir = Self::new(url)?;
         let below = dir.listing()?;
@@ -84,11 +84,11 @@ impl ObjectDir {
         Ok(Listing { files, dirs })
     }
 
-    /// As [`ObjectDir::listing`]; that there is nothing is an error.
+    /// Lists the prefix; an empty prefix is an error.
     fn something(&self) -> Result<Listing> {
         let listing = self.listing()?;
         if listing.files.is_empty() && listing.dirs.is_empty() {
-            let looked_for = "checkpoint: there is no object under this prefix".into();
+            let looked_for = "checkpoint: no object with this prefix".into();
             return Err(Error::NotFound { path: self.url.clone(), looked_for });
         }
         Ok(listing)
@@ -156,34 +156,34 @@ impl Store for ObjectDir {
     }
 }
 
-/// Whether a name is that of an attempt's file.
+/// Returns whether a name has a save's tag.
 pub(super) fn has_save_tag(name: &str) -> bool {
     name.ends_with(TENSORS) && name.contains(SAVE_TAG)
 }
 
 fn parse(key: &str, url: &Path) -> Result<Key> {
-    Key::parse(key).map_err(|error| Error::Argument(format!("{} names no object: {error}", url.display())))
+    Key::parse(key).map_err(|error| Error::Argument(format!("{} is not a valid object name: {error}", url.display())))
 }
 
-/// The client of a URL's bucket, and the key in it. There is one client for each bucket, so that connections are used
-/// again; it takes its settings from the environment.
+/// Returns the client of a URL's bucket and the key in it. Clients are shared by bucket, to reuse connections. Settings
+/// come from the environment.
 fn connect(url: &str) -> Result<(Arc<dyn ObjectStore>, Key)> {
     static CLIENTS: Mutex<Option<HashMap<String, Arc<dyn ObjectStore>>>> = Mutex::new(None);
     let bad = |reason: &str| Error::Argument(format!("{url} {reason}"));
     let (scheme, rest) = url.split_once("://").unwrap_or((url, ""));
     let (bucket, key) = rest.split_once('/').unwrap_or((rest, ""));
     if bucket.is_empty() {
-        return Err(bad(&format!("names no bucket; the form is {scheme}://bucket/path")));
+        return Err(bad(&format!("has no bucket; expected {scheme}://bucket/path")));
     }
     let key = parse(key, Path::new(url))?;
     let root = format!("{scheme}://{bucket}");
-    // A panic elsewhere leaves the map as good as it was.
+    // A panic leaves the map consistent.
     let mut clients = CLIENTS.lock().unwrap_or_else(PoisonError::into_inner);
     let clients = clients.get_or_insert_default();
     if let Some(client) = clients.get(&root) {
         return Ok((Arc::clone(client), key));
     }
-    // The program may have chosen another provider of TLS, or choose it later: then this one is not it.
+    // Fails if the program has already chosen a TLS provider.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let retry = RetryConfig { retry_timeout: limit()?, ..RetryConfig::default() };
     let http = Connector::of(scheme);

@@ -1,6 +1,5 @@
-//! The address at which a cloud's machines ask for their credentials. Clients ask it where no others are set; that is
-//! not wanted everywhere, and where there is no such machine nobody answers. So it is asked once, for a short time, and
-//! not at all where that is turned off.
+//! The metadata address of a cloud's machines, which clients ask for credentials if none are set. Outside of a cloud
+//! nobody answers it. So it is asked once, with a short timeout, and never if that is turned off.
 
 use std::pin::Pin;
 use std::time::Duration;
@@ -10,9 +9,9 @@ use object_store::client::{
     HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpService, ReqwestConnector,
 };
 
-/// That of AWS and Azure, that of AWS in networks of IPv6, and Google's.
+/// Metadata hosts: AWS and Azure, AWS over IPv6, Google.
 const HOSTS: [&str; 3] = ["169.254.169.254", "[fd00:ec2::254]", "metadata.google.internal"];
-/// Variables that name another one for the clients.
+/// Environment variables with other addresses.
 const OTHERS: [&str; 6] = [
     "AWS_METADATA_ENDPOINT",
     "GCE_METADATA_HOST",
@@ -21,22 +20,22 @@ const OTHERS: [&str; 6] = [
     "AZURE_MSI_ENDPOINT",
     "IDENTITY_ENDPOINT",
 ];
-/// On a machine that has it, it is on the same host.
+/// Timeout. The address is on the same machine.
 const LIMIT: Duration = Duration::from_secs(3);
 
-/// What errors say where it is turned off, and where it gives nothing.
+/// Reasons in error messages.
 pub(super) const OFF: &str = "asking the cloud's metadata address is turned off";
 pub(super) const NO_ANSWER: &str = "the cloud's metadata address does not answer";
 
-/// Makes the clients of one kind of store.
+/// Creates the HTTP clients of one kind of store.
 #[derive(Debug)]
 pub(super) struct Connector {
     is_off: bool,
 }
 
 impl Connector {
-    /// That of the stores with URLs of this scheme. `FSDP_STORE_METADATA=off` turns the address off for all, and for
-    /// each what its own tools know.
+    /// Creates the connector for URLs of this scheme. `FSDP_STORE_METADATA=off`, or the variable of the cloud's own
+    /// tools, turns the metadata address off.
     pub(super) fn of(scheme: &str) -> Self {
         let is = |name: &str, words: &[&str]| {
             std::env::var(name).is_ok_and(|value| words.iter().any(|word| value.eq_ignore_ascii_case(word)))
@@ -59,13 +58,13 @@ impl HttpConnector for Connector {
     }
 }
 
-/// The host and port of a URL, or of a URL without its scheme.
+/// Returns the host and port of a URL with or without scheme.
 fn authority(url: &str) -> &str {
     let rest = url.split_once("://").map_or(url, |(_, rest)| rest);
     rest.split('/').next().unwrap_or(rest)
 }
 
-/// A client that knows the address.
+/// An HTTP client that intercepts requests to the metadata address.
 #[derive(Debug)]
 struct MetadataGuard {
     client: HttpClient,
@@ -83,7 +82,7 @@ impl MetadataGuard {
         if !self.is_metadata(&request) {
             return self.client.execute(request).await;
         }
-        // Of no kind that is tried again.
+        // Of a kind that is not retried.
         let failed = |reason: String| HttpError::new(HttpErrorKind::Unknown, std::io::Error::other(reason));
         if self.is_off {
             return Err(failed(OFF.into()));
@@ -113,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn urls_have_authorities() {
+    fn finds_the_authority_of_a_url() {
         for url in ["http://host:1/a/b", "host:1", "host:1/a"] {
             assert_eq!(authority(url), "host:1");
         }

@@ -1,4 +1,4 @@
-//! TODO
+//! Requests to object stores: a runtime that runs them, their timeout, and their errors.
 
 use std::error::Error as StdError;
 use std::path::Path;
@@ -13,20 +13,20 @@ use tokio::task::AbortHandle;
 use crate::store::object::metadata;
 use crate::{Error, Result};
 
-/// How long a request may take with all its repetitions, in seconds.
+/// Environment variable and default of a request's timeout in seconds, including retries.
 const LIMIT: &str = "FSDP_STORE_TIMEOUT_S";
 const LIMIT_S: f64 = 120.0;
 
-/// A request on its way. Dropped, it is given up.
+/// A running request. Dropping it cancels it.
 pub(super) struct Pending<T> {
     answer: Receiver<Result<T, Failure>>,
     task: AbortHandle,
 }
 
 impl<T> Pending<T> {
-    /// Waits for the answer, for the request's limit at most.
+    /// Waits for the answer or the timeout.
     pub(super) fn wait(self) -> Result<T, Failure> {
-        // Without an answer the task is gone: it panicked.
+        // The task sends an answer unless it panicked.
         self.answer.recv().unwrap_or(Err(Failure::Panicked))
     }
 }
@@ -37,7 +37,7 @@ impl<T> Drop for Pending<T> {
     }
 }
 
-/// Starts a request. The runtime is its own, so that this works on every thread, one of another runtime included.
+/// Starts a request on a runtime of this crate, so any thread may call it, even one of another runtime.
 pub(super) fn start<T: Send + 'static>(
     limit: Duration,
     request: impl Future<Output = object_store::Result<T>> + Send + 'static,
@@ -53,7 +53,7 @@ pub(super) fn start<T: Send + 'static>(
             Ok(answered) => answered.map_err(Failure::from),
             Err(_) => Err(Failure::TimedOut(limit)),
         };
-        // Nobody waits any more: nobody needs it.
+        // Fails if the caller dropped the request.
         let _ = send.send(outcome);
     });
     Ok(Pending { answer, task: task.abort_handle() })
@@ -66,7 +66,7 @@ pub(super) fn wait<T: Send + 'static>(
     start(limit_or_default(), request)?.wait()
 }
 
-/// The limit of every request, from the environment.
+/// Returns the timeout from the environment.
 pub(super) fn limit() -> Result<Duration> {
     let Some(text) = std::env::var_os(LIMIT) else { return Ok(Duration::from_secs_f64(LIMIT_S)) };
     let seconds = text.to_str().and_then(|text| text.parse().ok()).filter(|seconds: &f64| *seconds > 0.0);
@@ -74,24 +74,24 @@ pub(super) fn limit() -> Result<Duration> {
     limit.ok_or_else(|| Error::Argument(format!("{LIMIT}={text:?} is not a number of seconds")))
 }
 
-/// Every client was made under a limit that could be read.
+/// The variable was valid when the client was created.
 pub(super) fn limit_or_default() -> Duration {
     static KEPT: OnceLock<Duration> = OnceLock::new();
     *KEPT.get_or_init(|| limit().unwrap_or(Duration::from_secs_f64(LIMIT_S)))
 }
 
-/// A request that failed.
+/// Why a request failed.
 #[derive(Debug)]
 pub(super) enum Failure {
-    /// The store's answer, or that there is none.
+    /// The store's error.
     Store(object_store::Error),
-    /// The environment has not what a client needs.
+    /// Invalid or missing settings in the environment.
     Settings(object_store::Error),
-    /// It took too long, with all repetitions.
+    /// No answer within the timeout.
     TimedOut(Duration),
-    /// The thread that made it is gone.
+    /// The task panicked.
     Panicked,
-    /// There are no threads to make it.
+    /// The runtime can't start.
     NoThreads(String),
 }
 
@@ -102,12 +102,12 @@ impl From<object_store::Error> for Failure {
 }
 
 impl Failure {
-    /// The store says that there is no such object.
+    /// Returns whether the object does not exist.
     pub(super) fn is_not_found(&self) -> bool {
         matches!(self, Failure::Store(object_store::Error::NotFound { .. }))
     }
 
-    /// The store has refused it: it had no effect and will have none.
+    /// Returns whether the store refused the request, so it has no effect.
     pub(super) fn is_refusal(&self) -> bool {
         use object_store::Error as E;
         matches!(
@@ -124,7 +124,7 @@ impl Failure {
         )
     }
 
-    /// The error of this crate that tells it.
+    /// Converts the failure to this crate's error.
     pub(super) fn at(self, action: &'static str, url: &Path) -> Error {
         let text = url.to_string_lossy();
         let settings = Settings::of(text.split_once("://").map_or("", |(scheme, _)| scheme));
@@ -136,11 +136,11 @@ impl Failure {
                 limit.as_secs_f64(),
                 settings.endpoint
             ),
-            Failure::Panicked => "the thread that asked for it panicked".into(),
+            Failure::Panicked => "the request panicked".into(),
             Failure::NoThreads(cause) => format!("can't start threads: {cause}"),
         };
         let source = match self {
-            // Its text has those of its causes already.
+            // Its text includes its causes.
             Failure::Store(error) | Failure::Settings(error) => Some(error.to_string().into()),
             _ => None,
         };
@@ -148,7 +148,7 @@ impl Failure {
     }
 }
 
-/// The environment variables of a kind of store.
+/// Names of environment variables for a kind of store.
 struct Settings {
     credentials: &'static str,
     endpoint: &'static str,
@@ -195,11 +195,11 @@ fn advice(error: &object_store::Error, settings: &Settings) -> String {
             "there is no such bucket; create it, or correct its name".into()
         }
         E::PermissionDenied { .. } | E::Unauthenticated { .. } => denied,
-        // A refused list comes without a kind.
+        // Errors of listing have no kind.
         _ if has(&["403 Forbidden", "401 Unauthorized"]) => denied,
         E::NotFound { .. } => "there is no such object".into(),
         E::NotImplemented { .. } | E::NotSupported { .. } => "this store can't do it".into(),
-        // Without credentials the clients ask for those of a cloud's machine.
+        // Without credentials, clients ask the metadata address.
         _ if has(&[metadata::OFF]) => format!("there are no credentials, and {}; set {credentials}", metadata::OFF),
         _ if has(&[metadata::NO_ANSWER, "169.254.169.254", "metadata.google", "metadata/instance"]) => {
             format!("there are no credentials, and {}; set {credentials}", metadata::NO_ANSWER)

@@ -1,4 +1,4 @@
-//! An attempt to save a checkpoint under a prefix.
+//! Saving, moving and deleting under a prefix.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::store::staging::unique;
 use crate::store::{Location, MoveOutcome, ReadAt, Staging, Store, split};
 use crate::{Error, Result};
 
-/// The URL of an object or of a prefix.
+/// URL of an object or a prefix.
 pub(in crate::store) struct ObjectPath<'a>(pub(in crate::store) &'a str);
 
 impl Location for ObjectPath<'_> {
@@ -39,8 +39,8 @@ impl Location for ObjectPath<'_> {
         Ok(Arc::new(ObjectDir::with_tag(self.0, name)?))
     }
 
-    /// Moves what is directly under a prefix: the store copies it, and then the old objects go. Interrupted, it has
-    /// left a copy of a part, or an old prefix without a manifest, which is an unfinished checkpoint.
+    /// Copies the objects, then deletes the old ones. An interrupted move leaves a partial copy, or an old prefix
+    /// without a manifest.
     fn move_to(&self, to: &Path) -> Result<MoveOutcome> {
         let (from, to) = (ObjectDir::new(self.0)?, ObjectDir::new(&to.to_string_lossy())?);
         let names: Vec<String> = from.listing()?.files.into_keys().collect();
@@ -60,7 +60,7 @@ impl Location for ObjectPath<'_> {
         Ok(MoveOutcome::Moved)
     }
 
-    /// Deletes a checkpoint: its manifest first, so that it is at no time one that is not whole.
+    /// Deletes the manifest first, so a partial deletion leaves no checkpoint.
     fn remove_dir(&self) -> Result<bool> {
         let dir = ObjectDir::new(self.0)?;
         let names = dir.listing()?.files.into_keys().collect();
@@ -78,19 +78,19 @@ fn delete_all(dir: &ObjectDir, mut names: Vec<String>) -> Result<()> {
     Ok(())
 }
 
-/// An attempt. Dropped before its manifest is written, it deletes its files.
+/// A save in progress. Dropping it before its manifest is written deletes its files.
 struct ObjectStaging {
     dir: ObjectDir,
     keep: bool,
 }
 
 impl ObjectStaging {
-    /// Begins an attempt under a prefix that holds nothing, or only what other attempts left.
+    /// Begins a save under a prefix that is empty or holds only files of other saves.
     fn create(url: &str) -> Result<Self> {
         let tag: String = unique().chars().filter(|c| c.is_ascii_alphanumeric() || *c == '-').collect();
         let dir = ObjectDir::with_tag(url, &tag)?;
         if dir.prefix.as_ref().is_empty() {
-            return Err(Error::Argument(format!("{url} is a whole bucket; name a prefix in it, as in {url}/step-1")));
+            return Err(Error::Argument(format!("{url} is a whole bucket; add a prefix, as in {url}/step-1")));
         }
         let there = dir.listing()?;
         if !there.dirs.is_empty() || there.files.keys().any(|name| !has_save_tag(name)) {
@@ -98,7 +98,7 @@ impl ObjectStaging {
         }
         if !there.files.is_empty() {
             tracing::warn!(
-                "{url} holds {} objects of a save that did not finish, or is running; they are deleted when this save \
+                "{url} holds {} objects of a save that is unfinished or still running; they are deleted when this save \
                     has finished",
                 there.files.len()
             );
@@ -106,7 +106,7 @@ impl ObjectStaging {
         Ok(ObjectStaging { dir, keep: false })
     }
 
-    /// Deletes the files of attempts, of this one or of all others. What can't be deleted does no harm.
+    /// Deletes the files of this save, or of all other saves. Failures are only logged.
     fn delete(&self, own: bool) {
         let ours = format!("{SAVE_TAG}{}{TENSORS}", self.dir.tag);
         let tidy = || -> Result<usize> {
@@ -138,9 +138,9 @@ impl Staging for ObjectStaging {
         let payload = contents.to_vec();
         let put = wait(async move { store.put_opts(&key, payload.into(), PutMode::Create.into()).await.map(drop) });
         if let Err(failure) = put {
-            // Without an answer it may still arrive, and then the files are a checkpoint.
+            // Without an answer, the manifest may still appear.
             self.keep = !failure.is_refusal();
-            // A request that is repeated meets what it has written itself.
+            // A retried request may find its own object.
             match self.dir.read(manifest, contents.len() as u64) {
                 Ok(Some(found)) if found == contents => {}
                 Ok(Some(_)) | Err(Error::TooLarge { .. }) => {

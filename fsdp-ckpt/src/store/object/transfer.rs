@@ -1,4 +1,4 @@
-//! TODO
+//! Reading ranges of objects and uploading objects in parts.
 
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
@@ -12,9 +12,9 @@ use crate::store::object::request::{Failure, Pending, limit_or_default, start, w
 use crate::store::{Append, ReadAt, ReadSizes};
 use crate::{Error, Result};
 
-/// The bytes of one request.
+/// Bytes of one request.
 const READ_PART: usize = 8 << 20;
-/// Requests under way at once for one read.
+/// Concurrent requests of one read.
 const READS_IN_FLIGHT: usize = 6;
 
 /// An object.
@@ -48,7 +48,7 @@ impl ReadAt for ObjectFile {
     fn read_exact_at(&self, into: &mut [u8], at: u64) -> Result<()> {
         let fail = |reason: String| Error::Object { action: "read", path: self.url.clone(), reason, source: None };
         if at.checked_add(into.len() as u64).is_none_or(|end| end > self.bytes) {
-            return Err(fail(format!("{} bytes from {at} on are more than its {}", into.len(), self.bytes)));
+            return Err(fail(format!("{} bytes from {at} on exceed its {} bytes", into.len(), self.bytes)));
         }
         let mut start_of_next = at;
         let mut rest = into.chunks_mut(READ_PART);
@@ -65,23 +65,23 @@ impl ReadAt for ObjectFile {
             let Some((part, request)) = pending.pop_front() else { return Ok(()) };
             let bytes = request.wait().map_err(|failure| failure.at("read", &self.url))?;
             if bytes.len() != part.len() {
-                return Err(fail(format!("{} bytes were asked for, {} came", part.len(), bytes.len())));
+                return Err(fail(format!("requested {} bytes, got {}", part.len(), bytes.len())));
             }
             part.copy_from_slice(&bytes);
         }
     }
 }
 
-/// The bytes of a part, unless the object needs larger ones.
+/// Bytes of a part, unless the object needs larger parts.
 const WRITE_PART: u64 = 8 << 20;
-/// No store takes more parts.
+/// Largest number of parts that all stores accept.
 const MOST_PARTS: u64 = 10_000;
-/// Parts under way at once.
+/// Concurrent uploads of parts.
 const WRITES_IN_FLIGHT: usize = 4;
-/// How long to wait for what only tidies up.
+/// Timeout of cleanup requests.
 pub(super) const CLEANUP_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// An object that appears when it is whole. One of a part at most is put in one request.
+/// An object to upload. Small objects are one request; larger ones appear when all parts are complete.
 pub(super) struct Upload {
     store: Arc<dyn ObjectStore>,
     key: Key,
@@ -97,14 +97,14 @@ struct Parts {
 }
 
 impl Upload {
-    /// Nothing is asked of the store yet.
+    /// Creates the upload, without a request.
     pub(super) fn new(store: Arc<dyn ObjectStore>, key: Key, url: PathBuf, bytes: u64) -> Self {
         let part = bytes.div_ceil(MOST_PARTS).next_multiple_of(1 << 20).max(WRITE_PART);
         let buffer = Vec::with_capacity(bytes.min(part) as usize);
         Upload { store, key, url, part: part as usize, buffer, parts: None }
     }
 
-    /// Sends what is in the buffer as the next part.
+    /// Uploads the buffer as the next part.
     fn send(&mut self) -> Result<(), Failure> {
         let parts = match &mut self.parts {
             Some(parts) => parts,
@@ -142,7 +142,7 @@ impl Upload {
             Ok((upload, outcome))
         })?;
         outcome.map(drop).map_err(|error| {
-            // What has failed for good leaves no parts; what only seems to is not aborted in the middle.
+            // A refused upload leaves parts to abort. Any other may still complete.
             let failure = Failure::from(error);
             if failure.is_refusal() {
                 let _ = start(CLEANUP_TIMEOUT, async move { upload.abort().await }).map(Pending::wait);
@@ -177,9 +177,7 @@ impl Drop for Upload {
         let aborted = start(CLEANUP_TIMEOUT, async move { upload.abort().await }).and_then(Pending::wait);
         if let Err(failure) = aborted {
             let error = failure.at("give up the upload of", &self.url);
-            tracing::warn!(
-                "{error}; parts of it may stay in the store until its rule for unfinished uploads removes them"
-            );
+            tracing::warn!("{error}; its parts may stay in the store until a lifecycle rule removes them");
         }
     }
 }

@@ -1,6 +1,6 @@
-//! Pickles made by hand.
+//! Building pickles for tests.
 
-/// A pickle of protocol 2 that grows.
+/// A pickle of protocol 2 in progress.
 #[derive(Clone, Default)]
 pub(crate) struct Build(pub(crate) Vec<u8>);
 
@@ -38,7 +38,7 @@ impl Build {
         self.ops(b".").0
     }
 
-    /// A tensor of f32 in storage `key`.
+    /// Adds a tensor of f32 in storage `key`.
     pub(crate) fn tensor(self, key: &str, offset: u64, shape: &[u64], strides: &[u64]) -> Self {
         self.global("torch._utils", "_rebuild_tensor_v2")
             .ops(b"((")
@@ -54,7 +54,7 @@ impl Build {
     }
 }
 
-/// One item of `storage_data`.
+/// An item of `storage_data`.
 #[derive(Clone)]
 pub(crate) struct Item {
     pub(crate) fqn: &'static str,
@@ -65,10 +65,10 @@ pub(crate) struct Item {
     pub(crate) transforms: Option<&'static str>,
 }
 
-/// A tensor's name, shape and chunks.
+/// Name, shape and chunks of a tensor.
 pub(crate) type Tensor = (&'static str, Vec<u64>, Vec<(Vec<u64>, Vec<u64>)>);
 
-/// DCP's metadata with these tensors of f32, values and items.
+/// Returns DCP metadata with these f32 tensors, values and items.
 pub(crate) fn metadata(tensors: &[Tensor], values: &[&str], items: &[Item]) -> Vec<u8> {
     const MODULE: &str = "torch.distributed.checkpoint.metadata";
     let new = |build: Build, class: &str| build.global(MODULE, class).ops(b")\x81");

@@ -1,4 +1,4 @@
-//! PyTorch's files that are not what they should be give errors that say what and where.
+//! Damaged and hostile files of PyTorch: errors name the problem and the file.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use super::build::{Build, Item, Tensor, metadata};
 use super::{fixture, hostile, recorded};
 
-/// A dict with one tensor.
+/// Pickles a dict with one tensor.
 fn state(tensor: impl Fn(Build) -> Build) -> Vec<u8> {
     tensor(Build::new().ops(b"}").text("w")).ops(b"s").end()
 }
@@ -19,7 +19,7 @@ fn message(pickle: &[u8]) -> String {
 }
 
 #[test]
-fn nothing_is_run_and_what_would_be_is_named() {
+fn names_refused_globals() {
     for (module, name) in
         [("os", "system"), ("builtins", "eval"), ("torch", "load"), ("torch.storage", "_load_from_bytes")]
     {
@@ -32,7 +32,7 @@ fn nothing_is_run_and_what_would_be_is_named() {
             assert!(message.contains(&format!("uses {module}.{name},")), "{message}");
         }
     }
-    // In a checkpoint, such a value is left out, and the tensors stay readable.
+    // A DCP checkpoint leaves out such values, and its tensors stay readable.
     let dcp = open(&fixture("dcp")).unwrap();
     assert_eq!(dcp.unreadable()["half"], "a pickle that uses fractions.Fraction");
     assert_eq!(dcp.unreadable()["state"], "a whole number of 17 bytes");
@@ -41,14 +41,14 @@ fn nothing_is_run_and_what_would_be_is_named() {
 }
 
 #[test]
-fn pickles_are_not_trusted() {
+fn rejects_invalid_pickles() {
     let nested = |depth: usize| {
         let lists = [b"]".repeat(depth), b"a".repeat(depth - 1)].concat();
         Build::new().ops(b"}").text("w").ops(&lists).ops(b"s").end()
     };
     let dicts =
         (0..100).fold(Build::new(), |build, _| build.ops(b"}").text("k")).ops(b"N").ops(&b"s".repeat(100)).end();
-    // Each list holds the one before ten times.
+    // Each list holds the previous one ten times.
     let laughs = (0..30u8).fold(Build::new().ops(b"]q\0"), |build, i| {
         let again = [b'h', i].repeat(10);
         build.ops(b"](").ops(&again).ops(b"eq").ops(&[i + 1])
@@ -61,43 +61,43 @@ fn pickles_are_not_trusted() {
         (laughs.end(), "repeats itself until"),
         (cycle, "nested more than 64 deep"),
         (Build::new().ops(b"}").text(&long).ops(b"K\x01s").end(), "has the key a string"),
-        (Build::new().ops(b"\x8d\xff\xff\xff\xff\xff\xff\xff\xff").end(), "bytes more and has 1"),
-        (Build::new().ops(b"X\xff\xff\xff\xff").end(), "it needs 4294967295 bytes more and has 1"),
-        (Build::new().ops(b"\x8a\x20").ops(&[1; 16]).end(), "it needs 32 bytes more and has 17"),
-        (Build::new().ops(b"h\x05").end(), "nothing is remembered as 5"),
+        (Build::new().ops(b"\x8d\xff\xff\xff\xff\xff\xff\xff\xff").end(), "more bytes, but has 1"),
+        (Build::new().ops(b"X\xff\xff\xff\xff").end(), "it needs 4294967295 more bytes, but has 1"),
+        (Build::new().ops(b"\x8a\x20").ops(&[1; 16]).end(), "it needs 32 more bytes, but has 17"),
+        (Build::new().ops(b"h\x05").end(), "the memo has no entry 5"),
         (Build::new().ops(b"R").end(), "the stack is empty"),
         (Build::new().ops(b"t").end(), "the stack has no mark"),
         (Build::new().ops(b"(").end(), "the stack is empty"),
-        (Build::new().ops(b"K\x01K\x02a").end(), "nothing on the stack can be changed"),
-        (Build::new().ops(b"}K\x02a").end(), "appended to what is no list"),
+        (Build::new().ops(b"K\x01K\x02a").end(), "the value on the stack can't be changed"),
+        (Build::new().ops(b"}K\x02a").end(), "appended to a value that is not a list"),
         (Build::new().ops(b"}(K\x02u").end(), "a key has no value"),
         (Build::new().ops(b"i").end(), "operation 0x69"),
         (b"\x80\x09N.".to_vec(), "its protocol is 9"),
-        (b"\x80\x02".to_vec(), "it needs 1 bytes more and has 0"),
+        (b"\x80\x02".to_vec(), "it needs 1 more bytes, but has 0"),
         (b"\x80\x02cos".to_vec(), "a name does not end"),
-        (Vec::new(), "it needs 1 bytes more"),
+        (Vec::new(), "it needs 1 more bytes"),
     ] {
         let message = message(&pickle);
         assert!(message.contains(part) && message.contains("hostile.pt: "), "{part}: {message}");
     }
-    // Everything that is remembered may be remembered under any number.
+    // The memo accepts any index.
     hostile::pickle(&Build::new().ops(b"}r\xff\xff\xff\xff").end()).unwrap();
 }
 
 #[test]
-fn tensors_are_where_their_storage_is() {
+fn rejects_tensors_outside_their_storage() {
     let huge = u64::MAX / 2;
     hostile::pickle(&state(|build| build.tensor("0", 0, &[4, 4], &[4, 1]))).unwrap();
     for (tensor, part) in [
-        (Build::default().tensor("0", 1, &[4, 4], &[4, 1]), "reach to byte 68 of its storage, which has 64 bytes"),
-        (Build::default().tensor("0", huge, &[1], &[1]), "too large to count its bytes"),
-        (Build::default().tensor("0", 0, &[huge, huge], &[1, 1]), "too large to count its bytes"),
-        (Build::default().tensor("0", 0, &[huge, huge, 0], &[1, 1, 1]), "too large to count its bytes"),
-        (Build::default().tensor("0", 0, &[2, 2], &[huge, huge]), "too large to count its bytes"),
-        (Build::default().tensor("0", 0, &[1 << 40], &[0]), "are 64 bytes, repeated"),
-        (Build::default().tensor("0", 0, &[2], &[1, 1]), "not those of a tensor"),
-        (Build::default().tensor("0", 0, &[u64::MAX], &[1]), "not those of a tensor"),
-        (Build::default().tensor("0", 0, &[1; 65], &[1; 65]), "not those of a tensor"),
+        (Build::default().tensor("0", 1, &[4, 4], &[4, 1]), "end at byte 68 of its storage, which has 64 bytes"),
+        (Build::default().tensor("0", huge, &[1], &[1]), "overflow"),
+        (Build::default().tensor("0", 0, &[huge, huge], &[1, 1]), "overflow"),
+        (Build::default().tensor("0", 0, &[huge, huge, 0], &[1, 1, 1]), "overflow"),
+        (Build::default().tensor("0", 0, &[2, 2], &[huge, huge]), "overflow"),
+        (Build::default().tensor("0", 0, &[1 << 40], &[0]), "it expands 64 bytes"),
+        (Build::default().tensor("0", 0, &[2], &[1, 1]), "do not describe a tensor"),
+        (Build::default().tensor("0", 0, &[u64::MAX], &[1]), "do not describe a tensor"),
+        (Build::default().tensor("0", 0, &[1; 65], &[1; 65]), "do not describe a tensor"),
         (Build::default().tensor("../0", 0, &[1], &[1]), "no storage \"../0\""),
     ] {
         let message = message(&state(|build| build.ops(&tensor.0)));
@@ -107,14 +107,14 @@ fn tensors_are_where_their_storage_is() {
     assert!(message(&twice).contains("\"a.b\": this name is there twice"));
 }
 
-/// The one file of a checkpoint of one tensor `w`, which takes `length` bytes.
+/// Returns the error for a checkpoint of one file with these tensors, values and items.
 fn dcp(tensors: &[Tensor], values: &[&str], items: &[Item]) -> String {
     let metadata = metadata(tensors, values, items);
     hostile::dcp_metadata(&metadata, &fixture("dcp")).unwrap_err().to_string()
 }
 
 #[test]
-fn metadata_is_not_trusted() {
+fn rejects_invalid_metadata() {
     let file = "__0_0.distcp";
     let item = |at: u64, offset: u64| Item {
         fqn: "w",
@@ -143,15 +143,15 @@ fn metadata_is_not_trusted() {
         (one(4, &[(0, 3), (2, 2)], &two), "overlap"),
         (one(4, &[(0, 2), (2, 3)], &two), "is outside its shape [4]"),
         (one(4, &[(0, 2), (2, 2)], &two[..1]), "its chunk [2..4] is in no file"),
-        (one(4, &[(0, 2), (0, 2)], &two), "is in no file, or there twice"),
-        (one(huge, &[(0, huge)], &two[..1]), "can't be in the 1000 bytes that it has in \"__0_0.distcp\""),
-        (one(4000, &[(0, 4000)], &two[..1]), "can't be in the 1000 bytes"),
+        (one(4, &[(0, 2), (0, 2)], &two), "is in no file, or is listed twice"),
+        (one(huge, &[(0, huge)], &two[..1]), "does not fit into the 1000 bytes of its item in \"__0_0.distcp\""),
+        (one(4000, &[(0, 4000)], &two[..1]), "does not fit into the 1000 bytes"),
         (
             one(4, &[(0, 2), (2, 2)], &[item(0, 0), item(2, 999)]),
-            "\"w\": it starts at 999 of \"__0_0.distcp\", where \"w\" is",
+            "\"w\": it starts at 999 of \"__0_0.distcp\", within \"w\"",
         ),
-        (one(4, &[(0, 2), (2, 2)], &[item(0, 0), item(0, 1000)]), "two parts of it start at the same place"),
-        (with(&|item| item.offset = 1 << 40), "has items up to byte 1099511628776 of it; is it truncated?"),
+        (one(4, &[(0, 2), (2, 2)], &[item(0, 0), item(0, 1000)]), "two chunks of it have the same offsets"),
+        (with(&|item| item.offset = 1 << 40), "has items up to byte 1099511628776; is it truncated?"),
         (with(&|item| item.offset = huge), "has items up to byte"),
         (with(&|item| item.offset = u64::MAX), "it has no file, offset and length"),
         (with(&|item| item.path = "../w"), "which is not a plain file name"),
@@ -159,10 +159,10 @@ fn metadata_is_not_trusted() {
         (with(&|item| item.path = ".."), "which is not a plain file name"),
         (with(&|item| item.path = "gone"), "has no file \"gone\""),
         (with(&|item| item.transforms = Some("zstd")), "\"w\": it is stored with transforms"),
-        (with(&|item| item.offsets = None), "stored as if it was no tensor"),
+        (with(&|item| item.offsets = None), "stored as a value"),
         (with(&|item| item.fqn = "v"), "is in no file"),
-        (with(&|_| ()), "\"w\": it is not what torch.save writes"),
-        (dcp(&[], &["v"], &[]), "\"v\": it is in 0 places, a value is in one"),
+        (with(&|_| ()), "\"w\": it is not a file of torch.save"),
+        (dcp(&[], &["v"], &[]), "\"v\": it is in 0 places, expected 1"),
         (dcp(&[], &["v", "v"], &[]), "\"v\": it is in 0 places"),
     ] {
         assert!(message.contains(part), "{part}: {message}");
@@ -188,7 +188,7 @@ fn copy(from: &Path) -> tempfile::TempDir {
 }
 
 #[test]
-fn damaged_checkpoints_are_noticed() {
+fn detects_damaged_checkpoints() {
     let root = copy(&fixture("dcp"));
     let path = root.path().join("__0_0.distcp");
     let good = std::fs::read(&path).unwrap();
@@ -226,11 +226,11 @@ fn damaged_checkpoints_are_noticed() {
     }
     std::fs::remove_file(root.path().join(".metadata")).unwrap();
     let message = TorchDcp::open(root.path()).unwrap_err().to_string();
-    assert!(message.contains("has no .metadata: it is no DCP checkpoint, or its save did not finish"), "{message}");
+    assert!(message.contains("has no .metadata: it is not a DCP checkpoint, or its save did not finish"), "{message}");
 }
 
 #[test]
-fn links_and_directories_are_no_files() {
+fn rejects_links_directories_and_pipes() {
     let root = copy(&fixture("dcp"));
     let path = root.path().join("__0_0.distcp");
     std::fs::remove_file(&path).unwrap();
@@ -243,7 +243,7 @@ fn links_and_directories_are_no_files() {
     std::fs::remove_file(&path).unwrap();
     std::fs::create_dir(&path).unwrap();
     assert!(TorchDcp::open(root.path()).is_err());
-    // A pipe is not waited for.
+    // A pipe must not block.
     let path = root.path().join(".metadata");
     std::fs::remove_file(&path).unwrap();
     rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
@@ -302,7 +302,7 @@ proptest! {
 }
 
 #[test]
-fn links_that_lead_out_of_a_checkpoint_are_refused() {
+fn rejects_links_out_of_a_checkpoint() {
     use std::os::unix::fs::symlink;
     let root = tempfile::tempdir().unwrap();
     let (dir, inner) = (root.path().join("checkpoint"), root.path().join("inner"));
@@ -324,7 +324,7 @@ fn links_that_lead_out_of_a_checkpoint_are_refused() {
             message.contains(name) && message.contains("symbolic link that leads out of the checkpoint"),
             "{message}"
         );
-        // Within the directory a link is as good as the file.
+        // A link within the directory is allowed.
         std::fs::remove_file(&path).unwrap();
         let beside = format!("other-{name}");
         std::fs::copy(inner.join(name), dir.join(&beside)).unwrap();

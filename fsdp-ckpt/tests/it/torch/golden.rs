@@ -1,4 +1,4 @@
-//! What PyTorch FSDP2 has saved is read to the bit.
+//! Reading checkpoints of PyTorch FSDP2 exactly.
 
 use fsdp_ckpt::hf::HfModel;
 use fsdp_ckpt::{Format, TensorSource, open};
@@ -11,7 +11,7 @@ use super::{recorded, whole};
 const RUNS: [&str; 2] = ["llama_tiny", "gpt2_tiny"];
 
 #[test]
-fn the_classic_format_and_the_hugging_face_layout_are_equal() {
+fn classic_format_equals_hugging_face_layout() {
     for run in RUNS {
         let classic = open(&recorded(run).join("dcp_step10")).unwrap();
         assert_eq!(classic.format(), Format::TorchDcp);
@@ -38,7 +38,7 @@ fn the_classic_format_and_the_hugging_face_layout_are_equal() {
 }
 
 #[test]
-fn optimizer_state_and_values_are_there() {
+fn reads_optimizer_state_and_values() {
     let classic = open(&recorded("llama_tiny/dcp_step10")).unwrap();
     let step = classic.tensor("optim.state.lm_head.weight.step").unwrap();
     assert_eq!((step.dtype, &step.shape[..]), (DType::F32, &[][..]));
@@ -52,7 +52,7 @@ fn optimizer_state_and_values_are_there() {
 }
 
 #[test]
-fn ranks_verify_everything_once_between_them() {
+fn shares_of_ranks_verify_everything_once() {
     let classic = open(&recorded("gpt2_tiny/dcp_step10")).unwrap();
     let all = classic.verify().unwrap();
     assert_eq!(all.bytes, classic.tensors().values().map(|tensor| tensor.bytes()).sum::<u64>());

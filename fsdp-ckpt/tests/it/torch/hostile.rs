@@ -1,5 +1,4 @@
-//! Bytes from anywhere as PyTorch's files: nothing but an error may come of them. The fuzz targets call these, and the
-//! tests do with their corpus.
+//! Untrusted bytes as PyTorch's files. The fuzz targets and the corpus tests call these functions.
 
 use std::io::Write;
 use std::path::Path;
@@ -11,10 +10,10 @@ use tempfile::TempDir;
 use zip::ZipWriter;
 use zip::write::SimpleFileOptions;
 
-/// What a read may take; hostile files may rightly hold views that are larger.
+/// Largest tensor to read; hostile files may hold larger views.
 const MOST: u64 = 1 << 20;
 
-/// A file of `torch.save` with this pickle and a storage "0" of 64 bytes.
+/// Creates a file of `torch.save` with this pickle and a storage "0" of 64 bytes.
 pub(crate) fn archive(pickle: &[u8]) -> (TempDir, std::path::PathBuf) {
     let root = tempfile::tempdir().unwrap();
     let path = root.path().join("hostile.pt");
@@ -35,7 +34,7 @@ pub(crate) fn pickle(bytes: &[u8]) -> Result<()> {
     read_all(&TorchFile::open(&path)?)
 }
 
-/// A directory with this `.metadata`, and the other files of the checkpoint in `files`.
+/// Creates a directory with this `.metadata` and the other files in `files`.
 pub(crate) fn checkpoint(metadata: &[u8], files: &Path) -> TempDir {
     let root = tempfile::tempdir().unwrap();
     std::fs::write(root.path().join(".metadata"), metadata).unwrap();

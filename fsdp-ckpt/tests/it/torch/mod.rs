@@ -1,7 +1,6 @@
 //! PyTorch's files.
 
 pub(crate) mod build;
-mod corpus;
 mod damage;
 mod golden;
 pub(crate) mod hostile;
@@ -13,17 +12,17 @@ use std::path::{Path, PathBuf};
 use fsdp_ckpt::TensorSource;
 use fsdp_core::layout::Region;
 
-/// A small file that PyTorch has written; see `tests/interop/fixtures.py`.
+/// Returns the path of a small file of PyTorch, made by `tests/interop/fixtures.py`.
 pub(crate) fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/it/torch/fixtures").join(name)
 }
 
-/// A run recorded from PyTorch.
+/// Returns the path of a recorded PyTorch run.
 pub(crate) fn recorded(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden").join(name)
 }
 
-/// A whole tensor.
+/// Reads a whole tensor.
 pub(crate) fn whole(source: &dyn TensorSource, fqn: &str) -> fsdp_ckpt::Result<Vec<u8>> {
     let tensor = source.tensor(fqn)?;
     let mut bytes = vec![0xEE; tensor.bytes() as usize];
@@ -31,7 +30,7 @@ pub(crate) fn whole(source: &dyn TensorSource, fqn: &str) -> fsdp_ckpt::Result<V
     Ok(bytes)
 }
 
-/// Asserts that two sources have the same tensors, to the bit.
+/// Asserts that two sources have the same tensors and bits.
 pub(crate) fn assert_same_tensors(a: &dyn TensorSource, b: &dyn TensorSource) {
     assert_eq!(a.tensors().keys().collect::<Vec<_>>(), b.tensors().keys().collect::<Vec<_>>());
     for (fqn, tensor) in a.tensors() {

@@ -1,4 +1,4 @@
-//! State dicts of `torch.save`.
+//! Reading state dicts of `torch.save`.
 
 use fsdp_ckpt::torch::TorchFile;
 use fsdp_ckpt::{Error, Format, SafetensorsFile, open};
@@ -9,7 +9,7 @@ use serde_json::json;
 use super::{fixture, whole};
 
 #[test]
-fn every_view_is_read_as_what_it_shows() {
+fn reads_every_view() {
     let state = open(&fixture("views.pt")).unwrap();
     assert_eq!(state.format(), Format::TorchFile);
     let expected = SafetensorsFile::open(&fixture("views.safetensors")).unwrap();
@@ -35,7 +35,7 @@ fn every_view_is_read_as_what_it_shows() {
 }
 
 #[test]
-fn what_is_no_tensor_is_a_value_where_it_can_be() {
+fn non_tensors_are_values() {
     let state = open(&fixture("views.pt")).unwrap();
     assert_eq!(whole(&*state, "optimizer.state.0.step").unwrap(), 4f32.to_le_bytes());
     assert_eq!(state.tensor("mixed.1").unwrap().shape, [2]);
@@ -58,7 +58,7 @@ fn what_is_no_tensor_is_a_value_where_it_can_be() {
 }
 
 #[test]
-fn kinds_are_told_by_contents_and_not_by_names() {
+fn detects_formats_by_content() {
     let root = tempfile::tempdir().unwrap();
     for name in ["linear", "linear.safetensors", "linear.bin"] {
         let path = root.path().join(name);
@@ -72,18 +72,19 @@ fn kinds_are_told_by_contents_and_not_by_names() {
     assert_eq!(open(&path).unwrap().format(), Format::HuggingFace);
     let path = root.path().join("text.pt");
     std::fs::write(&path, "text").unwrap();
-    assert!(
-        open(&path).unwrap_err().to_string().ends_with("text.pt: it is not what torch.save writes: it is no zip file")
-    );
+    assert!(open(&path).unwrap_err().to_string().ends_with("text.pt: it is not a zip file of torch.save"));
     let legacy = open(&fixture("legacy.bin")).unwrap_err().to_string();
-    assert!(legacy.contains("legacy.bin: it is in the format of PyTorch before 1.6, which is not read"), "{legacy}");
+    assert!(
+        legacy.contains("legacy.bin: it is in the format of PyTorch before 1.6, which is not supported"),
+        "{legacy}"
+    );
 
     let lone = open(&fixture("tensor.pt")).unwrap();
     assert_eq!(lone.tensor("tensor").unwrap().dtype, DType::F32);
 }
 
 #[test]
-fn hugging_face_directories_with_bin_files_are_models() {
+fn reads_models_of_bin_files() {
     let root = tempfile::tempdir().unwrap();
     std::fs::copy(fixture("linear.pth"), root.path().join("pytorch_model.bin")).unwrap();
     let model = open(root.path()).unwrap();
@@ -104,7 +105,7 @@ fn hugging_face_directories_with_bin_files_are_models() {
     for (map, part) in [
         (json!({ "weight": "../a.bin" }), "which is not a plain file name"),
         (json!({ "weight": "c.bin" }), "has no file \"c.bin\""),
-        (json!({ "other": "a.bin" }), "weight \"other\" is in a.bin, which has no such tensor"),
+        (json!({ "other": "a.bin" }), "lists weight \"other\" in a.bin, which has no such tensor"),
     ] {
         let message = index(map).unwrap_err().to_string();
         assert!(message.contains(part), "{message}");
@@ -115,7 +116,7 @@ fn hugging_face_directories_with_bin_files_are_models() {
 }
 
 #[test]
-fn every_flipped_bit_of_the_data_is_noticed() {
+fn detects_every_flipped_bit_of_data() {
     let root = tempfile::tempdir().unwrap();
     let path = root.path().join("linear.pt");
     let good = std::fs::read(fixture("linear.pth")).unwrap();
@@ -135,7 +136,7 @@ fn every_flipped_bit_of_the_data_is_noticed() {
             assert!(error.to_string().contains("linear.pt"), "{error}");
         }
     }
-    // What stays unnoticed is padding, time stamps and the like.
+    // Padding and time stamps have no checksum.
     assert!(noticed > good.len() / 4, "{noticed} of {}", good.len());
     for len in 0..good.len() {
         std::fs::write(&path, &good[..len]).unwrap();

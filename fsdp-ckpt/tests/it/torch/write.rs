@@ -1,4 +1,4 @@
-//! Checkpoints written for PyTorch.
+//! Writing checkpoints for PyTorch.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use fsdp_ckpt::{Checkpoint, Error, TensorSource, open, save};
 use serde_json::{Map, json};
 
 use super::{assert_same_tensors, recorded};
-use crate::world::{fresh, line, list, save_all, state, world, zoo};
+use crate::world::{damage, fresh, line, list, save_all, state, world, zoo};
 
 fn written(dst: &Path, source: &dyn TensorSource, world_size: usize) -> TorchDcp {
     let written = write_dcp(dst, source, &DcpOptions::new(world_size)).unwrap();
@@ -19,7 +19,7 @@ fn written(dst: &Path, source: &dyn TensorSource, world_size: usize) -> TorchDcp
 }
 
 #[test]
-fn every_dtype_and_shape_comes_back_at_any_world_size() {
+fn dcp_round_trips_at_any_world_size() {
     let (root, dir) = fresh();
     save_all(&dir, &zoo(), &line(2));
     let source = Checkpoint::open(&dir).unwrap();
@@ -39,7 +39,7 @@ fn every_dtype_and_shape_comes_back_at_any_world_size() {
 }
 
 #[test]
-fn a_checkpoint_of_pytorch_is_written_again() {
+fn rewrites_a_checkpoint_of_pytorch() {
     for run in ["llama_tiny", "gpt2_tiny"] {
         let root = tempfile::tempdir().unwrap();
         let source = open(&recorded(run).join("dcp_step10")).unwrap();
@@ -50,7 +50,7 @@ fn a_checkpoint_of_pytorch_is_written_again() {
 }
 
 #[test]
-fn the_command_writes_it() {
+fn command_writes_dcp() {
     let root = tempfile::tempdir().unwrap();
     let (source, dst) = (recorded("llama_tiny/dcp_step10"), root.path().join("dcp"));
     let command = |more: &[&str]| {
@@ -69,7 +69,7 @@ fn the_command_writes_it() {
 }
 
 #[test]
-fn hyper_parameters_are_those_of_every_parameter_with_state() {
+fn writes_hyper_parameters_of_each_parameter() {
     let (root, dir) = fresh();
     save_all(&dir, &zoo(), &line(1));
     let source = Checkpoint::open(&dir).unwrap();
@@ -85,7 +85,7 @@ fn hyper_parameters_are_those_of_every_parameter_with_state() {
 }
 
 #[test]
-fn groups_of_our_optimizer_are_those_of_pytorch() {
+fn expands_optimizer_groups() {
     let (root, dir) = fresh();
     let mesh = line(1);
     let mut state = state(&zoo(), &mesh, 0);
@@ -109,19 +109,16 @@ fn groups_of_our_optimizer_are_those_of_pytorch() {
 }
 
 #[test]
-fn failures_leave_nothing() {
+fn failed_writes_leave_no_files() {
     let (root, dir) = fresh();
     save_all(&dir, &zoo(), &line(1));
     let source = Checkpoint::open(&dir).unwrap();
     let before = list(root.path());
     let write = |dst: &Path, world| write_dcp(dst, &source, &DcpOptions::new(world)).unwrap_err();
     assert!(matches!(write(&dir, 1), Error::AlreadyExists { path } if path == dir));
-    assert!(write(&root.path().join("dcp"), 0).to_string().contains("a checkpoint of 0 ranks can't be written"));
+    assert!(write(&root.path().join("dcp"), 0).to_string().contains("can't write a checkpoint of 0 ranks"));
     let file = source.files().keys().next().unwrap().clone();
-    let bytes = std::fs::read(dir.join(&file)).unwrap();
-    let mut bad = bytes.clone();
-    *bad.last_mut().unwrap() ^= 1;
-    std::fs::write(dir.join(&file), bad).unwrap();
+    damage(&dir.join(&file));
     assert!(matches!(write(&root.path().join("dcp"), 1), Error::Checksum { .. }));
     assert_eq!(list(root.path()), before);
 }

@@ -5,8 +5,6 @@ use std::{
     mem::ManuallyDrop,
     net::{Ipv4Addr, SocketAddrV4, TcpListener, TcpStream},
     process::{Child, Command, Stdio},
-    thread::sleep,
-    time::{Duration, Instant},
 };
 
 use rustix::{
@@ -14,7 +12,7 @@ use rustix::{
     process::{Pid, Signal, kill_process},
 };
 
-use crate::{TIMEOUT, hear_signals};
+use crate::{hear_signals, kill_after_timeout, wait_for};
 
 /// Returns a port that stays reserved by a socket that does not listen.
 pub(crate) fn free_port() -> u16 {
@@ -41,11 +39,7 @@ impl Agent {
         let mut command = Command::new(assert_cmd::cargo::cargo_bin!("fsdp-launch"));
         command.args(options).args(["/bin/sh", "-c", script]).env_remove("RUST_LOG");
         let child = command.stdout(file.try_clone().unwrap()).stderr(file).stdin(Stdio::null()).spawn().unwrap();
-        let launcher = Pid::from_child(&child);
-        std::thread::spawn(move || {
-            sleep(TIMEOUT);
-            kill_process(launcher, Signal::KILL).ok();
-        });
+        kill_after_timeout(&child);
         Agent { child, output }
     }
 
@@ -60,28 +54,21 @@ impl Agent {
 
     /// Waits until `part` was printed `count` times.
     pub(crate) fn wait_for(&self, part: &str, count: usize) {
-        let start = Instant::now();
-        while self.text().matches(part).count() < count {
-            assert!(start.elapsed() < TIMEOUT, "{part:?} did not come {count} times: {}", self.text());
-            sleep(Duration::from_millis(5));
-        }
+        let is_printed = || (self.text().matches(part).count() >= count).then_some(());
+        wait_for(is_printed, || format!("{part:?} did not come {count} times: {}", self.text()));
     }
 
     /// Waits for an attempt, from `first` on, with `world` ranks, and returns its number. The script must run
     /// [`PLACE`]. The number of earlier attempts depends on when hosts join.
     pub(crate) fn attempt_of(&self, world: u32, first: u32) -> u32 {
-        let mut found = None;
-        let start = Instant::now();
-        while found.is_none() {
+        let find = || {
             let attempts = self.lines().into_iter().filter_map(|line| {
                 let (_, place) = line.split_once(&format!("world {world} attempt "))?;
                 place.split(' ').next()?.parse().ok()
             });
-            found = attempts.filter(|&attempt: &u32| attempt >= first).max();
-            assert!(start.elapsed() < TIMEOUT, "no attempt {first} or later of {world} ranks: {}", self.text());
-            sleep(Duration::from_millis(5));
-        }
-        found.unwrap()
+            attempts.filter(|&attempt: &u32| attempt >= first).max()
+        };
+        wait_for(find, || format!("no attempt {first} or later of {world} ranks: {}", self.text()))
     }
 
     /// Returns the numbers after ` pid ` in the output.
@@ -95,14 +82,9 @@ impl Agent {
 
     /// Waits for the end. Returns the exit code and the output.
     pub(crate) fn finish(mut self) -> (Option<i32>, String) {
-        let start = Instant::now();
-        let status = loop {
-            if let Some(status) = self.child.try_wait().unwrap() {
-                break status;
-            }
-            assert!(start.elapsed() < TIMEOUT, "the launcher did not end: {}", self.text());
-            sleep(Duration::from_millis(5));
-        };
+        let (child, output) = (&mut self.child, &self.output);
+        let text = || format!("the launcher did not end: {}", fs::read_to_string(output.path()).unwrap());
+        let status = wait_for(|| child.try_wait().unwrap(), text);
         (status.code(), self.text())
     }
 }
@@ -128,11 +110,7 @@ pub(crate) fn agents_of(options: &str, port: u16) -> Vec<String> {
 pub(crate) fn start_first(options: &[String], more: &[&str], script: &str) -> Agent {
     let agent = start(options, more, script);
     let endpoint = options.iter().find_map(|option| option.strip_prefix("--rdzv-endpoint=")).unwrap();
-    let began = Instant::now();
-    while TcpStream::connect(endpoint).is_err() {
-        assert!(began.elapsed() < TIMEOUT, "nobody listens at {endpoint}");
-        sleep(Duration::from_millis(2));
-    }
+    wait_for(|| TcpStream::connect(endpoint).ok(), || format!("no launcher listens on {endpoint}"));
     agent
 }
 

@@ -13,22 +13,21 @@ use super::{Wrong, ensure};
 /// Ranks that a case has counts for.
 pub(super) const RANKS: usize = 4;
 
-/// What each collective is tried on: for each part a dtype, and for each pair of ranks, of up to four, how many
-/// elements go from the one to the other.
+/// Data for every collective: for each part a dtype, and for each pair of ranks the number of elements to send.
 #[derive(Clone, Debug)]
 pub struct Case {
-    /// Makes the elements.
+    /// The seed of the elements.
     pub seed: u64,
-    /// How reductions combine them.
+    /// The operation of reductions.
     pub op: ReduceOp,
-    /// The rank that broadcasts, if there are so many.
+    /// The rank that broadcasts, modulo the number of ranks.
     pub root: usize,
     /// The dtypes and counts.
     pub parts: Vec<(DType, Vec<Vec<usize>>)>,
 }
 
 impl Case {
-    /// A fixed list: even, uneven, empty, many parts; and some that no order is in.
+    /// A fixed list with even, uneven, empty and many parts, and 20 random cases.
     pub(super) fn all() -> Vec<Case> {
         let matrix = |f: fn(usize, usize) -> usize| -> Vec<Vec<usize>> {
             (0..RANKS).map(|from| (0..RANKS).map(|to| f(from, to)).collect()).collect()
@@ -70,20 +69,20 @@ impl Case {
         self.parts.iter().enumerate().map(|(part, (dtype, matrix))| (part, *dtype, matrix))
     }
 
-    /// Floats where the operation needs them.
+    /// Floats if the operation requires them.
     fn reducible(&self, dtype: DType) -> DType {
         if self.op == ReduceOp::Avg && !dtype.is_float() { DType::F32 } else { dtype }
     }
 
-    /// Runs every collective on the case over a group of at most four ranks, and compares.
+    /// Runs every collective on the case in a group of at most four ranks, and compares the results.
     ///
     /// # Errors
-    /// Says which gave what instead of what.
+    /// The first wrong result, with the expected one.
     pub fn check(&self, group: &ProcessGroup) -> Result<(), Wrong> {
         let (rank, size, seed) = (group.rank(), group.size(), self.seed);
         ensure!(size <= RANKS, "a case is for at most {RANKS} ranks, not for {size}");
         let root = self.root % size;
-        // The smallest and the largest are exact in any order.
+        // Minima and maxima are exact in any order.
         let is_rounded = !matches!(self.op, ReduceOp::Min | ReduceOp::Max);
         let allowed =
             |sums: &Buffer| if is_rounded { Allowed::of(group.guarantees(), sums.dtype()) } else { Allowed::EXACT };
@@ -159,21 +158,21 @@ fn start(counts: &[usize], rank: usize) -> usize {
     counts[..rank].iter().sum()
 }
 
-/// Element `index` of part `part` of rank `rank`: any of a few hundred values, some negative, for floats also
+/// Element `index` of part `part` of rank `rank`: one of a few hundred values, some negative, for floats some
 /// fractions.
 fn value(seed: u64, rank: usize, part: usize, index: usize) -> i64 {
     let x = scrambled(seed ^ (rank as u64) << 48 ^ (part as u64) << 40 ^ index as u64);
     (x % 500) as i64 - 250
 }
 
-/// Some other number for each.
+/// A different number for each argument.
 fn scrambled(mut x: u64) -> u64 {
     x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
     x ^ x >> 31
 }
 
-/// What rank `rank` passes as part `part`.
+/// Returns the input of rank `rank` for part `part`.
 fn input(seed: u64, rank: usize, part: usize, dtype: DType, len: usize) -> Buffer {
     let values = (0..len).map(|index| value(seed, rank, part, index));
     let float = |value: i64| value as f64 / 7.0;
@@ -189,7 +188,7 @@ fn input(seed: u64, rank: usize, part: usize, dtype: DType, len: usize) -> Buffe
     }
 }
 
-/// What a dtype is combined in.
+/// The type in which a dtype is reduced.
 trait Combined: Element {
     type Acc: Copy + PartialOrd;
     fn widen(self) -> Self::Acc;
@@ -248,7 +247,7 @@ fn combine<T: Combined>(inputs: &[Buffer], op: ReduceOp) -> Result<Buffer, Wrong
     Ok(Buffer::from((0..len).filter_map(combined).collect::<Vec<T>>()))
 }
 
-/// The most values from the first on that are a power of two and leave some, combined, and then with the others.
+/// Reduces a power of two of the values first, as many as leave some, and then the rest with the result.
 fn tree<A: Copy>(values: &[A], f: fn(A, A) -> A) -> Option<A> {
     let (before, rest) = match values {
         [] => return None,
@@ -258,7 +257,7 @@ fn tree<A: Copy>(values: &[A], f: fn(A, A) -> A) -> Option<A> {
     Some(f(tree(before, f)?, tree(rest, f)?))
 }
 
-/// The reduction of all ranks' inputs, in the order that [`Guarantees::fixed_order`] says.
+/// Returns the reduction of all ranks' inputs, in the order of [`Guarantees::fixed_order`].
 fn reduced(dtype: DType, inputs: &[Buffer], op: ReduceOp) -> Result<Buffer, Wrong> {
     match dtype {
         DType::U8 => combine::<u8>(inputs, op),
@@ -272,7 +271,7 @@ fn reduced(dtype: DType, inputs: &[Buffer], op: ReduceOp) -> Result<Buffer, Wron
     }
 }
 
-/// The concatenation of buffers of one dtype.
+/// Concatenates buffers of one dtype.
 fn concat(dtype: DType, parts: &[Buffer]) -> Buffer {
     let bytes: Vec<u8> = parts.iter().flat_map(|part| part.bytes().iter().copied()).collect();
     let mut all = Buffer::zeros(dtype, bytes.len() / dtype.size());
@@ -280,7 +279,7 @@ fn concat(dtype: DType, parts: &[Buffer]) -> Buffer {
     all
 }
 
-/// Elements `start..start + len` of a buffer.
+/// Returns elements `start..start + len` of a buffer.
 fn slice(buffer: &Buffer, start: usize, len: usize) -> Buffer {
     let mut part = Buffer::zeros(buffer.dtype(), len);
     let size = buffer.dtype().size();
@@ -288,7 +287,7 @@ fn slice(buffer: &Buffer, start: usize, len: usize) -> Buffer {
     part
 }
 
-/// By how much floats may differ from the reference.
+/// The allowed difference of floats from the reference.
 #[derive(Clone, Copy, Debug)]
 struct Allowed {
     relative: f64,
@@ -296,10 +295,10 @@ struct Allowed {
 }
 
 impl Allowed {
-    /// By nothing: equal bits, where NaN is NaN and zero is not minus zero.
+    /// None: equal bits. All NaN are equal, and zero differs from minus zero.
     const EXACT: Allowed = Allowed { relative: 0., absolute: 0. };
 
-    /// For sums and products of four numbers below 40 in an order, or in roundings, that a backend does not promise.
+    /// For sums and products of four numbers below 40 with an unspecified order or rounding.
     fn of(guarantees: Guarantees, dtype: DType) -> Self {
         let Guarantees { fixed_order, f32_accumulation, .. } = guarantees;
         let (relative, absolute) = match dtype {
@@ -317,7 +316,7 @@ impl Allowed {
     }
 }
 
-/// Compares outputs. `allowed` says by how much those that are like this one may differ.
+/// Compares outputs. `allowed` returns the tolerance of an output.
 fn same(got: &[Buffer], expected: &[Buffer], what: &str, allowed: &dyn Fn(&Buffer) -> Allowed) -> Result<(), Wrong> {
     ensure!(got.len() == expected.len(), "{what}: {} outputs instead of {}", got.len(), expected.len());
     for (part, (got, expected)) in got.iter().zip(expected).enumerate() {
@@ -343,7 +342,7 @@ fn number(buffer: &Buffer, at: usize) -> f64 {
         Buffer::F16(values) => values[at].to_f64(),
         Buffer::F32(values) => values[at].into(),
         Buffer::F64(values) => values[at],
-        // Buffers of a device are compared as copies on the host.
+        // Device buffers are compared as copies on the host.
         _ => f64::NAN,
     }
 }

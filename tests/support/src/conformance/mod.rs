@@ -16,10 +16,10 @@ use fsdp_core::{
     process_group::{Guarantees, Options},
 };
 
-/// Joins a new world of the ranks that take part. All ranks join the same worlds in the same order.
+/// Joins a new world of the trial's ranks. All ranks join the same worlds in the same order.
 pub type Join<'a> = &'a dyn Fn(Options) -> Result<ProcessGroup>;
 
-/// What a trial found wrong.
+/// A failed trial.
 pub type Wrong = Box<dyn std::error::Error>;
 
 /// Returns an error with the formatted message unless the condition holds.
@@ -32,7 +32,7 @@ macro_rules! ensure {
 }
 use ensure;
 
-/// The string that a rank returns from a trial that found nothing wrong.
+/// The string that a rank returns from a trial without failures.
 const DONE: &str = "done";
 
 /// One part of the suite, for a world of a given size.
@@ -53,10 +53,10 @@ const DIES: &str = "dies";
 /// Runs the suite on a backend with the given guarantees.
 ///
 /// `world` starts the ranks of a trial, each of which calls [`take_part`]. It returns the ranks' strings in rank order,
-/// and any string for a rank that ended otherwise.
+/// and any other string for a rank that failed to return one.
 ///
 /// # Panics
-/// If the backend does not conform. The message has what each rank found.
+/// If the backend does not conform. The message has the failures of each rank.
 pub fn run(guarantees: Guarantees, world: &dyn Fn(&Trial) -> Vec<String>) {
     for (name, sizes) in [(WORKS, &[1, 2, 3, 4][..]), (FAILS, &[2, 3]), (LATE, &[4])] {
         for &size in sizes {

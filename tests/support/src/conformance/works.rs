@@ -1,4 +1,4 @@
-//! What goes well: results, order, memory, groups within groups, signatures and small values.
+//! Correct use: results, order, memory, nested groups, signatures and small values.
 
 use std::{sync::Arc, time::Duration};
 
@@ -15,7 +15,7 @@ pub(super) fn options(chunk_bytes: usize) -> Options {
 }
 
 pub(super) fn all(join: Join<'_>) -> Result<(), Wrong> {
-    // Whatever moves at a time.
+    // Small and large chunks.
     for chunk_bytes in [1000, 32 << 10] {
         let world = join(options(chunk_bytes))?;
         for case in Case::all() {
@@ -56,7 +56,7 @@ fn order(group: &ProcessGroup) -> Result<(), Wrong> {
     let mut works: Vec<_> = (0..300).map(issue).collect();
     let Some(last) = works.pop() else { return Ok(()) };
     ensure!(last.then(Stream::Host)? == expected(299), "the last of 300 collectives gave something else");
-    // Once the last is done so are all.
+    // When the last one is done, all are.
     for (index, mut work) in works.into_iter().enumerate() {
         ensure!(work.is_done(), "collective {index} is not done though a later one is");
         ensure!(work.wait()? == expected(index), "collective {index} of 300 gave something else");
@@ -64,7 +64,7 @@ fn order(group: &ProcessGroup) -> Result<(), Wrong> {
     Ok(())
 }
 
-/// Sums have the same bits on every rank and, where that is promised, every time.
+/// Sums have the same bits on every rank and, if the backend guarantees it, every time.
 fn bits(group: &ProcessGroup) -> Result<(), Wrong> {
     let sum = || {
         let values = (0..5000).map(|i| ((i * 37 + group.rank() * 11) as f32).sin() * 1e3).collect();
@@ -78,7 +78,7 @@ fn bits(group: &ProcessGroup) -> Result<(), Wrong> {
     Ok(())
 }
 
-/// Writes down what is taken from it and given to it.
+/// An allocator that records its calls.
 #[derive(Default)]
 struct Ledger(Mutex<Vec<String>>);
 
@@ -93,7 +93,7 @@ impl Allocator for Ledger {
     }
 }
 
-/// Inputs are back before the work is done, and outputs are taken when it runs.
+/// Inputs are released before the work is done, and outputs are allocated when it runs.
 fn memory(group: &ProcessGroup) -> Result<(), Wrong> {
     if group.size() == 1 {
         return Ok(());
@@ -117,7 +117,7 @@ fn memory(group: &ProcessGroup) -> Result<(), Wrong> {
         format!("give U8 {bytes}"),
         format!("take U8 {bytes}"),
     ];
-    // One collective behind the other; within one, outputs may be taken before inputs are read, or after.
+    // Collectives run in order. Within one, outputs may be allocated before or after inputs are read.
     ensure!(lines.len() == expected.len(), "memory was taken and given so: {lines:?}, instead of {expected:?}");
     for both in [&mut lines[..], &mut expected[..]] {
         both[..4].sort();
@@ -128,7 +128,7 @@ fn memory(group: &ProcessGroup) -> Result<(), Wrong> {
     Ok(())
 }
 
-/// A signature costs nothing where ranks agree, and goes where the group goes.
+/// A signature costs nothing if ranks agree, and is passed on to subgroups.
 fn signatures(group: &ProcessGroup) -> Result<(), Wrong> {
     let subject = Subject::new("unit `x`", ["a".to_string(), "b".to_string()]);
     let signed = group.signed(Signature::new(&subject, [1]));
@@ -162,10 +162,10 @@ fn values(group: &ProcessGroup) -> Result<(), Wrong> {
     Ok(())
 }
 
-/// Groups split by color and are ordered by key, also when nested, and live on without the world.
+/// Groups are split by color and ordered by key, also when nested, and outlive the world.
 fn groups(world: ProcessGroup) -> Result<(), Wrong> {
     let (rank, size) = (world.rank(), world.size());
-    // Evens and odds, in reverse.
+    // Even and odd ranks, in reverse order.
     let half = world.split(rank % 2, 10 - rank)?;
     let members: Vec<u32> = (0..size).rev().filter(|other| other % 2 == rank % 2).map(|other| other as u32).collect();
     let place = members.iter().position(|&member| member as usize == rank);

@@ -1,8 +1,8 @@
-//! What a framework keeps of forward for backward, and how many bytes its elementwise operations move.
+//! Bytes that a framework keeps for backward, and bytes that its elementwise operations move.
 //!
-//! candle-fsdp's on CPUs are counted from its layers (`fsdp_candle::nn`) and measured; those on GPUs are in `unfused`:
-//! docs/planning.md. PyTorch's are those of eager mode, with the layers that torchtitan had at the end of 2024; only
-//! with selective checkpointing were they compared with runs.
+//! The figures of candle-fsdp on CPUs are counted from the layers in `fsdp_candle::nn` and measured; those on GPUs are
+//! in `unfused` (docs/planning.md). PyTorch's figures are those of eager mode with torchtitan's layers at the end of
+//! 2024. They were compared with runs only for selective checkpointing.
 
 use clap::ValueEnum;
 use serde::Serialize;
@@ -11,7 +11,7 @@ use super::hardware::{DeviceName, Precision};
 use super::model::{Layer, Linear, Logits, MlpKind, Norm, Root};
 use super::unfused;
 
-/// Whose training is planned.
+/// Framework of the planned training.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Framework {
@@ -21,35 +21,35 @@ pub(super) enum Framework {
     #[value(skip)]
     #[serde(rename = "candle")]
     Unfused,
-    /// PyTorch FSDP2 without torch.compile, to compare with
+    /// PyTorch FSDP2 without torch.compile, for comparison
     Pytorch,
 }
 
-/// What runs again in backward.
+/// Activations that are recomputed in backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Checkpoint {
     /// Nothing: all activations are kept
     None,
-    /// Every block: its input alone is kept
+    /// Every block: only its input is kept
     Full,
-    /// torchtitan's `op`: attention's output and every other matrix product are kept (PyTorch only)
+    /// torchtitan's `op`: keeps attention outputs and every other matrix product (PyTorch only)
     Selective,
 }
 
 const F32: f64 = 4.;
 
 impl Framework {
-    /// The same on a device.
+    /// Returns the framework's variant on a device.
     pub(super) fn on(self, device: DeviceName) -> Self {
         if self == Framework::Candle && device != DeviceName::Cpu { Framework::Unfused } else { self }
     }
 
-    /// Bytes that a block's forward keeps for each token, whatever runs again.
+    /// Returns the bytes per token that a block's forward keeps, under this checkpointing.
     pub(super) fn kept(self, layer: &Layer, compute: Precision, checkpoint: Checkpoint) -> f64 {
         let e = compute.bytes();
         match (self, checkpoint) {
-            // The block's input is its predecessor's output. At its border a unit copies what it passes on.
+            // The input of a block is the output of the block before. Units copy their inputs.
             (Framework::Candle | Framework::Unfused, Checkpoint::Full) => 2. * e * layer.width,
             (Framework::Candle | Framework::Unfused, _) => e * layer.width + self.inside(layer, compute),
             (Framework::Pytorch, Checkpoint::None) => self.inside(layer, compute),
@@ -61,13 +61,13 @@ impl Framework {
         }
     }
 
-    /// Bytes of what a block computes on its way and backward wants, a token.
+    /// Returns the bytes per token of a block's intermediate results that backward needs.
     pub(super) fn inside(self, layer: &Layer, compute: Precision) -> f64 {
         let e = compute.bytes();
         let &Layer { width, queries, keys, norms, mlp, .. } = layer;
         let statistics = F32 * layer.heads;
         match self {
-            // All that an operation of Candle's takes or gives stays: outputs of norms, projections and residual sums.
+            // Candle keeps the inputs and outputs of all operations: norms, projections and residual sums.
             Framework::Candle => {
                 let turned = if layer.rotary { queries + keys } else { 0. };
                 let normed = if layer.head_norms { queries + keys } else { 0. };
@@ -78,19 +78,19 @@ impl Framework {
                     MlpKind::Gated => 4.,
                 } * mlp.inner
                     * mlp.times;
-                // Each expert's tokens and outputs by themselves, all together, in their order, and weighted.
+                // Inputs and outputs of each expert, concatenated, reordered and weighted.
                 let chosen = if mlp.experts > 0. { 5. * mlp.times * width + 5. * mlp.experts } else { width };
                 e * (3. * width + norms * width + attention + within + chosen) + statistics
             }
             Framework::Unfused => unfused::inside(layer, compute),
             Framework::Pytorch => {
                 let norm = match layer.norm {
-                    // The input in f32, what is normalized, and the output.
+                    // The input in f32, the normalised input, and the output.
                     Norm::Rms => F32 + 2. * e,
                     Norm::Layer => 2. * e,
                 } * norms
                     * width;
-                // Queries, keys and values as attention takes them, each as wide as the queries, and its output.
+                // Queries, keys and values, each as wide as the queries, and the output of attention.
                 let attention = 4. * e * queries;
                 let within = if mlp.kind == MlpKind::Plain { 2. } else { 4. } * e * mlp.inner * mlp.times;
                 norm + attention + within + statistics
@@ -98,7 +98,7 @@ impl Framework {
         }
     }
 
-    /// Matrix elements that a token is multiplied with once more in backward.
+    /// Returns the matrix elements that a token is multiplied with again in backward.
     pub(super) fn products_again(self, layer: &Layer, checkpoint: Checkpoint) -> f64 {
         match checkpoint {
             Checkpoint::None => 0.,
@@ -107,7 +107,7 @@ impl Framework {
         }
     }
 
-    /// Bytes that a block's forward reads and writes besides matrix products and attention, a token.
+    /// Returns the bytes per token that a block's forward moves, except for matrix products and attention.
     pub(super) fn moved(self, layer: &Layer, compute: Precision) -> f64 {
         let e = compute.bytes();
         let &Layer { width, queries, keys, norms, mlp, .. } = layer;
@@ -116,7 +116,7 @@ impl Framework {
         let within = mlp.inner * mlp.times;
         let residual = 6. * e * width;
         match self {
-            // Each operation reads its inputs and writes its output. The unit's border copies.
+            // Each operation reads its inputs and writes its output. The unit's boundary copies.
             Framework::Candle => {
                 let activation = match mlp.kind {
                     MlpKind::Plain => 2.,
@@ -128,7 +128,7 @@ impl Framework {
                 residual + e * (own + activation * within + experts)
             }
             Framework::Unfused => unfused::moved(layer, compute),
-            // Norms and rotary embeddings go through f32, an operation at a time.
+            // Norms and rotary embeddings compute in f32, one operation at a time.
             Framework::Pytorch => {
                 let norm = match layer.norm {
                     Norm::Rms => 24. + 4. * e,
@@ -142,34 +142,34 @@ impl Framework {
         }
     }
 
-    /// Whether activations go as backward has used them. Candle's graph holds them as long as the loss is there.
+    /// Returns whether activations are freed during backward. Candle's graph holds them as long as the loss exists.
     pub(super) fn frees_in_backward(self) -> bool {
         self == Framework::Pytorch
     }
 
-    /// Whether buffers of gathered parameters and whole gradients are kept for the next that wants one: candle-fsdp's
-    /// pool holds what was most in use at once.
+    /// Returns whether buffers of gathered parameters and whole gradients are pooled. candle-fsdp's pool keeps the peak
+    /// number.
     pub(super) fn keeps_buffers(self) -> bool {
         self != Framework::Pytorch
     }
 
-    /// Whether a parameter goes when its own gradient is whole, and not when its unit's are.
+    /// Returns whether a parameter is freed with its own gradient, rather than with its unit's gradients.
     pub(super) fn frees_parameters_one_by_one(self) -> bool {
         self != Framework::Pytorch
     }
 
-    /// Bytes of gradients that a block's backward leaves until the whole backward is done, a token.
+    /// Returns the bytes per token of gradients that a block's backward leaves until backward ends.
     pub(super) fn lingering(self, layer: &Layer, compute: Precision) -> f64 {
         if self == Framework::Unfused { unfused::lingering(layer, compute) } else { 0. }
     }
 
-    /// Bytes that attention keeps between steps for sequences of this length.
+    /// Returns the bytes that attention keeps between steps for this sequence length.
     pub(super) fn mask(self, seq: usize) -> f64 {
         if self == Framework::Unfused { unfused::mask(seq) } else { 0. }
     }
 
-    /// Gradients of activations on their way through a block, bytes a token: those in the middle of an MLP are the
-    /// most. Candle adds each to a tensor of zeros.
+    /// Returns the bytes per token of gradients in a block at their peak, in the middle of an MLP. Candle adds each
+    /// gradient to a tensor of zeros.
     pub(super) fn flowing(self, layer: &Layer, compute: Precision) -> f64 {
         let inner = match (self, layer.mlp.kind) {
             (Framework::Pytorch, _) => 3.,
@@ -180,7 +180,7 @@ impl Framework {
         if self == Framework::Unfused { mlp.max(unfused::flowing(layer)) } else { mlp }
     }
 
-    /// Bytes of logits and of what the loss makes of them.
+    /// Returns the bytes of logits and the loss.
     pub(super) fn logits(self, root: &Root, compute: Precision) -> Logits {
         let e = compute.bytes();
         let all = root.vocabulary;
@@ -194,7 +194,8 @@ impl Framework {
                 moved: if compute == Precision::F32 { 3. * F32 * all } else { 30. * all },
             },
             Framework::Unfused => unfused::logits(root, compute),
-            // Cast to f32, whose log-softmax stays; its gradient twice in f32, and in the logits' own dtype.
+            // Logits are cast to f32, and log-softmax is kept. Its gradient exists twice in f32, and once in the
+            // logits' dtype.
             Framework::Pytorch => Logits {
                 kept: F32 * all,
                 loss: 2. * F32 * all,
@@ -205,10 +206,10 @@ impl Framework {
         }
     }
 
-    /// Bytes that the optimizer and clipping read and write for each parameter of a shard.
+    /// Returns the bytes per parameter of a shard that the optimizer and clipping move.
     pub(super) fn optimizer_moves(self, shards: Precision) -> f64 {
         let tensors = match self {
-            // Parameter, gradient and two moments are read, three written; the norm reads, clipping reads and writes.
+            // Reads parameter, gradient and two moments, and writes three. The norm reads; clipping reads and writes.
             Framework::Candle | Framework::Unfused => 10.,
             // AdamW as a sequence of operations on lists of tensors.
             Framework::Pytorch => 24.,
@@ -216,19 +217,19 @@ impl Framework {
         tensors * shards.bytes()
     }
 
-    /// Of the memory that a step takes, what the allocator holds besides, as a share.
+    /// Returns the default reserve of the allocator, as a share of the memory of a step.
     pub(super) fn reserve(self) -> f64 {
         match self {
             Framework::Candle => 0.,
-            // A guess: no GPU has run it.
+            // An estimate without measurements.
             Framework::Unfused => 0.1,
-            // The one constant that was fitted, to a twentieth, to the memory that torchtitan reports.
+            // The only fitted constant, to within a twentieth, from the memory that torchtitan reports.
             Framework::Pytorch => 0.15,
         }
     }
 }
 
-/// The linears whose outputs selective checkpointing keeps, or those that run again.
+/// Returns the linear layers whose outputs selective checkpointing keeps, or those that it recomputes.
 fn every_other(layer: &Layer, kept: bool) -> impl Iterator<Item = &Linear> {
     layer.linears.iter().skip(usize::from(!kept)).step_by(2)
 }

@@ -1,12 +1,10 @@
-//! Devices: what their makers promise, and the shares of it that training reaches.
-//! How long collectives take: rings over the links of a mesh.
-//! Number formats.
+//! Devices, links between ranks, and number formats: peak rates, and the shares that training reaches.
 
 use anyhow::{Context, ensure};
 use clap::ValueEnum;
 use serde::Serialize;
 
-/// Devices by name. Figures are those of NVIDIA's data sheets (SXM and HGX modules, without sparsity).
+/// Devices with figures from NVIDIA's data sheets (SXM and HGX modules, without sparsity).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum DeviceName {
@@ -20,37 +18,37 @@ pub(super) enum DeviceName {
     H200,
     /// B200 in an HGX: 2250 TFLOP/s in bf16 (75 in f32), 180 GB at 7700 GB/s
     B200,
-    /// A CPU: --flops says what it reaches, for which `bench step` is a measure
+    /// A CPU: --flops is the rate that it reaches, as `bench step` measures it
     Cpu,
 }
 
-/// What is known of a device. Bytes, operations and seconds.
+/// Rates of a device in bytes, operations and seconds.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(super) struct Device {
     pub(super) name: DeviceName,
-    /// Operations a second of matrix products, as the maker has it.
+    /// Peak operations per second of matrix products.
     pub(super) flops: f64,
-    /// The same in f32.
+    /// Peak operations per second in f32.
     pub(super) f32_flops: f64,
-    /// Memory. Unknown: a plan fits whatever it needs.
+    /// Bytes of memory. Unknown: every plan fits.
     pub(super) memory: Option<f64>,
-    /// Of the memory. Unknown: what is bound by it takes no time of its own.
+    /// Bytes per second of the memory. Unknown: memory-bound operations take no time.
     pub(super) memory_bandwidth: Option<f64>,
     pub(super) shares: Shares,
 }
 
-/// The shares of a device's figures that training reaches.
+/// Shares of a device's rates that training reaches.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(super) struct Shares {
-    /// Of the operations a second, in the products of fully connected layers.
+    /// Share of the operations per second in fully connected layers.
     pub(super) products: f64,
-    /// Of the same, in attention.
+    /// Share of the operations per second in attention.
     pub(super) attention: f64,
-    /// Of the memory's bandwidth, in all else.
+    /// Share of the memory bandwidth in other operations.
     pub(super) memory: f64,
 }
 
-/// What the command line says in place of the table.
+/// Figures from the command line that replace the table's.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Given {
     pub(super) flops: Option<f64>,
@@ -63,7 +61,7 @@ const TERA: f64 = 1e12;
 pub(super) const GIGA: f64 = 1e9;
 
 impl DeviceName {
-    /// TFLOP/s in bf16 and in f32, GB, GB/s.
+    /// Returns TFLOP/s in bf16 and in f32, GB, and GB/s.
     fn sheet(self) -> Option<[f64; 4]> {
         match self {
             DeviceName::A100 => Some([312., 19.5, 80., 2039.]),
@@ -74,21 +72,21 @@ impl DeviceName {
         }
     }
 
-    /// What kernels reach. None of these was fitted to a training run: they are round figures for cuBLAS's products at
-    /// a language model's sizes (an A100 reaches more of its peak than a Hopper, whose power limit lowers its clock),
-    /// FlashAttention 2, and elementwise kernels.
+    /// Returns the shares that kernels reach. They are round figures for cuBLAS at the sizes of language models,
+    /// FlashAttention 2 and elementwise kernels, and not fitted to training runs. An A100 reaches more of its peak than
+    /// Hopper GPUs, whose power limit lowers the clock.
     fn shares(self) -> Shares {
         match self {
             DeviceName::A100 => Shares { products: 0.75, attention: 0.55, memory: 0.8 },
             DeviceName::H100Sxm | DeviceName::H200 | DeviceName::B200 => {
                 Shares { products: 0.55, attention: 0.3, memory: 0.8 }
             }
-            // What --flops says is what was reached.
+            // --flops is the rate that the CPU reaches.
             DeviceName::Cpu => Shares { products: 1., attention: 1., memory: 1. },
         }
     }
 
-    /// GB/s between ranks of a host, as collectives reach it: 0.8 of one direction of NVLink.
+    /// Returns GB/s of collectives between ranks of a host: 0.8 of one direction of NVLink.
     pub(super) fn intra(self) -> f64 {
         match self {
             DeviceName::A100 => 240.,
@@ -98,14 +96,14 @@ impl DeviceName {
         }
     }
 
-    /// GB/s of a rank to other hosts: 0.8 of a card of 400 Gbit/s, or of 10 Gbit/s beside a CPU.
+    /// Returns GB/s of a rank to other hosts: 0.8 of 400 Gbit/s, or of 10 Gbit/s for CPUs.
     pub(super) fn inter(self) -> f64 {
         if self == DeviceName::Cpu { 1. } else { 40. }
     }
 }
 
 impl Device {
-    /// The device of this name, with what is given in place of its figures (in TFLOP/s, GB, GB/s).
+    /// Creates a device. `given` replaces its figures (in TFLOP/s, GB, GB/s).
     pub(super) fn new(name: DeviceName, compute: Precision, given: Given) -> anyhow::Result<Self> {
         let sheet = name.sheet();
         let flops = given.flops.or(sheet.map(|sheet| if compute == Precision::Bf16 { sheet[0] } else { sheet[1] }));
@@ -124,36 +122,35 @@ impl Device {
         })
     }
 
-    /// Seconds of matrix products.
+    /// Returns the seconds of matrix products.
     pub(super) fn products(&self, operations: f64) -> f64 {
         operations / (self.flops * self.shares.products)
     }
 
-    /// Seconds of matrix products in f32.
+    /// Returns the seconds of matrix products in f32.
     pub(super) fn f32_products(&self, operations: f64) -> f64 {
         operations / (self.f32_flops * self.shares.products)
     }
 
-    /// Seconds of attention.
+    /// Returns the seconds of attention.
     pub(super) fn attention(&self, operations: f64) -> f64 {
         operations / (self.flops * self.shares.attention)
     }
 
-    /// Seconds in which so many bytes are read or written.
+    /// Returns the seconds in which `bytes` are read or written.
     pub(super) fn moves(&self, bytes: f64) -> f64 {
         self.memory_bandwidth.map_or(0., |bandwidth| bytes / (bandwidth * self.shares.memory))
     }
 }
 
-/// Ranks, and how the model lies over them: copies (HSDP) of a model that is sharded. A host's ranks, and a copy's,
-/// follow one another.
+/// Mesh of ranks: replicas (HSDP) of a sharded model. The ranks of a host, and of a replica, are neighbours.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Mesh {
     pub(super) ranks_per_host: usize,
     pub(super) hosts: usize,
-    /// Ranks that a copy is sharded over.
+    /// Ranks per replica.
     pub(super) shard: usize,
-    /// Copies.
+    /// Number of replicas.
     pub(super) replicate: usize,
 }
 
@@ -163,18 +160,18 @@ impl Mesh {
     }
 }
 
-/// What links reach, in bytes a second and seconds.
+/// Rates of the links, in bytes per second and seconds.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(super) struct Links {
-    /// Between ranks of a host, a rank.
+    /// Rate of a rank within a host.
     pub(super) intra: f64,
-    /// To other hosts, a rank.
+    /// Rate of a rank to other hosts.
     pub(super) inter: f64,
-    /// Of one hop in a ring.
+    /// Time of one hop in a ring.
     pub(super) latency: f64,
 }
 
-/// Ranks that communicate: so many, and the rate at which a ring over them passes on.
+/// A ring of ranks: their number, and the rate of the ring.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ring {
     ranks: f64,
@@ -184,31 +181,31 @@ pub(super) struct Ring {
 
 impl Ring {
     fn new(links: &Links, ranks: usize, on_one_host: bool, on_a_host: usize) -> Self {
-        // Every rank of a host has a card of its own, and a ring enters a host by each of them.
+        // Each rank has its own network card, and the ring enters a host by each of them.
         let rate = if on_one_host { links.intra } else { links.intra.min(on_a_host as f64 * links.inter) };
         Ring { ranks: ranks as f64, rate, latency: links.latency }
     }
 
-    /// Over `ranks` neighbouring ranks: those of a copy, or a part of them.
+    /// Creates a ring of `ranks` neighbours: a replica, or a part of it.
     pub(super) fn of_neighbours(mesh: &Mesh, links: &Links, ranks: usize) -> Self {
         let host = mesh.ranks_per_host;
         let on_one_host = mesh.hosts == 1 || ranks <= host && host.is_multiple_of(ranks);
         Ring::new(links, ranks, on_one_host, common_divisor(ranks, host))
     }
 
-    /// Over the ranks that hold the same shard of each copy.
+    /// Creates a ring of the ranks that hold the same shard of each replica.
     pub(super) fn of_replicas(mesh: &Mesh, links: &Links) -> Self {
         let on_a_host = (mesh.ranks_per_host / mesh.shard).max(1);
         Ring::new(links, mesh.replicate, mesh.hosts == 1, on_a_host)
     }
 
-    /// Seconds of an all-gather to, or a reduce-scatter of, so many bytes.
+    /// Returns the seconds of an all-gather or a reduce-scatter of `bytes`.
     pub(super) fn gather(&self, bytes: f64) -> f64 {
         let hops = self.ranks - 1.;
         hops * self.latency + bytes * hops / self.ranks / self.rate
     }
 
-    /// Seconds of an all-reduce of so many bytes.
+    /// Returns the seconds of an all-reduce of `bytes`.
     pub(super) fn all_reduce(&self, bytes: f64) -> f64 {
         2. * self.gather(bytes)
     }
@@ -229,7 +226,7 @@ pub(super) enum Precision {
 }
 
 impl Precision {
-    /// Bytes of an element.
+    /// Returns the bytes of an element.
     pub(super) fn bytes(self) -> f64 {
         match self {
             Precision::F32 => 4.,
@@ -243,7 +240,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_given_stands_in_place_of_the_table() {
+    fn flags_replace_the_table() {
         let device = |name, given| Device::new(name, Precision::Bf16, given);
         let h100 = device(DeviceName::H100Sxm, Given::default()).unwrap();
         assert_eq!((h100.flops, h100.memory), (989e12, Some(80e9)));
@@ -261,14 +258,14 @@ mod tests {
     const LINKS: Links = Links { intra: 100., inter: 10., latency: 0.5 };
 
     #[test]
-    fn rings_go_at_the_rate_of_their_narrowest_place() {
+    fn slowest_link_bounds_a_ring() {
         let mesh = |hosts, shard, replicate| Mesh { ranks_per_host: 8, hosts, shard, replicate };
         let rate = |mesh: Mesh| Ring::of_neighbours(&mesh, &LINKS, mesh.shard).rate;
         assert_eq!(rate(mesh(1, 8, 1)), 100.);
         assert_eq!(rate(mesh(4, 8, 4)), 100.);
-        // Eight cards a host.
+        // Eight network cards per host.
         assert_eq!(rate(mesh(4, 32, 1)), 80.);
-        // Groups of six lie across hosts, two ranks on one of them.
+        // Groups of six span two hosts, with two ranks on one of them.
         assert_eq!(rate(mesh(3, 6, 4)), 20.);
         let replicas = |mesh| Ring::of_replicas(&mesh, &LINKS).rate;
         assert_eq!(replicas(mesh(1, 4, 2)), 100.);
@@ -277,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ring_passes_on_all_but_its_own_share() {
+    fn ring_transfers_all_but_one_share() {
         let mesh = Mesh { ranks_per_host: 4, hosts: 1, shard: 4, replicate: 1 };
         let ring = Ring::of_neighbours(&mesh, &LINKS, 4);
         assert_eq!(ring.gather(400.), 3. * 0.5 + 3.);

@@ -1,4 +1,4 @@
-//! The memory of a rank: what it holds between steps, and the moment of a step that takes most.
+//! Memory of a rank: between steps, and at the peak of a step.
 
 use serde::Serialize;
 
@@ -10,45 +10,45 @@ use super::setup::{Reshard, Setup};
 /// Bytes of a rank.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Memory {
-    /// Between steps.
+    /// Memory between steps.
     pub(super) state: State,
-    /// The moment that takes most.
+    /// Moment with the highest memory.
     pub(super) peak: Moment,
-    /// What the allocator holds besides.
+    /// Reserve of the allocator.
     pub(super) reserve: f64,
-    /// The peak with the reserve.
+    /// Peak with the reserve.
     pub(super) total: f64,
-    /// Every moment that was looked at.
+    /// All computed moments.
     pub(super) moments: Vec<Moment>,
 }
 
-/// What stays.
+/// Memory between steps.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(super) struct State {
     pub(super) parameters: f64,
     pub(super) gradients: f64,
-    /// Two moments of each parameter.
+    /// Two moments per parameter.
     pub(super) optimizer: f64,
 }
 
-/// What is there at a moment.
+/// Memory at a moment of a step.
 #[derive(Clone, Debug, Default, Serialize)]
 pub(super) struct Moment {
     pub(super) when: &'static str,
-    /// Sharded parameters and the optimizer's moments.
+    /// Sharded parameters and optimizer state.
     pub(super) state: f64,
-    /// Sharded gradients that are there by then.
+    /// Sharded gradients that exist at this moment.
     pub(super) gradients: f64,
     /// Gathered parameters.
     pub(super) gathered: f64,
     /// Gradients that are not reduced yet.
     pub(super) unreduced: f64,
-    /// Buffers that are kept for the next parameters and gradients.
+    /// Pooled buffers.
     pub(super) pooled: f64,
-    /// What forward has kept, without logits.
+    /// Activations that forward keeps, without logits.
     pub(super) activations: f64,
     pub(super) logits: f64,
-    /// What the operation at work has for itself, and what runs again.
+    /// Working memory of the current operation, and recomputed activations.
     pub(super) working: f64,
 }
 
@@ -59,7 +59,7 @@ impl Moment {
     }
 }
 
-/// The memory of a rank.
+/// Computes the memory of a rank.
 pub(super) fn of(setup: &Setup) -> Memory {
     let mut moments = moments(setup);
     if setup.framework.keeps_buffers() {
@@ -93,7 +93,7 @@ fn moments(setup: &Setup) -> Vec<Moment> {
     let all_kept = of_root + layers.iter().map(kept).sum::<f64>();
     let logits = framework.logits(root, compute);
 
-    // Of a block between forward and backward, and of the root.
+    // Whether the parameters of a block, or of the root, stay gathered.
     let stays = |layer: &Layer| match setup.reshard {
         Reshard::Never => e * layer.parameters,
         Reshard::To(ranks) => e * layer.parameters / ranks as f64,
@@ -120,10 +120,10 @@ fn moments(setup: &Setup) -> Vec<Moment> {
             ..base.clone()
         },
     ];
-    // Backward comes to the last block first. The head's gradient is whole by then, but for a tied one's.
+    // Backward reaches the last block first. The head's gradient is then complete, unless it is tied.
     let gone = if framework.frees_parameters_one_by_one() && !root.tied { e * root.head } else { 0. };
     let held = !framework.frees_in_backward();
-    // A block that runs again has a backward of its own, and leaves nothing.
+    // A recomputed block has its own backward, which leaves nothing.
     let leaves = |layer: &Layer| match checkpoint {
         Checkpoint::None => tokens * framework.lingering(layer, compute),
         Checkpoint::Full | Checkpoint::Selective => 0.,
@@ -169,7 +169,7 @@ fn moments(setup: &Setup) -> Vec<Moment> {
     moments
 }
 
-/// A block's gradients, which are packed for their reduction where dtypes differ.
+/// Returns the bytes of a block's gradients. They are packed for their reduction if the dtypes differ.
 fn waiting(layer: &Layer, compute: Precision, reduce: Precision) -> f64 {
     let packed = if compute == reduce { 0. } else { reduce.bytes() };
     (compute.bytes() + packed) * layer.parameters

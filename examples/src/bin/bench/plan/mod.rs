@@ -1,4 +1,8 @@
-//! `bench plan`: memory, time and the best layout of a training run, by arithmetic alone.
+//! `bench plan`: memory, time and the best mesh of a training run, predicted by arithmetic.
+//!
+//! `model` lists the layers and their sizes, `framework` and `unfused` the bytes that they keep and move, and
+//! `hardware` the rates of devices and links. `memory` and `time` compute a [`Setup`], `setup` searches for the best
+//! one, and `report` prints it.
 
 use std::path::{Path, PathBuf};
 
@@ -23,7 +27,7 @@ mod tests;
 mod time;
 mod unfused;
 
-/// What to plan.
+/// Plans a training run.
 #[derive(clap::Args)]
 #[command(after_long_help = "\
 Examples:
@@ -36,79 +40,80 @@ Examples:
 
 How it is computed, and how far off it was where it was compared with runs: docs/planning.md.")]
 pub(crate) struct Args {
-    /// Directory with a config.json of a model that `train` knows, or the file itself. No weights are read.
+    /// Directory with the config.json of a model that `train` supports, or the file itself. No weights are read.
     #[arg(long, value_name = "PATH")]
     model: PathBuf,
     /// Sequences of a rank's batch.
     #[arg(long, default_value_t = 1, value_parser = count(1 << 16))]
     batch: usize,
-    /// Tokens of a sequence [default: the model's longest, at most 8192]
+    /// Tokens per sequence [default: the model's longest, at most 8192]
     #[arg(long, value_parser = count(1 << 24))]
     seq: Option<usize>,
 
-    /// Ranks of a host, one a device.
+    /// Ranks per host, one per device.
     #[arg(long, default_value_t = 8, value_parser = count(1 << 16), help_heading = "Mesh")]
     ranks_per_host: usize,
-    /// Hosts.
+    /// Number of hosts.
     #[arg(long, default_value_t = 1, value_parser = count(1 << 16), help_heading = "Mesh")]
     hosts: usize,
-    /// Copies of the model (HSDP), each sharded over ranks / N neighbouring ranks.
+    /// Replicas of the model (HSDP), each sharded over ranks / N neighbouring ranks.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = count(1 << 20), help_heading = "Mesh")]
     replicate: usize,
 
-    /// What a rank computes on.
+    /// Compute device.
     #[arg(long, value_enum, help_heading = "Device")]
     device: hardware::DeviceName,
-    /// TFLOP/s of the device's matrix products at its peak, in place of the table's; of a CPU, those that it reaches.
+    /// Peak TFLOP/s of matrix products, instead of the table's value. For cpu, the TFLOP/s that it reaches.
     #[arg(long, value_parser = positive, help_heading = "Device")]
     flops: Option<f64>,
-    /// GB of the device's memory (10^9 bytes), in place of the table's.
+    /// Device memory in GB (10^9 bytes), instead of the table's value.
     #[arg(long, value_name = "GB", value_parser = positive, help_heading = "Device")]
     memory: Option<f64>,
-    /// GB/s of the device's memory, in place of the table's. Of a CPU it may be left out: then nothing is bound by it.
+    /// Memory bandwidth in GB/s, instead of the table's value. Optional for cpu, where no operation is then bound by
+    /// it.
     #[arg(long, value_name = "GB/S", value_parser = positive, help_heading = "Device")]
     memory_bandwidth: Option<f64>,
-    /// The share of the peak that matrix products reach [default: 0.55; 0.75 on a100-80; 1 on cpu]
+    /// Share of the peak that matrix products reach [default: 0.55; 0.75 on a100-80; 1 on cpu]
     #[arg(long, value_name = "X", value_parser = positive, help_heading = "Device")]
     products_share: Option<f64>,
 
-    /// GB/s that a collective reaches between the ranks of a host (bus bandwidth) [default: 0.8 of NVLink's; 5 on cpu]
+    /// Bus bandwidth in GB/s of collectives between the ranks of a host [default: 0.8 of NVLink's; 5 on cpu]
     #[arg(long, value_name = "GB/S", value_parser = positive, help_heading = "Links")]
     intra: Option<f64>,
-    /// GB/s that a rank's card reaches to other hosts [default: 40, which is 0.8 of 400 Gbit/s; 1 on cpu]
+    /// GB/s of a rank's network card to other hosts [default: 40, which is 0.8 of 400 Gbit/s; 1 on cpu]
     #[arg(long, value_name = "GB/S", value_parser = positive, help_heading = "Links")]
     inter: Option<f64>,
-    /// Microseconds of a hop in a ring.
+    /// Microseconds per hop in a ring.
     #[arg(long, value_name = "US", default_value_t = 10., value_parser = not_negative, help_heading = "Links")]
     latency: f64,
 
-    /// The dtype of gathered parameters and of compute [default: bf16; f32 on cpu]
+    /// Dtype of gathered parameters and of compute [default: bf16; f32 on cpu]
     #[arg(long, value_enum, help_heading = "Training")]
     param_dtype: Option<Precision>,
-    /// The dtype in which gradients are reduced.
+    /// Dtype in which gradients are reduced.
     #[arg(long, value_enum, default_value_t = Precision::F32, help_heading = "Training")]
     reduce_dtype: Precision,
-    /// The dtype of shards, their gradients and AdamW's moments.
+    /// Dtype of shards, their gradients and AdamW's moments.
     #[arg(long, value_enum, default_value_t = Precision::F32, help_heading = "Training")]
     shard_dtype: Precision,
-    /// What runs again in backward.
+    /// Activations that are recomputed in backward.
     #[arg(long, value_enum, default_value_t = Checkpoint::None, help_heading = "Training")]
     activation_checkpoint: Checkpoint,
-    /// What becomes of gathered parameters between forward and backward, as `train` has it.
+    /// Gathered parameters between forward and backward, as in `train`.
     #[arg(long, value_name = "default|always|never|K", default_value = "default", value_parser = Reshard::parse)]
     #[arg(help_heading = "Training")]
     reshard_after_forward: Reshard,
-    /// Whose training it is: what is kept for backward differs.
+    /// Framework, which determines the activations that are kept for backward.
     #[arg(long, value_enum, default_value_t = Framework::Candle, help_heading = "Training")]
     framework: Framework,
-    /// What the allocator holds besides, as a share of what is in use [default: 0.1; 0 on cpu; 0.15 for pytorch]
+    /// Reserve of the allocator as a share of the bytes in use [default: 0.1; 0 on cpu; 0.15 for pytorch]
     #[arg(long, value_name = "X", value_parser = not_negative, help_heading = "Training")]
     reserve: Option<f64>,
 
-    /// How many of the fastest meshes, policies and batches are shown.
+    /// Number of fastest meshes, policies and batches to show.
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = count(1 << 16))]
     top: usize,
-    /// Print one JSON object: bytes, seconds, operations.
+    /// Print one JSON object with bytes, seconds and operations.
     #[arg(long)]
     json: bool,
 }
@@ -123,7 +128,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
 }
 
-/// The tokens of a sequence, where nobody says it.
+/// Default limit of the sequence length.
 const USUAL_SEQ: usize = 8192;
 
 fn model(args: &Args) -> anyhow::Result<(Model, usize)> {
@@ -137,7 +142,7 @@ fn config(path: &Path) -> anyhow::Result<ModelConfig> {
     if path.is_dir() { ModelConfig::from_dir(path) } else { ModelConfig::from_file(path) }
 }
 
-/// Floating point operations of a token in a step, forward and backward.
+/// Returns the floating point operations per token of a step, forward and backward.
 pub(crate) fn operations(config: &ModelConfig, seq: usize) -> anyhow::Result<f64> {
     Ok(Model::new(config, seq)?.operations())
 }
@@ -183,7 +188,7 @@ fn setup<'a>(args: &Args, model: &'a Model, seq: usize) -> anyhow::Result<Setup<
     Ok(setup)
 }
 
-/// More than there are.
+/// Upper limit of the number of ranks.
 const MOST_RANKS: usize = 1 << 20;
 
 fn positive(text: &str) -> Result<f64, String> {

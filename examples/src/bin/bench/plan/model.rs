@@ -1,37 +1,37 @@
-//! What a block and the root compute and keep for each token, by what the model's configuration says.
+//! Sizes of a model's layers per token, from its configuration.
 
 use anyhow::ensure;
 use fsdp_examples::models::ModelConfig;
 use fsdp_examples::models::config::Activation;
 use fsdp_examples::models::config::{BertConfig, DecoderConfig, Gpt2Config};
 
-/// A block. Widths are elements of a token.
+/// A block. Widths are elements per token.
 #[derive(Clone, Debug)]
 pub(super) struct Layer {
     /// Parameters.
     pub(super) parameters: f64,
-    /// Of the residual stream.
+    /// Width of the residual stream.
     pub(super) width: f64,
-    /// Of queries, and of the output of attention.
+    /// Width of queries and of the output of attention.
     pub(super) queries: f64,
-    /// Of keys, and of values.
+    /// Width of keys and of values.
     pub(super) keys: f64,
     pub(super) heads: f64,
-    /// The keys that a query sees, on average.
+    /// Mean number of keys that a query sees.
     pub(super) reach: f64,
-    /// Elements of a query's scores, of all heads and of all keys, seen or not.
+    /// Elements of a query's scores over all heads and all keys.
     pub(super) scores: f64,
     /// Whether scores are capped.
     pub(super) capped: bool,
-    /// Norms over the residual stream.
+    /// Number of norms over the residual stream.
     pub(super) norms: f64,
     pub(super) norm: Norm,
     /// Whether each head's queries and keys have norms.
     pub(super) head_norms: bool,
-    /// Whether queries and keys are turned.
+    /// Whether queries and keys have rotary embeddings.
     pub(super) rotary: bool,
     pub(super) mlp: Mlp,
-    /// Fully connected layers, in the order in which they run.
+    /// Fully connected layers in forward order.
     pub(super) linears: Vec<Linear>,
 }
 
@@ -43,12 +43,12 @@ pub(super) enum Norm {
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Mlp {
-    /// Width inside of it, or inside of an expert.
+    /// Width inside the MLP or expert.
     pub(super) inner: f64,
     pub(super) kind: MlpKind,
-    /// How many of them a token goes through.
+    /// Number of MLPs that a token passes.
     pub(super) times: f64,
-    /// Experts to choose from, 0 where there are none.
+    /// Number of experts, or 0.
     pub(super) experts: f64,
 }
 
@@ -58,11 +58,11 @@ pub(super) enum MlpKind {
     Plain,
     /// `activation(gate) * up`
     Gated,
-    /// The same in one operation, in candle-fsdp.
+    /// `silu(gate) * up`, one fused operation in candle-fsdp
     SiluMul,
 }
 
-/// A fully connected layer, which a token goes through `times` times.
+/// A fully connected layer, which a token passes `times` times.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Linear {
     pub(super) inputs: f64,
@@ -81,49 +81,49 @@ impl Linear {
 }
 
 impl Layer {
-    /// Elements of the matrices that a token is multiplied with.
+    /// Returns the matrix elements that a token is multiplied with.
     pub(super) fn products(&self) -> f64 {
         self.linears.iter().map(Linear::products).sum()
     }
 }
 
-/// What is outside of the blocks.
+/// The layers outside the blocks.
 #[derive(Clone, Debug)]
 pub(super) struct Root {
     /// Parameters.
     pub(super) parameters: f64,
-    /// Of these, those of the head, of which backward has the gradient before it comes to the blocks.
+    /// Parameters of the head, whose gradient is complete before backward reaches the blocks.
     pub(super) head: f64,
-    /// Whether the head is the embedding.
+    /// Whether the head shares the embedding's weights.
     pub(super) tied: bool,
-    /// Elements of the matrices that a token is multiplied with.
+    /// Matrix elements that a token is multiplied with.
     pub(super) products: f64,
     pub(super) width: f64,
     pub(super) vocabulary: f64,
-    /// Tensors as wide as the residual stream that forward keeps.
+    /// Kept tensors as wide as the residual stream.
     pub(super) kept: f64,
-    /// Tensors as wide as the vocabulary that forward keeps.
+    /// Kept tensors as wide as the vocabulary.
     pub(super) logits: f64,
-    /// Of rotary tables, elements a position.
+    /// Elements of the rotary tables per position.
     pub(super) rotary: f64,
 }
 
-/// Memory that the loss takes, in bytes a token.
+/// Memory of the loss, in bytes per token.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Logits {
-    /// From forward to backward.
+    /// Kept from forward to backward.
     pub(super) kept: f64,
-    /// Besides, while the loss's backward runs.
+    /// Additional during the backward of the loss.
     pub(super) loss: f64,
-    /// Besides, while the head's backward runs.
+    /// Additional during the backward of the head.
     pub(super) slopes: f64,
-    /// Besides, from there to the end of backward.
+    /// Additional from then to the end of backward.
     pub(super) lingering: f64,
-    /// Read and written, forward and backward together.
+    /// Bytes moved in forward and backward.
     pub(super) moved: f64,
 }
 
-/// A model as a plan sees it.
+/// Layers and sizes of a model.
 #[derive(Clone, Debug)]
 pub(super) struct Model {
     pub(super) root: Root,
@@ -131,12 +131,12 @@ pub(super) struct Model {
     pub(super) positions: usize,
 }
 
-/// More blocks than any model has, and more experts in one.
+/// Upper limit of the number of blocks, and of experts in a block.
 const MOST_LAYERS: usize = 1000;
 const MOST_EXPERTS: usize = 100_000;
 
 impl Model {
-    /// The model of a configuration, on sequences of `seq` tokens.
+    /// Reads the sizes of a model for sequences of `seq` tokens.
     pub(super) fn new(config: &ModelConfig, seq: usize) -> anyhow::Result<Self> {
         let count = match config {
             ModelConfig::Decoder(config) => config.layers,
@@ -159,7 +159,7 @@ impl Model {
             layer.parameters = unit.elements;
         }
         let (width, kept, logits) = match config {
-            // The embedding's output and the norm's; of softly capped logits three more.
+            // The outputs of embedding and norm, and three tensors for softly capped logits.
             ModelConfig::Decoder(config) => {
                 let capped = if config.logit_softcap.is_some() { 4. } else { 1. };
                 (config.width as f64, 2., capped)
@@ -185,13 +185,13 @@ impl Model {
         })
     }
 
-    /// Parameters.
+    /// Returns the number of parameters.
     pub(super) fn parameters(&self) -> f64 {
         self.root.parameters + self.layers.iter().map(|layer| layer.parameters).sum::<f64>()
     }
 
-    /// Floating point operations of a token, forward and backward, without anything that runs twice: six for each
-    /// element of a matrix, and attention as far as tokens see each other.
+    /// Returns the floating point operations per token, forward and backward, without recomputation: six per matrix
+    /// element, and attention between visible tokens.
     pub(super) fn operations(&self) -> f64 {
         let layers = self.layers.iter().map(|layer| 6. * layer.products() + 3. * layer.attention());
         6. * self.root.products + layers.sum::<f64>()
@@ -199,13 +199,13 @@ impl Model {
 }
 
 impl Layer {
-    /// Operations of a token's attention in forward: queries times keys, and their weights times values.
+    /// Returns the operations per token of attention's forward: queries times keys, and weights times values.
     pub(super) fn attention(&self) -> f64 {
         4. * self.queries * self.reach
     }
 }
 
-/// The mean number of positions up to a token's own, at most `window`.
+/// Returns the mean number of positions up to a token's own, at most `window`.
 fn causal_reach(seq: usize, window: Option<usize>) -> f64 {
     let (seq, window) = (seq as f64, window.unwrap_or(seq).min(seq) as f64);
     window - window * (window - 1.) / (2. * seq)
@@ -238,7 +238,7 @@ fn decoder(config: &DecoderConfig, layer: usize, seq: usize) -> Layer {
         reach: causal_reach(seq, config.attention(layer).window),
         scores: config.heads as f64 * seq as f64,
         capped: config.attention(layer).softcap.is_some(),
-        norms: if config.norms.behind { 4. } else { 2. },
+        norms: if config.norms.post { 4. } else { 2. },
         norm: Norm::Rms,
         head_norms: config.norms.heads,
         rotary: true,
@@ -265,7 +265,7 @@ fn bert(config: &BertConfig, seq: usize) -> Layer {
     plain(width, inner, config.num_attention_heads, [seq as f64; 2], &linears)
 }
 
-/// A block whose queries see `reach` of the `seq` positions on average.
+/// Returns a block whose queries see `reach` of the `seq` positions on average.
 fn plain(width: f64, inner: f64, heads: usize, [reach, seq]: [f64; 2], linears: &[(f64, f64)]) -> Layer {
     Layer {
         parameters: 0.,
@@ -290,7 +290,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn layers_multiply_what_the_model_counts() {
+    fn layer_products_match_the_model() {
         let golden = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden");
         let mut seen = 0;
         for dir in std::fs::read_dir(golden).unwrap() {
@@ -313,13 +313,13 @@ mod tests {
     }
 
     #[test]
-    fn a_window_bounds_what_a_token_sees() {
-        // 1, 2, 3, 4 positions; 1, 2, 2, 2.
+    fn window_bounds_the_reach() {
+        // 1, 2, 3, 4 positions; with a window 1, 2, 2, 2.
         assert_eq!((causal_reach(4, None), causal_reach(4, Some(2)), causal_reach(4, Some(9))), (2.5, 1.75, 2.5));
     }
 
     #[test]
-    fn llama_3_1_8b_is_as_published() {
+    fn llama_3_1_8b_matches_published_sizes() {
         let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/llama-3.1-8b/config.json");
         let model = Model::new(&ModelConfig::from_file(&path).unwrap(), 8192).unwrap();
         assert_eq!(model.parameters(), 8_030_261_248.);

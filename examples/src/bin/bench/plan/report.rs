@@ -1,5 +1,4 @@
-//! A whole plan.
-//! A plan for people.
+//! The result of a plan, and its table.
 
 use std::fmt::Write;
 
@@ -10,25 +9,25 @@ use super::memory::{self, Memory, Moment};
 use super::setup::{self, Choice, Setup};
 use super::time::{self, Time, Unit};
 
-/// A plan. Bytes and seconds.
+/// A plan in bytes and seconds.
 #[derive(Debug, Serialize)]
 pub(super) struct Report {
     pub(super) parameters: f64,
-    /// Floating point operations of a token, forward and backward, without any that run twice.
+    /// Floating point operations per token, forward and backward, without recomputation.
     pub(super) operations_per_token: f64,
     pub(super) mesh: Mesh,
     pub(super) device: Device,
     pub(super) links: Links,
     pub(super) memory: Memory,
     pub(super) fits: bool,
-    /// Elements of a tensor that is refused, for Candle's kernels on devices count fewer than 2^31.
+    /// Elements of a tensor that is too large: Candle's CUDA kernels count fewer than 2^31.
     pub(super) uncountable: Option<f64>,
     pub(super) time: Time,
     pub(super) best: Vec<Choice>,
 }
 
 impl Report {
-    /// The plan, with the `top` best choices.
+    /// Computes a plan with the `top` best choices.
     pub(super) fn new(setup: &Setup, top: usize) -> Self {
         let memory = memory::of(setup);
         Report {
@@ -48,7 +47,7 @@ impl Report {
 
 const GIB: f64 = (1u64 << 30) as f64;
 
-/// The plan as lines.
+/// Formats the plan as text.
 pub(super) fn table(report: &Report, setup: &Setup) -> String {
     let mut lines = String::new();
     // Writing to a string can't fail.
@@ -70,10 +69,14 @@ fn head(to: &mut String, report: &Report, setup: &Setup) -> std::fmt::Result {
         setup.model.layers.len() + 1,
         mesh.ranks(),
         if mesh.hosts == 1 { "one host".into() } else { format!("{} hosts", mesh.hosts) },
-        if mesh.replicate == 1 { "one copy".into() } else { format!("{} copies, each", mesh.replicate) },
+        if mesh.replicate == 1 { "one replica".into() } else { format!("{} replicas, each", mesh.replicate) },
         mesh.shard
     )?;
-    writeln!(to, "A rank reads {} x {} tokens a step. reshard_after_forward: {}", setup.batch, setup.seq, setup.reshard)
+    writeln!(
+        to,
+        "A rank reads {} x {} tokens per step. reshard_after_forward: {}",
+        setup.batch, setup.seq, setup.reshard
+    )
 }
 
 fn memory(to: &mut String, report: &Report) -> std::fmt::Result {
@@ -89,16 +92,16 @@ fn memory(to: &mut String, report: &Report) -> std::fmt::Result {
     }
     let peak = &memory.peak;
     let Moment { state, gradients, gathered, unreduced, pooled, activations, logits, working, .. } = *peak;
-    writeln!(to, "  at most            {:>9.2}  in {}", gib(memory.total), peak.when)?;
+    writeln!(to, "  peak               {:>9.2}  in {}", gib(memory.total), peak.when)?;
     for (name, bytes) in [
         ("parameters, state", state),
         ("gradients", gradients),
         ("gathered", gathered),
         ("unreduced", unreduced),
-        ("kept buffers", pooled),
+        ("pooled buffers", pooled),
         ("activations", activations),
         ("logits and loss", logits),
-        ("at work", working),
+        ("working memory", working),
         ("reserve", memory.reserve),
     ] {
         writeln!(to, "    {name:<17}{:>9.2}", gib(bytes))?;
@@ -133,13 +136,13 @@ fn time(to: &mut String, report: &Report) -> std::fmt::Result {
     let hidden = time.communication - time.exposed;
     writeln!(
         to,
-        "  Collectives run for {:.4} s, of which {:.4} s pass beside compute.",
+        "  Collectives run for {:.4} s, of which {:.4} s overlap with compute.",
         time.communication,
         hidden.max(0.)
     )?;
     writeln!(
         to,
-        "  {:.0} tokens/s a rank, {:.0} in all; {:.1} % of the device's peak",
+        "  {:.0} tokens/s per rank, {:.0} in total; {:.1} % of the device's peak",
         time.tokens_per_s_per_rank,
         time.tokens_per_s_per_rank * report.mesh.ranks() as f64,
         100. * time.mfu
@@ -147,12 +150,12 @@ fn time(to: &mut String, report: &Report) -> std::fmt::Result {
 }
 
 fn units(to: &mut String, units: &[Unit]) -> std::fmt::Result {
-    writeln!(to, "\nOf each unit, ms")?;
-    writeln!(to, "                  forward  backward    gather     again    reduce    copies   exposed")?;
+    writeln!(to, "\nTime of each unit, ms")?;
+    writeln!(to, "                  forward  backward    gather  regather    reduce  replicas   exposed")?;
     let mut first = 0;
     while first < units.len() {
         let alike = |other: &&Unit| {
-            // Equal to what is printed.
+            // Units that print the same are combined.
             let rounded = |unit: &Unit| figures(unit).map(|seconds| (seconds * 1e5).round() as i64);
             first > 0 && rounded(other) == rounded(&units[first])
         };
@@ -182,7 +185,7 @@ fn best(to: &mut String, report: &Report) -> std::fmt::Result {
         return writeln!(to, "\nNo mesh, policy and batch fit: take more ranks, or --activation-checkpoint full.");
     }
     writeln!(to, "\nThe fastest that fit, by mesh, reshard_after_forward and batch")?;
-    writeln!(to, "  shard x copies   reshard    batch       GiB    step s   exposed  tokens/s a rank   peak %")?;
+    writeln!(to, "  shard x replicas reshard    batch       GiB    step s   exposed    tokens/s/rank   peak %")?;
     for choice in &report.best {
         writeln!(
             to,

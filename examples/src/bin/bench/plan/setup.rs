@@ -1,5 +1,4 @@
-//! What is planned.
-//! The best of the plans that a machine has room for.
+//! The setup of a plan, and the search for the best one.
 
 use anyhow::{bail, ensure};
 use serde::{Serialize, Serializer};
@@ -9,7 +8,7 @@ use super::hardware::{Device, Links, Mesh, Precision};
 use super::model::Model;
 use super::{memory, time, unfused};
 
-/// What a unit does with its gathered parameters between forward and backward, as `train --reshard-after-forward`.
+/// Gathered parameters between forward and backward, as `train --reshard-after-forward`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Reshard {
     Default,
@@ -49,7 +48,7 @@ impl Serialize for Reshard {
     }
 }
 
-/// All that a plan follows from.
+/// All inputs of a plan.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Setup<'a> {
     pub(super) model: &'a Model,
@@ -59,39 +58,39 @@ pub(super) struct Setup<'a> {
     pub(super) framework: Framework,
     /// Sequences of a rank's batch.
     pub(super) batch: usize,
-    /// Tokens of a sequence.
+    /// Tokens per sequence.
     pub(super) seq: usize,
-    /// Of gathered parameters and of compute.
+    /// Dtype of gathered parameters and compute.
     pub(super) compute: Precision,
-    /// Of reductions.
+    /// Dtype of reductions.
     pub(super) reduce: Precision,
-    /// Of shards, sharded gradients and the optimizer's moments.
+    /// Dtype of shards, their gradients and optimizer state.
     pub(super) shards: Precision,
     pub(super) checkpoint: Checkpoint,
     pub(super) reshard: Reshard,
-    /// What the allocator holds besides, as a share.
+    /// Reserve of the allocator, as a share.
     pub(super) reserve: f64,
 }
 
 impl Setup<'_> {
-    /// Tokens of a rank's batch.
+    /// Returns the tokens of a rank's batch.
     pub(super) fn tokens(&self) -> f64 {
         self.batch as f64 * self.seq as f64
     }
 
-    /// Elements of a tensor that has more than Candle's kernels on devices count.
+    /// Returns the elements of a tensor that is too large for Candle's CUDA kernels, if any.
     pub(super) fn uncountable(&self) -> Option<f64> {
         let scores = self.model.layers.iter().map(|layer| layer.scores).fold(0., f64::max);
         let most = self.tokens() * scores.max(self.model.root.vocabulary);
         (self.framework == Framework::Unfused && most >= unfused::COUNTABLE).then_some(most)
     }
 
-    /// Whether the device has room for so many bytes, and its kernels count the tensors' elements.
+    /// Returns whether the device has this much memory, and its kernels can count the tensors' elements.
     pub(super) fn fits(&self, bytes: f64) -> bool {
         self.device.memory.is_none_or(|there| bytes <= there) && self.uncountable().is_none()
     }
 
-    /// Fails unless such a run can be.
+    /// Fails if the setup is not possible.
     pub(super) fn check(&self) -> anyhow::Result<()> {
         let Mesh { shard, replicate, ranks_per_host, hosts } = self.mesh;
         ensure!(
@@ -102,7 +101,7 @@ impl Setup<'_> {
         if let Reshard::To(ranks) = self.reshard {
             ensure!(
                 ranks > 1 && ranks < shard && shard.is_multiple_of(ranks),
-                "--reshard-after-forward {ranks} must divide the {shard} ranks that a copy is sharded over, and be \
+                "--reshard-after-forward {ranks} must divide the {shard} ranks that a replica is sharded over, and be \
                  neither 1 nor that number"
             );
         }
@@ -118,7 +117,7 @@ impl Setup<'_> {
     }
 }
 
-/// A plan in short.
+/// Summary of a plan.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(super) struct Choice {
     pub(super) shard: usize,
@@ -127,34 +126,35 @@ pub(super) struct Choice {
     pub(super) batch: usize,
     /// Bytes of a rank.
     pub(super) memory: f64,
-    /// Seconds.
+    /// Seconds of a step.
     pub(super) step: f64,
     pub(super) exposed: f64,
     pub(super) tokens_per_s_per_rank: f64,
     pub(super) mfu: f64,
 }
 
-/// Batches double from 1 to this.
+/// Largest batch of the search, which doubles from 1.
 const LARGEST_BATCH: usize = 1 << 10;
-/// Speeds that differ by less are equal: no plan is so exact.
+/// Relative difference below which speeds count as equal.
 const ALIKE: f64 = 0.005;
 
-/// The `top` best choices that fit, the fastest first; of those as fast as the best, the one that takes least memory.
+/// Returns the `top` best setups that fit, fastest first. Among those as fast as the best, the first needs the least
+/// memory.
 ///
-/// All ways to split the ranks into copies, all policies, and batches that double. Of a device whose memory is not
-/// known, only the batch that `setup` has.
+/// Tries all numbers of replicas, all policies, and batches that double. For a device of unknown memory, tries only the
+/// batch of `setup`.
 pub(super) fn best(setup: &Setup, top: usize) -> Vec<Choice> {
     let ranks = setup.mesh.ranks();
     let mut choices = vec![];
     for shard in (1..=ranks).filter(|shard| ranks.is_multiple_of(*shard)) {
         let mesh = Mesh { shard, replicate: ranks / shard, ..setup.mesh };
-        // Gathered again within a host, or within half of a copy.
+        // Shards within a host, or within half of a replica.
         let parts = [setup.mesh.ranks_per_host, shard / 2].map(Reshard::To);
         let mut policies = vec![Reshard::Default, Reshard::Never];
         policies.extend(parts.iter().filter(|&&part| Setup { mesh, reshard: part, ..*setup }.check().is_ok()));
         policies.dedup();
         if shard == 1 {
-            // There is nothing to gather.
+            // A single rank gathers nothing.
             policies.truncate(1);
         }
         for reshard in policies {

@@ -1,4 +1,4 @@
-//! Plans against figures that torchtitan has published: the errors that docs/planning.md states.
+//! Comparison of plans with published figures of torchtitan: the errors in docs/planning.md.
 
 use clap::Parser;
 
@@ -27,19 +27,19 @@ fn gib(bytes: f64) -> f64 {
     bytes / f64::from(1 << 30)
 }
 
-/// What a plan and a run differ by: percent of the run's figure.
+/// Returns the error of a plan in percent of the run's figure.
 fn error(planned: f64, published: f64) -> f64 {
     100. * (planned / published - 1.)
 }
 
-/// A published figure, and the error of its plan, in percent, that docs/planning.md states.
+/// A published figure, and the error of its plan in percent according to docs/planning.md.
 type Figure = (f64, f64);
 
-/// The rows of that document's table: the flags, tokens a second of a rank, and GiB.
+/// Reads the table in docs/planning.md: flags, tokens per second per rank, and GiB.
 fn published() -> Vec<(String, [Option<Figure>; 2])> {
     let docs = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/planning.md");
     let docs = std::fs::read_to_string(docs).unwrap();
-    let (_, table) = docs.split_once("| flags besides | tokens/s a rank |").unwrap();
+    let (_, table) = docs.split_once("| flags | tokens/s per rank |").unwrap();
     let number = |cell: &str| cell.trim().trim_end_matches('%').trim().replace(',', "").parse::<f64>().ok();
     let rows = table.lines().skip(2).take_while(|line| line.starts_with('|'));
     rows.map(|row| {
@@ -50,7 +50,7 @@ fn published() -> Vec<(String, [Option<Figure>; 2])> {
     .collect()
 }
 
-/// Llama 3.1 70B is the 8B's file with other sizes.
+/// Llama 3.1 70B: the 8B's file with other sizes.
 fn llama_70b() -> tempfile::NamedTempFile {
     let mut config: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(CONFIG).unwrap()).unwrap();
     for (field, value) in
@@ -64,7 +64,7 @@ fn llama_70b() -> tempfile::NamedTempFile {
 }
 
 #[test]
-fn errors_against_published_runs_are_those_of_the_docs() {
+fn errors_match_the_docs() {
     let large = llama_70b();
     let rows = published();
     assert_eq!(rows.len(), 5);
@@ -80,7 +80,7 @@ fn errors_against_published_runs_are_those_of_the_docs() {
             let Some((figure, written)) = row else { continue };
             let error = error(planned, figure);
             assert!((error - written).abs() < 0.06, "{flags}: {planned} {name} is off {figure} by {error} %");
-            // And no worse than the docs say of all of them.
+            // The docs state this bound for all of them.
             assert!(error.abs() < 8., "{flags}: {error} %");
         }
         assert!(report.fits, "{flags}");
@@ -88,7 +88,7 @@ fn errors_against_published_runs_are_those_of_the_docs() {
 }
 
 #[test]
-fn state_is_sixteen_bytes_a_parameter_over_the_shards() {
+fn state_is_sixteen_bytes_per_parameter() {
     for (flags, shards) in [("--device h100-sxm", 8.), ("--device h100-sxm --hosts 16 --replicate 16", 8.)] {
         let memory::State { parameters, gradients, optimizer } = planned(flags).unwrap().memory.state;
         assert_eq!(parameters + gradients + optimizer, 16. * 8_030_261_248. / shards);
@@ -100,18 +100,18 @@ fn state_is_sixteen_bytes_a_parameter_over_the_shards() {
 #[test]
 fn candle_on_a_gpu_keeps_scores_and_logits_whole() {
     let h100 = |more: &str| planned(&format!("--device h100-sxm --ranks-per-host 8 --hosts 2 {more}")).unwrap();
-    // Six matrices of 32 x 4096^2 in f32, in each of 32 blocks; two gradients of each that nobody asks for.
+    // Six matrices of 32 x 4096^2 in f32 in each of 32 blocks, and two unused gradients of each.
     let (scores, blocks) = (32. * 4096. * 4096. * 4., 32.);
     let report = h100("--seq 4096");
     assert!(!report.fits && report.uncountable.is_none());
     assert!(report.memory.total > (6. * blocks + 2. * (blocks - 1.)) * scores, "{}", gib(report.memory.total));
     assert!(report.time.mfu < 0.12, "{}", report.time.mfu);
-    // A block that runs again has them once, and its backward six at work.
+    // A recomputed block has them once, and its backward six more.
     let again = h100("--seq 4096 --activation-checkpoint full").memory.total;
     assert!((12. * scores..30. * scores).contains(&again), "{}", gib(again));
     // PyTorch's attention keeps none.
     assert!(h100("--seq 4096 --framework pytorch").fits);
-    // Logits of 128256 classes: as they are, and three in f32.
+    // Logits of 128256 classes: in their dtype, and three tensors in f32.
     let logits = h100("--seq 4096").memory.moments[0].logits;
     assert!(logits >= 4096. * 128256. * (2. + 12.), "{logits}");
     let report = h100("--seq 8192 --batch 2");
@@ -132,22 +132,22 @@ fn policies_trade_memory_for_communication() {
 }
 
 #[test]
-fn copies_are_worth_it_where_hosts_are_far_apart() {
+fn replicas_pay_off_over_slow_links() {
     let small = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden/llama_tiny/config.json");
     let flags = "--device h100-sxm --hosts 16 --seq 32 --latency 1 --inter 0.001 --reduce-dtype bf16";
     let best = planned_with(small, flags).unwrap().best[0];
     assert!(best.shard <= 8 && best.shard * best.replicate == 128, "{best:?}");
-    // A model that only just fits on all ranks has no copies.
+    // A model that just fits on all ranks has no replicas.
     let large = planned("--device h100-sxm --memory 26 --seq 128").unwrap();
     assert!(!large.best.is_empty() && large.best.iter().all(|choice| (choice.shard, choice.replicate) == (8, 1)));
     assert!(large.best.iter().all(|choice| choice.memory <= 26e9));
-    // And one that does not fit at all is said not to.
+    // A model that does not fit has no choices.
     let none = planned("--device h100-sxm --memory 2").unwrap();
     assert!(none.best.is_empty() && !none.fits);
 }
 
 #[test]
-fn the_best_is_as_fast_as_any_and_takes_least() {
+fn best_choice_is_fast_and_small() {
     let report = planned("--framework pytorch --device h100-sxm --hosts 16 --seq 4096 --top 60000").unwrap();
     let best = report.best[0];
     let fastest = report.best.iter().map(|choice| choice.tokens_per_s_per_rank).fold(0., f64::max);
@@ -158,7 +158,7 @@ fn the_best_is_as_fast_as_any_and_takes_least() {
 }
 
 #[test]
-fn what_cannot_be_is_refused_in_words() {
+fn impossible_plans_are_refused() {
     for (flags, words) in [
         ("--device h100-sxm --replicate 3", "--replicate 3 must divide the 8 ranks"),
         ("--device h100-sxm --replicate 16", "--replicate 16 must divide the 8 ranks"),
@@ -178,7 +178,7 @@ fn what_cannot_be_is_refused_in_words() {
 }
 
 #[test]
-fn a_plan_can_be_read() {
+fn plan_is_printed() {
     let flags = "--framework pytorch --device h100-sxm --hosts 16 --replicate 16 --batch 2 --seq 4096";
     let words = ["plan", "--model", CONFIG].into_iter().chain(flags.split(' '));
     let Cli { args } = Cli::try_parse_from(words).unwrap();
@@ -186,8 +186,8 @@ fn a_plan_can_be_read() {
     let setup = setup(&args, &model, seq).unwrap();
     let text = report::table(&Report::new(&setup, 5), &setup);
     for words in [
-        "8.030 billion parameters in 33 units, over 128 ranks on 16 hosts: 16 copies, each sharded over 8 ranks",
-        "A rank reads 2 x 4096 tokens a step",
+        "8.030 billion parameters in 33 units, over 128 ranks on 16 hosts: 16 replicas, each sharded over 8 ranks",
+        "A rank reads 2 x 4096 tokens per step",
         "  between steps          14.96",
         "blocks 2-31",
         "The fastest that fit",

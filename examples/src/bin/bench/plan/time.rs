@@ -1,4 +1,4 @@
-//! The time of a step: compute of each unit, and a simulation of what communication overlaps with it.
+//! Time of a step: compute of each unit, and a simulation of overlapping communication.
 
 use serde::Serialize;
 
@@ -8,7 +8,7 @@ use super::model::Layer;
 use super::setup::{Reshard, Setup};
 use super::unfused;
 
-/// Seconds of a step, unless said otherwise.
+/// Time of a step in seconds, unless noted otherwise.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Time {
     pub(super) step: f64,
@@ -16,23 +16,23 @@ pub(super) struct Time {
     pub(super) compute: Compute,
     /// Clipping and the optimizer.
     pub(super) optimizer: f64,
-    /// In which collectives run, whether or not compute waits.
+    /// Time in which collectives run.
     pub(super) communication: f64,
-    /// In which compute waits for them.
+    /// Time in which compute waits for collectives.
     pub(super) exposed: f64,
     pub(super) tokens_per_s_per_rank: f64,
-    /// Model FLOPs utilization: the model's operations, without any that run twice, as a share of the device's peak.
+    /// Model FLOPs utilization: the model's operations without recomputation, as a share of the device's peak.
     pub(super) mfu: f64,
-    /// The root, then the blocks in forward's order.
+    /// The root, then the blocks in forward order.
     pub(super) units: Vec<Unit>,
 }
 
-/// Seconds by what bounds them.
+/// Seconds by the resource that bounds them.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub(super) struct Compute {
     pub(super) products: f64,
     pub(super) attention: f64,
-    /// All else: elementwise operations, which the memory bounds.
+    /// Elementwise operations, which are bound by memory.
     pub(super) memory: f64,
 }
 
@@ -48,17 +48,17 @@ impl Compute {
     }
 }
 
-/// Seconds of a unit.
+/// Times of a unit in seconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub(super) struct Unit {
     pub(super) forward: f64,
     pub(super) backward: f64,
     pub(super) gather_forward: f64,
-    /// 0 where parameters stay.
+    /// 0 if parameters stay gathered.
     pub(super) gather_backward: f64,
     pub(super) reduce_scatter: f64,
     pub(super) all_reduce: f64,
-    /// In which compute waits for the unit's collectives.
+    /// Time in which compute waits for the unit's collectives.
     pub(super) exposed: f64,
 }
 
@@ -68,7 +68,7 @@ impl Unit {
     }
 }
 
-/// The time of a step.
+/// Computes the time of a step.
 pub(super) fn of(setup: &Setup) -> Time {
     let (compute, mut units) = units(setup);
     let waited = simulate(&mut units);
@@ -90,7 +90,7 @@ pub(super) fn of(setup: &Setup) -> Time {
     }
 }
 
-/// Attention's forward and backward.
+/// Returns the seconds of attention's forward and backward.
 fn attention(setup: &Setup, layer: &Layer) -> [f64; 2] {
     let tokens = setup.tokens();
     if setup.framework == Framework::Unfused {
@@ -98,12 +98,12 @@ fn attention(setup: &Setup, layer: &Layer) -> [f64; 2] {
         let [forward, backward] = unfused::scores_moved(layer).map(|bytes| setup.device.moves(tokens * bytes));
         return [products + forward, 2. * products + backward];
     }
-    // Its backward takes two and a half times the operations of its forward, a product once more.
+    // Attention's backward has two and a half times the operations of its forward, because it recomputes a product.
     let forward = setup.device.attention(tokens * layer.attention());
     [forward, 2.5 * forward]
 }
 
-/// A block's forward.
+/// Returns the seconds of a block's forward.
 fn forward(setup: &Setup, layer: &Layer) -> Compute {
     let tokens = setup.tokens();
     Compute {
@@ -113,7 +113,7 @@ fn forward(setup: &Setup, layer: &Layer) -> Compute {
     }
 }
 
-/// Its backward, with what runs again.
+/// Returns the seconds of a block's backward, including recomputation.
 fn backward(setup: &Setup, layer: &Layer) -> Compute {
     let once = forward(setup, layer);
     let moves = if setup.framework == Framework::Unfused { unfused::BACKWARD_MOVES } else { 2. };
@@ -124,7 +124,7 @@ fn backward(setup: &Setup, layer: &Layer) -> Compute {
     match setup.checkpoint {
         Checkpoint::None => {}
         Checkpoint::Full => all.add(1., again),
-        // Its output is kept.
+        // The output of attention is kept.
         Checkpoint::Selective => all.add(1., Compute { attention: 0., ..again }),
     }
     all
@@ -147,7 +147,7 @@ fn units(setup: &Setup) -> (Compute, Vec<Unit>) {
         all_reduce: over_replicas.all_reduce(reduce * parameters / mesh.shard as f64),
         ..Unit::default()
     };
-    // The head, the loss and their norm; the embedding is a copy of rows.
+    // Head, loss and last norm. The embedding copies rows.
     let (tokens, root) = (setup.tokens(), &model.root);
     let logits = setup.framework.logits(root, setup.compute);
     let head = Compute {
@@ -173,23 +173,23 @@ fn units(setup: &Setup) -> (Compute, Vec<Unit>) {
     (compute, units)
 }
 
-/// A stream of collectives, one after another.
+/// A stream that runs collectives one after another.
 #[derive(Default)]
 struct Stream {
     free: f64,
 }
 
 impl Stream {
-    /// Starts one when what was issued before is done, and not before `now`; returns its end.
+    /// Starts a collective after the previous one, and not before `now`. Returns its end.
     fn issue(&mut self, now: f64, seconds: f64) -> f64 {
         self.free = self.free.max(now) + seconds;
         self.free
     }
 }
 
-/// Goes through a step as the schedule does, fills in where compute waits, and returns the end of backward. One unit is
-/// gathered ahead. A unit's reduction starts when the one before has ended, whose sums then go over the copies. Gathers
-/// and reductions share a stream; copies have their own.
+/// Simulates the schedule of a step, fills in the waits of compute, and returns the end of backward. One unit is
+/// gathered ahead. A unit's reduction starts after the previous one has ended, and is followed by its all-reduce over
+/// replicas. Gathers and reductions share a stream, and all-reduces have their own.
 fn simulate(units: &mut [Unit]) -> f64 {
     let (mut shards, mut copies) = (Stream::default(), Stream::default());
     let blocks = 1..units.len();
@@ -223,7 +223,7 @@ fn simulate(units: &mut [Unit]) -> f64 {
         there = gather(&mut shards, now, last);
     }
     now += units[0].backward;
-    // The unit whose gradients are reduced, and the end of that; the same of sums over copies.
+    // The unit whose gradients are being reduced with the end of the reduction, and the same for the all-reduce.
     let mut reducing: Option<(usize, f64)> = None;
     let mut copying: Option<(usize, f64)> = None;
     for i in blocks.rev().chain([0]) {
@@ -276,38 +276,38 @@ mod tests {
     }
 
     #[test]
-    fn without_communication_a_step_is_its_compute() {
+    fn step_without_communication_is_compute() {
         assert_eq!(step(unit(1., 0., 0.), &[unit(2., 0., 0.); 3]), (3. * 7., vec![0.; 4]));
     }
 
     #[test]
-    fn fast_links_show_only_at_the_ends() {
+    fn fast_links_are_exposed_only_at_the_ends() {
         let root = Unit { gather_backward: 0., ..unit(10., 1., 1.) };
         let (end, exposed) = step(root, &[unit(10., 1., 1.); 4]);
-        // The root's gather, the first block's behind it, and the root's reduction behind the first block's.
+        // The root's gather, the first block's gather after it, and the root's reduction after the first block's.
         assert_eq!(exposed, [2., 2., 0., 0., 0.]);
         assert_eq!(end, 150. + 4.);
     }
 
     #[test]
-    fn slow_links_are_what_a_step_takes() {
+    fn slow_links_bound_the_step() {
         let (end, exposed) = step(Unit::default(), &[unit(1., 10., 10.); 4]);
-        // Eight gathers and four reductions, and what nothing hides behind: the last forward, and the first backward.
+        // Eight gathers and four reductions, and the exposed compute: the last forward and the first backward.
         assert!((120. ..=120. + 1. + 2. + 2. * 4.).contains(&end), "{end}");
         assert!((end - 12. - exposed.iter().sum::<f64>()).abs() < 1e-9);
     }
 
     #[test]
-    fn sums_over_copies_go_beside_those_over_shards() {
+    fn replica_sums_overlap_with_shard_sums() {
         let block = Unit { all_reduce: 5., ..unit(10., 1., 1.) };
         let (with, _) = step(Unit::default(), &[block; 4]);
         let (without, _) = step(Unit::default(), &[unit(10., 1., 1.); 4]);
-        // The last two are waited for, one behind the other, and a second of it passes beside a reduction.
+        // Compute waits for the last two, and one second overlaps with a reduction.
         assert_eq!(with - without, 9.);
     }
 
     #[test]
-    fn parameters_that_stay_are_gathered_once() {
+    fn kept_parameters_are_gathered_once() {
         let stays = Unit { gather_backward: 0., ..unit(1., 10., 0.) };
         assert_eq!(step(Unit::default(), &[stays; 4]).0, 40. + 1. + 8.);
     }

@@ -623,7 +623,7 @@ impl Rank<'_> {
         let planned = self.order.is_planned();
         self.order.end_backward();
         outcome?;
-        // Backward may come to the units inside a unit by name before the unit.
+        // Backward may enter the units inside a unit by name before the unit.
         let is_flat = self.model.units.iter().all(|unit| unit.info.enclosing.is_empty());
         if self.is_plain && is_flat && !planned && !self.has_lists() {
             assert!(self.mispredicted.is_subset(&before), "prefetched, and not next: {:?}", self.mispredicted);
@@ -662,8 +662,8 @@ impl Rank<'_> {
         }
         self.running.push(unit);
         self.execute(actions)?;
-        // Unused parameters of a unit do not delay its reduction once backward is done with the unit. Backward may come
-        // to the units inside a unit by name before the unit.
+        // Unused parameters of a unit do not delay its reduction once backward is done with the unit. Backward may
+        // enter to the units inside a unit by name before the unit.
         let inside = |other: usize| self.model.units[other].info.enclosing.contains(&unit);
         let done = (0..self.accumulated.len()).filter(|&other| !self.path.contains(&other) && !inside(other));
         let mut late = done.filter(|&other| !self.accumulated[other].is_empty());

@@ -12,11 +12,11 @@ use bytesize::ByteSize;
 use fsdp_ckpt::{Checkpoint, Format, TensorSource, escape};
 use serde_json::{Map, Value, json};
 
-use picture::{Holdings, draw_svg, draw_text};
+use picture::{TensorsByFile, draw_svg, draw_text};
 
 use crate::print_json;
 
-/// Columns of what is not a terminal.
+/// Width if stdout is not a terminal.
 const PLAIN_WIDTH: usize = 120;
 
 pub(crate) fn run(dir: &Path, as_json: bool, svg: Option<&Path>, full: bool) -> Result<()> {
@@ -28,15 +28,15 @@ pub(crate) fn run(dir: &Path, as_json: bool, svg: Option<&Path>, full: bool) -> 
                 return Err(error.into());
             }
             if svg.is_some() {
-                bail!("{} holds the steps of a run; --svg draws one of them", dir.display());
+                bail!("{} is the directory of a run; --svg draws one of its steps", dir.display());
             }
             return steps::show(dir, &steps, as_json);
         }
     };
     if let Some(path) = svg {
-        // Neither an older picture nor anything else is replaced.
+        // Never replace an existing file.
         let mut file = std::fs::File::create_new(path).with_context(|| format!("can't create {}", path.display()))?;
-        draw_svg(&Holdings::of(&*source, usize::MAX), &title(&*source), &mut file)
+        draw_svg(&TensorsByFile::of(&*source, usize::MAX), &title(&*source), &mut file)
             .with_context(|| format!("can't write {}", path.display()))?;
     }
     if as_json {
@@ -52,7 +52,7 @@ fn title(source: &dyn TensorSource) -> String {
     format!("{} ({}{mesh})", source.path().display(), source.format())
 }
 
-/// It again, for what only our own format says: who wrote it, and whether its numbers were looked at.
+/// Reopens a checkpoint of this crate's format, for the fields that other formats lack.
 fn ours(source: &dyn TensorSource) -> Result<Option<Checkpoint>> {
     match source.format() {
         Format::Fsdp => Ok(Some(Checkpoint::open(source.path())?)),
@@ -105,35 +105,35 @@ fn print(source: &dyn TensorSource, full: bool, out: &mut dyn Write) -> Result<(
     writeln!(out, "  tensors     {} of {} together", tensors.len(), ByteSize(total))?;
     if let Some(ours) = ours {
         let about =
-            if ours.is_finite() { "checked when saved" } else { "not checked; `fsdp-ckpt verify --finite` looks" };
+            if ours.is_finite() { "checked when saved" } else { "not checked; see `fsdp-ckpt verify --finite`" };
         writeln!(out, "  finite      {about}")?;
     }
 
     writeln!(out, "\nTENSORS")?;
     tree::print(source, full, out)?;
     if !source.unreadable().is_empty() {
-        writeln!(out, "\nOF DTYPES THAT CAN'T BE READ")?;
+        writeln!(out, "\nUNSUPPORTED DTYPES")?;
         for (name, dtype) in source.unreadable() {
             writeln!(out, "  {}  {}", escape(name), escape(dtype))?;
         }
     }
 
-    let holdings = Holdings::of(source, 40);
+    let by_file = TensorsByFile::of(source, 40);
     writeln!(out, "\nFILES")?;
-    for (at, file) in holdings.files.iter().enumerate() {
+    for (at, file) in by_file.files.iter().enumerate() {
         let plural = if file.chunks == 1 { "" } else { "s" };
         let (size, chunks) = (ByteSize(file.bytes).to_string(), file.chunks);
         writeln!(out, "  {:>3}  {}  {size:>10}  {chunks} chunk{plural}", at + 1, file.name)?;
     }
-    if holdings.files.len() > 1 {
+    if by_file.files.len() > 1 {
         let terminal = std::io::stdout().is_terminal();
         let width = match terminal_size::terminal_size() {
             Some((terminal_size::Width(width), _)) if terminal => usize::from(width),
             _ => PLAIN_WIDTH,
         };
         let color = terminal && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
-        writeln!(out, "\nWHICH FILE HOLDS WHAT (a bar is full at the largest share of its row)")?;
-        draw_text(&holdings, width, color, out)?;
+        writeln!(out, "\nTENSORS BY FILE (bars are relative to the largest share of the row)")?;
+        draw_text(&by_file, width, color, out)?;
     }
 
     if !source.values().is_empty() {
@@ -146,8 +146,7 @@ fn print(source: &dyn TensorSource, full: bool, out: &mut dyn Write) -> Result<(
     Ok(())
 }
 
-/// The values, those of the parameters of PyTorch's optimizers (`optim.param_groups.<fqn>.lr`) once for all that are
-/// alike.
+/// Returns the values to show. Equal values of PyTorch's optimizers (`optim.param_groups.<fqn>.lr`) are merged.
 fn values(all: &Map<String, Value>, full: bool) -> Vec<(String, &Value, usize)> {
     const GROUPS: &str = "optim.param_groups.";
     let mut shown = Vec::<(String, &Value, usize)>::new();

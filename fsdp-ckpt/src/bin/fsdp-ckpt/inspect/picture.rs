@@ -1,4 +1,4 @@
-//! TODO
+//! Pictures of the bytes of each tensor in each file, for terminals and as SVG.
 
 use std::collections::BTreeMap;
 use std::io::{Result, Write};
@@ -6,26 +6,26 @@ use std::io::{Result, Write};
 use bytesize::ByteSize;
 use fsdp_ckpt::{TensorSource, escape};
 
-/// A file, a column. Its name, as that of a row, is as people are shown it.
+/// A file, which is a column. Names here are escaped.
 #[derive(Debug)]
 pub(super) struct File {
     pub(super) name: String,
-    /// The size of the file.
+    /// Size of the file.
     pub(super) bytes: u64,
     pub(super) chunks: usize,
 }
 
-/// A tensor or a group of them, a row.
+/// A tensor or a group of tensors, which is a row.
 #[derive(Debug, PartialEq)]
 pub(super) struct Row {
     pub(super) name: String,
     pub(super) tensors: usize,
-    /// The bytes that each file holds.
+    /// Bytes in each file.
     pub(super) bytes: Vec<u64>,
 }
 
 #[derive(Debug)]
-pub(super) struct Holdings {
+pub(super) struct TensorsByFile {
     pub(super) files: Vec<File>,
     pub(super) rows: Vec<Row>,
 }
@@ -35,15 +35,16 @@ impl Row {
         self.bytes.iter().copied().fold(0, u64::saturating_add)
     }
 
-    /// The share of each file, where the largest one is 1.
+    /// Returns the share of each file, relative to the largest one.
     pub(super) fn shares(&self) -> Vec<f64> {
         let most = self.bytes.iter().copied().max().unwrap_or(0).max(1);
         self.bytes.iter().map(|&bytes| bytes as f64 / most as f64).collect()
     }
 }
 
-impl Holdings {
-    /// In a row for each tensor if there are at most `most`, else in one for each layer, else in one for all layers.
+impl TensorsByFile {
+    /// Groups tensors into rows: a row for each tensor if there are at most `most`, else for each layer, else one for
+    /// all layers.
     pub(super) fn of(source: &dyn TensorSource, most: usize) -> Self {
         let mut files: Vec<File> = source
             .files()
@@ -83,15 +84,14 @@ impl Holdings {
         if found.len() > 2 * most {
             found = rows(&|fqn| layer(fqn, true));
         }
-        // Names are looked at by people from here on.
+        // Names are only displayed from here on.
         files.iter_mut().for_each(|file| file.name = escape(&file.name).to_string());
         found.iter_mut().for_each(|row| row.name = escape(&row.name).to_string());
-        Holdings { files, rows: found }
+        TensorsByFile { files, rows: found }
     }
 }
 
-/// A name up to its first number, the layer, with which its tensors are told from those of other layers; `*` for `all`
-/// of them.
+/// Returns a name up to its first number, which is the layer; with `all`, `*` replaces the number.
 fn layer(fqn: &str, all: bool) -> String {
     let mut parts = Vec::new();
     for part in fqn.split('.') {
@@ -104,31 +104,31 @@ fn layer(fqn: &str, all: bool) -> String {
     fqn.to_string()
 }
 
-/// A key that sorts layer 10 after layer 9.
+/// Returns a key that sorts layer 10 after layer 9.
 pub(super) fn natural(name: &str) -> Vec<(Option<u64>, String)> {
     name.split('.').map(|part| (part.parse().ok(), part.to_string())).collect()
 }
 
-/// Between the parts of a line.
+/// Spaces between columns.
 const GAP: usize = 2;
-/// Columns are no wider, however much room there is.
+/// Widest bar.
 const WIDEST: usize = 8;
 const SIZE: usize = 10;
 
-/// Draws at most `width` characters wide. Where there are more files than columns, several share one.
-pub(super) fn draw_text(holdings: &Holdings, width: usize, color: bool, out: &mut dyn Write) -> Result<()> {
-    let labels: Vec<String> = holdings.rows.iter().map(label).collect();
+/// Draws at most `width` characters wide. If there are more files than columns, files share columns.
+pub(super) fn draw_text(by_file: &TensorsByFile, width: usize, color: bool, out: &mut dyn Write) -> Result<()> {
+    let labels: Vec<String> = by_file.rows.iter().map(label).collect();
     let longest = labels.iter().map(|label| label.chars().count()).max().unwrap_or(0);
     let names = longest.min((width * 2 / 5).max(12));
     let room = width.saturating_sub(GAP + names + GAP + SIZE + GAP).max(8);
-    let files = holdings.files.len();
+    let files = by_file.files.len();
     let each = files.div_ceil(room).max(1);
     let columns = files.div_ceil(each);
-    // A column and the space after it.
+    // A bar and the space after it.
     let cell = if columns * 3 > room { 1 } else { (room / columns).min(WIDEST + 1) };
 
     let mut head = String::new();
-    // Numbers of the first file in a column, wherever there is room for one.
+    // Number of the first file of each column, where it fits.
     let digits = files.to_string().len() + 1;
     for column in 0..columns {
         let at = column * cell;
@@ -142,7 +142,7 @@ pub(super) fn draw_text(holdings: &Holdings, width: usize, color: bool, out: &mu
     let (indent, blank) = (" ".repeat(GAP), " ".repeat(names + GAP + SIZE));
     writeln!(out, "{indent}{blank}{indent}{}", head.trim_end())?;
     let mut total = Row { name: "all".into(), tensors: 1, bytes: vec![0; files] };
-    for (row, label) in holdings.rows.iter().zip(&labels) {
+    for (row, label) in by_file.rows.iter().zip(&labels) {
         total.bytes.iter_mut().zip(&row.bytes).for_each(|(sum, bytes)| *sum = sum.saturating_add(*bytes));
         line(row, label, (names, columns, each, cell), color, out)?;
     }
@@ -180,7 +180,7 @@ fn line(
     writeln!(out, "{indent}{:<names$}{indent}{size:>SIZE$}{indent}{bars}", shortened(label, names))
 }
 
-/// A bar of `width` characters, filled in eighths of one; what is not empty has one eighth at least.
+/// Returns a bar of `width` characters, in steps of one eighth. A share above 0 has at least one eighth.
 fn bar(share: f64, width: usize) -> String {
     const ACROSS: [char; 8] = [' ', '▏', '▎', '▍', '▌', '▋', '▊', '▉'];
     const UP: [char; 9] = ['·', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
@@ -200,7 +200,7 @@ fn bar(share: f64, width: usize) -> String {
     bar
 }
 
-/// The first and last characters of a text that is too long.
+/// Shortens text in the middle.
 fn shortened(text: &str, width: usize) -> String {
     let count = text.chars().count();
     if count <= width {
@@ -211,35 +211,34 @@ fn shortened(text: &str, width: usize) -> String {
     text.chars().take(head).chain(['…']).chain(text.chars().skip(count - tail)).collect()
 }
 
-/// Pixels.
+/// Height of a row in pixels.
 const ROW: usize = 18;
 const CHARACTER: usize = 7;
 const MARGIN: usize = 16;
 
-/// Draws a row for each tensor and a column for each file; the darker a box, the more of the row it holds. Boxes say
-/// what they are when pointed at.
-pub(super) fn draw_svg(holdings: &Holdings, title: &str, out: &mut dyn Write) -> Result<()> {
-    let names = holdings.rows.iter().map(|row| row.name.chars().count()).max().unwrap_or(0) * CHARACTER;
-    let files = holdings.files.len();
+/// Draws a row for each tensor and a column for each file. Darker boxes hold more of the row. Boxes have tooltips.
+pub(super) fn draw_svg(by_file: &TensorsByFile, title: &str, out: &mut dyn Write) -> Result<()> {
+    let names = by_file.rows.iter().map(|row| row.name.chars().count()).max().unwrap_or(0) * CHARACTER;
+    let files = by_file.files.len();
     let cell = (960 / files.max(1)).clamp(6, 72);
     let (left, top) = (MARGIN + names + 90, MARGIN + 3 * ROW);
     let width = (left + files * cell + MARGIN).max(2 * MARGIN + title.chars().count() * CHARACTER);
-    let height = top + holdings.rows.len() * ROW + MARGIN;
+    let height = top + by_file.rows.len() * ROW + MARGIN;
     write!(out, r#"<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}""#)?;
     write!(out, r#" viewBox="0 0 {width} {height}""#)?;
     writeln!(out, r#" font-family="monospace" font-size="11" fill="black">"#)?;
     writeln!(out, r#"<rect width="{width}" height="{height}" fill="white"/>"#)?;
     writeln!(out, r#"<text x="{MARGIN}" y="{}" font-weight="bold">{}</text>"#, MARGIN + ROW / 2, escaped(title))?;
-    // Numbers stand over as many columns as they have room.
+    // Write only as many file numbers as fit.
     let each = (files.to_string().len() * CHARACTER + 4).div_ceil(cell);
-    for (at, file) in holdings.files.iter().enumerate() {
+    for (at, file) in by_file.files.iter().enumerate() {
         if at % each == 0 {
             let (x, y) = (left + at * cell + cell / 2, top - 6);
             let about = format!("{}, {}", escaped(&file.name), ByteSize(file.bytes));
             writeln!(out, r#"<text x="{x}" y="{y}" text-anchor="middle"><title>{about}</title>{}</text>"#, at + 1)?;
         }
     }
-    for (line, row) in holdings.rows.iter().enumerate() {
+    for (line, row) in by_file.rows.iter().enumerate() {
         let (y, name) = (top + line * ROW, escaped(&row.name));
         let base = y + ROW - 6;
         writeln!(out, r#"<text x="{MARGIN}" y="{base}">{name}</text>"#)?;
@@ -251,7 +250,7 @@ pub(super) fn draw_svg(holdings: &Holdings, title: &str, out: &mut dyn Write) ->
                 writeln!(out, r##"<rect x="{x}" y="{y}" width="{w}" height="{h}" fill="#f2f2f2"/>"##)?;
                 continue;
             }
-            let about = format!("{name}: {} in {}", ByteSize(bytes), escaped(&holdings.files[at].name));
+            let about = format!("{name}: {} in {}", ByteSize(bytes), escaped(&by_file.files[at].name));
             let opacity = 0.15 + 0.85 * share;
             write!(out, r#"<rect x="{x}" y="{y}" width="{w}" height="{h}""#)?;
             writeln!(out, r##" fill="#1f5fa8" fill-opacity="{opacity:.2}"><title>{about}</title></rect>"##)?;
@@ -260,7 +259,7 @@ pub(super) fn draw_svg(holdings: &Holdings, title: &str, out: &mut dyn Write) ->
     writeln!(out, "</svg>")
 }
 
-/// Text in XML, in which control characters can't be even as its own escapes.
+/// Escapes text for XML, which can't hold control characters.
 fn escaped(text: &str) -> String {
     escape(text).to_string().replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
@@ -270,7 +269,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_layer_is_a_name_up_to_its_number() {
+    fn layer_is_the_name_up_to_its_number() {
         assert_eq!(layer("model.layers.10.mlp.up.weight", false), "model.layers.10");
         assert_eq!(layer("model.layers.10.mlp.up.weight", true), "model.layers.*");
         assert_eq!(layer("model.lm_head.weight", true), "model.lm_head.weight");
@@ -282,14 +281,14 @@ mod tests {
         let file = |i| File { name: format!("f{i}"), bytes: 0, chunks: 0 };
         let row =
             |&(name, tensors, bytes): &(&str, usize, &[u64])| Row { name: name.into(), tensors, bytes: bytes.to_vec() };
-        let holdings = Holdings { files: (0..files).map(file).collect(), rows: rows.iter().map(row).collect() };
+        let by_file = TensorsByFile { files: (0..files).map(file).collect(), rows: rows.iter().map(row).collect() };
         let mut out = Vec::new();
-        draw_text(&holdings, width, false, &mut out).unwrap();
+        draw_text(&by_file, width, false, &mut out).unwrap();
         String::from_utf8(out).unwrap().lines().map(str::to_string).collect()
     }
 
     #[test]
-    fn shares_are_bars() {
+    fn draws_bars() {
         let lines = picture(&[("layers.0", 9, &[1024, 1024, 512, 0]), ("norm", 1, &[0, 64, 0, 0])], 60);
         assert_eq!(
             lines,
@@ -304,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn many_files_and_long_names_fit_the_width() {
+    fn fits_the_width() {
         for (files, width) in [(8, 80), (20, 80), (64, 80), (500, 80), (3, 20), (64, 200)] {
             let bytes: Vec<u64> = (0..files).collect();
             let name = "optim.state.model.layers.17.self_attn.q_proj.weight.exp_avg_sq";
@@ -317,12 +316,12 @@ mod tests {
     }
 
     #[test]
-    fn names_can_not_break_the_picture() {
+    fn escapes_names_in_svg() {
         let files =
             vec![File { name: "a&b".into(), bytes: 9, chunks: 1 }, File { name: "c".into(), bytes: 0, chunks: 0 }];
         let rows = vec![Row { name: "<script>".into(), tensors: 1, bytes: vec![9, 0] }];
         let mut out = Vec::new();
-        draw_svg(&Holdings { files, rows }, "\"x\"", &mut out).unwrap();
+        draw_svg(&TensorsByFile { files, rows }, "\"x\"", &mut out).unwrap();
         let text = String::from_utf8(out).unwrap();
         assert!(text.contains("&lt;script&gt;: 9 B in a&amp;b") && !text.contains("<script>"), "{text}");
         assert_eq!(text.matches("<rect").count(), 3);

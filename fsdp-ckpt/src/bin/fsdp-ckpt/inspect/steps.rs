@@ -1,4 +1,4 @@
-//! The steps of a run: a directory of checkpoints.
+//! The steps of a run: the checkpoints in a directory.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::print_json;
 
-/// A directory in a run's.
+/// A directory in the directory of a run.
 pub(super) struct Step {
     name: String,
     number: u64,
@@ -19,19 +19,19 @@ pub(super) struct Step {
 
 enum State {
     Whole(Box<dyn TensorSource>),
-    /// No manifest: the save is going on or ended too early.
+    /// Has no manifest: the save is running or was interrupted.
     Unfinished,
     Damaged(String),
-    /// A host's part, with what it lacks.
+    /// One host's part, with the missing files.
     Part(String),
-    /// Another name of a checkpoint, which no run looks at.
+    /// A link that is an alias of another checkpoint.
     Link(PathBuf),
-    /// A run that went on from an older one has given it this name, because it was damaged.
+    /// Quarantined by a run that resumed from an older checkpoint.
     SetAside,
 }
 
-/// The checkpoints in a directory by their numbers, and saves that are unfinished. Empty for a directory that is none
-/// of a run.
+/// Lists the checkpoints in a directory by number, including unfinished ones; empty if it is not the directory of a
+/// run.
 pub(super) fn list(dir: &Path) -> Vec<Step> {
     let Ok(entries) = std::fs::read_dir(dir) else { return Vec::new() };
     let mut steps = Vec::new();
@@ -40,7 +40,7 @@ pub(super) fn list(dir: &Path) -> Vec<Step> {
         if !entry.path().is_dir() {
             continue;
         }
-        // A save grows as `.step-00000010.tmp-...`.
+        // A save in progress is `.step-00000010.tmp-...`.
         let growing = name.strip_prefix('.').and_then(|rest| rest.split_once(".tmp-")).map(|(target, _)| target);
         let aside = fsdp_ckpt::name_before_quarantine(&name);
         let Some(number) = number_of(aside.or(growing).unwrap_or(&name)) else { continue };
@@ -59,13 +59,13 @@ pub(super) fn list(dir: &Path) -> Vec<Step> {
     steps
 }
 
-/// The name of a run's newest whole step.
+/// Returns the name of the newest whole step.
 pub(crate) fn newest(dir: &Path) -> Option<String> {
     let whole = |step: &Step| matches!(step.state, State::Whole(_));
     list(dir).into_iter().rev().find(whole).map(|step| step.name)
 }
 
-/// The number at the end of a step's name.
+/// Returns the number at the end of a step's name.
 fn number_of(name: &str) -> Option<u64> {
     let (_, digits) = name.rsplit_once(|c: char| !c.is_ascii_digit()).unwrap_or(("", name));
     digits.parse().ok()
@@ -92,11 +92,11 @@ pub(super) fn show(dir: &Path, steps: &[Step], as_json: bool) -> Result<()> {
                     ByteSize(source.bytes()).to_string()
                 )
             }
-            State::Unfinished => "unfinished  its save goes on, or ended too early".to_string(),
+            State::Unfinished => "unfinished  the save is running or was interrupted".to_string(),
             State::Damaged(error) => format!("damaged     {}", escape(error)),
             State::Part(error) => format!("part        {}", escape(error)),
-            State::Link(target) => format!("link        to {}; no run looks at it", escape(target.display())),
-            State::SetAside => "set aside   it is damaged; no run looks at it".to_string(),
+            State::Link(target) => format!("link        to {}; not used by runs", escape(target.display())),
+            State::SetAside => "set aside   damaged; not used by runs".to_string(),
         };
         writeln!(out, "  {:<width$}  {about}", escape(name).to_string())?;
     }

@@ -1,4 +1,4 @@
-//! Tensors by the parts of their names.
+//! The tree of tensors by the parts of their names.
 
 use std::collections::BTreeSet;
 use std::io::{Result, Write};
@@ -6,7 +6,7 @@ use std::io::{Result, Write};
 use bytesize::ByteSize;
 use fsdp_ckpt::{TensorEntry, TensorSource, escape};
 
-/// What shares the beginning of a name: a tensor, or more names, or both.
+/// A part of a name: a tensor, or the prefix of longer names, or both.
 #[derive(Default)]
 struct Node<'a> {
     name: String,
@@ -14,7 +14,7 @@ struct Node<'a> {
     children: Vec<Node<'a>>,
 }
 
-/// A line before it is aligned with the others.
+/// A line before alignment.
 struct Line {
     name: String,
     dtype: String,
@@ -23,7 +23,7 @@ struct Line {
     bytes: String,
 }
 
-/// The dimensions that a tensor is sharded on, each with the number of shards.
+/// Returns the dimensions that a tensor is sharded on, with the numbers of shards.
 pub(super) fn sharded(tensor: &TensorEntry) -> Vec<(usize, usize)> {
     (0..tensor.shape.len())
         .filter_map(|dim| {
@@ -46,7 +46,7 @@ pub(super) fn print(source: &dyn TensorSource, full: bool, out: &mut dyn Write) 
         }
         node.tensor = Some(tensor);
     }
-    // A tensor in one chunk that several ranks or files might have had a part of.
+    // Placement of a tensor in one chunk.
     let whole = if source.mesh().map_or(source.files().len(), |mesh| mesh.size()) > 1 { "replicated" } else { "whole" };
     root.tidy();
     let mut lines = Vec::new();
@@ -66,7 +66,7 @@ pub(super) fn print(source: &dyn TensorSource, full: bool, out: &mut dyn Write) 
 }
 
 impl<'a> Node<'a> {
-    /// Sorts layer 10 after layer 9, and makes one node of those that are only steps to the next.
+    /// Sorts layer 10 after layer 9, and merges nodes with a single child.
     fn tidy(&mut self) {
         self.children.sort_by_cached_key(|child| (child.name.parse::<u64>().ok(), child.name.clone()));
         for child in &mut self.children {
@@ -87,7 +87,7 @@ impl<'a> Node<'a> {
         usize::from(self.tensor.is_some()) + self.children.iter().map(Node::tensors).sum::<usize>()
     }
 
-    /// Whether two layers have the same tensors but for their numbers.
+    /// Returns whether two layers have the same tensors.
     fn is_like(&self, other: &Node<'a>) -> bool {
         let about = |node: &Node<'a>| node.tensor.map(|tensor| (tensor.dtype, tensor.shape.clone(), sharded(tensor)));
         about(self) == about(other)
@@ -108,7 +108,7 @@ impl<'a> Node<'a> {
                 n => format!("{}..{} ({n} alike)", child.name, self.children[at + n - 1].name),
             };
             let (branch, below) = if last { ("└─ ", "   ") } else { ("├─ ", "│  ") };
-            // The outermost names stand for themselves.
+            // Top-level names have no branches.
             let (branch, below) = if indent.len() == 2 { ("", "") } else { (branch, below) };
             let group = &self.children[at..at + alike];
             let tensors: usize = group.iter().map(Node::tensors).sum();

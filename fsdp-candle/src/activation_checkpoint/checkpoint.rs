@@ -1,0 +1,386 @@
+//! A closure that runs again in backward.
+//!
+//! In the outer graph a checkpointed closure is `sources -> Bridge.. -> sum -> Recompute -> Output..`; everything in
+//! between is a scalar. The sources are the leaves of the closure's graph: its inputs, the variables that it uses, and
+//! the anchors of the sharded parameters that it uses. Candle's own backward therefore counts every use: a variable or
+//! parameter may be used inside and outside of closures, and a parameter's anchor reports once, after the last use.
+//! The backward of `Recompute` runs the closure again on copies of its inputs and runs Candle's backward over the new
+//! graph. It leaves each source's gradient in the source's bridge, whose backward comes next.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use candle_core::{DType, Result, Shape, Tensor, TensorId, Var, bail};
+use parking_lot::Mutex;
+
+use super::saved_outputs::{Keep, OperationCall, record, replay};
+use crate::autograd::{count_checkpoint, next_number, number, on_at_least};
+use crate::collectives::scope;
+use crate::fsdp::FsdpParam;
+use crate::fsdp::without_reports;
+use crate::kernels::{Backward, node};
+use crate::random;
+use crate::storage;
+use crate::tensors::Tensors;
+
+/// Candle's backward is recursive: with less stack than this it moves to a stack of its own.
+const STACK_RED_ZONE_BYTES: usize = 1 << 20;
+const STACK_BYTES: usize = 64 << 20;
+
+/// Runs `f` on `inputs` and keeps only the inputs for backward, which runs `f` again: less memory for a second forward.
+///
+/// Inputs and outputs are a [`Tensor`], a tuple, a `Vec`, or another type that implements [`Tensors`]. Integer tensors
+/// pass through. Losses and gradients have the same bits as without checkpointing.
+///
+/// `f` must do the same each time. It draws the same numbers from [`random`](crate::random), as for dropout, in
+/// backward (PyTorch's `preserve_rng_state`); seed other randomness inside `f`. `f` captures its layers in an [`Arc`].
+/// Pass everything else that has a gradient through `inputs`: a captured tensor keeps its graph alive, and backward
+/// visits the graph again. Variables that `f` uses get gradients, sharded or not, also if they are used elsewhere.
+///
+/// Under `fully_shard`, checkpoint *inside* a unit, whose parameters are gathered before backward runs `f` again. `f`
+/// must not call an [`FsdpModule`](crate::FsdpModule). Checkpoints may be nested.
+///
+/// ```
+/// use std::sync::Arc;
+/// use candle_core::{DType, Device, Module, Tensor};
+/// use fsdp_candle::{activation_checkpoint::checkpoint, fully_shard, nn, FullyShard, ShardedVarMap, World};
+///
+/// struct Mlp(nn::Linear, nn::Linear);
+/// impl Mlp {
+///     fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+///         self.1.forward(&nn::gelu(&self.0.forward(x)?)?)
+///     }
+/// }
+/// let world = World::single().unwrap();
+/// let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)]).unwrap(), world.device());
+/// let opts = FullyShard::new(&vars);
+/// let model = fully_shard(&opts, vars.builder(DType::F32), |vb| {
+///     Ok(Arc::new(Mlp(nn::linear(4, 16, vb.pp("up"))?, nn::linear(16, 4, vb.pp("down"))?)))
+/// })
+/// .unwrap();
+///
+/// let x = Tensor::ones((3, 4), DType::F32, &Device::Cpu).unwrap();
+/// let y = model.call(|mlp| {
+///     let mlp = mlp.clone();
+///     checkpoint(move |x: Tensor| mlp.forward(&x), x)
+/// });
+/// let grads = model.backward(&y.unwrap().sqr().unwrap().mean_all().unwrap()).unwrap();
+/// assert!(vars.trainable().iter().all(|param| grads.get(param.var()).is_some()));
+/// ```
+///
+/// # Errors
+/// Returns the errors of `f`. Backward returns the errors of `f` again, and an error when the second run differs.
+pub fn checkpoint<I, O, F>(f: F, inputs: I) -> Result<O>
+where
+    I: Tensors + Clone + Send + Sync + 'static,
+    O: Tensors,
+    F: Fn(I) -> Result<O> + Send + Sync + 'static,
+{
+    run(None, f, inputs)
+}
+
+/// Checkpoints and keeps the outputs of the operations that `keep` accepts, which then run once: PyTorch's
+/// `create_selective_checkpoint_contexts(policy_fn)`. Operations are the expensive ones of [`nn`](crate::nn)'s layers
+/// ([`Operation`](super::Operation)). The innermost of nested checkpoints decides.
+///
+/// ```
+/// use candle_core::{DType, Device, Module, Tensor, Var};
+/// use fsdp_candle::activation_checkpoint::{Operation, selective_checkpoint};
+/// use fsdp_candle::nn;
+///
+/// let weight = Var::ones((4, 4), DType::F32, &Device::Cpu)?;
+/// let layer = nn::Linear::new(weight.as_tensor().clone(), None);
+/// let y = selective_checkpoint(
+///     |call| call.operation == Operation::Linear && call.number == 0, // the first of two products
+///     move |x: Tensor| layer.forward(&nn::silu(&layer.forward(&x)?)?),
+///     Tensor::ones((2, 4), DType::F32, &Device::Cpu)?,
+/// )?;
+/// assert!(y.sum_all()?.backward()?.get(&weight).is_some());
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
+/// # Errors
+/// As for [`checkpoint`].
+pub fn selective_checkpoint<I, O, F>(
+    keep: impl Fn(&OperationCall<'_>) -> bool + Send + Sync + 'static,
+    f: F,
+    inputs: I,
+) -> Result<O>
+where
+    I: Tensors + Clone + Send + Sync + 'static,
+    O: Tensors,
+    F: Fn(I) -> Result<O> + Send + Sync + 'static,
+{
+    let keep: Arc<Keep> = Arc::new(keep);
+    run(Some(&keep), f, inputs)
+}
+
+pub(super) fn run<I, O, F>(keep: Option<&Arc<Keep>>, f: F, inputs: I) -> Result<O>
+where
+    I: Tensors + Clone + Send + Sync + 'static,
+    O: Tensors,
+    F: Fn(I) -> Result<O> + Send + Sync + 'static,
+{
+    count_checkpoint();
+    // Inputs come first among the sources, so that Candle's backward visits the graph before the closure last.
+    let (mut sources, mut wanted) = (vec![], vec![]);
+    let saved = inputs.map_tensors(&mut |tensor| {
+        let saved = tensor.detach();
+        wanted.push(tensor.track_op() && tensor.dtype().is_float());
+        if wanted.last() == Some(&true) {
+            sources.push(tensor);
+        }
+        Ok(saved)
+    })?;
+    let random = random::get_rng_state();
+    let begun = next_number();
+    let (first, kept) = record(keep, || scope(|| f(saved.clone())));
+    let (result, outputs) = list(first?)?;
+    let kept = Mutex::new(kept);
+    let leaves = Leaves::of(&outputs)?;
+    sources.extend(leaves.variables);
+    let params = leaves.params;
+    for param in &params {
+        sources.push(param.anchor_of_pass()?);
+    }
+
+    let mut bridges = vec![];
+    let mut token: Option<Tensor> = None;
+    for source in &sources {
+        let slot = Slot::default();
+        let scalar = scalar(source, Bridge(slot.clone()))?;
+        bridges.push((source.id(), slot));
+        token = Some(match token {
+            Some(sum) => (sum + scalar)?,
+            None => scalar,
+        });
+    }
+    let Some(token) = token else {
+        return result.map_tensors(&mut |tensor| Ok(tensor.detach())); // no source has a gradient
+    };
+
+    let closure_outputs: Vec<ClosureOutput> = outputs.iter().map(ClosureOutput::of).collect();
+    let run = move |copy: &mut dyn FnMut(Tensor) -> Result<Tensor>| {
+        let inputs = saved.clone().map_tensors(&mut |tensor| copy(tensor))?;
+        let kept = std::mem::take(&mut *kept.lock());
+        Ok(list(replay(kept, || random::with_state(random, || scope(|| f(inputs))))?)?.1)
+    };
+    let recompute =
+        Recompute { run: Box::new(run), wanted, leaves: leaves.ids, bridges, closure_outputs: closure_outputs.clone() };
+    let token = scalar(&token, recompute)?;
+    let node = number(token.id());
+    // One report is enough, because the parameters belong to one model.
+    params.iter().any(|param| param.register_recomputation(begun..node, node));
+    let mut closure_outputs = closure_outputs.into_iter();
+    result.map_tensors(&mut |tensor| match closure_outputs.next() {
+        Some(end) if tensor.dtype().is_float() => end.output(&tensor, &token),
+        _ => Ok(tensor.detach()),
+    })
+}
+
+/// Returns a value and its tensors.
+fn list<T: Tensors>(value: T) -> Result<(T, Vec<Tensor>)> {
+    let mut tensors = vec![];
+    let value = value.map_tensors(&mut |tensor| {
+        tensors.push(tensor.clone());
+        Ok(tensor)
+    })?;
+    Ok((value, tensors))
+}
+
+/// A slot for one gradient.
+#[derive(Clone, Default)]
+struct Slot(Arc<Mutex<Option<Tensor>>>);
+
+impl Slot {
+    fn put(&self, gradient: Option<Tensor>) {
+        *self.0.lock() = gradient;
+    }
+
+    fn take(&self) -> Option<Tensor> {
+        self.0.lock().take()
+    }
+}
+
+/// The leaves of the graph of some outputs.
+#[derive(Default)]
+struct Leaves {
+    /// Variables other than sharded parameters.
+    variables: Vec<Tensor>,
+    params: Vec<Arc<FsdpParam>>,
+    /// Ids of the variables and of the parameters' anchors.
+    ids: HashSet<TensorId>,
+}
+
+impl Leaves {
+    fn of(outputs: &[Tensor]) -> Result<Self> {
+        let (mut leaves, mut seen, mut params) = (Leaves::default(), HashSet::new(), HashSet::new());
+        let mut param_leaves = HashSet::new();
+        for output in outputs {
+            for node in on_enough_stack(|| output.sorted_nodes())? {
+                if !seen.insert(node.id()) {
+                    continue;
+                }
+                if let Some(param) = FsdpParam::of(node) {
+                    if params.insert(param.anchor.id()) {
+                        param_leaves.insert(param.leaf);
+                        leaves.params.push(param);
+                    }
+                } else if node.is_variable() {
+                    leaves.variables.push(node.clone());
+                }
+            }
+        }
+        leaves.variables.retain(|variable| !param_leaves.contains(&variable.id()));
+        leaves.ids = leaves
+            .variables
+            .iter()
+            .map(Tensor::id)
+            .chain(leaves.params.iter().map(|param| param.anchor.id()))
+            .collect();
+        Ok(leaves)
+    }
+}
+
+fn on_enough_stack<T>(f: impl FnOnce() -> T) -> Result<T> {
+    on_at_least(STACK_RED_ZONE_BYTES, STACK_BYTES, "a checkpoint's backward", f)
+}
+
+/// Makes a scalar node of the graph.
+fn scalar(source: &Tensor, backward: impl Backward) -> Result<Tensor> {
+    node(source, storage::scalar(source.device())?, Shape::from(()), backward)
+}
+
+/// A node from any tensor to a meaningless scalar. Its backward returns the gradient in the slot.
+struct Bridge(Slot);
+
+impl Backward for Bridge {
+    fn name(&self) -> &'static str {
+        "checkpoint-bridge"
+    }
+
+    fn backward(&self, source: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
+        match self.0.take() {
+            Some(gradient) => Ok(Some(gradient)),
+            None if source.is_variable() => Ok(None),
+            // Candle needs a gradient of every node that it visits.
+            None => Ok(Some(source.zeros_like()?)),
+        }
+    }
+}
+
+/// Runs the closure with each input mapped and returns its outputs.
+type Run = Box<dyn Fn(&mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Vec<Tensor>> + Send + Sync>;
+
+struct Recompute {
+    run: Run,
+    /// Whether each input has a gradient.
+    wanted: Vec<bool>,
+    /// Leaves of the closure's graph in forward.
+    leaves: HashSet<TensorId>,
+    /// Id of each source and the slot of its gradient. Inputs with gradients come first.
+    bridges: Vec<(TensorId, Slot)>,
+    closure_outputs: Vec<ClosureOutput>,
+}
+
+impl Backward for Recompute {
+    fn name(&self) -> &'static str {
+        "checkpoint-recompute"
+    }
+
+    fn backward(&self, token: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
+        self.gradients().map_err(|error| error.context("while a checkpointed closure ran again in backward"))?;
+        Ok(Some(token.zeros_like()?))
+    }
+}
+
+impl Recompute {
+    /// Runs the closure and its backward, and leaves the gradients in the bridges.
+    fn gradients(&self) -> Result<()> {
+        tracing::debug!(inputs = self.wanted.len(), "recompute");
+        let mut wanted = self.wanted.iter();
+        let mut copies = vec![];
+        let outputs = (self.run)(&mut |saved| {
+            if wanted.next() != Some(&true) {
+                return Ok(saved);
+            }
+            let copy = Var::from_tensor(&saved)?.into_inner();
+            copies.push(copy.clone());
+            Ok(copy)
+        })?;
+        self.check(&outputs, &copies)?;
+
+        let mut root: Option<Tensor> = None;
+        for (output, end) in outputs.iter().zip(&self.closure_outputs) {
+            let Some(gradient) = end.gradient.take() else { continue };
+            let slot = Slot::default();
+            slot.put(Some(gradient));
+            let scalar = scalar(output, Bridge(slot))?;
+            root = Some(match root {
+                Some(sum) => (sum + scalar)?,
+                None => scalar,
+            });
+        }
+        let Some(root) = root else { return Ok(()) };
+        drop(outputs);
+        let gradients = without_reports(|| on_enough_stack(|| root.backward())?)?;
+        for (position, (id, slot)) in self.bridges.iter().enumerate() {
+            let id = copies.get(position).map_or(*id, Tensor::id);
+            slot.put(gradients.get_id(id).cloned());
+        }
+        Ok(())
+    }
+
+    /// Checks that the second run used the same leaves and returned the same shapes.
+    fn check(&self, outputs: &[Tensor], copies: &[Tensor]) -> Result<()> {
+        const RULE: &str = "a checkpointed closure must do the same each time it runs";
+        let before: Vec<(&Shape, DType)> = self.closure_outputs.iter().map(|end| (&end.shape, end.dtype)).collect();
+        let now: Vec<(&Shape, DType)> = outputs.iter().map(|output| (output.shape(), output.dtype())).collect();
+        if before != now {
+            bail!("{RULE}: it returned {before:?} in forward and {now:?} in backward")
+        }
+        let mut leaves = Leaves::of(outputs)?.ids;
+        for copy in copies {
+            leaves.remove(&copy.id());
+        }
+        let differ = leaves.symmetric_difference(&self.leaves).count();
+        if differ > 0 {
+            bail!("{RULE}: {differ} variables or sharded parameters were used in only one of forward and backward")
+        }
+        Ok(())
+    }
+}
+
+/// One output of a checkpointed closure.
+#[derive(Clone)]
+struct ClosureOutput {
+    /// Gradient, from the output's backward to that of [`Recompute`].
+    gradient: Slot,
+    shape: Shape,
+    dtype: DType,
+}
+
+impl ClosureOutput {
+    fn of(output: &Tensor) -> Self {
+        ClosureOutput { gradient: Slot::default(), shape: output.shape().clone(), dtype: output.dtype() }
+    }
+
+    /// Returns the output in the outer graph: its values, after the token.
+    fn output(self, values: &Tensor, token: &Tensor) -> Result<Tensor> {
+        let shape = self.shape.clone();
+        node(token, storage::copied_storage(values)?, shape, Output(self))
+    }
+}
+
+struct Output(ClosureOutput);
+
+impl Backward for Output {
+    fn name(&self) -> &'static str {
+        "checkpoint-output"
+    }
+
+    fn backward(&self, token: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        self.0.gradient.put(Some(gradient.clone()));
+        Ok(Some(token.zeros_like()?))
+    }
+}

@@ -1,0 +1,315 @@
+//! Reports of gradients that are missing or wrong because forward left the graph.
+//!
+//! Candle does not tell which operation made a tensor or what it read, and the result of an operation without backward
+//! looks like a constant. The graph from a unit's outputs to variables is available, with values. It is
+//! inspected when a unit's forward ends, while its parameters are gathered, until the unit has been through a backward.
+//! Later steps cost nothing.
+
+mod evidence;
+mod norm;
+
+use std::collections::{HashMap, HashSet};
+use std::fmt;
+use std::sync::Arc;
+
+use candle_core::{Result, Tensor};
+use parking_lot::{Mutex, MutexGuard};
+
+use crate::autograd::{checkpoints, next_number};
+use crate::fsdp::ParamGroup;
+use crate::tensors::Tensors;
+use evidence::{Call, Inspection};
+
+/// Number of names that a report lists.
+const MAX_NAMES: usize = 8;
+
+/// A place where forward left the graph. The gradients of everything before it are wrong or missing.
+///
+/// The first iteration of each unit detects:
+///
+/// - `candle_nn`'s fused norms ([`GraphCutKind::Norm`]), if their input or their unit's input is in the graph and a
+///   trainable matrix, or the unit's output, uses the result;
+/// - a unit whose outputs do not lead back to its inputs ([`GraphCutKind::Input`]) or to the results of the units
+///   inside it ([`GraphCutKind::Units`]);
+/// - a unit whose input has a graph that its weights do not meet ([`GraphCutKind::Weights`]).
+///
+/// Not detected: `softmax_last_dim`, `rotary_emb` and other operations without backward beside a residual path to the
+/// input; anything inside a checkpointed closure; [`GraphCutKind::Input`] and [`GraphCutKind::Weights`] in units called
+/// by [`FsdpModule::call`](crate::FsdpModule::call), whose inputs are unknown. The layers of [`nn`](crate::nn) do not
+/// cut the graph.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GraphCut {
+    /// Unit whose forward left the graph.
+    pub unit: String,
+    /// Kind of the cut.
+    pub cut: GraphCutKind,
+    /// Trainable parameters before the cut, whose gradients are wrong or missing.
+    pub before: Vec<String>,
+}
+
+/// The kind of a [`GraphCut`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum GraphCutKind {
+    /// A fused norm of `candle_nn` was applied to a tensor with a graph.
+    Norm {
+        /// Path of the layer; several paths if their weights are equal.
+        layers: Vec<String>,
+        /// `RmsNorm` or `LayerNorm`.
+        kind: &'static str,
+    },
+    /// The unit's input has a graph, but its outputs do not lead back to it.
+    Input,
+    /// The results of units inside it have a graph, but its outputs do not lead back to them.
+    Units,
+    /// The unit's input has a graph, but the inputs of these weights have none.
+    Weights(Vec<String>),
+}
+
+impl fmt::Display for GraphCut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "unit `{}`: ", self.unit)?;
+        match &self.cut {
+            GraphCutKind::Norm { layers, kind } => {
+                write!(f, "`{}` is candle_nn's {kind}, which has no backward", layers.join("` or `"))
+            }
+            GraphCutKind::Input => f.write_str("its input has a graph, but its output does not lead back to it"),
+            GraphCutKind::Units => {
+                f.write_str("units inside it return a graph, but its output does not lead back to it")
+            }
+            GraphCutKind::Weights(names) => {
+                write!(f, "its input has a graph, but the inputs of these weights have none: {}", listed(names))
+            }
+        }
+    }
+}
+
+/// Lists the first few names and counts the rest.
+pub(super) fn listed(names: &[String]) -> String {
+    let shown: Vec<String> = names.iter().take(MAX_NAMES).map(|name| format!("`{name}`")).collect();
+    match names.len().saturating_sub(MAX_NAMES) {
+        0 => shown.join(", "),
+        more => format!("{} and {more} more", shown.join(", ")),
+    }
+}
+
+/// Number of calls of a unit that are inspected without a backward.
+const MAX_CALLS: usize = 8;
+
+fn has_graph(tensor: &Tensor) -> bool {
+    tensor.track_op() && tensor.dtype().is_float()
+}
+
+/// The inspected units and the cuts found.
+#[derive(Default)]
+pub(crate) struct GraphWatch(Mutex<State>);
+
+#[derive(Default)]
+struct State {
+    /// Running calls, the innermost last.
+    open: Vec<Call>,
+    /// Number of inspected calls of each unit.
+    calls: HashMap<usize, usize>,
+    /// Units that have been through a backward.
+    done: HashSet<usize>,
+    found: Vec<(usize, GraphCut)>,
+    /// Reported cuts.
+    told: Vec<GraphCut>,
+}
+
+impl GraphWatch {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock()
+    }
+
+    pub(crate) fn is_watched(&self, unit: usize) -> bool {
+        let state = self.state();
+        !state.done.contains(&unit) && state.calls.get(&unit).is_none_or(|&calls| calls < MAX_CALLS)
+    }
+
+    /// Starts to inspect a call of a unit, if the unit is still inspected.
+    pub(crate) fn begin(&self, unit: &Arc<ParamGroup>, inputs: Vec<Tensor>) -> Result<Option<WatchedCall<'_>>> {
+        if !self.is_watched(unit.index()) {
+            return Ok(None);
+        }
+        let begin = next_number();
+        let mut state = self.state();
+        *state.calls.entry(unit.index()).or_default() += 1;
+        state.open.push(Call {
+            begin,
+            inputs,
+            inner: vec![],
+            detached: vec![],
+            is_cut_inside: false,
+            checkpoints: checkpoints(),
+        });
+        Ok(Some(WatchedCall { watch: self, unit: unit.clone(), depth: state.open.len() }))
+    }
+
+    /// Records that a unit has been through a backward. Returns new cuts in it.
+    pub(crate) fn pass(&self, unit: usize) -> Vec<GraphCut> {
+        let mut state = self.state();
+        if !state.done.insert(unit) {
+            return vec![];
+        }
+        let found = std::mem::take(&mut state.found);
+        let (new, rest): (Vec<_>, Vec<_>) = found.into_iter().partition(|(other, _)| *other == unit);
+        state.found = rest;
+        let known = |cut: &GraphCut| state.told.iter().any(|told| told.unit == cut.unit && told.cut == cut.cut);
+        let new: Vec<GraphCut> = new.into_iter().map(|(_, cut)| cut).filter(|cut| !known(cut)).collect();
+        state.told.extend(new.iter().cloned());
+        new
+    }
+
+    /// Inspects a unit again, because other parameters of it are trained now.
+    pub(crate) fn watch_again(&self, unit: usize) {
+        let mut state = self.state();
+        state.done.remove(&unit);
+        state.calls.remove(&unit);
+    }
+
+    /// Returns the cuts reported so far.
+    pub(crate) fn told(&self) -> Vec<GraphCut> {
+        self.state().told.clone()
+    }
+}
+
+/// An inspected call. If it is dropped before its end, the call failed.
+pub(crate) struct WatchedCall<'a> {
+    watch: &'a GraphWatch,
+    unit: Arc<ParamGroup>,
+    depth: usize,
+}
+
+impl WatchedCall<'_> {
+    /// Inspects the outputs of the call, while the unit's parameters are gathered.
+    pub(crate) fn end<O: Tensors>(self, outputs: O) -> Result<O> {
+        let call = self.watch.state().open.pop();
+        let mut returned = vec![];
+        let outputs = outputs.map_tensors(&mut |tensor| {
+            returned.push(tensor.clone());
+            Ok(tensor)
+        })?;
+        let Some(call) = call else { return Ok(outputs) };
+        // An inspection error does not fail the call.
+        let cuts = Inspection { unit: &self.unit, call: &call }.cuts(&returned).unwrap_or_else(|error| {
+            tracing::debug!(unit = self.unit.name(), %error, "cannot inspect the graph");
+            vec![]
+        });
+        let mut state = self.watch.state();
+        if let Some(outer) = state.open.last_mut() {
+            let (with, _): (Vec<_>, Vec<_>) = returned.into_iter().partition(has_graph);
+            let (_, without): (Vec<_>, Vec<_>) = call.inputs.into_iter().partition(has_graph);
+            outer.inner.extend(with);
+            outer.detached.extend(without);
+            outer.is_cut_inside |= call.is_cut_inside || !cuts.is_empty();
+        }
+        for cut in cuts {
+            let known = |(_, other): &(usize, GraphCut)| other.unit == cut.unit && other.cut == cut.cut;
+            if !state.found.iter().any(known) {
+                state.found.push((self.unit.index(), cut));
+            }
+        }
+        drop(state);
+        Ok(outputs)
+    }
+}
+
+impl Drop for WatchedCall<'_> {
+    fn drop(&mut self) {
+        self.watch.state().open.truncate(self.depth - 1);
+    }
+}
+
+/// The diagnostics of one model.
+pub(crate) struct Diagnostics {
+    /// Detects cuts of the graph.
+    pub(crate) graph: GraphWatch,
+    reported: Mutex<HashSet<String>>,
+    /// Parameters that the last backward did not reach on any rank.
+    unused: Mutex<Vec<String>>,
+    /// This process's rank in the mesh. Rank 0 reports for all.
+    rank: usize,
+}
+
+impl Diagnostics {
+    pub(crate) fn of_rank(rank: usize) -> Self {
+        Diagnostics { graph: GraphWatch::default(), reported: Mutex::default(), unused: Mutex::default(), rank }
+    }
+
+    fn reported(&self) -> MutexGuard<'_, HashSet<String>> {
+        self.reported.lock()
+    }
+
+    /// Reports each problem once, on rank 0, because all ranks run the same units. If ranks may run different units,
+    /// every rank reports.
+    pub(crate) fn report(&self, without_gradient: Vec<String>, cuts: &[GraphCut], ranks_may_differ: bool) {
+        let new: Vec<String> = {
+            let mut reported = self.reported();
+            without_gradient.into_iter().filter(|name| reported.insert(name.clone())).collect()
+        };
+        let Some(message) = message(&new, cuts) else { return };
+        if self.rank != 0 && !ranks_may_differ {
+            tracing::debug!("{message}");
+        } else if tracing::dispatcher::has_been_set() {
+            tracing::warn!("{message}");
+        } else {
+            // Also reported in programs without a tracing subscriber. `eprintln!` panics if stderr is on a full disk.
+            let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("warning: {message}\n"));
+        }
+    }
+
+    /// Records the parameters that the last backward did not reach.
+    pub(crate) fn set_unused(&self, names: Vec<String>) {
+        *self.unused.lock() = names;
+    }
+
+    /// Returns the parameters that the last backward did not reach.
+    pub(crate) fn unused(&self) -> Vec<String> {
+        self.unused.lock().clone()
+    }
+
+    /// Returns the names reported so far, sorted.
+    pub(crate) fn without_gradient(&self) -> Vec<String> {
+        let mut names: Vec<String> = self.reported().iter().cloned().collect();
+        names.sort();
+        names
+    }
+}
+
+/// Returns the warning about missing or wrong gradients, if any.
+fn message(without_gradient: &[String], cuts: &[GraphCut]) -> Option<String> {
+    if without_gradient.is_empty() && cuts.is_empty() {
+        return None;
+    }
+    let mut text = String::from("gradients are missing or wrong:");
+    for cut in cuts {
+        text += &format!("\n  - {cut}");
+    }
+    let mut before: Vec<String> = cuts.iter().flat_map(|cut| cut.before.clone()).collect();
+    before.sort();
+    before.dedup();
+    if !before.is_empty() {
+        text += &format!("\n  - wrong for the {} parameters before these: {}", before.len(), listed(&before));
+    }
+    if !without_gradient.is_empty() {
+        text += &format!(
+            "\n  - these trainable parameters were used in forward and got no gradient: {}. Either they do not reach the \
+             loss, or a layer cut the graph, and the gradients of everything before it are wrong too",
+            listed(without_gradient)
+        );
+    }
+    text += "\n  candle_nn's LayerNorm, RmsNorm, softmax_last_dim and rotary_emb have no backward: use those of \
+             fsdp_candle::nn. (Tensors that were detached on purpose are fine.)";
+    Some(text)
+}
+
+/// Returns whether an error of Candle is about a sharded parameter and is not explained yet.
+pub(crate) fn is_freed_storage_error(error: &candle_core::Error) -> bool {
+    let text = error.to_string();
+    let names_it = text.split(|c: char| !c.is_alphanumeric()).any(|word| word == "F4");
+    // Fused norms name the dtype of their input instead of the weight's.
+    let norm = ["F32", "F16", "BF16"].map(|dtype| format!("unsupported dtype for rmsnorm {dtype}"));
+    let norm = norm.iter().any(|words| text.contains(words));
+    (names_it || norm) && !text.contains("FSDP unit")
+}

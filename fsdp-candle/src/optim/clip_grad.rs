@@ -1,0 +1,200 @@
+//! Norms and clipping of sharded gradients.
+
+use std::sync::Arc;
+
+use candle_core::Tensor;
+use candle_core::backprop::GradStore;
+use fsdp_core::process_group::{Signature, Subject};
+use fsdp_core::{ProcessGroup, ReduceOp};
+
+use super::check_finite::non_finite_of_norm;
+use crate::error::{Error, Result};
+use crate::fsdp::FsdpParam;
+use crate::fsdp::ShardedVarMap;
+use crate::kernels::NormType;
+use crate::storage::{numbers_of, with_slice_mut};
+
+/// Largest relative difference of the powers of a gradient that tensor-parallel ranks replicate. Rounding differs by
+/// much less, terms of a sum by much more.
+const MAX_DIFFERENCE: f64 = 1e-3;
+
+/// Options of [`clip_grad_norm_with`].
+#[derive(Clone, Copy, Debug)]
+pub struct ClipOptions {
+    /// Largest norm after clipping.
+    pub max_norm: f64,
+    /// The norm.
+    pub norm_type: NormType,
+    /// Whether a norm that is not finite is an error, which names the parameters.
+    pub error_if_nonfinite: bool,
+}
+
+/// Scales the sharded gradients to a global 2-norm of at most `max_norm`. Returns the norm before scaling, the same on
+/// every rank. Collective.
+///
+/// As PyTorch's `clip_grad_norm_`, multiplies by `max_norm / (norm + 1e-6)`, at most 1. An infinite gradient makes the
+/// norm infinite and the other gradients zero; a NaN makes the norm NaN. Check the returned norm before a step, or use
+/// [`ClipOptions::error_if_nonfinite`].
+///
+/// # Errors
+/// Returns the errors of the all-reduce.
+pub fn clip_grad_norm(vars: &ShardedVarMap, grads: &mut GradStore, max_norm: f64) -> Result<f64> {
+    clip_grad_norm_with(vars, grads, &ClipOptions { max_norm, norm_type: NormType::Two, error_if_nonfinite: false })
+}
+
+/// Clips gradients by any norm, as [`clip_grad_norm`] does.
+///
+/// # Errors
+/// Returns an error on every rank, with unchanged gradients, when:
+///
+/// - the norm is not finite and the options refuse it;
+/// - tensor-parallel ranks have different gradients of a replicated parameter, as a module on a part of the sequence
+///   does that is not [`SequenceParallel`](crate::SequenceParallel).
+///
+/// Also returns the errors of the all-reduce.
+///
+/// ```
+/// # use candle_core::{DType, Module, Tensor};
+/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+/// # let world = World::single()?;
+/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+/// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
+/// # let weight = vars.params()[0].var().clone();
+/// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+/// use fsdp_candle::{clip_grad_norm, clip_grad_norm_with, grad_norm, ClipOptions, NormType};
+///
+/// let mut grads = model.backward(&model.forward(&x)?.sum_all()?)?; // 8 elements of 3
+/// let norm = |norm_type| ClipOptions { max_norm: f64::INFINITY, norm_type, error_if_nonfinite: true };
+/// assert_eq!(clip_grad_norm_with(&vars, &mut grads, &norm(NormType::P(1.)))?, 24.);
+/// assert_eq!(clip_grad_norm_with(&vars, &mut grads, &norm(NormType::Infinity))?, 3.);
+/// assert_eq!(clip_grad_norm(&vars, &mut grads, 1.)?, 72f64.sqrt()); // the 2-norm before
+/// assert!((grad_norm(&vars, &grads)? - 1.).abs() < 1e-6); // and after
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn clip_grad_norm_with(vars: &ShardedVarMap, grads: &mut GradStore, options: &ClipOptions) -> Result<f64> {
+    clip_grad_norm_of(vars, &vars.trainable(), grads, options)
+}
+
+/// Clips the gradients of some parameters, such as an optimizer's group, by their own norm. All ranks pass the same
+/// parameters.
+///
+/// # Errors
+/// As for [`clip_grad_norm_with`]. The error names all parameters whose gradients are not finite.
+///
+/// ```
+/// # use candle_core::{DType, Module, Tensor};
+/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+/// # let world = World::single()?;
+/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+/// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear(4, 2, vb))?;
+/// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+/// use fsdp_candle::{clip_grad_norm_of, group_by_name, ClipOptions, NamePattern, NormType};
+///
+/// let groups = group_by_name(vars.trainable(), [&[NamePattern::new("bias")?][..]])?;
+/// let mut grads = model.backward(&model.forward(&x)?.sum_all()?)?; // all are 3
+/// let options = ClipOptions { max_norm: 1., norm_type: NormType::Infinity, error_if_nonfinite: true };
+/// let norms = [1, 0].map(|group| clip_grad_norm_of(&vars, &groups[group], &mut grads, &options).unwrap());
+/// assert_eq!(norms, [3., 3.]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn clip_grad_norm_of(
+    vars: &ShardedVarMap,
+    params: &[Arc<FsdpParam>],
+    grads: &mut GradStore,
+    options: &ClipOptions,
+) -> Result<f64> {
+    let norm = norm_of(vars, params, grads, options.norm_type)?;
+    if options.error_if_nonfinite && !norm.is_finite() {
+        return Err(Error::NonFinite(non_finite_of_norm(vars, grads, norm)?));
+    }
+    let factor = options.max_norm / (norm + 1e-6);
+    if factor < 1. {
+        for param in params {
+            if let Some(grad) = grads.get(param.var()) {
+                scale(grad, factor)?;
+            }
+        }
+    }
+    Ok(norm)
+}
+
+/// Returns the 2-norm of all sharded gradients, accumulated in f64. Collective.
+///
+/// # Errors
+/// Returns the errors of the all-reduce.
+pub fn grad_norm(vars: &ShardedVarMap, grads: &GradStore) -> Result<f64> {
+    norm_of(vars, &vars.trainable(), grads, NormType::Two)
+}
+
+fn norm_of(vars: &ShardedVarMap, params: &[Arc<FsdpParam>], grads: &GradStore, norm_type: NormType) -> Result<f64> {
+    norm_type.check()?;
+    // Parameters on one mesh are summed together, tensor-parallel parts apart from the others. Replicas count once.
+    let mut meshes: Vec<_> = vars.all_ranks()?.into_iter().map(|ranks| (ranks, [0.; 2])).collect();
+    let parallel = vars.parallel_ranks();
+    let with_gradient: Vec<_> = params.iter().filter_map(|param| Some((param, grads.get(param.var())?))).collect();
+    let powers = powers(with_gradient.iter().map(|(_, grad)| *grad), norm_type)?;
+    for ((param, _), power) in with_gradient.into_iter().zip(powers) {
+        if let Some((_, shares)) = meshes.iter_mut().find(|(ranks, _)| Arc::ptr_eq(ranks, &param.spec.ranks)) {
+            let share = &mut shares[usize::from(param.cut_over().is_some())];
+            *share = norm_type.combine(*share, power);
+        }
+    }
+    let op = if norm_type == NormType::Infinity { ReduceOp::Max } else { ReduceOp::Sum };
+    // The signature keeps a rank in another all-reduce from getting a norm.
+    let subject = Subject::new(format!("the gradients' norm ({norm_type:?})"), []);
+    let signature = || Signature::new(&subject, []);
+    let mut totals = [0.; 2];
+    for (ranks, shares) in meshes {
+        let shares = if parallel.is_some() { shares.to_vec() } else { vec![shares[0]] };
+        let reduce = |shares, group: &ProcessGroup| group.signed(signature()).all_reduce_values(shares, op);
+        let reduced = ranks.parts().try_fold(shares, reduce)?;
+        for (total, reduced) in totals.iter_mut().zip(reduced) {
+            *total = norm_type.combine(*total, reduced);
+        }
+    }
+    let [whole, parts] = totals;
+    let Some(ranks) = &parallel else { return Ok(norm_type.root(whole)) };
+    // The first rank counts replicated gradients, so all ranks get the same bits.
+    let first = if ranks.rank() == 0 { whole } else { 0. };
+    let reduced = ranks.signed(signature()).all_reduce_values(vec![parts, first, whole], op)?;
+    let &[parts, first, all] = reduced.as_slice() else { return Ok(f64::NAN) };
+    if op == ReduceOp::Sum && (all - first * ranks.size() as f64).abs() > MAX_DIFFERENCE * all {
+        return Err(replicas_differ(vars, grads, ranks)?);
+    }
+    Ok(norm_type.root(norm_type.combine(first, parts)))
+}
+
+/// Returns the error for a replicated parameter whose gradients differ on tensor-parallel ranks. Collective.
+fn replicas_differ(vars: &ShardedVarMap, grads: &GradStore, ranks: &ProcessGroup) -> Result<Error> {
+    let whole: Vec<_> = vars.trainable().into_iter().filter(|param| param.cut_over().is_none()).collect();
+    let own: Vec<_> = whole.iter().filter_map(|param| grads.get(param.var())).collect();
+    let mut squares = powers(own, NormType::Two)?.into_iter();
+    let mut square = |param: &Arc<FsdpParam>| grads.get(param.var()).and_then(|_| squares.next()).unwrap_or(0.);
+    let mut own: Vec<f64> = whole.iter().map(&mut square).collect();
+    own.extend(own.clone().iter().map(|square| -square));
+    let largest = ranks.all_reduce_values(own, ReduceOp::Max)?;
+    let (most, least) = largest.split_at(whole.len());
+    let mut spread: Vec<f64> =
+        most.iter().zip(least).map(|(most, least)| (most + least) / most.max(f64::MIN_POSITIVE)).collect();
+    for dim in 0..vars.mesh().layout().shape().len() {
+        spread = vars.mesh().group(dim)?.all_reduce_values(spread, ReduceOp::Max)?;
+    }
+    let worst = (0..whole.len()).max_by(|&a, &b| spread[a].total_cmp(&spread[b]));
+    let name = worst.map_or("", |at| whole[at].name());
+    Ok(Error::Parameter {
+        name: name.into(),
+        message: "its gradients differ on tensor-parallel ranks, which replicate it. Make a module on a part of the \
+                  sequence SequenceParallel, and pass these ranks the same batch"
+            .into(),
+    })
+}
+
+/// Returns the sum of powers, or the largest magnitude, of each gradient.
+pub(crate) fn powers<'a>(grads: impl IntoIterator<Item = &'a Tensor>, norm_type: NormType) -> Result<Vec<f64>> {
+    numbers_of(grads, |kernels, values, sum| kernels.powers(values, norm_type, sum))
+}
+
+/// Multiplies a sharded gradient in place.
+pub(crate) fn scale(grad: &Tensor, factor: f64) -> Result<()> {
+    Ok(with_slice_mut(grad, |kernels, values| kernels.scale(values, factor))?)
+}

@@ -1,0 +1,296 @@
+//! Optimizers whose update of an element depends on that element's gradient and state only, so that each rank updates
+//! its shards without communication.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use candle_core::backprop::GradStore;
+use candle_core::{Tensor, Var, bail};
+use fsdp_core::heartbeat;
+use serde_json::{Map, Value};
+
+use super::hyper_parameters::{HyperParameters, set_hyper, validate};
+use super::sharded_optimizer::{ParamGroup, ShardedOptimizer};
+use super::state::{Moment, ParamState};
+use crate::error::{Error, Result};
+use crate::fsdp::FsdpParam;
+use crate::kernels::{Kernels, Slice, SliceMut};
+use crate::storage::{share_memory, swap, take, with_slice, with_slice_mut};
+
+/// A shard to update, and the kernels of its device.
+pub struct ShardUpdate<'a> {
+    pub(super) kernels: &'a dyn Kernels,
+    pub(super) param: SliceMut<'a>,
+    pub(super) grad: Slice<'a>,
+    /// The tensors of all moments, in order.
+    pub(super) parts: Vec<SliceMut<'a>>,
+}
+
+/// The update rule and hyper-parameters of an elementwise optimizer, such as [`crate::AdamWConfig`]. Only this crate
+/// implements it; implement [`ShardedOptimizer`] for other optimizers.
+pub trait ElementwiseRule: HyperParameters {
+    /// Whether PyTorch's state dicts of this optimizer lack the step count.
+    const MAY_LACK_STEP: bool = false;
+
+    /// Returns the names of the moments.
+    fn moments(&self) -> &'static [&'static str];
+
+    /// Returns a moment before the first step.
+    ///
+    /// # Errors
+    /// Returns an error when there is not enough memory.
+    fn moment(&self, _name: &str, param: &FsdpParam) -> Result<Moment> {
+        Moment::zeros(param)
+    }
+
+    /// Updates a shard in the parameter's step number `step`, from 1.
+    ///
+    /// # Errors
+    /// Returns the errors of the kernels.
+    fn update(&self, step: u64, shard: ShardUpdate<'_>) -> candle_core::Result<()>;
+}
+
+/// An elementwise optimizer over shards, such as [`crate::AdamW`].
+///
+/// It also implements [`candle_nn::Optimizer`] for [`crate::ShardedVarMap::trainable_vars`], except for
+/// `backward_step`, which would not reduce gradients.
+#[derive(Debug)]
+pub struct ElementwiseOptimizer<C> {
+    groups: Vec<C>,
+    states: Vec<ParamState>,
+}
+
+impl<C: ElementwiseRule> ElementwiseOptimizer<C> {
+    /// Makes an optimizer of these parameters ([`crate::ShardedVarMap::trainable`]), with a state of zeros.
+    ///
+    /// # Errors
+    /// Returns an error when a hyper-parameter is out of range or there is not enough memory.
+    pub fn new(params: Vec<Arc<FsdpParam>>, config: C) -> Result<Self> {
+        Self::with_groups(vec![(params, config)])
+    }
+
+    /// Makes an optimizer of several groups, each with its own hyper-parameters. [`crate::group_by_name`] makes groups
+    /// by parameter names.
+    ///
+    /// # Errors
+    /// Returns an error when a parameter is in two groups, a hyper-parameter is out of range, or there is not enough
+    /// memory.
+    pub fn with_groups(groups: Vec<(Vec<Arc<FsdpParam>>, C)>) -> Result<Self> {
+        check_unique(C::NAME, &groups)?;
+        let mut optim = ElementwiseOptimizer { groups: vec![], states: vec![] };
+        for (group, (params, config)) in groups.into_iter().enumerate() {
+            validate(&config)?;
+            optim.groups.push(config);
+            for param in params {
+                let moments = moments(&config, &param)?;
+                optim.states.push(ParamState::of(param, group, moments, C::MAY_LACK_STEP));
+            }
+        }
+        Ok(optim)
+    }
+
+    /// Resets the state to that before the first step.
+    ///
+    /// # Errors
+    /// Returns an error when there is not enough memory.
+    pub fn reset(&mut self) -> Result<()> {
+        for state in &mut self.states {
+            let moments = moments(&self.groups[state.group], &state.param)?;
+            state.set_moments(moments);
+            state.step = 0;
+        }
+        Ok(())
+    }
+
+    /// Returns the hyper-parameters of each group.
+    pub fn groups(&self) -> &[C] {
+        &self.groups
+    }
+
+    /// Changes the learning rate of all groups.
+    pub fn set_learning_rate(&mut self, lr: f64) {
+        self.groups.iter_mut().for_each(|config| *config.lr() = lr);
+    }
+
+    /// Returns the state of every parameter, in the order of construction.
+    pub fn states(&self) -> &[ParamState] {
+        &self.states
+    }
+
+    /// Updates every parameter that has a gradient. Reports the largest step count to the launcher.
+    ///
+    /// # Errors
+    /// Returns an error, and updates nothing, when the shape or dtype of a gradient is not that of its parameter's
+    /// shard.
+    pub fn step(&mut self, grads: &GradStore) -> Result<()> {
+        let _span = tracing::debug_span!("optimizer").entered();
+        let _reported = heartbeat::span("optimizer", "");
+        check_gradients(self.states.iter(), grads)?;
+        for state in &mut self.states {
+            let Some(grad) = next_gradient(state, grads)? else { continue };
+            let config = &self.groups[state.group];
+            let moments: Vec<&Moment> = state.moments().map(|(_, moment)| moment).collect();
+            with_state(state.param.var(), &grad, &moments, |shard| config.update(state.step, shard))?;
+        }
+        heartbeat::step(self.states.iter().map(|state| state.step).max().unwrap_or(0));
+        Ok(())
+    }
+}
+
+fn moments<C: ElementwiseRule>(config: &C, param: &FsdpParam) -> Result<Vec<(&'static str, Moment)>> {
+    config.moments().iter().map(|&name| Ok((name, config.moment(name, param)?))).collect()
+}
+
+impl<C: ElementwiseRule> ShardedOptimizer for ElementwiseOptimizer<C> {
+    fn step(&mut self, grads: &GradStore) -> Result<()> {
+        ElementwiseOptimizer::step(self, grads)
+    }
+
+    fn param_groups(&self) -> Vec<ParamGroup> {
+        param_groups(&self.groups, &self.states)
+    }
+
+    fn set_hyper(&mut self, groups: &[Map<String, Value>]) -> Result<()> {
+        let groups = set_hyper::<C>(&self.groups, groups)?;
+        for state in &mut self.states {
+            // Keep other moments: earlier hyper-parameters may return.
+            let config = &groups[state.group];
+            let missing = config.moments().iter().filter(|name| state.names().all(|own| own != **name));
+            let missing = missing.map(|&name| Ok((name, config.moment(name, &state.param)?)));
+            let missing = missing.collect::<Result<Vec<_>>>()?;
+            state.add_moments(missing);
+        }
+        self.groups = groups;
+        Ok(())
+    }
+
+    fn states(&self) -> Vec<&ParamState> {
+        self.states.iter().collect()
+    }
+
+    fn states_mut(&mut self) -> Vec<&mut ParamState> {
+        self.states.iter_mut().collect()
+    }
+
+    fn reset(&mut self) -> Result<()> {
+        ElementwiseOptimizer::reset(self)
+    }
+
+    fn set_group_learning_rate(&mut self, group: usize, lr: f64) {
+        self.groups.get_mut(group).into_iter().for_each(|config| *config.lr() = lr);
+    }
+}
+
+impl<C: ElementwiseRule> candle_nn::Optimizer for ElementwiseOptimizer<C> {
+    type Config = C;
+
+    /// Makes an optimizer of these shards ([`crate::ShardedVarMap::trainable_vars`]). Use `candle_nn`'s optimizers for
+    /// plain variables.
+    fn new(vars: Vec<Var>, config: C) -> candle_core::Result<Self> {
+        let param = |var: &Var| match FsdpParam::of_shard(var) {
+            Some(param) => Ok(param),
+            None => bail!(
+                "fsdp_candle::{}: a variable of shape {:?} is not a shard of a ShardedVarMap: pass \
+                 `vars.trainable_vars()`, and plain variables (ignored parameters) to an optimizer of candle_nn",
+                C::NAME,
+                var.dims()
+            ),
+        };
+        Ok(Self::new(vars.iter().map(param).collect::<candle_core::Result<_>>()?, config)?)
+    }
+
+    fn step(&mut self, grads: &GradStore) -> candle_core::Result<()> {
+        Ok(ElementwiseOptimizer::step(self, grads)?)
+    }
+
+    /// Returns the learning rate of the first group.
+    fn learning_rate(&self) -> f64 {
+        self.groups.first().map_or(0., |config| *config.clone().lr())
+    }
+
+    fn set_learning_rate(&mut self, lr: f64) {
+        ElementwiseOptimizer::set_learning_rate(self, lr);
+    }
+
+    /// Returns an error: Candle's backward does not reduce gradients.
+    fn backward_step(&mut self, _: &Tensor) -> candle_core::Result<()> {
+        bail!(
+            "fsdp_candle::{}::backward_step would use gradients that are not reduced: call \
+             `optim.step(&model.backward(&loss)?)` with the outermost FsdpModule",
+            C::NAME
+        )
+    }
+}
+
+/// Returns an error when a parameter is in two groups.
+pub(super) fn check_unique<C>(name: &str, groups: &[(Vec<Arc<FsdpParam>>, C)]) -> Result<()> {
+    let mut names = HashSet::new();
+    match groups.iter().flat_map(|(params, _)| params).find(|param| !names.insert(param.name())) {
+        Some(param) => Err(Error::Parameter {
+            name: param.name().into(),
+            message: format!("it is in the groups of {name} twice: leave it out of one"),
+        }),
+        None => Ok(()),
+    }
+}
+
+/// Returns the groups of an optimizer with these states.
+pub(super) fn param_groups<C: HyperParameters>(configs: &[C], states: &[ParamState]) -> Vec<ParamGroup> {
+    let group = |config: &C| ParamGroup { hyper: config.hyper(), params: vec![] };
+    let mut groups: Vec<_> = configs.iter().map(group).collect();
+    states.iter().for_each(|state| groups[state.group].params.push(state.param.clone()));
+    groups
+}
+
+/// Checks all gradients before any update.
+pub(super) fn check_gradients<'a>(states: impl Iterator<Item = &'a ParamState>, grads: &GradStore) -> Result<()> {
+    for state in states {
+        let shard = state.param.var().as_tensor();
+        let Some(grad) = grads.get(shard) else { continue };
+        if grad.dtype() != shard.dtype() || grad.shape() != shard.shape() {
+            return Err(Error::Parameter {
+                name: state.param.name().into(),
+                message: format!(
+                    "its shard is {:?} {:?}, its gradient {:?} {:?}: use gradients of FsdpModule::backward",
+                    shard.dtype(),
+                    shard.dims(),
+                    grad.dtype(),
+                    grad.dims()
+                ),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Counts a parameter's next step and returns its gradient, contiguous and in memory other than the shard's. Counts a
+/// step of an empty shard as well, as other ranks do.
+pub(super) fn next_gradient(state: &mut ParamState, grads: &GradStore) -> candle_core::Result<Option<Tensor>> {
+    let shard = state.param.var().as_tensor();
+    let grad = grads.get(shard);
+    if grad.is_some() || state.param.is_empty_with_gradient(grads) {
+        state.step += 1;
+    }
+    grad.map(|grad| if share_memory(grad, shard) { grad.copy() } else { grad.contiguous() }).transpose()
+}
+
+/// Calls `f` with a shard, its gradient and its moments. Takes the moments' memory out of the tensors meanwhile,
+/// because a gradient may share it.
+pub(super) fn with_state(
+    shard: &Tensor,
+    grad: &Tensor,
+    moments: &[&Moment],
+    f: impl FnOnce(ShardUpdate<'_>) -> candle_core::Result<()>,
+) -> candle_core::Result<()> {
+    let parts: Vec<&Tensor> = moments.iter().flat_map(|moment| moment.parts()).collect();
+    let mut taken = parts.iter().map(|part| take(part)).collect::<candle_core::Result<Vec<_>>>()?;
+    let done = with_slice_mut(shard, |kernels, param| {
+        with_slice(grad, |_, grad| {
+            let slices = taken.iter_mut().zip(&parts);
+            let slices = slices.map(|(memory, part)| kernels.slice_mut(memory.into(), 0..part.elem_count()));
+            f(ShardUpdate { kernels, param, grad, parts: slices.collect::<candle_core::Result<_>>()? })
+        })
+    });
+    parts.into_iter().zip(taken).try_for_each(|(part, memory)| swap(part, memory).map(drop))?;
+    done
+}
