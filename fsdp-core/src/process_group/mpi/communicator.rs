@@ -1,7 +1,6 @@
 //! State of a group that is shared with the thread that calls MPI: its buffers in flight, requests, tags, and the peers'
 //! notifications.
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::{
     ops::Range,
     sync::{
@@ -10,6 +9,8 @@ use std::{
     },
     time::{Duration, Instant},
 };
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::{
     super::{backend::PeerState, collective::Failure},

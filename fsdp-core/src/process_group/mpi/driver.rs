@@ -1,6 +1,5 @@
 //! The one thread of the process that calls MPI, and its handle.
 
-use parking_lot::Mutex;
 use std::{
     collections::HashMap,
     path::PathBuf,
@@ -11,6 +10,8 @@ use std::{
     },
     time::{Duration, Instant},
 };
+
+use parking_lot::Mutex;
 
 use super::{
     super::{
