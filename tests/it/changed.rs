@@ -12,7 +12,7 @@ use serde_json::json;
 const SAVED: &str = "saved/step-00000001";
 const WARNING: &str = "warning: this run differs from the run that saved the checkpoint:";
 /// The error without `--resume-anyway`.
-const REFUSED: &str = "its weights and optimizer state would mean something else in this run:";
+const REFUSED: &str = "its settings do not fit this run:";
 const ANYWAY: &str = "--resume-anyway";
 
 /// Makes a directory with data and a model without weights.
@@ -150,6 +150,6 @@ fn a_malformed_record_is_refused() {
     let state = SaveState { mesh: MeshLayout::new(&[("dp", 1)]).unwrap(), tensors: vec![], values };
     local::run(1, |group| fsdp_ckpt::save(&dir.path().join("odd"), &group, &state).map(drop)).remove(0).unwrap();
     let stderr = train(dir.path(), "--steps 2 --resume odd").failed();
-    let told = ["its value `train.run` does not say how the run was set up", "pass --resume-anyway"];
+    let told = ["its value `train.run` is not a record of settings", "pass --resume-anyway"];
     assert!(told.iter().all(|part| stderr.contains(part)), "{stderr}");
 }

@@ -252,12 +252,11 @@ impl<'a> Checkpoints<'a> {
 fn changes(args: &Args, source: &dyn TensorSource, record: &Record) -> anyhow::Result<Vec<String>> {
     let Changes { refused, reported } = match record.changes_since(source) {
         Err(error) if args.resume_anyway => Changes { refused: vec![format!("{error:#}")], reported: vec![] },
-        changes => changes.context("pass --resume-anyway to go on without knowing what has changed")?,
+        changes => changes.context("pass --resume-anyway to continue with unknown changes")?,
     };
     ensure!(
         args.resume_anyway || refused.is_empty(),
-        "its weights and optimizer state would mean something else in this run:\n  {}\nPass what it was saved with, or \
-         --resume-anyway to go on all the same",
+        "its settings do not fit this run:\n  {}\nPass the settings that it was saved with, or --resume-anyway to continue",
         refused.join("\n  ")
     );
     Ok([refused, reported].concat())

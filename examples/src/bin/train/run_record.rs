@@ -136,8 +136,8 @@ impl Record {
     /// and no differences.
     pub(crate) fn changes_since(&self, source: &dyn TensorSource) -> anyhow::Result<Changes> {
         let Some(saved) = source.values().get(KEY) else { return Ok(Changes::default()) };
-        let saved = Record::deserialize(saved)
-            .with_context(|| format!("its value `{KEY}` does not say how the run was set up, as `train` writes it"))?;
+        let saved =
+            Record::deserialize(saved).with_context(|| format!("its value `{KEY}` is not a record of settings"))?;
         Ok(self.changes(&saved))
     }
 

@@ -101,7 +101,7 @@ impl Setup<'_> {
         if let Reshard::To(ranks) = self.reshard {
             ensure!(
                 ranks > 1 && ranks < shard && shard.is_multiple_of(ranks),
-                "--reshard-after-forward {ranks} must divide the {shard} ranks that a copy is sharded over, and be \
+                "--reshard-after-forward {ranks} must divide the {shard} ranks that a replica is sharded over, and be \
                  neither 1 nor that number"
             );
         }
