@@ -1,12 +1,12 @@
-//! Which device something is on.
+//! Identifiers of devices.
 
-/// Where memory is.
+/// A device that has memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum DeviceId {
-    /// In the host's memory.
+    /// The host.
     Host,
-    /// On the CUDA device of this number. Only builds with the feature `cuda` know such memory.
+    /// The CUDA device with this number. Only builds with the feature `cuda` use its memory.
     Cuda(usize),
 }
 

@@ -1,18 +1,18 @@
-//! What can go wrong between ranks.
+//! Errors of this crate.
 
 use crate::{device_id::DeviceId, host_names::HostNames};
 
-/// The errors of this crate. Each names the rank or the thing at fault and the way out.
+/// The errors of this crate. Each message names the cause and how to fix it.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A mesh that can't be.
+    /// An invalid mesh.
     #[error("{0}")]
     Mesh(String),
-    /// A shard layout that can't be.
+    /// An invalid shard layout.
     #[error("{0}")]
     Layout(String),
-    /// The rank environment is incomplete or contradicts itself.
+    /// The rank environment is incomplete or contradictory.
     #[error("{0}")]
     Env(String),
     /// The ranks could not meet.
@@ -20,14 +20,13 @@ pub enum Error {
     Rendezvous {
         /// The rank that reports it.
         rank: usize,
-        /// What happened and the way out.
+        /// The cause, and how to fix it.
         message: String,
     },
-    /// Ranks issued different collectives where they should have issued the same.
+    /// Ranks issued different collectives.
     #[error(
         "rank {rank}: collective {sequence} of group \"{group}\" differs between ranks: {details}. Every rank of a \
-         group \
-         must issue the same collectives in the same order{advice}"
+         group must issue the same collectives in the same order{advice}"
     )]
     Mismatch {
         /// The rank that reports it.
@@ -36,15 +35,15 @@ pub enum Error {
         group: Box<str>,
         /// The position in the group's order of collectives.
         sequence: u64,
-        /// What each side issued, and what differs.
+        /// The collectives that the ranks issued, and their differences.
         details: String,
-        /// The way out where what the collectives are about has one, as further sentences.
+        /// Further sentences with advice from the collectives' signatures.
         advice: String,
     },
-    /// Some ranks did not arrive in time.
+    /// Some ranks did not take part in time.
     #[error(
-        "rank {rank}: {what} in group \"{group}\" timed out after {seconds:.1} s: waited for {}. See what they do \
-         instead, or raise FSDP_TIMEOUT_S",
+        "rank {rank}: {what} in group \"{group}\" timed out after {seconds:.1} s: waited for {}. See what they \
+         do, or raise FSDP_TIMEOUT_S",
         hosts.ranks(missing)
     )]
     Timeout {
@@ -54,16 +53,16 @@ pub enum Error {
         group: Box<str>,
         /// The collective with its sequence number.
         what: String,
-        /// The ranks that did not arrive.
+        /// The missing ranks.
         missing: Vec<usize>,
-        /// The hosts of the group's ranks.
+        /// Host names of the group's ranks.
         hosts: HostNames,
-        /// How long it waited, in seconds.
+        /// Duration of the wait in seconds.
         seconds: f64,
     },
-    /// A peer is gone.
+    /// A peer died, failed or left the group.
     #[error(
-        "rank {rank}: {what} in group \"{group}\" failed: {} {how}. The output of rank {peer} says more",
+        "rank {rank}: {what} in group \"{group}\" failed: {} {how}. See the output of rank {peer}",
         hosts.rank(*peer)
     )]
     PeerLost {
@@ -73,74 +72,74 @@ pub enum Error {
         group: Box<str>,
         /// The collective with its sequence number.
         what: String,
-        /// The rank that is gone.
+        /// The lost rank.
         peer: usize,
-        /// The hosts of the group's ranks.
+        /// Host names of the group's ranks.
         hosts: HostNames,
-        /// What became of it ("died", "left the group", or the error that it met).
+        /// How it was lost: "died", "left the group", or its error.
         how: String,
     },
-    /// A store did not do what it was asked, or not in time.
+    /// An operation of a store failed or timed out.
     #[error("{what} of {holder} failed after {seconds:.1} s: {cause}")]
     Store {
-        /// What was asked, with the rank that asked and the key.
+        /// The operation, with its rank and key.
         what: String,
-        /// Who holds the store.
+        /// The holder of the store.
         holder: String,
-        /// How long it waited, in seconds.
+        /// Duration of the wait in seconds.
         seconds: f64,
-        /// Why not, and the way out.
+        /// The cause, and how to fix it.
         cause: String,
     },
-    /// A collective was called with arguments that can't be.
+    /// A collective was called with invalid arguments.
     #[error("rank {rank}: {message}")]
     Argument {
         /// The rank that reports it.
         rank: usize,
-        /// What is wrong and what was expected.
+        /// The finding, and the expectation.
         message: String,
     },
-    /// There is no memory for something.
+    /// An allocation failed.
     #[error(
-        "no memory for {what}: {:.1} GiB ({bytes} bytes) were wanted. Make it smaller, spread it over more ranks, or \
-         raise the limit of the process (ulimit -v)",
+        "no memory for {what}: {:.1} GiB ({bytes} bytes) requested. Make it smaller, use more ranks, or raise the \
+         process's limit (ulimit -v)",
         *bytes as f64 / (1u64 << 30) as f64
     )]
     Memory {
-        /// What it was for.
+        /// Purpose of the memory.
         what: String,
-        /// How much was wanted, in bytes; it may be more than memory can ever hold.
+        /// Requested size in bytes, which may exceed the address space.
         bytes: u128,
     },
-    /// A device, or the library that drives it, refused something.
+    /// A device or its library failed.
     #[error("{device}: {what}: {cause}")]
     Device {
         /// The device.
         device: DeviceId,
-        /// What was tried.
+        /// The operation.
         what: String,
-        /// What the device or its driver said.
+        /// The message of the device or its library.
         cause: String,
     },
-    /// Something has happened that can't happen: a fault of this library or of a backend.
+    /// A bug of this library or of a backend.
     #[error(
-        "rank {rank}: {what}. This is a fault of the library and not of its use: please report this message, with what \
-         all ranks printed and the program"
+        "rank {rank}: {what}. This is a bug of the library: please report it with the output of all ranks and the \
+         program"
     )]
     Internal {
         /// The rank that reports it.
         rank: usize,
-        /// What happened, and what was expected.
+        /// The finding, and the expectation.
         what: String,
     },
-    /// The operating system refused something.
+    /// The operating system returned an error.
     #[error("rank {rank}: {what}: {source}")]
     Os {
         /// The rank that reports it.
         rank: usize,
-        /// What was tried.
+        /// The operation.
         what: String,
-        /// The operating system's answer.
+        /// The operating system's error.
         source: std::sync::Arc<std::io::Error>,
     },
 }

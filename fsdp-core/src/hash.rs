@@ -1,10 +1,10 @@
-//! A hash that is the same in every process, unlike the standard library's default ones: FNV-1a.
+//! FNV-1a, a hash that is the same in every process, unlike the standard library's default.
 
 use std::hash::Hasher;
 
 use fnv::FnvHasher;
 
-/// What is hashed so far. Numbers count in little-endian order whatever the machine's is.
+/// A hash in progress. Numbers are hashed in little-endian order on every machine.
 #[derive(Default)]
 pub(crate) struct Hash(FnvHasher);
 
@@ -13,7 +13,7 @@ impl Hash {
         self.0.write(&number.to_le_bytes());
     }
 
-    /// Hashes the length too, so that neighbours can't be confused.
+    /// Hashes bytes with their length, so that different neighbours give different hashes.
     pub(crate) fn bytes(&mut self, bytes: &[u8]) {
         self.number(bytes.len() as u64);
         self.0.write(bytes);
@@ -24,7 +24,7 @@ impl Hash {
         counts.for_each(|count| self.number(count as u64));
     }
 
-    /// The hash of all that.
+    /// Returns the hash.
     pub(crate) fn value(&self) -> u64 {
         self.0.finish()
     }
@@ -34,9 +34,9 @@ impl Hash {
 mod tests {
     use super::*;
 
-    /// Ranks of one job, and a launcher with its ranks, may run different builds: what they compare stays the same.
+    /// Ranks and launchers of different builds compare these values.
     #[test]
-    fn the_values_are_those_of_every_build() {
+    fn values_are_stable() {
         assert_eq!(Hash::default().value(), 0xcbf2_9ce4_8422_2325);
         let mut hash = Hash::default();
         hash.bytes(b"world");

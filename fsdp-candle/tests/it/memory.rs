@@ -25,7 +25,7 @@ fn names_parameters_larger_than_memory() {
             build((1 << 45, 256), ignored),
             &[
                 "parameter `big.weight`: no memory for 9007199254740992 elements of F32",
-                "33554432.0 GiB (36028797018963968 bytes) were wanted",
+                "33554432.0 GiB (36028797018963968 bytes) requested",
             ],
         );
     }
@@ -95,7 +95,7 @@ fn trains_after_out_of_memory_errors() {
     assert!(child.status.success() && !stderr.contains("panicked"), "{}: {stdout}{stderr}", child.status);
     let said: Vec<&str> = stdout.lines().filter_map(|line| Some(line.split_once("says: ")?.1)).collect();
     let stack = "no memory for the stack of backward: ";
-    let big = "parameter `big`: no memory for 67108864 elements of F32: 0.2 GiB (268435456 bytes) were wanted";
+    let big = "parameter `big`: no memory for 67108864 elements of F32: 0.2 GiB (268435456 bytes) requested";
     let moments = "parameter `big`: the optimizer's state: no memory for 67108864 elements of F32";
     let gather = "no memory for 67108864 elements of F32";
     assert_eq!(said.len(), 5, "{stdout}");

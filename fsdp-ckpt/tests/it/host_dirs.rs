@@ -201,11 +201,11 @@ fn survey_finds_the_newest_step_of_all_hosts() {
     let want = [
         (
             "step-25",
-            format!("no host has the files of ranks 2, 3, from node1 ({third}.safetensors, {fourth}.safetensors)"),
+            format!("no host has the files of ranks 2, 3 from node1 ({third}.safetensors, {fourth}.safetensors)"),
             true,
         ),
         ("step-20", "on node1, incomplete checkpoint: ".into(), true),
-        ("step-15", format!("no host has the file of rank 2, from node1 ({third}.safetensors)"), true),
+        ("step-15", format!("no host has the file of rank 2 from node1 ({third}.safetensors)"), true),
     ];
     assert_eq!(skipped, want.map(|(name, why, damaged)| (name.to_string(), why, damaged)));
 
@@ -258,7 +258,7 @@ fn missing_hosts_are_not_damage() {
     fs::rename(disks.dir(1, "step-1"), disks.dir(1, "away")).unwrap();
     let (reason, damaged) = open(["node0", "node7"]).unwrap();
     let want = format!(
-        "no host has the files of ranks 2, 3, from node1 ({}, {}), and node1 is not among the hosts; start ranks \
+        "no host has the files of ranks 2, 3 from node1 ({}, {}), and node1 is not among the hosts; start ranks \
          there, or copy its part to each host: `rsync -a node1:/step-1/ /step-1/`",
         shard_file(2),
         shard_file(3)

@@ -1,18 +1,18 @@
 //! Memory of CUDA devices.
 //!
 //! # Order
-//! Every piece of memory belongs to the stream that its device computes on, the *compute stream*: it is allocated and
-//! freed there. cudarc's own tracking by events is off ([`ready`]), because it does not see who writes and costs two
-//! events an allocation. In its place stand three rules:
-//! - Memory that nobody holds (in a pool, or freed) is free for what comes next on the compute stream.
-//! - What uses memory on another stream first lets that stream wait for the compute stream.
-//! - It keeps the memory until the compute stream has been told to wait for it
+//! Memory belongs to the stream that its device computes on, the *compute stream*, and is allocated and freed there.
+//! cudarc's tracking by events is off ([`ready`]), because it does not see all writers and costs two events an
+//! allocation. Three rules replace it:
+//! - Memory without an owner (in a pool, or freed) may be used by later work on the compute stream.
+//! - Before another stream uses memory, it waits for the compute stream.
+//! - The user keeps the memory until the compute stream has been told to wait for it
 //!   ([`Fence`](crate::process_group::Fence)).
 //!
-//! What a copy brings that the compute stream does not wait for says so in its view: who reads it waits by itself
-//! ([`CudaView::order`]).
+//! If the compute stream does not wait for a copy to the device, the memory's view says so, and its readers wait
+//! themselves ([`CudaView::order`]).
 //!
-//! So no memory waits for the device to be given back, and how much is in use follows from the order of calls alone.
+//! Memory is therefore reused without waiting for the device, and the amount in use follows from the order of calls.
 
 use std::sync::Arc;
 
@@ -27,13 +27,13 @@ pub struct CudaMemory {
     dtype: DType,
 }
 
-/// Bytes on a CUDA device, to be read by what is ordered after the compute stream, and after [`CudaView::order`].
+/// Bytes on a CUDA device, readable after the compute stream and after [`CudaView::order`].
 #[derive(Clone, Copy, Debug)]
 pub struct CudaView<'a> {
     address: sys::CUdeviceptr,
     bytes: usize,
     stream: &'a Arc<CudaStream>,
-    /// The copy that brings them, where the compute stream does not wait for it.
+    /// The copy that writes the bytes, if the compute stream does not wait for it.
     arrival: Option<Arrival<'a>>,
 }
 
@@ -45,10 +45,10 @@ struct Arrival<'a> {
 }
 
 impl CudaMemory {
-    /// `len` elements with unspecified values. Zero elements have no address.
+    /// Allocates `len` elements with unspecified values. Zero elements have no address.
     ///
     /// # Errors
-    /// [`Error::Memory`] when the device has no room, [`Error::Device`] for any other trouble.
+    /// [`Error::Memory`] if the device has not enough memory, [`Error::Device`] for other failures.
     pub fn uninit(stream: &Arc<CudaStream>, dtype: DType, len: usize) -> Result<Self> {
         let memory =
             |bytes: u128| Error::Memory { what: format!("{len} elements of {dtype} on {}", id(stream)), bytes };
@@ -57,7 +57,7 @@ impl CudaMemory {
         };
         let bytes = match size {
             0 => stream.null::<u8>(),
-            // SAFETY: bytes have no invalid values, and who takes the memory writes before reading.
+            // SAFETY: bytes have no invalid values, and the caller writes before reading.
             _ => unsafe { stream.alloc::<u8>(size) },
         };
         match bytes {
@@ -67,10 +67,10 @@ impl CudaMemory {
         }
     }
 
-    /// `len` zeros.
+    /// Allocates `len` zeros.
     ///
     /// # Errors
-    /// As [`CudaMemory::uninit`].
+    /// Errors of [`CudaMemory::uninit`].
     pub fn zeros(stream: &Arc<CudaStream>, dtype: DType, len: usize) -> Result<Self> {
         let mut memory = Self::uninit(stream, dtype, len)?;
         if len > 0 {
@@ -79,62 +79,62 @@ impl CudaMemory {
         Ok(memory)
     }
 
-    /// The memory of a slice, without a copy.
+    /// Converts a slice without a copy.
     pub fn from_slice<T: Scalar + DeviceRepr>(slice: CudaSlice<T>) -> Self {
         let (stream, size) = (slice.stream().clone(), slice.num_bytes());
-        // SAFETY: the address is that of `size` bytes of the same stream, which nobody else owns any more.
+        // SAFETY: the address has `size` bytes of the same stream, without another owner.
         let bytes = unsafe { stream.upgrade_device_ptr::<u8>(slice.leak(), size) };
         CudaMemory { bytes, dtype: T::DTYPE }
     }
 
-    /// The memory as a slice, without a copy.
+    /// Converts the memory to a slice without a copy.
     ///
     /// # Errors
-    /// The memory itself, when its elements are of another type.
+    /// The memory itself, if its elements have another type.
     pub fn into_slice<T: Scalar + DeviceRepr>(self) -> Result<CudaSlice<T>, Self> {
         if self.dtype != T::DTYPE {
             return Err(self);
         }
         let (stream, len) = (self.bytes.stream().clone(), self.len());
-        // SAFETY: the address is that of `len` elements of this type, of the same stream, with no other owner.
+        // SAFETY: the address has `len` elements of this type and stream, without another owner.
         Ok(unsafe { stream.upgrade_device_ptr::<T>(self.bytes.leak(), len) })
     }
 
-    /// The element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// The number of elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         self.bytes.len() / self.dtype.size()
     }
 
-    /// Whether there are no elements.
+    /// Returns whether there are no elements.
     pub fn is_empty(&self) -> bool {
         self.bytes.is_empty()
     }
 
-    /// Which device it is on.
+    /// Returns the device.
     pub fn device(&self) -> DeviceId {
         id(self.bytes.stream())
     }
 
-    /// The device's compute stream, which it belongs to.
+    /// Returns the device's compute stream, which the memory belongs to.
     pub fn stream(&self) -> &Arc<CudaStream> {
         self.bytes.stream()
     }
 
-    /// All bytes, to be read, or to be written by who owns the memory.
+    /// Returns a view of all bytes. The memory's owner may write through it.
     pub fn view(&self) -> CudaView<'_> {
         let stream = self.bytes.stream();
         CudaView { address: self.bytes.device_ptr(stream).0, bytes: self.bytes.len(), stream, arrival: None }
     }
 
-    /// A copy of the bytes on the host. Waits for the device.
+    /// Copies the bytes to the host. Waits for the device.
     ///
     /// # Errors
-    /// [`Error::Device`] when the device refuses.
+    /// [`Error::Device`] if the device fails.
     pub fn to_host(&self) -> Result<Vec<u8>> {
         self.view().to_host()
     }
@@ -142,7 +142,7 @@ impl CudaMemory {
 
 impl Clone for CudaMemory {
     /// # Panics
-    /// When the device has no room: a vector's clone ends the process where the host has none.
+    /// If the device has not enough memory, as a vector's clone aborts on the host.
     fn clone(&self) -> Self {
         let copy = || {
             let copy = Self::uninit(self.stream(), self.dtype, self.len())?;
@@ -153,7 +153,7 @@ impl Clone for CudaMemory {
 }
 
 impl PartialEq for CudaMemory {
-    /// Compares the elements, which are copied to the host: for tests.
+    /// Compares the elements on the host, for tests.
     fn eq(&self, other: &Self) -> bool {
         let same_form = (self.dtype, self.len()) == (other.dtype, other.len());
         same_form && matches!((self.to_host(), other.to_host()), (Ok(own), Ok(others)) if own == others)
@@ -161,61 +161,60 @@ impl PartialEq for CudaMemory {
 }
 
 impl<'a> CudaView<'a> {
-    /// Bytes that lie in memory of a stream.
+    /// Creates a view of bytes of a stream's memory.
     ///
     /// # Safety
-    /// There are `bytes` bytes of device memory at the address, for as long as the view lives.
+    /// The address has `bytes` bytes of device memory for as long as the view lives.
     pub unsafe fn new(address: sys::CUdeviceptr, bytes: usize, stream: &'a Arc<CudaStream>) -> Self {
         CudaView { address, bytes, stream, arrival: None }
     }
 
-    /// The same bytes, which a copy on `stream` brings: they are there behind `end`, and the compute stream does not
-    /// wait for it.
+    /// Marks the bytes as written by a copy on `stream` that ends at `end`, which the compute stream does not wait for.
     pub fn arriving(self, stream: &'a Arc<CudaStream>, end: &'a CudaEvent) -> Self {
         CudaView { arrival: Some(Arrival { end, stream }), ..self }
     }
 
-    /// The stream that brings the bytes, where it is not the compute stream.
+    /// Returns the stream that copies the bytes, if it is not the compute stream.
     pub fn arrives_on(&self) -> Option<&'a Arc<CudaStream>> {
         self.arrival.map(|arrival| arrival.stream)
     }
 
-    /// Lets a stream that has waited for the compute stream go on only when the bytes are there: what an engine does
-    /// before it reads them. Does not block.
+    /// Makes a stream that has waited for the compute stream wait for the bytes. Engines call it before they read. Does
+    /// not block.
     ///
     /// # Errors
-    /// [`Error::Device`] when the device refuses.
+    /// [`Error::Device`] if the device fails.
     pub fn order(self, stream: &CudaStream) -> Result<()> {
         let Some(Arrival { end, .. }) = self.arrival else { return Ok(()) };
         stream.wait(end).map_err(|error| failed(stream, "waiting for a copy to the device", &error))
     }
 
-    /// Where they are in the device's memory.
+    /// Returns the address in the device's memory.
     pub fn address(&self) -> sys::CUdeviceptr {
         self.address
     }
 
-    /// How many bytes there are.
+    /// Returns the number of bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// The device's compute stream.
+    /// Returns the device's compute stream.
     pub fn stream(&self) -> &'a Arc<CudaStream> {
         self.stream
     }
 
-    /// The bytes in a range, where there are such.
+    /// Returns the bytes in a range, or `None` if it is out of bounds.
     pub fn range(self, range: std::ops::Range<usize>) -> Option<Self> {
         let bytes = range.end.checked_sub(range.start).filter(|_| range.end <= self.bytes)?;
         Some(CudaView { address: self.address + range.start as u64, bytes, ..self })
     }
 
-    /// Copies the bytes to as many others of the same device, in the order of `stream`. Who calls it keeps both until
-    /// the stream has done so.
+    /// Copies the bytes to another view of the same device, in the order of `stream`. The caller keeps both until the
+    /// stream has copied them.
     ///
     /// # Errors
-    /// [`Error::Device`] when the device refuses, or there are not as many others.
+    /// [`Error::Device`] if the device fails, or the lengths differ.
     pub fn copy_to(self, to: CudaView<'_>, stream: &Arc<CudaStream>) -> Result<()> {
         if self.bytes != to.bytes {
             let why = format!("{} bytes can't be copied to {}", self.bytes, to.bytes);
@@ -227,14 +226,14 @@ impl<'a> CudaView<'a> {
         self.order(stream)?;
         let what = |error: DriverError| failed(stream, "copying", &error);
         stream.context().bind_to_thread().map_err(what)?;
-        // SAFETY: the views are of memory of this length, which stays until the stream has copied it.
+        // SAFETY: the views have this length, and stay until the stream has copied them.
         unsafe { result::memcpy_dtod_async(to.address, self.address, self.bytes, stream.cu_stream()) }.map_err(what)
     }
 
-    /// A copy of the bytes on the host. Waits for the device.
+    /// Copies the bytes to the host. Waits for the device.
     ///
     /// # Errors
-    /// [`Error::Device`] when the device refuses.
+    /// [`Error::Device`] if the device fails.
     pub fn to_host(self) -> Result<Vec<u8>> {
         let mut host = vec![0; self.bytes];
         if self.bytes == 0 {
@@ -243,19 +242,18 @@ impl<'a> CudaView<'a> {
         self.order(self.stream)?;
         let what = |error: DriverError| failed(self.stream, "copying to the host", &error);
         self.stream.context().bind_to_thread().map_err(what)?;
-        // SAFETY: both are memory of this many bytes. The host's is pageable, to which a copy has ended when its call
-        // returns.
+        // SAFETY: both have this length. Host memory is pageable, so the copy has ended when the call returns.
         unsafe { result::memcpy_dtoh_async(&mut host, self.address, self.stream.cu_stream()) }.map_err(what)?;
         Ok(host)
     }
 }
 
-/// A device's number, by a stream of it.
+/// Returns the device of a stream.
 pub fn id(stream: &CudaStream) -> DeviceId {
     DeviceId::Cuda(stream.context().ordinal())
 }
 
-/// What a device said when it failed at something.
+/// Returns an error of a stream's device.
 pub fn failed(stream: &CudaStream, what: &str, cause: &dyn std::fmt::Display) -> Error {
     Error::Device { device: id(stream), what: what.to_string(), cause: cause.to_string() }
 }
@@ -263,23 +261,23 @@ pub fn failed(stream: &CudaStream, what: &str, cause: &dyn std::fmt::Display) ->
 /// Memory of a device, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceMemory {
-    /// Bytes that can be allocated: unused memory, and freed memory that the driver's pool keeps.
+    /// Bytes that can be allocated: unused memory and free memory of the driver's pool.
     pub free: u64,
     /// All bytes of the device.
     pub total: u64,
 }
 
 impl DeviceMemory {
-    /// The memory of the stream's device.
+    /// Returns the memory of the stream's device.
     ///
     /// # Errors
-    /// [`Error::Device`] when the device refuses.
+    /// [`Error::Device`] if the device fails.
     pub fn of(stream: &CudaStream) -> Result<Self> {
         let what = |error: DriverError| failed(stream, "asking for free memory", &error);
         let (free, total) = stream.context().mem_get_info().map_err(what)?;
         let pool_holds = |attribute| -> Result<u64> {
             let mut bytes = 0u64;
-            // SAFETY: the attribute is a u64, and the pool that of a device that there is.
+            // SAFETY: the attribute is a u64, and the device has this pool.
             unsafe {
                 let pool = result::device::get_default_mem_pool(stream.context().cu_device()).map_err(what)?;
                 result::mem_pool::get_attribute(pool, attribute, (&raw mut bytes).cast()).map_err(what)?;
@@ -292,14 +290,13 @@ impl DeviceMemory {
     }
 }
 
-/// Makes a device ready, before anything is allocated on it: switches cudarc's tracking by events off (see the module's
-/// documentation), and lets the driver's pool keep what is freed rather than give it back whenever somebody waits for
-/// the device.
+/// Prepares a device before anything is allocated on it. Switches off cudarc's tracking by events (see the module), and
+/// lets the driver's pool keep freed memory at synchronizations.
 ///
 /// # Errors
-/// [`Error::Device`] when the device refuses.
+/// [`Error::Device`] if the device fails.
 pub fn ready(context: &Arc<CudaContext>) -> Result<()> {
-    // SAFETY: memory is used on other streams by the rules of this module.
+    // SAFETY: other streams use memory by the rules of this module.
     unsafe { context.disable_event_tracking() };
     let what = |error: DriverError| Error::Device {
         device: DeviceId::Cuda(context.ordinal()),
@@ -308,7 +305,7 @@ pub fn ready(context: &Arc<CudaContext>) -> Result<()> {
     };
     context.bind_to_thread().map_err(what)?;
     let mut all = u64::MAX;
-    // SAFETY: the attribute is a u64, and the pool that of a device that there is.
+    // SAFETY: the attribute is a u64, and the device has this pool.
     unsafe {
         let pool = result::device::get_default_mem_pool(context.cu_device()).map_err(what)?;
         let threshold = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;

@@ -1,7 +1,4 @@
-//! What moves the bytes of a group: the one trait that tells engines apart.
-//! What a backend hands over: outputs, and what has to be waited for before they are used.
-
-//! What a rank sees of its peers without taking part in a collective.
+//! The trait of a backend, which moves the bytes of a group, and the types of its interface.
 
 use std::sync::Arc;
 
@@ -12,134 +9,130 @@ use super::{
 };
 use crate::{Buffer, DeviceId, Error, Result};
 
-// ---- from process_group/backend
-/// What a backend promises beyond moving the right elements: what callers may rely on, and what the
-/// [conformance suite](super::conformance) holds it to.
+/// Properties of a backend beyond correct collectives. Callers rely on them, and the conformance suite tests them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Guarantees {
-    /// Reductions combine the ranks' elements as a balanced tree, neighbours first, for six ranks
-    /// `((0 + 1) + (2 + 3)) + (4 + 5)`: the same bits on every run. (All ranks get the same bits of an all-reduce,
-    /// whatever the order.)
+    /// Reductions combine the ranks' elements as a balanced tree of neighbours, for six ranks
+    /// `((0 + 1) + (2 + 3)) + (4 + 5)`. Every run gives the same bits. In any order, an all-reduce gives all ranks the
+    /// same bits.
     pub fixed_order: bool,
-    /// Half precision inputs are combined in single precision and rounded once. NCCL combines them in their own dtype.
+    /// Half-precision inputs are combined in single precision and rounded once. NCCL combines them in their own dtype.
     pub f32_accumulation: bool,
-    /// A rank whose process dies is [`crate::Error::PeerLost`] at once, not [`crate::Error::Timeout`] some time later.
+    /// The death of a peer's process is [`crate::Error::PeerLost`] at once, not [`crate::Error::Timeout`] later.
     pub detects_death: bool,
 }
 
 impl Guarantees {
-    /// Everything. A backend that promises less says so in what it changes of this.
+    /// All guarantees.
     pub const ALL: Guarantees = Guarantees { fixed_order: true, f32_accumulation: true, detects_death: true };
 }
 
 /// One rank's end of an engine that moves bytes between the ranks of a group.
 ///
-/// A [`ProcessGroup`](crate::ProcessGroup) owns it and calls it one collective after the other, in the order in which
-/// this rank issued them: from a thread of its own, or from one that waits ([`crate::ProcessGroup::deferred`]). All
-/// that any engine needs is the group's: it checks arguments, counts collectives, fingerprints them, keeps the first
-/// error, tells the launcher, and serves groups of one rank.
-/// Dropping a backend is leaving its group.
+/// A [`ProcessGroup`](crate::ProcessGroup) owns the backend and runs one collective at a time, in issue order. The
+/// calling thread is the group's own, or one that waits ([`crate::ProcessGroup::deferred`]). The group checks arguments,
+/// counts and fingerprints collectives, keeps the first error, records progress for the launcher, and runs collectives
+/// of a single rank. Dropping a backend leaves the group.
 ///
-/// Its rules:
-/// - Every wait ends: with an error soon after a peer has failed ([`Failure::into_error`]), left or died
-///   ([`Collective::lost`]), and after [`Membership::timeout`] without progress ([`Collective::timed_out`]).
-/// - Ranks show each other what they issued before an output is handed over: [`Collective::announce`] writes it,
-///   [`Collective::compare`] reads everybody's.
-/// - Outputs are taken from an operation's allocator when it runs, and inputs given back as soon as they are read.
+/// A backend keeps these rules:
+/// - Every wait ends. It fails soon after a peer failed ([`Failure::into_error`]), left or died ([`Collective::lost`]),
+///   and after [`Membership::timeout`] without progress ([`Collective::timed_out`]).
+/// - Ranks compare what they issued before any of them returns an output: [`Collective::announce`] writes an
+///   announcement, [`Collective::compare`] reads those of all ranks.
+/// - Outputs are allocated when the operation runs, and inputs are given back as soon as they are read.
 pub trait Backend: Send {
-    /// Where the memory is that it moves. One for a device moves the host's memory as well.
+    /// Returns the device whose memory the backend moves. A backend for a device moves the host's memory as well.
     fn device(&self) -> DeviceId;
 
-    /// Whether collectives of the device's memory run on the thread that issues them, at once: where running one is no
-    /// more than telling the device, and what follows has to be told it later.
+    /// Returns whether collectives of device memory run at once, on the thread that issues them. They do if running one
+    /// only enqueues work on the device.
     fn runs_when_issued(&self) -> bool {
         false
     }
 
-    /// What may be relied on.
+    /// Returns the backend's guarantees.
     fn guarantees(&self) -> Guarantees;
 
-    /// Runs a collective and returns its outputs, one a part or buffer; none for a barrier.
+    /// Runs a collective and returns one output for each part or buffer, none for a barrier.
     ///
     /// # Errors
-    /// Whatever kept it. The group then calls [`Backend::fail`], and runs nothing any more.
+    /// The reason the collective failed. The group then calls [`Backend::fail`] and runs no further collective.
     fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<CollectiveOutput>;
 
-    /// This rank's end of a new group, of at least two of this group's ranks: `ranks`, in their new order, of which
-    /// this rank is one. The other ranks of the group may make groups of their own meanwhile. `collective` is the one
-    /// that the ranks agreed by.
+    /// Creates this rank's end of a new group of at least two of this group's ranks, this rank among them.
+    ///
+    /// `ranks` has the members in their new order. `collective` is the one by which the ranks agreed on the split. Other
+    /// ranks of this group may create other groups at the same time.
     ///
     /// # Errors
-    /// Whatever kept the ranks from meeting.
+    /// The reason the ranks could not meet.
     fn split(&mut self, collective: &Collective<'_>, ranks: &[usize], group: &Membership) -> Result<Box<dyn Backend>>;
 
-    /// Tells the peers why this rank takes part in nothing any more. Called once at most.
+    /// Tells the peers why this rank leaves the group. Called at most once.
     fn fail(&mut self, why: &Failure);
 
-    /// What this rank sees of its peers beside its collectives, where there is such: who waits for a device learns by
-    /// it at once that a peer is gone, and after a timeout which ranks did not come.
+    /// Returns a view of the peers for threads that wait for a device, if the backend has one.
     fn peer_monitor(&self) -> Option<Arc<dyn PeerMonitor>> {
         None
     }
 }
 
-// ---- from process_group/landing
 /// The outputs of a collective.
 #[derive(Default)]
 pub struct CollectiveOutput {
-    /// What to wait for before the outputs are used. Declared before the outputs, to be dropped first: memory of the
+    /// The pending end of the collective, to wait for before the outputs are used. Declared before the outputs, to be dropped first: memory of the
     /// outputs must not be freed before the device has been told to wait.
     pub fence: Option<Box<dyn Fence>>,
-    /// One a part or buffer, in the order in which they were passed.
+    /// One buffer for each part or buffer of the call, in the same order.
     pub outputs: Vec<Buffer>,
 }
 
 impl CollectiveOutput {
-    /// Outputs that are there when `fence` says so: a device is still at it.
+    /// Creates outputs that a device still writes. `fence` waits for them.
     pub fn pending(outputs: Vec<Buffer>, fence: Box<dyn Fence>) -> Self {
         CollectiveOutput { outputs, fence: Some(fence) }
     }
 }
 
 impl From<Vec<Buffer>> for CollectiveOutput {
-    /// Outputs that are there.
+    /// Creates outputs that are complete.
     fn from(outputs: Vec<Buffer>) -> Self {
         CollectiveOutput { outputs, fence: None }
     }
 }
 
-/// A collective that a device has still to run. It keeps whatever the device reads and writes meanwhile.
+/// A collective that a device has yet to finish. It keeps the memory that the device reads and writes.
 ///
-/// Dropping it is [`Fence::order`] without a word of what goes wrong: memory must not go back while it is in use.
+/// Dropping it orders the compute stream as [`Fence::order`] does and ignores errors, so that memory in use is not reused.
 pub trait Fence: Send {
-    /// Lets the device's compute stream go on only when the collective is done, and releases what it kept. Does not
+    /// Makes the device's compute stream wait for the collective, and releases the kept memory. Does not block the
+    /// calling thread.
     /// block.
     ///
     /// # Errors
-    /// Those of the device.
+    /// Errors of the device.
     fn order(&mut self) -> Result<()>;
 
-    /// Blocks the calling thread until the collective is done, and releases what it kept.
+    /// Blocks the calling thread until the collective is done, and releases the kept memory.
     ///
     /// # Errors
-    /// Those of the device.
-    fn block(&mut self) -> Result<()>;
+    /// Errors of the device.
+    fn synchronize(&mut self) -> Result<()>;
 }
 
-// ---- from process_group/peer_monitor
-/// What became of a peer that takes part in nothing any more.
+/// State of a peer that no longer takes part in the group.
 #[derive(Clone, Debug, PartialEq)]
 pub enum PeerState {
     /// It left the group.
     Left,
     /// Its process ended.
     Died,
-    /// It failed, and said why.
+    /// It failed and sent the reason.
     Failed(Failure),
 }
 
 impl PeerState {
-    /// The error of a rank that was in `collective` when it saw what became of `peer`.
+    /// Returns the error of a rank that saw this state of `peer` during `collective`.
     pub fn into_error(self, collective: &Collective<'_>, peer: usize) -> Error {
         match self {
             PeerState::Left => collective.lost(peer, "left the group"),
@@ -149,20 +142,19 @@ impl PeerState {
     }
 }
 
-/// What a rank sees of its peers, and shows them, from beside the thread that runs the group's collectives: for who
-/// waits for a device. Nothing here waits.
+/// A view of the peers for threads beside the one that runs collectives, such as those that wait for a device. Its
+/// methods do not block.
 pub trait PeerMonitor: Send + Sync {
-    /// A peer that takes part in nothing any more: first of all one that said why.
-    fn gone(&self) -> Option<(usize, PeerState)>;
+    /// Returns a peer that left, died or failed. A peer that sent the reason of its failure comes first.
+    fn lost_peer(&self) -> Option<(usize, PeerState)>;
 
-    /// Tells the peers why this rank takes part in nothing any more, as
-    /// [`Backend::fail`](super::backend::Backend::fail) does.
+    /// Tells the peers why this rank leaves the group, as [`Backend::fail`] does.
     fn fail(&self, why: &Failure);
 
-    /// Shows the peers what this rank is at, in place of what it showed before: a [`Collective::announcement_len`] and
-    /// 64 bytes at most. One thread does so.
-    fn show(&self, bytes: &[u8]);
+    /// Replaces this rank's status page, which peers can read: at most [`Collective::announcement_len`] and 64 bytes.
+    /// Called by one thread only.
+    fn set_status(&self, bytes: &[u8]);
 
-    /// What a peer shows. Nothing, where it shows nothing yet or is about to show something else.
-    fn shown(&self, peer: usize) -> Option<Vec<u8>>;
+    /// Returns the status page of a peer, or `None` if it is empty or being written.
+    fn status(&self, peer: usize) -> Option<Vec<u8>>;
 }

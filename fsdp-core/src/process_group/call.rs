@@ -1,4 +1,4 @@
-//! What a rank announces of a collective, so that ranks that issue different ones notice.
+//! Announcements of collectives, by which ranks notice that they issued different ones.
 
 use std::fmt::{Display, Write};
 
@@ -10,45 +10,45 @@ use super::{
 };
 use crate::{DType, hash::Hash, text::shortened};
 
-/// Bytes of an announcement before its texts and lists: its numbers and their lengths.
+/// Bytes of an announcement's numbers and lengths, which come before its texts and lists.
 const NUMBERS: usize = 32;
-/// Bytes of an announcement that are the same on ranks that issue the same: its position and its fingerprint.
+/// Bytes that are equal on ranks that issue the same collective: sequence number and fingerprint.
 pub(super) const HEAD: usize = 16;
-/// The longest text.
+/// Longest text.
 const TEXT: usize = 768;
-/// The longest advice.
+/// Longest advice.
 const ADVICE: usize = 256;
-/// The most members of a subject that are told apart one by one.
+/// Largest number of a subject's members that are announced one by one.
 pub(super) const MEMBERS: usize = 4096;
-/// The most parts that are told apart one by one.
+/// Largest number of parts that are announced one by one.
 pub(super) const PARTS: usize = 192;
-/// Numbers for each rank in a row: a hash of the counts that are sent to it, a hash of those that are expected from it,
-/// and the packed bytes that are sent to it.
+/// Numbers of a row for each rank: a hash of the counts sent to the rank, a hash of the counts expected from it, and the
+/// packed bytes sent to it.
 pub(super) const ROW: usize = 3;
 /// Bytes of an announcement before its row.
 pub(super) const FIXED: usize = NUMBERS + TEXT + ADVICE + MEMBERS / 8 + PARTS * 8;
-/// Parts that the text spells out, and members.
+/// Number of parts and members that the text lists.
 pub(super) const SPELLED: usize = 6;
 
 /// A collective as this rank issued it.
 #[derive(Clone, Debug)]
 pub(super) struct Call {
-    /// Its name.
+    /// Name of the collective.
     pub(super) name: &'static str,
-    /// Equal on ranks that issue the same.
+    /// Hash of everything that must be the same on all ranks.
     fingerprint: u64,
-    /// The call for people, such as `all_gather(F32 [10, 10])`.
+    /// Text for messages, such as `all_gather(F32 [10, 10])`.
     text: String,
     parts: Vec<Part>,
     signature: Option<Signature>,
-    /// Of all ranks' parts, where the parts are the same everywhere.
+    /// Bytes of all ranks' parts, if the parts are the same on all ranks.
     pub(super) bytes: u64,
-    /// What peers want to know before data moves, [`ROW`] numbers for each rank; empty for most collectives.
+    /// [`ROW`] numbers for each rank, which peers need before data moves. Empty for most collectives.
     pub(super) row: Vec<u64>,
 }
 
 impl Call {
-    /// A collective whose parts (a dtype and counts each) must be the same everywhere, as `how` must.
+    /// Creates a call whose `how` and parts (dtype and counts) must be the same on all ranks.
     pub(super) fn new<'a>(
         name: &'static str,
         how: impl Display,
@@ -92,8 +92,7 @@ impl Call {
         Call { name, fingerprint: hash.value(), text, parts: announced, signature: None, bytes, row: Vec::new() }
     }
 
-    /// With what this rank sends to each other and expects from it: only sender and receiver of an all-to-all know how
-    /// much travels between them.
+    /// Adds the row of an all-to-all, in which only sender and receiver know the size of a message.
     pub(super) fn with_row(mut self, parts: &[ExchangePart], group: &Membership) -> Self {
         let hash = |counts: &dyn Fn(&ExchangePart) -> usize| {
             let mut hash = Hash::default();
@@ -112,7 +111,7 @@ impl Call {
         self
     }
 
-    /// With what the collective is about.
+    /// Adds a signature to the fingerprint and the text.
     pub(super) fn signed(mut self, signature: &Signature) -> Self {
         let mut hash = Hash::default();
         hash.number(self.fingerprint);
@@ -128,12 +127,12 @@ impl Call {
         self
     }
 
-    /// What the collective is about.
+    /// Returns the signature, if there is one.
     pub(super) fn signature(&self) -> Option<&Signature> {
         self.signature.as_ref()
     }
 
-    /// Writes the announcement of the collective at `sequence` in its group.
+    /// Writes the announcement of this call at position `sequence` of its group.
     pub(super) fn write(&self, sequence: u64, header: &mut [u8]) {
         let text = shortened(&self.text, TEXT).as_bytes();
         let (mut subject, mut advice, mut bits, mut members) = (0, &b""[..], &[][..], 0);
@@ -159,7 +158,7 @@ impl Call {
     }
 }
 
-/// A part in eight bytes: its dtype, how many elements it has, and a digest of how the ranks share them.
+/// A part in eight bytes: dtype, number of elements, and a digest of their split over the ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Part(u64);
 
@@ -180,7 +179,7 @@ impl Part {
         self.0 & ((1 << Self::ELEMENTS) - 1)
     }
 
-    /// The part for people, beside `other` parts in its place.
+    /// Describes the part. Shows the digest of its split if one of the `other` parts is otherwise equal.
     pub(super) fn beside(self, other: &[Part]) -> String {
         let dtype = self.dtype().map_or("?", DType::name);
         let alike =
@@ -207,12 +206,12 @@ impl<'a> Announcement<'a> {
         self.0[at..].first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))
     }
 
-    /// Whether the peer issued the same.
+    /// Returns whether the peer issued the same collective.
     pub(super) fn is(&self, sequence: u64, call: &Call) -> bool {
         self.sequence() == sequence && self.fingerprint() == call.fingerprint
     }
 
-    /// The position in the group's order of collectives.
+    /// Returns the position in the group's order of collectives.
     pub(super) fn sequence(&self) -> u64 {
         self.number(0)
     }
@@ -221,54 +220,54 @@ impl<'a> Announcement<'a> {
         self.number(8)
     }
 
-    /// The same on ranks whose collectives are about the same subject; zero without one.
+    /// Returns the hash of the subject, or 0 without a subject.
     pub(super) fn subject(&self) -> u64 {
         self.number(16)
     }
 
-    /// The lengths of text and advice, and the numbers of members and parts, whatever the bytes are.
+    /// Returns the lengths of text and advice and the numbers of members and parts, limited so that any bytes are safe.
     fn lengths(&self) -> [usize; 4] {
         let packed = self.number(24);
         let length = |at: u32| (packed >> (16 * at) & 0xffff) as usize;
         [length(0).min(TEXT), length(1).min(ADVICE), length(2).min(MEMBERS), length(3).min(PARTS)]
     }
 
-    /// The call for people.
+    /// Returns the text for messages.
     pub(super) fn text(&self) -> String {
         let [text, ..] = self.lengths();
         String::from_utf8_lossy(&self.0[NUMBERS..][..text]).into_owned()
     }
 
-    /// Whether the text goes on where it ends.
+    /// Returns whether the text may have been shortened.
     pub(super) fn is_cut(&self) -> bool {
         self.lengths()[0] + 4 > TEXT
     }
 
-    /// The way out for ranks that disagree.
+    /// Returns the advice for ranks that disagree.
     pub(super) fn advice(&self) -> String {
         let [text, advice, ..] = self.lengths();
         String::from_utf8_lossy(&self.0[NUMBERS + text..][..advice]).into_owned()
     }
 
-    /// How many members of the subject are told apart.
+    /// Returns the number of announced members.
     pub(super) fn members(&self) -> usize {
         self.lengths()[2]
     }
 
-    /// Whether the collective is about a member.
+    /// Returns whether the collective is about a member.
     pub(super) fn has(&self, member: usize) -> bool {
         let [text, advice, members, _] = self.lengths();
         member < members && has(&self.0[NUMBERS + text + advice..][..members.div_ceil(8)], member)
     }
 
-    /// The parts that are told apart.
+    /// Returns the announced parts.
     pub(super) fn parts(&self) -> Vec<Part> {
         let [text, advice, members, parts] = self.lengths();
         let start = NUMBERS + text + advice + members.div_ceil(8);
         (0..parts).map(|part| Part(self.number(start + 8 * part))).collect()
     }
 
-    /// The first `len` numbers of the row.
+    /// Returns the first `len` numbers of the row.
     pub(super) fn row(&self, len: usize) -> Vec<u64> {
         (0..len).map(|index| self.number(FIXED + 8 * index)).collect()
     }
@@ -281,7 +280,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn everything_that_must_agree_is_in_the_fingerprint() {
+    fn fingerprints_cover_everything_that_must_agree() {
         let call = |name, how, parts: &[(DType, &[usize])]| Call::new(name, how, parts.iter().copied());
         let subject = Subject::new("unit", ["a", "b"].map(String::from));
         let other = Subject::new("unit", ["a", "c"].map(String::from));
@@ -310,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn announcements_survive_the_way() {
+    fn announcements_survive_encoding() {
         let mut call = Call::new("all_gather", "", [(DType::F32, &[10usize, 10][..]); 8].into_iter());
         assert!(call.text.starts_with("all_gather(F32 [10, 10], ") && call.text.ends_with("2 more)"), "{}", call.text);
         let subject = Subject::new("unit `x`", (0..20).map(|i| format!("p{i}")));
@@ -325,7 +324,7 @@ mod tests {
         assert_eq!((0..30).filter(|&member| read.has(member)).collect::<Vec<_>>(), [3, 17]);
         assert_eq!(read.parts(), call.parts);
         assert_eq!(read.parts()[0].beside(&[]), "20 F32");
-        // Nothing is longer than its room.
+        // Everything is cut to its limit.
         let huge = Subject::new("u".repeat(3000), (0..MEMBERS + 9).map(|i| format!("p{i}")));
         let advice: &'static str = "a".repeat(3000).leak();
         call = Call::new("all_gather", "h".repeat(3000), [(DType::F32, &[10usize, 10][..]); PARTS + 9].into_iter())

@@ -1,5 +1,4 @@
-//! A collective as its backend sees it: which one it is, what ranks compare of it, and the errors that end it.
-//! How a rank tells its peers why it failed, so that all of them report the cause and not its echoes.
+//! A collective as its backend sees it: identity, comparison between ranks, and the errors that can end it.
 
 use std::{fmt, time::Duration};
 
@@ -11,10 +10,7 @@ use super::{
 };
 use crate::{Error, Result, text::shortened};
 
-// ---- from process_group/collective
-/// A collective that a group hands to its backend.
-///
-/// As text it is what errors call it, such as `all_gather (collective 7)`.
+/// A collective that a group passes to its backend. Displays as in errors: `all_gather (collective 7)`.
 #[derive(Clone, Copy, Debug)]
 pub struct Collective<'a> {
     call: &'a Call,
@@ -28,46 +24,45 @@ impl<'a> Collective<'a> {
         Collective { call, group, sequence, is_awaited }
     }
 
-    /// What was issued.
+    /// Returns the call.
     pub(super) fn call(&self) -> &'a Call {
         self.call
     }
 
-    /// The group that runs it.
+    /// Returns the group that runs it.
     pub fn group(&self) -> &'a Membership {
         self.group
     }
 
-    /// Its position in the group's order, from 0.
+    /// Returns its position in the group's order, from 0.
     pub fn sequence(&self) -> u64 {
         self.sequence
     }
 
-    /// Whether the thread that runs it is the one that waits for it: the core has nothing else to do meanwhile.
+    /// Returns whether the running thread also waits for it, so that its core has nothing else to do.
     pub fn is_awaited(&self) -> bool {
         self.is_awaited
     }
 
-    /// Whether ranks learn how much moves from each other's announcements only.
+    /// Returns whether ranks learn from each other's announcements how much data moves.
     pub fn is_sized_by_peers(&self) -> bool {
         !self.call.row.is_empty()
     }
 
-    /// Bytes of an announcement in a group of `ranks` ranks.
+    /// Returns the length of an announcement, in bytes, in a group of `ranks` ranks.
     pub const fn announcement_len(ranks: usize) -> usize {
         call::FIXED + 8 * call::ROW * ranks
     }
 
-    /// Writes what this rank announces of the collective to the start of `to`, which has room for it. What lies behind
-    /// is left as it is.
+    /// Writes this rank's announcement to the start of `to`, which must be long enough. Leaves the rest unchanged.
     pub fn announce(&self, to: &mut [u8]) {
         self.call.write(self.sequence, to);
     }
 
-    /// Compares what all ranks announced. `announced` tells what another rank wrote; this rank's own is not asked for.
+    /// Compares the announcements of all ranks. `announced` returns another rank's; it is not called for this rank.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] when they differ, which says in what.
+    /// [`Error::Mismatch`] with the differences.
     pub fn compare<'b>(&self, announced: impl Fn(usize) -> &'b [u8]) -> Result<Traffic> {
         let Membership { name, rank, size, .. } = self.group;
         let announcement = |peer| Announcement::new(announced(peer));
@@ -93,7 +88,7 @@ impl<'a> Collective<'a> {
         Err(mismatch::error(*rank, name, self.sequence, &issued, subject, disagreement))
     }
 
-    /// The error of a wait that took `waited` while the ranks `missing` did not come.
+    /// Returns the error of a wait of length `waited` for the ranks `missing`.
     pub fn timed_out(&self, missing: Vec<usize>, waited: Duration) -> Error {
         Error::Timeout {
             rank: self.group.rank,
@@ -105,7 +100,7 @@ impl<'a> Collective<'a> {
         }
     }
 
-    /// The error of a wait for a rank that is gone; `how` is "died" or "left the group".
+    /// Returns the error of a wait for a rank that is gone. `how` is "died" or "left the group".
     pub fn lost(&self, peer: usize, how: impl Into<String>) -> Error {
         Error::PeerLost {
             rank: self.group.rank,
@@ -124,7 +119,7 @@ impl fmt::Display for Collective<'_> {
     }
 }
 
-/// How much moves between the ranks of an all-to-all: what only sender and receiver know before they compare.
+/// Sizes of an all-to-all's messages, which only senders and receivers know before ranks compare.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Traffic {
     longest: usize,
@@ -137,7 +132,7 @@ impl Traffic {
             for to in 0..rows.len() {
                 if rows[from][call::ROW * to] != rows[to][call::ROW * from + 1] {
                     return Err(format!(
-                        "what rank {from} sends to rank {to} is not as many elements as rank {to} expects from it"
+                        "rank {from} sends rank {to} another number of elements than rank {to} expects"
                     ));
                 }
                 longest = longest.max(rows[from][call::ROW * to + 2] as usize);
@@ -146,15 +141,14 @@ impl Traffic {
         Ok(Traffic { longest })
     }
 
-    /// The most bytes that a rank sends to another, where each part begins at a multiple of 64 bytes behind the one
-    /// before; 0 but for an all-to-all.
+    /// Returns the most bytes that one rank sends to another, with parts aligned to 64 bytes. 0 for collectives other
+    /// than all-to-all.
     pub fn longest(&self) -> usize {
         self.longest
     }
 }
 
-// ---- from process_group/failure
-/// Why a rank takes part in its group no more, in a form that travels as bytes.
+/// The reason why a rank left its group by an error, in a form that can be sent, so that all ranks report the cause.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Failure(Why);
 
@@ -167,10 +161,10 @@ enum Why {
 }
 
 impl Failure {
-    /// The fewest bytes that a failure is cut to.
+    /// The smallest limit on bytes that [`Failure::to_bytes`] keeps to.
     pub const LEAST: usize = 256;
 
-    /// What peers are told of an error of this rank.
+    /// Creates the failure that peers receive for an error of this rank.
     pub fn of(error: &Error) -> Self {
         Failure(match error {
             Error::Mismatch { sequence, details, advice, .. } => {
@@ -188,12 +182,12 @@ impl Failure {
         })
     }
 
-    /// Whether it is that of a rank for which `rank` did not come.
+    /// Returns whether the failed rank had waited for `rank` in vain.
     pub(crate) fn blames(&self, rank: usize) -> bool {
         matches!(&self.0, Why::Timeout { missing, .. } if missing.contains(&rank))
     }
 
-    /// The error of a rank that was in `collective` when it learned that `peer` had failed so.
+    /// Returns the error of a rank that learned during `collective` that `peer` failed.
     pub fn into_error(self, collective: &Collective<'_>, peer: usize) -> Error {
         let Membership { rank, name, hosts, .. } = collective.group().clone();
         let group = name.into_boxed_str();
@@ -201,7 +195,7 @@ impl Failure {
             Why::Mismatch { sequence, details, advice } => Error::Mismatch { rank, group, sequence, details, advice },
             Why::Timeout { missing, .. } if missing.contains(&rank) => {
                 let missing = hosts.ranks(&missing);
-                collective.lost(peer, format!("waited for this rank, which came too late: {missing} were missing"))
+                collective.lost(peer, format!("timed out waiting for this rank; missing: {missing}"))
             }
             Why::Timeout { what, missing, waited } => {
                 Error::Timeout { rank, group, what, missing, hosts, seconds: waited.as_secs_f64() }
@@ -213,7 +207,7 @@ impl Failure {
         }
     }
 
-    /// The failure as at most `room` bytes, of which there are at least [`Failure::LEAST`]: shortened where it must be.
+    /// Encodes the failure in at most `room` bytes (at least [`Failure::LEAST`]), with shortened texts if necessary.
     pub fn to_bytes(&self, room: usize) -> Vec<u8> {
         let room = room.max(Self::LEAST);
         let mut fields = Vec::new();
@@ -227,7 +221,7 @@ impl Failure {
             Why::Timeout { what, missing, waited } => {
                 fields.push(2);
                 fields.extend((waited.as_millis() as u64).to_le_bytes());
-                // A rank takes eight bytes and leaves room for the text.
+                // Ranks may take half of the space, texts the rest.
                 let missing = &missing[..missing.len().min(room / 16)];
                 fields.extend(number(missing.len()));
                 missing.iter().for_each(|&rank| fields.extend(number(rank)));
@@ -252,7 +246,7 @@ impl Failure {
         fields
     }
 
-    /// Reads what [`Failure::to_bytes`] made. Whatever the bytes are, the answer is a failure.
+    /// Decodes the bytes of [`Failure::to_bytes`]. Bytes that cannot be decoded are a failure without a reason.
     pub fn from_bytes(bytes: &[u8]) -> Self {
         Failure(Why::parse(bytes).unwrap_or_else(|| Why::Other { text: "an unreadable reason".into() }))
     }
@@ -301,37 +295,37 @@ mod tests {
 
     const ROOM: usize = 2048;
 
-    fn through(why: &Why) -> Why {
+    fn round_trip(why: &Why) -> Why {
         let bytes = Failure(why.clone()).to_bytes(ROOM);
         assert!(bytes.len() <= ROOM);
         Failure::from_bytes(&bytes).0
     }
 
     #[test]
-    fn every_kind_survives() {
+    fn failures_survive_encoding() {
         for failure in [
             Why::Mismatch { sequence: 7, details: "rank 0: this, rank 1: \u{2260}".into(), advice: ". Or".into() },
             Why::Timeout { what: "barrier".into(), missing: vec![1, 3], waited: Duration::from_millis(1500) },
             Why::PeerLost { what: "barrier".into(), peer: 2, how: "died".into() },
             Why::Other { text: "no".into() },
         ] {
-            assert_eq!(through(&failure), failure);
+            assert_eq!(round_trip(&failure), failure);
         }
     }
 
     #[test]
-    fn long_texts_are_cut_not_lost() {
-        let Why::Other { text } = through(&Why::Other { text: "\u{2260}".repeat(3000) }) else {
+    fn long_texts_are_shortened() {
+        let Why::Other { text } = round_trip(&Why::Other { text: "\u{2260}".repeat(3000) }) else {
             panic!("another kind")
         };
         assert!(text.len() > 900 && text.chars().all(|c| c == '\u{2260}'));
         let many = Why::Timeout { what: "x".repeat(3000), missing: (0..250).collect(), waited: Duration::ZERO };
-        assert!(matches!(through(&many), Why::Timeout { missing, .. } if missing.len() == ROOM / 16));
+        assert!(matches!(round_trip(&many), Why::Timeout { missing, .. } if missing.len() == ROOM / 16));
     }
 
     proptest! {
         #[test]
-        fn any_bytes_are_some_failure(bytes in proptest::collection::vec(any::<u8>(), 0..ROOM)) {
+        fn any_bytes_decode(bytes in proptest::collection::vec(any::<u8>(), 0..ROOM)) {
             Failure::from_bytes(&bytes);
         }
     }

@@ -1,6 +1,4 @@
-//! The process group: what all engines share, over the backend that moves the bytes.
-//! Small values over a group: numbers that are reduced, messages that are gathered, and what all ranks must agree
-//! about.
+//! The process group: everything that its backends share, and helpers for small values.
 
 use std::{
     fmt,
@@ -22,16 +20,15 @@ use super::{
 };
 use crate::{Allocator, Buffer, DeviceId, Element, Error, Heap, ReduceOp, Result, hash::Hash};
 
-// ---- from process_group/group
-/// A group of ranks that run the same collectives in the same order. A handle: clones are the same group.
+/// A handle of a group of ranks that run the same collectives in the same order. Clones are handles of the same group.
 ///
-/// Collectives take *lists* of buffers, so that the parameters of one FSDP unit move in one collective; they are issued
-/// without blocking and return a [`Work`] to wait for; those of one group run in issue order.
+/// Collectives take *lists* of buffers, so that the parameters of one FSDP unit move in one collective. They are issued
+/// without blocking and return a [`Work`] to wait for. Collectives of a group run in issue order.
 ///
-/// Every collective carries a sequence number and a fingerprint; ranks that disagree all get
-/// [`crate::Error::Mismatch`]. Waiting ends with [`crate::Error::Timeout`] after [`ProcessGroup::timeout`] without
-/// progress and with [`crate::Error::PeerLost`] soon after a peer died. After any of these the group is unusable and
-/// every later collective returns the same error.
+/// Every collective has a sequence number and a fingerprint. Ranks that disagree all get [`crate::Error::Mismatch`]. A
+/// wait ends with [`crate::Error::Timeout`] after [`ProcessGroup::timeout`] without progress, and with
+/// [`crate::Error::PeerLost`] soon after a peer was lost. The group is then unusable, and all later collectives return
+/// the same error.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -39,21 +36,21 @@ use crate::{Allocator, Buffer, DeviceId, Element, Error, Heap, ReduceOp, Result,
 ///
 /// local::run(2, |group| {
 ///     let rank = group.rank();
-///     // One collective for two tensors; rank 1 holds nothing of the second.
+///     // One collective for two tensors. Rank 1 has no elements of the second.
 ///     let of = |values: Vec<f32>| Arc::new(Buffer::F32(values));
 ///     let parts = vec![
 ///         GatherPart { input: of(vec![rank as f32; 2]), counts: vec![2, 2] },
 ///         GatherPart { input: of(vec![7.; 1 - rank]), counts: vec![1, 0] },
 ///     ];
 ///     let gathered = group.all_gather(parts, Heap::shared());
-///     // Issued behind it; neither waits for the other.
+///     // Issued after it. Neither waits for the other.
 ///     let part = ScatterPart { input: Buffer::F32(vec![1., 2., 3.]), counts: vec![2, 1] };
 ///     let reduced = group.reduce_scatter(vec![part], ReduceOp::Sum, Heap::shared());
 ///
 ///     assert_eq!(gathered.wait()?, [Buffer::F32(vec![0., 0., 1., 1.]), Buffer::F32(vec![7.])]);
 ///     assert_eq!(reduced.wait()?, [Buffer::F32(if rank == 0 { vec![2., 4.] } else { vec![6.] })]);
 ///
-///     // Groups of some of the ranks: here each rank by itself.
+///     // Splits the ranks into groups: here a group for each rank.
 ///     let alone = group.split(rank, 0)?;
 ///     assert_eq!((alone.rank(), alone.size()), (0, 1));
 ///     Ok::<_, fsdp_core::Error>(())
@@ -65,13 +62,13 @@ use crate::{Allocator, Buffer, DeviceId, Element, Error, Heap, ReduceOp, Result,
 #[derive(Clone)]
 pub struct ProcessGroup {
     ranks: Arc<Ranks>,
-    /// What its collectives are about.
+    /// Signature of its collectives.
     signature: Option<Signature>,
-    /// Whether they wait until somebody waits for them.
+    /// Whether its collectives run on the thread that waits for them.
     is_deferred: bool,
 }
 
-/// What the handles of a group share.
+/// State shared by the handles of a group.
 struct Ranks {
     membership: Membership,
     origin: Origin,
@@ -83,17 +80,17 @@ struct Ranks {
     thread: Option<JoinHandle<()>>,
 }
 
-/// Which ranks a group has, by their numbers in the group that it was split from in the end.
+/// The ranks of a group by their numbers in the group at the root of its splits.
 struct Origin {
     root: Arc<()>,
     ranks: Vec<usize>,
 }
 
 impl ProcessGroup {
-    /// The group that `backend` moves bytes for, whose thread it starts.
+    /// Creates the group whose bytes `backend` moves, and starts its thread.
     ///
     /// # Errors
-    /// [`Error::Argument`] when the rank is outside the group, [`Error::Os`] when the system refuses a thread.
+    /// [`Error::Argument`] if the rank is outside the group, [`Error::Os`] if the system refuses a thread.
     pub fn new(membership: Membership, backend: Box<dyn Backend>) -> Result<Self> {
         let origin = Origin { root: Arc::new(()), ranks: (0..membership.size).collect() };
         Self::of_origin(membership, origin, backend)
@@ -102,7 +99,7 @@ impl ProcessGroup {
     fn of_origin(membership: Membership, origin: Origin, backend: Box<dyn Backend>) -> Result<Self> {
         let Membership { name, rank, size, .. } = &membership;
         if rank >= size {
-            let message = format!("group \"{name}\" has {size} ranks: ranks count from 0 to one less");
+            let message = format!("rank {rank} is outside group \"{name}\": expected 0 to {}", size.saturating_sub(1));
             return Err(Error::Argument { rank: *rank, message });
         }
         let (device, guarantees, runs_when_issued) =
@@ -123,10 +120,10 @@ impl ProcessGroup {
         Ok(ProcessGroup { ranks: Arc::new(ranks), signature: None, is_deferred: false })
     }
 
-    /// A world of this process alone, which needs no backend.
+    /// Creates a world of this process only.
     ///
     /// # Errors
-    /// [`Error::Os`] when the system refuses a thread.
+    /// [`Error::Os`] if the system refuses a thread.
     ///
     /// ```
     /// use std::time::Duration;
@@ -139,58 +136,58 @@ impl ProcessGroup {
         ProcessGroup::new(Membership::world(0, 1, timeout), Box::new(SingleRank(DeviceId::Host)))
     }
 
-    /// A rank's number in the group that this one was split from in the end, if `other` was split from the same.
+    /// Returns a rank's number in the root group, if `other` was split from the same root.
     pub(crate) fn common_number(&self, rank: usize, other: &ProcessGroup) -> Option<usize> {
         let Origin { root, ranks } = &self.ranks.origin;
         if Arc::ptr_eq(root, &other.ranks.origin.root) { ranks.get(rank).copied() } else { None }
     }
 
-    /// This process's rank in the group.
+    /// Returns this process's rank in the group.
     pub fn rank(&self) -> usize {
         self.ranks.membership.rank
     }
 
-    /// The number of ranks in the group.
+    /// Returns the number of ranks in the group.
     pub fn size(&self) -> usize {
         self.ranks.membership.size
     }
 
-    /// A name for messages, the same on every rank.
+    /// Returns the group's name, which is the same on every rank.
     pub fn name(&self) -> &str {
         &self.ranks.membership.name
     }
 
-    /// How long a collective may wait for its peers while none of them makes progress.
+    /// Returns how long a collective waits for its peers while none of them makes progress.
     pub fn timeout(&self) -> Duration {
         self.ranks.membership.timeout
     }
 
-    /// Where the memory is that its collectives move.
+    /// Returns the device whose memory its collectives move.
     pub fn device(&self) -> DeviceId {
         self.ranks.device
     }
 
-    /// What its backend guarantees.
+    /// Returns the guarantees of its backend.
     pub fn guarantees(&self) -> Guarantees {
         self.ranks.guarantees
     }
 
-    /// Whether the other handle is of this group. Signatures don't matter.
+    /// Returns whether both handles are of the same group, whatever their signatures.
     pub fn is(&self, other: &ProcessGroup) -> bool {
         Arc::ptr_eq(&self.ranks, &other.ranks)
     }
 
-    /// The same group, whose collectives are about something: ranks that issue them with different signatures all get
-    /// [`crate::Error::Mismatch`], which names what differs. It travels with the fingerprint: no data, no wait.
+    /// Returns a handle whose collectives carry a signature. Ranks that issue a collective with different signatures all
+    /// get [`crate::Error::Mismatch`], which names the difference. Signatures add no communication.
     pub fn signed(&self, signature: Signature) -> ProcessGroup {
         ProcessGroup { signature: Some(signature), ..self.clone() }
     }
 
-    /// The same group, for who waits at once: its collectives run on the thread that waits for them, with what was
-    /// issued before and has not begun. No other thread has to wake up, which takes longer than a small collective.
+    /// Returns a handle for callers that wait at once. Its collectives run on the thread that waits for them, together
+    /// with earlier ones that have not begun. No other thread has to wake up, which takes longer than a small collective.
     ///
-    /// A collective that nobody waits for does not stay behind: it also runs when its [`Work`] is asked whether it is
-    /// done or dropped, and when one is issued behind it that is not deferred. Peers notice no difference.
+    /// Deferred collectives also run when their [`Work`] is polled or dropped, and when a collective that is not deferred
+    /// is issued after them. Peers see no difference.
     ///
     /// ```
     /// use fsdp_core::{Buffer, ReduceOp, process_group::local};
@@ -203,69 +200,68 @@ impl ProcessGroup {
         ProcessGroup { is_deferred: true, ..self.clone() }
     }
 
-    /// Every rank gets the concatenation of every rank's input, for each part. Outputs are taken from `memory` when the
-    /// collective starts.
+    /// Gives every rank the concatenation of all ranks' inputs, for each part. Outputs are allocated from `memory` when
+    /// the collective starts.
     pub fn all_gather(&self, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work {
         let call = op::gather(&parts, &self.ranks.membership, self.ranks.device);
         self.issue(call, Op::AllGather { parts, memory })
     }
 
-    /// Rank `r` gets the reduction over ranks of their elements for `r`, for each part. Outputs are taken from
-    /// `memory`, inputs given to it as soon as they are consumed.
+    /// Gives rank `r` the reduction of all ranks' elements for `r`, for each part. Outputs are allocated from `memory`,
+    /// and inputs are given back to it as soon as they are consumed.
     pub fn reduce_scatter(&self, parts: Vec<ScatterPart>, op: ReduceOp, memory: Arc<dyn Allocator>) -> Work {
         let call = op::scatter(&parts, op, &self.ranks.membership, self.ranks.device);
         self.issue(call, Op::ReduceScatter { parts, op, memory })
     }
 
-    /// Every rank gets the reduction over ranks, in place.
+    /// Gives every rank the reduction over all ranks, in place.
     pub fn all_reduce(&self, buffers: Vec<Buffer>, op: ReduceOp) -> Work {
         let call = op::reduce(&buffers, op, &self.ranks.membership, self.ranks.device);
         self.issue(call, Op::AllReduce { buffers, op })
     }
 
-    /// Every rank gets what rank `root` passed, in place.
+    /// Gives every rank the buffers of rank `root`, in place.
     pub fn broadcast(&self, buffers: Vec<Buffer>, root: usize) -> Work {
         let call = op::broadcast(&buffers, root, &self.ranks.membership, self.ranks.device);
         self.issue(call, Op::Broadcast { buffers, root })
     }
 
-    /// Rank `r` gets what every rank sent it, concatenated in rank order, for each part.
+    /// Gives rank `r` the elements that all ranks sent to it, concatenated in rank order, for each part.
     pub fn all_to_all(&self, parts: Vec<ExchangePart>, memory: Arc<dyn Allocator>) -> Work {
         let call = op::exchange(&parts, &self.ranks.membership, self.ranks.device);
         self.issue(call, Op::AllToAll { parts, memory })
     }
 
-    /// Nobody goes on before everybody is here.
+    /// Completes once all ranks have issued it.
     pub fn barrier(&self) -> Work {
         self.issue(Ok(Call::new("barrier", "", std::iter::empty())), Op::Barrier)
     }
 
-    /// Groups of the ranks that pass the same `color`, ordered by `key` and then by rank. Collective over this group;
+    /// Splits the group into groups of ranks that pass the same `color`, ordered by `key` and then by rank. Collective;
     /// blocks.
     ///
     /// # Errors
-    /// As a collective's.
+    /// Errors of a collective.
     pub fn split(&self, color: usize, key: usize) -> Result<ProcessGroup> {
-        let (tell, told) = channel();
+        let (sender, receiver) = channel();
         let call = Call::new("split", "", std::iter::empty());
         let run = move |backend: &mut dyn Backend, collective: &Collective<'_>| {
-            // Nobody hears it who has stopped listening.
-            let _ = tell.send(split(backend, collective, color, key)?);
+            let _ = sender.send(split(backend, collective, color, key)?);
             Ok(CollectiveOutput::default())
         };
         self.queue(Ok(call), Box::new(run), self.is_deferred).wait()?;
-        let (membership, members, backend) = told.recv().map_err(|_| Error::Internal {
+        let (membership, members, backend) = receiver.recv().map_err(|_| Error::Internal {
             rank: self.rank(),
-            what: format!("a split of group \"{}\" made no group", self.name()),
+            what: format!("splitting group \"{}\" made no group", self.name()),
         })?;
-        // The peers are about to wait for this rank in the new group.
+        // A failure must reach the peers, which wait for this rank in the new group.
         let of_root = |rank: usize| self.ranks.origin.ranks[rank];
         let origin = Origin { root: self.ranks.origin.root.clone(), ranks: members.into_iter().map(of_root).collect() };
         ProcessGroup::of_origin(membership, origin, backend)
             .inspect_err(|error| self.ranks.queue.push(Job::Fail(error.clone()), true))
     }
 
-    /// Queues an operation, or the failure of the group where the arguments can't be.
+    /// Queues a checked operation, or fails the group if the check failed.
     pub(super) fn issue(&self, checked: Result<Call>, op: Op) -> Work {
         let run_now = self.ranks.runs_when_issued && op.device() != DeviceId::Host;
         let run = Box::new(move |backend: &mut dyn Backend, collective: &Collective<'_>| backend.run(collective, op));
@@ -273,7 +269,7 @@ impl ProcessGroup {
         if run_now { work.run_here() } else { work }
     }
 
-    /// What this rank sees of its peers.
+    /// Returns the backend's view of the peers.
     pub(super) fn peer_monitor(&self) -> Option<Arc<dyn PeerMonitor>> {
         self.ranks.peer_monitor.clone()
     }
@@ -283,20 +279,19 @@ impl ProcessGroup {
         &self.ranks.membership
     }
 
-    /// Has something done with the backend, in turn, that is no collective of the group's, and waits for it.
-    pub(super) fn aside<T: Send + 'static>(
+    /// Runs `f` on the backend, in turn, without counting it as a collective of the group. Blocks.
+    pub(super) fn run_uncounted<T: Send + 'static>(
         &self,
         call: Call,
         f: impl FnOnce(&mut dyn Backend, &Collective<'_>) -> Result<T> + Send + 'static,
     ) -> Result<T> {
-        let (tell, told) = channel();
-        // Nobody hears it who has stopped listening.
+        let (sender, receiver) = channel();
         let run = Box::new(move |backend: &mut dyn Backend, collective: &Collective<'_>| {
-            let _ = tell.send(f(backend, collective));
+            let _ = sender.send(f(backend, collective));
         });
-        self.ranks.queue.push(Job::Aside { call, run }, true);
-        told.recv().unwrap_or_else(|_| {
-            let what = format!("group \"{}\" has ended while it was in use", self.name());
+        self.ranks.queue.push(Job::Uncounted { call, run }, true);
+        receiver.recv().unwrap_or_else(|_| {
+            let what = format!("group \"{}\" ended while it was in use", self.name());
             Err(Error::Internal { rank: self.rank(), what })
         })
     }
@@ -319,7 +314,7 @@ impl ProcessGroup {
     }
 }
 
-/// This rank's end of the group of those that pass the same `color`.
+/// Creates this rank's end of the group of ranks that pass the same `color`.
 fn split(
     backend: &mut dyn Backend,
     collective: &Collective<'_>,
@@ -329,14 +324,14 @@ fn split(
     let group = collective.group();
     let internal = |what: String| Error::Internal {
         rank: group.rank,
-        what: format!("a split of group \"{}\" {what}", group.name),
+        what: format!("splitting group \"{}\": {what}", group.name),
     };
     let part = GatherPart { input: Arc::new(Buffer::I64(vec![color as i64, key as i64])), counts: vec![2; group.size] };
     let gather = Op::AllGather { parts: vec![part], memory: Heap::shared() };
     let mut gathered = backend.run(collective, gather)?.outputs;
     let numbers = match gathered.pop() {
         Some(Buffer::I64(numbers)) if numbers.len() == 2 * group.size => numbers,
-        other => return Err(internal(format!("gathered {other:?} instead of two I64 a rank"))),
+        other => return Err(internal(format!("gathered {other:?}, expected two I64 for each rank"))),
     };
     let mut members: Vec<_> = numbers
         .chunks_exact(2)
@@ -347,9 +342,9 @@ fn split(
     members.sort_unstable();
     let ranks: Vec<_> = members.into_iter().map(|(_, rank)| rank).collect();
     let Some(rank) = ranks.iter().position(|&rank| rank == group.rank) else {
-        return Err(internal(format!("gathered another color than {color} from this rank")));
+        return Err(internal(format!("this rank's color {color} was not gathered")));
     };
-    // The sequence number of this collective gives the groups names of their own.
+    // The collective's sequence number makes the names unique.
     let name = format!("{}/{}.{color}", group.name, collective.sequence());
     let hosts = group.hosts.select(&ranks);
     let membership = Membership { name, rank, size: ranks.len(), timeout: group.timeout, hosts };
@@ -372,7 +367,7 @@ impl Drop for Ranks {
     fn drop(&mut self) {
         self.queue.close();
         if let Some(thread) = self.thread.take()
-            // Who runs a collective drops the group when its buffers held the last reference.
+            // A collective that runs on this thread drops the group if its buffers held the last reference.
             && !self.queue.is_run_here()
             && thread.thread().id() != std::thread::current().id()
         {
@@ -381,21 +376,20 @@ impl Drop for Ranks {
     }
 }
 
-// ---- from process_group/typed
 impl ProcessGroup {
-    /// The reduction of each rank's values, one by one. Collective; blocks.
+    /// Reduces each rank's values elementwise. Collective; blocks.
     ///
     /// # Errors
-    /// As [`ProcessGroup::all_reduce`].
+    /// Errors of [`ProcessGroup::all_reduce`].
     pub fn all_reduce_values<T: Element>(&self, values: Vec<T>, op: ReduceOp) -> Result<Vec<T>> {
         let len = values.len();
         self.elements(self.deferred().all_reduce(vec![Buffer::from(values)], op), len)
     }
 
-    /// The reduction of each rank's value. Collective; blocks.
+    /// Reduces each rank's value. Collective; blocks.
     ///
     /// # Errors
-    /// As [`ProcessGroup::all_reduce`].
+    /// Errors of [`ProcessGroup::all_reduce`].
     ///
     /// ```
     /// use fsdp_core::{ReduceOp, process_group::local};
@@ -408,19 +402,19 @@ impl ProcessGroup {
         Ok(self.all_reduce_values(vec![value], op)?[0])
     }
 
-    /// Every rank's values, of which each rank has as many, in rank order. Collective; blocks.
+    /// Returns all ranks' values in rank order. All ranks pass the same number of values. Collective; blocks.
     ///
     /// # Errors
-    /// As [`ProcessGroup::all_gather`].
+    /// Errors of [`ProcessGroup::all_gather`].
     pub fn gather_values<T: Element>(&self, values: Vec<T>) -> Result<Vec<T>> {
         let counts = vec![values.len(); self.size()];
         self.gather(values, counts)
     }
 
-    /// Every rank's message, in rank order. They may differ in length. Collective; blocks.
+    /// Returns all ranks' messages in rank order. Their lengths may differ. Collective; blocks.
     ///
     /// # Errors
-    /// As [`ProcessGroup::all_gather`].
+    /// Errors of [`ProcessGroup::all_gather`].
     ///
     /// ```
     /// use fsdp_core::process_group::local;
@@ -443,11 +437,10 @@ impl ProcessGroup {
         Ok(messages.collect())
     }
 
-    /// The ranks whose value is not this rank's: none where all agree. Values are compared by a hash of 64 bits.
-    /// Collective; blocks.
+    /// Returns the ranks whose value differs from this rank's. Compares hashes of 64 bits. Collective; blocks.
     ///
     /// # Errors
-    /// As [`ProcessGroup::all_gather`].
+    /// Errors of [`ProcessGroup::all_gather`].
     ///
     /// ```
     /// use fsdp_core::process_group::local;
@@ -468,7 +461,7 @@ impl ProcessGroup {
         self.elements(self.deferred().all_gather(vec![part], Heap::shared()), len)
     }
 
-    /// The output of a collective of one part.
+    /// Waits for a collective of one part and returns its output.
     pub(crate) fn only_output(&self, work: Work) -> Result<Buffer> {
         work.wait()?.pop().ok_or_else(|| Error::Internal {
             rank: self.rank(),
@@ -476,7 +469,7 @@ impl ProcessGroup {
         })
     }
 
-    /// The `len` elements of a collective's only output.
+    /// Waits for a collective of one part and returns its `len` elements.
     fn elements<T: Element>(&self, work: Work, len: usize) -> Result<Vec<T>> {
         let found = match self.only_output(work)?.into_vec() {
             Ok(values) if values.len() == len => return Ok(values),
@@ -485,7 +478,7 @@ impl ProcessGroup {
         };
         Err(Error::Internal {
             rank: self.rank(),
-            what: format!("a collective of group \"{}\" gave {found} instead of {len} {}", self.name(), T::DTYPE),
+            what: format!("a collective of group \"{}\" gave {found}, expected {len} {}", self.name(), T::DTYPE),
         })
     }
 }

@@ -1,7 +1,8 @@
-//! A store that the ranks of a group keep together.
+//! A store that is replicated on the ranks of a group.
+
+use std::{sync::Arc, time::Duration};
 
 use parking_lot::Mutex;
-use std::{sync::Arc, time::Duration};
 
 use super::{
     backend::CollectiveOutput,
@@ -14,12 +15,11 @@ use crate::{
     store::{Answer, MemoryStore, Request, RequestContext, Store},
 };
 
-/// A [`Store`] over a group that stands, whatever its backend: each rank has a copy, and each call is an exchange.
+/// A [`Store`] over an existing group, whatever its backend. Each rank has a copy, and each call exchanges requests.
 ///
-/// **Every call is collective**: all ranks of the group make one at the same time, each the one that it likes, and all
-/// of them count, in rank order, sets before gets. So a value that no rank has set by then will not come, and `get`
-/// fails at once; its timeout is the group's. The calls are no collectives of the group's own: its later ones keep
-/// their numbers.
+/// **Every call is collective**: all ranks of the group make a call at the same time, not necessarily the same one. The
+/// calls take effect in rank order, sets before gets. So `get` fails at once if no rank has set the value; its timeout is
+/// ignored. The calls do not count as collectives of the group.
 ///
 /// ```
 /// use std::time::Duration;
@@ -41,7 +41,7 @@ pub struct GroupStore {
 }
 
 impl GroupStore {
-    /// An empty store of the ranks of `group`.
+    /// Creates an empty store.
     pub fn new(group: &ProcessGroup) -> Self {
         let holder = format!("the group \"{}\"", group.name());
         GroupStore { group: group.clone(), copy: Mutex::default(), holder }
@@ -49,7 +49,7 @@ impl GroupStore {
 
     fn ask(&self, request: &Request<'_>) -> Result<Option<Vec<u8>>> {
         let asked = RequestContext::new(request, Some(self.group.rank()), &self.holder);
-        // One call at a time. Asked of all ranks even where it is refused, because they wait for it.
+        // One call at a time. A refused request still takes part in the exchange, because the other ranks wait for it.
         let copy = self.copy.lock();
         let refusal = request.refusal();
         let own = if refusal.is_none() { request.clone() } else { Request::Ping };
@@ -59,7 +59,7 @@ impl GroupStore {
         for (rank, bytes) in all.iter().enumerate() {
             let request = Request::parse(bytes).ok_or_else(|| Error::Internal {
                 rank: self.group.rank(),
-                what: format!("rank {rank} sent a store {} bytes that are no request", bytes.len()),
+                what: format!("rank {rank} sent a store {} bytes that are not a request", bytes.len()),
             })?;
             if !is_get(&request) {
                 let done = copy.answer(&request);
@@ -94,7 +94,7 @@ impl Store for GroupStore {
     }
 }
 
-/// Every rank's message, without a collective of the group's own.
+/// Gathers every rank's message, without counting a collective of the group.
 fn messages(group: &ProcessGroup, message: Vec<u8>) -> Result<Vec<Vec<u8>>> {
     if group.size() == 1 {
         return Ok(vec![message]);
@@ -110,20 +110,20 @@ fn messages(group: &ProcessGroup, message: Vec<u8>) -> Result<Vec<Vec<u8>>> {
     });
     messages.collect::<Option<_>>().ok_or_else(|| Error::Internal {
         rank: group.rank(),
-        what: format!("group \"{}\" gathered {} bytes, fewer than its ranks have said", group.name(), all.len()),
+        what: format!("group \"{}\" gathered {} bytes, fewer than its ranks announced", group.name(), all.len()),
     })
 }
 
 fn gather<T: Element>(group: &ProcessGroup, values: Vec<T>, counts: Vec<usize>) -> Result<Vec<T>> {
     let call = Call::new("meet", "store", std::iter::empty());
     let part = GatherPart { input: Arc::new(Buffer::from(values)), counts };
-    let gathered = group.aside(call, |backend, collective| {
+    let gathered = group.run_uncounted(call, |backend, collective| {
         let op = Op::AllGather { parts: vec![part], memory: Heap::shared() };
         backend.run(collective, op).map(|CollectiveOutput { outputs, .. }| outputs)
     })?;
     let output = gathered.into_iter().next().and_then(|output| output.into_vec().ok());
     output.ok_or_else(|| Error::Internal {
         rank: group.rank(),
-        what: format!("group \"{}\" gathered nothing of a store's", group.name()),
+        what: format!("group \"{}\" gathered no store request", group.name()),
     })
 }

@@ -1,4 +1,4 @@
-//! Ranks that issued different collectives: what differs, for people.
+//! The error of ranks that issued different collectives.
 
 use super::{
     call::{Announcement, MEMBERS, PARTS, SPELLED},
@@ -6,11 +6,12 @@ use super::{
 };
 use crate::Error;
 
-/// The most members that are named for one set of ranks.
+/// Largest number of members that are named for one set of ranks.
 const NAMED: usize = 8;
 
-/// What the ranks issued, by rank, and how it differs. `subject` is this rank's, `disagreement` what they differ in
-/// beside what was announced.
+/// Returns the error, with what each rank issued and the differences.
+///
+/// `subject` is this rank's subject. `disagreement` is a difference outside the announcements' common part.
 pub(super) fn error(
     rank: usize,
     group: &str,
@@ -24,20 +25,20 @@ pub(super) fn error(
     let said = details.len();
     details.extend(positions(issued));
     details.extend(subject.and_then(|subject| members(issued, rank, subject)));
-    // Collectives about different things have different parts, which tell nothing.
+    // Parts of collectives about different subjects differ anyway.
     if details.len() == said {
         details.extend(parts(issued, texts.len() > 1));
     }
     details.extend(disagreement);
     if details.len() == 1 {
-        details.push(unnamed(issued));
+        details.push(hidden_difference(issued));
     }
     let advice: Vec<_> = sets(issued.iter().map(Announcement::advice)).into_iter().map(|(advice, _)| advice).collect();
     let advice = advice.iter().filter(|advice| !advice.is_empty()).map(|advice| format!(". {advice}")).collect();
     Error::Mismatch { rank, group: group.into(), sequence, details: details.join("; "), advice }
 }
 
-/// Equal values with the ranks that have them, in rank order.
+/// Groups equal values with the ranks that have them, in rank order.
 fn sets<T: PartialEq>(values: impl Iterator<Item = T>) -> Vec<(T, Vec<usize>)> {
     let mut sets: Vec<(T, Vec<usize>)> = Vec::new();
     for (rank, value) in values.enumerate() {
@@ -51,11 +52,11 @@ fn sets<T: PartialEq>(values: impl Iterator<Item = T>) -> Vec<(T, Vec<usize>)> {
 
 fn positions(issued: &[Announcement<'_>]) -> Option<String> {
     let sets = sets(issued.iter().map(Announcement::sequence));
-    let spelled: Vec<_> = sets.iter().map(|(at, ranks)| format!("number {at} on rank(s) {ranks:?}")).collect();
-    (sets.len() > 1).then(|| format!("it is collective {}", spelled.join(", ")))
+    let spelled: Vec<_> = sets.iter().map(|(at, ranks)| format!("{at} on rank(s) {ranks:?}")).collect();
+    (sets.len() > 1).then(|| format!("sequence numbers differ: {}", spelled.join(", ")))
 }
 
-/// Which members only some of the ranks named, of those whose collectives are about this rank's subject.
+/// Names the members that only some of the ranks have, among ranks with this rank's subject.
 fn members(issued: &[Announcement<'_>], rank: usize, subject: &Subject) -> Option<String> {
     let hash = issued[rank].subject();
     let alike: Vec<usize> = (0..issued.len()).filter(|&peer| issued[peer].subject() == hash).collect();
@@ -84,7 +85,7 @@ fn members(issued: &[Announcement<'_>], rank: usize, subject: &Subject) -> Optio
     (!spelled.is_empty()).then(|| spelled.join(", "))
 }
 
-/// The first part that differs, where the texts don't show it.
+/// Describes the first part that differs, unless the texts show it.
 fn parts(issued: &[Announcement<'_>], shown: bool) -> Option<String> {
     let parts: Vec<_> = issued.iter().map(Announcement::parts).collect();
     let count = parts.iter().map(Vec::len).max()?;
@@ -101,17 +102,17 @@ fn parts(issued: &[Announcement<'_>], shown: bool) -> Option<String> {
     Some(format!("part {place} is {}", spelled.join(", ")))
 }
 
-/// Where they differ when nothing that was announced does.
-fn unnamed(issued: &[Announcement<'_>]) -> String {
+/// Describes the difference if no announced field differs.
+fn hidden_difference(issued: &[Announcement<'_>]) -> String {
     let subjects = sets(issued.iter().map(|issued| (issued.subject(), issued.members())));
     if subjects.len() > 1 {
         let spelled: Vec<_> =
             subjects.iter().map(|((_, count), ranks)| format!("{count} on rank(s) {ranks:?}")).collect();
-        return format!("they list other names by that, or in another order: {}", spelled.join(", "));
+        return format!("the names differ, or their order: {}", spelled.join(", "));
     }
     let mut places = Vec::new();
     if issued.iter().any(Announcement::is_cut) {
-        places.push("behind the end of these texts".to_string());
+        places.push("after the end of these texts".to_string());
     }
     if issued.iter().any(|issued| issued.parts().len() == PARTS) {
         places.push(format!("after part {}", PARTS - 1));
@@ -119,7 +120,7 @@ fn unnamed(issued: &[Announcement<'_>]) -> String {
     if issued.iter().any(|issued| issued.members() == MEMBERS) {
         places.push(format!("after the {MEMBERS}th name"));
     }
-    let marks = sets(issued.iter().map(Announcement::fingerprint));
-    let marks: Vec<_> = marks.iter().map(|(mark, ranks)| format!("{mark:016x} on rank(s) {ranks:?}")).collect();
-    format!("they differ {}: their fingerprints are {}", places.join(" or "), marks.join(", "))
+    let hashes = sets(issued.iter().map(Announcement::fingerprint));
+    let hashes: Vec<_> = hashes.iter().map(|(hash, ranks)| format!("{hash:016x} on rank(s) {ranks:?}")).collect();
+    format!("they differ {}: their fingerprints are {}", places.join(" or "), hashes.join(", "))
 }

@@ -1,18 +1,13 @@
-//! Process groups: how ranks exchange buffers.
+//! Process groups: collectives between ranks.
 //!
-//! A [`ProcessGroup`] checks, counts, fingerprints and queues collectives, keeps the first error and tells the launcher
-//! where it is. A [`Backend`] moves the bytes. One works over memory that the ranks share, with two ways to meet:
-//! [`local`] for threads of one process and [`shm`] for processes of one host. [`mpi`] is for ranks of several hosts. A
-//! group may also move a device's memory, by a [`DeviceEngine`] beside its backend.
+//! A [`ProcessGroup`] checks, counts, fingerprints and queues collectives, keeps the first error, and records progress for
+//! the launcher. A [`Backend`] moves the bytes. [`local`] serves threads of a process, [`shm`] processes of a host, and
+//! [`mpi`] ranks of several hosts. A [`DeviceEngine`] beside a backend moves the memory of a device. [`init`] chooses the
+//! backend of the world.
 //!
-//! From the bottom up: `membership`, `options` (what can be chosen), `parts` and `signature` (what collectives are of,
-//! move and are about), `host` (what backends over host memory share), `call` and `mismatch` (what ranks compare),
-//! `collective` and `failure` (what a backend gets to know and tells), `landing` (what it returns), `peer_monitor` (what it
-//! sees beside collectives), `backend`, `fence` and `device_memory` (outputs that a device is still writing, and where
-//! they are), `alone` (groups of one), `check` (arguments), `work` and `queue` (running), `group`, `typed` (small
-//! values), `group_store`, `patience` and `roll` (waiting to meet). `on_device` moves a device's memory, over `nccl` or
-//! through the host; `shared_memory` and `mpi` are the backends; `init` chooses one; `conformance` is what each of them
-//! passes.
+//! A collective starts as an [`Op`] with a `call`, its announcement. The `queue` runs it on the backend. The backend
+//! compares the announcements of all ranks before it returns outputs; `mismatch` describes differences. The conformance
+//! suite of `fsdp-test-support` tests every backend.
 
 mod backend;
 mod call;

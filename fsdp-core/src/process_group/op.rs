@@ -1,78 +1,77 @@
-//! What collectives move: lists of parts, so that the parameters of one FSDP unit move in one collective.
-//! Checking the arguments of collectives, and announcing them.
+//! The operations of a group with their arguments, argument checks, and announcements.
+//!
+//! Collectives take lists of parts, so that the parameters of one FSDP unit move in one collective.
 
 use std::sync::Arc;
 
 use super::{call::Call, options::Membership};
 use crate::{Allocator, Buffer, DType, DeviceId, Error, Readable, ReduceOp, Result};
 
-// ---- from process_group/parts
 /// One tensor of an all-gather.
 pub struct GatherPart {
-    /// What this rank contributes: `counts[rank]` elements.
+    /// The elements of this rank: `counts[rank]` of them.
     pub input: Arc<dyn Readable>,
-    /// How many elements each rank contributes. The output is their concatenation in rank order.
+    /// Number of elements of each rank. The output is their concatenation in rank order.
     pub counts: Vec<usize>,
 }
 
 /// One tensor of a reduce-scatter.
 pub struct ScatterPart {
-    /// What this rank contributes for every rank: the concatenation, in rank order, of `counts[r]` elements for each
-    /// rank `r`.
+    /// The elements of this rank: for each rank `r`, in order, `counts[r]` elements.
     pub input: Buffer,
-    /// How many elements each rank receives.
+    /// Number of elements that each rank receives.
     pub counts: Vec<usize>,
 }
 
 /// One tensor of an all-to-all.
 pub struct ExchangePart {
-    /// The concatenation, in rank order, of `send_counts[r]` elements for each rank `r`.
+    /// For each rank `r`, in order, the `send_counts[r]` elements to send to it.
     pub input: Buffer,
-    /// How many elements go to each rank.
+    /// Number of elements to send to each rank.
     pub send_counts: Vec<usize>,
-    /// How many elements come from each rank.
+    /// Number of elements to receive from each rank.
     pub recv_counts: Vec<usize>,
 }
 
-/// A collective to be run, with all that it owns. [`crate::ProcessGroup`]'s method of the same name says what it does;
-/// the group has checked every count, dtype and rank in it.
+/// A collective to run, with its buffers. [`crate::ProcessGroup`] documents each in the method of the same name, and has
+/// checked all counts, dtypes and ranks.
 #[non_exhaustive]
 pub enum Op {
     /// [`crate::ProcessGroup::all_gather`].
     AllGather {
-        /// What is gathered.
+        /// Tensors to gather.
         parts: Vec<GatherPart>,
-        /// Where outputs come from.
+        /// Allocator of the outputs.
         memory: Arc<dyn Allocator>,
     },
     /// [`crate::ProcessGroup::reduce_scatter`].
     ReduceScatter {
-        /// What is reduced.
+        /// Tensors to reduce.
         parts: Vec<ScatterPart>,
-        /// How.
+        /// Reduction.
         op: ReduceOp,
-        /// Where outputs come from and inputs go.
+        /// Allocator of the outputs, which the inputs are given back to.
         memory: Arc<dyn Allocator>,
     },
     /// [`crate::ProcessGroup::all_reduce`].
     AllReduce {
-        /// What is reduced, in place.
+        /// Tensors to reduce in place.
         buffers: Vec<Buffer>,
-        /// How.
+        /// Reduction.
         op: ReduceOp,
     },
     /// [`crate::ProcessGroup::broadcast`].
     Broadcast {
-        /// What is sent, or overwritten.
+        /// Tensors to send, or to overwrite.
         buffers: Vec<Buffer>,
-        /// The rank that sends.
+        /// The sending rank.
         root: usize,
     },
     /// [`crate::ProcessGroup::all_to_all`].
     AllToAll {
-        /// What is exchanged.
+        /// Tensors to exchange.
         parts: Vec<ExchangePart>,
-        /// Where outputs come from and inputs go.
+        /// Allocator of the outputs, which the inputs are given back to.
         memory: Arc<dyn Allocator>,
     },
     /// [`crate::ProcessGroup::barrier`].
@@ -80,7 +79,7 @@ pub enum Op {
 }
 
 impl Op {
-    /// Where its memory is: all of it is on one device, as the group has checked. The host, where there is none.
+    /// Returns the device of all its memory, as the group has checked; the host if it has no buffers.
     pub fn device(&self) -> DeviceId {
         match self {
             Op::AllGather { parts, .. } => parts.first().map(|part| part.input.device()),
@@ -93,22 +92,14 @@ impl Op {
     }
 }
 
-// ---- from process_group/check
 pub(super) fn gather(parts: &[GatherPart], group: &Membership, device: DeviceId) -> Result<Call> {
     let at = At { name: "all_gather", rank: group.rank };
     at.device(parts.iter().map(|part| part.input.device()), device)?;
     for (index, part) in parts.iter().enumerate() {
         at.total(index, "counts", &part.counts, part.input.dtype(), group)?;
         if part.input.len() != part.counts[group.rank] {
-            return at.refuse(
-                index,
-                format!(
-                    "the input has {} elements but counts[{}] is {}",
-                    part.input.len(),
-                    group.rank,
-                    part.counts[group.rank]
-                ),
-            );
+            let (len, count) = (part.input.len(), part.counts[group.rank]);
+            return at.refuse(index, format!("the input has {len} elements but counts[{}] is {count}", group.rank));
         }
     }
     Ok(Call::new(at.name, "", parts.iter().map(|part| (part.input.dtype(), &part.counts[..]))))
@@ -137,10 +128,8 @@ pub(super) fn reduce(buffers: &[Buffer], op: ReduceOp, group: &Membership, devic
 
 pub(super) fn broadcast(buffers: &[Buffer], root: usize, group: &Membership, device: DeviceId) -> Result<Call> {
     if root >= group.size {
-        return Err(Error::Argument {
-            rank: group.rank,
-            message: format!("broadcast: root {root} is no rank of a group of {}", group.size),
-        });
+        let message = format!("broadcast: root {root} is not a rank of a group of {}", group.size);
+        return Err(Error::Argument { rank: group.rank, message });
     }
     let at = At { name: "broadcast", rank: group.rank };
     at.device(buffers.iter().map(Buffer::device), device)?;
@@ -160,19 +149,15 @@ pub(super) fn exchange(parts: &[ExchangePart], group: &Membership, device: Devic
         let (sent, received) = (part.send_counts[group.rank], part.recv_counts[group.rank]);
         if sent != received {
             let rank = group.rank;
-            return at.refuse(
-                index,
-                format!(
-                    "send_counts[{rank}] is {sent} but recv_counts[{rank}] is {received}: both are what stays here"
-                ),
-            );
+            let why = format!("send_counts[{rank}] is {sent} but recv_counts[{rank}] is {received}: make them equal");
+            return at.refuse(index, why);
         }
     }
     let call = Call::new(at.name, "", parts.iter().map(|part| (part.input.dtype(), &[][..])));
     Ok(if group.size > 1 { call.with_row(parts, group) } else { call })
 }
 
-/// Where an argument is.
+/// The collective and rank whose arguments are checked, for messages.
 struct At {
     name: &'static str,
     rank: usize,
@@ -183,34 +168,33 @@ impl At {
         Err(Error::Argument { rank: self.rank, message: format!("{}: part {part}: {why}", self.name) })
     }
 
-    /// The sum of counts for every rank.
+    /// Returns the sum of the counts, of which there must be one for each rank.
     fn total(&self, part: usize, what: &str, counts: &[usize], dtype: DType, group: &Membership) -> Result<usize> {
         if counts.len() != group.size {
-            let why =
-                format!("{what} has {} entries but the group has {} ranks: give one a rank", counts.len(), group.size);
+            let why = format!("{what} has {} entries, expected {}, one for each rank", counts.len(), group.size);
             return self.refuse(part, why);
         }
         let total = counts.iter().try_fold(0usize, |sum, &count| sum.checked_add(count));
         match total.filter(|total| total.checked_mul(dtype.size()).is_some_and(|bytes| bytes <= isize::MAX as usize)) {
             Some(total) => Ok(total),
-            None => self.refuse(part, format!("{what} {counts:?} add up to more than memory can hold")),
+            None => self.refuse(part, format!("{what} {counts:?} add up to more elements than memory can hold")),
         }
     }
 
-    /// All memory of a collective is the host's, or all is that of the group's device.
+    /// Checks that all memory is the host's, or that all is the group's device's.
     fn device(&self, parts: impl Iterator<Item = DeviceId>, group: DeviceId) -> Result<()> {
         let mut first = None;
         for (part, device) in parts.enumerate() {
             if device != group && device != DeviceId::Host {
                 let moved = match group {
-                    DeviceId::Host => "that of the host".to_string(),
-                    device => format!("that of {device} and the host"),
+                    DeviceId::Host => "host memory".to_string(),
+                    device => format!("memory of the host and {device}"),
                 };
                 return self.refuse(part, format!("it is in the memory of {device}, but the group moves {moved}"));
             }
             let first = *first.get_or_insert(device);
             if device != first {
-                let why = format!("it is in the memory of {device}, but part 0 is in that of {first}: use one of them");
+                let why = format!("it is in the memory of {device}, but part 0 is in the memory of {first}");
                 return self.refuse(part, why);
             }
         }
@@ -226,8 +210,8 @@ impl At {
 
     fn op(&self, part: usize, op: ReduceOp, dtype: DType) -> Result<()> {
         if op == ReduceOp::Avg && !dtype.is_float() {
-            return self
-                .refuse(part, format!("the average of {dtype} is no {dtype}: use sum, or a floating point type"));
+            let why = format!("the average of {dtype} is not defined: use sum, or a floating point type");
+            return self.refuse(part, why);
         }
         Ok(())
     }

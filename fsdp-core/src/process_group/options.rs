@@ -1,32 +1,26 @@
-//! What can be chosen about a process group.
-//! Which group, and who this process is in it.
-
-//! The group of all ranks, by the backend that the environment names.
+//! Options of a process group, its membership, and the choice of a backend for the world.
 
 use std::time::Duration;
 
 use super::{group::ProcessGroup, mpi, shared_memory::shm};
 use crate::{Error, HostNames, RankEnv, Result, heartbeat};
 
-// ---- from process_group/options
-/// Timeouts that make sense: longer than a look at a clock, and at most 30 years.
+/// Accepted timeouts, in seconds: from a millisecond to 30 years.
 const SECONDS: std::ops::RangeInclusive<f64> = 1e-3..=1e9;
 
-/// Choices for a process group. All ranks should make the same.
+/// Options of a process group. All ranks should use the same.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Options {
-    /// How long a rank waits for its peers, when they meet and for each step of a collective. 10 minutes by default.
+    /// How long a rank waits for its peers, at the rendezvous and in each step of a collective. 10 minutes by default.
     pub timeout: Duration,
-    /// Bytes that move at a time. A rank's shared memory is four times this. 128 KiB by default; rounded to what the
-    /// ranks can share evenly.
+    /// Bytes that move at a time, rounded so that ranks can share them evenly. 128 KiB by default. A rank's shared memory
+    /// is four times as large.
     pub chunk_bytes: usize,
-    /// Whether ranks that share a host share what comes to it from others, and add up what goes to others, where hosts
-    /// are several. Results have the same bits. For reductions it takes a few MiB more. True by default; it is so where
-    /// all ranks want it.
+    /// Whether ranks of one host share data from other hosts, and add up data for them before it is sent. Results have
+    /// the same bits. Reductions take a few MiB more. True by default, and in effect if it is true on all ranks.
     pub hierarchy: bool,
-    /// Which host this rank counts to: those with the same name share one, and have to be able to share its memory. By
-    /// default found out.
+    /// Name of this rank's host. Ranks with the same name must be able to share memory. Detected by default.
     pub host: Option<String>,
 }
 
@@ -37,35 +31,34 @@ impl Default for Options {
 }
 
 impl Options {
-    /// With another [`Options::timeout`].
+    /// Sets [`Options::timeout`].
     pub fn with_timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
     }
 
-    /// With other [`Options::chunk_bytes`].
+    /// Sets [`Options::chunk_bytes`].
     pub fn with_chunk_bytes(mut self, chunk_bytes: usize) -> Self {
         self.chunk_bytes = chunk_bytes;
         self
     }
 
-    /// With another [`Options::hierarchy`].
+    /// Sets [`Options::hierarchy`].
     pub fn with_hierarchy(mut self, hierarchy: bool) -> Self {
         self.hierarchy = hierarchy;
         self
     }
 
-    /// With a name for [`Options::host`].
+    /// Sets [`Options::host`].
     pub fn with_host(mut self, name: impl Into<String>) -> Self {
         self.host = Some(name.into());
         self
     }
 
-    /// With what the environment says: `FSDP_TIMEOUT_S`, in seconds, and `FSDP_HIERARCHY`, which is 0 or 1, read
-    /// through `var`.
+    /// Applies the environment variables `FSDP_TIMEOUT_S` (seconds) and `FSDP_HIERARCHY` (0 or 1), read through `var`.
     ///
     /// # Errors
-    /// When the timeout is set to anything but a number from 0.001 to 1000000000, or the other to anything else.
+    /// If the timeout is not a number from 0.001 to 1000000000, or the hierarchy is neither 0 nor 1.
     ///
     /// ```
     /// use fsdp_core::process_group::Options;
@@ -79,9 +72,8 @@ impl Options {
             self.timeout = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()).ok_or_else(|| {
                 let (least, most) = (SECONDS.start(), SECONDS.end());
                 Error::Env(format!(
-                    "FSDP_TIMEOUT_S={text:?}: a timeout is a number of seconds from {least} to {most}, such as 600. \
-                     Set one, \
-                     or leave the variable unset for 600"
+                    "FSDP_TIMEOUT_S={text:?}: expected a number of seconds from {least} to {most}, such as 600 (the \
+                     default)"
                 ))
             })?;
         }
@@ -91,8 +83,8 @@ impl Options {
                 "1" => true,
                 _ => {
                     return Err(Error::Env(format!(
-                        "FSDP_HIERARCHY={text:?}: set 0, so that ranks of several hosts send to each other as if each \
-                         had one of its own, or leave the variable unset for 1"
+                        "FSDP_HIERARCHY={text:?}: expected 0 (ranks of several hosts send to each other directly) or 1 \
+                         (the default)"
                     )));
                 }
             };
@@ -101,51 +93,50 @@ impl Options {
     }
 }
 
-// ---- from process_group/membership
-/// The name of the group of all ranks.
+/// Name of the group of all ranks.
 pub(crate) const WORLD: &str = "world";
 
-/// A group's name, and this process's place in it.
+/// A group's name, size and hosts, and this process's rank in it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Membership {
-    /// The group's name, the same on every rank and no other group's.
+    /// Unique name of the group, the same on every rank.
     pub name: String,
     /// This process's rank in the group.
     pub rank: usize,
-    /// The number of ranks.
+    /// Number of ranks.
     pub size: usize,
-    /// How long a collective may wait for its peers while none of them makes progress.
+    /// How long a collective waits for its peers while none of them makes progress.
     pub timeout: Duration,
-    /// The hosts of the ranks, for messages.
+    /// Host names of the ranks, for messages.
     pub hosts: HostNames,
 }
 
 impl Membership {
-    /// That of the group of all ranks.
+    /// Creates the membership of the group of all ranks.
     pub fn world(rank: usize, size: usize, timeout: Duration) -> Self {
         Membership { name: WORLD.into(), rank, size, timeout, hosts: HostNames::default() }
     }
 
-    /// With ranks on these hosts.
+    /// Sets the host names.
     pub fn with_hosts(self, hosts: HostNames) -> Self {
         Membership { hosts, ..self }
     }
 
-    /// Whether the group is that of all ranks.
+    /// Returns whether this is the group of all ranks.
     pub fn is_world(&self) -> bool {
         self.name == WORLD
     }
 }
 
-// ---- from process_group/init
-/// Makes the process group of all ranks, as the environment of this process wants it: `FSDP_BACKEND` names the backend,
-/// `FSDP_TIMEOUT_S` and `FSDP_HIERARCHY` override what `options` say ([`Options::overridden_by`]). By default it is
-/// `local` for a world of one, `mpi` where an MPI's launcher has started ranks on several hosts, and `shm` otherwise.
-/// Starts this process's [heartbeat] as well.
+/// Creates the process group of all ranks by the environment of this process, and starts its [heartbeat].
+///
+/// `FSDP_BACKEND` names the backend; `FSDP_TIMEOUT_S` and `FSDP_HIERARCHY` override `options`
+/// ([`Options::overridden_by`]). The default backend is `local` for one rank, `mpi` if an MPI launcher started ranks on
+/// several hosts, and `shm` otherwise.
 ///
 /// # Errors
-/// [`Error::Env`] when a variable can't be understood or names a backend that can't serve this world; those of
-/// [`shm::connect`] and [`mpi::connect`].
+/// [`Error::Env`] if a variable is invalid or its backend cannot serve this world, and the errors of [`shm::connect`]
+/// and [`mpi::connect`].
 pub fn init(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
     heartbeat::start();
     init_with(env, options, |name| std::env::var(name).ok())
@@ -156,18 +147,16 @@ fn init_with(env: &RankEnv, options: Options, var: impl Fn(&str) -> Option<Strin
     match var("FSDP_BACKEND").as_deref().unwrap_or_else(|| default(env, &var)) {
         "local" if env.world_size == 1 => ProcessGroup::single_rank(options.timeout),
         "local" => Err(Error::Env(format!(
-            "FSDP_BACKEND=local serves one process, but WORLD_SIZE={}: choose shm, or mpi for several hosts",
+            "FSDP_BACKEND=local serves one rank, but WORLD_SIZE is {}: use shm, or mpi for several hosts",
             env.world_size
         ))),
         "shm" => shm::connect(env, options),
         "mpi" => mpi::connect(env, options),
-        other => Err(Error::Env(format!(
-            "FSDP_BACKEND={other:?} is no backend of this build: choose one of local, shm, mpi"
-        ))),
+        other => Err(Error::Env(format!("FSDP_BACKEND={other:?}: unknown backend, expected local, shm or mpi"))),
     }
 }
 
-/// The backend for ranks that say nothing of it. One that no MPI started can't use one.
+/// Returns the default backend. Only ranks that an MPI launcher started can use MPI.
 fn default(env: &RankEnv, var: impl Fn(&str) -> Option<String>) -> &'static str {
     const OF_MPI: [&str; 4] = ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "PMI_FD"];
     match (env.world_size, env.hosts) {
@@ -182,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_bad_timeout_is_an_error_that_names_the_variable() {
+    fn a_bad_timeout_names_the_variable() {
         let of = |text: &'static str| {
             Options::default().overridden_by(|name| (name == "FSDP_TIMEOUT_S").then(|| text.to_string()))
         };
@@ -191,7 +180,7 @@ mod tests {
         {
             let error = of(text).unwrap_err().to_string();
             assert!(error.starts_with(&format!("FSDP_TIMEOUT_S={text:?}: ")), "{error}");
-            assert!(error.contains("a number of seconds from 0.001 to 1000000000, such as 600"), "{error}");
+            assert!(error.contains("expected a number of seconds from 0.001 to 1000000000, such as 600"), "{error}");
         }
         for (text, millis) in [("0.001", 1), (" 2.5 ", 2500), ("1e9", 1_000_000_000_000)] {
             let options = of(text).unwrap();
@@ -201,19 +190,19 @@ mod tests {
     }
 
     #[test]
-    fn the_hierarchy_is_on_or_off() {
+    fn hierarchy_is_0_or_1() {
         let of = |text: &'static str| {
             Options::default().overridden_by(|name| (name == "FSDP_HIERARCHY").then(|| text.to_string()))
         };
         assert!(!of("0").unwrap().hierarchy && of(" 1 ").unwrap().hierarchy && Options::default().hierarchy);
         for text in ["", "no", "2"] {
             let error = of(text).unwrap_err().to_string();
-            assert!(error.starts_with(&format!("FSDP_HIERARCHY={text:?}: set 0")), "{error}");
+            assert!(error.starts_with(&format!("FSDP_HIERARCHY={text:?}: expected 0")), "{error}");
         }
     }
 
     #[test]
-    fn the_backend_is_chosen_by_name_and_an_unknown_one_lists_those_there_are() {
+    fn backends_are_chosen_by_name() {
         let init = |size: usize, backend: Option<&str>| {
             let env = RankEnv { world_size: size, ..RankEnv::single() };
             init_with(&env, Options::default(), |name| (name == "FSDP_BACKEND").then(|| backend.map(str::to_string))?)
@@ -221,8 +210,8 @@ mod tests {
         for backend in [None, Some("local"), Some("shm"), Some("mpi")] {
             assert_eq!(init(1, backend).unwrap().size(), 1);
         }
-        for (size, backend, part) in [(2, "local", "choose shm"), (1, "gloo", "one of local, shm")] {
-            let Err(error) = init(size, Some(backend)) else { panic!("{backend} was taken") };
+        for (size, backend, part) in [(2, "local", "use shm"), (1, "gloo", "expected local, shm or mpi")] {
+            let Err(error) = init(size, Some(backend)) else { panic!("{backend} was accepted") };
             assert!(error.to_string().contains(part), "{error}");
         }
     }

@@ -1,54 +1,55 @@
-//! A rank's collectives in the order they were issued: who runs them counts them, keeps the first error, and tells the
+//! A rank's collectives in issue order. The queue counts them, keeps the first error, and records progress for the
 //! launcher.
 //!
-//! A group's thread runs them as they come. Deferred ones are run by who waits for them: to wake a thread and be woken
-//! by it takes longer than a small collective does.
+//! The group's thread runs collectives as they are issued. Deferred ones run on the thread that waits for them, because
+//! waking a thread and being woken takes longer than a small collective.
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::{
     collections::VecDeque,
     panic::{AssertUnwindSafe, catch_unwind},
     thread::ThreadId,
 };
 
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
 use super::{
     backend::{Backend, CollectiveOutput},
     call::Call,
     collective::{Collective, Failure},
     options::Membership,
-    work::{Completion, Deferred},
+    work::Completion,
 };
 use crate::{Error, Result, heartbeat, text};
 
-/// What a collective does when its turn comes.
+/// The work of a collective.
 pub(super) type Run = Box<dyn FnOnce(&mut dyn Backend, &Collective<'_>) -> Result<CollectiveOutput> + Send>;
 
-/// What is done with the backend when its turn comes.
-pub(super) type RunAside = Box<dyn FnOnce(&mut dyn Backend, &Collective<'_>) + Send>;
+/// Other work on the backend.
+type RunUncounted = Box<dyn FnOnce(&mut dyn Backend, &Collective<'_>) + Send>;
 
-/// Something to do.
+/// An entry of the queue.
 pub(super) enum Job {
     /// A collective.
     Run { call: Call, run: Run, completion: Completion },
-    /// Fail the group, in turn: the collectives issued before still run.
+    /// Fails the group, after the collectives issued before.
     Fail(Error),
-    /// Something else to do with the backend, which is no collective of the group's and does not count as one.
-    Aside { call: Call, run: RunAside },
+    /// Work on the backend that does not count as a collective of the group.
+    Uncounted { call: Call, run: RunUncounted },
 }
 
-/// What a group's handles, its thread and its works share. Locked in the order of its fields.
+/// State shared by a group's handles, its thread and its works. Locks are taken in the order of the fields.
 pub(super) struct Queue {
-    /// Who holds it runs jobs. `None` when the group has ended.
+    /// The thread that holds the lock runs jobs. `None` once the group has ended.
     runner: Mutex<Option<Runner>>,
     jobs: Mutex<Jobs>,
-    /// There is something for the thread to do.
+    /// Wakes the group's thread.
     wake: Condvar,
 }
 
 #[derive(Default)]
 struct Jobs {
     waiting: VecDeque<Job>,
-    /// Who runs jobs now.
+    /// The thread that runs jobs now.
     runs: Option<ThreadId>,
     thread_sleeps: bool,
     is_closed: bool,
@@ -56,19 +57,14 @@ struct Jobs {
 
 impl Queue {
     pub(super) fn new(group: Membership, backend: Box<dyn Backend>) -> Self {
-        let told = heartbeat::collective_recorder(&group.name, group.rank, group.size);
-        let runner = Runner { backend, group, sequence: 0, failed: None, told };
+        let recorder = heartbeat::collective_recorder(&group.name, group.rank, group.size);
+        let runner = Runner { backend, group, sequence: 0, failed: None, recorder };
         Queue { runner: Mutex::new(Some(runner)), jobs: Mutex::default(), wake: Condvar::new() }
     }
 
-    fn jobs(&self) -> MutexGuard<'_, Jobs> {
-        self.jobs.lock()
-    }
-
-    /// Queues a job, for the group's thread to run at once, or else as [`Deferred`] says.
-    /// One that comes when the group has ended is dropped: its work then says so.
+    /// Queues a job, and wakes the group's thread if `at_once`. Drops the job if the group has ended: its work then fails.
     pub(super) fn push(&self, job: Job, at_once: bool) {
-        let mut jobs = self.jobs();
+        let mut jobs = self.jobs.lock();
         if !jobs.is_closed {
             jobs.waiting.push_back(job);
             self.wake(jobs, at_once);
@@ -83,22 +79,22 @@ impl Queue {
         }
     }
 
-    /// No more jobs come.
+    /// Ends the group's thread after the queued jobs.
     pub(super) fn close(&self) {
-        self.jobs().is_closed = true;
+        self.jobs.lock().is_closed = true;
         self.wake.notify_one();
     }
 
-    /// Whether this thread is running a job.
+    /// Returns whether the calling thread is running a job.
     pub(super) fn is_run_here(&self) -> bool {
-        self.jobs().runs == Some(std::thread::current().id())
+        self.jobs.lock().runs == Some(std::thread::current().id())
     }
 
-    /// Does jobs until the queue is closed: what the group's thread does.
+    /// Runs jobs until the queue is closed. Called by the group's thread.
     pub(super) fn serve(&self) {
         let _end = End(self);
         loop {
-            let mut jobs = self.jobs();
+            let mut jobs = self.jobs.lock();
             while jobs.waiting.is_empty() && !jobs.is_closed {
                 jobs.thread_sleeps = true;
                 self.wake.wait(&mut jobs);
@@ -115,42 +111,43 @@ impl Queue {
     fn run(&self, mut runner: MutexGuard<'_, Option<Runner>>, is_awaited: bool, mut is_done: impl FnMut() -> bool) {
         let Some(runner) = &mut *runner else { return };
         while !is_done() {
-            let mut jobs = self.jobs();
+            let mut jobs = self.jobs.lock();
             let job = jobs.waiting.pop_front();
             jobs.runs = job.is_some().then(|| std::thread::current().id());
             drop(jobs);
             let Some(job) = job else { return };
             runner.run(job, is_awaited);
         }
-        self.jobs().runs = None;
+        self.jobs.lock().runs = None;
     }
-}
 
-impl Deferred for Queue {
-    fn help(&self, is_done: &mut dyn FnMut() -> bool) {
+    /// Runs queued jobs on this thread until `is_done`, or has the group's thread run them if another thread runs jobs.
+    pub(super) fn help(&self, is_done: &mut dyn FnMut() -> bool) {
         match self.runner.try_lock() {
             Some(runner) => self.run(runner, true, is_done),
-            // The thread that runs jobs now may stop before this one.
+            // The thread that runs jobs now may stop before this one's.
             None => self.start(),
         }
     }
 
-    fn run_here(&self, is_done: &mut dyn FnMut() -> bool) {
+    /// Runs queued jobs on this thread until `is_done`, once no other thread runs jobs.
+    pub(super) fn run_here(&self, is_done: &mut dyn FnMut() -> bool) {
         self.run(self.runner.lock(), true, is_done);
     }
 
-    fn start(&self) {
-        self.wake(self.jobs(), true);
+    /// Has the group's thread run the queued jobs.
+    pub(super) fn start(&self) {
+        self.wake(self.jobs.lock(), true);
     }
 }
 
-/// The end of the group's thread, however it comes: the group is left, and jobs that nobody runs any more are dropped.
+/// Leaves the group and drops remaining jobs when the group's thread ends, for whichever reason.
 struct End<'a>(&'a Queue);
 
 impl Drop for End<'_> {
     fn drop(&mut self) {
         let runner = self.0.runner.lock().take();
-        let mut jobs = self.0.jobs();
+        let mut jobs = self.0.jobs.lock();
         jobs.is_closed = true;
         let waiting = std::mem::take(&mut jobs.waiting);
         drop(jobs);
@@ -158,22 +155,22 @@ impl Drop for End<'_> {
     }
 }
 
-/// What runs the jobs, whoever's thread it is.
+/// Runs the jobs, on whichever thread.
 struct Runner {
     backend: Box<dyn Backend>,
     group: Membership,
     sequence: u64,
-    /// The first error, which every later collective gets.
+    /// The first error, which all later collectives return.
     failed: Option<Error>,
-    /// Where the launcher can read what runs here.
-    told: Option<heartbeat::CollectiveRecorder>,
+    /// Records the running collective for the launcher.
+    recorder: Option<heartbeat::CollectiveRecorder>,
 }
 
 impl Runner {
     fn run(&mut self, job: Job, is_awaited: bool) {
         match job {
             Job::Fail(error) => self.fail(error),
-            Job::Aside { call, run } => {
+            Job::Uncounted { call, run } => {
                 run(&mut *self.backend, &Collective::new(&call, &self.group, self.sequence, is_awaited));
             }
             Job::Run { call, run, completion } => {
@@ -189,23 +186,23 @@ impl Runner {
                     self.fail(error.clone());
                 }
                 self.sequence += 1;
-                completion.land(outcome);
+                completion.complete_with(outcome);
             }
         }
     }
 
     fn attempt(&mut self, call: &Call, run: Run, is_awaited: bool) -> Result<CollectiveOutput> {
-        if let Some(told) = &mut self.told {
-            told.begin(call.name, self.sequence);
+        if let Some(recorder) = &mut self.recorder {
+            recorder.begin(call.name, self.sequence);
         }
         let collective = Collective::new(call, &self.group, self.sequence, is_awaited);
-        // Inputs and allocators are the caller's code. If they panic the peers must not be left waiting.
+        // Inputs and allocators are the caller's code. If they panic, the peers must learn of it.
         let outcome = catch_unwind(AssertUnwindSafe(|| run(&mut *self.backend, &collective))).unwrap_or_else(|panic| {
             let text = text::of_panic(&*panic);
             Err(Error::Argument { rank: self.group.rank, message: format!("{} panicked: {text}", call.name) })
         });
-        if let Some(told) = &mut self.told {
-            told.end(&outcome);
+        if let Some(recorder) = &mut self.recorder {
+            recorder.end(&outcome);
         }
         outcome
     }
@@ -246,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_for_a_deferred_job_runs_it_with_those_before_it_and_none_behind_it() {
+    fn waiting_runs_earlier_deferred_jobs_and_no_later_ones() {
         let queue = queue();
         let ran = Arc::new(Mutex::new(vec![]));
         let issue = |number| {
@@ -264,9 +261,9 @@ mod tests {
         assert_eq!(*ran.lock(), [1, 2, 3]);
     }
 
-    /// However it is that nobody waits for it, and while another thread runs an earlier one.
+    // Polled, dropped, followed by another job, and while another thread runs an earlier job.
     #[test]
-    fn a_deferred_job_is_run_without_a_wait_too() {
+    fn deferred_jobs_run_without_a_wait() {
         let queue = queue();
         std::thread::scope(|scope| {
             scope.spawn(|| queue.serve());
@@ -304,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn a_queue_that_has_ended_says_so_and_what_was_queued_before_is_run() {
+    fn jobs_queued_before_the_end_run_and_later_ones_fail() {
         let queue = queue();
         let works = [true, false].map(|at_once| push(&queue, at_once, || ()));
         queue.close();
@@ -312,7 +309,7 @@ mod tests {
         works.into_iter().for_each(|work| assert_eq!(work.wait().unwrap(), []));
         for at_once in [true, false] {
             let error = push(&queue, at_once, || ()).wait().unwrap_err().to_string();
-            assert!(error.contains("gave a collective up"), "{error}");
+            assert!(error.contains("ended without an outcome"), "{error}");
         }
     }
 }

@@ -1,10 +1,10 @@
-//! What a collective is about, beyond what it moves: buffers of one size are not the same parameters.
+//! Signatures of collectives: which parameters a collective is about, since buffers of equal size may differ in that.
 
 use std::sync::Arc;
 
 use crate::hash::Hash;
 
-/// A list of things that collectives are about, such as the parameters of a unit: the same list on every rank.
+/// A list of names that collectives can be about, such as the parameters of a unit. The same list on every rank.
 #[derive(Debug)]
 pub struct Subject {
     name: String,
@@ -13,7 +13,7 @@ pub struct Subject {
 }
 
 impl Subject {
-    /// A list called `name` in messages.
+    /// Creates a list that messages call `name`.
     pub fn new(name: impl Into<String>, members: impl IntoIterator<Item = String>) -> Arc<Self> {
         let (name, members): (String, Vec<String>) = (name.into(), members.into_iter().collect());
         let mut hash = Hash::default();
@@ -22,18 +22,18 @@ impl Subject {
         Arc::new(Subject { name, members, hash: hash.value() })
     }
 
-    /// The names of its members.
+    /// Returns the names of its members.
     pub fn members(&self) -> &[String] {
         &self.members
     }
 
-    /// The same on ranks with the same list.
+    /// Returns a hash that is equal on ranks with the same list.
     pub(super) fn hash(&self) -> u64 {
         self.hash
     }
 }
 
-/// What one collective is about: some members of a [`Subject`]. [`crate::ProcessGroup::signed`] makes ranks compare it.
+/// The members of a [`Subject`] that a collective is about. [`crate::ProcessGroup::signed`] makes ranks compare it.
 ///
 /// ```
 /// use fsdp_core::process_group::{Signature, Subject, local};
@@ -41,7 +41,7 @@ impl Subject {
 ///
 /// let heads = Subject::new("unit `heads`", ["a".to_string(), "b".to_string()]);
 /// let errors = local::run(2, |group| {
-///     // Rank 0 reduces the gradient of `a` and rank 1 that of `b`: buffers of one size.
+///     // Rank 0 reduces the gradient of `a` and rank 1 the gradient of `b`, which have the same size.
 ///     let signature = Signature::new(&heads, [group.rank()]).with_advice("Use the same head on every rank");
 ///     let work = group.signed(signature).all_reduce(vec![Buffer::F32(vec![1.; 4])], ReduceOp::Sum);
 ///     work.wait().unwrap_err().to_string()
@@ -59,7 +59,7 @@ pub struct Signature {
 }
 
 impl Signature {
-    /// A collective about these members, by their positions in the subject.
+    /// Creates the signature of a collective about members with these positions in the subject.
     pub fn new(subject: &Arc<Subject>, members: impl IntoIterator<Item = usize>) -> Self {
         let mut bits = vec![0; subject.members.len().div_ceil(8)];
         for member in members {
@@ -70,13 +70,13 @@ impl Signature {
         Signature { subject: subject.clone(), members: bits, how: String::new(), advice: "" }
     }
 
-    /// With something else that ranks must agree about, in words that follow the subject's name.
+    /// Adds further text that ranks must agree on, shown after the subject's name.
     pub fn with_how(mut self, how: impl Into<String>) -> Self {
         self.how = how.into();
         self
     }
 
-    /// With the way out for ranks that disagree: a sentence, or several, without the last full stop.
+    /// Adds advice for ranks that disagree: sentences without the last full stop.
     pub fn with_advice(mut self, advice: &'static str) -> Self {
         self.advice = advice;
         self
@@ -94,14 +94,14 @@ impl Signature {
         self.advice
     }
 
-    /// Makes what the signature says part of a fingerprint.
+    /// Adds the signature to a fingerprint.
     pub(super) fn hash_into(&self, hash: &mut Hash) {
         hash.number(self.subject.hash);
         hash.bytes(&self.members);
         hash.bytes(self.how.as_bytes());
     }
 
-    /// The signature for people, with the first few members.
+    /// Writes the signature for messages, with at most `most` members.
     pub(super) fn spell(&self, most: usize, to: &mut String) {
         to.push_str(&self.subject.name);
         to.push_str(&self.how);
@@ -120,7 +120,7 @@ impl Signature {
     }
 }
 
-/// Whether a member's bit is set.
+/// Returns whether a member's bit is set.
 pub(super) fn has(bits: &[u8], member: usize) -> bool {
     bits.get(member / 8).is_some_and(|byte| byte & 1 << (member % 8) != 0)
 }

@@ -1,4 +1,4 @@
-//! The backend of groups of one rank, whatever moves bytes in larger ones: inputs become outputs.
+//! The backend of groups with a single rank: outputs are the inputs.
 
 use super::{
     backend::{Backend, CollectiveOutput, Guarantees},
@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{Buffer, DeviceId, Error, Result};
 
-/// A group of one over the memory of a device, and the host's.
+/// Backend of a single rank, for memory of a device and of the host.
 pub(super) struct SingleRank(pub(super) DeviceId);
 
 impl Backend for SingleRank {
@@ -17,7 +17,7 @@ impl Backend for SingleRank {
         self.0
     }
 
-    /// On a device a collective is a copy, which the device is told of.
+    // On a device, a collective is an enqueued copy.
     fn runs_when_issued(&self) -> bool {
         self.0 != DeviceId::Host
     }
@@ -58,7 +58,7 @@ impl Backend for SingleRank {
     fn split(&mut self, collective: &Collective<'_>, ranks: &[usize], _: &Membership) -> Result<Box<dyn Backend>> {
         Err(Error::Internal {
             rank: collective.group().rank,
-            what: format!("a group of one was to be split into the ranks {ranks:?}"),
+            what: format!("a group of a single rank was split into the ranks {ranks:?}"),
         })
     }
 

@@ -1,4 +1,4 @@
-//! An engine of a device, held to what every backend must do with the host's memory.
+//! A backend for host memory that runs every collective on a device engine, for the conformance suite.
 
 use std::{collections::VecDeque, sync::Arc};
 
@@ -14,12 +14,8 @@ use fsdp_core::{
 };
 use parking_lot::Mutex;
 
-/// A group of the ranks of `host` that moves the host's memory and runs every collective on a device, by `engine`: it
-/// copies there, waits for the device, and copies back. `compute` is the stream that the engine takes for the compute
-/// stream.
-///
-/// # Errors
-/// As [`ProcessGroup::new`].
+/// Creates a group for host memory that copies inputs to the device, runs collectives by `engine`, and copies outputs
+/// back. `compute` is the engine's compute stream.
 pub(crate) fn over_host(
     host: ProcessGroup,
     engine: Box<dyn DeviceEngine>,
@@ -55,7 +51,7 @@ impl OverHost {
     fn run_there(&self, output: CollectiveOutput, to: Vec<Buffer>, rank: usize) -> Result<Vec<Buffer>> {
         let CollectiveOutput { outputs, fence } = output;
         if let Some(mut fence) = fence {
-            fence.block()?;
+            fence.synchronize()?;
         }
         let (mut filled, mut to) = (vec![], to.into_iter());
         for from in outputs {
@@ -63,7 +59,7 @@ impl OverHost {
                 let what = format!("an output of an engine for a device is in the memory of {}", from.device());
                 return Err(Error::Internal { rank, what });
             };
-            // A group of one hands inputs over as outputs.
+            // The outputs of a single rank are its inputs.
             let mut to = to.next().map_or_else(|| Buffer::try_zeros(from.dtype(), from.len()), Ok)?;
             to.bytes_mut().copy_from_slice(&from.to_host()?);
             filled.push(to);
@@ -72,7 +68,7 @@ impl OverHost {
     }
 }
 
-/// Gives memory of the device where the host's is asked for, and takes and gives the host's at the same time.
+/// Allocates device memory, and takes and gives host memory of the same sizes at the same time.
 struct Beside {
     compute: Arc<CudaStream>,
     host: Arc<dyn Allocator>,
@@ -181,7 +177,7 @@ fn read(input: &dyn Readable, part: usize, rank: usize, f: &mut dyn FnMut(&[u8])
     });
     let why = match outcome {
         Ok(()) if is_read => return Ok(()),
-        Ok(()) => "it holds fewer bytes than it said".to_string(),
+        Ok(()) => "it has fewer bytes than its length says".to_string(),
         Err(why) => why,
     };
     Err(Error::Argument { rank, message: format!("all_gather: part {part}: the input can't be read: {why}") })

@@ -51,7 +51,7 @@ pub(crate) fn own(ranks: usize) -> Vec<usize> {
 }
 
 impl Job {
-    /// What each rank printed after "says: ", or how it ended.
+    /// Returns the text that each rank printed after "says: ", or its exit status.
     pub(crate) fn outcomes(mut self) -> Vec<String> {
         let started = Instant::now();
         let outcome = |child: &mut Child| {
@@ -70,7 +70,7 @@ impl Job {
             child.stdout.take().unwrap().read_to_string(&mut text).unwrap();
             child.stderr.take().unwrap().read_to_string(&mut text).unwrap();
             match text.lines().find_map(|line| line.split_once("says: ")) {
-                // What it said counts only if it ended well.
+                // The text counts only if the rank succeeded.
                 Some((_, said)) if status.ends_with(" 0") => said.to_string(),
                 _ => format!("{status}: {text}"),
             }

@@ -1,4 +1,4 @@
-//! What the processes of the tests run.
+//! Roles of the processes that the tests start.
 
 use crate::{conformance, nccl, ranks, values};
 

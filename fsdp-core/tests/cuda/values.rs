@@ -64,7 +64,7 @@ pub(crate) fn run(role: &str, compute: &Arc<CudaStream>) -> Option<String> {
     Some("done".into())
 }
 
-/// Rounds of what a sharded step does: gathers ahead, reductions behind, and nobody waits on the host.
+/// Repeats the collectives of a sharded step: early gathers, late reductions, and no wait on the host.
 fn steps(group: &ProcessGroup, compute: &Arc<CudaStream>) {
     let (rank, size, pool) = (group.rank(), group.size(), Pool::new(compute));
     // Uneven, and nothing on the last rank but the first.

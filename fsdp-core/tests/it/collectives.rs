@@ -1,4 +1,4 @@
-//! What the conformance suite leaves to threads: any collectives in chunks of any size, and the groups of meshes.
+//! Random collectives in chunks of any size, and the groups of meshes, with ranks as threads.
 
 use std::{sync::Arc, time::Duration};
 
@@ -54,7 +54,7 @@ fn a_mesh_has_a_group_along_each_dimension() {
 }
 
 #[test]
-fn groups_of_a_mesh_and_of_its_slices_hold_the_ranks_that_the_layout_says_in_its_order() {
+fn groups_of_meshes_and_slices_follow_the_layout() {
     local::run_with(12, options(4096), |world| {
         let rank = world.rank();
         let mesh = DeviceMesh::new(&world, &[("pp", 2), ("dp", 3), ("tp", 2)]).unwrap();
@@ -76,9 +76,9 @@ fn groups_of_a_mesh_and_of_its_slices_hold_the_ranks_that_the_layout_says_in_its
     });
 }
 
-/// Which also drops the last handle of the group.
+// The job also drops the last handle of the group.
 #[test]
-fn a_job_that_drops_the_group_is_run_by_who_waits() {
+fn a_waiting_thread_runs_a_job_that_drops_the_group() {
     struct Holds {
         _group: ProcessGroup,
     }

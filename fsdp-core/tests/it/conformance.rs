@@ -1,4 +1,4 @@
-//! The backends against the suite that every backend passes: threads here; `processes` has the ranks for `shm`.
+//! The conformance suite over threads and processes. `processes` has the ranks for `shm`.
 
 use std::{cell::Cell, sync::Mutex};
 
@@ -9,7 +9,7 @@ use fsdp_core::{
 };
 use fsdp_test_support::conformance::{self, Trial};
 
-/// Ranks as threads, which make worlds one after the other: the first to ask for one makes it.
+/// Runs a trial on threads. The first rank to join a world creates it.
 fn threads(trial: &Trial, make: &(dyn Fn(usize, Options) -> Result<Vec<ProcessGroup>> + Sync)) -> Vec<String> {
     let worlds = Mutex::new(Vec::new());
     local::run(trial.size, |first| {
@@ -46,7 +46,7 @@ fn processes_conform_and_leave_nothing_behind() {
     assert_eq!(listed(), before);
 }
 
-/// A backend around another, which reverses what `odd` says.
+/// A wrapper of a backend with the fault `odd`.
 struct Around {
     inner: Box<dyn Backend>,
     odd: Odd,
@@ -54,15 +54,15 @@ struct Around {
 
 #[derive(Clone, Copy, PartialEq)]
 enum Odd {
-    /// Guarantees nothing, as it may.
+    /// Guarantees nothing, and rounds sums differently.
     Modest,
-    /// The first element of every output of a rank but the first has a bit too many.
+    /// Flips a bit of every output on all ranks except rank 0.
     Wrong,
-    /// Sums are off by little.
+    /// Rounds sums differently than it guarantees.
     Rough,
-    /// Guarantees nothing, and sums are off by more than any order of additions makes them.
+    /// Guarantees nothing, and sums differ by more than any order of additions explains.
     Off,
-    /// Guarantees what the one within it does not.
+    /// Guarantees more than the inner backend.
     Boastful,
 }
 
@@ -78,7 +78,7 @@ impl Backend for Around {
         }
     }
     fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<CollectiveOutput> {
-        // The least and the greatest have no order and no rounding.
+        // Minimum and maximum do not depend on order or rounding.
         let adds = matches!(op, Op::AllReduce { op: ReduceOp::Sum | ReduceOp::Avg, .. });
         let mut output = self.inner.run(collective, op)?;
         let is_hit = match self.odd {
@@ -119,15 +119,14 @@ fn around(odd: Odd) -> impl Fn(usize, Options) -> Result<Vec<ProcessGroup>> + Sy
     }
 }
 
-/// What it guarantees not it need not keep: sums in another order have other bits.
 #[test]
-fn a_backend_that_promises_less_conforms_all_the_same() {
+fn a_backend_with_fewer_guarantees_conforms() {
     let guarantees = Guarantees { fixed_order: false, f32_accumulation: false, detects_death: false };
     conformance::run(guarantees, &|trial| threads(trial, &around(Odd::Modest)));
 }
 
 #[test]
-fn a_backend_that_does_not_conform_is_found_out() {
+fn backends_that_do_not_conform_fail() {
     let all = Guarantees { detects_death: false, ..Guarantees::ALL };
     let none = Guarantees { fixed_order: false, f32_accumulation: false, detects_death: false };
     for (odd, guarantees, found) in [

@@ -1,5 +1,4 @@
-//! The shm backend with ranks as processes: each test runs this binary again, once for each rank, with the name of a
-//! role.
+//! The shm backend with ranks as processes. Each test runs this binary again for each rank, with the name of a role.
 
 use std::{
     io::Read,
@@ -14,13 +13,13 @@ use fsdp_core::{
 };
 use fsdp_test_support::conformance;
 
-/// Nothing takes this long unless it hangs.
+/// Longer than any test takes.
 const HANG: Duration = Duration::from_secs(100);
 
-/// Runs `ranks` processes. Each gets `role` and the variables, and is expected to print one line.
+/// Processes that run a role and print one line each.
 pub(crate) struct Job(Vec<Child>);
 
-/// A port of its own for each job of this process; other processes have other run ids.
+/// Returns a new port for each job of this process. Other processes have other run ids.
 pub(crate) fn port() -> u16 {
     static NEXT: AtomicU16 = AtomicU16::new(20_000);
     NEXT.fetch_add(1, Ordering::Relaxed)
@@ -44,7 +43,7 @@ pub(crate) fn start(role: &str, port: u16, ranks: impl IntoIterator<Item = (usiz
 }
 
 impl Job {
-    /// What each rank printed after "says: ", or how it ended.
+    /// Returns the text that each rank printed after "says: ", or its exit status.
     pub(crate) fn outcomes(mut self) -> Vec<String> {
         let started = Instant::now();
         self.0
@@ -85,7 +84,7 @@ pub(crate) fn all(size: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..size).map(move |rank| (rank, size))
 }
 
-/// No test, but what the processes of the tests run.
+/// Not a test: entry point of the processes that the tests start.
 #[test]
 fn run_as_a_rank() {
     let Ok(role) = std::env::var("FSDP_TEST_ROLE") else { return };
@@ -109,7 +108,7 @@ fn run_as_a_rank() {
             "exits_after_the_last_collective" => {
                 world.barrier().wait().unwrap();
                 println!("says: done");
-                // Without leaving the group.
+                // Does not leave the group.
                 std::process::exit(0);
             }
             "shows_who_it_met" => {
@@ -136,7 +135,7 @@ fn die() -> ! {
 fn loses_one(world: ProcessGroup) -> String {
     for round in 0.. {
         if world.rank() == 1 && round == 5 {
-            // A large collective is on its way when it happens.
+            // Dies during a large collective.
             let work = world.all_reduce(vec![Buffer::zeros(DType::F32, 50 << 20)], ReduceOp::Sum);
             drop(work);
             die();
@@ -156,9 +155,9 @@ fn loses_one(world: ProcessGroup) -> String {
 
 fn loses_one_in_a_split(world: ProcessGroup) -> String {
     if world.rank() == 0 {
-        // The other half waits for nobody, this half's first rank never opens the meeting.
+        // The other half can meet. The first rank of this half never starts its rendezvous.
         std::thread::scope(|scope| {
-            // Forgotten, not dropped: a group that is made in time is to die with its rank, not to be left.
+            // Forgotten, so that a group that is created in time is not left before the rank dies.
             scope.spawn(|| std::mem::forget(world.split(0, 0)));
             std::thread::sleep(Duration::from_millis(1));
             die()
@@ -197,7 +196,7 @@ fn a_killed_rank_is_named_by_all_others() {
 #[test]
 fn a_rank_killed_while_a_group_is_split_does_not_hang_the_others() {
     for outcome in &start("loses_one_in_a_split", port(), all(4)).outcomes()[1..] {
-        // It depends on how far the split had come.
+        // The message depends on the progress of the split.
         let is_named =
             ["died", "left the group", "went away"].iter().any(|how| outcome.contains(&format!("rank 0 {how}")));
         assert!(outcome.starts_with("lost: ") && is_named, "{outcome}");
@@ -212,21 +211,21 @@ fn a_process_may_exit_right_after_its_last_collective() {
 }
 
 #[test]
-fn different_world_sizes_are_refused_on_all_sides() {
+fn different_world_sizes_are_refused_on_all_ranks() {
     for outcome in start("computes", port(), [(0, 2), (1, 3)]).outcomes() {
         assert!(outcome.contains("rank 1 has a world size of 3 but rank 0 has 2"), "{outcome}");
     }
 }
 
 #[test]
-fn two_processes_of_the_same_rank_are_refused_on_all_sides() {
+fn duplicate_ranks_are_refused_on_all_ranks() {
     for outcome in start("computes", port(), [(0, 3), (1, 3), (1, 3)]).outcomes() {
         assert!(outcome.contains("two processes say they are rank 1"), "{outcome}");
     }
 }
 
 #[test]
-fn ranks_that_never_come_are_named() {
+fn missing_ranks_are_named() {
     for outcome in start("is_impatient", port(), [(0, 4), (2, 4)]).outcomes() {
         assert!(outcome.contains("rank(s) [1, 3] did not arrive within 0.7 s"), "{outcome}");
     }
@@ -265,7 +264,7 @@ fn a_rank_outside_its_world_is_refused() {
 }
 
 #[test]
-fn a_job_on_several_hosts_is_told_what_serves_it() {
+fn jobs_on_several_hosts_are_refused_with_advice() {
     let env = RankEnv { world_size: 4, local_world_size: 2, hosts: 2, ..RankEnv::single() };
     let Err(error) = shm::connect(&env, Options::default()) else { panic!("it connected") };
     let text = error.to_string();

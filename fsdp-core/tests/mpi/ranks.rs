@@ -1,4 +1,4 @@
-//! Ranks as processes: a launcher runs this binary again, with the name of a role. What a rank says is a file.
+//! Ranks as processes: an MPI launcher runs this binary again with the name of a role. Ranks write results to files.
 
 use std::{
     io::Read,
@@ -13,9 +13,9 @@ use crate::installed::Mpi;
 /// Nothing takes this long unless it hangs.
 const HANG: Duration = Duration::from_secs(300);
 
-/// What became of a job.
+/// Result of a job.
 pub(crate) struct Job {
-    /// What each rank said.
+    /// Result text of each rank.
     pub(crate) said: Vec<String>,
     /// Whether its launcher says that all ended well.
     pub(crate) is_well: bool,
@@ -41,7 +41,7 @@ fn play(command: &mut Command, mpi: &Mpi, role: &str, folder: &PathBuf) -> Child
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
-/// What a process wrote, and whether it ended well.
+/// Returns the output of a process, and whether it succeeded.
 fn end(mut child: Child) -> (String, bool) {
     let started = Instant::now();
     let (mut out, mut err) = (child.stdout.take().unwrap(), child.stderr.take().unwrap());
@@ -68,7 +68,7 @@ fn read(from: &mut dyn Read) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// What Open MPI's launcher now and then says on a busy machine, before there is any rank.
+/// A message that Open MPI's launcher sometimes prints on a busy machine before it starts a rank.
 const NOT_BEGUN: &str = "The PMIx server's listener thread failed to start";
 
 /// Runs ranks to their end.

@@ -1,4 +1,4 @@
-//! What ranks do.
+//! Roles of ranks.
 
 use std::{path::PathBuf, sync::Arc, time::Duration};
 

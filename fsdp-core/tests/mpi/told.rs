@@ -1,4 +1,4 @@
-//! What a rank tells as `tracing` events.
+//! Collects a rank's `tracing` events.
 
 use std::{
     fmt::Debug,

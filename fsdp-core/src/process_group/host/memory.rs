@@ -1,5 +1,4 @@
-//! Reading inputs, taking outputs, and giving inputs back.
-//! Copies to memory that nobody reads soon.
+//! Inputs and outputs of backends in host memory, and copies that bypass the caches.
 
 use std::{
     arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128},
@@ -8,30 +7,23 @@ use std::{
 
 use crate::{Allocator, Buffer, DType, Error, Readable, Result, View};
 
-// ---- from process_group/host/buffers
-/// The bytes of rank `rank` in a concatenation of `counts` elements.
+/// Returns the byte range of rank `rank` in a concatenation of `counts` elements.
 pub(crate) fn range(counts: &[usize], rank: usize, dtype: DType) -> Range<usize> {
     let start = counts[..rank].iter().sum::<usize>() * dtype.size();
     start..start + counts[rank] * dtype.size()
 }
 
-/// Takes an output and checks that it is what was asked for.
+/// Allocates an output and checks its dtype and length.
 pub(crate) fn take(memory: &dyn Allocator, dtype: DType, len: usize, rank: usize) -> Result<Buffer> {
     let buffer = memory.take(dtype, len)?;
     if buffer.dtype() != dtype || buffer.len() != len {
-        return Err(Error::Argument {
-            rank,
-            message: format!(
-                "the allocator gave a buffer of {} {} where {len} {dtype} were asked for",
-                buffer.len(),
-                buffer.dtype()
-            ),
-        });
+        let got = format!("a buffer of {} {}", buffer.len(), buffer.dtype());
+        return Err(Error::Argument { rank, message: format!("the allocator gave {got}, expected {len} {dtype}") });
     }
     Ok(buffer)
 }
 
-/// Passes the bytes `range` of an input of an all-gather to `f`. `part` is its position, for messages.
+/// Passes a byte range of an all-gather's input to `f`. `part` is the input's position, for messages.
 pub(crate) fn read(
     input: &dyn Readable,
     range: Range<usize>,
@@ -41,7 +33,7 @@ pub(crate) fn read(
 ) -> Result<()> {
     let mut is_read = false;
     let outcome = input.view(&mut |view| {
-        // The group has refused the memory of other devices.
+        // The group has rejected memory of other devices.
         #[cfg_attr(not(feature = "cuda"), allow(irrefutable_let_patterns))]
         if let View::Host(bytes) = view
             && let Some(bytes) = bytes.get(range.clone())
@@ -52,39 +44,39 @@ pub(crate) fn read(
     });
     let why = match outcome {
         Ok(()) if is_read => return Ok(()),
-        Ok(()) => "it holds fewer bytes than it said".to_string(),
+        Ok(()) => "it has fewer bytes than its length says".to_string(),
         Err(why) => why,
     };
-    Err(Error::Argument { rank, message: format!("all_gather: part {part}: the input can't be read: {why}") })
+    Err(Error::Argument { rank, message: format!("all_gather: part {part}: cannot read the input: {why}") })
 }
 
-/// Inputs that are given back as soon as all of their bytes have been read.
+/// Inputs that are given back once all of their bytes have been read.
 pub(crate) struct Inputs<'a> {
     buffers: Vec<Option<Buffer>>,
-    /// For each input the round that is the last to read it.
+    /// The last step that reads each input.
     last: Vec<usize>,
     memory: &'a dyn Allocator,
     rank: usize,
 }
 
 impl<'a> Inputs<'a> {
-    /// `last` says for each input the round that is the last to read it.
+    /// `last` has the last step that reads each input.
     pub(crate) fn new(buffers: Vec<Buffer>, last: Vec<usize>, memory: &'a dyn Allocator, rank: usize) -> Self {
         Inputs { buffers: buffers.into_iter().map(Some).collect(), last, memory, rank }
     }
 
-    /// An input that is still to be read.
+    /// Returns an input that has not been given back.
     pub(crate) fn get(&self, part: usize) -> Result<&Buffer> {
         self.buffers[part].as_ref().ok_or_else(|| Error::Internal {
             rank: self.rank,
-            what: format!("part {part} of a collective was to be read after it had been given back"),
+            what: format!("part {part} of a collective was read after it had been given back"),
         })
     }
 
-    /// Gives back what no later round reads.
-    pub(crate) fn end_of(&mut self, round: usize) {
+    /// Gives back the inputs that no step after `step` reads.
+    pub(crate) fn finish_step(&mut self, step: usize) {
         for (buffer, &last) in self.buffers.iter_mut().zip(&self.last) {
-            if last <= round
+            if last <= step
                 && let Some(buffer) = buffer.take()
             {
                 self.memory.give(buffer);
@@ -93,30 +85,28 @@ impl<'a> Inputs<'a> {
     }
 }
 
-// ---- from process_group/host/copy
-/// Outputs of this many bytes or more don't fit the caches anyway.
+/// Outputs from this size on do not fit the caches.
 const LARGE: usize = 4 << 20;
 
-/// So many bytes stay in the first cache while they are copied twice.
+/// Number of bytes that stay in the first-level cache while they are copied twice.
 const BLOCK: usize = 8 << 10;
 
 /// How to copy to an output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Copy {
-    /// Through the caches.
+    /// By ordinary stores.
     Cached,
-    /// Around the caches. The processor then need not read the memory before it overwrites it, nor throw out what is
-    /// still to be read.
-    Around,
+    /// By non-temporal stores, which do not read the memory first and do not evict data from the caches.
+    NonTemporal,
 }
 
 impl Copy {
-    /// For outputs of `bytes` bytes in all.
+    /// Chooses the copy for outputs of `bytes` bytes in all.
     pub(crate) fn for_output_of(bytes: usize) -> Self {
-        if bytes >= LARGE { Copy::Around } else { Copy::Cached }
+        if bytes >= LARGE { Copy::NonTemporal } else { Copy::Cached }
     }
 
-    /// Copies `from` to `cached`, whom somebody reads soon, and to `to`. All are of the same length.
+    /// Copies `from` to `cached`, which is read soon, and to `to`. All have the same length.
     pub(crate) fn copy_to_both(self, cached: &mut [u8], to: &mut [u8], from: &[u8]) {
         for ((cached, to), from) in cached.chunks_mut(BLOCK).zip(to.chunks_mut(BLOCK)).zip(from.chunks(BLOCK)) {
             cached.copy_from_slice(from);
@@ -125,7 +115,7 @@ impl Copy {
         self.end();
     }
 
-    /// Copies `from` to `to`, which are of the same length.
+    /// Copies `from` to `to`, which has the same length.
     pub(crate) fn copy(self, to: &mut [u8], from: &[u8]) {
         self.begin(to, from);
         self.end();
@@ -134,13 +124,13 @@ impl Copy {
     fn begin(self, to: &mut [u8], from: &[u8]) {
         match self {
             Copy::Cached => to.copy_from_slice(from),
-            Copy::Around => around(to, from),
+            Copy::NonTemporal => copy_non_temporal(to, from),
         }
     }
 
-    /// Makes what was begun visible before anything that follows, to other threads too.
+    /// Makes the copied bytes visible to other threads before anything that follows.
     fn end(self) {
-        if self == Copy::Around {
+        if self == Copy::NonTemporal {
             fence();
         }
     }
@@ -148,7 +138,7 @@ impl Copy {
 
 /// Copies in an order of its own, until the [`fence`].
 #[cfg(target_arch = "x86_64")]
-fn around(to: &mut [u8], from: &[u8]) {
+fn copy_non_temporal(to: &mut [u8], from: &[u8]) {
     const LINE: usize = 64;
     assert_eq!(to.len(), from.len());
     let head = to.as_ptr().align_offset(LINE).min(to.len());
@@ -182,7 +172,7 @@ fn fence() {
 fn fence() {}
 
 #[cfg(not(target_arch = "x86_64"))]
-fn around(to: &mut [u8], from: &[u8]) {
+fn copy_non_temporal(to: &mut [u8], from: &[u8]) {
     to.copy_from_slice(from);
 }
 
@@ -196,7 +186,7 @@ mod tests {
         for start in 0..70 {
             for len in [0, 1, 63, 64, 65, 127, 128, 300] {
                 let mut to = vec![0xff; 500];
-                Copy::Around.copy(&mut to[start..start + len], &from[7..7 + len]);
+                Copy::NonTemporal.copy(&mut to[start..start + len], &from[7..7 + len]);
                 assert_eq!(to[start..start + len], from[7..7 + len]);
                 assert!(to[..start].iter().chain(&to[start + len..]).all(|&byte| byte == 0xff));
             }
@@ -207,7 +197,7 @@ mod tests {
     fn both_copies_are_whole() {
         for len in [0, 1, BLOCK - 1, BLOCK, 2 * BLOCK + 70] {
             let from: Vec<u8> = (0..len).map(|i| (i % 251) as u8).collect();
-            for copy in [Copy::Cached, Copy::Around] {
+            for copy in [Copy::Cached, Copy::NonTemporal] {
                 let (mut cached, mut to) = (vec![0xff; len], vec![0xff; len]);
                 copy.copy_to_both(&mut cached, &mut to, &from);
                 assert!(cached == from && to == from, "{copy:?}, {len} bytes");

@@ -1,4 +1,4 @@
-//! What backends over the host's memory share: packing lists of buffers, reading and giving them back, and kernels.
+//! Shared code of backends for host memory: packing of buffers, access to inputs and outputs, and reduction kernels.
 
 pub(crate) mod memory;
 pub(crate) mod packing;

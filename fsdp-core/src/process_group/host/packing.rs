@@ -5,10 +5,10 @@ use std::ops::Range;
 use super::memory::range;
 use crate::DType;
 
-/// Where parts begin in a stream, so that elements of every dtype are aligned in a slot and never cut.
+/// Alignment of parts in a stream, so that elements of every dtype are aligned in a slot and never cut.
 pub(crate) const ALIGN: usize = 64;
 
-/// A run of bytes of one part.
+/// A range of bytes of one part, at a position of a stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Stretch {
     start: usize,
@@ -16,7 +16,7 @@ struct Stretch {
     bytes: Range<usize>,
 }
 
-/// Pieces of parts, one after the other, each at an aligned place.
+/// Byte ranges of parts, concatenated with aligned starts.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Stream {
     stretches: Vec<Stretch>,
@@ -26,16 +26,16 @@ pub(crate) struct Stream {
 /// The overlap of a chunk with a part.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Piece {
-    /// Which part.
+    /// Index of the part.
     pub(crate) part: usize,
-    /// The bytes of the part.
+    /// Bytes of the part.
     pub(crate) bytes: Range<usize>,
-    /// Where they are in the chunk.
+    /// Position in the chunk.
     pub(crate) chunk: Range<usize>,
 }
 
 impl Stream {
-    /// A stream of the given bytes of each part.
+    /// Creates a stream of the given bytes of each part.
     pub(crate) fn new(parts: impl IntoIterator<Item = Range<usize>>) -> Self {
         let mut stream = Stream::default();
         for (part, bytes) in parts.into_iter().enumerate() {
@@ -48,7 +48,7 @@ impl Stream {
         stream
     }
 
-    /// Streams of the same parts one after the other.
+    /// Concatenates streams of the same parts.
     pub(crate) fn joined(streams: impl IntoIterator<Item = Stream>) -> Self {
         let mut all = Stream::default();
         for stream in streams {
@@ -59,12 +59,12 @@ impl Stream {
         all
     }
 
-    /// A stream of what belongs to `rank` in each part, a concatenation of as many elements a rank as its counts say.
+    /// Creates a stream of `rank`'s bytes of each part, a concatenation by rank with these counts.
     pub(crate) fn of_counts<'a>(parts: impl IntoIterator<Item = (DType, &'a [usize])>, rank: usize) -> Self {
         Stream::new(parts.into_iter().map(|(dtype, counts)| range(counts, rank, dtype)))
     }
 
-    /// A stream of some parts of this one.
+    /// Creates a stream of some of the parts.
     pub(crate) fn of_parts(&self, is_one: impl Fn(usize) -> bool) -> Self {
         let mut some = Stream::default();
         for stretch in self.stretches.iter().filter(|stretch| is_one(stretch.part)) {
@@ -74,17 +74,17 @@ impl Stream {
         some
     }
 
-    /// Where the last byte of a part ends in the stream.
+    /// Returns the end of the last part in the stream, without padding.
     pub(crate) fn end(&self) -> usize {
         self.stretches.last().map_or(0, |stretch| stretch.start + stretch.bytes.len())
     }
 
-    /// Bytes of the stream, padding included.
+    /// Returns the length of the stream in bytes, with padding.
     pub(crate) fn len(&self) -> usize {
         self.len
     }
 
-    /// The `index`-th chunk of `chunk` bytes as a stream of the same parts.
+    /// Returns the `index`-th chunk of `chunk` bytes as a stream of the same parts.
     pub(crate) fn slice(&self, index: usize, chunk: usize) -> Stream {
         let mut parts: Vec<Range<usize>> = Vec::new();
         for piece in self.pieces(index, chunk) {
@@ -94,25 +94,25 @@ impl Stream {
         Stream::new(parts)
     }
 
-    /// What each of `ranks` ranks has of the stream, where all of them share it.
+    /// Splits the stream evenly over `ranks` ranks, and returns each rank's share.
     pub(crate) fn shares(&self, ranks: usize) -> impl Fn(usize) -> Stream + use<'_> {
         let chunk = self.len.div_ceil(ranks.max(1)).next_multiple_of(ALIGN).max(ALIGN);
         move |rank| self.slice(rank, chunk)
     }
 
-    /// How many chunks of `chunk` bytes the stream fills.
+    /// Returns the number of chunks of `chunk` bytes.
     pub(crate) fn chunks(&self, chunk: usize) -> usize {
         self.len.div_ceil(chunk)
     }
 
-    /// The last chunk that holds bytes of a part.
+    /// Returns the index of the last chunk with bytes of a part.
     fn last_chunk(&self, part: usize, chunk: usize) -> Option<usize> {
         let index = self.stretches.binary_search_by_key(&part, |stretch| stretch.part).ok()?;
         let stretch = &self.stretches[index];
         Some((stretch.start + stretch.bytes.len() - 1) / chunk)
     }
 
-    /// The pieces in the `index`-th chunk of `chunk` bytes, which must be a multiple of [`ALIGN`].
+    /// Returns the pieces in the `index`-th chunk of `chunk` bytes, which must be a multiple of [`ALIGN`].
     pub(crate) fn pieces(&self, index: usize, chunk: usize) -> impl Iterator<Item = Piece> + '_ {
         debug_assert!(chunk.is_multiple_of(ALIGN));
         let start = index.saturating_mul(chunk);
@@ -127,7 +127,7 @@ impl Stream {
     }
 }
 
-/// The last chunk that holds bytes of a part in any of the streams.
+/// Returns the index of the last chunk with bytes of a part, in any of the streams.
 pub(crate) fn last_chunk(streams: &[Stream], part: usize, chunk: usize) -> usize {
     streams.iter().filter_map(|stream| stream.last_chunk(part, chunk)).max().unwrap_or(0)
 }

@@ -1,11 +1,10 @@
-//! What reductions are of: elements as they are stored, and as they are combined.
+//! Reduction kernels: elements, their accumulators, and plain loops that the compiler vectorizes.
 //!
-//! All of it is inlined into functions that are compiled for the instructions they may use.
-//! Reduction kernels: plain loops over slices that the compiler turns into vector instructions.
+//! Ranks' elements are combined as a balanced tree of neighbours: pairs that start at an even rank, then pairs of pairs,
+//! and so on. For six ranks that is `((0 + 1) + (2 + 3)) + (4 + 5)`. The order depends on the number of ranks only. Ranks
+//! that form a subtree may combine their elements before other ranks see them ([`partial`]).
 //!
-//! What ranks have is combined as a balanced tree: neighbours first, from an even rank on, then neighbouring pairs, and
-//! so on. For six ranks that is `((0 + 1) + (2 + 3)) + (4 + 5)`. The order depends on nothing but the number of ranks,
-//! and ranks that are a subtree may combine what they have before others see it ([`partial`]).
+//! Everything is inlined into functions that are compiled for particular instruction sets.
 
 use std::ops::Range;
 
@@ -14,8 +13,7 @@ use half::{bf16, f16, slice::HalfFloatSliceExt};
 
 use crate::{DType, ReduceOp};
 
-// ---- from process_group/host/element
-/// An element as it is stored, with the type it is combined in.
+/// An element as it is stored, with its accumulator.
 pub(super) trait Element: Pod {
     type Acc: Number;
     /// Whether a loop over single elements is as fast as one over slices.
@@ -59,7 +57,7 @@ impl Element for bf16 {
     fn widen(self) -> f32 {
         f32::from_bits(u32::from(self.to_bits()) << 16)
     }
-    /// `bf16::from_f32` without its branch, which keeps loops from being vectorised.
+    /// `bf16::from_f32` without its branch, which prevents vectorization.
     #[inline(always)]
     fn narrow(acc: f32) -> bf16 {
         let bits = acc.to_bits();
@@ -89,7 +87,7 @@ impl Element for f16 {
     }
 }
 
-/// What reductions compute in. Integers wrap around; a NaN makes the smallest and the largest NaN, as in PyTorch.
+/// An accumulator. Integers wrap around. NaN propagates through minimum and maximum, as in PyTorch.
 pub(super) trait Number: Pod + Default {
     fn add(self, other: Self) -> Self;
     fn mul(self, other: Self) -> Self;
@@ -117,7 +115,7 @@ macro_rules! integer {
             fn max(self, other: Self) -> Self {
                 Ord::max(self, other)
             }
-            // Averages of integers are refused before they get here.
+            // The group rejects averages of integers.
             #[inline(always)]
             fn divided(self, by: usize) -> Self {
                 self / by as $t
@@ -155,22 +153,21 @@ macro_rules! float {
 }
 float!(f32, f64);
 
-// ---- from process_group/host/reduce
-/// Elements combined at a time, at most.
+/// Largest number of elements combined at a time.
 const BLOCK: usize = 512;
-/// Accumulators for such blocks, one for each level of the tree. They stay in the first-level cache.
+/// Elements of the accumulators, one block for each level of the tree. They stay in the first-level cache.
 const ROOM: usize = 4 * BLOCK;
-/// What blocks are a multiple of, so that vectors are full.
+/// Blocks are a multiple of this, so that vectors are full.
 const VECTORS: usize = 64;
 
-/// Where a rank's contribution is.
+/// Location of a rank's contribution.
 #[derive(Clone, Copy)]
 pub(crate) enum Input<'a> {
     /// In the output, which the result replaces.
     Output,
-    /// Elsewhere.
+    /// In other memory.
     Bytes(&'a [u8]),
-    /// Elsewhere, and of so many ranks, which are a subtree: what [`partial`] made.
+    /// The result of [`partial`] for a subtree of this many ranks.
     Partial(&'a [u8], usize),
 }
 
@@ -180,8 +177,8 @@ impl Input<'_> {
     }
 }
 
-/// Combines the inputs, which are of all ranks in their order, into `output`. All are native elements of `dtype`,
-/// aligned and of the same length; those of several ranks are of [`accumulator`].
+/// Combines the inputs of all ranks, in rank order, into `output`. All are aligned native elements of `dtype` and have the
+/// same length; inputs of several ranks have the dtype [`accumulator`].
 pub(crate) fn reduce(dtype: DType, op: ReduceOp, output: &mut [u8], inputs: &[Input<'_>]) {
     match dtype {
         DType::U8 => combine::<u8, u8>(op, output, inputs),
@@ -194,8 +191,8 @@ pub(crate) fn reduce(dtype: DType, op: ReduceOp, output: &mut [u8], inputs: &[In
     }
 }
 
-/// Combines the inputs of some ranks that are a subtree, for others to go on with: `output` is of [`accumulator`],
-/// neither rounded nor divided. No input is the output.
+/// Combines the inputs of ranks that form a subtree into `output`, with the dtype [`accumulator`], neither rounded nor
+/// divided. No input is the output.
 pub(crate) fn partial(dtype: DType, op: ReduceOp, output: &mut [u8], inputs: &[Input<'_>]) {
     let op = if op == ReduceOp::Avg { ReduceOp::Sum } else { op };
     match dtype {
@@ -205,15 +202,15 @@ pub(crate) fn partial(dtype: DType, op: ReduceOp, output: &mut [u8], inputs: &[I
     }
 }
 
-/// What elements are combined in.
-pub(crate) fn accumulator(dtype: DType) -> DType {
+/// Returns the dtype that elements are combined in.
+fn accumulator(dtype: DType) -> DType {
     match dtype {
         DType::BF16 | DType::F16 => DType::F32,
         own => own,
     }
 }
 
-/// How many times as long as an element its accumulator is.
+/// Returns the size of an accumulator in elements.
 pub(crate) fn widening(dtype: DType) -> usize {
     accumulator(dtype).size() / dtype.size()
 }
@@ -224,14 +221,14 @@ fn combine<T: Element, O: Element<Acc = T::Acc>>(op: ReduceOp, output: &mut [u8]
     match op {
         ReduceOp::Sum => fold::<T, O>(output, inputs, T::Acc::add, |x| x),
         ReduceOp::Avg => fold::<T, O>(output, inputs, T::Acc::add, |x| x.divided(ranks)),
-        // These reduce few numbers. Compiling them for each instruction set would take as long as the sums.
+        // These reduce few numbers. Compiling them for each instruction set would take as long as sums.
         ReduceOp::Min => fold_inlined::<T, O>(output, inputs, T::Acc::min, |x| x),
         ReduceOp::Max => fold_inlined::<T, O>(output, inputs, T::Acc::max, |x| x),
         ReduceOp::Product => fold_inlined::<T, O>(output, inputs, T::Acc::mul, |x| x),
     }
 }
 
-/// One function for each dtype and operation, so that the compiler sees small loops.
+/// Folds with a separate function for each dtype and operation, so that the compiler sees small loops.
 fn fold<T: Element, O: Element<Acc = T::Acc>>(
     output: &mut [O],
     inputs: &[Input<'_>],
@@ -253,8 +250,8 @@ fn fold<T: Element, O: Element<Acc = T::Acc>>(
     fold_inlined::<T, O>(output, inputs, f, finish);
 }
 
-/// The same code for processors with wider vectors. The bits are the same: it has no fused operations. (With AVX-512
-/// reductions of BF16 are half as fast again.)
+/// The same code for processors with wider vectors. It has no fused operations, so the bits are the same. AVX-512 makes
+/// BF16 reductions half as fast again.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
 fn fold_with_avx2<T: Element, O: Element<Acc = T::Acc>>(
@@ -277,7 +274,7 @@ fn fold_with_avx512<T: Element, O: Element<Acc = T::Acc>>(
     fold_inlined::<T, O>(output, inputs, f, finish);
 }
 
-// Everything below is inlined into the functions above, to be compiled for the instructions that each may use.
+// Everything below is inlined into the functions above and compiled for their instruction sets.
 
 #[inline(always)]
 fn fold_inlined<T: Element, O: Element<Acc = T::Acc>>(
@@ -286,7 +283,7 @@ fn fold_inlined<T: Element, O: Element<Acc = T::Acc>>(
     f: impl Fn(T::Acc, T::Acc) -> T::Acc + Copy,
     finish: impl Fn(T::Acc) -> T::Acc + Copy,
 ) {
-    // Two ranks are the most common and need no accumulator.
+    // Two ranks are the most common case and need no accumulator.
     if let [first, second] = inputs
         && T::DIRECT
     {
@@ -313,7 +310,7 @@ fn fold_inlined<T: Element, O: Element<Acc = T::Acc>>(
             _ => {}
         }
     }
-    // As many as are open at once: one a level, and one that is to be combined with the last.
+    // One open accumulator for each level, and one to combine with the last.
     let ranks: usize = inputs.iter().map(Input::ranks).sum();
     let len = (ROOM / (ranks.max(1).ilog2() as usize + 2)).min(BLOCK) / VECTORS * VECTORS;
     let mut room = [T::Acc::default(); ROOM];
@@ -381,11 +378,11 @@ fn fold_inlined<T: Element, O: Element<Acc = T::Acc>>(
     }
 }
 
-/// What a rank has of a block, which is `here` in what is not in the output.
+/// Returns a rank's elements of a block, at `here` in inputs outside the output.
 #[inline(always)]
 fn source<'a, T: Element, O: Element>(input: &Input<'a>, out: &'a [O], here: Range<usize>) -> &'a [T] {
     match *input {
-        // Where this is asked for, both types are the same.
+        // Both types are the same where this is called.
         Input::Output => bytemuck::cast_slice(out),
         Input::Bytes(bytes) | Input::Partial(bytes, _) => &bytemuck::cast_slice(bytes)[here],
     }
@@ -422,7 +419,7 @@ mod tests {
         }
     }
 
-    /// The sum as it is defined: of the largest power of two ranks that leaves some, and of these.
+    /// The definition of the sum: the largest power of two ranks that leaves some, plus the others.
     fn tree(values: &[f32]) -> f32 {
         match values {
             [value] => *value,
@@ -464,7 +461,7 @@ mod tests {
             reduce(DType::F16, ReduceOp::Avg, bytemuck::cast_slice_mut(&mut out), &inputs);
             prop_assert_eq!(out.iter().map(|x| x.to_f32()).collect::<Vec<_>>(), expect(|x| f16::from_f32(x).to_f32()));
 
-            // Some subtrees first.
+            // Combines some subtrees first.
             for (dtype, all) in [
                 (DType::F16, &inputs),
                 (DType::F32, &columns.iter().map(|c| Input::Bytes(bytemuck::cast_slice(&c[..len]))).collect()),

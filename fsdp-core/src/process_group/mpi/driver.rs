@@ -1,7 +1,5 @@
-//! The one thread that calls MPI, for all groups of the process.
-//! What the thread that calls MPI does.
+//! The one thread of the process that calls MPI, and its handle.
 
-use parking_lot::Mutex;
 use std::{
     collections::HashMap,
     path::PathBuf,
@@ -13,100 +11,103 @@ use std::{
     time::{Duration, Instant},
 };
 
+use parking_lot::Mutex;
+
 use super::{
     super::{
         backend::PeerState,
         collective::Failure,
-        waiting_ranks::{Patience, Roll},
+        waiting_ranks::{WaitingRanks, WarningTimer},
     },
-    communicator::{self, Batch, Held, Line, NOTICE, Notice, Transfer, Way},
-    library::{self, Kind, Refused},
+    communicator::{self, Batch, Communicator, Direction, InFlight, NOTIFICATION, Notification, Transfer},
+    library::{self, Kind, MpiError},
     session::Mpi,
 };
 use crate::RankEnv;
 
-// ---- from process_group/mpi/driver
-/// Marks what is sent before there is a group.
-const MEETING: u16 = 1;
-/// The largest tag that every MPI has.
+/// Tag of messages between ranks that have no group yet.
+const RENDEZVOUS_TAG: u16 = 1;
+/// Largest tag that every MPI supports.
 const LARGEST: u16 = 32767;
-/// How long processes get at the least to start MPI, and ranks to meet: with many hosts that takes seconds.
-pub(super) const MEETING_TIME: Duration = Duration::from_secs(60);
-/// How often a rank that waits for MPI to start looks whether it waits in vain.
+/// Shortest time limit for starting MPI and for rendezvous, which take seconds with many hosts.
+pub(super) const MIN_RENDEZVOUS_TIME: Duration = Duration::from_secs(60);
+/// Interval of checks while MPI starts.
 const LOOK: Duration = Duration::from_millis(250);
 /// The call that waits for all ranks.
 const MPI_INIT: &str = "MPI_Init";
 
-/// The thread's handle.
+/// Handle of the thread.
 pub(super) struct Driver {
     commands: Sender<Command>,
-    /// This process in MPI's world.
+    /// This process's rank in MPI's world.
     pub(super) rank: usize,
     pub(super) size: usize,
-    /// Whether ranks and their threads have to share cores.
+    /// Whether there are fewer cores than ranks and their threads.
     pub(super) is_crowded: bool,
-    /// The library, for messages.
+    /// Path of the library, for messages.
     pub(super) library: PathBuf,
     tags: AtomicU16,
     is_over: Arc<AtomicBool>,
     has_failed: Arc<AtomicBool>,
     timeout: Duration,
-    /// Where worlds meet, one after the other.
+    /// Held while a world is created.
     pub(super) meeting: Mutex<()>,
-    pub(super) world: Arc<Line>,
-    /// How many messages have come on [`Driver::world`] from each.
+    pub(super) world: Arc<Communicator>,
+    /// Number of receives posted on [`Driver::world`] for each rank.
     pub(super) received: Mutex<Vec<u64>>,
 }
 
 static DRIVER: OnceLock<Result<Driver, String>> = OnceLock::new();
 
 impl Driver {
-    /// That of this process, which is started when it is first asked for.
+    /// Returns the driver of this process. The first call starts it.
     ///
     /// # Errors
-    /// Says what keeps MPI from starting.
-    pub(super) fn get(env: &RankEnv, roll: &Roll, timeout: Duration) -> Result<&'static Self, String> {
-        DRIVER.get_or_init(|| start(env, roll, timeout.max(MEETING_TIME))).as_ref().map_err(String::clone)
+    /// A message why MPI did not start.
+    pub(super) fn get(env: &RankEnv, waiting: &WaitingRanks, timeout: Duration) -> Result<&'static Self, String> {
+        DRIVER.get_or_init(|| start(env, waiting, timeout.max(MIN_RENDEZVOUS_TIME))).as_ref().map_err(String::clone)
     }
 
-    fn tell(&self, command: Command) {
-        // Who waits for something sees that the thread has ended.
+    fn send(&self, command: Command) {
+        // Waits notice that the thread has ended.
         let _ = self.commands.send(command);
     }
 
-    /// Whether it does nothing any more.
+    /// Returns whether the thread has ended.
     pub(super) fn is_over(&self) -> bool {
         self.is_over.load(Ordering::Acquire)
     }
 
-    /// A tag that no other group of this process has, nor ever had.
+    /// Returns a tag that no other group of this process has had.
     pub(super) fn tag(&self) -> Result<u16, String> {
         let next = |tag: u16| (tag <= LARGEST).then(|| tag + 1);
-        self.tags.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).map_err(|_| {
-            format!(
-                "this process has made {LARGEST} groups, the most that MPI's tags tell apart: keep groups and use them \
-                 again"
-            )
-        })
+        self.tags
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, next)
+            .map_err(|_| format!("this process has created {LARGEST} groups, the limit of MPI's tags: reuse groups"))
     }
 
-    /// Hears from now on what becomes of the members.
-    pub(super) fn open(&self, line: &Arc<Line>) {
-        self.tell(Command::Open(line.clone()));
+    /// Starts to record notifications of the members.
+    pub(super) fn open(&self, communicator: &Arc<Communicator>) {
+        self.send(Command::Open(communicator.clone()));
     }
 
-    pub(super) fn post(&self, line: &Arc<Line>, held: Arc<Held>, transfers: Vec<Transfer>) -> Arc<Batch> {
+    pub(super) fn post(
+        &self,
+        communicator: &Arc<Communicator>,
+        in_flight: Arc<InFlight>,
+        transfers: Vec<Transfer>,
+    ) -> Arc<Batch> {
         let batch = Arc::new(Batch::of(&transfers));
-        self.tell(Command::Post { line: line.clone(), held, transfers, batch: batch.clone() });
+        self.send(Command::Post { communicator: communicator.clone(), in_flight, transfers, batch: batch.clone() });
         batch
     }
 
-    pub(super) fn close(&self, line: &Arc<Line>, why: Option<Failure>) {
-        self.tell(Command::Close { line: line.clone(), why });
+    pub(super) fn close(&self, communicator: &Arc<Communicator>, why: Option<Failure>) {
+        self.send(Command::Close { communicator: communicator.clone(), why });
     }
 }
 
-fn start(env: &RankEnv, roll: &Roll, timeout: Duration) -> Result<Driver, String> {
+fn start(env: &RankEnv, waiting: &WaitingRanks, timeout: Duration) -> Result<Driver, String> {
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
     let is_crowded = 2 * env.local_world_size > cores;
     let (commands, orders) = channel();
@@ -117,7 +118,7 @@ fn start(env: &RankEnv, roll: &Roll, timeout: Duration) -> Result<Driver, String
         let (is_over, has_failed) = flags;
         let _end = Over(is_over);
         let outcome = library::library(&|name| std::env::var(name).ok()).and_then(|(mut mpi, path)| {
-            let name = |refused: Refused| format!("{}: {}", path.display(), refused.text);
+            let name = |refused: MpiError| format!("{}: {}", path.display(), refused.text);
             let (rank, size) = mpi.start().map_err(name)?;
             mpi.separate(timeout).map_err(name)?;
             tracing::debug!("MPI: {} ({})", path.display(), mpi.version().lines().next().unwrap_or_default());
@@ -134,10 +135,10 @@ fn start(env: &RankEnv, roll: &Roll, timeout: Duration) -> Result<Driver, String
     };
     let thread = std::thread::Builder::new().name("fsdp mpi".into()).spawn(serve);
     thread.map_err(|error| format!("starting the thread that calls MPI: {error}"))?;
-    let (library, rank, size) = started(&told, env, roll, timeout)??;
-    let world = Line::new(MEETING, (0..size).collect(), rank);
-    world.set_tags(vec![MEETING; size]);
-    // SAFETY: what is registered is called once, when the process exits, and needs nothing that exits before.
+    let (library, rank, size) = started(&told, env, waiting, timeout)??;
+    let world = Communicator::new(RENDEZVOUS_TAG, (0..size).collect(), rank);
+    world.set_tags(vec![RENDEZVOUS_TAG; size]);
+    // SAFETY: the function is called once, when the process exits, and depends on nothing that ends before.
     unsafe { libc::atexit(at_exit) };
     Ok(Driver {
         commands,
@@ -145,7 +146,7 @@ fn start(env: &RankEnv, roll: &Roll, timeout: Duration) -> Result<Driver, String
         size,
         is_crowded,
         library,
-        tags: AtomicU16::new(MEETING + 1),
+        tags: AtomicU16::new(RENDEZVOUS_TAG + 1),
         is_over,
         has_failed,
         timeout,
@@ -155,44 +156,44 @@ fn start(env: &RankEnv, roll: &Roll, timeout: Duration) -> Result<Driver, String
     })
 }
 
-/// Waits for the thread to say that MPI has started. `MPI_Init` itself waits for all ranks, without a deadline and
-/// without a word: so this thread tells which are missing, at doubling intervals and when the time is over.
-fn started<T>(told: &Receiver<T>, env: &RankEnv, roll: &Roll, timeout: Duration) -> Result<T, String> {
-    let (begun, mut patience) = (Instant::now(), Patience::default());
+/// Waits until MPI has started. `MPI_Init` waits for all ranks, without a deadline or a message. This thread therefore
+/// warns which ranks are missing, and stops waiting after the timeout.
+fn started<T>(told: &Receiver<T>, env: &RankEnv, waiting: &WaitingRanks, timeout: Duration) -> Result<T, String> {
+    let (begun, mut timer) = (Instant::now(), WarningTimer::default());
     loop {
         match told.recv_timeout(LOOK.min(timeout)) {
             Ok(outcome) => return Ok(outcome),
             Err(RecvTimeoutError::Disconnected) => return Err("the thread that calls MPI has ended".into()),
             Err(RecvTimeoutError::Timeout) => {}
         }
-        if let Some(why) = roll.in_vain() {
+        if let Some(why) = waiting.backend_conflict() {
             return Err(why);
         }
         if begun.elapsed() >= timeout {
             return Err(format!(
-                "MPI did not start within {:.1} s: {}. See what the other ranks do instead, or raise FSDP_TIMEOUT_S",
+                "MPI did not start within {:.1} s: {}. See what the other ranks do, or raise FSDP_TIMEOUT_S",
                 timeout.as_secs_f64(),
-                roll.missing(MPI_INIT)
+                waiting.missing(MPI_INIT)
             ));
         }
-        if let Some(waited) = patience.is_due() {
+        if let Some(waited) = timer.is_due() {
             tracing::warn!(
-                "rank {} waits in {MPI_INIT}, for {:.0} s now: {}; it gives up after {:.0} s (FSDP_TIMEOUT_S)",
+                "rank {} has waited {:.0} s in {MPI_INIT}: {}; it gives up after {:.0} s (FSDP_TIMEOUT_S)",
                 env.rank,
                 waited.as_secs_f64(),
-                roll.missing(MPI_INIT),
+                waiting.missing(MPI_INIT),
                 timeout.as_secs_f64()
             );
         }
     }
 }
 
-/// Ends MPI, as launchers want it of a process that ends well. MPI then waits until all processes of the job do so;
-/// after a failure, not for long.
+/// Finalizes MPI, as launchers expect of a process that succeeds. MPI waits for all processes of the job to finalize it;
+/// after a failure, this function returns sooner.
 extern "C" fn at_exit() {
     let Some(Ok(driver)) = DRIVER.get() else { return };
     let (tell, told) = channel();
-    driver.tell(Command::End(tell));
+    driver.send(Command::End(tell));
     let started = Instant::now();
     loop {
         match told.recv_timeout(Duration::from_millis(50)) {
@@ -206,7 +207,7 @@ extern "C" fn at_exit() {
     }
 }
 
-/// Says that the thread has ended, however it did.
+/// Records the end of the thread, for whichever reason.
 struct Over(Arc<AtomicBool>);
 
 impl Drop for Over {
@@ -215,65 +216,70 @@ impl Drop for Over {
     }
 }
 
-// ---- from process_group/mpi/thread
-/// Marks notices.
-const NOTICES: u16 = 0;
-/// How often to look for messages before letting others run, and then before sleeping.
+/// Tag of notifications.
+const NOTIFICATION_TAG: u16 = 0;
+/// How often to poll before yielding, and then before sleeping.
 const SPINS: u32 = 2000;
 const YIELDS: u32 = 100;
-/// The shortest sleep while messages are on their way, how often it doubles, and how long it is otherwise.
+/// The shortest sleep with messages in flight, how often it doubles, and the sleep without messages.
 const NAP: Duration = Duration::from_micros(20);
 const DOUBLES: u32 = 4;
 const IDLE: Duration = Duration::from_millis(5);
-/// How long a process that has seen a failure waits for the others when it ends.
+/// How long a process waits for its peers at its end after a failure.
 pub(super) const PARTING: Duration = Duration::from_secs(2);
 
-/// Something for the thread to do, in order.
+/// A command for the thread. Commands run in order.
 pub(super) enum Command {
-    Open(Arc<Line>),
-    /// Start these messages.
+    Open(Arc<Communicator>),
+    /// Posts messages.
     Post {
-        line: Arc<Line>,
-        held: Arc<Held>,
+        communicator: Arc<Communicator>,
+        in_flight: Arc<InFlight>,
         transfers: Vec<Transfer>,
         batch: Arc<Batch>,
     },
-    /// Tell the peers that this rank has left, or why it has failed, and receive nothing more.
+    /// Notifies the peers that this rank left or failed, and cancels its receives.
     Close {
-        line: Arc<Line>,
+        communicator: Arc<Communicator>,
         why: Option<Failure>,
     },
-    /// End MPI.
+    /// Finalizes MPI.
     End(Sender<()>),
 }
 
-/// What a request of MPI's is for.
+/// The purpose of an MPI request.
 enum Entry {
-    /// One message of a batch, whose memory it keeps.
-    Message { line: Arc<Line>, held: Arc<Held>, batch: Arc<Batch>, index: usize, way: Way },
-    /// Tells a peer that this rank is gone.
-    Tells { _bytes: Vec<u8> },
-    /// Hears that a process is gone, or has left a group.
-    Hears { from: usize, bytes: Vec<u8> },
+    /// A message of a batch, whose memory it keeps.
+    Message {
+        communicator: Arc<Communicator>,
+        in_flight: Arc<InFlight>,
+        batch: Arc<Batch>,
+        index: usize,
+        direction: Direction,
+    },
+    /// Notifies a peer that this rank left or failed.
+    SendNotification { _bytes: Vec<u8> },
+    /// Receives the notifications of a process.
+    ReceiveNotification { from: usize, bytes: Vec<u8> },
 }
 
-pub(super) struct Thread {
+struct Thread {
     mpi: Box<dyn Mpi>,
-    /// This process's rank in MPI's world, and the size of that.
+    /// This process's rank in MPI's world, and the size of the world.
     rank: usize,
     size: usize,
     orders: Receiver<Command>,
     is_crowded: bool,
     has_failed: Arc<AtomicBool>,
-    lines: HashMap<u16, Arc<Line>>,
-    /// Those that this rank has left and others have not, as far as is known.
-    left: HashMap<u16, Arc<Line>>,
-    /// By the numbers of requests.
+    communicators: HashMap<u16, Arc<Communicator>>,
+    /// Communicators that this rank has left and some peers have not.
+    left: HashMap<u16, Arc<Communicator>>,
+    /// Indexed by the numbers of requests.
     entries: Vec<Option<Entry>>,
     free: Vec<usize>,
-    /// How many there are, without those that hear.
+    /// Number of active requests, without those that receive notifications.
     open: usize,
-    /// How often nothing has happened.
+    /// Number of polls since something happened.
     idle: u32,
 }
 
@@ -285,17 +291,17 @@ impl Thread {
         is_crowded: bool,
         has_failed: Arc<AtomicBool>,
     ) -> Self {
-        let (lines, left, entries, free) = (HashMap::new(), HashMap::new(), vec![], vec![]);
-        Thread { mpi, rank, size, orders, is_crowded, has_failed, lines, left, entries, free, open: 0, idle: 0 }
+        let (communicators, left, entries, free) = (HashMap::new(), HashMap::new(), vec![], vec![]);
+        Thread { mpi, rank, size, orders, is_crowded, has_failed, communicators, left, entries, free, open: 0, idle: 0 }
     }
 
-    /// Carries out orders until the last one.
+    /// Executes commands until [`Command::End`].
     pub(super) fn serve(mut self) {
         let rank = self.rank;
         (0..self.size).filter(|&other| other != rank).for_each(|other| self.listen(other));
         let ended = 'serve: loop {
             while let Ok(order) = self.orders.try_recv() {
-                if let Some(ended) = self.obey(order) {
+                if let Some(ended) = self.execute(order) {
                     break 'serve ended;
                 }
             }
@@ -314,7 +320,7 @@ impl Thread {
                 let nap = if self.open > 0 { NAP * (1 << naps.min(DOUBLES)) } else { IDLE };
                 if let Ok(order) = self.orders.recv_timeout(nap) {
                     self.idle = 0;
-                    if let Some(ended) = self.obey(order) {
+                    if let Some(ended) = self.execute(order) {
                         break 'serve ended;
                     }
                 }
@@ -324,16 +330,16 @@ impl Thread {
         let _ = ended.send(());
     }
 
-    /// Carries out an order; the last one says whom to tell.
-    fn obey(&mut self, order: Command) -> Option<Sender<()>> {
+    /// Executes a command. Returns the sender of [`Command::End`].
+    fn execute(&mut self, order: Command) -> Option<Sender<()>> {
         match order {
-            Command::Open(line) => drop(self.lines.insert(line.tag, line)),
-            Command::Post { line, held, transfers, batch } => {
+            Command::Open(communicator) => drop(self.communicators.insert(communicator.tag, communicator)),
+            Command::Post { communicator, in_flight, transfers, batch } => {
                 for (index, transfer) in transfers.iter().enumerate() {
-                    self.post(&line, &held, transfer, &batch, index);
+                    self.post(&communicator, &in_flight, transfer, &batch, index);
                 }
             }
-            Command::Close { line, why } => self.close(&line, why.as_ref()),
+            Command::Close { communicator, why } => self.close(&communicator, why.as_ref()),
             Command::End(tell) => return Some(tell),
         }
         None
@@ -353,66 +359,80 @@ impl Thread {
         }
     }
 
-    fn post(&mut self, line: &Arc<Line>, held: &Arc<Held>, transfer: &Transfer, batch: &Arc<Batch>, index: usize) {
-        let Transfer { way, peer, span } = transfer;
-        let (address, len) = (held.address(span), span.bytes.len());
-        let entry = Entry::Message { line: line.clone(), held: held.clone(), batch: batch.clone(), index, way: *way };
+    fn post(
+        &mut self,
+        communicator: &Arc<Communicator>,
+        in_flight: &Arc<InFlight>,
+        transfer: &Transfer,
+        batch: &Arc<Batch>,
+        index: usize,
+    ) {
+        let Transfer { direction, peer, span } = transfer;
+        let (address, len) = (in_flight.address(span), span.bytes.len());
+        let entry = Entry::Message {
+            communicator: communicator.clone(),
+            in_flight: in_flight.clone(),
+            batch: batch.clone(),
+            index,
+            direction: *direction,
+        };
         let number = self.number(entry);
-        let rank = line.ranks[*peer];
-        let outcome = match way {
-            Way::To => match line.tag_of(*peer) {
-                // SAFETY: the entry keeps the memory until the request is done, and the collective that issued it
-                // leaves it alone meanwhile.
+        let rank = communicator.ranks[*peer];
+        let outcome = match direction {
+            Direction::Send => match communicator.tag_of(*peer) {
+                // SAFETY: the entry keeps the memory until the request is done, and the collective does not access it
+                // meanwhile.
                 Some(tag) => unsafe { self.mpi.send(number, address, len, rank, tag) },
-                None => Err(Refused::new("a message was sent before the ranks had met")),
+                None => Err(MpiError::new("a message was posted before the ranks had met")),
             },
             // SAFETY: as above.
-            Way::From => unsafe { self.mpi.receive(number, address, len, rank, line.tag) },
+            Direction::Receive => unsafe { self.mpi.receive(number, address, len, rank, communicator.tag) },
         };
         if outcome.is_err() {
             self.done(number, outcome);
         }
     }
 
-    /// Waits for what a process has to say. One receive from anybody would be less, but MPICH over UCX loses messages
-    /// to it: seen with 5.0.2 on three processes of two hosts.
+    /// Posts a receive for a process's notifications. One receive from any source would suffice, but MPICH 5.0.2 over
+    /// UCX lost messages to it on three processes of two hosts.
     fn listen(&mut self, from: usize) {
-        let mut bytes = vec![0; NOTICE];
+        let mut bytes = vec![0; NOTIFICATION];
         let to = bytes.as_mut_ptr();
-        let number = self.number(Entry::Hears { from, bytes });
-        // SAFETY: the entry keeps the memory, and reads it when the request is done.
-        let outcome = unsafe { self.mpi.receive(number, to, NOTICE, from, NOTICES) };
+        let number = self.number(Entry::ReceiveNotification { from, bytes });
+        // SAFETY: the entry keeps the memory, and reads it once the request is done.
+        let outcome = unsafe { self.mpi.receive(number, to, NOTIFICATION, from, NOTIFICATION_TAG) };
         self.open -= 1;
         if let Err(refused) = outcome {
             self.entries[number] = None;
             self.free.push(number);
-            deaf(from, &refused);
+            notifications_lost(from, &refused);
         }
     }
 
-    fn close(&mut self, line: &Arc<Line>, why: Option<&Failure>) {
-        if self.lines.remove(&line.tag).is_none() {
+    fn close(&mut self, communicator: &Arc<Communicator>, why: Option<&Failure>) {
+        if self.communicators.remove(&communicator.tag).is_none() {
             return;
         }
-        if line.is_met() && !line.is_over() {
-            self.left.insert(line.tag, line.clone());
+        if communicator.is_met() && !communicator.is_over() {
+            self.left.insert(communicator.tag, communicator.clone());
         }
         if why.is_some() {
             self.has_failed.store(true, Ordering::Release);
         }
-        for peer in line.peers() {
-            let Some(tag) = line.tag_of(peer) else { continue };
-            let bytes = communicator::notice(tag, line, peer, why);
+        for peer in communicator.peers() {
+            let Some(tag) = communicator.tag_of(peer) else { continue };
+            let bytes = communicator::notification(tag, communicator, peer, why);
             let from = bytes.as_ptr();
-            let number = self.number(Entry::Tells { _bytes: bytes });
+            let number = self.number(Entry::SendNotification { _bytes: bytes });
             // SAFETY: the entry keeps the memory until the request is done.
-            let outcome = unsafe { self.mpi.send(number, from, NOTICE, line.ranks[peer], NOTICES) };
+            let outcome =
+                unsafe { self.mpi.send(number, from, NOTIFICATION, communicator.ranks[peer], NOTIFICATION_TAG) };
             if outcome.is_err() {
                 self.done(number, outcome);
             }
         }
         let is_open = |entry: &Option<Entry>| match entry {
-            Some(Entry::Message { line: of, way: Way::From, .. }) => of.tag == line.tag,
+            Some(Entry::Message { communicator: of, direction: Direction::Receive, .. }) => of.tag == communicator.tag,
             _ => false,
         };
         let open: Vec<_> = (0..self.entries.len()).filter(|&number| is_open(&self.entries[number])).collect();
@@ -423,13 +443,16 @@ impl Thread {
         let mut ended = Vec::new();
         let outcome = self.mpi.poll(&mut |number, outcome| ended.push((number, outcome)));
         if let Err(refused) = outcome {
-            // Nothing is known of any message any more, so what they use is kept for ever.
+            // The state of all messages is unknown, so their memory is never freed.
             tracing::error!("MPI: {}", refused.text);
             self.has_failed.store(true, Ordering::Release);
-            for line in self.lines.values() {
+            for communicator in self.communicators.values() {
                 let gone = || PeerState::Failed(Failure::of(&crate::Error::Env(refused.text.clone())));
-                line.peers().for_each(|peer| {
-                    line.hear(peer, Notice { sent: 0, completed: 0, gone: gone(), heard: Instant::now() })
+                communicator.peers().for_each(|peer| {
+                    communicator.on_notification(
+                        peer,
+                        Notification { sent: 0, completed: 0, gone: gone(), received_at: Instant::now() },
+                    )
                 });
             }
             std::thread::sleep(IDLE);
@@ -439,50 +462,53 @@ impl Thread {
         any
     }
 
-    fn done(&mut self, number: usize, outcome: Result<(), Refused>) {
+    fn done(&mut self, number: usize, outcome: Result<(), MpiError>) {
         let Some(entry) = self.entries[number].take() else { return };
         self.free.push(number);
         match entry {
-            Entry::Message { line, held, batch, index, .. } => {
+            Entry::Message { communicator, in_flight, batch, index, .. } => {
                 self.open -= 1;
-                drop(held);
-                line.finish(&batch, index, outcome);
+                drop(in_flight);
+                communicator.finish(&batch, index, outcome);
             }
-            Entry::Tells { .. } => self.open -= 1,
-            Entry::Hears { from, bytes } => match outcome {
-                Err(refused) if refused.kind == Kind::Died => self.mourn(from),
-                Err(refused) => deaf(from, &refused),
+            Entry::SendNotification { .. } => self.open -= 1,
+            Entry::ReceiveNotification { from, bytes } => match outcome {
+                Err(refused) if refused.kind == Kind::Died => self.on_peer_died(from),
+                Err(refused) => notifications_lost(from, &refused),
                 Ok(()) => {
-                    let (tag, peer, notice) = communicator::read(&bytes);
-                    if matches!(notice.gone, PeerState::Failed(_)) {
+                    let (tag, peer, notification) = communicator::parse_notification(&bytes);
+                    if matches!(notification.gone, PeerState::Failed(_)) {
                         self.has_failed.store(true, Ordering::Release);
                     }
                     let tag = u16::try_from(tag).unwrap_or_default();
-                    if let Some(line) = self.lines.get(&tag).or_else(|| self.left.get(&tag)) {
-                        line.hear(peer, notice);
+                    if let Some(communicator) = self.communicators.get(&tag).or_else(|| self.left.get(&tag)) {
+                        communicator.on_notification(peer, notification);
                     }
-                    self.left.retain(|_, line| !line.is_over());
+                    self.left.retain(|_, communicator| !communicator.is_over());
                     self.listen(from);
                 }
             },
         }
     }
 
-    /// A process has ended, as libraries with ULFM ("user-level failure mitigation") tell.
-    fn mourn(&mut self, process: usize) {
+    /// Records the death of a process, which libraries with ULFM (user-level failure mitigation) report.
+    fn on_peer_died(&mut self, process: usize) {
         self.has_failed.store(true, Ordering::Release);
-        for line in self.lines.values() {
-            if let Some(peer) = line.ranks.iter().position(|&other| other == process) {
-                line.hear(peer, Notice { sent: 0, completed: 0, gone: PeerState::Died, heard: Instant::now() });
+        for communicator in self.communicators.values() {
+            if let Some(peer) = communicator.ranks.iter().position(|&other| other == process) {
+                communicator.on_notification(
+                    peer,
+                    Notification { sent: 0, completed: 0, gone: PeerState::Died, received_at: Instant::now() },
+                );
             }
         }
     }
 
-    /// Leaves what was not left, lets messages end, and ends MPI.
+    /// Leaves all groups, waits for messages to end, and finalizes MPI.
     fn end(mut self) {
-        let lines: Vec<_> = self.lines.values().cloned().collect();
-        lines.iter().for_each(|line| self.close(line, None));
-        // What others have still to say is heard, as long as all goes well: MPI would wait for them as well.
+        let communicators: Vec<_> = self.communicators.values().cloned().collect();
+        communicators.iter().for_each(|communicator| self.close(communicator, None));
+        // Receives the peers' notifications unless something failed, because MPI would wait for the peers as well.
         let mut until = Instant::now() + PARTING;
         while self.open > 0 || !self.left.is_empty() {
             if !self.has_failed.load(Ordering::Acquire) && self.open == 0 {
@@ -495,20 +521,20 @@ impl Thread {
                 std::thread::sleep(NAP);
             }
         }
-        let hears = |&number: &usize| matches!(self.entries[number], Some(Entry::Hears { .. }));
-        let hearing: Vec<usize> = (0..self.entries.len()).filter(hears).collect();
-        self.open += hearing.len();
-        hearing.iter().for_each(|&number| self.mpi.cancel(number));
+        let receives = |&number: &usize| matches!(self.entries[number], Some(Entry::ReceiveNotification { .. }));
+        let receiving: Vec<usize> = (0..self.entries.len()).filter(receives).collect();
+        self.open += receiving.len();
+        receiving.iter().for_each(|&number| self.mpi.cancel(number));
         while self.open > 0 && Instant::now() < until {
             let mut done = 0;
-            if self.mpi.poll(&mut |number, _| done += usize::from(hearing.contains(&number))).is_err() {
+            if self.mpi.poll(&mut |number, _| done += usize::from(receiving.contains(&number))).is_err() {
                 break;
             }
             self.open -= done;
         }
         if self.open > 0 {
-            // Their peers have given up, and MPI would wait for them. What they use is kept until the process is gone.
-            tracing::debug!("MPI is not finalized: {} messages that nobody receives are on their way", self.open);
+            // MPI would wait for peers that have given up. The memory is kept until the process ends.
+            tracing::debug!("MPI is not finalized: {} messages were never received", self.open);
             std::mem::forget(self);
             return;
         }
@@ -518,9 +544,9 @@ impl Thread {
     }
 }
 
-/// Nothing is received any more that would say what became of a process.
-fn deaf(from: usize, refused: &Refused) {
-    tracing::warn!("MPI: a failure of rank {from} will not be heard of: {}", refused.text);
+/// Warns that the notifications of a process can no longer be received.
+fn notifications_lost(from: usize, error: &MpiError) {
+    tracing::warn!("MPI: failures of rank {from} can no longer be detected: {}", error.text);
 }
 
 #[cfg(test)]
@@ -528,16 +554,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_start_that_does_not_end_names_the_ranks_that_have_not_come() {
+    fn a_start_without_end_names_the_missing_ranks() {
         let run_id = format!("driver {}", std::process::id());
         let env = RankEnv { world_size: 3, local_world_size: 3, run_id, ..RankEnv::single() };
-        let roll = Roll::enter(&env, "mpi");
-        let _second = Roll::enter(&RankEnv { rank: 2, ..env.clone() }, "mpi");
+        let waiting = WaitingRanks::register(&env, "mpi");
+        let _second = WaitingRanks::register(&RankEnv { rank: 2, ..env.clone() }, "mpi");
         let (tell, told) = channel::<()>();
-        let error = started(&told, &env, &roll, Duration::from_millis(20)).unwrap_err();
-        assert!(error.starts_with("MPI did not start within 0.0 s: rank(s) [1] have not come to MPI_Init"), "{error}");
+        let error = started(&told, &env, &waiting, Duration::from_millis(20)).unwrap_err();
+        assert!(error.starts_with("MPI did not start within 0.0 s: rank(s) [1] have not reached MPI_Init"), "{error}");
         assert!(error.contains("raise FSDP_TIMEOUT_S"), "{error}");
         drop(tell);
-        assert!(started(&told, &env, &roll, Duration::from_secs(9)).unwrap_err().contains("has ended"));
+        assert!(started(&told, &env, &waiting, Duration::from_secs(9)).unwrap_err().contains("has ended"));
     }
 }

@@ -1,7 +1,7 @@
-//! The backend over MPI: what each collective sends to whom.
-//! What each rank sends to each, and what becomes of what arrives.
-
-//! Running a collective: comparing what everybody issued, with the first bytes, and then rounds of messages.
+//! The MPI backend: plans a collective as phases of messages between ranks, and runs them.
+//!
+//! The first messages of a collective have the announcements that ranks compare, and short data. Rounds of messages move
+//! the rest.
 
 use std::{
     collections::VecDeque,
@@ -23,23 +23,21 @@ use super::{
         options::Membership,
         shared_memory::shm,
     },
-    communicator::{Batch, Held, Page, Span, Transfer, Way, page},
-    hierarchy::{Hosts, Sums},
-    transport::{ROUNDS, Trouble, Wire},
+    communicator::{Batch, Direction, InFlight, Page, Span, Transfer, page},
+    hierarchy::{Hosts, Reduction},
+    transport::{ROUNDS, Transport, WaitError},
 };
 use crate::{Allocator, Buffer, DType, DeviceId, Error, RankEnv, ReduceOp, Result};
 
-// ---- from process_group/mpi/engine
-/// The most bytes that a rank sends for an all-reduce in which everybody combines everything.
+/// Largest data for which each rank sends its whole all-reduce input to all others.
 const WHOLE: usize = 64 << 10;
-/// Bytes in which a rank adds up what goes to other hosts: enough for few goes in small steps, and not much memory in
-/// large groups.
+/// Bytes for partial sums to other hosts: enough for few steps, and little memory in large groups.
 const ROOM: RangeInclusive<usize> = 64 << 10..=8 << 20;
 
-/// One rank's end.
+/// One rank's end of a group.
 pub(super) struct Engine {
-    wire: Wire,
-    /// Where ranks are, if several hosts have them, and one of these several.
+    transport: Transport,
+    /// The ranks of each host, if there are several hosts and one of them has several ranks.
     hosts: Option<Hosts>,
     env: Arc<RankEnv>,
     chunk_bytes: usize,
@@ -47,39 +45,38 @@ pub(super) struct Engine {
 }
 
 impl Engine {
-    pub(super) fn new(wire: Wire, env: Arc<RankEnv>, chunk_bytes: usize) -> Self {
-        let hosts = Hosts::of(&wire.host_ids).filter(Hosts::are_shared);
-        Engine { wire, hosts, env, chunk_bytes, has_failed: false }
+    pub(super) fn new(transport: Transport, env: Arc<RankEnv>, chunk_bytes: usize) -> Self {
+        let hosts = Hosts::of(&transport.host_ids).filter(Hosts::are_shared);
+        Engine { transport, hosts, env, chunk_bytes, has_failed: false }
     }
 
-    /// The hosts, for a collective that moves more than what travels with announcements.
+    /// Returns the hosts, for a collective that moves more than its first messages hold.
     fn hosts(&self, longest: usize) -> Option<&Hosts> {
-        self.hosts.as_ref().filter(|_| longest > INLINE.min(self.wire.step))
+        self.hosts.as_ref().filter(|_| longest > INLINE.min(self.transport.step))
     }
 
     fn exchange(&mut self, at: &Collective<'_>, buffers: Vec<Buffer>, phases: &[Phase]) -> Result<Vec<Buffer>> {
-        Exchange { wire: &mut self.wire, collective: at, partials: vec![] }.run(buffers, phases)
+        Exchange { transport: &mut self.transport, collective: at, partials: vec![] }.run(buffers, phases)
     }
 
-    /// A lane for each rank; nothing for this one, which sends itself nothing.
+    /// Returns a lane for each rank, empty for this one.
     fn lanes(&self, first: usize, of: impl Fn(usize) -> Stream) -> Vec<Lane> {
-        let rank = self.wire.line.rank;
+        let rank = self.transport.communicator.rank;
         let stream = |peer| if peer == rank { Stream::default() } else { of(peer) };
-        (0..self.wire.size()).map(|peer| Lane::from(first, stream(peer))).collect()
+        (0..self.transport.size()).map(|peer| Lane::from(first, stream(peer))).collect()
     }
 
-    /// The most bytes in which a rank adds up what goes to other hosts: as many as a message from each peer has,
-    /// within [`ROOM`].
+    /// Returns the bytes for partial sums to other hosts: a message from each peer, within [`ROOM`].
     fn room(&self) -> usize {
-        self.wire.step.saturating_mul(self.wire.size() - 1).clamp(*ROOM.start(), *ROOM.end())
+        self.transport.step.saturating_mul(self.transport.size() - 1).clamp(*ROOM.start(), *ROOM.end())
     }
 
-    /// The phases of a reduction that moves so many bytes for a rank, and the pages that they want.
-    fn sums(&self, sums: &Sums<'_>, longest: usize) -> (Vec<Phase>, Vec<usize>) {
-        let rank = self.wire.line.rank;
+    /// Returns the phases of a reduction of at most `longest` bytes for a rank, and the sizes of their pages.
+    fn sums(&self, sums: &Reduction<'_>, longest: usize) -> (Vec<Phase>, Vec<usize>) {
+        let rank = self.transport.communicator.rank;
         match self.hosts(longest) {
             Some(hosts) => sums.over(hosts, rank),
-            None => (vec![sums.flat(rank, self.wire.size())], vec![]),
+            None => (vec![sums.flat(rank, self.transport.size())], vec![]),
         }
     }
 
@@ -89,12 +86,12 @@ impl Engine {
         parts: Vec<GatherPart>,
         memory: &dyn Allocator,
     ) -> Result<Vec<Buffer>> {
-        let rank = self.wire.line.rank;
+        let rank = self.transport.communicator.rank;
         let take = |part: &GatherPart| take(memory, part.input.dtype(), part.counts.iter().sum(), rank);
         let mut outputs = parts.iter().map(take).collect::<Result<Vec<_>>>()?;
         for (index, (part, output)) in parts.iter().zip(&mut outputs).enumerate() {
             let own = range(&part.counts, rank, part.input.dtype());
-            // Of an input without elements nothing is read.
+            // An input without elements is not read.
             if !own.is_empty() {
                 let to = &mut output.bytes_mut()[own.clone()];
                 read(&*part.input, 0..own.len(), index, rank, |from| to.copy_from_slice(from))?;
@@ -102,7 +99,7 @@ impl Engine {
         }
         let stream = |of| Stream::of_counts(parts.iter().map(|p| (p.input.dtype(), &p.counts[..])), of);
         let own = stream(rank);
-        let longest = (0..self.wire.size()).map(|of| stream(of).len()).max();
+        let longest = (0..self.transport.size()).map(|of| stream(of).len()).max();
         if let Some(hosts) = self.hosts(longest.unwrap_or(0)) {
             let phases = hosts.gather(rank, &stream);
             return self.exchange(at, outputs, &phases);
@@ -118,28 +115,28 @@ impl Engine {
         op: ReduceOp,
         memory: &dyn Allocator,
     ) -> Result<Vec<Buffer>> {
-        let rank = self.wire.line.rank;
+        let rank = self.transport.communicator.rank;
         let take = |part: &ScatterPart| take(memory, part.input.dtype(), part.counts[rank], rank);
         let outputs = parts.iter().map(take).collect::<Result<Vec<_>>>()?;
         let stream = |of| Stream::of_counts(parts.iter().map(|p| (p.input.dtype(), &p.counts[..])), of);
         let dtypes: Vec<DType> = parts.iter().map(|part| part.input.dtype()).collect();
         let (count, starts) = (parts.len(), parts.iter().map(|p| range(&p.counts, rank, p.input.dtype()).start));
         let output = Output::Buffers { first: count, starts: starts.collect() };
-        let longest = (0..self.wire.size()).map(|of| stream(of).len()).max();
-        let sums = Sums { op, dtypes: &dtypes, of: &stream, output, buffers: 2 * count, room: self.room() };
+        let longest = (0..self.transport.size()).map(|of| stream(of).len()).max();
+        let sums = Reduction { op, dtypes: &dtypes, of: &stream, output, buffers: 2 * count, room: self.room() };
         let (phases, partials) = self.sums(&sums, longest.unwrap_or(0));
         let buffers = parts.into_iter().map(|part| part.input).chain(outputs).collect();
-        let buffers = Exchange { wire: &mut self.wire, collective: at, partials }.run(buffers, &phases)?;
+        let buffers = Exchange { transport: &mut self.transport, collective: at, partials }.run(buffers, &phases)?;
         Ok(give_back(buffers, count, memory))
     }
 
     fn all_reduce(&mut self, at: &Collective<'_>, buffers: Vec<Buffer>, op: ReduceOp) -> Result<Vec<Buffer>> {
-        let (rank, size) = (self.wire.line.rank, self.wire.size());
+        let (rank, size) = (self.transport.communicator.rank, self.transport.size());
         let stream = Stream::new(buffers.iter().map(|buffer| 0..buffer.bytes().len()));
         let dtypes: Vec<DType> = buffers.iter().map(Buffer::dtype).collect();
         let sums =
-            |of| Sums { op, dtypes: &dtypes, of, output: Output::Own, buffers: buffers.len(), room: self.room() };
-        if stream.len() <= INLINE.min(self.wire.step) && stream.len() * (size - 1) <= WHOLE {
+            |of| Reduction { op, dtypes: &dtypes, of, output: Output::Own, buffers: buffers.len(), room: self.room() };
+        if stream.len() <= INLINE.min(self.transport.step) && stream.len() * (size - 1) <= WHOLE {
             let phase = sums(&|_| stream.clone()).flat(rank, size);
             return self.exchange(at, buffers, &[phase]);
         }
@@ -149,11 +146,11 @@ impl Engine {
             Some(hosts) => phases.extend(hosts.gather(rank, &slice)),
             None => phases.push(Phase::placed(self.lanes(0, |_| slice(rank)), self.lanes(0, &slice))),
         }
-        Exchange { wire: &mut self.wire, collective: at, partials }.run(buffers, &phases)
+        Exchange { transport: &mut self.transport, collective: at, partials }.run(buffers, &phases)
     }
 
     fn broadcast(&mut self, at: &Collective<'_>, buffers: Vec<Buffer>, root: usize) -> Result<Vec<Buffer>> {
-        let (rank, size) = (self.wire.line.rank, self.wire.size());
+        let (rank, size) = (self.transport.communicator.rank, self.transport.size());
         let stream = Stream::new(buffers.iter().map(|buffer| 0..buffer.bytes().len()));
         if let Some(hosts) = self.hosts(stream.len()) {
             let phases = hosts.broadcast(rank, root, &stream);
@@ -162,12 +159,12 @@ impl Engine {
         let slice = stream.shares(size);
         let is_root = rank == root;
         let lanes = |is_so: &dyn Fn(usize) -> Option<Stream>| self.lanes(0, |peer| is_so(peer).unwrap_or_default());
-        if size == 2 || stream.len() <= INLINE.min(self.wire.step) {
+        if size == 2 || stream.len() <= INLINE.min(self.transport.step) {
             let sends = lanes(&|_| is_root.then(|| stream.clone()));
             let phase = Phase::placed(sends, lanes(&|peer| (peer == root).then(|| stream.clone())));
             return self.exchange(at, buffers, &[phase]);
         }
-        // Each rank gets a slice and hands it on, so that the root sends everything once and not to everybody.
+        // Each rank gets a slice and sends it to the others, so that the root sends the data once.
         let phases = [
             Phase::placed(
                 lanes(&|peer| is_root.then(|| slice(peer))),
@@ -187,13 +184,13 @@ impl Engine {
         parts: Vec<ExchangePart>,
         memory: &dyn Allocator,
     ) -> Result<Vec<Buffer>> {
-        let rank = self.wire.line.rank;
+        let rank = self.transport.communicator.rank;
         let take = |part: &ExchangePart| take(memory, part.input.dtype(), part.recv_counts.iter().sum(), rank);
         let mut outputs = parts.iter().map(take).collect::<Result<Vec<_>>>()?;
         for (part, output) in parts.iter().zip(&mut outputs) {
             let from = range(&part.send_counts, rank, part.input.dtype());
             let to = range(&part.recv_counts, rank, part.input.dtype());
-            // Counts that differ here are seen when ranks compare.
+            // The comparison of announcements detects different counts.
             if from.len() == to.len() {
                 output.bytes_mut()[to].copy_from_slice(&part.input.bytes()[from]);
             }
@@ -210,7 +207,7 @@ impl Engine {
     }
 }
 
-/// Ranks that count to one host and can't share its memory need not.
+/// Adds advice for ranks that are on one host and cannot share its memory.
 fn with_a_way_out(error: Error) -> Error {
     const WAY: &str = "FSDP_HIERARCHY=0 makes groups of a host's ranks without shared memory";
     match error {
@@ -233,13 +230,13 @@ impl Backend for Engine {
     }
 
     fn guarantees(&self) -> Guarantees {
-        // Launchers of MPI end a job when one of its processes dies, and what survives that sees it only where the MPI
-        // has ULFM.
+        // MPI launchers end a job when one of its processes dies. Surviving processes detect a death only if the MPI has
+        // ULFM.
         Guarantees { detects_death: false, ..Guarantees::ALL }
     }
 
     fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<CollectiveOutput> {
-        self.wire.line.complete(collective.sequence());
+        self.transport.communicator.complete(collective.sequence());
         let outputs = match op {
             Op::AllGather { parts, memory } => self.all_gather(collective, parts, &*memory),
             Op::ReduceScatter { parts, op, memory } => self.reduce_scatter(collective, parts, op, &*memory),
@@ -249,171 +246,168 @@ impl Backend for Engine {
             Op::Barrier => self.exchange(collective, vec![], &[]),
         };
         let output = outputs?.into();
-        self.wire.line.complete(collective.sequence() + 1);
+        self.transport.communicator.complete(collective.sequence() + 1);
         Ok(output)
     }
 
     fn split(&mut self, collective: &Collective<'_>, ranks: &[usize], group: &Membership) -> Result<Box<dyn Backend>> {
-        self.wire.line.complete(collective.sequence());
+        self.transport.communicator.complete(collective.sequence());
         let is_of_one_host = self.hosts.as_ref().is_some_and(|hosts| hosts.share_one(ranks));
         if is_of_one_host && ranks.len() <= shm::MOST_RANKS {
-            let all_well = || self.wire.all_well(ranks).map_err(|trouble| trouble.into_error(collective));
-            // Launchers that share a host may call the run by different names.
-            let env = RankEnv { run_id: format!("{:x}", self.wire.nonce), attempt: 0, ..(*self.env).clone() };
-            let end = shm::join(&env, self.chunk_bytes, group, &all_well).map_err(with_a_way_out)?;
-            self.wire.line.complete(collective.sequence() + 1);
+            let check_peers = || self.transport.check_peers(ranks).map_err(|error| error.into_error(collective));
+            // Launchers that share a host may use different run ids.
+            let env = RankEnv { run_id: format!("{:x}", self.transport.nonce), attempt: 0, ..(*self.env).clone() };
+            let end = shm::join(&env, self.chunk_bytes, group, &check_peers).map_err(with_a_way_out)?;
+            self.transport.communicator.complete(collective.sequence() + 1);
             return Ok(end);
         }
-        let host = self.wire.host_ids[self.wire.line.rank];
-        let met = self.wire.meet(ranks, group.rank, self.chunk_bytes, host, group.timeout);
-        let wire = met.map_err(|why| Error::Rendezvous { rank: group.rank, message: why })?;
-        let wire = wire.map_err(|trouble| trouble.into_error(collective))?;
-        self.wire.line.complete(collective.sequence() + 1);
-        Ok(Box::new(Engine::new(wire, self.env.clone(), self.chunk_bytes)))
+        let host = self.transport.host_ids[self.transport.communicator.rank];
+        let met = self.transport.meet(ranks, group.rank, self.chunk_bytes, host, group.timeout);
+        let transport = met.map_err(|why| Error::Rendezvous { rank: group.rank, message: why })?;
+        let transport = transport.map_err(|error| error.into_error(collective))?;
+        self.transport.communicator.complete(collective.sequence() + 1);
+        Ok(Box::new(Engine::new(transport, self.env.clone(), self.chunk_bytes)))
     }
 
     fn fail(&mut self, why: &Failure) {
         self.has_failed = true;
-        self.wire.driver.close(&self.wire.line, Some(why.clone()));
+        self.transport.driver.close(&self.transport.communicator, Some(why.clone()));
     }
 }
 
 impl Drop for Engine {
     fn drop(&mut self) {
         if !self.has_failed {
-            self.wire.driver.close(&self.wire.line, None);
+            self.transport.driver.close(&self.transport.communicator, None);
         }
     }
 }
 
-// ---- from process_group/mpi/phase
-/// Bytes that go to a rank, or come from it.
+/// Bytes to or from a rank.
 #[derive(Clone, Debug)]
 pub(super) struct Lane {
     pub(super) stream: Stream,
-    /// The buffer or page that is part 0 of the stream.
+    /// Region of the stream's part 0.
     pub(super) first: usize,
-    /// How many times as long its messages are as those of a lane of width 1: sums of halves are twice as long as
-    /// halves, because they are accumulators.
+    /// Length of its messages in units of a lane of width 1. Reduction of half-precision elements have width 2, because they
+    /// are f32.
     pub(super) width: usize,
 }
 
 impl Lane {
-    /// Bytes of the buffers from the `first` on.
+    /// Creates a lane of the regions from `first` on.
     pub(super) fn from(first: usize, stream: Stream) -> Self {
         Lane { stream, first, width: 1 }
     }
 
-    /// Nothing, for each of so many ranks.
+    /// Creates empty lanes for `ranks` ranks.
     pub(super) fn none(ranks: usize) -> Vec<Self> {
         vec![Lane::from(0, Stream::default()); ranks]
     }
 
-    /// Where a piece is.
+    /// Returns the location of a piece.
     pub(super) fn span(&self, piece: &Piece) -> Span {
         Span { region: self.first + piece.part, bytes: piece.bytes.clone() }
     }
 }
 
-/// What is combined, and how.
+/// A reduction of received data.
 #[derive(Clone, Debug)]
 pub(super) struct Combined {
     pub(super) op: ReduceOp,
     pub(super) dtypes: Vec<DType>,
-    /// What comes from each rank, and what this one has: bytes of the first buffers.
+    /// Bytes of the first buffers: this rank's data, and the layout of the data from each rank.
     pub(super) stream: Stream,
-    /// From whom, and of how many ranks: all that are combined, in their order.
+    /// The inputs in rank order: the sending rank, and the number of ranks that the input combines.
     pub(super) inputs: Vec<(usize, usize)>,
     pub(super) output: Output,
 }
 
-/// Where results go.
+/// Destination of results.
 #[derive(Clone, Debug)]
 pub(super) enum Output {
-    /// In the place of what this rank has.
+    /// In place of this rank's data.
     Own,
-    /// Buffers from the `first` on. Each begins at one of these bytes of this rank's part.
+    /// In the buffers from `first` on, which start at these bytes of this rank's parts.
     Buffers { first: usize, starts: Vec<usize> },
-    /// A page, one behind the other as accumulators: it is a part of the result.
+    /// In a page of concatenated accumulators: a partial sum.
     Partial { region: usize },
 }
 
-/// Messages of each rank to each other.
+/// Messages between all ranks.
 #[derive(Clone, Debug)]
 pub(super) struct Phase {
-    /// By the ranks to which they go.
+    /// By receiving rank.
     pub(super) sends: Vec<Lane>,
-    /// By the ranks from which they come. They have their places in buffers, unless they are combined.
-    pub(super) arrives: Vec<Lane>,
+    /// By sending rank. Received data goes to the lane's regions, unless it is combined.
+    pub(super) receives: Vec<Lane>,
     pub(super) combined: Option<Combined>,
-    /// The largest [`Lane::width`] of any rank.
+    /// Largest [`Lane::width`] of any rank.
     pub(super) width: usize,
 }
 
 impl Phase {
-    /// What arrives is placed.
-    pub(super) fn placed(sends: Vec<Lane>, arrives: Vec<Lane>) -> Self {
-        Phase { sends, arrives, combined: None, width: 1 }
+    /// Creates a phase whose received data goes to the lanes' regions.
+    pub(super) fn placed(sends: Vec<Lane>, receives: Vec<Lane>) -> Self {
+        Phase { sends, receives, combined: None, width: 1 }
     }
 
-    /// Nothing moves.
+    /// Creates a phase without messages.
     pub(super) fn nothing(ranks: usize) -> Self {
         Phase::placed(Lane::none(ranks), Lane::none(ranks))
     }
 
-    /// Bytes of a message in a lane of width 1, where none has more than `longest`.
+    /// Returns the bytes of a message in a lane of width 1, at most `longest` in any lane.
     pub(super) fn step(&self, longest: usize) -> usize {
         longest / self.width / ALIGN * ALIGN
     }
 }
 
-// ---- from process_group/mpi/exchange
-/// What travels with the announcement, at most.
-pub(super) const INLINE: usize = 4096;
+/// Most bytes that an announcement's message holds beside the announcement.
+const INLINE: usize = 4096;
 
-/// Where in a page are the bytes that begin at `start`.
+/// Returns the location in a page of the bytes that begin at `start`.
 fn within(page: usize, start: usize, bytes: &Range<usize>) -> Span {
     Span { region: page, bytes: start + bytes.start..start + bytes.end }
 }
 
-/// A chunk that is one piece travels from its place, and to it.
+/// Returns the piece of a chunk with a single piece, which needs no copy in a page.
 fn only(stream: &Stream, round: usize, step: usize) -> Option<Piece> {
     let mut pieces = stream.pieces(round, step);
     pieces.next().filter(|_| pieces.next().is_none())
 }
 
-/// Messages that are on their way together.
+/// Messages that are in flight together.
 struct Round {
-    /// Which chunks of the streams.
+    /// Index of the chunks of the streams.
     number: usize,
-    /// Which set of pages they use, if they are not all from place to place.
+    /// Index of the set of pages, if a message needs a page.
     pages: Option<usize>,
 }
 
-/// A collective that is being run.
-pub(super) struct Exchange<'a> {
-    pub(super) wire: &'a mut Wire,
+/// A collective that is running.
+struct Exchange<'a> {
+    pub(super) transport: &'a mut Transport,
     pub(super) collective: &'a Collective<'a>,
-    /// Bytes of pages for partial results, which come behind the buffers.
+    /// Sizes of pages for partial sums, which follow the buffers.
     pub(super) partials: Vec<usize>,
 }
 
 impl Exchange<'_> {
-    /// Runs phases over buffers, and returns these. Streams of the first phase that are short travel with the
-    /// announcements.
+    /// Runs phases over buffers and returns the buffers. Short streams of the first phase are sent with the announcements.
     pub(super) fn run(mut self, buffers: Vec<Buffer>, phases: &[Phase]) -> Result<Vec<Buffer>> {
-        let size = self.wire.size();
-        // For each round with pages that may be on its way: one to and one from each rank, where one is needed.
+        let size = self.transport.size();
+        // For each round in flight with pages: one page to and one from each rank that needs it.
         let mut is_needed = vec![false; 2 * size];
         let inline = self.inline();
         for (index, phase) in phases.iter().enumerate() {
-            for peer in self.wire.line.peers() {
+            for peer in self.transport.communicator.peers() {
                 let is_short = |lane: &Lane| index == 0 && lane.stream.len() <= inline;
                 let is_scattered = |lane: &Lane| {
                     let step = self.step(phase, lane);
                     (0..lane.stream.chunks(step)).any(|round| only(&lane.stream, round, step).is_none())
                 };
-                let (sent, arriving) = (&phase.sends[peer], &phase.arrives[peer]);
+                let (sent, arriving) = (&phase.sends[peer], &phase.receives[peer]);
                 let is_combined = phase.combined.is_some() && arriving.stream.len() > 0;
                 is_needed[peer] |= !is_short(sent) && is_scattered(sent);
                 is_needed[size + peer] |= !is_short(arriving) && (is_combined || is_scattered(arriving));
@@ -421,40 +415,40 @@ impl Exchange<'_> {
         }
         let partials = self.partials.iter().map(|&bytes| page(bytes));
         let of_rounds = (0..ROUNDS).flat_map(|_| is_needed.clone());
-        let of_rounds = of_rounds.map(|is_needed| if is_needed { self.wire.page() } else { Page::new() });
+        let of_rounds = of_rounds.map(|is_needed| if is_needed { self.transport.page() } else { Page::new() });
         let pages: Vec<Page> = partials.chain(of_rounds).collect();
-        let held = Arc::new(Held::new(buffers, pages));
+        let in_flight = Arc::new(InFlight::new(buffers, pages));
         let nothing = Phase::nothing(size);
-        self.first(&held, phases.first().unwrap_or(&nothing))?;
+        self.first(&in_flight, phases.first().unwrap_or(&nothing))?;
         for (index, phase) in phases.iter().enumerate() {
-            self.rounds(&held, phase, index)?;
+            self.rounds(&in_flight, phase, index)?;
         }
-        let (buffers, pages) = self.alone(held)?;
-        pages.into_iter().skip(self.partials.len()).for_each(|page| self.wire.keep(page));
+        let (buffers, pages) = self.into_owned(in_flight)?;
+        pages.into_iter().skip(self.partials.len()).for_each(|page| self.transport.keep(page));
         Ok(buffers)
     }
 
     fn inline(&self) -> usize {
-        INLINE.min(self.wire.step)
+        INLINE.min(self.transport.step)
     }
 
-    /// What streams of the `index`-th phase are longer than that travel in rounds.
+    /// Returns the length from which streams of the `index`-th phase move in rounds.
     fn least(&self, index: usize) -> usize {
         if index == 0 { self.inline() } else { 0 }
     }
 
-    /// Bytes of a message in a lane.
+    /// Returns the bytes of a message in a lane.
     fn step(&self, phase: &Phase, lane: &Lane) -> usize {
-        phase.step(self.wire.step) * lane.width
+        phase.step(self.transport.step) * lane.width
     }
 
-    fn trouble(&self, trouble: Trouble) -> Error {
-        trouble.into_error(self.collective)
+    fn error(&self, error: WaitError) -> Error {
+        error.into_error(self.collective)
     }
 
-    /// What nobody but this rank holds any more, because all messages are done.
-    fn alone(&self, held: Arc<Held>) -> Result<(Vec<Buffer>, Vec<Page>)> {
-        Arc::try_unwrap(held).map(Held::into_parts).map_err(|_| Error::Internal {
+    /// Returns the memory after all messages have ended.
+    fn into_owned(&self, in_flight: Arc<InFlight>) -> Result<(Vec<Buffer>, Vec<Page>)> {
+        Arc::try_unwrap(in_flight).map(InFlight::into_parts).map_err(|_| Error::Internal {
             rank: self.collective.group().rank,
             what: format!("the memory of {} is in use after its end", self.collective),
         })
@@ -462,36 +456,36 @@ impl Exchange<'_> {
 
     /// Waits in the `index`-th phase.
     fn wait(&self, batch: &Batch, index: usize) -> Result<()> {
-        self.wire.wait(batch, self.wire.patience(index)).map_err(|trouble| self.trouble(trouble))
+        self.transport.wait(batch, self.transport.patience(index)).map_err(|error| self.error(error))
     }
 
-    /// Sends what this rank issued to all others, with what is short of the data, and compares.
-    fn first(&mut self, held: &Held, phase: &Phase) -> Result<()> {
-        self.wire.check().map_err(|trouble| self.trouble(trouble))?;
-        let (size, rank) = (self.wire.size(), self.wire.line.rank);
+    /// Sends this rank's announcement to all others, with short data, and compares all announcements.
+    fn first(&mut self, in_flight: &InFlight, phase: &Phase) -> Result<()> {
+        self.transport.check().map_err(|error| self.error(error))?;
+        let (size, rank) = (self.transport.size(), self.transport.communicator.rank);
         let mut own = vec![0; Collective::announcement_len(size)];
         self.collective.announce(&mut own);
         let row = if self.collective.is_sized_by_peers() { own.len() - FIXED } else { 0 };
         let head = (HEAD + row).next_multiple_of(ALIGN);
         let inline = self.inline();
         let is_short = |stream: &Stream| (1..=inline).contains(&stream.len());
-        // One to each rank, and one from each. They stay for the next collective, which may have a row.
-        // All are received at their longest: a rank that differs sends what is as long as its own collective.
+        // One page to each rank, and one from each, kept for the next collective, which may have a row. Receives have the
+        // largest length, because a rank with another collective sends as much as that has.
         let len = (Collective::announcement_len(size) - FIXED + HEAD).next_multiple_of(ALIGN) + inline;
-        let mut pages = std::mem::take(&mut self.wire.firsts);
+        let mut pages = std::mem::take(&mut self.transport.first_pages);
         if pages.is_empty() {
             pages = (0..2 * size).map(|_| page(len)).collect();
         }
-        let firsts = Arc::new(Held::new(vec![], pages));
+        let first_pages = Arc::new(InFlight::new(vec![], pages));
         let mut transfers = Vec::with_capacity(2 * size);
-        for peer in self.wire.line.peers() {
-            transfers.push(Transfer { way: Way::From, peer, span: within(size + peer, 0, &(0..len)) });
+        for peer in self.transport.communicator.peers() {
+            transfers.push(Transfer { direction: Direction::Receive, peer, span: within(size + peer, 0, &(0..len)) });
         }
-        for peer in self.wire.line.peers() {
-            // SAFETY: nothing is on its way yet, and the pages are nobody else's.
+        for peer in self.transport.communicator.peers() {
+            // SAFETY: nothing is in flight yet, and nobody else uses the pages.
             unsafe {
-                firsts.write(&within(peer, 0, &(0..HEAD))).copy_from_slice(&own[..HEAD]);
-                firsts.write(&within(peer, HEAD, &(0..row))).copy_from_slice(&own[FIXED..][..row]);
+                first_pages.write(&within(peer, 0, &(0..HEAD))).copy_from_slice(&own[..HEAD]);
+                first_pages.write(&within(peer, HEAD, &(0..row))).copy_from_slice(&own[FIXED..][..row]);
             }
             let lane = &phase.sends[peer];
             let mut end = head;
@@ -499,21 +493,21 @@ impl Exchange<'_> {
                 for piece in lane.stream.pieces(0, inline.next_multiple_of(ALIGN)) {
                     // SAFETY: as above.
                     unsafe {
-                        let from = held.read(&lane.span(&piece));
-                        firsts.write(&within(peer, head, &piece.chunk)).copy_from_slice(from);
+                        let from = in_flight.read(&lane.span(&piece));
+                        first_pages.write(&within(peer, head, &piece.chunk)).copy_from_slice(from);
                     }
                     end = head + piece.chunk.end;
                 }
             }
-            transfers.push(Transfer { way: Way::To, peer, span: within(peer, 0, &(0..end)) });
+            transfers.push(Transfer { direction: Direction::Send, peer, span: within(peer, 0, &(0..end)) });
         }
-        // SAFETY: the pages are touched again when all is done, below.
-        let batch = unsafe { self.wire.post(&firsts, transfers) };
+        // SAFETY: the pages are accessed again once all messages have ended, below.
+        let batch = unsafe { self.transport.post(&first_pages, transfers) };
         self.wait(&batch, 0)?;
-        // SAFETY: all of these messages are done.
-        let told = |peer: usize| unsafe { firsts.read(&within(size + peer, 0, &(0..HEAD + row))) };
+        // SAFETY: all of these messages have ended.
+        let told = |peer: usize| unsafe { first_pages.read(&within(size + peer, 0, &(0..HEAD + row))) };
         let is_same = |peer: usize| told(peer)[..HEAD] == own[..HEAD];
-        if row > 0 || !self.wire.line.peers().all(is_same) {
+        if row > 0 || !self.transport.communicator.peers().all(is_same) {
             let announced = |peer: usize| {
                 let mut announced = own.clone();
                 if peer != rank {
@@ -530,14 +524,14 @@ impl Exchange<'_> {
         }
         match &phase.combined {
             None => {
-                for peer in self.wire.line.peers() {
-                    let lane = &phase.arrives[peer];
+                for peer in self.transport.communicator.peers() {
+                    let lane = &phase.receives[peer];
                     let pieces = lane.stream.pieces(0, inline.next_multiple_of(ALIGN));
                     for piece in pieces.filter(|_| is_short(&lane.stream)) {
-                        // SAFETY: these messages are done, and others have not begun.
+                        // SAFETY: these messages have ended, and others have not begun.
                         unsafe {
-                            let from = firsts.read(&within(size + peer, head, &piece.chunk));
-                            held.write(&lane.span(&piece)).copy_from_slice(from);
+                            let from = first_pages.read(&within(size + peer, head, &piece.chunk));
+                            in_flight.write(&lane.span(&piece)).copy_from_slice(from);
                         }
                     }
                 }
@@ -545,30 +539,29 @@ impl Exchange<'_> {
             Some(combined) if is_short(&combined.stream) => {
                 for piece in combined.stream.pieces(0, inline.next_multiple_of(ALIGN)) {
                     // SAFETY: as above.
-                    unsafe { self.combine(held, combined, &piece, 0, &firsts, |from| (size + from, head)) };
+                    unsafe { self.combine(in_flight, combined, &piece, 0, &first_pages, |from| (size + from, head)) };
                 }
             }
             Some(_) => {}
         }
-        self.wire.firsts = self.alone(firsts)?.1;
+        self.transport.first_pages = self.into_owned(first_pages)?.1;
         Ok(())
     }
 
-    /// The error of ranks that issued different collectives: they all see it, and show each other all that they
-    /// announced.
+    /// Returns the error of ranks that issued different collectives. All of them exchange their whole announcements.
     fn differ(&mut self, own: Vec<u8>) -> Result<Error> {
-        let (size, rank, len) = (self.wire.size(), self.wire.line.rank, own.len());
-        let all = Arc::new(Held::new(vec![Buffer::U8(own.clone())], (0..size).map(|_| page(len)).collect()));
+        let (size, rank, len) = (self.transport.size(), self.transport.communicator.rank, own.len());
+        let all = Arc::new(InFlight::new(vec![Buffer::U8(own.clone())], (0..size).map(|_| page(len)).collect()));
         let of = |region: usize| Span { region, bytes: 0..len };
-        let transfers = self.wire.line.peers().flat_map(|peer| {
-            let receive = Transfer { way: Way::From, peer, span: of(1 + peer) };
-            [receive, Transfer { way: Way::To, peer, span: of(0) }]
+        let transfers = self.transport.communicator.peers().flat_map(|peer| {
+            let receive = Transfer { direction: Direction::Receive, peer, span: of(1 + peer) };
+            [receive, Transfer { direction: Direction::Send, peer, span: of(0) }]
         });
         let transfers = transfers.collect();
-        // SAFETY: it is read when all is done.
-        let batch = unsafe { self.wire.post(&all, transfers) };
+        // SAFETY: the pages are read once all messages have ended.
+        let batch = unsafe { self.transport.post(&all, transfers) };
         self.wait(&batch, 0)?;
-        // SAFETY: all messages are done.
+        // SAFETY: all messages have ended.
         let announced = |peer: usize| if peer == rank { &own[..] } else { unsafe { all.read(&of(1 + peer)) } };
         match self.collective.compare(announced) {
             Err(error) => Ok(error),
@@ -579,17 +572,16 @@ impl Exchange<'_> {
         }
     }
 
-    /// Moves what did not travel with announcements, in rounds. Those that go from place to place are all on their way
-    /// at once.
-    fn rounds(&mut self, held: &Arc<Held>, phase: &Phase, index: usize) -> Result<()> {
+    /// Moves the data that was not sent with announcements, in rounds. Rounds without pages are all in flight at once.
+    fn rounds(&mut self, in_flight: &Arc<InFlight>, phase: &Phase, index: usize) -> Result<()> {
         let least = self.least(index);
-        let peers: Vec<_> = self.wire.line.peers().collect();
-        let step = phase.step(self.wire.step);
+        let peers: Vec<_> = self.transport.communicator.peers().collect();
+        let step = phase.step(self.transport.step);
         let chunks = |lane: &Lane| match lane.stream.len() > least {
             true => lane.stream.chunks(step * lane.width),
             false => 0,
         };
-        let (sent, arriving) = (|peer: usize| &phase.sends[peer], |peer: usize| &phase.arrives[peer]);
+        let (sent, arriving) = (|peer: usize| &phase.sends[peer], |peer: usize| &phase.receives[peer]);
         let longest = peers.iter().map(|&peer| chunks(sent(peer)).max(chunks(arriving(peer)))).max();
         let mut running: VecDeque<(Round, Arc<Batch>)> = VecDeque::new();
         let mut paged = 0;
@@ -602,126 +594,142 @@ impl Exchange<'_> {
                 || peers.iter().filter(is_arriving).any(|&peer| is_combined || is_packed(arriving(peer)));
             let round = Round { number, pages: needs_pages.then_some(paged % ROUNDS) };
             paged += usize::from(needs_pages);
-            // Its pages are free when the round that had them before is done.
+            // The round that used these pages before must have ended.
             while let Some(at) = running.iter().position(|(before, _)| needs_pages && before.pages == round.pages) {
                 running
                     .drain(..=at)
-                    .try_for_each(|(before, batch)| self.settle(held, phase, &before, &batch, index))?;
+                    .try_for_each(|(before, batch)| self.finish_round(in_flight, phase, &before, &batch, index))?;
             }
             let mut transfers = Vec::with_capacity(2 * peers.len());
-            // What arrives first, so that it finds its place.
+            // Posts receives first, so that data has a destination.
             for &peer in peers.iter().rev().filter(is_arriving) {
-                transfers.push(Transfer { way: Way::From, peer, span: self.place(held, phase, &round, peer) });
+                transfers.push(Transfer {
+                    direction: Direction::Receive,
+                    peer,
+                    span: self.place(in_flight, phase, &round, peer),
+                });
             }
             for &peer in peers.iter().filter(is_sent) {
-                transfers.push(Transfer { way: Way::To, peer, span: self.source(held, phase, &round, peer) });
+                transfers.push(Transfer {
+                    direction: Direction::Send,
+                    peer,
+                    span: self.source(in_flight, phase, &round, peer),
+                });
             }
-            // SAFETY: each round has pages and pieces of its own until it is drained. What a phase sends it does not
-            // receive into, nor combine.
-            running.push_back((round, unsafe { self.wire.post(held, transfers) }));
+            // SAFETY: each round has its own pages and pieces until it is drained. A phase neither receives into nor
+            // combines the data that it sends.
+            running.push_back((round, unsafe { self.transport.post(in_flight, transfers) }));
         }
-        running.into_iter().try_for_each(|(round, batch)| self.settle(held, phase, &round, &batch, index))
+        running.into_iter().try_for_each(|(round, batch)| self.finish_round(in_flight, phase, &round, &batch, index))
     }
 
-    /// Waits until a round is done, and does what is to be done with it.
-    fn settle(&self, held: &Held, phase: &Phase, round: &Round, batch: &Batch, index: usize) -> Result<()> {
+    /// Waits for a round and processes its data.
+    fn finish_round(
+        &self,
+        in_flight: &InFlight,
+        phase: &Phase,
+        round: &Round,
+        batch: &Batch,
+        index: usize,
+    ) -> Result<()> {
         self.wait(batch, index)?;
-        self.drain(held, phase, round, self.least(index));
+        self.drain(in_flight, phase, round, self.least(index));
         Ok(())
     }
 
-    /// The page of a round to or from a rank.
-    fn page(&self, held: &Held, round: &Round, way: Way, peer: usize) -> usize {
-        let size = self.wire.size();
-        let place = if way == Way::To { peer } else { size + peer };
-        held.first_page() + self.partials.len() + round.pages.unwrap_or(0) * 2 * size + place
+    /// Returns the page of a round to or from a rank.
+    fn page(&self, in_flight: &InFlight, round: &Round, direction: Direction, peer: usize) -> usize {
+        let size = self.transport.size();
+        let place = if direction == Direction::Send { peer } else { size + peer };
+        in_flight.first_page() + self.partials.len() + round.pages.unwrap_or(0) * 2 * size + place
     }
 
-    /// Where what a rank sends in a round arrives.
-    fn place(&self, held: &Held, phase: &Phase, round: &Round, peer: usize) -> Span {
-        let lane = &phase.arrives[peer];
+    /// Returns the destination of a rank's message in a round.
+    fn place(&self, in_flight: &InFlight, phase: &Phase, round: &Round, peer: usize) -> Span {
+        let lane = &phase.receives[peer];
         let step = self.step(phase, lane);
         match only(&lane.stream, round.number, step).filter(|_| phase.combined.is_none()) {
             Some(piece) => lane.span(&piece),
             None => {
                 let end = lane.stream.pieces(round.number, step).map(|piece| piece.chunk.end).max().unwrap_or(0);
-                within(self.page(held, round, Way::From, peer), 0, &(0..end))
+                within(self.page(in_flight, round, Direction::Receive, peer), 0, &(0..end))
             }
         }
     }
 
-    /// What goes to a rank in a round, packed where it is several pieces.
-    fn source(&self, held: &Held, phase: &Phase, round: &Round, peer: usize) -> Span {
+    /// Returns the source of a message to a rank in a round, packed in a page if it has several pieces.
+    fn source(&self, in_flight: &InFlight, phase: &Phase, round: &Round, peer: usize) -> Span {
         let lane = &phase.sends[peer];
         let step = self.step(phase, lane);
         if let Some(piece) = only(&lane.stream, round.number, step) {
             return lane.span(&piece);
         }
-        let page = self.page(held, round, Way::To, peer);
+        let page = self.page(in_flight, round, Direction::Send, peer);
         let mut end = 0;
         for piece in lane.stream.pieces(round.number, step) {
-            // SAFETY: the page is free, as the round before in its place is done; what a phase sends nobody writes.
+            // SAFETY: the page is free, because its previous round has ended, and nobody writes the data that a phase
+            // sends.
             unsafe {
-                let from = held.read(&lane.span(&piece));
-                held.write(&within(page, 0, &piece.chunk)).copy_from_slice(from);
+                let from = in_flight.read(&lane.span(&piece));
+                in_flight.write(&within(page, 0, &piece.chunk)).copy_from_slice(from);
             }
             end = piece.chunk.end;
         }
         within(page, 0, &(0..end))
     }
 
-    /// Does what is to be done with what has arrived in a round.
-    fn drain(&self, held: &Held, phase: &Phase, round: &Round, least: usize) {
+    /// Processes the data received in a round.
+    fn drain(&self, in_flight: &InFlight, phase: &Phase, round: &Round, least: usize) {
         match &phase.combined {
             None => {
-                for peer in self.wire.line.peers() {
-                    let lane = &phase.arrives[peer];
+                for peer in self.transport.communicator.peers() {
+                    let lane = &phase.receives[peer];
                     let step = self.step(phase, lane);
                     if lane.stream.len() <= least || only(&lane.stream, round.number, step).is_some() {
                         continue;
                     }
-                    let page = self.page(held, round, Way::From, peer);
+                    let page = self.page(in_flight, round, Direction::Receive, peer);
                     for piece in lane.stream.pieces(round.number, step) {
-                        // SAFETY: the round is done, and no other has these pieces.
+                        // SAFETY: the round has ended, and no other round has these pieces.
                         unsafe {
-                            let from = held.read(&within(page, 0, &piece.chunk));
-                            held.write(&lane.span(&piece)).copy_from_slice(from);
+                            let from = in_flight.read(&within(page, 0, &piece.chunk));
+                            in_flight.write(&lane.span(&piece)).copy_from_slice(from);
                         }
                     }
                 }
             }
             Some(combined) if combined.stream.len() > least => {
-                let step = phase.step(self.wire.step);
+                let step = phase.step(self.transport.step);
                 for piece in combined.stream.pieces(round.number, step) {
-                    let page = |from| (self.page(held, round, Way::From, from), 0);
-                    // SAFETY: as above. What this rank has of the pieces it sends to nobody.
-                    unsafe { self.combine(held, combined, &piece, round.number * step, held, page) };
+                    let page = |from| (self.page(in_flight, round, Direction::Receive, from), 0);
+                    // SAFETY: as above. This rank sends its own data of the pieces to nobody.
+                    unsafe { self.combine(in_flight, combined, &piece, round.number * step, in_flight, page) };
                 }
             }
             Some(_) => {}
         }
     }
 
-    /// Combines a piece of a chunk, which begins at the byte `chunk` of the stream. What the others have is in `pages`,
-    /// in the page and from the byte that `page` says.
+    /// Combines a piece of a chunk, which begins at the byte `chunk` of the stream. `page` has the page and offset of each
+    /// input.
     ///
     /// # Safety
-    /// No message receives into what is read, none uses what is written, and nobody else does.
+    /// No message receives into the bytes that are read, or uses the bytes that are written, and nobody else does.
     unsafe fn combine(
         &self,
-        held: &Held,
+        in_flight: &InFlight,
         combined: &Combined,
         piece: &Piece,
         chunk: usize,
-        pages: &Held,
+        pages: &InFlight,
         page: impl Fn(usize) -> (usize, usize),
     ) {
-        let rank = self.wire.line.rank;
+        let rank = self.transport.communicator.rank;
         let own = Span { region: piece.part, bytes: piece.bytes.clone() };
         let dtype = combined.dtypes[piece.part];
         let width = widening(dtype);
         let accumulators = |bytes: &Range<usize>, start| width * (start + bytes.start)..width * (start + bytes.end);
-        // SAFETY: as the caller promises; without other outputs, what this rank has is not read but as the output.
+        // SAFETY: as the caller promises. Without other outputs, this rank's data is only read as the output.
         let (inputs, output): (Vec<Input<'_>>, &mut [u8]) = unsafe {
             let input = |&(from, ranks): &(usize, usize)| {
                 if from != rank {
@@ -733,7 +741,7 @@ impl Exchange<'_> {
                 } else if let Output::Own = combined.output {
                     Input::Output
                 } else {
-                    Input::Bytes(held.read(&own))
+                    Input::Bytes(in_flight.read(&own))
                 }
             };
             let output = match &combined.output {
@@ -745,7 +753,7 @@ impl Exchange<'_> {
                 }
                 Output::Partial { region } => Span { region: *region, bytes: accumulators(&piece.chunk, chunk) },
             };
-            (combined.inputs.iter().map(input).collect(), held.write(&output))
+            (combined.inputs.iter().map(input).collect(), in_flight.write(&output))
         };
         match combined.output {
             Output::Partial { .. } => partial(dtype, combined.op, output, &inputs),

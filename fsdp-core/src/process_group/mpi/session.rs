@@ -1,4 +1,4 @@
-//! Calls of an MPI library, by one thread.
+//! Calls of an MPI library, made by one thread.
 
 use std::{
     ffi::{CStr, c_char, c_int, c_void},
@@ -8,55 +8,55 @@ use std::{
 
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 
-use super::library::{Constants, Family, Functions, Kind, Outcome, Refused, mpich, open_mpi, standard, symbol};
+use super::library::{Constants, Family, Functions, Kind, MpiError, Outcome, mpich, open_mpi, standard, symbol};
 
-/// An MPI library in use. Requests have numbers that the caller chooses.
+/// An MPI library in use. The caller chooses the numbers of requests.
 pub(super) trait Mpi {
-    /// Initialises MPI, unless somebody has. Returns this process's rank and the number of all.
+    /// Initializes MPI unless it is initialized. Returns this process's rank and the number of processes.
     fn start(&mut self) -> Outcome<(usize, usize)>;
 
-    /// Makes a communicator of its own of all processes, when they all do so.
+    /// Duplicates the world's communicator, together with all processes.
     fn separate(&mut self, timeout: Duration) -> Outcome;
 
     /// Starts to send `len` bytes.
     ///
     /// # Safety
-    /// There are so many bytes at `from`, which nobody writes until the request is done.
+    /// `from` has `len` bytes, which nobody writes until the request is done.
     unsafe fn send(&mut self, number: usize, from: *const u8, len: usize, to: usize, tag: u16) -> Outcome;
 
     /// Starts to receive at most `len` bytes.
     ///
     /// # Safety
-    /// There is room for so many bytes at `to`, which nobody reads or writes until the request is done.
+    /// `to` has `len` bytes, which nobody accesses until the request is done.
     unsafe fn receive(&mut self, number: usize, to: *mut u8, len: usize, from: usize, tag: u16) -> Outcome;
 
-    /// Looks what is done, and calls `done` for each.
+    /// Tests all requests and calls `done` for each that has ended.
     fn poll(&mut self, done: &mut dyn FnMut(usize, Outcome)) -> Outcome;
 
-    /// Ends a request that has nothing received yet; it is done as others are.
+    /// Cancels a receive. It then ends as other requests do.
     fn cancel(&mut self, number: usize);
 
-    /// Ends MPI if [`Mpi::start`] began it.
+    /// Finalizes MPI if [`Mpi::start`] initialized it.
     fn end(&mut self) -> Outcome;
 
-    /// What the library says that it is.
+    /// Returns the library's version text.
     fn version(&self) -> String;
 }
 
-/// Opens a library and looks what it is. `found` is its path, or a name for the loader to find.
+/// Opens a library and determines its interface. `found` is a path, or a name for the loader.
 pub(super) fn open(found: &Path) -> Outcome<Box<dyn Mpi>> {
-    // SAFETY: the initialisers of an MPI library have no preconditions. Its plug-ins look for its symbols, so these are
-    // global, as in a program that is linked with it.
+    // SAFETY: the initializers of an MPI library have no preconditions. Its plug-ins use its symbols, which are therefore
+    // global, as in a program linked with it.
     let library = unsafe { Library::open(Some(found), RTLD_NOW | RTLD_GLOBAL) };
-    let library = library.map_err(|error| Refused::new(error.to_string()))?;
-    // Its threads, and what it does when the process exits, outlive whoever uses it.
+    let library = library.map_err(|error| MpiError::new(error.to_string()))?;
+    // The library's threads and exit handlers outlive every user.
     let library: &'static Library = Box::leak(Box::new(library));
     // SAFETY: the address of a variable is a pointer, whatever its type.
     let address = |name: &str| unsafe { symbol::<*mut c_void>(library, name) };
     let is_standard =
         |path: &Path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("libmpi_abi."));
-    // SAFETY: handles are pointers in the standard interface and Open MPI's, and numbers in MPICH's; which it is, is
-    // checked below.
+    // SAFETY: handles are pointers in the standard interface and Open MPI's, and numbers in MPICH's. `checked` verifies
+    // the interface.
     unsafe {
         if is_standard(found) || found.canonicalize().is_ok_and(|path| is_standard(&path)) {
             checked(Family::Standard, standard(), Functions::of(library)?)
@@ -85,9 +85,9 @@ fn checked<H: Copy + PartialEq + 'static>(
     };
     let version = session.version();
     if !family.words().iter().any(|word| version.contains(word)) {
-        return Err(Refused::new(format!(
-            "it says that it is {version:?}, which is none of those whose interface is known: MPICH and its kin \
-             (Intel MPI, MVAPICH, Cray MPICH), Open MPI, and libraries of the standard interface (libmpi_abi.so)"
+        return Err(MpiError::new(format!(
+            "unsupported library {version:?}: expected MPICH, Intel MPI, MVAPICH, Cray MPICH, Open MPI, or a library \
+             with the standard interface (libmpi_abi.so)"
         )));
     }
     Ok(Box::new(session))
@@ -97,12 +97,12 @@ struct Session<H> {
     constants: Constants<H>,
     functions: Functions<H>,
     world: H,
-    /// Those that are not done, and their numbers.
+    /// Active requests, and their numbers.
     requests: Vec<H>,
     numbers: Vec<usize>,
     indices: Vec<c_int>,
     statuses: Vec<c_int>,
-    /// Whether MPI was initialised here.
+    /// Whether this session initialized MPI.
     is_ours: bool,
 }
 
@@ -111,11 +111,11 @@ impl<H: Copy + PartialEq> Session<H> {
         if code == 0 { Ok(()) } else { Err(self.refused(what, code)) }
     }
 
-    fn refused(&self, what: &str, code: c_int) -> Refused {
-        // More than any library's longest.
+    fn refused(&self, what: &str, code: c_int) -> MpiError {
+        // Longer than the longest error string of any library.
         let mut text = [0 as c_char; 8192];
         let (mut len, mut class) = (0, 0);
-        // SAFETY: there is room for the text; it ends with a zero, as the last byte stays one.
+        // SAFETY: the text has enough space, and its last byte stays zero.
         let text = unsafe {
             (self.functions.error_string)(code, text.as_mut_ptr(), &raw mut len);
             (self.functions.error_class)(code, &raw mut class);
@@ -123,10 +123,10 @@ impl<H: Copy + PartialEq> Session<H> {
             CStr::from_ptr(text.as_ptr()).to_string_lossy().into_owned()
         };
         let kind = if class == self.constants.failed { Kind::Died } else { Kind::Other };
-        Refused { text: format!("{what}: {}", text.trim()), kind }
+        MpiError { text: format!("{what}: {}", text.trim()), kind }
     }
 
-    /// A number that a function writes.
+    /// Returns a number that a function writes.
     fn number(&self, what: &str, ask: impl FnOnce(*mut c_int) -> c_int) -> Outcome<c_int> {
         let mut number = 0;
         self.check(what, ask(&raw mut number))?;
@@ -140,7 +140,7 @@ impl<H: Copy + PartialEq> Session<H> {
 }
 
 fn count(len: usize) -> Outcome<c_int> {
-    c_int::try_from(len).map_err(|_| Refused::new(format!("a message of {len} bytes is longer than MPI's counts")))
+    c_int::try_from(len).map_err(|_| MpiError::new(format!("a message of {len} bytes is longer than MPI's counts")))
 }
 
 impl<H: Copy + PartialEq> Mpi for Session<H> {
@@ -148,42 +148,42 @@ impl<H: Copy + PartialEq> Mpi for Session<H> {
         let Functions { initialized, finalized, query_thread, init_thread, .. } = self.functions;
         let Constants { comm_world, comm_self, byte, errors_return, thread_funneled, thread_serialized, .. } =
             self.constants;
-        // SAFETY: these may be called at any time, and write one number.
+        // SAFETY: these functions may be called at any time, and write one number.
         let (begun, ended) = unsafe {
             let begun = self.number("MPI_Initialized", |to| initialized(to))?;
             (begun != 0, self.number("MPI_Finalized", |to| finalized(to))? != 0)
         };
         if ended {
-            return Err(Refused::new("MPI was finalized before: a process has it once"));
+            return Err(MpiError::new("MPI was already finalized, and a process can initialize it only once"));
         }
         if begun {
-            // SAFETY: MPI is initialised and not finalized.
+            // SAFETY: MPI is initialized and not finalized.
             let level = unsafe { self.number("MPI_Query_thread", |to| query_thread(to))? };
             if level < thread_serialized {
-                return Err(Refused::new(
-                    "the program has initialised MPI for one thread: initialise it with MPI_THREAD_MULTIPLE, or leave \
-                     it to this library",
+                return Err(MpiError::new(
+                    "the program initialized MPI for one thread: initialize it with MPI_THREAD_MULTIPLE, or leave it to \
+                     this library",
                 ));
             }
         } else {
             let arguments = std::ptr::null_mut();
-            // SAFETY: MPI is not initialised; arguments are optional since MPI 2.
+            // SAFETY: MPI is not initialized; arguments are optional since MPI 2.
             unsafe {
                 self.number("MPI_Init_thread", |to| init_thread(std::ptr::null_mut(), arguments, thread_funneled, to))?
             };
             self.is_ours = true;
         }
         let Functions { comm_set_errhandler, comm_rank, comm_size, type_size, .. } = self.functions;
-        // SAFETY: MPI is initialised, by this thread or for several, and the handles are the library's.
+        // SAFETY: MPI is initialized, by this thread or for several, and the handles are the library's.
         let (rank, size) = unsafe {
             self.check("MPI_Comm_set_errhandler", comm_set_errhandler(comm_world, errors_return))?;
-            // What has the wrong constants is found here, before anything is sent.
+            // Detects wrong constants before anything is sent.
             let alone = self.number("MPI_Comm_size", |to| comm_size(comm_self, to))?;
             let bytes = self.number("MPI_Type_size", |to| type_size(byte, to))?;
             if (alone, bytes) != (1, 1) {
-                return Err(Refused::new(format!(
-                    "MPI_COMM_SELF has {alone} processes and MPI_BYTE {bytes} bytes, instead of 1 each: the library's \
-                     interface is another one than its name says"
+                return Err(MpiError::new(format!(
+                    "MPI_COMM_SELF has {alone} processes and MPI_BYTE {bytes} bytes, expected 1 each: the library has \
+                     another interface than its name says"
                 )));
             }
             let rank = self.number("MPI_Comm_rank", |to| comm_rank(comm_world, to))?;
@@ -195,10 +195,10 @@ impl<H: Copy + PartialEq> Mpi for Session<H> {
     fn separate(&mut self, timeout: Duration) -> Outcome {
         let Constants { comm_world, request_null, errors_return, .. } = self.constants;
         let started = Instant::now();
-        // It is written when the request is done, maybe never.
+        // Written when the request is done, which may be never.
         let made = Box::leak(Box::new(comm_world));
         let mut request = request_null;
-        // SAFETY: MPI is initialised; what is written to lives for ever.
+        // SAFETY: MPI is initialized, and the written memory is never freed.
         let code = unsafe { (self.functions.comm_idup)(comm_world, &raw mut *made, &raw mut request) };
         self.check("MPI_Comm_idup", code)?;
         self.keep(0, request);
@@ -206,8 +206,8 @@ impl<H: Copy + PartialEq> Mpi for Session<H> {
         while outcome.is_none() {
             self.poll(&mut |_, done| outcome = Some(done))?;
             if started.elapsed() >= timeout {
-                return Err(Refused::new(format!(
-                    "not all processes of the job came within {:.1} s",
+                return Err(MpiError::new(format!(
+                    "not all processes of the job started MPI within {:.1} s",
                     started.elapsed().as_secs_f64()
                 )));
             }
@@ -254,13 +254,13 @@ impl<H: Copy + PartialEq> Mpi for Session<H> {
             return Ok(());
         }
         self.indices.resize(len, 0);
-        // Pointers are aligned in it: a status of Open MPI ends with one.
+        // Aligned for pointers, since a status of Open MPI ends with one.
         self.statuses.resize(len * ints + 2, 0);
         let statuses = self.statuses.as_mut_ptr();
-        // SAFETY: the index is 0 or 1, and there is room for one more than is used.
+        // SAFETY: the offset is 0 or 1, and there is space for one more than is used.
         let statuses = unsafe { statuses.add(usize::from(!statuses.cast::<u64>().is_aligned())) };
         let mut found = 0;
-        // SAFETY: MPI is initialised; requests, indices and statuses are as many as are passed.
+        // SAFETY: MPI is initialized, and the arrays are as long as the number passed.
         let code = unsafe {
             (self.functions.testsome)(
                 count(len)?,
@@ -273,18 +273,18 @@ impl<H: Copy + PartialEq> Mpi for Session<H> {
         if code != self.constants.err_in_status {
             self.check("MPI_Testsome", code)?;
         }
-        // It is negative where no request is active.
+        // It is negative if no request is active.
         let found = usize::try_from(found).unwrap_or(0).min(len);
         let mut ended = Vec::with_capacity(found);
         for at in 0..found {
             let index = self.indices[at] as usize;
-            // SAFETY: so many statuses are there, and are written where a request was refused.
+            // SAFETY: there are that many statuses, and MPI writes them if a request failed.
             let status = unsafe { *statuses.add(at * ints + error) };
             let code = if code == 0 { 0 } else { status };
             let outcome = if code == 0 { Ok(()) } else { Err(self.refused("a message", code)) };
             ended.push((index, outcome));
         }
-        // From the last on, so that those before keep their places.
+        // Removes from the last index on, so that earlier indices stay valid.
         ended.sort_unstable_by_key(|(index, _)| std::cmp::Reverse(*index));
         let mut numbered = Vec::with_capacity(ended.len());
         for (index, outcome) in ended {
@@ -297,7 +297,7 @@ impl<H: Copy + PartialEq> Mpi for Session<H> {
 
     fn cancel(&mut self, number: usize) {
         if let Some(index) = self.numbers.iter().position(|&other| other == number) {
-            // SAFETY: the request is active. One that can't be cancelled goes on.
+            // SAFETY: the request is active. A request that cannot be cancelled continues.
             unsafe { (self.functions.cancel)(&raw mut self.requests[index]) };
         }
     }
@@ -306,17 +306,16 @@ impl<H: Copy + PartialEq> Mpi for Session<H> {
         if !std::mem::take(&mut self.is_ours) {
             return Ok(());
         }
-        // SAFETY: this thread has initialised MPI, and calls nothing of it any more.
+        // SAFETY: this thread initialized MPI, and makes no further calls.
         let code = unsafe { (self.functions.finalize)() };
-        if code == 0 { Ok(()) } else { Err(Refused::new(format!("MPI_Finalize returned {code}"))) }
+        if code == 0 { Ok(()) } else { Err(MpiError::new(format!("MPI_Finalize returned {code}"))) }
     }
 
     fn version(&self) -> String {
-        // As long as the longest of any library.
+        // Longer than the longest version text of any library.
         let mut text = [0 as c_char; 8193];
         let mut len = 0;
-        // SAFETY: it may be called at any time. There is room for the text; it ends with a zero, as the last byte stays
-        // one.
+        // SAFETY: it may be called at any time. The text has enough space, and its last byte stays zero.
         unsafe {
             (self.functions.get_library_version)(text.as_mut_ptr(), &raw mut len);
             text[text.len() - 1] = 0;

@@ -1,11 +1,5 @@
-//! A communicator, from its beginning to its end.
-//! The configuration of a communicator.
+//! A NCCL communicator: configuration, rendezvous of its ranks, grouped calls, abort, and errors.
 
-//! What NCCL answers, as errors.
-
-//! How ranks find each other before there is a communicator: in a store, and over a group that moves the host's memory.
-
-use parking_lot::{Mutex, MutexGuard};
 use std::{
     cell::Cell,
     ffi::{CStr, c_char},
@@ -24,6 +18,7 @@ use cudarc::{
         sys::{self, ncclResult_t},
     },
 };
+use parking_lot::{Mutex, MutexGuard};
 
 use super::super::{
     backend::{PeerMonitor, PeerState},
@@ -34,34 +29,33 @@ use super::super::{
 };
 use crate::{DeviceId, Error, Result, device::cuda::id, store::Store};
 
-// ---- from process_group/nccl/communicator
-/// How long whoever issues gets to stop before a communicator is aborted under its feet: it may be blocked in a launch
-/// that only the abort ends. And how long ranks that meet go on when one of them is gone.
+/// How long an issuing thread gets to stop before a communicator is aborted. The thread may be blocked in a launch that
+/// only the abort ends. Also how long a rendezvous continues after a peer is gone.
 const GRACE: Duration = Duration::from_secs(1);
-/// How long ranks get at the least to make one: with many of them NCCL takes seconds.
+/// Shortest time limit for creating a communicator, which takes NCCL seconds with many ranks.
 const MEETING: Duration = Duration::from_secs(60);
-/// How long ranks wait for each other to let go of a communicator.
+/// How long ranks wait for each other when they destroy a communicator.
 const PARTING: Duration = Duration::from_secs(5);
 
-/// One rank's end. NCCL is called by one thread at a time, whoever has the gate; but it is aborted by any.
+/// One rank's end. One thread at a time calls NCCL, with the lock `gate`; any thread may abort.
 pub(super) struct Communicator {
     raw: sys::ncclComm_t,
     gate: Mutex<()>,
-    /// Why it was given up: the first reason.
+    /// The first reason for an abort.
     failed: OnceLock<Error>,
-    /// It is freed, or about to be.
+    /// Whether it is freed, or about to be.
     is_over: AtomicBool,
     pub(super) device: DeviceId,
     timeout: Duration,
 }
 
-// SAFETY: NCCL's communicators belong to no thread, and `gate` keeps calls apart.
+// SAFETY: NCCL's communicators may be used by any thread, and `gate` serializes calls.
 unsafe impl Send for Communicator {}
 // SAFETY: as above.
 unsafe impl Sync for Communicator {}
 
 impl Communicator {
-    /// Meets the other ranks of a group, which have the same `id`.
+    /// Creates the communicator together with the other ranks, which have the same `unique` id.
     pub(super) fn meet(
         unique: sys::ncclUniqueId,
         group: &Membership,
@@ -71,7 +65,7 @@ impl Communicator {
         let what = format!("making the NCCL communicator of group \"{}\", rank {}", group.name, group.rank);
         let mut raw = std::ptr::null_mut();
         let mut config = nonblocking();
-        // SAFETY: the pointers are to values that live through the call, which copies them.
+        // SAFETY: the pointers are to values that outlive the call, which copies them.
         let status = unsafe {
             sys::ncclCommInitRankConfig(&raw mut raw, group.size as i32, unique, group.rank as i32, &raw mut config)
         };
@@ -84,16 +78,16 @@ impl Communicator {
             device,
             timeout: group.timeout,
         };
-        // Who has met the others may leave, and who fails is about to say why.
+        // A rank that has met the others may leave, and a rank that failed is about to send the reason.
         let alarm = Cell::new(None);
-        let well = || match peer_monitor.and_then(PeerMonitor::gone) {
+        let well = || match peer_monitor.and_then(PeerMonitor::lost_peer) {
             Some((peer, gone)) if alarm.get().get_or_insert_with(Instant::now).elapsed() >= GRACE => {
                 let how = match gone {
                     PeerState::Left => "has left",
                     PeerState::Died => "has died",
                     PeerState::Failed(_) => "has failed",
                 };
-                let cause = format!("rank {peer} {how} meanwhile. The output of rank {peer} says more");
+                let cause = format!("rank {peer} {how} meanwhile; see the output of rank {peer}");
                 Err(device_error(device, &what, cause))
             }
             Some(_) => {
@@ -115,10 +109,10 @@ impl Communicator {
         Ok(communicator)
     }
 
-    /// The error for which it was given up.
+    /// Fails with the reason of the abort, if it was aborted.
     ///
     /// # Errors
-    /// That error.
+    /// The reason of the abort.
     pub(super) fn check(&self) -> Result<()> {
         self.failed.get().cloned().map_or(Ok(()), Err)
     }
@@ -127,16 +121,16 @@ impl Communicator {
         self.gate.lock()
     }
 
-    /// Makes calls as one, and waits until NCCL has put all of it on its streams.
+    /// Runs calls as one NCCL group, and waits until NCCL has enqueued them.
     pub(super) fn as_one(&self, what: &str, calls: impl FnOnce(sys::ncclComm_t) -> ncclResult_t) -> Result<()> {
         let _gate = self.gate();
         self.check()?;
         // SAFETY: the group is ended below, on this thread.
         let begun = unsafe { sys::ncclGroupStart() };
         let issued = if is_fine(begun) { calls(self.raw) } else { begun };
-        // SAFETY: it was begun above. Also after an error, so that this thread is in no group any more.
+        // SAFETY: the group was started above. It is ended also after an error, so that this thread is in no group.
         let ended = unsafe { sys::ncclGroupEnd() };
-        // An abort frees it: what was asked for is void then.
+        // An abort frees the communicator and voids the calls.
         self.check()?;
         for status in [issued, ended] {
             if !is_fine(status) {
@@ -146,10 +140,10 @@ impl Communicator {
         self.settle(what, self.timeout, &|| Ok(()))
     }
 
-    /// Waits until NCCL has done what it does in the background.
+    /// Waits until NCCL has finished its work in the background.
     fn settle(&self, what: &str, timeout: Duration, well: &dyn Fn() -> Result<()>) -> Result<()> {
         let started = Instant::now();
-        // It is a matter of microseconds, but for the first collectives.
+        // Takes microseconds, except for the first collectives.
         let mut awake = 100;
         let mut nap = Duration::from_micros(20);
         loop {
@@ -179,17 +173,17 @@ impl Communicator {
         }
     }
 
-    /// What it says of its background. Called by who has the gate.
+    /// Returns NCCL's asynchronous state. The caller holds the gate.
     fn state(&self) -> ncclResult_t {
         let mut state = ncclResult_t::ncclSuccess;
-        // SAFETY: it is alive, as whoever has the gate has checked.
+        // SAFETY: it is alive, as the holder of the gate has checked.
         match unsafe { sys::ncclCommGetAsyncError(self.raw, &raw mut state) } {
             ncclResult_t::ncclSuccess => state,
             status => status,
         }
     }
 
-    /// An error that NCCL ran into in the background, unless somebody is using it.
+    /// Returns an asynchronous error of NCCL, unless another thread uses the communicator.
     pub(super) fn trouble(&self, what: &str) -> Option<(ncclResult_t, Error)> {
         let _gate = self.gate.try_lock()?;
         if self.check().is_err() || self.is_over.load(Ordering::Acquire) {
@@ -199,33 +193,32 @@ impl Communicator {
         (!is_fine(state)).then(|| (state, refused(self.device, what, state, self.raw)))
     }
 
-    /// Gives it up, for the first reason that there is: what is on its way ends, and nothing more is taken. Only the
-    /// first call does anything.
+    /// Aborts the communicator: pending collectives end, and later ones fail. Only the first call has an effect.
     pub(super) fn abort(&self, why: Error) {
-        // Before what is on its way ends: who waits for that asks why.
+        // Set before pending collectives end, because waiting threads ask for the reason.
         let _ = self.failed.set(why);
         let _gate = self.gate.try_lock_for(GRACE);
         if !self.is_over.swap(true, Ordering::AcqRel) {
-            // SAFETY: it is alive, and by the flag freed once. Nobody calls NCCL with it any more, but perhaps a thread
-            // that is blocked in a launch, as NCCL's documentation has it for aborts.
+            // SAFETY: it is alive, and the flag ensures that it is freed once. At most a thread that is blocked in a
+            // launch still uses it, which NCCL's documentation allows for aborts.
             let _ = unsafe { sys::ncclCommAbort(self.raw) };
         }
     }
 
-    /// Lets go of it, when all that it was asked for is done: together with the peers, if they do so soon.
+    /// Destroys the communicator once its collectives are done, together with the peers if they do so soon.
     pub(super) fn part(&self) {
         let _gate = self.gate();
         if self.is_over.swap(true, Ordering::AcqRel) {
             return;
         }
-        // SAFETY: it is alive, and by the flag freed once, below.
+        // SAFETY: it is alive, and the flag ensures that it is freed once, below.
         let mut state = unsafe { sys::ncclCommFinalize(self.raw) };
         let until = Instant::now() + self.timeout.min(PARTING);
         while state == ncclResult_t::ncclInProgress && Instant::now() < until {
             std::thread::sleep(Duration::from_micros(200));
             state = self.state();
         }
-        // SAFETY: as above. One that is not finalised would wait for the peers in `ncclCommDestroy`.
+        // SAFETY: as above. Destroying one that is not finalized would wait for the peers.
         let _ = unsafe {
             match state {
                 ncclResult_t::ncclSuccess => sys::ncclCommDestroy(self.raw),
@@ -236,34 +229,33 @@ impl Communicator {
 }
 
 impl Drop for Communicator {
-    /// One that was not let go of is given up.
+    /// Aborts a communicator that was not destroyed.
     fn drop(&mut self) {
         if !self.is_over.swap(true, Ordering::AcqRel) {
-            // SAFETY: it is alive, by the flag, and nobody else has it any more.
+            // SAFETY: the flag says that it is alive, and nothing else uses it.
             let _ = unsafe { sys::ncclCommAbort(self.raw) };
         }
     }
 }
 
-/// Calls of a communicator that does not block may still be in progress.
+/// Returns whether a call succeeded or is in progress.
 pub(super) fn is_fine(status: ncclResult_t) -> bool {
     matches!(status, ncclResult_t::ncclSuccess | ncclResult_t::ncclInProgress)
 }
 
-// ---- from process_group/nccl/config
-/// What a valid configuration begins with.
+/// Magic number of a valid configuration.
 const MAGIC: u32 = 0xcafe_beef;
-/// NCCL 2.18.0, as nccl.h spells versions. A library takes the fields that this version had and chooses the rest, so
-/// that this is right for every library since.
+/// NCCL 2.18.0, encoded as in nccl.h. Libraries use the fields of this version and choose the others, so that it suits
+/// all later libraries.
 const VERSION: u32 = 21_800;
-/// "Choose it": nccl.h's `NCCL_CONFIG_UNDEF_INT`.
+/// nccl.h's `NCCL_CONFIG_UNDEF_INT`: the library chooses.
 const UNDEFINED: i32 = i32::MIN;
 
-/// That of a communicator whose calls never block: nccl.h's `NCCL_CONFIG_INITIALIZER`, and `blocking = 0`.
-pub(super) fn nonblocking() -> sys::ncclConfig_t {
-    // SAFETY: it is made of numbers and pointers, for which zeros are valid.
+/// Returns nccl.h's `NCCL_CONFIG_INITIALIZER` with `blocking = 0`.
+fn nonblocking() -> sys::ncclConfig_t {
+    // SAFETY: it consists of numbers and pointers, for which zeros are valid.
     let mut config: sys::ncclConfig_t = unsafe { std::mem::zeroed() };
-    // Up to the last field that is known to this version, and the padding behind it.
+    // Up to the last field of this version, with its padding.
     config.size = offset_of!(sys::ncclConfig_t, splitShare) + 8;
     config.magic = MAGIC;
     config.version = VERSION;
@@ -276,20 +268,19 @@ pub(super) fn nonblocking() -> sys::ncclConfig_t {
     config
 }
 
-// ---- from process_group/nccl/failure
-/// The text of a C function.
+/// Converts a C string.
 ///
 /// # Safety
-/// It is null, or ends in a zero.
+/// The pointer is null, or to a string that ends with a zero.
 unsafe fn text(of: *const std::ffi::c_char) -> Option<String> {
     // SAFETY: as the caller guarantees.
     let text = (!of.is_null()).then(|| unsafe { CStr::from_ptr(of) }.to_string_lossy().trim().to_string())?;
     (!text.is_empty()).then_some(text)
 }
 
-/// The error of a call that was refused. `communicator` may be null.
+/// Returns the error of a failed call. `communicator` may be null.
 pub(super) fn refused(device: DeviceId, what: &str, status: ncclResult_t, communicator: sys::ncclComm_t) -> Error {
-    // SAFETY: NCCL's texts are strings of its own that stay.
+    // SAFETY: NCCL's texts are static strings.
     let meaning = unsafe { text(sys::ncclGetErrorString(status)) }.unwrap_or_else(|| format!("{status:?}"));
     // SAFETY: as above; the communicator is alive or null.
     let last = unsafe { text(sys::ncclGetLastError(communicator)) };
@@ -297,7 +288,7 @@ pub(super) fn refused(device: DeviceId, what: &str, status: ncclResult_t, commun
     device_error(device, what, format!("NCCL says: {meaning}{last}. {}", way_out(status)))
 }
 
-/// An error of the device with a cause in words.
+/// Returns an error of the device with a cause.
 pub(super) fn device_error(device: DeviceId, what: &str, cause: String) -> Error {
     Error::Device { device, what: what.into(), cause }
 }
@@ -316,12 +307,11 @@ fn way_out(status: ncclResult_t) -> &'static str {
     }
 }
 
-// ---- from process_group/nccl/meet
-/// The key of an id in a store of its own.
+/// Key of an id in a store of its own.
 const ID: &str = "NCCL's id";
 
-/// The id of a new communicator, which the first rank makes. It tells the others where to find that rank, so how it
-/// reaches them is all that NCCL asks of a `store` for several hosts.
+/// Returns the id of a new communicator, which the first rank creates and passes to the others in a store. The id has
+/// the first rank's address, so that this is all NCCL needs across hosts.
 pub(super) fn unique_id(
     store: &dyn Store,
     host: &ProcessGroup,
@@ -338,13 +328,13 @@ pub(super) fn unique_id(
     let bytes = store.get(ID, host.membership().timeout)?;
     let internal = bytes.first_chunk::<128>().ok_or_else(|| Error::Internal {
         rank: host.rank(),
-        what: format!("the id of a communicator came as {} bytes", bytes.len()),
+        what: format!("received {} bytes as the id of a communicator", bytes.len()),
     })?;
     Ok(sys::ncclUniqueId { internal: internal.map(|byte| byte as c_char) })
 }
 
-/// Waits until all ranks have made theirs of something, so that none leaves or fails while others are still at it.
+/// Waits until all ranks have finished a step, so that none leaves or fails while others are still in it.
 pub(super) fn all_are_here(host: &ProcessGroup) -> Result<()> {
     let call = Call::new("meet", "NCCL", std::iter::empty());
-    host.aside(call, |backend, collective| backend.run(collective, Op::Barrier).map(drop))
+    host.run_uncounted(call, |backend, collective| backend.run(collective, Op::Barrier).map(drop))
 }

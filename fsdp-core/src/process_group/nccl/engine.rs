@@ -1,7 +1,4 @@
-//! The engine: collectives enqueued on a stream of their own.
-//! A collective as calls of NCCL, and the memory that they use.
-
-//! What NCCL is asked for.
+//! The NCCL engine: plans a collective as NCCL calls, and enqueues them on a stream of its own.
 
 use std::sync::Arc;
 
@@ -24,28 +21,25 @@ use super::{
         op::{ExchangePart, GatherPart, Op, ScatterPart},
     },
     communicator::{self, Communicator, is_fine},
-    watchdog::{Flight, Watchdog},
+    watchdog::{PendingCollective, Watchdog},
 };
 use crate::{
     Allocator, Buffer, DType, DeviceId, Error, Readable, ReduceOp, Result,
     device::cuda::{failed, id},
 };
 
-// ---- from process_group/nccl/engine
-/// When ranks compare what they issue.
+/// Environment variable that chooses when ranks compare what they issue.
 const CHECK: &str = "FSDP_NCCL_CHECK";
 
-/// The engine that moves a CUDA device's memory by NCCL, one process a device. See
-/// [`ProcessGroup::on_device`].
+/// Engine that moves CUDA memory by NCCL, with one process for each device. See [`ProcessGroup::on_device`].
 ///
-/// A collective costs the host no wait: it is enqueued on a stream of the group by the thread that issues it.
-/// [`Work::wait`](crate::Work::wait) lets the device's compute stream wait for it, and not the host. Ranks compare what
-/// they issue only where `FSDP_NCCL_CHECK=always` says so, and when the group's timeout is over.
+/// The issuing thread enqueues a collective on a stream of the group, and does not block.
+/// [`Work::wait`](crate::Work::wait) makes the compute stream wait for it. Ranks compare what they issue if
+/// `FSDP_NCCL_CHECK=always`, and after the group's timeout.
 ///
-/// After an error the outputs of what was in flight have unspecified values, and every later collective of the group
-/// gets the error.
+/// After an error the outputs of pending collectives are unspecified, and all later collectives return the error.
 pub struct Nccl {
-    // Before the communicator, which it looks after.
+    // Dropped before the communicator, which it watches.
     watchdog: Watchdog,
     communicator: Arc<Communicator>,
     compute: Arc<CudaStream>,
@@ -55,19 +49,20 @@ pub struct Nccl {
 }
 
 impl Nccl {
-    /// The engine of a device, which computes on `compute`, for the ranks of `host`, each of which has a device of its
-    /// own ([`ranks_sharing_devices`](super::super::ranks_sharing_devices)). Collective over the group; blocks.
+    /// Creates the engine of the device that computes on `compute`. Collective over `host`; blocks.
+    ///
+    /// Each rank of `host` has its own device ([`ranks_sharing_devices`](super::super::ranks_sharing_devices)).
     ///
     /// # Errors
-    /// [`Error::Device`] when NCCL can't connect the ranks within the group's timeout, or refuses their devices, or
-    /// the device refuses a stream; [`Error::PeerLost`] when a rank goes away meanwhile; [`Error::Env`] when
-    /// `FSDP_NCCL_CHECK` has a value that there is none of.
+    /// [`Error::Device`] if NCCL cannot connect the ranks within the group's timeout or refuses their devices, or the
+    /// device refuses a stream. [`Error::PeerLost`] if a rank is lost meanwhile. [`Error::Env`] if `FSDP_NCCL_CHECK` is
+    /// invalid.
     pub fn new(host: &ProcessGroup, compute: &Arc<CudaStream>) -> Result<Nccl> {
         let checks = checks(std::env::var(CHECK).ok())?;
         let _span = tracing::debug_span!("nccl_init", group = host.name(), ranks = host.size()).entered();
         let driver = |error: DriverError| failed(compute, "making a stream for communication", &error);
         compute.context().bind_to_thread().map_err(driver)?;
-        // Its kernels are small and others wait for them.
+        // High priority: its kernels are small, and others wait for them.
         let (_least, greatest) = result::stream::get_priority_range().map_err(driver)?;
         let stream = compute.context().new_stream_with_priority(greatest).map_err(driver)?;
         let unique = communicator::unique_id(&GroupStore::new(host), host, compute)?;
@@ -82,11 +77,11 @@ impl Nccl {
         outcome.map_err(|error| failed(&self.stream, what, &error))
     }
 
-    /// Enqueues what was planned.
+    /// Enqueues a plan.
     fn enqueue(&self, collective: &Collective<'_>, plan: Plan) -> Result<CollectiveOutput> {
         let Plan { transfers, outputs, inputs, consumed } = plan;
-        // From here on inputs are ready, and outputs, which belong to the compute stream, are free: whatever used them
-        // before has been issued there.
+        // Inputs are ready once the compute stream has come here, and outputs, which belong to it, are free: their
+        // earlier uses were issued on it.
         let begin = self.driver("recording an event", self.compute.record_event(None))?;
         self.driver("waiting for the compute stream", self.stream.wait(&begin))?;
         for input in &inputs {
@@ -99,26 +94,26 @@ impl Nccl {
         } else {
             let bytes: usize = transfers.iter().map(|transfer| transfer.count * transfer.dtype.size()).sum();
             let _span = tracing::trace_span!("nccl", calls = transfers.len(), bytes).entered();
-            // SAFETY: what is at the addresses is in the plan, and stays until the compute stream waits for the end.
+            // SAFETY: the plan has the memory, which stays until the compute stream waits for the end.
             self.communicator.as_one(&what, |communicator| unsafe { ask_all(&transfers, communicator, stream) })
         };
         if let Err(error) = &asked {
-            // Some of it may run already.
+            // Some of it may be running already.
             self.communicator.abort(error.clone());
         }
         let communicator = self.communicator.clone();
         let mut running =
-            Running::on(&self.stream, &self.compute)?.keeping(inputs).unless(move || communicator.check());
+            Running::on(&self.stream, &self.compute)?.keeping(inputs).with_check(move || communicator.check());
         if let Some((inputs, memory)) = consumed {
             running = running.giving_back(inputs, &memory);
         }
         let end = running.end().clone();
         let output = CollectiveOutput::pending(outputs, Box::new(running));
         asked?;
-        self.watchdog.watch(Flight::new(collective, begin, end.clone()));
+        self.watchdog.watch(PendingCollective::new(collective, begin, end.clone()));
         if self.checks {
-            // Else what this thread issues, later than its rank did, could wait by the compute stream for a collective
-            // of another group that a peer issues behind this one.
+            // Otherwise later work of this thread could wait, on the compute stream, for a collective of another group
+            // that a peer issues after this one.
             self.driver("waiting for a collective", end.synchronize())?;
         }
         Ok(output)
@@ -136,10 +131,10 @@ fn checks(value: Option<String>) -> Result<bool> {
     }
 }
 
-/// Compares what all ranks issue, over the host's group. It is no collective of that group's.
+/// Compares what all ranks issue over the host group, without counting a collective of it.
 fn compare(collective: &Collective<'_>, host: &ProcessGroup) -> Result<()> {
     let (call, group, sequence) = (collective.call().clone(), collective.group().clone(), collective.sequence());
-    host.aside(call.clone(), move |backend, _| {
+    host.run_uncounted(call.clone(), move |backend, _| {
         backend.run(&Collective::new(&call, &group, sequence, true), Op::Barrier).map(drop)
     })
 }
@@ -149,13 +144,13 @@ impl DeviceEngine for Nccl {
         id(&self.compute)
     }
 
-    /// It adds up in the buffers' dtype, in an order of its own.
+    /// NCCL adds in the buffers' dtype and in an order of its own.
     fn guarantees(&self, host: Guarantees) -> Guarantees {
         Guarantees { fixed_order: false, f32_accumulation: false, ..host }
     }
 
-    /// A rank that compares waits for its peers, which may issue the collectives of two groups in another order than it
-    /// does: the group's thread waits then, and not the thread that issues. It also waits for the collective's end.
+    /// False if ranks compare: a comparing rank waits for its peers, which may issue the collectives of two groups in
+    /// another order. Then the group's thread waits, and it also waits for the collective's end.
     fn runs_when_issued(&self) -> bool {
         !self.checks
     }
@@ -169,13 +164,13 @@ impl DeviceEngine for Nccl {
         self.enqueue(collective, Plan::of(op, collective.group().rank)?)
     }
 
-    /// A communicator of its own, met for anew. `ncclCommSplit` is for all ranks of the group that is split, but those
-    /// that end alone take part in no more, and each of the new groups is made at its own time.
+    /// Creates a new communicator by a new rendezvous. `ncclCommSplit` would need all ranks of the old group, including
+    /// those that end up alone, at the same time.
     fn split(&mut self, _: &Collective<'_>, _: &[usize], host: &ProcessGroup) -> Result<Box<dyn DeviceEngine>> {
         Ok(Box::new(Nccl::new(host, &self.compute)?))
     }
 
-    /// What is on its way may still end well, with the peers' help; the watchdog sees to it if not.
+    /// Pending collectives may still succeed with the peers' help. Otherwise the watchdog aborts them.
     fn fail(&mut self, _: &Failure) {
         self.has_failed = true;
     }
@@ -191,25 +186,24 @@ impl Drop for Nccl {
                 self.communicator.abort(Error::Device { device: self.communicator.device, what, cause: why });
             }
             Ok(()) => self.communicator.part(),
-            // The watchdog gave it up.
+            // The watchdog aborted the communicator.
             Err(_) => {}
         }
     }
 }
 
-// ---- from process_group/nccl/plan
-/// What is asked of NCCL, and what must stay meanwhile.
+/// The NCCL calls of a collective, and the memory that must stay until they end.
 #[derive(Default)]
-pub(super) struct Plan {
+struct Plan {
     pub(super) transfers: Vec<Transfer>,
     pub(super) outputs: Vec<Buffer>,
-    /// Inputs that somebody else holds as well.
+    /// Inputs that have other owners.
     pub(super) inputs: Vec<Arc<dyn Readable>>,
-    /// Inputs that go back, and where to.
+    /// Inputs to give back, with their allocator.
     pub(super) consumed: Option<(Vec<Buffer>, Arc<dyn Allocator>)>,
 }
 
-/// Where a rank's share begins in memory that all ranks' shares lie in one behind the other.
+/// Returns the start of a rank's share in the concatenation of all ranks' shares.
 fn starts(at: CUdeviceptr, dtype: DType, counts: &[usize]) -> impl Iterator<Item = (usize, CUdeviceptr, usize)> {
     let mut next = at;
     counts.iter().enumerate().map(move |(rank, &count)| {
@@ -219,13 +213,13 @@ fn starts(at: CUdeviceptr, dtype: DType, counts: &[usize]) -> impl Iterator<Item
     })
 }
 
-/// Whether all ranks have as much.
+/// Returns whether all ranks have equal shares.
 fn is_even(counts: &[usize]) -> bool {
     counts.windows(2).all(|pair| pair[0] == pair[1])
 }
 
 impl Plan {
-    /// How to run a collective. Outputs are taken from its allocator.
+    /// Plans a collective, with outputs of its allocator.
     pub(super) fn of(op: Op, rank: usize) -> Result<Self> {
         let mut plan = Plan::default();
         match op {
@@ -273,8 +267,7 @@ impl Plan {
         }
     }
 
-    /// Even shares go as NCCL's all-gather, uneven ones each by a broadcast into its place: no padding, so no copies
-    /// and no memory for them.
+    /// Equal shares use NCCL's all-gather. Unequal ones use a broadcast each, without padding and its copies.
     fn gather(&mut self, part: GatherPart, memory: &dyn Allocator, rank: usize) -> Result<()> {
         let GatherPart { input, counts } = part;
         let dtype = input.dtype();
@@ -301,7 +294,7 @@ impl Plan {
         Ok(())
     }
 
-    /// Even shares go as NCCL's reduce-scatter, uneven ones each by a reduction to its rank.
+    /// Equal shares use NCCL's reduce-scatter. Unequal ones use a reduction to each rank.
     fn scatter(&mut self, part: ScatterPart, op: ReduceOp, memory: &dyn Allocator, rank: usize) -> Result<Buffer> {
         let ScatterPart { input, counts } = part;
         let dtype = input.dtype();
@@ -320,7 +313,7 @@ impl Plan {
         Ok(input)
     }
 
-    /// What stays here is sent as well, to itself.
+    /// A rank's own share is also sent, to itself.
     fn exchange(&mut self, part: ExchangePart, memory: &dyn Allocator, rank: usize) -> Result<Buffer> {
         let ExchangePart { input, send_counts, recv_counts } = part;
         let dtype = input.dtype();
@@ -338,8 +331,7 @@ impl Plan {
     }
 }
 
-// ---- from process_group/nccl/transfer
-/// A call of NCCL's. Counts are elements, and of no rank 0.
+/// A call of NCCL. Counts are in elements, and never 0.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Transfer {
     pub(super) dtype: DType,
@@ -347,7 +339,7 @@ pub(super) struct Transfer {
     pub(super) kind: Kind,
 }
 
-/// Which call, with its addresses. One that a rank does not use is 0.
+/// Kind of a call, with its addresses. An address that this rank does not use is 0.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Kind {
     AllGather { from: CUdeviceptr, to: CUdeviceptr },
@@ -360,10 +352,10 @@ pub(super) enum Kind {
 }
 
 impl Transfer {
-    /// Asks for it, within a group of calls.
+    /// Makes the call, within a group of calls.
     ///
     /// # Safety
-    /// The communicator is alive, and there is memory of the counts at the addresses until the stream has run the call.
+    /// The communicator is alive, and the addresses have memory of the counts until the stream has run the call.
     pub(super) unsafe fn ask(&self, communicator: sys::ncclComm_t, stream: CUstream) -> ncclResult_t {
         let (dtype, count, stream) = (dtype(self.dtype), self.count, stream.cast());
         let source = |address: CUdeviceptr| address as *const std::ffi::c_void;
@@ -398,11 +390,11 @@ impl Transfer {
     }
 }
 
-/// Asks for all of them, up to the first that is refused.
+/// Makes all calls, up to the first that fails.
 ///
 /// # Safety
-/// As [`Transfer::ask`].
-pub(super) unsafe fn ask_all(transfers: &[Transfer], communicator: sys::ncclComm_t, stream: CUstream) -> ncclResult_t {
+/// See [`Transfer::ask`].
+unsafe fn ask_all(transfers: &[Transfer], communicator: sys::ncclComm_t, stream: CUstream) -> ncclResult_t {
     // SAFETY: as the caller guarantees.
     let mut answers = transfers.iter().map(|transfer| unsafe { transfer.ask(communicator, stream) });
     answers.find(|answer| !is_fine(*answer)).unwrap_or(ncclResult_t::ncclSuccess)

@@ -1,21 +1,19 @@
-//! NCCL: collectives between CUDA devices, one process a device.
+//! NCCL: collectives between CUDA devices, with one process for each device.
 //!
-//! A collective is enqueued on the group's communication stream by the thread that issues it. The stream first waits
-//! for what the device computes so far: inputs are ready then, and what was put back into pools is free. What is
-//! computed next waits for the collective's end only when somebody waits for its [`Work`](crate::Work).
+//! The issuing thread enqueues a collective on the group's communication stream. The stream first waits for the compute
+//! stream: inputs are then ready, and memory in pools is free. Later computation waits for the collective only when its
+//! [`Work`](crate::Work) is waited for.
 //!
-//! Nothing that ranks issue is compared before it runs, for that would take a round trip through the host each time.
-//! Ranks that issue different collectives hang in NCCL or mix up their data. `FSDP_NCCL_CHECK=always` compares every
-//! one over the host's group, whose thread then enqueues it: for tests and programs that hang. Without it the watchdog
-//! compares what the ranks hang in when the group's timeout is over. It ends what can't end by itself: when a peer is
-//! gone, when NCCL says so, when there is no progress for as long as the timeout, and when the device does not come to
-//! a collective that is first in line for three timeouts. Everything the host may be blocked in (a copy to the host, a
-//! synchronisation) then goes on, unless the device itself is stuck; the collective's outputs have unspecified values,
-//! and every later collective, and whoever waits for one that was in flight, gets the error.
+//! By default ranks do not compare what they issue, which would take a round trip through the host. Ranks that issue
+//! different collectives hang in NCCL or mix up data. `FSDP_NCCL_CHECK=always` compares each collective over the host
+//! group before it is enqueued, for tests and for programs that hang.
 //!
-//! From the bottom up: `failure` (errors), `meet` (how ranks find each other), `config`, `communicator` (a communicator
-//! from its beginning to its end), `transfer` (what NCCL is asked for) and `plan` (in which ways for which collective),
-//! `flight` (collectives on their way), `diagnosis` (what became of one that does not end), `watchdog`, `engine`.
+//! The watchdog compares what ranks hang in after the group's timeout. It aborts the communicator if a peer is gone, NCCL
+//! reports an error, there is no progress for the timeout, or the device does not reach the first collective for three
+//! timeouts. Blocked calls of the host then return, unless the device itself hangs. After an abort, outputs are
+//! unspecified, and all pending and later collectives return the error.
+//!
+//! `communicator` wraps NCCL's communicator, `engine` enqueues collectives, and `watchdog` follows pending ones.
 
 mod communicator;
 mod engine;

@@ -1,9 +1,5 @@
-//! Ends what can't end by itself: a thread that looks at the collectives on their way.
-//! Collectives on their way.
+//! The watchdog: a thread that follows pending collectives, aborts those that cannot end, and reports why they hang.
 
-//! What keeps a collective that does not end: what each rank shows that it is at, and what follows.
-
-use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::{
     collections::VecDeque,
     sync::Arc,
@@ -15,6 +11,7 @@ use cudarc::{
     driver::{CudaEvent, CudaStream, DriverError},
     nccl::sys::ncclResult_t,
 };
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::{
     super::{
@@ -27,63 +24,62 @@ use super::{
 };
 use crate::{DeviceId, Error, Result, device::cuda::failed};
 
-// ---- from process_group/nccl/watchdog
-/// How often it looks, at the least.
+/// Longest interval of checks.
 const PERIOD: Duration = Duration::from_millis(100);
-/// How long a collective may go on when a peer is gone: it may have done its part, or is about to say why it went.
+/// How long a collective may continue after a peer is gone, which may have done its part or be about to send the reason.
 const GRACE: Duration = Duration::from_millis(500);
 
-/// What the thread and the engine share.
+/// State shared by the thread and the engine.
 struct Shared {
     communicator: Arc<Communicator>,
     stream: Arc<CudaStream>,
     group: Membership,
     peer_monitor: Option<Arc<dyn PeerMonitor>>,
-    flights: Mutex<Flights>,
+    pending: Mutex<PendingCollectives>,
     stop: Mutex<bool>,
     wake: Condvar,
 }
 
-/// Looks as long as it lives.
+/// Runs until it is dropped.
 pub(super) struct Watchdog {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Watchdog {
-    /// Begins to look after the collectives of a group.
+    /// Starts to watch the collectives of a group.
     pub(super) fn start(
         communicator: Arc<Communicator>,
         stream: Arc<CudaStream>,
         group: Membership,
         peer_monitor: Option<Arc<dyn PeerMonitor>>,
     ) -> Result<Self> {
-        let flights = Mutex::new(Flights::default());
+        let pending = Mutex::new(PendingCollectives::default());
         let (stop, wake) = (Mutex::new(false), Condvar::new());
-        let shared = Arc::new(Shared { communicator, stream, group, peer_monitor, flights, stop, wake });
+        let shared = Arc::new(Shared { communicator, stream, group, peer_monitor, pending, stop, wake });
         let looks = shared.clone();
         let name = format!("nccl {}:{}", shared.group.name, shared.group.rank);
-        let thread = std::thread::Builder::new().name(name).spawn(move || looks.look_out()).map_err(|source| {
+        let thread = std::thread::Builder::new().name(name).spawn(move || looks.run()).map_err(|source| {
             let what = format!("starting the thread that watches NCCL in group \"{}\"", shared.group.name);
             Error::Os { rank: shared.group.rank, what, source: Arc::new(source) }
         })?;
         Ok(Watchdog { shared, thread: Some(thread) })
     }
 
-    /// Looks after one more.
-    pub(super) fn watch(&self, flight: Flight) {
-        self.shared.flights().push(flight);
+    /// Watches another collective.
+    pub(super) fn watch(&self, collective: PendingCollective) {
+        self.shared.pending().push(collective);
     }
 
-    /// Waits until nothing is on its way: all has ended, or was given up.
+    /// Waits until no collective is pending.
     pub(super) fn drain(&self) {
         let mut nap = Duration::from_micros(50);
         while self.shared.communicator.check().is_ok() {
-            let mut flights = self.shared.flights();
-            if flights.first().is_err() || flights.is_empty() {
+            let mut pending = self.shared.pending();
+            if pending.first().is_err() || pending.is_empty() {
                 return;
             }
-            drop(flights);
+            drop(pending);
             std::thread::sleep(nap);
             nap = (nap * 2).min(Duration::from_millis(2));
         }
@@ -95,18 +91,18 @@ impl Drop for Watchdog {
         *self.shared.stop.lock() = true;
         self.shared.wake.notify_all();
         if let Some(thread) = self.thread.take() {
-            // It panics nowhere.
+            // The thread does not panic.
             let _ = thread.join();
         }
     }
 }
 
 impl Shared {
-    fn flights(&self) -> MutexGuard<'_, Flights> {
-        self.flights.lock()
+    fn pending(&self) -> MutexGuard<'_, PendingCollectives> {
+        self.pending.lock()
     }
 
-    fn look_out(&self) {
+    fn run(&self) {
         let period = PERIOD.min(self.group.timeout / 4).max(Duration::from_millis(1));
         let mut stop = self.stop.lock();
         while !*stop {
@@ -114,13 +110,13 @@ impl Shared {
             if self.communicator.check().is_ok()
                 && let Some(error) = self.look()
             {
-                // A thread that waits for the device itself gets no error: the log is all that says why.
+                // A thread that waits for the device itself gets no error, so the log is its only explanation.
                 tracing::error!("NCCL is given up: {error}");
                 if let Some(peer_monitor) = &self.peer_monitor {
                     peer_monitor.fail(&Failure::of(&error));
                 }
                 self.communicator.abort(error);
-                self.flights().clear();
+                self.pending().clear();
             }
             stop = self.stop.lock();
             if !*stop {
@@ -129,48 +125,49 @@ impl Shared {
         }
     }
 
-    /// Why the communicator is to be given up, if it is.
+    /// Returns the reason to abort the communicator, if there is one.
     fn look(&self) -> Option<Error> {
         let peer_monitor = self.peer_monitor.as_deref();
-        let mut flights = self.flights();
-        let issued = flights.issued;
-        let (first, before) = match self.bound().and_then(|()| flights.first()) {
+        let mut pending = self.pending();
+        let issued = pending.issued;
+        let (first, before) = match self.bound().and_then(|()| pending.first()) {
             Ok(Some(first)) if !first.has_begun() => (None, Some(first)),
             Ok(first) => (first, None),
             Err(error) => return Some(failed(&self.stream, "asking whether a collective has ended", &error)),
         };
-        let at = first.as_deref().map(|flight| flight.collective(&self.group));
+        let at = first.as_deref().map(|collective| collective.collective(&self.group));
         if let Some(peer_monitor) = peer_monitor {
-            peer_monitor.show(&Shown::of(issued, at.as_ref()).to_bytes());
+            peer_monitor.set_status(&RankStatus::of(issued, at.as_ref()).to_bytes());
         }
         let what = at.map_or_else(|| format!("group \"{}\"", self.group.name), |at| at.to_string());
         let trouble = self.communicator.trouble(&what);
-        let Some(flight) = first else {
-            // NCCL's word that a peer is gone comes when that peer leaves, too.
+        let Some(collective) = first else {
+            // NCCL also reports a peer as gone when the peer leaves.
             let trouble = trouble.filter(|(status, _)| *status != ncclResult_t::ncclRemoteError);
             let stuck = || {
-                let (flight, waited) = before.and_then(|flight| Some((&*flight, flight.stuck(self.group.timeout)?)))?;
-                Some(not_begun(&flight.collective(&self.group), self.communicator.device, waited))
+                let (collective, waited) =
+                    before.and_then(|collective| Some((&*collective, collective.stuck(self.group.timeout)?)))?;
+                Some(not_begun(&collective.collective(&self.group), self.communicator.device, waited))
             };
             return trouble.map(|(_, error)| error).or_else(stuck);
         };
         let is_alarm = trouble.is_some();
-        let gone = peer_monitor.and_then(PeerMonitor::gone);
-        let is_late = flight.waited() >= self.group.timeout;
+        let gone = peer_monitor.and_then(PeerMonitor::lost_peer);
+        let is_late = collective.waited() >= self.group.timeout;
         if gone.is_none() && !is_alarm {
-            flight.alarm = None;
-        } else if flight.alarm.get_or_insert_with(Instant::now).elapsed() >= GRACE || is_late {
-            let at = flight.collective(&self.group);
+            collective.alarm = None;
+        } else if collective.alarm.get_or_insert_with(Instant::now).elapsed() >= GRACE || is_late {
+            let at = collective.collective(&self.group);
             return Some(match (gone, trouble) {
-                // It says more than NCCL, which sees but that somebody does not answer.
+                // The peer's reason is more specific than NCCL's, which is that the peer does not answer.
                 (Some((peer, gone)), _) => gone.into_error(&at, peer),
                 (None, Some((_, error))) => error,
-                (None, None) => at.timed_out(vec![], flight.waited()),
+                (None, None) => at.timed_out(vec![], collective.waited()),
             });
         }
         is_late.then(|| {
-            let at = flight.collective(&self.group);
-            of(&at, self.communicator.device, flight.waited(), peer_monitor)
+            let at = collective.collective(&self.group);
+            of(&at, self.communicator.device, collective.waited(), peer_monitor)
         })
     }
 
@@ -179,17 +176,16 @@ impl Shared {
     }
 }
 
-// ---- from process_group/nccl/flight
-/// How many timeouts a device may compute before it begins with a collective that is first in line. Ranks that all
-/// compute for long keep nobody waiting, so that the group's timeout alone would be too short.
+/// How many timeouts a device may compute before it starts the first collective. If all ranks compute for long, none of
+/// them waits, so one timeout would be too short.
 const COMPUTE: u32 = 3;
 
 /// Start times of a collective's two waits.
 #[derive(Default)]
 struct Clock {
-    /// Since when it is the first that has not ended: nothing but the device's own work keeps it from beginning.
+    /// When it became the first pending collective, which only the device's own work delays.
     first: Option<Instant>,
-    /// Since when nothing keeps it but the peers.
+    /// When it began to wait for the peers only.
     begun: Option<Instant>,
 }
 
@@ -201,72 +197,72 @@ impl Clock {
         }
     }
 
-    /// For how long it has waited for the peers.
+    /// Returns how long it has waited for the peers.
     fn waited(&self, now: Instant) -> Duration {
         self.begun.map_or(Duration::ZERO, |begun| now - begun)
     }
 
-    /// For how long it has waited for the device, where that is too long.
+    /// Returns how long it has waited for the device, if that is too long.
     fn stuck(&self, now: Instant, timeout: Duration) -> Option<Duration> {
         let waited = self.first.filter(|_| self.begun.is_none()).map(|first| now - first)?;
         (waited >= timeout.saturating_mul(COMPUTE)).then_some(waited)
     }
 }
 
-/// A collective that was enqueued and is not seen to have ended.
-pub(super) struct Flight {
+/// A collective that was enqueued and has not ended.
+pub(super) struct PendingCollective {
     pub(super) call: Call,
     pub(super) sequence: u64,
-    /// Its inputs are ready.
+    /// Recorded when its inputs are ready.
     pub(super) begin: CudaEvent,
     pub(super) end: Arc<CudaEvent>,
     clock: Clock,
-    /// When a peer was first seen to be gone meanwhile.
+    /// When a peer was first seen to be gone.
     pub(super) alarm: Option<Instant>,
 }
 
-impl Flight {
+impl PendingCollective {
     pub(super) fn new(collective: &Collective<'_>, begin: CudaEvent, end: Arc<CudaEvent>) -> Self {
         let (call, sequence) = (collective.call().clone(), collective.sequence());
-        Flight { call, sequence, begin, end, clock: Clock::default(), alarm: None }
+        PendingCollective { call, sequence, begin, end, clock: Clock::default(), alarm: None }
     }
 
     pub(super) fn collective<'a>(&'a self, group: &'a Membership) -> Collective<'a> {
         Collective::new(&self.call, group, self.sequence, false)
     }
 
-    /// For how long it has waited for the peers.
+    /// Returns how long it has waited for the peers.
     pub(super) fn waited(&self) -> Duration {
         self.clock.waited(Instant::now())
     }
 
-    /// Whether its inputs are ready, so that it waits for the peers alone.
-    pub(super) fn has_begun(&self) -> bool {
+    /// Returns whether its inputs are ready, so that it waits for peers only.
+    fn has_begun(&self) -> bool {
         self.clock.begun.is_some()
     }
 
-    /// Returns the time that the device has kept the collective from beginning, where that is too long.
+    /// Returns how long the device has delayed it, if that is too long.
     pub(super) fn stuck(&self, timeout: Duration) -> Option<Duration> {
         self.clock.stuck(Instant::now(), timeout)
     }
 }
 
-/// In the order in which they run.
+/// Pending collectives in order.
 #[derive(Default)]
-pub(super) struct Flights {
-    queue: VecDeque<Flight>,
-    /// The number behind that of the last one.
+struct PendingCollectives {
+    queue: VecDeque<PendingCollective>,
+    /// Sequence number after the last one's.
     pub(super) issued: u64,
 }
 
-impl Flights {
-    pub(super) fn push(&mut self, flight: Flight) {
-        self.issued = flight.sequence + 1;
-        self.queue.push_back(flight);
+impl PendingCollectives {
+    pub(super) fn push(&mut self, collective: PendingCollective) {
+        self.issued = collective.sequence + 1;
+        self.queue.push_back(collective);
     }
 
-    /// Forgets those that have ended, and returns the first that has not.
-    pub(super) fn first(&mut self) -> Result<Option<&mut Flight>, DriverError> {
+    /// Removes the collectives that have ended, and returns the first that has not.
+    pub(super) fn first(&mut self) -> Result<Option<&mut PendingCollective>, DriverError> {
         while let Some(first) = self.queue.front() {
             if !first.end.try_is_complete()? {
                 break;
@@ -288,41 +284,40 @@ impl Flights {
     }
 }
 
-// ---- from process_group/nccl/diagnosis
-/// What a rank shows of itself.
+/// A rank's status page.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Shown {
-    /// The number behind that of the last collective that it enqueued.
+struct RankStatus {
+    /// Sequence number after the last enqueued collective's.
     issued: u64,
-    /// The one that it waits in, as it announced it. Nothing, where it waits in none.
+    /// Announcement of the collective that the rank waits in. Empty if it waits in none.
     announced: Vec<u8>,
 }
 
-impl Shown {
+impl RankStatus {
     pub(super) fn of(issued: u64, first: Option<&Collective<'_>>) -> Self {
         let announced = first.map_or(vec![], |collective| {
             let mut bytes = vec![0; Collective::announcement_len(collective.group().size)];
             collective.announce(&mut bytes);
             bytes
         });
-        Shown { issued, announced }
+        RankStatus { issued, announced }
     }
 
     pub(super) fn to_bytes(&self) -> Vec<u8> {
         [&self.issued.to_le_bytes()[..], &self.announced].concat()
     }
 
-    /// Reads what [`Shown::to_bytes`] made in a group of `ranks` ranks.
+    /// Decodes the bytes of [`RankStatus::to_bytes`] in a group of `ranks` ranks.
     fn from_bytes(bytes: &[u8], ranks: usize) -> Option<Self> {
         let (issued, announced) = bytes.split_first_chunk::<8>()?;
         let is_whole = announced.is_empty() || announced.len() == Collective::announcement_len(ranks);
         let issued = u64::from_le_bytes(*issued);
-        is_whole.then(|| Shown { issued, announced: announced.to_vec() })
+        is_whole.then(|| RankStatus { issued, announced: announced.to_vec() })
     }
 }
 
-/// The error of a rank that waited for `waited` in a collective of a device that did not end. Without a peer_monitor nobody
-/// knows who came.
+/// Returns the error of a rank that waited for `waited` in a collective that did not end. Without a monitor, the missing
+/// ranks are unknown.
 pub(super) fn of(
     collective: &Collective<'_>,
     device: DeviceId,
@@ -334,21 +329,21 @@ pub(super) fn of(
     let Some(peer_monitor) = peer_monitor else {
         return collective.timed_out(peers.collect(), waited);
     };
-    let own = Shown::of(0, Some(collective)).announced;
-    // A rank that shows nothing has issued nothing.
-    let shown: Vec<Shown> = (0..group.size)
+    let own = RankStatus::of(0, Some(collective)).announced;
+    // A rank with an empty page has issued nothing.
+    let statuses: Vec<RankStatus> = (0..group.size)
         .map(|rank| {
-            let shown = peer_monitor.shown(rank).and_then(|bytes| Shown::from_bytes(&bytes, group.size));
-            shown.unwrap_or(Shown { issued: 0, announced: vec![] })
+            let statuses = peer_monitor.status(rank).and_then(|bytes| RankStatus::from_bytes(&bytes, group.size));
+            statuses.unwrap_or(RankStatus { issued: 0, announced: vec![] })
         })
         .collect();
     let number = |announced: &[u8]| announced.first_chunk().map(|bytes| u64::from_le_bytes(*bytes));
-    let is_in_it = |rank: usize| number(&shown[rank].announced) == Some(collective.sequence());
-    let issued = |rank: usize| if is_in_it(rank) { &shown[rank].announced[..] } else { &own[..] };
-    // Elsewhere: not yet there, or in an earlier one.
+    let is_in_it = |rank: usize| number(&statuses[rank].announced) == Some(collective.sequence());
+    let issued = |rank: usize| if is_in_it(rank) { &statuses[rank].announced[..] } else { &own[..] };
+    // A rank that has not issued the collective, or waits in an earlier one.
     let is_missing = |rank: &usize| {
-        shown[*rank].issued <= collective.sequence()
-            || number(&shown[*rank].announced).is_some_and(|number| number < collective.sequence())
+        statuses[*rank].issued <= collective.sequence()
+            || number(&statuses[*rank].announced).is_some_and(|number| number < collective.sequence())
     };
     let missing: Vec<_> = peers.filter(is_missing).collect();
     if let Err(mut mismatch) = collective.compare(issued) {
@@ -371,9 +366,8 @@ pub(super) fn of(
     device_error(device, &format!("rank {}: {collective} in group \"{}\"", group.rank, group.name), cause)
 }
 
-/// The error of a collective that has not begun for `waited`, though all before it have ended: the device still does
-/// what was issued before. Peers have no part in that.
-pub(super) fn not_begun(collective: &Collective<'_>, device: DeviceId, waited: Duration) -> Error {
+/// Returns the error of a first pending collective that has not begun for `waited`, because the device is busy.
+fn not_begun(collective: &Collective<'_>, device: DeviceId, waited: Duration) -> Error {
     let group = collective.group();
     let cause = format!(
         "it has not begun for {:.1} s, because the device has not finished what this rank computes before it: a kernel \
@@ -393,7 +387,7 @@ mod tests {
     use crate::DType;
 
     #[test]
-    fn a_flight_waits_for_the_device_and_then_for_the_peers() {
+    fn waits_for_the_device_and_for_peers_are_timed_apart() {
         let timeout = Duration::from_secs(10);
         let start = Instant::now();
         let at = |seconds: u64| start + Duration::from_secs(seconds);
@@ -413,29 +407,30 @@ mod tests {
         assert_eq!((clock.waited(at(140)), clock.stuck(at(140), timeout)), (Duration::from_secs(9), None));
     }
 
-    /// What three ranks show.
+    /// Status pages of three ranks.
     struct Boards(Mutex<[Option<Vec<u8>>; 3]>);
 
     impl PeerMonitor for Boards {
-        fn gone(&self) -> Option<(usize, PeerState)> {
+        fn lost_peer(&self) -> Option<(usize, PeerState)> {
             None
         }
         fn fail(&self, _: &Failure) {}
-        fn show(&self, _: &[u8]) {}
-        fn shown(&self, peer: usize) -> Option<Vec<u8>> {
+        fn set_status(&self, _: &[u8]) {}
+        fn status(&self, peer: usize) -> Option<Vec<u8>> {
             self.0.lock()[peer].clone()
         }
     }
 
     #[test]
-    fn a_rank_that_is_elsewhere_is_named_and_so_is_one_that_issued_something_else() {
+    fn missing_ranks_and_different_collectives_are_named() {
         let group = Membership::world(0, 3, Duration::from_secs(1));
         let call = |name, count: usize| Call::new(name, "", [(DType::F32, &[count][..])].into_iter());
         let (sum, other) = (call("all_reduce", 8), call("broadcast", 8));
-        let at = |call, sequence| Shown::of(sequence + 1, Some(&Collective::new(call, &group, sequence, false)));
-        let idle = |issued| Shown { issued, announced: vec![] };
-        let error = |second: Option<Shown>, third: Option<Shown>| {
-            let boards = [Some(at(&sum, 7)), second, third].map(|shown| shown.map(|shown| shown.to_bytes()));
+        let at = |call, sequence| RankStatus::of(sequence + 1, Some(&Collective::new(call, &group, sequence, false)));
+        let idle = |issued| RankStatus { issued, announced: vec![] };
+        let error = |second: Option<RankStatus>, third: Option<RankStatus>| {
+            let boards =
+                [Some(at(&sum, 7)), second, third].map(|statuses| statuses.map(|statuses| statuses.to_bytes()));
             let collective = Collective::new(&sum, &group, 7, false);
             of(&collective, DeviceId::Cuda(0), group.timeout, Some(&Boards(Mutex::new(boards))))
         };
@@ -450,9 +445,9 @@ mod tests {
         let mismatch = error(Some(at(&other, 7)), Some(idle(3))).to_string();
         let parts = ["rank(s) [1] issued broadcast(", "rank(s) [2] are elsewhere"];
         assert!(parts.iter().all(|part| mismatch.contains(part)), "{mismatch}");
-        // Who is through with it is not missing, nor is one that shows something unreadable issued anything.
+        // A rank that has finished it is not missing, and an unreadable page does not count as issued.
         let stuck = error(Some(at(&sum, 7)), Some(idle(9))).to_string();
         assert!(stuck.contains("although all ranks have issued it"), "{stuck}");
-        assert_eq!(Shown::from_bytes(&[1; 9], 3), None);
+        assert_eq!(RankStatus::from_bytes(&[1; 9], 3), None);
     }
 }

@@ -1,7 +1,4 @@
-//! Groups that move a device's memory: an engine for the device, beside a group that moves the host's.
-//! What moves the bytes of a device's memory between the ranks of a group.
-
-//! The backend of a group that moves a device's memory and the host's.
+//! Groups for memory of a device: an engine moves the device's memory, a group of the same ranks moves the host's.
 
 #[cfg(feature = "cuda")]
 mod through_host;
@@ -22,33 +19,30 @@ use crate::{DeviceId, Result};
 #[cfg(feature = "cuda")]
 pub use through_host::{HostStaging, ranks_sharing_devices};
 
-// ---- from process_group/on_device/engine
-/// One rank's end of an engine for the memory of a device, in a group of at least two ranks.
+/// One rank's end of an engine for device memory, in a group of at least two ranks.
 ///
-/// The group ([`ProcessGroup::on_device`]) calls it for collectives of the device's memory, one after the other, and
-/// keeps to what a [`Backend`](super::super::Backend) is promised. `host` is a group of the same ranks over the host's
-/// memory, for whatever they have to tell each other.
+/// The group ([`ProcessGroup::on_device`]) calls it under the rules of [`Backend`]. `host` is a group of the same ranks
+/// over host memory, over which ranks can coordinate.
 pub trait DeviceEngine: Send {
-    /// Whose memory it moves.
+    /// Returns the device whose memory it moves.
     fn device(&self) -> DeviceId;
 
-    /// What may be relied on, where the host's group promises `host`.
+    /// Returns the guarantees of the engine, given those of the host group.
     fn guarantees(&self, host: Guarantees) -> Guarantees;
 
-    /// See [`Backend::runs_when_issued`](super::super::Backend::runs_when_issued).
+    /// See [`Backend::runs_when_issued`].
     fn runs_when_issued(&self) -> bool;
 
-    /// Runs a collective of the device's memory and returns its outputs, one a part or buffer.
+    /// Runs a collective of device memory and returns one output for each part or buffer.
     ///
     /// # Errors
-    /// Whatever kept it. The group then calls [`DeviceEngine::fail`], and runs nothing any more.
+    /// The reason the collective failed. The group then calls [`DeviceEngine::fail`] and runs no further collective.
     fn run(&mut self, collective: &Collective<'_>, op: Op, host: &ProcessGroup) -> Result<CollectiveOutput>;
 
-    /// This rank's end of a new group, of at least two of this group's ranks: `ranks`, in their new order, which `host`
-    /// is the group of.
+    /// Creates this rank's end of a new group of at least two ranks, which `host` is already a group of.
     ///
     /// # Errors
-    /// Whatever kept the ranks from meeting.
+    /// The reason the ranks could not meet.
     fn split(
         &mut self,
         collective: &Collective<'_>,
@@ -56,23 +50,22 @@ pub trait DeviceEngine: Send {
         host: &ProcessGroup,
     ) -> Result<Box<dyn DeviceEngine>>;
 
-    /// This rank takes part in nothing any more. The host's group tells the peers. Called once at most.
+    /// Ends this rank's part in the group; the host group tells the peers. Called at most once.
     fn fail(&mut self, why: &Failure);
 }
 
-// ---- from process_group/on_device/backend
 impl ProcessGroup {
-    /// The ranks of this group, which moves the host's memory, as a group that moves a device's as well.
+    /// Turns a group for host memory into one that also moves a device's memory.
     ///
     /// # Errors
-    /// As [`ProcessGroup::new`].
+    /// Errors of [`ProcessGroup::new`].
     pub fn on_device(self, engine: Box<dyn DeviceEngine>) -> Result<Self> {
         let membership = self.membership().clone();
         ProcessGroup::new(membership, device_backend(self, engine))
     }
 }
 
-/// Returns a backend that runs collectives of the device's memory on `engine` and the others on `host`.
+/// Returns a backend that runs collectives of device memory on `engine` and the others on `host`.
 pub fn device_backend(host: ProcessGroup, engine: Box<dyn DeviceEngine>) -> Box<dyn Backend> {
     match host.size() {
         1 => Box::new(SingleRank(engine.device())),
@@ -80,16 +73,16 @@ pub fn device_backend(host: ProcessGroup, engine: Box<dyn DeviceEngine>) -> Box<
     }
 }
 
-/// An engine for the device, and a group of the same ranks over the host's memory.
+/// An engine for device memory, and a group of the same ranks for host memory.
 struct OnDevice {
-    // Before the host's group: a rank that has left it has ended its part of everything.
+    // Dropped before the host group: a rank that has left the host group has ended its part of everything.
     engine: Box<dyn DeviceEngine>,
     host: ProcessGroup,
 }
 
 impl OnDevice {
     fn new(host: ProcessGroup, engine: Box<dyn DeviceEngine>) -> Self {
-        // What comes from this group's thread is waited for at once.
+        // The thread of the outer group waits at once.
         OnDevice { engine, host: host.deferred() }
     }
 }
@@ -116,10 +109,10 @@ impl Backend for OnDevice {
 
     fn split(&mut self, collective: &Collective<'_>, ranks: &[usize], group: &Membership) -> Result<Box<dyn Backend>> {
         let (of, membership) = (ranks.to_vec(), group.clone());
-        // Ranks that end up alone are not asked, so this must not count as a collective of the host's group.
+        // Ranks that end up alone do not take part, so this must not count as a collective of the host group.
         let meet =
             move |backend: &mut dyn Backend, collective: &Collective<'_>| backend.split(collective, &of, &membership);
-        let backend = self.host.aside(collective.call().clone(), meet)?;
+        let backend = self.host.run_uncounted(collective.call().clone(), meet)?;
         let host = ProcessGroup::new(group.clone(), backend)?;
         let engine = self.engine.split(collective, ranks, &host)?;
         Ok(Box::new(OnDevice::new(host, engine)))
@@ -129,8 +122,8 @@ impl Backend for OnDevice {
         self.engine.fail(why);
         let why = why.clone();
         let call = Call::new("fail", "", std::iter::empty());
-        // Who hears it no more has failed already.
-        let _ = self.host.aside(call, move |backend, _| {
+        // An error means that the host group has failed already.
+        let _ = self.host.run_uncounted(call, move |backend, _| {
             backend.fail(&why);
             Ok(())
         });

@@ -1,5 +1,4 @@
-//! Collectives of a device's memory by way of the host's: for ranks that share a device, and builds without NCCL.
-//! Finds ranks that compute on one device.
+//! Collectives of device memory through the host, for ranks that share a device and builds without NCCL.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -20,19 +19,18 @@ use crate::{
     device::cuda::{CudaMemory, CudaView, failed, id},
 };
 
-// ---- from process_group/on_device/through_host
-/// The engine that copies inputs to the host, runs the collective there, and copies outputs back: on a stream of its
-/// own, by the group's thread. What the host's group guarantees, it guarantees.
+/// Engine that copies inputs to the host, runs the collective there, and copies the outputs back. It uses a stream of its
+/// own, on the group's thread, and has the guarantees of the host group.
 pub struct HostStaging {
     compute: Arc<CudaStream>,
     stream: Arc<CudaStream>,
 }
 
 impl HostStaging {
-    /// The engine of a device, which computes on `compute`.
+    /// Creates the engine of the device that computes on `compute`.
     ///
     /// # Errors
-    /// [`crate::Error::Device`] when the device refuses a stream.
+    /// [`crate::Error::Device`] if the device refuses a stream.
     pub fn new(compute: &Arc<CudaStream>) -> Result<Self> {
         let stream = compute.context().new_stream().map_err(|error| failed(compute, "making a stream", &error))?;
         Ok(HostStaging { compute: compute.clone(), stream })
@@ -42,19 +40,19 @@ impl HostStaging {
         outcome.map_err(|error| failed(&self.stream, what, &error))
     }
 
-    /// Lets the stream go on only behind what the device computes so far.
+    /// Makes the stream wait for the compute stream.
     fn follow(&self) -> Result<()> {
         self.driver("waiting for the compute stream", self.stream.join(&self.compute))
     }
 
-    /// Copies of memory of the device. Blocks.
+    /// Copies device memory to the host. Blocks.
     fn down(&self, views: &[(DType, CudaView<'_>)]) -> Result<Vec<Buffer>> {
         let mut host = vec![];
         for (dtype, view) in views {
             let mut buffer = Buffer::try_zeros(*dtype, view.bytes() / dtype.size())?;
             if view.bytes() > 0 {
                 view.order(&self.stream)?;
-                // SAFETY: both are memory of this length, and stay until the stream has been waited for below.
+                // SAFETY: both have this length, and stay until the stream has been waited for below.
                 let copy =
                     unsafe { result::memcpy_dtoh_async(buffer.bytes_mut(), view.address(), self.stream.cu_stream()) };
                 self.driver("copying to the host", copy)?;
@@ -65,13 +63,13 @@ impl HostStaging {
         Ok(host)
     }
 
-    /// Copies to memory of the device, which nobody uses.
+    /// Copies to unused device memory.
     fn up(&self, host: &[Buffer], to: &[CudaMemory]) -> Result<()> {
-        // What was put back since may still be in use by what the device computes.
+        // Memory given back since may still be in use by the compute stream.
         self.follow()?;
         for (buffer, to) in host.iter().zip(to) {
             if !buffer.is_empty() {
-                // SAFETY: both are of this length. Pageable memory is read before the call returns.
+                // SAFETY: both have this length. Pageable memory is read before the call returns.
                 let copy =
                     unsafe { result::memcpy_htod_async(to.view().address(), buffer.bytes(), self.stream.cu_stream()) };
                 self.driver("copying to the device", copy)?;
@@ -80,8 +78,7 @@ impl HostStaging {
         Ok(())
     }
 
-    /// Takes outputs from `memory`, before a peer relies on this rank, runs it on the host, and copies its outputs
-    /// there.
+    /// Allocates outputs before a peer relies on this rank, runs the collective on the host, and copies its outputs.
     fn through(
         &self,
         collective: &Collective<'_>,
@@ -102,7 +99,7 @@ impl HostStaging {
         Ok(CollectiveOutput::pending(outputs.into_iter().map(Buffer::Cuda).collect(), Box::new(end)))
     }
 
-    /// Copies of buffers of the device.
+    /// Copies buffers of the device to the host.
     fn down_all(&self, buffers: &[Buffer]) -> Result<Vec<Buffer>> {
         let views: Vec<_> = buffers
             .iter()
@@ -115,7 +112,7 @@ impl HostStaging {
     }
 }
 
-/// The outputs that an operation takes, as its allocator is asked for them.
+/// Returns dtype and length of each output of an operation.
 fn outputs(op: &Op, rank: usize) -> Vec<(DType, usize)> {
     match op {
         Op::AllGather { parts, .. } => {
@@ -138,7 +135,7 @@ impl DeviceEngine for HostStaging {
         host
     }
 
-    /// It blocks, so it runs on the group's thread.
+    /// False: it blocks, so it runs on the group's thread.
     fn runs_when_issued(&self) -> bool {
         false
     }
@@ -200,7 +197,7 @@ impl DeviceEngine for HostStaging {
 }
 
 impl HostStaging {
-    /// Runs it on the host, and copies its outputs to where the inputs were.
+    /// Runs the collective on the host, and copies its outputs to the inputs' memory.
     fn in_place(
         &self,
         collective: &Collective<'_>,
@@ -219,13 +216,13 @@ impl HostStaging {
     }
 }
 
-// ---- from process_group/on_device/sharing
-/// Returns the ranks of a group that compute on one device, device by device; nothing where each rank has a device of
-/// its own. NCCL refuses ranks that share one, and they need [`HostStaging`](super::HostStaging). Collective over the
-/// group; blocks. All ranks get the same answer.
+/// Returns the groups of ranks that compute on the same device. Collective over the group; blocks.
+///
+/// The result is the same on all ranks, and empty if each rank has its own device. NCCL refuses ranks that share a
+/// device; they need [`HostStaging`](super::HostStaging).
 ///
 /// # Errors
-/// [`Error::Device`](crate::Error::Device) when the device does not say which one it is; those of a collective.
+/// [`Error::Device`](crate::Error::Device) if the device has no UUID, and errors of a collective.
 pub fn ranks_sharing_devices(host: &ProcessGroup, compute: &Arc<CudaStream>) -> Result<Vec<Vec<usize>>> {
     let uuid = compute.context().uuid().map_err(|error| failed(compute, "asking for the device's UUID", &error))?;
     let mut own: Vec<u8> = uuid.bytes.iter().map(|&byte| byte as u8).collect();
@@ -233,7 +230,7 @@ pub fn ranks_sharing_devices(host: &ProcessGroup, compute: &Arc<CudaStream>) -> 
     Ok(sharing(host.gather_bytes(own)?))
 }
 
-/// The ranks that have named the same device, in the order of the first of them.
+/// Groups the ranks with equal devices, ordered by their first rank.
 fn sharing(devices: Vec<Vec<u8>>) -> Vec<Vec<usize>> {
     let mut ranks: BTreeMap<Vec<u8>, Vec<usize>> = BTreeMap::new();
     for (rank, device) in devices.into_iter().enumerate() {

@@ -1,7 +1,4 @@
-//! The backend over shared memory: a collective is a number of rounds over a segment.
-//! How the ranks of a group come to share a segment.
-
-//! Whether each rank of a group has a core of its own.
+//! The backend over shared memory, and the number of cores that its ranks have.
 
 use std::{
     os::fd::{AsRawFd, OwnedFd},
@@ -20,33 +17,36 @@ use super::{
         op::Op,
         options::Membership,
     },
-    collectives::{self, AllGather, AllReduce, AllToAll, Broadcast, ReduceScatter, Rounds, Seat},
-    peer_monitor::{During, Sight, Watch},
+    collectives::{self, AllGather, AllReduce, AllToAll, Broadcast, ChunkedCollective, ReduceScatter, SlotLayout},
+    peer_monitor::{SegmentMonitor, WaitContext, Waiter},
     segment::Port,
 };
 use crate::{DeviceId, Result};
 
-// ---- from process_group/shared_memory/engine
-/// One rank's end.
+/// One rank's end of a group.
 pub(super) struct SharedMemory {
     port: Port,
-    watch: Arc<Watch>,
-    meet: Box<dyn Meet>,
+    waiter: Arc<Waiter>,
+    source: Box<dyn SegmentSource>,
 }
 
 impl SharedMemory {
-    /// Meets the other ranks of a group of at least two. `all_well` fails when one that is to come is gone.
-    pub(super) fn join(meet: Box<dyn Meet>, group: &Membership, all_well: &dyn Fn() -> Result<()>) -> Result<Self> {
-        let (port, watch) = meet.meet(group, all_well)?;
-        Ok(SharedMemory { port, watch: Arc::new(watch), meet })
+    /// Meets the other ranks of a group of at least two. `check_peers` fails if an expected rank is gone.
+    pub(super) fn join(
+        source: Box<dyn SegmentSource>,
+        group: &Membership,
+        check_peers: &dyn Fn() -> Result<()>,
+    ) -> Result<Self> {
+        let (port, waiter) = source.open(group, check_peers)?;
+        Ok(SharedMemory { port, waiter: Arc::new(waiter), source })
     }
 
-    fn sight(&self) -> Sight {
-        Sight { segment: self.port.segment().clone(), watch: self.watch.clone(), rank: self.port.rank() }
+    fn monitor(&self) -> SegmentMonitor {
+        SegmentMonitor { segment: self.port.segment().clone(), waiter: self.waiter.clone(), rank: self.port.rank() }
     }
 
-    fn rounds(&mut self, collective: &Collective<'_>, this: &mut dyn Rounds) -> Result<()> {
-        collectives::run(&mut self.port, &self.watch, collective, this)
+    fn steps(&mut self, collective: &Collective<'_>, this: &mut dyn ChunkedCollective) -> Result<()> {
+        collectives::run(&mut self.port, &self.waiter, collective, this)
     }
 }
 
@@ -56,76 +56,73 @@ impl Backend for SharedMemory {
     }
 
     fn guarantees(&self) -> Guarantees {
-        Guarantees { detects_death: self.watch.detects_death(), ..Guarantees::ALL }
+        Guarantees { detects_death: self.waiter.detects_death(), ..Guarantees::ALL }
     }
 
     fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<CollectiveOutput> {
-        let seat = Seat { rank: self.port.rank(), ranks: self.port.ranks(), bytes: self.port.chunk() };
+        let layout = SlotLayout { rank: self.port.rank(), ranks: self.port.ranks(), bytes: self.port.chunk() };
         match op {
             Op::AllGather { parts, memory } => {
-                let mut this = AllGather::new(parts, seat, &*memory)?;
-                self.rounds(collective, &mut this)?;
+                let mut this = AllGather::new(parts, layout, &*memory)?;
+                self.steps(collective, &mut this)?;
                 Ok(this.outputs.into())
             }
             Op::ReduceScatter { parts, op, memory } => {
-                let mut this = ReduceScatter::new(parts, op, seat, &*memory)?;
-                self.rounds(collective, &mut this)?;
+                let mut this = ReduceScatter::new(parts, op, layout, &*memory)?;
+                self.steps(collective, &mut this)?;
                 Ok(this.outputs.into())
             }
             Op::AllReduce { buffers, op } => {
-                let mut this = AllReduce::new(buffers, op, seat);
-                self.rounds(collective, &mut this)?;
+                let mut this = AllReduce::new(buffers, op, layout);
+                self.steps(collective, &mut this)?;
                 Ok(this.buffers.into())
             }
             Op::Broadcast { buffers, root } => {
-                let mut this = Broadcast::new(buffers, root, seat);
-                self.rounds(collective, &mut this)?;
+                let mut this = Broadcast::new(buffers, root, layout);
+                self.steps(collective, &mut this)?;
                 Ok(this.buffers.into())
             }
             Op::AllToAll { parts, memory } => {
-                let mut this = AllToAll::new(parts, seat, &*memory)?;
-                self.rounds(collective, &mut this)?;
+                let mut this = AllToAll::new(parts, layout, &*memory)?;
+                self.steps(collective, &mut this)?;
                 Ok(this.outputs.into())
             }
             Op::Barrier => {
-                self.rounds(collective, &mut AllGather::barrier(seat))?;
+                self.steps(collective, &mut AllGather::barrier(layout))?;
                 Ok(CollectiveOutput::default())
             }
         }
     }
 
     fn split(&mut self, collective: &Collective<'_>, ranks: &[usize], group: &Membership) -> Result<Box<dyn Backend>> {
-        let during = During { collective, end: 0 };
-        let all_well = || self.watch.all_well(&self.port, during, ranks);
-        Ok(Box::new(SharedMemory::join(self.meet.again(), group, &all_well)?))
+        let context = WaitContext { collective, end: 0 };
+        let check_peers = || self.waiter.check_peers(&self.port, context, ranks);
+        Ok(Box::new(SharedMemory::join(self.source.for_subgroup(), group, &check_peers)?))
     }
 
     fn fail(&mut self, why: &Failure) {
-        self.sight().fail(why);
+        self.monitor().fail(why);
     }
 
     fn peer_monitor(&self) -> Option<Arc<dyn PeerMonitor>> {
-        Some(Arc::new(self.sight()))
+        Some(Arc::new(self.monitor()))
     }
 }
 
-// ---- from process_group/shared_memory/meet
-/// What tells threads and processes apart.
-pub(super) trait Meet: Send {
-    /// This rank's end of a new group's segment, and how to watch its peers. `all_well` fails when a rank that is to
-    /// come is gone.
-    fn meet(&self, group: &Membership, all_well: &dyn Fn() -> Result<()>) -> Result<(Port, Watch)>;
+/// Creates the segment of a group: the difference between threads and processes.
+pub(super) trait SegmentSource: Send {
+    /// Returns this rank's port of a new group's segment, and its waiter. `check_peers` fails if an expected rank is gone.
+    fn open(&self, group: &Membership, check_peers: &dyn Fn() -> Result<()>) -> Result<(Port, Waiter)>;
 
-    /// The same for the groups within the new one.
-    fn again(&self) -> Box<dyn Meet>;
+    /// Returns the source of segments for groups split from this one.
+    fn for_subgroup(&self) -> Box<dyn SegmentSource>;
 }
 
-// ---- from process_group/shared_memory/cores
-/// Whether the ranks have as many cores as they are. `processes` has a pidfd for each; none when they are threads.
+/// Returns whether the ranks have a core each. `processes` has a pidfd for each rank, or none if ranks are threads.
 ///
-/// Launchers bind each rank to cores of its own, so what one rank may use says nothing of all.
-pub(super) fn suffice(ranks: usize, processes: &[OwnedFd]) -> bool {
-    // A share of the cores' time that a container has counts here, and not in the set.
+/// Launchers bind ranks to cores, so the cores of one rank are not the cores of all.
+pub(super) fn has_core_for_each_rank(ranks: usize, processes: &[OwnedFd]) -> bool {
+    // This count includes a container's limit on CPU time, which the affinity set does not.
     let own = std::thread::available_parallelism().map_or(1, |cores| cores.get());
     let is_bound_only = sched_getaffinity(None).is_ok_and(|set| set.count() as usize <= own);
     let together = || {
@@ -140,7 +137,7 @@ fn count_together(sets: &[CpuSet]) -> usize {
     (0..CpuSet::MAX_CPU).filter(|&cpu| sets.iter().any(|set| set.is_set(cpu))).count()
 }
 
-/// `None` for a process that has ended, and one that this process's namespace does not know.
+/// Returns `None` for a process that has ended or is unknown in this PID namespace.
 fn pid(process: &OwnedFd) -> Option<Pid> {
     let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", process.as_raw_fd())).ok()?;
     let number = info.lines().find_map(|line| line.strip_prefix("Pid:"))?;
@@ -153,7 +150,7 @@ mod tests {
     use rustix::process::{PidfdFlags, getpid, pidfd_open};
 
     #[test]
-    fn what_ranks_are_bound_to_counts_together() {
+    fn cores_of_bound_ranks_are_counted_together() {
         let set = |cpus: &[usize]| {
             let mut set = CpuSet::new();
             cpus.iter().for_each(|&cpu| set.set(cpu));
@@ -165,12 +162,12 @@ mod tests {
     }
 
     #[test]
-    fn processes_are_known_by_their_descriptors() {
+    fn processes_are_identified_by_pidfd() {
         let own = || pidfd_open(getpid(), PidfdFlags::empty()).unwrap();
         assert_eq!(pid(&own()), Some(getpid()));
-        assert!(suffice(1, &[own()]) && suffice(1, &[]));
-        assert!(!suffice(1 << 20, &[own()]) && !suffice(1 << 20, &[]));
-        // No process: what this one may use counts.
+        assert!(has_core_for_each_rank(1, &[own()]) && has_core_for_each_rank(1, &[]));
+        assert!(!has_core_for_each_rank(1 << 20, &[own()]) && !has_core_for_each_rank(1 << 20, &[]));
+        // A file is not a process, so this process's cores count.
         let file = std::fs::File::open("/dev/null").unwrap();
         assert_eq!(pid(&file.into()), None);
     }

@@ -1,9 +1,8 @@
-//! The backend for ranks that are threads of one process.
-//!
-//! It runs what the `shm` backend runs, on memory that is not shared with other processes.
+//! The backend for ranks that are threads of one process. It runs the code of the `shm` backend on private memory.
+
+use std::{collections::HashMap, sync::Arc};
 
 use parking_lot::Mutex;
-use std::{collections::HashMap, sync::Arc};
 
 use super::{
     super::{
@@ -11,25 +10,25 @@ use super::{
         group::ProcessGroup,
         options::{Membership, Options},
     },
-    engine::{Meet, SharedMemory},
-    peer_monitor::Watch,
+    engine::{SegmentSource, SharedMemory},
+    peer_monitor::Waiter,
     segment::{Port, Segment, Shape},
 };
 use crate::{Error, Result, text};
 
-/// Segments by the name of their group, with how many ranks have not taken them yet.
+/// Segments by group name, with the number of ranks that have yet to take them.
 type Segments = HashMap<String, (Arc<Segment>, usize)>;
 
-/// How threads come to share a segment: the first to ask makes it.
+/// Creates segments for threads: the first rank to ask creates the segment.
 #[derive(Clone)]
 struct Threads {
     chunk_bytes: usize,
-    /// Those that some rank has not taken yet.
+    /// Segments that some rank has yet to take.
     segments: Arc<Mutex<Segments>>,
 }
 
-impl Meet for Threads {
-    fn meet(&self, group: &Membership, _: &dyn Fn() -> Result<()>) -> Result<(Port, Watch)> {
+impl SegmentSource for Threads {
+    fn open(&self, group: &Membership, _: &dyn Fn() -> Result<()>) -> Result<(Port, Waiter)> {
         let os = |source: rustix::io::Errno| Error::Os {
             rank: group.rank,
             what: format!("mapping the memory of group \"{}\"", group.name),
@@ -51,20 +50,20 @@ impl Meet for Threads {
         };
         let port = Port::claim(segment, group.rank).ok_or_else(|| Error::Rendezvous {
             rank: group.rank,
-            message: format!("rank {} of group \"{}\" is taken", group.rank, group.name),
+            message: format!("rank {} of group \"{}\" is already taken", group.rank, group.name),
         })?;
-        Ok((port, Watch::new(group.timeout, group.size, Vec::new())))
+        Ok((port, Waiter::new(group.timeout, group.size, Vec::new())))
     }
 
-    fn again(&self) -> Box<dyn Meet> {
+    fn for_subgroup(&self) -> Box<dyn SegmentSource> {
         Box::new(self.clone())
     }
 }
 
-/// A world of `size` ranks, one handle each, to be given to threads of this process.
+/// Creates a world of `size` ranks and returns a handle for each, to be passed to threads of this process.
 ///
 /// # Errors
-/// When `size` is 0 or the system refuses memory or threads.
+/// If `size` is 0, or the system refuses memory or threads.
 pub fn world(size: usize, options: Options) -> Result<Vec<ProcessGroup>> {
     if size == 1 {
         return Ok(vec![ProcessGroup::single_rank(options.timeout)?]);
@@ -73,10 +72,10 @@ pub fn world(size: usize, options: Options) -> Result<Vec<ProcessGroup>> {
     backends(size, &options)?.into_iter().enumerate().map(member).collect()
 }
 
-/// The backends of [`world`], for who puts something between them and their groups.
+/// Returns the backends of [`world`], for callers that wrap them.
 ///
 /// # Errors
-/// When `size` is less than 2, since a group of one needs no backend, or the system refuses memory.
+/// If `size` is less than 2, or the system refuses memory.
 ///
 /// ```
 /// use std::time::Duration;
@@ -93,23 +92,23 @@ pub fn backends(size: usize, options: &Options) -> Result<Vec<Box<dyn Backend>>>
         return Err(Error::Rendezvous {
             rank: 0,
             message: match size {
-                0 => "a world has at least one rank: its size can't be 0".into(),
-                _ => "a world of one has no backend: make it with ProcessGroup::single_rank".into(),
+                0 => "a world of size 0: it needs at least one rank".into(),
+                _ => "a world of one rank has no backend: create it by ProcessGroup::single_rank".into(),
             },
         });
     }
     let threads = Threads { chunk_bytes: options.chunk_bytes, segments: Arc::default() };
     let backend = |rank| {
         let group = Membership::world(rank, size, options.timeout);
-        Ok(Box::new(SharedMemory::join(threads.again(), &group, &|| Ok(()))?) as Box<dyn Backend>)
+        Ok(Box::new(SharedMemory::join(threads.for_subgroup(), &group, &|| Ok(()))?) as Box<dyn Backend>)
     };
     (0..size).map(backend).collect()
 }
 
-/// Runs `rank` on a thread for each rank of a fresh world and returns what they return, in rank order. For tests.
+/// Runs `rank` on a thread for each rank of a new world and returns the results in rank order. For tests.
 ///
 /// # Panics
-/// When a rank panics, with its number and message; and when the world can't be made.
+/// If a rank panics, with its number and message, or the world cannot be created.
 ///
 /// ```
 /// use fsdp_core::{Buffer, ReduceOp, process_group::local};
@@ -122,10 +121,10 @@ pub fn run<T: Send>(size: usize, rank: impl Fn(ProcessGroup) -> T + Sync) -> Vec
     run_with(size, Options { timeout: std::time::Duration::from_secs(60), ..Options::default() }, rank)
 }
 
-/// [`run`] with options.
+/// Runs [`run`] with options.
 ///
 /// # Panics
-/// As [`run`].
+/// See [`run`].
 pub fn run_with<T: Send>(size: usize, options: Options, rank: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
     let groups = match world(size, options) {
         Ok(groups) => groups,
@@ -133,8 +132,7 @@ pub fn run_with<T: Send>(size: usize, options: Options, rank: impl Fn(ProcessGro
     };
     std::thread::scope(|scope| {
         let threads: Vec<_> = groups.into_iter().map(|group| scope.spawn(|| rank(group))).collect();
-        // Joined one and all before any panic goes on: the first to panic is rarely the first in rank order, and the
-        // others' messages tell more.
+        // Joins all threads before it panics: the first rank to panic is rarely the first in rank order.
         let outcomes: Vec<_> = threads.into_iter().map(|thread| thread.join()).collect();
         let panics: Vec<_> = outcomes
             .iter()

@@ -1,10 +1,8 @@
-//! The backend over memory that ranks share, be they threads ([`local`]) or processes of one host ([`shm`]).
+//! The backend over shared memory, for threads of a process ([`local`]) and processes of a host ([`shm`]).
 //!
-//! From the bottom up: `segment` (the mapping, of a `shape`, and who may touch what), `watch` (waiting, longer awake
-//! where `cores` suffice), `peer_monitor` (seeing peers without waiting), `rounds` (running one collective as rounds over
-//! the segment) with `seat`, a file for each collective (`sends` is what two of them share), `meet` (how ranks come to
-//! share a segment), `engine` (the backend), and the two ways to meet: `local`, and `shm` by `rendezvous`. Threads
-//! therefore test what processes run.
+//! `segment` maps the memory and decides which rank may access what. `collectives` moves data through it in steps.
+//! `peer_monitor` waits for peers and detects their failure. `engine` is the backend. `local` and `shm` create segments,
+//! `shm` by a `rendezvous` of processes. Threads run the same code as processes, so that they test it.
 
 mod collectives;
 mod engine;

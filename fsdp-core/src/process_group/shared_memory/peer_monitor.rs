@@ -1,8 +1,7 @@
-//! Waiting for peers, and noticing what keeps them.
-//! Seeing the peers without waiting for them.
+//! Waiting for peers, and detecting their failure.
 //!
-//! A rank's board is bytes that it may change at any time: their number, a hash of them, and they themselves. Who reads
-//! a board while it is written finds another hash.
+//! A rank's status page consists of a length, a hash, and bytes that the rank may replace at any time. A rank that reads
+//! it during a write finds a wrong hash.
 
 use std::{
     os::fd::OwnedFd,
@@ -25,44 +24,43 @@ use super::{
 };
 use crate::{Error, Result, hash::Hash};
 
-// ---- from process_group/shared_memory/watch
-/// How long a rank sleeps before it looks whether its peers are alive.
+/// How long a rank sleeps between checks that its peers are alive.
 const SLICE: Duration = Duration::from_millis(50);
 
-/// What a rank waits for.
+/// The condition that a rank waits for.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Goal {
-    /// The next round of one rank, or of all.
+    /// One rank, or all ranks, published the next step.
     Published(Option<usize>),
-    /// Everybody's having read the slot to be written next.
+    /// All ranks have read the slot to be written next.
     Free,
 }
 
-/// What a wait is part of.
+/// The collective that a wait is part of.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct During<'a> {
+pub(super) struct WaitContext<'a> {
     pub(super) collective: &'a Collective<'a>,
-    /// The round that ends it.
+    /// The step after its last.
     pub(super) end: u32,
 }
 
-/// Waits of one rank of a group.
-pub(super) struct Watch {
-    /// How long a wait may last.
+/// Waits for the peers of one rank.
+pub(super) struct Waiter {
+    /// The longest wait.
     timeout: Duration,
-    /// Whether whoever is waited for may need this very core, because there are more ranks than cores.
+    /// Whether there are more ranks than cores, so that a spinning rank may keep a peer from running.
     is_crowded: bool,
-    /// A pidfd for each rank; none when the ranks are threads.
+    /// A pidfd of each rank; empty if ranks are threads.
     processes: Vec<OwnedFd>,
 }
 
-impl Watch {
+impl Waiter {
     pub(super) fn new(timeout: Duration, ranks: usize, processes: Vec<OwnedFd>) -> Self {
-        let is_crowded = !engine::suffice(ranks, &processes);
-        Watch { timeout, is_crowded, processes }
+        let is_crowded = !engine::has_core_for_each_rank(ranks, &processes);
+        Waiter { timeout, is_crowded, processes }
     }
 
-    /// How often to look before sleeping. To sleep and be woken takes longer than a small collective does.
+    /// Returns how often to check before sleeping. Sleeping and waking take longer than a small collective.
     fn spins(&self, collective: &Collective<'_>) -> u32 {
         match (self.is_crowded, collective.is_awaited()) {
             (true, _) => 10,
@@ -72,7 +70,7 @@ impl Watch {
     }
 
     /// Waits until the goal is reached.
-    pub(super) fn wait(&self, port: &Port, during: During<'_>, goal: Goal) -> Result<()> {
+    pub(super) fn wait(&self, port: &Port, context: WaitContext<'_>, goal: Goal) -> Result<()> {
         let segment = port.segment();
         let target = match goal {
             Goal::Published(_) => port.consumed().wrapping_add(1),
@@ -88,16 +86,16 @@ impl Watch {
         let is_there = |peer| reached(counter(peer).load(Ordering::Acquire), target);
         let only = if let Goal::Published(only) = goal { only } else { None };
         let wanted = |peer: &usize| *peer != port.rank() && only.is_none_or(|only| only == *peer);
-        // Somebody who has published all of this collective may leave or fail without harm, unless it is who is waited
-        // for. (The counter is read after the state: nothing is published after the end.)
+        // A peer that has published all of this collective may leave or fail, unless this rank waits for it. (The counter
+        // is read after the state, and nothing is published after the final state.)
         let still_needed = |awaited| {
             move |peer: usize, _| {
-                peer == awaited || !reached(segment.control(peer).produced.0.load(Ordering::Acquire), during.end)
+                peer == awaited || !reached(segment.control(peer).produced.0.load(Ordering::Acquire), context.end)
             }
         };
         let mut started = None;
         for peer in (0..port.ranks()).filter(wanted) {
-            for _ in 0..self.spins(during.collective) {
+            for _ in 0..self.spins(context.collective) {
                 if is_there(peer) {
                     break;
                 }
@@ -109,8 +107,8 @@ impl Watch {
                 if reached(seen, target) {
                     break;
                 }
-                if let Some(error) = self.trouble(segment, port.rank(), during, has_slept, still_needed(peer)) {
-                    // The peer may have done its part just before it ended.
+                if let Some(error) = self.trouble(segment, port.rank(), context, has_slept, still_needed(peer)) {
+                    // The peer may have reached the goal just before it ended.
                     if is_there(peer) {
                         break;
                     }
@@ -119,7 +117,7 @@ impl Watch {
                 let waited = started.get_or_insert_with(Instant::now).elapsed();
                 if waited >= self.timeout {
                     let missing = (0..port.ranks()).filter(wanted).filter(|&peer| !is_there(peer)).collect();
-                    return Err(during.collective.timed_out(missing, waited));
+                    return Err(context.collective.timed_out(missing, waited));
                 }
                 segment.control(peer).sleep(counter(peer), seen, SLICE.min(self.timeout - waited));
                 has_slept = true;
@@ -128,32 +126,31 @@ impl Watch {
         Ok(())
     }
 
-    /// Why waiting is in vain, if it is: what became of a peer that has ended and is still `needed`. Looking for dead
-    /// processes costs a system call.
+    /// Returns the error for a peer that has ended and is still `needed`. `look_for_dead` costs a system call.
     fn trouble(
         &self,
         segment: &Segment,
         rank: usize,
-        during: During<'_>,
+        context: WaitContext<'_>,
         look_for_dead: bool,
         needed: impl Fn(usize, u32) -> bool + Copy,
     ) -> Option<Error> {
         let (peer, state) = self.gone(segment, rank, look_for_dead, needed)?;
         if state == state::LEFT && !look_for_dead {
-            // It may have left because another one died.
-            return self.trouble(segment, rank, during, true, needed);
+            // It may have left because another peer died.
+            return self.trouble(segment, rank, context, true, needed);
         }
         if state == state::FAILED {
-            return Some(Failure::from_bytes(&segment.control(peer).record()).into_error(during.collective, peer));
+            return Some(Failure::from_bytes(&segment.control(peer).record()).into_error(context.collective, peer));
         }
         let how = match state {
             state::LEFT => "left the group",
             _ => "died",
         };
-        Some(during.collective.lost(peer, how))
+        Some(context.collective.lost(peer, how))
     }
 
-    /// A peer that has ended and is still `needed`, and its state.
+    /// Returns a peer that has ended and is still `needed`, and its state.
     pub(super) fn gone(
         &self,
         segment: &Segment,
@@ -161,7 +158,7 @@ impl Watch {
         look_for_dead: bool,
         needed: impl Fn(usize, u32) -> bool,
     ) -> Option<(usize, u32)> {
-        // Before the states are read: a process that ended says in its state how.
+        // Before the states are read: a process that ended properly has set its state.
         let dead = if look_for_dead { self.dead() } else { Vec::new() };
         let gone = (0..segment.ranks()).filter(|&peer| peer != rank).filter_map(|peer| {
             let control = segment.control(peer);
@@ -169,7 +166,7 @@ impl Watch {
             let has_ended = matches!(state, state::LEFT | state::FAILED) || dead.contains(&peer);
             (has_ended && needed(peer, state)).then_some((peer, state))
         });
-        // Who says why it failed knows more than who is merely gone.
+        // A peer that recorded the reason of its failure comes first.
         gone.min_by_key(|&(_, state)| match state {
             state::FAILED => 0,
             state::LEFT => 2,
@@ -177,13 +174,13 @@ impl Watch {
         })
     }
 
-    /// Whether one of `peers` has failed or died, for waits that are not for a counter.
-    pub(super) fn all_well(&self, port: &Port, during: During<'_>, peers: &[usize]) -> Result<()> {
+    /// Fails if one of `peers` has failed or died, for waits without a counter.
+    pub(super) fn check_peers(&self, port: &Port, context: WaitContext<'_>, peers: &[usize]) -> Result<()> {
         let needed = |peer, state| state != state::LEFT && peers.contains(&peer);
-        self.trouble(port.segment(), port.rank(), during, true, needed).map_or(Ok(()), Err)
+        self.trouble(port.segment(), port.rank(), context, true, needed).map_or(Ok(()), Err)
     }
 
-    /// Whether a process that dies is seen to.
+    /// Returns whether the death of a peer's process is detected.
     pub(super) fn detects_death(&self) -> bool {
         !self.processes.is_empty()
     }
@@ -197,20 +194,19 @@ impl Watch {
     }
 }
 
-// ---- from process_group/shared_memory/peer_monitor
-/// Bytes of a board before what it shows.
+/// Bytes of a status page before its content.
 const HEAD: usize = 16;
 
-/// What a rank sees.
-pub(super) struct Sight {
+/// A view of the peers through a segment.
+pub(super) struct SegmentMonitor {
     pub(super) segment: Arc<Segment>,
-    pub(super) watch: Arc<Watch>,
+    pub(super) waiter: Arc<Waiter>,
     pub(super) rank: usize,
 }
 
-impl PeerMonitor for Sight {
-    fn gone(&self) -> Option<(usize, PeerState)> {
-        let (peer, state) = self.watch.gone(&self.segment, self.rank, true, |_, _| true)?;
+impl PeerMonitor for SegmentMonitor {
+    fn lost_peer(&self) -> Option<(usize, PeerState)> {
+        let (peer, state) = self.waiter.gone(&self.segment, self.rank, true, |_, _| true)?;
         let gone = match state {
             state::FAILED => PeerState::Failed(Failure::from_bytes(&self.segment.control(peer).record())),
             state::LEFT => PeerState::Left,
@@ -225,21 +221,21 @@ impl PeerMonitor for Sight {
         control.end(state::FAILED);
     }
 
-    fn show(&self, bytes: &[u8]) {
-        let board = self.segment.board(self.rank);
-        let bytes = &bytes[..bytes.len().min(board.len() - HEAD)];
+    fn set_status(&self, bytes: &[u8]) {
+        let status_page = self.segment.status_page(self.rank);
+        let bytes = &bytes[..bytes.len().min(status_page.len() - HEAD)];
         let head = [(bytes.len() as u64).to_le_bytes(), hash(bytes).to_le_bytes()];
         let all = head.iter().flatten().chain(bytes);
-        board.iter().zip(all).for_each(|(to, &byte)| to.store(byte, Ordering::Relaxed));
+        status_page.iter().zip(all).for_each(|(to, &byte)| to.store(byte, Ordering::Relaxed));
     }
 
-    fn shown(&self, peer: usize) -> Option<Vec<u8>> {
-        let board = self.segment.board(peer);
+    fn status(&self, peer: usize) -> Option<Vec<u8>> {
+        let status_page = self.segment.status_page(peer);
         let read = |bytes: &[AtomicU8]| bytes.iter().map(|byte| byte.load(Ordering::Relaxed)).collect::<Vec<u8>>();
-        let head = read(&board[..HEAD]);
+        let head = read(&status_page[..HEAD]);
         let number = |at: usize| head[at..].first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
-        let end = usize::try_from(number(0)).ok().filter(|len| (1..=board.len() - HEAD).contains(len))? + HEAD;
-        let bytes = read(&board[HEAD..end]);
+        let end = usize::try_from(number(0)).ok().filter(|len| (1..=status_page.len() - HEAD).contains(len))? + HEAD;
+        let bytes = read(&status_page[HEAD..end]);
         (hash(&bytes) == number(8)).then_some(bytes)
     }
 }
@@ -257,34 +253,34 @@ mod tests {
 
     use super::super::segment::Shape;
 
-    fn sights() -> [Sight; 2] {
+    fn monitors() -> [SegmentMonitor; 2] {
         let segment = Arc::new(Segment::anonymous(Shape::new(2, 4096)).unwrap());
-        let watch = Arc::new(Watch::new(Duration::from_secs(60), 2, vec![]));
-        [0, 1].map(|rank| Sight { segment: segment.clone(), watch: watch.clone(), rank })
+        let waiter = Arc::new(Waiter::new(Duration::from_secs(60), 2, vec![]));
+        [0, 1].map(|rank| SegmentMonitor { segment: segment.clone(), waiter: waiter.clone(), rank })
     }
 
     #[test]
-    fn a_peer_sees_what_is_shown_and_nothing_half_written() {
-        let [one, other] = sights();
-        assert_eq!(other.shown(0), None);
-        for shown in [vec![7; 3000], vec![1], vec![0; 3100]] {
-            one.show(&shown);
-            assert_eq!(other.shown(0), Some(shown));
+    fn status_pages_are_read_whole_or_not_at_all() {
+        let [one, other] = monitors();
+        assert_eq!(other.status(0), None);
+        for status in [vec![7; 3000], vec![1], vec![0; 3100]] {
+            one.set_status(&status);
+            assert_eq!(other.status(0), Some(status));
         }
-        one.segment.board(0)[HEAD + 5].store(1, Ordering::Relaxed);
-        assert_eq!(other.shown(0), None);
-        one.segment.board(0)[7].store(255, Ordering::Relaxed);
-        assert_eq!(other.shown(0), None);
+        one.segment.status_page(0)[HEAD + 5].store(1, Ordering::Relaxed);
+        assert_eq!(other.status(0), None);
+        one.segment.status_page(0)[7].store(255, Ordering::Relaxed);
+        assert_eq!(other.status(0), None);
     }
 
     #[test]
-    fn a_peer_that_is_gone_is_seen_with_why() {
-        let [one, other] = sights();
-        assert_eq!(other.gone(), None);
+    fn lost_peers_are_reported_with_the_reason() {
+        let [one, other] = monitors();
+        assert_eq!(other.lost_peer(), None);
         other.segment.control(0).end(state::LEFT);
-        assert_eq!(other.gone(), Some((0, PeerState::Left)));
+        assert_eq!(other.lost_peer(), Some((0, PeerState::Left)));
         let why = Failure::of(&crate::Error::Layout("why".into()));
         one.fail(&why);
-        assert_eq!(other.gone(), Some((0, PeerState::Failed(why))));
+        assert_eq!(other.lost_peer(), Some((0, PeerState::Failed(why))));
     }
 }

@@ -1,16 +1,8 @@
-//! How the processes of one host meet.
+//! The rendezvous of the processes of one host.
 //!
-//! Rank 0 listens on a Unix socket in the abstract namespace, which leaves no file behind, under a name that only ranks
-//! of the same user, port, job and group derive. The others connect, say who they are, and hand over a pidfd of
-//! themselves. When all are there rank 0 sends each the shared file and the pidfds of all. Both sides check that the
-//! other belongs to the same user.
-//! Who meets whom, what ranks say of themselves, and the errors of a meeting.
-
-//! The messages of a meeting, and sending them with descriptors.
-
-//! Rank 0's side of a meeting: it lets the others in.
-
-//! The side of every rank but rank 0: it asks to be let in.
+//! Rank 0 listens on a Unix socket in the abstract namespace, which needs no file. Only ranks of the same user, port, job
+//! and group derive its name. The other ranks connect, send a hello and a pidfd of themselves. Once all have connected,
+//! rank 0 sends each the shared file and the pidfds of all. Both sides check that the other has the same user.
 
 use std::{
     io::{IoSlice, IoSliceMut},
@@ -30,59 +22,61 @@ use rustix::{
     process::PidfdFlags,
 };
 
-use super::super::{options::Membership, waiting_ranks::Patience};
+use super::super::{options::Membership, waiting_ranks::WarningTimer};
 use crate::{Error, Result, hash::Hash};
 
-// ---- from process_group/shared_memory/rendezvous/mod
-/// Meets the other ranks. `number` and `file` are what rank 0 gives to all.
-pub(super) fn meet(meeting: &Meeting<'_>, number: u64, file: impl FnOnce() -> Result<OwnedFd>) -> Result<Met> {
-    if meeting.run.len() + meeting.group.name.len() > MESSAGE / 2 {
-        return meeting.fail(
-            "the job's run id and the group's name take more than 2000 bytes: choose a shorter \
-                             TORCHELASTIC_RUN_ID, or split groups less deep",
+/// Meets the other ranks. `number` and `file` are rank 0's, and passed to all ranks.
+pub(super) fn meet(
+    rendezvous: &Rendezvous<'_>,
+    number: u64,
+    file: impl FnOnce() -> Result<OwnedFd>,
+) -> Result<RendezvousResult> {
+    if rendezvous.run.len() + rendezvous.group.name.len() > MESSAGE / 2 {
+        return rendezvous.fail(
+            "the run id and the group's name are longer than 2000 bytes: choose a shorter TORCHELASTIC_RUN_ID, or split \
+             groups fewer times",
         );
     }
     let own = rustix::process::pidfd_open(rustix::process::getpid(), PidfdFlags::empty())
-        .map_err(|errno| meeting.os("opening a pidfd of this process", errno))?;
-    if meeting.group.rank == 0 { host(meeting, number, file()?, own) } else { join(meeting, own) }
+        .map_err(|errno| rendezvous.os("opening a pidfd of this process", errno))?;
+    if rendezvous.group.rank == 0 { coordinate(rendezvous, number, file()?, own) } else { join(rendezvous, own) }
 }
 
-// ---- from process_group/shared_memory/rendezvous/meeting
 const VERSION: u32 = 2;
-/// How long to wait before looking whether all is well.
-pub(super) const SLICE: Duration = Duration::from_millis(50);
+/// Interval of checks while waiting.
+const SLICE: Duration = Duration::from_millis(50);
 
-/// Descriptors that don't fit, in words.
-pub(super) const TOO_MANY_FILES: &str =
-    "too many files are open (each group needs one a rank): raise the limit, such as by `ulimit -n 65536`";
+/// Message if descriptors run out.
+const TOO_MANY_FILES: &str =
+    "too many open files (a group needs one for each rank): raise the limit by ulimit -n 65536";
 
-/// Who meets whom.
-pub(crate) struct Meeting<'a> {
+/// Parameters of a rendezvous.
+pub(crate) struct Rendezvous<'a> {
     /// The job's `MASTER_ADDR`, for messages.
     pub(crate) addr: &'a str,
     /// The job's `MASTER_PORT`.
     pub(crate) port: u16,
-    /// What tells this job from others.
+    /// Identifies the job.
     pub(crate) run: String,
-    /// The group to be made.
+    /// The group to create.
     pub(crate) group: &'a Membership,
-    /// Fails when there is a reason not to wait any longer.
-    pub(crate) all_well: &'a dyn Fn() -> Result<()>,
-    /// Whether the launcher says that a rank of the group has ended, with exit code 0.
+    /// Fails if there is a reason to stop waiting.
+    pub(crate) check_peers: &'a dyn Fn() -> Result<()>,
+    /// Returns whether a rank of the group has ended with exit code 0, according to the launcher.
     pub(crate) has_ended: &'a dyn Fn(usize) -> bool,
 }
 
-/// What the ranks share after they met.
-pub(crate) struct Met {
-    /// The file that rank 0 made.
-    pub(crate) file: OwnedFd,
+/// The result of a rendezvous.
+pub(super) struct RendezvousResult {
+    /// The file that rank 0 created.
+    pub(super) file: OwnedFd,
     /// The number that rank 0 passed.
-    pub(crate) number: u64,
+    pub(super) number: u64,
     /// A pidfd of each rank.
-    pub(crate) processes: Vec<OwnedFd>,
+    pub(super) processes: Vec<OwnedFd>,
 }
 
-impl Meeting<'_> {
+impl Rendezvous<'_> {
     pub(super) fn key(&self) -> String {
         format!("{}\n{}", self.run, self.group.name)
     }
@@ -104,17 +98,17 @@ impl Meeting<'_> {
         Error::Rendezvous { rank: self.group.rank, message: message.into() }
     }
 
-    /// Tells that this rank still waits, when it is time to.
-    pub(super) fn tell(&self, patience: &mut Patience, whom: impl FnOnce() -> String) {
-        let Some(waited) = patience.is_due() else { return };
+    /// Warns that this rank still waits, if a warning is due.
+    pub(super) fn warn_if_due(&self, timer: &mut WarningTimer, whom: impl FnOnce() -> String) {
+        let Some(waited) = timer.is_due() else { return };
         let of = if self.group.is_world() { String::new() } else { format!(" of group \"{}\"", self.group.name) };
         tracing::warn!(
-            "rank {}{of} waits for {} at {}:{}, for {:.0} s now; it gives up after {:.0} s (FSDP_TIMEOUT_S)",
+            "rank {}{of} has waited {:.0} s for {} at {}:{}; it gives up after {:.0} s (FSDP_TIMEOUT_S)",
             self.group.rank,
+            waited.as_secs_f64(),
             whom(),
             self.addr,
             self.port,
-            waited.as_secs_f64(),
             self.group.timeout.as_secs_f64(),
         );
     }
@@ -123,19 +117,18 @@ impl Meeting<'_> {
         Err(self.error(message))
     }
 
-    /// Fails when there is a reason not to wait any longer for `missing`: nobody who has ended comes.
+    /// Fails if there is a reason to stop waiting for `missing`, such as that one of them has ended.
     ///
-    /// Who has met a rank that has ended, and who has not, only rank 0 knows; the others ask for rank 0 alone.
-    pub(super) fn may_come(&self, missing: &[usize]) -> Result<()> {
-        (self.all_well)()?;
+    /// Only rank 0 knows which ranks it has met before they ended. The other ranks ask for rank 0 alone.
+    fn check_missing(&self, missing: &[usize]) -> Result<()> {
+        (self.check_peers)()?;
         let ended: Vec<usize> = missing.iter().copied().filter(|&rank| (self.has_ended)(rank)).collect();
         if ended.is_empty() {
             return Ok(());
         }
         self.fail(format!(
-            "rank(s) {} ended with exit code 0 before they joined the others, and will not come: see what they \
-             printed, \
-             and start the same program with the same arguments as every rank",
+            "rank(s) {} ended with exit code 0 before they joined the others: see what they printed, and start the same \
+             program with the same arguments on every rank",
             listed(&ended)
         ))
     }
@@ -151,7 +144,7 @@ impl Meeting<'_> {
         }
     }
 
-    pub(super) fn hello(&self) -> Vec<u8> {
+    fn hello(&self) -> Vec<u8> {
         let mut hello = MAGIC.to_vec();
         hello.extend(VERSION.to_le_bytes());
         hello.extend((self.group.size as u32).to_le_bytes());
@@ -160,8 +153,8 @@ impl Meeting<'_> {
         hello
     }
 
-    /// Who says hello, or `None` for a stranger.
-    pub(super) fn guest(&self, message: &[u8]) -> Option<Result<usize, String>> {
+    /// Parses a hello. Returns `None` if it is not from a rank of this group.
+    pub(super) fn parse_hello(&self, message: &[u8]) -> Option<Result<usize, String>> {
         let mut rest = message.strip_prefix(MAGIC)?;
         let mut number = || {
             let (head, tail) = rest.split_first_chunk()?;
@@ -171,8 +164,8 @@ impl Meeting<'_> {
         let (version, size, rank) = (number()?, number()?, number()?);
         if version != VERSION {
             return Some(Err(format!(
-                "a rank of this job speaks version {version} of the protocol and rank 0 version {VERSION}: run the \
-                 same build everywhere"
+                "a rank has version {version} of the rendezvous protocol, rank 0 has {VERSION}: run the same build \
+                 everywhere"
             )));
         }
         if rest != self.key().as_bytes() {
@@ -181,19 +174,19 @@ impl Meeting<'_> {
         let (rank, size) = (rank as usize, size as usize);
         Some(if size != self.group.size {
             Err(format!(
-                "rank {rank} has a world size of {size} but rank 0 has {}: start all with the same WORLD_SIZE",
+                "rank {rank} has a world size of {size} but rank 0 has {}: start all ranks with the same WORLD_SIZE",
                 self.group.size
             ))
         } else if rank == 0 || rank >= self.group.size {
-            Err(format!("a second process says it is rank {rank} of {size}: give each process a RANK of its own"))
+            Err(format!("a second process is rank {rank} of {size}: give each process a RANK of its own"))
         } else {
             Ok(rank)
         })
     }
 }
 
-/// Numbers with commas; of many, the first ones.
-pub(super) fn listed(ranks: &[usize]) -> String {
+/// Lists ranks, at most 16 of them.
+fn listed(ranks: &[usize]) -> String {
     const MOST: usize = 16;
     let shown: Vec<String> = ranks.iter().take(MOST).map(ToString::to_string).collect();
     match ranks.len().saturating_sub(MOST) {
@@ -202,27 +195,26 @@ pub(super) fn listed(ranks: &[usize]) -> String {
     }
 }
 
-pub(super) fn went_away(rank: usize) -> String {
+fn disconnected(rank: usize) -> String {
     format!("rank {rank} went away again before all ranks were there")
 }
 
-pub(super) fn is_same_user(socket: &OwnedFd) -> bool {
+fn is_same_user(socket: &OwnedFd) -> bool {
     socket_peercred(socket).is_ok_and(|peer| peer.uid == rustix::process::geteuid())
 }
 
-pub(super) fn timespec(duration: Duration) -> Option<Timespec> {
+fn timespec(duration: Duration) -> Option<Timespec> {
     duration.try_into().ok()
 }
 
-// ---- from process_group/shared_memory/rendezvous/message
-/// The most ranks: the kernel passes at most 253 descriptors in a message, and one is the shared file.
+/// Largest number of ranks: the kernel passes at most 253 descriptors in a message, and one is the shared file.
 pub(crate) const MOST_RANKS: usize = 252;
-/// How every message begins.
-pub(super) const MAGIC: &[u8; 8] = b"FSDPSHM\n";
-/// The longest message.
-pub(super) const MESSAGE: usize = 4096;
+/// Start of every message.
+const MAGIC: &[u8; 8] = b"FSDPSHM\n";
+/// Longest message.
+const MESSAGE: usize = 4096;
 
-/// Rank 0's answer: a status (0 for good), a number and a text.
+/// Creates rank 0's answer: a status (0 for success), a number and a text.
 pub(super) fn reply(status: u32, number: u64, text: &str) -> Vec<u8> {
     let mut reply = MAGIC.to_vec();
     reply.extend(status.to_le_bytes());
@@ -231,15 +223,15 @@ pub(super) fn reply(status: u32, number: u64, text: &str) -> Vec<u8> {
     reply
 }
 
-/// What [`reply`] made.
-pub(super) fn parse_reply(message: &[u8]) -> Option<(u32, u64, String)> {
+/// Parses the message of [`reply`].
+fn parse_reply(message: &[u8]) -> Option<(u32, u64, String)> {
     let rest = message.strip_prefix(MAGIC)?;
     let (status, rest) = rest.split_first_chunk()?;
     let (number, text) = rest.split_first_chunk()?;
     Some((u32::from_le_bytes(*status), u64::from_le_bytes(*number), String::from_utf8_lossy(text).into_owned()))
 }
 
-/// Sends one message with descriptors in it.
+/// Sends one message with descriptors.
 pub(super) fn send(socket: &OwnedFd, message: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), Errno> {
     let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_RANKS + 1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
@@ -249,10 +241,10 @@ pub(super) fn send(socket: &OwnedFd, message: &[u8], fds: &[BorrowedFd<'_>]) -> 
     rustix::net::sendmsg(socket, &[IoSlice::new(message)], &mut control, SendFlags::NOSIGNAL).map(drop)
 }
 
-/// One message with the descriptors in it. Empty when the other side is gone.
+/// Receives one message with its descriptors. The message is empty if the peer has closed its end.
 pub(super) fn receive(socket: &OwnedFd) -> Result<(Vec<u8>, Vec<OwnedFd>), Errno> {
     match receive_once(socket) {
-        // The other side is gone without having read all that it was sent. What it said before comes after this error.
+        // The peer closed its end without reading everything. Its own messages can be read after this error.
         Err(Errno::CONNRESET) => receive_once(socket),
         received => received,
     }
@@ -275,7 +267,7 @@ fn receive_once(socket: &OwnedFd) -> Result<(Vec<u8>, Vec<OwnedFd>), Errno> {
     if received.flags.contains(ReturnFlags::TRUNC) {
         return Err(Errno::MSGSIZE);
     }
-    // There is room for all descriptors that fit a message, unless this process has too many.
+    // The buffer has space for all descriptors, so this process has too many open.
     if received.flags.contains(ReturnFlags::CTRUNC) {
         return Err(Errno::MFILE);
     }
@@ -283,240 +275,249 @@ fn receive_once(socket: &OwnedFd) -> Result<(Vec<u8>, Vec<OwnedFd>), Errno> {
     Ok((message, fds))
 }
 
-// ---- from process_group/shared_memory/rendezvous/host
-/// Connections beyond the number of ranks that may be open at a time.
-pub(super) const STRANGERS: usize = 64;
+/// Connections without a hello that may be open at a time, beyond the number of ranks.
+const MAX_UNIDENTIFIED: usize = 64;
 
-/// A rank that has said hello.
-struct Guest {
+/// A rank that has sent its hello.
+struct Client {
     socket: OwnedFd,
     process: OwnedFd,
 }
 
-/// Waits for all others and gives each what they share.
-pub(super) fn host(meeting: &Meeting<'_>, number: u64, file: OwnedFd, own: OwnedFd) -> Result<Met> {
+/// Waits for all other ranks and sends each the shared file and the pidfds. Runs on rank 0.
+pub(super) fn coordinate(
+    rendezvous: &Rendezvous<'_>,
+    number: u64,
+    file: OwnedFd,
+    own: OwnedFd,
+) -> Result<RendezvousResult> {
     let started = Instant::now();
-    let mut patience = Patience::default();
-    let listener = listen(meeting)?;
-    let mut guests: Vec<Option<Guest>> = (1..meeting.group.size).map(|_| None).collect();
-    let mut strangers: Vec<OwnedFd> = Vec::new();
+    let mut timer = WarningTimer::default();
+    let listener = listen(rendezvous)?;
+    let mut clients: Vec<Option<Client>> = (1..rendezvous.group.size).map(|_| None).collect();
+    let mut unidentified: Vec<OwnedFd> = Vec::new();
     let outcome = loop {
-        let missing: Vec<_> = (1..meeting.group.size).filter(|rank| guests[rank - 1].is_none()).collect();
+        let missing: Vec<_> = (1..rendezvous.group.size).filter(|rank| clients[rank - 1].is_none()).collect();
         if missing.is_empty() {
             break Ok(());
         }
-        if let Err(error) = meeting.may_come(&missing) {
+        if let Err(error) = rendezvous.check_missing(&missing) {
             break Err(error);
         }
-        if started.elapsed() >= meeting.group.timeout {
-            let seconds = meeting.group.timeout.as_secs_f64();
-            let advice = match meeting.group.is_world() {
+        if started.elapsed() >= rendezvous.group.timeout {
+            let seconds = rendezvous.group.timeout.as_secs_f64();
+            let advice = match rendezvous.group.is_world() {
                 true => "are they running, on this host, with the same MASTER_PORT and run id?",
                 false => "are they running, and do they share this host's memory and network?",
             };
-            break meeting.fail(format!("rank(s) {missing:?} did not arrive within {seconds:.1} s: {advice}"));
+            break rendezvous.fail(format!("rank(s) {missing:?} did not arrive within {seconds:.1} s: {advice}"));
         }
-        meeting.tell(&mut patience, || format!("rank(s) {}", listed(&missing)));
-        if let Err(text) = receive_guests(meeting, &listener, &mut strangers, &mut guests) {
-            break meeting.fail(text);
+        rendezvous.warn_if_due(&mut timer, || format!("rank(s) {}", listed(&missing)));
+        if let Err(text) = receive_clients(rendezvous, &listener, &mut unidentified, &mut clients) {
+            break rendezvous.fail(text);
         }
     };
-    // Whoever comes now is too late.
+    // Refuses later connections.
     drop(listener);
     if let Err(error) = outcome {
         let text = match &error {
             Error::Rendezvous { message, .. } => message.clone(),
             other => other.to_string(),
         };
-        for socket in strangers.iter().chain(guests.iter().flatten().map(|guest| &guest.socket)) {
+        for socket in unidentified.iter().chain(clients.iter().flatten().map(|client| &client.socket)) {
             let _ = send(socket, &reply(1, 0, &text), &[]);
         }
         return Err(error);
     }
-    let guests: Vec<_> = guests.into_iter().flatten().collect();
+    let clients: Vec<_> = clients.into_iter().flatten().collect();
     let mut fds = vec![file.as_fd(), own.as_fd()];
-    fds.extend(guests.iter().map(|guest| guest.process.as_fd()));
+    fds.extend(clients.iter().map(|client| client.process.as_fd()));
     let message = reply(0, number, "");
-    for (index, guest) in guests.iter().enumerate() {
+    for (index, client) in clients.iter().enumerate() {
         let sent = loop {
-            match send(&guest.socket, &message, &fds) {
-                // The kernel limits how many descriptors are on their way: the guests before have to take theirs.
-                Err(Errno::TOOMANYREFS | Errno::AGAIN | Errno::INTR) if started.elapsed() < meeting.group.timeout => {
+            match send(&client.socket, &message, &fds) {
+                // The kernel limits descriptors in flight: earlier ranks must receive theirs first.
+                Err(Errno::TOOMANYREFS | Errno::AGAIN | Errno::INTR)
+                    if started.elapsed() < rendezvous.group.timeout =>
+                {
                     std::thread::sleep(Duration::from_millis(1));
                 }
                 sent => break sent,
             }
         };
         sent.map_err(|errno| match errno {
-            Errno::PIPE | Errno::CONNRESET => meeting.error(went_away(index + 1)),
-            errno => meeting.os(&format!("sending the shared memory to rank {}", index + 1), errno),
+            Errno::PIPE | Errno::CONNRESET => rendezvous.error(disconnected(index + 1)),
+            errno => rendezvous.os(&format!("sending the shared memory to rank {}", index + 1), errno),
         })?;
     }
-    let processes = std::iter::once(own).chain(guests.into_iter().map(|guest| guest.process)).collect();
-    Ok(Met { file, number, processes })
+    let processes = std::iter::once(own).chain(clients.into_iter().map(|client| client.process)).collect();
+    Ok(RendezvousResult { file, number, processes })
 }
 
-fn listen(meeting: &Meeting<'_>) -> Result<OwnedFd> {
-    let address = meeting.address()?;
-    let listener = meeting.socket()?;
-    // An earlier job's rank 0 may be about to close it.
-    let deadline = Instant::now() + meeting.group.timeout.min(Duration::from_secs(2));
+fn listen(rendezvous: &Rendezvous<'_>) -> Result<OwnedFd> {
+    let address = rendezvous.address()?;
+    let listener = rendezvous.socket()?;
+    // Rank 0 of an earlier job may be about to close the address.
+    let deadline = Instant::now() + rendezvous.group.timeout.min(Duration::from_secs(2));
     loop {
         match rustix::net::bind(&listener, &address) {
             Ok(()) => break,
             Err(Errno::ADDRINUSE) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(20)),
             Err(Errno::ADDRINUSE) => {
-                return meeting.fail(
-                    "another process is rank 0 already: give each process a RANK of its own, and jobs that run side \
-                     by side \
-                     MASTER_PORTs or run ids of their own",
+                return rendezvous.fail(
+                    "another process is already rank 0: give each process a RANK of its own, and each job of a host its \
+                     own MASTER_PORT or run id",
                 );
             }
-            Err(errno) => return Err(meeting.os("binding a socket", errno)),
+            Err(errno) => return Err(rendezvous.os("binding a socket", errno)),
         }
     }
-    rustix::net::listen(&listener, meeting.group.size as i32).map_err(|errno| meeting.os("listening", errno))?;
+    rustix::net::listen(&listener, rendezvous.group.size as i32).map_err(|errno| rendezvous.os("listening", errno))?;
     Ok(listener)
 }
 
-/// Waits a little for connections and messages and takes them in. The error is for all ranks.
-fn receive_guests(
-    meeting: &Meeting<'_>,
+/// Waits briefly for connections and messages and processes them. An error is sent to all ranks.
+fn receive_clients(
+    rendezvous: &Rendezvous<'_>,
     listener: &OwnedFd,
-    strangers: &mut Vec<OwnedFd>,
-    guests: &mut [Option<Guest>],
+    unidentified: &mut Vec<OwnedFd>,
+    clients: &mut [Option<Client>],
 ) -> Result<(), String> {
-    let seated: Vec<_> = (0..guests.len()).filter(|&index| guests[index].is_some()).collect();
+    let joined: Vec<_> = (0..clients.len()).filter(|&index| clients[index].is_some()).collect();
     let ready: Vec<bool> = {
-        let sockets =
-            std::iter::once(listener).chain(strangers.iter()).chain(guests.iter().flatten().map(|guest| &guest.socket));
+        let sockets = std::iter::once(listener)
+            .chain(unidentified.iter())
+            .chain(clients.iter().flatten().map(|client| &client.socket));
         let mut fds: Vec<_> = sockets.map(|socket| PollFd::new(socket, PollFlags::IN)).collect();
         match rustix::event::poll(&mut fds, timespec(SLICE).as_ref()) {
             Ok(_) => fds.iter().map(|fd| !fd.revents().is_empty()).collect(),
             Err(_) => return Ok(()),
         }
     };
-    let (strange, known) = ready[1..].split_at(strangers.len());
-    if let Some((&index, _)) = seated.iter().zip(known).find(|(_, ready)| **ready) {
-        // A seated guest has nothing more to say.
-        return Err(went_away(index + 1));
+    let (strange, known) = ready[1..].split_at(unidentified.len());
+    if let Some((&index, _)) = joined.iter().zip(known).find(|(_, ready)| **ready) {
+        // A rank sends nothing after its hello, so it has disconnected.
+        return Err(disconnected(index + 1));
     }
     let mut strange = strange.iter();
     let (speaking, silent): (Vec<_>, Vec<_>) =
-        strangers.drain(..).partition(|_| strange.next().is_some_and(|&ready| ready));
-    *strangers = silent;
+        unidentified.drain(..).partition(|_| strange.next().is_some_and(|&ready| ready));
+    *unidentified = silent;
     for socket in speaking {
         let (message, mut fds) = match receive(&socket) {
             Ok(received) => received,
-            Err(Errno::MFILE | Errno::NFILE) => return Err(format!("letting ranks in: {TOO_MANY_FILES}")),
+            Err(Errno::MFILE | Errno::NFILE) => return Err(format!("accepting ranks: {TOO_MANY_FILES}")),
             Err(_) => continue,
         };
-        match meeting.guest(&message) {
+        match rendezvous.parse_hello(&message) {
             None => continue,
             Some(Err(text)) => {
-                strangers.push(socket);
+                unidentified.push(socket);
                 return Err(text);
             }
             Some(Ok(rank)) => {
                 let Some(process) = fds.pop() else { continue };
-                let seat = &mut guests[rank - 1];
-                if seat.is_some() {
-                    strangers.push(socket);
+                let place = &mut clients[rank - 1];
+                if place.is_some() {
+                    unidentified.push(socket);
                     return Err(format!("two processes say they are rank {rank}: give each process a RANK of its own"));
                 }
-                *seat = Some(Guest { socket, process });
+                *place = Some(Client { socket, process });
             }
         }
     }
-    while ready[0] && strangers.len() < 2 * (meeting.group.size + STRANGERS) {
+    while ready[0] && unidentified.len() < 2 * (rendezvous.group.size + MAX_UNIDENTIFIED) {
         match rustix::net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
-            Ok(socket) if is_same_user(&socket) => strangers.push(socket),
+            Ok(socket) if is_same_user(&socket) => unidentified.push(socket),
             Ok(_) | Err(Errno::INTR | Errno::CONNABORTED) => {}
-            Err(Errno::MFILE | Errno::NFILE) => return Err(format!("letting ranks in: {TOO_MANY_FILES}")),
+            Err(Errno::MFILE | Errno::NFILE) => return Err(format!("accepting ranks: {TOO_MANY_FILES}")),
             Err(_) => break,
         }
     }
-    // Ranks speak as soon as they are connected: who has been silent longest keeps others out for nothing.
-    strangers.drain(..strangers.len().saturating_sub(meeting.group.size + STRANGERS));
+    // Ranks send their hello at once, so the connections that were silent longest are closed.
+    unidentified.drain(..unidentified.len().saturating_sub(rendezvous.group.size + MAX_UNIDENTIFIED));
     Ok(())
 }
 
-// ---- from process_group/shared_memory/rendezvous/guest
-/// Meets rank 0, and through it the others.
-pub(super) fn join(meeting: &Meeting<'_>, own: OwnedFd) -> Result<Met> {
-    let mut patience = Patience::default();
-    let socket = connect(meeting, &mut patience)?;
+/// Connects to rank 0 and receives its answer. Runs on all other ranks.
+pub(super) fn join(rendezvous: &Rendezvous<'_>, own: OwnedFd) -> Result<RendezvousResult> {
+    let mut timer = WarningTimer::default();
+    let socket = connect(rendezvous, &mut timer)?;
     if !is_same_user(&socket) {
-        return meeting.fail("the process that answers for rank 0 belongs to another user");
+        return rendezvous.fail("the process that answers for rank 0 belongs to another user");
     }
-    match send(&socket, &meeting.hello(), &[own.as_fd()]) {
-        // What rank 0 said before it hung up is still to be read.
+    match send(&socket, &rendezvous.hello(), &[own.as_fd()]) {
+        // Rank 0's message before it closed its end can still be read.
         Ok(()) | Err(Errno::PIPE | Errno::CONNRESET) => {}
-        Err(errno) => return Err(meeting.os("saying hello", errno)),
+        Err(errno) => return Err(rendezvous.os("saying hello", errno)),
     }
-    // Rank 0 answers when its own time is over, and it may have started later than this rank.
-    let (started, longest) = (Instant::now(), meeting.group.timeout.saturating_add(Duration::from_secs(2)));
+    // Rank 0 answers when its own timeout is over, and it may have started later.
+    let (started, longest) = (Instant::now(), rendezvous.group.timeout.saturating_add(Duration::from_secs(2)));
     loop {
         let mut fds = [PollFd::new(&socket, PollFlags::IN)];
         if rustix::event::poll(&mut fds, timespec(SLICE).as_ref()).is_ok_and(|ready| ready > 0) {
             break;
         }
-        (meeting.all_well)()?;
+        (rendezvous.check_peers)()?;
         if started.elapsed() >= longest {
-            return meeting.fail(format!(
+            return rendezvous.fail(format!(
                 "rank 0 did not answer within {:.1} s: is it stopped? Otherwise raise FSDP_TIMEOUT_S",
                 longest.as_secs_f64()
             ));
         }
-        meeting.tell(&mut patience, || "the ranks that rank 0 has not met yet".into());
+        rendezvous.warn_if_due(&mut timer, || "the ranks that rank 0 has not met yet".into());
     }
     let (message, mut fds) = match receive(&socket) {
         Ok(received) => received,
         Err(Errno::CONNRESET) => Default::default(),
-        Err(errno) => return Err(meeting.os("receiving rank 0's answer", errno)),
+        Err(errno) => return Err(rendezvous.os("receiving rank 0's answer", errno)),
     };
     if message.is_empty() {
-        (meeting.all_well)()?;
-        return meeting.fail(went_away(0));
+        (rendezvous.check_peers)()?;
+        return rendezvous.fail(disconnected(0));
     }
     let Some((status, number, text)) = parse_reply(&message) else {
-        return meeting.fail("rank 0 answered in another protocol: run the same build everywhere");
+        return rendezvous.fail("rank 0 answered in another protocol: run the same build everywhere");
     };
     if status != 0 {
-        return meeting.fail(format!("rank 0 says: {text}"));
+        return rendezvous.fail(format!("rank 0 says: {text}"));
     }
-    if fds.len() != meeting.group.size + 1 {
-        return meeting.fail(format!("rank 0 sent {} descriptors instead of {}", fds.len(), meeting.group.size + 1));
+    if fds.len() != rendezvous.group.size + 1 {
+        return rendezvous.fail(format!(
+            "rank 0 sent {} descriptors, expected {}",
+            fds.len(),
+            rendezvous.group.size + 1
+        ));
     }
     let processes = fds.split_off(1);
     match fds.pop() {
-        Some(file) => Ok(Met { file, number, processes }),
-        None => meeting.fail("rank 0 sent no shared memory"),
+        Some(file) => Ok(RendezvousResult { file, number, processes }),
+        None => rendezvous.fail("rank 0 sent no shared memory"),
     }
 }
 
-/// A connection to rank 0, which may not be there yet.
-pub(super) fn connect(meeting: &Meeting<'_>, patience: &mut Patience) -> Result<OwnedFd> {
-    let address = meeting.address()?;
-    let socket = meeting.socket()?;
+/// Connects to rank 0, which may not be listening yet.
+pub(super) fn connect(rendezvous: &Rendezvous<'_>, timer: &mut WarningTimer) -> Result<OwnedFd> {
+    let address = rendezvous.address()?;
+    let socket = rendezvous.socket()?;
     let started = Instant::now();
     let mut pause = Duration::from_millis(1);
     loop {
         match rustix::net::connect(&socket, &address) {
             Ok(()) => return Ok(socket),
-            // Nobody listens yet, or too many wait to be let in.
+            // Nobody listens yet, or the queue of connections is full.
             Err(Errno::CONNREFUSED | Errno::AGAIN | Errno::INTR) => {}
-            Err(errno) => return Err(meeting.os("connecting to rank 0", errno)),
+            Err(errno) => return Err(rendezvous.os("connecting to rank 0", errno)),
         }
-        meeting.may_come(&[0])?;
-        if started.elapsed() >= meeting.group.timeout {
-            return meeting.fail(format!(
+        rendezvous.check_missing(&[0])?;
+        if started.elapsed() >= rendezvous.group.timeout {
+            return rendezvous.fail(format!(
                 "rank(s) [0] did not arrive within {:.1} s: is it running, on this host, with the same MASTER_PORT \
                  and run id?",
-                meeting.group.timeout.as_secs_f64()
+                rendezvous.group.timeout.as_secs_f64()
             ));
         }
-        meeting.tell(patience, || "rank(s) 0".into());
+        rendezvous.warn_if_due(timer, || "rank(s) 0".into());
         std::thread::sleep(pause);
         pause = (pause * 2).min(Duration::from_millis(20));
     }
@@ -527,13 +528,10 @@ mod tests {
     use super::*;
     use std::time::{Duration, Instant};
 
-    use rustix::net::{AddressFamily, SocketFlags, SocketType};
-
-    use super::super::super::{options::Membership, waiting_ranks::Patience};
     use crate::Error;
 
-    /// Ends waits that should have ended long ago.
-    fn all_well() -> Result<()> {
+    /// Ends waits that take too long.
+    fn check_peers() -> Result<()> {
         static STARTED: std::sync::LazyLock<Instant> = std::sync::LazyLock::new(Instant::now);
         if STARTED.elapsed() > Duration::from_secs(60) { Err(Error::Env("hung".into())) } else { Ok(()) }
     }
@@ -542,26 +540,26 @@ mod tests {
         Membership { name: name.into(), rank, size: 2, ..Membership::world(rank, 2, timeout) }
     }
 
-    fn meeting(group: &Membership) -> Meeting<'_> {
+    fn rendezvous(group: &Membership) -> Rendezvous<'_> {
         let run = format!("unit test {}", std::process::id());
-        Meeting { addr: "127.0.0.1", port: 1, run, group, all_well: &all_well, has_ended: &|_| false }
+        Rendezvous { addr: "127.0.0.1", port: 1, run, group, check_peers: &check_peers, has_ended: &|_| false }
     }
 
-    /// Rank 0 and rank 1 meet, with `before` done between.
-    fn two_meet(name: &str, timeout: Duration, before: impl FnOnce(&Meeting<'_>)) -> [Result<Met>; 2] {
+    /// Has rank 0 and rank 1 meet, with `before` called in between.
+    fn two_meet(name: &str, timeout: Duration, before: impl FnOnce(&Rendezvous<'_>)) -> [Result<RendezvousResult>; 2] {
         std::thread::scope(|scope| {
             let file = || Ok(rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
-            let host = scope.spawn(move || meet(&meeting(&group(name, 0, timeout)), 7, file));
-            let guest = group(name, 1, timeout);
-            let guest = meeting(&guest);
-            before(&guest);
-            let guest = meet(&guest, 0, || unreachable!("rank 0 makes the file"));
-            [host.join().unwrap(), guest]
+            let host = scope.spawn(move || meet(&rendezvous(&group(name, 0, timeout)), 7, file));
+            let client = group(name, 1, timeout);
+            let client = rendezvous(&client);
+            before(&client);
+            let client = meet(&client, 0, || unreachable!("rank 0 makes the file"));
+            [host.join().unwrap(), client]
         })
     }
 
     #[test]
-    fn the_longest_timeout_is_no_overflow() {
+    fn the_longest_timeout_does_not_overflow() {
         for met in two_meet("longest", Duration::MAX, |_| ()) {
             let met = met.unwrap();
             assert_eq!((met.number, met.processes.len()), (7, 2));
@@ -569,17 +567,17 @@ mod tests {
     }
 
     #[test]
-    fn strangers_who_say_nothing_or_nonsense_keep_nobody_out() {
-        let mut strangers = Vec::new();
-        let met = two_meet("strangers", Duration::from_secs(30), |guest| {
-            for index in 0..3 * STRANGERS {
-                let stranger = connect(guest, &mut Patience::default()).unwrap();
-                let nonsense: [&[u8]; 4] = [&[], MAGIC, &[0xff; MESSAGE], &guest.hello()[..20]];
-                // Every second one is silent. Rank 0 may have hung up already.
+    fn connections_without_a_hello_keep_no_rank_out() {
+        let mut unidentified = Vec::new();
+        let met = two_meet("unidentified", Duration::from_secs(30), |client| {
+            for index in 0..3 * MAX_UNIDENTIFIED {
+                let connection = connect(client, &mut WarningTimer::default()).unwrap();
+                let nonsense: [&[u8]; 4] = [&[], MAGIC, &[0xff; MESSAGE], &client.hello()[..20]];
+                // Every other one is silent. Rank 0 may have closed the connection.
                 if index % 2 == 0 {
-                    let _ = send(&stranger, nonsense[index / 2 % 4], &[]);
+                    let _ = send(&connection, nonsense[index / 2 % 4], &[]);
                 }
-                strangers.push(stranger);
+                unidentified.push(connection);
             }
         });
         for met in met {
@@ -588,29 +586,29 @@ mod tests {
     }
 
     #[test]
-    fn hellos_of_strangers_are_told_from_those_of_ranks_that_disagree() {
+    fn hellos_of_other_jobs_are_ignored_and_wrong_ones_refused() {
         let host = group("hellos", 0, Duration::ZERO);
-        let host = meeting(&host);
+        let host = rendezvous(&host);
         let hello = |change: fn(&mut Membership)| {
-            let mut guest = group("hellos", 1, Duration::ZERO);
-            change(&mut guest);
-            host.guest(&meeting(&guest).hello())
+            let mut client = group("hellos", 1, Duration::ZERO);
+            change(&mut client);
+            host.parse_hello(&rendezvous(&client).hello())
         };
         assert_eq!(hello(|_| ()), Some(Ok(1)));
-        assert_eq!(hello(|guest| guest.name = "another".into()), None);
+        assert_eq!(hello(|client| client.name = "another".into()), None);
         for (said, part) in [
-            (hello(|guest| guest.size = 3), "WORLD_SIZE"),
-            (hello(|guest| guest.rank = 0), "RANK of its own"),
-            (hello(|guest| guest.rank = usize::MAX), "RANK of its own"),
+            (hello(|client| client.size = 3), "WORLD_SIZE"),
+            (hello(|client| client.rank = 0), "RANK of its own"),
+            (hello(|client| client.rank = usize::MAX), "RANK of its own"),
         ] {
             assert!(said.unwrap().unwrap_err().contains(part));
         }
-        let whole = meeting(&group("hellos", 1, Duration::ZERO)).hello();
-        assert!((0..whole.len()).all(|len| host.guest(&whole[..len]).is_none()));
+        let whole = rendezvous(&group("hellos", 1, Duration::ZERO)).hello();
+        assert!((0..whole.len()).all(|len| host.parse_hello(&whole[..len]).is_none()));
     }
 
     #[test]
-    fn what_somebody_said_before_hanging_up_unread_is_heard() {
+    fn messages_sent_before_a_close_are_received() {
         let (flags, kind) = (SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, SocketType::SEQPACKET);
         let (one, other) = rustix::net::socketpair(AddressFamily::UNIX, kind, flags, None).unwrap();
         send(&one, b"never read", &[]).unwrap();

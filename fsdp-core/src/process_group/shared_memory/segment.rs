@@ -1,12 +1,12 @@
-//! Where the parts of a segment lie.
-//! The shared memory that the ranks of a group exchange data through.
+//! The shared memory through which the ranks of a group exchange data.
 //!
-//! A segment is one mapping: for each rank a control block, a board (see `peer_monitor`) and a ring of slots. A rank writes
-//! only what is its own and reads what is its peers'. A group runs in *rounds*, which count up over its whole life: in
-//! round `k` every rank may fill its slot `k % SLOTS` and publishes it by raising its `produced` counter to `k + 1`;
-//! when it has read what it wants of everybody's round `k` it raises its `consumed` counter to `k + 1`. A slot is free
-//! for round `k` once everybody has consumed round `k - SLOTS`. The counters wrap around; no two ranks' counters that
-//! are compared are ever half the range apart.
+//! A segment is one mapping. It has a control block, a status page and a ring of slots for each rank. A rank writes only
+//! its own and reads those of its peers.
+//!
+//! A group counts *steps* over its whole life. In step `k` a rank may fill its slot `k % SLOTS`, and publishes it by
+//! setting its `produced` counter to `k + 1`. Once it has read the peers' slots of step `k`, it sets its `consumed`
+//! counter to `k + 1`. A slot is free for step `k` once all ranks have consumed step `k - SLOTS`. The counters wrap
+//! around; counters that are compared are never half the range apart.
 //!
 //! All unsafe code that shares memory is in this file.
 
@@ -29,16 +29,15 @@ use rustix::{
 
 use super::super::{collective::Collective, host::packing::ALIGN};
 
-// ---- from process_group/shared_memory/shape
-/// Slots a rank. A power of two, so that slot numbers go on evenly when the counters wrap.
+/// Slots of a rank. A power of two, so that slot numbers continue evenly when the counters wrap.
 pub(super) const SLOTS: u32 = 4;
-/// A page of memory.
-pub(super) const PAGE: usize = 4096;
+/// Size of a memory page.
+const PAGE: usize = 4096;
 
-/// What docs/architecture.md says of announcements: those of 41 ranks fit into a page.
+/// As docs/architecture.md states, the announcements of 41 ranks fit into a page.
 const _: () = assert!(Collective::announcement_len(41) <= PAGE && Collective::announcement_len(42) > PAGE);
 
-/// How large the parts of a segment are. For each rank there are a control block, a board, and slots.
+/// Sizes of the parts of a segment. Each rank has a control block, a status page, and slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Shape {
     pub(super) ranks: usize,
@@ -46,20 +45,20 @@ pub(super) struct Shape {
 }
 
 impl Shape {
-    /// For `ranks` ranks that move at most about `chunk_bytes` at a time.
+    /// Creates the shape for `ranks` ranks that move about `chunk_bytes` at a time.
     pub(super) fn new(ranks: usize, chunk_bytes: usize) -> Self {
         // Every rank's share of a slot holds at least one element of the largest dtype, at an aligned place.
         let least = (ranks + 1) * ALIGN;
         Shape { ranks, chunk: chunk_bytes.clamp(least, 1 << 30).next_multiple_of(ALIGN) }
     }
 
-    /// Bytes of a slot before its data: an announcement.
+    /// Returns the bytes of a slot's announcement, before its data.
     pub(super) fn header(&self) -> usize {
         Collective::announcement_len(self.ranks).next_multiple_of(ALIGN)
     }
 
-    /// Bytes of a board: an announcement, and what [`PeerMonitor::show`](super::super::peer_monitor::PeerMonitor::show) adds.
-    pub(super) fn board(&self) -> usize {
+    /// Returns the bytes of a status page: an announcement and what [`PeerMonitor::set_status`] allows in addition.
+    pub(super) fn status_page(&self) -> usize {
         (Collective::announcement_len(self.ranks) + 128).next_multiple_of(PAGE)
     }
 
@@ -68,32 +67,31 @@ impl Shape {
     }
 
     fn rank(&self) -> usize {
-        PAGE + self.board() + self.slot() * SLOTS as usize
+        PAGE + self.status_page() + self.slot() * SLOTS as usize
     }
 
-    /// Where the control block of a rank begins.
-    pub(super) fn control_of(&self, rank: usize) -> usize {
+    /// Returns the offset of a rank's control block.
+    fn control_of(&self, rank: usize) -> usize {
         assert!(rank < self.ranks);
         rank * self.rank()
     }
 
-    /// Where the board of a rank begins.
-    pub(super) fn board_of(&self, rank: usize) -> usize {
+    /// Returns the offset of a rank's status page.
+    fn status_of(&self, rank: usize) -> usize {
         self.control_of(rank) + PAGE
     }
 
-    /// Where the slot of a rank for `round` begins.
-    pub(super) fn slot_of(&self, rank: usize, round: u32) -> usize {
-        self.board_of(rank) + self.board() + self.slot() * (round % SLOTS) as usize
+    /// Returns the offset of a rank's slot for `step`.
+    fn slot_of(&self, rank: usize, step: u32) -> usize {
+        self.status_of(rank) + self.status_page() + self.slot() * (step % SLOTS) as usize
     }
 
-    /// Bytes of the whole segment.
+    /// Returns the bytes of the whole segment.
     pub(super) fn total(&self) -> usize {
         self.rank() * self.ranks
     }
 }
 
-// ---- from process_group/shared_memory/segment
 /// The longest failure record, in bytes.
 pub(super) const RECORD: usize = 2048;
 
@@ -101,44 +99,43 @@ const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlag
 
 /// A value with a cache line to itself.
 #[repr(C, align(128))]
-pub(super) struct Line<T>(pub(super) T);
+pub(super) struct CacheLine<T>(pub(super) T);
 
-/// What became of a rank, in [`Control::state`].
+/// States of a rank, in [`Control::state`].
 pub(super) mod state {
-    /// Nobody has claimed the rank yet. What a fresh mapping holds.
-    pub(crate) const ABSENT: u32 = 0;
-    pub(crate) const ACTIVE: u32 = 1;
+    /// The rank has not been claimed. The state of a new mapping.
+    pub(super) const ABSENT: u32 = 0;
+    pub(super) const ACTIVE: u32 = 1;
     pub(crate) const LEFT: u32 = 2;
     pub(crate) const FAILED: u32 = 3;
 }
 
-/// A rank's control block. All zeros is its initial state, and every bit pattern is valid: a peer can't make reading it
-/// undefined.
+/// A rank's control block. Initially all zeros. Every bit pattern is valid, so that a peer cannot make reading undefined.
 #[repr(C)]
 pub(super) struct Control {
-    /// Rounds published.
-    pub(super) produced: Line<AtomicU32>,
-    /// Rounds read.
-    pub(super) consumed: Line<AtomicU32>,
-    /// How many ranks sleep on one of this rank's counters.
-    pub(super) sleepers: Line<AtomicU32>,
-    /// One of [`state`]'s.
-    pub(super) state: Line<AtomicU32>,
-    /// Bytes of `record` that are set, written before the state becomes [`state::FAILED`].
+    /// Number of published steps.
+    pub(super) produced: CacheLine<AtomicU32>,
+    /// Number of steps that were read.
+    pub(super) consumed: CacheLine<AtomicU32>,
+    /// Number of ranks that sleep on one of this rank's counters.
+    sleepers: CacheLine<AtomicU32>,
+    /// A value of [`state`].
+    pub(super) state: CacheLine<AtomicU32>,
+    /// Length of `record`, which is written before the state becomes [`state::FAILED`].
     record_len: AtomicU32,
-    /// Why the rank failed.
+    /// Why the rank failed: an encoded [`Failure`](super::super::Failure).
     record: [AtomicU8; RECORD],
 }
 
 const _: () = assert!(size_of::<Control>() <= PAGE);
 
-/// Whether a counter has come to `target`, in spite of wrapping.
+/// Returns whether a counter has reached `target`, across a wrap.
 pub(super) fn reached(counter: u32, target: u32) -> bool {
     counter.wrapping_sub(target) as i32 >= 0
 }
 
 impl Control {
-    /// Raises a counter of this block and wakes who sleeps on it.
+    /// Sets a counter of this block to a larger value and wakes the ranks that sleep on it.
     fn raise(&self, counter: &AtomicU32, value: u32) {
         counter.store(value, Ordering::Release);
         // With the fence in `sleep`: either this load sees the sleeper, or the sleeper's load sees the new value.
@@ -148,21 +145,20 @@ impl Control {
         }
     }
 
-    /// Sleeps until `counter`, one of this block's, is not `seen` any more, or `at_most` is over, or for no reason.
+    /// Sleeps while `counter`, one of this block's, is `seen`, for at most `at_most`. May return early.
     pub(super) fn sleep(&self, counter: &AtomicU32, seen: u32, at_most: Duration) {
         self.sleepers.0.fetch_add(1, Ordering::SeqCst);
         fence(Ordering::SeqCst);
         if counter.load(Ordering::Acquire) == seen
             && let Ok(timeout) = at_most.try_into()
         {
-            // Being woken, interrupted, late and too slow to fall asleep are all the same to the caller, who looks
-            // again.
+            // The caller checks again, whatever ended the wait.
             let _ = futex::wait(counter, futex::Flags::empty(), seen, Some(&timeout));
         }
         self.sleepers.0.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// Writes why the rank failed, of which there are at most [`RECORD`] bytes.
+    /// Writes the reason of the failure, at most [`RECORD`] bytes.
     pub(super) fn set_record(&self, bytes: &[u8]) {
         for (to, &byte) in self.record.iter().zip(bytes) {
             to.store(byte, Ordering::Relaxed);
@@ -170,13 +166,13 @@ impl Control {
         self.record_len.store(bytes.len().min(RECORD) as u32, Ordering::Relaxed);
     }
 
-    /// Reads what [`Control::set_record`] wrote, or whatever is there.
+    /// Reads the bytes of [`Control::set_record`].
     pub(super) fn record(&self) -> Vec<u8> {
         let len = (self.record_len.load(Ordering::Relaxed) as usize).min(RECORD);
         self.record[..len].iter().map(|byte| byte.load(Ordering::Relaxed)).collect()
     }
 
-    /// Sets the state for good and wakes everybody who waits for this rank.
+    /// Sets the final state and wakes all ranks that wait for this rank.
     pub(super) fn end(&self, state: u32) {
         self.state.0.store(state, Ordering::Release);
         for counter in [&self.produced.0, &self.consumed.0] {
@@ -198,7 +194,7 @@ unsafe impl Send for Segment {}
 unsafe impl Sync for Segment {}
 
 impl Segment {
-    /// A segment for the threads of this process.
+    /// Creates a segment for the threads of this process.
     pub(super) fn anonymous(shape: Shape) -> Result<Self, Errno> {
         // SAFETY: a new mapping at an address of the kernel's choice touches no memory that is in use.
         let base = unsafe {
@@ -212,7 +208,7 @@ impl Segment {
         Segment::new(base, shape)
     }
 
-    /// A file without a name for a segment of this shape, that nobody can resize.
+    /// Creates an unnamed file of a fixed size for a segment of this shape.
     pub(super) fn file(shape: Shape) -> Result<OwnedFd, Errno> {
         let file = rustix::fs::memfd_create("fsdp-segment", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         rustix::fs::ftruncate(&file, shape.total() as u64)?;
@@ -220,9 +216,9 @@ impl Segment {
         Ok(file)
     }
 
-    /// Maps what [`Segment::file`] made, maybe in another process.
+    /// Maps a file of [`Segment::file`], possibly of another process.
     pub(super) fn map(file: impl AsFd, shape: Shape) -> Result<Self, Errno> {
-        // Without the seals the other side could truncate the file, and touching the mapping would kill this process.
+        // Without the seals, another process could truncate the file, and an access would kill this process.
         if !rustix::fs::fcntl_get_seals(&file)?.contains(SEALS)
             || rustix::fs::fstat(&file)?.st_size as u64 != shape.total() as u64
         {
@@ -247,30 +243,33 @@ impl Segment {
         NonNull::new(base.cast()).map(|base| Segment { base, shape }).ok_or(Errno::NOMEM)
     }
 
-    /// The number of ranks.
+    /// Returns the number of ranks.
     pub(super) fn ranks(&self) -> usize {
         self.shape.ranks
     }
 
-    /// A rank's control block.
+    /// Returns a rank's control block.
     pub(super) fn control(&self, rank: usize) -> &Control {
         // SAFETY: in bounds by `Shape`; page-aligned; a `Control` is valid whatever the bytes, and nobody accesses it
         // but through atomics.
         unsafe { self.base.add(self.shape.control_of(rank)).cast::<Control>().as_ref() }
     }
 
-    /// A rank's board.
-    pub(super) fn board(&self, rank: usize) -> &[AtomicU8] {
+    /// Returns a rank's status page.
+    pub(super) fn status_page(&self, rank: usize) -> &[AtomicU8] {
         // SAFETY: in bounds by `Shape`; nobody accesses it but through these atomics.
         unsafe {
-            std::slice::from_raw_parts(self.base.add(self.shape.board_of(rank)).cast().as_ptr(), self.shape.board())
+            std::slice::from_raw_parts(
+                self.base.add(self.shape.status_of(rank)).cast().as_ptr(),
+                self.shape.status_page(),
+            )
         }
     }
 
-    /// Where the slot of `rank` for `round` begins.
-    fn slot(&self, rank: usize, round: u32) -> *mut u8 {
+    /// Returns the start of the slot of `rank` for `step`.
+    fn slot(&self, rank: usize, step: u32) -> *mut u8 {
         // SAFETY: in bounds of the mapping by `Shape`.
-        unsafe { self.base.add(self.shape.slot_of(rank, round)).as_ptr() }
+        unsafe { self.base.add(self.shape.slot_of(rank, step)).as_ptr() }
     }
 }
 
@@ -282,7 +281,7 @@ impl Drop for Segment {
     }
 }
 
-/// One rank's end of a segment: the only thing that writes the rank's slots and counters.
+/// One rank's access to a segment. Only the port writes the rank's slots and counters.
 pub(super) struct Port {
     segment: Arc<Segment>,
     rank: usize,
@@ -291,7 +290,7 @@ pub(super) struct Port {
 }
 
 impl Port {
-    /// Takes a rank's end; `None` when somebody else has it.
+    /// Claims a rank's port. Returns `None` if it is already claimed.
     pub(super) fn claim(segment: Arc<Segment>, rank: usize) -> Option<Self> {
         let control = segment.control(rank);
         let claimed =
@@ -313,12 +312,12 @@ impl Port {
         self.segment.ranks()
     }
 
-    /// Bytes of data that a slot holds.
+    /// Returns the bytes of data in a slot.
     pub(super) fn chunk(&self) -> usize {
         self.segment.shape.chunk
     }
 
-    /// Rounds this rank has read.
+    /// Returns the number of steps that this rank has read.
     pub(super) fn consumed(&self) -> u32 {
         self.consumed
     }
@@ -327,66 +326,66 @@ impl Port {
         (0..self.ranks()).filter(|&peer| peer != self.rank)
     }
 
-    /// What every peer must have consumed before the next slot may be written.
+    /// Returns the step that every peer must have consumed before the next slot may be written.
     pub(super) fn needed_for_slot(&self) -> u32 {
         self.produced.wrapping_add(1).wrapping_sub(SLOTS)
     }
 
-    /// Whether the next slot may be written.
+    /// Returns whether the next slot may be written.
     pub(super) fn slot_is_free(&self) -> bool {
         let needed = self.needed_for_slot();
         self.peers().all(|peer| reached(self.segment.control(peer).consumed.0.load(Ordering::Acquire), needed))
     }
 
-    /// The announcement and the data of the slot to publish next, with whatever an earlier round left there.
+    /// Returns the announcement and the data of the next slot to publish, with the bytes of an earlier step.
     ///
     /// # Panics
-    /// When the slot is not free.
+    /// If the slot is not free.
     pub(super) fn slot(&mut self) -> (&mut [u8], &mut [u8]) {
         assert!(self.slot_is_free(), "the slot is still being read");
         let (header, chunk) = (self.segment.shape.header(), self.segment.shape.chunk);
         let start = self.segment.slot(self.rank, self.produced);
         // SAFETY: in bounds, since a slot is at least header and chunk. Nobody else accesses it: this is the rank's
-        // only port and is borrowed mutably; peers read only slots of rounds in [their consumed, this rank's produced),
+        // only port and is borrowed mutably; peers read only slots of steps in [their consumed, this rank's produced),
         // and with all of them at `needed_for_slot` or later (checked with Acquire, so that their reads have happened)
-        // none of those rounds shares this slot.
+        // none of those steps shares this slot.
         unsafe {
             (std::slice::from_raw_parts_mut(start, header), std::slice::from_raw_parts_mut(start.add(header), chunk))
         }
     }
 
-    /// Makes the slot readable for the peers.
+    /// Lets the peers read the slot.
     pub(super) fn publish(&mut self) {
         self.publish_until(self.produced.wrapping_add(1));
     }
 
-    /// Ends all rounds before `round` at once, those not yet published with nothing in them.
-    pub(super) fn publish_until(&mut self, round: u32) {
-        self.produced = round;
+    /// Publishes all steps before `step`, those not yet published without data.
+    pub(super) fn publish_until(&mut self, step: u32) {
+        self.produced = step;
         let control = self.segment.control(self.rank);
         control.raise(&control.produced.0, self.produced);
     }
 
-    /// Whether `peer` has published the round that this rank reads next.
+    /// Returns whether `peer` has published the step that this rank reads next.
     pub(super) fn is_published(&self, peer: usize) -> bool {
         reached(self.segment.control(peer).produced.0.load(Ordering::Acquire), self.consumed.wrapping_add(1))
     }
 
-    /// The announcement and the data of `peer` in the round that this rank reads next.
+    /// Returns the announcement and the data of `peer` in the step that this rank reads next.
     ///
     /// # Panics
-    /// When the peer has not published it yet.
+    /// If the peer has not published it.
     pub(super) fn peer_slot(&self, peer: usize) -> (&[u8], &[u8]) {
-        assert!(peer != self.rank && self.is_published(peer), "the round is not published yet");
+        assert!(peer != self.rank && self.is_published(peer), "the step is not published yet");
         let (header, chunk) = (self.segment.shape.header(), self.segment.shape.chunk);
         let start = self.segment.slot(peer, self.consumed);
-        // SAFETY: in bounds, since a slot is at least header and chunk. The peer has published the round (checked with
+        // SAFETY: in bounds, since a slot is at least header and chunk. The peer has published the step (checked with
         // Acquire, so that its writes have happened) and writes the slot again only after this rank's `consumed`
-        // counter passed the round, which needs `&mut self`.
+        // counter passed the step, which needs `&mut self`.
         unsafe { (std::slice::from_raw_parts(start, header), std::slice::from_raw_parts(start.add(header), chunk)) }
     }
 
-    /// Goes on to the next round: the peers may use their slots of this one again.
+    /// Goes on to the next step and lets the peers reuse their slots.
     pub(super) fn advance(&mut self) {
         self.consumed = self.consumed.wrapping_add(1);
         let control = self.segment.control(self.rank);
@@ -395,8 +394,7 @@ impl Port {
 }
 
 impl Drop for Port {
-    /// Leaves the group, unless the rank failed before. Here, so that peers learn it also when the rank's thread panics
-    /// or never starts.
+    /// Leaves the group, unless the rank failed. Peers learn it also if the rank's thread panics or never starts.
     fn drop(&mut self) {
         let control = self.segment.control(self.rank);
         if control.state.0.load(Ordering::Relaxed) == state::ACTIVE {
@@ -416,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_is_read_as_it_was_written_and_never_beyond_its_end() {
+    fn records_are_read_as_written_and_never_beyond_their_end() {
         let segment = Segment::anonymous(Shape::new(1, 4096)).unwrap();
         let control = segment.control(0);
         for bytes in [vec![], vec![1, 2, 3], vec![7; RECORD]] {
@@ -448,7 +446,7 @@ mod tests {
     }
 
     #[test]
-    fn slots_are_reused_only_when_everybody_has_read_them_also_across_the_wrap() {
+    fn slots_are_reused_once_all_ranks_have_read_them() {
         let segment = Arc::new(Segment::anonymous(Shape::new(2, 4096)).unwrap());
         for rank in 0..2 {
             segment.control(rank).produced.0.store(u32::MAX - 5, Ordering::Relaxed);

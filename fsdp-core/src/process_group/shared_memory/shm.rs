@@ -1,5 +1,4 @@
-//! The backend for ranks that are processes of one host: they exchange data through shared memory without a name, which
-//! goes when they go.
+//! The backend for processes of one host. Their shared memory has no name and disappears with them.
 
 use std::sync::Arc;
 
@@ -8,19 +7,19 @@ use super::{
         backend::Backend,
         group::ProcessGroup,
         options::{Membership, Options},
-        waiting_ranks::Roll,
+        waiting_ranks::WaitingRanks,
     },
-    engine::{Meet, SharedMemory},
-    peer_monitor::Watch,
-    rendezvous::{self, Meeting},
+    engine::{SegmentSource, SharedMemory},
+    peer_monitor::Waiter,
+    rendezvous::{self, Rendezvous},
     segment::{Port, Segment, Shape},
 };
 use crate::{Error, RankEnv, Result, heartbeat::PeerExits};
 
-/// The most ranks of a group.
+/// Largest number of ranks of a group.
 pub(in super::super) const MOST_RANKS: usize = rendezvous::MOST_RANKS;
 
-/// How processes come to share a segment: the first rank makes it and hands it to the others.
+/// Creates segments for processes: the first rank creates the file and sends it to the others.
 #[derive(Clone)]
 struct Processes {
     env: RankEnv,
@@ -28,51 +27,50 @@ struct Processes {
     peers: Arc<PeerExits>,
 }
 
-impl Meet for Processes {
-    fn meet(&self, group: &Membership, all_well: &dyn Fn() -> Result<()>) -> Result<(Port, Watch)> {
+impl SegmentSource for Processes {
+    fn open(&self, group: &Membership, check_peers: &dyn Fn() -> Result<()>) -> Result<(Port, Waiter)> {
         let os = |source: rustix::io::Errno| Error::Os {
             rank: group.rank,
             what: format!("sharing the memory of group \"{}\"", group.name),
             source: Arc::new(source.into()),
         };
-        let meeting = Meeting {
+        let parameters = Rendezvous {
             addr: &self.env.master_addr,
             port: self.env.master_port,
             run: format!("{}\n{}", self.env.run_id, self.env.attempt),
             group,
-            all_well,
-            // In the groups within it each rank watches the others' processes.
+            check_peers,
+            // In groups split from the world, ranks waiter each other's processes.
             has_ended: &|rank| group.is_world() && self.peers.has_exited(rank),
         };
-        let met = rendezvous::meet(&meeting, self.chunk_bytes as u64, || {
+        let met = rendezvous::meet(&parameters, self.chunk_bytes as u64, || {
             Segment::file(Shape::new(group.size, self.chunk_bytes)).map_err(os)
         })?;
-        // Rank 0's choice, so that all ranks have the same even where their options differ.
+        // Rank 0's choice, so that the shape is the same on all ranks even if their options differ.
         let shape = Shape::new(group.size, usize::try_from(met.number).unwrap_or(usize::MAX));
         let segment = Arc::new(Segment::map(&met.file, shape).map_err(os)?);
         let port = Port::claim(segment, group.rank).ok_or_else(|| Error::Rendezvous {
             rank: group.rank,
-            message: format!("another process is rank {} of group \"{}\" too", group.rank, group.name),
+            message: format!("another process is also rank {} of group \"{}\"", group.rank, group.name),
         })?;
-        Ok((port, Watch::new(group.timeout, group.size, met.processes)))
+        Ok((port, Waiter::new(group.timeout, group.size, met.processes)))
     }
 
-    fn again(&self) -> Box<dyn Meet> {
+    fn for_subgroup(&self) -> Box<dyn SegmentSource> {
         Box::new(self.clone())
     }
 }
 
-/// Meets the other processes of the job on this host and returns this rank's handle of the world.
+/// Meets the other processes of the job on this host and returns the group of all ranks.
 ///
 /// # Errors
-/// [`Error::Env`] when `env` names a rank outside its world; [`Error::Rendezvous`] when the ranks don't meet within the
-/// timeout (the message names who is missing), when some meet by another backend, when they disagree about the size of
-/// the world or two have the same rank, and when the job spans several hosts; [`Error::Os`] when the system refuses
-/// memory, sockets or threads.
+/// [`Error::Env`] if `env` names a rank outside its world. [`Error::Rendezvous`] if ranks are missing after the timeout,
+/// use another backend, disagree about the world size or have the same rank, and if the job spans several hosts.
+/// [`Error::Os`] if the system refuses memory, sockets or threads.
 pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
     if env.rank >= env.world_size {
         return Err(Error::Env(format!(
-            "rank {} is outside a world of {}: ranks count from 0 to the size of the world - 1",
+            "rank {} is outside a world of {}: ranks count from 0 to the world size - 1",
             env.rank, env.world_size
         )));
     }
@@ -80,10 +78,8 @@ pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
         return Err(Error::Rendezvous {
             rank: env.rank,
             message: format!(
-                "the shm backend serves the processes of one host, but the {} ranks run on {} hosts, {} on this one: \
-                 between hosts there is MPI, for ranks that fsdp-launch has started, or mpirun, or srun with \
-                 --mpi=pmi2 (for MPICH) or --mpi=pmix (for Open MPI), with FSDP_BACKEND=mpi or without that variable. \
-                 Else start all ranks on one host",
+                "the shm backend serves one host, but the {} ranks run on {} hosts, {} on this one. Start them by \
+                 fsdp-launch, or mpirun, or srun --mpi=pmi2|pmix, with FSDP_BACKEND=mpi, or start all ranks on one host",
                 env.world_size, env.hosts, env.local_world_size
             ),
         });
@@ -100,23 +96,23 @@ pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
     let world = Membership::world(env.rank, env.world_size, options.timeout);
     let processes =
         Processes { env: env.clone(), chunk_bytes: options.chunk_bytes, peers: Arc::new(PeerExits::open(env)) };
-    let roll = Roll::enter(env, "shm");
-    let all_well = || match roll.in_vain() {
+    let waiting = WaitingRanks::register(env, "shm");
+    let check_peers = || match waiting.backend_conflict() {
         Some(message) => Err(Error::Rendezvous { rank: env.rank, message }),
         None => Ok(()),
     };
-    let backend = SharedMemory::join(Box::new(processes), &world, &all_well)?;
+    let backend = SharedMemory::join(Box::new(processes), &world, &check_peers)?;
     ProcessGroup::new(world, Box::new(backend))
 }
 
-/// This rank's end of a group of processes of this host that know each other by another backend: `env` is theirs, and
-/// `all_well` fails when one that is to come is gone.
+/// Joins a group of processes of this host that know each other by another backend. `check_peers` fails if an expected
+/// rank is gone.
 pub(in super::super) fn join(
     env: &RankEnv,
     chunk_bytes: usize,
     group: &Membership,
-    all_well: &dyn Fn() -> Result<()>,
+    check_peers: &dyn Fn() -> Result<()>,
 ) -> Result<Box<dyn Backend>> {
     let processes = Processes { env: env.clone(), chunk_bytes, peers: Arc::new(PeerExits::open(env)) };
-    Ok(Box::new(SharedMemory::join(Box::new(processes), group, all_well)?))
+    Ok(Box::new(SharedMemory::join(Box::new(processes), group, check_peers)?))
 }

@@ -10,7 +10,7 @@ use half::{bf16, f16};
 
 use super::{Wrong, ensure};
 
-/// Ranks that a case has counts for.
+/// Number of ranks that a case has counts for.
 pub(super) const RANKS: usize = 4;
 
 /// Data for every collective: for each part a dtype, and for each pair of ranks the number of elements to send.
@@ -22,7 +22,7 @@ pub struct Case {
     pub op: ReduceOp,
     /// The rank that broadcasts, modulo the number of ranks.
     pub root: usize,
-    /// The dtypes and counts.
+    /// Dtypes and counts.
     pub parts: Vec<(DType, Vec<Vec<usize>>)>,
 }
 

@@ -85,10 +85,10 @@ pub fn take_part(trial: &str, join: Join<'_>) -> String {
             return join(Options::default()).map_or_else(|it| it.to_string(), |it| format!("{:?}", it.guarantees()));
         }
         DIES => fails::dies(join),
-        other => Err(format!("there is no trial {other:?}: run the same build everywhere").into()),
+        other => Err(format!("unknown trial {other:?}: run the same build everywhere").into()),
     };
     match outcome {
         Ok(()) => DONE.into(),
-        Err(wrong) => format!("not so: {wrong}"),
+        Err(wrong) => format!("failed: {wrong}"),
     }
 }

@@ -81,7 +81,7 @@ impl TensorsByFile {
         if found.len() > most {
             found = rows(&|fqn| layer(fqn, false));
         }
-        if found.len() > 2 * most {
+        if found.len() > most.saturating_mul(2) {
             found = rows(&|fqn| layer(fqn, true));
         }
         // Names are only displayed from here on.
