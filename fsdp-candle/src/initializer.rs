@@ -69,9 +69,6 @@ pub trait Initializer: Send + Sync {
     fn fill(&self, request: &ShardRequest<'_>, shard: &mut [u8]) -> Result<()>;
 
     /// Checks that there are values, before memory is allocated for them.
-    ///
-    /// # Errors
-    /// As for [`Initializer::fill`].
     fn check(&self, request: &ShardRequest<'_>) -> Result<()> {
         let _ = request;
         Ok(())

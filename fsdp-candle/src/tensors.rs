@@ -26,9 +26,6 @@ use candle_core::{Result, Tensor};
 /// ```
 pub trait Tensors: Sized {
     /// Replaces each tensor by the result of `f`.
-    ///
-    /// # Errors
-    /// Returns the errors of `f`.
     fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self>;
 }
 

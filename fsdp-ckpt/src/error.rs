@@ -37,7 +37,7 @@ pub enum Error {
     NotFound {
         /// Directory that was searched.
         path: PathBuf,
-        /// What is missing.
+        /// Missing item.
         looked_for: String,
     },
     /// A safetensors file is truncated or malformed.
@@ -215,7 +215,7 @@ impl Error {
         chain(self)
     }
 
-    /// Returns whether a checkpoint differs from what was written: changed bytes, or missing or truncated files.
+    /// Returns whether a checkpoint was changed after it was written: changed bytes, or missing or truncated files.
     ///
     /// Refusals of the system or a store, newer versions, and checkpoints of another model are not damage.
     pub fn is_damage(&self) -> bool {

@@ -209,9 +209,6 @@ pub trait Readable: Send + Sync {
     /// Returns the reason when the memory cannot be read now.
     fn read(&self, f: &mut dyn FnMut(&[u8])) -> Result<(), String>;
     /// Calls `f` once with a view of all elements on their device. Backends use it.
-    ///
-    /// # Errors
-    /// As for [`Readable::read`].
     fn view(&self, f: &mut dyn FnMut(View<'_>)) -> Result<(), String> {
         self.read(&mut |bytes| f(View::Host(bytes)))
     }

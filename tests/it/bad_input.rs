@@ -224,7 +224,7 @@ fn waiting_ranks_name_the_missing_ranks() {
     for rank in [0, 1] {
         let port = 29_540 + rank as u16;
         let stderr = alone(rank, port, &[("FSDP_TIMEOUT_S", "9")], dir.path()).failed();
-        let told = format!("rank {rank} waits for rank(s) {} at 127.0.0.1:{port}, for ", 1 - rank);
+        let told = format!(" s for rank(s) {} at 127.0.0.1:{port}; it gives up after 9 s", 1 - rank);
         assert_eq!(stderr.matches(&told).count(), 1, "{stderr}");
         assert!(stderr.contains("Error: can't join the other ranks: "), "{stderr}");
     }

@@ -35,9 +35,9 @@ fn unmatched_block_patterns_are_refused() {
         build(&ModelConfig::parse(config).unwrap(), &FullyShard::new(&vars), &vars, options).map(drop)
     };
     for (config, idle, names) in [
-        (decoder, "model.layers.2", "they are called model.layers.0 to model.layers.1"),
-        (decoder, "h.0", "they are called model.layers.0"),
-        (gpt2, "layers.*", "they are called transformer.h.0 to transformer.h.1"),
+        (decoder, "model.layers.2", "its blocks are model.layers.0 to model.layers.1"),
+        (decoder, "h.0", "its blocks are model.layers.0"),
+        (gpt2, "layers.*", "its blocks are transformer.h.0 to transformer.h.1"),
     ] {
         let error = built(config, &["*.1", idle]).unwrap_err().to_string();
         assert!(error.contains(&format!("--activation-checkpoint: `{idle}` matches no block")), "{error}");

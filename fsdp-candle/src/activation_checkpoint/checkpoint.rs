@@ -98,9 +98,6 @@ where
 /// assert!(y.sum_all()?.backward()?.get(&weight).is_some());
 /// # Ok::<(), candle_core::Error>(())
 /// ```
-///
-/// # Errors
-/// As for [`checkpoint`].
 pub fn selective_checkpoint<I, O, F>(
     keep: impl Fn(&OperationCall<'_>) -> bool + Send + Sync + 'static,
     f: F,

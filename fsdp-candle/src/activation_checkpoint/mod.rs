@@ -115,9 +115,6 @@ impl CheckpointPolicy {
     }
 
     /// Runs the forward `f` of a layer, checkpointed if the policy selects the layer.
-    ///
-    /// # Errors
-    /// Returns the errors of `f` and of [`checkpoint`](checkpoint()).
     pub fn run<I, O, F>(&self, layer: usize, name: &str, f: F, inputs: I) -> Result<O>
     where
         I: Tensors + Clone + Send + Sync + 'static,

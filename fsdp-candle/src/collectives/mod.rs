@@ -82,9 +82,6 @@ pub fn copy(x: &Tensor, group: &ProcessGroup) -> Result<Tensor> {
 
 /// Sums the ranks' tensors. Input `[..]` is a term on each rank; the output of the same shape has the same bits on all
 /// ranks. Backward passes the gradient on, which every rank holds.
-///
-/// # Errors
-/// Returns the errors of an all-reduce.
 pub fn all_reduce(x: &Tensor, group: &ProcessGroup) -> Result<Tensor> {
     reduce(Input::Borrowed(x), group)
 }
@@ -113,9 +110,6 @@ pub fn all_reduce(x: &Tensor, group: &ProcessGroup) -> Result<Tensor> {
 /// .collect::<candle_core::Result<Vec<_>>>()?;
 /// # Ok::<(), candle_core::Error>(())
 /// ```
-///
-/// # Errors
-/// Returns the errors of an all-gather.
 pub fn all_gather<D: Dim>(x: &Tensor, dim: D, group: &ProcessGroup, consumers: Consumers) -> Result<Tensor> {
     let dim = dim.to_index(x.shape(), "all_gather")?;
     check("all_gather", x, None, group)?;

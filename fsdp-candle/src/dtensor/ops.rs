@@ -180,17 +180,11 @@ macro_rules! reductions {
             }
 
             #[doc = concat!("[`DTensor::", stringify!($name), "`] with reduced dimensions of size 1.")]
-            ///
-            /// # Errors
-            /// The same.
             pub fn $keepdim(&self, dims: impl Dims) -> Result<Self> {
                 self.reduce(Reduction::$what, dims, true)
             }
 
             #[doc = concat!("[`DTensor::", stringify!($name), "`] over all dimensions: a scalar.")]
-            ///
-            /// # Errors
-            /// The same.
             pub fn $all(&self) -> Result<Self> {
                 self.reduce(Reduction::$what, (0..self.shape().len()).collect::<Vec<_>>(), false)
             }
@@ -324,9 +318,6 @@ impl PartialNorm {
 
     /// Returns the norm on every rank: a scalar of F32, or of F64 for a tensor of F64. Collective over the mesh where a
     /// placement is partial.
-    ///
-    /// # Errors
-    /// Returns the errors of the collectives.
     pub fn full_tensor(&self) -> Result<Tensor> {
         let total = self.powers.full_tensor()?;
         let norm = match self.norm {

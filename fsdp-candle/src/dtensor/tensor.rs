@@ -141,9 +141,6 @@ impl DTensor {
 
     /// Copies this rank's elements to another device. Ranks that communicate keep elements on the device of the mesh's
     /// groups or in host memory.
-    ///
-    /// # Errors
-    /// Returns the errors of the copy.
     pub fn to_device(&self, device: &Device) -> Result<Self> {
         Ok(Self::at(self.local.to_device(device)?, self.spec.clone(), &self.mesh))
     }
@@ -195,9 +192,6 @@ impl DTensor {
     }
 
     /// Returns ones.
-    ///
-    /// # Errors
-    /// As for [`DTensor::zeros`].
     pub fn ones(
         shape: impl Into<Shape>,
         dtype: DType,
@@ -209,9 +203,6 @@ impl DTensor {
     }
 
     /// Returns a tensor filled with `value`, rounded to the dtype.
-    ///
-    /// # Errors
-    /// As for [`DTensor::zeros`].
     pub fn full(
         value: f64,
         shape: impl Into<Shape>,
@@ -258,9 +249,6 @@ impl DTensor {
     /// # }).into_iter().collect::<Result<Vec<_>, _>>()?;
     /// # Ok::<(), fsdp_candle::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// As for [`DTensor::rand`].
     pub fn randn(
         seed: u64,
         shape: impl Into<Shape>,
@@ -339,10 +327,6 @@ fn local_positions(regions: &[Region], region: &Region) -> Vec<std::ops::Range<u
 
 /// Distributes a tensor over a mesh, as PyTorch's `distribute_tensor`. Every rank passes a full tensor of the same
 /// shape and dtype; the data is that of the mesh's rank 0. Collective over the mesh.
-///
-/// # Errors
-/// Returns the errors of [`DTensorSpec::new`] and of [`fsdp_core::dtensor::plan`] before any communication, and the
-/// errors of the collectives.
 pub fn distribute_tensor(tensor: &Tensor, mesh: &DeviceMesh, placements: &[Placement]) -> Result<DTensor> {
     distribute_tensor_from(tensor, mesh, placements, Some(0))
 }
@@ -391,9 +375,6 @@ impl DTensor {
     ///
     /// From replicate to `Partial(Sum)`, rank 0 of the mesh dimension keeps the elements and the others get zeros. To
     /// `Partial` of an average, minimum or maximum, every rank keeps them.
-    ///
-    /// # Errors
-    /// Returns the errors of [`DTensorSpec::new`], of [`fsdp_core::dtensor::plan`], and of the collectives.
     pub fn redistribute(&self, placements: &[Placement]) -> Result<Self> {
         self.redistribute_async(placements)?.wait()
     }
@@ -415,26 +396,17 @@ impl DTensor {
     /// assert_eq!(gathering.wait()?.shape(), squares.shape());
     /// # Ok::<(), fsdp_candle::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// As for [`DTensor::redistribute`].
     pub fn redistribute_async(&self, placements: &[Placement]) -> Result<Redistribution> {
         self.start(placements, |tensor| tensor)
     }
 
     /// Returns the whole tensor, reduced where it is partial, on every rank. Collective over the mesh. Shares the
     /// memory of a tensor that every rank already holds.
-    ///
-    /// # Errors
-    /// Returns the errors of the collectives.
     pub fn full_tensor(&self) -> Result<Tensor> {
         self.full_tensor_async()?.wait()
     }
 
     /// Starts a [`DTensor::full_tensor`], as [`DTensor::redistribute_async`] does.
-    ///
-    /// # Errors
-    /// Returns the errors of the collectives.
     pub fn full_tensor_async(&self) -> Result<Redistribution<Tensor>> {
         self.start(&vec![Placement::Replicate; self.placements().len()], |tensor| tensor.to_local().clone())
     }
@@ -469,9 +441,6 @@ impl<T> Redistribution<T> {
 
     /// Waits for the result. Blocks for host memory; for device memory, the device's later work waits and the host
     /// continues.
-    ///
-    /// # Errors
-    /// Returns the errors of the collectives.
     pub fn wait(self) -> Result<T> {
         let Redistribution { moving, given, spec, mesh, finish } = self;
         let local = match moving.wait()? {

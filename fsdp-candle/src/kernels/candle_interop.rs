@@ -1,10 +1,10 @@
 //! Access to Candle's internals: a tensor's memory in place, and nodes of its graph. Both support every device.
 
 use std::cell::Cell;
-use std::sync::{Mutex, PoisonError};
 
 use candle_core::{CpuStorage, CudaStorage, MetalStorage};
 use candle_core::{CustomOp1, InplaceOp1, Layout, Result, Shape, Storage, Tensor, bail};
+use parking_lot::Mutex;
 
 /// Exclusive access to a tensor's storage.
 pub(crate) enum StorageMut<'a> {
@@ -97,7 +97,7 @@ struct Node<B> {
 
 macro_rules! forward {
     ($self:ident, $device:ident) => {
-        match $self.value.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        match $self.value.lock().take() {
             Some((Storage::$device(storage), shape)) => Ok((storage, shape)),
             Some(_) => bail!("{}: a node must be on the device of its source", $self.backward.name()),
             None => bail!("{} ran twice", $self.backward.name()),

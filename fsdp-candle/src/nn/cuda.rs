@@ -1,11 +1,10 @@
 //! The layers' own operations on CUDA devices. Forward is Candle's. Backward accumulates the gradients of weights in the
 //! parameters' buffers.
 
-use std::sync::{Mutex, PoisonError};
-
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor, Var, bail,
 };
+use parking_lot::Mutex;
 
 use super::input::{self, Input};
 use super::weight::Weight;
@@ -47,7 +46,7 @@ struct CudaNode<B> {
 
 impl<B: CudaBackward> CudaNode<B> {
     fn result(&self) -> Result<(CudaStorage, Shape)> {
-        match self.result.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        match self.result.lock().take() {
             Some((Storage::Cuda(storage), shape)) => Ok((storage, shape)),
             Some(_) => bail!("{}: the result is not on a CUDA device", self.backward.name()),
             None => bail!("{} ran twice", self.backward.name()),

@@ -7,12 +7,13 @@
 //! An adapter (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021, arXiv:2106.09685) adds
 //! `alpha / r * B A x` with `A` `[r, in]` random and `B` `[out, r]` zero, so that training starts from the base model.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, D, Layout, Module, Result, Shape, Storage, Tensor, bail};
 use candle_nn::{Init, VarBuilder, init};
 use fsdp_core::ProcessGroup;
+use parking_lot::Mutex;
 
 use super::cpu::matrix::{Mat, MatMut, product};
 use super::cpu::simd::kernel;
@@ -451,7 +452,7 @@ impl Affine {
     }
 
     fn forward(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        if let Some((Storage::Cpu(known), shape)) = self.known.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        if let Some((Storage::Cpu(known), shape)) = self.known.lock().take() {
             return Ok((known, shape));
         }
         let Some(shared) = &self.shared else { return self.output(x, layout) };
@@ -554,9 +555,7 @@ impl CustomOp2 for AddBias {
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        let Some((output, shape)) = self.output.lock().unwrap_or_else(PoisonError::into_inner).take() else {
-            bail!("add_bias ran twice")
-        };
+        let Some((output, shape)) = self.output.lock().take() else { bail!("add_bias ran twice") };
         read!(bias, self.bias.value()?);
         let dtype = output.dtype();
         let mut sum = match output {

@@ -46,17 +46,11 @@ pub struct CandleOptimizer<O: Optimizer> {
 
 impl<O: Optimizer> CandleOptimizer<O> {
     /// Makes an optimizer of the parameters' shards ([`crate::ShardedVarMap::trainable`]) that has hidden state.
-    ///
-    /// # Errors
-    /// Returns the errors of the optimizer.
     pub fn new(params: Vec<Arc<FsdpParam>>, config: O::Config) -> Result<Self> {
         Self::of(params, config, true)
     }
 
     /// Makes an optimizer without state, such as [`candle_nn::SGD`], which can be saved.
-    ///
-    /// # Errors
-    /// Returns the errors of the optimizer.
     pub fn without_state(params: Vec<Arc<FsdpParam>>, config: O::Config) -> Result<Self> {
         Self::of(params, config, false)
     }

@@ -35,9 +35,6 @@ pub struct ClipOptions {
 /// As PyTorch's `clip_grad_norm_`, multiplies by `max_norm / (norm + 1e-6)`, at most 1. An infinite gradient makes the
 /// norm infinite and the other gradients zero; a NaN makes the norm NaN. Check the returned norm before a step, or use
 /// [`ClipOptions::error_if_nonfinite`].
-///
-/// # Errors
-/// Returns the errors of the all-reduce.
 pub fn clip_grad_norm(vars: &ShardedVarMap, grads: &mut GradStore, max_norm: f64) -> Result<f64> {
     clip_grad_norm_with(vars, grads, &ClipOptions { max_norm, norm_type: NormType::Two, error_if_nonfinite: false })
 }
@@ -119,9 +116,6 @@ pub fn clip_grad_norm_of(
 }
 
 /// Returns the 2-norm of all sharded gradients, accumulated in f64. Collective.
-///
-/// # Errors
-/// Returns the errors of the all-reduce.
 pub fn grad_norm(vars: &ShardedVarMap, grads: &GradStore) -> Result<f64> {
     norm_of(vars, &vars.trainable(), grads, NormType::Two)
 }

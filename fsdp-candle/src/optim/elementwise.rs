@@ -36,17 +36,11 @@ pub trait ElementwiseRule: HyperParameters {
     fn moments(&self) -> &'static [&'static str];
 
     /// Returns a moment before the first step.
-    ///
-    /// # Errors
-    /// Returns an error when there is not enough memory.
     fn moment(&self, _name: &str, param: &FsdpParam) -> Result<Moment> {
         Moment::zeros(param)
     }
 
     /// Updates a shard in the parameter's step number `step`, from 1.
-    ///
-    /// # Errors
-    /// Returns the errors of the kernels.
     fn update(&self, step: u64, shard: ShardUpdate<'_>) -> candle_core::Result<()>;
 }
 
@@ -90,9 +84,6 @@ impl<C: ElementwiseRule> ElementwiseOptimizer<C> {
     }
 
     /// Resets the state to that before the first step.
-    ///
-    /// # Errors
-    /// Returns an error when there is not enough memory.
     pub fn reset(&mut self) -> Result<()> {
         for state in &mut self.states {
             let moments = moments(&self.groups[state.group], &state.param)?;

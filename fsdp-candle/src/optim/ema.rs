@@ -71,9 +71,6 @@ impl Ema {
     }
 
     /// Returns the number of updates.
-    ///
-    /// # Errors
-    /// Returns Candle's errors.
     pub fn updates(&self) -> Result<u64> {
         Ok(self.updates.to_scalar::<f32>()? as u64)
     }
@@ -93,9 +90,6 @@ impl Ema {
     }
 
     /// Updates the average; call it after a step. The first update copies the parameters. Does not communicate.
-    ///
-    /// # Errors
-    /// Returns Candle's errors.
     pub fn update(&mut self) -> Result<()> {
         let updates = self.updates()?;
         let kept = if updates == 0 { 0. } else { self.decay };
@@ -107,9 +101,6 @@ impl Ema {
     }
 
     /// Copies the average to the parameters, rounded to their dtype.
-    ///
-    /// # Errors
-    /// Returns Candle's errors.
     pub fn copy_to(&self, vars: &ShardedVarMap) -> Result<()> {
         // Gathered parameters are stale.
         vars.reshard()?;
@@ -118,9 +109,6 @@ impl Ema {
 
     /// Calls `f`, such as an evaluation, with the average in the parameters, then restores the parameters even if `f`
     /// fails. Needs a copy of this rank's shards meanwhile.
-    ///
-    /// # Errors
-    /// Returns the errors of `f`.
     pub fn swapped<R>(&self, vars: &ShardedVarMap, f: impl FnOnce(&Self) -> Result<R>) -> Result<R> {
         let before = self.means.iter().map(|(param, _)| Ok(param.var().as_tensor().copy()?));
         let before = before.collect::<Result<Vec<_>>>()?;

@@ -51,9 +51,6 @@ impl GradAccumulator {
     }
 
     /// Adds the gradients of a backward. Does not communicate.
-    ///
-    /// # Errors
-    /// Returns Candle's errors.
     pub fn add(&mut self, mut grads: GradStore) -> Result<()> {
         for (param, sum) in self.params.iter().zip(&mut self.sums) {
             let Some(grad) = grads.remove(param.var()) else { continue };
@@ -75,9 +72,6 @@ impl GradAccumulator {
     }
 
     /// Returns the sums, rounded once to the parameters' dtype, or `None` if nothing was added. Starts again from zero.
-    ///
-    /// # Errors
-    /// Returns Candle's errors.
     pub fn finish(&mut self) -> Result<Option<GradStore>> {
         let Some(mut grads) = self.rest.take() else { return Ok(None) };
         for (param, sum) in self.params.iter().zip(&mut self.sums) {

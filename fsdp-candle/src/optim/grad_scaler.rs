@@ -215,9 +215,6 @@ impl GradScaler {
     }
 
     /// Multiplies the loss by the scale, for backward.
-    ///
-    /// # Errors
-    /// Returns Candle's errors.
     pub fn scale(&self, loss: &Tensor) -> Result<Tensor> {
         if !self.enabled {
             return Ok(loss.clone());

@@ -63,9 +63,6 @@ pub trait ShardedOptimizer: Send {
     fn states_mut(&mut self) -> Vec<&mut ParamState>;
 
     /// Resets the state to that before the first step.
-    ///
-    /// # Errors
-    /// Returns an error when there is not enough memory.
     fn reset(&mut self) -> Result<()>;
 
     /// Changes the learning rate of one group. Ignores groups that do not exist.

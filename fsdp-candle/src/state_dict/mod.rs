@@ -84,9 +84,6 @@ impl StateTensor {
     /// assert_eq!(entry.region, entries["weight"].region);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    ///
-    /// # Errors
-    /// Returns the errors of [`DTensor::from_local`].
     pub fn dtensor(&self) -> Result<Option<DTensor>> {
         let Some((mesh, placements)) = &self.layout else { return Ok(None) };
         DTensor::from_local(&self.tensor, &*self.shape, mesh, placements).map(Some)
@@ -151,9 +148,6 @@ impl StateDict {
 
     /// Fills the tensors in place from a checkpoint or model of any format, saved on any mesh: PyTorch's `dcp.load`.
     /// Names in the checkpoint begin with `prefix`. Does not communicate.
-    ///
-    /// # Errors
-    /// Returns the errors of [`fsdp_ckpt::load`].
     pub fn load(&self, prefix: &str, source: &dyn TensorSource, options: &LoadOptions) -> Result<LoadReport> {
         let target = |(name, state): (&String, &StateTensor)| LoadTensor {
             fqn: format!("{prefix}{name}"),
@@ -246,9 +240,6 @@ impl StateDictOptions {
 /// assert_eq!(optim.states()[0].step, 0);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-///
-/// # Errors
-/// Returns their errors.
 pub fn get_state_dict(
     vars: &ShardedVarMap,
     optim: &dyn ShardedOptimizer,
@@ -258,9 +249,6 @@ pub fn get_state_dict(
 }
 
 /// Sets the state of a model and of its optimizer, as [`set_model_state_dict`] and [`set_optimizer_state_dict`] do.
-///
-/// # Errors
-/// Returns their errors.
 pub fn set_state_dict(
     vars: &ShardedVarMap,
     optim: &mut dyn ShardedOptimizer,

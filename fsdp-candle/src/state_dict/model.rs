@@ -13,9 +13,6 @@ use crate::optim::Ema;
 use crate::storage::copy_tensor;
 
 /// Returns every parameter, ignored ones too, and every buffer by its FQN. Collective for a full state dict.
-///
-/// # Errors
-/// Returns the errors of the collectives.
 pub fn get_model_state_dict(vars: &ShardedVarMap, options: &StateDictOptions) -> Result<StateDict> {
     let mut dict = StateDict::default();
     for param in vars.params() {
@@ -132,9 +129,6 @@ pub fn model_tensors(vars: &ShardedVarMap) -> Result<Vec<fsdp_ckpt::TensorShard>
 }
 
 /// Loads every parameter's shard and every buffer from a checkpoint or model of any format, saved on any mesh.
-///
-/// # Errors
-/// Returns the errors of [`fsdp_ckpt::load`].
 pub fn load_model(
     vars: &ShardedVarMap,
     source: &dyn fsdp_ckpt::TensorSource,
@@ -177,9 +171,6 @@ const UPDATES: &str = "n_averaged";
 /// assert_eq!(again.updates()?, 1);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-///
-/// # Errors
-/// Returns the errors of the collectives.
 pub fn get_ema_state_dict(vars: &ShardedVarMap, ema: &Ema, options: &StateDictOptions) -> Result<StateDict> {
     let mut dict = StateDict::default();
     for (param, mean) in ema.means() {
@@ -192,9 +183,6 @@ pub fn get_ema_state_dict(vars: &ShardedVarMap, ema: &Ema, options: &StateDictOp
 }
 
 /// Copies a state dict into the moving average, as [`crate::set_model_state_dict`] does into parameters.
-///
-/// # Errors
-/// As for [`crate::set_model_state_dict`].
 pub fn set_ema_state_dict(
     vars: &ShardedVarMap,
     ema: &mut Ema,

@@ -122,9 +122,6 @@ impl World {
     }
 
     /// Reduces a few numbers over all ranks. Collective.
-    ///
-    /// # Errors
-    /// Returns the errors of the collective.
     pub fn all_reduce(&self, values: &[f64], op: ReduceOp) -> Result<Vec<f64>> {
         Ok(self.group.all_reduce_values(values.to_vec(), op)?)
     }

@@ -14,7 +14,7 @@ use crate::safetensors::read_bytes;
 use crate::store::split;
 use crate::{Error, HostDirs, Result, SaveOptions, SaveState, SaveSummary, TensorShard, keep_newest, save_with};
 
-/// What [`AsyncSaver::save`] does while the previous save is running.
+/// Behavior of [`AsyncSaver::save`] while the previous save is running.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WhenBusy {
     /// Waits for the previous save.

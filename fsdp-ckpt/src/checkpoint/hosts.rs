@@ -146,7 +146,7 @@ pub struct HostDirs {
     hosts: Hosts,
 }
 
-/// What a rank finds at the path of a checkpoint on its host.
+/// Contents of the path of a checkpoint on a rank's host.
 #[derive(Serialize, Deserialize)]
 enum Found {
     /// No directory.

@@ -156,7 +156,7 @@ impl TensorSource for Checkpoint {
         self.checksums
     }
 
-    /// Of one host's part, verifies the files that exist, copies included.
+    /// Verifies the existing files of one host's part, copies included.
     fn verify_share(&self, rank: usize, ranks: usize) -> Result<Verified> {
         let mut verified = Verified { files: self.files().len() - self.missing().len(), ..Verified::default() };
         let chunks = self.tensors().iter().flat_map(|(fqn, tensor)| {

@@ -187,7 +187,7 @@ fn own_chunks(plan: &Plan, rank: usize) -> Vec<OwnChunk<'_>> {
     own
 }
 
-/// A rank's report to the others of what it wrote.
+/// A rank's report of the file that it wrote.
 struct Report {
     /// Value of [`SaveOptions::finite`].
     finite: bool,

@@ -114,9 +114,6 @@ impl Redistribution {
 
     /// Returns this rank's new elements, or `None` if they are the input's. As [`Work::wait`], it blocks for host
     /// memory and orders the stream of a device.
-    ///
-    /// # Errors
-    /// Returns the errors of the collectives.
     pub fn wait(self) -> Result<Option<Buffer>> {
         match self.last.wait(&*self.memory)? {
             Local::Input(_) => Ok(None),
@@ -332,9 +329,6 @@ pub struct Rows {
 /// Memory of one device in which a [`Redistribution`] packs and unpacks. [`Heap`] is host memory.
 pub trait LocalMemory: Allocator {
     /// Returns a buffer of zeros.
-    ///
-    /// # Errors
-    /// Returns an error when there is not enough memory.
     fn zeros(&self, dtype: DType, len: usize) -> Result<Buffer>;
 
     /// Copies rows. The elements of `from` have the dtype of `to`.

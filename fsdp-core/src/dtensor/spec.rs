@@ -51,9 +51,6 @@ impl DTensorSpec {
     }
 
     /// Returns the spec of the same tensor under other placements.
-    ///
-    /// # Errors
-    /// As for [`DTensorSpec::new`].
     pub fn with_placements(&self, placements: &[Placement]) -> Result<Self> {
         DTensorSpec::new(self.mesh.clone(), placements, &self.shape, self.dtype)
     }

@@ -1,7 +1,8 @@
 //! A store that is replicated on the ranks of a group.
 
-use parking_lot::Mutex;
 use std::{sync::Arc, time::Duration};
+
+use parking_lot::Mutex;
 
 use super::{
     backend::CollectiveOutput,

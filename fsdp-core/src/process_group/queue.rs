@@ -4,12 +4,13 @@
 //! The group's thread runs collectives as they are issued. Deferred ones run on the thread that waits for them, because
 //! waking a thread and being woken takes longer than a small collective.
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::{
     collections::VecDeque,
     panic::{AssertUnwindSafe, catch_unwind},
     thread::ThreadId,
 };
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::{
     backend::{Backend, CollectiveOutput},

@@ -3,12 +3,12 @@
 //! A waiting rank listens on a Unix socket in the abstract namespace. Its name follows from user, port, job, rank and
 //! backend. Other ranks test by connecting. The socket closes when the rank stops waiting or ends.
 
-use parking_lot::Mutex;
 use std::{
     os::fd::OwnedFd,
     time::{Duration, Instant},
 };
 
+use parking_lot::Mutex;
 use rustix::{
     io::Errno,
     net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt::socket_peercred},

@@ -135,7 +135,7 @@ fn chosen(mpi: &Mpi) {
 
 fn alone(mpi: &Mpi) {
     let said = ranks::start_without(mpi, "init");
-    let is_it = said.contains("says that this process is rank 0 of 1, and its environment rank 0 of 2")
+    let is_it = said.contains("says that this process is rank 0 of 1, but its environment says rank 0 of 2")
         && said.contains("mpirun");
     assert!(is_it, "{mpi:?}: {said}");
 }
@@ -144,8 +144,8 @@ fn late(mpi: &Mpi) {
     let job = ranks::start(mpi, "comes late", 3);
     for rank in [0, 2] {
         let said = &job.said[rank];
-        let waits = format!("rank {rank} waits in MPI_Init, for ");
-        let is_it = said.contains(&waits) && said.contains("rank(s) [1] have not reached MPI_Init");
+        let waits = format!("rank {rank} has waited ");
+        let is_it = said.contains(&waits) && said.contains("s in MPI_Init: rank(s) [1] have not reached MPI_Init");
         assert!(is_it && said.ends_with("; met 3"), "{mpi:?}: {said}");
     }
     assert!(job.is_well, "{mpi:?}: all ranks have met, and the job did not end well");

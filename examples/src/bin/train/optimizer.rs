@@ -203,7 +203,7 @@ impl LossScale {
         };
         let found = match (scale, tracker) {
             (None, None) => Ok(self.first),
-            _ => state().context("they must be a number and a count of steps"),
+            _ => state().context("expected a number and a count of steps"),
         };
         let loaded = found.and_then(|state| Ok(scaler.load_state(state)?));
         loaded.with_context(|| {
@@ -314,7 +314,7 @@ mod tests {
             let values = serde_json::json!({ SCALE: scale, GROWTH_TRACKER: tracker });
             let error = format!("{:#}", resumed(&name, values).err().unwrap());
             let parts =
-                [&format!("{name}: scaler.scale is {scale} and scaler._growth_tracker is {tracker}: "), "must be"];
+                [&format!("{name}: scaler.scale is {scale} and scaler._growth_tracker is {tracker}: "), "expected"];
             assert!(parts.iter().all(|part| error.contains(*part)), "{error}");
         }
     }

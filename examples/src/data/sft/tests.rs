@@ -378,7 +378,7 @@ fn files_without_examples_are_refused() {
     let error = message(load(dir.path(), &format!("{}nothing", good.repeat(600)), None, 9));
     assert!(error.contains("chat.jsonl, line 601: it is not a JSON object"), "{error}");
     let error = message(load(dir.path(), "{\"prompt\": \"\", \"completion\": \"\\u0000\"}", None, 9));
-    assert!(error.contains("line 1: no token of it is to be learnt"), "{error}");
+    assert!(error.contains("line 1: no token to learn"), "{error}");
     let model = model(None);
     let error = message(Examples::load(&dir.path().join("nowhere.jsonl"), None, &Text::new(None).unwrap(), 9, 256));
     assert!(error.contains("cannot read") && error.contains("nowhere.jsonl"), "{error}");

@@ -1,7 +1,7 @@
 //! The CUDA devices of this process: one compute stream for each device, shared by all users, and its compiled kernels.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use candle_core::backend::BackendDevice;
 use candle_core::{CudaDevice, Device, DeviceLocation, bail};
@@ -9,6 +9,7 @@ use cudarc::driver::{CudaContext, CudaFunction, CudaModule, CudaStream, LaunchCo
 use cudarc::nvrtc::{CompileError, CompileOptions, compile_ptx_with_opts};
 use fsdp_core::device::cuda::{CudaMemory, CudaView, failed, ready};
 use fsdp_core::{Buffer, DType, DeviceId, View};
+use parking_lot::Mutex;
 
 use super::super::slice::{Slice, SliceMut, ViewMut};
 use crate::error::{Error, Result};
@@ -21,7 +22,7 @@ const PER_THREAD_STREAM: usize = 2;
 
 /// Returns the kernels of a device that has been used.
 pub(in crate::kernels) fn of_ordinal(ordinal: usize) -> Option<&'static CudaKernels> {
-    DEVICES.lock().unwrap_or_else(PoisonError::into_inner).get(&ordinal).copied()
+    DEVICES.lock().get(&ordinal).copied()
 }
 
 /// Returns the kernels of Candle's device. The first call compiles them.
@@ -33,7 +34,7 @@ pub(in crate::kernels) fn of_candle(device: &CudaDevice) -> Result<&'static Cuda
     let DeviceLocation::Cuda { gpu_id: ordinal } = device.location() else {
         return Err(Error::Device("Candle's CUDA device has no CUDA location".into()));
     };
-    let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut devices = DEVICES.lock();
     let stream = device.cuda_stream();
     if let Some(known) = devices.get(&ordinal) {
         if known.stream.cu_stream() == stream.cu_stream() {
@@ -257,7 +258,7 @@ impl Module {
     }
 
     fn function(&self, name: &str, stream: &CudaStream) -> candle_core::Result<CudaFunction> {
-        let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut functions = self.functions.lock();
         if let Some(function) = functions.get(name) {
             return Ok(function.clone());
         }

@@ -7,12 +7,13 @@
 use std::ffi::c_void;
 use std::ops::Range;
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use candle_core::{Result, Tensor, bail};
 use cudarc::driver::{CudaEvent, CudaStream, DriverError, result, sys};
 use fsdp_core::device::cuda::{CudaMemory, failed};
 use fsdp_core::{Buffer, DType, View};
+use parking_lot::Mutex;
 
 use super::super::cpu::CpuKernels;
 use super::super::{HostSink, HostSource, Kernels, PendingCopy, Slice};
@@ -42,13 +43,13 @@ impl LastCopy {
     /// Records the end of the work on `stream` so far, which uses the memory.
     fn record(&self, stream: &CudaStream) -> Result<Arc<CudaEvent>> {
         let end = Arc::new(driver(stream, "recording an event", stream.record_event(None))?);
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(end.clone());
+        *self.0.lock() = Some(end.clone());
         Ok(end)
     }
 
     /// Blocks until no copy uses the memory. A failed wait is not repeated, because the device is lost.
     fn wait(&self, stream: &CudaStream) -> Result<()> {
-        let end = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let end = self.0.lock().take();
         end.map_or(Ok(()), |end| driver(stream, "waiting for a copy", end.synchronize()))
     }
 }

@@ -5,7 +5,6 @@ mod host_copies;
 mod product;
 
 use std::ops::Range;
-use std::sync::PoisonError;
 
 use candle_core::cuda_backend::CudaStorageSlice;
 use candle_core::{CudaStorage, Result, Storage, Tensor, bail};
@@ -411,7 +410,7 @@ impl CudaKernels {
         let blocks = len.div_ceil(ELEMENTS_PER_BLOCK).min(MAX_PARTIALS);
         let config =
             |blocks| LaunchConfig { grid_dim: (blocks, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };
-        let partials = self.partials.lock().unwrap_or_else(PoisonError::into_inner);
+        let partials = self.partials.lock();
         let to = partials.view();
         let args = [values.into(), len.into(), of.into(), p.into(), to.into()];
         // SAFETY: the kernel's arguments; the buffer holds a partial result for each block.

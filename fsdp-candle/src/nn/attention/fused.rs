@@ -12,10 +12,11 @@
 //! where its document ends. Heads are read and written in place in `[batch, T, heads * head_dim]`, without a transpose.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, CustomOp3, D, DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
+use parking_lot::Mutex;
 
 use super::documents::Documents;
 use super::repeat_kv_heads;
@@ -381,7 +382,7 @@ impl Attention {
     ) -> Result<(CpuStorage, Shape)> {
         let AttentionDims { batch, queries, n_heads, dim, .. } = self.dims;
         let shape = Shape::from((batch, queries, n_heads * dim));
-        if let Some(Storage::Cpu(known)) = self.known.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        if let Some(Storage::Cpu(known)) = self.known.lock().take() {
             return Ok((known, shape));
         }
         let (out, log_sums) = compute()?;
@@ -547,7 +548,7 @@ fn cached_mask(options: &AttentionOptions, queries: usize, keys: usize, device: 
         return mask(options, queries, keys, None, device);
     }
     static MASKS: Mutex<Vec<(AttentionOptions, Tensor)>> = Mutex::new(vec![]);
-    let mut masks = MASKS.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut masks = MASKS.lock();
     let fits = |(of, mask): &&(AttentionOptions, Tensor)| {
         (of.causal, of.window) == (options.causal, options.window)
             && mask.dims()[2..] == [queries, keys]

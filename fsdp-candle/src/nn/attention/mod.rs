@@ -372,7 +372,7 @@ pub mod cpu_flash {
 
     /// Attention over packed sequences.
     pub mod varlen {
-        pub use super::super::flash_attn_varlen_cpu;
+        pub use crate::nn::attention::flash_attn_varlen_cpu;
     }
 
     /// Returns the output's dtype.

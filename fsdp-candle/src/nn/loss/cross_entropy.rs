@@ -276,11 +276,10 @@ impl CustomOp1 for CrossEntropy {
         read!(values, logits);
         let Some(log_sums) = self.log_sums.get() else { bail!("{}: backward ran before forward", self.function) };
         let (columns, factors) = (self.rows.columns, self.rows.grad_factors(d_loss.to_scalar::<f32>()?));
-        let mut grad = vec![0f32; values.len()];
+        let mut grad = values.into_owned();
         map_rows(&mut grad, columns, columns, |first, grad| {
             let rows = first..first + grad.len() / columns;
-            let values = &values[first * columns..];
-            gradient(grad, values, &self.rows.targets[rows.clone()], &log_sums[rows], self.rows.first, factors);
+            logits_to_gradient(grad, &self.rows.targets[rows.clone()], &log_sums[rows], self.rows.first, factors);
         });
         Ok(Some(tensor(grad, logits.shape(), logits.dtype())?))
     }
@@ -292,35 +291,8 @@ fn logit_grad(x: f32, log_sum: f32, factors: GradFactors) -> f32 {
 }
 
 kernel! {
-    /// Computes the logits' gradient for one row per target, with classes from `first` on. The gradient of ignored rows
-    /// stays 0.
-    fn gradient(
-        grad: &mut [f32],
-        logits: &[f32],
-        targets: &[Option<u32>],
-        log_sums: &[f32],
-        first: usize,
-        factors: GradFactors,
-    ) {
-        if targets.is_empty() {
-            return;
-        }
-        let classes = grad.len() / targets.len();
-        let rows = grad.chunks_exact_mut(classes).zip(logits.chunks_exact(classes));
-        for (((grad, row), target), &log_sum) in rows.zip(targets).zip(log_sums) {
-            if let Some(target) = target {
-                for (grad, &x) in grad.iter_mut().zip(row) {
-                    *grad = logit_grad(x, log_sum, factors);
-                }
-                if let Some(grad) = grad.get_mut((*target as usize).wrapping_sub(first)) {
-                    *grad -= factors.hit;
-                }
-            }
-        }
-    }
-
-    /// [`gradient`] that overwrites the logits.
-    pub(super) fn gradient_in_place(
+    /// Replaces logits by their gradient, one row per target, with classes from `first` on. Ignored rows become 0.
+    pub(super) fn logits_to_gradient(
         logits: &mut [f32],
         targets: &[Option<u32>],
         log_sums: &[f32],

@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 
 use candle_core::{CpuStorage, CustomOp2, DType, Layout, Result, Shape, Tensor, bail};
 
-use super::cross_entropy::{CrossEntropyOptions, Statistics, TargetRows, composite, gradient_in_place};
+use super::cross_entropy::{CrossEntropyOptions, Statistics, TargetRows, composite, logits_to_gradient};
 use crate::collectives::SharedInput;
 use crate::nn::cpu::matrix::{Mat, MatMut, product};
 use crate::nn::cpu::{cpu, floats, map_rows, read, same_kind, storage, tensor, weight_grad};
@@ -174,7 +174,7 @@ impl CustomOp2 for Head {
                 self.logits(logits, hidden, &weight);
                 map_rows(logits, columns, columns, |first, logits| {
                     let rows = first..first + logits.len() / columns;
-                    gradient_in_place(logits, &targets[rows.clone()], &log_sums[rows], self.rows.first, factors);
+                    logits_to_gradient(logits, &targets[rows.clone()], &log_sums[rows], self.rows.first, factors);
                 });
                 let logits = Mat::new(logits, rows, columns);
                 let weight = Mat::new(&weight, columns, self.width);

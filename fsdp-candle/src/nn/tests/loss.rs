@@ -241,17 +241,9 @@ fn cross_entropy_matches_the_composite() {
 }
 
 #[test]
-fn cross_entropy_matches_candle_nn() {
-    let logits = random(1, &[6, 50], DType::F32);
-    let targets = random_ids(2, &[6], 50);
-    check(
-        "cross_entropy",
-        &[&logits],
-        || cross_entropy(&logits, &targets),
-        || candle_nn::loss::cross_entropy(&logits, &targets),
-    );
-    let large = (logits.as_detached_tensor() * 1e4).unwrap();
-    assert!(cross_entropy(&large, &targets).unwrap().to_scalar::<f32>().unwrap().is_finite());
+fn losses_of_large_logits_are_finite() {
+    let large = (random(1, &[6, 50], DType::F32).as_detached_tensor() * 1e4).unwrap();
+    assert!(cross_entropy(&large, &random_ids(2, &[6], 50)).unwrap().to_scalar::<f32>().unwrap().is_finite());
 }
 
 #[test]

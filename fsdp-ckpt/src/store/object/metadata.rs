@@ -82,7 +82,7 @@ impl MetadataGuard {
         if !self.is_metadata(&request) {
             return self.client.execute(request).await;
         }
-        // Of a kind that is not retried.
+        // This kind of error is not retried.
         let failed = |reason: String| HttpError::new(HttpErrorKind::Unknown, std::io::Error::other(reason));
         if self.is_off {
             return Err(failed(OFF.into()));

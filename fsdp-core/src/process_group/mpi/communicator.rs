@@ -1,7 +1,6 @@
 //! State of a group that is shared with the thread that calls MPI: its buffers in flight, requests, tags, and the peers'
 //! notifications.
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::{
     ops::Range,
     sync::{
@@ -10,6 +9,8 @@ use std::{
     },
     time::{Duration, Instant},
 };
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::{
     super::{backend::PeerState, collective::Failure},
@@ -46,25 +47,25 @@ struct Region {
 /// Buffers and pages that messages in flight use. Shared by the collective and the thread that calls MPI, so that memory
 /// outlives the messages even if the collective fails.
 ///
-/// Bytes are accessed only through [`InFlightBuffers::read`] and [`InFlightBuffers::write`], whose callers know which messages are in flight.
-pub(super) struct InFlightBuffers {
-    /// Not accessed directly before [`InFlightBuffers::into_parts`].
+/// Bytes are accessed only through [`InFlight::read`] and [`InFlight::write`], whose callers know which messages are in flight.
+pub(super) struct InFlight {
+    /// Not accessed directly before [`InFlight::into_parts`].
     buffers: Vec<Buffer>,
     pages: Vec<Page>,
     regions: Vec<Region>,
 }
 
 // SAFETY: the pointers are to memory that it owns. Callers of `read` and `write` promise exclusive access.
-unsafe impl Send for InFlightBuffers {}
+unsafe impl Send for InFlight {}
 // SAFETY: as above.
-unsafe impl Sync for InFlightBuffers {}
+unsafe impl Sync for InFlight {}
 
-impl InFlightBuffers {
+impl InFlight {
     pub(super) fn new(mut buffers: Vec<Buffer>, mut pages: Vec<Page>) -> Self {
         let region = |bytes: &mut [u8]| Region { start: bytes.as_mut_ptr(), len: bytes.len() };
         let of_buffers = buffers.iter_mut().map(|buffer| region(buffer.bytes_mut()));
         let regions = of_buffers.chain(pages.iter_mut().map(|page| region(bytemuck::cast_slice_mut(page)))).collect();
-        InFlightBuffers { buffers, pages, regions }
+        InFlight { buffers, pages, regions }
     }
 
     /// Returns the index of the first page's region.
@@ -89,14 +90,14 @@ impl InFlightBuffers {
     }
 
     /// # Safety
-    /// No message and no [`InFlightBuffers::write`] writes the span meanwhile.
+    /// No message and no [`InFlight::write`] writes the span meanwhile.
     pub(super) unsafe fn read(&self, span: &Span) -> &[u8] {
         // SAFETY: the address has that many bytes, and the caller prevents writes.
         unsafe { std::slice::from_raw_parts(self.address(span), span.bytes.len()) }
     }
 
     /// # Safety
-    /// No message, [`InFlightBuffers::read`] or other [`InFlightBuffers::write`] accesses the span meanwhile.
+    /// No message, [`InFlight::read`] or other [`InFlight::write`] accesses the span meanwhile.
     #[expect(clippy::mut_from_ref, reason = "the caller promises that nobody else has it")]
     pub(super) unsafe fn write(&self, span: &Span) -> &mut [u8] {
         // SAFETY: the address has that many bytes, and the caller has exclusive access.
@@ -347,7 +348,7 @@ impl Communicator {
         self.progress.fetch_add(1, Ordering::Relaxed);
         ring |= batch.pending.fetch_sub(1, Ordering::AcqRel) == 1;
         if ring {
-            // A thread that is about to sleep checks with the lock buffers_in_flight.
+            // A thread that is about to sleep checks with the lock in_flight.
             drop(self.lock());
             self.wake.notify_all();
         }
@@ -375,17 +376,16 @@ mod tests {
 
     #[test]
     fn buffers_and_pages_keep_what_was_written() {
-        let buffers_in_flight =
-            InFlightBuffers::new(vec![Buffer::F32(vec![1.0; 2]), Buffer::U8(vec![])], vec![page(9)]);
+        let in_flight = InFlight::new(vec![Buffer::F32(vec![1.0; 2]), Buffer::U8(vec![])], vec![page(9)]);
         let span = |region, bytes| Span { region, bytes };
         // SAFETY: no two of the spans overlap.
         unsafe {
-            buffers_in_flight.write(&span(0, 4..8)).copy_from_slice(&2f32.to_ne_bytes());
-            buffers_in_flight.write(&span(buffers_in_flight.first_page(), 8..9))[0] = 7;
-            assert_eq!(buffers_in_flight.read(&span(0, 0..4)), 1f32.to_ne_bytes());
-            assert!(buffers_in_flight.read(&span(1, 0..0)).is_empty());
+            in_flight.write(&span(0, 4..8)).copy_from_slice(&2f32.to_ne_bytes());
+            in_flight.write(&span(in_flight.first_page(), 8..9))[0] = 7;
+            assert_eq!(in_flight.read(&span(0, 0..4)), 1f32.to_ne_bytes());
+            assert!(in_flight.read(&span(1, 0..0)).is_empty());
         }
-        let (buffers, pages) = buffers_in_flight.into_parts();
+        let (buffers, pages) = in_flight.into_parts();
         assert_eq!(buffers, [Buffer::F32(vec![1.0, 2.0]), Buffer::U8(vec![])]);
         assert_eq!(bytemuck::cast_slice::<u64, u8>(&pages[0])[8], 7);
     }
@@ -393,7 +393,7 @@ mod tests {
     #[test]
     #[should_panic(expected = "outside of 8 bytes")]
     fn spans_outside_of_a_region_panic() {
-        InFlightBuffers::new(vec![Buffer::U8(vec![0; 8])], vec![]).address(&Span { region: 0, bytes: 4..9 });
+        InFlight::new(vec![Buffer::U8(vec![0; 8])], vec![]).address(&Span { region: 0, bytes: 4..9 });
     }
 
     #[test]

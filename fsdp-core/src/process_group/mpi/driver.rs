@@ -1,6 +1,5 @@
 //! The one thread of the process that calls MPI, and its handle.
 
-use parking_lot::Mutex;
 use std::{
     collections::HashMap,
     path::PathBuf,
@@ -12,13 +11,15 @@ use std::{
     time::{Duration, Instant},
 };
 
+use parking_lot::Mutex;
+
 use super::{
     super::{
         backend::PeerState,
         collective::Failure,
         waiting_ranks::{WaitingRanks, WarningTimer},
     },
-    communicator::{self, Batch, Communicator, Direction, InFlightBuffers, NOTIFICATION, Notification, Transfer},
+    communicator::{self, Batch, Communicator, Direction, InFlight, NOTIFICATION, Notification, Transfer},
     library::{self, Kind, MpiError},
     session::Mpi,
 };
@@ -93,16 +94,11 @@ impl Driver {
     pub(super) fn post(
         &self,
         communicator: &Arc<Communicator>,
-        buffers_in_flight: Arc<InFlightBuffers>,
+        in_flight: Arc<InFlight>,
         transfers: Vec<Transfer>,
     ) -> Arc<Batch> {
         let batch = Arc::new(Batch::of(&transfers));
-        self.send(Command::Post {
-            communicator: communicator.clone(),
-            buffers_in_flight,
-            transfers,
-            batch: batch.clone(),
-        });
+        self.send(Command::Post { communicator: communicator.clone(), in_flight, transfers, batch: batch.clone() });
         batch
     }
 
@@ -238,7 +234,7 @@ pub(super) enum Command {
     /// Posts messages.
     Post {
         communicator: Arc<Communicator>,
-        buffers_in_flight: Arc<InFlightBuffers>,
+        in_flight: Arc<InFlight>,
         transfers: Vec<Transfer>,
         batch: Arc<Batch>,
     },
@@ -256,7 +252,7 @@ enum Entry {
     /// A message of a batch, whose memory it keeps.
     Message {
         communicator: Arc<Communicator>,
-        buffers_in_flight: Arc<InFlightBuffers>,
+        in_flight: Arc<InFlight>,
         batch: Arc<Batch>,
         index: usize,
         direction: Direction,
@@ -338,9 +334,9 @@ impl Thread {
     fn execute(&mut self, order: Command) -> Option<Sender<()>> {
         match order {
             Command::Open(communicator) => drop(self.communicators.insert(communicator.tag, communicator)),
-            Command::Post { communicator, buffers_in_flight, transfers, batch } => {
+            Command::Post { communicator, in_flight, transfers, batch } => {
                 for (index, transfer) in transfers.iter().enumerate() {
-                    self.post(&communicator, &buffers_in_flight, transfer, &batch, index);
+                    self.post(&communicator, &in_flight, transfer, &batch, index);
                 }
             }
             Command::Close { communicator, why } => self.close(&communicator, why.as_ref()),
@@ -366,16 +362,16 @@ impl Thread {
     fn post(
         &mut self,
         communicator: &Arc<Communicator>,
-        buffers_in_flight: &Arc<InFlightBuffers>,
+        in_flight: &Arc<InFlight>,
         transfer: &Transfer,
         batch: &Arc<Batch>,
         index: usize,
     ) {
         let Transfer { direction, peer, span } = transfer;
-        let (address, len) = (buffers_in_flight.address(span), span.bytes.len());
+        let (address, len) = (in_flight.address(span), span.bytes.len());
         let entry = Entry::Message {
             communicator: communicator.clone(),
-            buffers_in_flight: buffers_in_flight.clone(),
+            in_flight: in_flight.clone(),
             batch: batch.clone(),
             index,
             direction: *direction,
@@ -470,9 +466,9 @@ impl Thread {
         let Some(entry) = self.entries[number].take() else { return };
         self.free.push(number);
         match entry {
-            Entry::Message { communicator, buffers_in_flight, batch, index, .. } => {
+            Entry::Message { communicator, in_flight, batch, index, .. } => {
                 self.open -= 1;
-                drop(buffers_in_flight);
+                drop(in_flight);
                 communicator.finish(&batch, index, outcome);
             }
             Entry::SendNotification { .. } => self.open -= 1,

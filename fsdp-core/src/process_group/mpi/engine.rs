@@ -23,7 +23,7 @@ use super::{
         options::Membership,
         shared_memory::shm,
     },
-    communicator::{Batch, Direction, InFlightBuffers, Page, Span, Transfer, page},
+    communicator::{Batch, Direction, InFlight, Page, Span, Transfer, page},
     hierarchy::{Hosts, Reduction},
     transport::{ROUNDS, Transport, WaitError},
 };
@@ -417,13 +417,13 @@ impl Exchange<'_> {
         let of_rounds = (0..ROUNDS).flat_map(|_| is_needed.clone());
         let of_rounds = of_rounds.map(|is_needed| if is_needed { self.transport.page() } else { Page::new() });
         let pages: Vec<Page> = partials.chain(of_rounds).collect();
-        let buffers_in_flight = Arc::new(InFlightBuffers::new(buffers, pages));
+        let in_flight = Arc::new(InFlight::new(buffers, pages));
         let nothing = Phase::nothing(size);
-        self.first(&buffers_in_flight, phases.first().unwrap_or(&nothing))?;
+        self.first(&in_flight, phases.first().unwrap_or(&nothing))?;
         for (index, phase) in phases.iter().enumerate() {
-            self.rounds(&buffers_in_flight, phase, index)?;
+            self.rounds(&in_flight, phase, index)?;
         }
-        let (buffers, pages) = self.into_owned(buffers_in_flight)?;
+        let (buffers, pages) = self.into_owned(in_flight)?;
         pages.into_iter().skip(self.partials.len()).for_each(|page| self.transport.keep(page));
         Ok(buffers)
     }
@@ -447,8 +447,8 @@ impl Exchange<'_> {
     }
 
     /// Returns the memory after all messages have ended.
-    fn into_owned(&self, buffers_in_flight: Arc<InFlightBuffers>) -> Result<(Vec<Buffer>, Vec<Page>)> {
-        Arc::try_unwrap(buffers_in_flight).map(InFlightBuffers::into_parts).map_err(|_| Error::Internal {
+    fn into_owned(&self, in_flight: Arc<InFlight>) -> Result<(Vec<Buffer>, Vec<Page>)> {
+        Arc::try_unwrap(in_flight).map(InFlight::into_parts).map_err(|_| Error::Internal {
             rank: self.collective.group().rank,
             what: format!("the memory of {} is in use after its end", self.collective),
         })
@@ -460,7 +460,7 @@ impl Exchange<'_> {
     }
 
     /// Sends this rank's announcement to all others, with short data, and compares all announcements.
-    fn first(&mut self, buffers_in_flight: &InFlightBuffers, phase: &Phase) -> Result<()> {
+    fn first(&mut self, in_flight: &InFlight, phase: &Phase) -> Result<()> {
         self.transport.check().map_err(|error| self.error(error))?;
         let (size, rank) = (self.transport.size(), self.transport.communicator.rank);
         let mut own = vec![0; Collective::announcement_len(size)];
@@ -476,7 +476,7 @@ impl Exchange<'_> {
         if pages.is_empty() {
             pages = (0..2 * size).map(|_| page(len)).collect();
         }
-        let first_pages = Arc::new(InFlightBuffers::new(vec![], pages));
+        let first_pages = Arc::new(InFlight::new(vec![], pages));
         let mut transfers = Vec::with_capacity(2 * size);
         for peer in self.transport.communicator.peers() {
             transfers.push(Transfer { direction: Direction::Receive, peer, span: within(size + peer, 0, &(0..len)) });
@@ -493,7 +493,7 @@ impl Exchange<'_> {
                 for piece in lane.stream.pieces(0, inline.next_multiple_of(ALIGN)) {
                     // SAFETY: as above.
                     unsafe {
-                        let from = buffers_in_flight.read(&lane.span(&piece));
+                        let from = in_flight.read(&lane.span(&piece));
                         first_pages.write(&within(peer, head, &piece.chunk)).copy_from_slice(from);
                     }
                     end = head + piece.chunk.end;
@@ -531,7 +531,7 @@ impl Exchange<'_> {
                         // SAFETY: these messages have ended, and others have not begun.
                         unsafe {
                             let from = first_pages.read(&within(size + peer, head, &piece.chunk));
-                            buffers_in_flight.write(&lane.span(&piece)).copy_from_slice(from);
+                            in_flight.write(&lane.span(&piece)).copy_from_slice(from);
                         }
                     }
                 }
@@ -539,9 +539,7 @@ impl Exchange<'_> {
             Some(combined) if is_short(&combined.stream) => {
                 for piece in combined.stream.pieces(0, inline.next_multiple_of(ALIGN)) {
                     // SAFETY: as above.
-                    unsafe {
-                        self.combine(buffers_in_flight, combined, &piece, 0, &first_pages, |from| (size + from, head))
-                    };
+                    unsafe { self.combine(in_flight, combined, &piece, 0, &first_pages, |from| (size + from, head)) };
                 }
             }
             Some(_) => {}
@@ -553,7 +551,7 @@ impl Exchange<'_> {
     /// Returns the error of ranks that issued different collectives. All of them exchange their whole announcements.
     fn differ(&mut self, own: Vec<u8>) -> Result<Error> {
         let (size, rank, len) = (self.transport.size(), self.transport.communicator.rank, own.len());
-        let all = Arc::new(InFlightBuffers::new(vec![Buffer::U8(own.clone())], (0..size).map(|_| page(len)).collect()));
+        let all = Arc::new(InFlight::new(vec![Buffer::U8(own.clone())], (0..size).map(|_| page(len)).collect()));
         let of = |region: usize| Span { region, bytes: 0..len };
         let transfers = self.transport.communicator.peers().flat_map(|peer| {
             let receive = Transfer { direction: Direction::Receive, peer, span: of(1 + peer) };
@@ -575,7 +573,7 @@ impl Exchange<'_> {
     }
 
     /// Moves the data that was not sent with announcements, in rounds. Rounds without pages are all in flight at once.
-    fn rounds(&mut self, buffers_in_flight: &Arc<InFlightBuffers>, phase: &Phase, index: usize) -> Result<()> {
+    fn rounds(&mut self, in_flight: &Arc<InFlight>, phase: &Phase, index: usize) -> Result<()> {
         let least = self.least(index);
         let peers: Vec<_> = self.transport.communicator.peers().collect();
         let step = phase.step(self.transport.step);
@@ -598,9 +596,9 @@ impl Exchange<'_> {
             paged += usize::from(needs_pages);
             // The round that used these pages before must have ended.
             while let Some(at) = running.iter().position(|(before, _)| needs_pages && before.pages == round.pages) {
-                running.drain(..=at).try_for_each(|(before, batch)| {
-                    self.finish_round(buffers_in_flight, phase, &before, &batch, index)
-                })?;
+                running
+                    .drain(..=at)
+                    .try_for_each(|(before, batch)| self.finish_round(in_flight, phase, &before, &batch, index))?;
             }
             let mut transfers = Vec::with_capacity(2 * peers.len());
             // Posts receives first, so that data has a destination.
@@ -608,74 +606,72 @@ impl Exchange<'_> {
                 transfers.push(Transfer {
                     direction: Direction::Receive,
                     peer,
-                    span: self.place(buffers_in_flight, phase, &round, peer),
+                    span: self.place(in_flight, phase, &round, peer),
                 });
             }
             for &peer in peers.iter().filter(is_sent) {
                 transfers.push(Transfer {
                     direction: Direction::Send,
                     peer,
-                    span: self.source(buffers_in_flight, phase, &round, peer),
+                    span: self.source(in_flight, phase, &round, peer),
                 });
             }
             // SAFETY: each round has its own pages and pieces until it is drained. A phase neither receives into nor
             // combines the data that it sends.
-            running.push_back((round, unsafe { self.transport.post(buffers_in_flight, transfers) }));
+            running.push_back((round, unsafe { self.transport.post(in_flight, transfers) }));
         }
-        running
-            .into_iter()
-            .try_for_each(|(round, batch)| self.finish_round(buffers_in_flight, phase, &round, &batch, index))
+        running.into_iter().try_for_each(|(round, batch)| self.finish_round(in_flight, phase, &round, &batch, index))
     }
 
     /// Waits for a round and processes its data.
     fn finish_round(
         &self,
-        buffers_in_flight: &InFlightBuffers,
+        in_flight: &InFlight,
         phase: &Phase,
         round: &Round,
         batch: &Batch,
         index: usize,
     ) -> Result<()> {
         self.wait(batch, index)?;
-        self.drain(buffers_in_flight, phase, round, self.least(index));
+        self.drain(in_flight, phase, round, self.least(index));
         Ok(())
     }
 
     /// Returns the page of a round to or from a rank.
-    fn page(&self, buffers_in_flight: &InFlightBuffers, round: &Round, direction: Direction, peer: usize) -> usize {
+    fn page(&self, in_flight: &InFlight, round: &Round, direction: Direction, peer: usize) -> usize {
         let size = self.transport.size();
         let place = if direction == Direction::Send { peer } else { size + peer };
-        buffers_in_flight.first_page() + self.partials.len() + round.pages.unwrap_or(0) * 2 * size + place
+        in_flight.first_page() + self.partials.len() + round.pages.unwrap_or(0) * 2 * size + place
     }
 
     /// Returns the destination of a rank's message in a round.
-    fn place(&self, buffers_in_flight: &InFlightBuffers, phase: &Phase, round: &Round, peer: usize) -> Span {
+    fn place(&self, in_flight: &InFlight, phase: &Phase, round: &Round, peer: usize) -> Span {
         let lane = &phase.receives[peer];
         let step = self.step(phase, lane);
         match only(&lane.stream, round.number, step).filter(|_| phase.combined.is_none()) {
             Some(piece) => lane.span(&piece),
             None => {
                 let end = lane.stream.pieces(round.number, step).map(|piece| piece.chunk.end).max().unwrap_or(0);
-                within(self.page(buffers_in_flight, round, Direction::Receive, peer), 0, &(0..end))
+                within(self.page(in_flight, round, Direction::Receive, peer), 0, &(0..end))
             }
         }
     }
 
     /// Returns the source of a message to a rank in a round, packed in a page if it has several pieces.
-    fn source(&self, buffers_in_flight: &InFlightBuffers, phase: &Phase, round: &Round, peer: usize) -> Span {
+    fn source(&self, in_flight: &InFlight, phase: &Phase, round: &Round, peer: usize) -> Span {
         let lane = &phase.sends[peer];
         let step = self.step(phase, lane);
         if let Some(piece) = only(&lane.stream, round.number, step) {
             return lane.span(&piece);
         }
-        let page = self.page(buffers_in_flight, round, Direction::Send, peer);
+        let page = self.page(in_flight, round, Direction::Send, peer);
         let mut end = 0;
         for piece in lane.stream.pieces(round.number, step) {
             // SAFETY: the page is free, because its previous round has ended, and nobody writes the data that a phase
             // sends.
             unsafe {
-                let from = buffers_in_flight.read(&lane.span(&piece));
-                buffers_in_flight.write(&within(page, 0, &piece.chunk)).copy_from_slice(from);
+                let from = in_flight.read(&lane.span(&piece));
+                in_flight.write(&within(page, 0, &piece.chunk)).copy_from_slice(from);
             }
             end = piece.chunk.end;
         }
@@ -683,7 +679,7 @@ impl Exchange<'_> {
     }
 
     /// Processes the data received in a round.
-    fn drain(&self, buffers_in_flight: &InFlightBuffers, phase: &Phase, round: &Round, least: usize) {
+    fn drain(&self, in_flight: &InFlight, phase: &Phase, round: &Round, least: usize) {
         match &phase.combined {
             None => {
                 for peer in self.transport.communicator.peers() {
@@ -692,12 +688,12 @@ impl Exchange<'_> {
                     if lane.stream.len() <= least || only(&lane.stream, round.number, step).is_some() {
                         continue;
                     }
-                    let page = self.page(buffers_in_flight, round, Direction::Receive, peer);
+                    let page = self.page(in_flight, round, Direction::Receive, peer);
                     for piece in lane.stream.pieces(round.number, step) {
                         // SAFETY: the round has ended, and no other round has these pieces.
                         unsafe {
-                            let from = buffers_in_flight.read(&within(page, 0, &piece.chunk));
-                            buffers_in_flight.write(&lane.span(&piece)).copy_from_slice(from);
+                            let from = in_flight.read(&within(page, 0, &piece.chunk));
+                            in_flight.write(&lane.span(&piece)).copy_from_slice(from);
                         }
                     }
                 }
@@ -705,11 +701,9 @@ impl Exchange<'_> {
             Some(combined) if combined.stream.len() > least => {
                 let step = phase.step(self.transport.step);
                 for piece in combined.stream.pieces(round.number, step) {
-                    let page = |from| (self.page(buffers_in_flight, round, Direction::Receive, from), 0);
+                    let page = |from| (self.page(in_flight, round, Direction::Receive, from), 0);
                     // SAFETY: as above. This rank sends its own data of the pieces to nobody.
-                    unsafe {
-                        self.combine(buffers_in_flight, combined, &piece, round.number * step, buffers_in_flight, page)
-                    };
+                    unsafe { self.combine(in_flight, combined, &piece, round.number * step, in_flight, page) };
                 }
             }
             Some(_) => {}
@@ -723,11 +717,11 @@ impl Exchange<'_> {
     /// No message receives into the bytes that are read, or uses the bytes that are written, and nobody else does.
     unsafe fn combine(
         &self,
-        buffers_in_flight: &InFlightBuffers,
+        in_flight: &InFlight,
         combined: &Combined,
         piece: &Piece,
         chunk: usize,
-        pages: &InFlightBuffers,
+        pages: &InFlight,
         page: impl Fn(usize) -> (usize, usize),
     ) {
         let rank = self.transport.communicator.rank;
@@ -747,7 +741,7 @@ impl Exchange<'_> {
                 } else if let Output::Own = combined.output {
                     Input::Output
                 } else {
-                    Input::Bytes(buffers_in_flight.read(&own))
+                    Input::Bytes(in_flight.read(&own))
                 }
             };
             let output = match &combined.output {
@@ -759,7 +753,7 @@ impl Exchange<'_> {
                 }
                 Output::Partial { region } => Span { region: *region, bytes: accumulators(&piece.chunk, chunk) },
             };
-            (combined.inputs.iter().map(input).collect(), buffers_in_flight.write(&output))
+            (combined.inputs.iter().map(input).collect(), in_flight.write(&output))
         };
         match combined.output {
             Output::Partial { .. } => partial(dtype, combined.op, output, &inputs),

@@ -8,7 +8,7 @@ use std::{
 
 use super::{
     super::{backend::PeerState, collective::Collective, host::packing::ALIGN},
-    communicator::{Batch, Communicator, Direction, InFlightBuffers, Notification, Page, Span, Transfer, page},
+    communicator::{Batch, Communicator, Direction, InFlight, Notification, Page, Span, Transfer, page},
     driver::Driver,
 };
 use crate::{Error, HostNames, hash::Hash};
@@ -115,18 +115,14 @@ impl Transport {
     ///
     /// # Safety
     /// Until the messages end, nobody writes the spans that they send or accesses those that they receive.
-    pub(super) unsafe fn post(
-        &mut self,
-        buffers_in_flight: &Arc<InFlightBuffers>,
-        transfers: Vec<Transfer>,
-    ) -> Arc<Batch> {
+    pub(super) unsafe fn post(&mut self, in_flight: &Arc<InFlight>, transfers: Vec<Transfer>) -> Arc<Batch> {
         for Transfer { direction, peer, .. } in &transfers {
             match direction {
                 Direction::Send => self.communicator.count(*peer),
                 Direction::Receive => self.received[*peer] += 1,
             }
         }
-        self.driver.post(&self.communicator, buffers_in_flight.clone(), transfers)
+        self.driver.post(&self.communicator, in_flight.clone(), transfers)
     }
 
     /// Returns how long waits in the `index`-th phase of a collective last without progress.
@@ -269,7 +265,7 @@ impl Transport {
         let (name, uname) = (bytemuck::cast_slice_mut(&mut own[numbers.len()..]), rustix::system::uname());
         name.iter_mut().zip(uname.nodename().to_bytes()).for_each(|(to, from): (&mut u8, _)| *to = *from);
         let pages = [own].into_iter().chain(ranks.iter().map(|_| page(MET))).collect();
-        let buffers_in_flight = Arc::new(InFlightBuffers::new(vec![], pages));
+        let in_flight = Arc::new(InFlight::new(vec![], pages));
         let place = |of: usize| ranks.iter().position(|&rank| rank == of).unwrap_or_default();
         let transfers = others.flat_map(|peer| {
             let receive = Transfer { direction: Direction::Receive, peer, span: span(1 + place(peer)) };
@@ -278,13 +274,13 @@ impl Transport {
         debug_assert_eq!(place(mine), rank);
         let transfers = transfers.collect();
         // SAFETY: the pages are used by these messages only, and read once all have ended.
-        let batch = unsafe { self.post(&buffers_in_flight, transfers) };
+        let batch = unsafe { self.post(&in_flight, transfers) };
         if let Err(error) = self.wait(&batch, self.timeout) {
             self.driver.close(&communicator, None);
             return Ok(Err(error));
         }
         // SAFETY: all messages have ended.
-        let bytes = |of: usize| unsafe { buffers_in_flight.read(&span(if of == rank { 0 } else { 1 + of })) };
+        let bytes = |of: usize| unsafe { in_flight.read(&span(if of == rank { 0 } else { 1 + of })) };
         let told = |of: usize| {
             let bytes = bytes(of);
             let number = |at: usize| bytes[at..].first_chunk().map_or(0, |bytes| u64::from_ne_bytes(*bytes));

@@ -1,6 +1,5 @@
 //! A NCCL communicator: configuration, rendezvous of its ranks, grouped calls, abort, and errors.
 
-use parking_lot::{Mutex, MutexGuard};
 use std::{
     cell::Cell,
     ffi::{CStr, c_char},
@@ -19,6 +18,7 @@ use cudarc::{
         sys::{self, ncclResult_t},
     },
 };
+use parking_lot::{Mutex, MutexGuard};
 
 use super::super::{
     backend::{PeerMonitor, PeerState},

@@ -1,6 +1,5 @@
 //! The watchdog: a thread that follows pending collectives, aborts those that cannot end, and reports why they hang.
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::{
     collections::VecDeque,
     sync::Arc,
@@ -12,6 +11,7 @@ use cudarc::{
     driver::{CudaEvent, CudaStream, DriverError},
     nccl::sys::ncclResult_t,
 };
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::{
     super::{

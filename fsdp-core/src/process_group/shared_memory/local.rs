@@ -1,7 +1,8 @@
 //! The backend for ranks that are threads of one process. It runs the code of the `shm` backend on private memory.
 
-use parking_lot::Mutex;
 use std::{collections::HashMap, sync::Arc};
+
+use parking_lot::Mutex;
 
 use super::{
     super::{
