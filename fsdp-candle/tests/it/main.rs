@@ -32,7 +32,7 @@ mod parallel_params;
 mod parity;
 mod placements;
 mod random_models;
-mod raw_params;
+mod unmanaged_params;
 mod reentrancy;
 mod requires_grad;
 mod settings;
