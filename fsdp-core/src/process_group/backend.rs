@@ -80,8 +80,8 @@ pub trait Backend: Send {
 /// The outputs of a collective.
 #[derive(Default)]
 pub struct CollectiveOutput {
-    /// The pending end of the collective, to wait for before the outputs are used. Declared before the outputs, to be dropped first: memory of the
-    /// outputs must not be freed before the device has been told to wait.
+    /// The pending end of the collective, to wait for before the outputs are used. This field is declared, and so
+    /// dropped, before the outputs: their memory must not be freed before the device has been told to wait.
     pub fence: Option<Box<dyn Fence>>,
     /// One buffer for each part or buffer of the call, in the same order.
     pub outputs: Vec<Buffer>,
@@ -107,7 +107,6 @@ impl From<Vec<Buffer>> for CollectiveOutput {
 pub trait Fence: Send {
     /// Makes the device's compute stream wait for the collective, and releases the kept memory. Does not block the
     /// calling thread.
-    /// block.
     ///
     /// # Errors
     /// Errors of the device.

@@ -1,4 +1,11 @@
 //! Announcements of collectives, by which ranks notice that they issued different ones.
+//!
+//! An announcement begins with a sequence number and a fingerprint. Ranks compare these two numbers. They read the rest
+//! only if the numbers differ, so that the error can say what differs: the call as text, a digest of each part, and a
+//! bit for each member of the signature's subject.
+//!
+//! Its length follows from the number of ranks alone. A backend can therefore reserve space for it, and receive the
+//! announcement of a rank that issued another collective.
 
 use std::fmt::{Display, Write};
 

@@ -8,6 +8,15 @@
 //! A collective starts as an [`Op`] with a `call`, its announcement. The `queue` runs it on the backend. The backend
 //! compares the announcements of all ranks before it returns outputs; `mismatch` describes differences. The conformance
 //! suite of `fsdp-test-support` tests every backend.
+//!
+//! # Design
+//!
+//! - A collective owns the memory that it uses, because its caller continues meanwhile.
+//! - Each group runs its collectives one after the other, in issue order. Ranks that issue them in one order therefore
+//!   never wait for each other in two collectives of one group.
+//! - Comparing ranks costs no message and no wait: an announcement travels with the first data of its collective.
+//! - The bits of a sum depend on the number of ranks only, over every backend of host memory (`host::reduce`).
+//! - Every wait has a deadline and watches its peers. Each rank therefore gets an error that names the missing ranks.
 
 mod backend;
 mod call;

@@ -1,8 +1,12 @@
 //! Reduction kernels: elements, their accumulators, and plain loops that the compiler vectorizes.
 //!
 //! Ranks' elements are combined as a balanced tree of neighbours: pairs that start at an even rank, then pairs of pairs,
-//! and so on. For six ranks that is `((0 + 1) + (2 + 3)) + (4 + 5)`. The order depends on the number of ranks only. Ranks
-//! that form a subtree may combine their elements before other ranks see them ([`partial`]).
+//! and so on. For six ranks that is `((0 + 1) + (2 + 3)) + (4 + 5)`. The order depends on the number of ranks only, so
+//! every run and every backend of host memory gives the same bits. It is a tree because ranks that form a subtree, such
+//! as ranks of one host, may then combine their elements before other ranks see them ([`partial`]).
+//!
+//! Half precision is accumulated in f32 and rounded once. An average in f16 therefore does not overflow, and needs no
+//! division before the sum.
 //!
 //! Everything is inlined into functions that are compiled for particular instruction sets.
 

@@ -348,7 +348,7 @@ impl Communicator {
         self.progress.fetch_add(1, Ordering::Relaxed);
         ring |= batch.pending.fetch_sub(1, Ordering::AcqRel) == 1;
         if ring {
-            // A thread that is about to sleep checks with the lock in_flight.
+            // A thread that is about to sleep checks while it holds the lock.
             drop(self.lock());
             self.wake.notify_all();
         }

@@ -1,4 +1,8 @@
 //! The one thread of the process that calls MPI, and its handle.
+//!
+//! All calls come from one thread (`MPI_THREAD_FUNNELED`), so that every MPI library suffices. The thread serves all
+//! groups. It polls messages in flight, because MPI makes progress only while it is called. It sleeps longer the longer
+//! nothing happens.
 
 use std::{
     collections::HashMap,

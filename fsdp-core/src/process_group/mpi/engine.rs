@@ -1,7 +1,8 @@
 //! The MPI backend: plans a collective as phases of messages between ranks, and runs them.
 //!
-//! The first messages of a collective have the announcements that ranks compare, and short data. Rounds of messages move
-//! the rest.
+//! The first messages of a collective have the announcements that ranks compare, and short data. A short collective
+//! thus takes one exchange. Rounds of messages move longer data. Several rounds are in flight, so that a rank adds up
+//! one round while the next ones arrive.
 
 use std::{
     collections::VecDeque,
@@ -289,8 +290,8 @@ pub(super) struct Lane {
     pub(super) stream: Stream,
     /// Region of the stream's part 0.
     pub(super) first: usize,
-    /// Length of its messages in units of a lane of width 1. Reduction of half-precision elements have width 2, because they
-    /// are f32.
+    /// Length of its messages in units of a lane of width 1. Partial sums of half-precision elements have width 2,
+    /// because they are f32.
     pub(super) width: usize,
 }
 
@@ -469,8 +470,8 @@ impl Exchange<'_> {
         let head = (HEAD + row).next_multiple_of(ALIGN);
         let inline = self.inline();
         let is_short = |stream: &Stream| (1..=inline).contains(&stream.len());
-        // One page to each rank, and one from each, kept for the next collective, which may have a row. Receives have the
-        // largest length, because a rank with another collective sends as much as that has.
+        // One page to each rank and one from each. The next collective reuses them, so they have space for a
+        // `Call::row`. Receives have the largest length, because a rank may have issued another, longer collective.
         let len = (Collective::announcement_len(size) - FIXED + HEAD).next_multiple_of(ALIGN) + inline;
         let mut pages = std::mem::take(&mut self.transport.first_pages);
         if pages.is_empty() {

@@ -6,6 +6,12 @@
 //! To reduce, ranks form blocks: subtrees of the tree of sums whose ranks share a host. One rank of a block combines the
 //! block's data for a rank of another host, and only the result crosses the network. The ranks of a block take turns.
 //! Ranks placed in order form blocks of powers of two; ranks placed round-robin form none.
+//!
+//! Blocks are subtrees so that the bits are the same as without hosts. For the same reason, partial sums of
+//! half-precision elements cross the network as f32. A block of two ranks saves nothing then, and does not add up.
+//!
+//! Announcements and all-to-alls go directly between all ranks. All ranks must want the hierarchy, which they tell each
+//! other when they meet.
 
 use std::ops::Range;
 

@@ -1,7 +1,8 @@
 //! Waiting for peers, and detecting their failure.
 //!
 //! A rank's status page consists of a length, a hash, and bytes that the rank may replace at any time. A rank that reads
-//! it during a write finds a wrong hash.
+//! it during a write finds a wrong hash. Peers read this page; the launcher reads the page of
+//! [`heartbeat`](crate::heartbeat).
 
 use std::{
     os::fd::OwnedFd,

@@ -40,7 +40,7 @@ impl SegmentSource for Processes {
             run: format!("{}\n{}", self.env.run_id, self.env.attempt),
             group,
             check_peers,
-            // In groups split from the world, ranks waiter each other's processes.
+            // In groups split from the world, ranks watch each other's processes.
             has_ended: &|rank| group.is_world() && self.peers.has_exited(rank),
         };
         let met = rendezvous::meet(&parameters, self.chunk_bytes as u64, || {
