@@ -1,7 +1,7 @@
 //! Differentiable collectives over tensors.
 //!
 //! The layers of [`nn`](crate::nn) use them under tensor parallelism; other modules may call them directly.
-//! A tensor of a group of ranks has a layout, a [`Placement`](crate::Placement): every rank holds the same elements
+//! A tensor of a group of ranks has a layout, a [`Placement`]: every rank holds the same elements
 //! (`Replicate`), a part of one dimension (`Shard(dim)`), or a term of a sum (`Partial(Sum)`). So does its gradient.
 //!
 //! | | from | to | backward |

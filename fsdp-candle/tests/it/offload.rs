@@ -80,6 +80,7 @@ const PAIR: &[(&str, usize)] = &[("dp_shard", 2)];
 #[test]
 fn training_gives_the_same_bits() {
     type Options = fn(FullyShard) -> FullyShard;
+    type Case<'a> = (&'a [(&'a str, usize)], OffloadPolicy, Options);
     let plain: Options = |opts| opts;
     let half: Options =
         |opts| opts.mp_policy(MixedPrecisionPolicy { param_dtype: Some(DType::BF16), ..Default::default() });
@@ -88,7 +89,7 @@ fn training_gives_the_same_bits() {
             name.ends_with("down.weight").then(|| std::sync::Arc::new(Float8) as std::sync::Arc<dyn AllGatherExtension>)
         })
     };
-    let cases: [(&[(&str, usize)], OffloadPolicy, Options); 10] = [
+    let cases: [Case; 10] = [
         (&[("dp_shard", 1)], IN_HOST, plain),
         (PAIR, IN_HOST, plain),
         (PAIR, IN_PAGEABLE, plain),

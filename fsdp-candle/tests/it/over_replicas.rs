@@ -19,7 +19,7 @@ const CONFIG: AdamWConfig = AdamWConfig { lr: 0.02, betas: (0.9, 0.95), eps: 1e-
 
 fn map(world: &World, replicas: usize) -> ShardedVarMap {
     let dims = [("dp_replicate", replicas), ("dp_shard", world.size() / replicas)];
-    vars_on(&world, &dims)
+    vars_on(world, &dims)
 }
 
 type Named = Vec<(String, Vec<f32>)>;

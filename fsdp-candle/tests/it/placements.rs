@@ -11,7 +11,7 @@ use crate::common::{
 
 fn with_options(world: &World, mesh: &[(&str, usize)], opts: impl Fn(FullyShard) -> FullyShard, tolerance: f32) {
     let want = reference(world);
-    let vars = vars_on(&world, mesh);
+    let vars = vars_on(world, mesh);
     let model = sharded(&opts(FullyShard::new(&vars)), &vars, WIDTH);
     for _ in 0..2 {
         let grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();

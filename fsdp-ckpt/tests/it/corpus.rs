@@ -38,8 +38,9 @@ fn reads_only_good_safetensors() {
 /// Some inputs of each target of PyTorch's files are valid; none panics.
 #[test]
 fn reads_untrusted_pickles_and_metadata() {
+    type Target<'a> = (&'a str, &'a dyn Fn(&[u8]) -> bool);
     let files = fixture("dcp");
-    let targets: [(&str, &dyn Fn(&[u8]) -> bool); 2] = [
+    let targets: [Target; 2] = [
         ("pickle", &|bytes| torch::pickle(bytes).is_ok()),
         ("dcp_metadata", &|bytes| torch::dcp_metadata(bytes, &files).is_ok()),
     ];

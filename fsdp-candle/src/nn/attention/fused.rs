@@ -159,9 +159,11 @@ pub fn causal_attention(
     separate_attention("causal_attention", q, k, v, n_heads, n_kv_heads, AttentionOptions::causal(scale), None)
 }
 
-/// Computes attention: `q` `[batch, T, n_heads * D]` (or `[batch, T, n_heads, D]`), `k` and `v` `[batch, S, n_kv_heads
-/// * D]` (or with separate heads), output `[batch, T, n_heads * D]`. Query head `h` uses key head `h / (n_heads /
-/// n_kv_heads)`.
+/// Computes attention.
+///
+/// `q` is `[batch, T, n_heads * D]` or `[batch, T, n_heads, D]`. `k` and `v` are `[batch, S, n_kv_heads * D]`, or have
+/// separate heads as well. The output is `[batch, T, n_heads * D]`. Query head `h` uses key head
+/// `h / (n_heads / n_kv_heads)`.
 ///
 /// The queries are the last `T` of the `S >= T` positions. With a cache of earlier keys, a causal query `i` sees the
 /// keys `0..=S - T + i`. If every query sees every key, `S` may be any number from 1. Fails if the shapes or dtypes

@@ -1,7 +1,7 @@
 //! Attention: `candle_nn::attention` with a backward, and this crate's fused attention.
 //!
-//! [`fused`] is the operation on the CPU for f32, f16 and bf16, whose memory is linear in the number of keys. Other
-//! devices, f64, and masks that `fused` does not know run as a chain of Candle's operations ([`attend`]).
+//! `fused` is the operation on the CPU for f32, f16 and bf16, whose memory is linear in the number of keys. Other
+//! devices, f64, and masks that `fused` does not know run as a chain of Candle's operations (`attend`).
 
 mod documents;
 pub(super) mod fused;

@@ -424,7 +424,7 @@ impl Exchange<'_> {
         for (index, phase) in phases.iter().enumerate() {
             self.rounds(&in_flight, phase, index)?;
         }
-        let (buffers, pages) = self.into_owned(in_flight)?;
+        let (buffers, pages) = self.take_buffers(in_flight)?;
         pages.into_iter().skip(self.partials.len()).for_each(|page| self.transport.keep(page));
         Ok(buffers)
     }
@@ -448,7 +448,7 @@ impl Exchange<'_> {
     }
 
     /// Returns the memory after all messages have ended.
-    fn into_owned(&self, in_flight: Arc<InFlight>) -> Result<(Vec<Buffer>, Vec<Page>)> {
+    fn take_buffers(&self, in_flight: Arc<InFlight>) -> Result<(Vec<Buffer>, Vec<Page>)> {
         Arc::try_unwrap(in_flight).map(InFlight::into_parts).map_err(|_| Error::Internal {
             rank: self.collective.group().rank,
             what: format!("the memory of {} is in use after its end", self.collective),
@@ -545,7 +545,7 @@ impl Exchange<'_> {
             }
             Some(_) => {}
         }
-        self.transport.first_pages = self.into_owned(first_pages)?.1;
+        self.transport.first_pages = self.take_buffers(first_pages)?.1;
         Ok(())
     }
 
