@@ -15,7 +15,7 @@
 //! Messages own their memory: after a failure, MPI may still write to memory of a message that it cannot cancel.
 //!
 //! Messages within a host are MPI's too: one comparison, one set of deadlines and one notification serve all peers. A
-//! group whose ranks share a host uses [`shm`](crate::process_group::shm) instead.
+//! group whose ranks share a host uses [`shm`](crate::process_group::shm) instead, if it serves that many ranks.
 
 mod communicator;
 mod driver;
