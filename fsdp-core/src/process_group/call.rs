@@ -29,8 +29,8 @@ const ADVICE: usize = 256;
 pub(super) const MEMBERS: usize = 4096;
 /// Largest number of parts that are announced one by one.
 pub(super) const PARTS: usize = 192;
-/// Numbers of a row for each rank: a hash of the counts sent to the rank, a hash of the counts expected from it, and the
-/// packed bytes sent to it.
+/// Numbers of a row for each rank: a hash of the counts sent to the rank, a hash of the counts expected from it, and
+/// the packed bytes sent to it.
 pub(super) const ROW: usize = 3;
 /// Bytes of an announcement before its row.
 pub(super) const FIXED: usize = NUMBERS + TEXT + ADVICE + MEMBERS / 8 + PARTS * 8;

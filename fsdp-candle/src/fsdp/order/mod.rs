@@ -15,9 +15,9 @@
 //! Nobody calls a unit by name: its forward begins with the first use of one of its parameters. It ends when a unit
 //! beside it is used or called, or when the call around it ends.
 //!
-//! Terms: the *root* is the unit whose call runs inside no other call. A *pass* is one forward of a unit, which may have
-//! several passes before a backward. The *number* of a graph node is its position in the order in which Candle made all
-//! nodes. It tells which nodes belong to a pass. `plan` defines a *visit*.
+//! Terms: the *root* is the unit whose call runs inside no other call. A *pass* is one forward of a unit, which may
+//! have several passes before a backward. The *number* of a graph node is its position in the order in which Candle
+//! made all nodes. It tells which nodes belong to a pass. `plan` defines a *visit*.
 
 use std::collections::BTreeSet;
 use std::ops::Range;

@@ -192,8 +192,8 @@ fn started<T>(told: &Receiver<T>, env: &RankEnv, waiting: &WaitingRanks, timeout
     }
 }
 
-/// Finalizes MPI, as launchers expect of a process that succeeds. MPI waits for all processes of the job to finalize it;
-/// after a failure, this function returns sooner.
+/// Finalizes MPI, as launchers expect of a process that succeeds. MPI waits for all processes of the job to finalize
+/// it; after a failure, this function returns sooner.
 extern "C" fn at_exit() {
     let Some(Ok(driver)) = DRIVER.get() else { return };
     let (tell, told) = channel();

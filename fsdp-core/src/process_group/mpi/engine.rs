@@ -231,8 +231,8 @@ impl Backend for Engine {
     }
 
     fn guarantees(&self) -> Guarantees {
-        // MPI launchers end a job when one of its processes dies. Surviving processes detect a death only if the MPI has
-        // ULFM.
+        // MPI launchers end a job when one of its processes dies. Surviving processes detect a death only if the MPI
+        // has ULFM.
         Guarantees { detects_death: false, ..Guarantees::ALL }
     }
 
@@ -395,7 +395,8 @@ struct Exchange<'a> {
 }
 
 impl Exchange<'_> {
-    /// Runs phases over buffers and returns the buffers. Short streams of the first phase are sent with the announcements.
+    /// Runs phases over buffers and returns the buffers. Short streams of the first phase are sent with the
+    /// announcements.
     pub(super) fn run(mut self, buffers: Vec<Buffer>, phases: &[Phase]) -> Result<Vec<Buffer>> {
         let size = self.transport.size();
         // For each round in flight with pages: one page to and one from each rank that needs it.
@@ -711,8 +712,8 @@ impl Exchange<'_> {
         }
     }
 
-    /// Combines a piece of a chunk, which begins at the byte `chunk` of the stream. `page` has the page and offset of each
-    /// input.
+    /// Combines a piece of a chunk, which begins at the byte `chunk` of the stream. `page` has the page and offset of
+    /// each input.
     ///
     /// # Safety
     /// No message receives into the bytes that are read, or uses the bytes that are written, and nobody else does.

@@ -110,7 +110,8 @@ pub(super) mod state {
     pub(crate) const FAILED: u32 = 3;
 }
 
-/// A rank's control block. Initially all zeros. Every bit pattern is valid, so that a peer cannot make reading undefined.
+/// A rank's control block. Initially all zeros. Every bit pattern is valid, so reading is defined whatever a peer
+/// writes.
 #[repr(C)]
 pub(super) struct Control {
     /// Number of published steps.
