@@ -1,4 +1,18 @@
 //! The ranks that a parameter is sharded and replicated over.
+//!
+//! [Note: Tensor parallelism before FSDP]
+//!
+//! A map's mesh has all ranks that train one model. Some of its dimensions shard, some replicate, and the others split
+//! parameters before FSDP shards them. A parameter therefore has three shapes. The global shape counts for names,
+//! checkpoints and initial values. Layers hold the *unsharded* shape: under tensor parallelism, this rank's part. FSDP
+//! shards that part.
+//!
+//! The shard is always one box of the global shape (`region`), which follows from the placements. State dicts,
+//! checkpoints, random numbers and readers of weights use only the box, so they do not know of tensor parallelism.
+//!
+//! A trained parameter's mesh must contain all ranks of the map's mesh: the copies of other ranks would drift. The mesh
+//! may be larger, as for weights that pipeline stages share. Norms and the results of
+//! [`GradScaler`](crate::GradScaler) are therefore reduced over the meshes of all parameters.
 
 use std::collections::HashMap;
 use std::hash::Hasher;

@@ -285,7 +285,7 @@ impl Check {
 }
 
 impl Direction {
-    /// Direction the parameters along the direction.
+    /// Sets the parameters to their values plus `by` times the direction.
     fn set(&self, by: f64) -> Result<()> {
         for (param, values, direction) in &self.shards {
             match by {

@@ -1,5 +1,6 @@
 //! Random numbers of forward, as dropout draws them. A number is a function of a seed, the number of earlier draws, and
-//! the element's position in the tensor, so backward draws it again instead of keeping it.
+//! the element's position in the tensor, so backward draws it again instead of keeping it. Threads, tensor-parallel
+//! ranks and blocks of attention draw their own elements, in any order.
 //!
 //! Philox4x32-10: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011).
 //!

@@ -157,7 +157,8 @@ from_styles!(
 struct Share {
     /// Split dimension; `None` for a parameter that every rank holds.
     shard_dim: Option<usize>,
-    /// Whether a rank's gradient is a term of a sum over the ranks.
+    /// Whether a rank's gradient is a term of a sum over the ranks. Any other gradient is the rank's own part, or has
+    /// the same bits on all ranks, since all-reduces give all ranks the same bits.
     partial: bool,
 }
 

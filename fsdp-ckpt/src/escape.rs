@@ -1,4 +1,4 @@
-//! EscapingWriter text from files before it is shown.
+//! Escaping text from files before it is shown: a name could contain control sequences of a terminal.
 
 use std::fmt::{Display, Formatter, Result, Write};
 

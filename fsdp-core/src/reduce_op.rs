@@ -3,8 +3,8 @@
 /// The operation that combines the elements of ranks.
 ///
 /// Half-precision inputs are combined in single precision and rounded once, where the backend guarantees
-/// [`f32_accumulation`](crate::process_group::Guarantees::f32_accumulation). All backends do except NCCL, which combines
-/// in the inputs' dtype.
+/// [`f32_accumulation`](crate::process_group::Guarantees::f32_accumulation). All backends do except NCCL, which
+/// combines in the inputs' dtype.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ReduceOp {
     /// The sum.

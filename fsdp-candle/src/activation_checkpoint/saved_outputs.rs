@@ -2,6 +2,8 @@
 //!
 //! A kept output shares its memory with the graph of the first run, which is freed when that run ends. The second run
 //! gets a copy and drops the kept output, so there is one extra copy at a time.
+//!
+//! Kept outputs are identified by the order of the closure's operations, which must be the same in both runs.
 
 use std::any::Any;
 use std::cell::RefCell;

@@ -4,7 +4,8 @@
 //! gradients to it; its backward, which comes after theirs, sends the sum through one collective. So a replicated
 //! tensor is not copied, a sharded tensor is gathered once, and backward runs one collective, for any number of layers.
 //!
-//! A forward remembers its last shared input ([`scope`]) for layers that take the same tensor.
+//! A forward remembers its last shared input ([`scope`]) for layers that take the same tensor. When the
+//! forward ends, it forgets the input, which holds the graph before it. Nested forwards do not share inputs.
 
 use std::cell::RefCell;
 use std::sync::Arc;

@@ -107,7 +107,7 @@ impl AllGatherResult {
         }
     }
 
-    /// Waits; returns the full parameters.
+    /// Waits for the all-gathers. Returns the full parameters.
     pub(super) fn wait(self, unit: &ParamGroup, memory: &UnshardMemory) -> Result<Vec<(Arc<FsdpParam>, FullBuffer)>> {
         let _span = tracing::debug_span!("wait for all-gather", unit = unit.name()).entered();
         let _heartbeat = heartbeat::span("wait for all-gather", unit.name());
@@ -122,7 +122,7 @@ impl AllGatherResult {
         outcome.map(|()| full)
     }
 
-    /// Waits, and drops the outcome.
+    /// Waits for the all-gathers and drops their outputs: peers still need this rank's inputs.
     pub(super) fn cancel(self) {
         self.0.into_iter().for_each(|pending| drop(pending.work.wait()));
     }
@@ -747,7 +747,7 @@ impl ParamGroup {
         on_ranks.filter_map(|(position, param)| Some((position, param.gradient.take(Stage::PartlyReduced)?))).unzip()
     }
 
-    /// Returns a buffer of numbers about the parameters at `positions`.
+    /// Returns a buffer of these numbers, on the device of the parameters at `positions`.
     fn usage_buffer(&self, positions: &[usize], numbers: &[f32]) -> Result<Buffer> {
         match positions.first() {
             Some(&position) => from_numbers(numbers, self.params()[position].device()),
@@ -834,7 +834,7 @@ pub(super) trait InFlight: Sized {
     /// Waits for the collective, and issues the next one, if any. All ranks must call it in the same order.
     fn advance(self) -> Result<Option<Self>>;
 
-    /// Waits, and drops the outcome.
+    /// Waits for the collective and drops its outputs: peers still need this rank's inputs.
     fn cancel(self);
 }
 
@@ -849,8 +849,7 @@ impl<R> Default for ReductionQueue<R> {
 
 impl<R: InFlight> ReductionQueue<R> {
     /// Advances the oldest reductions until fewer than `max` are on each hop, apart from reductions that just came to
-    /// it. The number of reductions decides, never their speed, so all ranks issue their collectives
-    /// in the same order.
+    /// it. The number of reductions decides, never their speed, so all ranks issue their collectives in the same order.
     pub(super) fn limit(&self, max: usize) -> Result<()> {
         let mut waiting = std::mem::take(&mut *self.0.lock());
         let mut in_flight = [0; 3];

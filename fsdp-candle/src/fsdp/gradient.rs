@@ -61,7 +61,7 @@ impl Gradient {
         Gradient { allocator, state: Mutex::default() }
     }
 
-    /// Begins or ends a backward. Drops what a failed backward left.
+    /// Begins or ends a backward. Drops the gradient that no reduction took.
     pub(super) fn begin_backward(&self) {
         let last = std::mem::take(&mut self.state.lock().current);
         if let Some(buffer) = last.accumulated {

@@ -12,6 +12,7 @@
 //! | `schedule`, `order`, `hooks` | when a unit communicates | `_fsdp_state.py` |
 //! | `diagnostics` | reports of cut graphs and missing gradients | |
 //! | `policy`, `comm` | policies, collectives of the user | `_fsdp_api.py` |
+//! | `parallelize` | the tensor-parallel plan of a model | `torch/distributed/tensor/parallel` |
 //!
 //! [Note: Life of a parameter]
 //!
@@ -20,7 +21,8 @@
 //!    graph is on one device.
 //! 2. The layer holds the *full* tensor: an operation's result of the full shape without memory. Unsharding swaps
 //!    memory into it, and resharding takes the memory out (`storage::swap`). Views share the storage, so the graph that
-//!    forward made sees the memory that backward swaps in.
+//!    forward made sees the memory that backward swaps in. If the parameter was built frozen, the layer holds the same
+//!    tensor detached from the graph.
 //! 3. While a parameter is sharded, its storage has the dtype F4, which no kernel accepts. A use of a sharded parameter
 //!    is an error, never a read of freed memory. Layers of `nn` name the parameter; `FsdpModule` explains Candle's
 //!    message for other layers.
@@ -49,6 +51,14 @@
 //! in forward and in backward: the first use unshards the unit and prefetches the next one, by the same state machine.
 //! A parameter whose layer runs no such hook is unmanaged, and stays in the enclosing unit.
 //!
+//! [Note: Shards divided over replicas]
+//!
+//! With `shard_optimizer_over_replicas`, the replicas of HSDP divide each shard. They gather the shards of all units
+//! inside a root when its forward begins, in the order in which the units were built, whatever the forward will use.
+//! They drop the gathered shards when a backward hands out gradients, when a forward without a graph ends, and when
+//! parameters are loaded. These events are the same on every rank. No rank needs to know whether the shards of another
+//! rank changed.
+//!
 //! [Note: Bound on memory]
 //!
 //! - A gradient buffer exists from the first use of a parameter in backward to its reduce-scatter. A full parameter
@@ -65,6 +75,7 @@
 //!
 //! - Hooks run on the thread that computes, which waits for collectives. The process groups' threads never wait for it.
 //! - One thread at a time unshards or reshards a unit, and waits for others with the groups' timeout (`UnshardLock`).
+//!   Hooks of backward that free single parameters take only the parameter's own lock.
 //! - No mutex is locked while a collective is waited for, or while the user's code runs (custom collectives,
 //!   extensions, allocators, initializers). Locks are taken in the order units, settings, order.
 //! - Units issue collectives in an order that follows from the graph and from counts, never from time. `order` decides

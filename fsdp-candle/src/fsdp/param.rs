@@ -1,4 +1,5 @@
-//! One parameter: the shard that an optimizer updates, the full tensor that layers hold, and the state of both.
+//! One parameter: the shard that an optimizer updates, the full tensor that layers hold, and the state of both. The
+//! notes in `fsdp/mod.rs` explain a parameter's graph nodes and its life.
 //!
 //! A layer tells the parameter three things. When the layer is built, it registers ([`FsdpParam::register_layer`],
 //! [`FsdpParam::register_tp_layer`]). Before it reads the values, it runs the pre-use hook ([`FsdpParam::pre_use`]). In
@@ -318,7 +319,7 @@ impl FsdpParam {
         self.spec.compute_dtype
     }
 
-    /// Returns the box of the global shape that this rank holds. It may be empty.
+    /// Returns the box of the global shape that this rank holds. The box may be empty.
     pub fn region(&self) -> &Region {
         &self.spec.region
     }
@@ -464,7 +465,7 @@ impl FsdpParam {
         schedule.pre_use(&unit.id, !self.is_unsharded())
     }
 
-    /// Runs the pre-use hook for a layer that is about to leave a gradient, for which it needs no values.
+    /// Runs the pre-use hook for a layer that is about to write a gradient. The layer does not need the values.
     ///
     /// # Errors
     /// Those of the all-gather.

@@ -1,4 +1,5 @@
-//! The parameters of one unit, which are unsharded, resharded and reduced together.
+//! The parameters of one unit, which are unsharded, resharded and reduced together: PyTorch's `FSDPParamGroup`. Do not
+//! confuse it with the [`ParamGroup`](crate::ParamGroup) of an optimizer, which is PyTorch's `param_groups`.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, OnceLock};
@@ -39,7 +40,7 @@ pub(crate) struct ParamGroup {
     subject: Arc<Subject>,
     pub(super) mp_policy: MixedPrecisionPolicy,
     pub(super) settings: Mutex<UnitSettings>,
-    /// The pending all-gather. A thread that unshards or reshards the unit holds the lock.
+    /// The pending all-gather. A thread that unshards or reshards the whole unit holds the lock.
     pending: UnshardLock<Option<AllGatherResult>>,
     /// Pending all-gathers over replicas.
     pub(super) replica_gathers: Mutex<Vec<ReplicaGather>>,
@@ -76,7 +77,7 @@ impl BackwardCount {
 }
 
 impl ParamGroup {
-    /// Makes the unit `id`. `has_pre_use_hooks` tells whether uses of its parameters unshard it.
+    /// Makes the unit `id`. `has_pre_use_hooks` tells whether uses of its parameters unshard it: it is a unit by name.
     pub(crate) fn new(
         id: UnitId,
         params: Vec<Arc<FsdpParam>>,
@@ -311,6 +312,7 @@ impl ParamGroup {
         self.params.iter().for_each(|param| param.gradient.begin_backward());
     }
 
+    /// Ends a backward: drops gradients that no reduction took.
     pub(super) fn end_backward(&self) {
         self.params.iter().for_each(|param| param.gradient.begin_backward());
     }

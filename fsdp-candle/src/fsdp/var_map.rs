@@ -26,7 +26,8 @@ use crate::storage::{copied, copy_in, to_core_dtype, to_var};
 use crate::tensor_parallel::BoundPlan;
 use crate::world::World;
 
-/// End of a name that no tensor has. A builder that is asked for it tells its map so.
+/// End of a name that no tensor has. A query for such a name shows whether a builder belongs to a map: the map records
+/// that it was asked.
 const PROBE: &str = "fsdp_candle_whose_builder_is_this";
 
 /// Name of the mesh dimension of [`ShardedVarMap::of_world`].
@@ -62,7 +63,7 @@ pub struct ShardedVarMap(Arc<Inner>);
 struct Inner {
     mesh: DeviceMesh,
     ranks: Mutex<Option<Arc<DataParallel>>>,
-    /// Roles of some of the mesh's dimensions, as they were passed and on the whole mesh.
+    /// Pairs of the roles on the mesh that a caller passed, and the same roles on the map's whole mesh.
     widened: Mutex<Vec<[Arc<DataParallel>; 2]>>,
     device: Device,
     schedule: Arc<Schedule>,

@@ -1,5 +1,10 @@
 //! The layers' own operations on CUDA devices. Forward is Candle's. Backward accumulates the gradients of weights in the
 //! parameters' buffers.
+//!
+//! Layers that a model has many of are here: fully connected layers, embeddings, and norms. With Candle's own
+//! operations, the full weight would be in the graph, and its gradient would take three times the weight. Norms are
+//! computed again in backward, so that the graph keeps only their input. Other layers (convolutions, batch and group
+//! norms, PReLU) put the full weight into Candle's graph.
 
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor, Var, bail,

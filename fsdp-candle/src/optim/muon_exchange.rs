@@ -3,6 +3,9 @@
 //! A matrix is sharded along some mesh axes and replicated along others. Blocks move to the owner one sharded axis
 //! after the other, each by one all-to-all, and return the same way. Ranks along a replicated axis that are not in line
 //! with the owner do not take part; an all-gather brings them the result.
+//!
+//! The owner has the whole matrix before anything is added up, so the bits do not depend on the mesh. Owners follow
+//! from global shapes and meshes, so ranks agree on them without communication.
 
 use std::ops::Range;
 use std::sync::Arc;

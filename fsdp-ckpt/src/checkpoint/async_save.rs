@@ -1,4 +1,7 @@
 //! Saving on a background thread.
+//!
+//! The thread has a process group of its own, so that its collectives never queue between the collectives of training.
+//! The calls of [`AsyncSaver`] agree over the caller's group instead: an error or a refusal is the same on every rank.
 
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};

@@ -121,7 +121,7 @@ impl Hosts {
 ///     let state = SaveState { mesh, tensors: vec![shard], values: Default::default() };
 ///     let options = SaveOptions { host: Some(format!("node{host}")), ..SaveOptions::default() };
 ///     save_with(&dir(host), &group, &state, &options)?;
-///     // Here it is again, from the parts.
+///     // Resume from the parts.
 ///     let dirs = HostDirs::new(&group, &format!("node{host}"))?;
 ///     assert!(dirs.survey(disks[host].path())?.newest.is_some());
 ///     let mut own = vec![0; 24];
@@ -131,7 +131,7 @@ impl Hosts {
 /// .into_iter()
 /// .collect::<Result<Vec<_>, _>>()?;
 ///
-/// // A host alone has no checkpoint; with the other's files it has.
+/// // The part of one host is not a checkpoint; the parts of both hosts are.
 /// assert!(matches!(Checkpoint::open(&dir(0)), Err(Error::MissingParts { .. })));
 /// for file in std::fs::read_dir(dir(1))? {
 ///     let file = file?;

@@ -1,12 +1,18 @@
-//! . Rank 0 writes the [`manifest`] with the checksums of all ranks, and renames the directory to its final name.
+//! Checkpoints: a directory with a manifest and one safetensors file for each rank.
 //!
-//! With `SaveOptions::host`, the first rank of each host takes the part of rank 0 in a directory of that host
-//! ([`hosts`]).
-//! [`async_save`] runs the same phases on a thread. [`run_dir`] finds, quarantines and removes the checkpoints of a
-//! run.
+//! [`Checkpoint`] reads one. [`save`] writes one, in phases:
 //!
-//! A save has these phases; all ranks agree on the outcome of each one ([`agree`]):
+//! 1. The ranks exchange lists of their shards, and compute the same [`plan`]: which rank writes which chunk.
+//! 2. Rank 0 creates a temporary directory beside the final one.
+//! 3. Each rank writes its file.
+//! 4. Rank 0 writes the [`manifest`] with the checksums of all ranks, and renames the directory to its final name.
 //!
+//! All ranks agree on the outcome of each phase ([`agree`]). If one rank fails, every rank returns its error, and no
+//! rank waits for a rank that has given up. An object store has no rename; `store/object` explains what replaces it.
+//!
+//! With [`SaveOptions::host`](crate::SaveOptions::host), the first rank of each host takes the part of rank 0 in a
+//! directory of that host ([`hosts`]). [`async_save`] runs the same phases on a thread. [`writable`] tests before
+//! training that a save would succeed. [`run_dir`] finds, quarantines and removes the checkpoints of a run.
 
 use std::collections::BTreeMap;
 use std::path::Path;

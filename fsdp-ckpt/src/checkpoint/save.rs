@@ -1,4 +1,4 @@
-//! Saving from all ranks at once.
+//! Saving from all ranks at once, in the phases that `checkpoint/mod.rs` lists.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -2,7 +2,12 @@
 //! processes.
 //!
 //! A temporary name holds the host, the process and the time, and the entry is locked (`flock`) while its process
-//! lives. So a later save can tell entries of dead processes from those in use.
+//! lives. So a later save can tell entries of dead processes from those in use:
+//!
+//! - A lock may be known to its host only (NFS). Entries of another host must also be a day old.
+//! - Without locks, an entry is dead if its process has ended on this host, or if it is a day old.
+//!
+//! A directory to remove gets a temporary name first. A crash then never leaves a final name without some of its files.
 
 use std::fs::File;
 use std::io;

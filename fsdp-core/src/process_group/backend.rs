@@ -30,9 +30,9 @@ impl Guarantees {
 /// One rank's end of an engine that moves bytes between the ranks of a group.
 ///
 /// A [`ProcessGroup`](crate::ProcessGroup) owns the backend and runs one collective at a time, in issue order. The
-/// calling thread is the group's own, or one that waits ([`crate::ProcessGroup::deferred`]). The group checks arguments,
-/// counts and fingerprints collectives, keeps the first error, records progress for the launcher, and runs collectives
-/// of a single rank. Dropping a backend leaves the group.
+/// calling thread is the group's own, or one that waits ([`crate::ProcessGroup::deferred`]). The group checks
+/// arguments, counts and fingerprints collectives, keeps the first error, records progress for the launcher, and runs
+/// collectives of a single rank. Dropping a backend leaves the group.
 ///
 /// A backend keeps these rules:
 /// - Every wait ends. It fails soon after a peer failed ([`Failure::into_error`]), left or died ([`Collective::lost`]),
@@ -61,8 +61,8 @@ pub trait Backend: Send {
 
     /// Creates this rank's end of a new group of at least two of this group's ranks, this rank among them.
     ///
-    /// `ranks` has the members in their new order. `collective` is the one by which the ranks agreed on the split. Other
-    /// ranks of this group may create other groups at the same time.
+    /// `ranks` has the members in their new order. `collective` is the one by which the ranks agreed on the split.
+    /// Other ranks of this group may create other groups at the same time.
     ///
     /// # Errors
     /// The reason the ranks could not meet.
@@ -80,8 +80,8 @@ pub trait Backend: Send {
 /// The outputs of a collective.
 #[derive(Default)]
 pub struct CollectiveOutput {
-    /// The pending end of the collective, to wait for before the outputs are used. Declared before the outputs, to be dropped first: memory of the
-    /// outputs must not be freed before the device has been told to wait.
+    /// The pending end of the collective, to wait for before the outputs are used. This field is declared, and so
+    /// dropped, before the outputs: their memory must not be freed before the device has been told to wait.
     pub fence: Option<Box<dyn Fence>>,
     /// One buffer for each part or buffer of the call, in the same order.
     pub outputs: Vec<Buffer>,
@@ -103,11 +103,11 @@ impl From<Vec<Buffer>> for CollectiveOutput {
 
 /// A collective that a device has yet to finish. It keeps the memory that the device reads and writes.
 ///
-/// Dropping it orders the compute stream as [`Fence::order`] does and ignores errors, so that memory in use is not reused.
+/// Dropping it orders the compute stream as [`Fence::order`] does and ignores errors, so that memory in use is not
+/// reused.
 pub trait Fence: Send {
     /// Makes the device's compute stream wait for the collective, and releases the kept memory. Does not block the
     /// calling thread.
-    /// block.
     ///
     /// # Errors
     /// Errors of the device.

@@ -1,4 +1,11 @@
 //! Announcements of collectives, by which ranks notice that they issued different ones.
+//!
+//! An announcement begins with a sequence number and a fingerprint. Ranks compare these two numbers. They read the rest
+//! only if the numbers differ, so that the error can say what differs: the call as text, a digest of each part, and a
+//! bit for each member of the signature's subject.
+//!
+//! Its length follows from the number of ranks alone. A backend can therefore reserve space for it, and receive the
+//! announcement of a rank that issued another collective.
 
 use std::fmt::{Display, Write};
 
@@ -22,8 +29,8 @@ const ADVICE: usize = 256;
 pub(super) const MEMBERS: usize = 4096;
 /// Largest number of parts that are announced one by one.
 pub(super) const PARTS: usize = 192;
-/// Numbers of a row for each rank: a hash of the counts sent to the rank, a hash of the counts expected from it, and the
-/// packed bytes sent to it.
+/// Numbers of a row for each rank: a hash of the counts sent to the rank, a hash of the counts expected from it, and
+/// the packed bytes sent to it.
 pub(super) const ROW: usize = 3;
 /// Bytes of an announcement before its row.
 pub(super) const FIXED: usize = NUMBERS + TEXT + ADVICE + MEMBERS / 8 + PARTS * 8;

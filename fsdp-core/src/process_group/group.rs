@@ -177,17 +177,18 @@ impl ProcessGroup {
         Arc::ptr_eq(&self.ranks, &other.ranks)
     }
 
-    /// Returns a handle whose collectives carry a signature. Ranks that issue a collective with different signatures all
-    /// get [`crate::Error::Mismatch`], which names the difference. Signatures add no communication.
+    /// Returns a handle whose collectives carry a signature. Ranks that issue a collective with different signatures
+    /// all get [`crate::Error::Mismatch`], which names the difference. Signatures add no communication.
     pub fn signed(&self, signature: Signature) -> ProcessGroup {
         ProcessGroup { signature: Some(signature), ..self.clone() }
     }
 
     /// Returns a handle for callers that wait at once. Its collectives run on the thread that waits for them, together
-    /// with earlier ones that have not begun. No other thread has to wake up, which takes longer than a small collective.
+    /// with earlier ones that have not begun. No other thread has to wake up, which takes longer than a small
+    /// collective.
     ///
-    /// Deferred collectives also run when their [`Work`] is polled or dropped, and when a collective that is not deferred
-    /// is issued after them. Peers see no difference.
+    /// Deferred collectives also run when their [`Work`] is polled or dropped, and when a collective that is not
+    /// deferred is issued after them. Peers see no difference.
     ///
     /// ```
     /// use fsdp_core::{Buffer, ReduceOp, process_group::local};

@@ -18,8 +18,8 @@ use crate::{
 /// A [`Store`] over an existing group, whatever its backend. Each rank has a copy, and each call exchanges requests.
 ///
 /// **Every call is collective**: all ranks of the group make a call at the same time, not necessarily the same one. The
-/// calls take effect in rank order, sets before gets. So `get` fails at once if no rank has set the value; its timeout is
-/// ignored. The calls do not count as collectives of the group.
+/// calls take effect in rank order, sets before gets. So `get` fails at once if no rank has set the value; its timeout
+/// is ignored. The calls do not count as collectives of the group.
 ///
 /// ```
 /// use std::time::Duration;

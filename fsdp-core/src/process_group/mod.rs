@@ -1,13 +1,22 @@
 //! Process groups: collectives between ranks.
 //!
-//! A [`ProcessGroup`] checks, counts, fingerprints and queues collectives, keeps the first error, and records progress for
-//! the launcher. A [`Backend`] moves the bytes. [`local`] serves threads of a process, [`shm`] processes of a host, and
-//! [`mpi`] ranks of several hosts. A [`DeviceEngine`] beside a backend moves the memory of a device. [`init`] chooses the
-//! backend of the world.
+//! A [`ProcessGroup`] checks, counts, fingerprints and queues collectives, keeps the first error, and records progress
+//! for the launcher. A [`Backend`] moves the bytes. [`local`] serves threads of a process, [`shm`] processes of a host,
+//! and [`mpi`] ranks of several hosts. A [`DeviceEngine`] beside a backend moves the memory of a device. [`init`]
+//! chooses the backend of the world.
 //!
 //! A collective starts as an [`Op`] with a `call`, its announcement. The `queue` runs it on the backend. The backend
 //! compares the announcements of all ranks before it returns outputs; `mismatch` describes differences. The conformance
 //! suite of `fsdp-test-support` tests every backend.
+//!
+//! # Design
+//!
+//! - A collective owns the memory that it uses, because its caller continues meanwhile.
+//! - Each group runs its collectives one after the other, in issue order. Ranks that issue them in one order therefore
+//!   never wait for each other in two collectives of one group.
+//! - Comparing ranks costs no message and no wait: an announcement travels with the first data of its collective.
+//! - The bits of a sum depend on the number of ranks only, over every backend of host memory (`host::reduce`).
+//! - Every wait has a deadline and watches its peers. Each rank therefore gets an error that names the missing ranks.
 
 mod backend;
 mod call;

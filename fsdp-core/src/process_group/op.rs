@@ -33,8 +33,8 @@ pub struct ExchangePart {
     pub recv_counts: Vec<usize>,
 }
 
-/// A collective to run, with its buffers. [`crate::ProcessGroup`] documents each in the method of the same name, and has
-/// checked all counts, dtypes and ranks.
+/// A collective to run, with its buffers. [`crate::ProcessGroup`] documents each in the method of the same name, and
+/// has checked all counts, dtypes and ranks.
 #[non_exhaustive]
 pub enum Op {
     /// [`crate::ProcessGroup::all_gather`].

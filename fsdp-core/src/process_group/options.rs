@@ -14,8 +14,8 @@ const SECONDS: std::ops::RangeInclusive<f64> = 1e-3..=1e9;
 pub struct Options {
     /// How long a rank waits for its peers, at the rendezvous and in each step of a collective. 10 minutes by default.
     pub timeout: Duration,
-    /// Bytes that move at a time, rounded so that ranks can share them evenly. 128 KiB by default. A rank's shared memory
-    /// is four times as large.
+    /// Bytes that move at a time, rounded so that ranks can share them evenly. 128 KiB by default. A rank's shared
+    /// memory is four times as large.
     pub chunk_bytes: usize,
     /// Whether ranks of one host share data from other hosts, and add up data for them before it is sent. Results have
     /// the same bits. Reductions take a few MiB more. True by default, and in effect if it is true on all ranks.

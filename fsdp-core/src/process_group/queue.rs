@@ -39,7 +39,7 @@ pub(super) enum Job {
 
 /// State shared by a group's handles, its thread and its works. Locks are taken in the order of the fields.
 pub(super) struct Queue {
-    /// The thread that holds the lock runs jobs. `None` once the group has ended.
+    /// Whichever thread holds this lock runs jobs. `None` once the group has ended.
     runner: Mutex<Option<Runner>>,
     jobs: Mutex<Jobs>,
     /// Wakes the group's thread.
@@ -49,7 +49,7 @@ pub(super) struct Queue {
 #[derive(Default)]
 struct Jobs {
     waiting: VecDeque<Job>,
-    /// The thread that runs jobs now.
+    /// Thread that runs jobs now.
     runs: Option<ThreadId>,
     thread_sleeps: bool,
     is_closed: bool,
@@ -62,7 +62,8 @@ impl Queue {
         Queue { runner: Mutex::new(Some(runner)), jobs: Mutex::default(), wake: Condvar::new() }
     }
 
-    /// Queues a job, and wakes the group's thread if `at_once`. Drops the job if the group has ended: its work then fails.
+    /// Queues a job, and wakes the group's thread if `at_once`. Drops the job if the group has ended: its work then
+    /// fails.
     pub(super) fn push(&self, job: Job, at_once: bool) {
         let mut jobs = self.jobs.lock();
         if !jobs.is_closed {
@@ -125,7 +126,7 @@ impl Queue {
     pub(super) fn help(&self, is_done: &mut dyn FnMut() -> bool) {
         match self.runner.try_lock() {
             Some(runner) => self.run(runner, true, is_done),
-            // The thread that runs jobs now may stop before this one's.
+            // The thread that runs jobs now may stop before it comes to the caller's job.
             None => self.start(),
         }
     }
@@ -155,7 +156,7 @@ impl Drop for End<'_> {
     }
 }
 
-/// Runs the jobs, on whichever thread.
+/// Runs the jobs, on the group's thread or on a thread that waits.
 struct Runner {
     backend: Box<dyn Backend>,
     group: Membership,

@@ -13,8 +13,8 @@ use crate::{Buffer, Error, Result, Stream};
 
 /// An issued collective. Dropping the handle does not cancel the collective.
 ///
-/// [`Work::wait`] orders the next computation, on whichever device, after the collective. [`Work::then`] orders a chosen
-/// stream.
+/// [`Work::wait`] orders the next computation, on whichever device, after the collective. [`Work::then`] orders a
+/// chosen stream.
 ///
 /// ```
 /// use fsdp_core::{Buffer, ReduceOp, Stream, process_group::local};
@@ -112,7 +112,8 @@ impl Work {
         self.then(Stream::Compute)
     }
 
-    /// Makes `stream` wait for the collective and returns the outputs as [`Work::wait`] does. Only `stream` may use them.
+    /// Makes `stream` wait for the collective and returns the outputs as [`Work::wait`] does. Only `stream` may use
+    /// them.
     ///
     /// # Errors
     /// Errors of the collective (see [`crate::ProcessGroup`]).

@@ -180,7 +180,8 @@ impl Store for TcpStore {
     }
 }
 
-/// Maximum time that the server waits for a value before it answers that the key is unset.
+/// Maximum time that the server waits for a value before it answers that the key is unset. The client then asks again.
+/// Each side thus notices soon that the other one is gone.
 const GET_SLICE: Duration = Duration::from_secs(1);
 /// Minimum time limit of an exchange.
 const MIN_WAIT: Duration = Duration::from_millis(10);

@@ -1,6 +1,7 @@
 //! Processes that ranks started and that left their process groups by `setsid`. They end with the ranks.
 //!
-//! The environment variable [`LAUNCH_ID`] identifies them.
+//! The environment variable [`LAUNCH_ID`] identifies them. Signals to a rank's process group do not reach them, and the
+//! launcher would otherwise leave processes that hold ports, GPUs and memory.
 
 use std::{
     fs, io,

@@ -1,4 +1,7 @@
 //! Watches the ranks: signals and other events, the first failure, and hung ranks.
+//!
+//! `supervise` turns events into the end of an attempt. Before it asks the ranks to end, it records the state of each:
+//! later states would show only the shutdown.
 
 pub(crate) mod supervise;
 mod watchdog;

@@ -14,6 +14,10 @@
 //! Two kinds of units exist. The user calls a unit that `fully_shard` made, so its forward has a begin and an end.
 //! Nobody calls a unit by name: its forward begins with the first use of one of its parameters. It ends when a unit
 //! beside it is used or called, or when the call around it ends.
+//!
+//! Terms: the *root* is the unit whose call runs inside no other call. A *pass* is one forward of a unit, which may
+//! have several passes before a backward. The *number* of a graph node is its position in the order in which Candle
+//! made all nodes. It tells which nodes belong to a pass. `plan` defines a *visit*.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -264,7 +268,7 @@ impl Order {
 
 /// Forward.
 impl Order {
-    /// The forward of a called unit begins. It is the root's if no other forward runs.
+    /// Begins the forward of a called unit. It is the root's if no other forward runs.
     pub(crate) fn pre_forward(&mut self, unit: usize, graph: bool) -> Result<(Forward, Vec<Action>), OrderError> {
         let step = &mut self.step;
         if step.backward.is_some() {
@@ -294,8 +298,8 @@ impl Order {
         Ok((Forward { is_root, pass, graph }, actions))
     }
 
-    /// The forward of a called unit has ended. `parts` is the number of modules that make up the unit. Also returns
-    /// whether the outputs need a pre-backward hook.
+    /// Ends the forward of a called unit. `parts` is the number of modules that make up the unit. Also returns whether
+    /// the outputs need a pre-backward hook.
     pub(crate) fn post_forward(&mut self, unit: usize, forward: Forward, parts: usize) -> (bool, Vec<Action>) {
         let mut actions = vec![];
         self.begin_uses_up_to(unit, None, forward.graph, &mut actions);
@@ -317,7 +321,7 @@ impl Order {
         (hook, actions)
     }
 
-    /// Control leaves the forward of a called unit, which has ended or failed. The hooks on its outputs exist.
+    /// Leaves the forward of a called unit, which has ended or failed. Called once the outputs have their hooks.
     pub(crate) fn end_forward(&mut self, forward: Forward) {
         let step = &mut self.step;
         while step.frames.pop().is_some_and(|frame| frame.is_use()) {}
@@ -335,7 +339,8 @@ impl Order {
         recomputations.push(Recomputation { made, node });
     }
 
-    /// A layer is about to use a parameter of a unit by name. `misses` tells whether it needs values that are sharded.
+    /// Handles the use of a parameter of a unit by name, before a layer reads it. `misses` tells whether the layer
+    /// needs values that are sharded.
     pub(crate) fn pre_use(&mut self, unit: usize, graph: bool, misses: bool) -> Result<Vec<Action>, OrderError> {
         if let Some(backward) = &self.step.backward {
             return match (backward.units[unit].entered, misses && self.is_planned()) {
@@ -359,8 +364,8 @@ impl Order {
         Ok(actions)
     }
 
-    /// Where units have a fixed order: begins the units by name inside `called` that come next, up to `last` or all of
-    /// them, whether this rank uses them or not.
+    /// Begins the units by name inside `called` that come next, up to `last` or all of them, whether this rank uses
+    /// them or not. If none of them is left, or units have no fixed order, begins `last` alone.
     fn begin_uses_up_to(&mut self, called: usize, last: Option<usize>, graph: bool, actions: &mut Vec<Action>) {
         let end = last.map_or(self.units.len(), |last| last + 1);
         let next = self.step.frames.iter_mut().rev().find_map(|frame| match &mut frame.begun_by {
@@ -384,7 +389,7 @@ impl Order {
         }
     }
 
-    /// The forward of a unit by name begins.
+    /// Begins the forward of a unit by name.
     fn begin_use(&mut self, unit: usize, graph: bool, actions: &mut Vec<Action>) {
         self.end_uses_beside(Some(unit), actions);
         let pass = self.begin(unit, graph, actions);
@@ -463,7 +468,7 @@ impl Order {
 
 /// Backward.
 impl Order {
-    /// A backward begins.
+    /// Begins a backward.
     pub(crate) fn begin_backward(&mut self) -> Result<(), OrderError> {
         let step = &mut self.step;
         if step.backward.is_some() {
@@ -478,8 +483,8 @@ impl Order {
         Ok(())
     }
 
-    /// Candle's backward is about to begin. Returns the unit that it comes to first, and the actions that unshard this
-    /// unit and all units whose outputs have no hook.
+    /// Prepares Candle's backward. Returns the unit that it comes to first, and the actions that unshard this unit and
+    /// all units whose outputs have no hook.
     pub(crate) fn root_pre_backward(&mut self) -> (Option<usize>, Vec<Action>) {
         let Some(backward) = &self.step.backward else { return (None, vec![]) };
         let first = match &backward.plan {
@@ -498,7 +503,7 @@ impl Order {
         (first, actions)
     }
 
-    /// Backward is about to enter a unit. `pass` is known for a called unit.
+    /// Enters a unit in backward. `pass` is known for a called unit.
     pub(crate) fn pre_backward(&mut self, unit: usize, pass: Option<usize>) -> Result<Vec<Action>, OrderError> {
         if self.is_planned() {
             return self.enter_visit(unit, pass);
@@ -542,13 +547,13 @@ impl Order {
         Ok(actions)
     }
 
-    /// Backward has passed everything between a unit's inputs and outputs.
+    /// Leaves a unit in backward: everything between its inputs and outputs is done.
     pub(crate) fn post_backward(&self, unit: usize) -> Option<Action> {
         // Frozen parameters have no hook of their own. A plan has the end of each visit.
         (self.units[unit].settings.reshard_after_backward && !self.is_planned()).then_some(Action::ReshardFrozen(unit))
     }
 
-    /// The gradient of a parameter is complete. Also returns whether its values are not needed again.
+    /// Records that the gradient of a parameter is complete. Also returns whether its values are not needed again.
     pub(crate) fn post_accumulate_grad(
         &mut self,
         unit: usize,
@@ -571,7 +576,7 @@ impl Order {
         Ok((true, actions))
     }
 
-    /// Candle's backward has ended.
+    /// Finishes after Candle's backward: reduces and reshards what is left.
     pub(crate) fn root_post_backward(&mut self) -> Vec<Action> {
         let mut actions = self.finish_plan();
         let Some(backward) = &mut self.step.backward else { return actions };
@@ -595,7 +600,7 @@ impl Order {
         actions
     }
 
-    /// Control leaves a backward, which has ended or failed.
+    /// Leaves a backward, which has ended or failed.
     pub(crate) fn end_backward(&mut self) {
         self.step.backward = None;
     }

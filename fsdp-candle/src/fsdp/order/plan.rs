@@ -119,14 +119,13 @@ impl Plan {
         self.passes.iter().filter(|&&(_, of)| of == visit).count() == 1
     }
 
-    /// Backward comes to a visit. Returns whether it is the first time, and the missing steps of the sequence up to
-    /// this visit.
+    /// Enters a visit. Returns whether it is the first time, and the missing steps of the sequence up to this visit.
     fn enter(&mut self, visit: usize) -> (bool, Vec<Step>) {
         let is_first = !std::mem::replace(&mut self.entered[visit], true);
         (is_first, self.advance_to(visit + self.ahead + 1))
     }
 
-    /// Backward has ended. Returns the rest of the sequence.
+    /// Ends the plan. Returns the rest of the sequence.
     fn finish(&mut self) -> Vec<Step> {
         self.advance_to(self.visits.len() + self.ahead + 1)
     }
@@ -281,12 +280,12 @@ impl Order {
         plan.is_some_and(|plan| plan.visit(unit, None).is_some())
     }
 
-    /// Backward comes to a unit, and so to one of its visits.
+    /// Enters the visit of a unit that backward comes to.
     pub(super) fn enter_visit(&mut self, unit: usize, pass: Option<usize>) -> Result<Vec<Action>, OrderError> {
         self.enter(unit, |plan| plan.visit(unit, pass))
     }
 
-    /// Backward needs values of a unit that were freed in its current visit: it has come to the next visit.
+    /// Enters the next visit of a unit: backward needs values that were freed in the current one.
     pub(super) fn enter_next_visit(&mut self, unit: usize) -> Result<Vec<Action>, OrderError> {
         self.enter(unit, |plan| plan.next(unit))
     }
@@ -311,7 +310,8 @@ impl Order {
         Ok(actions)
     }
 
-    /// Backward is done with a parameter in one pass of its unit. Returns how to free it, if no other pass needs it.
+    /// Records that backward is done with a parameter in one pass of its unit. Returns the action that frees it, if no
+    /// other pass needs it.
     pub(crate) fn post_pass(&self, unit: usize, position: usize, pass: usize) -> Option<Action> {
         let plan = self.step.backward.as_ref()?.plan.as_ref()?;
         let visit = plan.visit(unit, Some(pass))?;

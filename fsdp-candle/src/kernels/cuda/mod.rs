@@ -1,4 +1,12 @@
 //! The kernels of CUDA devices: CUDA C that is compiled when a device is first used.
+//!
+//! - NVRTC compiles `kernels.cu` for the device at hand. A build therefore needs no list of GPU generations.
+//! - All computation on a device runs on one stream, whichever thread calls (`device`). Candle's own `Device::new_cuda`
+//!   has a stream for each thread, so the work of a group's thread and of the user's thread would have no order.
+//! - Memory is reused without waiting for the device, so the amount in use follows from the order of calls
+//!   ([`fsdp_core::device::cuda`]).
+//! - Numbers for the host, such as norms, stay on the device until all of them are computed, and are read at once.
+//!   Clipping thus waits for the device once, not once for each parameter.
 
 mod device;
 mod host_copies;

@@ -5,6 +5,9 @@
 //!
 //! Where tensor-parallel ranks hold parts of the vocabulary (PyTorch's `loss_parallel`), two small collectives combine
 //! the statistics of the parts: the largest logit of each row, then its sums.
+//!
+//! The host reads the targets, to check and count them. When you compute on a device, keep the targets in host memory,
+//! so that the host does not wait for the device.
 
 pub(in crate::nn) mod cross_entropy;
 pub(in crate::nn) mod linear_cross_entropy;

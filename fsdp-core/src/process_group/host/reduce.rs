@@ -1,8 +1,12 @@
 //! Reduction kernels: elements, their accumulators, and plain loops that the compiler vectorizes.
 //!
-//! Ranks' elements are combined as a balanced tree of neighbours: pairs that start at an even rank, then pairs of pairs,
-//! and so on. For six ranks that is `((0 + 1) + (2 + 3)) + (4 + 5)`. The order depends on the number of ranks only. Ranks
-//! that form a subtree may combine their elements before other ranks see them ([`partial`]).
+//! Ranks' elements are combined as a balanced tree of neighbours: pairs that start at an even rank, then pairs of
+//! pairs, and so on. For six ranks that is `((0 + 1) + (2 + 3)) + (4 + 5)`. The order depends on the number of ranks
+//! only, so every run and every backend of host memory gives the same bits. It is a tree because ranks that form a
+//! subtree, such as ranks of one host, may then combine their elements before other ranks see them ([`partial`]).
+//!
+//! Half precision is accumulated in f32 and rounded once. An average in f16 therefore does not overflow, and needs no
+//! division before the sum.
 //!
 //! Everything is inlined into functions that are compiled for particular instruction sets.
 
@@ -177,8 +181,8 @@ impl Input<'_> {
     }
 }
 
-/// Combines the inputs of all ranks, in rank order, into `output`. All are aligned native elements of `dtype` and have the
-/// same length; inputs of several ranks have the dtype [`accumulator`].
+/// Combines the inputs of all ranks, in rank order, into `output`. All are aligned native elements of `dtype` and have
+/// the same length; inputs of several ranks have the dtype [`accumulator`].
 pub(crate) fn reduce(dtype: DType, op: ReduceOp, output: &mut [u8], inputs: &[Input<'_>]) {
     match dtype {
         DType::U8 => combine::<u8, u8>(op, output, inputs),

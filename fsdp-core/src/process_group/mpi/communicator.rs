@@ -1,5 +1,5 @@
-//! State of a group that is shared with the thread that calls MPI: its buffers in flight, requests, tags, and the peers'
-//! notifications.
+//! State of a group that is shared with the thread that calls MPI: its buffers in flight, requests, tags, and the
+//! peers' notifications.
 
 use std::{
     ops::Range,
@@ -44,10 +44,11 @@ struct Region {
     len: usize,
 }
 
-/// Buffers and pages that messages in flight use. Shared by the collective and the thread that calls MPI, so that memory
-/// outlives the messages even if the collective fails.
+/// Buffers and pages that messages in flight use. Shared by the collective and the thread that calls MPI, so that
+/// memory outlives the messages even if the collective fails.
 ///
-/// Bytes are accessed only through [`InFlight::read`] and [`InFlight::write`], whose callers know which messages are in flight.
+/// Bytes are accessed only through [`InFlight::read`] and [`InFlight::write`], whose callers know which messages are in
+/// flight.
 pub(super) struct InFlight {
     /// Not accessed directly before [`InFlight::into_parts`].
     buffers: Vec<Buffer>,
@@ -313,7 +314,8 @@ impl Communicator {
     }
 
     /// Returns the ranks that this rank has been waiting for since `began`, if a peer timed out waiting for this rank
-    /// meanwhile. The peer may not know of those ranks, so this rank must name them. Empty if this rank itself was late.
+    /// meanwhile. The peer may not know of those ranks, so this rank must name them. Empty if this rank itself was
+    /// late.
     pub(super) fn awaited(&self, batch: &Batch, notification: &Notification, began: Instant) -> Vec<usize> {
         if !notification.blames(self.rank) || notification.received_at < began {
             return vec![];
@@ -348,7 +350,7 @@ impl Communicator {
         self.progress.fetch_add(1, Ordering::Relaxed);
         ring |= batch.pending.fetch_sub(1, Ordering::AcqRel) == 1;
         if ring {
-            // A thread that is about to sleep checks with the lock in_flight.
+            // A thread that is about to sleep checks while it holds the lock.
             drop(self.lock());
             self.wake.notify_all();
         }

@@ -1,4 +1,8 @@
 //! The one thread of the process that calls MPI, and its handle.
+//!
+//! All calls come from one thread (`MPI_THREAD_FUNNELED`), so that every MPI library suffices. The thread serves all
+//! groups. It polls messages in flight, because MPI makes progress only while it is called. It sleeps longer the longer
+//! nothing happens.
 
 use std::{
     collections::HashMap,
@@ -188,8 +192,8 @@ fn started<T>(told: &Receiver<T>, env: &RankEnv, waiting: &WaitingRanks, timeout
     }
 }
 
-/// Finalizes MPI, as launchers expect of a process that succeeds. MPI waits for all processes of the job to finalize it;
-/// after a failure, this function returns sooner.
+/// Finalizes MPI, as launchers expect of a process that succeeds. MPI waits for all processes of the job to finalize
+/// it; after a failure, this function returns sooner.
 extern "C" fn at_exit() {
     let Some(Ok(driver)) = DRIVER.get() else { return };
     let (tell, told) = channel();

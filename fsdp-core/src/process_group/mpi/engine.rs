@@ -1,7 +1,8 @@
 //! The MPI backend: plans a collective as phases of messages between ranks, and runs them.
 //!
-//! The first messages of a collective have the announcements that ranks compare, and short data. Rounds of messages move
-//! the rest.
+//! The first messages of a collective have the announcements that ranks compare, and short data. A short collective
+//! thus takes one exchange. Rounds of messages move longer data. Several rounds are in flight, so that a rank adds up
+//! one round while the next ones arrive.
 
 use std::{
     collections::VecDeque,
@@ -230,8 +231,8 @@ impl Backend for Engine {
     }
 
     fn guarantees(&self) -> Guarantees {
-        // MPI launchers end a job when one of its processes dies. Surviving processes detect a death only if the MPI has
-        // ULFM.
+        // MPI launchers end a job when one of its processes dies. Surviving processes detect a death only if the MPI
+        // has ULFM.
         Guarantees { detects_death: false, ..Guarantees::ALL }
     }
 
@@ -289,8 +290,8 @@ pub(super) struct Lane {
     pub(super) stream: Stream,
     /// Region of the stream's part 0.
     pub(super) first: usize,
-    /// Length of its messages in units of a lane of width 1. Reduction of half-precision elements have width 2, because they
-    /// are f32.
+    /// Length of its messages in units of a lane of width 1. Partial sums of half-precision elements have width 2,
+    /// because they are f32.
     pub(super) width: usize,
 }
 
@@ -394,7 +395,8 @@ struct Exchange<'a> {
 }
 
 impl Exchange<'_> {
-    /// Runs phases over buffers and returns the buffers. Short streams of the first phase are sent with the announcements.
+    /// Runs phases over buffers and returns the buffers. Short streams of the first phase are sent with the
+    /// announcements.
     pub(super) fn run(mut self, buffers: Vec<Buffer>, phases: &[Phase]) -> Result<Vec<Buffer>> {
         let size = self.transport.size();
         // For each round in flight with pages: one page to and one from each rank that needs it.
@@ -469,8 +471,8 @@ impl Exchange<'_> {
         let head = (HEAD + row).next_multiple_of(ALIGN);
         let inline = self.inline();
         let is_short = |stream: &Stream| (1..=inline).contains(&stream.len());
-        // One page to each rank, and one from each, kept for the next collective, which may have a row. Receives have the
-        // largest length, because a rank with another collective sends as much as that has.
+        // One page to each rank and one from each. The next collective reuses them, so they have space for a
+        // `Call::row`. Receives have the largest length, because a rank may have issued another, longer collective.
         let len = (Collective::announcement_len(size) - FIXED + HEAD).next_multiple_of(ALIGN) + inline;
         let mut pages = std::mem::take(&mut self.transport.first_pages);
         if pages.is_empty() {
@@ -710,8 +712,8 @@ impl Exchange<'_> {
         }
     }
 
-    /// Combines a piece of a chunk, which begins at the byte `chunk` of the stream. `page` has the page and offset of each
-    /// input.
+    /// Combines a piece of a chunk, which begins at the byte `chunk` of the stream. `page` has the page and offset of
+    /// each input.
     ///
     /// # Safety
     /// No message receives into the bytes that are read, or uses the bytes that are written, and nobody else does.

@@ -3,9 +3,15 @@
 //! To gather, a rank sends its data to one rank of every other host, and that rank sends it to the others of its host.
 //! The ranks of a host take turns.
 //!
-//! To reduce, ranks form blocks: subtrees of the tree of sums whose ranks share a host. One rank of a block combines the
-//! block's data for a rank of another host, and only the result crosses the network. The ranks of a block take turns.
-//! Ranks placed in order form blocks of powers of two; ranks placed round-robin form none.
+//! To reduce, ranks form blocks: subtrees of the tree of sums whose ranks share a host. One rank of a block combines
+//! the block's data for a rank of another host, and only the result crosses the network. The ranks of a block take
+//! turns. Ranks placed in order form blocks of powers of two; ranks placed round-robin form none.
+//!
+//! Blocks are subtrees so that the bits are the same as without hosts. For the same reason, partial sums of
+//! half-precision elements cross the network as f32. A block of two ranks saves nothing then, and does not add up.
+//!
+//! Announcements and all-to-alls go directly between all ranks. All ranks must want the hierarchy, which they tell each
+//! other when they meet.
 
 use std::ops::Range;
 
@@ -87,8 +93,8 @@ impl Hosts {
         phases
     }
 
-    /// Returns `rank`'s phases of a broadcast. The root scatters the stream over the ranks of its host and over the ranks
-    /// of all others, and each side gathers it.
+    /// Returns `rank`'s phases of a broadcast. The root scatters the stream over the ranks of its host and over the
+    /// ranks of all others, and each side gathers it.
     pub(super) fn broadcast(&self, rank: usize, root: usize, stream: &Stream) -> [Phase; 3] {
         let (mut near, mut far) = (self.hosts.clone(), self.hosts.clone());
         near.retain(|host| host.contains(&root));
@@ -171,8 +177,8 @@ impl Reduction<'_> {
         (phases, partials)
     }
 
-    /// Returns the phase that computes results from `inputs`: their ranks, and the number of ranks that they combine. This
-    /// rank sends its data to the ranks that it `is_direct` to.
+    /// Returns the phase that computes results from `inputs`: their ranks, and the number of ranks that they combine.
+    /// This rank sends its data to the ranks that it `is_direct` to.
     fn last(
         &self,
         rank: usize,
@@ -301,8 +307,8 @@ mod tests {
     use super::super::super::host::packing::ALIGN;
     use crate::DType;
 
-    /// Lets ranks exchange the data of their phases. `has` tells which bytes each rank has. Returns the bytes that crossed
-    /// hosts.
+    /// Lets ranks exchange the data of their phases. `has` tells which bytes each rank has. Returns the bytes that
+    /// crossed hosts.
     fn play<const N: usize>(ids: &[u64], phases: &[[Phase; N]], has: &mut [Vec<Vec<bool>>]) -> usize {
         let mut crossed = 0;
         let of = |rank: usize, phase: usize| &phases[rank][phase];

@@ -7,7 +7,15 @@
 //!
 //! All communication is point to point. MPI's own collectives and `MPI_Comm_split` cannot be cancelled if a rank is
 //! missing, do not name missing ranks, and add in an order and precision of their own. A group is therefore not an MPI
-//! communicator. It consists of ranks, and of tags: each rank chooses the tag of the messages sent to it.
+//! communicator. It consists of ranks, and of tags: each rank chooses the tag of the messages sent to it. Ranks outside
+//! a new group take no part in its creation.
+//!
+//! A rank that fails or leaves notifies its peers. The notification counts the collectives that the rank completed and
+//! the messages that it sent. A peer that waits for one of these messages receives it; all other peers fail at once.
+//! Messages own their memory: after a failure, MPI may still write to memory of a message that it cannot cancel.
+//!
+//! Messages within a host are MPI's too: one comparison, one set of deadlines and one notification serve all peers. A
+//! group whose ranks share a host uses [`shm`](crate::process_group::shm) instead, if it serves that many ranks.
 
 mod communicator;
 mod driver;

@@ -45,8 +45,8 @@ pub(super) trait Mpi {
 
 /// Opens a library and determines its interface. `found` is a path, or a name for the loader.
 pub(super) fn open(found: &Path) -> Outcome<Box<dyn Mpi>> {
-    // SAFETY: the initializers of an MPI library have no preconditions. Its plug-ins use its symbols, which are therefore
-    // global, as in a program linked with it.
+    // SAFETY: the initializers of an MPI library have no preconditions. Its plug-ins use its symbols, which are
+    // therefore global, as in a program linked with it.
     let library = unsafe { Library::open(Some(found), RTLD_NOW | RTLD_GLOBAL) };
     let library = library.map_err(|error| MpiError::new(error.to_string()))?;
     // The library's threads and exit handlers outlive every user.

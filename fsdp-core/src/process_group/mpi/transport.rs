@@ -17,8 +17,8 @@ use crate::{Error, HostNames, hash::Hash};
 const SPINS: u32 = 3000;
 /// The longest sleep.
 const SLICE: Duration = Duration::from_millis(20);
-/// How long messages may stay in flight after the peer has gone, which may have received them, or after a peer has timed
-/// out waiting for this rank.
+/// How long messages may stay in flight after the peer has gone, which may have received them, or after a peer has
+/// timed out waiting for this rank.
 const GRACE: Duration = Duration::from_millis(500);
 /// Largest number of rounds in flight whose messages use pages.
 pub(super) const ROUNDS: usize = 3;

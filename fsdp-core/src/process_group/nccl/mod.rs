@@ -6,12 +6,15 @@
 //!
 //! By default ranks do not compare what they issue, which would take a round trip through the host. Ranks that issue
 //! different collectives hang in NCCL or mix up data. `FSDP_NCCL_CHECK=always` compares each collective over the host
-//! group before it is enqueued, for tests and for programs that hang.
+//! group before it is enqueued, for tests and for programs that hang. The host group is used because its waits end: it
+//! has deadlines, watches the peers, and names the difference. The group's thread compares and enqueues then, since an
+//! issuing thread could wait for a peer that issues the collectives of two groups in another order.
 //!
-//! The watchdog compares what ranks hang in after the group's timeout. It aborts the communicator if a peer is gone, NCCL
-//! reports an error, there is no progress for the timeout, or the device does not reach the first collective for three
-//! timeouts. Blocked calls of the host then return, unless the device itself hangs. After an abort, outputs are
-//! unspecified, and all pending and later collectives return the error.
+//! The watchdog compares what ranks hang in after the group's timeout. A hung rank does not answer messages, so the
+//! watchdog reads the peers' status pages, if the host group has shared memory. It aborts the communicator if a peer is
+//! gone, NCCL reports an error, there is no progress for the timeout, or the device does not reach the first collective
+//! for three timeouts. Blocked calls of the host then return, unless the device itself hangs. After an abort, outputs
+//! are unspecified, and all pending and later collectives return the error.
 //!
 //! `communicator` wraps NCCL's communicator, `engine` enqueues collectives, and `watchdog` follows pending ones.
 

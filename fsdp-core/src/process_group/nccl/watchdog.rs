@@ -26,7 +26,8 @@ use crate::{DeviceId, Error, Result, device::cuda::failed};
 
 /// Longest interval of checks.
 const PERIOD: Duration = Duration::from_millis(100);
-/// How long a collective may continue after a peer is gone, which may have done its part or be about to send the reason.
+/// How long a collective may continue after a peer is gone, which may have done its part or be about to send the
+/// reason.
 const GRACE: Duration = Duration::from_millis(500);
 
 /// State shared by the thread and the engine.
@@ -316,8 +317,8 @@ impl RankStatus {
     }
 }
 
-/// Returns the error of a rank that waited for `waited` in a collective that did not end. Without a monitor, the missing
-/// ranks are unknown.
+/// Returns the error of a rank that waited for `waited` in a collective that did not end. Without a monitor, the
+/// missing ranks are unknown.
 pub(super) fn of(
     collective: &Collective<'_>,
     device: DeviceId,

@@ -1,4 +1,6 @@
 //! Groups for memory of a device: an engine moves the device's memory, a group of the same ranks moves the host's.
+//!
+//! Both belong to one [`ProcessGroup`], so that collectives of both memories have one order and one first error.
 
 #[cfg(feature = "cuda")]
 mod through_host;

@@ -19,8 +19,8 @@ use crate::{
     device::cuda::{CudaMemory, CudaView, failed, id},
 };
 
-/// Engine that copies inputs to the host, runs the collective there, and copies the outputs back. It uses a stream of its
-/// own, on the group's thread, and has the guarantees of the host group.
+/// Engine that copies inputs to the host, runs the collective there, and copies the outputs back. It uses a stream of
+/// its own, on the group's thread, and has the guarantees of the host group.
 pub struct HostStaging {
     compute: Arc<CudaStream>,
     stream: Arc<CudaStream>,

@@ -1,4 +1,7 @@
 //! Collectives over a segment, in steps. In each step a rank writes its slot and reads the slots of its peers.
+//!
+//! Data that exceeds a slot takes several steps. A rank may write several steps before it reads the first of them
+//! ([`ChunkedCollective::lookahead`]), so that it does not wait for the slowest rank in every step.
 
 use std::ops::Range;
 

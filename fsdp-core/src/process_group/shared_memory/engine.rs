@@ -1,4 +1,5 @@
-//! The backend over shared memory, and the number of cores that its ranks have.
+//! The backend over shared memory, and the number of cores that its ranks have. A waiting rank spins for long only if
+//! each rank has a core, since it could otherwise keep its peers from running.
 
 use std::{
     os::fd::{AsRawFd, OwnedFd},
@@ -111,7 +112,8 @@ impl Backend for SharedMemory {
 
 /// Creates the segment of a group: the difference between threads and processes.
 pub(super) trait SegmentSource: Send {
-    /// Returns this rank's port of a new group's segment, and its waiter. `check_peers` fails if an expected rank is gone.
+    /// Returns this rank's port of a new group's segment, and its waiter. `check_peers` fails if an expected rank is
+    /// gone.
     fn open(&self, group: &Membership, check_peers: &dyn Fn() -> Result<()>) -> Result<(Port, Waiter)>;
 
     /// Returns the source of segments for groups split from this one.

@@ -1,7 +1,8 @@
 //! Waiting for peers, and detecting their failure.
 //!
-//! A rank's status page consists of a length, a hash, and bytes that the rank may replace at any time. A rank that reads
-//! it during a write finds a wrong hash.
+//! A rank's status page consists of a length, a hash, and bytes that the rank may replace at any time. A rank that
+//! reads it during a write finds a wrong hash. Peers read this page; the launcher reads the page of
+//! [`heartbeat`](crate::heartbeat).
 
 use std::{
     os::fd::OwnedFd,
@@ -86,8 +87,8 @@ impl Waiter {
         let is_there = |peer| reached(counter(peer).load(Ordering::Acquire), target);
         let only = if let Goal::Published(only) = goal { only } else { None };
         let wanted = |peer: &usize| *peer != port.rank() && only.is_none_or(|only| only == *peer);
-        // A peer that has published all of this collective may leave or fail, unless this rank waits for it. (The counter
-        // is read after the state, and nothing is published after the final state.)
+        // A peer that has published all of this collective may leave or fail, unless this rank waits for it. (The
+        // counter is read after the state, and nothing is published after the final state.)
         let still_needed = |awaited| {
             move |peer: usize, _| {
                 peer == awaited || !reached(segment.control(peer).produced.0.load(Ordering::Acquire), context.end)

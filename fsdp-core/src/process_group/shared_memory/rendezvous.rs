@@ -1,8 +1,9 @@
 //! The rendezvous of the processes of one host.
 //!
-//! Rank 0 listens on a Unix socket in the abstract namespace, which needs no file. Only ranks of the same user, port, job
-//! and group derive its name. The other ranks connect, send a hello and a pidfd of themselves. Once all have connected,
-//! rank 0 sends each the shared file and the pidfds of all. Both sides check that the other has the same user.
+//! Rank 0 listens on a Unix socket in the abstract namespace, which needs no file. Only ranks of the same user, port,
+//! job and group derive its name. The other ranks connect, send a hello and a pidfd of themselves. Once all have
+//! connected, rank 0 sends each the shared file and the pidfds of all. Both sides check that the other has the same
+//! user.
 
 use std::{
     io::{IoSlice, IoSliceMut},

@@ -1,7 +1,7 @@
 //! The shared memory through which the ranks of a group exchange data.
 //!
-//! A segment is one mapping. It has a control block, a status page and a ring of slots for each rank. A rank writes only
-//! its own and reads those of its peers.
+//! A segment is one mapping. It has a control block, a status page and a ring of slots for each rank. A rank writes its
+//! own parts and reads the parts of its peers.
 //!
 //! A group counts *steps* over its whole life. In step `k` a rank may fill its slot `k % SLOTS`, and publishes it by
 //! setting its `produced` counter to `k + 1`. Once it has read the peers' slots of step `k`, it sets its `consumed`
@@ -34,7 +34,7 @@ pub(super) const SLOTS: u32 = 4;
 /// Size of a memory page.
 const PAGE: usize = 4096;
 
-/// As docs/architecture.md states, the announcements of 41 ranks fit into a page.
+/// In a group of up to 41 ranks, an announcement adds one page to a slot whose data fills whole pages.
 const _: () = assert!(Collective::announcement_len(41) <= PAGE && Collective::announcement_len(42) > PAGE);
 
 /// Sizes of the parts of a segment. Each rank has a control block, a status page, and slots.
@@ -57,7 +57,7 @@ impl Shape {
         Collective::announcement_len(self.ranks).next_multiple_of(ALIGN)
     }
 
-    /// Returns the bytes of a status page: an announcement and what [`PeerMonitor::set_status`] allows in addition.
+    /// Returns the bytes of a status page: an announcement and what `PeerMonitor::set_status` allows in addition.
     pub(super) fn status_page(&self) -> usize {
         (Collective::announcement_len(self.ranks) + 128).next_multiple_of(PAGE)
     }
@@ -110,7 +110,8 @@ pub(super) mod state {
     pub(crate) const FAILED: u32 = 3;
 }
 
-/// A rank's control block. Initially all zeros. Every bit pattern is valid, so that a peer cannot make reading undefined.
+/// A rank's control block. Initially all zeros. Every bit pattern is valid, so reading is defined whatever a peer
+/// writes.
 #[repr(C)]
 pub(super) struct Control {
     /// Number of published steps.

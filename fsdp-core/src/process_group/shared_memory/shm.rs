@@ -40,7 +40,7 @@ impl SegmentSource for Processes {
             run: format!("{}\n{}", self.env.run_id, self.env.attempt),
             group,
             check_peers,
-            // In groups split from the world, ranks waiter each other's processes.
+            // In groups split from the world, ranks watch each other's processes.
             has_ended: &|rank| group.is_world() && self.peers.has_exited(rank),
         };
         let met = rendezvous::meet(&parameters, self.chunk_bytes as u64, || {
@@ -64,8 +64,9 @@ impl SegmentSource for Processes {
 /// Meets the other processes of the job on this host and returns the group of all ranks.
 ///
 /// # Errors
-/// [`Error::Env`] if `env` names a rank outside its world. [`Error::Rendezvous`] if ranks are missing after the timeout,
-/// use another backend, disagree about the world size or have the same rank, and if the job spans several hosts.
+/// [`Error::Env`] if `env` names a rank outside its world. [`Error::Rendezvous`] if ranks are missing after the
+/// timeout, use another backend, disagree about the world size or have the same rank, and if the job spans several
+/// hosts.
 /// [`Error::Os`] if the system refuses memory, sockets or threads.
 pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
     if env.rank >= env.world_size {

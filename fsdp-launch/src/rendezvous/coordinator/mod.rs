@@ -2,6 +2,16 @@
 //! sockets or threads, so that tests can simulate them.
 //!
 //! A launch on one host also has a coordinator, with one agent. So all launches follow the same rules.
+//!
+//! PyTorch's agents agree by compare-and-set on a shared store. One coordinator is simpler, and costs no availability:
+//! the host of the store would have to stay up, too.
+//!
+//! The rules:
+//! - All agents are in the same attempt. A new attempt begins only when every agent has reported that no process of the
+//!   old one is left, so that ranks of two attempts never meet.
+//! - The first reported failure is the cause, since later failures are often its consequences.
+//! - If an agent is lost before all agents have stopped, the loss is the cause instead: ranks of a lost host make other
+//!   ranks fail, and their reports may come first.
 
 mod assignment;
 #[cfg(test)]
