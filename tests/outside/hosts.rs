@@ -122,7 +122,7 @@ fn continues_without_a_killed_or_disconnected_host() {
 fn refuses_shared_memory_between_hosts() {
     // Shared memory was requested, or MPI is missing.
     let ways = [
-        ("FSDP_BACKEND", "shm", ["the 2 ranks run on 2 hosts, 1 on this one", "between hosts there is MPI"]),
+        ("FSDP_BACKEND", "shm", ["the 2 ranks run on 2 hosts, 1 on this one", "with FSDP_BACKEND=mpi"]),
         ("FSDP_MPI_LIBRARY", "/nowhere.so", ["FSDP_MPI_LIBRARY=\"/nowhere.so\" can't be used", "unset the variable"]),
     ];
     let [first, second] = two_hosts().unwrap();
