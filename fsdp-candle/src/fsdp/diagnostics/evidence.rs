@@ -12,7 +12,7 @@ use crate::fsdp::{FsdpParam, ParamGroup};
 
 /// A running call of a unit.
 pub(super) struct Call {
-    /// A number smaller than those of all tensors that the call makes.
+    /// A number smaller than the numbers of all tensors that the call makes.
     pub(super) begin: usize,
     /// Known inputs.
     pub(super) inputs: Vec<Tensor>,
