@@ -175,9 +175,9 @@ impl FullyShard {
     /// between them. A reduce-scatter replaces the all-reduce over replicas, so the traffic is the same.
     /// Parameters that are frozen when they are built keep whole shards.
     ///
-    /// Losses, gradients and checkpoints are the same as with HSDP. Dimensions other than 0 must divide evenly over all ranks.
-    /// The mesh must replicate along one dimension, left of the dimension that shards. Without replicas, the option has
-    /// no effect.
+    /// Losses, gradients and checkpoints are the same as with HSDP. Dimensions other than 0 must divide evenly over all
+    /// ranks. The mesh must replicate along one dimension, left of the dimension that shards. Without replicas, the
+    /// option has no effect.
     ///
     /// ```
     /// # use candle_core::{DType, Module, Tensor};
