@@ -114,7 +114,7 @@ fn resumes(program: &Path) {
     assert_eq!(names("trained/run/step-00000008").len(), 3);
     let path = format!("{RUN}/step-00000008");
     let again = [&to_store[..], &["--resume", &path]].concat();
-    fails(10, &again, &[], "/step-00000010 is in the way of the checkpoint that this run saves at step 10");
+    fails(10, &again, &[], "/step-00000010 already exists, and this run saves a checkpoint there at step 10");
 
     // A damaged checkpoint is quarantined in the store.
     let place = server_root().join("objects/bucket/trained/run/step-00000010");

@@ -68,7 +68,7 @@ fn row(name: &str, found: &Comparison) -> String {
         format!("{:.0e}", found.gradient_apart),
         format!("{:.0e}", found.plain_apart[0]),
         kib(found.bytes),
-        kib(found.raw),
+        kib(found.unmanaged),
         kib(found.gathered),
         kib(found.bound),
     ];
@@ -76,7 +76,7 @@ fn row(name: &str, found: &Comparison) -> String {
 }
 
 const HEAD: &str = "| file | lines changed | units | loss, step 1 | step 20 | gradients apart | plain Candle's \
-    | parameters, KiB | raw | gathered | bound |\n|---|---|---|---|---|---|---|---|---|---|---|\n";
+    | parameters, KiB | unmanaged | gathered | bound |\n|---|---|---|---|---|---|---|---|---|---|---|\n";
 
 /// Whether a row of the document has the measured results, up to rounding.
 fn says(document: &str, found: &str) -> bool {

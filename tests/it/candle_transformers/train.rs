@@ -121,7 +121,7 @@ pub(crate) struct Comparison {
     pub(crate) units: usize,
     /// Bytes of all parameters, of parameters outside layers of `nn`, the most that were gathered at once, and the limit: the root and the two largest units.
     pub(crate) bytes: usize,
-    pub(crate) raw: usize,
+    pub(crate) unmanaged: usize,
     pub(crate) gathered: usize,
     pub(crate) bound: usize,
     pub(crate) losses: Vec<f64>,
@@ -195,7 +195,7 @@ fn rank(world: &World, plain: &Plain, sharding: Sharding<'_>, load: Load) -> (Co
     let mut found = Comparison {
         units: sizes.len() + 1,
         bytes: bytes(&vars.params()),
-        raw: bytes(model.unmanaged_parameters()),
+        unmanaged: bytes(model.unmanaged_parameters()),
         bound: root + sizes.iter().take(2).sum::<usize>(),
         ..Comparison::default()
     };
