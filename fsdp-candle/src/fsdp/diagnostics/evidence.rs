@@ -247,7 +247,7 @@ impl Inspection<'_> {
                 };
                 self.unit.params().iter().filter(of_width)
             };
-            // Adapters whose inputs had neither a graph nor were detached on purpose.
+            // Adapters whose inputs had no graph and were not detached on purpose.
             let adapters: Vec<_> = matrices(true).filter(|param| param.unsharded_shape().dims()[1] == width).collect();
             let blind = |param: &&Arc<FsdpParam>| -> Result<bool> {
                 for used in uses.iter().filter(|used| Arc::ptr_eq(&used.matrix, param) && !used.in_out) {
