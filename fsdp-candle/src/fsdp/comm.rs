@@ -1,4 +1,4 @@
-//! Collectives of the user that replace those of a unit: PyTorch's `set_custom_all_gather` and
+//! Collectives of the user that replace a unit's collectives: PyTorch's `set_custom_all_gather` and
 //! `set_custom_reduce_scatter`.
 //!
 //! The group that they get is signed ([`ProcessGroup::signed`]) with the unit and the parameters of the call, so ranks

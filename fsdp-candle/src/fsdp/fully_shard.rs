@@ -127,7 +127,7 @@ impl FullyShard {
     /// Sets a mesh and the roles of its dimensions: PyTorch's `mesh` and `dp_mesh_dims`. Collective.
     ///
     /// # Errors
-    /// Fails if the mesh lacks a dimension, one is named twice, or ranks pass different ones; also those of
+    /// Fails if the mesh lacks a dimension, one is named twice, or ranks pass different ones. Also errors of
     /// [`ProcessGroup::split`].
     ///
     /// [`ProcessGroup::split`]: fsdp_core::ProcessGroup::split
@@ -172,12 +172,12 @@ impl FullyShard {
     /// out no gradients ([`set_requires_gradient_sync`](FsdpModule::set_requires_gradient_sync),
     /// [`set_requires_all_reduce`](FsdpModule::set_requires_all_reduce),
     /// [`set_is_last_backward`](FsdpModule::set_is_last_backward)) share one gather, and parameters must not be written
-    /// between them. A reduce-scatter replaces the all-reduce over replicas, so the traffic is that of whole shards.
+    /// between them. A reduce-scatter replaces the all-reduce over replicas, so the traffic is the same.
     /// Parameters that are frozen when they are built keep whole shards.
     ///
-    /// Losses, gradients and checkpoints are those of HSDP. Dimensions other than 0 must divide evenly over all ranks.
-    /// The mesh must replicate along one dimension, left of the dimension that shards. Without replicas, the option has
-    /// no effect.
+    /// Losses, gradients and checkpoints are the same as with HSDP. Dimensions other than 0 must divide evenly over all
+    /// ranks. The mesh must replicate along one dimension, left of the dimension that shards. Without replicas, the
+    /// option has no effect.
     ///
     /// ```
     /// # use candle_core::{DType, Module, Tensor};
@@ -255,7 +255,7 @@ impl FullyShard {
 /// the unit runs.
 ///
 /// # Errors
-/// Those of `build`. Fails if `vb` is not a builder of the options' map ([`ShardedVarMap::builder`]). Fails if `build`
+/// Errors of `build`. Fails if `vb` is not a builder of the options' map ([`ShardedVarMap::builder`]). Fails if `build`
 /// asks for a parameter that another unit owns, that is too large for memory, or that is trained on a mesh without some
 /// ranks of the map's. All errors name the unit.
 ///
@@ -285,7 +285,7 @@ pub fn fully_shard<M>(
 /// Builds a model that does not know of FSDP, and makes units of its modules by their names ([`FullyShard::units`]).
 /// The rest of the model is a unit of its own, as [`fully_shard`] makes it.
 ///
-/// The model's layers are those of [`nn`](crate::nn): `use fsdp_candle::nn as candle_nn;` in the model's file is the
+/// The model uses the layers of [`nn`](crate::nn): `use fsdp_candle::nn as candle_nn;` in the model's file is the
 /// only change. Nobody calls the units. The first use of a unit's parameters unshards it, in forward and in backward,
 /// and prefetches the next unit of the last iteration. After forward, a unit is resharded when a layer of a unit beside
 /// it computes, or the forward ends. In backward, each parameter is freed when its gradient is complete.
@@ -302,7 +302,7 @@ pub fn fully_shard<M>(
 /// name.
 ///
 /// # Errors
-/// Those of [`fully_shard`]. Also fails for an invalid pattern, or a pattern that matches no module.
+/// Errors of [`fully_shard`]. Also fails for an invalid pattern, or a pattern that matches no module.
 ///
 /// ```
 /// use candle_core::{DType, Module, Tensor};
@@ -464,7 +464,7 @@ impl UnitsByName {
         for param in params {
             let mut innermost = None;
             for module in matched(param.name(), path, &patterns) {
-                // A unit's place is that of the first parameter that is built in it or inside it.
+                // The first parameter that is built in a unit, or inside it, gives the unit its place.
                 innermost = Some(all.units.entry(module.to_string()).or_default());
             }
             match innermost {

@@ -69,7 +69,7 @@ impl Gradient {
         }
     }
 
-    /// Returns whether the running backward needs the parameter's values no more.
+    /// Returns whether the running backward has processed every use, and does not need the values again.
     pub(super) fn is_complete(&self) -> bool {
         self.state.lock().current.complete
     }

@@ -237,9 +237,9 @@ impl FrozenCall {
     }
 }
 
-/// Decides for a backward over `nodes`, in its order, after which calls frozen parameters can be freed: the calls
-/// during whose last input's backward no call of the unit is half-way. A call is half-way if its closure captured a
-/// tensor with a graph beside its inputs. Other frozen parameters are freed when backward ends.
+/// Decides which calls free frozen parameters, for a backward over `nodes` in this order. A call frees them after the
+/// backward of its last input, unless backward is then inside a call of the same unit. That happens if the closure of
+/// a call captured a tensor with a graph beside its inputs. Other frozen parameters are freed when backward ends.
 pub(super) fn plan_frozen_calls(calls: &[Arc<FrozenCall>], nodes: &[usize]) {
     let spans: Vec<_> = calls.iter().map(|call| call.span(nodes)).collect();
     for call in calls {

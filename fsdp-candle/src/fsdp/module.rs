@@ -137,7 +137,7 @@ impl<M> FsdpModule<M> {
     /// [`FsdpModule::call_with`] does both.
     ///
     /// # Errors
-    /// Those of `forward`, and of the collectives. After an error that all ranks get at the same point, the model is
+    /// Errors of `forward`, and of the collectives. After an error that all ranks get at the same point, the model is
     /// ready for the next call. After an error of a single rank, the ranks are at different collectives: end the job.
     ///
     /// ```
@@ -258,7 +258,7 @@ impl<M> FsdpModule<M> {
     /// module.
     ///
     /// # Errors
-    /// Candle's errors, and those of the collectives; [`FsdpModule::call`] tells the state after them. Fails for a loss
+    /// Errors of Candle and of the collectives; [`FsdpModule::call`] tells the state after them. Fails for a loss
     /// without a graph, unless ranks may use different units
     /// ([`set_reduce_scatter_unused_params`](FsdpModule::set_reduce_scatter_unused_params)). The other ranks then fail
     /// in their next collective, or when this rank exits.
@@ -405,7 +405,7 @@ impl UnshardHandle {
     /// Waits until the parameters are unsharded. A forward that begins earlier waits for them, too.
     ///
     /// # Errors
-    /// Those of the all-gather.
+    /// Errors of the all-gather.
     pub fn wait(self) -> Result<()> {
         self.0.unshard()
     }
@@ -419,7 +419,7 @@ impl FinalizeHandle {
     /// Waits for the reductions and stores the sharded gradients in `grads`.
     ///
     /// # Errors
-    /// Those of the collectives.
+    /// Errors of the collectives.
     pub fn wait(self, grads: &mut GradStore) -> Result<()> {
         self.0.finalize_backward(grads)
     }
@@ -443,7 +443,7 @@ impl<M> FsdpModule<M> {
     /// Not recursive. Collective.
     ///
     /// # Errors
-    /// Those of the all-gather.
+    /// Errors of the all-gather.
     pub fn unshard(&self) -> Result<()> {
         self.group.unshard()
     }
@@ -512,7 +512,7 @@ impl<M> FsdpModule<M> {
     /// Waits for the reductions and stores the sharded gradients in `grads`. Collective.
     ///
     /// # Errors
-    /// Those of the collectives.
+    /// Errors of the collectives.
     pub fn finalize_backward(&self, grads: &mut GradStore) -> Result<()> {
         self.schedule.finalize_backward(grads)
     }

@@ -459,7 +459,7 @@ impl FsdpParam {
     /// Runs the pre-use hook: a layer is about to read the values.
     ///
     /// # Errors
-    /// Those of the all-gather.
+    /// Errors of the all-gather.
     pub(crate) fn run_pre_use_hook(&self) -> Result<()> {
         let Some((unit, schedule)) = self.pre_use_schedule() else { return Ok(()) };
         schedule.pre_use(&unit.id, !self.is_unsharded())
@@ -468,7 +468,7 @@ impl FsdpParam {
     /// Runs the pre-use hook for a layer that is about to write a gradient. The layer does not need the values.
     ///
     /// # Errors
-    /// Those of the all-gather.
+    /// Errors of the all-gather.
     pub(crate) fn run_pre_gradient_hook(&self) -> Result<()> {
         let Some((unit, schedule)) = self.pre_use_schedule() else { return Ok(()) };
         schedule.pre_use(&unit.id, false)
@@ -499,8 +499,8 @@ impl FsdpParam {
     }
 
     /// Returns how the module of `weight` is parallel and its ranks, for a layer of your own that holds `weight`;
-    /// `None` if no plan of [`parallelize`](crate::parallelize) names the module. A layer that asks must do the
-    /// collectives: building fails if no layer asks. Layers of [`nn`](crate::nn) do both.
+    /// `None` if no plan of [`parallelize`](crate::parallelize) names the module. A layer that calls this must do the
+    /// collectives. Building fails if no layer calls it. Layers of [`nn`](crate::nn) do both.
     ///
     /// ```
     /// use candle_core::{DType, Module, Result, Tensor};
@@ -703,7 +703,7 @@ impl FsdpParam {
         self.spec.region.is_empty() && grads.get(&self.anchor).is_some()
     }
 
-    /// Drops all gradients, those of offloaded shards included.
+    /// Drops all gradients, also of offloaded shards.
     pub(super) fn drop_gradients(&self) {
         self.gradient.clear();
         if let Some(offload) = &self.spec.offload {
@@ -741,7 +741,7 @@ impl FsdpParam {
     /// ```
     ///
     /// # Errors
-    /// Those of [`DTensor::from_local`].
+    /// Errors of [`DTensor::from_local`].
     pub fn dtensor(&self) -> crate::error::Result<DTensor> {
         self.with_own_layout(self.var().as_tensor())
     }
@@ -750,7 +750,7 @@ impl FsdpParam {
     /// shares the gradient's memory. A rank with an empty shard has an empty part.
     ///
     /// # Errors
-    /// Those of [`DTensor::from_local`].
+    /// Errors of [`DTensor::from_local`].
     pub fn grad(&self, grads: &GradStore) -> crate::error::Result<Option<DTensor>> {
         let grad = match grads.get(self.var().as_tensor()) {
             Some(grad) => grad,

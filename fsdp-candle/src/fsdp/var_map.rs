@@ -106,7 +106,7 @@ impl ShardedVarMap {
     /// Collective.
     ///
     /// # Errors
-    /// Fails if the mesh lacks a dimension, one is named twice, or ranks pass different ones; also those of
+    /// Fails if the mesh lacks a dimension, one is named twice, or ranks pass different ones. Also errors of
     /// [`ProcessGroup::split`].
     pub fn with_mesh_dims(mesh: &DeviceMesh, dims: &DataParallelMeshDims<'_>, device: &Device) -> Result<Self> {
         let ranks = Arc::new(DataParallel::of_dims(mesh, dims)?);
@@ -126,7 +126,7 @@ impl ShardedVarMap {
     /// ```
     ///
     /// # Errors
-    /// Those of [`DeviceMesh::from_group`].
+    /// Errors of [`DeviceMesh::from_group`].
     pub fn of_world(world: &World) -> Result<Self> {
         Ok(ShardedVarMap::new(&DeviceMesh::from_group(WORLD_DIM, world.group())?, world.device()))
     }
@@ -268,7 +268,7 @@ impl ShardedVarMap {
     /// gives them to all ranks.
     ///
     /// # Errors
-    /// Those of the all-reduce.
+    /// Errors of the all-reduce.
     ///
     /// ```
     /// use fsdp_core::process_group::local;

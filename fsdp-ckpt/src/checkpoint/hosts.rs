@@ -108,7 +108,7 @@ impl Hosts {
 /// use fsdp_ckpt::{Checkpoint, Error, HostDirs, SaveOptions, SaveState, TensorShard, TensorSource, save_with};
 /// use fsdp_core::{Buffer, MeshLayout, layout::Region, process_group::local};
 ///
-/// // Two directories stand for those of two hosts, which would have the same name.
+/// // Two directories emulate the disks of two hosts, on which the path would be the same.
 /// let disks = [tempfile::tempdir()?, tempfile::tempdir()?];
 /// let dir = |host: usize| disks[host].path().join("step-00000001");
 /// local::run(2, |group| {

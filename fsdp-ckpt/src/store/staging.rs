@@ -1,5 +1,5 @@
-//! Temporary directories and files of this host: creating, renaming and removing them, and removing those of dead
-//! processes.
+//! Temporary directories and files of this host: creating, renaming and removing them, and removing what dead
+//! processes left.
 //!
 //! A temporary name holds the host, the process and the time, and the entry is locked (`flock`) while its process
 //! lives. So a later save can tell entries of dead processes from those in use:

@@ -66,7 +66,7 @@ pub(crate) fn requests_only_needed_ranges() {
     // Also the manifest, and one listing, whose prefix is in the query with %2F.
     assert_eq!(asked.len(), 4, "{asked:?}");
 
-    // Gaps between columns are smaller than `max_gap`.
+    // Gaps between columns are smaller than `ReadSizes::gap`.
     let before = requests(&server_root(), "ranges/step-1").len();
     let column = Region { offsets: vec![0, 3], sizes: vec![512, 2] };
     assert_eq!(read(&checkpoint, &global, &column).unwrap(), global.cut(&column));

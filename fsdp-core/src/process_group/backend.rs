@@ -38,7 +38,7 @@ impl Guarantees {
 /// - Every wait ends. It fails soon after a peer failed ([`Failure::into_error`]), left or died ([`Collective::lost`]),
 ///   and after [`Membership::timeout`] without progress ([`Collective::timed_out`]).
 /// - Ranks compare what they issued before any of them returns an output: [`Collective::announce`] writes an
-///   announcement, [`Collective::compare`] reads those of all ranks.
+///   announcement, [`Collective::compare`] reads the announcements of all ranks.
 /// - Outputs are allocated when the operation runs, and inputs are given back as soon as they are read.
 pub trait Backend: Send {
     /// Returns the device whose memory the backend moves. A backend for a device moves the host's memory as well.

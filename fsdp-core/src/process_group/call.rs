@@ -2,10 +2,11 @@
 //!
 //! An announcement begins with a sequence number and a fingerprint. Ranks compare these two numbers. They read the rest
 //! only if the numbers differ, so that the error can say what differs: the call as text, a digest of each part, and a
-//! bit for each member of the signature's subject.
+//! bit for each member of the signature's subject. An all-to-all adds a row of numbers for each rank, since only the
+//! sender and the receiver know the length of a message. Ranks always compare these rows.
 //!
-//! Its length follows from the number of ranks alone. A backend can therefore reserve space for it, and receive the
-//! announcement of a rank that issued another collective.
+//! The length of an announcement follows from the number of ranks alone. A backend can therefore reserve space for it,
+//! and receive the announcement of a rank that issued another collective.
 
 use std::fmt::{Display, Write};
 

@@ -12,9 +12,10 @@
 //! # Design
 //!
 //! - A collective owns the memory that it uses, because its caller continues meanwhile.
-//! - Each group runs its collectives one after the other, in issue order. Ranks that issue them in one order therefore
-//!   never wait for each other in two collectives of one group.
-//! - Comparing ranks costs no message and no wait: an announcement travels with the first data of its collective.
+//! - Each group runs its collectives one after the other, in issue order. Ranks that issue the same collectives in the
+//!   same order therefore cannot deadlock within a group.
+//! - Over host memory, comparing ranks costs no message and no wait: an announcement travels with the first data of its
+//!   collective.
 //! - The bits of a sum depend on the number of ranks only, over every backend of host memory (`host::reduce`).
 //! - Every wait has a deadline and watches its peers. Each rank therefore gets an error that names the missing ranks.
 

@@ -12,7 +12,7 @@ use crate::fsdp::{FsdpParam, ParamGroup};
 
 /// A running call of a unit.
 pub(super) struct Call {
-    /// A number smaller than those of all tensors that the call makes.
+    /// A number smaller than the numbers of all tensors that the call makes.
     pub(super) begin: usize,
     /// Known inputs.
     pub(super) inputs: Vec<Tensor>,
@@ -247,7 +247,7 @@ impl Inspection<'_> {
                 };
                 self.unit.params().iter().filter(of_width)
             };
-            // Adapters whose inputs had neither a graph nor were detached on purpose.
+            // Adapters whose inputs had no graph and were not detached on purpose.
             let adapters: Vec<_> = matrices(true).filter(|param| param.unsharded_shape().dims()[1] == width).collect();
             let blind = |param: &&Arc<FsdpParam>| -> Result<bool> {
                 for used in uses.iter().filter(|used| Arc::ptr_eq(&used.matrix, param) && !used.in_out) {

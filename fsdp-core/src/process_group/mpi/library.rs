@@ -270,7 +270,7 @@ impl<H: Copy> Functions<H> {
     /// # Safety
     /// The library is an MPI of version 3 or later, whose handles have the type `H`.
     pub(super) unsafe fn of(library: &Library) -> Outcome<Self> {
-        // SAFETY: the types are those of the MPI standard, with handles as the caller guarantees.
+        // SAFETY: the MPI standard has these types, with handles as the caller guarantees.
         unsafe {
             Ok(Functions {
                 init_thread: symbol(library, "MPI_Init_thread")?,

@@ -29,7 +29,7 @@ pub trait DeviceEngine: Send {
     /// Returns the device whose memory it moves.
     fn device(&self) -> DeviceId;
 
-    /// Returns the guarantees of the engine, given those of the host group.
+    /// Returns the guarantees of the engine, given the guarantees `host` of the host group.
     fn guarantees(&self, host: Guarantees) -> Guarantees;
 
     /// See [`Backend::runs_when_issued`].

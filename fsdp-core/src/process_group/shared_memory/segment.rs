@@ -276,8 +276,7 @@ impl Segment {
 
 impl Drop for Segment {
     fn drop(&mut self) {
-        // SAFETY: `base` and the length are those of the mapping that this value owns; no reference into it outlives
-        // it.
+        // SAFETY: this value owns the mapping with this base and length; no reference into it outlives the value.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.shape.total()) };
     }
 }
