@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::fsdp::{FsdpModule, FsdpParam, ParamGroup, Schedule, ShardedVarMap, UnitPath};
+use crate::fsdp::{FsdpModule, FsdpParam, FsdpParamGroup, Schedule, ShardedVarMap, UnitPath};
 
 /// Formats bytes with a unit.
 fn size(bytes: usize) -> String {
@@ -36,7 +36,7 @@ fn write_param(f: &mut fmt::Formatter<'_>, param: &FsdpParam, indent: &str) -> f
     writeln!(f, "{}", if param.trainable() { "" } else { ", frozen" })
 }
 
-fn write_unit(f: &mut fmt::Formatter<'_>, unit: &ParamGroup, depth: usize) -> fmt::Result {
+fn write_unit(f: &mut fmt::Formatter<'_>, unit: &FsdpParamGroup, depth: usize) -> fmt::Result {
     let indent = "  ".repeat(depth);
     let params = unit.params();
     let held: usize = params.iter().map(|p| p.region().elements() * p.dtype().size_in_bytes()).sum();
@@ -54,7 +54,7 @@ fn write_unit(f: &mut fmt::Formatter<'_>, unit: &ParamGroup, depth: usize) -> fm
 }
 
 /// Writes some of a model's units, each below the nearest unit around it.
-fn write_tree(f: &mut fmt::Formatter<'_>, schedule: &Schedule, some: impl Fn(&ParamGroup) -> bool) -> fmt::Result {
+fn write_tree(f: &mut fmt::Formatter<'_>, schedule: &Schedule, some: impl Fn(&FsdpParamGroup) -> bool) -> fmt::Result {
     let units = schedule.units();
     let paths: Vec<&UnitPath> = units.iter().map(|unit| unit.path()).collect();
     let mut within: Vec<_> = units.iter().filter(|unit| some(unit)).collect();
@@ -63,7 +63,7 @@ fn write_tree(f: &mut fmt::Formatter<'_>, schedule: &Schedule, some: impl Fn(&Pa
     let mut written: Vec<usize> = vec![];
     fn descend(
         f: &mut fmt::Formatter<'_>,
-        within: &[&Arc<ParamGroup>],
+        within: &[&Arc<FsdpParamGroup>],
         at: usize,
         written: &mut Vec<usize>,
         depth: usize,

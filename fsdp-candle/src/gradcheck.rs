@@ -193,7 +193,7 @@ impl Check {
         // and the product of the first two.
         let mut sums: Vec<(Vec<ProcessGroup>, [f64; 4])> = vec![];
         for param in params.iter().filter(|param| param.trainable()) {
-            let parts: Vec<ProcessGroup> = param.spec.ranks.parts().chain(param.cut_over()).cloned().collect();
+            let parts: Vec<ProcessGroup> = param.spec.ranks.parts().chain(param.split_over()).cloned().collect();
             let known = |(others, _): &(Vec<ProcessGroup>, _)| {
                 others.len() == parts.len() && others.iter().zip(&parts).all(|(other, part)| other.is(part))
             };

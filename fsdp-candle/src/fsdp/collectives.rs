@@ -20,7 +20,7 @@ use parking_lot::Mutex;
 use super::comm::AllGather;
 use super::gradient::Stage;
 use super::param::{FsdpParam, FullBuffer, UnshardMemory};
-use super::param_group::ParamGroup;
+use super::param_group::FsdpParamGroup;
 use crate::data_parallel::{DataParallel, ShardLayout};
 use crate::error::Error;
 use crate::storage::{Pool, TensorMemory, cast, copy, from_numbers, scale, to_core_dtype, to_numbers, to_tensor};
@@ -77,7 +77,7 @@ enum Gathered {
 impl AllGatherResult {
     /// Issues the all-gathers of the parameters at the positions `missing`.
     pub(super) fn start(
-        unit: &ParamGroup,
+        unit: &FsdpParamGroup,
         missing: &[usize],
         memory: &UnshardMemory,
         custom: Option<&Arc<dyn AllGather>>,
@@ -101,14 +101,18 @@ impl AllGatherResult {
         match outcome {
             Ok(()) => Ok(result),
             Err(error) => {
-                result.cancel();
+                result.discard();
                 Err(error)
             }
         }
     }
 
     /// Waits for the all-gathers. Returns the full parameters.
-    pub(super) fn wait(self, unit: &ParamGroup, memory: &UnshardMemory) -> Result<Vec<(Arc<FsdpParam>, FullBuffer)>> {
+    pub(super) fn wait(
+        self,
+        unit: &FsdpParamGroup,
+        memory: &UnshardMemory,
+    ) -> Result<Vec<(Arc<FsdpParam>, FullBuffer)>> {
         let _span = tracing::debug_span!("wait for all-gather", unit = unit.name()).entered();
         let _heartbeat = heartbeat::span("wait for all-gather", unit.name());
         let (mut full, mut outcome) = (vec![], Ok(()));
@@ -123,13 +127,13 @@ impl AllGatherResult {
     }
 
     /// Waits for the all-gathers and drops their outputs: peers still need this rank's inputs.
-    pub(super) fn cancel(self) {
+    pub(super) fn discard(self) {
         self.0.into_iter().for_each(|pending| drop(pending.work.wait()));
     }
 }
 
 impl AllGatherRequest {
-    fn of(unit: &ParamGroup, missing: &[usize]) -> Result<Vec<Self>> {
+    fn of(unit: &FsdpParamGroup, missing: &[usize]) -> Result<Vec<Self>> {
         let mut requests: Vec<AllGatherRequest> = vec![];
         for &position in missing {
             let param = &unit.params()[position];
@@ -198,7 +202,7 @@ impl PendingAllGather {
     /// Waits, and adds the full parameters to `full`.
     fn wait(
         self,
-        unit: &ParamGroup,
+        unit: &FsdpParamGroup,
         memory: &UnshardMemory,
         full: &mut Vec<(Arc<FsdpParam>, FullBuffer)>,
     ) -> Result<()> {
@@ -264,7 +268,7 @@ impl PendingAllGather {
     }
 }
 
-fn check_output(unit: &ParamGroup, param: &FsdpParam, buffer: &Buffer) -> Result<()> {
+fn check_output(unit: &FsdpParamGroup, param: &FsdpParam, buffer: &Buffer) -> Result<()> {
     let (elements, dtype) = (param.unsharded_shape().elem_count(), to_core_dtype(param.compute_dtype())?);
     if (buffer.len(), buffer.dtype()) == (elements, dtype) {
         return Ok(());
@@ -352,7 +356,7 @@ pub(super) struct ReplicaGather {
 
 /// Shards that replicas divide among them: gathered once a step, before the first all-gather, and dropped when an
 /// optimizer may step.
-impl ParamGroup {
+impl FsdpParamGroup {
     /// Issues the all-gathers over replicas of the shards that are neither pending nor gathered.
     pub(super) fn start_replica_gather(&self) -> Result<()> {
         if !self.replica_gathers.lock().is_empty() {
@@ -443,7 +447,7 @@ impl ParamGroup {
 /// A pending reduction of a unit's gradients: a reduce-scatter over the shard ranks, then an all-reduce over the
 /// replicas, and then an all-reduce over the tensor-parallel ranks of the gradients that are terms there.
 pub(super) struct Reduction {
-    unit: Arc<ParamGroup>,
+    unit: Arc<FsdpParamGroup>,
     ranks: Arc<DataParallel>,
     /// Positions of the parameters whose gradients the pending collective reduces.
     positions: Vec<usize>,
@@ -503,7 +507,7 @@ struct ReduceScatterRequest {
 impl Reduction {
     /// Takes the unit's gradients and issues their reduce-scatters. Without gradient synchronisation, keeps them for a
     /// later backward. `started` gets the pending reductions, also if an error is returned.
-    pub(super) fn start(unit: &Arc<ParamGroup>, started: &mut Vec<Self>) -> Result<()> {
+    pub(super) fn start(unit: &Arc<FsdpParamGroup>, started: &mut Vec<Self>) -> Result<()> {
         let (sync, unused, separate, custom) = {
             let settings = unit.settings.lock();
             (
@@ -587,7 +591,7 @@ impl Reduction {
     /// Continues with the shards that are reduced over the shard ranks: over the replicas, over the tensor-parallel
     /// ranks, or to the end.
     fn of_partly_reduced(
-        unit: Arc<ParamGroup>,
+        unit: Arc<FsdpParamGroup>,
         ranks: Arc<DataParallel>,
         options: ReduceOptions,
     ) -> Result<Option<Self>> {
@@ -601,7 +605,7 @@ impl Reduction {
 
     /// Issues the all-reduce of shards over the replicas, or a reduce-scatter where replicas divide the shards.
     fn over_replicas(
-        unit: Arc<ParamGroup>,
+        unit: Arc<FsdpParamGroup>,
         ranks: Arc<DataParallel>,
         options: ReduceOptions,
         positions: Vec<usize>,
@@ -631,7 +635,7 @@ impl Reduction {
     /// Issues the all-reduce of gradients that are terms over the tensor-parallel ranks. They are summed, never
     /// divided. Without terms, stores all gradients and returns `None`.
     fn over_tensor_parallel(
-        unit: Arc<ParamGroup>,
+        unit: Arc<FsdpParamGroup>,
         ranks: Arc<DataParallel>,
         options: ReduceOptions,
         reduced: Vec<(usize, Buffer)>,
@@ -710,7 +714,7 @@ impl InFlight for Reduction {
         }
     }
 
-    fn cancel(self) {
+    fn discard(self) {
         let reduced = self.reduced.into_iter().map(|(_, buffer)| buffer);
         for buffer in self.work.wait().unwrap_or_default().into_iter().chain(reduced) {
             self.unit.pool.give(buffer);
@@ -718,7 +722,7 @@ impl InFlight for Reduction {
     }
 }
 
-impl ParamGroup {
+impl FsdpParamGroup {
     fn reduce_signature(&self, positions: &[usize], backwards: usize) -> Signature {
         let signature = self.signature(positions.iter().copied()).with_advice(REDUCE_ADVICE);
         if backwards == 1 { signature } else { signature.with_how(format!(", gradients of {backwards} backwards")) }
@@ -835,7 +839,7 @@ pub(super) trait InFlight: Sized {
     fn advance(self) -> Result<Option<Self>>;
 
     /// Waits for the collective and drops its outputs: peers still need this rank's inputs.
-    fn cancel(self);
+    fn discard(self);
 }
 
 /// The pending reductions, the oldest first.
@@ -892,16 +896,16 @@ impl<R: InFlight> ReductionQueue<R> {
     }
 
     /// Waits for all reductions, and drops their outcome.
-    pub(super) fn cancel(&self) {
+    pub(super) fn discard(&self) {
         let all = std::mem::take(&mut *self.0.lock());
-        all.into_iter().for_each(R::cancel);
+        all.into_iter().for_each(R::discard);
     }
 }
 
 /// Returns the largest of all ranks' numbers, element by element, over the shard ranks, the replicas and the
 /// tensor-parallel ranks of all `units`. Numbers are below 2^24.
-pub(super) fn largest(units: &[Arc<ParamGroup>], numbers: Vec<usize>) -> Result<Vec<usize>> {
-    let mut groups: Vec<(&ParamGroup, &ProcessGroup)> = vec![];
+pub(super) fn largest(units: &[Arc<FsdpParamGroup>], numbers: Vec<usize>) -> Result<Vec<usize>> {
+    let mut groups: Vec<(&FsdpParamGroup, &ProcessGroup)> = vec![];
     for unit in units {
         for param in unit.params() {
             let ranks = &param.spec.ranks;

@@ -9,7 +9,7 @@ use indexmap::{IndexMap, IndexSet};
 use super::diagnostics::is_freed_storage_error;
 use super::module::FsdpModule;
 use super::param::FsdpParam;
-use super::param_group::{ParamGroup, ROOT, UnitId};
+use super::param_group::{FsdpParamGroup, ROOT, UnitId};
 use super::policy::{MixedPrecisionPolicy, NamePredicate, OffloadPolicy, ReshardAfterForward};
 use super::settings::UnitSettings;
 use super::var_map::{OpenUnit, ShardedVarMap};
@@ -398,7 +398,7 @@ fn make<M>(
         let id = UnitId { index: schedule.next_index(), name: name.into() };
         let settings = UnitSettings::new(opts.reshard_after_forward);
         let (mp_policy, pool) = (opts.mp_policy.clone(), schedule.pool.clone());
-        let group = ParamGroup::new(id, params, mp_policy, settings, pool, by_name_in.is_some());
+        let group = FsdpParamGroup::new(id, params, mp_policy, settings, pool, by_name_in.is_some());
         tracing::debug!(unit = group.name(), parameters = group.params().len(), "fully_shard");
         schedule.add(group.clone(), by_name_in);
         group

@@ -61,8 +61,8 @@ impl Gradient {
         Gradient { allocator, state: Mutex::default() }
     }
 
-    /// Begins or ends a backward. Drops the gradient that no reduction took.
-    pub(super) fn begin_backward(&self) {
+    /// Drops the gradient that no reduction took, when a backward begins or ends.
+    pub(super) fn clear_current(&self) {
         let last = std::mem::take(&mut self.state.lock().current);
         if let Some(buffer) = last.accumulated {
             self.allocator.give(buffer);

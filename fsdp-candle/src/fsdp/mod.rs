@@ -107,7 +107,7 @@ pub(crate) use hooks::without_reports;
 pub use module::{FinalizeHandle, FsdpModule, Unit, UnshardHandle};
 pub use parallelize::parallelize;
 pub use param::FsdpParam;
-pub(crate) use param_group::{ParamGroup, UnitPath};
+pub(crate) use param_group::{FsdpParamGroup, UnitPath};
 pub use policy::{MixedPrecisionPolicy, NamePredicate, OffloadPolicy, Recurse, ReshardAfterForward};
 pub(crate) use schedule::Schedule;
 pub use var_map::ShardedVarMap;

@@ -8,7 +8,7 @@ use candle_core::{DType, Module, Result, Tensor};
 use super::diagnostics::{GraphCut, is_freed_storage_error};
 use super::hooks;
 use super::param::FsdpParam;
-use super::param_group::ParamGroup;
+use super::param_group::FsdpParamGroup;
 use super::schedule::Schedule;
 use crate::autograd::keeps_graph;
 use crate::collectives;
@@ -24,7 +24,7 @@ use crate::tensors::Tensors;
 #[derive(Clone)]
 pub struct FsdpModule<M> {
     inner: M,
-    pub(crate) group: Arc<ParamGroup>,
+    pub(crate) group: Arc<FsdpParamGroup>,
     pub(crate) schedule: Arc<Schedule>,
     /// Number of modules of the unit, which are called one by one.
     parts: usize,
@@ -84,7 +84,7 @@ impl<A, B> FsdpModule<(A, B)> {
 impl<M> FsdpModule<M> {
     pub(super) fn new(
         inner: M,
-        group: Arc<ParamGroup>,
+        group: Arc<FsdpParamGroup>,
         schedule: Arc<Schedule>,
         unmanaged: Vec<Arc<FsdpParam>>,
     ) -> Self {
@@ -283,7 +283,7 @@ impl<M> FsdpModule<M> {
     /// Returns the places where forward left the graph, in units that have been through a backward. Gradients before
     /// such a place are wrong. Rank 0 also logs each place once. [`GraphCut`] describes what can be detected.
     pub fn graph_cuts(&self) -> Vec<GraphCut> {
-        self.schedule.diagnostics.graph.told()
+        self.schedule.diagnostics.graph.reported_cuts()
     }
 
     /// Explains Candle's message about F4 in backward, where no call of a unit is missing.
@@ -302,7 +302,7 @@ impl<M> FsdpModule<M> {
 
 /// The hooks around a call of a unit.
 struct Hooks<'a> {
-    group: &'a Arc<ParamGroup>,
+    group: &'a Arc<FsdpParamGroup>,
     schedule: &'a Arc<Schedule>,
     parts: usize,
 }
@@ -372,7 +372,7 @@ impl<M: Module> Module for FsdpModule<M> {
 
 /// A unit, for prefetch lists. Units by name have no other handle.
 #[derive(Clone)]
-pub struct Unit(pub(super) Arc<ParamGroup>);
+pub struct Unit(pub(super) Arc<FsdpParamGroup>);
 
 impl Unit {
     /// Returns the unit's path in the model, `(root)` for the root.
@@ -399,7 +399,7 @@ impl std::fmt::Debug for Unit {
 
 /// A pending unshard.
 #[must_use = "the parameters are unsharded when wait() returns, or when the unit's forward begins"]
-pub struct UnshardHandle(Arc<ParamGroup>);
+pub struct UnshardHandle(Arc<FsdpParamGroup>);
 
 impl UnshardHandle {
     /// Waits until the parameters are unsharded. A forward that begins earlier waits for them, too.

@@ -19,7 +19,7 @@ use parking_lot::{Mutex, RwLock};
 use super::gradient::{Gradient, Stage};
 use super::hooks::{self, ParamNodes};
 use super::offload::Offload;
-use super::param_group::{ParamGroup, UnitId};
+use super::param_group::{FsdpParamGroup, UnitId};
 use super::schedule::Schedule;
 use crate::adapter::LoraConfig;
 use crate::data_parallel::{DataParallel, ShardLayout};
@@ -105,7 +105,7 @@ struct State {
     /// The buffer that the parameter keeps for its full values (`set_keep_unsharded_storage`), while it is not in use.
     kept_buffer: Option<Buffer>,
     layer: LayerSupport,
-    pass: Option<PassAnchor>,
+    pass: Option<RunningPass>,
 }
 
 /// Where a parameter's values are: PyTorch's `ShardedState`.
@@ -133,7 +133,7 @@ struct LayerSupport {
 }
 
 /// The running pass of a unit that runs several times, and its anchor once a layer has asked for it.
-struct PassAnchor {
+struct RunningPass {
     pass: usize,
     anchor: Option<Tensor>,
 }
@@ -143,7 +143,7 @@ struct UnitRef {
     id: UnitId,
     /// Index in the unit's parameters.
     position: usize,
-    group: Weak<ParamGroup>,
+    group: Weak<FsdpParamGroup>,
     /// Whether the pre-use hook unshards the unit: it was made by name, so nobody calls it.
     has_pre_use_hook: bool,
 }
@@ -345,7 +345,7 @@ impl FsdpParam {
     }
 
     /// Returns the tensor-parallel ranks, if each of them holds a part of the parameter.
-    pub(crate) fn cut_over(&self) -> Option<&ProcessGroup> {
+    pub(crate) fn split_over(&self) -> Option<&ProcessGroup> {
         self.parallel().filter(|parallel| parallel.shard_dim().is_some()).map(Parallel::group)
     }
 
@@ -402,7 +402,7 @@ impl FsdpParam {
 /// The unit of a parameter.
 impl FsdpParam {
     /// Sets the unit. Called once, when the unit is made.
-    pub(super) fn set_unit(&self, group: &Arc<ParamGroup>, position: usize, has_pre_use_hook: bool) {
+    pub(super) fn set_unit(&self, group: &Arc<FsdpParamGroup>, position: usize, has_pre_use_hook: bool) {
         let unit = UnitRef { id: group.id().clone(), position, group: Arc::downgrade(group), has_pre_use_hook };
         let _ = self.unit.set(unit);
     }
@@ -660,14 +660,14 @@ impl FsdpParam {
     pub(crate) fn anchor_of_pass(&self) -> Result<Tensor> {
         match &mut self.state.lock().pass {
             None => Ok(self.anchor.clone()),
-            Some(PassAnchor { anchor: Some(anchor), .. }) => Ok(anchor.clone()),
-            Some(PassAnchor { pass, anchor }) => Ok(anchor.insert(hooks::pass_anchor(&self.anchor, *pass)?).clone()),
+            Some(RunningPass { anchor: Some(anchor), .. }) => Ok(anchor.clone()),
+            Some(RunningPass { pass, anchor }) => Ok(anchor.insert(hooks::pass_anchor(&self.anchor, *pass)?).clone()),
         }
     }
 
     /// Begins a further pass of the unit, or returns to the first pass.
     pub(super) fn begin_pass(&self, pass: Option<usize>) {
-        self.state.lock().pass = pass.map(|pass| PassAnchor { pass, anchor: None });
+        self.state.lock().pass = pass.map(|pass| RunningPass { pass, anchor: None });
     }
 
     /// Adds to the reduced gradient, which is stored beside the shard.

@@ -1,5 +1,5 @@
 //! The parameters of one unit, which are unsharded, resharded and reduced together: PyTorch's `FSDPParamGroup`. Do not
-//! confuse it with the [`ParamGroup`](crate::ParamGroup) of an optimizer, which is PyTorch's `param_groups`.
+//! confuse it with the [`FsdpParamGroup`](crate::FsdpParamGroup) of an optimizer, which is PyTorch's `param_groups`.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, OnceLock};
@@ -31,7 +31,7 @@ pub(crate) struct UnitId {
 }
 
 /// The parameters of one unit.
-pub(crate) struct ParamGroup {
+pub(crate) struct FsdpParamGroup {
     id: UnitId,
     path: UnitPath,
     params: Vec<Arc<FsdpParam>>,
@@ -76,7 +76,7 @@ impl BackwardCount {
     }
 }
 
-impl ParamGroup {
+impl FsdpParamGroup {
     /// Makes the unit `id`. `has_pre_use_hooks` tells whether uses of its parameters unshard it: it is a unit by name.
     pub(crate) fn new(
         id: UnitId,
@@ -88,7 +88,7 @@ impl ParamGroup {
     ) -> Arc<Self> {
         let names = params.iter().map(|param| param.name().to_string());
         let subject = Subject::new(format!("unit `{}`", id.name), names);
-        let group = Arc::new(ParamGroup {
+        let group = Arc::new(FsdpParamGroup {
             path: UnitPath::new(id.name.clone()),
             id,
             params,
@@ -171,7 +171,7 @@ impl ParamGroup {
 }
 
 /// Unshard and reshard.
-impl ParamGroup {
+impl FsdpParamGroup {
     /// Returns where full values are allocated.
     fn memory(&self) -> UnshardMemory {
         let (custom, keep) = {
@@ -286,17 +286,17 @@ impl ParamGroup {
     }
 
     /// Waits for the pending all-gather and drops its outcome.
-    fn cancel_unshard(&self) -> Result<()> {
+    fn discard_unshard(&self) -> Result<()> {
         let Some(mut pending) = self.lock()? else { return Ok(()) };
         if let Some(result) = pending.state.take() {
-            result.cancel();
+            result.discard();
         }
         Ok(())
     }
 }
 
 /// Steps.
-impl ParamGroup {
+impl FsdpParamGroup {
     /// Begins a further pass, or returns to the first.
     pub(super) fn begin_pass(&self, pass: Option<usize>) {
         self.params.iter().for_each(|param| param.begin_pass(pass));
@@ -309,12 +309,12 @@ impl ParamGroup {
             accumulated.reduce_scatter.begin_backward();
             accumulated.all_reduce.begin_backward();
         }
-        self.params.iter().for_each(|param| param.gradient.begin_backward());
+        self.params.iter().for_each(|param| param.gradient.clear_current());
     }
 
     /// Ends a backward: drops gradients that no reduction took.
     pub(super) fn end_backward(&self) {
-        self.params.iter().for_each(|param| param.gradient.begin_backward());
+        self.params.iter().for_each(|param| param.gradient.clear_current());
     }
 
     /// Returns the numbers of backwards whose gradients the next reductions sum: since the last reduce-scatter, and
@@ -342,9 +342,9 @@ impl ParamGroup {
         *self.accumulated.lock() = AccumulatedBackwards::default();
         self.begin_pass(None);
         self.drop_replica_gather();
-        let cancelled = self.cancel_unshard();
+        let discarded = self.discard_unshard();
         self.params.iter().for_each(|param| param.drop_gradients());
-        if let Err(error) = cancelled.and_then(|()| self.reshard()) {
+        if let Err(error) = discarded.and_then(|()| self.reshard()) {
             tracing::warn!(unit = self.name(), %error, "reshard after a failed step");
         }
     }

@@ -22,7 +22,7 @@ use super::hooks::{FrozenCall, plan_frozen_calls};
 use super::offload::Downloads;
 use super::order::{Action, Forward, Order, OrderError, UnitInfo};
 use super::param::FsdpParam;
-use super::param_group::{ParamGroup, UnitId};
+use super::param_group::{FsdpParamGroup, UnitId};
 use super::settings::{ModelSettings, UnitSettings};
 use crate::autograd::{BACKWARD_STACK_BYTES, keeps_graph, number, on_a_stack_of, with_grad};
 use crate::error::Error;
@@ -35,7 +35,7 @@ pub(crate) struct Schedule {
     /// Copies of offloaded parameters' gradients to the host.
     pub(super) downloads: Arc<Downloads>,
     pub(super) diagnostics: Diagnostics,
-    units: Mutex<Vec<Arc<ParamGroup>>>,
+    units: Mutex<Vec<Arc<FsdpParamGroup>>>,
     order: Mutex<Order>,
     reductions: ReductionQueue<Reduction>,
     /// Calls of units with frozen parameters whose graphs exist.
@@ -66,12 +66,12 @@ impl Schedule {
     }
 
     /// Adds a unit. `by_name_in` is the index of the unit whose call runs it, for a unit by name.
-    pub(super) fn add(&self, unit: Arc<ParamGroup>, by_name_in: Option<usize>) {
+    pub(super) fn add(&self, unit: Arc<FsdpParamGroup>, by_name_in: Option<usize>) {
         let settings = unit.settings.lock().clone();
         let mut units = self.units.lock();
         let mut order = self.order.lock();
-        let at = |other: &Arc<ParamGroup>| other.index();
-        let by_name = |other: &&Arc<ParamGroup>| order.is_by_name(other.index());
+        let at = |other: &Arc<FsdpParamGroup>| other.index();
+        let by_name = |other: &&Arc<FsdpParamGroup>| order.is_by_name(other.index());
         let enclosing =
             units.iter().filter(by_name).filter(|other| other.path().contains(unit.path())).map(at).collect();
         let inside: Vec<usize> = match by_name_in {
@@ -93,7 +93,7 @@ impl Schedule {
         self.order.lock().truncate(count);
     }
 
-    pub(crate) fn units(&self) -> Vec<Arc<ParamGroup>> {
+    pub(crate) fn units(&self) -> Vec<Arc<FsdpParamGroup>> {
         self.units.lock().clone()
     }
 
@@ -146,7 +146,7 @@ impl Schedule {
     }
 
     /// Changes a unit's settings.
-    pub(super) fn change_settings(&self, unit: &ParamGroup, change: impl FnOnce(&mut UnitSettings)) {
+    pub(super) fn change_settings(&self, unit: &FsdpParamGroup, change: impl FnOnce(&mut UnitSettings)) {
         let is_in_model = self.has(unit.id());
         let mut settings = unit.settings.lock();
         change(&mut settings);
@@ -199,7 +199,7 @@ impl Schedule {
         }
     }
 
-    fn reduce(&self, unit: &Arc<ParamGroup>) -> Result<()> {
+    fn reduce(&self, unit: &Arc<FsdpParamGroup>) -> Result<()> {
         let max = self.order.lock().settings.max_reductions;
         self.reductions.limit(max)?;
         let mut started = vec![];
@@ -213,7 +213,7 @@ impl Schedule {
         self.order.lock().reset();
         self.frozen_calls.lock().clear();
         self.replica_shards_are_fresh.store(false, Ordering::Relaxed);
-        self.reductions.cancel();
+        self.reductions.discard();
         for unit in self.units() {
             unit.reset();
         }
@@ -224,7 +224,7 @@ impl Schedule {
 /// Forward.
 impl Schedule {
     /// Runs before the forward of a called unit: unshards it, and prefetches the next units.
-    pub(super) fn pre_forward(&self, unit: &ParamGroup) -> Result<ForwardGuard<'_>> {
+    pub(super) fn pre_forward(&self, unit: &FsdpParamGroup) -> Result<ForwardGuard<'_>> {
         self.check(unit.id())?;
         let check = self.first_forward_check.lock().clone();
         if let Some(check) = check {
@@ -243,7 +243,12 @@ impl Schedule {
 
     /// Runs after the forward of a called unit, which consists of `parts` modules. Returns whether its outputs need a
     /// pre-backward hook. Drop the guard when they have it.
-    pub(super) fn post_forward(&self, unit: &ParamGroup, guard: &mut ForwardGuard<'_>, parts: usize) -> Result<bool> {
+    pub(super) fn post_forward(
+        &self,
+        unit: &FsdpParamGroup,
+        guard: &mut ForwardGuard<'_>,
+        parts: usize,
+    ) -> Result<bool> {
         let (hook, actions) = self.order.lock().post_forward(unit.index(), guard.forward, parts);
         self.execute(actions)?;
         if guard.forward.is_root && !keeps_graph() {
@@ -275,7 +280,7 @@ impl Schedule {
     }
 
     /// Begins a call of a unit with frozen parameters.
-    pub(super) fn frozen_call(&self, unit: &ParamGroup) -> Arc<FrozenCall> {
+    pub(super) fn frozen_call(&self, unit: &FsdpParamGroup) -> Arc<FrozenCall> {
         let call = Arc::new(FrozenCall::new(unit.index()));
         let mut calls = self.frozen_calls.lock();
         if calls.len() == calls.capacity() {
@@ -287,7 +292,7 @@ impl Schedule {
 
     /// Issues the all-gathers over replicas for the units inside a root: all at once and in one order, whatever the
     /// forward will use.
-    fn start_replica_gathers(&self, root: &ParamGroup) -> Result<()> {
+    fn start_replica_gathers(&self, root: &FsdpParamGroup) -> Result<()> {
         let units = self.units();
         if !units.iter().any(|unit| unit.is_sharded_over_replicas()) {
             return Ok(());
@@ -295,7 +300,7 @@ impl Schedule {
         if !self.replica_shards_are_fresh.load(Ordering::Relaxed) {
             units.iter().for_each(|unit| unit.drop_replica_gather());
         }
-        let is_inside = |unit: &&Arc<ParamGroup>| unit.index() == root.index() || root.path().contains(unit.path());
+        let is_inside = |unit: &&Arc<FsdpParamGroup>| unit.index() == root.index() || root.path().contains(unit.path());
         units.iter().filter(is_inside).try_for_each(|unit| unit.start_replica_gather())
     }
 
@@ -313,7 +318,7 @@ impl Schedule {
 
     /// Reshards a unit. An optimizer may step before the next unshard, unless micro-batches share the shards that were
     /// gathered over replicas.
-    pub(super) fn reshard(&self, unit: &ParamGroup) -> Result<()> {
+    pub(super) fn reshard(&self, unit: &FsdpParamGroup) -> Result<()> {
         if !self.replica_shards_are_fresh.load(Ordering::Relaxed) {
             unit.drop_replica_gather();
         }
@@ -343,7 +348,7 @@ impl Schedule {
         Ok(grads)
     }
 
-    fn run_backward(&self, loss: &Tensor, units: &[Arc<ParamGroup>]) -> Result<GradStore> {
+    fn run_backward(&self, loss: &Tensor, units: &[Arc<FsdpParamGroup>]) -> Result<GradStore> {
         units.iter().for_each(|unit| unit.begin_backward());
         let mut grads = on_a_stack_of(BACKWARD_STACK_BYTES, "backward", || {
             self.plan_backward(loss, units)?;
@@ -370,7 +375,7 @@ impl Schedule {
     }
 
     /// Looks at the nodes that backward will visit, and plans the backward where needed. Recursive, as backward is.
-    fn plan_backward(&self, loss: &Tensor, units: &[Arc<ParamGroup>]) -> Result<()> {
+    fn plan_backward(&self, loss: &Tensor, units: &[Arc<FsdpParamGroup>]) -> Result<()> {
         let nodes = loss.sorted_nodes();
         let (differ, again) = (self.ranks_may_differ(), self.order.lock().ran_again());
         // Where ranks may differ, a rank whose loss reaches no unit takes part with zeros.
@@ -400,7 +405,7 @@ impl Schedule {
 
     /// Plans a backward in which ranks may use different units: all ranks unshard and reduce the units that any rank
     /// uses.
-    fn agree_on_plan(&self, units: &[Arc<ParamGroup>], numbers: &[usize], uses: &[(usize, usize)]) -> Result<()> {
+    fn agree_on_plan(&self, units: &[Arc<FsdpParamGroup>], numbers: &[usize], uses: &[(usize, usize)]) -> Result<()> {
         // In one order, rather than when a rank first unshards a unit.
         units.iter().try_for_each(|unit| unit.start_replica_gather())?;
         let (reached, keys) = {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::comm::{AllGather, AllReduceHook, ReduceScatter};
 use super::module::{FsdpModule, Unit};
-use super::param_group::ParamGroup;
+use super::param_group::FsdpParamGroup;
 use super::policy::{Recurse, ReshardAfterForward};
 use crate::error::Result;
 
@@ -99,7 +99,7 @@ impl Default for ModelSettings {
 
 impl<M> FsdpModule<M> {
     /// Returns the units that `recurse` selects.
-    fn selected(&self, recurse: Recurse) -> impl Iterator<Item = Arc<ParamGroup>> {
+    fn selected(&self, recurse: Recurse) -> impl Iterator<Item = Arc<FsdpParamGroup>> {
         let groups = self.schedule.units().into_iter();
         groups.filter(move |group| {
             Arc::ptr_eq(group, &self.group) || recurse == Recurse::Yes && self.group.path().contains(group.path())

@@ -153,7 +153,7 @@ fn locate(vars: &ShardedVarMap, subjects: &[CheckedTensor], own: Vec<f64>) -> Re
     // Counts of tensor-parallel parts add up as well.
     let tensor_parallel = |subject: &CheckedTensor| subject.ranks.as_ref().and_then(|_| vars.get(&subject.parameter));
     let tensor_parallel =
-        |subject: &CheckedTensor| tensor_parallel(subject).and_then(|param| param.cut_over().cloned());
+        |subject: &CheckedTensor| tensor_parallel(subject).and_then(|param| param.split_over().cloned());
     let at: Vec<usize> = (0..subjects.len()).filter(|&at| tensor_parallel(&subjects[at]).is_some()).collect();
     if let Some(ranks) = at.first().and_then(|&at| tensor_parallel(&subjects[at])) {
         let shares = at.iter().map(|&at| counts[at]).collect();

@@ -129,7 +129,7 @@ fn norm_of(vars: &ShardedVarMap, params: &[Arc<FsdpParam>], grads: &GradStore, n
     let powers = powers(with_gradient.iter().map(|(_, grad)| *grad), norm_type)?;
     for ((param, _), power) in with_gradient.into_iter().zip(powers) {
         if let Some((_, shares)) = meshes.iter_mut().find(|(ranks, _)| Arc::ptr_eq(ranks, &param.spec.ranks)) {
-            let share = &mut shares[usize::from(param.cut_over().is_some())];
+            let share = &mut shares[usize::from(param.split_over().is_some())];
             *share = norm_type.combine(*share, power);
         }
     }
@@ -160,7 +160,7 @@ fn norm_of(vars: &ShardedVarMap, params: &[Arc<FsdpParam>], grads: &GradStore, n
 
 /// Returns the error for a replicated parameter whose gradients differ on tensor-parallel ranks. Collective.
 fn replicas_differ(vars: &ShardedVarMap, grads: &GradStore, ranks: &ProcessGroup) -> Result<Error> {
-    let whole: Vec<_> = vars.trainable().into_iter().filter(|param| param.cut_over().is_none()).collect();
+    let whole: Vec<_> = vars.trainable().into_iter().filter(|param| param.split_over().is_none()).collect();
     let own: Vec<_> = whole.iter().filter_map(|param| grads.get(param.var())).collect();
     let mut squares = powers(own, NormType::Two)?.into_iter();
     let mut square = |param: &Arc<FsdpParam>| grads.get(param.var()).and_then(|_| squares.next()).unwrap_or(0.);

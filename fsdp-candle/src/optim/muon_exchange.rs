@@ -98,7 +98,7 @@ fn axes(param: &FsdpParam) -> Vec<MeshAxis> {
     });
     let parallel = param.parallel().map(|parallel| {
         let group = parallel.group().clone();
-        MeshAxis { mesh_dim: param.cut_over().and_then(dim_of), group }
+        MeshAxis { mesh_dim: param.split_over().and_then(dim_of), group }
     });
     std::iter::once(shard).chain(replicate).chain(parallel).collect()
 }

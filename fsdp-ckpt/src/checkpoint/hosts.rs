@@ -166,7 +166,7 @@ enum Found {
 #[derive(Default, Serialize, Deserialize)]
 struct Listing {
     steps: BTreeSet<String>,
-    aside: BTreeSet<String>,
+    quarantined: BTreeSet<String>,
     /// Links with their targets.
     links: BTreeSet<(String, PathBuf)>,
 }
@@ -285,9 +285,9 @@ impl HostDirs {
     /// # Errors
     /// [`Error::Rank`] if a rank can't list its directory; [`Error::Group`].
     pub fn survey(&self, dir: &Path) -> Result<Survey> {
-        let Listing { steps, aside, links } = self.list(dir)?;
+        let Listing { steps, quarantined, links } = self.list(dir)?;
         let steps = newest_first(dir, &steps);
-        let quarantined = aside.iter().map(|name| dir.join(name)).collect();
+        let quarantined = quarantined.iter().map(|name| dir.join(name)).collect();
         let links = links.into_iter().map(|(name, target)| (dir.join(name), target)).collect();
         let mut found = Survey { steps: steps.clone(), quarantined, links, ..Survey::default() };
         for path in steps {
@@ -357,7 +357,7 @@ impl HostDirs {
     fn list(&self, dir: &Path) -> Result<Listing> {
         let own = || -> Result<Listing> {
             let names = names(require_local(dir, "a directory of each host")?)?;
-            let aside = names.iter().filter(|name| name_before_quarantine(name).is_some()).cloned().collect();
+            let quarantined = names.iter().filter(|name| name_before_quarantine(name).is_some()).cloned().collect();
             let (steps, mut links) = candidates(dir, names);
             links.extend(links_to_nothing(dir)?);
             // The names were read as UTF-8.
@@ -365,15 +365,15 @@ impl HostDirs {
             let steps = steps.iter().filter_map(|path| name(path)).collect();
             Ok(Listing {
                 steps,
-                aside,
+                quarantined,
                 links: links.into_iter().filter_map(|(link, to)| Some((name(&link)?, to))).collect(),
             })
         };
         let own = agree(&self.group, "list its checkpoints", own())?;
         let mut all = Listing::default();
-        for Listing { steps, aside, links } in self.exchange(&own)? {
+        for Listing { steps, quarantined, links } in self.exchange(&own)? {
             all.steps.extend(steps);
-            all.aside.extend(aside);
+            all.quarantined.extend(quarantined);
             all.links.extend(links);
         }
         Ok(all)

@@ -227,7 +227,7 @@ fn duplicate_ranks_are_refused_on_all_ranks() {
 #[test]
 fn missing_ranks_are_named() {
     for outcome in start("is_impatient", port(), [(0, 4), (2, 4)]).outcomes() {
-        assert!(outcome.contains("rank(s) [1, 3] did not arrive within 0.7 s"), "{outcome}");
+        assert!(outcome.contains("rank(s) [1, 3] did not connect within 0.7 s"), "{outcome}");
     }
     let outcomes = start("is_impatient", port(), [(1, 2)]).outcomes();
     assert!(outcomes[0].contains("rank 1: rank(s) [0] did not arrive"), "{outcomes:?}");
@@ -242,7 +242,7 @@ fn a_rank_that_dies_while_ranks_meet_is_named() {
     std::thread::sleep(Duration::from_millis(300));
     job.0[1].kill().unwrap();
     let outcomes = job.outcomes();
-    assert!(outcomes[0].contains("rank 1 went away again"), "{outcomes:?}");
+    assert!(outcomes[0].contains("rank 1 disconnected"), "{outcomes:?}");
 }
 
 #[test]

@@ -8,7 +8,7 @@ use candle_core::{Result, Tensor, TensorId};
 use super::norm::{Matrix, Norm, is_itself};
 use super::{GraphCut, GraphCutKind};
 use crate::autograd::{BACKWARD_STACK_BYTES, checkpoints, number, on_a_stack_of};
-use crate::fsdp::{FsdpParam, ParamGroup};
+use crate::fsdp::{FsdpParam, FsdpParamGroup};
 
 /// A running call of a unit.
 pub(super) struct Call {
@@ -27,7 +27,7 @@ pub(super) struct Call {
 
 /// The inspection of a call that has just ended.
 pub(super) struct Inspection<'a> {
-    pub(super) unit: &'a Arc<ParamGroup>,
+    pub(super) unit: &'a Arc<FsdpParamGroup>,
     pub(super) call: &'a Call,
 }
 

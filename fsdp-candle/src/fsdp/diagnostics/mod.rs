@@ -16,7 +16,7 @@ use candle_core::{Result, Tensor};
 use parking_lot::{Mutex, MutexGuard};
 
 use crate::autograd::{checkpoints, next_number};
-use crate::fsdp::ParamGroup;
+use crate::fsdp::FsdpParamGroup;
 use crate::tensors::Tensors;
 use evidence::{Call, Inspection};
 
@@ -128,7 +128,7 @@ impl GraphWatch {
     }
 
     /// Starts to inspect a call of a unit, if the unit is still inspected.
-    pub(crate) fn begin(&self, unit: &Arc<ParamGroup>, inputs: Vec<Tensor>) -> Result<Option<WatchedCall<'_>>> {
+    pub(crate) fn begin(&self, unit: &Arc<FsdpParamGroup>, inputs: Vec<Tensor>) -> Result<Option<WatchedCall<'_>>> {
         if !self.is_watched(unit.index()) {
             return Ok(None);
         }
@@ -169,7 +169,7 @@ impl GraphWatch {
     }
 
     /// Returns the cuts reported so far.
-    pub(crate) fn told(&self) -> Vec<GraphCut> {
+    pub(crate) fn reported_cuts(&self) -> Vec<GraphCut> {
         self.state().told.clone()
     }
 }
@@ -177,7 +177,7 @@ impl GraphWatch {
 /// An inspected call. If it is dropped before its end, the call failed.
 pub(crate) struct WatchedCall<'a> {
     watch: &'a GraphWatch,
-    unit: Arc<ParamGroup>,
+    unit: Arc<FsdpParamGroup>,
     depth: usize,
 }
 

@@ -181,7 +181,7 @@ impl Drop for Nccl {
         self.watchdog.drain();
         match self.communicator.check() {
             Ok(()) if self.has_failed => {
-                let why = "this rank takes part in its group no more".to_string();
+                let why = "this rank left its group".to_string();
                 let what = "ending a collective".to_string();
                 self.communicator.abort(Error::Device { device: self.communicator.device, what, cause: why });
             }

@@ -3,7 +3,7 @@
 //! Both belong to one [`ProcessGroup`], so that collectives of both memories have one order and one first error.
 
 #[cfg(feature = "cuda")]
-mod through_host;
+mod host_staging;
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ use super::{
 use crate::{DeviceId, Result};
 
 #[cfg(feature = "cuda")]
-pub use through_host::{HostStaging, ranks_sharing_devices};
+pub use host_staging::{HostStaging, ranks_sharing_devices};
 
 /// One rank's end of an engine for device memory, in a group of at least two ranks.
 ///

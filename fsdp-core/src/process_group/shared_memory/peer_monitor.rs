@@ -196,7 +196,7 @@ impl Waiter {
 }
 
 /// Bytes of a status page before its content.
-const HEAD: usize = 16;
+const STATUS_HEAD: usize = 16;
 
 /// A view of the peers through a segment.
 pub(super) struct SegmentMonitor {
@@ -224,7 +224,7 @@ impl PeerMonitor for SegmentMonitor {
 
     fn set_status(&self, bytes: &[u8]) {
         let status_page = self.segment.status_page(self.rank);
-        let bytes = &bytes[..bytes.len().min(status_page.len() - HEAD)];
+        let bytes = &bytes[..bytes.len().min(status_page.len() - STATUS_HEAD)];
         let head = [(bytes.len() as u64).to_le_bytes(), hash(bytes).to_le_bytes()];
         let all = head.iter().flatten().chain(bytes);
         status_page.iter().zip(all).for_each(|(to, &byte)| to.store(byte, Ordering::Relaxed));
@@ -233,10 +233,11 @@ impl PeerMonitor for SegmentMonitor {
     fn status(&self, peer: usize) -> Option<Vec<u8>> {
         let status_page = self.segment.status_page(peer);
         let read = |bytes: &[AtomicU8]| bytes.iter().map(|byte| byte.load(Ordering::Relaxed)).collect::<Vec<u8>>();
-        let head = read(&status_page[..HEAD]);
+        let head = read(&status_page[..STATUS_HEAD]);
         let number = |at: usize| head[at..].first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
-        let end = usize::try_from(number(0)).ok().filter(|len| (1..=status_page.len() - HEAD).contains(len))? + HEAD;
-        let bytes = read(&status_page[HEAD..end]);
+        let end = usize::try_from(number(0)).ok().filter(|len| (1..=status_page.len() - STATUS_HEAD).contains(len))?
+            + STATUS_HEAD;
+        let bytes = read(&status_page[STATUS_HEAD..end]);
         (hash(&bytes) == number(8)).then_some(bytes)
     }
 }
@@ -268,7 +269,7 @@ mod tests {
             one.set_status(&status);
             assert_eq!(other.status(0), Some(status));
         }
-        one.segment.status_page(0)[HEAD + 5].store(1, Ordering::Relaxed);
+        one.segment.status_page(0)[STATUS_HEAD + 5].store(1, Ordering::Relaxed);
         assert_eq!(other.status(0), None);
         one.segment.status_page(0)[7].store(255, Ordering::Relaxed);
         assert_eq!(other.status(0), None);

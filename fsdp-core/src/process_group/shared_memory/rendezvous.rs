@@ -197,7 +197,7 @@ fn listed(ranks: &[usize]) -> String {
 }
 
 fn disconnected(rank: usize) -> String {
-    format!("rank {rank} went away again before all ranks were there")
+    format!("rank {rank} disconnected before all ranks had connected")
 }
 
 fn is_same_user(socket: &OwnedFd) -> bool {
@@ -311,7 +311,7 @@ pub(super) fn coordinate(
                 true => "are they running, on this host, with the same MASTER_PORT and run id?",
                 false => "are they running, and do they share this host's memory and network?",
             };
-            break rendezvous.fail(format!("rank(s) {missing:?} did not arrive within {seconds:.1} s: {advice}"));
+            break rendezvous.fail(format!("rank(s) {missing:?} did not connect within {seconds:.1} s: {advice}"));
         }
         rendezvous.warn_if_due(&mut timer, || format!("rank(s) {}", listed(&missing)));
         if let Err(text) = receive_clients(rendezvous, &listener, &mut unidentified, &mut clients) {
@@ -513,7 +513,7 @@ pub(super) fn connect(rendezvous: &Rendezvous<'_>, timer: &mut WarningTimer) -> 
         rendezvous.check_missing(&[0])?;
         if started.elapsed() >= rendezvous.group.timeout {
             return rendezvous.fail(format!(
-                "rank(s) [0] did not arrive within {:.1} s: is it running, on this host, with the same MASTER_PORT \
+                "rank(s) [0] did not connect within {:.1} s: is it running, on this host, with the same MASTER_PORT \
                  and run id?",
                 rendezvous.group.timeout.as_secs_f64()
             ));

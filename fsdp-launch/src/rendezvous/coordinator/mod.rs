@@ -174,7 +174,7 @@ impl Coordinator {
             };
             let late: Vec<AgentId> = self.agents.iter().filter(|(_, it)| is_late(it)).map(|(&id, _)| id).collect();
             for id in late {
-                let why = "it did not end its ranks in time, and the others went on without it".to_owned();
+                let why = "it did not end its ranks in time, and the others continued without it".to_owned();
                 self.out.push((id, ToAgent::Refused { why }));
                 self.disconnect(now, id, "did not end its ranks in time");
             }

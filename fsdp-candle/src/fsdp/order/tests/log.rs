@@ -62,7 +62,7 @@ impl InFlight for Reducing {
         Ok(Some(Reducing { at, ..self }))
     }
 
-    fn cancel(self) {}
+    fn discard(self) {}
 }
 
 /// Runs the ranks against each other. A collective is done when all ranks have issued it and all earlier collectives of

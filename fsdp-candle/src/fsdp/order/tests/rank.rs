@@ -246,7 +246,7 @@ impl<'a> Rank<'a> {
     /// Resets the rank after a failure, as the schedule does.
     fn reset(&mut self) {
         self.order.reset();
-        self.reductions.cancel();
+        self.reductions.discard();
         self.log.borrow_mut().reducing = 0;
         let count = self.model.units.len();
         self.unsharded = vec![BTreeSet::new(); count];

@@ -27,7 +27,7 @@ enum State {
     /// A link that is an alias of another checkpoint.
     Link(PathBuf),
     /// Quarantined by a run that resumed from an older checkpoint.
-    SetAside,
+    Quarantined,
 }
 
 /// Lists the checkpoints in a directory by number, including unfinished ones; empty if it is not the directory of a
@@ -42,10 +42,10 @@ pub(super) fn list(dir: &Path) -> Vec<Step> {
         }
         // A save in progress is `.step-00000010.tmp-...`.
         let growing = name.strip_prefix('.').and_then(|rest| rest.split_once(".tmp-")).map(|(target, _)| target);
-        let aside = fsdp_ckpt::name_before_quarantine(&name);
-        let Some(number) = number_of(aside.or(growing).unwrap_or(&name)) else { continue };
+        let quarantined = fsdp_ckpt::name_before_quarantine(&name);
+        let Some(number) = number_of(quarantined.or(growing).unwrap_or(&name)) else { continue };
         let state = match (fsdp_ckpt::alias_target(&entry.path()), fsdp_ckpt::open(&entry.path())) {
-            _ if aside.is_some() => State::SetAside,
+            _ if quarantined.is_some() => State::Quarantined,
             (Some(target), _) => State::Link(target),
             _ if growing.is_some() => State::Unfinished,
             (_, Err(Error::Incomplete { .. } | Error::NotFound { .. })) => State::Unfinished,
@@ -96,7 +96,7 @@ pub(super) fn show(dir: &Path, steps: &[Step], as_json: bool) -> Result<()> {
             State::Damaged(error) => format!("damaged     {}", escape(error)),
             State::Part(error) => format!("part        {}", escape(error)),
             State::Link(target) => format!("link        to {}; not used by runs", escape(target.display())),
-            State::SetAside => "set aside   damaged; not used by runs".to_string(),
+            State::Quarantined => "set aside   damaged; not used by runs".to_string(),
         };
         writeln!(out, "  {:<width$}  {about}", escape(name).to_string())?;
     }
@@ -112,7 +112,7 @@ fn describe(step: &Step) -> Value {
         }),
         State::Link(target) => json!({ "name": name, "step": number, "state": "link", "target": target }),
         State::Unfinished => json!({ "name": name, "step": number, "state": "unfinished" }),
-        State::SetAside => json!({ "name": name, "step": number, "state": "set aside" }),
+        State::Quarantined => json!({ "name": name, "step": number, "state": "set aside" }),
         State::Part(error) => json!({ "name": name, "step": number, "state": "part", "error": error }),
         State::Damaged(error) => json!({ "name": name, "step": number, "state": "damaged", "error": error }),
     }
