@@ -87,7 +87,7 @@ fn names_the_input_and_the_fix() {
             "not a safetensors file",
             |model| fs::write(model.join("model.safetensors"), "not at all").unwrap(),
             "",
-            &["model.safetensors", "not a whole safetensors file"],
+            &["model.safetensors", "not a valid safetensors file"],
         ),
         (
             "missing weights file",
@@ -182,7 +182,7 @@ fn reports_obstacles_to_checkpoints_before_the_first_step() {
     for more in ["--steps 9 --save-every 3", "--steps 6 --save-every 0"] {
         fails(
             &format!("--resume saved/step-00000002 {more}"),
-            &["saved/step-00000006 already exists", "step 6", "did not finish", "remove it"],
+            &["saved/step-00000006 already exists", "step 6", "not a complete checkpoint", "remove it"],
         );
     }
     fs::remove_dir(&obstacle).unwrap();
@@ -237,7 +237,7 @@ fn user_errors_have_no_backtrace() {
     let errors = dir.path().join("error.json");
     let recorded = ("TORCHELASTIC_ERROR_FILE", errors.to_str().unwrap());
     let stderr = alone(0, 29_542, &[("FSDP_TIMEOUT_S", "0.1"), backtraces, recorded], dir.path()).failed();
-    assert!(stderr.lines().count() == 1 && stderr.contains("did not arrive"), "{stderr}");
+    assert!(stderr.lines().count() == 1 && stderr.contains("did not connect"), "{stderr}");
     let error: serde_json::Value = serde_json::from_slice(&fs::read(&errors).unwrap()).unwrap();
     assert_eq!(format!("Error: {}", error["message"]["message"].as_str().unwrap()), stderr.trim_end());
 

@@ -108,7 +108,7 @@ fn quarantines_checkpoints_with_nan() {
     let aside = "saved/step-00000002 can't be resumed from and was renamed to saved/step-00000002.damaged: 1 values";
     assert!(run.stderr.contains(aside), "{}", run.stderr);
     assert!(run.stderr.contains("resumed from saved/step-00000001 at step 1"), "{}", run.stderr);
-    assert_eq!(run.stderr.matches("resumed from").count(), 1, "{}", run.stderr);
+    assert_eq!(run.stderr.matches("] resumed from").count(), 1, "{}", run.stderr);
     assert_eq!(file_names(&saved), ["step-00000002.damaged", "step-00000003", "step-00000003.damaged"]);
     assert!(files(&saved.join("step-00000003")) == undisturbed);
 

@@ -116,7 +116,7 @@ fn quarantines_a_damaged_checkpoint_and_resumes_from_an_older_one() {
             "shard-00001-model-00001-of-00001.safetensors",
         ),
         // Only one rank sees the damage, when it reads the file.
-        ("flipped", flip, "shard-00002-model-00001-of-00001.safetensors is damaged: its checksum is"),
+        ("flipped", flip, "shard-00002-model-00001-of-00001.safetensors is damaged: checksum"),
     ];
     for (run, damage, said) in damages {
         train(dir.path(), 2, 6, &saves(run), "first.jsonl");

@@ -188,7 +188,7 @@ fn names_bad_input_and_the_fix() {
         ("--sft empty.jsonl", &["empty.jsonl has no examples", "at least one line"][..]),
         ("--sft broken.jsonl", &["broken.jsonl, line 61: it is not a JSON object", "{\"messages\": "]),
         ("--sft keys.jsonl", &["keys.jsonl, line 1: it has the keys \"text\"; a line is"]),
-        ("--sft silent.jsonl", &["silent.jsonl, line 1: there is no message with the role \"assistant\""]),
+        ("--sft silent.jsonl", &["silent.jsonl, line 1: no message has the role \"assistant\""]),
         ("--sft short.jsonl", &["1 examples of short.jsonl make 1 sequences, but one step needs 4", "more examples"]),
         ("--sft nowhere.jsonl", &["cannot read nowhere.jsonl", "No such file"]),
         ("--sft chats.jsonl --eval nowhere.jsonl", &["--eval: cannot read nowhere.jsonl"]),

@@ -198,7 +198,7 @@ fn a_rank_killed_while_a_group_is_split_does_not_hang_the_others() {
     for outcome in &start("loses_one_in_a_split", port(), all(4)).outcomes()[1..] {
         // The message depends on the progress of the split.
         let is_named =
-            ["died", "left the group", "went away"].iter().any(|how| outcome.contains(&format!("rank 0 {how}")));
+            ["died", "left the group", "disconnected"].iter().any(|how| outcome.contains(&format!("rank 0 {how}")));
         assert!(outcome.starts_with("lost: ") && is_named, "{outcome}");
     }
 }
@@ -230,7 +230,7 @@ fn missing_ranks_are_named() {
         assert!(outcome.contains("rank(s) [1, 3] did not connect within 0.7 s"), "{outcome}");
     }
     let outcomes = start("is_impatient", port(), [(1, 2)]).outcomes();
-    assert!(outcomes[0].contains("rank 1: rank(s) [0] did not arrive"), "{outcomes:?}");
+    assert!(outcomes[0].contains("rank 1: rank(s) [0] did not connect"), "{outcomes:?}");
 }
 
 #[test]
