@@ -158,7 +158,8 @@ fn output(group: &ProcessGroup) -> Result<(), Wrong> {
     let size = group.size();
     let part = ScatterPart { input: Buffer::zeros(DType::F32, 2 * size), counts: vec![2; size] };
     let error = error(group.reduce_scatter(vec![part], ReduceOp::Sum, memory).wait(), "an output that is too short")?;
-    let is_it = error.to_string().contains("the allocator gave a buffer of 1 F32, expected 2 F32");
+    let text = error.to_string();
+    let is_it = text.contains("the allocator gave a buffer of 1 F32") && text.contains("expected 2 F32");
     ensure!(is_it, "an allocator that gives too little is: {error}");
     Ok(())
 }
