@@ -45,7 +45,7 @@ enum To16 {
     fsdp-ckpt convert runs/llama/step-00000010 step-on-8 --to fsdp --mesh 2x4
     fsdp-ckpt convert runs/llama/step-00000010 llama-dcp --to torch-dcp --world-size 4
 
-A checkpoint loads at any world size as it is. WriteSummary for the world size that reads it, it loads faster, because each \
+A checkpoint loads at any world size as it is. Written for the world size that reads it, it loads faster, because each \
 rank then reads its own file.")]
 pub(crate) struct Convert {
     /// A checkpoint or model of any format.
