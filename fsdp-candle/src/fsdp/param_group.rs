@@ -1,5 +1,4 @@
-//! The parameters of one unit, which are unsharded, resharded and reduced together: PyTorch's `FSDPParamGroup`. Do not
-//! confuse it with the [`FsdpParamGroup`](crate::FsdpParamGroup) of an optimizer, which is PyTorch's `param_groups`.
+//! The parameters of one unit, which are unsharded, resharded and reduced together: PyTorch's `FSDPParamGroup`.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, OnceLock};
