@@ -20,17 +20,14 @@ use fsdp_core::{Buffer, DType, DeviceId, Readable, View};
 
 use crate::error::{Error, Result};
 
-pub(crate) use candle_interop::{Backward, StorageMut, in_place, node};
+pub(crate) use candle_interop::{Backward, StorageMut, graph_op, in_place, node};
 pub(crate) use cpu::{Float, host_elements};
 #[cfg(feature = "cuda")]
 pub(crate) use cuda::{Matrix, add_product, add_rows, candle_device, compute_stream, device_count};
 pub(crate) use eight_bits::{EightBits, STATE_BLOCK};
 pub(crate) use slice::{Slice, SliceMut};
 
-/// Returns the kernels of a device.
-///
-/// # Errors
-/// [`Error::Device`] for a device without kernels.
+/// Returns the kernels of a device. Fails with [`Error::Device`] for a device without kernels.
 fn of(device: DeviceId) -> Result<&'static dyn Kernels> {
     match device {
         DeviceId::Host => Ok(&cpu::CpuKernels),

@@ -7,15 +7,15 @@
 //! - PReLU (He et al., 2015, arXiv:1502.01852) is `x` where `x > 0`, else `w x` with the weight `w` of the element's
 //!   channel. `dw` is the sum of `dy x` over the channel's elements that are not positive.
 
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, CustomOp2, D, DType, Layout, Module, Result, Shape, Tensor, bail};
+use candle_core::{D, DType, Module, Result, Storage, Tensor, bail};
 use candle_nn::{Init, VarBuilder, ops};
 use serde::{Deserialize, Serialize};
 
 use super::cpu::simd::{exp, kernel, sigmoid};
-use super::cpu::{floats, map_rows, map_rows2, read, same_kind, small_weight_grad, storage, tensor};
+use super::cpu::{map_rows, map_rows2, read, same_kind, small_weight_grad, storage, tensor_like, to_vec};
 use super::limits::check_input_size;
 use super::weight::{Weight, has_cpu_kernels, register_cpu_layer};
+use crate::kernels::graph_op;
 
 /// An activation, as [`candle_nn::Activation`]: the same variants, and the same names in a configuration.
 ///
@@ -154,17 +154,20 @@ fn widened(xs: &Tensor) -> Result<Tensor> {
 
 /// Returns `x / (1 + e^-x)`, for any shape.
 pub fn silu(x: &Tensor) -> Result<Tensor> {
-    if has_cpu_kernels(x) { x.apply_op1(Fused::Silu) } else { check_input_size("silu", x)?.silu() }
+    if has_cpu_kernels(x) { fused("silu", x, silu_values, silu_back) } else { check_input_size("silu", x)?.silu() }
 }
 
 /// Returns GELU in the tanh approximation, for any shape: Hugging Face's `gelu_new` and `gelu_pytorch_tanh`.
 pub fn gelu(x: &Tensor) -> Result<Tensor> {
-    if has_cpu_kernels(x) { x.apply_op1(Fused::Gelu) } else { check_input_size("gelu", x)?.gelu() }
+    if has_cpu_kernels(x) { fused("gelu", x, gelu_values, gelu_back) } else { check_input_size("gelu", x)?.gelu() }
 }
 
 /// Returns the exact GELU, with the normal distribution function, for any shape.
 pub fn gelu_erf(x: &Tensor) -> Result<Tensor> {
-    if has_cpu_kernels(x) { x.apply_op1(Fused::GeluErf) } else { check_input_size("gelu_erf", x)?.gelu_erf() }
+    if !has_cpu_kernels(x) {
+        return check_input_size("gelu_erf", x)?.gelu_erf();
+    }
+    fused("gelu_erf", x, gelu_erf_values, gelu_erf_back)
 }
 
 /// Applies SwiGLU to two tensors of one shape: `silu(gate) * up`. [`ops::swiglu`](crate::nn::ops::swiglu) takes one
@@ -174,71 +177,17 @@ pub fn silu_mul(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
         bail!("silu_mul: gate {:?} and up {:?} must have one shape", gate.dims(), up.dims());
     }
     same_kind("silu_mul", ("gate", gate), ("up", up))?;
-    if has_cpu_kernels(gate) { gate.apply_op2(up, SwiGlu) } else { check_input_size("silu_mul", gate)?.silu()? * up }
-}
-
-enum Fused {
-    Silu,
-    Gelu,
-    GeluErf,
-}
-
-impl CustomOp1 for Fused {
-    fn name(&self) -> &'static str {
-        match self {
-            Self::Silu => "silu",
-            Self::Gelu => "gelu",
-            Self::GeluErf => "gelu_erf",
-        }
+    if !has_cpu_kernels(gate) {
+        return check_input_size("silu_mul", gate)?.silu()? * up;
     }
-
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let dtype = x.dtype();
-        let x = floats(x, layout)?;
-        let mut y = vec![0f32; x.len()];
-        map_rows(&mut y, 1, 1, |first, y| {
-            let x = &x[first..][..y.len()];
-            match self {
-                Self::Silu => silu_values(y, x),
-                Self::Gelu => gelu_values(y, x),
-                Self::GeluErf => gelu_erf_values(y, x),
-            }
-        });
-        Ok((storage(y, dtype)?, layout.shape().clone()))
+    let mut y = vec![0f32; gate.elem_count()];
+    {
+        read!(gates, gate);
+        read!(ups, up);
+        map_rows(&mut y, 1, 1, |first, y| swiglu_values(y, &gates[first..], &ups[first..]));
     }
-
-    fn bwd(&self, x: &Tensor, _: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
-        read!(values, x);
-        read!(grad, dy);
-        let mut dx = vec![0f32; values.len()];
-        map_rows(&mut dx, 1, 1, |first, dx| {
-            let (x, dy) = (&values[first..][..dx.len()], &grad[first..][..dx.len()]);
-            match self {
-                Self::Silu => silu_back(dx, x, dy),
-                Self::Gelu => gelu_back(dx, x, dy),
-                Self::GeluErf => gelu_erf_back(dx, x, dy),
-            }
-        });
-        Ok(Some(tensor(dx, x.shape(), x.dtype())?))
-    }
-}
-
-struct SwiGlu;
-
-impl CustomOp2 for SwiGlu {
-    fn name(&self) -> &'static str {
-        "silu_mul"
-    }
-
-    fn cpu_fwd(&self, gate: &CpuStorage, gl: &Layout, up: &CpuStorage, ul: &Layout) -> Result<(CpuStorage, Shape)> {
-        let dtype = gate.dtype();
-        let (gate, up) = (floats(gate, gl)?, floats(up, ul)?);
-        let mut y = vec![0f32; gate.len()];
-        map_rows(&mut y, 1, 1, |first, y| swiglu_values(y, &gate[first..], &up[first..]));
-        Ok((storage(y, dtype)?, gl.shape().clone()))
-    }
-
-    fn bwd(&self, gate: &Tensor, up: &Tensor, _: &Tensor, dy: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    graph_op("silu_mul", &[gate, up], storage(y, gate.dtype())?, gate.shape(), |both, _, dy| {
+        let (gate, up) = (both[0], both[1]);
         read!(gates, gate);
         read!(ups, up);
         read!(grad, dy);
@@ -246,8 +195,29 @@ impl CustomOp2 for SwiGlu {
         map_rows2(&mut d_gate, &mut d_up, |first, d_gate, d_up| {
             swiglu_back(d_gate, d_up, &gates[first..], &ups[first..], &grad[first..]);
         });
-        Ok((Some(tensor(d_gate, gate.shape(), gate.dtype())?), Some(tensor(d_up, up.shape(), up.dtype())?)))
+        Ok([Some(tensor_like(d_gate, gate)?), Some(tensor_like(d_up, up)?)])
+    })
+}
+
+/// Applies a function of each element. `values(y, x)` computes it, and `back(dx, x, dy)` its backward.
+fn fused(
+    name: &'static str,
+    x: &Tensor,
+    values: fn(&mut [f32], &[f32]),
+    back: fn(&mut [f32], &[f32], &[f32]),
+) -> Result<Tensor> {
+    let mut y = vec![0f32; x.elem_count()];
+    {
+        read!(x, x);
+        map_rows(&mut y, 1, 1, |first, y| values(y, &x[first..][..y.len()]));
     }
+    graph_op(name, &[x], storage(y, x.dtype())?, x.shape(), move |x, _, dy| {
+        let mut dx = vec![0f32; dy.elem_count()];
+        read!(values, x[0]);
+        read!(grad, dy);
+        map_rows(&mut dx, 1, 1, |first, dx| back(dx, &values[first..][..dx.len()], &grad[first..][..dx.len()]));
+        Ok([Some(tensor_like(dx, x[0])?)])
+    })
 }
 
 /// sqrt(2 / pi).
@@ -398,9 +368,9 @@ impl Module for PReLU {
         }
         // Elements that share a weight form runs, and the runs of all weights follow each other.
         let run = x.dims().iter().zip(&shape).rev().take_while(|(_, kept)| **kept == 1).map(|(size, _)| size).product();
-        let weight = Weight::of(&self.weight)?;
-        let node = weight.node().clone();
-        x.apply_op2(&node, PReluOp { weight, run })
+        let op = PReluOp { weight: Weight::of(&self.weight)?, run };
+        let arguments = op.weight.arguments(x, None);
+        graph_op("PReLU", &arguments, op.forward(x)?, x.shape(), move |x, _, dy| op.backward(x[0], dy))
     }
 }
 
@@ -424,25 +394,19 @@ struct PReluOp {
     run: usize,
 }
 
-impl CustomOp2 for PReluOp {
-    fn name(&self) -> &'static str {
-        "PReLU"
-    }
-
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        let dtype = x.dtype();
-        let mut y = floats(x, layout)?.into_owned();
+impl PReluOp {
+    fn forward(&self, x: &Tensor) -> Result<Storage> {
+        let mut y = to_vec(x)?;
         read!(weight, self.weight.value()?);
         for (run, w) in y.chunks_mut(self.run.max(1)).zip(weight.iter().cycle()) {
             run.iter_mut().filter(|x| **x <= 0.0).for_each(|x| *x *= w);
         }
-        Ok((storage(y, dtype)?, layout.shape().clone()))
+        storage(y, x.dtype())
     }
 
-    fn bwd(&self, x: &Tensor, _: &Tensor, _: &Tensor, dy: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    fn backward(&self, x: &Tensor, dy: &Tensor) -> Result<[Option<Tensor>; 2]> {
         read!(values, x);
-        read!(grad, dy);
-        let mut dx = grad.to_vec();
+        let mut dx = to_vec(dy)?;
         let dw = {
             read!(weight, self.weight.value()?);
             let mut dw = vec![0f32; weight.len()];
@@ -456,6 +420,6 @@ impl CustomOp2 for PReluOp {
             }
             dw
         };
-        Ok((Some(tensor(dx, x.shape(), x.dtype())?), small_weight_grad(&self.weight, &dw)?))
+        Ok([Some(tensor_like(dx, x)?), small_weight_grad(&self.weight, &dw)?])
     }
 }

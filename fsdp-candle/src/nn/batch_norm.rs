@@ -6,14 +6,14 @@
 //! The weight and bias of a channel (dimension 1) give `y = w x + b`: `dx = w dy`, `dw` is the sum of `dy x` over the
 //! channel's elements, and `db` the sum of `dy`.
 
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, DType, Layout, ModuleT, Result, Shape, Tensor, Var, bail};
+use candle_core::{DType, ModuleT, Result, Storage, Tensor, Var, bail};
 use candle_nn::{Init, VarBuilder};
 
 pub use candle_nn::BatchNormConfig;
 
-use super::cpu::{floats, read, same_kind, small_weight_grad, storage, tensor, weighted_op};
+use super::cpu::{read, same_kind, small_weight_grad, storage, tensor_like, to_vec};
 use super::weight::{Weight, has_cpu_kernels, register_cpu_layer};
+use crate::kernels::graph_op;
 
 /// Normalization of each channel over the batch, as [`candle_nn::BatchNorm`]: running statistics, weight and bias
 /// `[channels]`, input and output `[batch, channels, ..]`.
@@ -40,10 +40,8 @@ pub struct BatchNorm {
 }
 
 impl BatchNorm {
-    /// Returns a layer with a momentum of 0.1.
-    ///
-    /// # Errors
-    /// When a shape is not `[num_features]`, or `eps` or `momentum` is out of range.
+    /// Returns a layer with a momentum of 0.1. Fails if a shape is not `[num_features]`, or `eps` or `momentum` is out
+    /// of range.
     pub fn new(
         num_features: usize,
         running_mean: Tensor,
@@ -140,10 +138,8 @@ impl BatchNorm {
         self.momentum
     }
 
-    /// Normalizes by the batch's statistics, and updates the running statistics.
-    ///
-    /// # Errors
-    /// When the input is not `[batch, channels, ..]`.
+    /// Normalizes by the batch's statistics, and updates the running statistics. Fails if the input is not `[batch,
+    /// channels, ..]`.
     pub fn forward_train(&self, x: &Tensor) -> Result<Tensor> {
         let dtype = x.dtype();
         let wide = if matches!(dtype, DType::F16 | DType::BF16) { DType::F32 } else { dtype };
@@ -200,10 +196,8 @@ impl ModuleT for BatchNorm {
 }
 
 /// Returns a [`BatchNorm`] from the tensors `running_mean`, `running_var`, `weight` and `bias` of `vb`, which start as
-/// 0, 1, 1 and 0. A number as config is the epsilon.
-///
-/// # Errors
-/// When `eps` or `momentum` is out of range, or a tensor cannot be created.
+/// 0, 1, 1 and 0. A number as config is the epsilon. Fails if `eps` or `momentum` is out of range, or a tensor cannot
+/// be created.
 pub fn batch_norm<C: Into<BatchNormConfig>>(num_features: usize, config: C, vb: VarBuilder) -> Result<BatchNorm> {
     let BatchNormConfig { eps, remove_mean, affine, momentum } = config.into();
     let get = |name, value| vb.get_with_hints(num_features, name, Init::Const(value));
@@ -230,9 +224,9 @@ pub(super) fn scale_and_shift(function: &'static str, x: &Tensor, weight: &Tenso
         return composite(x, &Weight::in_graph(weight)?, &Weight::in_graph(bias)?);
     }
     let (weight, bias) = (Weight::of(weight)?, Weight::of(bias)?);
-    let (weight_node, bias_node) = (weight.node().clone(), bias.node().clone());
-    let run = x.dims()[2..].iter().product();
-    x.apply_op3(&weight_node, &bias_node, Channels { function, weight, bias, run })
+    let arguments = weight.arguments(x, Some(&bias));
+    let channels = Channels { weight, bias, run: x.dims()[2..].iter().product() };
+    graph_op(function, &arguments, channels.forward(x)?, x.shape(), move |x, _, dy| channels.backward(x[0], dy))
 }
 
 /// The scale and shift as a chain of Candle's operations.
@@ -243,7 +237,6 @@ fn composite(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Tensor> {
 }
 
 struct Channels {
-    function: &'static str,
     weight: Weight,
     bias: Weight,
     /// Number of successive elements of a channel.
@@ -251,21 +244,19 @@ struct Channels {
 }
 
 impl Channels {
-    fn forward(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let dtype = x.dtype();
-        let mut y = floats(x, layout)?.into_owned();
+    fn forward(&self, x: &Tensor) -> Result<Storage> {
+        let mut y = to_vec(x)?;
         read!(weight, self.weight.value()?);
         read!(bias, self.bias.value()?);
         for (run, (w, b)) in y.chunks_mut(self.run.max(1)).zip(weight.iter().zip(bias.iter()).cycle()) {
             run.iter_mut().for_each(|x| *x = x.mul_add(*w, *b));
         }
-        Ok((storage(y, dtype)?, layout.shape().clone()))
+        storage(y, x.dtype())
     }
 
     fn backward(&self, x: &Tensor, dy: &Tensor) -> Result<[Option<Tensor>; 3]> {
         read!(values, x);
-        read!(grad, dy);
-        let mut dx = grad.to_vec();
+        let mut dx = to_vec(dy)?;
         let run = self.run.max(1);
         let (dw, db) = {
             read!(weight, self.weight.value()?);
@@ -280,9 +271,6 @@ impl Channels {
             }
             (dw, db)
         };
-        let dx = tensor(dx, x.shape(), x.dtype())?;
-        Ok([Some(dx), small_weight_grad(&self.weight, &dw)?, small_weight_grad(&self.bias, &db)?])
+        Ok([Some(tensor_like(dx, x)?), small_weight_grad(&self.weight, &dw)?, small_weight_grad(&self.bias, &db)?])
     }
 }
-
-weighted_op!(Channels);

@@ -8,16 +8,16 @@
 
 use std::ops::Range;
 
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, Layout, Module, Result, Shape, Tensor, bail};
+use candle_core::{Module, Result, Shape, Storage, Tensor, bail};
 use candle_nn::{Init, VarBuilder, init};
 
 pub use candle_nn::{Conv1dConfig, Conv2dConfig, ConvTranspose1dConfig, ConvTranspose2dConfig};
 
 use super::batch_norm::BatchNorm;
 use super::cpu::matrix::{Mat, MatMut, product};
-use super::cpu::{floats, read, same_kind, small_weight_grad, storage, tensor, weight_grad, weighted_op};
+use super::cpu::{read, same_kind, small_weight_grad, storage, tensor_like, weight_grad};
 use super::weight::{Weight, has_cpu_kernels, register_cpu_layer};
+use crate::kernels::graph_op;
 
 /// A convolution over one dimension, as [`candle_nn::Conv1d`]: weight `[out, in / groups, kernel]`, bias `[out]`, input
 /// `[batch, in, length]`. Candle's gradient of the weight is wrong.
@@ -435,16 +435,10 @@ fn convolve(x: &Tensor, kernel: &Tensor, bias: Option<&Tensor>, sizes: Sizes) ->
         let bias = bias.map(Weight::in_graph).transpose()?;
         return composite(x, &Weight::in_graph(kernel)?, bias.as_ref(), &sizes);
     }
-    let weight = Weight::of(kernel)?;
-    let node = weight.node().clone();
-    match bias {
-        None => x.apply_op2(&node, Convolution { function, sizes, weight, bias: None }),
-        Some(bias) => {
-            let bias = Weight::of(bias)?;
-            let bias_node = bias.node().clone();
-            x.apply_op3(&node, &bias_node, Convolution { function, sizes, weight, bias: Some(bias) })
-        }
-    }
+    let (weight, bias) = (Weight::of(kernel)?, bias.map(Weight::of).transpose()?);
+    let (arguments, shape) = (weight.arguments(x, bias.as_ref()), sizes.shape.clone());
+    let op = Convolution { sizes, weight, bias };
+    graph_op(function, &arguments, op.forward(x)?, shape, move |x, _, dy| op.backward(x[0], dy))
 }
 
 /// The convolution as a chain of Candle's operations. Candle's own convolutions have wrong gradients, or none.
@@ -483,7 +477,6 @@ fn composite(x: &Tensor, kernel: &Tensor, bias: Option<&Tensor>, sizes: &Sizes) 
 }
 
 struct Convolution {
-    function: &'static str,
     sizes: Sizes,
     weight: Weight,
     bias: Option<Weight>,
@@ -535,16 +528,15 @@ impl Convolution {
         });
     }
 
-    fn forward(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let dtype = x.dtype();
-        let x = floats(x, layout)?;
+    fn forward(&self, x: &Tensor) -> Result<Storage> {
+        read!(values, x);
         let shape = &self.sizes.shape;
         let mut y = vec![0f32; shape.elem_count()];
         {
             read!(kernel, self.weight.value()?);
             match self.sizes.transposed {
-                true => self.to_large(&x, &kernel, &mut y),
-                false => self.to_small(&x, &kernel, &mut y),
+                true => self.to_large(&values, &kernel, &mut y),
+                false => self.to_small(&values, &kernel, &mut y),
             }
         }
         if let Some(bias) = &self.bias {
@@ -554,7 +546,7 @@ impl Convolution {
                 run.iter_mut().for_each(|y| *y += bias);
             }
         }
-        Ok((storage(y, dtype)?, shape.clone()))
+        storage(y, x.dtype())
     }
 
     fn backward(&self, x: &Tensor, dy: &Tensor) -> Result<[Option<Tensor>; 3]> {
@@ -567,7 +559,7 @@ impl Convolution {
                 true => self.to_small(&grad, &kernel, &mut dx),
                 false => self.to_large(&grad, &kernel, &mut dx),
             }
-            Some(tensor(dx, x.shape(), x.dtype())?)
+            Some(tensor_like(dx, x)?)
         } else {
             None
         };
@@ -607,8 +599,6 @@ impl Convolution {
         });
     }
 }
-
-weighted_op!(Convolution);
 
 /// Sizes of a convolution over height and width, for one channel. A convolution over one dimension has the height 1.
 #[derive(Clone, Copy, Debug)]

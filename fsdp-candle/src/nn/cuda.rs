@@ -6,141 +6,28 @@
 //! computed again in backward, so that the graph keeps only their input. Other layers (convolutions, batch and group
 //! norms, PReLU) put the full weight into Candle's graph.
 
-use candle_core::{
-    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor, Var, bail,
-};
-use parking_lot::Mutex;
+use candle_core::{DType, Result, Tensor, Var};
 
 use super::input::{self, Input};
 use super::weight::Weight;
 use crate::collectives::SharedInput;
-use crate::kernels::{self, Matrix, add_product, add_rows};
+use crate::kernels::{Matrix, add_product, add_rows, graph_op};
 use crate::storage::{scalar, take, with_slice};
 
-/// The gradients of an operation's inputs, of which there are at most three.
-type Gradients = [Option<Tensor>; 3];
-
-/// The backward of an operation on CUDA devices.
-trait CudaBackward: Send + Sync + 'static {
-    /// Returns the operation's name in Candle's messages.
-    fn name(&self) -> &'static str;
-
-    /// Returns the gradients of the inputs, in order. `x` is the first input. The others are read through their
-    /// [`Weight`]s.
-    fn backward(&self, x: &Tensor, gradient: &Tensor) -> Result<Gradients>;
-}
-
-/// Returns `result` as a node of the graph after these inputs. Nothing else may hold `result`.
-fn cuda_node(inputs: &[&Tensor], result: Tensor, backward: impl CudaBackward) -> Result<Tensor> {
+/// Returns `result` as a node that follows its sources in the graph. Nothing else may hold `result`. `backward(x,
+/// gradient)` returns the gradients of the sources. `x` is the first source. The others are read through their
+/// [`Weight`]s.
+fn cuda_node<const N: usize>(
+    function: &'static str,
+    sources: &[Tensor],
+    result: Tensor,
+    backward: impl Fn(&Tensor, &Tensor) -> Result<[Option<Tensor>; N]> + Send + Sync + 'static,
+) -> Result<Tensor> {
     let is_whole = result.is_contiguous() && result.layout().start_offset() == 0;
     let result = if is_whole { result } else { result.force_contiguous()? };
-    let shape = result.shape().clone();
-    let operation = CudaNode { result: Mutex::new(Some((take(&result)?, shape))), backward };
-    match inputs {
-        [x] => x.apply_op1(operation),
-        [x, a] => x.apply_op2(a, operation),
-        [x, a, b] => x.apply_op3(a, b, operation),
-        _ => bail!("{}: expected 1 to 3 inputs, found {}", operation.backward.name(), inputs.len()),
-    }
-}
-
-struct CudaNode<B> {
-    result: Mutex<Option<(Storage, Shape)>>,
-    backward: B,
-}
-
-impl<B: CudaBackward> CudaNode<B> {
-    fn result(&self) -> Result<(CudaStorage, Shape)> {
-        match self.result.lock().take() {
-            Some((Storage::Cuda(storage), shape)) => Ok((storage, shape)),
-            Some(_) => bail!("{}: the result is not on a CUDA device", self.backward.name()),
-            None => bail!("{} ran twice", self.backward.name()),
-        }
-    }
-
-    fn on_cpu<T>(&self) -> Result<T> {
-        bail!("{}: an input is on the CPU", self.backward.name())
-    }
-}
-
-impl<B: CudaBackward> CustomOp1 for CudaNode<B> {
-    fn name(&self) -> &'static str {
-        self.backward.name()
-    }
-
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        self.on_cpu()
-    }
-
-    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
-        self.result()
-    }
-
-    fn bwd(&self, x: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        let [dx, _, _] = self.backward.backward(x, gradient)?;
-        Ok(dx)
-    }
-}
-
-impl<B: CudaBackward> CustomOp2 for CudaNode<B> {
-    fn name(&self) -> &'static str {
-        self.backward.name()
-    }
-
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        self.on_cpu()
-    }
-
-    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
-        self.result()
-    }
-
-    fn bwd(&self, x: &Tensor, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let [dx, da, _] = self.backward.backward(x, gradient)?;
-        Ok((dx, da))
-    }
-}
-
-impl<B: CudaBackward> CustomOp3 for CudaNode<B> {
-    fn name(&self) -> &'static str {
-        self.backward.name()
-    }
-
-    fn cpu_fwd(
-        &self,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        self.on_cpu()
-    }
-
-    fn cuda_fwd(
-        &self,
-        _: &CudaStorage,
-        _: &Layout,
-        _: &CudaStorage,
-        _: &Layout,
-        _: &CudaStorage,
-        _: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
-        self.result()
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        _: &Tensor,
-        _: &Tensor,
-        _: &Tensor,
-        gradient: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let [dx, da, db] = self.backward.backward(x, gradient)?;
-        Ok((dx, da, db))
-    }
+    graph_op(function, sources, take(&result)?, result.shape(), move |sources, _, gradient| {
+        backward(sources[0], gradient)
+    })
 }
 
 /// Returns the fully connected layer's output `y` as a node of the graph.
@@ -152,14 +39,12 @@ pub(super) fn affine(
     bias: Option<Weight>,
     in_out: bool,
 ) -> Result<Tensor> {
-    let mut inputs = vec![input.node().clone(), weight.node().clone()];
-    inputs.extend(bias.as_ref().map(|bias| bias.node().clone()));
-    let inputs: Vec<&Tensor> = inputs.iter().collect();
-    cuda_node(&inputs, y, Affine { function, shared: input.shared(), weight, bias, in_out })
+    let arguments = weight.arguments(input.node(), bias.as_ref());
+    let op = Affine { shared: input.shared(), weight, bias, in_out };
+    cuda_node(function, &arguments, y, move |x, gradient| op.backward(x, gradient))
 }
 
 struct Affine {
-    function: &'static str,
     /// Input that is read instead of the graph argument.
     shared: Option<SharedInput>,
     weight: Weight,
@@ -175,12 +60,8 @@ fn rows(tensor: &Tensor) -> Result<Tensor> {
     tensor.detach().contiguous()?.reshape((rows, width))
 }
 
-impl CudaBackward for Affine {
-    fn name(&self) -> &'static str {
-        self.function
-    }
-
-    fn backward(&self, argument: &Tensor, gradient: &Tensor) -> Result<Gradients> {
+impl Affine {
+    fn backward(&self, argument: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 3]> {
         let x = input::values(argument, &self.shared);
         let dy = rows(gradient)?;
         let (count, outputs) = dy.dims2()?;
@@ -226,8 +107,18 @@ impl CudaBackward for Affine {
 /// Returns `found`, the table's rows for these ids, as a node of the graph. Backward adds the gradient's rows to the
 /// parameter's buffer.
 pub(super) fn lookup(found: Tensor, weight: Weight, ids: &Tensor) -> Result<Tensor> {
-    let node = weight.node().clone();
-    cuda_node(&[&node], found, Lookup { weight, ids: to_u32(ids)? })
+    let (node, ids) = (weight.node().clone(), to_u32(ids)?);
+    cuda_node("Embedding", &[node], found, move |_, gradient| {
+        if !weight.wants_grad() {
+            return Ok([None]);
+        }
+        let width = gradient.dims().last().copied().unwrap_or(1);
+        let gradient = gradient.detach().contiguous()?;
+        let grad = weight.write_device_grad(|buffer, accumulate| {
+            with_slice(&ids, |_, ids| with_slice(&gradient, |_, rows| add_rows(ids, rows, buffer, accumulate, width)))
+        })?;
+        Ok([grad])
+    })
 }
 
 /// Converts ids to U32, whose largest number stands for no row.
@@ -240,33 +131,6 @@ fn to_u32(ids: &Tensor) -> Result<Tensor> {
     }
 }
 
-struct Lookup {
-    weight: Weight,
-    ids: Tensor,
-}
-
-impl CudaBackward for Lookup {
-    fn name(&self) -> &'static str {
-        "Embedding"
-    }
-
-    fn backward(&self, _: &Tensor, gradient: &Tensor) -> Result<Gradients> {
-        if !self.weight.wants_grad() {
-            return Ok([None, None, None]);
-        }
-        let width = gradient.dims().last().copied().unwrap_or(1);
-        let gradient = gradient.detach().contiguous()?;
-        let grad = self.weight.write_device_grad(|buffer, accumulate| {
-            with_slice(&self.ids, |_, ids| {
-                with_slice(&gradient, |_, rows| add_rows(ids, rows, buffer, accumulate, width))
-            })
-        })?;
-        Ok([grad, None, None])
-    }
-}
-
-type Compute = dyn Fn(&Tensor, &[Tensor]) -> Result<Tensor> + Send + Sync;
-
 /// Returns `compute(x, weights)` for up to two weights. The graph keeps only `x`; backward runs `compute` once more.
 pub(super) fn recomputed(
     function: &'static str,
@@ -276,59 +140,28 @@ pub(super) fn recomputed(
 ) -> Result<Tensor> {
     let values = weights.iter().map(|weight| Ok(weight.value()?.detach())).collect::<Result<Vec<_>>>()?;
     let y = compute(&x.detach(), &values)?;
-    let mut inputs = vec![x.clone()];
-    inputs.extend(weights.iter().map(|weight| weight.node().clone()));
-    let inputs: Vec<&Tensor> = inputs.iter().collect();
-    cuda_node(&inputs, y, Recomputed { function, weights, compute: Box::new(compute) })
-}
-
-struct Recomputed {
-    function: &'static str,
-    weights: Vec<Weight>,
-    compute: Box<Compute>,
+    let sources: Vec<Tensor> = [x].into_iter().chain(weights.iter().map(Weight::node)).cloned().collect();
+    cuda_node(function, &sources, y, move |x, gradient| {
+        let own = leaf(x, x.track_op())?;
+        let values = weights.iter().map(|weight| leaf(weight.value()?, weight.wants_grad()));
+        let values = values.collect::<Result<Vec<_>>>()?;
+        let y = compute(&own, &values)?;
+        // A scalar without meaning, whose backward returns the given gradient.
+        let gradient = gradient.detach();
+        let root = graph_op(function, &[&y], scalar(y.device())?, (), move |_, _, _| Ok([Some(gradient.clone())]))?;
+        let mut gradients = root.backward()?;
+        let dx = gradients.remove(&own).filter(|_| x.track_op());
+        let mut of_weights = weights.iter().zip(&values).map(|(weight, value)| match gradients.remove(value) {
+            Some(gradient) => weight.add_grad(&gradient),
+            None => Ok(None),
+        });
+        let (a, b) = (of_weights.next().transpose()?.flatten(), of_weights.next().transpose()?.flatten());
+        Ok([dx, a, b])
+    })
 }
 
 /// Returns a variable with the tensor's values, or the detached tensor if no gradient is wanted.
 fn leaf(tensor: &Tensor, wants_grad: bool) -> Result<Tensor> {
     let tensor = tensor.detach();
     if wants_grad { Ok(Var::from_tensor(&tensor)?.into_inner()) } else { Ok(tensor) }
-}
-
-impl CudaBackward for Recomputed {
-    fn name(&self) -> &'static str {
-        self.function
-    }
-
-    fn backward(&self, x: &Tensor, gradient: &Tensor) -> Result<Gradients> {
-        let own = leaf(x, x.track_op())?;
-        let values = self.weights.iter().map(|weight| leaf(weight.value()?, weight.wants_grad()));
-        let values = values.collect::<Result<Vec<_>>>()?;
-        let y = (self.compute)(&own, &values)?;
-        let given = GivenGradient { name: self.function, gradient: gradient.detach() };
-        let root = kernels::node(&y, scalar(y.device())?, Shape::from(()), given)?;
-        let mut gradients = root.backward()?;
-        let dx = gradients.remove(&own).filter(|_| x.track_op());
-        let mut of_weights = self.weights.iter().zip(&values).map(|(weight, value)| match gradients.remove(value) {
-            Some(gradient) => weight.add_grad(&gradient),
-            None => Ok(None),
-        });
-        let (a, b) = (of_weights.next().transpose()?.flatten(), of_weights.next().transpose()?.flatten());
-        Ok([dx, a, b])
-    }
-}
-
-/// A node from a tensor to a scalar without meaning. Its backward returns a given gradient.
-struct GivenGradient {
-    name: &'static str,
-    gradient: Tensor,
-}
-
-impl kernels::Backward for GivenGradient {
-    fn name(&self) -> &'static str {
-        self.name
-    }
-
-    fn backward(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
-        Ok(Some(self.gradient.clone()))
-    }
 }

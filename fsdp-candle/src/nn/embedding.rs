@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Module, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, DType, Module, Result, Storage, Tensor, bail};
 use candle_nn::{Init, VarBuilder};
 
-use super::cpu::{cpu, dense, floats, no_id, read, storage, table_rows, weight_grad};
+use super::cpu::{cpu, dense, floats, no_id, read, table_rows, weight_grad};
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::limits::check_size;
@@ -13,6 +13,7 @@ use super::tensor_parallel::{EmbeddingSharding, TpLayer, check_embedding, colwis
 #[cfg(feature = "cuda")]
 use super::weight::on_cuda;
 use super::weight::{Weight, has_cpu_kernels, register_layer};
+use crate::kernels::graph_op;
 use crate::tensor_parallel::ActivationLayout;
 
 /// An embedding, as [`candle_nn::Embedding`]: weight `[vocabulary, hidden]`, ids (u8, u32 or i64) of any shape `[..]`,
@@ -52,10 +53,7 @@ impl Embedding {
     }
 
     /// Sets PyTorch's `padding_idx`: lookups of this id give its row no gradient. The row keeps its values, and other
-    /// layers that share the weight still add to its gradient.
-    ///
-    /// # Errors
-    /// When the id is not in the vocabulary.
+    /// layers that share the weight still add to its gradient. Fails if the id is not in the vocabulary.
     pub fn with_padding_idx(self, padding_idx: Option<usize>) -> Result<Self> {
         let (rows, _) = self.embeddings.dims2()?;
         let vocabulary = match &self.parallel {
@@ -184,7 +182,8 @@ fn lookup(embeddings: &Tensor, ids: &Tensor, range: VocabRange) -> Result<Tensor
     let ids = ids.into_iter().map(|row| row.and_then(|row| range.local_row(row))).collect();
     let weight = Weight::of(embeddings)?;
     let node = weight.node().clone();
-    node.apply_op1(Lookup { weight, ids, padding: range.local_padding(), hidden, shape: shape.into() })
+    let lookup = Lookup { weight, ids, padding: range.local_padding(), hidden };
+    graph_op("Embedding", &[node], lookup.forward()?, shape, move |_, _, dy| Ok([lookup.backward(dy)?]))
 }
 
 /// Returns whether each of the weight's own ids is this one.
@@ -229,7 +228,6 @@ struct Lookup {
     /// Row that has no gradient.
     padding: Option<usize>,
     hidden: usize,
-    shape: Shape,
 }
 
 impl Lookup {
@@ -249,25 +247,17 @@ impl Lookup {
         }
         out
     }
-}
 
-impl CustomOp1 for Lookup {
-    fn name(&self) -> &'static str {
-        "Embedding"
+    fn forward(&self) -> Result<Storage> {
+        let (guard, layout) = self.weight.value()?.storage_and_layout();
+        Ok(Storage::Cpu(match cpu(&guard)? {
+            CpuStorage::BF16(table) => CpuStorage::BF16(self.gather(&dense(table, layout)?)),
+            CpuStorage::F16(table) => CpuStorage::F16(self.gather(&dense(table, layout)?)),
+            table => CpuStorage::F32(self.gather(&floats(table, layout)?)),
+        }))
     }
 
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        let value = self.weight.value()?;
-        let (guard, layout) = value.storage_and_layout();
-        let out = match (cpu(&guard)?, value.dtype()) {
-            (CpuStorage::BF16(table), _) => CpuStorage::BF16(self.gather(&dense(table, layout)?)),
-            (CpuStorage::F16(table), _) => CpuStorage::F16(self.gather(&dense(table, layout)?)),
-            (table, _) => storage(self.gather(&floats(table, layout)?), DType::F32)?,
-        };
-        Ok((out, self.shape.clone()))
-    }
-
-    fn bwd(&self, _: &Tensor, _: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
+    fn backward(&self, dy: &Tensor) -> Result<Option<Tensor>> {
         weight_grad(&self.weight, |buffer, accumulate| {
             read!(grad, dy);
             if !accumulate {

@@ -29,10 +29,8 @@ pub struct GroupNorm {
 }
 
 impl GroupNorm {
-    /// Returns a layer with this weight and bias. `eps` is added to the variance.
-    ///
-    /// # Errors
-    /// When the groups do not divide the channels.
+    /// Returns a layer with this weight and bias. `eps` is added to the variance. Fails if the groups do not divide the
+    /// channels.
     pub fn new(weight: Tensor, bias: Tensor, num_channels: usize, num_groups: usize, eps: f64) -> Result<Self> {
         if num_groups == 0 || !num_channels.is_multiple_of(num_groups) {
             bail!("GroupNorm: {num_groups} groups must divide {num_channels} channels");

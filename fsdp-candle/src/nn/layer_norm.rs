@@ -6,20 +6,20 @@
 //! `dx = r (g - mean(g) - h mean(g h))` (RMS has no `mean(g)`), `dw` = sum over rows of `dy h`, `db` = sum over rows of
 //! `dy`. Backward computes the f32 statistics again, which costs less than keeping them.
 
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, D, DType, Layout, Module, Result, Shape, Tensor, bail};
+use candle_core::{D, DType, Module, Result, Storage, Tensor, bail};
 use candle_nn::{Init, VarBuilder};
 
 pub use candle_nn::LayerNormConfig;
 
 use super::cpu::simd::{dot, kernel, sum, sum_squares};
-use super::cpu::{floats, map_rows, read, same_kind, small_weight_grad, storage, tensor, weighted_op};
+use super::cpu::{map_rows, read, same_kind, small_weight_grad, storage, tensor_like};
 #[cfg(feature = "cuda")]
 use super::cuda::recomputed;
 use super::limits::check_input_size;
 #[cfg(feature = "cuda")]
 use super::weight::on_cuda;
 use super::weight::{Weight, has_cpu_kernels, register_layer};
+use crate::kernels::graph_op;
 
 /// Layer normalization over the last dimension, as [`candle_nn::LayerNorm`]: weight `[hidden]`, optional bias
 /// `[hidden]`, input and output `[.., hidden]`.
@@ -189,17 +189,10 @@ pub(super) fn normalize(
         let bias = bias.map(Weight::in_graph).transpose()?;
         return composite(x, &Weight::in_graph(weight)?, bias.as_ref(), eps, centered);
     }
-    let weight = Weight::of(weight)?;
-    let node = weight.node().clone();
-    let eps = eps as f32;
-    match bias {
-        None => x.apply_op2(&node, Norm { function, weight, bias: None, hidden, eps, centered }),
-        Some(bias) => {
-            let bias = Weight::of(bias)?;
-            let bias_node = bias.node().clone();
-            x.apply_op3(&node, &bias_node, Norm { function, weight, bias: Some(bias), hidden, eps, centered })
-        }
-    }
+    let (weight, bias) = (Weight::of(weight)?, bias.map(Weight::of).transpose()?);
+    let arguments = weight.arguments(x, bias.as_ref());
+    let norm = Norm { weight, bias, hidden, eps: eps as f32, centered };
+    graph_op(function, &arguments, norm.forward(x)?, x.shape(), move |x, _, dy| norm.backward(x[0], dy))
 }
 
 /// The normalization as a chain of Candle's operations.
@@ -224,7 +217,6 @@ pub(super) fn composite(
 }
 
 struct Norm {
-    function: &'static str,
     weight: Weight,
     bias: Option<Weight>,
     hidden: usize,
@@ -233,10 +225,9 @@ struct Norm {
 }
 
 impl Norm {
-    fn forward(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let dtype = x.dtype();
-        let x = floats(x, layout)?;
-        let mut y = vec![0f32; x.len()];
+    fn forward(&self, x: &Tensor) -> Result<Storage> {
+        read!(values, x);
+        let mut y = vec![0f32; values.len()];
         read!(weight, self.weight.value()?);
         let bias = match &self.bias {
             Some(bias) => {
@@ -246,9 +237,9 @@ impl Norm {
             None => vec![0f32; self.hidden],
         };
         map_rows(&mut y, self.hidden, self.hidden, |first, y| {
-            norm_rows(y, &x[first * self.hidden..], &weight, &bias, self.eps, self.centered);
+            norm_rows(y, &values[first * self.hidden..], &weight, &bias, self.eps, self.centered);
         });
-        Ok((storage(y, dtype)?, layout.shape().clone()))
+        storage(y, x.dtype())
     }
 
     fn backward(&self, x: &Tensor, dy: &Tensor) -> Result<[Option<Tensor>; 3]> {
@@ -275,11 +266,9 @@ impl Norm {
             Some(bias) => small_weight_grad(bias, &db)?,
             None => None,
         };
-        Ok([Some(tensor(dx, x.shape(), x.dtype())?), dw, db])
+        Ok([Some(tensor_like(dx, x)?), dw, db])
     }
 }
-
-weighted_op!(Norm);
 
 /// Returns a row's mean (0 unless `centered`) and 1 / sqrt(variance + eps).
 #[inline(always)]

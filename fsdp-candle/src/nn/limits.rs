@@ -9,10 +9,8 @@ const ELEMENTS: u128 = 1 << 31;
 #[cfg(feature = "cuda")]
 const QUERY_SHARE: u128 = 16;
 
-/// Checks that Candle can count the elements of a tensor with these dimensions on a device.
-///
-/// # Errors
-/// When the tensor has 2^31 elements or more.
+/// Checks that Candle can count the elements of a tensor with these dimensions on a device. Fails if the tensor has
+/// 2^31 elements or more.
 pub(in crate::nn) fn check_size(function: &str, what: &str, dims: &[usize], device: &Device) -> Result<()> {
     match size_error(function, what, dims).filter(|_| !device.is_cpu()) {
         Some(error) => bail!("{error}"),
@@ -26,9 +24,7 @@ pub(in crate::nn) fn check_input_size<'a>(function: &str, x: &'a Tensor) -> Resu
 }
 
 /// Checks that a device can hold the scores of an attention, `[batch, heads, T, S]`, in `copies` matrices at a time.
-///
-/// # Errors
-/// When a matrix has 2^31 elements or more, or all matrices take more memory than the device has free.
+/// Fails if a matrix has 2^31 elements or more, or all matrices take more memory than the device has free.
 pub(in crate::nn) fn check_scores_fit(
     function: &str,
     dims: [usize; 4],

@@ -9,17 +9,13 @@
 
 use std::sync::Arc;
 
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp2, D, Layout, Module, Result, Shape, Storage, Tensor, bail};
+use candle_core::{CpuStorage, D, Layout, Module, Result, Shape, Storage, Tensor, bail};
 use candle_nn::{Init, VarBuilder, init};
 use fsdp_core::ProcessGroup;
-use parking_lot::Mutex;
 
 use super::cpu::matrix::{Mat, MatMut, product};
 use super::cpu::simd::kernel;
-use super::cpu::{
-    cpu, floats, map_rows, read, same_kind, small_weight_grad, storage, tensor, weight_grad, weighted_op,
-};
+use super::cpu::{cpu, floats, map_rows, read, same_kind, small_weight_grad, storage, tensor_like, weight_grad};
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::input::{self, Input};
@@ -34,6 +30,7 @@ use crate::activation_checkpoint::{Operation, operation};
 use crate::adapter::LoraConfig;
 use crate::collectives::SharedInput;
 use crate::fsdp::FsdpParam;
+use crate::kernels::graph_op;
 use crate::storage::take;
 use crate::tensor_parallel::{ColwiseParallel, RowwiseParallel};
 
@@ -78,10 +75,7 @@ impl Linear {
     }
 
     /// Adds the adapter that [`crate::ShardedVarMap::adapt`] configures for this layer, if any. `vb` is the builder of
-    /// the layer's `weight`. [`linear`] and its variants call this.
-    ///
-    /// # Errors
-    /// See [`lora`](lora()).
+    /// the layer's `weight`. [`linear`] and its variants call this. Errors: see [`lora`](lora()).
     pub fn with_adapter(mut self, vb: VarBuilder) -> Result<Self> {
         self.adapter = Adapter::configured(&self.weight, false, vb)?;
         if self.parallel.is_some() {
@@ -179,10 +173,7 @@ impl Conv1D {
         Self { weight, bias, adapter: None }
     }
 
-    /// See [`Linear::with_adapter`].
-    ///
-    /// # Errors
-    /// See [`lora`](lora()).
+    /// See [`Linear::with_adapter`]. Errors: see [`lora`](lora()).
     pub fn with_adapter(mut self, vb: VarBuilder) -> Result<Self> {
         self.adapter = Adapter::configured(&self.weight, true, vb)?;
         Ok(self)
@@ -266,11 +257,8 @@ impl<M: Module> Module for Lora<M> {
 ///
 /// Pass the `vb` of the base layer. The adapter's tensors are then named as in PEFT's adapter files. The base keeps its
 /// own name, so pretrained weights load unchanged: `q_proj.weight`, where PEFT's wrapped model has
-/// `q_proj.base_layer.weight`.
-///
-/// # Errors
-/// When the rank is 0 or the adapter exceeds any memory, `alpha` is not finite, a tensor cannot be created, or a plan
-/// of tensor parallelism shards the layer.
+/// `q_proj.base_layer.weight`. Fails if the rank is 0 or the adapter exceeds any memory, `alpha` is not finite, a
+/// tensor cannot be created, or a plan of tensor parallelism shards the layer.
 pub fn lora<M>(base: M, in_dim: usize, out_dim: usize, config: LoraConfig, vb: VarBuilder) -> Result<Lora<M>> {
     let prefix = vb.prefix();
     let adapter = Adapter::new(in_dim, out_dim, config, vb)?;
@@ -387,18 +375,16 @@ pub(in crate::nn) fn affine<'a>(
         let bias = bias.map(Weight::in_graph).transpose()?;
         return composite(&input.in_graph()?, &Weight::in_graph(w)?, bias.as_ref(), in_out);
     }
-    let (x, shared) = (input.node(), input.shared());
     operation(Operation::Linear, &shape, |known| {
-        let weight = Weight::of(w)?;
-        let (node, bias) = (weight.node().clone(), bias.map(Weight::of).transpose()?);
-        let bias_node = bias.as_ref().map(|bias| bias.node().clone());
-        let known = Mutex::new(known.map(|(storage, _)| (storage, Shape::from(shape.as_slice()))));
-        let op = Affine { function, shared, weight, bias, in_out, inputs, outputs, known };
-        let y = match bias_node {
-            None => x.apply_op2(&node, op),
-            Some(bias) => x.apply_op3(&node, &bias, op),
+        let (weight, bias) = (Weight::of(w)?, bias.map(Weight::of).transpose()?);
+        let arguments = weight.arguments(input.node(), bias.as_ref());
+        let op = Affine { shared: input.shared(), weight, bias, in_out, inputs, outputs };
+        let y = match known {
+            Some((known, _)) => known,
+            None => op.forward(x)?,
         };
-        Ok((y?, Arc::new(())))
+        let y = graph_op(function, &arguments, y, &shape[..], move |x, _, dy| op.backward(x[0], dy))?;
+        Ok((y, Arc::new(())))
     })
 }
 
@@ -416,7 +402,6 @@ pub(in crate::nn) fn composite(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, in
 }
 
 struct Affine {
-    function: &'static str,
     /// Input that is read instead of the graph argument.
     shared: Option<SharedInput>,
     weight: Weight,
@@ -424,8 +409,6 @@ struct Affine {
     in_out: bool,
     inputs: usize,
     outputs: usize,
-    /// Output that an activation checkpoint kept.
-    known: Mutex<Option<(Storage, Shape)>>,
 }
 
 impl Affine {
@@ -451,22 +434,9 @@ impl Affine {
         Ok(f(if self.in_out { stored } else { stored.t() }))
     }
 
-    fn forward(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        if let Some((Storage::Cpu(known), shape)) = self.known.lock().take() {
-            return Ok((known, shape));
-        }
-        let Some(shared) = &self.shared else { return self.output(x, layout) };
-        let (guard, layout) = shared.values().storage_and_layout();
-        self.output(cpu(&guard)?, layout)
-    }
-
-    fn output(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let mut shape = layout.dims().to_vec();
-        shape.pop();
-        shape.push(self.outputs);
-        let dtype = x.dtype();
-        let x = floats(x, layout)?;
-        let rows = x.len() / self.inputs.max(1);
+    fn forward(&self, x: &Tensor) -> Result<Storage> {
+        read!(values, x);
+        let rows = values.len() / self.inputs.max(1);
         let mut y = vec![0f32; rows * self.outputs];
         if let Some(bias) = &self.bias {
             read!(bias, bias.value()?);
@@ -474,9 +444,9 @@ impl Affine {
         }
         let accumulate = self.bias.is_some();
         self.with_weight(|w| {
-            product(MatMut::new(&mut y, rows, self.outputs), accumulate, Mat::new(&x, rows, self.inputs), w);
+            product(MatMut::new(&mut y, rows, self.outputs), accumulate, Mat::new(&values, rows, self.inputs), w);
         })?;
-        Ok((storage(y, dtype)?, shape.into()))
+        storage(y, x.dtype())
     }
 
     fn backward(&self, argument: &Tensor, dy: &Tensor) -> Result<[Option<Tensor>; 3]> {
@@ -487,7 +457,7 @@ impl Affine {
         let dx = input::gradient(argument, &self.shared, || {
             let mut dx = vec![0f32; rows * self.inputs];
             self.with_weight(|w| product(MatMut::new(&mut dx, rows, self.inputs), false, dy_mat, w.t()))?;
-            tensor(dx, x.shape(), x.dtype())
+            tensor_like(dx, x)
         })?;
         let dw = weight_grad(&self.weight, |buffer, accumulate| {
             read!(values, x);
@@ -506,8 +476,6 @@ impl Affine {
         Ok([dx, dw, db])
     }
 }
-
-weighted_op!(Affine);
 
 /// Returns the sum of each column of a row-major matrix.
 fn column_sums(values: &[f32], cols: usize) -> Vec<f32> {
@@ -535,49 +503,32 @@ fn add_bias(y: &Tensor, bias: &Tensor, first: usize) -> Result<Tensor> {
         return y.broadcast_add(&Weight::in_graph(bias)?.narrow(0, first, width)?);
     }
     let bias = Weight::of(bias)?;
-    let node = bias.node().clone();
-    let Storage::Cpu(memory) = take(y)? else { bail!("Linear: the output is not on the CPU") };
-    y.apply_op2(&node, AddBias { output: Mutex::new(Some((memory, y.shape().clone()))), bias, first, width, outputs })
-}
-
-struct AddBias {
-    output: Mutex<Option<(CpuStorage, Shape)>>,
-    bias: Weight,
-    /// First element of the bias that is added, number of added elements, and length of the bias.
-    first: usize,
-    width: usize,
-    outputs: usize,
-}
-
-impl CustomOp2 for AddBias {
-    fn name(&self) -> &'static str {
-        "add_bias"
-    }
-
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        let Some((output, shape)) = self.output.lock().take() else { bail!("add_bias ran twice") };
-        read!(bias, self.bias.value()?);
-        let dtype = output.dtype();
-        let mut sum = match output {
-            CpuStorage::F32(values) => values,
-            half => floats(&half, &Layout::contiguous(&shape))?.into_owned(),
-        };
-        let bias = &bias[self.first..self.first + self.width];
-        for row in sum.chunks_exact_mut(self.width.max(1)) {
-            row.iter_mut().zip(bias.iter()).for_each(|(y, b)| *y += b);
-        }
-        Ok((storage(sum, dtype)?, shape))
-    }
-
-    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor, dy: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let d_bias = if self.bias.wants_grad() {
+    let arguments = bias.arguments(y, None);
+    let sum = add_row(take(y)?, y.shape(), &bias, first, width)?;
+    graph_op("add_bias", &arguments, sum, y.shape(), move |_, _, dy| {
+        let d_bias = if bias.wants_grad() {
             read!(grad, dy);
-            let mut d_bias = vec![0f32; self.outputs];
-            d_bias[self.first..self.first + self.width].copy_from_slice(&column_sums(&grad, self.width));
-            small_weight_grad(&self.bias, &d_bias)?
+            let mut d_bias = vec![0f32; outputs];
+            d_bias[first..first + width].copy_from_slice(&column_sums(&grad, width));
+            small_weight_grad(&bias, &d_bias)?
         } else {
             None
         };
-        Ok((Some(dy.clone()), d_bias))
+        Ok([Some(dy.clone()), d_bias])
+    })
+}
+
+/// Adds `bias[first..first + width]` to each row of a contiguous storage.
+fn add_row(output: Storage, shape: &Shape, bias: &Weight, first: usize, width: usize) -> Result<Storage> {
+    let dtype = output.dtype();
+    let mut sum = match output {
+        Storage::Cpu(CpuStorage::F32(values)) => values,
+        half => floats(cpu(&half)?, &Layout::contiguous(shape))?.into_owned(),
+    };
+    read!(bias, bias.value()?);
+    let bias = &bias[first..first + width];
+    for row in sum.chunks_exact_mut(width.max(1)) {
+        row.iter_mut().zip(bias.iter()).for_each(|(y, b)| *y += b);
     }
+    storage(sum, dtype)
 }

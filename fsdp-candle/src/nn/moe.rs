@@ -4,13 +4,13 @@
 //! and sorted by expert. Without route weights, a product takes one row for each token. With them it takes a row for
 //! each route.
 
-use candle_core::backend::BackendStorage;
 use candle_core::quantized::QTensor;
-use candle_core::{CpuStorage, CustomOp2, DType, Layout, Result, Shape, Tensor, bail};
+use candle_core::{DType, Result, Storage, Tensor, bail};
 
 use super::cpu::matrix::{Mat, MatMut, product};
-use super::cpu::{floats, indices, read, same_kind, storage, tensor, weight_grad};
+use super::cpu::{indices, read, same_kind, storage, tensor_like, weight_grad};
 use super::weight::{Weight, has_cpu_kernels};
+use crate::kernels::graph_op;
 
 /// Multiplies each route's row by its expert's matrix. `input` is `[tokens, in]`, or `[tokens * topk, in]` with
 /// `topk_weights`. `weights` is `[experts, out, in]`. `sorted_token_ids` and `experts_ids` (u32, `[tokens * topk]`) are
@@ -18,10 +18,7 @@ use super::weight::{Weight, has_cpu_kernels};
 /// routes' numbers. With `topk_weights` (f32, `[tokens, topk]`) each row is multiplied by its route's weight.
 ///
 /// Unlike [`candle_nn::moe::moe_gemm`], it runs on every device and for every float dtype, and has gradients for input,
-/// weights and route weights.
-///
-/// # Errors
-/// When shapes or dtypes disagree, or a number is out of range.
+/// weights and route weights. Fails if shapes or dtypes disagree, or a number is out of range.
 pub fn moe_gemm(
     input: &Tensor,
     weights: &Tensor,
@@ -56,9 +53,9 @@ pub fn moe_gemm(
         group.to.push(route);
     }
     let y = if has_cpu_kernels(input) {
-        let weight = Weight::of(weights)?;
-        let node = weight.node().clone();
-        input.apply_op2(&node, Experts { weight, groups, routes, inputs, outputs })?
+        let op = Experts { weight: Weight::of(weights)?, groups, routes, inputs, outputs };
+        let arguments = op.weight.arguments(input, None);
+        graph_op(function, &arguments, op.forward(input)?, (routes, outputs), move |x, _, dy| op.backward(x[0], dy))?
     } else {
         composite(input, &Weight::in_graph(weights)?, &groups, routes)?
     };
@@ -72,10 +69,7 @@ pub fn moe_gemm(
 }
 
 /// [`moe_gemm`] with quantized weights `[experts, out, in]`. They are dequantized to `dtype`, and get no gradient. The
-/// output is f32.
-///
-/// # Errors
-/// See [`moe_gemm`].
+/// output is f32. Errors: see [`moe_gemm`].
 #[allow(clippy::too_many_arguments)]
 pub fn moe_gemm_gguf(
     input: &Tensor,
@@ -139,20 +133,13 @@ impl Experts {
         let all = self.groups.iter().enumerate().map(move |(i, group)| (i * size..(i + 1) * size, group));
         all.filter(|(_, group)| !group.to.is_empty())
     }
-}
 
-impl CustomOp2 for Experts {
-    fn name(&self) -> &'static str {
-        "moe_gemm"
-    }
-
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        let dtype = x.dtype();
-        let x = floats(x, layout)?;
+    fn forward(&self, x: &Tensor) -> Result<Storage> {
+        read!(values, x);
         read!(weights, self.weight.value()?);
         let mut y = vec![0f32; self.routes * self.outputs];
         for (at, group) in self.active() {
-            let rows = gather(&x, self.inputs, &group.from);
+            let rows = gather(&values, self.inputs, &group.from);
             let count = group.to.len();
             let mut out = vec![0f32; count * self.outputs];
             let weight = Mat::new(&weights[at], self.outputs, self.inputs);
@@ -160,10 +147,10 @@ impl CustomOp2 for Experts {
             product(to, false, Mat::new(&rows, count, self.inputs), weight.t());
             scatter(&out, self.outputs, &group.to, &mut y);
         }
-        Ok((storage(y, dtype)?, (self.routes, self.outputs).into()))
+        storage(y, x.dtype())
     }
 
-    fn bwd(&self, x: &Tensor, _: &Tensor, _: &Tensor, dy: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    fn backward(&self, x: &Tensor, dy: &Tensor) -> Result<[Option<Tensor>; 2]> {
         read!(values, x);
         read!(grad, dy);
         let mut dx = vec![0f32; values.len()];
@@ -189,6 +176,6 @@ impl CustomOp2 for Experts {
             }
             Ok(())
         })?;
-        Ok((Some(tensor(dx, x.shape(), x.dtype())?), dw))
+        Ok([Some(tensor_like(dx, x)?), dw])
     }
 }

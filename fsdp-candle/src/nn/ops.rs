@@ -3,9 +3,8 @@
 //! For the softmax, with `y` the probabilities: `dx = y (dy - sum(y dy))`. Dropout keeps no mask: backward draws it
 //! again from the random state.
 
-use candle_core::backend::BackendStorage;
 use candle_core::shape::Dim;
-use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, ModuleT, Result, Shape, Storage, Tensor, bail};
+use candle_core::{D, DType, ModuleT, Result, Tensor, bail};
 
 pub use candle_nn::ops::{
     Identity, hard_sigmoid, leaky_relu, log_softmax, pixel_shuffle, pixel_unshuffle, replication_pad2d, sigmoid,
@@ -15,11 +14,11 @@ pub use super::activation::{mish, selu, silu, swiglu};
 
 use super::attention::{ScoreOptions, attend};
 use super::cpu::simd::{dot, kernel, max, probability, sum};
-use super::cpu::{floats, map_rows, read, storage, tensor};
+use super::cpu::{map_rows, read, storage, tensor_like, to_vec};
 use super::layer_norm::normalize;
 use super::limits::check_input_size;
 use super::weight::has_cpu_kernels;
-use crate::kernels::{Backward, node};
+use crate::kernels::graph_op;
 use crate::random::Mask;
 use crate::storage::take;
 
@@ -85,10 +84,17 @@ pub fn sdpa(
 /// [`softmax`] along the last dimension. Candle's has no backward.
 pub fn softmax_last_dim(x: &Tensor) -> Result<Tensor> {
     let Some(&width) = x.dims().last() else { bail!("softmax: the input must have a dimension") };
-    match has_cpu_kernels(x) && width > 0 {
-        true => x.apply_op1(SoftmaxLastDim { width }),
-        false => softmax_composite(check_input_size("softmax", x)?, D::Minus1),
+    if !has_cpu_kernels(x) || width == 0 {
+        return softmax_composite(check_input_size("softmax", x)?, D::Minus1);
     }
+    let mut y = to_vec(x)?;
+    map_rows(&mut y, width, width, |_, y| softmax_rows(y, width));
+    graph_op("softmax_last_dim", &[x], storage(y, x.dtype())?, x.shape(), move |x, y, dy| {
+        read!(probabilities, y);
+        let mut dx = to_vec(dy)?;
+        map_rows(&mut dx, width, width, |first, dx| softmax_rows_back(dx, &probabilities[first * width..], width));
+        Ok([Some(tensor_like(dx, x[0])?)])
+    })
 }
 
 /// The softmax as a chain of Candle's operations, along any dimension.
@@ -99,33 +105,6 @@ pub(super) fn softmax_composite<D: Dim>(x: &Tensor, dim: D) -> Result<Tensor> {
     // The result does not depend on the subtracted value.
     let powers = x.broadcast_sub(&x.max_keepdim(dim)?.detach())?.exp()?;
     powers.broadcast_div(&powers.sum_keepdim(dim)?)?.to_dtype(dtype)
-}
-
-struct SoftmaxLastDim {
-    width: usize,
-}
-
-impl CustomOp1 for SoftmaxLastDim {
-    fn name(&self) -> &'static str {
-        "softmax_last_dim"
-    }
-
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let dtype = x.dtype();
-        let mut y = floats(x, layout)?.into_owned();
-        map_rows(&mut y, self.width, self.width, |_, y| softmax_rows(y, self.width));
-        Ok((storage(y, dtype)?, layout.shape().clone()))
-    }
-
-    fn bwd(&self, x: &Tensor, y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
-        read!(probabilities, y);
-        read!(grad, dy);
-        let mut dx = grad.to_vec();
-        map_rows(&mut dx, self.width, self.width, |first, dx| {
-            softmax_rows_back(dx, &probabilities[first * self.width..], self.width);
-        });
-        Ok(Some(tensor(dx, x.shape(), x.dtype())?))
-    }
 }
 
 kernel! {
@@ -150,7 +129,8 @@ kernel! {
 
 /// Sets elements to 0 with the probability `drop_p`, in `[0, 1)`, and multiplies the others by `1 / (1 - drop_p)`. The
 /// input has any shape and float dtype. The dropped elements follow from this thread's [random state](crate::random),
-/// and no mask is kept.
+/// and no mask is kept. Fails if the probability is not in `[0, 1)`, or `xs` is not of the size that its
+/// [part](crate::random::Part) implies.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -162,9 +142,6 @@ kernel! {
 /// assert!((400..600).contains(&y.iter().filter(|y| **y == 0.).count()));
 /// # Ok::<(), candle_core::Error>(())
 /// ```
-///
-/// # Errors
-/// When the probability is not in `[0, 1)`, or `xs` is not of the size that its [part](crate::random::Part) implies.
 pub fn dropout(xs: &Tensor, drop_p: f32) -> Result<Tensor> {
     drop_elements(xs, check_probability("dropout", f64::from(drop_p))?)
 }
@@ -185,45 +162,26 @@ pub(super) fn drop_elements(xs: &Tensor, probability: f64) -> Result<Tensor> {
     if !xs.dtype().is_float() {
         bail!("dropout: the input must have a float dtype, found {:?}", xs.dtype())
     }
-    let mask = Dropped(Mask::draw(probability, xs.dims())?);
-    let y = mask.apply(xs)?;
-    node(xs, take(&y)?, xs.shape().clone(), mask)
+    let mask = Mask::draw(probability, xs.dims())?;
+    let y = dropped(xs, &mask)?;
+    graph_op("dropout", &[xs], take(&y)?, xs.shape(), move |_, _, dy| Ok([Some(dropped(dy, &mask)?)]))
 }
 
-struct Dropped(Mask);
-
-impl Dropped {
-    /// Returns the tensor with the dropped elements set to 0, in its own memory and outside the graph.
-    fn apply(&self, x: &Tensor) -> Result<Tensor> {
-        let elements = x.elem_count();
-        let apply = |values: &mut [f32]| {
-            map_rows(values, 1, 1, |first, values| self.0.apply(first, values));
-        };
-        if has_cpu_kernels(x) {
-            let (guard, layout) = x.storage_and_layout();
-            let Storage::Cpu(cpu) = &*guard else { bail!("dropout: the input left the host") };
-            let mut values = floats(cpu, layout)?.into_owned();
-            apply(&mut values);
-            let storage = Storage::Cpu(storage(values, x.dtype())?);
-            let none = candle_core::op::BackpropOp::none();
-            return Ok(Tensor::from_storage(storage, x.shape().clone(), none, false));
-        }
-        let mut mask = vec![1f32; elements];
-        apply(&mut mask);
-        let wide = if x.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
-        let mask = Tensor::from_vec(mask, x.shape(), x.device())?.to_dtype(wide)?;
-        x.detach().to_dtype(wide)?.mul(&mask)?.to_dtype(x.dtype())
+/// Returns the tensor with the dropped elements set to 0, in its own memory and outside the graph.
+fn dropped(x: &Tensor, mask: &Mask) -> Result<Tensor> {
+    let apply = |values: &mut [f32]| {
+        map_rows(values, 1, 1, |first, values| mask.apply(first, values));
+    };
+    if has_cpu_kernels(x) {
+        let mut values = to_vec(x)?;
+        apply(&mut values);
+        return tensor_like(values, x);
     }
-}
-
-impl Backward for Dropped {
-    fn name(&self) -> &'static str {
-        "dropout"
-    }
-
-    fn backward(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        self.apply(gradient).map(Some)
-    }
+    let mut mask = vec![1f32; x.elem_count()];
+    apply(&mut mask);
+    let wide = if x.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+    let mask = Tensor::from_vec(mask, x.shape(), x.device())?.to_dtype(wide)?;
+    x.detach().to_dtype(wide)?.mul(&mask)?.to_dtype(x.dtype())
 }
 
 /// [`dropout`] as a layer.
@@ -248,10 +206,7 @@ impl Dropout {
         Dropout { drop_p }
     }
 
-    /// Drops elements if `train`, else returns `xs`.
-    ///
-    /// # Errors
-    /// See [`dropout`].
+    /// Drops elements if `train`, else returns `xs`. Errors: see [`dropout`].
     pub fn forward(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
         if train { dropout(xs, self.drop_p) } else { Ok(xs.clone()) }
     }

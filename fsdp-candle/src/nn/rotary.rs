@@ -6,13 +6,13 @@
 
 use std::sync::Arc;
 
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, Device, Layout, Result, Shape, Tensor, bail};
+use candle_core::{Device, Result, Tensor, bail};
 
 use super::attention::Documents;
 use super::cpu::simd::kernel;
-use super::cpu::{floats, map_rows, read, storage, tensor};
+use super::cpu::{map_rows, read, storage, tensor_like};
 use super::weight::has_cpu_kernels;
+use crate::kernels::graph_op;
 
 /// The sines and cosines of the positions `0..max_positions`, shared by all layers of a model.
 ///
@@ -191,7 +191,12 @@ impl Rotary {
             return self.composite(x, &positions);
         }
         let (.., width) = self.dims(x)?;
-        x.apply_op1(Rotate { tables: self.host.clone(), positions, width })
+        let tables = self.host.clone();
+        rotate_rows("Rotary", x, width, move |row, y, x, sign| {
+            let Tables { cos, sin, half, head_dim, .. } = &*tables;
+            let at = positions[row] as usize * half;
+            rotate_heads(y, x, *head_dim, &cos[at..at + half], &sin[at..at + half], sign);
+        })
     }
 
     /// The rotation as a chain of Candle's operations.
@@ -211,44 +216,26 @@ impl Rotary {
     }
 }
 
-struct Rotate {
-    tables: Arc<Tables>,
-    /// Position of each row of the input.
-    positions: Arc<[u32]>,
-    /// Elements at one position: heads times `head_dim`.
+/// Rotates rows of `width` elements. `rotate(row, y, x, sign)` rotates one row, or rotates it back for a negative sign.
+pub(super) fn rotate_rows(
+    function: &'static str,
+    x: &Tensor,
     width: usize,
-}
-
-impl Rotate {
-    fn rotate(&self, x: &[f32], sign: f32) -> Vec<f32> {
-        let mut y = vec![0f32; x.len()];
-        let Tables { cos, sin, half, head_dim, .. } = &*self.tables;
-        map_rows(&mut y, self.width, self.width, |first, y| {
-            for (i, y) in y.chunks_exact_mut(self.width).enumerate() {
-                let row = first + i;
-                let at = self.positions[row] as usize * half;
-                let x = &x[row * self.width..][..self.width];
-                rotate_heads(y, x, *head_dim, &cos[at..at + half], &sin[at..at + half], sign);
+    rotate: impl Fn(usize, &mut [f32], &[f32], f32) + Send + Sync + 'static,
+) -> Result<Tensor> {
+    let rotated = move |x: &Tensor, sign: f32| -> Result<Vec<f32>> {
+        read!(values, x);
+        let mut y = vec![0f32; values.len()];
+        map_rows(&mut y, width, width, |first, y| {
+            for (i, y) in y.chunks_exact_mut(width).enumerate() {
+                rotate(first + i, y, &values[(first + i) * width..][..width], sign);
             }
         });
-        y
-    }
-}
-
-impl CustomOp1 for Rotate {
-    fn name(&self) -> &'static str {
-        "Rotary"
-    }
-
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let y = self.rotate(&floats(x, layout)?, 1.0);
-        Ok((storage(y, x.dtype())?, layout.shape().clone()))
-    }
-
-    fn bwd(&self, x: &Tensor, _: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
-        read!(grad, dy);
-        Ok(Some(tensor(self.rotate(&grad, -1.0), x.shape(), x.dtype())?))
-    }
+        Ok(y)
+    };
+    graph_op(function, &[x], storage(rotated(x, 1.0)?, x.dtype())?, x.shape(), move |x, _, dy| {
+        Ok([Some(tensor_like(rotated(dy, -1.0)?, x[0])?)])
+    })
 }
 
 kernel! {

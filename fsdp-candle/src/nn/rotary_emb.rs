@@ -1,20 +1,17 @@
 //! Rotary position embedding with given cosines and sines: `candle_nn::rotary_emb`, each function with a backward.
 
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 
 pub use candle_nn::rotary_emb::{rope_i_slow, rope_slow};
 
 use super::cpu::simd::kernel;
-use super::cpu::{floats, map_rows, read, same_kind, storage, tensor};
-use super::rotary::rotate_heads;
+use super::cpu::{same_kind, to_vec};
+use super::rotary::{rotate_heads, rotate_rows};
 use super::weight::has_cpu_kernels;
 
 /// Rotates the pairs of a head's first and second half. `xs` is `[batch, heads, T, D]`; `cos` and `sin` are `[>= T, D /
 /// 2]` or `[batch, >= T, D / 2]`; the output is as `xs`. Candle's has no backward, and takes contiguous tensors only.
-///
-/// # Errors
-/// When shapes, dtypes or devices disagree.
+/// Fails if shapes, dtypes or devices disagree.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -73,14 +70,19 @@ fn rotate(function: &'static str, x: &Tensor, cos: &Tensor, sin: &Tensor, order:
     if !has_cpu_kernels(x) || cos.track_op() || sin.track_op() {
         return composite(x, cos, sin, order);
     }
-    let positions = cos.dim(cos.rank() - 2)?;
-    let batched = cos.rank() == 3;
-    let values = |table: &Tensor| -> Result<Vec<f32>> {
-        read!(values, table);
-        Ok(values.into_owned())
-    };
-    let op = Rope { function, cos: values(cos)?, sin: values(sin)?, batched, positions, heads, steps, dim, order };
-    x.apply_op1(op)
+    // Elements of the tables for one element of the batch. A table may be shared.
+    let batch_stride = if cos.rank() == 3 { cos.dim(1)? * (dim / 2) } else { 0 };
+    let (cos, sin) = (to_vec(cos)?, to_vec(sin)?);
+    rotate_rows(function, x, dim, move |row, y, x, sign| {
+        let (batch, within) = (row / (heads * steps), row % (heads * steps));
+        let step = if order.heads_first { within % steps } else { within / heads };
+        let at = batch * batch_stride + step * (dim / 2);
+        let (cos, sin) = (&cos[at..at + dim / 2], &sin[at..at + dim / 2]);
+        match order.interleaved {
+            true => rotate_pairs(y, x, cos, sin, sign),
+            false => rotate_heads(y, x, dim, cos, sin, sign),
+        }
+    })
 }
 
 /// The rotation as a chain of Candle's operations.
@@ -105,58 +107,6 @@ fn composite(x: &Tensor, cos: &Tensor, sin: &Tensor, order: Order) -> Result<Ten
         Tensor::stack(&[first, second], 4)?.reshape(x.shape())
     } else {
         Tensor::cat(&[first, second], 3)
-    }
-}
-
-struct Rope {
-    function: &'static str,
-    cos: Vec<f32>,
-    sin: Vec<f32>,
-    /// Whether each element of the batch has its own tables.
-    batched: bool,
-    /// Positions of a table.
-    positions: usize,
-    heads: usize,
-    steps: usize,
-    dim: usize,
-    order: Order,
-}
-
-impl Rope {
-    fn rotate(&self, x: &[f32], sign: f32) -> Vec<f32> {
-        let mut y = vec![0f32; x.len()];
-        let half = self.dim / 2;
-        map_rows(&mut y, self.dim, self.dim, |first, y| {
-            for (i, y) in y.chunks_exact_mut(self.dim).enumerate() {
-                let row = first + i;
-                let (batch, within) = (row / (self.heads * self.steps), row % (self.heads * self.steps));
-                let step = if self.order.heads_first { within % self.steps } else { within / self.heads };
-                let at = (if self.batched { batch * self.positions } else { 0 } + step) * half;
-                let (cos, sin) = (&self.cos[at..at + half], &self.sin[at..at + half]);
-                let x = &x[row * self.dim..][..self.dim];
-                match self.order.interleaved {
-                    true => rotate_pairs(y, x, cos, sin, sign),
-                    false => rotate_heads(y, x, self.dim, cos, sin, sign),
-                }
-            }
-        });
-        y
-    }
-}
-
-impl CustomOp1 for Rope {
-    fn name(&self) -> &'static str {
-        self.function
-    }
-
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let y = self.rotate(&floats(x, layout)?, 1.0);
-        Ok((storage(y, x.dtype())?, layout.shape().clone()))
-    }
-
-    fn bwd(&self, x: &Tensor, _: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
-        read!(grad, dy);
-        Ok(Some(tensor(self.rotate(&grad, -1.0), x.shape(), x.dtype())?))
     }
 }
 

@@ -56,10 +56,7 @@ pub(crate) struct Weight {
 }
 
 impl Weight {
-    /// Reads the tensor that a layer holds.
-    ///
-    /// # Errors
-    /// When the tensor is a sharded parameter that is not gathered.
+    /// Reads the tensor that a layer holds. Fails if the tensor is a sharded parameter that is not gathered.
     pub(crate) fn of(tensor: &Tensor) -> Result<Self> {
         let Some(param) = FsdpParam::of(tensor) else {
             return Ok(Weight { value: with_graph(tensor, keeps_graph()), param: None, wants_grad: true });
@@ -70,19 +67,14 @@ impl Weight {
         Ok(Weight { value, wants_grad: graph, param: Some((param, anchor)) })
     }
 
-    /// Returns the weight as an argument of Candle's own operations: the full values, as a node of the graph.
-    ///
-    /// # Errors
-    /// When the tensor is a sharded parameter that is not gathered.
+    /// Returns the weight as an argument of Candle's own operations: the full values, as a node of the graph. Fails if
+    /// the tensor is a sharded parameter that is not gathered.
     pub(crate) fn in_graph(tensor: &Tensor) -> Result<Tensor> {
         Ok(Weight::of(tensor)?.value)
     }
 
     /// Returns the full values, which must not go into the graph. An operation calls this again at each use, in forward
-    /// and in backward.
-    ///
-    /// # Errors
-    /// When the parameter is not gathered.
+    /// and in backward. Fails if the parameter is not gathered.
     pub(crate) fn value(&self) -> Result<&Tensor> {
         if let Some((param, _)) = &self.param {
             param.run_pre_use_hook()?;
@@ -125,6 +117,11 @@ impl Weight {
         param.run_pre_gradient_hook()?;
         param.gradient.write(write)?;
         anchor.zeros_like().map(Some)
+    }
+
+    /// Returns the graph arguments of an operation: its input, and the nodes of its weight and its bias.
+    pub(in crate::nn) fn arguments(&self, x: &Tensor, bias: Option<&Weight>) -> Vec<Tensor> {
+        [x, self.node()].into_iter().chain(bias.map(Weight::node)).cloned().collect()
     }
 
     /// [`Weight::write_grad`] to a buffer on the weight's device.

@@ -28,10 +28,8 @@ pub struct Documents {
 }
 
 impl Documents {
-    /// Returns documents of these lengths, row by row, in order.
-    ///
-    /// # Errors
-    /// When there is no row, rows differ in their number of tokens, or a document is empty.
+    /// Returns documents of these lengths, row by row, in order. Fails if there is no row, rows differ in their number
+    /// of tokens, or a document is empty.
     pub fn new(rows: Vec<Vec<usize>>) -> Result<Self> {
         let tokens = |row: &Vec<usize>| row.iter().try_fold(0, |sum: usize, &length| sum.checked_add(length));
         let Some(steps) = rows.first().and_then(tokens) else {
@@ -73,10 +71,8 @@ impl Documents {
         &self.positions
     }
 
-    /// Returns [`Documents::positions`] as a tensor `[batch, T]`, u32, for a table of learned positions.
-    ///
-    /// # Errors
-    /// When the device has no memory for the tensor.
+    /// Returns [`Documents::positions`] as a tensor `[batch, T]`, u32, for a table of learned positions. Fails if the
+    /// device has no memory for the tensor.
     pub fn position_ids(&self, device: &Device) -> Result<Tensor> {
         Tensor::from_slice(&self.positions, (self.batch(), self.steps()), device)
     }

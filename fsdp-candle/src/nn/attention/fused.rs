@@ -12,18 +12,18 @@
 //! where its document ends. Heads are read and written in place in `[batch, T, heads * head_dim]`, without a transpose.
 
 use std::ops::Range;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, CustomOp3, D, DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
+use candle_core::{D, DType, Device, Result, Tensor, bail};
 use parking_lot::Mutex;
 
 use super::documents::Documents;
 use super::repeat_kv_heads;
 use crate::activation_checkpoint::{Operation, operation};
+use crate::kernels::graph_op;
 use crate::nn::cpu::matrix::{Mat, MatMut, Shared, product_here};
 use crate::nn::cpu::simd::{dot, kernel, max, probability, sum};
-use crate::nn::cpu::{floats, for_each_task, read, same_kind, storage, tensor};
+use crate::nn::cpu::{cpu, floats, for_each_task, read, same_kind, storage, tensor_like};
 use crate::nn::limits::check_scores_fit;
 use crate::nn::ops::{check_probability, drop_elements, softmax_composite};
 use crate::nn::weight::has_cpu_kernels;
@@ -192,7 +192,7 @@ pub fn attention(
 }
 
 /// [`attention()`] within packed documents: a query sees only keys of its own document. There are as many queries as
-/// keys.
+/// keys. Errors: see [`attention()`]. Also fails if the documents have another number of rows or tokens.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -205,9 +205,6 @@ pub fn attention(
 /// assert_eq!(y.narrow(2, 0, 1)?.flatten_all()?.to_vec1::<f32>()?, [1., 3., 5.5]);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
-///
-/// # Errors
-/// See [`attention()`]. Also fails when the documents have another number of rows or tokens.
 pub fn attention_in_documents(
     q: &Tensor,
     k: &Tensor,
@@ -291,7 +288,7 @@ fn separate_attention(
     let documents = documents.cloned();
     let mask = dropout_mask(&options, [batch, n_heads, queries, keys])?;
     let dims = AttentionDims { batch, queries, keys, n_heads, n_kv_heads, dim, options, documents, mask };
-    apply_or_reuse(dims, |op| q.apply_op3(k, v, op))
+    fused(dims, &[q, k, v])
 }
 
 fn packed_attention(
@@ -323,7 +320,7 @@ fn packed_attention(
     let documents = documents.cloned();
     let mask = dropout_mask(&options, [batch, n_heads, queries, queries])?;
     let dims = AttentionDims { batch, queries, keys: queries, n_heads, n_kv_heads, dim, options, documents, mask };
-    apply_or_reuse(dims, |op| qkv.apply_op1(op))
+    fused(dims, &[qkv])
 }
 
 /// Draws the dropout mask of the probabilities `[batch, n_heads, T, S]`.
@@ -356,127 +353,46 @@ fn head_dim(function: &str, width: usize, n_heads: usize, n_kv_heads: usize) -> 
     Ok(width / n_heads)
 }
 
-/// Applies an attention, or reuses the output that an activation checkpoint kept.
-fn apply_or_reuse(dims: AttentionDims, apply: impl FnOnce(Attention) -> Result<Tensor>) -> Result<Tensor> {
+/// Computes an attention of separate q, k and v, or of one tensor that holds all three. Reuses the output that an
+/// activation checkpoint kept.
+fn fused(dims: AttentionDims, operands: &[&Tensor]) -> Result<Tensor> {
     let out = [dims.batch, dims.queries, dims.n_heads * dims.dim];
     operation(Operation::Attention, &out, |known| {
-        let (known, log_sums) = match known {
-            Some((storage, log_sums)) => (Some(storage), log_sums.downcast::<OnceLock<Vec<f32>>>().unwrap_or_default()),
-            None => (None, Arc::default()),
+        let kept = known.map(|(memory, log_sums)| Some((memory, log_sums.downcast::<Vec<f32>>().ok()?)));
+        let (memory, log_sums) = match kept.flatten() {
+            Some(kept) => kept,
+            None => {
+                let (out, log_sums) = with_values(operands, |values| dims.forward(values, dims.layouts(operands)))?;
+                (storage(out, operands[0].dtype())?, Arc::new(log_sums))
+            }
         };
-        let y = apply(Attention { dims, log_sums: log_sums.clone(), known: Mutex::new(known) })?;
-        Ok((y, log_sums))
+        let kept = log_sums.clone();
+        let name = if operands.len() == 1 { "attention_qkv" } else { "attention" };
+        let y = graph_op(name, operands, memory, &out, move |operands, out, d_out| {
+            let mut gradients: Vec<_> = operands.iter().map(|operand| vec![0f32; operand.elem_count()]).collect();
+            let shared: Vec<_> = gradients.iter_mut().map(|gradient| Shared::new(gradient)).collect();
+            read!(out, out);
+            read!(d_out, d_out);
+            with_values(operands, |values| {
+                dims.backward(values, dims.layouts(operands), &out, &d_out, &log_sums, three(&shared));
+            })?;
+            let gradients = gradients.into_iter().zip(operands);
+            gradients.map(|(gradient, like)| tensor_like(gradient, like).map(Some)).collect::<Result<Vec<_>>>()
+        })?;
+        Ok((y, kept))
     })
 }
 
-struct Attention {
-    dims: AttentionDims,
-    log_sums: Arc<OnceLock<Vec<f32>>>,
-    /// Output that an activation checkpoint kept.
-    known: Mutex<Option<Storage>>,
+/// Returns the items for q, k and v, which may all be one item.
+fn three<T>(items: &[T]) -> [&T; 3] {
+    std::array::from_fn(|i| &items[i.min(items.len() - 1)])
 }
 
-impl Attention {
-    fn output(
-        &self,
-        dtype: DType,
-        compute: impl FnOnce() -> Result<(Vec<f32>, Vec<f32>)>,
-    ) -> Result<(CpuStorage, Shape)> {
-        let AttentionDims { batch, queries, n_heads, dim, .. } = self.dims;
-        let shape = Shape::from((batch, queries, n_heads * dim));
-        if let Some(Storage::Cpu(known)) = self.known.lock().take() {
-            return Ok((known, shape));
-        }
-        let (out, log_sums) = compute()?;
-        let _ = self.log_sums.set(log_sums);
-        Ok((storage(out, dtype)?, shape))
-    }
-
-    fn log_sums(&self) -> Result<&[f32]> {
-        match self.log_sums.get() {
-            Some(log_sums) => Ok(log_sums),
-            None => bail!("attention: backward ran before forward"),
-        }
-    }
-}
-
-impl CustomOp3 for Attention {
-    fn name(&self) -> &'static str {
-        "attention"
-    }
-
-    fn cpu_fwd(
-        &self,
-        q: &CpuStorage,
-        ql: &Layout,
-        k: &CpuStorage,
-        kl: &Layout,
-        v: &CpuStorage,
-        vl: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        self.output(q.dtype(), || {
-            let (q, k, v) = (floats(q, ql)?, floats(k, kl)?, floats(v, vl)?);
-            Ok(self.dims.forward([&q, &k, &v], self.dims.separate_layouts()))
-        })
-    }
-
-    fn bwd(
-        &self,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        out: &Tensor,
-        d_out: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        read!(q_values, q);
-        read!(k_values, k);
-        read!(v_values, v);
-        read!(out_values, out);
-        read!(grad, d_out);
-        let mut dq = vec![0f32; q_values.len()];
-        let mut dk = vec![0f32; k_values.len()];
-        let mut dv = vec![0f32; v_values.len()];
-        self.dims.backward(
-            [&q_values, &k_values, &v_values],
-            self.dims.separate_layouts(),
-            &out_values,
-            &grad,
-            self.log_sums()?,
-            [&Shared::new(&mut dq), &Shared::new(&mut dk), &Shared::new(&mut dv)],
-        );
-        let made = |values: Vec<f32>, like: &Tensor| tensor(values, like.shape(), like.dtype()).map(Some);
-        Ok((made(dq, q)?, made(dk, k)?, made(dv, v)?))
-    }
-}
-
-impl CustomOp1 for Attention {
-    fn name(&self) -> &'static str {
-        "attention_qkv"
-    }
-
-    fn cpu_fwd(&self, qkv: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        self.output(qkv.dtype(), || {
-            let values = floats(qkv, layout)?;
-            Ok(self.dims.forward([&values; 3], self.dims.packed_layouts()))
-        })
-    }
-
-    fn bwd(&self, qkv: &Tensor, out: &Tensor, d_out: &Tensor) -> Result<Option<Tensor>> {
-        read!(values, qkv);
-        read!(out_values, out);
-        read!(grad, d_out);
-        let mut d_qkv = vec![0f32; values.len()];
-        let shared = Shared::new(&mut d_qkv);
-        self.dims.backward(
-            [&values; 3],
-            self.dims.packed_layouts(),
-            &out_values,
-            &grad,
-            self.log_sums()?,
-            [&shared; 3],
-        );
-        Ok(Some(tensor(d_qkv, qkv.shape(), qkv.dtype())?))
-    }
+/// Calls `f` with the values of q, k and v.
+fn with_values<R>(operands: &[&Tensor], f: impl FnOnce([&[f32]; 3]) -> R) -> Result<R> {
+    let storages: Vec<_> = operands.iter().map(|operand| operand.storage_and_layout()).collect();
+    let values = storages.iter().map(|(storage, layout)| floats(cpu(storage)?, layout)).collect::<Result<Vec<_>>>()?;
+    Ok(f(three(&values).map(|values| &values[..])))
 }
 
 /// [`attention()`] on checked operands as a chain of Candle's operations, for other devices and for f64.
@@ -630,6 +546,11 @@ impl AttentionDims {
     fn scaling(&self) -> Scaling {
         let AttentionOptions { scale, softcap, .. } = self.options;
         Scaling { scale: scale as f32, softcap: softcap.map(|cap| cap as f32) }
+    }
+
+    /// Returns the layouts of q, k and v in separate tensors, or in one.
+    fn layouts(&self, operands: &[&Tensor]) -> [HeadLayout; 3] {
+        if operands.len() == 1 { self.packed_layouts() } else { self.separate_layouts() }
     }
 
     /// Returns the layouts of q, k and v as separate tensors.

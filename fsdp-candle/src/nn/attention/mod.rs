@@ -23,10 +23,7 @@ use fused::causal_attention;
 /// Unlike [`candle_nn::attention::flash_attn`], it has a backward. The output is f32 for one sequence, and has `q`'s
 /// dtype for more. For f64, which Candle computes in f32, the output is f64. Several sequences take every mask and
 /// dtype. Causal masks without bias and soft cap run fused if every query sees the keys up to its own. All other masks
-/// run as a chain of operations.
-///
-/// # Errors
-/// When shapes or dtypes disagree.
+/// run as a chain of operations. Fails if shapes or dtypes disagree.
 pub fn flash_attn<T>(
     q: &Tensor,
     k: &Tensor,
@@ -120,10 +117,8 @@ fn mask_shape(mask: &Tensor, queries: usize, keys: usize) -> Result<Vec<usize>> 
 /// lengths of the sequences (u32) `[batch]`. The output is `[total_q, heads, D]`. The queries are the last ones of
 /// their sequence.
 ///
-/// Unlike [`candle_nn::attention::flash_attn_varlen_unfused`], it has a backward.
-///
-/// # Errors
-/// When shapes, dtypes or lengths disagree, or there is a window to the right only.
+/// Unlike [`candle_nn::attention::flash_attn_varlen_unfused`], it has a backward. Fails if shapes, dtypes or lengths
+/// disagree, or there is a window to the right only.
 #[allow(clippy::too_many_arguments)]
 pub fn flash_attn_varlen_unfused(
     q: &Tensor,
@@ -320,11 +315,9 @@ pub mod cpu_flash {
 
         pub use candle_nn::attention::cpu_flash::causal::causal_decode_f32_interleaved;
 
-        /// Computes causal attention of `q` `[1, T, heads, D]` over `k` and `v` `[1, S, kv_heads, D]`. Query `i` sees the
-        /// keys `0..=i + kv_offset`. The output is `[1, heads, T, D]`, f32 (f64 for f64). Candle's has no backward.
-        ///
-        /// # Errors
-        /// When shapes or dtypes disagree, or there is more than one sequence.
+        /// Computes causal attention of `q` `[1, T, heads, D]` over `k` and `v` `[1, S, kv_heads, D]`. Query `i` sees
+        /// the keys `0..=i + kv_offset`. The output is `[1, heads, T, D]`, f32 (f64 for f64). Candle's has no backward.
+        /// Fails if shapes or dtypes disagree, or there is more than one sequence.
         pub fn run_causal_attn_cpu<T>(
             q: &Tensor,
             k: &Tensor,
@@ -347,11 +340,9 @@ pub mod cpu_flash {
     pub mod standard {
         use super::*;
 
-        /// Computes attention of `q` `[1, T, heads, D]` over `k` and `v` `[1, S, kv_heads, D]`, with a mask that ends in
-        /// `[T, S]`. The output is `[1, heads, T, D]`, f32 (f64 for f64). Candle's has no backward.
-        ///
-        /// # Errors
-        /// When shapes or dtypes disagree, or there is more than one sequence.
+        /// Computes attention of `q` `[1, T, heads, D]` over `k` and `v` `[1, S, kv_heads, D]`, with a mask that ends
+        /// in `[T, S]`. The output is `[1, heads, T, D]`, f32 (f64 for f64). Candle's has no backward. Fails if shapes
+        /// or dtypes disagree, or there is more than one sequence.
         pub fn run_flash_attn_cpu<T>(
             q: &Tensor,
             k: &Tensor,

@@ -11,7 +11,7 @@ use std::borrow::Cow;
 
 use candle_core::backend::BackendStorage;
 use candle_core::utils::get_num_threads;
-use candle_core::{CpuStorage, DType, Layout, Result, Shape, Storage, Tensor, WithDType, bail};
+use candle_core::{CpuStorage, DType, Layout, Result, Storage, Tensor, WithDType, bail};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -35,6 +35,12 @@ macro_rules! read {
     };
 }
 pub(in crate::nn) use read;
+
+/// Returns a copy of a tensor's values in row-major order.
+pub(in crate::nn) fn to_vec(tensor: &Tensor) -> Result<Vec<f32>> {
+    read!(values, tensor);
+    Ok(values.into_owned())
+}
 
 /// Returns the values in row-major order, borrowed if the storage has them in this order.
 pub(in crate::nn) fn floats<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<Cow<'a, [f32]>> {
@@ -82,23 +88,23 @@ pub(in crate::nn) fn dense<'a, T: Copy>(values: &'a [T], layout: &Layout) -> Res
 }
 
 /// Returns storage with these values, rounded to the dtype (f32, f16 or bf16).
-pub(in crate::nn) fn storage(values: Vec<f32>, dtype: DType) -> Result<CpuStorage> {
-    Ok(match dtype {
+pub(in crate::nn) fn storage(values: Vec<f32>, dtype: DType) -> Result<Storage> {
+    Ok(Storage::Cpu(match dtype {
         DType::F32 => CpuStorage::F32(values),
         DType::F16 => CpuStorage::F16(rounded(&values)),
         DType::BF16 => CpuStorage::BF16(rounded(&values)),
         other => bail!("expected f32, f16 or bf16, found {other:?}"),
-    })
+    }))
 }
 
 fn rounded<T: Float>(values: &[f32]) -> Vec<T> {
     values.iter().map(|&x| T::from_f32(x)).collect()
 }
 
-/// Returns a CPU tensor with these values, rounded to the dtype (f32, f16 or bf16).
-pub(in crate::nn) fn tensor(values: Vec<f32>, shape: &Shape, dtype: DType) -> Result<Tensor> {
-    let storage = Storage::Cpu(storage(values, dtype)?);
-    Ok(Tensor::from_storage(storage, shape.clone(), candle_core::op::BackpropOp::none(), false))
+/// Returns a CPU tensor with these values, in the shape of another tensor and rounded to its dtype.
+pub(in crate::nn) fn tensor_like(values: Vec<f32>, like: &Tensor) -> Result<Tensor> {
+    let storage = storage(values, like.dtype())?;
+    Ok(Tensor::from_storage(storage, like.shape().clone(), candle_core::op::BackpropOp::none(), false))
 }
 
 /// Returns what an operation's `bwd` returns for a weight. `write(gradient, accumulate)` computes the gradient in f32,
@@ -270,72 +276,3 @@ pub(in crate::nn) fn for_each_task<S: Send>(
         (0..tasks).into_par_iter().for_each_init(scratch, |scratch, task| f(task, scratch));
     }
 }
-
-/// Implements Candle's `CustomOp2` (input and weight) and `CustomOp3` (input, weight and bias) for a type with
-/// `function`, `forward(x, layout)` and `backward(x, dy) -> [dx, dw, db]`. The type reads the weight and the bias
-/// through [`Weight`], never through the arguments.
-macro_rules! weighted_op {
-    ($op:ty) => {
-        impl candle_core::CustomOp2 for $op {
-            fn name(&self) -> &'static str {
-                self.function
-            }
-
-            fn cpu_fwd(
-                &self,
-                x: &candle_core::CpuStorage,
-                xl: &candle_core::Layout,
-                _: &candle_core::CpuStorage,
-                _: &candle_core::Layout,
-            ) -> candle_core::Result<(candle_core::CpuStorage, candle_core::Shape)> {
-                self.forward(x, xl)
-            }
-
-            fn bwd(
-                &self,
-                x: &candle_core::Tensor,
-                _: &candle_core::Tensor,
-                _: &candle_core::Tensor,
-                dy: &candle_core::Tensor,
-            ) -> candle_core::Result<(Option<candle_core::Tensor>, Option<candle_core::Tensor>)> {
-                let [dx, dw, _] = self.backward(x, dy)?;
-                Ok((dx, dw))
-            }
-        }
-
-        impl candle_core::CustomOp3 for $op {
-            fn name(&self) -> &'static str {
-                self.function
-            }
-
-            fn cpu_fwd(
-                &self,
-                x: &candle_core::CpuStorage,
-                xl: &candle_core::Layout,
-                _: &candle_core::CpuStorage,
-                _: &candle_core::Layout,
-                _: &candle_core::CpuStorage,
-                _: &candle_core::Layout,
-            ) -> candle_core::Result<(candle_core::CpuStorage, candle_core::Shape)> {
-                self.forward(x, xl)
-            }
-
-            fn bwd(
-                &self,
-                x: &candle_core::Tensor,
-                _: &candle_core::Tensor,
-                _: &candle_core::Tensor,
-                _: &candle_core::Tensor,
-                dy: &candle_core::Tensor,
-            ) -> candle_core::Result<(
-                Option<candle_core::Tensor>,
-                Option<candle_core::Tensor>,
-                Option<candle_core::Tensor>,
-            )> {
-                let [dx, dw, db] = self.backward(x, dy)?;
-                Ok((dx, dw, db))
-            }
-        }
-    };
-}
-pub(in crate::nn) use weighted_op;

@@ -1,15 +1,15 @@
 //! The cross-entropy loss of a language model, of whole rows of logits or of parts on tensor-parallel ranks.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::sync::OnceLock;
 
-use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Result, Shape, Tensor, bail};
+use candle_core::{D, DType, Result, Tensor, bail};
 use fsdp_core::process_group::{Signature, Subject};
 use fsdp_core::{ProcessGroup, ReduceOp};
 
 use crate::collectives::{all_reduce, check, largest, reduced_values};
+use crate::kernels::graph_op;
 use crate::nn::cpu::simd::{kernel, max, probability, sum, sum_exp};
-use crate::nn::cpu::{floats, indices_or_none, map_rows, read, storage, tensor};
+use crate::nn::cpu::{indices_or_none, map_rows, read, storage, tensor_like, to_vec};
 use crate::nn::limits::check_size;
 use crate::nn::weight::has_cpu_kernels;
 
@@ -151,11 +151,8 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
 /// [`cross_entropy`](cross_entropy()) with ignored targets, smoothed labels, or the sum instead of the mean.
 ///
 /// As in PyTorch, with a smoothing of `e` a row's loss is `(1 - e)` times its loss without smoothing, plus `e` times
-/// the mean of the losses for each of the `V` classes.
-///
-/// # Errors
-/// When the shapes disagree, there is no row, a target is neither below `V` nor `ignore_index`, or the smoothing is not
-/// from 0 to 1.
+/// the mean of the losses for each of the `V` classes. Fails if the shapes disagree, there is no row, a target is
+/// neither below `V` nor `ignore_index`, or the smoothing is not from 0 to 1.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -197,7 +194,22 @@ fn loss(
     if !has_cpu_kernels(logits) {
         return composite(logits, &rows);
     }
-    logits.apply_op1(CrossEntropy { function, rows, log_sums: OnceLock::new() })
+    let mut statistics = Statistics::new(rows.targets.len());
+    {
+        read!(logits, logits);
+        statistics.add_rows(0, &logits, &rows.targets, &rows);
+    }
+    let (total, log_sums) = statistics.losses(&rows)?;
+    let loss = storage(vec![(total / rows.divisor) as f32], DType::F32)?;
+    graph_op(function, &[logits], loss, (), move |logits, _, d_loss| {
+        let factors = rows.grad_factors(d_loss.to_scalar::<f32>()?);
+        let mut grad = to_vec(logits[0])?;
+        map_rows(&mut grad, columns, columns, |first, grad| {
+            let own = first..first + grad.len() / columns;
+            logits_to_gradient(grad, &rows.targets[own.clone()], &log_sums[own], rows.first, factors);
+        });
+        Ok([Some(tensor_like(grad, logits[0])?)])
+    })
 }
 
 /// The loss as a chain of Candle's operations.
@@ -252,39 +264,6 @@ fn smoothed(log_sums: Tensor, picked: &Tensor, mean: Option<&Tensor>, rows: &Tar
     }
 }
 
-struct CrossEntropy {
-    function: &'static str,
-    rows: TargetRows,
-    log_sums: OnceLock<Vec<f32>>,
-}
-
-impl CustomOp1 for CrossEntropy {
-    fn name(&self) -> &'static str {
-        self.function
-    }
-
-    fn cpu_fwd(&self, logits: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let logits = floats(logits, layout)?;
-        let mut statistics = Statistics::new(self.rows.targets.len());
-        statistics.add_rows(0, &logits, &self.rows.targets, &self.rows);
-        let (total, log_sums) = statistics.losses(&self.rows)?;
-        let _ = self.log_sums.set(log_sums);
-        Ok((storage(vec![(total / self.rows.divisor) as f32], DType::F32)?, Shape::from(())))
-    }
-
-    fn bwd(&self, logits: &Tensor, _: &Tensor, d_loss: &Tensor) -> Result<Option<Tensor>> {
-        read!(values, logits);
-        let Some(log_sums) = self.log_sums.get() else { bail!("{}: backward ran before forward", self.function) };
-        let (columns, factors) = (self.rows.columns, self.rows.grad_factors(d_loss.to_scalar::<f32>()?));
-        let mut grad = values.into_owned();
-        map_rows(&mut grad, columns, columns, |first, grad| {
-            let rows = first..first + grad.len() / columns;
-            logits_to_gradient(grad, &self.rows.targets[rows.clone()], &log_sums[rows], self.rows.first, factors);
-        });
-        Ok(Some(tensor(grad, logits.shape(), logits.dtype())?))
-    }
-}
-
 #[inline(always)]
 fn logit_grad(x: f32, log_sum: f32, factors: GradFactors) -> f32 {
     probability(x - log_sum).mul_add(factors.scale, -factors.uniform)
@@ -325,7 +304,9 @@ kernel! {
 /// logits. This is PyTorch's `loss_parallel`.
 ///
 /// A head under [`crate::ColwiseParallel`] returns such logits. The collectives exchange only each row's largest logit,
-/// and two sums (three with smoothing).
+/// and two sums (three with smoothing). Errors: see [`cross_entropy_with`](crate::nn::cross_entropy_with). Also fails
+/// if ranks have other targets or another number of classes, the group does not support the logits' device, or an
+/// all-reduce fails.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -344,10 +325,6 @@ kernel! {
 /// .collect::<candle_core::Result<Vec<_>>>()?;
 /// # Ok::<(), candle_core::Error>(())
 /// ```
-///
-/// # Errors
-/// See [`cross_entropy_with`](crate::nn::cross_entropy_with). Also fails when ranks have other targets or another
-/// number of classes, when the group does not support the logits' device, or when an all-reduce fails.
 pub fn vocab_parallel_cross_entropy(
     logits: &Tensor,
     targets: &Tensor,

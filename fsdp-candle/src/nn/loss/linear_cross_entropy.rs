@@ -6,14 +6,14 @@
 //! memory of the logits twice.
 
 use std::borrow::Cow;
-use std::sync::OnceLock;
 
-use candle_core::{CpuStorage, CustomOp2, DType, Layout, Result, Shape, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
 
 use super::cross_entropy::{CrossEntropyOptions, Statistics, TargetRows, composite, logits_to_gradient};
 use crate::collectives::SharedInput;
+use crate::kernels::graph_op;
 use crate::nn::cpu::matrix::{Mat, MatMut, product};
-use crate::nn::cpu::{cpu, floats, map_rows, read, same_kind, storage, tensor, weight_grad};
+use crate::nn::cpu::{map_rows, read, same_kind, storage, tensor_like, weight_grad};
 use crate::nn::input::{self, Input};
 use crate::nn::linear::affine;
 use crate::nn::tensor_parallel::{LinearSharding, TpLayer, colwise_input};
@@ -35,11 +35,8 @@ pub fn linear_cross_entropy(hidden: &Tensor, weight: &Tensor, targets: &Tensor) 
 }
 
 /// [`linear_cross_entropy`] with the options of [`cross_entropy_with`](crate::nn::cross_entropy_with). No logits are
-/// computed for ignored rows.
-///
-/// # Errors
-/// When the shapes or dtypes disagree, there is no row, a target is neither below `V` nor `ignore_index`, or the
-/// smoothing is not from 0 to 1.
+/// computed for ignored rows. Fails if the shapes or dtypes disagree, there is no row, a target is neither below `V`
+/// nor `ignore_index`, or the smoothing is not from 0 to 1.
 pub fn linear_cross_entropy_with(
     hidden: &Tensor,
     weight: &Tensor,
@@ -82,10 +79,14 @@ pub fn linear_cross_entropy_with(
     let counted = rows.counted();
     rows.targets.retain(Option::is_some);
     let weight = Weight::of(weight)?;
-    let node = weight.node().clone();
     let chunk = (LOGITS / columns).clamp(1, rows.targets.len().max(1));
-    let shared = hidden.shared();
-    hidden.node().apply_op2(&node, Head { shared, weight, rows, counted, width, chunk, log_sums: OnceLock::new() })
+    let arguments = weight.arguments(hidden.node(), None);
+    let head = Head { shared: hidden.shared(), weight, rows, counted, width, chunk };
+    let (loss, log_sums) = head.forward(hidden.values())?;
+    let loss = storage(vec![loss], DType::F32)?;
+    graph_op("linear_cross_entropy", &arguments, loss, (), move |hidden, _, d_loss| {
+        head.backward(hidden[0], &log_sums, d_loss.to_scalar()?)
+    })
 }
 
 struct Head {
@@ -99,7 +100,6 @@ struct Head {
     width: usize,
     /// Number of rows whose logits exist at a time.
     chunk: usize,
-    log_sums: OnceLock<Vec<f32>>,
 }
 
 impl Head {
@@ -120,8 +120,10 @@ impl Head {
         product(MatMut::new(scratch, rows, columns), false, Mat::new(hidden, rows, self.width), weight.t());
     }
 
-    fn loss(&self, hidden: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let hidden = self.counted_rows(floats(hidden, layout)?);
+    /// Returns the loss, and the logarithm of the sum of each counted row.
+    fn forward(&self, hidden: &Tensor) -> Result<(f32, Vec<f32>)> {
+        read!(values, hidden);
+        let hidden = self.counted_rows(values);
         read!(weight, self.weight.value()?);
         let rows = &self.rows;
         let mut scratch = vec![0f32; self.chunk * rows.columns];
@@ -133,31 +135,11 @@ impl Head {
             statistics.add_rows(chunk * self.chunk, logits, targets, rows);
         }
         let (total, log_sums) = statistics.losses(rows)?;
-        let _ = self.log_sums.set(log_sums);
-        Ok((storage(vec![(total / rows.divisor) as f32], DType::F32)?, Shape::from(())))
-    }
-}
-
-impl CustomOp2 for Head {
-    fn name(&self) -> &'static str {
-        "linear_cross_entropy"
+        Ok(((total / rows.divisor) as f32, log_sums))
     }
 
-    fn cpu_fwd(&self, hidden: &CpuStorage, layout: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        let Some(shared) = &self.shared else { return self.loss(hidden, layout) };
-        let (guard, layout) = shared.values().storage_and_layout();
-        self.loss(cpu(&guard)?, layout)
-    }
-
-    fn bwd(
-        &self,
-        argument: &Tensor,
-        _: &Tensor,
-        _: &Tensor,
-        d_loss: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let Some(log_sums) = self.log_sums.get() else { bail!("linear_cross_entropy: backward ran before forward") };
-        let (factors, columns) = (self.rows.grad_factors(d_loss.to_scalar::<f32>()?), self.rows.columns);
+    fn backward(&self, argument: &Tensor, log_sums: &[f32], d_loss: f32) -> Result<[Option<Tensor>; 2]> {
+        let (factors, columns) = (self.rows.grad_factors(d_loss), self.rows.columns);
         let hidden = input::values(argument, &self.shared);
         read!(values, hidden);
         let values = self.counted_rows(values);
@@ -207,13 +189,11 @@ impl CustomOp2 for Head {
             }
             None => d_hidden,
         };
-        let d_hidden = tensor(d_hidden, hidden.shape(), hidden.dtype())?;
-        Ok((
-            match &self.shared {
-                Some(shared) => shared.add_gradient(d_hidden)?,
-                None => Some(d_hidden),
-            },
-            dw,
-        ))
+        let d_hidden = tensor_like(d_hidden, hidden)?;
+        let d_hidden = match &self.shared {
+            Some(shared) => shared.add_gradient(d_hidden)?,
+            None => Some(d_hidden),
+        };
+        Ok([d_hidden, dw])
     }
 }

@@ -20,10 +20,7 @@ use super::activation::log_add_exp;
 
 /// Returns the mean cross-entropy of logits `[rows, classes]` against targets (u8, u32 or i64) `[rows]`: a scalar of
 /// the logits' dtype. [`nn::cross_entropy`](crate::nn::cross_entropy()) takes more dimensions, and its result is f32
-/// for half floats.
-///
-/// # Errors
-/// When shapes disagree, there is no row, or a target is out of range.
+/// for half floats. Fails if shapes disagree, there is no row, or a target is out of range.
 pub fn cross_entropy(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
     if inp.rank() != 2 {
         bail!("cross_entropy: the logits {:?} must be [rows, classes]", inp.dims());
@@ -33,10 +30,7 @@ pub fn cross_entropy(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
 
 /// Returns the mean over all elements of `-t ln s(x) - (1 - t) ln(1 - s(x))` for logits `x` and targets `t` of one
 /// shape, with the logistic function `s`. The result is a scalar of their dtype. Candle's is NaN where `s(x)` rounds to
-/// 0 or 1.
-///
-/// # Errors
-/// When shapes or dtypes disagree.
+/// 0 or 1. Fails if shapes or dtypes disagree.
 pub fn binary_cross_entropy_with_logit(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
     let dtype = inp.dtype();
     let wide = if matches!(dtype, DType::F16 | DType::BF16) { DType::F32 } else { dtype };
