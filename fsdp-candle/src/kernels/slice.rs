@@ -108,6 +108,33 @@ fn bytes(dtype: DType, elements: &Range<usize>) -> Range<usize> {
     elements.start.saturating_mul(dtype.size())..elements.end.saturating_mul(dtype.size())
 }
 
+/// Binds the contents of an enum's variant for one of the dtypes that both Candle and collectives have.
+macro_rules! each_dtype {
+    ($value:expr, $enum:ident($v:ident) => $body:expr, $other:pat => $otherwise:expr) => {
+        match $value {
+            $enum::U8($v) => $body,
+            $enum::U32($v) => $body,
+            $enum::I64($v) => $body,
+            $enum::BF16($v) => $body,
+            $enum::F16($v) => $body,
+            $enum::F32($v) => $body,
+            $enum::F64($v) => $body,
+            $other => $otherwise,
+        }
+    };
+}
+pub(super) use each_dtype;
+
+/// Returns the error for the storage of a parameter that is not gathered.
+pub(super) fn no_values<T>() -> Result<T> {
+    bail!("the tensor's storage has no values: its parameter is not gathered")
+}
+
+/// Fails unless the lengths are equal.
+pub(super) fn same_length(a: usize, b: usize) -> Result<()> {
+    if a == b { Ok(()) } else { bail!("expected slices of one length, found {a} and {b} elements") }
+}
+
 impl<'a> From<&'a Buffer> for Slice<'a> {
     fn from(buffer: &'a Buffer) -> Self {
         #[cfg(feature = "cuda")]

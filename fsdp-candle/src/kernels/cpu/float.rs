@@ -1,10 +1,11 @@
 //! The float dtypes, and the selection of one of them.
 
-use std::ops::{Add, AddAssign, Div, Mul, Sub};
+use std::ops::AddAssign;
 
 use bytemuck::Pod;
 use fsdp_core::Element;
 use half::{bf16, f16};
+use num_traits::AsPrimitive;
 
 /// Runs `$body` with `$t` as the type of a float dtype. Any other dtype is an error. A kernel does this once per call.
 macro_rules! floats {
@@ -33,53 +34,33 @@ macro_rules! floats {
 pub(super) use floats;
 
 /// The type of a float's arithmetic: f64 for f64, else f32.
-pub(crate) trait Real:
-    Copy + Add<Output = Self> + Sub<Output = Self> + Mul<Output = Self> + Div<Output = Self>
-{
+pub(crate) trait Real: num_traits::Float {
     fn of(number: f64) -> Self;
-    fn sqrt(self) -> Self;
     fn rounded<T: Float>(self) -> T;
     /// Converts to the type of another float's arithmetic.
     fn widened<R: Real>(self) -> R;
 }
 
-impl Real for f32 {
-    #[inline(always)]
-    fn of(number: f64) -> Self {
-        number as f32
-    }
-    #[inline(always)]
-    fn sqrt(self) -> Self {
-        f32::sqrt(self)
-    }
-    #[inline(always)]
-    fn rounded<T: Float>(self) -> T {
-        T::from_f32(self)
-    }
-    #[inline(always)]
-    fn widened<R: Real>(self) -> R {
-        R::of(f64::from(self))
-    }
+macro_rules! real {
+    ($t:ty, $rounded:ident) => {
+        impl Real for $t {
+            #[inline(always)]
+            fn of(number: f64) -> Self {
+                number as $t
+            }
+            #[inline(always)]
+            fn rounded<T: Float>(self) -> T {
+                T::$rounded(self)
+            }
+            #[inline(always)]
+            fn widened<R: Real>(self) -> R {
+                R::of(self.into())
+            }
+        }
+    };
 }
-
-impl Real for f64 {
-    #[inline(always)]
-    fn of(number: f64) -> Self {
-        number
-    }
-    #[inline(always)]
-    fn sqrt(self) -> Self {
-        f64::sqrt(self)
-    }
-    #[inline(always)]
-    fn rounded<T: Float>(self) -> T {
-        T::from_f64(self)
-    }
-    #[inline(always)]
-    fn widened<R: Real>(self) -> R {
-        R::of(self)
-    }
-}
+real!(f32, from_f32);
+real!(f64, from_f64);
 
 /// A float as it is stored.
 pub(crate) trait Float: Element + Pod + AddAssign {
@@ -93,56 +74,26 @@ pub(crate) trait Float: Element + Pod + AddAssign {
     }
 }
 
-impl Float for f32 {
-    type Real = f32;
-    #[inline(always)]
-    fn get(self) -> f32 {
-        self
-    }
-    #[inline(always)]
-    fn from_f32(value: f32) -> Self {
-        value
-    }
-    #[inline(always)]
-    fn from_f64(value: f64) -> Self {
-        value as f32
-    }
-}
-
-impl Float for f64 {
-    type Real = f64;
-    #[inline(always)]
-    fn get(self) -> f64 {
-        self
-    }
-    #[inline(always)]
-    fn from_f32(value: f32) -> Self {
-        f64::from(value)
-    }
-    #[inline(always)]
-    fn from_f64(value: f64) -> Self {
-        value
-    }
-}
-
-macro_rules! half {
-    ($t:ty) => {
+macro_rules! float {
+    ($t:ty, $real:ty) => {
         impl Float for $t {
-            type Real = f32;
+            type Real = $real;
             #[inline(always)]
-            fn get(self) -> f32 {
-                self.to_f32()
+            fn get(self) -> $real {
+                self.as_()
             }
             #[inline(always)]
             fn from_f32(value: f32) -> Self {
-                <$t>::from_f32(value)
+                value.as_()
             }
             #[inline(always)]
             fn from_f64(value: f64) -> Self {
-                <$t>::from_f64(value)
+                value.as_()
             }
         }
     };
 }
-half!(bf16);
-half!(f16);
+float!(f32, f32);
+float!(f64, f64);
+float!(bf16, f32);
+float!(f16, f32);

@@ -7,12 +7,12 @@ use std::any::Any;
 use std::ops::Range;
 
 use bytemuck::Pod;
-use candle_core::{CpuStorage, Result, Storage, bail};
+use candle_core::{CpuStorage, Result, Storage, WithDType, bail};
 use float8::F8E4M3;
 use fsdp_core::{Buffer, DType, Element, View};
 
 use super::eight_bits::{SIGNED, UNSIGNED};
-use super::slice::ViewMut;
+use super::slice::{ViewMut, each_dtype, no_values, same_length};
 use super::{AdamUpdate, EightBits, Kernels, NormType, Rows, STATE_BLOCK, SgdUpdate, Slice, SliceMut, StorageMut};
 pub(crate) use float::Float;
 use float::{Real, floats};
@@ -20,26 +20,6 @@ use optimizers::{decode_signed, encode_signed, encode_unsigned, inverse, run_ada
 
 const LARGEST_INT8: f32 = 127.;
 const LARGEST_E4M3: f32 = 448.;
-
-/// Binds the vector in a storage and its dtype.
-macro_rules! each {
-    ($storage:expr, ($v:ident, $dtype:ident) => $body:expr) => {
-        match $storage {
-            CpuStorage::U8($v) => each!(@ U8, $dtype, $body),
-            CpuStorage::U32($v) => each!(@ U32, $dtype, $body),
-            CpuStorage::I64($v) => each!(@ I64, $dtype, $body),
-            CpuStorage::BF16($v) => each!(@ BF16, $dtype, $body),
-            CpuStorage::F16($v) => each!(@ F16, $dtype, $body),
-            CpuStorage::F32($v) => each!(@ F32, $dtype, $body),
-            CpuStorage::F64($v) => each!(@ F64, $dtype, $body),
-            _ => bail!("the tensor's storage has no values: its parameter is not gathered"),
-        }
-    };
-    (@ $variant:ident, $dtype:ident, $body:expr) => {{
-        let $dtype = DType::$variant;
-        $body
-    }};
-}
 
 /// The kernels of the CPU.
 pub(in crate::kernels) struct CpuKernels;
@@ -50,30 +30,14 @@ impl Kernels for CpuKernels {
     }
 
     fn storage(&self, buffer: Buffer) -> Result<Storage> {
-        Ok(Storage::Cpu(match buffer {
-            Buffer::U8(v) => CpuStorage::U8(v),
-            Buffer::U32(v) => CpuStorage::U32(v),
-            Buffer::I64(v) => CpuStorage::I64(v),
-            Buffer::BF16(v) => CpuStorage::BF16(v),
-            Buffer::F16(v) => CpuStorage::F16(v),
-            Buffer::F32(v) => CpuStorage::F32(v),
-            Buffer::F64(v) => CpuStorage::F64(v),
-            other => bail!("a buffer of {} has no Candle storage", other.dtype()),
-        }))
+        each_dtype!(buffer, Buffer(v) => Ok(Storage::Cpu(WithDType::to_cpu_storage_owned(v))), other => {
+            bail!("a buffer of {} has no Candle storage", other.dtype())
+        })
     }
 
     fn buffer(&self, storage: Storage) -> Option<Buffer> {
         let Storage::Cpu(storage) = storage else { return None };
-        match storage {
-            CpuStorage::U8(v) => Some(Buffer::U8(v)),
-            CpuStorage::U32(v) => Some(Buffer::U32(v)),
-            CpuStorage::I64(v) => Some(Buffer::I64(v)),
-            CpuStorage::BF16(v) => Some(Buffer::BF16(v)),
-            CpuStorage::F16(v) => Some(Buffer::F16(v)),
-            CpuStorage::F32(v) => Some(Buffer::F32(v)),
-            CpuStorage::F64(v) => Some(Buffer::F64(v)),
-            _ => None,
-        }
+        each_dtype!(storage, CpuStorage(v) => Some(Buffer::from(v)), _ => None)
     }
 
     fn freed_storage(&self) -> Result<Storage> {
@@ -82,12 +46,12 @@ impl Kernels for CpuKernels {
 
     fn slice<'a>(&self, storage: &'a Storage, elements: Range<usize>) -> Result<Slice<'a>> {
         let Storage::Cpu(storage) = storage else { bail!("the tensor is not in host memory") };
-        each!(storage, (v, dtype) => Slice::new(dtype, View::Host(bytemuck::cast_slice(v))).range(elements))
+        each_dtype!(storage, CpuStorage(v) => whole(v), _ => no_values()?).range(elements)
     }
 
     fn slice_mut<'a>(&self, storage: StorageMut<'a>, elements: Range<usize>) -> Result<SliceMut<'a>> {
         let StorageMut::Cpu(storage) = storage else { bail!("the tensor is not in host memory") };
-        each!(storage, (v, dtype) => SliceMut::new(dtype, ViewMut::Host(bytemuck::cast_slice_mut(v))).range(elements))
+        each_dtype!(storage, CpuStorage(v) => whole_mut(v), _ => no_values()?).range(elements)
     }
 
     fn read(&self, from: Slice<'_>, f: &mut dyn FnMut(&[u8])) -> Result<()> {
@@ -331,6 +295,14 @@ fn reduce<T: Float<Real = f32>>(values: &[T], norm: NormType) -> f64 {
         .sum()
 }
 
+fn whole<T: Element + Pod>(elements: &[T]) -> Slice<'_> {
+    Slice::new(T::DTYPE, View::Host(bytemuck::cast_slice(elements)))
+}
+
+fn whole_mut<T: Element + Pod>(elements: &mut [T]) -> SliceMut<'_> {
+    SliceMut::new(T::DTYPE, ViewMut::Host(bytemuck::cast_slice_mut(elements)))
+}
+
 fn bytes(slice: Slice<'_>) -> Result<&[u8]> {
     match slice.view() {
         View::Host(bytes) => Ok(bytes),
@@ -371,11 +343,6 @@ fn store_scalar(element: SliceMut<'_>, number: f64) -> Result<()> {
         elements => bail!("expected one element for a number, found {}", elements.len()),
     }
     Ok(())
-}
-
-/// Fails unless the lengths are equal.
-fn same_length(a: usize, b: usize) -> Result<()> {
-    if a == b { Ok(()) } else { bail!("expected slices of one length, found {a} and {b} elements") }
 }
 
 /// Returns the elements of a buffer in host memory, if they have this type.

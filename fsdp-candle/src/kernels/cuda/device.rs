@@ -25,11 +25,8 @@ pub(in crate::kernels) fn of_ordinal(ordinal: usize) -> Option<&'static CudaKern
     DEVICES.lock().get(&ordinal).copied()
 }
 
-/// Returns the kernels of Candle's device. The first call compiles them.
-///
-/// # Errors
-/// When the device computes on another stream than before, or on the per-thread default stream, or when the device
-/// refuses.
+/// Returns the kernels of Candle's device. The first call compiles them. Fails if the device computes on another stream
+/// than before, or on the per-thread default stream, or when the device refuses.
 pub(in crate::kernels) fn of_candle(device: &CudaDevice) -> Result<&'static CudaKernels> {
     let DeviceLocation::Cuda { gpu_id: ordinal } = device.location() else {
         return Err(Error::Device("Candle's CUDA device has no CUDA location".into()));
@@ -167,11 +164,6 @@ impl CudaKernels {
         // SAFETY: ensured by the caller.
         unsafe { self.module.launch(stream, kernel, config, args) }
     }
-}
-
-/// Fails unless the lengths are equal.
-pub(super) fn same_length(a: usize, b: usize) -> candle_core::Result<()> {
-    if a == b { Ok(()) } else { bail!("expected slices of one length, found {a} and {b} elements") }
 }
 
 /// Fails unless the dtypes are equal.

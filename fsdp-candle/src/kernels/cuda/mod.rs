@@ -18,15 +18,15 @@ use candle_core::cuda_backend::CudaStorageSlice;
 use candle_core::{CudaStorage, Result, Storage, Tensor, bail};
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, LaunchConfig, result};
 use fsdp_core::device::cuda::{CudaMemory, CudaView, failed};
-use fsdp_core::{Buffer, DType, View};
+use fsdp_core::{Buffer, DType, Element, View};
 
-use super::slice::ViewMut;
+use super::slice::{ViewMut, each_dtype, no_values, same_length};
 use super::{
     AdamUpdate, EightBits, HostSink, HostSource, Kernels, NormType, Rows, STATE_BLOCK, SgdUpdate, Slice, SliceMut,
     StorageMut,
 };
 use crate::error::Error;
-use device::{Arg, CudaKernels, MAX_PARTIALS, THREADS, elementwise, float_suffix, same_dtype, same_length};
+use device::{Arg, CudaKernels, MAX_PARTIALS, THREADS, elementwise, float_suffix, same_dtype};
 
 pub(crate) use device::{candle_device, compute_stream, device_count};
 pub(super) use device::{of_candle, of_ordinal};
@@ -80,17 +80,8 @@ impl Kernels for CudaKernels {
 
     fn buffer(&self, storage: Storage) -> Option<Buffer> {
         let Storage::Cuda(storage) = storage else { return None };
-        let memory = match storage.slice {
-            CudaStorageSlice::U8(slice) => CudaMemory::from_slice(slice),
-            CudaStorageSlice::U32(slice) => CudaMemory::from_slice(slice),
-            CudaStorageSlice::I64(slice) => CudaMemory::from_slice(slice),
-            CudaStorageSlice::BF16(slice) => CudaMemory::from_slice(slice),
-            CudaStorageSlice::F16(slice) => CudaMemory::from_slice(slice),
-            CudaStorageSlice::F32(slice) => CudaMemory::from_slice(slice),
-            CudaStorageSlice::F64(slice) => CudaMemory::from_slice(slice),
-            _ => return None,
-        };
-        Some(Buffer::Cuda(memory))
+        let slice = storage.slice;
+        each_dtype!(slice, CudaStorageSlice(slice) => Some(Buffer::Cuda(CudaMemory::from_slice(slice))), _ => None)
     }
 
     fn freed_storage(&self) -> Result<Storage> {
@@ -429,24 +420,16 @@ impl CudaKernels {
     }
 }
 
-/// Returns a slice's bytes. Only the stream's order ensures when they may be read or written.
-fn all_bytes<T>(slice: &CudaSlice<T>) -> CudaView<'_> {
+/// Returns a slice's dtype and bytes. Only the stream's order ensures when they may be read or written.
+fn all_bytes<T: Element>(slice: &CudaSlice<T>) -> (DType, CudaView<'_>) {
     // SAFETY: the slice has this many bytes at its address while it is borrowed.
-    unsafe { CudaView::new(slice.device_ptr(slice.stream()).0, slice.num_bytes(), slice.stream()) }
+    let bytes = unsafe { CudaView::new(slice.device_ptr(slice.stream()).0, slice.num_bytes(), slice.stream()) };
+    (T::DTYPE, bytes)
 }
 
 /// Returns the dtype and the bytes of a storage.
 fn view(storage: &CudaStorage) -> Result<(DType, CudaView<'_>)> {
-    Ok(match &storage.slice {
-        CudaStorageSlice::U8(slice) => (DType::U8, all_bytes(slice)),
-        CudaStorageSlice::U32(slice) => (DType::U32, all_bytes(slice)),
-        CudaStorageSlice::I64(slice) => (DType::I64, all_bytes(slice)),
-        CudaStorageSlice::BF16(slice) => (DType::BF16, all_bytes(slice)),
-        CudaStorageSlice::F16(slice) => (DType::F16, all_bytes(slice)),
-        CudaStorageSlice::F32(slice) => (DType::F32, all_bytes(slice)),
-        CudaStorageSlice::F64(slice) => (DType::F64, all_bytes(slice)),
-        _ => bail!("the tensor's storage has no values: its parameter is not gathered"),
-    })
+    each_dtype!(&storage.slice, CudaStorageSlice(slice) => Ok(all_bytes(slice)), _ => no_values())
 }
 
 /// Writes zeros, whose bits are zero in every dtype.

@@ -8,9 +8,9 @@ use cudarc::cublas::{result, sys};
 use cudarc::driver::LaunchConfig;
 use fsdp_core::{Buffer, DType};
 
-use super::super::{Slice, SliceMut};
+use super::super::slice::{Slice, SliceMut, same_length};
 use super::clear;
-use super::device::{CudaKernels, THREADS, float_suffix, of_buffer, same_dtype, same_length};
+use super::device::{CudaKernels, THREADS, float_suffix, of_buffer, same_dtype};
 use crate::error::Error;
 
 /// A matrix to read, row-major or transposed.
@@ -23,10 +23,7 @@ pub(crate) struct Matrix<'a> {
 }
 
 impl<'a> Matrix<'a> {
-    /// Returns the row-major matrix that fills the memory.
-    ///
-    /// # Errors
-    /// When the number of elements differs.
+    /// Returns the row-major matrix that fills the memory. Fails if the number of elements differs.
     pub(crate) fn new(elements: Slice<'a>, rows: usize, cols: usize) -> Result<Self> {
         same_length(rows * cols, elements.len())?;
         Ok(Matrix { elements, rows, cols, is_transposed: false })
