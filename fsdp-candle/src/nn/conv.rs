@@ -19,24 +19,23 @@ use super::cpu::{read, same_kind, small_weight_grad, storage, tensor_like, weigh
 use super::weight::{Weight, has_cpu_kernels, register_cpu_layer};
 use crate::kernels::graph_op;
 
-/// A convolution over one dimension, as [`candle_nn::Conv1d`]: weight `[out, in / groups, kernel]`, bias `[out]`, input
-/// `[batch, in, length]`. Candle's gradient of the weight is wrong.
+/// A convolution's weight, bias and configuration. Each kind of convolution is an alias.
 #[derive(Clone, Debug)]
-pub struct Conv1d {
+pub struct Conv<C> {
     weight: Tensor,
     bias: Option<Tensor>,
-    config: Conv1dConfig,
+    config: C,
 }
 
-impl Conv1d {
+impl<C> Conv<C> {
     /// Returns a layer with this weight and bias.
-    pub fn new(weight: Tensor, bias: Option<Tensor>, config: Conv1dConfig) -> Self {
+    pub fn new(weight: Tensor, bias: Option<Tensor>, config: C) -> Self {
         [Some(&weight), bias.as_ref()].into_iter().flatten().for_each(register_cpu_layer);
         Self { weight, bias, config }
     }
 
     /// Returns the configuration.
-    pub fn config(&self) -> &Conv1dConfig {
+    pub fn config(&self) -> &C {
         &self.config
     }
 
@@ -50,6 +49,10 @@ impl Conv1d {
         self.bias.as_ref()
     }
 }
+
+/// A convolution over one dimension, as [`candle_nn::Conv1d`]: weight `[out, in / groups, kernel]`, bias `[out]`, input
+/// `[batch, in, length]`. Candle's gradient of the weight is wrong.
+pub type Conv1d = Conv<Conv1dConfig>;
 
 impl Module for Conv1d {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
@@ -63,39 +66,11 @@ impl Module for Conv1d {
 
 /// A convolution over two dimensions, as [`candle_nn::Conv2d`]: weight `[out, in / groups, kernel, kernel]`, bias
 /// `[out]`, input `[batch, in, height, width]`.
-#[derive(Clone, Debug)]
-pub struct Conv2d {
-    weight: Tensor,
-    bias: Option<Tensor>,
-    config: Conv2dConfig,
-}
+pub type Conv2d = Conv<Conv2dConfig>;
 
 impl Conv2d {
-    /// Returns a layer with this weight and bias.
-    pub fn new(weight: Tensor, bias: Option<Tensor>, config: Conv2dConfig) -> Self {
-        [Some(&weight), bias.as_ref()].into_iter().flatten().for_each(register_cpu_layer);
-        Self { weight, bias, config }
-    }
-
-    /// Returns the configuration.
-    pub fn config(&self) -> &Conv2dConfig {
-        &self.config
-    }
-
-    /// Returns the weight.
-    pub fn weight(&self) -> &Tensor {
-        &self.weight
-    }
-
-    /// Returns the bias.
-    pub fn bias(&self) -> Option<&Tensor> {
-        self.bias.as_ref()
-    }
-
-    /// Returns one layer that equals this layer followed by a batch normalization in evaluation.
-    ///
-    /// # Errors
-    /// When the normalization has no weight and bias, or the shapes disagree.
+    /// Returns one layer that equals this layer followed by a batch normalization in evaluation. Fails if the
+    /// normalization has no weight and bias, or the shapes disagree.
     pub fn absorb_bn(&self, bn: &BatchNorm) -> Result<Self> {
         let Some((scale, shift)) = bn.weight_and_bias() else { bail!("Conv2d: the batch norm has no weight and bias") };
         let scale = Weight::in_graph(scale)?.div(&(bn.running_var() + bn.eps())?.sqrt()?)?;
@@ -122,35 +97,7 @@ impl Module for Conv2d {
 
 /// A transposed convolution over one dimension, as [`candle_nn::ConvTranspose1d`], which has no backward: weight
 /// `[in, out / groups, kernel]`, bias `[out]`, input `[batch, in, length]`.
-#[derive(Clone, Debug)]
-pub struct ConvTranspose1d {
-    weight: Tensor,
-    bias: Option<Tensor>,
-    config: ConvTranspose1dConfig,
-}
-
-impl ConvTranspose1d {
-    /// Returns a layer with this weight and bias.
-    pub fn new(weight: Tensor, bias: Option<Tensor>, config: ConvTranspose1dConfig) -> Self {
-        [Some(&weight), bias.as_ref()].into_iter().flatten().for_each(register_cpu_layer);
-        Self { weight, bias, config }
-    }
-
-    /// Returns the configuration.
-    pub fn config(&self) -> &ConvTranspose1dConfig {
-        &self.config
-    }
-
-    /// Returns the weight.
-    pub fn weight(&self) -> &Tensor {
-        &self.weight
-    }
-
-    /// Returns the bias.
-    pub fn bias(&self) -> Option<&Tensor> {
-        self.bias.as_ref()
-    }
-}
+pub type ConvTranspose1d = Conv<ConvTranspose1dConfig>;
 
 impl Module for ConvTranspose1d {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
@@ -164,35 +111,7 @@ impl Module for ConvTranspose1d {
 
 /// A transposed convolution over two dimensions, as [`candle_nn::ConvTranspose2d`]: weight `[in, out, kernel, kernel]`,
 /// bias `[out]`, input `[batch, in, height, width]`.
-#[derive(Clone, Debug)]
-pub struct ConvTranspose2d {
-    weight: Tensor,
-    bias: Option<Tensor>,
-    config: ConvTranspose2dConfig,
-}
-
-impl ConvTranspose2d {
-    /// Returns a layer with this weight and bias.
-    pub fn new(weight: Tensor, bias: Option<Tensor>, config: ConvTranspose2dConfig) -> Self {
-        [Some(&weight), bias.as_ref()].into_iter().flatten().for_each(register_cpu_layer);
-        Self { weight, bias, config }
-    }
-
-    /// Returns the configuration.
-    pub fn config(&self) -> &ConvTranspose2dConfig {
-        &self.config
-    }
-
-    /// Returns the weight.
-    pub fn weight(&self) -> &Tensor {
-        &self.weight
-    }
-
-    /// Returns the bias.
-    pub fn bias(&self) -> Option<&Tensor> {
-        self.bias.as_ref()
-    }
-}
+pub type ConvTranspose2d = Conv<ConvTranspose2dConfig>;
 
 impl Module for ConvTranspose2d {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {

@@ -85,37 +85,42 @@ impl Cache {
     }
 }
 
-/// The cache of an attention layer, as [`candle_nn::kv_cache::KvCache`].
+/// A cache of keys and one of values.
 #[derive(Debug, Clone)]
-pub struct KvCache {
-    k: Cache,
-    v: Cache,
+pub struct KvPair<C> {
+    k: C,
+    v: C,
 }
+
+impl<C> KvPair<C> {
+    /// Returns the keys' cache.
+    pub fn k_cache(&self) -> &C {
+        &self.k
+    }
+
+    /// Returns the values' cache.
+    pub fn v_cache(&self) -> &C {
+        &self.v
+    }
+
+    /// Returns the keys' cache.
+    pub fn k_cache_mut(&mut self) -> &mut C {
+        &mut self.k
+    }
+
+    /// Returns the values' cache.
+    pub fn v_cache_mut(&mut self) -> &mut C {
+        &mut self.v
+    }
+}
+
+/// The cache of an attention layer, as [`candle_nn::kv_cache::KvCache`].
+pub type KvCache = KvPair<Cache>;
 
 impl KvCache {
     /// Returns a cache along `dim` with a capacity of `max_seq_len` positions. It grows in steps of that size.
     pub fn new(dim: usize, max_seq_len: usize) -> Self {
         Self { k: Cache::new(dim, max_seq_len), v: Cache::new(dim, max_seq_len) }
-    }
-
-    /// Returns the keys' cache.
-    pub fn k_cache(&self) -> &Cache {
-        &self.k
-    }
-
-    /// Returns the values' cache.
-    pub fn v_cache(&self) -> &Cache {
-        &self.v
-    }
-
-    /// Returns the keys' cache.
-    pub fn k_cache_mut(&mut self) -> &mut Cache {
-        &mut self.k
-    }
-
-    /// Returns the values' cache.
-    pub fn v_cache_mut(&mut self) -> &mut Cache {
-        &mut self.v
     }
 
     /// Returns the keys.
@@ -244,36 +249,12 @@ impl RotatingCache {
 }
 
 /// The cache of an attention layer with a window, as [`candle_nn::kv_cache::RotatingKvCache`].
-#[derive(Debug, Clone)]
-pub struct RotatingKvCache {
-    k: RotatingCache,
-    v: RotatingCache,
-}
+pub type RotatingKvCache = KvPair<RotatingCache>;
 
 impl RotatingKvCache {
     /// Returns a ring along `dim` of `max_seq_len` positions.
     pub fn new(dim: usize, max_seq_len: usize) -> Self {
         Self { k: RotatingCache::new(dim, max_seq_len), v: RotatingCache::new(dim, max_seq_len) }
-    }
-
-    /// Returns the keys' cache.
-    pub fn k_cache(&self) -> &RotatingCache {
-        &self.k
-    }
-
-    /// Returns the values' cache.
-    pub fn v_cache(&self) -> &RotatingCache {
-        &self.v
-    }
-
-    /// Returns the keys' cache.
-    pub fn k_cache_mut(&mut self) -> &mut RotatingCache {
-        &mut self.k
-    }
-
-    /// Returns the values' cache.
-    pub fn v_cache_mut(&mut self) -> &mut RotatingCache {
-        &mut self.v
     }
 
     /// Returns the keys.

@@ -3,12 +3,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use quote::ToTokens;
-use syn::visit_mut::{VisitMut, visit_path_mut};
+use syn::visit_mut::{VisitMut, visit_path_mut, visit_type_mut};
 use syn::{
-    FnArg, GenericParam, Generics, ImplItem, Item, Path, ReturnType, Signature, Type, Visibility, WherePredicate,
+    FnArg, GenericParam, Generics, Ident, ImplItem, Item, Path, ReturnType, Signature, Type, Visibility, WherePredicate,
 };
 
-use super::source::{ModulePath, Tree};
+use super::source::{ModulePath, Tree, instance};
 
 /// Shortens each path to its last name.
 struct Shorten;
@@ -83,10 +83,49 @@ fn of_signature(signature: &Signature) -> String {
     format!("{unsafety}fn{}({}) -> {output}", of_generics(&signature.generics), arguments.join(", "))
 }
 
+/// Replaces a type parameter by a type.
+struct Substitute<'a>(&'a Ident, &'a Type);
+
+impl VisitMut for Substitute<'_> {
+    fn visit_type_mut(&mut self, ty: &mut Type) {
+        match ty {
+            Type::Path(of) if of.path.is_ident(self.0) => *ty = self.1.clone(),
+            _ => visit_type_mut(self, ty),
+        }
+    }
+}
+
+/// Returns the items of a module, and for an alias of a generic struct also the struct with its methods: under the
+/// alias's name, and with its type argument.
+fn items_with_alias(tree: &Tree, module: &ModulePath, name: &str) -> Vec<Item> {
+    let mut items = tree.modules[module].items.clone();
+    let aliased = tree.modules[module].items.iter().find_map(|item| match item {
+        Item::Type(it) if it.ident == name => instance(&it.ty),
+        _ => None,
+    });
+    let Some((generic, argument)) = aliased else { return items };
+    for item in &mut items {
+        let generics = match item {
+            Item::Struct(it) if it.ident == *generic => {
+                it.ident = Ident::new(name, it.ident.span());
+                &mut it.generics
+            }
+            Item::Impl(it) if instance(&it.self_ty).is_some_and(|(own, _)| own == generic) => {
+                *it.self_ty = syn::parse_str(name).unwrap();
+                &mut it.generics
+            }
+            _ => continue,
+        };
+        let parameter = std::mem::take(generics).type_params().next().unwrap().ident.clone();
+        Substitute(&parameter, argument).visit_item_mut(item);
+    }
+    items
+}
+
 /// Returns an item's signature and those of its public fields, variants, methods and traits.
 pub(super) fn of_item(tree: &Tree, module: &ModulePath, name: &str, kind: &str) -> BTreeMap<String, String> {
     let mut lines = BTreeMap::new();
-    for item in &tree.modules[module].items {
+    for item in &items_with_alias(tree, module, name) {
         match item {
             Item::Fn(it) if kind == "fn" && it.sig.ident == name => {
                 lines.insert("the function".into(), of_signature(&it.sig));

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
 
-use syn::{Attribute, Item, UseTree, Visibility};
+use syn::{Attribute, GenericArgument, Ident, Item, PathArguments, Type, UseTree, Visibility};
 
 /// A module's path from the root.
 pub(super) type ModulePath = Vec<String>;
@@ -231,11 +231,23 @@ fn named(item: &Item) -> Option<(String, &'static str)> {
         Item::Struct(it) => (&it.vis, &it.ident, "struct"),
         Item::Enum(it) => (&it.vis, &it.ident, "enum"),
         Item::Trait(it) => (&it.vis, &it.ident, "trait"),
+        Item::Type(it) if instance(&it.ty).is_some() => (&it.vis, &it.ident, "struct"),
         Item::Type(it) => (&it.vis, &it.ident, "type"),
         Item::Const(it) => (&it.vis, &it.ident, "const"),
         _ => return None,
     };
     is_public(visibility).then(|| (name.to_string(), kind))
+}
+
+/// Returns the name and the argument of a generic struct with one type argument, whose alias stands for a struct.
+pub(super) fn instance(ty: &Type) -> Option<(&Ident, &Type)> {
+    let Type::Path(of) = ty else { return None };
+    let last = of.path.segments.last()?;
+    let PathArguments::AngleBracketed(arguments) = &last.arguments else { return None };
+    match arguments.args.iter().collect::<Vec<_>>()[..] {
+        [GenericArgument::Type(argument)] => Some((&last.ident, argument)),
+        _ => None,
+    }
 }
 
 fn flatten(tree: &UseTree, path: &mut Vec<String>, is_public: bool, imports: &mut Vec<Import>) {
