@@ -5,36 +5,6 @@ use super::super::{embedding as embedding_file, layer_norm as layer_norm_file, l
 use super::{DTYPES, assert_close, check, message, positions, random, random_ids};
 
 #[test]
-fn linear_and_conv1d_match_the_composite() {
-    for dtype in DTYPES {
-        for (shape, inputs, outputs) in
-            [(vec![7, 5], 5, 3), (vec![2, 3, 17], 17, 33), (vec![1, 64], 64, 1), (vec![2, 2, 1, 9], 9, 4)]
-        {
-            let x = random(1, &shape, dtype);
-            let bias = random(3, &[outputs], dtype);
-            let w = random(2, &[outputs, inputs], dtype);
-            let layer = Linear::new(w.as_tensor().clone(), Some(bias.as_tensor().clone()));
-            check(
-                "linear",
-                &[&x, &w, &bias],
-                || layer.forward(&x),
-                || linear_file::composite(&x, &w, Some(&bias), false),
-            );
-            let layer = Linear::new(w.as_tensor().clone(), None);
-            check("linear_no_bias", &[&x, &w], || layer.forward(&x), || linear_file::composite(&x, &w, None, false));
-            let w = random(4, &[inputs, outputs], dtype);
-            let layer = Conv1D::new(w.as_tensor().clone(), Some(bias.as_tensor().clone()));
-            check(
-                "conv1d",
-                &[&x, &w, &bias],
-                || layer.forward(&x),
-                || linear_file::composite(&x, &w, Some(&bias), true),
-            );
-        }
-    }
-}
-
-#[test]
 fn linear_takes_views() {
     for dtype in [DType::F32, DType::BF16] {
         let x = random(1, &[6, 3, 4], dtype);
@@ -81,18 +51,6 @@ fn a_weight_used_twice_gets_both_gradients() {
         || head.forward(&(table.forward(&ids)? + x.as_tensor())?),
         || linear_file::composite(&(embedding_file::composite(&w, &ids)? + x.as_tensor())?, &w, None, false),
     );
-}
-
-#[test]
-fn embedding_matches_the_composite() {
-    for dtype in DTYPES {
-        let w = random(1, &[11, 6], dtype);
-        let table = Embedding::new(w.as_tensor().clone(), w.dims()[1]);
-        for shape in [vec![7], vec![2, 9], vec![3, 1, 2]] {
-            let ids = random_ids(2, &shape, 11);
-            check("embedding", &[&w], || table.forward(&ids), || embedding_file::composite(&w, &ids));
-        }
-    }
 }
 
 /// PyTorch's `padding_idx`: lookups of the row give it no gradient, but a head that shares the weight does.

@@ -13,13 +13,27 @@ fn relative_error(a: &Tensor, b: &Tensor) -> f64 {
 }
 
 #[test]
-fn linear() {
-    for x in [&[4usize, 5][..], &[2, 3, 5], &[2, 2, 3, 5]] {
+fn linear_and_conv1d() {
+    for (x, inputs, outputs) in
+        [(&[4usize, 5][..], 5, 3), (&[2, 3, 17], 17, 33), (&[1, 64], 64, 1), (&[2, 2, 1, 9], 9, 4)]
+    {
         check(
             "Linear",
-            &[x, &[3, 5], &[3]],
+            &[x, &[outputs, inputs], &[outputs]],
             &|a| nn::Linear::new(a[1].clone(), Some(a[2].clone())).forward(&a[0]),
             Some(&|a| candle_nn::Linear::new(a[1].clone(), Some(a[2].clone())).forward(&a[0])),
+        );
+        check(
+            "Linear without bias",
+            &[x, &[outputs, inputs]],
+            &|a| nn::Linear::new(a[1].clone(), None).forward(&a[0]),
+            Some(&|a| candle_nn::Linear::new(a[1].clone(), None).forward(&a[0])),
+        );
+        check(
+            "Conv1D",
+            &[x, &[inputs, outputs], &[outputs]],
+            &|a| nn::Conv1D::new(a[1].clone(), Some(a[2].clone())).forward(&a[0]),
+            Some(&|a| candle_nn::Linear::new(a[1].t()?.contiguous()?, Some(a[2].clone())).forward(&a[0])),
         );
     }
 }
@@ -48,7 +62,7 @@ fn linear_is_right_for_views_unlike_candles() {
 #[test]
 fn embedding_takes_ids_of_each_dtype() {
     for dtype in [DType::U8, DType::U32, DType::I64] {
-        let ids = super::super::random_ids(2, &[2, 3], 7).to_dtype(dtype).unwrap();
+        let ids = super::super::random_ids(2, &[3, 1, 2], 7).to_dtype(dtype).unwrap();
         check(
             "Embedding",
             &[&[7, 4]],
