@@ -2,18 +2,19 @@
 
 use std::{
     fs,
-    net::{Ipv4Addr, SocketAddrV4, TcpListener, TcpStream},
+    net::TcpStream,
     path::Path,
     process::Command,
     thread::sleep,
     time::{Duration, Instant},
 };
 
-use fsdp_test_support::{golden, json_lines, program};
+use fsdp_test_support::{
+    agent::{Agent, free_port},
+    golden, json_lines, program,
+};
 use libtest_mimic::Trial;
-use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, socket_with, sockopt::set_socket_reuseaddr};
 
-use crate::agent::Agent;
 use crate::need::{Need, trials};
 use crate::network::{Host, two_hosts};
 
@@ -154,20 +155,9 @@ fn train(dir: &Path, options: &str, sequences: usize, metrics: &str) -> Agent {
     Agent::start(command)
 }
 
-/// Reserves a loopback port with a socket that does not listen.
-fn held_port() -> (TcpListener, u16) {
-    let socket = socket_with(AddressFamily::INET, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
-    // Lets a listener bind the same port.
-    set_socket_reuseaddr(&socket, true).unwrap();
-    bind(&socket, &SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0)).unwrap();
-    let held = TcpListener::from(socket);
-    let port = held.local_addr().unwrap().port();
-    (held, port)
-}
-
 fn resumes_resharded_when_a_launcher_leaves_and_returns() {
     let dir = tempfile::tempdir().unwrap();
-    let (_held, port) = held_port();
+    let port = free_port();
     let options = format!(
         "--nnodes=1:2 --nproc-per-node=2 --rdzv-endpoint=127.0.0.1:{port} --rdzv-conf=last_call_timeout=0.5 \
             --shutdown-timeout=2"

@@ -2,7 +2,7 @@
 
 use std::{fs, path::Path, process::Command, time::Duration};
 
-use fsdp_test_support::{Run, golden_flags_of, launch, program, run, trajectory::Trajectory};
+use fsdp_test_support::{Run, file_names, golden_flags_of, launch, program, run, trajectory::Trajectory};
 use libtest_mimic::Trial;
 
 use crate::need::{Need, trials};
@@ -64,13 +64,6 @@ fn train(way: Way, options: &[&str], first: usize, steps: usize, more: &[&str], 
     run(command, LIMIT)
 }
 
-fn names(dir: &Path) -> Vec<String> {
-    let entries = fs::read_dir(dir).unwrap();
-    let mut names: Vec<String> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-    names.sort();
-    names
-}
-
 fn ckpt(args: &[&str], dir: &Path) -> Run {
     let mut command = Command::new(program("fsdp-ckpt"));
     command.args(args).current_dir(dir);
@@ -90,9 +83,9 @@ fn resumes(way: Way) {
 
     train(way, &local, 0, 10, &more, dir).ok();
     for host in 0..2 {
-        assert_eq!(names(&part(host)), ["step-00000005", "step-00000010"]);
+        assert_eq!(file_names(&part(host)), ["step-00000005", "step-00000010"]);
         let shard = format!("shard-{:05}-model-00001-of-00001.safetensors", host + 1);
-        assert_eq!(names(&part(host).join("step-00000005")), ["checkpoint.json".to_string(), shard]);
+        assert_eq!(file_names(&part(host).join("step-00000005")), ["checkpoint.json".to_string(), shard]);
     }
     fs::remove_dir_all(part(1).join("step-00000010")).unwrap();
 
@@ -101,8 +94,8 @@ fn resumes(way: Way) {
     assert!(said(0).contains("resumed from saved/step-00000005 at step 5"), "{}", said(0));
     let lost = "no host has the file of rank 1 from node1";
     assert!(said(0).contains(lost) && !said(1).contains(lost), "{} {}", said(0), said(1));
-    assert_eq!(names(&part(0)), ["step-00000010.damaged", "step-00000015", "step-00000020"]);
-    assert_eq!(names(&part(1)), ["step-00000015", "step-00000020"]);
+    assert_eq!(file_names(&part(0)), ["step-00000010.damaged", "step-00000015", "step-00000020"]);
+    assert_eq!(file_names(&part(1)), ["step-00000015", "step-00000020"]);
     // The metrics keep the first five steps of the first run.
     let resumed = Trajectory::of_metrics(&dir.join("metrics.jsonl"));
     let other = tempfile::tempdir().unwrap();

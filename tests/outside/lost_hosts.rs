@@ -8,11 +8,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use fsdp_test_support::{golden, golden_flags, program, trajectory::Trajectory};
+use fsdp_test_support::{agent::Agent, golden, golden_flags, program, trajectory::Trajectory};
 use libtest_mimic::Trial;
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::agent::Agent;
 use crate::need::{Need, trials};
 use crate::way::Way;
 

@@ -4,7 +4,6 @@
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod across_hosts;
-mod agent;
 mod full_disk;
 mod gpu_acceptance;
 mod hosts;

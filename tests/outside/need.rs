@@ -5,10 +5,11 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::sync::OnceLock;
 
+use fsdp_test_support::need::{Mpi, missing};
 use fsdp_test_support::workspace;
 use libtest_mimic::{Completion, Trial};
 
-use crate::{full_disk, limited_memory, manifests, network, slurm, way};
+use crate::{full_disk, limited_memory, manifests, network, slurm};
 
 /// Reason why a requirement is not met, determined once.
 type Missing = OnceLock<Option<String>>;
@@ -44,7 +45,7 @@ impl Need {
             Need::Pytorch => PYTORCH.get_or_init(|| pytorch().err()).as_deref(),
             Need::Mounts => MOUNTS.get_or_init(|| full_disk::mounts().err()).as_deref(),
             Need::Memory => MEMORY.get_or_init(|| limited_memory::memory_can_be_limited().err()).as_deref(),
-            Need::Mpi => MPI.get_or_init(|| way::installed().err()).as_deref(),
+            Need::Mpi => MPI.get_or_init(|| Mpi::Open.mpirun().and(Mpi::Mpich.mpirun()).err()).as_deref(),
             Need::Slurm => SLURM.get_or_init(|| slurm::installed().err()).as_deref(),
             Need::Kubernetes => KUBERNETES.get_or_init(|| manifests::installed().err()).as_deref(),
             Need::Networks => NETWORKS.get_or_init(|| network::two_hosts().err()).as_deref(),
@@ -68,14 +69,8 @@ pub(crate) use trials;
 
 /// Makes a test that is ignored if something that it needs is missing, unless `FSDP_TESTS_REQUIRE=all`.
 pub(crate) fn trial(name: &str, needs: &'static [Need], test: fn()) -> Trial {
-    let none_is_ignored = match env::var("FSDP_TESTS_REQUIRE").as_deref() {
-        Err(env::VarError::NotPresent) | Ok("") => false,
-        Ok("all") => true,
-        other => panic!("FSDP_TESTS_REQUIRE may be \"all\" or unset; it is {other:?}"),
-    };
     Trial::ignorable_test(name, move || match needs.iter().find_map(|need| need.missing()) {
-        Some(reason) if none_is_ignored => Err(reason.into()),
-        Some(reason) => Ok(Completion::ignored_with(reason)),
+        Some(reason) => missing(reason),
         None => {
             test();
             Ok(Completion::Completed)

@@ -2,11 +2,10 @@
 
 use std::{collections::BTreeSet, env, fs, path::Path, process::Command, time::Duration};
 
-use fsdp_test_support::{Run, golden_flags_of, program, run, trajectory::Trajectory, workspace};
+use fsdp_test_support::{Run, golden_flags_of, need::Mpi, program, run, trajectory::Trajectory, workspace};
 use libtest_mimic::Trial;
 
 use crate::need::{Need, trials};
-use crate::way::mpirun;
 
 const NEEDS: &[Need] = &[Need::Networks, Need::Mpi, Need::Slurm];
 /// Steps, and flags of each of four ranks.
@@ -38,7 +37,7 @@ pub(crate) fn installed() -> Result<(), String> {
 /// Runs a bash script on the first of several hosts. `$0` is the batch script, `"$@"` is `train` with the flags of a
 /// recorded run, and `MPICH` and `OPEN_MPI` are the folders of their programs.
 fn on_slurm(hosts: usize, script: &str, (steps, more): (usize, &[&str]), dir: &Path) -> Run {
-    let [mpich, open_mpi] = [false, true].map(|is_open| mpirun(is_open).unwrap().parent().unwrap().to_path_buf());
+    let [mpich, open_mpi] = [Mpi::Mpich, Mpi::Open].map(|mpi| mpi.mpirun().unwrap().parent().unwrap().to_path_buf());
     let programs = program("fsdp-launch").parent().unwrap().to_path_buf();
     let path = env::var_os("PATH").unwrap_or_default();
     let path = env::join_paths([programs, mpich.clone()].into_iter().chain(env::split_paths(&path))).unwrap();

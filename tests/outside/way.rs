@@ -1,13 +1,8 @@
 //! Launchers of ranks on hosts of `tests/hosts/hosts`: those of two MPIs, and ours.
 
-use std::{
-    env, fs,
-    os::unix::fs::PermissionsExt,
-    path::{Path, PathBuf},
-    process::Command,
-};
+use std::{env, fs, os::unix::fs::PermissionsExt, path::Path, process::Command};
 
-use fsdp_test_support::{program, workspace};
+use fsdp_test_support::{need::Mpi, program, workspace};
 
 /// A launcher. Ranks under ours communicate by MPICH.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -44,18 +39,18 @@ impl Way {
         let nodes = nodes.join(",");
         match self {
             Way::OpenMpi => {
-                command.arg("first").arg(mpirun(true).unwrap()).args(["-n", &all, "--host", &nodes]);
+                command.arg("first").arg(Mpi::Open.mpirun().unwrap()).args(["-n", &all, "--host", &nodes]);
                 // Ranks share cores. Open MPI passes on only named variables.
                 command.args(["--bind-to", "none", "-x", "FSDP_TIMEOUT_S"]);
             }
             Way::Mpich => {
-                command.arg("first").arg(mpirun(false).unwrap()).args(["-n", &all, "-hosts", &nodes]);
+                command.arg("first").arg(Mpi::Mpich.mpirun().unwrap()).args(["-n", &all, "-hosts", &nodes]);
             }
             Way::Ours => {
                 let token = dir.join("token");
                 fs::write(&token, "0123456789abcdef0123456789abcdef").unwrap();
                 fs::set_permissions(&token, fs::Permissions::from_mode(0o600)).unwrap();
-                let mpich = mpirun(false).unwrap();
+                let mpich = Mpi::Mpich.mpirun().unwrap();
                 let mut path = mpich.parent().unwrap().as_os_str().to_os_string();
                 path.push(":");
                 path.push(env::var_os("PATH").unwrap_or_default());
@@ -73,27 +68,4 @@ impl Way {
         }
         command
     }
-}
-
-/// Checks that both MPIs are installed.
-pub(crate) fn installed() -> Result<(), String> {
-    mpirun(true).and(mpirun(false)).map(drop)
-}
-
-/// Returns the launcher of Open MPI or of MPICH.
-pub(crate) fn mpirun(is_open_mpi: bool) -> Result<PathBuf, String> {
-    let folders = ["openmpi", "mpich"].map(|name| workspace().join("target/mpi").join(name).join("bin/mpirun"));
-    let launchers: Vec<PathBuf> = match env::var_os("FSDP_TESTS_MPI") {
-        Some(chosen) => env::split_paths(&chosen).collect(),
-        None => folders.into(),
-    };
-    let is_it = |mpirun: &PathBuf| {
-        let version = Command::new(mpirun).arg("--version").output();
-        version.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).contains("Open MPI") == is_open_mpi)
-    };
-    let name = if is_open_mpi { "Open MPI" } else { "MPICH" };
-    launchers.into_iter().find(is_it).ok_or(format!(
-        "{name} is missing (.ci/install installs it in target/mpi; FSDP_TESTS_MPI chooses other launchers, as PATH \
-         lists folders)"
-    ))
 }

@@ -11,7 +11,7 @@ use fsdp_core::process_group::{Options, local};
 use fsdp_core::{Buffer, DType, Placement, ProcessGroup, Readable};
 
 use crate::gated::{self, Gate};
-use crate::processes::Job;
+use crate::processes::start;
 use crate::world::{Broken, Global, fresh, line, list, state, zoo};
 
 /// Memory that changes, like a parameter's.
@@ -164,7 +164,7 @@ pub(crate) fn dies_while_saving(group: ProcessGroup, root: &Path) {
 #[test]
 fn killed_rank_fails_the_others_and_keeps_the_previous_checkpoint() {
     let (root, dir) = fresh();
-    let outcomes = Job::start("dies_while_saving", root.path(), 2, "").outcomes();
+    let outcomes = start("dies_while_saving", root.path()).outcomes();
     assert!(outcomes[0].contains("rank 1") && outcomes[1].contains("signal"), "{outcomes:?}");
     Checkpoint::open(&dir).unwrap().verify().unwrap();
     let left = list(root.path());

@@ -1,5 +1,6 @@
 //! Ranks that are killed during saves, asynchronous saves and removals.
 
+use std::io::BufReader;
 use std::num::NonZeroUsize;
 use std::path::Path;
 use std::sync::Arc;
@@ -9,7 +10,7 @@ use fsdp_ckpt::{AsyncSaver, Checkpoint, SaveState, TensorShard, TensorSource, Wh
 use fsdp_core::layout::Region;
 use fsdp_core::{Buffer, ProcessGroup};
 
-use crate::processes::{Job, next_number};
+use crate::processes::{next_number, start};
 use crate::world::{fresh, line, list};
 
 const KEEP: NonZeroUsize = NonZeroUsize::new(2).unwrap();
@@ -81,8 +82,8 @@ fn survives_two_hundred_kills() {
     let (root, _) = fresh();
     let (mut safe, mut unfinished) = (0, 0);
     for kill in 0..KILLS {
-        let mut job = Job::start("saves_repeatedly", root.path(), 2, "");
-        let mut lines = job.lines();
+        let mut job = start("saves_repeatedly", root.path());
+        let mut lines = BufReader::new(job.0[0].stdout.take().unwrap());
         // The job has started, and has removed stale entries.
         let started =
             next_number(&mut lines, "saved ").unwrap_or_else(|| panic!("kill {kill}: {:?}", list(root.path())));

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
+use fsdp_test_support::need::missing;
 use libtest_mimic::{Completion, Failed, Trial};
 use serde_json::Value;
 use tempfile::TempDir;
@@ -18,13 +19,7 @@ pub(crate) fn trial() -> Trial {
     Trial::ignorable_test("train_goes_on_from_the_store", || -> Result<Completion, Failed> {
         match std::env::var_os(PROGRAM) {
             Some(program) => resumes(Path::new(&program)),
-            None => {
-                let reason = format!("{PROGRAM} names no train that was built with --features object-store");
-                return match std::env::var("FSDP_TESTS_REQUIRE").as_deref() {
-                    Ok("all") => Err(reason.into()),
-                    _ => Ok(Completion::ignored_with(reason)),
-                };
-            }
+            None => return missing(format!("{PROGRAM} names no train that was built with --features object-store")),
         }
         Ok(Completion::Completed)
     })

@@ -40,20 +40,6 @@ proptest! {
 }
 
 #[test]
-fn a_mesh_has_a_group_along_each_dimension() {
-    local::run_with(4, options(4096), |world| {
-        let mesh = DeviceMesh::new(&world, &[("dp", 2), ("tp", 2)]).unwrap();
-        let rank = world.rank();
-        let sum = |group: &ProcessGroup| group.all_reduce_scalar(rank as u32, ReduceOp::Sum).unwrap();
-        assert_eq!(sum(mesh.group(0).unwrap()), [2, 4][rank % 2]);
-        assert_eq!(sum(mesh.group(1).unwrap()), [1, 5][rank / 2]);
-        let tp = mesh.slice(&["tp"]).unwrap();
-        assert_eq!((tp.size(), tp.rank()), (2, rank % 2));
-        assert_eq!(sum(tp.group(0).unwrap()), [1, 5][rank / 2]);
-    });
-}
-
-#[test]
 fn groups_of_meshes_and_slices_follow_the_layout() {
     local::run_with(12, options(4096), |world| {
         let rank = world.rank();

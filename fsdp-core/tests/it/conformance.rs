@@ -7,14 +7,17 @@ use fsdp_core::{
     Buffer, ProcessGroup, ReduceOp, Result,
     process_group::{Backend, Collective, CollectiveOutput, Failure, Guarantees, Membership, Op, Options, local},
 };
-use fsdp_test_support::conformance::{self, Trial};
+use fsdp_test_support::{
+    conformance::{self, Trial},
+    ranks::port,
+};
 
 /// Runs a trial on threads. The first rank to join a world creates it.
 fn threads(trial: &Trial, make: &(dyn Fn(usize, Options) -> Result<Vec<ProcessGroup>> + Sync)) -> Vec<String> {
     let worlds = Mutex::new(Vec::new());
     local::run(trial.size, |first| {
         let joined = Cell::new(0);
-        conformance::take_part(trial.name, &|options| {
+        conformance::take_part(&trial.name, &|options| {
             let (mut worlds, at) = (worlds.lock().unwrap(), joined.replace(joined.get() + 1));
             if worlds.len() == at {
                 worlds.push(make(trial.size, options)?.into_iter().map(Some).collect::<Vec<_>>());
@@ -41,7 +44,7 @@ fn processes_conform_and_leave_nothing_behind() {
     };
     let before = listed();
     conformance::run(Guarantees::ALL, &|trial| {
-        processes::start(&format!("conforms {}", trial.name), processes::port(), processes::all(trial.size)).outcomes()
+        processes::start(&format!("conforms {}", trial.name), port(), processes::all(trial.size)).outcomes()
     });
     assert_eq!(listed(), before);
 }
@@ -133,7 +136,7 @@ fn backends_that_do_not_conform_fail() {
         (Odd::Wrong, all, "all_gather: part "),
         (Odd::Rough, all, "all_reduce: part "),
         (Odd::Off, none, "all_reduce: part "),
-        (Odd::Boastful, all, "guarantees"),
+        (Odd::Boastful, all, "detects_death: true"),
     ] {
         let outcome = std::panic::catch_unwind(|| conformance::run(guarantees, &|trial| threads(trial, &around(odd))));
         let text = *outcome.unwrap_err().downcast::<String>().unwrap();

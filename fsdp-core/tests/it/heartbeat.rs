@@ -12,6 +12,7 @@ use fsdp_core::{
     heartbeat::{self, Age, Progress, Snapshot, StatusPage, VARIABLE},
     process_group::{self, Options},
 };
+use fsdp_test_support::ranks::{self, ROLE};
 use rustix::process::{Pid, Signal, kill_process};
 
 /// A limit that only a hang exceeds.
@@ -24,20 +25,12 @@ struct Rank {
 
 /// Starts two ranks that run `role`.
 fn start(role: &str, timeout: &str) -> [Rank; 2] {
+    let port = ranks::port();
     [0, 1].map(|rank| {
         let page = StatusPage::new().unwrap();
-        let child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "heartbeat::run_as_a_rank", "--nocapture", "--test-threads=1"])
-            .env("FSDP_TEST_ROLE", role)
-            .env("FSDP_TIMEOUT_S", timeout)
-            .env(VARIABLE, page.path())
-            .env("RANK", rank.to_string())
-            .env("WORLD_SIZE", "2")
-            .env("TORCHELASTIC_RUN_ID", format!("{role} {}", std::process::id()))
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
+        let mut command = ranks::command("heartbeat::run_as_a_rank", role, (rank, 2), port);
+        command.env("FSDP_TIMEOUT_S", timeout).env(VARIABLE, page.path());
+        let child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         Rank { child, page }
     })
 }
@@ -79,7 +72,7 @@ fn doing(snapshot: &Snapshot) -> &str {
 /// Not a test: the program of the ranks.
 #[test]
 fn run_as_a_rank() {
-    let Ok(role) = std::env::var("FSDP_TEST_ROLE") else { return };
+    let Ok(role) = std::env::var(ROLE) else { return };
     let wait_for_stdin = || std::io::stdin().read_to_end(&mut Vec::new()).unwrap();
     let env = RankEnv::from_env().unwrap();
     let world = process_group::init(&env, Options::default()).unwrap();
@@ -94,7 +87,7 @@ fn run_as_a_rank() {
             if role == "starts_a_child" {
                 let child = Command::new(std::env::current_exe().unwrap())
                     .args(["--exact", "heartbeat::run_as_a_rank", "--nocapture"])
-                    .env("FSDP_TEST_ROLE", "waits")
+                    .env(ROLE, "waits")
                     .env("RANK", "0")
                     .env("WORLD_SIZE", "1")
                     .stdin(Stdio::piped())

@@ -1,83 +1,18 @@
 //! The shm backend with ranks as processes. Each test runs this binary again for each rank, with the name of a role.
 
-use std::{
-    io::Read,
-    process::{Child, Command, Stdio},
-    sync::atomic::{AtomicU16, Ordering},
-    time::{Duration, Instant},
-};
+use std::time::Duration;
 
 use fsdp_core::{
-    Buffer, DType, Error, ProcessGroup, RankEnv, ReduceOp,
+    ProcessGroup, RankEnv,
     process_group::{Options, shm},
 };
-use fsdp_test_support::conformance;
-
-/// Longer than any test takes.
-const HANG: Duration = Duration::from_secs(100);
-
-/// Processes that run a role and print one line each.
-pub(crate) struct Job(Vec<Child>);
-
-/// Returns a new port for each job of this process. Other processes have other run ids.
-pub(crate) fn port() -> u16 {
-    static NEXT: AtomicU16 = AtomicU16::new(20_000);
-    NEXT.fetch_add(1, Ordering::Relaxed)
-}
+use fsdp_test_support::{
+    conformance,
+    ranks::{self, Job, ROLE, port},
+};
 
 pub(crate) fn start(role: &str, port: u16, ranks: impl IntoIterator<Item = (usize, usize)>) -> Job {
-    let children = ranks.into_iter().map(|(rank, size)| {
-        Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "processes::run_as_a_rank", "--nocapture", "--test-threads=1"])
-            .env("FSDP_TEST_ROLE", role)
-            .env("RANK", rank.to_string())
-            .env("WORLD_SIZE", size.to_string())
-            .env("MASTER_PORT", port.to_string())
-            .env("TORCHELASTIC_RUN_ID", format!("test {}", std::process::id()))
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap()
-    });
-    Job(children.collect())
-}
-
-impl Job {
-    /// Returns the text that each rank printed after "says: ", or its exit status.
-    pub(crate) fn outcomes(mut self) -> Vec<String> {
-        let started = Instant::now();
-        self.0
-            .iter_mut()
-            .map(|child| {
-                let status = loop {
-                    match child.try_wait().unwrap() {
-                        Some(status) => break status,
-                        None if started.elapsed() > HANG => {
-                            child.kill().unwrap();
-                            return "hung".to_string();
-                        }
-                        None => std::thread::sleep(Duration::from_millis(5)),
-                    }
-                };
-                let mut text = String::new();
-                child.stdout.take().unwrap().read_to_string(&mut text).unwrap();
-                child.stderr.take().unwrap().read_to_string(&mut text).unwrap();
-                match text.lines().find_map(|line| line.split_once("says: ")) {
-                    Some((_, said)) => said.to_string(),
-                    None => format!("{status}: {text}"),
-                }
-            })
-            .collect()
-    }
-}
-
-impl Drop for Job {
-    fn drop(&mut self) {
-        for child in &mut self.0 {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-    }
+    Job::start(ranks.into_iter().map(|rank| ranks::command("processes::run_as_a_rank", role, rank, port)))
 }
 
 pub(crate) fn all(size: usize) -> impl Iterator<Item = (usize, usize)> {
@@ -87,7 +22,7 @@ pub(crate) fn all(size: usize) -> impl Iterator<Item = (usize, usize)> {
 /// Not a test: entry point of the processes that the tests start.
 #[test]
 fn run_as_a_rank() {
-    let Ok(role) = std::env::var("FSDP_TEST_ROLE") else { return };
+    let Ok(role) = std::env::var(ROLE) else { return };
     let env = RankEnv::from_env().unwrap();
     if let Some(trial) = role.strip_prefix("conforms ") {
         println!("says: {}", conformance::take_part(trial, &|options| shm::connect(&env, options)));
@@ -103,7 +38,6 @@ fn run_as_a_rank() {
         Err(error) => format!("{error}"),
         Ok(world) => match role.as_str() {
             "computes" | "is_impatient" => computes(world),
-            "loses_one" => loses_one(world),
             "loses_one_in_a_split" => loses_one_in_a_split(world),
             "exits_after_the_last_collective" => {
                 world.barrier().wait().unwrap();
@@ -132,27 +66,6 @@ fn die() -> ! {
     unreachable!("killed")
 }
 
-fn loses_one(world: ProcessGroup) -> String {
-    for round in 0.. {
-        if world.rank() == 1 && round == 5 {
-            // Dies during a large collective.
-            let work = world.all_reduce(vec![Buffer::zeros(DType::F32, 50 << 20)], ReduceOp::Sum);
-            drop(work);
-            die();
-        }
-        let len = if round == 5 { 50 << 20 } else { 1000 };
-        match world.all_reduce(vec![Buffer::zeros(DType::F32, len)], ReduceOp::Sum).wait() {
-            Ok(_) => {}
-            Err(error @ Error::PeerLost { peer: 1, .. }) => {
-                assert!(world.barrier().wait().is_err());
-                return format!("lost: {error}");
-            }
-            Err(error) => return format!("unexpected: {error:?}"),
-        }
-    }
-    unreachable!("the loop ends by an error")
-}
-
 fn loses_one_in_a_split(world: ProcessGroup) -> String {
     if world.rank() == 0 {
         // The other half can meet. The first rank of this half never starts its rendezvous.
@@ -178,19 +91,6 @@ fn loses_one_in_a_split(world: ProcessGroup) -> String {
 #[test]
 fn shared_memory_has_no_name() {
     assert_eq!(start("computes", port(), all(2)).outcomes(), vec!["done"; 2]);
-}
-
-#[test]
-fn a_killed_rank_is_named_by_all_others() {
-    for size in [2, 4] {
-        let outcomes = start("loses_one", port(), all(size)).outcomes();
-        for (rank, outcome) in outcomes.iter().enumerate() {
-            match rank {
-                1 => assert!(outcome.contains("signal: 9"), "{outcome}"),
-                _ => assert!(outcome.contains("lost: ") && outcome.contains("rank 1 died. "), "{outcome}"),
-            }
-        }
-    }
 }
 
 #[test]

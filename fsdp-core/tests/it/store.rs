@@ -230,17 +230,6 @@ fn pending_requests_are_answered_before_the_server_stops() {
 pub(crate) fn take_part(role: &str, env: &RankEnv) -> String {
     let store = TcpStore::connect(env, &Secret::from_env(env).unwrap(), LONG).unwrap();
     match role {
-        "counts" => {
-            count_up(&store, 25);
-            store.set(&format!("done {}", env.rank), b"").unwrap();
-            (0..env.world_size).for_each(|rank| drop(store.get(&format!("done {rank}"), LONG).unwrap()));
-            let count = number(&store, "count");
-            store.set(&format!("told {}", env.rank), b"").unwrap();
-            if env.rank == 0 {
-                (0..env.world_size).for_each(|rank| drop(store.get(&format!("told {rank}"), LONG).unwrap()));
-            }
-            count.to_string()
-        }
         "outlive" | "outwait" if env.rank == 0 => {
             let pid = rustix::process::getpid().as_raw_pid();
             store.set("pid of the holder", pid.to_string().as_bytes()).unwrap();
@@ -267,11 +256,6 @@ pub(crate) fn take_part(role: &str, env: &RankEnv) -> String {
             format!("{is_in_time} {error}")
         }
     }
-}
-
-#[test]
-fn processes_share_a_store() {
-    assert_eq!(start("store counts", free_port(), all(4)).outcomes(), vec!["100"; 4]);
 }
 
 #[test]

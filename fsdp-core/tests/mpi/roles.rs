@@ -7,9 +7,7 @@ use fsdp_core::{
     process_group::{self, Options, mpi, shm},
 };
 use fsdp_test_support::conformance;
-use half::{bf16, f16};
-
-use crate::told;
+use tracing::Level;
 
 /// Plays a role, and writes what it has to say.
 pub(crate) fn play(role: &str) {
@@ -60,24 +58,6 @@ fn options() -> Options {
     Options::default().with_timeout(Duration::from_secs(60))
 }
 
-/// Numbers whose sums and products are rounded in every dtype of floats, and overflow in every other.
-fn values(rank: usize, len: usize, dtype: DType) -> Buffer {
-    let number = |at: usize| ((at * 8 + rank) as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 20;
-    let float = |at: usize| {
-        let number = number(at);
-        (number % 1999) as f32 / 7.0 / (1 << (number >> 20 & 7)) as f32 - 9.0
-    };
-    match dtype {
-        DType::U8 => Buffer::U8((0..len).map(|at| number(at) as u8).collect()),
-        DType::U32 => Buffer::U32((0..len).map(|at| number(at) as u32).collect()),
-        DType::I64 => Buffer::I64((0..len).map(|at| number(at) as i64 - (1 << 40)).collect()),
-        DType::BF16 => Buffer::BF16((0..len).map(|at| bf16::from_f32(float(at))).collect()),
-        DType::F16 => Buffer::F16((0..len).map(|at| f16::from_f32(float(at))).collect()),
-        DType::F32 => Buffer::F32((0..len).map(float).collect()),
-        _ => Buffer::F64((0..len).map(|at| f64::from(float(at)) / 3.0).collect()),
-    }
-}
-
 /// Groups over MPI and over shared memory give the same.
 fn bits(env: &RankEnv, on_hosts: &dyn Fn(Options) -> Options) -> String {
     let (rank, size) = (env.rank, env.world_size);
@@ -95,7 +75,7 @@ fn bits(env: &RankEnv, on_hosts: &dyn Fn(Options) -> Options) -> String {
             let len = counts.iter().sum();
             let ours = |op, len: usize| -> Vec<Buffer> {
                 let has_one = |dtype: &&DType| op != ReduceOp::Avg || dtype.is_float();
-                dtypes.iter().filter(has_one).map(|dtype| values(rank, len, *dtype)).collect()
+                dtypes.iter().filter(has_one).map(|dtype| conformance::input(1, rank, 0, *dtype, len)).collect()
             };
             let moved = |group: &ProcessGroup| {
                 let gather = ours(ReduceOp::Sum, counts[rank]).into_iter().map(|input| {
@@ -246,8 +226,11 @@ fn comes_late(env: &RankEnv) -> String {
     if env.rank == 1 {
         std::thread::sleep(Duration::from_secs(8));
     }
-    let (met, warnings) = told::warnings(|| mpi::connect(env, options()));
-    format!("{}; met {}", warnings.join("; "), met.unwrap().all_reduce_scalar(1u32, ReduceOp::Sum).unwrap())
+    let log = folder().join(format!("warnings of {}", env.rank));
+    let warnings = tracing_subscriber::fmt().with_ansi(false).with_max_level(Level::WARN);
+    warnings.with_writer(std::fs::File::create(&log).unwrap()).init();
+    let met = mpi::connect(env, options()).unwrap().all_reduce_scalar(1u32, ReduceOp::Sum).unwrap();
+    format!("{}; met {met}", std::fs::read_to_string(log).unwrap().trim())
 }
 
 /// Rank 0 is on its way to another backend.

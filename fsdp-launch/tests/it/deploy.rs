@@ -11,10 +11,11 @@ use std::{
 
 use clap::Parser;
 use fsdp_launch::{Args, LaunchSpec};
+use fsdp_test_support::agent::free_port;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use crate::{TIMEOUT, executable, finish, hear_signals, hosts::free_port, sorted, wait_until};
+use crate::{TIMEOUT, executable, finish, hear_signals, sorted, wait_until};
 
 fn example(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/deploy").join(name)

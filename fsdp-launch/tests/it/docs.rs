@@ -2,7 +2,9 @@
 
 use std::{fs, os::unix::fs::PermissionsExt, path::Path, thread};
 
-use crate::{Running, TIMEOUT, executable, finish, hosts::free_port, launcher, wait_until};
+use fsdp_test_support::agent::free_port;
+
+use crate::{Running, TIMEOUT, executable, finish, launcher, wait_until};
 
 fn document() -> String {
     fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/launching.md")).unwrap()

@@ -2,9 +2,11 @@
 
 use std::fs;
 
+use fsdp_test_support::agent::{Agent, free_port};
+
 use crate::{
     Running, assert_gone_soon, finish,
-    hosts::{Agent, agents_of, free_port, start},
+    hosts::{agents_of, start},
     launcher, sorted, wait_for, without_times,
 };
 
@@ -151,39 +153,22 @@ fn ranks_share_a_secret_that_is_not_visible() {
     let mut command = std::process::Command::new(assert_cmd::cargo::cargo_bin!("fsdp-launch"));
     command.args(["sh", "-c", &script]).env("TMPDIR", dir.path()).env("RUST_LOG", "trace");
     command.env("FSDP_STORE_SECRET", "that of another run");
-    let log = dir.path().join("log");
-    let run = Watched(
-        command
-            .stdout(fs::File::create(&log).unwrap())
-            .stderr(fs::OpenOptions::new().append(true).open(&log).unwrap())
-            .spawn()
-            .unwrap(),
-    );
+    let run = Agent::start(command);
     let secret_of_rank = || {
         let text = fs::read_to_string(&secret).ok()?;
-        let is_ready = text.ends_with('\n') && fs::read_to_string(&log).unwrap().contains("ready");
+        let is_ready = text.ends_with('\n') && run.text().contains("ready");
         is_ready.then(|| text.trim().to_owned())
     };
     let text = wait_for(secret_of_rank, || "the rank did not start");
     assert_eq!(text.len(), 64);
-    // Neither files, nor the command line, nor `status` contain it.
+    // Neither output, nor files, nor the command line, nor `status` contain it.
     fs::remove_file(&secret).unwrap();
     let seen = std::process::Command::new("grep").args(["-r", &text]).arg(dir.path()).output().unwrap();
-    assert!(seen.stdout.is_empty(), "{seen:?}");
-    let line = fs::read(format!("/proc/{}/cmdline", run.0.id())).unwrap();
+    assert!(seen.stdout.is_empty() && !run.text().contains(&text), "{seen:?}");
+    let line = fs::read(format!("/proc/{}/cmdline", run.id())).unwrap();
     assert!(!String::from_utf8_lossy(&line).contains(&text));
     let (_, stdout, stderr) = finish(&mut launcher(&["--dry-run", "--nproc-per-node=2", "true"]));
     assert!(!stdout.contains("FSDP_STORE_SECRET") && stderr.is_empty(), "{stdout}");
-}
-
-/// A launcher that is killed at the end of the test.
-struct Watched(std::process::Child);
-
-impl Drop for Watched {
-    fn drop(&mut self) {
-        self.0.kill().ok();
-        self.0.wait().ok();
-    }
 }
 
 #[test]

@@ -5,9 +5,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+use fsdp_test_support::agent::free_port;
 use serde_json::Value;
 
-use crate::{Running, TIMEOUT, executable, finish, heartbeats::rank_program, hosts::free_port, launcher};
+use crate::{Running, TIMEOUT, executable, finish, heartbeats::rank_program, launcher};
 
 /// Returns the run of this id as JSON, once it matches.
 fn status_when(run: &str, wanted: impl Fn(&Value) -> bool) -> Value {

@@ -10,9 +10,10 @@ use std::{
     time::Duration,
 };
 
+use fsdp_test_support::agent::free_port;
 use rustix::process::Signal;
 
-use crate::{Running, finish, hosts::free_port, launcher};
+use crate::{Running, finish, launcher};
 
 /// Starts a launcher that waits for a second one. Returns it with its port and token file.
 fn waiting(dir: &std::path::Path) -> (Running, u16, String) {

@@ -3,33 +3,28 @@
 //! Without MPICH and a C compiler, the tests are ignored. With `FSDP_TESTS_REQUIRE=all`, as in CI, they fail instead.
 #![allow(clippy::unwrap_used, missing_docs)]
 
-mod installed;
-
 use std::{
     net::TcpListener,
-    path::Path,
-    process::{Child, Command, Stdio},
-    thread::sleep,
-    time::{Duration, Instant},
+    path::{Path, PathBuf},
+    process::Command,
 };
 
-use installed::Program;
+use fsdp_test_support::{
+    agent::Agent,
+    need::{Mpi, missing},
+};
 use libtest_mimic::{Arguments, Completion, Trial};
 
-/// A limit that only a hang exceeds.
-const TIMEOUT: Duration = Duration::from_secs(180);
-
 fn main() {
-    let program = installed::program();
+    let program = build();
     let trial = |name: &'static str, test: fn(&Path)| {
         let program = program.clone();
         Trial::ignorable_test(name, move || match program {
-            Program::Built(path) => {
+            Ok(path) => {
                 test(&path);
                 Ok(Completion::Completed)
             }
-            Program::Missing { why, is_required: true } => Err(why.into()),
-            Program::Missing { why, is_required: false } => Ok(Completion::ignored_with(why)),
+            Err(why) => missing(why),
         })
     };
     let trials = vec![
@@ -43,42 +38,22 @@ fn main() {
     libtest_mimic::run(&Arguments::from_args(), trials).exit()
 }
 
-/// A launcher with a time limit.
-struct Launcher(Child);
-
-impl Launcher {
-    fn start(options: &[String], program: &Path, mode: &str) -> Self {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_fsdp-launch"));
-        command.args(options).arg(program).arg(mode).env_remove("RUST_LOG");
-        Launcher(command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap())
-    }
-
-    fn finish(mut self) -> (Option<i32>, String) {
-        let (mut stdout, mut stderr) = (self.0.stdout.take().unwrap(), self.0.stderr.take().unwrap());
-        let reading = [
-            std::thread::spawn(move || std::io::read_to_string(&mut stdout).unwrap()),
-            std::thread::spawn(move || std::io::read_to_string(&mut stderr).unwrap()),
-        ];
-        let began = Instant::now();
-        let status = loop {
-            match self.0.try_wait().unwrap() {
-                Some(status) => break status.code(),
-                None if began.elapsed() > TIMEOUT => {
-                    self.0.kill().unwrap();
-                    break None;
-                }
-                None => sleep(Duration::from_millis(5)),
-            }
-        };
-        (status, reading.map(|text| text.join().unwrap()).concat())
+/// Builds the program of the ranks by the compiler beside MPICH's launcher.
+fn build() -> Result<PathBuf, String> {
+    let mpicc = Mpi::Mpich.mpirun()?.with_file_name("mpicc");
+    let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("mpich-{}", std::process::id()));
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/mpich/program.c");
+    match Command::new(&mpicc).arg(source).arg("-o").arg(&program).output() {
+        Ok(output) if output.status.success() => Ok(program),
+        Ok(output) => Err(format!("{}: {}", mpicc.display(), String::from_utf8_lossy(&output.stderr))),
+        Err(error) => Err(format!("{}: {error}", mpicc.display())),
     }
 }
 
-impl Drop for Launcher {
-    fn drop(&mut self) {
-        self.0.kill().ok();
-        self.0.wait().ok();
-    }
+fn launcher(options: &[String], program: &Path, mode: &str) -> Agent {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_fsdp-launch"));
+    command.args(options).arg(program).arg(mode).env_remove("RUST_LOG");
+    Agent::start(command)
 }
 
 /// Runs launchers with these numbers of ranks. To MPICH each is a host, so ranks communicate over the network.
@@ -92,15 +67,15 @@ fn hosts(ranks: &[usize], options: &[&str], program: &Path, mode: &str) -> Vec<(
             format!("--rdzv-endpoint=localhost:{port}"),
         ];
         all.extend(options.iter().map(|option| option.to_string()));
-        Launcher::start(&all, program, mode)
+        launcher(&all, program, mode)
     });
     // Start all before waiting for one.
     let launchers: Vec<_> = launchers.collect();
-    launchers.into_iter().map(Launcher::finish).collect()
+    launchers.into_iter().map(Agent::finish).collect()
 }
 
 fn one_host(ranks: usize, program: &Path, mode: &str) -> (Option<i32>, String) {
-    Launcher::start(&[format!("--nproc-per-node={ranks}")], program, mode).finish()
+    launcher(&[format!("--nproc-per-node={ranks}")], program, mode).finish()
 }
 
 /// Returns the ranks' lines, sorted.

@@ -2,9 +2,12 @@
 //!
 //! The crate depends on fsdp-core only, so that the tests of fsdp-core and fsdp-launch do not compile Candle.
 
+pub mod agent;
 pub mod combinations;
 pub mod conformance;
 pub mod leftovers;
+pub mod need;
+pub mod ranks;
 pub mod tolerance;
 pub mod trace;
 pub mod trajectory;

@@ -36,11 +36,7 @@ impl Trace {
     /// # Panics
     /// If the file is not a JSON array of objects.
     pub fn read(file: &Path) -> Self {
-        let text = match std::fs::read_to_string(file) {
-            Ok(text) => text,
-            Err(error) => panic!("{}: {error}", file.display()),
-        };
-        match serde_json::from_str(&text) {
+        match serde_json::from_str(&crate::read_text(file)) {
             Ok(events) => Trace(events),
             Err(error) => panic!("{}: {error}", file.display()),
         }

@@ -1,11 +1,10 @@
 //! Losses and gradient norms of a run by step: ours from its metrics, PyTorch's from its record.
 
-use std::fs;
 use std::path::Path;
 
 use serde_json::Value;
 
-use crate::golden;
+use crate::{golden, read_text};
 
 /// A step's number, the mean loss over all ranks' tokens, and the gradient norm before clipping.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -49,7 +48,7 @@ impl Trajectory {
     /// # Panics
     /// If the file cannot be read or parsed.
     pub fn of_metrics(path: &Path) -> Self {
-        read(path).lines().map(|line| step(&parse(line, path), path)).collect()
+        read_text(path).lines().map(|line| step(&parse(line, path), path)).collect()
     }
 
     /// Reads a record that `tests/golden/record.py` wrote.
@@ -57,7 +56,7 @@ impl Trajectory {
     /// # Panics
     /// If the file cannot be read or parsed.
     pub fn of_record(path: &Path) -> Self {
-        let record = parse(&read(path), path);
+        let record = parse(&read_text(path), path);
         let steps = record["trajectory"].as_array().unwrap_or_else(|| panic!("{}: no trajectory", path.display()));
         steps.iter().map(|value| step(value, path)).collect()
     }
@@ -102,10 +101,6 @@ impl FromIterator<Step> for Trajectory {
     fn from_iter<I: IntoIterator<Item = Step>>(steps: I) -> Self {
         Trajectory(steps.into_iter().collect())
     }
-}
-
-fn read(path: &Path) -> String {
-    fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
 fn parse(text: &str, path: &Path) -> Value {

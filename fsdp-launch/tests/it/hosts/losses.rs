@@ -4,7 +4,9 @@ use std::{fs, thread::sleep, time::Duration};
 
 use rustix::process::Signal;
 
-use super::agent::{Agent, PLACE, agents_of, free_port, start, start_first};
+use fsdp_test_support::agent::{Agent, free_port};
+
+use super::agent::{PLACE, agents_of, attempt_of, start, start_first};
 use crate::assert_gone_soon;
 
 #[test]
@@ -15,14 +17,14 @@ fn a_run_shrinks_when_a_host_is_killed_and_grows_when_it_comes_back() {
     let script = format!("{PLACE}; echo pid $$; until [ -e {} ]; do sleep 0.02; done", flag.display());
     let first = start_first(&options, &[], &script);
     let second = start(&options, &[], &script);
-    let both = first.attempt_of(2, 0);
+    let both = attempt_of(&first, 2, 0);
     second.wait_for("pid", 1);
     let lost = second.pids();
     second.signal(Signal::KILL);
-    assert_eq!(first.attempt_of(1, both), both + 1);
+    assert_eq!(attempt_of(&first, 1, both), both + 1);
     assert_gone_soon(&lost);
     let third = start(&options, &[], &script);
-    assert_eq!([&first, &third].map(|agent| agent.attempt_of(2, both + 1)), [both + 2; 2]);
+    assert_eq!([&first, &third].map(|agent| attempt_of(agent, 2, both + 1)), [both + 2; 2]);
     fs::write(flag, "").unwrap();
     let (code, text) = first.finish();
     assert_eq!((code, third.finish().0), (Some(0), Some(0)), "{text}");
@@ -95,12 +97,12 @@ fn an_elastic_run_survives_the_loss_of_the_rendezvous() {
     let script = format!("{PLACE}; until [ -e {} ]; do sleep 0.02; done", flag.display());
     let first = start_first(&options, &[], &script);
     let second = start(&options, &[], &script);
-    let both = second.attempt_of(2, 0);
+    let both = attempt_of(&second, 2, 0);
     first.signal(Signal::KILL);
-    assert_eq!(second.attempt_of(1, both), both + 1);
+    assert_eq!(attempt_of(&second, 1, both), both + 1);
     // The new launcher takes over the count of the others.
     let third = start(&options, &[], &script);
-    assert_eq!([&second, &third].map(|agent| agent.attempt_of(2, both + 1)), [both + 2; 2]);
+    assert_eq!([&second, &third].map(|agent| attempt_of(agent, 2, both + 1)), [both + 2; 2]);
     fs::write(flag, "").unwrap();
     let (code, text) = second.finish();
     assert_eq!((code, third.finish().0), (Some(0), Some(0)), "{text}");
@@ -123,13 +125,13 @@ fn a_new_coordinator_takes_over_the_attempt_count() {
     );
     let first = start_first(&options, &[], &script);
     let second = start(&options, &[], &script);
-    let [both, _] = [&first, &second].map(|agent| agent.attempt_of(2, 0));
+    let [both, _] = [&first, &second].map(|agent| attempt_of(agent, 2, 0));
     first.signal(Signal::KILL);
     fs::write(dir.path().join("later"), "").unwrap();
     let third = start(&options, &[], &script);
-    assert_eq!(third.attempt_of(1, 0), 0);
+    assert_eq!(attempt_of(&third, 1, 0), 0);
     fs::write(dir.path().join("other"), "").unwrap();
-    assert_eq!([&second, &third].map(|agent| agent.attempt_of(2, both + 1)), [both + 1; 2]);
+    assert_eq!([&second, &third].map(|agent| attempt_of(agent, 2, both + 1)), [both + 1; 2]);
     fs::write(dir.path().join("enough"), "").unwrap();
     for (code, text) in [second, third].map(Agent::finish) {
         assert_eq!(code, Some(0), "{text}");

@@ -5,9 +5,9 @@ mod losses;
 
 use std::{fs, net::TcpListener};
 
-pub(crate) use agent::free_port;
 use agent::start_first;
-pub(crate) use agent::{Agent, agents_of, start};
+pub(crate) use agent::{agents_of, start};
+use fsdp_test_support::agent::{Agent, free_port};
 use rustix::process::Signal;
 
 use crate::{assert_gone_soon, executable, finish, heartbeats::rank_program, launcher, sorted, without_times};

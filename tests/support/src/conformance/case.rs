@@ -172,8 +172,8 @@ fn scrambled(mut x: u64) -> u64 {
     x ^ x >> 31
 }
 
-/// Returns the input of rank `rank` for part `part`.
-fn input(seed: u64, rank: usize, part: usize, dtype: DType, len: usize) -> Buffer {
+/// Returns the input of rank `rank` for part `part`: numbers whose sums and products are rounded, or overflow.
+pub fn input(seed: u64, rank: usize, part: usize, dtype: DType, len: usize) -> Buffer {
     let values = (0..len).map(|index| value(seed, rank, part, index));
     let float = |value: i64| value as f64 / 7.0;
     match dtype {
