@@ -69,22 +69,6 @@ fn resumes_the_loss_scale() {
     }
 }
 
-#[test]
-fn async_saves_equal_blocking_saves_and_keep_the_newest() {
-    let dir = tempfile::tempdir().unwrap();
-    let saves = "--save-every 3 --keep 2 --checkpoint-dir";
-    let plain = train(dir.path(), 2, 10, &format!("{saves} plain"), "plain.jsonl");
-    let background = train(dir.path(), 2, 10, &format!("{saves} background --async-save"), "background.jsonl");
-    assert_eq!(background, plain);
-    for run in ["plain", "background"] {
-        assert_eq!(file_names(&dir.path().join(run)), ["step-00000009", "step-00000010"], "{run}");
-    }
-    for step in ["step-00000009", "step-00000010"] {
-        let [plain, background] = ["plain", "background"].map(|run| files(&dir.path().join(run).join(step)));
-        assert!(plain == background, "{step}");
-    }
-}
-
 fn truncate(file: &Path) {
     let bytes = fs::read(file).unwrap();
     fs::write(file, &bytes[..bytes.len() / 2]).unwrap();

@@ -226,6 +226,7 @@ fn help_and_usage_errors() {
         &["convert", "a", "b", "--to", "fsdp", "--mesh", "4096x4096"],
         &["convert", "a", "b", "--to", "fsdp", "--mesh", "2x2", "--world-size", "4"],
         &["convert", "a", "b", "--to", "fsdp", "--max-shard-size", "1GB"],
+        &["convert", "a", "b", "--to", "torch-dcp", "--mesh", "2x2"],
         &["convert", "a", "b", "--to", "hf", "--world-size", "4"],
         &["convert", "a", "b", "--to", "hf", "--max-shard-size", "much"],
         &["convert", "a", "b", "--to", "hf", "--dtype", "i8"],

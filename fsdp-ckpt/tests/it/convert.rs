@@ -166,6 +166,7 @@ fn convert_to_dcp_writes_optimizer_options() {
     let option = |key: &str| &values[&format!("optim.param_groups.even.weight.{key}")];
     assert_eq!((option("lr"), option("amsgrad"), option("fused")), (&0.25.into(), &false.into(), &().into()));
     assert!(!values.contains_key("optim.param_groups") && values["step"] == 10);
+    assert_eq!(option("decoupled_weight_decay"), true);
     // SGD gets no options of AdamW.
     assert_eq!(values["optim.param_groups.of_sgd.momentum"], 0.75);
     assert!(!values.contains_key("optim.param_groups.of_sgd.amsgrad"));

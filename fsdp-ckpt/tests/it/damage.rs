@@ -28,18 +28,6 @@ fn missing_manifest_is_incomplete() {
 }
 
 #[test]
-fn names_missing_and_truncated_files() {
-    let (_root, dir) = saved(2);
-    let path = dir.join(FIRST);
-    let bytes = std::fs::read(&path).unwrap();
-    std::fs::write(&path, &bytes[..bytes.len() - 1]).unwrap();
-    let message = open_fails(&dir);
-    assert!(message.contains(FIRST) && message.contains(&format!("expected {}", bytes.len())), "{message}");
-    std::fs::remove_file(&path).unwrap();
-    assert!(open_fails(&dir).contains(&format!("has no file {FIRST:?}")));
-}
-
-#[test]
 fn detects_every_flipped_bit_of_data() {
     let (_root, dir) = saved(2);
     let path = dir.join(FIRST);

@@ -62,31 +62,6 @@ fn exports_from_a_2d_mesh() {
 }
 
 #[test]
-fn reads_an_indexed_model() {
-    let root = tempfile::tempdir().unwrap();
-    let globals = &zoo()[..4];
-    for (i, half) in globals.chunks(2).enumerate() {
-        let dir = root.path().join(format!("part{i}"));
-        export_all(&dir, half, &line(1)).remove(0).unwrap();
-        std::fs::copy(dir.join("model.safetensors"), root.path().join(format!("part-{i}.safetensors"))).unwrap();
-    }
-    let map: serde_json::Map<String, serde_json::Value> = globals
-        .iter()
-        .enumerate()
-        .map(|(i, global)| (global.fqn.clone(), format!("part-{}.safetensors", i / 2).into()))
-        .collect();
-    let index = serde_json::json!({ "metadata": { "total_size": 1 }, "weight_map": map });
-    std::fs::write(root.path().join("model.safetensors.index.json"), index.to_string()).unwrap();
-    let model = HfModel::open(root.path()).unwrap();
-    assert_eq!(model.names().count(), 4);
-    for global in globals {
-        let mut whole = vec![0; global.bytes.len()];
-        model.read(&global.fqn, &Region::whole(&global.shape), &mut whole).unwrap();
-        assert_eq!(whole, global.bytes);
-    }
-}
-
-#[test]
 fn export_removes_only_stale_files() {
     let root = tempfile::tempdir().unwrap();
     let dir = root.path().join("model");

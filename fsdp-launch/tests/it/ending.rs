@@ -11,94 +11,67 @@ fn success_is_silent() {
     assert_eq!(finish(&mut ranks(3, "exit 0")), (Some(0), String::new(), String::new()));
 }
 
-#[test]
-fn the_launcher_exits_with_the_failed_ranks_code() {
-    let (code, _, stderr) = finish(&mut ranks(2, "[ $RANK = 0 ] || exit 3; sleep 300"));
-    assert_eq!(code, Some(3));
-    assert!(stderr.contains("rank 1 (pid ") && stderr.contains("failed first, with exit code 3"), "{stderr}");
-    assert!(stderr.contains("rank 0: ended by SIGTERM"), "{stderr}");
-}
+/// Waits until the process whose id is in the file `pid` has ended.
+const AFTER_PID: &str =
+    "while [ ! -e pid ]; do sleep 0.01; done; read pid < pid; while kill -0 $pid 2>/dev/null; do :; done";
 
 #[test]
-fn a_fatal_signal_is_named() {
-    for (signal, number) in [("SEGV", 11), ("KILL", 9), ("ABRT", 6)] {
-        let (code, _, stderr) = finish(&mut ranks(2, &format!("[ $RANK = 1 ] && kill -{signal} $$; sleep 300")));
-        assert_eq!(code, Some(128 + number));
-        assert!(stderr.contains(&format!("failed first, killed by SIG{signal}")), "{stderr}");
-    }
-}
-
-#[test]
-fn the_first_failure_is_reported() {
-    // Rank 0 fails because rank 1 has failed.
-    let dir = tempfile::tempdir().unwrap();
-    let script = format!(
-        "cd {}; if [ $RANK = 1 ]; then echo $$ > new; mv new pid; exit 5; fi; \
-         while [ ! -e pid ]; do sleep 0.01; done; while kill -0 $(cat pid) 2>/dev/null; do :; done; exit 1",
-        dir.path().display()
-    );
-    let (code, _, stderr) = finish(&mut ranks(2, &script));
-    assert_eq!(code, Some(5));
-    assert!(stderr.contains("rank 1 (pid") && stderr.contains("failed first, with exit code 5"), "{stderr}");
-}
-
-#[test]
-fn later_failures_are_reported_too() {
-    // Rank 0 reports its error only when rank 1 is gone; after SIGTERM it would exit with 9.
-    let dir = tempfile::tempdir().unwrap();
-    let script = format!(
-        "cd {}; trap 'exit 9' TERM; if [ $RANK = 1 ]; then echo $$ > new; mv new pid; exit 5; fi; \
-         while [ ! -e pid ]; do sleep 0.01; done; read pid < pid; \
-         while kill -0 $pid 2>/dev/null; do :; done; echo bad input >&2; exit 6",
-        dir.path().display()
-    );
-    let (code, _, stderr) = finish(&mut ranks(2, &script));
-    assert_eq!(code, Some(5));
-    assert!(stderr.contains("[rank 0] bad input"), "{stderr}");
-    assert!(stderr.contains("rank 0: failed too, with exit code 6"), "{stderr}");
-}
-
-#[test]
-fn the_earliest_recorded_error_is_the_cause() {
-    // Rank 1 records its error first, but rank 0, which fails because of it, ends first.
-    let dir = tempfile::tempdir().unwrap();
-    let script = format!(
-        "cd {}; record() {{ echo '{{\"message\": \"'$1'\"}}' > $TORCHELASTIC_ERROR_FILE; }}; \
-         if [ $RANK = 1 ]; then record cause; : > recorded; while [ ! -e pid0 ]; do sleep 0.01; done; \
-         read pid < pid0; while kill -0 $pid 2>/dev/null; do :; done; exit 5; fi; \
-         while [ ! -e recorded ]; do sleep 0.01; done; sleep 0.02; record echo; echo $$ > new; mv new pid0; exit 6",
-        dir.path().display()
-    );
-    let (code, _, stderr) = finish(&mut ranks(2, &script));
-    assert_eq!(code, Some(5));
-    assert!(stderr.contains("rank 1 (pid ") && stderr.contains("it recorded: cause"), "{stderr}");
-}
-
-#[test]
-fn a_recorded_error_is_shown() {
-    for recorded in [
-        r#"{"message": {"message": "RuntimeError: no data", "extraInfo": {"timestamp": "17"}}}"#,
-        r#"{"message": "RuntimeError: no data"}"#,
-    ] {
-        let (code, _, stderr) = finish(&mut ranks(
-            2,
-            &format!("[ $RANK = 1 ] && echo '{recorded}' > $TORCHELASTIC_ERROR_FILE && exit 1; sleep 300"),
-        ));
-        assert_eq!(code, Some(1));
-        assert!(stderr.contains("\n  it recorded: RuntimeError: no data\n"), "{stderr}");
-    }
-}
-
-#[test]
-fn a_malformed_error_file_is_tolerated() {
-    for make in [
-        "mkfifo $TORCHELASTIC_ERROR_FILE",
-        "mkdir $TORCHELASTIC_ERROR_FILE",
-        "head -c 9000000 /dev/zero > $TORCHELASTIC_ERROR_FILE",
-    ] {
-        let (code, _, stderr) = finish(&mut ranks(1, &format!("{make}; exit 4")));
-        assert_eq!(code, Some(4));
-        assert!(stderr.len() < 10_000, "{} bytes", stderr.len());
+fn the_first_failure_is_reported_and_its_code_returned() {
+    let record = "record() { echo '{\"message\": \"'$1'\"}' > $TORCHELASTIC_ERROR_FILE; }";
+    let leave_pid = "echo $$ > new; mv new pid";
+    let recorded =
+        |json: &str| format!("[ $RANK = 1 ] && echo '{json}' > $TORCHELASTIC_ERROR_FILE && exit 1; sleep 300");
+    let signalled = |signal: &str| format!("[ $RANK = 1 ] && kill -{signal} $$; sleep 300");
+    let first = "rank 1 (pid ";
+    let cases: [(String, i32, &[&str]); 12] = [
+        (
+            "[ $RANK = 0 ] || exit 3; sleep 300".into(),
+            3,
+            &[first, "failed first, with exit code 3", "rank 0: ended by SIGTERM"],
+        ),
+        (signalled("SEGV"), 139, &[first, "failed first, killed by SIGSEGV"]),
+        (signalled("KILL"), 137, &[first, "failed first, killed by SIGKILL"]),
+        (signalled("ABRT"), 134, &[first, "failed first, killed by SIGABRT"]),
+        // Rank 0 fails because rank 1 has failed.
+        (
+            format!("if [ $RANK = 1 ]; then {leave_pid}; exit 5; fi; {AFTER_PID}; exit 1"),
+            5,
+            &[first, "failed first, with exit code 5"],
+        ),
+        // Rank 0 reports its error only when rank 1 is gone; after SIGTERM it would exit with 9.
+        (
+            format!(
+                "trap 'exit 9' TERM; if [ $RANK = 1 ]; then {leave_pid}; exit 5; fi; {AFTER_PID}; echo bad input >&2; \
+                 exit 6"
+            ),
+            5,
+            &["[rank 0] bad input", "rank 0: failed too, with exit code 6"],
+        ),
+        // Rank 1 records its error first, but rank 0, which fails because of it, ends first.
+        (
+            format!(
+                "{record}; if [ $RANK = 1 ]; then record cause; : > recorded; {AFTER_PID}; exit 5; fi; \
+                 while [ ! -e recorded ]; do sleep 0.01; done; sleep 0.02; record echo; {leave_pid}; exit 6"
+            ),
+            5,
+            &[first, "it recorded: cause"],
+        ),
+        (
+            recorded(r#"{"message": {"message": "RuntimeError: no data", "extraInfo": {"timestamp": "17"}}}"#),
+            1,
+            &["\n  it recorded: RuntimeError: no data\n"],
+        ),
+        (recorded(r#"{"message": "RuntimeError: no data"}"#), 1, &["\n  it recorded: RuntimeError: no data\n"]),
+        // Malformed error files.
+        ("mkfifo $TORCHELASTIC_ERROR_FILE; exit 4".into(), 4, &[]),
+        ("mkdir $TORCHELASTIC_ERROR_FILE; exit 4".into(), 4, &[]),
+        ("head -c 9000000 /dev/zero > $TORCHELASTIC_ERROR_FILE; exit 4".into(), 4, &[]),
+    ];
+    for (script, want, parts) in cases {
+        let dir = tempfile::tempdir().unwrap();
+        let (code, _, stderr) = finish(&mut ranks(2, &format!("cd {}; {script}", dir.path().display())));
+        assert!(code == Some(want) && parts.iter().all(|part| stderr.contains(part)), "{script}: {code:?}: {stderr}");
+        assert!(stderr.len() < 10_000, "{script}: {} bytes", stderr.len());
     }
 }
 

@@ -18,44 +18,26 @@ fn read(dir: &Path, path: &str) -> Option<String> {
 }
 
 #[test]
-fn log_dir_logs_and_shows_everything() {
-    let dir = tempfile::tempdir().unwrap();
-    let (code, stdout, stderr) = run(&dir.path().join("new/logs"), &[], SCRIPT);
-    assert_eq!((code, sorted(&stdout)), (Some(0), vec!["[rank 0] out 0", "[rank 1] out 1"]));
-    assert_eq!(sorted(&stderr), ["[rank 0] err 0", "[rank 1] err 1"]);
-    for rank in [0, 1] {
-        let log = |name| read(dir.path(), &format!("new/logs/job/attempt_0/{rank}/{name}"));
-        assert_eq!(log("stdout.log"), Some(format!("out {rank}\n")));
-        assert_eq!(log("stderr.log"), Some(format!("err {rank}\n")));
+fn options_choose_what_is_shown_and_logged() {
+    type Case<'a> = (&'a [&'a str], &'a [&'a str], &'a [&'a str], &'a [&'a str]);
+    let all = ["0/stdout", "0/stderr", "1/stdout", "1/stderr"];
+    // Options, shown stdout and stderr, and log files.
+    let cases: [Case<'_>; 4] = [
+        (&[], &["[rank 0] out 0", "[rank 1] out 1"], &["[rank 0] err 0", "[rank 1] err 1"], &all),
+        (&["--redirects", "0:1,1:3"], &[], &["[rank 0] err 0"], &["0/stdout", "1/stdout", "1/stderr"]),
+        // What `-t` names is shown and logged, whatever `-r` says.
+        (&["-r", "3", "-t", "1:1"], &["[rank 1] out 1"], &[], &all),
+        (&["--tee=1", "--local_ranks_filter=1"], &["[rank 1] out 1"], &["[rank 1] err 1"], &["0/stdout", "1/stdout"]),
+    ];
+    for (options, shown, errors, logged) in cases {
+        let dir = tempfile::tempdir().unwrap();
+        let (code, stdout, stderr) = run(&dir.path().join("new/logs"), options, SCRIPT);
+        assert_eq!((code, &*sorted(&stdout), &*sorted(&stderr)), (Some(0), shown, errors), "{options:?}");
+        for (file, line) in all.iter().zip(["out 0\n", "err 0\n", "out 1\n", "err 1\n"]) {
+            let found = read(dir.path(), &format!("new/logs/job/attempt_0/{file}.log"));
+            assert_eq!(found.as_deref(), logged.contains(file).then_some(line), "{options:?}: {file}");
+        }
     }
-}
-
-#[test]
-fn redirected_streams_are_in_the_files_only() {
-    let dir = tempfile::tempdir().unwrap();
-    let (code, stdout, stderr) = run(dir.path(), &["--redirects", "0:1,1:3"], SCRIPT);
-    assert_eq!((code, stdout.as_str(), stderr.as_str()), (Some(0), "", "[rank 0] err 0\n"));
-    assert_eq!(read(dir.path(), "job/attempt_0/0/stdout.log").as_deref(), Some("out 0\n"));
-    assert_eq!(read(dir.path(), "job/attempt_0/0/stderr.log"), None);
-    assert_eq!(read(dir.path(), "job/attempt_0/1/stderr.log").as_deref(), Some("err 1\n"));
-}
-
-#[test]
-fn tee_takes_precedence_over_redirects() {
-    let dir = tempfile::tempdir().unwrap();
-    let (code, stdout, stderr) = run(dir.path(), &["-r", "3", "-t", "1:1"], SCRIPT);
-    assert_eq!((code, stdout.as_str(), stderr.as_str()), (Some(0), "[rank 1] out 1\n", ""));
-    assert_eq!(read(dir.path(), "job/attempt_0/1/stdout.log").as_deref(), Some("out 1\n"));
-    assert_eq!(read(dir.path(), "job/attempt_0/0/stderr.log").as_deref(), Some("err 0\n"));
-}
-
-#[test]
-fn the_filter_hides_ranks_but_keeps_their_files() {
-    let dir = tempfile::tempdir().unwrap();
-    let (code, stdout, stderr) = run(dir.path(), &["--tee=1", "--local_ranks_filter=1"], SCRIPT);
-    assert_eq!((code, stdout.as_str(), stderr.as_str()), (Some(0), "[rank 1] out 1\n", "[rank 1] err 1\n"));
-    assert_eq!(read(dir.path(), "job/attempt_0/0/stdout.log").as_deref(), Some("out 0\n"));
-    assert_eq!(read(dir.path(), "job/attempt_0/0/stderr.log"), None);
     let args = ["--nproc-per-node=2", "--local-ranks-filter=0", "/bin/sh", "-c", SCRIPT];
     assert_eq!(finish(&mut launcher(&args)), (Some(0), "[rank 0] out 0\n".into(), "[rank 0] err 0\n".into()));
 }

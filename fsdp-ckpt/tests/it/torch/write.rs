@@ -3,11 +3,11 @@
 use std::path::Path;
 
 use fsdp_ckpt::torch::{DcpOptions, TorchDcp, write_dcp};
-use fsdp_ckpt::{Checkpoint, Error, TensorSource, open, save};
+use fsdp_ckpt::{Checkpoint, Error, TensorSource, open};
 use serde_json::{Map, json};
 
 use super::{assert_same_tensors, recorded};
-use crate::world::{damage, fresh, line, list, save_all, state, world, zoo};
+use crate::world::{damage, fresh, line, list, save_all, zoo};
 
 fn written(dst: &Path, source: &dyn TensorSource, world_size: usize) -> TorchDcp {
     let written = write_dcp(dst, source, &DcpOptions::new(world_size)).unwrap();
@@ -50,25 +50,6 @@ fn rewrites_a_checkpoint_of_pytorch() {
 }
 
 #[test]
-fn command_writes_dcp() {
-    let root = tempfile::tempdir().unwrap();
-    let (source, dst) = (recorded("llama_tiny/dcp_step10"), root.path().join("dcp"));
-    let command = |more: &[&str]| {
-        let mut command = assert_cmd::Command::cargo_bin("fsdp-ckpt").unwrap();
-        let output = command.args(["convert".as_ref(), &*source, &dst]).args(["--to", "torch-dcp"]).args(more).output();
-        let output = output.unwrap();
-        (output.status.code(), String::from_utf8([output.stdout, output.stderr].concat()).unwrap())
-    };
-    let (code, said) = command(&["--mesh", "2x2"]);
-    assert!(code == Some(2) && said.contains("--mesh can't be used with --to torch-dcp"), "{said}");
-    let (code, said) = command(&["--world-size", "3"]);
-    assert!(code == Some(0) && said.contains("torch-dcp, 84 tensors"), "{said}");
-    assert_same_tensors(&TorchDcp::open(&dst).unwrap(), &*open(&source).unwrap());
-    let (code, said) = command(&[]);
-    assert!(code == Some(1) && said.contains("exists already"), "{said}");
-}
-
-#[test]
 fn writes_hyper_parameters_of_each_parameter() {
     let (root, dir) = fresh();
     save_all(&dir, &zoo(), &line(1));
@@ -82,30 +63,6 @@ fn writes_hyper_parameters_of_each_parameter() {
     expected.insert("optim.param_groups.even.weight.lr".into(), json!(0.1));
     expected.insert("optim.param_groups.even.weight.betas".into(), json!([0.9, 0.5]));
     assert_eq!(*dcp.values(), expected);
-}
-
-#[test]
-fn expands_optimizer_groups() {
-    let (root, dir) = fresh();
-    let mesh = line(1);
-    let mut state = state(&zoo(), &mesh, 0);
-    let group = json!({ "lr": 0.1, "betas": [0.9, 0.5], "params": ["a.weight", "b"] });
-    state.values =
-        Map::from_iter([("optim.param_groups".into(), json!([group])), ("seen".into(), json!({ "by": [1] }))]);
-    world(1, |group| save(&dir, group, &state).unwrap());
-    let dst = root.path().join("dcp");
-    write_dcp(&dst, &Checkpoint::open(&dir).unwrap(), &DcpOptions::new(1)).unwrap();
-    let dcp = TorchDcp::open(&dst).unwrap();
-    let values = dcp.values();
-    assert_eq!(values.len(), 1 + 2 * 9);
-    assert_eq!(values["seen.by"], json!([1]));
-    for fqn in ["a.weight", "b"] {
-        let value = |key: &str| &values[&format!("optim.param_groups.{fqn}.{key}")];
-        assert_eq!(*value("lr"), json!(0.1));
-        assert_eq!(*value("betas"), json!([0.9, 0.5]));
-        assert_eq!(*value("fused"), json!(null));
-        assert_eq!(*value("decoupled_weight_decay"), json!(true));
-    }
 }
 
 #[test]
