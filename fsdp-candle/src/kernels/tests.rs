@@ -24,6 +24,10 @@ fn kernels() -> &'static dyn Kernels {
     ON.get()
 }
 
+/// A step of Adam.
+const ADAM: AdamUpdate =
+    AdamUpdate { l2: 0., decay: 0.99, beta1: 0.9, beta2: 0.95, step_size: 0.1, root_bias_correction2: 0.7, eps: 1e-6 };
+
 /// Runs a test on the CPU, and on a CUDA device if there is one.
 fn on_every_device(test: impl Fn()) {
     test();
@@ -235,13 +239,11 @@ fn rejects_dtypes_and_lengths_that_do_not_fit() {
         k.mix((&mut to()).into(), 1., (&bytes).into(), 1.).unwrap_err();
         k.powers((&bytes).into(), NormType::Two, (&mut double.clone()).into()).unwrap_err();
         k.powers((&single).into(), NormType::Two, (&mut to()).into()).unwrap_err();
-        let update =
-            AdamUpdate { l2: 0., decay: 1., beta1: 0., beta2: 0., step_size: 1., root_bias_correction2: 1., eps: 1. };
         let sgd = SgdUpdate { l2: 0., kept: 1., taken: 1., nesterov: None, lr: 1. };
         for (grad, mean) in [(&double, &single), (&single, &double), (&short, &single), (&single, &short)] {
             let (mut mean, mut square) = (mean.clone(), to());
             let moments = [(&mut mean).into(), (&mut square).into()];
-            k.adam(&update, (&mut to()).into(), grad.into(), moments).unwrap_err();
+            k.adam(&ADAM, (&mut to()).into(), grad.into(), moments).unwrap_err();
             k.sgd(&sgd, (&mut to()).into(), grad.into(), Some((&mut mean).into())).unwrap_err();
         }
         assert!(Slice::from(&single).range(3..5).is_err() && Slice::from(&single).range(1..usize::MAX).is_err());
@@ -352,15 +354,7 @@ fn near(dtype: DType, got: f64, want: f64) {
 fn adam_matches_the_formula() {
     on_every_device(|| {
         for l2 in [0., 0.25] {
-            let update = AdamUpdate {
-                l2,
-                decay: 0.99,
-                beta1: 0.9,
-                beta2: 0.95,
-                step_size: 0.1,
-                root_bias_correction2: 0.7,
-                eps: 1e-6,
-            };
+            let update = AdamUpdate { l2, ..ADAM };
             every_float_and_length(|dtype, len| {
                 let [p, g, m] = [1, 2, 3].map(|seed| numbers(len, seed));
                 let v: Vec<f64> = numbers(len, 4).into_iter().map(f64::abs).collect();
@@ -434,15 +428,6 @@ fn mixes_any_two_float_dtypes() {
 #[test]
 fn adam_8bit_matches_the_formula() {
     on_every_device(|| {
-        let update = AdamUpdate {
-            l2: 0.,
-            decay: 0.99,
-            beta1: 0.9,
-            beta2: 0.95,
-            step_size: 0.1,
-            root_bias_correction2: 0.7,
-            eps: 1e-6,
-        };
         every_float_and_length(|dtype, len| {
             let blocks = len.div_ceil(STATE_BLOCK);
             let codes = |bits: EightBits, all: &[f64]| {
@@ -464,7 +449,7 @@ fn adam_8bit_matches_the_formula() {
             let grad = buffer(dtype, &g);
             let step = |param: SliceMut<'_>, means: &mut (_, _), roots: &mut (_, _)| {
                 let moments = [&mut means.0, &mut means.1, &mut roots.0, &mut roots.1].map(SliceMut::from);
-                kernels().adam_8bit(&update, param, (&grad).into(), moments)
+                kernels().adam_8bit(&ADAM, param, (&grad).into(), moments)
             };
             if dtype == DType::F64 {
                 step((&mut buffer(dtype, &p)).into(), &mut means, &mut roots).unwrap_err();

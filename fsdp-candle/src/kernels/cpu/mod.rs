@@ -214,31 +214,30 @@ impl Kernels for CpuKernels {
         let (codes, scales) = (elements_mut::<u8>(codes)?, elements_mut::<f32>(scales)?);
         same_length(values.len(), codes.len())?;
         same_length(values.len().div_ceil(block), scales.len())?;
+        // The number that a block's largest magnitude becomes, and the scale of a block of zeros.
+        let (most, of_zeros) = match bits {
+            EightBits::Int8 => (LARGEST_INT8, 0.),
+            EightBits::E4M3 => (LARGEST_E4M3, 1.),
+            EightBits::Signed | EightBits::Unsigned => (1., 0.),
+        };
         for ((values, codes), scale) in values.chunks(block).zip(codes.chunks_mut(block)).zip(scales) {
             let largest = values.iter().fold(0f32, |max, value| max.max(value.abs()));
             let is_finite = values.iter().all(|value| value.is_finite());
+            *scale = match is_finite {
+                true if largest > 0. => largest / most,
+                true => of_zeros,
+                false => f32::NAN,
+            };
             match bits {
                 EightBits::Int8 => {
-                    *scale = if is_finite { largest / LARGEST_INT8 } else { f32::NAN };
                     let inverse = inverse(*scale);
                     codes.iter_mut().zip(values).for_each(|(code, v)| *code = (v * inverse).round() as i8 as u8);
                 }
                 EightBits::E4M3 => {
-                    *scale = match is_finite {
-                        true if largest > 0. => largest / LARGEST_E4M3,
-                        true => 1.,
-                        false => f32::NAN,
-                    };
                     codes.iter_mut().zip(values).for_each(|(code, v)| *code = F8E4M3::from_f32(v / *scale).to_bits());
                 }
-                EightBits::Signed => {
-                    *scale = if is_finite { largest } else { f32::NAN };
-                    encode_signed(values, *scale, codes);
-                }
-                EightBits::Unsigned => {
-                    *scale = if is_finite { largest } else { f32::NAN };
-                    encode_unsigned(values, *scale, codes);
-                }
+                EightBits::Signed => encode_signed(values, *scale, codes),
+                EightBits::Unsigned => encode_unsigned(values, *scale, codes),
             }
         }
         Ok(())

@@ -89,7 +89,8 @@ pub(super) const MAX_PARTIALS: usize = 512;
 pub(in crate::kernels) struct CudaKernels {
     pub(super) device: CudaDevice,
     pub(super) stream: Arc<CudaStream>,
-    module: Module,
+    module: Arc<CudaModule>,
+    functions: Mutex<HashMap<String, CudaFunction>>,
     /// Partial results of a reduction, locked from its first kernel's launch to its last one's.
     pub(super) partials: Mutex<CudaMemory>,
     copies: OnceLock<Copies>,
@@ -103,9 +104,9 @@ pub(super) struct Copies {
 
 impl CudaKernels {
     pub(super) fn new(device: CudaDevice, stream: Arc<CudaStream>) -> Result<Self> {
-        let module = Module::new(&stream)?;
+        let module = compiled(&stream)?;
         let partials = Mutex::new(CudaMemory::uninit(&stream, DType::F64, MAX_PARTIALS)?);
-        Ok(CudaKernels { device, stream, module, partials, copies: OnceLock::new() })
+        Ok(CudaKernels { device, stream, module, functions: Mutex::default(), partials, copies: OnceLock::new() })
     }
 
     /// Returns the streams for copies. The first call creates them.
@@ -161,8 +162,32 @@ impl CudaKernels {
         config: LaunchConfig,
         args: &[Arg],
     ) -> candle_core::Result<()> {
+        let function = self.function(kernel, stream)?;
+        let mut builder = stream.launch_builder(&function);
+        for arg in args {
+            match arg {
+                Arg::Long(value) => builder.arg(value),
+                Arg::Word(value) => builder.arg(value),
+                Arg::Double(value) => builder.arg(value),
+                Arg::Float(value) => builder.arg(value),
+            };
+        }
         // SAFETY: ensured by the caller.
-        unsafe { self.module.launch(stream, kernel, config, args) }
+        let launched = unsafe { builder.launch(config) };
+        launched.map_err(|error| Error::Core(failed(stream, &format!("launching kernel {kernel}"), &error)))?;
+        Ok(())
+    }
+
+    fn function(&self, name: &str, stream: &CudaStream) -> candle_core::Result<CudaFunction> {
+        let mut functions = self.functions.lock();
+        if let Some(function) = functions.get(name) {
+            return Ok(function.clone());
+        }
+        let function = self.module.load_function(name);
+        let function =
+            function.map_err(|error| Error::Core(failed(stream, &format!("finding kernel {name}"), &error)))?;
+        functions.insert(name.into(), function.clone());
+        Ok(function)
     }
 }
 
@@ -178,12 +203,6 @@ pub(super) const THREADS: u32 = 256;
 
 /// Most blocks of a launch. Its threads loop over the remaining elements.
 const MAX_BLOCKS: u64 = 1 << 16;
-
-/// The compiled kernels of a device.
-pub(super) struct Module {
-    module: Arc<CudaModule>,
-    functions: Mutex<HashMap<String, CudaFunction>>,
-}
 
 /// An argument of a kernel.
 #[derive(Clone, Copy)]
@@ -225,69 +244,26 @@ pub(super) fn elementwise(count: usize) -> LaunchConfig {
     LaunchConfig { grid_dim: (blocks as u32, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 }
 }
 
-impl Module {
-    /// Compiles the source for the stream's device.
-    pub(super) fn new(stream: &CudaStream) -> candle_core::Result<Self> {
-        let context = stream.context();
-        let device = |error| Error::Core(failed(stream, "loading kernels", &error));
-        let (major, minor) = context.compute_capability().map_err(device)?;
-        let options = CompileOptions {
-            fmad: Some(false),
-            options: vec![format!("--gpu-architecture=compute_{major}{minor}")],
-            name: Some("kernels.cu".into()),
-            ..CompileOptions::default()
+/// Compiles the source for the stream's device.
+fn compiled(stream: &CudaStream) -> candle_core::Result<Arc<CudaModule>> {
+    let context = stream.context();
+    let device = |error| Error::Core(failed(stream, "loading kernels", &error));
+    let (major, minor) = context.compute_capability().map_err(device)?;
+    let options = CompileOptions {
+        fmad: Some(false),
+        options: vec![format!("--gpu-architecture=compute_{major}{minor}")],
+        name: Some("kernels.cu".into()),
+        ..CompileOptions::default()
+    };
+    let ptx = compile_ptx_with_opts(SOURCE, options).map_err(|error| {
+        let why = match error {
+            CompileError::CompileError { log, .. } => log.to_string_lossy().into_owned(),
+            other => other.to_string(),
         };
-        let compiled = compile_ptx_with_opts(SOURCE, options).map_err(|error| {
-            let why = match error {
-                CompileError::CompileError { log, .. } => log.to_string_lossy().into_owned(),
-                other => other.to_string(),
-            };
-            let capability = format!("compiling kernels for compute capability {major}.{minor}");
-            Error::Core(failed(stream, &capability, &why))
-        })?;
-        let module = context.load_module(compiled).map_err(device)?;
-        Ok(Module { module, functions: Mutex::default() })
-    }
-
-    fn function(&self, name: &str, stream: &CudaStream) -> candle_core::Result<CudaFunction> {
-        let mut functions = self.functions.lock();
-        if let Some(function) = functions.get(name) {
-            return Ok(function.clone());
-        }
-        let function = self.module.load_function(name);
-        let function =
-            function.map_err(|error| Error::Core(failed(stream, &format!("finding kernel {name}"), &error)))?;
-        functions.insert(name.into(), function.clone());
-        Ok(function)
-    }
-
-    /// Runs a kernel on a stream.
-    ///
-    /// # Safety
-    /// The arguments are the kernel's, by type and order. The kernel accesses only memory of the arguments, which
-    /// exists until the stream has run the kernel.
-    pub(super) unsafe fn launch(
-        &self,
-        stream: &CudaStream,
-        name: &str,
-        config: LaunchConfig,
-        args: &[Arg],
-    ) -> candle_core::Result<()> {
-        let function = self.function(name, stream)?;
-        let mut builder = stream.launch_builder(&function);
-        for arg in args {
-            match arg {
-                Arg::Long(value) => builder.arg(value),
-                Arg::Word(value) => builder.arg(value),
-                Arg::Double(value) => builder.arg(value),
-                Arg::Float(value) => builder.arg(value),
-            };
-        }
-        // SAFETY: ensured by the caller.
-        let launched = unsafe { builder.launch(config) };
-        launched.map_err(|error| Error::Core(failed(stream, &format!("launching kernel {name}"), &error)))?;
-        Ok(())
-    }
+        let capability = format!("compiling kernels for compute capability {major}.{minor}");
+        Error::Core(failed(stream, &capability, &why))
+    })?;
+    Ok(context.load_module(ptx).map_err(device)?)
 }
 
 /// Returns the suffix of a kernel's name for a float dtype.

@@ -74,6 +74,7 @@ pub(crate) fn add_product(to: &mut Buffer, accumulate: bool, lhs: Matrix<'_>, rh
     cuda.stream.context().bind_to_thread().map_err(|error| failed(&error))?;
     let blas = cuda.device.cublas_handle();
     // cuBLAS is column-major, so all matrices are transposed: `to^T = rhs^T lhs^T`.
+    // SAFETY: the matrices are on this device, have one dtype, and fill their memory: their lengths were compared.
     let done = unsafe {
         result::gemm_ex(
             *blas.handle(),
