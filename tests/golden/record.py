@@ -4,9 +4,10 @@ torchrun --nproc-per-node 2 record.py --out DIR [--models NAME ..] [--runs RUN .
     pip install -r ../interop/requirements.txt
 
 Trains each model in this directory (by default the first two) as README.md describes, and writes DIR/NAME/RUN.json.
-With --from, the runs resume from DIR/NAME/step-N, a checkpoint of candle-fsdp or of `fsdp-ckpt convert`, and the files
-have the steps after it. --final writes the model after the last step to DIR/NAME/final.safetensors, and --save writes a
-DCP checkpoint to DIR/NAME/RUN-step-STEP. At other world sizes the file is RUN_of_RANKS.json.
+With --from, the runs resume from DIR/NAME/RUN/step-N or DIR/NAME/step-N, a checkpoint of candle-fsdp or of `fsdp-ckpt
+convert`, and the files have the steps after it. --final writes the model after the last step to
+DIR/NAME/final.safetensors, and --save writes a DCP checkpoint to DIR/NAME/RUN-step-STEP. At other world sizes the file
+is RUN_of_RANKS.json.
 """
 
 import argparse
@@ -363,7 +364,8 @@ def main():
             run = dataclasses.replace(run, padding=PADDING.get(name)) if file == "run_padding" else run
             # Transformers' default attention ignores caps.
             run = dataclasses.replace(run, attention="eager") if name in FAMILIES else run
-            checkpoint = options.checkpoints and next((options.checkpoints / name).glob("step-*"))
+            of_model = options.checkpoints and options.checkpoints / name
+            checkpoint = of_model and next(iter([*(of_model / file).glob("step-*"), *of_model.glob("step-*")]))
             (options.out / name).mkdir(parents=True, exist_ok=True)
             final = options.out / name / "final.safetensors" if options.final else None
             saved = options.save and (options.save, options.out / name / f"{file}-step-{options.save}")

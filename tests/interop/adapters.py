@@ -1,14 +1,16 @@
 """Compares PEFT's adapters with ours.
 
     pip install -r requirements.txt
-    python adapters.py make MODEL OUT       makes nonzero adapters of every linear layer
-    python adapters.py loss MODEL OUT TOKENS        prints the loss of the first four sequences with them
-    python adapters.py kinds MODEL OUT TOKENS [KIND ..]     makes adapters of many kinds, and prints the losses
+    python adapters.py COMMAND [+ COMMAND ..]
 
-After the loss, `loss` prints the names of all adapters that PEFT loaded, one a line. Kinds are directories in OUT;
-`kinds` prints their losses as one JSON object.
+    make MODEL OUT              makes nonzero adapters of every linear layer
+    loss MODEL OUT TOKENS       prints the loss of the first four sequences with them, and their names
+    kinds MODEL OUT TOKENS [KIND ..]        makes adapters of many kinds, directories in OUT, and prints the losses
+
+`loss` and `kinds` print a line of JSON.
 """
 
+import itertools
 import json
 import pathlib
 import sys
@@ -89,12 +91,13 @@ def measured(path, out, tokens):
 
 def loss(path, out, tokens):
     value, model = measured(path, out, tokens)
-    print(value)
-    for name, _ in model.named_parameters():
-        if "lora_" in name:
-            print(name)
+    print(json.dumps([value, [name for name, _ in model.named_parameters() if "lora_" in name]]))
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    {"make": make, "loss": loss, "kinds": kinds}[sys.argv[1]](*sys.argv[2:])
+    # Starting Python with PyTorch takes longer than a command.
+    for _, command in itertools.groupby(sys.argv[1:], "+".__ne__):
+        name, *arguments = command
+        if name != "+":
+            {"make": make, "loss": loss, "kinds": kinds}[name](*arguments)

@@ -1,4 +1,6 @@
-"""Loads two directories of a model with transformers, and compares the losses: python export.py OURS THEIRS TOKENS"""
+"""Loads pairs of directories of a model with transformers, and compares the losses:
+python export.py OURS THEIRS TOKENS [OURS THEIRS TOKENS ..]
+"""
 
 import sys
 
@@ -18,11 +20,12 @@ def loss(directory, tokens):
 
 
 def main():
-    ours, theirs, tokens = sys.argv[1:]
-    tokens = torch.from_numpy(numpy.fromfile(tokens, dtype="<u2").astype("int64"))[:512].reshape(8, 64)
-    found, expected = loss(ours, tokens), loss(theirs, tokens)
-    assert abs(found - expected) < 2e-6 * expected, f"{ours} has a loss of {found}, {theirs} of {expected}"
-    print(f"ok  transformers reads {ours}: a loss of {found}, and of {expected} for {theirs}")
+    for at in range(1, len(sys.argv), 3):
+        ours, theirs, tokens = sys.argv[at : at + 3]
+        tokens = torch.from_numpy(numpy.fromfile(tokens, dtype="<u2").astype("int64"))[:512].reshape(8, 64)
+        found, expected = loss(ours, tokens), loss(theirs, tokens)
+        assert abs(found - expected) < 2e-6 * expected, f"{ours} has a loss of {found}, {theirs} of {expected}"
+        print(f"ok  transformers reads {ours}: a loss of {found}, and of {expected} for {theirs}")
 
 
 if __name__ == "__main__":

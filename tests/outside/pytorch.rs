@@ -1,16 +1,17 @@
 //! PyTorch reads this project's files, and reproduces the records in `tests/golden` and `tests/interop`.
 
+use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
+use fsdp_test_support::agent::Agent;
 use fsdp_test_support::trajectory::Trajectory;
 use fsdp_test_support::{convert, golden, golden_trajectory, program, run, train_golden, workspace};
 use libtest_mimic::Trial;
 use serde_json::json;
 
-use crate::agent::Agent;
 use crate::need::{Need, python, trials};
 use crate::network::two_hosts;
 
@@ -50,7 +51,7 @@ pub(crate) fn trials() -> Vec<Trial> {
 }
 
 /// Runs a script of `tests` and returns its output.
-fn script(name: &str, args: &[&Path]) -> String {
+fn script(name: &str, args: &[impl AsRef<OsStr>]) -> String {
     let mut command = Command::new(python());
     command.arg(workspace().join("tests").join(name)).args(args);
     run(command, LIMIT).ok().stdout
@@ -81,7 +82,7 @@ fn convert_step_10(name: &str, dir: &Path) {
 }
 
 fn checkpoints_go_both_ways() {
-    let printed = script("interop/interop.py", &[&program("fsdp-ckpt"), Path::new("convert")]);
+    let printed = script("interop/interop.py", &[program("fsdp-ckpt"), "convert".into()]);
     assert_eq!(printed.lines().filter(|line| line.starts_with("ok  ")).count(), 11, "{printed}");
 }
 
@@ -105,81 +106,96 @@ fn pytorch_resumes_our_runs() {
 
 /// PyTorch resumes our runs with other optimizers and parameter groups, and `train` resumes PyTorch's.
 fn other_optimizers_go_both_ways() {
-    let name = "llama3_tiny";
+    let (name, dir) = ("llama3_tiny", tempfile::tempdir().unwrap());
     // With Muon, PyTorch's own runs on one rank and on two differ by 6e-5.
-    for (run, flags, near) in [
+    let runs = [
         ("run_sgd", "--lr 5e-2 --optimizer sgd --nesterov on", 2e-5),
         ("run_adam", "--optimizer adam", 2e-5),
         ("run_muon", "--optimizer muon", 4e-4),
-    ] {
-        let dir = tempfile::tempdir().unwrap();
-        let recorded = Trajectory::recorded(name, run).after(10);
-        let train = |steps: usize, more: &str| {
-            let flags = format!("--steps {steps} --no-decay *norm*.weight,norm.weight {flags} {more}");
-            train_golden(name, 2, &flags, dir.path()).ok();
-        };
-        train(10, &format!("--checkpoint-dir saved/{name}"));
-        convert_step_10(name, dir.path());
-        // PyTorch takes the learning rates from the checkpoint.
-        let (classic, out) = (dir.path().join("classic"), dir.path().join("theirs"));
-        record_on_two_ranks(&out, &["--models", name, "--runs", run, "--from", classic.to_str().unwrap()]);
+    ];
+    let recorded = |run: &str| Trajectory::recorded(name, run).after(10);
+    let train = |flags: &str, own: &Path| {
+        let flags = format!("--no-decay *norm*.weight,norm.weight {flags}");
+        fs::create_dir_all(own).unwrap();
+        golden_trajectory(name, 2, &flags, own)
+    };
+    for (run, flags, _) in runs {
+        let saved = format!("saved/{name}/{run}");
+        let to = dir.path().join(&saved).display().to_string();
+        train(&format!("--steps 10 {flags} --checkpoint-dir {to}"), &dir.path().join(run));
+        convert_step_10(&format!("{name}/{run}"), dir.path());
+    }
+    // PyTorch takes the learning rates from the checkpoint.
+    let (classic, out) = (dir.path().join("classic"), dir.path().join("theirs"));
+    let names = runs.map(|(run, ..)| run);
+    let from = ["--from", classic.to_str().unwrap()];
+    record_on_two_ranks(&out, &[&["--models", name, "--runs"], &names[..], &from].concat());
+    for (run, _, near) in runs {
         let theirs = Trajectory::of_record(&out.join(name).join(run).with_extension("json"));
-        let difference = theirs.difference(&recorded);
+        let difference = theirs.difference(&recorded(run));
         assert!(difference.max() < near, "{run}, there: {difference:?}");
-        // PyTorch's SGD does not save the step, which `train` needs.
-        if run != "run_sgd" {
-            record_on_two_ranks(&out, &["--models", name, "--runs", run, "--save", "10"]);
-            let theirs = out.join(name).join(format!("{run}-step-10"));
-            train(20, &format!("--resume {}", theirs.display()));
-            // The file begins with the ten steps of the first run.
-            let ours = Trajectory::of_metrics(&dir.path().join("metrics.jsonl")).after(10);
-            let difference = ours.difference(&recorded);
-            assert!(difference.max() < near, "{run}, here: {difference:?}");
-        }
+    }
+    // PyTorch's SGD does not save the step, which `train` needs.
+    record_on_two_ranks(&out, &[&["--models", name, "--runs"], &names[1..], &["--save", "10"]].concat());
+    for (run, flags, near) in &runs[1..] {
+        let theirs = out.join(name).join(format!("{run}-step-10"));
+        let resume = format!("{flags} --resume {} --checkpoint-dir resumed", theirs.display());
+        let ours = train(&resume, &dir.path().join("resumed").join(run));
+        let difference = ours.difference(&recorded(run));
+        assert!(difference.max() < *near, "{run}, here: {difference:?}");
     }
 }
 
 fn transformers_reads_exports() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut pairs = vec![];
     for name in [MODELS[0], MODELS[1], "bert_tiny"] {
-        let dir = tempfile::tempdir().unwrap();
-        let theirs = dir.path().join("theirs");
-        fs::create_dir(&theirs).unwrap();
+        let dir = dir.path().join(name);
+        let theirs = dir.join("theirs");
+        fs::create_dir_all(&theirs).unwrap();
         fs::copy(golden(name).join("config.json"), theirs.join("config.json")).unwrap();
         let weights = theirs.join("model.safetensors");
         let tokens = if name == "bert_tiny" {
-            train_golden(name, 2, "--export-hf export", dir.path()).ok();
+            train_golden(name, 2, "--export-hf export", &dir).ok();
             fs::copy(golden(name).join("final.safetensors"), weights).unwrap();
             golden("tokens.bin")
         } else {
-            train_ten_steps(name, "--export-hf export", dir.path());
-            convert(&golden(name).join("dcp_step10"), &theirs.join("weights"), "hf", dir.path());
+            train_ten_steps(name, "--export-hf export", &dir);
+            convert(&golden(name).join("dcp_step10"), &theirs.join("weights"), "hf", &dir);
             fs::copy(theirs.join("weights/model.safetensors"), weights).unwrap();
             golden(name).join("tokens.bin")
         };
-        let printed = script("interop/export.py", &[&dir.path().join("export"), &theirs, &tokens]);
-        assert!(printed.starts_with("ok  "), "{printed}");
+        pairs.extend([dir.join("export"), theirs, tokens]);
     }
+    let printed = script("interop/export.py", &pairs);
+    assert_eq!(printed.matches("ok  ").count(), 3, "{printed}");
 }
 
 /// PEFT loads exported adapters, and `train` loads PEFT's. Both have the same loss on the same data.
 fn adapters_go_both_ways() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut commands = vec![];
     for name in MODELS {
-        let dir = tempfile::tempdir().unwrap();
-        let model = golden(name);
-        let first_loss =
-            |from: &str| golden_trajectory(name, 2, &format!("--steps 1 --lora-from {from}"), dir.path()).0[0].loss;
-        train_ten_steps(name, "--lora-rank=3 --lora-targets=all-linear --export-hf=ours", dir.path());
-        script("interop/adapters.py", &[Path::new("make"), &model, &dir.path().join("theirs")]);
+        let (dir, model) = (dir.path().join(name), golden(name));
+        let (ours, theirs, tokens) = (dir.join("ours"), dir.join("theirs"), model.join("tokens.bin"));
+        fs::create_dir(&dir).unwrap();
+        train_ten_steps(name, "--lora-rank=3 --lora-targets=all-linear --export-hf=ours", &dir);
+        let next = || PathBuf::from("+");
+        commands.extend([next(), "make".into(), model.clone(), theirs.clone()]);
+        for from in [ours, theirs] {
+            commands.extend([next(), "loss".into(), model.clone(), from, tokens.clone()]);
+        }
+    }
+    let printed = script("interop/adapters.py", &commands);
+    let mut lines = printed.lines();
+    for name in MODELS {
         for from in ["ours", "theirs"] {
-            let adapters = dir.path().join(from);
-            let printed =
-                script("interop/adapters.py", &[Path::new("loss"), &model, &adapters, &model.join("tokens.bin")]);
-            let (loss, names) = printed.split_once('\n').unwrap();
-            let theirs: f64 = loss.parse().unwrap();
-            let ours = first_loss(from);
+            let (theirs, names): (f64, Vec<String>) = serde_json::from_str(lines.next().unwrap()).unwrap();
+            let flags = format!("--steps 1 --lora-from {from}");
+            let ours = golden_trajectory(name, 2, &flags, &dir.path().join(name)).0[0].loss;
             assert!((ours / theirs - 1.).abs() < 2e-6, "{name}, {from}: {ours} here, {theirs} there");
             // Seven linear layers in each of Llama's two blocks, four in each of GPT-2's, two matrices each.
-            assert_eq!(names.lines().count(), if name == "llama_tiny" { 28 } else { 16 }, "{names}");
+            assert_eq!(names.len(), if name == "llama_tiny" { 28 } else { 16 }, "{names:?}");
         }
     }
 }
@@ -202,24 +218,29 @@ fn adapters_of_each_kind_have_their_loss_or_are_refused() {
     ];
     // PEFT does not support all kinds for GPT-2's `Conv1D`.
     let of_gpt2 = ["plain", "transposed", "excluded", "some_layers", "of_a_pattern", "pissa"];
-    for (name, kinds) in [("llama_tiny", &[][..]), ("gpt2_tiny", &of_gpt2)] {
-        let dir = tempfile::tempdir().unwrap();
+    let models = [("llama_tiny", &[][..]), ("gpt2_tiny", &of_gpt2)];
+    let dir = tempfile::tempdir().unwrap();
+    let mut commands: Vec<PathBuf> = vec![];
+    for (name, kinds) in models {
         let model = golden(name);
         let tokens = model.join("tokens.bin");
-        let mut args = vec![Path::new("kinds"), &model, dir.path(), &tokens];
-        args.extend(kinds.iter().map(Path::new));
-        let losses: serde_json::Map<String, serde_json::Value> =
-            serde_json::from_str(&script("interop/adapters.py", &args)).unwrap();
+        commands.extend(["+".into(), "kinds".into(), model, dir.path().join(name), tokens]);
+        commands.extend(kinds.iter().map(PathBuf::from));
+    }
+    let printed = script("interop/adapters.py", &commands);
+    for ((name, kinds), line) in models.into_iter().zip(printed.lines()) {
+        let dir = dir.path().join(name);
+        let losses: serde_json::Map<String, serde_json::Value> = serde_json::from_str(line).unwrap();
         assert_eq!(losses.len(), if kinds.is_empty() { 9 + refused.len() } else { kinds.len() });
         for (kind, theirs) in &losses {
-            let run = train_golden(name, 2, &format!("--steps 1 --lora-from {kind}"), dir.path());
+            let run = train_golden(name, 2, &format!("--steps 1 --lora-from {kind}"), &dir);
             if let Some((_, key)) = refused.iter().find(|(refused, _)| refused == kind) {
                 run.refused(2, &[&format!("adapter_config.json: {key} is ")]);
                 continue;
             }
             run.ok();
-            let (ours, theirs) =
-                (Trajectory::of_metrics(&dir.path().join("metrics.jsonl")).0[0].loss, theirs.as_f64().unwrap());
+            let ours = Trajectory::of_metrics(&dir.join("metrics.jsonl")).0[0].loss;
+            let theirs = theirs.as_f64().unwrap();
             assert!((ours / theirs - 1.).abs() < 2e-6, "{name}, {kind}: {ours} here, {theirs} there");
         }
     }
@@ -229,7 +250,7 @@ fn adapters_of_each_kind_have_their_loss_or_are_refused() {
 /// may get other 8-bit codes.
 fn recorded_runs_are_reproduced() {
     let out = tempfile::tempdir().unwrap();
-    record_on_two_ranks(out.path(), &[]);
+    record_on_two_ranks(out.path(), &[&["--models"][..], &MODELS, &FAMILIES].concat());
     for name in MODELS {
         let mut runs = 0;
         for entry in fs::read_dir(out.path().join(name)).unwrap() {
@@ -247,7 +268,6 @@ fn recorded_runs_are_reproduced() {
         }
         assert_eq!(runs, 10);
     }
-    record_on_two_ranks(out.path(), &[&["--models"][..], &FAMILIES].concat());
     for name in FAMILIES {
         for run in ["run", "run_padding", "run_padded"]
             .into_iter()
@@ -289,7 +309,7 @@ fn pytorch_resumes_tensor_parallel_runs() {
 }
 
 fn the_recorded_api_is_current() {
-    script("interop/surface.py", &[Path::new("--check")]);
+    script("interop/surface.py", &["--check"]);
 }
 
 fn our_launcher_runs_pytorch_on_two_hosts() {
