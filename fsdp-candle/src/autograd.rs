@@ -99,10 +99,7 @@ pub(crate) fn next_number() -> usize {
 pub(crate) const BACKWARD_STACK_BYTES: usize = 256 << 20;
 
 /// Runs `f` on a new stack of `bytes`, which `what` needs. Only touched pages cost memory, but all of it takes address
-/// space.
-///
-/// # Errors
-/// Fails if the stack cannot be allocated.
+/// space. Fails if the stack cannot be allocated.
 pub(crate) fn on_a_stack_of<T>(bytes: usize, what: &str, f: impl FnOnce() -> T) -> Result<T> {
     let missing = || {
         let what = format!("the stack of {what}: it recurses over the graph, whose depth grows with the model");

@@ -64,19 +64,13 @@ pub struct ShardMesh(pub(crate) Arc<DataParallel>);
 
 impl ShardMesh {
     /// Makes the mesh of a unit. A 1-D mesh shards (FSDP); the first dimension of a 2-D mesh replicates and the second
-    /// shards (HSDP).
-    ///
-    /// # Errors
-    /// Returns an error when the mesh has another number of dimensions.
+    /// shards (HSDP). Fails if the mesh has another number of dimensions.
     pub fn new(mesh: &DeviceMesh) -> Result<Self> {
         Ok(ShardMesh(Arc::new(DataParallel::of(mesh)?)))
     }
 
-    /// Makes the mesh of some dimensions of a larger mesh: PyTorch's `dp_mesh_dims`. Collective.
-    ///
-    /// # Errors
-    /// Returns an error when the mesh has no such dimension, one is repeated, or ranks pass different dimensions. Also
-    /// the errors of [`ProcessGroup::split`].
+    /// Makes the mesh of some dimensions of a larger mesh: PyTorch's `dp_mesh_dims`. Collective. Fails if the mesh has
+    /// no such dimension, one is repeated, or ranks pass different dimensions.
     pub fn of_dims(mesh: &DeviceMesh, dims: &DataParallelMeshDims<'_>) -> Result<Self> {
         Ok(ShardMesh(Arc::new(DataParallel::of_dims(mesh, dims)?)))
     }
@@ -211,10 +205,8 @@ impl DataParallel {
         Some(DataParallel::new(mesh.clone(), self.data.clone(), (sharding, others), groups))
     }
 
-    /// Returns the same ranks with shards divided over replicas; without replicas, these ranks.
-    ///
-    /// # Errors
-    /// Returns an error when several dimensions replicate, or one to the right of the dimension that shards.
+    /// Returns the same ranks with shards divided over replicas; without replicas, these ranks. Fails if several
+    /// dimensions replicate, or one to the right of the dimension that shards.
     pub(crate) fn sharded_over_replicas(self: &Arc<Self>) -> Result<Arc<Self>> {
         let Some(replicas) = self.replicate.as_ref().filter(|_| !self.shards_over_replicas) else {
             return Ok(self.clone());
@@ -287,10 +279,8 @@ impl DataParallel {
         self.replicate.as_ref()
     }
 
-    /// Returns this rank's group of `size` consecutive shard ranks. Collective the first time.
-    ///
-    /// # Errors
-    /// Returns an error when `size` is not a proper divisor of the number of shard ranks.
+    /// Returns this rank's group of `size` consecutive shard ranks. Collective the first time. Fails if `size` is not a
+    /// proper divisor of the number of shard ranks.
     pub(crate) fn post_forward_group(&self, size: usize) -> Result<ProcessGroup> {
         let world = self.shard.size();
         if size <= 1 || size >= world || !world.is_multiple_of(size) {

@@ -48,17 +48,12 @@ pub trait AllGatherExtension: Send + Sync {
     /// Returns the lengths of the buffers that encode a shard of `elements` elements.
     fn lengths(&self, elements: usize) -> Vec<usize>;
 
-    /// Encodes a contiguous shard in the compute dtype: one buffer for each of [`AllGatherExtension::lengths`].
-    ///
-    /// # Errors
-    /// Returns an error when the shard cannot be encoded.
+    /// Encodes a contiguous shard in the compute dtype: one buffer for each of [`AllGatherExtension::lengths`]. Fails
+    /// if the shard cannot be encoded.
     fn pre_all_gather(&self, shard: &Tensor) -> Result<Vec<Buffer>>;
 
     /// Decodes into `full`, the concatenation of shards of `counts` elements. `gathered` contains each buffer's
-    /// concatenation over the ranks.
-    ///
-    /// # Errors
-    /// Returns an error when the buffers cannot be decoded.
+    /// concatenation over the ranks. Fails if the buffers cannot be decoded.
     fn post_all_gather(&self, gathered: &[Buffer], counts: &[usize], full: &mut Buffer) -> Result<()>;
 }
 

@@ -30,10 +30,7 @@ pub struct NamePattern {
 }
 
 impl NamePattern {
-    /// Reads a pattern.
-    ///
-    /// # Errors
-    /// Fails if `text` is not a valid pattern.
+    /// Reads a pattern. Fails if `text` is not a valid pattern.
     pub fn new(text: &str) -> Result<Self> {
         let compiled = |text: String| {
             let fail = |error| Error::Argument(format!("`{text}` is not a valid pattern of names: {error}"));

@@ -148,10 +148,8 @@ pub(crate) struct Mask {
 }
 
 impl Mask {
-    /// Draws for a tensor of this shape. The probability of a drop is below 1.
-    ///
-    /// # Errors
-    /// Returns an error when the tensor cannot be the [`Part`] of another tensor.
+    /// Draws for a tensor of this shape. The probability of a drop is below 1. Fails if the tensor cannot be the
+    /// [`Part`] of another tensor.
     pub(crate) fn draw(probability: f64, dims: &[usize]) -> Result<Self> {
         let state = STATE.get();
         let elements: usize = dims.iter().product();

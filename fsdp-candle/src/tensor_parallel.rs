@@ -279,11 +279,8 @@ impl BoundPlan {
         self.rules.iter().filter(|rule| !rule.matched.load(Ordering::Relaxed)).map(|rule| &rule.pattern)
     }
 
-    /// Returns the effect on a parameter of this name and shape, or `None` if no pattern matches its module.
-    ///
-    /// # Errors
-    /// Returns an error when two patterns match, the style does not know the parameter, or the split dimension does not
-    /// divide evenly.
+    /// Returns the effect on a parameter of this name and shape, or `None` if no pattern matches its module. Fails if
+    /// two patterns match, the style does not know the parameter, or the split dimension does not divide evenly.
     pub(crate) fn of(&self, name: &str, shape: &[usize]) -> Result<Option<Arc<Parallel>>> {
         let fail = |message: String| Error::Parameter { name: name.into(), message };
         let adapter = adapter_of(name);

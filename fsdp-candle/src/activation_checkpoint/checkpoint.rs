@@ -38,7 +38,7 @@ const STACK_BYTES: usize = 64 << 20;
 /// visits the graph again. Variables that `f` uses get gradients, sharded or not, also if they are used elsewhere.
 ///
 /// Under `fully_shard`, checkpoint *inside* a unit, whose parameters are gathered before backward runs `f` again. `f`
-/// must not call an [`FsdpModule`](crate::FsdpModule). Checkpoints may be nested.
+/// must not call an [`FsdpModule`](crate::FsdpModule). Checkpoints may be nested. Fails if the second run differs.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -67,9 +67,6 @@ const STACK_BYTES: usize = 64 << 20;
 /// let grads = model.backward(&y.unwrap().sqr().unwrap().mean_all().unwrap()).unwrap();
 /// assert!(vars.trainable().iter().all(|param| grads.get(param.var()).is_some()));
 /// ```
-///
-/// # Errors
-/// Returns the errors of `f`. Backward returns the errors of `f` again, and an error when the second run differs.
 pub fn checkpoint<I, O, F>(f: F, inputs: I) -> Result<O>
 where
     I: Tensors + Clone + Send + Sync + 'static,

@@ -84,10 +84,7 @@ impl CheckpointPolicy {
     }
 
     /// Makes a policy that checkpoints the layers whose FQN, whole or at its end, matches one of the
-    /// [patterns](NamePattern).
-    ///
-    /// # Errors
-    /// Returns an error when a pattern is invalid.
+    /// [patterns](NamePattern). Fails if a pattern is invalid.
     pub fn named(patterns: impl IntoIterator<Item = impl AsRef<str>>) -> error::Result<Self> {
         let patterns = patterns.into_iter().map(|pattern| NamePattern::new(pattern.as_ref()));
         Ok(CheckpointPolicy { layers: Layers::Named(patterns.collect::<error::Result<_>>()?), keep: None })

@@ -109,10 +109,7 @@ pub(super) fn replay<T>(kept: VecDeque<Kept>, f: impl FnOnce() -> T) -> T {
 }
 
 /// Runs an operation. Calls `apply` with the kept output, if any. `apply` returns the output and the other values that
-/// backward needs.
-///
-/// # Errors
-/// Returns the errors of `apply`, and an error when the second run differs from the first.
+/// backward needs. Fails if the second run differs from the first.
 pub(crate) fn operation(
     operation: Operation,
     shape: &[usize],

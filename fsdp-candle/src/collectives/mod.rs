@@ -46,7 +46,7 @@ pub enum Consumers {
 }
 
 /// Returns the tensor itself, for computations that differ on the ranks. Input and output `[..]` are the same on every
-/// rank. Backward sums the ranks' gradients.
+/// rank. Backward sums the ranks' gradients. Fails if the group does not move the tensor's memory.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -64,9 +64,6 @@ pub enum Consumers {
 /// .collect::<candle_core::Result<Vec<_>>>()?;
 /// # Ok::<(), candle_core::Error>(())
 /// ```
-///
-/// # Errors
-/// Returns an error when the group does not move the tensor's memory. Backward returns the errors of an all-reduce.
 pub fn copy(x: &Tensor, group: &ProcessGroup) -> Result<Tensor> {
     check("copy", x, None, group)?;
     if group.size() == 1 || !has_gradient(x) {
@@ -122,20 +119,14 @@ pub fn all_gather<D: Dim>(x: &Tensor, dim: D, group: &ProcessGroup, consumers: C
 }
 
 /// Returns this rank's part of the sum of the ranks' tensors: input `[.., n, ..]`, a term on each rank; output `[.., n
-/// / N, ..]` for `N` ranks. Backward gathers the parts' gradients.
-///
-/// # Errors
-/// Returns an error when `N` does not divide `n`, and the errors of a reduce-scatter.
+/// / N, ..]` for `N` ranks. Backward gathers the parts' gradients. Fails if `N` does not divide `n`.
 pub fn reduce_scatter<D: Dim>(x: &Tensor, dim: D, group: &ProcessGroup) -> Result<Tensor> {
     let dim = dim.to_index(x.shape(), "reduce_scatter")?;
     scatter(Input::Borrowed(x), dim, group)
 }
 
 /// Returns this rank's part of a tensor that all ranks hold: input `[.., n, ..]`, output `[.., n / N, ..]` for `N`
-/// ranks. Backward gathers the parts' gradients.
-///
-/// # Errors
-/// Returns an error when `N` does not divide `n`. Backward returns the errors of an all-gather.
+/// ranks. Backward gathers the parts' gradients. Fails if `N` does not divide `n`.
 pub fn split<D: Dim>(x: &Tensor, dim: D, group: &ProcessGroup) -> Result<Tensor> {
     let dim = dim.to_index(x.shape(), "split")?;
     check("split", x, Some(dim), group)?;
@@ -150,10 +141,7 @@ pub fn split<D: Dim>(x: &Tensor, dim: D, group: &ProcessGroup) -> Result<Tensor>
 
 /// Exchanges a part along one dimension for a part along another: input `[.., a, .., b, ..]`, output `[.., N * a, .., b
 /// / N, ..]` for `N` ranks, where `from` is the dimension of `a` and `to` that of `b`. Backward is the inverse. If
-/// `from` is `to`, returns the tensor.
-///
-/// # Errors
-/// Returns an error when `N` does not divide `b`, and the errors of an all-to-all.
+/// `from` is `to`, returns the tensor. Fails if `N` does not divide `b`.
 pub fn all_to_all<D: Dim, E: Dim>(x: &Tensor, from: D, to: E, group: &ProcessGroup) -> Result<Tensor> {
     let (from, to) = (from.to_index(x.shape(), "all_to_all")?, to.to_index(x.shape(), "all_to_all")?);
     check("all_to_all", x, (from != to).then_some(to), group)?;
@@ -257,7 +245,8 @@ impl Backward for Collective {
 /// module wants: PyTorch's `PrepareModuleInput`. Shapes follow from layouts: `[.., n, ..]` for `Replicate`, `[.., n /
 /// N, ..]` for `Shard(dim)` on `N` ranks. The gradient has the layout of the input.
 ///
-/// The layers of [`nn`](crate::nn) do this by the plan's input layouts. Use this function for other modules.
+/// The layers of [`nn`](crate::nn) do this by the plan's input layouts. Use this function for other modules. Fails for
+/// layouts other than `Replicate` and `Shard`, and if the number of ranks does not divide a dimension.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -280,10 +269,6 @@ impl Backward for Collective {
 /// .collect::<candle_core::Result<Vec<_>>>()?;
 /// # Ok::<(), candle_core::Error>(())
 /// ```
-///
-/// # Errors
-/// Returns an error for layouts other than `Replicate` and `Shard`, when the number of ranks does not divide a
-/// dimension, and the errors of the collective.
 pub fn prepare_module_input(x: &Tensor, layout: Placement, desired: Placement, group: &ProcessGroup) -> Result<Tensor> {
     match (layout, desired) {
         (Placement::Replicate, Placement::Replicate) => copy(x, group),
@@ -296,10 +281,8 @@ pub fn prepare_module_input(x: &Tensor, layout: Placement, desired: Placement, g
 
 /// Converts the output of a module whose ranks compute different things to another layout: PyTorch's
 /// `PrepareModuleOutput`. Shapes are as for [`prepare_module_input`]; a `Partial(Sum)` has the shape of the whole.
-///
-/// # Errors
-/// Returns an error when `desired` is `Partial`, for reductions other than the sum, when the number of ranks does not
-/// divide a dimension, and the errors of the collective.
+/// Fails if `desired` is `Partial`, for reductions other than the sum, and if the number of ranks does not divide
+/// a dimension.
 pub fn prepare_module_output(
     x: &Tensor,
     layout: Placement,

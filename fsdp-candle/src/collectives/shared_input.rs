@@ -42,10 +42,7 @@ pub(crate) struct SharedInput {
 
 impl SharedInput {
     /// Returns the input of layers for `x`. A repeated call within a [`scope`] returns the same input if no other call
-    /// came between.
-    ///
-    /// # Errors
-    /// Returns an error when the number of ranks does not divide a dimension, and the errors of the collective.
+    /// came between. Fails if the number of ranks does not divide a dimension.
     pub(crate) fn of(function: &str, x: &Tensor, entry: Entry, group: &ProcessGroup) -> Result<Self> {
         let key = Key { x: x.id(), entry, group: group.clone(), keeps_graph: keeps_graph() };
         if let Some(known) = remembered(&key) {

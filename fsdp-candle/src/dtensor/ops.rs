@@ -93,10 +93,7 @@ binary! {
 }
 
 impl DTensor {
-    /// Raises each element to a power.
-    ///
-    /// # Errors
-    /// Returns an error for partials: redistribute first.
+    /// Raises each element to a power. Fails for partials: redistribute first.
     pub fn pow(&self, exponent: f64) -> Result<Self> {
         self.unary("pow", Unary::Other, |local| local.powf(exponent))
     }
@@ -281,11 +278,8 @@ pub struct PartialNorm {
 
 impl DTensor {
     /// Returns the norm of all elements, accumulated in f64. Does not communicate: each rank along a sharded dimension
-    /// holds a share.
-    ///
-    /// # Errors
-    /// Returns an error for partials, for elements that are not floating-point numbers, and for a norm whose order is
-    /// not positive.
+    /// holds a share. Fails for partials, for elements that are not floating-point numbers, and for a norm whose order
+    /// is not positive.
     pub fn norm(&self, norm: NormType) -> Result<PartialNorm> {
         norm.check()?;
         if !self.dtype().is_float() {
@@ -332,7 +326,8 @@ impl PartialNorm {
 impl DTensor {
     /// Multiplies matrices of shapes `[.., m, k]` and `[.., k, n]` with equal leading dimensions. The left may be
     /// sharded by rows, the right by columns, or both by batch. If the inner dimension is sharded, the product is a
-    /// `Partial(Sum)`. Terms of a sum or average on one side stay terms.
+    /// `Partial(Sum)`. Terms of a sum or average on one side stay terms. Fails if shapes, dtypes or meshes do not
+    /// match, or when the placements need communication. The error lists the possible placements.
     ///
     /// ```
     /// # use candle_core::DType;
@@ -348,10 +343,6 @@ impl DTensor {
     /// assert_eq!(terms.placements(), [Partial(ReduceOp::Sum)]);
     /// # Ok::<(), fsdp_candle::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// Returns an error when shapes, dtypes or meshes do not match, or when the placements need communication. The
-    /// error lists the possible placements.
     pub fn matmul(&self, other: &DTensor) -> Result<Self> {
         self.check_operands("matmul", other)?;
         let (left, right) = (self.shape(), other.shape());
@@ -376,10 +367,7 @@ impl DTensor {
         })
     }
 
-    /// Exchanges two dimensions, in the same memory.
-    ///
-    /// # Errors
-    /// Returns an error when the tensor does not have such a dimension.
+    /// Exchanges two dimensions, in the same memory. Fails if the tensor does not have such a dimension.
     pub fn transpose(&self, dim1: impl Dim, dim2: impl Dim) -> Result<Self> {
         let of = Shape::from(self.shape());
         let (dim1, dim2) = (dim1.to_index(&of, "transpose")?, dim2.to_index(&of, "transpose")?);
@@ -396,10 +384,7 @@ impl DTensor {
         Ok(DTensor::at(self.to_local().transpose(dim1, dim2)?, spec, mesh))
     }
 
-    /// Transposes a matrix.
-    ///
-    /// # Errors
-    /// Returns an error when the tensor does not have two dimensions.
+    /// Transposes a matrix. Fails if the tensor does not have two dimensions.
     pub fn t(&self) -> Result<Self> {
         match self.shape().len() {
             2 => self.transpose(0, 1),

@@ -63,11 +63,7 @@ pub struct DTensor {
 
 impl DTensor {
     /// Returns the tensor of global shape `shape` of which this rank holds `local`. Shares its memory. Does not
-    /// communicate.
-    ///
-    /// # Errors
-    /// Returns the errors of [`DTensorSpec::new`], and an error when `local` does not have the shape of this rank's
-    /// part.
+    /// communicate. Fails if `local` does not have the shape of this rank's part.
     pub fn from_local(
         local: &Tensor,
         shape: impl Into<Shape>,
@@ -127,10 +123,8 @@ impl DTensor {
         self.local.device()
     }
 
-    /// Converts the elements. Terms of a sum are converted one by one, to floating point only.
-    ///
-    /// # Errors
-    /// Returns an error for terms of a sum or an average that would become integers: redistribute first.
+    /// Converts the elements. Terms of a sum are converted one by one, to floating point only. Fails for terms of a sum
+    /// or an average that would become integers: redistribute first.
     pub fn to_dtype(&self, dtype: DType) -> Result<Self> {
         let kind = if dtype.is_float() { Unary::Conversion } else { Unary::Increasing };
         let placements = placement_rules::unary("to_dtype", kind, &self.spec)?;
@@ -177,10 +171,8 @@ impl std::fmt::Debug for DTensor {
 }
 
 impl DTensor {
-    /// Returns zeros, as PyTorch's `torch.distributed.tensor.zeros`. Constructors do not communicate.
-    ///
-    /// # Errors
-    /// Returns the errors of [`DTensorSpec::new`], and an error for a product's partial placement.
+    /// Returns zeros, as PyTorch's `torch.distributed.tensor.zeros`. Constructors do not communicate. Fails for a
+    /// product's partial placement.
     pub fn zeros(
         shape: impl Into<Shape>,
         dtype: DType,
@@ -218,10 +210,8 @@ impl DTensor {
     }
 
     /// Returns random values, uniform in 0..1. They depend on the seed and an element's index in the whole tensor only
-    /// (Philox), so the tensor is the same on any mesh and under any placements.
-    ///
-    /// # Errors
-    /// As for [`DTensor::zeros`], and an error when the dtype is not a floating-point type.
+    /// (Philox), so the tensor is the same on any mesh and under any placements. Fails as [`DTensor::zeros`] does, and
+    /// if the dtype is not a floating-point type.
     pub fn rand(
         seed: u64,
         shape: impl Into<Shape>,
@@ -332,7 +322,7 @@ pub fn distribute_tensor(tensor: &Tensor, mesh: &DeviceMesh, placements: &[Place
 }
 
 /// Distributes the data of another rank of the mesh, PyTorch's `src_data_rank`. With `None`, each rank takes its part
-/// of its own data and nothing is sent.
+/// of its own data and nothing is sent. Fails as [`distribute_tensor`] does, and if the mesh has no such rank.
 ///
 /// ```
 /// # use candle_core::{Device, Tensor};
@@ -350,9 +340,6 @@ pub fn distribute_tensor(tensor: &Tensor, mesh: &DeviceMesh, placements: &[Place
 /// # }).into_iter().collect::<Result<Vec<_>, _>>()?;
 /// # Ok::<(), fsdp_candle::Error>(())
 /// ```
-///
-/// # Errors
-/// As for [`distribute_tensor`], and an error when the mesh has no such rank.
 pub fn distribute_tensor_from(
     tensor: &Tensor,
     mesh: &DeviceMesh,

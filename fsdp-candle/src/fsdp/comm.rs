@@ -90,10 +90,7 @@ pub trait ReduceScatter: Send + Sync {
 /// `set_all_reduce_hook`. On a CUDA device the buffers are `Buffer::Cuda`, and the compute stream already waits for
 /// them.
 pub trait AllReduceHook: Send + Sync {
-    /// Returns the changed buffers, with the same lengths.
-    ///
-    /// # Errors
-    /// An error ends the backward.
+    /// Returns the changed buffers, with the same lengths. An error ends the backward.
     fn reduce(&self, shards: Vec<Buffer>) -> candle_core::Result<Vec<Buffer>>;
 }
 

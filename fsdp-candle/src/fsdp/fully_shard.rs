@@ -115,22 +115,15 @@ impl FullyShard {
     }
 
     /// Sets another mesh than the map's: 1-D, or 2-D as (replicate, shard). It must have all ranks that train copies of
-    /// the model (the map's data-parallel dimensions), except for frozen parameters.
-    ///
-    /// # Errors
-    /// Fails if the mesh has more dimensions.
+    /// the model (the map's data-parallel dimensions), except for frozen parameters. Fails if the mesh has more
+    /// dimensions.
     pub fn mesh(mut self, mesh: &DeviceMesh) -> Result<Self> {
         self.unit.ranks = Some(Arc::new(DataParallel::of(mesh)?));
         Ok(self)
     }
 
-    /// Sets a mesh and the roles of its dimensions: PyTorch's `mesh` and `dp_mesh_dims`. Collective.
-    ///
-    /// # Errors
-    /// Fails if the mesh lacks a dimension, one is named twice, or ranks pass different ones. Also errors of
-    /// [`ProcessGroup::split`].
-    ///
-    /// [`ProcessGroup::split`]: fsdp_core::ProcessGroup::split
+    /// Sets a mesh and the roles of its dimensions: PyTorch's `mesh` and `dp_mesh_dims`. Collective. Fails if the mesh
+    /// lacks a dimension, one is named twice, or ranks pass different ones.
     pub fn mesh_dims(mut self, mesh: &DeviceMesh, dims: &DataParallelMeshDims<'_>) -> Result<Self> {
         self.unit.ranks = Some(Arc::new(DataParallel::of_dims(mesh, dims)?));
         Ok(self)
@@ -299,10 +292,7 @@ pub fn fully_shard<M>(
 /// Modules that `build` passes to [`fully_shard`] become called units, beside units by name. Checkpoint
 /// ([`activation_checkpoint`](crate::activation_checkpoint)) one layer at a time: all units that a closure uses are
 /// unsharded while it runs again. The mixed precision policy casts inputs where a module is called, so not at units by
-/// name.
-///
-/// # Errors
-/// Errors of [`fully_shard`]. Also fails for an invalid pattern, or a pattern that matches no module.
+/// name. Fails as [`fully_shard`] does, for an invalid pattern, and for a pattern that matches no module.
 ///
 /// ```
 /// use candle_core::{DType, Module, Tensor};

@@ -184,9 +184,6 @@ impl<M> FsdpModule<M> {
     /// model.backward(&y.sum_all()?)?;
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    ///
-    /// # Errors
-    /// As [`FsdpModule::call`].
     pub fn call_mut<O: Tensors>(&mut self, forward: impl FnOnce(&mut M) -> Result<O>) -> Result<O> {
         let FsdpModule { inner, group, schedule, parts, .. } = self;
         Ok(Hooks { group, schedule, parts: *parts }.run(vec![], || forward(inner))?.0)
@@ -197,9 +194,6 @@ impl<M> FsdpModule<M> {
     }
 
     /// As [`FsdpModule::call`], with inputs that are cast to the unit's `param_dtype` if its policy says so.
-    ///
-    /// # Errors
-    /// As [`FsdpModule::call`].
     ///
     /// ```
     /// # use candle_core::{DType, Module, Tensor};
@@ -403,9 +397,6 @@ pub struct UnshardHandle(Arc<FsdpParamGroup>);
 
 impl UnshardHandle {
     /// Waits until the parameters are unsharded. A forward that begins earlier waits for them, too.
-    ///
-    /// # Errors
-    /// Errors of the all-gather.
     pub fn wait(self) -> Result<()> {
         self.0.unshard()
     }
@@ -417,9 +408,6 @@ pub struct FinalizeHandle(Arc<Schedule>);
 
 impl FinalizeHandle {
     /// Waits for the reductions and stores the sharded gradients in `grads`.
-    ///
-    /// # Errors
-    /// Errors of the collectives.
     pub fn wait(self, grads: &mut GradStore) -> Result<()> {
         self.0.finalize_backward(grads)
     }
@@ -441,17 +429,12 @@ impl<M> FsdpModule<M> {
 
     /// Unshards the unit's parameters until [`FsdpModule::reshard`], the next forward that reshards them, or backward.
     /// Not recursive. Collective.
-    ///
-    /// # Errors
-    /// Errors of the all-gather.
     pub fn unshard(&self) -> Result<()> {
         self.group.unshard()
     }
 
-    /// As [`FsdpModule::unshard`], without waiting: PyTorch's `unshard(async_op=True)`.
-    ///
-    /// # Errors
-    /// Fails if the all-gather cannot be issued.
+    /// As [`FsdpModule::unshard`], without waiting: PyTorch's `unshard(async_op=True)`. Fails if the all-gather cannot
+    /// be issued.
     ///
     /// ```
     /// # use candle_core::{DType, Module, Tensor};
@@ -477,9 +460,6 @@ impl<M> FsdpModule<M> {
     }
 
     /// Frees the unit's full parameters. Not recursive.
-    ///
-    /// # Errors
-    /// Candle's errors.
     pub fn reshard(&self) -> Result<()> {
         self.schedule.reshard(&self.group)
     }
@@ -510,9 +490,6 @@ impl<M> FsdpModule<M> {
     }
 
     /// Waits for the reductions and stores the sharded gradients in `grads`. Collective.
-    ///
-    /// # Errors
-    /// Errors of the collectives.
     pub fn finalize_backward(&self, grads: &mut GradStore) -> Result<()> {
         self.schedule.finalize_backward(grads)
     }

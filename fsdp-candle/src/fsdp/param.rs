@@ -407,10 +407,7 @@ impl FsdpParam {
         let _ = self.unit.set(unit);
     }
 
-    /// Returns the unit of the parameter, and the parameter's index in it.
-    ///
-    /// # Errors
-    /// Fails while the unit is being built.
+    /// Returns the unit of the parameter, and the parameter's index in it. Fails while the unit is being built.
     pub(crate) fn unit(&self) -> Result<(&UnitId, usize)> {
         match self.unit.get() {
             Some(UnitRef { id, position, .. }) => Ok((id, *position)),
@@ -447,28 +444,20 @@ impl FsdpParam {
         self.state.lock().layer.runs_pre_use_hook
     }
 
-    /// Runs the pre-use hook and checks that the values are there: a layer is about to read them.
-    ///
-    /// # Errors
-    /// Fails if the unit cannot be unsharded, or is sharded outside of its forward.
+    /// Runs the pre-use hook and checks that the values are there: a layer is about to read them. Fails if the unit
+    /// cannot be unsharded, or is sharded outside of its forward.
     pub(crate) fn pre_use(&self) -> Result<()> {
         self.run_pre_use_hook()?;
         if self.is_unsharded() { Ok(()) } else { Err(self.not_unsharded().into()) }
     }
 
     /// Runs the pre-use hook: a layer is about to read the values.
-    ///
-    /// # Errors
-    /// Errors of the all-gather.
     pub(crate) fn run_pre_use_hook(&self) -> Result<()> {
         let Some((unit, schedule)) = self.pre_use_schedule() else { return Ok(()) };
         schedule.pre_use(&unit.id, !self.is_unsharded())
     }
 
     /// Runs the pre-use hook for a layer that is about to write a gradient. The layer does not need the values.
-    ///
-    /// # Errors
-    /// Errors of the all-gather.
     pub(crate) fn run_pre_gradient_hook(&self) -> Result<()> {
         let Some((unit, schedule)) = self.pre_use_schedule() else { return Ok(()) };
         schedule.pre_use(&unit.id, false)
@@ -739,18 +728,12 @@ impl FsdpParam {
     /// }
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    ///
-    /// # Errors
-    /// Errors of [`DTensor::from_local`].
     pub fn dtensor(&self) -> crate::error::Result<DTensor> {
         self.with_own_layout(self.var().as_tensor())
     }
 
-    /// Returns the sharded gradient of a backward as a DTensor with the parameter's layout, or `None`. It
-    /// shares the gradient's memory. A rank with an empty shard has an empty part.
-    ///
-    /// # Errors
-    /// Errors of [`DTensor::from_local`].
+    /// Returns the sharded gradient of a backward as a DTensor with the parameter's layout, or `None`. It shares the
+    /// gradient's memory. A rank with an empty shard has an empty part.
     pub fn grad(&self, grads: &GradStore) -> crate::error::Result<Option<DTensor>> {
         let grad = match grads.get(self.var().as_tensor()) {
             Some(grad) => grad,
@@ -765,11 +748,8 @@ impl FsdpParam {
     }
 
     /// Copies values into this rank's shard, as an assignment to PyTorch's `param.to_local()` does. Converts floating
-    /// point dtypes. Does not communicate. Frees the unit's full values, which are stale.
-    ///
-    /// # Errors
-    /// Fails if the tensor does not have the shape of [`FsdpParam::region`], or is not floating point. The shard is
-    /// unchanged then.
+    /// point dtypes. Does not communicate. Frees the unit's full values, which are stale. Fails if the tensor does not
+    /// have the shape of [`FsdpParam::region`], or is not floating point. The shard is unchanged then.
     pub fn set_local(&self, local: &Tensor) -> crate::error::Result<()> {
         let region = self.region();
         if local.dims() != region.sizes {
@@ -796,10 +776,8 @@ impl FsdpParam {
 
     /// Copies this rank's part of a full tensor into its shard. Does not communicate: every rank passes the full
     /// tensor. If only rank 0 has it, send the parts with [`distribute_tensor`](crate::distribute_tensor), and pass
-    /// each to [`FsdpParam::set_local`].
-    ///
-    /// # Errors
-    /// Fails if the tensor does not have the parameter's shape, or is not floating point. The shard is unchanged then.
+    /// each to [`FsdpParam::set_local`]. Fails if the tensor does not have the parameter's shape, or is not floating
+    /// point. The shard is unchanged then.
     pub fn set_full(&self, full: &Tensor) -> crate::error::Result<()> {
         if full.dims() != self.shape().dims() {
             return Err(self.error(format!("expected shape {:?}, found {:?}", self.shape(), full.shape())));

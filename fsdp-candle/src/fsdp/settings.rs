@@ -253,10 +253,7 @@ impl<M> FsdpModule<M> {
     }
 
     /// Sets whether reductions have a process group of their own, so that they do not queue behind all-gathers. This
-    /// overlaps more, and needs one more group. Collective.
-    ///
-    /// # Errors
-    /// Fails if the group cannot be made.
+    /// overlaps more, and needs one more group. Collective. Fails if the group cannot be made.
     pub fn set_separate_reduce_scatter_group(&self, separate: bool, recurse: Recurse) -> Result<()> {
         if separate {
             for group in self.selected(recurse) {
@@ -271,10 +268,8 @@ impl<M> FsdpModule<M> {
     }
 
     /// Sets what a unit does with its unsharded parameters after forward. Collective for [`ReshardAfterForward::To`],
-    /// which makes groups.
-    ///
-    /// # Errors
-    /// Fails if the number of ranks of `To` does not divide the number of shard ranks, or is trivial.
+    /// which makes groups. Fails if the number of ranks of `To` does not divide the number of shard ranks, or is
+    /// trivial.
     ///
     /// ```
     /// # use candle_core::{DType, Module, Tensor};

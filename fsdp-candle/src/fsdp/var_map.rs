@@ -103,11 +103,7 @@ impl ShardedVarMap {
     }
 
     /// Makes an empty map for the ranks of a mesh whose dimensions have the roles `dims`: PyTorch's `dp_mesh_dims`.
-    /// Collective.
-    ///
-    /// # Errors
-    /// Fails if the mesh lacks a dimension, one is named twice, or ranks pass different ones. Also errors of
-    /// [`ProcessGroup::split`].
+    /// Collective. Fails if the mesh lacks a dimension, one is named twice, or ranks pass different ones.
     pub fn with_mesh_dims(mesh: &DeviceMesh, dims: &DataParallelMeshDims<'_>, device: &Device) -> Result<Self> {
         let ranks = Arc::new(DataParallel::of_dims(mesh, dims)?);
         Ok(ShardedVarMap::with_ranks(mesh, Some(ranks), device))
@@ -124,9 +120,6 @@ impl ShardedVarMap {
     /// assert_eq!(vars.mesh().size_of("dp_shard")?, world.size());
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    ///
-    /// # Errors
-    /// Errors of [`DeviceMesh::from_group`].
     pub fn of_world(world: &World) -> Result<Self> {
         Ok(ShardedVarMap::new(&DeviceMesh::from_group(WORLD_DIM, world.group())?, world.device()))
     }
@@ -266,9 +259,6 @@ impl ShardedVarMap {
     ///
     /// PyTorch's `fully_shard` leaves buffers alone as well. A checkpoint contains the buffers of one rank, and loading
     /// gives them to all ranks.
-    ///
-    /// # Errors
-    /// Errors of the all-reduce.
     ///
     /// ```
     /// use fsdp_core::process_group::local;

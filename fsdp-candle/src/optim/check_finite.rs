@@ -32,10 +32,7 @@ pub enum ValuesOf<'a> {
 ///
 /// Gradients do not need this check in each step, because their norm shows it: see
 /// [`crate::ClipOptions::error_if_nonfinite`]. Gradients under a [`crate::GradScaler`] may overflow; the scaler skips
-/// such steps.
-///
-/// # Errors
-/// Returns [`Error::NonFinite`] on every rank, with the tensors and their counts, and the errors of the all-reduce.
+/// such steps. Fails with [`Error::NonFinite`] on every rank, which has the tensors and their counts.
 ///
 /// ```
 /// # use candle_core::{DType, Module, Tensor};

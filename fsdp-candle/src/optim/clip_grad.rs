@@ -73,10 +73,7 @@ pub fn clip_grad_norm_with(vars: &ShardedVarMap, grads: &mut GradStore, options:
 }
 
 /// Clips the gradients of some parameters, such as an optimizer's group, by their own norm. All ranks pass the same
-/// parameters.
-///
-/// # Errors
-/// As for [`clip_grad_norm_with`]. The error names all parameters whose gradients are not finite.
+/// parameters. Fails as [`clip_grad_norm_with`] does. The error names all parameters whose gradients are not finite.
 ///
 /// ```
 /// # use candle_core::{DType, Module, Tensor};

@@ -55,20 +55,15 @@ pub struct ElementwiseOptimizer<C> {
 }
 
 impl<C: ElementwiseRule> ElementwiseOptimizer<C> {
-    /// Makes an optimizer of these parameters ([`crate::ShardedVarMap::trainable`]), with a state of zeros.
-    ///
-    /// # Errors
-    /// Returns an error when a hyper-parameter is out of range or there is not enough memory.
+    /// Makes an optimizer of these parameters ([`crate::ShardedVarMap::trainable`]), with a state of zeros. Fails if a
+    /// hyper-parameter is out of range or there is not enough memory.
     pub fn new(params: Vec<Arc<FsdpParam>>, config: C) -> Result<Self> {
         Self::with_groups(vec![(params, config)])
     }
 
     /// Makes an optimizer of several groups, each with its own hyper-parameters. [`crate::group_by_name`] makes groups
-    /// by parameter names.
-    ///
-    /// # Errors
-    /// Returns an error when a parameter is in two groups, a hyper-parameter is out of range, or there is not enough
-    /// memory.
+    /// by parameter names. Fails if a parameter is in two groups, a hyper-parameter is out of range, or there is not
+    /// enough memory.
     pub fn with_groups(groups: Vec<(Vec<Arc<FsdpParam>>, C)>) -> Result<Self> {
         check_unique(C::NAME, &groups)?;
         let mut optim = ElementwiseOptimizer { groups: vec![], states: vec![] };
@@ -108,11 +103,8 @@ impl<C: ElementwiseRule> ElementwiseOptimizer<C> {
         &self.states
     }
 
-    /// Updates every parameter that has a gradient. Reports the largest step count to the launcher.
-    ///
-    /// # Errors
-    /// Returns an error, and updates nothing, when the shape or dtype of a gradient is not that of its parameter's
-    /// shard.
+    /// Updates every parameter that has a gradient. Reports the largest step count to the launcher. Fails, and updates
+    /// nothing, if the shape or dtype of a gradient is not that of its parameter's shard.
     pub fn step(&mut self, grads: &GradStore) -> Result<()> {
         let _span = tracing::debug_span!("optimizer").entered();
         let _reported = heartbeat::span("optimizer", "");

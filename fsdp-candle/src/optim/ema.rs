@@ -47,10 +47,8 @@ pub struct Ema {
 }
 
 impl Ema {
-    /// Makes an average that starts at the parameters' values. An update keeps `decay` of the average.
-    ///
-    /// # Errors
-    /// Returns an error when the decay is not in 0..1 or there is not enough memory.
+    /// Makes an average that starts at the parameters' values. An update keeps `decay` of the average. Fails if the
+    /// decay is not in 0..1 or there is not enough memory.
     pub fn new(params: Vec<Arc<FsdpParam>>, decay: f64) -> Result<Self> {
         hyper::check_range("decay", decay, (0. ..1.).contains(&decay), "in 0..1")
             .map_err(|why| Error::Argument(format!("Ema: {why}")))?;

@@ -156,34 +156,23 @@ impl GradScaler {
         if self.enabled { self.state.scale } else { 1. }
     }
 
-    /// Sets the scale of the next loss: PyTorch's `update(new_scale)`.
-    ///
-    /// # Errors
-    /// Returns an error unless the scale is a positive number within f32.
+    /// Sets the scale of the next loss: PyTorch's `update(new_scale)`. Fails unless the scale is a positive number
+    /// within f32.
     pub fn set_scale(&mut self, scale: f64) -> Result<()> {
         self.set(GradScalerState { scale, ..self.state })
     }
 
-    /// Sets the factor after enough good steps.
-    ///
-    /// # Errors
-    /// Returns an error unless the factor is above 1.
+    /// Sets the factor after enough good steps. Fails unless the factor is above 1.
     pub fn set_growth_factor(&mut self, factor: f64) -> Result<()> {
         self.set(GradScalerState { growth_factor: factor, ..self.state })
     }
 
-    /// Sets the factor after an overflow.
-    ///
-    /// # Errors
-    /// Returns an error unless the factor is between 0 and 1.
+    /// Sets the factor after an overflow. Fails unless the factor is between 0 and 1.
     pub fn set_backoff_factor(&mut self, factor: f64) -> Result<()> {
         self.set(GradScalerState { backoff_factor: factor, ..self.state })
     }
 
-    /// Sets the number of good steps in a row before the scale grows.
-    ///
-    /// # Errors
-    /// Returns an error when the number is 0.
+    /// Sets the number of good steps in a row before the scale grows. Fails if the number is 0.
     pub fn set_growth_interval(&mut self, steps: u32) -> Result<()> {
         self.set(GradScalerState { growth_interval: steps, ..self.state })
     }
@@ -199,10 +188,7 @@ impl GradScaler {
         self.state
     }
 
-    /// Restores a state. A disabled scaler stays disabled.
-    ///
-    /// # Errors
-    /// Returns an error, and changes nothing, when a value is out of range.
+    /// Restores a state. A disabled scaler stays disabled. Fails, and changes nothing, if a value is out of range.
     pub fn load_state(&mut self, state: GradScalerState) -> Result<()> {
         self.set(state)?;
         self.clear();
@@ -224,10 +210,7 @@ impl GradScaler {
 
     /// Divides the sharded gradients by the scale and returns whether a gradient of any rank is not finite. All ranks
     /// that hold a trainable parameter get the same result. Collective, unless the scaler is disabled. Does not unscale
-    /// gradients of ignored parameters.
-    ///
-    /// # Errors
-    /// Returns the errors of the all-reduce, and an error when it is called twice for a parameter before an update.
+    /// gradients of ignored parameters. Fails if it is called twice for a parameter before an update.
     pub fn unscale(&mut self, vars: &ShardedVarMap, grads: &mut GradStore) -> Result<bool> {
         let params = vars.trainable();
         let ids: Vec<TensorId> = params.iter().map(|param| param.var().id()).collect();
@@ -305,9 +288,7 @@ impl GradScaler {
     }
 
     /// Updates the scale. Call it once a step, after all optimizers. As in PyTorch, the scale does not exceed f32.
-    ///
-    /// # Errors
-    /// Returns an error when no gradients were unscaled since the last update, unless the scaler is disabled.
+    /// Fails if no gradients were unscaled since the last update, unless the scaler is disabled.
     pub fn update(&mut self) -> Result<()> {
         match self.any_overflowed {
             Some(overflowed) if self.enabled => self.update_scale(overflowed),

@@ -14,16 +14,10 @@ pub trait HyperParameters: Copy + Debug + Default + PartialEq + Send + 'static {
     /// Returns the values by PyTorch's names, with PyTorch's other names.
     fn hyper(&self) -> Map<String, Value>;
 
-    /// Returns the hyper-parameters with the named values changed.
-    ///
-    /// # Errors
-    /// Returns a description of an unsupported value.
+    /// Returns the hyper-parameters with the named values changed. The error describes an unsupported value.
     fn with(&self, hyper: &Map<String, Value>) -> Result<Self, String>;
 
-    /// Checks the ranges.
-    ///
-    /// # Errors
-    /// Returns a description of a value that is out of range.
+    /// Checks the ranges. The error describes a value that is out of range.
     fn check(&self) -> Result<(), String>;
 
     /// Returns the learning rate, to change it.

@@ -56,19 +56,14 @@ pub struct Muon {
 }
 
 impl Muon {
-    /// Makes an optimizer of these matrices, with zero momentum.
-    ///
-    /// # Errors
-    /// Returns an error when a parameter is not a matrix, a hyper-parameter is out of range, or there is not enough
-    /// memory.
+    /// Makes an optimizer of these matrices, with zero momentum. Fails if a parameter is not a matrix, a
+    /// hyper-parameter is out of range, or there is not enough memory.
     pub fn new(params: Vec<Arc<FsdpParam>>, config: MuonConfig) -> Result<Self> {
         Self::with_groups(vec![(params, config)])
     }
 
-    /// Makes an optimizer of several groups, each with its own hyper-parameters.
-    ///
-    /// # Errors
-    /// As for [`Muon::new`], and an error when a parameter is in two groups.
+    /// Makes an optimizer of several groups, each with its own hyper-parameters. Fails as [`Muon::new`] does, and if a
+    /// parameter is in two groups.
     pub fn with_groups(groups: Vec<(Vec<Arc<FsdpParam>>, MuonConfig)>) -> Result<Self> {
         check_unique("Muon", &groups)?;
         let mut optim = Muon { groups: vec![], states: vec![], work: vec![] };
@@ -160,11 +155,8 @@ fn to_bf16(tensor: &Tensor) -> Result<Buffer> {
 }
 
 impl ShardedOptimizer for Muon {
-    /// Updates every matrix that has a gradient. Collective: all ranks have gradients of the same matrices.
-    ///
-    /// # Errors
-    /// Returns an error when the shape or dtype of a gradient is not that of its parameter's shard, and the errors of
-    /// the exchange.
+    /// Updates every matrix that has a gradient. Collective: all ranks have gradients of the same matrices. Fails if
+    /// the shape or dtype of a gradient is not that of its parameter's shard.
     fn step(&mut self, grads: &GradStore) -> Result<()> {
         let _span = tracing::debug_span!("optimizer").entered();
         let _reported = heartbeat::span("optimizer", "");

@@ -40,10 +40,8 @@ use crate::pattern::NamePattern;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub trait ShardedOptimizer: Send {
-    /// Updates every parameter that has a gradient. All ranks call it; some optimizers communicate.
-    ///
-    /// # Errors
-    /// Returns an error when the shape or dtype of a gradient is not that of its parameter's shard.
+    /// Updates every parameter that has a gradient. All ranks call it; some optimizers communicate. Fails if the shape
+    /// or dtype of a gradient is not that of its parameter's shard.
     fn step(&mut self, grads: &GradStore) -> Result<()>;
 
     /// Returns the groups in order. Each parameter is in one group.
@@ -89,7 +87,8 @@ pub struct ParamGroup {
 }
 
 /// Groups parameters by name: first the parameters that no pattern matches, then one group for each list of patterns. A
-/// pattern matches a whole name or its end. A parameter belongs to the first list that matches.
+/// pattern matches a whole name or its end. A parameter belongs to the first list that matches. Fails if a pattern
+/// matches no parameter, or only parameters of an earlier group.
 ///
 /// ```
 /// # use candle_core::DType;
@@ -107,9 +106,6 @@ pub struct ParamGroup {
 /// # use fsdp_candle::ShardedOptimizer;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-///
-/// # Errors
-/// Returns an error when a pattern matches no parameter, or only parameters of an earlier group.
 pub fn group_by_name<'a>(
     params: Vec<Arc<FsdpParam>>,
     parts: impl IntoIterator<Item = &'a [NamePattern]>,
@@ -155,10 +151,7 @@ pub fn group_by_name<'a>(
 pub struct Optimizers(Vec<Box<dyn ShardedOptimizer>>);
 
 impl Optimizers {
-    /// Combines optimizers, stepped in this order.
-    ///
-    /// # Errors
-    /// Returns an error when two optimizers have the same parameter.
+    /// Combines optimizers, stepped in this order. Fails if two optimizers have the same parameter.
     pub fn new(optimizers: Vec<Box<dyn ShardedOptimizer>>) -> Result<Self> {
         let mut names = HashSet::new();
         for group in optimizers.iter().flat_map(|optim| optim.param_groups()) {

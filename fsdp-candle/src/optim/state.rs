@@ -47,10 +47,8 @@ impl ParamState {
         self.moments.iter().map(|(name, _)| *name)
     }
 
-    /// Returns the tensor of a name such as `exp_avg`: the state itself, or an f32 copy of 8-bit state.
-    ///
-    /// # Errors
-    /// Returns an error when the state has no such tensor, or there is not enough memory for a copy.
+    /// Returns the tensor of a name such as `exp_avg`: the state itself, or an f32 copy of 8-bit state. Fails if the
+    /// state has no such tensor, or there is not enough memory for a copy.
     pub fn tensor(&self, name: &str) -> Result<Tensor> {
         match self.moments.iter().find(|(own, _)| *own == name) {
             Some((_, moment)) => Ok(moment.tensor()?),

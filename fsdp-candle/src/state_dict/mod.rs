@@ -47,10 +47,8 @@ impl StateTensor {
         StateTensor { shape: tensor.dims().to_vec(), region: Region::whole(tensor.dims()), layout: None, tensor }
     }
 
-    /// Makes an entry of a DTensor, whose memory it shares if the elements are contiguous.
-    ///
-    /// # Errors
-    /// Returns an error when the DTensor is partial or this rank holds several boxes of it: redistribute first.
+    /// Makes an entry of a DTensor, whose memory it shares if the elements are contiguous. Fails if the DTensor is
+    /// partial or this rank holds several boxes of it: redistribute first.
     pub fn of(tensor: &DTensor) -> Result<Self> {
         let (spec, mesh) = (tensor.spec(), tensor.device_mesh());
         if spec.placements().iter().any(|placement| matches!(placement, Placement::Partial(_))) {

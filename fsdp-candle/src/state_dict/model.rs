@@ -32,10 +32,8 @@ pub fn get_model_state_dict(vars: &ShardedVarMap, options: &StateDictOptions) ->
 
 /// Copies a state dict into the parameters: shards of the same mesh, or whole tensors, of which each rank takes its
 /// part. With `broadcast_from_rank0`, takes rank 0's state dict (then collective). Converts floating-point dtypes.
-///
-/// # Errors
-/// Returns an error, and changes nothing, when `strict` is set and names differ, a tensor has another shape, or a shard
-/// is not this rank's.
+/// Fails, and changes nothing, if `strict` is set and names differ, a tensor has another shape, or a shard is not this
+/// rank's.
 pub fn set_model_state_dict(
     vars: &ShardedVarMap,
     dict: &StateDict,

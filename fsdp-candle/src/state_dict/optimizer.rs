@@ -23,11 +23,7 @@ const STEP: &str = "step";
 
 /// Returns the state of each parameter by PyTorch's names (`state.<fqn>.exp_avg`, `.exp_avg_sq` and `.step` of AdamW),
 /// and the hyper-parameters of each group as `param_groups`. 8-bit state is converted to f32. Collective for a full
-/// state dict.
-///
-/// # Errors
-/// Returns the errors of the collectives, and an error when the optimizer has hidden state
-/// ([`crate::CandleOptimizer`]).
+/// state dict. Fails if the optimizer has hidden state ([`crate::CandleOptimizer`]).
 pub fn get_optimizer_state_dict(
     vars: &ShardedVarMap,
     optim: &dyn ShardedOptimizer,
@@ -111,10 +107,8 @@ fn set_tensors(
 }
 
 /// Returns the state of every parameter as `optim.state.<fqn>.exp_avg` and so on, in the optimizer's memory: the input
-/// of [`fsdp_ckpt::save`]. 8-bit state is saved in f32, one tensor at a time.
-///
-/// # Errors
-/// Returns an error when the optimizer has hidden state ([`crate::CandleOptimizer`]).
+/// of [`fsdp_ckpt::save`]. 8-bit state is saved in f32, one tensor at a time. Fails if the optimizer has hidden state
+/// ([`crate::CandleOptimizer`]).
 pub fn optimizer_tensors(optim: &dyn ShardedOptimizer) -> Result<Vec<TensorShard>> {
     check_visible(optim)?;
     let mut shards = vec![];
@@ -136,11 +130,8 @@ pub fn optimizer_values(optim: &dyn ShardedOptimizer) -> Map<String, Value> {
 }
 
 /// Loads the state of an optimizer from a checkpoint of any format, saved on any mesh and with any groups. Does not
-/// change hyper-parameters: [`crate::load_param_groups`] loads them.
-///
-/// # Errors
-/// Returns the errors of [`fsdp_ckpt::load`], and an error when a step count is not a whole number or the optimizer has
-/// hidden state.
+/// change hyper-parameters: [`crate::load_param_groups`] loads them. Fails if a step count is not a whole number or the
+/// optimizer has hidden state.
 pub fn load_optimizer(
     optim: &mut dyn ShardedOptimizer,
     source: &dyn TensorSource,

@@ -19,9 +19,7 @@ pub struct World {
 }
 
 /// Joins the job that the environment describes (`RANK`, `WORLD_SIZE`, ...; a single rank without them). Collective.
-///
-/// # Errors
-/// Returns an error when the environment is inconsistent or the ranks cannot connect.
+/// Fails if the environment is inconsistent or the ranks cannot connect.
 pub fn init() -> Result<World> {
     init_on(DeviceChoice::Cpu)
 }
@@ -30,10 +28,8 @@ pub fn init() -> Result<World> {
 /// host. Collective.
 ///
 /// Between CUDA devices NCCL moves memory, if the build has it (feature `nccl`) and no two ranks share a device.
-/// Otherwise memory goes through the host. `FSDP_DEVICE_BACKEND` (`nccl` or `host`) overrides the choice.
-///
-/// # Errors
-/// As for [`init`], and an error when the device does not exist or fails.
+/// Otherwise memory goes through the host. `FSDP_DEVICE_BACKEND` (`nccl` or `host`) overrides the choice. Fails as
+/// [`init`] does, and if the device does not exist or fails.
 ///
 /// ```
 /// use fsdp_candle::DeviceChoice;
@@ -51,10 +47,7 @@ pub fn init_on(choice: DeviceChoice) -> Result<World> {
 }
 
 impl World {
-    /// Makes a world of this process only, whatever the environment.
-    ///
-    /// # Errors
-    /// Returns an error when the system refuses memory or threads.
+    /// Makes a world of this process only, whatever the environment. Fails if the system refuses memory or threads.
     pub fn single() -> Result<Self> {
         Ok(Self::of(ProcessGroup::single_rank(Options::default().timeout)?))
     }
@@ -72,10 +65,7 @@ impl World {
     }
 
     /// Makes the world of an existing process group of host memory, on devices as [`init_on`] does. A rank's number in
-    /// the group selects its device. Collective.
-    ///
-    /// # Errors
-    /// Returns an error when the device does not exist or fails.
+    /// the group selects its device. Collective. Fails if the device does not exist or fails.
     pub fn on(group: ProcessGroup, choice: DeviceChoice) -> Result<Self> {
         let World { group, env, .. } = World::of(group);
         World::join(env, group, choice)
@@ -113,10 +103,7 @@ impl World {
         &self.group
     }
 
-    /// Arranges the ranks in a mesh. Collective.
-    ///
-    /// # Errors
-    /// Returns an error when the product of the sizes is not the number of ranks.
+    /// Arranges the ranks in a mesh. Collective. Fails if the product of the sizes is not the number of ranks.
     pub fn mesh(&self, dims: &[(&str, usize)]) -> Result<DeviceMesh> {
         Ok(DeviceMesh::new(&self.group, dims)?)
     }
@@ -139,10 +126,8 @@ pub enum DeviceChoice {
     Cuda,
 }
 
-/// Returns the CUDA device of this number, the same one each time: Candle's, with one stream for all threads.
-///
-/// # Errors
-/// Returns an error when the device does not exist, or Candle made it with other settings.
+/// Returns the CUDA device of this number, the same one each time: Candle's, with one stream for all threads. Fails if
+/// the device does not exist, or Candle made it with other settings.
 #[cfg(feature = "cuda")]
 pub fn cuda_device(ordinal: usize) -> Result<Device> {
     kernels::candle_device(ordinal)
