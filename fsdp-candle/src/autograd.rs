@@ -24,12 +24,8 @@ thread_local! {
 /// ends.
 ///
 /// ```
-/// # use candle_core::{DType, Module, Tensor};
-/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
-/// # let world = World::single()?;
-/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
-/// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear(4, 2, vb))?;
-/// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+/// # use fsdp_candle::doc_example::*;
+/// # let (world, vars, model, x) = one_layer(nn::linear)?;
 /// let y = fsdp_candle::no_grad(|| model.forward(&x))?;
 /// assert!(!y.track_op());
 /// assert!(model.params().iter().all(|param| !param.is_unsharded())); // the root's parameters are freed as well

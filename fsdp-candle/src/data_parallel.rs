@@ -38,16 +38,14 @@ use crate::tensor_parallel::Parallel;
 /// use fsdp_candle::{DataParallelMeshDims, ShardedVarMap, World};
 /// use fsdp_core::process_group::local;
 ///
-/// local::run(8, |group| {
+/// local::try_run(8, |group| {
 ///     let world = World::of(group);
 ///     let mesh = world.mesh(&[("replicate", 2), ("shard", 2), ("tp", 2)])?;
 ///     let dims = DataParallelMeshDims { shard: &["shard"], replicate: &["replicate"] };
 ///     let vars = ShardedVarMap::with_mesh_dims(&mesh, &dims, world.device())?;
 ///     assert_eq!(vars.mesh().size(), 8);
 ///     Ok::<_, fsdp_candle::Error>(())
-/// })
-/// .into_iter()
-/// .collect::<Result<Vec<_>, _>>()?;
+/// })?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -351,7 +349,7 @@ impl DataParallel {
         parallel: Option<&Parallel>,
     ) -> Result<(Region, ShardLayout)> {
         let world = self.shard.size();
-        let fail = |message: String| Error::Parameter { name: name.into(), message };
+        let fail = |message: String| Error::parameter(name, message);
         let Some(&extent) = local.get(dim) else {
             return Err(fail(format!(
                 "its shape {shape:?} has no dimension {dim} to shard; a scalar becomes a tensor of shape [1]"
@@ -390,15 +388,13 @@ impl DataParallel {
         let Some(replicas) = self.replicate.as_ref().filter(|_| self.shards_over_replicas) else { return Ok(None) };
         let ranks = self.shard.size() * replicas.size();
         if dim > 0 && !local[dim].is_multiple_of(ranks) {
-            return Err(Error::Parameter {
-                name: name.into(),
-                message: format!(
-                    "dimension {dim} of its shape {local:?} does not divide evenly over {} shard ranks and {} replicas \
-                     that divide shards, which only dimension 0 may: shard another dimension, or change the mesh",
-                    self.shard.size(),
-                    replicas.size()
-                ),
-            });
+            let message = format!(
+                "dimension {dim} of its shape {local:?} does not divide evenly over {} shard ranks and {} replicas \
+                 that divide shards, which only dimension 0 may: shard another dimension, or change the mesh",
+                self.shard.size(),
+                replicas.size()
+            );
+            return Err(Error::parameter(name, message));
         }
         let mut shard = local.to_vec();
         shard[dim] = chunk_range(local[dim], self.shard.size(), self.shard.rank()).len();

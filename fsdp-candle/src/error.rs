@@ -65,6 +65,16 @@ pub enum Error {
     Device(String),
 }
 
+impl Error {
+    pub(crate) fn parameter(name: &str, message: impl Into<String>) -> Self {
+        Error::Parameter { name: name.into(), message: message.into() }
+    }
+
+    pub(crate) fn unit(unit: &str, message: impl Into<String>) -> Self {
+        Error::Unit { unit: unit.into(), message: message.into() }
+    }
+}
+
 impl From<Error> for candle_core::Error {
     fn from(error: Error) -> Self {
         match error {

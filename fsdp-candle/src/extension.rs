@@ -16,10 +16,8 @@ use crate::storage::{to_dtype, with_slice};
 /// ```
 /// use std::sync::Arc;
 /// use fsdp_candle::{AllGatherExtension, Float8, Int8Blocks};
-/// # use candle_core::{DType, Module, Tensor};
-/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
-/// # let world = World::single()?;
-/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+/// # use fsdp_candle::doc_example::*;
+/// # let (world, vars, opts, vb) = one_rank()?;
 /// # let x = Tensor::ones((3, 64), DType::F32, world.device())?;
 ///
 /// // QLoRA: frozen weights are gathered as 8-bit blocks, adapters in their dtype.

@@ -59,8 +59,7 @@ impl Default for GradcheckOptions {
 /// errors of `loss`.
 ///
 /// ```
-/// # use candle_core::{DType, Module, Tensor};
-/// # use fsdp_candle::{fully_shard, nn, Error, FullyShard, ShardedVarMap, World};
+/// # use fsdp_candle::doc_example::*;
 /// use fsdp_candle::{gradcheck, GradcheckOptions};
 /// # let world = World::single()?;
 /// # let x = Tensor::new(&[[1f32, -2., 3., 0.5]], world.device())?;

@@ -32,10 +32,8 @@ pub struct ShardRequest<'a> {
 ///
 /// ```
 /// use fsdp_candle::initializer::{Fallback, Initializer, Philox, ShardRequest};
-/// # use candle_core::{DType, Module, Tensor};
-/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
-/// # let world = World::single()?;
-/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+/// # use fsdp_candle::doc_example::*;
+/// # let (world, vars, opts, vb) = one_rank()?;
 ///
 /// /// Weights whose elements are their own indices.
 /// struct Count;
@@ -92,10 +90,8 @@ fn write_floats(request: &ShardRequest<'_>, values: impl Iterator<Item = f64>, s
         DType::BF16 => write(shard, values, |v| bf16::from_f64(v).to_ne_bytes()),
         DType::F16 => write(shard, values, |v| f16::from_f64(v).to_ne_bytes()),
         other => {
-            return Err(Error::Parameter {
-                name: request.name.into(),
-                message: format!("cannot make initial values of {other:?}; use F32, F64, BF16 or F16"),
-            });
+            let message = format!("cannot make initial values of {other:?}; use F32, F64, BF16 or F16");
+            return Err(Error::parameter(request.name, message));
         }
     }
     Ok(())
@@ -223,7 +219,7 @@ const MISFIT: &str = "use weights that belong to this config.json, or start from
 
 impl Initializer for Pretrained {
     fn check(&self, request: &ShardRequest<'_>) -> Result<()> {
-        let fail = |message: String| Error::Parameter { name: request.name.into(), message };
+        let fail = |message: String| Error::parameter(request.name, message);
         let name = (self.names)(request.name);
         let info = self.source.tensor(&name).map_err(|error| fail(format!("{error}: {MISFIT}")))?;
         if info.shape != request.shape {
@@ -346,7 +342,7 @@ mod tests {
     impl Initializer for Ones {
         fn fill(&self, request: &ShardRequest<'_>, shard: &mut [u8]) -> Result<()> {
             if !self.contains(request.name) {
-                return Err(Error::Parameter { name: request.name.into(), message: "not here".into() });
+                return Err(Error::parameter(request.name, "not here"));
             }
             shard.fill(1);
             Ok(())

@@ -67,6 +67,8 @@ mod autograd;
 pub mod collectives;
 mod data_parallel;
 mod display;
+#[doc(hidden)]
+pub mod doc_example;
 mod dtensor;
 mod error;
 mod extension;

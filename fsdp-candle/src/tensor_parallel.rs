@@ -282,7 +282,7 @@ impl BoundPlan {
     /// Returns the effect on a parameter of this name and shape, or `None` if no pattern matches its module. Fails if
     /// two patterns match, the style does not know the parameter, or the split dimension does not divide evenly.
     pub(crate) fn of(&self, name: &str, shape: &[usize]) -> Result<Option<Arc<Parallel>>> {
-        let fail = |message: String| Error::Parameter { name: name.into(), message };
+        let fail = |message: String| Error::parameter(name, message);
         let adapter = adapter_of(name);
         let (module, last) = match adapter {
             Some((module, _)) => (module, ""),

@@ -21,7 +21,8 @@ const LAYERS: [(&str, &str); 5] = [
     (
         "fsdp-candle",
         "error autograd kernels storage pattern tensors collectives random extension adapter tensor_parallel \
-        data_parallel initializer world dtensor fsdp activation_checkpoint display gradcheck nn optim state_dict",
+        data_parallel initializer world dtensor fsdp activation_checkpoint display gradcheck nn optim state_dict \
+        doc_example",
     ),
     ("examples", "console data generate job writable metrics models progress ranks schedule tensorboard"),
 ];

@@ -53,15 +53,13 @@ pub enum Consumers {
 /// use fsdp_candle::collectives;
 /// use fsdp_core::process_group::local;
 ///
-/// local::run(2, |group| {
+/// local::try_run(2, |group| {
 ///     let x = Var::new(&[1f32, 2.], &Device::Cpu)?;
 ///     let y = (collectives::copy(&x, &group)? * (group.rank() + 1) as f64)?;
 ///     let gradient = y.sum_all()?.backward()?.remove(&x).unwrap();
 ///     assert_eq!(gradient.to_vec1::<f32>()?, [3., 3.]); // 1 from rank 0, 2 from rank 1
 ///     candle_core::Result::Ok(())
-/// })
-/// .into_iter()
-/// .collect::<candle_core::Result<Vec<_>>>()?;
+/// })?;
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn copy(x: &Tensor, group: &ProcessGroup) -> Result<Tensor> {
@@ -93,7 +91,7 @@ pub fn all_reduce(x: &Tensor, group: &ProcessGroup) -> Result<Tensor> {
 /// use fsdp_core::process_group::local;
 ///
 /// // Each rank has a part of a sequence, which is gathered and scattered.
-/// local::run(2, |group| {
+/// local::try_run(2, |group| {
 ///     let x = Var::new(&[[1f32 + group.rank() as f32]], &Device::Cpu)?;
 ///     let all = all_gather(&x, 1, &group, Consumers::Differ)?;
 ///     assert_eq!(all.to_vec2::<f32>()?, [[1., 2.]]);
@@ -103,9 +101,7 @@ pub fn all_reduce(x: &Tensor, group: &ProcessGroup) -> Result<Tensor> {
 ///     let gradient = y.sum_all()?.backward()?.remove(&x).unwrap();
 ///     assert_eq!(gradient.to_vec2::<f32>()?, [[20.]]); // 10 by each rank's term
 ///     candle_core::Result::Ok(())
-/// })
-/// .into_iter()
-/// .collect::<candle_core::Result<Vec<_>>>()?;
+/// })?;
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn all_gather<D: Dim>(x: &Tensor, dim: D, group: &ProcessGroup, consumers: Consumers) -> Result<Tensor> {
@@ -254,7 +250,7 @@ impl Backward for Collective {
 /// use fsdp_core::process_group::local;
 ///
 /// // Each rank has one of two tokens and multiplies both by its column of a matrix.
-/// local::run(2, |group| {
+/// local::try_run(2, |group| {
 ///     let x = Var::new(&[[1f32 + group.rank() as f32]], &Device::Cpu)?;
 ///     let column = Tensor::new(&[[10f32 * (1 + group.rank()) as f32]], &Device::Cpu)?;
 ///     let all = prepare_module_input(&x, Placement::Shard(0), Placement::Replicate, &group)?;
@@ -264,9 +260,7 @@ impl Backward for Collective {
 ///     // Each token meets both columns.
 ///     assert_eq!(y.sum_all()?.backward()?.remove(&x).unwrap().to_vec2::<f32>()?, [[30.]]);
 ///     candle_core::Result::Ok(())
-/// })
-/// .into_iter()
-/// .collect::<candle_core::Result<Vec<_>>>()?;
+/// })?;
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn prepare_module_input(x: &Tensor, layout: Placement, desired: Placement, group: &ProcessGroup) -> Result<Tensor> {

@@ -30,7 +30,7 @@ use crate::storage::{DeviceMemory, TensorMemory, copied, to_core_dtype, to_dtype
 /// use fsdp_candle::{distribute_tensor, DTensor, NormType, Placement::{Partial, Replicate, Shard}, ReduceOp, World};
 /// use fsdp_core::process_group::local;
 ///
-/// local::run(2, |group| {
+/// local::try_run(2, |group| {
 ///     let world = World::of(group);
 ///     let mesh = world.mesh(&[("dp", 2)])?;
 ///     // Rank 0 holds two rows of [[0, 1], [2, 3], [4, 5]], rank 1 one.
@@ -49,9 +49,7 @@ use crate::storage::{DeviceMemory, TensorMemory, copied, to_core_dtype, to_dtype
 ///     assert_eq!(columns.to_local().dims(), [3, 1]);
 ///     assert_eq!(columns.norm(NormType::Two)?.full_tensor()?.to_scalar::<f32>()?, 55f32.sqrt());
 ///     Ok::<_, fsdp_candle::Error>(())
-/// })
-/// .into_iter()
-/// .collect::<Result<Vec<_>, _>>()?;
+/// })?;
 /// # Ok::<(), fsdp_candle::Error>(())
 /// ```
 #[derive(Clone)]
@@ -229,14 +227,14 @@ impl DTensor {
     /// # use candle_core::{DType, Device};
     /// # use fsdp_candle::{DTensor, Placement::{Replicate, Shard}, World};
     /// # use fsdp_core::process_group::local;
-    /// # local::run(2, |group| {
+    /// # local::try_run(2, |group| {
     /// # let world = World::of(group);
     /// # let mesh = world.mesh(&[("dp", 2)])?;
     /// let draw = |placement| DTensor::randn(7, (5, 3), DType::F32, world.device(), &mesh, &[placement]);
     /// let (rows, all) = (draw(Shard(0))?, draw(Replicate)?);
     /// assert_eq!(rows.full_tensor()?.to_vec2::<f32>()?, all.to_local().to_vec2::<f32>()?);
     /// # Ok::<_, fsdp_candle::Error>(())
-    /// # }).into_iter().collect::<Result<Vec<_>, _>>()?;
+    /// # })?;
     /// # Ok::<(), fsdp_candle::Error>(())
     /// ```
     pub fn randn(
@@ -328,7 +326,7 @@ pub fn distribute_tensor(tensor: &Tensor, mesh: &DeviceMesh, placements: &[Place
 /// # use candle_core::{Device, Tensor};
 /// # use fsdp_candle::{distribute_tensor_from, Placement::Shard, World};
 /// # use fsdp_core::process_group::local;
-/// # local::run(2, |group| {
+/// # local::try_run(2, |group| {
 /// # let world = World::of(group);
 /// # let mesh = world.mesh(&[("dp", 2)])?;
 /// let mine = Tensor::new(&[[world.rank() as u32; 2]; 2], world.device())?;
@@ -337,7 +335,7 @@ pub fn distribute_tensor(tensor: &Tensor, mesh: &DeviceMesh, placements: &[Place
 /// let own = distribute_tensor_from(&mine, &mesh, &[Shard(0)], None)?;
 /// assert_eq!(own.to_local().to_vec2::<u32>()?, [[world.rank() as u32; 2]]);
 /// # Ok::<_, fsdp_candle::Error>(())
-/// # }).into_iter().collect::<Result<Vec<_>, _>>()?;
+/// # })?;
 /// # Ok::<(), fsdp_candle::Error>(())
 /// ```
 pub fn distribute_tensor_from(

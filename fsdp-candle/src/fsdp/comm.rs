@@ -16,13 +16,9 @@ use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, ReduceOp, ScatterPa
 /// use std::sync::atomic::{AtomicUsize, Ordering};
 /// use fsdp_candle::{AllGather, ReduceScatter};
 /// use fsdp_core::{Allocator, GatherPart, ProcessGroup, ReduceOp, ScatterPart, Work};
-/// # use candle_core::{DType, Module, Tensor};
-/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
-/// # let world = World::single()?;
-/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
-/// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
+/// # use fsdp_candle::doc_example::*;
+/// # let (world, vars, model, x) = one_layer(nn::linear_no_bias)?;
 /// # let weight = vars.params()[0].var().clone();
-/// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
 ///
 /// /// Counts the elements of all collectives, which the group runs.
 /// #[derive(Default)]

@@ -39,10 +39,9 @@ const LISTED_MODULES: usize = 16;
 /// ```
 /// use fsdp_candle::{DataParallelMeshDims, ShardMesh, ShardPlacement};
 /// use fsdp_core::process_group::local;
-/// # use candle_core::{DType, Module, Tensor};
-/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+/// # use fsdp_candle::doc_example::*;
 ///
-/// local::run(4, |group| {
+/// local::try_run(4, |group| {
 ///     let world = World::of(group);
 ///     // Experts are sharded over pairs of ranks, all other parameters over all four ranks.
 ///     let pairs = world.mesh(&[("expert", 2), ("within", 2)])?;
@@ -60,9 +59,7 @@ const LISTED_MODULES: usize = 16;
 ///     let shards: Vec<_> = model.params().iter().map(|param| param.var().dims().to_vec()).collect();
 ///     assert_eq!(shards, [vec![8, 2], vec![2], vec![4, 8]]);
 ///     Ok::<_, fsdp_candle::Error>(())
-/// })
-/// .into_iter()
-/// .collect::<Result<Vec<_>, _>>()?;
+/// })?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, Default)]
@@ -173,11 +170,10 @@ impl FullyShard {
     /// option has no effect.
     ///
     /// ```
-    /// # use candle_core::{DType, Module, Tensor};
-    /// # use fsdp_candle::{fully_shard, nn, FullyShard, Placement, ShardedVarMap, World};
+    /// # use fsdp_candle::doc_example::*;
     /// use fsdp_core::process_group::local;
     ///
-    /// local::run(4, |group| {
+    /// local::try_run(4, |group| {
     ///     let world = World::of(group);
     ///     let mesh = world.mesh(&[("dp_replicate", 2), ("dp_shard", 2)])?;
     ///     let vars = ShardedVarMap::new(&mesh, world.device());
@@ -189,9 +185,7 @@ impl FullyShard {
     ///     let grads = model.backward(&model.forward(&Tensor::ones((3, 4), DType::F32, world.device())?)?.sum_all()?)?;
     ///     assert_eq!(grads.get(weight.var()).unwrap().dims(), [2, 4]);
     ///     Ok::<_, fsdp_candle::Error>(())
-    /// })
-    /// .into_iter()
-    /// .collect::<Result<Vec<_>, _>>()?;
+    /// })?;
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn shard_optimizer_over_replicas(mut self, divide: bool) -> Self {
@@ -203,10 +197,8 @@ impl FullyShard {
     /// ([`ShardedVarMap::ignored`]), and their gradients are not reduced.
     ///
     /// ```
-    /// # use candle_core::{DType, Module, Tensor};
-    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
-    /// # let world = World::single()?;
-    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+    /// # use fsdp_candle::doc_example::*;
+    /// # let (world, vars, opts, vb) = one_rank()?;
     /// let opts = FullyShard::new(&vars).ignored_params(|fqn| fqn.ends_with("bias"));
     /// let model = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear(4, 2, vb))?;
     /// assert_eq!(model.params().len(), 1);
@@ -270,7 +262,7 @@ pub fn fully_shard<M>(
     build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M>,
 ) -> Result<FsdpModule<M>> {
     if !opts.units.is_empty() {
-        return Err(Error::Unit { unit: name_of(&vb), message: FOR_SHARD.into() });
+        return Err(Error::unit(&name_of(&vb), FOR_SHARD));
     }
     make(opts, vb, build)
 }
@@ -375,11 +367,11 @@ fn make<M>(
         Error::Build { unit: name.clone(), cause: Box::new(cause.into()) }
     })?;
     if unit.is_empty() && !vars.is_behind(&vb) {
-        return Err(Error::Unit { unit: name, message: FOREIGN_BUILDER.into() });
+        return Err(Error::unit(&name, FOREIGN_BUILDER));
     }
     let params = unit.params();
     if let Some(param) = params.iter().find(|param| param.lacks_tp_layer()) {
-        return Err(Error::Parameter { name: param.name().into(), message: lacks_tp_layer(param) });
+        return Err(param.error(lacks_tp_layer(param)));
     }
     let UnitsByName { units, own, unmanaged } = UnitsByName::of(&params, &vb.prefix(), patterns)?;
     unit.close();

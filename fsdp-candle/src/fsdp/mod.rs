@@ -8,7 +8,7 @@
 //! | `module`, `settings` | `FsdpModule`: calls, backward, setters | `FSDPModule` |
 //! | `param`, `gradient`, `offload` | one parameter | `_fsdp_param.py` |
 //! | `param_group` | the parameters of one unit | `_fsdp_param_group.py` |
-//! | `collectives` | all-gather and reduction of a unit | `_fsdp_collectives.py` |
+//! | `all_gather`, `reduction` | the collectives of a unit | `_fsdp_collectives.py` |
 //! | `schedule`, `order`, `hooks` | when a unit communicates | `_fsdp_state.py` |
 //! | `diagnostics` | reports of cut graphs and missing gradients | |
 //! | `policy`, `comm` | policies, collectives of the user | `_fsdp_api.py` |
@@ -74,16 +74,16 @@
 //! [Note: Threads and waits]
 //!
 //! - Hooks run on the thread that computes, which waits for collectives. The process groups' threads never wait for it.
-//! - One thread at a time unshards or reshards a unit, and waits for others with the groups' timeout (`UnshardLock`).
-//!   Hooks of backward that free single parameters take only the parameter's own lock.
-//! - No mutex is locked while a collective is waited for, or while the user's code runs (custom collectives,
+//! - One thread at a time unshards or reshards a unit, and waits for others with the groups' timeout. It may not do so
+//!   again before it is done. Hooks of backward that free single parameters take only the parameter's own lock.
+//! - No other lock is held while a collective is waited for, or while the user's code runs (custom collectives,
 //!   extensions, allocators, initializers). Locks are taken in the order units, settings, order.
 //! - Units issue collectives in an order that follows from the graph and from counts, never from time. `order` decides
 //!   it, and its notes say why it is the same on every rank.
 //! - Everything between `backward` and the next forward can be dropped: `reset_iter_state` waits for pending
 //!   collectives.
 
-mod collectives;
+mod all_gather;
 mod comm;
 mod diagnostics;
 mod fully_shard;
@@ -96,6 +96,7 @@ mod parallelize;
 mod param;
 mod param_group;
 mod policy;
+mod reduction;
 mod schedule;
 mod settings;
 mod var_map;

@@ -46,11 +46,8 @@ impl<A, B> FsdpModule<(A, B)> {
     /// head, for example. The unit is resharded after both have run.
     ///
     /// ```
-    /// # use candle_core::{DType, Module, Tensor};
-    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
-    /// # let world = World::single()?;
-    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
-    /// # let (opts, vb) = (FullyShard::new(&vars), vars.builder(DType::F32));
+    /// # use fsdp_candle::doc_example::*;
+    /// # let (world, vars, opts, vb) = one_rank()?;
     /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
     /// let (norm, head) = fully_shard(&opts, vb.pp("last"), |vb| {
     ///     Ok((nn::rms_norm(4, 1e-5, vb.pp("norm"))?, nn::linear(4, 2, vb.pp("head"))?))
@@ -106,10 +103,8 @@ impl<M> FsdpModule<M> {
     /// is.
     ///
     /// ```
-    /// # use candle_core::{DType, Module, Tensor};
-    /// # use fsdp_candle::{shard, nn, FullyShard, ShardedVarMap, World};
-    /// # let world = World::single()?;
-    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+    /// # use fsdp_candle::doc_example::*;
+    /// # let (world, vars, opts, vb) = one_rank()?;
     /// let opts = FullyShard::new(&vars).units(["layer"]);
     /// let model = shard(&opts, vars.builder(DType::F32), |vb| {
     ///     let vb = vb.pp("layer");
@@ -166,9 +161,8 @@ impl<M> FsdpModule<M> {
     ///
     /// ```
     /// # use candle_core::{DType, Module, Tensor, Result};
-    /// # use fsdp_candle::{fully_shard, FullyShard, ShardedVarMap, World, nn};
-    /// # let world = World::single()?;
-    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+    /// # use fsdp_candle::doc_example::*;
+    /// # let (world, vars, opts, vb) = one_rank()?;
     /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
     /// struct Counts(nn::Linear, usize);
     /// impl Counts {
@@ -196,11 +190,8 @@ impl<M> FsdpModule<M> {
     /// As [`FsdpModule::call`], with inputs that are cast to the unit's `param_dtype` if its policy says so.
     ///
     /// ```
-    /// # use candle_core::{DType, Module, Tensor};
-    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
-    /// # let world = World::single()?;
-    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
-    /// # let opts = FullyShard::new(&vars);
+    /// # use fsdp_candle::doc_example::*;
+    /// # let (world, vars, opts, vb) = one_rank()?;
     /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
     /// let model = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear(4, 2, vb))?;
     /// // Inputs and outputs are tuples, vectors, options, and your own types that implement `Tensors`.
@@ -437,14 +428,9 @@ impl<M> FsdpModule<M> {
     /// be issued.
     ///
     /// ```
-    /// # use candle_core::{DType, Module, Tensor};
-    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
-    /// # let world = World::single()?;
-    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
-    /// # let opts = FullyShard::new(&vars);
-    /// # let model = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
+    /// # use fsdp_candle::doc_example::*;
+    /// # let (world, vars, model, x) = one_layer(nn::linear_no_bias)?;
     /// # let weight = vars.params()[0].var().clone();
-    /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
     /// let handle = model.unshard_async()?;
     /// // Load a batch here, while the all-gather runs.
     /// handle.wait()?;
@@ -471,14 +457,9 @@ impl<M> FsdpModule<M> {
     /// between a forward and its backward, for example. Every rank must call it at the same point of the program.
     ///
     /// ```
-    /// # use candle_core::{DType, Module, Tensor};
-    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
-    /// # let world = World::single()?;
-    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
-    /// # let opts = FullyShard::new(&vars);
-    /// # let model = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
+    /// # use fsdp_candle::doc_example::*;
+    /// # let (world, vars, model, x) = one_layer(nn::linear_no_bias)?;
     /// # let weight = vars.params()[0].var().clone();
-    /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
     /// let _loss = model.forward(&x)?.sum_all()?; // the loss may be NaN: skip its backward
     /// model.reset_iter_state();
     /// assert!(model.params().iter().all(|param| !param.is_unsharded()));
@@ -498,14 +479,9 @@ impl<M> FsdpModule<M> {
     /// reductions run meanwhile.
     ///
     /// ```
-    /// # use candle_core::{DType, Module, Tensor};
-    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
-    /// # let world = World::single()?;
-    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
-    /// # let opts = FullyShard::new(&vars);
-    /// # let model = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
+    /// # use fsdp_candle::doc_example::*;
+    /// # let (world, vars, model, x) = one_layer(nn::linear_no_bias)?;
     /// # let weight = vars.params()[0].var().clone();
-    /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
     /// model.set_manual_backward_finalization(true);
     /// let mut grads = model.backward(&model.forward(&x)?.sum_all()?)?;
     /// assert!(grads.get(&weight).is_none());

@@ -23,7 +23,7 @@ use crate::tensor_parallel::{BoundPlan, ParallelPlan};
 /// use fsdp_candle::{World, fully_shard, nn, parallelize};
 /// use fsdp_core::process_group::local;
 ///
-/// local::run(4, |group| {
+/// local::try_run(4, |group| {
 ///     let world = World::of(group);
 ///     let mesh = world.mesh(&[("dp", 2), ("tp", 2)])?;
 ///     let dims = DataParallelMeshDims { shard: &["dp"], replicate: &[] };
@@ -41,9 +41,7 @@ use crate::tensor_parallel::{BoundPlan, ParallelPlan};
 ///     let y = model.call(|(up, down)| down.forward(&nn::gelu(&up.forward(&x)?)?))?;
 ///     model.backward(&y.sqr()?.mean_all()?)?;
 ///     Ok::<_, fsdp_candle::Error>(())
-/// })
-/// .into_iter()
-/// .collect::<Result<Vec<_>, _>>()?;
+/// })?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///

@@ -38,10 +38,9 @@ use crate::tensor_parallel::{Parallel, ParallelStyle};
 ///
 /// ```
 /// use fsdp_core::{Placement, process_group::local};
-/// # use candle_core::{DType, Module, Tensor};
-/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+/// # use fsdp_candle::doc_example::*;
 ///
-/// local::run(2, |group| {
+/// local::try_run(2, |group| {
 ///     let world = World::of(group);
 ///     let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 2)])?, world.device());
 ///     let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 3, vb))?;
@@ -52,9 +51,7 @@ use crate::tensor_parallel::{Parallel, ParallelStyle};
 ///     assert_eq!(weight.region().offsets, [2 * world.rank(), 0]);
 ///     assert_eq!(weight.var().dims(), [2 - world.rank(), 4]);
 ///     Ok::<_, fsdp_candle::Error>(())
-/// })
-/// .into_iter()
-/// .collect::<Result<Vec<_>, _>>()?;
+/// })?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct FsdpParam {
@@ -233,7 +230,7 @@ impl ParamAllocator {
     }
 
     fn named(&self, memory: fsdp_core::Result<Buffer>) -> Result<Buffer> {
-        Ok(memory.map_err(|error| Error::Parameter { name: self.name.clone(), message: error.to_string() })?)
+        Ok(memory.map_err(|error| Error::parameter(&self.name, error.to_string()))?)
     }
 }
 
@@ -483,8 +480,7 @@ impl FsdpParam {
                  `unshard()` it first",
             ),
         };
-        let message = format!("its values are sharded here: unit `{unit}` {way_out}");
-        Error::Parameter { name: self.name().into(), message }
+        self.error(format!("its values are sharded here: unit `{unit}` {way_out}"))
     }
 
     /// Returns how the module of `weight` is parallel and its ranks, for a layer of your own that holds `weight`;
@@ -507,7 +503,7 @@ impl FsdpParam {
     ///     }
     /// }
     ///
-    /// local::run(2, |group| {
+    /// local::try_run(2, |group| {
     ///     let world = World::of(group);
     ///     let mesh = world.mesh(&[("tp", 2)])?;
     ///     let vars = ShardedVarMap::with_mesh_dims(&mesh, &DataParallelMeshDims::default(), world.device())?;
@@ -520,9 +516,7 @@ impl FsdpParam {
     ///     let y = model.forward(&Tensor::ones((5, 4), DType::F32, world.device())?)?;
     ///     assert_eq!(y.dims(), [5, 3]); // this rank's half of 6 features
     ///     Ok::<_, fsdp_candle::Error>(())
-    /// })
-    /// .into_iter()
-    /// .collect::<std::result::Result<Vec<_>, _>>()?;
+    /// })?;
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn register_tp_layer(weight: &Tensor) -> Option<(ParallelStyle, ProcessGroup)> {
@@ -707,12 +701,8 @@ impl FsdpParam {
     /// optimizer changes.
     ///
     /// ```
-    /// # use candle_core::{DType, Module, Tensor};
-    /// # use fsdp_candle::{fully_shard, nn, FullyShard, Placement, ShardedVarMap, World};
-    /// # let world = World::single()?;
-    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
-    /// # let (opts, vb) = (FullyShard::new(&vars), vars.builder(DType::F32));
-    /// # let model = fully_shard(&opts, vb, |vb| nn::linear_no_bias(4, 2, vb))?;
+    /// # use fsdp_candle::doc_example::*;
+    /// # let (world, vars, model, x) = one_layer(nn::linear_no_bias)?;
     /// for param in model.params() {
     ///     let dtensor = param.dtensor()?;
     ///     assert_eq!(dtensor.placements(), [Placement::Shard(0)]);
@@ -788,8 +778,9 @@ impl FsdpParam {
         self.set_local(&part)
     }
 
-    fn error(&self, message: String) -> Error {
-        Error::Parameter { name: self.name().into(), message }
+    /// Makes an error that names the parameter.
+    pub(crate) fn error(&self, message: impl Into<String>) -> Error {
+        Error::parameter(self.name(), message)
     }
 }
 

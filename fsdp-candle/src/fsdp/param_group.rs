@@ -1,16 +1,15 @@
 //! The parameters of one unit, which are unsharded, resharded and reduced together: PyTorch's `FSDPParamGroup`.
 
+use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::sync::{Arc, OnceLock};
-use std::thread::ThreadId;
-use std::time::Duration;
 
 use candle_core::{Result, Tensor};
 use fsdp_core::layout::chunk_range;
 use fsdp_core::process_group::{Signature, Subject};
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Mutex, ReentrantMutex};
 
-use super::collectives::{AllGatherResult, ReplicaGather};
+use super::all_gather::{AllGatherResult, ReplicaGather};
 use super::param::{FsdpParam, UnshardMemory};
 use super::policy::{MixedPrecisionPolicy, ReshardAfterForward};
 use super::settings::UnitSettings;
@@ -39,8 +38,9 @@ pub(crate) struct FsdpParamGroup {
     subject: Arc<Subject>,
     pub(super) mp_policy: MixedPrecisionPolicy,
     pub(super) settings: Mutex<UnitSettings>,
-    /// The pending all-gather. A thread that unshards or reshards the whole unit holds the lock.
-    pending: UnshardLock<Option<AllGatherResult>>,
+    /// The pending all-gather. A thread that unshards or reshards the whole unit holds the lock. The cell refuses the
+    /// user's code that runs meanwhile on the same thread.
+    pending: ReentrantMutex<RefCell<Option<AllGatherResult>>>,
     /// Pending all-gathers over replicas.
     pub(super) replica_gathers: Mutex<Vec<ReplicaGather>>,
     accumulated: Mutex<AccumulatedBackwards>,
@@ -95,7 +95,7 @@ impl FsdpParamGroup {
             subject,
             mp_policy,
             settings: Mutex::new(settings),
-            pending: UnshardLock::default(),
+            pending: ReentrantMutex::default(),
             replica_gathers: Mutex::default(),
             accumulated: Mutex::default(),
         });
@@ -181,34 +181,31 @@ impl FsdpParamGroup {
         UnshardMemory { allocator, keep }
     }
 
-    /// Locks the unit for this thread; `None` if it has no parameters.
-    fn lock(&self) -> Result<Option<UnshardGuard<'_, Option<AllGatherResult>>>> {
-        let Some(param) = self.params.first() else { return Ok(None) };
+    /// Calls `f` with the pending all-gather, while no other thread unshards or reshards the unit. Does nothing for a
+    /// unit without parameters.
+    fn with_pending(&self, f: impl FnOnce(&mut Option<AllGatherResult>) -> Result<()>) -> Result<()> {
+        let Some(param) = self.params.first() else { return Ok(()) };
         let limit = param.spec.ranks.shard().timeout();
-        match self.pending.lock(limit) {
-            Ok(guard) => Ok(Some(guard)),
-            Err(error) => {
-                let message = match error {
-                    LockError::Nested => {
-                        "its own all-gather, allocator or extension must not unshard or reshard it".into()
-                    }
-                    LockError::TimedOut => format!(
-                        "another thread has been unsharding or resharding it for {limit:?}: call a unit from one thread"
-                    ),
-                };
-                Err(Error::Unit { unit: self.name().into(), message }.into())
-            }
-        }
+        let Some(pending) = self.pending.try_lock_for(limit) else {
+            let message = format!(
+                "another thread has been unsharding or resharding it for {limit:?}: call a unit from one thread"
+            );
+            return Err(Error::unit(self.name(), message).into());
+        };
+        let Ok(mut pending) = pending.try_borrow_mut() else {
+            let message = "its own all-gather, allocator or extension must not unshard or reshard it";
+            return Err(Error::unit(self.name(), message).into());
+        };
+        f(&mut pending)
     }
 
     /// Issues the all-gather, unless it is pending or the parameters are unsharded.
     pub(crate) fn start_unshard(&self) -> Result<()> {
-        match self.lock()? {
-            Some(mut pending) => self.start_all_gather(&mut pending.state),
-            None => Ok(()),
-        }
+        self.with_pending(|pending| self.start_all_gather(pending))
     }
 
+    /// Issues the all-gather, unless it is pending or the parameters are unsharded. Waits until the shards are gathered
+    /// over replicas.
     fn start_all_gather(&self, pending: &mut Option<AllGatherResult>) -> Result<()> {
         if pending.is_some() {
             return Ok(());
@@ -220,6 +217,8 @@ impl FsdpParamGroup {
         if missing.is_empty() {
             return Ok(());
         }
+        // The shards that replicas divide are inputs of the all-gather. Usually they were gathered when the root's
+        // forward began.
         self.start_replica_gather()?;
         self.wait_for_replica_gather()?;
         let custom = self.settings.lock().all_gather.clone();
@@ -229,28 +228,27 @@ impl FsdpParamGroup {
 
     /// Unshards the parameters, and waits until they are there.
     pub(crate) fn unshard(&self) -> Result<()> {
-        let Some(mut pending) = self.lock()? else { return Ok(()) };
-        self.start_all_gather(&mut pending.state)?;
-        if let Some(result) = pending.state.take() {
-            for (param, full) in result.wait(self, &self.memory())? {
-                param.set_unsharded(full)?;
-            }
-        }
-        Ok(())
+        self.with_pending(|pending| {
+            self.start_all_gather(pending)?;
+            let Some(result) = pending.take() else { return Ok(()) };
+            let full = result.wait(self, &self.memory())?;
+            full.into_iter().try_for_each(|(param, full)| param.set_unsharded(full))
+        })
     }
 
     /// Frees the full parameters, and the parts that forward kept.
     pub(crate) fn reshard(&self) -> Result<()> {
-        let Some(mut pending) = self.lock()? else { return Ok(()) };
-        let memory = self.memory();
-        if let Some(result) = pending.state.take() {
-            for (param, full) in result.wait(self, &memory)? {
-                param.free(full, &memory);
+        self.with_pending(|pending| {
+            let memory = self.memory();
+            if let Some(result) = pending.take() {
+                for (param, full) in result.wait(self, &memory)? {
+                    param.free(full, &memory);
+                }
+            } else if self.is_unsharded() {
+                tracing::debug!(unit = self.name(), "reshard");
             }
-        } else if self.is_unsharded() {
-            tracing::debug!(unit = self.name(), "reshard");
-        }
-        self.params.iter().try_for_each(|param| param.reshard(&memory))
+            self.params.iter().try_for_each(|param| param.reshard(&memory))
+        })
     }
 
     /// Frees the full parameters and the gathered shards, since a shard is about to change.
@@ -261,15 +259,16 @@ impl FsdpParamGroup {
 
     /// Frees the full parameters except for the parts that this many neighbouring ranks need to unshard them again.
     pub(super) fn reshard_to(&self, ranks: usize) -> Result<()> {
-        let Some(_pending) = self.lock()? else { return Ok(()) };
-        let memory = self.memory();
-        for param in &self.params {
-            let fewer = param.spec.ranks.post_forward_group(ranks)?;
-            let chunk = chunk_range(param.unsharded_shape().elem_count(), fewer.size(), fewer.rank());
-            param.reshard_to(chunk, ranks, &memory)?;
-        }
-        tracing::debug!(unit = self.name(), ranks, "reshard to fewer ranks");
-        Ok(())
+        self.with_pending(|_| {
+            let memory = self.memory();
+            for param in &self.params {
+                let fewer = param.spec.ranks.post_forward_group(ranks)?;
+                let chunk = chunk_range(param.unsharded_shape().elem_count(), fewer.size(), fewer.rank());
+                param.reshard_to(chunk, ranks, &memory)?;
+            }
+            tracing::debug!(unit = self.name(), ranks, "reshard to fewer ranks");
+            Ok(())
+        })
     }
 
     /// Frees one full parameter.
@@ -282,15 +281,6 @@ impl FsdpParamGroup {
         let memory = self.memory();
         let mut frozen = self.params.iter().filter(|param| !param.trainable());
         frozen.try_for_each(|param| param.reshard(&memory))
-    }
-
-    /// Waits for the pending all-gather and drops its outcome.
-    fn discard_unshard(&self) -> Result<()> {
-        let Some(mut pending) = self.lock()? else { return Ok(()) };
-        if let Some(result) = pending.state.take() {
-            result.discard();
-        }
-        Ok(())
     }
 }
 
@@ -341,69 +331,14 @@ impl FsdpParamGroup {
         *self.accumulated.lock() = AccumulatedBackwards::default();
         self.begin_pass(None);
         self.drop_replica_gather();
-        let discarded = self.discard_unshard();
+        let discarded = self.with_pending(|pending| {
+            pending.take().into_iter().for_each(AllGatherResult::discard);
+            Ok(())
+        });
         self.params.iter().for_each(|param| param.drop_gradients());
         if let Err(error) = discarded.and_then(|()| self.reshard()) {
             tracing::warn!(unit = self.name(), %error, "reshard after a failed step");
         }
-    }
-}
-
-/// Lets one thread at a time unshard or reshard a unit.
-///
-/// No mutex is locked meanwhile: an all-gather takes its time, and runs the user's code, which may look at the model.
-struct UnshardLock<S> {
-    state: Mutex<LockState<S>>,
-    unlocked: Condvar,
-}
-
-enum LockState<S> {
-    Unlocked(S),
-    LockedBy(ThreadId),
-}
-
-/// Why a thread does not get the lock.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum LockError {
-    /// The thread has locked it already.
-    Nested,
-    /// Another thread has locked it all the time.
-    TimedOut,
-}
-
-/// The locked state. Dropping the guard puts `state` back.
-struct UnshardGuard<'a, S: Default> {
-    lock: &'a UnshardLock<S>,
-    state: S,
-}
-
-impl<S: Default> Default for UnshardLock<S> {
-    fn default() -> Self {
-        UnshardLock { state: Mutex::new(LockState::Unlocked(S::default())), unlocked: Condvar::new() }
-    }
-}
-
-impl<S: Default> UnshardLock<S> {
-    /// Locks the state. Waits up to `limit` for another thread.
-    fn lock(&self, limit: Duration) -> std::result::Result<UnshardGuard<'_, S>, LockError> {
-        let me = std::thread::current().id();
-        let mut state = self.state.lock();
-        let is_elsewhere = |state: &mut LockState<S>| matches!(state, LockState::LockedBy(thread) if *thread != me);
-        self.unlocked.wait_while_for(&mut state, is_elsewhere, limit);
-        match std::mem::replace(&mut *state, LockState::LockedBy(me)) {
-            LockState::Unlocked(state) => Ok(UnshardGuard { lock: self, state }),
-            LockState::LockedBy(thread) => {
-                *state = LockState::LockedBy(thread);
-                Err(if thread == me { LockError::Nested } else { LockError::TimedOut })
-            }
-        }
-    }
-}
-
-impl<S: Default> Drop for UnshardGuard<'_, S> {
-    fn drop(&mut self) {
-        *self.lock.state.lock() = LockState::Unlocked(std::mem::take(&mut self.state));
-        self.lock.unlocked.notify_all();
     }
 }
 
@@ -457,8 +392,6 @@ fn is_within(path: &str, outer: &str) -> bool {
 mod tests {
     use super::*;
 
-    const LONG: Duration = Duration::from_secs(60);
-
     fn path(path: &str) -> UnitPath {
         UnitPath::new(path.into())
     }
@@ -478,46 +411,5 @@ mod tests {
         let all: Vec<&UnitPath> = all.iter().collect();
         assert!(all[2].contains(all[2]) && !all[2].contains(all[3]) && !all[2].contains(all[1]));
         assert!(all[2].contains(all[0]));
-    }
-
-    #[test]
-    fn a_thread_cannot_lock_twice() {
-        let lock = UnshardLock::<u32>::default();
-        let mut guard = lock.lock(LONG).unwrap();
-        guard.state = 7;
-        assert_eq!(lock.lock(LONG).err(), Some(LockError::Nested));
-        drop(guard);
-        assert_eq!(lock.lock(LONG).unwrap().state, 7);
-    }
-
-    #[test]
-    fn other_threads_wait_up_to_the_limit() {
-        let lock = UnshardLock::<u32>::default();
-        let mut guard = lock.lock(LONG).unwrap();
-        std::thread::scope(|scope| {
-            let refused = scope.spawn(|| lock.lock(Duration::from_millis(1)).err());
-            assert_eq!(refused.join().unwrap(), Some(LockError::TimedOut));
-            let next = scope.spawn(|| lock.lock(LONG).unwrap().state);
-            guard.state = 3;
-            drop(guard);
-            assert_eq!(next.join().unwrap(), 3);
-        });
-        // The guard of the second thread put the state back.
-        assert_eq!(lock.lock(LONG).unwrap().state, 3);
-    }
-
-    #[test]
-    fn a_panic_unlocks() {
-        let lock = UnshardLock::<u32>::default();
-        let panicked = std::thread::scope(|scope| {
-            scope
-                .spawn(|| {
-                    let _guard = lock.lock(LONG).unwrap();
-                    panic!("on purpose")
-                })
-                .join()
-        });
-        assert!(panicked.is_err());
-        assert!(lock.lock(Duration::ZERO).is_ok());
     }
 }

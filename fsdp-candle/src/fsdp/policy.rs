@@ -8,10 +8,8 @@ use candle_core::{DType, Device};
 /// in which the model was built.
 ///
 /// ```
-/// # use candle_core::{DType, Module, Tensor};
-/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
-/// # let world = World::single()?;
-/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+/// # use fsdp_candle::doc_example::*;
+/// # let (world, vars, opts, vb) = one_rank()?;
 /// use fsdp_candle::MixedPrecisionPolicy;
 ///
 /// // Compute in bf16, reduce in f32, and keep the norm in f32.

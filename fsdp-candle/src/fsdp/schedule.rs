@@ -16,13 +16,13 @@ use fsdp_core::heartbeat;
 use parking_lot::Mutex;
 use tracing::span::EnteredSpan;
 
-use super::collectives::{Reduction, ReductionQueue, largest};
 use super::diagnostics::Diagnostics;
 use super::hooks::{FrozenCall, plan_frozen_calls};
 use super::offload::Downloads;
 use super::order::{Action, Forward, Order, OrderError, UnitInfo};
 use super::param::FsdpParam;
 use super::param_group::{FsdpParamGroup, UnitId};
+use super::reduction::{Reduction, ReductionQueue, largest};
 use super::settings::{ModelSettings, UnitSettings};
 use crate::autograd::{BACKWARD_STACK_BYTES, keeps_graph, number, on_a_stack_of, with_grad};
 use crate::error::Error;
@@ -116,8 +116,8 @@ impl Schedule {
         if self.has(id) {
             return Ok(());
         }
-        let message = "it does not belong to a model: the unit around it failed to build. Build both again".into();
-        Err(Error::Unit { unit: id.name.to_string(), message }.into())
+        let message = "it does not belong to a model: the unit around it failed to build. Build both again";
+        Err(Error::unit(&id.name, message).into())
     }
 
     /// Returns whether a forward or backward runs.
@@ -512,7 +512,7 @@ fn explain(error: OrderError, unit: &UnitId) -> candle_core::Error {
             );
         }
     };
-    Error::Unit { unit: unit.name.to_string(), message: message.into() }.into()
+    Error::unit(&unit.name, message).into()
 }
 
 /// A running forward. Dropping it before [`Schedule::post_forward`] means that the forward failed.

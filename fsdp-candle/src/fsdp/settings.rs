@@ -120,11 +120,8 @@ impl<M> FsdpModule<M> {
     /// restores the default: the unit that followed in the last iteration.
     ///
     /// ```
-    /// # use candle_core::{DType, Module, Tensor};
-    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
-    /// # let world = World::single()?;
-    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
-    /// # let (opts, vb) = (FullyShard::new(&vars), vars.builder(DType::F32));
+    /// # use fsdp_candle::doc_example::*;
+    /// # let (world, vars, opts, vb) = one_rank()?;
     /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
     /// let blocks = (0..4)
     ///     .map(|i| fully_shard(&opts, vb.pp(format!("blocks.{i}")), |vb| nn::linear(4, 4, vb)))
@@ -166,14 +163,9 @@ impl<M> FsdpModule<M> {
     /// gradients of the next backward that reduces.
     ///
     /// ```
-    /// # use candle_core::{DType, Module, Tensor};
-    /// # use fsdp_candle::{fully_shard, nn, FullyShard, Recurse, ShardedVarMap, World};
-    /// # let world = World::single()?;
-    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
-    /// # let opts = FullyShard::new(&vars);
-    /// # let model = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
+    /// # use fsdp_candle::doc_example::*;
+    /// # let (world, vars, model, x) = one_layer(nn::linear_no_bias)?;
     /// # let weight = vars.params()[0].var().clone();
-    /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
     /// let loss = || model.forward(&x)?.sum_all();
     /// model.set_requires_gradient_sync(false, Recurse::Yes);
     /// let grads = model.backward(&loss()?)?; // kept by the model, not communicated
@@ -192,12 +184,11 @@ impl<M> FsdpModule<M> {
     /// without replicas.
     ///
     /// ```
-    /// # use candle_core::{DType, Module, Tensor};
-    /// # use fsdp_candle::{fully_shard, nn, FullyShard, Recurse, ShardedVarMap, World};
+    /// # use fsdp_candle::doc_example::*;
     /// use fsdp_core::process_group::local;
     ///
     /// // Two replicas of a model (threads here), each sharded over one rank.
-    /// local::run(2, |group| {
+    /// local::try_run(2, |group| {
     ///     let world = World::of(group);
     ///     let mesh = world.mesh(&[("dp_replicate", 2), ("dp_shard", 1)])?;
     ///     let vars = ShardedVarMap::new(&mesh, world.device());
@@ -214,9 +205,7 @@ impl<M> FsdpModule<M> {
     ///     // The mean over replicas of 2 x 0 and 2 x 3.
     ///     assert_eq!(grads.get(vars.params()[0].var()).unwrap().to_vec2::<f32>()?, [[3.; 4]; 2]);
     ///     Ok::<_, fsdp_candle::Error>(())
-    /// })
-    /// .into_iter()
-    /// .collect::<Result<Vec<_>, _>>()?;
+    /// })?;
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn set_requires_all_reduce(&self, all_reduce: bool, recurse: Recurse) {
@@ -227,14 +216,9 @@ impl<M> FsdpModule<M> {
     /// no gradients; the last backward hands out their sum.
     ///
     /// ```
-    /// # use candle_core::{DType, Module, Tensor};
-    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
-    /// # let world = World::single()?;
-    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
-    /// # let opts = FullyShard::new(&vars);
-    /// # let model = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
+    /// # use fsdp_candle::doc_example::*;
+    /// # let (world, vars, model, x) = one_layer(nn::linear_no_bias)?;
     /// # let weight = vars.params()[0].var().clone();
-    /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
     /// let loss = || model.forward(&x)?.sum_all();
     /// for micro_batch in 1..=3 {
     ///     model.set_is_last_backward(micro_batch == 3);
@@ -272,14 +256,9 @@ impl<M> FsdpModule<M> {
     /// trivial.
     ///
     /// ```
-    /// # use candle_core::{DType, Module, Tensor};
-    /// # use fsdp_candle::{fully_shard, nn, FullyShard, Recurse, ShardedVarMap, World};
-    /// # let world = World::single()?;
-    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
-    /// # let opts = FullyShard::new(&vars);
-    /// # let model = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
+    /// # use fsdp_candle::doc_example::*;
+    /// # let (world, vars, model, x) = one_layer(nn::linear_no_bias)?;
     /// # let weight = vars.params()[0].var().clone();
-    /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
     /// use fsdp_candle::ReshardAfterForward;
     ///
     /// for (policy, kept) in [(ReshardAfterForward::Always, false), (ReshardAfterForward::Never, true)] {
@@ -326,14 +305,9 @@ impl<M> FsdpModule<M> {
     /// Sets the number that sums of gradients are divided by; `None` for the number of ranks.
     ///
     /// ```
-    /// # use candle_core::{DType, Module, Tensor};
-    /// # use fsdp_candle::{fully_shard, nn, FullyShard, Recurse, ShardedVarMap, World};
-    /// # let world = World::single()?;
-    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
-    /// # let opts = FullyShard::new(&vars);
-    /// # let model = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
+    /// # use fsdp_candle::doc_example::*;
+    /// # let (world, vars, model, x) = one_layer(nn::linear_no_bias)?;
     /// # let weight = vars.params()[0].var().clone();
-    /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
     /// let loss = || model.forward(&x)?.sum_all();
     /// let mean = model.backward(&loss()?)?; // over the ranks
     /// model.set_gradient_divide_factor(Some(3.), Recurse::Yes); // the number of rows instead of ranks
@@ -378,14 +352,9 @@ impl<M> FsdpModule<M> {
     /// Sets a hook that changes the reduced gradient shards before they are handed out.
     ///
     /// ```
-    /// # use candle_core::{DType, Module, Tensor};
-    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
-    /// # let world = World::single()?;
-    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
-    /// # let opts = FullyShard::new(&vars);
-    /// # let model = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
+    /// # use fsdp_candle::doc_example::*;
+    /// # let (world, vars, model, x) = one_layer(nn::linear_no_bias)?;
     /// # let weight = vars.params()[0].var().clone();
-    /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
     /// use std::sync::Arc;
     /// use fsdp_core::Buffer;
     ///

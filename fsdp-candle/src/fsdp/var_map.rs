@@ -26,9 +26,8 @@ use crate::storage::{copied, copy_in, to_core_dtype, to_var};
 use crate::tensor_parallel::BoundPlan;
 use crate::world::World;
 
-/// End of a name that no tensor has. A query for such a name shows whether a builder belongs to a map: the map records
-/// that it was asked.
-const PROBE: &str = "fsdp_candle_whose_builder_is_this";
+/// End of a name that no tensor has. [`ShardedVarMap::is_behind`] asks a builder for it.
+const UNKNOWN_NAME: &str = "fsdp_candle_whose_builder_is_this";
 
 /// Name of the mesh dimension of [`ShardedVarMap::of_world`].
 const WORLD_DIM: &str = "dp_shard";
@@ -36,8 +35,7 @@ const WORLD_DIM: &str = "dp_shard";
 /// All parameters of a model, each rank holding its shards. Cheap to clone; clones are the same map.
 ///
 /// ```
-/// # use candle_core::{DType, Module, Tensor};
-/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+/// # use fsdp_candle::doc_example::*;
 /// use fsdp_candle::initializer::Philox;
 ///
 /// let world = World::single()?;
@@ -75,20 +73,19 @@ struct Inner {
     ignored: Mutex<IndexMap<String, Var>>,
     buffers: Mutex<IndexMap<String, Var>>,
     building: Mutex<Vec<Building>>,
-    /// Whether a builder of this map was asked for [`PROBE`].
-    probed: AtomicBool,
+    /// Whether a builder of this map was asked for [`UNKNOWN_NAME`].
+    was_asked: AtomicBool,
 }
 
 struct Owned {
     param: Arc<FsdpParam>,
-    /// The unit's name, and its position in the order of calls, since names may repeat.
-    unit: (String, usize),
+    /// Name of the unit. Each `fully_shard` call has an [`Arc`] of its own, since names may repeat.
+    unit: Arc<str>,
 }
 
 /// A `fully_shard` call whose closure runs.
 struct Building {
-    name: String,
-    serial: usize,
+    name: Arc<str>,
     opts: UnitOptions,
     ranks: Arc<DataParallel>,
     params: Vec<Arc<FsdpParam>>,
@@ -139,7 +136,7 @@ impl ShardedVarMap {
             ignored: Mutex::default(),
             buffers: Mutex::default(),
             building: Mutex::default(),
-            probed: AtomicBool::new(false),
+            was_asked: AtomicBool::new(false),
         }))
     }
 
@@ -161,10 +158,8 @@ impl ShardedVarMap {
     /// To train only the adapters, [freeze](ShardedVarMap::freeze) all other parameters.
     ///
     /// ```
-    /// # use candle_core::{DType, Module};
-    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
-    /// # let world = World::single()?;
-    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+    /// # use fsdp_candle::doc_example::*;
+    /// # let (world, vars, opts, vb) = one_rank()?;
     /// vars.freeze(|name| !nn::is_adapter(name));
     /// vars.adapt(nn::LoraConfig { rank: 2, alpha: 4. }, |layer| layer.ends_with("q_proj"));
     /// let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| {
@@ -211,12 +206,8 @@ impl ShardedVarMap {
     /// Returns the shards of the parameters that get gradients, for an optimizer of `candle_nn`.
     ///
     /// ```
-    /// # use candle_core::{DType, Module, Tensor};
-    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
-    /// # let world = World::single()?;
-    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
-    /// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear(4, 2, vb))?;
-    /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+    /// # use fsdp_candle::doc_example::*;
+    /// # let (world, vars, model, x) = one_layer(nn::linear)?;
     /// use candle_nn::Optimizer;
     ///
     /// let mut optim = candle_nn::SGD::new(vars.trainable_vars(), 0.1)?;
@@ -262,11 +253,10 @@ impl ShardedVarMap {
     ///
     /// ```
     /// use fsdp_core::process_group::local;
-    /// # use candle_core::{DType, Tensor};
+    /// # use fsdp_candle::doc_example::*;
     /// # use candle_nn::ModuleT;
-    /// # use fsdp_candle::{fully_shard, FullyShard, ShardedVarMap, World};
     ///
-    /// local::run(2, |group| {
+    /// local::try_run(2, |group| {
     ///     let world = World::of(group);
     ///     let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 2)])?, world.device());
     ///     let (opts, vb) = (FullyShard::new(&vars), vars.builder(DType::F32));
@@ -277,9 +267,7 @@ impl ShardedVarMap {
     ///     assert_eq!(vars.buffers()[0].0, "running_mean");
     ///     assert_eq!(vars.buffers()[0].1.to_vec1::<f32>()?, [0.05; 3]); // a tenth of the mean of 0 and 1
     ///     Ok::<_, fsdp_candle::Error>(())
-    /// })
-    /// .into_iter()
-    /// .collect::<Result<Vec<_>, _>>()?;
+    /// })?;
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn average_buffers(&self) -> Result<()> {
@@ -371,12 +359,12 @@ impl ShardedVarMap {
         &self.0.schedule
     }
 
-    /// Returns whether `vb` is a builder of this map, renamed or not. Candle cannot tell where a builder gets its
-    /// tensors, so this asks for a name that no tensor has.
+    /// Returns whether `vb` is a builder of this map, renamed or not. Candle does not tell where a builder gets its
+    /// tensors. A query for any name comes to [`ShardedVarMap::contains_tensor`] of the map behind the builder.
     pub(super) fn is_behind(&self, vb: &VarBuilder<'_>) -> bool {
-        self.0.probed.store(false, Ordering::Relaxed);
-        vb.contains_tensor(PROBE);
-        self.0.probed.swap(false, Ordering::Relaxed)
+        self.0.was_asked.store(false, Ordering::Relaxed);
+        vb.contains_tensor(UNKNOWN_NAME);
+        self.0.was_asked.load(Ordering::Relaxed)
     }
 }
 
@@ -399,8 +387,7 @@ impl ShardedVarMap {
     /// computes its gradient and drops it.
     ///
     /// ```
-    /// # use candle_core::{DType, Module, Tensor};
-    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+    /// # use fsdp_candle::doc_example::*;
     /// # let world = World::single()?;
     /// let vars = ShardedVarMap::of_world(&world)?;
     /// let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| {
@@ -452,14 +439,12 @@ impl ShardedVarMap {
     }
 
     fn check_trainable(&self, param: &FsdpParam) -> Result<()> {
-        let fail = |message: String| Error::Parameter { name: param.name().into(), message };
-        param.spec.ranks.check_covers(&self.copies()).map_err(fail)?;
+        param.spec.ranks.check_covers(&self.copies()).map_err(|message| param.error(message))?;
         match param.can_be_trained() {
             true => Ok(()),
-            false => Err(fail(
+            false => Err(param.error(
                 "it was frozen (`freeze`) when it was built, and no layer of fsdp_candle::nn holds it, so no gradient \
-                 would reach it. Build it trainable, and freeze it afterwards with set_requires_grad"
-                    .into(),
+                 would reach it. Build it trainable, and freeze it afterwards with set_requires_grad",
             )),
         }
     }
@@ -475,13 +460,12 @@ impl ShardedVarMap {
         let differ = |any: &[f32]| any.iter().all(|&any| any > 0.);
         let found = params.iter().zip(after).zip(any.chunks(2)).find(|(_, any)| differ(any));
         let Some(((param, after), _)) = found else { return Ok(()) };
-        let message = format!(
+        Err(param.error(format!(
             "ranks disagree on whether it is trained: rank {} would {} it, others would not. Call set_requires_grad \
              with the same selection on every rank; nothing was changed",
             mesh.rank(),
             if *after { "train" } else { "freeze" }
-        );
-        Err(Error::Parameter { name: param.name().into(), message })
+        )))
     }
 }
 
@@ -502,8 +486,7 @@ impl<'a> OpenUnit<'a> {
     pub(super) fn begin(vars: &'a ShardedVarMap, name: &str, opts: &UnitOptions, ranks: &Arc<DataParallel>) -> Self {
         let units = vars.0.schedule.next_index();
         let mut building = vars.0.building.lock();
-        let serial = units + building.len();
-        building.push(Building { name: name.into(), serial, opts: opts.clone(), ranks: ranks.clone(), params: vec![] });
+        building.push(Building { name: name.into(), opts: opts.clone(), ranks: ranks.clone(), params: vec![] });
         OpenUnit {
             vars,
             depth: building.len(),
@@ -552,15 +535,15 @@ impl ShardedVarMap {
     /// Builds what a layer asks for: a sharded parameter, an ignored one or a buffer. Returns the tensor that the layer
     /// holds.
     fn build(&self, name: &str, shape: Shape, init: Init, dtype: DType) -> Result<Tensor> {
-        let fail = |message: String| Error::Parameter { name: name.into(), message };
+        let fail = |message: String| Error::parameter(name, message);
         let building = self.0.building.lock();
         let Some(unit) = building.last() else {
-            return Err(fail(
-                "it was asked for outside fully_shard: build the module inside the closure of a fully_shard call"
-                    .into(),
+            return Err(Error::parameter(
+                name,
+                "it was asked for outside fully_shard: build the module inside the closure of a fully_shard call",
             ));
         };
-        let (unit, opts, ranks) = ((unit.name.clone(), unit.serial), unit.opts.clone(), unit.ranks.clone());
+        let (unit, opts, ranks) = (unit.name.clone(), unit.opts.clone(), unit.ranks.clone());
         drop(building);
         if let Some(param) = self.shared(name, &shape, dtype, &unit)? {
             return Ok(param.held.clone());
@@ -634,25 +617,19 @@ impl ShardedVarMap {
     }
 
     /// Returns the parameter called `name`, if the same unit has built it already.
-    fn shared(
-        &self,
-        name: &str,
-        shape: &Shape,
-        dtype: DType,
-        unit: &(String, usize),
-    ) -> Result<Option<Arc<FsdpParam>>> {
+    fn shared(&self, name: &str, shape: &Shape, dtype: DType, unit: &Arc<str>) -> Result<Option<Arc<FsdpParam>>> {
         let all = self.0.params.lock();
         let Some(owned) = all.get(name) else { return Ok(None) };
-        let message = if owned.unit != *unit {
+        let message = if !Arc::ptr_eq(&owned.unit, unit) {
             format!(
-                "it already belongs to FSDP unit `{}`, and unit `{}` asks for it again: apply fully_shard once to each \
-                 module, bottom-up, and pass the built submodules on",
-                owned.unit.0, unit.0
+                "it already belongs to FSDP unit `{}`, and unit `{unit}` asks for it again: apply fully_shard once to \
+                 each module, bottom-up, and pass the built submodules on",
+                owned.unit
             )
         } else if owned.param.shape() != shape || owned.param.dtype() != dtype {
             format!(
-                "unit `{}` asks for it as {:?} {:?} and as {:?} {dtype:?}: shared parameters need one shape and dtype",
-                unit.0,
+                "unit `{unit}` asks for it as {:?} {:?} and as {:?} {dtype:?}: shared parameters need one shape and \
+                 dtype",
                 owned.param.shape().dims(),
                 owned.param.dtype(),
                 shape.dims()
@@ -660,7 +637,7 @@ impl ShardedVarMap {
         } else {
             return Ok(Some(owned.param.clone()));
         };
-        Err(Error::Parameter { name: name.into(), message })
+        Err(Error::parameter(name, message))
     }
 
     /// Returns an ignored parameter or a buffer.
@@ -682,7 +659,7 @@ impl ShardedVarMap {
                 var.dims(),
                 var.dtype()
             );
-            return Err(Error::Parameter { name: name.into(), message });
+            return Err(Error::parameter(name, message));
         }
         let request = ShardRequest { name, shape: dims, dtype, region: &Region::whole(dims), init };
         let var = self.initial(&request, &self.0.device)?;
@@ -696,8 +673,7 @@ impl ShardedVarMap {
         initializer.check(request)?;
         let kernels = kernels::of_device(device)?;
         let memory = kernels.zeros(to_core_dtype(request.dtype)?, request.region.elements());
-        let mut shard =
-            memory.map_err(|error| Error::Parameter { name: request.name.into(), message: error.to_string() })?;
+        let mut shard = memory.map_err(|error| Error::parameter(request.name, error.to_string()))?;
         let mut filled = Ok(());
         kernels.write((&mut shard).into(), &mut |bytes| filled = initializer.fill(request, bytes))?;
         filled?;
@@ -711,16 +687,13 @@ impl SimpleBackend for ShardedVarMap {
     }
 
     fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
-        Err(Error::Parameter {
-            name: name.into(),
-            message: "a sharded parameter needs its shape: ask with `get` instead of `get_unchecked`".into(),
-        }
-        .into())
+        let message = "a sharded parameter needs its shape: ask with `get` instead of `get_unchecked`";
+        Err(Error::parameter(name, message).into())
     }
 
     fn contains_tensor(&self, name: &str) -> bool {
-        if name.ends_with(PROBE) {
-            self.0.probed.store(true, Ordering::Relaxed);
+        if name.ends_with(UNKNOWN_NAME) {
+            self.0.was_asked.store(true, Ordering::Relaxed);
             return false;
         }
         let initializer = self.0.initializer.lock().clone();
@@ -735,7 +708,7 @@ fn check_size(name: &str, dims: &[usize], dtype: DType) -> Result<()> {
         return Ok(());
     }
     let message = format!("of shape {dims:?} and {dtype:?} it is larger than memory can be: check the model's sizes");
-    Err(Error::Parameter { name: name.into(), message })
+    Err(Error::parameter(name, message))
 }
 
 /// Returns whether a tensor of this name is a buffer. PyTorch registers these as buffers, and Candle's `BatchNorm` asks

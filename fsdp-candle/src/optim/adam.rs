@@ -10,19 +10,14 @@ use serde_json::{Map, Value, json};
 use super::elementwise::{ElementwiseOptimizer, ElementwiseRule, ShardUpdate};
 use super::hyper_parameters::{self as hyper, HyperParameters};
 use super::state::{Encoding, Moment};
-use crate::error::Error;
 use crate::fsdp::FsdpParam;
 use crate::kernels::{AdamUpdate, SliceMut};
 
 /// AdamW over the shards of parameters.
 ///
 /// ```
-/// # use candle_core::{DType, Module, Tensor};
-/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
-/// # let world = World::single()?;
-/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
-/// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear(4, 2, vb))?;
-/// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+/// # use fsdp_candle::doc_example::*;
+/// # let (world, vars, model, x) = one_layer(nn::linear)?;
 /// use fsdp_candle::{AdamW, AdamWConfig};
 ///
 /// // Two groups: biases without weight decay.
@@ -220,10 +215,8 @@ fn adam(update: &AdamUpdate, shard: ShardUpdate<'_>) -> Result<()> {
 /// refused unless the parameter has few elements.
 ///
 /// ```
-/// # use candle_core::{DType, Module, Tensor};
-/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
-/// # let world = World::single()?;
-/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+/// # use fsdp_candle::doc_example::*;
+/// # let (world, vars, opts, vb) = one_rank()?;
 /// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear(64, 64, vb))?;
 /// # let x = Tensor::ones((3, 64), DType::F32, world.device())?;
 /// use fsdp_candle::{AdamW8bit, AdamW8bitConfig};
@@ -300,12 +293,11 @@ impl ElementwiseRule for AdamW8bitConfig {
         }
         let dtype = param.var().dtype();
         if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
-            let message = format!(
+            return Err(param.error(format!(
                 "it is {dtype:?}, expected F32, BF16 or F16 for 8-bit moments: use AdamW for it, or raise \
                  `min_8bit_size` above its {} elements",
                 param.shape().elem_count()
-            );
-            return Err(Error::Parameter { name: param.name().into(), message });
+            )));
         }
         Moment::quantized(param, if name == MOMENTS[0] { Encoding::Values } else { Encoding::SquareRoots })
     }

@@ -20,12 +20,8 @@ use crate::fsdp::FsdpParam;
 /// The optimizer hides its state, so only an optimizer without state can be saved.
 ///
 /// ```
-/// # use candle_core::{DType, Module, Tensor};
-/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
-/// # let world = World::single()?;
-/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
-/// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear(4, 2, vb))?;
-/// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+/// # use fsdp_candle::doc_example::*;
+/// # let (world, vars, model, x) = one_layer(nn::linear)?;
 /// use fsdp_candle::{optimizer_tensors, CandleOptimizer, ShardedOptimizer};
 ///
 /// let params = candle_nn::ParamsAdamW { lr: 0.1, ..Default::default() };

@@ -35,12 +35,8 @@ pub enum ValuesOf<'a> {
 /// such steps. Fails with [`Error::NonFinite`] on every rank, which has the tensors and their counts.
 ///
 /// ```
-/// # use candle_core::{DType, Module, Tensor};
-/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
-/// # let world = World::single()?;
-/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
-/// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
-/// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+/// # use fsdp_candle::doc_example::*;
+/// # let (world, vars, model, x) = one_layer(nn::linear_no_bias)?;
 /// use fsdp_candle::{check_finite, AdamW, AdamWConfig, Error, ValuesOf};
 ///
 /// let mut optim = AdamW::new(vars.trainable(), AdamWConfig { lr: 1e39, ..AdamWConfig::default() })?;

@@ -51,13 +51,9 @@ pub fn clip_grad_norm(vars: &ShardedVarMap, grads: &mut GradStore, max_norm: f64
 /// Also returns the errors of the all-reduce.
 ///
 /// ```
-/// # use candle_core::{DType, Module, Tensor};
-/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
-/// # let world = World::single()?;
-/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
-/// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
+/// # use fsdp_candle::doc_example::*;
+/// # let (world, vars, model, x) = one_layer(nn::linear_no_bias)?;
 /// # let weight = vars.params()[0].var().clone();
-/// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
 /// use fsdp_candle::{clip_grad_norm, clip_grad_norm_with, grad_norm, ClipOptions, NormType};
 ///
 /// let mut grads = model.backward(&model.forward(&x)?.sum_all()?)?; // 8 elements of 3
@@ -76,12 +72,8 @@ pub fn clip_grad_norm_with(vars: &ShardedVarMap, grads: &mut GradStore, options:
 /// parameters. Fails as [`clip_grad_norm_with`] does. The error names all parameters whose gradients are not finite.
 ///
 /// ```
-/// # use candle_core::{DType, Module, Tensor};
-/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
-/// # let world = World::single()?;
-/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
-/// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear(4, 2, vb))?;
-/// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+/// # use fsdp_candle::doc_example::*;
+/// # let (world, vars, model, x) = one_layer(nn::linear)?;
 /// use fsdp_candle::{clip_grad_norm_of, group_by_name, ClipOptions, NamePattern, NormType};
 ///
 /// let groups = group_by_name(vars.trainable(), [&[NamePattern::new("bias")?][..]])?;
@@ -172,12 +164,11 @@ fn replicas_differ(vars: &ShardedVarMap, grads: &GradStore, ranks: &ProcessGroup
     }
     let worst = (0..whole.len()).max_by(|&a, &b| spread[a].total_cmp(&spread[b]));
     let name = worst.map_or("", |at| whole[at].name());
-    Ok(Error::Parameter {
-        name: name.into(),
-        message: "its gradients differ on tensor-parallel ranks, which replicate it. Make a module on a part of the \
-                  sequence SequenceParallel, and pass these ranks the same batch"
-            .into(),
-    })
+    Ok(Error::parameter(
+        name,
+        "its gradients differ on tensor-parallel ranks, which replicate it. Make a module on a part of the sequence \
+         SequenceParallel, and pass these ranks the same batch",
+    ))
 }
 
 /// Returns the sum of powers, or the largest magnitude, of each gradient.

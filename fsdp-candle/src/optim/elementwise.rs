@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 use super::hyper_parameters::{HyperParameters, set_hyper, validate};
 use super::sharded_optimizer::{ParamGroup, ShardedOptimizer};
 use super::state::{Moment, ParamState};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::fsdp::FsdpParam;
 use crate::kernels::{Kernels, Slice, SliceMut};
 use crate::storage::{share_memory, swap, take, with_slice, with_slice_mut};
@@ -209,10 +209,7 @@ impl<C: ElementwiseRule> candle_nn::Optimizer for ElementwiseOptimizer<C> {
 pub(super) fn check_unique<C>(name: &str, groups: &[(Vec<Arc<FsdpParam>>, C)]) -> Result<()> {
     let mut names = HashSet::new();
     match groups.iter().flat_map(|(params, _)| params).find(|param| !names.insert(param.name())) {
-        Some(param) => Err(Error::Parameter {
-            name: param.name().into(),
-            message: format!("it is in the groups of {name} twice: leave it out of one"),
-        }),
+        Some(param) => Err(param.error(format!("it is in the groups of {name} twice: leave it out of one"))),
         None => Ok(()),
     }
 }
@@ -231,16 +228,13 @@ pub(super) fn check_gradients<'a>(states: impl Iterator<Item = &'a ParamState>, 
         let shard = state.param.var().as_tensor();
         let Some(grad) = grads.get(shard) else { continue };
         if grad.dtype() != shard.dtype() || grad.shape() != shard.shape() {
-            return Err(Error::Parameter {
-                name: state.param.name().into(),
-                message: format!(
-                    "its shard is {:?} {:?}, its gradient {:?} {:?}: use gradients of FsdpModule::backward",
-                    shard.dtype(),
-                    shard.dims(),
-                    grad.dtype(),
-                    grad.dims()
-                ),
-            });
+            return Err(state.param.error(format!(
+                "its shard is {:?} {:?}, its gradient {:?} {:?}: use gradients of FsdpModule::backward",
+                shard.dtype(),
+                shard.dims(),
+                grad.dtype(),
+                grad.dims()
+            )));
         }
     }
     Ok(())

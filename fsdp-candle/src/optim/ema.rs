@@ -15,12 +15,8 @@ use crate::storage::{copy_tensor, to_core_dtype, to_tensor, with_slice, with_sli
 /// `get_ema_multi_avg_fn(decay)`.
 ///
 /// ```
-/// # use candle_core::{DType, Module, Tensor};
-/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
-/// # let world = World::single()?;
-/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
-/// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
-/// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+/// # use fsdp_candle::doc_example::*;
+/// # let (world, vars, model, x) = one_layer(nn::linear_no_bias)?;
 /// use fsdp_candle::{Ema, SGD, SgdConfig};
 ///
 /// let mut optim = SGD::new(vars.trainable(), SgdConfig { lr: 1., ..SgdConfig::default() })?;
@@ -55,10 +51,7 @@ impl Ema {
         let mean = |param: Arc<FsdpParam>| {
             let shard = param.var().as_tensor();
             let kernels = kernels::of_device(shard.device())?;
-            let fail = |error: fsdp_core::Error| Error::Parameter {
-                name: param.name().into(),
-                message: format!("moving average: {error}"),
-            };
+            let fail = |error: fsdp_core::Error| param.error(format!("moving average: {error}"));
             let zeros = kernels.zeros(to_core_dtype(DType::F32)?, shard.elem_count()).map_err(fail)?;
             let mean = to_tensor(zeros, shard.dims(), shard.device())?;
             mix(&mean, 0., shard)?;

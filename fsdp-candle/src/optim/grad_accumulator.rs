@@ -17,10 +17,8 @@ use crate::storage::{to_dtype, with_slice, with_slice_mut};
 /// should then be F32.
 ///
 /// ```
-/// # use candle_core::{DType, Module, Tensor};
-/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
-/// # let world = World::single()?;
-/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+/// # use fsdp_candle::doc_example::*;
+/// # let (world, vars, opts, vb) = one_rank()?;
 /// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::BF16), |vb| nn::linear_no_bias(1, 1, vb))?;
 /// # let weight = vars.params()[0].clone();
 /// use fsdp_candle::GradAccumulator;

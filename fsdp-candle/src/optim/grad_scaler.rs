@@ -20,13 +20,9 @@ use crate::kernels::NormType;
 /// As in `torch.amp.GradScaler`, the scale is multiplied by 0.5 after an overflow and by 2 after 2000 good steps.
 ///
 /// ```
-/// # use candle_core::{DType, Module, Tensor};
-/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
-/// # let world = World::single()?;
-/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
-/// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
+/// # use fsdp_candle::doc_example::*;
+/// # let (world, vars, model, x) = one_layer(nn::linear_no_bias)?;
 /// # let weight = vars.params()[0].var().clone();
-/// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
 /// use fsdp_candle::{clip_grad_norm, AdamW, AdamWConfig, GradScaler};
 ///
 /// let mut optim = AdamW::new(vars.trainable(), AdamWConfig::default())?;
@@ -277,8 +273,7 @@ impl GradScaler {
             };
             let has_gradient = || grads.get(param.var()).is_some() || param.is_empty_with_gradient(grads);
             if let Some(why) = why.filter(|_| has_gradient()) {
-                let message = format!("GradScaler::step: {why}");
-                return Err(Error::Parameter { name: param.name().into(), message });
+                return Err(param.error(format!("GradScaler::step: {why}")));
             }
             found = found.max(unscaled.map(|unscaled| unscaled.overflowed));
         }

@@ -16,7 +16,7 @@ use super::hyper_parameters::{self as hyper, HyperParameters, set_hyper, validat
 use super::muon_exchange::{Exchange, MatrixGroup, assign_owners};
 use super::sharded_optimizer::{ParamGroup, ShardedOptimizer};
 use super::state::{Moment, ParamState};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::fsdp::FsdpParam;
 use crate::kernels;
 use crate::storage::{Pool, share_memory, with_slice, with_slice_mut};
@@ -34,12 +34,8 @@ const MOMENTUM: &str = "momentum_buffer";
 /// BF16 and about twelve times one whole matrix in F32.
 ///
 /// ```
-/// # use candle_core::{DType, Module, Tensor};
-/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
-/// # let world = World::single()?;
-/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
-/// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
-/// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+/// # use fsdp_candle::doc_example::*;
+/// # let (world, vars, model, x) = one_layer(nn::linear_no_bias)?;
 /// use fsdp_candle::{AdjustLr, Muon, MuonConfig, ShardedOptimizer};
 ///
 /// // Updates of AdamW's size: the learning rate is one for AdamW.
@@ -72,11 +68,10 @@ impl Muon {
             optim.groups.push(config);
             for param in params {
                 if param.shape().rank() != 2 {
-                    let message = format!(
+                    return Err(param.error(format!(
                         "its shape is {:?}, expected a matrix: use another optimizer for it, such as AdamW",
                         param.shape().dims()
-                    );
-                    return Err(Error::Parameter { name: param.name().into(), message });
+                    )));
                 }
                 let moments = vec![(MOMENTUM, Moment::zeros(&param)?)];
                 optim.states.push(ParamState::of(param, group, moments, true));

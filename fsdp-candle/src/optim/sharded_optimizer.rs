@@ -18,12 +18,8 @@ use crate::pattern::NamePattern;
 /// several optimizers, and [`crate::CandleOptimizer`] wraps any [`candle_nn::Optimizer`].
 ///
 /// ```
-/// # use candle_core::{DType, Module, Tensor};
-/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
-/// # let world = World::single()?;
-/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
-/// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear(4, 2, vb))?;
-/// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+/// # use fsdp_candle::doc_example::*;
+/// # let (world, vars, model, x) = one_layer(nn::linear)?;
 /// use fsdp_candle::{Adam, AdamConfig, SGD, SgdConfig, ShardedOptimizer};
 ///
 /// let adam = Adam::new(vars.trainable(), AdamConfig::default())?;
@@ -91,11 +87,9 @@ pub struct ParamGroup {
 /// matches no parameter, or only parameters of an earlier group.
 ///
 /// ```
-/// # use candle_core::DType;
-/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+/// # use fsdp_candle::doc_example::*;
+/// # let (world, vars, opts, vb) = one_rank()?;
 /// use fsdp_candle::{group_by_name, AdamW, AdamWConfig, NamePattern};
-/// # let world = World::single()?;
-/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
 /// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::layer_norm(4, 1e-5, vb))?;
 ///
 /// let biases = [NamePattern::new("bias")?];
@@ -133,12 +127,8 @@ pub fn group_by_name<'a>(
 /// `get_optimizer_state_dict` of a list.
 ///
 /// ```
-/// # use candle_core::{DType, Module, Tensor};
-/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
-/// # let world = World::single()?;
-/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
-/// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear(4, 2, vb))?;
-/// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+/// # use fsdp_candle::doc_example::*;
+/// # let (world, vars, model, x) = one_layer(nn::linear)?;
 /// use fsdp_candle::{AdamW, AdamWConfig, Muon, MuonConfig, Optimizers, ShardedOptimizer};
 ///
 /// let (matrices, rest) = vars.trainable().into_iter().partition(|param| param.shape().rank() == 2);
@@ -157,8 +147,7 @@ impl Optimizers {
         for group in optimizers.iter().flat_map(|optim| optim.param_groups()) {
             for param in group.params {
                 if !names.insert(param.name().to_string()) {
-                    let message = "two optimizers update it: leave it out of one".into();
-                    return Err(Error::Parameter { name: param.name().into(), message });
+                    return Err(param.error("two optimizers update it: leave it out of one"));
                 }
             }
         }

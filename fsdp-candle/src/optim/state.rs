@@ -52,10 +52,10 @@ impl ParamState {
     pub fn tensor(&self, name: &str) -> Result<Tensor> {
         match self.moments.iter().find(|(own, _)| *own == name) {
             Some((_, moment)) => Ok(moment.tensor()?),
-            None => Err(Error::Parameter {
-                name: self.param.name().into(),
-                message: format!("its optimizer has no `{name}`; it has {:?}", self.names().collect::<Vec<_>>()),
-            }),
+            None => {
+                let names: Vec<_> = self.names().collect();
+                Err(self.param.error(format!("its optimizer has no `{name}`; it has {names:?}")))
+            }
         }
     }
 
@@ -161,10 +161,7 @@ impl Moment {
 
 fn zeros(param: &FsdpParam, dtype: DType, shape: &[usize]) -> Result<Tensor> {
     let device = param.var().device();
-    let fail = |error: fsdp_core::Error| Error::Parameter {
-        name: param.name().into(),
-        message: format!("the optimizer's state: {error}"),
-    };
+    let fail = |error: fsdp_core::Error| param.error(format!("the optimizer's state: {error}"));
     let zeros = kernels::of_device(device)?.zeros(to_core_dtype(dtype)?, shape.iter().product()).map_err(fail)?;
     Ok(to_tensor(zeros, shape, device)?)
 }

@@ -67,13 +67,9 @@ impl StateTensor {
     /// Returns the entry as a DTensor in the same memory, as in PyTorch's state dicts. `None` for a plain tensor.
     ///
     /// ```
-    /// # use candle_core::{DType, Tensor};
-    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+    /// # use fsdp_candle::doc_example::*;
+    /// # let (world, vars, model, x) = one_layer(nn::linear_no_bias)?;
     /// use fsdp_candle::{distribute_tensor, get_model_state_dict, StateDict, StateDictOptions, StateTensor};
-    /// # let world = World::single()?;
-    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
-    /// # let (opts, vb) = (FullyShard::new(&vars), vars.builder(DType::F32));
-    /// # let model = fully_shard(&opts, vb, |vb| nn::linear_no_bias(4, 2, vb))?;
     /// let entries = get_model_state_dict(&vars, &StateDictOptions::default())?.tensors;
     /// let weight = entries["weight"].dtensor()?.expect("parameters are sharded");
     /// let full = Tensor::zeros(weight.shape(), DType::F32, world.device())?;
@@ -89,7 +85,7 @@ impl StateTensor {
 
     /// Copies the box `region` of the global tensor to a tensor of this dtype.
     fn copy_region(&self, name: &str, shape: &[usize], region: &Region, dtype: DType) -> Result<Tensor> {
-        let fail = |message: String| Err(Error::Parameter { name: name.into(), message });
+        let fail = |message: String| Err(Error::parameter(name, message));
         if self.shape != shape {
             return fail(format!(
                 "the state dict has shape {:?}, the model {shape:?}: use the state of the same model",
@@ -215,13 +211,9 @@ impl StateDictOptions {
 /// Returns the state of a model and of its optimizer, as [`get_model_state_dict`] and [`get_optimizer_state_dict`] do.
 ///
 /// ```
-/// # use candle_core::{DType, Module, Tensor};
-/// # use fsdp_candle::{fully_shard, nn, AdamW, AdamWConfig, FullyShard, ShardedVarMap, World};
+/// # use fsdp_candle::doc_example::*;
+/// # let (world, vars, model, x) = one_layer(nn::linear_no_bias)?;
 /// use fsdp_candle::{get_state_dict, set_state_dict, StateDictOptions};
-/// # let world = World::single()?;
-/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
-/// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
-/// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
 /// # let mut optim = AdamW::new(vars.trainable(), AdamWConfig::default())?;
 ///
 /// // Whole tensors on every rank.

@@ -97,12 +97,8 @@ pub(super) fn check_keys(
 /// Returns every parameter and buffer as `model.<fqn>`, in the model's memory: the input of [`fsdp_ckpt::save`].
 ///
 /// ```
-/// # use candle_core::{DType, Module, Tensor};
-/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
-/// # let world = World::single()?;
-/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
-/// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
-/// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+/// # use fsdp_candle::doc_example::*;
+/// # let (world, vars, model, x) = one_layer(nn::linear_no_bias)?;
 /// use fsdp_candle::{load_model, load_optimizer, model_tensors, optimizer_tensors, AdamW, AdamWConfig};
 /// use fsdp_ckpt::{save, LoadOptions, SaveState};
 ///
@@ -146,11 +142,8 @@ const UPDATES: &str = "n_averaged";
 /// [`StateDict::load`] loads it in place, at any number of ranks.
 ///
 /// ```
-/// # use candle_core::{DType, Module, Tensor};
-/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
-/// # let world = World::single()?;
-/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
-/// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
+/// # use fsdp_candle::doc_example::*;
+/// # let (world, vars, model, x) = one_layer(nn::linear_no_bias)?;
 /// use fsdp_candle::{get_ema_state_dict, model_tensors, Ema, StateDictOptions};
 /// use fsdp_ckpt::{save, SaveState};
 ///

@@ -159,10 +159,8 @@ pub fn load_optimizer(
     for (state, step) in optim.states_mut().into_iter().zip(steps) {
         let step = step.to_scalar::<f32>()?;
         if !(step >= 0. && step.fract() == 0.) {
-            return Err(Error::Parameter {
-                name: state.param.name().into(),
-                message: format!("{} has a step count of {step}, expected a whole number", source.path().display()),
-            });
+            let path = source.path().display();
+            return Err(state.param.error(format!("{path} has a step count of {step}, expected a whole number")));
         }
         state.step = step as u64;
     }
@@ -265,18 +263,17 @@ pub fn load_param_groups(optim: &mut dyn ShardedOptimizer, source: &dyn TensorSo
     for group in optim.param_groups() {
         let mut hyper = None;
         for param in &group.params {
-            let fail = |message: String| Error::Parameter { name: param.name().into(), message };
             let path = source.path().display();
             let Some(own) = saved.get(param.name()) else {
-                return Err(fail(format!(
-                    "{path} has no hyper-parameters of it: set them when you make the optimizer"
-                )));
+                return Err(
+                    param.error(format!("{path} has no hyper-parameters of it: set them when you make the optimizer"))
+                );
             };
             match &hyper {
                 None => hyper = Some((param.name(), own)),
                 Some((_, first)) if *first == own => {}
                 Some((other, _)) => {
-                    return Err(fail(format!(
+                    return Err(param.error(format!(
                         "{path} has other hyper-parameters for it than for `{other}` of the same group: use the saved \
                          groups"
                     )));

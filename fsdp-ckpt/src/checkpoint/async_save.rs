@@ -43,7 +43,7 @@ pub enum WhenBusy {
 /// use fsdp_core::{Buffer, MeshLayout, process_group::local};
 ///
 /// let root = tempfile::tempdir()?;
-/// local::run(2, |group| {
+/// local::try_run(2, |group| {
 ///     let mut saver = AsyncSaver::new(group, WhenBusy::Wait)?;
 ///     for step in [10, 20] {
 ///         let weight = TensorShard::whole("weight", &[3], Arc::new(Buffer::F32(vec![step as f32; 3])));
@@ -53,9 +53,7 @@ pub enum WhenBusy {
 ///         // Here training goes on, and may change the weight.
 ///     }
 ///     saver.finish()
-/// })
-/// .into_iter()
-/// .collect::<Result<Vec<_>, _>>()?;
+/// })?;
 /// assert_eq!(latest(root.path())?, Some(root.path().join("step-20")));
 /// # Ok::<_, Box<dyn std::error::Error>>(())
 /// ```

@@ -111,7 +111,7 @@ impl Hosts {
 /// // Two directories emulate the disks of two hosts, on which the path would be the same.
 /// let disks = [tempfile::tempdir()?, tempfile::tempdir()?];
 /// let dir = |host: usize| disks[host].path().join("step-00000001");
-/// local::run(2, |group| {
+/// local::try_run(2, |group| {
 ///     let host = group.rank();
 ///     HostDirs::new(&group, &format!("node{host}"))?.check_writable(disks[host].path())?;
 ///     let data = Arc::new(Buffer::F32(vec![host as f32; 6]));
@@ -127,9 +127,7 @@ impl Hosts {
 ///     let mut own = vec![0; 24];
 ///     let region = Region { offsets: vec![2 * host, 0], sizes: vec![2, 3] };
 ///     dirs.open(&dir(host))?.read("weight", &region, &mut own)
-/// })
-/// .into_iter()
-/// .collect::<Result<Vec<_>, _>>()?;
+/// })?;
 ///
 /// // The part of one host is not a checkpoint; the parts of both hosts are.
 /// assert!(matches!(Checkpoint::open(&dir(0)), Err(Error::MissingParts { .. })));

@@ -23,7 +23,7 @@ use crate::{
 /// use std::sync::Arc;
 /// use fsdp_core::{Buffer, DTensorSpec, DType, DeviceMesh, Heap, Placement, process_group::local};
 /// use fsdp_core::dtensor::Redistribution;
-/// local::run(2, |world| {
+/// local::try_run(2, |world| {
 ///     let mesh = DeviceMesh::new(&world, &[("dp", 2)])?;
 ///     let shards = DTensorSpec::new(mesh.layout().clone(), &[Placement::Shard(0)], &[2], DType::F32)?;
 ///     let whole = shards.with_placements(&[Placement::Replicate])?;
@@ -32,9 +32,7 @@ use crate::{
 ///     // Something else is computed here.
 ///     assert_eq!(gathering.wait()?, Some(Buffer::F32(vec![0., 1.])));
 ///     Ok::<_, fsdp_core::Error>(())
-/// })
-/// .into_iter()
-/// .collect::<Result<Vec<_>, _>>()?;
+/// })?;
 /// # Ok::<_, fsdp_core::Error>(())
 /// ```
 #[must_use = "what arrives comes from wait()"]

@@ -34,7 +34,7 @@ use crate::{Allocator, Buffer, DeviceId, Element, Error, Heap, ReduceOp, Result,
 /// use std::sync::Arc;
 /// use fsdp_core::{Buffer, GatherPart, Heap, ReduceOp, ScatterPart, process_group::local};
 ///
-/// local::run(2, |group| {
+/// local::try_run(2, |group| {
 ///     let rank = group.rank();
 ///     // One collective for two tensors. Rank 1 has no elements of the second.
 ///     let of = |values: Vec<f32>| Arc::new(Buffer::F32(values));
@@ -54,9 +54,7 @@ use crate::{Allocator, Buffer, DeviceId, Element, Error, Heap, ReduceOp, Result,
 ///     let alone = group.split(rank, 0)?;
 ///     assert_eq!((alone.rank(), alone.size()), (0, 1));
 ///     Ok::<_, fsdp_core::Error>(())
-/// })
-/// .into_iter()
-/// .collect::<Result<Vec<_>, _>>()?;
+/// })?;
 /// # Ok::<_, fsdp_core::Error>(())
 /// ```
 #[derive(Clone)]

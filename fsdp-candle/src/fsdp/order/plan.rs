@@ -16,7 +16,7 @@
 
 use std::ops::Range;
 
-use super::{Action, Order, OrderError, Pass};
+use super::{Action, Order, OrderError, Pass, UnitInfo};
 
 /// A stretch of backward in which a unit is unsharded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,7 +28,7 @@ pub(super) struct Visit {
 
 /// An entry of the sequence: the visit with this index begins or ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Step {
+enum PlanEntry {
     Begin(usize),
     End(usize),
 }
@@ -119,33 +119,33 @@ impl Plan {
         self.passes.iter().filter(|&&(_, of)| of == visit).count() == 1
     }
 
-    /// Enters a visit. Returns whether it is the first time, and the missing steps of the sequence up to this visit.
-    fn enter(&mut self, visit: usize) -> (bool, Vec<Step>) {
+    /// Enters a visit. Returns whether it is the first time, and the missing entries of the sequence up to this visit.
+    fn enter(&mut self, visit: usize) -> (bool, Vec<PlanEntry>) {
         let is_first = !std::mem::replace(&mut self.entered[visit], true);
         (is_first, self.advance_to(visit + self.ahead + 1))
     }
 
     /// Ends the plan. Returns the rest of the sequence.
-    fn finish(&mut self) -> Vec<Step> {
+    fn finish(&mut self) -> Vec<PlanEntry> {
         self.advance_to(self.visits.len() + self.ahead + 1)
     }
 
     /// Returns the missing blocks before `end`.
-    fn advance_to(&mut self, end: usize) -> Vec<Step> {
-        let mut steps = vec![];
+    fn advance_to(&mut self, end: usize) -> Vec<PlanEntry> {
+        let mut entries = vec![];
         for block in self.block..end {
             for (at, visit) in self.visits.iter().enumerate() {
                 if visit.last + self.ahead + 1 == block {
                     self.ended[at] = true;
-                    steps.push(Step::End(at));
+                    entries.push(PlanEntry::End(at));
                 }
             }
             if block < self.visits.len() {
-                steps.push(Step::Begin(block));
+                entries.push(PlanEntry::Begin(block));
             }
         }
         self.block = self.block.max(end);
-        steps
+        entries
     }
 }
 
@@ -294,12 +294,12 @@ impl Order {
         let Some(plan) = self.step.backward.as_mut().and_then(|backward| backward.plan.as_mut()) else {
             return Err(OrderError::NoBackward);
         };
-        let (is_first, steps) = match which(plan) {
+        let (is_first, entries) = match which(plan) {
             Some(visit) => plan.enter(visit),
             None if self.settings.fixed_order => return Err(OrderError::NotPlanned),
             None => (true, vec![]),
         };
-        let mut actions = self.actions(steps);
+        let mut actions = self.actions(entries);
         if let Some(backward) = &mut self.step.backward {
             backward.units[unit].entered = true;
         }
@@ -321,28 +321,24 @@ impl Order {
 
     pub(super) fn finish_plan(&mut self) -> Vec<Action> {
         let plan = self.step.backward.as_mut().and_then(|backward| backward.plan.as_mut());
-        let steps = plan.map_or(vec![], Plan::finish);
-        self.actions(steps)
+        let entries = plan.map_or(vec![], Plan::finish);
+        self.actions(entries)
     }
 
-    fn actions(&mut self, steps: Vec<Step>) -> Vec<Action> {
+    fn actions(&mut self, entries: Vec<PlanEntry>) -> Vec<Action> {
         let mut actions = vec![];
         let Some(backward) = &mut self.step.backward else { return actions };
         let Some(plan) = &backward.plan else { return actions };
-        for step in steps {
-            let (Step::Begin(visit) | Step::End(visit)) = step;
+        for entry in entries {
+            let (PlanEntry::Begin(visit) | PlanEntry::End(visit)) = entry;
             let unit = plan.visits[visit].unit;
-            match step {
-                Step::Begin(_) if self.units[unit].settings.unshard_in_backward => actions.push(Action::Unshard(unit)),
-                Step::Begin(_) => {}
-                Step::End(_) => {
+            let UnitInfo { trainable, settings, .. } = &self.units[unit];
+            match entry {
+                PlanEntry::Begin(_) => actions.extend(settings.unshard_in_backward.then_some(Action::Unshard(unit))),
+                PlanEntry::End(_) => {
                     backward.units[unit].entered = false;
-                    if self.units[unit].trainable > 0 {
-                        actions.push(Action::Reduce(unit));
-                    }
-                    if self.units[unit].settings.reshard_after_backward {
-                        actions.push(Action::Reshard(unit));
-                    }
+                    actions.extend((*trainable > 0).then_some(Action::Reduce(unit)));
+                    actions.extend(settings.reshard_after_backward.then_some(Action::Reshard(unit)));
                 }
             }
         }
@@ -352,7 +348,7 @@ impl Order {
 
 #[cfg(test)]
 mod tests {
-    use super::Step::{Begin, End};
+    use super::PlanEntry::{Begin, End};
     use super::*;
 
     fn span(unit: usize, pass: usize, first: usize, last: usize) -> Span {

@@ -314,15 +314,13 @@ kernel! {
 /// use fsdp_core::process_group::local;
 ///
 /// // Eight classes, four on each rank.
-/// local::run(2, |group| {
+/// local::try_run(2, |group| {
 ///     let logits = Tensor::zeros((3, 4), DType::F32, &Device::Cpu)?;
 ///     let targets = Tensor::new(&[0u32, 7, 2], &Device::Cpu)?;
 ///     let loss = vocab_parallel_cross_entropy(&logits, &targets, &group, &CrossEntropyOptions::default())?;
 ///     assert!((loss.to_scalar::<f32>()? - 8f32.ln()).abs() < 1e-6);
 ///     candle_core::Result::Ok(())
-/// })
-/// .into_iter()
-/// .collect::<candle_core::Result<Vec<_>>>()?;
+/// })?;
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn vocab_parallel_cross_entropy(

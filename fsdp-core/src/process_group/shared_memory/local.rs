@@ -121,6 +121,11 @@ pub fn run<T: Send>(size: usize, rank: impl Fn(ProcessGroup) -> T + Sync) -> Vec
     run_with(size, Options { timeout: std::time::Duration::from_secs(60), ..Options::default() }, rank)
 }
 
+/// As [`run`], for ranks that may fail. Returns the first error in rank order.
+pub fn try_run<T: Send, E: Send>(size: usize, rank: impl Fn(ProcessGroup) -> Result<T, E> + Sync) -> Result<Vec<T>, E> {
+    run(size, rank).into_iter().collect()
+}
+
 /// Runs [`run`] with options.
 ///
 /// # Panics

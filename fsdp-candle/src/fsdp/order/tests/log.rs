@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
-use crate::fsdp::collectives::{Hop, InFlight};
+use crate::fsdp::reduction::{Hop, InFlight};
 
 /// A collective: its kind, its unit, and the positions of its parameters.
 pub(super) type Collective = (&'static str, usize, BTreeSet<usize>);

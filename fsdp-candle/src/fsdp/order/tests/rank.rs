@@ -7,10 +7,10 @@ use std::rc::Rc;
 use super::log::{Log, Reducing};
 use super::model::{Call, Iteration, Model, Unit, count, may_skip, reach};
 use crate::autograd::next_number;
-use crate::fsdp::collectives::{Hop, ReductionQueue};
 use crate::fsdp::order::plan::Reach;
 use crate::fsdp::order::{Action, Order};
 use crate::fsdp::policy::ReshardAfterForward::Never;
+use crate::fsdp::reduction::{Hop, ReductionQueue};
 
 /// Nodes that a call made in the graph.
 #[derive(Default)]

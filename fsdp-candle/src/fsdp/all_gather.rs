@@ -1,0 +1,429 @@
+//! The all-gathers of a unit: over the shard ranks, and before them over the replicas that divide shards.
+//!
+//! Parameters on the same ranks share one collective. Nearly always that is one collective for a unit, but a placement
+//! may put a parameter on another mesh. Every collective is signed with the unit and the positions of its parameters.
+//! Ranks whose signatures differ all get an error that names the parameters.
+
+use std::sync::Arc;
+
+use candle_core::{Result, bail};
+use fsdp_core::layout::chunk_range;
+use fsdp_core::{Allocator, Buffer, DType, DeviceId, GatherPart, ProcessGroup, Readable, View, Work, heartbeat};
+use parking_lot::Mutex;
+
+use super::comm::AllGather;
+use super::param::{FsdpParam, FullBuffer, UnshardMemory};
+use super::param_group::FsdpParamGroup;
+use crate::data_parallel::DataParallel;
+use crate::error::Error;
+use crate::storage::{Pool, TensorMemory, copy, to_core_dtype, to_tensor};
+
+/// Advice for ranks that unshard different parameters.
+const ALL_GATHER_ADVICE: &str = "Units are gathered as they are called, and units by name as their layers are used: \
+     every rank must call the same units in the same order, or `unshard()` all of them first. Where ranks use \
+     different units by name, call `set_reduce_scatter_unused_params(true, Recurse::Yes)` of the root on every rank";
+
+/// Advice for ranks that gather different shards over replicas.
+const REPLICA_GATHER_ADVICE: &str = "Shards are gathered over replicas when a root's forward begins: every rank must \
+     call the same roots in the same order";
+
+/// The pending all-gathers of a unit: PyTorch's `AllGatherResult`.
+pub(super) struct AllGatherResult(Vec<PendingAllGather>);
+
+/// One all-gather over the same ranks, before it is issued.
+struct AllGatherRequest {
+    ranks: ProcessGroup,
+    /// Positions of the parameters in the unit.
+    positions: Vec<usize>,
+    parts: Vec<GatherPart>,
+    params: Vec<(Arc<FsdpParam>, Gathered)>,
+}
+
+/// One all-gather in flight.
+struct PendingAllGather {
+    work: Work,
+    params: Vec<(Arc<FsdpParam>, Gathered)>,
+    /// Whether whole parameters are gathered into the buffers that they keep.
+    in_place: bool,
+}
+
+/// How the all-gather returns a parameter.
+#[derive(Clone, Copy)]
+enum Gathered {
+    /// In one buffer with the full values.
+    Whole,
+    /// In one buffer with the shards one after another, which is not the order of the full values.
+    Concatenated,
+    /// In this many buffers that the parameter's extension decodes.
+    Encoded(usize),
+}
+
+impl AllGatherResult {
+    /// Issues the all-gathers of the parameters at the positions `missing`.
+    pub(super) fn start(
+        unit: &FsdpParamGroup,
+        missing: &[usize],
+        memory: &UnshardMemory,
+        custom: Option<&Arc<dyn AllGather>>,
+    ) -> Result<Self> {
+        tracing::debug!(unit = unit.name(), parameters = missing.len(), "unshard");
+        let mut pending = vec![];
+        let mut start = |AllGatherRequest { ranks, positions, parts, params }: AllGatherRequest| {
+            // A custom all-gather may take its outputs in any order.
+            let in_place = memory.keep && custom.is_none();
+            let ranks = ranks.signed(unit.signature(positions).with_advice(ALL_GATHER_ADVICE));
+            let work = match custom {
+                Some(custom) => custom.all_gather(&ranks, parts, memory.allocator.clone()),
+                None if in_place => ranks.all_gather(parts, KeptBuffers::of(&params, &unit.pool)?),
+                None => ranks.all_gather(parts, memory.allocator.clone()),
+            };
+            pending.push(PendingAllGather { work, params, in_place });
+            Ok(())
+        };
+        let outcome = AllGatherRequest::of(unit, missing)?.into_iter().try_for_each(&mut start);
+        let result = AllGatherResult(pending);
+        match outcome {
+            Ok(()) => Ok(result),
+            Err(error) => {
+                result.discard();
+                Err(error)
+            }
+        }
+    }
+
+    /// Waits for the all-gathers. Returns the full parameters.
+    pub(super) fn wait(
+        self,
+        unit: &FsdpParamGroup,
+        memory: &UnshardMemory,
+    ) -> Result<Vec<(Arc<FsdpParam>, FullBuffer)>> {
+        let _span = tracing::debug_span!("wait for all-gather", unit = unit.name()).entered();
+        let _heartbeat = heartbeat::span("wait for all-gather", unit.name());
+        let (mut full, mut outcome) = (vec![], Ok(()));
+        for pending in self.0 {
+            match outcome {
+                Ok(()) => outcome = pending.wait(unit, memory, &mut full),
+                // The others are waited for as well, so that none stays in flight.
+                Err(_) => drop(pending.work.wait()),
+            }
+        }
+        outcome.map(|()| full)
+    }
+
+    /// Waits for the all-gathers and drops their outputs: peers still need this rank's inputs.
+    pub(super) fn discard(self) {
+        self.0.into_iter().for_each(|pending| drop(pending.work.wait()));
+    }
+}
+
+impl AllGatherRequest {
+    fn of(unit: &FsdpParamGroup, missing: &[usize]) -> Result<Vec<Self>> {
+        let mut requests: Vec<AllGatherRequest> = vec![];
+        for &position in missing {
+            let param = &unit.params()[position];
+            let kept = match param.take_post_forward_shard() {
+                Some(part) => Some((param.spec.ranks.post_forward_group(part.ranks)?, part.buffer)),
+                None => None,
+            };
+            let ranks = kept.as_ref().map_or(param.spec.ranks.shard(), |(fewer, _)| fewer).clone();
+            let at = match requests.iter().position(|other| other.ranks.is(&ranks)) {
+                Some(at) => at,
+                None => {
+                    requests.push(AllGatherRequest { ranks, positions: vec![], parts: vec![], params: vec![] });
+                    requests.len() - 1
+                }
+            };
+            let AllGatherRequest { ranks, positions, parts, params } = &mut requests[at];
+            positions.push(position);
+            let gathered = match kept {
+                Some((_, buffer)) => {
+                    let elements = param.unsharded_shape().elem_count();
+                    let count = |rank| chunk_range(elements, ranks.size(), rank).len();
+                    let counts = (0..ranks.size()).map(count).collect();
+                    let input = Arc::new(PooledInput { buffer: Some(buffer), pool: unit.pool.clone() });
+                    parts.push(GatherPart { input, counts });
+                    Gathered::Whole
+                }
+                None => add_inputs(param, parts)?,
+            };
+            params.push((param.clone(), gathered));
+        }
+        Ok(requests)
+    }
+}
+
+/// Adds this rank's inputs for a parameter.
+fn add_inputs(param: &FsdpParam, parts: &mut Vec<GatherPart>) -> Result<Gathered> {
+    let layout = &param.spec.layout;
+    let counts = layout.counts();
+    let Some(extension) = &param.spec.extension else {
+        let input: Arc<dyn Readable> = match &param.spec.replica_sharding {
+            Some(_) => Arc::new(TensorMemory(param.shard_in_compute_dtype()?)),
+            None => own_input(param)?,
+        };
+        parts.push(GatherPart { input, counts });
+        return Ok(if layout.is_concatenation() { Gathered::Whole } else { Gathered::Concatenated });
+    };
+    let lengths: Vec<Vec<usize>> = counts.iter().map(|&count| extension.lengths(count)).collect();
+    let encoded = extension.pre_all_gather(&param.shard_in_compute_dtype()?)?;
+    let count = encoded.len();
+    for (i, buffer) in encoded.into_iter().enumerate() {
+        let counts = lengths.iter().map(|of_rank| of_rank.get(i).copied().unwrap_or(0)).collect();
+        parts.push(GatherPart { input: Arc::new(buffer), counts });
+    }
+    Ok(Gathered::Encoded(count))
+}
+
+/// Returns the values that this rank holds, in the compute dtype.
+fn own_input(param: &FsdpParam) -> Result<Arc<dyn Readable>> {
+    Ok(match &param.spec.offload {
+        Some(offload) => Arc::new(offload.upload(to_core_dtype(param.compute_dtype())?)?),
+        None => Arc::new(TensorMemory(param.own_in_compute_dtype()?)),
+    })
+}
+
+impl PendingAllGather {
+    /// Waits, and adds the full parameters to `full`.
+    fn wait(
+        self,
+        unit: &FsdpParamGroup,
+        memory: &UnshardMemory,
+        full: &mut Vec<(Arc<FsdpParam>, FullBuffer)>,
+    ) -> Result<()> {
+        let buffers = self.work.wait().map_err(|source| unit.communication_failed("all-gather", source))?;
+        let allocator = memory.allocator.as_ref();
+        let mut buffers = buffers.into_iter();
+        let mut next = || match buffers.next() {
+            Some(buffer) => Ok(buffer),
+            None => bail!("FSDP unit `{}`: the all-gather returned too few buffers", unit.name()),
+        };
+        for (param, gathered) in self.params {
+            let elements = param.unsharded_shape().elem_count();
+            let layout = &param.spec.layout;
+            let scratch = || -> Result<FullBuffer> {
+                let buffer = allocator.take(to_core_dtype(param.compute_dtype())?, elements).map_err(Error::from)?;
+                Ok(FullBuffer { buffer, is_kept: false })
+            };
+            // The destination of values that were not gathered in place.
+            let destination = || match memory.keep {
+                true => Ok(FullBuffer { buffer: param.take_kept_buffer()?, is_kept: true }),
+                false => scratch(),
+            };
+            let values = match gathered {
+                Gathered::Whole if self.in_place => FullBuffer { buffer: next()?, is_kept: true },
+                Gathered::Whole | Gathered::Concatenated => {
+                    let shards = next()?;
+                    check_output(unit, &param, &shards)?;
+                    let whole = matches!(gathered, Gathered::Whole);
+                    if whole && !memory.keep {
+                        FullBuffer { buffer: shards, is_kept: false }
+                    } else {
+                        let mut full = destination()?;
+                        match whole {
+                            true => copy(&shards, &mut full.buffer)?,
+                            false => layout.unpack(&shards, &mut full.buffer)?,
+                        }
+                        allocator.give(shards);
+                        full
+                    }
+                }
+                Gathered::Encoded(count) => {
+                    let encoded = (0..count).map(|_| next()).collect::<Result<Vec<_>>>()?;
+                    let concatenation = layout.is_concatenation();
+                    let mut decoded = if concatenation { destination()? } else { scratch()? };
+                    if let Some(extension) = &param.spec.extension {
+                        extension.post_all_gather(&encoded, &layout.counts(), &mut decoded.buffer)?;
+                    }
+                    encoded.into_iter().for_each(|buffer| allocator.give(buffer));
+                    if concatenation {
+                        decoded
+                    } else {
+                        let mut full = destination()?;
+                        layout.unpack(&decoded.buffer, &mut full.buffer)?;
+                        allocator.give(decoded.buffer);
+                        full
+                    }
+                }
+            };
+            check_output(unit, &param, &values.buffer)?;
+            full.push((param, values));
+        }
+        Ok(())
+    }
+}
+
+fn check_output(unit: &FsdpParamGroup, param: &FsdpParam, buffer: &Buffer) -> Result<()> {
+    let (elements, dtype) = (param.unsharded_shape().elem_count(), to_core_dtype(param.compute_dtype())?);
+    if (buffer.len(), buffer.dtype()) == (elements, dtype) {
+        return Ok(());
+    }
+    bail!(
+        "FSDP unit `{}`: the all-gather returned {} elements of {} of parameter `{}`, which has {elements} of {dtype}",
+        unit.name(),
+        buffer.len(),
+        buffer.dtype(),
+        param.name()
+    )
+}
+
+/// Allocates the outputs of one all-gather: the buffers that parameters keep, or else buffers of the pool. The backend
+/// takes one output for each part, in order.
+struct KeptBuffers {
+    /// One for each part, the last part first.
+    kept: Mutex<Vec<Option<Buffer>>>,
+    pool: Arc<Pool>,
+}
+
+impl KeptBuffers {
+    fn of(params: &[(Arc<FsdpParam>, Gathered)], pool: &Arc<Pool>) -> Result<Arc<Self>> {
+        let mut kept = vec![];
+        for (param, gathered) in params {
+            match gathered {
+                Gathered::Whole => kept.push(Some(param.take_kept_buffer()?)),
+                Gathered::Concatenated => kept.push(None),
+                Gathered::Encoded(count) => kept.extend((0..*count).map(|_| None)),
+            }
+        }
+        kept.reverse();
+        Ok(Arc::new(KeptBuffers { kept: Mutex::new(kept), pool: pool.clone() }))
+    }
+}
+
+impl Allocator for KeptBuffers {
+    fn take(&self, dtype: DType, len: usize) -> fsdp_core::Result<Buffer> {
+        let kept = self.kept.lock().pop();
+        kept.flatten().map_or_else(|| self.pool.take(dtype, len), Ok)
+    }
+    fn give(&self, buffer: Buffer) {
+        self.pool.give(buffer);
+    }
+}
+
+/// An input that goes back to the pool when the collective has read it.
+struct PooledInput {
+    buffer: Option<Buffer>,
+    pool: Arc<Pool>,
+}
+
+impl Readable for PooledInput {
+    fn dtype(&self) -> DType {
+        self.buffer.as_ref().map_or(DType::U8, Buffer::dtype)
+    }
+    fn len(&self) -> usize {
+        self.buffer.as_ref().map_or(0, Buffer::len)
+    }
+    fn read(&self, f: &mut dyn FnMut(&[u8])) -> std::result::Result<(), String> {
+        self.buffer.as_ref().map_or(Ok(()), |buffer| buffer.read(f))
+    }
+    fn view(&self, f: &mut dyn FnMut(View<'_>)) -> std::result::Result<(), String> {
+        self.buffer.as_ref().map_or(Ok(()), |buffer| buffer.view(f))
+    }
+    fn device(&self) -> DeviceId {
+        self.buffer.as_ref().map_or(DeviceId::Host, Readable::device)
+    }
+}
+
+impl Drop for PooledInput {
+    fn drop(&mut self) {
+        if let Some(buffer) = self.buffer.take() {
+            self.pool.give(buffer);
+        }
+    }
+}
+
+/// A pending all-gather over replicas of the shards that they divide among them.
+pub(super) struct ReplicaGather {
+    work: Work,
+    /// Positions of the parameters in the unit.
+    positions: Vec<usize>,
+}
+
+/// Shards that replicas divide among them: gathered once a step, before the first all-gather, and dropped when an
+/// optimizer may step.
+impl FsdpParamGroup {
+    /// Issues the all-gathers over replicas of the shards that are neither pending nor gathered.
+    pub(super) fn start_replica_gather(&self) -> Result<()> {
+        if !self.replica_gathers.lock().is_empty() {
+            return Ok(());
+        }
+        let mut sets: Vec<(Arc<DataParallel>, Vec<usize>)> = vec![];
+        for (position, param) in self.params().iter().enumerate() {
+            if param.spec.replica_sharding.as_ref().is_none_or(|sharding| sharding.is_gathered()) {
+                continue;
+            }
+            match sets.iter_mut().find(|(ranks, _)| Arc::ptr_eq(ranks, &param.spec.ranks)) {
+                Some((_, positions)) => positions.push(position),
+                None => sets.push((param.spec.ranks.clone(), vec![position])),
+            }
+        }
+        for (ranks, positions) in sets {
+            let Some(replicas) = ranks.replicate() else { continue };
+            let mut parts = vec![];
+            for &position in &positions {
+                let param = &self.params()[position];
+                let sharding = param.spec.replica_sharding.as_ref();
+                let counts = sharding.map(|sharding| sharding.layout.counts()).unwrap_or_default();
+                parts.push(GatherPart { input: own_input(param)?, counts });
+            }
+            tracing::debug!(unit = self.name(), parameters = positions.len(), "gather shards over replicas");
+            let signature = self.signature(positions.iter().copied()).with_advice(REPLICA_GATHER_ADVICE);
+            let work = replicas.signed(signature).all_gather(parts, self.pool.clone());
+            self.replica_gathers.lock().push(ReplicaGather { work, positions });
+        }
+        Ok(())
+    }
+
+    /// Waits for the all-gathers over replicas.
+    pub(super) fn wait_for_replica_gather(&self) -> Result<()> {
+        let gathers = std::mem::take(&mut *self.replica_gathers.lock());
+        if gathers.is_empty() {
+            return Ok(());
+        }
+        let _span = tracing::debug_span!("wait for all-gather", unit = self.name(), what = "shards").entered();
+        let _heartbeat = heartbeat::span("wait for all-gather", self.name());
+        let mut outcome = Ok(());
+        for gather in gathers {
+            match outcome {
+                Ok(()) => outcome = self.finish_replica_gather(gather),
+                // The others are waited for as well, so that none stays in flight.
+                Err(_) => drop(gather.work.wait()),
+            }
+        }
+        outcome
+    }
+
+    fn finish_replica_gather(&self, ReplicaGather { work, positions }: ReplicaGather) -> Result<()> {
+        let failed = |source| self.communication_failed("all-gather over replicas", source);
+        let buffers = work.wait().map_err(failed)?;
+        if buffers.len() != positions.len() {
+            bail!("FSDP unit `{}`: the all-gather over replicas returned {} buffers", self.name(), buffers.len())
+        }
+        for (position, gathered) in positions.into_iter().zip(buffers) {
+            let param = &self.params()[position];
+            let Some(sharding) = &param.spec.replica_sharding else { continue };
+            let shard = if sharding.layout.is_concatenation() {
+                gathered
+            } else {
+                let dtype = to_core_dtype(param.compute_dtype())?;
+                let mut shard = self.pool.take(dtype, sharding.shard_len()).map_err(Error::from)?;
+                sharding.layout.unpack(&gathered, &mut shard)?;
+                self.pool.give(gathered);
+                shard
+            };
+            self.pool.leave(&shard);
+            sharding.set_shard(Some(to_tensor(shard, &sharding.shape, param.device())?));
+        }
+        Ok(())
+    }
+
+    /// Drops the gathered shards, since the replicas' parts may have changed.
+    pub(super) fn drop_replica_gather(&self) {
+        for gather in std::mem::take(&mut *self.replica_gathers.lock()) {
+            for buffer in gather.work.wait().unwrap_or_default() {
+                self.pool.give(buffer);
+            }
+        }
+        let shardings = self.params().iter().filter_map(|param| param.spec.replica_sharding.as_ref());
+        shardings.for_each(|sharding| sharding.set_shard(None));
+    }
+}
