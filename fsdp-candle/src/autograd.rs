@@ -7,6 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 use candle_core::{DType, Device, Result, Tensor, TensorId};
 use memmap2::MmapMut;
+use scopeguard::defer;
 
 use crate::error::Error;
 
@@ -45,13 +46,8 @@ pub(crate) fn keeps_graph() -> bool {
 }
 
 fn set<T>(no_grad: bool, f: impl FnOnce() -> T) -> T {
-    struct Guard(bool);
-    impl Drop for Guard {
-        fn drop(&mut self) {
-            NO_GRAD.set(self.0);
-        }
-    }
-    let _guard = Guard(NO_GRAD.replace(no_grad));
+    let before = NO_GRAD.replace(no_grad);
+    defer!(NO_GRAD.set(before));
     f()
 }
 

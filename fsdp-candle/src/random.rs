@@ -33,6 +33,7 @@ use std::cell::Cell;
 
 use candle_core::{Result, bail};
 use rand_philox::{Philox, splitmix64};
+use scopeguard::defer;
 
 /// Increment of a Weyl sequence, whose multiples are far apart.
 const WEYL: u64 = 0x9e37_79b9_7f4a_7c15;
@@ -106,27 +107,16 @@ pub fn set_rng_state(state: RngState) {
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn in_part<T>(part: Part, f: impl FnOnce() -> T) -> T {
-    struct Guard(Option<Part>);
-    impl Drop for Guard {
-        fn drop(&mut self) {
-            STATE.set(RngState { part: self.0, ..STATE.get() });
-        }
-    }
-    let state = STATE.get();
-    let _guard = Guard(state.part);
-    STATE.set(RngState { part: Some(part), ..state });
+    let before = STATE.get();
+    STATE.set(RngState { part: Some(part), ..before });
+    defer!(STATE.set(RngState { part: before.part, ..STATE.get() }));
     f()
 }
 
 /// Runs `f` with an earlier state, then restores the current state.
 pub(crate) fn with_state<T>(state: RngState, f: impl FnOnce() -> T) -> T {
-    struct Guard(RngState);
-    impl Drop for Guard {
-        fn drop(&mut self) {
-            STATE.set(self.0);
-        }
-    }
-    let _guard = Guard(STATE.replace(state));
+    let before = STATE.replace(state);
+    defer!(STATE.set(before));
     f()
 }
 

@@ -11,6 +11,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use candle_core::{Result, Storage, Tensor, bail};
+use scopeguard::{ScopeGuard, guard};
 
 use crate::autograd::keeps_graph;
 use crate::storage::{copied_storage, share_memory};
@@ -71,20 +72,12 @@ thread_local! {
 
 /// Runs `f` within a frame and returns the frame.
 fn in_frame<T>(frame: Frame, f: impl FnOnce() -> T) -> (T, Option<Frame>) {
-    struct Guard(usize);
-    impl Drop for Guard {
-        fn drop(&mut self) {
-            FRAMES.with_borrow_mut(|frames| frames.truncate(self.0));
-        }
-    }
-    let guard = FRAMES.with_borrow_mut(|frames| {
-        frames.push(frame);
-        Guard(frames.len() - 1)
-    });
+    FRAMES.with_borrow_mut(|frames| frames.push(frame));
+    // After a panic of `f` as well.
+    let guard = guard((), |()| drop(FRAMES.with_borrow_mut(Vec::pop)));
     let outcome = f();
-    let frame = FRAMES.with_borrow_mut(Vec::pop);
-    drop(guard);
-    (outcome, frame)
+    ScopeGuard::into_inner(guard);
+    (outcome, FRAMES.with_borrow_mut(Vec::pop))
 }
 
 /// Runs a closure for the first time and returns the kept outputs.

@@ -13,6 +13,7 @@ use std::sync::Arc;
 use candle_core::{Result, Shape, Tensor, TensorId};
 use fsdp_core::ProcessGroup;
 use parking_lot::Mutex;
+use scopeguard::guard;
 
 use super::BackwardCollective;
 use super::without_grad::{Input, check, gathered, own_part};
@@ -197,15 +198,8 @@ thread_local! {
 
 /// Runs a forward, in which layers that take the same tensor share its collective.
 pub(crate) fn scope<T>(forward: impl FnOnce() -> T) -> T {
-    struct Guard(Option<Option<(Key, SharedInput)>>);
-    impl Drop for Guard {
-        fn drop(&mut self) {
-            let before = self.0.take();
-            // Dropped after the cell is released, because it may free a graph.
-            let _last = LAST.with(|last| last.replace(before));
-        }
-    }
-    let _guard = Guard(LAST.with(|last| last.replace(Some(None))));
+    // The last input is dropped after the cell is released, because that may free a graph.
+    let _guard = guard(LAST.replace(Some(None)), |before| drop(LAST.replace(before)));
     forward()
 }
 

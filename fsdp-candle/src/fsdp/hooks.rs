@@ -12,6 +12,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Result, Shape, Tensor, TensorId, bail};
 use parking_lot::Mutex;
+use scopeguard::defer;
 
 use super::param::FsdpParam;
 use super::param_group::UnitId;
@@ -53,14 +54,9 @@ thread_local! {
 
 /// Runs a backward inside a backward: parameters accumulate gradients, and anchors report nothing.
 pub(crate) fn without_reports<T>(backward: impl FnOnce() -> T) -> T {
-    struct Guard;
-    impl Drop for Guard {
-        fn drop(&mut self) {
-            UNREPORTED.set(UNREPORTED.get() - 1);
-        }
-    }
-    UNREPORTED.set(UNREPORTED.get() + 1);
-    let _guard = Guard;
+    let outer = UNREPORTED.get();
+    UNREPORTED.set(outer + 1);
+    defer!(UNREPORTED.set(outer));
     backward()
 }
 
