@@ -21,7 +21,7 @@ use parking_lot::Mutex;
 use super::policy::OffloadPolicy;
 use crate::error::Error;
 use crate::kernels::{self, HostSink, HostSource, Kernels, PendingCopy};
-use crate::storage::{Pool, to_core_dtype, to_tensor};
+use crate::storage::{Pool, PooledBuffer, to_core_dtype, to_tensor};
 
 /// The copies of one offloaded parameter.
 pub(crate) struct Offload {
@@ -51,10 +51,10 @@ pub(crate) struct Downloads {
 
 /// A shard on the device, which an all-gather reads. Its memory goes back to the pool.
 pub(super) struct Uploaded {
-    copying: Option<Box<dyn PendingCopy>>,
-    buffer: Option<Buffer>,
-    via: Option<Buffer>,
-    pool: Arc<Pool>,
+    copying: Box<dyn PendingCopy>,
+    buffer: PooledBuffer,
+    /// The shard in its own dtype, while the copy converts it.
+    _via: Option<PooledBuffer>,
 }
 
 impl Offload {
@@ -86,16 +86,12 @@ impl Offload {
 
     /// Starts to copy the shard to the device, in `dtype`.
     pub(super) fn upload(&self, dtype: DType) -> Result<Uploaded> {
-        let pool = self.downloads.pool.clone();
-        let take = |dtype| pool.take(dtype, self.len).map_err(Error::from);
-        let mut uploaded = Uploaded { copying: None, buffer: Some(take(dtype)?), via: None, pool: pool.clone() };
-        if dtype != self.dtype {
-            uploaded.via = Some(take(self.dtype)?);
-        }
-        if let Some(buffer) = &uploaded.buffer {
-            uploaded.copying = Some(self.source.upload(buffer, uploaded.via.as_ref())?);
-        }
-        Ok(uploaded)
+        let pool = &self.downloads.pool;
+        let take = |dtype| Ok::<_, Error>(PooledBuffer::new(pool.take(dtype, self.len)?, pool));
+        let buffer = take(dtype)?;
+        let via = if dtype == self.dtype { None } else { Some(take(self.dtype)?) };
+        let copying = self.source.upload(&buffer, via.as_deref())?;
+        Ok(Uploaded { copying, buffer, _via: via })
     }
 
     /// Begins a unit's downloads: returns the previous unit's buffers to the pool.
@@ -191,44 +187,31 @@ impl Uploaded {
     /// Returns the shard as a tensor for the user's code. Later computations wait for the copy. Its memory leaves the
     /// pool.
     pub(super) fn into_tensor(mut self, shape: &[usize], device: &Device) -> Result<Tensor> {
-        if let Some(copying) = &self.copying {
-            copying.order()?;
-        }
-        match self.buffer.take() {
-            Some(buffer) => {
-                self.pool.leave(&buffer);
-                to_tensor(buffer, shape, device)
-            }
-            None => bail!("a shard was taken twice"),
-        }
+        self.copying.order()?;
+        to_tensor(self.buffer.leave(), shape, device)
     }
 }
 
 impl Readable for Uploaded {
     fn dtype(&self) -> DType {
-        self.buffer.as_ref().map_or(DType::U8, Buffer::dtype)
+        self.buffer.dtype()
     }
 
     fn len(&self) -> usize {
-        self.buffer.as_ref().map_or(0, Buffer::len)
+        self.buffer.len()
     }
 
     fn device(&self) -> DeviceId {
-        self.buffer.as_ref().map_or(DeviceId::Host, Buffer::device)
+        self.buffer.device()
     }
 
     fn read(&self, f: &mut dyn FnMut(&[u8])) -> std::result::Result<(), String> {
-        if let Some(copying) = &self.copying {
-            copying.order().map_err(|error| error.to_string())?;
-        }
-        self.buffer.as_ref().map_or(Ok(()), |buffer| buffer.read(f))
+        self.copying.order().map_err(|error| error.to_string())?;
+        self.buffer.read(f)
     }
 
     fn view(&self, f: &mut dyn FnMut(View<'_>)) -> std::result::Result<(), String> {
-        match (&self.copying, &self.buffer) {
-            (Some(copying), Some(buffer)) => copying.view(buffer, f),
-            _ => return Err("a shard was not copied to the device".into()),
-        }
+        self.copying.view(&self.buffer, f);
         Ok(())
     }
 }
@@ -236,11 +219,8 @@ impl Readable for Uploaded {
 impl Drop for Uploaded {
     /// Later computations wait for the copy even if nothing read it, since they may use its memory.
     fn drop(&mut self) {
-        if let Some(copying) = self.copying.take()
-            && let Err(error) = copying.order()
-        {
+        if let Err(error) = self.copying.order() {
             tracing::warn!(%error, "returning a copied shard's memory");
         }
-        self.buffer.take().into_iter().chain(self.via.take()).for_each(|buffer| self.pool.give(buffer));
     }
 }

@@ -15,7 +15,7 @@ use fsdp_core::{Allocator, Buffer, DType as CoreDType, DeviceId, Readable, View,
 use crate::error::Error;
 use crate::kernels::{self, Kernels, Slice, SliceMut};
 
-pub(crate) use pool::Pool;
+pub(crate) use pool::{Pool, PooledBuffer};
 
 /// Converts a buffer to a storage.
 pub(crate) fn to_storage(buffer: Buffer) -> Result<Storage> {

@@ -1,8 +1,10 @@
 //! A pool of buffers. Fresh memory costs page faults, which cost more than the copy into it.
 
 use std::collections::{HashMap, VecDeque};
+use std::ops::Deref;
+use std::sync::Arc;
 
-use fsdp_core::{Allocator, Buffer, DType, Result};
+use fsdp_core::{Allocator, Buffer, DType, DeviceId, Readable, Result, View};
 use parking_lot::{Mutex, MutexGuard};
 
 use crate::kernels::Kernels;
@@ -141,6 +143,65 @@ impl Allocator for Pool {
             buffers.free.entry(key).or_default().push_back(buffer);
             buffers.trim();
         }
+    }
+}
+
+/// A buffer of a pool, to which it returns when it is dropped.
+pub(crate) struct PooledBuffer {
+    buffer: Buffer,
+    pool: Arc<Pool>,
+}
+
+impl PooledBuffer {
+    pub(crate) fn new(buffer: Buffer, pool: &Arc<Pool>) -> Self {
+        PooledBuffer { buffer, pool: pool.clone() }
+    }
+
+    /// Takes the buffer, which will not return to the pool.
+    pub(crate) fn leave(&mut self) -> Buffer {
+        self.pool.leave(&self.buffer);
+        self.take()
+    }
+
+    fn take(&mut self) -> Buffer {
+        std::mem::replace(&mut self.buffer, Buffer::U8(vec![]))
+    }
+}
+
+impl Drop for PooledBuffer {
+    fn drop(&mut self) {
+        let buffer = self.take();
+        self.pool.give(buffer);
+    }
+}
+
+impl Deref for PooledBuffer {
+    type Target = Buffer;
+
+    fn deref(&self) -> &Buffer {
+        &self.buffer
+    }
+}
+
+impl Readable for PooledBuffer {
+    fn dtype(&self) -> DType {
+        self.buffer.dtype()
+    }
+
+    fn len(&self) -> usize {
+        self.buffer.len()
+    }
+
+    fn device(&self) -> DeviceId {
+        Readable::device(&self.buffer)
+    }
+
+    fn read(&self, f: &mut dyn FnMut(&[u8])) -> Result<(), String> {
+        self.buffer.read(f)
+    }
+
+    fn view(&self, f: &mut dyn FnMut(View<'_>)) -> Result<(), String> {
+        self.buffer.view(f)
     }
 }
 
