@@ -99,9 +99,9 @@ pub use fsdp::{
 pub use fsdp_core::{DTensorSpec, DeviceMesh, Placement, ProcessGroup, ReduceOp};
 pub use gradcheck::{GradcheckOptions, gradcheck};
 pub use optim::{
-    Adam, AdamConfig, AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, AdjustLr, CandleOptimizer, ClipOptions,
-    ElementwiseOptimizer, ElementwiseRule, Ema, GradAccumulator, GradScaler, GradScalerState, Muon, MuonConfig,
-    NormType, Optimizers, ParamGroup, ParamState, SGD, SgdConfig, ShardedOptimizer, ValuesOf, check_finite,
+    Adam, AdamConfig, AdamParams, AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, AdjustLr, CandleOptimizer,
+    ClipOptions, ElementwiseOptimizer, ElementwiseRule, Ema, GradAccumulator, GradScaler, GradScalerState, Muon,
+    MuonConfig, NormType, Optimizers, ParamGroup, ParamState, SGD, SgdConfig, ShardedOptimizer, ValuesOf, check_finite,
     clip_grad_norm, clip_grad_norm_of, clip_grad_norm_with, grad_norm, group_by_name,
 };
 pub use pattern::NamePattern;

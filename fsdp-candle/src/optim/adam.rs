@@ -40,102 +40,42 @@ pub type AdamW = ElementwiseOptimizer<AdamWConfig>;
 pub type Adam = ElementwiseOptimizer<AdamConfig>;
 
 /// The hyper-parameters of [`AdamW`], with PyTorch's defaults.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AdamWConfig {
-    /// Learning rate, at least 0.
-    pub lr: f64,
-    /// Decay rates of the means of gradients and squared gradients, below 1.
-    pub betas: (f64, f64),
-    /// Term added to the denominator.
-    pub eps: f64,
-    /// Decoupled weight decay: a step subtracts `lr * weight_decay` times the parameter.
-    pub weight_decay: f64,
-}
-
-impl Default for AdamWConfig {
-    fn default() -> Self {
-        AdamWConfig { lr: 1e-3, betas: (0.9, 0.999), eps: 1e-8, weight_decay: 0.01 }
-    }
-}
+pub type AdamWConfig = AdamParams<true>;
 
 /// The hyper-parameters of [`Adam`], with PyTorch's defaults.
+pub type AdamConfig = AdamParams<false>;
+
+/// The hyper-parameters of Adam, whose weight decay is `DECOUPLED` in AdamW.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AdamConfig {
+pub struct AdamParams<const DECOUPLED: bool> {
     /// Learning rate, at least 0.
     pub lr: f64,
     /// Decay rates of the means of gradients and squared gradients, below 1.
     pub betas: (f64, f64),
     /// Term added to the denominator.
     pub eps: f64,
-    /// L2 penalty: this multiple of a parameter is added to its gradient.
+    /// Decoupled weight decay: a step subtracts `lr * weight_decay` times the parameter. Otherwise an L2 penalty: this
+    /// multiple of a parameter is added to its gradient.
     pub weight_decay: f64,
 }
 
-impl Default for AdamConfig {
+impl<const DECOUPLED: bool> Default for AdamParams<DECOUPLED> {
     fn default() -> Self {
-        AdamConfig { lr: 1e-3, betas: (0.9, 0.999), eps: 1e-8, weight_decay: 0. }
+        AdamParams { lr: 1e-3, betas: (0.9, 0.999), eps: 1e-8, weight_decay: if DECOUPLED { 0.01 } else { 0. } }
     }
 }
 
 /// Names of the moments, as in PyTorch.
 const MOMENTS: [&str; 2] = ["exp_avg", "exp_avg_sq"];
 
-/// The hyper-parameters of Adam and AdamW.
-#[derive(Clone, Copy)]
-struct Numbers {
-    lr: f64,
-    betas: (f64, f64),
-    eps: f64,
-    weight_decay: f64,
-    decoupled: bool,
-}
-
-impl Numbers {
-    fn hyper(&self) -> Map<String, Value> {
-        hyper::map([
-            ("lr", self.lr.into()),
-            ("betas", json!(self.betas)),
-            ("eps", self.eps.into()),
-            ("weight_decay", self.weight_decay.into()),
-            ("decoupled_weight_decay", self.decoupled.into()),
-            ("amsgrad", false.into()),
-            ("maximize", false.into()),
-            ("foreach", Value::Null),
-            ("capturable", false.into()),
-            ("differentiable", false.into()),
-            ("fused", Value::Null),
-        ])
-    }
-
-    fn with(self, hyper: &Map<String, Value>) -> std::result::Result<Self, String> {
-        hyper::check_off(hyper, &["amsgrad", "maximize", "differentiable"])?;
-        if hyper::flag(hyper, "decoupled_weight_decay", self.decoupled)? != self.decoupled {
-            let (theirs, ours) = if self.decoupled { ("Adam", "AdamW") } else { ("AdamW", "Adam") };
-            return Err(format!("are those of {theirs}, expected {ours}: their weight decay differs"));
-        }
-        let [beta1, beta2] = hyper::numbers(hyper, "betas", [self.betas.0, self.betas.1])?;
-        Ok(Numbers {
-            lr: hyper::number(hyper, "lr", self.lr)?,
-            betas: (beta1, beta2),
-            eps: hyper::number(hyper, "eps", self.eps)?,
-            weight_decay: hyper::number(hyper, "weight_decay", self.weight_decay)?,
-            ..self
-        })
-    }
-
-    fn check(&self) -> std::result::Result<(), String> {
-        hyper::at_least_zero(&[("lr", self.lr), ("eps", self.eps), ("weight_decay", self.weight_decay)])?;
-        let betas = [self.betas.0, self.betas.1];
-        betas.iter().try_for_each(|&beta| hyper::check_range("betas", beta, (0. ..1.).contains(&beta), "in 0..1"))
-    }
-
+impl<const DECOUPLED: bool> AdamParams<DECOUPLED> {
     /// Returns the coefficients of one step, computed in f64.
-    fn update(&self, step: u64) -> AdamUpdate {
+    fn coefficients(&self, step: u64) -> AdamUpdate {
         let (beta1, beta2) = self.betas;
         let step = step as f64;
         AdamUpdate {
-            l2: if self.decoupled { 0. } else { self.weight_decay },
-            decay: if self.decoupled { 1. - self.lr * self.weight_decay } else { 1. },
+            l2: if DECOUPLED { 0. } else { self.weight_decay },
+            decay: if DECOUPLED { 1. - self.lr * self.weight_decay } else { 1. },
             beta1,
             beta2,
             step_size: self.lr / (1. - beta1.powf(step)),
@@ -145,53 +85,60 @@ impl Numbers {
     }
 }
 
-macro_rules! rule {
-    ($config:ident, $name:literal, decoupled: $decoupled:literal) => {
-        impl $config {
-            fn numbers(&self) -> Numbers {
-                let $config { lr, betas, eps, weight_decay } = *self;
-                Numbers { lr, betas, eps, weight_decay, decoupled: $decoupled }
-            }
+impl<const DECOUPLED: bool> HyperParameters for AdamParams<DECOUPLED> {
+    const NAME: &'static str = if DECOUPLED { "AdamW" } else { "Adam" };
 
-            fn of(numbers: Numbers) -> Self {
-                let Numbers { lr, betas, eps, weight_decay, .. } = numbers;
-                $config { lr, betas, eps, weight_decay }
-            }
+    fn hyper(&self) -> Map<String, Value> {
+        hyper::map([
+            ("lr", self.lr.into()),
+            ("betas", json!(self.betas)),
+            ("eps", self.eps.into()),
+            ("weight_decay", self.weight_decay.into()),
+            ("decoupled_weight_decay", DECOUPLED.into()),
+            ("amsgrad", false.into()),
+            ("maximize", false.into()),
+            ("foreach", Value::Null),
+            ("capturable", false.into()),
+            ("differentiable", false.into()),
+            ("fused", Value::Null),
+        ])
+    }
+
+    fn with(&self, hyper: &Map<String, Value>) -> std::result::Result<Self, String> {
+        hyper::check_off(hyper, &["amsgrad", "maximize", "differentiable"])?;
+        if hyper::flag(hyper, "decoupled_weight_decay", DECOUPLED)? != DECOUPLED {
+            let (theirs, ours) = if DECOUPLED { ("Adam", "AdamW") } else { ("AdamW", "Adam") };
+            return Err(format!("are those of {theirs}, expected {ours}: their weight decay differs"));
         }
+        let [beta1, beta2] = hyper::numbers(hyper, "betas", [self.betas.0, self.betas.1])?;
+        Ok(AdamParams {
+            lr: hyper::number(hyper, "lr", self.lr)?,
+            betas: (beta1, beta2),
+            eps: hyper::number(hyper, "eps", self.eps)?,
+            weight_decay: hyper::number(hyper, "weight_decay", self.weight_decay)?,
+        })
+    }
 
-        impl HyperParameters for $config {
-            const NAME: &'static str = $name;
+    fn check(&self) -> std::result::Result<(), String> {
+        hyper::at_least_zero(&[("lr", self.lr), ("eps", self.eps), ("weight_decay", self.weight_decay)])?;
+        let betas = [self.betas.0, self.betas.1];
+        betas.iter().try_for_each(|&beta| hyper::check_range("betas", beta, (0. ..1.).contains(&beta), "in 0..1"))
+    }
 
-            fn hyper(&self) -> Map<String, Value> {
-                self.numbers().hyper()
-            }
-
-            fn with(&self, hyper: &Map<String, Value>) -> std::result::Result<Self, String> {
-                self.numbers().with(hyper).map($config::of)
-            }
-
-            fn check(&self) -> std::result::Result<(), String> {
-                self.numbers().check()
-            }
-
-            fn lr(&mut self) -> &mut f64 {
-                &mut self.lr
-            }
-        }
-
-        impl ElementwiseRule for $config {
-            fn moments(&self) -> &'static [&'static str] {
-                &MOMENTS
-            }
-
-            fn update(&self, step: u64, shard: ShardUpdate<'_>) -> Result<()> {
-                adam(&self.numbers().update(step), shard)
-            }
-        }
-    };
+    fn lr(&mut self) -> &mut f64 {
+        &mut self.lr
+    }
 }
-rule!(AdamWConfig, "AdamW", decoupled: true);
-rule!(AdamConfig, "Adam", decoupled: false);
+
+impl<const DECOUPLED: bool> ElementwiseRule for AdamParams<DECOUPLED> {
+    fn moments(&self) -> &'static [&'static str] {
+        &MOMENTS
+    }
+
+    fn update(&self, step: u64, shard: ShardUpdate<'_>) -> Result<()> {
+        adam(&self.coefficients(step), shard)
+    }
+}
 
 fn adam(update: &AdamUpdate, shard: ShardUpdate<'_>) -> Result<()> {
     let ShardUpdate { kernels, param, grad, parts } = shard;
@@ -303,7 +250,7 @@ impl ElementwiseRule for AdamW8bitConfig {
     }
 
     fn update(&self, step: u64, shard: ShardUpdate<'_>) -> Result<()> {
-        let update = self.adamw().numbers().update(step);
+        let update = self.adamw().coefficients(step);
         let ShardUpdate { kernels, param, grad, parts } = shard;
         match <[SliceMut<'_>; 4]>::try_from(parts) {
             Ok(moments) => kernels.adam_8bit(&update, param, grad, moments),

@@ -81,8 +81,7 @@ impl<C: ElementwiseRule> ElementwiseOptimizer<C> {
     /// Resets the state to that before the first step.
     pub fn reset(&mut self) -> Result<()> {
         for state in &mut self.states {
-            let moments = moments(&self.groups[state.group], &state.param)?;
-            state.set_moments(moments);
+            state.moments = moments(&self.groups[state.group], &state.param)?;
             state.step = 0;
         }
         Ok(())
@@ -141,7 +140,7 @@ impl<C: ElementwiseRule> ShardedOptimizer for ElementwiseOptimizer<C> {
             let missing = config.moments().iter().filter(|name| state.names().all(|own| own != **name));
             let missing = missing.map(|&name| Ok((name, config.moment(name, &state.param)?)));
             let missing = missing.collect::<Result<Vec<_>>>()?;
-            state.add_moments(missing);
+            state.moments.extend(missing);
         }
         self.groups = groups;
         Ok(())

@@ -101,12 +101,8 @@ impl Muon {
             Some(update) => Ok(update),
             None => Ok(kernels.zeros(CoreDType::BF16, 0)?),
         };
-        let orthogonalize = &mut |matrix: usize, whole: &Tensor| {
-            let config = self.config(group.matrices[matrix].state);
-            let (a, b, c) = config.ns_coefficients;
-            let iteration = NewtonSchulz { coefficients: [a, b, c], steps: config.ns_steps, eps: config.eps };
-            Ok(iteration.orthogonalize(whole)?)
-        };
+        let orthogonalize =
+            &mut |matrix: usize, whole: &Tensor| Ok(self.config(group.matrices[matrix].state).orthogonalize(whole)?);
         for (matrix, update) in exchange.run(own, orthogonalize)? {
             let state = &self.states[group.matrices[matrix].state];
             if state.param.region().is_empty() {
@@ -194,8 +190,7 @@ impl ShardedOptimizer for Muon {
 
     fn reset(&mut self) -> Result<()> {
         for state in &mut self.states {
-            let zeros = Moment::zeros(&state.param)?;
-            state.set_moments(vec![(MOMENTUM, zeros)]);
+            state.moments = vec![(MOMENTUM, Moment::zeros(&state.param)?)];
             state.step = 0;
         }
         Ok(())
@@ -334,19 +329,10 @@ impl HyperParameters for MuonConfig {
     }
 }
 
-/// The Newton-Schulz iteration, which approximates the nearest orthogonal matrix.
-#[derive(Clone, Copy)]
-struct NewtonSchulz {
-    /// `x = a x + (b x x' + c (x x')^2) x`.
-    coefficients: [f64; 3],
-    steps: usize,
-    /// Lower bound of the norm that a matrix is divided by.
-    eps: f64,
-}
-
-impl NewtonSchulz {
-    /// Orthogonalizes a matrix of BF16; input and output are contiguous. As PyTorch does on CPUs, accumulates products
-    /// in f32 together with their addend and rounds to bf16 once.
+impl MuonConfig {
+    /// Returns about the nearest orthogonal matrix of a matrix of BF16, by the Newton-Schulz iteration. Input and output
+    /// are contiguous. As PyTorch does on CPUs, accumulates products in f32 together with their addend and rounds to
+    /// bf16 once.
     fn orthogonalize(&self, matrix: &Tensor) -> candle_core::Result<Tensor> {
         let (rows, columns) = matrix.dims2()?;
         let matrix = matrix.to_dtype(DType::F32)?;
@@ -355,8 +341,8 @@ impl NewtonSchulz {
         let least = rounded(&Tensor::new(self.eps as f32, norm.device())?)?;
         let norm = norm.maximum(&least)?;
         let mut x = rounded(&matrix.broadcast_div(&norm)?)?;
-        let [a, b, c] = self.coefficients;
-        for _ in 0..self.steps {
+        let (a, b, c) = self.ns_coefficients;
+        for _ in 0..self.ns_steps {
             let gram = rounded(&x.matmul(&x.t()?)?)?;
             let update = rounded(&((gram.matmul(&gram)? * c)? + (&gram * b)?)?)?;
             x = rounded(&(update.matmul(&x)? + (&x * a)?)?)?;
@@ -375,8 +361,6 @@ mod tests {
     use super::*;
     use candle_core::Device;
 
-    const JORDAN: NewtonSchulz = NewtonSchulz { coefficients: [3.4445, -4.7750, 2.0315], steps: 5, eps: 1e-7 };
-
     fn matrix(rows: usize, columns: usize) -> Tensor {
         let values: Vec<f32> =
             (0..rows * columns).map(|at| ((at * 7919 + at * at * 31) % 1009) as f32 / 1009. - 0.5).collect();
@@ -387,7 +371,7 @@ mod tests {
     #[test]
     fn singular_values_are_near_one() {
         for (rows, columns) in [(3, 3), (8, 5), (5, 8), (1, 6), (6, 1)] {
-            let x = JORDAN.orthogonalize(&matrix(rows, columns)).unwrap();
+            let x = MuonConfig::default().orthogonalize(&matrix(rows, columns)).unwrap();
             assert_eq!((x.dims2().unwrap(), x.dtype()), ((rows, columns), DType::BF16));
             // The trace of x x' is the sum of squares of the singular values, which are between 0.5 and 1.5.
             let square = x.to_dtype(DType::F32).unwrap().sqr().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap();
@@ -399,7 +383,7 @@ mod tests {
     #[test]
     fn zeros_stay_zeros() {
         let zeros = Tensor::zeros((4, 3), DType::BF16, &Device::Cpu).unwrap();
-        let x = JORDAN.orthogonalize(&zeros).unwrap().to_dtype(DType::F32).unwrap();
+        let x = MuonConfig::default().orthogonalize(&zeros).unwrap().to_dtype(DType::F32).unwrap();
         assert!(x.flatten_all().unwrap().to_vec1::<f32>().unwrap().iter().all(|&x| x == 0.));
     }
 }

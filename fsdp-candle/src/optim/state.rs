@@ -22,7 +22,7 @@ pub struct ParamState {
     pub(crate) may_lack_step: bool,
     /// Index of the parameter's group in its optimizer.
     pub(super) group: usize,
-    moments: Vec<(&'static str, Moment)>,
+    pub(super) moments: Vec<(&'static str, Moment)>,
 }
 
 impl ParamState {
@@ -67,14 +67,6 @@ impl ParamState {
     pub(crate) fn moments(&self) -> impl Iterator<Item = (&'static str, &Moment)> + '_ {
         self.moments.iter().map(|(name, moment)| (*name, moment))
     }
-
-    pub(super) fn set_moments(&mut self, moments: Vec<(&'static str, Moment)>) {
-        self.moments = moments;
-    }
-
-    pub(super) fn add_moments(&mut self, moments: Vec<(&'static str, Moment)>) {
-        self.moments.extend(moments);
-    }
 }
 
 /// Memory that a checkpoint reads and fills.
@@ -103,7 +95,7 @@ impl Moment {
         let elements: usize = shape.iter().product();
         let codes = zeros(param, DType::U8, &[elements])?;
         let scales = zeros(param, DType::F32, &[elements.div_ceil(STATE_BLOCK)])?;
-        Ok(Moment::Quantized(Quantized::new(codes, scales, shape, of)))
+        Ok(Moment::Quantized(Quantized { codes, scales, shape: shape.to_vec(), of }))
     }
 
     /// Returns the values: the memory itself, or a decoded copy.
@@ -185,11 +177,6 @@ pub struct Quantized {
 }
 
 impl Quantized {
-    /// Makes the tensor of these codes and scales.
-    pub(super) fn new(codes: Tensor, scales: Tensor, shape: &[usize], of: Encoding) -> Self {
-        Quantized { codes, scales, shape: shape.to_vec(), of }
-    }
-
     fn bits(&self) -> EightBits {
         match self.of {
             Encoding::Values => EightBits::Signed,
