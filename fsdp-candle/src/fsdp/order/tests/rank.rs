@@ -248,22 +248,8 @@ impl<'a> Rank<'a> {
         self.order.reset();
         self.reductions.discard();
         self.log.borrow_mut().reducing = 0;
-        let count = self.model.units.len();
-        self.unsharded = vec![BTreeSet::new(); count];
-        self.pending = vec![None; count];
-        self.complete = vec![BTreeSet::new(); count];
-        self.accumulated = vec![BTreeSet::new(); count];
-        self.anchors = vec![None; count];
-        self.drop_shards();
-        self.shards_are_fresh = false;
-        self.running.clear();
-        self.kept.clear();
-        self.prefetched.clear();
-        self.mispredicted.clear();
-        self.last = None;
-        self.begun.clear();
-        self.is_fresh = true;
-        self.path.clear();
+        let (order, log, left) = (std::mem::take(&mut self.order), self.log.clone(), self.left);
+        *self = Rank { order, log, left, ..Rank::new(self.model) };
     }
 
     /// Runs the forwards of a step. Where ranks may differ, each skips units by name that the loss does not reach.
@@ -355,12 +341,13 @@ impl Rank<'_> {
         }
     }
 
-    /// Records units that are unsharded in a fixed order, whether this rank uses them or not.
-    fn note_fixed(&mut self, actions: &[Action]) {
-        for action in actions {
-            if let (Action::Unshard(unit), true) = (*action, self.model.fixed) {
-                self.prefetched.insert(unit);
-            }
+    /// Records units that a fixed order or a plan unshards, whether this rank comes to them or not.
+    fn note_unshards(&mut self, actions: &[Action]) {
+        if self.model.fixed || self.order.is_planned() {
+            self.prefetched.extend(actions.iter().filter_map(|action| match action {
+                Action::Unshard(unit) => Some(*unit),
+                _ => None,
+            }));
         }
     }
 
@@ -378,7 +365,7 @@ impl Rank<'_> {
             self.note_by_name(now);
             match (begins, first) {
                 (true, Action::Unshard(unit)) => drop(self.prefetched.remove(unit)),
-                _ => self.note_fixed(now),
+                _ => self.note_unshards(now),
             }
             self.execute(now.to_vec())?;
             actions = rest;
@@ -605,7 +592,7 @@ impl Rank<'_> {
                 Action::WaitForUnshard(unit) => Some(*unit),
                 _ => None,
             }));
-            self.note_planned(&actions);
+            self.note_unshards(&actions);
             if let (Some(Action::WaitForUnshard(first)), false) =
                 (actions.iter().find(|action| matches!(action, Action::WaitForUnshard(_))), self.order.is_planned())
             {
@@ -617,7 +604,7 @@ impl Rank<'_> {
                 self.backward_of(call, root, &mut vec![], made, reached, &mut left)?;
             }
             let actions = self.order.root_post_backward();
-            self.note_planned(&actions);
+            self.note_unshards(&actions);
             self.execute(actions)
         })();
         let planned = self.order.is_planned();
@@ -645,18 +632,9 @@ impl Rank<'_> {
         Ok(())
     }
 
-    /// Records the units that a plan unshards. This rank may not come to them.
-    fn note_planned(&mut self, actions: &[Action]) {
-        for action in actions {
-            if let (Action::Unshard(unit), true) = (*action, self.order.is_planned()) {
-                self.prefetched.insert(unit);
-            }
-        }
-    }
-
     fn begin_unit(&mut self, unit: usize, actions: Vec<Action>) -> Result<(), Failed> {
         if self.order.is_planned() {
-            self.note_planned(&actions);
+            self.note_unshards(&actions);
         } else {
             self.note_prefetch(unit, &actions, self.model.units[unit].info.settings.backward_prefetch.len());
         }
