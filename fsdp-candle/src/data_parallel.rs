@@ -20,7 +20,7 @@ use std::sync::{Arc, OnceLock};
 
 use fsdp_core::layout::{Region, chunk_range, local_region};
 use fsdp_core::process_group::{Signature, Subject};
-use fsdp_core::{Buffer, DeviceMesh, Placement, ProcessGroup, ReduceOp};
+use fsdp_core::{Buffer, DeviceMesh, Element, Placement, ProcessGroup, ReduceOp};
 use parking_lot::Mutex;
 
 use crate::error::{Error, Result};
@@ -78,17 +78,19 @@ impl ShardMesh {
 /// first (tensor parallelism).
 pub(crate) struct DataParallel {
     /// All dimensions; the sharding dimensions are merged.
-    mesh: DeviceMesh,
+    pub(crate) mesh: DeviceMesh,
     /// The dimensions that shard or replicate.
-    data: DeviceMesh,
+    pub(crate) data: DeviceMesh,
     /// Position of the dimension that shards, if any.
     sharding: Option<usize>,
     /// Positions of the dimensions without a role.
     others: Vec<usize>,
-    shard: ProcessGroup,
+    /// The ranks that hold different shards.
+    pub(crate) shard: ProcessGroup,
+    /// The ranks that hold the same shard, if there are several.
     replicate: Option<ProcessGroup>,
     /// Whether shards are divided over replicas, each of which updates its part.
-    shards_over_replicas: bool,
+    pub(crate) is_sharded_over_replicas: bool,
     /// The same ranks with shards divided over replicas.
     over_replicas: OnceLock<Arc<DataParallel>>,
     post_forward_groups: Mutex<HashMap<usize, ProcessGroup>>,
@@ -165,7 +167,7 @@ impl DataParallel {
             others,
             shard,
             replicate: replicate.filter(|group| group.size() > 1),
-            shards_over_replicas: false,
+            is_sharded_over_replicas: false,
             over_replicas: OnceLock::new(),
             post_forward_groups: Mutex::default(),
             reduce_scatter_group: Mutex::default(),
@@ -206,7 +208,7 @@ impl DataParallel {
     /// Returns the same ranks with shards divided over replicas; without replicas, these ranks. Fails if several
     /// dimensions replicate, or one to the right of the dimension that shards.
     pub(crate) fn sharded_over_replicas(self: &Arc<Self>) -> Result<Arc<Self>> {
-        let Some(replicas) = self.replicate.as_ref().filter(|_| !self.shards_over_replicas) else {
+        let Some(replicas) = self.replicate.as_ref().filter(|_| !self.is_sharded_over_replicas) else {
             return Ok(self.clone());
         };
         let along = (0..self.sharding.unwrap_or(0)).find(|&dim| self.mesh.group(dim).is_ok_and(|g| g.is(replicas)));
@@ -222,19 +224,14 @@ impl DataParallel {
             let roles = (self.sharding, self.others.clone());
             let groups = (self.shard.clone(), self.replicate.clone());
             let ranks = DataParallel::new(self.mesh.clone(), self.data.clone(), roles, groups);
-            Arc::new(DataParallel { shards_over_replicas: true, ..ranks })
+            Arc::new(DataParallel { is_sharded_over_replicas: true, ..ranks })
         };
         Ok(self.over_replicas.get_or_init(divided).clone())
     }
 
-    /// Returns whether shards are divided over replicas.
-    pub(crate) fn is_sharded_over_replicas(&self) -> bool {
-        self.shards_over_replicas
-    }
-
     /// Returns the groups whose ranks hold different parts.
     pub(crate) fn parts(&self) -> impl Iterator<Item = &ProcessGroup> {
-        std::iter::once(&self.shard).chain(self.replicate.as_ref().filter(|_| self.shards_over_replicas))
+        std::iter::once(&self.shard).chain(self.replicate.as_ref().filter(|_| self.is_sharded_over_replicas))
     }
 
     /// Returns whether the same ranks have the same roles.
@@ -255,21 +252,6 @@ impl DataParallel {
     /// Returns the position of the tensor-parallel dimension among those without a role.
     pub(crate) fn parallel_dim(&self, name: &str, ranks: &ProcessGroup) -> Option<usize> {
         dim_of(&self.mesh, name, ranks).filter(|dim| self.others.contains(dim))
-    }
-
-    /// Returns the mesh of the dimensions that shard or replicate.
-    pub(crate) fn data(&self) -> &DeviceMesh {
-        &self.data
-    }
-
-    /// Returns the mesh.
-    pub(crate) fn mesh(&self) -> &DeviceMesh {
-        &self.mesh
-    }
-
-    /// Returns the ranks that hold different shards.
-    pub(crate) fn shard(&self) -> &ProcessGroup {
-        &self.shard
     }
 
     /// Returns the ranks that hold the same shard, if there are several.
@@ -321,11 +303,11 @@ impl DataParallel {
         let sizes = self.mesh.layout().shape();
         let mut placements = vec![Placement::Replicate; sizes.len()];
         if let Some(parallel) = parallel
-            && let (Some(cut), Some(at)) = (parallel.shard_dim(), self.parallel_dim(parallel.name(), parallel.group()))
+            && let (Some(cut), Some(at)) = (parallel.shard_dim, self.parallel_dim(&parallel.name, &parallel.group))
         {
             placements[at] = Placement::Shard(cut);
         }
-        let replicas = self.replicate.as_ref().filter(|_| self.shards_over_replicas);
+        let replicas = self.replicate.as_ref().filter(|_| self.is_sharded_over_replicas);
         let dividing =
             replicas.and_then(|own| (0..sizes.len()).find(|&at| self.mesh.group(at).is_ok_and(|g| g.is(own))));
         for at in self.sharding.into_iter().chain(dividing) {
@@ -362,13 +344,13 @@ impl DataParallel {
             )));
         }
         if let Some(parallel) = parallel
-            && self.parallel_dim(parallel.name(), parallel.group()).is_none()
+            && self.parallel_dim(&parallel.name, &parallel.group).is_none()
         {
             return Err(fail(format!(
                 "its module is {} over {} rank(s), but the mesh {} of its unit has no such dimension beside those that \
                  shard and replicate: use the map's mesh, or a slice of it",
-                parallel.style().name(),
-                parallel.group().size(),
+                parallel.style.name(),
+                parallel.group.size(),
                 self.mesh.layout()
             )));
         }
@@ -385,7 +367,7 @@ impl DataParallel {
         local: &[usize],
         dim: usize,
     ) -> Result<Option<(Vec<usize>, ShardLayout)>> {
-        let Some(replicas) = self.replicate.as_ref().filter(|_| self.shards_over_replicas) else { return Ok(None) };
+        let Some(replicas) = self.replicate.as_ref().filter(|_| self.is_sharded_over_replicas) else { return Ok(None) };
         let ranks = self.shard.size() * replicas.size();
         if dim > 0 && !local[dim].is_multiple_of(ranks) {
             let message = format!(
@@ -477,13 +459,8 @@ pub(crate) fn check_ranks_agree(mesh: &DeviceMesh, what: &str, given: &str) -> R
     let mut hasher = fnv::FnvHasher::default();
     hasher.write(given.as_bytes());
     let hash = hasher.finish() as i64;
-    let subject = Subject::new(format!("check that ranks agree on {what}"), []);
     // The largest hash and the complement of the smallest.
-    let mut ends = vec![hash, !hash];
-    for dim in 0..mesh.layout().shape().len() {
-        let group = mesh.group(dim)?.signed(Signature::new(&subject, []));
-        ends = group.all_reduce_values(ends, ReduceOp::Max)?;
-    }
+    let ends = largest_over(mesh, vec![hash, !hash], &format!("check that ranks agree on {what}"))?;
     if ends == [ends[0], !ends[0]] {
         return Ok(());
     }
@@ -492,6 +469,17 @@ pub(crate) fn check_ranks_agree(mesh: &DeviceMesh, what: &str, given: &str) -> R
         mesh.layout(),
         mesh.rank()
     )))
+}
+
+/// Returns the largest of all ranks' values, element by element. A rank in another collective gets an error that names
+/// `what`. Collective over the mesh.
+pub(crate) fn largest_over<T: Element>(mesh: &DeviceMesh, mut values: Vec<T>, what: &str) -> Result<Vec<T>> {
+    let subject = Subject::new(what, []);
+    for dim in 0..mesh.layout().shape().len() {
+        let group = mesh.group(dim)?.signed(Signature::new(&subject, []));
+        values = group.all_reduce_values(values, ReduceOp::Max)?;
+    }
+    Ok(values)
 }
 
 #[cfg(test)]

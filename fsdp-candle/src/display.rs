@@ -31,7 +31,7 @@ fn write_param(f: &mut fmt::Formatter<'_>, param: &FsdpParam, indent: &str) -> f
         write!(f, ", computes in {:?}", param.compute_dtype())?;
     }
     if let Some(parallel) = param.parallel() {
-        write!(f, ", {}", parallel.style().name())?;
+        write!(f, ", {}", parallel.style.name())?;
     }
     writeln!(f, "{}", if param.trainable() { "" } else { ", frozen" })
 }

@@ -172,7 +172,7 @@ impl Check {
         // Drop gathered parameters, which are stale.
         model.schedule.reshard_all()?;
         let own = no_grad(|| loss(model))?.to_dtype(DType::F64)?.to_scalar::<f64>()?;
-        let mean = self.ranks.shard().all_reduce_scalar(own, ReduceOp::Avg)?;
+        let mean = self.ranks.shard.all_reduce_scalar(own, ReduceOp::Avg)?;
         match self.ranks.replicate() {
             Some(replicas) => Ok(replicas.all_reduce_scalar(mean, ReduceOp::Avg)?),
             None => Ok(mean),

@@ -321,51 +321,30 @@ impl BoundPlan {
                 rule.pattern
             )));
         }
-        Ok(Some(Arc::new(Parallel::new(&self.mesh, rule.style, share.shard_dim, share.partial)?)))
+        Ok(Some(Arc::new(Parallel {
+            name: self.mesh.layout().names()[0].clone(),
+            group: self.mesh.group(0)?.clone(),
+            style: rule.style,
+            shard_dim: share.shard_dim,
+            is_partial: share.partial,
+        })))
     }
 }
 
 /// A parameter of a module in a plan.
 pub(crate) struct Parallel {
-    /// Name of the mesh dimension.
-    name: String,
-    group: ProcessGroup,
-    style: ParallelStyle,
-    shard_dim: Option<usize>,
-    partial: bool,
+    /// Name of the mesh dimension of the tensor-parallel ranks.
+    pub(crate) name: String,
+    /// The tensor-parallel ranks.
+    pub(crate) group: ProcessGroup,
+    pub(crate) style: ParallelStyle,
+    /// Dimension that ranks split into equal chunks; `None` for a parameter that every rank holds.
+    pub(crate) shard_dim: Option<usize>,
+    /// Whether each rank's gradient is a term, which the reduction sums over the ranks.
+    pub(crate) is_partial: bool,
 }
 
 impl Parallel {
-    fn new(mesh: &DeviceMesh, style: ParallelStyle, shard_dim: Option<usize>, partial: bool) -> Result<Self> {
-        let name = mesh.layout().names()[0].clone();
-        Ok(Parallel { name, group: mesh.group(0)?.clone(), style, shard_dim, partial })
-    }
-
-    /// Returns the name of the mesh dimension of the ranks.
-    pub(crate) fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// Returns the tensor-parallel ranks.
-    pub(crate) fn group(&self) -> &ProcessGroup {
-        &self.group
-    }
-
-    /// Returns the module's style.
-    pub(crate) fn style(&self) -> ParallelStyle {
-        self.style
-    }
-
-    /// Returns the dimension that ranks split into equal chunks, or `None` for a parameter that every rank holds.
-    pub(crate) fn shard_dim(&self) -> Option<usize> {
-        self.shard_dim
-    }
-
-    /// Returns whether each rank's gradient is a term, which the reduction sums over the ranks.
-    pub(crate) fn is_partial(&self) -> bool {
-        self.partial
-    }
-
     /// Returns whether the layer must implement the style.
     pub(crate) fn needs_layer(&self) -> bool {
         self.style.needs_layer()

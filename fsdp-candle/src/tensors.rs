@@ -29,6 +29,16 @@ pub trait Tensors: Sized {
     fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self>;
 }
 
+/// Returns a value and its tensors.
+pub(crate) fn with_tensors<T: Tensors>(value: T) -> Result<(T, Vec<Tensor>)> {
+    let mut tensors = vec![];
+    let value = value.map_tensors(&mut |tensor| {
+        tensors.push(tensor.clone());
+        Ok(tensor)
+    })?;
+    Ok((value, tensors))
+}
+
 impl Tensors for Tensor {
     fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self> {
         f(self)

@@ -21,7 +21,7 @@ use crate::fsdp::without_reports;
 use crate::kernels::{Backward, node};
 use crate::random;
 use crate::storage;
-use crate::tensors::Tensors;
+use crate::tensors::{Tensors, with_tensors};
 
 /// Candle's backward is recursive: with less stack than this it moves to a stack of its own.
 const STACK_RED_ZONE_BYTES: usize = 1 << 20;
@@ -129,7 +129,7 @@ where
     let random = random::get_rng_state();
     let begun = next_number();
     let (first, kept) = record(keep, || scope(|| f(saved.clone())));
-    let (result, outputs) = list(first?)?;
+    let (result, outputs) = with_tensors(first?)?;
     let kept = Mutex::new(kept);
     let leaves = Leaves::of(&outputs)?;
     sources.extend(leaves.variables);
@@ -142,12 +142,8 @@ where
     let mut token: Option<Tensor> = None;
     for source in &sources {
         let slot = Slot::default();
-        let scalar = scalar(source, Bridge(slot.clone()))?;
+        token = Some(sum(token, scalar(source, Bridge(slot.clone()))?)?);
         bridges.push((source.id(), slot));
-        token = Some(match token {
-            Some(sum) => (sum + scalar)?,
-            None => scalar,
-        });
     }
     let Some(token) = token else {
         return result.map_tensors(&mut |tensor| Ok(tensor.detach())); // no source has a gradient
@@ -157,7 +153,7 @@ where
     let run = move |copy: &mut dyn FnMut(Tensor) -> Result<Tensor>| {
         let inputs = saved.clone().map_tensors(&mut |tensor| copy(tensor))?;
         let kept = std::mem::take(&mut *kept.lock());
-        Ok(list(replay(kept, || random::with_state(random, || scope(|| f(inputs))))?)?.1)
+        Ok(with_tensors(replay(kept, || random::with_state(random, || scope(|| f(inputs))))?)?.1)
     };
     let recompute =
         Recompute { run: Box::new(run), wanted, leaves: leaves.ids, bridges, closure_outputs: closure_outputs.clone() };
@@ -172,29 +168,8 @@ where
     })
 }
 
-/// Returns a value and its tensors.
-fn list<T: Tensors>(value: T) -> Result<(T, Vec<Tensor>)> {
-    let mut tensors = vec![];
-    let value = value.map_tensors(&mut |tensor| {
-        tensors.push(tensor.clone());
-        Ok(tensor)
-    })?;
-    Ok((value, tensors))
-}
-
 /// A slot for one gradient.
-#[derive(Clone, Default)]
-struct Slot(Arc<Mutex<Option<Tensor>>>);
-
-impl Slot {
-    fn put(&self, gradient: Option<Tensor>) {
-        *self.0.lock() = gradient;
-    }
-
-    fn take(&self) -> Option<Tensor> {
-        self.0.lock().take()
-    }
-}
+type Slot = Arc<Mutex<Option<Tensor>>>;
 
 /// The leaves of the graph of some outputs.
 #[derive(Default)]
@@ -245,6 +220,10 @@ fn scalar(source: &Tensor, backward: impl Backward) -> Result<Tensor> {
     node(source, storage::scalar(source.device())?, Shape::from(()), backward)
 }
 
+fn sum(before: Option<Tensor>, more: Tensor) -> Result<Tensor> {
+    before.map_or(Ok(more.clone()), |before| before + more)
+}
+
 /// A node from any tensor to a meaningless scalar. Its backward returns the gradient in the slot.
 struct Bridge(Slot);
 
@@ -254,7 +233,7 @@ impl Backward for Bridge {
     }
 
     fn backward(&self, source: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
-        match self.0.take() {
+        match self.0.lock().take() {
             Some(gradient) => Ok(Some(gradient)),
             None if source.is_variable() => Ok(None),
             // Candle needs a gradient of every node that it visits.
@@ -306,21 +285,15 @@ impl Recompute {
 
         let mut root: Option<Tensor> = None;
         for (output, end) in outputs.iter().zip(&self.closure_outputs) {
-            let Some(gradient) = end.gradient.take() else { continue };
-            let slot = Slot::default();
-            slot.put(Some(gradient));
-            let scalar = scalar(output, Bridge(slot))?;
-            root = Some(match root {
-                Some(sum) => (sum + scalar)?,
-                None => scalar,
-            });
+            let Some(gradient) = end.gradient.lock().take() else { continue };
+            root = Some(sum(root, scalar(output, Bridge(Arc::new(Mutex::new(Some(gradient)))))?)?);
         }
         let Some(root) = root else { return Ok(()) };
         drop(outputs);
         let gradients = without_reports(|| on_enough_stack(|| root.backward())?)?;
         for (position, (id, slot)) in self.bridges.iter().enumerate() {
             let id = copies.get(position).map_or(*id, Tensor::id);
-            slot.put(gradients.get_id(id).cloned());
+            *slot.lock() = gradients.get_id(id).cloned();
         }
         Ok(())
     }
@@ -374,7 +347,7 @@ impl Backward for Output {
     }
 
     fn backward(&self, token: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        self.0.gradient.put(Some(gradient.clone()));
+        *self.0.gradient.lock() = Some(gradient.clone());
         Ok(Some(token.zeros_like()?))
     }
 }

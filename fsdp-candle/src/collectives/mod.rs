@@ -67,13 +67,7 @@ pub fn copy(x: &Tensor, group: &ProcessGroup) -> Result<Tensor> {
     if group.size() == 1 || !has_gradient(x) {
         return Ok(if keeps_graph() { x.clone() } else { x.detach() });
     }
-    let memory = copied_storage(x)?;
-    node(
-        x,
-        memory,
-        x.shape().clone(),
-        Collective { name: "copy", group: group.clone(), backward: BackwardCollective::Sum },
-    )
+    graph_node(x, x.detach().force_contiguous()?, "copy", group, BackwardCollective::Sum)
 }
 
 /// Sums the ranks' tensors. Input `[..]` is a term on each rank; the output of the same shape has the same bits on all
@@ -130,9 +124,7 @@ pub fn split<D: Dim>(x: &Tensor, dim: D, group: &ProcessGroup) -> Result<Tensor>
     if group.size() == 1 || !has_gradient(x) {
         return Ok(if keeps_graph() { part } else { part.detach() });
     }
-    let memory = copied_storage(&part)?;
-    let backward = BackwardCollective::Gather(dim);
-    node(x, memory, part.shape().clone(), Collective { name: "split", group: group.clone(), backward })
+    graph_node(x, part.detach().force_contiguous()?, "split", group, BackwardCollective::Gather(dim))
 }
 
 /// Exchanges a part along one dimension for a part along another: input `[.., a, .., b, ..]`, output `[.., N * a, .., b

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use candle_core::{Result, bail};
 use fsdp_core::layout::chunk_range;
-use fsdp_core::{Allocator, Buffer, DType, DeviceId, GatherPart, ProcessGroup, Readable, View, Work, heartbeat};
+use fsdp_core::{Allocator, Buffer, DType, GatherPart, ProcessGroup, Readable, Work, heartbeat};
 use parking_lot::Mutex;
 
 use super::comm::AllGather;
@@ -16,7 +16,7 @@ use super::param::{FsdpParam, FullBuffer, UnshardMemory};
 use super::param_group::FsdpParamGroup;
 use crate::data_parallel::DataParallel;
 use crate::error::Error;
-use crate::storage::{Pool, TensorMemory, copy, to_core_dtype, to_tensor};
+use crate::storage::{Pool, PooledBuffer, TensorMemory, copy, to_core_dtype, to_tensor};
 
 /// Advice for ranks that unshard different parameters.
 const ALL_GATHER_ADVICE: &str = "Units are gathered as they are called, and units by name as their layers are used: \
@@ -125,7 +125,7 @@ impl AllGatherRequest {
                 Some(part) => Some((param.spec.ranks.post_forward_group(part.ranks)?, part.buffer)),
                 None => None,
             };
-            let ranks = kept.as_ref().map_or(param.spec.ranks.shard(), |(fewer, _)| fewer).clone();
+            let ranks = kept.as_ref().map_or(&param.spec.ranks.shard, |(fewer, _)| fewer).clone();
             let at = match requests.iter().position(|other| other.ranks.is(&ranks)) {
                 Some(at) => at,
                 None => {
@@ -140,7 +140,7 @@ impl AllGatherRequest {
                     let elements = param.unsharded_shape().elem_count();
                     let count = |rank| chunk_range(elements, ranks.size(), rank).len();
                     let counts = (0..ranks.size()).map(count).collect();
-                    let input = Arc::new(PooledInput { buffer: Some(buffer), pool: unit.pool.clone() });
+                    let input = Arc::new(PooledBuffer::new(buffer, &unit.pool));
                     parts.push(GatherPart { input, counts });
                     Gathered::Whole
                 }
@@ -296,38 +296,6 @@ impl Allocator for KeptBuffers {
     }
     fn give(&self, buffer: Buffer) {
         self.pool.give(buffer);
-    }
-}
-
-/// An input that goes back to the pool when the collective has read it.
-struct PooledInput {
-    buffer: Option<Buffer>,
-    pool: Arc<Pool>,
-}
-
-impl Readable for PooledInput {
-    fn dtype(&self) -> DType {
-        self.buffer.as_ref().map_or(DType::U8, Buffer::dtype)
-    }
-    fn len(&self) -> usize {
-        self.buffer.as_ref().map_or(0, Buffer::len)
-    }
-    fn read(&self, f: &mut dyn FnMut(&[u8])) -> std::result::Result<(), String> {
-        self.buffer.as_ref().map_or(Ok(()), |buffer| buffer.read(f))
-    }
-    fn view(&self, f: &mut dyn FnMut(View<'_>)) -> std::result::Result<(), String> {
-        self.buffer.as_ref().map_or(Ok(()), |buffer| buffer.view(f))
-    }
-    fn device(&self) -> DeviceId {
-        self.buffer.as_ref().map_or(DeviceId::Host, Readable::device)
-    }
-}
-
-impl Drop for PooledInput {
-    fn drop(&mut self) {
-        if let Some(buffer) = self.buffer.take() {
-            self.pool.give(buffer);
-        }
     }
 }
 

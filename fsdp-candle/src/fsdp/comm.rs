@@ -18,7 +18,6 @@ use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, ReduceOp, ScatterPa
 /// use fsdp_core::{Allocator, GatherPart, ProcessGroup, ReduceOp, ScatterPart, Work};
 /// # use fsdp_candle::doc_example::*;
 /// # let (world, vars, model, x) = one_layer(nn::linear_no_bias)?;
-/// # let weight = vars.params()[0].var().clone();
 ///
 /// /// Counts the elements of all collectives, which the group runs.
 /// #[derive(Default)]

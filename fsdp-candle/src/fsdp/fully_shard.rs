@@ -397,7 +397,7 @@ fn make<M>(
 }
 
 fn lacks_tp_layer(param: &FsdpParam) -> String {
-    let style = param.parallel().map_or("parallel", |parallel| parallel.style().name());
+    let style = param.parallel().map_or("parallel", |parallel| parallel.style.name());
     format!(
         "the plan makes its module {style}, and its layer does not support tensor parallelism: build the module from \
          `linear`, `embedding` and the like of fsdp_candle::nn, or remove it from the plan"

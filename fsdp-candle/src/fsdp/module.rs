@@ -12,7 +12,7 @@ use super::param_group::FsdpParamGroup;
 use super::schedule::Schedule;
 use crate::autograd::keeps_graph;
 use crate::collectives;
-use crate::tensors::Tensors;
+use crate::tensors::{Tensors, with_tensors};
 
 /// A module under `fully_shard`. Calling it unshards its parameters, runs it and reshards them.
 ///
@@ -227,15 +227,10 @@ impl<M> FsdpModule<M> {
 
     /// Returns the inputs, and their tensors while diagnostics watch the unit.
     fn watched<I: Tensors>(&self, inputs: I) -> Result<(I, Vec<Tensor>)> {
-        let mut tensors = vec![];
-        if !(keeps_graph() && self.schedule.diagnostics.graph.is_watched(self.group.index())) {
-            return Ok((inputs, tensors));
+        match keeps_graph() && self.schedule.diagnostics.graph.is_watched(self.group.index()) {
+            true => with_tensors(inputs),
+            false => Ok((inputs, vec![])),
         }
-        let inputs = inputs.map_tensors(&mut |tensor| {
-            tensors.push(tensor.clone());
-            Ok(tensor)
-        })?;
-        Ok((inputs, tensors))
     }
 
     /// Runs Candle's backward and reduces the gradients: averaged over the data-parallel ranks, sharded as the
@@ -430,7 +425,6 @@ impl<M> FsdpModule<M> {
     /// ```
     /// # use fsdp_candle::doc_example::*;
     /// # let (world, vars, model, x) = one_layer(nn::linear_no_bias)?;
-    /// # let weight = vars.params()[0].var().clone();
     /// let handle = model.unshard_async()?;
     /// // Load a batch here, while the all-gather runs.
     /// handle.wait()?;
@@ -459,7 +453,6 @@ impl<M> FsdpModule<M> {
     /// ```
     /// # use fsdp_candle::doc_example::*;
     /// # let (world, vars, model, x) = one_layer(nn::linear_no_bias)?;
-    /// # let weight = vars.params()[0].var().clone();
     /// let _loss = model.forward(&x)?.sum_all()?; // the loss may be NaN: skip its backward
     /// model.reset_iter_state();
     /// assert!(model.params().iter().all(|param| !param.is_unsharded()));

@@ -328,7 +328,7 @@ impl FsdpParam {
 
     /// Returns the mesh of all ranks that hold shards. Dimensions that shard together are one dimension of it.
     pub fn device_mesh(&self) -> &DeviceMesh {
-        self.spec.ranks.mesh()
+        &self.spec.ranks.mesh
     }
 
     /// Returns one placement for each dimension of [`FsdpParam::device_mesh`].
@@ -343,7 +343,7 @@ impl FsdpParam {
 
     /// Returns the tensor-parallel ranks, if each of them holds a part of the parameter.
     pub(crate) fn split_over(&self) -> Option<&ProcessGroup> {
-        self.parallel().filter(|parallel| parallel.shard_dim().is_some()).map(Parallel::group)
+        self.parallel().filter(|parallel| parallel.shard_dim.is_some()).map(|parallel| &parallel.group)
     }
 
     /// Returns the number of elements of the shard before replicas divide it.
@@ -522,7 +522,7 @@ impl FsdpParam {
     pub fn register_tp_layer(weight: &Tensor) -> Option<(ParallelStyle, ProcessGroup)> {
         let param = FsdpParam::of(weight)?;
         param.set_tp_aware();
-        param.parallel().map(|parallel| (parallel.style(), parallel.group().clone()))
+        param.parallel().map(|parallel| (parallel.style, parallel.group.clone()))
     }
 
     /// Records that a layer holds the parameter and does the collectives of tensor parallelism.

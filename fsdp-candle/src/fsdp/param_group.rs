@@ -185,7 +185,7 @@ impl FsdpParamGroup {
     /// unit without parameters.
     fn with_pending(&self, f: impl FnOnce(&mut Option<AllGatherResult>) -> Result<()>) -> Result<()> {
         let Some(param) = self.params.first() else { return Ok(()) };
-        let limit = param.spec.ranks.shard().timeout();
+        let limit = param.spec.ranks.shard.timeout();
         let Some(pending) = self.pending.try_lock_for(limit) else {
             let message = format!(
                 "another thread has been unsharding or resharding it for {limit:?}: call a unit from one thread"

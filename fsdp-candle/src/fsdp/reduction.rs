@@ -17,7 +17,6 @@ use super::param_group::FsdpParamGroup;
 use crate::data_parallel::{DataParallel, ShardLayout};
 use crate::error::Error;
 use crate::storage::{cast, from_numbers, scale, to_core_dtype, to_numbers};
-use crate::tensor_parallel::Parallel;
 
 /// Advice for ranks that reduce different gradients.
 const REDUCE_ADVICE: &str = "Ranks reduce the gradients of the same parameters, of as many backwards. Where ranks may \
@@ -154,7 +153,7 @@ impl Reduction {
         }
         for ReduceScatterRequest { ranks, options, positions, mut parts, used } in requests {
             tracing::debug!(unit = unit.name(), gradients = positions.len(), "reduce-scatter");
-            let shard = if separate { ranks.dedicated_reduce_scatter_group()? } else { ranks.shard().clone() };
+            let shard = if separate { ranks.dedicated_reduce_scatter_group()? } else { ranks.shard.clone() };
             let shard = shard.signed(unit.reduce_signature(&positions, backwards.0));
             if options.with_usage {
                 let counts = vec![positions.len(); shard.size()];
@@ -201,7 +200,7 @@ impl Reduction {
             buffers.push(unit.usage_so_far(&positions)?);
         }
         let signed = replicas.signed(unit.reduce_signature(&positions, options.backwards.1));
-        let work = match ranks.is_sharded_over_replicas() {
+        let work = match ranks.is_sharded_over_replicas {
             false => {
                 tracing::debug!(unit = unit.name(), gradients = positions.len(), "all-reduce");
                 signed.all_reduce(buffers, options.op)
@@ -224,12 +223,12 @@ impl Reduction {
         reduced: Vec<(usize, Buffer)>,
     ) -> Result<Option<Self>> {
         let params = unit.params();
-        let partial = |position: usize| params[position].parallel().filter(|parallel| parallel.is_partial());
+        let partial = |position: usize| params[position].parallel().filter(|parallel| parallel.is_partial);
         let Some(parallel) = reduced.iter().find_map(|(position, _)| partial(*position)) else {
             unit.store_reduced(options, reduced)?;
             return Ok(None);
         };
-        let group = parallel.group().clone();
+        let group = parallel.group.clone();
         let (terms, reduced): (Vec<_>, Vec<_>) =
             reduced.into_iter().partition(|(position, _)| partial(*position).is_some());
         let (positions, mut buffers): (Vec<usize>, Vec<Buffer>) = terms.into_iter().unzip();
@@ -250,7 +249,7 @@ impl InFlight for Reduction {
 
     fn advance(self) -> Result<Option<Self>> {
         let Reduction { unit, ranks, positions, work, hop, options, mut reduced } = self;
-        let scatters = hop == Hop::Shards || hop == Hop::Replicas && ranks.is_sharded_over_replicas();
+        let scatters = hop == Hop::Shards || hop == Hop::Replicas && ranks.is_sharded_over_replicas;
         let what = if scatters { "reduce-scatter" } else { "all-reduce" };
         let span = tracing::debug_span!("wait for reduction", unit = unit.name(), what);
         let heartbeat = heartbeat::span("wait for reduction", unit.name());
@@ -318,7 +317,7 @@ impl FsdpParamGroup {
     fn reduce_options(&self, ranks: &DataParallel, with_usage: bool, backwards: (usize, usize)) -> ReduceOptions {
         let settings = self.settings.lock();
         let sums = settings.force_sum_reduction || settings.gradient_divide_factor.is_some();
-        let size = ranks.shard().size() * ranks.replicate().map_or(1, |replicas| replicas.size());
+        let size = ranks.shard.size() * ranks.replicate().map_or(1, |replicas| replicas.size());
         ReduceOptions {
             op: if sums { ReduceOp::Sum } else { ReduceOp::Avg },
             divisor: sums.then(|| settings.gradient_divide_factor.unwrap_or(size as f64)),
@@ -492,8 +491,8 @@ pub(super) fn largest(units: &[Arc<FsdpParamGroup>], numbers: Vec<usize>) -> Res
     for unit in units {
         for param in unit.params() {
             let ranks = &param.spec.ranks;
-            let parallel = param.parallel().map(Parallel::group);
-            for group in [Some(ranks.shard()), ranks.replicate(), parallel].into_iter().flatten() {
+            let parallel = param.parallel().map(|parallel| &parallel.group);
+            for group in [Some(&ranks.shard), ranks.replicate(), parallel].into_iter().flatten() {
                 if group.size() > 1 && !groups.iter().any(|(_, known)| known.is(group)) {
                     groups.push((unit, group));
                 }

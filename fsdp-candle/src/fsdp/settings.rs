@@ -258,7 +258,6 @@ impl<M> FsdpModule<M> {
     /// ```
     /// # use fsdp_candle::doc_example::*;
     /// # let (world, vars, model, x) = one_layer(nn::linear_no_bias)?;
-    /// # let weight = vars.params()[0].var().clone();
     /// use fsdp_candle::ReshardAfterForward;
     ///
     /// for (policy, kept) in [(ReshardAfterForward::Always, false), (ReshardAfterForward::Never, true)] {

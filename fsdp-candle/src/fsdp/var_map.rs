@@ -18,7 +18,7 @@ use super::param::{FsdpParam, ParamSpec, ReplicaSharding};
 use super::policy::{NamePredicate, ReshardAfterForward};
 use super::schedule::Schedule;
 use crate::adapter::{Adapters, LoraConfig, adapted_layer};
-use crate::data_parallel::{DataParallel, DataParallelMeshDims};
+use crate::data_parallel::{DataParallel, DataParallelMeshDims, largest_over};
 use crate::error::{Error, Result};
 use crate::initializer::{Initializer, Philox, ShardRequest};
 use crate::kernels;
@@ -322,7 +322,7 @@ impl ShardedVarMap {
 
     /// Returns the mesh of the ranks that train copies of the model. Gradients must reach all of them.
     fn copies(&self) -> DeviceMesh {
-        self.ranks().map_or_else(|_| self.0.mesh.clone(), |ranks| ranks.data().clone())
+        self.ranks().map_or_else(|_| self.0.mesh.clone(), |ranks| ranks.data.clone())
     }
 
     /// Returns the meshes of trainable parameters in the order in which they were built, or the map's mesh if there are
@@ -453,10 +453,8 @@ impl ShardedVarMap {
     fn check_agreement(&self, params: &[Arc<FsdpParam>], after: &[bool]) -> Result<()> {
         let mesh = self.mesh();
         // For each parameter: whether any rank trains it, and whether any rank freezes it.
-        let mut any: Vec<f32> = after.iter().flat_map(|&on| [f32::from(on), f32::from(!on)]).collect();
-        for dim in 0..mesh.layout().shape().len() {
-            any = mesh.group(dim)?.all_reduce_values(any, ReduceOp::Max)?;
-        }
+        let any = after.iter().flat_map(|&on| [f32::from(on), f32::from(!on)]).collect();
+        let any = largest_over(mesh, any, "check that ranks agree on set_requires_grad")?;
         let differ = |any: &[f32]| any.iter().all(|&any| any > 0.);
         let found = params.iter().zip(after).zip(any.chunks(2)).find(|(_, any)| differ(any));
         let Some(((param, after), _)) = found else { return Ok(()) };
@@ -560,7 +558,7 @@ impl ShardedVarMap {
         let parallel = plan.map_or(Ok(None), |plan| plan.of(name, dims))?;
         if opts.ignored_params.as_ref().is_some_and(|ignored| ignored(name)) {
             if let Some(parallel) = parallel {
-                let style = parallel.style().name();
+                let style = parallel.style.name();
                 return Err(fail(format!(
                     "it is ignored, and so whole on every rank, but the plan makes its module {style}: remove it from \
                      ignored_params or from the plan"

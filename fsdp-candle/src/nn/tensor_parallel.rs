@@ -14,7 +14,7 @@ use crate::collectives::{
     reduce_scatter_owned,
 };
 use crate::fsdp::FsdpParam;
-use crate::tensor_parallel::{ActivationLayout, ColwiseParallel, Parallel, ParallelStyle, RowwiseParallel};
+use crate::tensor_parallel::{ActivationLayout, ColwiseParallel, ParallelStyle, RowwiseParallel};
 
 /// A layer that a plan shards: its ranks, and how it is sharded.
 #[derive(Clone)]
@@ -75,7 +75,7 @@ impl EmbeddingSharding {
 /// Fails if the plan shards an embedding's weight as a linear layer.
 pub(in crate::nn) fn check_embedding(weight: &Tensor) -> Result<()> {
     let Some(param) = FsdpParam::of(weight) else { return Ok(()) };
-    match param.parallel().map(Parallel::style) {
+    match param.parallel().map(|parallel| parallel.style) {
         Some(style @ (ParallelStyle::Colwise(_) | ParallelStyle::Rowwise(_))) => bail!(
             "parameter `{}`: the plan shards an embedding as {}, a style of linear layers. Use VocabParallel or \
              HiddenParallel",
@@ -110,11 +110,11 @@ impl TpLayer<EmbeddingSharding> {
 impl<S> TpLayer<S> {
     fn of(weight: &Tensor, sharding: impl FnOnce(ParallelStyle) -> Option<S>) -> Option<Self> {
         let param = FsdpParam::of(weight)?;
-        let style = sharding(param.parallel()?.style())?;
+        let style = sharding(param.parallel()?.style)?;
         param.set_tp_aware();
         let parallel = param.parallel()?;
         let subject = Subject::new(format!("the layer of parameter `{}`", param.name()), []);
-        let group = parallel.group().signed(Signature::new(&subject, []));
+        let group = parallel.group.signed(Signature::new(&subject, []));
         Some(TpLayer { group, subject, style })
     }
 

@@ -9,7 +9,7 @@ use fsdp_core::{ProcessGroup, ReduceOp};
 
 use super::sharded_optimizer::ShardedOptimizer;
 use super::state::Moment;
-use crate::data_parallel::DataParallel;
+use crate::data_parallel::{DataParallel, largest_over};
 use crate::error::{Error, NonFinite, NonFiniteTensor, Result};
 use crate::fsdp::{FsdpParam, ShardedVarMap};
 use crate::storage::numbers_of;
@@ -53,7 +53,7 @@ pub fn check_finite(vars: &ShardedVarMap, of: &[ValuesOf<'_>]) -> Result<()> {
     let subjects = subjects(vars, of)?;
     let own = counts(&subjects)?;
     let found = own.iter().any(|&count| count > 0.);
-    if over_mesh(vars, vec![f64::from(u8::from(found))], "check for NaN and infinity")? == [0.] {
+    if largest_over(vars.mesh(), vec![f64::from(u8::from(found))], "check for NaN and infinity")? == [0.] {
         return Ok(());
     }
     Err(Error::NonFinite(locate(vars, &subjects, own)?))
@@ -130,7 +130,7 @@ fn locate(vars: &ShardedVarMap, subjects: &[CheckedTensor], own: Vec<f64>) -> Re
     // largest count holds.
     let mut meshes: Vec<&Arc<DataParallel>> = Vec::new();
     for ranks in subjects.iter().filter_map(|subject| subject.ranks.as_ref()) {
-        if vars.mesh().covers(ranks.mesh()) && !meshes.iter().any(|mesh| Arc::ptr_eq(mesh, ranks)) {
+        if vars.mesh().covers(&ranks.mesh) && !meshes.iter().any(|mesh| Arc::ptr_eq(mesh, ranks)) {
             meshes.push(ranks);
         }
     }
@@ -158,7 +158,7 @@ fn locate(vars: &ShardedVarMap, subjects: &[CheckedTensor], own: Vec<f64>) -> Re
     let mut holders = vec![0.; vars.mesh().size()];
     holders[vars.mesh().rank()] = f64::from(u8::from(own.iter().any(|&count| count > 0.)));
     counts.extend(holders);
-    let counts = over_mesh(vars, counts, COUNTS)?;
+    let counts = largest_over(vars.mesh(), counts, COUNTS)?;
     let (counts, holders) = counts.split_at(subjects.len());
     let tensors = subjects.iter().zip(counts).filter(|(_, count)| **count > 0.).map(|(subject, &count)| {
         let CheckedTensor { parameter, what, elements, .. } = subject;
@@ -166,15 +166,6 @@ fn locate(vars: &ShardedVarMap, subjects: &[CheckedTensor], own: Vec<f64>) -> Re
     });
     let ranks = holders.iter().enumerate().filter(|(_, held)| **held > 0.).map(|(rank, _)| rank);
     Ok(NonFinite { norm: None, tensors: tensors.collect(), ranks: ranks.collect() })
-}
-
-/// Returns the maximum of each value over the ranks of the map's mesh.
-fn over_mesh(vars: &ShardedVarMap, mut values: Vec<f64>, about: &str) -> Result<Vec<f64>> {
-    let mesh = vars.mesh();
-    for dim in 0..mesh.layout().shape().len() {
-        values = all_reduce(mesh.group(dim)?, values, ReduceOp::Max, about)?;
-    }
-    Ok(values)
 }
 
 /// All-reduces with a signature, so that a rank in another all-reduce cannot get these numbers.

@@ -8,6 +8,7 @@ use fsdp_core::process_group::{Signature, Subject};
 use fsdp_core::{ProcessGroup, ReduceOp};
 
 use super::check_finite::non_finite_of_norm;
+use crate::data_parallel::largest_over;
 use crate::error::{Error, Result};
 use crate::fsdp::FsdpParam;
 use crate::fsdp::ShardedVarMap;
@@ -53,7 +54,6 @@ pub fn clip_grad_norm(vars: &ShardedVarMap, grads: &mut GradStore, max_norm: f64
 /// ```
 /// # use fsdp_candle::doc_example::*;
 /// # let (world, vars, model, x) = one_layer(nn::linear_no_bias)?;
-/// # let weight = vars.params()[0].var().clone();
 /// use fsdp_candle::{clip_grad_norm, clip_grad_norm_with, grad_norm, ClipOptions, NormType};
 ///
 /// let mut grads = model.backward(&model.forward(&x)?.sum_all()?)?; // 8 elements of 3
@@ -157,11 +157,8 @@ fn replicas_differ(vars: &ShardedVarMap, grads: &GradStore, ranks: &ProcessGroup
     own.extend(own.clone().iter().map(|square| -square));
     let largest = ranks.all_reduce_values(own, ReduceOp::Max)?;
     let (most, least) = largest.split_at(whole.len());
-    let mut spread: Vec<f64> =
-        most.iter().zip(least).map(|(most, least)| (most + least) / most.max(f64::MIN_POSITIVE)).collect();
-    for dim in 0..vars.mesh().layout().shape().len() {
-        spread = vars.mesh().group(dim)?.all_reduce_values(spread, ReduceOp::Max)?;
-    }
+    let spread = most.iter().zip(least).map(|(most, least)| (most + least) / most.max(f64::MIN_POSITIVE)).collect();
+    let spread: Vec<f64> = largest_over(vars.mesh(), spread, "differences of replicated gradients")?;
     let worst = (0..whole.len()).max_by(|&a, &b| spread[a].total_cmp(&spread[b]));
     let name = worst.map_or("", |at| whole[at].name());
     Ok(Error::parameter(

@@ -22,7 +22,6 @@ use crate::kernels::NormType;
 /// ```
 /// # use fsdp_candle::doc_example::*;
 /// # let (world, vars, model, x) = one_layer(nn::linear_no_bias)?;
-/// # let weight = vars.params()[0].var().clone();
 /// use fsdp_candle::{clip_grad_norm, AdamW, AdamWConfig, GradScaler};
 ///
 /// let mut optim = AdamW::new(vars.trainable(), AdamWConfig::default())?;
@@ -230,11 +229,11 @@ impl GradScaler {
         // From the smallest mesh to the largest. Each mesh covers the map's data-parallel ranks, and the other groups
         // cover the other parts.
         let mut meshes = vars.all_ranks()?;
-        meshes.sort_by_key(|ranks| ranks.data().size());
+        meshes.sort_by_key(|ranks| ranks.data.size());
         let subject = Subject::new("GradScaler overflow check", []);
         let mut overflowed = u32::from(!finite);
         let own = vars.ranks()?;
-        let data = meshes.iter().flat_map(|ranks| std::iter::once(ranks.shard()).chain(ranks.replicate()));
+        let data = meshes.iter().flat_map(|ranks| std::iter::once(&ranks.shard).chain(ranks.replicate()));
         for group in own.other_groups().chain(data) {
             let group = group.signed(Signature::new(&subject, []));
             overflowed = group.all_reduce_scalar(overflowed, ReduceOp::Max)?;

@@ -89,15 +89,15 @@ fn have_same_ranks(a: &[MeshAxis], b: &[MeshAxis]) -> bool {
 /// shards are divided over replicas), and the tensor-parallel ranks.
 fn axes(param: &FsdpParam) -> Vec<MeshAxis> {
     let ranks = &param.spec.ranks;
-    let dims = 0..ranks.mesh().layout().shape().len();
-    let dim_of = |group: &ProcessGroup| dims.clone().find(|&dim| ranks.mesh().group(dim).is_ok_and(|of| of.is(group)));
-    let shard = MeshAxis { group: ranks.shard().clone(), mesh_dim: dim_of(ranks.shard()) };
+    let dims = 0..ranks.mesh.layout().shape().len();
+    let dim_of = |group: &ProcessGroup| dims.clone().find(|&dim| ranks.mesh.group(dim).is_ok_and(|of| of.is(group)));
+    let shard = MeshAxis { group: ranks.shard.clone(), mesh_dim: dim_of(&ranks.shard) };
     let replicate = ranks.replicate().map(|group| MeshAxis {
-        mesh_dim: if ranks.is_sharded_over_replicas() { dim_of(group) } else { None },
+        mesh_dim: if ranks.is_sharded_over_replicas { dim_of(group) } else { None },
         group: group.clone(),
     });
     let parallel = param.parallel().map(|parallel| {
-        let group = parallel.group().clone();
+        let group = parallel.group.clone();
         MeshAxis { mesh_dim: param.split_over().and_then(dim_of), group }
     });
     std::iter::once(shard).chain(replicate).chain(parallel).collect()
@@ -158,7 +158,7 @@ impl MatrixGroup {
     /// Returns the box of a matrix that the rank at `at` holds.
     fn region(&self, matrix: usize, at: &[usize]) -> Result<Region> {
         let param = &self.matrices[matrix].param;
-        let mesh = param.spec.ranks.mesh();
+        let mesh = &param.spec.ranks.mesh;
         let mut coordinate = mesh.coordinate();
         for (axis, &at) in self.axes.iter().zip(at) {
             if let Some(dim) = axis.mesh_dim {

@@ -17,7 +17,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 use crate::autograd::{checkpoints, next_number};
 use crate::fsdp::FsdpParamGroup;
-use crate::tensors::Tensors;
+use crate::tensors::{Tensors, with_tensors};
 use evidence::{Call, Inspection};
 
 /// Number of names that a report lists.
@@ -185,11 +185,7 @@ impl WatchedCall<'_> {
     /// Inspects the outputs of the call, while the unit's parameters are gathered.
     pub(crate) fn end<O: Tensors>(self, outputs: O) -> Result<O> {
         let call = self.watch.state().open.pop();
-        let mut returned = vec![];
-        let outputs = outputs.map_tensors(&mut |tensor| {
-            returned.push(tensor.clone());
-            Ok(tensor)
-        })?;
+        let (outputs, returned) = with_tensors(outputs)?;
         let Some(call) = call else { return Ok(outputs) };
         // An inspection error does not fail the call.
         let cuts = Inspection { unit: &self.unit, call: &call }.cuts(&returned).unwrap_or_else(|error| {
