@@ -2,10 +2,11 @@
 
 pub use candle_core::{DType, Module, Tensor};
 use candle_nn::VarBuilder;
+pub use fsdp_core::Placement;
 
 use crate::error::Result;
 pub use crate::{
-    AdamW, AdamWConfig, Error, FsdpModule, FullyShard, Placement, Recurse, ShardedVarMap, World, fully_shard, nn, shard,
+    AdamW, AdamWConfig, Error, FsdpModule, FullyShard, Recurse, ShardedVarMap, World, fully_shard, nn, shard,
 };
 
 /// Makes the map of a single rank, options of its units, and a builder.

@@ -9,8 +9,7 @@ use fsdp_core::{Buffer, ProcessGroup, ReduceOp};
 use crate::autograd::no_grad;
 use crate::data_parallel::DataParallel;
 use crate::error::{Error, GradientMismatch, Result, UnitGradient};
-use crate::fsdp::FsdpModule;
-use crate::fsdp::FsdpParam;
+use crate::fsdp::{FsdpModule, FsdpParam, Unit};
 use crate::initializer::{Initializer, Philox, ShardRequest};
 use crate::storage::{to_core_dtype, to_tensor};
 
@@ -101,7 +100,8 @@ pub fn gradcheck<M>(
     }
     let grads = model.backward(&loss(model)?)?;
     let order = model.schedule.forward_order();
-    let mut units: Vec<_> = model.units().into_iter().filter(|unit| check.checks(unit.params())).collect();
+    let is_checked = |unit: &Unit| unit.params().iter().any(|param| param.trainable());
+    let mut units: Vec<_> = model.units().into_iter().filter(is_checked).collect();
     units.sort_by_key(|unit| order.iter().position(|&index| index == unit.index()));
     let mut all = vec![];
     for unit in units {
@@ -157,10 +157,6 @@ impl Check {
         }
         let exact = params.iter().all(|param| param.compute_dtype() == DType::F64);
         Ok(Check { ranks: first.spec.ranks.clone(), noise: if exact { 1e-13 } else { 2e-6 } })
-    }
-
-    fn checks(&self, params: &[Arc<FsdpParam>]) -> bool {
-        params.iter().any(|param| param.trainable())
     }
 
     /// Returns the mean of the ranks' losses.

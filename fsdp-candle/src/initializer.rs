@@ -60,8 +60,8 @@ pub struct ShardRequest<'a> {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub trait Initializer: Send + Sync {
-    /// Writes the region's elements into `shard`, row-major and in native byte order. Fails if there are no such
-    /// values. Name the parameter and the file.
+    /// Writes the region's elements into `shard`, row-major and in native byte order. An error names the
+    /// parameter and the file that lacks such values.
     fn fill(&self, request: &ShardRequest<'_>, shard: &mut [u8]) -> Result<()>;
 
     /// Checks that there are values, before memory is allocated for them.
@@ -202,8 +202,8 @@ pub struct Pretrained {
 type Names = dyn Fn(&str) -> String + Send + Sync;
 
 impl Pretrained {
-    /// Opens a directory. Weights are read when parameters are built. Fails if there are no weights, or a file is not a
-    /// safetensors file.
+    /// Opens a directory. Weights are read when parameters are built. Fails without weights, and for a file of another
+    /// format.
     pub fn open(dir: impl AsRef<Path>) -> Result<Self> {
         Ok(Pretrained::of(HfModel::open(dir.as_ref())?, |name| name.into()))
     }

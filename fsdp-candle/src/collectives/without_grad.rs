@@ -57,8 +57,8 @@ pub(crate) fn check(function: &str, x: &Tensor, dim: Option<usize>, group: &Proc
     let device = kernels::device_id(x.device())?;
     if device != DeviceId::Host && device != group.device() {
         bail!(
-            "{function} on rank {rank}: the tensor {:?} is on {device}, but group \"{}\" moves memory of {} only: take the \
-             group from a `World` on that device (`init_on`, `World::on`), or move the tensor to the CPU",
+            "{function} on rank {rank}: the tensor {:?} is on {device}, but group \"{}\" moves memory of {} only: take \
+             the group from a `World` on that device (`init_on`, `World::on`), or move the tensor to the CPU",
             x.dims(),
             group.name(),
             group.device()

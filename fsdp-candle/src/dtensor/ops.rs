@@ -37,8 +37,7 @@ macro_rules! unary {
         impl DTensor {$(
             #[doc = $doc]
             ///
-            /// # Errors
-            /// Returns an error for partials that the operation does not keep: redistribute first.
+            /// Fails for partials that the operation does not keep: redistribute first.
             pub fn $name(&self) -> Result<Self> {
                 self.unary(stringify!($name), Unary::$kind, Tensor::$candle)
             }
@@ -47,7 +46,7 @@ macro_rules! unary {
 }
 
 unary! {
-    neg: neg, Negation, "Negates each element. Keeps partial sums and averages; a partial minimum becomes a partial maximum.";
+    neg: neg, Negation, "Negates each element. Keeps partial sums and averages. A partial minimum becomes a maximum.";
     exp: exp, Increasing, "Computes the exponential of each element. Keeps partial minima and maxima.";
     log: log, Other, "Computes the natural logarithm of each element.";
     sqrt: sqrt, Other, "Computes the square root of each element.";
@@ -73,9 +72,8 @@ macro_rules! binary {
         impl DTensor {$(
             #[doc = $doc]
             ///
-            /// # Errors
-            /// Returns an error when meshes or dtypes differ, shapes do not broadcast, or the placements need
-            /// communication. The error names the operand to redistribute.
+            /// Fails if meshes or dtypes differ, shapes do not broadcast, or the placements need communication. The
+            /// error names the operand to redistribute.
             pub fn $name<'a>(&self, other: impl Into<Operand<'a>>) -> Result<Self> {
                 self.binary(Binary::$op, other.into())
             }
@@ -169,9 +167,8 @@ macro_rules! reductions {
         impl DTensor {$(
             #[doc = $doc]
             ///
-            /// # Errors
-            /// Returns an error when the tensor does not have such a dimension, and for partials of another reduction:
-            /// redistribute first.
+            /// Fails if the tensor does not have such a dimension, and for partials of another reduction: redistribute
+            /// first.
             pub fn $name(&self, dims: impl Dims) -> Result<Self> {
                 self.reduce(Reduction::$what, dims, false)
             }
@@ -197,9 +194,9 @@ reductions! {
     "Averages over dimensions. Over a sharded dimension the result is a `Partial(Sum)` of terms weighted by the ranks' \
      numbers of elements. Keeps partial sums and averages.";
     max: Max, max_keepdim, max_all,
-    "Computes the maximum over dimensions. Over a sharded dimension the result is a `Partial(Max)`. Keeps partial maxima.";
+    "Computes the maximum over dimensions: a `Partial(Max)` over a sharded dimension. Keeps partial maxima.";
     min: Min, min_keepdim, min_all,
-    "Computes the minimum over dimensions. Over a sharded dimension the result is a `Partial(Min)`. Keeps partial minima.";
+    "Computes the minimum over dimensions: a `Partial(Min)` over a sharded dimension. Keeps partial minima.";
 }
 
 impl DTensor {

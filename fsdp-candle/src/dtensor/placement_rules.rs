@@ -137,8 +137,8 @@ pub(super) fn binary(op: Binary, left: &DTensorSpec, right: &DTensorSpec) -> Res
                     .flatten()
                     .collect();
                 return Err(Error::Argument(format!(
-                    "{} of {left} and {right}: along mesh dimension \"{}\", {l} and {r} need communication; redistribute {} \
-                     first",
+                    "{} of {left} and {right}: along mesh dimension \"{}\", {l} and {r} need communication; \
+                     redistribute {} first",
                     op.name(),
                     left.mesh().names()[mesh_dim],
                     fixes.join(" and ")
@@ -275,8 +275,9 @@ fn no_product(left: &DTensorSpec, right: &DTensorSpec, mesh_dim: usize) -> Error
     let name = &left.mesh().names()[mesh_dim];
     let batch = if rank == 2 { "" } else { ", both by a leading dimension" };
     Error::Argument(format!(
-        "matmul of {left} and {right}: along mesh dimension \"{name}\", {} and {} need communication. Redistribute to S({}) \
-         and R (the result is sharded by rows), R and S({}) (by columns), S({}) and S({}) (a P(sum)){batch}, or both R",
+        "matmul of {left} and {right}: along mesh dimension \"{name}\", {} and {} need communication. Redistribute to \
+         S({}) and R (the result is sharded by rows), R and S({}) (by columns), S({}) and S({}) (a P(sum)){batch}, or \
+         both R",
         left.placements()[mesh_dim],
         right.placements()[mesh_dim],
         rank - 2,
@@ -291,8 +292,8 @@ pub(super) fn same_mesh(name: &str, left: &DTensorSpec, right: &DTensorSpec, is_
     match is_same && left.mesh() == right.mesh() {
         true => Ok(()),
         false => Err(Error::Argument(format!(
-            "{name} of {left} and {right}: the meshes {} and {} do not have the same ranks in the same order; use one mesh \
-             for both operands",
+            "{name} of {left} and {right}: the meshes {} and {} do not have the same ranks in the same order; use one \
+             mesh for both operands",
             left.mesh(),
             right.mesh()
         ))),

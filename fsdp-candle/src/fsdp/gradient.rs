@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use candle_core::{Error, Result, Tensor, WithDType};
-use fsdp_core::{Buffer, DType};
+use fsdp_core::{Allocator, Buffer, DType};
 use parking_lot::Mutex;
 
 use super::param::ParamAllocator;
@@ -65,7 +65,7 @@ impl Gradient {
     pub(super) fn clear_current(&self) {
         let last = std::mem::take(&mut self.state.lock().current);
         if let Some(buffer) = last.accumulated {
-            self.allocator.give(buffer);
+            self.allocator.pool.give(buffer);
         }
     }
 
@@ -86,7 +86,7 @@ impl Gradient {
             if T::DTYPE != self.allocator.dtype {
                 return Err(Error::msg(format!(
                     "parameter `{}` computes in {:?}, its gradient is {:?}",
-                    self.allocator.name(),
+                    self.allocator.name,
                     self.allocator.dtype,
                     T::DTYPE
                 )));
@@ -112,7 +112,7 @@ impl Gradient {
         let outcome = if accumulate {
             let mut more = self.allocator.take(buffer.len())?;
             let added = copy_out(grad, &mut more).and_then(|()| add(&mut buffer, &more));
-            self.allocator.give(more);
+            self.allocator.pool.give(more);
             added
         } else {
             copy_out(grad, &mut buffer)
@@ -145,7 +145,7 @@ impl Gradient {
         match slot {
             Some(sum) => {
                 add(sum, &more)?;
-                self.allocator.give(more);
+                self.allocator.pool.give(more);
             }
             None => *slot = Some(more),
         }
@@ -175,6 +175,6 @@ impl Gradient {
     pub(super) fn clear(&self) {
         let State { current, unreduced, partly_reduced, reduced, used: _ } = std::mem::take(&mut *self.state.lock());
         let buffers = [current.accumulated, unreduced, partly_reduced, reduced];
-        buffers.into_iter().flatten().for_each(|buffer| self.allocator.give(buffer));
+        buffers.into_iter().flatten().for_each(|buffer| self.allocator.pool.give(buffer));
     }
 }

@@ -257,7 +257,7 @@ impl<M> FsdpModule<M> {
     /// no token chose, for example. Where ranks use different units
     /// ([`set_reduce_scatter_unused_params`](FsdpModule::set_reduce_scatter_unused_params)), their gradients are zero.
     pub fn unused_parameters(&self) -> Vec<String> {
-        self.schedule.diagnostics.unused()
+        self.schedule.diagnostics.unused.lock().clone()
     }
 
     /// Returns the places where forward left the graph, in units that have been through a backward. Gradients before

@@ -197,11 +197,11 @@ impl ReplicaSharding {
 
 /// Allocates buffers for one parameter. Errors name the parameter.
 pub(super) struct ParamAllocator {
-    name: String,
+    pub(super) name: String,
     /// Number of elements of the full values.
     pub(super) elements: usize,
     pub(super) dtype: DType,
-    pool: Arc<Pool>,
+    pub(super) pool: Arc<Pool>,
 }
 
 impl ParamAllocator {
@@ -218,15 +218,6 @@ impl ParamAllocator {
     /// Allocates zeros for the full gradient.
     pub(super) fn zeros(&self, dtype: fsdp_core::DType) -> Result<Buffer> {
         self.named(self.pool.zeros(dtype, self.elements))
-    }
-
-    /// Gives a buffer back to the pool.
-    pub(super) fn give(&self, buffer: Buffer) {
-        self.pool.give(buffer);
-    }
-
-    pub(super) fn name(&self) -> &str {
-        &self.name
     }
 
     fn named(&self, memory: fsdp_core::Result<Buffer>) -> Result<Buffer> {
@@ -558,7 +549,7 @@ impl FsdpParam {
     pub(super) fn reshard(&self, memory: &UnshardMemory) -> Result<()> {
         match self.set_state(ShardedState::Sharded) {
             ShardedState::Sharded => {}
-            ShardedState::ShardedPostForward(part) => self.allocator.give(part.buffer),
+            ShardedState::ShardedPostForward(part) => self.allocator.pool.give(part.buffer),
             ShardedState::Unsharded { is_kept } => {
                 if let Some(buffer) = to_buffer(take(&self.full)?)? {
                     self.free(FullBuffer { buffer, is_kept }, memory);

@@ -452,7 +452,7 @@ impl Schedule {
             }
         }
         self.handed_out(handed_out);
-        self.diagnostics.set_unused(unused);
+        *self.diagnostics.unused.lock() = unused;
         self.diagnostics.report(without_gradient, &cuts, self.ranks_may_differ());
         Ok(())
     }

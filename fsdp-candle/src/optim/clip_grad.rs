@@ -10,8 +10,7 @@ use fsdp_core::{ProcessGroup, ReduceOp};
 use super::check_finite::non_finite_of_norm;
 use crate::data_parallel::largest_over;
 use crate::error::{Error, Result};
-use crate::fsdp::FsdpParam;
-use crate::fsdp::ShardedVarMap;
+use crate::fsdp::{FsdpParam, ShardedVarMap};
 use crate::kernels::NormType;
 use crate::storage::{numbers_of, with_slice_mut};
 

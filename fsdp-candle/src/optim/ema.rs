@@ -5,11 +5,10 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 
 use super::hyper_parameters as hyper;
+use super::state::zeros;
 use crate::error::{Error, Result};
-use crate::fsdp::FsdpParam;
-use crate::fsdp::ShardedVarMap;
-use crate::kernels;
-use crate::storage::{copy_tensor, to_core_dtype, to_tensor, with_slice, with_slice_mut};
+use crate::fsdp::{FsdpParam, ShardedVarMap};
+use crate::storage::{copy_tensor, with_slice, with_slice_mut};
 
 /// An exponential moving average of parameters, sharded as the parameters are, in F32: PyTorch's `AveragedModel` with
 /// `get_ema_multi_avg_fn(decay)`.
@@ -50,10 +49,7 @@ impl Ema {
             .map_err(|why| Error::Argument(format!("Ema: {why}")))?;
         let mean = |param: Arc<FsdpParam>| {
             let shard = param.var().as_tensor();
-            let kernels = kernels::of_device(shard.device())?;
-            let fail = |error: fsdp_core::Error| param.error(format!("moving average: {error}"));
-            let zeros = kernels.zeros(to_core_dtype(DType::F32)?, shard.elem_count()).map_err(fail)?;
-            let mean = to_tensor(zeros, shard.dims(), shard.device())?;
+            let mean = zeros(&param, "moving average", DType::F32, shard.dims())?;
             mix(&mean, 0., shard)?;
             Ok((param, mean))
         };

@@ -330,9 +330,9 @@ impl HyperParameters for MuonConfig {
 }
 
 impl MuonConfig {
-    /// Returns about the nearest orthogonal matrix of a matrix of BF16, by the Newton-Schulz iteration. Input and output
-    /// are contiguous. As PyTorch does on CPUs, accumulates products in f32 together with their addend and rounds to
-    /// bf16 once.
+    /// Orthogonalizes a matrix of BF16 by the Newton-Schulz iteration, which approximates the nearest orthogonal
+    /// matrix. Input and output are contiguous. As PyTorch does on CPUs, accumulates products in f32 together with
+    /// their addend and rounds to bf16 once.
     fn orthogonalize(&self, matrix: &Tensor) -> candle_core::Result<Tensor> {
         let (rows, columns) = matrix.dims2()?;
         let matrix = matrix.to_dtype(DType::F32)?;

@@ -86,15 +86,15 @@ impl Moment {
     /// Returns zeros of a shard's shape and dtype.
     pub(super) fn zeros(param: &FsdpParam) -> Result<Self> {
         let shard = param.var().as_tensor();
-        Ok(Moment::Full(zeros(param, shard.dtype(), shard.dims())?))
+        Ok(Moment::Full(zeros(param, "the optimizer's state", shard.dtype(), shard.dims())?))
     }
 
     /// Returns zeros of a shard's shape in 8 bits.
     pub(super) fn quantized(param: &FsdpParam, of: Encoding) -> Result<Self> {
         let shape = param.var().dims();
         let elements: usize = shape.iter().product();
-        let codes = zeros(param, DType::U8, &[elements])?;
-        let scales = zeros(param, DType::F32, &[elements.div_ceil(STATE_BLOCK)])?;
+        let codes = zeros(param, "the optimizer's state", DType::U8, &[elements])?;
+        let scales = zeros(param, "the optimizer's state", DType::F32, &[elements.div_ceil(STATE_BLOCK)])?;
         Ok(Moment::Quantized(Quantized { codes, scales, shape: shape.to_vec(), of }))
     }
 
@@ -151,9 +151,10 @@ impl Moment {
     }
 }
 
-fn zeros(param: &FsdpParam, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+/// Makes zeros of a shard's device. An error names the parameter and `what` they are for.
+pub(super) fn zeros(param: &FsdpParam, what: &str, dtype: DType, shape: &[usize]) -> Result<Tensor> {
     let device = param.var().device();
-    let fail = |error: fsdp_core::Error| param.error(format!("the optimizer's state: {error}"));
+    let fail = |error: fsdp_core::Error| param.error(format!("{what}: {error}"));
     let zeros = kernels::of_device(device)?.zeros(to_core_dtype(dtype)?, shape.iter().product()).map_err(fail)?;
     Ok(to_tensor(zeros, shape, device)?)
 }

@@ -5,7 +5,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 
 use fsdp_core::{Allocator, Buffer, DType, DeviceId, Readable, Result, View};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 
 use crate::kernels::Kernels;
 
@@ -65,13 +65,9 @@ impl Pool {
         Pool { kernels, buffers: Mutex::default() }
     }
 
-    fn buffers(&self) -> MutexGuard<'_, Buffers> {
-        self.buffers.lock()
-    }
-
     /// Frees all free buffers.
     pub(crate) fn clear(&self) {
-        let mut buffers = self.buffers();
+        let mut buffers = self.buffers.lock();
         buffers.free.clear();
         buffers.free_bytes = 0;
     }
@@ -89,7 +85,7 @@ impl Pool {
 
     /// Takes a buffer that never returns to the pool.
     pub(crate) fn take_unpooled(&self, dtype: DType, len: usize) -> Result<Buffer> {
-        let mut buffers = self.buffers();
+        let mut buffers = self.buffers.lock();
         let free = buffers.free.get_mut(&(dtype, len)).and_then(VecDeque::pop_front);
         if free.is_some() {
             buffers.free_bytes -= bytes((dtype, len));
@@ -100,7 +96,7 @@ impl Pool {
 
     /// Records that a taken buffer will not return, because it became the user's tensor.
     pub(crate) fn leave(&self, buffer: &Buffer) {
-        self.buffers().returned((buffer.dtype(), buffer.len()));
+        self.buffers.lock().returned((buffer.dtype(), buffer.len()));
     }
 }
 
@@ -111,7 +107,7 @@ impl Allocator for Pool {
             return self.zeros(dtype, len);
         }
         let (free, peak_before) = {
-            let mut buffers = self.buffers();
+            let mut buffers = self.buffers.lock();
             let peak_before = buffers.peak_bytes;
             let free = buffers.free.get_mut(&key).and_then(VecDeque::pop_front);
             if free.is_some() {
@@ -126,7 +122,7 @@ impl Allocator for Pool {
         match free.map_or_else(|| self.grow(dtype, len), Ok) {
             Ok(buffer) => Ok(buffer),
             Err(error) => {
-                let mut buffers = self.buffers();
+                let mut buffers = self.buffers.lock();
                 buffers.returned(key);
                 buffers.peak_bytes = peak_before.max(buffers.taken_bytes);
                 Err(error)
@@ -136,7 +132,7 @@ impl Allocator for Pool {
 
     fn give(&self, buffer: Buffer) {
         let key = (buffer.dtype(), buffer.len());
-        let mut buffers = self.buffers();
+        let mut buffers = self.buffers.lock();
         buffers.returned(key);
         if !buffer.is_empty() {
             buffers.free_bytes += bytes(key);
@@ -233,7 +229,7 @@ mod tests {
                 pool.give(b);
             }
         }
-        let buffers = pool.buffers();
+        let buffers = pool.buffers.lock();
         assert_eq!(buffers.taken_bytes, 0);
         assert!(buffers.free_bytes <= 2 * 109 * 4, "{} bytes are kept", buffers.free_bytes);
     }
@@ -248,10 +244,10 @@ mod tests {
                 assert!(error.contains(&format!("no memory for {len} elements of F32")), "{error}");
             }
         }
-        let buffers = pool.buffers();
+        let buffers = pool.buffers.lock();
         assert_eq!((buffers.taken_bytes, buffers.peak_bytes), (0, 0));
         drop(buffers);
         pool.give(pool.take(DType::F32, 8).unwrap());
-        assert_eq!(pool.buffers().free_bytes, 32);
+        assert_eq!(pool.buffers.lock().free_bytes, 32);
     }
 }

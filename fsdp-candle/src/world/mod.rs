@@ -161,7 +161,7 @@ impl DeviceChoice {
     fn count(self) -> Result<usize> {
         match self {
             DeviceChoice::Cuda => Err(Error::Device(
-                "this build has no CUDA: build it with `--features cuda` (or `nccl` for several GPUs), or choose the CPU"
+                "this build has no CUDA: build it with `--features cuda` (`nccl` for several GPUs), or choose the CPU"
                     .into(),
             )),
             _ => Ok(0),

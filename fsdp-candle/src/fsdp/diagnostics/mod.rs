@@ -13,7 +13,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 
 use crate::autograd::{checkpoints, next_number};
 use crate::fsdp::FsdpParamGroup;
@@ -118,12 +118,8 @@ struct State {
 }
 
 impl GraphWatch {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.0.lock()
-    }
-
     pub(crate) fn is_watched(&self, unit: usize) -> bool {
-        let state = self.state();
+        let state = self.0.lock();
         !state.done.contains(&unit) && state.calls.get(&unit).is_none_or(|&calls| calls < MAX_CALLS)
     }
 
@@ -133,7 +129,7 @@ impl GraphWatch {
             return Ok(None);
         }
         let begin = next_number();
-        let mut state = self.state();
+        let mut state = self.0.lock();
         *state.calls.entry(unit.index()).or_default() += 1;
         state.open.push(Call {
             begin,
@@ -148,7 +144,7 @@ impl GraphWatch {
 
     /// Records that a unit has been through a backward. Returns new cuts in it.
     pub(crate) fn pass(&self, unit: usize) -> Vec<GraphCut> {
-        let mut state = self.state();
+        let mut state = self.0.lock();
         if !state.done.insert(unit) {
             return vec![];
         }
@@ -163,14 +159,14 @@ impl GraphWatch {
 
     /// Inspects a unit again, because other parameters of it are trained now.
     pub(crate) fn watch_again(&self, unit: usize) {
-        let mut state = self.state();
+        let mut state = self.0.lock();
         state.done.remove(&unit);
         state.calls.remove(&unit);
     }
 
     /// Returns the cuts reported so far.
     pub(crate) fn reported_cuts(&self) -> Vec<GraphCut> {
-        self.state().told.clone()
+        self.0.lock().told.clone()
     }
 }
 
@@ -184,7 +180,7 @@ pub(crate) struct WatchedCall<'a> {
 impl WatchedCall<'_> {
     /// Inspects the outputs of the call, while the unit's parameters are gathered.
     pub(crate) fn end<O: Tensors>(self, outputs: O) -> Result<O> {
-        let call = self.watch.state().open.pop();
+        let call = self.watch.0.lock().open.pop();
         let (outputs, returned) = with_tensors(outputs)?;
         let Some(call) = call else { return Ok(outputs) };
         // An inspection error does not fail the call.
@@ -192,7 +188,7 @@ impl WatchedCall<'_> {
             tracing::debug!(unit = self.unit.name(), %error, "cannot inspect the graph");
             vec![]
         });
-        let mut state = self.watch.state();
+        let mut state = self.watch.0.lock();
         if let Some(outer) = state.open.last_mut() {
             let (with, _): (Vec<_>, Vec<_>) = returned.into_iter().partition(has_graph);
             let (_, without): (Vec<_>, Vec<_>) = call.inputs.into_iter().partition(has_graph);
@@ -213,7 +209,7 @@ impl WatchedCall<'_> {
 
 impl Drop for WatchedCall<'_> {
     fn drop(&mut self) {
-        self.watch.state().open.truncate(self.depth - 1);
+        self.watch.0.lock().open.truncate(self.depth - 1);
     }
 }
 
@@ -223,7 +219,7 @@ pub(crate) struct Diagnostics {
     pub(crate) graph: GraphWatch,
     reported: Mutex<HashSet<String>>,
     /// Parameters that the last backward did not reach on any rank.
-    unused: Mutex<Vec<String>>,
+    pub(crate) unused: Mutex<Vec<String>>,
     /// This process's rank in the mesh. Rank 0 reports for all.
     rank: usize,
 }
@@ -233,15 +229,11 @@ impl Diagnostics {
         Diagnostics { graph: GraphWatch::default(), reported: Mutex::default(), unused: Mutex::default(), rank }
     }
 
-    fn reported(&self) -> MutexGuard<'_, HashSet<String>> {
-        self.reported.lock()
-    }
-
     /// Reports each problem once, on rank 0, because all ranks run the same units. If ranks may run different units,
     /// every rank reports.
     pub(crate) fn report(&self, without_gradient: Vec<String>, cuts: &[GraphCut], ranks_may_differ: bool) {
         let new: Vec<String> = {
-            let mut reported = self.reported();
+            let mut reported = self.reported.lock();
             without_gradient.into_iter().filter(|name| reported.insert(name.clone())).collect()
         };
         let Some(message) = message(&new, cuts) else { return };
@@ -255,19 +247,9 @@ impl Diagnostics {
         }
     }
 
-    /// Records the parameters that the last backward did not reach.
-    pub(crate) fn set_unused(&self, names: Vec<String>) {
-        *self.unused.lock() = names;
-    }
-
-    /// Returns the parameters that the last backward did not reach.
-    pub(crate) fn unused(&self) -> Vec<String> {
-        self.unused.lock().clone()
-    }
-
     /// Returns the names reported so far, sorted.
     pub(crate) fn without_gradient(&self) -> Vec<String> {
-        let mut names: Vec<String> = self.reported().iter().cloned().collect();
+        let mut names: Vec<String> = self.reported.lock().iter().cloned().collect();
         names.sort();
         names
     }
@@ -290,8 +272,8 @@ fn message(without_gradient: &[String], cuts: &[GraphCut]) -> Option<String> {
     }
     if !without_gradient.is_empty() {
         text += &format!(
-            "\n  - these trainable parameters were used in forward and got no gradient: {}. Either they do not reach the \
-             loss, or a layer cut the graph, and the gradients of everything before it are wrong too",
+            "\n  - these trainable parameters were used in forward and got no gradient: {}. Either they do not reach \
+             the loss, or a layer cut the graph, and the gradients of everything before it are wrong too",
             listed(without_gradient)
         );
     }
