@@ -46,13 +46,19 @@ impl GroupStore {
         let holder = format!("the group \"{}\"", group.name());
         GroupStore { group: group.clone(), copy: Mutex::default(), holder }
     }
+}
 
+impl Store for GroupStore {
     fn ask(&self, request: &Request<'_>) -> Result<Option<Vec<u8>>> {
         let asked = RequestContext::new(request, Some(self.group.rank()), &self.holder);
         // One call at a time. A refused request still takes part in the exchange, because the other ranks wait for it.
         let copy = self.copy.lock();
         let refusal = request.refusal();
-        let own = if refusal.is_none() { request.clone() } else { Request::Ping };
+        let own = match *request {
+            _ if refusal.is_some() => Request::Ping,
+            Request::Get { key, .. } => Request::Get { key, wait: Duration::ZERO },
+            _ => request.clone(),
+        };
         let all = messages(&self.group, own.to_bytes())?;
         let mut answer = Answer::Nothing;
         let is_get = |request: &Request<'_>| matches!(request, Request::Get { .. });
@@ -75,22 +81,6 @@ impl GroupStore {
             Some(why) => Err(asked.failed(why)),
             None => asked.result(answer),
         }
-    }
-}
-
-impl Store for GroupStore {
-    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.ask(&Request::Set { key, value }).map(drop)
-    }
-
-    fn get(&self, key: &str, _timeout: Duration) -> Result<Vec<u8>> {
-        let request = Request::Get { key, wait: Duration::ZERO };
-        let asked = RequestContext::new(&request, Some(self.group.rank()), &self.holder);
-        self.ask(&request)?.ok_or_else(|| asked.not_set())
-    }
-
-    fn compare_set(&self, key: &str, expected: Option<&[u8]>, value: &[u8]) -> Result<Option<Vec<u8>>> {
-        self.ask(&Request::CompareSet { key, expected, value })
     }
 }
 

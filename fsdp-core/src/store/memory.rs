@@ -97,10 +97,6 @@ impl MemoryStore {
         }
     }
 
-    fn ask(&self, request: &Request<'_>) -> Result<Option<Vec<u8>>> {
-        RequestContext::new(request, None, HOLDER).result(self.answer(request))
-    }
-
     fn changed(&self, answer: Answer) -> Answer {
         self.0.changed.notify_all();
         answer
@@ -121,18 +117,10 @@ impl State {
 }
 
 impl Store for MemoryStore {
-    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.ask(&Request::Set { key, value }).map(drop)
-    }
-
-    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
-        let request = Request::Get { key, wait: timeout };
-        let asked = RequestContext::new(&request, None, HOLDER);
-        asked.result(self.answer(&request))?.ok_or_else(|| asked.not_set())
-    }
-
-    fn compare_set(&self, key: &str, expected: Option<&[u8]>, value: &[u8]) -> Result<Option<Vec<u8>>> {
-        self.ask(&Request::CompareSet { key, expected, value })
+    fn ask(&self, request: &Request<'_>) -> Result<Option<Vec<u8>>> {
+        // A get may wait, so its time begins before.
+        let asked = RequestContext::new(request, None, HOLDER);
+        asked.result(self.answer(request))
     }
 }
 

@@ -7,7 +7,7 @@ use super::refusal;
 
 /// A request to a store.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Request<'a> {
+pub enum Request<'a> {
     /// Checks that the server is there.
     Ping,
     Set {

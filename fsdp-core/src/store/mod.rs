@@ -42,13 +42,18 @@ pub trait Store: Send + Sync {
     ///
     /// # Errors
     /// When the store is unreachable or full.
-    fn set(&self, key: &str, value: &[u8]) -> Result<()>;
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.ask(&Request::Set { key, value }).map(drop)
+    }
 
     /// Returns the value of `key`, and waits for it up to `timeout`.
     ///
     /// # Errors
     /// When no rank sets the key in time, or the store is unreachable.
-    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>>;
+    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
+        // Without a value, it is an error.
+        self.ask(&Request::Get { key, wait: timeout }).map(Option::unwrap_or_default)
+    }
 
     /// Sets `value` if the current value is `expected` (`None`: not set). Returns the previous value. If several ranks
     /// do this at once, exactly one gets back what it expected.
@@ -63,12 +68,19 @@ pub trait Store: Send + Sync {
     /// assert_eq!(store.compare_set("leader", None, b"rank 5")?, Some(b"rank 3".to_vec()));
     /// # Ok::<(), fsdp_core::Error>(())
     /// ```
-    fn compare_set(&self, key: &str, expected: Option<&[u8]>, value: &[u8]) -> Result<Option<Vec<u8>>>;
+    fn compare_set(&self, key: &str, expected: Option<&[u8]>, value: &[u8]) -> Result<Option<Vec<u8>>> {
+        self.ask(&Request::CompareSet { key, expected, value })
+    }
+
+    /// Executes a request. Returns the value of a get, or the previous value of a compare-and-set.
+    #[doc(hidden)]
+    fn ask(&self, request: &Request<'_>) -> Result<Option<Vec<u8>>>;
 }
 
 /// A request in progress, for its error messages.
 pub(crate) struct RequestContext<'a> {
     what: String,
+    is_get: bool,
     holder: &'a str,
     pub(crate) began: Instant,
 }
@@ -86,7 +98,8 @@ impl<'a> RequestContext<'a> {
             Request::Ping => format!("{rank}{verb} the store"),
             _ => format!("{rank}{verb} {:?} in the store", request.key()),
         };
-        RequestContext { what, holder, began: Instant::now() }
+        let is_get = matches!(request, Request::Get { .. });
+        RequestContext { what, is_get, holder, began: Instant::now() }
     }
 
     pub(crate) fn failed(&self, cause: impl Into<String>) -> Error {
@@ -106,6 +119,7 @@ impl<'a> RequestContext<'a> {
     /// Converts the answer to a request.
     pub(crate) fn result(&self, answer: Answer) -> Result<Option<Vec<u8>>> {
         match answer {
+            Answer::Nothing if self.is_get => Err(self.not_set()),
             Answer::Nothing => Ok(None),
             Answer::Value(value) => Ok(Some(value)),
             Answer::Refused(why) => Err(self.failed(why)),

@@ -59,10 +59,6 @@ impl Secret {
         let key = Key::derive(&purpose, given.unwrap_or_default().as_bytes());
         Ok(Secret { key, is_given: given.is_some() })
     }
-
-    fn key(&self) -> &Key {
-        &self.key
-    }
 }
 
 /// Time that an ending job may keep the port in use.
@@ -115,44 +111,32 @@ impl TcpStore {
                 env.master_addr, env.hosts
             )));
         }
+        let memory = MemoryStore::default();
         let role = match env.rank {
-            0 => Role::Server { memory: MemoryStore::default(), _server: None },
-            rank => Role::Client(Client::connect(&env.master_addr, env.master_port, secret.clone(), rank, timeout)?),
+            0 if env.world_size == 1 => Role::Server { memory, _server: None },
+            0 => {
+                let started = listener(env, asked.began)
+                    .and_then(|listener| Server::start(listener, secret.key.clone(), env.world_size, memory.clone()));
+                let server = started.map_err(|error| {
+                    asked.failed(format!(
+                        "rank 0 can't listen there ({error}): set MASTER_ADDR to rank 0's host, and MASTER_PORT to a \
+                         free port of that host"
+                    ))
+                })?;
+                Role::Server { memory, _server: Some(server) }
+            }
+            _ => Role::Client(Client::connect(env, secret, &asked, timeout)?),
         };
-        let mut store = TcpStore { role, rank: env.rank, holder: holder.clone(), timeout };
-        if let Role::Server { memory, _server: server } = &mut store.role
-            && env.world_size > 1
-        {
-            let started = listener(env, asked.began)
-                .and_then(|listener| Server::start(listener, secret.key().clone(), env.world_size, memory.clone()));
-            *server = Some(started.map_err(|error| {
-                asked.failed(format!(
-                    "rank 0 can't listen there ({error}): set MASTER_ADDR to rank 0's host, and MASTER_PORT to a \
-                     free port of that host"
-                ))
-            })?);
-        }
-        Ok(store)
-    }
-
-    fn ask(&self, request: &Request<'_>) -> Result<Option<Vec<u8>>> {
-        match &self.role {
-            Role::Client(client) => client.ask(request, self.timeout),
-            Role::Server { memory, .. } => self.asked(request).result(memory.answer(request)),
-        }
-    }
-
-    fn asked(&self, request: &Request<'_>) -> RequestContext<'_> {
-        RequestContext::new(request, Some(self.rank), &self.holder)
+        Ok(TcpStore { role, rank: env.rank, holder, timeout })
     }
 }
 
 /// Binds the port. Waits for an ending job to free it.
-fn listener(env: &RankEnv, began: Instant) -> io::Result<std::net::TcpListener> {
+fn listener(env: &RankEnv, began: Instant) -> io::Result<TcpListener> {
     loop {
         match bind(&env.master_addr, env.master_port) {
             Err(error) if error.kind() == io::ErrorKind::AddrInUse && began.elapsed() < PORT_IN_USE_TIMEOUT => {
-                std::thread::sleep(Duration::from_millis(20));
+                thread::sleep(Duration::from_millis(20));
             }
             bound => return bound,
         }
@@ -160,23 +144,12 @@ fn listener(env: &RankEnv, began: Instant) -> io::Result<std::net::TcpListener> 
 }
 
 impl Store for TcpStore {
-    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.ask(&Request::Set { key, value }).map(drop)
-    }
-
-    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
+    fn ask(&self, request: &Request<'_>) -> Result<Option<Vec<u8>>> {
+        let asked = RequestContext::new(request, Some(self.rank), &self.holder);
         match &self.role {
-            Role::Client(client) => client.get(key, timeout),
-            Role::Server { memory, .. } => {
-                let request = Request::Get { key, wait: timeout };
-                let asked = self.asked(&request);
-                asked.result(memory.answer(&request))?.ok_or_else(|| asked.not_set())
-            }
+            Role::Client(client) => client.ask(request, &asked, self.timeout),
+            Role::Server { memory, .. } => asked.result(memory.answer(request)),
         }
-    }
-
-    fn compare_set(&self, key: &str, expected: Option<&[u8]>, value: &[u8]) -> Result<Option<Vec<u8>>> {
-        self.ask(&Request::CompareSet { key, expected, value })
     }
 }
 
@@ -195,9 +168,6 @@ struct Client {
     host: String,
     port: u16,
     secret: Secret,
-    rank: usize,
-    /// Name of the server in messages.
-    holder: String,
     /// Idle connections. Each concurrent request takes one.
     idle: Mutex<Vec<Channel>>,
     /// Why the server is gone, once it is.
@@ -219,17 +189,14 @@ impl Deadline {
 
 impl Client {
     /// Connects to the server, which may not be up yet.
-    fn connect(host: &str, port: u16, secret: Secret, rank: usize, timeout: Duration) -> Result<Self> {
+    fn connect(env: &RankEnv, secret: &Secret, asked: &RequestContext<'_>, timeout: Duration) -> Result<Self> {
         let client = Client {
-            host: host.to_owned(),
-            port,
-            secret,
-            rank,
-            holder: format!("rank 0 at {host}:{port}"),
+            host: env.master_addr.clone(),
+            port: env.master_port,
+            secret: secret.clone(),
             idle: Mutex::default(),
             ended: OnceLock::new(),
         };
-        let asked = RequestContext::new(&Request::Ping, Some(rank), &client.holder);
         let deadline = Deadline { began: asked.began, timeout };
         let mut refused_since: Option<Instant> = None;
         let mut pause = Duration::from_millis(1);
@@ -243,42 +210,36 @@ impl Client {
             if deadline.left() < pause || (is_refused && since.elapsed() >= REFUSED_TIMEOUT) {
                 return Err(asked.failed(client.connect_failure(&error)));
             }
-            std::thread::sleep(pause);
+            thread::sleep(pause);
             pause = (pause * 2).min(MAX_PAUSE);
         };
         client.release(channel);
         Ok(client)
     }
 
-    /// Sends a request that does not wait. Returns its value, if any.
-    fn ask(&self, request: &Request<'_>, timeout: Duration) -> Result<Option<Vec<u8>>> {
-        let asked = RequestContext::new(request, Some(self.rank), &self.holder);
+    /// Sends a request. `timeout` limits a request that does not wait.
+    fn ask(&self, request: &Request<'_>, asked: &RequestContext<'_>, timeout: Duration) -> Result<Option<Vec<u8>>> {
         if let Some(why) = request.refusal() {
             return Err(asked.failed(why));
         }
-        let answer = self.exchange(request, Deadline { began: asked.began, timeout }, &asked, None)?;
-        asked.result(answer)
+        let deadline = |timeout| Deadline { began: asked.began, timeout };
+        match *request {
+            Request::Get { key, wait } => self.get(key, deadline(wait), asked),
+            _ => asked.result(self.exchange(request, deadline(timeout), asked, None)?),
+        }
     }
 
     /// Waits for a value.
-    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
-        let whole = Request::Get { key, wait: timeout };
-        let asked = RequestContext::new(&whole, Some(self.rank), &self.holder);
-        if let Some(why) = whole.refusal() {
-            return Err(asked.failed(why));
-        }
-        let deadline = Deadline { began: asked.began, timeout };
+    fn get(&self, key: &str, deadline: Deadline, asked: &RequestContext<'_>) -> Result<Option<Vec<u8>>> {
         let mut answered: Option<Instant> = None;
         loop {
             let left = deadline.left();
             // Leave a quarter of the time for the answer.
             let wait = (left / 4 * 3).min(GET_SLICE);
-            let answer = self.exchange(&Request::Get { key, wait }, deadline, &asked, answered)?;
+            let answer = self.exchange(&Request::Get { key, wait }, deadline, asked, answered)?;
             answered = Some(Instant::now());
-            match asked.result(answer)? {
-                Some(value) => return Ok(value),
-                None if deadline.left() <= MIN_WAIT => return Err(asked.not_set()),
-                None => {}
+            if answer != Answer::Nothing || deadline.left() <= MIN_WAIT {
+                return asked.result(answer);
             }
         }
     }
@@ -312,7 +273,7 @@ impl Client {
     fn open_connection(&self, deadline: Deadline) -> io::Result<Channel> {
         let stream = connect(&self.host, self.port, deadline.left().max(MIN_WAIT))?;
         let refused = |error: io::Error| io::Error::new(io::ErrorKind::PermissionDenied, error.to_string());
-        let mut channel = Channel::connect(stream, self.secret.key()).map_err(refused)?;
+        let mut channel = Channel::connect(stream, &self.secret.key).map_err(refused)?;
         match round_trip(&mut channel, &Request::Ping, deadline)? {
             Answer::Nothing => Ok(channel),
             answer => Err(io::Error::other(format!("it answered {answer:?} to a ping"))),
@@ -483,15 +444,15 @@ mod tests {
         let of = |env: &RankEnv, given| Secret::new(env, given).unwrap();
         let given = Some("0123456789abcdef");
         let secret = of(&env, given);
-        assert_eq!(secret.key(), of(&env, given).key());
+        assert_eq!(secret.key, of(&env, given).key);
         let others = [
             of(&env, None),
             of(&env, Some("0123456789abcdeg")),
             of(&RankEnv { attempt: 1, ..env.clone() }, given),
             of(&RankEnv { run_id: "other".into(), ..env.clone() }, given),
         ];
-        assert!(others.iter().all(|other| other.key() != secret.key()));
-        assert_ne!(others[0].key(), of(&RankEnv { run_id: "other".into(), ..env.clone() }, None).key());
+        assert!(others.iter().all(|other| other.key != secret.key));
+        assert_ne!(others[0].key, of(&RankEnv { run_id: "other".into(), ..env.clone() }, None).key);
         assert_eq!(format!("{secret:?}"), "Secret { key: Key, is_given: true }");
         let error = Secret::new(&env, Some("short")).unwrap_err().to_string();
         assert!(error.contains("FSDP_STORE_SECRET has 5 bytes") && !error.contains("short\""), "{error}");
