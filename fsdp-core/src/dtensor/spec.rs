@@ -96,12 +96,6 @@ impl DTensorSpec {
     /// [`Placement::StridedShard`] makes several boxes. The local tensor concatenates them in the order of the global
     /// tensor.
     ///
-    /// ```
-    /// use fsdp_core::{DType, DTensorSpec, MeshLayout, Placement};
-    /// // A dimension of 8 that 2 tensor-parallel ranks share, seen along the data-parallel dimension.
-    /// # Ok::<(), fsdp_core::Error>(())
-    /// ```
-    ///
     /// # Errors
     /// Returns an error when `rank` is outside the mesh.
     pub fn local_regions(&self, rank: usize) -> Result<Vec<Region>> {
