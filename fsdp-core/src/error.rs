@@ -144,5 +144,12 @@ pub enum Error {
     },
 }
 
+impl Error {
+    /// Creates the error of a system call.
+    pub(crate) fn os(rank: usize, what: impl Into<String>, source: impl Into<std::io::Error>) -> Self {
+        Error::Os { rank, what: what.into(), source: std::sync::Arc::new(source.into()) }
+    }
+}
+
 /// A [`std::result::Result`] with this crate's [`enum@Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;

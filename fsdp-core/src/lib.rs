@@ -25,6 +25,7 @@ mod mesh_layout;
 pub mod placement;
 pub mod process_group;
 mod reduce_op;
+mod shared_file;
 pub mod store;
 mod text;
 

@@ -1,8 +1,8 @@
 //! Encrypted connections between processes that share a secret: the launchers of one run, and the ranks of a job that
 //! use a [store](crate::store).
 //!
-//! Every connection begins with a handshake of the Noise protocol (<https://noiseprotocol.org>), which needs the secret.
-//! The messages that follow are encrypted and have a maximum length.
+//! Every connection begins with a handshake of the Noise protocol (<https://noiseprotocol.org>), which needs the
+//! secret. The messages that follow are encrypted and have a maximum length.
 
 mod address;
 mod listener;

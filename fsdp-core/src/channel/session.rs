@@ -26,10 +26,6 @@ impl Key {
         let hash = Sha256::new().chain_update((purpose.len() as u64).to_le_bytes()).chain_update(purpose);
         Key(hash.chain_update(secret).finalize().into())
     }
-
-    fn bytes(&self) -> &[u8; 32] {
-        &self.0
-    }
 }
 
 /// Does not print the key.
@@ -88,16 +84,6 @@ impl Read for DeadlineStream {
     }
 }
 
-impl Write for DeadlineStream {
-    fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
-        self.stream.write(buffer)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        self.stream.flush()
-    }
-}
-
 /// Noise's NNpsk0: without the key, a peer cannot make the first message, so its bytes are never parsed.
 const PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
 /// Version of the messages that follow the handshake.
@@ -129,7 +115,7 @@ impl Channel {
         let mut state = noise(key, |builder| builder.build_initiator())?;
         let mut message = [0; HANDSHAKE_LEN];
         state.write_message(&[], &mut message).map_err(invalid_data)?;
-        stream.write_all(&message)?;
+        stream.stream.write_all(&message)?;
         // A peer without the key closes the connection, or answers anything.
         stream.read_exact(&mut message).map_err(|error| io::Error::new(error.kind(), REJECTED))?;
         state.read_message(&message, &mut []).map_err(|_| io::Error::new(io::ErrorKind::PermissionDenied, REJECTED))?;
@@ -149,7 +135,7 @@ impl Channel {
         let other = |_| io::Error::new(io::ErrorKind::PermissionDenied, "the peer has another secret");
         state.read_message(&message, &mut []).map_err(other)?;
         state.write_message(&[], &mut message).map_err(invalid_data)?;
-        stream.write_all(&message)?;
+        stream.stream.write_all(&message)?;
         Channel::new(stream, state)
     }
 
@@ -171,7 +157,7 @@ fn noise(
     build: impl FnOnce(Builder<'_>) -> Result<HandshakeState, snow::Error>,
 ) -> io::Result<HandshakeState> {
     let builder = Builder::new(PATTERN.parse().map_err(invalid_data)?);
-    builder.psk(0, key.bytes()).and_then(|it| it.prologue(PROLOGUE)).and_then(build).map_err(invalid_data)
+    builder.psk(0, &key.0).and_then(|it| it.prologue(PROLOGUE)).and_then(build).map_err(invalid_data)
 }
 
 fn invalid_data(error: snow::Error) -> io::Error {

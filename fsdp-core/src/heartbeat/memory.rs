@@ -5,68 +5,39 @@
 use std::{
     io,
     ops::Deref,
-    os::fd::{AsFd, OwnedFd},
+    os::fd::OwnedFd,
     path::Path,
-    ptr::NonNull,
     sync::atomic::{AtomicU64, Ordering, fence},
 };
 
-use rustix::{
-    fs::{MemfdFlags, Mode, OFlags, SealFlags},
-    io::Errno,
-    mm::{MapFlags, ProtFlags},
-};
+use memmap2::MmapRaw;
+use rustix::fs::{Mode, OFlags};
+
+use crate::shared_file;
 
 const PAGE_BYTES: usize = 4096;
 /// 64-bit words in a page.
 pub(super) const WORDS: usize = PAGE_BYTES / size_of::<AtomicU64>();
 
-const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
-
 /// A mapped page. A new page holds zeros.
-pub(super) struct Page(NonNull<[AtomicU64; WORDS]>);
-
-// SAFETY: the mapping is valid in every thread until it is dropped, and all access to it is through atomics.
-unsafe impl Send for Page {}
-// SAFETY: as above.
-unsafe impl Sync for Page {}
+pub(super) struct Page(MmapRaw);
 
 impl Page {
     /// Creates an anonymous file of one page that no process can resize.
     pub(super) fn file() -> io::Result<OwnedFd> {
-        let file = rustix::fs::memfd_create("fsdp-heartbeat", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
-        rustix::fs::ftruncate(&file, PAGE_BYTES as u64)?;
-        rustix::fs::fcntl_add_seals(&file, SEALS)?;
-        Ok(file)
+        shared_file::create("fsdp-heartbeat", PAGE_BYTES)
     }
 
     /// Maps a file that [`Page::file`] created, possibly in another process.
-    pub(super) fn map(file: impl AsFd) -> io::Result<Self> {
-        // Without the seals, another process could truncate the file, and an access to the mapping would raise SIGBUS.
-        let sealed = rustix::fs::fcntl_get_seals(&file).is_ok_and(|seals| seals.contains(SEALS));
-        if !sealed || rustix::fs::fstat(&file)?.st_size != PAGE_BYTES as i64 {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "it is not a sealed page"));
-        }
-        // SAFETY: the kernel chooses the address, so the mapping does not touch memory in use. The file is sealed and
-        // as large as the mapping.
-        let base = unsafe {
-            rustix::mm::mmap(
-                std::ptr::null_mut(),
-                PAGE_BYTES,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::SHARED,
-                file,
-                0,
-            )
-        }?;
-        NonNull::new(base.cast()).map(Page).ok_or_else(|| Errno::NOMEM.into())
+    pub(super) fn map(file: &OwnedFd) -> io::Result<Self> {
+        shared_file::map(file, PAGE_BYTES).map(Page)
     }
 
     /// Maps the page at a path such as `/proc/1234/fd/5`.
     pub(super) fn open(path: &Path) -> io::Result<Self> {
         // NONBLOCK: opening a FIFO must not wait.
         let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
-        Page::map(rustix::fs::open(path, flags, Mode::empty())?)
+        Page::map(&rustix::fs::open(path, flags, Mode::empty())?)
     }
 }
 
@@ -77,15 +48,7 @@ impl Deref for Page {
         // SAFETY: the mapping is page-aligned, as long as the array, and valid until `self` is dropped. Any bits are
         // valid atomics. Processes that map the page use atomics; if one does not, the values are garbage, not
         // undefined.
-        unsafe { self.0.as_ref() }
-    }
-}
-
-impl Drop for Page {
-    fn drop(&mut self) {
-        // SAFETY: address and length are those of the mapping that this value owns. No reference into it outlives the
-        // value.
-        let _ = unsafe { rustix::mm::munmap(self.0.as_ptr().cast(), PAGE_BYTES) };
+        unsafe { &*self.0.as_ptr().cast() }
     }
 }
 
@@ -189,12 +152,7 @@ mod tests {
 
     #[test]
     fn rejects_files_that_are_not_sealed_pages() {
-        let plain = rustix::fs::memfd_create("plain", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
-        rustix::fs::ftruncate(&plain, PAGE_BYTES as u64).unwrap();
-        assert!(Page::map(&plain).is_err());
-        rustix::fs::ftruncate(&plain, 1).unwrap();
-        rustix::fs::fcntl_add_seals(&plain, SEALS).unwrap();
-        assert!(Page::map(&plain).is_err());
+        assert!(Page::map(&shared_file::create("short", 1).unwrap()).is_err());
         let path = std::env::temp_dir().join(format!("fsdp-core-heartbeat-{}", std::process::id()));
         std::fs::File::create(&path).unwrap().write_all(&[0; PAGE_BYTES]).unwrap();
         assert!(Page::open(&path).is_err());

@@ -81,7 +81,7 @@ pub(super) fn now() -> u64 {
 #[serde(rename_all = "snake_case")]
 pub enum Progress {
     /// The rank has entered the collective.
-    Running,
+    Running = 1,
     /// The collective has succeeded.
     Done,
     /// The collective ended because ranks did not arrive in time.
@@ -92,12 +92,7 @@ pub enum Progress {
 
 impl Progress {
     pub(super) fn word(self) -> u64 {
-        match self {
-            Progress::Running => 1,
-            Progress::Done => 2,
-            Progress::TimedOut => 3,
-            Progress::Failed => 4,
-        }
+        self as u64
     }
 
     fn from_word(word: u64) -> Option<Self> {

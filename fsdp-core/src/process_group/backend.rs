@@ -140,6 +140,15 @@ impl PeerState {
             PeerState::Failed(why) => why.into_error(collective, peer),
         }
     }
+
+    /// Returns a number that is lower the better this state explains why a group failed.
+    pub(super) fn precedence(&self) -> u8 {
+        match self {
+            PeerState::Failed(_) => 0,
+            PeerState::Died => 1,
+            PeerState::Left => 2,
+        }
+    }
 }
 
 /// A view of the peers for threads beside the one that runs collectives, such as those that wait for a device. Its
@@ -151,10 +160,10 @@ pub trait PeerMonitor: Send + Sync {
     /// Tells the peers why this rank leaves the group, as [`Backend::fail`] does.
     fn fail(&self, why: &Failure);
 
-    /// Replaces this rank's status page, which peers can read: at most [`Collective::announcement_len`] and 64 bytes.
-    /// Called by one thread only.
-    fn set_status(&self, bytes: &[u8]);
+    /// Replaces this rank's announcement page, which peers can read: at most [`Collective::announcement_len`] and 64
+    /// bytes. Called by one thread only.
+    fn set_announcement(&self, bytes: &[u8]);
 
-    /// Returns the status page of a peer, or `None` if it is empty or being written.
-    fn status(&self, peer: usize) -> Option<Vec<u8>>;
+    /// Returns the announcement page of a peer, or `None` if it is empty or being written.
+    fn announcement(&self, peer: usize) -> Option<Vec<u8>>;
 }

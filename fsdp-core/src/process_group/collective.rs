@@ -2,6 +2,8 @@
 
 use std::{fmt, time::Duration};
 
+use serde::{Deserialize, Serialize};
+
 use super::{
     call::{self, Announcement, Call},
     mismatch,
@@ -60,21 +62,23 @@ impl<'a> Collective<'a> {
     }
 
     /// Compares the announcements of all ranks. `announced` returns another rank's; it is not called for this rank.
+    /// Returns the most bytes that one rank sends to another in an all-to-all, with parts aligned to 64 bytes, and 0
+    /// for other collectives.
     ///
     /// # Errors
     /// [`Error::Mismatch`] with the differences.
-    pub fn compare<'b>(&self, announced: impl Fn(usize) -> &'b [u8]) -> Result<Traffic> {
+    pub fn compare<'b>(&self, announced: impl Fn(usize) -> &'b [u8]) -> Result<usize> {
         let Membership { name, rank, size, .. } = self.group;
         let announcement = |peer| Announcement::new(announced(peer));
         let mut peers = (0..*size).filter(|peer| peer != rank);
         let disagreement = if peers.all(|peer| announcement(peer).is(self.sequence, self.call)) {
             if !self.is_sized_by_peers() {
-                return Ok(Traffic::default());
+                return Ok(0);
             }
             let own = &self.call.row;
             let row = |peer| if peer == *rank { own.clone() } else { announcement(peer).row(own.len()) };
-            match Traffic::of(&(0..*size).map(row).collect::<Vec<_>>()) {
-                Ok(traffic) => return Ok(traffic),
+            match longest_message(&(0..*size).map(row).collect::<Vec<_>>()) {
+                Ok(longest) => return Ok(longest),
                 Err(disagreement) => Some(disagreement),
             }
         } else {
@@ -119,40 +123,25 @@ impl fmt::Display for Collective<'_> {
     }
 }
 
-/// Sizes of an all-to-all's messages, which only senders and receivers know before ranks compare.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Traffic {
-    longest: usize,
-}
-
-impl Traffic {
-    fn of(rows: &[Vec<u64>]) -> Result<Self, String> {
-        let mut longest = 0;
-        for from in 0..rows.len() {
-            for to in 0..rows.len() {
-                if rows[from][call::ROW * to] != rows[to][call::ROW * from + 1] {
-                    return Err(format!(
-                        "rank {from} sends rank {to} another number of elements than rank {to} expects"
-                    ));
-                }
-                longest = longest.max(rows[from][call::ROW * to + 2] as usize);
+/// Returns the length of an all-to-all's longest message, given the rows of all ranks.
+fn longest_message(rows: &[Vec<u64>]) -> Result<usize, String> {
+    let mut longest = 0;
+    for from in 0..rows.len() {
+        for to in 0..rows.len() {
+            if rows[from][call::ROW * to] != rows[to][call::ROW * from + 1] {
+                return Err(format!("rank {from} sends rank {to} another number of elements than rank {to} expects"));
             }
+            longest = longest.max(rows[from][call::ROW * to + 2] as usize);
         }
-        Ok(Traffic { longest })
     }
-
-    /// Returns the most bytes that one rank sends to another, with parts aligned to 64 bytes. 0 for collectives other
-    /// than all-to-all.
-    pub fn longest(&self) -> usize {
-        self.longest
-    }
+    Ok(longest)
 }
 
 /// The reason why a rank left its group by an error, in a form that can be sent, so that all ranks report the cause.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Failure(Why);
 
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 enum Why {
     Mismatch { sequence: u64, details: String, advice: String },
     Timeout { what: String, missing: Vec<usize>, waited: Duration },
@@ -210,81 +199,38 @@ impl Failure {
     /// Encodes the failure in at most `room` bytes (at least [`Failure::LEAST`]), with shortened texts if necessary.
     pub fn to_bytes(&self, room: usize) -> Vec<u8> {
         let room = room.max(Self::LEAST);
-        let mut fields = Vec::new();
-        let number = |n: usize| (n as u64).to_le_bytes();
-        let texts: [&str; 2] = match &self.0 {
-            Why::Mismatch { sequence, details, advice } => {
-                fields.push(1);
-                fields.extend(sequence.to_le_bytes());
-                [details, advice]
+        let mut most = room;
+        loop {
+            let bytes = serde_json::to_vec(&self.0.shortened(most)).unwrap_or_default();
+            // Escaped characters take more than one byte.
+            if bytes.len() <= room || most == 0 {
+                return bytes;
             }
-            Why::Timeout { what, missing, waited } => {
-                fields.push(2);
-                fields.extend((waited.as_millis() as u64).to_le_bytes());
-                // Ranks may take half of the space, texts the rest.
-                let missing = &missing[..missing.len().min(room / 16)];
-                fields.extend(number(missing.len()));
-                missing.iter().for_each(|&rank| fields.extend(number(rank)));
-                [what, ""]
-            }
-            Why::PeerLost { what, peer, how } => {
-                fields.push(3);
-                fields.extend(number(*peer));
-                [what, how]
-            }
-            Why::Other { text } => {
-                fields.push(4);
-                [text, ""]
-            }
-        };
-        let room = (room - fields.len() - 16) / 2;
-        for text in texts {
-            let text = shortened(text, room);
-            fields.extend(number(text.len()));
-            fields.extend(text.as_bytes());
+            most = most / 4 * 3;
         }
-        fields
     }
 
     /// Decodes the bytes of [`Failure::to_bytes`]. Bytes that cannot be decoded are a failure without a reason.
     pub fn from_bytes(bytes: &[u8]) -> Self {
-        Failure(Why::parse(bytes).unwrap_or_else(|| Why::Other { text: "an unreadable reason".into() }))
+        Failure(serde_json::from_slice(bytes).unwrap_or_else(|_| Why::Other { text: "an unreadable reason".into() }))
     }
 }
 
 impl Why {
-    fn parse(mut bytes: &[u8]) -> Option<Self> {
-        let (&kind, rest) = bytes.split_first()?;
-        bytes = rest;
-        let mut number = || {
-            let (head, rest) = bytes.split_first_chunk::<8>()?;
-            bytes = rest;
-            Some(u64::from_le_bytes(*head))
-        };
-        let failure = match kind {
-            1 => Why::Mismatch { sequence: number()?, details: String::new(), advice: String::new() },
-            2 => {
-                let waited = Duration::from_millis(number()?);
-                let count = number()?;
-                let missing = (0..count).map(|_| number().map(|n| n as usize)).collect::<Option<_>>()?;
-                Why::Timeout { what: String::new(), missing, waited }
+    /// Returns a copy that takes about `most` bytes: half of them for ranks or for each text.
+    fn shortened(&self, most: usize) -> Self {
+        let short = |text: &str| shortened(text, most / 2).to_owned();
+        match self {
+            Why::Mismatch { sequence, details, advice } => {
+                Why::Mismatch { sequence: *sequence, details: short(details), advice: short(advice) }
             }
-            3 => Why::PeerLost { peer: number()? as usize, what: String::new(), how: String::new() },
-            4 => Why::Other { text: String::new() },
-            _ => return None,
-        };
-        let mut text = || {
-            let (head, rest) = bytes.split_first_chunk::<8>()?;
-            let (text, rest) = rest.split_at_checked(u64::from_le_bytes(*head) as usize)?;
-            bytes = rest;
-            Some(String::from_utf8_lossy(text).into_owned())
-        };
-        Some(match failure {
-            Why::Mismatch { sequence, .. } => Why::Mismatch { sequence, details: text()?, advice: text()? },
-            Why::Timeout { missing, waited, .. } => Why::Timeout { what: text()?, missing, waited },
-            Why::PeerLost { peer, .. } => Why::PeerLost { what: text()?, peer, how: text()? },
-            Why::Other { .. } => Why::Other { text: text()? },
-        })
+            Why::Timeout { what, missing, waited } => {
+                let missing = missing.iter().take(most / 16).copied().collect();
+                Why::Timeout { what: short(what), missing, waited: *waited }
+            }
+            Why::PeerLost { what, peer, how } => Why::PeerLost { what: short(what), peer: *peer, how: short(how) },
+            Why::Other { text } => Why::Other { text: short(text) },
+        }
     }
 }
 

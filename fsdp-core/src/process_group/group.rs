@@ -108,11 +108,7 @@ impl ProcessGroup {
         let thread = std::thread::Builder::new()
             .name(format!("fsdp {name}:{rank}"))
             .spawn(move || served.serve())
-            .map_err(|source| Error::Os {
-                rank: *rank,
-                what: format!("starting the thread of group \"{name}\""),
-                source: Arc::new(source),
-            })?;
+            .map_err(|source| Error::os(*rank, format!("starting the thread of group \"{name}\""), source))?;
         let thread = Some(thread);
         let ranks = Ranks { membership, origin, device, runs_when_issued, guarantees, peer_monitor, queue, thread };
         Ok(ProcessGroup { ranks: Arc::new(ranks), signature: None, is_deferred: false })

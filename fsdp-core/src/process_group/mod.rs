@@ -42,7 +42,7 @@ mod waiting_ranks;
 mod work;
 
 pub use backend::{Backend, CollectiveOutput, Fence, Guarantees, PeerMonitor, PeerState};
-pub use collective::{Collective, Failure, Traffic};
+pub use collective::{Collective, Failure};
 pub use group::ProcessGroup;
 pub use group_store::GroupStore;
 #[cfg(feature = "nccl")]

@@ -43,12 +43,6 @@ impl Options {
         self
     }
 
-    /// Sets [`Options::hierarchy`].
-    pub fn with_hierarchy(mut self, hierarchy: bool) -> Self {
-        self.hierarchy = hierarchy;
-        self
-    }
-
     /// Sets [`Options::host`].
     pub fn with_host(mut self, name: impl Into<String>) -> Self {
         self.host = Some(name.into());
@@ -117,9 +111,15 @@ impl Membership {
         Membership { name: WORLD.into(), rank, size, timeout, hosts: HostNames::default() }
     }
 
-    /// Sets the host names.
-    pub fn with_hosts(self, hosts: HostNames) -> Self {
-        Membership { hosts, ..self }
+    /// Creates the membership of the rank that `env` describes in the group of all ranks.
+    pub(super) fn of_env(env: &RankEnv, timeout: Duration) -> Result<Self> {
+        let RankEnv { rank, world_size, .. } = *env;
+        if rank >= world_size {
+            return Err(Error::Env(format!(
+                "rank {rank} is outside a world of {world_size}: ranks count from 0 to the world size - 1"
+            )));
+        }
+        Ok(Membership::world(rank, world_size, timeout))
     }
 
     /// Returns whether this is the group of all ranks.

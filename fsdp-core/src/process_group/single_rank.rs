@@ -3,8 +3,8 @@
 use super::{
     backend::{Backend, CollectiveOutput, Guarantees},
     collective::{Collective, Failure},
-    host::memory::{Copy, read, take},
-    op::{ExchangePart, GatherPart, Op, ScatterPart},
+    host::memory::{Copy, read, take_all},
+    op::{ExchangePart, Op, ScatterPart},
     options::Membership,
 };
 use crate::{Buffer, DeviceId, Error, Result};
@@ -36,8 +36,8 @@ impl Backend for SingleRank {
                 return super::device_memory::copies_of(parts, &*memory, rank);
             }
             Op::AllGather { parts, memory } => {
-                let take = |part: &GatherPart| take(&*memory, part.input.dtype(), part.input.len(), rank);
-                let mut outputs = parts.iter().map(take).collect::<Result<Vec<_>>>()?;
+                let sizes = parts.iter().map(|part| (part.input.dtype(), part.input.len()));
+                let mut outputs = take_all(&*memory, sizes, rank)?;
                 let copy = Copy::for_output_of(outputs.iter().map(|output| output.bytes().len()).sum());
                 for (index, (part, output)) in parts.iter().zip(&mut outputs).enumerate() {
                     let to = output.bytes_mut();

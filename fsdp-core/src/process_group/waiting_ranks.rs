@@ -60,7 +60,7 @@ impl WaitingRanks {
                 return false;
             };
             match rustix::net::connect(&socket, &name) {
-                Ok(()) => socket_peercred(&socket).is_ok_and(|peer| peer.uid == rustix::process::geteuid()),
+                Ok(()) => is_same_user(&socket),
                 // The queue is full of earlier connections that nobody accepts.
                 Err(Errno::AGAIN) => true,
                 Err(_) => false,
@@ -112,9 +112,15 @@ impl WaitingRanks {
     }
 }
 
-fn socket() -> Result<OwnedFd, Errno> {
+/// Opens a Unix socket for messages.
+pub(super) fn socket() -> Result<OwnedFd, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+}
+
+/// Returns whether the peer's process has the user of this one.
+pub(super) fn is_same_user(socket: &OwnedFd) -> bool {
+    socket_peercred(socket).is_ok_and(|peer| peer.uid == rustix::process::geteuid())
 }
 
 fn name(env: &RankEnv, backend: &str, rank: usize) -> Result<SocketAddrUnix, Errno> {

@@ -14,13 +14,22 @@ pub(crate) fn range(counts: &[usize], rank: usize, dtype: DType) -> Range<usize>
 }
 
 /// Allocates an output and checks its dtype and length.
-pub(crate) fn take(memory: &dyn Allocator, dtype: DType, len: usize, rank: usize) -> Result<Buffer> {
+fn take(memory: &dyn Allocator, dtype: DType, len: usize, rank: usize) -> Result<Buffer> {
     let buffer = memory.take(dtype, len)?;
     if buffer.dtype() != dtype || buffer.len() != len {
         let got = format!("a buffer of {} {}", buffer.len(), buffer.dtype());
         return Err(Error::Argument { rank, message: format!("the allocator gave {got}, expected {len} {dtype}") });
     }
     Ok(buffer)
+}
+
+/// Allocates outputs with these dtypes and lengths.
+pub(crate) fn take_all(
+    memory: &dyn Allocator,
+    outputs: impl Iterator<Item = (DType, usize)>,
+    rank: usize,
+) -> Result<Vec<Buffer>> {
+    outputs.map(|(dtype, len)| take(memory, dtype, len, rank)).collect()
 }
 
 /// Passes a byte range of an all-gather's input to `f`. `part` is the input's position, for messages.

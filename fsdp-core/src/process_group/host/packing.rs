@@ -64,6 +64,11 @@ impl Stream {
         Stream::new(parts.into_iter().map(|(dtype, counts)| range(counts, rank, dtype)))
     }
 
+    /// Creates the streams of all ranks' bytes.
+    pub(crate) fn by_rank<'a>(ranks: usize, parts: impl Iterator<Item = (DType, &'a [usize])> + Clone) -> Vec<Self> {
+        (0..ranks).map(|rank| Stream::of_counts(parts.clone(), rank)).collect()
+    }
+
     /// Creates a stream of some of the parts.
     pub(crate) fn of_parts(&self, is_one: impl Fn(usize) -> bool) -> Self {
         let mut some = Stream::default();

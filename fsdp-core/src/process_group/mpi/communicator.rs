@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use parking_lot::{Condvar, Mutex};
 
 use super::{
     super::{backend::PeerState, collective::Failure},
@@ -174,6 +174,11 @@ pub(super) struct Notification {
 }
 
 impl Notification {
+    /// Creates the notification of a peer that cannot send one.
+    pub(super) fn of_silent_peer(gone: PeerState) -> Self {
+        Notification { sent: 0, completed: 0, gone, received_at: Instant::now() }
+    }
+
     /// Returns whether the peer timed out waiting for `rank`.
     fn blames(&self, rank: usize) -> bool {
         matches!(&self.gone, PeerState::Failed(why) if why.blames(rank))
@@ -284,11 +289,11 @@ impl Communicator {
 
     /// Returns whether all peers have left, died or failed.
     pub(super) fn is_over(&self) -> bool {
-        self.lock().iter().enumerate().all(|(peer, notification)| peer == self.rank || notification.is_some())
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Vec<Option<Notification>>> {
-        self.notifications.lock()
+        self.notifications
+            .lock()
+            .iter()
+            .enumerate()
+            .all(|(peer, notification)| peer == self.rank || notification.is_some())
     }
 
     /// Returns the peers that have left, died or failed.
@@ -296,7 +301,7 @@ impl Communicator {
         if !self.has_notifications.load(Ordering::Acquire) {
             return vec![];
         }
-        let notifications = self.lock();
+        let notifications = self.notifications.lock();
         notifications
             .iter()
             .enumerate()
@@ -331,7 +336,7 @@ impl Communicator {
 
     /// Records the end of a peer's part. The first notification counts.
     pub(super) fn on_notification(&self, peer: usize, notification: Notification) {
-        if let Some(place @ None) = self.lock().get_mut(peer) {
+        if let Some(place @ None) = self.notifications.lock().get_mut(peer) {
             *place = Some(notification);
         }
         self.has_notifications.store(true, Ordering::Release);
@@ -351,14 +356,14 @@ impl Communicator {
         ring |= batch.pending.fetch_sub(1, Ordering::AcqRel) == 1;
         if ring {
             // A thread that is about to sleep checks while it holds the lock.
-            drop(self.lock());
+            drop(self.notifications.lock());
             self.wake.notify_all();
         }
     }
 
     /// Sleeps until a message of interest or a notification, at most for `most`, unless `is_awake`.
     pub(super) fn sleep(&self, most: Duration, is_awake: impl Fn() -> bool) {
-        let mut guard = self.lock();
+        let mut guard = self.notifications.lock();
         if !is_awake() {
             self.wake.wait_for(&mut guard, most);
         }

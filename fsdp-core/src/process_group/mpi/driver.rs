@@ -54,20 +54,15 @@ pub(super) struct Driver {
     is_over: Arc<AtomicBool>,
     has_failed: Arc<AtomicBool>,
     timeout: Duration,
-    /// Held while a world is created.
-    pub(super) meeting: Mutex<()>,
     pub(super) world: Arc<Communicator>,
-    /// Number of receives posted on [`Driver::world`] for each rank.
+    /// Number of receives posted on [`Driver::world`] for each rank. Locked while a world is created.
     pub(super) received: Mutex<Vec<u64>>,
 }
 
 static DRIVER: OnceLock<Result<Driver, String>> = OnceLock::new();
 
 impl Driver {
-    /// Returns the driver of this process. The first call starts it.
-    ///
-    /// # Errors
-    /// A message why MPI did not start.
+    /// Returns the driver of this process, or why MPI did not start. The first call starts it.
     pub(super) fn get(env: &RankEnv, waiting: &WaitingRanks, timeout: Duration) -> Result<&'static Self, String> {
         DRIVER.get_or_init(|| start(env, waiting, timeout.max(MIN_RENDEZVOUS_TIME))).as_ref().map_err(String::clone)
     }
@@ -154,7 +149,6 @@ fn start(env: &RankEnv, waiting: &WaitingRanks, timeout: Duration) -> Result<Dri
         is_over,
         has_failed,
         timeout,
-        meeting: Mutex::new(()),
         world: Arc::new(world),
         received: Mutex::new(vec![0; size]),
     })
@@ -451,13 +445,10 @@ impl Thread {
             tracing::error!("MPI: {}", refused.text);
             self.has_failed.store(true, Ordering::Release);
             for communicator in self.communicators.values() {
-                let gone = || PeerState::Failed(Failure::of(&crate::Error::Env(refused.text.clone())));
-                communicator.peers().for_each(|peer| {
-                    communicator.on_notification(
-                        peer,
-                        Notification { sent: 0, completed: 0, gone: gone(), received_at: Instant::now() },
-                    )
-                });
+                for peer in communicator.peers() {
+                    let gone = PeerState::Failed(Failure::of(&crate::Error::Env(refused.text.clone())));
+                    communicator.on_notification(peer, Notification::of_silent_peer(gone));
+                }
             }
             std::thread::sleep(IDLE);
         }
@@ -500,10 +491,7 @@ impl Thread {
         self.has_failed.store(true, Ordering::Release);
         for communicator in self.communicators.values() {
             if let Some(peer) = communicator.ranks.iter().position(|&other| other == process) {
-                communicator.on_notification(
-                    peer,
-                    Notification { sent: 0, completed: 0, gone: PeerState::Died, received_at: Instant::now() },
-                );
+                communicator.on_notification(peer, Notification::of_silent_peer(PeerState::Died));
             }
         }
     }

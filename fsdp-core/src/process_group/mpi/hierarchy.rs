@@ -17,7 +17,7 @@ use std::ops::Range;
 
 use super::{
     super::host::{packing::Stream, reduce::widening},
-    engine::{Combined, Lane, Output, Phase},
+    mpi_backend::{Combined, Lane, Output, Phase},
 };
 use crate::{DType, ReduceOp};
 

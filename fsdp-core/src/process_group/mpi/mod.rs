@@ -2,7 +2,7 @@
 //!
 //! The library is opened at run time, so that every build has this backend. `library` finds it and knows the binary
 //! interfaces, `session` calls it, and the one thread of `driver` makes all calls. A `communicator` is the state that a
-//! group shares with that thread. `transport` sends and receives with deadlines, `engine` runs collectives, and
+//! group shares with that thread. `transport` sends and receives with deadlines, `mpi_backend` runs collectives, and
 //! `hierarchy` plans what ranks of one host do for each other.
 //!
 //! All communication is point to point. MPI's own collectives and `MPI_Comm_split` cannot be cancelled if a rank is
@@ -19,16 +19,16 @@
 
 mod communicator;
 mod driver;
-mod engine;
 mod hierarchy;
 mod library;
+mod mpi_backend;
 mod session;
 mod transport;
 
 use std::sync::Arc;
 
 use driver::{Driver, MIN_RENDEZVOUS_TIME};
-use engine::Engine;
+use mpi_backend::MpiBackend;
 use transport::{Transport, WaitError, host_id};
 
 use super::{
@@ -54,11 +54,7 @@ use crate::{Error, RankEnv, Result};
 /// timeout or a minute. [`Error::Os`] if the system refuses a thread.
 pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
     let RankEnv { rank, world_size, .. } = *env;
-    if rank >= world_size {
-        return Err(Error::Env(format!(
-            "rank {rank} is outside a world of {world_size}: ranks count from 0 to the world size - 1"
-        )));
-    }
+    let world = Membership::of_env(env, options.timeout)?;
     if world_size == 1 {
         return ProcessGroup::single_rank(options.timeout);
     }
@@ -69,14 +65,14 @@ pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
     if (driver.rank, driver.size) != (rank, world_size) {
         return Err(refused(format!(
             "MPI ({}) says that this process is rank {} of {}, but its environment says rank {rank} of {world_size}. \
-             Start the ranks with this MPI's mpirun, or set FSDP_MPI_LIBRARY to the library of the MPI that started them",
+             Start the ranks with this MPI's mpirun, or set FSDP_MPI_LIBRARY to the library of the MPI that started \
+             them",
             driver.library.display(),
             driver.rank,
             driver.size
         )));
     }
     let all: Vec<usize> = (0..world_size).collect();
-    let _one_at_a_time = driver.meeting.lock();
     let patience = options.timeout.max(MIN_RENDEZVOUS_TIME);
     let host = if options.hierarchy { host_id(options.host.as_deref()) } else { 0 };
     let met = Transport::world(driver, patience, |transport| {
@@ -94,6 +90,6 @@ pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
             WaitError::Over => "the thread that calls MPI has ended".into(),
         })
     })?;
-    let world = Membership::world(rank, world_size, options.timeout).with_hosts(transport.names.clone());
-    ProcessGroup::new(world, Box::new(Engine::new(transport, Arc::new(env.clone()), options.chunk_bytes)))
+    let world = Membership { hosts: transport.names.clone(), ..world };
+    ProcessGroup::new(world, Box::new(MpiBackend::new(transport, Arc::new(env.clone()), options.chunk_bytes)))
 }

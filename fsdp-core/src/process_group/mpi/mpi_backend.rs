@@ -16,7 +16,7 @@ use super::{
         call::{FIXED, HEAD},
         collective::{Collective, Failure},
         host::{
-            memory::{range, read, take},
+            memory::{range, read, take_all},
             packing::{ALIGN, Piece, Stream},
             reduce::{Input, partial, reduce, widening},
         },
@@ -36,7 +36,7 @@ const WHOLE: usize = 64 << 10;
 const ROOM: RangeInclusive<usize> = 64 << 10..=8 << 20;
 
 /// One rank's end of a group.
-pub(super) struct Engine {
+pub(super) struct MpiBackend {
     transport: Transport,
     /// The ranks of each host, if there are several hosts and one of them has several ranks.
     hosts: Option<Hosts>,
@@ -45,10 +45,10 @@ pub(super) struct Engine {
     has_failed: bool,
 }
 
-impl Engine {
+impl MpiBackend {
     pub(super) fn new(transport: Transport, env: Arc<RankEnv>, chunk_bytes: usize) -> Self {
         let hosts = Hosts::of(&transport.host_ids).filter(Hosts::are_shared);
-        Engine { transport, hosts, env, chunk_bytes, has_failed: false }
+        MpiBackend { transport, hosts, env, chunk_bytes, has_failed: false }
     }
 
     /// Returns the hosts, for a collective that moves more than its first messages hold.
@@ -88,8 +88,8 @@ impl Engine {
         memory: &dyn Allocator,
     ) -> Result<Vec<Buffer>> {
         let rank = self.transport.communicator.rank;
-        let take = |part: &GatherPart| take(memory, part.input.dtype(), part.counts.iter().sum(), rank);
-        let mut outputs = parts.iter().map(take).collect::<Result<Vec<_>>>()?;
+        let sizes = parts.iter().map(|part| (part.input.dtype(), part.counts.iter().sum()));
+        let mut outputs = take_all(memory, sizes, rank)?;
         for (index, (part, output)) in parts.iter().zip(&mut outputs).enumerate() {
             let own = range(&part.counts, rank, part.input.dtype());
             // An input without elements is not read.
@@ -117,8 +117,8 @@ impl Engine {
         memory: &dyn Allocator,
     ) -> Result<Vec<Buffer>> {
         let rank = self.transport.communicator.rank;
-        let take = |part: &ScatterPart| take(memory, part.input.dtype(), part.counts[rank], rank);
-        let outputs = parts.iter().map(take).collect::<Result<Vec<_>>>()?;
+        let sizes = parts.iter().map(|part| (part.input.dtype(), part.counts[rank]));
+        let outputs = take_all(memory, sizes, rank)?;
         let stream = |of| Stream::of_counts(parts.iter().map(|p| (p.input.dtype(), &p.counts[..])), of);
         let dtypes: Vec<DType> = parts.iter().map(|part| part.input.dtype()).collect();
         let (count, starts) = (parts.len(), parts.iter().map(|p| range(&p.counts, rank, p.input.dtype()).start));
@@ -186,8 +186,8 @@ impl Engine {
         memory: &dyn Allocator,
     ) -> Result<Vec<Buffer>> {
         let rank = self.transport.communicator.rank;
-        let take = |part: &ExchangePart| take(memory, part.input.dtype(), part.recv_counts.iter().sum(), rank);
-        let mut outputs = parts.iter().map(take).collect::<Result<Vec<_>>>()?;
+        let sizes = parts.iter().map(|part| (part.input.dtype(), part.recv_counts.iter().sum()));
+        let mut outputs = take_all(memory, sizes, rank)?;
         for (part, output) in parts.iter().zip(&mut outputs) {
             let from = range(&part.send_counts, rank, part.input.dtype());
             let to = range(&part.recv_counts, rank, part.input.dtype());
@@ -225,7 +225,7 @@ fn give_back(mut buffers: Vec<Buffer>, count: usize, memory: &dyn Allocator) -> 
     outputs
 }
 
-impl Backend for Engine {
+impl Backend for MpiBackend {
     fn device(&self) -> DeviceId {
         DeviceId::Host
     }
@@ -267,7 +267,7 @@ impl Backend for Engine {
         let transport = met.map_err(|why| Error::Rendezvous { rank: group.rank, message: why })?;
         let transport = transport.map_err(|error| error.into_error(collective))?;
         self.transport.communicator.complete(collective.sequence() + 1);
-        Ok(Box::new(Engine::new(transport, self.env.clone(), self.chunk_bytes)))
+        Ok(Box::new(MpiBackend::new(transport, self.env.clone(), self.chunk_bytes)))
     }
 
     fn fail(&mut self, why: &Failure) {
@@ -276,7 +276,7 @@ impl Backend for Engine {
     }
 }
 
-impl Drop for Engine {
+impl Drop for MpiBackend {
     fn drop(&mut self) {
         if !self.has_failed {
             self.transport.driver.close(&self.transport.communicator, None);

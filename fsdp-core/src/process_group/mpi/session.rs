@@ -133,9 +133,13 @@ impl<H: Copy + PartialEq> Session<H> {
         Ok(number)
     }
 
-    fn keep(&mut self, number: usize, request: H) {
+    /// Starts a request, which `call` writes.
+    fn start_request(&mut self, what: &str, number: usize, call: impl FnOnce(*mut H) -> c_int) -> Outcome {
+        let mut request = self.constants.request_null;
+        self.check(what, call(&raw mut request))?;
         self.requests.push(request);
         self.numbers.push(number);
+        Ok(())
     }
 }
 
@@ -161,8 +165,8 @@ impl<H: Copy + PartialEq> Mpi for Session<H> {
             let level = unsafe { self.number("MPI_Query_thread", |to| query_thread(to))? };
             if level < thread_serialized {
                 return Err(MpiError::new(
-                    "the program initialized MPI for one thread: initialize it with MPI_THREAD_MULTIPLE, or leave it to \
-                     this library",
+                    "the program initialized MPI for one thread: initialize it with MPI_THREAD_MULTIPLE, or leave it \
+                     to this library",
                 ));
             }
         } else {
@@ -193,15 +197,13 @@ impl<H: Copy + PartialEq> Mpi for Session<H> {
     }
 
     fn separate(&mut self, timeout: Duration) -> Outcome {
-        let Constants { comm_world, request_null, errors_return, .. } = self.constants;
+        let Constants { comm_world, errors_return, .. } = self.constants;
         let started = Instant::now();
         // Written when the request is done, which may be never.
         let made = Box::leak(Box::new(comm_world));
-        let mut request = request_null;
+        let idup = self.functions.comm_idup;
         // SAFETY: MPI is initialized, and the written memory is never freed.
-        let code = unsafe { (self.functions.comm_idup)(comm_world, &raw mut *made, &raw mut request) };
-        self.check("MPI_Comm_idup", code)?;
-        self.keep(0, request);
+        self.start_request("MPI_Comm_idup", 0, |request| unsafe { idup(comm_world, &raw mut *made, request) })?;
         let mut outcome = None;
         while outcome.is_none() {
             self.poll(&mut |_, done| outcome = Some(done))?;
@@ -222,29 +224,19 @@ impl<H: Copy + PartialEq> Mpi for Session<H> {
     }
 
     unsafe fn send(&mut self, number: usize, from: *const u8, len: usize, to: usize, tag: u16) -> Outcome {
-        let mut request = self.constants.request_null;
-        let Constants { byte, .. } = self.constants;
-        let (len, to) = (count(len)?, to as c_int);
-        // SAFETY: MPI is initialised, and the memory is as the caller guarantees.
-        let code = unsafe {
-            (self.functions.isend)(from.cast(), len, byte, to, c_int::from(tag), self.world, &raw mut request)
-        };
-        self.check("MPI_Isend", code)?;
-        self.keep(number, request);
-        Ok(())
+        let (isend, byte, world) = (self.functions.isend, self.constants.byte, self.world);
+        let (len, to, tag) = (count(len)?, to as c_int, c_int::from(tag));
+        // SAFETY: MPI is initialized, and the memory is as the caller guarantees.
+        let call = |request| unsafe { isend(from.cast(), len, byte, to, tag, world, request) };
+        self.start_request("MPI_Isend", number, call)
     }
 
     unsafe fn receive(&mut self, number: usize, to: *mut u8, len: usize, from: usize, tag: u16) -> Outcome {
-        let mut request = self.constants.request_null;
-        let Constants { byte, .. } = self.constants;
-        let (len, from) = (count(len)?, from as c_int);
-        // SAFETY: MPI is initialised, and the memory is as the caller guarantees.
-        let code = unsafe {
-            (self.functions.irecv)(to.cast(), len, byte, from, c_int::from(tag), self.world, &raw mut request)
-        };
-        self.check("MPI_Irecv", code)?;
-        self.keep(number, request);
-        Ok(())
+        let (irecv, byte, world) = (self.functions.irecv, self.constants.byte, self.world);
+        let (len, from, tag) = (count(len)?, from as c_int, c_int::from(tag));
+        // SAFETY: MPI is initialized, and the memory is as the caller guarantees.
+        let call = |request| unsafe { irecv(to.cast(), len, byte, from, tag, world, request) };
+        self.start_request("MPI_Irecv", number, call)
     }
 
     fn poll(&mut self, done: &mut dyn FnMut(usize, Outcome)) -> Outcome {

@@ -80,18 +80,17 @@ impl Transport {
         timeout: Duration,
         received: Vec<u64>,
     ) -> Self {
-        let (host_ids, names, pages, first_pages) = (vec![], HostNames::default(), vec![], vec![]);
         Transport {
             driver,
             communicator,
             step: ALIGN,
-            host_ids,
-            names,
+            host_ids: vec![],
+            names: HostNames::default(),
             nonce: 0,
             timeout,
             received,
-            pages,
-            first_pages,
+            pages: vec![],
+            first_pages: vec![],
         }
     }
 
@@ -202,11 +201,7 @@ impl Transport {
     /// Returns a peer that has gone and that messages still wait for. Peers that sent a reason come first.
     fn lost_peer(&self, batch: &Batch) -> Option<(usize, Notification)> {
         let mut notifications = self.communicator.notifications();
-        notifications.sort_by_key(|(_, notification)| match notification.gone {
-            PeerState::Failed(_) => 0,
-            PeerState::Died => 1,
-            PeerState::Left => 2,
-        });
+        notifications.sort_by_key(|(_, notification)| notification.gone.precedence());
         let (to, from) = (batch.open(Direction::Send), batch.open(Direction::Receive));
         notifications.into_iter().find(|(peer, notification)| {
             // Messages that the peer sent before still arrive.
@@ -292,16 +287,15 @@ impl Transport {
             String::from_utf8_lossy(name).into_owned()
         };
         let names = HostNames::of((0..ranks.len()).map(name));
-        let mut transport = Transport::new(self.driver, communicator, timeout, vec![0; ranks.len()]);
         let [_, step, _, nonce] = told(0);
-        (transport.names, transport.nonce) = (names, nonce);
-        transport.step = (step as usize).clamp(SHORTEST, LONGEST) / ALIGN * ALIGN;
-        transport.host_ids = (0..ranks.len()).map(|of| told(of)[2]).collect();
+        let step = (step as usize).clamp(SHORTEST, LONGEST) / ALIGN * ALIGN;
+        let mut host_ids: Vec<_> = (0..ranks.len()).map(|of| told(of)[2]).collect();
         // One rank without a hierarchy turns it off for all, and for groups split from this one.
-        if transport.host_ids.contains(&0) {
-            transport.host_ids.fill(0);
+        if host_ids.contains(&0) {
+            host_ids.fill(0);
         }
-        Ok(Ok(transport))
+        let unmet = Transport::new(self.driver, communicator, timeout, vec![0; ranks.len()]);
+        Ok(Ok(Transport { step, host_ids, names, nonce, ..unmet }))
     }
 
     /// Calls `f` with the world of all MPI processes, for one caller at a time.

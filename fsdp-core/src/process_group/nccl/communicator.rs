@@ -18,7 +18,7 @@ use cudarc::{
         sys::{self, ncclResult_t},
     },
 };
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 
 use super::super::{
     backend::{PeerMonitor, PeerState},
@@ -110,20 +110,13 @@ impl Communicator {
     }
 
     /// Fails with the reason of the abort, if it was aborted.
-    ///
-    /// # Errors
-    /// The reason of the abort.
     pub(super) fn check(&self) -> Result<()> {
         self.failed.get().cloned().map_or(Ok(()), Err)
     }
 
-    fn gate(&self) -> MutexGuard<'_, ()> {
-        self.gate.lock()
-    }
-
     /// Runs calls as one NCCL group, and waits until NCCL has enqueued them.
     pub(super) fn as_one(&self, what: &str, calls: impl FnOnce(sys::ncclComm_t) -> ncclResult_t) -> Result<()> {
-        let _gate = self.gate();
+        let _gate = self.gate.lock();
         self.check()?;
         // SAFETY: the group is ended below, on this thread.
         let begun = unsafe { sys::ncclGroupStart() };
@@ -207,7 +200,7 @@ impl Communicator {
 
     /// Destroys the communicator once its collectives are done, together with the peers if they do so soon.
     pub(super) fn part(&self) {
-        let _gate = self.gate();
+        let _gate = self.gate.lock();
         if self.is_over.swap(true, Ordering::AcqRel) {
             return;
         }

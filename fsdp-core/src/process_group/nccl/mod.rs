@@ -11,15 +11,15 @@
 //! issuing thread could wait for a peer that issues the collectives of two groups in another order.
 //!
 //! The watchdog compares what ranks hang in after the group's timeout. A hung rank does not answer messages, so the
-//! watchdog reads the peers' status pages, if the host group has shared memory. It aborts the communicator if a peer is
-//! gone, NCCL reports an error, there is no progress for the timeout, or the device does not reach the first collective
-//! for three timeouts. Blocked calls of the host then return, unless the device itself hangs. After an abort, outputs
-//! are unspecified, and all pending and later collectives return the error.
+//! watchdog reads the peers' announcement pages, if the host group has shared memory. It aborts the communicator if a
+//! peer is gone, NCCL reports an error, there is no progress for the timeout, or the device does not reach the first
+//! collective for three timeouts. Blocked calls of the host then return, unless the device itself hangs. After an
+//! abort, outputs are unspecified, and all pending and later collectives return the error.
 //!
-//! `communicator` wraps NCCL's communicator, `engine` enqueues collectives, and `watchdog` follows pending ones.
+//! `communicator` wraps NCCL's communicator, `nccl_engine` enqueues collectives, and `watchdog` follows pending ones.
 
 mod communicator;
-mod engine;
+mod nccl_engine;
 mod watchdog;
 
-pub use engine::Nccl;
+pub use nccl_engine::Nccl;

@@ -11,7 +11,7 @@ use cudarc::{
     driver::{CudaEvent, CudaStream, DriverError},
     nccl::sys::ncclResult_t,
 };
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use parking_lot::{Condvar, Mutex};
 
 use super::{
     super::{
@@ -62,22 +62,22 @@ impl Watchdog {
         let name = format!("nccl {}:{}", shared.group.name, shared.group.rank);
         let thread = std::thread::Builder::new().name(name).spawn(move || looks.run()).map_err(|source| {
             let what = format!("starting the thread that watches NCCL in group \"{}\"", shared.group.name);
-            Error::Os { rank: shared.group.rank, what, source: Arc::new(source) }
+            Error::os(shared.group.rank, what, source)
         })?;
         Ok(Watchdog { shared, thread: Some(thread) })
     }
 
     /// Watches another collective.
     pub(super) fn watch(&self, collective: PendingCollective) {
-        self.shared.pending().push(collective);
+        self.shared.pending.lock().push(collective);
     }
 
     /// Waits until no collective is pending.
     pub(super) fn drain(&self) {
         let mut nap = Duration::from_micros(50);
         while self.shared.communicator.check().is_ok() {
-            let mut pending = self.shared.pending();
-            if pending.first().is_err() || pending.is_empty() {
+            let mut pending = self.shared.pending.lock();
+            if pending.first().is_err() || pending.queue.is_empty() {
                 return;
             }
             drop(pending);
@@ -99,10 +99,6 @@ impl Drop for Watchdog {
 }
 
 impl Shared {
-    fn pending(&self) -> MutexGuard<'_, PendingCollectives> {
-        self.pending.lock()
-    }
-
     fn run(&self) {
         let period = PERIOD.min(self.group.timeout / 4).max(Duration::from_millis(1));
         let mut stop = self.stop.lock();
@@ -117,7 +113,7 @@ impl Shared {
                     peer_monitor.fail(&Failure::of(&error));
                 }
                 self.communicator.abort(error);
-                self.pending().clear();
+                self.pending.lock().queue.clear();
             }
             stop = self.stop.lock();
             if !*stop {
@@ -129,16 +125,16 @@ impl Shared {
     /// Returns the reason to abort the communicator, if there is one.
     fn look(&self) -> Option<Error> {
         let peer_monitor = self.peer_monitor.as_deref();
-        let mut pending = self.pending();
+        let mut pending = self.pending.lock();
         let issued = pending.issued;
         let (first, before) = match self.bound().and_then(|()| pending.first()) {
-            Ok(Some(first)) if !first.has_begun() => (None, Some(first)),
+            Ok(Some(first)) if first.clock.begun.is_none() => (None, Some(first)),
             Ok(first) => (first, None),
             Err(error) => return Some(failed(&self.stream, "asking whether a collective has ended", &error)),
         };
         let at = first.as_deref().map(|collective| collective.collective(&self.group));
         if let Some(peer_monitor) = peer_monitor {
-            peer_monitor.set_status(&RankStatus::of(issued, at.as_ref()).to_bytes());
+            peer_monitor.set_announcement(&RankStatus::of(issued, at.as_ref()).to_bytes());
         }
         let what = at.map_or_else(|| format!("group \"{}\"", self.group.name), |at| at.to_string());
         let trouble = self.communicator.trouble(&what);
@@ -146,15 +142,16 @@ impl Shared {
             // NCCL also reports a peer as gone when the peer leaves.
             let trouble = trouble.filter(|(status, _)| *status != ncclResult_t::ncclRemoteError);
             let stuck = || {
-                let (collective, waited) =
-                    before.and_then(|collective| Some((&*collective, collective.stuck(self.group.timeout)?)))?;
+                let collective = before?;
+                let waited = collective.clock.stuck(Instant::now(), self.group.timeout)?;
                 Some(not_begun(&collective.collective(&self.group), self.communicator.device, waited))
             };
             return trouble.map(|(_, error)| error).or_else(stuck);
         };
         let is_alarm = trouble.is_some();
         let gone = peer_monitor.and_then(PeerMonitor::lost_peer);
-        let is_late = collective.waited() >= self.group.timeout;
+        let waited = collective.clock.waited(Instant::now());
+        let is_late = waited >= self.group.timeout;
         if gone.is_none() && !is_alarm {
             collective.alarm = None;
         } else if collective.alarm.get_or_insert_with(Instant::now).elapsed() >= GRACE || is_late {
@@ -163,12 +160,12 @@ impl Shared {
                 // The peer's reason is more specific than NCCL's, which is that the peer does not answer.
                 (Some((peer, gone)), _) => gone.into_error(&at, peer),
                 (None, Some((_, error))) => error,
-                (None, None) => at.timed_out(vec![], collective.waited()),
+                (None, None) => at.timed_out(vec![], waited),
             });
         }
         is_late.then(|| {
             let at = collective.collective(&self.group);
-            of(&at, self.communicator.device, collective.waited(), peer_monitor)
+            of(&at, self.communicator.device, waited, peer_monitor)
         })
     }
 
@@ -186,7 +183,7 @@ const COMPUTE: u32 = 3;
 struct Clock {
     /// When it became the first pending collective, which only the device's own work delays.
     first: Option<Instant>,
-    /// When it began to wait for the peers only.
+    /// When it began to wait for the peers only: its inputs were ready.
     begun: Option<Instant>,
 }
 
@@ -231,21 +228,6 @@ impl PendingCollective {
     pub(super) fn collective<'a>(&'a self, group: &'a Membership) -> Collective<'a> {
         Collective::new(&self.call, group, self.sequence, false)
     }
-
-    /// Returns how long it has waited for the peers.
-    pub(super) fn waited(&self) -> Duration {
-        self.clock.waited(Instant::now())
-    }
-
-    /// Returns whether its inputs are ready, so that it waits for peers only.
-    fn has_begun(&self) -> bool {
-        self.clock.begun.is_some()
-    }
-
-    /// Returns how long the device has delayed it, if that is too long.
-    pub(super) fn stuck(&self, timeout: Duration) -> Option<Duration> {
-        self.clock.stuck(Instant::now(), timeout)
-    }
 }
 
 /// Pending collectives in order.
@@ -271,21 +253,13 @@ impl PendingCollectives {
             self.queue.pop_front();
         }
         let Some(first) = self.queue.front_mut() else { return Ok(None) };
-        let has_begun = first.has_begun() || first.begin.try_is_complete()?;
+        let has_begun = first.clock.begun.is_some() || first.begin.try_is_complete()?;
         first.clock.look(Instant::now(), has_begun);
         Ok(Some(first))
     }
-
-    pub(super) fn is_empty(&self) -> bool {
-        self.queue.is_empty()
-    }
-
-    pub(super) fn clear(&mut self) {
-        self.queue.clear();
-    }
 }
 
-/// A rank's status page.
+/// Content of a rank's announcement page.
 #[derive(Clone, Debug, PartialEq)]
 struct RankStatus {
     /// Sequence number after the last enqueued collective's.
@@ -334,8 +308,8 @@ pub(super) fn of(
     // A rank with an empty page has issued nothing.
     let statuses: Vec<RankStatus> = (0..group.size)
         .map(|rank| {
-            let statuses = peer_monitor.status(rank).and_then(|bytes| RankStatus::from_bytes(&bytes, group.size));
-            statuses.unwrap_or(RankStatus { issued: 0, announced: vec![] })
+            let status = peer_monitor.announcement(rank).and_then(|bytes| RankStatus::from_bytes(&bytes, group.size));
+            status.unwrap_or(RankStatus { issued: 0, announced: vec![] })
         })
         .collect();
     let number = |announced: &[u8]| announced.first_chunk().map(|bytes| u64::from_le_bytes(*bytes));
@@ -408,7 +382,7 @@ mod tests {
         assert_eq!((clock.waited(at(140)), clock.stuck(at(140), timeout)), (Duration::from_secs(9), None));
     }
 
-    /// Status pages of three ranks.
+    /// Announcement pages of three ranks.
     struct Boards(Mutex<[Option<Vec<u8>>; 3]>);
 
     impl PeerMonitor for Boards {
@@ -416,8 +390,8 @@ mod tests {
             None
         }
         fn fail(&self, _: &Failure) {}
-        fn set_status(&self, _: &[u8]) {}
-        fn status(&self, peer: usize) -> Option<Vec<u8>> {
+        fn set_announcement(&self, _: &[u8]) {}
+        fn announcement(&self, peer: usize) -> Option<Vec<u8>> {
             self.0.lock()[peer].clone()
         }
     }

@@ -10,7 +10,7 @@ use super::{
         collective::{Collective, Failure},
         device_memory::{Running, read, take},
         group::ProcessGroup,
-        op::{ExchangePart, GatherPart, Op, ScatterPart},
+        op::{GatherPart, Op},
     },
     DeviceEngine,
 };
@@ -100,15 +100,20 @@ impl HostStaging {
     }
 
     /// Copies buffers of the device to the host.
-    fn down_all(&self, buffers: &[Buffer]) -> Result<Vec<Buffer>> {
-        let views: Vec<_> = buffers
-            .iter()
-            .filter_map(|buffer| match buffer {
-                Buffer::Cuda(memory) => Some((memory.dtype(), memory.view())),
-                _ => None,
-            })
-            .collect();
-        self.down(&views)
+    fn down_all<'b>(&self, buffers: impl Iterator<Item = &'b Buffer>) -> Result<Vec<Buffer>> {
+        let view = |buffer: &'b Buffer| match buffer {
+            Buffer::Cuda(memory) => Some((memory.dtype(), memory.view())),
+            _ => None,
+        };
+        self.down(&buffers.filter_map(view).collect::<Vec<_>>())
+    }
+
+    /// Replaces inputs by copies on the host, and gives them back to their allocator.
+    fn move_down<'b>(&self, inputs: impl Iterator<Item = &'b mut Buffer>, memory: &dyn Allocator) -> Result<()> {
+        let inputs: Vec<_> = inputs.collect();
+        let copies = self.down_all(inputs.iter().map(|input| &**input))?;
+        inputs.into_iter().zip(copies).for_each(|(input, copy)| memory.give(std::mem::replace(input, copy)));
+        Ok(())
     }
 }
 
@@ -155,34 +160,20 @@ impl DeviceEngine for HostStaging {
                 }
                 self.through(collective, Op::AllGather { parts: down, memory: Heap::shared() }, host, &*memory)
             }
-            Op::ReduceScatter { parts, op, memory } => {
-                let (inputs, counts): (Vec<_>, Vec<_>) =
-                    parts.into_iter().map(|part| (part.input, part.counts)).unzip();
-                let down = self.down_all(&inputs)?;
-                inputs.into_iter().for_each(|input| memory.give(input));
-                let part = |(input, counts)| ScatterPart { input, counts };
-                let parts = down.into_iter().zip(counts).map(part).collect();
+            Op::ReduceScatter { mut parts, op, memory } => {
+                self.move_down(parts.iter_mut().map(|part| &mut part.input), &*memory)?;
                 self.through(collective, Op::ReduceScatter { parts, op, memory: Heap::shared() }, host, &*memory)
             }
-            Op::AllToAll { parts, memory } => {
-                let mut inputs = vec![];
-                let mut counts = vec![];
-                for ExchangePart { input, send_counts, recv_counts } in parts {
-                    inputs.push(input);
-                    counts.push((send_counts, recv_counts));
-                }
-                let down = self.down_all(&inputs)?;
-                inputs.into_iter().for_each(|input| memory.give(input));
-                let part = |(input, (send_counts, recv_counts))| ExchangePart { input, send_counts, recv_counts };
-                let parts = down.into_iter().zip(counts).map(part).collect();
+            Op::AllToAll { mut parts, memory } => {
+                self.move_down(parts.iter_mut().map(|part| &mut part.input), &*memory)?;
                 self.through(collective, Op::AllToAll { parts, memory: Heap::shared() }, host, &*memory)
             }
             Op::AllReduce { buffers, op } => {
-                let down = self.down_all(&buffers)?;
+                let down = self.down_all(buffers.iter())?;
                 self.in_place(collective, Op::AllReduce { buffers: down, op }, buffers, host)
             }
             Op::Broadcast { buffers, root } => {
-                let down = self.down_all(&buffers)?;
+                let down = self.down_all(buffers.iter())?;
                 self.in_place(collective, Op::Broadcast { buffers: down, root }, buffers, host)
             }
             Op::Barrier => Ok(host.issue(Ok(collective.call().clone()), Op::Barrier).wait()?.into()),

@@ -7,9 +7,9 @@ use std::ops::Range;
 
 use super::{
     super::{
-        collective::{Collective, Traffic},
+        collective::Collective,
         host::{
-            memory::{Copy, Inputs, range, read, take},
+            memory::{Copy, Inputs, range, read, take_all},
             packing::{ALIGN, Piece, Stream, last_chunk},
             reduce::{Input, reduce},
         },
@@ -35,8 +35,8 @@ pub(super) trait ChunkedCollective {
         None
     }
 
-    /// Receives the sizes that the ranks announced.
-    fn learn(&mut self, _: &Traffic) {}
+    /// Receives the most bytes that one rank sends to another in an all-to-all.
+    fn learn(&mut self, _longest: usize) {}
 
     /// Writes this rank's slot.
     fn fill(&mut self, step: usize, slot: &mut [u8]) -> Result<()>;
@@ -60,14 +60,14 @@ pub(super) fn run(
     port: &mut Port,
     waiter: &Waiter,
     collective: &Collective<'_>,
-    this: &mut dyn ChunkedCollective,
+    chunked: &mut dyn ChunkedCollective,
 ) -> Result<()> {
     let start = port.consumed();
     let rank = port.rank();
-    let source = this.source();
+    let source = chunked.source();
     // A rank that only reads, or that needs the peers' announcements, learns the number of steps after the first.
     let is_known = !collective.is_sized_by_peers() && source.is_none_or(|source| source == rank);
-    let mut steps = if is_known { this.steps().max(1) } else { 1 };
+    let mut steps = if is_known { chunked.steps().max(1) } else { 1 };
     let mut context = WaitContext { collective, end: start.wrapping_add(steps as u32) };
     let (mut filled, mut drained) = (0, 0);
     while drained < steps {
@@ -83,13 +83,13 @@ pub(super) fn run(
             _ => (0..port.ranks()).all(|peer| peer == rank || port.is_published(peer)),
         };
         if drained == filled || !is_published(port) {
-            if filled < steps.min(drained + this.lookahead()) && (drained == filled || port.slot_is_free()) {
+            if filled < steps.min(drained + chunked.lookahead()) && (drained == filled || port.slot_is_free()) {
                 waiter.wait(port, context, Goal::Free)?;
                 let (header, data) = port.slot();
                 if filled == 0 {
                     collective.announce(header);
                 }
-                this.fill(filled, data)?;
+                chunked.fill(filled, data)?;
                 port.publish();
                 filled += 1;
                 continue;
@@ -99,15 +99,15 @@ pub(super) fn run(
             }
         }
         if drained == 0 {
-            this.learn(&collective.compare(|peer| port.peer_slot(peer).0)?);
-            steps = this.steps().max(1);
+            chunked.learn(collective.compare(|peer| port.peer_slot(peer).0)?);
+            steps = chunked.steps().max(1);
             context.end = start.wrapping_add(steps as u32);
             if source.is_some_and(|source| source != rank) {
                 port.publish_until(context.end);
                 filled = steps;
             }
         }
-        this.drain(drained, &Peers(port))?;
+        chunked.drain(drained, &Peers(port))?;
         port.advance();
         drained += 1;
     }
@@ -193,13 +193,9 @@ pub(super) struct AllGather {
 
 impl AllGather {
     pub(super) fn new(parts: Vec<GatherPart>, layout: SlotLayout, memory: &dyn Allocator) -> Result<Self> {
-        let outputs = parts
-            .iter()
-            .map(|part| take(memory, part.input.dtype(), part.counts.iter().sum(), layout.rank))
-            .collect::<Result<Vec<_>>>()?;
-        let streams: Vec<_> = (0..layout.ranks)
-            .map(|rank| Stream::of_counts(parts.iter().map(|p| (p.input.dtype(), &p.counts[..])), rank))
-            .collect();
+        let sizes = parts.iter().map(|part| (part.input.dtype(), part.counts.iter().sum()));
+        let outputs = take_all(memory, sizes, layout.rank)?;
+        let streams = Stream::by_rank(layout.ranks, parts.iter().map(|p| (p.input.dtype(), &p.counts[..])));
         let own = parts.iter().map(|p| range(&p.counts, layout.rank, p.input.dtype()).start).collect();
         let copy = Copy::for_output_of(streams.iter().map(Stream::len).sum());
         Ok(AllGather { rank: layout.rank, chunk: layout.bytes, parts, outputs, streams, own, copy })
@@ -237,21 +233,6 @@ impl ChunkedCollective for AllGather {
     }
 }
 
-impl AllGather {
-    /// Creates an all-gather of nothing, which is a barrier.
-    pub(super) fn barrier(layout: SlotLayout) -> Self {
-        AllGather {
-            rank: layout.rank,
-            chunk: layout.bytes,
-            parts: Vec::new(),
-            outputs: Vec::new(),
-            streams: vec![Stream::default(); layout.ranks],
-            own: Vec::new(),
-            copy: Copy::Cached,
-        }
-    }
-}
-
 /// Reduce-scatter: a slot has a share for each peer, which reduces all shares for it with its own.
 pub(super) struct ReduceScatter<'a> {
     sends: Sends<'a>,
@@ -268,13 +249,9 @@ impl<'a> ReduceScatter<'a> {
         layout: SlotLayout,
         memory: &'a dyn Allocator,
     ) -> Result<Self> {
-        let outputs = parts
-            .iter()
-            .map(|part| take(memory, part.input.dtype(), part.counts[layout.rank], layout.rank))
-            .collect::<Result<Vec<_>>>()?;
-        let to = (0..layout.ranks)
-            .map(|rank| Stream::of_counts(parts.iter().map(|p| (p.input.dtype(), &p.counts[..])), rank))
-            .collect();
+        let sizes = parts.iter().map(|part| (part.input.dtype(), part.counts[layout.rank]));
+        let outputs = take_all(memory, sizes, layout.rank)?;
+        let to = Stream::by_rank(layout.ranks, parts.iter().map(|p| (p.input.dtype(), &p.counts[..])));
         let own = parts.iter().map(|p| range(&p.counts, layout.rank, p.input.dtype()).start).collect();
         let sends = Sends::new(parts.into_iter().map(|part| part.input).collect(), to, layout, memory);
         Ok(ReduceScatter { sends, op, outputs, own })
@@ -448,23 +425,18 @@ pub(super) struct AllToAll<'a> {
 
 impl<'a> AllToAll<'a> {
     pub(super) fn new(parts: Vec<ExchangePart>, layout: SlotLayout, memory: &'a dyn Allocator) -> Result<Self> {
-        let mut outputs = parts
-            .iter()
-            .map(|part| take(memory, part.input.dtype(), part.recv_counts.iter().sum(), layout.rank))
-            .collect::<Result<Vec<_>>>()?;
+        let sizes = parts.iter().map(|part| (part.input.dtype(), part.recv_counts.iter().sum()));
+        let mut outputs = take_all(memory, sizes, layout.rank)?;
         for (part, output) in parts.iter().zip(&mut outputs) {
             let from = range(&part.send_counts, layout.rank, part.input.dtype());
             let to = range(&part.recv_counts, layout.rank, part.input.dtype());
             output.bytes_mut()[to].copy_from_slice(&part.input.bytes()[from]);
         }
-        let streams = |counts: fn(&ExchangePart) -> &[usize]| -> Vec<Stream> {
-            (0..layout.ranks)
-                .map(|rank| match rank == layout.rank {
-                    // Copied above.
-                    true => Stream::default(),
-                    false => Stream::of_counts(parts.iter().map(|p| (p.input.dtype(), counts(p))), rank),
-                })
-                .collect()
+        let streams = |counts: fn(&ExchangePart) -> &[usize]| {
+            let mut streams = Stream::by_rank(layout.ranks, parts.iter().map(|p| (p.input.dtype(), counts(p))));
+            // Copied above.
+            streams[layout.rank] = Stream::default();
+            streams
         };
         let (to, from) = (streams(|part| &part.send_counts), streams(|part| &part.recv_counts));
         let sends = Sends::new(parts.into_iter().map(|part| part.input).collect(), to, layout, memory);
@@ -478,8 +450,8 @@ impl ChunkedCollective for AllToAll<'_> {
         self.steps
     }
 
-    fn learn(&mut self, traffic: &Traffic) {
-        self.steps = traffic.longest().div_ceil(self.sends.share).max(1);
+    fn learn(&mut self, longest: usize) {
+        self.steps = longest.div_ceil(self.sends.share).max(1);
     }
 
     fn fill(&mut self, step: usize, slot: &mut [u8]) -> Result<()> {

@@ -1,6 +1,6 @@
 //! The backend for ranks that are threads of one process. It runs the code of the `shm` backend on private memory.
 
-use std::{collections::HashMap, sync::Arc};
+use std::{collections::HashMap, io, sync::Arc};
 
 use parking_lot::Mutex;
 
@@ -10,9 +10,9 @@ use super::{
         group::ProcessGroup,
         options::{Membership, Options},
     },
-    engine::{SegmentSource, SharedMemory},
     peer_monitor::Waiter,
     segment::{Port, Segment, Shape},
+    shm_backend::{SegmentSource, SharedMemory},
 };
 use crate::{Error, Result, text};
 
@@ -29,10 +29,8 @@ struct Threads {
 
 impl SegmentSource for Threads {
     fn open(&self, group: &Membership, _: &dyn Fn() -> Result<()>) -> Result<(Port, Waiter)> {
-        let os = |source: rustix::io::Errno| Error::Os {
-            rank: group.rank,
-            what: format!("mapping the memory of group \"{}\"", group.name),
-            source: Arc::new(source.into()),
+        let os = |source: io::Error| {
+            Error::os(group.rank, format!("mapping the memory of group \"{}\"", group.name), source)
         };
         let segment = {
             let mut segments = self.segments.lock();
@@ -40,7 +38,7 @@ impl SegmentSource for Threads {
                 Some(found) => found,
                 None => {
                     let shape = Shape::new(group.size, self.chunk_bytes);
-                    (Arc::new(Segment::anonymous(shape).map_err(os)?), group.size)
+                    (Arc::new(Segment::new(shape).map_err(os)?), group.size)
                 }
             };
             if missing > 1 {

@@ -1,8 +1,7 @@
 //! Waiting for peers, and detecting their failure.
 //!
-//! A rank's status page consists of a length, a hash, and bytes that the rank may replace at any time. A rank that
-//! reads it during a write finds a wrong hash. Peers read this page; the launcher reads the page of
-//! [`heartbeat`](crate::heartbeat).
+//! A rank's announcement page consists of a length, a hash, and bytes that the rank may replace at any time. A rank
+//! that reads it during a write finds a wrong hash.
 
 use std::{
     os::fd::OwnedFd,
@@ -20,8 +19,8 @@ use super::{
         backend::{PeerMonitor, PeerState},
         collective::{Collective, Failure},
     },
-    engine,
     segment::{Port, RECORD, Segment, reached, state},
+    shm_backend::has_core_for_each_rank,
 };
 use crate::{Error, Result, hash::Hash};
 
@@ -57,7 +56,7 @@ pub(super) struct Waiter {
 
 impl Waiter {
     pub(super) fn new(timeout: Duration, ranks: usize, processes: Vec<OwnedFd>) -> Self {
-        let is_crowded = !engine::has_core_for_each_rank(ranks, &processes);
+        let is_crowded = !has_core_for_each_rank(ranks, &processes);
         Waiter { timeout, is_crowded, processes }
     }
 
@@ -90,7 +89,7 @@ impl Waiter {
         // A peer that has published all of this collective may leave or fail, unless this rank waits for it. (The
         // counter is read after the state, and nothing is published after the final state.)
         let still_needed = |awaited| {
-            move |peer: usize, _| {
+            move |peer: usize, _: &PeerState| {
                 peer == awaited || !reached(segment.control(peer).produced.0.load(Ordering::Acquire), context.end)
             }
         };
@@ -134,50 +133,42 @@ impl Waiter {
         rank: usize,
         context: WaitContext<'_>,
         look_for_dead: bool,
-        needed: impl Fn(usize, u32) -> bool + Copy,
+        needed: impl Fn(usize, &PeerState) -> bool + Copy,
     ) -> Option<Error> {
-        let (peer, state) = self.gone(segment, rank, look_for_dead, needed)?;
-        if state == state::LEFT && !look_for_dead {
+        let (peer, gone) = self.lost_peer(segment, rank, look_for_dead, needed)?;
+        if gone == PeerState::Left && !look_for_dead {
             // It may have left because another peer died.
             return self.trouble(segment, rank, context, true, needed);
         }
-        if state == state::FAILED {
-            return Some(Failure::from_bytes(&segment.control(peer).record()).into_error(context.collective, peer));
-        }
-        let how = match state {
-            state::LEFT => "left the group",
-            _ => "died",
-        };
-        Some(context.collective.lost(peer, how))
+        Some(gone.into_error(context.collective, peer))
     }
 
-    /// Returns a peer that has ended and is still `needed`, and its state.
-    pub(super) fn gone(
+    /// Returns a peer that has ended and is still `needed`. A peer that recorded the reason of its failure comes first.
+    fn lost_peer(
         &self,
         segment: &Segment,
         rank: usize,
         look_for_dead: bool,
-        needed: impl Fn(usize, u32) -> bool,
-    ) -> Option<(usize, u32)> {
+        needed: impl Fn(usize, &PeerState) -> bool,
+    ) -> Option<(usize, PeerState)> {
         // Before the states are read: a process that ended properly has set its state.
         let dead = if look_for_dead { self.dead() } else { Vec::new() };
-        let gone = (0..segment.ranks()).filter(|&peer| peer != rank).filter_map(|peer| {
+        let lost = (0..segment.ranks()).filter(|&peer| peer != rank).filter_map(|peer| {
             let control = segment.control(peer);
-            let state = control.state.0.load(Ordering::Acquire);
-            let has_ended = matches!(state, state::LEFT | state::FAILED) || dead.contains(&peer);
-            (has_ended && needed(peer, state)).then_some((peer, state))
+            let gone = match control.state.0.load(Ordering::Acquire) {
+                state::LEFT => PeerState::Left,
+                state::FAILED => PeerState::Failed(Failure::from_bytes(&control.record())),
+                _ if dead.contains(&peer) => PeerState::Died,
+                _ => return None,
+            };
+            needed(peer, &gone).then_some((peer, gone))
         });
-        // A peer that recorded the reason of its failure comes first.
-        gone.min_by_key(|&(_, state)| match state {
-            state::FAILED => 0,
-            state::LEFT => 2,
-            _ => 1,
-        })
+        lost.min_by_key(|(_, gone)| gone.precedence())
     }
 
     /// Fails if one of `peers` has failed or died, for waits without a counter.
     pub(super) fn check_peers(&self, port: &Port, context: WaitContext<'_>, peers: &[usize]) -> Result<()> {
-        let needed = |peer, state| state != state::LEFT && peers.contains(&peer);
+        let needed = |peer, gone: &PeerState| *gone != PeerState::Left && peers.contains(&peer);
         self.trouble(port.segment(), port.rank(), context, true, needed).map_or(Ok(()), Err)
     }
 
@@ -195,8 +186,8 @@ impl Waiter {
     }
 }
 
-/// Bytes of a status page before its content.
-const STATUS_HEAD: usize = 16;
+/// Bytes of an announcement page before its content.
+const PAGE_HEAD: usize = 16;
 
 /// A view of the peers through a segment.
 pub(super) struct SegmentMonitor {
@@ -207,13 +198,7 @@ pub(super) struct SegmentMonitor {
 
 impl PeerMonitor for SegmentMonitor {
     fn lost_peer(&self) -> Option<(usize, PeerState)> {
-        let (peer, state) = self.waiter.gone(&self.segment, self.rank, true, |_, _| true)?;
-        let gone = match state {
-            state::FAILED => PeerState::Failed(Failure::from_bytes(&self.segment.control(peer).record())),
-            state::LEFT => PeerState::Left,
-            _ => PeerState::Died,
-        };
-        Some((peer, gone))
+        self.waiter.lost_peer(&self.segment, self.rank, true, |_, _| true)
     }
 
     fn fail(&self, why: &Failure) {
@@ -222,22 +207,23 @@ impl PeerMonitor for SegmentMonitor {
         control.end(state::FAILED);
     }
 
-    fn set_status(&self, bytes: &[u8]) {
-        let status_page = self.segment.status_page(self.rank);
-        let bytes = &bytes[..bytes.len().min(status_page.len() - STATUS_HEAD)];
+    fn set_announcement(&self, bytes: &[u8]) {
+        let announcement_page = self.segment.announcement_page(self.rank);
+        let bytes = &bytes[..bytes.len().min(announcement_page.len() - PAGE_HEAD)];
         let head = [(bytes.len() as u64).to_le_bytes(), hash(bytes).to_le_bytes()];
         let all = head.iter().flatten().chain(bytes);
-        status_page.iter().zip(all).for_each(|(to, &byte)| to.store(byte, Ordering::Relaxed));
+        announcement_page.iter().zip(all).for_each(|(to, &byte)| to.store(byte, Ordering::Relaxed));
     }
 
-    fn status(&self, peer: usize) -> Option<Vec<u8>> {
-        let status_page = self.segment.status_page(peer);
+    fn announcement(&self, peer: usize) -> Option<Vec<u8>> {
+        let announcement_page = self.segment.announcement_page(peer);
         let read = |bytes: &[AtomicU8]| bytes.iter().map(|byte| byte.load(Ordering::Relaxed)).collect::<Vec<u8>>();
-        let head = read(&status_page[..STATUS_HEAD]);
+        let head = read(&announcement_page[..PAGE_HEAD]);
         let number = |at: usize| head[at..].first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
-        let end = usize::try_from(number(0)).ok().filter(|len| (1..=status_page.len() - STATUS_HEAD).contains(len))?
-            + STATUS_HEAD;
-        let bytes = read(&status_page[STATUS_HEAD..end]);
+        let end =
+            usize::try_from(number(0)).ok().filter(|len| (1..=announcement_page.len() - PAGE_HEAD).contains(len))?
+                + PAGE_HEAD;
+        let bytes = read(&announcement_page[PAGE_HEAD..end]);
         (hash(&bytes) == number(8)).then_some(bytes)
     }
 }
@@ -256,23 +242,23 @@ mod tests {
     use super::super::segment::Shape;
 
     fn monitors() -> [SegmentMonitor; 2] {
-        let segment = Arc::new(Segment::anonymous(Shape::new(2, 4096)).unwrap());
+        let segment = Arc::new(Segment::new(Shape::new(2, 4096)).unwrap());
         let waiter = Arc::new(Waiter::new(Duration::from_secs(60), 2, vec![]));
         [0, 1].map(|rank| SegmentMonitor { segment: segment.clone(), waiter: waiter.clone(), rank })
     }
 
     #[test]
-    fn status_pages_are_read_whole_or_not_at_all() {
+    fn announcement_pages_are_read_whole_or_not_at_all() {
         let [one, other] = monitors();
-        assert_eq!(other.status(0), None);
-        for status in [vec![7; 3000], vec![1], vec![0; 3100]] {
-            one.set_status(&status);
-            assert_eq!(other.status(0), Some(status));
+        assert_eq!(other.announcement(0), None);
+        for announcement in [vec![7; 3000], vec![1], vec![0; 3100]] {
+            one.set_announcement(&announcement);
+            assert_eq!(other.announcement(0), Some(announcement));
         }
-        one.segment.status_page(0)[STATUS_HEAD + 5].store(1, Ordering::Relaxed);
-        assert_eq!(other.status(0), None);
-        one.segment.status_page(0)[7].store(255, Ordering::Relaxed);
-        assert_eq!(other.status(0), None);
+        one.segment.announcement_page(0)[PAGE_HEAD + 5].store(1, Ordering::Relaxed);
+        assert_eq!(other.announcement(0), None);
+        one.segment.announcement_page(0)[7].store(255, Ordering::Relaxed);
+        assert_eq!(other.announcement(0), None);
     }
 
     #[test]

@@ -9,7 +9,6 @@ use std::{
     io::{IoSlice, IoSliceMut},
     mem::MaybeUninit,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -17,14 +16,17 @@ use rustix::{
     event::{PollFd, PollFlags, Timespec},
     io::Errno,
     net::{
-        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-        SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, sockopt::socket_peercred,
+        RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
+        SendFlags, SocketAddrUnix, SocketFlags,
     },
     process::PidfdFlags,
 };
 
-use super::super::{options::Membership, waiting_ranks::WarningTimer};
-use crate::{Error, Result, hash::Hash};
+use super::super::{
+    options::Membership,
+    waiting_ranks::{self, WarningTimer, is_same_user},
+};
+use crate::{Error, Result, hash::Hash, text::shortened};
 
 /// Meets the other ranks. `number` and `file` are rank 0's, and passed to all ranks.
 pub(super) fn meet(
@@ -32,18 +34,11 @@ pub(super) fn meet(
     number: u64,
     file: impl FnOnce() -> Result<OwnedFd>,
 ) -> Result<RendezvousResult> {
-    if rendezvous.run.len() + rendezvous.group.name.len() > MESSAGE / 2 {
-        return rendezvous.fail(
-            "the run id and the group's name are longer than 2000 bytes: choose a shorter TORCHELASTIC_RUN_ID, or split \
-             groups fewer times",
-        );
-    }
     let own = rustix::process::pidfd_open(rustix::process::getpid(), PidfdFlags::empty())
         .map_err(|errno| rendezvous.os("opening a pidfd of this process", errno))?;
     if rendezvous.group.rank == 0 { coordinate(rendezvous, number, file()?, own) } else { join(rendezvous, own) }
 }
 
-const VERSION: u32 = 2;
 /// Interval of checks while waiting.
 const SLICE: Duration = Duration::from_millis(50);
 
@@ -78,21 +73,21 @@ pub(super) struct RendezvousResult {
 }
 
 impl Rendezvous<'_> {
-    pub(super) fn key(&self) -> String {
-        format!("{}\n{}", self.run, self.group.name)
+    /// Returns a hash of job and group.
+    fn key(&self) -> u64 {
+        let mut hash = Hash::default();
+        hash.bytes(self.run.as_bytes());
+        hash.bytes(self.group.name.as_bytes());
+        hash.value()
     }
 
     pub(super) fn address(&self) -> Result<SocketAddrUnix> {
-        let mut hash = Hash::default();
-        hash.bytes(self.key().as_bytes());
-        let name = format!("fsdp-{}-{}-{:016x}", rustix::process::geteuid().as_raw(), self.port, hash.value());
+        let name = format!("fsdp-{}-{}-{:016x}", rustix::process::geteuid().as_raw(), self.port, self.key());
         SocketAddrUnix::new_abstract_name(name.as_bytes()).map_err(|errno| self.os("naming a socket", errno))
     }
 
     pub(super) fn socket(&self) -> Result<OwnedFd> {
-        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
-            .map_err(|errno| self.os("opening a socket", errno))
+        waiting_ranks::socket().map_err(|errno| self.os("opening a socket", errno))
     }
 
     pub(super) fn error(&self, message: impl Into<String>) -> Error {
@@ -128,8 +123,8 @@ impl Rendezvous<'_> {
             return Ok(());
         }
         self.fail(format!(
-            "rank(s) {} ended with exit code 0 before they joined the others: see what they printed, and start the same \
-             program with the same arguments on every rank",
+            "rank(s) {} ended with exit code 0 before they joined the others: see what they printed, and start the \
+             same program with the same arguments on every rank",
             listed(&ended)
         ))
     }
@@ -138,38 +133,17 @@ impl Rendezvous<'_> {
         if matches!(errno, Errno::MFILE | Errno::NFILE) {
             return self.error(format!("{what}: {TOO_MANY_FILES}"));
         }
-        Error::Os {
-            rank: self.group.rank,
-            what: format!("{what} to meet group \"{}\"", self.group.name),
-            source: Arc::new(errno.into()),
-        }
+        Error::os(self.group.rank, format!("{what} to meet group \"{}\"", self.group.name), errno)
     }
 
-    fn hello(&self) -> Vec<u8> {
-        let mut hello = MAGIC.to_vec();
-        hello.extend(VERSION.to_le_bytes());
-        hello.extend((self.group.size as u32).to_le_bytes());
-        hello.extend((self.group.rank as u32).to_le_bytes());
-        hello.extend(self.key().as_bytes());
-        hello
+    fn hello(&self) -> [u64; 4] {
+        [MAGIC, self.key(), self.group.size as u64, self.group.rank as u64]
     }
 
     /// Parses a hello. Returns `None` if it is not from a rank of this group.
     pub(super) fn parse_hello(&self, message: &[u8]) -> Option<Result<usize, String>> {
-        let mut rest = message.strip_prefix(MAGIC)?;
-        let mut number = || {
-            let (head, tail) = rest.split_first_chunk()?;
-            rest = tail;
-            Some(u32::from_le_bytes(*head))
-        };
-        let (version, size, rank) = (number()?, number()?, number()?);
-        if version != VERSION {
-            return Some(Err(format!(
-                "a rank has version {version} of the rendezvous protocol, rank 0 has {VERSION}: run the same build \
-                 everywhere"
-            )));
-        }
-        if rest != self.key().as_bytes() {
+        let [magic, key, size, rank]: [u64; 4] = bytemuck::try_pod_read_unaligned(message).ok()?;
+        if (magic, key) != (MAGIC, self.key()) {
             return None;
         }
         let (rank, size) = (rank as usize, size as usize);
@@ -200,36 +174,34 @@ fn disconnected(rank: usize) -> String {
     format!("rank {rank} disconnected before all ranks had connected")
 }
 
-fn is_same_user(socket: &OwnedFd) -> bool {
-    socket_peercred(socket).is_ok_and(|peer| peer.uid == rustix::process::geteuid())
-}
-
 fn timespec(duration: Duration) -> Option<Timespec> {
     duration.try_into().ok()
 }
 
 /// Largest number of ranks: the kernel passes at most 253 descriptors in a message, and one is the shared file.
 pub(crate) const MOST_RANKS: usize = 252;
-/// Start of every message.
-const MAGIC: &[u8; 8] = b"FSDPSHM\n";
+/// First word of every message.
+const MAGIC: u64 = u64::from_le_bytes(*b"FSDPSHM3");
 /// Longest message.
 const MESSAGE: usize = 4096;
 
-/// Creates rank 0's answer: a status (0 for success), a number and a text.
-pub(super) fn reply(status: u32, number: u64, text: &str) -> Vec<u8> {
-    let mut reply = MAGIC.to_vec();
-    reply.extend(status.to_le_bytes());
-    reply.extend(number.to_le_bytes());
-    reply.extend(crate::text::shortened(text, MESSAGE / 2).as_bytes());
-    reply
+/// Creates rank 0's answer: its number, or why the ranks cannot meet.
+fn reply(outcome: Result<u64, &str>) -> Vec<u8> {
+    let (has_failed, number, text) = match outcome {
+        Ok(number) => (0, number, ""),
+        Err(text) => (1, 0, shortened(text, MESSAGE / 2)),
+    };
+    [bytemuck::bytes_of(&[MAGIC, has_failed, number]), text.as_bytes()].concat()
 }
 
 /// Parses the message of [`reply`].
-fn parse_reply(message: &[u8]) -> Option<(u32, u64, String)> {
-    let rest = message.strip_prefix(MAGIC)?;
-    let (status, rest) = rest.split_first_chunk()?;
-    let (number, text) = rest.split_first_chunk()?;
-    Some((u32::from_le_bytes(*status), u64::from_le_bytes(*number), String::from_utf8_lossy(text).into_owned()))
+fn parse_reply(message: &[u8]) -> Option<Result<u64, String>> {
+    let (numbers, text) = message.split_at_checked(size_of::<[u64; 3]>())?;
+    match bytemuck::pod_read_unaligned::<[u64; 3]>(numbers) {
+        [MAGIC, 0, number] => Some(Ok(number)),
+        [MAGIC, ..] => Some(Err(String::from_utf8_lossy(text).into_owned())),
+        _ => None,
+    }
 }
 
 /// Sends one message with descriptors.
@@ -326,14 +298,14 @@ pub(super) fn coordinate(
             other => other.to_string(),
         };
         for socket in unidentified.iter().chain(clients.iter().flatten().map(|client| &client.socket)) {
-            let _ = send(socket, &reply(1, 0, &text), &[]);
+            let _ = send(socket, &reply(Err(&text)), &[]);
         }
         return Err(error);
     }
     let clients: Vec<_> = clients.into_iter().flatten().collect();
     let mut fds = vec![file.as_fd(), own.as_fd()];
     fds.extend(clients.iter().map(|client| client.process.as_fd()));
-    let message = reply(0, number, "");
+    let message = reply(Ok(number));
     for (index, client) in clients.iter().enumerate() {
         let sent = loop {
             match send(&client.socket, &message, &fds) {
@@ -366,8 +338,8 @@ fn listen(rendezvous: &Rendezvous<'_>) -> Result<OwnedFd> {
             Err(Errno::ADDRINUSE) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(20)),
             Err(Errno::ADDRINUSE) => {
                 return rendezvous.fail(
-                    "another process is already rank 0: give each process a RANK of its own, and each job of a host its \
-                     own MASTER_PORT or run id",
+                    "another process is already rank 0: give each process a RANK of its own, and each job of a host \
+                     its own MASTER_PORT or run id",
                 );
             }
             Err(errno) => return Err(rendezvous.os("binding a socket", errno)),
@@ -447,7 +419,7 @@ pub(super) fn join(rendezvous: &Rendezvous<'_>, own: OwnedFd) -> Result<Rendezvo
     if !is_same_user(&socket) {
         return rendezvous.fail("the process that answers for rank 0 belongs to another user");
     }
-    match send(&socket, &rendezvous.hello(), &[own.as_fd()]) {
+    match send(&socket, bytemuck::bytes_of(&rendezvous.hello()), &[own.as_fd()]) {
         // Rank 0's message before it closed its end can still be read.
         Ok(()) | Err(Errno::PIPE | Errno::CONNRESET) => {}
         Err(errno) => return Err(rendezvous.os("saying hello", errno)),
@@ -477,12 +449,11 @@ pub(super) fn join(rendezvous: &Rendezvous<'_>, own: OwnedFd) -> Result<Rendezvo
         (rendezvous.check_peers)()?;
         return rendezvous.fail(disconnected(0));
     }
-    let Some((status, number, text)) = parse_reply(&message) else {
-        return rendezvous.fail("rank 0 answered in another protocol: run the same build everywhere");
+    let number = match parse_reply(&message) {
+        Some(Ok(number)) => number,
+        Some(Err(text)) => return rendezvous.fail(format!("rank 0 says: {text}")),
+        None => return rendezvous.fail("rank 0 answered in another protocol: run the same build everywhere"),
     };
-    if status != 0 {
-        return rendezvous.fail(format!("rank 0 says: {text}"));
-    }
     if fds.len() != rendezvous.group.size + 1 {
         return rendezvous.fail(format!(
             "rank 0 sent {} descriptors, expected {}",
@@ -526,10 +497,9 @@ pub(super) fn connect(rendezvous: &Rendezvous<'_>, timer: &mut WarningTimer) -> 
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use std::time::{Duration, Instant};
+    use rustix::net::{AddressFamily, SocketType};
 
-    use crate::Error;
+    use super::*;
 
     /// Ends waits that take too long.
     fn check_peers() -> Result<()> {
@@ -573,7 +543,9 @@ mod tests {
         let met = two_meet("unidentified", Duration::from_secs(30), |client| {
             for index in 0..3 * MAX_UNIDENTIFIED {
                 let connection = connect(client, &mut WarningTimer::default()).unwrap();
-                let nonsense: [&[u8]; 4] = [&[], MAGIC, &[0xff; MESSAGE], &client.hello()[..20]];
+                let hello = client.hello();
+                let hello = bytemuck::bytes_of(&hello);
+                let nonsense: [&[u8]; 4] = [&[], &hello[..8], &[0xff; MESSAGE], &hello[..20]];
                 // Every other one is silent. Rank 0 may have closed the connection.
                 if index % 2 == 0 {
                     let _ = send(&connection, nonsense[index / 2 % 4], &[]);
@@ -593,7 +565,7 @@ mod tests {
         let hello = |change: fn(&mut Membership)| {
             let mut client = group("hellos", 1, Duration::ZERO);
             change(&mut client);
-            host.parse_hello(&rendezvous(&client).hello())
+            host.parse_hello(bytemuck::bytes_of(&rendezvous(&client).hello()))
         };
         assert_eq!(hello(|_| ()), Some(Ok(1)));
         assert_eq!(hello(|client| client.name = "another".into()), None);
@@ -605,6 +577,7 @@ mod tests {
             assert!(said.unwrap().unwrap_err().contains(part));
         }
         let whole = rendezvous(&group("hellos", 1, Duration::ZERO)).hello();
+        let whole = bytemuck::bytes_of(&whole);
         assert!((0..whole.len()).all(|len| host.parse_hello(&whole[..len]).is_none()));
     }
 
@@ -613,10 +586,10 @@ mod tests {
         let (flags, kind) = (SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, SocketType::SEQPACKET);
         let (one, other) = rustix::net::socketpair(AddressFamily::UNIX, kind, flags, None).unwrap();
         send(&one, b"never read", &[]).unwrap();
-        send(&other, &reply(1, 0, "why"), &[]).unwrap();
+        send(&other, &reply(Err("why")), &[]).unwrap();
         drop(other);
         let (message, _) = receive(&one).unwrap();
-        assert_eq!(parse_reply(&message), Some((1, 0, "why".to_string())));
+        assert_eq!(parse_reply(&message), Some(Err("why".to_string())));
         assert!(receive(&one).unwrap().0.is_empty());
     }
 }

@@ -1,7 +1,7 @@
 //! The shared memory through which the ranks of a group exchange data.
 //!
-//! A segment is one mapping. It has a control block, a status page and a ring of slots for each rank. A rank writes its
-//! own parts and reads the parts of its peers.
+//! A segment is one mapping. It has a control block, an announcement page and a ring of slots for each rank. A rank
+//! writes its own parts and reads the parts of its peers.
 //!
 //! A group counts *steps* over its whole life. In step `k` a rank may fill its slot `k % SLOTS`, and publishes it by
 //! setting its `produced` counter to `k + 1`. Once it has read the peers' slots of step `k`, it sets its `consumed`
@@ -11,8 +11,8 @@
 //! All unsafe code that shares memory is in this file.
 
 use std::{
-    os::fd::{AsFd, OwnedFd},
-    ptr::NonNull,
+    io,
+    os::fd::OwnedFd,
     sync::{
         Arc,
         atomic::{AtomicU8, AtomicU32, Ordering, fence},
@@ -20,14 +20,11 @@ use std::{
     time::Duration,
 };
 
-use rustix::{
-    fs::{MemfdFlags, SealFlags},
-    io::Errno,
-    mm::{MapFlags, ProtFlags},
-    thread::futex,
-};
+use memmap2::MmapRaw;
+use rustix::thread::futex;
 
 use super::super::{collective::Collective, host::packing::ALIGN};
+use crate::shared_file;
 
 /// Slots of a rank. A power of two, so that slot numbers continue evenly when the counters wrap.
 pub(super) const SLOTS: u32 = 4;
@@ -37,7 +34,7 @@ const PAGE: usize = 4096;
 /// In a group of up to 41 ranks, an announcement adds one page to a slot whose data fills whole pages.
 const _: () = assert!(Collective::announcement_len(41) <= PAGE && Collective::announcement_len(42) > PAGE);
 
-/// Sizes of the parts of a segment. Each rank has a control block, a status page, and slots.
+/// Sizes of the parts of a segment. Each rank has a control block, an announcement page, and slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Shape {
     pub(super) ranks: usize,
@@ -57,8 +54,9 @@ impl Shape {
         Collective::announcement_len(self.ranks).next_multiple_of(ALIGN)
     }
 
-    /// Returns the bytes of a status page: an announcement and what `PeerMonitor::set_status` allows in addition.
-    pub(super) fn status_page(&self) -> usize {
+    /// Returns the bytes of an announcement page: an announcement and what `PeerMonitor::set_announcement` allows in
+    /// addition.
+    pub(super) fn announcement_page(&self) -> usize {
         (Collective::announcement_len(self.ranks) + 128).next_multiple_of(PAGE)
     }
 
@@ -67,7 +65,7 @@ impl Shape {
     }
 
     fn rank(&self) -> usize {
-        PAGE + self.status_page() + self.slot() * SLOTS as usize
+        PAGE + self.announcement_page() + self.slot() * SLOTS as usize
     }
 
     /// Returns the offset of a rank's control block.
@@ -76,14 +74,14 @@ impl Shape {
         rank * self.rank()
     }
 
-    /// Returns the offset of a rank's status page.
-    fn status_of(&self, rank: usize) -> usize {
+    /// Returns the offset of a rank's announcement page.
+    fn announcement_page_of(&self, rank: usize) -> usize {
         self.control_of(rank) + PAGE
     }
 
     /// Returns the offset of a rank's slot for `step`.
     fn slot_of(&self, rank: usize, step: u32) -> usize {
-        self.status_of(rank) + self.status_page() + self.slot() * (step % SLOTS) as usize
+        self.announcement_page_of(rank) + self.announcement_page() + self.slot() * (step % SLOTS) as usize
     }
 
     /// Returns the bytes of the whole segment.
@@ -94,8 +92,6 @@ impl Shape {
 
 /// The longest failure record, in bytes.
 pub(super) const RECORD: usize = 2048;
-
-const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
 /// A value with a cache line to itself.
 #[repr(C, align(128))]
@@ -184,64 +180,24 @@ impl Control {
 
 /// A mapped segment.
 pub(super) struct Segment {
-    base: NonNull<u8>,
+    memory: MmapRaw,
     shape: Shape,
 }
 
-// SAFETY: the mapping is valid in every thread until it is dropped; control blocks are atomics, and `Port` keeps the
-// accesses to slots apart.
-unsafe impl Send for Segment {}
-// SAFETY: as above.
-unsafe impl Sync for Segment {}
-
 impl Segment {
     /// Creates a segment for the threads of this process.
-    pub(super) fn anonymous(shape: Shape) -> Result<Self, Errno> {
-        // SAFETY: a new mapping at an address of the kernel's choice touches no memory that is in use.
-        let base = unsafe {
-            rustix::mm::mmap_anonymous(
-                std::ptr::null_mut(),
-                shape.total(),
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::SHARED,
-            )
-        }?;
-        Segment::new(base, shape)
+    pub(super) fn new(shape: Shape) -> io::Result<Self> {
+        Segment::map(&Segment::file(shape)?, shape)
     }
 
-    /// Creates an unnamed file of a fixed size for a segment of this shape.
-    pub(super) fn file(shape: Shape) -> Result<OwnedFd, Errno> {
-        let file = rustix::fs::memfd_create("fsdp-segment", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
-        rustix::fs::ftruncate(&file, shape.total() as u64)?;
-        rustix::fs::fcntl_add_seals(&file, SEALS)?;
-        Ok(file)
+    /// Creates an anonymous file for a segment of this shape.
+    pub(super) fn file(shape: Shape) -> io::Result<OwnedFd> {
+        shared_file::create("fsdp-segment", shape.total())
     }
 
     /// Maps a file of [`Segment::file`], possibly of another process.
-    pub(super) fn map(file: impl AsFd, shape: Shape) -> Result<Self, Errno> {
-        // Without the seals, another process could truncate the file, and an access would kill this process.
-        if !rustix::fs::fcntl_get_seals(&file)?.contains(SEALS)
-            || rustix::fs::fstat(&file)?.st_size as u64 != shape.total() as u64
-        {
-            return Err(Errno::INVAL);
-        }
-        // SAFETY: a new mapping at an address of the kernel's choice touches no memory that is in use; the file is as
-        // large as the mapping and sealed.
-        let base = unsafe {
-            rustix::mm::mmap(
-                std::ptr::null_mut(),
-                shape.total(),
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::SHARED,
-                file,
-                0,
-            )
-        }?;
-        Segment::new(base, shape)
-    }
-
-    fn new(base: *mut std::ffi::c_void, shape: Shape) -> Result<Self, Errno> {
-        NonNull::new(base.cast()).map(|base| Segment { base, shape }).ok_or(Errno::NOMEM)
+    pub(super) fn map(file: &OwnedFd, shape: Shape) -> io::Result<Self> {
+        Ok(Segment { memory: shared_file::map(file, shape.total())?, shape })
     }
 
     /// Returns the number of ranks.
@@ -253,16 +209,16 @@ impl Segment {
     pub(super) fn control(&self, rank: usize) -> &Control {
         // SAFETY: in bounds by `Shape`; page-aligned; a `Control` is valid whatever the bytes, and nobody accesses it
         // but through atomics.
-        unsafe { self.base.add(self.shape.control_of(rank)).cast::<Control>().as_ref() }
+        unsafe { &*self.memory.as_ptr().add(self.shape.control_of(rank)).cast() }
     }
 
-    /// Returns a rank's status page.
-    pub(super) fn status_page(&self, rank: usize) -> &[AtomicU8] {
+    /// Returns a rank's announcement page.
+    pub(super) fn announcement_page(&self, rank: usize) -> &[AtomicU8] {
         // SAFETY: in bounds by `Shape`; nobody accesses it but through these atomics.
         unsafe {
             std::slice::from_raw_parts(
-                self.base.add(self.shape.status_of(rank)).cast().as_ptr(),
-                self.shape.status_page(),
+                self.memory.as_ptr().add(self.shape.announcement_page_of(rank)).cast(),
+                self.shape.announcement_page(),
             )
         }
     }
@@ -270,14 +226,7 @@ impl Segment {
     /// Returns the start of the slot of `rank` for `step`.
     fn slot(&self, rank: usize, step: u32) -> *mut u8 {
         // SAFETY: in bounds of the mapping by `Shape`.
-        unsafe { self.base.add(self.shape.slot_of(rank, step)).as_ptr() }
-    }
-}
-
-impl Drop for Segment {
-    fn drop(&mut self) {
-        // SAFETY: this value owns the mapping with this base and length; no reference into it outlives the value.
-        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.shape.total()) };
+        unsafe { self.memory.as_mut_ptr().add(self.shape.slot_of(rank, step)) }
     }
 }
 
@@ -415,7 +364,7 @@ mod tests {
 
     #[test]
     fn records_are_read_as_written_and_never_beyond_their_end() {
-        let segment = Segment::anonymous(Shape::new(1, 4096)).unwrap();
+        let segment = Segment::new(Shape::new(1, 4096)).unwrap();
         let control = segment.control(0);
         for bytes in [vec![], vec![1, 2, 3], vec![7; RECORD]] {
             control.set_record(&bytes);
@@ -427,7 +376,7 @@ mod tests {
 
     #[test]
     fn a_rank_has_one_port() {
-        let segment = Arc::new(Segment::anonymous(Shape::new(2, 4096)).unwrap());
+        let segment = Arc::new(Segment::new(Shape::new(2, 4096)).unwrap());
         assert!(Port::claim(segment.clone(), 0).is_some());
         assert!(Port::claim(segment.clone(), 0).is_none());
         assert!(Port::claim(segment, 1).is_some());
@@ -435,7 +384,7 @@ mod tests {
 
     #[test]
     fn a_rank_leaves_when_its_port_goes_unless_it_failed() {
-        let segment = Arc::new(Segment::anonymous(Shape::new(2, 4096)).unwrap());
+        let segment = Arc::new(Segment::new(Shape::new(2, 4096)).unwrap());
         let state = |rank| segment.control(rank).state.0.load(Ordering::Relaxed);
         drop(Port::claim(segment.clone(), 0));
         let failed = Port::claim(segment.clone(), 1);
@@ -447,7 +396,7 @@ mod tests {
 
     #[test]
     fn slots_are_reused_once_all_ranks_have_read_them() {
-        let segment = Arc::new(Segment::anonymous(Shape::new(2, 4096)).unwrap());
+        let segment = Arc::new(Segment::new(Shape::new(2, 4096)).unwrap());
         for rank in 0..2 {
             segment.control(rank).produced.0.store(u32::MAX - 5, Ordering::Relaxed);
             segment.control(rank).consumed.0.store(u32::MAX - 5, Ordering::Relaxed);
@@ -466,16 +415,5 @@ mod tests {
             }
             assert!(writer.slot_is_free() && !reader.is_published(0));
         }
-    }
-
-    #[test]
-    fn only_a_sealed_file_of_the_right_size_is_mapped() {
-        let shape = Shape::new(2, 4096);
-        let file = Segment::file(shape).unwrap();
-        assert!(rustix::fs::ftruncate(&file, 0).is_err() && Segment::map(&file, shape).is_ok());
-        assert!(Segment::map(&file, Shape::new(3, 4096)).is_err());
-        let unsealed = rustix::fs::memfd_create("unsealed", MemfdFlags::CLOEXEC).unwrap();
-        rustix::fs::ftruncate(&unsealed, shape.total() as u64).unwrap();
-        assert!(Segment::map(&unsealed, shape).is_err());
     }
 }

@@ -1,6 +1,6 @@
 //! The backend for processes of one host. Their shared memory has no name and disappears with them.
 
-use std::sync::Arc;
+use std::{io, sync::Arc};
 
 use super::{
     super::{
@@ -9,10 +9,10 @@ use super::{
         options::{Membership, Options},
         waiting_ranks::WaitingRanks,
     },
-    engine::{SegmentSource, SharedMemory},
     peer_monitor::Waiter,
     rendezvous::{self, Rendezvous},
     segment::{Port, Segment, Shape},
+    shm_backend::{SegmentSource, SharedMemory},
 };
 use crate::{Error, RankEnv, Result, heartbeat::PeerExits};
 
@@ -29,10 +29,8 @@ struct Processes {
 
 impl SegmentSource for Processes {
     fn open(&self, group: &Membership, check_peers: &dyn Fn() -> Result<()>) -> Result<(Port, Waiter)> {
-        let os = |source: rustix::io::Errno| Error::Os {
-            rank: group.rank,
-            what: format!("sharing the memory of group \"{}\"", group.name),
-            source: Arc::new(source.into()),
+        let os = |source: io::Error| {
+            Error::os(group.rank, format!("sharing the memory of group \"{}\"", group.name), source)
         };
         let parameters = Rendezvous {
             addr: &self.env.master_addr,
@@ -69,18 +67,14 @@ impl SegmentSource for Processes {
 /// hosts.
 /// [`Error::Os`] if the system refuses memory, sockets or threads.
 pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
-    if env.rank >= env.world_size {
-        return Err(Error::Env(format!(
-            "rank {} is outside a world of {}: ranks count from 0 to the world size - 1",
-            env.rank, env.world_size
-        )));
-    }
+    let world = Membership::of_env(env, options.timeout)?;
     if env.hosts > 1 {
         return Err(Error::Rendezvous {
             rank: env.rank,
             message: format!(
                 "the shm backend serves one host, but the {} ranks run on {} hosts, {} on this one. Start them by \
-                 fsdp-launch, or mpirun, or srun --mpi=pmi2|pmix, with FSDP_BACKEND=mpi, or start all ranks on one host",
+                 fsdp-launch, or mpirun, or srun --mpi=pmi2|pmix, with FSDP_BACKEND=mpi, or start all ranks on one \
+                 host",
                 env.world_size, env.hosts, env.local_world_size
             ),
         });
@@ -94,7 +88,6 @@ pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
     if env.world_size == 1 {
         return ProcessGroup::single_rank(options.timeout);
     }
-    let world = Membership::world(env.rank, env.world_size, options.timeout);
     let processes =
         Processes { env: env.clone(), chunk_bytes: options.chunk_bytes, peers: Arc::new(PeerExits::open(env)) };
     let waiting = WaitingRanks::register(env, "shm");

@@ -22,7 +22,7 @@ use super::{
     peer_monitor::{SegmentMonitor, WaitContext, Waiter},
     segment::Port,
 };
-use crate::{DeviceId, Result};
+use crate::{DeviceId, Heap, Result};
 
 /// One rank's end of a group.
 pub(super) struct SharedMemory {
@@ -46,8 +46,8 @@ impl SharedMemory {
         SegmentMonitor { segment: self.port.segment().clone(), waiter: self.waiter.clone(), rank: self.port.rank() }
     }
 
-    fn steps(&mut self, collective: &Collective<'_>, this: &mut dyn ChunkedCollective) -> Result<()> {
-        collectives::run(&mut self.port, &self.waiter, collective, this)
+    fn steps(&mut self, collective: &Collective<'_>, chunked: &mut dyn ChunkedCollective) -> Result<()> {
+        collectives::run(&mut self.port, &self.waiter, collective, chunked)
     }
 }
 
@@ -64,32 +64,32 @@ impl Backend for SharedMemory {
         let layout = SlotLayout { rank: self.port.rank(), ranks: self.port.ranks(), bytes: self.port.chunk() };
         match op {
             Op::AllGather { parts, memory } => {
-                let mut this = AllGather::new(parts, layout, &*memory)?;
-                self.steps(collective, &mut this)?;
-                Ok(this.outputs.into())
+                let mut all_gather = AllGather::new(parts, layout, &*memory)?;
+                self.steps(collective, &mut all_gather)?;
+                Ok(all_gather.outputs.into())
             }
             Op::ReduceScatter { parts, op, memory } => {
-                let mut this = ReduceScatter::new(parts, op, layout, &*memory)?;
-                self.steps(collective, &mut this)?;
-                Ok(this.outputs.into())
+                let mut reduce_scatter = ReduceScatter::new(parts, op, layout, &*memory)?;
+                self.steps(collective, &mut reduce_scatter)?;
+                Ok(reduce_scatter.outputs.into())
             }
             Op::AllReduce { buffers, op } => {
-                let mut this = AllReduce::new(buffers, op, layout);
-                self.steps(collective, &mut this)?;
-                Ok(this.buffers.into())
+                let mut all_reduce = AllReduce::new(buffers, op, layout);
+                self.steps(collective, &mut all_reduce)?;
+                Ok(all_reduce.buffers.into())
             }
             Op::Broadcast { buffers, root } => {
-                let mut this = Broadcast::new(buffers, root, layout);
-                self.steps(collective, &mut this)?;
-                Ok(this.buffers.into())
+                let mut broadcast = Broadcast::new(buffers, root, layout);
+                self.steps(collective, &mut broadcast)?;
+                Ok(broadcast.buffers.into())
             }
             Op::AllToAll { parts, memory } => {
-                let mut this = AllToAll::new(parts, layout, &*memory)?;
-                self.steps(collective, &mut this)?;
-                Ok(this.outputs.into())
+                let mut all_to_all = AllToAll::new(parts, layout, &*memory)?;
+                self.steps(collective, &mut all_to_all)?;
+                Ok(all_to_all.outputs.into())
             }
             Op::Barrier => {
-                self.steps(collective, &mut AllGather::barrier(layout))?;
+                self.steps(collective, &mut AllGather::new(Vec::new(), layout, &Heap)?)?;
                 Ok(CollectiveOutput::default())
             }
         }
