@@ -1,6 +1,6 @@
 //! Commands and responses of PMI-1: one a line, as words `name=value`.
 
-use std::fmt;
+use std::{fmt, io::BufRead};
 
 /// Maximum lengths of a key and of a value, as `get_maxes` returns them.
 pub(super) const MAX_KEY_LEN: usize = 64;
@@ -91,10 +91,7 @@ pub(super) struct Parser {
 }
 
 impl Parser {
-    /// Returns the command that ends with this line, if any.
-    ///
-    /// # Errors
-    /// A description of the invalid line.
+    /// Returns the command that ends with this line, if any, or describes an invalid line.
     pub(super) fn line(&mut self, line: &str) -> Result<Option<Command>, String> {
         if let Some(answer) = self.within {
             if line != "endcmd" {
@@ -175,40 +172,22 @@ fn truncated(text: &str) -> String {
 /// Maximum length of a line.
 pub(super) const MAX_LINE_LEN: usize = 16 << 10;
 
-/// Bytes of an incomplete line.
-#[derive(Default)]
-pub(super) struct Lines(Vec<u8>);
-
-impl Lines {
-    /// Adds bytes, and returns the lines that they complete.
-    ///
-    /// # Errors
-    /// A description of the input, if it is too long or not text.
-    pub(super) fn push(&mut self, bytes: &[u8]) -> Result<Vec<String>, String> {
-        self.0.extend(bytes);
-        let mut lines = Vec::new();
-        while let Some(end) = self.0.iter().position(|&byte| byte == b'\n') {
-            let rest = self.0.split_off(end + 1);
-            let mut line = std::mem::replace(&mut self.0, rest);
-            line.truncate(end);
-            lines.push(text(line)?);
-        }
-        if self.0.len() > MAX_LINE_LEN {
-            return Err(format!("a line of more than {MAX_LINE_LEN} bytes"));
-        }
-        Ok(lines)
+/// Reads a line. Returns `None` at the end of the connection, also within a line, and an error with a description of
+/// the input if it is too long or not printable ASCII.
+pub(super) fn read_line(input: impl BufRead) -> Result<Option<String>, String> {
+    let mut line = Vec::new();
+    let read = input.take(MAX_LINE_LEN as u64 + 1).read_until(b'\n', &mut line);
+    // A rank that ends with unread responses resets the connection.
+    if read.is_err() || (line.last() != Some(&b'\n') && line.len() <= MAX_LINE_LEN) {
+        return Ok(None);
     }
-}
-
-/// Checks that the line is printable ASCII.
-fn text(line: Vec<u8>) -> Result<String, String> {
-    if line.len() > MAX_LINE_LEN {
+    if line.pop() != Some(b'\n') {
         return Err(format!("a line of more than {MAX_LINE_LEN} bytes"));
     }
     if let Some(byte) = line.iter().find(|byte| !(b' '..=b'~').contains(byte)) {
         return Err(format!("a line with the byte {byte:#04x}"));
     }
-    String::from_utf8(line).map_err(|_| "a line that is not text".into())
+    String::from_utf8(line).map(Some).map_err(|_| "a line that is not text".into())
 }
 
 #[cfg(test)]
@@ -289,29 +268,25 @@ mod tests {
     }
 
     #[test]
-    fn joins_bytes_into_lines() {
-        let mut lines = Lines::default();
-        assert_eq!(lines.push(b"cmd=in").unwrap(), Vec::<String>::new());
-        assert_eq!(lines.push(b"it\ncmd=a\n\ncmd").unwrap(), ["cmd=init", "cmd=a", ""]);
-        assert_eq!(lines.push(b"=b\n").unwrap(), ["cmd=b"]);
+    fn reads_lines_of_limited_length() {
+        let mut input = &b"cmd=init\n\ncmd=b\ncmd"[..];
+        let mut read = || read_line(&mut input).unwrap();
+        assert_eq!([read(), read()], [Some("cmd=init".into()), Some(String::new())]);
+        assert_eq!([read(), read(), read()], [Some("cmd=b".into()), None, None]);
         let whole = [vec![b'x'; MAX_LINE_LEN], vec![b'\n']].concat();
-        assert_eq!(lines.push(&whole).unwrap()[0].len(), MAX_LINE_LEN);
-        assert!(lines.push(&vec![b'x'; MAX_LINE_LEN + 1]).unwrap_err().contains("more than 16384 bytes"));
-        assert!(Lines::default().push(b"a\x00b\n").unwrap_err().contains("0x00"));
-        assert!(Lines::default().push(&[0xff, b'\n']).is_err());
+        assert_eq!(read_line(&mut &whole[..]).unwrap().unwrap().len(), MAX_LINE_LEN);
+        let long = vec![b'x'; MAX_LINE_LEN + 1];
+        assert!(read_line(&mut &long[..]).unwrap_err().contains("more than 16384 bytes"));
+        assert!(read_line(&mut &b"a\x00b\n"[..]).unwrap_err().contains("0x00"));
+        assert!(read_line(&mut &[0xff, b'\n'][..]).is_err());
     }
 
     proptest! {
         #[test]
-        fn any_bytes_are_lines_or_fail(parts in proptest::collection::vec(
-            proptest::collection::vec(any::<u8>(), 0..100), 0..20,
-        )) {
-            let mut lines = Lines::default();
-            for part in parts {
-                match lines.push(&part) {
-                    Ok(lines) => prop_assert!(lines.iter().all(|line| line.bytes().all(|byte| byte >= b' '))),
-                    Err(_) => break,
-                }
+        fn any_bytes_are_lines_or_fail(bytes in proptest::collection::vec(any::<u8>(), 0..2000)) {
+            let mut input = &bytes[..];
+            while let Ok(Some(line)) = read_line(&mut input) {
+                prop_assert!(line.bytes().all(|byte| byte >= b' '));
             }
         }
     }

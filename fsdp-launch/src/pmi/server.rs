@@ -1,7 +1,7 @@
 //! The launcher's ends of the ranks' PMI connections: a socket and a thread for each rank, for one attempt.
 
 use std::{
-    io::{self, Read},
+    io::{self, BufReader},
     net::Shutdown,
     os::{
         fd::{AsRawFd, BorrowedFd, OwnedFd},
@@ -12,7 +12,7 @@ use std::{
     thread::{self, JoinHandle},
 };
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use rustix::{
     io::{FdFlags, fcntl_setfd},
     net::{SendFlags, send},
@@ -20,7 +20,7 @@ use rustix::{
 
 use super::{
     kvs::{Action, Kvs, PmiEvent, PmiFailure},
-    protocol::{Lines, Parser, Response},
+    protocol::{Parser, Response, read_line},
 };
 use crate::rendezvous::{Assignment, KeyValue};
 
@@ -43,10 +43,7 @@ struct Shared {
 }
 
 impl Server {
-    /// Serves the `ranks` ranks of this host. Events for the launcher go to `tell`.
-    ///
-    /// # Errors
-    /// When the system cannot create a socket or a thread.
+    /// Serves the `ranks` ranks of this host. Events for the launcher go to `report`.
     pub(crate) fn start(
         assignment: &Assignment,
         ranks: usize,
@@ -99,7 +96,7 @@ impl Server {
 
     /// Adds entries of another host's ranks.
     pub(crate) fn add_remote(&self, entries: Vec<KeyValue>) {
-        self.shared.kvs().add_remote(entries);
+        self.shared.kvs.lock().add_remote(entries);
     }
 
     /// Releases the barrier: all ranks of all hosts are in it.
@@ -119,7 +116,7 @@ impl Server {
             // Fails only after a panic, which was printed.
             thread.join().ok();
         }
-        self.shared.kvs().first_failure()
+        self.shared.kvs.lock().first_failure()
     }
 }
 
@@ -130,34 +127,23 @@ impl Drop for Server {
 }
 
 impl Shared {
-    fn kvs(&self) -> MutexGuard<'_, Kvs> {
-        self.kvs.lock()
-    }
-
     /// Reads from a rank until its connection ends.
     fn listen(&self, local_rank: usize) {
-        let Some(mut end) = self.launcher_ends.get(local_rank) else { return };
-        let (mut lines, mut parser) = (Lines::default(), Parser::default());
-        let mut buffer = [0; 8192];
+        let Some(end) = self.launcher_ends.get(local_rank) else { return };
+        let (mut input, mut parser) = (BufReader::new(end), Parser::default());
         let how = loop {
-            let bytes = match end.read(&mut buffer) {
-                Ok(0) => break None,
-                Ok(count) => &buffer[..count],
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                // The rank ended with unread responses.
-                Err(_) => break None,
-            };
-            let result = lines.push(bytes).and_then(|lines| {
-                for line in lines {
+            let command = match read_line(&mut input) {
+                Ok(None) => break None,
+                Ok(Some(line)) => {
                     tracing::trace!(local_rank, line, "pmi");
-                    if let Some(command) = parser.line(&line)? {
-                        self.act(|kvs| kvs.handle(local_rank, command));
-                    }
+                    parser.line(&line)
                 }
-                Ok(())
-            });
-            if let Err(what) = result {
-                break Some(format!("sent over PMI {what}"));
+                Err(what) => Err(what),
+            };
+            match command {
+                Ok(Some(command)) => self.act(|kvs| kvs.handle(local_rank, command)),
+                Ok(None) => {}
+                Err(what) => break Some(format!("sent over PMI {what}")),
             }
         };
         match how {
@@ -168,7 +154,7 @@ impl Shared {
 
     fn act(&self, step: impl FnOnce(&mut Kvs) -> Vec<Action>) {
         // Hold the lock, so that events for other hosts keep their order.
-        let mut kvs = self.kvs();
+        let mut kvs = self.kvs.lock();
         for action in step(&mut kvs) {
             match action {
                 Action::Report(event) => (self.report)(event),
@@ -202,7 +188,7 @@ impl Shared {
 #[cfg(test)]
 mod tests {
     use std::{
-        io::{BufRead, BufReader, Write},
+        io::{BufRead, Write},
         sync::mpsc::{Receiver, channel},
         time::Duration,
     };
