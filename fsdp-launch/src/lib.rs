@@ -42,7 +42,10 @@ pub use cli::{
     usage::one_line,
 };
 pub use error::{Error, Result};
-pub use job::status::{RankStatus, RunStatus, StatusArgs, status};
+pub use job::{
+    RunInfo,
+    status::{RankStatus, RunStatus, StatusArgs, status},
+};
 pub use launch::{dry_run::dry_run, launch};
 pub use output::console::Console;
 pub use program::find_program;

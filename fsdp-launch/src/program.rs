@@ -32,9 +32,6 @@ pub fn find_program(program: &OsStr) -> Result<PathBuf> {
 }
 
 /// Returns the path that [`find_program`] would return, and the build command. Does not build.
-///
-/// # Errors
-/// As [`find_program`], except build errors.
 pub(crate) fn plan_program(program: &OsStr) -> Result<(PathBuf, Option<String>)> {
     Ok(match locate(program)? {
         Located::Executable(path) => (path, None),
@@ -313,9 +310,6 @@ pub(crate) fn is_python_script(name: &OsStr) -> bool {
 }
 
 /// Returns the interpreter, and its arguments up to the script's own.
-///
-/// # Errors
-/// [`Error::Program`] when the script or the interpreter is missing.
 pub(crate) fn python_command(kind: PythonKind, name: OsString) -> Result<(PathBuf, Vec<OsString>)> {
     if kind != PythonKind::Module {
         let path = PathBuf::from(&name);

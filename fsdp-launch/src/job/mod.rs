@@ -33,20 +33,37 @@ const MAX_FILE: u64 = 16 << 20;
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct JobFile {
     pub(crate) launcher: ProcessId,
-    pub(crate) run_id: String,
-    pub(crate) program: String,
-    pub(crate) args: Vec<String>,
-    /// Reason for waiting before an attempt. There are no ranks then, and `world_size` and `hosts` are 0.
-    pub(crate) waiting: Option<String>,
-    pub(crate) world_size: usize,
-    pub(crate) hosts: usize,
-    pub(crate) attempt: u32,
-    pub(crate) restarts: u32,
-    pub(crate) max_restarts: u32,
+    #[serde(flatten)]
+    pub(crate) run: RunInfo,
     /// Start of the attempt, or of the wait, in seconds since 1970.
     pub(crate) since: u64,
     /// Ranks of this host.
     pub(crate) ranks: Vec<RankFile>,
+}
+
+/// A run, as its launcher describes it.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct RunInfo {
+    /// `TORCHELASTIC_RUN_ID`.
+    pub run_id: String,
+    /// Program of the ranks.
+    pub program: String,
+    /// Arguments of the program.
+    pub args: Vec<String>,
+    /// Reason why the launcher waits before it starts ranks.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub waiting: Option<String>,
+    /// Number of earlier starts: `FSDP_ATTEMPT`.
+    pub attempt: u32,
+    /// Restarts used so far.
+    pub restarts: u32,
+    /// Restarts allowed.
+    pub max_restarts: u32,
+    /// Number of ranks on all hosts; 0 during a wait.
+    pub world_size: usize,
+    /// Number of launchers that take part; 0 during a wait.
+    pub hosts: usize,
 }
 
 /// A process that is identified even if its pid is reused.
@@ -85,27 +102,26 @@ impl JobFile {
             process: ProcessId::of(pid_of(worker.pid)),
             status_page: worker.status_page.as_ref().map(fsdp_core::heartbeat::StatusPage::path),
         };
-        JobFile {
-            world_size: assignment.world_size,
-            hosts: assignment.group_world_size,
-            ranks: workers.iter().map(rank).collect(),
-            ..Self::new(spec, &assignment.run_id, assignment.attempt, assignment.restarts, SystemTime::now())
-        }
+        let mut file = Self::new(spec, &assignment.run_id, assignment.attempt, assignment.restarts, SystemTime::now());
+        file.run.world_size = assignment.world_size;
+        file.run.hosts = assignment.group_world_size;
+        file.ranks = workers.iter().map(rank).collect();
+        file
     }
 
     /// Describes a launch without ranks.
     pub(crate) fn new(spec: &LaunchSpec, run_id: &str, attempt: u32, restarts: u32, since: SystemTime) -> Self {
         JobFile {
             launcher: ProcessId::of(std::process::id()),
-            run_id: run_id.to_owned(),
-            program: spec.program.to_string_lossy().into_owned(),
-            args: spec.args.iter().map(|arg| arg.to_string_lossy().into_owned()).collect(),
-            waiting: None,
-            world_size: 0,
-            hosts: 0,
-            attempt,
-            restarts,
-            max_restarts: spec.max_restarts,
+            run: RunInfo {
+                run_id: run_id.to_owned(),
+                program: spec.program.to_string_lossy().into_owned(),
+                args: spec.args.iter().map(|arg| arg.to_string_lossy().into_owned()).collect(),
+                attempt,
+                restarts,
+                max_restarts: spec.max_restarts,
+                ..RunInfo::default()
+            },
             since: since.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs(),
             ranks: Vec::new(),
         }
@@ -125,10 +141,8 @@ impl JobFile {
         fs::rename(new, dir.join(FILE_NAME))
     }
 
-    /// Returns this user's running launches with directories in `temp`, oldest first.
-    ///
-    /// # Errors
-    /// When `temp` can't be read. Other files, and directories of dead launchers, are skipped.
+    /// Returns this user's running launches with directories in `temp`, oldest first. Skips other files, and
+    /// directories of dead launchers.
     pub(crate) fn running(temp: &Path) -> io::Result<Vec<Self>> {
         let mut found: Vec<JobFile> = fs::read_dir(temp)?
             .filter_map(Result::ok)
@@ -157,20 +171,8 @@ mod tests {
     use super::*;
 
     fn job(launcher: ProcessId, run_id: &str) -> JobFile {
-        JobFile {
-            launcher,
-            run_id: run_id.into(),
-            program: "p".into(),
-            args: Vec::new(),
-            waiting: None,
-            world_size: 1,
-            hosts: 1,
-            attempt: 0,
-            restarts: 0,
-            max_restarts: 0,
-            since: 0,
-            ranks: Vec::new(),
-        }
+        let run = RunInfo { run_id: run_id.into(), ..RunInfo::default() };
+        JobFile { launcher, run, since: 0, ranks: Vec::new() }
     }
 
     #[test]
@@ -191,7 +193,7 @@ mod tests {
         fs::write(temp.path().join("fsdp-launch-f"), "").unwrap();
         std::os::unix::fs::symlink(temp.path().join("fsdp-launch-a"), temp.path().join("fsdp-launch-g")).unwrap();
         let found = JobFile::running(temp.path()).unwrap();
-        assert_eq!(found.iter().map(|job| job.run_id.as_str()).collect::<Vec<_>>(), ["running"]);
+        assert_eq!(found.iter().map(|job| job.run.run_id.as_str()).collect::<Vec<_>>(), ["running"]);
         assert!(JobFile::running(Path::new("/no/such/directory")).is_err());
     }
 }

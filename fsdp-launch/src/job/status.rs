@@ -11,7 +11,7 @@ use serde::Serialize;
 
 use crate::{
     Error, Result,
-    job::{JobFile, RankFile},
+    job::{JobFile, RankFile, RunInfo},
     report::{process::ProcessState, rank_snapshot::RankSnapshot},
 };
 
@@ -31,29 +31,13 @@ pub struct StatusArgs {
 #[derive(Clone, Debug, Serialize)]
 #[non_exhaustive]
 pub struct RunStatus {
-    /// `TORCHELASTIC_RUN_ID`.
-    pub run_id: String,
-    /// Program of the ranks.
-    pub program: String,
-    /// Arguments of the program.
-    pub args: Vec<String>,
+    /// The run.
+    #[serde(flatten)]
+    pub run: RunInfo,
     /// Pid of this host's launcher.
     pub launcher_pid: u32,
-    /// Reason why the launcher waits before it starts ranks.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub waiting: Option<String>,
-    /// Number of earlier starts: `FSDP_ATTEMPT`.
-    pub attempt: u32,
-    /// Restarts used so far.
-    pub restarts: u32,
-    /// Restarts allowed.
-    pub max_restarts: u32,
     /// Time since the attempt, or the wait, began.
     pub age: Age,
-    /// Number of ranks on all hosts; 0 during a wait.
-    pub world_size: usize,
-    /// Number of launchers that take part; 0 during a wait.
-    pub hosts: usize,
     /// Ranks of this host.
     pub ranks: Vec<RankStatus>,
 }
@@ -84,11 +68,11 @@ fn status_in(temp: &Path, run: Option<&str>) -> Result<Vec<RunStatus>> {
     let mut jobs =
         JobFile::running(temp).map_err(Error::system("look for runs in the directory for temporary files"))?;
     if let Some(run) = run {
-        let mut known: Vec<String> = jobs.iter().map(|job| job.run_id.clone()).collect();
+        let mut known: Vec<String> = jobs.iter().map(|job| job.run.run_id.clone()).collect();
         known.sort();
         known.dedup();
-        let is_exact = jobs.iter().any(|job| job.run_id == run);
-        jobs.retain(|job| if is_exact { job.run_id == run } else { job.run_id.starts_with(run) });
+        let is_exact = jobs.iter().any(|job| job.run.run_id == run);
+        jobs.retain(|job| if is_exact { job.run.run_id == run } else { job.run.run_id.starts_with(run) });
         if jobs.is_empty() {
             return Err(Error::NoRun(match known.as_slice() {
                 [] => format!("no run {run:?}: this user has no running launch on this host"),
@@ -107,16 +91,8 @@ fn status_in(temp: &Path, run: Option<&str>) -> Result<Vec<RunStatus>> {
 fn of_run(job: JobFile, now: Duration) -> RunStatus {
     RunStatus {
         age: Age(now.saturating_sub(Duration::from_secs(job.since))),
-        run_id: job.run_id,
-        program: job.program,
-        args: job.args,
+        run: job.run,
         launcher_pid: job.launcher.pid,
-        waiting: job.waiting,
-        attempt: job.attempt,
-        restarts: job.restarts,
-        max_restarts: job.max_restarts,
-        world_size: job.world_size,
-        hosts: job.hosts,
         ranks: job.ranks.iter().map(of_rank).collect(),
     }
 }
@@ -134,17 +110,18 @@ fn of_rank(rank: &RankFile) -> RankStatus {
 
 impl fmt::Display for RunStatus {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let run = &self.run;
         let shown = |text: &str| text.chars().map(|c| if c.is_control() { '?' } else { c }).collect::<String>();
-        let command: Vec<String> = std::iter::once(&self.program).chain(&self.args).map(|word| shown(word)).collect();
-        writeln!(f, "run {}: {}", shown(&self.run_id), command.join(" "))?;
-        let before = if self.waiting.is_some() { "before " } else { "" };
-        write!(f, "  launcher pid {}, {before}attempt {} for {}", self.launcher_pid, self.attempt, self.age)?;
-        write!(f, ", restarts used: {} of at most {}", self.restarts, self.max_restarts)?;
-        if let Some(waiting) = &self.waiting {
+        let command: Vec<String> = std::iter::once(&run.program).chain(&run.args).map(|word| shown(word)).collect();
+        writeln!(f, "run {}: {}", shown(&run.run_id), command.join(" "))?;
+        let before = if run.waiting.is_some() { "before " } else { "" };
+        write!(f, "  launcher pid {}, {before}attempt {} for {}", self.launcher_pid, run.attempt, self.age)?;
+        write!(f, ", restarts used: {} of at most {}", run.restarts, run.max_restarts)?;
+        if let Some(waiting) = &run.waiting {
             return write!(f, "\n  {}", shown(waiting));
         }
-        if self.hosts > 1 {
-            write!(f, ", {} ranks on {} hosts, here:", self.world_size, self.hosts)?;
+        if run.hosts > 1 {
+            write!(f, ", {} ranks on {} hosts, here:", run.world_size, run.hosts)?;
         }
         let head = ["rank", "pid", "state", "memory", "step", "heartbeat", "what it does"].map(String::from);
         let rows: Vec<[String; 7]> = std::iter::once(head).chain(self.ranks.iter().map(row)).collect();

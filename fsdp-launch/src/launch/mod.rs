@@ -136,8 +136,9 @@ impl<'a> Launch<'a> {
     fn next(&mut self) -> Next {
         let since = SystemTime::now();
         let show = |what: &str| {
-            let job = JobFile::new(self.spec, &self.run_id, self.attempts, self.restarts, since);
-            JobFile { waiting: Some(what.to_owned()), ..job }.publish(self.temp_dir.path());
+            let mut job = JobFile::new(self.spec, &self.run_id, self.attempts, self.restarts, since);
+            job.run.waiting = Some(what.to_owned());
+            job.publish(self.temp_dir.path());
         };
         next(self.spec, &mut self.pending, &mut self.why, &self.events, show)
     }
@@ -341,8 +342,8 @@ fn run_id(spec: &LaunchSpec) -> Result<String> {
     let run_id = spec.run_id.clone().unwrap_or_else(unique_id);
     if run_id.is_empty() || run_id.len() > MAX_RUN_ID_LEN || run_id.contains(char::is_control) {
         return Err(Error::Options(format!(
-            "invalid run id {run_id:?}: it must not be empty or longer than {MAX_RUN_ID_LEN} bytes, and must not contain \
-             control characters"
+            "invalid run id {run_id:?}: it must not be empty or longer than {MAX_RUN_ID_LEN} bytes, and must not \
+             contain control characters"
         )));
     }
     Ok(run_id)

@@ -54,49 +54,49 @@ pub(crate) fn next(
     };
     loop {
         let event = match pending.pop_front() {
-            Some(news) => Ok(Event::Rendezvous(news)),
+            Some(event) => Ok(Event::Rendezvous(event)),
             None => events.recv_timeout(warn_at.saturating_duration_since(Instant::now())),
         };
-        match event {
-            Ok(Event::Rendezvous(RendezvousEvent::Message(ToAgent::Start(assignment)))) => {
-                return Next::Start(assignment);
-            }
-            Ok(Event::Rendezvous(RendezvousEvent::Message(ToAgent::End(run_result)))) => return Next::End(*run_result),
-            Ok(Event::Rendezvous(RendezvousEvent::Message(ToAgent::Refused { why }))) => {
-                let at = endpoint.map(ToString::to_string).unwrap_or_default();
-                return Next::Failed(Failure::Rendezvous {
-                    why: format!("the launcher at {at} refused this one: {why}"),
-                });
-            }
-            Ok(Event::Rendezvous(RendezvousEvent::Failed(why))) => return Next::Failed(Failure::Rendezvous { why }),
-            Ok(Event::Rendezvous(RendezvousEvent::Lost(how))) => return Next::Gone(how),
-            Ok(Event::Rendezvous(RendezvousEvent::Message(ToAgent::Waiting { there, nnodes }))) => {
-                change(&mut waiting, Target::Nodes(there, nnodes));
-            }
-            Ok(Event::Rendezvous(RendezvousEvent::Retrying(error))) => {
-                change(&mut waiting, Target::Coordinator(Some(error)))
-            }
-            // The coordinator stops a host whose ranks had succeeded.
-            Ok(Event::Rendezvous(RendezvousEvent::Message(ToAgent::Stop { why: text, costs, .. }))) => {
-                why.get_or_insert(Reason { text, costs });
-            }
+        let event = match event {
+            Ok(Event::Rendezvous(event)) => event,
             Ok(Event::Interrupted(signal)) => return Next::Interrupted(signal),
-            Ok(Event::Rendezvous(RendezvousEvent::Message(ToAgent::Ping | ToAgent::RankDone { .. })))
-            | Ok(Event::Rendezvous(RendezvousEvent::Message(
-                ToAgent::PmiPut { .. } | ToAgent::PmiBarrierDone { .. },
-            )))
-            | Ok(Event::ChildEnded | Event::OutputEnded | Event::Pmi { .. }) => {}
+            Ok(Event::ChildEnded | Event::OutputEnded | Event::Pmi { .. }) => continue,
             Err(RecvTimeoutError::Timeout) => {
                 if let Some(waiting) = &waiting {
                     tracing::warn!("{waiting}");
                 }
                 interval = interval.saturating_mul(2);
                 warn_at += interval;
+                continue;
             }
             // This process holds a sender itself.
             Err(RecvTimeoutError::Disconnected) => {
                 return Next::Failed(Failure::Rendezvous { why: "the launcher's events ended".into() });
             }
+        };
+        let message = match event {
+            RendezvousEvent::Message(message) => message,
+            RendezvousEvent::Failed(why) => return Next::Failed(Failure::Rendezvous { why }),
+            RendezvousEvent::Lost(how) => return Next::Gone(how),
+            RendezvousEvent::Retrying(error) => {
+                change(&mut waiting, Target::Coordinator(Some(error)));
+                continue;
+            }
+        };
+        match message {
+            ToAgent::Start(assignment) => return Next::Start(assignment),
+            ToAgent::End(run_result) => return Next::End(*run_result),
+            ToAgent::Refused { why } => {
+                let at = endpoint.map(ToString::to_string).unwrap_or_default();
+                let why = format!("the launcher at {at} refused this one: {why}");
+                return Next::Failed(Failure::Rendezvous { why });
+            }
+            ToAgent::Waiting { there, nnodes } => change(&mut waiting, Target::Nodes(there, nnodes)),
+            // The coordinator stops a host whose ranks had succeeded.
+            ToAgent::Stop { why: text, costs, .. } => {
+                why.get_or_insert(Reason { text, costs });
+            }
+            ToAgent::Ping | ToAgent::RankDone { .. } | ToAgent::PmiPut { .. } | ToAgent::PmiBarrierDone { .. } => {}
         }
     }
 }

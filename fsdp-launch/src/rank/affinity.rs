@@ -19,9 +19,6 @@ pub(crate) fn core_count() -> usize {
 }
 
 /// Returns the cores to bind a rank to; `None` without an option for it.
-///
-/// # Errors
-/// [`Error::Usage`] when no cores are left for the rank.
 pub(crate) fn cores_of_rank(spec: &LaunchSpec, local_rank: usize) -> crate::Result<Option<Vec<usize>>> {
     let ranks = spec.nproc_per_node;
     match spec.numa_binding {
@@ -116,11 +113,8 @@ impl Topology {
         Topology { nodes, places: allowed.iter().map(place).collect(), gpus: gpus(root) }
     }
 
-    /// Returns the cores of `local_rank` of `ranks`. `visible` lists the usable GPUs as in `CUDA_VISIBLE_DEVICES`;
-    /// `None` means all.
-    ///
-    /// # Errors
-    /// A description, when no cores fit.
+    /// Returns the cores of `local_rank` of `ranks`, or why none fit. `visible` lists the usable GPUs as in
+    /// `CUDA_VISIBLE_DEVICES`; `None` means all.
     fn cores_of(
         &self,
         binding: NumaBinding,

@@ -37,10 +37,8 @@ impl Job<'_> {
         self.error_dir.join(format!("attempt-{}-rank-{local_rank}.json", self.assignment.attempt))
     }
 
-    /// Returns the variables of a rank, first those of torchrun's documentation in its order.
-    ///
-    /// # Errors
-    /// [`Error::Usage`](crate::Error::Usage) when the rank should see one GPU but none is left.
+    /// Returns the variables of a rank, first those of torchrun's documentation in its order. Fails when the rank
+    /// should see one GPU but none is left.
     pub(crate) fn variables(&self, local_rank: usize) -> Result<Vec<(&'static str, OsString)>> {
         let (spec, assignment) = (self.spec, self.assignment);
         let text = |number: usize| OsString::from(number.to_string());
@@ -84,9 +82,6 @@ impl Job<'_> {
     }
 
     /// Sets the environment of a rank.
-    ///
-    /// # Errors
-    /// As [`variables`](Self::variables).
     pub(crate) fn apply(&self, local_rank: usize, command: &mut Command) -> Result<()> {
         forget_cargo_run(command);
         // An outer torchrun's agent serves a store at MASTER_PORT; here rank 0 does.

@@ -51,7 +51,7 @@ pub(crate) enum Rendezvous {
 }
 
 impl Rendezvous {
-    /// Joins a run. Events go to `listener`. Without a `spec`, this is the only host.
+    /// Joins a run. Messages go to `events`. Without a `spec`, this is the only host.
     pub(crate) fn start(
         spec: Option<&RendezvousSpec>,
         config: RunConfig,
@@ -140,11 +140,8 @@ impl AgentThread {
         let mut rejected_since: Option<Instant> = None;
         let mut last_error = String::new();
         loop {
-            let held = match self.listener() {
-                Ok(Some(listener)) => self.serve_coordinator(listener).map(Some),
-                Ok(None) => Ok(None),
-                Err(error) => Err(error),
-            };
+            let listener = self.listener();
+            let held = listener.and_then(|listener| listener.map(|it| self.serve_coordinator(it)).transpose());
             let error = match held {
                 Ok(Some(())) => return,
                 // Waiting would not help.

@@ -13,7 +13,7 @@ use std::{
 };
 
 use fsdp_core::channel::{self, Accepted, Channel, Handler, Key, Listener, Reader, Writer};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use serde::{Serialize, de::DeserializeOwned};
 
 use crate::rendezvous::{
@@ -45,7 +45,7 @@ impl SharedCoordinator {
 
     /// Adds an agent. Messages for it go to `outbox`.
     pub(crate) fn add_agent(&self, outbox: Outbox) -> AgentId {
-        let mut inner = self.lock();
+        let mut inner = self.0.lock();
         let id = inner.next;
         inner.next += 1;
         inner.outboxes.insert(id, outbox);
@@ -59,13 +59,13 @@ impl SharedCoordinator {
     /// Handles an agent that disconnected.
     pub(crate) fn disconnect(&self, id: AgentId, how: &str) {
         self.with(|coordinator, now| coordinator.disconnect(now, id, how));
-        self.lock().outboxes.remove(&id);
+        self.0.lock().outboxes.remove(&id);
     }
 
     /// Handles an agent that timed out.
     pub(crate) fn time_out(&self, id: AgentId, how: &str) {
         self.with(|coordinator, now| coordinator.time_out(now, id, how));
-        self.lock().outboxes.remove(&id);
+        self.0.lock().outboxes.remove(&id);
     }
 
     pub(crate) fn tick(&self) {
@@ -73,18 +73,18 @@ impl SharedCoordinator {
     }
 
     pub(crate) fn is_over(&self) -> bool {
-        self.lock().coordinator.is_over()
+        self.0.lock().coordinator.is_over()
     }
 
     /// Returns the number of connected agents.
     pub(crate) fn len(&self) -> usize {
-        self.lock().outboxes.len()
+        self.0.lock().outboxes.len()
     }
 
     /// Closes all connections after sending the queued messages. An agent that does not read delays it for the time
     /// limit of a write.
     pub(crate) fn close(&self) {
-        let outboxes = std::mem::take(&mut self.lock().outboxes);
+        let outboxes = std::mem::take(&mut self.0.lock().outboxes);
         // Drop all queues before waiting for the first thread.
         let senders: Vec<_> = outboxes.into_values().filter_map(|outbox| outbox.sender).collect();
         senders.into_iter().for_each(|sender| {
@@ -94,17 +94,13 @@ impl SharedCoordinator {
     }
 
     fn with(&self, act: impl FnOnce(&mut Coordinator, Instant)) {
-        let mut inner = self.lock();
+        let mut inner = self.0.lock();
         act(&mut inner.coordinator, Instant::now());
         for (id, message) in inner.coordinator.take_messages() {
             if let Some(outbox) = inner.outboxes.get(&id) {
                 (outbox.send_message)(message);
             }
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.0.lock()
     }
 }
 
@@ -209,17 +205,11 @@ pub(crate) fn connect(stream: TcpStream, key: &Key) -> io::Result<channel::Chann
 }
 
 /// Sends a message.
-///
-/// # Errors
-/// When the connection is lost.
 pub(crate) fn send<M: Serialize>(writer: &mut Writer, message: &M) -> io::Result<()> {
     writer.send(&serde_json::to_vec(message)?)
 }
 
 /// Receives a message. All of it must arrive within `timeout`.
-///
-/// # Errors
-/// On a timeout, a lost connection, or an invalid message.
 pub(crate) fn receive<M: DeserializeOwned>(reader: &mut Reader, timeout: Duration) -> io::Result<M> {
     Ok(serde_json::from_slice(reader.receive(timeout)?)?)
 }
@@ -250,7 +240,7 @@ mod tests {
             .map(|_| {
                 let (tell, received) = channel();
                 let id = coordinator.add_agent(slow(tell));
-                (coordinator.lock().outboxes[&id].send_message)(ToAgent::Ping);
+                (coordinator.0.lock().outboxes[&id].send_message)(ToAgent::Ping);
                 received
             })
             .collect();

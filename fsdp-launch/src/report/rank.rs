@@ -102,7 +102,7 @@ const SHORT: usize = 300;
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Failure::Rank(report) => write!(f, "{}", report.as_first()),
+            Failure::Rank(report) => report.write_as_first(f),
             Failure::NodeLost { host, how } => write!(f, "node {host} {how}"),
             Failure::NotStarted { host, why } => write!(f, "node {host}: {why}"),
             Failure::Rendezvous { why } => f.write_str(why),
@@ -120,9 +120,6 @@ pub struct FailedAttempt {
     pub failure: Failure,
 }
 
-/// Formats the report of the first failed rank.
-pub(crate) struct First<'a>(&'a RankReport);
-
 impl RankReport {
     /// Limits the report to the size of a message: a rank can write anything to its status page.
     pub(crate) fn for_others(mut self) -> Self {
@@ -132,19 +129,13 @@ impl RankReport {
         self
     }
 
-    pub(crate) fn as_first(&self) -> First<'_> {
-        First(self)
-    }
-}
-
-impl fmt::Display for First<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let report = self.0;
-        write!(f, "rank {} (pid {} on {}) failed first, ", report.rank, report.pid, report.host)?;
-        match report.exit_status {
-            _ if report.silent_for.is_some() => {
-                let silent = report.silent_for.unwrap_or_default();
-                let state = report.snapshot.as_ref().and_then(|at| at.process.as_ref());
+    /// Writes the report of the first failed rank.
+    fn write_as_first(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rank {} (pid {} on {}) failed first, ", self.rank, self.pid, self.host)?;
+        match self.exit_status {
+            _ if self.silent_for.is_some() => {
+                let silent = self.silent_for.unwrap_or_default();
+                let state = self.snapshot.as_ref().and_then(|at| at.process.as_ref());
                 let state = state.map_or_else(String::new, |process| format!(" ({process})"));
                 write!(f, "it hung: no heartbeat for {silent}{state}")?;
             }
@@ -155,14 +146,14 @@ impl fmt::Display for First<'_> {
             Some(end) => write!(f, "killed by {end}")?,
             None => write!(f, "and did not end")?,
         }
-        if let Some(message) = &report.message {
+        if let Some(message) = &self.message {
             write!(f, "\n  it recorded: {}", message.trim_end().replace('\n', "\n    "))?;
         }
-        if let Some(at) = report.ended_at {
+        if let Some(at) = self.ended_at {
             write!(f, "\n  at {}", humantime::format_rfc3339_seconds(at))?;
-            report.after.map_or(Ok(()), |after| write!(f, ", {after} after its start"))?;
+            self.after.map_or(Ok(()), |after| write!(f, ", {after} after its start"))?;
         }
-        report.stderr.as_ref().map_or(Ok(()), |end| write!(f, "\n  {end}"))
+        self.stderr.as_ref().map_or(Ok(()), |end| write!(f, "\n  {end}"))
     }
 }
 
@@ -184,15 +175,11 @@ impl ExitStatus {
     /// Returns the code that a shell would report: the exit code, or 128 + the signal.
     pub fn exit_code(self) -> u8 {
         match self {
-            ExitStatus::Exited(code) => low_byte(code),
-            ExitStatus::Signaled(signal) => low_byte(128 + signal),
+            // The system passes on only 8 bits.
+            ExitStatus::Exited(code) => code as u8,
+            ExitStatus::Signaled(signal) => (128 + signal) as u8,
         }
     }
-}
-
-/// The system passes on only 8 bits.
-fn low_byte(code: i32) -> u8 {
-    code.to_le_bytes()[0]
 }
 
 impl fmt::Display for ExitStatus {

@@ -74,7 +74,7 @@ pub(crate) fn supervise(
     children: &[Pid],
     notify: &mut dyn FnMut(Notice<'_>),
 ) -> Supervised {
-    let grace = job.spec.shutdown_timeout;
+    let (grace, own_attempt) = (job.spec.shutdown_timeout, job.assignment.attempt);
     let mut watchdog = Watchdog::new(job.spec.heartbeat_timeout, workers.len(), Instant::now());
     let mut shutdown = Shutdown { workers, grace, signal: SIGTERM, sent: None, begin_at: None };
     let mut cause = None;
@@ -140,22 +140,7 @@ pub(crate) fn supervise(
                 shutdown.begin();
                 cause.get_or_insert(AttemptEnd::Interrupted(signal));
             }
-            Some(Event::Rendezvous(RendezvousEvent::Message(ToAgent::RankDone { attempt, rank })))
-                if attempt == job.assignment.attempt =>
-            {
-                shutdown.record_exit(rank, job);
-            }
-            Some(Event::Rendezvous(RendezvousEvent::Message(ToAgent::PmiPut { attempt, entries })))
-                if attempt == job.assignment.attempt =>
-            {
-                pmi.add_remote(entries);
-            }
-            Some(Event::Rendezvous(RendezvousEvent::Message(ToAgent::PmiBarrierDone { attempt })))
-                if attempt == job.assignment.attempt =>
-            {
-                pmi.release_barrier()
-            }
-            Some(Event::Pmi { attempt, event }) if attempt == job.assignment.attempt => match event {
+            Some(Event::Pmi { attempt, event }) if attempt == own_attempt => match event {
                 PmiEvent::Failed(pmi_failure) => {
                     let rank = pmi_failure.local_rank;
                     if cause.is_none() {
@@ -177,21 +162,24 @@ pub(crate) fn supervise(
                 event => notify(Notice::Pmi(event)),
             },
             Some(Event::Pmi { .. }) => {}
-            Some(Event::Rendezvous(event)) => {
-                let means_stop = match &event {
-                    RendezvousEvent::Message(ToAgent::Stop { attempt, .. }) => *attempt == job.assignment.attempt,
-                    // The run continues without this host, or is over.
-                    RendezvousEvent::Message(ToAgent::Refused { .. } | ToAgent::End(_)) | RendezvousEvent::Lost(_) => {
-                        true
-                    }
-                    RendezvousEvent::Message(_) | RendezvousEvent::Retrying(_) | RendezvousEvent::Failed(_) => false,
-                };
-                if means_stop {
-                    shutdown.begin();
-                    cause.get_or_insert(AttemptEnd::Stopped);
+            Some(Event::Rendezvous(event)) => match event {
+                RendezvousEvent::Message(ToAgent::RankDone { attempt, rank }) if attempt == own_attempt => {
+                    shutdown.record_exit(rank, job);
                 }
-                rendezvous_events.push(event);
-            }
+                RendezvousEvent::Message(ToAgent::PmiPut { attempt, entries }) if attempt == own_attempt => {
+                    pmi.add_remote(entries);
+                }
+                RendezvousEvent::Message(ToAgent::PmiBarrierDone { attempt }) if attempt == own_attempt => {
+                    pmi.release_barrier();
+                }
+                event => {
+                    if means_stop(&event, own_attempt) {
+                        shutdown.begin();
+                        cause.get_or_insert(AttemptEnd::Stopped);
+                    }
+                    rendezvous_events.push(event);
+                }
+            },
             None => {}
         }
         match shutdown.overdue() {
@@ -211,6 +199,16 @@ pub(crate) fn supervise(
         }
     }
     Supervised { cause: cause.unwrap_or(AttemptEnd::Succeeded), interrupted, streams, rendezvous_events }
+}
+
+/// Returns whether the ranks of an attempt must end after this event.
+fn means_stop(event: &RendezvousEvent, own_attempt: u32) -> bool {
+    match event {
+        RendezvousEvent::Message(ToAgent::Stop { attempt, .. }) => *attempt == own_attempt,
+        // The run continues without this host, or is over.
+        RendezvousEvent::Message(ToAgent::Refused { .. } | ToAgent::End(_)) | RendezvousEvent::Lost(_) => true,
+        RendezvousEvent::Message(_) | RendezvousEvent::Retrying(_) | RendezvousEvent::Failed(_) => false,
+    }
 }
 
 struct Shutdown<'a> {

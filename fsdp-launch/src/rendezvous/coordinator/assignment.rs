@@ -28,9 +28,6 @@ pub(crate) struct RunConfig {
 
 impl RunConfig {
     /// Returns the configuration of a launch. On one host, there is no time limit.
-    ///
-    /// # Errors
-    /// When the system has no random bytes for a secret.
     pub(crate) fn of(spec: &LaunchSpec, run_id: &str) -> io::Result<Self> {
         let forever = Duration::MAX;
         let rendezvous = spec.rendezvous.as_ref();
