@@ -147,17 +147,10 @@ impl Buffer {
 
     /// Returns the element type.
     pub fn dtype(&self) -> DType {
-        match self {
-            Buffer::U8(_) => DType::U8,
-            Buffer::U32(_) => DType::U32,
-            Buffer::I64(_) => DType::I64,
-            Buffer::BF16(_) => DType::BF16,
-            Buffer::F16(_) => DType::F16,
-            Buffer::F32(_) => DType::F32,
-            Buffer::F64(_) => DType::F64,
-            #[cfg(feature = "cuda")]
-            Buffer::Cuda(memory) => memory.dtype(),
+        fn of<T: Scalar>(_: &[T]) -> DType {
+            T::DTYPE
         }
+        each!(self, v => of(v), memory => memory.dtype())
     }
 
     /// Returns the number of elements.
