@@ -45,24 +45,13 @@ pub(crate) unsafe fn guard_is_whole(base: u64, len: usize) -> bool {
 /// The caller may write `len` bytes at `at`.
 pub(crate) unsafe fn fill_with_nan(at: u64, len: usize) {
     // SAFETY: ensured by the caller.
-    unsafe { fill(at, &[NAN_BYTE], len) }
+    unsafe { fill(at, NAN_BYTE, len) }
 }
 
-/// Writes `pattern` `count` times.
-///
-/// The caller may write as many bytes at `at`.
-pub(crate) unsafe fn fill(at: u64, pattern: &[u8], count: usize) {
-    if let [byte] = pattern {
-        // SAFETY: ensured by the caller.
-        unsafe { (at as *mut u8).write_bytes(*byte, count) };
-        return;
-    }
-    for place in 0..count {
-        // SAFETY: ensured by the caller.
-        unsafe {
-            (at as *mut u8).add(place * pattern.len()).copy_from_nonoverlapping(pattern.as_ptr(), pattern.len());
-        }
-    }
+/// The caller may write `len` bytes at `at`.
+pub(crate) unsafe fn fill(at: u64, byte: u8, len: usize) {
+    // SAFETY: ensured by the caller.
+    unsafe { (at as *mut u8).write_bytes(byte, len) };
 }
 
 /// `len` bytes at both addresses are memory, and the caller may write those at `to`.

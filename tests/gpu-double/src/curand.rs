@@ -61,11 +61,6 @@ extern "C" fn curandSetPseudoRandomGeneratorSeed(generator: *mut c_void, seed: c
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn curandSetGeneratorOffset(generator: *mut c_void, offset: c_ulonglong) -> c_int {
-    of(generator, |generator| generator.next = offset)
-}
-
-#[unsafe(no_mangle)]
 extern "C" fn curandSetStream(generator: *mut c_void, stream: *mut c_void) -> c_int {
     of(generator, |generator| generator.stream = stream as usize)
 }
@@ -102,14 +97,8 @@ fn generate<T: 'static>(
 }
 
 macro_rules! generates {
-    ($name:ident, $type:ty, $number:expr) => {
-        #[unsafe(no_mangle)]
-        unsafe extern "C" fn $name(generator: *mut c_void, out: *mut $type, count: usize) -> c_int {
-            generate(stringify!($name), generator, out, count, $number)
-        }
-    };
     // Normal numbers come in pairs, and cuRAND refuses an odd count.
-    ($name:ident, $type:ty, normal, $number:expr) => {
+    ($name:ident, $type:ty, normal) => {
         #[unsafe(no_mangle)]
         unsafe extern "C" fn $name(
             generator: *mut c_void,
@@ -122,22 +111,23 @@ macro_rules! generates {
                 return LENGTH_NOT_MULTIPLE;
             }
             let (mean, deviation) = (f64::from(mean), f64::from(deviation));
-            let number: fn(f64) -> f64 = $number;
             generate(stringify!($name), generator, out, count, move |seed, place| {
-                number(normal(seed, place) * deviation + mean) as $type
+                (normal(seed, place) * deviation + mean) as $type
             })
+        }
+    };
+    ($name:ident, $type:ty, $number:expr) => {
+        #[unsafe(no_mangle)]
+        unsafe extern "C" fn $name(generator: *mut c_void, out: *mut $type, count: usize) -> c_int {
+            generate(stringify!($name), generator, out, count, $number)
         }
     };
 }
 
-generates!(curandGenerate, u32, |seed, place| (bits(seed, place) >> 32) as u32);
-generates!(curandGenerateLongLong, u64, bits);
 generates!(curandGenerateUniform, f32, uniform_f32);
 generates!(curandGenerateUniformDouble, f64, uniform_f64);
-generates!(curandGenerateNormal, f32, normal, |normal| normal);
-generates!(curandGenerateNormalDouble, f64, normal, |normal| normal);
-generates!(curandGenerateLogNormal, f32, normal, f64::exp);
-generates!(curandGenerateLogNormalDouble, f64, normal, f64::exp);
+generates!(curandGenerateNormal, f32, normal);
+generates!(curandGenerateNormalDouble, f64, normal);
 
 /// Returns the `index`-th value of SplitMix64.
 fn bits(seed: u64, index: u64) -> u64 {

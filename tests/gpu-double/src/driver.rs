@@ -1,13 +1,12 @@
 //! The driver's functions by their C names. They convert pointers to numbers, and call [`machine`](crate::machine).
 
-use std::ffi::{CStr, c_char, c_int, c_uchar, c_uint, c_ushort, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uchar, c_uint, c_void};
 
 use crate::{
     machine::{current, machine, set_current},
-    memory::{Copy, Direction, Kind},
-    report,
-    status::{CuResult, INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, NOT_READY, NOT_SUPPORTED, Refusal, SUCCESS},
-    streams::{Operation, Progress, Role, enqueue, status, synchronize},
+    memory::{Copy, Direction},
+    status::{CuResult, INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, NOT_READY, Refusal, SUCCESS},
+    streams::{status, synchronize},
 };
 
 /// Writes a value for the caller.
@@ -34,8 +33,6 @@ unsafe fn answer<T, F: From<T>>(to: *mut F, value: Result<T, Refusal>) -> CuResu
 }
 
 const NO_DEVICE: CuResult = 100;
-/// The driver's CUDA version.
-const VERSION: c_int = 13000;
 
 fn devices() -> usize {
     machine().lock().settings.devices
@@ -83,12 +80,6 @@ extern "C" fn cuInit(_flags: c_uint) -> CuResult {
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuDriverGetVersion(version: *mut c_int) -> CuResult {
-    // SAFETY: as documented by CUDA.
-    unsafe { put(version, VERSION) }
-}
-
-#[unsafe(no_mangle)]
 unsafe extern "C" fn cuDeviceGetCount(count: *mut c_int) -> CuResult {
     // SAFETY: as documented by CUDA.
     unsafe { put(count, devices() as c_int) }
@@ -113,31 +104,11 @@ unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, which: c_int, devic
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuDeviceGetName(name: *mut c_char, len: c_int, device: c_int) -> CuResult {
-    const NAME: &[u8] = b"GPU double";
-    if !exists(device) {
-        return INVALID_DEVICE;
-    }
-    let Ok(room @ 1..) = usize::try_from(len) else { return INVALID_VALUE };
-    for (place, byte) in NAME.iter().take(room - 1).chain(&[0]).enumerate() {
-        // SAFETY: as documented by CUDA: there is room for `len` bytes.
-        unsafe { name.add(place).write(*byte as c_char) };
-    }
-    SUCCESS
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuDeviceGetUuid(uuid: *mut [u8; 16], device: c_int) -> CuResult {
+unsafe extern "C" fn cuDeviceGetUuid_v2(uuid: *mut [u8; 16], device: c_int) -> CuResult {
     let mut bytes = *b"gpu double     0";
     bytes[15] = b'0'.wrapping_add(device as u8);
     // SAFETY: as documented by CUDA: a `CUuuid` is 16 bytes.
     unsafe { if exists(device) { put(uuid, bytes) } else { INVALID_DEVICE } }
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuDeviceGetUuid_v2(uuid: *mut [u8; 16], device: c_int) -> CuResult {
-    // SAFETY: as documented by CUDA.
-    unsafe { cuDeviceGetUuid(uuid, device) }
 }
 
 #[unsafe(no_mangle)]
@@ -148,15 +119,6 @@ unsafe extern "C" fn cuDeviceTotalMem_v2(bytes: *mut usize, device: c_int) -> Cu
     let total = machine().lock().accounts[device as usize].total();
     // SAFETY: as documented by CUDA.
     unsafe { put(bytes, total as usize) }
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuDeviceCanAccessPeer(can: *mut c_int, device: c_int, peer: c_int) -> CuResult {
-    if !exists(device) || !exists(peer) {
-        return INVALID_DEVICE;
-    }
-    // SAFETY: as documented by CUDA.
-    unsafe { put(can, (device != peer).into()) }
 }
 
 /// Start of the context handles, which are numbers by device.
@@ -207,19 +169,8 @@ unsafe extern "C" fn cuCtxGetCurrent(context: *mut *mut c_void) -> CuResult {
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuCtxGetDevice(device: *mut c_int) -> CuResult {
-    // SAFETY: as documented by CUDA.
-    current().map_or(INVALID_CONTEXT, |current| unsafe { put(device, current as c_int) })
-}
-
-#[unsafe(no_mangle)]
 extern "C" fn cuCtxSynchronize() -> CuResult {
     status(machine().synchronize_context("cuCtxSynchronize"))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuCtxSetFlags(_flags: c_uint) -> CuResult {
-    SUCCESS
 }
 
 #[unsafe(no_mangle)]
@@ -236,23 +187,18 @@ unsafe extern "C" fn cuCtxGetStreamPriorityRange(least: *mut c_int, greatest: *m
     SUCCESS
 }
 
-#[unsafe(no_mangle)]
-extern "C" fn cuCtxEnablePeerAccess(peer: *mut c_void, _flags: c_uint) -> CuResult {
-    if context_device(peer).is_some() { SUCCESS } else { INVALID_CONTEXT }
-}
-
 const NON_BLOCKING: c_uint = 1;
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuStreamCreate(stream: *mut usize, flags: c_uint) -> CuResult {
     // SAFETY: as documented by CUDA: a handle is as large as a pointer.
-    unsafe { cuStreamCreateWithPriority(stream, flags, 0) }
+    unsafe { answer(stream, machine().create_stream(flags & NON_BLOCKING != 0)) }
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuStreamCreateWithPriority(stream: *mut usize, flags: c_uint, priority: c_int) -> CuResult {
+unsafe extern "C" fn cuStreamCreateWithPriority(stream: *mut usize, flags: c_uint, _priority: c_int) -> CuResult {
     // SAFETY: as documented by CUDA: a handle is as large as a pointer.
-    unsafe { answer(stream, machine().create_stream(flags & NON_BLOCKING != 0, priority)) }
+    unsafe { cuStreamCreate(stream, flags) }
 }
 
 #[unsafe(no_mangle)]
@@ -263,13 +209,6 @@ extern "C" fn cuStreamDestroy_v2(stream: *mut c_void) -> CuResult {
 #[unsafe(no_mangle)]
 extern "C" fn cuStreamSynchronize(stream: *mut c_void) -> CuResult {
     synchronize(stream, "cuStreamSynchronize")
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuStreamQuery(stream: *mut c_void) -> CuResult {
-    status(
-        machine().query_stream(stream as usize).and_then(|ready| ready.then_some(()).ok_or(Refusal::Status(NOT_READY))),
-    )
 }
 
 #[unsafe(no_mangle)]
@@ -285,66 +224,9 @@ unsafe extern "C" fn cuStreamIsCapturing(stream: *mut c_void, capturing: *mut c_
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuStreamGetPriority(stream: *mut c_void, priority: *mut c_int) -> CuResult {
-    let mut core = machine().lock();
-    let value = core.resolve(stream as usize).map(|stream| core.streams.get(stream).priority);
-    drop(core);
-    // SAFETY: as documented by CUDA.
-    unsafe { answer(priority, value) }
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuStreamGetFlags(stream: *mut c_void, flags: *mut c_uint) -> CuResult {
-    let mut core = machine().lock();
-    let role = core.resolve(stream as usize).map(|stream| core.streams.get(stream).role);
-    drop(core);
-    // SAFETY: as documented by CUDA.
-    unsafe { answer(flags, role.map(|role| c_uint::from(role == Role::NonBlocking))) }
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuStreamGetCtx(stream: *mut c_void, context: *mut *mut c_void) -> CuResult {
-    let mut core = machine().lock();
-    let found = core.resolve(stream as usize).map(|stream| core.streams.get(stream).context);
-    drop(core);
-    match found {
-        // SAFETY: as documented by CUDA.
-        Ok(device) => unsafe { put(context, context_handle(device)) },
-        Err(refusal) => status::<()>(Err(refusal)),
-    }
-}
-
-/// Calls a host function when the stream reaches it. The function must not call the driver.
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuLaunchHostFunc(
-    stream: *mut c_void,
-    function: Option<unsafe extern "C" fn(*mut c_void)>,
-    data: *mut c_void,
-) -> CuResult {
-    let Some(function) = function else { return INVALID_VALUE };
-    let data = data as usize;
-    let run = Box::new(move || {
-        // SAFETY: as documented by CUDA: `data` is what the function takes, on any thread, when the stream comes to it.
-        unsafe { function(data as *mut c_void) };
-        Progress::Done
-    });
-    enqueue(stream, Operation { name: "host function".into(), touches: Vec::new(), run })
-}
-
-/// Sets the stream's name in messages.
-#[unsafe(no_mangle)]
-unsafe extern "C" fn gpu_double_name_stream(stream: *mut c_void, name: *const c_char) -> CuResult {
-    // SAFETY: the caller passes a string that ends with 0, as this library documents.
-    let name = unsafe { CStr::from_ptr(name) }.to_string_lossy();
-    status(machine().name_stream(stream as usize, &name))
-}
-
-const DISABLE_TIMING: c_uint = 2;
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuEventCreate(event: *mut u64, flags: c_uint) -> CuResult {
+unsafe extern "C" fn cuEventCreate(event: *mut u64, _flags: c_uint) -> CuResult {
     // SAFETY: as documented by CUDA: a handle is as large as a pointer.
-    unsafe { answer(event, machine().create_event(flags & DISABLE_TIMING == 0)) }
+    unsafe { answer(event, machine().create_event()) }
 }
 
 #[unsafe(no_mangle)]
@@ -358,11 +240,6 @@ extern "C" fn cuEventRecord(event: u64, stream: *mut c_void) -> CuResult {
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn cuEventRecordWithFlags(event: u64, stream: *mut c_void, _flags: c_uint) -> CuResult {
-    cuEventRecord(event, stream)
-}
-
-#[unsafe(no_mangle)]
 extern "C" fn cuEventQuery(event: u64) -> CuResult {
     status(machine().query_event(event).and_then(|ready| ready.then_some(()).ok_or(Refusal::Status(NOT_READY))))
 }
@@ -370,18 +247,6 @@ extern "C" fn cuEventQuery(event: u64) -> CuResult {
 #[unsafe(no_mangle)]
 extern "C" fn cuEventSynchronize(event: u64) -> CuResult {
     status(machine().synchronize_event(event))
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuEventElapsedTime(milliseconds: *mut f32, start: u64, end: u64) -> CuResult {
-    // SAFETY: as documented by CUDA.
-    unsafe { answer(milliseconds, machine().elapsed(start, end)) }
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuEventElapsedTime_v2(milliseconds: *mut f32, start: u64, end: u64) -> CuResult {
-    // SAFETY: as documented by CUDA.
-    unsafe { cuEventElapsedTime(milliseconds, start, end) }
 }
 
 #[unsafe(no_mangle)]
@@ -394,13 +259,6 @@ unsafe extern "C" fn cuMemAlloc_v2(at: *mut u64, len: usize) -> CuResult {
 unsafe extern "C" fn cuMemAllocAsync(at: *mut u64, len: usize, stream: *mut c_void) -> CuResult {
     // SAFETY: as documented by CUDA.
     unsafe { answer(at, machine().allocate(len, Some(stream as usize), "cuMemAllocAsync")) }
-}
-
-/// A device has only the default pool.
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuMemAllocFromPoolAsync(at: *mut u64, len: usize, _pool: usize, stream: *mut c_void) -> CuResult {
-    // SAFETY: as documented by CUDA.
-    unsafe { answer(at, machine().allocate(len, Some(stream as usize), "cuMemAllocFromPoolAsync")) }
 }
 
 #[unsafe(no_mangle)]
@@ -429,12 +287,6 @@ unsafe extern "C" fn cuMemHostAlloc(at: *mut u64, len: usize, _flags: c_uint) ->
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuMemAllocHost_v2(at: *mut u64, len: usize) -> CuResult {
-    // SAFETY: as documented by CUDA.
-    unsafe { answer(at, machine().allocate_pinned(len, "cuMemAllocHost")) }
-}
-
-#[unsafe(no_mangle)]
 extern "C" fn cuMemFreeHost(at: u64) -> CuResult {
     status(machine().free_pinned(at, "cuMemFreeHost"))
 }
@@ -447,79 +299,6 @@ extern "C" fn cuMemHostRegister_v2(at: u64, len: usize, _flags: c_uint) -> CuRes
 #[unsafe(no_mangle)]
 extern "C" fn cuMemHostUnregister(at: u64) -> CuResult {
     status(machine().unregister(at, "cuMemHostUnregister"))
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuMemHostGetDevicePointer_v2(at: *mut u64, host: u64, _flags: c_uint) -> CuResult {
-    let pinned = machine().lock().pinned(host).is_some();
-    // SAFETY: as documented by CUDA.
-    if pinned { unsafe { put(at, host) } } else { INVALID_VALUE }
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuMemGetAddressRange_v2(base: *mut u64, len: *mut usize, at: u64) -> CuResult {
-    let Some((found, bytes)) = crate::memory::base_of(at) else { return INVALID_VALUE };
-    // SAFETY: as documented by CUDA: either may be null.
-    unsafe {
-        if !base.is_null() {
-            put(base, found);
-        }
-        if !len.is_null() {
-            put(len, bytes);
-        }
-    }
-    SUCCESS
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuPointerGetAttribute(data: *mut c_void, attribute: c_int, at: u64) -> CuResult {
-    let core = machine().lock();
-    let Some(found) = core.allocations.find(at) else { return INVALID_VALUE };
-    let device = match found.kind {
-        Kind::Device(device) | Kind::Pool { device, .. } => device,
-        Kind::Pinned | Kind::Registered => current().unwrap_or(0),
-    };
-    // SAFETY: as documented by CUDA: `data` is a place for a value of the attribute's type.
-    unsafe {
-        match attribute {
-            1 => put(data.cast(), context_handle(device)),
-            2 => put(data.cast(), if found.is_pinned() { 1_u32 } else { 2 }),
-            3 => put(data.cast(), at),
-            4 if found.is_pinned() => put(data.cast(), at),
-            8 => put(data.cast(), 0_u8),
-            9 => put(data.cast(), device as c_int),
-            11 => put(data.cast(), found.base),
-            12 => put(data.cast(), found.len),
-            13 => put(data.cast(), 1_u8),
-            _ => INVALID_VALUE,
-        }
-    }
-}
-
-/// Attributes that do not apply to an address are 0.
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuPointerGetAttributes(
-    count: c_uint,
-    attributes: *const c_int,
-    data: *const *mut c_void,
-    at: u64,
-) -> CuResult {
-    for place in 0..count as usize {
-        // SAFETY: as documented by CUDA: both have `count` elements, and each of `data` is a place for its attribute.
-        let (attribute, data) = unsafe { (*attributes.add(place), *data.add(place)) };
-        let len = match attribute {
-            1 | 3 | 4 | 11 | 12 => 8,
-            2 | 9 => 4,
-            _ => 1,
-        };
-        // SAFETY: as above.
-        unsafe {
-            if cuPointerGetAttribute(data, attribute, at) != SUCCESS {
-                data.cast::<u8>().write_bytes(0, len);
-            }
-        }
-    }
-    SUCCESS
 }
 
 /// Start of the pool handles, which are numbers by device.
@@ -544,18 +323,6 @@ unsafe extern "C" fn cuDeviceGetDefaultMemPool(pool: *mut usize, device: c_int) 
         Some(device) => unsafe { put(pool, POOL_HANDLES + device) },
         None => INVALID_DEVICE,
     }
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuDeviceGetMemPool(pool: *mut usize, device: c_int) -> CuResult {
-    // SAFETY: as documented by CUDA.
-    unsafe { cuDeviceGetDefaultMemPool(pool, device) }
-}
-
-/// A device has only the default pool.
-#[unsafe(no_mangle)]
-extern "C" fn cuDeviceSetMemPool(device: c_int, pool: usize) -> CuResult {
-    if pool_device(pool) == usize::try_from(device).ok() { SUCCESS } else { NOT_SUPPORTED }
 }
 
 #[unsafe(no_mangle)]
@@ -596,62 +363,28 @@ unsafe extern "C" fn cuMemPoolSetAttribute(pool: usize, attribute: c_int, value:
     SUCCESS
 }
 
-#[unsafe(no_mangle)]
-extern "C" fn cuMemPoolTrimTo(pool: usize, keep: usize) -> CuResult {
-    let Some(device) = pool_device(pool) else { return INVALID_VALUE };
-    machine().lock().accounts[device].trim(keep as u64);
-    SUCCESS
-}
-
-/// The legacy default stream.
-const LEGACY: *mut c_void = std::ptr::null_mut();
-
 /// /// Host memory that is named is memory: to read it from, and the caller's to write it to.
-unsafe fn copy(
-    (to, from, len): (u64, u64, usize),
-    direction: Direction,
-    waits: bool,
-    stream: *mut c_void,
-    by: &str,
-) -> CuResult {
+unsafe fn copy((to, from, len): (u64, u64, usize), direction: Direction, stream: *mut c_void, by: &str) -> CuResult {
     // SAFETY: ensured by the caller.
-    status(unsafe { machine().copy(Copy { to, from, len, direction, waits }, stream as usize, by) })
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuMemcpyHtoD_v2(to: u64, from: *const c_void, len: usize) -> CuResult {
-    // SAFETY: as documented by CUDA.
-    unsafe { copy((to, from as u64, len), Direction::HostToDevice, true, LEGACY, "cuMemcpyHtoD") }
+    status(unsafe { machine().copy(Copy { to, from, len, direction }, stream as usize, by) })
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemcpyHtoDAsync_v2(to: u64, from: *const c_void, len: usize, stream: *mut c_void) -> CuResult {
     // SAFETY: as documented by CUDA.
-    unsafe { copy((to, from as u64, len), Direction::HostToDevice, false, stream, "cuMemcpyHtoDAsync") }
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuMemcpyDtoH_v2(to: *mut c_void, from: u64, len: usize) -> CuResult {
-    // SAFETY: as documented by CUDA.
-    unsafe { copy((to as u64, from, len), Direction::DeviceToHost, true, LEGACY, "cuMemcpyDtoH") }
+    unsafe { copy((to, from as u64, len), Direction::HostToDevice, stream, "cuMemcpyHtoDAsync") }
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: u64, len: usize, stream: *mut c_void) -> CuResult {
     // SAFETY: as documented by CUDA.
-    unsafe { copy((to as u64, from, len), Direction::DeviceToHost, false, stream, "cuMemcpyDtoHAsync") }
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuMemcpyDtoD_v2(to: u64, from: u64, len: usize) -> CuResult {
-    // SAFETY: as documented by CUDA.
-    unsafe { copy((to, from, len), Direction::DeviceToDevice, false, LEGACY, "cuMemcpyDtoD") }
+    unsafe { copy((to as u64, from, len), Direction::DeviceToHost, stream, "cuMemcpyDtoHAsync") }
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, len: usize, stream: *mut c_void) -> CuResult {
     // SAFETY: as documented by CUDA.
-    unsafe { copy((to, from, len), Direction::DeviceToDevice, false, stream, "cuMemcpyDtoDAsync") }
+    unsafe { copy((to, from, len), Direction::DeviceToDevice, stream, "cuMemcpyDtoDAsync") }
 }
 
 #[unsafe(no_mangle)]
@@ -664,97 +397,40 @@ unsafe extern "C" fn cuMemcpyPeerAsync(
     stream: *mut c_void,
 ) -> CuResult {
     // SAFETY: as documented by CUDA.
-    unsafe { copy((to, from, len), Direction::DeviceToDevice, false, stream, "cuMemcpyPeerAsync") }
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuMemcpyAsync(to: u64, from: u64, len: usize, stream: *mut c_void) -> CuResult {
-    let direction = machine().lock().direction(to, from);
-    // SAFETY: as documented by CUDA.
-    unsafe { copy((to, from, len), direction, false, stream, "cuMemcpyAsync") }
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuMemcpy(to: u64, from: u64, len: usize) -> CuResult {
-    let direction = machine().lock().direction(to, from);
-    // SAFETY: as documented by CUDA.
-    unsafe { copy((to, from, len), direction, direction != Direction::DeviceToDevice, LEGACY, "cuMemcpy") }
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuMemsetD8_v2(at: u64, value: c_uchar, count: usize) -> CuResult {
-    status(machine().fill(at, vec![value], count, LEGACY as usize, "cuMemsetD8"))
+    unsafe { copy((to, from, len), Direction::DeviceToDevice, stream, "cuMemcpyPeerAsync") }
 }
 
 #[unsafe(no_mangle)]
 extern "C" fn cuMemsetD8Async(at: u64, value: c_uchar, count: usize, stream: *mut c_void) -> CuResult {
-    status(machine().fill(at, vec![value], count, stream as usize, "cuMemsetD8Async"))
+    status(machine().fill(at, value, count, stream as usize, "cuMemsetD8Async"))
 }
 
-#[unsafe(no_mangle)]
-extern "C" fn cuMemsetD16Async(at: u64, value: c_ushort, count: usize, stream: *mut c_void) -> CuResult {
-    status(machine().fill(at, value.to_ne_bytes().into(), count, stream as usize, "cuMemsetD16Async"))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuMemsetD32Async(at: u64, value: c_uint, count: usize, stream: *mut c_void) -> CuResult {
-    status(machine().fill(at, value.to_ne_bytes().into(), count, stream as usize, "cuMemsetD32Async"))
-}
-
-fn words(result: CuResult) -> Option<(&'static CStr, &'static CStr)> {
+fn text(result: CuResult) -> Option<&'static CStr> {
     Some(match result {
-        0 => (c"CUDA_SUCCESS", c"no error"),
-        1 => (c"CUDA_ERROR_INVALID_VALUE", c"invalid argument"),
-        2 => (c"CUDA_ERROR_OUT_OF_MEMORY", c"out of memory"),
-        3 => (c"CUDA_ERROR_NOT_INITIALIZED", c"initialization error"),
-        100 => (c"CUDA_ERROR_NO_DEVICE", c"no CUDA-capable device is detected"),
-        101 => (c"CUDA_ERROR_INVALID_DEVICE", c"invalid device ordinal"),
-        200 => (c"CUDA_ERROR_INVALID_IMAGE", c"device kernel image is invalid"),
-        201 => (c"CUDA_ERROR_INVALID_CONTEXT", c"invalid device context"),
-        218 => (c"CUDA_ERROR_INVALID_PTX", c"a PTX JIT compilation failed"),
-        301 => (c"CUDA_ERROR_FILE_NOT_FOUND", c"file not found"),
-        400 => (c"CUDA_ERROR_INVALID_HANDLE", c"invalid resource handle"),
-        500 => (c"CUDA_ERROR_NOT_FOUND", c"named symbol not found"),
-        600 => (c"CUDA_ERROR_NOT_READY", c"device not ready"),
-        700 => (c"CUDA_ERROR_ILLEGAL_ADDRESS", c"an illegal memory access was encountered"),
-        712 => (c"CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED", c"part or all of the memory is already mapped"),
-        713 => (c"CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED", c"the memory is not mapped"),
-        719 => (c"CUDA_ERROR_LAUNCH_FAILED", c"unspecified launch failure"),
-        801 => (c"CUDA_ERROR_NOT_SUPPORTED", c"operation not supported"),
+        0 => c"no error",
+        1 => c"invalid argument",
+        2 => c"out of memory",
+        3 => c"initialization error",
+        100 => c"no CUDA-capable device is detected",
+        101 => c"invalid device ordinal",
+        200 => c"device kernel image is invalid",
+        201 => c"invalid device context",
+        218 => c"a PTX JIT compilation failed",
+        301 => c"file not found",
+        400 => c"invalid resource handle",
+        500 => c"named symbol not found",
+        600 => c"device not ready",
+        700 => c"an illegal memory access was encountered",
+        712 => c"part or all of the memory is already mapped",
+        713 => c"the memory is not mapped",
+        719 => c"unspecified launch failure",
+        801 => c"operation not supported",
         _ => return None,
     })
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuGetErrorName(error: CuResult, name: *mut *const c_char) -> CuResult {
-    // SAFETY: as documented by CUDA: `name` is a place for a pointer.
-    unsafe { words(error).map_or(INVALID_VALUE, |words| put(name, words.0.as_ptr())) }
-}
-
-#[unsafe(no_mangle)]
 unsafe extern "C" fn cuGetErrorString(error: CuResult, text: *mut *const c_char) -> CuResult {
     // SAFETY: as documented by CUDA: `text` is a place for a pointer.
-    unsafe { words(error).map_or(INVALID_VALUE, |words| put(text, words.1.as_ptr())) }
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn gpu_double_mark(name: *const c_char) {
-    // SAFETY: the caller passes a string that ends with 0, as this library documents.
-    report::mark(&unsafe { CStr::from_ptr(name) }.to_string_lossy());
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn gpu_double_peak() -> u64 {
-    report::peak()
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn gpu_double_in_use() -> u64 {
-    report::in_use()
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn gpu_double_count(category: *const c_char) -> u64 {
-    // SAFETY: the caller passes a string that ends with 0, as this library documents.
-    report::counted(&unsafe { CStr::from_ptr(category) }.to_string_lossy())
+    unsafe { self::text(error).map_or(INVALID_VALUE, |words| put(text, words.as_ptr())) }
 }

@@ -357,7 +357,6 @@ pub(crate) enum Direction {
     HostToDevice,
     DeviceToHost,
     DeviceToDevice,
-    HostToHost,
 }
 
 impl Direction {
@@ -366,16 +365,7 @@ impl Direction {
             Self::HostToDevice => "host to device",
             Self::DeviceToHost => "device to host",
             Self::DeviceToDevice => "device to device",
-            Self::HostToHost => "host to host",
         }
-    }
-
-    fn reads_host(self) -> bool {
-        matches!(self, Self::HostToDevice | Self::HostToHost)
-    }
-
-    fn writes_host(self) -> bool {
-        matches!(self, Self::DeviceToHost | Self::HostToHost)
     }
 }
 
@@ -386,8 +376,6 @@ pub(crate) struct Copy {
     pub(crate) from: u64,
     pub(crate) len: usize,
     pub(crate) direction: Direction,
-    /// Whether the call waits for the copy.
-    pub(crate) waits: bool,
 }
 
 impl Core {
@@ -400,17 +388,6 @@ impl Core {
             _ => Ok(()),
         }
     }
-
-    /// Returns the direction of a copy, for calls without one.
-    pub(crate) fn direction(&self, to: u64, from: u64) -> Direction {
-        let on_host = |at: u64| self.allocations.find(at).is_none_or(|found| found.is_pinned());
-        match (on_host(from), on_host(to)) {
-            (true, false) => Direction::HostToDevice,
-            (false, true) => Direction::DeviceToHost,
-            (false, false) => Direction::DeviceToDevice,
-            (true, true) => Direction::HostToHost,
-        }
-    }
 }
 
 impl Machine {
@@ -418,7 +395,7 @@ impl Machine {
     ///
     /// Host memory is valid: the source to read, and the destination to write.
     pub(crate) unsafe fn copy(&self, copy: Copy, stream: usize, by: &str) -> Result<(), Refusal> {
-        let Copy { to, from, len, direction, waits } = copy;
+        let Copy { to, from, len, direction } = copy;
         let mut core = self.lock();
         let stream = core.resolve(stream)?;
         if len == 0 {
@@ -426,17 +403,17 @@ impl Machine {
         }
         report::count_many(&format!("copy bytes: {}", direction.name()), len as u64);
         let mut touches = Vec::new();
-        let staged = direction.reads_host() && core.pinned(from).is_none();
+        let staged = direction == Direction::HostToDevice && core.pinned(from).is_none();
         if !staged {
             core.holds(from, len, by)?;
             touches.push(Touch { at: from, access: Access::Read });
         }
-        let blocks = direction.writes_host() && core.pinned(to).is_none();
+        let blocks = direction == Direction::DeviceToHost && core.pinned(to).is_none();
         if !blocks {
             core.holds(to, len, by)?;
             touches.push(Touch { at: to, access: Access::Write });
         }
-        if let Some(memory) = core.pinned(to).filter(|_| direction.writes_host())
+        if let Some(memory) = core.pinned(to).filter(|_| direction == Direction::DeviceToHost)
             && core.at_rest(memory)
         {
             // SAFETY: the bytes are in this memory, and no operation uses it now.
@@ -454,26 +431,25 @@ impl Machine {
         let point = core.enqueue(stream, Operation { name: by.into(), touches, run })?;
         let clock = core.streams.get(stream).clock.clone();
         drop(core);
-        if !blocks && !waits {
+        if !blocks {
             return Ok(());
         }
-        let pageable = if waits { "" } else { " to pageable memory" };
-        let asked = format!("{by}{pageable}");
+        let asked = format!("{by} to pageable memory");
         report::count(&format!("host synchronisation: {asked}"));
         self.wait_for(&[point], &clock, &asked)
     }
 
-    /// Fills device memory with `count` copies of `pattern`, on a stream.
-    pub(crate) fn fill(&self, at: u64, pattern: Vec<u8>, count: usize, stream: usize, by: &str) -> Result<(), Refusal> {
+    /// Fills device memory with a byte, on a stream.
+    pub(crate) fn fill(&self, at: u64, byte: u8, len: usize, stream: usize, by: &str) -> Result<(), Refusal> {
         let mut core = self.lock();
         let stream = core.resolve(stream)?;
-        if count == 0 {
+        if len == 0 {
             return Ok(());
         }
-        core.holds(at, count * pattern.len(), by)?;
+        core.holds(at, len, by)?;
         let run = Box::new(move || {
             // SAFETY: it is in memory that was checked, and the order of streams keeps it until this has run.
-            unsafe { bytes::fill(at, &pattern, count) };
+            unsafe { bytes::fill(at, byte, len) };
             Progress::Done
         });
         let touches = vec![Touch { at, access: Access::Write }];

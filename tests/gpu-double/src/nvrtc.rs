@@ -16,22 +16,17 @@ use std::{
 };
 
 const SUCCESS: c_int = 0;
+const INVALID_INPUT: c_int = 3;
 const INVALID_PROGRAM: c_int = 4;
 const COMPILATION: c_int = 6;
 const BUILTIN_OPERATION_FAILURE: c_int = 7;
-const NO_NAME_EXPRESSIONS_AFTER_COMPILATION: c_int = 8;
-const NO_LOWERED_NAMES_BEFORE_COMPILATION: c_int = 9;
-const NAME_EXPRESSION_NOT_VALID: c_int = 10;
 
 #[derive(Default)]
 struct Program {
     source: Source,
-    /// Names of kernels by their expressions, at stable addresses.
-    lowered: BTreeMap<String, CString>,
     /// Empty before a compilation and after a failed one.
     image: CString,
     log: CString,
-    compiled: bool,
 }
 
 #[derive(Default)]
@@ -71,16 +66,18 @@ unsafe extern "C" fn nvrtcCreateProgram(
     program: *mut *mut c_void,
     source: *const c_char,
     name: *const c_char,
-    count: c_int,
-    headers: *const *const c_char,
-    names: *const *const c_char,
+    headers: c_int,
+    _texts: *const *const c_char,
+    _names: *const *const c_char,
 ) -> c_int {
-    // SAFETY: the caller passes strings, and `count` headers with their names.
+    if headers != 0 {
+        return INVALID_INPUT;
+    }
+    // SAFETY: the caller passes strings.
     let source = unsafe {
         Source {
             text: text(source).unwrap_or_default(),
             name: text(name).unwrap_or_else(|| "default_program".into()),
-            headers: texts(names, count).into_iter().zip(texts(headers, count)).collect(),
             ..Source::default()
         }
     };
@@ -102,41 +99,6 @@ unsafe extern "C" fn nvrtcDestroyProgram(program: *mut *mut c_void) -> c_int {
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn nvrtcAddNameExpression(program: *mut c_void, expression: *const c_char) -> c_int {
-    // SAFETY: the caller passes a string that ends with 0.
-    let expression = unsafe { text(expression) }.unwrap_or_default();
-    of(program, |program| {
-        if program.compiled {
-            return NO_NAME_EXPRESSIONS_AFTER_COMPILATION;
-        }
-        let name = format!("kernel_by_expression_{}", program.source.expressions.len());
-        program.lowered.insert(expression.clone(), c_string(&name));
-        // `describe` takes the address itself.
-        program.source.expressions.push((expression.trim().trim_start_matches('&').into(), name));
-        SUCCESS
-    })
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn nvrtcGetLoweredName(
-    program: *mut c_void,
-    expression: *const c_char,
-    name: *mut *const c_char,
-) -> c_int {
-    // SAFETY: the caller passes a string that ends with 0.
-    let expression = unsafe { text(expression) }.unwrap_or_default();
-    of(program, |program| {
-        if !program.compiled {
-            return NO_LOWERED_NAMES_BEFORE_COMPILATION;
-        }
-        let Some(lowered) = program.lowered.get(&expression) else { return NAME_EXPRESSION_NOT_VALID };
-        // SAFETY: the caller passes a pointer to the name. It stays until the program is destroyed.
-        unsafe { *name = lowered.as_ptr() };
-        SUCCESS
-    })
-}
-
-#[unsafe(no_mangle)]
 unsafe extern "C" fn nvrtcCompileProgram(program: *mut c_void, count: c_int, options: *const *const c_char) -> c_int {
     // SAFETY: the caller passes `count` strings.
     let options = unsafe { texts(options, count) };
@@ -147,7 +109,6 @@ unsafe extern "C" fn nvrtcCompileProgram(program: *mut c_void, count: c_int, opt
             Ok(Err(log)) => (COMPILATION, String::new(), log),
             Err(error) => (BUILTIN_OPERATION_FAILURE, String::new(), format!("the stand-in nvcc: {error}")),
         };
-        program.compiled = status == SUCCESS;
         (program.image, program.log) = (c_string(&image), c_string(&log));
         status
     })
@@ -192,28 +153,6 @@ unsafe extern "C" fn nvrtcGetProgramLog(program: *mut c_void, out: *mut c_char) 
     of(program, |program| unsafe { copy_of_text(&program.log, out) })
 }
 
-#[unsafe(no_mangle)]
-unsafe extern "C" fn nvrtcVersion(major: *mut c_int, minor: *mut c_int) -> c_int {
-    // SAFETY: the caller passes pointers to both numbers.
-    unsafe { (*major, *minor) = (13, 0) };
-    SUCCESS
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn nvrtcGetErrorString(result: c_int) -> *const c_char {
-    let text = match result {
-        SUCCESS => c"NVRTC_SUCCESS",
-        INVALID_PROGRAM => c"NVRTC_ERROR_INVALID_PROGRAM",
-        COMPILATION => c"NVRTC_ERROR_COMPILATION",
-        BUILTIN_OPERATION_FAILURE => c"NVRTC_ERROR_BUILTIN_OPERATION_FAILURE",
-        NO_NAME_EXPRESSIONS_AFTER_COMPILATION => c"NVRTC_ERROR_NO_NAME_EXPRESSIONS_AFTER_COMPILATION",
-        NO_LOWERED_NAMES_BEFORE_COMPILATION => c"NVRTC_ERROR_NO_LOWERED_NAMES_BEFORE_COMPILATION",
-        NAME_EXPRESSION_NOT_VALID => c"NVRTC_ERROR_NAME_EXPRESSION_NOT_VALID",
-        _ => c"NVRTC_ERROR of another kind",
-    };
-    text.as_ptr()
-}
-
 /// Returns the folder of the stand-in `nvcc` and its headers.
 fn nvcc() -> PathBuf {
     let beside = || Path::new(env!("CARGO_MANIFEST_DIR")).join("nvcc");
@@ -232,11 +171,7 @@ pub(crate) struct Source {
     pub(crate) text: String,
     /// File name in the compiler's messages.
     pub(crate) name: String,
-    /// Names and texts of headers that the source may include.
-    pub(crate) headers: Vec<(String, String)>,
     pub(crate) options: Vec<String>,
-    /// C++ expressions that name kernels, and the kernels' names.
-    pub(crate) expressions: Vec<(String, String)>,
 }
 
 /// An image for `cuModuleLoadData`, or the compiler's messages.
@@ -258,18 +193,10 @@ pub(crate) fn compile(source: &Source) -> io::Result<Compiled> {
     if let Ok(image) = fs::read_to_string(&image) {
         return Ok(Ok(image));
     }
-    for (name, text) in &source.headers {
-        let path = folder.join(name);
-        fs::create_dir_all(path.parent().unwrap_or(&folder))?;
-        fs::write(path, text)?;
-    }
     let file = folder.join("kernels.cu");
     fs::write(&file, format!("#line 1 \"{}\"\n{}\n", source.name, source.text))?;
     let mut command = Command::new("bash");
     command.arg(nvcc.join("nvcc")).args(["--ptx", "--strict", "-D", "__CUDACC_RTC__"]).args(&source.options);
-    for (expression, name) in &source.expressions {
-        command.arg("--kernel").arg(format!("{name}={expression}"));
-    }
     // The rename is atomic, so that a killed process does not leave an incomplete image.
     let new = folder.join("new.ptx");
     let output = command.arg("-o").arg(&new).arg(&file).stdin(Stdio::null()).output()?;
@@ -303,19 +230,15 @@ mod tests {
     use super::*;
     use crate::kernels::{Image, open};
 
-    /// Compiles a text, and returns the status, the image, the log and the lowered names.
-    fn compile_text(source: &str, name: &str, expressions: &[&str]) -> (c_int, String, String, Vec<String>) {
+    /// Compiles a text, and returns the status, the image and the log.
+    fn compile_text(source: &str, name: &str) -> (c_int, String, String) {
         let (source, name) = (CString::new(source).unwrap(), CString::new(name).unwrap());
-        let expressions: Vec<_> = expressions.iter().map(|one| CString::new(*one).unwrap()).collect();
         let options = [c"--gpu-architecture=compute_90".as_ptr(), c"-DTHREE=3".as_ptr()];
         // SAFETY: all texts end with a zero, and the places are as large as asked for.
         unsafe {
             let mut program = std::ptr::null_mut();
             let none = std::ptr::null();
             assert_eq!(nvrtcCreateProgram(&mut program, source.as_ptr(), name.as_ptr(), 0, none, none), SUCCESS);
-            for one in &expressions {
-                assert_eq!(nvrtcAddNameExpression(program, one.as_ptr()), SUCCESS);
-            }
             let status = nvrtcCompileProgram(program, 2, options.as_ptr());
             let mut size = 0;
             nvrtcGetPTXSize(program, &mut size);
@@ -324,50 +247,39 @@ mod tests {
             nvrtcGetProgramLogSize(program, &mut size);
             let mut log = vec![0u8; size];
             nvrtcGetProgramLog(program, log.as_mut_ptr().cast());
-            let lowered = expressions.iter().map(|one| {
-                let mut name = std::ptr::null();
-                match nvrtcGetLoweredName(program, one.as_ptr(), &mut name) {
-                    SUCCESS => CStr::from_ptr(name).to_string_lossy().into_owned(),
-                    status => status.to_string(),
-                }
-            });
-            let lowered = lowered.collect();
             assert_eq!(nvrtcDestroyProgram(&mut program), SUCCESS);
             let text = |bytes: Vec<u8>| CString::from_vec_with_nul(bytes).unwrap().into_string().unwrap();
-            (status, text(image), text(log), lowered)
+            (status, text(image), text(log))
         }
     }
 
     #[test]
-    fn templates_are_named_by_expressions() {
+    fn compiles_once() {
         let source =
-            "template <class T> __global__ void fill(T* to, int n) { if (threadIdx.x < n) to[threadIdx.x] = THREE; }";
-        let (status, image, log, names) = compile_text(source, "fill.cu", &["fill<float>", "&fill<int>"]);
+            "extern \"C\" __global__ void fill(int* to, int n) { if (threadIdx.x < n) to[threadIdx.x] = THREE; }";
+        let (status, image, log) = compile_text(source, "fill.cu");
         assert_eq!((status, log.as_str()), (SUCCESS, ""));
         let Image::Kernels(kernels) = open(&image).unwrap() else {
             panic!("{image}");
         };
-        assert!(names.iter().all(|name| kernels.contains_key(name)), "{names:?} of {:?}", kernels.keys());
-        assert_ne!(names[0], names[1]);
+        assert_eq!(kernels.keys().collect::<Vec<_>>(), ["fill"]);
         // The second compilation uses the cache.
-        assert_eq!(compile_text(source, "fill.cu", &["fill<float>", "&fill<int>"]).1, image);
+        assert_eq!(compile_text(source, "fill.cu").1, image);
     }
 
     #[test]
     fn compiler_errors_have_a_position() {
-        let (status, image, log, names) =
-            compile_text("\nextern \"C\" __global__ void f() { no_such(); }", "wrong.cu", &["f"]);
+        let (status, image, log) = compile_text("\nextern \"C\" __global__ void f() { no_such(); }", "wrong.cu");
         assert_eq!((status, image.as_str()), (COMPILATION, ""));
         assert!(log.contains("wrong.cu:2:") && log.contains("no_such"), "{log}");
-        assert_eq!(names, [NO_LOWERED_NAMES_BEFORE_COMPILATION.to_string()]);
     }
 
     #[test]
     fn rejects_hidden_pointers() {
-        let (status, _, log, _) = compile_text("extern \"C\" __global__ void f(float** all) {}", "pointers.cu", &[]);
+        let (status, _, log) = compile_text("extern \"C\" __global__ void f(float** all) {}", "pointers.cu");
         assert!(status == COMPILATION && log.contains("points at pointers"), "{log}");
         let source = "struct Two { float *a, *b; };\nextern \"C\" __global__ void f(Two two) {}";
-        let (status, _, log, _) = compile_text(source, "struct.cu", &[]);
+        let (status, _, log) = compile_text(source, "struct.cu");
         assert!(status == COMPILATION && log.contains("GPU_DOUBLE_POINTERS"), "{log}");
     }
 }

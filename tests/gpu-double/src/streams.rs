@@ -5,17 +5,16 @@ use std::{
     collections::VecDeque,
     ffi::c_void,
     sync::{
-        Arc, OnceLock,
+        Arc,
         atomic::{AtomicU64, Ordering},
     },
-    time::Instant,
 };
 
 use crate::{
     machine::{Core, Machine, current, machine, thread},
     races::Clock,
     report,
-    status::{CuResult, Fault, INVALID_CONTEXT, INVALID_HANDLE, NOT_READY, Refusal, SUCCESS},
+    status::{CuResult, Fault, INVALID_CONTEXT, INVALID_HANDLE, Refusal, SUCCESS},
 };
 
 /// How an operation uses an allocation.
@@ -80,13 +79,10 @@ pub(crate) struct Record {
     pub(crate) point: Point,
     /// Operations that come before a waiter for the event.
     pub(crate) clock: Clock,
-    /// Time when the stream reached the record.
-    pub(crate) time: Arc<OnceLock<Instant>>,
 }
 
 pub(crate) struct Event {
     pub(crate) context: usize,
-    pub(crate) timing: bool,
     /// `None` before the first record, which counts as reached.
     pub(crate) record: Option<Record>,
 }
@@ -104,7 +100,6 @@ pub(crate) struct Stream {
     pub(crate) context: usize,
     pub(crate) role: Role,
     pub(crate) name: String,
-    pub(crate) priority: i32,
     /// Whether the stream is not destroyed.
     pub(crate) live: bool,
     /// Operations that come before the next operation.
@@ -122,7 +117,7 @@ pub(crate) struct Streams(Vec<Stream>);
 impl Streams {
     pub(crate) fn create(&mut self, context: usize, role: Role, name: String) -> usize {
         let (clock, queue) = (Clock::default(), VecDeque::new());
-        self.0.push(Stream { context, role, name, priority: 0, live: true, clock, queued: 0, done: 0, queue });
+        self.0.push(Stream { context, role, name, live: true, clock, queued: 0, done: 0, queue });
         self.0.len() - 1
     }
 
@@ -246,14 +241,12 @@ impl Core {
 }
 
 impl Machine {
-    pub(crate) fn create_stream(&self, non_blocking: bool, priority: i32) -> Result<usize, Refusal> {
+    pub(crate) fn create_stream(&self, non_blocking: bool) -> Result<usize, Refusal> {
         let context = current().ok_or(Refusal::Status(INVALID_CONTEXT))?;
         let mut core = self.lock();
         let number = core.streams.all().filter(|(_, stream)| stream.name.starts_with("stream ")).count() + 1;
         let role = if non_blocking { Role::NonBlocking } else { Role::Blocking };
-        let place = core.streams.create(context, role, format!("stream {number}"));
-        core.streams.get_mut(place).priority = priority;
-        Ok(HANDLES + place)
+        Ok(HANDLES + core.streams.create(context, role, format!("stream {number}")))
     }
 
     /// Destroys a stream. Its queued operations still run.
@@ -264,16 +257,6 @@ impl Machine {
             return Err(Refusal::Status(INVALID_HANDLE));
         }
         core.streams.get_mut(place).live = false;
-        Ok(())
-    }
-
-    /// Adds a name to a stream in messages.
-    pub(crate) fn name_stream(&self, handle: usize, name: &str) -> Result<(), Refusal> {
-        let mut core = self.lock();
-        let place = core.resolve(handle)?;
-        let stream = core.streams.get_mut(place);
-        let number = stream.name.split(" (").next().unwrap_or_default();
-        stream.name = format!("{number} ({name})");
         Ok(())
     }
 
@@ -316,18 +299,6 @@ impl Machine {
         core.accounts.iter_mut().for_each(|account| account.trim(account.threshold));
         Ok(())
     }
-
-    pub(crate) fn query_stream(&self, handle: usize) -> Result<bool, Refusal> {
-        let mut core = self.lock();
-        let place = core.resolve(handle)?;
-        let (goals, clock) = core.ends(&[place]);
-        drop(core);
-        let reached = self.query(&goals)?;
-        if reached {
-            self.lock().thread_learns(&clock);
-        }
-        Ok(reached)
-    }
 }
 
 impl Core {
@@ -338,11 +309,11 @@ impl Core {
 }
 
 impl Machine {
-    pub(crate) fn create_event(&self, timing: bool) -> Result<u64, Refusal> {
+    pub(crate) fn create_event(&self) -> Result<u64, Refusal> {
         static NEXT: AtomicU64 = AtomicU64::new(0xe000_0000);
         let context = current().ok_or(Refusal::Status(INVALID_CONTEXT))?;
         let handle = NEXT.fetch_add(1, Ordering::Relaxed);
-        self.lock().events.insert(handle, Event { context, timing, record: None });
+        self.lock().events.insert(handle, Event { context, record: None });
         Ok(handle)
     }
 
@@ -360,15 +331,9 @@ impl Machine {
         }
         report::count("event: cuEventRecord");
         let after = core.prepare(stream, "cuEventRecord")?;
-        let time = Arc::new(OnceLock::new());
-        let stamp = time.clone();
-        let run = Box::new(move || {
-            stamp.get_or_init(Instant::now);
-            Progress::Done
-        });
-        let point = core.push(stream, "cuEventRecord", after, run, None);
+        let point = core.push(stream, "cuEventRecord", after, Box::new(|| Progress::Done), None);
         let clock = core.streams.get(stream).clock.clone();
-        let record = Some(Record { point, clock, time });
+        let record = Some(Record { point, clock });
         core.events.entry(event).and_modify(|event| event.record = record);
         Ok(())
     }
@@ -399,16 +364,5 @@ impl Machine {
         let Some(record) = self.lock().recorded(event)? else { return Ok(()) };
         report::count("host synchronisation: cuEventSynchronize");
         self.wait_for(&[record.point], &record.clock, "cuEventSynchronize")
-    }
-
-    /// Returns the milliseconds between two records.
-    pub(crate) fn elapsed(&self, start: u64, end: u64) -> Result<f32, Refusal> {
-        let core = self.lock();
-        let time = |event: u64| {
-            let timing = core.events.get(&event).is_some_and(|event| event.timing);
-            let record = core.recorded(event)?.filter(|_| timing).ok_or(Refusal::Status(INVALID_HANDLE))?;
-            record.time.get().copied().ok_or(Refusal::Status(NOT_READY))
-        };
-        Ok(time(end)?.duration_since(time(start)?).as_secs_f32() * 1e3)
     }
 }

@@ -110,16 +110,8 @@ impl Counts {
 
     /// Returns the counts of a category, by name.
     pub fn by_name(&self, category: &str) -> Vec<(String, u64)> {
-        let sections = self.0["sections"].as_array().into_iter().flatten();
-        let mut sums: Vec<(String, u64)> = vec![];
-        for (name, count) in sections.filter_map(|section| section["counts"][category].as_object()).flatten() {
-            let count = count.as_u64().unwrap_or(0);
-            match sums.iter_mut().find(|(other, _)| other == name) {
-                Some((_, sum)) => *sum += count,
-                None => sums.push((name.clone(), count)),
-            }
-        }
-        sums
+        let counts = self.0["counts"][category].as_object().into_iter().flatten();
+        counts.map(|(name, count)| (name.clone(), count.as_u64().unwrap_or(0))).collect()
     }
 
     /// Returns the sum of a category's counts whose name `is_it` accepts.

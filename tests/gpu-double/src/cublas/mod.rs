@@ -1,10 +1,10 @@
-//! cuBLAS: products of matrices, and of a matrix and a vector. Matrices are column-major.
+//! cuBLAS: products of matrices. Matrices are column-major.
 #![allow(non_snake_case, reason = "cuBLAS's names")]
 #![allow(clippy::too_many_arguments, reason = "cuBLAS's")]
 
 use std::{
     collections::BTreeMap,
-    ffi::{CStr, c_char, c_int, c_longlong, c_void},
+    ffi::{c_int, c_longlong, c_void},
     sync::{Mutex, PoisonError},
 };
 
@@ -21,36 +21,14 @@ const INVALID_VALUE: c_int = 7;
 const EXECUTION_FAILED: c_int = 13;
 const NOT_SUPPORTED: c_int = 15;
 
-fn text(status: c_int) -> &'static CStr {
-    match status {
-        SUCCESS => c"success",
-        NOT_INITIALIZED => c"no such handle",
-        INVALID_VALUE => c"invalid value",
-        EXECUTION_FAILED => c"the operation could not be queued",
-        NOT_SUPPORTED => c"not supported by the device double",
-        _ => c"unknown status",
-    }
-}
-
 // cudaDataType_t and cublasComputeType_t.
-const R_32F: c_int = 0;
 const R_64F: c_int = 1;
-const R_16F: c_int = 2;
-const COMPUTE_16F: c_int = 64;
-const COMPUTE_32F: c_int = 68;
 const COMPUTE_64F: c_int = 70;
 
-#[derive(Clone, Copy, Default)]
-struct Handle {
-    stream: usize,
-    math_mode: c_int,
-    /// Whether `alpha` and `beta` are in device memory.
-    device_scalars: bool,
-}
-
+/// Streams by handle.
 #[derive(Default)]
 struct Handles {
-    live: BTreeMap<usize, Handle>,
+    live: BTreeMap<usize, usize>,
     made: usize,
 }
 
@@ -60,16 +38,12 @@ fn with<T>(f: impl FnOnce(&mut Handles) -> T) -> T {
     f(HANDLES.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(Handles::default))
 }
 
-fn of(handle: *mut c_void, f: impl FnOnce(&mut Handle)) -> c_int {
-    with(|handles| handles.live.get_mut(&(handle as usize)).map(f)).map_or(NOT_INITIALIZED, |()| SUCCESS)
-}
-
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cublasCreate_v2(handle: *mut *mut c_void) -> c_int {
     with(|handles| {
         handles.made += 1;
         let made = 0x4200_0000 + handles.made;
-        handles.live.insert(made, Handle::default());
+        handles.live.insert(made, 0);
         // SAFETY: the caller passes a pointer to a handle.
         unsafe { *handle = made as *mut c_void };
     });
@@ -83,65 +57,14 @@ extern "C" fn cublasDestroy_v2(handle: *mut c_void) -> c_int {
 
 #[unsafe(no_mangle)]
 extern "C" fn cublasSetStream_v2(handle: *mut c_void, stream: *mut c_void) -> c_int {
-    of(handle, |handle| handle.stream = stream as usize)
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cublasGetStream_v2(handle: *mut c_void, stream: *mut *mut c_void) -> c_int {
-    // SAFETY: the caller passes a pointer to a stream.
-    of(handle, |handle| unsafe { *stream = handle.stream as *mut c_void })
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cublasGetVersion_v2(_handle: *mut c_void, version: *mut c_int) -> c_int {
-    // SAFETY: the caller passes a pointer to the number.
-    unsafe { *version = 130_000 };
-    SUCCESS
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cublasSetMathMode(handle: *mut c_void, mode: c_int) -> c_int {
-    of(handle, |handle| handle.math_mode = mode)
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cublasGetMathMode(handle: *mut c_void, mode: *mut c_int) -> c_int {
-    // SAFETY: the caller passes a pointer to the mode.
-    of(handle, |handle| unsafe { *mode = handle.math_mode })
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cublasSetPointerMode_v2(handle: *mut c_void, mode: c_int) -> c_int {
-    of(handle, |handle| handle.device_scalars = mode != 0)
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cublasGetPointerMode_v2(handle: *mut c_void, mode: *mut c_int) -> c_int {
-    // SAFETY: the caller passes a pointer to the mode.
-    of(handle, |handle| unsafe { *mode = c_int::from(handle.device_scalars) })
-}
-
-/// The double's products need no workspace.
-#[unsafe(no_mangle)]
-extern "C" fn cublasSetWorkspace_v2(handle: *mut c_void, _workspace: *mut c_void, _bytes: usize) -> c_int {
-    of(handle, |_| ())
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cublasGetStatusString(status: c_int) -> *const c_char {
-    text(status).as_ptr()
+    let known = with(|handles| handles.live.get_mut(&(handle as usize)).map(|of| *of = stream as usize));
+    known.map_or(NOT_INITIALIZED, |()| SUCCESS)
 }
 
 /// See [`operation`].
 unsafe fn product(handle: *mut c_void, call: Call) -> c_int {
-    let mut at = Handle::default();
-    if of(handle, |handle| at = *handle) != SUCCESS {
-        return NOT_INITIALIZED;
-    }
-    if at.device_scalars {
-        eprintln!("gpu double: {}: `alpha` and `beta` in device memory are not known here", call.name);
-        return NOT_SUPPORTED;
-    }
+    let stream = with(|handles| handles.live.get(&(handle as usize)).copied());
+    let Some(stream) = stream else { return NOT_INITIALIZED };
     // SAFETY: the caller's.
     match unsafe { operation(call) } {
         Err((status, why)) => {
@@ -149,134 +72,50 @@ unsafe fn product(handle: *mut c_void, call: Call) -> c_int {
             status
         }
         Ok(None) => SUCCESS,
-        Ok(Some(operation)) => match streams::enqueue(at.stream as *mut c_void, operation) {
+        Ok(Some(operation)) => match streams::enqueue(stream as *mut c_void, operation) {
             0 => SUCCESS,
             _ => EXECUTION_FAILED,
         },
     }
 }
 
-/// A function for matrices of one type.
-macro_rules! product_of_one_type {
-    ($one:ident, $batch:ident, $vector:ident, $scalar:ty, $element:expr, $compute:expr) => {
-        product_of_one_type!($one, $batch, $scalar, $element, $compute);
-
-        #[unsafe(no_mangle)]
-        unsafe extern "C" fn $vector(
-            handle: *mut c_void,
-            transposed: c_int,
-            m: c_int,
-            n: c_int,
-            alpha: *const $scalar,
-            a: *const c_void,
-            lda: c_int,
-            x: *const c_void,
-            x_step: c_int,
-            beta: *const $scalar,
-            y: *mut c_void,
-            y_step: c_int,
-        ) -> c_int {
-            if x_step < 1 || y_step < 1 {
-                eprintln!("gpu double: {}: a step of {x_step} or {y_step}", stringify!($vector));
-                return NOT_SUPPORTED;
-            }
-            let (rows, sum) = if transposed == 0 { (m, n) } else { (n, m) };
-            let operand = |at: u64, leading| Operand { at, element: $element, leading, stride: 0 };
-            // A strided vector is a row of a matrix, as is the result, so both sides are transposed.
-            let call = Call {
-                name: stringify!($vector),
-                transposed: [0, c_int::from(transposed == 0)],
-                sizes: [1, rows, sum],
-                alpha: alpha.cast(),
-                beta: beta.cast(),
-                a: operand(x as u64, x_step),
-                b: operand(a as u64, lda),
-                c: operand(y as u64, y_step),
-                batch: 1,
-                compute: $compute,
-            };
-            // SAFETY: the scalars are of the function's type.
-            unsafe { product(handle, call) }
-        }
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cublasDgemmStridedBatched(
+    handle: *mut c_void,
+    a_transposed: c_int,
+    b_transposed: c_int,
+    m: c_int,
+    n: c_int,
+    k: c_int,
+    alpha: *const f64,
+    a: *const c_void,
+    lda: c_int,
+    a_stride: c_longlong,
+    b: *const c_void,
+    ldb: c_int,
+    b_stride: c_longlong,
+    beta: *const f64,
+    c: *mut c_void,
+    ldc: c_int,
+    c_stride: c_longlong,
+    batch: c_int,
+) -> c_int {
+    let operand = |at: u64, leading, stride| Operand { at, element: R_64F, leading, stride };
+    let call = Call {
+        name: "cublasDgemmStridedBatched",
+        transposed: [a_transposed, b_transposed],
+        sizes: [m, n, k],
+        alpha: alpha.cast(),
+        beta: beta.cast(),
+        a: operand(a as u64, lda, a_stride),
+        b: operand(b as u64, ldb, b_stride),
+        c: operand(c as u64, ldc, c_stride),
+        batch,
+        compute: COMPUTE_64F,
     };
-    ($one:ident, $batch:ident, $scalar:ty, $element:expr, $compute:expr) => {
-        #[unsafe(no_mangle)]
-        unsafe extern "C" fn $one(
-            handle: *mut c_void,
-            a_transposed: c_int,
-            b_transposed: c_int,
-            m: c_int,
-            n: c_int,
-            k: c_int,
-            alpha: *const $scalar,
-            a: *const c_void,
-            lda: c_int,
-            b: *const c_void,
-            ldb: c_int,
-            beta: *const $scalar,
-            c: *mut c_void,
-            ldc: c_int,
-        ) -> c_int {
-            let operand = |at: u64, leading| Operand { at, element: $element, leading, stride: 0 };
-            let call = Call {
-                name: stringify!($one),
-                transposed: [a_transposed, b_transposed],
-                sizes: [m, n, k],
-                alpha: alpha.cast(),
-                beta: beta.cast(),
-                a: operand(a as u64, lda),
-                b: operand(b as u64, ldb),
-                c: operand(c as u64, ldc),
-                batch: 1,
-                compute: $compute,
-            };
-            // SAFETY: the scalars are of the function's type.
-            unsafe { product(handle, call) }
-        }
-
-        #[unsafe(no_mangle)]
-        unsafe extern "C" fn $batch(
-            handle: *mut c_void,
-            a_transposed: c_int,
-            b_transposed: c_int,
-            m: c_int,
-            n: c_int,
-            k: c_int,
-            alpha: *const $scalar,
-            a: *const c_void,
-            lda: c_int,
-            a_stride: c_longlong,
-            b: *const c_void,
-            ldb: c_int,
-            b_stride: c_longlong,
-            beta: *const $scalar,
-            c: *mut c_void,
-            ldc: c_int,
-            c_stride: c_longlong,
-            batch: c_int,
-        ) -> c_int {
-            let operand = |at: u64, leading, stride| Operand { at, element: $element, leading, stride };
-            let call = Call {
-                name: stringify!($batch),
-                transposed: [a_transposed, b_transposed],
-                sizes: [m, n, k],
-                alpha: alpha.cast(),
-                beta: beta.cast(),
-                a: operand(a as u64, lda, a_stride),
-                b: operand(b as u64, ldb, b_stride),
-                c: operand(c as u64, ldc, c_stride),
-                batch,
-                compute: $compute,
-            };
-            // SAFETY: the scalars are of the function's type.
-            unsafe { product(handle, call) }
-        }
-    };
+    // SAFETY: the scalars are of the function's type.
+    unsafe { product(handle, call) }
 }
-
-product_of_one_type!(cublasSgemm_v2, cublasSgemmStridedBatched, cublasSgemv_v2, f32, R_32F, COMPUTE_32F);
-product_of_one_type!(cublasDgemm_v2, cublasDgemmStridedBatched, cublasDgemv_v2, f64, R_64F, COMPUTE_64F);
-product_of_one_type!(cublasHgemm, cublasHgemmStridedBatched, half::f16, R_16F, COMPUTE_16F);
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cublasGemmEx(

@@ -3,13 +3,10 @@
 use std::{
     collections::BTreeMap,
     ffi::{CStr, CString, c_char, c_void},
-    sync::{Mutex, PoisonError, atomic::AtomicU32},
+    sync::{Mutex, PoisonError},
 };
 
-use crate::{
-    kernels::SHARED_BYTES,
-    streams::{Access, Touch},
-};
+use crate::streams::{Access, Touch};
 
 /// Prefix of a library's path, which replaces the PTX.
 const LIBRARY: &str = "gpu-double library ";
@@ -57,8 +54,6 @@ pub(crate) struct Kernel {
     pub(crate) sizes: Vec<usize>,
     pointers: Vec<Pointers>,
     pub(crate) library: &'static Library,
-    /// Limit of a launch's dynamic shared memory, in bytes.
-    pub(crate) most_shared: AtomicU32,
 }
 
 struct Pointers {
@@ -163,7 +158,6 @@ impl Kernel {
             sizes: sizes.iter().map(|size| *size as usize).collect(),
             pointers: pointers.collect(),
             library,
-            most_shared: AtomicU32::new(SHARED_BYTES),
         }
     }
 

@@ -51,14 +51,6 @@ fn refuse(status: c_int, why: &str) -> c_int {
     status
 }
 
-fn kernel(handle: *mut c_void) -> Result<&'static Kernel, c_int> {
-    with(|handles| handles.kernels.get(&(handle as usize)).copied()).ok_or(INVALID_HANDLE)
-}
-
-fn answer(result: Result<c_int, c_int>) -> c_int {
-    result.unwrap_or_else(|status| status)
-}
-
 fn load(module: *mut *mut c_void, image: &str) -> c_int {
     match open(image) {
         Err(why) => refuse(INVALID_IMAGE, &why),
@@ -78,18 +70,6 @@ unsafe extern "C" fn cuModuleLoadData(module: *mut *mut c_void, image: *const c_
     // SAFETY: an image is a string that ends with 0.
     let image = unsafe { CStr::from_ptr(image.cast()) };
     image.to_str().map_or(INVALID_IMAGE, |image| load(module, image))
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuModuleLoadDataEx(
-    module: *mut *mut c_void,
-    image: *const c_void,
-    _count: c_uint,
-    _options: *mut c_int,
-    _values: *mut *mut c_void,
-) -> c_int {
-    // SAFETY: the same image, with options for a compiler of PTX.
-    unsafe { cuModuleLoadData(module, image) }
 }
 
 #[unsafe(no_mangle)]
@@ -129,145 +109,6 @@ unsafe extern "C" fn cuModuleGetFunction(out: *mut *mut c_void, module: *mut c_v
     SUCCESS
 }
 
-// CUfunction_attribute.
-const MAX_THREADS_PER_BLOCK: c_int = 0;
-const CONST_SIZE_BYTES: c_int = 2;
-const LOCAL_SIZE_BYTES: c_int = 3;
-const NUM_REGS: c_int = 4;
-const PTX_VERSION: c_int = 5;
-const BINARY_VERSION: c_int = 6;
-const MAX_DYNAMIC_SHARED_SIZE_BYTES: c_int = 8;
-const PREFERRED_SHARED_MEMORY_CARVEOUT: c_int = 9;
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuFuncGetAttribute(value: *mut c_int, attribute: c_int, function: *mut c_void) -> c_int {
-    answer(kernel(function).map(|kernel| {
-        let known = match attribute {
-            MAX_THREADS_PER_BLOCK => THREADS as c_int,
-            CONST_SIZE_BYTES | LOCAL_SIZE_BYTES => 0,
-            NUM_REGS => 32,
-            PTX_VERSION | BINARY_VERSION => 90,
-            MAX_DYNAMIC_SHARED_SIZE_BYTES => kernel.most_shared.load(Ordering::Relaxed) as c_int,
-            PREFERRED_SHARED_MEMORY_CARVEOUT => -1,
-            _ => return refuse(NOT_SUPPORTED, &format!("attribute {attribute} of kernels is not known here")),
-        };
-        // SAFETY: the caller passes a pointer to the value.
-        unsafe { *value = known };
-        SUCCESS
-    }))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuFuncSetAttribute(function: *mut c_void, attribute: c_int, value: c_int) -> c_int {
-    answer(kernel(function).map(|kernel| match attribute {
-        MAX_DYNAMIC_SHARED_SIZE_BYTES => match u32::try_from(value) {
-            Ok(bytes) if bytes <= MOST_SHARED_BYTES => {
-                kernel.most_shared.store(bytes, Ordering::Relaxed);
-                SUCCESS
-            }
-            _ => INVALID_VALUE,
-        },
-        PREFERRED_SHARED_MEMORY_CARVEOUT => SUCCESS,
-        _ => INVALID_VALUE,
-    }))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuFuncSetCacheConfig(function: *mut c_void, _config: c_int) -> c_int {
-    answer(kernel(function).map(|_| SUCCESS))
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuOccupancyMaxActiveBlocksPerMultiprocessor(
-    blocks: *mut c_int,
-    function: *mut c_void,
-    threads: c_int,
-    shared: usize,
-) -> c_int {
-    // SAFETY: the caller passes a pointer to the number.
-    unsafe { cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(blocks, function, threads, shared, 0) }
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(
-    blocks: *mut c_int,
-    function: *mut c_void,
-    threads: c_int,
-    shared: usize,
-    _flags: c_uint,
-) -> c_int {
-    answer(kernel(function).map(|_| {
-        if threads < 1 || threads as u32 > THREADS {
-            return INVALID_VALUE;
-        }
-        let shared = u32::try_from(shared).unwrap_or(u32::MAX / 2);
-        // SAFETY: the caller passes a pointer to the number.
-        unsafe { *blocks = blocks_at_once(threads as u32, shared) as c_int };
-        SUCCESS
-    }))
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuOccupancyAvailableDynamicSMemPerBlock(
-    bytes: *mut usize,
-    function: *mut c_void,
-    blocks: c_int,
-    threads: c_int,
-) -> c_int {
-    answer(kernel(function).map(|_| {
-        if blocks < 1 || threads < 1 || blocks_at_once(threads as u32, 0) < blocks as u32 {
-            return INVALID_VALUE;
-        }
-        // SAFETY: the caller passes a pointer to the number.
-        unsafe { *bytes = shared_for(blocks as u32) as usize };
-        SUCCESS
-    }))
-}
-
-/// Returns the bytes of dynamic shared memory for a block of as many threads.
-type SharedBytes = Option<extern "C" fn(c_int) -> usize>;
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuOccupancyMaxPotentialBlockSize(
-    grid: *mut c_int,
-    block: *mut c_int,
-    function: *mut c_void,
-    shared_for: SharedBytes,
-    shared: usize,
-    limit: c_int,
-) -> c_int {
-    // SAFETY: the caller passes pointers to both numbers.
-    unsafe { cuOccupancyMaxPotentialBlockSizeWithFlags(grid, block, function, shared_for, shared, limit, 0) }
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuOccupancyMaxPotentialBlockSizeWithFlags(
-    grid: *mut c_int,
-    block: *mut c_int,
-    function: *mut c_void,
-    shared_for: SharedBytes,
-    shared: usize,
-    limit: c_int,
-    _flags: c_uint,
-) -> c_int {
-    answer(kernel(function).map(|_| {
-        let most = if limit > 0 { THREADS.min(limit as u32) } else { THREADS };
-        let at_once = |threads: u32| {
-            let shared = shared_for.map_or(shared, |bytes| bytes(threads as c_int));
-            blocks_at_once(threads, u32::try_from(shared).unwrap_or(u32::MAX / 2))
-        };
-        // The largest block size with which most threads run at once.
-        let candidates = (32..=most).step_by(32).chain([most]);
-        let best = candidates.max_by_key(|threads| at_once(*threads) * threads).unwrap_or(most);
-        // SAFETY: the caller passes pointers to both numbers.
-        unsafe {
-            *block = best as c_int;
-            *grid = (at_once(best) * MULTIPROCESSORS) as c_int;
-        }
-        SUCCESS
-    }))
-}
-
 #[unsafe(no_mangle)]
 #[allow(clippy::too_many_arguments, reason = "CUDA's")]
 unsafe extern "C" fn cuLaunchKernel(
@@ -287,43 +128,12 @@ unsafe extern "C" fn cuLaunchKernel(
         return refuse(NOT_SUPPORTED, "a launch with `extra`: parameters are taken from `kernelParams` only");
     }
     let shape = Shape { grid: [grid_x, grid_y, grid_z], block: [block_x, block_y, block_z], shared_bytes };
-    answer(kernel(function).map(|kernel| {
-        // SAFETY: the caller passes the kernel's parameters.
-        unsafe { launch(kernel, shape, stream, parameters) }.unwrap_or_else(|why| refuse(INVALID_VALUE, &why))
-    }))
-}
-
-/// Calls [`cuLaunchKernel`], because the double's headers have no grid barrier.
-#[unsafe(no_mangle)]
-#[allow(clippy::too_many_arguments, reason = "CUDA's")]
-unsafe extern "C" fn cuLaunchCooperativeKernel(
-    function: *mut c_void,
-    grid_x: c_uint,
-    grid_y: c_uint,
-    grid_z: c_uint,
-    block_x: c_uint,
-    block_y: c_uint,
-    block_z: c_uint,
-    shared_bytes: c_uint,
-    stream: *mut c_void,
-    parameters: *mut *mut c_void,
-) -> c_int {
-    let none = std::ptr::null_mut();
+    let kernel = with(|handles| handles.kernels.get(&(function as usize)).copied());
+    let Some(kernel) = kernel else { return INVALID_HANDLE };
     // SAFETY: the caller passes the kernel's parameters.
-    unsafe {
-        cuLaunchKernel(
-            function,
-            grid_x,
-            grid_y,
-            grid_z,
-            block_x,
-            block_y,
-            block_z,
-            shared_bytes,
-            stream,
-            parameters,
-            none,
-        )
+    match unsafe { operation(kernel, shape, parameters) } {
+        Ok(operation) => streams::enqueue(stream, operation),
+        Err(why) => refuse(INVALID_VALUE, &why),
     }
 }
 
@@ -340,8 +150,7 @@ struct Shape {
 ///
 /// `parameters` points to one pointer for each of the kernel's parameters, and these to values of their types.
 unsafe fn operation(kernel: &'static Kernel, shape: Shape, parameters: *mut *mut c_void) -> Result<Operation, String> {
-    let most = kernel.most_shared.load(Ordering::Relaxed);
-    if let Some(why) = refusal(shape.grid, shape.block, shape.shared_bytes, most) {
+    if let Some(why) = refusal(shape.grid, shape.block, shape.shared_bytes) {
         return Err(format!("a launch of kernel {} asks for {why}", kernel.name));
     }
     if parameters.is_null() && !kernel.sizes.is_empty() {
@@ -369,20 +178,6 @@ unsafe fn operation(kernel: &'static Kernel, shape: Shape, parameters: *mut *mut
     Ok(Operation { name: format!("kernel {}", kernel.name), touches, run: Box::new(run) })
 }
 
-/// Queues a launch.
-///
-/// /// See [`operation`].
-unsafe fn launch(
-    kernel: &'static Kernel,
-    shape: Shape,
-    stream: *mut c_void,
-    parameters: *mut *mut c_void,
-) -> Result<i32, String> {
-    // SAFETY: ensured by the caller.
-    let operation = unsafe { operation(kernel, shape, parameters) }?;
-    Ok(streams::enqueue(stream, operation))
-}
-
 /// Returns the seed of the order of this launch's blocks and threads. With schedule 0, they run in numeric order.
 fn next_seed() -> u64 {
     static SEED: OnceLock<u64> = OnceLock::new();
@@ -399,20 +194,11 @@ const THREADS: u32 = 1024;
 const BLOCK: [u32; 3] = [1024, 1024, 64];
 /// Blocks of a grid along each axis.
 const GRID: [u32; 3] = [i32::MAX as u32, 65_535, 65_535];
-/// Shared memory of a block in bytes, unless its kernel sets a larger limit.
+/// Shared memory of a block in bytes, unless its kernel asks for more by a function that the double lacks.
 const SHARED_BYTES: u32 = 48 << 10;
-/// Largest limit of shared memory of a block.
-const MOST_SHARED_BYTES: u32 = 227 << 10;
-/// Blocks, threads and shared memory of a multiprocessor. The system takes a part of the shared memory for each block.
-const BLOCKS_AT_ONCE: u32 = 32;
-const THREADS_AT_ONCE: u32 = 2048;
-const SHARED_AT_ONCE: u32 = 228 << 10;
-const SHARED_OF_SYSTEM: u32 = 1 << 10;
-/// Multiprocessors of a device.
-const MULTIPROCESSORS: u32 = 132;
 
 /// Returns the reason to refuse a launch, if any.
-fn refusal(grid: [u32; 3], block: [u32; 3], shared: u32, most_shared: u32) -> Option<String> {
+fn refusal(grid: [u32; 3], block: [u32; 3], shared: u32) -> Option<String> {
     let outside = |of: [u32; 3], most: [u32; 3]| of.iter().zip(most).any(|(one, most)| *one == 0 || *one > most);
     if outside(grid, GRID) {
         return Some(format!("a grid of {grid:?} blocks: each axis has at least one and at most {GRID:?}"));
@@ -422,21 +208,6 @@ fn refusal(grid: [u32; 3], block: [u32; 3], shared: u32, most_shared: u32) -> Op
             "a block of {block:?} threads: it has at least one, and at most {BLOCK:?}, {THREADS} in all"
         ));
     }
-    (shared > most_shared).then(|| {
-        format!(
-            "{shared} bytes of dynamic shared memory: {most_shared} are allowed, more after \
-             CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES is set"
-        )
-    })
-}
-
-/// Returns the number of blocks that a multiprocessor runs at once.
-fn blocks_at_once(threads: u32, shared: u32) -> u32 {
-    let warps = threads.max(1).next_multiple_of(32);
-    (THREADS_AT_ONCE / warps).min(SHARED_AT_ONCE / (shared + SHARED_OF_SYSTEM)).min(BLOCKS_AT_ONCE)
-}
-
-/// Returns the dynamic shared memory that each of `blocks` blocks on a multiprocessor can have.
-fn shared_for(blocks: u32) -> u32 {
-    (SHARED_AT_ONCE / blocks.max(1)).saturating_sub(SHARED_OF_SYSTEM).min(MOST_SHARED_BYTES)
+    let is_more = shared > SHARED_BYTES;
+    is_more.then(|| format!("{shared} bytes of dynamic shared memory: {SHARED_BYTES} are allowed"))
 }

@@ -386,20 +386,10 @@ fn launches_list_the_memory_they_use() {
 
 #[test]
 fn rejects_launches_beyond_the_limits() {
-    let plain = |grid, block, shared| refusal(grid, block, shared, SHARED_BYTES);
-    assert_eq!(plain([1, 1, 1], [1024, 1, 1], 48 << 10), None);
-    assert!(plain([0, 1, 1], [32, 1, 1], 0).is_some());
-    assert!(plain([1, 65_536, 1], [32, 1, 1], 0).is_some());
-    assert!(plain([1, 1, 1], [32, 33, 1], 0).is_some_and(|why| why.contains("[32, 33, 1]")));
-    assert!(plain([1, 1, 1], [1, 1, 65], 0).is_some());
-    assert!(plain([1, 1, 1], [32, 1, 1], (48 << 10) + 1).is_some());
-}
-
-#[test]
-fn computes_occupancy() {
-    assert_eq!(blocks_at_once(1024, 0), 2);
-    assert_eq!(blocks_at_once(33, 0), 32);
-    assert_eq!(blocks_at_once(32, 100 << 10), 2);
-    assert_eq!(shared_for(1), MOST_SHARED_BYTES);
-    assert_eq!(shared_for(2), 113 << 10);
+    assert_eq!(refusal([1, 1, 1], [1024, 1, 1], 48 << 10), None);
+    assert!(refusal([0, 1, 1], [32, 1, 1], 0).is_some());
+    assert!(refusal([1, 65_536, 1], [32, 1, 1], 0).is_some());
+    assert!(refusal([1, 1, 1], [32, 33, 1], 0).is_some_and(|why| why.contains("[32, 33, 1]")));
+    assert!(refusal([1, 1, 1], [1, 1, 65], 0).is_some());
+    assert!(refusal([1, 1, 1], [32, 1, 1], (48 << 10) + 1).is_some());
 }

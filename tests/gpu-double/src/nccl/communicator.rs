@@ -25,8 +25,7 @@ use crate::{
 /// A communicator.
 pub(crate) struct Communicator {
     pub(crate) seat: Seat,
-    pub(crate) device: usize,
-    pub(crate) is_blocking: bool,
+    device: usize,
     name: String,
     seed: u64,
     main: Link,
@@ -80,7 +79,7 @@ fn draw(seed: u64) -> u64 {
 
 impl Communicator {
     /// Starts to connect the ranks of a named communicator.
-    pub(crate) fn begin(name: &str, seat: Seat, device: usize, is_blocking: bool, seed: u64) -> Self {
+    pub(crate) fn begin(name: &str, seat: Seat, device: usize, seed: u64) -> Self {
         let inner = Inner {
             stage: Stage::Meets,
             status: IN_PROGRESS,
@@ -92,7 +91,7 @@ impl Communicator {
         };
         let (main, name) = (Link::begin(name.into(), seat), name.into());
         let (is_aborted, inner) = (AtomicBool::new(false), Mutex::new(inner));
-        Communicator { seat, device, is_blocking, name, seed, main, is_aborted, inner }
+        Communicator { seat, device, name, seed, main, is_aborted, inner }
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner> {
@@ -171,7 +170,7 @@ impl Communicator {
     /// Accepts a group of calls for a stream. The group is on the stream once the communicator returns success.
     pub(crate) fn take(self: &Arc<Self>, stream: usize, transfers: Vec<Transfer>) -> Status {
         transfers.iter().for_each(|transfer| report::count(&format!("nccl: {}", transfer.name())));
-        let delay = if self.is_blocking { 0 } else { draw(self.seed) % 4 };
+        let delay = draw(self.seed) % 4;
         if delay == 0 {
             self.enqueue(stream, transfers);
             return SUCCESS;
@@ -383,10 +382,10 @@ fn live() -> MutexGuard<'static, Option<HashMap<u64, Arc<Communicator>>>> {
 }
 
 /// Returns a handle for a communicator.
-pub(crate) fn register(communicator: Communicator) -> (u64, Arc<Communicator>) {
-    let (handle, communicator) = (NEXT.fetch_add(1, Ordering::Relaxed), Arc::new(communicator));
-    live().get_or_insert_default().insert(handle, communicator.clone());
-    (handle, communicator)
+pub(crate) fn register(communicator: Communicator) -> u64 {
+    let handle = NEXT.fetch_add(1, Ordering::Relaxed);
+    live().get_or_insert_default().insert(handle, Arc::new(communicator));
+    handle
 }
 
 /// Returns the communicator of a handle, if it is valid. The handle of a destroyed communicator is a fault.

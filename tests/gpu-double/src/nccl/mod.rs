@@ -58,7 +58,6 @@ type Handle = u64;
 
 /// Magic number of a configuration.
 const MAGIC: c_uint = 0xcafe_beef;
-const VERSION: c_int = 23_004;
 
 /// An `ncclUniqueId`.
 #[repr(C)]
@@ -85,24 +84,12 @@ unsafe fn put<T>(to: *mut T, value: T) -> Status {
 }
 
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn ncclGetVersion(version: *mut c_int) -> Status {
-    // SAFETY: as documented by NCCL.
-    unsafe { put(version, VERSION) }
-}
-
-#[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ncclGetUniqueId(id: *mut UniqueId) -> Status {
     let Ok(name) = std::fs::read_to_string("/proc/sys/kernel/random/uuid") else { return SYSTEM_ERROR };
     let mut bytes = [0; 128];
     name.trim().bytes().zip(&mut bytes).for_each(|(byte, to)| *to = byte);
     // SAFETY: as documented by NCCL.
     unsafe { put(id, UniqueId(bytes)) }
-}
-
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn ncclCommInitRank(comm: *mut Handle, ranks: c_int, id: UniqueId, rank: c_int) -> Status {
-    // SAFETY: as documented by NCCL.
-    unsafe { ncclCommInitRankConfig(comm, ranks, id, rank, std::ptr::null()) }
 }
 
 #[unsafe(no_mangle)]
@@ -113,12 +100,13 @@ pub(crate) unsafe extern "C" fn ncclCommInitRankConfig(
     rank: c_int,
     config: *const Config,
 ) -> Status {
-    // SAFETY: as documented by NCCL: it is null or a configuration.
-    let is_blocking = match unsafe { config.as_ref() } {
-        None => true,
-        Some(config) if config.magic != MAGIC || config.size < size_of::<Config>() => return INVALID_ARGUMENT,
-        Some(config) => config.version < 21_400 || config.blocking != 0,
-    };
+    // SAFETY: as documented by NCCL: it is null or a configuration. The double has non-blocking communicators only.
+    let is_known = unsafe { config.as_ref() }.is_some_and(|config| {
+        config.magic == MAGIC && config.size >= size_of::<Config>() && config.version >= 21_400 && config.blocking == 0
+    });
+    if !is_known {
+        return INVALID_ARGUMENT;
+    }
     let (Ok(ranks @ 1..), Ok(rank), Some(device)) = (usize::try_from(ranks), usize::try_from(rank), current()) else {
         return INVALID_ARGUMENT;
     };
@@ -128,17 +116,11 @@ pub(crate) unsafe extern "C" fn ncclCommInitRankConfig(
     }
     let name = String::from_utf8_lossy(&id.0[..end]).into_owned();
     let seed = machine().lock().settings.seed;
-    let (handle, communicator) = register(Communicator::begin(&name, Seat { rank, ranks }, device, is_blocking, seed));
+    let handle = register(Communicator::begin(&name, Seat { rank, ranks }, device, seed));
     // SAFETY: as documented by NCCL.
-    let stored = unsafe { put(comm, handle) };
-    if stored != SUCCESS || !is_blocking {
-        return if stored == SUCCESS { IN_PROGRESS } else { stored };
-    }
-    loop {
-        match communicator.state() {
-            IN_PROGRESS => std::thread::sleep(std::time::Duration::from_micros(300)),
-            status => return status,
-        }
+    match unsafe { put(comm, handle) } {
+        SUCCESS => IN_PROGRESS,
+        refused => refused,
     }
 }
 
@@ -168,31 +150,6 @@ pub(crate) extern "C" fn ncclCommDestroy(comm: Handle) -> Status {
     drop(communicator);
     forget(comm);
     SUCCESS
-}
-
-/// /// `to` is null, or a place for a value.
-unsafe fn number(comm: Handle, asked: &str, to: *mut c_int, of: fn(&Communicator) -> usize) -> Status {
-    let Some(communicator) = find(comm, asked) else { return INVALID_ARGUMENT };
-    // SAFETY: ensured by the caller.
-    unsafe { put(to, of(&communicator) as c_int) }
-}
-
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn ncclCommCount(comm: Handle, count: *mut c_int) -> Status {
-    // SAFETY: as documented by NCCL.
-    unsafe { number(comm, "ncclCommCount", count, |communicator| communicator.seat.ranks) }
-}
-
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn ncclCommUserRank(comm: Handle, rank: *mut c_int) -> Status {
-    // SAFETY: as documented by NCCL.
-    unsafe { number(comm, "ncclCommUserRank", rank, |communicator| communicator.seat.rank) }
-}
-
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn ncclCommCuDevice(comm: Handle, device: *mut c_int) -> Status {
-    // SAFETY: as documented by NCCL.
-    unsafe { number(comm, "ncclCommCuDevice", device, |communicator| communicator.device) }
 }
 
 #[unsafe(no_mangle)]

@@ -45,7 +45,7 @@ fn ranks<T: Send>(devices: &[usize], rank: impl Fn(Rank) -> T + Sync) -> Vec<T> 
         // SAFETY: they are a place for a value, and a configuration.
         let begun = unsafe { ncclCommInitRankConfig(&raw mut comm, ranks, id, place as i32, &raw const config) };
         assert_eq!(begun, IN_PROGRESS);
-        let stream = machine().create_stream(true, 0).unwrap() as *mut c_void;
+        let stream = machine().create_stream(true).unwrap() as *mut c_void;
         rank(Rank { comm, rank: place, stream })
     };
     std::thread::scope(|scope| {

@@ -30,7 +30,7 @@ impl Bench {
     }
 
     pub(super) fn stream(&self) -> usize {
-        self.0.create_stream(true, 0).unwrap()
+        self.0.create_stream(true).unwrap()
     }
 
     pub(super) fn floats(&self, stream: usize) -> Floats {
@@ -71,7 +71,7 @@ impl Bench {
     }
 
     pub(super) fn record(&self, stream: usize) -> u64 {
-        let event = self.0.create_event(false).unwrap();
+        let event = self.0.create_event().unwrap();
         self.0.record(event, stream).unwrap();
         event
     }

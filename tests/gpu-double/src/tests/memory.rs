@@ -8,13 +8,13 @@ use crate::{
 
 impl Bench {
     fn to_device(&self, to: u64, from: u64, stream: usize) -> Result<(), Refusal> {
-        let copy = Copy { to, from, len: LEN, direction: Direction::HostToDevice, waits: false };
+        let copy = Copy { to, from, len: LEN, direction: Direction::HostToDevice };
         // SAFETY: the tests give memory of this length.
         unsafe { self.0.copy(copy, stream, "cuMemcpyHtoDAsync") }
     }
 
     fn to_host(&self, to: u64, from: u64, stream: usize) -> Result<(), Refusal> {
-        let copy = Copy { to, from, len: LEN, direction: Direction::DeviceToHost, waits: false };
+        let copy = Copy { to, from, len: LEN, direction: Direction::DeviceToHost };
         // SAFETY: the tests give memory of this length.
         unsafe { self.0.copy(copy, stream, "cuMemcpyDtoHAsync") }
     }
@@ -165,10 +165,10 @@ fn detects_copies_and_fills_beyond_an_allocation() {
     let host = [0.0_f32; 4];
     let message = fault(bench.to_device(memory + 4, &raw const host as u64, stream));
     assert!(message.contains("`cuMemcpyHtoDAsync` of 16 bytes") && message.contains("beyond the end of"), "{message}");
-    fault(bench.0.fill(memory, vec![0; 4], 5, stream, "cuMemsetD32Async"));
-    bench.0.fill(memory, 2.5_f32.to_ne_bytes().into(), 4, stream, "cuMemsetD32Async").unwrap();
+    fault(bench.0.fill(memory, 0, LEN + 4, stream, "cuMemsetD8Async"));
+    bench.0.fill(memory, 0, LEN, stream, "cuMemsetD8Async").unwrap();
     bench.synchronize(stream);
-    assert_eq!(read(memory), [2.5; 4]);
+    assert_eq!(read(memory), [0.; 4]);
 }
 
 #[test]
