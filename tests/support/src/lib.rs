@@ -13,6 +13,7 @@ pub mod trace;
 pub mod trajectory;
 
 use std::collections::BTreeMap;
+use std::fmt::Debug;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -309,12 +310,42 @@ pub fn convert(from: &Path, to: &Path, format: &str, dir: &Path) {
     run(convert, Duration::from_secs(120)).ok();
 }
 
-/// Runs `f` with a `tracing` subscriber for this thread.
-pub fn observed<T>(subscriber: impl tracing::Subscriber + Send + Sync, f: impl FnOnce() -> T) -> T {
+/// Runs `f`, and calls `on_event` with each `tracing` event of this thread and the values of the event's fields.
+pub fn observed<T>(
+    on_event: impl Fn(&tracing::Metadata<'_>, String) + Send + Sync + 'static,
+    f: impl FnOnce() -> T,
+) -> T {
     // While a process has only one subscriber, threads without it disable events for all threads.
     static SECOND: LazyLock<tracing::Dispatch> = LazyLock::new(|| tracing::Dispatch::new(NoSubscriber::default()));
     LazyLock::force(&SECOND);
-    tracing::subscriber::with_default(subscriber, f)
+    tracing::subscriber::with_default(Events(on_event), f)
+}
+
+/// A subscriber to events only.
+struct Events<F>(F);
+
+impl<F: Fn(&tracing::Metadata<'_>, String) + 'static> tracing::Subscriber for Events<F> {
+    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+        metadata.is_event()
+    }
+
+    fn event(&self, event: &tracing::Event<'_>) {
+        let mut values: Vec<String> = vec![];
+        event.record(&mut |_: &tracing::field::Field, value: &dyn Debug| values.push(format!("{value:?}")));
+        (self.0)(event.metadata(), values.join(" "));
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+
+    fn enter(&self, _: &tracing::span::Id) {}
+
+    fn exit(&self, _: &tracing::span::Id) {}
 }
 
 /// Runs a command to its end and captures its output.
