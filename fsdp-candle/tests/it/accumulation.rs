@@ -3,7 +3,10 @@
 use candle_core::{DType, Module};
 use fsdp_candle::{FullyShard, Recurse, ReshardAfterForward, fully_shard, nn};
 
-use crate::common::{WIDTH, assert_close, batch, gradients, loss_of, ranks, reference, sharded, times, vars, vars_on};
+use crate::common::{
+    WIDTH, assert_close, batch, built, gradients, gradients_of, loss_of, mean_square, ranks, reference, sharded, times,
+    vars, vars_on,
+};
 
 #[test]
 fn accumulation_without_communication() {
@@ -39,8 +42,7 @@ fn accumulation_without_communication() {
 fn manual_finalization() {
     ranks(2, |world| {
         let want = reference(&world);
-        let vars = vars(&world);
-        let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+        let (vars, model) = built(&world, WIDTH);
         model.set_manual_backward_finalization(true);
         let mut grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
         assert!(vars.trainable().iter().all(|param| grads.get(param.var()).is_none()));
@@ -53,8 +55,7 @@ fn manual_finalization() {
         let first = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
         assert!(vars.trainable().iter().all(|param| first.get(param.var()).is_none()));
         model.set_is_last_backward(true);
-        let grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
-        assert_close(&gradients(&vars, &grads), &times(&want, 2.), 1e-6);
+        assert_close(&gradients_of(&vars, &model, &batch(world.rank(), WIDTH)), &times(&want, 2.), 1e-6);
     });
 }
 
@@ -62,11 +63,9 @@ fn manual_finalization() {
 fn candles_backward_leaves_no_gradients() {
     ranks(2, |world| {
         let want = reference(&world);
-        let vars = vars(&world);
-        let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+        let (vars, model) = built(&world, WIDTH);
         assert!(loss_of(&model, &batch(world.rank(), WIDTH)).backward().is_err());
-        let grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
-        assert_close(&gradients(&vars, &grads), &want, 0.);
+        assert_close(&gradients_of(&vars, &model, &batch(world.rank(), WIDTH)), &want, 0.);
     });
 }
 
@@ -78,7 +77,7 @@ fn two_losses_and_two_roots() {
             let one = vars(&world);
             let model = sharded(&FullyShard::new(&one).reshard_after_forward(reshard), &one, WIDTH);
             let (a, b) = (batch(world.rank(), WIDTH), batch(world.rank() + 7, WIDTH));
-            let apart: Vec<_> = [&a, &b].map(|x| gradients(&one, &model.backward(&loss_of(&model, x)).unwrap())).into();
+            let apart: Vec<_> = [&a, &b].map(|x| gradients_of(&one, &model, x)).into();
             let (first, second) = (loss_of(&model, &a), loss_of(&model, &b));
             assert_close(&gradients(&one, &model.backward(&first).unwrap()), &apart[0], 0.);
             assert_close(&gradients(&one, &model.backward(&second).unwrap()), &apart[1], 0.);
@@ -93,10 +92,10 @@ fn two_losses_and_two_roots() {
                 if rooted {
                     let root = fully_shard(&opts, vb.clone(), |_| Ok((encoder, decoder))).unwrap();
                     let y = root.call(|(encoder, decoder)| decoder.forward(&encoder.forward(&a)?)).unwrap();
-                    gradients(&map, &root.backward(&y.sqr().unwrap().mean_all().unwrap()).unwrap())
+                    gradients(&map, &root.backward(&mean_square(&y)).unwrap())
                 } else {
                     let y = decoder.forward(&encoder.forward(&a).unwrap()).unwrap();
-                    gradients(&map, &decoder.backward(&y.sqr().unwrap().mean_all().unwrap()).unwrap())
+                    gradients(&map, &decoder.backward(&mean_square(&y)).unwrap())
                 }
             };
             assert_close(&run(false), &run(true), 0.);
@@ -115,12 +114,11 @@ fn delayed_all_reduces_are_kept() {
             let (a, b) = (unit("a"), unit("b"));
             let root = fully_shard(&opts, vb.clone(), |_| Ok((a, b))).unwrap();
             let x = batch(world.rank(), WIDTH);
-            let loss = |y: candle_core::Tensor| y.sqr().unwrap().mean_all().unwrap();
             // The first micro-batch uses both units, the last one only `a`.
             root.set_requires_all_reduce(!wait, Recurse::Yes);
-            let first = root.backward(&loss(root.call(|(a, b)| b.forward(&a.forward(&x)?)).unwrap())).unwrap();
+            let first = root.backward(&mean_square(&root.call(|(a, b)| b.forward(&a.forward(&x)?)).unwrap())).unwrap();
             root.set_requires_all_reduce(true, Recurse::Yes);
-            let mut last = root.backward(&loss(root.call(|(a, _)| a.forward(&x)).unwrap())).unwrap();
+            let mut last = root.backward(&mean_square(&root.call(|(a, _)| a.forward(&x)).unwrap())).unwrap();
             if !wait {
                 last.extend(first).unwrap();
             }

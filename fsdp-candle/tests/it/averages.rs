@@ -10,7 +10,8 @@ use fsdp_candle::{
 use fsdp_ckpt::{LoadOptions, SaveState, save};
 
 use crate::common::{
-    Gradients, WIDTH, assert_close, batch, full, gradients, loss_of, ranks, refused, sharded, vars, weights, whole,
+    Gradients, WIDTH, assert_close, batch, built, elements, full, gradients, loss_of, ranks, refused, vars, weights,
+    whole,
 };
 use crate::sharded_optimizers::{backward, layers};
 
@@ -122,9 +123,8 @@ fn moments_of_8_bits_save_as_adamws() {
                     for (state, was) in again.states().iter().zip(optim.states()) {
                         assert_eq!(state.step, 3);
                         for name in ["exp_avg", "exp_avg_sq"] {
-                            let values = |state: &fsdp_candle::ParamState| {
-                                state.tensor(name).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap()
-                            };
+                            let values =
+                                |state: &fsdp_candle::ParamState| elements::<f32>(&state.tensor(name).unwrap());
                             assert_eq!(values(state), values(was), "{name} of {}", state.param.name());
                         }
                     }
@@ -235,8 +235,7 @@ fn moving_averages_replace_non_finite_parameters() {
 fn clips_a_group_by_its_norm() {
     for size in [1, 2, 4] {
         ranks(size, |world| {
-            let vars = vars(&world);
-            let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+            let (vars, model) = built(&world, WIDTH);
             let mut grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
             let before = gradients(&vars, &grads);
             let patterns = [NamePattern::new("bias").unwrap()];
@@ -273,8 +272,7 @@ fn accumulates_half_gradients_in_f32() {
             for step in 1..=9 {
                 let grads = backward(&model, &vars, dtype, step);
                 for (at, param) in vars.trainable().iter().enumerate().filter(|(_, p)| !p.region().is_empty()) {
-                    let grad = grads.get(param.var()).unwrap().to_dtype(DType::F64).unwrap();
-                    let values = grad.flatten_all().unwrap().to_vec1::<f64>().unwrap();
+                    let values = elements::<f64>(grads.get(param.var()).unwrap());
                     want.resize(want.len().max(at + 1), vec![]);
                     want[at].resize(values.len(), 0.);
                     want[at].iter_mut().zip(values).for_each(|(sum, v)| *sum += v);
@@ -286,8 +284,7 @@ fn accumulates_half_gradients_in_f32() {
                 let grad = grads.get(param.var()).unwrap();
                 assert_eq!(grad.dtype(), dtype);
                 let once = Tensor::from_slice(&want[at], grad.shape(), &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
-                let values = |t: &Tensor| t.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>();
-                assert_eq!(values(grad).unwrap(), values(&once).unwrap(), "{}", param.name());
+                assert_eq!(elements::<f32>(grad), elements::<f32>(&once), "{}", param.name());
             }
             // Ranks with an empty shard still count steps.
             let mut optim = SGD::new(vars.trainable(), SgdConfig::default()).unwrap();

@@ -4,7 +4,7 @@ use candle_core::{D, DType, Device, IndexOp, Module, Result, Tensor};
 use candle_nn::{self as cn, ModuleT, RNN, VarBuilder};
 use fsdp_candle::{FullyShard, World, fully_shard, nn};
 
-use crate::common::{alone, batch, refused, sharded, vars};
+use crate::common::{alone, batch, built, refused, vars};
 
 type Use = Box<dyn Fn() -> Result<Tensor>>;
 type Build = fn(VarBuilder) -> Result<Use>;
@@ -99,8 +99,7 @@ fn keeps_unrelated_candle_errors() {
 #[test]
 fn calls_without_hooks_name_parameter_and_fix() {
     let world = alone();
-    let vars = vars(&world);
-    let model = sharded(&FullyShard::new(&vars), &vars, 4);
+    let (_vars, model) = built(&world, 4);
     refused(
         model.inner().blocks[0].inner().forward(&batch(0, 4)),
         &["parameter `blocks.0.norm.weight`", "through its FsdpModule"],

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::common::{Block, Model, alone, batch, ranks, refused, vars};
-use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, Result, Shape, Tensor, Var};
+use crate::common::{Block, Identity, Model, alone, assert_resharded, batch, elements, loss_of, ranks, refused, vars};
+use candle_core::{DType, Device, Module, Result, Tensor, Var};
 use candle_nn::VarBuilder;
 use fsdp_candle::activation_checkpoint::checkpoint;
 use fsdp_candle::{FsdpModule, FullyShard, ReshardAfterForward, ShardedVarMap, fully_shard, nn};
@@ -86,7 +86,7 @@ fn build(opts: &FullyShard, vars: &ShardedVarMap, again: Again) -> FsdpModule<Mo
 }
 
 fn bits(tensor: &Tensor) -> Vec<u32> {
-    tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
+    elements::<f32>(tensor).into_iter().map(f32::to_bits).collect()
 }
 
 type Numbers = Vec<(String, Vec<u32>)>;
@@ -99,7 +99,7 @@ fn numbers(world_size: usize, reshard: ReshardAfterForward, again: Again, frozen
         let model = build(&FullyShard::new(&vars).reshard_after_forward(reshard), &vars, again);
         let mut numbers = vec![];
         for step in 0..2 {
-            let loss = model.forward(&batch(world.rank() + step, WIDTH)).unwrap().sqr().unwrap().mean_all().unwrap();
+            let loss = loss_of(&model, &batch(world.rank() + step, WIDTH));
             let grads = model.backward(&loss).unwrap();
             numbers.push(("loss".to_string(), bits(&loss)));
             for param in vars.params() {
@@ -108,8 +108,8 @@ fn numbers(world_size: usize, reshard: ReshardAfterForward, again: Again, frozen
                 if let Some(grad) = grads.get(param.var()) {
                     numbers.push((param.name().to_string(), bits(grad)));
                 }
-                assert!(!param.is_unsharded(), "{}", param.name());
             }
+            assert_resharded(&vars);
         }
         assert!(model.parameters_without_gradient().is_empty());
         numbers
@@ -166,10 +166,10 @@ fn parameters_can_be_used_in_several_checkpoints() {
             let vars = vars(&world);
             let build = |vb: VarBuilder| Ok(Tied { layer: Arc::new(nn::linear(WIDTH, WIDTH, vb)?), again });
             let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), build).unwrap();
-            let loss = model.forward(&batch(world.rank(), WIDTH)).unwrap().sqr().unwrap().mean_all().unwrap();
+            let loss = loss_of(&model, &batch(world.rank(), WIDTH));
             let grads = model.backward(&loss).unwrap();
             let bits: Vec<Vec<u32>> = vars.params().iter().map(|p| bits(grads.get(p.var()).unwrap())).collect();
-            assert!(vars.params().iter().all(|p| !p.is_unsharded()));
+            assert_resharded(&vars);
             (loss.to_scalar::<f32>().unwrap().to_bits(), bits)
         })
     };
@@ -217,38 +217,25 @@ fn plain_variables_get_gradients() {
     }
 }
 
-/// The identity, which counts its results and those still alive.
-#[derive(Clone, Default)]
-struct Count {
-    made: Arc<AtomicUsize>,
-    alive: Arc<()>,
-}
-
-impl CustomOp1 for Count {
-    fn name(&self) -> &'static str {
-        "count"
-    }
-
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        self.made.fetch_add(1, Ordering::Relaxed);
-        Ok((storage.clone(), layout.shape().clone()))
-    }
-
-    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        Ok(Some(grad.clone()))
-    }
-}
-
 #[test]
 fn only_inputs_outlive_forward() {
     let x = Var::ones((4, 3), DType::F32, &Device::Cpu).unwrap();
-    let count = Count::default();
-    let inside = count.clone();
-    let y = checkpoint(move |x: Tensor| x.sqr()?.apply_op1(inside.clone())?.sqr(), x.as_tensor().clone()).unwrap();
+    let runs = Arc::new(AtomicUsize::new(0));
+    let inside = runs.clone();
+    let f = move |x: Tensor| {
+        inside.fetch_add(1, Ordering::Relaxed);
+        let of_graph = inside.clone();
+        let backward = move |grad: &Tensor| {
+            let _held = &of_graph;
+            Ok(grad.clone())
+        };
+        x.sqr()?.apply_op1(Identity(backward))?.sqr()
+    };
+    let y = checkpoint(f, x.as_tensor().clone()).unwrap();
     // One in this test and one in the closure, none in a graph.
-    assert_eq!((count.made.load(Ordering::Relaxed), Arc::strong_count(&count.alive)), (1, 2));
+    assert_eq!((runs.load(Ordering::Relaxed), Arc::strong_count(&runs)), (1, 2));
     let grads = y.sum_all().unwrap().backward().unwrap();
-    assert_eq!((count.made.load(Ordering::Relaxed), Arc::strong_count(&count.alive)), (2, 2));
+    assert_eq!((runs.load(Ordering::Relaxed), Arc::strong_count(&runs)), (2, 2));
     assert_eq!(bits(grads.get(&x).unwrap()), [4f32.to_bits(); 12]);
 
     let frozen = checkpoint(|x: Tensor| x.sqr(), x.detach()).unwrap();

@@ -2,22 +2,24 @@
 
 mod counted;
 mod device;
+mod parts;
+mod plain;
 
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Module, Tensor};
 use candle_nn::VarBuilder;
 use fsdp_candle::{
-    AllGather, FsdpModule, FsdpParam, FullyShard, ReduceOp, ReduceScatter, ShardedVarMap, StateDictOptions, World,
-    fully_shard, nn,
+    FsdpModule, FsdpParam, FullyShard, ReduceOp, ShardedVarMap, StateDict, StateDictOptions, World, fully_shard, nn,
 };
+use fsdp_core::ProcessGroup;
 use fsdp_core::process_group::{Options, local};
-use fsdp_core::{Allocator, GatherPart, ProcessGroup, ScatterPart, Work};
 
 pub(crate) use counted::counted;
 pub(crate) use device::{address, changed, device, elements, memory, on_cuda, one_of, rounding};
+pub(crate) use parts::{Draws, Identity, Own, Parts, journal};
+pub(crate) use plain::{Plain, mean};
 
 /// A residual MLP of Candle's linear layers and this crate's norm.
 pub(crate) struct Block {
@@ -56,7 +58,9 @@ impl<B: Module> Module for Model<B> {
 
 pub(crate) const LAYERS: usize = 3;
 
-pub(crate) fn sharded(opts: &FullyShard, vars: &ShardedVarMap, width: usize) -> FsdpModule<Model<FsdpModule<Block>>> {
+pub(crate) type Sharded = FsdpModule<Model<FsdpModule<Block>>>;
+
+pub(crate) fn sharded(opts: &FullyShard, vars: &ShardedVarMap, width: usize) -> Sharded {
     let vb = vars.builder(DType::F32);
     let blocks = (0..LAYERS)
         .map(|i| fully_shard(opts, vb.pp(format!("blocks.{i}")), |vb| Block::new(width, vb)).unwrap())
@@ -64,9 +68,16 @@ pub(crate) fn sharded(opts: &FullyShard, vars: &ShardedVarMap, width: usize) -> 
     fully_shard(opts, vb, |vb| Ok(Model { blocks, head: nn::linear(width, 2, vb.pp("head"))? })).unwrap()
 }
 
-pub(crate) fn plain(vb: VarBuilder, width: usize) -> Model<Block> {
-    let blocks = (0..LAYERS).map(|i| Block::new(width, vb.pp(format!("blocks.{i}"))).unwrap()).collect();
-    Model { blocks, head: nn::linear(width, 2, vb.pp("head")).unwrap() }
+/// The sharded model with default options, and its map.
+pub(crate) fn built(world: &World, width: usize) -> (ShardedVarMap, Sharded) {
+    let vars = vars(world);
+    let model = sharded(&FullyShard::new(&vars), &vars, width);
+    (vars, model)
+}
+
+pub(crate) fn plain(vb: VarBuilder, width: usize) -> candle_core::Result<Model<Block>> {
+    let blocks = (0..LAYERS).map(|i| Block::new(width, vb.pp(format!("blocks.{i}"))));
+    Ok(Model { blocks: blocks.collect::<candle_core::Result<_>>()?, head: nn::linear(width, 2, vb.pp("head"))? })
 }
 
 pub(crate) fn vars(world: &World) -> ShardedVarMap {
@@ -100,10 +111,23 @@ pub(crate) fn unsharded(world: &World) -> ShardedVarMap {
     ShardedVarMap::new(&mesh.slice(&["each"]).unwrap(), world.device())
 }
 
+/// Repeatable values from -0.5 to 0.5, different ones for each seed.
+pub(crate) fn input(seed: usize, shape: &[usize]) -> Tensor {
+    let count = shape.iter().product::<usize>();
+    let values: Vec<f32> = (0..count).map(|i| ((i * 37 + seed * 101) % 61) as f32 / 61. - 0.5).collect();
+    Tensor::from_vec(values, shape, &device()).unwrap()
+}
+
 /// A batch that depends on the rank.
 pub(crate) fn batch(rank: usize, width: usize) -> Tensor {
-    let values: Vec<f32> = (0..4 * width).map(|i| ((i * 37 + rank * 101) % 61) as f32 / 61. - 0.5).collect();
-    Tensor::from_vec(values, (4, width), &device()).unwrap()
+    input(rank, &[4, width])
+}
+
+/// Repeatable values between -1 and 1 that the dtype holds exactly.
+pub(crate) fn exact(seed: usize, shape: &[usize], dtype: DType) -> Tensor {
+    let count = shape.iter().product::<usize>();
+    let values: Vec<f32> = (0..count).map(|i| ((i * 37 + seed * 101) % 63) as f32 / 32. - 1.).collect();
+    Tensor::from_vec(values, shape, &device()).unwrap().to_dtype(dtype).unwrap()
 }
 
 /// A full tensor of this rank's values, with zeros elsewhere.
@@ -152,6 +176,11 @@ pub(crate) fn refused<T, E: std::fmt::Display>(result: Result<T, E>, parts: &[&s
     assert_contains(&error.to_string(), parts);
 }
 
+/// Asserts that each rank's error contains all of `parts`.
+pub(crate) fn all_refused(errors: Vec<String>, parts: &[&str]) {
+    errors.iter().for_each(|error| assert_contains(error, parts));
+}
+
 /// Asserts that a text contains all of `parts`.
 pub(crate) fn assert_contains(text: &str, parts: &[&str]) {
     parts.iter().for_each(|part| assert!(text.contains(part), "{part:?} is not in {text}"));
@@ -167,19 +196,55 @@ pub(crate) fn shard_of_gradient<'a>(param: &'a FsdpParam, grads: &'a GradStore) 
 }
 
 /// Every full gradient, by name.
-pub(crate) fn gradients(vars: &ShardedVarMap, grads: &GradStore) -> Vec<(String, Vec<f32>)> {
+pub(crate) fn gradients(vars: &ShardedVarMap, grads: &GradStore) -> Gradients {
     vars.trainable()
         .iter()
         .map(|param| (param.name().to_string(), whole(vars, param, shard_of_gradient(param, grads))))
         .collect()
 }
 
-/// The mean of the squares of the model's output for a batch.
-pub(crate) fn loss_of(model: &impl Module, x: &Tensor) -> Tensor {
-    model.forward(x).unwrap().to_dtype(DType::F32).unwrap().sqr().unwrap().mean_all().unwrap()
+/// The mean of the squares of a model's output.
+pub(crate) fn mean_square(y: &Tensor) -> Tensor {
+    y.to_dtype(DType::F32).unwrap().sqr().unwrap().mean_all().unwrap()
 }
 
-pub(crate) fn assert_close(got: &[(String, Vec<f32>)], want: &[(String, Vec<f32>)], tolerance: f32) {
+/// The mean of the squares of the model's output for a batch.
+pub(crate) fn loss_of(model: &impl Module, x: &Tensor) -> Tensor {
+    mean_square(&model.forward(x).unwrap())
+}
+
+/// The full gradients of [`loss_of`].
+pub(crate) fn gradients_of<M: Module>(vars: &ShardedVarMap, model: &FsdpModule<M>, x: &Tensor) -> Gradients {
+    gradients(vars, &model.backward(&loss_of(model, x)).unwrap())
+}
+
+/// Sorts values by name: units by name are built in a different order than wrapped units.
+pub(crate) fn sorted(mut values: Gradients) -> Gradients {
+    values.sort_by(|a, b| a.0.cmp(&b.0));
+    values
+}
+
+/// The elements of a state dict's tensors, by name.
+pub(crate) fn dict_elements(dict: &StateDict) -> Gradients {
+    dict.tensors.iter().map(|(name, state)| (name.clone(), elements(&state.tensor))).collect()
+}
+
+/// Asserts that this rank's part of a parameter's gradient, which has whole rows, is that of the full gradient.
+pub(crate) fn assert_part(param: &FsdpParam, grads: &GradStore, want: &Gradients) {
+    let (_, want) = want.iter().find(|(name, _)| name == param.name()).unwrap();
+    let row: usize = param.shape().dims()[1..].iter().product();
+    let got = elements::<f32>(shard_of_gradient(param, grads));
+    let want = &want[param.region().offsets[0] * row..][..got.len()];
+    let largest = want.iter().fold(1e-3f32, |max, v| max.max(v.abs()));
+    assert!(got.iter().zip(want).all(|(a, b)| (a - b).abs() < 1e-5 * largest), "{}", param.name());
+}
+
+/// Asserts that no parameter is gathered.
+pub(crate) fn assert_resharded(vars: &ShardedVarMap) {
+    vars.params().iter().for_each(|param| assert!(!param.is_unsharded(), "{}", param.name()));
+}
+
+pub(crate) fn assert_close(got: &Gradients, want: &Gradients, tolerance: f32) {
     assert_eq!(got.len(), want.len());
     for ((name, got), (want_name, want)) in got.iter().zip(want) {
         assert_eq!((name, got.len()), (want_name, want.len()));
@@ -196,47 +261,6 @@ pub(crate) type Gradients = Vec<(String, Vec<f32>)>;
 
 /// One backward with default options, with which all others are compared.
 pub(crate) fn reference(world: &World) -> Gradients {
-    let vars = vars(world);
-    let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
-    let grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
-    gradients(&vars, &grads)
-}
-
-/// The parts of a custom collective.
-pub(crate) enum Parts<'a> {
-    Gather(&'a [GatherPart]),
-    Scatter(&'a [ScatterPart]),
-}
-
-/// A custom collective that first calls a closure, which may read the parts and replace the unit's own collective.
-pub(crate) struct Own<F>(pub(crate) F);
-
-impl<F: Fn(Parts<'_>) -> Option<Work> + Send + Sync> AllGather for Own<F> {
-    fn all_gather(&self, ranks: &ProcessGroup, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work {
-        self.0(Parts::Gather(&parts)).unwrap_or_else(|| ranks.all_gather(parts, memory))
-    }
-}
-
-impl<F: Fn(Parts<'_>) -> Option<Work> + Send + Sync> ReduceScatter for Own<F> {
-    fn reduce_scatter(
-        &self,
-        ranks: &ProcessGroup,
-        parts: Vec<ScatterPart>,
-        op: ReduceOp,
-        memory: Arc<dyn Allocator>,
-    ) -> Work {
-        self.0(Parts::Scatter(&parts)).unwrap_or_else(|| ranks.reduce_scatter(parts, op, memory))
-    }
-}
-
-/// A custom collective that records `entry` when it is issued.
-pub(crate) fn journal(
-    entry: String,
-    entries: &Arc<Mutex<Vec<String>>>,
-) -> Arc<Own<impl Fn(Parts<'_>) -> Option<Work> + use<>>> {
-    let entries = entries.clone();
-    Arc::new(Own(move |_: Parts<'_>| {
-        entries.lock().unwrap().push(entry.clone());
-        None
-    }))
+    let (vars, model) = built(world, WIDTH);
+    gradients_of(&vars, &model, &batch(world.rank(), WIDTH))
 }

@@ -3,11 +3,12 @@
 use std::sync::Arc;
 
 use candle_core::{DType, Module, Tensor};
+use candle_nn::{VarBuilder, VarMap};
 use fsdp_candle::activation_checkpoint::checkpoint;
 use fsdp_candle::random::{self, Part, RngState};
 use fsdp_candle::{FsdpModule, FullyShard, fully_shard, nn};
 
-use crate::common::{Gradients, WIDTH, assert_close, batch, gradients, ranks, vars};
+use crate::common::{Gradients, WIDTH, assert_close, batch, device, elements, gradients, mean_square, ranks, vars};
 
 /// The number of rows of all ranks.
 const ROWS: usize = 12;
@@ -54,11 +55,10 @@ fn step(size: usize, again: bool, seed: u64) -> Vec<(Vec<f32>, Gradients)> {
         let x = all.narrow(0, first, own).unwrap();
         let y = (forward(&model, &x, again).unwrap() + forward(&model, &x, again).unwrap()).unwrap();
         assert_eq!(random::get_rng_state().calls, 12);
-        let loss = y.sqr().unwrap().mean_all().unwrap();
-        let grads = model.backward(&loss).unwrap();
+        let grads = model.backward(&mean_square(&y)).unwrap();
         // Recomputing in backward has drawn no new numbers.
         assert_eq!(random::get_rng_state().calls, 12);
-        (y.flatten_all().unwrap().to_vec1().unwrap(), gradients(&vars, &grads))
+        (elements(&y), gradients(&vars, &grads))
     })
 }
 
@@ -112,7 +112,7 @@ fn masks_do_not_depend_on_parallel_layouts() {
         assert_eq!(random::get_rng_state(), RngState { calls: 4, first_row: 3, ..RngState::new(6) });
         drawn
     };
-    let values = |x: &Tensor| x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    let values = elements::<f32>;
     let whole = layer(None);
     assert_ne!(values(&whole[0]), values(&whole[3]));
     for count in [1, 2, 4] {
@@ -131,8 +131,8 @@ fn masks_do_not_depend_on_parallel_layouts() {
 
 #[test]
 fn checkpoints_redraw_a_parts_masks() {
-    let layer = nn::linear(WIDTH, WIDTH, builder());
-    let layer = Arc::new(layer.unwrap());
+    let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &device());
+    let layer = Arc::new(nn::linear(WIDTH, WIDTH, vb).unwrap());
     let drawn = |index: usize, again: bool| {
         random::manual_seed(8);
         let x = candle_core::Var::from_tensor(&batch(0, WIDTH)).unwrap();
@@ -150,8 +150,4 @@ fn checkpoints_redraw_a_parts_masks() {
     assert_eq!(drawn(0, true), drawn(0, false));
     assert_eq!(drawn(1, true), drawn(1, false));
     assert_ne!(drawn(0, true), drawn(1, true));
-}
-
-fn builder() -> candle_nn::VarBuilder<'static> {
-    candle_nn::VarBuilder::from_varmap(&candle_nn::VarMap::new(), DType::F32, &crate::common::device())
 }

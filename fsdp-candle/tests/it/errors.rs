@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use candle_core::{DType, Module, Tensor};
-use fsdp_candle::{AdamW, AdamWConfig, FsdpModule, FullyShard, GradScaler, ReduceScatter, fully_shard, nn, no_grad};
+use fsdp_candle::{AdamW, AdamWConfig, FullyShard, GradScaler, ReduceScatter, fully_shard, nn, no_grad};
 use fsdp_core::{Allocator, Buffer, ProcessGroup, ReduceOp, ScatterPart, Work};
 
 use crate::common::{
-    Block, Model, WIDTH, alone, assert_close, batch, changed, gradients, loss_of, ranks, reference, refused,
-    shard_of_gradient, sharded, vars,
+    Sharded, WIDTH, alone, assert_close, assert_contains, batch, built, changed, elements, gradients, gradients_of,
+    loss_of, ranks, reference, refused, shard_of_gradient, sharded, vars,
 };
 
 /// A reduce-scatter whose result lacks the last element.
@@ -35,8 +35,7 @@ impl ReduceScatter for Short {
 fn custom_collectives_with_wrong_lengths_are_errors() {
     ranks(2, |world| {
         let want = reference(&world);
-        let vars = vars(&world);
-        let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+        let (vars, model) = built(&world, WIDTH);
         let backward = || model.backward(&loss_of(&model, &batch(world.rank(), WIDTH)));
         let unit = &model.inner().blocks[1];
 
@@ -85,7 +84,7 @@ fn candles_backward_and_dropped_models_are_errors() {
 /// Every way to lose the graph, on every rank. The next step is not affected.
 #[test]
 fn refuses_a_loss_without_a_graph() {
-    type Loss = fn(&FsdpModule<Model<FsdpModule<Block>>>, &Tensor) -> Tensor;
+    type Loss = fn(&Sharded, &Tensor) -> Tensor;
     let losses: [Loss; 4] = [
         |model, x| no_grad(|| loss_of(model, x)),
         |model, x| loss_of(model, x).detach(),
@@ -95,12 +94,11 @@ fn refuses_a_loss_without_a_graph() {
     for size in [1, 2] {
         ranks(size, |world| {
             let want = reference(&world);
-            let vars = vars(&world);
-            let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+            let (vars, model) = built(&world, WIDTH);
             let x = batch(world.rank(), WIDTH);
             for loss in losses {
                 refused(model.backward(&loss(&model, &x)), &["the loss has no graph", "outside of no_grad"]);
-                assert_close(&gradients(&vars, &model.backward(&loss_of(&model, &x)).unwrap()), &want, 0.);
+                assert_close(&gradients_of(&vars, &model, &x), &want, 0.);
             }
             // Nothing is trained, so nothing is missing.
             vars.set_requires_grad(false, |_| true).unwrap();
@@ -113,8 +111,7 @@ fn refuses_a_loss_without_a_graph() {
 #[test]
 fn a_loss_without_a_graph_on_one_rank_ends_the_others() {
     let outcomes = ranks(2, |world| {
-        let vars = vars(&world);
-        let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+        let (_vars, model) = built(&world, WIDTH);
         let loss = loss_of(&model, &batch(world.rank(), WIDTH));
         let loss = if world.rank() == 0 { loss.detach() } else { loss };
         model.backward(&loss).unwrap_err().to_string()
@@ -148,8 +145,7 @@ fn refuses_backward_inside_forward() {
 #[test]
 fn refuses_whole_gradients_and_misused_scalers() {
     ranks(2, |world| {
-        let vars = vars(&world);
-        let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+        let (vars, model) = built(&world, WIDTH);
         let mut optim = AdamW::new(vars.trainable(), AdamWConfig::default()).unwrap();
         let mut scaler = GradScaler::new(2.);
         let mut grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
@@ -163,18 +159,17 @@ fn refuses_whole_gradients_and_misused_scalers() {
         assert!(scaler.update().is_err());
 
         let param = vars.trainable()[0].clone();
-        let before = param.var().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let before = elements::<f32>(param.var());
         grads.insert(param.var(), Tensor::zeros(param.shape(), DType::F32, world.device()).unwrap());
         refused(optim.step(&grads), &[param.name(), "use gradients of FsdpModule::backward"]);
-        assert_eq!(param.var().flatten_all().unwrap().to_vec1::<f32>().unwrap(), before);
+        assert_eq!(elements::<f32>(param.var()), before);
     });
 }
 
 #[test]
 fn trains_after_a_failed_step() {
     let losses = ranks(2, |world| {
-        let vars = vars(&world);
-        let model = sharded(&FullyShard::new(&vars), &vars, 4);
+        let (vars, model) = built(&world, 4);
         let step = |fail: bool| -> candle_core::Result<(f32, f64)> {
             let y = model.call(|m| {
                 let y = m.forward(&batch(world.rank(), 4))?;
@@ -209,8 +204,8 @@ fn repeats_backward_and_refuses_a_reset_graph() {
                 let forgotten = loss();
                 model.reset_iter_state();
                 for loss in [&forgotten, &first] {
-                    let text = model.backward(loss).err().unwrap().to_string();
-                    assert!(text.contains("has been through backward") && text.contains("run forward again"), "{text}");
+                    let text = model.backward(loss).unwrap_err().to_string();
+                    assert_contains(&text, &["has been through backward", "run forward again"]);
                     assert!(!text.contains("outside the forward"), "{text}");
                 }
             }

@@ -3,70 +3,41 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use candle_core::{DType, Module, Tensor, backend::BackendStorage};
+use candle_core::{DType, Module, Tensor};
 use fsdp_candle::{FullyShard, ReduceScatter, ShardMesh, ShardPlacement, ShardedVarMap, fully_shard, nn};
 use fsdp_core::{Allocator, Buffer, ProcessGroup, ReduceOp, ScatterPart, Work};
 
 use crate::common::{
-    Own, Parts, WIDTH, assert_close, batch, gradients, loss_of, ranks, reference, refused, sharded, vars,
+    Identity, Own, Parts, WIDTH, assert_close, assert_resharded, batch, built, gradients, gradients_of, loss_of,
+    mean_square, ranks, reference, refused,
 };
-
-/// The identity, whose backward fails on request.
-struct Fragile(Arc<AtomicUsize>);
-
-impl candle_core::CustomOp1 for Fragile {
-    fn name(&self) -> &'static str {
-        "fragile"
-    }
-    fn cpu_fwd(
-        &self,
-        storage: &candle_core::CpuStorage,
-        layout: &candle_core::Layout,
-    ) -> candle_core::Result<(candle_core::CpuStorage, candle_core::Shape)> {
-        Ok((storage.clone(), layout.shape().clone()))
-    }
-    fn cuda_fwd(
-        &self,
-        storage: &candle_core::CudaStorage,
-        layout: &candle_core::Layout,
-    ) -> candle_core::Result<(candle_core::CudaStorage, candle_core::Shape)> {
-        Ok((storage.try_clone(layout)?, layout.shape().clone()))
-    }
-    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        if self.0.load(Ordering::Relaxed) > 0 {
-            candle_core::bail!("injected into backward")
-        } else {
-            Ok(Some(grad.clone()))
-        }
-    }
-}
 
 #[test]
 fn trains_after_an_error_in_backward() {
     ranks(2, |world| {
         let want = reference(&world);
-        let vars = vars(&world);
-        let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
-        let fail = Arc::new(AtomicUsize::new(0));
-        let backward = || {
+        let (vars, model) = built(&world, WIDTH);
+        let backward = |fails: bool| {
+            let fragile = move |grad: &Tensor| match fails {
+                true => candle_core::bail!("injected into backward"),
+                false => Ok(grad.clone()),
+            };
             let y = model.call(|m| {
-                let x = m.blocks[0].forward(&batch(world.rank(), WIDTH))?.apply_op1(Fragile(fail.clone()))?;
+                let x = m.blocks[0].forward(&batch(world.rank(), WIDTH))?.apply_op1(Identity(fragile))?;
                 m.head.forward(&m.blocks[1..].iter().try_fold(x, |x, block| block.forward(&x))?)
             });
-            model.backward(&y.unwrap().sqr().unwrap().mean_all().unwrap())
+            model.backward(&mean_square(&y.unwrap()))
         };
         for _ in 0..2 {
-            fail.store(1, Ordering::Relaxed);
-            assert!(backward().unwrap_err().to_string().contains("injected into backward"));
-            assert!(vars.params().iter().all(|param| !param.is_unsharded()));
-            fail.store(0, Ordering::Relaxed);
-            assert_close(&gradients(&vars, &backward().unwrap()), &want, 0.);
+            refused(backward(true), &["injected into backward"]);
+            assert_resharded(&vars);
+            assert_close(&gradients(&vars, &backward(false).unwrap()), &want, 0.);
         }
     });
 }
 
 /// A reduce-scatter that fails, or one that is slow and reports when it is done.
-struct Late(Option<Arc<std::sync::atomic::AtomicBool>>);
+struct Late(Option<Arc<AtomicBool>>);
 
 impl ReduceScatter for Late {
     fn reduce_scatter(
@@ -95,18 +66,16 @@ impl ReduceScatter for Late {
 fn trains_after_a_failed_reduction() {
     ranks(2, |world| {
         let want = reference(&world);
-        let vars = vars(&world);
-        let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+        let (vars, model) = built(&world, WIDTH);
         model.set_reduce_scatter_max_input_buffers(2);
-        let over = Arc::new(std::sync::atomic::AtomicBool::new(false));
+        let over = Arc::new(AtomicBool::new(false));
         let blocks = &model.inner().blocks;
         blocks[2].set_custom_reduce_scatter(Some(Arc::new(Late(None))));
         blocks[1].set_custom_reduce_scatter(Some(Arc::new(Late(Some(over.clone())))));
         refused(model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))), &["injected"]);
         assert!(over.load(Ordering::SeqCst), "a reduction was in flight when backward had failed");
         blocks[2].set_custom_reduce_scatter(None);
-        let grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
-        assert_close(&gradients(&vars, &grads), &want, 0.);
+        assert_close(&gradients_of(&vars, &model, &batch(world.rank(), WIDTH)), &want, 0.);
     });
 }
 

@@ -5,10 +5,9 @@ use std::sync::{Arc, Mutex};
 use candle_core::{DType, Module, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 use fsdp_candle::activation_checkpoint::checkpoint;
-use fsdp_candle::initializer::{Initializer, Philox, ShardRequest};
 use fsdp_candle::{FsdpModule, FullyShard, GraphCut, GraphCutKind, ShardedVarMap, World, fully_shard, nn};
 
-use crate::common::{batch, ranks, vars};
+use crate::common::{Draws, assert_contains, batch, mean_square, ranks, vars};
 
 const WIDTH: usize = 6;
 const BLOCKS: usize = 3;
@@ -69,19 +68,15 @@ impl Module for Block {
     }
 }
 
-/// Norms with different weights, as in a trained model.
-struct Trained(Philox);
-
-impl Initializer for Trained {
-    fn fill(&self, request: &ShardRequest<'_>, shard: &mut [u8]) -> fsdp_candle::Result<()> {
-        let init = if request.name.contains("norm.") { Init::Uniform { lo: 0.5, up: 1.5 } } else { request.init };
-        self.0.fill(&ShardRequest { init, ..*request }, shard)
-    }
-}
+type Adapted = FsdpModule<(Vec<FsdpModule<Block>>, nn::Linear)>;
 
 /// Blocks with frozen norms and bases, and a frozen head.
-fn lora(vars: &ShardedVarMap, norms: Norms, candles: bool) -> FsdpModule<(Vec<FsdpModule<Block>>, nn::Linear)> {
-    vars.init_with(Trained(Philox::new(0)));
+fn lora(vars: &ShardedVarMap, norms: Norms, candles: bool) -> Adapted {
+    // Norms with different weights, as in a trained model.
+    vars.init_with(Draws(0, |request| match request.name.contains("norm.") {
+        true => Init::Uniform { lo: 0.5, up: 1.5 },
+        false => request.init,
+    }));
     vars.freeze(|name| !nn::is_adapter(name));
     let (opts, vb) = (FullyShard::new(vars), vars.builder(DType::F32));
     let block = |i: usize| fully_shard(&opts, vb.pp(i), |vb| Block::new(norms, candles, vb)).unwrap();
@@ -89,15 +84,15 @@ fn lora(vars: &ShardedVarMap, norms: Norms, candles: bool) -> FsdpModule<(Vec<Fs
     fully_shard(&opts, vb.clone(), |vb| Ok((blocks, nn::linear(WIDTH, 3, vb.pp("head"))?))).unwrap()
 }
 
-fn step(model: &FsdpModule<(Vec<FsdpModule<Block>>, nn::Linear)>, x: &Tensor) {
+fn step(model: &Adapted, x: &Tensor) {
     let loss = forward(model, x);
     model.backward(&loss).unwrap();
 }
 
-fn forward(model: &FsdpModule<(Vec<FsdpModule<Block>>, nn::Linear)>, x: &Tensor) -> Tensor {
+fn forward(model: &Adapted, x: &Tensor) -> Tensor {
     let y =
         model.call(|(blocks, head)| head.forward(&blocks.iter().try_fold(x.clone(), |x, block| block.forward(&x))?));
-    y.unwrap().sqr().unwrap().mean_all().unwrap()
+    mean_square(&y.unwrap())
 }
 
 /// `unit: layer` of the reported norms.
@@ -171,7 +166,7 @@ fn names_a_tied_embedding_before_a_cut() {
                 let h = embed.forward(&ids)?;
                 head.forward(&norm(&(&h + block.forward(&h)?)?)?)
             });
-            model.backward(&logits.unwrap().sqr().unwrap().mean_all().unwrap()).unwrap();
+            model.backward(&mean_square(&logits.unwrap())).unwrap();
             (model.graph_cuts(), model.parameters_without_gradient())
         })
         .swap_remove(0)
@@ -197,7 +192,7 @@ fn with_frozen<M>(
     let model = fully_shard(&opts, vb, |vb| nn::linear(WIDTH, 2, vb.pp("head"))).unwrap();
     let x = batch(world.rank(), WIDTH);
     let y = model.call(|head| head.forward(&run(&frozen, &before.forward(&x)?)?));
-    model.backward(&y.unwrap().sqr().unwrap().mean_all().unwrap()).unwrap();
+    model.backward(&mean_square(&y.unwrap())).unwrap();
     (model.graph_cuts(), model.parameters_without_gradient())
 }
 
@@ -307,43 +302,22 @@ fn does_not_report_detached_adapters() {
         Ok((h.clone(), probe.forward(&h.detach())?))
     });
     let (h, probe) = y.unwrap();
-    let loss = (h.sqr().unwrap().mean_all().unwrap() + probe.sqr().unwrap().mean_all().unwrap()).unwrap();
+    let loss = (mean_square(&h) + mean_square(&probe)).unwrap();
     unit.backward(&loss).unwrap();
     assert_eq!(unit.graph_cuts(), []);
-}
-
-/// Collects the warnings of a thread.
-struct Warnings(Arc<Mutex<Vec<String>>>);
-
-impl tracing::Subscriber for Warnings {
-    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
-        *metadata.level() == tracing::Level::WARN
-    }
-    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
-        tracing::span::Id::from_u64(1)
-    }
-    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
-    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
-    fn event(&self, event: &tracing::Event<'_>) {
-        struct Text<'a>(&'a mut String);
-        impl tracing::field::Visit for Text<'_> {
-            fn record_debug(&mut self, _: &tracing::field::Field, value: &dyn std::fmt::Debug) {
-                *self.0 += &format!("{value:?}");
-            }
-        }
-        let mut text = String::new();
-        event.record(&mut Text(&mut text));
-        self.0.lock().unwrap().push(text);
-    }
-    fn enter(&self, _: &tracing::span::Id) {}
-    fn exit(&self, _: &tracing::span::Id) {}
 }
 
 #[test]
 fn warns_once_on_the_first_rank() {
     let said = ranks(3, |world| {
-        let warnings = Arc::new(Mutex::new(vec![]));
-        fsdp_test_support::observed(Warnings(warnings.clone()), || {
+        let warnings: Arc<Mutex<Vec<String>>> = Arc::default();
+        let said = warnings.clone();
+        let on_event = move |event: &tracing::Metadata<'_>, text: String| {
+            if *event.level() == tracing::Level::WARN {
+                said.lock().unwrap().push(text);
+            }
+        };
+        fsdp_test_support::observed(on_event, || {
             let vars = vars(&world);
             let model = lora(&vars, Norms::CandleRms, false);
             for _ in 0..3 {
@@ -355,13 +329,12 @@ fn warns_once_on_the_first_rank() {
     });
     assert_eq!([said[0].len(), said[1].len(), said[2].len()], [1, 0, 0], "{said:?}");
     let text = &said[0][0];
-    for words in [
+    let words = [
         "`0.1.norm` is candle_nn's RmsNorm, which has no backward",
         "10 parameters before these: `0.0.up.lora_A.weight`",
         "use those of fsdp_candle::nn",
-    ] {
-        assert!(text.contains(words), "{words:?} in {text}");
-    }
+    ];
+    assert_contains(text, &words);
     assert!(text.lines().count() >= 8, "{text}");
 }
 
@@ -376,7 +349,7 @@ fn finds_cuts_between_blocks_of_one_unit() {
     let model = model.unwrap();
     let x = batch(0, WIDTH);
     let y = model.call(|blocks| blocks.iter().try_fold(x.clone(), |x, block| block.forward(&x)));
-    model.backward(&y.unwrap().sqr().unwrap().mean_all().unwrap()).unwrap();
+    model.backward(&mean_square(&y.unwrap())).unwrap();
     // Norms whose weights are all ones are indistinguishable, so the one before any graph is reported too.
     assert_eq!(norms(&model.graph_cuts()), ["(root): 0.0.norm or 0.1.norm or 1.0.norm or 1.1.norm"]);
     assert_eq!(model.graph_cuts()[0].before.len(), 6);

@@ -4,7 +4,10 @@ use candle_core::{D, DType, Device, Module, Result, Tensor};
 use candle_nn::{ModuleT, RNN, VarBuilder, VarMap};
 use fsdp_candle::{FullyShard, ShardedVarMap, fully_shard, nn};
 
-use crate::common::{Gradients, assert_close, device, full, gradients, ranks, refused, vars, weights};
+use crate::common::{
+    Gradients, Plain, assert_close, device, elements, full, gradients, input, mean, mean_square, ranks, refused, vars,
+    weights,
+};
 
 type Layer = Box<dyn Fn(&Tensor) -> Result<Tensor>>;
 type Build = fn(VarBuilder) -> Result<Layer>;
@@ -15,13 +18,6 @@ fn boxed(module: impl Module + 'static) -> Layer {
     Box::new(move |x| module.forward(x))
 }
 
-/// Values that depend on the rank.
-fn input(rank: usize, shape: &[usize]) -> Tensor {
-    let count: usize = shape.iter().product();
-    let values: Vec<f32> = (0..count).map(|i| ((i * 37 + rank * 101 + 11) % 61) as f32 / 61. - 0.5).collect();
-    Tensor::from_vec(values, shape, &device()).unwrap()
-}
-
 fn ids(rank: usize, shape: &[usize]) -> Tensor {
     let count: usize = shape.iter().product();
     let values: Vec<u32> = (0..count).map(|i| ((i * 5 + rank * 3) % 7) as u32).collect();
@@ -30,22 +26,13 @@ fn ids(rank: usize, shape: &[usize]) -> Tensor {
 
 /// A loss without symmetries, under which gradients could vanish.
 fn loss(y: &Tensor) -> Tensor {
-    let weights = input(7, y.dims());
-    (y + weights).unwrap().sqr().unwrap().mean_all().unwrap()
+    mean_square(&(y + input(7, y.dims())).unwrap())
 }
 
 fn plain_gradients(build: Build, initial: &Gradients, batches: &[Tensor]) -> Gradients {
-    let map = VarMap::new();
-    let layer = build(VarBuilder::from_varmap(&map, DType::F32, &Device::Cpu)).unwrap();
-    let data = map.data().lock().unwrap();
-    for (name, values) in initial {
-        data[name].set(&Tensor::from_slice(values, data[name].shape(), &Device::Cpu).unwrap()).unwrap();
-    }
-    let losses: Vec<Tensor> = batches.iter().map(|x| loss(&layer(x).unwrap())).collect();
-    let mean = (Tensor::stack(&losses, 0).unwrap().sum_all().unwrap() / losses.len() as f64).unwrap();
-    let grads = mean.backward().unwrap();
-    let values = |name: &String| grads.get(&data[name]).unwrap().flatten_all().unwrap().to_vec1().unwrap();
-    initial.iter().map(|(name, _)| (name.clone(), values(name))).collect()
+    let plain = Plain::new(initial, build);
+    let losses: Vec<Tensor> = batches.iter().map(|x| loss(&(plain.model)(x).unwrap())).collect();
+    plain.gradients(&mean(&losses).backward().unwrap())
 }
 
 /// The layers that train, from both crates.
@@ -411,7 +398,7 @@ fn layers_of_both_crates_build_from_one_source() {
     }
     let logits = input(1, &[3, 5]);
     let targets = Tensor::new(&[1u32, 0, 4], &Device::Cpu).unwrap();
-    let value = |tensor: Result<Tensor>| tensor.unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    let value = |tensor: Result<Tensor>| elements::<f32>(&tensor.unwrap());
     for (candle, ours) in [
         (candle_nn::ops::silu(&logits), nn::silu(&logits)),
         (candle_nn::loss::cross_entropy(&logits, &targets), nn::cross_entropy(&logits, &targets)),

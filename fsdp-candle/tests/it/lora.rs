@@ -2,9 +2,11 @@
 
 use std::sync::{Arc, Mutex};
 
-use crate::common::{Own, Parts, batch, ranks, refused, vars};
+use crate::common::{
+    Gradients, Own, Parts, Plain, assert_close, batch, elements, mean, mean_square, ranks, refused, vars, weights,
+};
 use candle_core::{DType, Device, Module, Result, Tensor};
-use candle_nn::{Optimizer, VarBuilder, VarMap};
+use candle_nn::{Optimizer, VarBuilder};
 use fsdp_candle::{AdamW, AdamWConfig, FsdpModule, FullyShard, ShardedVarMap, fully_shard, nn};
 
 const WIDTH: usize = 6;
@@ -41,11 +43,23 @@ impl Module for Model {
 }
 
 fn loss(y: &Tensor) -> Tensor {
-    (y - 1.).unwrap().sqr().unwrap().mean_all().unwrap()
+    mean_square(&(y - 1.).unwrap())
 }
 
-fn values(tensor: &Tensor) -> Vec<f32> {
-    tensor.flatten_all().unwrap().to_vec1().unwrap()
+/// The losses of some steps. Only adapters have gradients.
+fn train<M: Module>(vars: &ShardedVarMap, model: &FsdpModule<M>, rank: usize) -> Vec<f32> {
+    let config = AdamWConfig { lr: LR, weight_decay: 0.01, ..Default::default() };
+    let mut optim = AdamW::new(vars.trainable(), config).unwrap();
+    let losses = (0..STEPS).map(|_| {
+        let loss = loss(&model.forward(&batch(rank, WIDTH)).unwrap());
+        let grads = model.backward(&loss).unwrap();
+        for param in vars.params() {
+            assert_eq!(grads.get(param.var()).is_some(), nn::is_adapter(param.name()), "{}", param.name());
+        }
+        optim.step(&grads).unwrap();
+        loss.to_scalar().unwrap()
+    });
+    losses.collect()
 }
 
 fn build(vars: &ShardedVarMap) -> FsdpModule<Model> {
@@ -53,83 +67,39 @@ fn build(vars: &ShardedVarMap) -> FsdpModule<Model> {
     fully_shard(&FullyShard::new(vars), vars.builder(DType::F32), Model::new).unwrap()
 }
 
-/// Name, shape and values of every parameter as a world of one draws it: the same as in any other.
-fn initial() -> Vec<(String, Vec<usize>, Vec<f32>)> {
-    ranks(1, |world| {
-        let vars = vars(&world);
-        let _model = build(&vars);
-        vars.params().iter().map(|p| (p.name().to_string(), p.shape().dims().to_vec(), values(p.var()))).collect()
-    })
-    .swap_remove(0)
-}
-
-/// The losses of rank 0 and the trained adapters of plain Candle with the same AdamW, on the mean of `replicas`
-/// batches.
-fn train_plain(replicas: usize) -> (Vec<f32>, Vec<(String, Vec<f32>)>) {
-    let map = VarMap::new();
-    let model = Model::new(VarBuilder::from_varmap(&map, DType::F32, &Device::Cpu)).unwrap();
-    let data = map.data().lock().unwrap();
-    for (name, shape, values) in initial() {
-        data[&name].set(&Tensor::from_vec(values, shape, &Device::Cpu).unwrap()).unwrap();
-    }
-    let mut names: Vec<&String> = data.keys().filter(|name| nn::is_adapter(name)).collect();
-    names.sort();
-    let adapters = names.iter().map(|name| data[*name].clone()).collect();
+/// The losses of rank 0 and the parameters of plain Candle after AdamW has trained the adapters, on the mean of
+/// `replicas` batches.
+fn train_plain(initial: &Gradients, replicas: usize) -> (Vec<f32>, Gradients) {
+    let plain = Plain::new(initial, Model::new);
     let params = candle_nn::ParamsAdamW { lr: LR, weight_decay: 0.01, ..Default::default() };
-    let mut optim = candle_nn::AdamW::new(adapters, params).unwrap();
-    let losses = (0..STEPS)
-        .map(|_| {
-            let losses: Vec<Tensor> =
-                (0..replicas).map(|rank| loss(&model.forward(&batch(rank, WIDTH)).unwrap())).collect();
-            let mean = (Tensor::stack(&losses, 0).unwrap().sum_all().unwrap() / replicas as f64).unwrap();
-            optim.backward_step(&mean).unwrap();
-            losses[0].to_scalar().unwrap()
-        })
-        .collect();
-    (losses, names.into_iter().map(|name| (name.clone(), values(&data[name]))).collect())
-}
-
-fn close(a: &[f32], b: &[f32], what: &str) {
-    assert_eq!(a.len(), b.len(), "{what}");
-    for (a, b) in a.iter().zip(b) {
-        assert!((a - b).abs() <= 2e-4 * b.abs().max(0.1), "{what}: {a} and {b}");
-    }
+    let mut optim = candle_nn::AdamW::new(plain.vars_of(nn::is_adapter), params).unwrap();
+    let step = |_| {
+        let of_rank = |rank| loss(&plain.model.forward(&batch(rank, WIDTH)).unwrap());
+        let losses: Vec<Tensor> = (0..replicas).map(of_rank).collect();
+        optim.backward_step(&mean(&losses)).unwrap();
+        losses[0].to_scalar().unwrap()
+    };
+    let losses = (0..STEPS).map(step).collect();
+    (losses, plain.values())
 }
 
 #[test]
 fn adapters_train_as_in_plain_candle() {
-    let (plain_losses, plain_adapters) = train_plain(2);
-    let initial = initial();
     let runs = ranks(2, |world| {
         let vars = vars(&world);
         let model = build(&vars);
-        let config = AdamWConfig { lr: LR, weight_decay: 0.01, ..Default::default() };
-        let mut optim = AdamW::new(vars.trainable(), config).unwrap();
-        let losses: Vec<f32> = (0..STEPS)
-            .map(|_| {
-                let loss = loss(&model.forward(&batch(world.rank(), WIDTH)).unwrap());
-                let grads = model.backward(&loss).unwrap();
-                for param in vars.params() {
-                    assert_eq!(grads.get(param.var()).is_some(), nn::is_adapter(param.name()), "{}", param.name());
-                }
-                optim.step(&grads).unwrap();
-                loss.to_scalar().unwrap()
-            })
-            .collect();
-        let shards: Vec<(String, Vec<f32>)> =
-            vars.params().iter().map(|p| (p.name().to_string(), values(p.var()))).collect();
-        (losses, shards)
+        let initial = weights(&vars);
+        let losses = train(&vars, &model, world.rank());
+        (initial, losses, weights(&vars))
     });
-    close(&runs[0].0, &plain_losses, "losses");
+    let (initial, losses, trained) = &runs[0];
+    let (plain_losses, plain) = train_plain(initial, 2);
+    let named = |losses: &[f32]| vec![("losses".to_string(), losses.to_vec())];
+    assert_close(&named(losses), &named(&plain_losses), 2e-4);
     assert!(plain_losses[STEPS - 1] < plain_losses[0]);
-    for (name, _, before) in initial {
-        // Shards of dimension 0, so the ranks' values in order are the full tensor.
-        let after: Vec<f32> =
-            runs.iter().flat_map(|run| run.1.iter().find(|(other, _)| *other == name).unwrap().1.clone()).collect();
-        match plain_adapters.iter().find(|(other, _)| *other == name) {
-            Some((_, plain)) => close(&after, plain, &name),
-            None => assert_eq!(after, before, "{name} is frozen"),
-        }
+    assert_close(trained, &plain, 2e-4);
+    for ((name, before), (_, after)) in initial.iter().zip(trained) {
+        assert_eq!(before != after, nn::is_adapter(name), "{name}");
     }
 }
 
@@ -160,7 +130,7 @@ fn an_untrained_adapter_has_no_effect() {
         let model = build(&vars);
         let x = batch(world.rank(), WIDTH);
         let (adapted, base) = (model.forward(&x).unwrap(), model.call(|model| model.base(&x)).unwrap());
-        assert_eq!(values(&adapted), values(&base));
+        assert_eq!(elements::<f32>(&adapted), elements::<f32>(&base));
     });
 }
 
@@ -180,15 +150,15 @@ fn recognizes_adapter_names() {
 }
 
 /// The same layers without adapters.
-struct Plain {
+struct Bare {
     first: nn::Linear,
     second: nn::Linear,
     third: nn::Conv1D,
 }
 
-impl Plain {
+impl Bare {
     fn new(vb: VarBuilder) -> Result<Self> {
-        Ok(Plain {
+        Ok(Bare {
             first: nn::linear(WIDTH, WIDTH, vb.pp("first"))?,
             second: nn::linear(WIDTH, WIDTH, vb.pp("second"))?,
             third: nn::gpt2_linear(WIDTH, 3, vb.pp("third"))?,
@@ -196,7 +166,7 @@ impl Plain {
     }
 }
 
-impl Module for Plain {
+impl Module for Bare {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.third.forward(&nn::gelu(&self.second.forward(&self.first.forward(x)?)?)?)
     }
@@ -204,15 +174,6 @@ impl Module for Plain {
 
 #[test]
 fn adapts_layers_by_name() {
-    fn train<M: Module>(vars: &ShardedVarMap, model: &FsdpModule<M>, rank: usize) -> Vec<f32> {
-        let mut optim = AdamW::new(vars.trainable(), AdamWConfig { lr: LR, ..Default::default() }).unwrap();
-        let losses = (0..STEPS).map(|_| {
-            let loss = loss(&model.forward(&batch(rank, WIDTH)).unwrap());
-            optim.step(&model.backward(&loss).unwrap()).unwrap();
-            loss.to_scalar().unwrap()
-        });
-        losses.collect()
-    }
     ranks(2, |world| {
         let explicit = vars(&world);
         let losses = train(&explicit, &build(&explicit), world.rank());
@@ -222,19 +183,19 @@ fn adapts_layers_by_name() {
             vars.adapt(CONFIG, |layer| ["first", "third"].contains(&layer));
             let opts = FullyShard::new(&vars);
             let model = match units.is_empty() {
-                true => fully_shard(&opts, vars.builder(DType::F32), Plain::new).unwrap(),
-                false => fsdp_candle::shard(&opts.units(units), vars.builder(DType::F32), Plain::new).unwrap(),
+                true => fully_shard(&opts, vars.builder(DType::F32), Bare::new).unwrap(),
+                false => fsdp_candle::shard(&opts.units(units), vars.builder(DType::F32), Bare::new).unwrap(),
             };
             assert_eq!(vars.adapted(), ["first", "third"]);
             assert_eq!(train(&vars, &model, world.rank()), losses, "to the bit");
             for param in vars.params() {
                 let same = explicit.get(param.name()).unwrap();
-                assert_eq!(values(param.var()), values(same.var()), "{}", param.name());
+                assert_eq!(elements::<f32>(param.var()), elements::<f32>(same.var()), "{}", param.name());
             }
         }
         let none = vars(&world);
         none.adapt(CONFIG, |layer| layer == "First");
-        fully_shard(&FullyShard::new(&none), none.builder(DType::F32), Plain::new).unwrap();
+        fully_shard(&FullyShard::new(&none), none.builder(DType::F32), Bare::new).unwrap();
         assert!(none.adapted().is_empty() && none.params().len() == 6);
     });
 }
@@ -244,7 +205,7 @@ fn an_adapter_that_can_not_be_made_fails_the_model_by_name() {
     ranks(1, |world| {
         let vars = vars(&world);
         vars.adapt(nn::LoraConfig { rank: 0, alpha: 1. }, |layer| layer == "third");
-        let built = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), Plain::new);
+        let built = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), Bare::new);
         refused(built, &["`third`", "at least 1"]);
     });
 }

@@ -6,7 +6,7 @@ use candle_core::{DType, Device};
 use fsdp_candle::{AdamW, AdamWConfig, FullyShard, World, fully_shard, nn};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use crate::common::{WIDTH, batch, loss_of, refused, sharded, vars};
+use crate::common::{WIDTH, batch, built, loss_of, refused, vars};
 
 #[test]
 fn names_parameters_larger_than_memory() {
@@ -59,8 +59,7 @@ fn run_with_little_memory() {
         return;
     }
     let world = World::single().unwrap();
-    let vars = vars(&world);
-    let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+    let (vars, model) = built(&world, WIDTH);
     let x = batch(0, WIDTH);
     // The first call of each unit checks for cuts on a thread. It skips the check if it can't start the thread.
     with_little_memory(200 << 20, || loss_of(&model, &x));

@@ -4,13 +4,15 @@
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
+use candle_nn::VarBuilder;
 use fsdp_candle::{
     FsdpModule, FullyShard, MixedPrecisionPolicy, Recurse, ReshardAfterForward, ShardedVarMap, clip_grad_norm,
     fully_shard, nn,
 };
 
 use crate::common::{
-    WIDTH, assert_close, assert_contains, batch, gradients, journal, ranks, rounding, shard_of_gradient, vars_on,
+    WIDTH, all_refused, assert_close, assert_contains, batch, gradients, journal, mean_square, ranks, rounding,
+    shard_of_gradient, vars_on,
 };
 
 const ADVICE: &str = "call `set_reduce_scatter_unused_params(true, Recurse::Yes)` of the root on every rank";
@@ -65,20 +67,18 @@ fn different_parameters_are_errors_on_every_rank() {
                 model.backward(&loss).unwrap_err().to_string()
             });
             // With pairs of shards, both replicas hold both heads.
-            for error in errors {
-                assert_contains(
-                    &error,
-                    &[
-                        "FSDP unit `(root)`: ",
-                        " of 4 parameters failed",
-                        "unit `(root)`: body.weight, a.weight; ",
-                        "unit `(root)`: body.weight, b.weight; ",
-                        "`a.weight` is on rank(s) [0",
-                        "] only, `b.weight` on rank(s) [1",
-                        ADVICE,
-                    ],
-                );
-            }
+            all_refused(
+                errors,
+                &[
+                    "FSDP unit `(root)`: ",
+                    " of 4 parameters failed",
+                    "unit `(root)`: body.weight, a.weight; ",
+                    "unit `(root)`: body.weight, b.weight; ",
+                    "`a.weight` is on rank(s) [0",
+                    "] only, `b.weight` on rank(s) [1",
+                    ADVICE,
+                ],
+            );
         }
     }
 }
@@ -149,67 +149,32 @@ fn parameters_used_in_an_earlier_backward_are_not_named() {
 }
 
 #[test]
-fn different_experts() {
-    /// A unit with a router and experts of two weights. A rank runs the experts to which it routes its tokens.
-    struct Experts(nn::Linear, Vec<(nn::Linear, nn::Linear)>);
+fn errors_group_parameters_by_their_ranks() {
+    // Experts of two weights. A rank runs those to which it routes its tokens.
     const EXPERTS: usize = 6;
-    let build = |opts: &FullyShard, vars: &ShardedVarMap| {
-        fully_shard(opts, vars.builder(DType::F32).pp("moe"), |vb| {
-            let experts = (0..EXPERTS).map(|i| {
-                let vb = vb.pp(format!("experts.{i}"));
-                Ok((
-                    nn::linear_no_bias(WIDTH, 2 * WIDTH, vb.pp("w1"))?,
-                    nn::linear_no_bias(2 * WIDTH, WIDTH, vb.pp("w2"))?,
-                ))
-            });
-            let experts = experts.collect::<Result<Vec<_>>>()?;
-            Ok(Experts(nn::linear_no_bias(WIDTH, EXPERTS, vb.pp("gate"))?, experts))
-        })
-        .unwrap()
-    };
-    let run = |model: &FsdpModule<Experts>, rank: usize, all: bool| {
-        let loss = model.call(|Experts(gate, experts)| {
-            let x = batch(rank, WIDTH);
-            let weights = gate.forward(&x)?;
-            let terms = (0..EXPERTS).filter(|i| all || (i + rank).is_multiple_of(3)).map(|i| {
-                let y = experts[i].1.forward(&nn::gelu(&experts[i].0.forward(&x)?)?)?;
-                let loss = y.broadcast_mul(&weights.narrow(1, i, 1)?)?.sqr()?.mean_all()?;
-                if (i + rank).is_multiple_of(3) { Ok(loss) } else { &loss * loss.zeros_like()? }
-            });
-            terms.reduce(|a, b| a? + b?).unwrap()
-        });
-        loss.unwrap()
-    };
-    for size in [2, 3, 4] {
+    for (size, on) in [(2, "[0]"), (3, "[0]"), (4, "[0, 3]")] {
         let errors = ranks(size, |world| {
             let vars = vars_on(&world, &[("shard", size)]);
-            let model = build(&FullyShard::new(&vars), &vars);
-            model.backward(&run(&model, world.rank(), false)).unwrap_err().to_string()
+            let linear = |vb: VarBuilder<'static>| nn::linear_no_bias(WIDTH, WIDTH, vb);
+            let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32).pp("moe"), |vb| {
+                let experts = (0..EXPERTS).map(|i| {
+                    let vb = vb.pp(format!("experts.{i}"));
+                    Ok((linear(vb.pp("w1"))?, linear(vb.pp("w2"))?))
+                });
+                Ok((linear(vb.pp("gate"))?, experts.collect::<Result<Vec<_>>>()?))
+            })
+            .unwrap();
+            let y = model.call(|(gate, experts)| {
+                let x = gate.forward(&batch(world.rank(), WIDTH))?;
+                let used = experts.iter().enumerate().filter(|(i, _)| (i + world.rank()).is_multiple_of(3));
+                let outputs = used.map(|(_, (w1, w2))| w2.forward(&nn::gelu(&w1.forward(&x)?)?));
+                outputs.reduce(|a, b| a? + b?).unwrap()
+            });
+            model.backward(&mean_square(&y.unwrap())).unwrap_err().to_string()
         });
-        for error in errors {
-            assert_contains(&error, &["FSDP unit `moe`: reduce-scatter of 13 parameters failed"]);
-            let first = [0, 3].map(|i| format!("`moe.experts.{i}.w1.weight`, `moe.experts.{i}.w2.weight`")).join(", ");
-            let on = if size == 4 { "[0, 3]" } else { "[0]" };
-            assert_contains(&error, &[&format!("{first} are on rank(s) {on} only, "), ADVICE]);
-        }
-        ranks(size, |world| {
-            let make = || {
-                let vars = vars_on(&world, &[("shard", size)]);
-                let model = build(&FullyShard::new(&vars), &vars);
-                (vars, model)
-            };
-            let ((all_vars, all), (vars, some)) = (make(), make());
-            some.set_reduce_scatter_unused_params(true, Recurse::Yes);
-            let want = gradients(&all_vars, &all.backward(&run(&all, world.rank(), true)).unwrap());
-            let got = gradients(&vars, &some.backward(&run(&some, world.rank(), false)).unwrap());
-            assert_close(&got, &want, 1e-6);
-            // Two ranks do not use the third rank's experts.
-            let unused: &[_] = match size {
-                2 => &[1, 4].map(|i| [1, 2].map(|w| format!("moe.experts.{i}.w{w}.weight"))),
-                _ => &[],
-            };
-            assert_eq!(some.parameters_without_gradient(), unused.concat());
-        });
+        let first = [0, 3].map(|i| format!("`moe.experts.{i}.w1.weight`, `moe.experts.{i}.w2.weight`")).join(", ");
+        let first = format!("{first} are on rank(s) {on} only, ");
+        all_refused(errors, &["FSDP unit `moe`: reduce-scatter of 13 parameters failed", &first, ADVICE]);
     }
 }
 
@@ -223,16 +188,14 @@ fn replicas_with_different_parameters_are_errors() {
             let loss = loss(&model, &batch(world.rank(), WIDTH), &[world.rank() / shards], false);
             model.backward(&loss).unwrap_err().to_string()
         });
-        for error in errors {
-            assert_contains(
-                &error,
-                &[
-                    "FSDP unit `(root)`: all-reduce of 4 parameters failed",
-                    "`a.weight` is on rank(s) [0] only, `b.weight` on rank(s) [1] only",
-                    ADVICE,
-                ],
-            );
-        }
+        all_refused(
+            errors,
+            &[
+                "FSDP unit `(root)`: all-reduce of 4 parameters failed",
+                "`a.weight` is on rank(s) [0] only, `b.weight` on rank(s) [1] only",
+                ADVICE,
+            ],
+        );
     }
 }
 
@@ -273,17 +236,15 @@ fn backwards_reduced_on_some_ranks_are_errors() {
             }
             panic!("rank {} summed what others had summed already", world.rank())
         });
-        for error in errors {
-            assert_contains(
-                &error,
-                &[
-                    &format!("FSDP unit `(root)`: {what} of 4 parameters failed"),
-                    "unit `(root)`, gradients of 2 backwards: body.weight, a.weight; ",
-                    "unit `(root)`: body.weight, a.weight; ",
-                    "of as many backwards",
-                ],
-            );
-        }
+        all_refused(
+            errors,
+            &[
+                &format!("FSDP unit `(root)`: {what} of 4 parameters failed"),
+                "unit `(root)`, gradients of 2 backwards: body.weight, a.weight; ",
+                "unit `(root)`: body.weight, a.weight; ",
+                "of as many backwards",
+            ],
+        );
     }
 }
 
@@ -301,16 +262,14 @@ fn a_missing_reduction_shows_in_the_next_collective() {
         let clipped = clipped.and_then(|mut grads| clip_grad_norm(&vars, &mut grads, 1.));
         clipped.unwrap_err().to_string()
     });
-    for error in errors {
-        assert_contains(
-            &error,
-            &[
-                "rank(s) [0] issued reduce_scatter(unit `(root)`: body.weight, a.weight; ",
-                "rank(s) [1] issued all_reduce(the gradients' norm (Two); sum, F64 [1])",
-                ADVICE,
-            ],
-        );
-    }
+    all_refused(
+        errors,
+        &[
+            "rank(s) [0] issued reduce_scatter(unit `(root)`: body.weight, a.weight; ",
+            "rank(s) [1] issued all_reduce(the gradients' norm (Two); sum, F64 [1])",
+            ADVICE,
+        ],
+    );
 }
 
 #[test]
@@ -325,45 +284,44 @@ fn a_norm_does_not_match_other_numbers() {
             _ => world.all_reduce(&[1.], fsdp_core::ReduceOp::Sum).map(drop).unwrap_err().to_string(),
         }
     });
-    for error in errors {
-        assert_contains(
-            &error,
-            &[
-                "rank(s) [0] issued all_reduce(the gradients' norm (Two); sum, F64 [1])",
-                "rank(s) [1] issued all_reduce(sum, F64 [1])",
-            ],
-        );
-    }
+    all_refused(
+        errors,
+        &[
+            "rank(s) [0] issued all_reduce(the gradients' norm (Two); sum, F64 [1])",
+            "rank(s) [1] issued all_reduce(sum, F64 [1])",
+        ],
+    );
 }
 
 #[test]
 fn gathers_of_different_units_name_both() {
-    for own in [false, true] {
+    // Units of one size move the same number of bytes, so their collectives could be confused.
+    for (own, larger) in [(false, 0), (true, 0), (false, WIDTH)] {
         let errors = ranks(3, |world| {
             let vars = vars_on(&world, &[("shard", 3)]);
             let policy = MixedPrecisionPolicy { param_dtype: Some(DType::BF16), ..Default::default() };
             let opts = FullyShard::new(&vars).mp_policy(policy);
-            let unit = |name: &str| {
-                let unit =
-                    fully_shard(&opts, vars.builder(DType::F32).pp(name), |vb| nn::linear(WIDTH, WIDTH, vb)).unwrap();
+            let unit = |name: &str, outputs: usize| {
+                let vb = vars.builder(DType::F32).pp(name);
+                let unit = fully_shard(&opts, vb, |vb| nn::linear(WIDTH, outputs, vb)).unwrap();
                 if own {
                     unit.set_custom_all_gather(Some(journal(format!("gather {name}"), &Arc::default())));
                 }
                 unit
             };
-            let (a, b) = (unit("a"), unit("b"));
+            let (a, b) = (unit("a", WIDTH), unit("b", WIDTH + larger));
             let chosen = if world.rank() == 1 { &b } else { &a };
-            chosen.unshard().unwrap_err().to_string()
+            let error = chosen.forward(&batch(world.rank(), WIDTH)).unwrap_err().to_string();
+            assert_contains(&error, &[&format!("FSDP unit `{}`: all-gather", chosen.name())]);
+            error
         });
-        for error in errors {
-            assert_contains(
-                &error,
-                &[
-                    "rank(s) [0, 2] issued all_gather(unit `a`: a.weight, a.bias; BF16 [12",
-                    "rank(s) [1] issued all_gather(unit `b`: b.weight, b.bias; BF16 [12",
-                    "call the same units in the same order",
-                ],
-            );
-        }
+        all_refused(
+            errors,
+            &[
+                "rank(s) [0, 2] issued all_gather(unit `a`: a.weight, a.bias; BF16 [12",
+                "rank(s) [1] issued all_gather(unit `b`: b.weight, b.bias; BF16 [",
+                "call the same units in the same order",
+            ],
+        );
     }
 }

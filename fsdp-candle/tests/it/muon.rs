@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Module, Tensor};
+use candle_core::{DType, Module, Shape, Tensor};
 use candle_nn::VarBuilder;
 use fsdp_candle::{
     AdjustLr, FsdpModule, FsdpParam, FullyShard, Muon, MuonConfig, Optimizers, SGD, SgdConfig, ShardedOptimizer,
@@ -38,9 +38,14 @@ fn layers(opts: &FullyShard, vars: &ShardedVarMap, dtype: DType) -> FsdpModule<L
 
 fn gradient(param: &FsdpParam, step: u64) -> Tensor {
     let seed = param.name().len() + param.shape().elem_count() + step as usize * 13;
+    full_rank(seed, param.shape())
+}
+
+/// Repeatable values from -0.5 to 0.5, without the period that would make a matrix singular.
+pub(crate) fn full_rank(seed: usize, shape: &Shape) -> Tensor {
     let value = |at: usize| ((at * 7919 + at * at * 31 + seed * 101) % 64) as f32 / 64. - 0.5;
-    let all: Vec<f32> = (0..param.shape().elem_count()).map(value).collect();
-    Tensor::from_vec(all, param.shape(), &device()).unwrap()
+    let values: Vec<f32> = (0..shape.elem_count()).map(value).collect();
+    Tensor::from_vec(values, shape, &device()).unwrap()
 }
 
 fn backward(model: &FsdpModule<Layers>, vars: &ShardedVarMap, dtype: DType, step: u64) -> GradStore {
@@ -76,13 +81,13 @@ fn make(vars: &ShardedVarMap, config: MuonConfig) -> Optimizers {
     Optimizers::new(vec![Box::new(muon), Box::new(sgd)]).unwrap()
 }
 
-/// Weights before and after training.
+/// Weights before and after training, with matrices sharded along `dim`.
 fn trained(mesh: &[(&str, usize)], dim: usize, dtype: DType, config: MuonConfig) -> (Gradients, Gradients) {
-    trained_by(mesh, dim, dtype, config, false)
+    trained_over_replicas(mesh, dim, dtype, config, false)
 }
 
-/// The same, with HSDP whose replicas may shard the state.
-fn trained_by(
+/// [`trained`] by HSDP whose replicas may shard the state.
+fn trained_over_replicas(
     mesh: &[(&str, usize)],
     dim: usize,
     dtype: DType,
@@ -153,7 +158,7 @@ fn steps_along_the_orthogonalized_momentum() {
             let vars = vars_on(&world, &[("shard", 1)]);
             let _model = layers(&FullyShard::new(&vars), &vars, DType::F32);
             let gradients = |param: &Arc<FsdpParam>| {
-                let of = |step| gradient(param, step).flatten_all().unwrap().to_vec1::<f32>().unwrap();
+                let of = |step| elements::<f32>(&gradient(param, step));
                 (param.shape().dims().to_vec(), (1..=STEPS).map(of).collect::<Vec<_>>())
             };
             vars.params().iter().map(gradients).collect::<Vec<_>>()
@@ -210,11 +215,11 @@ fn replicas_that_divide_shards_give_the_same_bits() {
     // Full rows and other regions, uneven and empty shards.
     for (replicate, shard, dim) in [(2, 2, 0), (3, 2, 0), (2, 3, 0), (4, 1, 0), (4, 2, 0), (2, 2, 1), (1, 3, 0)] {
         let mesh = [("replicate", replicate), ("shard", shard)];
-        assert_eq!(trained_by(&mesh, dim, DType::F32, CONFIG, true), alone, "{mesh:?} {dim}");
+        assert_eq!(trained_over_replicas(&mesh, dim, DType::F32, CONFIG, true), alone, "{mesh:?} {dim}");
     }
     let alone = trained(&[("shard", 1)], 0, DType::BF16, CONFIG);
     let mesh = [("replicate", 2), ("shard", 2)];
-    assert_eq!(trained_by(&mesh, 0, DType::BF16, CONFIG, true), alone);
+    assert_eq!(trained_over_replicas(&mesh, 0, DType::BF16, CONFIG, true), alone);
 }
 
 #[test]
@@ -256,8 +261,7 @@ fn refuses_vectors_and_gradients_on_some_ranks() {
         let model = layers(&FullyShard::new(&vars), &vars, DType::F32);
         refused(Muon::new(vars.trainable(), CONFIG), &["l0.bias", "expected a matrix"]);
         let steps = MuonConfig { ns_steps: 100, ..CONFIG };
-        let error = Muon::new(vec![], steps).err().unwrap().to_string();
-        assert!(error.contains("`ns_steps` is 100, expected below 100"), "{error}");
+        refused(Muon::new(vec![], steps), &["`ns_steps` is 100, expected below 100"]);
 
         let mut optim = make(&vars, CONFIG);
         let mut grads = backward(&model, &vars, DType::F32, 1);

@@ -8,7 +8,10 @@ use fsdp_candle::{
     MixedPrecisionPolicy, NormType, SGD, SgdConfig, ShardedVarMap, World, clip_grad_norm_with, fully_shard, nn,
 };
 
-use crate::common::{WIDTH, assert_close, batch, gradients, loss_of, ranks, reference, refused, sharded, vars, whole};
+use crate::common::{
+    WIDTH, assert_close, batch, built, elements, gradients, loss_of, mean_square, ranks, reference, refused, sharded,
+    vars, weights, whole,
+};
 
 #[test]
 fn eight_bit_gathers_of_frozen_weights_are_close() {
@@ -22,9 +25,9 @@ fn eight_bit_gathers_of_frozen_weights_are_close() {
             });
             let model = sharded(&opts, &vars, WIDTH);
             let y = model.forward(&batch(world.rank(), WIDTH)).unwrap();
-            let grads = model.backward(&y.sqr().unwrap().mean_all().unwrap()).unwrap();
+            let grads = model.backward(&mean_square(&y)).unwrap();
             assert!(gradients(&vars, &grads).iter().all(|(_, grad)| grad.iter().all(|v| v.is_finite())));
-            y.flatten_all().unwrap().to_vec1::<f32>().unwrap()
+            elements::<f32>(&y)
         };
         let (exact, near) = (output(false), output(true));
         let size = |v: &mut dyn Iterator<Item = f32>| v.map(|v| f64::from(v * v)).sum::<f64>().sqrt();
@@ -36,30 +39,28 @@ fn eight_bit_gathers_of_frozen_weights_are_close() {
 #[test]
 fn refuses_bad_norms() {
     ranks(3, |world| {
-        let vars = vars(&world);
-        let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+        let (vars, model) = built(&world, WIDTH);
         let mut grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
         let bad = ClipOptions { max_norm: 1., norm_type: NormType::P(-1.), error_if_nonfinite: false };
-        assert!(clip_grad_norm_with(&vars, &mut grads, &bad).unwrap_err().to_string().contains("order -1"));
+        refused(clip_grad_norm_with(&vars, &mut grads, &bad), &["order -1"]);
         let first = vars.trainable()[0].clone();
         if first.region().elements() > 0 {
             grads.insert(first.var(), (grads.get(first.var()).unwrap() / 0.).unwrap());
         }
         let strict = ClipOptions { max_norm: 1., norm_type: NormType::Infinity, error_if_nonfinite: true };
-        assert!(clip_grad_norm_with(&vars, &mut grads, &strict).unwrap_err().to_string().contains("norm is"));
+        refused(clip_grad_norm_with(&vars, &mut grads, &strict), &["norm is"]);
     });
 }
 
 #[test]
 fn an_overflow_on_one_rank_skips_the_step_on_all() {
     ranks(2, |world| {
-        let vars = vars(&world);
-        let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+        let (vars, model) = built(&world, WIDTH);
         let mut optim = AdamW::new(vars.trainable(), AdamWConfig::default()).unwrap();
         let mut scaler = GradScaler::new(1024.);
         scaler.set_growth_interval(2).unwrap();
         let want = reference(&world);
-        let before: Vec<_> = vars.params().iter().map(|param| whole(&vars, param, param.var())).collect();
+        let before = weights(&vars);
         for (step, (overflow, scale)) in
             [(false, 1024.), (true, 512.), (false, 512.), (false, 1024.)].into_iter().enumerate()
         {
@@ -78,8 +79,8 @@ fn an_overflow_on_one_rank_skips_the_step_on_all() {
             assert_eq!(scaler.current_scale(), scale);
         }
         assert_eq!(optim.states()[0].step, 3);
-        let after: Vec<_> = vars.params().iter().map(|param| whole(&vars, param, param.var())).collect();
-        assert!(before != after && after.iter().flatten().all(|v| v.is_finite()));
+        let after = weights(&vars);
+        assert!(before != after && after.iter().flat_map(|(_, values)| values).all(|v| v.is_finite()));
     });
 }
 
@@ -198,5 +199,9 @@ fn parameters_can_keep_their_dtype() {
         assert_eq!(head.params()[0].compute_dtype(), DType::BF16);
         // Inputs are cast to the unit's dtype, and so are outputs.
         assert_eq!(head.forward(&batch(0, 4)).unwrap().dtype(), DType::BF16);
+        let policy = MixedPrecisionPolicy { output_dtype: Some(DType::F64), ..Default::default() };
+        let opts = FullyShard::new(&vars).mp_policy(policy);
+        let wide = fully_shard(&opts, vars.builder(DType::F32).pp("wide"), |vb| nn::linear(4, 4, vb)).unwrap();
+        assert_eq!(wide.forward(&batch(0, 4)).unwrap().dtype(), DType::F64);
     });
 }

@@ -3,12 +3,12 @@
 use candle_core::{DType, Device, Tensor};
 use candle_nn::Optimizer;
 use fsdp_candle::{
-    AdamW, AdamWConfig, AllGatherExtension, Float8, FsdpModule, FullyShard, GradScaler, MixedPrecisionPolicy,
-    OffloadPolicy, ReshardAfterForward, ShardedVarMap, StateDict, StateDictOptions, ValuesOf, World, check_finite,
-    clip_grad_norm, get_model_state_dict, get_optimizer_state_dict, no_grad, set_model_state_dict,
+    AdamW, AdamWConfig, AllGatherExtension, Float8, FullyShard, GradScaler, MixedPrecisionPolicy, OffloadPolicy,
+    ReshardAfterForward, ShardedVarMap, StateDictOptions, ValuesOf, World, check_finite, clip_grad_norm,
+    get_model_state_dict, get_optimizer_state_dict, no_grad, set_model_state_dict,
 };
 
-use crate::common::{Block, Model, batch, full, loss_of, ranks, sharded, vars_on};
+use crate::common::{Block, Gradients, Model, Sharded, batch, dict_elements, full, loss_of, ranks, sharded, vars_on};
 
 /// Wide enough for whole pages inside a shard, with biases smaller than a page.
 const WIDTH: usize = 48;
@@ -20,20 +20,13 @@ fn numbered(world: &World, number: usize) -> Tensor {
     batch(world.rank() + 10 * number, WIDTH)
 }
 
-type Sharded = FsdpModule<Model<FsdpModule<Block>>>;
-
-fn elements(dict: &StateDict) -> Vec<(String, Vec<f32>)> {
-    let vector = |tensor: &Tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-    dict.tensors.iter().map(|(name, state)| (name.clone(), vector(&state.tensor))).collect()
-}
-
 /// The parameters, the optimizer's moments, and the loss of each step.
-type Outcome = (Vec<f32>, Vec<(String, Vec<f32>)>);
+type Outcome = (Vec<f32>, Gradients);
 
 fn outcome(vars: &ShardedVarMap, optim: &AdamW, losses: Vec<f32>) -> Outcome {
     let options = StateDictOptions::default();
-    let mut all = elements(&get_model_state_dict(vars, &options).unwrap());
-    all.extend(elements(&get_optimizer_state_dict(vars, optim, &options).unwrap()));
+    let mut all = dict_elements(&get_model_state_dict(vars, &options).unwrap());
+    all.extend(dict_elements(&get_optimizer_state_dict(vars, optim, &options).unwrap()));
     (losses, all)
 }
 
@@ -196,7 +189,7 @@ fn state_dicts_move_between_host_and_device() {
             set_model_state_dict(&there, &dict, &options).unwrap();
             assert_ne!(loss_of(&in_host, &numbered(&world, 0)).to_scalar::<f32>().unwrap(), before);
             let options = full();
-            let whole = |vars| elements(&get_model_state_dict(vars, &options).unwrap());
+            let whole = |vars| dict_elements(&get_model_state_dict(vars, &options).unwrap());
             assert_eq!(whole(&there), whole(&here));
         });
     }

@@ -5,8 +5,8 @@ use fsdp_candle::{FullyShard, Recurse, ReshardAfterForward, ShardMesh, ShardPlac
 use fsdp_core::ReduceOp;
 
 use crate::common::{
-    Block, WIDTH, assert_close, batch, gradients, loss_of, ranks, reference, refused, shard_of_gradient, sharded, vars,
-    vars_on,
+    Block, WIDTH, assert_close, assert_part, batch, gradients, gradients_of, loss_of, mean_square, ranks, reference,
+    refused, sharded, vars, vars_on,
 };
 
 fn with_options(world: &World, mesh: &[(&str, usize)], opts: impl Fn(FullyShard) -> FullyShard, tolerance: f32) {
@@ -14,8 +14,7 @@ fn with_options(world: &World, mesh: &[(&str, usize)], opts: impl Fn(FullyShard)
     let vars = vars_on(world, mesh);
     let model = sharded(&opts(FullyShard::new(&vars)), &vars, WIDTH);
     for _ in 0..2 {
-        let grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
-        assert_close(&gradients(&vars, &grads), &want, tolerance);
+        assert_close(&gradients_of(&vars, &model, &batch(world.rank(), WIDTH)), &want, tolerance);
     }
 }
 
@@ -86,7 +85,7 @@ fn units_of_two_modules_called_separately() {
             .unwrap();
             if together {
                 let y = parts.call(|(norm, head)| head.forward(&norm.forward(&x)?)).unwrap();
-                gradients(&vars, &parts.backward(&y.sqr().unwrap().mean_all().unwrap()).unwrap())
+                gradients(&vars, &parts.backward(&mean_square(&y)).unwrap())
             } else {
                 let whole = vars.clone();
                 let model = fully_shard(&opts, vars.builder(DType::F32), |_| Ok(parts.into_parts())).unwrap();
@@ -98,7 +97,7 @@ fn units_of_two_modules_called_separately() {
                     assert!(!unsharded());
                     Ok(y)
                 });
-                gradients(&vars, &model.backward(&y.unwrap().sqr().unwrap().mean_all().unwrap()).unwrap())
+                gradients(&vars, &model.backward(&mean_square(&y.unwrap())).unwrap())
             }
         };
         assert_close(&build(false), &build(true), 0.);
@@ -123,14 +122,14 @@ fn nested_units() {
                     let hidden = outer.call_with(x.clone(), |(inner, own), x| own.forward(&inner.forward(&x)?))?;
                     head.forward(&hidden)
                 });
-                root.backward(&y.unwrap().sqr().unwrap().mean_all().unwrap()).unwrap()
+                root.backward(&mean_square(&y.unwrap())).unwrap()
             } else {
                 let all = fully_shard(&opts, vb, |vb| {
                     Ok((build(vb.pp("outer.inner"))?, build(vb.pp("outer.own"))?, nn::linear(WIDTH, 2, vb.pp("head"))?))
                 })
                 .unwrap();
                 let y = all.call(|(inner, own, head)| head.forward(&own.forward(&inner.forward(&x)?)?));
-                all.backward(&y.unwrap().sqr().unwrap().mean_all().unwrap()).unwrap()
+                all.backward(&mean_square(&y.unwrap())).unwrap()
             };
             gradients(&vars, &grads)
         };
@@ -155,13 +154,7 @@ fn parameters_on_another_mesh() {
             model.set_separate_reduce_scatter_group(true, Recurse::Yes).unwrap();
             let mut grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
             for param in vars.trainable() {
-                let (_, want) = want.iter().find(|(name, _)| name == param.name()).unwrap();
-                let rows = param.region();
-                let row: usize = param.shape().dims()[1..].iter().product();
-                let got: Vec<f32> = shard_of_gradient(&param, &grads).flatten_all().unwrap().to_vec1().unwrap();
-                let want = &want[rows.offsets[0] * row..][..got.len()];
-                let largest = want.iter().fold(1e-3f32, |max, v| max.max(v.abs()));
-                assert!(got.iter().zip(want).all(|(a, b)| (a - b).abs() < 1e-5 * largest), "{}", param.name());
+                assert_part(&param, &grads, &want);
             }
             // Norms count the shards of each mesh once.
             let all: f64 = want.iter().flat_map(|(_, v)| v).map(|&v| f64::from(v).powi(2)).sum::<f64>().sqrt();

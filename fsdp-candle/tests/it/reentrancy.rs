@@ -9,7 +9,9 @@ use fsdp_candle::{
 };
 use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, Work};
 
-use crate::common::{Own, Parts, WIDTH, alone, assert_close, batch, gradients, loss_of, memory, on_cuda, ranks, vars};
+use crate::common::{
+    Own, Parts, WIDTH, alone, assert_close, batch, gradients_of, loss_of, memory, on_cuda, ranks, vars,
+};
 
 /// More time than any machine needs. On devices, ranks wait for their turn.
 fn deadline() -> Duration {
@@ -151,7 +153,7 @@ fn prints_during_a_collective() {
             let reference = {
                 let vars = vars(&world);
                 let model = model(&vars, None);
-                gradients(&vars, &model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap())
+                gradients_of(&vars, &model, &batch(world.rank(), WIDTH))
             };
             let (looks, vars) = (Looks::on_this_device(), vars(&world));
             let model = model(&vars, None);
@@ -159,8 +161,7 @@ fn prints_during_a_collective() {
             model.set_implicit_prefetch(false);
             assert!(looks.model.set((model.clone(), vars.clone())).is_ok());
             model.inner().0[1].set_custom_all_gather(Some(Arc::new(Waits(looks.clone()))));
-            let grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
-            assert_close(&gradients(&vars, &grads), &reference, 0.);
+            assert_close(&gradients_of(&vars, &model, &batch(world.rank(), WIDTH)), &reference, 0.);
             assert_eq!(*looks.from.lock().unwrap(), ["another thread"; 2]);
         });
     });

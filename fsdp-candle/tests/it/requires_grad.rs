@@ -1,12 +1,11 @@
 //! Freezing and unfreezing parameters of built models, compared with plain Candle.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Module, Tensor, Var};
-use candle_nn::{Optimizer, VarBuilder, VarMap};
+use candle_nn::Optimizer;
 use fsdp_candle::{
     AdamW, AdamWConfig, Error, FullyShard, GradcheckOptions, Recurse, ShardedVarMap, StateDictOptions,
     activation_checkpoint::checkpoint, clip_grad_norm, fully_shard, get_model_state_dict, get_optimizer_state_dict,
@@ -14,8 +13,8 @@ use fsdp_candle::{
 };
 
 use crate::common::{
-    Own, Parts, WIDTH, alone, assert_close, batch, device, gradients, loss_of, plain, ranks, refused, sharded, vars,
-    vars_on, whole,
+    Gradients, Own, Parts, Plain, WIDTH, alone, assert_close, assert_resharded, batch, built, elements, gradients,
+    loss_of, mean, mean_square, plain, ranks, refused, sharded, vars, vars_on, weights, whole,
 };
 
 /// The trainable parameters of each step: all, parts of blocks, only the head, one bias of a unit, all.
@@ -29,40 +28,24 @@ const PHASES: [fn(&str) -> bool; 5] = [
 /// A larger learning rate makes this model diverge, and rounding errors with it.
 const LR: f64 = 5e-5;
 
-type Named = BTreeMap<String, Vec<f32>>;
-
-fn values(tensor: &Tensor) -> Vec<f32> {
-    tensor.flatten_all().unwrap().to_vec1().unwrap()
-}
-
-fn initial() -> Vec<(String, Tensor)> {
-    let vars = vars(&alone());
-    let _model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
-    vars.params().iter().map(|p| (p.name().to_string(), p.var().as_detached_tensor().copy().unwrap())).collect()
-}
-
 /// The losses of rank 0, the norms and the final parameters of plain Candle, trained on the mean of `ranks` batches.
-fn train_plain(initial: &[(String, Tensor)], ranks: usize) -> (Vec<f32>, Vec<f32>, Named) {
-    let map = VarMap::new();
-    let model = plain(VarBuilder::from_varmap(&map, DType::F32, &device()), WIDTH);
-    let data: BTreeMap<String, Var> = map.data().lock().unwrap().iter().map(|(n, v)| (n.clone(), v.clone())).collect();
-    initial.iter().for_each(|(name, value)| data[name].set(value).unwrap());
-    let mut optim = candle_nn::SGD::new(data.values().cloned().collect(), LR).unwrap();
+fn train_plain(initial: &Gradients, ranks: usize) -> (Vec<f32>, Vec<f32>, Gradients) {
+    let plain = Plain::new(initial, |vb| plain(vb, WIDTH));
+    let mut optim = candle_nn::SGD::new(plain.vars_of(|_| true), LR).unwrap();
     let (mut losses, mut norms) = (vec![], vec![]);
     for trained in PHASES {
         for _ in 0..2 {
-            let all: Vec<Tensor> = (0..ranks).map(|rank| loss_of(&model, &batch(rank, WIDTH))).collect();
-            let mean = (Tensor::stack(&all, 0).unwrap().sum_all().unwrap() / ranks as f64).unwrap();
-            let mut grads = mean.backward().unwrap();
-            for (_, var) in data.iter().filter(|(name, _)| !trained(name)) {
-                grads.remove(var);
-            }
-            norms.push(data.values().filter_map(|v| grads.get(v)).flat_map(values).map(|g| g * g).sum::<f32>().sqrt());
+            let all: Vec<Tensor> = (0..ranks).map(|rank| loss_of(&plain.model, &batch(rank, WIDTH))).collect();
+            let mut grads = mean(&all).backward().unwrap();
+            plain.vars_of(|name| !trained(name)).iter().for_each(|var| drop(grads.remove(var)));
+            let kept = plain.vars_of(trained);
+            let squares = kept.iter().flat_map(|var| elements(grads.get(var).unwrap())).map(|g: f32| g * g);
+            norms.push(squares.sum::<f32>().sqrt());
             optim.step(&grads).unwrap();
             losses.push(all[0].to_scalar().unwrap());
         }
     }
-    (losses, norms, data.iter().map(|(name, var)| (name.clone(), values(var))).collect())
+    (losses, norms, plain.values())
 }
 
 fn has_exactly(vars: &ShardedVarMap, grads: &GradStore, trained: impl Fn(&str) -> bool) {
@@ -74,12 +57,11 @@ fn has_exactly(vars: &ShardedVarMap, grads: &GradStore, trained: impl Fn(&str) -
 
 #[test]
 fn freezing_matches_plain_candle() {
-    let initial = initial();
+    let initial = weights(&built(&alone(), WIDTH).0);
     for size in [1, 2, 3, 4] {
         let (want_losses, want_norms, want) = train_plain(&initial, size);
         ranks(size, |world| {
-            let vars = vars(&world);
-            let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+            let (vars, model) = built(&world, WIDTH);
             let sent = Arc::new(AtomicUsize::new(0));
             let counts = sent.clone();
             let count = Arc::new(Own(move |parts: Parts<'_>| {
@@ -117,11 +99,9 @@ fn freezing_matches_plain_candle() {
                     step += 1;
                 }
             }
-            for param in vars.params() {
-                let got = whole(&vars, &param, param.var());
-                for (got, want) in got.iter().zip(&want[param.name()]) {
-                    assert!((got - want).abs() < 2e-4, "{size} {}: {got} and {want}", param.name());
-                }
+            for ((name, got), (_, want)) in weights(&vars).iter().zip(&want) {
+                let near = |(got, want): (&f32, &f32)| (got - want).abs() < 2e-4;
+                assert!(got.iter().zip(want).all(near), "{size} {name}: {got:?} and {want:?}");
             }
         });
     }
@@ -144,12 +124,12 @@ fn freezing_reaches_named_units_and_checkpoints() {
                     let forward = move |x: Tensor| layers.1.forward(&nn::gelu(&layers.0.forward(&x)?)?);
                     if again { checkpoint(forward, x.clone()) } else { forward(x.clone()) }
                 });
-                model.backward(&y.unwrap().sqr().unwrap().mean_all().unwrap()).unwrap()
+                model.backward(&mean_square(&y.unwrap())).unwrap()
             };
             if frozen {
                 vars.set_requires_grad(false, |name| name.starts_with("a.") || name == "b.bias").unwrap();
                 has_exactly(&vars, &run(), |name| name == "b.weight");
-                assert!(vars.params().iter().all(|param| !param.is_unsharded()));
+                assert_resharded(&vars);
                 vars.set_requires_grad(true, |_| true).unwrap();
             }
             let grads = run();
@@ -167,11 +147,10 @@ fn refuses_different_choices_on_ranks() {
             let vars = vars_on(&world, &dims);
             let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
             let own = if world.rank() == 3 { "blocks.1.up.bias" } else { "blocks.1.down.bias" };
-            let error = vars.set_requires_grad(false, |name| name == own).unwrap_err().to_string();
             // The first in the order of building.
-            assert!(error.contains("parameter `blocks.1.up.bias`: ranks disagree on whether it is trained"), "{error}");
+            let first = "parameter `blocks.1.up.bias`: ranks disagree on whether it is trained";
             let would = if world.rank() == 3 { "rank 3 would freeze it" } else { "would train it" };
-            assert!(error.contains(would) && error.contains("nothing was changed"), "{error}");
+            refused(vars.set_requires_grad(false, |name| name == own), &[first, would, "nothing was changed"]);
             assert_eq!(vars.trainable().len(), vars.params().len());
             model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
         });
@@ -181,8 +160,7 @@ fn refuses_different_choices_on_ranks() {
 #[test]
 fn refuses_impossible_choices() {
     let world = alone();
-    let vars = vars(&world);
-    let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+    let (vars, model) = built(&world, WIDTH);
     let error = vars.set_requires_grad(false, |name| name == "haed.weight").unwrap_err();
     assert!(matches!(&error, Error::Argument(why) if why.contains("none of the 17 parameters")), "{error}");
     let inside = model.call(|model| {
@@ -207,7 +185,9 @@ fn refuses_impossible_choices() {
     let other = sharded(&FullyShard::new(&born), &born, WIDTH);
     let want = other.backward(&loss_of(&other, &batch(0, WIDTH))).unwrap();
     for (param, other) in vars.trainable().iter().zip(born.params().iter().filter(|param| trained(param.name()))) {
-        assert_eq!(values(grads.get(param.var()).unwrap()), values(want.get(other.var()).unwrap()), "{}", param.name());
+        let [got, want] =
+            [(&grads, param), (&want, other)].map(|(grads, p)| elements::<f32>(grads.get(p.var()).unwrap()));
+        assert_eq!(got, want, "{}", param.name());
     }
 }
 
@@ -226,7 +206,7 @@ fn freezing_drops_accumulated_gradients() {
         model.set_requires_gradient_sync(true, Recurse::Yes);
         let grads = model.backward(&loss()).unwrap();
         let [weight, bias] = [0, 1].map(|i| vars.params()[i].var().clone());
-        let of = |grads: &GradStore, var: &Var| grads.get(var).map(values);
+        let of = |grads: &GradStore, var: &Var| grads.get(var).map(|grad| elements::<f32>(grad));
         assert_eq!(of(&grads, &weight), of(&want, &weight));
         let twice = of(&want, &bias).map(|bias| bias.iter().map(|b| 2. * b).collect::<Vec<_>>());
         assert_eq!(of(&grads, &bias), twice);
@@ -320,9 +300,9 @@ fn captured_tensors_keep_frozen_parameters() {
                     false => unit.call(|m| both(m, &other, &first)),
                 }
             });
-            let grads = root.backward(&y.unwrap().sqr().unwrap().mean_all().unwrap()).unwrap();
+            let grads = root.backward(&mean_square(&y.unwrap())).unwrap();
             assert_eq!(*seen.lock().unwrap(), [false]);
-            assert!(vars.params().iter().all(|param| !param.is_unsharded()));
+            assert_resharded(&vars);
             gradients(&vars, &grads)
         };
         assert_close(&run(true), &run(false), 1e-6);

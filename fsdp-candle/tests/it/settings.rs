@@ -4,33 +4,29 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::{DType, Module};
-use fsdp_candle::{
-    AllGather, AllGatherExtension, Float8, FullyShard, MixedPrecisionPolicy, Recurse, ReshardAfterForward, fully_shard,
-    nn,
-};
+use candle_nn::VarBuilder;
+use fsdp_candle::{AllGather, AllGatherExtension, Float8, FullyShard, Recurse, ReshardAfterForward, fully_shard, nn};
 use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, Work};
 
 use crate::common::{
-    WIDTH, address, alone, assert_close, batch, gradients, loss_of, memory, ranks, reference, shard_of_gradient,
-    sharded, vars,
+    Block, LAYERS, Model, WIDTH, address, alone, assert_close, assert_contains, assert_part, assert_resharded, batch,
+    built, gradients, gradients_of, loss_of, mean_square, memory, ranks, reference, sharded, vars,
 };
 
 #[test]
 fn keeps_parameters_after_backward() {
     ranks(2, |world| {
         let want = reference(&world);
-        let vars = vars(&world);
-        let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+        let (vars, model) = built(&world, WIDTH);
         model.set_reshard_after_backward(false, Recurse::Yes);
         let x = batch(world.rank(), WIDTH);
         for _ in 0..2 {
-            let grads = model.backward(&loss_of(&model, &x)).unwrap();
-            assert_close(&gradients(&vars, &grads), &want, 0.);
+            assert_close(&gradients_of(&vars, &model, &x), &want, 0.);
             assert!(vars.params().iter().all(|param| param.is_unsharded()));
         }
         model.set_reshard_after_backward(true, Recurse::Yes);
         let _grads = model.backward(&loss_of(&model, &x)).unwrap();
-        assert!(vars.params().iter().all(|param| !param.is_unsharded()));
+        assert_resharded(&vars);
     });
 }
 
@@ -38,8 +34,7 @@ fn keeps_parameters_after_backward() {
 fn changes_reshard_after_forward() {
     ranks(4, |world| {
         let want = reference(&world);
-        let vars = vars(&world);
-        let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+        let (vars, model) = built(&world, WIDTH);
         let x = batch(world.rank(), WIDTH);
         let policies = [ReshardAfterForward::Never, ReshardAfterForward::To(2), ReshardAfterForward::Always];
         for (policy, kept) in policies.into_iter().zip([true, false, false]) {
@@ -80,8 +75,7 @@ fn backward_without_unshard() {
 fn limits_reductions_and_finalizes_asynchronously() {
     ranks(2, |world| {
         let want = reference(&world);
-        let vars = vars(&world);
-        let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+        let (vars, model) = built(&world, WIDTH);
         model.set_manual_backward_finalization(true);
         for max in [1, 2, 10] {
             model.set_reduce_scatter_max_input_buffers(max);
@@ -140,8 +134,7 @@ fn custom_allocators_get_all_buffers_back() {
                 block.set_custom_all_gather(Some(Arc::new(Own(memory.clone()))));
             }
             for _ in 0..2 {
-                let grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
-                assert_close(&gradients(&vars, &grads), &want, 0.);
+                assert_close(&gradients_of(&vars, &model, &batch(world.rank(), WIDTH)), &want, 0.);
             }
             let (taken, given) = (memory.taken.load(Ordering::Relaxed), memory.given.load(Ordering::Relaxed));
             assert!(taken > 0 && taken == given, "{taken} taken, {given} given back");
@@ -158,27 +151,17 @@ fn kept_storage_and_own_meshes_keep_gradients() {
         let root = FullyShard::new(&vars);
         let blocks = root.clone().mesh(&pairs).unwrap();
         let vb = vars.builder(DType::F32);
-        let built = (0..crate::common::LAYERS)
-            .map(|i| {
-                fully_shard(&blocks, vb.pp(format!("blocks.{i}")), |vb| crate::common::Block::new(WIDTH, vb)).unwrap()
-            })
-            .collect();
-        let model = fully_shard(&root, vb, |vb| {
-            Ok(crate::common::Model { blocks: built, head: nn::linear(WIDTH, 2, vb.pp("head"))? })
-        })
-        .unwrap();
+        let block = |i| fully_shard(&blocks, vb.pp(format!("blocks.{i}")), |vb| Block::new(WIDTH, vb)).unwrap();
+        let blocks = (0..LAYERS).map(block).collect();
+        let build = |vb: VarBuilder<'static>| Ok(Model { blocks, head: nn::linear(WIDTH, 2, vb.pp("head"))? });
+        let model = fully_shard(&root, vb.clone(), build).unwrap();
         assert_eq!(model.inner().blocks[0].params()[0].placements().len(), 2);
         model.set_keep_unsharded_storage(true, Recurse::Yes);
         for keep in [true, true, false] {
             model.set_keep_unsharded_storage(keep, Recurse::Yes);
             let grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
             for param in vars.trainable() {
-                let (_, want) = want.iter().find(|(name, _)| name == param.name()).unwrap();
-                let row: usize = param.shape().dims()[1..].iter().product();
-                let got: Vec<f32> = shard_of_gradient(&param, &grads).flatten_all().unwrap().to_vec1().unwrap();
-                let want = &want[param.region().offsets[0] * row..][..got.len()];
-                let largest = want.iter().fold(1e-3f32, |max, v| max.max(v.abs()));
-                assert!(got.iter().zip(want).all(|(a, b)| (a - b).abs() < 1e-5 * largest), "{}", param.name());
+                assert_part(&param, &grads, &want);
             }
         }
     });
@@ -220,7 +203,7 @@ fn kept_storage_stays_with_its_parameter() {
                             .try_fold(batch(world.rank(), WIDTH), |x, layer| layer.forward(&x))
                     });
                     assert_eq!(&seen, first.get_or_insert(seen.clone()), "forward of step {step}");
-                    let _grads = unit.backward(&y.unwrap().sqr().unwrap().mean_all().unwrap()).unwrap();
+                    let _grads = unit.backward(&mean_square(&y.unwrap())).unwrap();
                     unit.unshard().unwrap();
                     assert_eq!(&addresses(), &seen, "by hand in step {step}");
                     unit.reshard().unwrap();
@@ -228,17 +211,6 @@ fn kept_storage_stays_with_its_parameter() {
             }
         });
     }
-}
-
-#[test]
-fn outputs_are_cast() {
-    ranks(2, |world| {
-        let vars = vars(&world);
-        let policy = MixedPrecisionPolicy { output_dtype: Some(DType::F64), ..Default::default() };
-        let opts = FullyShard::new(&vars).mp_policy(policy);
-        let model = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear(WIDTH, 16, vb)).unwrap();
-        assert_eq!(model.forward(&batch(world.rank(), WIDTH)).unwrap().dtype(), DType::F64);
-    });
 }
 
 #[test]
@@ -262,7 +234,7 @@ fn settings_of_split_units_do_not_reach_siblings() {
         });
         let units = [block.params(), adapter.params(), norm.params(), root.params()];
         let kept = units.map(|params| params[0].is_unsharded());
-        root.backward(&y.unwrap().sqr().unwrap().mean_all().unwrap()).unwrap();
+        root.backward(&mean_square(&y.unwrap())).unwrap();
         kept
     };
     assert_eq!(run(), [false, false, false, true]);
@@ -270,8 +242,5 @@ fn settings_of_split_units_do_not_reach_siblings() {
     assert_eq!(run(), [false, true, true, true]);
     root.set_reshard_after_forward(fsdp_candle::ReshardAfterForward::Always, Recurse::Yes).unwrap();
     assert_eq!(run(), [false; 4]);
-    let tree = root.to_string();
-    for unit in ["\n  block [", "\n  (root) [", "\n    head.adapter ["] {
-        assert!(tree.contains(unit), "{unit:?} in {tree}");
-    }
+    assert_contains(&root.to_string(), &["\n  block [", "\n  (root) [", "\n    head.adapter ["]);
 }

@@ -12,7 +12,7 @@ use fsdp_candle::{
 };
 use fsdp_ckpt::{SaveState, save};
 
-use crate::common::{Gradients, cut, device, full, ranks, refused, vars, weights};
+use crate::common::{Gradients, assert_close, cut, device, elements, full, ranks, refused, vars, weights};
 
 type Params = Vec<Arc<FsdpParam>>;
 type Make<'a> = &'a (dyn Fn(Params) -> Box<dyn ShardedOptimizer> + Sync);
@@ -296,8 +296,7 @@ fn reads_hyper_parameters_of_both_checkpoint_formats() {
             refused(load_param_groups(&mut other, &*source), &["of the same group"]);
         }
         theirs.retain(|key, _| !key.contains("up.bias"));
-        let error = load_param_groups(&mut *mixed(vars.trainable()), &*saved("lacks", &theirs)).unwrap_err();
-        assert!(error.to_string().contains("`up.bias`"), "{error}");
+        refused(load_param_groups(&mut *mixed(vars.trainable()), &*saved("lacks", &theirs)), &["`up.bias`"]);
     });
 }
 
@@ -316,7 +315,7 @@ fn a_state_dict_without_steps_has_begun() {
         set_optimizer_state_dict(&vars, &mut again, &dict, &options).unwrap();
         assert!(again.states().iter().all(|state| state.step == 1));
         again.step(&backward(&model, &vars, DType::F32, 2)).unwrap();
-        let buffer = again.states()[1].tensor("momentum_buffer").unwrap().to_vec1::<f32>().unwrap();
+        let buffer = elements::<f32>(&again.states()[1].tensor("momentum_buffer").unwrap());
         let want = |at| 0.5 * gradient(at, 1) + 0.25 * gradient(at, 2);
         assert!(buffer.iter().enumerate().all(|(at, got)| f64::from(*got) == want(at)), "{buffer:?}");
     });
@@ -359,6 +358,6 @@ fn candles_optimizers_step_like_this_crates() {
     };
     for world_size in 1..=4 {
         let ((_, candles), (_, ours)) = (trained(world_size, DType::F32, &candles), trained(1, DType::F32, &ours));
-        crate::common::assert_close(&candles, &ours, 1e-6);
+        assert_close(&candles, &ours, 1e-6);
     }
 }

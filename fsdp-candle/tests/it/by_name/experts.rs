@@ -3,7 +3,10 @@
 use candle_core::{DType, Module, Result, Tensor};
 use fsdp_candle::{FsdpModule, FullyShard, Recurse, ReshardAfterForward, ShardedVarMap, World, nn, shard};
 
-use crate::common::{Gradients, WIDTH, assert_close, batch, gradients, ranks, vars};
+use crate::common::{
+    Gradients, WIDTH, all_refused, assert_close, assert_resharded, batch, elements, gradients, mean_square, ranks,
+    sorted, vars,
+};
 
 const LAYERS: usize = 2;
 const EXPERTS: usize = 3;
@@ -56,10 +59,9 @@ fn build(world: &World, names: &[&str], policy: ReshardAfterForward) -> (Sharded
 fn step(world: &World, vars: &ShardedVarMap, model: &FsdpModule<Model>, step: usize, all: bool) -> Gradients {
     let used = |i: usize, j: usize| !(world.rank() + 2 * i + 3 * j + step).is_multiple_of(3);
     let y = model.call(|m| m.forward(&batch(world.rank(), WIDTH), used, all)).unwrap();
-    let mut grads = gradients(vars, &model.backward(&y.sqr().unwrap().mean_all().unwrap()).unwrap());
-    assert!(vars.params().iter().all(|param| !param.is_unsharded()));
-    grads.sort_by(|a, b| a.0.cmp(&b.0));
-    grads
+    let grads = gradients(vars, &model.backward(&mean_square(&y)).unwrap());
+    assert_resharded(vars);
+    sorted(grads)
 }
 
 #[test]
@@ -92,12 +94,9 @@ fn different_experts_need_the_setting() {
         let (_vars, model) = build(&world, &["layers.*", "layers.*.experts.*"], ReshardAfterForward::Default);
         let used = |_: usize, j: usize| j == world.rank();
         let x = batch(world.rank(), WIDTH);
-        model.call(|m| m.forward(&x, used, false)).err().map(|error| error.to_string())
+        model.call(|m| m.forward(&x, used, false)).unwrap_err().to_string()
     });
-    for error in errors {
-        let error = error.expect("the ranks gather different units");
-        assert!(error.contains("experts.") && error.contains("set_reduce_scatter_unused_params"), "{error}");
-    }
+    all_refused(errors, &["experts.", "set_reduce_scatter_unused_params"]);
 }
 
 #[test]
@@ -113,7 +112,7 @@ fn reports_unused_experts() {
             for step in 0..3 {
                 let used = |i: usize, j: usize| j == chosen(step, world.rank(), i);
                 let y = model.call(|m| m.forward(&batch(world.rank(), WIDTH), used, false)).unwrap();
-                let grads = model.backward(&y.sqr().unwrap().mean_all().unwrap()).unwrap();
+                let grads = model.backward(&mean_square(&y)).unwrap();
                 let by_nobody = |i: usize, j: usize| (0..size).all(|rank| j != chosen(step, rank, i));
                 let mut expected = vec![];
                 for (i, j) in (0..LAYERS).flat_map(|i| (0..EXPERTS).map(move |j| (i, j))) {
@@ -127,8 +126,8 @@ fn reports_unused_experts() {
                 assert_eq!(unused.len(), 2 * LAYERS * (EXPERTS - size.min(2)));
                 for name in unused {
                     let param = vars.get(&name).unwrap();
-                    let sum = grads.get(param.var()).unwrap().abs().unwrap().sum_all().unwrap();
-                    assert_eq!(sum.to_scalar::<f32>().unwrap(), 0., "{name}");
+                    let grad = elements::<f32>(grads.get(param.var()).unwrap());
+                    assert!(grad.iter().all(|v| *v == 0.), "{name}");
                 }
             }
         });

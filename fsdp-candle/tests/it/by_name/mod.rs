@@ -10,18 +10,18 @@ use fsdp_candle::{
     World,
 };
 
-use crate::common::{gradients, ranks, rounding, whole};
-use model::{Kind, LAYERS, Seen, by_name, ids, loss_of, vars_of, wrapped};
+use crate::common::{Gradients, assert_resharded, gradients, ranks, rounding, sorted, weights};
+use model::{Kind, LAYERS, by_name, ids, loss_of, vars_of, watched, wrapped};
 
 const STEPS: usize = 3;
 const EACH_LAYER: &[&str] = &["model.layers.*"];
 
 /// The results of a run: losses and weights as bits, collectives, and the largest number of gathered elements.
-type Run = (Vec<u32>, Vec<(String, Vec<f32>)>, Vec<String>, usize);
+type Run = (Vec<u32>, Gradients, Vec<String>, usize);
 
 fn train<M: Module>(world: &World, vars: &ShardedVarMap, model: &FsdpModule<M>) -> Run {
     let mut optim = AdamW::new(vars.trainable(), AdamWConfig::default()).unwrap();
-    let (losses, collectives, most) = Seen::while_running(vars, || {
+    let (losses, collectives, most) = watched(vars, || {
         let step = |step| {
             let loss = loss_of(model, &ids(world.rank(), step));
             let grads = model.backward(&loss).unwrap();
@@ -31,8 +31,7 @@ fn train<M: Module>(world: &World, vars: &ShardedVarMap, model: &FsdpModule<M>) 
         (0..STEPS).map(step).collect()
     });
     assert!(model.parameters_without_gradient().is_empty(), "{:?}", model.parameters_without_gradient());
-    let weights = vars.params().iter().map(|p| (p.name().to_string(), whole(vars, p, p.var()))).collect();
-    (losses, weights, collectives, most)
+    (losses, sorted(weights(vars)), collectives, most)
 }
 
 fn opts(vars: &ShardedVarMap, dtype: DType, policy: ReshardAfterForward) -> FullyShard {
@@ -53,13 +52,7 @@ fn both(world: &World, kind: Kind, dtype: DType, policy: ReshardAfterForward) ->
     let model = by_name(&opts(&vars, dtype, policy), &vars, kind, EACH_LAYER);
     let names: Vec<String> = model.units().iter().map(|unit| unit.name().to_string()).collect();
     assert_eq!(names.len(), LAYERS + 1, "{names:?}");
-    let by_name = train(world, &vars, &model);
-    // Parameters are ordered differently.
-    let sorted = |(losses, mut weights, collectives, most): Run| {
-        weights.sort_by(|a, b| a.0.cmp(&b.0));
-        (losses, weights, collectives, most)
-    };
-    [sorted(wrapped), sorted(by_name)]
+    [wrapped, train(world, &vars, &model)]
 }
 
 fn assert_same([wrapped, by_name]: &[Run; 2], what: &str) {
@@ -118,7 +111,7 @@ fn nested_and_partial_patterns() {
                 let allowed = 10. * rounding(DType::F32) * want;
                 assert!((got - want).abs() <= allowed, "{names:?}: {got} instead of {want}");
             }
-            assert!(vars.params().iter().all(|param| !param.is_unsharded()), "{names:?}");
+            assert_resharded(&vars);
         });
     }
 }
@@ -130,15 +123,13 @@ fn named_units_accumulate_gradients() {
             let kind = Kind::default();
             let vars = vars_of(&world, kind);
             let opts = FullyShard::new(&vars);
-            let mut out = vec![];
-            fn steps<M: Module>(world: &World, vars: &ShardedVarMap, model: &FsdpModule<M>, out: &mut Vec<Vec<f32>>) {
+            fn steps<M: Module>(world: &World, vars: &ShardedVarMap, model: &FsdpModule<M>) -> Vec<Gradients> {
+                let mut out = vec![];
                 for last in [false, true] {
                     model.set_requires_gradient_sync(last, Recurse::Yes);
                     let grads = model.backward(&loss_of(model, &ids(world.rank(), usize::from(last)))).unwrap();
                     if last {
-                        let mut all = gradients(vars, &grads);
-                        all.sort_by(|a, b| a.0.cmp(&b.0));
-                        out.extend(all.into_iter().map(|(_, values)| values));
+                        out.push(sorted(gradients(vars, &grads)));
                     }
                 }
                 for last in [false, true] {
@@ -147,18 +138,16 @@ fn named_units_accumulate_gradients() {
                     for grads in losses.map(|loss| model.backward(&loss).unwrap()) {
                         assert!(last || vars.trainable().iter().all(|param| grads.get(param.var()).is_none()));
                         if last {
-                            let mut all = gradients(vars, &grads);
-                            all.sort_by(|a, b| a.0.cmp(&b.0));
-                            out.extend(all.into_iter().map(|(_, values)| values));
+                            out.push(sorted(gradients(vars, &grads)));
                         }
                     }
                 }
+                out
             }
             match named {
-                true => steps(&world, &vars, &by_name(&opts, &vars, kind, EACH_LAYER), &mut out),
-                false => steps(&world, &vars, &wrapped(&opts, &vars, kind), &mut out),
+                true => steps(&world, &vars, &by_name(&opts, &vars, kind, EACH_LAYER)),
+                false => steps(&world, &vars, &wrapped(&opts, &vars, kind)),
             }
-            out
         };
         assert_eq!(grads_of(true), grads_of(false));
     });

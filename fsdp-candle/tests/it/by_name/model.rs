@@ -3,11 +3,12 @@
 use std::sync::{Arc, Mutex};
 
 use candle_core::{DType, Module, Result, Tensor};
-use candle_nn::VarBuilder;
+use candle_nn::{Init, VarBuilder};
 use fsdp_candle::activation_checkpoint::checkpoint;
-use fsdp_candle::{FsdpModule, FsdpParam, FullyShard, ShardedVarMap, World, fully_shard, nn, shard};
+use fsdp_candle::{FsdpModule, FullyShard, ShardedVarMap, World, fully_shard, nn, shard};
+use tracing::Metadata;
 
-use crate::common::{device, vars};
+use crate::common::{Draws, Gradients, device, gradients, sorted, vars};
 
 pub(crate) const WIDTH: usize = 6;
 pub(crate) const LAYERS: usize = 4;
@@ -137,7 +138,7 @@ impl<M> Layer<M> {
             mlp: mlp(vb.pp("mlp"))?,
             norm: Norm::new(kind, vb.pp("norm"))?,
             mlp_norm: Norm::new(kind, vb.pp("mlp_norm"))?,
-            scale: kind.scale.then(|| vb.get_with_hints(WIDTH, "scale", candle_nn::Init::Const(0.9))).transpose()?,
+            scale: kind.scale.then(|| vb.get_with_hints(WIDTH, "scale", Init::Const(0.9))).transpose()?,
         };
         Ok(Layer { inner: Arc::new(inner), again: kind.again })
     }
@@ -214,20 +215,13 @@ pub(crate) fn vars_of(world: &World, kind: Kind) -> ShardedVarMap {
     let vars = vars(world);
     if kind.lora {
         vars.freeze(|name| !nn::is_adapter(name));
-        vars.init_with(Spread);
+        // No adapter is zero.
+        vars.init_with(Draws(1, |request| Init::Randn {
+            mean: if request.shape.len() == 1 { 1. } else { 0. },
+            stdev: 0.3,
+        }));
     }
     vars
-}
-
-/// Values with which no adapter is zero.
-struct Spread;
-
-impl fsdp_candle::initializer::Initializer for Spread {
-    fn fill(&self, request: &fsdp_candle::initializer::ShardRequest<'_>, shard: &mut [u8]) -> fsdp_candle::Result<()> {
-        let init = candle_nn::Init::Randn { mean: if request.shape.len() == 1 { 1. } else { 0. }, stdev: 0.3 };
-        let request = fsdp_candle::initializer::ShardRequest { init, ..*request };
-        fsdp_candle::initializer::Philox::new(1).fill(&request, shard)
-    }
 }
 
 pub(crate) fn ids(rank: usize, step: usize) -> Tensor {
@@ -240,54 +234,26 @@ pub(crate) fn loss_of(model: &impl Module, ids: &Tensor) -> Tensor {
     nn::cross_entropy(&logits, ids).unwrap()
 }
 
-/// The collectives of a thread's rank, and how many elements were gathered at each.
-#[derive(Clone, Default)]
-pub(crate) struct Seen(Arc<Mutex<State>>);
-
-#[derive(Default)]
-struct State {
-    params: Vec<Arc<FsdpParam>>,
-    collectives: Vec<String>,
-    most: usize,
+/// The full gradients of [`loss_of`], sorted by name.
+pub(crate) fn gradients_of<M: Module>(vars: &ShardedVarMap, model: &FsdpModule<M>, ids: &Tensor) -> Gradients {
+    sorted(gradients(vars, &model.backward(&loss_of(model, ids)).unwrap()))
 }
 
-impl Seen {
-    /// Runs `f`, and returns its collectives and the largest number of elements that were gathered at one of them.
-    pub(crate) fn while_running<T>(vars: &ShardedVarMap, f: impl FnOnce() -> T) -> (T, Vec<String>, usize) {
-        let seen = Seen::default();
-        seen.0.lock().unwrap().params = vars.params();
-        let out = fsdp_test_support::observed(seen.clone(), f);
-        let state = std::mem::take(&mut *seen.0.lock().unwrap());
-        (out, state.collectives, state.most)
-    }
-}
-
-impl tracing::Subscriber for Seen {
-    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
-        metadata.is_event() && metadata.target().starts_with("fsdp_candle")
-    }
-    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
-        tracing::span::Id::from_u64(1)
-    }
-    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
-    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
-    fn event(&self, event: &tracing::Event<'_>) {
-        struct Text(String);
-        impl tracing::field::Visit for Text {
-            fn record_debug(&mut self, _: &tracing::field::Field, value: &dyn std::fmt::Debug) {
-                self.0 += &format!("{value:?} ");
-            }
+/// Runs `f`, and returns its collectives and the largest number of elements that were gathered at one of them.
+pub(crate) fn watched<T>(vars: &ShardedVarMap, f: impl FnOnce() -> T) -> (T, Vec<String>, usize) {
+    let seen: Arc<Mutex<(Vec<String>, usize)>> = Arc::default();
+    let (params, see) = (vars.params(), seen.clone());
+    let on_event = move |event: &Metadata<'_>, text: String| {
+        let is_collective = ["unshard", "reduce-scatter", "all-reduce"].iter().any(|what| text.starts_with(what));
+        if is_collective && event.target().starts_with("fsdp_candle") {
+            let gathered = params.iter().filter(|param| param.is_unsharded());
+            let gathered: usize = gathered.map(|param| param.shape().elem_count()).sum();
+            let mut seen = see.lock().unwrap();
+            seen.0.push(text);
+            seen.1 = seen.1.max(gathered);
         }
-        let mut text = Text(String::new());
-        event.record(&mut text);
-        if ["unshard", "reduce-scatter", "all-reduce"].iter().any(|what| text.0.starts_with(what)) {
-            let mut state = self.0.lock().unwrap();
-            state.collectives.push(text.0);
-            let there = state.params.iter().filter(|param| param.is_unsharded());
-            let there: usize = there.map(|param| param.shape().elem_count()).sum();
-            state.most = state.most.max(there);
-        }
-    }
-    fn enter(&self, _: &tracing::span::Id) {}
-    fn exit(&self, _: &tracing::span::Id) {}
+    };
+    let out = fsdp_test_support::observed(on_event, f);
+    let (collectives, most) = std::mem::take(&mut *seen.lock().unwrap());
+    (out, collectives, most)
 }

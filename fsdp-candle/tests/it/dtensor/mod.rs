@@ -132,10 +132,3 @@ fn assert_is(got: &DTensor, want: &Tensor, context: &str) {
         assert_eq!(found, want, "{context}");
     }
 }
-
-fn error<T>(result: fsdp_candle::Result<T>) -> String {
-    match result {
-        Ok(_) => panic!("expected an error"),
-        Err(error) => error.to_string(),
-    }
-}

@@ -8,7 +8,7 @@ use fsdp_candle::{
     get_model_state_dict, nn, parallelize, shard,
 };
 
-use crate::common::{device, full, unsharded};
+use crate::common::{Gradients, device, dict_elements, full, unsharded};
 
 /// Dimensions sharded by tensor parallelism are divisible by 4; the parts are not divisible by 3.
 pub(super) const VOCABULARY: usize = 28;
@@ -178,19 +178,15 @@ pub(super) fn optimizer(vars: &ShardedVarMap) -> AdamW {
 }
 
 /// Every parameter's elements, by name.
-pub(super) type Values = Vec<(String, Vec<f32>)>;
-
-pub(super) fn values(vars: &ShardedVarMap) -> Values {
-    let dict = get_model_state_dict(vars, &full()).unwrap();
-    let elements = |tensor: &Tensor| tensor.flatten_all().unwrap().to_vec1().unwrap();
-    dict.tensors.iter().map(|(name, state)| (name.clone(), elements(&state.tensor))).collect()
+pub(super) fn values(vars: &ShardedVarMap) -> Gradients {
+    dict_elements(&get_model_state_dict(vars, &full()).unwrap())
 }
 
 /// The losses and norms of some steps, and the parameters after them.
 pub(super) struct Run {
     pub(super) losses: Vec<f64>,
     pub(super) norms: Vec<f64>,
-    pub(super) values: Values,
+    pub(super) values: Gradients,
 }
 
 pub(super) const STEPS: usize = 4;

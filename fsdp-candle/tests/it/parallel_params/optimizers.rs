@@ -3,15 +3,15 @@
 use std::sync::Arc;
 
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Tensor};
 use fsdp_candle::{
     Adam, AdamConfig, AdamW, AdamWConfig, ClipOptions, Ema, FsdpParam, FullyShard, Muon, MuonConfig, NormType,
     Optimizers, ShardedOptimizer, ShardedVarMap, clip_grad_norm_of, get_ema_state_dict, get_optimizer_state_dict,
     set_optimizer_state_dict,
 };
 
-use super::model::{MESHES, Mesh, Model, Values, build, loss, values};
-use crate::common::{device, full, one_of, ranks};
+use super::model::{MESHES, Mesh, Model, build, loss, values};
+use crate::common::{Gradients, cut, dict_elements, full, one_of, ranks};
+use crate::muon::full_rank;
 
 type Params = Vec<Arc<FsdpParam>>;
 
@@ -25,32 +25,18 @@ fn make(vars: &ShardedVarMap) -> Optimizers {
     Optimizers::new(vec![Box::new(muon), Box::new(adam), Box::new(adamw)]).unwrap()
 }
 
-fn gradient(param: &FsdpParam, step: usize) -> Tensor {
-    let seed = param.name().len() + step * 13;
-    let value = |at: usize| ((at * 7919 + at * at * 31 + seed * 101) % 64) as f32 / 64. - 0.5;
-    let all: Vec<f32> = (0..param.shape().elem_count()).map(value).collect();
-    Tensor::from_vec(all, param.shape(), &device()).unwrap()
-}
-
 /// Replaces the gradients of backward with known ones.
 fn backward(model: &Model, vars: &ShardedVarMap, step: usize) -> GradStore {
     let mut grads = model.backward(&loss(model, [0])).unwrap();
     for param in vars.trainable().iter().filter(|param| !param.region().is_empty()) {
-        let region = param.region();
-        let part = |part: Tensor, dim: usize| part.narrow(dim, region.offsets[dim], region.sizes[dim]).unwrap();
-        let own = (0..region.sizes.len()).fold(gradient(param, step), part).force_contiguous().unwrap();
-        grads.insert(param.var(), own);
+        grads.insert(param.var(), cut(param, &full_rank(param.name().len() + step * 13, param.shape())));
     }
     grads
 }
 
-fn elements(tensor: &Tensor) -> Vec<f32> {
-    tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
-}
-
 /// The norms of a group before it is clipped, the weights after some steps, their moving average, and all optimizer
 /// state.
-fn trained(mesh: &Mesh) -> (Vec<f64>, Values, Values, Values) {
+fn trained(mesh: &Mesh) -> (Vec<f64>, [Gradients; 3]) {
     let outcomes = ranks(mesh.size(), |world| {
         let vars = mesh.vars(&world, false);
         let model = build(&FullyShard::new(&vars), &vars).unwrap();
@@ -71,16 +57,9 @@ fn trained(mesh: &Mesh) -> (Vec<f64>, Values, Values, Values) {
             optim.step(&grads).unwrap();
             ema.update().unwrap();
         }
-        let mut all = vec![];
-        for dict in [
-            get_ema_state_dict(&vars, &ema, &full()).unwrap(),
-            get_optimizer_state_dict(&vars, &optim, &full()).unwrap(),
-        ] {
-            let of = |(name, state): (&String, &fsdp_candle::StateTensor)| (name.clone(), elements(&state.tensor));
-            all.push(dict.tensors.iter().map(of).collect::<Values>());
-        }
-        let state = all.pop().unwrap();
-        (norms, values(&vars), all.pop().unwrap(), state)
+        let means = dict_elements(&get_ema_state_dict(&vars, &ema, &full()).unwrap());
+        let state = dict_elements(&get_optimizer_state_dict(&vars, &optim, &full()).unwrap());
+        (norms, [values(&vars), means, state])
     });
     for (at, outcome) in outcomes.iter().enumerate() {
         assert!(*outcome == outcomes[0], "{mesh:?}: rank {at} is not as rank 0");
@@ -90,14 +69,13 @@ fn trained(mesh: &Mesh) -> (Vec<f64>, Values, Values, Values) {
 
 #[test]
 fn muon_orthogonalizes_whole_matrices_on_every_mesh() {
-    let (norms, weights, means, state) = trained(&MESHES[0]);
+    let (norms, all) = trained(&MESHES[0]);
     for mesh in MESHES[1..].iter().step_by(one_of(3)) {
-        let (own_norms, own_weights, own_means, own_state) = trained(mesh);
+        let (own_norms, own) = trained(mesh);
         for (own, norm) in own_norms.iter().zip(&norms) {
             assert!((own - norm).abs() < 1e-6 * norm, "{mesh:?}: {own} instead of {norm}");
         }
-        let pairs = [(own_weights, &weights), (own_means, &means), (own_state, &state)];
-        for ((name, own), (_, one)) in pairs.iter().flat_map(|(own, one)| own.iter().zip(one.iter())) {
+        for ((name, own), (_, one)) in own.iter().flatten().zip(all.iter().flatten()) {
             assert_eq!(own, one, "{name} on {mesh:?}");
         }
     }

@@ -1,11 +1,12 @@
 //! On every mesh the model trains as in one process.
 
+use candle_core::Module;
 use fsdp_candle::{
-    Float8, FullyShard, Int8Blocks, MixedPrecisionPolicy, OffloadPolicy, ReduceOp, ReshardAfterForward, ShardMesh,
-    ShardPlacement, ShardedVarMap, World, nn,
+    Float8, FsdpModule, FullyShard, Int8Blocks, MixedPrecisionPolicy, OffloadPolicy, ReduceOp, ReshardAfterForward,
+    ShardMesh, ShardPlacement, ShardedVarMap, World, nn,
 };
 
-use super::model::{HIDDEN, MESHES, Mesh, Run, WIDTH, build, build_by_name, reference, train, values};
+use super::model::{HIDDEN, MESHES, Mesh, Net, Run, WIDTH, build, build_by_name, reference, train, values};
 use crate::common::{alone, assert_close, one_of, ranks, vars_on};
 
 const TOLERANCE: f64 = 2e-5;
@@ -21,14 +22,24 @@ fn assert_same(world: &World, run: &Run, want: &Run, tolerance: f64, mesh: &Mesh
     assert_close(&run.values, &want.values, 20. * tolerance as f32);
 }
 
+/// Trains a model, and compares with one process.
+fn trains<B: Module>(
+    world: &World,
+    (mesh, vars, model): (&Mesh, &ShardedVarMap, &FsdpModule<Net<B>>),
+    tolerance: f64,
+    prepare: impl Fn(&ShardedVarMap),
+) {
+    let (batch, batches) = mesh.batch_of(vars);
+    let run = train(model, vars, (batch, 1, batches));
+    assert_same(world, &run, &reference(world, batches, prepare), tolerance, mesh);
+}
+
 /// Trains on a mesh with some options, and compares with one process.
 fn with_options(mesh: Mesh, sequence: bool, tolerance: f64, opts: impl Fn(FullyShard) -> FullyShard + Sync) {
     ranks(mesh.size(), |world| {
         let vars = mesh.vars(&world, sequence);
         let model = build(&opts(FullyShard::new(&vars)), &vars).unwrap();
-        let (batch, batches) = mesh.batch_of(&vars);
-        let run = train(&model, &vars, (batch, 1, batches));
-        assert_same(&world, &run, &reference(&world, batches, |_| ()), tolerance, &mesh);
+        trains(&world, (&mesh, &vars, &model), tolerance, |_| ());
     });
 }
 
@@ -106,9 +117,7 @@ fn units_by_name() {
         let vars = DP_TP.vars(&world, true);
         let model = build_by_name(&FullyShard::new(&vars), &vars).unwrap();
         assert!(model.unmanaged_parameters().is_empty());
-        let (batch, batches) = DP_TP.batch_of(&vars);
-        let run = train(&model, &vars, (batch, 1, batches));
-        assert_same(&world, &run, &reference(&world, batches, |_| ()), TOLERANCE, &DP_TP);
+        trains(&world, (&DP_TP, &vars, &model), TOLERANCE, |_| ());
     });
 }
 
@@ -131,9 +140,7 @@ fn adapters_of_parallel_layers() {
                 assert_eq!(part("blocks.0.up.lora_B.weight"), [HIDDEN / tp, 3]);
                 assert_eq!(part("blocks.0.down.lora_A.weight"), [3, HIDDEN / tp]);
                 assert_eq!(part("blocks.0.down.lora_B.weight"), [WIDTH, 3]);
-                let (batch, batches) = mesh.batch_of(&vars);
-                let run = train(&model, &vars, (batch, 1, batches));
-                assert_same(&world, &run, &reference(&world, batches, prepare), TOLERANCE, &mesh);
+                trains(&world, (&mesh, &vars, &model), TOLERANCE, prepare);
             });
         }
     }
@@ -154,9 +161,7 @@ fn units_on_a_slice_of_the_mesh() {
         for param in vars.params() {
             assert_eq!(param.device_mesh().layout(), vars.mesh().layout(), "{}", param.name());
         }
-        let (batch, batches) = DP_TP.batch_of(&vars);
-        let run = train(&model, &vars, (batch, 1, batches));
-        assert_same(&world, &run, &reference(&world, batches, |_| ()), TOLERANCE, &DP_TP);
+        trains(&world, (&DP_TP, &vars, &model), TOLERANCE, |_| ());
     });
     // The unit has its own roles: the map shards, the unit replicates.
     ranks(4, |world| {
@@ -166,8 +171,6 @@ fn units_on_a_slice_of_the_mesh() {
         let model = build(&opts, &vars).unwrap();
         let weight = vars.get("blocks.0.up.weight").unwrap();
         assert_eq!(weight.var().dims(), weight.unsharded_shape().dims());
-        let (batch, batches) = DP_TP.batch_of(&vars);
-        let run = train(&model, &vars, (batch, 1, batches));
-        assert_same(&world, &run, &reference(&world, batches, |_| ()), TOLERANCE, &DP_TP);
+        trains(&world, (&DP_TP, &vars, &model), TOLERANCE, |_| ());
     });
 }

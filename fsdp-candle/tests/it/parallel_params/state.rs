@@ -2,15 +2,14 @@
 
 use std::path::Path;
 
-use candle_core::Tensor;
 use fsdp_candle::{
-    AdamW, FullyShard, ShardedVarMap, StateDict, StateDictOptions, World, get_state_dict, load_model, load_optimizer,
+    AdamW, FullyShard, ShardedVarMap, StateDictOptions, World, get_state_dict, load_model, load_optimizer,
     model_tensors, optimizer_tensors, optimizer_values, set_state_dict,
 };
 use fsdp_ckpt::{LoadOptions, SaveState, save};
 
 use super::model::{Mesh, Model, build, loss, optimizer};
-use crate::common::{full, ranks};
+use crate::common::{Gradients, dict_elements, full, ranks};
 
 /// The meshes that save and load.
 const MESHES: &[Mesh] = &[
@@ -36,18 +35,10 @@ fn step(mesh: &Mesh, vars: &ShardedVarMap, model: &Model, optim: &mut AdamW) {
     optim.step(&model.backward(&loss(model, [batch])).unwrap()).unwrap();
 }
 
-type Bits = Vec<(String, Vec<u32>)>;
-
-fn bits(dict: &StateDict) -> Bits {
-    let of = |tensor: &Tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-    let bits = |tensor: &Tensor| of(tensor).into_iter().map(f32::to_bits).collect();
-    dict.tensors.iter().map(|(name, state)| (name.clone(), bits(&state.tensor))).collect()
-}
-
 /// Full parameters and moments.
-fn whole(vars: &ShardedVarMap, optim: &AdamW) -> Bits {
+fn whole(vars: &ShardedVarMap, optim: &AdamW) -> Gradients {
     let (model, moments) = get_state_dict(vars, optim, &full()).unwrap();
-    [bits(&model), bits(&moments)].concat()
+    [dict_elements(&model), dict_elements(&moments)].concat()
 }
 
 #[test]
@@ -71,7 +62,7 @@ fn state_dicts_round_trip_on_every_mesh() {
 }
 
 /// Saves after two steps on a mesh, and returns the saved values.
-fn saved(mesh: &Mesh, dir: &Path) -> Bits {
+fn saved(mesh: &Mesh, dir: &Path) -> Gradients {
     let all = ranks(mesh.size(), |world| {
         let (vars, model, mut optim) = on(mesh, &world);
         step(mesh, &vars, &model, &mut optim);
@@ -82,12 +73,12 @@ fn saved(mesh: &Mesh, dir: &Path) -> Bits {
         save(dir, world.group(), &SaveState { mesh: vars.mesh().layout().clone(), tensors, values }).unwrap();
         whole(&vars, &optim)
     });
-    assert!(all.iter().all(|bits| *bits == all[0]), "{mesh:?}");
+    assert!(all.iter().all(|values| *values == all[0]), "{mesh:?}");
     all.into_iter().next().unwrap()
 }
 
 /// The values that a mesh loads from a checkpoint.
-fn loaded(mesh: &Mesh, dir: &Path) -> Bits {
+fn loaded(mesh: &Mesh, dir: &Path) -> Gradients {
     let all = ranks(mesh.size(), |world| {
         let (vars, _model, mut optim) = on(mesh, &world);
         let source = fsdp_ckpt::open(dir).unwrap();
@@ -95,7 +86,7 @@ fn loaded(mesh: &Mesh, dir: &Path) -> Bits {
         load_optimizer(&mut optim, &*source, &LoadOptions::default()).unwrap();
         whole(&vars, &optim)
     });
-    assert!(all.iter().all(|bits| *bits == all[0]), "{mesh:?}");
+    assert!(all.iter().all(|values| *values == all[0]), "{mesh:?}");
     all.into_iter().next().unwrap()
 }
 

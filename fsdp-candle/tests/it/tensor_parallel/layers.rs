@@ -5,7 +5,6 @@ use std::sync::Arc;
 use candle_core::{DType, Module, Result, Tensor, Var};
 use candle_nn::{Init, VarBuilder};
 use fsdp_candle::activation_checkpoint::checkpoint;
-use fsdp_candle::initializer::{Initializer, Philox, ShardRequest};
 use fsdp_candle::nn::{self, Embedding, LayerNorm, Linear, LoraConfig};
 use fsdp_candle::{
     ActivationLayout, ColwiseParallel, FullyShard, HiddenParallel, ParallelPlan, ParallelStyle, Placement,
@@ -13,7 +12,7 @@ use fsdp_candle::{
 };
 
 use super::{Case, DTYPES, build, check, ids, parallel_vars, values};
-use crate::common::{counted, device, on_cuda, ranks, refused};
+use crate::common::{Draws, counted, device, on_cuda, ranks, refused};
 
 pub(super) const REPLICATE: (ActivationLayout, Placement) = (ActivationLayout::Replicate, Placement::Replicate);
 
@@ -48,17 +47,8 @@ fn row_parallel_linear() {
 }
 
 /// Values without zeros: `lora_B` is zero at first, and so is the gradient of `lora_A`.
-struct Drawn;
-
-impl Initializer for Drawn {
-    fn fill(&self, request: &ShardRequest<'_>, shard: &mut [u8]) -> fsdp_candle::Result<()> {
-        let init = Init::Uniform { lo: -0.5, up: 0.5 };
-        Philox::new(3).fill(&ShardRequest { name: request.name, shape: request.shape, init, ..*request }, shard)
-    }
-}
-
 pub(super) fn drawn(vars: &ShardedVarMap) {
-    vars.init_with(Drawn);
+    vars.init_with(Draws(3, |_| Init::Uniform { lo: -0.5, up: 0.5 }));
 }
 
 #[test]
@@ -272,14 +262,6 @@ impl Module for Block {
     }
 }
 
-#[test]
-fn blocks_with_and_without_sequence_parallelism() {
-    for (of_sequence, layout) in [(false, Placement::Replicate), (true, Placement::Shard(1))] {
-        let case = Case { plan: Block::plan(of_sequence), input: layout, output: layout };
-        check(&format!("block {layout}"), &case, &[2, 12, WIDTH], drawn, Block::new);
-    }
-}
-
 /// A checkpointed block.
 struct Again(Arc<Block>);
 
@@ -312,10 +294,11 @@ fn checkpointed_blocks_repeat_their_collectives() {
 }
 
 #[test]
-fn a_checkpointed_block() {
+fn blocks_with_and_without_sequence_parallelism() {
     for (of_sequence, layout) in [(false, Placement::Replicate), (true, Placement::Shard(1))] {
         let case = Case { plan: Block::plan(of_sequence), input: layout, output: layout };
-        let new = |vb| Ok(Again(Arc::new(Block::new(vb)?)));
-        check(&format!("checkpointed block {layout}"), &case, &[2, 12, WIDTH], drawn, new);
+        check(&format!("block {layout}"), &case, &[2, 12, WIDTH], drawn, Block::new);
+        let again = |vb| Ok(Again(Arc::new(Block::new(vb)?)));
+        check(&format!("checkpointed block {layout}"), &case, &[2, 12, WIDTH], drawn, again);
     }
 }

@@ -13,7 +13,7 @@ use fsdp_candle::{
 use super::{
     DTYPES, assert_near, assert_same_gradients, assert_within, build, ids, numbers, parallel_vars, part, values,
 };
-use crate::common::{counted, one_of, ranks, refused, unsharded};
+use crate::common::{counted, elements, one_of, ranks, refused, unsharded};
 
 /// Every combination of options, some with targets to ignore.
 fn all_options() -> Vec<CrossEntropyOptions> {
@@ -28,7 +28,7 @@ fn all_options() -> Vec<CrossEntropyOptions> {
 
 /// Targets below `classes`, with every third row ignored, or every row.
 fn targets(shape: &[usize], classes: u32, all_ignored: bool) -> Tensor {
-    let found: Vec<u32> = ids(3, shape, classes).flatten_all().unwrap().to_vec1().unwrap();
+    let found: Vec<u32> = elements(&ids(3, shape, classes));
     let gap = |row: usize| all_ignored || row % 3 == 1;
     let found = found.into_iter().enumerate().map(|(row, id)| if gap(row) { IGNORED } else { id });
     Tensor::from_vec(found.collect::<Vec<_>>(), shape, &crate::common::device()).unwrap()

@@ -12,16 +12,9 @@ use fsdp_candle::{
     parallelize,
 };
 
-use crate::common::{device, ranks, shard_of_gradient, unsharded};
+use crate::common::{cut, device, elements, exact as values, ranks, shard_of_gradient, unsharded};
 
 const DTYPES: [DType; 4] = [DType::F32, DType::BF16, DType::F16, DType::F64];
-
-/// Repeatable values between -1 and 1.
-fn values(seed: usize, shape: &[usize], dtype: DType) -> Tensor {
-    let count = shape.iter().product::<usize>();
-    let values: Vec<f32> = (0..count).map(|i| ((i * 37 + seed * 101) % 61) as f32 / 30. - 1.).collect();
-    Tensor::from_vec(values, shape, &device()).unwrap().to_dtype(dtype).unwrap()
-}
 
 /// Repeatable ids below `bound`.
 fn ids(seed: u32, shape: &[usize], bound: u32) -> Tensor {
@@ -30,7 +23,7 @@ fn ids(seed: u32, shape: &[usize], bound: u32) -> Tensor {
 }
 
 fn numbers(tensor: &Tensor) -> Vec<f64> {
-    tensor.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+    elements(tensor)
 }
 
 /// Close for the dtype, relative to the largest value.
@@ -86,15 +79,8 @@ fn assert_same_gradients(
     assert_eq!(vars.trainable().len(), whole.trainable().len());
     for (param, of_whole) in vars.trainable().iter().zip(whole.trainable()) {
         assert_eq!((param.name(), param.shape()), (of_whole.name(), of_whole.shape()));
-        let region = param.region();
-        let cut = |mut tensor: Tensor| {
-            for (dim, (offset, size)) in region.offsets.iter().zip(&region.sizes).enumerate() {
-                tensor = tensor.narrow(dim, *offset, *size).unwrap();
-            }
-            tensor.contiguous().unwrap()
-        };
-        assert_eq!(numbers(param.var()), numbers(&cut(of_whole.var().as_tensor().clone())), "{what}: {}", param.name());
-        let wanted = cut(whole_grads.get(of_whole.var()).unwrap().clone());
+        assert_eq!(numbers(param.var()), numbers(&cut(param, of_whole.var())), "{what}: {}", param.name());
+        let wanted = cut(param, whole_grads.get(of_whole.var()).unwrap());
         assert_near(&format!("{what}: gradient of {}", param.name()), shard_of_gradient(param, grads), &wanted);
     }
 }
