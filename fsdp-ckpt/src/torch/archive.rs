@@ -1,7 +1,6 @@
 //! Reading archives of `torch.save`: uncompressed zip files with a pickle and the bytes of each storage.
 
 use std::io::{Read, Seek, SeekFrom};
-use std::path::Path;
 
 use zip::{CompressionMethod, ZipArchive};
 
@@ -25,7 +24,7 @@ pub(super) struct Storage {
 
 /// An archive that is part of a file.
 pub(super) struct Archive<'a> {
-    path: &'a Path,
+    file: &'a dyn ReadAt,
     /// Its tensor or value, for messages.
     item: Option<&'a str>,
     zip: ZipArchive<Part<'a>>,
@@ -46,7 +45,7 @@ impl<'a> Archive<'a> {
         let Some(prefix) = prefix else {
             return Err(not_torch(path, item, "it is a zip file without the data.pkl of torch.save".into()));
         };
-        let mut archive = Archive { path, item, zip, start, bytes, prefix };
+        let mut archive = Archive { file, item, zip, start, bytes, prefix };
         match archive.entry("byteorder", 16)? {
             None => {}
             Some(order) if order.trim_ascii() == b"little" => {}
@@ -68,54 +67,45 @@ impl<'a> Archive<'a> {
 
     /// Returns the place of a storage's bytes.
     pub(super) fn storage(&mut self, key: &str) -> Result<Storage> {
-        let name = format!("{}data/{key}", self.prefix);
-        let (path, item) = (self.path, self.item);
-        let bad = |reason: String| not_torch(path, item, reason);
-        let Some(index) = self.zip.index_for_name(&name) else {
-            return Err(bad(format!("it has no storage {key:?}, which its pickle names")));
-        };
-        let whole = self.bytes;
-        let entry = self.zip.by_index_raw(index).map_err(|error| bad(format!("its storage {key:?}: {error}")))?;
-        if entry.compression() != CompressionMethod::Stored || entry.encrypted() {
-            return Err(bad(format!("its storage {key:?} is compressed; torch.save does not do that")));
+        match self.place(&format!("data/{key}"))? {
+            Some(storage) => Ok(storage),
+            None => Err(self.bad(format!("it has no storage {key:?}, which its pickle names"))),
         }
-        let (bytes, crc32) = (entry.size(), entry.crc32());
-        let start = entry.data_start().filter(|start| start.checked_add(bytes).is_some_and(|end| end <= whole));
-        let Some(start) = start else {
-            return Err(bad(format!("its storage {key:?} of {bytes} bytes is not within it; is it truncated?")));
-        };
-        Ok(Storage { start: self.start + start, bytes, crc32 })
     }
 
     /// Returns a small entry's bytes.
     fn entry(&mut self, name: &str, most: u64) -> Result<Option<Vec<u8>>> {
-        let (path, item) = (self.path, self.item);
-        let full = format!("{}{name}", self.prefix);
-        let bad = |reason: String| not_torch(path, item, format!("its {name}: {reason}"));
-        let whole = self.bytes;
-        let Some(index) = self.zip.index_for_name(&full) else { return Ok(None) };
-        let mut entry = self.zip.by_index(index).map_err(|error| bad(error.to_string()))?;
-        let size = entry.size();
-        if entry.compression() != CompressionMethod::Stored || entry.encrypted() {
-            return Err(bad("it is compressed; torch.save does not do that".into()));
+        let Some(Storage { start, bytes, crc32 }) = self.place(name)? else { return Ok(None) };
+        if bytes > most {
+            return Err(Error::TooLarge { path: self.file.path().to_path_buf(), bytes, most });
         }
-        if size > whole {
-            return Err(bad(format!("it claims {size} bytes, but the file has {whole}")));
-        }
-        if size > most {
-            return Err(Error::TooLarge { path: path.to_path_buf(), bytes: size, most });
-        }
-        let mut contents = allocate(path, size)?;
-        contents.clear();
-        entry.read_to_end(&mut contents).map_err(|error| bad(error.to_string()))?;
-        if contents.len() as u64 != size {
-            return Err(bad(format!("it has {} bytes, expected {size}", contents.len())));
+        let mut contents = allocate(self.file.path(), bytes)?;
+        self.file.read_exact_at(&mut contents, start)?;
+        if crc32fast::hash(&contents) != crc32 {
+            return Err(self.bad(format!("its {name}: its checksum is wrong")));
         }
         Ok(Some(contents))
     }
 
+    /// Returns the place of an entry's bytes.
+    fn place(&mut self, name: &str) -> Result<Option<Storage>> {
+        let (path, item, whole) = (self.file.path(), self.item, self.bytes);
+        let bad = |reason: &str| not_torch(path, item, format!("its {name}: {reason}"));
+        let Some(index) = self.zip.index_for_name(&format!("{}{name}", self.prefix)) else { return Ok(None) };
+        let entry = self.zip.by_index_raw(index).map_err(|error| bad(&error.to_string()))?;
+        if entry.compression() != CompressionMethod::Stored || entry.encrypted() {
+            return Err(bad("it is compressed; torch.save does not do that"));
+        }
+        let (bytes, crc32) = (entry.size(), entry.crc32());
+        let start = entry.data_start().filter(|start| start.checked_add(bytes).is_some_and(|end| end <= whole));
+        let Some(start) = start else {
+            return Err(bad(&format!("its {bytes} bytes are not within the archive; is it truncated?")));
+        };
+        Ok(Some(Storage { start: self.start + start, bytes, crc32 }))
+    }
+
     fn bad(&self, reason: String) -> Error {
-        not_torch(self.path, self.item, reason)
+        not_torch(self.file.path(), self.item, reason)
     }
 }
 
