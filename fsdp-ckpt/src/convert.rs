@@ -12,17 +12,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use fsdp_core::layout::{Region, local_region};
 use fsdp_core::{DType, MeshLayout, Placement};
-use serde_json::{Map, Value};
 
-use crate::cast::{cast, infinities};
+use crate::cast::cast;
 use crate::checkpoint::hosts::Hosts;
 use crate::checkpoint::manifest::Manifest;
-use crate::checkpoint::plan::{Plan, ShardInfo, plan};
+use crate::checkpoint::plan::{OwnChunk, Plan, ShardInfo, own_chunks, plan, write_chunks};
 use crate::file_names::{MANIFEST, file_name};
-use crate::safetensors::{Entry, sharding, write_file};
-use crate::source::{ChunkEntry, FileEntry, TensorEntry, WriteSummary, stream};
-use crate::store::{Store, open_staging, stage};
-use crate::{Error, Format, ModelPrefix, Result, TensorSource};
+use crate::finite::count_non_finite;
+use crate::source::{ChunkEntry, FileEntry, SourceIndex, TensorEntry, WriteSummary, stream};
+use crate::store::{Store, location};
+use crate::{Error, ModelPrefix, Result, TensorSource};
 
 /// Verifies all checksums of `source`, and checks that writing `dst` would not change it. Calls `seen` with the bytes
 /// of each read. Does not read chunks without checksums.
@@ -89,7 +88,7 @@ fn existing_parent(path: &Path) -> Option<PathBuf> {
 pub struct View<'a> {
     source: &'a dyn TensorSource,
     prefix: ModelPrefix,
-    tensors: BTreeMap<String, TensorEntry>,
+    index: SourceIndex,
     /// The source's name of each tensor.
     from: BTreeMap<String, String>,
     seen: Option<&'a (dyn Fn(u64) + Send + Sync)>,
@@ -121,7 +120,10 @@ impl<'a> View<'a> {
                 from.insert(new, old.clone());
             }
         }
-        View { source, prefix, tensors, from, seen: None, overflowed: AtomicU64::new(0) }
+        let SourceIndex { path, format, mesh, files, values, .. } = source.index();
+        let (mesh, files, values) = (mesh.clone(), files.clone(), values.clone());
+        let index = SourceIndex { mesh, tensors, files, values, ..SourceIndex::new(path, *format) };
+        View { source, prefix, index, from, seen: None, overflowed: AtomicU64::new(0) }
     }
 
     /// Converts floating point parameters to `dtype`. Optimizer state and integers keep their dtypes.
@@ -132,7 +134,7 @@ impl<'a> View<'a> {
         if !dtype.is_float() {
             return Err(Error::Argument(format!("can't convert parameters to {dtype}; choose bf16, f16 or f32")));
         }
-        for (name, tensor) in &mut self.tensors {
+        for (name, tensor) in &mut self.index.tensors {
             if tensor.dtype.is_float() && self.prefix.fqn(&self.from[name]).is_some() {
                 tensor.dtype = dtype;
                 // The checksums are of the unconverted bytes.
@@ -149,10 +151,10 @@ impl<'a> View<'a> {
     /// [`Error::MissingTensor`] if `of` does not exist; [`Error::Argument`] if `alias` exists.
     pub fn alias(mut self, alias: &str, of: &str) -> Result<Self> {
         let tensor = self.tensor(of)?.clone();
-        if self.tensors.contains_key(alias) {
+        if self.tensors().contains_key(alias) {
             return Err(Error::Argument(format!("{} already has a tensor \"{alias}\"", self.path().display())));
         }
-        self.tensors.insert(alias.to_string(), tensor);
+        self.index.tensors.insert(alias.to_string(), tensor);
         self.from.insert(alias.to_string(), self.from[of].clone());
         Ok(self)
     }
@@ -173,7 +175,7 @@ impl<'a> View<'a> {
     pub fn converted(&self) -> Vec<([DType; 2], usize)> {
         let mut converted = Vec::<([DType; 2], usize)>::new();
         for (new, old) in &self.from {
-            let dtypes = [self.source.tensors()[old].dtype, self.tensors[new].dtype];
+            let dtypes = [self.source.tensors()[old].dtype, self.tensors()[new].dtype];
             match converted.iter_mut().find(|(known, _)| *known == dtypes) {
                 Some((_, count)) => *count += 1,
                 None if dtypes[0] != dtypes[1] => converted.push((dtypes, 1)),
@@ -191,33 +193,13 @@ impl<'a> View<'a> {
 
 impl Debug for View<'_> {
     fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("View").field("source", &self.source).field("tensors", &self.tensors).finish_non_exhaustive()
+        f.debug_struct("View").field("source", &self.source).field("tensors", self.tensors()).finish_non_exhaustive()
     }
 }
 
 impl TensorSource for View<'_> {
-    fn path(&self) -> &Path {
-        self.source.path()
-    }
-
-    fn format(&self) -> Format {
-        self.source.format()
-    }
-
-    fn mesh(&self) -> Option<&MeshLayout> {
-        self.source.mesh()
-    }
-
-    fn tensors(&self) -> &BTreeMap<String, TensorEntry> {
-        &self.tensors
-    }
-
-    fn files(&self) -> &BTreeMap<String, FileEntry> {
-        self.source.files()
-    }
-
-    fn values(&self) -> &Map<String, Value> {
-        self.source.values()
+    fn index(&self) -> &SourceIndex {
+        &self.index
     }
 
     fn read(&self, fqn: &str, region: &Region, into: &mut [u8]) -> Result<()> {
@@ -234,7 +216,8 @@ impl TensorSource for View<'_> {
                 let reason = format!("{from} can't be converted to {to}");
                 return Err(Error::InvalidRead { tensor: fqn.to_string(), reason });
             }
-            self.overflowed.fetch_add(infinities(into, to) - infinities(&bytes, from), Ordering::Relaxed);
+            let infinite = |dtype, bytes: &[u8]| count_non_finite(dtype, bytes).map_or(0, |(_, [_, count])| count);
+            self.overflowed.fetch_add(infinite(to, into) - infinite(from, &bytes), Ordering::Relaxed);
             bytes.len()
         };
         if let Some(seen) = self.seen {
@@ -251,8 +234,8 @@ impl TensorSource for View<'_> {
 /// [`crate::Error::AlreadyExists`] if `dst` exists; [`crate::Error::Io`]; the errors of [`TensorSource::read`].
 pub fn write_fsdp(dst: &Path, source: &dyn TensorSource, mesh: &MeshLayout) -> Result<WriteSummary> {
     let plan = plan_for(source, mesh)?;
-    let staging = stage(dst)?;
-    let store = open_staging(dst, &staging.name())?;
+    let staging = location(dst)?.stage()?;
+    let store = location(dst)?.open_staging(&staging.name())?;
     let (mut files, mut tensors) = (BTreeMap::new(), BTreeMap::new());
     for (fqn, tensor) in &plan {
         let (dtype, shape) = (tensor.dtype, tensor.shape.clone());
@@ -285,13 +268,7 @@ fn plan_for(source: &dyn TensorSource, mesh: &MeshLayout) -> Result<Plan> {
                 placements[last] = Placement::Shard(0);
             }
             let region = local_region(shape, mesh, &coordinate, &placements)?;
-            of_rank.push(ShardInfo {
-                fqn: fqn.clone(),
-                dtype: *dtype,
-                shape: shape.clone(),
-                offsets: region.offsets,
-                sizes: region.sizes,
-            });
+            of_rank.push(ShardInfo { fqn: fqn.clone(), dtype: *dtype, shape: shape.clone(), region });
         }
         claims.push(of_rank);
     }
@@ -306,34 +283,15 @@ fn write_rank(
     rank: usize,
     tensors: &mut BTreeMap<String, TensorEntry>,
 ) -> Result<Option<FileEntry>> {
-    let mut own = Vec::new();
-    let mut entries = Vec::new();
-    for (fqn, tensor) in plan {
-        if let Some(chunk) = tensor.chunks.iter().find(|chunk| chunk.writer == rank) {
-            own.push((fqn, &chunk.region));
-            let shape = chunk.region.sizes.clone();
-            entries.push(Entry { name: fqn.clone(), dtype: tensor.dtype, shape });
-        }
-    }
+    let own = own_chunks(plan, rank);
     if own.is_empty() {
         return Ok(None);
     }
-    let metadata = sharding::metadata(own.iter().map(|(fqn, region)| (fqn.as_str(), &region.offsets[..])))?;
     let file = file_name(rank);
-    let written = write_file(store, &file, &entries, &metadata, &mut |index, sink| {
-        let (fqn, region) = own[index];
-        stream(source, fqn, region, sink)
-    })?;
-    for ((fqn, region), crc) in own.into_iter().zip(written.checksums) {
+    let written = write_chunks(store, &file, &own, |own, sink| stream(source, own.fqn, own.region, sink))?;
+    for (OwnChunk { fqn, region, .. }, crc) in own.into_iter().zip(written.checksums) {
         if let Some(tensor) = tensors.get_mut(fqn) {
-            let (offsets, sizes) = (region.offsets.clone(), region.sizes.clone());
-            tensor.chunks.push(ChunkEntry {
-                offsets,
-                sizes,
-                file: file.clone(),
-                copies: Vec::new(),
-                crc32c: Some(crc),
-            });
+            tensor.chunks.push(ChunkEntry { crc32c: Some(crc), ..ChunkEntry::new(&file, region.clone()) });
         }
     }
     Ok(Some(FileEntry { bytes: written.bytes, header_crc32c: Some(written.header_crc32c), host: None }))

@@ -68,4 +68,6 @@ pub use load::{LoadOptions, LoadReport, LoadTensor, MODEL, ModelPrefix, Strict, 
 pub use open::open;
 pub use region::blocks;
 pub use safetensors::{SafetensorsFile, TensorInfo};
-pub use source::{Checksums, ChunkEntry, FileEntry, Format, TensorEntry, TensorSource, Verified, WriteSummary, stream};
+pub use source::{
+    Checksums, ChunkEntry, FileEntry, Format, SourceIndex, TensorEntry, TensorSource, Verified, WriteSummary, stream,
+};

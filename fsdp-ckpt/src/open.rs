@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use crate::hf::{HfModel, INDEX};
-use crate::store::{is_file, store};
+use crate::store::location;
 use crate::torch::{BIN, BIN_INDEX, METADATA, TorchDcp, TorchFile};
 use crate::{Checkpoint, Error, MANIFEST, Result, TensorSource, latest};
 
@@ -14,14 +14,14 @@ use crate::{Checkpoint, Error, MANIFEST, Result, TensorSource, latest};
 /// # Errors
 /// [`Error::NotFound`] if no format is detected; errors of the format.
 pub fn open(path: &Path) -> Result<Box<dyn TensorSource>> {
-    if is_file(path)? {
+    if location(path)?.is_file()? {
         return Ok(if TorchFile::is_one(path)? {
             Box::new(TorchFile::open(path)?)
         } else {
             Box::new(HfModel::open_file(path)?)
         });
     }
-    let store = store(path)?;
+    let store = location(path)?.store()?;
     if store.size(MANIFEST)?.is_some() {
         return Ok(Box::new(Checkpoint::open(path)?));
     }

@@ -140,6 +140,12 @@ pub struct ChunkEntry {
 }
 
 impl ChunkEntry {
+    /// Creates the entry of a region in a file, without copies and without a checksum.
+    pub fn new(file: impl Into<String>, region: Region) -> Self {
+        let Region { offsets, sizes } = region;
+        ChunkEntry { offsets, sizes, file: file.into(), copies: Vec::new(), crc32c: None }
+    }
+
     /// Returns the region.
     pub fn region(&self) -> Region {
         Region { offsets: self.offsets.clone(), sizes: self.sizes.clone() }
@@ -169,21 +175,97 @@ pub struct Verified {
     pub bytes: u64,
 }
 
+/// What a checkpoint or model contains, without the bytes of its tensors.
+#[derive(Clone, Debug)]
+pub struct SourceIndex {
+    /// Path.
+    pub path: PathBuf,
+    /// Format.
+    pub format: Format,
+    /// Mesh that saved it, if the format records it.
+    pub mesh: Option<MeshLayout>,
+    /// Tensors of dtypes that [`fsdp_core::DType`] has, by name.
+    pub tensors: BTreeMap<String, TensorEntry>,
+    /// Dtypes of tensors that can't be read, by name.
+    pub unreadable: BTreeMap<String, String>,
+    /// Files by name.
+    pub files: BTreeMap<String, FileEntry>,
+    /// Files that are missing here, each with the host that wrote it ([`crate::HostDirs`]).
+    pub missing: BTreeMap<String, String>,
+    /// Non-tensor state.
+    pub values: Map<String, Value>,
+}
+
+impl SourceIndex {
+    /// Creates the index of a source without contents.
+    pub fn new(path: &Path, format: Format) -> Self {
+        SourceIndex {
+            path: path.to_path_buf(),
+            format,
+            mesh: None,
+            tensors: BTreeMap::new(),
+            unreadable: BTreeMap::new(),
+            files: BTreeMap::new(),
+            missing: BTreeMap::new(),
+            values: Map::new(),
+        }
+    }
+
+    /// Returns a tensor's entry.
+    ///
+    /// # Errors
+    /// [`Error::MissingTensor`]; [`Error::UnsupportedDTypes`].
+    pub fn tensor(&self, fqn: &str) -> Result<&TensorEntry> {
+        if let Some(tensor) = self.tensors.get(fqn) {
+            return Ok(tensor);
+        }
+        let (path, tensor) = (self.path.clone(), fqn.to_string());
+        Err(match self.unreadable.get(fqn) {
+            Some(dtype) => Error::UnsupportedDTypes { path, tensors: [(tensor, dtype.clone())].into() },
+            None => {
+                let hint = did_you_mean(fqn, self.tensors.keys().map(String::as_str));
+                Error::MissingTensor { path, tensor, hint }
+            }
+        })
+    }
+
+    /// Returns the chunk of a tensor at an index of [`TensorEntry::chunks`].
+    ///
+    /// # Errors
+    /// The errors of [`SourceIndex::tensor`]; [`Error::InvalidRead`] if there is no such chunk.
+    pub fn chunk(&self, fqn: &str, at: usize) -> Result<&ChunkEntry> {
+        let chunks = &self.tensor(fqn)?.chunks;
+        chunks.get(at).ok_or_else(|| {
+            let reason = format!("chunk {at} was requested, but it has only {}", chunks.len());
+            Error::InvalidRead { tensor: fqn.to_string(), reason }
+        })
+    }
+}
+
 /// Tensors by name in a checkpoint or model of any format. Threads may read concurrently.
 pub trait TensorSource: Debug + Send + Sync {
+    /// Returns the contents.
+    fn index(&self) -> &SourceIndex;
+
     /// Returns the path.
-    fn path(&self) -> &Path;
+    fn path(&self) -> &Path {
+        &self.index().path
+    }
 
     /// Returns the format.
-    fn format(&self) -> Format;
+    fn format(&self) -> Format {
+        self.index().format
+    }
 
     /// Returns the mesh that saved it, if the format records it.
     fn mesh(&self) -> Option<&MeshLayout> {
-        None
+        self.index().mesh.as_ref()
     }
 
     /// Returns all tensors of dtypes that [`fsdp_core::DType`] has, by name.
-    fn tensors(&self) -> &BTreeMap<String, TensorEntry>;
+    fn tensors(&self) -> &BTreeMap<String, TensorEntry> {
+        &self.index().tensors
+    }
 
     /// Returns the bytes of all tensors.
     fn bytes(&self) -> u64 {
@@ -192,14 +274,18 @@ pub trait TensorSource: Debug + Send + Sync {
 
     /// Returns the dtypes of tensors that can't be read, by name.
     fn unreadable(&self) -> &BTreeMap<String, String> {
-        const { &BTreeMap::new() }
+        &self.index().unreadable
     }
 
     /// Returns the files by name.
-    fn files(&self) -> &BTreeMap<String, FileEntry>;
+    fn files(&self) -> &BTreeMap<String, FileEntry> {
+        &self.index().files
+    }
 
     /// Returns the non-tensor state.
-    fn values(&self) -> &Map<String, Value>;
+    fn values(&self) -> &Map<String, Value> {
+        &self.index().values
+    }
 
     /// Reads a region of a tensor into `into`, row-major. Reads only the bytes of the region.
     ///
@@ -224,25 +310,25 @@ pub trait TensorSource: Debug + Send + Sync {
     /// # Errors
     /// The errors of [`TensorSource::read`]; [`Error::InvalidRead`] if there is no such chunk.
     fn verify_chunk(&self, fqn: &str, chunk: usize, seen: &mut dyn FnMut(u64)) -> Result<()> {
-        let tensor = self.tensor(fqn)?;
-        let Some(chunk) = tensor.chunks.get(chunk) else {
-            let reason = format!("it has {} chunks, but another one was requested", tensor.chunks.len());
-            return Err(Error::InvalidRead { tensor: fqn.to_string(), reason });
-        };
-        stream(self, fqn, &chunk.region(), &mut |bytes| {
+        stream(self, fqn, &self.index().chunk(fqn, chunk)?.region(), &mut |bytes| {
             seen(bytes.len() as u64);
             Ok(())
         })
     }
 
-    /// Verifies one rank's share of the chunks. All `ranks` together verify each chunk once.
+    /// Verifies one rank's share of the chunks, except those of [missing](SourceIndex::missing) files. All `ranks`
+    /// together verify each chunk once.
     ///
     /// # Errors
     /// The errors of [`TensorSource::verify`].
     fn verify_share(&self, rank: usize, ranks: usize) -> Result<Verified> {
-        let mut verified = Verified { files: self.files().len(), ..Verified::default() };
-        let chunks =
-            self.tensors().iter().flat_map(|(fqn, tensor)| (0..tensor.chunks.len()).map(move |chunk| (fqn, chunk)));
+        let SourceIndex { tensors, files, missing, .. } = self.index();
+        let mut verified = Verified { files: files.len() - missing.len(), ..Verified::default() };
+        let is_here = |chunk: &ChunkEntry| chunk.files().any(|name| !missing.contains_key(name));
+        let chunks = tensors.iter().flat_map(|(fqn, tensor)| {
+            let here = tensor.chunks.iter().enumerate().filter(|(_, chunk)| is_here(chunk));
+            here.map(move |(at, _)| (fqn, at))
+        });
         for (fqn, chunk) in chunks.skip(rank).step_by(ranks.max(1)) {
             self.verify_chunk(fqn, chunk, &mut |bytes| verified.bytes += bytes)?;
             verified.chunks += 1;
@@ -263,17 +349,7 @@ pub trait TensorSource: Debug + Send + Sync {
     /// # Errors
     /// [`Error::MissingTensor`]; [`Error::UnsupportedDTypes`].
     fn tensor(&self, fqn: &str) -> Result<&TensorEntry> {
-        if let Some(tensor) = self.tensors().get(fqn) {
-            return Ok(tensor);
-        }
-        let (path, tensor) = (self.path().to_path_buf(), fqn.to_string());
-        Err(match self.unreadable().get(fqn) {
-            Some(dtype) => Error::UnsupportedDTypes { path, tensors: [(tensor, dtype.clone())].into() },
-            None => {
-                let hint = did_you_mean(fqn, self.tensors().keys().map(String::as_str));
-                Error::MissingTensor { path, tensor, hint }
-            }
-        })
+        self.index().tensor(fqn)
     }
 }
 

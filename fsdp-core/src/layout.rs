@@ -7,6 +7,8 @@
 
 use std::ops::Range;
 
+use serde::{Deserialize, Serialize};
+
 use crate::{Error, MeshLayout, Placement, Result};
 
 /// Returns the box of a tensor of shape `shape` that the rank at `coordinate` of `mesh` holds under `placements` (one a
@@ -74,7 +76,7 @@ pub fn chunk_range(n: usize, chunks: usize, index: usize) -> Range<usize> {
 }
 
 /// A box of a global tensor: its offset and its extent in every dimension.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Region {
     /// First index in every dimension.
     pub offsets: Vec<usize>,

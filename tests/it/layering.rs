@@ -14,7 +14,7 @@ const LAYERS: [(&str, &str); 5] = [
     ),
     (
         "fsdp-ckpt",
-        "cast escape file_names error region store checksum source safetensors checkpoint load convert diff finite hf \
+        "cast escape file_names error region store checksum source safetensors checkpoint load finite convert diff hf \
         torch open",
     ),
     ("fsdp-launch", "spec report error rendezvous pmi rank job program cli watch output launch"),
@@ -24,7 +24,7 @@ const LAYERS: [(&str, &str); 5] = [
         data_parallel initializer world dtensor fsdp activation_checkpoint display gradcheck nn optim state_dict \
         doc_example",
     ),
-    ("examples", "console data generate job writable metrics models progress ranks schedule tensorboard"),
+    ("examples", "console data flags generate job writable metrics models progress ranks schedule tensorboard"),
 ];
 
 /// Splits code at everything that is not an identifier.

@@ -1,6 +1,8 @@
 //! Agreement of all ranks on the outcome of a phase.
 
 use fsdp_core::ProcessGroup;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 use crate::checkpoint::hosts::Hosts;
 use crate::error::chain;
@@ -14,12 +16,36 @@ pub(crate) fn agree<T>(group: &ProcessGroup, phase: &'static str, outcome: Resul
         Err(Error::Group(_)) => return outcome,
         Err(error) => chain(error).into_bytes(),
     };
-    let messages = group.gather_bytes(message)?;
-    let Some((rank, cause)) = messages.iter().enumerate().find(|(_, message)| !message.is_empty()) else {
-        return outcome;
-    };
+    let Some((rank, cause)) = first_message(group, message)? else { return outcome };
     let error = if rank == group.rank() { outcome.err().map(Box::new) } else { None };
-    Err(Error::Rank { rank, phase, cause: String::from_utf8_lossy(cause).into_owned(), error })
+    Err(Error::Rank { rank, phase, cause, error })
+}
+
+/// Returns the first message that is not empty, with its rank.
+pub(crate) fn first_message(group: &ProcessGroup, message: Vec<u8>) -> fsdp_core::Result<Option<(usize, String)>> {
+    let messages = group.gather_bytes(message)?;
+    let first = messages.iter().enumerate().find(|(_, message)| !message.is_empty());
+    Ok(first.map(|(rank, message)| (rank, String::from_utf8_lossy(message).into_owned())))
+}
+
+/// Returns every rank's value, by rank, if all ranks have one, else the first failed rank's error on every rank.
+pub(crate) fn exchange<T: Serialize + DeserializeOwned>(
+    group: &ProcessGroup,
+    phase: &'static str,
+    own: Result<T>,
+) -> Result<Vec<T>> {
+    let message = own.and_then(|own| {
+        serde_json::to_vec(&own).map_err(|error| Error::Argument(format!("can't write the message: {error}")))
+    });
+    let messages = group.gather_bytes(agree(group, phase, message)?)?;
+    let read = |(rank, message): (usize, &Vec<u8>)| {
+        serde_json::from_slice(message).map_err(|error| {
+            Error::Argument(format!(
+                "rank {rank} sent a message that can't be read ({error}); do all ranks run the same program?"
+            ))
+        })
+    };
+    messages.iter().enumerate().map(read).collect()
 }
 
 /// Runs `make` on rank 0 and returns its text, or its error, on every rank.

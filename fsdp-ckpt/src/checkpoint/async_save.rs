@@ -11,7 +11,7 @@ use std::thread::JoinHandle;
 use fsdp_core::{Buffer, ProcessGroup, Readable};
 use rayon::prelude::*;
 
-use crate::checkpoint::agree::agree;
+use crate::checkpoint::agree::{agree, first_message};
 use crate::error::chain;
 use crate::safetensors::read_bytes;
 use crate::store::split;
@@ -114,10 +114,7 @@ impl AsyncSaver {
         self.save_with(dir, state, &SaveOptions::default())
     }
 
-    /// [`AsyncSaver::save`] with options.
-    ///
-    /// # Errors
-    /// As [`AsyncSaver::save`].
+    /// [`AsyncSaver::save`] with options. Has the same errors.
     pub fn save_with(&mut self, dir: &Path, state: &SaveState, options: &SaveOptions) -> Result<()> {
         let _span = fsdp_core::heartbeat::span("checkpoint save", "");
         if self.when_busy == WhenBusy::Refuse {
@@ -157,24 +154,16 @@ impl AsyncSaver {
         let _span = fsdp_core::heartbeat::span("wait for checkpoint save", "");
         let outcome = self.running.take().map(Running::join).transpose();
         let message = outcome.as_ref().err().map(|error| chain(error).into_bytes()).unwrap_or_default();
-        let messages = match self.group.gather_bytes(message) {
-            Ok(messages) => messages,
-            Err(error) => {
-                self.own = None;
-                return outcome.and(Err(error.into()));
-            }
+        let error = match first_message(&self.group, message) {
+            Ok(None) => return outcome,
+            Ok(Some((rank, cause))) => Error::Rank { rank, phase: "save in the background", cause, error: None },
+            Err(error) => error.into(),
         };
-        let failed = messages.iter().enumerate().find(|(_, message)| !message.is_empty());
-        let Some((rank, cause)) = failed else { return outcome };
         self.own = None;
-        let cause = String::from_utf8_lossy(cause).into_owned();
-        outcome.and(Err(Error::Rank { rank, phase: "save in the background", cause, error: None }))
+        outcome.and(Err(error))
     }
 
-    /// Waits for the last save and drops the saver.
-    ///
-    /// # Errors
-    /// As [`AsyncSaver::wait`].
+    /// Waits for the last save, like [`AsyncSaver::wait`], and drops the saver.
     pub fn finish(mut self) -> Result<Option<SaveSummary>> {
         self.wait()
     }
@@ -187,9 +176,8 @@ impl AsyncSaver {
     fn refuse_when_busy(&self) -> Result<()> {
         let busy = self.running.as_ref().filter(|_| self.is_busy());
         let message = busy.map(|running| running.path.display().to_string().into_bytes()).unwrap_or_default();
-        let messages = self.group.gather_bytes(message)?;
-        match messages.iter().enumerate().find(|(_, message)| !message.is_empty()) {
-            Some((rank, path)) => Err(Error::Busy { path: String::from_utf8_lossy(path).into_owned().into(), rank }),
+        match first_message(&self.group, message)? {
+            Some((rank, path)) => Err(Error::Busy { path: path.into(), rank }),
             None => Ok(()),
         }
     }

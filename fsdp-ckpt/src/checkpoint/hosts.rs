@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use fsdp_core::ProcessGroup;
 use serde::{Deserialize, Serialize};
 
-use crate::checkpoint::agree::agree;
+use crate::checkpoint::agree::{agree, exchange};
 use crate::checkpoint::run_dir::{
     all_resolved, candidates, links_to_nothing, name_before_quarantine, names, remove, resolved, step_of,
 };
@@ -206,7 +206,7 @@ impl HostDirs {
             Some(Ok(part)) => Found::Part { id: part.id(), missing: part.missing().clone() },
             Some(Err(error)) => Found::Bad { damaged: error.is_damage(), why: chain(error) },
         };
-        let all: Vec<Found> = self.exchange(&found)?;
+        let all = exchange(&self.group, "open the checkpoint", Ok(found))?;
         self.check_parts(dir, &all)?;
         // Already an error above.
         opened.unwrap_or_else(|| Err(Error::Incomplete { path: dir.to_path_buf() }))
@@ -367,25 +367,13 @@ impl HostDirs {
                 links: links.into_iter().filter_map(|(link, to)| Some((name(&link)?, to))).collect(),
             })
         };
-        let own = agree(&self.group, "list its checkpoints", own())?;
         let mut all = Listing::default();
-        for Listing { steps, quarantined, links } in self.exchange(&own)? {
+        for Listing { steps, quarantined, links } in exchange(&self.group, "list its checkpoints", own())? {
             all.steps.extend(steps);
             all.quarantined.extend(quarantined);
             all.links.extend(links);
         }
         Ok(all)
-    }
-
-    /// Returns every rank's value, by rank.
-    fn exchange<T: Serialize + for<'a> Deserialize<'a>>(&self, own: &T) -> Result<Vec<T>> {
-        let text = serde_json::to_vec(own).map_err(|error| Error::Argument(format!("can't send the list: {error}")));
-        let messages = self.group.gather_bytes(agree(&self.group, "list what is there", text)?)?;
-        let read = |(rank, message): (usize, &Vec<u8>)| {
-            serde_json::from_slice(message)
-                .map_err(|error| Error::Argument(format!("rank {rank} sent a list that can't be read: {error}")))
-        };
-        messages.iter().enumerate().map(read).collect()
     }
 }
 

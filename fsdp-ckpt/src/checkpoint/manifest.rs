@@ -299,7 +299,7 @@ pub(crate) fn append_checksum(text: &mut Vec<u8>) {
     if text.ends_with(b"\n}") {
         text.truncate(text.len() - 2);
     }
-    let end = end(checksum(text));
+    let end = end(Checksum::of(&[text]));
     text.extend(end);
 }
 
@@ -311,18 +311,12 @@ pub(crate) fn check_trailer(text: &[u8]) -> Trailer {
         return Trailer::Absent;
     };
     let (body, rest) = text.split_at(from + at);
-    let found = checksum(body);
+    let found = Checksum::of(&[body]);
     if rest == end(found) { Trailer::Valid } else { Trailer::Wrong(found) }
 }
 
 fn end(checksum: u32) -> Vec<u8> {
     [FIELD, checksum.to_string().as_bytes(), b"\n}\n"].concat()
-}
-
-fn checksum(text: &[u8]) -> u32 {
-    let mut checksum = Checksum::new();
-    checksum.update(text);
-    checksum.value()
 }
 
 #[cfg(test)]

@@ -18,16 +18,14 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Mutex;
 
-use fsdp_core::MeshLayout;
 use fsdp_core::layout::Region;
-use serde_json::{Map, Value};
 
 use self::manifest::Manifest;
 use crate::error::io_error;
 use crate::safetensors::chunked::ChunkedTensors;
-use crate::source::{FileEntry, TensorEntry};
-use crate::store::store;
-use crate::{Checksums, Error, Format, MANIFEST, Result, TensorSource, Verified};
+use crate::source::SourceIndex;
+use crate::store::location;
+use crate::{Checksums, Error, Format, MANIFEST, Result, TensorSource};
 
 pub(crate) mod agree;
 pub(crate) mod async_save;
@@ -45,12 +43,10 @@ pub(crate) mod writable;
 #[derive(Debug)]
 pub struct Checkpoint {
     chunked: ChunkedTensors,
-    values: Map<String, Value>,
     world_size: usize,
     created_by: String,
     is_finite: bool,
     checksums: Checksums,
-    mesh: MeshLayout,
     id: (u64, Option<u32>),
 }
 
@@ -63,17 +59,17 @@ impl Checkpoint {
     /// [`Error::MissingParts`] when files are missing that another host wrote; [`Error::Io`].
     pub fn open(dir: &Path) -> Result<Self> {
         let checkpoint = Self::open_part(dir)?;
-        match checkpoint.missing().is_empty() {
-            true => Ok(checkpoint),
-            false => Err(checkpoint.chunked.missing_parts(checkpoint.missing().keys())),
+        match checkpoint.missing() {
+            none if none.is_empty() => Ok(checkpoint),
+            files => Err(Error::MissingParts { path: dir.to_path_buf(), files: files.clone() }),
         }
     }
 
     /// Opens a checkpoint of which files of other hosts may be missing.
     pub(crate) fn open_part(dir: &Path) -> Result<Self> {
-        let store = store(dir)?;
+        let store = location(dir)?.store()?;
         let (manifest, mesh, id) = Manifest::read(&*store)?;
-        let mut missing = BTreeMap::new();
+        let mut index = SourceIndex::new(dir, Format::Fsdp);
         for (name, entry) in &manifest.files {
             if store.link(name).is_some() {
                 let reason = "it is a symbolic link; replace it by a copy of the file";
@@ -81,7 +77,7 @@ impl Checkpoint {
             }
             let Some(bytes) = store.size(name)? else {
                 if let Some(host) = &entry.host {
-                    missing.insert(name.clone(), host.clone());
+                    index.missing.insert(name.clone(), host.clone());
                     continue;
                 }
                 return Err(Error::NotFound {
@@ -96,14 +92,14 @@ impl Checkpoint {
         }
         let checksums = if manifest.covers_everything() { Checksums::Everything } else { Checksums::Tensors };
         let Manifest { created_by, world_size, finite: is_finite, values, files, tensors, .. } = manifest;
-        let described_by = dir.join(MANIFEST);
-        let chunked = ChunkedTensors { store, described_by, tensors, files, missing, open: Mutex::default() };
-        Ok(Checkpoint { chunked, values, world_size, created_by, is_finite, checksums, mesh, id })
+        let index = SourceIndex { mesh: Some(mesh), tensors, files, values, ..index };
+        let chunked = ChunkedTensors { index, store, described_by: dir.join(MANIFEST), open: Mutex::default() };
+        Ok(Checkpoint { chunked, world_size, created_by, is_finite, checksums, id })
     }
 
     /// Returns the missing files, each with the host that wrote it.
     pub(crate) fn missing(&self) -> &BTreeMap<String, String> {
-        &self.chunked.missing
+        &self.chunked.index.missing
     }
 
     /// Returns the length and the checksum of the manifest, which identify the save.
@@ -129,54 +125,21 @@ impl Checkpoint {
 }
 
 impl TensorSource for Checkpoint {
-    fn path(&self) -> &Path {
-        self.chunked.store.path()
-    }
-
-    fn format(&self) -> Format {
-        Format::Fsdp
-    }
-
-    fn mesh(&self) -> Option<&MeshLayout> {
-        Some(&self.mesh)
-    }
-
-    fn tensors(&self) -> &BTreeMap<String, TensorEntry> {
-        &self.chunked.tensors
-    }
-
-    fn files(&self) -> &BTreeMap<String, FileEntry> {
-        &self.chunked.files
-    }
-
-    fn values(&self) -> &Map<String, Value> {
-        &self.values
+    fn index(&self) -> &SourceIndex {
+        &self.chunked.index
     }
 
     /// Verifies the checksum of each chunk that is read as a whole. [`TensorSource::verify_share`] verifies all chunks.
     fn read(&self, fqn: &str, region: &Region, into: &mut [u8]) -> Result<()> {
-        self.chunked.read(fqn, self.tensor(fqn)?, region, into)
+        self.chunked.read(fqn, region, into)
     }
 
     fn checksums(&self) -> Checksums {
         self.checksums
     }
 
-    /// Verifies the existing files of one host's part, copies included.
-    fn verify_share(&self, rank: usize, ranks: usize) -> Result<Verified> {
-        let mut verified = Verified { files: self.files().len() - self.missing().len(), ..Verified::default() };
-        let chunks = self.tensors().iter().flat_map(|(fqn, tensor)| {
-            let here = tensor.chunks.iter().enumerate().filter(|(_, chunk)| self.chunked.has_chunk(chunk));
-            here.map(move |(at, _)| (fqn, at))
-        });
-        for (fqn, chunk) in chunks.skip(rank).step_by(ranks.max(1)) {
-            self.verify_chunk(fqn, chunk, &mut |bytes| verified.bytes += bytes)?;
-            verified.chunks += 1;
-        }
-        Ok(verified)
-    }
-
+    /// Verifies the existing copies of the chunk.
     fn verify_chunk(&self, fqn: &str, chunk: usize, seen: &mut dyn FnMut(u64)) -> Result<()> {
-        self.chunked.verify_chunk(fqn, self.tensor(fqn)?, chunk, seen)
+        self.chunked.verify_chunk(fqn, chunk, seen)
     }
 }

@@ -8,9 +8,11 @@ use fsdp_core::layout::Region;
 use fsdp_core::{DType, ProcessGroup, Readable};
 use serde::{Deserialize, Serialize};
 
-use crate::checkpoint::agree::agree;
+use crate::checkpoint::agree::exchange;
 use crate::checkpoint::hosts::Hosts;
 use crate::region::{Bounds, TilingError, check_tiling, checked_bytes, fits};
+use crate::safetensors::{Entry, Sink, WrittenFile, sharding, write_file};
+use crate::store::Store;
 use crate::{Error, Result};
 
 /// A rank's shard of a global tensor.
@@ -50,8 +52,7 @@ pub(crate) struct ShardInfo {
     pub(crate) fqn: String,
     pub(crate) dtype: DType,
     pub(crate) shape: Vec<usize>,
-    pub(crate) offsets: Vec<usize>,
-    pub(crate) sizes: Vec<usize>,
+    pub(crate) region: Region,
 }
 
 /// A chunk and the rank that writes it. A rank writes at most one chunk of each tensor.
@@ -80,6 +81,42 @@ pub(crate) struct PlannedTensor {
 /// Planned tensors by name.
 pub(crate) type Plan = BTreeMap<String, PlannedTensor>;
 
+/// A chunk that a rank writes.
+pub(crate) struct OwnChunk<'a> {
+    pub(crate) fqn: &'a str,
+    pub(crate) dtype: DType,
+    pub(crate) region: &'a Region,
+}
+
+impl OwnChunk<'_> {
+    pub(crate) fn bytes(&self) -> usize {
+        self.region.elements() * self.dtype.size()
+    }
+}
+
+/// Returns the chunks that a rank writes, in the order of the plan.
+pub(crate) fn own_chunks(plan: &Plan, rank: usize) -> Vec<OwnChunk<'_>> {
+    let mut own = Vec::new();
+    for (fqn, PlannedTensor { dtype, chunks, .. }) in plan {
+        let written = chunks.iter().filter(|chunk| chunk.writers().any(|writer| writer == rank));
+        own.extend(written.map(|chunk| OwnChunk { fqn, dtype: *dtype, region: &chunk.region }));
+    }
+    own
+}
+
+/// Writes a rank's chunks as the file `name`. `data` passes the bytes of a chunk to a sink.
+pub(crate) fn write_chunks(
+    store: &dyn Store,
+    name: &str,
+    own: &[OwnChunk<'_>],
+    mut data: impl FnMut(&OwnChunk<'_>, &mut Sink<'_>) -> Result<()>,
+) -> Result<WrittenFile> {
+    let entry = |own: &OwnChunk<'_>| Entry { name: own.fqn.into(), dtype: own.dtype, shape: own.region.sizes.clone() };
+    let entries: Vec<Entry> = own.iter().map(entry).collect();
+    let metadata = sharding::metadata(own.iter().map(|own| (own.fqn, &own.region.offsets[..])))?;
+    write_file(store, name, &entries, &metadata, &mut |index, sink| data(&own[index], sink))
+}
+
 /// Exchanges the ranks' lists of shards and plans the save. Collective. `subject` describes the save and must be the
 /// same on every rank.
 pub(crate) fn exchange_plan(
@@ -88,26 +125,16 @@ pub(crate) fn exchange_plan(
     subject: &str,
     shards: &[TensorShard],
 ) -> Result<Plan> {
-    let claims = claims(shards).and_then(|claims| {
-        serde_json::to_vec(&(subject, claims))
-            .map_err(|error| Error::Argument(format!("can't list the shards: {error}")))
-    });
-    let message = agree(group, "list its shards", claims)?;
-    let mut all = Vec::<Vec<ShardInfo>>::with_capacity(group.size());
-    let mut first: Option<String> = None;
-    for (rank, message) in group.gather_bytes(message)?.iter().enumerate() {
-        let (theirs, claims): (String, Vec<ShardInfo>) = serde_json::from_slice(message).map_err(|error| {
-            Error::Argument(format!("rank {rank} sent a list of shards that can't be read: {error}"))
-        })?;
-        let first = first.get_or_insert_with(|| theirs.clone());
-        if *first != theirs {
-            return Err(Error::Argument(format!(
-                "the ranks save different things: rank 0 saves {first}, rank {rank} saves {theirs}"
-            )));
-        }
-        all.push(claims);
+    let own = claims(shards).map(|claims| (subject.to_string(), claims));
+    let (subjects, claims): (Vec<String>, Vec<_>) = exchange(group, "list its shards", own)?.into_iter().unzip();
+    let first = &subjects[0];
+    if let Some(rank) = subjects.iter().position(|subject| subject != first) {
+        return Err(Error::Argument(format!(
+            "the ranks save different things: rank 0 saves {first}, rank {rank} saves {}",
+            subjects[rank]
+        )));
     }
-    plan(&all, hosts)
+    plan(&claims, hosts)
 }
 
 /// Lists this rank's shards and checks what needs no other rank.
@@ -134,13 +161,8 @@ fn claims(shards: &[TensorShard]) -> Result<Vec<ShardInfo>> {
                 let (span, need, have) = (Bounds(&shard.region), shard.region.elements(), shard.data.len());
                 return fail(format!("{span} has {need} elements, its data has {have}"));
             }
-            Ok(ShardInfo {
-                fqn: shard.fqn.clone(),
-                dtype,
-                shape: shard.shape.clone(),
-                offsets: shard.region.offsets.clone(),
-                sizes: shard.region.sizes.clone(),
-            })
+            let (fqn, shape, region) = (shard.fqn.clone(), shard.shape.clone(), shard.region.clone());
+            Ok(ShardInfo { fqn, dtype, shape, region })
         })
         .collect()
 }
@@ -159,15 +181,19 @@ pub(crate) fn plan(claims: &[Vec<ShardInfo>], hosts: &Hosts) -> Result<Plan> {
     let mut chunks = Vec::new();
     for (&fqn, holders) in &tensors {
         holders.check(fqn)?;
-        chunks.extend(holders.held.iter().map(|(key, ranks)| ChunkToWrite {
+        let size = holders.claim.dtype.size();
+        let of_tensor = holders.held.iter();
+        chunks.extend(of_tensor.map(|(region, ranks)| ChunkToWrite {
             fqn,
-            key,
+            region,
             ranks,
-            bytes: holders.bytes(key),
+            bytes: region.elements() * size,
         }));
     }
     // Assign regions with a single holder first, then larger ones first, so that the rest evens out the load.
-    chunks.sort_by(|a, b| (a.ranks.len() > 1, b.bytes, a.fqn, a.key).cmp(&(b.ranks.len() > 1, a.bytes, b.fqn, b.key)));
+    chunks.sort_by(|a, b| {
+        (a.ranks.len() > 1, b.bytes, a.fqn, a.region).cmp(&(b.ranks.len() > 1, a.bytes, b.fqn, b.region))
+    });
     let mut load = vec![0usize; claims.len()];
     let mut plan = Plan::new();
     for chunk in chunks {
@@ -190,8 +216,7 @@ pub(crate) fn plan(claims: &[Vec<ShardInfo>], hosts: &Hosts) -> Result<Plan> {
             shape: claim.shape.clone(),
             chunks: Vec::new(),
         });
-        let region = Region { offsets: chunk.key.0.clone(), sizes: chunk.key.1.clone() };
-        planned.chunks.push(PlannedChunk { region, writer, copiers });
+        planned.chunks.push(PlannedChunk { region: chunk.region.clone(), writer, copiers });
     }
     for tensor in plan.values_mut() {
         tensor.chunks.sort_by(|a, b| a.region.offsets.cmp(&b.region.offsets));
@@ -199,13 +224,10 @@ pub(crate) fn plan(claims: &[Vec<ShardInfo>], hosts: &Hosts) -> Result<Plan> {
     Ok(plan)
 }
 
-/// Offsets and sizes of a region.
-type Key = (Vec<usize>, Vec<usize>);
-
 /// A region to assign to a writer.
 struct ChunkToWrite<'a> {
     fqn: &'a str,
-    key: &'a Key,
+    region: &'a Region,
     ranks: &'a [usize],
     bytes: usize,
 }
@@ -215,7 +237,7 @@ struct TensorHolders<'a> {
     /// First rank that has the tensor.
     rank: usize,
     claim: &'a ShardInfo,
-    held: BTreeMap<Key, Vec<usize>>,
+    held: BTreeMap<Region, Vec<usize>>,
 }
 
 impl<'a> TensorHolders<'a> {
@@ -231,30 +253,23 @@ impl<'a> TensorHolders<'a> {
         }
         // One rank writes a tensor without elements, so that it exists. Other empty shards are not written.
         if claim.shape.contains(&0) {
-            self.held.entry((vec![0; claim.shape.len()], claim.shape.clone())).or_default().push(rank);
-        } else if !claim.sizes.contains(&0) {
-            self.held.entry((claim.offsets.clone(), claim.sizes.clone())).or_default().push(rank);
+            self.held.entry(Region::whole(&claim.shape)).or_default().push(rank);
+        } else if !claim.region.is_empty() {
+            self.held.entry(claim.region.clone()).or_default().push(rank);
         }
         Ok(())
-    }
-
-    fn bytes(&self, key: &Key) -> usize {
-        key.1.iter().product::<usize>() * self.claim.dtype.size()
     }
 
     fn check(&self, fqn: &str) -> Result<()> {
         let shape = &self.claim.shape;
         let fail = |reason| Err(Error::InvalidShards { tensor: fqn.to_string(), reason });
-        let regions: Vec<(Region, usize)> = self
-            .held
-            .iter()
-            .map(|(key, ranks)| (Region { offsets: key.0.clone(), sizes: key.1.clone() }, ranks[0]))
-            .collect();
-        let all: Vec<&Region> = regions.iter().map(|(region, _)| region).collect();
-        match check_tiling(shape, &all) {
+        let regions: Vec<&Region> = self.held.keys().collect();
+        let holder = |region: &Region| self.held[region][0];
+        match check_tiling(shape, &regions) {
             Ok(()) => Ok(()),
             Err(TilingError::Overlap(a, b)) => {
-                let ((left, rank_a), (right, rank_b)) = (&regions[a], &regions[b]);
+                let (left, right) = (regions[a], regions[b]);
+                let (rank_a, rank_b) = (holder(left), holder(right));
                 fail(format!(
                     "rank {rank_a} holds {} and rank {rank_b} holds {} of shape {shape:?}: they overlap in part; \
                         shards must be equal or disjoint",
@@ -263,8 +278,8 @@ impl<'a> TensorHolders<'a> {
                 ))
             }
             Err(TilingError::Gap(missing)) => {
-                let held: Vec<String> =
-                    regions.iter().take(8).map(|(region, rank)| format!("rank {rank} {}", Bounds(region))).collect();
+                let held = regions.iter().take(8).map(|region| format!("rank {} {}", holder(region), Bounds(region)));
+                let held: Vec<String> = held.collect();
                 let more = regions.len().saturating_sub(8);
                 let more = if more > 0 { format!(" and {more} more") } else { String::new() };
                 let held = if held.is_empty() { "nothing".to_string() } else { held.join(", ") };
@@ -283,8 +298,7 @@ mod tests {
             fqn: fqn.into(),
             dtype: DType::F32,
             shape: shape.to_vec(),
-            offsets: offsets.to_vec(),
-            sizes: sizes.to_vec(),
+            region: Region { offsets: offsets.to_vec(), sizes: sizes.to_vec() },
         }
     }
 

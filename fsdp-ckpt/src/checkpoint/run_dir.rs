@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use crate::error::{chain, io_error};
 use crate::escape::escape;
-use crate::store::{MoveOutcome, as_local, move_dir, remove_dir, split, store};
+use crate::store::{MoveOutcome, as_local, location, move_dir, split};
 use crate::{Checkpoint, Error, MANIFEST, Result, TensorSource};
 
 /// Finds the newest whole checkpoint in `dir`: the one with the highest number at the end of its name, such as
@@ -93,7 +93,7 @@ pub(crate) fn newest_first(dir: &Path) -> Result<Vec<PathBuf>> {
 
 /// Returns the names of the directories in `dir`; empty if there is no directory.
 pub(crate) fn names(dir: &Path) -> Result<Vec<String>> {
-    match store(dir)?.dirs() {
+    match location(dir)?.store()?.dirs() {
         Err(Error::NotFound { .. }) => Ok(Vec::new()),
         names => names,
     }
@@ -241,7 +241,7 @@ pub(crate) fn remove(checkpoint: &Checkpoint, path: &Path) -> Result<bool> {
         tracing::warn!("keeping {}: it holds {other:?}, which is not part of the checkpoint", escape(path.display()));
         return Ok(false);
     }
-    let removed = remove_dir(path)?;
+    let removed = location(path)?.remove_dir()?;
     if removed {
         tracing::info!("removed {}", escape(path.display()));
     }
@@ -272,7 +272,7 @@ pub(crate) fn resolved(path: &Path) -> Result<PathBuf> {
 /// Returns a file in the directory that does not belong to the checkpoint, or the path itself if it is a link.
 fn other_than(checkpoint: &Checkpoint, path: &Path) -> Result<Option<PathBuf>> {
     let Some(path) = as_local(path)? else {
-        let store = store(path)?;
+        let store = location(path)?.store()?;
         let ours = |name: &String| name == MANIFEST || checkpoint.files().contains_key(name);
         return Ok(store.dirs()?.into_iter().chain(store.list()?).find(|name| !ours(name)).map(PathBuf::from));
     };

@@ -4,19 +4,20 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use fsdp_core::{MeshLayout, ProcessGroup};
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::checkpoint::agree::{agree, on_first_ranks, on_rank_0};
+use crate::checkpoint::agree::{agree, exchange, on_first_ranks, on_rank_0};
 use crate::checkpoint::hosts::Hosts;
 use crate::checkpoint::manifest::Manifest;
-use crate::checkpoint::plan::{Plan, exchange_plan};
+use crate::checkpoint::plan::{OwnChunk, Plan, exchange_plan, own_chunks, write_chunks};
 use crate::error::chain;
 use crate::escape::escape;
 use crate::file_names::{MANIFEST, file_name};
-use crate::region::{Bounds, checked_bytes};
-use crate::safetensors::{Entry, WrittenFile, read_bytes, sharding, write_file};
+use crate::region::Bounds;
+use crate::safetensors::read_bytes;
 use crate::source::{ChunkEntry, FileEntry, TensorEntry};
-use crate::store::{Store, open_staging, remove_dir, require_local, split, stage};
+use crate::store::{Store, location, require_local, split};
 use crate::{Error, Result, TensorShard};
 
 /// The state of one rank to save.
@@ -100,10 +101,7 @@ pub fn save(dir: &Path, group: &ProcessGroup, state: &SaveState) -> Result<SaveS
     save_with(dir, group, state, &SaveOptions::default())
 }
 
-/// [`save`] with options.
-///
-/// # Errors
-/// As [`save`].
+/// [`save`] with options. Has the same errors.
 pub fn save_with(dir: &Path, group: &ProcessGroup, state: &SaveState, options: &SaveOptions) -> Result<SaveSummary> {
     let started = std::time::Instant::now();
     let _span = fsdp_core::heartbeat::span("checkpoint save", "");
@@ -113,15 +111,11 @@ pub fn save_with(dir: &Path, group: &ProcessGroup, state: &SaveState, options: &
 
     let mut staging = None;
     let begun = "create the checkpoint's directory";
-    let here = on_first_ranks(group, &hosts, begun, || Ok(staging.insert(stage(dir)?).name()))?;
-    let here = open_staging(dir, &here[hosts.first(group.rank())])?;
+    let here = on_first_ranks(group, &hosts, begun, || Ok(staging.insert(location(dir)?.stage()?).name()))?;
+    let here = location(dir)?.open_staging(&here[hosts.first(group.rank())])?;
     let own = own_chunks(&plan, group.rank());
-    let written = agree(group, "write its shards", write_own(&*here, group.rank(), &plan, &own, &state.tensors))?;
-
-    let reports = group.gather_bytes(encode_report(written.as_ref(), options))?;
-    // Every rank reads the same reports, so every rank fails alike.
-    let reports =
-        reports.iter().enumerate().map(|(rank, report)| Report::of(rank, report)).collect::<Result<Vec<_>>>()?;
+    let written = write_own(&*here, group.rank(), &own, &state.tensors, options.finite);
+    let reports = exchange(group, "write its shards", written)?;
     let finish = "finish the checkpoint";
     // It has rank 0's values, and is the same in every directory.
     let manifest = on_rank_0(group, finish, || manifest(&*here, group, &hosts, state, &plan, &reports))?;
@@ -131,7 +125,7 @@ pub fn save_with(dir: &Path, group: &ProcessGroup, state: &SaveState, options: &
         // Another host failed to publish its part.
         if is_here
             && matches!(error, Error::Rank { .. })
-            && let Err(left) = remove_dir(dir)
+            && let Err(left) = location(dir).and_then(|dir| dir.remove_dir())
         {
             tracing::warn!("leaving this host's part of {}: {}", escape(dir.display()), chain(&left));
         }
@@ -142,7 +136,7 @@ pub fn save_with(dir: &Path, group: &ProcessGroup, state: &SaveState, options: &
         tensors: plan.len(),
         files: reports.iter().filter(|report| report.file.is_some()).count(),
         bytes: plan.values().map(|t| t.shape.iter().product::<usize>() as u64 * t.dtype.size() as u64).sum(),
-        bytes_by_this_rank: own.iter().map(|own| own.bytes).sum(),
+        bytes_by_this_rank: own.iter().map(|own| own.bytes() as u64).sum(),
     };
     if group.rank() == 0 {
         let seconds = started.elapsed().as_secs_f64();
@@ -166,28 +160,8 @@ fn check_arguments(dir: &Path, group: &ProcessGroup, mesh: &MeshLayout, options:
     Ok(split(dir)?.1)
 }
 
-/// A chunk that this rank writes.
-struct OwnChunk<'a> {
-    fqn: &'a str,
-    /// Index among the tensor's chunks.
-    chunk: usize,
-    bytes: u64,
-}
-
-fn own_chunks(plan: &Plan, rank: usize) -> Vec<OwnChunk<'_>> {
-    let mut own = Vec::new();
-    for (fqn, tensor) in plan {
-        for (chunk, planned) in
-            tensor.chunks.iter().enumerate().filter(|(_, planned)| planned.writers().any(|writer| writer == rank))
-        {
-            let bytes = checked_bytes(&planned.region.sizes, tensor.dtype.size()).unwrap_or(0) as u64;
-            own.push(OwnChunk { fqn, chunk, bytes });
-        }
-    }
-    own
-}
-
 /// A rank's report of the file that it wrote.
+#[derive(Serialize, Deserialize)]
 struct Report {
     /// Value of [`SaveOptions::finite`].
     finite: bool,
@@ -197,70 +171,24 @@ struct Report {
     checksums: Vec<u32>,
 }
 
-impl Report {
-    fn of(rank: usize, message: &[u8]) -> Result<Self> {
-        let report = (|| {
-            let (&finite, rest) = message.split_first()?;
-            let finite = finite != 0;
-            if rest.is_empty() {
-                return Some(Report { finite, file: None, checksums: Vec::new() });
-            }
-            let (&bytes, rest) = rest.split_first_chunk::<8>()?;
-            let (&header, rest) = rest.split_first_chunk::<4>()?;
-            let file = FileEntry {
-                bytes: u64::from_le_bytes(bytes),
-                header_crc32c: Some(u32::from_le_bytes(header)),
-                host: None,
-            };
-            let checksums = rest.as_chunks::<4>().0.iter().map(|crc| u32::from_le_bytes(*crc)).collect();
-            Some(Report { finite, file: Some(file), checksums })
-        })();
-        report.ok_or_else(|| missing_checksums(rank))
-    }
-}
-
-fn missing_checksums(rank: usize) -> Error {
-    Error::Argument(format!("rank {rank} reported too few checksums; do all ranks run the same program?"))
-}
-
-/// Encodes the message that [`Report::of`] decodes.
-fn encode_report(written: Option<&WrittenFile>, options: &SaveOptions) -> Vec<u8> {
-    let mut message = vec![u8::from(options.finite)];
-    if let Some(written) = written {
-        message.extend(written.bytes.to_le_bytes());
-        message.extend(written.header_crc32c.to_le_bytes());
-        message.extend(written.checksums.iter().flat_map(|crc| crc.to_le_bytes()));
-    }
-    message
-}
-
-/// Writes this rank's file; `None` if it has no chunk to write.
+/// Writes this rank's file, if it has a chunk to write.
 fn write_own(
     store: &dyn Store,
     rank: usize,
-    plan: &Plan,
     own: &[OwnChunk<'_>],
     shards: &[TensorShard],
-) -> Result<Option<WrittenFile>> {
+    finite: bool,
+) -> Result<Report> {
     if own.is_empty() {
-        return Ok(None);
+        return Ok(Report { finite, file: None, checksums: Vec::new() });
     }
     // A plan assigns a rank only chunks that it holds.
     let by_name: BTreeMap<&str, &TensorShard> = shards.iter().map(|shard| (shard.fqn.as_str(), shard)).collect();
-    let mut entries = Vec::with_capacity(own.len());
-    for own in own {
-        let tensor = &plan[own.fqn];
-        let region = &tensor.chunks[own.chunk].region;
-        entries.push(Entry { name: own.fqn.to_string(), dtype: tensor.dtype, shape: region.sizes.clone() });
-    }
-    let parts = own.iter().map(|own| (own.fqn, &plan[own.fqn].chunks[own.chunk].region.offsets[..]));
-    let metadata = sharding::metadata(parts)?;
     let name = store.unique_name(&file_name(rank));
-    let written = write_file(store, &name, &entries, &metadata, &mut |index, sink| {
-        let OwnChunk { fqn, bytes, .. } = own[index];
-        read_bytes(fqn, &*by_name[fqn].data, bytes as usize, sink)
-    })?;
-    Ok(Some(written))
+    let written =
+        write_chunks(store, &name, own, |own, sink| read_bytes(own.fqn, &*by_name[own.fqn].data, own.bytes(), sink))?;
+    let file = FileEntry { bytes: written.bytes, header_crc32c: Some(written.header_crc32c), host: None };
+    Ok(Report { finite, file: Some(file), checksums: written.checksums })
 }
 
 /// Returns the text of the manifest.
@@ -280,7 +208,10 @@ fn manifest(
         }
     }
     let mut checksums: Vec<_> = reports.iter().map(|report| report.checksums.iter()).collect();
-    let mut next = |rank: usize| checksums[rank].next().copied().ok_or_else(|| missing_checksums(rank));
+    let mut next = |rank: usize| {
+        let too_few = || format!("rank {rank} reported too few checksums; do all ranks run the same program?");
+        checksums[rank].next().copied().ok_or_else(|| Error::Argument(too_few()))
+    };
     let name = |rank: usize| store.unique_name(&file_name(rank));
     let mut tensors = BTreeMap::new();
     for (fqn, tensor) in plan {
@@ -295,11 +226,9 @@ fn manifest(
                 }
             }
             chunks.push(ChunkEntry {
-                offsets: chunk.region.offsets.clone(),
-                sizes: chunk.region.sizes.clone(),
-                file: name(chunk.writer),
                 copies: chunk.copiers.iter().map(|&rank| name(rank)).collect(),
                 crc32c: Some(crc),
+                ..ChunkEntry::new(name(chunk.writer), chunk.region.clone())
             });
         }
         tensors.insert(fqn.clone(), TensorEntry { dtype: tensor.dtype, shape: tensor.shape.clone(), chunks });

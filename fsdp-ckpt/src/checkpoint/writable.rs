@@ -9,7 +9,7 @@ use crate::checkpoint::agree::{agree, on_first_ranks};
 use crate::checkpoint::hosts::Hosts;
 use crate::error::io_error;
 use crate::file_names::file_name;
-use crate::store::{Store, as_local, open_staging, split, stage};
+use crate::store::{Store, as_local, location, split};
 use crate::{Error, Result};
 
 /// Name of the test directory's target.
@@ -50,11 +50,11 @@ pub(crate) fn check(dir: &Path, group: &ProcessGroup, hosts: &Hosts) -> Result<(
             check_path(dir)?;
             made = Some(RemoveIfEmpty::missing(dir));
         }
-        Ok(staging.insert(stage(&target)?).name())
+        Ok(staging.insert(location(&target)?.stage()?).name())
     })?;
     let here = hosts.first(group.rank());
     let written = check_distinct(&target, &begun, hosts, group.rank())
-        .and_then(|()| open_staging(&target, &begun[here]))
+        .and_then(|()| location(&target)?.open_staging(&begun[here]))
         .and_then(|store| write(&*store, &file_name(group.rank())));
     let written = agree(group, "write a file there", written);
     drop(staging);

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::ErrorKind;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -13,11 +12,10 @@ use crate::checkpoint::agree::{agree, on_rank_0};
 use crate::checkpoint::hosts::Hosts;
 use crate::checkpoint::plan::{Plan, exchange_plan};
 use crate::error::io_error;
-use crate::escape::escape;
 use crate::hf::{INDEX, SINGLE};
 use crate::region::runs;
 use crate::safetensors::{Entry, Layout, read_bytes};
-use crate::store::{TempEntry, remove_stale, rename_noreplace, require_local, sync_dir};
+use crate::store::{LocalStaging, Staging, remove_stale, require_local, split};
 use crate::{Error, Result, TensorShard};
 
 /// Options of [`export_with`].
@@ -54,10 +52,7 @@ pub fn export(dir: &Path, group: &ProcessGroup, tensors: &[TensorShard], config_
     export_with(dir, group, tensors, &ExportOptions { config_files: config_files.to_vec(), ..ExportOptions::default() })
 }
 
-/// [`export`] with options.
-///
-/// # Errors
-/// As [`export`].
+/// [`export`] with options. Has the same errors.
 pub fn export_with(dir: &Path, group: &ProcessGroup, tensors: &[TensorShard], options: &ExportOptions) -> Result<u64> {
     let dir = agree(group, "start the export", require_local(dir, "an export from shards"))?;
     let plan = exchange_plan(group, &Hosts::shared(group.size()), "a model for export", tensors)?;
@@ -69,74 +64,35 @@ pub fn export_with(dir: &Path, group: &ProcessGroup, tensors: &[TensorShard], op
     metadata.insert("format".into(), "pt".into());
     let layout = agree(group, "lay out the file", Layout::new(&entries, &metadata))?;
 
-    let mut temporary = None;
+    let mut staging = None;
     let name = on_rank_0(group, "create the file", || {
-        let made = Temporary::create(dir, options, layout.bytes)?;
-        write_all_at(&made.temp.file, &made.temp.path, &layout.header, 0)?;
-        made.temp.file.sync_all().map_err(io_error("sync", &made.temp.path))?;
-        let name = made.temp.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        temporary = Some(made);
-        Ok(name)
+        let staging = staging.insert(create(dir, options, layout.bytes)?);
+        write_all_at(staging.file(), staging.path(), &layout.header, 0)?;
+        Ok(staging.name())
     })?;
     let written = write_own(&dir.join(name), group.rank(), &plan, &layout, tensors);
     agree(group, "write its shards", written)?;
-    let committed = match temporary {
-        Some(temporary) => {
-            copy_all(&options.config_files, dir).and_then(|()| temporary.commit(dir, &options.file, options.replace))
-        }
+    let finished = match staging {
+        Some(staging) => copy_all(&options.config_files, dir).and_then(|()| staging.rename(options.replace)),
         None => Ok(()),
     };
-    agree(group, "finish the export", committed)?;
+    agree(group, "finish the export", finished)?;
     Ok(layout.bytes)
 }
 
-/// A file in progress. Dropping it before [`Temporary::commit`] removes it.
-struct Temporary {
-    temp: TempEntry,
-    committed: bool,
-}
-
-impl Temporary {
-    /// Creates the weights file with its full size, unless the directory holds weights.
-    fn create(dir: &Path, options: &ExportOptions, bytes: u64) -> Result<Self> {
-        remove_stale(dir);
-        let in_the_way = |name: &&str| *name == INDEX || !options.replace || *name != options.file;
-        for name in [SINGLE, INDEX, &options.file].iter().filter(|name| in_the_way(name)) {
-            let path = dir.join(name);
-            if path.symlink_metadata().is_ok() {
-                return Err(Error::AlreadyExists { path });
-            }
-        }
-        let temporary = Self::new(dir, &options.file)?;
-        temporary.temp.file.set_len(bytes).map_err(io_error("make room for", &temporary.temp.path))?;
-        Ok(temporary)
-    }
-
-    fn new(dir: &Path, name: &str) -> Result<Self> {
-        Ok(Temporary { temp: TempEntry::create_file(dir, name)?, committed: false })
-    }
-
-    /// Renames the file to its final name. Unless `replace`, keeps a file that was created meanwhile.
-    fn commit(mut self, dir: &Path, name: &str, replace: bool) -> Result<()> {
-        let (path, target) = (&*self.temp.path, dir.join(name));
-        let renamed = if replace { std::fs::rename(path, &target) } else { rename_noreplace(path, &target) };
-        renamed.map_err(|error| match error.kind() {
-            ErrorKind::AlreadyExists => Error::AlreadyExists { path: target },
-            _ => io_error("rename", path)(error),
-        })?;
-        self.committed = true;
-        sync_dir(dir)
-    }
-}
-
-impl Drop for Temporary {
-    fn drop(&mut self) {
-        if !self.committed
-            && let Err(error) = std::fs::remove_file(&self.temp.path)
-        {
-            tracing::warn!("can't remove {}: {error}", escape(self.temp.path.display()));
+/// Creates the weights file with its full size, unless the directory holds weights.
+fn create(dir: &Path, options: &ExportOptions, bytes: u64) -> Result<LocalStaging> {
+    remove_stale(dir);
+    let in_the_way = |name: &&str| *name == INDEX || !options.replace || *name != options.file;
+    for name in [SINGLE, INDEX, &options.file].iter().filter(|name| in_the_way(name)) {
+        let path = dir.join(name);
+        if path.symlink_metadata().is_ok() {
+            return Err(Error::AlreadyExists { path });
         }
     }
+    let staging = LocalStaging::create_file(&dir.join(&options.file))?;
+    staging.file().set_len(bytes).map_err(io_error("make room for", staging.path()))?;
+    Ok(staging)
 }
 
 fn write_own(path: &Path, rank: usize, plan: &Plan, layout: &Layout, shards: &[TensorShard]) -> Result<()> {
@@ -163,17 +119,11 @@ fn write_all_at(file: &File, path: &Path, bytes: &[u8], at: u64) -> Result<()> {
 
 fn copy_all(files: &[PathBuf], dir: &Path) -> Result<()> {
     for from in files {
-        let Some(name) = from.file_name().and_then(|name| name.to_str()) else {
-            return Err(Error::Argument(format!("{} is not a file to copy", from.display())));
-        };
         // Copy under a temporary name first, so that a file under its final name is complete.
-        let temporary = Temporary::new(dir, name)?;
-        let mut to = &temporary.temp.file;
-        File::open(from)
-            .and_then(|mut from| std::io::copy(&mut from, &mut to))
-            .and_then(|_| to.sync_all())
-            .map_err(io_error("copy", from))?;
-        temporary.commit(dir, name, true)?;
+        let staging = LocalStaging::create_file(&dir.join(split(from)?.1))?;
+        let mut to = staging.file();
+        File::open(from).and_then(|mut from| std::io::copy(&mut from, &mut to)).map_err(io_error("copy", from))?;
+        staging.rename(true)?;
     }
     Ok(())
 }

@@ -5,10 +5,12 @@
 
 mod export;
 mod model;
+mod weight_map;
 mod write;
 
 pub use export::{ExportOptions, export, export_with};
 pub use model::HfModel;
+pub(crate) use weight_map::WeightMap;
 pub use write::{config_files, write};
 
 /// File name of a model's weights in one file.

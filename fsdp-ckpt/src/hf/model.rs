@@ -1,22 +1,17 @@
 //! Reading Hugging Face weights.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use fsdp_core::layout::Region;
-use serde::Deserialize;
-use serde_json::{Map, Value};
 
-use super::{INDEX, SINGLE};
+use super::{INDEX, SINGLE, WeightMap};
 use crate::safetensors::chunked::ChunkedTensors;
 use crate::safetensors::{SafetensorsFile, sharding};
-use crate::source::{ChunkEntry, FileEntry, Format, TensorEntry, TensorSource, is_plain_file_name};
-use crate::store::{Store, split, store};
+use crate::source::{ChunkEntry, FileEntry, Format, SourceIndex, TensorEntry, TensorSource};
+use crate::store::{Store, location, split};
 use crate::{Error, Result};
-
-/// Largest size of an index.
-const MAX_INDEX: u64 = 1 << 28;
 
 /// Weights in safetensors files: a Hugging Face model directory, a directory of PyTorch's `HuggingFaceStorageWriter`,
 /// or a single file.
@@ -44,15 +39,7 @@ const MAX_INDEX: u64 = 1 << 28;
 /// ```
 #[derive(Debug)]
 pub struct HfModel {
-    path: PathBuf,
     chunked: ChunkedTensors,
-    unreadable: BTreeMap<String, String>,
-    values: Map<String, Value>,
-}
-
-#[derive(Deserialize)]
-struct Index {
-    weight_map: BTreeMap<String, String>,
 }
 
 impl HfModel {
@@ -64,12 +51,12 @@ impl HfModel {
     /// [`Error::Manifest`] if the chunks do not form whole tensors; [`Error::Incomplete`] for a checkpoint of this
     /// crate without its manifest; [`Error::NotSafetensors`]; [`Error::Io`].
     pub fn open(dir: &Path) -> Result<Self> {
-        let store = store(dir)?;
+        let store = location(dir)?.store()?;
         if store.size(SINGLE)?.is_some() {
             return Self::with_files(dir, store, &[SINGLE.to_string()]);
         }
-        if let Some(text) = store.read(INDEX, MAX_INDEX)? {
-            return Self::with_index(dir, store, &text);
+        if let Some(map) = WeightMap::read(&*store, INDEX)? {
+            return Self::with_weight_map(dir, store, map);
         }
         let names: Vec<String> =
             store.list()?.into_iter().filter(|name| name.ends_with(".safetensors") && !name.starts_with('.')).collect();
@@ -96,12 +83,12 @@ impl HfModel {
     /// [`Error::NotSafetensors`]; [`Error::Io`].
     pub fn open_file(path: &Path) -> Result<Self> {
         let (dir, name) = split(path)?;
-        Self::with_files(path, store(&dir)?, &[name])
+        Self::with_files(path, location(&dir)?.store()?, &[name])
     }
 
     /// Collects the tensors of these files and the chunks that their headers list.
     fn with_files(path: &Path, store: Arc<dyn Store>, names: &[String]) -> Result<Self> {
-        let mut parts = Parts::default();
+        let mut parts = Parts::new(path);
         for name in names {
             let file = SafetensorsFile::new(store.open(name)?)?;
             let offsets = sharding::saved_offsets(&file)?;
@@ -111,107 +98,69 @@ impl HfModel {
             }
             parts.keep(name, file);
         }
-        parts.finish(path, path.to_path_buf(), store)
+        parts.finish(path.to_path_buf(), store)
     }
 
     /// Collects the tensors that an index lists.
-    fn with_index(dir: &Path, store: Arc<dyn Store>, text: &[u8]) -> Result<Self> {
-        let path = dir.join(INDEX);
-        let bad = |reason| Error::Malformed { path: path.clone(), item: None, reason };
-        let index: Index =
-            serde_json::from_slice(text).map_err(|error| bad(format!("not the index of a model: {error}")))?;
-        let mut by_file = BTreeMap::<String, Vec<String>>::new();
-        for (weight, name) in index.weight_map {
-            if !is_plain_file_name(&name) {
-                return Err(bad(format!("weight \"{weight}\" is in {name:?}, which is not a plain file name")));
-            }
-            by_file.entry(name).or_default().push(weight);
-        }
-        let mut parts = Parts::default();
-        for (name, weights) in by_file {
-            if store.size(&name)?.is_none() {
-                let weight = weights.first().map(String::as_str).unwrap_or_default();
-                return Err(Error::NotFound {
-                    path: dir.to_path_buf(),
-                    looked_for: format!("file {name:?}, which {INDEX} lists for weight \"{weight}\""),
-                });
-            }
-            let file = SafetensorsFile::new(store.open(&name)?)?;
+    fn with_weight_map(dir: &Path, store: Arc<dyn Store>, map: WeightMap) -> Result<Self> {
+        let mut parts = Parts::new(dir);
+        for (name, weights) in &map.files {
+            let file = SafetensorsFile::new(store.open(name)?)?;
             for weight in weights {
-                if !file.contains(&weight) {
-                    return Err(bad(format!("it lists weight \"{weight}\" in {name}, which has no such tensor")));
+                if !file.contains(weight) {
+                    return Err(map.lacks(name, weight));
                 }
-                parts.add(&file, &name, &weight, None)?;
+                parts.add(&file, name, weight, None)?;
             }
-            parts.keep(&name, file);
+            parts.keep(name, file);
         }
-        parts.finish(dir, path, store)
+        parts.finish(map.path, store)
     }
 
     /// Returns the names of all readable weights, sorted.
     pub fn names(&self) -> impl Iterator<Item = &str> {
-        self.chunked.tensors.keys().map(String::as_str)
+        self.tensors().keys().map(String::as_str)
     }
 }
 
 impl TensorSource for HfModel {
-    fn path(&self) -> &Path {
-        &self.path
-    }
-
-    fn format(&self) -> Format {
-        Format::HuggingFace
-    }
-
-    fn tensors(&self) -> &BTreeMap<String, TensorEntry> {
-        &self.chunked.tensors
-    }
-
-    fn unreadable(&self) -> &BTreeMap<String, String> {
-        &self.unreadable
-    }
-
-    fn files(&self) -> &BTreeMap<String, FileEntry> {
-        &self.chunked.files
-    }
-
-    fn values(&self) -> &Map<String, Value> {
-        &self.values
+    fn index(&self) -> &SourceIndex {
+        &self.chunked.index
     }
 
     fn read(&self, fqn: &str, region: &Region, into: &mut [u8]) -> Result<()> {
-        self.chunked.read(fqn, self.tensor(fqn)?, region, into)
+        self.chunked.read(fqn, region, into)
     }
 
     fn verify_chunk(&self, fqn: &str, chunk: usize, seen: &mut dyn FnMut(u64)) -> Result<()> {
-        self.chunked.verify_chunk(fqn, self.tensor(fqn)?, chunk, seen)
+        self.chunked.verify_chunk(fqn, chunk, seen)
     }
 }
 
 /// The contents of the files that were read so far.
-#[derive(Default)]
 struct Parts {
-    tensors: BTreeMap<String, TensorEntry>,
-    unreadable: BTreeMap<String, String>,
-    files: BTreeMap<String, FileEntry>,
+    index: SourceIndex,
     open: HashMap<String, Arc<SafetensorsFile>>,
 }
 
 impl Parts {
+    fn new(path: &Path) -> Self {
+        Parts { index: SourceIndex::new(path, Format::HuggingFace), open: HashMap::new() }
+    }
+
     /// Adds a tensor of a file, or a chunk that starts at `offsets`.
     fn add(&mut self, file: &SafetensorsFile, name: &str, fqn: &str, offsets: Option<Vec<usize>>) -> Result<()> {
         let info = match file.info(fqn) {
             Ok(info) => info,
             Err(Error::UnsupportedDTypes { tensors, .. }) => {
-                self.unreadable.extend(tensors);
+                self.index.unreadable.extend(tensors);
                 return Ok(());
             }
             Err(error) => return Err(error),
         };
         let offsets = offsets.unwrap_or_else(|| vec![0; info.shape.len()]);
-        let chunk =
-            ChunkEntry { offsets, sizes: info.shape.clone(), file: name.to_string(), copies: Vec::new(), crc32c: None };
-        let tensor = self.tensors.entry(fqn.to_string()).or_insert_with(|| TensorEntry {
+        let chunk = ChunkEntry::new(name, Region { offsets, sizes: info.shape.clone() });
+        let tensor = self.index.tensors.entry(fqn.to_string()).or_insert_with(|| TensorEntry {
             dtype: info.dtype,
             shape: vec![0; info.shape.len()],
             chunks: Vec::new(),
@@ -238,13 +187,15 @@ impl Parts {
     }
 
     fn keep(&mut self, name: &str, file: SafetensorsFile) {
-        self.files.insert(name.to_string(), FileEntry { bytes: file.bytes(), header_crc32c: None, host: None });
+        let entry = FileEntry { bytes: file.bytes(), header_crc32c: None, host: None };
+        self.index.files.insert(name.to_string(), entry);
         self.open.insert(name.to_string(), Arc::new(file));
     }
 
-    fn finish(mut self, path: &Path, described_by: PathBuf, store: Arc<dyn Store>) -> Result<HfModel> {
-        for (fqn, tensor) in &mut self.tensors {
-            let bad = |reason| Error::Manifest { path: path.to_path_buf(), tensor: Some(fqn.clone()), reason };
+    fn finish(self, described_by: PathBuf, store: Arc<dyn Store>) -> Result<HfModel> {
+        let Parts { mut index, open } = self;
+        for (fqn, tensor) in &mut index.tensors {
+            let bad = |reason| Error::Manifest { path: index.path.clone(), tensor: Some(fqn.clone()), reason };
             // A rank without a shard may have written an empty chunk.
             if tensor.shape.iter().all(|&size| size > 0) {
                 tensor.chunks.retain(|chunk| !chunk.sizes.contains(&0));
@@ -253,9 +204,6 @@ impl Parts {
             }
             tensor.check_chunks().map_err(bad)?;
         }
-        let Parts { tensors, unreadable, files, open } = self;
-        let chunked =
-            ChunkedTensors { store, described_by, tensors, files, missing: BTreeMap::new(), open: Mutex::new(open) };
-        Ok(HfModel { path: path.to_path_buf(), chunked, unreadable, values: Map::new() })
+        Ok(HfModel { chunked: ChunkedTensors { index, store, described_by, open: Mutex::new(open) } })
     }
 }

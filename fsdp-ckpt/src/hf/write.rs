@@ -9,7 +9,7 @@ use serde_json::json;
 use crate::hf::{INDEX, SINGLE};
 use crate::safetensors::{Entry, write_file};
 use crate::source::{WriteSummary, stream};
-use crate::store::{Store, open_file, open_staging, stage, store};
+use crate::store::{Store, location, split};
 use crate::{Error, Result, TensorSource};
 
 /// Configuration and tokenizer files that [`config_files`] looks for.
@@ -35,7 +35,7 @@ const CONFIG: [&str; 14] = [
 /// # Errors
 /// [`Error::NotFound`] without a `config.json`.
 pub fn config_files(dir: &Path) -> Result<Vec<PathBuf>> {
-    let there = match store(dir)?.list() {
+    let there = match location(dir)?.store()?.list() {
         Err(Error::NotFound { .. }) => Vec::new(),
         names => names?,
     };
@@ -63,8 +63,8 @@ pub fn write(
     if parts.is_empty() {
         return Err(Error::Argument(format!("{} has no tensors for a model", source.path().display())));
     }
-    let staging = stage(dst)?;
-    let store = open_staging(dst, &staging.name())?;
+    let staging = location(dst)?.stage()?;
+    let store = location(dst)?.open_staging(&staging.name())?;
     let metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
     let (mut map, mut total) = (BTreeMap::new(), 0);
     for (at, names) in parts.iter().enumerate() {
@@ -119,11 +119,8 @@ fn partition(source: &dyn TensorSource, most: u64) -> Vec<Vec<&str>> {
 }
 
 fn copy(path: &Path, store: &dyn Store) -> Result<()> {
-    let Some(name) = path.file_name().and_then(|name| name.to_str()) else {
-        return Err(Error::Argument(format!("{} is not a file to copy", path.display())));
-    };
-    let from = open_file(path)?;
-    let mut to = store.create(name, from.bytes())?;
+    let from = location(path)?.open()?;
+    let mut to = store.create(&split(path)?.1, from.bytes())?;
     let mut block = vec![0; from.bytes().min(1 << 20) as usize];
     let mut at = 0;
     while at < from.bytes() {

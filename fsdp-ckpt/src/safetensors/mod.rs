@@ -17,7 +17,7 @@ use serde::ser::{Serialize, SerializeMap, Serializer};
 use crate::checksum::Checksum;
 use crate::error::did_you_mean;
 use crate::region::{check_request, checked_bytes, runs};
-use crate::store::{CACHE_BLOCK, ReadAt, Store, allocate, open_file, read_runs};
+use crate::store::{CACHE_BLOCK, ReadAt, Store, allocate, location, read_runs};
 use crate::{Error, Result};
 
 pub(crate) mod chunked;
@@ -61,7 +61,7 @@ impl SafetensorsFile {
     /// # Errors
     /// [`Error::Io`]; [`Error::NotSafetensors`] for a header that is damaged or does not match the file's size.
     pub fn open(path: &Path) -> Result<Self> {
-        Self::new(open_file(path)?)
+        Self::new(location(path)?.open()?)
     }
 
     /// Reads the header of a file.
@@ -86,10 +86,7 @@ impl SafetensorsFile {
         let mut header = allocate(file.path(), length)?;
         file.read_exact_at(&mut header, 8)?;
         if let Some(expected) = expected {
-            let mut checksum = Checksum::new();
-            checksum.update(&length.to_le_bytes());
-            checksum.update(&header);
-            let found = checksum.value();
+            let found = Checksum::of(&[&length.to_le_bytes(), &header]);
             if found != expected {
                 return Err(Error::Checksum { path: file.path().to_path_buf(), tensor: None, expected, found });
             }
@@ -236,8 +233,6 @@ pub(crate) fn write_file(
     let layout = Layout::new(entries, metadata)?;
     let mut file = store.create(name, layout.bytes)?;
     file.append(&layout.header)?;
-    let mut header = Checksum::new();
-    header.update(&layout.header);
     let mut checksums = vec![0; entries.len()];
     for &index in &layout.order {
         let expected = layout.ranges[index].end - layout.ranges[index].start;
@@ -261,7 +256,7 @@ pub(crate) fn write_file(
         }
     }
     file.finish()?;
-    Ok(WrittenFile { bytes: layout.bytes, header_crc32c: header.value(), checksums })
+    Ok(WrittenFile { bytes: layout.bytes, header_crc32c: Checksum::of(&[&layout.header]), checksums })
 }
 
 /// Passes the bytes of `data` to the sink in one piece, and checks their number.

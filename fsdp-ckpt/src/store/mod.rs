@@ -20,10 +20,10 @@ mod staging;
 #[cfg(test)]
 pub(crate) use local::LocalFile;
 use staging::LocalPath;
-pub(crate) use staging::{TempEntry, remove_stale, rename_noreplace, sync_dir};
+pub(crate) use staging::{LocalStaging, remove_stale};
 
 /// Returns the location of a path in its store.
-fn location(path: &Path) -> Result<Box<dyn Location + '_>> {
+pub(crate) fn location(path: &Path) -> Result<Box<dyn Location + '_>> {
     match PathKind::of(path)? {
         PathKind::Local(path) => Ok(Box::new(LocalPath(path))),
         #[cfg(feature = "object-store")]
@@ -52,32 +52,6 @@ pub(crate) fn require_local<'a>(path: &'a Path, purpose: &str) -> Result<&'a Pat
     }
 }
 
-/// Returns the store of a directory's files.
-pub(crate) fn store(dir: &Path) -> Result<Arc<dyn Store>> {
-    location(dir)?.store()
-}
-
-/// Returns whether a path is a file.
-pub(crate) fn is_file(path: &Path) -> Result<bool> {
-    location(path)?.is_file()
-}
-
-/// Opens a file.
-pub(crate) fn open_file(path: &Path) -> Result<Box<dyn ReadAt>> {
-    location(path)?.open()
-}
-
-/// Creates a staging directory for `target`, which must not exist. Removes what killed writers of the same target left,
-/// if that is safe.
-pub(crate) fn stage(target: &Path) -> Result<Box<dyn Staging>> {
-    location(target)?.stage()
-}
-
-/// Opens the staging directory of another rank by its name.
-pub(crate) fn open_staging(target: &Path, name: &str) -> Result<Arc<dyn Store>> {
-    location(target)?.open_staging(name)
-}
-
 /// Renames a directory to an unused name in the same parent.
 pub(crate) fn move_dir(from: &Path, to: &Path) -> Result<MoveOutcome> {
     let (old, new) = (PathKind::of(from)?, PathKind::of(to)?);
@@ -85,12 +59,6 @@ pub(crate) fn move_dir(from: &Path, to: &Path) -> Result<MoveOutcome> {
         return Err(Error::Argument(format!("{} and {} are in different stores", from.display(), to.display())));
     }
     location(from)?.move_to(new.path())
-}
-
-/// Removes a checkpoint's directory so that it never looks like an unfinished one. Returns false if another process
-/// uses it.
-pub(crate) fn remove_dir(dir: &Path) -> Result<bool> {
-    location(dir)?.remove_dir()
 }
 
 /// A file that threads may read concurrently at any offset.
@@ -195,7 +163,7 @@ pub(crate) fn allocate(path: &Path, bytes: u64) -> Result<Vec<u8>> {
 
 /// A directory in progress. Dropping it before [`Staging::commit`] removes it.
 pub(crate) trait Staging: Send {
-    /// Returns the name with which any rank calls [`open_staging`].
+    /// Returns the name with which any rank calls [`Location::open_staging`].
     fn name(&self) -> String;
 
     /// Writes the manifest, and then renames the directory to its final name.
@@ -225,7 +193,8 @@ pub(crate) trait Location {
     /// Opens the file.
     fn open(&self) -> Result<Box<dyn ReadAt>>;
 
-    /// Creates a staging directory for the path.
+    /// Creates a staging directory for the path, which must not exist. Removes what killed writers of the same path
+    /// left, if that is safe.
     fn stage(&self) -> Result<Box<dyn Staging>>;
 
     /// Opens the staging directory of another rank by its name.
@@ -234,7 +203,8 @@ pub(crate) trait Location {
     /// Renames the directory to an unused name in the same parent.
     fn move_to(&self, to: &Path) -> Result<MoveOutcome>;
 
-    /// Removes the directory. Returns false if another process uses it.
+    /// Removes a checkpoint's directory so that it never looks like an unfinished one. Returns false if another process
+    /// uses it.
     fn remove_dir(&self) -> Result<bool>;
 }
 
@@ -375,10 +345,7 @@ mod tests {
     #[test]
     fn names_the_missing_feature() {
         let path = Path::new("s3://bucket/step-1");
-        let errors = [store(path).err(), is_file(path).err(), stage(path).err(), open_staging(path, "x").err()];
-        for error in errors {
-            assert!(error.is_some_and(|error| error.to_string().contains("--features object-store")));
-        }
+        assert!(location(path).err().is_some_and(|error| error.to_string().contains("--features object-store")));
     }
 
     #[test]

@@ -26,23 +26,58 @@ use crate::store::local::{LocalDir, LocalFile};
 use crate::store::{Location, MoveOutcome, ReadAt, Staging, Store, split};
 use crate::{Error, Result};
 
-/// A directory beside its target.
-struct LocalStaging {
+/// A temporary directory or file beside its target. Dropping it before it is renamed removes it.
+pub(crate) struct LocalStaging {
     temp: TempEntry,
     target: PathBuf,
-    committed: bool,
+    renamed: bool,
 }
 
 impl LocalStaging {
-    /// Creates the directory for `target`, which must not exist, and removes what dead processes left beside it.
-    fn create(target: &Path) -> Result<Self> {
+    /// Creates a directory for `target`, which must not exist, and removes what dead processes left beside it.
+    fn create_dir(target: &Path) -> Result<Self> {
         let (parent, name) = split(target)?;
         if target.symlink_metadata().is_ok() {
             return Err(Error::AlreadyExists { path: target.to_path_buf() });
         }
         remove_stale(&parent);
         let temp = TempEntry::create_dir(&parent, &name)?;
-        Ok(LocalStaging { temp, target: target.to_path_buf(), committed: false })
+        Ok(LocalStaging { temp, target: target.to_path_buf(), renamed: false })
+    }
+
+    /// Creates a file for `target`, and opens it for writing.
+    pub(crate) fn create_file(target: &Path) -> Result<Self> {
+        let (parent, name) = split(target)?;
+        let temp = TempEntry::create_file(&parent, &name)?;
+        Ok(LocalStaging { temp, target: target.to_path_buf(), renamed: false })
+    }
+
+    pub(crate) fn file(&self) -> &File {
+        &self.temp.file
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.temp.path
+    }
+
+    /// Syncs the entry and renames it to the target. Unless `replace`, keeps an entry that was created there meanwhile.
+    pub(crate) fn rename(mut self, replace: bool) -> Result<()> {
+        let (path, target) = (&*self.temp.path, &*self.target);
+        self.temp.file.sync_all().map_err(io_error("sync", path))?;
+        let renamed = if replace { std::fs::rename(path, target) } else { rename_noreplace(path, target) };
+        renamed.map_err(|error| match error.kind() {
+            ErrorKind::AlreadyExists | ErrorKind::DirectoryNotEmpty => {
+                Error::AlreadyExists { path: target.to_path_buf() }
+            }
+            _ => io_error("rename", path)(error),
+        })?;
+        self.renamed = true;
+        if let Err(error) = sync_dir(&split(target)?.0) {
+            // Undo the rename: a failed save must not have the final name.
+            self.renamed = replace || rename_noreplace(target, path).is_err();
+            return Err(error);
+        }
+        Ok(())
     }
 }
 
@@ -59,29 +94,15 @@ impl Staging for LocalStaging {
         self.publish()
     }
 
-    fn publish(mut self: Box<Self>) -> Result<()> {
-        let (path, target) = (&*self.temp.path, &*self.target);
-        self.temp.file.sync_all().map_err(io_error("sync", path))?;
-        rename_noreplace(path, target).map_err(|error| match error.kind() {
-            ErrorKind::AlreadyExists | ErrorKind::DirectoryNotEmpty => {
-                Error::AlreadyExists { path: target.to_path_buf() }
-            }
-            _ => io_error("rename", path)(error),
-        })?;
-        self.committed = true;
-        if let Err(error) = sync_dir(&split(target)?.0) {
-            // Undo the rename: a failed save must not have the final name.
-            self.committed = rename_noreplace(target, path).is_err();
-            return Err(error);
-        }
-        Ok(())
+    fn publish(self: Box<Self>) -> Result<()> {
+        self.rename(false)
     }
 }
 
 impl Drop for LocalStaging {
     fn drop(&mut self) {
-        if !self.committed
-            && let Err(error) = std::fs::remove_dir_all(&self.temp.path)
+        if !self.renamed
+            && let Err(error) = remove_entry(&self.temp.path)
         {
             let path = escape(self.temp.path.display());
             tracing::warn!("can't remove {path}: {error}; the next save beside it tries again");
@@ -89,8 +110,13 @@ impl Drop for LocalStaging {
     }
 }
 
+/// Removes a file, or a directory with its contents.
+fn remove_entry(path: &Path) -> io::Result<()> {
+    if path.is_dir() { std::fs::remove_dir_all(path) } else { std::fs::remove_file(path) }
+}
+
 /// Renames a directory or file to an unused name.
-pub(crate) fn rename_noreplace(path: &Path, target: &Path) -> std::io::Result<()> {
+fn rename_noreplace(path: &Path, target: &Path) -> io::Result<()> {
     let cwd = rustix::fs::CWD;
     match renameat_with(cwd, path, cwd, target, RenameFlags::NOREPLACE) {
         // Some file systems can't refuse to replace. But rename never replaces a directory with entries, and files are
@@ -99,7 +125,7 @@ pub(crate) fn rename_noreplace(path: &Path, target: &Path) -> std::io::Result<()
             Ok(there) if !there.is_dir() => Err(ErrorKind::AlreadyExists.into()),
             _ => std::fs::rename(path, target),
         },
-        other => other.map_err(std::io::Error::from),
+        other => other.map_err(io::Error::from),
     }
 }
 
@@ -120,7 +146,7 @@ impl Location for LocalPath<'_> {
     }
 
     fn stage(&self) -> Result<Box<dyn Staging>> {
-        Ok(Box::new(LocalStaging::create(self.0)?))
+        Ok(Box::new(LocalStaging::create_dir(self.0)?))
     }
 
     fn open_staging(&self, name: &str) -> Result<Arc<dyn Store>> {
@@ -165,19 +191,19 @@ const ATTEMPTS: usize = 32;
 
 /// A temporary directory or file, locked while its process lives.
 #[derive(Debug)]
-pub(crate) struct TempEntry {
-    pub(crate) path: PathBuf,
-    pub(crate) file: File,
+struct TempEntry {
+    path: PathBuf,
+    file: File,
 }
 
 impl TempEntry {
     /// Creates a directory for `name` in `parent`, and `parent` itself.
-    pub(super) fn create_dir(parent: &Path, name: &str) -> Result<Self> {
+    fn create_dir(parent: &Path, name: &str) -> Result<Self> {
         Self::create(parent, name, |path| std::fs::create_dir(path).and_then(|()| File::open(path)))
     }
 
     /// Creates a file for `name` in `parent`, and `parent` itself, and opens it for writing.
-    pub(crate) fn create_file(parent: &Path, name: &str) -> Result<Self> {
+    fn create_file(parent: &Path, name: &str) -> Result<Self> {
         Self::create(parent, name, |path| File::create_new(path))
     }
 
@@ -205,7 +231,7 @@ impl TempEntry {
     }
 
     /// Renames the directory `path` to a temporary name, to remove it. Returns `None` if another process uses it.
-    pub(super) fn take(path: &Path, parent: &Path, name: &str) -> Result<Option<Self>> {
+    fn take(path: &Path, parent: &Path, name: &str) -> Result<Option<Self>> {
         let file = File::open(path).map_err(io_error("open", path))?;
         if lock(&file).map_err(io_error("lock", path))? == Lock::Taken {
             return Ok(None);
@@ -220,13 +246,13 @@ impl TempEntry {
         Ok(Some(TempEntry { path: temp, file }))
     }
 
-    pub(super) fn remove(self) -> Result<()> {
+    fn remove(self) -> Result<()> {
         std::fs::remove_dir_all(&self.path).map_err(io_error("remove", &self.path))
     }
 }
 
 /// Syncs a directory's entries.
-pub(crate) fn sync_dir(dir: &Path) -> Result<()> {
+fn sync_dir(dir: &Path) -> Result<()> {
     File::open(dir).and_then(|dir| dir.sync_all()).map_err(io_error("sync", dir))
 }
 
@@ -259,8 +285,7 @@ pub(crate) fn remove_stale(parent: &Path) {
             tracing::info!("{} is in use by another process", escape(path.display()));
             continue;
         }
-        let removed = if kind.is_dir() { std::fs::remove_dir_all(&path) } else { std::fs::remove_file(&path) };
-        match removed {
+        match remove_entry(&path) {
             Ok(()) => tracing::info!("removed {}, left by a process that did not finish", escape(path.display())),
             Err(error) => tracing::warn!("can't remove {}: {error}", escape(path.display())),
         }

@@ -5,13 +5,13 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use fsdp_core::layout::Region;
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 use crate::error::io_error;
 use crate::escape::escape;
 use crate::region::{Bounds, check_request};
-use crate::source::{ChunkEntry, FileEntry, TensorEntry};
-use crate::store::{ReadAt, Store, store};
+use crate::source::{ChunkEntry, FileEntry, SourceIndex};
+use crate::store::{ReadAt, Store, location};
 use crate::torch::archive::{Archive, MAX_PICKLE};
 use crate::torch::dcp_metadata::{ByteRange, ValueItem};
 use crate::torch::file::{read_checked, verify};
@@ -31,13 +31,10 @@ pub(crate) const METADATA: &str = ".metadata";
 /// Each item has a CRC-32, which [`TensorSource::verify`] and reads of whole chunks check.
 #[derive(Debug)]
 pub struct TorchDcp {
+    index: SourceIndex,
     store: Arc<dyn Store>,
-    tensors: BTreeMap<String, TensorEntry>,
     /// Place of each chunk, in the order of the tensor's entry.
     places: BTreeMap<String, Vec<Chunk>>,
-    unreadable: BTreeMap<String, String>,
-    files: BTreeMap<String, FileEntry>,
-    values: Map<String, Value>,
     open: Mutex<HashMap<String, Arc<dyn ReadAt>>>,
 }
 
@@ -57,7 +54,7 @@ impl TorchDcp {
     /// disallowed names or a truncated file; [`Error::TooLarge`]; [`Error::Io`], also for a link that leads out of
     /// `dir`.
     pub fn open(dir: &Path) -> Result<Self> {
-        let store = store(dir)?;
+        let store = location(dir)?.store()?;
         check_stays(&*store, METADATA)?;
         let Some(bytes) = store.read(METADATA, MAX_PICKLE)? else {
             store.list()?;
@@ -67,10 +64,10 @@ impl TorchDcp {
             });
         };
         let described_by = dir.join(METADATA);
-        let dcp_metadata::Metadata { tensors, unreadable, values, files: ends } =
+        let dcp_metadata::Metadata { tensors, unreadable, values, files } =
             dcp_metadata::parse(&bytes).map_err(|bad| not_torch(&described_by, bad.item.as_deref(), bad.reason))?;
-        let mut files = BTreeMap::new();
-        for (name, end) in ends {
+        let mut index = SourceIndex { unreadable, ..SourceIndex::new(dir, Format::TorchDcp) };
+        for (name, end) in files {
             check_stays(&*store, &name)?;
             let Some(bytes) = store.size(&name)? else {
                 return Err(Error::NotFound {
@@ -83,20 +80,18 @@ impl TorchDcp {
                     format!("it has {bytes} bytes, but {METADATA} has items up to byte {end}; is it truncated?");
                 return Err(not_torch(&dir.join(name), None, reason));
             }
-            files.insert(name, FileEntry { bytes, header_crc32c: None, host: None });
+            index.files.insert(name, FileEntry { bytes, header_crc32c: None, host: None });
         }
-        let mut entries = BTreeMap::new();
         let mut places = BTreeMap::new();
         for (fqn, (entry, at)) in tensors {
             let chunks = at.into_iter().map(|place| Chunk { place, stored: OnceLock::new() }).collect();
             places.insert(fqn.clone(), chunks);
-            entries.insert(fqn, entry);
+            index.tensors.insert(fqn, entry);
         }
-        let mut checkpoint =
-            TorchDcp { store, tensors: entries, places, unreadable, files, values: Map::new(), open: Mutex::default() };
+        let mut checkpoint = TorchDcp { index, store, places, open: Mutex::default() };
         for (fqn, item) in values {
             match checkpoint.value(&fqn, &item)? {
-                Ok(value) => drop(checkpoint.values.insert(fqn, value)),
+                Ok(value) => drop(checkpoint.index.values.insert(fqn, value)),
                 Err(what) => {
                     tracing::warn!(
                         "{}: leaving out \"{}\": it is {}",
@@ -104,7 +99,7 @@ impl TorchDcp {
                         escape(&fqn),
                         escape(&what)
                     );
-                    checkpoint.unreadable.insert(fqn, what);
+                    checkpoint.index.unreadable.insert(fqn, what);
                 }
             }
         }
@@ -136,7 +131,7 @@ impl TorchDcp {
 
     /// Returns the file of a chunk and the place of its elements.
     fn chunk<'a>(&'a self, fqn: &str, at: usize) -> Result<(Arc<dyn ReadAt>, &'a StoredTensor)> {
-        let (tensor, chunk) = (&self.tensors[fqn], &self.places[fqn][at]);
+        let (tensor, chunk) = (&self.index.tensors[fqn], &self.places[fqn][at]);
         let entry = &tensor.chunks[at];
         let file = self.file(&entry.file)?;
         if let Some(stored) = chunk.stored.get() {
@@ -174,28 +169,8 @@ fn check_stays(store: &dyn Store, name: &str) -> Result<()> {
 }
 
 impl TensorSource for TorchDcp {
-    fn path(&self) -> &Path {
-        self.store.path()
-    }
-
-    fn format(&self) -> Format {
-        Format::TorchDcp
-    }
-
-    fn tensors(&self) -> &BTreeMap<String, TensorEntry> {
-        &self.tensors
-    }
-
-    fn unreadable(&self) -> &BTreeMap<String, String> {
-        &self.unreadable
-    }
-
-    fn files(&self) -> &BTreeMap<String, FileEntry> {
-        &self.files
-    }
-
-    fn values(&self) -> &Map<String, Value> {
-        &self.values
+    fn index(&self) -> &SourceIndex {
+        &self.index
     }
 
     fn read(&self, fqn: &str, region: &Region, into: &mut [u8]) -> Result<()> {
@@ -219,11 +194,7 @@ impl TensorSource for TorchDcp {
     }
 
     fn verify_chunk(&self, fqn: &str, chunk: usize, seen: &mut dyn FnMut(u64)) -> Result<()> {
-        let chunks = self.tensor(fqn)?.chunks.len();
-        if chunk >= chunks {
-            let reason = format!("it has {chunks} chunks, but chunk {chunk} was requested");
-            return Err(Error::InvalidRead { tensor: fqn.to_string(), reason });
-        }
+        self.index.chunk(fqn, chunk)?;
         let (file, stored) = self.chunk(fqn, chunk)?;
         verify(&*file, fqn, stored.storage, seen)
     }

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use fsdp_core::DType;
+use fsdp_core::layout::Region;
 
 use crate::region::{Bounds, checked_bytes};
 use crate::source::{ChunkEntry, TensorEntry, is_plain_file_name};
@@ -198,18 +199,11 @@ fn tensor(
         if sizes.contains(&0) {
             continue;
         }
-        let stored = by_offsets.remove(&offsets);
-        let chunk = ChunkEntry {
-            offsets,
-            sizes,
-            file: stored.map_or("", |(file, _)| file).to_string(),
-            copies: Vec::new(),
-            crc32c: None,
-        };
-        let region = chunk.region();
-        let Some((_, place)) = stored else {
+        let region = Region { offsets, sizes };
+        let Some((file, place)) = by_offsets.remove(&region.offsets) else {
             return Err(bad(fqn, format!("its chunk {} is in no file, or is listed twice", Bounds(&region))));
         };
+        let chunk = ChunkEntry::new(file, region);
         check_size(&chunk, dtype, place).map_err(|reason| bad(fqn, reason))?;
         entry.chunks.push(chunk);
         places.push(place);

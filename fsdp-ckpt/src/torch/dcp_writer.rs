@@ -8,7 +8,7 @@ use fsdp_core::layout::{Region, chunk_range};
 use serde_json::{Map, Value};
 
 use crate::source::{WriteSummary, stream};
-use crate::store::{Store, open_staging, stage};
+use crate::store::{Store, location};
 use crate::torch::archive_layout::ArchiveLayout;
 use crate::torch::dcp::METADATA;
 use crate::torch::dcp_metadata::ByteRange;
@@ -49,8 +49,8 @@ use crate::{Error, Result, TensorEntry, TensorSource};
 /// ```
 pub fn write_dcp(dst: &Path, source: &dyn TensorSource, options: &DcpOptions) -> Result<WriteSummary> {
     let plan = Plan::new(source, options)?;
-    let staging = stage(dst)?;
-    let store = open_staging(dst, &staging.name())?;
+    let staging = location(dst)?.stage()?;
+    let store = location(dst)?.open_staging(&staging.name())?;
     let mut written = WriteSummary { path: dst.to_path_buf(), tensors: source.tensors().len(), files: 0, bytes: 0 };
     for (rank, items) in plan.files.iter().enumerate().filter(|(_, items)| !items.is_empty()) {
         written.bytes += write_file(&*store, &file_name(rank), items, source)?;

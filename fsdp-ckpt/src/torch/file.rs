@@ -1,17 +1,16 @@
 //! Reading files of `torch.save`.
 
 use std::collections::{BTreeMap, HashMap};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use fsdp_core::layout::Region;
-use serde::Deserialize;
-use serde_json::{Map, Value};
 
 use crate::escape::escape;
+use crate::hf::WeightMap;
 use crate::region::check_request;
-use crate::source::{ChunkEntry, FileEntry, TensorEntry, is_plain_file_name};
-use crate::store::{BLOCK, ReadAt, Store, open_file, split, store};
+use crate::source::{ChunkEntry, FileEntry, SourceIndex, TensorEntry};
+use crate::store::{BLOCK, ReadAt, location, split};
 use crate::torch::archive::{Archive, Storage};
 use crate::torch::flatten::{Leaf, flatten};
 use crate::torch::not_torch;
@@ -23,8 +22,6 @@ use crate::{Checksums, Error, Format, Result, TensorSource, Verified};
 pub(crate) const BIN: &str = "pytorch_model.bin";
 /// File name of the index of a Hugging Face model in several such files.
 pub(crate) const BIN_INDEX: &str = "pytorch_model.bin.index.json";
-/// Largest size of an index.
-const MAX_INDEX: u64 = 1 << 28;
 /// First bytes of a zip file.
 const ZIP: &[u8] = b"PK\x03\x04";
 /// First bytes of a file of PyTorch before 1.6: a pickle of its magic number.
@@ -37,17 +34,8 @@ const LEGACY: &[u8] = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19
 /// share storages. [`TensorSource::verify`] and reads of whole tensors check CRC-32 checksums.
 #[derive(Debug)]
 pub struct TorchFile {
-    path: PathBuf,
-    tensors: BTreeMap<String, TensorEntry>,
-    unreadable: BTreeMap<String, String>,
-    files: BTreeMap<String, FileEntry>,
-    values: Map<String, Value>,
+    index: SourceIndex,
     stored: BTreeMap<String, (Arc<dyn ReadAt>, StoredTensor)>,
-}
-
-#[derive(Deserialize)]
-struct Index {
-    weight_map: BTreeMap<String, String>,
 }
 
 impl TorchFile {
@@ -59,7 +47,7 @@ impl TorchFile {
     pub fn open(path: &Path) -> Result<Self> {
         let (_, name) = split(path)?;
         let mut file = Self::empty(path);
-        file.add(&name, Arc::from(open_file(path)?))?;
+        file.add(&name, Arc::from(location(path)?.open()?))?;
         Ok(file)
     }
 
@@ -70,22 +58,32 @@ impl TorchFile {
     /// [`Error::NotFound`] if there are none, or a listed file is missing; [`Error::Malformed`] for an invalid index;
     /// the errors of [`TorchFile::open`].
     pub fn open_model(dir: &Path) -> Result<Self> {
-        let store = store(dir)?;
+        let store = location(dir)?.store()?;
         let mut model = Self::empty(dir);
         if store.size(BIN)?.is_some() {
             model.add(BIN, Arc::from(store.open(BIN)?))?;
             return Ok(model);
         }
-        let Some(text) = store.read(BIN_INDEX, MAX_INDEX)? else {
+        let Some(map) = WeightMap::read(&*store, BIN_INDEX)? else {
             return Err(Error::NotFound { path: dir.to_path_buf(), looked_for: format!("{BIN} and no {BIN_INDEX}") });
         };
-        model.add_indexed(&*store, &text)?;
+        for (name, weights) in &map.files {
+            model.add(name, Arc::from(store.open(name)?))?;
+            let SourceIndex { tensors, unreadable, .. } = &model.index;
+            let is_there = |weight: &String| {
+                tensors.get(weight).is_some_and(|tensor| tensor.chunks[0].file == *name)
+                    || unreadable.contains_key(weight)
+            };
+            if let Some(weight) = weights.iter().find(|weight| !is_there(weight)) {
+                return Err(map.lacks(name, weight));
+            }
+        }
         Ok(model)
     }
 
     /// Returns whether a file is one of `torch.save`, by its first bytes, or else by its name.
     pub(crate) fn is_one(path: &Path) -> Result<bool> {
-        let file = open_file(path)?;
+        let file = location(path)?.open()?;
         let mut start = [0; LEGACY.len()];
         let count = file.bytes().min(start.len() as u64) as usize;
         file.read_exact_at(&mut start[..count], 0)?;
@@ -96,42 +94,7 @@ impl TorchFile {
     }
 
     fn empty(path: &Path) -> Self {
-        TorchFile {
-            path: path.to_path_buf(),
-            tensors: BTreeMap::new(),
-            unreadable: BTreeMap::new(),
-            files: BTreeMap::new(),
-            values: Map::new(),
-            stored: BTreeMap::new(),
-        }
-    }
-
-    fn add_indexed(&mut self, store: &dyn Store, text: &[u8]) -> Result<()> {
-        let bad = |reason| not_torch(&store.path().join(BIN_INDEX), None, reason);
-        let index: Index =
-            serde_json::from_slice(text).map_err(|error| bad(format!("not the index of a model: {error}")))?;
-        for (weight, name) in &index.weight_map {
-            if !is_plain_file_name(name) {
-                return Err(bad(format!("weight \"{weight}\" is in {name:?}, which is not a plain file name")));
-            }
-            if self.files.contains_key(name) {
-                continue;
-            }
-            if store.size(name)?.is_none() {
-                return Err(Error::NotFound {
-                    path: store.path().to_path_buf(),
-                    looked_for: format!("file {name:?}, which {BIN_INDEX} lists for weight \"{weight}\""),
-                });
-            }
-            self.add(name, Arc::from(store.open(name)?))?;
-        }
-        for (weight, name) in &index.weight_map {
-            let is_there = self.tensors.get(weight).is_some_and(|tensor| tensor.chunks[0].file == *name);
-            if !is_there && !self.unreadable.contains_key(weight) {
-                return Err(bad(format!("it lists weight \"{weight}\" in {name}, which has no such tensor")));
-            }
-        }
-        Ok(())
+        TorchFile { index: SourceIndex::new(path, Format::TorchFile), stored: BTreeMap::new() }
     }
 
     /// Adds all tensors and values of a file.
@@ -159,14 +122,15 @@ impl TorchFile {
         };
         flatten(&pickle, pickle.root(), &mut keep).map_err(|reason| not_torch(&path, None, reason))?;
         let mut storages = HashMap::<String, Storage>::new();
+        let SourceIndex { tensors, unreadable, values, .. } = &mut self.index;
         for (fqn, leaf) in leaves {
             let bad = |reason| not_torch(&path, Some(&fqn), reason);
-            if self.tensors.contains_key(&fqn) || self.unreadable.contains_key(&fqn) || self.values.contains_key(&fqn) {
+            if tensors.contains_key(&fqn) || unreadable.contains_key(&fqn) || values.contains_key(&fqn) {
                 return Err(bad("this name is there twice".into()));
             }
             let tensor = match leaf {
                 Leaf::Plain(value) => {
-                    self.values.insert(fqn, value);
+                    values.insert(fqn, value);
                     continue;
                 }
                 Leaf::Other(what) => {
@@ -176,13 +140,13 @@ impl TorchFile {
                         escape(&fqn),
                         escape(&what)
                     );
-                    self.unreadable.insert(fqn, what);
+                    unreadable.insert(fqn, what);
                     continue;
                 }
                 Leaf::Tensor(value) => view(&pickle, value).map_err(bad)?,
             };
             let Some(dtype) = from_torch_dtype(tensor.dtype) else {
-                self.unreadable.insert(fqn, tensor.dtype.into());
+                unreadable.insert(fqn, tensor.dtype.into());
                 continue;
             };
             let storage = match storages.get(&tensor.key) {
@@ -195,44 +159,18 @@ impl TorchFile {
             };
             let stored = tensor.within(storage, dtype, bytes).map_err(bad)?;
             let shape = stored.shape.clone();
-            let chunk = ChunkEntry {
-                offsets: vec![0; shape.len()],
-                sizes: shape.clone(),
-                file: name.into(),
-                copies: Vec::new(),
-                crc32c: None,
-            };
-            self.tensors.insert(fqn.clone(), TensorEntry { dtype, shape, chunks: vec![chunk] });
+            let chunk = ChunkEntry::new(name, Region::whole(&shape));
+            tensors.insert(fqn.clone(), TensorEntry { dtype, shape, chunks: vec![chunk] });
             self.stored.insert(fqn, (Arc::clone(&file), stored));
         }
-        self.files.insert(name.to_string(), FileEntry { bytes, header_crc32c: None, host: None });
+        self.index.files.insert(name.to_string(), FileEntry { bytes, header_crc32c: None, host: None });
         Ok(())
     }
 }
 
 impl TensorSource for TorchFile {
-    fn path(&self) -> &Path {
-        &self.path
-    }
-
-    fn format(&self) -> Format {
-        Format::TorchFile
-    }
-
-    fn tensors(&self) -> &BTreeMap<String, TensorEntry> {
-        &self.tensors
-    }
-
-    fn unreadable(&self) -> &BTreeMap<String, String> {
-        &self.unreadable
-    }
-
-    fn files(&self) -> &BTreeMap<String, FileEntry> {
-        &self.files
-    }
-
-    fn values(&self) -> &Map<String, Value> {
-        &self.values
+    fn index(&self) -> &SourceIndex {
+        &self.index
     }
 
     fn read(&self, fqn: &str, region: &Region, into: &mut [u8]) -> Result<()> {
@@ -252,11 +190,7 @@ impl TensorSource for TorchFile {
 
     /// Reads the whole storage of the tensor.
     fn verify_chunk(&self, fqn: &str, chunk: usize, seen: &mut dyn FnMut(u64)) -> Result<()> {
-        self.tensor(fqn)?;
-        if chunk > 0 {
-            let reason = format!("it has 1 chunk, but chunk {chunk} was requested");
-            return Err(Error::InvalidRead { tensor: fqn.to_string(), reason });
-        }
+        self.index.chunk(fqn, chunk)?;
         let (file, stored) = &self.stored[fqn];
         verify(&**file, fqn, stored.storage, seen)
     }
@@ -267,7 +201,7 @@ impl TensorSource for TorchFile {
         for (fqn, (file, stored)) in &self.stored {
             storages.entry((file.path(), stored.storage.start)).or_insert((fqn, file, stored.storage));
         }
-        let mut verified = Verified { files: self.files.len(), ..Verified::default() };
+        let mut verified = Verified { files: self.files().len(), ..Verified::default() };
         for (fqn, file, storage) in storages.into_values().skip(rank).step_by(ranks.max(1)) {
             verify(&**file, fqn, storage, &mut |bytes| verified.bytes += bytes)?;
             verified.chunks += 1;
