@@ -3,6 +3,7 @@
 
 pub mod console;
 pub mod data;
+pub mod flags;
 pub mod generate;
 pub mod job;
 pub mod metrics;

@@ -130,10 +130,10 @@ fn high_water_mark(status: &str) -> Option<u64> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
-    fn record(step: usize) -> StepRecord {
+    pub(crate) fn record(step: usize) -> StepRecord {
         StepRecord {
             step,
             loss: 4.897_181_034_088_135 / step as f64,

@@ -157,16 +157,7 @@ mod tests {
     use super::*;
 
     fn record(step: usize) -> StepRecord {
-        StepRecord {
-            step,
-            loss: 4.5 / step as f64,
-            grad_norm: f64::INFINITY,
-            lr: 1e-3,
-            step_time_s: 0.25,
-            tokens_per_s: 4096.0,
-            peak_mem_bytes: 1 << 33,
-            shard_bytes: 123,
-        }
+        StepRecord { grad_norm: f64::INFINITY, ..crate::metrics::tests::record(step) }
     }
 
     fn files(directory: &Path) -> Vec<PathBuf> {
@@ -215,7 +206,7 @@ mod tests {
             let Some(What::Summary(summary)) = &last.what else { panic!("{last:?}") };
             assert!(last.step == step as i64 && last.wall_time > 1e9);
             let value = |tag: &str| summary.value.iter().find(|value| value.tag == tag).unwrap().simple_value;
-            assert_eq!(value("train/loss"), Some(4.5 / step as f32));
+            assert_eq!(value("train/loss"), Some(record(step).loss as f32));
             assert_eq!(value("train/grad_norm"), Some(f32::INFINITY));
             assert_eq!(value("memory/peak_bytes"), Some((1u64 << 33) as f32));
         }

@@ -13,9 +13,6 @@ const BLOCK: [u8; 4096] = [b'\n'; 4096];
 const ATTEMPTS: usize = 32;
 
 /// Tests that a file can be appended to. Removes a file that did not exist before.
-///
-/// # Errors
-/// The file can't be written, or a symbolic link leads to a path that can't be created.
 pub fn try_file(path: &Path) -> io::Result<()> {
     append(path).map_err(|error| explained(path, error))
 }

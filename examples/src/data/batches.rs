@@ -129,10 +129,8 @@ impl Sequences {
 }
 
 impl Batches {
-    /// Creates batches to train on.
-    ///
-    /// # Errors
-    /// A size of `shape` is 0, the rank is out of range, or the data is shorter than one step.
+    /// Creates batches to train on. Fails if a size of `shape` is 0, the rank is out of range, or the data is shorter
+    /// than one step.
     pub fn new(source: Source, shape: BatchShape) -> Result<Self> {
         let batches = Self::of_any_length(source, shape)?;
         let (steps, found) = (batches.sequences_per_step, batches.num_sequences());
@@ -188,10 +186,8 @@ impl Batches {
         self.masking.as_ref()
     }
 
-    /// Reads this rank's micro-batch `a` (from 0) of the step that starts at `position`.
-    ///
-    /// # Errors
-    /// There is not enough memory, or the file has been truncated or can't be read any more.
+    /// Reads this rank's micro-batch `a` (from 0) of the step that starts at `position`. Fails if there is not enough
+    /// memory, or the file has been truncated or can't be read any more.
     pub fn micro_batch(&self, position: u64, a: usize) -> Result<MicroBatch> {
         let first = self.first_sequence(0, a);
         self.read(position, first..first + self.shape.batch_size as u64)
@@ -298,9 +294,6 @@ impl Batches {
     }
 
     /// Returns a prompt to continue: that of the first example, or up to `tokens` tokens of the stream.
-    ///
-    /// # Errors
-    /// The file has been truncated or can't be read any more.
     pub fn prompt(&self, tokens: usize) -> Result<Vec<u32>> {
         match &self.sequences {
             Sequences::Stream(Stream { data, .. }) => {

@@ -2,11 +2,11 @@
 
 use std::path::Path;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Result, bail, ensure};
 use fsdp_candle::nn::IGNORED;
 use rand_philox::philox4x32_10;
-use serde_json::Value;
 
+use crate::data::sft::read_json;
 use crate::data::text::Text;
 
 /// Separates these random numbers from others with the same seed.
@@ -102,7 +102,7 @@ pub fn mask_token(given: Option<u32>, model: Option<&Path>, text: &Text, vocabul
         );
         return Ok(id);
     }
-    let name = model.map(named).transpose()?.flatten().unwrap_or_else(|| "[MASK]".into());
+    let name = named(model)?.unwrap_or_else(|| "[MASK]".into());
     match text.id_of(&name) {
         Some(id) if (id as usize) < vocabulary => Ok(id),
         Some(id) => bail!(
@@ -117,13 +117,8 @@ pub fn mask_token(given: Option<u32>, model: Option<&Path>, text: &Text, vocabul
 }
 
 /// Returns the mask token's name in `tokenizer_config.json`: text, or an object with `content`.
-fn named(model: &Path) -> Result<Option<String>> {
-    let path = model.join("tokenizer_config.json");
-    if !path.exists() {
-        return Ok(None);
-    }
-    let read = || -> Result<Value> { Ok(serde_json::from_str(&std::fs::read_to_string(&path)?)?) };
-    let config = read().with_context(|| format!("cannot read {}", path.display()))?;
+fn named(model: Option<&Path>) -> Result<Option<String>> {
+    let Some(config) = read_json(model, "tokenizer_config.json")? else { return Ok(None) };
     let token = &config["mask_token"];
     Ok(token.as_str().or_else(|| token["content"].as_str()).map(String::from))
 }

@@ -113,10 +113,8 @@ impl Data {
         self.len == 0
     }
 
-    /// Reads the tokens `start..start + out.len()`.
-    ///
-    /// # Errors
-    /// The range is beyond the end, or a file has been truncated or can't be read any more.
+    /// Reads the tokens `start..start + out.len()`. Fails if the range is beyond the end, or a file has been truncated
+    /// or can't be read any more.
     pub(super) fn copy_to(&self, start: u64, out: &mut [u32]) -> Result<()> {
         let past_the_end = || format!("tokens {start} to {} are not in {self}", start.saturating_add(out.len() as u64));
         let end = start.checked_add(out.len() as u64).filter(|&end| end <= self.len).with_context(past_the_end)?;

@@ -183,7 +183,8 @@ fn numbers(config: &DecoderConfig) -> Vec<(&'static str, usize)> {
     numbers
 }
 
-fn gcd(a: usize, b: usize) -> usize {
+/// Returns the greatest common divisor.
+pub fn gcd(a: usize, b: usize) -> usize {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 

@@ -7,6 +7,7 @@ use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::{Parser, ValueEnum};
 use fsdp_candle::{AdjustLr, DeviceChoice, ReshardAfterForward, World};
 use fsdp_examples::data::BatchShape;
+use fsdp_examples::flags::{not_negative, positive, reshard};
 use fsdp_examples::job;
 use fsdp_examples::ranks::Ranks;
 use fsdp_examples::schedule::LrSchedule;
@@ -15,7 +16,7 @@ use serde::Serialize;
 use crate::flag_types::{
     ActivationCheckpoint, AllGather, CheckpointKeep, DropoutChoice, GradSync, InitChoice, Offload, Precision, Resume,
     Switch, activation_checkpoint, betas, checkpoint_path, count, debug_name, dropout, fraction, loss_scale,
-    not_negative, optional_path, positive, reshard,
+    optional_path,
 };
 
 const AFTER_HELP: &str = "Examples:
@@ -391,10 +392,8 @@ impl Args {
         Ranks::new(world.size(), self.replicate, self.tensor_parallel)
     }
 
-    /// Returns what each rank reads per step.
-    ///
-    /// # Errors
-    /// The flags do not divide the world size, or the sequences of a step overflow.
+    /// Returns what each rank reads per step. Fails if the flags do not divide the world size, or the sequences of a
+    /// step overflow.
     pub(crate) fn batch_shape(&self, world: &World) -> anyhow::Result<BatchShape> {
         let ranks = self.ranks(world)?;
         let shape = BatchShape {

@@ -8,7 +8,8 @@ use std::sync::Arc;
 use candle_core::DType;
 use clap::ValueEnum;
 use fsdp_candle::activation_checkpoint::{CheckpointPolicy, Operation};
-use fsdp_candle::{AllGatherExtension, Float8, OffloadPolicy, ReshardAfterForward};
+use fsdp_candle::{AllGatherExtension, Float8, OffloadPolicy};
+use fsdp_examples::flags::number;
 use fsdp_examples::models::{Dropout, ModelConfig, is_block_matrix};
 use serde::{Serialize, Serializer};
 
@@ -94,18 +95,6 @@ impl AllGather {
 pub(crate) enum GradSync {
     Every,
     Last,
-}
-
-pub(crate) fn reshard(text: &str) -> Result<ReshardAfterForward, String> {
-    match text {
-        "default" => Ok(ReshardAfterForward::Default),
-        "always" => Ok(ReshardAfterForward::Always),
-        "never" => Ok(ReshardAfterForward::Never),
-        number => match number.parse() {
-            Ok(ranks) => Ok(ReshardAfterForward::To(ranks)),
-            Err(_) => Err("it must be default, always, never, or a number of processes".into()),
-        },
-    }
 }
 
 /// Serialises the lower-case name of a variant.
@@ -273,22 +262,10 @@ pub(crate) fn count(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|&n| n > 0).ok_or_else(|| "it must be a whole number of at least 1".into())
 }
 
-fn number(text: &str, what: &str, wanted: impl Fn(f64) -> bool) -> Result<f64, String> {
-    text.trim().parse().ok().filter(|&x: &f64| x.is_finite() && wanted(x)).ok_or_else(|| format!("it must be {what}"))
-}
-
-pub(crate) fn positive(text: &str) -> Result<f64, String> {
-    number(text, "a number above 0, such as 3e-4", |x| x > 0.0)
-}
-
 pub(crate) fn loss_scale(text: &str) -> Result<f64, String> {
     number(text, "a number of at least 1 that f32 has room for, such as 65536", |x| {
         (1.0..=f64::from(f32::MAX)).contains(&x)
     })
-}
-
-pub(crate) fn not_negative(text: &str) -> Result<f64, String> {
-    number(text, "a number of at least 0, such as 0.1", |x| x >= 0.0)
 }
 
 pub(crate) fn fraction(text: &str) -> Result<f64, String> {

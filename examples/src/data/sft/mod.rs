@@ -20,6 +20,7 @@ use crate::data::text::{Marked, Text};
 
 pub(in crate::data) mod packing;
 mod template;
+pub(in crate::data) use template::read_json;
 #[cfg(test)]
 mod tests;
 
@@ -48,6 +49,12 @@ pub(in crate::data) struct Example<'a> {
 }
 
 impl Examples {
+    fn new(origin: String, stops: Vec<u32>) -> Self {
+        let (tokens, learnt, ends) = (vec![], vec![], vec![]);
+        let digest = Digest::new(CrcAlgorithm::Crc64Nvme);
+        Examples { tokens, learnt, ends, origin, cut: 0, dropped: 0, digest, stops }
+    }
+
     /// Reads a JSONL file. Each line is a conversation (`messages`, formatted by the model directory's chat template)
     /// or a `prompt` with a `completion`. Blank lines are skipped. Examples are cut to `seq_len` tokens and one target,
     /// and dropped if nothing is left to learn.
@@ -59,16 +66,7 @@ impl Examples {
         let specials = Specials::new(model, text)?;
         let template = Template::new(model, &specials)?;
         let mut reading = Reading { text, special: text.special_tokens(&specials.named), specials, template, seq_len };
-        let mut examples = Examples {
-            tokens: vec![],
-            learnt: vec![],
-            ends: vec![],
-            origin: path.display().to_string(),
-            cut: 0,
-            dropped: 0,
-            digest: Digest::new(CrcAlgorithm::Crc64Nvme),
-            stops: reading.specials.stops.clone(),
-        };
+        let mut examples = Examples::new(path.display().to_string(), reading.specials.stops.clone());
         let file = File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
         let mut lines = BufReader::new(file).lines().zip(1..).peekable();
         while lines.peek().is_some() {
@@ -158,16 +156,7 @@ impl Examples {
 
     #[cfg(test)]
     pub(in crate::data) fn of(examples: &[(&[u32], &[bool])]) -> Self {
-        let mut all = Examples {
-            tokens: vec![],
-            learnt: vec![],
-            ends: vec![],
-            origin: "a test".into(),
-            cut: 0,
-            dropped: 0,
-            digest: Digest::new(CrcAlgorithm::Crc64Nvme),
-            stops: vec![],
-        };
+        let mut all = Examples::new("a test".into(), vec![]);
         examples.iter().for_each(|(tokens, learnt)| all.push(tokens, learnt));
         all
     }

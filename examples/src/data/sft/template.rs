@@ -351,7 +351,7 @@ impl Specials {
 }
 
 /// Reads a JSON file of the model directory, if it exists.
-pub(super) fn read_json(model: Option<&Path>, name: &str) -> Result<Option<serde_json::Value>> {
+pub(in crate::data) fn read_json(model: Option<&Path>, name: &str) -> Result<Option<serde_json::Value>> {
     let Some(path) = model.map(|model| model.join(name)).filter(|path| path.exists()) else { return Ok(None) };
     let read = || -> Result<serde_json::Value> { Ok(serde_json::from_str(&std::fs::read_to_string(&path)?)?) };
     read().map(Some).with_context(|| format!("cannot read {}", path.display()))

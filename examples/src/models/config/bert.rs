@@ -3,7 +3,9 @@
 use anyhow::ensure;
 use serde::{Deserialize, Serialize};
 
-use crate::models::config::{Activation, at_least_one, below_one, not_negative, padding_row};
+use crate::models::config::{
+    Activation, at_least_one, below_one, default_dropout, default_stdev, not_negative, padding_row, yes,
+};
 
 /// The fields of Hugging Face's `BertConfig` that are used.
 #[derive(Clone, Debug, Deserialize, Serialize)]
@@ -48,7 +50,7 @@ pub struct BertConfig {
     #[serde(default)]
     pub add_cross_attention: bool,
     /// Whether the head shares the embedding's weights. Only `true` is supported.
-    #[serde(default = "tied")]
+    #[serde(default = "yes")]
     pub tie_word_embeddings: bool,
     /// Dropout of embeddings, and of the outputs of attention and MLP.
     #[serde(default = "default_dropout")]
@@ -80,17 +82,8 @@ fn default_norm_eps_bert() -> f64 {
 fn default_bert_act() -> String {
     "gelu".into()
 }
-fn default_dropout() -> f64 {
-    0.1
-}
-fn default_stdev() -> f64 {
-    0.02
-}
 fn default_position_kind() -> String {
     "absolute".into()
-}
-fn tied() -> bool {
-    true
 }
 fn default_activation() -> Activation {
     Activation::GeluErf

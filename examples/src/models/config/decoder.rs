@@ -2,83 +2,66 @@
 
 use anyhow::{Context, bail, ensure};
 use fsdp_candle::nn::AttentionOptions;
-use serde::{Deserialize, Deserializer, Serialize};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::models::config::rope::{Defaults, Rope};
 use crate::models::config::{Activation, above_zero, at_least_one, below_one, not_negative, padding_row};
 
 /// Configuration of a decoder. Absent fields have transformers' defaults.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug)]
 pub struct DecoderConfig {
-    #[serde(flatten)]
     fields: Fields,
     /// Width of the residual stream.
-    #[serde(skip)]
     pub width: usize,
     /// Width inside an MLP.
-    #[serde(skip)]
     pub inner: usize,
     /// Number of blocks.
-    #[serde(skip)]
     pub layers: usize,
     /// Query heads.
-    #[serde(skip)]
     pub heads: usize,
     /// Key and value heads.
-    #[serde(skip)]
     pub kv_heads: usize,
     /// Width of a head.
-    #[serde(skip)]
     pub head_dim: usize,
     /// Number of token ids.
-    #[serde(skip)]
     pub vocabulary: usize,
     /// Row of the embedding that lookups do not train.
-    #[serde(skip)]
     pub padding: Option<usize>,
     /// Longest sequence.
-    #[serde(skip)]
     pub positions: usize,
     /// Norms of the blocks.
-    #[serde(skip)]
     pub norms: Norms,
     /// Biases of the projections.
-    #[serde(skip)]
     pub biases: Biases,
     /// Whether queries, keys and values are one projection, as are gate and up.
-    #[serde(skip)]
     pub fused: bool,
     /// Activation of the MLP.
-    #[serde(skip)]
     pub activation: Activation,
     /// Factor of the embeddings.
-    #[serde(skip)]
     pub embedding_scale: Option<f64>,
     /// Cap of the logits: `x` becomes `cap * tanh(x / cap)`.
-    #[serde(skip)]
     pub logit_softcap: Option<f64>,
     /// Whether the head shares the embedding's weights.
-    #[serde(skip)]
     pub tied: bool,
     /// Standard deviation of random initial weights.
-    #[serde(skip)]
     pub initializer_range: f64,
     /// Experts, which replace MLPs.
-    #[serde(skip)]
     pub experts: Option<ExpertsConfig>,
     /// Rotary embedding.
-    #[serde(skip)]
     pub rope: Rope,
     /// Rotary embedding of sliding-window layers, if it differs.
-    #[serde(skip)]
     pub local_rope: Option<Rope>,
     /// Dropout of attention weights.
-    #[serde(skip)]
     pub attention_dropout: f64,
-    #[serde(skip)]
     attention: AttentionOptions,
-    #[serde(skip)]
     windows: Windows,
+}
+
+/// Serialises the fields of `config.json`.
+impl Serialize for DecoderConfig {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        self.fields.serialize(serializer)
+    }
 }
 
 /// Norms of a block.

@@ -3,7 +3,7 @@
 use anyhow::ensure;
 use serde::{Deserialize, Serialize};
 
-use crate::models::config::{at_least_one, below_one, not_negative};
+use crate::models::config::{at_least_one, below_one, default_dropout, default_stdev, not_negative, yes};
 
 /// The fields of Hugging Face's `GPT2Config` that are used.
 #[derive(Clone, Debug, Deserialize, Serialize)]
@@ -29,7 +29,7 @@ pub struct Gpt2Config {
     #[serde(default = "default_gpt2_act")]
     pub activation_function: String,
     /// Standard deviation of random initial weights.
-    #[serde(default = "default_initializer_range")]
+    #[serde(default = "default_stdev")]
     pub initializer_range: f64,
     /// Whether attention scores are divided by the square root of the head width. Only `true` is supported.
     #[serde(default = "yes")]
@@ -59,15 +59,6 @@ fn default_norm_eps_gpt2() -> f64 {
 }
 fn default_gpt2_act() -> String {
     "gelu_new".into()
-}
-fn default_initializer_range() -> f64 {
-    0.02
-}
-fn default_dropout() -> f64 {
-    0.1
-}
-fn yes() -> bool {
-    true
 }
 
 impl Gpt2Config {

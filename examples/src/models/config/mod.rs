@@ -183,6 +183,16 @@ impl Activation {
     }
 }
 
+fn default_dropout() -> f64 {
+    0.1
+}
+fn default_stdev() -> f64 {
+    0.02
+}
+fn yes() -> bool {
+    true
+}
+
 /// Fails if one of the fields is 0.
 pub(super) fn at_least_one(fields: &[(&str, usize)]) -> anyhow::Result<()> {
     fields.iter().try_for_each(|(name, value)| {

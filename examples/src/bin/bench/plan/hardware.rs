@@ -2,6 +2,7 @@
 
 use anyhow::{Context, ensure};
 use clap::ValueEnum;
+use fsdp_examples::models::parallel::gcd;
 use serde::Serialize;
 
 /// Devices with figures from NVIDIA's data sheets (SXM and HGX modules, without sparsity).
@@ -190,7 +191,7 @@ impl Ring {
     pub(super) fn of_neighbours(mesh: &Mesh, links: &Links, ranks: usize) -> Self {
         let host = mesh.ranks_per_host;
         let on_one_host = mesh.hosts == 1 || ranks <= host && host.is_multiple_of(ranks);
-        Ring::new(links, ranks, on_one_host, common_divisor(ranks, host))
+        Ring::new(links, ranks, on_one_host, gcd(ranks, host))
     }
 
     /// Creates a ring of the ranks that hold the same shard of each replica.
@@ -209,10 +210,6 @@ impl Ring {
     pub(super) fn all_reduce(&self, bytes: f64) -> f64 {
         2. * self.gather(bytes)
     }
-}
-
-fn common_divisor(a: usize, b: usize) -> usize {
-    if b == 0 { a } else { common_divisor(b, a % b) }
 }
 
 /// A floating point format.

@@ -1,11 +1,12 @@
 //! Memory of a rank: between steps, and at the peak of a step.
 
+use fsdp_candle::ReshardAfterForward;
 use serde::Serialize;
 
 use super::framework::Checkpoint;
 use super::hardware::Precision;
 use super::model::Layer;
-use super::setup::{Reshard, Setup};
+use super::setup::Setup;
 
 /// Bytes of a rank.
 #[derive(Clone, Debug, Serialize)]
@@ -95,9 +96,9 @@ fn moments(setup: &Setup) -> Vec<Moment> {
 
     // Whether the parameters of a block, or of the root, stay gathered.
     let stays = |layer: &Layer| match setup.reshard {
-        Reshard::Never => e * layer.parameters,
-        Reshard::To(ranks) => e * layer.parameters / ranks as f64,
-        Reshard::Default | Reshard::Always => 0.,
+        ReshardAfterForward::Never => e * layer.parameters,
+        ReshardAfterForward::To(ranks) => e * layer.parameters / ranks as f64,
+        ReshardAfterForward::Default | ReshardAfterForward::Always => 0.,
     };
     let comes = |layer: &Layer| e * layer.parameters - stays(layer);
     let of_root_gathered = e * root.parameters;

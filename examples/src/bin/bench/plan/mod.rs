@@ -8,11 +8,13 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, ensure};
 use framework::{Checkpoint, Framework};
+use fsdp_candle::ReshardAfterForward;
+use fsdp_examples::flags::{not_negative, positive, reshard};
 use fsdp_examples::models::ModelConfig;
 use hardware::{Device, GIGA, Given, Links, Mesh, Precision};
 use model::Model;
 use report::Report;
-use setup::{Reshard, Setup};
+use setup::Setup;
 
 use crate::{count, print};
 
@@ -100,9 +102,9 @@ pub(crate) struct Args {
     #[arg(long, value_enum, default_value_t = Checkpoint::None, help_heading = "Training")]
     activation_checkpoint: Checkpoint,
     /// Gathered parameters between forward and backward, as in `train`.
-    #[arg(long, value_name = "default|always|never|K", default_value = "default", value_parser = Reshard::parse)]
+    #[arg(long, value_name = "default|always|never|K", default_value = "default", value_parser = reshard)]
     #[arg(help_heading = "Training")]
-    reshard_after_forward: Reshard,
+    reshard_after_forward: ReshardAfterForward,
     /// Framework, which determines the activations that are kept for backward.
     #[arg(long, value_enum, default_value_t = Framework::Candle, help_heading = "Training")]
     framework: Framework,
@@ -190,15 +192,3 @@ fn setup<'a>(args: &Args, model: &'a Model, seq: usize) -> anyhow::Result<Setup<
 
 /// Upper limit of the number of ranks.
 const MOST_RANKS: usize = 1 << 20;
-
-fn positive(text: &str) -> Result<f64, String> {
-    number(text, "a number above 0", |x| x > 0.)
-}
-
-fn not_negative(text: &str) -> Result<f64, String> {
-    number(text, "a number of at least 0", |x| x >= 0.)
-}
-
-fn number(text: &str, what: &str, wanted: impl Fn(f64) -> bool) -> Result<f64, String> {
-    text.trim().parse().ok().filter(|&x: &f64| x.is_finite() && wanted(x)).ok_or_else(|| format!("it must be {what}"))
-}

@@ -75,7 +75,9 @@ fn head(to: &mut String, report: &Report, setup: &Setup) -> std::fmt::Result {
     writeln!(
         to,
         "A rank reads {} x {} tokens per step. reshard_after_forward: {}",
-        setup.batch, setup.seq, setup.reshard
+        setup.batch,
+        setup.seq,
+        setup::reshard_word(setup.reshard)
     )
 }
 

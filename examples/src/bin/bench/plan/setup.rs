@@ -1,50 +1,19 @@
 //! The setup of a plan, and the search for the best one.
 
 use anyhow::{bail, ensure};
-use serde::{Serialize, Serializer};
+use fsdp_candle::ReshardAfterForward;
+use serde::Serialize;
 
 use super::framework::{Checkpoint, Framework};
 use super::hardware::{Device, Links, Mesh, Precision};
 use super::model::Model;
 use super::{memory, time, unfused};
 
-/// Gathered parameters between forward and backward, as `train --reshard-after-forward`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Reshard {
-    Default,
-    Always,
-    Never,
-    To(usize),
-}
-
-impl Reshard {
-    pub(super) fn parse(text: &str) -> Result<Self, String> {
-        match text {
-            "default" => Ok(Reshard::Default),
-            "always" => Ok(Reshard::Always),
-            "never" => Ok(Reshard::Never),
-            number => match number.parse() {
-                Ok(ranks) => Ok(Reshard::To(ranks)),
-                Err(_) => Err("it must be default, always, never, or a number of ranks".into()),
-            },
-        }
-    }
-}
-
-impl std::fmt::Display for Reshard {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Reshard::Default => f.pad("default"),
-            Reshard::Always => f.pad("always"),
-            Reshard::Never => f.pad("never"),
-            Reshard::To(ranks) => f.pad(&ranks.to_string()),
-        }
-    }
-}
-
-impl Serialize for Reshard {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_str(self)
+/// Returns the value of `--reshard-after-forward` for a policy.
+pub(super) fn reshard_word(policy: ReshardAfterForward) -> String {
+    match policy {
+        ReshardAfterForward::To(ranks) => ranks.to_string(),
+        other => format!("{other:?}").to_lowercase(),
     }
 }
 
@@ -67,7 +36,7 @@ pub(super) struct Setup<'a> {
     /// Dtype of shards, their gradients and optimizer state.
     pub(super) shards: Precision,
     pub(super) checkpoint: Checkpoint,
-    pub(super) reshard: Reshard,
+    pub(super) reshard: ReshardAfterForward,
     /// Reserve of the allocator, as a share.
     pub(super) reserve: f64,
 }
@@ -98,7 +67,7 @@ impl Setup<'_> {
             "--replicate {replicate} must divide the {} ranks of {hosts} hosts with {ranks_per_host} each",
             self.mesh.ranks()
         );
-        if let Reshard::To(ranks) = self.reshard {
+        if let ReshardAfterForward::To(ranks) = self.reshard {
             ensure!(
                 ranks > 1 && ranks < shard && shard.is_multiple_of(ranks),
                 "--reshard-after-forward {ranks} must divide the {shard} ranks that a replica is sharded over, and be \
@@ -118,11 +87,11 @@ impl Setup<'_> {
 }
 
 /// Summary of a plan.
-#[derive(Clone, Copy, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize)]
 pub(super) struct Choice {
     pub(super) shard: usize,
     pub(super) replicate: usize,
-    pub(super) reshard_after_forward: Reshard,
+    pub(super) reshard_after_forward: String,
     pub(super) batch: usize,
     /// Bytes of a rank.
     pub(super) memory: f64,
@@ -149,8 +118,8 @@ pub(super) fn best(setup: &Setup, top: usize) -> Vec<Choice> {
     for shard in (1..=ranks).filter(|shard| ranks.is_multiple_of(*shard)) {
         let mesh = Mesh { shard, replicate: ranks / shard, ..setup.mesh };
         // Shards within a host, or within half of a replica.
-        let parts = [setup.mesh.ranks_per_host, shard / 2].map(Reshard::To);
-        let mut policies = vec![Reshard::Default, Reshard::Never];
+        let parts = [setup.mesh.ranks_per_host, shard / 2].map(ReshardAfterForward::To);
+        let mut policies = vec![ReshardAfterForward::Default, ReshardAfterForward::Never];
         policies.extend(parts.iter().filter(|&&part| Setup { mesh, reshard: part, ..*setup }.check().is_ok()));
         policies.dedup();
         if shard == 1 {
@@ -191,7 +160,7 @@ fn choice(setup: &Setup) -> Choice {
     Choice {
         shard: setup.mesh.shard,
         replicate: setup.mesh.replicate,
-        reshard_after_forward: setup.reshard,
+        reshard_after_forward: reshard_word(setup.reshard),
         batch: setup.batch,
         memory: 0.,
         step: time.step,

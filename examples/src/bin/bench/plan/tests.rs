@@ -135,7 +135,7 @@ fn policies_trade_memory_for_communication() {
 fn replicas_pay_off_over_slow_links() {
     let small = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden/llama_tiny/config.json");
     let flags = "--device h100-sxm --hosts 16 --seq 32 --latency 1 --inter 0.001 --reduce-dtype bf16";
-    let best = planned_with(small, flags).unwrap().best[0];
+    let best = &planned_with(small, flags).unwrap().best[0];
     assert!(best.shard <= 8 && best.shard * best.replicate == 128, "{best:?}");
     // A model that just fits on all ranks has no replicas.
     let large = planned("--device h100-sxm --memory 26 --seq 128").unwrap();
@@ -149,7 +149,7 @@ fn replicas_pay_off_over_slow_links() {
 #[test]
 fn best_choice_is_fast_and_small() {
     let report = planned("--framework pytorch --device h100-sxm --hosts 16 --seq 4096 --top 60000").unwrap();
-    let best = report.best[0];
+    let best = &report.best[0];
     let fastest = report.best.iter().map(|choice| choice.tokens_per_s_per_rank).fold(0., f64::max);
     assert!(best.tokens_per_s_per_rank >= 0.995 * fastest);
     let alike = report.best.iter().filter(|choice| choice.tokens_per_s_per_rank >= 0.995 * fastest);
@@ -163,7 +163,10 @@ fn impossible_plans_are_refused() {
         ("--device h100-sxm --replicate 3", "--replicate 3 must divide the 8 ranks"),
         ("--device h100-sxm --replicate 16", "--replicate 16 must divide the 8 ranks"),
         ("--device h100-sxm --reshard-after-forward 3", "--reshard-after-forward 3 must divide the 8 ranks"),
-        ("--device h100-sxm --reshard-after-forward some", "it must be default, always, never, or a number of ranks"),
+        (
+            "--device h100-sxm --reshard-after-forward some",
+            "it must be default, always, never, or a number of processes",
+        ),
         ("--device h100-sxm --activation-checkpoint selective", "`train` has none and full"),
         ("--device h100-sxm --seq 1000000", "--seq 1000000 is beyond the model's 131072 positions"),
         ("--device h100-sxm --hosts 65536 --ranks-per-host 65536", "4294967296 ranks are more"),

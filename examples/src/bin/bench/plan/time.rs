@@ -1,11 +1,12 @@
 //! Time of a step: compute of each unit, and a simulation of overlapping communication.
 
+use fsdp_candle::ReshardAfterForward;
 use serde::Serialize;
 
 use super::framework::{Checkpoint, Framework};
 use super::hardware::Ring;
 use super::model::Layer;
-use super::setup::{Reshard, Setup};
+use super::setup::Setup;
 use super::unfused;
 
 /// Time of a step in seconds, unless noted otherwise.
@@ -139,9 +140,9 @@ fn units(setup: &Setup) -> (Compute, Vec<Unit>) {
         gather_forward: over_shards.gather(e * parameters),
         gather_backward: match setup.reshard {
             _ if kept => 0.,
-            Reshard::Never => 0.,
-            Reshard::To(ranks) => Ring::of_neighbours(mesh, links, ranks).gather(e * parameters),
-            Reshard::Default | Reshard::Always => over_shards.gather(e * parameters),
+            ReshardAfterForward::Never => 0.,
+            ReshardAfterForward::To(ranks) => Ring::of_neighbours(mesh, links, ranks).gather(e * parameters),
+            ReshardAfterForward::Default | ReshardAfterForward::Always => over_shards.gather(e * parameters),
         },
         reduce_scatter: over_shards.gather(reduce * parameters),
         all_reduce: over_replicas.all_reduce(reduce * parameters / mesh.shard as f64),
@@ -161,7 +162,10 @@ fn units(setup: &Setup) -> (Compute, Vec<Unit>) {
     let mut units = vec![Unit {
         forward: head.total(),
         backward: 2. * head.total(),
-        ..communication(root.parameters, setup.reshard == Reshard::Default || setup.reshard == Reshard::Never)
+        ..communication(
+            root.parameters,
+            setup.reshard == ReshardAfterForward::Default || setup.reshard == ReshardAfterForward::Never,
+        )
     }];
     for layer in &model.layers {
         let (forward, backward) = (forward(setup, layer), backward(setup, layer));
