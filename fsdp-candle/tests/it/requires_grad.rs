@@ -206,7 +206,7 @@ fn freezing_drops_accumulated_gradients() {
         model.set_requires_gradient_sync(true, Recurse::Yes);
         let grads = model.backward(&loss()).unwrap();
         let [weight, bias] = [0, 1].map(|i| vars.params()[i].var().clone());
-        let of = |grads: &GradStore, var: &Var| grads.get(var).map(|grad| elements::<f32>(grad));
+        let of = |grads: &GradStore, var: &Var| grads.get(var).map(elements::<f32>);
         assert_eq!(of(&grads, &weight), of(&want, &weight));
         let twice = of(&want, &bias).map(|bias| bias.iter().map(|b| 2. * b).collect::<Vec<_>>());
         assert_eq!(of(&grads, &bias), twice);
