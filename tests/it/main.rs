@@ -15,6 +15,7 @@ mod from_pytorch;
 mod golden;
 mod golden_optimizers;
 mod gradcheck;
+mod hub;
 mod launchers;
 mod layering;
 mod lost_output;
