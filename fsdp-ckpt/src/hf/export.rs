@@ -91,7 +91,7 @@ pub fn export_with(dir: &Path, group: &ProcessGroup, tensors: &[TensorShard], op
 }
 
 /// A file in progress. Dropping it before [`Temporary::commit`] removes it.
-struct Temporary {
+pub(crate) struct Temporary {
     temp: TempEntry,
     committed: bool,
 }
@@ -112,12 +112,23 @@ impl Temporary {
         Ok(temporary)
     }
 
-    fn new(dir: &Path, name: &str) -> Result<Self> {
+    /// Creates an empty file for `name` in `dir`.
+    pub(crate) fn new(dir: &Path, name: &str) -> Result<Self> {
         Ok(Temporary { temp: TempEntry::create_file(dir, name)?, committed: false })
     }
 
+    /// Returns the open file.
+    pub(crate) fn handle(&self) -> &File {
+        &self.temp.file
+    }
+
+    /// Returns the temporary path.
+    pub(crate) fn path(&self) -> &Path {
+        &self.temp.path
+    }
+
     /// Renames the file to its final name. Unless `replace`, keeps a file that was created meanwhile.
-    fn commit(mut self, dir: &Path, name: &str, replace: bool) -> Result<()> {
+    pub(crate) fn commit(mut self, dir: &Path, name: &str, replace: bool) -> Result<()> {
         let (path, target) = (&*self.temp.path, dir.join(name));
         let renamed = if replace { std::fs::rename(path, &target) } else { rename_noreplace(path, &target) };
         renamed.map_err(|error| match error.kind() {

@@ -7,6 +7,8 @@ mod export;
 mod model;
 mod write;
 
+#[cfg(feature = "gguf")]
+pub(crate) use export::Temporary;
 pub use export::{ExportOptions, export, export_with};
 pub use model::HfModel;
 pub use write::{config_files, write};
