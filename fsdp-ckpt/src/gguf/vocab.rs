@@ -109,7 +109,8 @@ impl Vocabulary {
                 Some(file) => Err(Error::NotFound {
                     path: dir.to_path_buf(),
                     looked_for: format!(
-                        "{FILE}, but it has {file}; save the tokenizer with transformers' AutoTokenizer, which writes {FILE}"
+                        "{FILE}, but it has {file}; save the tokenizer with transformers' AutoTokenizer, which \
+                         writes {FILE}"
                     ),
                 }),
             };
