@@ -175,7 +175,7 @@ pub struct Verified {
     pub bytes: u64,
 }
 
-/// What a checkpoint or model contains, without the bytes of its tensors.
+/// Contents of a checkpoint or model, without the bytes of its tensors.
 #[derive(Clone, Debug)]
 pub struct SourceIndex {
     /// Path.
@@ -232,7 +232,7 @@ impl SourceIndex {
     /// Returns the chunk of a tensor at an index of [`TensorEntry::chunks`].
     ///
     /// # Errors
-    /// The errors of [`SourceIndex::tensor`]; [`Error::InvalidRead`] if there is no such chunk.
+    /// The errors of [`SourceIndex::tensor`]; [`Error::InvalidRead`] if the tensor has fewer chunks.
     pub fn chunk(&self, fqn: &str, at: usize) -> Result<&ChunkEntry> {
         let chunks = &self.tensor(fqn)?.chunks;
         chunks.get(at).ok_or_else(|| {
@@ -308,7 +308,7 @@ pub trait TensorSource: Debug + Send + Sync {
     /// with the bytes of each read. Needs bounded memory.
     ///
     /// # Errors
-    /// The errors of [`TensorSource::read`]; [`Error::InvalidRead`] if there is no such chunk.
+    /// The errors of [`TensorSource::read`]; [`Error::InvalidRead`] if the tensor has fewer chunks.
     fn verify_chunk(&self, fqn: &str, chunk: usize, seen: &mut dyn FnMut(u64)) -> Result<()> {
         stream(self, fqn, &self.index().chunk(fqn, chunk)?.region(), &mut |bytes| {
             seen(bytes.len() as u64);

@@ -80,7 +80,7 @@ fn sent(run: &Run) -> u64 {
 /// Losses and norms are near the recorded run's and have the bits of one host. One rank resumes from the shared
 /// checkpoint.
 fn reproduces(way: Way) {
-    // What is sent depends on the model, and not on the launcher.
+    // The messages depend on the model, and not on the launcher.
     let names = if way == Way::OpenMpi { &["llama_tiny", "gpt2_tiny"][..] } else { &["llama_tiny"] };
     for &name in names {
         for ranks_a_host in [1, 2] {

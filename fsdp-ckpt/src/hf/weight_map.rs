@@ -25,7 +25,7 @@ struct Index {
 }
 
 impl WeightMap {
-    /// Reads the index `name` and checks that the files exist. `None` if there is no such index.
+    /// Reads the index `name` and checks that the files exist. Returns `None` without an index of this name.
     pub(crate) fn read(store: &dyn Store, name: &str) -> Result<Option<Self>> {
         let Some(text) = store.read(name, MAX_INDEX)? else { return Ok(None) };
         let mut map = WeightMap { path: store.path().join(name), files: BTreeMap::new() };

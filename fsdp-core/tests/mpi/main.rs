@@ -20,7 +20,7 @@ fn main() {
         return roles::play(&role);
     }
     let trials = TRIALS.iter().map(|&(name, test)| {
-        // What the other tests check does not depend on the interface.
+        // The other tests do not depend on the interface.
         let interfaces = if ["mpi_conforms", BITS].contains(&name) { Interfaces::All } else { Interfaces::First };
         Trial::ignorable_test(name, move || installed::each(test, interfaces))
     });

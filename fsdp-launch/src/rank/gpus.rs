@@ -37,7 +37,7 @@ fn visible() -> Option<(&'static str, Vec<String>)> {
     Some((name, list.split(',').map(|device| device.trim().to_owned()).collect()))
 }
 
-/// Returns the GPU of a rank under `--virtual-local-rank`, or why there is none.
+/// Returns the GPU of a rank under `--virtual-local-rank`, or the reason why it has none.
 pub(crate) fn only_device_of(local_rank: usize) -> Result<String, String> {
     match visible() {
         None => Ok(local_rank.to_string()),

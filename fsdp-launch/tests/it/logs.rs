@@ -25,7 +25,7 @@ fn options_choose_what_is_shown_and_logged() {
     let cases: [Case<'_>; 4] = [
         (&[], &["[rank 0] out 0", "[rank 1] out 1"], &["[rank 0] err 0", "[rank 1] err 1"], &all),
         (&["--redirects", "0:1,1:3"], &[], &["[rank 0] err 0"], &["0/stdout", "1/stdout", "1/stderr"]),
-        // What `-t` names is shown and logged, whatever `-r` says.
+        // `-t` shows and logs its streams, whatever `-r` says.
         (&["-r", "3", "-t", "1:1"], &["[rank 1] out 1"], &[], &all),
         (&["--tee=1", "--local_ranks_filter=1"], &["[rank 1] out 1"], &["[rank 1] err 1"], &["0/stdout", "1/stdout"]),
     ];

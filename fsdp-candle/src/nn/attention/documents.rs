@@ -28,7 +28,7 @@ pub struct Documents {
 }
 
 impl Documents {
-    /// Returns documents of these lengths, row by row, in order. Fails if there is no row, rows differ in their number
+    /// Returns documents of these lengths, row by row, in order. Fails without rows, or if rows differ in their number
     /// of tokens, or a document is empty.
     pub fn new(rows: Vec<Vec<usize>>) -> Result<Self> {
         let tokens = |row: &Vec<usize>| row.iter().try_fold(0, |sum: usize, &length| sum.checked_add(length));

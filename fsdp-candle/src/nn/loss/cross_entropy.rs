@@ -133,7 +133,7 @@ impl TargetRows {
 /// Returns the mean cross-entropy of `logits` `[.., V]` against `targets` (u8, u32 or i64) `[..]`: an f32 scalar for
 /// every dtype of the logits (f64 for f64).
 ///
-/// Fails if the shapes disagree, there is no row, or a target is not below `V`.
+/// Fails if the shapes disagree, the input has no rows, or a target is not below `V`.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -151,8 +151,8 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
 /// [`cross_entropy`](cross_entropy()) with ignored targets, smoothed labels, or the sum instead of the mean.
 ///
 /// As in PyTorch, with a smoothing of `e` a row's loss is `(1 - e)` times its loss without smoothing, plus `e` times
-/// the mean of the losses for each of the `V` classes. Fails if the shapes disagree, there is no row, a target is
-/// neither below `V` nor `ignore_index`, or the smoothing is not from 0 to 1.
+/// the mean of the losses for each of the `V` classes. Fails if the shapes disagree, the input has no rows, a
+/// target is neither below `V` nor `ignore_index`, or the smoothing is not from 0 to 1.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};

@@ -29,14 +29,14 @@ const LOGITS: usize = 1 << 24;
 /// hidden states have the input layout of its style. The loss is over the whole vocabulary, with the same bits on every
 /// rank. The ranks exchange three numbers for each row, or four with smoothing.
 ///
-/// Fails if the shapes or dtypes disagree, there is no row, or a target is not below `V`.
+/// Fails if the shapes or dtypes disagree, the input has no rows, or a target is not below `V`.
 pub fn linear_cross_entropy(hidden: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<Tensor> {
     linear_cross_entropy_with(hidden, weight, targets, &CrossEntropyOptions::plain())
 }
 
 /// [`linear_cross_entropy`] with the options of [`cross_entropy_with`](crate::nn::cross_entropy_with). No logits are
-/// computed for ignored rows. Fails if the shapes or dtypes disagree, there is no row, a target is neither below `V`
-/// nor `ignore_index`, or the smoothing is not from 0 to 1.
+/// computed for ignored rows. Fails if the shapes or dtypes disagree, the input has no rows, a target is neither
+/// below `V` nor `ignore_index`, or the smoothing is not from 0 to 1.
 pub fn linear_cross_entropy_with(
     hidden: &Tensor,
     weight: &Tensor,

@@ -20,7 +20,7 @@ use super::activation::log_add_exp;
 
 /// Returns the mean cross-entropy of logits `[rows, classes]` against targets (u8, u32 or i64) `[rows]`: a scalar of
 /// the logits' dtype. [`nn::cross_entropy`](crate::nn::cross_entropy()) takes more dimensions, and its result is f32
-/// for half floats. Fails if shapes disagree, there is no row, or a target is out of range.
+/// for half floats. Fails if shapes disagree, the input has no rows, or a target is out of range.
 pub fn cross_entropy(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
     if inp.rank() != 2 {
         bail!("cross_entropy: the logits {:?} must be [rows, classes]", inp.dims());
