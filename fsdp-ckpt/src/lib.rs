@@ -9,6 +9,8 @@
 //! | read and write Hugging Face models | [`hf`] |
 //! | read and write PyTorch's files | [`torch`] |
 //! | write a source in another format | [`convert`] |
+//! | merge adapters (LoRA) into a model | [`merge`] |
+//! | write a GGUF file for llama.cpp | `gguf`, with the feature `gguf` |
 //!
 //! # On disk
 //!
@@ -43,8 +45,11 @@ mod error;
 mod escape;
 mod file_names;
 mod finite;
+#[cfg(feature = "gguf")]
+pub mod gguf;
 pub mod hf;
 mod load;
+pub mod merge;
 mod open;
 mod region;
 mod safetensors;

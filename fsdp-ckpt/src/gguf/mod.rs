@@ -1,0 +1,153 @@
+//! Writing GGUF files, which llama.cpp and the programs built on it read.
+//!
+//! [`write()`] converts a model with its tokenizer into one file. `config` reads `config.json`, `names` lists the
+//! tensors of each architecture, `metadata` describes the model and `vocab` its tokenizer. `quantize` chooses the types
+//! of tensors and encodes them, and `file` lays out the bytes. Tensors are read, changed and quantized a few MiB at a
+//! time, so memory does not grow with the model.
+//!
+//! Names, shapes and metadata are those of llama.cpp's own converter, and types of tensors are those of its quantizer.
+
+mod chat_template;
+mod config;
+mod file;
+mod metadata;
+mod names;
+mod pre_tokenizer;
+mod quantize;
+mod rope;
+mod special_tokens;
+mod tensors;
+mod vocab;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+pub use quantize::Quantization;
+
+use crate::gguf::config::Config;
+use crate::gguf::file::{Header, TensorInfo, create};
+use crate::gguf::metadata::Metadata;
+use crate::gguf::tensors::Tensors;
+use crate::gguf::vocab::Vocabulary;
+use crate::{Error, Result, TensorSource};
+
+/// Options of [`write()`].
+#[derive(Clone, Debug, Default)]
+pub struct GgufOptions {
+    /// Types of the matrices. `None` keeps 16-bit matrices and writes others in f32.
+    pub quantization: Option<Quantization>,
+    /// llama.cpp's name of the pre-tokenizer, if it is not to be derived from `tokenizer.json`.
+    pub pre_tokenizer: Option<String>,
+    /// Name of the model. `None` takes the name of the file.
+    pub name: Option<String>,
+}
+
+/// Summary of [`write()`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GgufSummary {
+    /// Path of the file.
+    pub path: PathBuf,
+    /// llama.cpp's name of the architecture.
+    pub architecture: &'static str,
+    /// Types of the matrices.
+    pub quantization: Quantization,
+    /// Number of tensors of each type.
+    pub types: BTreeMap<&'static str, usize>,
+    /// Size of the file.
+    pub bytes: u64,
+    /// Kind of the tokenizer: `gpt2`, `llama` or `bert`, or `no_vocab` without one.
+    pub tokenizer: &'static str,
+    /// Finite numbers that became infinite in f16.
+    pub overflowed: u64,
+    /// Differences between the model and what llama.cpp computes.
+    pub notes: Vec<String>,
+}
+
+/// Writes the model `source`, with parameters under their own names, as the GGUF file `dst`. Reads `config.json` and the
+/// tokenizer's files in `config_dir`. A directory without a tokenizer gives a file without one.
+///
+/// ```no_run
+/// use std::path::Path;
+///
+/// use fsdp_ckpt::convert::View;
+/// use fsdp_ckpt::gguf::{self, GgufOptions, Quantization};
+///
+/// let dir = Path::new("model");
+/// let model = fsdp_ckpt::open(dir)?;
+/// let options = GgufOptions { quantization: Some(Quantization::Q4KM), ..GgufOptions::default() };
+/// gguf::write(Path::new("model.gguf"), &View::model(&*model), dir, &options)?;
+/// # Ok::<_, fsdp_ckpt::Error>(())
+/// ```
+///
+/// # Errors
+/// [`Error::AlreadyExists`] if `dst` exists; [`Error::NotFound`] without a `config.json`; [`Error::Malformed`] for a
+/// model or tokenizer that is damaged or that llama.cpp does not know; [`Error::MissingTensor`] and
+/// [`Error::NameMismatch`] if the tensors are not those of the architecture; [`Error::Io`]; the errors of
+/// [`TensorSource::read`].
+pub fn write(dst: &Path, source: &dyn TensorSource, config_dir: &Path, options: &GgufOptions) -> Result<GgufSummary> {
+    let config = Config::read(config_dir)?;
+    let tensors = Tensors::new(source, &config)?;
+    let vocabulary = Vocabulary::read(config_dir, &config, options.pre_tokenizer.as_deref())?;
+    let quantization = options.quantization.unwrap_or_else(|| tensors.own_quantization(source));
+    let mut infos = Vec::with_capacity(tensors.list.len());
+    let mut types = BTreeMap::new();
+    for tensor in &tensors.list {
+        let dtype = quantization.of_tensor(&tensor.name, &tensor.shape, &config, tensors.has_output());
+        *types.entry(quantize::name(dtype)).or_default() += 1;
+        infos.push(TensorInfo { name: tensor.name.clone(), shape: tensor.shape.clone(), dtype });
+    }
+    let name = match &options.name {
+        Some(name) => name.clone(),
+        None => dst.file_stem().unwrap_or_default().to_string_lossy().into_owned(),
+    };
+    let mut metadata = Metadata::default();
+    metadata.describe(&config, quantization, &name);
+    let tokenizer = match &vocabulary {
+        Some(vocabulary) => vocabulary.add_to(&mut metadata),
+        None => metadata.without_vocabulary(),
+    };
+    let header = Header::new(&metadata.entries, &infos)?;
+
+    let mut file = create(dst, &header)?;
+    let mut overflowed = 0;
+    for (tensor, info) in tensors.list.iter().zip(&infos) {
+        tensors.stream(source, tensor, &mut |values, columns| {
+            let bytes = quantize::encode(&tensor.name, source.path(), values, columns, info.dtype, &mut overflowed)?;
+            file.append(&bytes)
+        })?;
+        file.pad()?;
+    }
+    let bytes = file.finish()?;
+    Ok(GgufSummary {
+        path: dst.to_path_buf(),
+        architecture: config.architecture.name(),
+        quantization,
+        types,
+        bytes,
+        tokenizer,
+        overflowed,
+        notes: config.notes(),
+    })
+}
+
+/// Returns an error about a file of the model.
+fn malformed(path: &Path, item: Option<&str>, reason: impl Into<String>) -> Error {
+    Error::Malformed { path: path.to_path_buf(), item: item.map(str::to_string), reason: reason.into() }
+}
+
+/// Reads a JSON file of a directory; `None` if it does not exist.
+fn read_json<T: serde::de::DeserializeOwned>(dir: &Path, name: &str) -> Result<Option<T>> {
+    let Some(text) = read_text(dir, name)? else { return Ok(None) };
+    let parsed = serde_json::from_str(&text);
+    parsed.map(Some).map_err(|error| malformed(&dir.join(name), None, format!("it can't be read: {error}")))
+}
+
+/// Largest size of a configuration or tokenizer file.
+const MAX_FILE: u64 = 1 << 28;
+
+/// Reads a text file of a directory; `None` if it does not exist.
+fn read_text(dir: &Path, name: &str) -> Result<Option<String>> {
+    let Some(bytes) = crate::store::store(dir)?.read(name, MAX_FILE)? else { return Ok(None) };
+    let text = String::from_utf8(bytes);
+    text.map(Some).map_err(|error| malformed(&dir.join(name), None, format!("it is not UTF-8 text: {error}")))
+}

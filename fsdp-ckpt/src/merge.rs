@@ -1,0 +1,382 @@
+//! Merging adapters (LoRA, in PEFT's format) into the weights of a model.
+
+use std::collections::BTreeMap;
+use std::fmt::{Debug, Formatter};
+use std::path::Path;
+
+use fsdp_core::layout::Region;
+use fsdp_core::{DType, MeshLayout};
+use rayon::prelude::*;
+use serde::Deserialize;
+use serde_json::{Map, Value};
+
+use crate::cast::cast;
+use crate::error::did_you_mean;
+use crate::hf::HfModel;
+use crate::region::check_request;
+use crate::source::{FileEntry, Format, TensorEntry, TensorSource};
+use crate::store::store;
+use crate::{Error, Result};
+
+const CONFIG: &str = "adapter_config.json";
+const WEIGHTS: &str = "adapter_model.safetensors";
+const PREFIX: &str = "base_model.model.";
+/// Largest size of `adapter_config.json`.
+const MAX_CONFIG: u64 = 1 << 24;
+
+/// Layers of GPT-2 whose matrices are [in, out].
+const TRANSPOSED: [&str; 4] = ["c_attn", "q_attn", "c_fc", "c_proj"];
+
+/// A model with merged adapters. Reads add the product of an adapter's matrices to a weight, in f32, and round the sum
+/// once to the weight's dtype. Memory does not grow with the model.
+///
+/// ```no_run
+/// use std::path::Path;
+///
+/// use fsdp_ckpt::{hf, merge::Merged};
+///
+/// let base = fsdp_ckpt::open(Path::new("base"))?;
+/// let merged = Merged::new(&*base, Path::new("adapters"))?;
+/// hf::write(Path::new("merged"), &merged, 5_000_000_000, &hf::config_files(Path::new("base"))?)?;
+/// # Ok::<_, fsdp_ckpt::Error>(())
+/// ```
+pub struct Merged<'a> {
+    base: &'a dyn TensorSource,
+    weights: HfModel,
+    tensors: BTreeMap<String, TensorEntry>,
+    /// Adapters by the name of the weight.
+    adapters: BTreeMap<String, Adapter>,
+    /// Weights that the adapter's file replaces, with their names there.
+    replaced: BTreeMap<String, String>,
+}
+
+/// `down` is [rank, in], and `up` is [out, rank].
+struct Adapter {
+    down: Vec<f32>,
+    up: Vec<f32>,
+    rank: usize,
+    scale: f32,
+    /// Whether the weight is [in, out].
+    transposed: bool,
+}
+
+#[derive(Deserialize)]
+struct Config {
+    peft_type: String,
+    r: usize,
+    lora_alpha: f64,
+    #[serde(default)]
+    use_rslora: bool,
+    #[serde(default)]
+    alpha_pattern: BTreeMap<String, f64>,
+    #[serde(flatten)]
+    rest: Map<String, Value>,
+}
+
+/// Settings that change what adapters compute in other ways than `Config` has.
+const REFUSED: [&str; 12] = [
+    "use_dora",
+    "lora_bias",
+    "trainable_token_indices",
+    "layer_replication",
+    "corda_config",
+    "use_qalora",
+    "alora_invocation_tokens",
+    "target_parameters",
+    "arrow_config",
+    "velora_config",
+    "use_bdlora",
+    "monteclora_config",
+];
+
+impl<'a> Merged<'a> {
+    /// Opens the adapters in the directory `adapter`: `adapter_config.json` and `adapter_model.safetensors`. Reads the
+    /// adapters, which are small, into memory.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`] if a file is missing; [`Error::Malformed`] for settings or tensors that can't be merged;
+    /// [`Error::MissingTensor`] if `base` lacks an adapted weight; the errors of [`HfModel::open_file`].
+    pub fn new(base: &'a dyn TensorSource, adapter: &Path) -> Result<Self> {
+        let path = adapter.join(CONFIG);
+        let config = Config::read(adapter, &path)?;
+        let weights = HfModel::open_file(&adapter.join(WEIGHTS))?;
+        let mut merged = Merged {
+            base,
+            weights,
+            tensors: base.tensors().clone(),
+            adapters: BTreeMap::new(),
+            replaced: BTreeMap::new(),
+        };
+        let names: Vec<String> = merged.weights.names().map(str::to_string).collect();
+        for name in &names {
+            merged.add(name, &config, &path)?;
+        }
+        if merged.adapters.is_empty() && merged.replaced.is_empty() {
+            return Err(merged.malformed(None, format!("it has no tensors, expected {PREFIX}*.lora_A.weight")));
+        }
+        let changed: Vec<&String> = merged.adapters.keys().chain(merged.replaced.keys()).collect();
+        for name in changed {
+            if let Some(tensor) = merged.tensors.get_mut(name) {
+                // The checksums are of the base's bytes.
+                tensor.chunks.iter_mut().for_each(|chunk| chunk.crc32c = None);
+            }
+        }
+        Ok(merged)
+    }
+
+    /// Returns the number of weights with adapters, and of weights that the adapter's file replaces.
+    pub fn changed(&self) -> [usize; 2] {
+        [self.adapters.len(), self.replaced.len()]
+    }
+
+    fn malformed(&self, item: Option<&str>, reason: String) -> Error {
+        Error::Malformed { path: self.weights.path().to_path_buf(), item: item.map(str::to_string), reason }
+    }
+
+    /// Adds the adapter or weight that a tensor of the file belongs to.
+    fn add(&mut self, name: &str, config: &Config, path: &Path) -> Result<()> {
+        let Some(own) = name.strip_prefix(PREFIX) else {
+            return Err(self.malformed(Some(name), format!("its name does not begin with {PREFIX}")));
+        };
+        let kinds = [(".lora_A.weight", ".lora_B.weight", false), (".lora_embedding_A", ".lora_embedding_B", true)];
+        for (down, up, is_embedding) in kinds {
+            if let Some(layer) = own.strip_suffix(up) {
+                let partner = format!("{PREFIX}{layer}{down}");
+                return self.weights.tensor(&partner).map(|_| ());
+            }
+            if let Some(layer) = own.strip_suffix(down) {
+                let weight = self.base_name(&format!("{layer}.weight"))?;
+                let up = format!("{PREFIX}{layer}{up}");
+                let scale = config.scale(layer, path)?;
+                let adapter = self.adapter(layer, &weight, [name, &up], scale, is_embedding)?;
+                self.adapters.insert(weight, adapter);
+                return Ok(());
+            }
+        }
+        if own.contains(".lora_") {
+            return Err(self.malformed(Some(name), "it can't be merged; merge it with PEFT's merge_and_unload".into()));
+        }
+        // A module of `modules_to_save`, or a bias.
+        let weight = self.base_name(own)?;
+        let (found, expected) = (&self.weights.tensor(name)?.shape, &self.tensors[&weight].shape);
+        if found != expected {
+            let reason = format!("it has shape {found:?}, expected {expected:?} by \"{weight}\" of the base");
+            return Err(self.malformed(Some(name), reason));
+        }
+        self.replaced.insert(weight, name.to_string());
+        Ok(())
+    }
+
+    /// Returns the base's name of a weight. Bases of GPT-2 and models without a head often lack the first part.
+    fn base_name(&self, name: &str) -> Result<String> {
+        let bare = name.split_once('.').map_or(name, |(_, rest)| rest);
+        match [name, bare].into_iter().find(|name| self.tensors.contains_key(*name)) {
+            Some(found) => Ok(found.to_string()),
+            None => {
+                let hint = did_you_mean(name, self.tensors.keys().map(String::as_str));
+                Err(Error::MissingTensor { path: self.base.path().to_path_buf(), tensor: name.to_string(), hint })
+            }
+        }
+    }
+
+    fn adapter(
+        &self,
+        layer: &str,
+        weight: &str,
+        [down_name, up_name]: [&str; 2],
+        scale: f32,
+        is_embedding: bool,
+    ) -> Result<Adapter> {
+        let [down, up] = [self.weights.tensor(down_name)?, self.weights.tensor(up_name)?];
+        let entry = &self.tensors[weight];
+        let ([rank, input], [output, up_rank], [rows, columns]) = (&down.shape[..], &up.shape[..], &entry.shape[..])
+        else {
+            return Err(self.malformed(Some(down_name), "it, its partner or the weight is not a matrix".into()));
+        };
+        let (plain, turned) = ([output, input] == [rows, columns], [input, output] == [rows, columns]);
+        let last = layer.rsplit('.').next().unwrap_or_default();
+        let transposed = turned && (is_embedding || !plain || TRANSPOSED.contains(&last));
+        if rank != up_rank || !(plain || turned) {
+            let reason = format!(
+                "its shape {:?} and its partner's {:?} do not fit the weight's {:?}; pass the base of these adapters",
+                down.shape, up.shape, entry.shape
+            );
+            return Err(self.malformed(Some(down_name), reason));
+        }
+        if !entry.dtype.is_float() {
+            let reason = format!("the weight has dtype {}, expected floating point", entry.dtype);
+            return Err(self.malformed(Some(down_name), reason));
+        }
+        let (rank, output) = (*rank, *output);
+        Ok(Adapter {
+            down: self.floats(&self.weights, down_name, &Region::whole(&[rank, *input]))?,
+            up: self.floats(&self.weights, up_name, &Region::whole(&[output, rank]))?,
+            rank,
+            scale,
+            transposed,
+        })
+    }
+
+    /// Reads a region in f32.
+    fn floats(&self, source: &dyn TensorSource, name: &str, region: &Region) -> Result<Vec<f32>> {
+        let dtype = source.tensor(name)?.dtype;
+        let mut bytes = vec![0; region.elements() * dtype.size()];
+        source.read(name, region, &mut bytes)?;
+        let mut native = vec![0; region.elements() * 4];
+        if cast(&bytes, dtype, &mut native, DType::F32).is_none() {
+            let reason = format!("{dtype} can't be converted to F32");
+            return Err(Error::InvalidRead { tensor: name.to_string(), reason });
+        }
+        Ok(native.as_chunks().0.iter().map(|bytes| f32::from_ne_bytes(*bytes)).collect())
+    }
+}
+
+impl Config {
+    fn read(dir: &Path, path: &Path) -> Result<Self> {
+        let bad = |item: Option<&str>, reason: String| Error::Malformed {
+            path: path.to_path_buf(),
+            item: item.map(str::to_string),
+            reason,
+        };
+        let Some(text) = store(dir)?.read(CONFIG, MAX_CONFIG)? else {
+            let looked_for = format!("{CONFIG}; expected a directory that PEFT or `train --export-hf` wrote");
+            return Err(Error::NotFound { path: dir.to_path_buf(), looked_for });
+        };
+        let config: Config =
+            serde_json::from_slice(&text).map_err(|error| bad(None, format!("not a LoRA configuration: {error}")))?;
+        if config.peft_type != "LORA" {
+            return Err(bad(Some("peft_type"), format!("it is {:?}, expected \"LORA\"", config.peft_type)));
+        }
+        if config.r == 0 {
+            return Err(bad(Some("r"), "it is 0, expected at least 1".into()));
+        }
+        let is_set = |value: &Value| match value {
+            Value::Null | Value::Bool(false) => false,
+            Value::Object(values) => !values.is_empty(),
+            Value::Array(values) => !values.is_empty(),
+            _ => true,
+        };
+        let way_out = "merge it with PEFT's merge_and_unload";
+        for key in REFUSED {
+            if let Some(value) = config.rest.get(key).filter(|value| is_set(value)) {
+                return Err(bad(Some(key), format!("it is {value}, which can't be merged here; {way_out}")));
+            }
+        }
+        // Other initialisations also change the base's weights.
+        let kept = ["gaussian", "eva", "orthogonal"];
+        match config.rest.get("init_lora_weights") {
+            Some(Value::String(name)) if !kept.contains(&name.to_lowercase().as_str()) => {
+                let reason = format!("it is {name:?}, which changed the base's weights in training; {way_out}");
+                Err(bad(Some("init_lora_weights"), reason))
+            }
+            _ => Ok(config),
+        }
+    }
+
+    /// Returns the factor of a layer's adapter: `alpha / r`, or `alpha / sqrt(r)` with `use_rslora`.
+    fn scale(&self, layer: &str, path: &Path) -> Result<f32> {
+        let ends_with = |key: &str| layer == key || layer.strip_suffix(key).is_some_and(|rest| rest.ends_with('.'));
+        let value = |patterns: &BTreeMap<String, f64>, usual: f64| {
+            if let Some(key) = patterns.keys().find(|key| key.contains(|c: char| "^$*+?()[]{}|\\".contains(c))) {
+                let reason = format!("it has the pattern {key:?}, expected names of layers; merge it with PEFT");
+                return Err(Error::Malformed {
+                    path: path.to_path_buf(),
+                    item: Some("alpha_pattern or rank_pattern".into()),
+                    reason,
+                });
+            }
+            Ok(patterns.iter().find(|(key, _)| ends_with(key)).map_or(usual, |(_, value)| *value))
+        };
+        let ranks = self.rest.get("rank_pattern").and_then(Value::as_object).into_iter().flatten();
+        let ranks = ranks.filter_map(|(key, rank)| Some((key.clone(), rank.as_f64()?))).collect();
+        let (alpha, rank) = (value(&self.alpha_pattern, self.lora_alpha)?, value(&ranks, self.r as f64)?);
+        Ok((alpha / if self.use_rslora { rank.sqrt() } else { rank }) as f32)
+    }
+}
+
+impl Adapter {
+    /// Adds the region of the scaled product to `values`.
+    fn add(&self, region: &Region, values: &mut [f32]) {
+        let ([first_row, first_column], [_, columns]) = (&region.offsets[..], &region.sizes[..]) else { return };
+        let (first_row, first_column, columns) = (*first_row, *first_column, *columns);
+        if columns == 0 {
+            return;
+        }
+        let inputs = self.down.len() / self.rank;
+        let outputs = self.up.len() / self.rank;
+        values.par_chunks_mut(columns).enumerate().for_each(|(row, values)| {
+            let row = first_row + row;
+            let mut sums = vec![0f32; columns];
+            for at in 0..self.rank {
+                if self.transposed {
+                    let factor = self.down[at * inputs + row];
+                    let column = self.up.iter().skip(first_column * self.rank + at).step_by(self.rank);
+                    sums.iter_mut().zip(column).for_each(|(sum, up)| *sum += factor * up);
+                } else {
+                    let factor = self.up[row * self.rank + at];
+                    let down = &self.down[at * inputs + first_column..];
+                    sums.iter_mut().zip(down).for_each(|(sum, down)| *sum += factor * down);
+                }
+            }
+            debug_assert!(columns <= inputs.max(outputs));
+            values.iter_mut().zip(sums).for_each(|(value, sum)| *value += self.scale * sum);
+        });
+    }
+}
+
+impl Debug for Merged<'_> {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Merged").field("base", &self.base).field("weights", &self.weights).finish_non_exhaustive()
+    }
+}
+
+impl TensorSource for Merged<'_> {
+    fn path(&self) -> &Path {
+        self.base.path()
+    }
+
+    fn format(&self) -> Format {
+        self.base.format()
+    }
+
+    fn mesh(&self) -> Option<&MeshLayout> {
+        self.base.mesh()
+    }
+
+    fn tensors(&self) -> &BTreeMap<String, TensorEntry> {
+        &self.tensors
+    }
+
+    fn unreadable(&self) -> &BTreeMap<String, String> {
+        self.base.unreadable()
+    }
+
+    fn files(&self) -> &BTreeMap<String, FileEntry> {
+        self.base.files()
+    }
+
+    fn values(&self) -> &Map<String, Value> {
+        self.base.values()
+    }
+
+    fn read(&self, fqn: &str, region: &Region, into: &mut [u8]) -> Result<()> {
+        let tensor = self.tensor(fqn)?;
+        check_request(fqn, &tensor.shape, tensor.dtype.size(), region, into.len())?;
+        let mut values = match (self.replaced.get(fqn), self.adapters.contains_key(fqn)) {
+            (None, false) => return self.base.read(fqn, region, into),
+            (Some(name), _) => self.floats(&self.weights, name, region)?,
+            (None, true) => self.floats(self.base, fqn, region)?,
+        };
+        if let Some(adapter) = self.adapters.get(fqn) {
+            adapter.add(region, &mut values);
+        }
+        let native: Vec<u8> = values.iter().flat_map(|value| value.to_ne_bytes()).collect();
+        match cast(&native, DType::F32, into, tensor.dtype) {
+            Some(()) => Ok(()),
+            None => {
+                let reason = format!("F32 can't be converted to {}", tensor.dtype);
+                Err(Error::InvalidRead { tensor: fqn.to_string(), reason })
+            }
+        }
+    }
+}
