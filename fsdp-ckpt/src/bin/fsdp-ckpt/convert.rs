@@ -1,4 +1,4 @@
-//! `fsdp-ckpt convert` and `fsdp-ckpt consolidate`.
+//! `fsdp-ckpt convert`, `fsdp-ckpt consolidate` and `fsdp-ckpt merge`.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -9,11 +9,13 @@ use bytesize::ByteSize;
 use clap::error::ErrorKind;
 use clap::{Args, ValueEnum};
 use fsdp_ckpt::convert::{View, check, write_fsdp};
+use fsdp_ckpt::gguf::{self, GgufOptions, GgufSummary, Quantization};
+use fsdp_ckpt::merge::Merged;
 use fsdp_ckpt::torch::{DcpOptions, write_dcp};
 use fsdp_ckpt::{TensorSource, WriteSummary, escape, hf};
 use fsdp_core::{DType, MeshLayout};
 use indicatif::ProgressBar;
-use serde_json::json;
+use serde_json::{Map, Value, json};
 
 use crate::{bar, open, print_json};
 
@@ -28,6 +30,28 @@ enum To {
     Hf,
     /// The classic format of PyTorch DCP, which dcp.load and FileSystemReader read. Includes optimizer state.
     TorchDcp,
+    /// A GGUF file for llama.cpp and programs built on it: the parameters and the tokenizer.
+    Gguf,
+}
+
+/// Types of matrices in a GGUF file.
+#[derive(Clone, Copy, ValueEnum)]
+enum Quantize {
+    F32,
+    F16,
+    Bf16,
+    /// 8.5 bits for each weight.
+    #[value(name = "q8_0")]
+    Q8_0,
+    /// 4.5 bits for each weight.
+    #[value(name = "q4_0")]
+    Q4_0,
+    /// About 4.8 bits for each weight: llama.cpp's mix of Q4_K and Q6_K.
+    #[value(name = "q4_k_m")]
+    Q4KM,
+    /// 6.6 bits for each weight.
+    #[value(name = "q6_k")]
+    Q6K,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -44,13 +68,14 @@ enum To16 {
     fsdp-ckpt convert base-model runs/llama/step-00000000 --to fsdp --world-size 8
     fsdp-ckpt convert runs/llama/step-00000010 step-on-8 --to fsdp --mesh 2x4
     fsdp-ckpt convert runs/llama/step-00000010 llama-dcp --to torch-dcp --world-size 4
+    fsdp-ckpt convert llama-hf llama.gguf --to gguf --quantize q4_k_m
 
 A checkpoint loads at any world size as it is. Written for the world size that reads it, it loads faster, because each \
 rank then reads its own file.")]
 pub(crate) struct Convert {
     /// A checkpoint or model of any format.
     src: PathBuf,
-    /// The new directory.
+    /// The new directory; with --to gguf, the new file.
     dst: PathBuf,
     /// Format to write.
     #[arg(long, value_name = "FORMAT")]
@@ -67,9 +92,16 @@ pub(crate) struct Convert {
     /// With --to hf: most bytes of tensors in a file, such as 5GB or 500MiB [default: 5GB].
     #[arg(long, value_name = "SIZE", value_parser = size)]
     max_shard_size: Option<ByteSize>,
-    /// With --to hf: copy config.json and the tokenizer's files from this directory.
+    /// With --to hf or gguf: take config.json and the tokenizer's files from this directory. The default with gguf is
+    /// SRC.
     #[arg(long, value_name = "DIR")]
     config_from: Option<PathBuf>,
+    /// With --to gguf: types of the matrices [default: 16 bits where SRC has 16 bits, otherwise f32].
+    #[arg(long, value_name = "TYPE")]
+    quantize: Option<Quantize>,
+    /// With --to gguf: llama.cpp's name of the pre-tokenizer, if tokenizer.json has rules that are not recognised.
+    #[arg(long, value_name = "NAME")]
+    pre_tokenizer: Option<String>,
     /// Also write the tensor OLD under the name NEW, both as in the destination. May be repeated.
     ///
     /// PyTorch's state dicts hold a parameter that two layers share under both names; for GPT-2 pass
@@ -99,6 +131,30 @@ pub(crate) struct Consolidate {
     /// Leave out tensors of unsupported dtypes.
     #[arg(long)]
     skip_unreadable: bool,
+    /// Write a summary as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args)]
+#[command(after_help = "EXAMPLES:
+    fsdp-ckpt merge base-model adapters merged
+    fsdp-ckpt merge runs/llama/step-00000010 adapters merged --config-from base-model
+
+To serve the result with llama.cpp: fsdp-ckpt convert merged merged.gguf --to gguf --quantize q4_k_m")]
+pub(crate) struct Merge {
+    /// The model that the adapters were trained on, in any format.
+    base: PathBuf,
+    /// A directory with adapter_config.json and adapter_model.safetensors.
+    adapter: PathBuf,
+    /// The new directory.
+    dst: PathBuf,
+    /// Most bytes of tensors in a file, such as 5GB or 500MiB [default: 5GB].
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    max_shard_size: Option<ByteSize>,
+    /// Copy config.json and the tokenizer's files from this directory [default: BASE].
+    #[arg(long, value_name = "DIR")]
+    config_from: Option<PathBuf>,
     /// Write a summary as JSON.
     #[arg(long)]
     json: bool,
@@ -147,15 +203,32 @@ impl To16 {
     }
 }
 
+impl Quantize {
+    fn quantization(self) -> Quantization {
+        match self {
+            Quantize::F32 => Quantization::F32,
+            Quantize::F16 => Quantization::F16,
+            Quantize::Bf16 => Quantization::BF16,
+            Quantize::Q8_0 => Quantization::Q8_0,
+            Quantize::Q4_0 => Quantization::Q4_0,
+            Quantize::Q4KM => Quantization::Q4KM,
+            Quantize::Q6K => Quantization::Q6K,
+        }
+    }
+}
+
 impl Convert {
     pub(crate) fn run(&self) -> Result<()> {
-        let of_hf =
-            [("--max-shard-size", self.max_shard_size.is_some()), ("--config-from", self.config_from.is_some())];
+        let shard_size = ("--max-shard-size", self.max_shard_size.is_some());
+        let config_from = ("--config-from", self.config_from.is_some());
         let of_ranks = [("--world-size", self.world_size.is_some()), ("--mesh", self.mesh.is_some())];
+        let of_gguf = [("--quantize", self.quantize.is_some()), ("--pre-tokenizer", self.pre_tokenizer.is_some())];
+        let of_others = [("--dtype", self.dtype.is_some()), ("--alias", !self.alias.is_empty())];
         let (name, strange) = match self.to {
-            To::Fsdp => ("fsdp", of_hf.to_vec()),
-            To::Hf => ("hf", of_ranks.to_vec()),
-            To::TorchDcp => ("torch-dcp", [&of_hf[..], &of_ranks[1..]].concat()),
+            To::Fsdp => ("fsdp", [&[shard_size, config_from][..], &of_gguf].concat()),
+            To::Hf => ("hf", [of_ranks, of_gguf].concat()),
+            To::TorchDcp => ("torch-dcp", [&[shard_size, config_from, of_ranks[1]][..], &of_gguf].concat()),
+            To::Gguf => ("gguf", [&[shard_size][..], &of_ranks, &of_others].concat()),
         };
         if let Some((flag, _)) = strange.iter().find(|(_, given)| *given) {
             let message = format!("{flag} can't be used with --to {name}");
@@ -168,7 +241,7 @@ impl Convert {
         let source = open(&self.src)?;
         let work = Work::begin(&*source, &self.src, &self.dst, self.skip_unreadable)?;
         let mut view = match self.to {
-            To::Hf => View::model(&*source),
+            To::Hf | To::Gguf => View::model(&*source),
             To::Fsdp | To::TorchDcp => View::training(&*source),
         };
         if let Some(dtype) = self.dtype {
@@ -183,15 +256,24 @@ impl Convert {
                     Some(mesh) => mesh.clone(),
                     None => MeshLayout::new(&[("dp_shard", 1)])?,
                 };
-                Ok(write_fsdp(&self.dst, view, &mesh)?)
+                Ok(write_fsdp(&self.dst, view, &mesh)?.into())
             }
             To::TorchDcp => {
                 let world_size = self.world_size.as_ref().map_or(1, MeshLayout::size);
-                Ok(write_dcp(&self.dst, view, &DcpOptions::new(world_size))?)
+                Ok(write_dcp(&self.dst, view, &DcpOptions::new(world_size))?.into())
             }
             To::Hf => {
                 let most = self.max_shard_size.unwrap_or(ByteSize::gb(5));
-                Ok(hf::write(&self.dst, view, most.0, &config)?)
+                Ok(hf::write(&self.dst, view, most.0, &config)?.into())
+            }
+            To::Gguf => {
+                let dir = self.config_from.as_ref().unwrap_or(&self.src);
+                let options = GgufOptions {
+                    quantization: self.quantize.map(Quantize::quantization),
+                    pre_tokenizer: self.pre_tokenizer.clone(),
+                    name: None,
+                };
+                Ok(gguf::write(&self.dst, view, dir, &options)?.into())
             }
         })
     }
@@ -202,11 +284,73 @@ impl Consolidate {
         let source = open(&self.src)?;
         let work = Work::begin(&*source, &self.src, &self.dst, self.skip_unreadable)?;
         let most = self.max_shard_size.map_or(u64::MAX, |size| size.0);
-        work.write(View::all(&*source), "safetensors", self.json, &|view| Ok(hf::write(&self.dst, view, most, &[])?))
+        work.write(View::all(&*source), "safetensors", self.json, &|view| {
+            Ok(hf::write(&self.dst, view, most, &[])?.into())
+        })
     }
 }
 
-/// The common parts of both commands.
+impl Merge {
+    pub(crate) fn run(&self) -> Result<()> {
+        let config = hf::config_files(self.config_from.as_ref().unwrap_or(&self.base)).context("--config-from")?;
+        let base = open(&self.base)?;
+        let work = Work::begin(&*base, &self.base, &self.dst, false)?;
+        let model = View::model(&*base);
+        let merged = Merged::new(&model, &self.adapter)?;
+        let [adapters, replaced] = merged.changed();
+        let most = self.max_shard_size.unwrap_or(ByteSize::gb(5));
+        work.write(View::all(&merged), "hf", self.json, &|view| {
+            let mut outcome = Outcome::from(hf::write(&self.dst, view, most.0, &config)?);
+            outcome.details.insert("merged".into(), adapters.into());
+            outcome.details.insert("replaced".into(), replaced.into());
+            outcome.notes.push(format!("{adapters} weights were merged with adapters, {replaced} were replaced"));
+            Ok(outcome)
+        })
+    }
+}
+
+/// Result of a write, with what only some formats report.
+struct Outcome {
+    written: WriteSummary,
+    /// More fields of the JSON summary.
+    details: Map<String, Value>,
+    /// More lines of the summary.
+    notes: Vec<String>,
+    /// Numbers that overflowed while they were written.
+    overflowed: u64,
+}
+
+impl From<WriteSummary> for Outcome {
+    fn from(written: WriteSummary) -> Self {
+        Outcome { written, details: Map::new(), notes: Vec::new(), overflowed: 0 }
+    }
+}
+
+impl From<GgufSummary> for Outcome {
+    fn from(summary: GgufSummary) -> Self {
+        let tensors = summary.types.values().sum();
+        let mut details = Map::new();
+        details.insert("architecture".into(), summary.architecture.into());
+        details.insert("quantization".into(), summary.quantization.name().into());
+        details.insert("types".into(), json!(summary.types));
+        details.insert("tokenizer".into(), summary.tokenizer.into());
+        details.insert("notes".into(), json!(summary.notes));
+        let types: Vec<_> = summary.types.iter().map(|(name, count)| format!("{count} in {name}")).collect();
+        let tokenizer = match summary.tokenizer {
+            "no_vocab" => "without a tokenizer".to_string(),
+            kind => format!("with a tokenizer of kind {kind}"),
+        };
+        let mut notes = vec![
+            format!("architecture {}, {}, {tokenizer}", summary.architecture, summary.quantization.name()),
+            format!("tensors: {}", types.join(", ")),
+        ];
+        notes.extend(summary.notes);
+        let written = WriteSummary { path: summary.path, tensors, files: 1, bytes: summary.bytes };
+        Outcome { written, details, notes, overflowed: summary.overflowed }
+    }
+}
+
+/// The common parts of the commands.
 struct Work<'a> {
     source: &'a dyn TensorSource,
     src: &'a Path,
@@ -226,32 +370,31 @@ impl<'a> Work<'a> {
         Ok(Work { source, src, dst, started, bar })
     }
 
-    fn write(
-        self,
-        view: View<'a>,
-        to: &str,
-        as_json: bool,
-        write: &dyn Fn(&View) -> Result<WriteSummary>,
-    ) -> Result<()> {
+    fn write(self, view: View<'a>, to: &str, as_json: bool, write: &dyn Fn(&View) -> Result<Outcome>) -> Result<()> {
         self.bar.reset();
         self.bar.set_message("writing");
         let seen = |bytes| self.bar.inc(bytes);
         let view = view.on_read(&seen);
-        let written = write(&view)?;
+        let Outcome { written, details, notes, overflowed } = write(&view)?;
         self.bar.finish_and_clear();
 
         let seconds = self.started.elapsed().as_secs_f64();
         let (left_out, skipped) = (view.left_out(), self.source.unreadable());
+        let overflowed = view.overflowed() + overflowed;
         if as_json {
             let converted = view.converted().into_iter();
             let converted: Vec<_> =
                 converted.map(|([from, to], count)| json!({ "from": from, "to": to, "tensors": count })).collect();
-            return print_json(&json!({
+            let mut summary = json!({
                 "from": self.source.format().to_string(), "to": to, "path": written.path,
                 "tensors": written.tensors, "files": written.files, "bytes": written.bytes,
-                "converted": converted, "overflowed": view.overflowed(), "left_out": left_out,
+                "converted": converted, "overflowed": overflowed, "left_out": left_out,
                 "unreadable": skipped, "seconds": seconds,
-            }));
+            });
+            if let Value::Object(summary) = &mut summary {
+                summary.extend(details);
+            }
+            return print_json(&summary);
         }
         let mut out = std::io::stdout().lock();
         let files = if written.files == 1 { "1 file".to_string() } else { format!("{} files", written.files) };
@@ -267,8 +410,11 @@ impl<'a> Work<'a> {
         for ([from, to], count) in view.converted() {
             writeln!(out, "  {count} tensors were converted from {from} to {to}")?;
         }
-        if view.overflowed() > 0 {
-            writeln!(out, "  {} numbers overflowed the new dtype and are infinite", view.overflowed())?;
+        for note in notes {
+            writeln!(out, "  {}", escape(note))?;
+        }
+        if overflowed > 0 {
+            writeln!(out, "  {overflowed} numbers overflowed the new dtype and are infinite")?;
         }
         if left_out > 0 {
             writeln!(out, "  {left_out} tensors that are not parameters (optimizer state) were left out")?;

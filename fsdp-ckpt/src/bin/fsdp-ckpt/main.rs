@@ -1,4 +1,4 @@
-//! The `fsdp-ckpt` command: inspects, verifies, converts and compares checkpoints.
+//! The `fsdp-ckpt` command: inspects, verifies, converts, merges and compares checkpoints.
 
 mod convert;
 mod diff;
@@ -28,6 +28,8 @@ use indicatif::{ProgressBar, ProgressStyle};
     fsdp-ckpt inspect runs/llama/step-00000010                    what is in one, and which file holds what
     fsdp-ckpt verify runs/llama/step-00000010                     is it undamaged
     fsdp-ckpt convert runs/llama/step-00000010 out --to hf        as a Hugging Face model
+    fsdp-ckpt convert out out.gguf --to gguf --quantize q4_k_m    for llama.cpp
+    fsdp-ckpt merge base-model adapters merged                    adapters into weights
     fsdp-ckpt diff runs/llama/step-00000010 out                   are they equal
 
 Exit status: 0 when all is well, 1 when not, 2 for a wrong command line."
@@ -88,6 +90,11 @@ enum Command {
     /// Like PyTorch's consolidate_hf_safetensors_files, but for every format. Writes all tensors, including the
     /// optimizer's. `convert --to hf` writes only the parameters, under their own names.
     Consolidate(convert::Consolidate),
+    /// Merge adapters (LoRA, in PEFT's format) into the weights of a model.
+    ///
+    /// Adds the product of an adapter's matrices to a weight in f32, and rounds the sum once to the weight's dtype. Streams
+    /// tensors, so it needs little memory. Writes a Hugging Face model directory.
+    Merge(convert::Merge),
     /// Compare two checkpoints or models of any format.
     ///
     /// The exit status is 0 if they match and 1 if they differ by more than the tolerance. If one is a model and the
@@ -108,6 +115,7 @@ fn main() -> ExitCode {
         Command::Verify { dir, finite, json } => verify::run(&dir, finite, json),
         Command::Convert(command) => command.run().map(|()| true),
         Command::Consolidate(command) => command.run().map(|()| true),
+        Command::Merge(command) => command.run().map(|()| true),
         Command::Diff(command) => command.run(),
     };
     match done {

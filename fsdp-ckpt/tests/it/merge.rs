@@ -1,0 +1,192 @@
+//! `fsdp-ckpt merge`, against a plain computation.
+
+use std::fs;
+use std::path::Path;
+
+use fsdp_ckpt::{SafetensorsFile, TensorSource, hf::HfModel};
+use fsdp_core::layout::Region;
+use half::bf16;
+use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
+use serde_json::{Value, json};
+
+use crate::cli::{fails, json as parse, succeeds, text};
+
+const ROWS: usize = 5;
+const COLUMNS: usize = 7;
+const RANK: usize = 2;
+
+/// Returns small multiples of 1/8, whose sums of products are exact in f32.
+fn eighths(seed: usize, count: usize) -> Vec<f32> {
+    (0..count).map(|at| ((at * 37 + seed * 11) % 29) as f32 / 8. - 1.75).collect()
+}
+
+fn write(path: &Path, tensors: &[(&str, Dtype, &[usize], Vec<f32>)]) {
+    let bytes: Vec<Vec<u8>> = tensors
+        .iter()
+        .map(|(_, dtype, _, numbers)| match dtype {
+            Dtype::BF16 => numbers.iter().flat_map(|number| bf16::from_f32(*number).to_le_bytes()).collect(),
+            _ => numbers.iter().flat_map(|number| number.to_le_bytes()).collect(),
+        })
+        .collect();
+    let views = tensors
+        .iter()
+        .zip(&bytes)
+        .map(|((name, dtype, shape, _), bytes)| (*name, TensorView::new(*dtype, shape.to_vec(), bytes).unwrap()));
+    serialize_to_file(views, None, path).unwrap();
+}
+
+fn config() -> Value {
+    json!({"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "bias": "none", "target_modules": ["q_proj", "c_fc"]})
+}
+
+/// Writes a base with a bf16 matrix, a transposed f32 matrix and a bias, and adapters of both matrices.
+fn base_and_adapters(root: &Path) {
+    let (base, adapter) = (root.join("base"), root.join("adapter"));
+    fs::create_dir_all(&base).unwrap();
+    fs::create_dir_all(&adapter).unwrap();
+    fs::write(base.join("config.json"), "{}").unwrap();
+    write(
+        &base.join("model.safetensors"),
+        &[
+            ("layers.0.q_proj.weight", Dtype::BF16, &[ROWS, COLUMNS], eighths(1, ROWS * COLUMNS)),
+            ("h.0.c_fc.weight", Dtype::F32, &[COLUMNS, ROWS], eighths(2, ROWS * COLUMNS)),
+            ("h.0.c_fc.bias", Dtype::F32, &[ROWS], eighths(3, ROWS)),
+            ("norm.weight", Dtype::F32, &[COLUMNS], eighths(4, COLUMNS)),
+        ],
+    );
+    write(
+        &adapter.join("adapter_model.safetensors"),
+        &[
+            (
+                "base_model.model.layers.0.q_proj.lora_A.weight",
+                Dtype::F32,
+                &[RANK, COLUMNS],
+                eighths(5, RANK * COLUMNS),
+            ),
+            ("base_model.model.layers.0.q_proj.lora_B.weight", Dtype::F32, &[ROWS, RANK], eighths(6, ROWS * RANK)),
+            (
+                "base_model.model.transformer.h.0.c_fc.lora_A.weight",
+                Dtype::F32,
+                &[RANK, COLUMNS],
+                eighths(7, RANK * COLUMNS),
+            ),
+            ("base_model.model.transformer.h.0.c_fc.lora_B.weight", Dtype::F32, &[ROWS, RANK], eighths(8, ROWS * RANK)),
+            // A module of `modules_to_save`.
+            ("base_model.model.transformer.h.0.c_fc.bias", Dtype::F32, &[ROWS], eighths(9, ROWS)),
+        ],
+    );
+    fs::write(adapter.join("adapter_config.json"), config().to_string()).unwrap();
+}
+
+/// Returns a product of the matrices of `eighths(down)` and `eighths(up)`, as [out, in].
+fn product(down: usize, up: usize) -> Vec<f32> {
+    let (down, up) = (eighths(down, RANK * COLUMNS), eighths(up, ROWS * RANK));
+    let element = |at: usize| (0..RANK).map(|k| up[at / COLUMNS * RANK + k] * down[k * COLUMNS + at % COLUMNS]).sum();
+    (0..ROWS * COLUMNS).map(element).collect()
+}
+
+fn read(dir: &Path, name: &str) -> Vec<u8> {
+    let model = HfModel::open(dir).unwrap();
+    let tensor = model.tensor(name).unwrap();
+    let mut bytes = vec![0; tensor.bytes() as usize];
+    model.read(name, &Region::whole(&tensor.shape), &mut bytes).unwrap();
+    bytes
+}
+
+#[test]
+fn weights_are_sums_rounded_once() {
+    let root = tempfile::tempdir().unwrap();
+    base_and_adapters(root.path());
+    let at = |name: &str| root.path().join(name);
+    let out = succeeds(&["merge", text(&at("base")), text(&at("adapter")), text(&at("merged")), "--json"]);
+    let summary = parse(&out);
+    assert_eq!([&summary["merged"], &summary["replaced"], &summary["tensors"]], [2, 1, 4]);
+
+    let scale = 8. / RANK as f32;
+    let expected = eighths(1, ROWS * COLUMNS).into_iter().zip(product(5, 6));
+    let expected: Vec<u8> = expected.flat_map(|(w, sum)| bf16::from_f32(w + scale * sum).to_le_bytes()).collect();
+    assert_eq!(read(&at("merged"), "layers.0.q_proj.weight"), expected);
+    let sums = product(7, 8);
+    let expected = eighths(2, ROWS * COLUMNS).into_iter().enumerate();
+    let expected = expected.flat_map(|(at, w)| (w + scale * sums[at % ROWS * COLUMNS + at / ROWS]).to_le_bytes());
+    assert_eq!(read(&at("merged"), "h.0.c_fc.weight"), expected.collect::<Vec<u8>>());
+    let numbers =
+        |seed, count| eighths(seed, count).iter().flat_map(|number| number.to_le_bytes()).collect::<Vec<u8>>();
+    assert_eq!(read(&at("merged"), "h.0.c_fc.bias"), numbers(9, ROWS));
+    assert_eq!(read(&at("merged"), "norm.weight"), numbers(4, COLUMNS));
+    assert!(at("merged/config.json").is_file());
+    assert!(SafetensorsFile::open(&at("merged/model.safetensors")).is_ok());
+}
+
+#[test]
+fn factors_follow_the_patterns() {
+    let root = tempfile::tempdir().unwrap();
+    base_and_adapters(root.path());
+    let at = |name: &str| root.path().join(name);
+    for (key, value, scale) in
+        [("use_rslora", json!(true), 8. / 2f32.sqrt()), ("alpha_pattern", json!({"h.0.c_fc": 2}), 1.)]
+    {
+        let mut config = config();
+        config[key] = value;
+        fs::write(at("adapter/adapter_config.json"), config.to_string()).unwrap();
+        succeeds(&["merge", text(&at("base")), text(&at("adapter")), text(&at(key))]);
+        let sums = product(7, 8);
+        let expected = eighths(2, ROWS * COLUMNS).into_iter().enumerate();
+        let expected = expected.flat_map(|(at, w)| (w + scale * sums[at % ROWS * COLUMNS + at / ROWS]).to_le_bytes());
+        assert_eq!(read(&at(key), "h.0.c_fc.weight"), expected.collect::<Vec<u8>>(), "{key}");
+    }
+}
+
+#[test]
+fn adapters_that_can_not_be_merged_have_messages() {
+    let root = tempfile::tempdir().unwrap();
+    base_and_adapters(root.path());
+    let at = |name: &str| root.path().join(name);
+    let refused = || fails(&["merge", text(&at("base")), text(&at("adapter")), text(&at("out"))]);
+    for (key, value, part) in [
+        ("peft_type", json!("IA3"), "peft_type"),
+        ("use_dora", json!(true), "use_dora: it is true, which can't be merged here; merge it with PEFT"),
+        ("init_lora_weights", json!("pissa"), "changed the base's weights"),
+        ("alpha_pattern", json!({".*": 2}), "expected names of layers"),
+        ("r", json!(0), "it is 0, expected at least 1"),
+    ] {
+        let mut config = config();
+        config[key] = value;
+        fs::write(at("adapter/adapter_config.json"), config.to_string()).unwrap();
+        let message = refused();
+        assert!(message.contains("adapter_config.json") && message.contains(part), "{message}");
+    }
+    fs::write(at("adapter/adapter_config.json"), config().to_string()).unwrap();
+    let weights = at("adapter/adapter_model.safetensors");
+    for (tensors, part) in [
+        (vec![("other.weight", vec![2])], "does not begin with base_model.model."),
+        (
+            vec![("base_model.model.layers.0.q_proj.lora_A.weight", vec![2, 7])],
+            "has no tensor \"base_model.model.layers.0.q_proj.lora_B",
+        ),
+        (vec![("base_model.model.layers.9.q_proj.weight", vec![2])], "has no tensor \"layers.9.q_proj.weight\""),
+        (vec![("base_model.model.norm.weight", vec![2])], "shape [2], expected [7]"),
+        (vec![("base_model.model.norm.lora_magnitude_vector", vec![2])], "it can't be merged"),
+        (
+            vec![
+                ("base_model.model.layers.0.q_proj.lora_A.weight", vec![2, 6]),
+                ("base_model.model.layers.0.q_proj.lora_B.weight", vec![5, 2]),
+            ],
+            "do not fit the weight's [5, 7]; pass the base of these adapters",
+        ),
+        (vec![], "it has no tensors"),
+    ] {
+        let tensors: Vec<(&str, Dtype, &[usize], Vec<f32>)> = tensors
+            .iter()
+            .map(|(name, shape)| (*name, Dtype::F32, &shape[..], vec![0.; shape.iter().product()]))
+            .collect();
+        write(&weights, &tensors);
+        let message = refused();
+        assert!(message.contains(part), "{message}");
+    }
+    fs::remove_file(&weights).unwrap();
+    assert!(refused().contains("adapter_model.safetensors"));
+    fs::remove_file(at("adapter/adapter_config.json")).unwrap();
+    assert!(refused().contains("adapter_config.json; expected a directory that PEFT"));
+    assert!(!at("out").exists());
+}
