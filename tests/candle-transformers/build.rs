@@ -18,6 +18,7 @@ const MODELS: &[&str] = &[
     "mistral",
     "mixtral",
     "phi3",
+    "quantized_llama",
     "qwen2",
     "qwen3",
     "t5",

@@ -12,6 +12,7 @@ mod dropout;
 mod fine_tuning;
 mod finite;
 mod from_pytorch;
+mod gguf;
 mod golden;
 mod golden_optimizers;
 mod gradcheck;

@@ -30,6 +30,8 @@ pub(crate) enum Need {
     Slurm,
     /// Kubernetes' schema.
     Kubernetes,
+    /// llama.cpp's Python package, which takes many minutes to build. Its tests may always be ignored.
+    LlamaCpp,
 }
 
 impl Need {
@@ -41,6 +43,7 @@ impl Need {
         static MEMORY: Missing = OnceLock::new();
         static SLURM: Missing = OnceLock::new();
         static KUBERNETES: Missing = OnceLock::new();
+        static LLAMA_CPP: Missing = OnceLock::new();
         match self {
             Need::Pytorch => PYTORCH.get_or_init(|| pytorch().err()).as_deref(),
             Need::Mounts => MOUNTS.get_or_init(|| full_disk::mounts().err()).as_deref(),
@@ -48,6 +51,7 @@ impl Need {
             Need::Mpi => MPI.get_or_init(|| Mpi::Open.mpirun().and(Mpi::Mpich.mpirun()).err()).as_deref(),
             Need::Slurm => SLURM.get_or_init(|| slurm::installed().err()).as_deref(),
             Need::Kubernetes => KUBERNETES.get_or_init(|| manifests::installed().err()).as_deref(),
+            Need::LlamaCpp => LLAMA_CPP.get_or_init(|| llama_cpp().err()).as_deref(),
             Need::Networks => NETWORKS.get_or_init(|| network::two_hosts().err()).as_deref(),
         }
     }
@@ -69,8 +73,9 @@ pub(crate) use trials;
 
 /// Makes a test that is ignored if something that it needs is missing, unless `FSDP_TESTS_REQUIRE=all`.
 pub(crate) fn trial(name: &str, needs: &'static [Need], test: fn()) -> Trial {
-    Trial::ignorable_test(name, move || match needs.iter().find_map(|need| need.missing()) {
-        Some(reason) => missing(reason),
+    Trial::ignorable_test(name, move || match needs.iter().find_map(|need| Some((*need, need.missing()?))) {
+        Some((Need::LlamaCpp, reason)) => Ok(Completion::ignored_with(reason)),
+        Some((_, reason)) => missing(reason),
         None => {
             test();
             Ok(Completion::Completed)
@@ -86,6 +91,20 @@ pub(crate) fn python() -> PathBuf {
         None if installed.exists() => installed,
         None => "python3".into(),
     }
+}
+
+/// Returns the environment with llama.cpp's Python package.
+pub(crate) fn llama_cpp() -> Result<PathBuf, String> {
+    let environment = workspace().join("target/llama");
+    let mut pythons = std::fs::read_dir(environment.join("lib")).into_iter().flatten().flatten();
+    if pythons.any(|python| python.path().join("site-packages/llama_cpp").is_dir()) {
+        return Ok(environment);
+    }
+    Err(format!(
+        "{} has no llama_cpp: make it with `python3 -m venv target/llama` and `target/llama/bin/pip install \
+         llama-cpp-python==0.3.36 gguf`, which compiles for many minutes",
+        environment.display()
+    ))
 }
 
 /// Compares versions from the packages' metadata, because imports take seconds.

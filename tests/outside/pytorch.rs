@@ -12,7 +12,7 @@ use fsdp_test_support::{convert, golden, golden_trajectory, program, run, train_
 use libtest_mimic::Trial;
 use serde_json::json;
 
-use crate::need::{Need, python, trials};
+use crate::need::{Need, llama_cpp, python, trials};
 use crate::network::two_hosts;
 
 /// Much longer than two ranks of PyTorch take on one busy core.
@@ -46,6 +46,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         pytorch_resumes_tensor_parallel_runs,
         the_recorded_api_is_current,
     ];
+    all.extend(trials![&[Need::Pytorch, Need::LlamaCpp] => llama_cpp_computes_what_transformers_does]);
     all.extend(trials![&[Need::Pytorch, Need::Networks] => our_launcher_runs_pytorch_on_two_hosts]);
     all
 }
@@ -69,6 +70,18 @@ fn record_on_two_ranks(out: &Path, args: &[&str]) {
     let mut launcher = Command::new(program("fsdp-launch"));
     launcher.arg("--nproc-per-node=2");
     run(record(launcher, "record.py", out, args), LIMIT).ok();
+}
+
+/// llama.cpp runs our GGUF files of every architecture, and PEFT merges adapters to the same weights.
+fn llama_cpp_computes_what_transformers_does() {
+    let dir = tempfile::tempdir().unwrap();
+    script("interop/gguf_models.py", &[dir.path()]);
+    for part in ["logits", "bytes", "greedy", "merge"] {
+        let mut command = Command::new(python());
+        command.env("LLAMA_CPP", llama_cpp().unwrap()).env("OMP_NUM_THREADS", "2");
+        command.arg(workspace().join("tests/interop/gguf.py")).arg(part).arg(program("fsdp-ckpt")).arg(dir.path());
+        run(command, LIMIT).ok();
+    }
 }
 
 fn train_ten_steps(name: &str, flags: &str, dir: &Path) {

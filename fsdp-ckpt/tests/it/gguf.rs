@@ -14,13 +14,13 @@ use crate::cli::{fails, fsdp_ckpt, json as parse, succeeds, text};
 
 /// Sizes of a test's model.
 #[derive(Clone, Copy)]
-struct Sizes {
+pub(crate) struct Sizes {
     width: usize,
     inner: usize,
     layers: usize,
 }
 
-const SMALL: Sizes = Sizes { width: 32, inner: 40, layers: 2 };
+pub(crate) const SMALL: Sizes = Sizes { width: 32, inner: 40, layers: 2 };
 const VOCABULARY: usize = 64;
 const HEADS: usize = 4;
 const KV_HEADS: usize = 2;
@@ -83,10 +83,21 @@ fn llama_config(sizes: Sizes) -> Value {
 }
 
 /// Writes a Llama to a directory.
-fn llama(dir: &Path, sizes: Sizes) {
+pub(crate) fn llama(dir: &Path, sizes: Sizes) {
     fs::create_dir_all(dir).unwrap();
     write_tensors(&dir.join("model.safetensors"), &llama_shapes(sizes));
     write_json(dir, "config.json", &llama_config(sizes));
+}
+
+/// Writes adapters of a small Llama.
+pub(crate) fn llama_adapters(dir: &Path) {
+    fs::create_dir_all(dir).unwrap();
+    let name = |part: &str| format!("base_model.model.model.layers.0.self_attn.q_proj.lora_{part}.weight");
+    write_tensors(
+        &dir.join("adapter_model.safetensors"),
+        &[(name("A"), vec![2, SMALL.width]), (name("B"), vec![SMALL.width, 2])],
+    );
+    write_json(dir, "adapter_config.json", &json!({"peft_type": "LORA", "r": 2, "lora_alpha": 64}));
 }
 
 fn write_json(dir: &Path, name: &str, value: &Value) {

@@ -1,0 +1,139 @@
+//! Candle's quantized Llama reads our GGUF files, and llama.cpp has run the files with recorded checksums.
+
+use std::fs::{self, File};
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use candle_core::quantized::gguf_file::Content;
+use candle_core::{DType, Device, Tensor};
+use candle_nn::VarBuilder;
+use fsdp_test_support::{golden, program, run, workspace};
+use fsdp_tests_candle_transformers::original::models::llama::{Cache, Llama, LlamaConfig};
+use fsdp_tests_candle_transformers::original::models::quantized_llama::ModelWeights;
+
+const LENGTH: usize = 16;
+const VOCABULARY: usize = 131;
+
+fn convert(model: &Path, out: &Path, quantization: &str) {
+    let mut command = Command::new(program("fsdp-ckpt"));
+    command.arg("convert").arg(model).arg(out).args(["--to", "gguf", "--quantize", quantization]);
+    run(command, Duration::from_secs(120)).ok();
+}
+
+/// Returns the logits after each of the tokens.
+fn logits(tokens: &[u32], mut of: impl FnMut(&Tensor) -> Tensor) -> Vec<f32> {
+    let prefixes = (1..=tokens.len()).map(|length| Tensor::new(&tokens[..length], &Device::Cpu).unwrap());
+    prefixes.flat_map(|ids| of(&ids.unsqueeze(0).unwrap()).flatten_all().unwrap().to_vec1::<f32>().unwrap()).collect()
+}
+
+/// Returns the logits of Candle's own Llama.
+fn unquantized(dir: &Path, tokens: &[u32]) -> Vec<f32> {
+    let config: LlamaConfig = serde_json::from_str(&fs::read_to_string(dir.join("config.json")).unwrap()).unwrap();
+    let config = config.into_config(false);
+    let tensors = candle_core::safetensors::load(dir.join("model.safetensors"), &Device::Cpu).unwrap();
+    let model = Llama::load(VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu), &config).unwrap();
+    logits(tokens, |ids| {
+        let mut cache = Cache::new(false, DType::F32, &config, &Device::Cpu).unwrap();
+        model.forward(ids, 0, &mut cache).unwrap()
+    })
+}
+
+/// Returns the logits of Candle's quantized Llama.
+fn quantized(path: &Path, tokens: &[u32]) -> Vec<f32> {
+    let mut file = File::open(path).unwrap();
+    let content = Content::read(&mut file).unwrap();
+    let mut model = ModelWeights::from_gguf(content, &mut file, &Device::Cpu).unwrap();
+    logits(tokens, |ids| {
+        model.clear_kv_cache();
+        model.forward(ids, 0).unwrap()
+    })
+}
+
+/// Returns the largest difference relative to the standard deviation of `expected`.
+fn difference(found: &[f32], expected: &[f32]) -> f32 {
+    assert_eq!(found.len(), expected.len());
+    let count = expected.len() as f32;
+    let mean = expected.iter().sum::<f32>() / count;
+    let spread = (expected.iter().map(|x| (x - mean).powi(2)).sum::<f32>() / count).sqrt();
+    found.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0., f32::max) / spread
+}
+
+/// Writes a Llama with rows that K-quants divide.
+fn wide_llama(dir: &Path) {
+    let config = serde_json::json!({
+        "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 512,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5, "rope_theta": 500.0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": false,
+    });
+    fs::write(dir.join("config.json"), config.to_string()).unwrap();
+    let mut shapes = vec![
+        ("model.embed_tokens".to_string(), vec![VOCABULARY, 256]),
+        ("model.norm".to_string(), vec![256]),
+        ("lm_head".to_string(), vec![VOCABULARY, 256]),
+    ];
+    for layer in 0..2 {
+        for (name, shape) in [
+            ("input_layernorm", vec![256]),
+            ("post_attention_layernorm", vec![256]),
+            ("self_attn.q_proj", vec![256, 256]),
+            ("self_attn.k_proj", vec![128, 256]),
+            ("self_attn.v_proj", vec![128, 256]),
+            ("self_attn.o_proj", vec![256, 256]),
+            ("mlp.gate_proj", vec![512, 256]),
+            ("mlp.up_proj", vec![512, 256]),
+            ("mlp.down_proj", vec![256, 512]),
+        ] {
+            shapes.push((format!("model.layers.{layer}.{name}"), shape));
+        }
+    }
+    let mut state = 1u32;
+    let mut next = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 8) as f32 / (1 << 24) as f32 * 0.4 - 0.2
+    };
+    let tensors = shapes.into_iter().map(|(name, shape)| {
+        let shift = if shape.len() == 1 { 1. } else { 0. };
+        let numbers: Vec<f32> = (0..shape.iter().product()).map(|_| next() + shift).collect();
+        (format!("{name}.weight"), Tensor::from_vec(numbers, shape, &Device::Cpu).unwrap())
+    });
+    candle_core::safetensors::save(&tensors.collect(), dir.join("model.safetensors")).unwrap();
+}
+
+#[test]
+fn candle_reads_every_quantization() {
+    let root = tempfile::tempdir().unwrap();
+    wide_llama(root.path());
+    let tokens: Vec<u32> = (0..LENGTH as u32).map(|at| (11 * at + 5) % VOCABULARY as u32).collect();
+    let expected = unquantized(root.path(), &tokens);
+    // About twice the values seen.
+    for (name, most) in
+        [("f32", 1e-5), ("f16", 4e-3), ("bf16", 3e-2), ("q8_0", 1e-1), ("q6_k", 2e-1), ("q4_k_m", 1.), ("q4_0", 1.)]
+    {
+        let out = root.path().join(name);
+        convert(root.path(), &out, name);
+        let found = difference(&quantized(&out, &tokens), &expected);
+        assert!(found < most, "{name}: the logits differ by {found:e} of their spread");
+    }
+}
+
+/// llama.cpp's package takes minutes to compile, so that CI does not run it. `tests/interop/gguf.py record` compared
+/// its logits on these files with transformers', and wrote their checksums.
+#[test]
+fn files_are_the_ones_that_llama_cpp_has_run() {
+    let record = fs::read_to_string(workspace().join("tests/golden/gguf.json")).unwrap();
+    let record: serde_json::Value = serde_json::from_str(&record).unwrap();
+    let root = tempfile::tempdir().unwrap();
+    let models = record.as_object().unwrap();
+    assert_eq!(models.len(), 7);
+    for (name, checksum) in models {
+        let out = root.path().join(format!("{name}.gguf"));
+        convert(&golden(name), &out, "f32");
+        let found = crc32fast::hash(&fs::read(&out).unwrap());
+        assert_eq!(
+            *checksum,
+            format!("{found:08x}"),
+            "the file of {name} changed: run tests/interop/gguf.py record, which compares it with transformers"
+        );
+    }
+}
