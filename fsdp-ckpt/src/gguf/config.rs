@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
+use serde_json::{Map, Value};
 
 use crate::gguf::rope::{Rope, RopeFields};
 use crate::gguf::{malformed, read_json};
@@ -103,34 +104,41 @@ pub(super) struct Experts {
     pub(super) inner: usize,
 }
 
+/// Names that some architectures have for a field. A file may have both, and these count.
+const OTHER_NAMES: [(&str, &str); 11] = [
+    ("n_embd", "hidden_size"),
+    ("n_inner", "intermediate_size"),
+    ("n_layer", "num_hidden_layers"),
+    ("n_head", "num_attention_heads"),
+    ("n_positions", "max_position_embeddings"),
+    ("layer_norm_eps", "rms_norm_eps"),
+    ("layer_norm_epsilon", "rms_norm_eps"),
+    ("hidden_activation", "hidden_act"),
+    ("activation_function", "hidden_act"),
+    ("_sliding_window_pattern", "sliding_window_pattern"),
+    ("num_experts", "num_local_experts"),
+];
+
 #[derive(Deserialize)]
 struct Fields {
     model_type: Option<String>,
     vocab_size: Option<usize>,
-    #[serde(alias = "n_embd")]
     hidden_size: Option<usize>,
-    #[serde(alias = "n_inner")]
     intermediate_size: Option<usize>,
-    #[serde(alias = "n_layer")]
     num_hidden_layers: Option<usize>,
-    #[serde(alias = "n_head")]
     num_attention_heads: Option<usize>,
     num_key_value_heads: Option<usize>,
     head_dim: Option<usize>,
-    #[serde(alias = "n_positions")]
     max_position_embeddings: Option<usize>,
     type_vocab_size: Option<usize>,
-    #[serde(alias = "layer_norm_eps", alias = "layer_norm_epsilon")]
     rms_norm_eps: Option<f64>,
     tie_word_embeddings: Option<bool>,
-    #[serde(alias = "hidden_activation", alias = "activation_function")]
     hidden_act: Option<String>,
     #[serde(flatten)]
     rope: RopeFields,
     sliding_window: Option<usize>,
     use_sliding_window: Option<bool>,
     max_window_layers: Option<usize>,
-    #[serde(alias = "_sliding_window_pattern")]
     sliding_window_pattern: Option<usize>,
     layer_types: Option<Vec<String>>,
     query_pre_attn_scalar: Option<f64>,
@@ -138,7 +146,6 @@ struct Fields {
     attn_logit_softcapping: Option<Option<f64>>,
     #[serde(default, deserialize_with = "given")]
     final_logit_softcapping: Option<Option<f64>>,
-    #[serde(alias = "num_experts")]
     num_local_experts: Option<usize>,
     num_experts_per_tok: Option<usize>,
     moe_intermediate_size: Option<usize>,
@@ -147,9 +154,9 @@ struct Fields {
     mlp_only_layers: Option<Vec<usize>>,
     scale_attn_by_inverse_layer_idx: Option<bool>,
     position_embedding_type: Option<String>,
-    bos_token_id: Option<serde_json::Value>,
-    eos_token_id: Option<serde_json::Value>,
-    pad_token_id: Option<serde_json::Value>,
+    bos_token_id: Option<Value>,
+    eos_token_id: Option<Value>,
+    pad_token_id: Option<Value>,
 }
 
 /// Reads a present field, including `null`.
@@ -161,11 +168,17 @@ impl Config {
     /// Reads the configuration in a model directory.
     pub(super) fn read(dir: &Path) -> Result<Self> {
         let path = dir.join(FILE);
-        let Some(fields) = read_json::<Fields>(dir, FILE)? else {
+        let Some(mut json) = read_json::<Map<String, Value>>(dir, FILE)? else {
             let looked_for = format!("{FILE}; --config-from names the directory that has it");
             return Err(Error::NotFound { path: dir.to_path_buf(), looked_for });
         };
-        Self::new(&path, fields)
+        for (name, usual) in OTHER_NAMES {
+            if let Some(value) = json.remove(name).filter(|value| !value.is_null()) {
+                json.insert(usual.to_string(), value);
+            }
+        }
+        let fields = serde_json::from_value(Value::Object(json));
+        Self::new(&path, fields.map_err(|error| malformed(&path, None, format!("it can't be read: {error}")))?)
     }
 
     fn new(path: &Path, fields: Fields) -> Result<Self> {
@@ -403,6 +416,6 @@ fn softcaps(architecture: Architecture, fields: &Fields) -> [Option<f64>; 2] {
 /// Returns the special tokens with one id. Models with several end tokens list them in `generation_config.json`.
 fn token_ids(fields: &Fields) -> Vec<(&'static str, u32)> {
     let ids = [("bos", &fields.bos_token_id), ("eos", &fields.eos_token_id), ("pad", &fields.pad_token_id)];
-    let id = |value: &Option<serde_json::Value>| u32::try_from(value.as_ref()?.as_u64()?).ok();
+    let id = |value: &Option<Value>| u32::try_from(value.as_ref()?.as_u64()?).ok();
     ids.into_iter().filter_map(|(name, value)| Some((name, id(value)?))).collect()
 }

@@ -85,7 +85,7 @@ const TEXT: u32 = 8;
 const ARRAY: u32 = 9;
 
 fn write_value(bytes: &mut Vec<u8>, value: &Value) {
-    let mut array = |bytes: &mut Vec<u8>, kind: u32, length: usize| {
+    let array = |bytes: &mut Vec<u8>, kind: u32, length: usize| {
         bytes.extend(ARRAY.to_le_bytes());
         bytes.extend(kind.to_le_bytes());
         bytes.extend((length as u64).to_le_bytes());
