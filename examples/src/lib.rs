@@ -5,6 +5,7 @@ pub mod console;
 pub mod data;
 pub mod flags;
 pub mod generate;
+pub mod hub;
 pub mod job;
 pub mod metrics;
 pub mod models;

@@ -4,6 +4,7 @@ use std::fs;
 use std::process::Command;
 use std::time::Duration;
 
+use fsdp_test_support::hub::Hub;
 use fsdp_test_support::{program, run, train, workspace};
 
 use crate::sft;
@@ -18,6 +19,11 @@ fn documented_commands_run() {
         let dir = tempfile::tempdir().unwrap();
         sft::prepare(dir.path());
         fs::rename(dir.path().join("model"), dir.path().join("DIR")).unwrap();
+        let read = |name: &str| fs::read(dir.path().join(name)).unwrap();
+        let hub = Hub::start([
+            ("org/name/config.json", read("DIR/config.json")),
+            ("datasets/org/chats/data/train.jsonl", read("chats.jsonl")),
+        ]);
         for line in block.lines() {
             let mut words = line.split_whitespace();
             assert_eq!(words.next(), Some("fsdp-launch"));
@@ -25,6 +31,7 @@ fn documented_commands_run() {
             let named =
                 |word: &str| if word == "train" { program(word).into() } else { word.trim_matches('\'').into() };
             command.args(words.map(named).collect::<Vec<std::ffi::OsString>>()).current_dir(dir.path());
+            command.env("HF_ENDPOINT", hub.endpoint()).env("HF_HOME", dir.path().join("home"));
             let stdout = run(command, Duration::from_secs(240)).ok().stdout;
             assert!(stdout.contains("sample before training: ") && stdout.contains(" sample: \""), "{line}: {stdout}");
         }

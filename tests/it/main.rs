@@ -16,6 +16,7 @@ mod gguf;
 mod golden;
 mod golden_optimizers;
 mod gradcheck;
+mod hub;
 mod launchers;
 mod layering;
 mod lost_output;

@@ -88,6 +88,13 @@ pub(crate) fn check_inputs(read: Fields, args: &Args, world: &World) -> anyhow::
     check(world, Settings { required: read, optional }, "let all ranks read the same model and the same data")
 }
 
+/// Fails on every rank unless all ranks have their inputs from the same place: this host, or the same name on the hub.
+/// Collective.
+pub(crate) fn check_sources(sources: Fields, world: &World) -> anyhow::Result<()> {
+    let advice = "let all ranks find the same paths on their hosts, or none of them";
+    check(world, Settings { required: sources, ..Settings::default() }, advice)
+}
+
 /// Splits the flags into those that may differ between ranks and those that must not.
 fn flags(args: &Args) -> anyhow::Result<(Fields, Fields)> {
     let may_differ = |flag: &str| INPUTS.iter().chain(&RANK_0_FLAGS).any(|free| *free == flag.trim_start_matches("--"));

@@ -54,13 +54,18 @@ pub(crate) const RANK_0_FLAGS: [&str; 2] = ["metrics", "tensorboard"];
 #[command(name = "train", version, after_long_help = AFTER_HELP, allow_negative_numbers = true)]
 #[command(after_help = "Example: fsdp-launch --nproc-per-node 2 train --steps 100     (--help has more)")]
 pub(crate) struct Args {
-    /// Hugging Face model directory [default: a built-in byte-level Llama with about 5 M parameters]
+    /// Hugging Face model directory, or org/name[@revision] on the hub [default: a built-in byte-level Llama with about 5 M
+    /// parameters]
     ///
     /// Required: config.json with model type llama, mistral, qwen2, qwen3, gemma2, gemma3_text, phi3, mixtral,
     /// qwen3_moe, gpt2 or bert. Optional: tokenizer.json and model.safetensors (or model.safetensors.index.json and the
     /// files it names). Each process reads only its own slices of the weights. A bert is trained as a masked language
     /// model. Dropout is off without --dropout.
-    #[arg(long, value_name = "DIR", help_heading = "Model")]
+    ///
+    /// A name such as org/name or org/name@revision that is not a path is downloaded from the Hugging Face hub, once for
+    /// each host, into the cache that all Hugging Face libraries share. HF_TOKEN, HF_HOME, HF_ENDPOINT and
+    /// HF_HUB_OFFLINE have their usual meaning. See docs/fine-tuning.md.
+    #[arg(long, value_name = "DIR|NAME", help_heading = "Model")]
     #[serde(serialize_with = "optional_path")]
     pub(crate) model: Option<PathBuf>,
 
@@ -77,25 +82,25 @@ pub(crate) struct Args {
     #[arg(help_heading = "Model")]
     pub(crate) dropout: DropoutChoice,
 
-    /// Training data: a .bin file of tokens, a text file, or a directory of text files [default: the sources of the
-    /// workspace]
+    /// Training data: a .bin file of tokens, a text file, a directory of text files, or org/dataset[@revision]:file on
+    /// the hub [default: the sources of the workspace]
     ///
     /// A .bin file holds unsigned 16-bit little-endian token ids and nothing else. Text is tokenised by the model
     /// directory's tokenizer.json, or byte by byte without one. A directory is read recursively in the order of names.
     /// Hidden files, directories named target, symbolic links and binary files are skipped. Without --data, the text is
     /// the .rs, .md and .toml files of the Cargo workspace around the current directory. The data repeats when it is
-    /// used up.
-    #[arg(long, value_name = "PATH", help_heading = "Data")]
+    /// used up. A file of a dataset on the hub, such as org/texts:data/train.txt, is downloaded as --model is.
+    #[arg(long, value_name = "PATH|NAME", help_heading = "Data")]
     #[serde(serialize_with = "optional_path")]
     pub(crate) data: Option<PathBuf>,
 
-    /// Fine-tune on examples: a JSONL file of conversations, or of prompts with completions
+    /// Fine-tune on examples: a JSONL file of conversations, or of prompts with completions, here or on the hub
     ///
     /// A line is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]} or
     /// {"prompt": "...", "completion": "..."}. Conversations are formatted by the model directory's chat template
     /// (chat_template.jinja, or the one in tokenizer_config.json), or in a plain format without one. The loss covers
     /// only the assistant's messages or the completion. See docs/fine-tuning.md.
-    #[arg(long, value_name = "FILE", conflicts_with = "data", help_heading = "Data")]
+    #[arg(long, value_name = "FILE|NAME", conflicts_with = "data", help_heading = "Data")]
     #[serde(serialize_with = "optional_path")]
     pub(crate) sft: Option<PathBuf>,
 
@@ -109,7 +114,7 @@ pub(crate) struct Args {
     pub(crate) shuffle: Option<Switch>,
 
     /// Evaluation data, of the same kind as --sft or --data; its loss is measured before the first step and at the end
-    #[arg(long, value_name = "PATH", help_heading = "Data")]
+    #[arg(long, value_name = "PATH|NAME", help_heading = "Data")]
     #[serde(serialize_with = "optional_path")]
     pub(crate) eval: Option<PathBuf>,
 
@@ -186,8 +191,9 @@ pub(crate) struct Args {
 
     /// Continue training adapters that PEFT or --export-hf wrote, with their rank, alpha and layers
     ///
-    /// The directory holds adapter_config.json and adapter_model.safetensors.
-    #[arg(long, value_name = "DIR", conflicts_with_all = ["lora_rank"], help_heading = "Adapters")]
+    /// The directory, or the model org/name[@revision] on the hub, holds adapter_config.json and
+    /// adapter_model.safetensors.
+    #[arg(long, value_name = "DIR|NAME", conflicts_with_all = ["lora_rank"], help_heading = "Adapters")]
     #[serde(serialize_with = "optional_path")]
     pub(crate) lora_from: Option<PathBuf>,
 
@@ -384,6 +390,11 @@ pub(crate) struct Args {
     #[arg(long, value_name = "DIR", help_heading = "Run")]
     #[serde(serialize_with = "optional_path")]
     pub(crate) tensorboard: Option<PathBuf>,
+
+    /// Name of --model on the hub, whose path then is that of the downloaded files.
+    #[arg(skip)]
+    #[serde(skip)]
+    pub(crate) model_name: Option<PathBuf>,
 }
 
 impl Args {

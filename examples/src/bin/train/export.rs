@@ -58,7 +58,10 @@ pub(crate) fn export(
         options.file = PEFT_WEIGHTS.into();
         write(&adapter_tensors(tensors), &options)?;
         return match world.rank() {
-            0 => write_peft_config(dir, adapters.lora.config, args.model.as_deref(), vars),
+            0 => {
+                let base = args.model_name.as_deref().or(args.model.as_deref());
+                write_peft_config(dir, adapters.lora.config, base, vars)
+            }
             _ => Ok(()),
         };
     }

@@ -10,6 +10,7 @@ mod directories;
 mod evaluate;
 mod export;
 mod flag_types;
+mod inputs;
 mod optimizer;
 mod report;
 mod run_record;
@@ -61,6 +62,7 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
     if args.sequence_parallel {
         parallel::check_sequence(args.tensor_parallel, ("--seq-len", args.seq_len))?;
     }
+    let args = &inputs::fetch(args, world)?;
     let ranks = args.ranks(world)?;
     let mut loss_scale = LossScale::new(args)?;
     let mut checkpoints = Checkpoints::new(args, hosts, world)?;
