@@ -2,7 +2,7 @@
 #![cfg(feature = "hub")]
 #![allow(clippy::unwrap_used, missing_docs)]
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -175,7 +175,7 @@ fn errors_say_what_to_do() {
             Some(Answer::Status(404, code("EntryNotFound"))),
             &["has no file `model.safetensors` in org/name@main (404)"],
         ),
-        ("org/name", Some(Answer::Status(418, vec![])), &["answers 418", "`model.safetensors`", "refused"]),
+        ("org/name", Some(Answer::Status(418, vec![])), &["answers 418", "`model.safetensors` of org/name@main"]),
     ];
     for (name, answer, parts) in cases {
         let of_hub = format!("http://{}", hub.host());
@@ -203,13 +203,14 @@ fn errors_say_what_to_do() {
 #[test]
 fn refusals_for_a_time_are_repeated() {
     let (hub, home) = (hub(), tempfile::tempdir().unwrap());
-    let mut count = 0;
-    hub.script(move |_| {
-        count += 1;
-        match count % 3 {
-            0 => Answer::Normal,
+    let mut counts = BTreeMap::new();
+    hub.script(move |request| {
+        let count = counts.entry((request.method.clone(), request.path.clone())).or_insert(0);
+        *count += 1;
+        match count {
             1 => Answer::Status(503, vec![]),
-            _ => Answer::Close,
+            2 => Answer::Close,
+            _ => Answer::Normal,
         }
     });
     get(client(&hub, home.path(), &[]), "org/shards", MODEL).unwrap();
@@ -329,7 +330,7 @@ fn a_wrong_hash_or_size_is_refused() {
     assert!(names(&repo.join("blobs")).iter().filter(|name| name.len() == 64).count() == 0);
 
     for (header, value, part) in [
-        ("X-Linked-Size", "1000", "more than the 1000 bytes of `config.json`"),
+        ("X-Linked-Size", "1", "sends more than the 1 bytes of `"),
         ("ETag", "\"../../../etc\"", "does not tell the hash (ETag)"),
         ("X-Repo-Commit", "../..", "does not tell the commit"),
     ] {
@@ -338,13 +339,11 @@ fn a_wrong_hash_or_size_is_refused() {
         headers.push((header, value.into()));
         hub.script(move |request| match request.method.as_str() {
             "HEAD" => Answer::Status(200, headers.clone()),
-            _ if request.path.ends_with("config.json") => Answer::Status(200, vec![("Content-Encoding", "x".into())]),
             _ => Answer::Normal,
         });
         let home = tempfile::tempdir().unwrap();
         let error = get(client(&hub, home.path(), &[]), "org/name", Wanted::Model { weights: false }).unwrap_err();
-        let is_short = header == "X-Linked-Size" && error.contains("cut the connection after 7 of 1000 bytes");
-        assert!(error.contains(part) || is_short, "{error}");
+        assert!(error.contains(part), "{error}");
     }
 }
 

@@ -260,7 +260,11 @@ mod tests {
         assert!(outcomes.iter().all(|outcome| *outcome == Ok(vec![Some(0), None, Some(20)])), "{outcomes:?}");
         let outcomes = local::run(3, |group| {
             let rank = group.rank();
-            let task = move || if rank == 2 { bail!("no disk") } else { Ok(thread::sleep(2 * PERIOD)) };
+            let task = move || {
+                ensure!(rank != 2, "no disk");
+                thread::sleep(2 * PERIOD);
+                Ok(())
+            };
             watch(&group, rank != 1, &Arc::default(), task).map_err(|error| error.to_string())
         });
         for outcome in outcomes {
