@@ -180,7 +180,7 @@ fn repo(name: &Name) -> Repo {
     Repo::with_revision(name.repo.clone(), kind, name.revision.clone())
 }
 
-/// Incomplete file and the hash of what it holds.
+/// Incomplete file and the hash of its bytes.
 struct Partial<'a> {
     file: File,
     length: u64,

@@ -411,7 +411,7 @@ mod tests {
             (&[home, ("HF_ENDPOINT", "mirror.example")], "HF_ENDPOINT=mirror.example: expected a URL"),
             (&[home, ("HF_TOKEN", "hf_a\u{fc}b")], "HF_TOKEN"),
             (&[home, ("HF_HUB_DOWNLOAD_TIMEOUT", "soon")], "HF_HUB_DOWNLOAD_TIMEOUT=soon"),
-            (&[home, ("SSL_CERT_FILE", "/nowhere.pem")], "SSL_CERT_FILE /nowhere.pem"),
+            (&[home, ("SSL_CERT_FILE", "/missing.pem")], "SSL_CERT_FILE /missing.pem"),
         ] {
             let error = format!("{:#}", client(vars).err().unwrap());
             assert!(error.contains(part) && !error.contains("hf_a"), "{error}");

@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use crate::console::Console;
 
 const TEMPLATE: &str = "download {bytes}/{total_bytes} [{wide_bar:.cyan/blue}] {bytes_per_sec}  ETA {eta}";
-/// Number of lines that a whole download prints where there is no terminal.
+/// Number of lines that a whole download prints to a file or a pipe.
 const LINES: u64 = 10;
 
 /// Work of this rank's downloads, as other threads see it.
@@ -54,7 +54,7 @@ impl Activity {
         (self.done.load(Relaxed), self.total.load(Relaxed))
     }
 
-    /// Records why there is no progress at the moment.
+    /// Records the reason for a pause.
     pub(super) fn note(&self, why: String) {
         *self.note.lock() = why;
     }

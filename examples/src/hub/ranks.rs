@@ -161,8 +161,8 @@ enum State<T> {
     Failed { host: String, why: String },
 }
 
-/// Runs `task` on the ranks with `works` while all ranks watch. Returns the result of each rank, `None` for those that
-/// only watched. Collective.
+/// Runs `task` on the ranks with `works` while all ranks watch. Returns the result of each rank, or `None` for a
+/// rank that only watched. Collective.
 ///
 /// # Errors
 /// Fails on all ranks if a task fails, or makes no progress for as long as the group's timeout. A task that outlives its

@@ -33,7 +33,7 @@ pub struct Request {
     pub is_cdn: bool,
 }
 
-/// What the server does with a request.
+/// Answer of the server to a request.
 #[derive(Clone, Debug)]
 pub enum Answer {
     /// Answers as the hub does.
