@@ -4,15 +4,14 @@
 //! and types alone, and then appends one block after another.
 
 use std::io::{BufWriter, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use candle_core::quantized::GgmlDType;
 
 use crate::error::io_error;
 use crate::gguf::metadata::Value;
-use crate::hf::Temporary;
 use crate::region::checked_bytes;
-use crate::store::{remove_stale, require_local, split};
+use crate::store::{LocalStaging, Staging, remove_stale, require_local, split};
 use crate::{Error, Result};
 
 const MAGIC: &[u8; 4] = b"GGUF";
@@ -143,10 +142,8 @@ fn type_id(dtype: GgmlDType) -> u32 {
 
 /// A file in progress. Dropping it before [`GgufFile::finish`] removes it.
 pub(super) struct GgufFile {
-    file: Temporary,
+    staging: LocalStaging,
     out: BufWriter<std::fs::File>,
-    dir: PathBuf,
-    name: String,
     written: u64,
     total: u64,
 }
@@ -157,12 +154,11 @@ pub(super) fn create(dst: &Path, header: &Header) -> Result<GgufFile> {
     if dst.symlink_metadata().is_ok() {
         return Err(Error::AlreadyExists { path: dst.to_path_buf() });
     }
-    let (dir, name) = split(dst)?;
-    remove_stale(&dir);
-    let file = Temporary::new(&dir, &name)?;
-    let handle = file.handle().try_clone().map_err(io_error("open", dst))?;
+    remove_stale(&split(dst)?.0);
+    let staging = LocalStaging::create_file(dst)?;
+    let handle = staging.file().try_clone().map_err(io_error("open", dst))?;
     let mut file =
-        GgufFile { file, out: BufWriter::with_capacity(1 << 20, handle), dir, name, written: 0, total: header.total };
+        GgufFile { staging, out: BufWriter::with_capacity(1 << 20, handle), written: 0, total: header.total };
     file.append(&header.bytes)?;
     Ok(file)
 }
@@ -170,7 +166,7 @@ pub(super) fn create(dst: &Path, header: &Header) -> Result<GgufFile> {
 impl GgufFile {
     pub(super) fn append(&mut self, bytes: &[u8]) -> Result<()> {
         self.written += bytes.len() as u64;
-        self.out.write_all(bytes).map_err(io_error("write", self.file.path()))
+        self.out.write_all(bytes).map_err(io_error("write", self.staging.path()))
     }
 
     /// Appends zeros up to the offset of the next tensor.
@@ -183,11 +179,10 @@ impl GgufFile {
     pub(super) fn finish(mut self) -> Result<u64> {
         if self.written != self.total {
             let reason = format!("{} bytes were written, expected {}", self.written, self.total);
-            return Err(Error::ShardMemory { tensor: self.name, reason });
+            return Err(Error::ShardMemory { tensor: self.staging.name(), reason });
         }
-        let flushed = self.out.flush().and_then(|()| self.file.handle().sync_all());
-        flushed.map_err(io_error("write", self.file.path()))?;
-        self.file.commit(&self.dir, &self.name, false)?;
+        self.out.flush().map_err(io_error("write", self.staging.path()))?;
+        self.staging.rename(false)?;
         Ok(self.total)
     }
 }

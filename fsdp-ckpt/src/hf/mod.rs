@@ -8,8 +8,6 @@ mod model;
 mod weight_map;
 mod write;
 
-#[cfg(feature = "gguf")]
-pub(crate) use export::Temporary;
 pub use export::{ExportOptions, export, export_with};
 pub use model::HfModel;
 pub(crate) use weight_map::WeightMap;
