@@ -60,6 +60,7 @@
 //!
 //! Call the layer's unit through its [`FsdpModule`] ([`FsdpModule::call`] or `forward`), or [`FsdpModule::unshard`] it
 //! first.
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
 pub mod activation_checkpoint;
 mod adapter;
@@ -119,3 +120,8 @@ pub use tensors::Tensors;
 #[cfg(feature = "cuda")]
 pub use world::cuda_device;
 pub use world::{DeviceChoice, World, init, init_on};
+
+/// Runs the program in the README.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

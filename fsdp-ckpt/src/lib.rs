@@ -32,6 +32,7 @@
 //!
 //! The manifest is written last. An atomic rename then gives the directory its name, so a reader never sees an
 //! unfinished checkpoint.
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
 #[cfg(not(target_endian = "little"))]
 compile_error!("safetensors files are little-endian, and this crate copies memory to them unchanged");
@@ -76,3 +77,8 @@ pub use safetensors::{SafetensorsFile, TensorInfo};
 pub use source::{
     Checksums, ChunkEntry, FileEntry, Format, SourceIndex, TensorEntry, TensorSource, Verified, WriteSummary, stream,
 };
+
+/// Runs the program in the README.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -6,6 +6,7 @@
 //! [`DeviceMesh`] is a mesh layout with a process group for each dimension. [`dtensor`] plans and executes
 //! redistributions of a tensor over a mesh. [`RankEnv`] reads this process's rank from the launcher's environment.
 //! Ranks on several hosts exchange a few bytes in a [`store`], over a [`channel`], before any group exists.
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
 pub mod buffer;
 pub mod channel;
@@ -43,3 +44,8 @@ pub use mesh_layout::MeshLayout;
 pub use placement::Placement;
 pub use process_group::{ExchangePart, GatherPart, ProcessGroup, ScatterPart, Work};
 pub use reduce_op::ReduceOp;
+
+/// Runs the program in the README.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -23,6 +23,7 @@
 //! # Ok(())
 //! # }
 //! ```
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod cli;
 mod error;
@@ -60,3 +61,8 @@ pub use spec::{
     output::{LinePrefix, RankFilter, StreamChoice, Streams},
     values::{Endpoint, SignalList},
 };
+
+/// Runs the program in the README.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
