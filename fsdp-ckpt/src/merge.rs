@@ -5,7 +5,7 @@ use std::fmt::{Debug, Formatter};
 use std::path::Path;
 
 use fsdp_core::layout::Region;
-use fsdp_core::{DType, MeshLayout};
+use fsdp_core::DType;
 use rayon::prelude::*;
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -14,8 +14,8 @@ use crate::cast::cast;
 use crate::error::did_you_mean;
 use crate::hf::HfModel;
 use crate::region::check_request;
-use crate::source::{FileEntry, Format, TensorEntry, TensorSource};
-use crate::store::store;
+use crate::source::{SourceIndex, TensorSource};
+use crate::store::location;
 use crate::{Error, Result};
 
 const CONFIG: &str = "adapter_config.json";
@@ -43,7 +43,7 @@ const TRANSPOSED: [&str; 4] = ["c_attn", "q_attn", "c_fc", "c_proj"];
 pub struct Merged<'a> {
     base: &'a dyn TensorSource,
     weights: HfModel,
-    tensors: BTreeMap<String, TensorEntry>,
+    index: SourceIndex,
     /// Adapters by the name of the weight.
     adapters: BTreeMap<String, Adapter>,
     /// Weights that the adapter's file replaces, with their names there.
@@ -103,7 +103,7 @@ impl<'a> Merged<'a> {
         let mut merged = Merged {
             base,
             weights,
-            tensors: base.tensors().clone(),
+            index: base.index().clone(),
             adapters: BTreeMap::new(),
             replaced: BTreeMap::new(),
         };
@@ -116,7 +116,7 @@ impl<'a> Merged<'a> {
         }
         let changed: Vec<&String> = merged.adapters.keys().chain(merged.replaced.keys()).collect();
         for name in changed {
-            if let Some(tensor) = merged.tensors.get_mut(name) {
+            if let Some(tensor) = merged.index.tensors.get_mut(name) {
                 // The checksums are of the base's bytes.
                 tensor.chunks.iter_mut().for_each(|chunk| chunk.crc32c = None);
             }
@@ -158,7 +158,7 @@ impl<'a> Merged<'a> {
         }
         // A module of `modules_to_save`, or a bias.
         let weight = self.base_name(own)?;
-        let (found, expected) = (&self.weights.tensor(name)?.shape, &self.tensors[&weight].shape);
+        let (found, expected) = (&self.weights.tensor(name)?.shape, &self.index.tensors[&weight].shape);
         if found != expected {
             let reason = format!("it has shape {found:?}, expected {expected:?} by \"{weight}\" of the base");
             return Err(self.malformed(Some(name), reason));
@@ -170,10 +170,10 @@ impl<'a> Merged<'a> {
     /// Returns the base's name of a weight. Bases of GPT-2 and models without a head often lack the first part.
     fn base_name(&self, name: &str) -> Result<String> {
         let bare = name.split_once('.').map_or(name, |(_, rest)| rest);
-        match [name, bare].into_iter().find(|name| self.tensors.contains_key(*name)) {
+        match [name, bare].into_iter().find(|name| self.index.tensors.contains_key(*name)) {
             Some(found) => Ok(found.to_string()),
             None => {
-                let hint = did_you_mean(name, self.tensors.keys().map(String::as_str));
+                let hint = did_you_mean(name, self.index.tensors.keys().map(String::as_str));
                 Err(Error::MissingTensor { path: self.base.path().to_path_buf(), tensor: name.to_string(), hint })
             }
         }
@@ -188,7 +188,7 @@ impl<'a> Merged<'a> {
         is_embedding: bool,
     ) -> Result<Adapter> {
         let [down, up] = [self.weights.tensor(down_name)?, self.weights.tensor(up_name)?];
-        let entry = &self.tensors[weight];
+        let entry = &self.index.tensors[weight];
         let ([rank, input], [output, up_rank], [rows, columns]) = (&down.shape[..], &up.shape[..], &entry.shape[..])
         else {
             return Err(self.malformed(Some(down_name), "it, its partner or the weight is not a matrix".into()));
@@ -238,7 +238,7 @@ impl Config {
             item: item.map(str::to_string),
             reason,
         };
-        let Some(text) = store(dir)?.read(CONFIG, MAX_CONFIG)? else {
+        let Some(text) = location(dir)?.store()?.read(CONFIG, MAX_CONFIG)? else {
             let looked_for = format!("{CONFIG}; expected a directory that PEFT or `train --export-hf` wrote");
             return Err(Error::NotFound { path: dir.to_path_buf(), looked_for });
         };
@@ -331,32 +331,8 @@ impl Debug for Merged<'_> {
 }
 
 impl TensorSource for Merged<'_> {
-    fn path(&self) -> &Path {
-        self.base.path()
-    }
-
-    fn format(&self) -> Format {
-        self.base.format()
-    }
-
-    fn mesh(&self) -> Option<&MeshLayout> {
-        self.base.mesh()
-    }
-
-    fn tensors(&self) -> &BTreeMap<String, TensorEntry> {
-        &self.tensors
-    }
-
-    fn unreadable(&self) -> &BTreeMap<String, String> {
-        self.base.unreadable()
-    }
-
-    fn files(&self) -> &BTreeMap<String, FileEntry> {
-        self.base.files()
-    }
-
-    fn values(&self) -> &Map<String, Value> {
-        self.base.values()
+    fn index(&self) -> &SourceIndex {
+        &self.index
     }
 
     fn read(&self, fqn: &str, region: &Region, into: &mut [u8]) -> Result<()> {

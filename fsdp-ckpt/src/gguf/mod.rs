@@ -147,7 +147,7 @@ const MAX_FILE: u64 = 1 << 28;
 
 /// Reads a text file of a directory; `None` if it does not exist.
 fn read_text(dir: &Path, name: &str) -> Result<Option<String>> {
-    let Some(bytes) = crate::store::store(dir)?.read(name, MAX_FILE)? else { return Ok(None) };
+    let Some(bytes) = crate::store::location(dir)?.store()?.read(name, MAX_FILE)? else { return Ok(None) };
     let text = String::from_utf8(bytes);
     text.map(Some).map_err(|error| malformed(&dir.join(name), None, format!("it is not UTF-8 text: {error}")))
 }

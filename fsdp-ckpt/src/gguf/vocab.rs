@@ -161,7 +161,7 @@ impl Vocabulary {
 
 /// Returns the file of a tokenizer that only transformers reads.
 fn without_json(dir: &Path) -> Result<Option<&'static str>> {
-    let there = crate::store::store(dir)?.list()?;
+    let there = crate::store::location(dir)?.store()?.list()?;
     let others = ["tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"];
     Ok(others.into_iter().find(|name| there.iter().any(|there| there == name)))
 }
