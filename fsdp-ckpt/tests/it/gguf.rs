@@ -467,8 +467,9 @@ fn damaged_models_have_messages_and_leave_no_file() {
     // A number that blocks can't hold.
     let path = root.join("model/model.safetensors");
     let mut bytes = fs::read(&path).unwrap();
-    let at = bytes.len() - 4;
-    bytes[at..].copy_from_slice(&f32::NAN.to_le_bytes());
+    // The first tensor, lm_head.weight, follows the header.
+    let at = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    bytes[at..at + 4].copy_from_slice(&f32::NAN.to_le_bytes());
     fs::write(&path, bytes).unwrap();
     let message = convert(&["--quantize", "q8_0"]);
     assert!(message.contains("it has the number NaN, which q8_0 can't hold"), "{message}");

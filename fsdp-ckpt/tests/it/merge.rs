@@ -124,7 +124,7 @@ fn factors_follow_the_patterns() {
     base_and_adapters(root.path());
     let at = |name: &str| root.path().join(name);
     for (key, value, scale) in
-        [("use_rslora", json!(true), 8. / 2f32.sqrt()), ("alpha_pattern", json!({"h.0.c_fc": 2}), 1.)]
+        [("use_rslora", json!(true), (8. / 2f64.sqrt()) as f32), ("alpha_pattern", json!({"h.0.c_fc": 2}), 1.)]
     {
         let mut config = config();
         config[key] = value;
