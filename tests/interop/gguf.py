@@ -6,7 +6,6 @@
     python gguf.py bytes FSDP-CKPT OUT                 quantized tensors, beside the package gguf
     python gguf.py greedy FSDP-CKPT OUT                a model trained here: 20 answers of q8_0 and transformers
     python gguf.py merge FSDP-CKPT OUT                 `fsdp-ckpt merge` and merge_and_unload
-    python gguf.py record FSDP-CKPT RECORD             writes the checksums of the files of tests/golden's models
 
 A package that is missing here may be in the environment of LLAMA_CPP, which is searched last. Each line of the output
 begins with "ok" or "FAILED".
@@ -18,7 +17,6 @@ import os
 import pathlib
 import subprocess
 import sys
-import zlib
 
 import numpy
 
@@ -264,37 +262,6 @@ def merge(program, out):
             report(apart < 1e-6, f"{name} {kind}: merged weights differ from merge_and_unload by {apart:.1e}")
 
 
-# Models of tests/golden that llama.cpp runs.
-GOLDEN = ["llama_tiny", "llama3_tiny", "mistral_tiny", "qwen2_tiny", "phi3_tiny", "mixtral_tiny", "gpt2_tiny"]
-
-
-def record(program, path):
-    """Runs each file in llama.cpp, and writes the checksums of the files that have transformers' logits."""
-    import tempfile
-
-    import torch
-    import transformers
-
-    golden = pathlib.Path(here).parent / "golden"
-    checksums = {}
-    for name in GOLDEN:
-        model = transformers.AutoModelForCausalLM.from_pretrained(golden / name, dtype=torch.float32)
-        # Shorter than the windows, which llama.cpp ignores.
-        tokens = [(11 * at + 5) % 131 for at in range(8)]
-        with torch.no_grad():
-            expected = model.eval()(torch.tensor([tokens])).logits[0].numpy()
-        with tempfile.TemporaryDirectory() as dir:
-            file = pathlib.Path(dir) / f"{name}.gguf"
-            convert(program, golden / name, file, "f32")
-            # LongRoPE has other factors for a longer context.
-            served = Model(file, context=16)
-            apart = difference(served.run(tokens), expected)
-            served.close()
-            report(apart < (4e-3 if name.startswith("gpt2") else 1e-4), f"{name}: logits differ by {apart:.1e}")
-            checksums[name] = f"{zlib.crc32(file.read_bytes()):08x}"
-    path.write_text(json.dumps(checksums, indent=2) + "\n")
-
-
 if __name__ == "__main__":
     command, program, out = sys.argv[1], sys.argv[2], pathlib.Path(sys.argv[3])
     match command:
@@ -306,6 +273,4 @@ if __name__ == "__main__":
             greedy(program, out)
         case "merge":
             merge(program, out)
-        case "record":
-            record(program, out)
     sys.exit(failed)
