@@ -23,7 +23,7 @@ unsafe fn put<T>(to: *mut T, value: T) -> CuResult {
 
 /// [`put`] of the value of a result.
 ///
-/// /// See [`put`].
+/// See [`put`].
 unsafe fn answer<T, F: From<T>>(to: *mut F, value: Result<T, Refusal>) -> CuResult {
     match value {
         // SAFETY: ensured by the caller.
@@ -363,7 +363,7 @@ unsafe extern "C" fn cuMemPoolSetAttribute(pool: usize, attribute: c_int, value:
     SUCCESS
 }
 
-/// /// Host memory that is named is memory: to read it from, and the caller's to write it to.
+/// Host memory that is named is memory: to read it from, and the caller's to write it to.
 unsafe fn copy((to, from, len): (u64, u64, usize), direction: Direction, stream: *mut c_void, by: &str) -> CuResult {
     // SAFETY: ensured by the caller.
     status(unsafe { machine().copy(Copy { to, from, len, direction }, stream as usize, by) })

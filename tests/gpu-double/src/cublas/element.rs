@@ -118,7 +118,7 @@ pub(crate) unsafe fn multiply(product: Product, a: Matrix, b: Matrix, c: Matrix)
     }
 }
 
-/// /// As for [`multiply`], and all elements are of type `T`.
+/// As for [`multiply`], and all elements are of type `T`.
 unsafe fn direct<T: 'static + Copy + PartialEq + Default>(
     product: Product,
     a: Matrix,
@@ -153,7 +153,7 @@ unsafe fn direct<T: 'static + Copy + PartialEq + Default>(
     }
 }
 
-/// /// See [`multiply`].
+/// See [`multiply`].
 unsafe fn through_floats(product: Product, a: Matrix, b: Matrix, c: Matrix) {
     let Product { m, n, k, beta, .. } = product;
     // SAFETY: ensured by the caller.

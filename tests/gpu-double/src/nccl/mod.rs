@@ -73,7 +73,7 @@ pub(crate) struct Config {
     pub(crate) blocking: c_int,
 }
 
-/// /// `to` is null, or a place for a value.
+/// `to` is null, or a place for a value.
 unsafe fn put<T>(to: *mut T, value: T) -> Status {
     if to.is_null() {
         return INVALID_ARGUMENT;
