@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::fmt::{Debug, Formatter};
 use std::path::Path;
 
-use fsdp_core::layout::Region;
 use fsdp_core::DType;
+use fsdp_core::layout::Region;
 use rayon::prelude::*;
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -100,13 +100,8 @@ impl<'a> Merged<'a> {
         let path = adapter.join(CONFIG);
         let config = Config::read(adapter, &path)?;
         let weights = HfModel::open_file(&adapter.join(WEIGHTS))?;
-        let mut merged = Merged {
-            base,
-            weights,
-            index: base.index().clone(),
-            adapters: BTreeMap::new(),
-            replaced: BTreeMap::new(),
-        };
+        let mut merged =
+            Merged { base, weights, index: base.index().clone(), adapters: BTreeMap::new(), replaced: BTreeMap::new() };
         let names: Vec<String> = merged.weights.names().map(str::to_string).collect();
         for name in &names {
             merged.add(name, &config, &path)?;
