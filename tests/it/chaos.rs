@@ -1,8 +1,8 @@
-//! Ranks are killed and stopped and launchers are killed at random times. Each run ends with the weights of an undisturbed
-//! run and leaves no processes, sockets, shared memory or files.
+//! Ranks are killed and stopped and launchers are killed at random times. Each run ends with the weights of an
+//! undisturbed run and leaves no processes, sockets, shared memory or files.
 //!
-//! `FSDP_CHAOS_RUNS` sets the number of runs and `FSDP_CHAOS_SEED` the seed. Run 7 of a seed does not depend on the number
-//! of runs.
+//! `FSDP_CHAOS_RUNS` sets the number of runs and `FSDP_CHAOS_SEED` the seed. Run 7 of a seed does not depend on the
+//! number of runs.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};

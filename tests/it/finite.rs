@@ -1,4 +1,5 @@
-//! Infinite values and NaN are not saved or exported, and runs do not resume from them while a healthy checkpoint exists.
+//! Infinite values and NaN are not saved or exported, and runs do not resume from them while a healthy checkpoint
+//! exists.
 
 use std::fs;
 use std::path::Path;

@@ -125,8 +125,8 @@ fn strings(value: &Value) -> Vec<&str> {
     value.as_array().unwrap().iter().map(|value| value.as_str().unwrap()).collect()
 }
 
-/// Returns the names of `record` without a row. A function, class or option must be in the code of a row's first cell. A
-/// parameter or member needs its owner there or in a heading above, and a method's parameter the method.
+/// Returns the names of `record` without a row. A function, class or option must be in the code of a row's first cell.
+/// A parameter or member needs its owner there or in a heading above, and a method's parameter the method.
 fn missing(record: &Value, rows: &[Row]) -> Vec<String> {
     let is_about = |row: &Row, owner: &str| {
         in_code(&row.theirs, owner) || row.headings.iter().any(|heading| in_code(heading, owner))

@@ -38,7 +38,8 @@ pub(crate) fn ends_as_recorded(name: &str, dir: &Path) {
         let norm = |v: &mut dyn Iterator<Item = f64>| v.map(|x| x * x).sum::<f64>().sqrt();
         let size = norm(&mut want.iter().map(|&x| f64::from(x)));
         let difference = norm(&mut want.iter().zip(&got).map(|(a, b)| f64::from(a - b)));
-        // A bias of all keys does not change attention: its true gradient is zero, and Adam steps along rounding errors.
+        // A bias of all keys does not change attention: its true gradient is zero, and Adam steps along rounding
+        // errors.
         let most = if tensor.ends_with("self.key.bias") { 1e-2 } else { 1e-3 };
         assert!(difference <= most * size, "{name}: {tensor} differs by {difference:.1e} of {size:.1e}");
     }
@@ -72,8 +73,8 @@ fn replicas_that_divide_shards() {
     }
 }
 
-/// Checks a model of `tests/golden/make.py`. `alone`: the loss depends on each rank's own tokens, so each number of ranks
-/// has a recorded run.
+/// Checks a model of `tests/golden/make.py`. `alone`: the loss depends on each rank's own tokens, so each number of
+/// ranks has a recorded run.
 fn family(name: &str, alone: bool) {
     for ranks in [1, 2, 3] {
         let run = if alone && ranks != 2 { format!("run_of_{ranks}") } else { "run".into() };
@@ -215,8 +216,8 @@ fn f16() {
     half("f16", tolerance::F16, 5e-5, 2e-5);
 }
 
-/// From a loss scale that is too large, the same steps are skipped as in PyTorch, and the same scale remains. With other
-/// ranks, gradients are means over other tokens before they are reduced and overflow elsewhere.
+/// From a loss scale that is too large, the same steps are skipped as in PyTorch, and the same scale remains. With
+/// other ranks, gradients are means over other tokens before they are reduced and overflow elsewhere.
 #[test]
 fn f16_that_overflows() {
     for (name, skipped) in [("llama_tiny", &[1][..]), ("gpt2_tiny", &[1, 2])] {

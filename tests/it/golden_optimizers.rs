@@ -1,5 +1,5 @@
-//! Optimizers with parameter groups reproduce losses and gradient norms recorded with PyTorch FSDP2, at every split of the
-//! batch and after a resume at another number of ranks.
+//! Optimizers with parameter groups reproduce losses and gradient norms recorded with PyTorch FSDP2, at every split of
+//! the batch and after a resume at another number of ranks.
 
 use std::path::Path;
 
@@ -14,7 +14,8 @@ fn difference(ranks: usize, flags: &str, dir: &Path, recorded: &Trajectory) -> D
     golden_trajectory(MODEL, ranks, &format!("{GROUPS} {flags}"), dir).difference(recorded)
 }
 
-/// Compares runs on one, two and three ranks with the recorded run, and runs resumed from step 10 on three ranks and one.
+/// Compares runs on one, two and three ranks with the recorded run, and runs resumed from step 10 on three ranks and
+/// one.
 fn follows(run: &str, flags: &str, near: Difference) {
     let recorded = Trajectory::recorded(MODEL, run);
     assert_eq!(recorded.0.len(), 20);
@@ -51,8 +52,8 @@ fn adamw() {
     follows("run_adamw_groups", "", NEAR);
 }
 
-/// Muon rounds to bf16. The last bit of a gradient can become one of 8 bits: PyTorch on one rank differs from PyTorch on
-/// two by 9.1e-6 and 6.2e-5, this project by 1.2e-5 and 1.7e-4, with AVX-512 and with AVX2.
+/// Muon rounds to bf16. The last bit of a gradient can become one of 8 bits: PyTorch on one rank differs from PyTorch
+/// on two by 9.1e-6 and 6.2e-5, this project by 1.2e-5 and 1.7e-4, with AVX-512 and with AVX2.
 #[test]
 fn muon() {
     follows("run_muon", "--optimizer muon", Difference { loss: 4e-5, grad_norm: 4e-4 });

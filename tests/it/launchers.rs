@@ -1,5 +1,5 @@
-//! `train` under other launchers: with their environment variables, and with the launchers that are installed. Two jobs run
-//! at the same time, to detect jobs that cannot tell each other apart.
+//! `train` under other launchers: with their environment variables, and with the launchers that are installed. Two jobs
+//! run at the same time, to detect jobs that cannot tell each other apart.
 
 use std::os::unix::net::UnixStream;
 use std::path::Path;

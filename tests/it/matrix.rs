@@ -8,8 +8,8 @@ use fsdp_test_support::trace::{Event, Trace};
 use fsdp_test_support::trajectory::Trajectory;
 use fsdp_test_support::{golden_trajectory, tolerance};
 
-/// Returns the expected events of a step of a model with two blocks, 0 and 1, in the root R: (g)ather before (f)orward and
-/// (b)ackward, re(c)ompute, (r)educe-scatter, (a)ll-reduce over replicas.
+/// Returns the expected events of a step of a model with two blocks, 0 and 1, in the root R: (g)ather before (f)orward
+/// and (b)ackward, re(c)ompute, (r)educe-scatter, (a)ll-reduce over replicas.
 fn wanted(way: &Combination) -> Vec<String> {
     // The next `prefetch` blocks are gathered before a unit computes.
     let (forward, backward) = match way.prefetch {

@@ -1,4 +1,5 @@
-//! `train --sft` learns conversations and completions at any number of ranks, resumes, evaluates, and refuses bad input.
+//! `train --sft` learns conversations and completions at any number of ranks, resumes, evaluates, and refuses bad
+//! input.
 
 use std::fs;
 use std::path::Path;

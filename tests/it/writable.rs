@@ -1,5 +1,5 @@
-//! Unwritable outputs are errors before the first step, on every rank. A run replaces its own exports and the remains of
-//! killed runs.
+//! Unwritable outputs are errors before the first step, on every rank. A run replaces its own exports and the remains
+//! of killed runs.
 
 use std::fs;
 use std::os::unix::fs::symlink;

@@ -11,8 +11,8 @@ use crate::way::Way;
 const NEEDS: &[Need] = &[Need::Networks, Need::Mpi];
 /// Much longer than a test takes.
 const LIMIT: Duration = Duration::from_secs(300);
-/// Script of each host. The host's disk is lost at its end. The script keeps its contents in `parts` for the next run if
-/// the run succeeded.
+/// Script of each host. The host's disk is lost at its end. The script keeps its contents in `parts` for the next run
+/// if the run succeeded.
 const ON_A_HOST: &str = r#"own=parts/$(hostname); mkdir -p $own; cp -a $own/. saved/
     "$0" "$@" 2>said.$(hostname); code=$?
     [ $code -ne 0 ] || { rm -r $own; cp -a saved $own; }; exit $code"#;
@@ -70,8 +70,8 @@ fn ckpt(args: &[&str], dir: &Path) -> Run {
     run(command, LIMIT)
 }
 
-/// After a host died during a save, both hosts resume from the previous step. Copied together, their parts are an ordinary
-/// checkpoint.
+/// After a host died during a save, both hosts resume from the previous step. Copied together, their parts are an
+/// ordinary checkpoint.
 fn resumes(way: Way) {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();

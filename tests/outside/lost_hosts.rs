@@ -120,8 +120,8 @@ fn said(dir: &Path) -> String {
     (0..4).map(|rank| format!("rank {rank}: {}\n", of(rank))).collect()
 }
 
-/// Ranks on both sides of the cut end within their timeout and name the missing ranks. Both `mpirun` keep waiting for the
-/// other host: TCP gives up after 15 minutes.
+/// Ranks on both sides of the cut end within their timeout and name the missing ranks. Both `mpirun` keep waiting for
+/// the other host: TCP gives up after 15 minutes.
 fn cut_off(way: Way) {
     let dir = tempfile::tempdir().unwrap();
     let cut = dir.path().join("cut");

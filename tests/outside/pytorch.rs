@@ -259,8 +259,8 @@ fn adapters_of_each_kind_have_their_loss_or_are_refused() {
     }
 }
 
-/// `record.py` reproduces the files in `tests/golden`. Other processors round differently in half precision, and weights
-/// may get other 8-bit codes.
+/// `record.py` reproduces the files in `tests/golden`. Other processors round differently in half precision, and
+/// weights may get other 8-bit codes.
 fn recorded_runs_are_reproduced() {
     let out = tempfile::tempdir().unwrap();
     record_on_two_ranks(out.path(), &[&["--models"][..], &MODELS, &FAMILIES].concat());

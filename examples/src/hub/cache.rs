@@ -1,8 +1,8 @@
 //! Files in the cache of the Hugging Face libraries.
 //!
-//! A repository's folder holds `blobs/ETAG`, `snapshots/COMMIT/FILE` (a link to the blob) and `refs/REVISION` (a commit).
-//! A download grows in `blobs/ETAG.incomplete` under a lock. It gets its name once its size and its hash are right, so
-//! a file in a snapshot is complete. `huggingface_hub` uses the same names and locks.
+//! A repository's folder holds `blobs/ETAG`, `snapshots/COMMIT/FILE` (a link to the blob) and `refs/REVISION` (a
+//! commit). A download grows in `blobs/ETAG.incomplete` under a lock. It gets its name once its size and its hash are
+//! right, so a file in a snapshot is complete. `huggingface_hub` uses the same names and locks.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{Read, Write};

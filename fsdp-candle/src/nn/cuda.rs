@@ -1,5 +1,5 @@
-//! The layers' own operations on CUDA devices. Forward is Candle's. Backward accumulates the gradients of weights in the
-//! parameters' buffers.
+//! The layers' own operations on CUDA devices. Forward is Candle's. Backward accumulates the gradients of weights in
+//! the parameters' buffers.
 //!
 //! Layers that a model has many of are here: fully connected layers, embeddings, and norms. With Candle's own
 //! operations, the full weight would be in the graph, and its gradient would take three times the weight. Norms are

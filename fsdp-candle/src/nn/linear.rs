@@ -1,8 +1,8 @@
 //! Fully connected layers: `candle_nn::linear`, GPT-2's `Conv1D`, and low-rank adapters (LoRA) beside both.
 //!
-//! The layer is `y = x W^T + b`; GPT-2 stores `W` transposed. With `x` of `m` rows: `dx = dy W`, `dW = dy^T x`, and `db`
-//! is the column sums of `dy`. Each is one matrix product into its destination. The weight's gradient is accumulated in
-//! the parameter's own buffer.
+//! The layer is `y = x W^T + b`; GPT-2 stores `W` transposed. With `x` of `m` rows: `dx = dy W`, `dW = dy^T x`, and
+//! `db` is the column sums of `dy`. Each is one matrix product into its destination. The weight's gradient is
+//! accumulated in the parameter's own buffer.
 //!
 //! An adapter (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021, arXiv:2106.09685) adds
 //! `alpha / r * B A x` with `A` `[r, in]` random and `B` `[out, r]` zero, so that training starts from the base model.

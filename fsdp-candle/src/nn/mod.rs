@@ -25,9 +25,9 @@
 //! }
 //! ```
 //!
-//! Every public path of `candle_nn` 0.11.1 exists here with the same signature and the same values. Candle's own item is
-//! re-exported if it has a right backward and holds no weight. `docs/from-candle-nn.md` lists each path as re-exported
-//! or reimplemented. The reimplemented items differ from Candle's:
+//! Every public path of `candle_nn` 0.11.1 exists here with the same signature and the same values. Candle's own item
+//! is re-exported if it has a right backward and holds no weight. `docs/from-candle-nn.md` lists each path as
+//! re-exported or reimplemented. The reimplemented items differ from Candle's:
 //!
 //! - Candle's `LayerNorm` with a bias, `RmsNorm`, `softmax_last_dim`, `rope`, `flash_attn` and caches of keys and
 //!   values have no backward. They cut the graph silently: the layers before them do not train, or train wrongly if a
@@ -38,7 +38,8 @@
 //! - Layers recognize the sharded parameter of their weight, and accumulate its gradient in the parameter's buffer.
 //! - Under a plan of tensor parallelism ([`crate::parallelize`]), `Linear`, `Embedding` and the cross-entropies run the
 //!   collectives. Modules with other collectives use [`crate::collectives`].
-//! - On the CPU, f32, f16 and bf16 run fused; half floats are computed in f32 and rounded once. On other devices and for
+//! - On the CPU, f32, f16 and bf16 run fused; half floats are computed in f32 and rounded once. On other devices and
+//! for
 //!   f64, each item is a chain of Candle's differentiable operations.
 //!
 //! Beyond `candle_nn`:

@@ -15,7 +15,8 @@ pub(super) struct ChatTemplates(Vec<(String, String)>);
 const DEFAULT: &str = "default";
 
 impl ChatTemplates {
-    /// Reads `chat_template.jinja`, or `chat_template` in `tokenizer_config` or `chat_template.json`, like transformers.
+    /// Reads `chat_template.jinja`, or `chat_template` in `tokenizer_config` or `chat_template.json`, like
+    /// transformers.
     pub(super) fn read(dir: &Path, tokenizer_config: Option<&Json>) -> Result<Self> {
         if let Some(text) = read_text(dir, "chat_template.jinja")? {
             return Ok(ChatTemplates(vec![(DEFAULT.into(), text)]));

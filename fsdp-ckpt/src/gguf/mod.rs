@@ -63,8 +63,8 @@ pub struct GgufSummary {
     pub notes: Vec<String>,
 }
 
-/// Writes the model `source`, with parameters under their own names, as the GGUF file `dst`. Reads `config.json` and the
-/// tokenizer's files in `config_dir`. A directory without a tokenizer gives a file without one.
+/// Writes the model `source`, with parameters under their own names, as the GGUF file `dst`. Reads `config.json` and
+/// the tokenizer's files in `config_dir`. A directory without a tokenizer gives a file without one.
 ///
 /// ```no_run
 /// use std::path::Path;

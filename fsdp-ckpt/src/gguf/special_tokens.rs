@@ -98,7 +98,8 @@ impl SpecialTokens {
         self.ends = last.is_some() && !self.separates;
     }
 
-    /// Adds the ids and flags. llama.cpp has other defaults, so every flag is written. `tokens` is the vocabulary's size.
+    /// Adds the ids and flags. llama.cpp has other defaults, so every flag is written. `tokens` is the vocabulary's
+    /// size.
     pub(super) fn add_to(&self, metadata: &mut Metadata, tokens: usize) {
         for (name, key) in NAMES {
             if let Some(id) = self.ids.get(name).filter(|id| (**id as usize) < tokens) {

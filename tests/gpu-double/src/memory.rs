@@ -1,11 +1,11 @@
 //! Device memory and pinned host memory: allocations by address, frees in the order of streams, copies and fills.
 //!
-//! A freed allocation is kept for a while, so that a later use gets an error with the allocation's origin. New and freed
-//! memory is filled with a byte pattern that reads as NaN.
+//! A freed allocation is kept for a while, so that a later use gets an error with the allocation's origin. New and
+//! freed memory is filled with a byte pattern that reads as NaN.
 //!
-//! A copy from pageable memory reads it before the call returns, because the driver stages it. A copy from pinned memory
-//! reads when its turn comes. A copy to pageable memory makes the host wait. A copy to pinned memory fills it with NaN
-//! until its turn comes, which reveals a host that reads too early.
+//! A copy from pageable memory reads it before the call returns, because the driver stages it. A copy from pinned
+//! memory reads when its turn comes. A copy to pageable memory makes the host wait. A copy to pinned memory fills it
+//! with NaN until its turn comes, which reveals a host that reads too early.
 
 use std::collections::{BTreeMap, VecDeque};
 

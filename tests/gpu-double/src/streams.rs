@@ -1,5 +1,5 @@
-//! Streams as queues of operations, and events: points in streams that other streams wait for. [`machine`](crate::machine)
-//! decides which stream continues.
+//! Streams as queues of operations, and events: points in streams that other streams wait for.
+//! [`machine`](crate::machine) decides which stream continues.
 
 use std::{
     collections::VecDeque,

@@ -119,7 +119,8 @@ pub(crate) fn plain(weights: &BTreeMap<String, Tensor>, load: Load, parts: usize
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Comparison {
     pub(crate) units: usize,
-    /// Bytes of all parameters, of parameters outside layers of `nn`, the most that were gathered at once, and the limit: the root and the two largest units.
+    /// Bytes of all parameters, of parameters outside layers of `nn`, the most that were gathered at once, and the
+    /// limit: the root and the two largest units.
     pub(crate) bytes: usize,
     pub(crate) unmanaged: usize,
     pub(crate) gathered: usize,

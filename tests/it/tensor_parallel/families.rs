@@ -1,5 +1,5 @@
-//! Tensor-parallel ranks train every decoder family as one rank does, with evaluation, samples, supervised examples, other
-//! dtypes and gradient checks.
+//! Tensor-parallel ranks train every decoder family as one rank does, with evaluation, samples, supervised examples,
+//! other dtypes and gradient checks.
 
 use std::fs;
 use std::path::Path;

@@ -12,8 +12,8 @@ use std::path::Path;
 use fsdp_test_support::trajectory::{Difference, Trajectory};
 use fsdp_test_support::{Run, merge_flags, train_golden};
 
-/// PyTorch's runs differ from each other by 4.3e-7, this project's from them by 1.1e-6. Adam steps along rounding errors
-/// if a true gradient is zero: Qwen 2's norms differ by 3.4e-6, and by 1e-5 between one rank and three.
+/// PyTorch's runs differ from each other by 4.3e-7, this project's from them by 1.1e-6. Adam steps along rounding
+/// errors if a true gradient is zero: Qwen 2's norms differ by 3.4e-6, and by 1e-5 between one rank and three.
 const NEAR: Difference = Difference { loss: 5e-6, grad_norm: 1e-5 };
 /// Sequences of a step.
 const SEQUENCES: usize = 6;

@@ -1,7 +1,7 @@
 //! A server on this host that answers as the Hugging Face hub does, with faults that a test chooses.
 //!
-//! Weights are behind a redirect to a second server (the CDN), with their SHA-256 as `X-Linked-Etag`. Other files are sent
-//! directly. `huggingface_hub` 2.4 downloads from it, too.
+//! Weights are behind a redirect to a second server (the CDN), with their SHA-256 as `X-Linked-Etag`. Other files are
+//! sent directly. `huggingface_hub` 2.4 downloads from it, too.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};

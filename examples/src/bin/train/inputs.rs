@@ -1,5 +1,5 @@
-//! Inputs that are names on the hub: `--model org/name` and `--data org/dataset:file`. They are downloaded, and replaced
-//! by the paths of the downloaded files.
+//! Inputs that are names on the hub: `--model org/name` and `--data org/dataset:file`. They are downloaded, and
+//! replaced by the paths of the downloaded files.
 
 use std::path::{Path, PathBuf};
 

@@ -4,8 +4,8 @@
 //! For query `i` of a head: `p_ij = e^(s_ij - L_i)` with `s_ij = scale q_i.k_j` over the visible keys `j`, and
 //! `o_i = sum_j p_ij v_j`. Forward keeps `L_i`, the logarithm of the sum. Backward has `dv_j = sum_i p_ij do_i`,
 //! `ds_ij = scale p_ij (do_i.v_j - do_i.o_i)`, `dq_i = sum_j ds_ij k_j`, `dk_j = sum_i ds_ij q_i`. Capped scores are
-//! `s_ij = cap t_ij` with `t_ij = tanh(scale q_i.k_j / cap)`, and `ds_ij` gets a factor `1 - t_ij^2`. Dropout multiplies
-//! `p_ij` by `m_ij` in the product with `v_j`, and `do_i.v_j` in backward; `do_i.o_i` does not change.
+//! `s_ij = cap t_ij` with `t_ij = tanh(scale q_i.k_j / cap)`, and `ds_ij` gets a factor `1 - t_ij^2`. Dropout
+//! multiplies `p_ij` by `m_ij` in the product with `v_j`, and `do_i.v_j` in backward; `do_i.o_i` does not change.
 //!
 //! Queries are processed in blocks of rows. A block's products cover the keys from its first query's first key to its
 //! last query's last key, so the only hidden scores that are computed lie in corners along the diagonal. A block ends

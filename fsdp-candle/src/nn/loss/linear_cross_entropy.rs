@@ -2,8 +2,8 @@
 //!
 //! Rows are processed in chunks whose logits stay within a bound. Backward computes a chunk's logits again, replaces
 //! them by their gradient, and multiplies that into the gradients of the hidden states and the weight. This is a third
-//! more arithmetic than [`cross_entropy`](crate::nn::cross_entropy()) after [`Linear`](crate::nn::Linear), and saves the
-//! memory of the logits twice.
+//! more arithmetic than [`cross_entropy`](crate::nn::cross_entropy()) after [`Linear`](crate::nn::Linear), and saves
+//! the memory of the logits twice.
 
 use std::borrow::Cow;
 

@@ -92,8 +92,8 @@ enum Command {
     Consolidate(convert::Consolidate),
     /// Merge adapters (LoRA, in PEFT's format) into the weights of a model.
     ///
-    /// Adds the product of an adapter's matrices to a weight in f32, and rounds the sum once to the weight's dtype. Streams
-    /// tensors, so it needs little memory. Writes a Hugging Face model directory.
+    /// Adds the product of an adapter's matrices to a weight in f32, and rounds the sum once to the weight's dtype.
+    /// Streams tensors, so it needs little memory. Writes a Hugging Face model directory.
     Merge(convert::Merge),
     /// Compare two checkpoints or models of any format.
     ///

@@ -14,8 +14,8 @@ fn launch(options: &[&str], script: &str) -> Agent {
     Agent::start(command)
 }
 
-/// Waits for an attempt, from `first` on, with `world` ranks, and returns its number. The script must run [`PLACE`]. The
-/// number of earlier attempts depends on when hosts join.
+/// Waits for an attempt, from `first` on, with `world` ranks, and returns its number. The script must run [`PLACE`].
+/// The number of earlier attempts depends on when hosts join.
 pub(crate) fn attempt_of(agent: &Agent, world: u32, first: u32) -> u32 {
     let find = || {
         let attempts = agent.lines().into_iter().filter_map(|line| {

@@ -1,8 +1,8 @@
 //! Modules, kernels and launches of the driver.
 //!
-//! A module is a host library that the stand-in `nvcc` or NVRTC made from a CUDA source. The descriptions of its kernels
-//! come from their C++ signatures: a pointer to const is memory that is read, any other pointer memory that is written.
-//! Limits are those of compute capability 9.0.
+//! A module is a host library that the stand-in `nvcc` or NVRTC made from a CUDA source. The descriptions of its
+//! kernels come from their C++ signatures: a pointer to const is memory that is read, any other pointer memory that is
+//! written. Limits are those of compute capability 9.0.
 #![allow(non_snake_case, reason = "the names of CUDA's driver")]
 
 use std::{
