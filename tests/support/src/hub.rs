@@ -172,7 +172,14 @@ impl Shared {
     /// Answers a request to the hub.
     fn answer(&self, request: &Request) -> (u16, Vec<(&'static str, String)>, Vec<u8>) {
         let missing = |code: &str| (404, vec![("X-Error-Code", code.to_owned())], vec![]);
-        let path = request.path.split('?').next().unwrap_or_default().trim_start_matches('/').replace("%2F", "/");
+        let path = request
+            .path
+            .split('?')
+            .next()
+            .unwrap_or_default()
+            .trim_start_matches('/')
+            .replace("%2F", "/")
+            .replace("%20", " ");
         if let Some(repo) = path.strip_prefix("api/models/").or_else(|| Some(path.strip_prefix("api/")?)) {
             let Some((repo, revision)) = repo.split_once("/revision/") else { return missing("RepoNotFound") };
             let prefix = format!("{repo}/");
