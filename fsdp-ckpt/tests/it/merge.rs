@@ -145,7 +145,7 @@ fn adapters_that_can_not_be_merged_have_messages() {
     let refused = || fails(&["merge", text(&at("base")), text(&at("adapter")), text(&at("out"))]);
     for (key, value, part) in [
         ("peft_type", json!("IA3"), "peft_type"),
-        ("use_dora", json!(true), "use_dora: it is true, which can't be merged here; merge it with PEFT"),
+        ("use_dora", json!(true), "\"use_dora\": it is true, which can't be merged here; merge it with PEFT"),
         ("init_lora_weights", json!("pissa"), "changed the base's weights"),
         ("alpha_pattern", json!({".*": 2}), "expected names of layers"),
         ("r", json!(0), "it is 0, expected at least 1"),

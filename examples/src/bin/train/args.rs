@@ -740,7 +740,7 @@ mod tests {
     fn conflicting_and_unknown_flags_are_refused() {
         for (flags, expected) in [
             (&["--sft", "a.jsonl", "--data", "b"][..], &["--sft", "--data"][..]),
-            (&["--eval-every", "3"], &["--eval <PATH>"]),
+            (&["--eval-every", "3"], &["--eval <PATH|NAME>"]),
             (&["--learning-rate", "1"], &["--learning-rate"]),
             (&["extra"], &["extra"]),
         ] {
