@@ -180,7 +180,7 @@ impl Shared {
             .trim_start_matches('/')
             .replace("%2F", "/")
             .replace("%20", " ");
-        if let Some(repo) = path.strip_prefix("api/models/").or_else(|| Some(path.strip_prefix("api/")?)) {
+        if let Some(repo) = path.strip_prefix("api/models/").or_else(|| path.strip_prefix("api/")) {
             let Some((repo, revision)) = repo.split_once("/revision/") else { return missing("RepoNotFound") };
             let prefix = format!("{repo}/");
             let files = self.files.keys().filter_map(|path| path.strip_prefix(&prefix));
