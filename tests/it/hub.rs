@@ -72,7 +72,8 @@ fn a_path_wins_and_ranks_agree_on_it() {
     let flags = format!("{FLAGS} --model org/llama --data {}", model.join("tokens.bin").display());
     launch(&hub, 2, &format!("cd here && exec \"$0\" {flags}"), dir.path()).ok();
     assert!(hub.requests().is_empty());
-    let apart = format!("if [ $RANK = 0 ]; then cd here; fi; exec \"$0\" {flags}");
+    let saved = dir.path().join("saved").display().to_string();
+    let apart = format!("if [ $RANK = 0 ]; then cd here; fi; exec \"$0\" {}", flags.replace("saved", &saved));
     let parts = [
         "the ranks disagree on the source of --model",
         "rank 0: a path",

@@ -260,8 +260,8 @@ impl Client {
                  licence, and give the token the right to read it. {sent}"
             ),
             (404, "RevisionNotFound") => anyhow!(
-                "{host} has no revision `{revision}` of {repo} (404): pass a branch, a tag or a commit after `@`; {page} \
-                 lists them"
+                "{host} has no revision `{revision}` of {repo} (404): pass a branch, a tag or a commit after `@`; \
+                 {page} lists them"
             ),
             (404, "RepoNotFound") => anyhow!(
                 "{host} has no {kind} {repo} (404), and neither does this host: check the name. If it is private, set \
@@ -273,7 +273,7 @@ impl Client {
             },
             (429, _) => {
                 let error = anyhow!(
-                    "{host} limits requests, and refuses {item} (429): try again later, with HF_TOKEN for a higher limit"
+                    "{host} limits requests, and refuses {item} (429): try again later, or set HF_TOKEN for more"
                 );
                 return Err(Failure::Transient(error, retry_after(answer.headers())));
             }

@@ -175,7 +175,7 @@ impl Client {
             ensure!(
                 others.clone().next().is_none(),
                 "{item} at {} has no weights in safetensors, only {}: choose a repository with {SINGLE}, convert it by \
-                 transformers (`AutoModel.from_pretrained(...).save_pretrained(DIR)`) and pass DIR, or pass --init random",
+                 transformers (`AutoModel.from_pretrained(...).save_pretrained(DIR)`) and pass DIR, or --init random",
                 self.host(),
                 listed(others)
             );

@@ -1,8 +1,8 @@
 //! Downloads by one rank of each host, while the other ranks wait.
 //!
 //! Rank 0 chooses the commits and the files. Then the first rank of each host downloads them. Both work on a thread.
-//! The ranks exchange their state twice a second, so each wait is short: a rank that dies is lost to its peers at once,
-//! and a failed download ends all ranks with its error.
+//! The ranks exchange their state twice a second, so each wait is short. If a rank dies, its peers notice at once, and
+//! a failed download ends all ranks with its error.
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -165,8 +165,8 @@ enum State<T> {
 /// rank that only watched. Collective.
 ///
 /// # Errors
-/// Fails on all ranks if a task fails, or makes no progress for as long as the group's timeout. A task that outlives
-/// its deadline stays behind on its thread, and the end of the process ends it.
+/// Fails on all ranks if a task fails, or makes no progress for as long as the group's timeout. A task that
+/// outlives its deadline stays behind on its thread, and the end of the process ends it.
 fn watch<T>(
     group: &ProcessGroup,
     works: bool,

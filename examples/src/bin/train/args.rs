@@ -54,8 +54,8 @@ pub(crate) const RANK_0_FLAGS: [&str; 2] = ["metrics", "tensorboard"];
 #[command(name = "train", version, after_long_help = AFTER_HELP, allow_negative_numbers = true)]
 #[command(after_help = "Example: fsdp-launch --nproc-per-node 2 train --steps 100     (--help has more)")]
 pub(crate) struct Args {
-    /// Hugging Face model directory, or org/name[@revision] on the hub [default: a built-in byte-level Llama with about
-    /// 5 M parameters]
+    /// Hugging Face model directory, or org/name[@revision] on the hub [default: a built-in byte-level Llama with
+    /// about 5 M parameters]
     ///
     /// Required: config.json with model type llama, mistral, qwen2, qwen3, gemma2, gemma3_text, phi3, mixtral,
     /// qwen3_moe, gpt2 or bert. Optional: tokenizer.json and model.safetensors (or model.safetensors.index.json and the
