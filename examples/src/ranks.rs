@@ -24,7 +24,7 @@ impl Ranks {
     /// Divides `size` ranks by `--replicate` and `--tensor-parallel`.
     ///
     /// ```
-    /// use fsdp_examples::ranks::Ranks;
+    /// use fsdp_train::ranks::Ranks;
     ///
     /// let ranks = Ranks::new(8, 2, 2)?;
     /// assert_eq!((ranks.shard, ranks.data()), (2, 4));

@@ -21,7 +21,7 @@ pub enum LrSchedule {
 /// and changes nothing. Here the first of w warm-up steps has 1/w of the peak, and the last the peak.
 ///
 /// ```
-/// use fsdp_examples::schedule::{LrSchedule, Schedule};
+/// use fsdp_train::schedule::{LrSchedule, Schedule};
 ///
 /// let schedule = Schedule::new(LrSchedule::Linear, 1.0, 2, 6);
 /// assert_eq!([1, 2, 3, 4, 5, 6].map(|step| schedule.lr(step)), [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]);

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use fsdp_core::ProcessGroup;
 use fsdp_core::process_group::local;
-use fsdp_examples::hub::{Client, Fetched, Kind, Name, Request, Wanted, fetch};
+use fsdp_train::hub::{Client, Fetched, Kind, Name, Request, Wanted, fetch};
 use fsdp_test_support::hub::{Answer, COMMIT, Hub};
 use serde_json::json;
 

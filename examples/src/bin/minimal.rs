@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use candle_core::{DType, Module, Result, Tensor};
 use fsdp_candle::{AdamW, AdamWConfig, FsdpModule, FullyShard, ShardedVarMap, clip_grad_norm, fully_shard, nn};
-use fsdp_examples::console::Console;
+use fsdp_train::console::Console;
 
 const WIDTH: usize = 64;
 const LAYERS: usize = 4;

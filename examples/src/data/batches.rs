@@ -44,7 +44,7 @@ pub enum Source {
 /// with the same data. Each epoch has the same sequences, in the same order or shuffled.
 ///
 /// ```no_run
-/// use fsdp_examples::data::{BatchShape, Batches, Data, Source, Text};
+/// use fsdp_train::data::{BatchShape, Batches, Data, Source, Text};
 ///
 /// let text = Text::new(None)?;
 /// let data = Data::load(Some("input.txt".as_ref()), &text, 256)?;

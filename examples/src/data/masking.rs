@@ -25,7 +25,7 @@ const CHANGED: f64 = 0.9;
 ///
 /// ```
 /// use fsdp_candle::nn::IGNORED;
-/// use fsdp_examples::data::Masking;
+/// use fsdp_train::data::Masking;
 ///
 /// let masking = Masking { probability: 0.15, mask_token: 103, vocabulary: 30_522, seed: 42 };
 /// let ids: Vec<u32> = (1000..1128).collect();

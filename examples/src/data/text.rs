@@ -15,7 +15,7 @@ const PIECES: usize = 32;
 /// A tokenizer: that of a model, or bytes as tokens.
 ///
 /// ```
-/// use fsdp_examples::data::Text;
+/// use fsdp_train::data::Text;
 ///
 /// let bytes = Text::new(None)?;
 /// assert_eq!(bytes.encode("hi\n")?, [104, 105, 10]);

@@ -38,7 +38,7 @@ impl fmt::Display for Kind {
 /// A model, or a file in a dataset, at a revision.
 ///
 /// ```
-/// use fsdp_examples::hub::{Kind, Name};
+/// use fsdp_train::hub::{Kind, Name};
 ///
 /// let name = Name::parse("org/texts@v1.0:data/train.jsonl", Kind::Dataset).unwrap();
 /// assert_eq!((name.repo.as_str(), name.revision.as_str()), ("org/texts", "v1.0"));

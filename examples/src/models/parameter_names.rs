@@ -11,7 +11,7 @@ const HEADS: [&str; 2] = ["lm_head", "cls.predictions.decoder"];
 /// Patterns of layers that get adapters. A pattern matches a name or its end.
 ///
 /// ```
-/// use fsdp_examples::models::Targets;
+/// use fsdp_train::models::Targets;
 ///
 /// let targets = Targets::new(["q_proj", "model.layers.0.mlp.*"])?;
 /// assert!(targets.matches("model.layers.3.self_attn.q_proj") && targets.matches("model.layers.0.mlp.up_proj"));
@@ -66,7 +66,7 @@ const ROUTER: &str = "gate";
 /// Returns whether a parameter is the weight of a fully connected layer in a block. Excludes routers and adapters.
 ///
 /// ```
-/// use fsdp_examples::models::is_block_matrix;
+/// use fsdp_train::models::is_block_matrix;
 ///
 /// assert!(is_block_matrix("model.layers.0.mlp.gate_proj.weight") && is_block_matrix("h.0.attn.c_attn.weight"));
 /// assert!(!is_block_matrix("model.layers.0.input_layernorm.weight") && !is_block_matrix("lm_head.weight"));

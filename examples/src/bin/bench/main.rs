@@ -10,7 +10,7 @@ use anyhow::Context;
 use clap::builder::RangedU64ValueParser;
 use clap::{Parser, Subcommand};
 use fsdp_candle::DeviceChoice;
-use fsdp_examples::console::Console;
+use fsdp_train::console::Console;
 use fsdp_launch::{LaunchSpec, LinePrefix, launch};
 
 mod ckpt;
@@ -68,7 +68,7 @@ fn main() -> ExitCode {
         What::Step(args) => args.device,
         _ => DeviceChoice::Cpu,
     };
-    fsdp_examples::job::run(device, |world| match cli.what {
+    fsdp_train::job::run(device, |world| match cli.what {
         What::Ckpt(args) => ckpt::run(&args, world),
         What::Collectives(args) => collectives::run(&args, world),
         What::Finite(args) => finite::run(&args, world),

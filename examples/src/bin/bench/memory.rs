@@ -43,7 +43,7 @@ pub(crate) struct Args {
     #[arg(long)]
     json: bool,
     /// Compute device.
-    #[arg(long, default_value = "cpu", value_parser = fsdp_examples::job::device_parser())]
+    #[arg(long, default_value = "cpu", value_parser = fsdp_train::job::device_parser())]
     pub(crate) device: DeviceChoice,
 }
 

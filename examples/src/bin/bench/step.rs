@@ -11,9 +11,9 @@ use fsdp_candle::initializer::Philox;
 use fsdp_candle::{
     AdamW, AdamWConfig, FullyShard, MixedPrecisionPolicy, ReduceOp, ShardedVarMap, World, clip_grad_norm, nn,
 };
-use fsdp_examples::metrics::peak_memory_bytes;
-use fsdp_examples::models::{self, Batch, ModelConfig, ModelOptions, Rows, TensorParallel, parallel};
-use fsdp_examples::ranks::Ranks;
+use fsdp_train::metrics::peak_memory_bytes;
+use fsdp_train::models::{self, Batch, ModelConfig, ModelOptions, Rows, TensorParallel, parallel};
+use fsdp_train::ranks::Ranks;
 use serde::Serialize;
 
 use crate::communication::Clock;
@@ -57,7 +57,7 @@ pub(crate) struct Args {
     #[arg(long)]
     json: bool,
     /// Compute device.
-    #[arg(long, default_value = "cpu", value_parser = fsdp_examples::job::device_parser())]
+    #[arg(long, default_value = "cpu", value_parser = fsdp_train::job::device_parser())]
     pub(crate) device: DeviceChoice,
 }
 

@@ -10,7 +10,7 @@ use fsdp_candle::initializer::Pretrained;
 use fsdp_candle::nn::{LoraConfig, is_adapter};
 use fsdp_ckpt::hf::HfModel;
 use fsdp_ckpt::{TensorShard, TensorSource};
-use fsdp_examples::models::{Lora, Targets};
+use fsdp_train::models::{Lora, Targets};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 

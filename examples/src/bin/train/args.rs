@@ -6,11 +6,11 @@ use anyhow::ensure;
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::{Parser, ValueEnum};
 use fsdp_candle::{AdjustLr, DeviceChoice, ReshardAfterForward, World};
-use fsdp_examples::data::BatchShape;
-use fsdp_examples::flags::{not_negative, positive, reshard};
-use fsdp_examples::job;
-use fsdp_examples::ranks::Ranks;
-use fsdp_examples::schedule::LrSchedule;
+use fsdp_train::data::BatchShape;
+use fsdp_train::flags::{not_negative, positive, reshard};
+use fsdp_train::job;
+use fsdp_train::ranks::Ranks;
+use fsdp_train::schedule::LrSchedule;
 use serde::Serialize;
 
 use crate::flag_types::{

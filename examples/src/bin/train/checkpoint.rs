@@ -12,7 +12,7 @@ use fsdp_candle::{
 use fsdp_ckpt::{AsyncSaver, LoadOptions, MODEL, SaveOptions, SaveState, TensorSource, WhenBusy, escape};
 use fsdp_core::DType;
 use fsdp_core::layout::Region;
-use fsdp_examples::console::Console;
+use fsdp_train::console::Console;
 use serde_json::{Map, Value};
 
 use crate::agreement::{RankResult, worst_result};

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, anyhow, bail};
 use fsdp_candle::{ReduceOp, World};
 use fsdp_ckpt::{Checkpoint, Error, Format, HostDirs, RemoveIfEmpty, Result, Survey, TensorSource};
-use fsdp_examples::writable::{try_directory, try_file, try_file_and_directory};
+use fsdp_train::writable::{try_directory, try_file, try_file_and_directory};
 use serde::{Deserialize, Serialize};
 
 use crate::agreement::{RankResult, broadcast_result, worst_result};

@@ -5,11 +5,11 @@ use std::time::Instant;
 use anyhow::{Context, ensure};
 use candle_core::DType;
 use fsdp_candle::{FsdpModule, GradcheckOptions, ReduceOp, World, gradcheck, no_grad};
-use fsdp_examples::console::Console;
-use fsdp_examples::data::{Batches, Text};
-use fsdp_examples::generate::{SampleOptions, fill, sample};
-use fsdp_examples::metrics::EvalRecord;
-use fsdp_examples::models::{self, Batch, LanguageModel};
+use fsdp_train::console::Console;
+use fsdp_train::data::{Batches, Text};
+use fsdp_train::generate::{SampleOptions, fill, sample};
+use fsdp_train::metrics::EvalRecord;
+use fsdp_train::models::{self, Batch, LanguageModel};
 
 use crate::args::Args;
 use crate::flag_types::AllGather;

@@ -8,7 +8,7 @@ use crc_fast::CrcAlgorithm;
 use fsdp_candle::{ShardedVarMap, StateDictOptions, World, get_model_state_dict};
 use fsdp_ckpt::hf::{self, ExportOptions};
 use fsdp_ckpt::{SafetensorsFile, TensorShard};
-use fsdp_examples::models::config::BUILTIN;
+use fsdp_train::models::config::BUILTIN;
 
 use crate::adapters::{Adapters, PEFT_WEIGHTS, adapter_tensors, write_peft_config};
 use crate::agreement::broadcast_result;

@@ -9,8 +9,8 @@ use candle_core::DType;
 use clap::ValueEnum;
 use fsdp_candle::activation_checkpoint::{CheckpointPolicy, Operation};
 use fsdp_candle::{AllGatherExtension, Float8, OffloadPolicy};
-use fsdp_examples::flags::number;
-use fsdp_examples::models::{Dropout, ModelConfig, is_block_matrix};
+use fsdp_train::flags::number;
+use fsdp_train::models::{Dropout, ModelConfig, is_block_matrix};
 use serde::{Serialize, Serializer};
 
 /// Source of the initial weights.

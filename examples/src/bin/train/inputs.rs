@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use fsdp_candle::World;
-use fsdp_examples::hub::{Kind, Name};
+use fsdp_train::hub::{Kind, Name};
 
 use crate::agreement::{self, Fields};
 use crate::args::Args;
@@ -62,7 +62,7 @@ fn name(flag: &str, given: &Path, kind: Kind) -> anyhow::Result<Option<Name>> {
 
 #[cfg(feature = "hub")]
 fn download(mut args: Args, named: Vec<(&'static str, Name)>, world: &World) -> anyhow::Result<Args> {
-    use fsdp_examples::hub::{self, Client, Request, Wanted};
+    use fsdp_train::hub::{self, Client, Request, Wanted};
 
     use crate::flag_types::InitChoice;
 

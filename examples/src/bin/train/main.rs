@@ -24,10 +24,10 @@ use candle_core::backprop::GradStore;
 use clap::Parser;
 use fsdp_candle::random::{self, RngState};
 use fsdp_candle::{Recurse, ReduceOp, World, clip_grad_norm, grad_norm};
-use fsdp_examples::console::Console;
-use fsdp_examples::job;
-use fsdp_examples::metrics::{StepRecord, peak_memory_bytes};
-use fsdp_examples::models::{self, Batch, parallel};
+use fsdp_train::console::Console;
+use fsdp_train::job;
+use fsdp_train::metrics::{StepRecord, peak_memory_bytes};
+use fsdp_train::models::{self, Batch, parallel};
 
 use args::Args;
 use checkpoint::Checkpoints;

@@ -10,8 +10,8 @@ use fsdp_candle::{
     MuonConfig, NamePattern, Optimizers, SGD, SgdConfig, ShardedOptimizer, ShardedVarMap,
 };
 use fsdp_ckpt::TensorSource;
-use fsdp_examples::models::is_block_matrix;
-use fsdp_examples::schedule::Schedule;
+use fsdp_train::models::is_block_matrix;
+use fsdp_train::schedule::Schedule;
 use serde_json::{Map, Value};
 
 use crate::args::{Args, MuonAdjustLr, OptimizerFlags, OptimizerKind};

@@ -4,10 +4,10 @@ use std::fmt::Write;
 
 use candle_core::backprop::GradStore;
 use fsdp_candle::{Error, NonFinite, ShardedOptimizer, ShardedVarMap, ValuesOf, World, check_finite};
-use fsdp_examples::console::Console;
-use fsdp_examples::metrics::{EvalRecord, MetricsFile, StepRecord};
-use fsdp_examples::progress::Progress;
-use fsdp_examples::tensorboard::EventFile;
+use fsdp_train::console::Console;
+use fsdp_train::metrics::{EvalRecord, MetricsFile, StepRecord};
+use fsdp_train::progress::Progress;
+use fsdp_train::tensorboard::EventFile;
 use indicatif::HumanCount;
 
 use crate::args::Args;

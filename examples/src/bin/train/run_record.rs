@@ -6,9 +6,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use anyhow::Context;
 use fsdp_candle::ShardedOptimizer;
 use fsdp_ckpt::{TensorSource, escape};
-use fsdp_examples::data::Batches;
-use fsdp_examples::models::{Dropout, ModelConfig};
-use fsdp_examples::schedule::LrSchedule;
+use fsdp_train::data::Batches;
+use fsdp_train::models::{Dropout, ModelConfig};
+use fsdp_train::schedule::LrSchedule;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 

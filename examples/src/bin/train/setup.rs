@@ -10,10 +10,10 @@ use fsdp_candle::nn::is_adapter;
 use fsdp_candle::{FsdpModule, FullyShard, MixedPrecisionPolicy, ShardedVarMap, World};
 use fsdp_ckpt::TensorSource;
 use fsdp_ckpt::hf::HfModel;
-use fsdp_examples::console::Console;
-use fsdp_examples::data::{Batches, Data, Examples, Masking, PackingOptions, Source, Text, mask_token};
-use fsdp_examples::models::{self, LanguageModel, Lora, ModelConfig, ModelOptions, TensorParallel, parallel};
-use fsdp_examples::ranks::Ranks;
+use fsdp_train::console::Console;
+use fsdp_train::data::{Batches, Data, Examples, Masking, PackingOptions, Source, Text, mask_token};
+use fsdp_train::models::{self, LanguageModel, Lora, ModelConfig, ModelOptions, TensorParallel, parallel};
+use fsdp_train::ranks::Ranks;
 use indicatif::{BinaryBytes, HumanCount};
 
 use crate::adapters::{Adapters, Peft};

@@ -13,8 +13,8 @@ use std::time::SystemTime;
 
 use anyhow::Context;
 use fsdp_candle::{ReduceOp, World};
-use fsdp_examples::console::Console;
-use fsdp_examples::job;
+use fsdp_train::console::Console;
+use fsdp_train::job;
 use serde_json::{Map, Value, json};
 use tracing::Subscriber;
 use tracing_chrome::{ChromeLayer, ChromeLayerBuilder, FlushGuard};

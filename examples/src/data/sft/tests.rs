@@ -13,7 +13,7 @@ use crate::data::sft::template::{Specials, Template};
 use crate::data::text::{Marked, Text};
 
 fn recorded(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/chat").join(name)
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("testdata/golden/chat").join(name)
 }
 
 /// Returns a model directory with the recorded tokenizer and this chat template.

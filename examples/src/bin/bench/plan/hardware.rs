@@ -2,7 +2,7 @@
 
 use anyhow::{Context, ensure};
 use clap::ValueEnum;
-use fsdp_examples::models::parallel::gcd;
+use fsdp_train::models::parallel::gcd;
 use serde::Serialize;
 
 /// Devices with figures from NVIDIA's data sheets (SXM and HGX modules, without sparsity).

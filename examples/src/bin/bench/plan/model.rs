@@ -1,9 +1,9 @@
 //! Sizes of a model's layers per token, from its configuration.
 
 use anyhow::ensure;
-use fsdp_examples::models::ModelConfig;
-use fsdp_examples::models::config::Activation;
-use fsdp_examples::models::config::{BertConfig, DecoderConfig, Gpt2Config};
+use fsdp_train::models::ModelConfig;
+use fsdp_train::models::config::Activation;
+use fsdp_train::models::config::{BertConfig, DecoderConfig, Gpt2Config};
 
 /// A block. Widths are elements per token.
 #[derive(Clone, Debug)]
@@ -291,7 +291,7 @@ mod tests {
 
     #[test]
     fn layer_products_match_the_model() {
-        let golden = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden");
+        let golden = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("testdata/golden");
         let mut seen = 0;
         for dir in std::fs::read_dir(golden).unwrap() {
             let path = dir.unwrap().path().join("config.json");

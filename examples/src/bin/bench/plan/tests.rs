@@ -37,7 +37,7 @@ type Figure = (f64, f64);
 
 /// Reads the table in docs/planning.md: flags, tokens per second per rank, and GiB.
 fn published() -> Vec<(String, [Option<Figure>; 2])> {
-    let docs = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/planning.md");
+    let docs = concat!(env!("CARGO_MANIFEST_DIR"), "/testdata/planning.md");
     let docs = std::fs::read_to_string(docs).unwrap();
     let (_, table) = docs.split_once("| flags | tokens/s per rank |").unwrap();
     let number = |cell: &str| cell.trim().trim_end_matches('%').trim().replace(',', "").parse::<f64>().ok();
@@ -133,7 +133,7 @@ fn policies_trade_memory_for_communication() {
 
 #[test]
 fn replicas_pay_off_over_slow_links() {
-    let small = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden/llama_tiny/config.json");
+    let small = concat!(env!("CARGO_MANIFEST_DIR"), "/testdata/golden/llama_tiny/config.json");
     let flags = "--device h100-sxm --hosts 16 --seq 32 --latency 1 --inter 0.001 --reduce-dtype bf16";
     let best = &planned_with(small, flags).unwrap().best[0];
     assert!(best.shard <= 8 && best.shard * best.replicate == 128, "{best:?}");
