@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use fsdp_core::ProcessGroup;
 use fsdp_core::process_group::local;
-use fsdp_train::hub::{Client, Fetched, Kind, Name, Request, Wanted, fetch};
 use fsdp_test_support::hub::{Answer, COMMIT, Hub};
+use fsdp_train::hub::{Client, Fetched, Kind, Name, Request, Wanted, fetch};
 use serde_json::json;
 
 const MODEL: Wanted = Wanted::Model { weights: true };

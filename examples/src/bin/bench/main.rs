@@ -10,8 +10,8 @@ use anyhow::Context;
 use clap::builder::RangedU64ValueParser;
 use clap::{Parser, Subcommand};
 use fsdp_candle::DeviceChoice;
-use fsdp_train::console::Console;
 use fsdp_launch::{LaunchSpec, LinePrefix, launch};
+use fsdp_train::console::Console;
 
 mod ckpt;
 mod collectives;
