@@ -11,7 +11,7 @@ use serde_json::Value;
 
 /// The engine of collectives on device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Engine {
+pub(crate) enum Engine {
     /// NCCL.
     Nccl,
     /// Staging in host memory, as for ranks that share a device.
@@ -22,31 +22,31 @@ pub enum Engine {
 
 /// A run of `train` on a recorded model.
 #[derive(Clone, Debug)]
-pub struct TrainRun<'a> {
+pub(crate) struct TrainRun<'a> {
     /// The recorded model.
-    pub model: &'a str,
+    pub(crate) model: &'a str,
     /// The number of ranks.
-    pub ranks: usize,
+    pub(crate) ranks: usize,
     /// Sequences for each rank and micro-batch.
-    pub batch: usize,
+    pub(crate) batch: usize,
     /// The engine of collectives.
-    pub engine: Engine,
+    pub(crate) engine: Engine,
     /// The number of steps.
-    pub steps: usize,
+    pub(crate) steps: usize,
     /// The seed of the double's schedule.
-    pub seed: u64,
+    pub(crate) seed: u64,
     /// Further flags.
-    pub flags: &'a [&'a str],
+    pub(crate) flags: &'a [&'a str],
 }
 
 impl<'a> TrainRun<'a> {
     /// Returns the recorded run, with its sequences divided over the ranks.
-    pub fn recorded(model: &'a str, ranks: usize) -> Self {
+    pub(crate) fn recorded(model: &'a str, ranks: usize) -> Self {
         TrainRun { model, ranks, batch: 4 / ranks, engine: Engine::Nccl, steps: 20, seed: 0, flags: &[] }
     }
 
     /// Runs `train` in `dir`, where the double writes its reports.
-    pub fn start(&self, dir: &Path) -> Run {
+    pub(crate) fn start(&self, dir: &Path) -> Run {
         let mut command = Command::new(program("fsdp-launch"));
         command
             .arg(format!("--nproc-per-node={}", self.ranks))
@@ -67,7 +67,7 @@ impl<'a> TrainRun<'a> {
     ///
     /// # Panics
     /// When the run fails.
-    pub fn train(&self, dir: &Path) -> Trajectory {
+    pub(crate) fn train(&self, dir: &Path) -> Trajectory {
         self.start(dir).ok();
         Trajectory::of_metrics(&dir.join("metrics.jsonl"))
     }
@@ -77,21 +77,21 @@ impl<'a> TrainRun<'a> {
 ///
 /// # Panics
 /// When the value is not a number.
-pub fn number(name: &str, usual: usize) -> usize {
+pub(crate) fn number(name: &str, usual: usize) -> usize {
     let parse = |text: String| text.parse().unwrap_or_else(|_| panic!("{name}={text}: it must be a number"));
     std::env::var(name).map_or(usual, parse)
 }
 
 /// The counts of one rank.
 #[derive(Clone, Debug)]
-pub struct Counts(Value);
+pub(crate) struct Counts(Value);
 
 impl Counts {
     /// Returns the counts of each rank of a run with `GPU_DOUBLE_REPORT` set to this directory.
     ///
     /// # Panics
     /// When a rank wrote no report.
-    pub fn of(directory: &Path, ranks: usize) -> Vec<Self> {
+    pub(crate) fn of(directory: &Path, ranks: usize) -> Vec<Self> {
         let read = |rank: usize| {
             let path = directory.join(format!("rank-{rank}.json"));
             let text = fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
@@ -104,18 +104,18 @@ impl Counts {
     ///
     /// # Panics
     /// When the report has no number of this name.
-    pub fn bytes(&self, name: &str) -> u64 {
+    pub(crate) fn bytes(&self, name: &str) -> u64 {
         self.0[name].as_u64().unwrap_or_else(|| panic!("the double did not count {name}: {}", self.0))
     }
 
     /// Returns the counts of a category, by name.
-    pub fn by_name(&self, category: &str) -> Vec<(String, u64)> {
+    pub(crate) fn by_name(&self, category: &str) -> Vec<(String, u64)> {
         let counts = self.0["counts"][category].as_object().into_iter().flatten();
         counts.map(|(name, count)| (name.clone(), count.as_u64().unwrap_or(0))).collect()
     }
 
     /// Returns the sum of a category's counts whose name `is_it` accepts.
-    pub fn sum(&self, category: &str, is_it: impl Fn(&str) -> bool) -> u64 {
+    pub(crate) fn sum(&self, category: &str, is_it: impl Fn(&str) -> bool) -> u64 {
         self.by_name(category).into_iter().filter(|(name, _)| is_it(name)).map(|(_, count)| count).sum()
     }
 }

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use fsdp_tests_gpu::{Engine, TrainRun};
+use crate::train_run::{Engine, TrainRun};
 
 /// Returns the weights of an export without the headers, which name the run.
 fn export(dir: &Path) -> Vec<u8> {

@@ -1,6 +1,6 @@
 //! The costs of a step on a device, as the double counts them: waits of the host, calls of NCCL, memory.
 
-use fsdp_tests_gpu::{Counts, TrainRun};
+use crate::train_run::{Counts, TrainRun};
 
 fn counts(steps: usize) -> Vec<Counts> {
     let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Training on CUDA devices, or on the device double: `scripts/gpu-double cargo test -p fsdp-tests-gpu --features
+//! Training on CUDA devices, or on the device double: `scripts/gpu-double cargo test -p fsdp-tests --features
 //! device`.
 
 mod checkpoints;
@@ -10,3 +10,4 @@ mod memory;
 mod plan;
 mod schedules;
 mod sharing;
+mod train_run;

@@ -1,6 +1,6 @@
 //! Training has the same bits on every schedule of a device. Only the device double has schedules.
 
-use fsdp_tests_gpu::{TrainRun, number};
+use crate::train_run::{TrainRun, number};
 
 /// `FSDP_GPU_SEEDS` is the number of schedules.
 #[test]

@@ -2,7 +2,7 @@
 
 use fsdp_test_support::tolerance;
 use fsdp_test_support::trajectory::Trajectory;
-use fsdp_tests_gpu::{Engine, TrainRun};
+use crate::train_run::{Engine, TrainRun};
 
 fn reproduces(model: &str, ranks: usize, engine: Engine) {
     let dir = tempfile::tempdir().unwrap();
