@@ -5,10 +5,11 @@
 //! computes the elements of a tensor that a rank holds. A [`ProcessGroup`] moves buffers between ranks. A
 //! [`DeviceMesh`] is a mesh layout with a process group for each dimension. [`dtensor`] plans and executes
 //! redistributions of a tensor over a mesh. [`RankEnv`] reads this process's rank from the launcher's environment.
-//! Ranks on several hosts exchange a few bytes in a [`store`], over a [`channel`], before any group exists.
+//! Ranks on several hosts exchange a few bytes in a [`store`], before any group exists.
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 pub mod buffer;
+#[cfg(feature = "tcp")]
 pub mod channel;
 pub mod device;
 mod device_id;

@@ -1,8 +1,8 @@
 //! Devices reproduce the training that PyTorch FSDP2 recorded on the CPU.
 
+use crate::train_run::{Engine, TrainRun};
 use fsdp_test_support::tolerance;
 use fsdp_test_support::trajectory::Trajectory;
-use crate::train_run::{Engine, TrainRun};
 
 fn reproduces(model: &str, ranks: usize, engine: Engine) {
     let dir = tempfile::tempdir().unwrap();

@@ -2,10 +2,10 @@
 
 use std::collections::BTreeSet;
 
+use crate::train_run::{Engine, TrainRun, number};
 use fsdp_test_support::combinations::Combination;
 use fsdp_test_support::tolerance;
 use fsdp_test_support::trajectory::{Difference, Trajectory};
-use crate::train_run::{Engine, TrainRun, number};
 
 /// Compares a run on devices with the recorded run, or with an equal run on the CPU.
 fn same_as(run: &TrainRun<'_>, reference: &Trajectory, near: Difference) {

@@ -77,6 +77,7 @@ impl MemoryStore {
     }
 
     /// Ends all current and future waits.
+    #[cfg(any(test, feature = "tcp"))]
     pub(super) fn close(&self) {
         self.0.state.lock().is_closed = true;
         self.0.changed.notify_all();

@@ -120,6 +120,7 @@ impl<'a> Request<'a> {
     }
 }
 
+#[cfg(any(test, feature = "tcp"))]
 impl Answer {
     pub(crate) fn to_bytes(&self) -> Vec<u8> {
         let (kind, rest) = match self {

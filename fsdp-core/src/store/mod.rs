@@ -1,18 +1,20 @@
 //! Key-value stores that ranks share before any collective backend exists: where a rank listens, which host it is on,
 //! which rank was first.
 //!
-//! A [`Store`] is one of: [`MemoryStore`] for threads of one process; [`TcpStore`] for processes on any hosts, served
-//! by rank 0 at `MASTER_ADDR:MASTER_PORT`; [`GroupStore`](crate::process_group::GroupStore) for the ranks of a process
-//! group with any backend.
+//! A [`Store`] is one of: [`MemoryStore`] for threads of one process; `TcpStore` (feature `tcp`) for processes on any
+//! hosts, served by rank 0 at `MASTER_ADDR:MASTER_PORT`; [`GroupStore`](crate::process_group::GroupStore) for the ranks
+//! of a process group with any backend.
 
 mod memory;
 mod message;
+#[cfg(feature = "tcp")]
 mod tcp;
 
 use std::time::{Duration, Instant};
 
 pub use memory::MemoryStore;
 pub(crate) use message::{Answer, Request};
+#[cfg(feature = "tcp")]
 pub use tcp::{Secret, TcpStore};
 
 use crate::{Error, Result};

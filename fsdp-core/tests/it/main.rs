@@ -7,4 +7,5 @@ mod dtensor;
 mod failures;
 mod heartbeat;
 mod processes;
+#[cfg(feature = "tcp")]
 mod store;
