@@ -21,6 +21,8 @@ use crate::{Error, Result};
 const CONFIG: &str = "adapter_config.json";
 const WEIGHTS: &str = "adapter_model.safetensors";
 const PREFIX: &str = "base_model.model.";
+/// Ends of the names of an adapter's two matrices, of which the first is [rank, in].
+const MATRICES: [&str; 2] = [".lora_A.weight", ".lora_B.weight"];
 /// Largest size of `adapter_config.json`.
 const MAX_CONFIG: u64 = 1 << 24;
 
@@ -42,7 +44,8 @@ const TRANSPOSED: [&str; 4] = ["c_attn", "q_attn", "c_fc", "c_proj"];
 /// ```
 pub struct Merged<'a> {
     base: &'a dyn TensorSource,
-    weights: HfModel,
+    /// The adapters' file, unless `base` has the adapters.
+    file: Option<HfModel>,
     index: SourceIndex,
     /// Adapters by the name of the weight.
     adapters: BTreeMap<String, Adapter>,
@@ -99,24 +102,64 @@ impl<'a> Merged<'a> {
     pub fn new(base: &'a dyn TensorSource, adapter: &Path) -> Result<Self> {
         let path = adapter.join(CONFIG);
         let config = Config::read(adapter, &path)?;
-        let weights = HfModel::open_file(&adapter.join(WEIGHTS))?;
-        let mut merged =
-            Merged { base, weights, index: base.index().clone(), adapters: BTreeMap::new(), replaced: BTreeMap::new() };
-        let names: Vec<String> = merged.weights.names().map(str::to_string).collect();
+        let mut merged = Self::without_adapters(base);
+        merged.file = Some(HfModel::open_file(&adapter.join(WEIGHTS))?);
+        let names: Vec<String> = merged.weights().tensors().keys().cloned().collect();
         for name in &names {
             merged.add(name, &config, &path)?;
         }
         if merged.adapters.is_empty() && merged.replaced.is_empty() {
             return Err(merged.malformed(None, format!("it has no tensors, expected {PREFIX}*.lora_A.weight")));
         }
-        let changed: Vec<&String> = merged.adapters.keys().chain(merged.replaced.keys()).collect();
-        for name in changed {
-            if let Some(tensor) = merged.index.tensors.get_mut(name) {
-                // The checksums are of the base's bytes.
+        merged.forget_checksums();
+        Ok(merged)
+    }
+
+    /// Merges adapters that `base` itself has, as checkpoints of runs with adapters do: `NAME.lora_A.weight` and
+    /// `NAME.lora_B.weight` beside `NAME.weight`. Multiplies their products by `scale`, which is alpha / rank.
+    ///
+    /// # Errors
+    /// [`Error::MissingTensor`] if a matrix or a weight is missing; [`Error::Malformed`] if shapes do not fit; the
+    /// errors of [`TensorSource::read`].
+    pub fn in_checkpoint(base: &'a dyn TensorSource, scale: f64) -> Result<Self> {
+        let mut merged = Self::without_adapters(base);
+        for name in base.tensors().keys() {
+            let [down, up] = MATRICES.map(|end| name.strip_suffix(end));
+            let Some(layer) = down.or(up) else { continue };
+            merged.index.tensors.remove(name);
+            let [down_name, up_name] = MATRICES.map(|end| format!("{layer}{end}"));
+            if up.is_some() {
+                base.tensor(&down_name)?;
+                continue;
+            }
+            let weight = merged.base_name(&format!("{layer}.weight"))?;
+            let adapter = merged.adapter(layer, &weight, [&down_name, &up_name], scale as f32, false)?;
+            merged.adapters.insert(weight, adapter);
+        }
+        merged.forget_checksums();
+        Ok(merged)
+    }
+
+    fn without_adapters(base: &'a dyn TensorSource) -> Self {
+        let index = base.index().clone();
+        Merged { base, file: None, index, adapters: BTreeMap::new(), replaced: BTreeMap::new() }
+    }
+
+    /// Removes checksums of the base's bytes from changed weights.
+    fn forget_checksums(&mut self) {
+        for name in self.adapters.keys().chain(self.replaced.keys()) {
+            if let Some(tensor) = self.index.tensors.get_mut(name) {
                 tensor.chunks.iter_mut().for_each(|chunk| chunk.crc32c = None);
             }
         }
-        Ok(merged)
+    }
+
+    /// Returns the source that has the adapters.
+    fn weights(&self) -> &dyn TensorSource {
+        match &self.file {
+            Some(file) => file,
+            None => self.base,
+        }
     }
 
     /// Returns the number of weights with adapters, and of weights that the adapter's file replaces.
@@ -125,7 +168,7 @@ impl<'a> Merged<'a> {
     }
 
     fn malformed(&self, item: Option<&str>, reason: String) -> Error {
-        Error::Malformed { path: self.weights.path().to_path_buf(), item: item.map(str::to_string), reason }
+        Error::Malformed { path: self.weights().path().to_path_buf(), item: item.map(str::to_string), reason }
     }
 
     /// Adds the adapter or weight that a tensor of the file belongs to.
@@ -133,11 +176,11 @@ impl<'a> Merged<'a> {
         let Some(own) = name.strip_prefix(PREFIX) else {
             return Err(self.malformed(Some(name), format!("its name does not begin with {PREFIX}")));
         };
-        let kinds = [(".lora_A.weight", ".lora_B.weight", false), (".lora_embedding_A", ".lora_embedding_B", true)];
+        let kinds = [(MATRICES[0], MATRICES[1], false), (".lora_embedding_A", ".lora_embedding_B", true)];
         for (down, up, is_embedding) in kinds {
             if let Some(layer) = own.strip_suffix(up) {
                 let partner = format!("{PREFIX}{layer}{down}");
-                return self.weights.tensor(&partner).map(|_| ());
+                return self.weights().tensor(&partner).map(|_| ());
             }
             if let Some(layer) = own.strip_suffix(down) {
                 let weight = self.base_name(&format!("{layer}.weight"))?;
@@ -153,7 +196,7 @@ impl<'a> Merged<'a> {
         }
         // A module of `modules_to_save`, or a bias.
         let weight = self.base_name(own)?;
-        let (found, expected) = (&self.weights.tensor(name)?.shape, &self.index.tensors[&weight].shape);
+        let (found, expected) = (&self.weights().tensor(name)?.shape, &self.index.tensors[&weight].shape);
         if found != expected {
             let reason = format!("it has shape {found:?}, expected {expected:?} by \"{weight}\" of the base");
             return Err(self.malformed(Some(name), reason));
@@ -182,7 +225,7 @@ impl<'a> Merged<'a> {
         scale: f32,
         is_embedding: bool,
     ) -> Result<Adapter> {
-        let [down, up] = [self.weights.tensor(down_name)?, self.weights.tensor(up_name)?];
+        let [down, up] = [self.weights().tensor(down_name)?, self.weights().tensor(up_name)?];
         let entry = &self.index.tensors[weight];
         let ([rank, input], [output, up_rank], [rows, columns]) = (&down.shape[..], &up.shape[..], &entry.shape[..])
         else {
@@ -204,8 +247,8 @@ impl<'a> Merged<'a> {
         }
         let (rank, output) = (*rank, *output);
         Ok(Adapter {
-            down: self.floats(&self.weights, down_name, &Region::whole(&[rank, *input]))?,
-            up: self.floats(&self.weights, up_name, &Region::whole(&[output, rank]))?,
+            down: self.floats(self.weights(), down_name, &Region::whole(&[rank, *input]))?,
+            up: self.floats(self.weights(), up_name, &Region::whole(&[output, rank]))?,
             rank,
             scale,
             transposed,
@@ -321,7 +364,7 @@ impl Adapter {
 
 impl Debug for Merged<'_> {
     fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Merged").field("base", &self.base).field("weights", &self.weights).finish_non_exhaustive()
+        f.debug_struct("Merged").field("base", &self.base).field("weights", self.weights()).finish_non_exhaustive()
     }
 }
 
@@ -335,7 +378,7 @@ impl TensorSource for Merged<'_> {
         check_request(fqn, &tensor.shape, tensor.dtype.size(), region, into.len())?;
         let mut values = match (self.replaced.get(fqn), self.adapters.contains_key(fqn)) {
             (None, false) => return self.base.read(fqn, region, into),
-            (Some(name), _) => self.floats(&self.weights, name, region)?,
+            (Some(name), _) => self.floats(self.weights(), name, region)?,
             (None, true) => self.floats(self.base, fqn, region)?,
         };
         if let Some(adapter) = self.adapters.get(fqn) {

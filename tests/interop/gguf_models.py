@@ -4,12 +4,20 @@
     python gguf_models.py OUT [NAME ..]
 
 Each model has random weights, so that every norm, bias and router matters, and a tokenizer with a chat template:
-byte-level, sentencepiece-like or WordPiece, trained on TEXTS. Beside it are the tokens of PROMPTS by transformers, and
-its logits (of BERT the last hidden states) for TOKENS in f32, in `expected.npz`.
+byte-level, sentencepiece-like or WordPiece, trained on TEXTS. Beside it are the tokens of PROMPTS by transformers.
+
+`expected.npz` has its logits (of BERT the last hidden states) for TOKENS:
+
+    f32, f16                   with its weights, and with matrices rounded to f16 as in a file of 16 bits
+    rounded_f32, rounded_f16   the same, and activations rounded where llama.cpp rounds them (`Rounding`)
+
+llama.cpp takes GELU from a table of f16. The models have such large inputs of GELU that the table hardly matters, except
+the model `gpt2_table`.
 """
 
 import json
 import pathlib
+import re
 import sys
 
 import numpy
@@ -66,7 +74,7 @@ def byte_level(pattern=None, bos=None):
 
 def sentencepiece(prefix):
     """Pieces as sentencepiece makes them: every pair that makes a piece is a merge, in the order of the pieces."""
-    special = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    special = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
     symbols = [f"<0x{byte:02X}>" for byte in range(256)]
     text = "".join(TEXTS).replace(" ", "▁")
     letters = sorted(set(text) - {"\n", "\t"})
@@ -118,9 +126,10 @@ SCALED = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
+# transformers chooses the factors by the number of tokens, and llama.cpp by the size of the context.
 LONG = {
-    "rope_type": "longrope", "rope_theta": 500.0, "original_max_position_embeddings": 32,
-    "short_factor": [1.0 + 0.1 * at for at in range(8)], "long_factor": [1.5 + 0.5 * at for at in range(8)],
+    "rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0 + 0.1 * at for at in range(8)],
+    "long_factor": [1.5 + 0.5 * at for at in range(8)],
 }
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8}
 GEMMA_ROPE = {
@@ -128,6 +137,15 @@ GEMMA_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
 }
 GPT2 = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128, "initializer_range": 0.15}
+
+def phi3(original=None):
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    if original is None:
+        return transformers.Phi3Config(**SIZES, **ids)
+    sizes = {**SIZES, "max_position_embeddings": 1024, "original_max_position_embeddings": original}
+    rope = {**LONG, "original_max_position_embeddings": original}
+    return transformers.Phi3Config(**sizes, **ids, rope_parameters=rope)
+
 
 # Name: configuration, tokenizer.
 MODELS = {
@@ -148,6 +166,8 @@ MODELS = {
         lambda: byte_level(),
     ),
     "qwen2": (transformers.Qwen2Config(**SIZES, rope_parameters=YARN), lambda: byte_level()),
+    # Without the scaling that Candle's quantized models do not have.
+    "qwen2_plain": (transformers.Qwen2Config(**SIZES), lambda: None),
     "qwen3": (transformers.Qwen3Config(**SIZES, head_dim=24, tie_word_embeddings=True), lambda: byte_level()),
     "qwen3_moe": (
         transformers.Qwen3MoeConfig(
@@ -164,10 +184,11 @@ MODELS = {
         ),
         lambda: sentencepiece(False),
     ),
-    "phi3": (transformers.Phi3Config(**SIZES, rope_parameters=LONG, original_max_position_embeddings=32, pad_token_id=0,
-                                     bos_token_id=1, eos_token_id=2),
-             lambda: sentencepiece(True)),
+    "phi3": (phi3(original=512), lambda: sentencepiece(True)),
+    "phi3_long": (phi3(original=16), lambda: None),
+    "phi3_plain": (phi3(), lambda: None),
     "gpt2": (transformers.GPT2Config(**GPT2), lambda: byte_level()),
+    "gpt2_table": (transformers.GPT2Config(**GPT2), lambda: None),
     "bert": (
         transformers.BertConfig(
             vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=96,
@@ -179,13 +200,22 @@ MODELS = {
 TOKENS = [(7 * at * at + 3 * at + 5) % VOCABULARY for at in range(LENGTH)]
 
 
-def randomize(model):
-    """Gives norms and biases, which are ones and zeros, random values."""
+# Factor of GELU's inputs: 1 in 100 of them is then within the table's range of -10 to 10.
+LARGE = 300
+
+
+def randomize(model, is_large):
+    """Gives norms and biases, which are ones and zeros, random values. With `is_large`, multiplies the inputs of GELU
+    and divides the next layer's weights."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+            elif is_large and any(part in name for part in ["gate_proj", "c_fc", "intermediate.dense"]):
+                parameter.mul_(LARGE)
+            elif is_large and re.search(r"down_proj|mlp.c_proj|\d.output.dense", name):
+                parameter.div_(LARGE)
 
 
 def expected(model, tokens):
@@ -195,20 +225,70 @@ def expected(model, tokens):
     return (out.logits if hasattr(out, "logits") else out.last_hidden_state)[0].float().numpy()
 
 
+class Rounding(torch.overrides.TorchFunctionMode):
+    """Rounds activations as llama.cpp does on CPUs: inputs of products with f16 weights, and the input and output of
+    GELU, which its table has in f16."""
+
+    def __init__(self, model, halves):
+        self.halves = halves
+        self.f32_weights = {parameter.data_ptr() for name, parameter in model.named_parameters() if stays_f32(name)}
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.nn.functional.linear and self.halves and args[1].data_ptr() not in self.f32_weights:
+            args = (half(args[0]), *args[1:])
+        if function is torch.addmm and self.halves:
+            args = (args[0], half(args[1]), *args[2:])
+        if function is torch.nn.functional.gelu:
+            x = args[0]
+            table = half(torch.nn.functional.gelu(half(x).float(), approximate="tanh").to(x.dtype))
+            return torch.where(x <= -10, 0, torch.where(x >= 10, x, table))
+        return function(*args, **(kwargs or {}))
+
+
+def half(values):
+    return values.half().to(values.dtype)
+
+
+def stays_f32(name):
+    """Returns whether `--quantize f16` keeps a matrix in f32."""
+    return any(part in name for part in ["mlp.gate.weight", "wpe.", "position_embeddings", "token_type_embeddings"])
+
+
+def round_matrices(model):
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 and not stays_f32(name):
+                parameter.copy_(half(parameter))
+
+
+def references(model):
+    """Returns the logits of `expected.npz`. Changes the model's weights."""
+    for module in model.modules():
+        if type(module).__name__ == "NewGELUActivation":
+            # The same function by torch's own.
+            module.forward = lambda x: torch.nn.functional.gelu(x, approximate="tanh")
+    arrays = {}
+    for name in ["f32", "f16"]:
+        if name == "f16":
+            round_matrices(model)
+        arrays[name] = expected(model, TOKENS)
+        with Rounding(model, name == "f16"):
+            arrays[f"rounded_{name}"] = expected(model, TOKENS)
+    return arrays
+
+
 def make(name, out):
     config, tokenizer = MODELS[name]
     torch.manual_seed(0)
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     if name == "bert":
         model = transformers.BertModel(config, add_pooling_layer=False)
     else:
         model = transformers.AutoModelForCausalLM.from_config(config)
-    randomize(model)
+    randomize(model, name in ["gemma2", "gemma3", "gpt2", "bert"])
     dir = pathlib.Path(out) / name
     model.save_pretrained(dir)
-    # The same weights rounded to f16, as in a file of 16 bits.
-    logits, halves = expected(model, TOKENS), expected(model.half().float(), TOKENS)
-    numpy.savez(dir / "expected.npz", tokens=numpy.array(TOKENS), logits=logits, halves=halves)
+    numpy.savez(dir / "expected.npz", tokens=numpy.array(TOKENS), **references(model))
     tokenizer = tokenizer()
     if tokenizer is not None:
         tokenizer.save_pretrained(dir)

@@ -1,5 +1,6 @@
 //! Candle's quantized Llama reads our GGUF files.
 
+use std::collections::HashMap;
 use std::fs::{self, File};
 use std::path::Path;
 use std::process::Command;
@@ -14,6 +15,24 @@ use fsdp_tests_candle_transformers::original::models::quantized_llama::ModelWeig
 
 const LENGTH: usize = 16;
 const VOCABULARY: usize = 131;
+const HEADS: usize = 4;
+const KV_HEADS: usize = 2;
+
+/// Names in the GGUF file, and of transformers within a layer.
+const NAMES: [(&str, &str); 12] = [
+    ("token_embd", "model.embed_tokens"),
+    ("output_norm", "model.norm"),
+    ("output", "lm_head"),
+    ("attn_norm", "input_layernorm"),
+    ("ffn_norm", "post_attention_layernorm"),
+    ("attn_q", "self_attn.q_proj"),
+    ("attn_k", "self_attn.k_proj"),
+    ("attn_v", "self_attn.v_proj"),
+    ("attn_output", "self_attn.o_proj"),
+    ("ffn_gate", "mlp.gate_proj"),
+    ("ffn_up", "mlp.up_proj"),
+    ("ffn_down", "mlp.down_proj"),
+];
 
 fn convert(model: &Path, out: &Path, quantization: &str) {
     let mut command = Command::new(program("fsdp-ckpt"));
@@ -28,15 +47,38 @@ fn logits(tokens: &[u32], mut of: impl FnMut(&Tensor) -> Tensor) -> Vec<f32> {
 }
 
 /// Returns the logits of Candle's own Llama.
-fn unquantized(dir: &Path, tokens: &[u32]) -> Vec<f32> {
-    let config: LlamaConfig = serde_json::from_str(&fs::read_to_string(dir.join("config.json")).unwrap()).unwrap();
+fn unquantized(config: &Path, tensors: HashMap<String, Tensor>, tokens: &[u32]) -> Vec<f32> {
+    let config: LlamaConfig = serde_json::from_str(&fs::read_to_string(config).unwrap()).unwrap();
     let config = config.into_config(false);
-    let tensors = candle_core::safetensors::load(dir.join("model.safetensors"), &Device::Cpu).unwrap();
     let model = Llama::load(VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu), &config).unwrap();
     logits(tokens, |ids| {
         let mut cache = Cache::new(false, DType::F32, &config, &Device::Cpu).unwrap();
         model.forward(ids, 0, &mut cache).unwrap()
     })
+}
+
+/// Reads the weights of a GGUF file in f32, under the names and in the order of rows of [`wide_llama`].
+fn weights(path: &Path) -> HashMap<String, Tensor> {
+    let mut file = File::open(path).unwrap();
+    let content = Content::read(&mut file).unwrap();
+    let read = |theirs: &String| {
+        let tensor = content.tensor(&mut &file, theirs, &Device::Cpu).unwrap().dequantize(&Device::Cpu).unwrap();
+        let (place, name) = match theirs.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) {
+            Some((layer, name)) => (format!("model.layers.{layer}."), name),
+            None => (String::new(), theirs.as_str()),
+        };
+        let (_, ours) = NAMES.iter().find(|(other, _)| format!("{other}.weight") == name).unwrap();
+        let heads = match *ours {
+            "self_attn.q_proj" => HEADS,
+            "self_attn.k_proj" => KV_HEADS,
+            _ => return (format!("{place}{ours}.weight"), tensor),
+        };
+        // llama.cpp rotates neighbouring rows of a head, transformers rows of its two halves.
+        let (rows, columns) = tensor.dims2().unwrap();
+        let tensor = tensor.reshape((heads, rows / heads / 2, 2, columns)).unwrap().transpose(1, 2).unwrap();
+        (format!("{place}{ours}.weight"), tensor.contiguous().unwrap().reshape((rows, columns)).unwrap())
+    };
+    content.tensor_infos.keys().map(read).collect()
 }
 
 /// Returns the logits of Candle's quantized Llama.
@@ -63,7 +105,7 @@ fn difference(found: &[f32], expected: &[f32]) -> f32 {
 fn wide_llama(dir: &Path) {
     let config = serde_json::json!({
         "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 512,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+        "num_hidden_layers": 2, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "max_position_embeddings": 128,
         "rms_norm_eps": 1e-5, "rope_theta": 500.0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": false,
     });
     fs::write(dir.join("config.json"), config.to_string()).unwrap();
@@ -103,16 +145,34 @@ fn wide_llama(dir: &Path) {
 #[test]
 fn candle_reads_every_quantization() {
     let root = tempfile::tempdir().unwrap();
-    wide_llama(root.path());
+    let (model, files) = (root.path().join("model"), root.path().join("files"));
+    for dir in [&model, &files] {
+        fs::create_dir(dir).unwrap();
+    }
+    wide_llama(&model);
+    let config = model.join("config.json");
     let tokens: Vec<u32> = (0..LENGTH as u32).map(|at| (11 * at + 5) % VOCABULARY as u32).collect();
-    let expected = unquantized(root.path(), &tokens);
-    // About twice the values seen.
-    for (name, most) in
-        [("f32", 1e-5), ("f16", 4e-3), ("bf16", 3e-2), ("q8_0", 1e-1), ("q6_k", 2e-1), ("q4_k_m", 1.), ("q4_0", 1.)]
-    {
-        let out = root.path().join(name);
-        convert(root.path(), &out, name);
-        let found = difference(&quantized(&out, &tokens), &expected);
-        assert!(found < most, "{name}: the logits differ by {found:e} of their spread");
+    let original = candle_core::safetensors::load(model.join("model.safetensors"), &Device::Cpu).unwrap();
+    let original = unquantized(&config, original, &tokens);
+
+    let converted = |name: &str| {
+        let out = files.join(name);
+        convert(&model, &out, name);
+        let exact = unquantized(&config, weights(&out), &tokens);
+        [difference(&quantized(&out, &tokens), &exact), difference(&exact, &original)]
+    };
+    for name in ["f32", "f16", "bf16"] {
+        // Candle computes with these weights in f32.
+        let [found, _] = converted(name);
+        assert!(found < 1e-5, "{name}: the logits differ by {found:e} of their spread");
+    }
+    let [of_activations, of_weights] = converted("q8_0");
+    // With other types, Candle rounds activations to 8 bits in blocks: that changes products as much as weights of 8
+    // bits do.
+    assert!(of_activations < 2. * of_weights, "q8_0: {of_activations:e} of activations, {of_weights:e} of weights");
+    for name in ["q6_k", "q4_k_m", "q4_0"] {
+        // Larger blocks have larger steps.
+        let [found, own] = converted(name);
+        assert!(found < 4. * of_weights && own > of_weights, "{name}: {found:e} of activations, {own:e} of weights");
     }
 }

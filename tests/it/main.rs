@@ -9,6 +9,7 @@ mod candle_transformers;
 mod changed;
 mod chaos;
 mod dropout;
+mod exports;
 mod fine_tuning;
 mod finite;
 mod from_pytorch;

@@ -51,11 +51,13 @@ impl Metadata {
     }
 
     /// Adds the description of a model.
-    pub(super) fn describe(&mut self, config: &Config, quantization: Quantization, name: &str) {
+    pub(super) fn describe(&mut self, config: &Config, quantization: Quantization, name: Option<&str>) {
         let arch = config.architecture.name();
         self.add("general.architecture", arch);
         self.add("general.type", "model");
-        self.add("general.name", name);
+        if let Some(name) = name {
+            self.add("general.name", name);
+        }
         self.add("general.file_type", quantization.file_type());
         self.add("general.quantization_version", QUANTIZATION_VERSION);
         let mut own = |key: &str, value: Value| self.add(format!("{arch}.{key}"), value);

@@ -10,6 +10,7 @@
 mod chat_template;
 mod config;
 mod file;
+mod k_quants;
 mod metadata;
 mod names;
 mod pre_tokenizer;
@@ -100,8 +101,9 @@ pub fn write(dst: &Path, source: &dyn TensorSource, config_dir: &Path, options: 
         Some(name) => name.clone(),
         None => dst.file_stem().unwrap_or_default().to_string_lossy().into_owned(),
     };
+    let is_accepted = vocabulary.as_ref().is_none_or(|vocabulary| vocabulary.accepts_name(&name));
     let mut metadata = Metadata::default();
-    metadata.describe(&config, quantization, &name);
+    metadata.describe(&config, quantization, is_accepted.then_some(&*name));
     let tokenizer = match &vocabulary {
         Some(vocabulary) => vocabulary.add_to(&mut metadata),
         None => metadata.without_vocabulary(),
@@ -128,6 +130,17 @@ pub fn write(dst: &Path, source: &dyn TensorSource, config_dir: &Path, options: 
         overflowed,
         notes: config.notes(),
     })
+}
+
+/// Checks that [`write()`] can write a model with the `config.json` and the tokenizer in `config_dir`. Does not read
+/// tensors, so that a program can call it before the model is trained.
+///
+/// # Errors
+/// [`Error::NotFound`] without a `config.json`; [`Error::Malformed`] for a model or tokenizer that is damaged or that
+/// llama.cpp does not know; [`Error::Io`].
+pub fn check(config_dir: &Path, options: &GgufOptions) -> Result<()> {
+    let config = Config::read(config_dir)?;
+    Vocabulary::read(config_dir, &config, options.pre_tokenizer.as_deref()).map(|_| ())
 }
 
 /// Returns an error about a file of the model.

@@ -8,7 +8,7 @@ use rayon::prelude::*;
 
 use crate::Result;
 use crate::gguf::config::{Architecture, Config};
-use crate::gguf::malformed;
+use crate::gguf::{k_quants, malformed};
 
 /// Types of a model's matrices. Norms, biases and routers of experts are always f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -52,6 +52,11 @@ impl Quantization {
             Quantization::Q4KM => "q4_k_m",
             Quantization::Q6K => "q6_k",
         }
+    }
+
+    /// Returns the quantization with llama.cpp's name, in lower case.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|quantization| quantization.name() == name)
     }
 
     /// Returns the number of `general.file_type`.
@@ -205,6 +210,12 @@ pub(super) fn encode(
     let pieces: Result<Vec<Vec<u8>>> = values
         .par_chunks(rows * columns)
         .map(|piece| {
+            match dtype {
+                GgmlDType::Q4K => return Ok(k_quants::q4_k(piece)),
+                GgmlDType::Q5K => return Ok(k_quants::q5_k(piece)),
+                GgmlDType::Q6K => return Ok(k_quants::q6_k(piece)),
+                _ => {}
+            }
             let mut storage = dtype.cpu_zeros(piece.len());
             storage.from_float(piece);
             let quantized =

@@ -101,6 +101,15 @@ struct Added {
 }
 
 impl Vocabulary {
+    /// Returns whether llama.cpp loads the tokenizer of a model with this name. It looks up Phi-3's special tokens by the
+    /// name alone, and fails if one is missing.
+    pub(super) fn accepts_name(&self, name: &str) -> bool {
+        let name = name.to_lowercase();
+        let is_phi3 = ["phi-3", "phi3"].iter().any(|part| name.contains(part));
+        let has = |text: &&str| self.tokens.iter().any(|token| token.text == *text);
+        !is_phi3 || ["</s>", "<unk>", "<s>", "<|endoftext|>"].iter().all(|text| has(&text))
+    }
+
     /// Reads the tokenizer of a model directory; `None` without one.
     pub(super) fn read(dir: &Path, config: &Config, pre_tokenizer: Option<&str>) -> Result<Option<Self>> {
         let Some(json) = read_json::<TokenizerJson>(dir, FILE)? else {

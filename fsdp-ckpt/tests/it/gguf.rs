@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
+use std::io::Write;
 use std::path::Path;
+use std::process::Command;
 
 use candle_core::Device;
 use candle_core::quantized::gguf_file::{Content, Value as Gguf};
@@ -313,6 +315,57 @@ fn byte_level_tokenizer_is_complete() {
     let file = convert(&dir, &root.path().join("b.gguf"), &["--pre-tokenizer", "tekken"]);
     assert_eq!(file.value("tokenizer.chat_template").to_string().unwrap(), "{{ c }}");
     assert_eq!(file.value("tokenizer.ggml.pre").to_string().unwrap(), "tekken");
+}
+
+#[test]
+fn memory_does_not_grow_with_the_model() {
+    let root = tempfile::tempdir().unwrap();
+    let dir = root.path().join("model");
+    fs::create_dir(&dir).unwrap();
+    let (sizes, vocabulary) = (Sizes { width: 1024, inner: 1024, layers: 1 }, 1 << 16);
+    let mut shapes = llama_shapes(sizes);
+    let mut config = llama_config(sizes);
+    config["vocab_size"] = vocabulary.into();
+    shapes.iter_mut().filter(|(_, shape)| shape[0] == VOCABULARY).for_each(|(_, shape)| shape[0] = vocabulary);
+    write_json(&dir, "config.json", &config);
+    // A file of zeros without blocks on the disk.
+    let mut header = serde_json::Map::new();
+    let mut end = 0;
+    for (name, shape) in shapes {
+        let start = end;
+        end += 4 * shape.iter().product::<usize>();
+        header.insert(name, json!({"dtype": "F32", "shape": shape, "data_offsets": [start, end]}));
+    }
+    let header = Value::Object(header).to_string();
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(header.bytes());
+    let file = File::create(dir.join("model.safetensors")).unwrap();
+    (&file).write_all(&bytes).unwrap();
+    file.set_len((bytes.len() + end) as u64).unwrap();
+
+    // Six blocks of 8 MiB: read, in f32 as bytes and as numbers, reordered, and two of encoded rows. The rest is for
+    // stacks, and for what the allocator keeps.
+    let most = 128 << 10;
+    assert!(end > 4 * most << 10);
+    let script = format!("ulimit -d {most} && exec \"$0\" convert \"$1\" \"$2\" --to gguf --quantize q8_0");
+    let output = Command::new("sh")
+        .args(["-c", &script, env!("CARGO_BIN_EXE_fsdp-ckpt"), text(&dir), text(&root.path().join("a.gguf"))])
+        .env("RAYON_NUM_THREADS", "2")
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{output:?}");
+}
+
+#[test]
+fn names_that_llama_cpp_does_not_load_are_left_out() {
+    let root = tempfile::tempdir().unwrap();
+    let dir = root.path().join("model");
+    llama(&dir, SMALL);
+    write_json(&dir, "tokenizer.json", &byte_level());
+    for (name, has_name) in [("tuned", true), ("My-Phi-3", false), ("phi3", false)] {
+        let file = convert(&dir, &root.path().join(format!("{name}.gguf")), &[]);
+        assert_eq!(file.content.metadata.contains_key("general.name"), has_name, "{name}");
+    }
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use fsdp_ckpt::{SafetensorsFile, TensorSource, hf::HfModel};
+use fsdp_ckpt::{SafetensorsFile, TensorSource, hf::HfModel, merge::Merged};
 use fsdp_core::layout::Region;
 use half::bf16;
 use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
@@ -116,6 +116,36 @@ fn weights_are_sums_rounded_once() {
     assert_eq!(read(&at("merged"), "norm.weight"), numbers(4, COLUMNS));
     assert!(at("merged/config.json").is_file());
     assert!(SafetensorsFile::open(&at("merged/model.safetensors")).is_ok());
+}
+
+#[test]
+fn adapters_in_a_checkpoint_are_merged() {
+    let root = tempfile::tempdir().unwrap();
+    let path = root.path().join("model.safetensors");
+    let (weight, down, up) =
+        ("layers.0.q_proj.weight", "layers.0.q_proj.lora_A.weight", "layers.0.q_proj.lora_B.weight");
+    let tensors: [(&str, Dtype, &[usize], Vec<f32>); 3] = [
+        (weight, Dtype::F32, &[ROWS, COLUMNS], eighths(1, ROWS * COLUMNS)),
+        (down, Dtype::F32, &[RANK, COLUMNS], eighths(5, RANK * COLUMNS)),
+        (up, Dtype::F32, &[ROWS, RANK], eighths(6, ROWS * RANK)),
+    ];
+    write(&path, &tensors);
+    let base = HfModel::open_file(&path).unwrap();
+    let merged = Merged::in_checkpoint(&base, 4.).unwrap();
+    assert_eq!((merged.changed(), merged.tensors().keys().collect::<Vec<_>>()), ([1, 0], vec![weight]));
+    let mut bytes = vec![0; 4 * ROWS * COLUMNS];
+    merged.read(weight, &Region::whole(&[ROWS, COLUMNS]), &mut bytes).unwrap();
+    let expected = eighths(1, ROWS * COLUMNS).into_iter().zip(product(5, 6));
+    assert_eq!(bytes, expected.flat_map(|(w, sum)| (w + 4. * sum).to_le_bytes()).collect::<Vec<u8>>());
+
+    for (missing, part) in [(0, weight), (1, down), (2, up)] {
+        let mut tensors = tensors.to_vec();
+        tensors.remove(missing);
+        write(&path, &tensors);
+        let base = HfModel::open_file(&path).unwrap();
+        let error = Merged::in_checkpoint(&base, 4.).unwrap_err().to_string();
+        assert!(error.contains("has no tensor") && error.contains(part), "{error}");
+    }
 }
 
 #[test]

@@ -6,6 +6,7 @@ use anyhow::ensure;
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::{Parser, ValueEnum};
 use fsdp_candle::{AdjustLr, DeviceChoice, ReshardAfterForward, World};
+use fsdp_ckpt::gguf::Quantization;
 use fsdp_train::data::BatchShape;
 use fsdp_train::flags::{not_negative, positive, reshard};
 use fsdp_train::job;
@@ -16,7 +17,7 @@ use serde::Serialize;
 use crate::flag_types::{
     ActivationCheckpoint, AllGather, CheckpointKeep, DropoutChoice, GradSync, InitChoice, Offload, Precision, Resume,
     Switch, activation_checkpoint, betas, checkpoint_path, count, debug_name, dropout, fraction, loss_scale,
-    optional_path,
+    optional_path, optional_quantization, quantization,
 };
 
 const AFTER_HELP: &str = "Examples:
@@ -370,6 +371,19 @@ pub(crate) struct Args {
     #[arg(long, value_name = "DIR", help_heading = "Run")]
     #[serde(serialize_with = "optional_path")]
     pub(crate) export_hf: Option<PathBuf>,
+
+    /// Export the trained model with its tokenizer as a GGUF file, which llama.cpp, Ollama and Candle read
+    ///
+    /// Rank 0 writes it from the last checkpoint, a few MiB at a time. Adapters are merged into the weights. The file
+    /// must not exist. See docs/serving.md.
+    #[arg(long, value_name = "FILE", requires = "model", conflicts_with = "checkpoint_local", help_heading = "Run")]
+    #[serde(serialize_with = "optional_path")]
+    pub(crate) export_gguf: Option<PathBuf>,
+
+    /// With --export-gguf: types of the matrices [default: f32]
+    #[arg(long, value_name = "TYPE", value_parser = quantization(), requires = "export_gguf", help_heading = "Run")]
+    #[serde(serialize_with = "optional_quantization")]
+    pub(crate) gguf_quantize: Option<Quantization>,
 
     /// Write measurements of each step to this file, one JSON object per line
     ///
@@ -725,6 +739,7 @@ mod tests {
             ("--device", &["tpu"], "auto, cpu, cuda"),
             ("--warmup-steps", &["-1"], ""),
             ("--seed", &["-1"], ""),
+            ("--gguf-quantize", &["q4", "Q8_0", ""], "f32, f16, bf16, q8_0, q4_0, q4_k_m, q6_k"),
         ] {
             for bad in bad {
                 let error = parse(&[flag, bad]).unwrap_err();
@@ -742,6 +757,12 @@ mod tests {
             (&["--sft", "a.jsonl", "--data", "b"][..], &["--sft", "--data"][..]),
             (&["--eval-every", "3"], &["--eval <PATH|NAME>"]),
             (&["--learning-rate", "1"], &["--learning-rate"]),
+            (&["--export-gguf", "a.gguf"], &["--model <DIR|NAME>"]),
+            (&["--gguf-quantize", "q8_0"], &["--export-gguf <FILE>"]),
+            (
+                &["--model", "a", "--export-gguf", "b", "--checkpoint-dir", "c", "--checkpoint-local"],
+                &["--export-gguf", "--checkpoint-local"],
+            ),
             (&["extra"], &["extra"]),
         ] {
             let error = parse(flags).unwrap_err();

@@ -1,33 +1,27 @@
-//! `--export-hf`: writes the model as a Hugging Face directory, or the adapters as a PEFT directory.
+//! `--export-hf` writes the model as a Hugging Face directory, or the adapters as a PEFT directory. `--export-gguf`
+//! writes the model as a GGUF file.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 use crc_fast::CrcAlgorithm;
 use fsdp_candle::{ShardedVarMap, StateDictOptions, World, get_model_state_dict};
+use fsdp_ckpt::convert::View;
+use fsdp_ckpt::gguf::{self, GgufOptions, GgufSummary, Quantization};
 use fsdp_ckpt::hf::{self, ExportOptions};
+use fsdp_ckpt::merge::Merged;
 use fsdp_ckpt::{SafetensorsFile, TensorShard};
+use fsdp_train::console::Console;
 use fsdp_train::models::config::BUILTIN;
+use fsdp_train::writable::try_file_and_directory;
+use indicatif::BinaryBytes;
 
 use crate::adapters::{Adapters, PEFT_WEIGHTS, adapter_tensors, write_peft_config};
 use crate::agreement::broadcast_result;
 use crate::args::Args;
 use crate::directories::RunDirs;
 use crate::flag_types::is_url;
-
-/// Files of a model directory besides the weights.
-const CONFIG_FILES: [&str; 9] = [
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-];
 
 /// Writes weights, configuration and tokenizer to --export-hf, or the adapters of a run that trains them. `step` is the
 /// last step of the run. Collective.
@@ -65,18 +59,83 @@ pub(crate) fn export(
             _ => Ok(()),
         };
     }
-    options.config_files = args
-        .model
-        .iter()
-        .flat_map(|model| CONFIG_FILES.iter().map(|name| model.join(name)))
-        .filter(|path| path.exists())
-        .collect();
+    if let Some(model) = &args.model {
+        options.config_files = hf::config_files(model)?;
+    }
     write(&tensors, &options)?;
     if args.model.is_none() && world.rank() == 0 {
         std::fs::write(dir.join("config.json"), BUILTIN)
             .with_context(|| format!("can't write {}/config.json", dir.display()))?;
     }
     Ok(())
+}
+
+/// A GGUF file that rank 0 writes from the last checkpoint.
+pub(crate) struct GgufExport {
+    file: PathBuf,
+    checkpoint: PathBuf,
+    /// Directory of the configuration and the tokenizer.
+    model: PathBuf,
+    options: GgufOptions,
+    /// Factor of the adapters in the checkpoint, if the run trains adapters.
+    adapter_scale: Option<f64>,
+}
+
+/// Fails on every rank if --export-gguf can't be written. Collective.
+pub(crate) fn check_gguf(args: &Args, world: &World) -> anyhow::Result<()> {
+    let (Some(file), Some(model)) = (&args.export_gguf, &args.model) else { return Ok(()) };
+    broadcast_result(world, 0, || {
+        let flag = || format!("--export-gguf {}", file.display());
+        ensure!(!is_url(file), "{}: expected a path on this host, found a URL", flag());
+        ensure!(file.symlink_metadata().is_err(), "{}: it exists; remove it, or pass another path", flag());
+        try_file_and_directory(file).with_context(|| format!("can't write {}", flag()))?;
+        gguf::check(model, &gguf_options(args)).with_context(flag)
+    })
+}
+
+fn gguf_options(args: &Args) -> GgufOptions {
+    // Checkpoints are f32.
+    let quantization = Some(args.gguf_quantize.unwrap_or(Quantization::F32));
+    GgufOptions { quantization, ..GgufOptions::default() }
+}
+
+impl GgufExport {
+    /// Returns what rank 0 writes; `None` on other ranks, and without the flag.
+    pub(crate) fn new(args: &Args, world: &World, adapters: Option<&Adapters>, checkpoint: &Path) -> Option<Self> {
+        let file = args.export_gguf.clone().filter(|_| world.rank() == 0)?;
+        let config = adapters.map(|adapters| adapters.lora.config);
+        Some(GgufExport {
+            file,
+            checkpoint: checkpoint.to_path_buf(),
+            model: args.model.clone()?,
+            options: gguf_options(args),
+            adapter_scale: config.map(|config| config.alpha / config.rank as f64),
+        })
+    }
+
+    /// Writes the file. Not collective, so that no other rank waits for it.
+    pub(crate) fn write(&self) -> anyhow::Result<()> {
+        let failed = || format!("can't export to {} from {}", self.file.display(), self.checkpoint.display());
+        let checkpoint = fsdp_ckpt::open(&self.checkpoint).with_context(failed)?;
+        let view = View::model(&*checkpoint);
+        let written = match self.adapter_scale {
+            Some(scale) => {
+                let merged = Merged::in_checkpoint(&view, scale).with_context(failed)?;
+                gguf::write(&self.file, &merged, &self.model, &self.options)
+            }
+            None => gguf::write(&self.file, &view, &self.model, &self.options),
+        };
+        let GgufSummary { quantization, bytes, overflowed, notes, .. } = written.with_context(failed)?;
+        for note in notes {
+            Console::Stderr.line(format_args!("note: {note}"));
+        }
+        if overflowed > 0 {
+            Console::Stderr.line(format_args!("warning: {overflowed} numbers overflowed f16 and are infinite"));
+        }
+        let (file, size) = (self.file.display(), BinaryBytes(bytes));
+        Console::Stdout.line(format_args!("exported: {file} ({}, {size})", quantization.name()));
+        Ok(())
+    }
 }
 
 /// Metadata in the header of an exported file: the run and the step.

@@ -7,8 +7,10 @@ use std::sync::Arc;
 
 use candle_core::DType;
 use clap::ValueEnum;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use fsdp_candle::activation_checkpoint::{CheckpointPolicy, Operation};
 use fsdp_candle::{AllGatherExtension, Float8, OffloadPolicy};
+use fsdp_ckpt::gguf::Quantization;
 use fsdp_train::flags::number;
 use fsdp_train::models::{Dropout, ModelConfig, is_block_matrix};
 use serde::{Serialize, Serializer};
@@ -218,6 +220,19 @@ impl From<OsString> for Resume {
             _ => Resume::Path(value.into()),
         }
     }
+}
+
+/// Returns a parser for the values of --gguf-quantize.
+pub(crate) fn quantization() -> impl TypedValueParser<Value = Quantization> {
+    PossibleValuesParser::new(Quantization::ALL.map(Quantization::name))
+        .try_map(|name| Quantization::from_name(&name).ok_or("it must be a type of GGUF files"))
+}
+
+pub(crate) fn optional_quantization<S: Serializer>(
+    quantization: &Option<Quantization>,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    quantization.map(Quantization::name).serialize(serializer)
 }
 
 /// Serialises an absolute path, because ranks may run in different directories. Escapes bytes that are not UTF-8.

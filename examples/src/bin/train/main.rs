@@ -33,6 +33,7 @@ use args::Args;
 use checkpoint::Checkpoints;
 use directories::Hosts;
 use evaluate::Sampler;
+use export::GgufExport;
 use flag_types::GradSync;
 use optimizer::LossScale;
 use optimizer::Optimizer;
@@ -50,12 +51,14 @@ fn main() -> ExitCode {
         let hosts = Hosts::of(&args, world)?;
         directories::check_writable(&args, &hosts, world)?;
         let trace = trace::init(args.trace.as_deref(), world)?;
-        train(&args, hosts, world)?;
-        trace.map_or(Ok(()), |trace| trace.finish(world))
+        let gguf = train(&args, hosts, world)?;
+        trace.map_or(Ok(()), |trace| trace.finish(world))?;
+        gguf.map_or(Ok(()), |gguf| gguf.write())
     })
 }
 
-fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
+/// Trains, and returns what this rank still has to write.
+fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<Option<GgufExport>> {
     // Conflicting flags fail before anything is read.
     evaluate::check_gradcheck_flags(args)?;
     args::check_unused_flags(args)?;
@@ -63,6 +66,7 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
         parallel::check_sequence(args.tensor_parallel, ("--seq-len", args.seq_len))?;
     }
     let args = &inputs::fetch(args, world)?;
+    export::check_gguf(args, world)?;
     let ranks = args.ranks(world)?;
     let mut loss_scale = LossScale::new(args)?;
     let mut checkpoints = Checkpoints::new(args, hosts, world)?;
@@ -199,5 +203,5 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
             Console::Stdout.line(format_args!("exported: {}", dir.display()));
         }
     }
-    Ok(())
+    Ok(GgufExport::new(args, world, adapters.as_ref(), &saved))
 }
