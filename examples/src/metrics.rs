@@ -3,6 +3,7 @@
 use std::{
     fs::{self, File, OpenOptions},
     io::{self, BufRead, BufReader, Write},
+    ops::{Add, Mul},
     path::{Path, PathBuf},
 };
 
@@ -17,7 +18,7 @@ use crate::writable::in_directory;
 pub struct StepRecord {
     /// Number of the step, from 1.
     pub step: usize,
-    /// Mean cross-entropy over the tokens of all ranks.
+    /// Mean cross-entropy over the tokens of all ranks, or mean loss over their preference pairs.
     #[serde(deserialize_with = "null_is_nan")]
     pub loss: f64,
     /// Global gradient norm before clipping.
@@ -36,6 +37,87 @@ pub struct StepRecord {
     pub peak_mem_bytes: u64,
     /// Parameters, gradients and optimizer state resident per rank, in bytes.
     pub shard_bytes: u64,
+    /// Rewards of preference tuning.
+    #[serde(flatten)]
+    pub rewards: Option<Rewards>,
+}
+
+/// Mean rewards of preference pairs, with TRL's names.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Rewards {
+    /// Reward of the chosen completion.
+    #[serde(rename = "rewards/chosen", deserialize_with = "null_is_nan")]
+    pub chosen: f64,
+    /// Reward of the rejected completion.
+    #[serde(rename = "rewards/rejected", deserialize_with = "null_is_nan")]
+    pub rejected: f64,
+    /// Share of the pairs whose chosen completion has the higher reward.
+    #[serde(rename = "rewards/accuracies", deserialize_with = "null_is_nan")]
+    pub accuracies: f64,
+    /// Reward of the chosen completion minus that of the rejected one.
+    #[serde(rename = "rewards/margins", deserialize_with = "null_is_nan")]
+    pub margins: f64,
+}
+
+impl Rewards {
+    /// Returns the numbers with their names.
+    pub fn named(&self) -> [(&'static str, f64); 4] {
+        let Rewards { chosen, rejected, accuracies, margins } = *self;
+        [("chosen", chosen), ("rejected", rejected), ("accuracies", accuracies), ("margins", margins)]
+    }
+
+    /// Returns the numbers in the order of [`Rewards::named`].
+    pub fn values(&self) -> [f64; 4] {
+        self.named().map(|(_, value)| value)
+    }
+}
+
+impl From<[f64; 4]> for Rewards {
+    fn from([chosen, rejected, accuracies, margins]: [f64; 4]) -> Self {
+        Rewards { chosen, rejected, accuracies, margins }
+    }
+}
+
+impl Add for Rewards {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        let (own, others) = (self.values(), other.values());
+        Rewards::from(std::array::from_fn(|i| own[i] + others[i]))
+    }
+}
+
+impl Mul<f64> for Rewards {
+    type Output = Self;
+
+    fn mul(self, factor: f64) -> Self {
+        Rewards::from(self.values().map(|value| factor * value))
+    }
+}
+
+/// [`Rewards`] of an evaluation, whose names have the prefix `eval_`.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct EvalRewards {
+    #[serde(rename = "eval_rewards/chosen", deserialize_with = "null_is_nan")]
+    chosen: f64,
+    #[serde(rename = "eval_rewards/rejected", deserialize_with = "null_is_nan")]
+    rejected: f64,
+    #[serde(rename = "eval_rewards/accuracies", deserialize_with = "null_is_nan")]
+    accuracies: f64,
+    #[serde(rename = "eval_rewards/margins", deserialize_with = "null_is_nan")]
+    margins: f64,
+}
+
+impl From<Rewards> for EvalRewards {
+    fn from(Rewards { chosen, rejected, accuracies, margins }: Rewards) -> Self {
+        EvalRewards { chosen, rejected, accuracies, margins }
+    }
+}
+
+impl From<EvalRewards> for Rewards {
+    fn from(EvalRewards { chosen, rejected, accuracies, margins }: EvalRewards) -> Self {
+        Rewards { chosen, rejected, accuracies, margins }
+    }
 }
 
 /// Measurements of an evaluation, on their own line after the step.
@@ -43,17 +125,20 @@ pub struct StepRecord {
 pub struct EvalRecord {
     /// Number of steps taken.
     pub step: usize,
-    /// Mean cross-entropy over the counted tokens of the evaluation data.
+    /// Mean cross-entropy over the counted tokens of the evaluation data, or mean loss over its preference pairs.
     #[serde(deserialize_with = "null_is_nan")]
     pub eval_loss: f64,
-    /// `exp(eval_loss)`.
-    #[serde(deserialize_with = "null_is_nan")]
-    pub eval_perplexity: f64,
+    /// `exp(eval_loss)`, if the loss is a cross-entropy.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub eval_perplexity: Option<f64>,
     /// Number of counted tokens.
     pub eval_tokens: u64,
     /// Duration in seconds.
     #[serde(deserialize_with = "null_is_nan")]
     pub eval_time_s: f64,
+    /// Rewards of preference tuning.
+    #[serde(flatten)]
+    pub rewards: Option<EvalRewards>,
 }
 
 /// Field that both records have.
@@ -143,6 +228,7 @@ pub(crate) mod tests {
             tokens_per_s: 4096.0,
             peak_mem_bytes: 1 << 33,
             shard_bytes: 123,
+            rewards: None,
         }
     }
 
@@ -167,10 +253,28 @@ pub(crate) mod tests {
     }
 
     #[test]
+    fn rewards_have_the_names_of_trl() {
+        let rewards = Rewards { chosen: 0.5, rejected: -0.25, accuracies: 1., margins: 0.75 };
+        let step = StepRecord { rewards: Some(rewards), ..record(1) };
+        let line = serde_json::to_string(&step).unwrap();
+        let names =
+            r#","rewards/chosen":0.5,"rewards/rejected":-0.25,"rewards/accuracies":1.0,"rewards/margins":0.75}"#;
+        assert!(line.ends_with(names), "{line}");
+        assert_eq!(serde_json::from_str::<StepRecord>(&line).unwrap(), step);
+        let rewards = Some((rewards + rewards * 2.).into());
+        let eval =
+            EvalRecord { step: 1, eval_loss: 0.5, eval_perplexity: None, eval_tokens: 7, eval_time_s: 1., rewards };
+        let line = serde_json::to_string(&eval).unwrap();
+        assert!(line.contains(r#""eval_rewards/margins":2.25"#) && !line.contains("perplexity"), "{line}");
+        assert_eq!(serde_json::from_str::<EvalRecord>(&line).unwrap(), eval);
+    }
+
+    #[test]
     fn evaluations_have_their_own_lines() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("metrics.jsonl");
-        let eval = |step| EvalRecord { step, eval_loss: 2.5, eval_perplexity: 12.5, eval_tokens: 7, eval_time_s: 0.5 };
+        let (eval_loss, eval_perplexity, eval_tokens) = (2.5, Some(12.5), 7);
+        let eval = |step| EvalRecord { step, eval_loss, eval_perplexity, eval_tokens, eval_time_s: 0.5, rewards: None };
         let mut file = MetricsFile::open(&path, 0).unwrap();
         file.write(&eval(0)).unwrap();
         (1..=2).for_each(|step| file.write(&record(step)).unwrap());

@@ -7,7 +7,10 @@ use std::{
 
 use indicatif::{FormattedDuration, HumanCount, ProgressBar, ProgressDrawTarget, ProgressFinish, ProgressStyle};
 
-use crate::{console::Console, metrics::StepRecord};
+use crate::{
+    console::Console,
+    metrics::{Rewards, StepRecord},
+};
 
 const TEMPLATE: &str = "step {pos}/{len} [{wide_bar:.cyan/blue}] {msg}  ETA {eta}";
 
@@ -31,7 +34,7 @@ impl Progress {
         self.steps += 1;
         self.time_s += record.step_time_s;
         if let Some(bar) = &self.bar {
-            bar.set_message(format!("loss {:.4}  {} tokens/s", record.loss, tokens_per_s(record)));
+            bar.set_message(format!("{}  {} tokens/s", loss(record), tokens_per_s(record)));
             bar.set_position(record.step as u64);
         } else if self.steps == 1 || is_line_due(record.step, self.total) {
             Console::Stderr.line(self.line(record));
@@ -50,10 +53,10 @@ impl Progress {
         let left = self.total.saturating_sub(record.step) as f64 * self.time_s / self.steps.max(1) as f64;
         let left = Duration::try_from_secs_f64(left).unwrap_or(Duration::MAX).as_secs();
         format!(
-            "step {:>width$}/{}  loss {:.4}  grad norm {:.4}  lr {:.3e}  {} tokens/s  ETA {}",
+            "step {:>width$}/{}  {}  grad norm {:.4}  lr {:.3e}  {} tokens/s  ETA {}",
             record.step,
             self.total,
-            record.loss,
+            loss(record),
             record.grad_norm,
             record.lr,
             tokens_per_s(record),
@@ -89,6 +92,14 @@ fn is_line_due(step: usize, total: usize) -> bool {
     step == total || step.is_multiple_of((total / 20).max(1))
 }
 
+/// Formats the loss, and the rewards of preference tuning.
+fn loss(record: &StepRecord) -> String {
+    let rewards = record.rewards.map_or_else(String::new, |Rewards { accuracies, margins, .. }| {
+        format!("  reward accuracy {accuracies:.2}  margin {margins:.4}")
+    });
+    format!("loss {:.4}{rewards}", record.loss)
+}
+
 fn tokens_per_s(record: &StepRecord) -> HumanCount {
     HumanCount(record.tokens_per_s as u64)
 }
@@ -107,6 +118,7 @@ mod tests {
             tokens_per_s: 12_345.6,
             peak_mem_bytes: 0,
             shard_bytes: 0,
+            rewards: None,
         }
     }
 
@@ -129,6 +141,12 @@ mod tests {
             progress.line(&record(2)),
             "step   2/150  loss 5.5452  grad norm 1.2500  lr 1.000e-3  12,345 tokens/s  ETA 00:03:42"
         );
+    }
+
+    #[test]
+    fn rewards_follow_the_loss() {
+        let rewards = Some(Rewards { chosen: 1., rejected: 0.5, accuracies: 0.75, margins: 0.5 });
+        assert_eq!(loss(&StepRecord { rewards, ..record(1) }), "loss 5.5452  reward accuracy 0.75  margin 0.5000");
     }
 
     #[test]

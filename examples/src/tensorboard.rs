@@ -14,7 +14,7 @@ use anyhow::{Context, Result};
 use crc_fast::CrcAlgorithm;
 use prost::Message;
 
-use crate::metrics::{EvalRecord, StepRecord};
+use crate::metrics::{EvalRecord, Rewards, StepRecord};
 use crate::writable::in_directory;
 
 /// Prefix of event file names, by which TensorBoard finds them.
@@ -53,12 +53,22 @@ impl EventFile {
             ("memory/peak_bytes", record.peak_mem_bytes as f64),
             ("memory/shard_bytes", record.shard_bytes as f64),
         ];
-        self.scalars(record.step, &scalars)
+        self.scalars(record.step, &scalars)?;
+        self.rewards(record.step, "train", record.rewards)
     }
 
     /// Writes the measurements of an evaluation.
     pub fn write_eval(&mut self, record: &EvalRecord) -> Result<()> {
-        self.scalars(record.step, &[("eval/loss", record.eval_loss), ("eval/perplexity", record.eval_perplexity)])
+        let perplexity = record.eval_perplexity.map(|perplexity| ("eval/perplexity", perplexity));
+        let scalars: Vec<_> = [("eval/loss", record.eval_loss)].into_iter().chain(perplexity).collect();
+        self.scalars(record.step, &scalars)?;
+        self.rewards(record.step, "eval", record.rewards.map(Rewards::from))
+    }
+
+    fn rewards(&mut self, step: usize, group: &str, rewards: Option<Rewards>) -> Result<()> {
+        let Some(rewards) = rewards else { return Ok(()) };
+        let named = rewards.named().map(|(name, value)| (format!("{group}/rewards/{name}"), value));
+        self.scalars(step, &named.each_ref().map(|(name, value)| (name.as_str(), *value)))
     }
 
     fn scalars(&mut self, step: usize, scalars: &[(&str, f64)]) -> Result<()> {

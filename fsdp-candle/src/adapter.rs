@@ -1,4 +1,10 @@
-//! Low-rank adapters: the layers that get one, and the names of its parameters.
+//! Low-rank adapters: the layers that get one, the names of its parameters, and forwards without them.
+
+use std::cell::Cell;
+
+use scopeguard::defer;
+
+use crate::autograd::no_grad;
 
 /// Size and weight of an adapter.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -48,6 +54,37 @@ pub(crate) fn adapter_of(name: &str) -> Option<(&str, bool)> {
 fn layer_of<'a>(name: &'a str, end: &str) -> Option<&'a str> {
     let layer = name.strip_suffix(end)?;
     if layer.is_empty() { Some(layer) } else { layer.strip_suffix('.') }
+}
+
+thread_local! {
+    static DISABLED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs `f` without adapters and without a graph ([`no_grad`](crate::no_grad)): layers with an adapter return the base
+/// layer's output. PEFT's `disable_adapter()` and `torch.no_grad()`. It holds for this thread and all models that `f`
+/// calls. Preference tuning computes its reference log probabilities this way.
+///
+/// ```
+/// # use candle_core::{DType, Device, Module, Tensor};
+/// # use fsdp_candle::{nn, FullyShard, ShardedVarMap, World, fully_shard};
+/// # let world = World::single()?;
+/// let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+/// vars.adapt(nn::LoraConfig { rank: 2, alpha: 4. }, |_| true);
+/// let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear(3, 5, vb))?;
+/// let y = nn::without_adapters(|| model.forward(&Tensor::ones((1, 3), DType::F32, &Device::Cpu)?))?;
+/// assert!(!y.track_op());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn without_adapters<T>(f: impl FnOnce() -> T) -> T {
+    let before = DISABLED.replace(true);
+    defer!(DISABLED.set(before));
+    // Backward may recompute a forward, with adapters.
+    no_grad(f)
+}
+
+/// Returns whether adapters are part of their layers on this thread.
+pub(crate) fn are_enabled() -> bool {
+    !DISABLED.get()
 }
 
 #[cfg(test)]

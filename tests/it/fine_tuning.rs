@@ -5,9 +5,15 @@ use std::process::Command;
 use std::time::Duration;
 
 use fsdp_test_support::hub::Hub;
-use fsdp_test_support::{program, run, train, workspace};
+use fsdp_test_support::{code_blocks, copy_golden, program, run, train, workspace};
 
 use crate::sft;
+
+/// Returns pairs of completions for `--dpo`.
+fn pairs() -> String {
+    let pair = |i| format!(r#"{{"prompt": "{i} + 1 = ", "chosen": "{}", "rejected": "nothing"}}"#, i + 1);
+    (0..20).map(pair).collect::<Vec<_>>().join("\n")
+}
 
 #[test]
 fn documented_commands_run() {
@@ -19,6 +25,7 @@ fn documented_commands_run() {
         let dir = tempfile::tempdir().unwrap();
         sft::prepare(dir.path());
         fs::rename(dir.path().join("model"), dir.path().join("DIR")).unwrap();
+        fs::write(dir.path().join("pairs.jsonl"), pairs()).unwrap();
         let read = |name: &str| fs::read(dir.path().join(name)).unwrap();
         let hub = Hub::start([
             ("org/name/config.json", read("DIR/config.json")),
@@ -40,10 +47,13 @@ fn documented_commands_run() {
 
 #[test]
 fn documented_examples_are_read() {
-    let document = fs::read_to_string(workspace().join("docs/fine-tuning.md")).unwrap();
-    let (_, rest) = document.split_once("```json\n").unwrap();
-    let (lines, _) = rest.split_once("```").unwrap();
+    let blocks = code_blocks("docs/fine-tuning.md", "json");
     let dir = tempfile::tempdir().unwrap();
-    fs::write(dir.path().join("chats.jsonl"), lines).unwrap();
+    copy_golden("llama3_tiny", &dir.path().join("model"));
+    for (file, block) in ["chats.jsonl", "pairs.jsonl"].into_iter().zip(&blocks) {
+        fs::write(dir.path().join(file), block).unwrap();
+    }
+    assert_eq!(blocks.len(), 2);
     train(2, "--sft chats.jsonl --packing off --batch-size 1 --steps 1 --seq-len 64", dir.path()).ok();
+    train(1, "--model model --dpo pairs.jsonl --batch-size 3 --steps 1 --seq-len 64", dir.path()).ok();
 }

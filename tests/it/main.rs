@@ -8,6 +8,7 @@ mod candle_nn;
 mod candle_transformers;
 mod changed;
 mod chaos;
+mod dpo;
 mod dropout;
 mod exports;
 mod fine_tuning;

@@ -10,6 +10,7 @@ use indicatif::{HumanBytes, HumanCount};
 use crate::data::masking::Masking;
 use crate::data::sft::Examples;
 use crate::data::sft::packing::{Packed, PackingOptions};
+use crate::data::sft::pairs::Pairs;
 use crate::data::stream::Stream;
 use crate::data::tokens::Data;
 
@@ -34,6 +35,8 @@ pub enum Source {
     Stream(Data, Option<u64>),
     /// Examples, each with its own tokens.
     Examples(Examples, PackingOptions),
+    /// Preference pairs. A sequence is a pair, in two rows of a batch.
+    Pairs(Pairs),
 }
 
 /// Sequences of `seq_len` tokens, distributed over the ranks.
@@ -70,6 +73,7 @@ pub struct Batches {
 enum Sequences {
     Stream(Stream),
     Packed(Packed),
+    Pairs(Pairs),
 }
 
 /// Sequences that a rank reads at once, concatenated.
@@ -83,8 +87,10 @@ pub struct MicroBatch {
     pub counted: u64,
     /// Lengths of the documents packed in each sequence, if there are any.
     pub documents: Option<Vec<Vec<usize>>>,
-    /// Number of data tokens in each sequence. Padding follows them.
+    /// Number of data tokens in each row. Padding follows them.
     pub filled: Vec<usize>,
+    /// Number of preference pairs, without those that only fill up the batch. The rows are chosen and rejected in turn.
+    pub pairs: Option<u64>,
 }
 
 impl BatchShape {
@@ -116,6 +122,7 @@ impl Sequences {
     fn new(source: Source, seq_len: usize) -> Result<Self> {
         Ok(match source {
             Source::Stream(data, shuffle) => Sequences::Stream(Stream::new(data, seq_len, shuffle)),
+            Source::Pairs(pairs) => Sequences::Pairs(pairs),
             Source::Examples(examples, options) => Sequences::Packed(Packed::new(examples, seq_len, options)?),
         })
     }
@@ -124,6 +131,7 @@ impl Sequences {
         match self {
             Sequences::Stream(stream) => stream.count(),
             Sequences::Packed(packed) => packed.count(),
+            Sequences::Pairs(pairs) => pairs.len() as u64,
         }
     }
 }
@@ -147,6 +155,12 @@ impl Batches {
                  --batch-size or --grad-accum, a smaller --seq-len or --packing off, or more examples",
                 packed.examples(),
                 HumanCount(found),
+                HumanCount(steps)
+            ),
+            Sequences::Pairs(pairs) => ensure!(
+                found >= steps,
+                "the data is too short: {pairs}, but one step needs {} ({shape}). Use a smaller --batch-size or \
+                 --grad-accum, or more pairs",
                 HumanCount(steps)
             ),
         }
@@ -216,6 +230,9 @@ impl Batches {
     /// Reads the sequences at these offsets from a position, and pads the batch.
     fn read(&self, position: u64, offsets: Range<u64>) -> Result<MicroBatch> {
         let BatchShape { batch_size, seq_len, .. } = self.shape;
+        if let Sequences::Pairs(pairs) = &self.sequences {
+            return Ok(pairs.micro_batch(offsets.map(|offset| pairs.place(position, offset)), batch_size));
+        }
         let tokens = batch_size * seq_len;
         let room = || -> Result<Vec<u32>> {
             let mut room = Vec::new();
@@ -246,6 +263,7 @@ impl Batches {
                     lengths.extend((data < seq_len).then(|| seq_len - data));
                     documents.push(lengths);
                 }
+                Sequences::Pairs(_) => {}
             }
         }
         if let Some(masking) = &self.masking {
@@ -255,14 +273,14 @@ impl Batches {
         filled.resize(batch_size, 0);
         targets.resize(tokens, IGNORED);
         let documents = match &self.sequences {
-            Sequences::Stream(_) => None,
+            Sequences::Stream(_) | Sequences::Pairs(_) => None,
             Sequences::Packed(_) => {
                 documents.resize(batch_size, vec![seq_len]);
                 Some(documents)
             }
         };
         let counted = targets.iter().filter(|&&target| target != IGNORED).count() as u64;
-        Ok(MicroBatch { inputs, targets, counted, documents, filled })
+        Ok(MicroBatch { inputs, targets, counted, documents, filled, pairs: None })
     }
 
     /// Returns the sequences of a step over all ranks and micro-batches, by which it advances the position.
@@ -270,14 +288,27 @@ impl Batches {
         self.sequences_per_step
     }
 
-    /// Returns the tokens of a step over all ranks and micro-batches.
+    /// Returns the largest number of tokens in a step over all ranks and micro-batches.
     pub fn tokens_per_step(&self) -> u64 {
         self.sequences_per_step * self.shape.seq_len as u64
     }
 
-    /// Returns the counted targets of all ranks in the step at `position`, without communication.
+    /// Returns the tokens of the step at `position`, over all ranks and micro-batches. Padding counts, except the
+    /// padding of preference pairs.
+    pub fn tokens(&self, position: u64) -> u64 {
+        match &self.sequences {
+            Sequences::Stream(_) | Sequences::Packed(_) => self.tokens_per_step(),
+            Sequences::Pairs(pairs) => {
+                (0..self.sequences_per_step).map(|offset| pairs.tokens(pairs.place(position, offset))).sum()
+            }
+        }
+    }
+
+    /// Returns what the loss of the step at `position` is the mean of, over all ranks: counted targets, or preference
+    /// pairs. Does not communicate.
     pub fn counted(&self, position: u64) -> Result<u64> {
         match &self.sequences {
+            Sequences::Pairs(_) => Ok(self.sequences_per_step),
             Sequences::Stream(_) => Ok(match &self.masking {
                 Some(masking) => masking.count(position, self.shape.seq_len, self.tokens_per_step()),
                 None => self.tokens_per_step(),
@@ -302,6 +333,7 @@ impl Batches {
                 Ok(prompt)
             }
             Sequences::Packed(packed) => Ok(packed.examples().first_prompt().to_vec()),
+            Sequences::Pairs(pairs) => Ok(pairs.examples().first_prompt().to_vec()),
         }
     }
 
@@ -310,6 +342,7 @@ impl Batches {
         match &self.sequences {
             Sequences::Stream(_) => &[],
             Sequences::Packed(packed) => packed.examples().stops(),
+            Sequences::Pairs(pairs) => pairs.examples().stops(),
         }
     }
 
@@ -318,6 +351,7 @@ impl Batches {
         match &self.sequences {
             Sequences::Stream(Stream { data, .. }) => data.to_string(),
             Sequences::Packed(packed) => packed.examples().to_string(),
+            Sequences::Pairs(pairs) => pairs.to_string(),
         }
     }
 
@@ -331,6 +365,9 @@ impl Batches {
                 let examples = packed.examples();
                 format!("{} examples with checksum {:016x}", examples.len(), examples.checksum())
             }
+            Sequences::Pairs(pairs) => {
+                format!("{} pairs with checksum {:016x}", pairs.len(), pairs.examples().checksum())
+            }
         }
     }
 
@@ -339,6 +376,7 @@ impl Batches {
         match &self.sequences {
             Sequences::Stream(_) => None,
             Sequences::Packed(packed) => packed.examples().truncation_warning(),
+            Sequences::Pairs(pairs) => pairs.truncation_warning(),
         }
     }
 }

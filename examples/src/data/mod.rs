@@ -1,13 +1,14 @@
 //! Training data: files of tokens, text or examples, and the batches made from them.
 //!
 //! `files` finds the files of `--data`, and `text` turns text into tokens. A [`Source`] is either one stream of tokens
-//! ([`Data`], cut by `stream`) or [`Examples`] (`sft`). [`Batches`] gives each rank its sequences of every step, and
+//! ([`Data`], cut by `stream`), [`Examples`] (`sft`) or [`Pairs`]. [`Batches`] gives each rank its sequences of every step, and
 //! [`Masking`] chooses the masked tokens of a BERT.
 
 pub use batches::{BatchShape, Batches, MicroBatch, Source};
 pub use masking::{Masking, mask_token};
 pub use sft::Examples;
 pub use sft::packing::PackingOptions;
+pub use sft::pairs::Pairs;
 pub use text::Text;
 pub use tokens::Data;
 

@@ -84,25 +84,34 @@ pub struct Batch {
     pub targets: Tensor,
     /// Number of targets that are not ignored.
     pub counted: u64,
+    /// Number of preference pairs, if the rows are pairs.
+    pub pairs: Option<u64>,
     /// Contents of the rows.
     pub rows: Rows,
 }
 
 impl Batch {
-    /// Creates the tensors of a micro-batch, in rows of `seq_len` tokens.
-    pub fn new(read: MicroBatch, seq_len: usize, device: &Device) -> Result<Self> {
-        let MicroBatch { inputs, targets, counted, documents, filled } = read;
-        let shape = (inputs.len() / seq_len, seq_len);
+    /// Creates the tensors of a micro-batch.
+    pub fn new(read: MicroBatch, device: &Device) -> Result<Self> {
+        let MicroBatch { inputs, targets, counted, documents, filled, pairs } = read;
+        let seq_len = inputs.len() / filled.len().max(1);
+        let shape = (filled.len(), seq_len);
         Ok(Batch {
             ids: Tensor::from_vec(inputs, shape, device)?,
             // The loss reads targets on the host, on any device.
             targets: Tensor::from_vec(targets, shape, &Device::Cpu)?,
             counted,
+            pairs,
             rows: Rows {
                 documents: documents.map(Documents::new).transpose()?,
                 filled: filled.iter().any(|&tokens| tokens < seq_len).then(|| filled.into()),
             },
         })
+    }
+
+    /// Returns what the batch's loss is the mean of: preference pairs, or counted targets.
+    pub fn weight(&self) -> u64 {
+        self.pairs.unwrap_or(self.counted)
     }
 }
 
@@ -132,12 +141,18 @@ fn mean(model: &FsdpModule<LanguageModel>, logits: &Tensor, batch: &Batch) -> Re
     reduced(model, logits, batch, reduction)
 }
 
-fn outputs(model: &FsdpModule<LanguageModel>, batch: &Batch) -> Result<(Tensor, Option<Tensor>)> {
+pub(super) fn outputs(model: &FsdpModule<LanguageModel>, batch: &Batch) -> Result<(Tensor, Option<Tensor>)> {
     let input = (batch.ids.clone(), batch.rows.clone());
     model.call_with(input, |model, (ids, rows)| model.outputs(&ids, &rows))
 }
 
-fn reduced(model: &FsdpModule<LanguageModel>, logits: &Tensor, batch: &Batch, reduction: Reduction) -> Result<Tensor> {
+/// Returns the cross-entropy of the batch's targets.
+pub(super) fn reduced(
+    model: &FsdpModule<LanguageModel>,
+    logits: &Tensor,
+    batch: &Batch,
+    reduction: Reduction,
+) -> Result<Tensor> {
     let options = CrossEntropyOptions { reduction, ..Default::default() };
     match model.inner().vocabulary_group() {
         Some(group) => nn::vocab_parallel_cross_entropy(logits, &batch.targets, group, &options),

@@ -20,6 +20,7 @@ pub use layers::ModelDropout;
 pub use parallel::TensorParallel;
 pub use parameter_names::is_block_matrix;
 pub use parameter_names::{Lora, Targets};
+pub use preference::{PairLogProbs, PairLoss};
 pub use size::{ModelSize, UnitSize};
 pub use weights::fingerprint;
 pub use weights::pretrained;
@@ -33,6 +34,7 @@ mod language_model;
 pub mod layers;
 pub mod parallel;
 mod parameter_names;
+mod preference;
 mod size;
 #[cfg(test)]
 mod tests;

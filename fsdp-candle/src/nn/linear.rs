@@ -27,7 +27,7 @@ use super::tensor_parallel::{
 use super::weight::on_cuda;
 use super::weight::{Weight, has_cpu_kernels, register_layer};
 use crate::activation_checkpoint::{Operation, operation};
-use crate::adapter::LoraConfig;
+use crate::adapter::{LoraConfig, are_enabled};
 use crate::collectives::SharedInput;
 use crate::fsdp::FsdpParam;
 use crate::kernels::graph_op;
@@ -331,7 +331,7 @@ impl Adapter {
 
     /// Adds the adapter's output for `x` to the layer's output `y`.
     fn add_to<'a>(adapter: Option<&Self>, y: Tensor, x: impl Into<Input<'a>>) -> Result<Tensor> {
-        let Some(Adapter { down, up, scale }) = adapter else { return Ok(y) };
+        let Some(Adapter { down, up, scale }) = adapter.filter(|_| are_enabled()) else { return Ok(y) };
         // Scale the smaller tensor, [.., r].
         let low = (affine("lora_A", x, down, None, false)? * *scale)?;
         y + affine("lora_B", &low, up, None, false)?

@@ -122,7 +122,7 @@ pub use sequential::{Sequential, seq};
 pub use var_builder::VarBuilder;
 pub use var_map::VarMap;
 
-pub use crate::adapter::{LoraConfig, is_adapter};
+pub use crate::adapter::{LoraConfig, is_adapter, without_adapters};
 pub use activation::{gelu, gelu_erf, silu, silu_mul};
 pub use attention::Documents;
 pub use attention::fused::{

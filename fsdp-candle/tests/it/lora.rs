@@ -7,7 +7,7 @@ use crate::common::{
 };
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::{Optimizer, VarBuilder};
-use fsdp_candle::{AdamW, AdamWConfig, FsdpModule, FullyShard, ShardedVarMap, fully_shard, nn};
+use fsdp_candle::{AdamW, AdamWConfig, FsdpModule, FullyShard, ShardedVarMap, fully_shard, nn, no_grad};
 
 const WIDTH: usize = 6;
 const CONFIG: nn::LoraConfig = nn::LoraConfig { rank: 2, alpha: 3. };
@@ -207,5 +207,25 @@ fn an_adapter_that_can_not_be_made_fails_the_model_by_name() {
         vars.adapt(nn::LoraConfig { rank: 0, alpha: 1. }, |layer| layer == "third");
         let built = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), Bare::new);
         refused(built, &["`third`", "at least 1"]);
+    });
+}
+
+#[test]
+fn forwards_without_adapters_are_the_base() {
+    ranks(2, |world| {
+        let vars = vars(&world);
+        let model = build(&vars);
+        let x = batch(world.rank(), WIDTH);
+        let values = |y: Result<Tensor>| y.unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let tuned = || values(no_grad(|| model.forward(&x)));
+        // New adapters add nothing.
+        let first = tuned();
+        train(&vars, &model, world.rank());
+        let after = tuned();
+        assert_ne!(after, first);
+        let base = nn::without_adapters(|| model.forward(&x)).unwrap();
+        assert!(!base.track_op());
+        assert_eq!(values(Ok(base)), first);
+        assert_eq!(tuned(), after);
     });
 }

@@ -46,8 +46,13 @@ impl Adapters {
 
     /// Freezes the parameters of the next model, and adds adapters to it.
     pub(crate) fn apply(&self, vars: &ShardedVarMap) {
-        let targets = self.lora.targets.clone();
         vars.freeze(|name| !is_adapter(name));
+        self.adapt(vars);
+    }
+
+    /// Adds adapters to the next model.
+    pub(crate) fn adapt(&self, vars: &ShardedVarMap) {
+        let targets = self.lora.targets.clone();
         vars.adapt(self.lora.config, move |layer| targets.matches(layer));
     }
 

@@ -1,6 +1,6 @@
 //! Command line of `train`: its flags, and the checks that a flag has an effect beside the others.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::ensure;
 use clap::builder::{OsStringValueParser, TypedValueParser};
@@ -45,7 +45,7 @@ A step reads (processes / --tensor-parallel x --batch-size x --grad-accum) seque
 the same data in the same order and have the same losses up to rounding.";
 
 /// Flags that name inputs. They may differ between ranks, whose inputs are compared instead.
-pub(crate) const INPUTS: [&str; 5] = ["model", "data", "sft", "eval", "lora-from"];
+pub(crate) const INPUTS: [&str; 6] = ["model", "data", "sft", "dpo", "eval", "lora-from"];
 /// Flags that only rank 0 uses.
 pub(crate) const RANK_0_FLAGS: [&str; 2] = ["metrics", "tensorboard"];
 
@@ -105,16 +105,32 @@ pub(crate) struct Args {
     #[serde(serialize_with = "optional_path")]
     pub(crate) sft: Option<PathBuf>,
 
+    /// Tune on preferences (DPO): a JSONL file of prompts, each with a chosen and a rejected completion, here or on the
+    /// hub
+    ///
+    /// A line is {"prompt": "...", "chosen": "...", "rejected": "..."}, or has lists of messages in place of the texts.
+    /// Without a prompt, it is the common start of both. The loss is TRL's: -log sigmoid(beta * (difference of the
+    /// log probabilities - their difference under the reference model)), a mean over the pairs. The reference is the
+    /// model before the first step: the frozen layers below new adapters (--lora-rank), or else a second copy, sharded
+    /// over the processes. A sequence of --batch-size is a pair. See docs/fine-tuning.md.
+    #[arg(long, value_name = "FILE|NAME", conflicts_with_all = ["data", "sft"], help_heading = "Data")]
+    #[serde(serialize_with = "optional_path")]
+    pub(crate) dpo: Option<PathBuf>,
+
+    /// With --dpo: beta; larger values keep the model closer to the reference [default: 0.1]
+    #[arg(long, value_name = "X", value_parser = positive, allow_hyphen_values = true, help_heading = "Data")]
+    pub(crate) dpo_beta: Option<f64>,
+
     /// With --sft: whether a sequence may hold several examples, which never see each other; `off` pads each example to
     /// a sequence [default: on]
     #[arg(long, value_enum, help_heading = "Data")]
     pub(crate) packing: Option<Switch>,
 
-    /// Shuffle the data in each epoch, seeded by --seed [default: on with --sft, else off]
+    /// Shuffle the data in each epoch, seeded by --seed [default: on with --sft and --dpo, else off]
     #[arg(long, value_enum, help_heading = "Data")]
     pub(crate) shuffle: Option<Switch>,
 
-    /// Evaluation data, of the same kind as --sft or --data; its loss is measured before the first step and at the end
+    /// Evaluation data, of the same kind as --sft, --dpo or --data; its loss is measured before the first step and at the end
     #[arg(long, value_name = "PATH|NAME", help_heading = "Data")]
     #[serde(serialize_with = "optional_path")]
     pub(crate) eval: Option<PathBuf>,
@@ -387,10 +403,11 @@ pub(crate) struct Args {
 
     /// Write measurements of each step to this file, one JSON object per line
     ///
-    /// Fields: step, loss (mean over the tokens of all processes that count), grad_norm (before clipping; null in a
+    /// Fields: step, loss (mean over the counted tokens or the pairs of all processes), grad_norm (before clipping; null in a
     /// step that --loss-scale skips), lr, step_time_s, tokens_per_s, peak_mem_bytes (of the largest process),
     /// shard_bytes (parameters, gradients and optimizer state resident per process). Evaluations have the fields step,
-    /// eval_loss, eval_perplexity, eval_tokens and eval_time_s.
+    /// eval_loss, eval_perplexity, eval_tokens and eval_time_s. --dpo adds rewards/chosen, rewards/rejected,
+    /// rewards/accuracies and rewards/margins, with the prefix eval_ in evaluations, which then have no perplexity.
     #[arg(long, value_name = "FILE", help_heading = "Run")]
     #[serde(serialize_with = "optional_path")]
     pub(crate) metrics: Option<PathBuf>,
@@ -434,7 +451,21 @@ impl Args {
 
     /// Returns whether the data is shuffled in each epoch.
     pub(crate) fn shuffled(&self) -> bool {
-        self.shuffle.map_or(self.sft.is_some(), |shuffle| shuffle == Switch::On)
+        self.shuffle.map_or(self.has_examples(), |shuffle| shuffle == Switch::On)
+    }
+
+    /// Returns whether the data is a list of examples or pairs, not a stream of tokens.
+    pub(crate) fn has_examples(&self) -> bool {
+        self.sft.is_some() || self.dpo.is_some()
+    }
+
+    /// Returns the training data's flag and path. No path stands for the sources of the workspace.
+    pub(crate) fn training_data(&self) -> (&'static str, Option<&Path>) {
+        match (&self.sft, &self.dpo) {
+            (Some(path), _) => ("--sft", Some(path)),
+            (None, Some(path)) => ("--dpo", Some(path)),
+            (None, None) => ("--data", self.data.as_deref()),
+        }
     }
 
     /// Returns whether a sequence may hold several examples.
@@ -718,6 +749,7 @@ mod tests {
             ("--seq-len", &["0", "-5", ""], "whole number of at least 1"),
             ("--grad-accum", &["0"], "whole number of at least 1"),
             ("--lora-rank", &["0", "-1", "x"], "whole number of at least 1"),
+            ("--dpo-beta", &["0", "-1", "nan", "x"], "number above 0"),
             ("--lora-alpha", &["0", "-1", "nan"], "number above 0"),
             ("--activation-checkpoint", &["some", "0", "-1", ""], "none, full, a number K"),
             ("--checkpoint-keep", &["norm"], "linear, attention"),
@@ -755,6 +787,8 @@ mod tests {
     fn conflicting_and_unknown_flags_are_refused() {
         for (flags, expected) in [
             (&["--sft", "a.jsonl", "--data", "b"][..], &["--sft", "--data"][..]),
+            (&["--dpo", "a.jsonl", "--data", "b"], &["--dpo", "--data"]),
+            (&["--dpo", "a.jsonl", "--sft", "b"], &["--dpo", "--sft"]),
             (&["--eval-every", "3"], &["--eval <PATH|NAME>"]),
             (&["--learning-rate", "1"], &["--learning-rate"]),
             (&["--export-gguf", "a.gguf"], &["--model <DIR|NAME>"]),

@@ -8,16 +8,16 @@ use fsdp_candle::{FsdpModule, GradcheckOptions, ReduceOp, World, gradcheck, no_g
 use fsdp_train::console::Console;
 use fsdp_train::data::{Batches, Text};
 use fsdp_train::generate::{SampleOptions, fill, sample};
-use fsdp_train::metrics::EvalRecord;
+use fsdp_train::metrics::{EvalRecord, Rewards};
 use fsdp_train::models::{self, Batch, LanguageModel};
 
 use crate::args::Args;
 use crate::flag_types::AllGather;
+use crate::objective::Objective;
 
 /// Evaluation data and schedule.
 pub(crate) struct Evaluation {
     pub(crate) batches: Batches,
-    seq_len: usize,
     tensor: usize,
     every: usize,
     last: usize,
@@ -26,7 +26,7 @@ pub(crate) struct Evaluation {
 impl Evaluation {
     pub(crate) fn new(args: &Args, batches: Batches) -> Self {
         let every = args.eval_every.unwrap_or(args.steps);
-        Evaluation { batches, seq_len: args.seq_len, tensor: args.tensor_parallel, every, last: args.steps }
+        Evaluation { batches, tensor: args.tensor_parallel, every, last: args.steps }
     }
 
     /// Returns whether the loss is measured after `step` steps.
@@ -38,27 +38,34 @@ impl Evaluation {
     pub(crate) fn run(
         &self,
         model: &FsdpModule<LanguageModel>,
+        objective: &Objective,
         step: usize,
         world: &World,
     ) -> anyhow::Result<EvalRecord> {
         let start = Instant::now();
-        let (mut sum, mut counted) = (0., 0);
+        let (mut sum, mut counted, mut weight) = (0., 0, 0);
+        let mut rewards = Rewards::default();
         for round in 0..self.batches.rounds() {
-            let batch = Batch::new(self.batches.pass(round)?, self.seq_len, world.device())?;
-            counted += batch.counted;
+            let batch = Batch::new(self.batches.pass(round)?, world.device())?;
+            (counted, weight) = (counted + batch.counted, weight + batch.weight());
             // A rank without a sequence computes on an empty batch, because all ranks must gather the parameters.
-            let loss = no_grad(|| models::cross_entropy_sum(model, &batch)).context("can't evaluate")?;
+            let (loss, of_batch) = objective.evaluate(model, &batch).context("can't evaluate")?;
             sum += f64::from(loss.to_scalar::<f32>()?);
+            rewards = rewards + of_batch.unwrap_or_default();
         }
-        let sums = world.all_reduce(&[sum, counted as f64], ReduceOp::Sum)?;
-        let eval_loss = sums[0] / sums[1];
+        let own = [&[sum, counted as f64, weight as f64][..], &rewards.values()].concat();
+        let sums = world.all_reduce(&own, ReduceOp::Sum)?;
+        let eval_loss = sums[0] / sums[2];
+        let is_tokens = matches!(objective, Objective::Tokens);
+        let rewards = Rewards::from(std::array::from_fn(|i| sums[3 + i] / sums[2]));
         Ok(EvalRecord {
             step,
             eval_loss,
-            eval_perplexity: eval_loss.exp(),
+            eval_perplexity: is_tokens.then(|| eval_loss.exp()),
             // Tensor-parallel ranks count the same tokens.
             eval_tokens: sums[1] as u64 / self.tensor as u64,
             eval_time_s: start.elapsed().as_secs_f64(),
+            rewards: (!is_tokens).then(|| rewards.into()),
         })
     }
 }
@@ -133,14 +140,18 @@ pub(crate) fn check_gradcheck_flags(args: &Args) -> anyhow::Result<()> {
 
 /// Compares the gradients of the next batch with finite differences. Collective.
 pub(crate) fn run_gradcheck(
-    args: &Args,
     model: &FsdpModule<LanguageModel>,
+    objective: &Objective,
     batches: &Batches,
     sequences: u64,
     world: &World,
 ) -> anyhow::Result<()> {
-    let batch = Batch::new(batches.micro_batch(sequences, 0)?, args.seq_len, world.device())?;
-    let checked = gradcheck(model, &GradcheckOptions::default(), |model| models::cross_entropy(model, &batch));
+    let batch = Batch::new(batches.micro_batch(sequences, 0)?, world.device())?;
+    let reference = objective.reference(model, &batch)?;
+    let checked = gradcheck(model, &GradcheckOptions::default(), |model| match &reference {
+        Some(reference) => objective.loss(model, &batch, Some(reference)).map(|batch_loss| batch_loss.loss),
+        None => models::cross_entropy(model, &batch),
+    });
     let checked = checked.context("--gradcheck")?;
     if world.rank() == 0 {
         Console::Stderr.line(format_args!("gradcheck: the gradients of {} units are right", checked.len()));

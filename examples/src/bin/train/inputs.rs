@@ -32,12 +32,13 @@ pub(crate) fn fetch(args: &Args, world: &World) -> anyhow::Result<Args> {
 }
 
 /// Lists the inputs with their flags.
-fn inputs(args: &mut Args) -> [(&'static str, Kind, &mut Option<PathBuf>); 5] {
+fn inputs(args: &mut Args) -> [(&'static str, Kind, &mut Option<PathBuf>); 6] {
     [
         ("--model", Kind::Model, &mut args.model),
         ("--lora-from", Kind::Model, &mut args.lora_from),
         ("--data", Kind::Dataset, &mut args.data),
         ("--sft", Kind::Dataset, &mut args.sft),
+        ("--dpo", Kind::Dataset, &mut args.dpo),
         ("--eval", Kind::Dataset, &mut args.eval),
     ]
 }

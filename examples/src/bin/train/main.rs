@@ -11,6 +11,7 @@ mod evaluate;
 mod export;
 mod flag_types;
 mod inputs;
+mod objective;
 mod optimizer;
 mod report;
 mod run_record;
@@ -26,8 +27,8 @@ use fsdp_candle::random::{self, RngState};
 use fsdp_candle::{Recurse, ReduceOp, World, clip_grad_norm, grad_norm};
 use fsdp_train::console::Console;
 use fsdp_train::job;
-use fsdp_train::metrics::{StepRecord, peak_memory_bytes};
-use fsdp_train::models::{self, Batch, parallel};
+use fsdp_train::metrics::{Rewards, StepRecord, peak_memory_bytes};
+use fsdp_train::models::{Batch, parallel};
 
 use args::Args;
 use checkpoint::Checkpoints;
@@ -35,6 +36,7 @@ use directories::Hosts;
 use evaluate::Sampler;
 use export::GgufExport;
 use flag_types::GradSync;
+use objective::BatchLoss;
 use optimizer::LossScale;
 use optimizer::Optimizer;
 use report::NonFiniteStep;
@@ -62,6 +64,7 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<Option<Gguf
     // Conflicting flags fail before anything is read.
     evaluate::check_gradcheck_flags(args)?;
     args::check_unused_flags(args)?;
+    objective::check_flags(args)?;
     if args.sequence_parallel {
         parallel::check_sequence(args.tensor_parallel, ("--seq-len", args.seq_len))?;
     }
@@ -70,9 +73,10 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<Option<Gguf
     let ranks = args.ranks(world)?;
     let mut loss_scale = LossScale::new(args)?;
     let mut checkpoints = Checkpoints::new(args, hosts, world)?;
-    let Setup { config, vars, model, batches, evaluation, text, positions, adapters } = Setup::new(args, world)?;
+    let Setup { config, vars, model, objective, batches, evaluation, text, positions, adapters } =
+        Setup::new(args, world)?;
     let mut optim = Optimizer::new(args, &vars)?;
-    let run = Record::new(args, &config, &batches, adapters.as_ref(), optim.get())?;
+    let run = Record::new(args, &config, &batches, adapters.as_ref(), &objective, optim.get())?;
 
     let mut done = checkpoints.resume(args, &vars, optim.get_mut(), &mut loss_scale, &run)?;
     if world.rank() == 0 && done.step >= args.steps {
@@ -83,20 +87,19 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<Option<Gguf
     }
     if args.gradcheck && done.step < args.steps {
         tracing::debug_span!("gradcheck")
-            .in_scope(|| evaluate::run_gradcheck(args, &model, &batches, done.sequences, world))?;
+            .in_scope(|| evaluate::run_gradcheck(&model, &objective, &batches, done.sequences, world))?;
     }
     let mut log = if world.rank() == 0 { Some(StepLog::open(args, done.step)?) } else { None };
-    let shard_bytes = setup::shard_bytes(&vars) + optim.bytes() as u64;
-    let tokens_per_step = batches.tokens_per_step() as f64;
+    let shard_bytes = setup::shard_bytes(&vars) + objective.shard_bytes() + optim.bytes() as u64;
     let sampler = Sampler { model: &model, text: &text, positions };
     let prompts = evaluation.as_ref().map_or(&batches, |evaluation| &evaluation.batches);
-    let generate = || match args.sft {
-        Some(_) => tracing::debug_span!("sample").in_scope(|| sampler.answer_example(prompts, world)),
-        None => tracing::debug_span!("sample").in_scope(|| sampler.continue_stream(&batches, world)),
+    let generate = || match args.has_examples() {
+        true => tracing::debug_span!("sample").in_scope(|| sampler.answer_example(prompts, world)),
+        false => tracing::debug_span!("sample").in_scope(|| sampler.continue_stream(&batches, world)),
     };
     let evaluate = |step: usize, log: &mut Option<StepLog>| -> anyhow::Result<()> {
         let Some(evaluation) = evaluation.as_ref().filter(|evaluation| evaluation.is_due(step)) else { return Ok(()) };
-        let record = tracing::debug_span!("eval").in_scope(|| evaluation.run(&model, step, world))?;
+        let record = tracing::debug_span!("eval").in_scope(|| evaluation.run(&model, &objective, step, world))?;
         if let Some(log) = log {
             log.eval(&record);
         }
@@ -105,7 +108,7 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<Option<Gguf
     if done.step == 0 {
         evaluate(0, &mut log)?;
     }
-    if args.sft.is_some() && done.step < args.steps {
+    if args.has_examples() && done.step < args.steps {
         let sample = generate()?;
         if world.rank() == 0 {
             Console::Stdout.line(format_args!("sample before training: {sample}"));
@@ -117,12 +120,11 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<Option<Gguf
         let start = Instant::now();
         let lr = optim.set_learning_rates(step);
 
-        model.inner().set_training(true);
         // Backward averages gradients over ranks and shards them. The loss of a step is the mean over the counted
-        // tokens of all ranks and micro-batches, so the mean of a micro-batch is weighted by its share of them.
+        // tokens or pairs of all ranks and micro-batches, so the mean of a micro-batch is weighted by its share of them.
         // Tensor-parallel ranks have the same tokens and the same loss.
         let share = batches.counted(done.sequences)?.max(1) as f64 / ranks.data() as f64;
-        let mut own_loss = 0.;
+        let (mut own_loss, mut rewards) = (0., None);
         let mut grads: Option<GradStore> = None;
         for micro_step in 0..args.grad_accum {
             let last = micro_step + 1 == args.grad_accum;
@@ -130,13 +132,16 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<Option<Gguf
                 last || args.grad_sync.unwrap_or(GradSync::Every) == GradSync::Every,
                 Recurse::Yes,
             );
-            let batch = Batch::new(batches.micro_batch(done.sequences, micro_step)?, args.seq_len, world.device())?;
+            let batch = Batch::new(batches.micro_batch(done.sequences, micro_step)?, world.device())?;
+            let reference = objective.reference(&model, &batch)?;
+            model.inner().set_training(true);
             let first_row = batches.first_sequence(done.sequences, micro_step);
             random::set_rng_state(RngState { first_row, ..RngState::new(args.seed) });
-            let loss = models::loss(&model, &batch)?;
+            let BatchLoss { loss, rewards: of_batch } = objective.loss(&model, &batch, reference.as_ref())?;
             // The loss of a batch without counted tokens is 0. Candle would end the graph at a weight of 0, but all
             // ranks must run the same backward.
-            let weight = batch.counted.max(1) as f64 / share;
+            let weight = batch.weight().max(1) as f64 / share;
+            rewards = of_batch.map(|of_batch| rewards.unwrap_or_default() + of_batch * weight);
             let new = model.backward(&loss_scale.scale((&loss * weight)?)?)?;
             // Read after backward, because reading waits for the device.
             own_loss += weight * f64::from(loss.to_scalar::<f32>()?);
@@ -144,8 +149,8 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<Option<Gguf
                 Some(grads) => grads.extend(new)?,
                 None => grads = Some(new),
             }
+            model.inner().set_training(false);
         }
-        model.inner().set_training(false);
         let Some(mut grads) = grads else { anyhow::bail!("--grad-accum is at least 1") };
         let overflowed = loss_scale.unscale(&vars, &mut grads)?;
         let norm = match args.clip_grad_norm {
@@ -154,7 +159,8 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<Option<Gguf
         };
         // A non-finite value on any rank makes the mean non-finite. All ranks then stop before the weights change.
         // With f16, non-finite gradients may only have overflowed.
-        let means = world.all_reduce(&[own_loss, norm], ReduceOp::Avg)?;
+        let own: Vec<f64> = [own_loss, norm].into_iter().chain(rewards.iter().flat_map(Rewards::values)).collect();
+        let means = world.all_reduce(&own, ReduceOp::Avg)?;
         let loss = means[0];
         if !(loss.is_finite() && (means[1].is_finite() || overflowed)) {
             let bad = NonFiniteStep { step, loss, own_loss, norm, grads: &grads, loss_scale: loss_scale.current() };
@@ -163,6 +169,7 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<Option<Gguf
         let skipped = loss_scale.step(optim.get_mut(), &grads)?;
         drop(grads);
 
+        let tokens = batches.tokens(done.sequences) as f64;
         done.step = step;
         done.sequences += batches.sequences_per_step();
         let peak = world.all_reduce(&[peak_memory_bytes() as f64], ReduceOp::Max)?[0];
@@ -173,9 +180,10 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<Option<Gguf
             grad_norm: norm,
             lr,
             step_time_s: seconds,
-            tokens_per_s: tokens_per_step / seconds,
+            tokens_per_s: tokens / seconds,
             peak_mem_bytes: peak as u64,
             shard_bytes,
+            rewards: rewards.map(|_| Rewards::from(std::array::from_fn(|i| means[2 + i]))),
         };
         if let Some(log) = &mut log {
             skipped.iter().for_each(|why| log.note(step, why));

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use candle_core::backprop::GradStore;
 use fsdp_candle::{Error, NonFinite, ShardedOptimizer, ShardedVarMap, ValuesOf, World, check_finite};
 use fsdp_train::console::Console;
-use fsdp_train::metrics::{EvalRecord, MetricsFile, StepRecord};
+use fsdp_train::metrics::{EvalRecord, MetricsFile, Rewards, StepRecord};
 use fsdp_train::progress::Progress;
 use fsdp_train::tensorboard::EventFile;
 use indicatif::HumanCount;
@@ -41,9 +41,16 @@ impl StepLog {
     pub(crate) fn eval(&mut self, record: &EvalRecord) {
         write_or_give_up(&mut self.metrics, |metrics| metrics.write(record));
         write_or_give_up(&mut self.events, |events| events.write_eval(record));
-        let EvalRecord { step, eval_loss, eval_perplexity, eval_tokens, .. } = record;
+        let EvalRecord { step, eval_loss, eval_perplexity, eval_tokens, rewards, .. } = record;
         let tokens = HumanCount(*eval_tokens);
-        let text = format!("evaluation loss {eval_loss:.4}, perplexity {eval_perplexity:.2}, over {tokens} tokens");
+        let more = match (eval_perplexity, rewards.map(Rewards::from)) {
+            (_, Some(Rewards { accuracies, margins, .. })) => {
+                format!(", reward accuracy {accuracies:.2}, margin {margins:.4}")
+            }
+            (Some(perplexity), None) => format!(", perplexity {perplexity:.2}"),
+            (None, None) => String::new(),
+        };
+        let text = format!("evaluation loss {eval_loss:.4}{more}, over {tokens} tokens");
         self.note(*step, &text);
     }
 

@@ -15,6 +15,7 @@ use serde_json::{Map, Value};
 use crate::adapters::Adapters;
 use crate::agreement::{Fields, NOT_GIVEN, fields};
 use crate::args::Args;
+use crate::objective::Objective;
 
 /// Key of the record in a checkpoint.
 const KEY: &str = "train.run";
@@ -62,6 +63,7 @@ impl Record {
         config: &ModelConfig,
         batches: &Batches,
         adapters: Option<&Adapters>,
+        objective: &Objective,
         optim: &dyn ShardedOptimizer,
     ) -> anyhow::Result<Self> {
         let mut record = Record::default();
@@ -81,7 +83,12 @@ impl Record {
             fixed.insert("the adapters' alpha".into(), config.alpha.to_string());
         }
 
-        let data = args.sft.as_ref().or(args.data.as_ref());
+        if let Objective::Preference(preference) = objective {
+            fixed.extend(preference.start.clone());
+            settings.insert("--dpo-beta".into(), preference.beta.to_string());
+        }
+
+        let (_, data) = args.training_data();
         let place = data.map_or("the sources of the workspace".into(), |path| path.display().to_string());
         notes.insert(DATA.into(), place);
         let seeded = |text: String| format!("{text}, by --seed {}", args.seed);

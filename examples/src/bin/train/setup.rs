@@ -5,14 +5,15 @@ use std::path::Path;
 
 use anyhow::{Context, bail, ensure};
 use candle_core::DType;
+use fsdp_candle::activation_checkpoint::CheckpointPolicy;
 use fsdp_candle::initializer::{Fallback, Philox};
 use fsdp_candle::nn::is_adapter;
 use fsdp_candle::{FsdpModule, FullyShard, MixedPrecisionPolicy, ShardedVarMap, World};
 use fsdp_ckpt::TensorSource;
 use fsdp_ckpt::hf::HfModel;
 use fsdp_train::console::Console;
-use fsdp_train::data::{Batches, Data, Examples, Masking, PackingOptions, Source, Text, mask_token};
-use fsdp_train::models::{self, LanguageModel, Lora, ModelConfig, ModelOptions, TensorParallel, parallel};
+use fsdp_train::data::{Batches, Data, Examples, Masking, PackingOptions, Pairs, Source, Text, mask_token};
+use fsdp_train::models::{self, Dropout, LanguageModel, ModelConfig, ModelOptions, TensorParallel, parallel};
 use fsdp_train::ranks::Ranks;
 use indicatif::{BinaryBytes, HumanCount};
 
@@ -21,15 +22,21 @@ use crate::agreement::{self, Fields};
 use crate::args::{Args, OptimizerKind};
 use crate::evaluate::{Evaluation, SAMPLE_CONTEXT};
 use crate::flag_types::{InitChoice, Resume};
+use crate::objective::{self, DPO_BETA, Objective, Preference, Reference};
 
 /// Default for --mlm-probability.
 const MLM_PROBABILITY: f64 = 0.15;
+
+/// Names of the initial weights in comparisons.
+const FIRST_WEIGHTS: &str = "the first weights";
+const FIRST_ADAPTERS: &str = "the first adapters";
 
 /// Model, data and adapters of a run.
 pub(crate) struct Setup {
     pub(crate) config: ModelConfig,
     pub(crate) vars: ShardedVarMap,
     pub(crate) model: FsdpModule<LanguageModel>,
+    pub(crate) objective: Objective,
     pub(crate) batches: Batches,
     pub(crate) evaluation: Option<Evaluation>,
     pub(crate) text: Text,
@@ -54,14 +61,16 @@ impl Setup {
 
         // Data is read before the model is built, so that its errors show at once.
         let text = Text::new(args.model.as_deref())?;
+        objective::check_weights(args)?;
         let (batches, evaluation) = data(args, &config, &text, world)?;
         let weights = pretrained(args)?;
         let adapters = Adapters::of(args)?;
-        agreement::check_inputs(
-            read_inputs(&config, &batches, evaluation.as_ref(), weights, adapters.as_ref())?,
-            args,
-            world,
-        )?;
+        let read = read_inputs(&config, &batches, evaluation.as_ref(), weights, adapters.as_ref())?;
+        let start: Fields = [FIRST_WEIGHTS, FIRST_ADAPTERS]
+            .into_iter()
+            .filter_map(|name| Some((name.to_owned(), read.get(name)?.clone())))
+            .collect();
+        agreement::check_inputs(read, args, world)?;
         if world.rank() == 0 {
             let all = [Some(&batches), evaluation.as_ref().map(|evaluation| &evaluation.batches)];
             let of_adapters = adapters.as_ref().and_then(|adapters| adapters.from.as_ref()?.warning());
@@ -71,25 +80,14 @@ impl Setup {
             Console::Stderr.line(format_args!("training on {data}: {shape} per step"));
         }
         let positions = args.seq_len.max(SAMPLE_CONTEXT);
-        check_memory(args, &config, adapters.as_ref().map(|adapters| &adapters.lora), positions, world)?;
+        check_memory(args, &config, adapters.as_ref(), positions, world)?;
 
         let ranks = args.ranks(world)?;
         let vars = ranks.vars(world)?;
-        let of_layers = ranks.tensor_mesh(&vars)?;
         if world.rank() == 0 && args.resume == Resume::None && weights.is_none() {
             Console::Stderr.line(format_args!("starting from random weights (seed {})", args.seed));
         }
-        let random = Philox::new(args.seed);
-        let cant_read = |dir: &Path| format!("can't read the weights in {}", dir.display());
-        let weights = weights.map(|dir| models::pretrained(dir).with_context(|| cant_read(dir))).transpose()?;
-        let peft = adapters.as_ref().and_then(|adapters| adapters.from.as_ref());
-        let peft = peft.map(Peft::initializer).transpose()?;
-        match (weights, peft) {
-            (None, None) => vars.init_with(random),
-            (None, Some(peft)) => vars.init_with(Fallback::new(peft, random, |name| !is_adapter(name))),
-            (Some(weights), None) => vars.init_with(Fallback::new(weights, random, is_adapter)),
-            (Some(weights), Some(peft)) => vars.init_with(Fallback::new(weights, peft, is_adapter)),
-        }
+        initialize(args, &vars, weights, adapters.as_ref())?;
         if let Some(adapters) = &adapters {
             adapters.apply(&vars);
         }
@@ -98,28 +96,91 @@ impl Setup {
             positions,
             checkpoints: args.activation_checkpoint.policy(args.checkpoint_keep.clone())?,
             dropout: args.dropout.of(&config),
-            parallel: of_layers.map(|mesh| TensorParallel::new(mesh, args.sequence_parallel)).transpose()?,
+            parallel: None,
         };
-        let policy = MixedPrecisionPolicy {
-            param_dtype: Some(args.param_dtype.dtype()),
-            reduce_dtype: Some(args.reduce_dtype.dtype()),
-            ..Default::default()
-        };
-        let all_gather = args.all_gather;
-        let opts = FullyShard::new(&vars)
-            .mp_policy(policy)
-            .all_gather_extension(move |name| all_gather.extension(name))
-            .reshard_after_forward(args.reshard_after_forward)
-            .shard_optimizer_over_replicas(args.shard_optimizer_over_replicas)
-            .offload_policy(args.offload.policy());
-        let model = models::build(&config, &opts, &vars, options)?;
+        let model = build(args, &config, &vars, options.clone(), ranks)?;
         if let Some(adapters) = &adapters {
             adapters.check(args, &vars)?;
         }
-        models::set_prefetch(&model, args.prefetch);
+        let objective = match args.dpo {
+            None => Objective::Tokens,
+            Some(_) => Objective::Preference(Preference {
+                beta: args.dpo_beta.unwrap_or(DPO_BETA),
+                reference: match needs_copy(adapters.as_ref()) {
+                    false => Reference::Base,
+                    true => {
+                        let copy = ranks.vars(world)?;
+                        initialize(args, &copy, weights, adapters.as_ref())?;
+                        copy.freeze(|_| true);
+                        if let Some(adapters) = &adapters {
+                            adapters.adapt(&copy);
+                        }
+                        let (checkpoints, dropout) = (CheckpointPolicy::none(), Dropout::default());
+                        let options = ModelOptions { checkpoints, dropout, ..options };
+                        let model = build(args, &config, &copy, options, ranks)?;
+                        Reference::Copy(Box::new(model), copy)
+                    }
+                },
+                start,
+            }),
+        };
         let positions = positions.min(config.max_positions());
-        Ok(Setup { config, vars, model, batches, evaluation, text, adapters, positions })
+        Ok(Setup { config, vars, model, objective, batches, evaluation, text, adapters, positions })
     }
+}
+
+/// Returns whether the reference model of preference tuning is a copy. New adapters add nothing before the first step,
+/// so the model without them is the reference.
+fn needs_copy(adapters: Option<&Adapters>) -> bool {
+    adapters.is_none_or(|adapters| adapters.from.is_some())
+}
+
+/// Sets the initial values of the next model's parameters.
+fn initialize(
+    args: &Args,
+    vars: &ShardedVarMap,
+    weights: Option<&Path>,
+    adapters: Option<&Adapters>,
+) -> anyhow::Result<()> {
+    let random = Philox::new(args.seed);
+    let cant_read = |dir: &Path| format!("can't read the weights in {}", dir.display());
+    let weights = weights.map(|dir| models::pretrained(dir).with_context(|| cant_read(dir))).transpose()?;
+    let peft = adapters.and_then(|adapters| adapters.from.as_ref());
+    let peft = peft.map(Peft::initializer).transpose()?;
+    match (weights, peft) {
+        (None, None) => vars.init_with(random),
+        (None, Some(peft)) => vars.init_with(Fallback::new(peft, random, |name| !is_adapter(name))),
+        (Some(weights), None) => vars.init_with(Fallback::new(weights, random, is_adapter)),
+        (Some(weights), Some(peft)) => vars.init_with(Fallback::new(weights, peft, is_adapter)),
+    }
+    Ok(())
+}
+
+/// Builds a model with the flags' sharding. `options.parallel` is set here.
+fn build(
+    args: &Args,
+    config: &ModelConfig,
+    vars: &ShardedVarMap,
+    options: ModelOptions,
+    ranks: Ranks,
+) -> anyhow::Result<FsdpModule<LanguageModel>> {
+    let of_layers = ranks.tensor_mesh(vars)?;
+    let parallel = of_layers.map(|mesh| TensorParallel::new(mesh, args.sequence_parallel)).transpose()?;
+    let policy = MixedPrecisionPolicy {
+        param_dtype: Some(args.param_dtype.dtype()),
+        reduce_dtype: Some(args.reduce_dtype.dtype()),
+        ..Default::default()
+    };
+    let all_gather = args.all_gather;
+    let opts = FullyShard::new(vars)
+        .mp_policy(policy)
+        .all_gather_extension(move |name| all_gather.extension(name))
+        .reshard_after_forward(args.reshard_after_forward)
+        .shard_optimizer_over_replicas(args.shard_optimizer_over_replicas)
+        .offload_policy(args.offload.policy());
+    let model = models::build(config, &opts, vars, ModelOptions { parallel, ..options })?;
+    models::set_prefetch(&model, args.prefetch);
+    Ok(model)
 }
 
 /// Opens the training data and the evaluation data.
@@ -130,19 +191,21 @@ fn data(
     world: &World,
 ) -> anyhow::Result<(Batches, Option<Evaluation>)> {
     let (masking, vocab_size) = (masking(args, config, text)?, config.vocab_size());
-    let source = |flag: &'static str, path: Option<&Path>, shuffle: Option<u64>| match (path, args.sft.is_some()) {
-        (Some(path), true) => {
+    let source = |flag: &'static str, path: Option<&Path>, shuffle: Option<u64>| match path {
+        Some(path) if args.sft.is_some() => {
             let examples = Examples::load(path, args.model.as_deref(), text, args.seq_len, vocab_size).context(flag)?;
             anyhow::Ok(Source::Examples(examples, PackingOptions { packing: args.packed(), shuffle }))
         }
-        (Some(path), false) => Ok(Source::Stream(Data::load(Some(path), text, vocab_size).context(flag)?, shuffle)),
-        (None, _) => Ok(Source::Stream(Data::load(None, text, vocab_size)?, shuffle)),
+        Some(path) if args.dpo.is_some() => {
+            let sizes = (args.seq_len, vocab_size);
+            let pairs = Pairs::load(path, args.model.as_deref(), text, sizes, shuffle).context(flag)?;
+            Ok(Source::Pairs(pairs))
+        }
+        Some(path) => Ok(Source::Stream(Data::load(Some(path), text, vocab_size).context(flag)?, shuffle)),
+        None => Ok(Source::Stream(Data::load(None, text, vocab_size)?, shuffle)),
     };
     let shape = args.batch_shape(world)?;
-    let (flag, path) = match &args.sft {
-        Some(path) => ("--sft", Some(path.as_path())),
-        None => ("--data", args.data.as_deref()),
-    };
+    let (flag, path) = args.training_data();
     let batches = Batches::new(source(flag, path, args.shuffled().then_some(args.seed))?, shape)?.masked(masking);
     let evaluation = match args.eval.as_deref() {
         Some(path) => {
@@ -165,8 +228,9 @@ fn masking(args: &Args, config: &ModelConfig, text: &Text) -> anyhow::Result<Opt
         }
         return Ok(None);
     }
-    if args.sft.is_some() {
-        bail!("--sft is for models that continue text, found a bert: pass text by --data");
+    if args.has_examples() {
+        let (flag, _) = args.training_data();
+        bail!("{flag} is for models that continue text, found a bert: pass text by --data");
     }
     let vocabulary = config.vocab_size();
     Ok(Some(Masking {
@@ -221,9 +285,9 @@ fn read_inputs(
     if let Some(evaluation) = evaluation {
         read.insert("the data of --eval".into(), evaluation.batches.summary());
     }
-    read.insert("the first weights".into(), weights);
+    read.insert(FIRST_WEIGHTS.into(), weights);
     if let Some(peft) = adapters.and_then(|adapters| adapters.from.as_ref()) {
-        read.insert("the first adapters".into(), print(&peft.weights)?);
+        read.insert(FIRST_ADAPTERS.into(), print(&peft.weights)?);
     }
     Ok(read)
 }
@@ -251,14 +315,14 @@ const FEWEST_TOKENS: usize = 64;
 fn check_memory(
     args: &Args,
     config: &ModelConfig,
-    lora: Option<&Lora>,
+    adapters: Option<&Adapters>,
     positions: usize,
     world: &World,
 ) -> anyhow::Result<()> {
     if !world.device().is_cpu() {
         return Ok(()); // allocation on a device reports an error by itself
     }
-    let needs = memory_needs(args, config, lora, positions, args.ranks(world)?);
+    let needs = memory_needs(args, config, adapters, positions, args.ranks(world)?);
     let total: f64 = needs.iter().map(|(_, bytes)| bytes).sum();
     let ranks = world.env().local_world_size;
     let machine = rustix::system::sysinfo();
@@ -286,11 +350,11 @@ fn check_memory(
 fn memory_needs(
     args: &Args,
     config: &ModelConfig,
-    lora: Option<&Lora>,
+    adapters: Option<&Adapters>,
     positions: usize,
     ranks: Ranks,
 ) -> Vec<(String, f64)> {
-    let size = config.size(lora);
+    let size = config.size(adapters.map(|adapters| &adapters.lora));
     // Tensor-parallel ranks hold whole norms, so this is slightly too low.
     let tensor = ranks.tensor as f64;
     let shards = ranks.shard as f64 * tensor;
@@ -301,17 +365,21 @@ fn memory_needs(
         OptimizerKind::Sgd if args.optimizer.momentum == Some(0.) => 0.,
         OptimizerKind::Sgd | OptimizerKind::Muon => 1.,
     };
-    let (frozen, trained) = match lora {
+    let (frozen, trained) = match adapters {
         Some(_) => (size.base, size.adapters),
         None => (0., size.base),
     };
     let holders = if args.shard_optimizer_over_replicas { shards * ranks.replicate as f64 } else { shards };
     let state = F32 * (frozen / shards + (2. + kept) * trained / holders);
-    let tokens = (args.batch_size * args.seq_len).max(FEWEST_TOKENS) as f64;
+    let copy = if args.dpo.is_some() && needs_copy(adapters) { F32 * (size.base + size.adapters) / shards } else { 0. };
+    // The pairs of --dpo may be shorter.
+    let tokens = if args.dpo.is_some() { FEWEST_TOKENS } else { (args.batch_size * args.seq_len).max(FEWEST_TOKENS) };
+    let tokens = tokens as f64;
     let compute = args.param_dtype.dtype().size_in_bytes() as f64;
     let parameters = Count(size.base + size.adapters);
     vec![
         (format!("its shards of {parameters} parameters, with gradients and optimizer state"), state),
+        ("the reference model's shards".into(), copy),
         ("the largest unit's gathered parameters".into(), compute * size.largest_unit / tensor),
         (format!("the widest activation of {} tokens", Count(tokens)), compute * size.widest * tokens / tensor),
         (format!("the names and shapes of {} parameter tensors", Count(size.tensors)), TENSOR * size.tensors),
@@ -346,9 +414,9 @@ mod tests {
 
     fn total(flags: &[&str], ranks: usize) -> f64 {
         let args = Args::try_parse_from([&["train"], flags].concat()).unwrap();
-        let lora = Adapters::of(&args).unwrap().map(|adapters| adapters.lora);
+        let adapters = Adapters::of(&args).unwrap();
         let ranks = Ranks::new(ranks, args.replicate, args.tensor_parallel).unwrap();
-        memory_needs(&args, &ModelConfig::builtin().unwrap(), lora.as_ref(), 128, ranks)
+        memory_needs(&args, &ModelConfig::builtin().unwrap(), adapters.as_ref(), 128, ranks)
             .iter()
             .map(|(_, bytes)| bytes)
             .sum()
@@ -369,6 +437,11 @@ mod tests {
         assert!(total(&["--lora-rank", "8"], 1) < one / 2.);
         assert!(total(&["--lora-rank", "4611686018427387904"], 1) > 1e21);
         assert!(total(&["--param-dtype", "bf16"], 1) < one);
+        // The reference model's shards, unless the base below the adapters is the reference.
+        let tuned = |flags: &[&str]| total(&[flags, &["--dpo", "a.jsonl"]].concat(), 1) - total(flags, 1);
+        let small = ["--batch-size", "1", "--seq-len", "64"];
+        assert!((20e6..26e6).contains(&tuned(&small)));
+        assert_eq!(tuned(&[&small[..], &["--lora-rank", "8"]].concat()), 0.);
         let of = |optimizer| total(&["--optimizer", optimizer], 1);
         assert!(of("adam") == one && of("adamw8bit") < of("sgd") && of("sgd") == of("muon") && of("muon") < one);
     }

@@ -29,7 +29,7 @@ fn sequences(
         for a in 0..grad_accum {
             for rank in &ranks {
                 let read = rank.micro_batch(position + step * rank.sequences_per_step(), a).unwrap();
-                let MicroBatch { inputs, targets, counted, documents, filled } = read;
+                let MicroBatch { inputs, targets, counted, documents, filled, .. } = read;
                 assert_eq!((inputs.len(), targets.len()), (batch_size * seq_len, batch_size * seq_len));
                 assert_eq!((counted, documents), ((batch_size * seq_len) as u64, None));
                 assert_eq!(filled, vec![seq_len; batch_size]);

@@ -1,7 +1,8 @@
-//! Examples for supervised fine-tuning: `--sft FILE.jsonl`.
+//! Examples for supervised fine-tuning and preference tuning: `--sft FILE.jsonl` and `--dpo FILE.jsonl`.
 //!
 //! A line is a conversation or a prompt with a completion. `template` formats conversations by the model's chat
-//! template and finds the assistant's turns, which the loss counts. `packing` combines examples into sequences.
+//! template and finds the assistant's turns, which the loss counts. `packing` combines examples into sequences. `pairs`
+//! reads lines with two completions.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -19,6 +20,7 @@ use crate::data::sft::template::{Specials, Template, conversation};
 use crate::data::text::{Marked, Text};
 
 pub(in crate::data) mod packing;
+pub(in crate::data) mod pairs;
 mod template;
 pub(in crate::data) use template::read_json;
 #[cfg(test)]
@@ -63,24 +65,10 @@ impl Examples {
     /// A line has another form, the template refuses it, no example is left, or an id is not below `vocab_size`. Errors
     /// name the file and the line.
     pub fn load(path: &Path, model: Option<&Path>, text: &Text, seq_len: usize, vocab_size: usize) -> Result<Self> {
-        let specials = Specials::new(model, text)?;
-        let template = Template::new(model, &specials)?;
-        let mut reading = Reading { text, special: text.special_tokens(&specials.named), specials, template, seq_len };
+        let reading = Reading::new(model, text, seq_len, vocab_size)?;
         let mut examples = Examples::new(path.display().to_string(), reading.specials.stops.clone());
-        let file = File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
-        let mut lines = BufReader::new(file).lines().zip(1..).peekable();
-        while lines.peek().is_some() {
-            let mut chunk = Vec::new();
-            for (line, number) in lines.by_ref().take(LINES) {
-                let read = line.map_err(anyhow::Error::from).and_then(|line| match without_mark(&line, number) {
-                    line if line.trim().is_empty() => Ok(None),
-                    line => read_line(line, &reading.template, &reading.special).map(Some),
-                });
-                let read = read.with_context(|| format!("{}, line {number}", path.display()))?;
-                chunk.extend(read.map(|marked| (number, marked)));
-            }
-            reading.tokenise(chunk, &mut examples, path, vocab_size)?;
-        }
+        let read = |line: &str| read_line(line, &reading.template, &reading.special);
+        read_lines(path, read, |chunk| reading.tokenise(chunk, &mut examples, path))?;
         ensure!(
             examples.cut > 0 || !examples.ends.is_empty(),
             "{} has no examples: it must have at least one line, such as {{\"messages\": [{{\"role\": \"user\", \
@@ -162,6 +150,30 @@ impl Examples {
     }
 }
 
+/// Reads the lines of a file that are not blank, and passes them on in chunks, with their numbers. Errors name the file
+/// and the line.
+fn read_lines<T>(
+    path: &Path,
+    read: impl Fn(&str) -> Result<T>,
+    mut pass_on: impl FnMut(Vec<(usize, T)>) -> Result<()>,
+) -> Result<()> {
+    let file = File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let mut lines = BufReader::new(file).lines().zip(1..).peekable();
+    while lines.peek().is_some() {
+        let mut chunk = Vec::new();
+        for (line, number) in lines.by_ref().take(LINES) {
+            let read = line.map_err(anyhow::Error::from).and_then(|line| match without_mark(&line, number) {
+                line if line.trim().is_empty() => Ok(None),
+                line => read(line).map(Some),
+            });
+            let read = read.with_context(|| format!("{}, line {number}", path.display()))?;
+            chunk.extend(read.map(|read| (number, read)));
+        }
+        pass_on(chunk)?;
+    }
+    Ok(())
+}
+
 /// Removes the byte order mark at the start of a file.
 fn without_mark(line: &str, number: usize) -> &str {
     line.strip_prefix('\u{feff}').filter(|_| number == 1).unwrap_or(line)
@@ -182,17 +194,19 @@ struct Reading<'a> {
     special: Vec<String>,
     template: Template,
     seq_len: usize,
+    vocab_size: usize,
 }
 
-impl Reading<'_> {
+impl<'a> Reading<'a> {
+    fn new(model: Option<&Path>, text: &'a Text, seq_len: usize, vocab_size: usize) -> Result<Self> {
+        let specials = Specials::new(model, text)?;
+        let template = Template::new(model, &specials)?;
+        let special = text.special_tokens(&specials.named);
+        Ok(Reading { text, specials, special, template, seq_len, vocab_size })
+    }
+
     /// Appends the examples of numbered lines.
-    fn tokenise(
-        &mut self,
-        lines: Vec<(usize, Marked)>,
-        examples: &mut Examples,
-        path: &Path,
-        vocab_size: usize,
-    ) -> Result<()> {
+    fn tokenise(&self, lines: Vec<(usize, Marked)>, examples: &mut Examples, path: &Path) -> Result<()> {
         let (numbers, marked): (Vec<usize>, Vec<Marked>) = lines.into_iter().unzip();
         let bare: Vec<bool> = marked.iter().map(|marked| marked.bare).collect();
         let tokenised = self.text.encode_marked(marked).with_context(|| format!("in {}", path.display()))?;
@@ -201,13 +215,7 @@ impl Reading<'_> {
             if bare {
                 self.complete(&mut tokens, &mut learnt).with_context(place)?;
             }
-            if let Some(id) = tokens.iter().find(|&&id| id as usize >= vocab_size) {
-                bail!(
-                    "{} has a token with id {id}, but the model's vocabulary has {vocab_size} ids. {}",
-                    place(),
-                    self.text.advice()
-                );
-            }
+            self.check_ids(&tokens).with_context(place)?;
             let whole = tokens.len();
             let end = whole.min(self.seq_len + 1);
             // Tokens after the last counted one have no effect.
@@ -226,6 +234,18 @@ impl Reading<'_> {
         Ok(())
     }
 
+    /// Fails if an id is beyond the vocabulary.
+    fn check_ids(&self, tokens: &[u32]) -> Result<()> {
+        let vocab_size = self.vocab_size;
+        match tokens.iter().find(|&&id| id as usize >= vocab_size) {
+            Some(id) => bail!(
+                "it has a token with id {id}, but the model's vocabulary has {vocab_size} ids. {}",
+                self.text.advice()
+            ),
+            None => Ok(()),
+        }
+    }
+
     /// Adds the end token after a completion unless it is there, and removes a second start token.
     fn complete(&self, tokens: &mut Vec<u32>, learnt: &mut Vec<bool>) -> Result<()> {
         let Some(end) = self.specials.end else {
@@ -240,12 +260,16 @@ impl Reading<'_> {
         } else if let Some(learnt) = learnt.last_mut() {
             *learnt = true;
         }
+        self.remove_second_start(tokens, learnt);
+        Ok(())
+    }
+
+    fn remove_second_start(&self, tokens: &mut Vec<u32>, learnt: &mut Vec<bool>) {
         let begin = self.specials.token("bos_token").and_then(|token| self.text.id_of(token));
         if tokens.len() > 1 && begin.is_some() && tokens[0] == tokens[1] && Some(tokens[0]) == begin {
             tokens.remove(0);
             learnt.remove(0);
         }
-        Ok(())
     }
 }
 
@@ -260,7 +284,7 @@ fn read_line(line: &str, template: &Template, specials: &[String]) -> Result<Mar
     let found = || fields.keys().map(|key| format!("\"{key}\"")).collect::<Vec<_>>().join(", ");
     match (fields.get("messages"), fields.get("prompt"), fields.get("completion")) {
         (Some(messages), None, None) => {
-            let messages = messages_of(messages)?;
+            let messages = messages_of("messages", messages, FORMS)?;
             let mut others = fields.clone();
             others.remove("messages");
             conversation(template, &messages, &others, specials)
@@ -287,22 +311,26 @@ fn read_line(line: &str, template: &Template, specials: &[String]) -> Result<Mar
 #[cfg(test)]
 pub(super) fn messages(line: &str) -> Result<(Vec<Value>, BTreeMap<String, Value>)> {
     let mut fields: BTreeMap<String, Value> = serde_json::from_str(line)?;
-    let messages = messages_of(&fields.remove("messages").unwrap_or_default())?;
+    let messages = messages_of("messages", &fields.remove("messages").unwrap_or_default(), FORMS)?;
     Ok((messages, fields))
 }
 
 /// Returns the messages without null fields, as transformers does.
-fn messages_of(messages: &Value) -> Result<Vec<Value>> {
-    ensure!(messages.kind() == ValueKind::Seq, "messages is {}, but must be a list; {FORMS}", messages.kind());
+fn messages_of(name: &str, messages: &Value, forms: &str) -> Result<Vec<Value>> {
+    ensure!(
+        messages.kind() == ValueKind::Seq,
+        "{name} is {}, but must be a list of messages; {forms}",
+        messages.kind()
+    );
     let messages: Vec<Value> = messages.try_iter()?.collect();
-    ensure!(!messages.is_empty(), "messages is empty; {FORMS}");
-    messages.into_iter().enumerate().map(|(i, message)| message_of(i + 1, &message)).collect()
+    ensure!(!messages.is_empty(), "{name} is empty; {forms}");
+    messages.into_iter().enumerate().map(|(i, message)| message_of(i + 1, &message, forms)).collect()
 }
 
-fn message_of(number: usize, message: &Value) -> Result<Value> {
-    ensure!(message.kind() == ValueKind::Map, "message {number} is {}, but must be an object; {FORMS}", message.kind());
+fn message_of(number: usize, message: &Value, forms: &str) -> Result<Value> {
+    ensure!(message.kind() == ValueKind::Map, "message {number} is {}, but must be an object; {forms}", message.kind());
     let role = message.get_attr("role")?;
-    ensure!(role.as_str().is_some(), "message {number} needs a role that is text; {FORMS}");
+    ensure!(role.as_str().is_some(), "message {number} needs a role that is text; {forms}");
     let mut fields = Vec::new();
     for key in message.try_iter()? {
         let value = message.get_item(&key)?;
@@ -312,7 +340,12 @@ fn message_of(number: usize, message: &Value) -> Result<Value> {
     }
     ensure!(
         fields.iter().any(|(key, _)| matches!(key.as_str(), Some("content" | "tool_calls"))),
-        "message {number} has no content; {FORMS}"
+        "message {number} has no content; {forms}"
     );
     Ok(Value::from_pairs(fields))
+}
+
+/// Returns whether a message has the role of the assistant.
+fn is_assistant(message: &Value) -> bool {
+    message.get_attr("role").is_ok_and(|role| role.as_str() == Some("assistant"))
 }

@@ -14,6 +14,7 @@ use serde::Serialize;
 use serde_json::Serializer;
 use serde_json::ser::{Formatter, PrettyFormatter};
 
+use crate::data::sft::is_assistant;
 use crate::data::text::{Marked, Text};
 
 /// Template for models without one.
@@ -230,7 +231,6 @@ pub(super) fn conversation(
     others: &BTreeMap<String, Value>,
     specials: &[String],
 ) -> Result<Marked> {
-    let is_assistant = |message: &Value| message.get_attr("role").is_ok_and(|role| role.as_str() == Some("assistant"));
     ensure!(
         messages.iter().any(is_assistant),
         "no message has the role \"assistant\", so nothing can be learned: add the answer, or remove the \

@@ -385,7 +385,7 @@ fn files_without_examples_are_refused() {
     fs::write(dir.path().join("chat.jsonl"), good).unwrap();
     let text = Text::new(Some(model.path())).unwrap();
     let error = message(Examples::load(&dir.path().join("chat.jsonl"), Some(model.path()), &text, 9, 3));
-    assert!(error.contains("line 1 has a token with id") && error.contains("vocabulary has 3 ids"), "{error}");
+    assert!(error.contains("line 1: it has a token with id") && error.contains("vocabulary has 3 ids"), "{error}");
 }
 
 /// Some editors write a byte order mark. It is skipped on the first line alone.

@@ -25,6 +25,8 @@ pub enum Reduction {
     /// The sum over the rows that are not ignored, or 0 if all are ignored. Ranks with unequal numbers of counted rows
     /// divide the sum by the count of all ranks.
     Sum,
+    /// Not combined: the loss of each row, and 0 for ignored rows. The result has the targets' shape.
+    None,
 }
 
 /// PyTorch's `ignore_index`, `label_smoothing` and `reduction` of `cross_entropy`.
@@ -77,12 +79,14 @@ impl CrossEntropyOptions {
         if classes == 0 {
             bail!("{function}: the number of classes is 0, but must be at least 1");
         }
+        let shape = if self.reduction == Reduction::None { targets.dims().to_vec() } else { vec![] };
         let targets = indices_or_none(function, "target", targets, classes, "number of classes", self.ignore_index)?;
         let divisor = match self.reduction {
             Reduction::Mean => targets.iter().flatten().count() as f64,
-            Reduction::Sum => 1.,
+            Reduction::Sum | Reduction::None => 1.,
         };
-        Ok(TargetRows { targets, columns, first, classes, ranks, smoothing, divisor })
+        let combined = self.reduction != Reduction::None;
+        Ok(TargetRows { targets, columns, first, classes, ranks, smoothing, divisor, combined, shape })
     }
 }
 
@@ -101,6 +105,10 @@ pub(in crate::nn) struct TargetRows {
     pub(super) smoothing: f64,
     /// Divisor of the sum of the rows' losses.
     pub(super) divisor: f64,
+    /// Whether the rows' losses are summed.
+    pub(super) combined: bool,
+    /// Shape of the result.
+    pub(super) shape: Vec<usize>,
 }
 
 /// The factors of the gradient of a row's logits: `scale * softmax - uniform`, less `hit` at the target.
@@ -111,8 +119,49 @@ pub(super) struct GradFactors {
     pub(super) hit: f32,
 }
 
+/// The factors of all rows, or of each row.
+pub(super) enum RowFactors {
+    All(GradFactors),
+    Each(Vec<GradFactors>),
+}
+
+impl RowFactors {
+    /// Replaces the logits of the rows from `first` on by their gradient.
+    pub(super) fn logits_to_gradient(
+        &self,
+        logits: &mut [f32],
+        first: usize,
+        targets: &[Option<u32>],
+        log_sums: &[f32],
+        first_class: usize,
+    ) {
+        match self {
+            RowFactors::All(factors) => logits_to_gradient(logits, targets, log_sums, first_class, *factors),
+            RowFactors::Each(factors) => {
+                let columns = logits.len() / targets.len().max(1);
+                let rows = logits.chunks_exact_mut(columns.max(1)).zip(targets.chunks(1)).zip(log_sums.chunks(1));
+                for (((logits, target), log_sum), factors) in rows.zip(&factors[first..]) {
+                    logits_to_gradient(logits, target, log_sum, first_class, *factors);
+                }
+            }
+        }
+    }
+}
+
 impl TargetRows {
-    pub(super) fn grad_factors(&self, d_loss: f32) -> GradFactors {
+    /// Returns the factors for the gradient of the result. `counted` lists the rows that are left, if not all are.
+    pub(super) fn row_factors(&self, d_loss: &Tensor, counted: Option<&[usize]>) -> Result<RowFactors> {
+        if self.combined {
+            return Ok(RowFactors::All(self.grad_factors(d_loss.to_scalar::<f32>()?)));
+        }
+        let slopes = to_vec(d_loss)?;
+        Ok(RowFactors::Each(match counted {
+            Some(counted) => counted.iter().map(|row| self.grad_factors(slopes[*row])).collect(),
+            None => slopes.into_iter().map(|slope| self.grad_factors(slope)).collect(),
+        }))
+    }
+
+    fn grad_factors(&self, d_loss: f32) -> GradFactors {
         let scale = d_loss / self.divisor as f32;
         let smoothing = self.smoothing as f32;
         GradFactors { scale, uniform: scale * smoothing / self.classes as f32, hit: scale * (1. - smoothing) }
@@ -199,14 +248,14 @@ fn loss(
         read!(logits, logits);
         statistics.add_rows(0, &logits, &rows.targets, &rows);
     }
-    let (total, log_sums) = statistics.losses(&rows)?;
-    let loss = storage(vec![(total / rows.divisor) as f32], DType::F32)?;
-    graph_op(function, &[logits], loss, (), move |logits, _, d_loss| {
-        let factors = rows.grad_factors(d_loss.to_scalar::<f32>()?);
+    let (losses, log_sums) = statistics.losses(&rows)?;
+    let shape = rows.shape.clone();
+    graph_op(function, &[logits], storage(losses, DType::F32)?, shape, move |logits, _, d_loss| {
+        let factors = rows.row_factors(d_loss, None)?;
         let mut grad = to_vec(logits[0])?;
         map_rows(&mut grad, columns, columns, |first, grad| {
             let own = first..first + grad.len() / columns;
-            logits_to_gradient(grad, &rows.targets[own.clone()], &log_sums[own], rows.first, factors);
+            factors.logits_to_gradient(grad, first, &rows.targets[own.clone()], &log_sums[own], rows.first);
         });
         Ok([Some(tensor_like(grad, logits[0])?)])
     })
@@ -220,12 +269,15 @@ pub(in crate::nn) fn composite(logits: &Tensor, rows: &TargetRows) -> Result<Ten
     let targets: Vec<u32> = rows.targets.iter().flatten().copied().collect();
     if targets.is_empty() {
         // The mean of no rows is 0 / 0. The factor of 0 is a tensor, because a plain number would cut the graph.
-        let sum = logits.sum_all()?;
+        let sum = if rows.combined { logits.sum_all()? } else { logits.sum(1)?.reshape(rows.shape.as_slice())? };
         return (&sum * sum.zeros_like()?)? + 0. / rows.divisor;
     }
-    if let Some(counted) = rows.counted() {
-        let counted: Vec<u32> = counted.into_iter().map(|row| row as u32).collect();
-        logits = logits.index_select(&Tensor::new(counted, &device)?, 0)?;
+    let counted = match rows.counted() {
+        Some(counted) => Some(Tensor::new(counted.into_iter().map(|row| row as u32).collect::<Vec<_>>(), &device)?),
+        None => None,
+    };
+    if let Some(counted) = &counted {
+        logits = logits.index_select(counted, 0)?;
     }
     let columns: Vec<Option<usize>> = targets.iter().map(|target| rows.column(*target)).collect();
     let places: Vec<u32> = columns.iter().map(|column| column.unwrap_or(0) as u32).collect();
@@ -252,7 +304,16 @@ pub(in crate::nn) fn composite(logits: &Tensor, rows: &TargetRows) -> Result<Ten
             smoothed(log_sums, &picked, mean.as_ref(), rows)?
         }
     };
-    losses.sum_all()? / rows.divisor
+    if rows.combined {
+        return losses.sum_all()? / rows.divisor;
+    }
+    let losses = match &counted {
+        Some(counted) => {
+            Tensor::zeros((rows.targets.len(), 1), losses.dtype(), &device)?.index_add(counted, &losses, 0)?
+        }
+        None => losses,
+    };
+    losses.reshape(rows.shape.as_slice())
 }
 
 /// Returns the rows' losses.
@@ -271,7 +332,7 @@ fn logit_grad(x: f32, log_sum: f32, factors: GradFactors) -> f32 {
 
 kernel! {
     /// Replaces logits by their gradient, one row per target, with classes from `first` on. Ignored rows become 0.
-    pub(super) fn logits_to_gradient(
+    fn logits_to_gradient(
         logits: &mut [f32],
         targets: &[Option<u32>],
         log_sums: &[f32],
@@ -358,25 +419,34 @@ impl Statistics {
         }
     }
 
-    /// Returns the sum of the rows' losses, and each row's `log sum exp` over all classes.
-    pub(super) fn losses(mut self, rows: &TargetRows) -> Result<(f64, Vec<f32>)> {
+    /// Returns the combined loss or the loss of each row, and each row's `log sum exp` over all classes.
+    pub(super) fn losses(mut self, rows: &TargetRows) -> Result<(Vec<f32>, Vec<f32>)> {
         if let Some(ranks) = &rows.ranks {
             self.reduce(rows, ranks)?;
         }
-        let (mut hits, mut spread) = (0f64, 0f64);
+        let smoothed = |hit: f64, spread: f64| {
+            if rows.smoothing > 0. { (1. - rows.smoothing) * hit + rows.smoothing * spread } else { hit }
+        };
+        let (mut hits, mut spreads, mut losses) = (0f64, 0f64, vec![]);
         let numbers = self.0.chunks_exact(NUMBERS).zip(&rows.targets);
         let log_sums = numbers.map(|(numbers, target)| {
-            if target.is_none() {
-                return 0.;
+            let (mut log_sum, mut hit, mut spread) = (0., 0., 0.);
+            if target.is_some() {
+                log_sum = numbers[0] + numbers[1].ln();
+                hit = f64::from(log_sum - numbers[2]);
+                spread = f64::from(log_sum - numbers[3] / rows.classes as f32);
             }
-            let log_sum = numbers[0] + numbers[1].ln();
-            hits += f64::from(log_sum - numbers[2]);
-            spread += f64::from(log_sum - numbers[3] / rows.classes as f32);
+            match rows.combined {
+                true => (hits, spreads) = (hits + hit, spreads + spread),
+                false => losses.push(smoothed(hit, spread) as f32),
+            }
             log_sum
         });
         let log_sums = log_sums.collect();
-        let total = if rows.smoothing > 0. { (1. - rows.smoothing) * hits + rows.smoothing * spread } else { hits };
-        Ok((total, log_sums))
+        if rows.combined {
+            losses.push((smoothed(hits, spreads) / rows.divisor) as f32);
+        }
+        Ok((losses, log_sums))
     }
 
     /// Combines the statistics of all ranks: the maximum of the largest logits, and the sums of the rest.

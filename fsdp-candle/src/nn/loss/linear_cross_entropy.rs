@@ -9,7 +9,7 @@ use std::borrow::Cow;
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::cross_entropy::{CrossEntropyOptions, Statistics, TargetRows, composite, logits_to_gradient};
+use super::cross_entropy::{CrossEntropyOptions, Statistics, TargetRows, composite};
 use crate::collectives::SharedInput;
 use crate::kernels::graph_op;
 use crate::nn::cpu::matrix::{Mat, MatMut, product};
@@ -82,10 +82,11 @@ pub fn linear_cross_entropy_with(
     let chunk = (LOGITS / columns).clamp(1, rows.targets.len().max(1));
     let arguments = weight.arguments(hidden.node(), None);
     let head = Head { shared: hidden.shared(), weight, rows, counted, width, chunk };
-    let (loss, log_sums) = head.forward(hidden.values())?;
-    let loss = storage(vec![loss], DType::F32)?;
-    graph_op("linear_cross_entropy", &arguments, loss, (), move |hidden, _, d_loss| {
-        head.backward(hidden[0], &log_sums, d_loss.to_scalar()?)
+    let (losses, log_sums) = head.forward(hidden.values())?;
+    let losses = storage(head.for_all_rows(losses, targets.elem_count()), DType::F32)?;
+    let shape = head.rows.shape.clone();
+    graph_op("linear_cross_entropy", &arguments, losses, shape, move |hidden, _, d_loss| {
+        head.backward(hidden[0], &log_sums, d_loss)
     })
 }
 
@@ -120,8 +121,16 @@ impl Head {
         product(MatMut::new(scratch, rows, columns), false, Mat::new(hidden, rows, self.width), weight.t());
     }
 
-    /// Returns the loss, and the logarithm of the sum of each counted row.
-    fn forward(&self, hidden: &Tensor) -> Result<(f32, Vec<f32>)> {
+    /// Returns the loss, or with 0 for ignored rows the losses of all rows.
+    fn for_all_rows(&self, losses: Vec<f32>, rows: usize) -> Vec<f32> {
+        let Some(counted) = self.counted.as_ref().filter(|_| !self.rows.combined) else { return losses };
+        let mut all = vec![0.; rows];
+        counted.iter().zip(losses).for_each(|(row, loss)| all[*row] = loss);
+        all
+    }
+
+    /// Returns the combined loss or the loss of each counted row, and the logarithm of the sum of each counted row.
+    fn forward(&self, hidden: &Tensor) -> Result<(Vec<f32>, Vec<f32>)> {
         read!(values, hidden);
         let hidden = self.counted_rows(values);
         read!(weight, self.weight.value()?);
@@ -134,12 +143,11 @@ impl Head {
             self.logits(logits, hidden, &weight);
             statistics.add_rows(chunk * self.chunk, logits, targets, rows);
         }
-        let (total, log_sums) = statistics.losses(rows)?;
-        Ok(((total / rows.divisor) as f32, log_sums))
+        statistics.losses(rows)
     }
 
-    fn backward(&self, argument: &Tensor, log_sums: &[f32], d_loss: f32) -> Result<[Option<Tensor>; 2]> {
-        let (factors, columns) = (self.rows.grad_factors(d_loss), self.rows.columns);
+    fn backward(&self, argument: &Tensor, log_sums: &[f32], d_loss: &Tensor) -> Result<[Option<Tensor>; 2]> {
+        let (factors, columns) = (self.rows.row_factors(d_loss, self.counted.as_deref())?, self.rows.columns);
         let hidden = input::values(argument, &self.shared);
         read!(values, hidden);
         let values = self.counted_rows(values);
@@ -150,13 +158,14 @@ impl Head {
             let step = self.chunk * self.width;
             let chunks = values.chunks(step).zip(d_hidden.chunks_mut(step));
             let labels = self.rows.targets.chunks(self.chunk).zip(log_sums.chunks(self.chunk));
-            for ((hidden, d_hidden), (targets, log_sums)) in chunks.zip(labels) {
+            for (chunk, ((hidden, d_hidden), (targets, log_sums))) in chunks.zip(labels).enumerate() {
                 let rows = targets.len();
                 let logits = &mut scratch[..rows * columns];
                 self.logits(logits, hidden, &weight);
                 map_rows(logits, columns, columns, |first, logits| {
                     let rows = first..first + logits.len() / columns;
-                    logits_to_gradient(logits, &targets[rows.clone()], &log_sums[rows], self.rows.first, factors);
+                    let (row, class) = (chunk * self.chunk + first, self.rows.first);
+                    factors.logits_to_gradient(logits, row, &targets[rows.clone()], &log_sums[rows], class);
                 });
                 let logits = Mat::new(logits, rows, columns);
                 let weight = Mat::new(&weight, columns, self.width);

@@ -4,7 +4,7 @@ use super::super::linear::composite as linear_composite;
 use super::super::loss::cross_entropy::composite;
 use super::super::{
     CrossEntropyOptions, IGNORED, Reduction, cross_entropy, cross_entropy_with, linear_cross_entropy,
-    linear_cross_entropy_with,
+    linear_cross_entropy_with, vocab_parallel_cross_entropy,
 };
 use super::{DTYPES, assert_close, check, message, random, random_ids, tolerance};
 
@@ -99,6 +99,77 @@ fn the_fused_head_matches_linear_then_loss() {
             }
         }
     }
+}
+
+/// The losses of rows, weighted differently, against the formula and against Candle's operations.
+#[test]
+fn losses_of_rows_are_not_combined() {
+    for dtype in DTYPES {
+        for (shape, width, classes) in [(vec![5], 4, 7), (vec![2, 9], 8, 33), (vec![30], 1, 1_200_000)] {
+            if classes > 1000 && dtype != DType::F32 {
+                continue;
+            }
+            let (hidden, w) = (random(1, &[&shape[..], &[width]].concat(), dtype), random(2, &[classes, width], dtype));
+            let none = Tensor::full(IGNORED, shape.as_slice(), &Device::Cpu).unwrap();
+            for targets in [with_gaps(3, &shape, classes), random_ids(3, &shape, classes), none] {
+                for label_smoothing in [0., 0.1] {
+                    let options =
+                        CrossEntropyOptions { label_smoothing, reduction: Reduction::None, ..Default::default() };
+                    let what = format!("{dtype:?} {shape:?} {classes} {label_smoothing}");
+                    let head = || linear_cross_entropy_with(&hidden, &w, &targets, &options);
+                    let wide = if dtype == DType::F64 { dtype } else { DType::F32 };
+                    let logits =
+                        || linear_composite(&hidden.to_dtype(wide)?, &w.to_dtype(wide)?, None, false)?.to_dtype(wide);
+                    check(&what, &[&hidden, &w], head, || composed(&logits()?, &targets, &options));
+                    check(
+                        &what,
+                        &[&hidden, &w],
+                        || cross_entropy_with(&logits()?, &targets, &options),
+                        || composed(&logits()?, &targets, &options),
+                    );
+                    if classes > 1000 {
+                        continue;
+                    }
+                    let found = cross_entropy_with(&logits().unwrap(), &targets, &options).unwrap();
+                    assert_eq!(found.dims(), shape, "{what}");
+                    let (logits, ids) = (values(&logits().unwrap()), targets.flatten_all().unwrap());
+                    let ids: Vec<u32> = ids.to_vec1().unwrap();
+                    let of_row = |row: usize| {
+                        by_formula(&logits[row * classes..][..classes], &ids[row..=row], classes, &options).0
+                    };
+                    let expected = Tensor::from_iter((0..ids.len()).map(of_row), &Device::Cpu).unwrap();
+                    let expected = expected.reshape(shape.as_slice()).unwrap().to_dtype(found.dtype()).unwrap();
+                    assert_close(&what, &found, &expected, 1e-5);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn losses_of_rows_over_a_sharded_vocabulary() {
+    let logits = random(1, &[2, 3, 8], DType::F32).as_detached_tensor();
+    let targets = with_gaps(3, &[2, 3], 8);
+    let options = CrossEntropyOptions { reduction: Reduction::None, ..Default::default() };
+    let weights = random(7, &[2, 3], DType::F32).as_detached_tensor();
+    let run = |logits: Tensor, group: Option<&fsdp_core::ProcessGroup>| {
+        let logits = Var::from_tensor(&logits)?;
+        let losses = match group {
+            Some(group) => vocab_parallel_cross_entropy(&logits, &targets, group, &options)?,
+            None => cross_entropy_with(&logits, &targets, &options)?,
+        };
+        let grad = (&losses * &weights)?.sum_all()?.backward()?.remove(&logits);
+        Result::Ok((losses, grad.unwrap()))
+    };
+    let (losses, grad) = run(logits.clone(), None).unwrap();
+    fsdp_core::process_group::local::try_run(2, |group| {
+        let part = |whole: &Tensor| whole.narrow(2, 4 * group.rank(), 4)?.contiguous();
+        let (found, found_grad) = run(part(&logits)?, Some(&group))?;
+        assert_close("losses", &found, &losses, 1e-6);
+        assert_close("gradient", &found_grad, &part(&grad)?, 1e-6);
+        Result::Ok(())
+    })
+    .unwrap();
 }
 
 /// Compares the gradient along a direction with the difference of two losses.
