@@ -12,5 +12,6 @@ pub mod models;
 pub mod progress;
 pub mod ranks;
 pub mod schedule;
+pub mod tasks;
 pub mod tensorboard;
 pub mod writable;

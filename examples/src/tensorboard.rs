@@ -15,6 +15,7 @@ use crc_fast::CrcAlgorithm;
 use prost::Message;
 
 use crate::metrics::{EvalRecord, Rewards, StepRecord};
+use crate::tasks::TaskEvalRecord;
 use crate::writable::in_directory;
 
 /// Prefix of event file names, by which TensorBoard finds them.
@@ -69,6 +70,14 @@ impl EventFile {
         let Some(rewards) = rewards else { return Ok(()) };
         let named = rewards.named().map(|(name, value)| (format!("{group}/rewards/{name}"), value));
         self.scalars(step, &named.each_ref().map(|(name, value)| (name.as_str(), *value)))
+    }
+
+    /// Writes the loss and the scores of an evaluation of classes or embeddings.
+    pub fn write_task_eval(&mut self, record: &TaskEvalRecord) -> Result<()> {
+        let scores = record.scores().into_iter().map(|(name, score)| (format!("eval/{name}"), score));
+        let all: Vec<(String, f64)> = [("eval/loss".into(), record.eval_loss)].into_iter().chain(scores).collect();
+        let all: Vec<(&str, f64)> = all.iter().map(|(tag, value)| (tag.as_str(), *value)).collect();
+        self.scalars(record.step, &all)
     }
 
     fn scalars(&mut self, step: usize, scalars: &[(&str, f64)]) -> Result<()> {

@@ -24,7 +24,10 @@ const LAYERS: [(&str, &str); 5] = [
         data_parallel initializer world dtensor fsdp activation_checkpoint display gradcheck nn optim state_dict \
         doc_example",
     ),
-    ("examples", "console flags hub data generate job writable metrics models progress ranks schedule tensorboard"),
+    (
+        "examples",
+        "console flags hub data generate job writable metrics models tasks progress ranks schedule tensorboard",
+    ),
 ];
 
 /// Splits code at everything that is not an identifier.

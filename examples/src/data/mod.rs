@@ -1,8 +1,9 @@
 //! Training data: files of tokens, text or examples, and the batches made from them.
 //!
 //! `files` finds the files of `--data`, and `text` turns text into tokens. A [`Source`] is either one stream of tokens
-//! ([`Data`], cut by `stream`), [`Examples`] (`sft`) or [`Pairs`]. [`Batches`] gives each rank its sequences of every step, and
-//! [`Masking`] chooses the masked tokens of a BERT.
+//! ([`Data`], cut by `stream`), [`Examples`] (`sft`) or [`Pairs`]. [`Batches`] gives each rank its sequences of every
+//! step, and [`Masking`] chooses the masked tokens of a BERT. [`records`] holds data of whole texts: with labels, or in
+//! pairs.
 
 pub use batches::{BatchShape, Batches, MicroBatch, Source};
 pub use masking::{Masking, mask_token};
@@ -15,6 +16,7 @@ pub use tokens::Data;
 mod batches;
 mod files;
 mod masking;
+pub mod records;
 mod sft;
 mod stream;
 mod text;

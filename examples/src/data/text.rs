@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Error, Result};
-use tokenizers::Tokenizer;
+use anyhow::{Context, Error, Result, ensure};
+use tokenizers::{EncodeInput, Encoding, PostProcessor, Tokenizer, TruncationParams};
 
 /// Text is tokenised in pieces of about this many bytes, because tokenizers need about 100 bytes of memory per token.
 const PIECE: usize = 256 << 10;
@@ -31,6 +31,46 @@ pub(super) struct Marked {
     pub(super) learnt: Vec<Range<usize>>,
     /// Whether the tokenizer adds its special tokens, as it does by default.
     pub(super) bare: bool,
+}
+
+/// An encoder of whole texts. Two texts that are too long lose tokens of the longer one first.
+pub(super) struct Cutting<'a> {
+    tokenizer: Option<(&'a Path, Tokenizer)>,
+    seq_len: usize,
+}
+
+/// A text as [`Cutting`] encodes it.
+pub(super) struct Encoded {
+    pub(super) ids: Vec<u32>,
+    /// Segment type of each token.
+    pub(super) types: Vec<u32>,
+    pub(super) is_cut: bool,
+}
+
+impl Cutting<'_> {
+    /// Encodes texts, each with the second text of a pair, if any.
+    pub(super) fn encode(&self, texts: Vec<(&str, Option<&str>)>) -> Result<Vec<Encoded>> {
+        let Some((file, tokenizer)) = &self.tokenizer else {
+            let of_bytes = |(text, _): (&str, Option<&str>)| Encoded {
+                ids: text.bytes().take(self.seq_len).map(u32::from).collect(),
+                types: vec![0; text.len().min(self.seq_len)],
+                is_cut: text.len() > self.seq_len,
+            };
+            return Ok(texts.into_iter().map(of_bytes).collect());
+        };
+        let inputs = texts.into_iter().map(|(text, pair)| match pair {
+            Some(pair) => EncodeInput::from((text, pair)),
+            None => EncodeInput::from(text),
+        });
+        let encodings = tokenizer.encode_batch(inputs.collect(), true).map_err(Error::from_boxed);
+        let encodings = encodings.with_context(|| format!("the tokenizer {} fails on the text", file.display()))?;
+        let encoded = |encoding: Encoding| Encoded {
+            ids: encoding.get_ids().to_vec(),
+            types: encoding.get_type_ids().to_vec(),
+            is_cut: !encoding.get_overflowing().is_empty(),
+        };
+        Ok(encodings.into_iter().map(encoded).collect())
+    }
 }
 
 enum Kind {
@@ -112,6 +152,18 @@ impl Text {
             }
         }
         Ok(tokenised)
+    }
+
+    /// Returns an encoder of whole texts, which adds the tokenizer's special tokens and cuts to `seq_len` tokens. Fails
+    /// if `seq_len` has no room for a text beside the special tokens.
+    pub(super) fn cutting(&self, seq_len: usize) -> Result<Cutting<'_>> {
+        let Kind::Tokenizer { file, tokenizer } = &self.0 else { return Ok(Cutting { tokenizer: None, seq_len }) };
+        let mut cutting = (**tokenizer).clone();
+        let special = cutting.get_post_processor().map_or(0, |processor| processor.added_tokens(true));
+        ensure!(seq_len > special, "--seq-len {seq_len} has no room for a text beside {special} special tokens");
+        let params = TruncationParams { max_length: seq_len, ..TruncationParams::default() };
+        cutting.with_truncation(Some(params)).map_err(Error::from_boxed)?;
+        Ok(Cutting { tokenizer: Some((file, cutting)), seq_len })
     }
 
     /// Returns the id of a token.

@@ -1,4 +1,4 @@
-//! BERT with its masked language model head, with the parameter names of Hugging Face's `BertForMaskedLM`.
+//! BERT with the parameter names of Hugging Face's `BertForMaskedLM` and `BertForSequenceClassification`.
 //!
 //! Shapes: batch B, time T, width C of the residual stream, vocabulary V.
 
@@ -8,6 +8,7 @@ use fsdp_candle::FsdpModule;
 use fsdp_candle::nn::{self, AttentionOptions, Documents, Embedding, LayerNorm, Linear};
 
 use crate::models::config::{Activation, BertConfig};
+use crate::models::heads::{Head, POOLER, Pooling, first_token};
 use crate::models::language_model::Rows;
 use crate::models::layers::{Layer, ModelDropout, activate, linear};
 
@@ -81,11 +82,62 @@ pub struct Bert {
     types: Embedding,
     norm: LayerNorm,
     pub(super) blocks: Vec<FsdpModule<Layer<Block>>>,
-    transform: Linear,
-    transform_norm: LayerNorm,
-    activation: Activation,
-    head: Linear,
+    output: BertOutput,
     pub(super) drops: ModelDropout,
+}
+
+/// Last layers of BERT.
+enum BertOutput {
+    /// Logits over the vocabulary.
+    Vocabulary { transform: Linear, norm: LayerNorm, activation: Activation, head: Linear },
+    /// Logits over classes, from the first token.
+    Classes { pooler: Linear, classifier: Linear },
+    /// Embeddings. The pooler is part of exports only.
+    Embedding { pooling: Pooling, _pooler: Option<Linear> },
+}
+
+impl BertOutput {
+    fn new(config: &BertConfig, head: Head, tokens: &Tensor, vb: &VarBuilder) -> Result<Self> {
+        let (width, stdev) = (config.hidden_size, config.initializer_range);
+        let dense = vb.pp(POOLER.trim_end_matches('.')).pp("dense");
+        Ok(match head {
+            Head::Vocabulary => {
+                let predictions = vb.pp("cls.predictions");
+                let transform = predictions.pp("transform");
+                let bias = predictions.get_with_hints(config.vocab_size, "bias", Init::Const(0.))?;
+                BertOutput::Vocabulary {
+                    head: Linear::new(tokens.clone(), Some(bias)),
+                    transform: linear(width, width, true, stdev, transform.pp("dense"))?,
+                    norm: nn::layer_norm(width, config.layer_norm_eps, transform.pp("LayerNorm"))?,
+                    activation: config.activation,
+                }
+            }
+            Head::Classes(classes) => BertOutput::Classes {
+                pooler: linear(width, width, true, stdev, dense)?,
+                classifier: linear(width, classes, true, stdev, vb.pp("classifier"))?,
+            },
+            Head::Embedding(pooling) => {
+                let has_pooler = vb.contains_tensor(&format!("{POOLER}dense.weight"));
+                let pooler = || -> Result<Linear> {
+                    Ok(Linear::new(dense.get((width, width), "weight")?, Some(dense.get(width, "bias")?)))
+                };
+                BertOutput::Embedding { pooling, _pooler: has_pooler.then(pooler).transpose()? }
+            }
+        })
+    }
+
+    fn forward(&self, x_btc: &Tensor, rows: &Rows, drops: &ModelDropout) -> Result<Tensor> {
+        match self {
+            BertOutput::Vocabulary { transform, norm, activation, head } => {
+                head.forward(&norm.forward(&activate(*activation, &transform.forward(x_btc)?)?)?)
+            }
+            BertOutput::Classes { pooler, classifier } => {
+                let pooled = pooler.forward(&first_token(x_btc)?.contiguous()?)?.tanh()?;
+                classifier.forward(&drops.hidden(&pooled)?)
+            }
+            BertOutput::Embedding { pooling, .. } => pooling.pool(x_btc, rows),
+        }
+    }
 }
 
 impl Bert {
@@ -94,44 +146,43 @@ impl Bert {
         config: &BertConfig,
         blocks: Vec<FsdpModule<Layer<Block>>>,
         drops: ModelDropout,
+        head: Head,
         vb: VarBuilder,
     ) -> Result<Self> {
         let (width, vocabulary, stdev) = (config.hidden_size, config.vocab_size, config.initializer_range);
-        let (embeddings, predictions) = (vb.pp("bert.embeddings"), vb.pp("cls.predictions"));
+        let embeddings = vb.pp("bert.embeddings");
         let table = |name: &str, rows: usize| {
             embeddings.pp(name).get_with_hints((rows, width), "weight", Init::Randn { mean: 0., stdev })
         };
-        let norm = |vb: VarBuilder| nn::layer_norm(width, config.layer_norm_eps, vb.pp("LayerNorm"));
         let tokens = table("word_embeddings", vocabulary)?;
-        let bias = predictions.get_with_hints(vocabulary, "bias", Init::Const(0.))?;
         Ok(Bert {
-            head: Linear::new(tokens.clone(), Some(bias)),
+            output: BertOutput::new(config, head, &tokens, &vb)?,
             tokens: Embedding::new(tokens, width).with_padding_idx(config.padding)?,
             positions: Embedding::new(table("position_embeddings", config.max_position_embeddings)?, width),
             types: Embedding::new(table("token_type_embeddings", config.type_vocab_size)?, width),
-            norm: norm(embeddings.clone())?,
+            norm: nn::layer_norm(width, config.layer_norm_eps, embeddings.pp("LayerNorm"))?,
             blocks,
-            transform: linear(width, width, true, stdev, predictions.pp("transform.dense"))?,
-            transform_norm: norm(predictions.pp("transform"))?,
-            activation: config.activation,
             drops,
         })
     }
 
-    /// Returns logits `[B, T, V]` for ids `[B, T]`.
+    /// Returns logits `[B, T, V]` for ids `[B, T]`, or classes or embeddings of each row.
     pub fn forward(&self, ids_bt: &Tensor, rows: &Rows) -> Result<Tensor> {
         let (_, t) = ids_bt.dims2()?;
         let places = match &rows.documents {
             Some(documents) => documents.position_ids(ids_bt.device())?,
             None => Tensor::arange(0u32, t as u32, ids_bt.device())?,
         };
-        let same = (self.positions.forward(&places)? + self.types.forward(&places.zeros_like()?)?)?;
+        let types = match &rows.types {
+            Some(types) => Tensor::from_slice(types, ids_bt.shape(), ids_bt.device())?,
+            None => places.zeros_like()?,
+        };
+        let same = self.positions.forward(&places)?.broadcast_add(&self.types.forward(&types)?)?;
         let x_btc = self.norm.forward(&self.tokens.forward(ids_bt)?.broadcast_add(&same)?)?;
         let x_btc = self.drops.embedding(&x_btc)?;
         let x_btc = self.blocks.iter().try_fold(x_btc, |x_btc, block| {
             block.call_with((x_btc, rows.clone()), |layer, input| layer.run(input, Block::forward))
         })?;
-        let x_btc = activate(self.activation, &self.transform.forward(&x_btc)?)?;
-        self.head.forward(&self.transform_norm.forward(&x_btc)?)
+        self.output.forward(&x_btc, rows, &self.drops)
     }
 }

@@ -13,6 +13,7 @@ use crate::models::config::decoder::Norms;
 use crate::models::config::rope::Rope;
 use crate::models::config::{Activation, DecoderConfig};
 use crate::models::experts::Experts;
+use crate::models::heads::{Head, Output};
 use crate::models::language_model::Rows;
 use crate::models::layers::{Layer, ModelDropout, activate, linear};
 use crate::models::parallel::TensorParallel;
@@ -43,7 +44,7 @@ pub struct Decoder<B = FsdpModule<Layer<Block>>> {
     embedding_scale: Option<f64>,
     pub(super) blocks: Vec<B>,
     norm: Norm,
-    head: Linear,
+    output: Output,
     logit_softcap: Option<f64>,
     /// Coefficient of the experts' auxiliary loss.
     auxiliary: f64,
@@ -58,22 +59,23 @@ impl<B: CallBlock> Decoder<B> {
         blocks: Vec<B>,
         drops: ModelDropout,
         parallel: Option<&TensorParallel>,
+        head: Head,
         vb: VarBuilder,
     ) -> Result<Self> {
         let (width, stdev) = (config.width, config.initializer_range);
         let normal = Init::Randn { mean: 0., stdev };
         let embedding = vb.pp("model.embed_tokens").get_with_hints((config.vocabulary, width), "weight", normal)?;
-        let head = match config.tied {
-            true => Linear::new(embedding.clone(), None),
-            false => linear(width, config.vocabulary, false, stdev, vb.pp("lm_head"))?,
-        };
+        let output = Output::new(head, (width, stdev), &vb, || match config.tied {
+            true => Ok(Linear::new(embedding.clone(), None)),
+            false => linear(width, config.vocabulary, false, stdev, vb.pp("lm_head")),
+        })?;
         Ok(Decoder {
             embedding: Embedding::new(embedding, width).with_padding_idx(config.padding)?,
             embedding_scale: config.embedding_scale,
             blocks,
             norm: Norm::new(width, config.norms, vb.pp("model.norm"))?,
-            head,
-            logit_softcap: config.logit_softcap,
+            output,
+            logit_softcap: config.logit_softcap.filter(|_| head == Head::Vocabulary),
             auxiliary: config.experts.as_ref().and_then(|experts| experts.auxiliary).unwrap_or(0.),
             drops,
             parallel: parallel.cloned(),
@@ -95,7 +97,8 @@ impl<B: CallBlock> Decoder<B> {
         parallel.whole_vocabulary(&logits)
     }
 
-    /// Returns logits `[B, T, V]` for ids `[B, T]`, and the experts' auxiliary loss, if any. Each tensor-parallel rank
+    /// Returns logits `[B, T, V]` for ids `[B, T]`, or classes or embeddings of each row, and the experts' auxiliary
+    /// loss, if any. Each tensor-parallel rank
     /// has the logits of its part of the vocabulary, `[B, T, V / N]`.
     pub fn forward(&self, ids_bt: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
         let mut x_btc = self.embedding.forward(ids_bt)?;
@@ -108,7 +111,7 @@ impl<B: CallBlock> Decoder<B> {
             (x_btc, load) = block.call_block((x_btc, rows.clone()))?;
             loads.extend(load);
         }
-        let mut logits = self.head.forward(&self.norm.forward(&x_btc)?)?;
+        let mut logits = self.output.forward(&self.norm.forward(&x_btc)?, rows)?;
         if let Some(cap) = self.logit_softcap {
             logits = ((logits / cap)?.tanh()? * cap)?;
         }

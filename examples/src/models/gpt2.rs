@@ -9,6 +9,7 @@ use fsdp_candle::FsdpModule;
 use fsdp_candle::nn::{self, AttentionOptions, Conv1D, Documents, Embedding, LayerNorm, Linear};
 
 use crate::models::config::Gpt2Config;
+use crate::models::heads::{Head, Output};
 use crate::models::language_model::Rows;
 use crate::models::layers::{Layer, ModelDropout};
 
@@ -86,7 +87,7 @@ pub struct Gpt2 {
     positions: Embedding,
     pub(super) blocks: Vec<FsdpModule<Layer<Block>>>,
     norm: LayerNorm,
-    head: Linear,
+    output: Output,
     pub(super) drops: ModelDropout,
 }
 
@@ -97,14 +98,16 @@ impl Gpt2 {
         prefix: &str,
         blocks: Vec<FsdpModule<Layer<Block>>>,
         drops: ModelDropout,
+        head: Head,
         vb: VarBuilder,
     ) -> Result<Self> {
         let width = config.n_embd;
         let normal = Init::Randn { mean: 0., stdev: config.initializer_range };
         let tokens = vb.pp(format!("{prefix}wte")).get_with_hints((config.vocab_size, width), "weight", normal)?;
         let positions = vb.pp(format!("{prefix}wpe")).get_with_hints((config.n_positions, width), "weight", normal)?;
+        let vocabulary = || Ok(Linear::new(tokens.clone(), None));
         Ok(Gpt2 {
-            head: Linear::new(tokens.clone(), None),
+            output: Output::new(head, (width, config.initializer_range), &vb, vocabulary)?,
             tokens: Embedding::new(tokens, width),
             positions: Embedding::new(positions, width),
             blocks,
@@ -113,7 +116,7 @@ impl Gpt2 {
         })
     }
 
-    /// Returns logits `[B, T, V]` for ids `[B, T]`.
+    /// Returns logits `[B, T, V]` for ids `[B, T]`, or classes or embeddings of each row.
     pub fn forward(&self, ids_bt: &Tensor, rows: &Rows) -> Result<Tensor> {
         let (_, t) = ids_bt.dims2()?;
         let positions = match &rows.documents {
@@ -125,6 +128,6 @@ impl Gpt2 {
         let x_btc = self.blocks.iter().try_fold(x_btc, |x_btc, block| {
             block.call_with((x_btc, rows.clone()), |layer, input| layer.run(input, Block::forward))
         })?;
-        self.head.forward(&self.norm.forward(&x_btc)?)
+        self.output.forward(&self.norm.forward(&x_btc)?, rows)
     }
 }

@@ -66,6 +66,10 @@ pub struct Rows {
     pub documents: Option<Documents>,
     /// Number of data tokens in each row, if padding follows them in any row.
     pub filled: Option<Arc<[usize]>>,
+    /// Index of each row's last token, for models that classify it.
+    pub last: Option<Arc<[usize]>>,
+    /// Segment type of each token, row after row, if any is not 0. Only BERT has them.
+    pub types: Option<Arc<[u32]>>,
 }
 
 /// `Rows` holds no tensors.
@@ -105,6 +109,7 @@ impl Batch {
             rows: Rows {
                 documents: documents.map(Documents::new).transpose()?,
                 filled: filled.iter().any(|&tokens| tokens < seq_len).then(|| filled.into()),
+                ..Rows::default()
             },
         })
     }

@@ -4,7 +4,7 @@
 //! root with the remaining parameters. `decoder` covers the Llama-like families, whose options `config` reads; `gpt2`
 //! and `bert` are separate. `parallel` holds the tensor-parallel plan of decoders.
 
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 use candle_core::DType;
 use candle_nn::VarBuilder;
 use config::DecoderConfig;
@@ -12,6 +12,8 @@ pub use config::{Dropout, ModelConfig};
 use decoder::{Decoder, RotaryTables};
 use fsdp_candle::activation_checkpoint::CheckpointPolicy;
 use fsdp_candle::{FsdpModule, FullyShard, ShardedVarMap, Unit, fully_shard, shard};
+pub use heads::{Head, Pooling};
+pub use heads::{is_classifier, is_unused_by_embeddings, normalizes, sequence_outputs};
 pub use language_model::LanguageModel;
 pub use language_model::{Batch, Rows};
 pub use language_model::{cross_entropy, cross_entropy_sum, loss};
@@ -30,6 +32,7 @@ pub mod config;
 pub mod decoder;
 mod experts;
 pub mod gpt2;
+mod heads;
 mod language_model;
 pub mod layers;
 pub mod parallel;
@@ -62,7 +65,22 @@ pub fn build(
     vars: &ShardedVarMap,
     options: ModelOptions,
 ) -> anyhow::Result<FsdpModule<LanguageModel>> {
+    build_with_head(config, opts, vars, options, Head::Vocabulary)
+}
+
+/// [`build`] for a model with another output. Only language models can be tensor-parallel.
+pub fn build_with_head(
+    config: &ModelConfig,
+    opts: &FullyShard,
+    vars: &ShardedVarMap,
+    options: ModelOptions,
+    head: Head,
+) -> anyhow::Result<FsdpModule<LanguageModel>> {
     let parallel = options.parallel.as_ref();
+    ensure!(
+        parallel.is_none() || head == Head::Vocabulary,
+        "tensor parallelism does not support classes or embeddings"
+    );
     parallel.map_or(Ok(()), |parallel| parallel.apply(config, vars))?;
     let vb = vars.builder(options.dtype);
     let checkpoints = &options.checkpoints;
@@ -82,19 +100,21 @@ pub fn build(
             let block = |i, vb| decoder::Block::new(config, i, &rotary, &drops, parallel, vb);
             let blocks = build_blocks(names, opts, &vb, checkpoints, block)?;
             fully_shard(opts, vb, |vb| {
-                Ok(LanguageModel::Decoder(decoder::Decoder::new(config, blocks, drops, parallel, vb)?))
+                Ok(LanguageModel::Decoder(decoder::Decoder::new(config, blocks, drops, parallel, head, vb)?))
             })
         }
         ModelConfig::Gpt2(config) => {
             let prefix = gpt2_prefix(&vb);
             let block = |_, vb| gpt2::Block::new(config, &drops, vb);
             let blocks = build_blocks(names, opts, &vb, checkpoints, block)?;
-            fully_shard(opts, vb, |vb| Ok(LanguageModel::Gpt2(gpt2::Gpt2::new(config, prefix, blocks, drops, vb)?)))
+            fully_shard(opts, vb, |vb| {
+                Ok(LanguageModel::Gpt2(gpt2::Gpt2::new(config, prefix, blocks, drops, head, vb)?))
+            })
         }
         ModelConfig::Bert(config) => {
             let block = |_, vb| bert::Block::new(config, &drops, vb);
             let blocks = build_blocks(names, opts, &vb, checkpoints, block)?;
-            fully_shard(opts, vb, |vb| Ok(LanguageModel::Bert(bert::Bert::new(config, blocks, drops, vb)?)))
+            fully_shard(opts, vb, |vb| Ok(LanguageModel::Bert(bert::Bert::new(config, blocks, drops, head, vb)?)))
         }
     };
     model.context("can't build the model")
@@ -151,7 +171,7 @@ pub fn build_by_name(
             Ok(Layer::new(block, i, name, &options.checkpoints))
         };
         let blocks = (0..config.layers).map(block).collect::<candle_core::Result<_>>()?;
-        Decoder::new(config, blocks, drops.clone(), None, vb)
+        Decoder::new(config, blocks, drops.clone(), None, Head::Vocabulary, vb)
     });
     model.context("can't build the model")
 }

@@ -5,8 +5,8 @@ use fsdp_candle::{NamePattern, Result};
 
 /// PEFT's name for every fully connected layer except the head.
 const ALL: &str = "all-linear";
-/// Heads, which may share the embedding's weights.
-const HEADS: [&str; 2] = ["lm_head", "cls.predictions.decoder"];
+/// Heads, which may share the embedding's weights or are trained whole, and the layer below BERT's classifier.
+const HEADS: [&str; 5] = ["lm_head", "cls.predictions.decoder", "classifier", "score", "bert.pooler.dense"];
 
 /// Patterns of layers that get adapters. A pattern matches a name or its end.
 ///

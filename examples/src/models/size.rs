@@ -1,6 +1,7 @@
 //! Size of a model, computed from its configuration.
 
 use crate::models::config::{BertConfig, DecoderConfig, Gpt2Config, ModelConfig};
+use crate::models::heads::Head;
 use crate::models::parameter_names::Lora;
 
 /// Sizes of a model. They are floats because products of a configuration's numbers may overflow any integer.
@@ -93,6 +94,27 @@ impl ModelConfig {
     /// Returns the size of the model, with adapters if any.
     pub fn size(&self, lora: Option<&Lora>) -> ModelSize {
         self.parts(lora).sum()
+    }
+
+    /// Returns [`size`](ModelConfig::size) of the model with another output, up to the classifier's few parameters.
+    pub fn size_with_head(&self, head: Head, lora: Option<&Lora>) -> ModelSize {
+        let mut size = self.size(lora);
+        if head == Head::Vocabulary {
+            return size;
+        }
+        let own_head = match self {
+            ModelConfig::Decoder(config) if !config.tied => config.width as f64 * config.vocabulary as f64,
+            _ => 0.,
+        };
+        size.base -= own_head;
+        // The blocks may be larger than the root without its head, so this is the bound that both have.
+        size.largest_unit -= own_head.min(size.largest_unit);
+        size.widest = match self {
+            ModelConfig::Decoder(config) => config.heads as f64 * config.head_dim as f64,
+            ModelConfig::Gpt2(config) => config.inner() as f64,
+            ModelConfig::Bert(config) => config.intermediate_size as f64,
+        };
+        size
     }
 
     /// Returns the root, and the blocks in forward order (at most ten thousand).

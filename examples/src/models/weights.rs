@@ -43,12 +43,27 @@ fn pieces(shape: &[usize]) -> impl Iterator<Item = Region> {
 /// Ends of names, new and old.
 const OLD: [(&str, &str); 2] = [("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")];
 
+/// Starts of names in files of a model without a head, such as `BertModel` and `LlamaModel`, and the prefix that the
+/// same names have in a model with a head.
+const WITHOUT_HEAD: [(&str, &str); 6] = [
+    ("embeddings.", "bert."),
+    ("encoder.layer.", "bert."),
+    ("pooler.dense.", "bert."),
+    ("embed_tokens.", "model."),
+    ("layers.", "model."),
+    ("norm.", "model."),
+];
+
 /// Opens the weights in a model directory. Accepts the names in the first BERT files, where a norm's `weight` and
-/// `bias` are `gamma` and `beta`, as transformers does.
+/// `bias` are `gamma` and `beta`, and the names of models without a head, as transformers does.
 pub fn pretrained(dir: &Path) -> Result<Pretrained> {
     let model = HfModel::open(dir)?;
     let now_called = |name: &String| {
-        let new = OLD.iter().find_map(|(now, then)| Some(format!("{}{now}", name.strip_suffix(then)?)))?;
+        let norm = OLD.iter().find_map(|(now, then)| Some(format!("{}{now}", name.strip_suffix(then)?)));
+        let mut new = norm.unwrap_or_else(|| name.clone());
+        if let Some((_, prefix)) = WITHOUT_HEAD.iter().find(|(start, _)| new.starts_with(start)) {
+            new.insert_str(0, prefix);
+        }
         (!model.tensors().contains_key(&new)).then(|| (new, name.clone()))
     };
     let old: BTreeMap<String, String> = model.tensors().keys().filter_map(now_called).collect();
@@ -95,10 +110,17 @@ mod tests {
     }
 
     #[test]
-    fn norms_have_old_and_new_names() {
+    fn other_names_are_accepted() {
         let dir = tempfile::tempdir().unwrap();
         let of = |name: &str, value| TensorShard::whole(name, &[1], Arc::new(Buffer::F32(vec![value])));
-        let saved = [("a.LayerNorm.gamma", 1.), ("a.LayerNorm.beta", 2.), ("b.LayerNorm.weight", 3.), ("gamma", 4.)];
+        let saved = [
+            ("a.LayerNorm.gamma", 1.),
+            ("a.LayerNorm.beta", 2.),
+            ("b.LayerNorm.weight", 3.),
+            ("gamma", 4.),
+            ("embeddings.LayerNorm.gamma", 5.),
+            ("layers.0.input_layernorm.weight", 6.),
+        ];
         let shards = saved.map(|(name, value)| of(name, value));
         hf::export(&dir.path().join("model"), World::single().unwrap().group(), &shards, &[]).unwrap();
         let weights = pretrained(&dir.path().join("model")).unwrap();
@@ -111,7 +133,13 @@ mod tests {
                 .and_then(|()| weights.fill(&request, &mut bytes))
                 .map(|()| f32::from_ne_bytes(bytes))
         };
-        for (name, value) in [("a.LayerNorm.weight", 1.), ("a.LayerNorm.bias", 2.), ("b.LayerNorm.weight", 3.)] {
+        for (name, value) in [
+            ("a.LayerNorm.weight", 1.),
+            ("a.LayerNorm.bias", 2.),
+            ("b.LayerNorm.weight", 3.),
+            ("bert.embeddings.LayerNorm.weight", 5.),
+            ("model.layers.0.input_layernorm.weight", 6.),
+        ] {
             assert!(weights.contains(name));
             assert_eq!(read(name).unwrap(), value, "{name}");
         }

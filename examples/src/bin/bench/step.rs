@@ -184,7 +184,13 @@ fn measure(args: &Args, world: &World, vars: &ShardedVarMap, subject: &Subject<'
         Tensor::from_vec(ids, (args.batch, args.seq), &Device::Cpu)
     };
     let counted = (args.batch * args.seq) as u64;
-    let batch = Batch { ids: batch(0)?.to_device(world.device())?, targets: batch(1)?, counted, rows: Rows::default() };
+    let batch = Batch {
+        ids: batch(0)?.to_device(world.device())?,
+        targets: batch(1)?,
+        counted,
+        rows: Rows::default(),
+        pairs: None,
+    };
 
     let clock = Clock::start().context("counting what is communicated")?;
     let mut times = [const { Vec::new() }; 6];

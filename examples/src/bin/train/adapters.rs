@@ -10,11 +10,12 @@ use fsdp_candle::initializer::Pretrained;
 use fsdp_candle::nn::{LoraConfig, is_adapter};
 use fsdp_ckpt::hf::HfModel;
 use fsdp_ckpt::{TensorShard, TensorSource};
-use fsdp_train::models::{Lora, Targets};
+use fsdp_train::models::{Head, Lora, Targets, is_classifier};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use crate::args::Args;
+use crate::task::TextExport;
 
 /// Query and value projections, or the layer that fuses them, in all model families.
 const DEFAULT_TARGETS: [&str; 6] = ["q_proj", "v_proj", "qkv_proj", "attn.c_attn", "self.query", "self.value"];
@@ -44,9 +45,9 @@ impl Adapters {
         Ok(Some(Adapters { lora: Lora { config, targets: targets.context("--lora-targets")? }, from: None }))
     }
 
-    /// Freezes the parameters of the next model, and adds adapters to it.
-    pub(crate) fn apply(&self, vars: &ShardedVarMap) {
-        vars.freeze(|name| !is_adapter(name));
+    /// Freezes the parameters of the next model except a classifier, and adds adapters to it.
+    pub(crate) fn apply(&self, vars: &ShardedVarMap, head: Head) {
+        vars.freeze(move |name| !is_adapter(name) && !(matches!(head, Head::Classes(_)) && is_classifier(name)));
         self.adapt(vars);
     }
 
@@ -105,9 +106,14 @@ const UP: &str = ".lora_B.weight";
 /// Prefix of GPT-2's tensors in transformers, which GPT-2's own files often lack.
 const GPT2: &str = "transformer.";
 
-/// Selects the adapters and renames them as in PEFT's files.
-pub(crate) fn adapter_tensors(tensors: Vec<TensorShard>) -> Vec<TensorShard> {
-    let adapters = tensors.into_iter().filter(|tensor| is_adapter(&tensor.fqn));
+/// PEFT's task type of classifiers.
+pub(crate) const CLASSIFIER_TASK: &str = "SEQ_CLS";
+
+/// Selects the adapters, and the classifier of a run that trains one, and renames them as in PEFT's files.
+pub(crate) fn adapter_tensors(tensors: Vec<TensorShard>, texts: Option<&TextExport>) -> Vec<TensorShard> {
+    let has_classifier = texts.is_some_and(|texts| texts.peft_task == CLASSIFIER_TASK);
+    let is_trained = |name: &str| is_adapter(name) || has_classifier && is_classifier(name);
+    let adapters = tensors.into_iter().filter(|tensor| is_trained(&tensor.fqn));
     adapters.map(|tensor| TensorShard { fqn: peft_name(&tensor.fqn), ..tensor }).collect()
 }
 
@@ -126,13 +132,22 @@ pub(crate) fn write_peft_config(
     config: LoraConfig,
     base: Option<&Path>,
     vars: &ShardedVarMap,
+    texts: Option<&TextExport>,
 ) -> anyhow::Result<()> {
     let matrices = vars.params().into_iter().filter(|param| param.shape().rank() == 2);
     let layers: Vec<String> = matrices
         .filter(|param| !is_adapter(param.name()))
         .filter_map(|param| Some(param.name().strip_suffix(".weight")?.to_string()))
         .collect();
-    let config = peft_config(config, base, &vars.adapted(), &layers);
+    let mut config = peft_config(config, base, &vars.adapted(), &layers);
+    if let Some(texts) = texts {
+        config["task_type"] = texts.peft_task.into();
+        if texts.peft_task == CLASSIFIER_TASK {
+            let saved = ["classifier", "score", "pooler"].into_iter();
+            let is_there = |part: &&str| layers.iter().any(|layer| layer.split('.').any(|word| word == *part));
+            config["modules_to_save"] = saved.filter(is_there).collect::<Vec<_>>().into();
+        }
+    }
     std::fs::write(dir.join(PEFT_CONFIG), format!("{config:#}\n"))
         .with_context(|| format!("can't write {}/{PEFT_CONFIG}", dir.display()))
 }

@@ -19,6 +19,7 @@ use crate::flag_types::{
     Switch, activation_checkpoint, betas, checkpoint_path, count, debug_name, dropout, fraction, loss_scale,
     optional_path, optional_quantization, quantization,
 };
+use crate::task::TaskChoice;
 
 const AFTER_HELP: &str = "Examples:
 
@@ -83,6 +84,15 @@ pub(crate) struct Args {
     #[arg(help_heading = "Model")]
     pub(crate) dropout: DropoutChoice,
 
+    /// What the model learns
+    ///
+    /// `classify` trains a classifier: a bert with a pooler and `classifier`, or another model with `score` at the last
+    /// token. --data and --eval are .jsonl or .csv files with the columns text, maybe text_pair, and label. `embed`
+    /// trains embeddings: the columns are anchor, positive and maybe negative, and each anchor is told from the positives
+    /// and negatives of the whole batch. See docs/fine-tuning.md.
+    #[arg(long, value_enum, default_value_t = TaskChoice::Language, help_heading = "Model")]
+    pub(crate) task: TaskChoice,
+
     /// Training data: a .bin file of tokens, a text file, a directory of text files, or org/dataset[@revision]:file on
     /// the hub [default: the sources of the workspace]
     ///
@@ -126,7 +136,7 @@ pub(crate) struct Args {
     #[arg(long, value_enum, help_heading = "Data")]
     pub(crate) packing: Option<Switch>,
 
-    /// Shuffle the data in each epoch, seeded by --seed [default: on with --sft and --dpo, else off]
+    /// Shuffle the data in each epoch, seeded by --seed [default: on, but off for text without --sft]
     #[arg(long, value_enum, help_heading = "Data")]
     pub(crate) shuffle: Option<Switch>,
 
@@ -407,7 +417,8 @@ pub(crate) struct Args {
     /// step that --loss-scale skips), lr, step_time_s, tokens_per_s, peak_mem_bytes (of the largest process),
     /// shard_bytes (parameters, gradients and optimizer state resident per process). Evaluations have the fields step,
     /// eval_loss, eval_perplexity, eval_tokens and eval_time_s. --dpo adds rewards/chosen, rewards/rejected,
-    /// rewards/accuracies and rewards/margins, with the prefix eval_ in evaluations, which then have no perplexity.
+    /// rewards/accuracies and rewards/margins, with the prefix eval_ in evaluations, which then have no perplexity. With
+    /// --task, evaluations have eval_accuracy, eval_records, and eval_macro_f1 or eval_cosine.
     #[arg(long, value_name = "FILE", help_heading = "Run")]
     #[serde(serialize_with = "optional_path")]
     pub(crate) metrics: Option<PathBuf>,
@@ -451,7 +462,7 @@ impl Args {
 
     /// Returns whether the data is shuffled in each epoch.
     pub(crate) fn shuffled(&self) -> bool {
-        self.shuffle.map_or(self.has_examples(), |shuffle| shuffle == Switch::On)
+        self.shuffle.map_or(self.has_examples() || self.task != TaskChoice::Language, |shuffle| shuffle == Switch::On)
     }
 
     /// Returns whether the data is a list of examples or pairs, not a stream of tokens.

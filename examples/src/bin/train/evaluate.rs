@@ -3,35 +3,45 @@
 use std::time::Instant;
 
 use anyhow::{Context, ensure};
-use candle_core::DType;
+use candle_core::{DType, Tensor};
 use fsdp_candle::{FsdpModule, GradcheckOptions, ReduceOp, World, gradcheck, no_grad};
 use fsdp_train::console::Console;
 use fsdp_train::data::{Batches, Text};
 use fsdp_train::generate::{SampleOptions, fill, sample};
 use fsdp_train::metrics::{EvalRecord, Rewards};
-use fsdp_train::models::{self, Batch, LanguageModel};
+use fsdp_train::models::{Batch, LanguageModel};
 
 use crate::args::Args;
 use crate::flag_types::AllGather;
 use crate::objective::Objective;
 
-/// Evaluation data and schedule.
-pub(crate) struct Evaluation {
-    pub(crate) batches: Batches,
-    tensor: usize,
+/// Steps after which the model is evaluated.
+pub(crate) struct Schedule {
     every: usize,
     last: usize,
 }
 
-impl Evaluation {
-    pub(crate) fn new(args: &Args, batches: Batches) -> Self {
-        let every = args.eval_every.unwrap_or(args.steps);
-        Evaluation { batches, tensor: args.tensor_parallel, every, last: args.steps }
+impl Schedule {
+    pub(crate) fn new(args: &Args) -> Self {
+        Schedule { every: args.eval_every.unwrap_or(args.steps), last: args.steps }
     }
 
-    /// Returns whether the loss is measured after `step` steps.
+    /// Returns whether the model is evaluated after `step` steps.
     pub(crate) fn is_due(&self, step: usize) -> bool {
         step.is_multiple_of(self.every) || step == self.last
+    }
+}
+
+/// Evaluation data and schedule.
+pub(crate) struct Evaluation {
+    pub(crate) batches: Batches,
+    pub(crate) schedule: Schedule,
+    tensor: usize,
+}
+
+impl Evaluation {
+    pub(crate) fn new(args: &Args, batches: Batches) -> Self {
+        Evaluation { batches, schedule: Schedule::new(args), tensor: args.tensor_parallel }
     }
 
     /// Measures the mean loss over all counted targets of the data, the same on every rank. Collective.
@@ -138,21 +148,13 @@ pub(crate) fn check_gradcheck_flags(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Compares the gradients of the next batch with finite differences. Collective.
+/// Compares the gradients of a loss with finite differences. Collective.
 pub(crate) fn run_gradcheck(
     model: &FsdpModule<LanguageModel>,
-    objective: &Objective,
-    batches: &Batches,
-    sequences: u64,
     world: &World,
+    loss: impl Fn(&FsdpModule<LanguageModel>) -> candle_core::Result<Tensor>,
 ) -> anyhow::Result<()> {
-    let batch = Batch::new(batches.micro_batch(sequences, 0)?, world.device())?;
-    let reference = objective.reference(model, &batch)?;
-    let checked = gradcheck(model, &GradcheckOptions::default(), |model| match &reference {
-        Some(reference) => objective.loss(model, &batch, Some(reference)).map(|batch_loss| batch_loss.loss),
-        None => models::cross_entropy(model, &batch),
-    });
-    let checked = checked.context("--gradcheck")?;
+    let checked = gradcheck(model, &GradcheckOptions::default(), loss).context("--gradcheck")?;
     if world.rank() == 0 {
         Console::Stderr.line(format_args!("gradcheck: the gradients of {} units are right", checked.len()));
     }

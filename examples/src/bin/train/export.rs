@@ -16,12 +16,14 @@ use fsdp_train::console::Console;
 use fsdp_train::models::config::BUILTIN;
 use fsdp_train::writable::try_file_and_directory;
 use indicatif::BinaryBytes;
+use serde_json::Value;
 
 use crate::adapters::{Adapters, PEFT_WEIGHTS, adapter_tensors, write_peft_config};
 use crate::agreement::broadcast_result;
 use crate::args::Args;
 use crate::directories::RunDirs;
 use crate::flag_types::is_url;
+use crate::task::TextExport;
 
 /// Writes weights, configuration and tokenizer to --export-hf, or the adapters of a run that trains them. `step` is the
 /// last step of the run. Collective.
@@ -30,11 +32,15 @@ pub(crate) fn export(
     world: &World,
     vars: &ShardedVarMap,
     adapters: Option<&Adapters>,
+    texts: Option<TextExport>,
     dirs: &RunDirs,
     step: usize,
 ) -> anyhow::Result<()> {
     let Some(dir) = &args.export_hf else { return Ok(()) };
-    let tensors = get_model_state_dict(vars, &StateDictOptions::default())?.shards("");
+    let mut tensors = get_model_state_dict(vars, &StateDictOptions::default())?.shards("");
+    if let Some(texts) = &texts {
+        tensors.iter_mut().for_each(|tensor| tensor.fqn = (texts.name)(&tensor.fqn));
+    }
     // Checked again, because another run may have exported there since the first step.
     let replace = dirs.replaces_export
         && broadcast_result(world, 0, || may_replace(dir, Some(&dirs.checkpoints), args.steps.max(step)))?;
@@ -50,19 +56,23 @@ pub(crate) fn export(
     };
     if let Some(adapters) = adapters {
         options.file = PEFT_WEIGHTS.into();
-        write(&adapter_tensors(tensors), &options)?;
+        write(&adapter_tensors(tensors, texts.as_ref()), &options)?;
         return match world.rank() {
             0 => {
                 let base = args.model_name.as_deref().or(args.model.as_deref());
-                write_peft_config(dir, adapters.lora.config, base, vars)
+                write_peft_config(dir, adapters.lora.config, base, vars, texts.as_ref())
             }
             _ => Ok(()),
         };
     }
     if let Some(model) = &args.model {
         options.config_files = hf::config_files(model)?;
+        options.config_files.retain(|path| !(texts.is_some() && path.ends_with("config.json")));
     }
     write(&tensors, &options)?;
+    if let Some(texts) = &texts {
+        return if world.rank() == 0 { write_files(dir, &texts.files) } else { Ok(()) };
+    }
     if args.model.is_none() && world.rank() == 0 {
         std::fs::write(dir.join("config.json"), BUILTIN)
             .with_context(|| format!("can't write {}/config.json", dir.display()))?;
@@ -136,6 +146,18 @@ impl GgufExport {
         Console::Stdout.line(format_args!("exported: {file} ({}, {size})", quantization.name()));
         Ok(())
     }
+}
+
+fn write_files(dir: &Path, files: &[(PathBuf, Value)]) -> anyhow::Result<()> {
+    for (name, content) in files {
+        let path = dir.join(name);
+        let write = || -> std::io::Result<()> {
+            std::fs::create_dir_all(path.parent().unwrap_or(dir))?;
+            std::fs::write(&path, format!("{content:#}\n"))
+        };
+        write().with_context(|| format!("can't write {}", path.display()))?;
+    }
+    Ok(())
 }
 
 /// Metadata in the header of an exported file: the run and the step.

@@ -1,4 +1,5 @@
-//! Pre-trains or fine-tunes a language model with its parameters sharded over the ranks:
+//! Pre-trains or fine-tunes a language model, a classifier or an embedding model with its parameters sharded over the
+//! ranks:
 //! `fsdp-launch --nproc-per-node 2 train --help`.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
@@ -16,6 +17,8 @@ mod optimizer;
 mod report;
 mod run_record;
 mod setup;
+mod task;
+mod texts;
 mod trace;
 
 use std::process::ExitCode;
@@ -28,12 +31,11 @@ use fsdp_candle::{Recurse, ReduceOp, World, clip_grad_norm, grad_norm};
 use fsdp_train::console::Console;
 use fsdp_train::job;
 use fsdp_train::metrics::{Rewards, StepRecord, peak_memory_bytes};
-use fsdp_train::models::{Batch, parallel};
+use fsdp_train::models::parallel;
 
 use args::Args;
 use checkpoint::Checkpoints;
 use directories::Hosts;
-use evaluate::Sampler;
 use export::GgufExport;
 use flag_types::GradSync;
 use objective::BatchLoss;
@@ -64,7 +66,7 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<Option<Gguf
     // Conflicting flags fail before anything is read.
     evaluate::check_gradcheck_flags(args)?;
     args::check_unused_flags(args)?;
-    objective::check_flags(args)?;
+    task::check_flags(args)?;
     if args.sequence_parallel {
         parallel::check_sequence(args.tensor_parallel, ("--seq-len", args.seq_len))?;
     }
@@ -73,10 +75,9 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<Option<Gguf
     let ranks = args.ranks(world)?;
     let mut loss_scale = LossScale::new(args)?;
     let mut checkpoints = Checkpoints::new(args, hosts, world)?;
-    let Setup { config, vars, model, objective, batches, evaluation, text, positions, adapters } =
-        Setup::new(args, world)?;
+    let Setup { config, vars, model, task, adapters } = Setup::new(args, world)?;
     let mut optim = Optimizer::new(args, &vars)?;
-    let run = Record::new(args, &config, &batches, adapters.as_ref(), &objective, optim.get())?;
+    let run = Record::new(args, &config, &*task, adapters.as_ref(), optim.get())?;
 
     let mut done = checkpoints.resume(args, &vars, optim.get_mut(), &mut loss_scale, &run)?;
     if world.rank() == 0 && done.step >= args.steps {
@@ -86,30 +87,23 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<Option<Gguf
         ));
     }
     if args.gradcheck && done.step < args.steps {
-        tracing::debug_span!("gradcheck")
-            .in_scope(|| evaluate::run_gradcheck(&model, &objective, &batches, done.sequences, world))?;
+        tracing::debug_span!("gradcheck").in_scope(|| task.check_gradients(args, &model, done.sequences, world))?;
     }
     let mut log = if world.rank() == 0 { Some(StepLog::open(args, done.step)?) } else { None };
-    let shard_bytes = setup::shard_bytes(&vars) + objective.shard_bytes() + optim.bytes() as u64;
-    let sampler = Sampler { model: &model, text: &text, positions };
-    let prompts = evaluation.as_ref().map_or(&batches, |evaluation| &evaluation.batches);
-    let generate = || match args.has_examples() {
-        true => tracing::debug_span!("sample").in_scope(|| sampler.answer_example(prompts, world)),
-        false => tracing::debug_span!("sample").in_scope(|| sampler.continue_stream(&batches, world)),
-    };
+    let shard_bytes = setup::shard_bytes(&vars) + task.shard_bytes() + optim.bytes() as u64;
+    let sample = || tracing::debug_span!("sample").in_scope(|| task.sample(&model, world));
     let evaluate = |step: usize, log: &mut Option<StepLog>| -> anyhow::Result<()> {
-        let Some(evaluation) = evaluation.as_ref().filter(|evaluation| evaluation.is_due(step)) else { return Ok(()) };
-        let record = tracing::debug_span!("eval").in_scope(|| evaluation.run(&model, &objective, step, world))?;
-        if let Some(log) = log {
-            log.eval(&record);
+        let evaluated = tracing::debug_span!("eval").in_scope(|| task.evaluate(&model, step, world))?;
+        if let (Some(evaluated), Some(log)) = (evaluated, log) {
+            log.eval(&evaluated);
         }
         Ok(())
     };
     if done.step == 0 {
         evaluate(0, &mut log)?;
     }
-    if args.has_examples() && done.step < args.steps {
-        let sample = generate()?;
+    if task.samples_first() && done.step < args.steps {
+        let sample = sample()?;
         if world.rank() == 0 {
             Console::Stdout.line(format_args!("sample before training: {sample}"));
         }
@@ -123,7 +117,7 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<Option<Gguf
         // Backward averages gradients over ranks and shards them. The loss of a step is the mean over the counted
         // tokens or pairs of all ranks and micro-batches, so the mean of a micro-batch is weighted by its share of them.
         // Tensor-parallel ranks have the same tokens and the same loss.
-        let share = batches.counted(done.sequences)?.max(1) as f64 / ranks.data() as f64;
+        let share = task.counted(done.sequences)?.max(1) as f64 / ranks.data() as f64;
         let (mut own_loss, mut rewards) = (0., None);
         let mut grads: Option<GradStore> = None;
         for micro_step in 0..args.grad_accum {
@@ -132,15 +126,13 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<Option<Gguf
                 last || args.grad_sync.unwrap_or(GradSync::Every) == GradSync::Every,
                 Recurse::Yes,
             );
-            let batch = Batch::new(batches.micro_batch(done.sequences, micro_step)?, world.device())?;
-            let reference = objective.reference(&model, &batch)?;
             model.inner().set_training(true);
-            let first_row = batches.first_sequence(done.sequences, micro_step);
+            let first_row = task.first_row(done.sequences, micro_step);
             random::set_rng_state(RngState { first_row, ..RngState::new(args.seed) });
-            let BatchLoss { loss, rewards: of_batch } = objective.loss(&model, &batch, reference.as_ref())?;
+            let BatchLoss { loss, weight, rewards: of_batch } = task.loss(&model, done.sequences, micro_step, world)?;
             // The loss of a batch without counted tokens is 0. Candle would end the graph at a weight of 0, but all
             // ranks must run the same backward.
-            let weight = batch.weight().max(1) as f64 / share;
+            let weight = weight.max(1) as f64 / share;
             rewards = of_batch.map(|of_batch| rewards.unwrap_or_default() + of_batch * weight);
             let new = model.backward(&loss_scale.scale((&loss * weight)?)?)?;
             // Read after backward, because reading waits for the device.
@@ -169,9 +161,9 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<Option<Gguf
         let skipped = loss_scale.step(optim.get_mut(), &grads)?;
         drop(grads);
 
-        let tokens = batches.tokens(done.sequences) as f64;
+        let tokens = task.tokens(done.sequences);
         done.step = step;
-        done.sequences += batches.sequences_per_step();
+        done.sequences += task.sequences_per_step();
         let peak = world.all_reduce(&[peak_memory_bytes() as f64], ReduceOp::Max)?[0];
         let seconds = start.elapsed().as_secs_f64();
         let record = StepRecord {
@@ -202,8 +194,8 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<Option<Gguf
         checkpoints.finish()?;
         anyhow::Ok(saved)
     })?;
-    export::export(args, world, &vars, adapters.as_ref(), &checkpoints.dirs, done.step)?;
-    let sample = generate()?;
+    export::export(args, world, &vars, adapters.as_ref(), task.export(args)?, &checkpoints.dirs, done.step)?;
+    let sample = sample()?;
     if world.rank() == 0 {
         Console::Stdout.line(format_args!("sample: {sample}"));
         Console::Stdout.line(format_args!("checkpoint: {}", saved.display()));

@@ -41,8 +41,10 @@ pub(crate) enum Reference {
 
 /// Loss of a batch.
 pub(crate) struct BatchLoss {
-    /// Mean over the counted tokens, or over the pairs.
+    /// Mean over the counted tokens, pairs or records; 0 without one.
     pub(crate) loss: Tensor,
+    /// Number of them on this rank.
+    pub(crate) weight: u64,
     /// Mean rewards of the pairs.
     pub(crate) rewards: Option<Rewards>,
 }
@@ -79,11 +81,12 @@ impl Objective {
         reference: Option<&PairLogProbs>,
     ) -> candle_core::Result<BatchLoss> {
         let (Objective::Preference(Preference { beta, .. }), Some(reference)) = (self, reference) else {
-            return Ok(BatchLoss { loss: models::loss(model, batch)?, rewards: None });
+            return Ok(BatchLoss { loss: models::loss(model, batch)?, weight: batch.weight(), rewards: None });
         };
         let pairs = PairLogProbs::new(model, batch)?.dpo(reference, *beta, batch)?;
-        let weight = 1. / batch.weight().max(1) as f64;
-        Ok(BatchLoss { loss: (&pairs.loss * weight)?, rewards: Some(pairs.rewards()? * weight) })
+        let each = 1. / batch.weight().max(1) as f64;
+        let rewards = Some(pairs.rewards()? * each);
+        Ok(BatchLoss { loss: (&pairs.loss * each)?, weight: batch.weight(), rewards })
     }
 
     /// Returns the sum of the losses of a batch without auxiliary losses, for evaluation, and the sums of the rewards.

@@ -12,6 +12,7 @@ use indicatif::HumanCount;
 
 use crate::args::Args;
 use crate::checkpoint::Checkpoints;
+use crate::task::Evaluated;
 
 /// Outputs of rank 0's measurements: --metrics, --tensorboard, and progress on stderr.
 pub(crate) struct StepLog {
@@ -38,20 +39,32 @@ impl StepLog {
     }
 
     /// Writes an evaluation, as [`StepLog::step`] writes a step.
-    pub(crate) fn eval(&mut self, record: &EvalRecord) {
-        write_or_give_up(&mut self.metrics, |metrics| metrics.write(record));
-        write_or_give_up(&mut self.events, |events| events.write_eval(record));
-        let EvalRecord { step, eval_loss, eval_perplexity, eval_tokens, rewards, .. } = record;
-        let tokens = HumanCount(*eval_tokens);
-        let more = match (eval_perplexity, rewards.map(Rewards::from)) {
-            (_, Some(Rewards { accuracies, margins, .. })) => {
-                format!(", reward accuracy {accuracies:.2}, margin {margins:.4}")
+    pub(crate) fn eval(&mut self, evaluated: &Evaluated) {
+        match evaluated {
+            Evaluated::Language(record) => {
+                write_or_give_up(&mut self.metrics, |metrics| metrics.write(record));
+                write_or_give_up(&mut self.events, |events| events.write_eval(record));
+                let EvalRecord { step, eval_loss, eval_perplexity, eval_tokens, rewards, .. } = record;
+                let tokens = HumanCount(*eval_tokens);
+                let more = match (eval_perplexity, rewards.map(Rewards::from)) {
+                    (_, Some(Rewards { accuracies, margins, .. })) => {
+                        format!(", reward accuracy {accuracies:.2}, margin {margins:.4}")
+                    }
+                    (Some(perplexity), None) => format!(", perplexity {perplexity:.2}"),
+                    (None, None) => String::new(),
+                };
+                self.note(*step, &format!("evaluation loss {eval_loss:.4}{more}, over {tokens} tokens"));
             }
-            (Some(perplexity), None) => format!(", perplexity {perplexity:.2}"),
-            (None, None) => String::new(),
-        };
-        let text = format!("evaluation loss {eval_loss:.4}{more}, over {tokens} tokens");
-        self.note(*step, &text);
+            Evaluated::Texts(record) => {
+                write_or_give_up(&mut self.metrics, |metrics| metrics.write(record));
+                write_or_give_up(&mut self.events, |events| events.write_task_eval(record));
+                let scores = record.scores().into_iter();
+                let scores: String =
+                    scores.map(|(name, score)| format!(", {} {score:.4}", name.replace('_', " "))).collect();
+                let (loss, records) = (record.eval_loss, HumanCount(record.eval_records));
+                self.note(record.step, &format!("evaluation loss {loss:.4}{scores}, over {records} records"));
+            }
+        }
     }
 
     /// Prints a line about a step.

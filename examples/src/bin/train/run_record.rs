@@ -6,7 +6,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use anyhow::Context;
 use fsdp_candle::ShardedOptimizer;
 use fsdp_ckpt::{TensorSource, escape};
-use fsdp_train::data::Batches;
 use fsdp_train::models::{Dropout, ModelConfig};
 use fsdp_train::schedule::LrSchedule;
 use serde::{Deserialize, Serialize};
@@ -15,7 +14,7 @@ use serde_json::{Map, Value};
 use crate::adapters::Adapters;
 use crate::agreement::{Fields, NOT_GIVEN, fields};
 use crate::args::Args;
-use crate::objective::Objective;
+use crate::task::Task;
 
 /// Key of the record in a checkpoint.
 const KEY: &str = "train.run";
@@ -61,9 +60,8 @@ impl Record {
     pub(crate) fn new(
         args: &Args,
         config: &ModelConfig,
-        batches: &Batches,
+        task: &dyn Task,
         adapters: Option<&Adapters>,
-        objective: &Objective,
         optim: &dyn ShardedOptimizer,
     ) -> anyhow::Result<Self> {
         let mut record = Record::default();
@@ -83,18 +81,13 @@ impl Record {
             fixed.insert("the adapters' alpha".into(), config.alpha.to_string());
         }
 
-        if let Objective::Preference(preference) = objective {
-            fixed.extend(preference.start.clone());
-            settings.insert("--dpo-beta".into(), preference.beta.to_string());
-        }
-
         let (_, data) = args.training_data();
         let place = data.map_or("the sources of the workspace".into(), |path| path.display().to_string());
         notes.insert(DATA.into(), place);
         let seeded = |text: String| format!("{text}, by --seed {}", args.seed);
-        let masking = batches.masking().map_or("none".into(), |masking| {
-            seeded(format!("{} of the tokens, by token {}", masking.probability, masking.mask_token))
-        });
+        let (of_weights, others) = task.settings(args);
+        fixed.extend(of_weights);
+        settings.extend(others);
         let order = if args.shuffled() { seeded("shuffled".into()) } else { "as it stands".into() };
         let schedule = match args.lr_schedule {
             LrSchedule::Constant => "constant".into(),
@@ -104,10 +97,9 @@ impl Record {
         let dropped = dropped(args.dropout.of(config), config);
         let dropout = if dropped.is_empty() { "none".into() } else { seeded(dropped) };
         for (name, value) in [
-            (DATA, batches.summary()),
+            (DATA, task.summary()),
             ("the order of the data", order),
-            ("the sequences of a step", batches.sequences_per_step().to_string()),
-            ("the masked tokens", masking),
+            ("the sequences of a step", task.sequences_per_step().to_string()),
             ("--packing", args.packed().to_string()),
             ("--seq-len", args.seq_len.to_string()),
             ("--dropout", dropout),

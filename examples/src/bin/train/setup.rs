@@ -6,14 +6,15 @@ use std::path::Path;
 use anyhow::{Context, bail, ensure};
 use candle_core::DType;
 use fsdp_candle::activation_checkpoint::CheckpointPolicy;
-use fsdp_candle::initializer::{Fallback, Philox};
+use fsdp_candle::initializer::{Fallback, Initializer, Philox};
 use fsdp_candle::nn::is_adapter;
 use fsdp_candle::{FsdpModule, FullyShard, MixedPrecisionPolicy, ShardedVarMap, World};
 use fsdp_ckpt::TensorSource;
 use fsdp_ckpt::hf::HfModel;
 use fsdp_train::console::Console;
 use fsdp_train::data::{Batches, Data, Examples, Masking, PackingOptions, Pairs, Source, Text, mask_token};
-use fsdp_train::models::{self, Dropout, LanguageModel, ModelConfig, ModelOptions, TensorParallel, parallel};
+use fsdp_train::models::{self, Dropout, Head, LanguageModel, ModelConfig, ModelOptions, ModelSize, TensorParallel};
+use fsdp_train::models::{is_classifier, is_unused_by_embeddings, parallel};
 use fsdp_train::ranks::Ranks;
 use indicatif::{BinaryBytes, HumanCount};
 
@@ -23,6 +24,8 @@ use crate::args::{Args, OptimizerKind};
 use crate::evaluate::{Evaluation, SAMPLE_CONTEXT};
 use crate::flag_types::{InitChoice, Resume};
 use crate::objective::{self, DPO_BETA, Objective, Preference, Reference};
+use crate::task::{Language, Task, TaskChoice};
+use crate::texts::Texts;
 
 /// Default for --mlm-probability.
 const MLM_PROBABILITY: f64 = 0.15;
@@ -36,13 +39,8 @@ pub(crate) struct Setup {
     pub(crate) config: ModelConfig,
     pub(crate) vars: ShardedVarMap,
     pub(crate) model: FsdpModule<LanguageModel>,
-    pub(crate) objective: Objective,
-    pub(crate) batches: Batches,
-    pub(crate) evaluation: Option<Evaluation>,
-    pub(crate) text: Text,
+    pub(crate) task: Box<dyn Task>,
     pub(crate) adapters: Option<Adapters>,
-    /// Longest sequence that the model supports.
-    pub(crate) positions: usize,
 }
 
 impl Setup {
@@ -62,34 +60,44 @@ impl Setup {
         // Data is read before the model is built, so that its errors show at once.
         let text = Text::new(args.model.as_deref())?;
         objective::check_weights(args)?;
-        let (batches, evaluation) = data(args, &config, &text, world)?;
+        let positions = args.seq_len.max(SAMPLE_CONTEXT);
+        let mut task: Box<dyn Task> = match args.task {
+            TaskChoice::Language => {
+                let (batches, evaluation) = data(args, &config, &text, world)?;
+                let positions = positions.min(config.max_positions());
+                let (objective, has_examples) = (Objective::Tokens, args.has_examples());
+                Box::new(Language { batches, evaluation, text, positions, has_examples, objective })
+            }
+            TaskChoice::Classify | TaskChoice::Embed => Box::new(Texts::new(args, &config, text, world)?),
+        };
         let weights = pretrained(args)?;
         let adapters = Adapters::of(args)?;
-        let read = read_inputs(&config, &batches, evaluation.as_ref(), weights, adapters.as_ref())?;
+        let read = read_inputs(&config, &*task, weights, adapters.as_ref())?;
         let start: Fields = [FIRST_WEIGHTS, FIRST_ADAPTERS]
             .into_iter()
             .filter_map(|name| Some((name.to_owned(), read.get(name)?.clone())))
             .collect();
         agreement::check_inputs(read, args, world)?;
         if world.rank() == 0 {
-            let all = [Some(&batches), evaluation.as_ref().map(|evaluation| &evaluation.batches)];
             let of_adapters = adapters.as_ref().and_then(|adapters| adapters.from.as_ref()?.warning());
-            let warnings = all.into_iter().flatten().filter_map(Batches::warning).chain(of_adapters);
+            let warnings = task.warnings().into_iter().chain(of_adapters);
             warnings.for_each(|warning| Console::Stderr.line(format_args!("warning: {warning}")));
-            let (data, shape) = (batches.description(), args.batch_shape(world)?);
+            let (data, shape) = (task.description(), args.batch_shape(world)?);
             Console::Stderr.line(format_args!("training on {data}: {shape} per step"));
         }
-        let positions = args.seq_len.max(SAMPLE_CONTEXT);
-        check_memory(args, &config, adapters.as_ref(), positions, world)?;
+        check_memory(args, &config, &*task, adapters.as_ref(), positions, world)?;
 
         let ranks = args.ranks(world)?;
         let vars = ranks.vars(world)?;
         if world.rank() == 0 && args.resume == Resume::None && weights.is_none() {
             Console::Stderr.line(format_args!("starting from random weights (seed {})", args.seed));
         }
-        initialize(args, &vars, weights, adapters.as_ref())?;
-        if let Some(adapters) = &adapters {
-            adapters.apply(&vars);
+        let head = task.head();
+        initialize(args, &config, &vars, weights, adapters.as_ref(), head, world)?;
+        match (&adapters, head) {
+            (Some(adapters), _) => adapters.apply(&vars, head),
+            (None, Head::Embedding(_)) => vars.freeze(is_unused_by_embeddings),
+            (None, _) => {}
         }
         let options = ModelOptions {
             dtype: DType::F32,
@@ -98,34 +106,28 @@ impl Setup {
             dropout: args.dropout.of(&config),
             parallel: None,
         };
-        let model = build(args, &config, &vars, options.clone(), ranks)?;
+        let model = build(args, &config, &vars, options.clone(), ranks, head)?;
         if let Some(adapters) = &adapters {
             adapters.check(args, &vars)?;
         }
-        let objective = match args.dpo {
-            None => Objective::Tokens,
-            Some(_) => Objective::Preference(Preference {
-                beta: args.dpo_beta.unwrap_or(DPO_BETA),
-                reference: match needs_copy(adapters.as_ref()) {
-                    false => Reference::Base,
-                    true => {
-                        let copy = ranks.vars(world)?;
-                        initialize(args, &copy, weights, adapters.as_ref())?;
-                        copy.freeze(|_| true);
-                        if let Some(adapters) = &adapters {
-                            adapters.adapt(&copy);
-                        }
-                        let (checkpoints, dropout) = (CheckpointPolicy::none(), Dropout::default());
-                        let options = ModelOptions { checkpoints, dropout, ..options };
-                        let model = build(args, &config, &copy, options, ranks)?;
-                        Reference::Copy(Box::new(model), copy)
+        if args.dpo.is_some() {
+            let reference = match needs_copy(adapters.as_ref()) {
+                false => Reference::Base,
+                true => {
+                    let copy = ranks.vars(world)?;
+                    initialize(args, &config, &copy, weights, adapters.as_ref(), head, world)?;
+                    copy.freeze(|_| true);
+                    if let Some(adapters) = &adapters {
+                        adapters.adapt(&copy);
                     }
-                },
-                start,
-            }),
-        };
-        let positions = positions.min(config.max_positions());
-        Ok(Setup { config, vars, model, objective, batches, evaluation, text, adapters, positions })
+                    let (checkpoints, dropout) = (CheckpointPolicy::none(), Dropout::default());
+                    let options = ModelOptions { checkpoints, dropout, ..options };
+                    Reference::Copy(Box::new(build(args, &config, &copy, options, ranks, head)?), copy)
+                }
+            };
+            task.prefer(Preference { beta: args.dpo_beta.unwrap_or(DPO_BETA), reference, start });
+        }
+        Ok(Setup { config, vars, model, task, adapters })
     }
 }
 
@@ -138,19 +140,32 @@ fn needs_copy(adapters: Option<&Adapters>) -> bool {
 /// Sets the initial values of the next model's parameters.
 fn initialize(
     args: &Args,
+    config: &ModelConfig,
     vars: &ShardedVarMap,
     weights: Option<&Path>,
     adapters: Option<&Adapters>,
+    head: Head,
+    world: &World,
 ) -> anyhow::Result<()> {
     let random = Philox::new(args.seed);
     let cant_read = |dir: &Path| format!("can't read the weights in {}", dir.display());
     let weights = weights.map(|dir| models::pretrained(dir).with_context(|| cant_read(dir))).transpose()?;
     let peft = adapters.and_then(|adapters| adapters.from.as_ref());
     let peft = peft.map(Peft::initializer).transpose()?;
+    if let (Some(weights), Head::Classes(_)) = (&weights, head)
+        && world.rank() == 0
+        && let Some(layer) = ["classifier", "score"].iter().find(|layer| is_head_of(config, layer))
+        && !weights.contains(&format!("{layer}.weight"))
+        && args.resume == Resume::None
+    {
+        let (seed, dir) = (args.seed, args.model.as_deref().unwrap_or(Path::new("")).display());
+        Console::Stderr.line(format_args!("{dir} has no {layer}.weight: starting from a random one (seed {seed})"));
+    }
+    let is_new = move |name: &str| is_adapter(name) || (matches!(head, Head::Classes(_)) && is_classifier(name));
     match (weights, peft) {
         (None, None) => vars.init_with(random),
         (None, Some(peft)) => vars.init_with(Fallback::new(peft, random, |name| !is_adapter(name))),
-        (Some(weights), None) => vars.init_with(Fallback::new(weights, random, is_adapter)),
+        (Some(weights), None) => vars.init_with(Fallback::new(weights, random, is_new)),
         (Some(weights), Some(peft)) => vars.init_with(Fallback::new(weights, peft, is_adapter)),
     }
     Ok(())
@@ -163,6 +178,7 @@ fn build(
     vars: &ShardedVarMap,
     options: ModelOptions,
     ranks: Ranks,
+    head: Head,
 ) -> anyhow::Result<FsdpModule<LanguageModel>> {
     let of_layers = ranks.tensor_mesh(vars)?;
     let parallel = of_layers.map(|mesh| TensorParallel::new(mesh, args.sequence_parallel)).transpose()?;
@@ -178,7 +194,7 @@ fn build(
         .reshard_after_forward(args.reshard_after_forward)
         .shard_optimizer_over_replicas(args.shard_optimizer_over_replicas)
         .offload_policy(args.offload.policy());
-    let model = models::build(config, &opts, vars, ModelOptions { parallel, ..options })?;
+    let model = models::build_with_head(config, &opts, vars, ModelOptions { parallel, ..options }, head)?;
     models::set_prefetch(&model, args.prefetch);
     Ok(model)
 }
@@ -260,11 +276,15 @@ pub(crate) fn pretrained(args: &Args) -> anyhow::Result<Option<&Path>> {
     }
 }
 
+/// Returns whether a classifier's layer has this name.
+fn is_head_of(config: &ModelConfig, layer: &str) -> bool {
+    (layer == "classifier") == matches!(config, ModelConfig::Bert(_))
+}
+
 /// Describes the inputs that this rank has read, for the comparison between ranks.
 fn read_inputs(
     config: &ModelConfig,
-    batches: &Batches,
-    evaluation: Option<&Evaluation>,
+    task: &dyn Task,
     weights: Option<&Path>,
     adapters: Option<&Adapters>,
 ) -> anyhow::Result<Fields> {
@@ -278,13 +298,8 @@ fn read_inputs(
         None => "random".into(),
     };
     let mut read = agreement::fields("config.json's ", config)?;
-    read.insert("the data".into(), batches.summary());
-    if let Some(masking) = batches.masking() {
-        read.insert("the mask token".into(), masking.mask_token.to_string());
-    }
-    if let Some(evaluation) = evaluation {
-        read.insert("the data of --eval".into(), evaluation.batches.summary());
-    }
+    read.insert("the data".into(), task.summary());
+    read.extend(task.inputs());
     read.insert(FIRST_WEIGHTS.into(), weights);
     if let Some(peft) = adapters.and_then(|adapters| adapters.from.as_ref()) {
         read.insert(FIRST_ADAPTERS.into(), print(&peft.weights)?);
@@ -315,6 +330,7 @@ const FEWEST_TOKENS: usize = 64;
 fn check_memory(
     args: &Args,
     config: &ModelConfig,
+    task: &dyn Task,
     adapters: Option<&Adapters>,
     positions: usize,
     world: &World,
@@ -322,7 +338,9 @@ fn check_memory(
     if !world.device().is_cpu() {
         return Ok(()); // allocation on a device reports an error by itself
     }
-    let needs = memory_needs(args, config, adapters, positions, args.ranks(world)?);
+    let size = config.size_with_head(task.head(), adapters.map(|adapters| &adapters.lora));
+    let tokens = task.batch_tokens(args);
+    let needs = memory_needs(args, size, adapters, [tokens, positions], args.ranks(world)?);
     let total: f64 = needs.iter().map(|(_, bytes)| bytes).sum();
     let ranks = world.env().local_world_size;
     let machine = rustix::system::sysinfo();
@@ -349,12 +367,11 @@ fn check_memory(
 /// Lists a lower bound of the memory that a rank needs, in bytes.
 fn memory_needs(
     args: &Args,
-    config: &ModelConfig,
+    size: ModelSize,
     adapters: Option<&Adapters>,
-    positions: usize,
+    [tokens, positions]: [usize; 2],
     ranks: Ranks,
 ) -> Vec<(String, f64)> {
-    let size = config.size(adapters.map(|adapters| &adapters.lora));
     // Tensor-parallel ranks hold whole norms, so this is slightly too low.
     let tensor = ranks.tensor as f64;
     let shards = ranks.shard as f64 * tensor;
@@ -372,9 +389,7 @@ fn memory_needs(
     let holders = if args.shard_optimizer_over_replicas { shards * ranks.replicate as f64 } else { shards };
     let state = F32 * (frozen / shards + (2. + kept) * trained / holders);
     let copy = if args.dpo.is_some() && needs_copy(adapters) { F32 * (size.base + size.adapters) / shards } else { 0. };
-    // The pairs of --dpo may be shorter.
-    let tokens = if args.dpo.is_some() { FEWEST_TOKENS } else { (args.batch_size * args.seq_len).max(FEWEST_TOKENS) };
-    let tokens = tokens as f64;
+    let tokens = tokens.max(FEWEST_TOKENS) as f64;
     let compute = args.param_dtype.dtype().size_in_bytes() as f64;
     let parameters = Count(size.base + size.adapters);
     vec![
@@ -416,10 +431,9 @@ mod tests {
         let args = Args::try_parse_from([&["train"], flags].concat()).unwrap();
         let adapters = Adapters::of(&args).unwrap();
         let ranks = Ranks::new(ranks, args.replicate, args.tensor_parallel).unwrap();
-        memory_needs(&args, &ModelConfig::builtin().unwrap(), adapters.as_ref(), 128, ranks)
-            .iter()
-            .map(|(_, bytes)| bytes)
-            .sum()
+        let size = ModelConfig::builtin().unwrap().size(adapters.as_ref().map(|adapters| &adapters.lora));
+        let tokens = if args.dpo.is_some() { 0 } else { args.batch_size * args.seq_len };
+        memory_needs(&args, size, adapters.as_ref(), [tokens, 128], ranks).iter().map(|(_, bytes)| bytes).sum()
     }
 
     #[test]
