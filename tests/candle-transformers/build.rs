@@ -29,6 +29,8 @@ const MODELS: &[&str] = &[
     "whisper/quantized_model",
     "with_tracing",
 ];
+/// Models that stay as they are: they read GGUF files.
+const READERS: &[&str] = &["quantized_phi3", "quantized_qwen2", "quantized_qwen3"];
 const SIBLINGS: &[&str] = &["quantized_nn", "quantized_var_builder", "utils"];
 
 const LINE: &str = "use fsdp_candle::nn as candle_nn;\n";
@@ -92,9 +94,9 @@ fn module(path: &Path, name: &str) -> String {
 }
 
 /// Returns the modules of the tree in `dir`.
-fn tree(dir: &Path) -> String {
+fn tree(dir: &Path, models: &[&str]) -> String {
     let mut code = format!("{ALLOWED}\npub mod models {{\n");
-    for name in MODELS.iter().filter(|name| !name.contains('/') || name.ends_with("/mod")) {
+    for name in models.iter().filter(|name| !name.contains('/') || name.ends_with("/mod")) {
         code += &module(&dir.join(format!("models/{name}.rs")), name.trim_end_matches("/mod"));
     }
     code += "}\n";
@@ -118,6 +120,10 @@ fn code(src: &Path, out: &Path) -> String {
             files,
             "File {{ name: {name:?}, original: include_str!({from:?}), changed: include_str!({changed:?}) }},"
         );
+    }
+    for name in READERS.iter().map(|name| format!("models/{name}.rs")) {
+        let text = fs::read_to_string(src.join(&name)).unwrap_or_else(|error| panic!("{name}: {error}"));
+        write(&out.join("original").join(&name), &moved(&text));
     }
     // The files after the document's diffs.
     let document = fs::read_to_string(DOCUMENT).expect("the document is there");
@@ -144,8 +150,8 @@ fn code(src: &Path, out: &Path) -> String {
          /// The files, in no order.\npub const FILES: &[File] = &[{files}];\n\
          {}\n{ALLOWED}\npub mod original {{\n{}}}\n\
          {ALLOWED}\npub mod documented {{\npub use crate::models::with_tracing;\n{modules}}}\n",
-        tree(&out.join("changed")),
-        tree(&out.join("original")),
+        tree(&out.join("changed"), MODELS),
+        tree(&out.join("original"), &[MODELS, READERS].concat()),
     )
 }
 

@@ -1,6 +1,7 @@
 //! Tests that need more than Rust: PyTorch, MPI, network namespaces, Slurm, Kubernetes' schema and mounts.
 //!
-//! A test without its requirements is ignored, with the reason. With `FSDP_TESTS_REQUIRE=all`, as in CI, it fails.
+//! A test without its requirements is ignored, with the reason. With `FSDP_TESTS_REQUIRE=all`, as in CI, it fails, except
+//! the comparison with llama.cpp, which nothing installs.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod across_hosts;

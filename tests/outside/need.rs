@@ -71,7 +71,8 @@ macro_rules! trials {
 }
 pub(crate) use trials;
 
-/// Makes a test that is ignored if something that it needs is missing, unless `FSDP_TESTS_REQUIRE=all`.
+/// Makes a test that is ignored if something that it needs is missing. With `FSDP_TESTS_REQUIRE=all` it fails, unless only
+/// llama.cpp is missing.
 pub(crate) fn trial(name: &str, needs: &'static [Need], test: fn()) -> Trial {
     Trial::ignorable_test(name, move || match needs.iter().find_map(|need| Some((*need, need.missing()?))) {
         Some((Need::LlamaCpp, reason)) => Ok(Completion::ignored_with(reason)),

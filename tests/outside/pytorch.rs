@@ -1,14 +1,19 @@
 //! PyTorch reads this project's files, and reproduces the records in `tests/golden` and `tests/interop`.
 
 use std::ffi::OsStr;
-use std::fs;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
+use candle_core::quantized::gguf_file::Content;
+use candle_core::{DType, Device, Tensor};
 use fsdp_test_support::agent::Agent;
 use fsdp_test_support::trajectory::Trajectory;
 use fsdp_test_support::{convert, golden, golden_trajectory, program, run, train_golden, workspace};
+use fsdp_tests_candle_transformers::original::models::{
+    quantized_llama, quantized_phi3, quantized_qwen2, quantized_qwen3,
+};
 use libtest_mimic::Trial;
 use serde_json::json;
 
@@ -42,6 +47,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         transformers_reads_exports,
         adapters_go_both_ways,
         adapters_of_each_kind_have_their_loss_or_are_refused,
+        candle_computes_from_gguf_what_transformers_does,
         recorded_runs_are_reproduced,
         pytorch_resumes_tensor_parallel_runs,
         the_recorded_api_is_current,
@@ -81,6 +87,66 @@ fn llama_cpp_computes_what_transformers_does() {
         command.env("LLAMA_CPP", llama_cpp().unwrap()).env("OMP_NUM_THREADS", "2");
         command.arg(workspace().join("tests/interop/gguf.py")).arg(part).arg(program("fsdp-ckpt")).arg(dir.path());
         run(command, LIMIT).ok();
+    }
+}
+
+/// Candle's quantized models run our GGUF files. They do not round activations in products with f16, so both types have
+/// the limit of f32.
+fn candle_computes_from_gguf_what_transformers_does() {
+    let dir = tempfile::tempdir().unwrap();
+    let names = ["llama", "qwen2_plain", "qwen3", "phi3_plain"];
+    let args = std::iter::once(dir.path().to_path_buf()).chain(names.map(PathBuf::from));
+    script("interop/gguf_models.py", &args.collect::<Vec<_>>());
+    for name in names {
+        let model = dir.path().join(name);
+        let expected = candle_core::npy::NpzTensors::new(model.join("expected.npz")).unwrap();
+        let expected = |key: &str| expected.get(key).unwrap().unwrap();
+        let tokens = expected("tokens").to_dtype(DType::U32).unwrap().to_vec1::<u32>().unwrap();
+        for quantization in ["f32", "f16"] {
+            let path = dir.path().join(format!("{name}-{quantization}.gguf"));
+            let mut convert = Command::new(program("fsdp-ckpt"));
+            convert.arg("convert").arg(&model).arg(&path).args(["--to", "gguf", "--quantize", quantization]);
+            run(convert, LIMIT).ok();
+            let found = candle_logits(name, &path, &tokens).unwrap();
+            let expected = expected(quantization).flatten_all().unwrap();
+            let spread = expected.var(0).unwrap().to_scalar::<f32>().unwrap().sqrt();
+            let apart = (found - expected).unwrap().abs().unwrap().max(0).unwrap().to_scalar::<f32>().unwrap() / spread;
+            assert!(apart < 1e-4, "{name} {quantization}: logits differ by {apart:e} of their spread");
+            println!("{name} {quantization}: logits differ by {apart:.1e} of their spread");
+        }
+    }
+}
+
+/// Returns the logits after each token by Candle's quantized model.
+fn candle_logits(name: &str, path: &Path, tokens: &[u32]) -> candle_core::Result<Tensor> {
+    let open = || {
+        let mut file = File::open(path)?;
+        anyhow::Ok((Content::read(&mut file)?, file))
+    };
+    let (content, mut file) = open().unwrap();
+    let cpu = &Device::Cpu;
+    // One token at a time: the models return logits of the last.
+    let step = |forward: &mut dyn FnMut(&Tensor, usize) -> candle_core::Result<Tensor>| {
+        let one = |(at, token): (usize, &u32)| forward(&Tensor::new(&[[*token]], cpu)?, at)?.flatten_all();
+        Tensor::cat(&tokens.iter().enumerate().map(one).collect::<candle_core::Result<Vec<_>>>()?, 0)
+    };
+    match name {
+        "llama" => {
+            let mut model = quantized_llama::ModelWeights::from_gguf(content, &mut file, cpu)?;
+            step(&mut |ids, at| model.forward(ids, at))
+        }
+        "qwen2_plain" => {
+            let mut model = quantized_qwen2::ModelWeights::from_gguf(content, &mut file, cpu)?;
+            step(&mut |ids, at| model.forward(ids, at))
+        }
+        "qwen3" => {
+            let mut model = quantized_qwen3::ModelWeights::from_gguf(content, &mut file, cpu)?;
+            step(&mut |ids, at| model.forward(ids, at))
+        }
+        _ => {
+            let mut model = quantized_phi3::ModelWeights::from_gguf(false, content, &mut file, cpu)?;
+            step(&mut |ids, at| model.forward(ids, at))
+        }
     }
 }
 

@@ -194,7 +194,10 @@ fn adapters_that_can_not_be_merged_have_messages() {
             vec![("base_model.model.layers.0.q_proj.lora_A.weight", vec![2, 7])],
             "has no tensor \"base_model.model.layers.0.q_proj.lora_B",
         ),
-        (vec![("base_model.model.layers.9.q_proj.weight", vec![2])], "has no tensor \"layers.9.q_proj.weight\""),
+        (
+            vec![("base_model.model.layers.9.q_proj.weight", vec![2])],
+            "no tensor \"layers.9.q_proj.weight\"; pass the base",
+        ),
         (vec![("base_model.model.norm.weight", vec![2])], "shape [2], expected [7]"),
         (vec![("base_model.model.norm.lora_magnitude_vector", vec![2])], "it can't be merged"),
         (
@@ -218,5 +221,7 @@ fn adapters_that_can_not_be_merged_have_messages() {
     assert!(refused().contains("adapter_model.safetensors"));
     fs::remove_file(at("adapter/adapter_config.json")).unwrap();
     assert!(refused().contains("adapter_config.json; expected a directory that PEFT"));
+    fs::remove_file(at("base/config.json")).unwrap();
+    assert!(refused().contains("base has no config.json; --config-from names its directory"));
     assert!(!at("out").exists());
 }

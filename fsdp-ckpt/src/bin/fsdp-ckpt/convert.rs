@@ -4,7 +4,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use bytesize::ByteSize;
 use clap::error::ErrorKind;
 use clap::{Args, ValueEnum};
@@ -12,7 +12,7 @@ use fsdp_ckpt::convert::{View, check, write_fsdp};
 use fsdp_ckpt::gguf::{self, GgufOptions, GgufSummary, Quantization};
 use fsdp_ckpt::merge::Merged;
 use fsdp_ckpt::torch::{DcpOptions, write_dcp};
-use fsdp_ckpt::{TensorSource, WriteSummary, escape, hf};
+use fsdp_ckpt::{Error, TensorSource, WriteSummary, escape, hf};
 use fsdp_core::{DType, MeshLayout};
 use indicatif::ProgressBar;
 use serde_json::{Map, Value, json};
@@ -292,11 +292,21 @@ impl Consolidate {
 
 impl Merge {
     pub(crate) fn run(&self) -> Result<()> {
-        let config = hf::config_files(self.config_from.as_ref().unwrap_or(&self.base)).context("--config-from")?;
         let base = open(&self.base)?;
+        let config = match &self.config_from {
+            Some(dir) => hf::config_files(dir).context("--config-from")?,
+            None => {
+                hf::config_files(&self.base).map_err(|error| anyhow!("{error}; --config-from names its directory"))?
+            }
+        };
         let work = Work::begin(&*base, &self.base, &self.dst, false)?;
         let model = View::model(&*base);
-        let merged = Merged::new(&model, &self.adapter)?;
+        let merged = Merged::new(&model, &self.adapter).map_err(|error| match error {
+            Error::MissingTensor { ref path, .. } if path == model.path() => {
+                anyhow!("{error}; pass the base of these adapters")
+            }
+            _ => error.into(),
+        })?;
         let [adapters, replaced] = merged.changed();
         let most = self.max_shard_size.unwrap_or(ByteSize::gb(5));
         work.write(View::all(&merged), "hf", self.json, &|view| {
