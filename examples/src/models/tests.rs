@@ -82,6 +82,7 @@ fn packed_documents_learn_like_separate_ones() {
             ids: tensor((first..first + count).map(|at| id(row, at)).collect()),
             targets: tensor((first..first + count).map(|at| id(row, at + 1)).collect()),
             counted: count as u64,
+            pairs: None,
             rows: Rows::default(),
         }
     };
@@ -111,6 +112,7 @@ fn packed_documents_learn_like_separate_ones() {
                 ids: cat(|b| &b.ids),
                 targets: cat(|b| &b.targets),
                 counted: 9 * rows.len() as u64,
+                pairs: None,
                 rows: Rows { documents, filled: None },
             };
             let (loss, grads) = learns(&vars, &model, std::slice::from_ref(&packed));
@@ -141,6 +143,7 @@ fn expert_load_excludes_padding() {
         let targets: Vec<u32> = all.iter().map(|&id| if id == 0 { IGNORED } else { id % 7 }).collect();
         Batch {
             counted: targets.iter().filter(|&&target| target != IGNORED).count() as u64,
+            pairs: None,
             ids: Tensor::from_vec(all, shape, &Device::Cpu).unwrap(),
             targets: Tensor::from_vec(targets, shape, &Device::Cpu).unwrap(),
             rows: Rows {
