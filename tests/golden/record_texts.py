@@ -2,7 +2,7 @@
 
     pip install -r ../interop/requirements.txt sentence-transformers==6.2.0
 
-Makes the small models and the data of `texts` (see README.md), trains them as `train --task` does, and writes
+Makes the small models and the data of `texts` (see README.md), trains the models as `train --task` does, and writes
 DIR/texts/RUN.json. The losses are those of transformers' `AutoModelForSequenceClassification`, and of
 sentence-transformers' `MultipleNegativesRankingLoss` of the whole batch. With --keep, models and data in this directory
 are used as they are.
@@ -17,7 +17,8 @@ import warnings
 
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from transformers import AutoModelForSequenceClassification, AutoModel, BertConfig, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModel, AutoModelForSequenceClassification, BertConfig, LlamaConfig
+from transformers import PreTrainedTokenizerFast
 
 HERE = pathlib.Path(__file__).resolve().parent / "texts"
 WORDS = "good bad fine poor great awful nice dull the a film book song was and very not it more than".split()
@@ -47,7 +48,9 @@ def tokenizer(kind):
             single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ends
         )
     names = {"unk_token": "[UNK]", "pad_token": "[PAD]"}
-    names |= {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"} if kind == "bert" else {}
+    if kind == "bert":
+        names |= {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+        names |= {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
     return PreTrainedTokenizerFast(tokenizer_object=made, **names)
 
 
@@ -114,7 +117,6 @@ def classify(kind):
         part = rows[first : first + RECORDS]
         columns = [[row[name] for row in part] for name in ("text", "text_pair") if name in part[0]]
         inputs = encoded(tokens, *columns)
-        inputs = {name: value for name, value in inputs.items() if kind == "bert" or name != "token_type_ids"}
         return model(**inputs, labels=torch.tensor(labels[first : first + RECORDS])).loss
 
     return model, loss

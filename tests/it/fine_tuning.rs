@@ -1,6 +1,7 @@
 //! The commands and examples of docs/fine-tuning.md.
 
 use std::fs;
+use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
@@ -10,7 +11,7 @@ use fsdp_test_support::{code_blocks, copy_golden, program, run, train, workspace
 use crate::sft;
 
 /// Returns pairs of completions for `--dpo`.
-fn pairs() -> String {
+fn preferences() -> String {
     let pair = |i| format!(r#"{{"prompt": "{i} + 1 = ", "chosen": "{}", "rejected": "nothing"}}"#, i + 1);
     (0..20).map(pair).collect::<Vec<_>>().join("\n")
 }
@@ -25,7 +26,8 @@ fn documented_commands_run() {
         let dir = tempfile::tempdir().unwrap();
         sft::prepare(dir.path());
         fs::rename(dir.path().join("model"), dir.path().join("DIR")).unwrap();
-        fs::write(dir.path().join("pairs.jsonl"), pairs()).unwrap();
+        fs::write(dir.path().join("preferences.jsonl"), preferences()).unwrap();
+        write_texts(dir.path());
         let read = |name: &str| fs::read(dir.path().join(name)).unwrap();
         let hub = Hub::start([
             ("org/name/config.json", read("DIR/config.json")),
@@ -45,15 +47,26 @@ fn documented_commands_run() {
     }
 }
 
+/// Writes the data of --task classify and --task embed.
+fn write_texts(dir: &Path) {
+    let rows = (0..40).map(|i| format!("{i} is {0},{0}\n", if i % 2 == 0 { "even" } else { "odd" }));
+    let labelled = format!("text,label\n{}", rows.collect::<String>());
+    for name in ["reviews.csv", "others.csv"] {
+        fs::write(dir.join(name), &labelled).unwrap();
+    }
+    let pairs = (0..40).map(|i| format!("{{\"anchor\": \"{i} + 1?\", \"positive\": \"It is {}.\"}}\n", i + 1));
+    fs::write(dir.join("pairs.jsonl"), pairs.collect::<String>()).unwrap();
+}
+
 #[test]
 fn documented_examples_are_read() {
     let blocks = code_blocks("docs/fine-tuning.md", "json");
     let dir = tempfile::tempdir().unwrap();
     copy_golden("llama3_tiny", &dir.path().join("model"));
-    for (file, block) in ["chats.jsonl", "pairs.jsonl"].into_iter().zip(&blocks) {
+    for (file, block) in ["chats.jsonl", "preferences.jsonl"].into_iter().zip(&blocks) {
         fs::write(dir.path().join(file), block).unwrap();
     }
     assert_eq!(blocks.len(), 2);
     train(2, "--sft chats.jsonl --packing off --batch-size 1 --steps 1 --seq-len 64", dir.path()).ok();
-    train(1, "--model model --dpo pairs.jsonl --batch-size 3 --steps 1 --seq-len 64", dir.path()).ok();
+    train(1, "--model model --dpo preferences.jsonl --batch-size 3 --steps 1 --seq-len 64", dir.path()).ok();
 }

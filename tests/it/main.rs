@@ -34,6 +34,7 @@ mod sft;
 mod sizes;
 mod tensor_parallel;
 mod tensorboard;
+mod texts;
 mod trace;
 mod tutorial;
 mod writable;

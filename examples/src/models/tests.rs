@@ -113,7 +113,7 @@ fn packed_documents_learn_like_separate_ones() {
                 targets: cat(|b| &b.targets),
                 counted: 9 * rows.len() as u64,
                 pairs: None,
-                rows: Rows { documents, filled: None },
+                rows: Rows { documents, ..Rows::default() },
             };
             let (loss, grads) = learns(&vars, &model, std::slice::from_ref(&packed));
             let (want, want_grads) = learns(&vars, &model, &alone);
@@ -149,6 +149,7 @@ fn expert_load_excludes_padding() {
             rows: Rows {
                 documents: Some(Documents::new(documents.to_vec()).unwrap()),
                 filled: filled.map(|filled| filled.into()),
+                ..Rows::default()
             },
         }
     };

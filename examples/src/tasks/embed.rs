@@ -108,7 +108,7 @@ mod tests {
         let parts = local::try_run(ranks, |group| {
             let own = rows.len() / group.size();
             let own = &rows[group.rank() * own..][..own];
-            let x = Var::new(own, &Device::Cpu)?;
+            let x = Var::from_slice(own.as_flattened(), (own.len(), 3), &Device::Cpu)?;
             let loss = loss(&x, columns, &group)?;
             let gradient = loss.backward()?.remove(&x).unwrap();
             Result::Ok((loss.to_scalar::<f32>()?, (gradient / group.size() as f64)?.to_vec2::<f32>()?))

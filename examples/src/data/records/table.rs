@@ -20,7 +20,8 @@ pub(super) enum Field {
 /// Fields of a row by column. A null has no field.
 pub(super) type Row = BTreeMap<String, Field>;
 
-/// Calls `each` with the line number and the fields of each row. Blank lines are skipped.
+/// Calls `each` with the line number and the fields of each row. Blank lines are skipped. In a CSV file, the number of a
+/// row after blank lines is that of the first of them.
 ///
 /// # Errors
 /// Fails for a file that is neither `.jsonl` nor `.csv`, and for lines of another form. Errors name file and line.
@@ -133,7 +134,7 @@ mod tests {
 
     #[test]
     fn lines_are_named() {
-        assert_eq!(rows("a.csv", "text,label\na,x\n\nb,y\n").unwrap()[1].0, 4);
+        assert_eq!(rows("a.csv", "text,label\n\"a\na\",x\nb,y\n").unwrap()[1].0, 4);
         assert!(
             error("a.csv", "text,label\na,x\nb\n").contains("line: 3"),
             "{}",
