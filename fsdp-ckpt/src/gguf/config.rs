@@ -152,6 +152,7 @@ struct Fields {
     norm_topk_prob: Option<bool>,
     decoder_sparse_step: Option<usize>,
     mlp_only_layers: Option<Vec<usize>>,
+    attention_bias: Option<bool>,
     scale_attn_by_inverse_layer_idx: Option<bool>,
     position_embedding_type: Option<String>,
     bos_token_id: Option<Value>,
@@ -321,6 +322,10 @@ impl Config {
         {
             let expected = format!("at most {} experts", experts.count);
             return fail("num_experts_per_tok", experts.used.to_string(), expected);
+        }
+        let has_output_bias = matches!(self.architecture, Architecture::Llama | Architecture::Bert);
+        if fields.attention_bias == Some(true) && !has_output_bias {
+            return fail("attention_bias", "true".into(), "false".into());
         }
         if fields.scale_attn_by_inverse_layer_idx == Some(true) {
             return fail("scale_attn_by_inverse_layer_idx", "true".into(), "false".into());

@@ -138,17 +138,17 @@ fn scale_and_minimum(values: &[f32; GROUP], most: i32, first: f32, steps: usize)
     if largest <= minimum {
         return (0., -minimum);
     }
-    let (low, range) = (minimum, largest - minimum);
-    let levels = |inverse: f32| values.map(|value| nearest(inverse * (value - low)).clamp(0, most) as f32);
+    let levels = |inverse: f32, low: f32| values.map(|value| nearest(inverse * (value - low)).clamp(0, most) as f32);
     let error = |levels: &[f32; GROUP], scale: f32, minimum: f32| -> f32 {
         let parts = levels.iter().zip(values).zip(&weights);
         parts.map(|((level, value), weight)| weight * (scale * level + minimum - value).powi(2)).sum()
     };
-    let inverse = most as f32 / range;
+    let inverse = most as f32 / (largest - minimum);
     let mut scale = 1. / inverse;
-    let mut best = error(&levels(inverse), scale, minimum);
+    let mut best = error(&levels(inverse, minimum), scale, minimum);
     for step in 0..=steps {
-        let levels = levels((first + 0.1 * step as f32 + most as f32) / range);
+        // Searches on from the best minimum so far.
+        let levels = levels((first + 0.1 * step as f32 + most as f32) / (largest - minimum), minimum);
         let (mut sum_l, mut sum_ll, mut sum_xl) = (0f32, 0f32, 0f32);
         for ((level, value), weight) in levels.iter().zip(values).zip(&weights) {
             sum_l += weight * level;
