@@ -34,6 +34,8 @@ const READERS: &[&str] = &["quantized_phi3", "quantized_qwen2", "quantized_qwen3
 const SIBLINGS: &[&str] = &["quantized_nn", "quantized_var_builder", "utils"];
 
 const LINE: &str = "use fsdp_candle::nn as candle_nn;\n";
+/// Models that the feature `all` leaves out, separated by commas: files that do not compile.
+const WITHOUT: &str = "CANDLE_TRANSFORMERS_WITHOUT";
 const DOCUMENT: &str = "../../docs/from-candle.md";
 const LOCK: &str = "../../Cargo.lock";
 
@@ -71,9 +73,16 @@ fn source() -> Result<PathBuf, String> {
 
 /// Returns the file with the line before its first import.
 fn changed(text: &str) -> String {
-    match text.contains("candle_nn").then(|| text.find("\nuse ")) {
+    // `pub use candle_nn;` alone needs no line.
+    let uses = text.contains("candle_nn::") || text.contains("candle_nn as");
+    match uses.then(|| text.find("\nuse ")) {
         Some(Some(at)) => format!("{}{LINE}{}", &text[..=at], &text[at + 1..]),
-        Some(None) => format!("{LINE}{text}"), // the import is the first line
+        Some(None) => {
+            // After the file's own documentation and attributes.
+            let is_above = |line: &&str| ["//", "#!", "\n"].iter().any(|above| line.starts_with(above));
+            let at = text.split_inclusive('\n').take_while(is_above).map(str::len).sum();
+            format!("{}{LINE}{}", &text[..at], &text[at..])
+        }
         None => text.to_owned(),
     }
 }
@@ -155,6 +164,47 @@ fn code(src: &Path, out: &Path) -> String {
     )
 }
 
+/// Returns the paths of all Rust files below a folder, relative to it.
+fn files_below(dir: &Path, prefix: &str) -> Vec<String> {
+    let entries = fs::read_dir(dir).unwrap_or_else(|error| panic!("{}: {error}", dir.display()));
+    let mut files = vec![];
+    for entry in entries.flatten() {
+        let name = format!("{prefix}{}", entry.file_name().to_string_lossy());
+        if entry.path().is_dir() {
+            files.extend(files_below(&entry.path(), &format!("{name}/")));
+        } else if name.ends_with(".rs") {
+            files.push(name);
+        }
+    }
+    files
+}
+
+/// Returns the code of the feature `all`: every file with the line, except models that `WITHOUT` names.
+fn all(src: &Path, out: &Path) -> String {
+    println!("cargo::rerun-if-env-changed={WITHOUT}");
+    let without = env::var(WITHOUT).unwrap_or_default();
+    let without: Vec<String> = without.split(',').map(|name| format!("pub mod {name};")).collect();
+    for name in files_below(src, "") {
+        let text = fs::read_to_string(src.join(&name)).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let text = match name.as_str() {
+            "models/mod.rs" => {
+                let kept = text.lines().filter(|line| !without.iter().any(|gone| gone == line.trim()));
+                kept.map(|line| format!("{line}\n")).collect()
+            }
+            _ => changed(&text),
+        };
+        write(&out.join("all").join(&name), &text);
+    }
+    let root = fs::read_to_string(src.join("lib.rs")).expect("candle-transformers has a lib.rs");
+    let names = root.lines().filter_map(|line| line.strip_prefix("pub mod ")?.strip_suffix(';'));
+    let modules = names.map(|name| {
+        let nested = out.join(format!("all/{name}/mod.rs"));
+        let path = if nested.exists() { nested } else { out.join(format!("all/{name}.rs")) };
+        format!("{ALLOWED}\n{}", module(&path, name))
+    });
+    modules.collect()
+}
+
 fn main() {
     for path in ["build.rs", "src/diff.rs", DOCUMENT, LOCK] {
         println!("cargo::rerun-if-changed={path}");
@@ -163,7 +213,10 @@ fn main() {
     let code = match source() {
         Ok(src) => {
             println!("cargo::rerun-if-changed={}", src.display());
-            code(&src, &out)
+            match env::var_os("CARGO_FEATURE_ALL") {
+                Some(_) => all(&src, &out),
+                None => code(&src, &out),
+            }
         }
         Err(place) => {
             // The next build looks again.

@@ -4,6 +4,7 @@
 mod adapters;
 mod alike;
 mod bad_input;
+mod candle_gradients;
 mod candle_nn;
 mod candle_transformers;
 mod changed;

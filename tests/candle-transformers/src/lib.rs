@@ -3,8 +3,14 @@
 //!
 //! `models` has the changed files, `original` the unchanged ones, and `documented` those with the diffs of
 //! `docs/from-candle.md`.
+//!
+//! With the feature `all`, `models` has every file of candle-transformers, and nothing else is here.
 
-extern crate candle_core as candle;
+// The files are included by a macro, and some of them export macros.
+#![cfg_attr(feature = "all", allow(macro_expanded_macro_exports_accessed_by_absolute_paths))]
+
+/// Candle, by the name that the files use.
+pub extern crate candle_core as candle;
 
 pub mod diff;
 

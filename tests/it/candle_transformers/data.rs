@@ -26,7 +26,14 @@ pub(crate) struct Batch {
     pub(crate) there: Tensor,
     pub(crate) images: Tensor,
     pub(crate) sounds: Tensor,
-    first: usize,
+    pub(crate) first: usize,
+}
+
+/// Values between -1 and 1 for some rows, each of these dimensions.
+pub(crate) fn floats(first: usize, rows: usize, dims: &[usize]) -> Result<Tensor> {
+    let each: usize = dims.iter().product();
+    let value = |i: usize| ((i * 37 + i * i * 5) % 61) as f32 / 30. - 1.;
+    Tensor::from_iter((first * each..(first + rows) * each).map(value), &Device::Cpu)?.reshape([&[rows], dims].concat())
 }
 
 impl Batch {
@@ -37,17 +44,13 @@ impl Batch {
             let id = |i: usize| ((i * i * 7 + i * 3 + salt) % VOCABULARY) as u32;
             Tensor::from_iter((first * TIME..(first + rows) * TIME).map(id), &Device::Cpu)?.reshape((rows, TIME))
         };
-        let values = |each: usize| {
-            let value = |i: usize| ((i * 37 + i * i * 5) % 61) as f32 / 30. - 1.;
-            Tensor::from_iter((first * each..(first + rows) * each).map(value), &Device::Cpu)
-        };
         let there = (0..rows * TIME).map(|i| u32::from(i % TIME + (first + i / TIME) < TIME + 1));
         Ok(Batch {
             ids: ids(0)?,
             others: ids(5)?,
             there: Tensor::from_iter(there, &Device::Cpu)?.reshape((rows, TIME))?,
-            images: values(3 * PIXELS * PIXELS)?.reshape((rows, 3, PIXELS, PIXELS))?,
-            sounds: values(2 * TIME * MELS)?.reshape((rows, MELS, 2 * TIME))?,
+            images: floats(first, rows, &[3, PIXELS, PIXELS])?,
+            sounds: floats(first, rows, &[MELS, 2 * TIME])?,
             first,
         })
     }

@@ -6,6 +6,7 @@ mod data;
 mod document;
 mod gathered;
 mod original;
+mod table;
 mod train;
 
 use candle_core::{Device, Tensor};
@@ -95,6 +96,9 @@ fn says(document: &str, found: &str) -> bool {
 
 macro_rules! models {
     ($($name:ident),*) => {
+        /// The files that are trained.
+        const TRAINED: &[&str] = &[$(<changed::cases::$name as changed::cases::Model>::FILE),*];
+
         /// Trains each changed file on two ranks and compares with training without sharding.
         fn comparisons() -> Vec<(&'static str, Comparison)> {
             use changed::cases::{self, Model};

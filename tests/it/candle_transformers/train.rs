@@ -17,9 +17,9 @@ use super::gathered::{bytes, most_while};
 
 pub(crate) const RANKS: usize = 2;
 pub(crate) const STEPS: usize = 20;
-const RATE: f64 = 5e-3;
+pub(crate) const RATE: f64 = 5e-3;
 /// The smallest gradient norm to divide by, relative to the norm of all gradients.
-const LEAST: f64 = 3e-3;
+pub(crate) const LEAST: f64 = 3e-3;
 
 /// Initial values without zeros, whatever initialization a file requests.
 struct Spread;
@@ -36,7 +36,7 @@ impl Initializer for Spread {
     }
 }
 
-fn vars_of(world: &World) -> ShardedVarMap {
+pub(crate) fn vars_of(world: &World) -> ShardedVarMap {
     let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", world.size())]).unwrap(), world.device());
     vars.init_with(Spread);
     vars
@@ -171,7 +171,7 @@ fn largest_share(squares: &BTreeMap<String, [f64; 2]>) -> f64 {
     shares.fold(0., f64::max)
 }
 
-fn square(tensor: &Tensor) -> f64 {
+pub(crate) fn square(tensor: &Tensor) -> f64 {
     let tensor = tensor.to_dtype(DType::F64).unwrap();
     tensor.sqr().unwrap().sum_all().unwrap().to_scalar::<f64>().unwrap()
 }
