@@ -139,7 +139,10 @@ fn resumed_runs_have_the_same_bits() {
         let (first, last) = (&whole[0], &whole[whole.len() - 1]);
         assert_eq!(first["eval_rewards/margins"], 0.);
         assert!((first["eval_loss"].as_f64().unwrap() - 2f64.ln()).abs() < 1e-6, "{first}");
-        assert!(last["eval_loss"].as_f64().unwrap() < 0.6931 && last["eval_rewards/accuracies"].as_f64() > Some(0.5));
+        assert!(
+            last["eval_loss"].as_f64().unwrap() < 2f64.ln() - 5e-5
+                && last["eval_rewards/accuracies"].as_f64() > Some(0.5)
+        );
         assert!(last.get("eval_perplexity").is_none() && last["eval_tokens"].as_u64() > Some(1000), "{last}");
     }
 }

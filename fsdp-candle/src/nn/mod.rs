@@ -39,8 +39,7 @@
 //! - Under a plan of tensor parallelism ([`crate::parallelize`]), `Linear`, `Embedding` and the cross-entropies run the
 //!   collectives. Modules with other collectives use [`crate::collectives`].
 //! - On the CPU, f32, f16 and bf16 run fused; half floats are computed in f32 and rounded once. On other devices and
-//! for
-//!   f64, each item is a chain of Candle's differentiable operations.
+//!   for f64, each item is a chain of Candle's differentiable operations.
 //!
 //! Beyond `candle_nn`:
 //!

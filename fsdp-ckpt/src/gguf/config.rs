@@ -234,10 +234,7 @@ impl Config {
             Architecture::Gpt2 => 1e-5,
             _ => 1e-6,
         };
-        let tied = match architecture {
-            Architecture::Gpt2 | Architecture::Gemma2 | Architecture::Gemma3 => true,
-            _ => false,
-        };
+        let tied = matches!(architecture, Architecture::Gpt2 | Architecture::Gemma2 | Architecture::Gemma3);
         let activation = match architecture {
             Architecture::Gemma2 | Architecture::Gemma3 => "gelu_pytorch_tanh",
             Architecture::Gpt2 => "gelu_new",

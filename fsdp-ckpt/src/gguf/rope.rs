@@ -114,7 +114,7 @@ impl Rope {
         };
         let part = full.partial_rotary_factor.or(fields.partial_rotary_factor).unwrap_or(1.);
         let width = (head_dim as f64 * part) as usize;
-        if width == 0 || width % 2 != 0 || width > head_dim {
+        if width == 0 || !width.is_multiple_of(2) || width > head_dim {
             return fail("head_dim", format!("{width} of {head_dim} elements are rotated, expected an even number"));
         }
         if width != head_dim && architecture != Architecture::Phi3 {

@@ -107,7 +107,7 @@ impl Vocabulary {
         let name = name.to_lowercase();
         let is_phi3 = ["phi-3", "phi3"].iter().any(|part| name.contains(part));
         let has = |text: &&str| self.tokens.iter().any(|token| token.text == *text);
-        !is_phi3 || ["</s>", "<unk>", "<s>", "<|endoftext|>"].iter().all(|text| has(&text))
+        !is_phi3 || ["</s>", "<unk>", "<s>", "<|endoftext|>"].iter().all(has)
     }
 
     /// Reads the tokenizer of a model directory; `None` without one.

@@ -346,7 +346,7 @@ fn memory_does_not_grow_with_the_model() {
     // Six blocks of 8 MiB: read, in f32 as bytes and as numbers, reordered, and two of encoded rows. The rest is for
     // stacks, and for what the allocator keeps.
     let most = 128 << 10;
-    assert!(end > 4 * most << 10);
+    assert!(end > (4 * most) << 10);
     let script = format!("ulimit -d {most} && exec \"$0\" convert \"$1\" \"$2\" --to gguf --quantize q8_0");
     let output = Command::new("sh")
         .args(["-c", &script, env!("CARGO_BIN_EXE_fsdp-ckpt"), text(&dir), text(&root.path().join("a.gguf"))])

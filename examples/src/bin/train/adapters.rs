@@ -47,7 +47,8 @@ impl Adapters {
 
     /// Freezes the parameters of the next model except a classifier, and adds adapters to it.
     pub(crate) fn apply(&self, vars: &ShardedVarMap, head: Head) {
-        vars.freeze(move |name| !is_adapter(name) && !(matches!(head, Head::Classes(_)) && is_classifier(name)));
+        let has_classes = matches!(head, Head::Classes(_));
+        vars.freeze(move |name| !(is_adapter(name) || has_classes && is_classifier(name)));
         self.adapt(vars);
     }
 
