@@ -55,6 +55,8 @@ pub(crate) const RANK_0_FLAGS: [&str; 2] = ["metrics", "tensorboard"];
 #[serde(rename_all = "kebab-case")]
 #[command(name = "train", version, after_long_help = AFTER_HELP, allow_negative_numbers = true)]
 #[command(after_help = "Example: fsdp-launch --nproc-per-node 2 train --steps 100     (--help has more)")]
+// `[@revision]` is help text, not a link.
+#[allow(rustdoc::broken_intra_doc_links)]
 pub(crate) struct Args {
     /// Hugging Face model directory, or org/name[@revision] on the hub [default: a built-in byte-level Llama with
     /// about 5 M parameters]
