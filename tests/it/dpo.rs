@@ -191,6 +191,7 @@ fn names_bad_input_and_the_fix() {
     with("equal.jsonl", r#"{"prompt": "a", "chosen": "b", "rejected": "b"}"#);
     with("long.jsonl", r#"{"prompt": "a long prompt", "chosen": "b", "rejected": "c"}"#);
     with("one.jsonl", r#"{"prompt": "a", "chosen": "b", "rejected": "c"}"#);
+    with("four.jsonl", &[r#"{"prompt": "a", "chosen": "b", "rejected": "c"}"#; 4].join("\n"));
     let refused = |flags: &str, parts: &[&str]| {
         let flags = format!("--seq-len 12 --steps 2 --batch-size 2 --checkpoint-dir checkpoints {flags}");
         fsdp_test_support::train(2, &flags, dir.path()).refused(2, parts);
@@ -202,7 +203,7 @@ fn names_bad_input_and_the_fix() {
         ("--dpo long.jsonl", &["nothing is left to learn of the 1 pairs in long.jsonl", "use a larger --seq-len"]),
         ("--dpo one.jsonl", &["1 pairs of one.jsonl, but one step needs 4"]),
         ("--dpo nowhere.jsonl", &["cannot read nowhere.jsonl", "No such file"]),
-        ("--dpo one.jsonl --eval half.jsonl", &["--eval: half.jsonl, line 1: it has no \"rejected\""]),
+        ("--dpo four.jsonl --eval half.jsonl", &["--eval: half.jsonl, line 1: it has no \"rejected\""]),
         ("--dpo one.jsonl --init random", &["--dpo needs the weights of a trained model", "without --init random"]),
         ("--dpo one.jsonl --packing on", &["--packing has no effect without --sft"]),
         ("--dpo one.jsonl --mask-token 3", &["--mask-token is for masked language models"]),

@@ -9,7 +9,7 @@ pub use batches::{BatchShape, Batches, MicroBatch, Source};
 pub use masking::{Masking, mask_token};
 pub use sft::Examples;
 pub use sft::packing::PackingOptions;
-pub use sft::pairs::Pairs;
+pub use sft::pairs::{PairOptions, Pairs};
 pub use text::Text;
 pub use tokens::Data;
 

@@ -12,7 +12,9 @@ use fsdp_candle::{FsdpModule, FullyShard, MixedPrecisionPolicy, ShardedVarMap, W
 use fsdp_ckpt::TensorSource;
 use fsdp_ckpt::hf::HfModel;
 use fsdp_train::console::Console;
-use fsdp_train::data::{Batches, Data, Examples, Masking, PackingOptions, Pairs, Source, Text, mask_token};
+use fsdp_train::data::{
+    Batches, Data, Examples, Masking, PackingOptions, PairOptions, Pairs, Source, Text, mask_token,
+};
 use fsdp_train::models::{self, Dropout, Head, LanguageModel, ModelConfig, ModelOptions, ModelSize, TensorParallel};
 use fsdp_train::models::{is_classifier, is_unused_by_embeddings, parallel};
 use fsdp_train::ranks::Ranks;
@@ -213,8 +215,9 @@ fn data(
             anyhow::Ok(Source::Examples(examples, PackingOptions { packing: args.packed(), shuffle }))
         }
         Some(path) if args.dpo.is_some() => {
-            let sizes = (args.seq_len, vocab_size);
-            let pairs = Pairs::load(path, args.model.as_deref(), text, sizes, shuffle).context(flag)?;
+            let multiple = if args.sequence_parallel { args.tensor_parallel } else { 1 };
+            let options = PairOptions { seq_len: args.seq_len, vocab_size, multiple, shuffle };
+            let pairs = Pairs::load(path, args.model.as_deref(), text, options).context(flag)?;
             Ok(Source::Pairs(pairs))
         }
         Some(path) => Ok(Source::Stream(Data::load(Some(path), text, vocab_size).context(flag)?, shuffle)),

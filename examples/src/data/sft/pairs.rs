@@ -24,30 +24,39 @@ pub struct Pairs {
     /// Chosen and rejected completions in turn, each after its prompt.
     examples: Examples,
     shuffle: Option<u64>,
+    /// Lengths of rows are multiples of this.
+    multiple: usize,
+}
+
+/// How [`Pairs`] are read.
+#[derive(Clone, Copy, Debug)]
+pub struct PairOptions {
+    /// Largest number of tokens in a row, before its last target.
+    pub seq_len: usize,
+    /// Ids are below this.
+    pub vocab_size: usize,
+    /// Rows are padded to a multiple of this, which divides `seq_len`. Sequence parallelism splits them by it.
+    pub multiple: usize,
+    /// Seed of the order in each epoch, if it is not the file's.
+    pub shuffle: Option<u64>,
 }
 
 impl Pairs {
     /// Reads a JSONL file. Each line has a `prompt`, a `chosen` and a `rejected` completion: texts, or lists of messages
     /// that the model directory's chat template formats. Without a prompt, it is the common start of both. Blank lines
     /// are skipped. Completions are cut to `seq_len` tokens and one target. A pair is dropped if one completion is cut
-    /// off, or if both are equal after the cut. `shuffle` is the seed of the order in each epoch, if it is not the
-    /// file's.
+    /// off, or if both are equal after the cut.
     ///
     /// # Errors
     /// A line has another form, the template refuses it, no pair is left, or an id is not below `vocab_size`. Errors
     /// name the file and the line.
-    pub fn load(
-        path: &Path,
-        model: Option<&Path>,
-        text: &Text,
-        (seq_len, vocab_size): (usize, usize),
-        shuffle: Option<u64>,
-    ) -> Result<Self> {
+    pub fn load(path: &Path, model: Option<&Path>, text: &Text, options: PairOptions) -> Result<Self> {
+        let PairOptions { seq_len, vocab_size, multiple, shuffle } = options;
         let reading = Reading::new(model, text, seq_len, vocab_size)?;
         let mut examples = Examples::new(path.display().to_string(), reading.specials.stops.clone());
         let read = |line: &str| read_pair(line, &reading.template);
         read_lines(path, read, |chunk| tokenise(&reading, chunk, &mut examples, path))?;
-        let pairs = Pairs { examples, shuffle };
+        let pairs = Pairs { examples, shuffle, multiple };
         ensure!(
             pairs.examples.dropped > 0 || !pairs.is_empty(),
             "{} has no pairs: it must have at least one line. {FORMS}",
@@ -108,12 +117,12 @@ impl Pairs {
     }
 
     /// Returns the rows of these pairs, chosen and rejected in turn, and empty rows up to `size` pairs. Rows are as
-    /// long as the longest of them.
+    /// long as the longest of them, padded to a multiple.
     pub(in crate::data) fn micro_batch(&self, pairs: impl Iterator<Item = usize>, size: usize) -> MicroBatch {
         let rows: Vec<_> =
             pairs.flat_map(|pair| [2 * pair, 2 * pair + 1]).map(|example| self.examples.get(example)).collect();
         let mut filled: Vec<usize> = rows.iter().map(|row| row.tokens.len() - 1).collect();
-        let width = filled.iter().copied().max().unwrap_or(1);
+        let width = filled.iter().copied().max().unwrap_or(1).next_multiple_of(self.multiple);
         let (mut inputs, mut targets) = (Vec::new(), Vec::new());
         for (number, row) in rows.iter().enumerate() {
             inputs.extend_from_slice(&row.tokens[..filled[number]]);

@@ -16,7 +16,12 @@ fn load(lines: &str, model: Option<&Path>, seq_len: usize) -> Result<Pairs> {
     let file = dir.path().join("pairs.jsonl");
     fs::write(&file, lines).unwrap();
     let vocab_size = if model.is_some() { 330 } else { 256 };
-    Pairs::load(&file, model, &Text::new(model).unwrap(), (seq_len, vocab_size), None)
+    Pairs::load(
+        &file,
+        model,
+        &Text::new(model).unwrap(),
+        PairOptions { seq_len, vocab_size, multiple: 1, shuffle: None },
+    )
 }
 
 /// Returns a model directory with the recorded tokenizer and this chat template, if any.
