@@ -196,7 +196,7 @@ fn names_bad_input_and_the_fix() {
         ("--sft chats.jsonl --eval keys.jsonl", &["--eval: keys.jsonl, line 1: it has the keys"]),
         ("--data chats.jsonl --eval empty.jsonl", &["--eval: the data to evaluate on is too short: 0 tokens"]),
         ("--sft chats.jsonl --data chats.jsonl", &["--sft <FILE|NAME>", "cannot be used with", "--data <PATH|NAME>"]),
-        ("--sft chats.jsonl --eval-every 2", &["--eval <PATH>"]),
+        ("--sft chats.jsonl --eval-every 2", &["--eval <PATH|NAME>"]),
     ] {
         refused(dir.path(), flags, parts);
     }
