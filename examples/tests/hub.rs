@@ -34,6 +34,8 @@ fn hub() -> Hub {
         ("org/name/config.json", b"{}".to_vec()),
         ("org/name/tokenizer.json", b"{\"a\": 1}".to_vec()),
         ("org/name/chat_template.jinja", b"template".to_vec()),
+        ("org/name/modules.json", b"[]".to_vec()),
+        ("org/name/1_Pooling/config.json", b"{ }".to_vec()),
         ("org/name/model.safetensors", noise(300_000)),
         ("org/name/model.fp16.safetensors", noise(100)),
         ("org/name/pytorch_model.bin", noise(100)),
@@ -96,8 +98,10 @@ fn only_needed_files_are_downloaded_and_only_once() {
     let (hub, home) = (hub(), tempfile::tempdir().unwrap());
     let new = |more: &[(&str, &str)]| client(&hub, home.path(), more);
     let found = get(new(&[]), "org/name", MODEL).unwrap();
-    let needed = set(&["config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"]);
-    assert_eq!((asked(&hub), names(&found.path)), (needed.clone(), needed.clone()));
+    let of_root = ["config.json", "tokenizer.json", "chat_template.jinja", "modules.json", "model.safetensors"];
+    assert_eq!(asked(&hub), set(&[&of_root[..], &["1_Pooling/config.json"]].concat()));
+    assert_eq!(names(&found.path), set(&[&of_root[..], &["1_Pooling"]].concat()));
+    assert_eq!(fs::read_to_string(found.path.join("1_Pooling/config.json")).unwrap(), "{ }");
     let repo = home.path().join("hub/models--org--name");
     assert_eq!((&found.path, found.commit.as_str()), (&repo.join("snapshots").join(COMMIT), COMMIT));
     assert_eq!(fs::read(found.path.join("model.safetensors")).unwrap(), noise(300_000));
@@ -105,7 +109,7 @@ fn only_needed_files_are_downloaded_and_only_once() {
     // A relative link, as in the cache of huggingface_hub.
     let target = fs::read_link(found.path.join("model.safetensors")).unwrap();
     assert!(target.starts_with("../../blobs") && target.file_name().unwrap().len() == 64, "{target:?}");
-    assert_eq!(names(&repo.join("blobs")).len(), 4);
+    assert_eq!(names(&repo.join("blobs")).len(), 6);
 
     // The branch may have moved, a commit can't.
     assert_eq!(get(new(&[]), "org/name", MODEL).unwrap(), found);

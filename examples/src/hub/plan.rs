@@ -12,14 +12,16 @@ use super::name::{Name, is_commit};
 use super::progress::Activity;
 
 const CONFIG: &str = "config.json";
-/// Small files that models may have besides `config.json`: the tokenizer, the chat template, and the settings of
-/// generation.
-const OPTIONAL: [&str; 11] = [
+/// Small files that models may have besides `config.json`: the tokenizer, the chat template, the settings of
+/// generation, and the pooling of sentence-transformers.
+const OPTIONAL: [&str; 13] = [
+    "1_Pooling/config.json",
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
     "generation_config.json",
     "merges.txt",
+    "modules.json",
     "special_tokens_map.json",
     "tokenizer.json",
     "tokenizer.model",
