@@ -15,6 +15,8 @@ mod exports;
 mod fine_tuning;
 mod finite;
 mod from_pytorch;
+// The device double has no kernels of quantized products.
+#[cfg(not(feature = "device"))]
 mod gguf;
 mod golden;
 mod golden_optimizers;
