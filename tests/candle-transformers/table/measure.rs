@@ -6,8 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_nn::{Init, VarBuilder};
-use fsdp_candle::initializer::{Initializer, Philox, ShardRequest};
+use candle_nn::VarBuilder;
 use fsdp_candle::{
     AdamW, AdamWConfig, Error, FsdpModule, FullyShard, GradcheckOptions, Recurse, ReduceOp, ShardedVarMap,
     UnitGradient, World, gradcheck, shard,
@@ -16,7 +15,7 @@ use fsdp_core::process_group::{Options, local};
 use serde_json::{Value, json};
 
 use crate::data::{Batch, Forward, Load, floats};
-use crate::train::{LEAST, RANKS, RATE, STEPS, square, var_map};
+use crate::train::{LEAST, RANKS, RATE, STEPS, square, var_map, vars_of};
 
 /// The largest difference of the original's gradient, relative to its norm, that is rounding.
 const ROUNDING: f64 = 1e-3;
@@ -57,30 +56,9 @@ fn row(batch: &Batch, at: usize) -> Result<Batch> {
     })
 }
 
-/// Initial values of about the same size in every layer, without zeros.
-struct Spread;
-
-impl Initializer for Spread {
-    fn fill(&self, request: &ShardRequest<'_>, shard: &mut [u8]) -> fsdp_candle::Result<()> {
-        let (mean, stdev) = match request.shape {
-            [_] if request.name.ends_with("bias") => (0., 0.1),
-            [_] => (1., 0.1),
-            [_, inputs @ ..] => (0., (inputs.iter().product::<usize>() as f64).powf(-0.5)),
-            [] => (1., 0.),
-        };
-        Philox::new(7).fill(&ShardRequest { init: Init::Randn { mean, stdev }, ..*request }, shard)
-    }
-}
-
-fn vars_of(world: &World) -> any::Result<ShardedVarMap> {
-    let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", world.size())])?, world.device());
-    vars.init_with(Spread);
-    Ok(vars)
-}
-
 /// Returns the initial weights and running statistics of every run.
 fn initial(load: Load) -> any::Result<BTreeMap<String, Tensor>> {
-    let vars = vars_of(&World::single()?)?;
+    let vars = vars_of(&World::single()?);
     shard(&FullyShard::new(&vars), vars.builder(DType::F32), load)?;
     let params = vars.params().into_iter().map(|param| (param.name().to_owned(), param.var().clone()));
     params.chain(vars.buffers()).map(|(name, var)| Ok((name, var.as_tensor().copy()?))).collect()
@@ -174,7 +152,7 @@ fn least(gradients: &Gradients) -> f64 {
     LEAST * gradients.values().map(square).sum::<f64>().sqrt()
 }
 
-/// Compares the original file's gradients in plain Candle with ours.
+/// Compares the gradients of the original file, in plain Candle, with the gradients of the changed file.
 fn original(weights: &BTreeMap<String, Tensor>, model: Model, loss: f64, ours: &Gradients) -> Value {
     let (their_loss, theirs) = match attempt(|| Ok(gradients(weights, model)?)) {
         Ok(found) => found,
@@ -247,7 +225,7 @@ fn rank(
     model: Model,
     unsharded: Option<&Gradients>,
 ) -> any::Result<(Value, Squares)> {
-    let (source, vars) = (model, vars_of(world)?);
+    let (source, vars) = (model, vars_of(world));
     let opts = FullyShard::new(&vars).units(units.iter().cloned());
     // `gradcheck` passes the model as `&`.
     let model = shard(&opts, vars.builder(DType::F32), |vb| source.build(vb).map(RefCell::new))?;

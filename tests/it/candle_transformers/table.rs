@@ -78,7 +78,7 @@ fn the_counts_are_those_of_the_table() {
             measured.len()
         ),
         format!(
-            "- In plain Candle, without the line, {defects} of these {} fail, lack gradients, have wrong ones, or compute",
+            "- In plain Candle, without the line, {defects} of these {} have a defect: an error, other values,",
             measured.len()
         ),
         format!(

@@ -21,7 +21,7 @@ pub(crate) const RATE: f64 = 5e-3;
 /// The smallest gradient norm to divide by, relative to the norm of all gradients.
 pub(crate) const LEAST: f64 = 3e-3;
 
-/// Initial values without zeros, whatever initialization a file requests.
+/// Initial values of about the same size in every layer, without zeros, whatever initialization a file requests.
 struct Spread;
 
 impl Initializer for Spread {
@@ -29,7 +29,7 @@ impl Initializer for Spread {
         let (mean, stdev) = match request.shape {
             [_] if request.name.ends_with("bias") => (0., 0.1),
             [_] => (1., 0.1),
-            [.., inputs] => (0., (*inputs as f64).powf(-0.5)),
+            [_, inputs @ ..] => (0., (inputs.iter().product::<usize>() as f64).powf(-0.5)),
             [] => (1., 0.),
         };
         Philox::new(7).fill(&ShardRequest { init: Init::Randn { mean, stdev }, ..*request }, shard)
