@@ -2,7 +2,7 @@
 
 use std::{fmt, path::PathBuf, time::Duration};
 
-use signal_hook::consts::SIGTERM;
+use signal_hook::consts::{SIGKILL, SIGTERM};
 
 use crate::report::{
     rank::{ExitStatus, FailedAttempt, Failure, RankReport, StopRequest, name_of},
@@ -125,6 +125,10 @@ impl Outcome {
             (Some(end), None) => format!("failed too, killed by {end}"),
             (Some(ExitStatus::Signaled(SIGTERM)), Some(StopRequest::Terminate)) => "ended by SIGTERM".into(),
             (Some(ExitStatus::Exited(code)), Some(StopRequest::Terminate)) => format!("asked to end, exit code {code}"),
+            // The kernel or another process killed the rank before it could end: the launcher sent only SIGTERM.
+            (Some(end @ ExitStatus::Signaled(SIGKILL)), Some(StopRequest::Terminate)) => {
+                format!("failed too, killed by {end}, which its launcher did not send")
+            }
             (Some(end), Some(StopRequest::Terminate)) => format!("asked to end, killed by {end}"),
             (Some(_), Some(StopRequest::Kill)) if report.snapshot.as_ref().is_some_and(|at| at.is_stopped()) => {
                 "killed by SIGKILL: it was stopped, and could not be asked to end".into()
@@ -174,6 +178,7 @@ mod tests {
                 report(2, Some(ExitStatus::Exited(0)), None),
                 report(3, Some(ExitStatus::Signaled(15)), Some(StopRequest::Terminate)),
                 report(4, None, Some(StopRequest::Kill)),
+                report(5, Some(ExitStatus::Signaled(9)), Some(StopRequest::Terminate)),
             ],
             shutdown_timeout: Duration::from_secs(5),
             failed_attempts: Vec::new(),
@@ -187,7 +192,8 @@ mod tests {
             "rank 1 (pid 100 on h) failed first, killed by SIGSEGV\n  it recorded: out of\n    data\n  at \
             1970-01-01T23:59:59Z, 1 h 12 min after its \
              start\n  logs/stderr.log ends with:\n    Traceback\n    ValueError\n  ranks 0, 3: ended by SIGTERM\n  \
-             rank 2: had succeeded\n  rank 4: did not end even after SIGKILL"
+             rank 2: had succeeded\n  rank 4: did not end even after SIGKILL\n  \
+             rank 5: failed too, killed by SIGKILL, which its launcher did not send"
         );
         let failure = Failure::Rank(report(2, Some(ExitStatus::Exited(7)), None));
         outcome.failed_attempts = vec![FailedAttempt { attempt: 0, failure }];
