@@ -152,7 +152,7 @@ impl PeerState {
 }
 
 /// A view of the peers for threads beside the one that runs collectives, such as those that wait for a device. Its
-/// methods do not block.
+/// methods do not block, except that [`PeerMonitor::announcement`] may ask the peers, for at most a second.
 pub trait PeerMonitor: Send + Sync {
     /// Returns a peer that left, died or failed. A peer that sent the reason of its failure comes first.
     fn lost_peer(&self) -> Option<(usize, PeerState)>;
