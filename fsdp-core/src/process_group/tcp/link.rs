@@ -75,15 +75,7 @@ pub(super) struct State {
 pub(super) struct Ended {
     /// Number of ends that this rank learned of before.
     order: u64,
-    how: How,
-}
-
-#[derive(Clone, Debug)]
-enum How {
-    /// It failed and sent the reason.
-    Failed(Failure),
-    /// Its connection to the hub ended, or it left the group.
-    Gone(Gone),
+    pub(super) state: PeerState,
 }
 
 /// Notes of one group.
@@ -114,9 +106,9 @@ pub(super) struct Step {
 }
 
 impl State {
-    fn end(&mut self, how: How) -> Ended {
+    fn end(&mut self, state: PeerState) -> Ended {
         self.ends += 1;
-        Ended { order: self.ends, how }
+        Ended { order: self.ends, state }
     }
 
     /// Takes a frame of the hub. Returns an answer for the hub, or `None` if the frame is invalid.
@@ -127,7 +119,7 @@ impl State {
             }
             FromHub::Refused(why) => self.refused = Some(why.to_owned()),
             FromHub::Gone { rank, how } => {
-                let ended = self.end(How::Gone(how));
+                let ended = self.end(how.into());
                 self.gone.get_mut(rank as usize)?.get_or_insert(ended);
             }
             FromHub::Note { group, .. } if self.left.contains(&group) => {}
@@ -138,8 +130,8 @@ impl State {
 
     fn note(&mut self, from: usize, group: u64, note: Note<'_>) -> Option<Option<Vec<u8>>> {
         let ended = match &note {
-            Note::Failed(why) => Some(self.end(How::Failed(Failure::from_bytes(why)))),
-            Note::Left => Some(self.end(How::Gone(Gone::Left))),
+            Note::Failed(why) => Some(self.end(PeerState::Failed(Failure::from_bytes(why)))),
+            Note::Left => Some(self.end(PeerState::Left)),
             _ => None,
         };
         // Notes may come before this rank has made the group.
@@ -230,45 +222,19 @@ impl State {
 impl Ended {
     /// Returns a key that is lower the better this end explains why a group failed.
     pub(super) fn precedence(&self) -> (u8, u64) {
-        let kind = match self.how {
-            How::Failed(_) => 0,
-            How::Gone(Gone::Died | Gone::Unreachable) => 1,
-            How::Gone(Gone::Left) => 2,
-        };
-        (kind, self.order)
+        (self.state.precedence(), self.order)
     }
+}
 
-    /// Returns the end as the state of a group's rank `peer`.
-    pub(super) fn state(&self, peer: usize) -> PeerState {
-        match &self.how {
-            How::Failed(why) => PeerState::Failed(why.clone()),
-            How::Gone(how) => state_of(*how, peer),
+impl From<Gone> for PeerState {
+    /// Returns the state of a rank whose connection has ended.
+    fn from(how: Gone) -> Self {
+        match how {
+            Gone::Left => PeerState::Left,
+            Gone::Died => PeerState::Died,
+            Gone::Unreachable => PeerState::Unreachable(LINK_TIMEOUT),
         }
     }
-}
-
-/// Returns the state of a group's rank `peer` whose connection has ended.
-pub(super) fn state_of(how: Gone, peer: usize) -> PeerState {
-    match how {
-        Gone::Left => PeerState::Left,
-        Gone::Died => PeerState::Died,
-        Gone::Unreachable => PeerState::Failed(Failure::of(&Error::PeerLost {
-            rank: peer,
-            group: "".into(),
-            what: String::new(),
-            peer,
-            hosts: HostNames::default(),
-            how: silent(),
-        })),
-    }
-}
-
-/// Returns how a rank was lost whose host does not answer.
-pub(super) fn silent() -> String {
-    format!(
-        "has not answered for {} s: its host or the network is down, or its process is stopped",
-        LINK_TIMEOUT.as_secs()
-    )
 }
 
 impl Link {
@@ -333,7 +299,7 @@ impl Link {
                 return Ok(());
             }
             if let Some(how) = state.lost {
-                let how = if how == Gone::Unreachable { silent() } else { "died, or left".into() };
+                let how = if how == Gone::Unreachable { "no longer answered" } else { "died, or left" };
                 break format!("rank 0 {how} while the ranks met. See the output of rank 0");
             }
             let is_gone = |rank: &usize| state.gone[*rank].is_some();

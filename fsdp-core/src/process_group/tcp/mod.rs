@@ -80,7 +80,8 @@ pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
     let secret = Secret::from_env(env)?;
     if env.hosts > 1 && rank == 0 && !secret.is_given() {
         tracing::warn!(
-            "FSDP_STORE_SECRET and FSDP_STORE_SECRET_FILE are not set: who knows the job's id can connect to {}:{}",
+            "neither FSDP_STORE_SECRET nor FSDP_STORE_SECRET_FILE is set: any user who knows the job's id can connect to \
+             {}:{}",
             env.master_addr,
             env.master_port
         );

@@ -13,7 +13,7 @@ use super::{
         op::Op,
         options::Membership,
     },
-    link::{Link, State, Step, silent, state_of},
+    link::{Link, State, Step},
     message::{Gone, MAX_FRAME, Note, without_zeros},
 };
 use crate::{Buffer, DeviceId, Error, Result, hash::Hash};
@@ -218,16 +218,16 @@ impl Group {
         let ended = self.peers().filter(|&peer| needed(peer));
         let ended = ended.filter_map(|peer| Some((peer, state.ended(self.id, self.ranks[peer])?)));
         let (peer, ended) = ended.min_by_key(|(_, ended)| ended.precedence())?;
-        Some((peer, ended.state(peer)))
+        Some((peer, ended.state.clone()))
     }
 
     /// Returns the error of a rank that has lost the hub.
     fn without_hub(&self, collective: &Collective<'_>, how: Gone, waited: Duration) -> Error {
         if let Some(peer) = self.peers().find(|&peer| self.ranks[peer] == 0) {
-            return state_of(how, peer).into_error(collective, peer);
+            return PeerState::from(how).into_error(collective, peer);
         }
         let Membership { rank, name, .. } = collective.group();
-        let how = if how == Gone::Unreachable { silent() } else { "has ended".into() };
+        let how = if how == Gone::Unreachable { "does not answer" } else { "has ended" };
         Error::Store {
             what: format!("rank {rank}: {collective} in group \"{name}\" by the store"),
             holder: self.link.holder.clone(),
@@ -242,7 +242,7 @@ impl PeerMonitor for Group {
         let state = self.link.state();
         let of_hub = || {
             let peer = self.peers().find(|&peer| self.ranks[peer] == 0)?;
-            Some((peer, state_of(state.lost?, peer)))
+            Some((peer, state.lost?.into()))
         };
         self.lost(&state, |_| true).or_else(of_hub)
     }
