@@ -87,7 +87,8 @@ pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
         );
     }
     if rank == 0 && !options.nccl_moves_tensors {
-        tracing::warn!("tensors in host memory go through rank 0, which is slow: FSDP_BACKEND=mpi is faster");
+        let faster = if env.hosts > 1 { "mpi" } else { "shm" };
+        tracing::warn!("tensors in host memory go through rank 0, which is slow: FSDP_BACKEND={faster} is faster");
     }
     let member = (env.master_addr.clone(), env.master_port, env.run_id.clone(), env.attempt, rank);
     let number = {
@@ -109,4 +110,66 @@ pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
     let world = Membership { hosts: link.names.clone(), ..world };
     let backend = TcpBackend::new(link, &world, (0..world_size).collect());
     ProcessGroup::new(world, Box::new(backend))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{net::TcpListener, thread, time::Duration};
+
+    use super::*;
+    use crate::process_group::{Failure, PeerState};
+
+    /// Runs two ranks as threads.
+    fn both<T: Send>(rank: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
+        let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let run_id = format!("tcp unit test {}", std::process::id());
+        let env = RankEnv { world_size: 2, local_world_size: 2, master_port: free, run_id, ..RankEnv::single() };
+        let join = |number: usize| {
+            let options = Options::default().with_timeout(Duration::from_secs(60)).with_host(format!("node{number}"));
+            rank(connect(&RankEnv { rank: number, ..env.clone() }, options).unwrap())
+        };
+        thread::scope(|scope| {
+            let threads: Vec<_> = (0..2).map(|number| scope.spawn(move || join(number))).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn threads_beside_a_collective_read_pages_and_learn_of_failures() {
+        both(|world| {
+            let (monitor, peer) = (world.peer_monitor().unwrap(), 1 - world.rank());
+            assert_eq!((monitor.announcement(peer), monitor.lost_peer()), (None, None));
+            world.barrier().wait().unwrap();
+            monitor.set_announcement(&[7, world.rank() as u8, 0]);
+            assert_eq!(monitor.announcement(world.rank()), Some(vec![7, world.rank() as u8, 0]));
+            world.barrier().wait().unwrap();
+            // Pages are asked for again once they are old.
+            let page = (0..40).find_map(|_| {
+                thread::sleep(Duration::from_millis(100));
+                monitor.announcement(peer)
+            });
+            assert_eq!(page, Some(vec![7, peer as u8, 0]));
+            world.barrier().wait().unwrap();
+            let why = Failure::of(&Error::Layout("on purpose".into()));
+            if world.rank() == 0 {
+                monitor.fail(&why);
+                // The other rank sees it before this one leaves.
+                thread::sleep(Duration::from_millis(500));
+            } else {
+                let error = world.barrier().wait().unwrap_err().to_string();
+                assert!(error.contains("failed: rank 0 on node0 failed: on purpose"), "{error}");
+                assert_eq!(monitor.lost_peer(), Some((0, PeerState::Failed(why))));
+            }
+        });
+    }
+
+    #[test]
+    fn groups_outlive_the_world() {
+        let numbers = both(|world| {
+            let group = world.split(0, 1 - world.rank()).unwrap();
+            drop(world);
+            group.gather_values(vec![group.rank() as u32]).unwrap()
+        });
+        assert_eq!(numbers, vec![vec![0, 1]; 2]);
+    }
 }
