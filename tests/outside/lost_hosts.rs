@@ -22,7 +22,11 @@ const LIMIT: Duration = Duration::from_secs(300);
 const TIMEOUT: &str = "15";
 
 pub(crate) fn trials() -> Vec<Trial> {
-    trials![NEEDS =>
+    let mut all = trials![&[Need::Networks] =>
+        a_killed_rank_ends_a_job_without_mpi: || killed(Way::WithoutMpi),
+        a_cut_network_ends_ranks_without_mpi: || cut_off(Way::WithoutMpi),
+    ];
+    all.extend(trials![NEEDS =>
         a_killed_rank_ends_a_job_of_open_mpi: || killed(Way::OpenMpi),
         a_killed_rank_ends_a_job_of_mpich: || killed(Way::Mpich),
         a_killed_rank_ends_a_job_of_fsdp_launch: || killed(Way::Ours),
@@ -31,7 +35,8 @@ pub(crate) fn trials() -> Vec<Trial> {
         a_cut_network_ends_ranks_of_fsdp_launch: || cut_off(Way::Ours),
         fsdp_launch_resumes_from_the_newest_checkpoint: resumes,
         the_remaining_host_continues_alone: continues_alone,
-    ]
+    ]);
+    all
 }
 
 /// Starts a long run on two hosts with two ranks each. Rank N under `mpirun` writes stderr to `said.N`.
@@ -41,7 +46,7 @@ fn start(way: Way, options: &[&str], more: &[&str], steps: &str, dir: &Path) -> 
     let train = program("train");
     let data = format!("{model}/tokens.bin");
     // Our launcher prints the ranks' output.
-    let wrapper: &[&str] = if way == Way::Ours { &[] } else { &["sh", "-c", &script] };
+    let wrapper: &[&str] = if way.is_ours() { &[] } else { &["sh", "-c", &script] };
     let flags = format!(
         "--model {model} --data {data} --seq-len 32 --steps {steps} --batch-size 1 --metrics metrics.jsonl \
          --checkpoint-dir saved --save-every 10 --keep 2 --resume auto"
@@ -105,7 +110,7 @@ fn killed(way: Way) {
             ended("node1", 9) || ["node0", "node1"].into_iter().any(|host| ended(host, 11))
         }
         // The launchers may see another rank's failure first: MPICH can crash in it.
-        Way::Ours => {
+        Way::Ours | Way::WithoutMpi => {
             let is_first = text.contains("rank 3 (pid ") && text.contains(" on node1) failed first");
             is_first || text.contains("rank 3: failed too, killed by SIGKILL")
         }
@@ -126,7 +131,7 @@ fn cut_off(way: Way) {
     let dir = tempfile::tempdir().unwrap();
     let cut = dir.path().join("cut");
     let option = format!("node1:{}", cut.display());
-    let more: &[&str] = if way == Way::Ours { &["--rdzv-conf=keep_alive_interval=3"] } else { &[] };
+    let more: &[&str] = if way.is_ours() { &["--rdzv-conf=keep_alive_interval=3"] } else { &[] };
     let mut agent = start(way, &["--cut", &option], more, "1000000", dir.path());
     wait_until("a checkpoint", &mut agent, || checkpoints(dir.path()) > 0);
     fs::write(&cut, "").unwrap();
@@ -139,7 +144,7 @@ fn cut_off(way: Way) {
         let names = |line: &str| line.contains("waited for rank(s) [") && line.contains(&format!("] on {host}"));
         said.lines().any(names)
     };
-    if way == Way::Ours {
+    if way.is_ours() {
         let (code, text) = agent.finish();
         let is_named = text.contains("node node1 is gone: no message from its launcher for 9s");
         assert!(is_named && code.is_some_and(|code| code != 0), "{text}");

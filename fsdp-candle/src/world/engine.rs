@@ -37,6 +37,11 @@ fn engine(stream: &Arc<CudaStream>, group: &ProcessGroup) -> Result<Box<dyn Devi
     Ok(Box::new(HostStaging::new(stream)?))
 }
 
+/// Returns whether the build and the environment let NCCL move memory.
+pub(super) fn may_be_nccl() -> bool {
+    cfg!(feature = "nccl") && std::env::var(VARIABLE).ok().as_deref() != Some("host")
+}
+
 /// Describes the ranks that share a device and this process's list of devices, which is the usual cause.
 fn describe(sharing: &[Vec<usize>]) -> String {
     let ranks: Vec<String> = sharing.iter().map(|ranks| format!("{ranks:?}")).collect();

@@ -28,8 +28,9 @@ pub fn init() -> Result<World> {
 /// host. Collective.
 ///
 /// Between CUDA devices NCCL moves memory, if the build has it (feature `nccl`) and no two ranks share a device.
-/// Otherwise memory goes through the host. `FSDP_DEVICE_BACKEND` (`nccl` or `host`) overrides the choice. Fails as
-/// [`init`] does, and if the device does not exist or fails.
+/// Otherwise memory goes through the host. `FSDP_DEVICE_BACKEND` (`nccl` or `host`) overrides the choice. With NCCL,
+/// ranks on several hosts need no MPI ([`process_group::init`]). Fails as [`init`] does, and if the device does not
+/// exist or fails.
 ///
 /// ```
 /// use fsdp_candle::DeviceChoice;
@@ -41,9 +42,20 @@ pub fn init() -> Result<World> {
 pub fn init_on(choice: DeviceChoice) -> Result<World> {
     let env = RankEnv::from_env()?;
     // Fail before the other ranks wait.
-    choice.device(&env)?;
-    let group = process_group::init(&env, Options::default())?;
+    let device = choice.device(&env)?;
+    let group = process_group::init(&env, Options::default().with_nccl_moving_tensors(is_for_nccl(&device)))?;
     World::join(env, group, choice)
+}
+
+/// Returns whether NCCL will move tensors of this device, as far as this rank alone can tell.
+#[cfg(feature = "cuda")]
+fn is_for_nccl(device: &Device) -> bool {
+    !device.is_cpu() && engine::may_be_nccl()
+}
+
+#[cfg(not(feature = "cuda"))]
+fn is_for_nccl(_: &Device) -> bool {
+    false
 }
 
 impl World {

@@ -1,6 +1,6 @@
 //! The trait of a backend, which moves the bytes of a group, and the types of its interface.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use super::{
     collective::{Collective, Failure},
@@ -127,6 +127,8 @@ pub enum PeerState {
     Left,
     /// Its process ended.
     Died,
+    /// Its host has not answered for this long.
+    Unreachable(Duration),
     /// It failed and sent the reason.
     Failed(Failure),
 }
@@ -137,6 +139,11 @@ impl PeerState {
         match self {
             PeerState::Left => collective.lost(peer, "left the group"),
             PeerState::Died => collective.lost(peer, "died"),
+            PeerState::Unreachable(silent) => {
+                let seconds = silent.as_secs();
+                let cause = "its host or the network is down, or its process is stopped";
+                collective.lost(peer, format!("has not answered for {seconds} s: {cause}"))
+            }
             PeerState::Failed(why) => why.into_error(collective, peer),
         }
     }
@@ -145,14 +152,14 @@ impl PeerState {
     pub(super) fn precedence(&self) -> u8 {
         match self {
             PeerState::Failed(_) => 0,
-            PeerState::Died => 1,
+            PeerState::Died | PeerState::Unreachable(_) => 1,
             PeerState::Left => 2,
         }
     }
 }
 
 /// A view of the peers for threads beside the one that runs collectives, such as those that wait for a device. Its
-/// methods do not block.
+/// methods do not block, except that [`PeerMonitor::announcement`] may ask the peers, for at most a second.
 pub trait PeerMonitor: Send + Sync {
     /// Returns a peer that left, died or failed. A peer that sent the reason of its failure comes first.
     fn lost_peer(&self) -> Option<(usize, PeerState)>;

@@ -2,8 +2,9 @@
 //!
 //! A [`ProcessGroup`] checks, counts, fingerprints and queues collectives, keeps the first error, and records progress
 //! for the launcher. A [`Backend`] moves the bytes. [`local`] serves threads of a process, [`shm`] processes of a host,
-//! and [`mpi`] ranks of several hosts. A [`DeviceEngine`] beside a backend moves the memory of a device. [`init`]
-//! chooses the backend of the world.
+//! and [`mpi`] ranks of several hosts. `tcp` (a feature) carries small messages between hosts without MPI, while NCCL
+//! moves tensors. A [`DeviceEngine`] beside a backend moves the memory of a device. [`init`] chooses the backend of the
+//! world.
 //!
 //! A collective starts as an [`Op`] with a `call`, its announcement. The `queue` runs it on the backend. The backend
 //! compares the announcements of all ranks before it returns outputs; `mismatch` describes differences. The conformance
@@ -38,6 +39,8 @@ mod queue;
 mod shared_memory;
 mod signature;
 mod single_rank;
+#[cfg(feature = "tcp")]
+pub mod tcp;
 mod waiting_ranks;
 mod work;
 

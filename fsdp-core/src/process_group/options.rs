@@ -22,11 +22,20 @@ pub struct Options {
     pub hierarchy: bool,
     /// Name of this rank's host. Ranks with the same name must be able to share memory. Detected by default.
     pub host: Option<String>,
+    /// Whether tensors are on devices and NCCL moves them, so that the group carries small messages only. Ranks on
+    /// several hosts then need no MPI. False by default.
+    pub nccl_moves_tensors: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Options { timeout: Duration::from_secs(600), chunk_bytes: 128 << 10, hierarchy: true, host: None }
+        Options {
+            timeout: Duration::from_secs(600),
+            chunk_bytes: 128 << 10,
+            hierarchy: true,
+            host: None,
+            nccl_moves_tensors: false,
+        }
     }
 }
 
@@ -46,6 +55,12 @@ impl Options {
     /// Sets [`Options::host`].
     pub fn with_host(mut self, name: impl Into<String>) -> Self {
         self.host = Some(name.into());
+        self
+    }
+
+    /// Sets [`Options::nccl_moves_tensors`].
+    pub fn with_nccl_moving_tensors(mut self, nccl_moves_tensors: bool) -> Self {
+        self.nccl_moves_tensors = nccl_moves_tensors;
         self
     }
 
@@ -131,12 +146,21 @@ impl Membership {
 /// Creates the process group of all ranks by the environment of this process, and starts its [heartbeat].
 ///
 /// `FSDP_BACKEND` names the backend; `FSDP_TIMEOUT_S` and `FSDP_HIERARCHY` override `options`
-/// ([`Options::overridden_by`]). The default backend is `local` for one rank, `mpi` if an MPI launcher started ranks on
-/// several hosts, and `shm` otherwise.
+/// ([`Options::overridden_by`]). The default backend depends on the environment and the options only, not on what is
+/// installed:
+///
+/// | ranks | started by | default |
+/// |---|---|---|
+/// | one | | `local` |
+/// | several, on one host | | `shm` |
+/// | on several hosts | `mpirun`, or `srun --mpi=...` | `mpi` |
+/// | on several hosts, NCCL moves tensors ([`Options::nccl_moves_tensors`]) | others | `tcp` |
+/// | on several hosts, tensors in host memory | `fsdp-launch` | `mpi` |
+/// | | others | `shm`, which is an error that names the ways out |
 ///
 /// # Errors
-/// [`Error::Env`] if a variable is invalid or its backend cannot serve this world, and the errors of [`shm::connect`]
-/// and [`mpi::connect`].
+/// [`Error::Env`] if a variable is invalid or its backend cannot serve this world, and the errors of [`shm::connect`],
+/// [`mpi::connect`] and `tcp::connect`.
 pub fn init(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
     heartbeat::start();
     init_with(env, options, |name| std::env::var(name).ok())
@@ -144,24 +168,41 @@ pub fn init(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
 
 fn init_with(env: &RankEnv, options: Options, var: impl Fn(&str) -> Option<String>) -> Result<ProcessGroup> {
     let options = options.overridden_by(&var)?;
-    match var("FSDP_BACKEND").as_deref().unwrap_or_else(|| default(env, &var)) {
+    let asked = var("FSDP_BACKEND");
+    let backend = asked.as_deref().unwrap_or_else(|| default(env, options.nccl_moves_tensors, &var));
+    if env.rank == 0 && env.hosts > 1 {
+        let (ranks, hosts, why) =
+            (env.world_size, env.hosts, if asked.is_some() { "asked for" } else { "the default" });
+        tracing::info!("{ranks} ranks on {hosts} hosts connect by {backend} ({why}; FSDP_BACKEND chooses)");
+    }
+    match backend {
         "local" if env.world_size == 1 => ProcessGroup::single_rank(options.timeout),
         "local" => Err(Error::Env(format!(
-            "FSDP_BACKEND=local serves one rank, but WORLD_SIZE is {}: use shm, or mpi for several hosts",
+            "FSDP_BACKEND=local serves one rank, but WORLD_SIZE is {}: use shm, or tcp or mpi for several hosts",
             env.world_size
         ))),
         "shm" => shm::connect(env, options),
         "mpi" => mpi::connect(env, options),
-        other => Err(Error::Env(format!("FSDP_BACKEND={other:?}: unknown backend, expected local, shm or mpi"))),
+        #[cfg(feature = "tcp")]
+        "tcp" => super::tcp::connect(env, options),
+        #[cfg(not(feature = "tcp"))]
+        "tcp" => Err(Error::Env(
+            "FSDP_BACKEND=tcp: this build has no such backend: build it with the feature `tcp` of fsdp-core".into(),
+        )),
+        other => Err(Error::Env(format!("FSDP_BACKEND={other:?}: unknown backend, expected local, shm, tcp or mpi"))),
     }
 }
 
 /// Returns the default backend. Only ranks that an MPI launcher started can use MPI.
-fn default(env: &RankEnv, var: impl Fn(&str) -> Option<String>) -> &'static str {
+fn default(env: &RankEnv, nccl_moves_tensors: bool, var: impl Fn(&str) -> Option<String>) -> &'static str {
     const OF_MPI: [&str; 4] = ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "PMI_FD"];
+    let is_of_mpi = OF_MPI.iter().any(|name| var(name).is_some());
+    // `fsdp-launch` serves MPI, but its ranks need not use it.
+    let needs_mpi = is_of_mpi && var("FSDP_ATTEMPT").is_none();
     match (env.world_size, env.hosts) {
         (1, _) => "local",
-        (_, 2..) if OF_MPI.iter().any(|name| var(name).is_some()) => "mpi",
+        (_, 2..) if nccl_moves_tensors && !needs_mpi && cfg!(feature = "tcp") => "tcp",
+        (_, 2..) if is_of_mpi => "mpi",
         _ => "shm",
     }
 }
@@ -210,7 +251,7 @@ mod tests {
         for backend in [None, Some("local"), Some("shm"), Some("mpi")] {
             assert_eq!(init(1, backend).unwrap().size(), 1);
         }
-        for (size, backend, part) in [(2, "local", "use shm"), (1, "gloo", "expected local, shm or mpi")] {
+        for (size, backend, part) in [(2, "local", "use shm"), (1, "gloo", "expected local, shm, tcp or mpi")] {
             let Err(error) = init(size, Some(backend)) else { panic!("{backend} was accepted") };
             assert!(error.to_string().contains(part), "{error}");
         }
@@ -221,10 +262,22 @@ mod tests {
         let env = |world_size, hosts| RankEnv { world_size, hosts, ..RankEnv::single() };
         let by = |name: &'static str| move |asked: &str| (asked == name).then(|| "0".to_string());
         for name in ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "PMI_FD"] {
-            assert_eq!(default(&env(4, 2), by(name)), "mpi");
-            assert_eq!(default(&env(4, 1), by(name)), "shm");
-            assert_eq!(default(&env(1, 1), by(name)), "local");
+            for nccl_moves_tensors in [false, true] {
+                assert_eq!(default(&env(4, 2), nccl_moves_tensors, by(name)), "mpi");
+                assert_eq!(default(&env(4, 1), nccl_moves_tensors, by(name)), "shm");
+                assert_eq!(default(&env(1, 1), nccl_moves_tensors, by(name)), "local");
+            }
         }
-        assert_eq!(default(&env(4, 2), by("SLURM_PROCID")), "shm");
+        assert_eq!(default(&env(4, 2), false, by("SLURM_PROCID")), "shm");
+    }
+
+    #[cfg(feature = "tcp")]
+    #[test]
+    fn ranks_on_several_hosts_need_no_mpi_if_nccl_moves_tensors() {
+        let env = |hosts| RankEnv { world_size: 4, hosts, ..RankEnv::single() };
+        let ours = |asked: &str| ["FSDP_ATTEMPT", "PMI_FD", "PMI_RANK"].contains(&asked).then(|| "0".to_string());
+        assert_eq!([false, true].map(|moves| default(&env(2), moves, ours)), ["mpi", "tcp"]);
+        assert_eq!([false, true].map(|moves| default(&env(2), moves, |_| None)), ["shm", "tcp"]);
+        assert_eq!([false, true].map(|moves| default(&env(1), moves, ours)), ["shm", "shm"]);
     }
 }

@@ -17,7 +17,7 @@ use rustix::{
 use crate::{RankEnv, hash::Hash};
 
 /// The backends that need a rendezvous.
-const BACKENDS: [&str; 2] = ["mpi", "shm"];
+const BACKENDS: [&str; 3] = ["mpi", "shm", "tcp"];
 /// How long another rank must wait with another backend before that is an error. A program may use both backends one
 /// after the other, and ranks do not leave a rendezvous at the same moment.
 const GRACE: Duration = Duration::from_secs(5);

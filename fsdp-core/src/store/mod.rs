@@ -8,7 +8,7 @@
 mod memory;
 mod message;
 #[cfg(feature = "tcp")]
-mod tcp;
+pub(crate) mod tcp;
 
 use std::time::{Duration, Instant};
 

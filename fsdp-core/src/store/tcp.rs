@@ -2,7 +2,8 @@
 
 use std::{
     collections::BTreeMap,
-    io,
+    fs::File,
+    io::{self, Read},
     net::{IpAddr, Shutdown, TcpListener, TcpStream},
     sync::{Arc, OnceLock},
     thread,
@@ -22,12 +23,15 @@ use crate::{
 };
 
 const VARIABLE: &str = "FSDP_STORE_SECRET";
+const FILE_VARIABLE: &str = "FSDP_STORE_SECRET_FILE";
+/// Maximum size of a secret's file that is read.
+const MAX_FILE: u64 = 64 << 10;
 
 /// The secret that the ranks of one job share.
 ///
-/// It is `FSDP_STORE_SECRET`, which `fsdp-launch` creates for every run. Without the variable it is derived from the
-/// job's id ([`RankEnv::run_id`]). That keeps out ranks of other jobs that connect by mistake, but not an attacker who
-/// knows the id.
+/// It is `FSDP_STORE_SECRET`, which `fsdp-launch` creates for every run, or else the content of the file
+/// `FSDP_STORE_SECRET_FILE`. Without these variables it is derived from the job's id ([`RankEnv::run_id`]). That keeps
+/// out ranks of other jobs that connect by mistake, but not an attacker who knows the id.
 #[derive(Clone, Debug)]
 pub struct Secret {
     key: Key,
@@ -38,15 +42,36 @@ impl Secret {
     /// Reads the secret of this process. It is valid for one attempt of one run.
     ///
     /// # Errors
-    /// [`Error::Env`] when `FSDP_STORE_SECRET` is shorter than 16 bytes.
+    /// [`Error::Env`] when the secret is shorter than 16 bytes, or the file can't be read.
     pub fn from_env(env: &RankEnv) -> Result<Self> {
-        Self::new(env, std::env::var(VARIABLE).ok().as_deref())
+        Self::read(env, |name| std::env::var(name).ok())
+    }
+
+    fn read(env: &RankEnv, var: impl Fn(&str) -> Option<String>) -> Result<Self> {
+        if let Some(given) = var(VARIABLE) {
+            return Self::new(env, Some(&given));
+        }
+        let Some(path) = var(FILE_VARIABLE) else { return Self::new(env, None) };
+        let refused = |why: String| {
+            Error::Env(format!(
+                "{FILE_VARIABLE}={path:?}: {why}. Make the file with `(umask 077; head -c 32 /dev/urandom | base64 > \
+                 FILE)`, and copy it to every host"
+            ))
+        };
+        let mut text = String::new();
+        let read = File::open(&path).and_then(|file| file.take(MAX_FILE).read_to_string(&mut text));
+        read.map_err(|error| refused(format!("it can't be read ({error})")))?;
+        let given = text.trim();
+        if given.len() < MIN_SECRET_LEN {
+            return Err(refused(format!("it has {} bytes, expected at least {MIN_SECRET_LEN}", given.len())));
+        }
+        Self::new(env, Some(given))
     }
 
     /// Derives the secret of a job from the value of `FSDP_STORE_SECRET`, if it is set.
     ///
     /// # Errors
-    /// As [`Secret::from_env`].
+    /// [`Error::Env`] when the value is shorter than 16 bytes.
     pub fn new(env: &RankEnv, given: Option<&str>) -> Result<Self> {
         let purpose = format!("fsdp store 1\n{}\n{}", env.attempt, env.run_id);
         if let Some(short) = given.filter(|given| given.len() < MIN_SECRET_LEN) {
@@ -58,6 +83,16 @@ impl Secret {
         }
         let key = Key::derive(&purpose, given.unwrap_or_default().as_bytes());
         Ok(Secret { key, is_given: given.is_some() })
+    }
+
+    /// Returns the key of connections.
+    pub(crate) fn key(&self) -> &Key {
+        &self.key
+    }
+
+    /// Returns whether it is a secret: not derived from the job's id.
+    pub(crate) fn is_given(&self) -> bool {
+        self.is_given
     }
 }
 
@@ -102,26 +137,15 @@ impl TcpStore {
     /// [`Error::Store`](crate::Error::Store) when the port is in use, when rank 0 cannot be reached in time, or when it
     /// has another secret.
     pub fn connect(env: &RankEnv, secret: &Secret, timeout: Duration) -> Result<Self> {
-        let holder = format!("rank 0 at {}:{}", env.master_addr, env.master_port);
+        let holder = holder(env);
         let asked = RequestContext::new(&Request::Ping, Some(env.rank), &holder);
-        if env.hosts > 1 && is_loopback(&env.master_addr) {
-            return Err(asked.failed(format!(
-                "{} is a loopback address, but the ranks run on {} hosts: set MASTER_ADDR to an address of \
-                 rank 0's host that the other hosts reach",
-                env.master_addr, env.hosts
-            )));
-        }
+        check_address(env, &asked)?;
         let memory = MemoryStore::default();
         let role = match env.rank {
             0 if env.world_size == 1 => Role::Server { memory, _server: None },
             0 => {
-                let started = listener(env, asked.began)
-                    .and_then(|listener| Server::start(listener, secret.key.clone(), env.world_size, memory.clone()));
-                let server = started.map_err(|error| {
-                    asked.failed(format!(
-                        "rank 0 can't listen there ({error}): set MASTER_ADDR to rank 0's host, and MASTER_PORT to a \
-                         free port of that host"
-                    ))
+                let server = listen(env, &asked, |listener| {
+                    Server::start(listener, secret.key.clone(), env.world_size, memory.clone())
                 })?;
                 Role::Server { memory, _server: Some(server) }
             }
@@ -129,6 +153,37 @@ impl TcpStore {
         };
         Ok(TcpStore { role, rank: env.rank, holder, timeout })
     }
+}
+
+/// Returns the name of the server in messages.
+pub(crate) fn holder(env: &RankEnv) -> String {
+    format!("rank 0 at {}:{}", env.master_addr, env.master_port)
+}
+
+/// Fails if other hosts cannot reach the server's address.
+pub(crate) fn check_address(env: &RankEnv, asked: &RequestContext<'_>) -> Result<()> {
+    if env.hosts <= 1 || !is_loopback(&env.master_addr) {
+        return Ok(());
+    }
+    Err(asked.failed(format!(
+        "{} is a loopback address, but the ranks run on {} hosts: set MASTER_ADDR to an address of rank 0's host that \
+         the other hosts reach",
+        env.master_addr, env.hosts
+    )))
+}
+
+/// Binds the port on rank 0, and starts a server there.
+pub(crate) fn listen<T>(
+    env: &RankEnv,
+    asked: &RequestContext<'_>,
+    start: impl FnOnce(TcpListener) -> io::Result<T>,
+) -> Result<T> {
+    listener(env, asked.began).and_then(start).map_err(|error| {
+        asked.failed(format!(
+            "rank 0 can't listen there ({error}): set MASTER_ADDR to rank 0's host, and MASTER_PORT to a free port of \
+             that host"
+        ))
+    })
 }
 
 /// Binds the port. Waits for an ending job to free it.
@@ -165,9 +220,7 @@ const REFUSED_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Connections of one rank to the server.
 struct Client {
-    host: String,
-    port: u16,
-    secret: Secret,
+    endpoint: Endpoint,
     /// Idle connections. Each concurrent request takes one.
     idle: Mutex<Vec<Channel>>,
     /// Why the server is gone, once it is.
@@ -176,7 +229,7 @@ struct Client {
 
 /// The end of a wait.
 #[derive(Clone, Copy)]
-struct Deadline {
+pub(crate) struct Deadline {
     began: Instant,
     timeout: Duration,
 }
@@ -190,31 +243,9 @@ impl Deadline {
 impl Client {
     /// Connects to the server, which may not be up yet.
     fn connect(env: &RankEnv, secret: &Secret, asked: &RequestContext<'_>, timeout: Duration) -> Result<Self> {
-        let client = Client {
-            host: env.master_addr.clone(),
-            port: env.master_port,
-            secret: secret.clone(),
-            idle: Mutex::default(),
-            ended: OnceLock::new(),
-        };
-        let deadline = Deadline { began: asked.began, timeout };
-        let mut refused_since: Option<Instant> = None;
-        let mut pause = Duration::from_millis(1);
-        let channel = loop {
-            let error = match client.open_connection(deadline) {
-                Ok(channel) => break channel,
-                Err(error) => error,
-            };
-            let is_refused = error.kind() == io::ErrorKind::PermissionDenied;
-            let since = if is_refused { *refused_since.get_or_insert_with(Instant::now) } else { Instant::now() };
-            if deadline.left() < pause || (is_refused && since.elapsed() >= REFUSED_TIMEOUT) {
-                return Err(asked.failed(client.connect_failure(&error)));
-            }
-            thread::sleep(pause);
-            pause = (pause * 2).min(MAX_PAUSE);
-        };
-        client.release(channel);
-        Ok(client)
+        let endpoint = Endpoint::new(&env.master_addr, env.master_port, secret);
+        let channel = endpoint.dial(asked, timeout, ping, &|| None)?;
+        Ok(Client { endpoint, idle: Mutex::new(vec![channel]), ended: OnceLock::new() })
     }
 
     /// Sends a request. `timeout` limits a request that does not wait.
@@ -259,7 +290,10 @@ impl Client {
         let idle = self.idle.lock().pop();
         let mut channel = match idle {
             Some(channel) => channel,
-            None => self.open_connection(deadline).map_err(|error| asked.failed(self.connect_failure(&error)))?,
+            None => {
+                let opened = self.endpoint.open(deadline).and_then(|channel| ping(channel, deadline));
+                opened.map_err(|error| asked.failed(self.endpoint.failure(&error)))?
+            }
         };
         let answer = round_trip(&mut channel, request, deadline).map_err(|error| match error.kind() {
             io::ErrorKind::TimedOut if answered.is_some_and(|at| at.elapsed() < 2 * GET_SLICE) => asked.not_set(),
@@ -269,22 +303,69 @@ impl Client {
         Ok(answer)
     }
 
-    /// Opens a connection, and pings the server to prove the secret.
-    fn open_connection(&self, deadline: Deadline) -> io::Result<Channel> {
-        let stream = connect(&self.host, self.port, deadline.left().max(MIN_WAIT))?;
-        let refused = |error: io::Error| io::Error::new(io::ErrorKind::PermissionDenied, error.to_string());
-        let mut channel = Channel::connect(stream, &self.secret.key).map_err(refused)?;
-        match round_trip(&mut channel, &Request::Ping, deadline)? {
-            Answer::Nothing => Ok(channel),
-            answer => Err(io::Error::other(format!("it answered {answer:?} to a ping"))),
-        }
-    }
-
     fn release(&self, channel: Channel) {
         self.idle.lock().push(channel);
     }
 
-    fn connect_failure(&self, error: &io::Error) -> String {
+    fn request_failure(&self, error: &io::Error, asked: &RequestContext<'_>) -> Error {
+        if error.kind() == io::ErrorKind::TimedOut {
+            return asked.failed("it does not answer: its process is stopped, or its host or the network is down");
+        }
+        let why = format!("rank 0 has ended, and the store with it ({error}). See the output of rank 0");
+        asked.failed(self.ended.get_or_init(|| why))
+    }
+}
+
+/// The server's address, and the job's secret.
+pub(crate) struct Endpoint {
+    host: String,
+    port: u16,
+    secret: Secret,
+}
+
+impl Endpoint {
+    pub(crate) fn new(host: &str, port: u16, secret: &Secret) -> Self {
+        Endpoint { host: host.into(), port, secret: secret.clone() }
+    }
+
+    /// Connects to the server, which may not be up yet, and makes the first use of the connection. Gives up after
+    /// `timeout`, or when `trouble` returns a reason.
+    pub(crate) fn dial<T>(
+        &self,
+        asked: &RequestContext<'_>,
+        timeout: Duration,
+        first_use: impl Fn(Channel, Deadline) -> io::Result<T>,
+        trouble: &dyn Fn() -> Option<String>,
+    ) -> Result<T> {
+        let deadline = Deadline { began: asked.began, timeout };
+        let mut refused_since: Option<Instant> = None;
+        let mut pause = Duration::from_millis(1);
+        loop {
+            let error = match self.open(deadline).and_then(|channel| first_use(channel, deadline)) {
+                Ok(made) => return Ok(made),
+                Err(error) => error,
+            };
+            if let Some(why) = trouble() {
+                return Err(asked.failed(why));
+            }
+            let is_refused = error.kind() == io::ErrorKind::PermissionDenied;
+            let since = if is_refused { *refused_since.get_or_insert_with(Instant::now) } else { Instant::now() };
+            if deadline.left() < pause || (is_refused && since.elapsed() >= REFUSED_TIMEOUT) {
+                return Err(asked.failed(self.failure(&error)));
+            }
+            thread::sleep(pause);
+            pause = (pause * 2).min(MAX_PAUSE);
+        }
+    }
+
+    /// Opens a connection to a server with the same secret.
+    fn open(&self, deadline: Deadline) -> io::Result<Channel> {
+        let stream = connect(&self.host, self.port, deadline.left().max(MIN_WAIT))?;
+        let refused = |error: io::Error| io::Error::new(io::ErrorKind::PermissionDenied, error.to_string());
+        Channel::connect(stream, &self.secret.key).map_err(refused)
+    }
+
+    fn failure(&self, error: &io::Error) -> String {
         if error.kind() == io::ErrorKind::PermissionDenied {
             let remedy = if self.secret.is_given {
                 "give all ranks the same FSDP_STORE_SECRET, and start them as one job"
@@ -298,13 +379,13 @@ impl Client {
              and a port that all ranks can reach"
         )
     }
+}
 
-    fn request_failure(&self, error: &io::Error, asked: &RequestContext<'_>) -> Error {
-        if error.kind() == io::ErrorKind::TimedOut {
-            return asked.failed("it does not answer: its process is stopped, or its host or the network is down");
-        }
-        let why = format!("rank 0 has ended, and the store with it ({error}). See the output of rank 0");
-        asked.failed(self.ended.get_or_init(|| why))
+/// Pings the server, which proves the secret to it.
+fn ping(mut channel: Channel, deadline: Deadline) -> io::Result<Channel> {
+    match round_trip(&mut channel, &Request::Ping, deadline)? {
+        Answer::Nothing => Ok(channel),
+        answer => Err(io::Error::other(format!("it answered {answer:?} to a ping"))),
     }
 }
 
@@ -454,6 +535,16 @@ mod tests {
         assert!(others.iter().all(|other| other.key != secret.key));
         assert_ne!(others[0].key, of(&RankEnv { run_id: "other".into(), ..env.clone() }, None).key);
         assert_eq!(format!("{secret:?}"), "Secret { key: Key, is_given: true }");
+        let dir = std::env::temp_dir().join(format!("fsdp-secret-{}", std::process::id()));
+        let read = || Secret::read(&env, |name| (name == FILE_VARIABLE).then(|| dir.to_str().unwrap().into()));
+        let error = read().unwrap_err().to_string();
+        assert!(error.contains("FSDP_STORE_SECRET_FILE=") && error.contains("it can't be read"), "{error}");
+        std::fs::write(&dir, "short\n").unwrap();
+        let error = read().unwrap_err().to_string();
+        assert!(error.contains("it has 5 bytes, expected at least 16"), "{error}");
+        std::fs::write(&dir, "0123456789abcdef\n").unwrap();
+        assert_eq!(read().unwrap().key, secret.key);
+        std::fs::remove_file(&dir).unwrap();
         let error = Secret::new(&env, Some("short")).unwrap_err().to_string();
         assert!(error.contains("FSDP_STORE_SECRET has 5 bytes") && !error.contains("short\""), "{error}");
     }

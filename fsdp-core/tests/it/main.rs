@@ -9,3 +9,5 @@ mod heartbeat;
 mod processes;
 #[cfg(feature = "tcp")]
 mod store;
+#[cfg(feature = "tcp")]
+mod tcp;

@@ -28,6 +28,12 @@ fn run_as_a_rank() {
         println!("says: {}", conformance::take_part(trial, &|options| shm::connect(&env, options)));
         return;
     }
+    #[cfg(feature = "tcp")]
+    if let Some(role) = role.strip_prefix("tcp ") {
+        println!("says: {}", crate::tcp::take_part(role, &env));
+        return;
+    }
+    #[cfg(feature = "tcp")]
     if let Some(role) = role.strip_prefix("store ") {
         println!("says: {}", crate::store::take_part(role, &env));
         return;
@@ -61,7 +67,7 @@ fn computes(world: ProcessGroup) -> String {
     "done".into()
 }
 
-fn die() -> ! {
+pub(crate) fn die() -> ! {
     rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL).unwrap();
     unreachable!("killed")
 }

@@ -85,6 +85,7 @@ impl Communicator {
                 let how = match gone {
                     PeerState::Left => "has left",
                     PeerState::Died => "has died",
+                    PeerState::Unreachable(_) => "does not answer",
                     PeerState::Failed(_) => "has failed",
                 };
                 let cause = format!("rank {peer} {how} meanwhile; see the output of rank {peer}");

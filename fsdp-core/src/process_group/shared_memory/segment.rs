@@ -23,7 +23,10 @@ use std::{
 use memmap2::MmapRaw;
 use rustix::thread::futex;
 
-use super::super::{collective::Collective, host::packing::ALIGN};
+use super::super::{
+    collective::Collective,
+    host::{chunked::SlotLayout, packing::ALIGN},
+};
 use crate::shared_file;
 
 /// Slots of a rank. A power of two, so that slot numbers continue evenly when the counters wrap.
@@ -44,8 +47,7 @@ pub(super) struct Shape {
 impl Shape {
     /// Creates the shape for `ranks` ranks that move about `chunk_bytes` at a time.
     pub(super) fn new(ranks: usize, chunk_bytes: usize) -> Self {
-        // Every rank's share of a slot holds at least one element of the largest dtype, at an aligned place.
-        let least = (ranks + 1) * ALIGN;
+        let least = SlotLayout::least_bytes(ranks);
         Shape { ranks, chunk: chunk_bytes.clamp(least, 1 << 30).next_multiple_of(ALIGN) }
     }
 

@@ -74,7 +74,7 @@ pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
             message: format!(
                 "the shm backend serves one host, but the {} ranks run on {} hosts, {} on this one. Start them by \
                  fsdp-launch, or mpirun, or srun --mpi=pmi2|pmix, with FSDP_BACKEND=mpi, or start all ranks on one \
-                 host",
+                 host. FSDP_BACKEND=tcp needs no MPI, but is slow for tensors in host memory",
                 env.world_size, env.hosts, env.local_world_size
             ),
         });

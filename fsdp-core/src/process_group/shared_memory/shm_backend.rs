@@ -15,14 +15,15 @@ use super::{
     super::{
         backend::{Backend, CollectiveOutput, Guarantees, PeerMonitor},
         collective::{Collective, Failure},
+        host::chunked::{self, SlotLayout},
         op::Op,
         options::Membership,
     },
-    collectives::{self, AllGather, AllReduce, AllToAll, Broadcast, ChunkedCollective, ReduceScatter, SlotLayout},
     peer_monitor::{SegmentMonitor, WaitContext, Waiter},
     segment::Port,
+    steps,
 };
-use crate::{DeviceId, Heap, Result};
+use crate::{DeviceId, Result};
 
 /// One rank's end of a group.
 pub(super) struct SharedMemory {
@@ -45,10 +46,6 @@ impl SharedMemory {
     fn monitor(&self) -> SegmentMonitor {
         SegmentMonitor { segment: self.port.segment().clone(), waiter: self.waiter.clone(), rank: self.port.rank() }
     }
-
-    fn steps(&mut self, collective: &Collective<'_>, chunked: &mut dyn ChunkedCollective) -> Result<()> {
-        collectives::run(&mut self.port, &self.waiter, collective, chunked)
-    }
 }
 
 impl Backend for SharedMemory {
@@ -62,37 +59,8 @@ impl Backend for SharedMemory {
 
     fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<CollectiveOutput> {
         let layout = SlotLayout { rank: self.port.rank(), ranks: self.port.ranks(), bytes: self.port.chunk() };
-        match op {
-            Op::AllGather { parts, memory } => {
-                let mut all_gather = AllGather::new(parts, layout, &*memory)?;
-                self.steps(collective, &mut all_gather)?;
-                Ok(all_gather.outputs.into())
-            }
-            Op::ReduceScatter { parts, op, memory } => {
-                let mut reduce_scatter = ReduceScatter::new(parts, op, layout, &*memory)?;
-                self.steps(collective, &mut reduce_scatter)?;
-                Ok(reduce_scatter.outputs.into())
-            }
-            Op::AllReduce { buffers, op } => {
-                let mut all_reduce = AllReduce::new(buffers, op, layout);
-                self.steps(collective, &mut all_reduce)?;
-                Ok(all_reduce.buffers.into())
-            }
-            Op::Broadcast { buffers, root } => {
-                let mut broadcast = Broadcast::new(buffers, root, layout);
-                self.steps(collective, &mut broadcast)?;
-                Ok(broadcast.buffers.into())
-            }
-            Op::AllToAll { parts, memory } => {
-                let mut all_to_all = AllToAll::new(parts, layout, &*memory)?;
-                self.steps(collective, &mut all_to_all)?;
-                Ok(all_to_all.outputs.into())
-            }
-            Op::Barrier => {
-                self.steps(collective, &mut AllGather::new(Vec::new(), layout, &Heap)?)?;
-                Ok(CollectiveOutput::default())
-            }
-        }
+        chunked::run(op, layout, |chunked| steps::run(&mut self.port, &self.waiter, collective, chunked))
+            .map(Into::into)
     }
 
     fn split(&mut self, collective: &Collective<'_>, ranks: &[usize], group: &Membership) -> Result<Box<dyn Backend>> {

@@ -1,33 +1,27 @@
-//! Collectives over a segment, in steps. In each step a rank writes its slot and reads the slots of its peers.
+//! Collectives in steps, for backends that move data in slots. In each step a rank fills its slot and reads the slots of
+//! its peers.
 //!
-//! Data that exceeds a slot takes several steps. A rank may write several steps before it reads the first of them
-//! ([`ChunkedCollective::lookahead`]), so that it does not wait for the slowest rank in every step.
+//! Data that exceeds a slot takes several steps. A backend may let a rank fill several slots before it reads the first
+//! of them ([`ChunkedCollective::lookahead`]), so that it does not wait for the slowest rank in every step.
 
 use std::ops::Range;
 
 use super::{
-    super::{
-        collective::Collective,
-        host::{
-            memory::{Copy, Inputs, range, read, take_all},
-            packing::{ALIGN, Piece, Stream, last_chunk},
-            reduce::{Input, reduce},
-        },
-        op::{ExchangePart, GatherPart, ScatterPart},
-    },
-    peer_monitor::{Goal, WaitContext, Waiter},
-    segment::{Port, SLOTS},
+    super::op::{ExchangePart, GatherPart, Op, ScatterPart},
+    memory::{Copy, Inputs, range, read, take_all},
+    packing::{ALIGN, Piece, Stream, last_chunk},
+    reduce::{Input, reduce},
 };
-use crate::{Allocator, Buffer, ReduceOp, Result};
+use crate::{Allocator, Buffer, Heap, ReduceOp, Result};
 
 /// A collective in steps. In each step every rank may write one slot and read all others.
-pub(super) trait ChunkedCollective {
+pub(crate) trait ChunkedCollective {
     /// Returns the number of steps, equal on all ranks. Called again after [`ChunkedCollective::learn`].
     fn steps(&self) -> usize;
 
-    /// Returns how many steps may be written before the first of them is read.
+    /// Returns how many steps may be written before the first of them is read, if the backend has that many slots.
     fn lookahead(&self) -> usize {
-        SLOTS as usize
+        usize::MAX
     }
 
     /// Returns the only rank that writes, if there is one.
@@ -42,92 +36,73 @@ pub(super) trait ChunkedCollective {
     fn fill(&mut self, step: usize, slot: &mut [u8]) -> Result<()>;
 
     /// Reads the peers' slots. Called after [`ChunkedCollective::fill`] of the same step.
-    fn drain(&mut self, step: usize, peers: &Peers<'_>) -> Result<()>;
+    fn drain(&mut self, step: usize, peers: &dyn Slots) -> Result<()>;
 }
 
 /// The slots of the step that is read.
-pub(super) struct Peers<'a>(&'a Port);
-
-impl Peers<'_> {
+pub(crate) trait Slots {
     /// Returns the data of another rank.
-    pub(super) fn slot(&self, peer: usize) -> &[u8] {
-        self.0.peer_slot(peer).1
-    }
+    fn slot(&self, peer: usize) -> &[u8];
 }
 
-/// Runs a collective to its end.
-pub(super) fn run(
-    port: &mut Port,
-    waiter: &Waiter,
-    collective: &Collective<'_>,
-    chunked: &mut dyn ChunkedCollective,
-) -> Result<()> {
-    let start = port.consumed();
-    let rank = port.rank();
-    let source = chunked.source();
-    // A rank that only reads, or that needs the peers' announcements, learns the number of steps after the first.
-    let is_known = !collective.is_sized_by_peers() && source.is_none_or(|source| source == rank);
-    let mut steps = if is_known { chunked.steps().max(1) } else { 1 };
-    let mut context = WaitContext { collective, end: start.wrapping_add(steps as u32) };
-    let (mut filled, mut drained) = (0, 0);
-    while drained < steps {
-        let from = match source {
-            // The first step has the announcements of all ranks.
-            _ if drained == 0 => Some(Goal::Published(None)),
-            Some(source) if source == rank => None,
-            only => Some(Goal::Published(only)),
-        };
-        let is_published = |port: &Port| match from {
-            None => true,
-            Some(Goal::Published(Some(peer))) => port.is_published(peer),
-            _ => (0..port.ranks()).all(|peer| peer == rank || port.is_published(peer)),
-        };
-        if drained == filled || !is_published(port) {
-            if filled < steps.min(drained + chunked.lookahead()) && (drained == filled || port.slot_is_free()) {
-                waiter.wait(port, context, Goal::Free)?;
-                let (header, data) = port.slot();
-                if filled == 0 {
-                    collective.announce(header);
-                }
-                chunked.fill(filled, data)?;
-                port.publish();
-                filled += 1;
-                continue;
-            }
-            if let Some(goal) = from {
-                waiter.wait(port, context, goal)?;
-            }
+/// Runs an operation whose collective `run` takes through its steps, and returns the outputs.
+pub(crate) fn run(
+    op: Op,
+    layout: SlotLayout,
+    run: impl FnOnce(&mut dyn ChunkedCollective) -> Result<()>,
+) -> Result<Vec<Buffer>> {
+    match op {
+        Op::AllGather { parts, memory } => {
+            let mut all_gather = AllGather::new(parts, layout, &*memory)?;
+            run(&mut all_gather)?;
+            Ok(all_gather.outputs)
         }
-        if drained == 0 {
-            chunked.learn(collective.compare(|peer| port.peer_slot(peer).0)?);
-            steps = chunked.steps().max(1);
-            context.end = start.wrapping_add(steps as u32);
-            if source.is_some_and(|source| source != rank) {
-                port.publish_until(context.end);
-                filled = steps;
-            }
+        Op::ReduceScatter { parts, op, memory } => {
+            let mut reduce_scatter = ReduceScatter::new(parts, op, layout, &*memory)?;
+            run(&mut reduce_scatter)?;
+            Ok(reduce_scatter.outputs)
         }
-        chunked.drain(drained, &Peers(port))?;
-        port.advance();
-        drained += 1;
+        Op::AllReduce { buffers, op } => {
+            let mut all_reduce = AllReduce::new(buffers, op, layout);
+            run(&mut all_reduce)?;
+            Ok(all_reduce.buffers)
+        }
+        Op::Broadcast { buffers, root } => {
+            let mut broadcast = Broadcast::new(buffers, root, layout);
+            run(&mut broadcast)?;
+            Ok(broadcast.buffers)
+        }
+        Op::AllToAll { parts, memory } => {
+            let mut all_to_all = AllToAll::new(parts, layout, &*memory)?;
+            run(&mut all_to_all)?;
+            Ok(all_to_all.outputs)
+        }
+        Op::Barrier => {
+            run(&mut AllGather::new(Vec::new(), layout, &Heap)?)?;
+            Ok(Vec::new())
+        }
     }
-    Ok(())
 }
 
 /// A rank's position in its group, and the size of its slots.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct SlotLayout {
+pub(crate) struct SlotLayout {
     /// This rank.
-    pub(super) rank: usize,
+    pub(crate) rank: usize,
     /// Number of ranks.
-    pub(super) ranks: usize,
+    pub(crate) ranks: usize,
     /// Bytes of data in a slot.
-    pub(super) bytes: usize,
+    pub(crate) bytes: usize,
 }
 
 impl SlotLayout {
+    /// Returns the least bytes of a slot, in which every rank's share holds an aligned element of the largest dtype.
+    pub(crate) fn least_bytes(ranks: usize) -> usize {
+        (ranks + 1) * ALIGN
+    }
+
     /// Returns the bytes of each of `shares` equal, aligned shares of the slot.
-    pub(super) fn share(&self, shares: usize) -> usize {
+    fn share(&self, shares: usize) -> usize {
         (self.bytes / shares.max(1)) / ALIGN * ALIGN
     }
 
@@ -139,30 +114,30 @@ impl SlotLayout {
 }
 
 /// Data that this rank sends to each peer, in slots with a share for each peer.
-pub(super) struct Sends<'a> {
-    pub(super) layout: SlotLayout,
+struct Sends<'a> {
+    layout: SlotLayout,
     /// Bytes of a slot for each peer.
-    pub(super) share: usize,
-    pub(super) inputs: Inputs<'a>,
+    share: usize,
+    inputs: Inputs<'a>,
     /// Bytes of the inputs for each rank.
-    pub(super) to: Vec<Stream>,
+    to: Vec<Stream>,
 }
 
 impl<'a> Sends<'a> {
-    pub(super) fn new(inputs: Vec<Buffer>, to: Vec<Stream>, layout: SlotLayout, memory: &'a dyn Allocator) -> Self {
+    fn new(inputs: Vec<Buffer>, to: Vec<Stream>, layout: SlotLayout, memory: &'a dyn Allocator) -> Self {
         let share = layout.share(layout.ranks - 1);
         let last = (0..inputs.len()).map(|part| last_chunk(&to, part, share)).collect();
         Sends { layout, share, inputs: Inputs::new(inputs, last, memory, layout.rank), to }
     }
 
     /// Returns the other ranks.
-    pub(super) fn peers(&self) -> impl Iterator<Item = usize> + use<> {
+    fn peers(&self) -> impl Iterator<Item = usize> + use<> {
         let SlotLayout { rank, ranks, .. } = self.layout;
         (0..ranks).filter(move |&peer| peer != rank)
     }
 
     /// Writes a step's share for each peer.
-    pub(super) fn fill(&self, step: usize, slot: &mut [u8]) -> Result<()> {
+    fn fill(&self, step: usize, slot: &mut [u8]) -> Result<()> {
         for to in self.peers() {
             let place = &mut slot[SlotLayout::peer_share(self.layout.rank, to, self.share)];
             for piece in self.to[to].pieces(step, self.share) {
@@ -173,17 +148,17 @@ impl<'a> Sends<'a> {
     }
 
     /// Returns the share that a peer wrote for this rank.
-    fn sent_by<'p>(&self, from: usize, peers: &'p Peers<'_>) -> &'p [u8] {
+    fn sent_by<'p>(&self, from: usize, peers: &'p dyn Slots) -> &'p [u8] {
         &peers.slot(from)[SlotLayout::peer_share(from, self.layout.rank, self.share)]
     }
 }
 
 /// All-gather: each rank writes its part to its slots, and all ranks copy it to their outputs.
-pub(super) struct AllGather {
+struct AllGather {
     rank: usize,
     chunk: usize,
     parts: Vec<GatherPart>,
-    pub(super) outputs: Vec<Buffer>,
+    outputs: Vec<Buffer>,
     /// Bytes of the outputs that each rank contributes.
     streams: Vec<Stream>,
     /// Start of this rank's contribution in each output.
@@ -192,7 +167,7 @@ pub(super) struct AllGather {
 }
 
 impl AllGather {
-    pub(super) fn new(parts: Vec<GatherPart>, layout: SlotLayout, memory: &dyn Allocator) -> Result<Self> {
+    fn new(parts: Vec<GatherPart>, layout: SlotLayout, memory: &dyn Allocator) -> Result<Self> {
         let sizes = parts.iter().map(|part| (part.input.dtype(), part.counts.iter().sum()));
         let outputs = take_all(memory, sizes, layout.rank)?;
         let streams = Stream::by_rank(layout.ranks, parts.iter().map(|p| (p.input.dtype(), &p.counts[..])));
@@ -223,7 +198,7 @@ impl ChunkedCollective for AllGather {
         outcome
     }
 
-    fn drain(&mut self, step: usize, peers: &Peers<'_>) -> Result<()> {
+    fn drain(&mut self, step: usize, peers: &dyn Slots) -> Result<()> {
         for peer in (0..self.streams.len()).filter(|&peer| peer != self.rank) {
             for piece in self.streams[peer].pieces(step, self.chunk) {
                 self.copy.copy(&mut self.outputs[piece.part].bytes_mut()[piece.bytes], &peers.slot(peer)[piece.chunk]);
@@ -234,21 +209,16 @@ impl ChunkedCollective for AllGather {
 }
 
 /// Reduce-scatter: a slot has a share for each peer, which reduces all shares for it with its own.
-pub(super) struct ReduceScatter<'a> {
+struct ReduceScatter<'a> {
     sends: Sends<'a>,
     op: ReduceOp,
-    pub(super) outputs: Vec<Buffer>,
+    outputs: Vec<Buffer>,
     /// Start of this rank's elements in each input.
     own: Vec<usize>,
 }
 
 impl<'a> ReduceScatter<'a> {
-    pub(super) fn new(
-        parts: Vec<ScatterPart>,
-        op: ReduceOp,
-        layout: SlotLayout,
-        memory: &'a dyn Allocator,
-    ) -> Result<Self> {
+    fn new(parts: Vec<ScatterPart>, op: ReduceOp, layout: SlotLayout, memory: &'a dyn Allocator) -> Result<Self> {
         let sizes = parts.iter().map(|part| (part.input.dtype(), part.counts[layout.rank]));
         let outputs = take_all(memory, sizes, layout.rank)?;
         let to = Stream::by_rank(layout.ranks, parts.iter().map(|p| (p.input.dtype(), &p.counts[..])));
@@ -267,7 +237,7 @@ impl ChunkedCollective for ReduceScatter<'_> {
         self.sends.fill(step, slot)
     }
 
-    fn drain(&mut self, step: usize, peers: &Peers<'_>) -> Result<()> {
+    fn drain(&mut self, step: usize, peers: &dyn Slots) -> Result<()> {
         let SlotLayout { rank, ranks, .. } = self.sends.layout;
         for piece in self.sends.to[rank].pieces(step, self.sends.share) {
             let own = self.sends.inputs.get(piece.part)?;
@@ -290,10 +260,10 @@ impl ChunkedCollective for ReduceScatter<'_> {
 }
 
 /// All-reduce: blocks of the buffers are reduce-scattered, and their results are gathered up to two steps later.
-pub(super) struct AllReduce {
+struct AllReduce {
     layout: SlotLayout,
     op: ReduceOp,
-    pub(super) buffers: Vec<Buffer>,
+    buffers: Vec<Buffer>,
     stream: Stream,
     /// Bytes of a block that each rank reduces. A slot has a share for each rank: the data for that rank in this step's
     /// block, and in the rank's own share the result of an earlier block.
@@ -304,7 +274,7 @@ pub(super) struct AllReduce {
 }
 
 impl AllReduce {
-    pub(super) fn new(buffers: Vec<Buffer>, op: ReduceOp, layout: SlotLayout) -> Self {
+    fn new(buffers: Vec<Buffer>, op: ReduceOp, layout: SlotLayout) -> Self {
         let stream = Stream::new(buffers.iter().map(|buffer| 0..buffer.bytes().len()));
         // Buffers smaller than a slot are still spread over all ranks.
         let share =
@@ -341,7 +311,7 @@ impl ChunkedCollective for AllReduce {
         Ok(())
     }
 
-    fn drain(&mut self, step: usize, peers: &Peers<'_>) -> Result<()> {
+    fn drain(&mut self, step: usize, peers: &dyn Slots) -> Result<()> {
         let (rank, ranks) = (self.layout.rank, self.layout.ranks);
         if step < self.blocks {
             for piece in self.stream.pieces(step * ranks + rank, self.share) {
@@ -368,16 +338,16 @@ impl ChunkedCollective for AllReduce {
 }
 
 /// Broadcast: the root fills slots, and the others copy them.
-pub(super) struct Broadcast {
+struct Broadcast {
     layout: SlotLayout,
     root: usize,
-    pub(super) buffers: Vec<Buffer>,
+    buffers: Vec<Buffer>,
     stream: Stream,
     copy: Copy,
 }
 
 impl Broadcast {
-    pub(super) fn new(buffers: Vec<Buffer>, root: usize, layout: SlotLayout) -> Self {
+    fn new(buffers: Vec<Buffer>, root: usize, layout: SlotLayout) -> Self {
         let stream = Stream::new(buffers.iter().map(|buffer| 0..buffer.bytes().len()));
         let copy = Copy::for_output_of(stream.len());
         Broadcast { layout, root, buffers, stream, copy }
@@ -402,7 +372,7 @@ impl ChunkedCollective for Broadcast {
         Ok(())
     }
 
-    fn drain(&mut self, step: usize, peers: &Peers<'_>) -> Result<()> {
+    fn drain(&mut self, step: usize, peers: &dyn Slots) -> Result<()> {
         if self.layout.rank != self.root {
             for piece in self.stream.pieces(step, self.layout.bytes) {
                 let from = &peers.slot(self.root)[piece.chunk];
@@ -414,9 +384,9 @@ impl ChunkedCollective for Broadcast {
 }
 
 /// All-to-all: a slot has a share for each peer.
-pub(super) struct AllToAll<'a> {
+struct AllToAll<'a> {
     sends: Sends<'a>,
-    pub(super) outputs: Vec<Buffer>,
+    outputs: Vec<Buffer>,
     /// Bytes of the outputs that come from each rank.
     from: Vec<Stream>,
     steps: usize,
@@ -424,7 +394,7 @@ pub(super) struct AllToAll<'a> {
 }
 
 impl<'a> AllToAll<'a> {
-    pub(super) fn new(parts: Vec<ExchangePart>, layout: SlotLayout, memory: &'a dyn Allocator) -> Result<Self> {
+    fn new(parts: Vec<ExchangePart>, layout: SlotLayout, memory: &'a dyn Allocator) -> Result<Self> {
         let sizes = parts.iter().map(|part| (part.input.dtype(), part.recv_counts.iter().sum()));
         let mut outputs = take_all(memory, sizes, layout.rank)?;
         for (part, output) in parts.iter().zip(&mut outputs) {
@@ -460,7 +430,7 @@ impl ChunkedCollective for AllToAll<'_> {
         Ok(())
     }
 
-    fn drain(&mut self, step: usize, peers: &Peers<'_>) -> Result<()> {
+    fn drain(&mut self, step: usize, peers: &dyn Slots) -> Result<()> {
         for from in self.sends.peers() {
             let place = self.sends.sent_by(from, peers);
             for piece in self.from[from].pieces(step, self.sends.share) {
