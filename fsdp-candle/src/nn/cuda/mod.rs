@@ -1,10 +1,14 @@
-//! The layers' own operations on CUDA devices. Forward is Candle's. Backward accumulates the gradients of weights in
-//! the parameters' buffers.
+//! The layers' own operations on CUDA devices.
 //!
-//! Layers that a model has many of are here: fully connected layers, embeddings, and norms. With Candle's own
-//! operations, the full weight would be in the graph, and its gradient would take three times the weight. Norms are
-//! computed again in backward, so that the graph keeps only their input. Other layers (convolutions, batch and group
-//! norms, PReLU) put the full weight into Candle's graph.
+//! Fully connected layers and embeddings are here: forward is Candle's, and backward accumulates the weights' gradients
+//! in the parameters' buffers. With Candle's own operations, the full weight would be in the graph, and its gradient
+//! would take three times the weight.
+//!
+//! The other files run kernels of this library. The graph keeps only their inputs, and a backward that needs more
+//! computes it again. Layers that are not here (convolutions, batch and group norms, PReLU) put the full weight into
+//! Candle's graph.
+
+mod dropout;
 
 use candle_core::{DType, Result, Tensor, Var};
 
@@ -13,6 +17,8 @@ use super::weight::Weight;
 use crate::collectives::SharedInput;
 use crate::kernels::{Matrix, add_product, add_rows, graph_op};
 use crate::storage::{scalar, take, with_slice};
+
+pub(super) use dropout::dropped;
 
 /// Returns `result` as a node that follows its sources in the graph. Nothing else may hold `result`. `backward(x,
 /// gradient)` returns the gradients of the sources. `x` is the first source. The others are read through their
