@@ -10,6 +10,7 @@
 
 mod dropout;
 mod norms;
+mod rotary;
 
 use candle_core::{DType, Result, Tensor};
 
@@ -21,6 +22,7 @@ use crate::storage::{take, with_slice};
 
 pub(super) use dropout::dropped;
 pub(super) use norms::normalize;
+pub(super) use rotary::rotate;
 
 /// Returns `result` as a node that follows its sources in the graph. Nothing else may hold `result`. `backward(x,
 /// gradient)` returns the gradients of the sources. `x` is the first source. The others are read through their
