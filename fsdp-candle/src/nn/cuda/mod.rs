@@ -8,6 +8,7 @@
 //! computes it again. Layers that are not here (convolutions, batch and group norms, PReLU) put the full weight into
 //! Candle's graph.
 
+mod activations;
 mod dropout;
 mod norms;
 mod rotary;
@@ -20,6 +21,7 @@ use crate::collectives::SharedInput;
 use crate::kernels::{Matrix, Slice, add_product, add_rows, graph_op};
 use crate::storage::{take, with_slice};
 
+pub(super) use activations::{activate, silu_mul, silu_mul_halves};
 pub(super) use dropout::dropped;
 pub(super) use norms::normalize;
 pub(super) use rotary::rotate;
