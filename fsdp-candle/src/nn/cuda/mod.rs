@@ -10,6 +10,7 @@
 
 mod activations;
 mod dropout;
+mod losses;
 mod norms;
 mod rotary;
 
@@ -23,6 +24,7 @@ use crate::storage::{take, with_slice};
 
 pub(super) use activations::{activate, silu_mul, silu_mul_halves};
 pub(super) use dropout::dropped;
+pub(super) use losses::{cross_entropy, linear_cross_entropy};
 pub(super) use norms::normalize;
 pub(super) use rotary::rotate;
 
