@@ -40,9 +40,16 @@ pub struct Rotary {
     cos: Tensor,
     sin: Tensor,
     host: Arc<Tables>,
-    /// Positions of the last packed batch, and their copy on a device.
     #[cfg(feature = "cuda")]
-    last_positions: Arc<Mutex<Option<(Arc<[u32]>, Tensor)>>>,
+    last_positions: Arc<Mutex<Option<DevicePositions>>>,
+}
+
+/// Positions of a packed batch, and their copy on a device.
+#[cfg(feature = "cuda")]
+#[derive(Debug)]
+struct DevicePositions {
+    of: Arc<[u32]>,
+    tensor: Tensor,
 }
 
 #[derive(Debug)]
@@ -198,14 +205,14 @@ impl Rotary {
     fn device_positions(&self, documents: &Documents, device: &Device) -> Result<Tensor> {
         let positions = documents.shared_positions();
         let mut last = self.last_positions.lock();
-        if let Some((of, tensor)) = &*last
+        if let Some(DevicePositions { of, tensor }) = &*last
             && Arc::ptr_eq(of, &positions)
             && tensor.device().same_device(device)
         {
             return Ok(tensor.clone());
         }
         let tensor = Tensor::from_slice(&positions, positions.len(), device)?;
-        *last = Some((positions, tensor.clone()));
+        *last = Some(DevicePositions { of: positions, tensor: tensor.clone() });
         Ok(tensor)
     }
 
