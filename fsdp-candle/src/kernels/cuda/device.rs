@@ -73,6 +73,9 @@ pub(super) fn of_slice(slice: &Slice<'_>) -> candle_core::Result<&'static CudaKe
 
 /// Returns Candle's device of this number, the same one each time.
 pub(crate) fn candle_device(ordinal: usize) -> Result<Device> {
+    // Two threads would create two devices, of which the second is refused.
+    static CREATING: Mutex<()> = Mutex::new(());
+    let _creating = CREATING.lock();
     if let Some(known) = of_ordinal(ordinal) {
         return Ok(Device::Cuda(known.device.clone()));
     }
