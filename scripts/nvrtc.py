@@ -5,6 +5,8 @@ Usage: nvrtc.py CUDA_HOME "80 90 100" OPTION FILE.cu...
 
 import ctypes
 import glob
+import os
+import re
 import sys
 import time
 
@@ -17,8 +19,7 @@ def main(home, archs, option, files):
     nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
     failed = False
     for file in files:
-        with open(file, "rb") as source:
-            text = source.read()
+        text = with_headers(file)
         for arch in archs.split():
             start = time.monotonic()
             program = ctypes.c_void_p()
@@ -44,6 +45,17 @@ def main(home, archs, option, files):
                 seconds = time.monotonic() - start
                 print(f"NVRTC: {file} for compute_{arch}, {ptx.value} bytes of PTX in {seconds:.2f} s")
     return 1 if failed else 0
+
+
+def with_headers(file):
+    """Returns a source in which headers replace the lines that include them, as in `kernels/cuda/device.rs`."""
+
+    def header(line):
+        with open(os.path.join(os.path.dirname(file), line[1].decode()), "rb") as text:
+            return text.read()
+
+    with open(file, "rb") as source:
+        return re.sub(rb'(?m)^#include "(.*)"$', header, source.read())
 
 
 def ask(nvrtc, code):

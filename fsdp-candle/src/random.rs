@@ -35,6 +35,9 @@ use candle_core::{Result, bail};
 use rand_philox::{Philox, splitmix64};
 use scopeguard::defer;
 
+#[cfg(feature = "cuda")]
+use crate::kernels::Draw;
+
 /// Increment of a Weyl sequence, whose multiples are far apart.
 const WEYL: u64 = 0x9e37_79b9_7f4a_7c15;
 
@@ -164,6 +167,13 @@ impl Mask {
             threshold: (probability * 4_294_967_296.) as u32,
             scale: (1. / (1. - probability)) as f32,
         })
+    }
+
+    /// Returns the draw for the kernels of a device.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn on_device(&self) -> Draw {
+        let Mask { key, call, first, run, stride, threshold, scale } = *self;
+        Draw { key, call, first, run, stride, threshold, scale }
     }
 
     /// Applies the draw to consecutive values from element `first` of the tensor on.

@@ -339,6 +339,35 @@ fn products_and_rows_accumulate() {
     });
 }
 
+/// Rows of one id are added up in the order of the tokens, which the bits of the sum show. The tokens are more than a
+/// block sorts, and not a multiple.
+#[cfg(feature = "cuda")]
+#[test]
+fn rows_are_added_in_the_order_of_tokens() {
+    use super::add_rows;
+
+    on_every_device(|| {
+        if let View::Host(_) = Slice::from(&zeros(DType::F32, 1)).view() {
+            return;
+        }
+        for (count, rows, width) in [(1, 1, 300), (255, 3, 2), (257, 40, 1), (1300, 7, 2), (1024, 900, 1)] {
+            let ids: Vec<u32> = (0..count as u32).map(|i| i.wrapping_mul(2_654_435_761) >> 7).collect();
+            let ids: Vec<u32> =
+                ids.into_iter().map(|id| if id % 5 == 0 { u32::MAX } else { id % (rows as u32 + 1) }).collect();
+            let from: Vec<f32> = (0..count * width).map(|i| ((i * 7919) % 1000) as f32 * 0.1 - 31.7).collect();
+            let mut sums = vec![0f32; rows * width];
+            for (at, &id) in ids.iter().enumerate().filter(|(_, id)| (**id as usize) < rows) {
+                (0..width).for_each(|i| sums[id as usize * width + i] += from[at * width + i]);
+            }
+            let want: Vec<f64> = sums.into_iter().map(|sum| f64::from(sum + 0.3)).collect();
+            let mut table = uploaded(vec![0.3f32; rows * width].into());
+            let (ids, from) = (uploaded(ids.into()), uploaded(from.into()));
+            add_rows((&ids).into(), (&from).into(), &mut table, true, width).unwrap();
+            assert_eq!(values(&table), want, "{count} {rows} {width}");
+        }
+    });
+}
+
 /// Asserts that a result is close to the formula, for operands of this dtype.
 fn near(dtype: DType, got: f64, want: f64) {
     let precision = match dtype {

@@ -13,7 +13,11 @@ use serde::{Deserialize, Serialize};
 
 use super::cpu::simd::{exp, kernel, sigmoid};
 use super::cpu::{map_rows, map_rows2, read, same_kind, small_weight_grad, storage, tensor_like, to_vec};
+#[cfg(feature = "cuda")]
+use super::cuda;
 use super::limits::check_input_size;
+#[cfg(feature = "cuda")]
+use super::weight::on_cuda;
 use super::weight::{Weight, has_cpu_kernels, register_cpu_layer};
 use crate::kernels::graph_op;
 
@@ -119,6 +123,12 @@ conversions!(
 /// Applies SwiGLU to one tensor: `silu` of the last dimension's first half, times its second half. Fails if there is no
 /// second half.
 pub fn swiglu(xs: &Tensor) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if on_cuda(xs)
+        && let Some(width) = xs.dims().last().filter(|width| width.is_multiple_of(2))
+    {
+        return cuda::silu_mul_halves(xs, width / 2);
+    }
     match &xs.chunk(2, D::Minus1)?[..] {
         [gate, up] => silu_mul(gate, up),
         _ => bail!("swiglu: the last dimension of {:?} must have two halves", xs.dims()),
@@ -154,20 +164,17 @@ fn widened(xs: &Tensor) -> Result<Tensor> {
 
 /// Returns `x / (1 + e^-x)`, for any shape.
 pub fn silu(x: &Tensor) -> Result<Tensor> {
-    if has_cpu_kernels(x) { fused("silu", x, silu_values, silu_back) } else { check_input_size("silu", x)?.silu() }
+    activate("silu", x, silu_values, silu_back, Tensor::silu)
 }
 
 /// Returns GELU in the tanh approximation, for any shape: Hugging Face's `gelu_new` and `gelu_pytorch_tanh`.
 pub fn gelu(x: &Tensor) -> Result<Tensor> {
-    if has_cpu_kernels(x) { fused("gelu", x, gelu_values, gelu_back) } else { check_input_size("gelu", x)?.gelu() }
+    activate("gelu", x, gelu_values, gelu_back, Tensor::gelu)
 }
 
 /// Returns the exact GELU, with the normal distribution function, for any shape.
 pub fn gelu_erf(x: &Tensor) -> Result<Tensor> {
-    if !has_cpu_kernels(x) {
-        return check_input_size("gelu_erf", x)?.gelu_erf();
-    }
-    fused("gelu_erf", x, gelu_erf_values, gelu_erf_back)
+    activate("gelu_erf", x, gelu_erf_values, gelu_erf_back, Tensor::gelu_erf)
 }
 
 /// Applies SwiGLU to two tensors of one shape: `silu(gate) * up`. [`ops::swiglu`](crate::nn::ops::swiglu) takes one
@@ -177,6 +184,10 @@ pub fn silu_mul(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
         bail!("silu_mul: gate {:?} and up {:?} must have one shape", gate.dims(), up.dims());
     }
     same_kind("silu_mul", ("gate", gate), ("up", up))?;
+    #[cfg(feature = "cuda")]
+    if on_cuda(gate) {
+        return cuda::silu_mul(gate, up);
+    }
     if !has_cpu_kernels(gate) {
         return check_input_size("silu_mul", gate)?.silu()? * up;
     }
@@ -199,13 +210,22 @@ pub fn silu_mul(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     })
 }
 
-/// Applies a function of each element. `values(y, x)` computes it, and `back(dx, x, dy)` its backward.
-fn fused(
+/// Applies a function of each element. `values(y, x)` computes it on the CPU, `back(dx, x, dy)` its backward, and
+/// `composite` both by Candle's operations.
+fn activate(
     name: &'static str,
     x: &Tensor,
     values: fn(&mut [f32], &[f32]),
     back: fn(&mut [f32], &[f32], &[f32]),
+    composite: fn(&Tensor) -> Result<Tensor>,
 ) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if on_cuda(x) {
+        return cuda::activate(name, x);
+    }
+    if !has_cpu_kernels(x) {
+        return composite(check_input_size(name, x)?);
+    }
     let mut y = vec![0f32; x.elem_count()];
     {
         read!(x, x);

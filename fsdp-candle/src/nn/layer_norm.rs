@@ -14,11 +14,13 @@ pub use candle_nn::LayerNormConfig;
 use super::cpu::simd::{dot, kernel, sum, sum_squares};
 use super::cpu::{map_rows, read, same_kind, small_weight_grad, storage, tensor_like};
 #[cfg(feature = "cuda")]
-use super::cuda::recomputed;
+use super::cuda;
 use super::limits::check_input_size;
 #[cfg(feature = "cuda")]
 use super::weight::on_cuda;
 use super::weight::{Weight, has_cpu_kernels, register_layer};
+#[cfg(feature = "cuda")]
+use crate::kernels::Normalization;
 use crate::kernels::graph_op;
 
 /// Layer normalization over the last dimension, as [`candle_nn::LayerNorm`]: weight `[hidden]`, optional bias
@@ -180,10 +182,8 @@ pub(super) fn normalize(
     check_input_size(function, x)?;
     #[cfg(feature = "cuda")]
     if on_cuda(x) {
-        let weights = [Some(weight), bias].into_iter().flatten().map(Weight::of).collect::<Result<Vec<_>>>()?;
-        return recomputed(function, x, weights, move |x, weights| {
-            composite(x, &weights[0], weights.get(1), eps, centered)
-        });
+        let (weight, bias) = (Weight::of(weight)?, bias.map(Weight::of).transpose()?);
+        return cuda::normalize(function, x, weight, bias, Normalization { width: hidden, eps, centered });
     }
     if !has_cpu_kernels(x) {
         let bias = bias.map(Weight::in_graph).transpose()?;

@@ -38,8 +38,9 @@
 //! - Layers recognize the sharded parameter of their weight, and accumulate its gradient in the parameter's buffer.
 //! - Under a plan of tensor parallelism ([`crate::parallelize`]), `Linear`, `Embedding` and the cross-entropies run the
 //!   collectives. Modules with other collectives use [`crate::collectives`].
-//! - On the CPU, f32, f16 and bf16 run fused; half floats are computed in f32 and rounded once. On other devices and
-//!   for f64, each item is a chain of Candle's differentiable operations.
+//! - On the CPU, f32, f16 and bf16 run fused; half floats are computed in f32 and rounded once. On CUDA devices,
+//!   norms, rotary embedding, activations, dropout and cross-entropies do so for f64 as well. Everything else is a chain
+//!   of Candle's differentiable operations.
 //!
 //! Beyond `candle_nn`:
 //!
@@ -61,10 +62,11 @@
 // `input` (an input that parallel layers share), `tensor_parallel` (a layer under a plan), `limits` (size limits of
 // devices), and the operations' own kernels in `cpu` and `cuda`.
 //
-// An operation has up to three versions. The fused version runs on the CPU for f32, f16 and bf16. The CUDA version
-// exists for layers with large weights: forward is Candle's, and backward writes the weight's gradient into the
-// parameter's buffer. `composite` is a chain of Candle's operations for everything else. Tests compare the first two
-// against `composite`, and `composite` against candle_nn and finite differences.
+// An operation has up to three versions. The fused version runs on the CPU for f32, f16 and bf16
+// (`weight::has_cpu_kernels`). The CUDA version runs on devices for every float dtype (`weight::on_cuda`): kernels, or
+// Candle's forward for layers with large weights, whose backward writes the weight's gradient into the parameter's
+// buffer. `composite` is a chain of Candle's operations for everything else. Tests compare the first two against
+// `composite`, and `composite` against candle_nn and finite differences.
 
 pub mod activation;
 pub mod attention;

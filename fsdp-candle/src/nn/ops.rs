@@ -15,9 +15,13 @@ pub use super::activation::{mish, selu, silu, swiglu};
 use super::attention::{ScoreOptions, attend};
 use super::cpu::simd::{dot, kernel, max, probability, sum};
 use super::cpu::{map_rows, read, storage, tensor_like, to_vec};
+#[cfg(feature = "cuda")]
+use super::cuda;
 use super::layer_norm::normalize;
 use super::limits::check_input_size;
 use super::weight::has_cpu_kernels;
+#[cfg(feature = "cuda")]
+use super::weight::on_cuda;
 use crate::kernels::graph_op;
 use crate::random::Mask;
 use crate::storage::take;
@@ -176,6 +180,10 @@ fn dropped(x: &Tensor, mask: &Mask) -> Result<Tensor> {
         let mut values = to_vec(x)?;
         apply(&mut values);
         return tensor_like(values, x);
+    }
+    #[cfg(feature = "cuda")]
+    if on_cuda(x) {
+        return cuda::dropped(x, mask);
     }
     let mut mask = vec![1f32; x.elem_count()];
     apply(&mut mask);

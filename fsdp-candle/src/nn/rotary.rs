@@ -7,11 +7,19 @@
 use std::sync::Arc;
 
 use candle_core::{Device, Result, Tensor, bail};
+#[cfg(feature = "cuda")]
+use parking_lot::Mutex;
 
 use super::attention::Documents;
 use super::cpu::simd::kernel;
 use super::cpu::{map_rows, read, storage, tensor_like};
+#[cfg(feature = "cuda")]
+use super::cuda;
 use super::weight::has_cpu_kernels;
+#[cfg(feature = "cuda")]
+use super::weight::on_cuda;
+#[cfg(feature = "cuda")]
+use crate::kernels::Rotation;
 use crate::kernels::graph_op;
 
 /// The sines and cosines of the positions `0..max_positions`, shared by all layers of a model.
@@ -32,6 +40,16 @@ pub struct Rotary {
     cos: Tensor,
     sin: Tensor,
     host: Arc<Tables>,
+    #[cfg(feature = "cuda")]
+    last_positions: Arc<Mutex<Option<DevicePositions>>>,
+}
+
+/// Positions of a packed batch, and their copy on a device.
+#[cfg(feature = "cuda")]
+#[derive(Debug)]
+struct DevicePositions {
+    of: Arc<[u32]>,
+    tensor: Tensor,
 }
 
 #[derive(Debug)]
@@ -138,6 +156,8 @@ impl Rotary {
             cos: to_tensor(&cos)?,
             sin: to_tensor(&sin)?,
             host: Arc::new(Tables { cos, sin, half, head_dim, positions: max_positions }),
+            #[cfg(feature = "cuda")]
+            last_positions: Arc::default(),
         })
     }
 
@@ -152,10 +172,14 @@ impl Rotary {
     /// Fails for another shape, or if `offset + T` exceeds the tables' positions.
     pub fn apply(&self, x: &Tensor, offset: usize) -> Result<Tensor> {
         let (batch, steps, _) = self.dims(x)?;
-        let at = (offset..offset + steps).map(|position| position as u32);
         if offset + steps > self.host.positions {
             bail!("Rotary: positions {offset}..{} exceed the tables' {}", offset + steps, self.host.positions);
         }
+        #[cfg(feature = "cuda")]
+        if on_cuda(x) {
+            return self.rotate_on_device(x, offset, None);
+        }
+        let at = (offset..offset + steps).map(|position| position as u32);
         self.rotate_at(x, std::iter::repeat_n(at, batch).flatten().collect())
     }
 
@@ -169,7 +193,37 @@ impl Rotary {
         if documents.longest() > self.host.positions {
             bail!("Rotary: a document of {} tokens exceeds the tables' {}", documents.longest(), self.host.positions);
         }
+        #[cfg(feature = "cuda")]
+        if on_cuda(x) {
+            return self.rotate_on_device(x, 0, Some(self.device_positions(documents, x.device())?));
+        }
         self.rotate_at(x, documents.shared_positions())
+    }
+
+    /// Returns the documents' positions on a device. A model's layers share them, and a copy to the device takes time.
+    #[cfg(feature = "cuda")]
+    fn device_positions(&self, documents: &Documents, device: &Device) -> Result<Tensor> {
+        let positions = documents.shared_positions();
+        let mut last = self.last_positions.lock();
+        if let Some(DevicePositions { of, tensor }) = &*last
+            && Arc::ptr_eq(of, &positions)
+            && tensor.device().same_device(device)
+        {
+            return Ok(tensor.clone());
+        }
+        let tensor = Tensor::from_slice(&positions, positions.len(), device)?;
+        *last = Some(DevicePositions { of: positions, tensor: tensor.clone() });
+        Ok(tensor)
+    }
+
+    /// Rotates each row of `x` by the angles of its position, or of successive positions.
+    #[cfg(feature = "cuda")]
+    fn rotate_on_device(&self, x: &Tensor, offset: usize, positions: Option<Tensor>) -> Result<Tensor> {
+        let (_, steps, width) = self.dims(x)?;
+        let Tables { half, head_dim: dim, .. } = *self.host;
+        let heads = width / dim;
+        let rotation = Rotation { heads, dim, half, offset, steps, tables: None, interleaved: false };
+        cuda::rotate("Rotary", x, [self.cos.clone(), self.sin.clone()], positions, rotation)
     }
 
     /// Returns the batch size, the positions, and the elements at a position.

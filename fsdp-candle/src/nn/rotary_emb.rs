@@ -6,8 +6,14 @@ pub use candle_nn::rotary_emb::{rope_i_slow, rope_slow};
 
 use super::cpu::simd::kernel;
 use super::cpu::{same_kind, to_vec};
+#[cfg(feature = "cuda")]
+use super::cuda;
 use super::rotary::{rotate_heads, rotate_rows};
 use super::weight::has_cpu_kernels;
+#[cfg(feature = "cuda")]
+use super::weight::on_cuda;
+#[cfg(feature = "cuda")]
+use crate::kernels::Rotation;
 
 /// Rotates the pairs of a head's first and second half. `xs` is `[batch, heads, T, D]`; `cos` and `sin` are `[>= T, D /
 /// 2]` or `[batch, >= T, D / 2]`; the output is as `xs`. Candle's has no backward, and takes contiguous tensors only.
@@ -67,7 +73,15 @@ fn rotate(function: &'static str, x: &Tensor, cos: &Tensor, sin: &Tensor, order:
         same_kind(function, ("the input", x), (name, table))?;
     }
     // Candle computes the gradient of learned tables.
-    if !has_cpu_kernels(x) || cos.track_op() || sin.track_op() {
+    let is_learned = cos.track_op() || sin.track_op();
+    #[cfg(feature = "cuda")]
+    if on_cuda(x) && !is_learned && x.elem_count() > 0 {
+        let (heads, rows) = if order.heads_first { (1, heads * steps) } else { (heads, steps) };
+        let tables = if cos.rank() == 3 { Some((rows, cos.dim(1)?)) } else { None };
+        let rotation = Rotation { heads, dim, half: dim / 2, offset: 0, steps, tables, interleaved: order.interleaved };
+        return cuda::rotate(function, x, [cos.contiguous()?, sin.contiguous()?], None, rotation);
+    }
+    if !has_cpu_kernels(x) || is_learned {
         return composite(x, cos, sin, order);
     }
     // Elements of the tables for one element of the batch. A table may be shared.

@@ -145,16 +145,4 @@ impl Weight {
         param.gradient.write_in(write)?;
         anchor.zeros_like().map(Some)
     }
-
-    /// [`Weight::write_grad`] of a gradient that already exists as a tensor.
-    #[cfg(feature = "cuda")]
-    pub(in crate::nn) fn add_grad(&self, gradient: &Tensor) -> Result<Option<Tensor>> {
-        let Some((param, anchor)) = &self.param else { return Ok(Some(gradient.clone())) };
-        if !self.wants_grad {
-            return Ok(None);
-        }
-        param.run_pre_gradient_hook()?;
-        param.gradient.add(gradient)?;
-        anchor.zeros_like().map(Some)
-    }
 }

@@ -10,6 +10,7 @@ use cudarc::nvrtc::{CompileError, CompileOptions, compile_ptx_with_opts};
 use fsdp_core::device::cuda::{CudaMemory, CudaView, failed, ready};
 use fsdp_core::{Buffer, DType, DeviceId, View};
 use parking_lot::Mutex;
+use rayon::prelude::*;
 
 use super::super::slice::{Slice, SliceMut, ViewMut};
 use crate::error::{Error, Result};
@@ -61,8 +62,20 @@ pub(super) fn of_buffer(buffer: &Buffer) -> Result<&'static CudaKernels> {
     known.ok_or_else(|| Error::Device(format!("a buffer is on {device}, which has not been used yet")))
 }
 
+/// Returns the kernels of the device that elements are on.
+pub(super) fn of_slice(slice: &Slice<'_>) -> candle_core::Result<&'static CudaKernels> {
+    let View::Cuda(view) = slice.view() else { bail!("the elements are not in memory of a CUDA device") };
+    match of_ordinal(view.stream().context().ordinal()) {
+        Some(kernels) => Ok(kernels),
+        None => bail!("the elements are in memory of a device that has not been used yet"),
+    }
+}
+
 /// Returns Candle's device of this number, the same one each time.
 pub(crate) fn candle_device(ordinal: usize) -> Result<Device> {
+    // Two threads would create two devices, of which the second is refused.
+    static CREATING: Mutex<()> = Mutex::new(());
+    let _creating = CREATING.lock();
     if let Some(known) = of_ordinal(ordinal) {
         return Ok(Device::Cuda(known.device.clone()));
     }
@@ -73,6 +86,11 @@ pub(crate) fn candle_device(ordinal: usize) -> Result<Device> {
 /// Returns the compute stream of a device.
 pub(crate) fn compute_stream(device: &Device) -> Result<Arc<CudaStream>> {
     Ok(of_candle(device.as_cuda_device()?)?.stream.clone())
+}
+
+/// Allocates memory of a device with unspecified values.
+pub(crate) fn uninit(device: &Device, dtype: DType, len: usize) -> candle_core::Result<Buffer> {
+    of_candle(device.as_cuda_device()?)?.uninit(dtype, len)
 }
 
 /// Returns the number of CUDA devices that this process sees.
@@ -89,7 +107,8 @@ pub(super) const MAX_PARTIALS: usize = 512;
 pub(in crate::kernels) struct CudaKernels {
     pub(super) device: CudaDevice,
     pub(super) stream: Arc<CudaStream>,
-    module: Arc<CudaModule>,
+    /// The modules by their number.
+    modules: Vec<Arc<CudaModule>>,
     functions: Mutex<HashMap<String, CudaFunction>>,
     /// Partial results of a reduction, locked from its first kernel's launch to its last one's.
     pub(super) partials: Mutex<CudaMemory>,
@@ -104,9 +123,9 @@ pub(super) struct Copies {
 
 impl CudaKernels {
     pub(super) fn new(device: CudaDevice, stream: Arc<CudaStream>) -> Result<Self> {
-        let module = compiled(&stream)?;
+        let modules = compiled(&stream)?;
         let partials = Mutex::new(CudaMemory::uninit(&stream, DType::F64, MAX_PARTIALS)?);
-        Ok(CudaKernels { device, stream, module, functions: Mutex::default(), partials, copies: OnceLock::new() })
+        Ok(CudaKernels { device, stream, modules, functions: Mutex::default(), partials, copies: OnceLock::new() })
     }
 
     /// Returns the streams for copies. The first call creates them.
@@ -146,7 +165,12 @@ impl CudaKernels {
     /// # Safety
     /// The arguments are the kernel's, by type and order. The kernel accesses only elements of views whose addresses it
     /// gets.
-    pub(super) unsafe fn launch(&self, kernel: &str, config: LaunchConfig, args: &[Arg]) -> candle_core::Result<()> {
+    pub(super) unsafe fn launch<'a>(
+        &self,
+        kernel: impl Into<Kernel<'a>>,
+        config: LaunchConfig,
+        args: &[Arg],
+    ) -> candle_core::Result<()> {
         // SAFETY: ensured by the caller. Memory is freed in the order of the compute stream.
         unsafe { self.launch_on(&self.stream, kernel, config, args) }
     }
@@ -155,13 +179,14 @@ impl CudaKernels {
     ///
     /// # Safety
     /// As [`CudaKernels::launch`]. The caller keeps the memory until the stream has run it.
-    pub(super) unsafe fn launch_on(
+    pub(super) unsafe fn launch_on<'a>(
         &self,
         stream: &CudaStream,
-        kernel: &str,
+        kernel: impl Into<Kernel<'a>>,
         config: LaunchConfig,
         args: &[Arg],
     ) -> candle_core::Result<()> {
+        let kernel = kernel.into();
         let function = self.function(kernel, stream)?;
         let mut builder = stream.launch_builder(&function);
         for arg in args {
@@ -174,20 +199,26 @@ impl CudaKernels {
         }
         // SAFETY: ensured by the caller.
         let launched = unsafe { builder.launch(config) };
-        launched.map_err(|error| Error::Core(failed(stream, &format!("launching kernel {kernel}"), &error)))?;
+        launched.map_err(|error| Error::Core(failed(stream, &format!("launching kernel {}", kernel.name), &error)))?;
         Ok(())
     }
 
-    fn function(&self, name: &str, stream: &CudaStream) -> candle_core::Result<CudaFunction> {
+    fn function(&self, Kernel { module, name }: Kernel<'_>, stream: &CudaStream) -> candle_core::Result<CudaFunction> {
         let mut functions = self.functions.lock();
         if let Some(function) = functions.get(name) {
             return Ok(function.clone());
         }
-        let function = self.module.load_function(name);
+        let Some(loaded) = self.modules.get(module as usize) else { bail!("{module:?} is not compiled") };
+        let function = loaded.load_function(name);
         let function =
             function.map_err(|error| Error::Core(failed(stream, &format!("finding kernel {name}"), &error)))?;
         functions.insert(name.into(), function.clone());
         Ok(function)
+    }
+
+    /// Allocates memory with unspecified values, for a kernel to write.
+    pub(super) fn uninit(&self, dtype: DType, len: usize) -> candle_core::Result<Buffer> {
+        Ok(CudaMemory::uninit(&self.stream, dtype, len).map(Buffer::Cuda).map_err(Error::from)?)
     }
 }
 
@@ -196,7 +227,62 @@ pub(super) fn same_dtype(wanted: DType, got: DType) -> candle_core::Result<()> {
     if wanted == got { Ok(()) } else { bail!("expected elements of {wanted}, got {got}") }
 }
 
-const SOURCE: &str = include_str!("kernels.cu");
+/// A kernel: its module, and its name, which no other module has.
+#[derive(Clone, Copy)]
+pub(super) struct Kernel<'a> {
+    module: Module,
+    name: &'a str,
+}
+
+impl<'a> From<&'a str> for Kernel<'a> {
+    fn from(name: &'a str) -> Self {
+        Module::Kernels.kernel(name)
+    }
+}
+
+impl<'a> From<&'a String> for Kernel<'a> {
+    fn from(name: &'a String) -> Self {
+        Module::Kernels.kernel(name)
+    }
+}
+
+/// A file of kernels, which is compiled and loaded as a whole.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Module {
+    Kernels,
+    Dropout,
+    Norms,
+    Rotary,
+    Activations,
+    Embedding,
+    Losses,
+}
+
+impl Module {
+    /// Names and texts of the files, in the order of the variants.
+    const SOURCES: [(&str, &str); 7] = [
+        ("kernels.cu", include_str!("kernels.cu")),
+        ("dropout.cu", include_str!("dropout.cu")),
+        ("norms.cu", include_str!("norms.cu")),
+        ("rotary.cu", include_str!("rotary.cu")),
+        ("activations.cu", include_str!("activations.cu")),
+        ("embedding.cu", include_str!("embedding.cu")),
+        ("losses.cu", include_str!("losses.cu")),
+    ];
+
+    /// Returns a kernel of this file.
+    pub(super) fn kernel(self, name: &str) -> Kernel<'_> {
+        Kernel { module: self, name }
+    }
+}
+
+/// The files that kernels include.
+const HEADERS: [(&str, &str); 4] = [
+    ("prelude.cuh", include_str!("prelude.cuh")),
+    ("packs.cuh", include_str!("packs.cuh")),
+    ("philox.cuh", include_str!("philox.cuh")),
+    ("sums.cuh", include_str!("sums.cuh")),
+];
 
 /// Threads of a block: `THREADS` in the source.
 pub(super) const THREADS: u32 = 256;
@@ -212,6 +298,11 @@ pub(super) enum Arg {
     Word(u32),
     Double(f64),
     Float(f32),
+}
+
+impl Arg {
+    /// The address of an argument that is left out.
+    pub(super) const NULL: Self = Arg::Long(0);
 }
 
 impl From<CudaView<'_>> for Arg {
@@ -244,26 +335,49 @@ pub(super) fn elementwise(count: usize) -> LaunchConfig {
     LaunchConfig { grid_dim: (blocks as u32, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 }
 }
 
-/// Compiles the source for the stream's device.
-fn compiled(stream: &CudaStream) -> candle_core::Result<Arc<CudaModule>> {
+/// Compiles all files for the stream's device, and loads them. Kernels are loaded before the first collective, because
+/// CUDA may wait for the device when it loads a module.
+fn compiled(stream: &CudaStream) -> candle_core::Result<Vec<Arc<CudaModule>>> {
     let context = stream.context();
     let device = |error| Error::Core(failed(stream, "loading kernels", &error));
     let (major, minor) = context.compute_capability().map_err(device)?;
-    let options = CompileOptions {
-        fmad: Some(false),
-        options: vec![format!("--gpu-architecture=compute_{major}{minor}")],
-        name: Some("kernels.cu".into()),
-        ..CompileOptions::default()
-    };
-    let ptx = compile_ptx_with_opts(SOURCE, options).map_err(|error| {
-        let why = match error {
-            CompileError::CompileError { log, .. } => log.to_string_lossy().into_owned(),
-            other => other.to_string(),
+    let compile = |&(name, text): &(&str, &str)| {
+        let options = CompileOptions {
+            fmad: Some(false),
+            options: vec![format!("--gpu-architecture=compute_{major}{minor}")],
+            name: Some(name.into()),
+            ..CompileOptions::default()
         };
-        let capability = format!("compiling kernels for compute capability {major}.{minor}");
-        Error::Core(failed(stream, &capability, &why))
-    })?;
-    Ok(context.load_module(ptx).map_err(device)?)
+        compile_ptx_with_opts(with_headers(name, text), options).map_err(|error| {
+            let why = match error {
+                CompileError::CompileError { log, .. } => log.to_string_lossy().into_owned(),
+                other => other.to_string(),
+            };
+            let capability = format!("compiling {name} for compute capability {major}.{minor}");
+            Error::Core(failed(stream, &capability, &why))
+        })
+    };
+    let compiled = Module::SOURCES.par_iter().map(compile).collect::<Result<Vec<_>>>()?;
+    compiled.into_iter().map(|ptx| Ok(context.load_module(ptx).map_err(device)?)).collect()
+}
+
+/// Replaces the lines of a file that include headers by the headers.
+fn with_headers(file: &str, text: &str) -> String {
+    let mut whole = String::new();
+    for (number, line) in text.lines().enumerate() {
+        match HEADERS.iter().find(|(name, _)| line == format!("#include \"{name}\"")) {
+            Some((name, header)) => {
+                whole += &format!("#line 1 \"{name}\"\n{header}\n#line {} \"{file}\"\n", number + 2);
+            }
+            None => whole.extend([line, "\n"]),
+        }
+    }
+    whole
+}
+
+/// Returns the dtype of a float dtype's arithmetic.
+pub(super) fn wide(dtype: DType) -> DType {
+    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }
 
 /// Returns the suffix of a kernel's name for a float dtype.

@@ -1,6 +1,6 @@
 //! The kernels of CUDA devices: CUDA C that is compiled when a device is first used.
 //!
-//! - NVRTC compiles `kernels.cu` for the device at hand. A build therefore needs no list of GPU generations.
+//! - NVRTC compiles the `.cu` files for the device at hand. A build therefore needs no list of GPU generations.
 //! - All computation on a device runs on one stream, whichever thread calls (`device`). Candle's own `Device::new_cuda`
 //!   has a stream for each thread, so the work of a group's thread and of the user's thread would have no order.
 //! - Memory is reused without waiting for the device, so the amount in use follows from the order of calls
@@ -8,9 +8,15 @@
 //! - Numbers for the host, such as norms, stay on the device until all of them are computed, and are read at once.
 //!   Clipping thus waits for the device once, not once for each parameter.
 
+mod activations;
 mod device;
+mod dropout;
+mod embedding;
 mod host_copies;
+mod losses;
+mod norms;
 mod product;
+mod rotary;
 
 use std::ops::Range;
 
@@ -26,11 +32,17 @@ use super::{
     StorageMut,
 };
 use crate::error::Error;
-use device::{Arg, CudaKernels, MAX_PARTIALS, THREADS, elementwise, float_suffix, same_dtype};
+use device::{Arg, CudaKernels, Kernel, MAX_PARTIALS, THREADS, elementwise, float_suffix, same_dtype};
 
-pub(crate) use device::{candle_device, compute_stream, device_count};
+pub(crate) use activations::{activate, activate_back, swiglu, swiglu_back, swiglu_halves, swiglu_halves_back};
+pub(crate) use device::{candle_device, compute_stream, device_count, uninit};
 pub(super) use device::{of_candle, of_ordinal};
-pub(crate) use product::{Matrix, add_product, add_rows};
+pub(crate) use dropout::{Draw, drop_elements};
+pub(crate) use embedding::add_rows;
+pub(crate) use losses::{LossOptions, logits_back, losses, rescale_powers, row_statistics};
+pub(crate) use norms::{Normalization, normalize, normalize_back};
+pub(crate) use product::{Matrix, add_product, write_product};
+pub(crate) use rotary::{Rotation, rotate};
 
 /// Elements per block of threads.
 const ELEMENTS_PER_BLOCK: usize = 4096;
@@ -373,7 +385,7 @@ impl CudaKernels {
     ///
     /// # Safety
     /// See [`CudaKernels::launch`].
-    unsafe fn run_elementwise(&self, kernel: &str, len: usize, args: &[Arg]) -> Result<()> {
+    unsafe fn run_elementwise<'a>(&self, kernel: impl Into<Kernel<'a>>, len: usize, args: &[Arg]) -> Result<()> {
         if len == 0 {
             return Ok(());
         }

@@ -1,16 +1,15 @@
-//! Gradients of weights that accumulate in a buffer: matrix products by cuBLAS, and rows of a table.
+//! Gradients of weights that accumulate in a buffer: matrix products by cuBLAS.
 
 use std::ffi::{c_int, c_void};
 
 use candle_core::cuda_backend::gemm_reduced_precision_f32;
 use candle_core::{Result, bail};
 use cudarc::cublas::{result, sys};
-use cudarc::driver::LaunchConfig;
 use fsdp_core::{Buffer, DType};
 
 use super::super::slice::{Slice, SliceMut, same_length};
 use super::clear;
-use super::device::{CudaKernels, THREADS, float_suffix, of_buffer, same_dtype};
+use super::device::{CudaKernels, of_slice, same_dtype};
 use crate::error::Error;
 
 /// A matrix to read, row-major or transposed.
@@ -34,19 +33,28 @@ impl<'a> Matrix<'a> {
     }
 }
 
-/// Computes `to += lhs rhs`, or `to = lhs rhs` unless `accumulate`. All matrices have one float dtype.
+/// Computes `to += lhs rhs`, or `to = lhs rhs` unless `accumulate`. All matrices have one float dtype. The result may
+/// be F32 for half floats.
 pub(crate) fn add_product(to: &mut Buffer, accumulate: bool, lhs: Matrix<'_>, rhs: Matrix<'_>) -> Result<()> {
-    let cuda = of_buffer(to)?;
-    let dtype = to.dtype();
-    same_dtype(dtype, lhs.elements.dtype())?;
+    write_product(to.into(), accumulate, lhs, rhs)
+}
+
+/// [`add_product`] to a part of a buffer.
+pub(crate) fn write_product(to: SliceMut<'_>, accumulate: bool, lhs: Matrix<'_>, rhs: Matrix<'_>) -> Result<()> {
+    let dtype = lhs.elements.dtype();
+    let is_widened = to.dtype() == DType::F32 && matches!(dtype, DType::BF16 | DType::F16);
+    if !is_widened {
+        same_dtype(dtype, to.dtype())?;
+    }
     same_dtype(dtype, rhs.elements.dtype())?;
     same_length(lhs.cols, rhs.rows)?;
     same_length(lhs.rows * rhs.cols, to.len())?;
-    if to.is_empty() {
+    if to.len() == 0 {
         return Ok(());
     }
+    let cuda = of_slice(&lhs.elements)?;
     if lhs.cols == 0 {
-        return if accumulate { Ok(()) } else { clear(cuda, cuda.view_mut(SliceMut::from(to))?) };
+        return if accumulate { Ok(()) } else { clear(cuda, cuda.view_mut(to)?) };
     }
     let (single, double) = ((1f32, f32::from(accumulate)), (1f64, f64::from(accumulate)));
     let reals = |kind, compute| (kind, compute, (&raw const single.0).cast::<c_void>(), (&raw const single.1).cast());
@@ -67,14 +75,15 @@ pub(crate) fn add_product(to: &mut Buffer, accumulate: bool, lhs: Matrix<'_>, rh
     };
     let (m, n, k) = (size(lhs.rows)?, size(rhs.cols)?, size(lhs.cols)?);
     let ((left, ld_left, op_left), (right, ld_right, op_right)) = (operand(cuda, lhs)?, operand(cuda, rhs)?);
-    let result = cuda.view_mut(SliceMut::from(to))?.address();
+    let result = cuda.view_mut(to)?.address();
+    let result_kind = if is_widened { sys::cudaDataType_t::CUDA_R_32F } else { kind };
     let failed = |cause: &dyn std::fmt::Display| {
         Error::Core(fsdp_core::device::cuda::failed(&cuda.stream, "a matrix product", cause))
     };
     cuda.stream.context().bind_to_thread().map_err(|error| failed(&error))?;
     let blas = cuda.device.cublas_handle();
     // cuBLAS is column-major, so all matrices are transposed: `to^T = rhs^T lhs^T`.
-    // SAFETY: the matrices are on this device, have one dtype, and fill their memory: their lengths were compared.
+    // SAFETY: the matrices are on this device, have the dtypes of the call, and fill their memory: their lengths were compared.
     let done = unsafe {
         result::gemm_ex(
             *blas.handle(),
@@ -92,7 +101,7 @@ pub(crate) fn add_product(to: &mut Buffer, accumulate: bool, lhs: Matrix<'_>, rh
             ld_left,
             beta,
             result as *mut c_void,
-            kind,
+            result_kind,
             n,
             compute,
             sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT_TENSOR_OP,
@@ -115,34 +124,4 @@ fn operand(cuda: &CudaKernels, matrix: Matrix<'_>) -> Result<(u64, c_int, sys::c
         false => (address, size(matrix.cols)?, sys::cublasOperation_t::CUBLAS_OP_N),
         true => (address, size(matrix.rows)?, sys::cublasOperation_t::CUBLAS_OP_T),
     })
-}
-
-/// Adds each row of `from` to the table's row for its id (U32). Ids beyond the table stand for no row. Unless
-/// `accumulate`, the table starts as zeros.
-pub(crate) fn add_rows(
-    ids: Slice<'_>,
-    from: Slice<'_>,
-    table: &mut Buffer,
-    accumulate: bool,
-    width: usize,
-) -> Result<()> {
-    let cuda = of_buffer(table)?;
-    let kernel = format!("add_rows_{}", float_suffix(table.dtype())?);
-    same_dtype(DType::U32, ids.dtype())?;
-    same_dtype(table.dtype(), from.dtype())?;
-    let (count, rows) = (ids.len(), table.len() / width.max(1));
-    same_length(count * width, from.len())?;
-    same_length(rows * width, table.len())?;
-    let (ids, from, table) = (cuda.view(ids)?, cuda.view(from)?, cuda.view_mut(SliceMut::from(table))?);
-    if !accumulate {
-        clear(cuda, table)?;
-    }
-    if count == 0 || width == 0 {
-        return Ok(());
-    }
-    let blocks = count.min(1 << 16) as u32;
-    let config = LaunchConfig { grid_dim: (blocks, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };
-    let args = [ids.into(), from.into(), table.into(), count.into(), width.into(), rows.into()];
-    // SAFETY: the kernel's arguments; a row for each id, and rows of one width and dtype.
-    unsafe { cuda.launch(&kernel, config, &args) }
 }

@@ -10,8 +10,12 @@ use crate::collectives::{all_reduce, check, largest, reduced_values};
 use crate::kernels::graph_op;
 use crate::nn::cpu::simd::{kernel, max, probability, sum, sum_exp};
 use crate::nn::cpu::{indices_or_none, map_rows, read, storage, tensor_like, to_vec};
+#[cfg(feature = "cuda")]
+use crate::nn::cuda;
 use crate::nn::limits::check_size;
 use crate::nn::weight::has_cpu_kernels;
+#[cfg(feature = "cuda")]
+use crate::nn::weight::on_cuda;
 
 /// The target of an ignored row in tensors of u32, like PyTorch's -100.
 pub const IGNORED: u32 = u32::MAX;
@@ -93,22 +97,22 @@ impl CrossEntropyOptions {
 /// The targets of the rows of logits, and how their losses are combined.
 pub(in crate::nn) struct TargetRows {
     /// Target of each row. `None` for ignored rows.
-    pub(super) targets: Vec<Option<u32>>,
+    pub(in crate::nn) targets: Vec<Option<u32>>,
     /// Number of columns of this rank's logits.
-    pub(super) columns: usize,
+    pub(in crate::nn) columns: usize,
     /// Class of the first column.
-    pub(super) first: usize,
+    pub(in crate::nn) first: usize,
     /// Number of classes on all ranks.
-    pub(super) classes: usize,
+    pub(in crate::nn) classes: usize,
     /// Ranks that hold parts of the vocabulary, if there are several.
-    pub(super) ranks: Option<ProcessGroup>,
-    pub(super) smoothing: f64,
+    pub(in crate::nn) ranks: Option<ProcessGroup>,
+    pub(in crate::nn) smoothing: f64,
     /// Divisor of the sum of the rows' losses.
-    pub(super) divisor: f64,
+    pub(in crate::nn) divisor: f64,
     /// Whether the rows' losses are summed.
-    pub(super) combined: bool,
+    pub(in crate::nn) combined: bool,
     /// Shape of the result.
-    pub(super) shape: Vec<usize>,
+    pub(in crate::nn) shape: Vec<usize>,
 }
 
 /// The factors of the gradient of a row's logits: `scale * softmax - uniform`, less `hit` at the target.
@@ -173,7 +177,7 @@ impl TargetRows {
     }
 
     /// Returns the rows that count, if some are ignored.
-    pub(super) fn counted(&self) -> Option<Vec<usize>> {
+    pub(in crate::nn) fn counted(&self) -> Option<Vec<usize>> {
         let counts = |(row, target): (usize, &Option<u32>)| target.map(|_| row);
         self.targets.contains(&None).then(|| self.targets.iter().enumerate().filter_map(counts).collect())
     }
@@ -239,8 +243,12 @@ fn loss(
         );
     }
     let rows = options.rows(function, targets, columns, ranks)?;
-    check_size(function, "the logits", logits.dims(), logits.device())?;
+    #[cfg(feature = "cuda")]
+    if on_cuda(logits) {
+        return cuda::cross_entropy(function, logits, rows);
+    }
     if !has_cpu_kernels(logits) {
+        check_size(function, "the logits", logits.dims(), logits.device())?;
         return composite(logits, &rows);
     }
     let mut statistics = Statistics::new(rows.targets.len());
@@ -474,7 +482,7 @@ impl Statistics {
 }
 
 /// Returns a signature of the values on which ranks must agree: how the vocabulary is sharded, and the targets.
-fn signature(rows: &TargetRows) -> Signature {
+pub(in crate::nn) fn signature(rows: &TargetRows) -> Signature {
     let mut hash = DefaultHasher::new();
     rows.targets.hash(&mut hash);
     let subject = Subject::new(format!("cross_entropy over {} columns on each rank", rows.columns), []);

@@ -14,9 +14,13 @@ use crate::collectives::SharedInput;
 use crate::kernels::graph_op;
 use crate::nn::cpu::matrix::{Mat, MatMut, product};
 use crate::nn::cpu::{map_rows, read, same_kind, storage, tensor_like, weight_grad};
+#[cfg(feature = "cuda")]
+use crate::nn::cuda;
 use crate::nn::input::{self, Input};
 use crate::nn::linear::affine;
 use crate::nn::tensor_parallel::{LinearSharding, TpLayer, colwise_input};
+#[cfg(feature = "cuda")]
+use crate::nn::weight::on_cuda;
 use crate::nn::weight::{Weight, has_cpu_kernels};
 
 /// Logits that exist at a time: 64 MiB of f32.
@@ -72,6 +76,10 @@ pub fn linear_cross_entropy_with(
     }
     same_kind("linear_cross_entropy", ("hidden", hidden.values()), ("the weight", weight))?;
     let mut rows = options.rows("linear_cross_entropy", targets, columns, ranks)?;
+    #[cfg(feature = "cuda")]
+    if on_cuda(hidden.values()) {
+        return cuda::linear_cross_entropy("linear_cross_entropy", hidden, Weight::of(weight)?, rows);
+    }
     if !has_cpu_kernels(hidden.values()) {
         let logits = affine("linear_cross_entropy", hidden, weight, None, false)?;
         return composite(&logits, &rows);

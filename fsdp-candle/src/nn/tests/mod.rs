@@ -1,6 +1,8 @@
 //! Compares every layer with a chain of Candle's differentiable operations: values and all gradients.
 
 mod attention;
+#[cfg(feature = "cuda")]
+mod devices;
 mod layers;
 mod loss;
 mod mirror;

@@ -1,18 +1,32 @@
-//! The layers' own operations on CUDA devices. Forward is Candle's. Backward accumulates the gradients of weights in
-//! the parameters' buffers.
+//! The layers' own operations on CUDA devices.
 //!
-//! Layers that a model has many of are here: fully connected layers, embeddings, and norms. With Candle's own
-//! operations, the full weight would be in the graph, and its gradient would take three times the weight. Norms are
-//! computed again in backward, so that the graph keeps only their input. Other layers (convolutions, batch and group
-//! norms, PReLU) put the full weight into Candle's graph.
+//! Fully connected layers and embeddings are here: forward is Candle's, and backward accumulates the weights' gradients
+//! in the parameters' buffers. With Candle's own operations, the full weight would be in the graph, and its gradient
+//! would take three times the weight.
+//!
+//! The other files run kernels of this library. The graph keeps only their inputs, and a backward that needs more
+//! computes it again. Layers that are not here (convolutions, batch and group norms, PReLU) put the full weight into
+//! Candle's graph.
 
-use candle_core::{DType, Result, Tensor, Var};
+mod activations;
+mod dropout;
+mod losses;
+mod norms;
+mod rotary;
+
+use candle_core::{DType, Result, Tensor};
 
 use super::input::{self, Input};
 use super::weight::Weight;
 use crate::collectives::SharedInput;
-use crate::kernels::{Matrix, add_product, add_rows, graph_op};
-use crate::storage::{scalar, take, with_slice};
+use crate::kernels::{Matrix, Slice, add_product, add_rows, graph_op};
+use crate::storage::{take, with_slice};
+
+pub(super) use activations::{activate, silu_mul, silu_mul_halves};
+pub(super) use dropout::dropped;
+pub(super) use losses::{cross_entropy, linear_cross_entropy};
+pub(super) use norms::normalize;
+pub(super) use rotary::rotate;
 
 /// Returns `result` as a node that follows its sources in the graph. Nothing else may hold `result`. `backward(x,
 /// gradient)` returns the gradients of the sources. `x` is the first source. The others are read through their
@@ -51,6 +65,14 @@ struct Affine {
     bias: Option<Weight>,
     /// Whether the weight is `[in, out]`.
     in_out: bool,
+}
+
+/// [`with_slice`] for a tensor that may be left out.
+fn with_optional_slice<R>(tensor: Option<&Tensor>, f: impl FnOnce(Option<Slice<'_>>) -> Result<R>) -> Result<R> {
+    match tensor {
+        Some(tensor) => with_slice(tensor, |_, slice| f(Some(slice))),
+        None => f(None),
+    }
 }
 
 /// Returns the tensor as rows of its last dimension.
@@ -129,39 +151,4 @@ fn to_u32(ids: &Tensor) -> Result<Tensor> {
         DType::U8 => ids.eq(u8::MAX)?.where_cond(&words.ones_like()?.affine(f64::from(u32::MAX), 0.)?, &words),
         _ => Ok(words),
     }
-}
-
-/// Returns `compute(x, weights)` for up to two weights. The graph keeps only `x`; backward runs `compute` once more.
-pub(super) fn recomputed(
-    function: &'static str,
-    x: &Tensor,
-    weights: Vec<Weight>,
-    compute: impl Fn(&Tensor, &[Tensor]) -> Result<Tensor> + Send + Sync + 'static,
-) -> Result<Tensor> {
-    let values = weights.iter().map(|weight| Ok(weight.value()?.detach())).collect::<Result<Vec<_>>>()?;
-    let y = compute(&x.detach(), &values)?;
-    let sources: Vec<Tensor> = [x].into_iter().chain(weights.iter().map(Weight::node)).cloned().collect();
-    cuda_node(function, &sources, y, move |x, gradient| {
-        let own = leaf(x, x.track_op())?;
-        let values = weights.iter().map(|weight| leaf(weight.value()?, weight.wants_grad()));
-        let values = values.collect::<Result<Vec<_>>>()?;
-        let y = compute(&own, &values)?;
-        // A scalar without meaning, whose backward returns the given gradient.
-        let gradient = gradient.detach();
-        let root = graph_op(function, &[&y], scalar(y.device())?, (), move |_, _, _| Ok([Some(gradient.clone())]))?;
-        let mut gradients = root.backward()?;
-        let dx = gradients.remove(&own).filter(|_| x.track_op());
-        let mut of_weights = weights.iter().zip(&values).map(|(weight, value)| match gradients.remove(value) {
-            Some(gradient) => weight.add_grad(&gradient),
-            None => Ok(None),
-        });
-        let (a, b) = (of_weights.next().transpose()?.flatten(), of_weights.next().transpose()?.flatten());
-        Ok([dx, a, b])
-    })
-}
-
-/// Returns a variable with the tensor's values, or the detached tensor if no gradient is wanted.
-fn leaf(tensor: &Tensor, wants_grad: bool) -> Result<Tensor> {
-    let tensor = tensor.detach();
-    if wants_grad { Ok(Var::from_tensor(&tensor)?.into_inner()) } else { Ok(tensor) }
 }

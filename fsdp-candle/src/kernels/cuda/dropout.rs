@@ -1,0 +1,41 @@
+//! Dropout, whose random numbers are drawn on the device.
+
+use candle_core::Result;
+use fsdp_core::Buffer;
+
+use super::super::slice::{Slice, SliceMut};
+use super::device::{Arg, Module, float_suffix, of_slice};
+
+/// The random numbers of a tensor: the fields of [`Mask`](crate::random::Mask), for kernels that include `philox.cuh`.
+#[derive(Clone, Copy)]
+pub(crate) struct Draw {
+    pub(crate) key: [u32; 2],
+    pub(crate) call: u64,
+    pub(crate) first: u64,
+    pub(crate) run: u64,
+    pub(crate) stride: u64,
+    pub(crate) threshold: u32,
+    pub(crate) scale: f32,
+}
+
+impl Draw {
+    /// Returns the kernel's arguments (`DRAW_PARAMETERS`). The scale is an argument of its own.
+    pub(super) fn args(&self) -> [Arg; 6] {
+        let key = u64::from(self.key[1]) << 32 | u64::from(self.key[0]);
+        let [key, call, first, run, stride] = [key, self.call, self.first, self.run, self.stride].map(Arg::Long);
+        [key, call, first, run, stride, self.threshold.into()]
+    }
+}
+
+/// Returns the elements with the dropped ones set to 0, and the others multiplied by the draw's scale.
+pub(crate) fn drop_elements(x: Slice<'_>, draw: &Draw) -> Result<Buffer> {
+    let (cuda, dtype, len) = (of_slice(&x)?, x.dtype(), x.len());
+    let kernel = format!("dropout_{}", float_suffix(dtype)?);
+    let mut y = cuda.uninit(dtype, len)?;
+    let mut args = vec![cuda.view(x)?.into(), cuda.view_mut(SliceMut::from(&mut y))?.into(), len.into()];
+    args.extend(draw.args());
+    args.push(Arg::Float(draw.scale));
+    // SAFETY: the kernel's arguments, of one dtype and length.
+    unsafe { cuda.run_elementwise(Module::Dropout.kernel(&kernel), len.div_ceil(4), &args)? };
+    Ok(y)
+}
