@@ -19,7 +19,9 @@ mod library;
 mod tests;
 
 use crate::{
+    bytes,
     machine::Settings,
+    memory::base_of,
     report,
     status::{INVALID_HANDLE, INVALID_VALUE, NOT_SUPPORTED, SUCCESS},
     streams::{self, Operation, Progress},
@@ -164,8 +166,13 @@ unsafe fn operation(kernel: &'static Kernel, shape: Shape, parameters: *mut *mut
     };
     let mut values: Vec<_> = kernel.sizes.iter().enumerate().map(copy).collect();
     let touches = kernel.touches(&values);
+    let bytes = touches.iter().filter_map(|touch| base_of(touch.at)).map(|(_, len)| len as u64).sum();
+    report::count_many(&format!("bytes of the memory that kernels use: {}", kernel.name), bytes);
     let seed = next_seed();
     let run = move || {
+        if !bytes::computes() {
+            return Progress::Done;
+        }
         let mut arguments: Vec<*mut c_void> = values.iter_mut().map(|value| value.as_mut_ptr().cast()).collect();
         let Shape { grid, block, shared_bytes } = shape;
         let launch = Launch { grid, block, shared_bytes, seed, arguments: arguments.as_mut_ptr() };

@@ -30,6 +30,7 @@ fn write(at: u64, data: &[u8]) {
 /// Returns the bytes that a call moves from one rank to another. Every rank can compute it for all ranks.
 fn moved(transfer: &Transfer, to: usize, from: usize) -> usize {
     match transfer.kind {
+        _ if bytes::is_skipped(transfer.bytes()) => 0,
         Kind::AllGather { .. } | Kind::AllReduce { .. } | Kind::ReduceScatter { .. } => transfer.bytes(),
         Kind::Broadcast { root, .. } if from == root => transfer.bytes(),
         Kind::Reduce { root, .. } if to == root => transfer.bytes(),
