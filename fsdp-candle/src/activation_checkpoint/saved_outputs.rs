@@ -24,7 +24,7 @@ pub enum Operation {
     /// The product with a weight of [`nn::Linear`](crate::nn::Linear), [`nn::Conv1D`](crate::nn::Conv1D) and their
     /// adapters, on the host in f32, f16 and bf16.
     Linear,
-    /// [`nn::attention()`](crate::nn::attention()) and its variants, on the host in f32, f16 and bf16.
+    /// [`nn::attention()`](crate::nn::attention()) and its variants, except for f64 on the host.
     Attention,
 }
 

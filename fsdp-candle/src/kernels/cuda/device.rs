@@ -256,11 +256,12 @@ pub(super) enum Module {
     Activations,
     Embedding,
     Losses,
+    Attention,
 }
 
 impl Module {
     /// Names and texts of the files, in the order of the variants.
-    const SOURCES: [(&str, &str); 7] = [
+    const SOURCES: [(&str, &str); 8] = [
         ("kernels.cu", include_str!("kernels.cu")),
         ("dropout.cu", include_str!("dropout.cu")),
         ("norms.cu", include_str!("norms.cu")),
@@ -268,6 +269,7 @@ impl Module {
         ("activations.cu", include_str!("activations.cu")),
         ("embedding.cu", include_str!("embedding.cu")),
         ("losses.cu", include_str!("losses.cu")),
+        ("attention.cu", include_str!("attention.cu")),
     ];
 
     /// Returns a kernel of this file.
@@ -376,7 +378,7 @@ fn with_headers(file: &str, text: &str) -> String {
 }
 
 /// Returns the dtype of a float dtype's arithmetic.
-pub(super) fn wide(dtype: DType) -> DType {
+pub(crate) fn wide(dtype: DType) -> DType {
     if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }
 

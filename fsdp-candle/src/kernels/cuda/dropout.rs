@@ -7,7 +7,7 @@ use super::super::slice::{Slice, SliceMut};
 use super::device::{Arg, Module, float_suffix, of_slice};
 
 /// The random numbers of a tensor: the fields of [`Mask`](crate::random::Mask), for kernels that include `philox.cuh`.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 pub(crate) struct Draw {
     pub(crate) key: [u32; 2],
     pub(crate) call: u64,

@@ -9,6 +9,7 @@
 //!   Clipping thus waits for the device once, not once for each parameter.
 
 mod activations;
+mod attention;
 mod device;
 mod dropout;
 mod embedding;
@@ -35,13 +36,14 @@ use crate::error::Error;
 use device::{Arg, CudaKernels, Kernel, MAX_PARTIALS, THREADS, elementwise, float_suffix, same_dtype};
 
 pub(crate) use activations::{activate, activate_back, swiglu, swiglu_back, swiglu_halves, swiglu_halves_back};
-pub(crate) use device::{candle_device, compute_stream, device_count, uninit};
+pub(crate) use attention::ScoreBlock;
+pub(crate) use device::{candle_device, compute_stream, device_count, uninit, wide};
 pub(super) use device::{of_candle, of_ordinal};
 pub(crate) use dropout::{Draw, drop_elements};
 pub(crate) use embedding::add_rows;
 pub(crate) use losses::{LossOptions, logits_back, losses, rescale_powers, row_statistics};
 pub(crate) use norms::{Normalization, normalize, normalize_back};
-pub(crate) use product::{Matrix, add_product, write_product};
+pub(crate) use product::{Matrix, MatrixLayout, add_product, add_products, write_product};
 pub(crate) use rotary::{Rotation, rotate};
 
 /// Elements per block of threads.

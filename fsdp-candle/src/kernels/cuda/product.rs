@@ -1,6 +1,6 @@
-//! Gradients of weights that accumulate in a buffer: matrix products by cuBLAS.
+//! Matrix products by cuBLAS.
 
-use std::ffi::{c_int, c_void};
+use std::ffi::{c_int, c_longlong, c_void};
 
 use candle_core::cuda_backend::gemm_reduced_precision_f32;
 use candle_core::{Result, bail};
@@ -12,12 +12,45 @@ use super::clear;
 use super::device::{CudaKernels, of_slice, same_dtype};
 use crate::error::Error;
 
-/// A matrix to read, row-major or transposed.
+/// The places of matrices of one shape in memory, in elements.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct MatrixLayout {
+    /// First element of the first matrix.
+    pub(crate) first: usize,
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    /// Elements from the start of a row to the start of the next.
+    pub(crate) row_stride: usize,
+    /// Elements from the start of a matrix to the start of the next.
+    pub(crate) stride: usize,
+}
+
+impl MatrixLayout {
+    /// Returns the layout of one row-major matrix.
+    pub(crate) fn dense(rows: usize, cols: usize) -> Self {
+        MatrixLayout { first: 0, rows, cols, row_stride: cols, stride: 0 }
+    }
+
+    /// Fails unless `count` matrices lie in a memory of `len` elements.
+    fn check(&self, count: usize, len: usize) -> Result<()> {
+        let end = || {
+            let last_matrix = (count - 1).checked_mul(self.stride)?;
+            let last_row = (self.rows - 1).checked_mul(self.row_stride)?;
+            self.first.checked_add(last_matrix)?.checked_add(last_row)?.checked_add(self.cols)
+        };
+        let is_empty = count == 0 || self.rows == 0 || self.cols == 0;
+        if is_empty || (self.row_stride >= self.cols && end().is_some_and(|end| end <= len)) {
+            return Ok(());
+        }
+        bail!("{count} matrices of {self:?} do not fit into {len} elements")
+    }
+}
+
+/// Matrices of one shape to read, as they are in memory or transposed.
 #[derive(Clone, Copy)]
 pub(crate) struct Matrix<'a> {
     elements: Slice<'a>,
-    rows: usize,
-    cols: usize,
+    layout: MatrixLayout,
     is_transposed: bool,
 }
 
@@ -25,11 +58,22 @@ impl<'a> Matrix<'a> {
     /// Returns the row-major matrix that fills the memory. Fails if the number of elements differs.
     pub(crate) fn new(elements: Slice<'a>, rows: usize, cols: usize) -> Result<Self> {
         same_length(rows * cols, elements.len())?;
-        Ok(Matrix { elements, rows, cols, is_transposed: false })
+        Ok(Matrix::strided(elements, MatrixLayout::dense(rows, cols)))
+    }
+
+    /// Returns matrices within the memory.
+    pub(crate) fn strided(elements: Slice<'a>, layout: MatrixLayout) -> Self {
+        Matrix { elements, layout, is_transposed: false }
     }
 
     pub(crate) fn t(self) -> Self {
-        Matrix { rows: self.cols, cols: self.rows, is_transposed: !self.is_transposed, ..self }
+        Matrix { is_transposed: !self.is_transposed, ..self }
+    }
+
+    /// Returns the rows and columns.
+    fn dims(&self) -> (usize, usize) {
+        let MatrixLayout { rows, cols, .. } = self.layout;
+        if self.is_transposed { (cols, rows) } else { (rows, cols) }
     }
 }
 
@@ -41,73 +85,102 @@ pub(crate) fn add_product(to: &mut Buffer, accumulate: bool, lhs: Matrix<'_>, rh
 
 /// [`add_product`] to a part of a buffer.
 pub(crate) fn write_product(to: SliceMut<'_>, accumulate: bool, lhs: Matrix<'_>, rhs: Matrix<'_>) -> Result<()> {
-    let dtype = lhs.elements.dtype();
-    let is_widened = to.dtype() == DType::F32 && matches!(dtype, DType::BF16 | DType::F16);
-    if !is_widened {
-        same_dtype(dtype, to.dtype())?;
+    let layout = MatrixLayout::dense(lhs.dims().0, rhs.dims().1);
+    same_length(layout.rows * layout.cols, to.len())?;
+    if to.len() > 0 && lhs.dims().1 == 0 && !accumulate {
+        let cuda = of_slice(&lhs.elements)?;
+        return clear(cuda, cuda.view_mut(to)?);
     }
+    add_products(to, layout, 1, accumulate, lhs, rhs)
+}
+
+/// Computes `to += lhs rhs`, or `to = lhs rhs` unless `accumulate`, for `count` matrices of one float dtype. The results
+/// may be F32 for half floats. If the sums have no terms, nothing is written.
+pub(crate) fn add_products(
+    to: SliceMut<'_>,
+    layout: MatrixLayout,
+    count: usize,
+    accumulate: bool,
+    lhs: Matrix<'_>,
+    rhs: Matrix<'_>,
+) -> Result<()> {
+    let cuda = of_slice(&lhs.elements)?;
+    let (dtype, to_dtype) = (lhs.elements.dtype(), to.dtype());
     same_dtype(dtype, rhs.elements.dtype())?;
-    same_length(lhs.cols, rhs.rows)?;
-    same_length(lhs.rows * rhs.cols, to.len())?;
-    if to.len() == 0 {
+    if to_dtype != DType::F32 || !matches!(dtype, DType::BF16 | DType::F16) {
+        same_dtype(dtype, to_dtype)?;
+    }
+    let ((rows, terms), (rhs_terms, cols)) = (lhs.dims(), rhs.dims());
+    same_length(terms, rhs_terms)?;
+    same_length(rows, layout.rows)?;
+    same_length(cols, layout.cols)?;
+    layout.check(count, to.len())?;
+    if count == 0 || rows == 0 || cols == 0 || terms == 0 {
         return Ok(());
     }
-    let cuda = of_slice(&lhs.elements)?;
-    if lhs.cols == 0 {
-        return if accumulate { Ok(()) } else { clear(cuda, cuda.view_mut(to)?) };
-    }
     let (single, double) = ((1f32, f32::from(accumulate)), (1f64, f64::from(accumulate)));
-    let reals = |kind, compute| (kind, compute, (&raw const single.0).cast::<c_void>(), (&raw const single.1).cast());
-    let (kind, compute, alpha, beta) = match dtype {
-        DType::F32 if gemm_reduced_precision_f32() => {
-            reals(sys::cudaDataType_t::CUDA_R_32F, sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32)
+    let (compute, alpha, beta): (_, *const c_void, *const c_void) = match dtype {
+        DType::F64 => {
+            (sys::cublasComputeType_t::CUBLAS_COMPUTE_64F, (&raw const double.0).cast(), (&raw const double.1).cast())
         }
-        DType::F32 => reals(sys::cudaDataType_t::CUDA_R_32F, sys::cublasComputeType_t::CUBLAS_COMPUTE_32F),
-        DType::BF16 => reals(sys::cudaDataType_t::CUDA_R_16BF, sys::cublasComputeType_t::CUBLAS_COMPUTE_32F),
-        DType::F16 => reals(sys::cudaDataType_t::CUDA_R_16F, sys::cublasComputeType_t::CUBLAS_COMPUTE_32F),
-        DType::F64 => (
-            sys::cudaDataType_t::CUDA_R_64F,
-            sys::cublasComputeType_t::CUBLAS_COMPUTE_64F,
-            (&raw const double.0).cast(),
-            (&raw const double.1).cast(),
+        DType::F32 if gemm_reduced_precision_f32() => (
+            sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32,
+            (&raw const single.0).cast(),
+            (&raw const single.1).cast(),
         ),
-        other => bail!("matrix products need a float dtype, found {other}"),
+        _ => (sys::cublasComputeType_t::CUBLAS_COMPUTE_32F, (&raw const single.0).cast(), (&raw const single.1).cast()),
     };
-    let (m, n, k) = (size(lhs.rows)?, size(rhs.cols)?, size(lhs.cols)?);
-    let ((left, ld_left, op_left), (right, ld_right, op_right)) = (operand(cuda, lhs)?, operand(cuda, rhs)?);
-    let result = cuda.view_mut(to)?.address();
-    let result_kind = if is_widened { sys::cudaDataType_t::CUDA_R_32F } else { kind };
+    let (kind, to_kind) = (kind(dtype)?, kind(to_dtype)?);
+    let (left, right) = (Operand::of(cuda, lhs, count)?, Operand::of(cuda, rhs, count)?);
+    let (m, n, k, count) = (size(rows)?, size(cols)?, size(terms)?, size(count)?);
+    let (to_stride, to_row_stride) = (stride(layout.stride)?, size(layout.row_stride)?);
+    let result = cuda.view_mut(to)?.address() + (layout.first * to_dtype.size()) as u64;
     let failed = |cause: &dyn std::fmt::Display| {
         Error::Core(fsdp_core::device::cuda::failed(&cuda.stream, "a matrix product", cause))
     };
     cuda.stream.context().bind_to_thread().map_err(|error| failed(&error))?;
     let blas = cuda.device.cublas_handle();
     // cuBLAS is column-major, so all matrices are transposed: `to^T = rhs^T lhs^T`.
-    // SAFETY: the matrices are on this device, have the dtypes of the call, and fill their memory: their lengths were compared.
+    // SAFETY: the matrices are on this device, have these dtypes, and lie within their memory: their layouts were
+    // checked.
     let done = unsafe {
-        result::gemm_ex(
+        result::gemm_strided_batched_ex(
             *blas.handle(),
-            op_right,
-            op_left,
+            right.operation,
+            left.operation,
             n,
             m,
             k,
             alpha,
-            right as *const c_void,
+            right.address as *const c_void,
             kind,
-            ld_right,
-            left as *const c_void,
+            right.row_stride,
+            right.stride,
+            left.address as *const c_void,
             kind,
-            ld_left,
+            left.row_stride,
+            left.stride,
             beta,
             result as *mut c_void,
-            result_kind,
-            n,
+            to_kind,
+            to_row_stride,
+            to_stride,
+            count,
             compute,
             sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT_TENSOR_OP,
         )
     };
     Ok(done.map_err(|error| failed(&error))?)
+}
+
+fn kind(dtype: DType) -> Result<sys::cudaDataType_t> {
+    Ok(match dtype {
+        DType::F32 => sys::cudaDataType_t::CUDA_R_32F,
+        DType::F64 => sys::cudaDataType_t::CUDA_R_64F,
+        DType::BF16 => sys::cudaDataType_t::CUDA_R_16BF,
+        DType::F16 => sys::cudaDataType_t::CUDA_R_16F,
+        other => bail!("matrix products need a float dtype, found {other}"),
+    })
 }
 
 fn size(count: usize) -> Result<c_int> {
@@ -117,11 +190,34 @@ fn size(count: usize) -> Result<c_int> {
     }
 }
 
-/// Returns the address, the leading dimension, and the operation for cuBLAS.
-fn operand(cuda: &CudaKernels, matrix: Matrix<'_>) -> Result<(u64, c_int, sys::cublasOperation_t)> {
-    let address = cuda.view(matrix.elements)?.address();
-    Ok(match matrix.is_transposed {
-        false => (address, size(matrix.cols)?, sys::cublasOperation_t::CUBLAS_OP_N),
-        true => (address, size(matrix.rows)?, sys::cublasOperation_t::CUBLAS_OP_T),
-    })
+fn stride(elements: usize) -> Result<c_longlong> {
+    match c_longlong::try_from(elements) {
+        Ok(stride) => Ok(stride),
+        Err(_) => bail!("matrices {elements} elements apart exceed the limit of cuBLAS"),
+    }
+}
+
+/// Matrices as cuBLAS takes them.
+struct Operand {
+    address: u64,
+    row_stride: c_int,
+    stride: c_longlong,
+    operation: sys::cublasOperation_t,
+}
+
+impl Operand {
+    fn of(cuda: &CudaKernels, matrix: Matrix<'_>, count: usize) -> Result<Self> {
+        let Matrix { elements, layout, is_transposed } = matrix;
+        layout.check(count, elements.len())?;
+        let first = (layout.first * elements.dtype().size()) as u64;
+        Ok(Operand {
+            address: cuda.view(elements)?.address() + first,
+            row_stride: size(layout.row_stride)?,
+            stride: stride(layout.stride)?,
+            operation: match is_transposed {
+                false => sys::cublasOperation_t::CUBLAS_OP_N,
+                true => sys::cublasOperation_t::CUBLAS_OP_T,
+            },
+        })
+    }
 }

@@ -25,6 +25,21 @@ use crate::tensors::Tensors;
 pub struct Documents {
     rows: Arc<[Vec<usize>]>,
     positions: Arc<[u32]>,
+    #[cfg(feature = "cuda")]
+    bounds: Arc<DeviceBounds>,
+}
+
+/// Bounds of the documents on the device that last asked for them. A batch is used by all layers.
+#[cfg(feature = "cuda")]
+#[derive(Debug, Default)]
+struct DeviceBounds(parking_lot::Mutex<Option<Tensor>>);
+
+/// The bounds follow from the lengths.
+#[cfg(feature = "cuda")]
+impl PartialEq for DeviceBounds {
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
 }
 
 impl Documents {
@@ -43,7 +58,12 @@ impl Documents {
             );
         }
         let positions = rows.iter().flatten().flat_map(|&length| 0..length as u32).collect();
-        Ok(Documents { rows: rows.into(), positions })
+        Ok(Documents {
+            rows: rows.into(),
+            positions,
+            #[cfg(feature = "cuda")]
+            bounds: Arc::default(),
+        })
     }
 
     /// Returns the number of rows.
@@ -79,6 +99,30 @@ impl Documents {
 
     pub(in crate::nn) fn shared_positions(&self) -> Arc<[u32]> {
         self.positions.clone()
+    }
+
+    /// Returns the bounds of all rows' documents on a device, U32, and the range of a row's. They begin with 0, and each
+    /// document ends where the next begins. Later calls copy nothing to the device.
+    #[cfg(feature = "cuda")]
+    pub(super) fn bounds_on(&self, device: &Device, row: usize) -> Result<(Tensor, std::ops::Range<usize>)> {
+        let first = self.rows[..row].iter().map(|lengths| lengths.len() + 1).sum();
+        let of_row = first..first + self.rows[row].len() + 1;
+        let mut known = self.bounds.0.lock();
+        if let Some(bounds) = known.as_ref().filter(|bounds| bounds.device().same_device(device)) {
+            return Ok((bounds.clone(), of_row));
+        }
+        let ends = |lengths: &Vec<usize>| {
+            let ends = lengths.iter().scan(0, |end, &length| {
+                *end += length as u32;
+                Some(*end)
+            });
+            std::iter::once(0).chain(ends).collect::<Vec<u32>>()
+        };
+        let all: Vec<u32> = self.rows.iter().flat_map(ends).collect();
+        let len = all.len();
+        let bounds = Tensor::from_vec(all, len, device)?;
+        *known = Some(bounds.clone());
+        Ok((bounds, of_row))
     }
 
     /// Fails unless the documents have this many rows and tokens.

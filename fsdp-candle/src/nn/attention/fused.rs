@@ -8,25 +8,28 @@
 //! multiplies `p_ij` by `m_ij` in the product with `v_j`, and `do_i.v_j` in backward; `do_i.o_i` does not change.
 //!
 //! Queries are processed in blocks of rows. A block's products cover the keys from its first query's first key to its
-//! last query's last key, so the only hidden scores that are computed lie in corners along the diagonal. A block ends
-//! where its document ends. Heads are read and written in place in `[batch, T, heads * head_dim]`, without a transpose.
+//! last query's last key, so the only hidden scores that are computed lie in corners along the diagonal. Heads are read
+//! and written in place in `[batch, T, heads * head_dim]`, without a transpose.
+//!
+//! Each kind of device has an [`Engine`]: `cpu` and `cuda`.
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use candle_core::{D, DType, Device, Result, Tensor, bail};
-use parking_lot::Mutex;
+use candle_core::{Result, Storage, Tensor, bail};
 
+use super::composite::composite;
+use super::cpu::Cpu;
+#[cfg(feature = "cuda")]
+use super::cuda::Cuda;
 use super::documents::Documents;
-use super::repeat_kv_heads;
 use crate::activation_checkpoint::{Operation, operation};
 use crate::kernels::graph_op;
-use crate::nn::cpu::matrix::{Mat, MatMut, Shared, product_here};
-use crate::nn::cpu::simd::{dot, kernel, max, probability, sum};
-use crate::nn::cpu::{cpu, floats, for_each_task, read, same_kind, storage, tensor_like};
-use crate::nn::limits::check_scores_fit;
-use crate::nn::ops::{check_probability, drop_elements, softmax_composite};
+use crate::nn::cpu::same_kind;
+use crate::nn::ops::check_probability;
 use crate::nn::weight::has_cpu_kernels;
+#[cfg(feature = "cuda")]
+use crate::nn::weight::on_cuda;
 use crate::random::Mask;
 
 /// Settings of an attention besides its heads.
@@ -85,7 +88,7 @@ impl AttentionOptions {
 
     /// Returns the keys that queries see in a row of the batch, for each document, or for the whole row without
     /// documents.
-    fn visible_keys(
+    pub(super) fn visible_keys(
         &self,
         queries: usize,
         keys: usize,
@@ -109,7 +112,7 @@ impl AttentionOptions {
 
 /// The visible keys of a document's queries, or of a whole row's. All of them are in the same document.
 #[derive(Clone, Copy)]
-struct VisibleKeys {
+pub(super) struct VisibleKeys {
     causal: bool,
     window: usize,
     /// First query, which is also the first key.
@@ -122,13 +125,13 @@ struct VisibleKeys {
 
 impl VisibleKeys {
     /// Returns the queries.
-    fn queries(self) -> Range<usize> {
+    pub(super) fn queries(self) -> Range<usize> {
         self.start..self.start + self.queries
     }
 
     /// Returns the keys that a query sees.
     #[inline(always)]
-    fn of(self, query: usize) -> Range<usize> {
+    pub(super) fn of(self, query: usize) -> Range<usize> {
         let position = self.before + query - self.start;
         let end = if self.causal { position + 1 } else { position.saturating_add(self.window).min(self.keys) };
         self.start + (position + 1).saturating_sub(self.window)..self.start + end
@@ -282,7 +285,7 @@ fn separate_attention(
         documents.check(function, batch, queries)?;
         documents.check(function, batch, keys)?;
     }
-    if !has_cpu_kernels(q) {
+    if !is_fused(q) {
         return composite(q, k, v, n_heads, n_kv_heads, &options, documents);
     }
     let documents = documents.cloned();
@@ -312,7 +315,7 @@ fn packed_attention(
     if let Some(documents) = documents {
         documents.check(function, batch, queries)?;
     }
-    if !has_cpu_kernels(qkv) {
+    if !is_fused(qkv) {
         let (q, kv) = (n_heads * dim, n_kv_heads * dim);
         let (k, v) = (qkv.narrow(2, q, kv)?, qkv.narrow(2, q + kv, kv)?);
         return composite(&qkv.narrow(2, 0, q)?, &k, &v, n_heads, n_kv_heads, &options, documents);
@@ -353,208 +356,101 @@ fn head_dim(function: &str, width: usize, n_heads: usize, n_kv_heads: usize) -> 
     Ok(width / n_heads)
 }
 
-/// Computes an attention of separate q, k and v, or of one tensor that holds all three. Reuses the output that an
-/// activation checkpoint kept.
+/// Returns whether an engine computes on this tensor.
+pub(super) fn is_fused(tensor: &Tensor) -> bool {
+    #[cfg(feature = "cuda")]
+    if on_cuda(tensor) {
+        return true;
+    }
+    has_cpu_kernels(tensor)
+}
+
+/// The computation of attention on one kind of device.
+pub(super) trait Engine: Copy + Send + Sync + 'static {
+    /// The logarithms of the sums, which backward reads.
+    type LogSums: Send + Sync + 'static;
+
+    /// Returns the output `[batch, T, n_heads * D]` in the operands' dtype. The operands are q, k and v, or one tensor
+    /// that holds all three.
+    fn forward(self, dims: &AttentionDims, operands: &[&Tensor]) -> Result<(Storage, Self::LogSums)>;
+
+    /// Returns the gradients of the operands, given the output and its gradient.
+    fn backward(
+        self,
+        dims: &AttentionDims,
+        operands: &[&Tensor],
+        outputs: [&Tensor; 2],
+        log_sums: &Self::LogSums,
+    ) -> Result<Vec<Option<Tensor>>>;
+}
+
+/// Computes an attention of separate q, k and v, or of one tensor that holds all three.
 fn fused(dims: AttentionDims, operands: &[&Tensor]) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if operands[0].device().is_cuda() {
+        return node(Cuda, dims, operands);
+    }
+    node(Cpu, dims, operands)
+}
+
+/// Returns the attention as a node of the graph. Reuses the output that an activation checkpoint kept.
+fn node<E: Engine>(engine: E, dims: AttentionDims, operands: &[&Tensor]) -> Result<Tensor> {
     let out = [dims.batch, dims.queries, dims.n_heads * dims.dim];
     operation(Operation::Attention, &out, |known| {
-        let kept = known.map(|(memory, log_sums)| Some((memory, log_sums.downcast::<Vec<f32>>().ok()?)));
+        let kept = known.map(|(memory, log_sums)| Some((memory, log_sums.downcast::<E::LogSums>().ok()?)));
         let (memory, log_sums) = match kept.flatten() {
             Some(kept) => kept,
             None => {
-                let (out, log_sums) = with_values(operands, |values| dims.forward(values, dims.layouts(operands)))?;
-                (storage(out, operands[0].dtype())?, Arc::new(log_sums))
+                let (memory, log_sums) = engine.forward(&dims, operands)?;
+                (memory, Arc::new(log_sums))
             }
         };
         let kept = log_sums.clone();
         let name = if operands.len() == 1 { "attention_qkv" } else { "attention" };
         let y = graph_op(name, operands, memory, &out, move |operands, out, d_out| {
-            let mut gradients: Vec<_> = operands.iter().map(|operand| vec![0f32; operand.elem_count()]).collect();
-            let shared: Vec<_> = gradients.iter_mut().map(|gradient| Shared::new(gradient)).collect();
-            read!(out, out);
-            read!(d_out, d_out);
-            with_values(operands, |values| {
-                dims.backward(values, dims.layouts(operands), &out, &d_out, &log_sums, three(&shared));
-            })?;
-            let gradients = gradients.into_iter().zip(operands);
-            gradients.map(|(gradient, like)| tensor_like(gradient, like).map(Some)).collect::<Result<Vec<_>>>()
+            engine.backward(&dims, operands, [out, d_out], &log_sums)
         })?;
         Ok((y, kept))
     })
 }
 
-/// Returns the items for q, k and v, which may all be one item.
-fn three<T>(items: &[T]) -> [&T; 3] {
-    std::array::from_fn(|i| &items[i.min(items.len() - 1)])
-}
-
-/// Calls `f` with the values of q, k and v.
-fn with_values<R>(operands: &[&Tensor], f: impl FnOnce([&[f32]; 3]) -> R) -> Result<R> {
-    let storages: Vec<_> = operands.iter().map(|operand| operand.storage_and_layout()).collect();
-    let values = storages.iter().map(|(storage, layout)| floats(cpu(storage)?, layout)).collect::<Result<Vec<_>>>()?;
-    Ok(f(three(&values).map(|values| &values[..])))
-}
-
-/// [`attention()`] on checked operands as a chain of Candle's operations, for other devices and for f64.
-pub(in crate::nn) fn composite(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    n_heads: usize,
-    n_kv_heads: usize,
-    options: &AttentionOptions,
-    documents: Option<&Documents>,
-) -> Result<Tensor> {
-    let (batch, queries, keys) = (q.dim(0)?, q.dim(1)?, k.dim(1)?);
-    let dtype = q.dtype();
-    let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
-    let has_graph = [q, k, v].iter().any(|x| x.track_op());
-    check_scores_fit("attention", [batch, n_heads, queries, keys], copies(options, has_graph), wide, q.device())?;
-    let heads = |x: &Tensor, steps: usize, n: usize| -> Result<Tensor> {
-        x.to_dtype(wide)?.reshape((batch, steps, n, ()))?.transpose(1, 2)?.contiguous()
-    };
-    let spread = |x: &Tensor| repeat_kv_heads(&heads(x, keys, n_kv_heads)?, n_heads, wide);
-    let scores = (heads(q, queries, n_heads)?.matmul(&spread(k)?.t()?.contiguous()?)? * options.scale)?;
-    let scores = match options.softcap {
-        Some(cap) => ((scores / cap)?.tanh()? * cap)?,
-        None => scores,
-    };
-    let mask = match documents {
-        Some(_) => mask(options, queries, keys, documents, q.device())?,
-        None => cached_mask(options, queries, keys, q.device())?,
-    };
-    let mask = mask.to_dtype(wide)?;
-    let scores = scores.broadcast_add(&mask)?;
-    let weights = drop_elements(&softmax_composite(&scores, D::Minus1)?, options.dropout)?;
-    weights.matmul(&spread(v)?)?.transpose(1, 2)?.reshape((batch, queries, ()))?.to_dtype(dtype)
-}
-
-/// Returns the number of score matrices that exist at a time in forward. A graph keeps each matrix: the product,
-/// scaled, capped, masked, shifted, the powers, the weights, and with dropout the mask and the dropped weights. Without
-/// a graph, the product and the shifted scores are freed before the weights are computed.
-fn copies(options: &AttentionOptions, has_graph: bool) -> usize {
-    match has_graph {
-        true => 6 + if options.softcap.is_some() { 3 } else { 0 } + if options.dropout > 0. { 2 } else { 0 },
-        false => 4,
-    }
-}
-
-/// Returns the mask of hidden keys, `[rows, 1, T, S]`, f32. Without documents, all rows of a batch share one.
-fn mask(
-    options: &AttentionOptions,
-    queries: usize,
-    keys: usize,
-    documents: Option<&Documents>,
-    device: &Device,
-) -> Result<Tensor> {
-    let rows = documents.map_or(1, Documents::batch);
-    let mask: Vec<f32> = (0..rows)
-        .flat_map(|row| options.visible_keys(queries, keys, documents, row))
-        .flat_map(|visible| visible.queries().map(move |i| visible.of(i)))
-        .flat_map(|visible| (0..keys).map(move |j| if visible.contains(&j) { 0.0 } else { f32::NEG_INFINITY }))
-        .collect();
-    Tensor::from_vec(mask, (rows, 1, queries, keys), device)
-}
-
-/// Number of cached masks: as many as a model has kinds of layers.
-const CACHED_MASKS: usize = 4;
-
-/// [`mask`] without documents, cached for a device. Successive layers use the same mask, and a copy to the device takes
-/// time.
-fn cached_mask(options: &AttentionOptions, queries: usize, keys: usize, device: &Device) -> Result<Tensor> {
-    if device.is_cpu() {
-        return mask(options, queries, keys, None, device);
-    }
-    static MASKS: Mutex<Vec<(AttentionOptions, Tensor)>> = Mutex::new(vec![]);
-    let mut masks = MASKS.lock();
-    let fits = |(of, mask): &&(AttentionOptions, Tensor)| {
-        (of.causal, of.window) == (options.causal, options.window)
-            && mask.dims()[2..] == [queries, keys]
-            && mask.device().same_device(device)
-    };
-    if let Some((_, mask)) = masks.iter().find(fits) {
-        return Ok(mask.clone());
-    }
-    let mask = mask(options, queries, keys, None, device)?;
-    if masks.len() == CACHED_MASKS {
-        masks.remove(0);
-    }
-    masks.push((*options, mask.clone()));
-    Ok(mask)
-}
-
-/// Queries of a block.
-const BLOCK: usize = 64;
-
 /// The dimensions of an attention. `queries` and `keys` count positions.
-struct AttentionDims {
-    batch: usize,
-    queries: usize,
-    keys: usize,
-    n_heads: usize,
-    n_kv_heads: usize,
-    dim: usize,
-    options: AttentionOptions,
-    documents: Option<Documents>,
+pub(super) struct AttentionDims {
+    pub(super) batch: usize,
+    pub(super) queries: usize,
+    pub(super) keys: usize,
+    pub(super) n_heads: usize,
+    pub(super) n_kv_heads: usize,
+    pub(super) dim: usize,
+    pub(super) options: AttentionOptions,
+    pub(super) documents: Option<Documents>,
     /// Dropout mask of the probabilities `[batch, n_heads, T, S]`.
-    mask: Option<Mask>,
+    pub(super) mask: Option<Mask>,
 }
 
 /// The layout of one operand's heads in its buffer: batch by batch, with a row for each position.
 #[derive(Clone, Copy)]
-struct HeadLayout {
-    offset: usize,
-    batch_stride: usize,
-    row_stride: usize,
+pub(super) struct HeadLayout {
+    pub(super) offset: usize,
+    pub(super) batch_stride: usize,
+    pub(super) row_stride: usize,
 }
 
 impl HeadLayout {
     /// Returns the index of the first element of a head at a position.
-    fn index(&self, batch: usize, position: usize, head: usize, dim: usize) -> usize {
+    pub(super) fn index(&self, batch: usize, position: usize, head: usize, dim: usize) -> usize {
         self.offset + batch * self.batch_stride + position * self.row_stride + head * dim
     }
 }
 
 impl AttentionDims {
-    /// Returns the blocks of a row of the batch. No block crosses the border of a document, so a document's result has
-    /// the same bits as if it were alone.
-    fn blocks(&self, batch: usize) -> impl Iterator<Item = QueryBlock> {
-        self.options.visible_keys(self.queries, self.keys, self.documents.as_ref(), batch).flat_map(|visible| {
-            let queries = visible.queries();
-            let firsts = queries.clone().step_by(BLOCK);
-            firsts.map(move |first| QueryBlock::new(visible, first, BLOCK.min(queries.end - first)))
-        })
-    }
-
-    /// Returns the number of elements of each block's scores. Rows without documents have the same blocks, so one row
-    /// is counted.
-    fn sizes(&self) -> impl Iterator<Item = usize> {
-        let rows = self.documents.as_ref().map_or(1, Documents::batch);
-        (0..rows).flat_map(|batch| self.blocks(batch)).map(|block| block.count * block.key_count)
-    }
-
-    /// Returns the elements of the largest block's scores.
-    fn scores(&self) -> usize {
-        self.sizes().max().unwrap_or(0)
-    }
-
-    /// Returns the rough cost of one head, in elements of elementwise work.
-    fn head_cost(&self) -> usize {
-        self.sizes().sum::<usize>() / self.documents.as_ref().map_or(1, Documents::batch) * self.dim / 64
-    }
-
-    fn scaling(&self) -> Scaling {
-        let AttentionOptions { scale, softcap, .. } = self.options;
-        Scaling { scale: scale as f32, softcap: softcap.map(|cap| cap as f32) }
-    }
-
     /// Returns the layouts of q, k and v in separate tensors, or in one.
-    fn layouts(&self, operands: &[&Tensor]) -> [HeadLayout; 3] {
+    pub(super) fn layouts(&self, operands: &[&Tensor]) -> [HeadLayout; 3] {
         if operands.len() == 1 { self.packed_layouts() } else { self.separate_layouts() }
     }
 
     /// Returns the layouts of q, k and v as separate tensors.
-    fn separate_layouts(&self) -> [HeadLayout; 3] {
+    pub(super) fn separate_layouts(&self) -> [HeadLayout; 3] {
         let layout = |steps: usize, heads: usize| HeadLayout {
             offset: 0,
             batch_stride: steps * heads * self.dim,
@@ -571,235 +467,4 @@ impl AttentionDims {
             |head: usize| HeadLayout { offset: head * self.dim, batch_stride: self.queries * row_stride, row_stride };
         [layout(0), layout(self.n_heads), layout(self.n_heads + self.n_kv_heads)]
     }
-
-    /// Returns the matrix of `count` rows of a head.
-    fn mat<'a>(
-        &self,
-        data: &'a [f32],
-        layout: HeadLayout,
-        batch: usize,
-        first: usize,
-        count: usize,
-        head: usize,
-    ) -> Mat<'a> {
-        Mat::strided(&data[layout.index(batch, first, head, self.dim)..], count, self.dim, layout.row_stride, 1)
-    }
-
-    /// Drops elements of a block's probabilities, or of their gradients.
-    fn drop(&self, values: &mut [f32], batch: usize, head: usize, block: QueryBlock) {
-        let Some(mask) = &self.mask else { return };
-        for (i, row) in values.chunks_exact_mut(block.key_count).enumerate() {
-            let query = (batch * self.n_heads + head) * self.queries + block.first + i;
-            mask.apply(query * self.keys + block.first_key, row);
-        }
-    }
-
-    /// Returns the attention's output and the logarithms of the sums, `[batch, n_heads, T]`.
-    fn forward(&self, [q, k, v]: [&[f32]; 3], [qp, kp, vp]: [HeadLayout; 3]) -> (Vec<f32>, Vec<f32>) {
-        let mut out = vec![0f32; self.batch * self.queries * self.n_heads * self.dim];
-        let mut log_sums = vec![0f32; self.batch * self.n_heads * self.queries];
-        let [op, ..] = self.separate_layouts();
-        let (out_all, sums_all) = (Shared::new(&mut out), Shared::new(&mut log_sums));
-        let scratch = || vec![0f32; self.scores()];
-        for_each_task(self.batch * self.n_heads, self.head_cost(), scratch, |task, scratch| {
-            let (batch, head) = (task / self.n_heads, task % self.n_heads);
-            let kv_head = head / (self.n_heads / self.n_kv_heads);
-            for block in self.blocks(batch) {
-                let QueryBlock { first, count, first_key, key_count, .. } = block;
-                let scores = Shared::new(&mut scratch[..count * key_count]);
-                let q = self.mat(q, qp, batch, first, count, head);
-                let k = self.mat(k, kp, batch, first_key, key_count, kv_head);
-                let v = self.mat(v, vp, batch, first_key, key_count, kv_head);
-                // SAFETY: the scores belong to this thread, and the product does not use them after it returns.
-                product_here(unsafe { scores.mat(0, count, key_count, key_count) }, false, q, k.t());
-                // SAFETY: as above. Only this task writes these sums.
-                let (scores, sums) =
-                    unsafe { (scores.slice(0, count * key_count), sums_all.slice(task * self.queries + first, count)) };
-                softmax_rows(scores, sums, block, self.scaling());
-                self.drop(scores, batch, head, block);
-                // SAFETY: no other task writes this head's columns of the output.
-                let o = unsafe { out_all.mat(op.index(batch, first, head, self.dim), count, self.dim, op.row_stride) };
-                product_here(o, false, Mat::new(scores, count, key_count), v);
-            }
-        });
-        (out, log_sums)
-    }
-
-    /// Adds the gradients of q, k and v to three buffers, or to one buffer that is passed three times.
-    #[allow(clippy::too_many_arguments)]
-    fn backward(
-        &self,
-        [q, k, v]: [&[f32]; 3],
-        [qp, kp, vp]: [HeadLayout; 3],
-        out: &[f32],
-        d_out: &[f32],
-        log_sums: &[f32],
-        [dq, dk, dv]: [&Shared<'_>; 3],
-    ) {
-        let [op, ..] = self.separate_layouts();
-        let group = self.n_heads / self.n_kv_heads;
-        let scratch = || (vec![0f32; self.scores()], vec![0f32; self.scores()], vec![0f32; BLOCK]);
-        // A task is a key head with all of its query heads, so that no other task adds to its gradients.
-        for_each_task(self.batch * self.n_kv_heads, group * self.head_cost(), scratch, |task, (p, ds, deltas)| {
-            let (batch, kv_head) = (task / self.n_kv_heads, task % self.n_kv_heads);
-            for head in kv_head * group..(kv_head + 1) * group {
-                for block in self.blocks(batch) {
-                    let QueryBlock { first, count, first_key, key_count, .. } = block;
-                    let (p, ds) = (&mut p[..count * key_count], &mut ds[..count * key_count]);
-                    let q = self.mat(q, qp, batch, first, count, head);
-                    let k = self.mat(k, kp, batch, first_key, key_count, kv_head);
-                    let v = self.mat(v, vp, batch, first_key, key_count, kv_head);
-                    let d_o = self.mat(d_out, op, batch, first, count, head);
-                    product_here(MatMut::new(p, count, key_count), false, q, k.t());
-                    product_here(MatMut::new(ds, count, key_count), false, d_o, v.t());
-                    for (i, delta) in deltas[..count].iter_mut().enumerate() {
-                        let at = op.index(batch, first + i, head, self.dim);
-                        *delta = row_dot(&out[at..at + self.dim], &d_out[at..at + self.dim]);
-                    }
-                    let sums = &log_sums[(batch * self.n_heads + head) * self.queries + first..][..count];
-                    self.drop(ds, batch, head, block);
-                    softmax_rows_back(p, ds, sums, deltas, block, self.scaling());
-                    self.drop(p, batch, head, block);
-                    let (p, ds) = (Mat::new(p, count, key_count), Mat::new(ds, count, key_count));
-                    // SAFETY: only this task accesses this key head's columns of the gradients, and its query heads'
-                    // columns. No product uses them after it returns.
-                    unsafe {
-                        let d = self.dim;
-                        let (v_at, k_at) =
-                            (vp.index(batch, first_key, kv_head, d), kp.index(batch, first_key, kv_head, d));
-                        product_here(dv.mat(v_at, key_count, d, vp.row_stride), true, p.t(), d_o);
-                        product_here(dk.mat(k_at, key_count, d, kp.row_stride), true, ds.t(), q);
-                        product_here(dq.mat(qp.index(batch, first, head, d), count, d, qp.row_stride), false, ds, k);
-                    }
-                }
-            }
-        });
-    }
-}
-
-/// A block of queries, and the range of keys that any of them sees.
-#[derive(Clone, Copy)]
-struct QueryBlock {
-    first: usize,
-    count: usize,
-    first_key: usize,
-    /// Number of keys in the range.
-    key_count: usize,
-    visible: VisibleKeys,
-}
-
-impl QueryBlock {
-    fn new(visible: VisibleKeys, first: usize, count: usize) -> Self {
-        // Both ends only grow from query to query.
-        let (start, end) = (visible.of(first).start, visible.of(first + count - 1).end);
-        QueryBlock { first, count, first_key: start, key_count: end - start, visible }
-    }
-
-    /// Returns the visible keys of a query of the block, counted from the first key of the range.
-    #[inline(always)]
-    fn of(self, row: usize) -> Range<usize> {
-        let keys = self.visible.of(self.first + row);
-        keys.start - self.first_key..keys.end - self.first_key
-    }
-}
-
-/// The scale and the soft cap of scores.
-#[derive(Clone, Copy)]
-struct Scaling {
-    scale: f32,
-    softcap: Option<f32>,
-}
-
-/// Computes tanh by a rational function, within 4 units in the last place: Eigen's `ptanh`.
-#[inline(always)]
-#[allow(clippy::excessive_precision)]
-fn tanh(x: f32) -> f32 {
-    const BOUND: f32 = 7.905_311_1;
-    let x = if x < -BOUND { -BOUND } else { x };
-    let x = if x > BOUND { BOUND } else { x };
-    let square = x * x;
-    let p = square.mul_add(-2.760_768_477_42e-16, 2.000_187_904_82e-13);
-    let p = square.mul_add(p, -8.604_671_522_14e-11);
-    let p = square.mul_add(p, 5.122_297_090_37e-8);
-    let p = square.mul_add(p, 1.485_722_357_18e-5);
-    let p = square.mul_add(p, 6.372_619_288_75e-4);
-    let p = square.mul_add(p, 4.893_524_558_92e-3);
-    let q = square.mul_add(1.198_258_394_67e-6, 1.185_347_056_87e-4);
-    let q = square.mul_add(q, 2.268_434_632_44e-3);
-    let q = square.mul_add(q, 4.893_525_185_54e-3);
-    x * p / q
-}
-
-kernel! {
-    /// Replaces rows of scores by probabilities. The probabilities of hidden keys become 0.
-    fn softmax_rows(scores: &mut [f32], log_sums: &mut [f32], block: QueryBlock, scaling: Scaling) {
-        for (i, (row, log_sum)) in scores.chunks_exact_mut(block.key_count).zip(log_sums).enumerate() {
-            let visible = block.of(i);
-            row[..visible.start].fill(0.0);
-            row[visible.end..].fill(0.0);
-            let row = &mut row[visible];
-            let scale = match scaling.softcap {
-                Some(cap) => {
-                    let inner = scaling.scale / cap;
-                    row.iter_mut().for_each(|x| *x = cap * tanh(*x * inner));
-                    1.0
-                }
-                None => scaling.scale,
-            };
-            // The largest scaled score, for either sign of the scale.
-            let highest = if scale >= 0.0 {
-                max(row) * scale
-            } else {
-                row.iter().fold(f32::NEG_INFINITY, |a, x| a.max(x * scale))
-            };
-            let total = sum_exp_in_place(row, scale, highest);
-            let inverse = 1.0 / total;
-            row.iter_mut().for_each(|x| *x *= inverse);
-            *log_sum = highest + total.ln();
-        }
-    }
-
-    /// Replaces rows of scores by probabilities, and rows of the probabilities' gradients by the scores' gradients.
-    fn softmax_rows_back(
-        p: &mut [f32],
-        ds: &mut [f32],
-        log_sums: &[f32],
-        deltas: &[f32],
-        block: QueryBlock,
-        scaling: Scaling,
-    ) {
-        let both = p.chunks_exact_mut(block.key_count).zip(ds.chunks_exact_mut(block.key_count));
-        for (i, (((p, ds), &log_sum), &delta)) in both.zip(log_sums).zip(deltas).enumerate() {
-            let visible = block.of(i);
-            for row in [&mut *p, &mut *ds] {
-                row[..visible.start].fill(0.0);
-                row[visible.end..].fill(0.0);
-            }
-            let both = p[visible.clone()].iter_mut().zip(&mut ds[visible]);
-            if let Some(cap) = scaling.softcap {
-                let inner = scaling.scale / cap;
-                for (p, ds) in both {
-                    let t = tanh(*p * inner);
-                    *p = probability(t.mul_add(cap, -log_sum));
-                    *ds = *p * (*ds - delta) * (1.0 - t * t) * scaling.scale;
-                }
-            } else {
-                for (p, ds) in both {
-                    *p = probability(p.mul_add(scaling.scale, -log_sum));
-                    *ds = *p * (*ds - delta) * scaling.scale;
-                }
-            }
-        }
-    }
-
-    fn row_dot(a: &[f32], b: &[f32]) -> f32 {
-        dot(a, b, 0.0)
-    }
-}
-
-/// Replaces each x by e^(scale x - shift), and returns the sum.
-#[inline(always)]
-fn sum_exp_in_place(row: &mut [f32], scale: f32, shift: f32) -> f32 {
-    row.iter_mut().for_each(|x| *x = probability(x.mul_add(scale, -shift)));
-    sum(row)
 }

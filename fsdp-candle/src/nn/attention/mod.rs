@@ -1,8 +1,13 @@
 //! Attention: `candle_nn::attention` with a backward, and this crate's fused attention.
 //!
-//! `fused` is the operation on the CPU for f32, f16 and bf16, whose memory is linear in the number of keys. Other
-//! devices, f64, and masks that `fused` does not know run as a chain of Candle's operations (`attend`).
+//! `fused` is the operation on the CPU for f32, f16 and bf16 (`cpu`), and on CUDA devices (`cuda`). Its memory is linear
+//! in the number of keys. Other devices, f64 on the CPU, and masks that `fused` does not know run as a chain of Candle's
+//! operations (`composite`, `attend`).
 
+pub(super) mod composite;
+mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod documents;
 pub(super) mod fused;
 
@@ -14,16 +19,15 @@ pub use documents::Documents;
 
 use super::limits::check_scores_fit;
 use super::ops::softmax_last_dim;
-use super::weight::has_cpu_kernels;
-use fused::causal_attention;
+use fused::{AttentionOptions, attention, is_fused};
 
 /// Computes attention of `q` `[batch, T, heads, D]` over `k` and `v` `[batch, S, kv_heads, D]`. The output is `[batch,
 /// heads, T, D]`.
 ///
 /// Unlike [`candle_nn::attention::flash_attn`], it has a backward. The output is f32 for one sequence, and has `q`'s
 /// dtype for more. For f64, which Candle computes in f32, the output is f64. Several sequences take every mask and
-/// dtype. Causal masks without bias and soft cap run fused if every query sees the keys up to its own. All other masks
-/// run as a chain of operations. Fails if shapes or dtypes disagree.
+/// dtype. Without a bias, attention without a mask, and causal attention in which every query sees the keys up to its own,
+/// run fused. All other masks run as a chain of operations. Fails if shapes or dtypes disagree.
 pub fn flash_attn<T>(
     q: &Tensor,
     k: &Tensor,
@@ -62,14 +66,20 @@ fn masked_attention(
     let (_, keys, kv_heads, _) = k.dims4()?;
     let max_bias = max_bias.filter(|bias| *bias > 0.0);
     let softcap = softcap.filter(|cap| *cap != 0.0);
-    if let AttnMask::Causal { kv_offset } = mask
+    let is_causal = match mask {
+        AttnMask::None => Some(false),
+        AttnMask::Causal { kv_offset } if kv_offset + queries == keys => Some(true),
+        _ => None,
+    };
+    if let Some(causal) = is_causal
         && max_bias.is_none()
-        && softcap.is_none()
-        && has_cpu_kernels(q)
-        && kv_offset + queries == keys
+        && softcap.is_none_or(|cap| cap.is_finite() && cap > 0.0)
+        && is_fused(q)
         && k.dims() == v.dims()
     {
-        let out = causal_attention(q, k, v, heads, kv_heads, f64::from(scale))?;
+        let softcap = softcap.map(f64::from);
+        let options = AttentionOptions { causal, softcap, ..AttentionOptions::causal(f64::from(scale)) };
+        let out = attention(q, k, v, heads, kv_heads, &options)?;
         return out.reshape((batch, queries, heads, dim))?.transpose(1, 2);
     }
     let of_heads = |bias: f32| Tensor::from_vec(alibi_slopes(heads, bias), (1, heads, 1, 1), q.device());

@@ -4,14 +4,8 @@
 use candle_core::{DType, Device, Result, Tensor, Var};
 
 use super::super::*;
-use super::{DTYPES, assert_close, random};
-use crate::kernels::{candle_device, device_count};
+use super::{DTYPES, assert_close, cuda_device as device, random};
 use crate::random::{Part, RngState, in_part, set_rng_state};
-
-/// Returns the device, if there is one.
-fn device() -> Option<Device> {
-    device_count().is_ok_and(|count| count > 0).then(|| candle_device(0).unwrap())
-}
 
 fn on_host(tensor: &Tensor) -> Tensor {
     tensor.to_device(&Device::Cpu).unwrap()

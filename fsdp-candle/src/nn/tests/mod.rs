@@ -9,6 +9,19 @@ mod mirror;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 
+/// Returns a CUDA device, if there is one. The device double has eight.
+#[cfg(feature = "cuda")]
+fn cuda_device() -> Option<Device> {
+    use crate::kernels::{candle_device, device_count};
+
+    device_count().is_ok_and(|count| count > 0).then(|| candle_device(0).unwrap())
+}
+
+#[cfg(not(feature = "cuda"))]
+fn cuda_device() -> Option<Device> {
+    None
+}
+
 /// Returns a repeatable variable with roughly normal values (sums of uniform ones).
 fn random(seed: u64, shape: &[usize], dtype: DType) -> Var {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;

@@ -1,0 +1,99 @@
+//! Attention as a chain of Candle's operations, for f64 on the CPU and for devices without kernels. It keeps every matrix
+//! of scores.
+
+use candle_core::{D, DType, Device, Result, Tensor};
+use parking_lot::Mutex;
+
+use super::documents::Documents;
+use super::fused::AttentionOptions;
+use super::repeat_kv_heads;
+use crate::nn::limits::check_scores_fit;
+use crate::nn::ops::{drop_elements, softmax_composite};
+
+/// [`attention()`] on checked operands as a chain of Candle's operations.
+pub(in crate::nn) fn composite(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    n_heads: usize,
+    n_kv_heads: usize,
+    options: &AttentionOptions,
+    documents: Option<&Documents>,
+) -> Result<Tensor> {
+    let (batch, queries, keys) = (q.dim(0)?, q.dim(1)?, k.dim(1)?);
+    let dtype = q.dtype();
+    let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+    let has_graph = [q, k, v].iter().any(|x| x.track_op());
+    check_scores_fit("attention", [batch, n_heads, queries, keys], copies(options, has_graph), wide, q.device())?;
+    let heads = |x: &Tensor, steps: usize, n: usize| -> Result<Tensor> {
+        x.to_dtype(wide)?.reshape((batch, steps, n, ()))?.transpose(1, 2)?.contiguous()
+    };
+    let spread = |x: &Tensor| repeat_kv_heads(&heads(x, keys, n_kv_heads)?, n_heads, wide);
+    let scores = (heads(q, queries, n_heads)?.matmul(&spread(k)?.t()?.contiguous()?)? * options.scale)?;
+    let scores = match options.softcap {
+        Some(cap) => ((scores / cap)?.tanh()? * cap)?,
+        None => scores,
+    };
+    let mask = match documents {
+        Some(_) => mask(options, queries, keys, documents, q.device())?,
+        None => cached_mask(options, queries, keys, q.device())?,
+    };
+    let mask = mask.to_dtype(wide)?;
+    let scores = scores.broadcast_add(&mask)?;
+    let weights = drop_elements(&softmax_composite(&scores, D::Minus1)?, options.dropout)?;
+    weights.matmul(&spread(v)?)?.transpose(1, 2)?.reshape((batch, queries, ()))?.to_dtype(dtype)
+}
+
+/// Returns the number of score matrices that exist at a time in forward. A graph keeps each matrix: the product,
+/// scaled, capped, masked, shifted, the powers, the weights, and with dropout the mask and the dropped weights. Without
+/// a graph, the product and the shifted scores are freed before the weights are computed.
+fn copies(options: &AttentionOptions, has_graph: bool) -> usize {
+    match has_graph {
+        true => 6 + if options.softcap.is_some() { 3 } else { 0 } + if options.dropout > 0. { 2 } else { 0 },
+        false => 4,
+    }
+}
+
+/// Returns the mask of hidden keys, `[rows, 1, T, S]`, f32. Without documents, all rows of a batch share one.
+fn mask(
+    options: &AttentionOptions,
+    queries: usize,
+    keys: usize,
+    documents: Option<&Documents>,
+    device: &Device,
+) -> Result<Tensor> {
+    let rows = documents.map_or(1, Documents::batch);
+    let mask: Vec<f32> = (0..rows)
+        .flat_map(|row| options.visible_keys(queries, keys, documents, row))
+        .flat_map(|visible| visible.queries().map(move |i| visible.of(i)))
+        .flat_map(|visible| (0..keys).map(move |j| if visible.contains(&j) { 0.0 } else { f32::NEG_INFINITY }))
+        .collect();
+    Tensor::from_vec(mask, (rows, 1, queries, keys), device)
+}
+
+/// Number of cached masks: as many as a model has kinds of layers.
+const CACHED_MASKS: usize = 4;
+
+/// [`mask`] without documents, cached for a device. Successive layers use the same mask, and a copy to the device takes
+/// time.
+fn cached_mask(options: &AttentionOptions, queries: usize, keys: usize, device: &Device) -> Result<Tensor> {
+    if device.is_cpu() {
+        return mask(options, queries, keys, None, device);
+    }
+    static MASKS: Mutex<Vec<(AttentionOptions, Tensor)>> = Mutex::new(vec![]);
+    let mut masks = MASKS.lock();
+    let fits = |(of, mask): &&(AttentionOptions, Tensor)| {
+        (of.causal, of.window) == (options.causal, options.window)
+            && mask.dims()[2..] == [queries, keys]
+            && mask.device().same_device(device)
+    };
+    if let Some((_, mask)) = masks.iter().find(fits) {
+        return Ok(mask.clone());
+    }
+    let mask = mask(options, queries, keys, None, device)?;
+    if masks.len() == CACHED_MASKS {
+        masks.remove(0);
+    }
+    masks.push((*options, mask.clone()));
+    Ok(mask)
+}
