@@ -1,7 +1,7 @@
 //! Bytes that a framework keeps for backward, and bytes that its elementwise operations move.
 //!
-//! The figures of candle-fsdp on CPUs are counted from the layers in `fsdp_candle::nn` and measured; those on GPUs are
-//! in `unfused` (docs/planning.md). PyTorch's figures are those of eager mode with torchtitan's layers at the end of
+//! The figures of candle-fsdp are counted from the layers in `fsdp_candle::nn`, and measured on CPUs. `on_device` has
+//! what differs on GPUs (docs/planning.md). PyTorch's figures are those of eager mode with torchtitan's layers at the end of
 //! 2024. They were compared with runs only for selective checkpointing.
 
 use clap::ValueEnum;
@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::hardware::{DeviceName, Precision};
 use super::model::{Layer, Linear, Logits, MlpKind, Norm, Root};
-use super::unfused;
+use super::on_device;
 
 /// Framework of the planned training.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
@@ -17,10 +17,10 @@ use super::unfused;
 pub(super) enum Framework {
     /// candle-fsdp, with the layers of its `nn`
     Candle,
-    /// candle-fsdp on a CUDA device, where `nn` has few fused operations
+    /// candle-fsdp on a CUDA device
     #[value(skip)]
     #[serde(rename = "candle")]
-    Unfused,
+    OnDevice,
     /// PyTorch FSDP2 without torch.compile, for comparison
     Pytorch,
 }
@@ -42,7 +42,7 @@ const F32: f64 = 4.;
 impl Framework {
     /// Returns the framework's variant on a device.
     pub(super) fn on(self, device: DeviceName) -> Self {
-        if self == Framework::Candle && device != DeviceName::Cpu { Framework::Unfused } else { self }
+        if self == Framework::Candle && device != DeviceName::Cpu { Framework::OnDevice } else { self }
     }
 
     /// Returns the bytes per token that a block's forward keeps, under this checkpointing.
@@ -50,8 +50,8 @@ impl Framework {
         let e = compute.bytes();
         match (self, checkpoint) {
             // The input of a block is the output of the block before. Units copy their inputs.
-            (Framework::Candle | Framework::Unfused, Checkpoint::Full) => 2. * e * layer.width,
-            (Framework::Candle | Framework::Unfused, _) => e * layer.width + self.inside(layer, compute),
+            (Framework::Candle | Framework::OnDevice, Checkpoint::Full) => 2. * e * layer.width,
+            (Framework::Candle | Framework::OnDevice, _) => e * layer.width + self.inside(layer, compute),
             (Framework::Pytorch, Checkpoint::None) => self.inside(layer, compute),
             (Framework::Pytorch, Checkpoint::Full) => e * layer.width,
             (Framework::Pytorch, Checkpoint::Selective) => {
@@ -68,7 +68,7 @@ impl Framework {
         let statistics = F32 * layer.heads;
         match self {
             // Candle keeps the inputs and outputs of all operations: norms, projections and residual sums.
-            Framework::Candle => {
+            Framework::Candle | Framework::OnDevice => {
                 let turned = if layer.rotary { queries + keys } else { 0. };
                 let normed = if layer.head_norms { queries + keys } else { 0. };
                 let attention = 2. * queries + 2. * keys + turned + normed;
@@ -82,7 +82,6 @@ impl Framework {
                 let chosen = if mlp.experts > 0. { 5. * mlp.times * width + 5. * mlp.experts } else { width };
                 e * (3. * width + norms * width + attention + within + chosen) + statistics
             }
-            Framework::Unfused => unfused::inside(layer, compute),
             Framework::Pytorch => {
                 let norm = match layer.norm {
                     // The input in f32, the normalised input, and the output.
@@ -117,7 +116,7 @@ impl Framework {
         let residual = 6. * e * width;
         match self {
             // Each operation reads its inputs and writes its output. The unit's boundary copies.
-            Framework::Candle => {
+            Framework::Candle | Framework::OnDevice => {
                 let activation = match mlp.kind {
                     MlpKind::Plain => 2.,
                     MlpKind::SiluMul => 3.,
@@ -127,7 +126,6 @@ impl Framework {
                 let own = 2. * norms * width + 2. * width + 2. * heads * (rotary + head_norms);
                 residual + e * (own + activation * within + experts)
             }
-            Framework::Unfused => unfused::moved(layer, compute),
             // Norms and rotary embeddings compute in f32, one operation at a time.
             Framework::Pytorch => {
                 let norm = match layer.norm {
@@ -158,14 +156,9 @@ impl Framework {
         self != Framework::Pytorch
     }
 
-    /// Returns the bytes per token of gradients that a block's backward leaves until backward ends.
-    pub(super) fn lingering(self, layer: &Layer, compute: Precision) -> f64 {
-        if self == Framework::Unfused { unfused::lingering(layer, compute) } else { 0. }
-    }
-
-    /// Returns the bytes that attention keeps between steps for this sequence length.
-    pub(super) fn mask(self, seq: usize) -> f64 {
-        if self == Framework::Unfused { unfused::mask(seq) } else { 0. }
+    /// Returns the bytes that attention uses besides its operands and gradients.
+    pub(super) fn attention_memory(self, layer: &Layer, compute: Precision) -> f64 {
+        if self == Framework::OnDevice { on_device::attention_memory(layer, compute) } else { 0. }
     }
 
     /// Returns the bytes per token of gradients in a block at their peak, in the middle of an MLP. Candle adds each
@@ -176,8 +169,7 @@ impl Framework {
             (_, MlpKind::Plain) => 4.,
             (_, _) => 5.,
         };
-        let mlp = compute.bytes() * (inner * layer.mlp.inner * layer.mlp.times.max(1.) + 2. * layer.width);
-        if self == Framework::Unfused { mlp.max(unfused::flowing(layer)) } else { mlp }
+        compute.bytes() * (inner * layer.mlp.inner * layer.mlp.times.max(1.) + 2. * layer.width)
     }
 
     /// Returns the bytes of logits and the loss.
@@ -185,22 +177,26 @@ impl Framework {
         let e = compute.bytes();
         let all = root.vocabulary;
         match self {
-            // Candle adds the gradient to zeros. In half precision the loss reads f32 copies.
+            // Candle adds the gradient to zeros.
+            Framework::OnDevice => Logits {
+                kept: root.logits * e * all,
+                loss: 3. * e * all,
+                slopes: root.logits * e * all,
+                moved: 8. * e * all,
+            },
+            // In half precision the loss also reads f32 copies.
             Framework::Candle => Logits {
                 kept: root.logits * e * all,
                 loss: if compute == Precision::F32 { 3. * F32 * all } else { (2. * F32 + e) * all },
                 slopes: root.logits * e * all,
-                lingering: 0.,
                 moved: if compute == Precision::F32 { 3. * F32 * all } else { 30. * all },
             },
-            Framework::Unfused => unfused::logits(root, compute),
             // Logits are cast to f32, and log-softmax is kept. Its gradient exists twice in f32, and once in the
             // logits' dtype.
             Framework::Pytorch => Logits {
                 kept: F32 * all,
                 loss: 2. * F32 * all,
                 slopes: F32 * all + e * all,
-                lingering: 0.,
                 moved: (28. + 2. * e) * all,
             },
         }
@@ -210,7 +206,7 @@ impl Framework {
     pub(super) fn optimizer_moves(self, shards: Precision) -> f64 {
         let tensors = match self {
             // Reads parameter, gradient and two moments, and writes three. The norm reads; clipping reads and writes.
-            Framework::Candle | Framework::Unfused => 10.,
+            Framework::Candle | Framework::OnDevice => 10.,
             // AdamW as a sequence of operations on lists of tensors.
             Framework::Pytorch => 24.,
         };
@@ -222,7 +218,7 @@ impl Framework {
         match self {
             Framework::Candle => 0.,
             // An estimate without measurements.
-            Framework::Unfused => 0.1,
+            Framework::OnDevice => 0.1,
             // The only fitted constant, to within a twentieth, from the memory that torchtitan reports.
             Framework::Pytorch => 0.15,
         }

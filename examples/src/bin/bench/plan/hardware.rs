@@ -29,8 +29,6 @@ pub(super) struct Device {
     pub(super) name: DeviceName,
     /// Peak operations per second of matrix products.
     pub(super) flops: f64,
-    /// Peak operations per second in f32.
-    pub(super) f32_flops: f64,
     /// Bytes of memory. Unknown: every plan fits.
     pub(super) memory: Option<f64>,
     /// Bytes per second of the memory. Unknown: memory-bound operations take no time.
@@ -116,7 +114,6 @@ impl Device {
         Ok(Device {
             name,
             flops: flops * TERA,
-            f32_flops: sheet.filter(|_| compute == Precision::Bf16).map_or(flops, |sheet| sheet[1]) * TERA,
             memory: given.memory.or(sheet.map(|sheet| sheet[2])).map(|memory| memory * GIGA),
             memory_bandwidth: given.memory_bandwidth.or(sheet.map(|sheet| sheet[3])).map(|bandwidth| bandwidth * GIGA),
             shares,
@@ -126,11 +123,6 @@ impl Device {
     /// Returns the seconds of matrix products.
     pub(super) fn products(&self, operations: f64) -> f64 {
         operations / (self.flops * self.shares.products)
-    }
-
-    /// Returns the seconds of matrix products in f32.
-    pub(super) fn f32_products(&self, operations: f64) -> f64 {
-        operations / (self.f32_flops * self.shares.products)
     }
 
     /// Returns the seconds of attention.

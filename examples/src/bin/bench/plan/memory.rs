@@ -90,7 +90,7 @@ fn moments(setup: &Setup) -> Vec<Moment> {
     let rotary = if root.rotary > 0. { root.rotary * setup.seq as f64 * e } else { 0. };
 
     let kept = |layer: &Layer| tokens * framework.kept(layer, compute, checkpoint);
-    let of_root = tokens * e * root.kept * root.width + rotary + framework.mask(setup.seq);
+    let of_root = tokens * e * root.kept * root.width + rotary;
     let all_kept = of_root + layers.iter().map(kept).sum::<f64>();
     let logits = framework.logits(root, compute);
 
@@ -117,19 +117,14 @@ fn moments(setup: &Setup) -> Vec<Moment> {
             when: "the head's backward",
             gathered: of_root_gathered + all_stay + next(layers.last()),
             unreduced: e * root.head,
-            logits: tokens * (logits.kept + logits.slopes + logits.lingering),
+            logits: tokens * (logits.kept + logits.slopes),
             ..base.clone()
         },
     ];
     // Backward reaches the last block first. The head's gradient is then complete, unless it is tied.
     let gone = if framework.frees_parameters_one_by_one() && !root.tied { e * root.head } else { 0. };
     let held = !framework.frees_in_backward();
-    // A recomputed block has its own backward, which leaves nothing.
-    let leaves = |layer: &Layer| match checkpoint {
-        Checkpoint::None => tokens * framework.lingering(layer, compute),
-        Checkpoint::Full | Checkpoint::Selective => 0.,
-    };
-    let (mut reduced, mut left, mut staying, mut lingering) = (0., all_kept, all_stay, 0.);
+    let (mut reduced, mut left, mut staying) = (0., all_kept, all_stay);
     for (i, layer) in layers.iter().enumerate().rev() {
         let before = i.checked_sub(1).map(|before| &layers[before]);
         let again = match checkpoint {
@@ -147,14 +142,14 @@ fn moments(setup: &Setup) -> Vec<Moment> {
             },
             gradients: reduced,
             gathered: of_root_gathered - gone + staying + comes(layer) + next(before),
-            unreduced: e * root.head + waiting(layer, compute, reduce),
-            activations: if held { all_kept } else { left } + lingering,
-            logits: if held { tokens * (logits.kept + logits.lingering) } else { 0. },
-            working: tokens * (again.max(0.) + framework.flowing(layer, compute)),
+            unreduced: e * root.head + waiting(setup, layer),
+            activations: if held { all_kept } else { left },
+            logits: if held { tokens * logits.kept } else { 0. },
+            working: tokens * again.max(0.)
+                + (tokens * framework.flowing(layer, compute)).max(framework.attention_memory(layer, compute)),
             ..base.clone()
         });
         left -= kept(layer);
-        lingering += leaves(layer);
         staying -= stays(layer);
         reduced += share(layer.parameters);
     }
@@ -163,15 +158,16 @@ fn moments(setup: &Setup) -> Vec<Moment> {
         gradients: reduced,
         gathered: of_root_gathered - gone,
         unreduced: e.max(reduce.bytes()) * root.parameters,
-        activations: if held { all_kept } else { of_root } + lingering,
-        logits: if held { tokens * (logits.kept + logits.lingering) } else { 0. },
+        activations: if held { all_kept } else { of_root },
+        logits: if held { tokens * logits.kept } else { 0. },
         ..base
     });
     moments
 }
 
 /// Returns the bytes of a block's gradients. They are packed for their reduction if the dtypes differ.
-fn waiting(layer: &Layer, compute: Precision, reduce: Precision) -> f64 {
-    let packed = if compute == reduce { 0. } else { reduce.bytes() };
+fn waiting(setup: &Setup, layer: &Layer) -> f64 {
+    let Setup { compute, reduce, .. } = *setup;
+    let packed = if compute == reduce || setup.mesh.shard == 1 { 0. } else { reduce.bytes() };
     (compute.bytes() + packed) * layer.parameters
 }

@@ -1,6 +1,6 @@
 //! `bench plan`: memory, time and the best mesh of a training run, predicted by arithmetic.
 //!
-//! `model` lists the layers and their sizes, `framework` and `unfused` the bytes that they keep and move, and
+//! `model` lists the layers and their sizes, `framework` and `on_device` the bytes that they keep and move, and
 //! `hardware` the rates of devices and links. `memory` and `time` compute a [`Setup`], `setup` searches for the best
 //! one, and `report` prints it.
 
@@ -22,12 +22,12 @@ mod framework;
 mod hardware;
 mod memory;
 mod model;
+mod on_device;
 mod report;
 mod setup;
 #[cfg(test)]
 mod tests;
 mod time;
-mod unfused;
 
 /// Plans a training run.
 #[derive(clap::Args)]

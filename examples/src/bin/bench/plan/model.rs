@@ -21,8 +21,6 @@ pub(super) struct Layer {
     pub(super) reach: f64,
     /// Elements of a query's scores over all heads and all keys.
     pub(super) scores: f64,
-    /// Whether scores are capped.
-    pub(super) capped: bool,
     /// Number of norms over the residual stream.
     pub(super) norms: f64,
     pub(super) norm: Norm,
@@ -117,8 +115,6 @@ pub(super) struct Logits {
     pub(super) loss: f64,
     /// Additional during the backward of the head.
     pub(super) slopes: f64,
-    /// Additional from then to the end of backward.
-    pub(super) lingering: f64,
     /// Bytes moved in forward and backward.
     pub(super) moved: f64,
 }
@@ -237,7 +233,6 @@ fn decoder(config: &DecoderConfig, layer: usize, seq: usize) -> Layer {
         heads: config.heads as f64,
         reach: causal_reach(seq, config.attention(layer).window),
         scores: config.heads as f64 * seq as f64,
-        capped: config.attention(layer).softcap.is_some(),
         norms: if config.norms.post { 4. } else { 2. },
         norm: Norm::Rms,
         head_norms: config.norms.heads,
@@ -275,7 +270,6 @@ fn plain(width: f64, inner: f64, heads: usize, [reach, seq]: [f64; 2], linears: 
         heads: heads as f64,
         reach,
         scores: heads as f64 * seq,
-        capped: false,
         norms: 2.,
         norm: Norm::Layer,
         head_norms: false,

@@ -7,7 +7,7 @@ use serde::Serialize;
 use super::framework::{Checkpoint, Framework};
 use super::hardware::{Device, Links, Mesh, Precision};
 use super::model::Model;
-use super::{memory, time, unfused};
+use super::{memory, on_device, time};
 
 /// Returns the value of `--reshard-after-forward` for a policy.
 pub(super) fn reshard_word(policy: ReshardAfterForward) -> String {
@@ -49,9 +49,8 @@ impl Setup<'_> {
 
     /// Returns the elements of a tensor that is too large for Candle's CUDA kernels, if any.
     pub(super) fn uncountable(&self) -> Option<f64> {
-        let scores = self.model.layers.iter().map(|layer| layer.scores).fold(0., f64::max);
-        let most = self.tokens() * scores.max(self.model.root.vocabulary);
-        (self.framework == Framework::Unfused && most >= unfused::COUNTABLE).then_some(most)
+        let logits = self.tokens() * self.model.root.vocabulary;
+        (self.framework == Framework::OnDevice && logits >= on_device::COUNTABLE).then_some(logits)
     }
 
     /// Returns whether the device has this much memory, and its kernels can count the tensors' elements.

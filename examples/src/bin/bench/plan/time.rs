@@ -6,8 +6,8 @@ use serde::Serialize;
 use super::framework::{Checkpoint, Framework};
 use super::hardware::Ring;
 use super::model::Layer;
+use super::on_device;
 use super::setup::Setup;
-use super::unfused;
 
 /// Time of a step in seconds, unless noted otherwise.
 #[derive(Clone, Debug, Serialize)]
@@ -94,10 +94,11 @@ pub(super) fn of(setup: &Setup) -> Time {
 /// Returns the seconds of attention's forward and backward.
 fn attention(setup: &Setup, layer: &Layer) -> [f64; 2] {
     let tokens = setup.tokens();
-    if setup.framework == Framework::Unfused {
-        let products = setup.device.f32_products(tokens * unfused::attention(layer));
-        let [forward, backward] = unfused::scores_moved(layer).map(|bytes| setup.device.moves(tokens * bytes));
-        return [products + forward, 2. * products + backward];
+    if setup.framework == Framework::OnDevice {
+        let [operations, moved] = [on_device::attention(layer), on_device::scores_moved(layer, setup.compute)];
+        return std::array::from_fn(|pass| {
+            setup.device.products(tokens * operations[pass]) + setup.device.moves(tokens * moved[pass])
+        });
     }
     // Attention's backward has two and a half times the operations of its forward, because it recomputes a product.
     let forward = setup.device.attention(tokens * layer.attention());
@@ -117,7 +118,7 @@ fn forward(setup: &Setup, layer: &Layer) -> Compute {
 /// Returns the seconds of a block's backward, including recomputation.
 fn backward(setup: &Setup, layer: &Layer) -> Compute {
     let once = forward(setup, layer);
-    let moves = if setup.framework == Framework::Unfused { unfused::BACKWARD_MOVES } else { 2. };
+    let moves = if setup.framework == Framework::OnDevice { on_device::BACKWARD_MOVES } else { 2. };
     let mut all =
         Compute { products: 2. * once.products, attention: attention(setup, layer)[1], memory: moves * once.memory };
     let again = setup.framework.products_again(layer, setup.checkpoint);
