@@ -4,7 +4,6 @@ use fsdp_candle::ReshardAfterForward;
 use serde::Serialize;
 
 use super::framework::Checkpoint;
-use super::hardware::Precision;
 use super::model::Layer;
 use super::setup::Setup;
 
