@@ -153,6 +153,8 @@ fn lookup(embeddings: &Tensor, ids: &Tensor, range: VocabRange) -> Result<Tensor
     let hidden = embeddings.dim(1)?;
     let shape = [ids.dims(), &[hidden]].concat();
     check_size("Embedding", "the output", &shape, embeddings.device())?;
+    // Candle's lookup computes an element's place in the table in 32 bits.
+    check_size("Embedding", "the table", embeddings.dims(), embeddings.device())?;
     #[cfg(feature = "cuda")]
     if on_cuda(embeddings) {
         let weight = Weight::of(embeddings)?;

@@ -172,8 +172,9 @@ impl Rotary {
     /// Fails for another shape, or if `offset + T` exceeds the tables' positions.
     pub fn apply(&self, x: &Tensor, offset: usize) -> Result<Tensor> {
         let (batch, steps, _) = self.dims(x)?;
-        if offset + steps > self.host.positions {
-            bail!("Rotary: positions {offset}..{} exceed the tables' {}", offset + steps, self.host.positions);
+        let end = offset.saturating_add(steps);
+        if end > self.host.positions {
+            bail!("Rotary: positions {offset}..{end} exceed the tables' {}", self.host.positions);
         }
         #[cfg(feature = "cuda")]
         if on_cuda(x) {

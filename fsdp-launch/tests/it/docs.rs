@@ -76,7 +76,8 @@ fn the_document_names_existing_options_only() {
     let document = document();
     let ours = document.split(['`', ' ', '\n', '(', ')', ':', ';', ',', '=']).filter(|word| word.starts_with("--"));
     // Options of `train`, of other launchers, and of `bench`.
-    let of_train = ["--steps", "--epochs", "--checkpoint-dir", "--checkpoint-local", "--save-every", "--resume"];
+    let of_train =
+        ["--device", "--steps", "--epochs", "--checkpoint-dir", "--checkpoint-local", "--save-every", "--resume"];
     let of_others = ["--host", "--mpi", "--with-ft", "--nodes", "--signal", "--replicate"];
     for option in ours.filter(|option| !of_train.contains(option) && !of_others.contains(option)) {
         assert!(help.contains(option), "{option}");

@@ -66,12 +66,13 @@ impl ScoreBlock<'_> {
 
     /// A block of threads computes one query of one head.
     fn config(&self) -> Result<LaunchConfig> {
-        let Ok(blocks) = u32::try_from(self.heads * self.rows).map(|blocks| blocks.min(i32::MAX as u32)) else {
+        // A launch has fewer than 2^31 blocks.
+        let Ok(blocks) = i32::try_from(self.heads * self.rows) else {
             bail!("attention: {} heads of {} queries exceed the limit of a launch", self.heads, self.rows)
         };
         let threads = self.block_keys.div_ceil(KEYS_PER_THREAD).next_power_of_two();
         let threads = threads.clamp(WARP as usize, THREADS as usize) as u32;
-        Ok(LaunchConfig { grid_dim: (blocks, 1, 1), block_dim: (threads, 1, 1), shared_mem_bytes: 0 })
+        Ok(LaunchConfig { grid_dim: (blocks as u32, 1, 1), block_dim: (threads, 1, 1), shared_mem_bytes: 0 })
     }
 
     /// Writes the block's probabilities, and the logarithms of the sums `[heads, queries]`, given the products of queries

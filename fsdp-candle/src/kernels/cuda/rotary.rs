@@ -53,11 +53,15 @@ pub(crate) fn rotate(
             same_length(groups, positions.len())?;
             0
         }
-        None => offset + groups.min(steps) - 1,
+        None => offset.saturating_add(groups.min(steps)).saturating_sub(1),
     };
     let (groups_of_table, rows_of_table) = tables.unwrap_or((groups, 0));
-    let last_row = (groups - 1) / groups_of_table.max(1) * rows_of_table + last;
-    if 2 * half > dim || steps == 0 || groups_of_table == 0 || (last_row + 1) * half > cos.len() {
+    let last_row = ((groups - 1) / groups_of_table.max(1)).saturating_mul(rows_of_table).saturating_add(last);
+    if 2 * half > dim
+        || steps == 0
+        || groups_of_table == 0
+        || last_row.saturating_add(1).saturating_mul(half) > cos.len()
+    {
         bail!("{half} pairs of {dim} elements up to row {last_row} do not fit tables of {} elements", cos.len())
     }
     let to = cuda.view_mut(SliceMut::from(&mut y))?;

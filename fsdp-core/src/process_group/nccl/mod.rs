@@ -11,7 +11,7 @@
 //! issuing thread could wait for a peer that issues the collectives of two groups in another order.
 //!
 //! The watchdog compares what ranks hang in after the group's timeout. A hung rank does not answer messages, so the
-//! watchdog reads the peers' announcement pages, if the host group has shared memory. It aborts the communicator if a
+//! watchdog reads the peers' announcement pages, if the host group can read them. It aborts the communicator if a
 //! peer is gone, NCCL reports an error, nothing progresses for the timeout, or the device does not reach the first
 //! collective for three timeouts. Blocked calls of the host then return, unless the device itself hangs. After an
 //! abort, outputs are unspecified, and all pending and later collectives return the error.

@@ -134,6 +134,8 @@ impl Backend for TcpBackend {
     fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<CollectiveOutput> {
         let bytes = match &op {
             Op::AllToAll { parts, .. } => parts.iter().map(|part| bytes(&part.input)).sum(),
+            // Ranks compare a collective of devices by a barrier under its call.
+            Op::Barrier => 0,
             _ => collective.call().bytes,
         };
         if bytes > MOST_COLLECTIVE_BYTES {
