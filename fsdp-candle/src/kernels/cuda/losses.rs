@@ -63,7 +63,8 @@ pub(crate) fn row_statistics(
     unsafe { cuda.launch(Module::Losses.kernel(&kernel), block_for_each(rows), &args) }
 }
 
-/// Scales the sums of powers from the largest logits of a part of the vocabulary to those of the whole.
+/// Rescales sums of powers. They are relative to the largest logits of a part of the vocabulary, and become relative
+/// to the largest logits of the whole vocabulary.
 pub(crate) fn rescale_powers(
     own: Slice<'_>,
     largest: Slice<'_>,

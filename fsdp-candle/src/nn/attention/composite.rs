@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 use super::documents::Documents;
 use super::fused::AttentionOptions;
 use super::repeat_kv_heads;
-use crate::nn::limits::check_scores_fit;
+use crate::nn::limits::check_size;
 use crate::nn::ops::{drop_elements, softmax_composite};
 
 /// [`attention()`] on checked operands as a chain of Candle's operations.
@@ -23,8 +23,7 @@ pub(in crate::nn) fn composite(
     let (batch, queries, keys) = (q.dim(0)?, q.dim(1)?, k.dim(1)?);
     let dtype = q.dtype();
     let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
-    let has_graph = [q, k, v].iter().any(|x| x.track_op());
-    check_scores_fit("attention", [batch, n_heads, queries, keys], copies(options, has_graph), wide, q.device())?;
+    check_size("attention", "the scores [batch, heads, queries, keys]", &[batch, n_heads, queries, keys], q.device())?;
     let heads = |x: &Tensor, steps: usize, n: usize| -> Result<Tensor> {
         x.to_dtype(wide)?.reshape((batch, steps, n, ()))?.transpose(1, 2)?.contiguous()
     };
@@ -42,16 +41,6 @@ pub(in crate::nn) fn composite(
     let scores = scores.broadcast_add(&mask)?;
     let weights = drop_elements(&softmax_composite(&scores, D::Minus1)?, options.dropout)?;
     weights.matmul(&spread(v)?)?.transpose(1, 2)?.reshape((batch, queries, ()))?.to_dtype(dtype)
-}
-
-/// Returns the number of score matrices that exist at a time in forward. A graph keeps each matrix: the product,
-/// scaled, capped, masked, shifted, the powers, the weights, and with dropout the mask and the dropped weights. Without
-/// a graph, the product and the shifted scores are freed before the weights are computed.
-fn copies(options: &AttentionOptions, has_graph: bool) -> usize {
-    match has_graph {
-        true => 6 + if options.softcap.is_some() { 3 } else { 0 } + if options.dropout > 0. { 2 } else { 0 },
-        false => 4,
-    }
 }
 
 /// Returns the mask of hidden keys, `[rows, 1, T, S]`, f32. Without documents, all rows of a batch share one.

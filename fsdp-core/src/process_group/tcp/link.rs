@@ -134,7 +134,7 @@ impl State {
             Note::Left => Some(self.end(PeerState::Left)),
             _ => None,
         };
-        // Notes may come before this rank has made the group.
+        // A peer may send notes before this rank has made the group.
         let inbox = self.groups.entry(group).or_default();
         let peer = inbox.peers.entry(from).or_default();
         match note {

@@ -60,7 +60,7 @@ impl Gone {
     }
 }
 
-/// What a rank tells the other ranks of a group.
+/// A message of a rank to the other ranks of a group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Note<'a> {
     /// The slot of a step, and for a collective's first step the announcement. Zeros at their ends are left out.

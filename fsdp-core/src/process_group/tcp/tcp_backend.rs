@@ -48,7 +48,7 @@ pub(super) struct TcpBackend {
     has_failed: bool,
 }
 
-/// A group, for the thread that runs its collectives and for those beside it.
+/// A group. The thread that runs its collectives and its monitors share it.
 struct Group {
     link: Arc<Link>,
     /// Hash of the group's name.
@@ -75,8 +75,8 @@ impl TcpBackend {
         TcpBackend { group, layout, steps: 0, has_failed: false }
     }
 
-    /// Takes a collective through its steps. In each step every rank sends its slot to all others and waits for theirs.
-    /// So no rank is ahead of another by more than a step, which bounds what the hub keeps.
+    /// Runs the steps of a collective. In each step, every rank sends its slot to all other ranks and waits for their
+    /// slots. So no rank is ahead of another by more than a step, which bounds what the hub keeps.
     fn run_steps(&mut self, collective: &Collective<'_>, chunked: &mut dyn ChunkedCollective) -> Result<()> {
         let SlotLayout { rank, ranks, bytes } = self.layout;
         let group = self.group.clone();
