@@ -4,8 +4,8 @@ use std::collections::BTreeSet;
 
 use crate::train_run::{Engine, TrainRun, number};
 use fsdp_test_support::combinations::Combination;
-use fsdp_test_support::tolerance;
 use fsdp_test_support::trajectory::{Difference, Trajectory};
+use fsdp_test_support::{golden, tolerance};
 
 /// Compares a run on devices with the recorded run, or with an equal run on the CPU.
 fn same_as(run: &TrainRun<'_>, reference: &Trajectory, near: Difference) {
@@ -74,6 +74,25 @@ fn lora_matches_the_cpu() {
     let flags = ["--lora-rank", "4", "--lora-targets", "all-linear"];
     let run = TrainRun { flags: &flags, ..TrainRun::recorded("llama_tiny", 2) };
     same_as(&run, &on_cpu(&run), tolerance::SAME);
+}
+
+/// Rows of several documents, and positions that restart in each. Gemma 2 also has windows and caps.
+#[test]
+fn packed_documents_match_the_cpu() {
+    let examples = golden("examples.jsonl").display().to_string();
+    let flags = ["--sft", &examples, "--seq-len", "64"];
+    for model in ["llama_tiny", "gpt2_tiny", "gemma2_tiny"] {
+        let run = TrainRun { flags: &flags, ..TrainRun::recorded(model, 2) };
+        same_as(&run, &on_cpu(&run), tolerance::SAME);
+    }
+}
+
+#[test]
+fn dropout_matches_the_cpu() {
+    for model in ["llama_tiny", "gpt2_tiny"] {
+        let run = TrainRun { flags: &["--dropout", "0.2"], ..TrainRun::recorded(model, 2) };
+        same_as(&run, &on_cpu(&run), tolerance::SAME);
+    }
 }
 
 /// Half precision is rounded where the device's operations round, which the CPU's are not everywhere.

@@ -24,7 +24,7 @@ fn json(run: Run) -> Value {
     serde_json::from_str(&line[line.find('{').unwrap()..]).unwrap()
 }
 
-/// docs/planning.md promises state within 2 % and the peak within 5 %.
+/// docs/planning.md promises state within 2 %, and the peak within 5 % on one rank and within 8 % on several.
 #[test]
 fn memory_matches_the_allocator() {
     for (config, ranks, batch) in [(GPT2, 1, "1"), (GPT2, 2, "2"), (LLAMA, 1, "4"), (LLAMA, 2, "1"), (LLAMA, 4, "2")] {
@@ -44,7 +44,7 @@ fn memory_matches_the_allocator() {
             ("parameters", parameters, real("parameters"), 0.02),
             ("optimizer", optimizer, real("optimizer"), 0.02),
             ("all state", parameters + gradients + optimizer, real("between_steps") - besides, 0.02),
-            ("peak", planned["memory"]["total"].as_f64().unwrap(), real("peak"), 0.05),
+            ("peak", planned["memory"]["total"].as_f64().unwrap(), real("peak"), if ranks == 1 { 0.05 } else { 0.08 }),
         ] {
             let error = planned / real - 1.;
             assert!(error.abs() <= bound, "{name} of {ranks} ranks, {config}: {planned}, not {real}: {error}");

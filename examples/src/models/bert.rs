@@ -5,10 +5,10 @@
 use candle_core::{Module, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 use fsdp_candle::FsdpModule;
-use fsdp_candle::nn::{self, AttentionOptions, Documents, Embedding, LayerNorm, Linear};
+use fsdp_candle::nn::{self, AttentionOptions, CrossEntropyOptions, Documents, Embedding, LayerNorm, Linear};
 
 use crate::models::config::{Activation, BertConfig};
-use crate::models::heads::{Head, POOLER, Pooling, first_token};
+use crate::models::heads::{Head, POOLER, Pooling, first_token, no_vocabulary};
 use crate::models::language_model::Rows;
 use crate::models::layers::{Layer, ModelDropout, activate, linear};
 
@@ -128,14 +128,29 @@ impl BertOutput {
 
     fn forward(&self, x_btc: &Tensor, rows: &Rows, drops: &ModelDropout) -> Result<Tensor> {
         match self {
-            BertOutput::Vocabulary { transform, norm, activation, head } => {
-                head.forward(&norm.forward(&activate(*activation, &transform.forward(x_btc)?)?)?)
-            }
+            BertOutput::Vocabulary { head, .. } => head.forward(&self.transformed(x_btc)?),
             BertOutput::Classes { pooler, classifier } => {
                 let pooled = pooler.forward(&first_token(x_btc)?.contiguous()?)?.tanh()?;
                 classifier.forward(&drops.hidden(&pooled)?)
             }
             BertOutput::Embedding { pooling, .. } => pooling.pool(x_btc, rows),
+        }
+    }
+
+    fn cross_entropy(&self, x_btc: &Tensor, targets_bt: &Tensor, options: &CrossEntropyOptions) -> Result<Tensor> {
+        match self {
+            BertOutput::Vocabulary { head, .. } => head.cross_entropy(&self.transformed(x_btc)?, targets_bt, options),
+            _ => Err(no_vocabulary()),
+        }
+    }
+
+    /// Returns the input of the head over the vocabulary.
+    fn transformed(&self, x_btc: &Tensor) -> Result<Tensor> {
+        match self {
+            BertOutput::Vocabulary { transform, norm, activation, .. } => {
+                norm.forward(&activate(*activation, &transform.forward(x_btc)?)?)
+            }
+            _ => Err(no_vocabulary()),
         }
     }
 }
@@ -168,6 +183,22 @@ impl Bert {
 
     /// Returns logits `[B, T, V]` for ids `[B, T]`, or classes or embeddings of each row.
     pub fn forward(&self, ids_bt: &Tensor, rows: &Rows) -> Result<Tensor> {
+        self.output.forward(&self.hidden(ids_bt, rows)?, rows, &self.drops)
+    }
+
+    /// Returns the cross-entropy of targets `[B, T]` for ids `[B, T]`. No logits are computed for ignored targets.
+    pub fn cross_entropy(
+        &self,
+        ids_bt: &Tensor,
+        rows: &Rows,
+        targets_bt: &Tensor,
+        options: &CrossEntropyOptions,
+    ) -> Result<Tensor> {
+        self.output.cross_entropy(&self.hidden(ids_bt, rows)?, targets_bt, options)
+    }
+
+    /// Returns hidden states `[B, T, C]`.
+    fn hidden(&self, ids_bt: &Tensor, rows: &Rows) -> Result<Tensor> {
         let (_, t) = ids_bt.dims2()?;
         let places = match &rows.documents {
             Some(documents) => documents.position_ids(ids_bt.device())?,
@@ -180,9 +211,8 @@ impl Bert {
         let same = self.positions.forward(&places)?.broadcast_add(&self.types.forward(&types)?)?;
         let x_btc = self.norm.forward(&self.tokens.forward(ids_bt)?.broadcast_add(&same)?)?;
         let x_btc = self.drops.embedding(&x_btc)?;
-        let x_btc = self.blocks.iter().try_fold(x_btc, |x_btc, block| {
+        self.blocks.iter().try_fold(x_btc, |x_btc, block| {
             block.call_with((x_btc, rows.clone()), |layer, input| layer.run(input, Block::forward))
-        })?;
-        self.output.forward(&x_btc, rows, &self.drops)
+        })
     }
 }

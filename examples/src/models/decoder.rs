@@ -6,8 +6,9 @@
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 use fsdp_candle::FsdpModule;
-use fsdp_candle::nn::{self, AttentionOptions, Documents, Embedding, Linear, RmsNorm, Rotary, RotaryOptions};
-use fsdp_core::ProcessGroup;
+use fsdp_candle::nn::{
+    self, AttentionOptions, CrossEntropyOptions, Documents, Embedding, Linear, RmsNorm, Rotary, RotaryOptions,
+};
 
 use crate::models::config::decoder::Norms;
 use crate::models::config::rope::Rope;
@@ -82,11 +83,6 @@ impl<B: CallBlock> Decoder<B> {
         })
     }
 
-    /// Returns the ranks that split the vocabulary of the logits, if any.
-    pub fn vocabulary_group(&self) -> Option<&ProcessGroup> {
-        self.parallel.as_ref().map(TensorParallel::group)
-    }
-
     /// Returns logits `[B, T, V]` for ids `[B, T]` on every rank, for any T.
     pub fn logits(&self, ids_bt: &Tensor) -> Result<Tensor> {
         let Some(parallel) = &self.parallel else { return Ok(self.forward(ids_bt, &Rows::default())?.0) };
@@ -98,9 +94,32 @@ impl<B: CallBlock> Decoder<B> {
     }
 
     /// Returns logits `[B, T, V]` for ids `[B, T]`, or classes or embeddings of each row, and the experts' auxiliary
-    /// loss, if any. Each tensor-parallel rank
-    /// has the logits of its part of the vocabulary, `[B, T, V / N]`.
+    /// loss, if any. Each tensor-parallel rank has the logits of its part of the vocabulary, `[B, T, V / N]`.
     pub fn forward(&self, ids_bt: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
+        let (x_btc, auxiliary) = self.hidden(ids_bt, rows)?;
+        let mut logits = self.output.forward(&x_btc, rows)?;
+        if let Some(cap) = self.logit_softcap {
+            logits = ((logits / cap)?.tanh()? * cap)?;
+        }
+        Ok((logits, auxiliary))
+    }
+
+    /// Returns the cross-entropy of targets `[B, T]` for ids `[B, T]`, and the experts' auxiliary loss, if any. The
+    /// logits never exist whole. The softcap of `options` is replaced by the model's.
+    pub fn cross_entropy(
+        &self,
+        ids_bt: &Tensor,
+        rows: &Rows,
+        targets_bt: &Tensor,
+        options: &CrossEntropyOptions,
+    ) -> Result<(Tensor, Option<Tensor>)> {
+        let (x_btc, auxiliary) = self.hidden(ids_bt, rows)?;
+        let options = CrossEntropyOptions { softcap: self.logit_softcap, ..*options };
+        Ok((self.output.cross_entropy(&x_btc, targets_bt, &options)?, auxiliary))
+    }
+
+    /// Returns normalized hidden states `[B, T, C]`, and the experts' auxiliary loss.
+    fn hidden(&self, ids_bt: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
         let mut x_btc = self.embedding.forward(ids_bt)?;
         if let Some(scale) = self.embedding_scale {
             x_btc = (x_btc * scale)?;
@@ -111,17 +130,13 @@ impl<B: CallBlock> Decoder<B> {
             (x_btc, load) = block.call_block((x_btc, rows.clone()))?;
             loads.extend(load);
         }
-        let mut logits = self.output.forward(&self.norm.forward(&x_btc)?, rows)?;
-        if let Some(cap) = self.logit_softcap {
-            logits = ((logits / cap)?.tanh()? * cap)?;
-        }
         // Padding also chooses experts, but is not counted.
         let tokens = rows.filled.as_ref().map_or(ids_bt.elem_count(), |filled| filled.iter().sum());
         let auxiliary = match crate::models::experts::balance(&loads, tokens)? {
             Some(loss) => Some((loss * self.auxiliary)?),
             None => None,
         };
-        Ok((logits, auxiliary))
+        Ok((self.norm.forward(&x_btc)?, auxiliary))
     }
 }
 

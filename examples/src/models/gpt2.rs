@@ -6,7 +6,7 @@
 use candle_core::{Module, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 use fsdp_candle::FsdpModule;
-use fsdp_candle::nn::{self, AttentionOptions, Conv1D, Documents, Embedding, LayerNorm, Linear};
+use fsdp_candle::nn::{self, AttentionOptions, Conv1D, CrossEntropyOptions, Documents, Embedding, LayerNorm, Linear};
 
 use crate::models::config::Gpt2Config;
 use crate::models::heads::{Head, Output};
@@ -118,6 +118,22 @@ impl Gpt2 {
 
     /// Returns logits `[B, T, V]` for ids `[B, T]`, or classes or embeddings of each row.
     pub fn forward(&self, ids_bt: &Tensor, rows: &Rows) -> Result<Tensor> {
+        self.output.forward(&self.hidden(ids_bt, rows)?, rows)
+    }
+
+    /// Returns the cross-entropy of targets `[B, T]` for ids `[B, T]`. The logits never exist whole.
+    pub fn cross_entropy(
+        &self,
+        ids_bt: &Tensor,
+        rows: &Rows,
+        targets_bt: &Tensor,
+        options: &CrossEntropyOptions,
+    ) -> Result<Tensor> {
+        self.output.cross_entropy(&self.hidden(ids_bt, rows)?, targets_bt, options)
+    }
+
+    /// Returns normalized hidden states `[B, T, C]`.
+    fn hidden(&self, ids_bt: &Tensor, rows: &Rows) -> Result<Tensor> {
         let (_, t) = ids_bt.dims2()?;
         let positions = match &rows.documents {
             Some(documents) => documents.position_ids(ids_bt.device())?,
@@ -128,6 +144,6 @@ impl Gpt2 {
         let x_btc = self.blocks.iter().try_fold(x_btc, |x_btc, block| {
             block.call_with((x_btc, rows.clone()), |layer, input| layer.run(input, Block::forward))
         })?;
-        self.output.forward(&self.norm.forward(&x_btc)?, rows)
+        self.norm.forward(&x_btc)
     }
 }

@@ -9,7 +9,7 @@ use anyhow::{Context, bail, ensure};
 use candle_core::{DType, Module, Result, Tensor};
 use candle_nn::VarBuilder;
 use fsdp_candle::FsdpModule;
-use fsdp_candle::nn::Linear;
+use fsdp_candle::nn::{CrossEntropyOptions, Linear};
 use serde_json::Value;
 
 use crate::models::LanguageModel;
@@ -166,6 +166,23 @@ impl Output {
             Output::Pooled(pooling) => pooling.pool(x_btc, rows),
         }
     }
+
+    /// Returns the cross-entropy of targets `[B, T]` for normalized hidden states `[B, T, C]`.
+    pub(super) fn cross_entropy(
+        &self,
+        x_btc: &Tensor,
+        targets_bt: &Tensor,
+        options: &CrossEntropyOptions,
+    ) -> Result<Tensor> {
+        match self {
+            Output::Vocabulary(head) => head.cross_entropy(x_btc, targets_bt, options),
+            Output::Score(_) | Output::Pooled(_) => Err(no_vocabulary()),
+        }
+    }
+}
+
+pub(super) fn no_vocabulary() -> candle_core::Error {
+    candle_core::Error::Msg("a model of classes or embeddings has no loss over a vocabulary".into()).bt()
 }
 
 /// Returns the first hidden state of each row, `[B, C]`.

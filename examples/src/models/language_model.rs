@@ -3,9 +3,8 @@
 use std::sync::Arc;
 
 use candle_core::{Device, Module, Result, Tensor};
-use fsdp_candle::nn::{self, CrossEntropyOptions, Documents, Reduction};
+use fsdp_candle::nn::{CrossEntropyOptions, Documents, Reduction};
 use fsdp_candle::{FsdpModule, Tensors};
-use fsdp_core::ProcessGroup;
 
 use crate::data::MicroBatch;
 use crate::models::{bert, decoder, gpt2};
@@ -31,14 +30,6 @@ impl LanguageModel {
         .set_training(training);
     }
 
-    /// Returns the ranks that split the vocabulary of the logits, if any.
-    pub(super) fn vocabulary_group(&self) -> Option<&ProcessGroup> {
-        match self {
-            LanguageModel::Decoder(model) => model.vocabulary_group(),
-            LanguageModel::Gpt2(_) | LanguageModel::Bert(_) => None,
-        }
-    }
-
     /// Returns the logits, and an auxiliary loss if the model has one.
     pub(super) fn outputs(&self, ids: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
         match self {
@@ -47,7 +38,20 @@ impl LanguageModel {
             LanguageModel::Bert(model) => Ok((model.forward(ids, rows)?, None)),
         }
     }
+
+    /// Returns the cross-entropy of a batch's targets, and an auxiliary loss if the model has one.
+    fn cross_entropy(&self, ids: &Tensor, rows: &Rows, targets: &Tensor, reduction: Reduction) -> Result<Losses> {
+        let options = CrossEntropyOptions { reduction, ..Default::default() };
+        match self {
+            LanguageModel::Decoder(model) => model.cross_entropy(ids, rows, targets, &options),
+            LanguageModel::Gpt2(model) => Ok((model.cross_entropy(ids, rows, targets, &options)?, None)),
+            LanguageModel::Bert(model) => Ok((model.cross_entropy(ids, rows, targets, &options)?, None)),
+        }
+    }
 }
+
+/// The cross-entropy, and an auxiliary loss if the model has one.
+type Losses = (Tensor, Option<Tensor>);
 
 /// Returns all logits on every rank.
 impl Module for LanguageModel {
@@ -122,45 +126,29 @@ impl Batch {
 
 /// Returns the sum of the losses of all counted targets.
 pub fn cross_entropy_sum(model: &FsdpModule<LanguageModel>, batch: &Batch) -> Result<Tensor> {
-    reduced(model, &outputs(model, batch)?.0, batch, Reduction::Sum)
+    Ok(losses(model, batch, Reduction::Sum)?.0)
 }
 
 /// Returns the mean loss over the counted targets, or 0 without any.
 pub fn cross_entropy(model: &FsdpModule<LanguageModel>, batch: &Batch) -> Result<Tensor> {
-    mean(model, &outputs(model, batch)?.0, batch)
+    Ok(losses(model, batch, mean_of(batch))?.0)
 }
 
 /// Returns [`cross_entropy`] plus the load-balancing loss of experts, if the configuration has one.
 pub fn loss(model: &FsdpModule<LanguageModel>, batch: &Batch) -> Result<Tensor> {
-    let (logits, auxiliary) = outputs(model, batch)?;
-    let loss = mean(model, &logits, batch)?;
-    match auxiliary {
-        Some(auxiliary) => loss + auxiliary,
-        None => Ok(loss),
+    match losses(model, batch, mean_of(batch))? {
+        (loss, Some(auxiliary)) => loss + auxiliary,
+        (loss, None) => Ok(loss),
     }
 }
 
-fn mean(model: &FsdpModule<LanguageModel>, logits: &Tensor, batch: &Batch) -> Result<Tensor> {
+fn mean_of(batch: &Batch) -> Reduction {
     // The mean over no target is NaN, and the sum is 0.
-    let reduction = if batch.counted > 0 { Reduction::Mean } else { Reduction::Sum };
-    reduced(model, logits, batch, reduction)
+    if batch.counted > 0 { Reduction::Mean } else { Reduction::Sum }
 }
 
-pub(super) fn outputs(model: &FsdpModule<LanguageModel>, batch: &Batch) -> Result<(Tensor, Option<Tensor>)> {
+/// Returns the cross-entropy of the batch's targets, and the auxiliary loss.
+pub(super) fn losses(model: &FsdpModule<LanguageModel>, batch: &Batch, reduction: Reduction) -> Result<Losses> {
     let input = (batch.ids.clone(), batch.rows.clone());
-    model.call_with(input, |model, (ids, rows)| model.outputs(&ids, &rows))
-}
-
-/// Returns the cross-entropy of the batch's targets.
-pub(super) fn reduced(
-    model: &FsdpModule<LanguageModel>,
-    logits: &Tensor,
-    batch: &Batch,
-    reduction: Reduction,
-) -> Result<Tensor> {
-    let options = CrossEntropyOptions { reduction, ..Default::default() };
-    match model.inner().vocabulary_group() {
-        Some(group) => nn::vocab_parallel_cross_entropy(logits, &batch.targets, group, &options),
-        None => nn::cross_entropy_with(logits, &batch.targets, &options),
-    }
+    model.call_with(input, |model, (ids, rows)| model.cross_entropy(&ids, &rows, &batch.targets, reduction))
 }

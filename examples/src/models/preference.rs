@@ -9,7 +9,7 @@ use fsdp_candle::nn::Reduction;
 use fsdp_candle::nn::loss::binary_cross_entropy_with_logit;
 
 use crate::metrics::Rewards;
-use crate::models::language_model::{Batch, LanguageModel, outputs, reduced};
+use crate::models::language_model::{Batch, LanguageModel, losses};
 
 /// Log probabilities of a batch of pairs, `[pairs, 2]`: chosen and rejected.
 pub struct PairLogProbs {
@@ -30,8 +30,7 @@ pub struct PairLoss {
 impl PairLogProbs {
     /// Computes the sum of the log probabilities of each row's counted targets.
     pub fn new(model: &FsdpModule<LanguageModel>, batch: &Batch) -> Result<Self> {
-        let (logits, auxiliary) = outputs(model, batch)?;
-        let losses = reduced(model, &logits, batch, Reduction::None)?;
+        let (losses, auxiliary) = losses(model, batch, Reduction::None)?;
         Ok(PairLogProbs { log_probs: losses.sum(1)?.neg()?.reshape(((), 2))?, auxiliary })
     }
 

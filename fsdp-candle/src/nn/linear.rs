@@ -112,6 +112,19 @@ impl Linear {
         Adapter::add_to(self.adapter.as_ref(), affine("Linear", x, &self.weight, bias, false)?, x)
     }
 
+    /// Returns whether an adapter is added to the outputs.
+    pub(in crate::nn) fn is_adapted(&self) -> bool {
+        self.adapter.is_some() && are_enabled()
+    }
+
+    /// Returns the outputs, or this rank's part of the outputs and the ranks that share them.
+    pub(in crate::nn) fn vocabulary_logits(&self, x: &Tensor) -> Result<(Tensor, Option<&ProcessGroup>)> {
+        let Some(parallel) = &self.parallel else { return Ok((self.forward(x)?, None)) };
+        let LinearSharding::Colwise(style) = &parallel.style else { return Ok((self.forward(x)?, None)) };
+        let x = colwise_input("Linear", x, self.weight.dim(1)?, style.input_layout, parallel.group())?;
+        Ok((self.apply(&x, self.bias.as_ref())?, Some(parallel.group())))
+    }
+
     fn forward_colwise(&self, x: &Tensor, style: &ColwiseParallel, group: &ProcessGroup) -> Result<Tensor> {
         let x = colwise_input("Linear", x, self.weight.dim(1)?, style.input_layout, group)?;
         let y = self.apply(&x, self.bias.as_ref())?;
@@ -478,7 +491,7 @@ impl Affine {
 }
 
 /// Returns the sum of each column of a row-major matrix.
-fn column_sums(values: &[f32], cols: usize) -> Vec<f32> {
+pub(in crate::nn) fn column_sums(values: &[f32], cols: usize) -> Vec<f32> {
     let mut sums = vec![0f32; cols];
     // Each thread sums a range of columns.
     map_rows(&mut sums, 1, values.len() / cols.max(1), |first, sums| add_columns(values, cols, first, sums));

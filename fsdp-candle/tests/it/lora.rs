@@ -201,6 +201,29 @@ fn adapts_layers_by_name() {
 }
 
 #[test]
+fn the_loss_of_an_adapted_head_is_that_of_its_outputs() {
+    ranks(2, |world| {
+        let run = |of: fn(&nn::Linear, &Tensor, &Tensor) -> Result<Tensor>| {
+            let vars = vars(&world);
+            vars.freeze(|name| !nn::is_adapter(name));
+            vars.adapt(CONFIG, |layer| layer == "head");
+            let build = |vb: VarBuilder| nn::linear(WIDTH, 5, vb.pp("head"));
+            let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), build).unwrap();
+            let up = vars.get("head.lora_B.weight").unwrap();
+            up.var().set(&up.var().ones_like().unwrap()).unwrap();
+            let hidden = batch(world.rank(), WIDTH);
+            let targets = Tensor::from_iter((0..hidden.dims()[0] as u32).map(|row| row % 5), &Device::Cpu).unwrap();
+            let loss = model.call(|head| of(head, &hidden, &targets)).unwrap();
+            let grads = model.backward(&loss).unwrap();
+            (elements::<f32>(&loss), elements::<f32>(grads.get(up.var()).unwrap()))
+        };
+        let found = run(|head, hidden, targets| head.cross_entropy(hidden, targets, &Default::default()));
+        let expected = run(|head, hidden, targets| nn::cross_entropy(&head.forward(hidden)?, targets));
+        assert_eq!(found, expected);
+    });
+}
+
+#[test]
 fn an_adapter_that_can_not_be_made_fails_the_model_by_name() {
     ranks(1, |world| {
         let vars = vars(&world);

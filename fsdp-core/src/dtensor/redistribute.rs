@@ -531,6 +531,6 @@ mod tests {
         assert_eq!(runs(&[4, 3, 2], &[vec![1..3], vec![0..3], vec![0..2]]), [6..18]);
         assert_eq!(runs(&[4, 3], &[vec![0..4], vec![0..3]]), [0..12]);
         assert_eq!(runs(&[], &[]), [0..1]);
-        assert_eq!(runs(&[4, 0], &[vec![0..4], vec![]]), []);
+        assert_eq!(runs(&[4, 0], &[vec![0..4], vec![]]), Vec::<Range<usize>>::new());
     }
 }

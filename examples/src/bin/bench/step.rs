@@ -8,8 +8,9 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Tensor};
 use fsdp_candle::DeviceChoice;
 use fsdp_candle::initializer::Philox;
+use fsdp_candle::nn::CrossEntropyOptions;
 use fsdp_candle::{
-    AdamW, AdamWConfig, FullyShard, MixedPrecisionPolicy, ReduceOp, ShardedVarMap, World, clip_grad_norm, nn,
+    AdamW, AdamWConfig, FullyShard, MixedPrecisionPolicy, ReduceOp, ShardedVarMap, World, clip_grad_norm,
 };
 use fsdp_train::metrics::peak_memory_bytes;
 use fsdp_train::models::{self, Batch, ModelConfig, ModelOptions, Rows, TensorParallel, parallel};
@@ -138,8 +139,10 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
         ("name", ModelConfig::Decoder(config)) => {
             let model = models::build_by_name(config, opts, &vars, options)?;
             let loss = |batch: &Batch| {
-                let logits = model.call(|model| Ok(model.forward(&batch.ids, &batch.rows)?.0))?;
-                nn::cross_entropy(&logits, &batch.targets)
+                let options = CrossEntropyOptions::default();
+                let losses =
+                    model.call(|model| model.cross_entropy(&batch.ids, &batch.rows, &batch.targets, &options))?;
+                Ok(losses.0)
             };
             measured(&loss, &|loss| model.backward(loss))
         }

@@ -11,11 +11,17 @@ template <class R> static __device__ R infinity();
 template <> __device__ float infinity() { return __uint_as_float(0x7f800000); }
 template <> __device__ double infinity() { return __longlong_as_double(0x7ff0000000000000); }
 
+// Returns a logit after the softcap, if there is one.
+template <class R>
+static __device__ R capped(R logit, R softcap) {
+  return softcap == 0 ? logit : softcap * tanh(logit / softcap);
+}
+
 // Computes a row's largest logit, and its `terms`: the sum of e^(logit - largest), the target's logit, and if there are
 // three the sum of the logits. All are 0 for ignored rows. One pass: the sum follows the largest logit so far.
 template <int N, class T>
 static __device__ void row_statistics(const T* logits, const u32* targets, REAL* largest, REAL* numbers, u64 rows,
-                                      u64 columns, u64 first_class, u32 terms) {
+                                      u64 columns, u64 first_class, u32 terms, REAL softcap) {
   typedef Float<T> F;
   const REAL lowest = -infinity<REAL>();
   for (u64 row = blockIdx.x; row < rows; row += gridDim.x) {
@@ -25,14 +31,17 @@ static __device__ void row_statistics(const T* logits, const u32* targets, REAL*
     if (target != NONE) {
       for (u64 at = (u64)threadIdx.x * N; at < columns; at += (u64)THREADS * N) {
         const Pack<T, N> pack = load<N>(own + at);
-        REAL higher = most;
-        for (int i = 0; i < N; i++) higher = F::get(pack.at[i]) > higher ? F::get(pack.at[i]) : higher;
+        REAL higher = most, values[N];
+        for (int i = 0; i < N; i++) {
+          values[i] = capped((REAL)F::get(pack.at[i]), softcap);
+          higher = values[i] > higher ? values[i] : higher;
+        }
         if (higher > most) {
           powers *= exp(most - higher);
           most = higher;
         }
         for (int i = 0; i < N; i++) {
-          const REAL value = F::get(pack.at[i]);
+          const REAL value = values[i];
           // All logits of a rank's part may be masked. NaN is added.
           if (!(value == lowest)) powers += exp(value - most);
           sum += value;
@@ -47,7 +56,7 @@ static __device__ void row_statistics(const T* logits, const u32* targets, REAL*
     const bool counts = target != NONE, is_here = counts && column < columns;
     largest[row] = counts ? highest : 0;
     numbers[row * terms] = powers;
-    numbers[row * terms + 1] = is_here ? F::get(own[column]) : 0;
+    numbers[row * terms + 1] = is_here ? capped((REAL)F::get(own[column]), softcap) : 0;
     if (terms > 2) numbers[row * terms + 2] = sum;
   }
 }
@@ -81,11 +90,11 @@ static __device__ void losses(const R* largest, const R* numbers, const u32* tar
   if (threadIdx.x == 0) losses[0] = (R)(sum / divisor);
 }
 
-// Computes the gradient of logits: `scale * softmax - uniform`, less `hit` at the target.
+// Computes the gradient of logits: `scale * softmax - uniform`, less `hit` at the target, times the softcap's slope.
 template <int N, class L, class T>
 static __device__ void logits_back(const L* logits, T* grads, const u32* targets, const REAL* log_sums,
                                    const REAL* d_loss, u64 rows, u64 columns, u64 first_class, REAL classes,
-                                   REAL smoothing, REAL divisor, u32 combined) {
+                                   REAL smoothing, REAL divisor, u32 combined, REAL softcap) {
   for (u64 row = blockIdx.x; row < rows; row += gridDim.x) {
     const u32 target = targets[row];
     const u64 column = (u64)target - first_class;
@@ -96,8 +105,10 @@ static __device__ void logits_back(const L* logits, T* grads, const u32* targets
       if (target != NONE) {
         const Pack<L, N> pack = load<N>(logits + row * columns + at);
         for (int i = 0; i < N; i++) {
-          const REAL share = exp((REAL)Float<L>::get(pack.at[i]) - log_sum) * scale - uniform;
-          grad.at[i] = Float<T>::put(at + i == column ? share - hit : share);
+          const REAL value = capped((REAL)Float<L>::get(pack.at[i]), softcap);
+          const REAL ratio = softcap == 0 ? 0 : value / softcap, slope = 1 - ratio * ratio;
+          const REAL share = exp(value - log_sum) * scale - uniform;
+          grad.at[i] = Float<T>::put((at + i == column ? share - hit : share) * slope);
         }
       }
       store(grads + row * columns + at, grad);
@@ -107,10 +118,12 @@ static __device__ void logits_back(const L* logits, T* grads, const u32* targets
 
 #define STATISTICS(name, T) \
   KERNEL(row_statistics_##name)(const T* logits, const u32* targets, Float<T>::Real* largest, \
-                                Float<T>::Real* numbers, u64 rows, u64 columns, u64 first_class, u32 terms) { \
+                                Float<T>::Real* numbers, u64 rows, u64 columns, u64 first_class, u32 terms, \
+                                double softcap) { \
+    const Float<T>::Real cap = (Float<T>::Real)softcap; \
     if (columns % 4 == 0 && are_packs(logits, logits)) \
-      row_statistics<4>(logits, targets, largest, numbers, rows, columns, first_class, terms); \
-    else row_statistics<1>(logits, targets, largest, numbers, rows, columns, first_class, terms); \
+      row_statistics<4>(logits, targets, largest, numbers, rows, columns, first_class, terms, cap); \
+    else row_statistics<1>(logits, targets, largest, numbers, rows, columns, first_class, terms, cap); \
   }
 FLOATS(STATISTICS)
 
@@ -129,14 +142,14 @@ LOSSES(f64, double)
   KERNEL(logits_back_##logits_name##_##name)(const L* logits, T* grads, const u32* targets, \
                                              const Float<T>::Real* log_sums, const Float<T>::Real* d_loss, u64 rows, \
                                              u64 columns, u64 first_class, double classes, double smoothing, \
-                                             double divisor, u32 combined) { \
+                                             double divisor, u32 combined, double softcap) { \
     typedef Float<T>::Real R; \
     if (columns % 4 == 0 && are_packs(logits, logits) && are_packs(grads, grads)) \
       logits_back<4>(logits, grads, targets, log_sums, d_loss, rows, columns, first_class, (R)classes, (R)smoothing, \
-                     (R)divisor, combined); \
+                     (R)divisor, combined, (R)softcap); \
     else \
       logits_back<1>(logits, grads, targets, log_sums, d_loss, rows, columns, first_class, (R)classes, (R)smoothing, \
-                     (R)divisor, combined); \
+                     (R)divisor, combined, (R)softcap); \
   }
 #define LOGITS_BACK_TO_OWN(name, T) LOGITS_BACK(name, T, name, T)
 FLOATS(LOGITS_BACK_TO_OWN)

@@ -17,6 +17,7 @@ pub(crate) struct LossOptions {
     /// Number of classes on all ranks.
     pub(crate) classes: usize,
     pub(crate) smoothing: f64,
+    pub(crate) softcap: Option<f64>,
     /// Divisor of the sum of the rows' losses.
     pub(crate) divisor: f64,
     /// Whether the rows' losses are summed.
@@ -58,7 +59,8 @@ pub(crate) fn row_statistics(
     let from = [cuda.view(logits)?, cuda.view(targets)?];
     let views = [from[0], from[1], cuda.view_mut(largest)?, cuda.view_mut(terms)?].map(Arg::from);
     let sizes = [rows, options.columns, options.first_class].map(Arg::from);
-    let args = [&views[..], &sizes, &[Arg::Word(options.terms() as u32)]].concat();
+    let softcap = options.softcap.unwrap_or(0.).into();
+    let args = [&views[..], &sizes, &[Arg::Word(options.terms() as u32), softcap]].concat();
     // SAFETY: the kernel's arguments, of the dtype in its name: a row of logits, a target and the numbers for each row.
     unsafe { cuda.launch(Module::Losses.kernel(&kernel), block_for_each(rows), &args) }
 }
@@ -123,7 +125,7 @@ pub(crate) fn logits_back(
 ) -> Result<Buffer> {
     let (cuda, rows) = (of_slice(&logits)?, targets.len());
     let kernel = format!("logits_back_{}_{}", float_suffix(logits.dtype())?, float_suffix(dtype)?);
-    let LossOptions { columns, first_class, classes, smoothing, divisor, combined } = *options;
+    let LossOptions { columns, first_class, classes, smoothing, softcap, divisor, combined } = *options;
     same_dtype(DType::U32, targets.dtype())?;
     same_dtype(wide(dtype), log_sums.dtype())?;
     same_dtype(wide(dtype), d_loss.dtype())?;
@@ -138,7 +140,7 @@ pub(crate) fn logits_back(
     let views = [cuda.view(logits)?, to, cuda.view(targets)?, cuda.view(log_sums)?, cuda.view(d_loss)?].map(Arg::from);
     let sizes = [rows, columns, first_class].map(Arg::from);
     let numbers = [classes as f64, smoothing, divisor].map(Arg::from);
-    let args = [&views[..], &sizes, &numbers, &[Arg::Word(combined.into())]].concat();
+    let args = [&views[..], &sizes, &numbers, &[Arg::Word(combined.into()), softcap.unwrap_or(0.).into()]].concat();
     // SAFETY: the kernel's arguments, of the dtypes in its name: a row of logits and of gradients, a target and the
     // numbers for each row.
     unsafe { cuda.launch(Module::Losses.kernel(&kernel), block_for_each(rows), &args)? };

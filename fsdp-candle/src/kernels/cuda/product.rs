@@ -71,7 +71,7 @@ impl<'a> Matrix<'a> {
     }
 
     /// Returns the rows and columns.
-    fn dims(&self) -> (usize, usize) {
+    pub(crate) fn dims(&self) -> (usize, usize) {
         let MatrixLayout { rows, cols, .. } = self.layout;
         if self.is_transposed { (cols, rows) } else { (rows, cols) }
     }

@@ -10,7 +10,7 @@ use candle_core::{Result, Storage, Tensor};
 use super::documents::Documents;
 use super::fused::{AttentionDims, AttentionOptions, Engine, HeadLayout, VisibleKeys};
 use crate::nn::cpu::matrix::{Mat, MatMut, Shared, product_here};
-use crate::nn::cpu::simd::{dot, kernel, max, probability, sum};
+use crate::nn::cpu::simd::{dot, kernel, max, probability, sum, tanh};
 use crate::nn::cpu::{cpu, floats, for_each_task, read, storage, tensor_like};
 
 /// Queries of a block.
@@ -229,26 +229,6 @@ impl QueryBlock {
 struct Scaling {
     scale: f32,
     softcap: Option<f32>,
-}
-
-/// Computes tanh by a rational function, within 4 units in the last place: Eigen's `ptanh`.
-#[inline(always)]
-#[allow(clippy::excessive_precision)]
-fn tanh(x: f32) -> f32 {
-    const BOUND: f32 = 7.905_311_1;
-    let x = if x < -BOUND { -BOUND } else { x };
-    let x = if x > BOUND { BOUND } else { x };
-    let square = x * x;
-    let p = square.mul_add(-2.760_768_477_42e-16, 2.000_187_904_82e-13);
-    let p = square.mul_add(p, -8.604_671_522_14e-11);
-    let p = square.mul_add(p, 5.122_297_090_37e-8);
-    let p = square.mul_add(p, 1.485_722_357_18e-5);
-    let p = square.mul_add(p, 6.372_619_288_75e-4);
-    let p = square.mul_add(p, 4.893_524_558_92e-3);
-    let q = square.mul_add(1.198_258_394_67e-6, 1.185_347_056_87e-4);
-    let q = square.mul_add(q, 2.268_434_632_44e-3);
-    let q = square.mul_add(q, 4.893_525_185_54e-3);
-    x * p / q
 }
 
 kernel! {

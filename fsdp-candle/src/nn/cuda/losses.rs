@@ -41,6 +41,7 @@ impl LossRows {
             first_class: rows.first,
             classes: rows.classes,
             smoothing: rows.smoothing,
+            softcap: rows.softcap,
             divisor: rows.divisor,
             combined: rows.combined,
         };
@@ -128,11 +129,12 @@ pub(in crate::nn) fn cross_entropy(function: &'static str, logits: &Tensor, rows
     })
 }
 
-/// Computes the loss of a head: of `hidden W^T`, with this rank's rows of `W`.
+/// Computes the loss of a head: of `hidden W^T + b`, with this rank's rows of `W`.
 pub(in crate::nn) fn linear_cross_entropy(
     function: &'static str,
     hidden: Input<'_>,
     weight: Weight,
+    bias: Option<Weight>,
     mut rows: TargetRows,
 ) -> Result<Tensor> {
     let (values, all) = (hidden.values(), rows.targets.len());
@@ -143,8 +145,8 @@ pub(in crate::nn) fn linear_cross_entropy(
         rows.targets.retain(Option::is_some);
     }
     let counted = counted.map(|counted| CountedRows::new(&counted, all, device)).transpose()?;
-    let (shape, arguments) = (rows.shape.clone(), weight.arguments(hidden.node(), None));
-    let head = Head { shared: hidden.shared(), weight, loss: LossRows::new(rows, dtype, device)?, counted };
+    let (shape, arguments) = (rows.shape.clone(), weight.arguments(hidden.node(), bias.as_ref()));
+    let head = Head { shared: hidden.shared(), weight, bias, loss: LossRows::new(rows, dtype, device)?, counted };
     let [losses, log_sums] = head.forward(values)?;
     let log_sums = to_tensor(log_sums, &[head.loss.count()], device)?;
     let losses = match head.counted.as_ref().filter(|_| !head.loss.options.combined) {
@@ -193,6 +195,7 @@ struct Head {
     /// Input that is read instead of the graph argument.
     shared: Option<SharedInput>,
     weight: Weight,
+    bias: Option<Weight>,
     loss: LossRows,
     /// The rows that are not ignored, if some are.
     counted: Option<CountedRows>,
@@ -212,31 +215,52 @@ impl Head {
         self.weight.value()?.detach().contiguous()
     }
 
+    /// Returns the bias, and a column of ones for each row of a stretch, whose product adds it.
+    fn bias_value(&self) -> Result<Option<[Tensor; 2]>> {
+        let Some(bias) = &self.bias else { return Ok(None) };
+        let bias = bias.value()?.detach().contiguous()?;
+        let ones = Tensor::ones(self.step().min(self.loss.count()), bias.dtype(), bias.device())?;
+        Ok(Some([bias, ones]))
+    }
+
+    /// Returns the number of rows whose logits exist at a time.
+    fn step(&self) -> usize {
+        let most = (LOGITS / self.loss.options.columns.max(1)).max(1);
+        if most > ROWS { most / ROWS * ROWS } else { most }
+    }
+
     /// Returns stretches of the rows, whose logits exist at a time.
     fn stretches(&self) -> impl Iterator<Item = Range<usize>> + use<> {
-        let (count, most) = (self.loss.count(), (LOGITS / self.loss.options.columns.max(1)).max(1));
-        let step = if most > ROWS { most / ROWS * ROWS } else { most };
+        let (count, step) = (self.loss.count(), self.step());
         (0..count).step_by(step).map(move |start| start..(start + step).min(count))
     }
 
-    /// Calls `f` with the logits of a stretch.
-    fn logits(&self, hidden: Slice<'_>, weight: Slice<'_>, width: usize, rows: usize) -> Result<Buffer> {
+    /// Returns the logits of a stretch's hidden states.
+    fn logits(&self, hidden: Matrix<'_>, weight: Slice<'_>, bias: Option<&[Tensor; 2]>) -> Result<Buffer> {
+        let (rows, width) = hidden.dims();
         let columns = self.loss.options.columns;
         let mut logits = uninit(self.loss.targets.device(), to_core_dtype(self.loss.wide)?, rows * columns)?;
-        let (hidden, weight) = (Matrix::new(hidden, rows, width)?, Matrix::new(weight, columns, width)?.t());
-        add_product(&mut logits, false, hidden, weight)?;
+        if let Some([bias, ones]) = bias {
+            with_slice(bias, |_, bias| {
+                with_slice(ones, |_, ones| {
+                    let ones = Matrix::new(ones.range(0..rows)?, rows, 1)?;
+                    add_product(&mut logits, false, ones, Matrix::new(bias, 1, columns)?)
+                })
+            })?;
+        }
+        add_product(&mut logits, bias.is_some(), hidden, Matrix::new(weight, columns, width)?.t())?;
         Ok(logits)
     }
 
     fn forward(&self, hidden: &Tensor) -> Result<[Buffer; 2]> {
-        let (hidden, weight) = (self.hidden(hidden)?, self.weight_value()?);
+        let (hidden, weight, bias) = (self.hidden(hidden)?, self.weight_value()?, self.bias_value()?);
         let width = hidden.dim(1)?;
         self.loss.losses(|largest, terms| {
             with_slice(&hidden, |_, hidden| {
                 with_slice(&weight, |_, weight| {
                     for stretch in self.stretches() {
                         let own = hidden.range(stretch.start * width..stretch.end * width)?;
-                        let logits = self.logits(own, weight, width, stretch.len())?;
+                        let logits = self.logits(Matrix::new(own, stretch.len(), width)?, weight, bias.as_ref())?;
                         self.loss.add_statistics((&logits).into(), stretch, largest, terms)?;
                     }
                     Ok(())
@@ -245,7 +269,7 @@ impl Head {
         })
     }
 
-    fn backward(&self, argument: &Tensor, log_sums: &Tensor, d_loss: &Tensor) -> Result<[Option<Tensor>; 2]> {
+    fn backward(&self, argument: &Tensor, log_sums: &Tensor, d_loss: &Tensor) -> Result<[Option<Tensor>; 3]> {
         let d_loss = d_loss.detach().contiguous()?.flatten_all()?;
         let d_loss = match self.counted.as_ref().filter(|_| !self.loss.options.combined) {
             Some(counted) => counted.of(&d_loss)?,
@@ -254,18 +278,18 @@ impl Head {
         let all = input::values(argument, &self.shared);
         let hidden = self.hidden(all)?;
         let (count, width) = hidden.dims2()?;
-        let dtype = hidden.dtype();
+        let (dtype, device) = (hidden.dtype(), hidden.device());
         let wants_dx = self.shared.is_some() || argument.track_op();
-        let device = hidden.device();
         let d_hidden = to_tensor(uninit(device, to_core_dtype(dtype)?, count * width)?, &[count, width], device)?;
-        let back = |mut dw: Option<(&mut Buffer, bool)>| {
-            let (columns, weight) = (self.loss.options.columns, self.weight_value()?);
+        let back = |mut dw: Option<Sum<'_>>, mut db: Option<Sum<'_>>| {
+            let (columns, weight, bias) = (self.loss.options.columns, self.weight_value()?, self.bias_value()?);
+            let ones = db.is_some().then(|| Tensor::ones(self.step().min(count), dtype, device)).transpose()?;
             with_slice(&hidden, |_, hidden| {
                 with_slice(&weight, |_, weight| {
                     for stretch in self.stretches() {
                         let (rows, elements) = (stretch.len(), stretch.start * width..stretch.end * width);
-                        let own = hidden.range(elements.clone())?;
-                        let logits = self.logits(own, weight, width, rows)?;
+                        let own = Matrix::new(hidden.range(elements.clone())?, rows, width)?;
+                        let logits = self.logits(own, weight, bias.as_ref())?;
                         let grads = self.loss.logits_back((&logits).into(), dtype, stretch, log_sums, &d_loss)?;
                         drop(logits);
                         let grads = Matrix::new((&grads).into(), rows, columns)?;
@@ -275,19 +299,29 @@ impl Head {
                                 write_product(to.range(elements)?, false, grads, weight)
                             })?;
                         }
-                        if let Some((dw, accumulate)) = &mut dw {
-                            add_product(dw, *accumulate, grads.t(), Matrix::new(own, rows, width)?)?;
-                            *accumulate = true;
+                        if let Some(dw) = &mut dw {
+                            dw.add(grads.t(), own)?;
+                        }
+                        if let (Some(db), Some(ones)) = (&mut db, &ones) {
+                            with_slice(ones, |_, ones| db.add(Matrix::new(ones.range(0..rows)?, 1, rows)?, grads))?;
                         }
                     }
                     Ok(())
                 })
             })
         };
+        let mut db = None;
+        let mut back_with_bias = |dw: Option<Sum<'_>>| match self.bias.as_ref().filter(|bias| bias.wants_grad()) {
+            Some(bias) => {
+                db = bias.write_device_grad(|buffer, accumulate| back(dw, Some(Sum { buffer, accumulate })))?;
+                Ok(())
+            }
+            None => back(dw, None),
+        };
         let dw = if self.weight.wants_grad() {
-            self.weight.write_device_grad(|buffer, accumulate| back(Some((buffer, accumulate))))?
+            self.weight.write_device_grad(|buffer, accumulate| back_with_bias(Some(Sum { buffer, accumulate })))?
         } else {
-            back(None)?;
+            back_with_bias(None)?;
             None
         };
         let dx = input::gradient(argument, &self.shared, || {
@@ -297,6 +331,21 @@ impl Head {
             };
             d_hidden.reshape(all.shape())
         })?;
-        Ok([dx, dw])
+        Ok([dx, dw, db])
+    }
+}
+
+/// A gradient to which products are added.
+struct Sum<'a> {
+    buffer: &'a mut Buffer,
+    /// Whether the buffer has values.
+    accumulate: bool,
+}
+
+impl Sum<'_> {
+    fn add(&mut self, lhs: Matrix<'_>, rhs: Matrix<'_>) -> Result<()> {
+        add_product(self.buffer, self.accumulate, lhs, rhs)?;
+        self.accumulate = true;
+        Ok(())
     }
 }

@@ -8,7 +8,7 @@ use fsdp_core::{ProcessGroup, ReduceOp};
 
 use crate::collectives::{all_reduce, check, largest, reduced_values};
 use crate::kernels::graph_op;
-use crate::nn::cpu::simd::{kernel, max, probability, sum, sum_exp};
+use crate::nn::cpu::simd::{kernel, max, probability, sum, sum_exp, tanh};
 use crate::nn::cpu::{indices_or_none, map_rows, read, storage, tensor_like, to_vec};
 #[cfg(feature = "cuda")]
 use crate::nn::cuda;
@@ -33,7 +33,7 @@ pub enum Reduction {
     None,
 }
 
-/// PyTorch's `ignore_index`, `label_smoothing` and `reduction` of `cross_entropy`.
+/// PyTorch's `ignore_index`, `label_smoothing` and `reduction` of `cross_entropy`, and the softcap of Gemma 2.
 ///
 /// ```
 /// use fsdp_candle::nn::{CrossEntropyOptions, IGNORED, Reduction};
@@ -47,13 +47,20 @@ pub struct CrossEntropyOptions {
     pub ignore_index: Option<i64>,
     /// Part of a target's probability that is spread over all classes, from 0 to 1. Default: 0.
     pub label_smoothing: f64,
+    /// The loss is of `softcap * tanh(logits / softcap)`. Default: `None`.
+    pub softcap: Option<f64>,
     /// How the rows' losses are combined. Default: [`Reduction::Mean`].
     pub reduction: Reduction,
 }
 
 impl Default for CrossEntropyOptions {
     fn default() -> Self {
-        CrossEntropyOptions { ignore_index: Some(IGNORED.into()), label_smoothing: 0., reduction: Reduction::Mean }
+        CrossEntropyOptions {
+            ignore_index: Some(IGNORED.into()),
+            label_smoothing: 0.,
+            softcap: None,
+            reduction: Reduction::Mean,
+        }
     }
 }
 
@@ -80,6 +87,10 @@ impl CrossEntropyOptions {
         if !(0. ..=1.).contains(&smoothing) {
             bail!("{function}: label_smoothing is {smoothing}; it must be from 0 to 1");
         }
+        let softcap = self.softcap;
+        if let Some(cap) = softcap.filter(|cap| !(*cap > 0. && cap.is_finite())) {
+            bail!("{function}: softcap is {cap}; it must be positive and finite");
+        }
         if classes == 0 {
             bail!("{function}: the number of classes is 0, but must be at least 1");
         }
@@ -90,7 +101,7 @@ impl CrossEntropyOptions {
             Reduction::Sum | Reduction::None => 1.,
         };
         let combined = self.reduction != Reduction::None;
-        Ok(TargetRows { targets, columns, first, classes, ranks, smoothing, divisor, combined, shape })
+        Ok(TargetRows { targets, columns, first, classes, ranks, smoothing, softcap, divisor, combined, shape })
     }
 }
 
@@ -107,6 +118,7 @@ pub(in crate::nn) struct TargetRows {
     /// Ranks that hold parts of the vocabulary, if there are several.
     pub(in crate::nn) ranks: Option<ProcessGroup>,
     pub(in crate::nn) smoothing: f64,
+    pub(in crate::nn) softcap: Option<f64>,
     /// Divisor of the sum of the rows' losses.
     pub(in crate::nn) divisor: f64,
     /// Whether the rows' losses are summed.
@@ -121,6 +133,8 @@ pub(super) struct GradFactors {
     pub(super) scale: f32,
     pub(super) uniform: f32,
     pub(super) hit: f32,
+    /// Reciprocal of the softcap, or 0 without one.
+    pub(super) inverse_cap: f32,
 }
 
 /// The factors of all rows, or of each row.
@@ -130,7 +144,7 @@ pub(super) enum RowFactors {
 }
 
 impl RowFactors {
-    /// Replaces the logits of the rows from `first` on by their gradient.
+    /// Replaces the logits of the rows from `first` on, after the softcap, by the gradient of the logits before it.
     pub(super) fn logits_to_gradient(
         &self,
         logits: &mut [f32],
@@ -165,10 +179,22 @@ impl TargetRows {
         }))
     }
 
-    fn grad_factors(&self, d_loss: f32) -> GradFactors {
+    pub(super) fn grad_factors(&self, d_loss: f32) -> GradFactors {
         let scale = d_loss / self.divisor as f32;
         let smoothing = self.smoothing as f32;
-        GradFactors { scale, uniform: scale * smoothing / self.classes as f32, hit: scale * (1. - smoothing) }
+        GradFactors {
+            scale,
+            uniform: scale * smoothing / self.classes as f32,
+            hit: scale * (1. - smoothing),
+            inverse_cap: self.softcap.map_or(0., |cap| 1. / cap as f32),
+        }
+    }
+
+    /// Replaces logits by `softcap * tanh(logits / softcap)`, if there is a softcap.
+    pub(super) fn cap_logits(&self, logits: &mut [f32]) {
+        if let Some(cap) = self.softcap {
+            map_rows(logits, self.columns, self.columns, |_, logits| cap_logits(logits, cap as f32));
+        }
     }
 
     /// Returns the column of a target, if this rank has it.
@@ -201,11 +227,11 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     cross_entropy_with(logits, targets, &CrossEntropyOptions::plain())
 }
 
-/// [`cross_entropy`](cross_entropy()) with ignored targets, smoothed labels, or the sum instead of the mean.
+/// [`cross_entropy`](cross_entropy()) with ignored targets, smoothed labels, a softcap, or the sum instead of the mean.
 ///
 /// As in PyTorch, with a smoothing of `e` a row's loss is `(1 - e)` times its loss without smoothing, plus `e` times
 /// the mean of the losses for each of the `V` classes. Fails if the shapes disagree, the input has no rows, a
-/// target is neither below `V` nor `ignore_index`, or the smoothing is not from 0 to 1.
+/// target is neither below `V` nor `ignore_index`, the smoothing is not from 0 to 1, or the softcap is not positive.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -254,6 +280,14 @@ fn loss(
     let mut statistics = Statistics::new(rows.targets.len());
     {
         read!(logits, logits);
+        let logits = match rows.softcap {
+            None => logits,
+            Some(_) => {
+                let mut capped = logits.into_owned();
+                rows.cap_logits(&mut capped);
+                capped.into()
+            }
+        };
         statistics.add_rows(0, &logits, &rows.targets, &rows);
     }
     let (losses, log_sums) = statistics.losses(&rows)?;
@@ -261,6 +295,7 @@ fn loss(
     graph_op(function, &[logits], storage(losses, DType::F32)?, shape, move |logits, _, d_loss| {
         let factors = rows.row_factors(d_loss, None)?;
         let mut grad = to_vec(logits[0])?;
+        rows.cap_logits(&mut grad);
         map_rows(&mut grad, columns, columns, |first, grad| {
             let own = first..first + grad.len() / columns;
             factors.logits_to_gradient(grad, first, &rows.targets[own.clone()], &log_sums[own], rows.first);
@@ -273,6 +308,9 @@ fn loss(
 pub(in crate::nn) fn composite(logits: &Tensor, rows: &TargetRows) -> Result<Tensor> {
     let wide = if logits.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
     let mut logits = logits.reshape(((), rows.columns))?.to_dtype(wide)?;
+    if let Some(cap) = rows.softcap {
+        logits = ((logits / cap)?.tanh()? * cap)?;
+    }
     let device = logits.device().clone();
     let targets: Vec<u32> = rows.targets.iter().flatten().copied().collect();
     if targets.is_empty() {
@@ -335,11 +373,27 @@ fn smoothed(log_sums: Tensor, picked: &Tensor, mean: Option<&Tensor>, rows: &Tar
 
 #[inline(always)]
 fn logit_grad(x: f32, log_sum: f32, factors: GradFactors) -> f32 {
-    probability(x - log_sum).mul_add(factors.scale, -factors.uniform)
+    probability(x - log_sum).mul_add(factors.scale, -factors.uniform) * cap_slope(x, factors)
+}
+
+/// Returns the slope of the softcap where it returns `x`, or 1 without a softcap.
+#[inline(always)]
+fn cap_slope(x: f32, factors: GradFactors) -> f32 {
+    // A masked logit, of minus infinity, times 0 is NaN.
+    let ratio = if factors.inverse_cap > 0.0 { x * factors.inverse_cap } else { 0.0 };
+    1.0 - ratio * ratio
 }
 
 kernel! {
-    /// Replaces logits by their gradient, one row per target, with classes from `first` on. Ignored rows become 0.
+    fn cap_logits(logits: &mut [f32], cap: f32) {
+        let inverse = 1.0 / cap;
+        logits.iter_mut().for_each(|x| *x = cap * tanh(*x * inverse));
+    }
+}
+
+kernel! {
+    /// Replaces logits after the softcap by the gradient of those before it, one row per target, with classes from
+    /// `first` on. Ignored rows become 0.
     fn logits_to_gradient(
         logits: &mut [f32],
         targets: &[Option<u32>],
@@ -354,11 +408,13 @@ kernel! {
         for ((row, target), &log_sum) in logits.chunks_exact_mut(classes).zip(targets).zip(log_sums) {
             match target {
                 Some(target) => {
+                    let column = (*target as usize).wrapping_sub(first);
+                    let hit = row.get(column).map(|x| factors.hit * cap_slope(*x, factors));
                     for x in row.iter_mut() {
                         *x = logit_grad(*x, log_sum, factors);
                     }
-                    if let Some(x) = row.get_mut((*target as usize).wrapping_sub(first)) {
-                        *x -= factors.hit;
+                    if let (Some(x), Some(hit)) = (row.get_mut(column), hit) {
+                        *x -= hit;
                     }
                 }
                 None => row.fill(0.),
@@ -405,6 +461,11 @@ pub fn vocab_parallel_cross_entropy(
 /// Statistics of a row: the largest logit, the sum of `e^(logit - largest)`, the target's logit, the sum of the logits.
 const NUMBERS: usize = 4;
 
+/// Returns a row's `log sum exp`.
+fn log_sum(numbers: &[f32]) -> f32 {
+    numbers[0] + numbers[1].ln()
+}
+
 /// The statistics of each row, zeros for ignored rows.
 pub(super) struct Statistics(Vec<f32>);
 
@@ -427,6 +488,11 @@ impl Statistics {
         }
     }
 
+    /// Returns the `log sum exp` of each of `count` rows from `first` on, over this rank's classes.
+    pub(super) fn log_sums(&self, first: usize, count: usize) -> Vec<f32> {
+        self.0[NUMBERS * first..][..NUMBERS * count].chunks_exact(NUMBERS).map(log_sum).collect()
+    }
+
     /// Returns the combined loss or the loss of each row, and each row's `log sum exp` over all classes.
     pub(super) fn losses(mut self, rows: &TargetRows) -> Result<(Vec<f32>, Vec<f32>)> {
         if let Some(ranks) = &rows.ranks {
@@ -440,7 +506,7 @@ impl Statistics {
         let log_sums = numbers.map(|(numbers, target)| {
             let (mut log_sum, mut hit, mut spread) = (0., 0., 0.);
             if target.is_some() {
-                log_sum = numbers[0] + numbers[1].ln();
+                log_sum = self::log_sum(numbers);
                 hit = f64::from(log_sum - numbers[2]);
                 spread = f64::from(log_sum - numbers[3] / rows.classes as f32);
             }

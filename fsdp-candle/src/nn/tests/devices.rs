@@ -242,7 +242,12 @@ fn activations_of_extreme_values_are_finite_on_devices() {
 fn every_option() -> impl Iterator<Item = CrossEntropyOptions> {
     let reductions = [Reduction::Mean, Reduction::Sum, Reduction::None];
     reductions.into_iter().flat_map(|reduction| {
-        [0., 0.1].map(|label_smoothing| CrossEntropyOptions { label_smoothing, reduction, ..Default::default() })
+        [(0., None), (0.1, None), (0.1, Some(0.7))].map(|(label_smoothing, softcap)| CrossEntropyOptions {
+            label_smoothing,
+            reduction,
+            softcap,
+            ..Default::default()
+        })
     })
 }
 
@@ -277,11 +282,15 @@ fn fused_heads_match_f64() {
     let Some(device) = device() else { return };
     for dtype in DTYPES {
         for (shape, width, classes) in [(vec![5], 4, 7), (vec![2, 9], 8, 33), (vec![4], 2, 700)] {
-            let inputs = [random(1, &[&shape[..], &[width]].concat(), dtype), random(2, &[classes, width], dtype)];
+            let hidden = random(1, &[&shape[..], &[width]].concat(), dtype);
+            let inputs = [hidden, random(2, &[classes, width], dtype), random(4, &[classes], dtype)];
             for targets in targets_of(&shape, classes) {
                 for options in every_option() {
-                    compare(&format!("head {shape:?} {classes} {options:?}"), &device, &inputs, |x| {
+                    compare(&format!("head {shape:?} {classes} {options:?}"), &device, &inputs[..2], |x| {
                         linear_cross_entropy_with(&x[0], &x[1], &targets, &options)
+                    });
+                    compare(&format!("head with bias {shape:?} {classes} {options:?}"), &device, &inputs, |x| {
+                        Linear::new(x[1].clone(), Some(x[2].clone())).cross_entropy(&x[0], &targets, &options)
                     });
                 }
             }

@@ -38,6 +38,8 @@ pub(super) enum Checkpoint {
 }
 
 const F32: f64 = 4.;
+/// Logits that exist at a time on CPUs (`fsdp-candle/src/nn/loss/linear_cross_entropy.rs`).
+const ON_CPU: f64 = 16777216.;
 
 impl Framework {
     /// Returns the framework's variant on a device.
@@ -172,32 +174,44 @@ impl Framework {
         compute.bytes() * (inner * layer.mlp.inner * layer.mlp.times.max(1.) + 2. * layer.width)
     }
 
-    /// Returns the bytes of logits and the loss.
-    pub(super) fn logits(self, root: &Root, compute: Precision) -> Logits {
+    /// Returns the memory of the head and the loss of this many tokens.
+    pub(super) fn logits(self, root: &Root, compute: Precision, tokens: f64) -> Logits {
         let e = compute.bytes();
-        let all = root.vocabulary;
+        let all = tokens * root.vocabulary;
+        let (head, hidden) = (root.vocabulary * root.width, tokens * root.width);
         match self {
-            // Candle adds the gradient to zeros.
+            // The logits of some rows in f32, and their gradient. Then Candle adds the hidden states' gradient to zeros.
             Framework::OnDevice => Logits {
-                kept: root.logits * e * all,
-                loss: 3. * e * all,
-                slopes: root.logits * e * all,
-                moved: 8. * e * all,
+                kept: F32 * tokens,
+                loss: F32 * all.min(on_device::LOGITS),
+                slopes: ((F32 + e) * all.min(on_device::LOGITS) + e * hidden).max(3. * e * hidden),
+                moved: (2. * F32 + e) * all,
+                again: true,
             },
-            // In half precision the loss also reads f32 copies.
-            Framework::Candle => Logits {
-                kept: root.logits * e * all,
-                loss: if compute == Precision::F32 { 3. * F32 * all } else { (2. * F32 + e) * all },
-                slopes: root.logits * e * all,
-                moved: if compute == Precision::F32 { 3. * F32 * all } else { 30. * all },
-            },
+            // The gradient of all logits, or those of the head and the hidden states. Half precision has f32 copies of
+            // the head and of its gradient.
+            Framework::Candle => {
+                let copy = if compute == Precision::F32 { 0. } else { F32 * head };
+                let (kept, loss) = match tokens < root.width {
+                    true => (F32 * all, 0.),
+                    false => (F32 * (head + hidden), F32 * all.min(ON_CPU)),
+                };
+                Logits {
+                    kept,
+                    loss: loss + copy,
+                    slopes: 2. * F32 * hidden + 2. * copy,
+                    moved: 3. * F32 * all,
+                    again: false,
+                }
+            }
             // Logits are cast to f32, and log-softmax is kept. Its gradient exists twice in f32, and once in the
             // logits' dtype.
             Framework::Pytorch => Logits {
                 kept: F32 * all,
                 loss: 2. * F32 * all,
-                slopes: F32 * all + e * all,
+                slopes: (F32 + e) * all,
                 moved: (28. + 2. * e) * all,
+                again: false,
             },
         }
     }

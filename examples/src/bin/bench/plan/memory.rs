@@ -91,7 +91,7 @@ fn moments(setup: &Setup) -> Vec<Moment> {
     let kept = |layer: &Layer| tokens * framework.kept(layer, compute, checkpoint);
     let of_root = tokens * e * root.kept * root.width + rotary;
     let all_kept = of_root + layers.iter().map(kept).sum::<f64>();
-    let logits = framework.logits(root, compute);
+    let logits = framework.logits(root, compute, tokens);
 
     // Whether the parameters of a block, or of the root, stay gathered.
     let stays = |layer: &Layer| match setup.reshard {
@@ -107,16 +107,16 @@ fn moments(setup: &Setup) -> Vec<Moment> {
     let base = Moment { state: rest_of_state, activations: all_kept, ..Moment::default() };
     let mut moments = vec![
         Moment {
-            when: "the loss's backward",
+            when: "the loss",
             gathered: of_root_gathered + all_stay + next(layers.last()),
-            logits: tokens * (logits.kept + logits.loss),
+            logits: logits.kept + logits.loss,
             ..base.clone()
         },
         Moment {
             when: "the head's backward",
             gathered: of_root_gathered + all_stay + next(layers.last()),
             unreduced: e * root.head,
-            logits: tokens * (logits.kept + logits.slopes),
+            logits: logits.kept + logits.slopes,
             ..base.clone()
         },
     ];
@@ -141,9 +141,9 @@ fn moments(setup: &Setup) -> Vec<Moment> {
             },
             gradients: reduced,
             gathered: of_root_gathered - gone + staying + comes(layer) + next(before),
-            unreduced: e * root.head + waiting(setup, layer),
+            unreduced: e * root.head + waiting(setup, layer) + layers.get(i + 1).map_or(0., |after| sent(setup, after)),
             activations: if held { all_kept } else { left },
-            logits: if held { tokens * logits.kept } else { 0. },
+            logits: if held { logits.kept } else { 0. },
             working: tokens * again.max(0.)
                 + (tokens * framework.flowing(layer, compute)).max(framework.attention_memory(layer, compute)),
             ..base.clone()
@@ -156,12 +156,17 @@ fn moments(setup: &Setup) -> Vec<Moment> {
         when: "the root's reduction",
         gradients: reduced,
         gathered: of_root_gathered - gone,
-        unreduced: e.max(reduce.bytes()) * root.parameters,
+        unreduced: e.max(reduce.bytes()) * root.parameters + layers.first().map_or(0., |after| sent(setup, after)),
         activations: if held { all_kept } else { of_root },
-        logits: if held { tokens * logits.kept } else { 0. },
+        logits: if held { logits.kept } else { 0. },
         ..base
     });
     moments
+}
+
+/// Returns the bytes that the reduction of a block's gradients reads, while the next unit computes.
+fn sent(setup: &Setup, layer: &Layer) -> f64 {
+    if setup.mesh.shard == 1 { 0. } else { setup.reduce.bytes() * layer.parameters }
 }
 
 /// Returns the bytes of a block's gradients. They are packed for their reduction if the dtypes differ.

@@ -100,23 +100,23 @@ pub(super) struct Root {
     pub(super) vocabulary: f64,
     /// Kept tensors as wide as the residual stream.
     pub(super) kept: f64,
-    /// Kept tensors as wide as the vocabulary.
-    pub(super) logits: f64,
     /// Elements of the rotary tables per position.
     pub(super) rotary: f64,
 }
 
-/// Memory of the loss, in bytes per token.
+/// Memory of the head and its loss, in bytes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Logits {
     /// Kept from forward to backward.
     pub(super) kept: f64,
-    /// Additional during the backward of the loss.
+    /// Additional during the loss.
     pub(super) loss: f64,
     /// Additional during the backward of the head.
     pub(super) slopes: f64,
-    /// Bytes moved in forward and backward.
+    /// Moved in forward and backward.
     pub(super) moved: f64,
+    /// Whether backward computes the logits again.
+    pub(super) again: bool,
 }
 
 /// Layers and sizes of a model.
@@ -154,14 +154,11 @@ impl Model {
         for (layer, unit) in layers.iter_mut().zip(&units) {
             layer.parameters = unit.elements;
         }
-        let (width, kept, logits) = match config {
-            // The outputs of embedding and norm, and three tensors for softly capped logits.
-            ModelConfig::Decoder(config) => {
-                let capped = if config.logit_softcap.is_some() { 4. } else { 1. };
-                (config.width as f64, 2., capped)
-            }
-            ModelConfig::Gpt2(config) => (config.n_embd as f64, 3., 1.),
-            ModelConfig::Bert(config) => (config.hidden_size as f64, 6., 1.),
+        let (width, kept) = match config {
+            // The outputs of embedding and norm.
+            ModelConfig::Decoder(config) => (config.width as f64, 2.),
+            ModelConfig::Gpt2(config) => (config.n_embd as f64, 3.),
+            ModelConfig::Bert(config) => (config.hidden_size as f64, 6.),
         };
         let vocabulary = config.vocab_size() as f64;
         Ok(Model {
@@ -173,7 +170,6 @@ impl Model {
                 width,
                 vocabulary,
                 kept,
-                logits,
                 rotary: config.size(None).rotary,
             },
             layers,
@@ -195,6 +191,11 @@ impl Model {
 }
 
 impl Layer {
+    /// Returns the elements per token of the widest output of a matrix product.
+    pub(super) fn widest(&self) -> f64 {
+        self.linears.iter().map(|linear| linear.outputs * linear.times).fold(0., f64::max)
+    }
+
     /// Returns the operations per token of attention's forward: queries times keys, and weights times values.
     pub(super) fn attention(&self) -> f64 {
         4. * self.queries * self.reach

@@ -9,6 +9,8 @@ const F32: f64 = 4.;
 pub(super) const COUNTABLE: f64 = 2147483648.;
 /// Bytes that backward moves per byte of forward: a gradient is computed, zeros are written, and both are added.
 pub(super) const BACKWARD_MOVES: f64 = 3.5;
+/// Logits that exist at a time (`fsdp-candle/src/nn/cuda/losses.rs`).
+pub(super) const LOGITS: f64 = 67108864.;
 /// Bytes of a block's scores, and the queries of a block (`fsdp-candle/src/nn/attention/cuda.rs`).
 const BLOCK_BYTES: f64 = 268435456.;
 const BLOCK_QUERIES: [f64; 2] = [16., 256.];

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::framework::{Checkpoint, Framework};
 use super::hardware::{Device, Links, Mesh, Precision};
-use super::model::Model;
+use super::model::{Layer, Model};
 use super::{memory, on_device, time};
 
 /// Returns the value of `--reshard-after-forward` for a policy.
@@ -49,8 +49,8 @@ impl Setup<'_> {
 
     /// Returns the elements of a tensor that is too large for Candle's CUDA kernels, if any.
     pub(super) fn uncountable(&self) -> Option<f64> {
-        let logits = self.tokens() * self.model.root.vocabulary;
-        (self.framework == Framework::OnDevice && logits >= on_device::COUNTABLE).then_some(logits)
+        let widest = self.tokens() * self.model.layers.iter().map(Layer::widest).fold(0., f64::max);
+        (self.framework == Framework::OnDevice && widest >= on_device::COUNTABLE).then_some(widest)
     }
 
     /// Returns whether the device has this much memory, and its kernels can count the tensors' elements.

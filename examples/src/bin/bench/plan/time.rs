@@ -151,18 +151,19 @@ fn units(setup: &Setup) -> (Compute, Vec<Unit>) {
     };
     // Head, loss and last norm. The embedding copies rows.
     let (tokens, root) = (setup.tokens(), &model.root);
-    let logits = setup.framework.logits(root, setup.compute);
+    let logits = setup.framework.logits(root, setup.compute, tokens);
     let head = Compute {
         products: setup.device.products(2. * tokens * root.products),
         attention: 0.,
-        memory: setup.device.moves(tokens * (logits.moved / 3. + 2. * e * root.kept * root.width)),
+        memory: setup.device.moves(logits.moved / 3. + 2. * e * tokens * root.kept * root.width),
     };
+    let again = if logits.again { head.products } else { 0. };
     let mut compute = Compute::default();
-    compute.add(1., head);
-    compute.add(2., head);
+    compute.add(3., head);
+    compute.products += again;
     let mut units = vec![Unit {
         forward: head.total(),
-        backward: 2. * head.total(),
+        backward: 2. * head.total() + again,
         ..communication(
             root.parameters,
             setup.reshard == ReshardAfterForward::Default || setup.reshard == ReshardAfterForward::Never,
