@@ -214,6 +214,11 @@ fn eight_bit_codes_are_within_half_a_step() {
             kernels().dequantise(bits, block, (&codes).into(), (&scales).into(), (&mut short).into()).unwrap_err();
         }
         let (mut codes, mut scales) = (zeros(DType::U8, 2), zeros(DType::F32, 1));
+        // The largest magnitude divided by 448 is 0.
+        let (tiny, mut back) = (uploaded(vec![1e-44f32, 0.].into()), zeros(DType::F32, 2));
+        kernels().quantise(EightBits::E4M3, 2, (&tiny).into(), (&mut codes).into(), (&mut scales).into()).unwrap();
+        kernels().dequantise(EightBits::E4M3, 2, (&codes).into(), (&scales).into(), (&mut back).into()).unwrap();
+        assert!(values(&back)[0].abs() < 1e-38 && values(&back)[1] == 0., "{:?}", values(&back));
         let bad = uploaded(vec![1f32, f32::INFINITY].into());
         kernels().quantise(EightBits::Int8, 2, (&bad).into(), (&mut codes).into(), (&mut scales).into()).unwrap();
         assert!(values(&scales)[0].is_nan());

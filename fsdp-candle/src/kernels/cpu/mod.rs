@@ -214,17 +214,18 @@ impl Kernels for CpuKernels {
         let (codes, scales) = (elements_mut::<u8>(codes)?, elements_mut::<f32>(scales)?);
         same_length(values.len(), codes.len())?;
         same_length(values.len().div_ceil(block), scales.len())?;
-        // The number that a block's largest magnitude becomes, and the scale of a block of zeros.
-        let (most, of_zeros) = match bits {
-            EightBits::Int8 => (LARGEST_INT8, 0.),
-            EightBits::E4M3 => (LARGEST_E4M3, 1.),
-            EightBits::Signed | EightBits::Unsigned => (1., 0.),
+        // The number that a block's largest magnitude becomes, the scale of a block of zeros, and the least scale. E4M3
+        // divides by the scale.
+        let (most, of_zeros, least) = match bits {
+            EightBits::Int8 => (LARGEST_INT8, 0., 0.),
+            EightBits::E4M3 => (LARGEST_E4M3, 1., f32::MIN_POSITIVE),
+            EightBits::Signed | EightBits::Unsigned => (1., 0., 0.),
         };
         for ((values, codes), scale) in values.chunks(block).zip(codes.chunks_mut(block)).zip(scales) {
             let largest = values.iter().fold(0f32, |max, value| max.max(value.abs()));
             let is_finite = values.iter().all(|value| value.is_finite());
             *scale = match is_finite {
-                true if largest > 0. => largest / most,
+                true if largest > 0. => (largest / most).max(least),
                 true => of_zeros,
                 false => f32::NAN,
             };

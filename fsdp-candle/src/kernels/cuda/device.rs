@@ -1,7 +1,9 @@
 //! The CUDA devices of this process: one compute stream for each device, shared by all users, and its compiled kernels.
 
 use std::collections::{BTreeMap, HashMap};
+use std::panic::resume_unwind;
 use std::sync::{Arc, OnceLock};
+use std::thread;
 
 use candle_core::backend::BackendDevice;
 use candle_core::{CudaDevice, Device, DeviceLocation, bail};
@@ -10,7 +12,6 @@ use cudarc::nvrtc::{CompileError, CompileOptions, compile_ptx_with_opts};
 use fsdp_core::device::cuda::{CudaMemory, CudaView, failed, ready};
 use fsdp_core::{Buffer, DType, DeviceId, View};
 use parking_lot::Mutex;
-use rayon::prelude::*;
 
 use super::super::slice::{Slice, SliceMut, ViewMut};
 use crate::error::{Error, Result};
@@ -359,7 +360,12 @@ fn compiled(stream: &CudaStream) -> candle_core::Result<Vec<Arc<CudaModule>>> {
             Error::Core(failed(stream, &capability, &why))
         })
     };
-    let compiled = Module::SOURCES.par_iter().map(compile).collect::<Result<Vec<_>>>()?;
+    // Own threads: rayon's could steal a task that needs the lock of the caller.
+    let compiled = thread::scope(|scope| {
+        let started: Vec<_> = Module::SOURCES.iter().map(|source| scope.spawn(|| compile(source))).collect();
+        let ended = started.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic)));
+        ended.collect::<Result<Vec<_>>>()
+    })?;
     compiled.into_iter().map(|ptx| Ok(context.load_module(ptx).map_err(device)?)).collect()
 }
 

@@ -177,12 +177,13 @@ KERNEL(largest)(const float* values, u32* largest, u64 count, u64 width, u64 blo
   atomicMax(largest + stretch, mine);
 }
 
-// Converts each largest magnitude to a scale, in place. A run of zeros has the scale 0, or 1 for E4M3.
-KERNEL(scales_of)(u32* largest, u64 count, float most, float of_zeros) {
+// Converts each largest magnitude to a scale, in place.
+KERNEL(scales_of)(u32* largest, u64 count, float most, float of_zeros, float least) {
   EACH(i, count) {
     const u32 bits = largest[i];
     float scale = f32_of(0x7fc00000);
-    if (bits < 0x7f800000) scale = bits ? f32_of(bits) / most : of_zeros;
+    if (bits == 0) scale = of_zeros;
+    else if (bits < 0x7f800000) scale = f32_of(bits) / most < least ? least : f32_of(bits) / most;
     largest[i] = bits_of(scale);
   }
 }

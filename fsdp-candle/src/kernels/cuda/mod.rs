@@ -332,13 +332,14 @@ impl Kernels for CudaKernels {
         let args = [values.into(), scales.into(), len.into(), block.into(), together.into()];
         // SAFETY: the kernel's arguments; a scale holds the bits of a float.
         unsafe { self.launch("largest", config, &args)? };
-        let (kernel, most, of_zeros) = match bits {
-            EightBits::Int8 => ("quantise_int8", 127., 0.),
-            EightBits::E4M3 => ("quantise_e4m3", 448., 1.),
-            EightBits::Signed => ("quantise_signed", 1., 0.),
-            EightBits::Unsigned => ("quantise_unsigned", 1., 0.),
+        // As on the CPU.
+        let (kernel, most, of_zeros, least) = match bits {
+            EightBits::Int8 => ("quantise_int8", 127., 0., 0.),
+            EightBits::E4M3 => ("quantise_e4m3", 448., 1., f32::MIN_POSITIVE),
+            EightBits::Signed => ("quantise_signed", 1., 0., 0.),
+            EightBits::Unsigned => ("quantise_unsigned", 1., 0., 0.),
         };
-        let args = [scales.into(), blocks.into(), Arg::Float(most), Arg::Float(of_zeros)];
+        let args = [scales.into(), blocks.into(), Arg::Float(most), Arg::Float(of_zeros), Arg::Float(least)];
         // SAFETY: the kernel's arguments.
         unsafe { self.run_elementwise("scales_of", blocks, &args)? };
         let args = [values.into(), scales.into(), codes.into(), len.into(), block.into()];

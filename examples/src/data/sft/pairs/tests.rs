@@ -7,7 +7,7 @@ use super::*;
 use crate::data::{BatchShape, Batches, Source};
 
 fn recorded(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/chat").join(name)
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("testdata/golden/chat").join(name)
 }
 
 /// Loads lines, with the tokenizer and the template of `model`, or as bytes.
