@@ -348,9 +348,11 @@ impl Endpoint {
             if let Some(why) = trouble() {
                 return Err(asked.failed(why));
             }
-            let is_refused = error.kind() == io::ErrorKind::PermissionDenied;
-            let since = if is_refused { *refused_since.get_or_insert_with(Instant::now) } else { Instant::now() };
-            if deadline.left() < pause || (is_refused && since.elapsed() >= REFUSED_TIMEOUT) {
+            refused_since = match error.kind() {
+                io::ErrorKind::PermissionDenied => refused_since.or_else(|| Some(Instant::now())),
+                _ => None,
+            };
+            if deadline.left() < pause || refused_since.is_some_and(|since| since.elapsed() >= REFUSED_TIMEOUT) {
                 return Err(asked.failed(self.failure(&error)));
             }
             thread::sleep(pause);
@@ -361,7 +363,11 @@ impl Endpoint {
     /// Opens a connection to a server with the same secret.
     fn open(&self, deadline: Deadline) -> io::Result<Channel> {
         let stream = connect(&self.host, self.port, deadline.left().max(MIN_WAIT))?;
-        let refused = |error: io::Error| io::Error::new(io::ErrorKind::PermissionDenied, error.to_string());
+        let refused = |error: io::Error| match error.kind() {
+            // A stopped process does not answer either.
+            io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => error,
+            _ => io::Error::new(io::ErrorKind::PermissionDenied, error.to_string()),
+        };
         Channel::connect(stream, &self.secret.key).map_err(refused)
     }
 

@@ -392,8 +392,8 @@ kernel! {
 }
 
 kernel! {
-    /// Replaces logits after the softcap by the gradient of those before it, one row per target, with classes from
-    /// `first` on. Ignored rows become 0.
+    /// Replaces logits, to which the softcap was applied, by the gradient of the logits without it. There is one row per
+    /// target, with classes from `first` on. Ignored rows become 0.
     fn logits_to_gradient(
         logits: &mut [f32],
         targets: &[Option<u32>],

@@ -163,7 +163,7 @@ struct Head {
     width: usize,
 }
 
-/// What forward keeps for backward.
+/// Values kept from forward to backward.
 enum Kept {
     /// The logarithm of the sum of each row. Backward computes the logits again.
     LogSums(Vec<f32>),
