@@ -2,7 +2,7 @@
 //!
 //! Rows are processed in chunks whose logits stay within a bound. On CPUs, forward also computes the gradients for a
 //! gradient of the loss of 1, and backward scales them: the gradient of the logits if there are fewer rows than hidden
-//! elements, else those of the hidden states, the weight and the bias. This is as much arithmetic as
+//! elements and the weight learns, else those of the hidden states, the weight and the bias. This is as much arithmetic as
 //! [`cross_entropy`](crate::nn::cross_entropy()) after [`Linear`](crate::nn::Linear). On devices, for losses that are
 //! not combined, and over a vocabulary that ranks share, backward computes the logits again. This is a third more
 //! arithmetic.
@@ -280,9 +280,9 @@ impl Head {
         let (rows, columns, count) = (&self.rows, self.rows.columns, self.rows.targets.len());
         // The gradients over several ranks need the sums of all.
         let differentiates = learns && rows.combined && rows.ranks.is_none() && count > 0;
-        let keeps_logits = differentiates && count < self.width;
-        let chunk = if keeps_logits { count } else { self.chunk() };
         let learns_weight = self.weight.wants_grad() && self.weight.node().track_op();
+        let keeps_logits = differentiates && learns_weight && count < self.width;
+        let chunk = if keeps_logits { count } else { self.chunk() };
         let mut kept = (differentiates && !keeps_logits).then(|| Gradients {
             hidden: vec![0.; count * self.width],
             weight: learns_weight.then(|| vec![0.; columns * self.width]),

@@ -98,6 +98,9 @@ fn the_fused_head_matches_linear_then_loss() {
                     let layer = Linear::new(w.as_tensor().clone(), Some(b.as_tensor().clone()));
                     let with_bias = || layer.cross_entropy(&hidden, &targets, &options);
                     check(&what, &[&hidden, &w, &b], with_bias, || expected(Some(&b)));
+                    let frozen = w.as_detached_tensor();
+                    let of_hidden = || linear_cross_entropy_with(&hidden, &frozen, &targets, &options);
+                    check(&what, &[&hidden], of_hidden, || expected(None));
                 }
             }
         }
