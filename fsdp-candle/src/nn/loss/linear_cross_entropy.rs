@@ -2,9 +2,9 @@
 //!
 //! Rows are processed in chunks whose logits stay within a bound. On CPUs, forward also computes the gradients for a
 //! gradient of the loss of 1, and backward scales them: the gradient of the logits if there are fewer rows than hidden
-//! elements and the weight learns, else those of the hidden states, the weight and the bias. This is as much arithmetic as
-//! [`cross_entropy`](crate::nn::cross_entropy()) after [`Linear`](crate::nn::Linear). On devices, for losses that are
-//! not combined, and over a vocabulary that ranks share, backward computes the logits again. This is a third more
+//! elements and the weight learns, else those of the hidden states, the weight and the bias. This is as much arithmetic
+//! as [`cross_entropy`](crate::nn::cross_entropy()) after [`Linear`](crate::nn::Linear). On devices, for losses that
+//! are not combined, and over a vocabulary that ranks share, backward computes the logits again. This is a third more
 //! arithmetic.
 
 use std::borrow::Cow;
