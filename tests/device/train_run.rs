@@ -6,7 +6,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use fsdp_test_support::trajectory::Trajectory;
-use fsdp_test_support::{Run, golden_flags_of, program};
+use fsdp_test_support::{Run, golden_flags_of, not_given, program};
 use serde_json::Value;
 
 /// The engine of collectives on device memory.
@@ -48,7 +48,8 @@ impl<'a> TrainRun<'a> {
     /// Runs `train` in `dir`, where the double writes its reports.
     pub(crate) fn start(&self, dir: &Path) -> Run {
         let mut command = Command::new(program("fsdp-launch"));
-        command.arg(format!("--nproc-per-node={}", self.ranks)).arg(program("train")).args(self.recorded_flags());
+        let recorded = not_given(&golden_flags_of(self.model, self.steps), self.flags);
+        command.arg(format!("--nproc-per-node={}", self.ranks)).arg(program("train")).args(recorded);
         command.args(["--batch-size", &self.batch.to_string(), "--metrics", "metrics.jsonl"]);
         let device = if self.engine == Engine::Cpu { "cpu" } else { "cuda" };
         command.args(["--device", device]).args(self.flags).current_dir(dir);
@@ -58,13 +59,6 @@ impl<'a> TrainRun<'a> {
         // The small models fit into one segment of the default size.
         command.env("GPU_DOUBLE_REPORT", dir).env("GPU_DOUBLE_SEGMENT", "131072");
         fsdp_test_support::run(command, Duration::from_secs(300))
-    }
-
-    /// Returns the flags of the recorded run that `flags` does not replace.
-    fn recorded_flags(&self) -> Vec<String> {
-        let is_replaced = |flag: &str| self.flags.contains(&flag) || flag == "--data" && self.flags.contains(&"--sft");
-        let recorded = golden_flags_of(self.model, self.steps);
-        recorded.chunks(2).filter(|pair| !is_replaced(&pair[0])).flatten().cloned().collect()
     }
 
     /// Runs `train` and returns its losses and norms.

@@ -82,18 +82,26 @@ pub struct Bert {
     types: Embedding,
     norm: LayerNorm,
     pub(super) blocks: Vec<FsdpModule<Layer<Block>>>,
-    output: BertOutput,
+    pub(super) output: BertOutput,
     pub(super) drops: ModelDropout,
 }
 
 /// Last layers of BERT.
-enum BertOutput {
+pub(super) enum BertOutput {
     /// Logits over the vocabulary.
-    Vocabulary { transform: Linear, norm: LayerNorm, activation: Activation, head: Linear },
+    Vocabulary(Predictions),
     /// Logits over classes, from the first token.
     Classes { pooler: Linear, classifier: Linear },
     /// Embeddings. The pooler is part of exports only.
     Embedding { pooling: Pooling, _pooler: Option<Linear> },
+}
+
+/// The head of a masked language model, with its own layer before it.
+pub(super) struct Predictions {
+    transform: Linear,
+    norm: LayerNorm,
+    activation: Activation,
+    head: Linear,
 }
 
 impl BertOutput {
@@ -105,12 +113,12 @@ impl BertOutput {
                 let predictions = vb.pp("cls.predictions");
                 let transform = predictions.pp("transform");
                 let bias = predictions.get_with_hints(config.vocab_size, "bias", Init::Const(0.))?;
-                BertOutput::Vocabulary {
+                BertOutput::Vocabulary(Predictions {
                     head: Linear::new(tokens.clone(), Some(bias)),
                     transform: linear(width, width, true, stdev, transform.pp("dense"))?,
                     norm: nn::layer_norm(width, config.layer_norm_eps, transform.pp("LayerNorm"))?,
                     activation: config.activation,
-                }
+                })
             }
             Head::Classes(classes) => BertOutput::Classes {
                 pooler: linear(width, width, true, stdev, dense)?,
@@ -128,7 +136,7 @@ impl BertOutput {
 
     fn forward(&self, x_btc: &Tensor, rows: &Rows, drops: &ModelDropout) -> Result<Tensor> {
         match self {
-            BertOutput::Vocabulary { head, .. } => head.forward(&self.transformed(x_btc)?),
+            BertOutput::Vocabulary(layers) => layers.head.forward(&layers.input_of_head(x_btc)?),
             BertOutput::Classes { pooler, classifier } => {
                 let pooled = pooler.forward(&first_token(x_btc)?.contiguous()?)?.tanh()?;
                 classifier.forward(&drops.hidden(&pooled)?)
@@ -137,21 +145,25 @@ impl BertOutput {
         }
     }
 
-    fn cross_entropy(&self, x_btc: &Tensor, targets_bt: &Tensor, options: &CrossEntropyOptions) -> Result<Tensor> {
+    /// Returns the cross-entropy of targets `[B, T]` for hidden states `[B, T, C]`.
+    pub(super) fn cross_entropy(
+        &self,
+        x_btc: &Tensor,
+        targets_bt: &Tensor,
+        options: &CrossEntropyOptions,
+    ) -> Result<Tensor> {
         match self {
-            BertOutput::Vocabulary { head, .. } => head.cross_entropy(&self.transformed(x_btc)?, targets_bt, options),
-            _ => Err(no_vocabulary()),
+            BertOutput::Vocabulary(layers) => {
+                layers.head.cross_entropy(&layers.input_of_head(x_btc)?, targets_bt, options)
+            }
+            BertOutput::Classes { .. } | BertOutput::Embedding { .. } => Err(no_vocabulary()),
         }
     }
+}
 
-    /// Returns the input of the head over the vocabulary.
-    fn transformed(&self, x_btc: &Tensor) -> Result<Tensor> {
-        match self {
-            BertOutput::Vocabulary { transform, norm, activation, .. } => {
-                norm.forward(&activate(*activation, &transform.forward(x_btc)?)?)
-            }
-            _ => Err(no_vocabulary()),
-        }
+impl Predictions {
+    fn input_of_head(&self, x_btc: &Tensor) -> Result<Tensor> {
+        self.norm.forward(&activate(self.activation, &self.transform.forward(x_btc)?)?)
     }
 }
 
@@ -186,19 +198,8 @@ impl Bert {
         self.output.forward(&self.hidden(ids_bt, rows)?, rows, &self.drops)
     }
 
-    /// Returns the cross-entropy of targets `[B, T]` for ids `[B, T]`. No logits are computed for ignored targets.
-    pub fn cross_entropy(
-        &self,
-        ids_bt: &Tensor,
-        rows: &Rows,
-        targets_bt: &Tensor,
-        options: &CrossEntropyOptions,
-    ) -> Result<Tensor> {
-        self.output.cross_entropy(&self.hidden(ids_bt, rows)?, targets_bt, options)
-    }
-
     /// Returns hidden states `[B, T, C]`.
-    fn hidden(&self, ids_bt: &Tensor, rows: &Rows) -> Result<Tensor> {
+    pub(super) fn hidden(&self, ids_bt: &Tensor, rows: &Rows) -> Result<Tensor> {
         let (_, t) = ids_bt.dims2()?;
         let places = match &rows.documents {
             Some(documents) => documents.position_ids(ids_bt.device())?,

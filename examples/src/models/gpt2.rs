@@ -6,7 +6,7 @@
 use candle_core::{Module, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 use fsdp_candle::FsdpModule;
-use fsdp_candle::nn::{self, AttentionOptions, Conv1D, CrossEntropyOptions, Documents, Embedding, LayerNorm, Linear};
+use fsdp_candle::nn::{self, AttentionOptions, Conv1D, Documents, Embedding, LayerNorm, Linear};
 
 use crate::models::config::Gpt2Config;
 use crate::models::heads::{Head, Output};
@@ -87,7 +87,7 @@ pub struct Gpt2 {
     positions: Embedding,
     pub(super) blocks: Vec<FsdpModule<Layer<Block>>>,
     norm: LayerNorm,
-    output: Output,
+    pub(super) output: Output,
     pub(super) drops: ModelDropout,
 }
 
@@ -121,19 +121,8 @@ impl Gpt2 {
         self.output.forward(&self.hidden(ids_bt, rows)?, rows)
     }
 
-    /// Returns the cross-entropy of targets `[B, T]` for ids `[B, T]`. The logits never exist whole.
-    pub fn cross_entropy(
-        &self,
-        ids_bt: &Tensor,
-        rows: &Rows,
-        targets_bt: &Tensor,
-        options: &CrossEntropyOptions,
-    ) -> Result<Tensor> {
-        self.output.cross_entropy(&self.hidden(ids_bt, rows)?, targets_bt, options)
-    }
-
     /// Returns normalized hidden states `[B, T, C]`.
-    fn hidden(&self, ids_bt: &Tensor, rows: &Rows) -> Result<Tensor> {
+    pub(super) fn hidden(&self, ids_bt: &Tensor, rows: &Rows) -> Result<Tensor> {
         let (_, t) = ids_bt.dims2()?;
         let positions = match &rows.documents {
             Some(documents) => documents.position_ids(ids_bt.device())?,

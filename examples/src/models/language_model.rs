@@ -44,8 +44,12 @@ impl LanguageModel {
         let options = CrossEntropyOptions { reduction, ..Default::default() };
         match self {
             LanguageModel::Decoder(model) => model.cross_entropy(ids, rows, targets, &options),
-            LanguageModel::Gpt2(model) => Ok((model.cross_entropy(ids, rows, targets, &options)?, None)),
-            LanguageModel::Bert(model) => Ok((model.cross_entropy(ids, rows, targets, &options)?, None)),
+            LanguageModel::Gpt2(model) => {
+                Ok((model.output.cross_entropy(&model.hidden(ids, rows)?, targets, &options)?, None))
+            }
+            LanguageModel::Bert(model) => {
+                Ok((model.output.cross_entropy(&model.hidden(ids, rows)?, targets, &options)?, None))
+            }
         }
     }
 }

@@ -47,6 +47,28 @@ fn unmatched_block_patterns_are_refused() {
     built(gpt2, &["h.0"]).unwrap();
 }
 
+#[test]
+fn models_of_classes_have_no_loss_over_a_vocabulary() {
+    let llama = r#"{"model_type": "llama", "hidden_size": 8, "intermediate_size": 7, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "vocab_size": 11}"#;
+    let bert = r#"{"model_type": "bert", "hidden_size": 8, "intermediate_size": 7, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "vocab_size": 11, "max_position_embeddings": 16}"#;
+    for config in [llama, bert] {
+        let world = World::single().unwrap();
+        let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)]).unwrap(), world.device());
+        vars.init_with(Philox::new(1));
+        let checkpoints = CheckpointPolicy::every(0);
+        let options =
+            ModelOptions { dtype: DType::F32, positions: 16, checkpoints, dropout: Dropout::default(), parallel: None };
+        let (config, opts) = (ModelConfig::parse(config).unwrap(), FullyShard::new(&vars));
+        let model = build_with_head(&config, &opts, &vars, options, Head::Classes(3)).unwrap();
+        let ids = Tensor::new(&[[1u32, 2]], &Device::Cpu).unwrap();
+        let batch = Batch { targets: ids.clone(), ids, counted: 2, pairs: None, rows: Rows::default() };
+        let error = cross_entropy(&model, &batch).unwrap_err().to_string();
+        assert!(error.contains("has no loss over a vocabulary"), "{error}");
+    }
+}
+
 /// Returns the loss of one batch, with its first target ignored, and the gradients by name.
 fn learns(vars: &ShardedVarMap, model: &FsdpModule<LanguageModel>, batches: &[Batch]) -> (f32, Vec<(String, Tensor)>) {
     let losses: Vec<Tensor> = batches.iter().map(|batch| cross_entropy_sum(model, batch).unwrap()).collect();

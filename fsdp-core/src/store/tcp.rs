@@ -30,8 +30,8 @@ const MAX_FILE: u64 = 64 << 10;
 /// The secret that the ranks of one job share.
 ///
 /// It is `FSDP_STORE_SECRET`, which `fsdp-launch` creates for every run, or else the content of the file
-/// `FSDP_STORE_SECRET_FILE`. Without these variables it is derived from the job's id ([`RankEnv::run_id`]). A
-/// derived secret refuses ranks of other jobs that connect by mistake, but an attacker who knows the id passes.
+/// `FSDP_STORE_SECRET_FILE`. Without these variables it is derived from the job's id ([`RankEnv::run_id`]).
+/// Ranks of other jobs, which connect by mistake, do not have the derived secret. Anyone who knows the id has it.
 #[derive(Clone, Debug)]
 pub struct Secret {
     key: Key,
@@ -365,7 +365,7 @@ impl Endpoint {
         let stream = connect(&self.host, self.port, deadline.left().max(MIN_WAIT))?;
         let refused = |error: io::Error| match error.kind() {
             // A stopped process does not answer either.
-            io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => error,
+            io::ErrorKind::TimedOut => error,
             _ => io::Error::new(io::ErrorKind::PermissionDenied, error.to_string()),
         };
         Channel::connect(stream, &self.secret.key).map_err(refused)
@@ -524,6 +524,17 @@ impl Requests {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// As a stopped rank 0: the kernel accepts connections.
+    #[test]
+    fn a_server_that_does_not_answer_is_not_one_of_another_job() {
+        let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+        let (master_addr, master_port) = ("127.0.0.1".into(), silent.local_addr().unwrap().port());
+        let env = RankEnv { rank: 1, world_size: 2, master_addr, master_port, ..RankEnv::single() };
+        let secret = Secret::new(&env, Some("0123456789abcdef")).unwrap();
+        let error = TcpStore::connect(&env, &secret, Duration::from_secs(1)).err().unwrap().to_string();
+        assert!(error.contains("it can't be reached (timed out)") && !error.contains("SECRET"), "{error}");
+    }
 
     #[test]
     fn a_secret_depends_on_job_and_attempt_and_is_not_printed() {

@@ -81,6 +81,12 @@ pub fn golden_flags_of(name: &str, steps: usize) -> Vec<String> {
     flags
 }
 
+/// Returns the `--flag value` pairs whose flag is not in `given`. With `--sft` there is no `--data`.
+pub fn not_given(pairs: &[String], given: &[&str]) -> Vec<String> {
+    let is_given = |flag: &str| given.contains(&flag) || flag == "--data" && given.contains(&"--sft");
+    pairs.chunks(2).filter(|pair| !is_given(&pair[0])).flatten().cloned().collect()
+}
+
 /// Copies a recorded model's configuration, weights and tokens into a new directory.
 ///
 /// # Panics
@@ -266,9 +272,9 @@ pub fn train(ranks: usize, flags: &str, dir: &Path) -> Run {
 /// Appends `flags` to `--flag value` pairs. A flag in `flags` replaces its pair.
 pub fn merge_flags(defaults: &str, flags: &str) -> String {
     let given: Vec<&str> = flags.split_whitespace().collect();
-    let words: Vec<&str> = defaults.split_whitespace().collect();
-    let kept = words.chunks(2).filter(|pair| !given.contains(&pair[0])).flatten();
-    kept.chain(&given).copied().collect::<Vec<_>>().join(" ")
+    let defaults: Vec<String> = defaults.split_whitespace().map(String::from).collect();
+    let kept = not_given(&defaults, &given);
+    kept.iter().map(String::as_str).chain(given).collect::<Vec<_>>().join(" ")
 }
 
 /// Runs `train` as a recorded run did. Flags in `flags` replace the recorded ones.
@@ -283,9 +289,8 @@ pub fn train_golden(name: &str, ranks: usize, flags: &str, dir: &Path) -> Run {
     let mut defaults = golden_flags(name);
     defaults.extend(["--batch-size".into(), (sequences / ranks).to_string()]);
     defaults.extend(["--metrics", "metrics.jsonl"].map(String::from));
-    let is_replaced = |flag: &str| given.contains(&flag) || flag == "--data" && given.contains(&"--sft");
-    let kept = defaults.chunks(2).filter(|pair| !is_replaced(&pair[0])).flatten();
-    let args: Vec<&str> = kept.map(String::as_str).chain(given.iter().copied()).collect();
+    let kept = not_given(&defaults, &given);
+    let args: Vec<&str> = kept.iter().map(String::as_str).chain(given).collect();
     launch(ranks, "train", &args, dir)
 }
 

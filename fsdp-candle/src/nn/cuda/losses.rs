@@ -215,7 +215,8 @@ impl Head {
         self.weight.value()?.detach().contiguous()
     }
 
-    /// Returns the bias, and a column of ones for each row of a stretch, whose product adds it.
+    /// Returns the bias, and a one for each row of a stretch. Products with the ones add the bias to the logits, and sum
+    /// the bias's gradient.
     fn bias_value(&self) -> Result<Option<[Tensor; 2]>> {
         let Some(bias) = &self.bias else { return Ok(None) };
         let bias = bias.value()?.detach().contiguous()?;
@@ -283,7 +284,6 @@ impl Head {
         let d_hidden = to_tensor(uninit(device, to_core_dtype(dtype)?, count * width)?, &[count, width], device)?;
         let back = |mut dw: Option<Sum<'_>>, mut db: Option<Sum<'_>>| {
             let (columns, weight, bias) = (self.loss.options.columns, self.weight_value()?, self.bias_value()?);
-            let ones = db.is_some().then(|| Tensor::ones(self.step().min(count), dtype, device)).transpose()?;
             with_slice(&hidden, |_, hidden| {
                 with_slice(&weight, |_, weight| {
                     for stretch in self.stretches() {
@@ -302,7 +302,7 @@ impl Head {
                         if let Some(dw) = &mut dw {
                             dw.add(grads.t(), own)?;
                         }
-                        if let (Some(db), Some(ones)) = (&mut db, &ones) {
+                        if let (Some(db), Some([_, ones])) = (&mut db, &bias) {
                             with_slice(ones, |_, ones| db.add(Matrix::new(ones.range(0..rows)?, 1, rows)?, grads))?;
                         }
                     }

@@ -7,11 +7,14 @@ use fsdp_candle::nn::{
     vocab_parallel_cross_entropy,
 };
 use fsdp_candle::{
-    ActivationLayout, ColwiseParallel, FsdpModule, ParallelPlan, Placement, RowwiseParallel, VocabParallel,
+    ActivationLayout, ColwiseParallel, FsdpModule, ParallelPlan, Placement, RowwiseParallel, ShardedVarMap,
+    VocabParallel,
 };
 
+use super::layers::drawn;
 use super::{
-    DTYPES, assert_near, assert_same_gradients, assert_within, build, ids, numbers, parallel_vars, part, values,
+    Case, DTYPES, assert_near, assert_same_gradients, assert_within, build, check, ids, numbers, parallel_vars, part,
+    values,
 };
 use crate::common::{counted, elements, one_of, ranks, refused, unsharded};
 
@@ -19,8 +22,8 @@ use crate::common::{counted, elements, one_of, ranks, refused, unsharded};
 fn all_options() -> Vec<CrossEntropyOptions> {
     let mut all = vec![];
     for reduction in [Reduction::Mean, Reduction::Sum] {
-        for label_smoothing in [0., 0.1, 1.] {
-            all.push(CrossEntropyOptions { label_smoothing, reduction, ..Default::default() });
+        for (label_smoothing, softcap) in [(0., None), (0.1, None), (1., None), (0.1, Some(5.))] {
+            all.push(CrossEntropyOptions { label_smoothing, softcap, reduction, ..Default::default() });
         }
     }
     all
@@ -192,7 +195,7 @@ fn parallel_heads_match() {
                 for (all_ignored, options) in all_options()
                     .into_iter()
                     .map(|options| (false, options))
-                    .take(3)
+                    .take(4)
                     .chain([(true, CrossEntropyOptions { reduction: Reduction::Sum, ..Default::default() })])
                 {
                     let what = format!(
@@ -224,6 +227,33 @@ fn parallel_heads_match() {
                 }
             }
         });
+    }
+}
+
+/// A head that returns its loss.
+struct HeadLoss(Linear, Tensor);
+
+impl Module for HeadLoss {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.0.cross_entropy(x, &self.1, &CrossEntropyOptions::default())?.to_dtype(x.dtype())
+    }
+}
+
+#[test]
+fn parallel_heads_with_bias_and_adapter_match() {
+    for is_adapted in [false, true] {
+        let prepare = |vars: &ShardedVarMap| {
+            if is_adapted {
+                vars.adapt(nn::LoraConfig { rank: 3, alpha: 6. }, |_| true);
+            }
+            drawn(vars);
+        };
+        let plan = ParallelPlan::new().module("head", ColwiseParallel::default());
+        let case = Case { plan, input: Placement::Replicate, output: Placement::Replicate };
+        let new = |vb: VarBuilder<'static>| {
+            Ok(HeadLoss(nn::linear(WIDTH, VOCABULARY, vb.pp("head"))?, targets(&[2, 12], VOCABULARY as u32, false)))
+        };
+        check(&format!("adapted {is_adapted}"), &case, &[2, 12, WIDTH], prepare, new);
     }
 }
 
