@@ -109,15 +109,19 @@ impl Channel {
     /// Performs the handshake on the connecting side, within 5 seconds.
     ///
     /// # Errors
-    /// When the peer has another key, or does not speak this protocol.
+    /// When the peer has another key, does not speak this protocol, or does not answer
+    /// ([`TimedOut`](io::ErrorKind::TimedOut)).
     pub fn connect(stream: TcpStream, key: &Key) -> io::Result<Self> {
         let mut stream = DeadlineStream::new(stream)?;
         let mut state = noise(key, |builder| builder.build_initiator())?;
         let mut message = [0; HANDSHAKE_LEN];
         state.write_message(&[], &mut message).map_err(invalid_data)?;
         stream.stream.write_all(&message)?;
-        // A peer without the key closes the connection, or answers anything.
-        stream.read_exact(&mut message).map_err(|error| io::Error::new(error.kind(), REJECTED))?;
+        // A peer without the key closes the connection, or answers anything. A stopped process does not answer.
+        stream.read_exact(&mut message).map_err(|error| match error.kind() {
+            io::ErrorKind::TimedOut => io::Error::new(error.kind(), SILENT),
+            kind => io::Error::new(kind, REJECTED),
+        })?;
         state.read_message(&message, &mut []).map_err(|_| io::Error::new(io::ErrorKind::PermissionDenied, REJECTED))?;
         Channel::new(stream, state)
     }
@@ -149,6 +153,7 @@ impl Channel {
     }
 }
 
+const SILENT: &str = "the peer does not answer: its process is stopped, or it is another program";
 const REJECTED: &str =
     "the peer did not accept the secret: its secret differs, or it is another program or another version";
 

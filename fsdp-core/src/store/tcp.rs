@@ -364,7 +364,6 @@ impl Endpoint {
     fn open(&self, deadline: Deadline) -> io::Result<Channel> {
         let stream = connect(&self.host, self.port, deadline.left().max(MIN_WAIT))?;
         let refused = |error: io::Error| match error.kind() {
-            // A stopped process does not answer either.
             io::ErrorKind::TimedOut => error,
             _ => io::Error::new(io::ErrorKind::PermissionDenied, error.to_string()),
         };
@@ -533,7 +532,7 @@ mod tests {
         let env = RankEnv { rank: 1, world_size: 2, master_addr, master_port, ..RankEnv::single() };
         let secret = Secret::new(&env, Some("0123456789abcdef")).unwrap();
         let error = TcpStore::connect(&env, &secret, Duration::from_secs(1)).err().unwrap().to_string();
-        assert!(error.contains("it can't be reached (timed out)") && !error.contains("SECRET"), "{error}");
+        assert!(error.contains("(the peer does not answer: ") && !error.contains("SECRET"), "{error}");
     }
 
     #[test]
