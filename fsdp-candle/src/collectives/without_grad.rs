@@ -36,6 +36,16 @@ impl Input<'_> {
             None => bail!("the storage of a tensor was freed, so it cannot be sent to other ranks"),
         }
     }
+
+    /// Frees the memory of an owned tensor, which has been copied.
+    fn release(self) -> Result<()> {
+        match self {
+            Input::Owned(tensor) if tensor.is_contiguous() && tensor.layout().start_offset() == 0 => {
+                take(tensor).map(drop)
+            }
+            Input::Owned(_) | Input::Borrowed(_) => Ok(()),
+        }
+    }
 }
 
 fn fresh(device: &Device) -> Result<Arc<dyn Allocator>> {
@@ -114,7 +124,9 @@ pub(super) fn scattered(x: Input<'_>, dim: usize, group: &ProcessGroup) -> Resul
         x.buffer()?
     } else {
         let parts = x.tensor().detach().reshape((outer, size, inner))?.transpose(0, 1)?;
-        Input::Borrowed(&parts).buffer()?
+        let copied = Input::Borrowed(&parts).buffer()?;
+        x.release()?;
+        copied
     };
     if size == 1 {
         return to_tensor(input, &shape, &device);
