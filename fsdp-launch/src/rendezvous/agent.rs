@@ -244,7 +244,11 @@ impl AgentThread {
         let port = self.spec.port();
         let stream = channel::connect(&self.spec.endpoint.host, port, CONNECT_TIMEOUT).map_err(ConnectError::Retry)?;
         let key = self.key.clone().map_or_else(|| read_shared(port).map_err(no_token), Ok);
-        key.and_then(|key| connect(stream, &key)).map_err(ConnectError::Rejected)
+        key.and_then(|key| connect(stream, &key)).map_err(|error| match error.kind() {
+            // Its process may be stopped for a while.
+            io::ErrorKind::TimedOut => ConnectError::Retry(error),
+            _ => ConnectError::Rejected(error),
+        })
     }
 
     /// Exchanges messages with the coordinator until one side leaves.
