@@ -1,4 +1,4 @@
-"""Compiles CUDA sources by NVRTC, as fsdp-candle does at the first use of a device. Needs no GPU.
+"""Compiles CUDA sources to machine code by NVRTC, as fsdp-candle does at the first use of a device. Needs no GPU.
 
 Usage: nvrtc.py CUDA_HOME "80 90 100" OPTION FILE.cu...
 """
@@ -25,30 +25,30 @@ def main(home, archs, option, files):
             program = ctypes.c_void_p()
             ask(nvrtc, nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, file.encode(), 0, None, None))
             # No include directory: where programs run, there may be none.
-            options = [f"--gpu-architecture=compute_{arch}", option]
+            options = [f"--gpu-architecture=sm_{arch}", option]
             given = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
             code = nvrtc.nvrtcCompileProgram(program, len(options), given)
             size = ctypes.c_size_t()
             ask(nvrtc, nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size)))
             log = ctypes.create_string_buffer(size.value)
             ask(nvrtc, nvrtc.nvrtcGetProgramLog(program, log))
-            ptx = ctypes.c_size_t()
+            cubin = ctypes.c_size_t()
             if code == 0:
-                ask(nvrtc, nvrtc.nvrtcGetPTXSize(program, ctypes.byref(ptx)))
+                ask(nvrtc, nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(cubin)))
             ask(nvrtc, nvrtc.nvrtcDestroyProgram(ctypes.byref(program)))
             said = log.value.decode(errors="replace").strip()
             # Warnings are errors, as for nvcc.
-            if code or said:
+            if code or said or not cubin.value:
                 failed = True
-                print(f"{file}, compute_{arch}: {nvrtc.nvrtcGetErrorString(code).decode()}\n{said}", file=sys.stderr)
+                print(f"{file}, sm_{arch}: {nvrtc.nvrtcGetErrorString(code).decode()}\n{said}", file=sys.stderr)
             else:
                 seconds = time.monotonic() - start
-                print(f"NVRTC: {file} for compute_{arch}, {ptx.value} bytes of PTX in {seconds:.2f} s")
+                print(f"NVRTC: {file} for sm_{arch}, {cubin.value} bytes of machine code in {seconds:.2f} s")
     return 1 if failed else 0
 
 
 def with_headers(file):
-    """Returns a source in which headers replace the lines that include them, as in `kernels/cuda/device.rs`."""
+    """Returns a source in which headers replace the lines that include them, as in `kernels/cuda/compiler.rs`."""
 
     def header(line):
         with open(os.path.join(os.path.dirname(file), line[1].decode()), "rb") as text:

@@ -21,7 +21,7 @@ pub fn run(device: DeviceChoice, work: impl FnOnce(&World) -> anyhow::Result<()>
     let join = || fsdp_candle::init_on(device);
     let joined = tracing::subscriber::with_default(tracing_subscriber::registry().with(events()), join);
     let joined = joined.map_err(|error| match error {
-        Error::Device(_) => anyhow::Error::from(error),
+        Error::Device(_) | Error::Core(fsdp_core::Error::Device { .. }) => anyhow::Error::from(error),
         error => anyhow::Error::from(error).context("can't join the other ranks"),
     });
     let world = match joined {

@@ -8,6 +8,22 @@ fn counts(steps: usize) -> Vec<Counts> {
     Counts::of(dir.path(), 2)
 }
 
+/// Layers upload nothing. A step uploads its tokens and its targets, of 8 KiB here.
+#[test]
+fn a_step_copies_only_its_batch_from_pageable_memory() {
+    let counts = |steps, batch| {
+        let dir = tempfile::tempdir().unwrap();
+        TrainRun { steps, batch, ..TrainRun::recorded("llama_tiny", 1) }.start(dir.path()).ok();
+        Counts::of(dir.path(), 1).remove(0)
+    };
+    let (short, long) = (counts(2, 64), counts(4, 64));
+    let more = |part: &str| {
+        let of = |counts: &Counts| counts.sum("pageable copy", |name| name.ends_with(part));
+        of(&long) - of(&short)
+    };
+    assert_eq!([more("of more than 4 KiB"), more("of at most 4 KiB")], [4, 2]);
+}
+
 #[test]
 fn a_step_waits_only_for_loss_and_norm_and_allocates_nothing() {
     let (first, short, long) = (counts(1), counts(3), counts(7));

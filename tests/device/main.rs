@@ -10,4 +10,5 @@ mod memory;
 mod plan;
 mod schedules;
 mod sharing;
+mod toolkit;
 mod train_run;

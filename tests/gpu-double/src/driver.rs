@@ -62,7 +62,6 @@ fn attribute(attribute: c_int) -> c_int {
         38 => 50 << 20,          // L2
         39 => 2048,              // threads of a multiprocessor
         40 => 3,                 // copy engines
-        75 => 9,                 // compute capability
         81 => 228 << 10,         // shared memory of a multiprocessor
         97 => 227 << 10,         // and of a block that asks for more
         106 => 32,               // blocks of a multiprocessor
@@ -77,6 +76,13 @@ fn attribute(attribute: c_int) -> c_int {
 #[unsafe(no_mangle)]
 extern "C" fn cuInit(_flags: c_uint) -> CuResult {
     if devices() == 0 { NO_DEVICE } else { SUCCESS }
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuDriverGetVersion(version: *mut c_int) -> CuResult {
+    let driver = machine().lock().settings.driver as c_int;
+    // SAFETY: as documented by CUDA.
+    unsafe { put(version, driver) }
 }
 
 #[unsafe(no_mangle)]
@@ -99,8 +105,14 @@ unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, which: c_int, devic
     if !exists(device) {
         return INVALID_DEVICE;
     }
+    let capability = machine().lock().settings.capability as c_int;
+    let value_of = match which {
+        75 => capability / 10,
+        76 => capability % 10,
+        which => attribute(which),
+    };
     // SAFETY: as documented by CUDA.
-    unsafe { put(value, attribute(which)) }
+    unsafe { put(value, value_of) }
 }
 
 #[unsafe(no_mangle)]
@@ -414,8 +426,10 @@ fn text(result: CuResult) -> Option<&'static CStr> {
         100 => c"no CUDA-capable device is detected",
         101 => c"invalid device ordinal",
         200 => c"device kernel image is invalid",
+        209 => c"no kernel image is available for execution on the device",
         201 => c"invalid device context",
         218 => c"a PTX JIT compilation failed",
+        222 => c"the provided PTX was compiled with an unsupported toolchain.",
         301 => c"file not found",
         400 => c"invalid resource handle",
         500 => c"named symbol not found",

@@ -54,6 +54,10 @@ pub(crate) struct Settings {
     pub(crate) seed: u64,
     /// Time after which a wait for other processes is a deadlock (`GPU_DOUBLE_STALL`, 300 seconds).
     pub(crate) stall: Duration,
+    /// Version of CUDA that the driver says (`GPU_DOUBLE_DRIVER`, 13000 for 13.0).
+    pub(crate) driver: u64,
+    /// Compute capability of the devices (`GPU_DOUBLE_CAPABILITY`, 90 for 9.0).
+    pub(crate) capability: u64,
 }
 
 impl Settings {
@@ -65,9 +69,14 @@ impl Settings {
             segment: number("GPU_DOUBLE_SEGMENT", 2 << 20)?.max(1),
             seed: number("GPU_DOUBLE_SEED", 0)?,
             stall: Duration::from_secs(number("GPU_DOUBLE_STALL", 300)?),
+            driver: number("GPU_DOUBLE_DRIVER", TOOLKIT)?,
+            capability: number("GPU_DOUBLE_CAPABILITY", 90)?,
         })
     }
 }
+
+/// Version of CUDA of the stand-in `nvcc`, and of NVRTC: 13.0.
+pub(crate) const TOOLKIT: u64 = 13000;
 
 fn number(name: &str, default: u64) -> Result<u64, String> {
     match std::env::var(name) {
@@ -346,6 +355,20 @@ impl Machine {
         }
         self.changed.notify_all();
         Ok(core)
+    }
+
+    /// Waits for all streams of this thread's context in some schedules. For calls in which CUDA may wait for the
+    /// device. The host can't rely on the wait, so it learns nothing.
+    pub(crate) fn may_synchronize(&self, asked: &str) -> Result<(), Fault> {
+        let Some(context) = current() else { return Ok(()) };
+        let mut core = self.lock();
+        if core.settings.seed == 0 || !core.schedule.one_in(2) {
+            return Ok(());
+        }
+        let of_context = core.streams.all().filter(|(_, stream)| stream.context == context);
+        let goals: Vec<_> = of_context.map(|(place, _)| core.streams.end(place)).collect();
+        drop(core);
+        self.drive(&goals, asked)
     }
 
     /// Continues streams while the host calls nothing. Never returns.

@@ -3,9 +3,9 @@
 //! A freed allocation is kept for a while, so that a later use gets an error with the allocation's origin. New and
 //! freed memory is filled with a byte pattern that reads as NaN.
 //!
-//! A copy from pageable memory reads it before the call returns, because the driver stages it. A copy from pinned
-//! memory reads when its turn comes. A copy to pageable memory makes the host wait. A copy to pinned memory fills it
-//! with NaN until its turn comes, which reveals a host that reads too early.
+//! The driver stages a copy from pageable memory, so it reads the memory before the call returns. A copy of more than
+//! 64 KiB counts as a wait. A copy from pinned memory reads when its turn comes. A copy to pageable memory makes the
+//! host wait. A copy to pinned memory fills it with NaN until its turn comes, which reveals a host that reads too early.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -21,6 +21,12 @@ use crate::{
 
 /// Most freed memory that is kept from being reused, in bytes and in allocations.
 const QUARANTINE: (usize, usize) = (64 << 20, 4096);
+
+/// Most bytes of a copy of parameters, such as a shape.
+const SMALL: usize = 4 << 10;
+/// Most bytes from pageable memory that a driver copies to its own before the call returns. A longer copy may wait for
+/// the stream.
+const STAGED: usize = 64 << 10;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
@@ -192,6 +198,9 @@ pub(crate) fn base_of(at: u64) -> Option<(u64, usize)> {
 impl Machine {
     /// Allocates device memory that reads as NaN, from a stream's pool or for all streams. `by` is the called function.
     pub(crate) fn allocate(&self, len: usize, stream: Option<usize>, by: &str) -> Result<u64, Refusal> {
+        if stream.is_none() {
+            self.may_synchronize(by)?;
+        }
         let mut core = self.lock();
         let stream = stream.map(|stream| core.resolve(stream)).transpose()?;
         let device = match stream {
@@ -306,6 +315,7 @@ impl Core {
 
 impl Machine {
     pub(crate) fn allocate_pinned(&self, len: usize, by: &str) -> Result<u64, Refusal> {
+        self.may_synchronize(by)?;
         let base = bytes::allocate(len).ok_or(Refusal::Status(OUT_OF_MEMORY))?;
         // SAFETY: the memory is new.
         unsafe { bytes::fill_with_nan(base, len) };
@@ -321,6 +331,7 @@ impl Machine {
         if at == 0 {
             return Ok(());
         }
+        self.may_synchronize(by)?;
         let mut core = self.lock();
         core.may_free(at, by)?;
         let len = core.freed(at, format!("`{by}`"), by)?;
@@ -330,6 +341,7 @@ impl Machine {
     }
 
     pub(crate) fn register(&self, at: u64, len: usize, by: &str) -> Result<(), Refusal> {
+        self.may_synchronize(by)?;
         let mut core = self.lock();
         if core.pinned(at).is_some() {
             return Err(Refusal::Status(ALREADY_REGISTERED));
@@ -396,6 +408,9 @@ impl Machine {
     /// Host memory is valid: the source to read, and the destination to write.
     pub(crate) unsafe fn copy(&self, copy: Copy, stream: usize, by: &str) -> Result<(), Refusal> {
         let Copy { to, from, len, direction } = copy;
+        if direction == Direction::HostToDevice && len > 0 && self.lock().pinned(from).is_none() {
+            self.pageable(len, by)?;
+        }
         let mut core = self.lock();
         let stream = core.resolve(stream)?;
         if len == 0 {
@@ -437,6 +452,18 @@ impl Machine {
         let asked = format!("{by} to pageable memory");
         report::count(&format!("host synchronisation: {asked}"));
         self.wait_for(&[point], &clock, &asked)
+    }
+
+    /// Counts a copy from pageable memory, which counts as a wait of the host if it is longer than a driver stages.
+    fn pageable(&self, len: usize, by: &str) -> Result<(), Fault> {
+        let size = if len > SMALL { "more than 4 KiB" } else { "at most 4 KiB" };
+        report::count(&format!("pageable copy: {by} of {size}"));
+        if len <= STAGED {
+            return Ok(());
+        }
+        let asked = format!("{by} from pageable memory");
+        report::count(&format!("host synchronisation: {asked}"));
+        self.may_synchronize(&asked)
     }
 
     /// Fills device memory with a byte, on a stream.

@@ -15,6 +15,8 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
+use crate::{kernels::MACHINE_CODE, machine::TOOLKIT};
+
 const SUCCESS: c_int = 0;
 const INVALID_INPUT: c_int = 3;
 const INVALID_PROGRAM: c_int = 4;
@@ -24,8 +26,10 @@ const BUILTIN_OPERATION_FAILURE: c_int = 7;
 #[derive(Default)]
 struct Program {
     source: Source,
-    /// Empty before a compilation and after a failed one.
+    /// PTX, empty before a compilation and after a failed one.
     image: CString,
+    /// Machine code, empty unless the options name a real architecture (`sm_90`).
+    machine_code: CString,
     log: CString,
 }
 
@@ -109,6 +113,9 @@ unsafe extern "C" fn nvrtcCompileProgram(program: *mut c_void, count: c_int, opt
             Ok(Err(log)) => (COMPILATION, String::new(), log),
             Err(error) => (BUILTIN_OPERATION_FAILURE, String::new(), format!("the stand-in nvcc: {error}")),
         };
+        let arch = program.source.options.iter().find_map(|option| option.strip_prefix("--gpu-architecture=sm_"));
+        let machine_code = arch.filter(|_| status == SUCCESS).map(|arch| format!("{MACHINE_CODE}{arch}\n{image}"));
+        program.machine_code = c_string(&machine_code.unwrap_or_default());
         (program.image, program.log) = (c_string(&image), c_string(&log));
         status
     })
@@ -139,6 +146,45 @@ unsafe extern "C" fn nvrtcGetPTXSize(program: *mut c_void, size: *mut usize) -> 
 unsafe extern "C" fn nvrtcGetPTX(program: *mut c_void, out: *mut c_char) -> c_int {
     // SAFETY: the caller passes a buffer of the size that `nvrtcGetPTXSize` returned.
     of(program, |program| unsafe { copy_of_text(&program.image, out) })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn nvrtcGetCUBINSize(program: *mut c_void, size: *mut usize) -> c_int {
+    // SAFETY: the caller passes a pointer to the size.
+    of(program, |program| unsafe {
+        *size = if program.machine_code.is_empty() { 0 } else { program.machine_code.as_bytes_with_nul().len() };
+        SUCCESS
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn nvrtcGetCUBIN(program: *mut c_void, out: *mut c_char) -> c_int {
+    // SAFETY: the caller passes a buffer of the size that `nvrtcGetCUBINSize` returned.
+    of(program, |program| unsafe { copy_of_text(&program.machine_code, out) })
+}
+
+/// The architectures of CUDA 13.0.
+const ARCHS: [c_int; 12] = [75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121];
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn nvrtcGetNumSupportedArchs(count: *mut c_int) -> c_int {
+    // SAFETY: the caller passes a pointer to a number.
+    unsafe { *count = ARCHS.len() as c_int };
+    SUCCESS
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn nvrtcGetSupportedArchs(archs: *mut c_int) -> c_int {
+    // SAFETY: the caller passes as many numbers as `nvrtcGetNumSupportedArchs` returned.
+    unsafe { ARCHS.as_ptr().copy_to_nonoverlapping(archs, ARCHS.len()) };
+    SUCCESS
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn nvrtcVersion(major: *mut c_int, minor: *mut c_int) -> c_int {
+    // SAFETY: the caller passes pointers to two numbers.
+    unsafe { (*major, *minor) = ((TOOLKIT / 1000) as c_int, (TOOLKIT % 1000 / 10) as c_int) };
+    SUCCESS
 }
 
 #[unsafe(no_mangle)]

@@ -13,7 +13,8 @@
 //! Bytes are of device memory, for all devices together, or of pinned memory. Categories: `operation` (queued
 //! operations by name), `host synchronisation` (calls, by function, that may make the host wait; queries are not
 //! counted), `allocation` and `free` (by function), `growth of the pool` (allocations that made the driver's pool take
-//! memory from the device), `copy bytes` (by direction), and the categories of the double's other libraries.
+//! memory from the device), `copy bytes` (by direction), `pageable copy` (copies from host memory that is not pinned, by
+//! function and size), and the categories of the double's other libraries.
 //!
 //! # Faults
 //! A fault is one line on stderr that begins with `gpu double: `, and the end of the process with exit code 86.

@@ -4,7 +4,8 @@ use candle_core::Result;
 use fsdp_core::Buffer;
 
 use super::super::slice::{Slice, SliceMut, same_length};
-use super::device::{Arg, Module, float_suffix, of_slice, same_dtype};
+use super::compiler::Module;
+use super::device::{Arg, float_suffix, of_slice, same_dtype};
 
 /// Elements of a thread, if they are aligned: `N` in the source.
 const PACK: usize = 4;

@@ -5,7 +5,8 @@ use cudarc::driver::LaunchConfig;
 use fsdp_core::{Buffer, DType};
 
 use super::super::slice::{Slice, SliceMut, same_length};
-use super::device::{Arg, CudaKernels, Module, THREADS, float_suffix, of_buffer, same_dtype, wide};
+use super::compiler::Module;
+use super::device::{Arg, CudaKernels, THREADS, float_suffix, of_buffer, same_dtype, wide};
 use super::dropout::Draw;
 
 /// Keys that a thread computes, unless a query sees more than `THREADS` times as many.

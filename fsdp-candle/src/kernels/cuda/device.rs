@@ -1,19 +1,17 @@
 //! The CUDA devices of this process: one compute stream for each device, shared by all users, and its compiled kernels.
 
 use std::collections::{BTreeMap, HashMap};
-use std::panic::resume_unwind;
 use std::sync::{Arc, OnceLock};
-use std::thread;
 
 use candle_core::backend::BackendDevice;
 use candle_core::{CudaDevice, Device, DeviceLocation, bail};
 use cudarc::driver::{CudaContext, CudaFunction, CudaModule, CudaStream, LaunchConfig, PushKernelArg};
-use cudarc::nvrtc::{CompileError, CompileOptions, compile_ptx_with_opts};
 use fsdp_core::device::cuda::{CudaMemory, CudaView, failed, ready};
 use fsdp_core::{Buffer, DType, DeviceId, View};
 use parking_lot::Mutex;
 
 use super::super::slice::{Slice, SliceMut, ViewMut};
+use super::compiler::{Kernel, load};
 use crate::error::{Error, Result};
 
 /// The devices by number. Kernels live as long as the process.
@@ -124,7 +122,7 @@ pub(super) struct Copies {
 
 impl CudaKernels {
     pub(super) fn new(device: CudaDevice, stream: Arc<CudaStream>) -> Result<Self> {
-        let modules = compiled(&stream)?;
+        let modules = load(&stream)?;
         let partials = Mutex::new(CudaMemory::uninit(&stream, DType::F64, MAX_PARTIALS)?);
         Ok(CudaKernels { device, stream, modules, functions: Mutex::default(), partials, copies: OnceLock::new() })
     }
@@ -228,65 +226,6 @@ pub(super) fn same_dtype(wanted: DType, got: DType) -> candle_core::Result<()> {
     if wanted == got { Ok(()) } else { bail!("expected elements of {wanted}, got {got}") }
 }
 
-/// A kernel: its module, and its name, which no other module has.
-#[derive(Clone, Copy)]
-pub(super) struct Kernel<'a> {
-    module: Module,
-    name: &'a str,
-}
-
-impl<'a> From<&'a str> for Kernel<'a> {
-    fn from(name: &'a str) -> Self {
-        Module::Kernels.kernel(name)
-    }
-}
-
-impl<'a> From<&'a String> for Kernel<'a> {
-    fn from(name: &'a String) -> Self {
-        Module::Kernels.kernel(name)
-    }
-}
-
-/// A file of kernels, which is compiled and loaded as a whole.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Module {
-    Kernels,
-    Dropout,
-    Norms,
-    Rotary,
-    Activations,
-    Embedding,
-    Losses,
-    Attention,
-}
-
-impl Module {
-    /// Names and texts of the files, in the order of the variants.
-    const SOURCES: [(&str, &str); 8] = [
-        ("kernels.cu", include_str!("kernels.cu")),
-        ("dropout.cu", include_str!("dropout.cu")),
-        ("norms.cu", include_str!("norms.cu")),
-        ("rotary.cu", include_str!("rotary.cu")),
-        ("activations.cu", include_str!("activations.cu")),
-        ("embedding.cu", include_str!("embedding.cu")),
-        ("losses.cu", include_str!("losses.cu")),
-        ("attention.cu", include_str!("attention.cu")),
-    ];
-
-    /// Returns a kernel of this file.
-    pub(super) fn kernel(self, name: &str) -> Kernel<'_> {
-        Kernel { module: self, name }
-    }
-}
-
-/// The files that kernels include.
-const HEADERS: [(&str, &str); 4] = [
-    ("prelude.cuh", include_str!("prelude.cuh")),
-    ("packs.cuh", include_str!("packs.cuh")),
-    ("philox.cuh", include_str!("philox.cuh")),
-    ("sums.cuh", include_str!("sums.cuh")),
-];
-
 /// Threads of a block: `THREADS` in the source.
 pub(super) const THREADS: u32 = 256;
 
@@ -336,51 +275,6 @@ impl From<f64> for Arg {
 pub(super) fn elementwise(count: usize) -> LaunchConfig {
     let blocks = (count as u64).div_ceil(u64::from(THREADS)).clamp(1, MAX_BLOCKS);
     LaunchConfig { grid_dim: (blocks as u32, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 }
-}
-
-/// Compiles all files for the stream's device, and loads them. Kernels are loaded before the first collective, because
-/// CUDA may wait for the device when it loads a module.
-fn compiled(stream: &CudaStream) -> candle_core::Result<Vec<Arc<CudaModule>>> {
-    let context = stream.context();
-    let device = |error| Error::Core(failed(stream, "loading kernels", &error));
-    let (major, minor) = context.compute_capability().map_err(device)?;
-    let compile = |&(name, text): &(&str, &str)| {
-        let options = CompileOptions {
-            fmad: Some(false),
-            options: vec![format!("--gpu-architecture=compute_{major}{minor}")],
-            name: Some(name.into()),
-            ..CompileOptions::default()
-        };
-        compile_ptx_with_opts(with_headers(name, text), options).map_err(|error| {
-            let why = match error {
-                CompileError::CompileError { log, .. } => log.to_string_lossy().into_owned(),
-                other => other.to_string(),
-            };
-            let capability = format!("compiling {name} for compute capability {major}.{minor}");
-            Error::Core(failed(stream, &capability, &why))
-        })
-    };
-    // Own threads: rayon's could steal a task that needs the lock of the caller.
-    let compiled = thread::scope(|scope| {
-        let started: Vec<_> = Module::SOURCES.iter().map(|source| scope.spawn(|| compile(source))).collect();
-        let ended = started.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic)));
-        ended.collect::<Result<Vec<_>>>()
-    })?;
-    compiled.into_iter().map(|ptx| Ok(context.load_module(ptx).map_err(device)?)).collect()
-}
-
-/// Replaces the lines of a file that include headers by the headers.
-fn with_headers(file: &str, text: &str) -> String {
-    let mut whole = String::new();
-    for (number, line) in text.lines().enumerate() {
-        match HEADERS.iter().find(|(name, _)| line == format!("#include \"{name}\"")) {
-            Some((name, header)) => {
-                whole += &format!("#line 1 \"{name}\"\n{header}\n#line {} \"{file}\"\n", number + 2);
-            }
-            None => whole.extend([line, "\n"]),
-        }
-    }
-    whole
 }
 
 /// Returns the dtype of a float dtype's arithmetic.

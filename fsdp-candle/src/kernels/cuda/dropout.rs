@@ -4,7 +4,8 @@ use candle_core::Result;
 use fsdp_core::Buffer;
 
 use super::super::slice::{Slice, SliceMut};
-use super::device::{Arg, Module, float_suffix, of_slice};
+use super::compiler::Module;
+use super::device::{Arg, float_suffix, of_slice};
 
 /// The random numbers of a tensor: the fields of [`Mask`](crate::random::Mask), for kernels that include `philox.cuh`.
 #[derive(Clone, Copy, Default)]

@@ -6,7 +6,8 @@ use fsdp_core::{Buffer, DType};
 
 use super::super::slice::{Slice, SliceMut, same_length};
 use super::clear;
-use super::device::{CudaKernels, Module, THREADS, elementwise, float_suffix, of_buffer, same_dtype};
+use super::compiler::Module;
+use super::device::{CudaKernels, THREADS, elementwise, float_suffix, of_buffer, same_dtype};
 
 /// Adds each row of `from` to the table's row for its id (U32), in the order of the ids. Ids beyond the table stand for
 /// no row. Unless `accumulate`, the table starts as zeros.

@@ -5,7 +5,8 @@ use cudarc::driver::LaunchConfig;
 use fsdp_core::{Buffer, DType};
 
 use super::super::slice::{Slice, SliceMut, same_length};
-use super::device::{Arg, Module, THREADS, elementwise, float_suffix, of_slice, same_dtype, wide};
+use super::compiler::Module;
+use super::device::{Arg, THREADS, elementwise, float_suffix, of_slice, same_dtype, wide};
 
 /// How the losses of rows are computed and combined.
 #[derive(Clone, Copy)]

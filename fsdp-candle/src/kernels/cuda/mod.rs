@@ -10,6 +10,7 @@
 
 mod activations;
 mod attention;
+mod compiler;
 mod device;
 mod dropout;
 mod embedding;
@@ -33,7 +34,8 @@ use super::{
     StorageMut,
 };
 use crate::error::Error;
-use device::{Arg, CudaKernels, Kernel, MAX_PARTIALS, THREADS, elementwise, float_suffix, same_dtype};
+use compiler::Kernel;
+use device::{Arg, CudaKernels, MAX_PARTIALS, THREADS, elementwise, float_suffix, same_dtype};
 
 pub(crate) use activations::{activate, activate_back, swiglu, swiglu_back, swiglu_halves, swiglu_halves_back};
 pub(crate) use attention::ScoreBlock;

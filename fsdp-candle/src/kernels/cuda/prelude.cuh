@@ -1,4 +1,4 @@
-// What all kernels share. NVRTC compiles each `.cu` file without an include directory, so `device.rs` puts the text of
+// What all kernels share. NVRTC compiles each `.cu` file without an include directory, so `compiler.rs` puts the text of
 // this file and of the other headers in the place of the lines that include them.
 //
 // The kernels compute the same as `kernels/cpu`, operation by operation. The option `--fmad=false` forbids fused

@@ -5,7 +5,8 @@ use cudarc::driver::LaunchConfig;
 use fsdp_core::{Buffer, DType};
 
 use super::super::slice::{Slice, SliceMut, same_length};
-use super::device::{Arg, Module, THREADS, float_suffix, of_slice, same_dtype};
+use super::compiler::Module;
+use super::device::{Arg, THREADS, float_suffix, of_slice, same_dtype};
 
 /// A rotation of heads. Heads at one position follow one another, as a group.
 #[derive(Clone, Copy)]

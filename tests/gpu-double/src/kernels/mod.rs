@@ -20,7 +20,7 @@ mod tests;
 
 use crate::{
     bytes,
-    machine::Settings,
+    machine::{Settings, TOOLKIT, machine},
     memory::base_of,
     report,
     status::{INVALID_HANDLE, INVALID_VALUE, NOT_SUPPORTED, SUCCESS},
@@ -30,6 +30,9 @@ pub(crate) use library::{Image, open};
 use library::{Kernel, Launch};
 
 const INVALID_IMAGE: c_int = 200;
+const NO_BINARY_FOR_GPU: c_int = 209;
+const INVALID_PTX: c_int = 218;
+const UNSUPPORTED_PTX_VERSION: c_int = 222;
 const FILE_NOT_FOUND: c_int = 301;
 const NOT_FOUND: c_int = 500;
 
@@ -53,7 +56,44 @@ fn refuse(status: c_int, why: &str) -> c_int {
     status
 }
 
+/// First line of machine code, before the architecture and the text of the PTX.
+pub(crate) const MACHINE_CODE: &str = "gpu-double machine code for sm_";
+
+/// Returns the PTX of an image that this driver loads for this device. The error is a status and its reason.
+fn loadable<'a>(image: &'a str, settings: &Settings) -> Result<&'a str, (c_int, String)> {
+    let (driver, device) = (settings.driver, settings.capability);
+    let number = |text: &str| text.trim().parse::<u64>().ok();
+    if let Some((arch, ptx)) = image.strip_prefix(MACHINE_CODE).and_then(|rest| rest.split_once('\n')) {
+        let arch = number(arch).filter(|arch| arch / 10 == device / 10 && *arch <= device);
+        return match arch {
+            None => Err((NO_BINARY_FOR_GPU, format!("machine code of another architecture than sm_{device}"))),
+            Some(_) if driver / 1000 < TOOLKIT / 1000 => {
+                Err((INVALID_IMAGE, format!("machine code of CUDA {TOOLKIT}, and the driver is of CUDA {driver}")))
+            }
+            Some(_) => Ok(ptx),
+        };
+    }
+    if driver < TOOLKIT {
+        return Err((UNSUPPORTED_PTX_VERSION, format!("PTX of CUDA {TOOLKIT}, and the driver is of CUDA {driver}")));
+    }
+    let target = image.lines().find_map(|line| line.strip_prefix(".target sm_")).unwrap_or_default();
+    let is_older = number(target.trim_end_matches(char::is_alphabetic)).is_none_or(|arch| match arch {
+        // With a suffix such as `a`, PTX is not for other architectures.
+        _ if target.ends_with(char::is_alphabetic) => arch == device,
+        _ => arch <= device,
+    });
+    if is_older { Ok(image) } else { Err((INVALID_PTX, format!("PTX for sm_{target}, and the device is sm_{device}"))) }
+}
+
 fn load(module: *mut *mut c_void, image: &str) -> c_int {
+    let fitting = loadable(image, &machine().lock().settings);
+    let image = match fitting {
+        Err((status, why)) => return refuse(status, &why),
+        Ok(image) => image,
+    };
+    if let Err(fault) = machine().may_synchronize("loading a module") {
+        return streams::status::<()>(Err(fault.into()));
+    }
     match open(image) {
         Err(why) => refuse(INVALID_IMAGE, &why),
         Ok(image) => with(|handles| {
@@ -105,10 +145,13 @@ unsafe extern "C" fn cuModuleGetFunction(out: *mut *mut c_void, module: *mut c_v
         );
     };
     let handle = std::ptr::from_ref(kernel) as usize;
-    with(|handles| handles.kernels.insert(handle, kernel));
     // SAFETY: the caller passes a pointer to a function.
     unsafe { *out = handle as *mut c_void };
-    SUCCESS
+    match with(|handles| handles.kernels.insert(handle, kernel)) {
+        Some(_) => SUCCESS,
+        // CUDA loads a kernel when it is first used.
+        None => streams::status(machine().may_synchronize("loading a kernel").map_err(Into::into)),
+    }
 }
 
 #[unsafe(no_mangle)]

@@ -393,3 +393,22 @@ fn rejects_launches_beyond_the_limits() {
     assert!(refusal([1, 1, 1], [1, 1, 65], 0).is_some());
     assert!(refusal([1, 1, 1], [32, 1, 1], (48 << 10) + 1).is_some());
 }
+
+#[test]
+fn images_load_on_the_drivers_and_devices_that_they_fit() {
+    let of = |driver, capability| {
+        let settings = Settings { driver, capability, ..Settings::from_env().unwrap() };
+        let ptx = "gpu-double library x.so\n.version 9.0\n.target sm_90\n";
+        let code = format!("{MACHINE_CODE}90\n{ptx}");
+        let status =
+            |image: &str| loadable(image, &settings).map(|image| assert_eq!(image, ptx)).map_err(|(status, _)| status);
+        [status(ptx), status(&code)]
+    };
+    assert_eq!(of(TOOLKIT, 90), [Ok(()), Ok(())]);
+    // A driver of an older major version, and devices of an older and a newer architecture.
+    assert_eq!(of(12040, 90), [Err(UNSUPPORTED_PTX_VERSION), Err(INVALID_IMAGE)]);
+    assert_eq!(of(TOOLKIT, 80), [Err(INVALID_PTX), Err(NO_BINARY_FOR_GPU)]);
+    assert_eq!(of(TOOLKIT, 100), [Ok(()), Err(NO_BINARY_FOR_GPU)]);
+    let settings = Settings { capability: 100, ..Settings::from_env().unwrap() };
+    assert_eq!(loadable("gpu-double library x.so\n.target sm_90a\n", &settings).unwrap_err().0, INVALID_PTX);
+}

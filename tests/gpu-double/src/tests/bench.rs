@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::{
-    machine::{Machine, Settings, set_current},
+    machine::{Machine, Settings, TOOLKIT, set_current},
     status::{Fault, Refusal},
     streams::{Access, Operation, Progress, Touch},
 };
@@ -25,7 +25,15 @@ pub(super) fn fault<T: std::fmt::Debug>(result: Result<T, Refusal>) -> String {
 impl Bench {
     pub(super) fn new(seed: u64) -> Self {
         set_current(Some(0));
-        let settings = Settings { devices: 2, memory: 1 << 20, segment: 4096, seed, stall: Duration::from_millis(50) };
+        let settings = Settings {
+            devices: 2,
+            memory: 1 << 20,
+            segment: 4096,
+            seed,
+            stall: Duration::from_millis(50),
+            driver: TOOLKIT,
+            capability: 90,
+        };
         Self(Machine::new(settings))
     }
 

@@ -138,6 +138,48 @@ fn detects_early_frees_of_pinned_memory() {
     bench.0.free_pinned(host, "cuMemFreeHost").unwrap();
 }
 
+type Call<'a> = &'a dyn Fn(&Bench, usize);
+
+/// With some schedules, the stream ends before the call returns. The host still has to wait.
+#[test]
+fn calls_that_may_wait_for_the_device_sometimes_do() {
+    let pageable = vec![0u8; 65 << 10];
+    let mut waits = [0; 3];
+    for seed in 0..32 {
+        let calls: [Call<'_>; 3] = [
+            &|bench, _| {
+                bench.pinned();
+            },
+            &|bench, _| {
+                bench.0.allocate(LEN, None, "cuMemAlloc").unwrap();
+            },
+            &|bench, stream| {
+                let to = bench.0.allocate(pageable.len(), Some(stream), "cuMemAllocAsync").unwrap();
+                let copy = Copy {
+                    to,
+                    from: pageable.as_ptr() as u64,
+                    len: pageable.len(),
+                    direction: Direction::HostToDevice,
+                };
+                // SAFETY: both have this length.
+                unsafe { bench.0.copy(copy, stream, "cuMemcpyHtoDAsync") }.unwrap();
+            },
+        ];
+        for (call, waits) in calls.into_iter().zip(&mut waits) {
+            let bench = Bench::new(seed);
+            let stream = bench.stream();
+            let (memory, host) = (bench.floats(stream), bench.pinned());
+            bench.set(stream, "kernel", memory, 5.0).unwrap();
+            bench.to_host(host, memory, stream).unwrap();
+            call(&bench, stream);
+            *waits += usize::from(read(host) == [5.0; 4]);
+            fault(bench.0.free_pinned(host, "cuMemFreeHost"));
+            assert!(seed > 0 || is_poison(read(host)), "the first schedule never waits");
+        }
+    }
+    assert!(waits.iter().all(|waits| (4..32).contains(waits)), "{waits:?}");
+}
+
 #[test]
 fn registered_memory_is_pinned() {
     let bench = Bench::new(0);

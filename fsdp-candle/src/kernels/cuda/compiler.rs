@@ -1,0 +1,315 @@
+//! Compiles the files of kernels by NVRTC while the program runs, and loads them.
+
+use std::ffi::{CString, c_char, c_int};
+use std::fmt::Display;
+use std::panic::resume_unwind;
+use std::sync::Arc;
+use std::thread;
+
+use candle_core::cuda_backend::kernels as candle_kernels;
+use cudarc::driver::sys::CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION;
+use cudarc::driver::{self, CudaModule, CudaStream, DriverError};
+use cudarc::nvrtc::Ptx;
+use cudarc::nvrtc::result::{self, NvrtcError};
+use cudarc::nvrtc::sys::{self, nvrtcProgram};
+use fsdp_core::device::cuda::failed;
+
+use crate::error::{Error, Result};
+
+/// A kernel: its module, and its name, which no other module has.
+#[derive(Clone, Copy)]
+pub(super) struct Kernel<'a> {
+    pub(super) module: Module,
+    pub(super) name: &'a str,
+}
+
+impl<'a> From<&'a str> for Kernel<'a> {
+    fn from(name: &'a str) -> Self {
+        Module::Kernels.kernel(name)
+    }
+}
+
+impl<'a> From<&'a String> for Kernel<'a> {
+    fn from(name: &'a String) -> Self {
+        Module::Kernels.kernel(name)
+    }
+}
+
+/// A file of kernels, which is compiled and loaded as a whole.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Module {
+    Kernels,
+    Dropout,
+    Norms,
+    Rotary,
+    Activations,
+    Embedding,
+    Losses,
+    Attention,
+}
+
+impl Module {
+    /// Names and texts of the files, in the order of the variants.
+    const SOURCES: [(&str, &str); 8] = [
+        ("kernels.cu", include_str!("kernels.cu")),
+        ("dropout.cu", include_str!("dropout.cu")),
+        ("norms.cu", include_str!("norms.cu")),
+        ("rotary.cu", include_str!("rotary.cu")),
+        ("activations.cu", include_str!("activations.cu")),
+        ("embedding.cu", include_str!("embedding.cu")),
+        ("losses.cu", include_str!("losses.cu")),
+        ("attention.cu", include_str!("attention.cu")),
+    ];
+
+    /// Returns a kernel of this file.
+    pub(super) fn kernel(self, name: &str) -> Kernel<'_> {
+        Kernel { module: self, name }
+    }
+}
+
+/// The files that kernels include.
+const HEADERS: [(&str, &str); 4] = [
+    ("prelude.cuh", include_str!("prelude.cuh")),
+    ("packs.cuh", include_str!("packs.cuh")),
+    ("philox.cuh", include_str!("philox.cuh")),
+    ("sums.cuh", include_str!("sums.cuh")),
+];
+
+/// Compiles all files for the stream's device, and loads them, in the order of [`Module`]. Fails if the driver can't
+/// load Candle's kernels either. Kernels are loaded before the first collective, because CUDA may wait for the device
+/// when it loads a module.
+pub(super) fn load(stream: &CudaStream) -> Result<Vec<Arc<CudaModule>>> {
+    let context = stream.context();
+    let refused = |what: &str, why: &dyn Display| Error::Core(failed(stream, what, why));
+    let versions = Versions::of(stream).map_err(|error| refused("asking for CUDA's versions", &error))?;
+    // The smallest of Candle's modules. nvcc compiled all of them alike.
+    let ptx = candle_kernels::FILL.ptx();
+    if let Err(error) = context.load_module(ptx.into()) {
+        return Err(refused("loading Candle's kernels", &versions.why_not_ptx(&error, ptx)));
+    }
+    let what = format!("compiling kernels for sm_{}", versions.capability);
+    let supported = supported().map_err(|error| refused(&what, &error))?;
+    let target = Target::of(versions.capability, &supported).ok_or_else(|| {
+        let nvrtc = decimal(versions.nvrtc);
+        refused(&what, &format!("NVRTC of CUDA {nvrtc} supports only newer devices. Use an older CUDA toolkit"))
+    })?;
+    // Own threads: rayon's could steal a task that needs the lock of the caller.
+    let compiled = thread::scope(|scope| {
+        let started = Module::SOURCES.map(|(name, text)| (name, scope.spawn(move || compile(name, text, target))));
+        let ended = started.into_iter().map(|(name, thread)| {
+            let compiled = thread.join().unwrap_or_else(|panic| resume_unwind(panic));
+            compiled.map_err(|why| refused(&format!("compiling {name} for {}", target.option()), &why))
+        });
+        ended.collect::<Result<Vec<_>>>()
+    })?;
+    let loaded = compiled.into_iter().map(|image| context.load_module(image));
+    let loaded: std::result::Result<_, DriverError> = loaded.collect();
+    loaded.map_err(|error| refused("loading kernels", &versions.why_not(&error)))
+}
+
+/// What NVRTC makes of a file. Architectures are numbers such as 90 for `sm_90`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Target {
+    /// Machine code for the device's own architecture. Drivers of the same or a newer major version load it.
+    Binary(c_int),
+    /// PTX for an older architecture, for the driver to compile. NVRTC does not know the device's own.
+    Ptx(c_int),
+}
+
+impl Target {
+    /// Chooses among NVRTC's architectures. Returns `None` if all are newer than the device.
+    fn of(capability: c_int, supported: &[c_int]) -> Option<Self> {
+        if supported.contains(&capability) {
+            return Some(Target::Binary(capability));
+        }
+        // Toolkits have renamed architectures between these.
+        let is_older = |arch: &c_int| *arch < capability && arch % 10 == 0;
+        supported.iter().copied().filter(is_older).max().map(Target::Ptx)
+    }
+
+    /// The value of the option `--gpu-architecture`.
+    fn option(self) -> String {
+        match self {
+            Target::Binary(arch) => format!("sm_{arch}"),
+            Target::Ptx(arch) => format!("compute_{arch}"),
+        }
+    }
+}
+
+/// Returns the architectures that NVRTC knows.
+fn supported() -> std::result::Result<Vec<c_int>, NvrtcError> {
+    let mut count = 0;
+    // SAFETY: NVRTC writes the number of its architectures.
+    unsafe { sys::nvrtcGetNumSupportedArchs(&mut count) }.result()?;
+    let mut archs = vec![0; count.max(0) as usize];
+    // SAFETY: NVRTC writes as many numbers as it counted.
+    unsafe { sys::nvrtcGetSupportedArchs(archs.as_mut_ptr()) }.result()?;
+    Ok(archs)
+}
+
+/// Compiles a file. The error is the compiler's output, or the reason why it did not run.
+fn compile(name: &str, text: &str, target: Target) -> std::result::Result<Ptx, String> {
+    let program = Program::new(name, &with_headers(name, text))?;
+    // Without fused multiply-add, so that the bits equal the CPU's.
+    let options = ["--fmad=false".to_owned(), format!("--gpu-architecture={}", target.option())];
+    // SAFETY: the program is live.
+    if let Err(error) = unsafe { result::compile_program(program.handle, &options) } {
+        // SAFETY: the program is live.
+        let log = unsafe { result::get_program_log(program.handle) }.unwrap_or_default();
+        let log = String::from_utf8_lossy(&bytes(log)).trim_end_matches('\0').trim().to_owned();
+        return Err(if log.is_empty() { error.to_string() } else { log });
+    }
+    let image = program.image(target).map_err(|error| error.to_string())?;
+    if image.is_empty() { Err("NVRTC returned no code".into()) } else { Ok(Ptx::from_binary(image)) }
+}
+
+/// A program of NVRTC.
+struct Program {
+    handle: nvrtcProgram,
+    /// NVRTC may read the text and the name as long as the program lives.
+    _text: CString,
+    _name: CString,
+}
+
+impl Program {
+    fn new(name: &str, text: &str) -> std::result::Result<Self, String> {
+        let [name, text] = [name, text].map(CString::new);
+        let (name, text) = (name.map_err(|error| error.to_string())?, text.map_err(|error| error.to_string())?);
+        let handle = result::create_program(&text, Some(&name)).map_err(|error| error.to_string())?;
+        Ok(Program { handle, _text: text, _name: name })
+    }
+
+    /// Returns the machine code, or the PTX with a final zero, of a compiled program.
+    fn image(&self, target: Target) -> std::result::Result<Vec<u8>, NvrtcError> {
+        if let Target::Ptx(_) = target {
+            // SAFETY: the program is live.
+            return Ok(bytes(unsafe { result::get_ptx(self.handle) }?));
+        }
+        let mut size = 0;
+        // SAFETY: the program is live, and NVRTC writes a size.
+        unsafe { sys::nvrtcGetCUBINSize(self.handle, &mut size) }.result()?;
+        let mut image: Vec<c_char> = vec![0; size];
+        // SAFETY: the image has the size that NVRTC returned.
+        unsafe { sys::nvrtcGetCUBIN(self.handle, image.as_mut_ptr()) }.result()?;
+        Ok(bytes(image))
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // SAFETY: the program is live, and no one uses it any more.
+        let _ = unsafe { result::destroy_program(self.handle) };
+    }
+}
+
+fn bytes(chars: Vec<c_char>) -> Vec<u8> {
+    chars.into_iter().map(|char| char as u8).collect()
+}
+
+/// The versions that have to fit each other. CUDA's are numbers such as 12040 for 12.4.
+struct Versions {
+    driver: c_int,
+    nvrtc: c_int,
+    /// The device's compute capability: 90 for 9.0.
+    capability: c_int,
+}
+
+impl Versions {
+    fn of(stream: &CudaStream) -> std::result::Result<Self, String> {
+        let capability = stream.context().compute_capability().map_err(|error| error.to_string())?;
+        let (mut driver, mut major, mut minor) = (0, 0, 0);
+        // SAFETY: the driver writes a number.
+        unsafe { driver::sys::cuDriverGetVersion(&mut driver) }.result().map_err(|error| error.to_string())?;
+        // SAFETY: NVRTC writes two numbers.
+        unsafe { sys::nvrtcVersion(&mut major, &mut minor) }.result().map_err(|error| error.to_string())?;
+        Ok(Versions { driver, nvrtc: major * 1000 + minor * 10, capability: capability.0 * 10 + capability.1 })
+    }
+
+    /// Says why the driver does not load Candle's kernels.
+    fn why_not_ptx(&self, error: &DriverError, ptx: &str) -> String {
+        let line = |name: &str| ptx.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
+        let (driver, device) = (decimal(self.driver), self.capability);
+        if error.0 == CUDA_ERROR_UNSUPPORTED_PTX_VERSION {
+            let version = line(".version ").unwrap_or("of a newer version");
+            return format!(
+                "the CUDA toolkit of the build is newer than the driver: the kernels are PTX {version}, which the driver \
+                 of CUDA {driver} can't compile. Update the driver, or build with a toolkit of CUDA {driver} or older"
+            );
+        }
+        match line(".target sm_").filter(|target| !is_loaded(target, device)) {
+            Some(target) => {
+                // Without a suffix, this loads on all newer devices.
+                let older = if device > 80 { ", or 80 if nvcc does not know it" } else { "" };
+                format!(
+                    "they are built for sm_{target}, which the device, sm_{device}, does not run. Build again with \
+                     CUDA_COMPUTE_CAP={device}{older}"
+                )
+            }
+            None => error.to_string(),
+        }
+    }
+
+    /// Says why the driver does not load what NVRTC compiled.
+    fn why_not(&self, error: &DriverError) -> String {
+        if self.nvrtc / 1000 <= self.driver / 1000 {
+            return error.to_string();
+        }
+        let [driver, nvrtc] = [self.driver, self.nvrtc].map(decimal);
+        format!("NVRTC is of CUDA {nvrtc}, and the driver of CUDA {driver}. Update the driver ({error})")
+    }
+}
+
+/// Returns whether a device loads PTX for a target such as `80`, `90a` (this architecture only) or `100f` (its family).
+/// Candle's build adds `a` or `f` from 90 on.
+fn is_loaded(target: &str, device: c_int) -> bool {
+    let arch = target.trim_end_matches(char::is_alphabetic);
+    let Ok(number) = arch.parse::<c_int>() else { return true };
+    match &target[arch.len()..] {
+        "a" => number == device,
+        "f" => number <= device && number / 10 == device / 10,
+        _ => number <= device,
+    }
+}
+
+/// Returns CUDA's version as people write it.
+fn decimal(version: c_int) -> String {
+    format!("{}.{}", version / 1000, version % 1000 / 10)
+}
+
+/// Replaces the lines of a file that include headers by the headers.
+fn with_headers(file: &str, text: &str) -> String {
+    let mut whole = String::new();
+    for (number, line) in text.lines().enumerate() {
+        match HEADERS.iter().find(|(name, _)| line == format!("#include \"{name}\"")) {
+            Some((name, header)) => {
+                whole += &format!("#line 1 \"{name}\"\n{header}\n#line {} \"{file}\"\n", number + 2);
+            }
+            None => whole.extend([line, "\n"]),
+        }
+    }
+    whole
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn compiles_for_the_devices_architecture_or_the_newest_before_it() {
+        let known = [75, 80, 86, 90, 100];
+        assert_eq!(Target::of(90, &known), Some(Target::Binary(90)));
+        assert_eq!(Target::of(89, &known), Some(Target::Ptx(80)));
+        assert_eq!(Target::of(121, &known), Some(Target::Ptx(100)));
+        assert_eq!(Target::of(70, &known), None);
+        assert_eq!([Target::Binary(90), Target::Ptx(80)].map(Target::option), ["sm_90", "compute_80"]);
+    }
+
+    #[test]
+    fn devices_load_ptx_of_older_ones_unless_it_has_a_suffix() {
+        let loads = |target| [80, 89, 90, 100, 103].map(|device| is_loaded(target, device));
+        assert_eq!(loads("80"), [true; 5]);
+        assert_eq!(loads("90"), [false, false, true, true, true]);
+        assert_eq!(loads("90a"), [false, false, true, false, false]);
+        assert_eq!(loads("100f"), [false, false, false, true, true]);
+    }
+}

@@ -1,0 +1,40 @@
+//! Versions of the CUDA toolkit, the driver and the device that differ.
+
+use std::process::Command;
+use std::time::Duration;
+
+use fsdp_test_support::{Run, golden_flags_of, program, run};
+
+/// Trains two steps on one device, with settings of the double.
+fn train_with(settings: &[(&str, &str)]) -> Run {
+    let dir = tempfile::tempdir().unwrap();
+    let mut command = Command::new(program("train"));
+    command.args(golden_flags_of("gpt2_tiny", 2)).args(["--batch-size", "4", "--device", "cuda"]);
+    command.envs(settings.iter().copied()).current_dir(dir.path());
+    run(command, Duration::from_secs(120))
+}
+
+/// Checks that training fails without a panic, with a message that contains all of `parts`.
+fn refused(settings: &[(&str, &str)], parts: &[&str]) {
+    let error = train_with(settings).failed();
+    println!("{settings:?}: {error}");
+    assert!(!error.contains("panicked") && parts.iter().all(|part| error.contains(part)), "{settings:?}: {error}");
+}
+
+/// The double's nvcc and NVRTC are of CUDA 13.0, and Candle's kernels are built for `sm_80`.
+#[test]
+fn a_toolkit_that_does_not_fit_is_told_at_the_start() {
+    let driver = ["CUDA device 0: loading Candle's kernels", "PTX 9.0", "CUDA 12.4", "Update the driver"];
+    refused(&[("GPU_DOUBLE_DRIVER", "12040")], &driver);
+    let build = ["built for sm_80", "the device, sm_75, does not run", "CUDA_COMPUTE_CAP=75"];
+    refused(&[("GPU_DOUBLE_CAPABILITY", "75")], &build);
+}
+
+#[test]
+fn a_device_that_nvrtc_does_not_know_runs_the_ptx_of_an_older_one() {
+    let known = train_with(&[]).ok();
+    let unknown = train_with(&[("GPU_DOUBLE_CAPABILITY", "130")]).ok();
+    // A sample of the trained model.
+    assert!(known.stdout.contains("sample: "), "{known:?}");
+    assert_eq!(known.stdout, unknown.stdout);
+}
