@@ -13,8 +13,7 @@ const GPT2: &str = r#"{"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer
     "vocab_size": 512}"#;
 
 /// Runs a program that prints one JSON object, in a directory with the model's `config.json`.
-fn json(words: &[&str], dir: &Path) -> Value {
-    let mut command = Command::new(program("bench"));
+fn json(mut command: Command, words: &[&str], dir: &Path) -> Value {
     command.args(words).args(["--model", ".", "--seq", "128", "--batch", "1", "--json"]).current_dir(dir);
     let stdout = run(command, Duration::from_secs(120)).ok().stdout;
     let line = stdout.lines().find(|line| line.contains('{')).unwrap();
@@ -27,24 +26,35 @@ const NEAR: f64 = 0.05;
 #[test]
 fn plans_count_the_activations_of_attention_and_loss() {
     let mut far = vec![];
-    for (config, dtype, checkpoint) in [
-        (LLAMA, "f32", "none"),
-        (LLAMA, "bf16", "none"),
-        (LLAMA, "f32", "full"),
-        (LLAMA, "bf16", "full"),
-        (GPT2, "f32", "none"),
-        (GPT2, "bf16", "none"),
+    let tensor = ["--tensor-parallel", "2"];
+    let sequence = ["--tensor-parallel", "2", "--sequence-parallel"];
+    for (config, dtype, checkpoint, parallel) in [
+        (LLAMA, "f32", "none", &[][..]),
+        (LLAMA, "bf16", "none", &[]),
+        (LLAMA, "f32", "full", &[]),
+        (LLAMA, "bf16", "full", &[]),
+        (GPT2, "f32", "none", &[]),
+        (GPT2, "bf16", "none", &[]),
+        (LLAMA, "bf16", "none", &tensor),
+        (LLAMA, "bf16", "none", &sequence),
     ] {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("config.json"), config).unwrap();
+        let ranks = if parallel.is_empty() { "1" } else { "2" };
         let mut words = vec!["step", "--device", "cuda", "--steps", "1", "--param-dtype", dtype];
-        words.extend((checkpoint == "full").then_some("--activation-checkpoint"));
-        let real = json(&words, dir.path())["allocated"]["peak"].as_f64().unwrap();
-        let words = ["plan", "--device", "h100-sxm", "--ranks-per-host", "1", "--reserve", "0", "--param-dtype", dtype];
-        let planned = json(&[&words[..], &["--activation-checkpoint", checkpoint]].concat(), dir.path());
+        words.extend((checkpoint == "full").then_some("--activation-checkpoint").into_iter().chain(parallel.to_vec()));
+        let mut launch = Command::new(program("fsdp-launch"));
+        launch.args(["--nproc-per-node", ranks]).arg(program("bench"));
+        let real = json(launch, &words, dir.path())["allocated"]["peak"].as_f64().unwrap();
+        let words =
+            ["plan", "--device", "h100-sxm", "--ranks-per-host", ranks, "--reserve", "0", "--param-dtype", dtype];
+        let words = [&words[..], &["--activation-checkpoint", checkpoint], parallel].concat();
+        let planned = json(Command::new(program("bench")), &words, dir.path());
         let planned = planned["memory"]["total"].as_f64().unwrap();
         let error = planned / real - 1.;
-        let found = format!("{config}, {dtype}, checkpoint {checkpoint}: {planned} bytes planned, {real} counted");
+        let found = format!(
+            "{config}, {dtype}, checkpoint {checkpoint}, {parallel:?}: {planned} bytes planned, {real} counted"
+        );
         println!("{found}: {:.1} %", 100. * error);
         far.extend((error.abs() >= NEAR).then_some(found));
     }

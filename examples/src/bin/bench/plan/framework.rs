@@ -52,8 +52,8 @@ impl Framework {
         let e = compute.bytes();
         match (self, checkpoint) {
             // The input of a block is the output of the block before. Units copy their inputs.
-            (Framework::Candle | Framework::OnDevice, Checkpoint::Full) => 2. * e * layer.width,
-            (Framework::Candle | Framework::OnDevice, _) => e * layer.width + self.inside(layer, compute),
+            (Framework::Candle | Framework::OnDevice, Checkpoint::Full) => 2. * e * layer.residual,
+            (Framework::Candle | Framework::OnDevice, _) => e * layer.residual + self.inside(layer, compute),
             (Framework::Pytorch, Checkpoint::None) => self.inside(layer, compute),
             (Framework::Pytorch, Checkpoint::Full) => e * layer.width,
             (Framework::Pytorch, Checkpoint::Selective) => {
@@ -66,7 +66,7 @@ impl Framework {
     /// Returns the bytes per token of a block's intermediate results that backward needs.
     pub(super) fn inside(self, layer: &Layer, compute: Precision) -> f64 {
         let e = compute.bytes();
-        let &Layer { width, queries, keys, norms, mlp, .. } = layer;
+        let &Layer { width, residual, whole, queries, keys, norms, mlp, .. } = layer;
         let statistics = F32 * layer.heads;
         match self {
             // Candle keeps the inputs and outputs of all operations: norms, projections and residual sums.
@@ -81,8 +81,9 @@ impl Framework {
                 } * mlp.inner
                     * mlp.times;
                 // Inputs and outputs of each expert, concatenated, reordered and weighted.
-                let chosen = if mlp.experts > 0. { 5. * mlp.times * width + 5. * mlp.experts } else { width };
-                e * (3. * width + norms * width + attention + within + chosen) + statistics
+                let chosen = if mlp.experts > 0. { 5. * mlp.times * width + 5. * mlp.experts } else { residual };
+                let stream = (3. + norms) * residual + whole;
+                e * (stream + attention + within + chosen) + statistics
             }
             Framework::Pytorch => {
                 let norm = match layer.norm {
@@ -111,11 +112,11 @@ impl Framework {
     /// Returns the bytes per token that a block's forward moves, except for matrix products and attention.
     pub(super) fn moved(self, layer: &Layer, compute: Precision) -> f64 {
         let e = compute.bytes();
-        let &Layer { width, queries, keys, norms, mlp, .. } = layer;
+        let &Layer { width, residual, queries, keys, norms, mlp, .. } = layer;
         let heads = queries + keys;
         let (rotary, head_norms) = (f64::from(layer.rotary), f64::from(layer.head_norms));
         let within = mlp.inner * mlp.times;
-        let residual = 6. * e * width;
+        let sums = 6. * e * residual;
         match self {
             // Each operation reads its inputs and writes its output. The unit's boundary copies.
             Framework::Candle | Framework::OnDevice => {
@@ -125,8 +126,8 @@ impl Framework {
                     MlpKind::Gated => 5.,
                 };
                 let experts = if mlp.experts > 0. { 8. * mlp.times * width } else { 0. };
-                let own = 2. * norms * width + 2. * width + 2. * heads * (rotary + head_norms);
-                residual + e * (own + activation * within + experts)
+                let own = 2. * norms * residual + 2. * residual + 2. * heads * (rotary + head_norms);
+                sums + e * (own + activation * within + experts)
             }
             // Norms and rotary embeddings compute in f32, one operation at a time.
             Framework::Pytorch => {
@@ -137,7 +138,7 @@ impl Framework {
                 let repeated = if keys < queries { 2. * e * heads } else { 0. };
                 let activation = if mlp.kind == MlpKind::Plain { 2. } else { 5. };
                 let turned = heads * (rotary * (16. + 2. * e) + head_norms * norm);
-                residual + norm * norms * width + turned + repeated + activation * e * within
+                sums + norm * norms * width + turned + repeated + activation * e * within
             }
         }
     }
@@ -189,19 +190,22 @@ impl Framework {
                 again: true,
             },
             // The gradient of all logits, or those of the head and the hidden states. Half precision has f32 copies of
-            // the head and of its gradient.
+            // the head and of its gradient. Ranks that share a vocabulary keep one number per token, and compute the
+            // logits of some rows again.
             Framework::Candle => {
                 let copy = if compute == Precision::F32 { 0. } else { F32 * head };
-                let (kept, loss) = match tokens < root.width {
-                    true => (F32 * all, 0.),
-                    false => (F32 * (head + hidden), F32 * all.min(ON_CPU)),
+                let stretch = F32 * all.min(ON_CPU);
+                let (kept, loss, again) = match (root.shared, tokens < root.width) {
+                    (true, _) => (F32 * tokens, stretch, stretch),
+                    (false, true) => (F32 * all, 0., 0.),
+                    (false, false) => (F32 * (head + hidden), stretch, 0.),
                 };
                 Logits {
                     kept,
                     loss: loss + copy,
-                    slopes: 2. * F32 * hidden + 2. * copy,
+                    slopes: again + 2. * F32 * hidden + 2. * copy,
                     moved: 3. * F32 * all,
-                    again: false,
+                    again: root.shared,
                 }
             }
             // Logits are cast to f32, and log-softmax is kept. Its gradient exists twice in f32, and once in the

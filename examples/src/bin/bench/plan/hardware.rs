@@ -136,13 +136,16 @@ impl Device {
     }
 }
 
-/// Mesh of ranks: replicas (HSDP) of a sharded model. The ranks of a host, and of a replica, are neighbours.
+/// Mesh of ranks: replicas (HSDP) of a sharded model, whose layers may be split. The ranks of a host, of a replica and of
+/// a layer are neighbours.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Mesh {
     pub(super) ranks_per_host: usize,
     pub(super) hosts: usize,
-    /// Ranks per replica.
+    /// Ranks that a replica is sharded over.
     pub(super) shard: usize,
+    /// Neighbouring ranks that compute each layer together.
+    pub(super) tensor: usize,
     /// Number of replicas.
     pub(super) replicate: usize,
 }
@@ -179,16 +182,26 @@ impl Ring {
         Ring { ranks: ranks as f64, rate, latency: links.latency }
     }
 
-    /// Creates a ring of `ranks` neighbours: a replica, or a part of it.
-    pub(super) fn of_neighbours(mesh: &Mesh, links: &Links, ranks: usize) -> Self {
-        let host = mesh.ranks_per_host;
-        let on_one_host = mesh.hosts == 1 || ranks <= host && host.is_multiple_of(ranks);
-        Ring::new(links, ranks, on_one_host, gcd(ranks, host))
+    /// Creates a ring of `ranks` that hold shards of a replica, or of a part of it.
+    pub(super) fn of_shards(mesh: &Mesh, links: &Links, ranks: usize) -> Self {
+        Ring::of_every(mesh, links, ranks, mesh.tensor)
+    }
+
+    /// Creates a ring of the ranks that compute a layer together.
+    pub(super) fn of_layer(mesh: &Mesh, links: &Links) -> Self {
+        Ring::of_every(mesh, links, mesh.tensor, 1)
+    }
+
+    /// Creates a ring of ranks `step` apart.
+    fn of_every(mesh: &Mesh, links: &Links, ranks: usize, step: usize) -> Self {
+        let (host, span) = (mesh.ranks_per_host, ranks * step);
+        let on_one_host = mesh.hosts == 1 || span <= host && host.is_multiple_of(span);
+        Ring::new(links, ranks, on_one_host, (gcd(span, host) / step).max(1))
     }
 
     /// Creates a ring of the ranks that hold the same shard of each replica.
     pub(super) fn of_replicas(mesh: &Mesh, links: &Links) -> Self {
-        let on_a_host = (mesh.ranks_per_host / mesh.shard).max(1);
+        let on_a_host = (mesh.ranks_per_host / (mesh.shard * mesh.tensor)).max(1);
         Ring::new(links, mesh.replicate, mesh.hosts == 1, on_a_host)
     }
 
@@ -248,14 +261,17 @@ mod tests {
 
     #[test]
     fn slowest_link_bounds_a_ring() {
-        let mesh = |hosts, shard, replicate| Mesh { ranks_per_host: 8, hosts, shard, replicate };
-        let rate = |mesh: Mesh| Ring::of_neighbours(&mesh, &LINKS, mesh.shard).rate;
+        let mesh = |hosts, shard, replicate| Mesh { ranks_per_host: 8, hosts, shard, tensor: 1, replicate };
+        let rate = |mesh: Mesh| Ring::of_shards(&mesh, &LINKS, mesh.shard).rate;
         assert_eq!(rate(mesh(1, 8, 1)), 100.);
         assert_eq!(rate(mesh(4, 8, 4)), 100.);
         // Eight network cards per host.
         assert_eq!(rate(mesh(4, 32, 1)), 80.);
         // Groups of six span two hosts, with two ranks on one of them.
         assert_eq!(rate(mesh(3, 6, 4)), 20.);
+        // Each layer over four ranks, and its shards over two ranks of each host.
+        let split = Mesh { tensor: 4, ..mesh(4, 8, 1) };
+        assert_eq!([rate(split), Ring::of_layer(&split, &LINKS).rate], [20., 100.]);
         let replicas = |mesh| Ring::of_replicas(&mesh, &LINKS).rate;
         assert_eq!(replicas(mesh(1, 4, 2)), 100.);
         assert_eq!(replicas(mesh(4, 8, 4)), 10.);
@@ -264,8 +280,8 @@ mod tests {
 
     #[test]
     fn ring_transfers_all_but_one_share() {
-        let mesh = Mesh { ranks_per_host: 4, hosts: 1, shard: 4, replicate: 1 };
-        let ring = Ring::of_neighbours(&mesh, &LINKS, 4);
+        let mesh = Mesh { ranks_per_host: 4, hosts: 1, shard: 4, tensor: 1, replicate: 1 };
+        let ring = Ring::of_shards(&mesh, &LINKS, 4);
         assert_eq!(ring.gather(400.), 3. * 0.5 + 3.);
         assert_eq!(ring.all_reduce(400.), 9.);
         assert_eq!(Ring::of_replicas(&mesh, &LINKS).all_reduce(400.), 0.);

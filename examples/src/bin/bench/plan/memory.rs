@@ -89,7 +89,7 @@ fn moments(setup: &Setup) -> Vec<Moment> {
     let rotary = if root.rotary > 0. { root.rotary * setup.seq as f64 * e } else { 0. };
 
     let kept = |layer: &Layer| tokens * framework.kept(layer, compute, checkpoint);
-    let of_root = tokens * e * root.kept * root.width + rotary;
+    let of_root = tokens * e * root.kept + rotary;
     let all_kept = of_root + layers.iter().map(kept).sum::<f64>();
     let logits = framework.logits(root, compute, tokens);
 

@@ -10,9 +10,9 @@ use anyhow::{Context, ensure};
 use framework::{Checkpoint, Framework};
 use fsdp_candle::ReshardAfterForward;
 use fsdp_train::flags::{not_negative, positive, reshard};
-use fsdp_train::models::ModelConfig;
+use fsdp_train::models::{ModelConfig, parallel};
 use hardware::{Device, GIGA, Given, Links, Mesh, Precision};
-use model::Model;
+use model::{Model, TensorRanks};
 use report::Report;
 use setup::Setup;
 
@@ -37,6 +37,8 @@ Examples:
     bench plan --model DIR --device h100-sxm --ranks-per-host 8 --batch 2 --seq 8192
   The same on sixteen hosts, with copies that are sharded over one host each:
     bench plan --model DIR --device h100-sxm --ranks-per-host 8 --hosts 16 --replicate 16 --batch 2 --seq 8192
+  Each layer over the eight ranks of a host, and sequences split between layers:
+    bench plan --model DIR --device h100-sxm --hosts 8 --tensor-parallel 8 --sequence-parallel
   Two ranks on this machine's CPU, which reach 0.09 TFLOP/s each by `bench step`:
     bench plan --model DIR --device cpu --flops 0.09 --ranks-per-host 2
 
@@ -58,9 +60,15 @@ pub(crate) struct Args {
     /// Number of hosts.
     #[arg(long, default_value_t = 1, value_parser = count(1 << 16), help_heading = "Mesh")]
     hosts: usize,
-    /// Replicas of the model (HSDP), each sharded over ranks / N neighbouring ranks.
+    /// Replicas of the model (HSDP), on neighbouring ranks each.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = count(1 << 20), help_heading = "Mesh")]
     replicate: usize,
+    /// Neighbouring ranks that compute each layer together on the same batch (decoders only).
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = count(1 << 16), help_heading = "Mesh")]
+    tensor_parallel: usize,
+    /// With --tensor-parallel: also split sequences.
+    #[arg(long, help_heading = "Mesh")]
+    sequence_parallel: bool,
 
     /// Compute device.
     #[arg(long, value_enum, help_heading = "Device")]
@@ -121,8 +129,8 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    let (model, seq) = model(args)?;
-    let setup = setup(args, &model, seq)?;
+    let (models, seq) = models(args)?;
+    let setup = setup(args, &models, seq)?;
     let report = Report::new(&setup, args.top);
     match args.json {
         true => print(serde_json::to_string(&report)?),
@@ -133,11 +141,23 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 /// Default limit of the sequence length.
 const USUAL_SEQ: usize = 8192;
 
-fn model(args: &Args) -> anyhow::Result<(Model, usize)> {
+/// The model, and the part of a tensor-parallel rank.
+struct Models {
+    whole: Model,
+    part: Model,
+}
+
+fn models(args: &Args) -> anyhow::Result<(Models, usize)> {
     let config = config(&args.model)?;
     let seq = args.seq.unwrap_or(config.max_positions().min(USUAL_SEQ));
-    let model = Model::new(&config, seq).with_context(|| format!("in {}", args.model.display()))?;
-    Ok((model, seq))
+    let ranks = TensorRanks { count: args.tensor_parallel, sequence: args.sequence_parallel };
+    parallel::check(&config, ranks.count)?;
+    if ranks.sequence {
+        parallel::check_sequence(ranks.count, ("--seq", seq))?;
+    }
+    let context = || format!("in {}", args.model.display());
+    let whole = Model::new(&config, seq).with_context(context)?;
+    Ok((Models { whole, part: Model::of_rank(&config, seq, ranks).with_context(context)? }, seq))
 }
 
 fn config(path: &Path) -> anyhow::Result<ModelConfig> {
@@ -149,7 +169,7 @@ pub(crate) fn operations(config: &ModelConfig, seq: usize) -> anyhow::Result<f64
     Ok(Model::new(config, seq)?.operations())
 }
 
-fn setup<'a>(args: &Args, model: &'a Model, seq: usize) -> anyhow::Result<Setup<'a>> {
+fn setup<'a>(args: &Args, models: &'a Models, seq: usize) -> anyhow::Result<Setup<'a>> {
     let on_cpu = args.device == hardware::DeviceName::Cpu;
     let compute = args.param_dtype.unwrap_or(if on_cpu { Precision::F32 } else { Precision::Bf16 });
     let framework = args.framework.on(args.device);
@@ -164,11 +184,13 @@ fn setup<'a>(args: &Args, model: &'a Model, seq: usize) -> anyhow::Result<Setup<
     let mesh = Mesh {
         ranks_per_host: args.ranks_per_host,
         hosts: args.hosts,
-        shard: (ranks / args.replicate).max(1),
+        shard: (ranks / args.replicate / args.tensor_parallel).max(1),
+        tensor: args.tensor_parallel,
         replicate: args.replicate,
     };
     let setup = Setup {
-        model,
+        model: &models.part,
+        whole: &models.whole,
         mesh,
         device: Device::new(args.device, compute, given)?,
         links: Links {

@@ -12,6 +12,12 @@ pub(super) struct Layer {
     pub(super) parameters: f64,
     /// Width of the residual stream.
     pub(super) width: f64,
+    /// Width of a rank's part of the residual stream. Smaller if tensor-parallel ranks split sequences.
+    pub(super) residual: f64,
+    /// Elements that tensor-parallel ranks add up in forward, and as many in backward.
+    pub(super) exchanged: f64,
+    /// Elements of whole sequences that are kept, if ranks split sequences.
+    pub(super) whole: f64,
     /// Width of queries and of the output of attention.
     pub(super) queries: f64,
     /// Width of keys and of values.
@@ -98,7 +104,9 @@ pub(super) struct Root {
     pub(super) products: f64,
     pub(super) width: f64,
     pub(super) vocabulary: f64,
-    /// Kept tensors as wide as the residual stream.
+    /// Whether the vocabulary is a part that tensor-parallel ranks have.
+    pub(super) shared: bool,
+    /// Kept elements.
     pub(super) kept: f64,
     /// Elements of the rotary tables per position.
     pub(super) rotary: f64,
@@ -119,7 +127,15 @@ pub(super) struct Logits {
     pub(super) again: bool,
 }
 
-/// Layers and sizes of a model.
+/// Neighbouring ranks that compute each layer together.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct TensorRanks {
+    pub(super) count: usize,
+    /// Whether they split sequences.
+    pub(super) sequence: bool,
+}
+
+/// Layers and sizes of a model, or of a tensor-parallel rank's part of it.
 #[derive(Clone, Debug)]
 pub(super) struct Model {
     pub(super) root: Root,
@@ -132,6 +148,48 @@ const MOST_LAYERS: usize = 1000;
 const MOST_EXPERTS: usize = 100_000;
 
 impl Model {
+    /// Reads the sizes of one rank's part of a model, for sequences of `seq` tokens. `ranks` must divide the model's
+    /// sizes.
+    pub(super) fn of_rank(config: &ModelConfig, seq: usize, ranks: TensorRanks) -> anyhow::Result<Self> {
+        let ModelConfig::Decoder(whole) = config else { return Model::new(config, seq) };
+        let mut part = whole.clone();
+        for size in [&mut part.heads, &mut part.kv_heads, &mut part.vocabulary, &mut part.inner] {
+            *size /= ranks.count;
+        }
+        if let Some(experts) = &mut part.experts {
+            experts.inner /= ranks.count;
+        }
+        let mut model = Model::new(&ModelConfig::Decoder(part), seq)?;
+        if ranks.count > 1 {
+            model.exchange(ranks);
+        }
+        Ok(model)
+    }
+
+    /// Adds what tensor-parallel ranks exchange to each layer.
+    fn exchange(&mut self, ranks: TensorRanks) {
+        for layer in &mut self.layers {
+            // The outputs of attention and MLP, or of each expert.
+            layer.exchanged = (1. + layer.mlp.times) * layer.width;
+            if !ranks.sequence {
+                continue;
+            }
+            layer.residual /= ranks.count as f64;
+            // The inputs of attention and MLP.
+            layer.whole = 2. * layer.width;
+            if layer.mlp.experts > 0. {
+                // Experts see whole sequences: their input is gathered, half of a sum, and so is their output's gradient.
+                // The output is kept.
+                layer.exchanged += layer.width / 2.;
+                layer.whole += layer.width;
+            }
+        }
+        self.root.shared = true;
+        if ranks.sequence {
+            self.root.kept = self.root.kept / ranks.count as f64 + self.root.width;
+        }
+    }
+
     /// Reads the sizes of a model for sequences of `seq` tokens.
     pub(super) fn new(config: &ModelConfig, seq: usize) -> anyhow::Result<Self> {
         let count = match config {
@@ -169,7 +227,8 @@ impl Model {
                 products: root.products,
                 width,
                 vocabulary,
-                kept,
+                shared: false,
+                kept: kept * width,
                 rotary: config.size(None).rotary,
             },
             layers,
@@ -229,6 +288,9 @@ fn decoder(config: &DecoderConfig, layer: usize, seq: usize) -> Layer {
     Layer {
         parameters: 0.,
         width,
+        residual: width,
+        exchanged: 0.,
+        whole: 0.,
         queries,
         keys,
         heads: config.heads as f64,
@@ -266,6 +328,9 @@ fn plain(width: f64, inner: f64, heads: usize, [reach, seq]: [f64; 2], linears: 
     Layer {
         parameters: 0.,
         width,
+        residual: width,
+        exchanged: 0.,
+        whole: 0.,
         queries: width,
         keys: width,
         heads: heads as f64,

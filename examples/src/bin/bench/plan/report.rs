@@ -31,8 +31,8 @@ impl Report {
     pub(super) fn new(setup: &Setup, top: usize) -> Self {
         let memory = memory::of(setup);
         Report {
-            parameters: setup.model.parameters(),
-            operations_per_token: setup.model.operations(),
+            parameters: setup.whole.parameters(),
+            operations_per_token: setup.whole.operations(),
             mesh: setup.mesh,
             device: setup.device,
             links: setup.links,
@@ -64,17 +64,19 @@ fn head(to: &mut String, report: &Report, setup: &Setup) -> std::fmt::Result {
     let mesh = report.mesh;
     writeln!(
         to,
-        "{:.3} billion parameters in {} units, over {} ranks on {}: {} sharded over {} ranks",
+        "{:.3} billion parameters in {} units, over {} ranks on {}: {} sharded over {} {}",
         report.parameters / 1e9,
         setup.model.layers.len() + 1,
         mesh.ranks(),
         if mesh.hosts == 1 { "one host".into() } else { format!("{} hosts", mesh.hosts) },
         if mesh.replicate == 1 { "one replica".into() } else { format!("{} replicas, each", mesh.replicate) },
-        mesh.shard
+        mesh.shard,
+        if mesh.tensor == 1 { "ranks".into() } else { format!("groups of {} ranks that split layers", mesh.tensor) }
     )?;
     writeln!(
         to,
-        "A rank reads {} x {} tokens per step. reshard_after_forward: {}",
+        "{} {} x {} tokens per step. reshard_after_forward: {}",
+        if mesh.tensor == 1 { "A rank reads" } else { "A group reads" },
         setup.batch,
         setup.seq,
         setup::reshard_word(setup.reshard)
@@ -153,7 +155,9 @@ fn time(to: &mut String, report: &Report) -> std::fmt::Result {
 
 fn units(to: &mut String, units: &[Unit]) -> std::fmt::Result {
     writeln!(to, "\nTime of each unit, ms")?;
-    writeln!(to, "                  forward  backward    gather  regather    reduce  replicas   exposed")?;
+    let exchanges = units.iter().any(|unit| unit.exchange > 0.);
+    let column = if exchanges { "  exchange" } else { "" };
+    writeln!(to, "                  forward  backward    gather  regather    reduce  replicas   exposed{column}")?;
     let mut first = 0;
     while first < units.len() {
         let alike = |other: &&Unit| {
@@ -168,7 +172,8 @@ fn units(to: &mut String, units: &[Unit]) -> std::fmt::Result {
             _ => format!("blocks {}-{}", first - 1, first + count - 2),
         };
         write!(to, "  {name:<13}")?;
-        for seconds in figures(&units[first]) {
+        let exchange = exchanges.then_some(units[first].exchange);
+        for seconds in figures(&units[first]).into_iter().chain(exchange) {
             write!(to, " {:>9.2}", seconds * 1e3)?;
         }
         writeln!(to)?;
@@ -178,7 +183,7 @@ fn units(to: &mut String, units: &[Unit]) -> std::fmt::Result {
 }
 
 fn figures(unit: &Unit) -> [f64; 7] {
-    let &Unit { forward, backward, gather_forward, gather_backward, reduce_scatter, all_reduce, exposed } = unit;
+    let &Unit { forward, backward, gather_forward, gather_backward, reduce_scatter, all_reduce, exposed, .. } = unit;
     [forward, backward, gather_forward, gather_backward, reduce_scatter, all_reduce, exposed]
 }
 

@@ -20,7 +20,9 @@ pub(super) fn reshard_word(policy: ReshardAfterForward) -> String {
 /// All inputs of a plan.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Setup<'a> {
+    /// The model, or the part of it that a tensor-parallel rank computes.
     pub(super) model: &'a Model,
+    pub(super) whole: &'a Model,
     pub(super) mesh: Mesh,
     pub(super) device: Device,
     pub(super) links: Links,
@@ -42,7 +44,7 @@ pub(super) struct Setup<'a> {
 }
 
 impl Setup<'_> {
-    /// Returns the tokens of a rank's batch.
+    /// Returns the tokens of a rank's batch, which tensor-parallel ranks share.
     pub(super) fn tokens(&self) -> f64 {
         self.batch as f64 * self.seq as f64
     }
@@ -60,11 +62,19 @@ impl Setup<'_> {
 
     /// Fails if the setup is not possible.
     pub(super) fn check(&self) -> anyhow::Result<()> {
-        let Mesh { shard, replicate, ranks_per_host, hosts } = self.mesh;
+        let Mesh { shard, replicate, tensor, ranks_per_host, hosts } = self.mesh;
+        let parts = match tensor {
+            1 => format!("--replicate {replicate}"),
+            _ => format!("--replicate {replicate} times --tensor-parallel {tensor}"),
+        };
         ensure!(
-            shard * replicate == self.mesh.ranks(),
-            "--replicate {replicate} must divide the {} ranks of {hosts} hosts with {ranks_per_host} each",
+            shard * replicate * tensor == self.mesh.ranks(),
+            "{parts} must divide the {} ranks of {hosts} hosts with {ranks_per_host} each",
             self.mesh.ranks()
+        );
+        ensure!(
+            tensor == 1 || self.framework != Framework::Pytorch,
+            "--tensor-parallel is not planned with --framework pytorch: leave out one of them"
         );
         if let ReshardAfterForward::To(ranks) = self.reshard {
             ensure!(
@@ -112,12 +122,12 @@ const ALIKE: f64 = 0.005;
 /// Tries all numbers of replicas, all policies, and batches that double. For a device of unknown memory, tries only the
 /// batch of `setup`.
 pub(super) fn best(setup: &Setup, top: usize) -> Vec<Choice> {
-    let ranks = setup.mesh.ranks();
+    let ranks = setup.mesh.ranks() / setup.mesh.tensor;
     let mut choices = vec![];
     for shard in (1..=ranks).filter(|shard| ranks.is_multiple_of(*shard)) {
         let mesh = Mesh { shard, replicate: ranks / shard, ..setup.mesh };
         // Shards within a host, or within half of a replica.
-        let parts = [setup.mesh.ranks_per_host, shard / 2].map(ReshardAfterForward::To);
+        let parts = [setup.mesh.ranks_per_host / setup.mesh.tensor, shard / 2].map(ReshardAfterForward::To);
         let mut policies = vec![ReshardAfterForward::Default, ReshardAfterForward::Never];
         policies.extend(parts.iter().filter(|&&part| Setup { mesh, reshard: part, ..*setup }.check().is_ok()));
         policies.dedup();

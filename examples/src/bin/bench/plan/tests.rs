@@ -19,8 +19,8 @@ fn planned(flags: &str) -> anyhow::Result<Report> {
 fn planned_with(config: &str, flags: &str) -> anyhow::Result<Report> {
     let words = ["plan", "--model", config].into_iter().chain(flags.split_whitespace());
     let Cli { args } = Cli::try_parse_from(words)?;
-    let (model, seq) = model(&args)?;
-    Ok(Report::new(&setup(&args, &model, seq)?, args.top))
+    let (models, seq) = models(&args)?;
+    Ok(Report::new(&setup(&args, &models, seq)?, args.top))
 }
 
 fn gib(bytes: f64) -> f64 {
@@ -132,6 +132,28 @@ fn policies_trade_memory_for_communication() {
 }
 
 #[test]
+fn tensor_ranks_split_layers_and_wait_for_each_other() {
+    let flags = "--device h100-sxm --hosts 2 --tensor-parallel 8 --seq 4096";
+    let report = planned(flags).unwrap();
+    let norms = 65. * 4096.;
+    let memory::State { parameters, .. } = report.memory.state;
+    assert_eq!(parameters, 4. * ((8_030_261_248. - norms) / 8. + norms) / 2.);
+    // Four sums a block and two of the root, each by seven hops there and back.
+    let sum = 2. * (7. * 10e-6 + 7. / 8. * 4096. * 4096. * 2. / 360e9);
+    let exchanges = |report: &Report| report.time.units.iter().map(|unit| unit.exchange).sum::<f64>();
+    assert!((exchanges(&report) - 130. * sum).abs() < 1e-9);
+    let again = planned(&format!("{flags} --activation-checkpoint full")).unwrap();
+    assert!((exchanges(&again) - 194. * sum).abs() < 1e-9);
+    assert!(report.time.exposed > exchanges(&report));
+    // Two groups of ranks read 4096 tokens each.
+    let tokens = 16. * report.time.tokens_per_s_per_rank * report.time.step;
+    assert!((tokens - 2. * 4096.).abs() < 1e-6, "{tokens}");
+    let split = planned(&format!("{flags} --sequence-parallel")).unwrap();
+    assert_eq!(exchanges(&split), exchanges(&report));
+    assert!(report.best.iter().all(|choice| choice.shard * choice.replicate == 2));
+}
+
+#[test]
 fn replicas_pay_off_over_slow_links() {
     let small = concat!(env!("CARGO_MANIFEST_DIR"), "/testdata/golden/llama_tiny/config.json");
     let flags = "--device h100-sxm --hosts 16 --seq 32 --latency 1 --inter 0.001 --reduce-dtype bf16";
@@ -172,6 +194,13 @@ fn impossible_plans_are_refused() {
         ("--device h100-sxm --hosts 65536 --ranks-per-host 65536", "4294967296 ranks are more"),
         ("--device h100-sxm --flops 0", "it must be a number above 0"),
         ("--device cpu", "--device cpu needs --flops"),
+        (
+            "--device h100-sxm --tensor-parallel 3",
+            "--tensor-parallel 3 does not divide the model's num_attention_heads",
+        ),
+        ("--device h100-sxm --tensor-parallel 8 --replicate 2", "--replicate 2 times --tensor-parallel 8 must divide"),
+        ("--device h100-sxm --sequence-parallel", "--sequence-parallel has no effect"),
+        ("--device h100-sxm --tensor-parallel 2 --framework pytorch", "not planned with --framework pytorch"),
     ] {
         let error = format!("{:#}", planned(flags).unwrap_err());
         assert!(error.contains(words), "{flags}: {error}");
@@ -185,8 +214,8 @@ fn plan_is_printed() {
     let flags = "--framework pytorch --device h100-sxm --hosts 16 --replicate 16 --batch 2 --seq 4096";
     let words = ["plan", "--model", CONFIG].into_iter().chain(flags.split(' '));
     let Cli { args } = Cli::try_parse_from(words).unwrap();
-    let (model, seq) = model(&args).unwrap();
-    let setup = setup(&args, &model, seq).unwrap();
+    let (models, seq) = models(&args).unwrap();
+    let setup = setup(&args, &models, seq).unwrap();
     let text = report::table(&Report::new(&setup, 5), &setup);
     for words in [
         "8.030 billion parameters in 33 units, over 128 ranks on 16 hosts: 16 replicas, each sharded over 8 ranks",

@@ -59,7 +59,9 @@ pub(super) struct Unit {
     pub(super) gather_backward: f64,
     pub(super) reduce_scatter: f64,
     pub(super) all_reduce: f64,
-    /// Time in which compute waits for the unit's collectives.
+    /// Exchanges of activations between tensor-parallel ranks, for which compute waits. Part of forward and backward.
+    pub(super) exchange: f64,
+    /// Time in which compute waits for the unit's other collectives.
     pub(super) exposed: f64,
 }
 
@@ -74,19 +76,21 @@ pub(super) fn of(setup: &Setup) -> Time {
     let (compute, mut units) = units(setup);
     let waited = simulate(&mut units);
     let share = setup.model.parameters() / setup.mesh.shard as f64;
-    let norm = Ring::of_neighbours(&setup.mesh, &setup.links, setup.mesh.shard).all_reduce(8.);
+    let norm = Ring::of_shards(&setup.mesh, &setup.links, setup.mesh.shard).all_reduce(8.);
     let moved = setup.framework.optimizer_moves(setup.shards) * share;
     let optimizer = norm + setup.device.moves(moved);
     let step = waited + optimizer;
-    let tokens = setup.tokens();
+    // A rank's part of the tokens that tensor-parallel ranks share.
+    let tokens = setup.tokens() / setup.mesh.tensor as f64;
+    let exchanges = units.iter().map(|unit| unit.exchange).sum::<f64>();
     Time {
         step,
         compute,
         optimizer,
-        communication: units.iter().map(Unit::communication).sum(),
-        exposed: units.iter().map(|unit| unit.exposed).sum(),
+        communication: units.iter().map(Unit::communication).sum::<f64>() + exchanges,
+        exposed: units.iter().map(|unit| unit.exposed).sum::<f64>() + exchanges,
         tokens_per_s_per_rank: tokens / step,
-        mfu: tokens * setup.model.operations() / step / setup.device.flops,
+        mfu: tokens * setup.whole.operations() / step / setup.device.flops,
         units,
     }
 }
@@ -135,14 +139,15 @@ fn backward(setup: &Setup, layer: &Layer) -> Compute {
 fn units(setup: &Setup) -> (Compute, Vec<Unit>) {
     let Setup { model, mesh, links, .. } = setup;
     let (e, reduce) = (setup.compute.bytes(), setup.reduce.bytes());
-    let over_shards = Ring::of_neighbours(mesh, links, mesh.shard);
+    let over_shards = Ring::of_shards(mesh, links, mesh.shard);
+    let over_layer = Ring::of_layer(mesh, links);
     let over_replicas = Ring::of_replicas(mesh, links);
     let communication = |parameters: f64, kept: bool| Unit {
         gather_forward: over_shards.gather(e * parameters),
         gather_backward: match setup.reshard {
             _ if kept => 0.,
             ReshardAfterForward::Never => 0.,
-            ReshardAfterForward::To(ranks) => Ring::of_neighbours(mesh, links, ranks).gather(e * parameters),
+            ReshardAfterForward::To(ranks) => Ring::of_shards(mesh, links, ranks).gather(e * parameters),
             ReshardAfterForward::Default | ReshardAfterForward::Always => over_shards.gather(e * parameters),
         },
         reduce_scatter: over_shards.gather(reduce * parameters),
@@ -155,15 +160,18 @@ fn units(setup: &Setup) -> (Compute, Vec<Unit>) {
     let head = Compute {
         products: setup.device.products(2. * tokens * root.products),
         attention: 0.,
-        memory: setup.device.moves(logits.moved / 3. + 2. * e * tokens * root.kept * root.width),
+        memory: setup.device.moves(logits.moved / 3. + 2. * e * tokens * root.kept),
     };
     let again = if logits.again { head.products } else { 0. };
     let mut compute = Compute::default();
     compute.add(3., head);
     compute.products += again;
+    // The embedding's output, and the gradient of the head's input.
+    let ends = over_layer.all_reduce(e * tokens * root.width);
     let mut units = vec![Unit {
-        forward: head.total(),
-        backward: 2. * head.total() + again,
+        forward: head.total() + ends,
+        backward: 2. * head.total() + again + ends,
+        exchange: 2. * ends,
         ..communication(
             root.parameters,
             setup.reshard == ReshardAfterForward::Default || setup.reshard == ReshardAfterForward::Never,
@@ -173,8 +181,16 @@ fn units(setup: &Setup) -> (Compute, Vec<Unit>) {
         let (forward, backward) = (forward(setup, layer), backward(setup, layer));
         compute.add(1., forward);
         compute.add(1., backward);
-        let collectives = communication(layer.parameters, false);
-        units.push(Unit { forward: forward.total(), backward: backward.total(), ..collectives });
+        // The outputs of attention and MLP, and the gradients of their inputs. Experts take turns.
+        let calls = 1. + layer.mlp.experts.max(1.);
+        let exchange = calls * over_layer.all_reduce(e * tokens * layer.exchanged / calls);
+        let in_backward = if setup.checkpoint == Checkpoint::None { exchange } else { 2. * exchange };
+        units.push(Unit {
+            forward: forward.total() + exchange,
+            backward: backward.total() + in_backward,
+            exchange: exchange + in_backward,
+            ..communication(layer.parameters, false)
+        });
     }
     (compute, units)
 }
