@@ -1,7 +1,7 @@
 //! Devices reproduce the training that PyTorch FSDP2 recorded on the CPU.
 
 use crate::train_run::{Engine, TrainRun};
-use fsdp_test_support::trajectory::Trajectory;
+use fsdp_test_support::trajectory::{Difference, Trajectory};
 use fsdp_test_support::{golden, tolerance};
 
 fn reproduces(run: &TrainRun<'_>, name: &str) {
@@ -28,10 +28,33 @@ fn both_with_host_staging() {
     }
 }
 
+const FAMILIES: [&str; 5] = ["gemma2_tiny", "phi3_tiny", "mixtral_tiny", "qwen3_moe_tiny", "bert_tiny"];
+
+/// In bf16, PyTorch differs from itself with another attention, or on other ranks for scores with caps. In the mean over
+/// all steps, training on devices differs from PyTorch by at most twice as much. The largest difference is that of the
+/// step in which a token chooses other experts.
+#[test]
+fn other_families_in_bf16() {
+    for model in FAMILIES {
+        let recorded = Trajectory::recorded(model, "run_bf16");
+        let other = if model == "gemma2_tiny" { "run_bf16_of_3" } else { "run_bf16_sdpa" };
+        let spread = Trajectory::recorded(model, other).mean_difference(&recorded);
+        let dir = tempfile::tempdir().unwrap();
+        let run = TrainRun { batch: 3, flags: &["--param-dtype", "bf16"], ..TrainRun::recorded(model, 2) };
+        let ours = run.train(dir.path());
+        let difference = ours.mean_difference(&recorded);
+        println!("{model} in bf16: {difference:?}, PyTorch {spread:?}; at most {:?}", ours.difference(&recorded));
+        let near = Difference { loss: 2. * spread.loss, grad_norm: 2. * spread.grad_norm };
+        assert!(difference.is_within(near), "{model}: {difference:?}, PyTorch {spread:?}");
+        let rounded = ours.difference(&Trajectory::recorded(model, "run"));
+        assert!(rounded.grad_norm > 1e-3, "{model}: nothing was rounded to bf16: {rounded:?}");
+    }
+}
+
 /// Windows, caps of scores and logits, fused projections, experts, and a head with a bias over masked tokens.
 #[test]
 fn other_families_by_nccl() {
-    for model in ["gemma2_tiny", "phi3_tiny", "mixtral_tiny", "qwen3_moe_tiny", "bert_tiny"] {
+    for model in FAMILIES {
         reproduces(&TrainRun { batch: 3, ..TrainRun::recorded(model, 2) }, "run");
     }
     let examples = golden("examples.jsonl").display().to_string();

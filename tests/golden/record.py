@@ -95,8 +95,15 @@ OF_OPTIMIZERS = {
     "run_muon": Run(optimizer="muon", groups=True),
     "run_muon_original": Run(optimizer="muon_original", groups=True),
 }
+# For FAMILIES, if --runs names them. The second has the same mathematics as the first, and other rounding. It has no caps
+# of scores.
+OF_ROUNDED = {
+    "run_bf16": Run(torch.bfloat16, torch.float32, "eager"),
+    "run_bf16_sdpa": Run(torch.bfloat16, torch.float32, "sdpa"),
+}
 # For the models in PADDING and in PADDED.
 OF_PADDING = {"run_padding": Run(), "run_padded": Run(padded=True)}
+OF_FAMILIES = OF_OPTIMIZERS | OF_ROUNDED | OF_PADDING
 LENGTH = 32
 STEPS = 20
 CLIP = 1.0
@@ -350,7 +357,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS + FAMILIES)
-    parser.add_argument("--runs", nargs="+", choices=RUNS | OF_OPTIMIZERS | OF_PADDING)
+    parser.add_argument("--runs", nargs="+", choices=RUNS | OF_FAMILIES)
     parser.add_argument("--from", dest="checkpoints", type=pathlib.Path)
     parser.add_argument("--final", action="store_true")
     parser.add_argument("--save", type=int, metavar="STEP")
@@ -360,10 +367,11 @@ def main():
     dist.init_process_group("gloo")
     for name in options.models:
         for file in options.runs or usual(name):
-            run = (RUNS | OF_OPTIMIZERS | OF_PADDING)[file]
+            run = (RUNS | OF_FAMILIES)[file]
             run = dataclasses.replace(run, padding=PADDING.get(name)) if file == "run_padding" else run
             # Transformers' default attention ignores caps.
-            run = dataclasses.replace(run, attention="eager") if name in FAMILIES else run
+            if name in FAMILIES and file != "run_bf16_sdpa":
+                run = dataclasses.replace(run, attention="eager")
             of_model = options.checkpoints and options.checkpoints / name
             checkpoint = of_model and next(iter([*(of_model / file).glob("step-*"), *of_model.glob("step-*")]))
             (options.out / name).mkdir(parents=True, exist_ok=True)

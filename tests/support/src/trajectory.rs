@@ -21,12 +21,12 @@ pub struct Step {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Trajectory(pub Vec<Step>);
 
-/// The largest relative differences between two trajectories.
+/// The relative differences between two trajectories.
 #[derive(Clone, Copy, Debug)]
 pub struct Difference {
-    /// The largest difference of a loss.
+    /// The difference of losses.
     pub loss: f64,
-    /// The largest difference of a gradient norm.
+    /// The difference of gradient norms.
     pub grad_norm: f64,
 }
 
@@ -79,21 +79,34 @@ impl Trajectory {
         self.0.iter().filter(|step| step.grad_norm.is_infinite()).map(|step| step.number).collect()
     }
 
-    /// The differences from `other`: infinite if one of them has skipped a step that the other has taken.
+    /// The largest differences from `other`: infinite if one of them has skipped a step that the other has taken.
     ///
     /// # Panics
     /// If they are empty or their steps differ.
     pub fn difference(&self, other: &Self) -> Difference {
+        let most = |differences: &[f64]| differences.iter().copied().fold(0., f64::max);
+        self.differences(other, most)
+    }
+
+    /// The mean differences of all steps from `other`.
+    ///
+    /// # Panics
+    /// If they are empty or their steps differ.
+    pub fn mean_difference(&self, other: &Self) -> Difference {
+        self.differences(other, |differences| differences.iter().sum::<f64>() / differences.len() as f64)
+    }
+
+    fn differences(&self, other: &Self, combined: impl Fn(&[f64]) -> f64) -> Difference {
         let numbers = |of: &Self| of.0.iter().map(|step| step.number).collect::<Vec<_>>();
         assert_eq!(numbers(self), numbers(other));
         assert!(!self.0.is_empty(), "no steps");
         // Two infinite values are equal.
         let relative = |a: f64, b: f64| if a == b { 0. } else { ((a - b) / b).abs() };
-        let largest = |of: fn(&Step) -> f64| {
+        let of = |of: fn(&Step) -> f64| {
             let differences = self.0.iter().zip(&other.0).map(|(a, b)| relative(of(a), of(b)));
-            differences.fold(0., |most, next| if next.is_nan() { f64::INFINITY } else { next.max(most) })
+            combined(&differences.map(|one| if one.is_nan() { f64::INFINITY } else { one }).collect::<Vec<_>>())
         };
-        Difference { loss: largest(|step| step.loss), grad_norm: largest(|step| step.grad_norm) }
+        Difference { loss: of(|step| step.loss), grad_norm: of(|step| step.grad_norm) }
     }
 }
 
