@@ -66,6 +66,12 @@ def peak_tflops(name):
     return next((peak for part, peak in PEAKS if re.search(rf"\b{re.escape(part)}(?![0-9A-Z])", name)), None)
 
 
+def plan_device(name):
+    """Returns the name of a GPU in `bench plan`, or None."""
+    known = {"H100": "h100-sxm", "H200": "h200", "B200": "b200", "A100": "a100-80"}
+    return next((device for part, device in known.items() if re.search(rf"\b{part}(?![0-9A-Z])", name)), None)
+
+
 def describe():
     """Describes the machine for the report, without its host name: reports are shared."""
     return {

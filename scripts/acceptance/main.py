@@ -16,11 +16,14 @@ DESCRIPTION = """\
 Tests and measures everything on 1 to 8 real GPUs, and writes a report as JSON and as a page:
 
   build     the workspace with the features cuda and nccl
+  hosts     with --nnodes: a recorded run, and a training step, over the GPUs of all hosts
   parity    repeats runs that PyTorch FSDP2 recorded; loads a device's checkpoint on the CPU
   memory    bytes after each phase of a step, against the formula of docs/memory.md
-  speed     tokens a second of a training step, and the share of the GPU's peak, on 1, 2, 4, ... GPUs
+  speed     tokens a second, the share of the GPU's peak, and memory beside `bench plan`, on 1, 2, 4, ... GPUs
   overlap   the share of communication hidden behind compute, by nsys if it is installed
-  pytorch   the same step by PyTorch FSDP2, if torch with CUDA and transformers are installed
+  pytorch   the same step by PyTorch FSDP2, eager and compiled, if torch with CUDA and transformers are installed
+
+A step of Llama 3.1 8B (for 300 GiB of GPU memory or more) is compared with torchtitan's figures.
 """
 EPILOG = """\
 Examples:
@@ -29,6 +32,9 @@ Examples:
       scripts/gpu-acceptance
   On two of them, with your own model:
       scripts/gpu-acceptance --gpus 2 --model ./Llama-3.2-1B
+  On two hosts, started on both (the other phases run on host 0 alone):
+      scripts/gpu-acceptance --nnodes 2 --node-rank 0 --endpoint HOST0:29400 --token-file FILE
+      scripts/gpu-acceptance --nnodes 2 --node-rank 1 --endpoint HOST0:29400 --token-file FILE
   Without a GPU, on the device double:
       scripts/gpu-double scripts/gpu-acceptance --small
   To test the script itself, on CPUs:
@@ -48,6 +54,10 @@ def parse(arguments):
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--gpus", type=positive, metavar="N", help="GPUs to use [default: all, at most 8]")
+    parser.add_argument("--nnodes", type=positive, default=1, metavar="N", help="hosts, each with as many GPUs [1]")
+    parser.add_argument("--node-rank", type=int, default=0, metavar="R", help="index of this host [0]")
+    parser.add_argument("--endpoint", metavar="HOST:PORT", help="where hosts meet: an address of host 0")
+    parser.add_argument("--token-file", metavar="FILE", help="a secret of 16 bytes or more that all hosts share")
     parser.add_argument("--small", action="store_true", help="small models, few steps: minutes, no meaningful speed")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="[default: cuda]")
     parser.add_argument("--model", metavar="DIR", help="directory of the model for the measurements")
@@ -65,6 +75,12 @@ def parse(arguments):
     for name in args.only:
         if name not in names:
             parser.error(f"--only: there is no phase {name!r}; there are {', '.join(names)}")
+    if (args.nnodes > 1) != bool(args.endpoint):
+        parser.error("--nnodes above 1 and --endpoint go together")
+    if args.endpoint and not args.token_file and not args.endpoint.startswith(("127.", "localhost:")):
+        parser.error("--endpoint on other hosts needs --token-file: a secret of 16 bytes or more that all hosts share")
+    if not 0 <= args.node_rank < args.nnodes:
+        parser.error(f"--node-rank {args.node_rank}: it must be below --nnodes, which is {args.nnodes}")
     if args.model and not os.path.isfile(os.path.join(args.model, "config.json")):
         parser.error(f"--model: {args.model} has no config.json")
     return args
@@ -80,7 +96,7 @@ def positive(text):
 def main(arguments=None):
     args = parse(arguments)
     # Resolve paths before changing the directory.
-    for name in ("model", "out", "python"):
+    for name in ("model", "out", "python", "token_file"):
         if getattr(args, name):
             setattr(args, name, os.path.abspath(getattr(args, name)))
     os.chdir(pathlib.Path(__file__).resolve().parents[2])
@@ -125,6 +141,8 @@ def one(phase, run, runner, chosen):
     try:
         if name not in chosen:
             raise Skipped("not among --only")
+        if run.args.node_rank and phase not in (phases.build, phases.hosts):
+            raise Skipped("host 0 runs it")
         if not run.is_built and phase is not phases.build and "build" in chosen:
             raise Skipped("the build failed")
         entry["result"] = phase(run)

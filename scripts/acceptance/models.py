@@ -34,6 +34,13 @@ LLAMA_1B = llama(2048, 8192, 16, 32, 8, 128256, True)
 LLAMA_TINY = llama(128, 352, 4, 4, 2, 256, False)
 
 
+# What torchtitan published for LLAMA_8B on eight H100 with 96 GB and 500 W, with selective checkpointing: sequences
+# and tokens, then tokens a second and GPU, and GiB (benchmarks/llama3_h100_202412_torchtitan.md).
+PUBLISHED = {
+    (2, 8192): {"torchtitan": (5762, 82.4), "torchtitan, compiled": (6667, 77.0)},
+}
+
+
 def write(config, directory):
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -31,7 +31,8 @@ def of(report):
     rows = [[it["name"], it["status"], f"{it['seconds']} s", short(it["why"])] for it in report["phases"]]
     parts += table(["phase", "", "took", "why"], rows)
     results = {phase["name"]: phase.get("result") for phase in report["phases"]}
-    for name, show in (("parity", parity), ("memory", memory), ("speed", speed), ("overlap", overlap)):
+    for show in (hosts, parity, memory, speed, overlap):
+        name = show.__name__
         if results.get(name):
             parts += ["", *show(results[name], results)]
     for phase in report["phases"]:
@@ -40,6 +41,15 @@ def of(report):
     if machine["links"]:
         parts += ["", "## Links", "", "```", machine["links"], "```"]
     return "\n".join(parts) + "\n"
+
+
+def hosts(result, _):
+    if "why" in result:
+        return ["## Hosts", "", f"{result['why'].capitalize()}."]
+    row, rate = result["parity"], result["tokens_per_s_per_rank"]
+    off = f"{row['way']} differ from PyTorch's recorded run by {row['loss']:.1e} (loss)"
+    off += f" and {row['grad_norm']:.1e} (norm)."
+    return ["## Hosts", "", off, "", f"A step on {result['ranks']} ranks: {rate:,.0f} tokens a second and rank."]
 
 
 def parity(result, _):
@@ -65,30 +75,39 @@ def memory(result, _):
 
 
 def speed(result, results):
-    theirs, rows = results.get("pytorch"), []
+    theirs, rows = results.get("pytorch") or {"runs": []}, []
     for row in sorted(result["rows"], key=lambda row: row["ranks"]):
         if "why" in row:
-            rows.append([row["ranks"], "candle-fsdp", row["why"], "", "", ""])
+            rows.append([row["ranks"], "candle-fsdp", row["why"], *[""] * 5])
             continue
-        share = f"{row['share_of_peak']:.1%}" if "share_of_peak" in row else ""
-        rows.append([row["ranks"], "candle-fsdp", *cells(row), share])
-        if theirs and row["ranks"] == max(it["ranks"] for it in result["rows"]):
-            share = ""
-            if "share_of_peak" in row:
-                ratio = theirs["tokens_per_s_per_rank"] / row["tokens_per_s_per_rank"]
-                share = f"{row['share_of_peak'] * ratio:.1%}"
-            theirs_row = {**theirs, "step_s": theirs["program"]["step_s"]}
-            rows.append([row["ranks"], f"PyTorch {theirs['torch']} FSDP2", *cells(theirs_row), share])
-    head = ["ranks", "", "tokens a second and rank", "s a step", "MiB on the device", "share of peak"]
+        # The same operations a token.
+        per_token = row.get("share_of_peak", 0) / row["tokens_per_s_per_rank"]
+        rows.append([row["ranks"], "candle-fsdp", *cells(row, per_token)])
+        if row["ranks"] < max(it["ranks"] for it in result["rows"]):
+            continue
+        for run in theirs["runs"]:
+            name = f"PyTorch {theirs['torch']} FSDP2, {run['name']}"
+            rows.append([row["ranks"], name, *([run["why"], *[""] * 5] if "why" in run else cells(run, per_token))])
+    for it in result["published"]:
+        rate, gib = it["figures"]
+        name = f"{it['name']} (published: H100 with 96 GB, selective checkpointing)"
+        rows.append([8, name, f"{rate:,}", "", f"{gib:.2f}", "", "", ""])
+    head = ["ranks", "", "tokens a second and rank", "s a step", "GiB in use", "GiB planned", "MiB on the device"]
+    head += ["share of peak"]
     what = f"{result['model']}: {result['parameters']:,} parameters, {result['dtype']}, "
-    what += f"{result['batch']} sequences of {result['seq']} tokens a rank."
+    what += f"{result['batch']} sequences of {result['seq']} tokens a rank{result['checkpointing']}."
     peak = f" The peak is {result['peak_tflops']} TFLOP/s." if result["peak_tflops"] else f" {result['why_no_share']}."
     return ["## Speed", "", what + peak, "", *table(head, rows)]
 
 
-def cells(row):
-    used = row["device_mib"]
-    return [f"{row['tokens_per_s_per_rank']:,.0f}", f"{row['step_s']:.4f}", "" if used is None else used]
+def cells(row, per_token):
+    """Returns a row without its ranks and name. `per_token` is the share of the peak of one token a second, or 0."""
+    rate, used = row["tokens_per_s_per_rank"], row["device_mib"]
+    peak, planned = row.get("peak_gib"), row.get("planned_gib")
+    off = f" ({planned / peak - 1:+.1%})" if planned and peak else ""
+    memory = ["" if peak is None else f"{peak:.2f}", f"{planned:.2f}{off}" if planned else ""]
+    share = f"{rate * per_token:.1%}" if per_token else ""
+    return [f"{rate:,.0f}", f"{row['step_s']:.4f}", *memory, "" if used is None else used, share]
 
 
 def overlap(result, _):

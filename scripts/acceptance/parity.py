@@ -1,5 +1,6 @@
 """Repeats runs that PyTorch FSDP2 recorded (tests/golden) on the device."""
 
+import functools
 import json
 import pathlib
 import shutil
@@ -8,10 +9,14 @@ from .running import Failed
 
 GOLDEN = pathlib.Path("tests/golden")
 MODELS = ["llama_tiny", "gpt2_tiny"]
+# Sequences of a step of the recorded runs.
+SEQUENCES = 4
 # Maximum relative differences of losses and gradient norms.
 F32 = (2e-5, 2e-5)
-# As in tests/it/golden.rs. PyTorch differs as much from itself on another machine.
+# As in tests/support/src/tolerance.rs. PyTorch differs from itself by half as much with another attention.
 BF16 = (2e-4, 2.5e-3)
+F16 = (3e-5, 7e-4)
+FLOAT8 = (5e-6, 2e-4)
 
 
 def ways(run):
@@ -32,28 +37,22 @@ def ways(run):
         options.append(("two copies (HSDP)", ["--replicate", "2"]))
     ranks = f"{most} rank{'s' * (most > 1)}"
     found += [(f"{ranks}, {name}", "run", most, flags, {}, F32) for name, flags in options]
-    return [*found, (f"{ranks}, bf16", "run_bf16_reduce_f32", most, ["--param-dtype", "bf16"], {}, BF16)]
+    scaled = ["--param-dtype", "f16", "--loss-scale", "65536"]
+    found.append((f"{ranks}, bf16", "run_bf16_reduce_f32", most, ["--param-dtype", "bf16"], {}, BF16))
+    found.append((f"{ranks}, f16", "run_f16_reduce_f32", most, scaled, {}, F16))
+    # Scales of 8-bit shards depend on the number of ranks, which were two.
+    if run.ranks > 1:
+        found.append(("2 ranks, float8", "run_float8_gather", 2, ["--all-gather", "float8"], {}, FLOAT8))
+    return found
 
 
 def parity(run):
     """runs that PyTorch FSDP2 recorded, repeated on the device"""
     rows = []
     for model in MODELS:
-        for name, recorded, ranks, flags, env, bounds in ways(run):
-            record = json.loads((GOLDEN / model / f"{recorded}.json").read_text(encoding="utf-8"))
-            sequences = record["world_size"] * record["batch_per_rank"]
-            micro_batches = int(flags[1]) if flags[:1] == ["--grad-accum"] else 1
-            metrics = run.scratch / "parity.jsonl"
-            checkpoints = ["--checkpoint-dir", run.scratch / "parity"]
-            batch = ["--batch-size", sequences // ranks // micro_batches, "--metrics", metrics]
-            words = ["train", *as_recorded(model, record, run.recorded), *batch, *checkpoints, *flags]
-            run.launch(f"parity-{model}", ranks, *words, env=env)
-            shutil.rmtree(run.scratch / "parity", ignore_errors=True)
-            ours = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-            theirs = record["trajectory"][: run.recorded]
-            off = [difference(ours, theirs, key) for key in ("loss", "grad_norm")]
-            row = {"model": model, "way": name, "loss": off[0], "grad_norm": off[1], "bounds": bounds}
-            rows.append({**row, "holds": all(it <= bound for it, bound in zip(off, bounds))})
+        for way in ways(run):
+            launch = functools.partial(run.launch, f"parity-{model}", way[2])
+            rows.append(repeat(run, model, way, launch, run.scratch / "parity"))
     same = checkpoint(run)
     result = {"steps": run.recorded, "rows": rows, "checkpoint_is_the_same_on_the_cpu": same}
     wrong = [f"{row['model']}, {row['way']}" for row in rows if not row["holds"]]
@@ -61,6 +60,29 @@ def parity(run):
     if wrong:
         raise Failed("other than recorded: " + "; ".join(wrong), result)
     return result
+
+
+def repeat(run, model, way, launch, place):
+    """Trains as recorded with files at `place`, and returns a row. Only rank 0's host has the figures."""
+    name, recorded, ranks, flags, env, bounds = way
+    record = json.loads((GOLDEN / model / f"{recorded}.json").read_text(encoding="utf-8"))
+    micro_batches = int(flags[1]) if flags[:1] == ["--grad-accum"] else 1
+    metrics = place.with_suffix(".jsonl")
+    checkpoints = ["--checkpoint-dir", place]
+    # A stopped run may have left one.
+    shutil.rmtree(place, ignore_errors=True)
+    batch = ["--batch-size", SEQUENCES // ranks // micro_batches, "--metrics", metrics]
+    launch("train", *as_recorded(model, record, run.recorded), *batch, *checkpoints, *flags, env=env)
+    shutil.rmtree(place, ignore_errors=True)
+    row = {"model": model, "way": name}
+    if run.args.node_rank:
+        return row
+    ours = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    metrics.unlink()
+    theirs = record["trajectory"][: run.recorded]
+    off = [difference(ours, theirs, key) for key in ("loss", "grad_norm")]
+    row = {**row, "loss": off[0], "grad_norm": off[1], "bounds": bounds}
+    return {**row, "holds": all(it <= bound for it, bound in zip(off, bounds))}
 
 
 def checkpoint(run):

@@ -1,5 +1,6 @@
 """The phases. Each returns its result, or raises Skipped or Failed."""
 
+import functools
 import json
 import math
 import os
@@ -7,8 +8,8 @@ import pathlib
 import shutil
 
 from . import kernels, models, trace
-from .machine import is_double, peak_tflops
-from .parity import parity
+from .machine import is_double, peak_tflops, plan_device
+from .parity import F32, SEQUENCES, parity, repeat
 from .running import Failed, Skipped, json_lines
 from .watch import DeviceMemory
 
@@ -34,12 +35,14 @@ class Run:
         # The CPU is only for testing the script; use f32 as usual on CPUs.
         self.dtype = "f32" if args.device == "cpu" else "bf16"
         self.batch = args.batch or 2
-        self.seq = args.seq or (64 if args.small else 2048)
         # Steps of a recorded run, which has 20.
         self.recorded = 5 if args.small else 20
         self.steps = args.steps or (3 if args.small else 10)
         self.target = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", "target"))
         self.model = pathlib.Path(args.model) if args.model else models.write(self.config(), scratch / "model")
+        # As in what torchtitan published.
+        usual = 8192 if models.read(self.model) == models.LLAMA_8B else 2048
+        self.seq = args.seq or (64 if args.small else usual)
 
     def what(self):
         names = sorted({gpu["name"] for gpu in self.gpus})
@@ -56,10 +59,17 @@ class Run:
         room = sum(gpu["memory_mib"] or 0 for gpu in self.gpus[: self.ranks]) / 1024
         return models.LLAMA_8B if room >= 300 else models.LLAMA_1B
 
-    def launch(self, name, ranks, *words, device=None, env=None):
-        """Runs a program on a number of ranks, and returns its output."""
+    def launch(self, name, ranks, *words, device=None, env=None, across_hosts=False):
+        """Runs a program on a number of ranks, of this host or of each host, and returns its output."""
         programs = self.target / "release"
-        command = [programs / "fsdp-launch", "--nproc-per-node", ranks, programs / words[0], *words[1:]]
+        launcher = [programs / "fsdp-launch", "--nproc-per-node", ranks]
+        if across_hosts:
+            args = self.args
+            launcher += ["--nnodes", args.nnodes, "--node-rank", args.node_rank, "--rdzv-endpoint", args.endpoint]
+            # The hosts' builds take different times.
+            launcher += ["--rdzv-conf", f"join_timeout={args.limit}", "--rdzv-id", f"gpu-acceptance-{name}"]
+            launcher += ["--rdzv-token-file", args.token_file] if args.token_file else []
+        command = [*launcher, programs / words[0], *words[1:]]
         return self.runner.run(name, [*command, "--device", device or self.args.device], env)
 
 
@@ -75,6 +85,30 @@ def build(run):
     run.runner.run("build", ["cargo", "build", "--release", "--workspace", *features])
     run.is_built = True
     return {}
+
+
+def hosts(run):
+    """a recorded run, and a training step, over the GPUs of all hosts"""
+    count = run.args.nnodes
+    if count == 1:
+        raise Skipped("--nnodes gives further hosts")
+    if SEQUENCES % count:
+        raise Skipped(f"the recorded run has {SEQUENCES} sequences, which {count} hosts can't share")
+    each = max(ranks for ranks in (1, 2, 4) if ranks <= run.ranks and SEQUENCES % (count * ranks) == 0)
+    # Hosts share no directory.
+    way = (f"{count * each} ranks on {count} hosts", "run", count * each, ["--checkpoint-local"], {}, F32)
+    launch = functools.partial(run.launch, "hosts-parity", each, across_hosts=True)
+    # Ranks have to agree on paths.
+    row = repeat(run, "llama_tiny", way, launch, pathlib.Path("target/gpu-acceptance-hosts"))
+    text = run.launch("hosts-speed", run.ranks, "bench", "step", *step_flags(run), "--json", across_hosts=True)
+    if run.args.node_rank:
+        return {"why": "host 0 has the figures"}
+    found = only(json_lines(text), "bench step")
+    rate = found["tokens_per_s"] / found["world"]
+    result = {"parity": row, "ranks": found["world"], "tokens_per_s_per_rank": rate, "program": found}
+    if not row["holds"]:
+        raise Failed(f"other than recorded: {way[0]}", result)
+    return result
 
 
 def memory(run):
@@ -112,7 +146,7 @@ def memory(run):
 
 
 def speed(run):
-    """tokens a second, and the share of the peak"""
+    """tokens a second, the share of the peak, and memory beside `bench plan`"""
     config, rows = models.read(run.model), []
     name = run.gpus[0]["name"] if run.gpus else None
     peak = run.args.peak_tflops or (peak_tflops(name) if name else None)
@@ -132,15 +166,36 @@ def speed(run):
             raise Failed(f"the loss on {ranks} ranks is {found['loss']}")
         row = {"ranks": ranks, "tokens_per_s_per_rank": found["tokens_per_s"] / ranks, "step_s": found["step_s"]}
         row["device_mib"] = used.most()
+        row["peak_gib"], row["planned_gib"] = found["allocated"]["peak"] / GIB, planned(run, ranks)
         if peak:
             operations = models.operations_per_token(config, parameters, run.seq)
             row["share_of_peak"] = row["tokens_per_s_per_rank"] * operations / (peak * 1e12)
         rows.append({**row, "program": found})
     result = {"model": named(config), "parameters": parameters, "batch": run.batch, "seq": run.seq, "dtype": run.dtype}
-    result.update(rows=rows, peak_tflops=peak)
+    result["checkpointing"] = "" if run.args.small else ", every block computed again in backward"
+    result.update(rows=rows, peak_tflops=peak, published=[])
+    if config == models.LLAMA_8B:
+        published = models.PUBLISHED.get((run.batch, run.seq), {})
+        result["published"] = [{"name": name, "figures": figures} for name, figures in published.items()]
     if not peak:
         result["why_no_share"] = f"no peak is known for {name or run.what()}: --peak-tflops gives one"
     return result
+
+
+def planned(run, ranks):
+    """Returns the GiB that `bench plan` predicts for a rank, or None for a device that it does not know."""
+    if run.gpus:
+        device = plan_device(run.gpus[0]["name"])
+    else:
+        device = "h100-sxm" if run.args.device == "cuda" else "cpu"
+    if not device:
+        return None
+    flags = ["--model", run.model, "--batch", run.batch, "--seq", run.seq, "--param-dtype", run.dtype]
+    flags += ["--device", device, "--ranks-per-host", ranks, "--reserve", 0, "--json"]
+    flags += ["--flops", 1] if device == "cpu" else []
+    flags += [] if run.args.small else ["--activation-checkpoint", "full"]
+    text = run.runner.run(f"plan-{ranks}", [run.target / "release" / "bench", "plan", *flags])
+    return only(json_lines(text), "bench plan")["memory"]["total"] / GIB
 
 
 def overlap(run):
@@ -200,14 +255,26 @@ def pytorch(run):
         raise Skipped(f"{python} can't import torch and transformers: {str(why).splitlines()[-1]}") from why
     if run.args.device == "cuda" and cards < run.ranks:
         raise Skipped(f"torch {version} in {python} sees {cards or 'no'} GPUs, and {run.ranks} are needed")
+    runs = [one_pytorch(run, python, "eager", [])]
+    # On CPUs, the compiler takes minutes.
+    if run.args.device == "cuda":
+        try:
+            runs.append(one_pytorch(run, python, "compiled", ["--compile"]))
+        except Failed as why:
+            runs.append({"name": "compiled", "why": str(why).splitlines()[0]})
+    return {"torch": version, "runs": runs}
+
+
+def one_pytorch(run, python, name, flags):
     command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", run.ranks]
-    command += ["tests/interop/step.py", *step_flags(run), "--device", run.args.device]
+    command += ["tests/interop/step.py", *step_flags(run), "--device", run.args.device, *flags]
     with DeviceMemory(enabled=bool(run.gpus)) as used:
         # Avoids a warning of torchrun.
-        text = run.runner.run("pytorch", command, {"OMP_NUM_THREADS": "1"})
+        text = run.runner.run(f"pytorch-{name}", command, {"OMP_NUM_THREADS": "1"})
     found = only(json_lines(text), "tests/interop/step.py")
-    rate = run.batch * run.seq / found["step_s"]
-    return {"torch": version, "tokens_per_s_per_rank": rate, "device_mib": used.most(), "program": found}
+    row = {"name": name, "tokens_per_s_per_rank": run.batch * run.seq / found["step_s"], "step_s": found["step_s"]}
+    peaks = found["peak_device_bytes"]
+    return {**row, "device_mib": used.most(), "peak_gib": max(peaks) / GIB if max(peaks) else None, "program": found}
 
 
 def step_flags(run):
@@ -228,4 +295,4 @@ def only(objects, program):
     return objects[0]
 
 
-ALL = [build, parity, memory, speed, overlap, pytorch]
+ALL = [build, hosts, parity, memory, speed, overlap, pytorch]

@@ -30,6 +30,7 @@ parser.add_argument("--steps", type=int, default=5)
 parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
 parser.add_argument("--param-dtype", choices=["f32", "bf16"], default="f32")
 parser.add_argument("--activation-checkpoint", action="store_true")
+parser.add_argument("--compile", action="store_true", help="compile each block, as torchtitan does")
 args = parser.parse_args()
 
 torch.set_num_threads(1)
@@ -56,6 +57,8 @@ blocks = model.model.layers if hasattr(model, "model") else model.transformer.h
 for index, block in enumerate(blocks):
     if args.activation_checkpoint:
         blocks[index] = block = checkpoint_wrapper(block)
+    if args.compile:
+        block.compile()
     fully_shard(block, mesh=mesh, mp_policy=policy)
 fully_shard(model, mesh=mesh, mp_policy=policy)
 model.to_empty(device=device)

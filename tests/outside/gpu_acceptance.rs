@@ -1,8 +1,10 @@
 //! `scripts/gpu-acceptance` on CPUs runs its phases and reports failures.
 
 use std::fs;
+use std::net::TcpListener;
 use std::path::Path;
 use std::process::Command;
+use std::thread;
 use std::time::Duration;
 
 use fsdp_test_support::{Run, program, run, workspace};
@@ -15,7 +17,8 @@ use crate::need::{Need, python, trials};
 const LIMIT: Duration = Duration::from_secs(900);
 
 pub(crate) fn trials() -> Vec<Trial> {
-    trials![&[Need::Pytorch] => passes_on_cpus, reports_failed_phases, doctests_of_overlap_pass]
+    trials![&[Need::Pytorch] => passes_on_cpus, two_hosts_repeat_a_recorded_run, reports_failed_phases,
+        doctests_of_overlap_pass]
 }
 
 /// Runs phases with the programs that the tests built.
@@ -48,22 +51,45 @@ fn passes_on_cpus() {
     let build = phase(&report, "build");
     assert_eq!((&build["status"], &build["why"]), (&"skipped".into(), &"not among --only".into()));
     let parity = &phase(&report, "parity")["result"];
-    assert!(parity["rows"].as_array().unwrap().len() >= 12, "{parity}");
+    assert!(parity["rows"].as_array().unwrap().len() >= 16, "{parity}");
     let rows = phase(&report, "memory")["result"]["rows"].as_array().unwrap();
     assert_eq!(rows.len(), 10);
     let rows = phase(&report, "speed")["result"]["rows"].as_array().unwrap();
     let ranks: Vec<_> = rows.iter().map(|row| row["ranks"].as_u64().unwrap()).collect();
     assert_eq!(ranks, [2, 1]);
+    for row in rows {
+        let (used, planned) = (row["peak_gib"].as_f64().unwrap(), row["planned_gib"].as_f64().unwrap());
+        assert!((0.8..1.2).contains(&(planned / used)), "{row}");
+    }
     let hidden = phase(&report, "overlap")["result"]["hidden_share"].as_f64().unwrap();
     assert!((0. ..=1.).contains(&hidden), "{hidden}");
     // Both train the same model on the same data from other weights. The loss is near the logarithm of the vocabulary.
-    for loss in [&rows[0]["program"]["loss"], &phase(&report, "pytorch")["result"]["program"]["loss"]] {
+    for loss in [&rows[0]["program"]["loss"], &phase(&report, "pytorch")["result"]["runs"][0]["program"]["loss"]] {
         assert!((4. ..7.).contains(&loss.as_f64().unwrap()), "{loss}");
     }
     let page = fs::read_to_string(dir.path().join("report.md")).unwrap();
     for words in ["No phase failed", "| zero3 | backward |", "PyTorch", "hidden behind compute"] {
         assert!(page.contains(words), "{words} not in\n{page}");
     }
+}
+
+fn two_hosts_repeat_a_recorded_run() {
+    let dir = tempfile::tempdir().unwrap();
+    let endpoint = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    let host = |rank: &str| {
+        let out = dir.path().join(rank);
+        acceptance("hosts", &out, &["--nnodes", "2", "--node-rank", rank, "--endpoint", &endpoint]).ok();
+        report(&out)
+    };
+    let (first, second) = thread::scope(|scope| {
+        let second = scope.spawn(|| host("1"));
+        (host("0"), second.join().unwrap())
+    });
+    let row = &phase(&first, "hosts")["result"]["parity"];
+    assert_eq!((&row["way"], &row["holds"]), (&"4 ranks on 2 hosts".into(), &true.into()), "{first}");
+    assert_eq!(phase(&second, "hosts")["result"]["why"], "host 0 has the figures");
+    // The other phases are those of host 0.
+    assert_eq!(phase(&second, "speed")["status"], "skipped");
 }
 
 fn reports_failed_phases() {
