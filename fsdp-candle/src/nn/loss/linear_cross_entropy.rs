@@ -39,8 +39,8 @@ const LOGITS: usize = if cfg!(test) { 1 << 8 } else { 1 << 24 };
 /// hidden states have the input layout of its style. The loss is over the whole vocabulary, with the same bits on every
 /// rank. The ranks exchange three numbers for each row, or four with smoothing.
 ///
-/// On CPUs this also computes the gradients. To evaluate a model, call it within [`no_grad`](crate::no_grad()), which
-/// saves two thirds of the work.
+/// On CPUs, a combined loss over a whole vocabulary also computes the gradients. To evaluate a model, call it within
+/// [`no_grad`](crate::no_grad()), which saves two thirds of that work.
 ///
 /// Fails if the shapes or dtypes disagree, the input has no rows, or a target is not below `V`.
 pub fn linear_cross_entropy(hidden: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<Tensor> {
