@@ -120,6 +120,11 @@ impl Device {
         })
     }
 
+    /// Returns the device with kernels that reach all of its data sheet.
+    pub(super) fn at_data_sheet(&self) -> Self {
+        Device { shares: Shares { products: 1., attention: 1., memory: 1. }, ..*self }
+    }
+
     /// Returns the seconds of matrix products.
     pub(super) fn products(&self, operations: f64) -> f64 {
         operations / (self.flops * self.shares.products)

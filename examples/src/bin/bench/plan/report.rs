@@ -23,6 +23,8 @@ pub(super) struct Report {
     /// Elements of a tensor that is too large: Candle's CUDA kernels count fewer than 2^31.
     pub(super) uncountable: Option<f64>,
     pub(super) time: Time,
+    /// Seconds of a step whose kernels all reach the device's data sheet.
+    pub(super) fastest_step: f64,
     pub(super) best: Vec<Choice>,
 }
 
@@ -40,6 +42,7 @@ impl Report {
             uncountable: setup.uncountable(),
             memory,
             time: time::of(setup),
+            fastest_step: time::of(&Setup { device: setup.device.at_data_sheet(), ..*setup }).step,
             best: setup::best(setup, top),
         }
     }
@@ -71,7 +74,7 @@ fn head(to: &mut String, report: &Report, setup: &Setup) -> std::fmt::Result {
         if mesh.hosts == 1 { "one host".into() } else { format!("{} hosts", mesh.hosts) },
         if mesh.replicate == 1 { "one replica".into() } else { format!("{} replicas, each", mesh.replicate) },
         mesh.shard,
-        if mesh.tensor == 1 { "ranks".into() } else { format!("groups of {} ranks that split layers", mesh.tensor) }
+        if mesh.tensor == 1 { "ranks".into() } else { format!("groups of {} ranks", mesh.tensor) }
     )?;
     writeln!(
         to,
@@ -144,6 +147,9 @@ fn time(to: &mut String, report: &Report) -> std::fmt::Result {
         time.communication,
         hidden.max(0.)
     )?;
+    if report.fastest_step < time.step {
+        writeln!(to, "  If all kernels reached the device's data sheet: {:.4} s", report.fastest_step)?;
+    }
     writeln!(
         to,
         "  {:.0} tokens/s per rank, {:.0} in total; {:.1} % of the device's peak",
