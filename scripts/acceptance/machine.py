@@ -6,24 +6,24 @@ import re
 import shutil
 import subprocess
 
-# Peak bf16 operations a second of a GPU's tensor cores, in 10^12, without sparsity, by its data sheet. The first name
-# that occurs in the GPU's name applies.
-PEAKS = [
-    ("GB200", 2500.0),
-    ("B200", 2250.0),
-    ("H100 NVL", 835.0),
-    ("H100 PCIe", 756.0),
-    ("GH200", 989.0),
-    ("H200", 989.0),
-    ("H100", 989.0),
-    ("A100", 312.0),
-    ("L40S", 362.0),
-    ("L4", 121.0),
-    ("A40", 149.7),
-    ("A10G", 70.0),
-    ("A10", 125.0),
-    ("RTX 4090", 165.2),
-    ("RTX 3090", 71.0),
+# GPUs: their peak of bf16 operations a second of the tensor cores, in 10^12, without sparsity, by the data sheet; and
+# their name in `bench plan`. The first entry that occurs in the GPU's name applies.
+GPUS = [
+    ("GB200", 2500.0, None),
+    ("B200", 2250.0, "b200"),
+    ("H100 NVL", 835.0, None),
+    ("H100 PCIe", 756.0, None),
+    ("GH200", 989.0, None),
+    ("H200", 989.0, "h200"),
+    ("H100", 989.0, "h100-sxm"),
+    ("A100", 312.0, "a100-80"),
+    ("L40S", 362.0, None),
+    ("L4", 121.0, None),
+    ("A40", 149.7, None),
+    ("A10G", 70.0, None),
+    ("A10", 125.0, None),
+    ("RTX 4090", 165.2, None),
+    ("RTX 3090", 71.0, None),
 ]
 
 
@@ -61,15 +61,14 @@ def is_double():
     return "GPU_DOUBLE_NVCC" in os.environ
 
 
-def peak_tflops(name):
-    """Returns the peak of a GPU by its name, or None."""
-    return next((peak for part, peak in PEAKS if re.search(rf"\b{re.escape(part)}(?![0-9A-Z])", name)), None)
+def known(name):
+    """Returns the peak of a GPU by its name, and its name in `bench plan`, or None for each.
 
-
-def plan_device(name):
-    """Returns the name of a GPU in `bench plan`, or None."""
-    known = {"H100": "h100-sxm", "H200": "h200", "B200": "b200", "A100": "a100-80"}
-    return next((device for part, device in known.items() if re.search(rf"\b{part}(?![0-9A-Z])", name)), None)
+    >>> [known(name) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA L40S", "NVIDIA GB200", "NVIDIA T4", None)]
+    [(989.0, 'h100-sxm'), (362.0, None), (2500.0, None), (None, None), (None, None)]
+    """
+    is_one = lambda part: re.search(rf"\b{re.escape(part)}(?![0-9A-Z])", name or "")  # noqa: E731
+    return next(((peak, device) for part, peak, device in GPUS if is_one(part)), (None, None))
 
 
 def describe():

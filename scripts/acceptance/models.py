@@ -34,8 +34,8 @@ LLAMA_1B = llama(2048, 8192, 16, 32, 8, 128256, True)
 LLAMA_TINY = llama(128, 352, 4, 4, 2, 256, False)
 
 
-# What torchtitan published for LLAMA_8B on eight H100 with 96 GB and 500 W, with selective checkpointing: sequences
-# and tokens, then tokens a second and GPU, and GiB (benchmarks/llama3_h100_202412_torchtitan.md).
+# torchtitan's figures of LLAMA_8B on eight H100 (96 GB, 500 W), with selective checkpointing: tokens a second and GPU,
+# and GiB, by sequences and tokens (benchmarks/llama3_h100_202412_torchtitan.md).
 PUBLISHED = {
     (2, 8192): {"torchtitan": (5762, 82.4), "torchtitan, compiled": (6667, 77.0)},
 }

@@ -88,9 +88,8 @@ def speed(result, results):
         for run in theirs["runs"]:
             name = f"PyTorch {theirs['torch']} FSDP2, {run['name']}"
             rows.append([row["ranks"], name, *([run["why"], *[""] * 5] if "why" in run else cells(run, per_token))])
-    for it in result["published"]:
-        rate, gib = it["figures"]
-        name = f"{it['name']} (published: H100 with 96 GB, selective checkpointing)"
+    for name, (rate, gib) in result["published"].items():
+        name = f"{name} (published: H100 with 96 GB, selective checkpointing)"
         rows.append([8, name, f"{rate:,}", "", f"{gib:.2f}", "", "", ""])
     head = ["ranks", "", "tokens a second and rank", "s a step", "GiB in use", "GiB planned", "MiB on the device"]
     head += ["share of peak"]

@@ -8,7 +8,7 @@ import pathlib
 import shutil
 
 from . import kernels, models, trace
-from .machine import is_double, peak_tflops, plan_device
+from .machine import is_double, known
 from .parity import F32, SEQUENCES, parity, repeat
 from .running import Failed, Skipped, json_lines
 from .watch import DeviceMemory
@@ -149,7 +149,7 @@ def speed(run):
     """tokens a second, the share of the peak, and memory beside `bench plan`"""
     config, rows = models.read(run.model), []
     name = run.gpus[0]["name"] if run.gpus else None
-    peak = run.args.peak_tflops or (peak_tflops(name) if name else None)
+    peak = run.args.peak_tflops or known(name)[0]
     parameters = None
     # Most ranks first: they fit the model, and report its number of parameters.
     for ranks in sorted({2**i for i in range(4) if 2**i <= run.ranks} | {run.ranks}, reverse=True):
@@ -173,10 +173,8 @@ def speed(run):
         rows.append({**row, "program": found})
     result = {"model": named(config), "parameters": parameters, "batch": run.batch, "seq": run.seq, "dtype": run.dtype}
     result["checkpointing"] = "" if run.args.small else ", every block computed again in backward"
-    result.update(rows=rows, peak_tflops=peak, published=[])
-    if config == models.LLAMA_8B:
-        published = models.PUBLISHED.get((run.batch, run.seq), {})
-        result["published"] = [{"name": name, "figures": figures} for name, figures in published.items()]
+    published = models.PUBLISHED.get((run.batch, run.seq), {}) if config == models.LLAMA_8B else {}
+    result.update(rows=rows, peak_tflops=peak, published=published)
     if not peak:
         result["why_no_share"] = f"no peak is known for {name or run.what()}: --peak-tflops gives one"
     return result
@@ -185,7 +183,7 @@ def speed(run):
 def planned(run, ranks):
     """Returns the GiB that `bench plan` predicts for a rank, or None for a device that it does not know."""
     if run.gpus:
-        device = plan_device(run.gpus[0]["name"])
+        device = known(run.gpus[0]["name"])[1]
     else:
         device = "h100-sxm" if run.args.device == "cuda" else "cpu"
     if not device:

@@ -11,6 +11,9 @@ const GPT2: &str = r#"{"model_type": "gpt2", "n_embd": 512, "n_head": 8, "n_laye
     "vocab_size": 8192}"#;
 const LLAMA: &str = r#"{"model_type": "llama", "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6,
     "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 8192, "max_position_embeddings": 256}"#;
+const MIXTRAL: &str = r#"{"model_type": "mixtral", "hidden_size": 384, "intermediate_size": 512,
+    "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 8192,
+    "max_position_embeddings": 256, "num_local_experts": 4, "num_experts_per_tok": 2}"#;
 
 fn plan(words: &[&str], dir: &Path) -> Run {
     let mut command = Command::new(program("bench"));
@@ -38,6 +41,9 @@ fn memory_matches_the_allocator() {
         (LLAMA, 2, "8", &tensor),
         (LLAMA, 2, "8", &sequence),
         (LLAMA, 4, "2", &tensor),
+        (MIXTRAL, 2, "4", &[]),
+        (MIXTRAL, 2, "8", &tensor),
+        (MIXTRAL, 2, "8", &sequence),
     ] {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("config.json"), config).unwrap();

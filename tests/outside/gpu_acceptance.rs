@@ -1,12 +1,12 @@
 //! `scripts/gpu-acceptance` on CPUs runs its phases and reports failures.
 
 use std::fs;
-use std::net::TcpListener;
 use std::path::Path;
 use std::process::Command;
 use std::thread;
 use std::time::Duration;
 
+use fsdp_test_support::agent::free_port;
 use fsdp_test_support::{Run, program, run, workspace};
 use libtest_mimic::Trial;
 use serde_json::Value;
@@ -18,7 +18,7 @@ const LIMIT: Duration = Duration::from_secs(900);
 
 pub(crate) fn trials() -> Vec<Trial> {
     trials![&[Need::Pytorch] => passes_on_cpus, two_hosts_repeat_a_recorded_run, reports_failed_phases,
-        doctests_of_overlap_pass]
+        doctests_pass]
 }
 
 /// Runs phases with the programs that the tests built.
@@ -75,7 +75,7 @@ fn passes_on_cpus() {
 
 fn two_hosts_repeat_a_recorded_run() {
     let dir = tempfile::tempdir().unwrap();
-    let endpoint = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    let endpoint = format!("127.0.0.1:{}", free_port());
     let host = |rank: &str| {
         let out = dir.path().join(rank);
         acceptance("hosts", &out, &["--nnodes", "2", "--node-rank", rank, "--endpoint", &endpoint]).ok();
@@ -107,10 +107,10 @@ fn reports_failed_phases() {
     assert!(fs::read_to_string(dir.path().join("report.md")).unwrap().contains("## Why speed failed"));
 }
 
-fn doctests_of_overlap_pass() {
+fn doctests_pass() {
     let mut command = Command::new(python());
-    let examples = "import doctest, sys, acceptance.kernels as kernels, acceptance.trace as trace; \
-        sys.exit(any(doctest.testmod(it).failed or not doctest.testmod(it).attempted for it in (kernels, trace)))";
+    let examples = "import doctest, sys; from acceptance import kernels, machine, trace; modules = kernels, machine, trace; \
+        sys.exit(any(doctest.testmod(it).failed or not doctest.testmod(it).attempted for it in modules))";
     command.args(["-B", "-c", examples]).env("PYTHONPATH", workspace().join("scripts"));
     run(command, LIMIT).ok();
 }

@@ -5,7 +5,7 @@
 use candle_core::{Module, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 use fsdp_candle::FsdpModule;
-use fsdp_candle::nn::{self, AttentionOptions, CrossEntropyOptions, Documents, Embedding, LayerNorm, Linear};
+use fsdp_candle::nn::{self, AttentionOptions, Documents, Embedding, LayerNorm, Linear};
 
 use crate::models::config::{Activation, BertConfig};
 use crate::models::heads::{Head, POOLER, Pooling, first_token, no_vocabulary};
@@ -89,19 +89,11 @@ pub struct Bert {
 /// Last layers of BERT.
 pub(super) enum BertOutput {
     /// Logits over the vocabulary.
-    Vocabulary(Predictions),
+    Vocabulary { transform: Linear, norm: LayerNorm, activation: Activation, head: Linear },
     /// Logits over classes, from the first token.
     Classes { pooler: Linear, classifier: Linear },
     /// Embeddings. The pooler is part of exports only.
     Embedding { pooling: Pooling, _pooler: Option<Linear> },
-}
-
-/// The head of a masked language model, with its own layer before it.
-pub(super) struct Predictions {
-    transform: Linear,
-    norm: LayerNorm,
-    activation: Activation,
-    head: Linear,
 }
 
 impl BertOutput {
@@ -113,12 +105,12 @@ impl BertOutput {
                 let predictions = vb.pp("cls.predictions");
                 let transform = predictions.pp("transform");
                 let bias = predictions.get_with_hints(config.vocab_size, "bias", Init::Const(0.))?;
-                BertOutput::Vocabulary(Predictions {
+                BertOutput::Vocabulary {
                     head: Linear::new(tokens.clone(), Some(bias)),
                     transform: linear(width, width, true, stdev, transform.pp("dense"))?,
                     norm: nn::layer_norm(width, config.layer_norm_eps, transform.pp("LayerNorm"))?,
                     activation: config.activation,
-                })
+                }
             }
             Head::Classes(classes) => BertOutput::Classes {
                 pooler: linear(width, width, true, stdev, dense)?,
@@ -136,7 +128,10 @@ impl BertOutput {
 
     fn forward(&self, x_btc: &Tensor, rows: &Rows, drops: &ModelDropout) -> Result<Tensor> {
         match self {
-            BertOutput::Vocabulary(layers) => layers.head.forward(&layers.input_of_head(x_btc)?),
+            BertOutput::Vocabulary { .. } => {
+                let (head, input_btc) = self.head(x_btc)?;
+                head.forward(&input_btc)
+            }
             BertOutput::Classes { pooler, classifier } => {
                 let pooled = pooler.forward(&first_token(x_btc)?.contiguous()?)?.tanh()?;
                 classifier.forward(&drops.hidden(&pooled)?)
@@ -145,25 +140,14 @@ impl BertOutput {
         }
     }
 
-    /// Returns the cross-entropy of targets `[B, T]` for hidden states `[B, T, C]`.
-    pub(super) fn cross_entropy(
-        &self,
-        x_btc: &Tensor,
-        targets_bt: &Tensor,
-        options: &CrossEntropyOptions,
-    ) -> Result<Tensor> {
+    /// Returns the head over the vocabulary, and its input for hidden states `[B, T, C]`.
+    pub(super) fn head(&self, x_btc: &Tensor) -> Result<(&Linear, Tensor)> {
         match self {
-            BertOutput::Vocabulary(layers) => {
-                layers.head.cross_entropy(&layers.input_of_head(x_btc)?, targets_bt, options)
+            BertOutput::Vocabulary { transform, norm, activation, head } => {
+                Ok((head, norm.forward(&activate(*activation, &transform.forward(x_btc)?)?)?))
             }
             BertOutput::Classes { .. } | BertOutput::Embedding { .. } => Err(no_vocabulary()),
         }
-    }
-}
-
-impl Predictions {
-    fn input_of_head(&self, x_btc: &Tensor) -> Result<Tensor> {
-        self.norm.forward(&activate(self.activation, &self.transform.forward(x_btc)?)?)
     }
 }
 

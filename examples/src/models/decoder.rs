@@ -115,7 +115,7 @@ impl<B: CallBlock> Decoder<B> {
     ) -> Result<(Tensor, Option<Tensor>)> {
         let (x_btc, auxiliary) = self.hidden(ids_bt, rows)?;
         let options = CrossEntropyOptions { softcap: self.logit_softcap, ..*options };
-        Ok((self.output.cross_entropy(&x_btc, targets_bt, &options)?, auxiliary))
+        Ok((self.output.head()?.cross_entropy(&x_btc, targets_bt, &options)?, auxiliary))
     }
 
     /// Returns normalized hidden states `[B, T, C]`, and the experts' auxiliary loss.

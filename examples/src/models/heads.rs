@@ -9,7 +9,7 @@ use anyhow::{Context, bail, ensure};
 use candle_core::{DType, Module, Result, Tensor};
 use candle_nn::VarBuilder;
 use fsdp_candle::FsdpModule;
-use fsdp_candle::nn::{CrossEntropyOptions, Linear};
+use fsdp_candle::nn::Linear;
 use serde_json::Value;
 
 use crate::models::LanguageModel;
@@ -167,15 +167,10 @@ impl Output {
         }
     }
 
-    /// Returns the cross-entropy of targets `[B, T]` for normalized hidden states `[B, T, C]`.
-    pub(super) fn cross_entropy(
-        &self,
-        x_btc: &Tensor,
-        targets_bt: &Tensor,
-        options: &CrossEntropyOptions,
-    ) -> Result<Tensor> {
+    /// Returns the head over the vocabulary.
+    pub(super) fn head(&self) -> Result<&Linear> {
         match self {
-            Output::Vocabulary(head) => head.cross_entropy(x_btc, targets_bt, options),
+            Output::Vocabulary(head) => Ok(head),
             Output::Score(_) | Output::Pooled(_) => Err(no_vocabulary()),
         }
     }

@@ -45,10 +45,11 @@ impl LanguageModel {
         match self {
             LanguageModel::Decoder(model) => model.cross_entropy(ids, rows, targets, &options),
             LanguageModel::Gpt2(model) => {
-                Ok((model.output.cross_entropy(&model.hidden(ids, rows)?, targets, &options)?, None))
+                Ok((model.output.head()?.cross_entropy(&model.hidden(ids, rows)?, targets, &options)?, None))
             }
             LanguageModel::Bert(model) => {
-                Ok((model.output.cross_entropy(&model.hidden(ids, rows)?, targets, &options)?, None))
+                let (head, input) = model.output.head(&model.hidden(ids, rows)?)?;
+                Ok((head.cross_entropy(&input, targets, &options)?, None))
             }
         }
     }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use candle_core::{Device, Result, Tensor, bail};
+use candle_core::{Device, Result, Storage, Tensor, bail};
 use fsdp_core::process_group::ExchangePart;
 use fsdp_core::{Allocator, Buffer, DeviceId, GatherPart, ProcessGroup, ReduceOp, ScatterPart, Work};
 
@@ -25,25 +25,25 @@ impl Input<'_> {
         }
     }
 
+    /// Takes the memory of an owned tensor that has all of it.
+    fn taken(&self) -> Result<Option<Storage>> {
+        match self {
+            Input::Owned(tensor) if tensor.is_contiguous() && tensor.layout().start_offset() == 0 => {
+                take(tensor).map(Some)
+            }
+            Input::Owned(_) | Input::Borrowed(_) => Ok(None),
+        }
+    }
+
     /// Returns the elements, row-major, in separate memory.
     fn buffer(self) -> Result<Buffer> {
-        let storage = match self {
-            Input::Owned(tensor) if tensor.is_contiguous() && tensor.layout().start_offset() == 0 => take(tensor)?,
-            Input::Owned(tensor) | Input::Borrowed(tensor) => copied_storage(tensor)?,
+        let storage = match self.taken()? {
+            Some(storage) => storage,
+            None => copied_storage(self.tensor())?,
         };
         match to_buffer(storage)? {
             Some(buffer) => Ok(buffer),
             None => bail!("the storage of a tensor was freed, so it cannot be sent to other ranks"),
-        }
-    }
-
-    /// Frees the memory of an owned tensor, which has been copied.
-    fn release(self) -> Result<()> {
-        match self {
-            Input::Owned(tensor) if tensor.is_contiguous() && tensor.layout().start_offset() == 0 => {
-                take(tensor).map(drop)
-            }
-            Input::Owned(_) | Input::Borrowed(_) => Ok(()),
         }
     }
 }
@@ -125,7 +125,8 @@ pub(super) fn scattered(x: Input<'_>, dim: usize, group: &ProcessGroup) -> Resul
     } else {
         let parts = x.tensor().detach().reshape((outer, size, inner))?.transpose(0, 1)?;
         let copied = Input::Borrowed(&parts).buffer()?;
-        x.release()?;
+        // Its consumer keeps the tensor, but not its memory.
+        drop(x.taken()?);
         copied
     };
     if size == 1 {

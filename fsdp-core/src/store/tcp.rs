@@ -30,8 +30,8 @@ const MAX_FILE: u64 = 64 << 10;
 /// The secret that the ranks of one job share.
 ///
 /// It is `FSDP_STORE_SECRET`, which `fsdp-launch` creates for every run, or else the content of the file
-/// `FSDP_STORE_SECRET_FILE`. Without these variables it is derived from the job's id ([`RankEnv::run_id`]).
-/// Ranks of other jobs, which connect by mistake, do not have the derived secret. Anyone who knows the id has it.
+/// `FSDP_STORE_SECRET_FILE`. Without these variables it is derived from the job's id ([`RankEnv::run_id`]). The server
+/// then refuses ranks of other jobs that connect by mistake, but not an attacker who knows the id.
 #[derive(Clone, Debug)]
 pub struct Secret {
     key: Key,

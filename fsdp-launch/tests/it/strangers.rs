@@ -4,7 +4,7 @@ use std::{
     collections::VecDeque,
     fs,
     io::{Read, Write},
-    net::TcpStream,
+    net::{TcpListener, TcpStream},
     sync::mpsc,
     thread,
     time::Duration,
@@ -109,6 +109,21 @@ fn ten_thousand_unauthenticated_connections_cost_little() {
 
 fn launcher_of(options: &[String]) -> assert_cmd::Command {
     launcher(&options.iter().map(String::as_str).collect::<Vec<_>>())
+}
+
+/// As a stopped launcher: the kernel accepts connections. Another token would be an error after ten seconds.
+#[test]
+fn a_launcher_that_does_not_answer_is_tried_again() {
+    let (dir, silent) = (tempfile::tempdir().unwrap(), TcpListener::bind("127.0.0.1:0").unwrap());
+    let endpoint = silent.local_addr().unwrap().to_string();
+    let token = dir.path().join("token");
+    fs::write(&token, "a secret of 32 bytes, or about it").unwrap();
+    let meeting = ["--nnodes=2", "--rdzv-conf=join_timeout=16", "--rdzv-endpoint", &endpoint];
+    let options = [&meeting[..], &["--rdzv-token-file", token.to_str().unwrap(), "sh", "-c", "echo go"]].concat();
+    let (code, stdout, stderr) = finish(&mut launcher(&options));
+    let parts = ["no launcher was reached at", "within 16s: the peer does not answer"];
+    let is_told = parts.iter().all(|part| stderr.contains(part));
+    assert!(code == Some(1) && stdout.is_empty() && is_told, "{stdout} {stderr}");
 }
 
 #[test]

@@ -15,7 +15,7 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-use crate::{kernels::MACHINE_CODE, machine::TOOLKIT};
+use crate::kernels::MACHINE_CODE;
 
 const SUCCESS: c_int = 0;
 const INVALID_INPUT: c_int = 3;
@@ -177,13 +177,6 @@ unsafe extern "C" fn nvrtcGetNumSupportedArchs(count: *mut c_int) -> c_int {
 unsafe extern "C" fn nvrtcGetSupportedArchs(archs: *mut c_int) -> c_int {
     // SAFETY: the caller passes as many numbers as `nvrtcGetNumSupportedArchs` returned.
     unsafe { ARCHS.as_ptr().copy_to_nonoverlapping(archs, ARCHS.len()) };
-    SUCCESS
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn nvrtcVersion(major: *mut c_int, minor: *mut c_int) -> c_int {
-    // SAFETY: the caller passes pointers to two numbers.
-    unsafe { (*major, *minor) = ((TOOLKIT / 1000) as c_int, (TOOLKIT % 1000 / 10) as c_int) };
     SUCCESS
 }
 

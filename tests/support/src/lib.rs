@@ -81,7 +81,7 @@ pub fn golden_flags_of(name: &str, steps: usize) -> Vec<String> {
     flags
 }
 
-/// Returns the `--flag value` pairs whose flag is not in `given`. With `--sft` there is no `--data`.
+/// Returns the `--flag value` pairs without the flags in `given`. `--sft` also removes `--data`.
 pub fn not_given(pairs: &[String], given: &[&str]) -> Vec<String> {
     let is_given = |flag: &str| given.contains(&flag) || flag == "--data" && given.contains(&"--sft");
     pairs.chunks(2).filter(|pair| !is_given(&pair[0])).flatten().cloned().collect()

@@ -81,18 +81,17 @@ const HEADERS: [(&str, &str); 4] = [
 pub(super) fn load(stream: &CudaStream) -> Result<Vec<Arc<CudaModule>>> {
     let context = stream.context();
     let refused = |what: &str, why: &dyn Display| Error::Core(failed(stream, what, why));
-    let versions = Versions::of(stream).map_err(|error| refused("asking for CUDA's versions", &error))?;
-    // The smallest of Candle's modules. nvcc compiled all of them alike.
+    let (major, minor) = context.compute_capability().map_err(|error| refused("asking for its capability", &error))?;
+    let device = major * 10 + minor;
+    // One of Candle's modules. nvcc compiled all of them alike.
     let ptx = candle_kernels::FILL.ptx();
     if let Err(error) = context.load_module(ptx.into()) {
-        return Err(refused("loading Candle's kernels", &versions.why_not_ptx(&error, ptx)));
+        return Err(refused("loading Candle's kernels", &why_not(&error, ptx, device)));
     }
-    let what = format!("compiling kernels for sm_{}", versions.capability);
+    let what = format!("compiling kernels for sm_{device}");
     let supported = supported().map_err(|error| refused(&what, &error))?;
-    let target = Target::of(versions.capability, &supported).ok_or_else(|| {
-        let nvrtc = decimal(versions.nvrtc);
-        refused(&what, &format!("NVRTC of CUDA {nvrtc} supports only newer devices. Use an older CUDA toolkit"))
-    })?;
+    let target = Target::of(device, &supported)
+        .ok_or_else(|| refused(&what, &"NVRTC supports only newer devices. Use an older CUDA toolkit"))?;
     // Own threads: rayon's could steal a task that needs the lock of the caller.
     let compiled = thread::scope(|scope| {
         let started = Module::SOURCES.map(|(name, text)| (name, scope.spawn(move || compile(name, text, target))));
@@ -104,10 +103,10 @@ pub(super) fn load(stream: &CudaStream) -> Result<Vec<Arc<CudaModule>>> {
     })?;
     let loaded = compiled.into_iter().map(|image| context.load_module(image));
     let loaded: std::result::Result<_, DriverError> = loaded.collect();
-    loaded.map_err(|error| refused("loading kernels", &versions.why_not(&error)))
+    loaded.map_err(|error| refused("loading kernels", &error))
 }
 
-/// What NVRTC makes of a file. Architectures are numbers such as 90 for `sm_90`.
+/// The code that NVRTC generates from a file. Architectures are numbers such as 90 for `sm_90`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Target {
     /// Machine code for the device's own architecture. Drivers of the same or a newer major version load it.
@@ -206,56 +205,31 @@ fn bytes(chars: Vec<c_char>) -> Vec<u8> {
     chars.into_iter().map(|char| char as u8).collect()
 }
 
-/// The versions that have to fit each other. CUDA's are numbers such as 12040 for 12.4.
-struct Versions {
-    driver: c_int,
-    nvrtc: c_int,
-    /// The device's compute capability: 90 for 9.0.
-    capability: c_int,
-}
-
-impl Versions {
-    fn of(stream: &CudaStream) -> std::result::Result<Self, String> {
-        let capability = stream.context().compute_capability().map_err(|error| error.to_string())?;
-        let (mut driver, mut major, mut minor) = (0, 0, 0);
-        // SAFETY: the driver writes a number.
-        unsafe { driver::sys::cuDriverGetVersion(&mut driver) }.result().map_err(|error| error.to_string())?;
-        // SAFETY: NVRTC writes two numbers.
-        unsafe { sys::nvrtcVersion(&mut major, &mut minor) }.result().map_err(|error| error.to_string())?;
-        Ok(Versions { driver, nvrtc: major * 1000 + minor * 10, capability: capability.0 * 10 + capability.1 })
+/// Says why the driver does not load Candle's kernels on a device of this compute capability.
+fn why_not(error: &DriverError, ptx: &str, device: c_int) -> String {
+    let line = |name: &str| ptx.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
+    if error.0 == CUDA_ERROR_UNSUPPORTED_PTX_VERSION {
+        let (version, mut driver) = (line(".version ").unwrap_or("of a newer version"), 0);
+        // SAFETY: the driver writes a number such as 12040 for 12.4.
+        let of_cuda = match unsafe { driver::sys::cuDriverGetVersion(&mut driver) }.result() {
+            Ok(()) => format!("CUDA {}.{}", driver / 1000, driver % 1000 / 10),
+            Err(error) => format!("an unknown CUDA ({error})"),
+        };
+        return format!(
+            "the CUDA toolkit of the build is newer than the driver: the kernels are PTX {version}, which the driver of \
+             {of_cuda} can't compile. Update the driver, or build with a toolkit of {of_cuda} or older"
+        );
     }
-
-    /// Says why the driver does not load Candle's kernels.
-    fn why_not_ptx(&self, error: &DriverError, ptx: &str) -> String {
-        let line = |name: &str| ptx.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
-        let (driver, device) = (decimal(self.driver), self.capability);
-        if error.0 == CUDA_ERROR_UNSUPPORTED_PTX_VERSION {
-            let version = line(".version ").unwrap_or("of a newer version");
-            return format!(
-                "the CUDA toolkit of the build is newer than the driver: the kernels are PTX {version}, which the driver \
-                 of CUDA {driver} can't compile. Update the driver, or build with a toolkit of CUDA {driver} or older"
-            );
+    match line(".target sm_").filter(|target| !is_loaded(target, device)) {
+        Some(target) => {
+            // Without a suffix, this loads on all newer devices.
+            let older = if device > 80 { ", or 80 if nvcc does not know it" } else { "" };
+            format!(
+                "they are built for sm_{target}, which the device, sm_{device}, does not run. Build again with \
+                 CUDA_COMPUTE_CAP={device}{older}"
+            )
         }
-        match line(".target sm_").filter(|target| !is_loaded(target, device)) {
-            Some(target) => {
-                // Without a suffix, this loads on all newer devices.
-                let older = if device > 80 { ", or 80 if nvcc does not know it" } else { "" };
-                format!(
-                    "they are built for sm_{target}, which the device, sm_{device}, does not run. Build again with \
-                     CUDA_COMPUTE_CAP={device}{older}"
-                )
-            }
-            None => error.to_string(),
-        }
-    }
-
-    /// Says why the driver does not load what NVRTC compiled.
-    fn why_not(&self, error: &DriverError) -> String {
-        if self.nvrtc / 1000 <= self.driver / 1000 {
-            return error.to_string();
-        }
-        let [driver, nvrtc] = [self.driver, self.nvrtc].map(decimal);
-        format!("NVRTC is of CUDA {nvrtc}, and the driver of CUDA {driver}. Update the driver ({error})")
+        None => error.to_string(),
     }
 }
 
@@ -269,11 +243,6 @@ fn is_loaded(target: &str, device: c_int) -> bool {
         "f" => number <= device && number / 10 == device / 10,
         _ => number <= device,
     }
-}
-
-/// Returns CUDA's version as people write it.
-fn decimal(version: c_int) -> String {
-    format!("{}.{}", version / 1000, version % 1000 / 10)
 }
 
 /// Replaces the lines of a file that include headers by the headers.
