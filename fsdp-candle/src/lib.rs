@@ -85,6 +85,7 @@ mod state_dict;
 mod storage;
 mod tensor_parallel;
 mod tensors;
+mod upload;
 mod world;
 
 pub use autograd::no_grad;
@@ -117,6 +118,7 @@ pub use tensor_parallel::{
     VocabParallel,
 };
 pub use tensors::Tensors;
+pub use upload::upload;
 #[cfg(feature = "cuda")]
 pub use world::cuda_device;
 pub use world::{DeviceChoice, World, init, init_on};

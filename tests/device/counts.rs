@@ -8,9 +8,9 @@ fn counts(steps: usize) -> Vec<Counts> {
     Counts::of(dir.path(), 2)
 }
 
-/// Layers upload nothing. A step uploads its tokens and its targets, of 8 KiB here.
+/// Layers upload nothing. A step's tokens and targets, of 8 KiB here, go through page-locked memory.
 #[test]
-fn a_step_copies_only_its_batch_from_pageable_memory() {
+fn a_step_copies_nothing_of_more_than_4_kib_from_pageable_memory() {
     let counts = |steps, batch| {
         let dir = tempfile::tempdir().unwrap();
         TrainRun { steps, batch, ..TrainRun::recorded("llama_tiny", 1) }.start(dir.path()).ok();
@@ -21,7 +21,7 @@ fn a_step_copies_only_its_batch_from_pageable_memory() {
         let of = |counts: &Counts| counts.sum("pageable copy", |name| name.ends_with(part));
         of(&long) - of(&short)
     };
-    assert_eq!([more("of more than 4 KiB"), more("of at most 4 KiB")], [4, 2]);
+    assert_eq!([more("of more than 4 KiB"), more("of at most 4 KiB")], [0, 2]);
 }
 
 #[test]

@@ -2,10 +2,10 @@
 //!
 //! Shapes: batch B, time T, width C of the residual stream, vocabulary V.
 
-use candle_core::{Module, Result, Tensor};
+use candle_core::{Device, Module, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
-use fsdp_candle::FsdpModule;
 use fsdp_candle::nn::{self, AttentionOptions, Documents, Embedding, LayerNorm, Linear};
+use fsdp_candle::{FsdpModule, upload};
 
 use crate::models::config::{Activation, BertConfig};
 use crate::models::heads::{Head, POOLER, Pooling, first_token, no_vocabulary};
@@ -190,7 +190,7 @@ impl Bert {
             None => Tensor::arange(0u32, t as u32, ids_bt.device())?,
         };
         let types = match &rows.types {
-            Some(types) => Tensor::from_slice(types, ids_bt.shape(), ids_bt.device())?,
+            Some(types) => upload(&Tensor::from_slice(types, ids_bt.shape(), &Device::Cpu)?, ids_bt.device())?,
             None => places.zeros_like()?,
         };
         let same = self.positions.forward(&places)?.broadcast_add(&self.types.forward(&types)?)?;

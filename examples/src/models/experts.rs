@@ -3,10 +3,11 @@
 //!
 //! Shapes: N tokens, width C of the residual stream, E experts, K experts per token.
 
-use candle_core::{D, DType, Module, Result, Tensor};
+use candle_core::{D, DType, Device, Module, Result, Tensor};
 use candle_nn::VarBuilder;
 use candle_nn::ops::softmax;
 use fsdp_candle::nn::Linear;
+use fsdp_candle::upload;
 
 use crate::models::config::DecoderConfig;
 use crate::models::config::decoder::ExpertsConfig;
@@ -102,18 +103,17 @@ impl Experts {
         let x_nc = x_btc.reshape((tokens, width))?;
         let probabilities_ne = softmax(&self.router.forward(&x_nc)?.to_dtype(DType::F32)?, D::Minus1)?;
         let choice = Choice::largest(&probabilities_ne.to_vec2::<f32>()?, self.experts.len(), self.per_token);
+        let indices = |of: &[u32]| upload(&Tensor::new(of, &Device::Cpu)?, device);
 
-        let chosen_nk = Tensor::new(choice.experts.as_slice(), device)?.reshape((tokens, self.per_token))?;
+        let chosen_nk = indices(&choice.experts)?.reshape((tokens, self.per_token))?;
         let mut weights_nk = probabilities_ne.gather(&chosen_nk, 1)?;
         if self.renormalized {
             weights_nk = weights_nk.broadcast_div(&weights_nk.sum_keepdim(1)?)?;
         }
-        let outputs =
-            self.experts.iter().zip(&choice.tokens).map(|(expert, tokens)| {
-                expert.forward(&x_nc.index_select(&Tensor::new(tokens.as_slice(), device)?, 0)?)
-            });
+        let outputs = self.experts.iter().zip(&choice.tokens);
+        let outputs = outputs.map(|(expert, tokens)| expert.forward(&x_nc.index_select(&indices(tokens)?, 0)?));
         let outputs = Tensor::cat(&outputs.collect::<Result<Vec<_>>>()?, 0)?;
-        let outputs = outputs.index_select(&Tensor::new(choice.places.as_slice(), device)?, 0)?;
+        let outputs = outputs.index_select(&indices(&choice.places)?, 0)?;
         let outputs_nkc = outputs.reshape((tokens, self.per_token, width))?;
         let weights_nk1 = weights_nk.to_dtype(x_nc.dtype())?.unsqueeze(2)?;
         let y = outputs_nkc.broadcast_mul(&weights_nk1)?.sum(1)?.reshape((batch, steps, width))?;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Module, Result, Tensor};
 use fsdp_candle::nn::{CrossEntropyOptions, Documents, Reduction};
-use fsdp_candle::{FsdpModule, Tensors};
+use fsdp_candle::{FsdpModule, Tensors, upload};
 
 use crate::data::MicroBatch;
 use crate::models::{bert, decoder, gpt2};
@@ -110,7 +110,7 @@ impl Batch {
         let seq_len = inputs.len() / filled.len().max(1);
         let shape = (filled.len(), seq_len);
         Ok(Batch {
-            ids: Tensor::from_vec(inputs, shape, device)?,
+            ids: upload(&Tensor::from_vec(inputs, shape, &Device::Cpu)?, device)?,
             // The loss reads targets on the host, on any device.
             targets: Tensor::from_vec(targets, shape, &Device::Cpu)?,
             counted,

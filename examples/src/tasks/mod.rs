@@ -5,8 +5,8 @@
 //! `export` the files that transformers and sentence-transformers read.
 
 use candle_core::{Device, Result, Tensor};
-use fsdp_candle::FsdpModule;
 use fsdp_candle::nn::Documents;
+use fsdp_candle::{FsdpModule, upload};
 use serde::Serialize;
 
 use crate::data::records::RecordBatch;
@@ -41,7 +41,7 @@ impl TextBatch {
         let documents = is_padded.then(|| Documents::new(filled.iter().map(lengths).collect())).transpose()?;
         let (rows, records) = (filled.len(), labels.len());
         Ok(TextBatch {
-            ids: Tensor::from_vec(ids, (rows, steps), device)?,
+            ids: upload(&Tensor::from_vec(ids, (rows, steps), &Device::Cpu)?, device)?,
             rows: Rows {
                 documents,
                 filled: Some(filled.into()),

@@ -21,6 +21,8 @@ use super::weight::on_cuda;
 #[cfg(feature = "cuda")]
 use crate::kernels::Rotation;
 use crate::kernels::graph_op;
+#[cfg(feature = "cuda")]
+use crate::upload;
 
 /// The sines and cosines of the positions `0..max_positions`, shared by all layers of a model.
 ///
@@ -212,7 +214,7 @@ impl Rotary {
         {
             return Ok(tensor.clone());
         }
-        let tensor = Tensor::from_slice(&positions, positions.len(), device)?;
+        let tensor = upload(&Tensor::from_slice(&positions, positions.len(), &Device::Cpu)?, device)?;
         *last = Some(DevicePositions { of: positions, tensor: tensor.clone() });
         Ok(tensor)
     }

@@ -4,6 +4,7 @@
 //! fills and collectives only small ones do. Memory that is not written takes no pages of the host. So models that are
 //! larger than the host can be allocated, and their launches counted. Losses are zeros.
 
+use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher};
 use std::sync::OnceLock;
 
 /// A byte pattern that reads as NaN in f64, f32, f16, bf16 and both kinds of float8.
@@ -86,6 +87,18 @@ pub(crate) unsafe fn copy(to: u64, from: u64, len: usize) {
         // SAFETY: ensured by the caller. They may overlap.
         unsafe { (to as *mut u8).copy_from(from as *const u8, len) }
     }
+}
+
+/// Returns a checksum of memory.
+///
+/// `len` bytes at `at` are initialized memory.
+pub(crate) unsafe fn checksum(at: u64, len: usize) -> u64 {
+    if is_skipped(len) {
+        return 0;
+    }
+    // SAFETY: ensured by the caller.
+    let bytes = unsafe { std::slice::from_raw_parts(at as *const u8, len) };
+    BuildHasherDefault::<DefaultHasher>::default().hash_one(bytes)
 }
 
 /// Returns a copy of memory.

@@ -4,7 +4,8 @@
 //! freed memory is filled with a byte pattern that reads as NaN.
 //!
 //! The driver stages a copy from pageable memory, so it reads the memory before the call returns. A copy of more than
-//! 64 KiB counts as a wait. A copy from pinned memory reads when its turn comes. A copy to pageable memory makes the
+//! 64 KiB counts as a wait. A copy from pinned memory reads when its turn comes, and the host may not write to the memory
+//! before. A copy to pageable memory makes the
 //! host wait. A copy to pinned memory fills it with NaN until its turn comes, which reveals a host that reads too early.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -436,7 +437,13 @@ impl Machine {
         }
         // SAFETY: ensured by the caller.
         let bytes = staged.then(|| unsafe { bytes::read(from, len) });
+        let by_the_host = direction == Direction::HostToDevice && core.pinned(from).is_some_and(|at| core.at_rest(at));
+        // SAFETY: ensured by the caller.
+        let sum = by_the_host.then(|| unsafe { bytes::checksum(from, len) });
         let run = Box::new(move || {
+            // SAFETY: pinned memory is not freed while a copy reads it.
+            let now = sum.map(|_| unsafe { bytes::checksum(from, len) });
+            assert_eq!(now, sum, "the host wrote to pinned memory before a copy to the device had read it");
             let from = bytes.as_ref().map_or(from, |bytes| bytes.as_ptr() as u64);
             // SAFETY: both are in memory that was checked, and the order of streams keeps it until this has run. The
             // caller waits for writes to its pageable memory.

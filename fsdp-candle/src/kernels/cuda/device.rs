@@ -12,6 +12,7 @@ use parking_lot::Mutex;
 
 use super::super::slice::{Slice, SliceMut, ViewMut};
 use super::compiler::{Kernel, load};
+use super::host_copies::Staging;
 use crate::error::{Error, Result};
 
 /// The devices by number. Kernels live as long as the process.
@@ -112,6 +113,7 @@ pub(in crate::kernels) struct CudaKernels {
     /// Partial results of a reduction, locked from its first kernel's launch to its last one's.
     pub(super) partials: Mutex<CudaMemory>,
     copies: OnceLock<Copies>,
+    pub(super) staging: Staging,
 }
 
 /// A device's streams for copies to the device and to the host.
@@ -124,7 +126,15 @@ impl CudaKernels {
     pub(super) fn new(device: CudaDevice, stream: Arc<CudaStream>) -> Result<Self> {
         let modules = load(&stream)?;
         let partials = Mutex::new(CudaMemory::uninit(&stream, DType::F64, MAX_PARTIALS)?);
-        Ok(CudaKernels { device, stream, modules, functions: Mutex::default(), partials, copies: OnceLock::new() })
+        Ok(CudaKernels {
+            device,
+            stream,
+            modules,
+            functions: Mutex::default(),
+            partials,
+            copies: OnceLock::new(),
+            staging: Staging::default(),
+        })
     }
 
     /// Returns the streams for copies. The first call creates them.

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor, bail};
 use cudarc::driver::{CudaEvent, CudaStream, DriverError, result, sys};
-use fsdp_core::device::cuda::{CudaMemory, failed};
+use fsdp_core::device::cuda::{CudaMemory, CudaView, failed};
 use fsdp_core::{Buffer, DType, View};
 use parking_lot::Mutex;
 
@@ -22,6 +22,8 @@ use crate::error::Error;
 
 /// Size of a page, the unit of page-locking.
 const PAGE_BYTES: usize = 4096;
+/// Largest copy by way of [`Staging`]: more than a batch of tokens has.
+const STAGED_BYTES: usize = 4 << 20;
 
 fn driver<T>(stream: &CudaStream, what: &str, outcome: std::result::Result<T, DriverError>) -> Result<T> {
     Ok(outcome.map_err(|error| Error::Core(failed(stream, what, &error)))?)
@@ -203,29 +205,18 @@ struct Sink {
 }
 
 enum SinkMemory {
-    /// Bytes that the driver allocated.
-    Locked(NonNull<u8>, usize),
+    Locked(PageLocked),
     Pageable(Buffer),
 }
-
-// SAFETY: nothing else holds the memory.
-unsafe impl Send for SinkMemory {}
 
 /// See [`Kernels::host_sink`].
 pub(super) fn sink(cuda: &CudaKernels, dtype: DType, len: usize, page_locked: bool) -> Result<Box<dyn HostSink>> {
     let streams = cuda.copies()?;
-    let memory = |what: String, bytes| Error::Core(fsdp_core::Error::Memory { what, bytes });
     let bytes = len.saturating_mul(dtype.size());
     let memory = if page_locked && len > 0 {
-        driver(&cuda.stream, "using the device", cuda.stream.context().bind_to_thread())?;
-        // SAFETY: any bits are a valid element of every dtype, and are written before they are read.
-        let address = match unsafe { result::malloc_host(bytes, 0) } {
-            Ok(address) => NonNull::new(address.cast::<u8>()),
-            Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => None,
-            Err(error) => return driver(&cuda.stream, "allocating page-locked memory", Err(error)),
-        };
-        let none = || memory(format!("{len} elements of {dtype}, page-locked on the host"), bytes as u128);
-        SinkMemory::Locked(address.ok_or_else(none)?, bytes)
+        let what = || format!("{len} elements of {dtype}, page-locked on the host");
+        let none = || Error::Core(fsdp_core::Error::Memory { what: what(), bytes: bytes as u128 });
+        SinkMemory::Locked(PageLocked::new(&cuda.stream, bytes)?.ok_or_else(none)?)
     } else {
         SinkMemory::Pageable(Buffer::try_zeros(dtype, len).map_err(Error::from)?)
     };
@@ -241,16 +232,14 @@ pub(super) fn sink(cuda: &CudaKernels, dtype: DType, len: usize, page_locked: bo
 impl SinkMemory {
     fn bytes(&self) -> &[u8] {
         match self {
-            // SAFETY: this value owns the bytes, which the driver allocated and aligned to a page.
-            SinkMemory::Locked(address, bytes) => unsafe { std::slice::from_raw_parts(address.as_ptr(), *bytes) },
+            SinkMemory::Locked(memory) => memory.bytes(),
             SinkMemory::Pageable(buffer) => buffer.bytes(),
         }
     }
 
     fn bytes_mut(&mut self) -> &mut [u8] {
         match self {
-            // SAFETY: as above.
-            SinkMemory::Locked(address, bytes) => unsafe { std::slice::from_raw_parts_mut(address.as_ptr(), *bytes) },
+            SinkMemory::Locked(memory) => memory.bytes_mut(),
             SinkMemory::Pageable(buffer) => buffer.bytes_mut(),
         }
     }
@@ -284,15 +273,94 @@ impl HostSink for Sink {
 
 impl Drop for Sink {
     fn drop(&mut self) {
-        let settled = self.last.wait(&self.stream);
-        let freed = match &self.memory {
-            // SAFETY: the driver allocated it, and no copy writes to it any more.
-            SinkMemory::Locked(address, _) => unsafe { result::free_host(address.as_ptr().cast()) },
-            SinkMemory::Pageable(_) => Ok(()),
+        // No copy may write to the memory when it is freed.
+        if let Err(error) = self.last.wait(&self.stream) {
+            tracing::warn!(%error, "failed to wait for a copy to the host");
+        }
+    }
+}
+
+/// Page-locked host memory, which the driver allocated.
+struct PageLocked {
+    stream: Arc<CudaStream>,
+    address: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: nothing else holds the memory.
+unsafe impl Send for PageLocked {}
+
+impl PageLocked {
+    /// Returns `None` if the host has no memory for it.
+    fn new(stream: &Arc<CudaStream>, len: usize) -> Result<Option<Self>> {
+        driver(stream, "using the device", stream.context().bind_to_thread())?;
+        // SAFETY: any bits are valid bytes.
+        let address = match unsafe { result::malloc_host(len, 0) } {
+            Ok(address) => NonNull::new(address.cast::<u8>()),
+            Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => None,
+            Err(error) => return driver(stream, "allocating page-locked memory", Err(error)),
         };
-        if let Err(error) = settled.and(driver(&self.stream, "freeing page-locked memory", freed)) {
+        Ok(address.map(|address| PageLocked { stream: stream.clone(), address, len }))
+    }
+
+    fn bytes(&self) -> &[u8] {
+        // SAFETY: this value owns the bytes, which the driver allocated and aligned to a page.
+        unsafe { std::slice::from_raw_parts(self.address.as_ptr(), self.len) }
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above.
+        unsafe { std::slice::from_raw_parts_mut(self.address.as_ptr(), self.len) }
+    }
+}
+
+/// The owner waits for copies that use the memory.
+impl Drop for PageLocked {
+    fn drop(&mut self) {
+        // SAFETY: the driver allocated it, and it is freed once.
+        let freed = unsafe { result::free_host(self.address.as_ptr().cast()) };
+        if let Err(error) = driver(&self.stream, "freeing page-locked memory", freed) {
             tracing::warn!(%error, "failed to free host memory");
         }
+    }
+}
+
+/// Page-locked memory for small copies to the device, such as those of a step's tokens. A copy from pageable memory may
+/// wait for the device. The memory is reused when its last copy has ended, and lives as long as the process.
+#[derive(Default)]
+pub(super) struct Staging(Mutex<Vec<(PageLocked, Arc<CudaEvent>)>>);
+
+impl Staging {
+    /// Copies the bytes that `f` writes to memory on the compute stream. Returns `false` without a copy if there are too
+    /// many bytes, or if there is no page-locked memory.
+    pub(super) fn write(
+        &self,
+        stream: &Arc<CudaStream>,
+        to: CudaView<'_>,
+        f: &mut dyn FnMut(&mut [u8]),
+    ) -> Result<bool> {
+        let bytes = to.bytes();
+        if bytes > STAGED_BYTES {
+            return Ok(false);
+        }
+        let known = {
+            let mut all = self.0.lock();
+            let free = |(memory, last): &(PageLocked, Arc<CudaEvent>)| memory.len >= bytes && last.is_complete();
+            let smallest = (0..all.len()).filter(|&at| free(&all[at])).min_by_key(|&at| all[at].0.len);
+            smallest.map(|at| all.swap_remove(at).0)
+        };
+        let known = match known {
+            Some(memory) => Some(memory),
+            None => PageLocked::new(stream, bytes.next_power_of_two().max(PAGE_BYTES))?,
+        };
+        let Some(mut memory) = known else { return Ok(false) };
+        f(&mut memory.bytes_mut()[..bytes]);
+        // SAFETY: both have this many bytes. The memory is kept, and not written again until the copy has ended.
+        let copy = unsafe { result::memcpy_htod_async(to.address(), &memory.bytes()[..bytes], stream.cu_stream()) };
+        driver(stream, "copying to the device", copy)?;
+        let end = driver(stream, "recording an event", stream.record_event(None))?;
+        self.0.lock().push((memory, Arc::new(end)));
+        Ok(true)
     }
 }
 
@@ -335,6 +403,37 @@ mod tests {
             }
             source.settle().unwrap();
         }
+    }
+
+    #[test]
+    fn successive_small_copies_do_not_overwrite_each_other() {
+        if !device_count().is_ok_and(|count| count > 0) {
+            return;
+        }
+        let device = candle_device(0).unwrap();
+        let cuda = of_candle(device.as_cuda_device().unwrap()).unwrap();
+        let all: Vec<Vec<u32>> = (0..6u32).map(|copy| (0..3000 / (1 + copy)).map(|i| i * 7 + copy).collect()).collect();
+        let uploaded: Vec<Tensor> = all
+            .iter()
+            .map(|values| crate::upload(&Tensor::new(values.as_slice(), &Device::Cpu).unwrap(), &device).unwrap())
+            .collect();
+        for (values, tensor) in all.iter().zip(&uploaded) {
+            assert_eq!(&tensor.to_vec1::<u32>().unwrap(), values);
+        }
+        // All copies have ended, so none of these needs more memory.
+        let blocks = || cuda.staging.0.lock().len();
+        let before = blocks();
+        for values in &all {
+            let tensor = crate::upload(&Tensor::new(values.as_slice(), &Device::Cpu).unwrap(), &device).unwrap();
+            assert_eq!(&tensor.to_vec1::<u32>().unwrap(), values);
+        }
+        assert_eq!(blocks(), before);
+        // More than staging takes.
+        let large = Tensor::arange(0u32, (STAGED_BYTES / 4 + 1) as u32, &Device::Cpu).unwrap();
+        let back = crate::upload(&large, &device).unwrap().to_device(&Device::Cpu).unwrap();
+        assert_eq!(back.to_vec1::<u32>().unwrap(), large.to_vec1::<u32>().unwrap());
+        let nothing = crate::upload(&Tensor::zeros((2, 0), candle_core::DType::F32, &Device::Cpu).unwrap(), &device);
+        assert_eq!(nothing.unwrap().dims(), [2, 0]);
     }
 
     #[test]

@@ -125,15 +125,18 @@ impl Kernels for CudaKernels {
 
     fn write(&self, to: SliceMut<'_>, f: &mut dyn FnMut(&mut [u8])) -> Result<()> {
         let to = self.view_mut(to)?;
-        let len = to.bytes();
-        let bytes = Buffer::try_zeros(DType::U8, len).map_err(Error::from)?;
-        let Ok(mut bytes) = bytes.into_vec::<u8>() else { bail!("a buffer of U8 has another type") };
-        f(&mut bytes);
-        if len == 0 {
-            return Ok(());
-        }
         let failed = |error| Error::Core(failed(&self.stream, "copying to the device", &error));
         self.stream.context().bind_to_thread().map_err(failed)?;
+        if to.bytes() == 0 {
+            f(&mut []);
+            return Ok(());
+        }
+        if self.staging.write(&self.stream, to, f)? {
+            return Ok(());
+        }
+        let bytes = Buffer::try_zeros(DType::U8, to.bytes()).map_err(Error::from)?;
+        let Ok(mut bytes) = bytes.into_vec::<u8>() else { bail!("a buffer of U8 has another type") };
+        f(&mut bytes);
         // SAFETY: both are memory of this many bytes. The host memory is pageable, so it is read before the call
         // returns.
         unsafe { result::memcpy_htod_async(to.address(), &bytes, self.stream.cu_stream()) }.map_err(failed)?;

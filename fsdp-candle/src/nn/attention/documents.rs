@@ -5,6 +5,7 @@ use std::sync::Arc;
 use candle_core::{Device, Result, Tensor, bail};
 
 use crate::tensors::Tensors;
+use crate::upload;
 
 /// The lengths of the documents in the rows of a packed batch `[batch, T, ..]`. [`attention_in_documents`] computes
 /// each document by itself, and positions start again with each document.
@@ -94,7 +95,7 @@ impl Documents {
     /// Returns [`Documents::positions`] as a tensor `[batch, T]`, u32, for a table of learned positions. Fails if the
     /// device has no memory for the tensor.
     pub fn position_ids(&self, device: &Device) -> Result<Tensor> {
-        Tensor::from_slice(&self.positions, (self.batch(), self.steps()), device)
+        upload(&Tensor::from_slice(&self.positions, (self.batch(), self.steps()), &Device::Cpu)?, device)
     }
 
     pub(in crate::nn) fn shared_positions(&self) -> Arc<[u32]> {
@@ -120,7 +121,7 @@ impl Documents {
         };
         let all: Vec<u32> = self.rows.iter().flat_map(ends).collect();
         let len = all.len();
-        let bounds = Tensor::from_vec(all, len, device)?;
+        let bounds = upload(&Tensor::from_slice(&all, len, &Device::Cpu)?, device)?;
         *known = Some(bounds.clone());
         Ok((bounds, of_row))
     }

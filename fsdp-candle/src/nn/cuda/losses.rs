@@ -16,6 +16,7 @@ use crate::kernels::{
     uninit, write_product,
 };
 use crate::storage::{to_core_dtype, to_storage, to_tensor, with_slice, with_slice_mut};
+use crate::upload;
 
 /// Logits of a head that exist at a time: 256 MiB of f32. Tests compare several stretches.
 const LOGITS: usize = if cfg!(test) { 1 << 9 } else { 1 << 26 };
@@ -35,7 +36,7 @@ struct LossRows {
 impl LossRows {
     fn new(rows: TargetRows, logits: DType, device: &Device) -> Result<Self> {
         let targets: Vec<u32> = rows.targets.iter().map(|target| target.unwrap_or(u32::MAX)).collect();
-        let targets = Tensor::from_slice(&targets, targets.len(), device)?;
+        let targets = upload(&Tensor::from_slice(&targets, targets.len(), &Device::Cpu)?, device)?;
         let options = LossOptions {
             columns: rows.columns,
             first_class: rows.first,
@@ -175,8 +176,8 @@ impl CountedRows {
         let mut places = vec![u32::MAX; all];
         (0..).zip(counted).for_each(|(place, row)| places[*row] = place);
         Ok(CountedRows {
-            rows: Tensor::from_slice(&rows, rows.len(), device)?,
-            places: Tensor::from_slice(&places, all, device)?,
+            rows: upload(&Tensor::from_slice(&rows, rows.len(), &Device::Cpu)?, device)?,
+            places: upload(&Tensor::from_slice(&places, all, &Device::Cpu)?, device)?,
         })
     }
 

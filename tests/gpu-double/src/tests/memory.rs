@@ -72,18 +72,29 @@ fn copies_to_pinned_memory_need_a_wait() {
 }
 
 #[test]
-fn copies_read_pinned_memory_late_and_pageable_memory_early() {
+fn copies_read_pageable_memory_before_they_return() {
     let bench = Bench::new(0);
     let stream = bench.stream();
-    let (one, two, host) = (bench.floats(stream), bench.floats(stream), bench.pinned());
+    let memory = bench.floats(stream);
     let mut pageable = Box::new([1.0_f32; 4]);
-    write(host, [1.0; 4]);
-    bench.to_device(one, host, stream).unwrap();
-    bench.to_device(two, &raw const *pageable as u64, stream).unwrap();
+    bench.to_device(memory, &raw const *pageable as u64, stream).unwrap();
     *pageable = [2.0; 4];
-    write(host, [2.0; 4]);
     bench.synchronize(stream);
-    assert_eq!((read(one), read(two)), ([2.0; 4], [1.0; 4]));
+    assert_eq!(read(memory), [1.0; 4]);
+}
+
+#[test]
+fn detects_writes_to_pinned_memory_that_a_copy_reads_later() {
+    for (before, after) in [([1.0; 4], [1.0; 4]), ([1.0; 4], [2.0; 4])] {
+        let bench = Bench::new(0);
+        let stream = bench.stream();
+        let (memory, host) = (bench.floats(stream), bench.pinned());
+        write(host, before);
+        bench.to_device(memory, host, stream).unwrap();
+        write(host, after);
+        let outcome = bench.0.synchronize(stream, "cuStreamSynchronize");
+        assert_eq!(outcome.is_ok(), before == after, "{outcome:?}");
+    }
 }
 
 #[test]
