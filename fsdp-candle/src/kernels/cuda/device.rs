@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, OnceLock};
 
 use candle_core::backend::BackendDevice;
-use candle_core::{CudaDevice, Device, DeviceLocation, bail};
+use candle_core::{CudaDevice, Device, DeviceLocation, Tensor, bail};
 use cudarc::driver::{CudaContext, CudaFunction, CudaModule, CudaStream, LaunchConfig, PushKernelArg};
 use fsdp_core::device::cuda::{CudaMemory, CudaView, failed, ready};
 use fsdp_core::{Buffer, DType, DeviceId, View};
@@ -93,6 +93,18 @@ pub(crate) fn uninit(device: &Device, dtype: DType, len: usize) -> candle_core::
     of_candle(device.as_cuda_device()?)?.uninit(dtype, len)
 }
 
+/// Returns a vector of ones, which later calls share. Products with it are sums.
+pub(crate) fn ones(device: &Device, dtype: candle_core::DType, len: usize) -> candle_core::Result<Tensor> {
+    let mut known = of_candle(device.as_cuda_device()?)?.ones.lock();
+    if let Some(ones) = known.iter().find(|ones| ones.dtype() == dtype && ones.elem_count() >= len) {
+        return ones.narrow(0, 0, len);
+    }
+    let ones = Tensor::ones(len, dtype, device)?;
+    known.retain(|shorter| shorter.dtype() != dtype);
+    known.push(ones.clone());
+    Ok(ones)
+}
+
 /// Returns the number of CUDA devices that this process sees.
 pub(crate) fn device_count() -> Result<usize> {
     let count = CudaContext::device_count();
@@ -114,6 +126,8 @@ pub(in crate::kernels) struct CudaKernels {
     pub(super) partials: Mutex<CudaMemory>,
     copies: OnceLock<Copies>,
     pub(super) staging: Staging,
+    /// A vector of ones for each dtype that was asked for.
+    ones: Mutex<Vec<Tensor>>,
 }
 
 /// A device's streams for copies to the device and to the host.
@@ -134,6 +148,7 @@ impl CudaKernels {
             partials,
             copies: OnceLock::new(),
             staging: Staging::default(),
+            ones: Mutex::default(),
         })
     }
 

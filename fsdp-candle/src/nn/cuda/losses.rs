@@ -12,8 +12,8 @@ use super::super::weight::Weight;
 use super::rows;
 use crate::collectives::{SharedInput, all_reduce, largest};
 use crate::kernels::{
-    LossOptions, Matrix, Slice, SliceMut, add_product, graph_op, logits_back, losses, rescale_powers, row_statistics,
-    uninit, write_product,
+    LossOptions, Matrix, Slice, SliceMut, add_product, graph_op, logits_back, losses, ones, rescale_powers,
+    row_statistics, uninit, write_product,
 };
 use crate::storage::{to_core_dtype, to_storage, to_tensor, with_slice, with_slice_mut};
 use crate::upload;
@@ -221,7 +221,7 @@ impl Head {
     fn bias_value(&self) -> Result<Option<[Tensor; 2]>> {
         let Some(bias) = &self.bias else { return Ok(None) };
         let bias = bias.value()?.detach().contiguous()?;
-        let ones = Tensor::ones(self.step().min(self.loss.count()), bias.dtype(), bias.device())?;
+        let ones = ones(bias.device(), bias.dtype(), self.step().min(self.loss.count()))?;
         Ok(Some([bias, ones]))
     }
 

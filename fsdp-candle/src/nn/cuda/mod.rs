@@ -19,7 +19,7 @@ use candle_core::{DType, Result, Tensor};
 use super::input::{self, Input};
 use super::weight::Weight;
 use crate::collectives::SharedInput;
-use crate::kernels::{Matrix, Slice, add_product, add_rows, graph_op};
+use crate::kernels::{Matrix, Slice, add_product, add_rows, graph_op, ones};
 use crate::storage::{take, with_slice};
 
 pub(super) use activations::{activate, silu_mul, silu_mul_halves};
@@ -110,7 +110,7 @@ impl Affine {
         let db = match &self.bias {
             Some(bias) if bias.wants_grad() => {
                 // A matrix product accumulates in f32 for every dtype.
-                let ones = Tensor::ones((1, count), dy.dtype(), dy.device())?;
+                let ones = ones(dy.device(), dy.dtype(), count)?;
                 bias.write_device_grad(|buffer, accumulate| {
                     with_slice(&ones, |_, ones| {
                         with_slice(&dy, |_, dy| {

@@ -10,6 +10,8 @@ use fsdp_train::models::config::{BertConfig, DecoderConfig, Gpt2Config};
 pub(super) struct Layer {
     /// Parameters.
     pub(super) parameters: f64,
+    /// Parameter tensors.
+    pub(super) tensors: f64,
     /// Width of the residual stream.
     pub(super) width: f64,
     /// Width of a rank's part of the residual stream. Smaller if tensor-parallel ranks split sequences.
@@ -50,6 +52,8 @@ pub(super) struct Mlp {
     /// Width inside the MLP or expert.
     pub(super) inner: f64,
     pub(super) kind: MlpKind,
+    /// Fully connected layers of an MLP or expert.
+    pub(super) linears: f64,
     /// Number of MLPs that a token passes.
     pub(super) times: f64,
     /// Number of experts, or 0.
@@ -96,6 +100,8 @@ impl Layer {
 pub(super) struct Root {
     /// Parameters.
     pub(super) parameters: f64,
+    /// Parameter tensors.
+    pub(super) tensors: f64,
     /// Parameters of the head, whose gradient is complete before backward reaches the blocks.
     pub(super) head: f64,
     /// Whether the head shares the embedding's weights.
@@ -210,7 +216,7 @@ impl Model {
             ModelConfig::Bert(config) => units.iter().map(|_| bert(config, seq)).collect(),
         };
         for (layer, unit) in layers.iter_mut().zip(&units) {
-            layer.parameters = unit.elements;
+            (layer.parameters, layer.tensors) = (unit.elements, unit.tensors);
         }
         let (width, kept) = match config {
             // The outputs of embedding and norm.
@@ -222,6 +228,7 @@ impl Model {
         Ok(Model {
             root: Root {
                 parameters: root.elements,
+                tensors: root.tensors,
                 head: vocabulary * width,
                 tied: !matches!(config, ModelConfig::Decoder(config) if !config.tied),
                 products: root.products,
@@ -287,6 +294,7 @@ fn decoder(config: &DecoderConfig, layer: usize, seq: usize) -> Layer {
     linears.push(Linear { inputs: inner, outputs: width, times });
     Layer {
         parameters: 0.,
+        tensors: 0.,
         width,
         residual: width,
         exchanged: 0.,
@@ -303,6 +311,7 @@ fn decoder(config: &DecoderConfig, layer: usize, seq: usize) -> Layer {
         mlp: Mlp {
             inner,
             kind: if config.activation == Activation::Silu { MlpKind::SiluMul } else { MlpKind::Gated },
+            linears: inputs.len() as f64 + 1.,
             times,
             experts: count,
         },
@@ -327,6 +336,7 @@ fn bert(config: &BertConfig, seq: usize) -> Layer {
 fn plain(width: f64, inner: f64, heads: usize, [reach, seq]: [f64; 2], linears: &[(f64, f64)]) -> Layer {
     Layer {
         parameters: 0.,
+        tensors: 0.,
         width,
         residual: width,
         exchanged: 0.,
@@ -340,7 +350,7 @@ fn plain(width: f64, inner: f64, heads: usize, [reach, seq]: [f64; 2], linears: 
         norm: Norm::Layer,
         head_norms: false,
         rotary: false,
-        mlp: Mlp { inner, kind: MlpKind::Plain, times: 1., experts: 0. },
+        mlp: Mlp { inner, kind: MlpKind::Plain, linears: 2., times: 1., experts: 0. },
         linears: linears.iter().map(|&(inputs, outputs)| Linear::new(inputs, outputs)).collect(),
     }
 }

@@ -1,8 +1,10 @@
 //! Figures of candle-fsdp on CUDA devices. Its layers are fused as on CPUs. Attention differs, because it writes blocks
 //! of scores to memory between its matrix products, and so does Candle's backward, which adds each gradient to zeros.
 
+use super::framework::Checkpoint;
 use super::hardware::Precision;
-use super::model::Layer;
+use super::model::{Layer, MlpKind, Norm};
+use super::setup::Setup;
 
 const F32: f64 = 4.;
 /// Number of elements from which tensors are refused: Candle counts elements of a launch in 32 bits.
@@ -50,4 +52,66 @@ pub(super) fn attention(layer: &Layer) -> [f64; 2] {
 pub(super) fn scores_moved(layer: &Layer, compute: Precision) -> [f64; 2] {
     let e = compute.bytes();
     [3. * F32 + 2. * e, 4. * F32 + 5. * e].map(|bytes| bytes * computed(layer))
+}
+
+/// Seconds that the host takes to launch a kernel: about what CUDA needs.
+pub(super) const LAUNCH: f64 = 5e-6;
+
+/// Returns the launches of a block in a step: kernels, matrix products, copies, fills and collectives. The terms were
+/// counted on the device double, which is within 3 % of them (`tests/device/plan.rs`).
+pub(super) fn launches(setup: &Setup, layer: &Layer) -> f64 {
+    let Layer { mlp, norms, tensors, .. } = layer;
+    let copies = mlp.experts.max(1.);
+    let once = layer.linears.len() as f64 - mlp.linears;
+    let linears = once + copies * mlp.linears;
+    // All but the projection after attention, and a router.
+    let projections = once - 1. - f64::from(mlp.experts > 0.);
+    let head_norms = if layer.head_norms { 2. } else { 0. };
+    let weights = if layer.norm == Norm::Rms { 1. } else { 2. };
+    let norms = norms + head_norms;
+    let biases = (tensors - linears - weights * norms).max(0.);
+    let rotary = if layer.rotary { 2. } else { 0. };
+    // Operations, and their arguments.
+    let [activations, activated] = match mlp.kind {
+        MlpKind::Plain => [1., 1.],
+        MlpKind::SiluMul => [1., 2.],
+        MlpKind::Gated => [2., 3.],
+    };
+    let attention = attention_launches(setup, layer);
+    // The sums of the residual stream, and the copy of the input.
+    let forward = linears + biases + norms + rotary + copies * activations + attention[0] + 2. + 1.;
+    let gradients =
+        2. * linears + biases + norms * (1. + weights) + rotary + copies * activated + projections + 2. * 2. + 1.;
+    // Candle writes zeros for each gradient, and adds to them. A parameter's node in the graph has two small values.
+    let fills = gradients + 2. * tensors + biases + 1.;
+    let backward = 2. * linears
+        + biases
+        + norms * (2. + weights)
+        + rotary
+        + copies * activations
+        + attention[1]
+        + gradients
+        + fills;
+    // The parameters' nodes in the graph of the second forward.
+    let again = if setup.checkpoint == Checkpoint::None { 0. } else { forward + 9.6 * (tensors + 1.) };
+    let casts = if setup.compute == Precision::F32 { 0. } else { 3. * tensors + 4. };
+    // The norm of the gradients has two kernels for each parameter, and the optimizer one.
+    forward + backward + again + casts + 3. * tensors + 3.
+}
+
+/// Returns the launches of attention in forward and backward: two and five products for each member of a group of query
+/// heads, and one kernel, for each block.
+fn attention_launches(setup: &Setup, layer: &Layer) -> [f64; 2] {
+    let keys = layer.scores / layer.heads;
+    let blocks = (keys * layer.scores / block(layer)).ceil() * setup.batch as f64;
+    let group = layer.queries / layer.keys;
+    [blocks * (2. * group + 1.), blocks * (5. * group + 1.)]
+}
+
+/// Returns the launches of the root in a step: embeddings, last norm, head, loss, and what the optimizer does once.
+pub(super) fn root_launches(setup: &Setup) -> f64 {
+    let root = &setup.model.root;
+    let stretches = (setup.tokens() * root.vocabulary / LOGITS).ceil();
+    let casts = if setup.compute == Precision::F32 { 0. } else { 10. * root.tensors };
+    10. + 15. * root.tensors + 7. * stretches + casts
 }

@@ -147,6 +147,10 @@ fn time(to: &mut String, report: &Report) -> std::fmt::Result {
         time.communication,
         hidden.max(0.)
     )?;
+    if time.launches > 0. {
+        let bound = if time.launching < time.step { "" } else { ", which bound the step" };
+        writeln!(to, "  The host makes {:.0} launches in {:.4} s{bound}.", time.launches, time.launching)?;
+    }
     if report.fastest_step < time.step {
         writeln!(to, "  If all kernels reached the device's data sheet: {:.4} s", report.fastest_step)?;
     }

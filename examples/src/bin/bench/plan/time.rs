@@ -21,6 +21,10 @@ pub(super) struct Time {
     pub(super) communication: f64,
     /// Time in which compute waits for collectives.
     pub(super) exposed: f64,
+    /// Number of launches, on a device.
+    pub(super) launches: f64,
+    /// Time in which the host launches them. A step takes at least as long.
+    pub(super) launching: f64,
     pub(super) tokens_per_s_per_rank: f64,
     /// Model FLOPs utilization: the model's operations without recomputation, as a share of the device's peak.
     pub(super) mfu: f64,
@@ -79,7 +83,15 @@ pub(super) fn of(setup: &Setup) -> Time {
     let norm = Ring::of_shards(&setup.mesh, &setup.links, setup.mesh.shard).all_reduce(8.);
     let moved = setup.framework.optimizer_moves(setup.shards) * share;
     let optimizer = norm + setup.device.moves(moved);
-    let step = waited + optimizer;
+    let launches = match setup.framework {
+        Framework::OnDevice => {
+            let layers = setup.model.layers.iter().map(|layer| on_device::launches(setup, layer));
+            layers.sum::<f64>() + on_device::root_launches(setup)
+        }
+        Framework::Candle | Framework::Pytorch => 0.,
+    };
+    let launching = launches * on_device::LAUNCH;
+    let step = (waited + optimizer).max(launching);
     // A rank's part of the tokens that tensor-parallel ranks share.
     let tokens = setup.tokens() / setup.mesh.tensor as f64;
     let exchanges = units.iter().map(|unit| unit.exchange).sum::<f64>();
@@ -89,6 +101,8 @@ pub(super) fn of(setup: &Setup) -> Time {
         optimizer,
         communication: units.iter().map(Unit::communication).sum::<f64>() + exchanges,
         exposed: units.iter().map(|unit| unit.exposed).sum::<f64>() + exchanges,
+        launches,
+        launching,
         tokens_per_s_per_rank: tokens / step,
         mfu: tokens * setup.whole.operations() / step / setup.device.flops,
         units,
