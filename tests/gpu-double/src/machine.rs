@@ -122,8 +122,10 @@ pub(crate) struct Core {
     learnt: HashMap<u64, Clock>,
     /// Whether an operation is running.
     executing: bool,
-    /// Number of threads that wait for streams.
-    waiting: usize,
+    /// Whether a thread runs the operations that it and others wait for.
+    is_driven: bool,
+    /// What the other threads wait for.
+    waiters: HashMap<u64, Vec<Point>>,
     /// Number of calls of the host that queue or wait.
     calls: u64,
     /// Time when the last operation ended.
@@ -249,7 +251,10 @@ impl Core {
 
 pub(crate) struct Machine {
     core: Mutex<Core>,
-    changed: Condvar,
+    /// An operation has ended.
+    ended: Condvar,
+    /// What a thread waits for is reached, or no thread drives.
+    reached: Condvar,
 }
 
 impl Machine {
@@ -265,12 +270,13 @@ impl Machine {
             host: Clock::default(),
             learnt: HashMap::new(),
             executing: false,
-            waiting: 0,
+            is_driven: false,
+            waiters: HashMap::new(),
             calls: 0,
             progressed: Instant::now(),
             settings,
         };
-        Self { core: Mutex::new(core), changed: Condvar::new() }
+        Self { core: Mutex::new(core), ended: Condvar::new(), reached: Condvar::new() }
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, Core> {
@@ -286,7 +292,31 @@ impl Machine {
         }
         let mut core = self.lock();
         core.calls += 1;
-        core.waiting += 1;
+        let waiter = core.calls;
+        while !core.reached(goals) && core.is_driven {
+            core.waiters.insert(waiter, goals.to_vec());
+            core = self.reached.wait_timeout(core, IDLE).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        core.waiters.remove(&waiter);
+        if core.reached(goals) {
+            return Ok(());
+        }
+        core.is_driven = true;
+        let driven = self.drive_alone(core, goals, asked).map(drop);
+        self.lock().is_driven = false;
+        // One of the others drives now.
+        self.reached.notify_all();
+        driven
+    }
+
+    /// [`Self::drive`] of the one thread that runs operations while others wait. Several would wake each other with each
+    /// operation.
+    fn drive_alone<'a>(
+        &'a self,
+        mut core: MutexGuard<'a, Core>,
+        goals: &[Point],
+        asked: &str,
+    ) -> Result<MutexGuard<'a, Core>, Fault> {
         let begun = Instant::now();
         while !core.reached(goals) {
             let next = if core.executing { None } else { core.pick(goals) };
@@ -300,14 +330,13 @@ impl Machine {
             }
             core = self.pause(core);
         }
-        core.waiting -= 1;
-        Ok(())
+        Ok(core)
     }
 
     /// Pauses while another thread's operation runs, or while all ready streams wait for other processes. These are
     /// called again afterwards.
     fn pause<'a>(&'a self, core: MutexGuard<'a, Core>) -> MutexGuard<'a, Core> {
-        let mut core = self.changed.wait_timeout(core, PAUSE).unwrap_or_else(PoisonError::into_inner).0;
+        let mut core = self.ended.wait_timeout(core, PAUSE).unwrap_or_else(PoisonError::into_inner).0;
         core.call_again();
         core
     }
@@ -353,7 +382,10 @@ impl Machine {
                 }
             }
         }
-        self.changed.notify_all();
+        if core.waiters.values().any(|goals| core.reached(goals)) {
+            self.reached.notify_all();
+        }
+        self.ended.notify_all();
         Ok(core)
     }
 
@@ -377,7 +409,7 @@ impl Machine {
         loop {
             std::thread::sleep(IDLE);
             let mut core = self.lock();
-            while core.calls == seen && core.waiting == 0 && !core.executing && !core.streams.ready().is_empty() {
+            while core.calls == seen && !core.is_driven && !core.executing && !core.streams.ready().is_empty() {
                 if let Some(stream) = core.pick(&[]) {
                     core = self.step(core, stream).unwrap_or_else(|fault| report::fault(fault.0));
                 } else {
