@@ -10,8 +10,8 @@ use serde_json::Value;
 use crate::train_run::Counts;
 
 const LLAMA: &str = r#"{"model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 1024}"#;
-const GPT2: &str = r#"{"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 1024,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 512}"#;
+const GPT2: &str = r#"{"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 512,
     "vocab_size": 512}"#;
 
 /// Runs a program that prints one JSON object for a model and sequences of 128 tokens.
@@ -34,14 +34,14 @@ fn plan_words<'a>(dtype: &'a str, checkpoint: &'a str) -> [&'a str; 7] {
     ["plan", "--device", "h100-sxm", "--param-dtype", dtype, "--activation-checkpoint", checkpoint]
 }
 
-/// Sequences of 1024 tokens have four blocks of queries.
+/// Sequences of 512 tokens have two blocks of queries.
 #[test]
 fn plans_count_launches() {
     let mut far = vec![];
     for (config, dtype, checkpoint, seq) in [
         (LLAMA, "f32", "none", "128"),
-        (LLAMA, "bf16", "full", "1024"),
-        (GPT2, "f32", "full", "1024"),
+        (LLAMA, "bf16", "full", "512"),
+        (GPT2, "f32", "full", "512"),
         (GPT2, "bf16", "none", "128"),
     ] {
         let dir = tempfile::tempdir().unwrap();
@@ -88,7 +88,7 @@ fn plans_count_the_activations_of_attention_and_loss() {
         let mut launch = Command::new(program("fsdp-launch"));
         launch.args(["--nproc-per-node", ranks]).arg(program("bench"));
         let real = json(launch, &words, dir.path())["allocated"]["peak"].as_f64().unwrap();
-        let words = [&["--reserve", "0", "--ranks-per-host", ranks][..], &plan_words(dtype, checkpoint), parallel];
+        let words = [&plan_words(dtype, checkpoint)[..], &["--reserve", "0", "--ranks-per-host", ranks], parallel];
         let planned = json(Command::new(program("bench")), &words.concat(), dir.path());
         let planned = planned["memory"]["total"].as_f64().unwrap();
         let error = planned / real - 1.;

@@ -95,8 +95,8 @@ pub(super) fn launches(setup: &Setup, layer: &Layer) -> f64 {
     // The parameters' nodes in the graph of the second forward.
     let again = if setup.checkpoint == Checkpoint::None { 0. } else { forward + 9.6 * (tensors + 1.) };
     let casts = if setup.compute == Precision::F32 { 0. } else { 3. * tensors + 4. };
-    // The norm of the gradients has two kernels for each parameter, and the optimizer one.
-    forward + backward + again + casts + 3. * tensors + 3.
+    // The norm of the gradients has two kernels for each parameter, clipping one, and the optimizer one.
+    forward + backward + again + casts + 4. * tensors + 3.
 }
 
 /// Returns the launches of attention in forward and backward: two and five products for each member of a group of query
@@ -112,6 +112,6 @@ fn attention_launches(setup: &Setup, layer: &Layer) -> [f64; 2] {
 pub(super) fn root_launches(setup: &Setup) -> f64 {
     let root = &setup.model.root;
     let stretches = (setup.tokens() * root.vocabulary / LOGITS).ceil();
-    let casts = if setup.compute == Precision::F32 { 0. } else { 10. * root.tensors };
-    10. + 15. * root.tensors + 7. * stretches + casts
+    let casts = if setup.compute == Precision::F32 { 0. } else { 12. * root.tensors };
+    10. + 17. * root.tensors + 7. * stretches + casts
 }
