@@ -34,7 +34,7 @@
 //!   residual connection bypasses the cut. The items here have a backward.
 //! - Gradients that are wrong in Candle are right here: that of `Linear` for an input that is not contiguous, of
 //!   `Conv1d`'s weight, of `ConvTranspose1d` (an error in Candle), and of convolutions whose stride does not divide the
-//!   input.
+//!   input. That of `Tensor::max_pool2d` is divided by the elements under the kernel: call [`max_pool2d`] instead.
 //! - Layers recognize the sharded parameter of their weight, and accumulate its gradient in the parameter's buffer.
 //! - Under a plan of tensor parallelism ([`crate::parallelize`]), `Linear`, `Embedding` and the cross-entropies run the
 //!   collectives. Modules with other collectives use [`crate::collectives`].
@@ -51,6 +51,7 @@
 //! | [`Rotary`] | `[batch, T, heads * D]` | same | |
 //! | [`attention()`], [`attention_qkv`] | q, k, v `[batch, T, heads * D]` | `[batch, T, heads * D]` | |
 //! | [`attention_in_documents`], [`attention_qkv_in_documents`] | the same, and [`Documents`] | the same | |
+//! | [`max_pool2d_with_stride`], [`avg_pool2d_with_stride`] | `[batch, C, H, W]` | `[batch, C, h, w]` | |
 //! | [`silu`], [`gelu`] (tanh), [`gelu_erf`], [`silu_mul`] | any | same | |
 //! | [`cross_entropy()`], [`cross_entropy_with()`] | logits `[.., V]`, targets `[..]` | scalar | |
 //! | [`linear_cross_entropy()`], [`linear_cross_entropy_with()`] | `[.., in]`, `[V, in]`, targets `[..]` | scalar | |
@@ -86,6 +87,7 @@ pub mod linear;
 pub mod loss;
 pub mod moe;
 pub mod ops;
+mod pool;
 pub mod rnn;
 mod rotary;
 pub mod rotary_emb;
@@ -135,4 +137,5 @@ pub use loss::cross_entropy::{
     CrossEntropyOptions, IGNORED, Reduction, cross_entropy, cross_entropy_with, vocab_parallel_cross_entropy,
 };
 pub use loss::linear_cross_entropy::{linear_cross_entropy, linear_cross_entropy_with};
+pub use pool::{avg_pool2d, avg_pool2d_with_stride, max_pool2d, max_pool2d_with_stride};
 pub use rotary::{Rotary, RotaryOptions};

@@ -53,8 +53,13 @@ pub(in crate::nn) struct MatMut<'a> {
 impl<'a> MatMut<'a> {
     /// Returns the row-major matrix that fills `data`.
     pub(in crate::nn) fn new(data: &'a mut [f32], rows: usize, cols: usize) -> Self {
-        assert!(span(rows, cols, cols, 1) <= data.len(), "a matrix reaches beyond its data");
-        Self { data: data.as_mut_ptr(), rows, cols, row_stride: cols, borrow: PhantomData }
+        Self::strided(data, rows, cols, cols)
+    }
+
+    pub(in crate::nn) fn strided(data: &'a mut [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
+        assert!(span(rows, cols, row_stride, 1) <= data.len(), "a matrix reaches beyond its data");
+        assert!(rows < 2 || cols <= row_stride, "rows of a matrix overlap");
+        Self { data: data.as_mut_ptr(), rows, cols, row_stride, borrow: PhantomData }
     }
 }
 

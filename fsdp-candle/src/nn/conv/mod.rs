@@ -1,23 +1,26 @@
 //! Convolutions: `candle_nn::conv`, with the right gradients.
 //!
-//! A convolution is a matrix product. `Window` maps each output position to the inputs under the kernel. Unfolding
-//! puts these inputs side by side: a row for each output position, and in it, channel by channel, the inputs under the
-//! kernel. Folding is the adjoint, and adds. With `U` for unfolding and the kernel `W` `[out, in * kernel]`, a
-//! convolution is `y = U(x) W^T`, so `dx = U^T(dy W)` and `dW = dy^T U(x)`. A transposed convolution is the adjoint,
-//! `y = U^T(x W)`, so `dx = U(dy) W^T` and `dW = x^T U(dy)`.
+//! A convolution is a matrix product. [`Window`] maps each output position to the inputs under the kernel. Unfolding
+//! puts these inputs one below the other: a column for each output position, and in it, channel by channel, the inputs
+//! under the kernel. Folding is the adjoint, and adds. With `U` for unfolding and the kernel `W` `[out, in * kernel]`, a
+//! convolution is `y = W U(x)`, so `dx = U^T(W^T dy)` and `dW = dy U(x)^T`. A transposed convolution is the adjoint,
+//! `y = U^T(W^T x)`, so `dx = W U(dy)` and `dW = x U(dy)^T`.
 
-use std::ops::Range;
+mod depthwise;
+mod products;
+mod window;
 
-use candle_core::{Module, Result, Shape, Storage, Tensor, bail};
+use candle_core::{Module, Result, Shape, Tensor, bail};
 use candle_nn::{Init, VarBuilder, init};
 
 pub use candle_nn::{Conv1dConfig, Conv2dConfig, ConvTranspose1dConfig, ConvTranspose2dConfig};
 
 use super::batch_norm::BatchNorm;
-use super::cpu::matrix::{Mat, MatMut, product};
-use super::cpu::{read, same_kind, small_weight_grad, storage, tensor_like, weight_grad};
+use super::cpu::same_kind;
 use super::weight::{Weight, has_cpu_kernels, register_cpu_layer};
 use crate::kernels::graph_op;
+use products::Convolution;
+pub(super) use window::Window;
 
 /// A convolution's weight, bias and configuration. Each kind of convolution is an alias.
 #[derive(Clone, Debug)]
@@ -258,11 +261,15 @@ struct Settings {
 }
 
 impl Settings {
-    /// Convolves `x` `[batch, channels, .., width]` with a weight of the same rank. One dimension is a height of 1.
+    /// Convolves `x` `[batch, channels, .., width]` with a weight of the same rank.
     fn convolve(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        convolve(x, weight, bias, self.sizes(x.dims(), weight.dims())?)
+    }
+
+    /// Returns the sizes for an input and a weight of these shapes. One dimension is a height of 1.
+    fn sizes(&self, dims: &[usize], kernel_dims: &[usize]) -> Result<Sizes> {
         let &Settings { function, transposed, groups, padding, stride, dilation, .. } = self;
-        let rank = x.rank();
-        let (dims, kernel_dims) = (x.dims(), weight.dims());
+        let rank = dims.len();
         // A convolution's weight is [out, in / groups, ..], a transposed one's [in, out / groups, ..].
         let fits = kernel_dims.len() == rank
             && groups != 0
@@ -283,7 +290,7 @@ impl Settings {
         }
         let (channels, output) = if transposed { (large, window.large) } else { (small, window.small) };
         let shape = [&[dims[0], channels], &output[4 - rank..]].concat().into();
-        convolve(x, weight, bias, Sizes { function, transposed, groups, batch: dims[0], small, large, window, shape })
+        Ok(Sizes { function, transposed, groups, batch: dims[0], small, large, window, shape })
     }
 
     /// Returns the output's size along one dimension.
@@ -395,205 +402,73 @@ fn composite(x: &Tensor, kernel: &Tensor, bias: Option<&Tensor>, sizes: &Sizes) 
     }
 }
 
-struct Convolution {
-    sizes: Sizes,
-    weight: Weight,
-    bias: Option<Weight>,
-}
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Device, Var};
 
-impl Convolution {
-    /// Calls `f(group, small side, large side)` for each element of the batch and each group. The sides are ranges of
-    /// elements.
-    fn for_each_group(&self, mut f: impl FnMut(usize, Range<usize>, Range<usize>)) {
-        let Sizes { batch, groups, window, .. } = self.sizes;
-        let (small, large) = self.sizes.group_channels();
-        let (small, large) = (small * window.positions(), large * window.size());
-        for at in 0..batch * groups {
-            f(at % groups, at * small..(at + 1) * small, at * large..(at + 1) * large);
-        }
+    use super::*;
+
+    fn values(shape: &[usize], seed: usize) -> Var {
+        let count: usize = shape.iter().product();
+        let value = |i: usize| ((i * 7919 + seed * 104_729) % 1009) as f32 / 504.5 - 1.;
+        let all = Tensor::from_vec((0..count).map(value).collect::<Vec<_>>(), shape, &Device::Cpu).unwrap();
+        Var::from_tensor(&all).unwrap()
     }
 
-    fn kernel_range(&self, group: usize) -> Range<usize> {
-        let (small, large) = self.sizes.group_channels();
-        let size = small * large * self.sizes.window.taps();
-        group * size..(group + 1) * size
+    /// Returns the output, and the gradients of input, kernel and bias, of some function of the output.
+    fn results(y: Tensor, variables: &[&Var; 3]) -> Vec<Tensor> {
+        let weights = values(y.dims(), 4);
+        let gradients = (&y * weights.as_tensor()).unwrap().sum_all().unwrap().backward().unwrap();
+        let gradients = variables.iter().map(|variable| gradients.get(variable).unwrap().clone());
+        std::iter::once(y.detach()).chain(gradients).collect()
     }
 
-    /// Maps the larger side to the smaller one.
-    fn to_small(&self, from: &[f32], kernel: &[f32], to: &mut [f32]) {
-        let (small, large) = self.sizes.group_channels();
-        let window = self.sizes.window;
-        let (positions, width) = (window.positions(), large * window.taps());
-        let mut rows = vec![0f32; positions * width];
-        self.for_each_group(|group, of_small, of_large| {
-            window.unfold(&from[of_large], large, &mut rows);
-            let kernel = Mat::new(&kernel[self.kernel_range(group)], small, width);
-            let rows = Mat::new(&rows, positions, width).t();
-            product(MatMut::new(&mut to[of_small], small, positions), false, kernel, rows);
-        });
-    }
-
-    /// Maps the smaller side to the larger one, which must be zero.
-    fn to_large(&self, from: &[f32], kernel: &[f32], to: &mut [f32]) {
-        let (small, large) = self.sizes.group_channels();
-        let window = self.sizes.window;
-        let (positions, width) = (window.positions(), large * window.taps());
-        let mut rows = vec![0f32; positions * width];
-        self.for_each_group(|group, of_small, of_large| {
-            let from = Mat::new(&from[of_small], small, positions).t();
-            let kernel = Mat::new(&kernel[self.kernel_range(group)], small, width);
-            product(MatMut::new(&mut rows, positions, width), false, from, kernel);
-            window.fold(&rows, large, &mut to[of_large]);
-        });
-    }
-
-    fn forward(&self, x: &Tensor) -> Result<Storage> {
-        read!(values, x);
-        let shape = &self.sizes.shape;
-        let mut y = vec![0f32; shape.elem_count()];
-        {
-            read!(kernel, self.weight.value()?);
-            match self.sizes.transposed {
-                true => self.to_large(&values, &kernel, &mut y),
-                false => self.to_small(&values, &kernel, &mut y),
-            }
-        }
-        if let Some(bias) = &self.bias {
-            read!(bias, bias.value()?);
-            let run: usize = shape.dims()[2..].iter().product();
-            for (run, bias) in y.chunks_mut(run.max(1)).zip(bias.iter().cycle()) {
-                run.iter_mut().for_each(|y| *y += bias);
-            }
-        }
-        storage(y, x.dtype())
-    }
-
-    fn backward(&self, x: &Tensor, dy: &Tensor) -> Result<[Option<Tensor>; 3]> {
-        read!(values, x);
-        read!(grad, dy);
-        let dx = if x.track_op() {
-            let mut dx = vec![0f32; values.len()];
-            read!(kernel, self.weight.value()?);
-            match self.sizes.transposed {
-                true => self.to_small(&grad, &kernel, &mut dx),
-                false => self.to_large(&grad, &kernel, &mut dx),
-            }
-            Some(tensor_like(dx, x)?)
-        } else {
-            None
-        };
-        let (of_small, of_large) = if self.sizes.transposed { (&values, &grad) } else { (&grad, &values) };
-        let dw = weight_grad(&self.weight, |buffer, accumulate| {
-            if !accumulate {
-                buffer.fill(0.0);
-            }
-            self.add_weight_grad(of_small, of_large, buffer);
-            Ok(())
-        })?;
-        let db = match &self.bias {
-            Some(bias) if bias.wants_grad() => {
-                let mut sums = vec![0f32; self.sizes.out_channels()];
-                let run: usize = self.sizes.shape.dims()[2..].iter().product();
-                for (i, run) in grad.chunks(run.max(1)).enumerate() {
-                    sums[i % self.sizes.out_channels()] += run.iter().sum::<f32>();
-                }
-                small_weight_grad(bias, &sums)?
-            }
-            _ => None,
-        };
-        Ok([dx, dw, db])
-    }
-
-    /// Adds the kernel's gradient to `to`.
-    fn add_weight_grad(&self, of_small: &[f32], of_large: &[f32], to: &mut [f32]) {
-        let (small, large) = self.sizes.group_channels();
-        let window = self.sizes.window;
-        let (positions, width) = (window.positions(), large * window.taps());
-        let mut rows = vec![0f32; positions * width];
-        self.for_each_group(|group, at_small, at_large| {
-            window.unfold(&of_large[at_large], large, &mut rows);
-            let of_small = Mat::new(&of_small[at_small], small, positions);
-            let to = MatMut::new(&mut to[self.kernel_range(group)], small, width);
-            product(to, true, of_small, Mat::new(&rows, positions, width));
-        });
-    }
-}
-
-/// Sizes of a convolution over height and width, for one channel. A convolution over one dimension has the height 1.
-#[derive(Clone, Copy, Debug)]
-struct Window {
-    /// Height and width of the larger side, which is padded.
-    large: [usize; 2],
-    /// Height and width of the smaller side: the kernel's positions.
-    small: [usize; 2],
-    kernel: [usize; 2],
-    padding: [usize; 2],
-    stride: [usize; 2],
-    dilation: [usize; 2],
-}
-
-impl Window {
-    /// Returns the elements of one channel of the larger side.
-    fn size(&self) -> usize {
-        self.large[0] * self.large[1]
-    }
-
-    /// Returns the positions of the smaller side.
-    fn positions(&self) -> usize {
-        self.small[0] * self.small[1]
-    }
-
-    /// Returns the elements under the kernel in one channel.
-    fn taps(&self) -> usize {
-        self.kernel[0] * self.kernel[1]
-    }
-
-    /// Calls `f(position, tap, index)` for each element of the larger side under the kernel, without the padding.
-    fn for_each_tap(&self, mut f: impl FnMut(usize, usize, usize)) {
-        let at = |axis: usize, position: usize, tap: usize, size: usize| {
-            let padded = position * self.stride[axis] + tap * self.dilation[axis];
-            padded.checked_sub(self.padding[axis]).filter(|index| *index < size)
-        };
-        for y in 0..self.small[0] {
-            for tap_y in 0..self.kernel[0] {
-                let Some(row) = at(0, y, tap_y, self.large[0]) else { continue };
-                for x in 0..self.small[1] {
-                    for tap_x in 0..self.kernel[1] {
-                        if let Some(col) = at(1, x, tap_x, self.large[1]) {
-                            f(y * self.small[1] + x, tap_y * self.kernel[1] + tap_x, row * self.large[1] + col);
-                        }
+    /// Compares with Candle's operations: each block of positions, images together or apart, each group.
+    #[test]
+    fn blocks_match_a_chain_of_operations() {
+        for (batch, [inputs, outputs, groups], [height, width], [rows, columns], padding, stride, dilation) in [
+            (3, [4, 6, 1], [9, 11], [3, 3], 1, 1, 1),
+            (2, [4, 6, 2], [10, 7], [3, 3], 2, 2, 1),
+            (5, [6, 4, 1], [2, 2], [3, 3], 1, 1, 1),
+            (7, [6, 4, 2], [3, 3], [2, 2], 0, 1, 1),
+            (2, [3, 5, 1], [8, 8], [4, 4], 0, 4, 1),
+            (2, [3, 5, 1], [6, 9], [1, 1], 0, 1, 1),
+            (2, [3, 5, 1], [6, 9], [1, 1], 0, 2, 1),
+            (2, [3, 5, 1], [9, 9], [3, 3], 3, 2, 3),
+            (1, [4, 4, 1], [1, 61], [1, 5], 0, 3, 1),
+            (2, [5, 5, 5], [7, 19], [7, 7], 3, 1, 1),
+            (2, [5, 5, 5], [9, 40], [3, 3], 1, 2, 1),
+            (3, [4, 4, 4], [8, 33], [3, 3], 4, 1, 2),
+            (2, [4, 8, 4], [6, 6], [3, 3], 1, 1, 1),
+            (2, [3, 3, 3], [5, 5], [3, 3], 5, 3, 1),
+        ] {
+            for transposed in [false, true] {
+                let case = format!(
+                    "{batch} x {inputs} x {height} x {width}, {rows} x {columns} to {outputs}, {groups} groups, padding \
+                     {padding}, stride {stride}, dilation {dilation}, transposed: {transposed}"
+                );
+                let [from, to] = if transposed { [outputs, inputs] } else { [inputs, outputs] };
+                let x = values(&[batch, from, height, width], 1);
+                let weight = values(&[outputs, inputs / groups, rows, columns], 2);
+                let bias = values(&[to], 3);
+                let output_padding = if transposed { stride - 1 } else { 0 };
+                let function = "Conv2d";
+                let settings = Settings { function, transposed, groups, padding, output_padding, stride, dilation };
+                let sizes = settings.sizes(x.dims(), weight.dims()).unwrap();
+                let variables = [&x, &weight, &bias];
+                let ours = convolve(&x, &weight, Some(&bias), sizes.clone()).unwrap();
+                let chain = composite(&x, &weight, Some(bias.as_tensor()), &sizes).unwrap();
+                for (what, (a, b)) in
+                    ["y", "dx", "dw", "db"].iter().zip(results(ours, &variables).iter().zip(results(chain, &variables)))
+                {
+                    let [a, b] = [a, &b]
+                        .map(|t| t.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap());
+                    let most = b.iter().fold(1f64, |most, b| most.max(b.abs()));
+                    for (at, (a, b)) in a.iter().zip(&b).enumerate() {
+                        assert!((a - b).abs() < 1e-5 * most, "{case}: {what} {at} is {a}, not {b}");
                     }
                 }
             }
         }
-    }
-
-    /// Unfolds the `channels` of `x` to `rows`, `[positions, channels * taps]`. The padding's elements of `rows` must
-    /// be zero.
-    fn unfold(&self, x: &[f32], channels: usize, rows: &mut [f32]) {
-        let (taps, size) = (self.taps(), self.size());
-        self.for_each_tap(|position, tap, index| {
-            for channel in 0..channels {
-                rows[(position * channels + channel) * taps + tap] = x[channel * size + index];
-            }
-        });
-    }
-
-    /// Adds unfolded rows to their elements of `x`.
-    fn fold(&self, rows: &[f32], channels: usize, x: &mut [f32]) {
-        let (taps, size) = (self.taps(), self.size());
-        self.for_each_tap(|position, tap, index| {
-            for channel in 0..channels {
-                x[channel * size + index] += rows[(position * channels + channel) * taps + tap];
-            }
-        });
-    }
-
-    /// Returns indices for Candle's `index_select`: for each position and tap the element in one channel, or `size` for
-    /// padding.
-    fn indices(&self) -> Vec<u32> {
-        let mut indices = vec![self.size() as u32; self.positions() * self.taps()];
-        self.for_each_tap(|position, tap, index| indices[position * self.taps() + tap] = index as u32);
-        indices
     }
 }
