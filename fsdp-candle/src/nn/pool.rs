@@ -154,7 +154,7 @@ mod tests {
 
     use super::*;
 
-    /// Against the chain of operations that devices use, and against Candle where it has a backward.
+    /// Against the chain of operations that devices use.
     #[test]
     fn outputs_and_gradients_match_a_chain_of_operations() {
         let value = |i: usize| ((i * 7919) % 1009) as f32 / 504.5 - 1.;
@@ -176,22 +176,6 @@ mod tests {
             let mean = of(chain.mean(2).unwrap().reshape(&pool.shape).unwrap());
             for (ours, mean) in of(avg_pool2d_with_stride(&x, kernel, stride).unwrap()).iter().zip(&mean) {
                 assert!(ours.iter().zip(mean).all(|(a, b)| (a - b).abs() < 1e-5), "{ours:?} {mean:?}");
-            }
-            let theirs = x.max_pool2d_with_stride(kernel, stride).unwrap();
-            assert_eq!(
-                of(max_pool2d_with_stride(&x, kernel, stride).unwrap())[0],
-                theirs.flatten_all().unwrap().to_vec1::<f32>().unwrap()
-            );
-            if kernel == stride {
-                let [_, theirs] = of(theirs);
-                let [_, ours] = of(max_pool2d(&x, kernel).unwrap());
-                let taps = (kernel.0 * kernel.1) as f32;
-                let smaller = ours.iter().zip(&theirs).all(|(ours, theirs)| (ours - theirs * taps).abs() < 1e-5);
-                assert!(smaller, "Candle's gradient is right now: update the documentation of nn");
-                let theirs = of(x.avg_pool2d(kernel).unwrap());
-                for (ours, theirs) in of(avg_pool2d(&x, kernel).unwrap()).iter().zip(&theirs) {
-                    assert!(ours.iter().zip(theirs).all(|(a, b)| (a - b).abs() < 1e-5));
-                }
             }
         }
     }

@@ -124,7 +124,7 @@ pub(crate) struct Core {
     executing: bool,
     /// Whether a thread runs the operations that it and others wait for.
     is_driven: bool,
-    /// What the other threads wait for.
+    /// Goals of the other waiting threads.
     waiters: HashMap<u64, Vec<Point>>,
     /// Number of calls of the host that queue or wait.
     calls: u64,
@@ -253,7 +253,7 @@ pub(crate) struct Machine {
     core: Mutex<Core>,
     /// An operation has ended.
     ended: Condvar,
-    /// What a thread waits for is reached, or no thread drives.
+    /// A waiting thread's goals are reached, or no thread drives.
     reached: Condvar,
 }
 

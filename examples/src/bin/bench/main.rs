@@ -16,6 +16,7 @@ use fsdp_train::console::Console;
 mod ckpt;
 mod collectives;
 mod communication;
+mod convolutions;
 mod finite;
 mod memory;
 mod meter;
@@ -27,7 +28,7 @@ mod step;
 ///
 ///     fsdp-launch --nproc-per-node 2 bench collectives
 ///
-/// `bench ckpt --world 2` and `bench plan` need no launcher.
+/// `bench ckpt --world 2`, `bench convolutions` and `bench plan` need no launcher.
 #[derive(Parser)]
 #[command(version, verbatim_doc_comment)]
 struct Cli {
@@ -41,6 +42,8 @@ enum What {
     Ckpt(ckpt::Args),
     /// Time of collectives.
     Collectives(collectives::Args),
+    /// Time of convolutions beside candle_nn's. Needs no launcher.
+    Convolutions(convolutions::Args),
     /// Cost of the checks for NaN and infinity: in each step, and before a save.
     Finite(finite::Args),
     /// Memory of a training step on each rank: between steps, and its peak.
@@ -63,6 +66,9 @@ fn main() -> ExitCode {
     if let What::Plan(args) = &cli.what {
         return plan::run(args).map_or_else(failed, |()| ExitCode::SUCCESS);
     }
+    if let What::Convolutions(args) = &cli.what {
+        return convolutions::run(args).map_or_else(failed, |()| ExitCode::SUCCESS);
+    }
     let device = match &cli.what {
         What::Memory(args) => args.device,
         What::Step(args) => args.device,
@@ -71,6 +77,7 @@ fn main() -> ExitCode {
     fsdp_train::job::run(device, |world| match cli.what {
         What::Ckpt(args) => ckpt::run(&args, world),
         What::Collectives(args) => collectives::run(&args, world),
+        What::Convolutions(args) => convolutions::run(&args),
         What::Finite(args) => finite::run(&args, world),
         What::Memory(args) => memory::run(&args, world),
         What::Plan(args) => plan::run(&args),

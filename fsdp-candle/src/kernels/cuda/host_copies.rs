@@ -332,7 +332,7 @@ pub(super) struct Staging(Mutex<Vec<(PageLocked, Arc<CudaEvent>)>>);
 
 impl Staging {
     /// Copies the bytes that `f` writes to memory on the compute stream. Returns `false` without a copy if there are too
-    /// many bytes, or if there is no page-locked memory.
+    /// many bytes, or no page-locked memory.
     pub(super) fn write(
         &self,
         stream: &Arc<CudaStream>,

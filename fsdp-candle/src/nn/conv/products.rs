@@ -10,7 +10,7 @@ use crate::nn::cpu::{map_rows, read, small_weight_grad, storage, tensor_like, we
 use crate::nn::weight::Weight;
 
 /// Elements of the unfolded columns of a block: a part of the cache. Tests have small images in several blocks.
-const BLOCK: usize = if cfg!(test) { 1 << 7 } else { 1 << 17 };
+const BLOCK: usize = if cfg!(test) { 1 << 7 } else { 1 << 18 };
 /// Fewest columns of a block, for the products' speed.
 const FEWEST_COLUMNS: usize = if cfg!(test) { 5 } else { 64 };
 
@@ -169,7 +169,7 @@ impl Convolution {
         });
     }
 
-    /// Returns whether each channel is convolved by itself, so that products would have one row.
+    /// Returns whether groups have one channel. Their products would have one row.
     fn is_depthwise(&self) -> bool {
         self.sizes.group_channels() == (1, 1)
     }
@@ -205,6 +205,8 @@ impl Convolution {
         // Nothing is unfolded for a pointwise convolution.
         let most = if window.is_pointwise() { positions } else { (BLOCK / self.width().max(1)).max(FEWEST_COLUMNS) };
         let together = if window.is_pointwise() { 1 } else { (most / positions.max(1)).max(1) };
+        // Blocks of about one size.
+        let most = positions.div_ceil(positions.div_ceil(most.max(1)).max(1)).max(1);
         for group in 0..groups {
             for image in (0..batch).step_by(together) {
                 let images = image..(image + together).min(batch);

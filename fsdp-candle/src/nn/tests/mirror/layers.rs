@@ -329,3 +329,29 @@ fn convolutions_reject_sizes_that_do_not_fit() {
     let error = super::super::message(nn::ConvTranspose1d::new(kernel(&[3, 2, 2]), None, transposed).forward(&x));
     assert!(error.contains("padding 9"), "{error}");
 }
+
+/// Candle divides the gradient by the number of elements under the kernel, and has none for other strides.
+#[test]
+fn max_pooling_is_right_unlike_candles() {
+    let values: Vec<f32> = (0..64).map(|i| ((i * 37) % 64) as f32 / 16.).collect();
+    let x = Var::from_tensor(&Tensor::from_vec(values, (1, 1, 8, 8), &Device::Cpu).unwrap()).unwrap();
+    let of = |y: candle_core::Result<Tensor>| {
+        let y = y.unwrap();
+        let grads = y.sum_all().unwrap().backward()?;
+        let flat = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        candle_core::Result::Ok((flat(&y), flat(grads.get(&x).unwrap())))
+    };
+    let (ours, theirs) = (of(nn::max_pool2d(&x, 2)).unwrap(), of(x.max_pool2d(2)).unwrap());
+    assert_eq!(ours.0, theirs.0);
+    // Each output is one element of the input.
+    assert_eq!(
+        (ours.1.iter().sum::<f32>(), theirs.1.iter().sum::<f32>()),
+        (16., 4.),
+        "Candle is right now: update docs"
+    );
+    assert!(ours.1.iter().zip(&theirs.1).all(|(ours, theirs)| *ours == theirs * 4.));
+    assert!(of(x.max_pool2d_with_stride(3, 2)).is_err() && of(x.avg_pool2d_with_stride(3, 2)).is_err());
+    assert_eq!(of(nn::max_pool2d_with_stride(&x, 3, 2)).unwrap().1.iter().sum::<f32>(), 9.);
+    let (ours, theirs) = (of(nn::avg_pool2d(&x, 2)).unwrap(), of(x.avg_pool2d(2)).unwrap());
+    assert!(ours.0.iter().zip(&theirs.0).chain(ours.1.iter().zip(&theirs.1)).all(|(a, b)| (a - b).abs() < 1e-6));
+}
