@@ -315,11 +315,16 @@ fn gradients_of_a_model_predict_its_loss() {
     let vars = VarMap::new();
     let (ids, targets) = (random_ids(1, &[2, 7], 13), random_ids(5, &[2, 7], 13));
     let loss = |vars: &VarMap| model(&VarBuilder::from_varmap(vars, DType::F32, &Device::Cpu), &ids, &targets).unwrap();
-    let first = loss(&vars);
-    let grads = first.backward().unwrap();
-    let mut squared = 0.0;
-    let all: Vec<_> = vars.data().lock().unwrap().iter().map(|(name, var)| (name.clone(), var.clone())).collect();
+    // The variables exist after the first forward. Candle draws their values without a seed.
+    loss(&vars);
+    let mut all: Vec<_> = vars.data().lock().unwrap().iter().map(|(name, var)| (name.clone(), var.clone())).collect();
     assert_eq!(all.len(), 22, "{all:?}");
+    all.sort_by(|a, b| a.0.cmp(&b.0));
+    for (seed, (_, var)) in (1..).zip(&all) {
+        var.set(&(random(seed, var.dims(), DType::F32).as_detached_tensor() * 0.3).unwrap()).unwrap();
+    }
+    let grads = loss(&vars).backward().unwrap();
+    let mut squared = 0.0;
     for (name, var) in &all {
         let grad = grads.get(var).unwrap_or_else(|| panic!("no gradient for {name}"));
         let norm = grad.sqr().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap();
