@@ -1,6 +1,6 @@
 //! Convolutions: `candle_nn::conv`, with the right gradients.
 //!
-//! A convolution is a matrix product. [`Window`] maps each output position to the inputs under the kernel. Unfolding
+//! A convolution is a matrix product. `Window` maps each output position to the inputs under the kernel. Unfolding
 //! puts these inputs one below the other: a column for each output position, and in it, channel by channel, the inputs
 //! under the kernel. Folding is the adjoint, and adds. With `U` for unfolding and the kernel `W` `[out, in * kernel]`, a
 //! convolution is `y = W U(x)`, so `dx = U^T(W^T dy)` and `dW = dy U(x)^T`. A transposed convolution is the adjoint,
