@@ -1,9 +1,9 @@
 """PyTorch's side of `bench convolutions`: milliseconds of the forward and the backward of the same convolutions.
 
-    python tests/interop/convolutions.py [RUNS [BATCH]]
+    python tests/interop/convolutions.py --runs 5
 """
 
-import sys
+import argparse
 import time
 
 import torch
@@ -22,13 +22,16 @@ CASES = [
     (96, 192, 16, 2, 2, 0, 1),
 ]
 
-runs, batch = (int(word) for word in (sys.argv[1:] + ["5", "16"][len(sys.argv) - 1 :])[:2])
+parser = argparse.ArgumentParser()
+parser.add_argument("--runs", type=int, default=5)
+parser.add_argument("--batch", type=int, default=16)
+args = parser.parse_args()
 torch.set_num_threads(1)
 for inputs, outputs, size, kernel, stride, padding, groups in CASES:
-    x = torch.randn(batch, inputs, size, size, requires_grad=True)
+    x = torch.randn(args.batch, inputs, size, size, requires_grad=True)
     weight = torch.randn(outputs, inputs // groups, kernel, kernel, requires_grad=True)
     best = [float("inf")] * 2
-    for _ in range(runs):
+    for _ in range(args.runs):
         start = time.perf_counter()
         y = conv2d(x, weight, stride=stride, padding=padding, groups=groups)
         forward = time.perf_counter() - start

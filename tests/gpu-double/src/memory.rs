@@ -5,8 +5,8 @@
 //!
 //! The driver stages a copy from pageable memory, so it reads the memory before the call returns. A copy of more than
 //! 64 KiB counts as a wait. A copy from pinned memory reads when its turn comes, and the host may not write to the memory
-//! before. A copy to pageable memory makes the
-//! host wait. A copy to pinned memory fills it with NaN until its turn comes, which reveals a host that reads too early.
+//! before. A copy to pageable memory makes the host wait. A copy to pinned memory fills it with NaN until its turn comes,
+//! which reveals a host that reads too early.
 
 use std::collections::{BTreeMap, VecDeque};
 

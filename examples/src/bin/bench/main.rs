@@ -63,11 +63,13 @@ fn main() -> ExitCode {
     {
         return start_ranks(usize::from(world)).unwrap_or_else(failed);
     }
-    if let What::Plan(args) = &cli.what {
-        return plan::run(args).map_or_else(failed, |()| ExitCode::SUCCESS);
-    }
-    if let What::Convolutions(args) = &cli.what {
-        return convolutions::run(args).map_or_else(failed, |()| ExitCode::SUCCESS);
+    let alone = match &cli.what {
+        What::Convolutions(args) => Some(convolutions::run(args)),
+        What::Plan(args) => Some(plan::run(args)),
+        _ => None,
+    };
+    if let Some(outcome) = alone {
+        return outcome.map_or_else(failed, |()| ExitCode::SUCCESS);
     }
     let device = match &cli.what {
         What::Memory(args) => args.device,

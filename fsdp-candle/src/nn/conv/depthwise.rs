@@ -27,7 +27,7 @@ impl Padded {
         Padded { values: vec![0.; extent(0, window.small[0]) * width], width }
     }
 
-    /// Calls `f` with each row of the larger side in the padded plane, and its range in a plane without padding.
+    /// Returns each row of the larger side in the padded plane, and its range in a plane without padding.
     fn rows(&mut self, window: &Window) -> impl Iterator<Item = (&mut [f32], std::ops::Range<usize>)> {
         let ([height, width], [top, left]) = (window.large, window.padding);
         let rows = self.values.chunks_exact_mut(self.width).skip(top).take(height).enumerate();
@@ -56,7 +56,7 @@ pub(super) fn to_small(sizes: &Sizes, from: &[f32], weights: &[f32], to: &mut [f
 pub(super) fn to_large(sizes: &Sizes, from: &[f32], weights: &[f32], to: &mut [f32]) {
     let Sizes { groups, window, .. } = sizes;
     let (taps, size, positions) = (window.taps(), window.size(), window.positions());
-    map_rows(to, size, (taps * positions).div_ceil(size), |first, planes| {
+    map_rows(to, size, (taps * positions).div_ceil(size.max(1)), |first, planes| {
         let mut padded = Padded::new(window);
         for (at, plane) in (first..).zip(planes.chunks_exact_mut(size)) {
             padded.values.fill(0.);

@@ -441,8 +441,11 @@ mod tests {
             (3, [4, 4, 4], [8, 33], [3, 3], 4, 1, 2),
             (2, [4, 8, 4], [6, 6], [3, 3], 1, 1, 1),
             (2, [3, 3, 3], [5, 5], [3, 3], 5, 3, 1),
+            (2, [3, 5, 1], [0, 4], [2, 2], 1, 1, 1),
+            (2, [3, 3, 3], [0, 4], [2, 2], 1, 1, 1),
         ] {
-            for transposed in [false, true] {
+            // A transposed convolution of nothing is refused.
+            for transposed in [false, true].into_iter().filter(|transposed| !transposed || height > 0) {
                 let case = format!(
                     "{batch} x {inputs} x {height} x {width}, {rows} x {columns} to {outputs}, {groups} groups, padding \
                      {padding}, stride {stride}, dilation {dilation}, transposed: {transposed}"

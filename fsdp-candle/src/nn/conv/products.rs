@@ -141,7 +141,7 @@ impl Convolution {
             columns.resize(self.width() * n, 0.);
             product(MatMut::new(&mut columns, self.width(), n), false, kernel, rhs);
             for (at, image) in block.images.clone().enumerate() {
-                let cost = (taps * block.count).div_ceil(size);
+                let cost = (taps * block.count).div_ceil(size.max(1));
                 map_rows(&mut to[self.large_range(block, image)], size, cost, |first, planes| {
                     for (channel, plane) in (first..).zip(planes.chunks_exact_mut(size)) {
                         for tap in 0..taps {
