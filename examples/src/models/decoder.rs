@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 use fsdp_candle::FsdpModule;
 use fsdp_candle::nn::{
-    self, AttentionOptions, CrossEntropyOptions, Documents, Embedding, Linear, RmsNorm, Rotary, RotaryOptions,
+    self, AttentionOptions, CrossEntropyOptions, Documents, Embedding, Linear, RmsNorm, Rotary, RotaryOptions, SwiGlu,
 };
 
 use crate::models::config::decoder::Norms;
@@ -279,66 +279,57 @@ impl Attention {
     }
 }
 
-pub(super) struct Mlp {
-    gate_up: GateUpProjection,
-    down: Linear,
-    activation: Activation,
-}
-
-enum GateUpProjection {
-    Separate {
+enum Mlp {
+    SwiGlu(SwiGlu),
+    Gated {
         gate: Linear,
         up: Linear,
+        down: Linear,
+        activation: Activation,
     },
-    /// Gate, then up, with the width of each.
-    Fused(Linear, usize),
+    /// Gate and up are one projection, in this order, with the width of each.
+    Fused {
+        gate_up: Linear,
+        inner: usize,
+        down: Linear,
+        activation: Activation,
+    },
 }
 
 impl Mlp {
-    pub(super) fn new(config: &DecoderConfig, vb: VarBuilder) -> Result<Self> {
+    fn new(config: &DecoderConfig, vb: VarBuilder) -> Result<Self> {
         let make = |name: &str, inputs, outputs| {
             linear(inputs, outputs, config.biases.mlp, config.initializer_range, vb.pp(name))
         };
-        let (width, inner) = (config.width, config.inner);
-        let gate_up = match config.fused {
-            true => GateUpProjection::Fused(make("gate_up_proj", width, 2 * inner)?, inner),
-            false => GateUpProjection::Separate {
-                gate: make("gate_proj", width, inner)?,
-                up: make("up_proj", width, inner)?,
-            },
-        };
-        Ok(Mlp { gate_up, down: make("down_proj", inner, width)?, activation: config.activation })
-    }
-
-    /// Creates an expert with `inner` hidden elements and these projection names.
-    pub(super) fn expert(
-        config: &DecoderConfig,
-        inner: usize,
-        [gate, up, down]: [&str; 3],
-        vb: VarBuilder,
-    ) -> Result<Self> {
-        let make = |name: &str, inputs, outputs| linear(inputs, outputs, false, config.initializer_range, vb.pp(name));
-        let gate_up =
-            GateUpProjection::Separate { gate: make(gate, config.width, inner)?, up: make(up, config.width, inner)? };
-        Ok(Mlp { gate_up, down: make(down, inner, config.width)?, activation: config.activation })
+        let (width, inner, activation) = (config.width, config.inner, config.activation);
+        if config.fused {
+            let (gate_up, down) = (make("gate_up_proj", width, 2 * inner)?, make("down_proj", inner, width)?);
+            return Ok(Mlp::Fused { gate_up, inner, down, activation });
+        }
+        let (gate, up) = (make("gate_proj", width, inner)?, make("up_proj", width, inner)?);
+        let down = make("down_proj", inner, width)?;
+        Ok(match activation {
+            Activation::Silu => Mlp::SwiGlu(SwiGlu::new(gate, up, down)),
+            _ => Mlp::Gated { gate, up, down, activation },
+        })
     }
 }
 
 impl Module for Mlp {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let (gate, up) = match &self.gate_up {
-            GateUpProjection::Separate { gate, up } => (gate.forward(x)?, up.forward(x)?),
-            GateUpProjection::Fused(both, inner) => {
-                let both = both.forward(x)?;
+        let (gate, up, down, activation) = match self {
+            Mlp::SwiGlu(mlp) => return mlp.forward(x),
+            Mlp::Gated { gate, up, down, activation } => (gate.forward(x)?, up.forward(x)?, down, *activation),
+            Mlp::Fused { gate_up, inner, down, activation } => {
+                let both = gate_up.forward(x)?;
                 let last = both.rank() - 1;
-                (both.narrow(last, 0, *inner)?, both.narrow(last, *inner, *inner)?)
+                (both.narrow(last, 0, *inner)?, both.narrow(last, *inner, *inner)?, down, *activation)
             }
         };
-        let x = match self.activation {
+        down.forward(&match activation {
             Activation::Silu => nn::silu_mul(&gate, &up)?,
             other => (activate(other, &gate)? * up)?,
-        };
-        self.down.forward(&x)
+        })
     }
 }
 

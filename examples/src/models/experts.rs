@@ -6,67 +6,33 @@
 use candle_core::{D, DType, Device, Module, Result, Tensor};
 use candle_nn::VarBuilder;
 use candle_nn::ops::softmax;
-use fsdp_candle::nn::Linear;
+use fsdp_candle::nn::{Linear, SwiGlu, mixture_of_experts};
 use fsdp_candle::upload;
 
 use crate::models::config::DecoderConfig;
 use crate::models::config::decoder::ExpertsConfig;
-use crate::models::decoder::Mlp;
 use crate::models::language_model::Rows;
 use crate::models::layers::linear;
 use crate::models::parallel::TensorParallel;
 
 pub(super) struct Experts {
     router: Linear,
-    experts: Vec<Mlp>,
+    experts: Vec<SwiGlu>,
     per_token: usize,
     renormalized: bool,
     counts: bool,
     parallel: Option<TensorParallel>,
 }
 
-/// Experts that the tokens choose.
-struct Choice {
-    /// Experts of each token, N times K.
-    experts: Vec<u32>,
-    /// Tokens of each expert.
-    tokens: Vec<Vec<u32>>,
-    /// Row of each token and choice in the concatenated outputs of the experts.
-    places: Vec<u32>,
-}
-
-impl Choice {
-    /// Chooses the `per_token` largest values of each row, and the first of equal ones.
-    fn largest(rows: &[Vec<f32>], experts: usize, per_token: usize) -> Self {
-        let mut chosen = Vec::with_capacity(rows.len() * per_token);
-        for row in rows {
-            let mut order: Vec<u32> = (0..row.len() as u32).collect();
-            order.sort_by(|a, b| row[*b as usize].total_cmp(&row[*a as usize]));
-            chosen.extend_from_slice(&order[..per_token.min(order.len())]);
-        }
-        let mut tokens = vec![Vec::new(); experts];
-        for (i, &expert) in chosen.iter().enumerate() {
-            tokens[expert as usize].push((i / per_token) as u32);
-        }
-        // An expert without tokens computes on one token, whose output is not used. Its gradients then exist and are
-        // zero on every rank.
-        let mut next: Vec<u32> = Vec::with_capacity(experts);
-        let mut end = 0;
-        for tokens in &mut tokens {
-            next.push(end);
-            if tokens.is_empty() {
-                tokens.push(0);
-            }
-            end += tokens.len() as u32;
-        }
-        let mut place = |&expert: &u32| {
-            let place = next[expert as usize];
-            next[expert as usize] += 1;
-            place
-        };
-        let places = chosen.iter().map(&mut place).collect();
-        Choice { experts: chosen, tokens, places }
+/// Returns the numbers of the `per_token` largest values of each row, and the first of equal ones.
+fn largest(rows: &[Vec<f32>], per_token: usize) -> Vec<u32> {
+    let mut chosen = Vec::with_capacity(rows.len() * per_token);
+    for row in rows {
+        let mut order: Vec<u32> = (0..row.len() as u32).collect();
+        order.sort_by(|a, b| row[*b as usize].total_cmp(&row[*a as usize]));
+        chosen.extend_from_slice(&order[..per_token.min(order.len())]);
     }
+    chosen
 }
 
 impl Experts {
@@ -77,7 +43,13 @@ impl Experts {
         vb: VarBuilder,
     ) -> Result<Self> {
         let router = linear(config.width, experts.count, false, config.initializer_range, vb.pp("gate"))?;
-        let expert = |i| Mlp::expert(config, experts.inner, experts.names.1, vb.pp(format!("experts.{i}")));
+        let (width, inner, stdev) = (config.width, experts.inner, config.initializer_range);
+        let expert = |i| {
+            let vb = vb.pp(format!("experts.{i}"));
+            let make = |name: &str, inputs, outputs| linear(inputs, outputs, false, stdev, vb.pp(name));
+            let [gate, up, down] = experts.names.1;
+            Ok(SwiGlu::new(make(gate, width, inner)?, make(up, width, inner)?, make(down, inner, width)?))
+        };
         Ok(Experts {
             router,
             experts: (0..experts.count).map(expert).collect::<Result<_>>()?,
@@ -102,24 +74,17 @@ impl Experts {
         let (tokens, device) = (batch * steps, x_btc.device());
         let x_nc = x_btc.reshape((tokens, width))?;
         let probabilities_ne = softmax(&self.router.forward(&x_nc)?.to_dtype(DType::F32)?, D::Minus1)?;
-        let choice = Choice::largest(&probabilities_ne.to_vec2::<f32>()?, self.experts.len(), self.per_token);
-        let indices = |of: &[u32]| upload(&Tensor::new(of, &Device::Cpu)?, device);
-
-        let chosen_nk = indices(&choice.experts)?.reshape((tokens, self.per_token))?;
-        let mut weights_nk = probabilities_ne.gather(&chosen_nk, 1)?;
+        let chosen = largest(&probabilities_ne.to_vec2::<f32>()?, self.per_token);
+        let chosen_nk = Tensor::from_slice(&chosen, (tokens, self.per_token), &Device::Cpu)?;
+        let mut weights_nk = probabilities_ne.gather(&upload(&chosen_nk, device)?, 1)?;
         if self.renormalized {
             weights_nk = weights_nk.broadcast_div(&weights_nk.sum_keepdim(1)?)?;
         }
-        let outputs = self.experts.iter().zip(&choice.tokens);
-        let outputs = outputs.map(|(expert, tokens)| expert.forward(&x_nc.index_select(&indices(tokens)?, 0)?));
-        let outputs = Tensor::cat(&outputs.collect::<Result<Vec<_>>>()?, 0)?;
-        let outputs = outputs.index_select(&indices(&choice.places)?, 0)?;
-        let outputs_nkc = outputs.reshape((tokens, self.per_token, width))?;
-        let weights_nk1 = weights_nk.to_dtype(x_nc.dtype())?.unsqueeze(2)?;
-        let y = outputs_nkc.broadcast_mul(&weights_nk1)?.sum(1)?.reshape((batch, steps, width))?;
+        let y_nc = mixture_of_experts(&x_nc, &self.experts, &chosen_nk, &weights_nk)?;
+        let y = y_nc.reshape((batch, steps, width))?;
 
         let load = match self.counts {
-            true => Some(load(&choice, &probabilities_ne, &is_data(rows, tokens))?),
+            true => Some(load(&chosen, &probabilities_ne, &is_data(rows, tokens))?),
             false => None,
         };
         Ok((y, load))
@@ -134,12 +99,11 @@ fn is_data(rows: &Rows, tokens: usize) -> Vec<bool> {
 }
 
 /// Returns the number of tokens of each expert, and its summed probability `[N, E]`, over the data tokens.
-fn load(choice: &Choice, probabilities_ne: &Tensor, is_data: &[bool]) -> Result<Tensor> {
+fn load(chosen: &[u32], probabilities_ne: &Tensor, is_data: &[bool]) -> Result<Tensor> {
     let (device, (tokens, experts)) = (probabilities_ne.device(), probabilities_ne.dims2()?);
     let mut counts = vec![0f32; experts];
-    for (chosen, _) in
-        choice.experts.chunks(choice.experts.len() / tokens).zip(is_data).filter(|(_, is_data)| **is_data)
-    {
+    let of_tokens = chosen.chunks(chosen.len() / tokens).zip(is_data);
+    for (chosen, _) in of_tokens.filter(|(_, is_data)| **is_data) {
         chosen.iter().for_each(|&expert| counts[expert as usize] += 1.);
     }
     let counts = Tensor::from_vec(counts, experts, device)?;
@@ -171,13 +135,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn outputs_return_to_their_tokens() {
+    fn the_first_of_equal_experts_is_chosen() {
         let rows = [vec![0.1, 0.6, 0.0, 0.3], vec![0.5, 0.5, 0.0, 0.0], vec![0.3, 0.0, 0.0, 0.7]];
-        let choice = Choice::largest(&rows, 4, 2);
-        assert_eq!(choice.experts, [1, 3, 0, 1, 3, 0]);
-        // No token chose the third expert, so it sees the first token.
-        assert_eq!(choice.tokens, [vec![1, 2], vec![0, 1], vec![0], vec![0, 2]]);
-        assert_eq!(choice.places, [2, 5, 0, 3, 6, 1]);
+        assert_eq!(largest(&rows, 2), [1, 3, 0, 1, 3, 0]);
     }
 
     #[test]

@@ -24,6 +24,9 @@ pub enum Operation {
     /// The product with a weight of [`nn::Linear`](crate::nn::Linear), [`nn::Conv1D`](crate::nn::Conv1D) and their
     /// adapters, on the host in f32, f16 and bf16.
     Linear,
+    /// [`nn::SwiGlu`](crate::nn::SwiGlu) and [`nn::mixture_of_experts`](crate::nn::mixture_of_experts()), where they are
+    /// one operation. What they keep for backward is kept, too.
+    SwiGlu,
     /// [`nn::attention()`](crate::nn::attention()) and its variants, except for f64 on the host.
     Attention,
 }

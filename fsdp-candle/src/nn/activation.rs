@@ -291,13 +291,13 @@ kernel! {
         }
     }
 
-    fn swiglu_values(y: &mut [f32], gate: &[f32], up: &[f32]) {
+    pub(super) fn swiglu_values(y: &mut [f32], gate: &[f32], up: &[f32]) {
         for ((y, &gate), &up) in y.iter_mut().zip(gate).zip(up) {
             *y = gate * sigmoid(gate) * up;
         }
     }
 
-    fn swiglu_back(d_gate: &mut [f32], d_up: &mut [f32], gate: &[f32], up: &[f32], dy: &[f32]) {
+    pub(super) fn swiglu_back(d_gate: &mut [f32], d_up: &mut [f32], gate: &[f32], up: &[f32], dy: &[f32]) {
         for ((((d_gate, d_up), &gate), &up), &dy) in d_gate.iter_mut().zip(d_up).zip(gate).zip(up).zip(dy) {
             let s = sigmoid(gate);
             *d_gate = dy * up * s * (1.0 + gate * (1.0 - s));

@@ -112,6 +112,11 @@ impl Linear {
         Adapter::add_to(self.adapter.as_ref(), affine("Linear", x, &self.weight, bias, false)?, x)
     }
 
+    /// Returns the weight, if the layer is a product with it alone.
+    pub(in crate::nn) fn plain_weight(&self) -> Option<&Tensor> {
+        (self.bias.is_none() && self.parallel.is_none() && !self.is_adapted()).then_some(&self.weight)
+    }
+
     /// Returns whether an adapter is added to the outputs.
     pub(in crate::nn) fn is_adapted(&self) -> bool {
         self.adapter.is_some() && are_enabled()
@@ -414,6 +419,26 @@ pub(in crate::nn) fn composite(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, in
     }
 }
 
+/// Calls `f` with a weight as it is stored, and its dimensions. An f32 weight with any strides is read in place.
+pub(in crate::nn) fn with_matrix<R>(weight: &Weight, f: impl FnOnce(Mat<'_>, [usize; 2]) -> R) -> Result<R> {
+    let value = weight.value()?;
+    let (rows, cols) = value.dims2()?;
+    let (guard, layout) = value.storage_and_layout();
+    let values = cpu(&guard)?;
+    let dense;
+    let stored = match (values, layout.stride()) {
+        (CpuStorage::F32(values), &[row_stride, col_stride]) => {
+            let values = values.get(layout.start_offset()..).unwrap_or_default();
+            Mat::strided(values, rows, cols, row_stride, col_stride)
+        }
+        _ => {
+            dense = floats(values, layout)?;
+            Mat::new(&dense, rows, cols)
+        }
+    };
+    Ok(f(stored, [rows, cols]))
+}
+
 struct Affine {
     /// Input that is read instead of the graph argument.
     shared: Option<SharedInput>,
@@ -425,26 +450,9 @@ struct Affine {
 }
 
 impl Affine {
-    /// Calls `f` with the weight as `[in, out]`. An f32 weight with any strides is read in place.
+    /// Calls `f` with the weight as `[in, out]`.
     fn with_weight<R>(&self, f: impl FnOnce(Mat<'_>) -> R) -> Result<R> {
-        let (guard, layout) = self.weight.value()?.storage_and_layout();
-        let values = cpu(&guard)?;
-        let (rows, cols) = if self.in_out { (self.inputs, self.outputs) } else { (self.outputs, self.inputs) };
-        let dense;
-        let stored = match (values, layout.stride()) {
-            (CpuStorage::F32(values), &[row_stride, col_stride]) => Mat::strided(
-                values.get(layout.start_offset()..).unwrap_or_default(),
-                rows,
-                cols,
-                row_stride,
-                col_stride,
-            ),
-            _ => {
-                dense = floats(values, layout)?;
-                Mat::new(&dense, rows, cols)
-            }
-        };
-        Ok(f(if self.in_out { stored } else { stored.t() }))
+        with_matrix(&self.weight, |stored, _| f(if self.in_out { stored } else { stored.t() }))
     }
 
     fn forward(&self, x: &Tensor) -> Result<Storage> {

@@ -52,6 +52,8 @@
 //! | [`attention()`], [`attention_qkv`] | q, k, v `[batch, T, heads * D]` | `[batch, T, heads * D]` | |
 //! | [`attention_in_documents`], [`attention_qkv_in_documents`] | the same, and [`Documents`] | the same | |
 //! | [`max_pool2d_with_stride`], [`avg_pool2d_with_stride`] | `[batch, C, H, W]` | `[batch, C, h, w]` | |
+//! | [`SwiGlu`] | `[.., in]` | `[.., out]` | its projections' |
+//! | [`mixture_of_experts`] | `[tokens, in]`, experts and weights `[tokens, K]` | `[tokens, out]` | its experts' |
 //! | [`silu`], [`gelu`] (tanh), [`gelu_erf`], [`silu_mul`] | any | same | |
 //! | [`cross_entropy()`], [`cross_entropy_with()`] | logits `[.., V]`, targets `[..]` | scalar | |
 //! | [`linear_cross_entropy()`], [`linear_cross_entropy_with()`] | `[.., in]`, `[V, in]`, targets `[..]` | scalar | |
@@ -78,6 +80,7 @@ pub mod cpu_flash_attention;
 #[cfg(feature = "cuda")]
 mod cuda;
 pub mod embedding;
+mod experts;
 pub mod group_norm;
 mod input;
 pub mod kv_cache;
@@ -91,6 +94,7 @@ mod pool;
 pub mod rnn;
 mod rotary;
 pub mod rotary_emb;
+mod swiglu;
 mod tensor_parallel;
 mod weight;
 
@@ -132,6 +136,7 @@ pub use attention::fused::{
     AttentionOptions, attention, attention_in_documents, attention_qkv, attention_qkv_in_documents, causal_attention,
     causal_attention_qkv,
 };
+pub use experts::mixture_of_experts;
 pub use linear::{Conv1D, Lora, gpt2_linear, lora};
 pub use loss::cross_entropy::{
     CrossEntropyOptions, IGNORED, Reduction, cross_entropy, cross_entropy_with, vocab_parallel_cross_entropy,
@@ -139,3 +144,4 @@ pub use loss::cross_entropy::{
 pub use loss::linear_cross_entropy::{linear_cross_entropy, linear_cross_entropy_with};
 pub use pool::{avg_pool2d, avg_pool2d_with_stride, max_pool2d, max_pool2d_with_stride};
 pub use rotary::{Rotary, RotaryOptions};
+pub use swiglu::SwiGlu;

@@ -115,12 +115,12 @@ struct Experts {
 }
 
 /// Returns the rows with these numbers, one after another.
-fn gather(values: &[f32], width: usize, rows: &[u32]) -> Vec<f32> {
+pub(super) fn gather(values: &[f32], width: usize, rows: &[u32]) -> Vec<f32> {
     rows.iter().flat_map(|&row| &values[row as usize * width..(row as usize + 1) * width]).copied().collect()
 }
 
 /// Adds rows to the rows of `to` with these numbers.
-fn scatter(from: &[f32], width: usize, rows: &[u32], to: &mut [f32]) {
+pub(super) fn scatter(from: &[f32], width: usize, rows: &[u32], to: &mut [f32]) {
     for (from, &row) in from.chunks_exact(width.max(1)).zip(rows) {
         to[row as usize * width..(row as usize + 1) * width].iter_mut().zip(from).for_each(|(to, from)| *to += from);
     }

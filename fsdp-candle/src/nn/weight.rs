@@ -7,10 +7,11 @@
 use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor, WithDType, bail};
+use parking_lot::Mutex;
 
 use crate::autograd::keeps_graph;
 use crate::fsdp::FsdpParam;
-#[cfg(feature = "cuda")]
+use crate::kernels::graph_op;
 use crate::storage;
 
 /// Returns whether the CPU kernels compute on this tensor. Otherwise its layer uses Candle's own operations.
@@ -144,5 +145,55 @@ impl Weight {
         param.run_pre_gradient_hook()?;
         param.gradient.write_in(write)?;
         anchor.zeros_like().map(Some)
+    }
+}
+
+/// Sources of one operation of Candle.
+const SOURCES: usize = 3;
+
+/// One graph argument for any number of weights. An operation of Candle has at most three.
+pub(in crate::nn) struct JoinedWeights {
+    node: Tensor,
+    /// The gradients that backward has computed, in the order of the weights.
+    gradients: Arc<Mutex<Vec<Option<Tensor>>>>,
+}
+
+impl JoinedWeights {
+    /// Joins at least one weight.
+    pub(in crate::nn) fn new<'a>(weights: impl Iterator<Item = &'a Weight>) -> Result<Self> {
+        let mut nodes: Vec<Tensor> = weights.map(|weight| weight.node().clone()).collect();
+        let gradients = Arc::new(Mutex::new(vec![]));
+        let join = |sources: &[Tensor], first: Option<usize>| {
+            let memory = storage::scalar(sources[0].device())?;
+            let gradients = gradients.clone();
+            graph_op("weights", sources, memory, (), move |sources, _, gradient| {
+                Ok(match first {
+                    Some(first) => gradients.lock()[first..][..sources.len()].iter_mut().map(Option::take).collect(),
+                    None => vec![Some(gradient.clone()); sources.len()],
+                })
+            })
+        };
+        nodes = (nodes.chunks(SOURCES).enumerate())
+            .map(|(at, nodes)| join(nodes, Some(at * SOURCES)))
+            .collect::<Result<_>>()?;
+        while nodes.len() > 1 {
+            nodes = nodes.chunks(SOURCES).map(|nodes| join(nodes, None)).collect::<Result<_>>()?;
+        }
+        let Some(node) = nodes.pop() else { bail!("an operation without weights") };
+        Ok(JoinedWeights { node, gradients })
+    }
+
+    /// Returns the operation's graph argument, a scalar without meaning.
+    pub(in crate::nn) fn node(&self) -> &Tensor {
+        &self.node
+    }
+
+    /// Passes the weights' gradients on. Returns what `bwd` returns for [`JoinedWeights::node`].
+    pub(in crate::nn) fn add_gradients(
+        &self,
+        gradients: impl IntoIterator<Item = Option<Tensor>>,
+    ) -> Result<Option<Tensor>> {
+        *self.gradients.lock() = gradients.into_iter().collect();
+        self.node.track_op().then(|| self.node.zeros_like()).transpose()
     }
 }

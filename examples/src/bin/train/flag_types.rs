@@ -149,7 +149,7 @@ impl ActivationCheckpoint {
         };
         Ok(match keeps.is_empty() {
             true => policy,
-            false => policy.keep(move |call| keeps.iter().any(|keeps| keeps.operation() == call.operation)),
+            false => policy.keep(move |call| keeps.iter().any(|keeps| keeps.keeps(call.operation))),
         })
     }
 }
@@ -171,17 +171,17 @@ pub(crate) fn activation_checkpoint(text: &str) -> Result<ActivationCheckpoint, 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum CheckpointKeep {
-    /// Outputs of products with weights
+    /// Outputs of products with weights, and what SwiGLU keeps of them
     Linear,
     /// Outputs of attention
     Attention,
 }
 
 impl CheckpointKeep {
-    fn operation(self) -> Operation {
+    fn keeps(self, operation: Operation) -> bool {
         match self {
-            CheckpointKeep::Linear => Operation::Linear,
-            CheckpointKeep::Attention => Operation::Attention,
+            CheckpointKeep::Linear => matches!(operation, Operation::Linear | Operation::SwiGlu),
+            CheckpointKeep::Attention => operation == Operation::Attention,
         }
     }
 }

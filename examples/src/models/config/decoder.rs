@@ -513,6 +513,11 @@ impl ExpertsConfig {
         ensure!(per_token <= count, "num_experts_per_tok = {per_token} must be at most the {count} experts");
         let noise = fields.router_jitter_noise.unwrap_or(0.);
         ensure!(noise == 0., "router_jitter_noise = {noise} is not supported; expected 0");
+        let hidden_act = fields.hidden_act.as_deref().unwrap_or("silu");
+        ensure!(
+            activation(false, fields)? == Activation::Silu,
+            "hidden_act = \"{hidden_act}\" is not supported for experts; expected \"silu\""
+        );
         let coefficient = fields.router_aux_loss_coef.unwrap_or(0.001);
         not_negative(&[("router_aux_loss_coef", coefficient)])?;
         let auxiliary = fields.output_router_logits.unwrap_or(false).then_some(coefficient);

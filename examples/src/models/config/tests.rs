@@ -342,6 +342,7 @@ fn unknown_values_are_refused() {
         (of("gemma3_text", r#""attn_logit_softcapping": 50.0"#), "attn_logit_softcapping = 50 is not supported"),
         (of("gemma3_text", r#""use_bidirectional_attention": true"#), "use_bidirectional_attention = true is not"),
         (of("mixtral", r#""num_experts_per_tok": 9"#), "num_experts_per_tok = 9 must be at most the 8 experts"),
+        (of("mixtral", r#""hidden_act": "gelu""#), "hidden_act = \"gelu\" is not supported for experts"),
         (of("mixtral", r#""router_jitter_noise": 0.1"#), "router_jitter_noise = 0.1 is not supported"),
         (of("qwen3_moe", r#""norm_topk_prob": true"#), "missing field `moe_intermediate_size`"),
         (llama(r#""rope_scaling": {"rope_type": "llama3"}"#), "needs factor"),

@@ -6,6 +6,7 @@ mod devices;
 mod layers;
 mod loss;
 mod mirror;
+mod swiglu;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 

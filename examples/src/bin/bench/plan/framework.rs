@@ -8,7 +8,7 @@ use clap::ValueEnum;
 use serde::Serialize;
 
 use super::hardware::{DeviceName, Precision};
-use super::model::{Layer, Linear, Logits, MlpKind, Norm, Root};
+use super::model::{Layer, Linear, Logits, Mlp, MlpKind, Norm, Root};
 use super::on_device;
 
 /// Framework of the planned training.
@@ -75,13 +75,18 @@ impl Framework {
                 let normed = if layer.head_norms { queries + keys } else { 0. };
                 let attention = 2. * queries + 2. * keys + turned + normed;
                 let within = match mlp.kind {
+                    _ if self.is_one_operation(&mlp) => 2.,
                     MlpKind::Plain => 2.,
-                    MlpKind::SiluMul => 3.,
+                    MlpKind::SiluMul | MlpKind::SwiGlu => 3.,
                     MlpKind::Gated => 4.,
                 } * mlp.inner
                     * mlp.times;
-                // Inputs and outputs of each expert, concatenated, reordered and weighted.
-                let chosen = if mlp.experts > 0. { 5. * mlp.times * width + 5. * mlp.experts } else { residual };
+                let chosen = match mlp.experts > 0. {
+                    true if self.is_one_operation(&mlp) => residual + 5. * mlp.experts,
+                    // Inputs and outputs of each expert, concatenated, reordered and weighted.
+                    true => 5. * mlp.times * width + 5. * mlp.experts,
+                    false => residual,
+                };
                 let stream = (3. + norms) * residual + whole;
                 e * (stream + attention + within + chosen) + statistics
             }
@@ -122,10 +127,14 @@ impl Framework {
             Framework::Candle | Framework::OnDevice => {
                 let activation = match mlp.kind {
                     MlpKind::Plain => 2.,
-                    MlpKind::SiluMul => 3.,
+                    MlpKind::SiluMul | MlpKind::SwiGlu => 3.,
                     MlpKind::Gated => 5.,
                 };
-                let experts = if mlp.experts > 0. { 8. * mlp.times * width } else { 0. };
+                let experts = match mlp.experts > 0. {
+                    true if self.is_one_operation(&mlp) => 4. * mlp.times * width,
+                    true => 8. * mlp.times * width,
+                    false => 0.,
+                };
                 let own = 2. * norms * residual + 2. * residual + 2. * heads * (rotary + head_norms);
                 sums + e * (own + activation * within + experts)
             }
@@ -167,12 +176,22 @@ impl Framework {
     /// Returns the bytes per token of gradients in a block at their peak, in the middle of an MLP. Candle adds each
     /// gradient to a tensor of zeros.
     pub(super) fn flowing(self, layer: &Layer, compute: Precision) -> f64 {
-        let inner = match (self, layer.mlp.kind) {
+        let mlp = &layer.mlp;
+        if self.is_one_operation(mlp) {
+            // In f32, of one expert at a time.
+            return F32 * 3. * mlp.inner * mlp.times / mlp.experts.max(1.) + compute.bytes() * 2. * layer.width;
+        }
+        let inner = match (self, mlp.kind) {
             (Framework::Pytorch, _) => 3.,
             (_, MlpKind::Plain) => 4.,
             (_, _) => 5.,
         };
-        compute.bytes() * (inner * layer.mlp.inner * layer.mlp.times.max(1.) + 2. * layer.width)
+        compute.bytes() * (inner * mlp.inner * mlp.times.max(1.) + 2. * layer.width)
+    }
+
+    /// Returns whether an MLP, or all experts of a layer, are one operation.
+    fn is_one_operation(self, mlp: &Mlp) -> bool {
+        self == Framework::Candle && mlp.kind == MlpKind::SwiGlu
     }
 
     /// Returns the memory of the head and the loss of this many tokens.

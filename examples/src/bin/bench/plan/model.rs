@@ -68,6 +68,8 @@ pub(super) enum MlpKind {
     Gated,
     /// `silu(gate) * up`, one fused operation in candle-fsdp
     SiluMul,
+    /// [`MlpKind::SiluMul`] and its products, one fused operation in candle-fsdp on a CPU without tensor parallelism
+    SwiGlu,
 }
 
 /// A fully connected layer, which a token passes `times` times.
@@ -177,6 +179,9 @@ impl Model {
         for layer in &mut self.layers {
             // The outputs of attention and MLP, or of each expert.
             layer.exchanged = (1. + layer.mlp.times) * layer.width;
+            if layer.mlp.kind == MlpKind::SwiGlu {
+                layer.mlp.kind = MlpKind::SiluMul;
+            }
             if !ranks.sequence {
                 continue;
             }
@@ -310,7 +315,11 @@ fn decoder(config: &DecoderConfig, layer: usize, seq: usize) -> Layer {
         rotary: true,
         mlp: Mlp {
             inner,
-            kind: if config.activation == Activation::Silu { MlpKind::SiluMul } else { MlpKind::Gated },
+            kind: match config.activation {
+                Activation::Silu if config.fused || config.biases.mlp => MlpKind::SiluMul,
+                Activation::Silu => MlpKind::SwiGlu,
+                _ => MlpKind::Gated,
+            },
             linears: inputs.len() as f64 + 1.,
             times,
             experts: count,

@@ -74,7 +74,7 @@ pub(super) fn launches(setup: &Setup, layer: &Layer) -> f64 {
     // Operations, and their arguments.
     let [activations, activated] = match mlp.kind {
         MlpKind::Plain => [1., 1.],
-        MlpKind::SiluMul => [1., 2.],
+        MlpKind::SiluMul | MlpKind::SwiGlu => [1., 2.],
         MlpKind::Gated => [2., 3.],
     };
     let attention = attention_launches(setup, layer);

@@ -1,0 +1,157 @@
+//! Mixtures of experts whose weights are separate parameters, as in Mixtral and Qwen 3 (Shazeer et al., 2017,
+//! arXiv:1701.06538). A *route* is one token's way to one of its experts.
+
+use std::sync::Arc;
+
+use candle_core::{Device, Module, Result, Tensor, bail};
+
+use super::cpu::{indices, read, storage, tensor_like};
+use super::moe::{gather, scatter};
+use super::swiglu::{Projections, RowWeights, SwiGlu, backward, forward, read_weights};
+use super::weight::JoinedWeights;
+use crate::activation_checkpoint::{Operation, operation};
+use crate::kernels::graph_op;
+use crate::upload;
+
+/// Returns for each token the sum of its experts' outputs, each times its weight: input `[tokens, in]`, output
+/// `[tokens, out]`. `chosen` (u8, u32 or i64) and `weights` (float) are `[tokens, K]`: the numbers of each token's
+/// experts, and their weights.
+///
+/// Each expert computes all of its tokens at once. Where [`SwiGlu`] is one operation, the mixture is one, too: no row is
+/// copied in the graph, and the sums are rounded once. An expert without tokens gets gradients of zeros, so that ranks
+/// agree on which parameters have some. The host reads `chosen`, so pass a tensor on the CPU if it is known there.
+///
+/// Fails if there is no expert, a shape does not fit, or a number is out of range.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use fsdp_candle::nn::{Linear, SwiGlu, mixture_of_experts};
+///
+/// let weight = |value: f32, shape| Tensor::full(value, shape, &Device::Cpu).map(|weight| Linear::new(weight, None));
+/// let expert = |value| Ok(SwiGlu::new(weight(value, (3, 2))?, weight(1., (3, 2))?, weight(1., (2, 3))?));
+/// let experts = [expert(0.1)?, expert(0.2)?, expert(0.3)?];
+/// let x = Tensor::new(&[[1f32, 2.], [3., 4.]], &Device::Cpu)?;
+/// let chosen = Tensor::new(&[[2u32, 0], [1, 2]], &Device::Cpu)?;
+/// let weights = Tensor::new(&[[0.75f32, 0.25], [0.5, 0.5]], &Device::Cpu)?;
+/// assert_eq!(mixture_of_experts(&x, &experts, &chosen, &weights)?.dims(), [2, 2]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn mixture_of_experts(x: &Tensor, experts: &[SwiGlu], chosen: &Tensor, weights: &Tensor) -> Result<Tensor> {
+    let function = "mixture_of_experts";
+    let ((tokens, _), (rows, per_token)) = (x.dims2()?, chosen.dims2()?);
+    if experts.is_empty() || per_token == 0 || rows != tokens || weights.dims() != chosen.dims() {
+        bail!(
+            "{function}: {} experts, chosen {:?} and weights {:?} do not fit the input {:?}: both must be [{tokens}, K] \
+             with K of at least 1",
+            experts.len(),
+            chosen.dims(),
+            weights.dims(),
+            x.dims()
+        );
+    }
+    let chosen = indices(function, "expert", chosen, experts.len(), "number of experts")?;
+    let mut routes = vec![Routes::default(); experts.len()];
+    for (route, expert) in (0u32..).zip(chosen) {
+        let of_expert = &mut routes[expert as usize];
+        of_expert.tokens.push(route / per_token as u32);
+        of_expert.numbers.push(route);
+    }
+    let fused_weights: Option<Vec<_>> = experts.iter().map(|expert| expert.fused_weights(x)).collect();
+    match fused_weights.filter(|weights| weights.iter().all(|of| of[2].dims() == weights[0][2].dims())) {
+        Some(experts) => fused(x, &experts, routes, weights),
+        None => composite(x, experts, routes, weights),
+    }
+}
+
+/// The routes to one expert.
+#[derive(Clone, Default)]
+struct Routes {
+    /// Tokens of the routes.
+    tokens: Vec<u32>,
+    /// Numbers of the routes, token by token.
+    numbers: Vec<u32>,
+}
+
+/// The mixture as a chain of operations.
+fn composite(x: &Tensor, experts: &[SwiGlu], mut routes: Vec<Routes>, weights: &Tensor) -> Result<Tensor> {
+    let on_device = |indices: &[u32]| upload(&Tensor::new(indices, &Device::Cpu)?, x.device());
+    // The row of each route in the concatenated outputs.
+    let mut places = vec![0; weights.elem_count()];
+    let mut end = 0;
+    for Routes { tokens, numbers } in &mut routes {
+        numbers.iter().zip(end..).for_each(|(&route, place)| places[route as usize] = place);
+        // The output of an expert without tokens is not used, and its gradients are zeros.
+        if tokens.is_empty() {
+            tokens.push(0);
+        }
+        end += tokens.len() as u32;
+    }
+    let x = x.contiguous()?;
+    let outputs = experts.iter().zip(&routes);
+    let outputs =
+        outputs.map(|(expert, Routes { tokens, .. })| expert.forward(&x.index_select(&on_device(tokens)?, 0)?));
+    let outputs = Tensor::cat(&outputs.collect::<Result<Vec<_>>>()?, 0)?.index_select(&on_device(&places)?, 0)?;
+    let (tokens, per_token) = weights.dims2()?;
+    let outputs = outputs.reshape((tokens, per_token, ()))?;
+    outputs.broadcast_mul(&weights.to_dtype(x.dtype())?.unsqueeze(2)?)?.sum(1)
+}
+
+/// The mixture as one operation.
+fn fused(x: &Tensor, experts: &[[&Tensor; 3]], routes: Vec<Routes>, weights: &Tensor) -> Result<Tensor> {
+    let ((tokens, inputs), outputs) = (x.dims2()?, experts[0][2].dim(0)?);
+    let shape = [tokens, outputs];
+    operation(Operation::SwiGlu, &shape, |known| {
+        let known = known.and_then(|(y, projections)| Some((y, projections.downcast::<Vec<Projections>>().ok()?)));
+        let (of_experts, y, projections) = match known {
+            Some((y, projections)) => {
+                (experts.iter().map(|&expert| read_weights(expert)).collect::<Result<Vec<_>>>()?, y, projections)
+            }
+            None => {
+                read!(values, x);
+                read!(weights, weights);
+                let mut y = vec![0f32; tokens * outputs];
+                let (mut of_experts, mut projections) = (vec![], vec![]);
+                for (&expert, routes) in experts.iter().zip(&routes) {
+                    let rows = gather(&values, inputs, &routes.tokens);
+                    let (of_expert, of_rows, mut out) = forward(expert, &rows, x.dtype())?;
+                    for (out, &route) in out.chunks_exact_mut(outputs.max(1)).zip(&routes.numbers) {
+                        out.iter_mut().for_each(|out| *out *= weights[route as usize]);
+                    }
+                    scatter(&out, outputs, &routes.tokens, &mut y);
+                    of_experts.push(of_expert);
+                    projections.push(of_rows);
+                }
+                (of_experts, storage(y, x.dtype())?, Arc::new(projections))
+            }
+        };
+        let joined = JoinedWeights::new(of_experts.iter().flatten())?;
+        let (arguments, kept) = ([x.clone(), weights.clone(), joined.node().clone()], projections.clone());
+        let y = graph_op("mixture_of_experts", &arguments, y, &shape, move |arguments, _, dy| {
+            let (x, weights) = (arguments[0], arguments[1]);
+            read!(values, x);
+            read!(row_weights, weights);
+            read!(grad, dy);
+            let mut dx = x.track_op().then(|| vec![0f32; values.len()]);
+            let mut d_weights = vec![0f32; row_weights.len()];
+            let mut gradients = vec![];
+            // From the last to the first, as backward passes other layers.
+            for ((expert, projections), routes) in of_experts.iter().zip(&*projections).zip(&routes).rev() {
+                let rows = gather(&values, inputs, &routes.tokens);
+                let dy = gather(&grad, outputs, &routes.tokens);
+                let of_rows: Vec<f32> = routes.numbers.iter().map(|&route| row_weights[route as usize]).collect();
+                let mut d_of_rows = vec![0f32; of_rows.len()];
+                let of_rows = RowWeights { values: &of_rows, gradients: &mut d_of_rows };
+                let (d_rows, of_expert) = backward(expert, projections, &rows, &dy, Some(of_rows), dx.is_some())?;
+                if let (Some(dx), Some(d_rows)) = (&mut dx, d_rows) {
+                    scatter(&d_rows, inputs, &routes.tokens, dx);
+                }
+                routes.numbers.iter().zip(d_of_rows).for_each(|(&route, d)| d_weights[route as usize] = d);
+                gradients.push(of_expert);
+            }
+            let d_weights = weights.track_op().then(|| tensor_like(d_weights, weights)).transpose()?;
+            let of_weights = joined.add_gradients(gradients.into_iter().rev().flatten())?;
+            Ok([dx.map(|dx| tensor_like(dx, x)).transpose()?, d_weights, of_weights])
+        })?;
+        Ok((y, kept))
+    })
+}

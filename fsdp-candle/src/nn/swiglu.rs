@@ -1,0 +1,226 @@
+//! The MLP of Llama: `down(silu(gate(x)) * up(x))` (Shazeer, "GLU Variants Improve Transformer", 2020,
+//! arXiv:2002.05202).
+//!
+//! As one operation on the CPU, its graph keeps the gate and the up projection of each row. A chain of layers also keeps
+//! their product, and in backward Candle adds four gradients of the inner width to zeros. With `g` and `u` for the two
+//! projections, `h = silu(g) u`:
+//!
+//! - `dh = dy W_down`, `dW_down = dy^T h`
+//! - `dg` and `du` as in SwiGLU
+//! - `dx = dg W_gate + du W_up`, `dW_gate = dg^T x`, `dW_up = du^T x`
+
+use std::sync::Arc;
+
+use candle_core::{DType, Layout, Module, Result, Storage, Tensor};
+
+use super::activation::{silu_mul, swiglu_back, swiglu_values};
+use super::cpu::matrix::{Mat, MatMut, product};
+use super::cpu::{cpu, floats, map_rows, map_rows2, read, storage, tensor_like, weight_grad};
+use super::linear::{Linear, with_matrix};
+use super::weight::{JoinedWeights, Weight, has_cpu_kernels};
+use crate::activation_checkpoint::{Operation, operation};
+use crate::kernels::graph_op;
+
+/// The MLP of Llama: `down(silu(gate(x)) * up(x))`, input `[.., in]`, output `[.., out]`.
+///
+/// On the CPU in f32, f16 and bf16, it is one operation if its layers have no bias, no adapter, and no plan of tensor
+/// parallelism. It keeps the outputs of `gate` and `up` for backward. Otherwise it is the chain of its layers, with the
+/// same values up to rounding.
+///
+/// ```
+/// use candle_core::{DType, Device, Module, Tensor};
+/// use fsdp_candle::nn::{Linear, SwiGlu};
+///
+/// let weight = |value: f32, shape| Tensor::full(value, shape, &Device::Cpu);
+/// let (gate, up, down) = (weight(1., (3, 2))?, weight(0.5, (3, 2))?, weight(2., (4, 3))?);
+/// let mlp = SwiGlu::new(Linear::new(gate, None), Linear::new(up, None), Linear::new(down, None));
+/// let y = mlp.forward(&Tensor::ones((5, 2), DType::F32, &Device::Cpu)?)?;
+/// assert_eq!(y.dims(), [5, 4]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct SwiGlu {
+    gate: Linear,
+    up: Linear,
+    down: Linear,
+}
+
+impl SwiGlu {
+    /// Returns a layer of these projections, with weights `[inner, in]`, `[inner, in]` and `[out, inner]`.
+    pub fn new(gate: Linear, up: Linear, down: Linear) -> Self {
+        SwiGlu { gate, up, down }
+    }
+
+    /// Returns the three weights, if one operation can compute the layer for inputs like `x`.
+    pub(super) fn fused_weights(&self, x: &Tensor) -> Option<[&Tensor; 3]> {
+        let weights = [self.gate.plain_weight()?, self.up.plain_weight()?, self.down.plain_weight()?];
+        let [(inner, inputs), up, (_, of_down)] =
+            [weights[0].dims2().ok()?, weights[1].dims2().ok()?, weights[2].dims2().ok()?];
+        // If shapes or dtypes disagree, the chain's layers name what does not fit.
+        let fits = x.dims().last() == Some(&inputs)
+            && up == (inner, inputs)
+            && of_down == inner
+            && weights.iter().all(|weight| weight.dtype() == x.dtype() && weight.device().is_cpu());
+        (fits && has_cpu_kernels(x)).then_some(weights)
+    }
+}
+
+impl Module for SwiGlu {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        match self.fused_weights(x) {
+            Some(weights) => fused(x, weights),
+            None => self.down.forward(&silu_mul(&self.gate.forward(x)?, &self.up.forward(x)?)?),
+        }
+    }
+}
+
+fn fused(x: &Tensor, weights: [&Tensor; 3]) -> Result<Tensor> {
+    let shape = [&x.dims()[..x.rank() - 1], &[weights[2].dim(0)?]].concat();
+    operation(Operation::SwiGlu, &shape, |known| {
+        let known = known.and_then(|(y, projections)| Some((y, projections.downcast::<Projections>().ok()?)));
+        let (weights, y, projections) = match known {
+            Some((y, projections)) => (read_weights(weights)?, y, projections),
+            None => {
+                read!(values, x);
+                let (weights, projections, y) = forward(weights, &values, x.dtype())?;
+                (weights, storage(y, x.dtype())?, Arc::new(projections))
+            }
+        };
+        let joined = JoinedWeights::new(weights.iter())?;
+        let (arguments, kept) = ([x.clone(), joined.node().clone()], projections.clone());
+        let y = graph_op("SwiGlu", &arguments, y, &shape[..], move |arguments, _, dy| {
+            let x = arguments[0];
+            read!(values, x);
+            read!(grad, dy);
+            let (dx, gradients) = backward(&weights, &projections, &values, &grad, None, x.track_op())?;
+            Ok([dx.map(|dx| tensor_like(dx, x)).transpose()?, joined.add_gradients(gradients)?])
+        })?;
+        Ok((y, kept))
+    })
+}
+
+/// The outputs of `gate` and `up`, which backward reads.
+pub(super) struct Projections {
+    gate: Storage,
+    up: Storage,
+    len: usize,
+}
+
+impl Projections {
+    /// Calls `f` with both in f32.
+    fn with<R>(&self, f: impl FnOnce(&[f32], &[f32]) -> R) -> Result<R> {
+        let layout = Layout::contiguous(self.len);
+        Ok(f(&floats(cpu(&self.gate)?, &layout)?, &floats(cpu(&self.up)?, &layout)?))
+    }
+
+    /// Returns `silu(gate) * up`.
+    fn hidden(&self) -> Result<Vec<f32>> {
+        let mut hidden = vec![0f32; self.len];
+        self.with(|gate, up| {
+            map_rows(&mut hidden, 1, 1, |first, hidden| swiglu_values(hidden, &gate[first..], &up[first..]));
+        })?;
+        Ok(hidden)
+    }
+}
+
+/// Reads the weights of a layer.
+pub(super) fn read_weights([gate, up, down]: [&Tensor; 3]) -> Result<[Weight; 3]> {
+    Ok([Weight::of(gate)?, Weight::of(up)?, Weight::of(down)?])
+}
+
+/// Computes the output for rows of the input, which have `dtype`.
+pub(super) fn forward(
+    [gate, up, down]: [&Tensor; 3],
+    x: &[f32],
+    dtype: DType,
+) -> Result<([Weight; 3], Projections, Vec<f32>)> {
+    // If each weight is a unit of its own, reading one may free the one before.
+    let gate = Weight::of(gate)?;
+    let of_gate = storage(multiply(x, &gate)?, dtype)?;
+    let up = Weight::of(up)?;
+    let of_up = multiply(x, &up)?;
+    let projections = Projections { gate: of_gate, len: of_up.len(), up: storage(of_up, dtype)? };
+    let down = Weight::of(down)?;
+    let y = multiply(&projections.hidden()?, &down)?;
+    Ok(([gate, up, down], projections, y))
+}
+
+/// Returns `x W^T`.
+fn multiply(x: &[f32], weight: &Weight) -> Result<Vec<f32>> {
+    with_matrix(weight, |w, [outputs, inputs]| {
+        let rows = x.len() / inputs.max(1);
+        let mut y = vec![0f32; rows * outputs];
+        product(MatMut::new(&mut y, rows, outputs), false, Mat::new(x, rows, inputs), w.t());
+        y
+    })
+}
+
+/// Factors of the rows of the output, and their gradients.
+pub(super) struct RowWeights<'a> {
+    pub(super) values: &'a [f32],
+    pub(super) gradients: &'a mut [f32],
+}
+
+/// Returns the gradient of the input, if it is wanted, and of the weights, given the gradient `dy` of the output. With
+/// `of_rows`, `dy` is the gradient of the weighted output.
+pub(super) fn backward(
+    [gate, up, down]: &[Weight; 3],
+    projections: &Projections,
+    x: &[f32],
+    dy: &[f32],
+    of_rows: Option<RowWeights<'_>>,
+    wants_dx: bool,
+) -> Result<(Option<Vec<f32>>, [Option<Tensor>; 3])> {
+    let (mut dh, rows, inner) = with_matrix(down, |w, [outputs, inner]| {
+        let rows = dy.len() / outputs.max(1);
+        let mut dh = vec![0f32; rows * inner];
+        product(MatMut::new(&mut dh, rows, inner), false, Mat::new(dy, rows, outputs), w);
+        (dh, rows, inner)
+    })?;
+    let mut hidden = projections.hidden()?;
+    if let Some(RowWeights { values, gradients }) = of_rows {
+        let rows = dh.chunks_exact_mut(inner.max(1)).zip(hidden.chunks_exact_mut(inner.max(1)));
+        for (((dh, hidden), weight), gradient) in rows.zip(values).zip(gradients) {
+            // The gradient is dy W h = dh h, before dh is weighted.
+            *gradient = dh.iter().zip(&*hidden).map(|(dh, h)| dh * h).sum();
+            dh.iter_mut().for_each(|dh| *dh *= weight);
+            hidden.iter_mut().for_each(|h| *h *= weight);
+        }
+    }
+    let d_down = gradient(down, dy, &hidden, rows)?;
+    let (mut d_gate, mut d_up) = (hidden, vec![0f32; dh.len()]);
+    projections.with(|gate, up| {
+        map_rows2(&mut d_gate, &mut d_up, |first, d_gate, d_up| {
+            swiglu_back(d_gate, d_up, &gate[first..], &up[first..], &dh[first..]);
+        });
+    })?;
+    drop(dh);
+    let mut dx = wants_dx.then(|| vec![0f32; x.len()]);
+    let mut through = |weight: &Weight, dy: &[f32], accumulate: bool| match &mut dx {
+        Some(dx) => with_matrix(weight, |w, [outputs, inputs]| {
+            product(MatMut::new(dx, rows, inputs), accumulate, Mat::new(dy, rows, outputs), w);
+        }),
+        None => Ok(()),
+    };
+    through(up, &d_up, false)?;
+    let of_up = gradient(up, &d_up, x, rows)?;
+    through(gate, &d_gate, true)?;
+    let of_gate = gradient(gate, &d_gate, x, rows)?;
+    Ok((dx, [of_gate, of_up, d_down]))
+}
+
+/// Returns the gradient `dy^T x` of a weight.
+fn gradient(weight: &Weight, dy: &[f32], x: &[f32], rows: usize) -> Result<Option<Tensor>> {
+    weight_grad(weight, |buffer, accumulate| {
+        if rows == 0 {
+            if !accumulate {
+                buffer.fill(0.);
+            }
+            return Ok(());
+        }
+        let (outputs, inputs) = (dy.len() / rows, x.len() / rows);
+        let (dy, x) = (Mat::new(dy, rows, outputs), Mat::new(x, rows, inputs));
+        product(MatMut::new(buffer, outputs, inputs), accumulate, dy.t(), x);
+        Ok(())
+    })
+}
