@@ -70,8 +70,8 @@ impl Block {
     /// Returns the residual stream after the block.
     fn forward(&self, x_btc: &Tensor, rows: &Rows) -> Result<Tensor> {
         let documents = rows.documents.as_ref();
-        let x_btc = self.attention_norm.forward(&(self.attention(x_btc, documents)? + x_btc)?)?;
-        self.norm.forward(&(self.mlp(&x_btc)? + &x_btc)?)
+        let x_btc = self.attention_norm.forward(&nn::add(&self.attention(x_btc, documents)?, x_btc)?)?;
+        self.norm.forward(&nn::add(&self.mlp(&x_btc)?, &x_btc)?)
     }
 }
 

@@ -191,13 +191,13 @@ impl Block {
             None => Ok(x),
         };
         let attention = self.attention.forward(&self.input_norm.forward(x_btc)?, rows.documents.as_ref())?;
-        let x_btc = (x_btc + post_norm(&self.attention_norm, attention)?)?;
+        let x_btc = nn::add(x_btc, &post_norm(&self.attention_norm, attention)?)?;
         let normed = self.mlp_norm.forward(&x_btc)?;
         let (mlp, load) = match &self.mlp {
             Feed::Mlp(mlp) => (mlp.forward(&normed)?, None),
             Feed::Experts(experts) => experts.forward(&normed, rows)?,
         };
-        Ok(((x_btc + post_norm(&self.output_norm, mlp)?)?, load))
+        Ok((nn::add(&x_btc, &post_norm(&self.output_norm, mlp)?)?, load))
     }
 }
 

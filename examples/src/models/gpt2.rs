@@ -75,9 +75,9 @@ impl Block {
     /// Returns the residual stream after the block.
     fn forward(&self, x_btc: &Tensor, rows: &Rows) -> Result<Tensor> {
         let documents = rows.documents.as_ref();
-        let x_btc = (x_btc + self.attention(&self.norm_1.forward(x_btc)?, documents)?)?;
+        let x_btc = nn::add(x_btc, &self.attention(&self.norm_1.forward(x_btc)?, documents)?)?;
         let mlp = self.mlp(&self.norm_2.forward(&x_btc)?)?;
-        x_btc + mlp
+        nn::add(&x_btc, &mlp)
     }
 }
 

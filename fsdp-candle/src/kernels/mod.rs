@@ -1,14 +1,15 @@
 //! The kernels: this library's own computations on memory, selected by device. The layers of `nn` have their own.
 //!
 //! A device is a folder beside `cpu` that implements [`Kernels`], and a case in [`of`]. Kernels take [`Slice`]s of
-//! tensors' or buffers' memory, without a copy between the two. `candle_interop` is the access to Candle: a tensor's
-//! memory in place, and nodes of its graph.
+//! tensors' or buffers' memory, without a copy between the two. `candle_interop` is the access to a tensor's memory in
+//! place, and `graph` makes nodes of Candle's graph.
 
 mod candle_interop;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod eight_bits;
+mod graph;
 mod slice;
 #[cfg(test)]
 mod tests;
@@ -20,7 +21,7 @@ use fsdp_core::{Buffer, DType, DeviceId, Readable, View};
 
 use crate::error::{Error, Result};
 
-pub(crate) use candle_interop::{Backward, StorageMut, graph_op, in_place, node};
+pub(crate) use candle_interop::{StorageMut, in_place};
 pub(crate) use cpu::{Float, host_elements};
 #[cfg(feature = "cuda")]
 pub(crate) use cuda::{
@@ -30,6 +31,7 @@ pub(crate) use cuda::{
     swiglu_halves_back, uninit, wide, write_product,
 };
 pub(crate) use eight_bits::{EightBits, STATE_BLOCK};
+pub(crate) use graph::{Backward, NodesWithValues, graph_op, node, nodes_with_values};
 pub(crate) use slice::{Slice, SliceMut};
 
 /// Returns the kernels of a device. Fails with [`Error::Device`] for a device without kernels.

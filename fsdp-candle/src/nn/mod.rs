@@ -52,6 +52,7 @@
 //! | [`attention()`], [`attention_qkv`] | q, k, v `[batch, T, heads * D]` | `[batch, T, heads * D]` | |
 //! | [`attention_in_documents`], [`attention_qkv_in_documents`] | the same, and [`Documents`] | the same | |
 //! | [`max_pool2d_with_stride`], [`avg_pool2d_with_stride`] | `[batch, C, H, W]` | `[batch, C, h, w]` | |
+//! | [`add`] | any, twice | same | |
 //! | [`SwiGlu`] | `[.., in]` | `[.., out]` | its projections' |
 //! | [`mixture_of_experts`] | `[tokens, in]`, experts and weights `[tokens, K]` | `[tokens, out]` | its experts' |
 //! | [`silu`], [`gelu`] (tanh), [`gelu_erf`], [`silu_mul`] | any | same | |
@@ -91,6 +92,7 @@ pub mod loss;
 pub mod moe;
 pub mod ops;
 mod pool;
+mod residual;
 pub mod rnn;
 mod rotary;
 pub mod rotary_emb;
@@ -143,5 +145,6 @@ pub use loss::cross_entropy::{
 };
 pub use loss::linear_cross_entropy::{linear_cross_entropy, linear_cross_entropy_with};
 pub use pool::{avg_pool2d, avg_pool2d_with_stride, max_pool2d, max_pool2d_with_stride};
+pub use residual::add;
 pub use rotary::{Rotary, RotaryOptions};
 pub use swiglu::SwiGlu;

@@ -17,6 +17,7 @@ use parking_lot::Mutex;
 
 use crate::autograd::{checkpoints, next_number};
 use crate::fsdp::FsdpParamGroup;
+use crate::kernels::{NodesWithValues, nodes_with_values};
 use crate::tensors::{Tensors, with_tensors};
 use evidence::{Call, Inspection};
 
@@ -139,7 +140,7 @@ impl GraphWatch {
             is_cut_inside: false,
             checkpoints: checkpoints(),
         });
-        Ok(Some(WatchedCall { watch: self, unit: unit.clone(), depth: state.open.len() }))
+        Ok(Some(WatchedCall { watch: self, unit: unit.clone(), depth: state.open.len(), _nodes: nodes_with_values() }))
     }
 
     /// Records that a unit has been through a backward. Returns new cuts in it.
@@ -175,6 +176,7 @@ pub(crate) struct WatchedCall<'a> {
     watch: &'a GraphWatch,
     unit: Arc<FsdpParamGroup>,
     depth: usize,
+    _nodes: NodesWithValues,
 }
 
 impl WatchedCall<'_> {

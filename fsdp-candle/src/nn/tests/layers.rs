@@ -121,6 +121,7 @@ fn activations_match_the_composite() {
             check("gelu", &[&x], || gelu(&x), || x.gelu());
             check("gelu_erf", &[&x], || gelu_erf(&x), || x.gelu_erf());
             check("silu_mul", &[&x, &up], || silu_mul(&x, &up), || x.silu()? * up.as_tensor());
+            check("add", &[&x, &up], || add(&x, &up), || x.as_tensor() + up.as_tensor());
         }
         let x = random(5, &[6, 4], dtype);
         check("gelu of a view", &[&x], || gelu(&x.t()?), || x.t()?.gelu());

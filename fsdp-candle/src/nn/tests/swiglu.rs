@@ -22,12 +22,9 @@ fn reference(x: &Tensor, weights: &[Var]) -> Result<Tensor> {
 #[test]
 fn swiglu_matches_the_composite() {
     for dtype in DTYPES {
-        for (shape, dims) in [
-            (vec![2, 5, 6], [6, 8, 6]),
-            (vec![3, 7], [7, 5, 4]),
-            (vec![1], [1, 1, 1]),
-            (vec![150, 64], [64, 300, 64]),
-        ] {
+        for (shape, dims) in
+            [(vec![2, 5, 6], [6, 8, 6]), (vec![3, 7], [7, 5, 4]), (vec![1], [1, 1, 1]), (vec![150, 64], [64, 300, 64])]
+        {
             let (x, weights) = (random(1, &shape, dtype), weights(2, dims, dtype));
             let vars: Vec<&Var> = std::iter::once(&x).chain(&weights).collect();
             check(&format!("{shape:?}"), &vars, || layer(&weights).forward(&x), || reference(&x, &weights));

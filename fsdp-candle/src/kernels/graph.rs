@@ -1,0 +1,365 @@
+//! Nodes of Candle's graph for operations of this library.
+//!
+//! Candle's backward adds each gradient that an operation returns to a new tensor of zeros. Between two operations of
+//! this library on the CPU, gradients therefore bypass Candle: an operation has a *token*, a scalar node that stands for
+//! it in the graph, and its output is a node that follows the token. An operation that takes the output follows the
+//! token instead, and adds its gradient to the sum in which the token's backward finds it. The first gradient is moved
+//! there. Other operations follow the output, whose backward passes their gradient on to the same sum.
+//!
+//! On devices, the zeros and the sum of a token would be as many launches as those that they replace, so an output is
+//! the operation's own node. So are scalars, and what an inspected unit computes ([`nodes_with_values`]).
+
+use std::cell::Cell;
+use std::collections::HashMap;
+use std::sync::{Arc, LazyLock, OnceLock};
+
+use candle_core::{CpuStorage, CudaStorage, MetalStorage};
+use candle_core::{CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Storage, Tensor, TensorId, bail};
+use parking_lot::Mutex;
+
+use super::candle_interop::in_place;
+use super::of_device;
+
+/// The backward of a node with one source.
+pub(crate) trait Backward: Send + Sync + 'static {
+    /// Returns the node's name in Candle's messages.
+    fn name(&self) -> &'static str;
+
+    /// Returns the gradient of `source`, given the gradient of the node.
+    fn backward(&self, source: &Tensor, node: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>>;
+}
+
+/// Returns a node with this storage that follows `source` in the graph. Both are on one device. Gradients do not bypass
+/// Candle.
+pub(crate) fn node(source: &Tensor, memory: Storage, shape: Shape, backward: impl Backward) -> Result<Tensor> {
+    let op = GraphOp {
+        name: backward.name(),
+        result: Mutex::new(Some((memory, shape))),
+        gradients: Box::new(move |sources, node, gradient| {
+            Ok([backward.backward(sources[0], node, gradient)?, None, None])
+        }),
+        sources: vec![None],
+        output: None,
+    };
+    source.apply_op1(op)
+}
+
+/// Returns an operation's result as a node that follows its sources in the graph. There are one to three sources, on
+/// one device. `backward(sources, node, gradient)` returns the gradients of the sources, in order.
+pub(crate) fn graph_op<G: IntoIterator<Item = Option<Tensor>>>(
+    name: &'static str,
+    sources: &[impl AsRef<Tensor>],
+    memory: Storage,
+    shape: impl Into<Shape>,
+    backward: impl Fn(&[&Tensor], &Tensor, &Tensor) -> Result<G> + Send + Sync + 'static,
+) -> Result<Tensor> {
+    let gradients = move |sources: &[&Tensor], node: &Tensor, gradient: &Tensor| {
+        let mut gradients = backward(sources, node, gradient)?.into_iter();
+        Ok(std::array::from_fn(|_| gradients.next().flatten()))
+    };
+    let shape = shape.into();
+    let sources: Vec<&Tensor> = sources.iter().map(AsRef::as_ref).collect();
+    let links: Vec<Option<Link>> = sources.iter().map(|source| Link::of(source)).collect();
+    let follow = |op: GraphOp| {
+        let follows = |at: usize| links[at].as_ref().map_or(sources[at], |link| &link.token);
+        match sources.len() {
+            1 => follows(0).apply_op1(op),
+            2 => follows(0).apply_op2(follows(1), op),
+            3 => follows(0).apply_op3(follows(1), follows(2), op),
+            count => bail!("{name}: expected 1 to 3 sources, found {count}"),
+        }
+    };
+    let kept =
+        (sources.iter().zip(&links)).map(|(source, link)| Some(((*source).clone(), link.clone()?.sum))).collect();
+    let has_token = matches!(memory, Storage::Cpu(_))
+        && shape.rank() > 0
+        && NODES_WITH_VALUES.get() == 0
+        && sources.iter().any(|source| source.track_op());
+    let mut op =
+        GraphOp { name, result: Mutex::new(None), gradients: Box::new(gradients), sources: kept, output: None };
+    if !has_token {
+        op.result = Mutex::new(Some((memory, shape)));
+        return follow(op);
+    }
+    let (sum, values, id) = (GradientSum::default(), Arc::new(OnceLock::new()), Arc::new(OnceLock::new()));
+    op.result = Mutex::new(Some((Storage::Cpu(CpuStorage::F32(vec![0.])), Shape::from(()))));
+    op.output = Some((values.clone(), sum.clone()));
+    let token = follow(op)?;
+    let result = Mutex::new(Some((memory, shape)));
+    let output = token.apply_op1(Output { name, result, sum: sum.clone(), id: id.clone() })?;
+    let _ = values.set(output.detach());
+    let _ = id.set(output.id());
+    LINKS.lock().insert(output.id(), Link { token, sum });
+    Ok(output)
+}
+
+thread_local! {
+    /// How many [`NodesWithValues`] of this thread exist.
+    static NODES_WITH_VALUES: Cell<usize> = const { Cell::new(0) };
+}
+
+/// While it exists, operations of this thread have no tokens, so that the graph has a node for each output.
+pub(crate) struct NodesWithValues(());
+
+/// Returns a [`NodesWithValues`].
+pub(crate) fn nodes_with_values() -> NodesWithValues {
+    NODES_WITH_VALUES.set(NODES_WITH_VALUES.get() + 1);
+    NodesWithValues(())
+}
+
+impl Drop for NodesWithValues {
+    fn drop(&mut self) {
+        NODES_WITH_VALUES.set(NODES_WITH_VALUES.get() - 1);
+    }
+}
+
+/// The links of all outputs that exist.
+static LINKS: LazyLock<Mutex<HashMap<TensorId, Link>>> = LazyLock::new(Mutex::default);
+
+/// What an operation follows instead of another one's output.
+#[derive(Clone)]
+struct Link {
+    token: Tensor,
+    sum: GradientSum,
+}
+
+impl Link {
+    fn of(output: &Tensor) -> Option<Self> {
+        LINKS.lock().get(&output.id()).cloned()
+    }
+}
+
+/// The gradient of an output so far.
+#[derive(Clone, Default)]
+struct GradientSum(Arc<Mutex<Option<Gradient>>>);
+
+enum Gradient {
+    /// Others may hold its memory.
+    Moved(Tensor),
+    Owned(Tensor),
+}
+
+impl GradientSum {
+    fn add(&self, gradient: Tensor) -> Result<()> {
+        let mut sum = self.0.lock();
+        *sum = Some(match sum.take() {
+            None => Gradient::Moved(gradient),
+            Some(Gradient::Moved(first)) => Gradient::Owned((first + gradient)?),
+            Some(Gradient::Owned(total)) => {
+                let kernels = of_device(total.device())?;
+                let gradient = gradient.contiguous()?;
+                let (more, layout) = gradient.storage_and_layout();
+                let start = layout.start_offset();
+                let more = kernels.slice(&more, start..start + gradient.elem_count())?;
+                in_place(&total, |total, layout| {
+                    kernels.add(kernels.slice_mut(total, 0..layout.shape().elem_count())?, more)
+                })?;
+                Gradient::Owned(total)
+            }
+        });
+        Ok(())
+    }
+
+    fn take(&self) -> Option<Tensor> {
+        self.0.lock().take().map(|(Gradient::Moved(gradient) | Gradient::Owned(gradient))| gradient)
+    }
+}
+
+type Gradients = dyn Fn(&[&Tensor], &Tensor, &Tensor) -> Result<[Option<Tensor>; 3]> + Send + Sync;
+
+/// An operation whose result is already computed.
+struct GraphOp {
+    name: &'static str,
+    result: Mutex<Option<(Storage, Shape)>>,
+    gradients: Box<Gradients>,
+    /// For each source whose token stands for it: the source, and the sum of its gradients.
+    sources: Vec<Option<(Tensor, GradientSum)>>,
+    /// The output's values and the sum of its gradients, if this is a token.
+    output: Option<(Arc<OnceLock<Tensor>>, GradientSum)>,
+}
+
+impl GraphOp {
+    fn backward(&self, arguments: &[&Tensor], node: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 3]> {
+        let sources = arguments.iter().zip(&self.sources);
+        let sources: Vec<&Tensor> =
+            sources.map(|(&argument, source)| source.as_ref().map_or(argument, |(source, _)| source)).collect();
+        let mut gradients = match &self.output {
+            None => (self.gradients)(&sources, node, gradient)?,
+            Some((values, sum)) => {
+                let Some(node) = values.get() else { bail!("{}: backward ran during forward", self.name) };
+                let gradient = sum.take().map_or_else(|| node.zeros_like(), Ok)?;
+                (self.gradients)(&sources, node, &gradient)?
+            }
+        };
+        for ((gradient, source), argument) in gradients.iter_mut().zip(&self.sources).zip(arguments) {
+            let Some((_, sum)) = source else { continue };
+            gradient.take().map_or(Ok(()), |gradient| sum.add(gradient))?;
+            // Candle needs a gradient of every node that it visits.
+            *gradient = Some(argument.zeros_like()?);
+        }
+        Ok(gradients)
+    }
+}
+
+/// An operation's output, which follows its token.
+struct Output {
+    name: &'static str,
+    result: Mutex<Option<(Storage, Shape)>>,
+    sum: GradientSum,
+    id: Arc<OnceLock<TensorId>>,
+}
+
+impl Output {
+    fn backward(&self, [token]: &[&Tensor; 1], _: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 1]> {
+        self.sum.add(gradient.clone())?;
+        Ok([Some(token.zeros_like()?)])
+    }
+}
+
+impl Drop for Output {
+    fn drop(&mut self) {
+        let link = self.id.get().and_then(|id| LINKS.lock().remove(id));
+        // Outside of the lock, because it may free a graph with other outputs.
+        drop(link);
+    }
+}
+
+macro_rules! forward {
+    ($self:ident, $device:ident) => {
+        match $self.result.lock().take() {
+            Some((Storage::$device(storage), shape)) => Ok((storage, shape)),
+            Some(_) => bail!("{}: a node must be on the device of its source", $self.name),
+            None => bail!("{} ran twice", $self.name),
+        }
+    };
+}
+
+/// Implements Candle's trait for operations with these sources.
+macro_rules! custom_op {
+    ($op:ident: $trait:ident($($source:ident),*), $gradients:pat => $found:expr, $returned:ty) => {
+        #[allow(unused_variables)]
+        impl $trait for $op {
+            fn name(&self) -> &'static str {
+                self.name
+            }
+
+            fn cpu_fwd(&self, $($source: &CpuStorage, _: &Layout),*) -> Result<(CpuStorage, Shape)> {
+                forward!(self, Cpu)
+            }
+
+            fn cuda_fwd(&self, $($source: &CudaStorage, _: &Layout),*) -> Result<(CudaStorage, Shape)> {
+                forward!(self, Cuda)
+            }
+
+            fn metal_fwd(&self, $($source: &MetalStorage, _: &Layout),*) -> Result<(MetalStorage, Shape)> {
+                forward!(self, Metal)
+            }
+
+            fn bwd(&self, $($source: &Tensor,)* node: &Tensor, gradient: &Tensor) -> Result<$returned> {
+                let $gradients = self.backward(&[$($source),*], node, gradient)?;
+                Ok($found)
+            }
+        }
+    };
+}
+custom_op!(Output: CustomOp1(a), [da] => da, Option<Tensor>);
+custom_op!(GraphOp: CustomOp1(a), [da, ..] => da, Option<Tensor>);
+custom_op!(GraphOp: CustomOp2(a, b), [da, db, _] => (da, db), (Option<Tensor>, Option<Tensor>));
+custom_op!(
+    GraphOp: CustomOp3(a, b, c), [da, db, dc] => (da, db, dc), (Option<Tensor>, Option<Tensor>, Option<Tensor>)
+);
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Device, Var};
+
+    use super::*;
+
+    /// `factor * x`, as an operation of this library.
+    fn scaled(x: &Tensor, factor: f64) -> Tensor {
+        let values: Vec<f32> = (x.detach() * factor).unwrap().flatten_all().unwrap().to_vec1().unwrap();
+        let memory = Storage::Cpu(CpuStorage::F32(values));
+        graph_op("scaled", &[x], memory, x.shape(), move |_, _, dy| Ok([Some((dy * factor)?)])).unwrap()
+    }
+
+    fn variable() -> Var {
+        Var::new(&[[1f32, 2.], [3., 4.]], &Device::Cpu).unwrap()
+    }
+
+    fn gradient(loss: &Tensor, x: &Var) -> Vec<f32> {
+        loss.backward().unwrap().get(x).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+    }
+
+    #[test]
+    fn every_user_of_an_output_adds_its_gradient() {
+        let x = variable();
+        let y = scaled(&x, 2.);
+        // Three operations of this library and two of Candle, which all use `y`.
+        let mut users: Vec<Tensor> = [3., 5., 7.].map(|factor| scaled(&y, factor)).into();
+        users.extend([(&y * 11.).unwrap(), y.t().unwrap()]);
+        let loss = users.iter().map(|user| user.sum_all().unwrap()).reduce(|a, b| (a + b).unwrap()).unwrap();
+        for _ in 0..2 {
+            assert_eq!(gradient(&loss, &x), [2. * (3. + 5. + 7. + 11. + 1.); 4]);
+        }
+        // Another loss over the same graph.
+        assert_eq!(gradient(&users[1].sum_all().unwrap(), &x), [10.; 4]);
+    }
+
+    #[test]
+    fn a_shared_gradient_is_not_changed_by_its_sum() {
+        let x = variable();
+        let (a, b) = (scaled(&x, 2.), scaled(&x, 3.));
+        let memory = Storage::Cpu(CpuStorage::F32(vec![0.; 4]));
+        // Both sources get the same tensor, and `a` gets more.
+        let both = graph_op("both", &[&a, &b], memory, a.shape(), |_, _, dy| Ok([Some(dy.clone()), Some(dy.clone())]));
+        let more = [scaled(&a, 10.), scaled(&a, 100.)].map(|more| more.sum_all().unwrap());
+        let loss = ((both.unwrap().sum_all().unwrap() + &more[0]).unwrap() + &more[1]).unwrap();
+        assert_eq!(gradient(&loss, &x), [2. * 111. + 3.; 4]);
+    }
+
+    #[test]
+    fn links_end_with_their_outputs() {
+        let x = variable();
+        let y = scaled(&x, 2.);
+        let next = scaled(&y, 3.);
+        let id = y.id();
+        assert!(Link::of(&y).is_some() && Link::of(&y.detach()).is_none());
+        assert_eq!(y.detach().flatten_all().unwrap().to_vec1::<f32>().unwrap(), [2., 4., 6., 8.]);
+        drop(y);
+        assert!(LINKS.lock().contains_key(&id), "the next operation reads the output in backward");
+        drop(next);
+        assert!(!LINKS.lock().contains_key(&id));
+        let constant = scaled(&x.as_detached_tensor(), 2.);
+        assert!(!constant.track_op() && Link::of(&constant).is_none());
+    }
+
+    #[test]
+    fn inspected_graphs_have_a_node_for_each_output() {
+        let x = variable();
+        let y = {
+            let _nodes = nodes_with_values();
+            scaled(&scaled(&x, 2.), 3.)
+        };
+        assert!(Link::of(&y).is_none());
+        let dims = |y: &Tensor| y.sorted_nodes().iter().map(|node| node.rank()).collect::<Vec<_>>();
+        assert_eq!(dims(&y), [2, 2, 2]);
+        assert_eq!(dims(&scaled(&scaled(&x, 2.), 3.)), [2, 0, 0, 2]);
+        assert_eq!(gradient(&y.sum_all().unwrap(), &x), [6.; 4]);
+    }
+
+    #[test]
+    fn half_floats_are_summed_like_candle_does() {
+        for dtype in [DType::BF16, DType::F16] {
+            let x = Var::from_tensor(&variable().to_dtype(dtype).unwrap()).unwrap();
+            let like = |x: &Tensor| {
+                let memory = x.storage_and_layout().0.try_clone(x.layout()).unwrap();
+                graph_op("same", &[x], memory, x.shape(), |_, _, dy| Ok([Some(dy.clone())])).unwrap()
+            };
+            let y = like(&x);
+            let users = [like(&y), like(&y), like(&y)].map(|user| user.sum_all().unwrap());
+            let loss = ((&users[0] + &users[1]).unwrap() + &users[2]).unwrap();
+            let gradient = loss.backward().unwrap().get(&x).unwrap().to_dtype(DType::F32).unwrap();
+            assert_eq!(gradient.flatten_all().unwrap().to_vec1::<f32>().unwrap(), [3.; 4]);
+        }
+    }
+}
