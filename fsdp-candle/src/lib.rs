@@ -94,9 +94,9 @@ pub use dtensor::{DTensor, Operand, PartialNorm, Redistribution, distribute_tens
 pub use error::{Error, GradientMismatch, NonFinite, NonFiniteTensor, Result, UnitGradient};
 pub use extension::{AllGatherExtension, Float8, Int8Blocks};
 pub use fsdp::{
-    AllGather, AllReduceHook, ExtensionFn, FinalizeHandle, FsdpModule, FsdpParam, FullyShard, GraphCut, GraphCutKind,
-    MixedPrecisionPolicy, NamePredicate, OffloadPolicy, Recurse, ReduceScatter, ReshardAfterForward, ShardPlacement,
-    ShardPlacementFn, ShardedVarMap, Unit, UnshardHandle, fully_shard, parallelize, shard,
+    AllGather, AllReduceHook, BufferMemory, ExtensionFn, FinalizeHandle, FsdpModule, FsdpParam, FullyShard, GraphCut,
+    GraphCutKind, MixedPrecisionPolicy, NamePredicate, OffloadPolicy, Recurse, ReduceScatter, ReshardAfterForward,
+    ShardPlacement, ShardPlacementFn, ShardedVarMap, Unit, UnshardHandle, fully_shard, parallelize, shard,
 };
 pub use fsdp_core::{DTensorSpec, DeviceMesh, Placement, ProcessGroup, ReduceOp};
 pub use gradcheck::{GradcheckOptions, gradcheck};

@@ -162,7 +162,7 @@ fn names_the_source_of_bad_initial_weights() {
     );
 }
 
-/// The MLP's output is zero, but its gradients overflow f16.
+/// The MLP's output is zero, but the gradient of its up projection overflows f16.
 const TOO_LARGE_FOR_F16: [(&str, usize, f32); 3] = [
     ("model.layers.1.mlp.up_proj.weight", 87 * 32, 0.),
     ("model.layers.1.mlp.gate_proj.weight", 87 * 32, 300.),
@@ -180,7 +180,7 @@ fn gradients_too_large_for_f16_end_the_run() {
             &[
                 &format!("step {step} was not taken: the loss is 4."),
                 "and the gradients' norm is NaN at a loss scale of 1: ",
-                "1024 of 1024 in the gradient of `model.layers.0.self_attn.q_proj.weight`",
+                "2784 of 2784 in the gradient of `model.layers.1.mlp.up_proj.weight`",
                 "and finite",
                 "f16 ends at 65504: pass --param-dtype bf16",
             ],

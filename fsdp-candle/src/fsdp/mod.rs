@@ -111,4 +111,4 @@ pub use param::FsdpParam;
 pub(crate) use param_group::{FsdpParamGroup, UnitPath};
 pub use policy::{MixedPrecisionPolicy, NamePredicate, OffloadPolicy, Recurse, ReshardAfterForward};
 pub(crate) use schedule::Schedule;
-pub use var_map::ShardedVarMap;
+pub use var_map::{BufferMemory, ShardedVarMap};

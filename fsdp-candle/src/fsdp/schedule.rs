@@ -46,6 +46,11 @@ pub(crate) struct Schedule {
     replica_shards_are_fresh: AtomicBool,
 }
 
+thread_local! {
+    /// The outermost unit of the model whose backward this thread runs.
+    static RUNNING: RefCell<Option<Arc<str>>> = const { RefCell::new(None) };
+}
+
 type Check = dyn Fn() -> crate::error::Result<()> + Send + Sync;
 
 /// Units and settings.
@@ -343,6 +348,9 @@ impl Schedule {
             candle_core::Error::msg("backward was called inside a forward or another backward of the same model")
         })?;
         let mut guard = BackwardGuard { schedule: self, ok: false, _heartbeat: heartbeat::span("backward", "") };
+        let root = units.last().map_or("".into(), |unit| Arc::from(unit.name()));
+        let before = RUNNING.replace(Some(root));
+        let _running = scopeguard::guard((), move |()| RUNNING.set(before));
         let grads = with_grad(|| self.run_backward(loss, &units))?;
         guard.ok = true;
         Ok(grads)
@@ -424,10 +432,13 @@ impl Schedule {
     pub(super) fn finalize_backward(&self, grads: &mut GradStore) -> Result<()> {
         self.reductions.finish()?;
         let (mut without_gradient, mut unused, mut cuts) = (vec![], vec![], vec![]);
-        let mut handed_out = false;
+        let (mut handed_out, mut reached) = (false, vec![]);
         for unit in self.units() {
             let reduced = unit.take_gradients()?;
             handed_out |= !reduced.is_empty();
+            if reduced.iter().any(|(_, _, used)| *used) {
+                reached.push(unit.clone());
+            }
             let communicated = {
                 let settings = unit.settings.lock();
                 settings.requires_gradient_sync && settings.requires_all_reduce
@@ -444,7 +455,7 @@ impl Schedule {
                 let from = unused.len();
                 unused.extend(names);
                 if ran {
-                    without_gradient.extend_from_slice(&unused[from..]);
+                    without_gradient.push((unit.clone(), unused[from..].to_vec()));
                 }
             }
             for (param, grad, _) in reduced {
@@ -453,8 +464,20 @@ impl Schedule {
         }
         self.handed_out(handed_out);
         *self.diagnostics.unused.lock() = unused;
-        self.diagnostics.report(without_gradient, &cuts, self.ranks_may_differ());
+        // A loss that reaches only one of several models leaves the others out on purpose, as a GAN's critic step does.
+        let is_left_out = |unit: &FsdpParamGroup| {
+            !reached.is_empty() && !reached.iter().any(|other| self.root_of(other) == self.root_of(unit))
+        };
+        let names = without_gradient.into_iter().filter(|(unit, _)| !is_left_out(unit)).flat_map(|(_, names)| names);
+        self.diagnostics.report(names.collect(), &cuts, self.ranks_may_differ());
         Ok(())
+    }
+
+    /// Returns the index of the outermost unit that encloses a unit: the model that it belongs to.
+    fn root_of(&self, unit: &FsdpParamGroup) -> usize {
+        let units = self.units.lock();
+        let enclosing = units.iter().rev().find(|other| other.path().contains(unit.path()));
+        enclosing.map_or(unit.index(), |root| root.index())
     }
 
     /// Runs before the backward of a called unit.
@@ -506,6 +529,14 @@ fn explain(error: OrderError, unit: &UnitId) -> candle_core::Error {
              (set_reduce_scatter_unused_params): call the unit through its FsdpModule, and use its parameters inside"
         }
         OrderError::InForward | OrderError::NoBackward => {
+            if let Some(other) = RUNNING.with_borrow(Clone::clone) {
+                return candle_core::Error::msg(format!(
+                    "the backward of unit `{other}` came to unit `{}`, which is of another ShardedVarMap: a backward \
+                     reduces the gradients of one map. Build both models from one map, each with its own outermost \
+                     fully_shard and its own prefix, as in the section \"Two models\" of docs/from-candle.md",
+                    unit.name
+                ));
+            }
             return candle_core::Error::msg(
                 "the loss's own backward() was called on a sharded model: call `backward(&loss)` of the FsdpModule, \
                  which reduces the gradients, and `step(&grads)` instead of an optimizer's backward_step",

@@ -83,6 +83,15 @@ struct Owned {
     unit: Arc<str>,
 }
 
+/// Bytes of buffers, from [`ShardedVarMap::buffer_memory`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BufferMemory {
+    /// Bytes in use now.
+    pub now: usize,
+    /// Bytes that were in use at most, since the map was made.
+    pub most: usize,
+}
+
 /// A `fully_shard` call whose closure runs.
 struct Building {
     name: Arc<str>,
@@ -283,6 +292,25 @@ impl ShardedVarMap {
             copy_in(mean, var.as_tensor())?;
         }
         Ok(())
+    }
+
+    /// Returns the memory of this rank's buffers: gathered parameters, gradients until they are reduced, and what
+    /// collectives exchange. Shards and activations are not in it, and neither are parameters whose storage is kept
+    /// ([`set_keep_unsharded_storage`](crate::FsdpModule::set_keep_unsharded_storage)).
+    ///
+    /// ```
+    /// # use fsdp_candle::doc_example::*;
+    /// # let (world, vars, model, x) = one_layer(nn::linear)?;
+    /// let y = model.forward(&x)?;
+    /// let gathered = vars.buffer_memory();
+    /// model.backward(&y.sum_all()?)?;
+    /// let after = vars.buffer_memory();
+    /// assert!(gathered.now > 0 && after.now < gathered.now && after.most >= gathered.now);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn buffer_memory(&self) -> BufferMemory {
+        let [now, most] = self.0.schedule.pool.taken_bytes();
+        BufferMemory { now, most }
     }
 
     /// Frees the buffers that are kept for the next step, which then allocates them again.

@@ -65,6 +65,12 @@ impl Pool {
         Pool { kernels, buffers: Mutex::default() }
     }
 
+    /// Returns the bytes of taken buffers, now and at most.
+    pub(crate) fn taken_bytes(&self) -> [usize; 2] {
+        let buffers = self.buffers.lock();
+        [buffers.taken_bytes, buffers.peak_bytes]
+    }
+
     /// Frees all free buffers.
     pub(crate) fn clear(&self) {
         let mut buffers = self.buffers.lock();

@@ -40,4 +40,5 @@ mod sharded_optimizers;
 mod state_dict;
 mod tensor_parallel;
 mod tutorial;
+mod two_models;
 mod unused;

@@ -3,8 +3,8 @@
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::VarBuilder;
 use fsdp_candle::{
-    AdamW, AdamWConfig, FsdpModule, FullyShard, GradcheckOptions, ShardedVarMap, UnitGradient, World, gradcheck, nn,
-    shard,
+    AdamW, AdamWConfig, FsdpModule, FullyShard, GradcheckOptions, ShardedVarMap, UnitGradient, World, fully_shard,
+    gradcheck, nn, shard,
 };
 use fsdp_test_support::{code_blocks, read_text, without_layout, workspace};
 use fsdp_tests_candle_transformers::diff;
@@ -75,11 +75,55 @@ fn forward(model: &mut FsdpModule<mistral::Model>, ids: &Tensor) -> Result<Tenso
     })
 }
 
+struct Gan {
+    generator: FsdpModule<nn::Linear>,
+    critic: FsdpModule<nn::Linear>,
+    optimizers: [AdamW; 2],
+}
+
+impl Gan {
+    fn new(vars: &ShardedVarMap) -> fsdp_candle::Result<Self> {
+        let (opts, vb) = (FullyShard::new(vars), vars.builder(DType::F32));
+        let generator = fully_shard(&opts, vb.pp("generator"), |vb| nn::linear(8, 16, vb))?;
+        let critic = fully_shard(&opts, vb.pp("critic"), |vb| nn::linear(16, 1, vb))?;
+        let optimizer = |model: &FsdpModule<nn::Linear>| AdamW::new(model.params().to_vec(), AdamWConfig::default());
+        Ok(Gan { optimizers: [optimizer(&generator)?, optimizer(&critic)?], generator, critic })
+    }
+
+    fn step(&mut self, real: &Tensor, noise: &Tensor) -> fsdp_candle::Result<()> {
+        let [of_generator, of_critic] = &mut self.optimizers;
+        let fake = self.generator.forward(noise)?;
+        let loss = (self.critic.forward(&fake.detach())?.mean_all()? - self.critic.forward(real)?.mean_all()?)?;
+        of_critic.step(&self.critic.backward(&loss)?)?;
+        let loss = self.critic.forward(&fake)?.mean_all()?.neg()?;
+        of_generator.step(&self.generator.backward(&loss)?)?;
+        Ok(())
+    }
+}
+
+#[test]
+fn the_gan_trains_both_models() {
+    let world = World::single().unwrap();
+    let vars = ShardedVarMap::of_world(&world).unwrap();
+    let mut gan = Gan::new(&vars).unwrap();
+    let values = || {
+        let values = |model: &FsdpModule<nn::Linear>| model.params()[0].var().flatten_all().unwrap().to_vec1().unwrap();
+        [values(&gan.generator), values(&gan.critic)]
+    };
+    let before: [Vec<f32>; 2] = values();
+    let ones = |width: usize| Tensor::ones((4, width), DType::F32, world.device()).unwrap();
+    gan.step(&ones(16), &ones(8)).unwrap();
+    let after = [&gan.generator, &gan.critic].map(|model| model.params()[0].var().flatten_all().unwrap());
+    for (before, after) in before.iter().zip(after) {
+        assert_ne!(before, &after.to_vec1::<f32>().unwrap());
+    }
+}
+
 #[test]
 fn documented_code_is_this_code() {
     let source = without_layout(include_str!("document.rs"));
     let blocks = code_blocks(DOCUMENT, "rust");
-    assert_eq!(blocks.len(), 4);
+    assert_eq!(blocks.len(), 5);
     for block in blocks {
         assert!(source.contains(&without_layout(&block)), "not in this file:\n{block}");
     }
