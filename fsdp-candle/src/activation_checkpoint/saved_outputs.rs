@@ -25,7 +25,7 @@ pub enum Operation {
     /// adapters, on the host in f32, f16 and bf16.
     Linear,
     /// [`nn::SwiGlu`](crate::nn::SwiGlu) and [`nn::mixture_of_experts`](crate::nn::mixture_of_experts()), where they are
-    /// one operation. What they keep for backward is kept, too.
+    /// one operation, with the projections that their backward reads.
     SwiGlu,
     /// [`nn::attention()`](crate::nn::attention()) and its variants, except for f64 on the host.
     Attention,

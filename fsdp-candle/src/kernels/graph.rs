@@ -116,7 +116,7 @@ impl Drop for NodesWithValues {
 /// The links of all outputs that exist.
 static LINKS: LazyLock<Mutex<HashMap<TensorId, Link>>> = LazyLock::new(Mutex::default);
 
-/// What an operation follows instead of another one's output.
+/// The token of an output, and the sum of the output's gradients.
 #[derive(Clone)]
 struct Link {
     token: Tensor,

@@ -21,7 +21,7 @@ use crate::upload;
 /// copied in the graph, and the sums are rounded once. An expert without tokens gets gradients of zeros, so that ranks
 /// agree on which parameters have some. The host reads `chosen`, so pass a tensor on the CPU if it is known there.
 ///
-/// Fails if there is no expert, a shape does not fit, or a number is out of range.
+/// Fails without experts, and for wrong shapes or numbers of experts.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};

@@ -62,9 +62,10 @@
 
 // [Note: the layout of this folder]
 //
-// One file mirrors one file of candle_nn. Below the layers are `weight` (a layer's weight as an operation sees it),
-// `input` (an input that parallel layers share), `tensor_parallel` (a layer under a plan), `limits` (size limits of
-// devices), and the operations' own kernels in `cpu` and `cuda`.
+// One file mirrors one file of candle_nn; `experts`, `pool`, `residual`, `rotary` and `swiglu` hold what it has not.
+// Below the layers are `weight` (a layer's weight as an operation sees it), `input` (an input that parallel layers
+// share), `tensor_parallel` (a layer under a plan), `limits` (size limits of devices), and the operations' own kernels
+// in `cpu` and `cuda`.
 //
 // An operation has up to three versions. The fused version runs on the CPU for f32, f16 and bf16
 // (`weight::has_cpu_kernels`). The CUDA version runs on devices for every float dtype (`weight::on_cuda`): kernels, or

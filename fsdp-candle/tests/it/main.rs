@@ -38,6 +38,7 @@ mod requires_grad;
 mod settings;
 mod sharded_optimizers;
 mod state_dict;
+mod swiglu;
 mod tensor_parallel;
 mod tutorial;
 mod two_models;
