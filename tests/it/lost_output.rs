@@ -68,7 +68,7 @@ fn other_programs_do_not_panic() {
     let dir = tempfile::tempdir().unwrap();
     let full = |name: &str, args: &[&str]| script(None, "exec \"$0\" \"$@\" > /dev/full", name, args, dir.path());
     let minimal = full("minimal", &[]).ok();
-    assert_eq!(count(&minimal, "warning: can't write to stdout"), 1, "{minimal:?}");
+    assert!(!minimal.stderr.contains("panicked"), "{minimal:?}");
     // A benchmark fails if it cannot print its results.
     let model = golden("llama_tiny");
     for args in [

@@ -141,12 +141,12 @@ fn fused(x: &Tensor, experts: &[[&Tensor; 3]], routes: Vec<Routes>, weights: &Te
                 let of_rows: Vec<f32> = routes.numbers.iter().map(|&route| row_weights[route as usize]).collect();
                 let mut d_of_rows = vec![0f32; of_rows.len()];
                 let of_rows = RowWeights { values: &of_rows, gradients: &mut d_of_rows };
-                let (d_rows, of_expert) = backward(expert, projections, &rows, &dy, Some(of_rows), dx.is_some())?;
-                if let (Some(dx), Some(d_rows)) = (&mut dx, d_rows) {
+                let found = backward(expert, projections, &rows, &dy, Some(of_rows), dx.is_some())?;
+                if let (Some(dx), Some(d_rows)) = (&mut dx, found.x) {
                     scatter(&d_rows, inputs, &routes.tokens, dx);
                 }
                 routes.numbers.iter().zip(d_of_rows).for_each(|(&route, d)| d_weights[route as usize] = d);
-                gradients.push(of_expert);
+                gradients.push(found.weights);
             }
             let d_weights = weights.track_op().then(|| tensor_like(d_weights, weights)).transpose()?;
             let of_weights = joined.add_gradients(gradients.into_iter().rev().flatten())?;

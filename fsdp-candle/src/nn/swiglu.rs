@@ -92,8 +92,9 @@ fn fused(x: &Tensor, weights: [&Tensor; 3]) -> Result<Tensor> {
             let x = arguments[0];
             read!(values, x);
             read!(grad, dy);
-            let (dx, gradients) = backward(&weights, &projections, &values, &grad, None, x.track_op())?;
-            Ok([dx.map(|dx| tensor_like(dx, x)).transpose()?, joined.add_gradients(gradients)?])
+            let gradients = backward(&weights, &projections, &values, &grad, None, x.track_op())?;
+            let dx = gradients.x.map(|dx| tensor_like(dx, x)).transpose()?;
+            Ok([dx, joined.add_gradients(gradients.weights)?])
         })?;
         Ok((y, kept))
     })
@@ -155,14 +156,19 @@ fn multiply(x: &[f32], weight: &Weight) -> Result<Vec<f32>> {
     })
 }
 
+/// The gradients of the input, if it is wanted, and of the weights.
+pub(super) struct Gradients {
+    pub(super) x: Option<Vec<f32>>,
+    pub(super) weights: [Option<Tensor>; 3],
+}
+
 /// Factors of the rows of the output, and their gradients.
 pub(super) struct RowWeights<'a> {
     pub(super) values: &'a [f32],
     pub(super) gradients: &'a mut [f32],
 }
 
-/// Returns the gradient of the input, if it is wanted, and of the weights, given the gradient `dy` of the output. With
-/// `of_rows`, `dy` is the gradient of the weighted output.
+/// Returns the gradients, given the gradient `dy` of the output, or of the weighted output with `of_rows`.
 pub(super) fn backward(
     [gate, up, down]: &[Weight; 3],
     projections: &Projections,
@@ -170,7 +176,7 @@ pub(super) fn backward(
     dy: &[f32],
     of_rows: Option<RowWeights<'_>>,
     wants_dx: bool,
-) -> Result<(Option<Vec<f32>>, [Option<Tensor>; 3])> {
+) -> Result<Gradients> {
     let (mut dh, rows, inner) = with_matrix(down, |w, [outputs, inner]| {
         let rows = dy.len() / outputs.max(1);
         let mut dh = vec![0f32; rows * inner];
@@ -206,7 +212,7 @@ pub(super) fn backward(
     let of_up = gradient(up, &d_up, x, rows)?;
     through(gate, &d_gate, true)?;
     let of_gate = gradient(gate, &d_gate, x, rows)?;
-    Ok((dx, [of_gate, of_up, d_down]))
+    Ok(Gradients { x: dx, weights: [of_gate, of_up, d_down] })
 }
 
 /// Returns the gradient `dy^T x` of a weight.
