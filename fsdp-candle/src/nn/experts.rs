@@ -24,11 +24,15 @@ use crate::upload;
 /// Fails without experts, and for wrong shapes or numbers of experts.
 ///
 /// ```
-/// use candle_core::{Device, Tensor};
+/// use candle_core::{Device, Result, Tensor};
 /// use fsdp_candle::nn::{Linear, SwiGlu, mixture_of_experts};
 ///
-/// let weight = |value: f32, shape| Tensor::full(value, shape, &Device::Cpu).map(|weight| Linear::new(weight, None));
-/// let expert = |value| Ok(SwiGlu::new(weight(value, (3, 2))?, weight(1., (3, 2))?, weight(1., (2, 3))?));
+/// fn linear(value: f32, shape: (usize, usize)) -> Result<Linear> {
+///     Ok(Linear::new(Tensor::full(value, shape, &Device::Cpu)?, None))
+/// }
+/// fn expert(value: f32) -> Result<SwiGlu> {
+///     Ok(SwiGlu::new(linear(value, (3, 2))?, linear(1., (3, 2))?, linear(1., (2, 3))?))
+/// }
 /// let experts = [expert(0.1)?, expert(0.2)?, expert(0.3)?];
 /// let x = Tensor::new(&[[1f32, 2.], [3., 4.]], &Device::Cpu)?;
 /// let chosen = Tensor::new(&[[2u32, 0], [1, 2]], &Device::Cpu)?;
