@@ -75,6 +75,7 @@ mod error;
 mod extension;
 mod fsdp;
 mod gradcheck;
+mod graph;
 pub mod initializer;
 mod kernels;
 pub mod nn;

@@ -17,7 +17,7 @@ use super::saved_outputs::{Keep, OperationCall, record, replay};
 use crate::autograd::{count_checkpoint, next_number, number, on_at_least};
 use crate::collectives::scope;
 use crate::fsdp::{FsdpParam, without_reports};
-use crate::kernels::{Backward, node};
+use crate::graph::{Backward, node};
 use crate::random;
 use crate::storage;
 use crate::tensors::{Tensors, with_tensors};

@@ -29,7 +29,7 @@ use candle_core::{Result, Tensor, bail};
 use fsdp_core::{Placement, ProcessGroup, ReduceOp};
 
 use crate::autograd::keeps_graph;
-use crate::kernels::{Backward, node};
+use crate::graph::{Backward, node};
 use crate::storage::{copied_storage, take};
 use without_grad::{Input, exchanged, gathered, own_part, scattered, summed};
 

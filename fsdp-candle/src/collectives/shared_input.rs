@@ -12,14 +12,13 @@ use std::sync::Arc;
 
 use candle_core::{Result, Shape, Tensor, TensorId};
 use fsdp_core::ProcessGroup;
-use parking_lot::Mutex;
 use scopeguard::guard;
 
 use super::BackwardCollective;
 use super::without_grad::{Input, check, gathered, own_part};
 use crate::autograd::keeps_graph;
-use crate::kernels::{Backward, node};
-use crate::storage::{copied_storage, scalar, with_slice, with_slice_mut};
+use crate::graph::{Backward, GradientSum, node};
+use crate::storage::{copied_storage, scalar};
 
 /// The collective between an input and layers that differ on the ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,7 +37,7 @@ pub(crate) struct SharedInput {
     /// The values, without a graph.
     values: Tensor,
     /// The node in the graph and the gradients, if the input has a gradient.
-    token: Option<(Tensor, Collected)>,
+    token: Option<(Tensor, Arc<GradientSum>)>,
 }
 
 impl SharedInput {
@@ -73,7 +72,7 @@ impl SharedInput {
         if !(keeps_graph() && x.track_op()) {
             return Ok(SharedInput { values, token: None });
         }
-        let collected = Collected::default();
+        let collected = Arc::new(GradientSum::default());
         let back = Token { collected: collected.clone(), like: values.clone(), group: group.clone(), backward };
         let token = node(x, scalar(x.device())?, Shape::from(()), back)?;
         Ok(SharedInput { values, token: Some((token, collected)) })
@@ -94,7 +93,7 @@ impl SharedInput {
     pub(crate) fn add_gradient(&self, gradient: Tensor) -> Result<Option<Tensor>> {
         match &self.token {
             Some((token, collected)) => {
-                collected.add(gradient)?;
+                collected.add_owned(gradient)?;
                 Ok(Some(token.zeros_like()?))
             }
             None => Ok(None),
@@ -112,32 +111,8 @@ impl SharedInput {
     }
 }
 
-/// The sum of the layers' gradients.
-#[derive(Clone, Default)]
-struct Collected(Arc<Mutex<Option<Tensor>>>);
-
-impl Collected {
-    fn add(&self, gradient: Tensor) -> Result<()> {
-        let mut sum = self.0.lock();
-        match &*sum {
-            Some(sum) => {
-                let gradient = gradient.contiguous()?;
-                with_slice_mut(sum, |kernels, sum| with_slice(&gradient, |_, more| kernels.add(sum, more)))
-            }
-            None => {
-                *sum = Some(gradient.contiguous()?);
-                Ok(())
-            }
-        }
-    }
-
-    fn take(&self) -> Option<Tensor> {
-        self.0.lock().take()
-    }
-}
-
 struct Token {
-    collected: Collected,
+    collected: Arc<GradientSum>,
     /// The values, for their shape.
     like: Tensor,
     group: ProcessGroup,

@@ -18,7 +18,7 @@ use super::param::FsdpParam;
 use super::param_group::UnitId;
 use super::schedule::Schedule;
 use crate::autograd::{next_number, number};
-use crate::kernels::{Backward, node};
+use crate::graph::{Backward, node};
 use crate::storage::{self, copied_storage};
 
 /// The nodes of a parameter, on the device that computes.

@@ -243,7 +243,7 @@ impl<M> FsdpModule<M> {
     /// ([`set_reduce_scatter_unused_params`](FsdpModule::set_reduce_scatter_unused_params)). The other ranks then fail
     /// in their next collective, or when this rank exits.
     pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
-        self.schedule.backward(loss).map_err(|error| self.explain_backward(error))
+        self.schedule.backward(self.name(), loss).map_err(|error| self.explain_backward(error))
     }
 
     /// Returns the names of trainable parameters that took part in a forward and got no gradient in its backward, on

@@ -47,7 +47,7 @@ pub(crate) struct Schedule {
 }
 
 thread_local! {
-    /// The outermost unit of the model whose backward this thread runs.
+    /// The unit whose backward this thread runs.
     static RUNNING: RefCell<Option<Arc<str>>> = const { RefCell::new(None) };
 }
 
@@ -341,15 +341,15 @@ impl Schedule {
 
 /// Backward, from a loss to sharded gradients.
 impl Schedule {
-    /// Runs a backward. Returns the reduced gradient shards under the ids of the parameter shards.
-    pub(super) fn backward(&self, loss: &Tensor) -> Result<GradStore> {
+    /// Runs the backward that a unit was asked for. Returns the reduced gradient shards under the ids of the parameter
+    /// shards.
+    pub(super) fn backward(&self, unit: &str, loss: &Tensor) -> Result<GradStore> {
         let units = self.units();
         self.order.lock().begin_backward().map_err(|_| {
             candle_core::Error::msg("backward was called inside a forward or another backward of the same model")
         })?;
         let mut guard = BackwardGuard { schedule: self, ok: false, _heartbeat: heartbeat::span("backward", "") };
-        let root = units.last().map_or("".into(), |unit| Arc::from(unit.name()));
-        let before = RUNNING.replace(Some(root));
+        let before = RUNNING.replace(Some(unit.into()));
         let _running = scopeguard::guard((), move |()| RUNNING.set(before));
         let grads = with_grad(|| self.run_backward(loss, &units))?;
         guard.ok = true;
@@ -454,7 +454,7 @@ impl Schedule {
                 let names = unit.params().iter().filter(lacks_gradient).map(|param| param.name().to_string());
                 let from = unused.len();
                 unused.extend(names);
-                if ran {
+                if ran && unused.len() > from {
                     without_gradient.push((unit.clone(), unused[from..].to_vec()));
                 }
             }

@@ -2,14 +2,13 @@
 //!
 //! A device is a folder beside `cpu` that implements [`Kernels`], and a case in [`of`]. Kernels take [`Slice`]s of
 //! tensors' or buffers' memory, without a copy between the two. `candle_interop` is the access to a tensor's memory in
-//! place, and `graph` makes nodes of Candle's graph.
+//! place.
 
 mod candle_interop;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod eight_bits;
-mod graph;
 mod slice;
 #[cfg(test)]
 mod tests;
@@ -31,7 +30,6 @@ pub(crate) use cuda::{
     swiglu_halves_back, uninit, wide, write_product,
 };
 pub(crate) use eight_bits::{EightBits, STATE_BLOCK};
-pub(crate) use graph::{Backward, NodesWithValues, graph_op, node, nodes_with_values};
 pub(crate) use slice::{Slice, SliceMut};
 
 /// Returns the kernels of a device. Fails with [`Error::Device`] for a device without kernels.

@@ -19,7 +19,7 @@ use super::limits::check_input_size;
 #[cfg(feature = "cuda")]
 use super::weight::on_cuda;
 use super::weight::{Weight, has_cpu_kernels, register_cpu_layer};
-use crate::kernels::graph_op;
+use crate::graph::graph_op;
 
 /// An activation, as [`candle_nn::Activation`]: the same variants, and the same names in a configuration.
 ///

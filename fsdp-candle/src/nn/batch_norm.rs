@@ -13,7 +13,7 @@ pub use candle_nn::BatchNormConfig;
 
 use super::cpu::{read, same_kind, small_weight_grad, storage, tensor_like, to_vec};
 use super::weight::{Weight, has_cpu_kernels, register_cpu_layer};
-use crate::kernels::graph_op;
+use crate::graph::graph_op;
 
 /// Normalization of each channel over the batch, as [`candle_nn::BatchNorm`]: running statistics, weight and bias
 /// `[channels]`, input and output `[batch, channels, ..]`.

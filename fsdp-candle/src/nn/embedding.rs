@@ -13,7 +13,7 @@ use super::tensor_parallel::{EmbeddingSharding, TpLayer, check_embedding, colwis
 #[cfg(feature = "cuda")]
 use super::weight::on_cuda;
 use super::weight::{Weight, has_cpu_kernels, register_layer};
-use crate::kernels::graph_op;
+use crate::graph::graph_op;
 use crate::tensor_parallel::ActivationLayout;
 
 /// An embedding, as [`candle_nn::Embedding`]: weight `[vocabulary, hidden]`, ids (u8, u32 or i64) of any shape `[..]`,

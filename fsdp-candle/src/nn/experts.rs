@@ -10,7 +10,7 @@ use super::moe::{gather, scatter};
 use super::swiglu::{Projections, RowWeights, SwiGlu, backward, forward, read_weights};
 use super::weight::JoinedWeights;
 use crate::activation_checkpoint::{Operation, operation};
-use crate::kernels::graph_op;
+use crate::graph::graph_op;
 use crate::upload;
 
 /// Returns for each token the sum of its experts' outputs, each times its weight: input `[tokens, in]`, output
@@ -18,8 +18,9 @@ use crate::upload;
 /// experts, and their weights.
 ///
 /// Each expert computes all of its tokens at once. Where [`SwiGlu`] is one operation, the mixture is one, too: no row is
-/// copied in the graph, and the sums are rounded once. An expert without tokens gets gradients of zeros, so that ranks
-/// agree on which parameters have some. The host reads `chosen`, so pass a tensor on the CPU if it is known there.
+/// copied in the graph, and the sums are rounded once. The gradients of all experts are then complete at once, when its
+/// backward ends. An expert without tokens gets gradients of zeros, so that ranks agree on which parameters have some.
+/// The host reads `chosen`, so pass a tensor on the CPU if it is known there.
 ///
 /// Fails without experts, and for wrong shapes or numbers of experts.
 ///

@@ -19,9 +19,9 @@ use super::limits::check_input_size;
 #[cfg(feature = "cuda")]
 use super::weight::on_cuda;
 use super::weight::{Weight, has_cpu_kernels, register_layer};
+use crate::graph::graph_op;
 #[cfg(feature = "cuda")]
 use crate::kernels::Normalization;
-use crate::kernels::graph_op;
 
 /// Layer normalization over the last dimension, as [`candle_nn::LayerNorm`]: weight `[hidden]`, optional bias
 /// `[hidden]`, input and output `[.., hidden]`.

@@ -30,7 +30,7 @@ use crate::activation_checkpoint::{Operation, operation};
 use crate::adapter::{LoraConfig, are_enabled};
 use crate::collectives::SharedInput;
 use crate::fsdp::FsdpParam;
-use crate::kernels::graph_op;
+use crate::graph::graph_op;
 use crate::storage::take;
 use crate::tensor_parallel::{ColwiseParallel, RowwiseParallel};
 

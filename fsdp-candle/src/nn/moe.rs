@@ -10,7 +10,7 @@ use candle_core::{DType, Result, Storage, Tensor, bail};
 use super::cpu::matrix::{Mat, MatMut, product};
 use super::cpu::{indices, read, same_kind, storage, tensor_like, weight_grad};
 use super::weight::{Weight, has_cpu_kernels};
-use crate::kernels::graph_op;
+use crate::graph::graph_op;
 
 /// Multiplies each route's row by its expert's matrix. `input` is `[tokens, in]`, or `[tokens * topk, in]` with
 /// `topk_weights`. `weights` is `[experts, out, in]`. `sorted_token_ids` and `experts_ids` (u32, `[tokens * topk]`) are

@@ -22,7 +22,7 @@ use super::limits::check_input_size;
 use super::weight::has_cpu_kernels;
 #[cfg(feature = "cuda")]
 use super::weight::on_cuda;
-use crate::kernels::graph_op;
+use crate::graph::graph_op;
 use crate::random::Mask;
 use crate::storage::take;
 

@@ -6,7 +6,7 @@ use candle_core::{Result, Shape, Tensor, ToUsize2, bail};
 use super::conv::Window;
 use super::cpu::{map_rows, read, storage, tensor_like};
 use super::weight::has_cpu_kernels;
-use crate::kernels::graph_op;
+use crate::graph::graph_op;
 
 /// Returns the largest value under each position of the kernel, as [`Tensor::max_pool2d`]: `[batch, channels, height,
 /// width]`, without padding. The stride is the kernel's size.

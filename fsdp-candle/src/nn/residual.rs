@@ -5,7 +5,7 @@ use candle_core::{Result, Tensor};
 use super::cpu::simd::kernel;
 use super::cpu::{map_rows, read, storage};
 use super::weight::has_cpu_kernels;
-use crate::kernels::graph_op;
+use crate::graph::graph_op;
 
 /// Returns `x + y`, for two tensors of one shape and dtype.
 ///

@@ -18,9 +18,9 @@ use super::cuda;
 use super::weight::has_cpu_kernels;
 #[cfg(feature = "cuda")]
 use super::weight::on_cuda;
+use crate::graph::graph_op;
 #[cfg(feature = "cuda")]
 use crate::kernels::Rotation;
-use crate::kernels::graph_op;
 #[cfg(feature = "cuda")]
 use crate::upload;
 

@@ -19,7 +19,7 @@ use super::cpu::{cpu, floats, map_rows, map_rows2, read, storage, tensor_like, w
 use super::linear::{Linear, with_matrix};
 use super::weight::{JoinedWeights, Weight, has_cpu_kernels};
 use crate::activation_checkpoint::{Operation, operation};
-use crate::kernels::graph_op;
+use crate::graph::graph_op;
 
 /// The MLP of Llama: `down(silu(gate(x)) * up(x))`, input `[.., in]`, output `[.., out]`.
 ///

@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 
 use crate::autograd::keeps_graph;
 use crate::fsdp::FsdpParam;
-use crate::kernels::graph_op;
+use crate::graph::graph_op;
 use crate::storage;
 
 /// Returns whether the CPU kernels compute on this tensor. Otherwise its layer uses Candle's own operations.

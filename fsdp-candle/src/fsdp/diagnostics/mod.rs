@@ -17,7 +17,7 @@ use parking_lot::Mutex;
 
 use crate::autograd::{checkpoints, next_number};
 use crate::fsdp::FsdpParamGroup;
-use crate::kernels::{NodesWithValues, nodes_with_values};
+use crate::graph::{NodesWithValues, nodes_with_values};
 use crate::tensors::{Tensors, with_tensors};
 use evidence::{Call, Inspection};
 

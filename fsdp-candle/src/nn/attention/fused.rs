@@ -24,7 +24,7 @@ use super::cpu::Cpu;
 use super::cuda::Cuda;
 use super::documents::Documents;
 use crate::activation_checkpoint::{Operation, operation};
-use crate::kernels::graph_op;
+use crate::graph::graph_op;
 use crate::nn::cpu::same_kind;
 use crate::nn::ops::check_probability;
 use crate::nn::weight::has_cpu_kernels;

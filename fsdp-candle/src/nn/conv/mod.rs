@@ -18,7 +18,7 @@ pub use candle_nn::{Conv1dConfig, Conv2dConfig, ConvTranspose1dConfig, ConvTrans
 use super::batch_norm::BatchNorm;
 use super::cpu::same_kind;
 use super::weight::{Weight, has_cpu_kernels, register_cpu_layer};
-use crate::kernels::graph_op;
+use crate::graph::graph_op;
 use products::Convolution;
 pub(super) use window::Window;
 

@@ -2,7 +2,8 @@
 
 use candle_core::{Result, Tensor};
 
-use crate::kernels::{self, activate_back, graph_op, swiglu, swiglu_back, swiglu_halves, swiglu_halves_back};
+use crate::graph::graph_op;
+use crate::kernels::{self, activate_back, swiglu, swiglu_back, swiglu_halves, swiglu_halves_back};
 use crate::storage::{to_storage, to_tensor, with_slice};
 
 /// Applies a function of each element: `silu`, `gelu` (tanh) or `gelu_erf`.

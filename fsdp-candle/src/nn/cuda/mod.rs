@@ -19,7 +19,8 @@ use candle_core::{DType, Result, Tensor};
 use super::input::{self, Input};
 use super::weight::Weight;
 use crate::collectives::SharedInput;
-use crate::kernels::{Matrix, Slice, add_product, add_rows, graph_op, ones};
+use crate::graph::graph_op;
+use crate::kernels::{Matrix, Slice, add_product, add_rows, ones};
 use crate::storage::{take, with_slice};
 
 pub(super) use activations::{activate, silu_mul, silu_mul_halves};

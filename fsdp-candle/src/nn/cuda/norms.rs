@@ -4,7 +4,8 @@ use candle_core::{Result, Tensor};
 
 use super::super::weight::Weight;
 use super::with_optional_slice;
-use crate::kernels::{self, Normalization, graph_op, normalize_back};
+use crate::graph::graph_op;
+use crate::kernels::{self, Normalization, normalize_back};
 use crate::storage::{to_storage, to_tensor, with_slice};
 
 /// Normalizes rows, multiplies them by the weight and adds the bias.

@@ -3,7 +3,8 @@
 use candle_core::{Result, Tensor};
 
 use super::with_optional_slice;
-use crate::kernels::{self, Rotation, graph_op};
+use crate::graph::graph_op;
+use crate::kernels::{self, Rotation};
 use crate::storage::{to_storage, to_tensor, with_slice};
 
 /// Rotates groups of heads. `tables` are the contiguous cosines and sines, and `positions` each group's row of them.

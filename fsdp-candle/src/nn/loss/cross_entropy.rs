@@ -7,7 +7,7 @@ use fsdp_core::process_group::{Signature, Subject};
 use fsdp_core::{ProcessGroup, ReduceOp};
 
 use crate::collectives::{all_reduce, check, largest, reduced_values};
-use crate::kernels::graph_op;
+use crate::graph::graph_op;
 use crate::nn::cpu::simd::{kernel, max, probability, sum, sum_exp, tanh};
 use crate::nn::cpu::{indices_or_none, map_rows, read, storage, tensor_like, to_vec};
 #[cfg(feature = "cuda")]

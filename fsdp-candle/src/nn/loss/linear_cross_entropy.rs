@@ -17,7 +17,7 @@ use super::cross_entropy::{
 };
 use crate::autograd::keeps_graph;
 use crate::collectives::SharedInput;
-use crate::kernels::graph_op;
+use crate::graph::graph_op;
 use crate::nn::cpu::matrix::{Mat, MatMut, product};
 use crate::nn::cpu::{map_rows, read, same_kind, small_weight_grad, storage, tensor_like, weight_grad};
 #[cfg(feature = "cuda")]

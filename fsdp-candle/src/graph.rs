@@ -17,8 +17,7 @@ use candle_core::{CpuStorage, CudaStorage, MetalStorage};
 use candle_core::{CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Storage, Tensor, TensorId, bail};
 use parking_lot::Mutex;
 
-use super::candle_interop::in_place;
-use super::of_device;
+use crate::storage::{scalar, with_slice, with_slice_mut};
 
 /// The backward of a node with one source.
 pub(crate) trait Backward: Send + Sync + 'static {
@@ -39,7 +38,7 @@ pub(crate) fn node(source: &Tensor, memory: Storage, shape: Shape, backward: imp
             Ok([backward.backward(sources[0], node, gradient)?, None, None])
         }),
         sources: vec![None],
-        output: None,
+        slot: None,
     };
     source.apply_op1(op)
 }
@@ -69,27 +68,27 @@ pub(crate) fn graph_op<G: IntoIterator<Item = Option<Tensor>>>(
             count => bail!("{name}: expected 1 to 3 sources, found {count}"),
         }
     };
-    let kept =
-        (sources.iter().zip(&links)).map(|(source, link)| Some(((*source).clone(), link.clone()?.sum))).collect();
+    let kept = sources.iter().zip(&links).map(|(source, link)| Some(((*source).clone(), link.clone()?.slot))).collect();
     let has_token = matches!(memory, Storage::Cpu(_))
         && shape.rank() > 0
         && NODES_WITH_VALUES.get() == 0
         && sources.iter().any(|source| source.track_op());
-    let mut op =
-        GraphOp { name, result: Mutex::new(None), gradients: Box::new(gradients), sources: kept, output: None };
+    let op = |result, slot| GraphOp {
+        name,
+        result: Mutex::new(Some(result)),
+        gradients: Box::new(gradients),
+        sources: kept,
+        slot,
+    };
     if !has_token {
-        op.result = Mutex::new(Some((memory, shape)));
-        return follow(op);
+        return follow(op((memory, shape), None));
     }
-    let (sum, values, id) = (GradientSum::default(), Arc::new(OnceLock::new()), Arc::new(OnceLock::new()));
-    op.result = Mutex::new(Some((Storage::Cpu(CpuStorage::F32(vec![0.])), Shape::from(()))));
-    op.output = Some((values.clone(), sum.clone()));
-    let token = follow(op)?;
-    let result = Mutex::new(Some((memory, shape)));
-    let output = token.apply_op1(Output { name, result, sum: sum.clone(), id: id.clone() })?;
-    let _ = values.set(output.detach());
-    let _ = id.set(output.id());
-    LINKS.lock().insert(output.id(), Link { token, sum });
+    let slot = Arc::new(Slot::default());
+    let token = follow(op((scalar(sources[0].device())?, Shape::from(())), Some(slot.clone())))?;
+    let output = Output { name, result: Mutex::new(Some((memory, shape))), slot: slot.clone() };
+    let output = token.apply_op1(output)?;
+    let _ = slot.output.set((output.id(), output.detach()));
+    LINKS.lock().insert(output.id(), Link { token, slot });
     Ok(output)
 }
 
@@ -116,11 +115,19 @@ impl Drop for NodesWithValues {
 /// The links of all outputs that exist.
 static LINKS: LazyLock<Mutex<HashMap<TensorId, Link>>> = LazyLock::new(Mutex::default);
 
-/// The token of an output, and the sum of the output's gradients.
+/// What an output and its token share.
+#[derive(Default)]
+struct Slot {
+    gradient: GradientSum,
+    /// The output's id and its values.
+    output: OnceLock<(TensorId, Tensor)>,
+}
+
+/// The token of an output.
 #[derive(Clone)]
 struct Link {
     token: Tensor,
-    sum: GradientSum,
+    slot: Arc<Slot>,
 }
 
 impl Link {
@@ -129,9 +136,9 @@ impl Link {
     }
 }
 
-/// The gradient of an output so far.
-#[derive(Clone, Default)]
-struct GradientSum(Arc<Mutex<Option<Gradient>>>);
+/// A gradient to which several operations add, apart from Candle's store.
+#[derive(Default)]
+pub(crate) struct GradientSum(Mutex<Option<Gradient>>);
 
 enum Gradient {
     /// Others may hold its memory.
@@ -140,29 +147,38 @@ enum Gradient {
 }
 
 impl GradientSum {
+    /// Adds a gradient whose memory others may hold.
     fn add(&self, gradient: Tensor) -> Result<()> {
         let mut sum = self.0.lock();
         *sum = Some(match sum.take() {
             None => Gradient::Moved(gradient),
             Some(Gradient::Moved(first)) => Gradient::Owned((first + gradient)?),
-            Some(Gradient::Owned(total)) => {
-                let kernels = of_device(total.device())?;
-                let gradient = gradient.contiguous()?;
-                let (more, layout) = gradient.storage_and_layout();
-                let start = layout.start_offset();
-                let more = kernels.slice(&more, start..start + gradient.elem_count())?;
-                in_place(&total, |total, layout| {
-                    kernels.add(kernels.slice_mut(total, 0..layout.shape().elem_count())?, more)
-                })?;
-                Gradient::Owned(total)
-            }
+            Some(Gradient::Owned(total)) => Gradient::Owned(add_to(total, &gradient)?),
         });
         Ok(())
     }
 
-    fn take(&self) -> Option<Tensor> {
+    /// Adds a gradient that has no other reader.
+    pub(crate) fn add_owned(&self, gradient: Tensor) -> Result<()> {
+        let mut sum = self.0.lock();
+        *sum = Some(Gradient::Owned(match sum.take() {
+            None => gradient.contiguous()?,
+            Some(Gradient::Moved(first)) => add_to(gradient.contiguous()?, &first)?,
+            Some(Gradient::Owned(total)) => add_to(total, &gradient)?,
+        }));
+        Ok(())
+    }
+
+    pub(crate) fn take(&self) -> Option<Tensor> {
         self.0.lock().take().map(|(Gradient::Moved(gradient) | Gradient::Owned(gradient))| gradient)
     }
+}
+
+/// Adds to a contiguous tensor in place.
+fn add_to(total: Tensor, more: &Tensor) -> Result<Tensor> {
+    let more = more.contiguous()?;
+    with_slice_mut(&total, |kernels, total| with_slice(&more, |_, more| kernels.add(total, more)))?;
+    Ok(total)
 }
 
 type Gradients = dyn Fn(&[&Tensor], &Tensor, &Tensor) -> Result<[Option<Tensor>; 3]> + Send + Sync;
@@ -172,10 +188,10 @@ struct GraphOp {
     name: &'static str,
     result: Mutex<Option<(Storage, Shape)>>,
     gradients: Box<Gradients>,
-    /// For each source whose token stands for it: the source, and the sum of its gradients.
-    sources: Vec<Option<(Tensor, GradientSum)>>,
-    /// The output's values and the sum of its gradients, if this is a token.
-    output: Option<(Arc<OnceLock<Tensor>>, GradientSum)>,
+    /// Each source whose token stands for it.
+    sources: Vec<Option<(Tensor, Arc<Slot>)>>,
+    /// If this is a token.
+    slot: Option<Arc<Slot>>,
 }
 
 impl GraphOp {
@@ -183,17 +199,17 @@ impl GraphOp {
         let sources = arguments.iter().zip(&self.sources);
         let sources: Vec<&Tensor> =
             sources.map(|(&argument, source)| source.as_ref().map_or(argument, |(source, _)| source)).collect();
-        let mut gradients = match &self.output {
+        let mut gradients = match &self.slot {
             None => (self.gradients)(&sources, node, gradient)?,
-            Some((values, sum)) => {
-                let Some(node) = values.get() else { bail!("{}: backward ran during forward", self.name) };
-                let gradient = sum.take().map_or_else(|| node.zeros_like(), Ok)?;
+            Some(slot) => {
+                let Some((_, node)) = slot.output.get() else { bail!("{}: backward ran during forward", self.name) };
+                let gradient = slot.gradient.take().map_or_else(|| node.zeros_like(), Ok)?;
                 (self.gradients)(&sources, node, &gradient)?
             }
         };
         for ((gradient, source), argument) in gradients.iter_mut().zip(&self.sources).zip(arguments) {
-            let Some((_, sum)) = source else { continue };
-            gradient.take().map_or(Ok(()), |gradient| sum.add(gradient))?;
+            let Some((_, slot)) = source else { continue };
+            gradient.take().map_or(Ok(()), |gradient| slot.gradient.add(gradient))?;
             // Candle needs a gradient of every node that it visits.
             *gradient = Some(argument.zeros_like()?);
         }
@@ -205,20 +221,19 @@ impl GraphOp {
 struct Output {
     name: &'static str,
     result: Mutex<Option<(Storage, Shape)>>,
-    sum: GradientSum,
-    id: Arc<OnceLock<TensorId>>,
+    slot: Arc<Slot>,
 }
 
 impl Output {
     fn backward(&self, [token]: &[&Tensor; 1], _: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 1]> {
-        self.sum.add(gradient.clone())?;
+        self.slot.gradient.add(gradient.clone())?;
         Ok([Some(token.zeros_like()?)])
     }
 }
 
 impl Drop for Output {
     fn drop(&mut self) {
-        let link = self.id.get().and_then(|id| LINKS.lock().remove(id));
+        let link = self.slot.output.get().and_then(|(id, _)| LINKS.lock().remove(id));
         // Outside of the lock, because it may free a graph with other outputs.
         drop(link);
     }
