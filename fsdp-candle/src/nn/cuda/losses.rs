@@ -11,9 +11,10 @@ use super::super::loss::cross_entropy::{TargetRows, signature};
 use super::super::weight::Weight;
 use super::rows;
 use crate::collectives::{SharedInput, all_reduce, largest};
+use crate::graph::graph_op;
 use crate::kernels::{
-    LossOptions, Matrix, Slice, SliceMut, add_product, graph_op, logits_back, losses, ones, rescale_powers,
-    row_statistics, uninit, write_product,
+    LossOptions, Matrix, Slice, SliceMut, add_product, logits_back, losses, ones, rescale_powers, row_statistics,
+    uninit, write_product,
 };
 use crate::storage::{to_core_dtype, to_storage, to_tensor, with_slice, with_slice_mut};
 use crate::upload;
