@@ -64,7 +64,8 @@ impl Magnitudes {
     /// the code of 0.
     #[inline(always)]
     pub(crate) fn code(&self, number: f32) -> u8 {
-        let bucket = (number.to_bits() >> 16).clamp(LOWEST, HIGHEST) - LOWEST;
+        let bits = if number >= 0. { number.to_bits() } else { 0 };
+        let bucket = (bits >> 16).clamp(LOWEST, HIGHEST) - LOWEST;
         let code = self.first[bucket as usize];
         match self.middles.get(usize::from(code)) {
             Some(middle) => code + u8::from(number > *middle),
@@ -90,6 +91,7 @@ mod tests {
                 assert_eq!(usize::from(magnitudes.code(number)), plain(number), "{number:e}");
             }
             assert_eq!(usize::from(magnitudes.code(1.0f32.next_up())), count - 1);
+            assert_eq!(magnitudes.code(f32::NAN), 0);
         }
     }
 }
