@@ -313,6 +313,8 @@ kernel! {
 
     fn gelu_back(dx: &mut [f32], x: &[f32], dy: &[f32]) {
         for ((dx, &x), &dy) in dx.iter_mut().zip(x).zip(dy) {
+            // Beyond, the slope is 0 or 1, and the square of x may be infinite.
+            let x = x.clamp(-100.0, 100.0);
             let s = sigmoid(2.0 * TANH_SCALE * x * (CUBIC * x).mul_add(x, 1.0));
             let slope = 2.0 * TANH_SCALE * (3.0 * CUBIC * x).mul_add(x, 1.0);
             *dx = dy * s * (1.0 + x * (1.0 - s) * slope);
