@@ -1,7 +1,7 @@
 // The softmax of attention, forward and backward, for a block of queries of one row of the batch.
 //
 // A block of threads computes one query of one head. Which keys a query sees follows from its index, so no mask is
-// read. Every sum has an order that depends only on the number of keys.
+// read. The order of a sum depends only on the number of keys in the block.
 #include "prelude.cuh"
 #include "philox.cuh"
 

@@ -2,7 +2,8 @@
 // this file and of the other headers in the place of the lines that include them.
 //
 // The kernels compute the same as `kernels/cpu`, operation by operation. The option `--fmad=false` forbids fused
-// multiply-add, so the bits are the CPU's, except for sums with another order. The order of a sum depends only on sizes.
+// multiply-add, so the bits are the CPU's, except for sums with another order and for f64 rounded to half precision,
+// which the CPU rounds to f32 first. The order of a sum depends only on sizes.
 // A pointer to `const` is only read: the device double detects races by it.
 
 typedef unsigned char u8;

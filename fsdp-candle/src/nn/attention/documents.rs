@@ -7,8 +7,8 @@ use candle_core::{Device, Result, Tensor, bail};
 use crate::tensors::Tensors;
 use crate::upload;
 
-/// The lengths of the documents in the rows of a packed batch `[batch, T, ..]`. [`attention_in_documents`] computes
-/// each document by itself, and positions start again with each document.
+/// The lengths of the documents in the rows of a packed batch `[batch, T, ..]`. A token attends only to its own
+/// document ([`attention_in_documents`]), and positions start again with each document.
 ///
 /// Units and activation checkpoints take it beside their tensors ([`Tensors`]).
 ///
