@@ -16,7 +16,7 @@ use super::param::{FsdpParam, FullBuffer, UnshardMemory};
 use super::param_group::FsdpParamGroup;
 use crate::data_parallel::DataParallel;
 use crate::error::Error;
-use crate::storage::{Pool, PooledBuffer, TensorMemory, copy, to_core_dtype, to_tensor};
+use crate::storage::{Pool, PooledBuffer, TensorMemory, copy, to_core_dtype, to_tensor, with_slice};
 
 /// Advice for ranks that unshard different parameters.
 const ALL_GATHER_ADVICE: &str = "Units are gathered as they are called, and units by name as their layers are used: \
@@ -144,7 +144,7 @@ impl AllGatherRequest {
                     parts.push(GatherPart { input, counts });
                     Gathered::Whole
                 }
-                None => add_inputs(param, parts)?,
+                None => add_inputs(param, &unit.pool, parts)?,
             };
             params.push((param.clone(), gathered));
         }
@@ -153,13 +153,13 @@ impl AllGatherRequest {
 }
 
 /// Adds this rank's inputs for a parameter.
-fn add_inputs(param: &FsdpParam, parts: &mut Vec<GatherPart>) -> Result<Gathered> {
+fn add_inputs(param: &FsdpParam, pool: &Arc<Pool>, parts: &mut Vec<GatherPart>) -> Result<Gathered> {
     let layout = &param.spec.layout;
     let counts = layout.counts();
     let Some(extension) = &param.spec.extension else {
         let input: Arc<dyn Readable> = match &param.spec.replica_sharding {
             Some(_) => Arc::new(TensorMemory(param.shard_in_compute_dtype()?)),
-            None => own_input(param)?,
+            None => own_input(param, pool)?,
         };
         parts.push(GatherPart { input, counts });
         return Ok(if layout.is_concatenation() { Gathered::Whole } else { Gathered::Concatenated });
@@ -175,11 +175,19 @@ fn add_inputs(param: &FsdpParam, parts: &mut Vec<GatherPart>) -> Result<Gathered
 }
 
 /// Returns the values that this rank holds, in the compute dtype.
-fn own_input(param: &FsdpParam) -> Result<Arc<dyn Readable>> {
-    Ok(match &param.spec.offload {
-        Some(offload) => Arc::new(offload.upload(to_core_dtype(param.compute_dtype())?)?),
-        None => Arc::new(TensorMemory(param.own_in_compute_dtype()?)),
-    })
+fn own_input(param: &FsdpParam, pool: &Arc<Pool>) -> Result<Arc<dyn Readable>> {
+    let dtype = to_core_dtype(param.compute_dtype())?;
+    if let Some(offload) = &param.spec.offload {
+        return Ok(Arc::new(offload.upload(dtype)?));
+    }
+    let shard = param.var().as_tensor();
+    if shard.dtype() == param.compute_dtype() {
+        return Ok(Arc::new(TensorMemory(shard.clone())));
+    }
+    let mut cast = pool.take(dtype, shard.elem_count()).map_err(Error::from)?;
+    let outcome = with_slice(shard, |kernels, values| kernels.cast(values, (&mut cast).into()));
+    let cast = PooledBuffer::new(cast, pool);
+    outcome.map(|()| Arc::new(cast) as _)
 }
 
 impl PendingAllGather {
@@ -331,7 +339,7 @@ impl FsdpParamGroup {
                 let param = &self.params()[position];
                 let sharding = param.spec.replica_sharding.as_ref();
                 let counts = sharding.map(|sharding| sharding.layout.counts()).unwrap_or_default();
-                parts.push(GatherPart { input: own_input(param)?, counts });
+                parts.push(GatherPart { input: own_input(param, &self.pool)?, counts });
             }
             tracing::debug!(unit = self.name(), parameters = positions.len(), "gather shards over replicas");
             let signature = self.signature(positions.iter().copied()).with_advice(REPLICA_GATHER_ADVICE);
