@@ -1,6 +1,7 @@
 //! Shared code of the example programs: models, data, learning-rate schedules, metrics and output.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
+pub mod command_line;
 pub mod console;
 pub mod data;
 pub mod flags;

@@ -26,7 +26,7 @@ const LAYERS: [(&str, &str); 5] = [
     ),
     (
         "examples",
-        "console flags hub data generate job writable metrics models tasks progress ranks schedule tensorboard",
+        "console command_line flags hub data generate job writable metrics models tasks progress ranks schedule tensorboard",
     ),
 ];
 

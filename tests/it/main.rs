@@ -9,6 +9,7 @@ mod candle_nn;
 mod candle_transformers;
 mod changed;
 mod chaos;
+mod completions;
 mod dpo;
 mod dropout;
 mod exports;

@@ -11,6 +11,7 @@ use clap::builder::RangedU64ValueParser;
 use clap::{Parser, Subcommand};
 use fsdp_candle::DeviceChoice;
 use fsdp_launch::{LaunchSpec, LinePrefix, launch};
+use fsdp_train::command_line;
 use fsdp_train::console::Console;
 
 mod ckpt;
@@ -30,7 +31,7 @@ mod step;
 ///
 /// `bench ckpt --world 2`, `bench convolutions` and `bench plan` need no launcher.
 #[derive(Parser)]
-#[command(version, verbatim_doc_comment)]
+#[command(name = "bench", version, verbatim_doc_comment)]
 struct Cli {
     #[command(subcommand)]
     what: What,
@@ -56,7 +57,7 @@ enum What {
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let cli: Cli = command_line::parse();
     if let What::Ckpt(ckpt::Args { world: Some(world), .. }) = cli.what
         && world > 1
         && std::env::var_os("WORLD_SIZE").is_none()

@@ -25,9 +25,9 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use candle_core::backprop::GradStore;
-use clap::Parser;
 use fsdp_candle::random::{self, RngState};
 use fsdp_candle::{Recurse, ReduceOp, World, clip_grad_norm, grad_norm};
+use fsdp_train::command_line;
 use fsdp_train::console::Console;
 use fsdp_train::job;
 use fsdp_train::metrics::{Rewards, StepRecord, peak_memory_bytes};
@@ -47,7 +47,7 @@ use run_record::Record;
 use setup::Setup;
 
 fn main() -> ExitCode {
-    let args = Args::parse();
+    let args: Args = command_line::parse();
     job::run(args.device, |world| {
         // Later collectives rely on equal settings.
         agreement::check_settings(&args, world)?;
