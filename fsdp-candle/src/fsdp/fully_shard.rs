@@ -361,7 +361,7 @@ fn make<M>(
     let unit = OpenUnit::begin(vars, &name, opts, &ranks);
     let inner = build(vb.clone()).map_err(|cause| {
         let cause = match is_freed_storage_error(&cause) {
-            true => cause.context("parameters have no values while a model is built: compute on them in forward"),
+            true => cause.context(reads_values(vars.last_asked_for())),
             false => cause,
         };
         Error::Build { unit: name.clone(), cause: Box::new(cause.into()) }
@@ -394,6 +394,16 @@ fn make<M>(
         warn_of_unmanaged(group.name(), &unmanaged, &vars.params());
     }
     Ok(FsdpModule::new(inner, group, schedule.clone(), unmanaged))
+}
+
+/// Explains an error of Candle about a parameter whose values were read while its unit is built. Candle does not tell
+/// which tensor an operation read.
+fn reads_values(last_asked_for: Option<String>) -> String {
+    let place = last_asked_for.map_or_else(String::new, |name| format!(" after `{name}` was asked for"));
+    format!(
+        "a parameter was read{place}. Parameters have no values while a model is built: compute on them in forward (see \
+         docs/from-candle.md)"
+    )
 }
 
 fn lacks_tp_layer(param: &FsdpParam) -> String {

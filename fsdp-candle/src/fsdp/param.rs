@@ -459,19 +459,23 @@ impl FsdpParam {
     }
 
     fn not_unsharded(&self) -> Error {
-        let (unit, way_out) = match self.unit.get() {
-            Some(unit) if unit.has_pre_use_hook => (
-                &*unit.id.name,
-                "is gathered inside a forward of the model alone. Call the model through its FsdpModule (`forward`, \
-                 `call` or `call_mut`)",
-            ),
-            unit => (
-                unit.map_or("(being built)", |unit| &unit.id.name),
-                "is not inside a forward of its own. Call the unit through its FsdpModule (`forward` or `call`), or \
-                 `unshard()` it first",
-            ),
+        let Some(unit) = self.unit.get() else {
+            return self.error(
+                "a layer computed with it while the model is built, when parameters have no values: call the layer in \
+                 forward",
+            );
         };
-        self.error(format!("its values are sharded here: unit `{unit}` {way_out}"))
+        let way_out = match unit.has_pre_use_hook {
+            true => {
+                "is gathered inside a forward of the model alone. Call the model through its FsdpModule (`forward`, \
+                 `call` or `call_mut`)"
+            }
+            false => {
+                "is not inside a forward of its own. Call the unit through its FsdpModule (`forward` or `call`), or \
+                 `unshard()` it first"
+            }
+        };
+        self.error(format!("its values are sharded here: unit `{}` {way_out}", unit.id.name))
     }
 
     /// Returns how the module of `weight` is parallel and its ranks, for a layer of your own that holds `weight`;

@@ -73,6 +73,8 @@ struct Inner {
     ignored: Mutex<IndexMap<String, Var>>,
     buffers: Mutex<IndexMap<String, Var>>,
     building: Mutex<Vec<Building>>,
+    /// Name of the parameter that a builder was asked for last.
+    last_asked_for: Mutex<Option<String>>,
     /// Whether a builder of this map was asked for [`UNKNOWN_NAME`].
     was_asked: AtomicBool,
 }
@@ -145,6 +147,7 @@ impl ShardedVarMap {
             ignored: Mutex::default(),
             buffers: Mutex::default(),
             building: Mutex::default(),
+            last_asked_for: Mutex::default(),
             was_asked: AtomicBool::new(false),
         }))
     }
@@ -387,6 +390,11 @@ impl ShardedVarMap {
         &self.0.schedule
     }
 
+    /// Returns the name of the parameter that a builder was asked for last.
+    pub(super) fn last_asked_for(&self) -> Option<String> {
+        self.0.last_asked_for.lock().clone()
+    }
+
     /// Returns whether `vb` is a builder of this map, renamed or not. Candle does not tell where a builder gets its
     /// tensors. A query for any name comes to [`ShardedVarMap::contains_tensor`] of the map behind the builder.
     pub(super) fn is_behind(&self, vb: &VarBuilder<'_>) -> bool {
@@ -571,6 +579,7 @@ impl ShardedVarMap {
         };
         let (unit, opts, ranks) = (unit.name.clone(), unit.opts.clone(), unit.ranks.clone());
         drop(building);
+        *self.0.last_asked_for.lock() = Some(name.into());
         if let Some(param) = self.shared(name, &shape, dtype, &unit)? {
             return Ok(param.held.clone());
         }

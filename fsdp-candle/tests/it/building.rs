@@ -76,11 +76,48 @@ fn build_errors_have_unit_and_cause() {
     let Err(Error::Build { unit, cause }) = outer else { panic!("an error of the build") };
     assert_eq!(unit, "model");
     assert_contains(&cause.to_string(), &["unit `model.block`", "no such layer"]);
-    // A layer that computes with its weights while it is built.
+}
+
+#[test]
+fn values_read_while_building_name_unit_and_parameter() {
+    let world = World::single().unwrap();
+    let vars = vars(&world);
+    let opts = FullyShard::new(&vars);
+    let vb = vars.builder(DType::F32);
+    let normed = |vb: VarBuilder<'static>| {
+        let (gain, direction) = (vb.get((4, 1), "weight_g")?, vb.get((4, 2), "weight_v")?);
+        gain.broadcast_mul(&direction.broadcast_div(&direction.sqr()?.sum_keepdim(1)?.sqrt()?)?)
+    };
+    let parts = ["unit `conv`", "read after `conv.weight_v` was asked for", "compute on them in forward"];
+    refused(fully_shard(&opts, vb.pp("conv"), normed), &parts);
+    let number = |vb: VarBuilder<'static>| vb.get(1, "scale")?.to_vec1::<f32>();
+    refused(fully_shard(&opts, vb.pp("scaled"), number), &["unit `scaled`", "read after `scaled.scale` was asked for"]);
+    // A tied weight that is asked for again, after other parameters.
     refused(
-        fully_shard(&opts, vb.pp("scaled"), |vb| vb.get((2, 2), "weight")? * 2.),
-        &["unit `scaled`", "compute on them in forward"],
+        fully_shard(&opts, vb.pp("tied"), |vb| {
+            let _layers = (vb.get((2, 2), "embed")?, nn::linear(2, 2, vb.pp("mlp"))?);
+            vb.get((2, 2), "embed")?.t()?.contiguous()
+        }),
+        &["unit `tied`", "read after `tied.embed` was asked for"],
     );
+    // The inner unit was built. The outer one reads its parameter.
+    refused(
+        fully_shard(&opts, vb.pp("outer"), |vb| {
+            let inner = fully_shard(&opts, vb.pp("inner"), |vb| nn::linear(2, 2, vb))?;
+            inner.inner().weight().sqr()
+        }),
+        &["unit `outer`", "read after `outer.inner.bias` was asked for"],
+    );
+    // A layer of `nn` knows its parameter.
+    refused(
+        fully_shard(&opts, vb.pp("probed"), |vb| nn::linear(2, 2, vb.pp("fc"))?.forward(&batch(0, 2))),
+        &["unit `probed`", "parameter `probed.fc.weight`: a layer computed with it while the model is built"],
+    );
+    assert!(vars.params().is_empty());
+    // An ignored parameter has values.
+    let opts = opts.ignored_params(|name| name.ends_with("scale"));
+    let scale = fully_shard(&opts, vb.pp("scaled"), number).unwrap();
+    assert_eq!(vars.ignored()[0].1.to_vec1::<f32>().unwrap(), *scale.inner());
 }
 
 #[test]
