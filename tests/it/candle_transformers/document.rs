@@ -101,6 +101,41 @@ impl Gan {
     }
 }
 
+struct WeightNormed {
+    gain: Tensor,
+    direction: Tensor,
+}
+
+impl WeightNormed {
+    fn new(inputs: usize, outputs: usize, vb: VarBuilder) -> Result<Self> {
+        let (gain, direction) = (vb.get((outputs, 1), "weight_g")?, vb.get((outputs, inputs), "weight_v")?);
+        Ok(WeightNormed { gain, direction })
+    }
+}
+
+impl Module for WeightNormed {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let norm = self.direction.sqr()?.sum_keepdim(1)?.sqrt()?;
+        let weight = self.direction.broadcast_mul(&self.gain)?.broadcast_div(&norm)?;
+        x.matmul(&weight.t()?)
+    }
+}
+
+#[test]
+fn weights_computed_in_forward_are_trained() {
+    let (vars, model) = on_one_rank(|vb| WeightNormed::new(3, 2, vb.pp("model.layers.0")));
+    let x = Tensor::new(&[[1f32, 2., -1.], [0.5, 0., 3.]], &Device::Cpu).unwrap();
+    for param in vars.params() {
+        let values = (0..param.shape().elem_count()).map(|i| (i + 1) as f32);
+        let values = Tensor::from_iter(values, &Device::Cpu).unwrap();
+        param.var().set(&values.reshape(param.shape()).unwrap()).unwrap();
+    }
+    let loss = |model: &FsdpModule<WeightNormed>| model.forward(&x)?.sqr()?.mean_all();
+    gradcheck(&model, &GradcheckOptions::default(), loss).unwrap();
+    let grads = model.backward(&loss(&model).unwrap()).unwrap();
+    assert!(vars.params().len() == 2 && vars.params().iter().all(|param| grads.get(param.var()).is_some()));
+}
+
 #[test]
 fn the_gan_trains_both_models() {
     let world = World::single().unwrap();
@@ -123,7 +158,7 @@ fn the_gan_trains_both_models() {
 fn documented_code_is_this_code() {
     let source = without_layout(include_str!("document.rs"));
     let blocks = code_blocks(DOCUMENT, "rust");
-    assert_eq!(blocks.len(), 5);
+    assert_eq!(blocks.len(), 6);
     for block in blocks {
         assert!(source.contains(&without_layout(&block)), "not in this file:\n{block}");
     }

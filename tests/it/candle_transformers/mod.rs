@@ -5,6 +5,7 @@ mod changed;
 mod data;
 mod document;
 mod gathered;
+mod limits;
 mod original;
 mod table;
 mod train;
