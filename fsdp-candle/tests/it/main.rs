@@ -29,6 +29,7 @@ mod numerics;
 mod offload;
 mod optimizers;
 mod over_replicas;
+mod own_program;
 mod parallel_params;
 mod parity;
 mod placements;

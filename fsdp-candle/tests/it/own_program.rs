@@ -1,0 +1,276 @@
+//! The code of docs/your-own-program.md, on ranks as threads.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use candle_core::{DType, Device, Module, ModuleT, Result, Tensor};
+use candle_nn::VarBuilder;
+use fsdp_candle::initializer::{Fallback, Philox, Pretrained};
+use fsdp_candle::{
+    AdamW, AdamWConfig, FsdpModule, FullyShard, ShardedVarMap, StateDictOptions, World, get_model_state_dict,
+    load_model, load_optimizer, load_param_groups, model_tensors, nn, no_grad, optimizer_tensors, optimizer_values,
+    shard,
+};
+use fsdp_ckpt::{LoadOptions, SaveState, hf};
+use fsdp_test_support::{code_blocks, without_layout};
+
+use crate::common::{device, input, ranks, refused};
+
+#[test]
+fn documented_code_is_this_code() {
+    let source = without_layout(include_str!("own_program.rs"));
+    let blocks = code_blocks("docs/your-own-program.md", "rust");
+    assert_eq!(blocks.len(), 8);
+    for block in blocks {
+        assert!(source.contains(&without_layout(&block)), "not in this file:\n{block}");
+    }
+}
+
+struct Model {
+    layers: Vec<(nn::Linear, nn::Linear)>,
+    head: nn::Linear,
+}
+
+impl Model {
+    fn new(vb: VarBuilder) -> Result<Self> {
+        let layer = |i| {
+            let vb = vb.pp(format!("layers.{i}"));
+            Ok((nn::linear(8, 32, vb.pp("up"))?, nn::linear(32, 8, vb.pp("down"))?))
+        };
+        Ok(Model { layers: (0..3).map(layer).collect::<Result<_>>()?, head: nn::linear(8, 4, vb.pp("head"))? })
+    }
+}
+
+impl Module for Model {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let layer =
+            |x: Tensor, (up, down): &(nn::Linear, nn::Linear)| &x + down.forward(&nn::gelu(&up.forward(&x)?)?)?;
+        self.head.forward(&self.layers.iter().try_fold(x.clone(), layer)?)
+    }
+}
+
+fn pretrained(weights: &Path, world: &World) -> anyhow::Result<(ShardedVarMap, FsdpModule<Model>)> {
+    let vars = ShardedVarMap::of_world(world)?;
+    vars.init_with(Pretrained::open(weights)?); // model.safetensors, or an index and its files
+    let opts = FullyShard::new(&vars).units(["layers.*"]);
+    let model = shard(&opts, vars.builder(DType::F32), Model::new)?;
+    Ok((vars, model))
+}
+
+fn save(run: &Path, step: usize, vars: &ShardedVarMap, optim: &AdamW, world: &World) -> anyhow::Result<()> {
+    let mut tensors = model_tensors(vars)?;
+    tensors.extend(optimizer_tensors(optim)?);
+    let mut values = optimizer_values(optim); // learning rate and so on
+    values.insert("step".into(), step.into());
+    let state = SaveState { mesh: vars.mesh().layout().clone(), tensors, values };
+    fsdp_ckpt::save(&run.join(format!("step-{step:08}")), world.group(), &state)?;
+    Ok(())
+}
+
+fn resume(run: &Path, vars: &ShardedVarMap, optim: &mut AdamW) -> anyhow::Result<usize> {
+    let Some(newest) = fsdp_ckpt::latest(run)? else { return Ok(0) };
+    let source = fsdp_ckpt::open(&newest)?;
+    load_model(vars, &*source, &LoadOptions::default())?;
+    load_optimizer(optim, &*source, &LoadOptions::default())?;
+    load_param_groups(optim, &*source)?;
+    Ok(source.values()["step"].as_u64().unwrap_or(0) as usize)
+}
+
+fn evaluate(vars: &ShardedVarMap, model: &FsdpModule<nn::BatchNorm>, x: &Tensor) -> anyhow::Result<Tensor> {
+    vars.average_buffers()?; // every rank calls it
+    Ok(no_grad(|| model.call(|model| model.forward_t(x, false)))?)
+}
+
+const LORA: nn::LoraConfig = nn::LoraConfig { rank: 2, alpha: 4. };
+
+fn with_adapters(weights: &Path, world: &World) -> anyhow::Result<(ShardedVarMap, FsdpModule<Model>)> {
+    let vars = ShardedVarMap::of_world(world)?;
+    vars.init_with(Fallback::new(Pretrained::open(weights)?, Philox::new(0), nn::is_adapter));
+    vars.freeze(|name| !nn::is_adapter(name));
+    vars.adapt(LORA, |layer| layer.ends_with("up"));
+    let opts = FullyShard::new(&vars).units(["layers.*"]);
+    let model = shard(&opts, vars.builder(DType::F32), Model::new)?;
+    Ok((vars, model))
+}
+
+fn export_adapters(dir: &Path, vars: &ShardedVarMap, world: &World) -> anyhow::Result<()> {
+    let mut tensors = get_model_state_dict(vars, &StateDictOptions::default())?.shards("base_model.model.");
+    tensors.retain(|tensor| nn::is_adapter(&tensor.fqn));
+    let file = "adapter_model.safetensors".into();
+    hf::export_with(dir, world.group(), &tensors, &hf::ExportOptions { file, ..Default::default() })?;
+    if world.rank() == 0 {
+        let config = serde_json::json!({
+            "peft_type": "LORA", "r": LORA.rank, "lora_alpha": LORA.alpha, "target_modules": ["up"],
+        });
+        std::fs::write(dir.join("adapter_config.json"), config.to_string())?;
+    }
+    Ok(())
+}
+
+fn export(dir: &Path, vars: &ShardedVarMap, world: &World) -> anyhow::Result<()> {
+    let tensors = get_model_state_dict(vars, &StateDictOptions::default())?.shards("");
+    hf::export(dir, world.group(), &tensors, &[])?; // the last argument: files to copy, such as config.json
+    Ok(())
+}
+
+/// Rows of every step, which the ranks share.
+const ROWS: usize = 4;
+
+/// Trains the steps, and returns the mean loss of each.
+fn train(
+    vars: &ShardedVarMap,
+    model: &FsdpModule<Model>,
+    optim: &mut AdamW,
+    steps: std::ops::Range<usize>,
+    world: &World,
+) -> Vec<f64> {
+    let rows = ROWS / world.size();
+    let step = |step| {
+        let share = |seed, width| input(seed, &[ROWS, width]).narrow(0, world.rank() * rows, rows).unwrap();
+        let loss = nn::loss::mse(&model.forward(&share(step, 8)).unwrap(), &share(step + 100, 4)).unwrap();
+        let grads = model.backward(&loss).unwrap();
+        for param in vars.params() {
+            assert_eq!(grads.get(param.var()).is_some(), param.trainable(), "{}", param.name());
+        }
+        optim.step(&grads).unwrap();
+        let mean = world.all_reduce(&[f64::from(loss.to_scalar::<f32>().unwrap())], fsdp_candle::ReduceOp::Avg);
+        mean.unwrap()[0]
+    };
+    steps.map(step).collect()
+}
+
+fn adamw(vars: &ShardedVarMap, lr: f64) -> AdamW {
+    AdamW::new(vars.trainable(), AdamWConfig { lr, ..AdamWConfig::default() }).unwrap()
+}
+
+/// Writes the weights of a model in plain Candle to `model.safetensors`, and returns them.
+fn write_weights(dir: &Path) -> BTreeMap<String, Tensor> {
+    let map = candle_nn::VarMap::new();
+    Model::new(VarBuilder::from_varmap(&map, DType::F32, &device())).unwrap();
+    for (name, var) in map.data().lock().unwrap().iter() {
+        var.set(&input(name.bytes().map(usize::from).sum(), var.dims())).unwrap();
+    }
+    map.save(dir.join("model.safetensors")).unwrap();
+    read(&dir.join("model.safetensors"))
+}
+
+fn read(file: &Path) -> BTreeMap<String, Tensor> {
+    candle_core::safetensors::load(file, &Device::Cpu).unwrap().into_iter().collect()
+}
+
+fn values(tensor: &Tensor) -> Vec<f32> {
+    tensor.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// Asserts that two lists of numbers differ by less than `limit`.
+fn assert_near<T: Copy + Into<f64> + std::fmt::Debug>(a: &[T], b: &[T], limit: f64) {
+    assert_eq!(a.len(), b.len());
+    assert!(a.iter().zip(b).all(|(&a, &b)| (a.into() - b.into()).abs() < limit), "{a:?} {b:?}");
+}
+
+#[test]
+fn starts_from_files_and_exports_to_them() {
+    let root = tempfile::tempdir().unwrap();
+    let weights = write_weights(root.path());
+    let exported = root.path().join("exported");
+    let outputs = ranks(2, |world| {
+        let (vars, model) = pretrained(root.path(), &world).unwrap();
+        assert!(vars.params().iter().all(|param| param.var().dims()[0] < param.shape().dims()[0]));
+        assert_eq!(model.units().len(), 4);
+        export(&exported, &vars, &world).unwrap();
+        values(&model.forward(&input(0, &[ROWS, 8])).unwrap())
+    });
+    let again = read(&exported.join("model.safetensors"));
+    assert!(again.keys().eq(weights.keys()));
+    for (name, weight) in &weights {
+        assert_eq!(values(weight), values(&again[name]), "{name}");
+    }
+    // The file is a model of plain Candle.
+    let vb = VarBuilder::from_tensors(again.into_iter().collect(), DType::F32, &device());
+    let plain = values(&Model::new(vb).unwrap().forward(&input(0, &[ROWS, 8])).unwrap());
+    outputs.iter().for_each(|output| assert_near(output, &plain, 1e-5));
+}
+
+#[test]
+fn resumes_at_another_world_size() {
+    let root = tempfile::tempdir().unwrap();
+    write_weights(root.path());
+    let run = root.path().join("run");
+    let losses = ranks(2, |world| {
+        let (vars, model) = pretrained(root.path(), &world).unwrap();
+        let mut optim = adamw(&vars, 0.01);
+        assert_eq!(resume(&run, &vars, &mut optim).unwrap(), 0);
+        train(&vars, &model, &mut optim, 0..3, &world);
+        save(&run, 3, &vars, &optim, &world).unwrap();
+        train(&vars, &model, &mut optim, 3..6, &world)
+    });
+    for size in [1, 2, 4] {
+        let resumed = ranks(size, |world| {
+            let (vars, model) = pretrained(root.path(), &world).unwrap();
+            let mut optim = adamw(&vars, 0.5); // the checkpoint has the learning rate
+            let step = resume(&run, &vars, &mut optim).unwrap();
+            train(&vars, &model, &mut optim, step..6, &world)
+        });
+        match size {
+            2 => assert_eq!(resumed, losses),
+            _ => assert_near(&resumed[0], &losses[0], 1e-5),
+        }
+    }
+}
+
+#[test]
+fn evaluates_with_the_statistics_of_all_ranks() {
+    let x = input(7, &[ROWS, 5]);
+    let build = |world: &World| {
+        let vars = ShardedVarMap::of_world(world).unwrap();
+        let build = |vb: VarBuilder| nn::batch_norm(5, 1e-5, vb);
+        let model = shard(&FullyShard::new(&vars), vars.builder(DType::F32), build).unwrap();
+        model.call(|model| model.forward_t(&input(world.rank(), &[ROWS, 5]), true)).unwrap();
+        (vars, model)
+    };
+    let outputs = ranks(2, |world| {
+        let (vars, model) = build(&world);
+        let own = values(&no_grad(|| model.call(|model| model.forward_t(&x, false))).unwrap());
+        (own, values(&evaluate(&vars, &model, &x).unwrap()))
+    });
+    assert_ne!(outputs[0].0, outputs[1].0);
+    assert_eq!(outputs[0].1, outputs[1].1);
+}
+
+#[test]
+fn trains_and_exports_adapters() {
+    let root = tempfile::tempdir().unwrap();
+    let weights = write_weights(root.path());
+    let adapters = root.path().join("adapters");
+    let x = input(0, &[ROWS, 8]);
+    let outputs = ranks(2, |world| {
+        let (vars, model) = with_adapters(root.path(), &world).unwrap();
+        train(&vars, &model, &mut adamw(&vars, 0.01), 0..5, &world);
+        export_adapters(&adapters, &vars, &world).unwrap();
+        values(&model.forward(&x).unwrap())
+    });
+    let layer = |i: usize| ["A", "B"].map(|m| format!("base_model.model.layers.{i}.up.lora_{m}.weight"));
+    assert!(read(&adapters.join("adapter_model.safetensors")).into_keys().eq((0..3).flat_map(layer)));
+
+    // Merged into the weights, in plain Candle.
+    let base = fsdp_ckpt::open(root.path()).unwrap();
+    let merged = fsdp_ckpt::merge::Merged::new(&*base, &adapters).unwrap();
+    hf::write(&root.path().join("merged"), &merged, 1 << 30, &[]).unwrap();
+    let merged = read(&root.path().join("merged/model.safetensors"));
+    for (name, weight) in &weights {
+        assert_eq!(values(weight) != values(&merged[name]), name.ends_with("up.weight"), "{name}");
+    }
+    let vb = VarBuilder::from_tensors(merged.into_iter().collect(), DType::F32, &device());
+    let plain = values(&Model::new(vb).unwrap().forward(&x).unwrap());
+    outputs.iter().for_each(|output| assert_near(output, &plain, 1e-5));
+}
+
+#[test]
+fn weights_of_another_model_are_refused() {
+    let root = tempfile::tempdir().unwrap();
+    let mut weights = write_weights(root.path());
+    weights.remove("head.bias");
+    let weights = weights.into_iter().collect();
+    candle_core::safetensors::save(&weights, root.path().join("model.safetensors")).unwrap();
+    refused(ranks(1, |world| pretrained(root.path(), &world).map(|_| ())).remove(0), &["`head.bias`"]);
+}
