@@ -133,3 +133,29 @@ fn a_folder_exports_our_layers() {
     let _: &nn::Linear = model.inner();
     assert!(is_documented("Write pub use fsdp_candle::nn as candle_nn; instead of both"));
 }
+
+/// A file with a module inside.
+mod nested {
+    use fsdp_candle::nn as candle_nn;
+
+    pub(super) type Layers = (candle_nn::Linear, ::candle_nn::Linear);
+
+    pub(super) fn layers(vb: candle_nn::VarBuilder) -> candle_core::Result<Layers> {
+        Ok((candle_nn::linear(2, 2, vb.pp("outer"))?, inside::layer(vb.pp("inner"))?))
+    }
+
+    mod inside {
+        pub(super) fn layer(vb: candle_nn::VarBuilder) -> candle_core::Result<candle_nn::Linear> {
+            candle_nn::linear(2, 2, vb)
+        }
+    }
+}
+
+#[test]
+fn modules_inside_a_file_use_candles_layers() {
+    let vars = ShardedVarMap::of_world(&World::single().unwrap()).unwrap();
+    let opts = FullyShard::new(&vars).units(["outer", "inner"]);
+    let model = shard(&opts, vars.builder(DType::F32), nested::layers).unwrap();
+    let names: Vec<_> = model.unmanaged_parameters().iter().map(|param| param.name()).collect();
+    assert_eq!(names, ["inner.weight", "inner.bias"]);
+}
