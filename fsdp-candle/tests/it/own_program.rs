@@ -162,10 +162,10 @@ fn values(tensor: &Tensor) -> Vec<f32> {
     tensor.flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// Asserts that two lists of numbers differ by less than `limit`.
-fn assert_near<T: Copy + Into<f64> + std::fmt::Debug>(a: &[T], b: &[T], limit: f64) {
+/// Asserts that two lists of numbers differ only by rounding. The largest difference seen was 5e-7, with the AVX-512 kernels.
+fn assert_near<T: Copy + Into<f64> + std::fmt::Debug>(a: &[T], b: &[T]) {
     assert_eq!(a.len(), b.len());
-    assert!(a.iter().zip(b).all(|(&a, &b)| (a.into() - b.into()).abs() < limit), "{a:?} {b:?}");
+    assert!(a.iter().zip(b).all(|(&a, &b)| (a.into() - b.into()).abs() < 4e-6), "{a:?} {b:?}");
 }
 
 #[test]
@@ -188,7 +188,7 @@ fn starts_from_files_and_exports_to_them() {
     // The file is a model of plain Candle.
     let vb = VarBuilder::from_tensors(again.into_iter().collect(), DType::F32, &device());
     let plain = values(&Model::new(vb).unwrap().forward(&input(0, &[ROWS, 8])).unwrap());
-    outputs.iter().for_each(|output| assert_near(output, &plain, 1e-5));
+    outputs.iter().for_each(|output| assert_near(output, &plain));
 }
 
 #[test]
@@ -213,7 +213,7 @@ fn resumes_at_another_world_size() {
         });
         match size {
             2 => assert_eq!(resumed, losses),
-            _ => assert_near(&resumed[0], &losses[0], 1e-5),
+            _ => assert_near(&resumed[0], &losses[0]),
         }
     }
 }
@@ -262,7 +262,7 @@ fn trains_and_exports_adapters() {
     }
     let vb = VarBuilder::from_tensors(merged.into_iter().collect(), DType::F32, &device());
     let plain = values(&Model::new(vb).unwrap().forward(&x).unwrap());
-    outputs.iter().for_each(|output| assert_near(output, &plain, 1e-5));
+    outputs.iter().for_each(|output| assert_near(output, &plain));
 }
 
 #[test]
