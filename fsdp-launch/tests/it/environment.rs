@@ -43,6 +43,7 @@ fn sets_every_variable_of_torchrun() {
             assert_eq!(env.get(name), Some(&value), "{name} of rank {rank}");
         }
         assert!(env["MASTER_PORT"].parse::<u16>().unwrap() > 0);
+        assert!(env["GLIBC_TUNABLES"].starts_with("glibc.malloc.hugetlb=1:"), "{}", env["GLIBC_TUNABLES"]);
         assert!(!env.contains_key("CARGO_PKG_NAME") && !env.contains_key("OUT_DIR"));
     }
     assert_ne!(environments[0]["TORCHELASTIC_ERROR_FILE"], environments[1]["TORCHELASTIC_ERROR_FILE"]);
@@ -71,10 +72,12 @@ fn keeps_options_and_the_users_settings() {
         "1",
         "env",
     ]);
-    let (code, stdout, _) = finish(command.env("RAYON_NUM_THREADS", "7").env("TORCHELASTIC_USE_AGENT_STORE", "True"));
+    let (code, stdout, _) = finish(
+        command.env("RAYON_NUM_THREADS", "7").env("GLIBC_TUNABLES", "").env("TORCHELASTIC_USE_AGENT_STORE", "True"),
+    );
     let env = &environments(1, &stdout)[0];
     assert_eq!((code, env["MASTER_ADDR"], env["MASTER_PORT"]), (Some(0), "localhost", "4321"));
-    assert_eq!((env["TORCHELASTIC_RUN_ID"], env["RAYON_NUM_THREADS"]), ("my run", "7"));
+    assert_eq!((env["TORCHELASTIC_RUN_ID"], env["RAYON_NUM_THREADS"], env["GLIBC_TUNABLES"]), ("my run", "7", ""));
     assert!(!env.contains_key("TORCHELASTIC_USE_AGENT_STORE"));
 }
 

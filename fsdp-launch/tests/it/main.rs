@@ -56,7 +56,10 @@ fn launcher(args: &[&str]) -> assert_cmd::Command {
     hear_signals();
     let mut command = assert_cmd::Command::new(assert_cmd::cargo::cargo_bin!("fsdp-launch"));
     command.timeout(TIMEOUT).args(args);
-    for name in ["RUST_LOG", "RAYON_NUM_THREADS", "OMP_NUM_THREADS", "CARGO_TARGET_DIR", "CARGO_BUILD_TARGET_DIR"] {
+    for name in ["RUST_LOG", "RAYON_NUM_THREADS", "OMP_NUM_THREADS", "GLIBC_TUNABLES"] {
+        command.env_remove(name);
+    }
+    for name in ["CARGO_TARGET_DIR", "CARGO_BUILD_TARGET_DIR"] {
         command.env_remove(name);
     }
     command

@@ -163,6 +163,9 @@ fn activations_of_extreme_values_are_finite() {
     }
     let y = gelu(&x).unwrap().to_vec1::<f32>().unwrap();
     assert!(y[1].abs() < 1e-30 && y[2].abs() < 1e-30 && y[4] == 100. && y[7].is_nan(), "{y:?}");
+    let x = Var::from_tensor(&x).unwrap();
+    let dx = gelu(&x).unwrap().sum_all().unwrap().backward().unwrap().get(&x).unwrap().to_vec1::<f32>().unwrap();
+    assert!(dx[..3].iter().all(|dx| dx.abs() < 1e-30) && dx[4..7] == [1.; 3] && dx[7].is_nan(), "{dx:?}");
 }
 
 #[test]
