@@ -4,7 +4,7 @@ use std::{
     fmt,
     sync::{
         Arc,
-        mpsc::{Receiver, Sender, TryRecvError, channel},
+        mpsc::{Receiver, SyncSender, TryRecvError, sync_channel},
     },
 };
 
@@ -42,7 +42,7 @@ impl fmt::Debug for Work {
 
 /// The sending end of a [`Work`], held by the runner of the collective: a group, or a user's own collectives.
 #[derive(Debug)]
-pub struct Completion(Sender<Result<CollectiveOutput>>);
+pub struct Completion(SyncSender<Result<CollectiveOutput>>);
 
 impl Completion {
     /// Passes the outputs or the error to the [`Work`], if it still exists.
@@ -59,7 +59,8 @@ impl Completion {
 impl Work {
     /// Creates a handle for `rank` and its sending end.
     pub fn pending(rank: usize) -> (Completion, Work) {
-        let (sender, receiver) = channel();
+        // The channel's place for the outcome is free, so sending never waits.
+        let (sender, receiver) = sync_channel(1);
         (Completion(sender), Work { receiver, outcome: None, rank, deferred: None })
     }
 

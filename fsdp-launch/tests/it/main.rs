@@ -56,10 +56,8 @@ fn launcher(args: &[&str]) -> assert_cmd::Command {
     hear_signals();
     let mut command = assert_cmd::Command::new(assert_cmd::cargo::cargo_bin!("fsdp-launch"));
     command.timeout(TIMEOUT).args(args);
-    for name in ["RUST_LOG", "RAYON_NUM_THREADS", "OMP_NUM_THREADS", "GLIBC_TUNABLES"] {
-        command.env_remove(name);
-    }
-    for name in ["CARGO_TARGET_DIR", "CARGO_BUILD_TARGET_DIR"] {
+    let build = ["CARGO_TARGET_DIR", "CARGO_BUILD_TARGET_DIR"];
+    for name in ["RUST_LOG", "RAYON_NUM_THREADS", "OMP_NUM_THREADS", "GLIBC_TUNABLES"].into_iter().chain(build) {
         command.env_remove(name);
     }
     command

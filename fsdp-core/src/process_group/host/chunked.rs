@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use super::{
     super::op::{ExchangePart, GatherPart, Op, ScatterPart},
-    memory::{Copy, Inputs, range, read, take_all},
+    memory::{Copy, Inputs, copy_cached, range, read, take_all},
     packing::{ALIGN, Piece, Stream, last_chunk},
     reduce::{Input, reduce},
 };
@@ -141,7 +141,7 @@ impl<'a> Sends<'a> {
         for to in self.peers() {
             let place = &mut slot[SlotLayout::peer_share(self.layout.rank, to, self.share)];
             for piece in self.to[to].pieces(step, self.share) {
-                place[piece.chunk].copy_from_slice(&self.inputs.get(piece.part)?.bytes()[piece.bytes]);
+                copy_cached(&mut place[piece.chunk], &self.inputs.get(piece.part)?.bytes()[piece.bytes]);
             }
         }
         Ok(())
@@ -305,7 +305,7 @@ impl ChunkedCollective for AllReduce {
             let Some(block) = block.filter(|&block| block < self.blocks) else { continue };
             let place = &mut slot[self.place(to)];
             for piece in self.stream.pieces(block * ranks + to, self.share) {
-                place[piece.chunk].copy_from_slice(&self.buffers[piece.part].bytes()[piece.bytes]);
+                copy_cached(&mut place[piece.chunk], &self.buffers[piece.part].bytes()[piece.bytes]);
             }
         }
         Ok(())
@@ -329,7 +329,7 @@ impl ChunkedCollective for AllReduce {
             for from in (0..ranks).filter(|&from| from != rank) {
                 for piece in self.stream.pieces(block * ranks + from, self.share) {
                     let result = &peers.slot(from)[self.place(from)][piece.chunk];
-                    self.buffers[piece.part].bytes_mut()[piece.bytes].copy_from_slice(result);
+                    copy_cached(&mut self.buffers[piece.part].bytes_mut()[piece.bytes], result);
                 }
             }
         }
@@ -366,7 +366,7 @@ impl ChunkedCollective for Broadcast {
     fn fill(&mut self, step: usize, slot: &mut [u8]) -> Result<()> {
         if self.layout.rank == self.root {
             for piece in self.stream.pieces(step, self.layout.bytes) {
-                slot[piece.chunk].copy_from_slice(&self.buffers[piece.part].bytes()[piece.bytes]);
+                copy_cached(&mut slot[piece.chunk], &self.buffers[piece.part].bytes()[piece.bytes]);
             }
         }
         Ok(())
@@ -400,7 +400,7 @@ impl<'a> AllToAll<'a> {
         for (part, output) in parts.iter().zip(&mut outputs) {
             let from = range(&part.send_counts, layout.rank, part.input.dtype());
             let to = range(&part.recv_counts, layout.rank, part.input.dtype());
-            output.bytes_mut()[to].copy_from_slice(&part.input.bytes()[from]);
+            copy_cached(&mut output.bytes_mut()[to], &part.input.bytes()[from]);
         }
         let streams = |counts: fn(&ExchangePart) -> &[usize]| {
             let mut streams = Stream::by_rank(layout.ranks, parts.iter().map(|p| (p.input.dtype(), counts(p))));
