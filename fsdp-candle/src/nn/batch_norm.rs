@@ -3,15 +3,17 @@
 //! The running statistics are buffers: every rank has them whole, and no optimizer sees them
 //! ([`ShardedVarMap::buffers`](crate::ShardedVarMap::buffers)).
 //!
-//! The weight and bias of a channel (dimension 1) give `y = w x + b`: `dx = w dy`, `dw` is the sum of `dy x` over the
-//! channel's elements, and `db` the sum of `dy`.
+//! In training, each channel (dimension 1) of `n` elements has a mean `m` and `r = 1 / sqrt(mean((x - m)^2) + eps)`, and
+//! `y = w h + b` with `h = (x - m) r`. With sums over the channel: `db = sum(dy)`, `dw = sum(dy h)`, and
+//! `dx = w r (dy - db / n - h dw / n)`. In evaluation, m and r are constants.
 
 use candle_core::{DType, ModuleT, Result, Storage, Tensor, Var, bail};
 use candle_nn::{Init, VarBuilder};
 
 pub use candle_nn::BatchNormConfig;
 
-use super::cpu::{read, same_kind, small_weight_grad, storage, tensor_like, to_vec};
+use super::cpu::simd::{dot, kernel, sum, sum_squares};
+use super::cpu::{map_rows, read, same_kind, small_weight_grad, storage, tensor_like, to_vec};
 use super::weight::{Weight, has_cpu_kernels, register_cpu_layer};
 use crate::graph::graph_op;
 
@@ -141,25 +143,61 @@ impl BatchNorm {
     /// Normalizes by the batch's statistics, and updates the running statistics. Fails if the input is not `[batch,
     /// channels, ..]`.
     pub fn forward_train(&self, x: &Tensor) -> Result<Tensor> {
+        self.check(x)?;
+        if has_cpu_kernels(x) { self.fused(x) } else { self.composite(x) }
+    }
+
+    /// The training forward as one operation on the CPU.
+    fn fused(&self, x: &Tensor) -> Result<Tensor> {
+        let affine = match &self.weight_and_bias {
+            None => None,
+            Some((weight, bias)) => {
+                check_affine("BatchNorm", x, weight, bias)?;
+                Some((Weight::of(weight)?, Weight::of(bias)?))
+            }
+        };
+        let arguments = match &affine {
+            Some((weight, bias)) => weight.arguments(x, Some(bias)),
+            None => vec![x.clone()],
+        };
+        let (channels, run) = (x.dim(1)?, x.dims()[2..].iter().product());
+        read!(values, x);
+        let statistics = Statistics::of(&values, channels, run, self.eps, self.remove_mean);
+        let [mean, variance] = [|of: &[f32]| of[0], |of: &[f32]| of[1]].map(|part: fn(&[f32]) -> f32| {
+            let of_channels: Vec<f32> = statistics.of_channels.chunks(2).map(part).collect();
+            Tensor::new(of_channels, x.device())
+        });
+        if self.remove_mean {
+            self.update(&self.running_mean, &mean?, self.momentum)?;
+        }
+        let count = (values.len() / channels.max(1)) as f64;
+        self.update(&self.running_var, &variance?, self.momentum * count / (count - 1.0))?;
+        let norm = BatchNormalization { affine, statistics };
+        let y = storage(norm.forward(&values)?, x.dtype())?;
+        graph_op("BatchNorm", &arguments, y, x.shape(), move |x, _, dy| norm.backward(x[0], dy))
+    }
+
+    fn update(&self, running: &Var, batch: &Tensor, share: f64) -> Result<()> {
+        let batch = batch.detach().flatten_all()?.to_dtype(running.dtype())?;
+        running.set(&((running.as_detached_tensor() * (1.0 - self.momentum))? + (batch * share)?)?)
+    }
+
+    /// The training forward as a chain of Candle's operations.
+    pub(super) fn composite(&self, x: &Tensor) -> Result<Tensor> {
         let dtype = x.dtype();
         let wide = if matches!(dtype, DType::F16 | DType::BF16) { DType::F32 } else { dtype };
-        self.check(x)?;
         // One row for each channel.
         let by_channel = x.to_dtype(wide)?.transpose(0, 1)?;
         let shape = by_channel.dims().to_vec();
         let mut rows = by_channel.flatten_from(1)?.contiguous()?;
-        let update = |running: &Var, batch: &Tensor, share: f64| {
-            let batch = batch.detach().flatten_all()?.to_dtype(running.dtype())?;
-            running.set(&((running.as_detached_tensor() * (1.0 - self.momentum))? + (batch * share)?)?)
-        };
         if self.remove_mean {
             let mean = rows.mean_keepdim(1)?;
-            update(&self.running_mean, &mean, self.momentum)?;
+            self.update(&self.running_mean, &mean, self.momentum)?;
             rows = rows.broadcast_sub(&mean)?;
         }
         let variance = rows.sqr()?.mean_keepdim(1)?;
         let count = rows.dim(1)? as f64;
-        update(&self.running_var, &variance, self.momentum * count / (count - 1.0))?;
+        self.update(&self.running_var, &variance, self.momentum * count / (count - 1.0))?;
         let normed = rows.broadcast_div(&(variance + self.eps)?.sqrt()?)?;
         self.affine(normed.reshape(shape)?.transpose(0, 1)?.to_dtype(dtype)?)
     }
@@ -209,6 +247,18 @@ pub fn batch_norm<C: Into<BatchNormConfig>>(num_features: usize, config: C, vb: 
 
 /// Scales and shifts the channels of `x` `[batch, channels, ..]` by `weight` and `bias`, `[channels]`.
 pub(super) fn scale_and_shift(function: &'static str, x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Tensor> {
+    check_affine(function, x, weight, bias)?;
+    if !has_cpu_kernels(x) {
+        return composite(x, &Weight::in_graph(weight)?, &Weight::in_graph(bias)?);
+    }
+    let (weight, bias) = (Weight::of(weight)?, Weight::of(bias)?);
+    let arguments = weight.arguments(x, Some(&bias));
+    let channels = Channels { weight, bias, run: x.dims()[2..].iter().product() };
+    graph_op(function, &arguments, channels.forward(x)?, x.shape(), move |x, _, dy| channels.backward(x[0], dy))
+}
+
+/// Fails unless weight and bias are of the input's channels, dtype and device.
+fn check_affine(function: &str, x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<()> {
     let channels = x.dim(1)?;
     if weight.dims() != [channels] || bias.dims() != [channels] {
         bail!(
@@ -219,14 +269,7 @@ pub(super) fn scale_and_shift(function: &'static str, x: &Tensor, weight: &Tenso
         );
     }
     same_kind(function, ("the input", x), ("the weight", weight))?;
-    same_kind(function, ("the input", x), ("the bias", bias))?;
-    if !has_cpu_kernels(x) {
-        return composite(x, &Weight::in_graph(weight)?, &Weight::in_graph(bias)?);
-    }
-    let (weight, bias) = (Weight::of(weight)?, Weight::of(bias)?);
-    let arguments = weight.arguments(x, Some(&bias));
-    let channels = Channels { weight, bias, run: x.dims()[2..].iter().product() };
-    graph_op(function, &arguments, channels.forward(x)?, x.shape(), move |x, _, dy| channels.backward(x[0], dy))
+    same_kind(function, ("the input", x), ("the bias", bias))
 }
 
 /// The scale and shift as a chain of Candle's operations.
@@ -272,5 +315,159 @@ impl Channels {
             (dw, db)
         };
         Ok([Some(tensor_like(dx, x)?), small_weight_grad(&self.weight, &dw)?, small_weight_grad(&self.bias, &db)?])
+    }
+}
+
+/// Statistics of the channels of a batch.
+struct Statistics {
+    /// Mean and variance of each channel.
+    of_channels: Vec<f32>,
+    channels: usize,
+    /// Number of successive elements of a channel.
+    run: usize,
+    eps: f64,
+    centered: bool,
+}
+
+impl Statistics {
+    fn of(x: &[f32], channels: usize, run: usize, eps: f64, centered: bool) -> Self {
+        let mut of_channels = vec![0f32; 2 * channels];
+        map_rows(&mut of_channels, 2, x.len() / channels.max(1), |first, rows| {
+            measure(rows, first, x, channels, run, centered);
+        });
+        Statistics { of_channels, channels, run, eps, centered }
+    }
+
+    /// Returns the mean of a channel, and 1 / sqrt(variance + eps).
+    fn of_channel(&self, channel: usize) -> (f32, f32) {
+        let [mean, variance] = [self.of_channels[2 * channel], self.of_channels[2 * channel + 1]];
+        (mean, (1.0 / (f64::from(variance) + self.eps).sqrt()) as f32)
+    }
+
+    /// Calls `f(channel, run of out, position of the run)` for each run.
+    fn map_runs(&self, out: &mut [f32], f: impl Fn(usize, &mut [f32], usize) + Sync) {
+        let run = self.run.max(1);
+        map_rows(out, run, run, |first, runs| {
+            for (i, out) in runs.chunks_mut(run).enumerate() {
+                f((first + i) % self.channels, out, (first + i) * run);
+            }
+        });
+    }
+}
+
+/// Normalization of the channels of a batch, with weight and bias if it has them.
+struct BatchNormalization {
+    affine: Option<(Weight, Weight)>,
+    statistics: Statistics,
+}
+
+impl BatchNormalization {
+    fn forward(&self, x: &[f32]) -> Result<Vec<f32>> {
+        let of_channels = |part: fn(&(Weight, Weight)) -> &Weight, otherwise: f32| match &self.affine {
+            Some(affine) => to_vec(&part(affine).value()?),
+            None => Ok(vec![otherwise; self.statistics.channels]),
+        };
+        let (weight, bias) = (of_channels(|affine| &affine.0, 1.0)?, of_channels(|affine| &affine.1, 0.0)?);
+        let mut y = vec![0f32; x.len()];
+        self.statistics.map_runs(&mut y, |channel, y, at| {
+            let (mean, scale) = self.statistics.of_channel(channel);
+            normalize_run(y, &x[at..at + y.len()], mean, scale * weight[channel], bias[channel]);
+        });
+        Ok(y)
+    }
+
+    fn backward(&self, x: &Tensor, dy: &Tensor) -> Result<[Option<Tensor>; 3]> {
+        let statistics = &self.statistics;
+        let Statistics { channels, run, centered, .. } = *statistics;
+        read!(values, x);
+        read!(grad, dy);
+        // The sums of dy and of dy h of each channel.
+        let mut sums = vec![0f32; 2 * channels];
+        map_rows(&mut sums, 2, values.len() / channels.max(1), |first, rows| {
+            for (i, sums) in rows.chunks_mut(2).enumerate() {
+                let (mean, scale) = statistics.of_channel(first + i);
+                sums_back(sums, first + i, &values, &grad, channels, run, mean);
+                sums[1] *= scale;
+            }
+        });
+        let weight = self.affine.as_ref().map(|(weight, _)| to_vec(&weight.value()?)).transpose()?;
+        let count = (values.len() / channels.max(1)) as f32;
+        let mut dx = vec![0f32; values.len()];
+        statistics.map_runs(&mut dx, |channel, dx, at| {
+            let (mean, scale) = statistics.of_channel(channel);
+            let of_dy = if centered { sums[2 * channel] / count } else { 0.0 };
+            let of_h = sums[2 * channel + 1] / count * scale;
+            let weight = weight.as_ref().map_or(1.0, |weight| weight[channel]);
+            let runs = at..at + dx.len();
+            normalize_run_back(dx, &values[runs.clone()], &grad[runs], [mean, scale * weight, of_dy, of_h]);
+        });
+        let of_weights = |part: usize| sums.iter().skip(part).step_by(2).copied().collect::<Vec<f32>>();
+        let [dw, db] = match &self.affine {
+            None => [None, None],
+            Some((weight, bias)) => {
+                [small_weight_grad(weight, &of_weights(1))?, small_weight_grad(bias, &of_weights(0))?]
+            }
+        };
+        Ok([Some(tensor_like(dx, x)?), dw, db])
+    }
+}
+
+/// Returns the runs of a channel.
+#[inline(always)]
+fn runs_of(x: &[f32], channel: usize, channels: usize, run: usize) -> impl Iterator<Item = &[f32]> {
+    x.chunks_exact(run.max(1)).skip(channel).step_by(channels)
+}
+
+/// Runs below this length have their elements added one by one.
+const SHORT: usize = 32;
+
+kernel! {
+    /// Writes mean (0 unless `centered`) and variance of the channels from `first` on.
+    fn measure(of_channels: &mut [f32], first: usize, x: &[f32], channels: usize, run: usize, centered: bool) {
+        let count = (x.len() / channels) as f64;
+        for (i, statistics) in of_channels.chunks_exact_mut(2).enumerate() {
+            let runs = || runs_of(x, first + i, channels, run);
+            let total = |run: &[f32]| match run.len() < SHORT {
+                true => run.iter().map(|&x| f64::from(x)).sum(),
+                false => f64::from(sum(run)),
+            };
+            let mean = if centered { (runs().map(total).sum::<f64>() / count) as f32 } else { 0.0 };
+            let squares = |run: &[f32]| match run.len() < SHORT {
+                true => run.iter().map(|&x| f64::from((x - mean) * (x - mean))).sum(),
+                false => f64::from(sum_squares(run, mean)),
+            };
+            statistics[0] = mean;
+            statistics[1] = (runs().map(squares).sum::<f64>() / count) as f32;
+        }
+    }
+
+    fn normalize_run(y: &mut [f32], x: &[f32], mean: f32, scale: f32, bias: f32) {
+        for (y, &x) in y.iter_mut().zip(x) {
+            *y = (x - mean).mul_add(scale, bias);
+        }
+    }
+
+    /// Writes the sums of dy and of dy (x - mean) of a channel.
+    fn sums_back(sums: &mut [f32], channel: usize, x: &[f32], dy: &[f32], channels: usize, run: usize, mean: f32) {
+        let (mut of_dy, mut of_products) = (0f64, 0f64);
+        for (x, dy) in runs_of(x, channel, channels, run).zip(runs_of(dy, channel, channels, run)) {
+            if x.len() < SHORT {
+                for (&x, &dy) in x.iter().zip(dy) {
+                    of_dy += f64::from(dy);
+                    of_products += f64::from(dy * (x - mean));
+                }
+            } else {
+                of_dy += f64::from(sum(dy));
+                of_products += f64::from(dot(dy, x, mean));
+            }
+        }
+        (sums[0], sums[1]) = (of_dy as f32, of_products as f32);
+    }
+
+    fn normalize_run_back(dx: &mut [f32], x: &[f32], dy: &[f32], of_channel: [f32; 4]) {
+        let [mean, scale, of_dy, of_h] = of_channel;
+        for ((dx, &x), &dy) in dx.iter_mut().zip(x).zip(dy) {
+            *dx = scale * (dy - of_dy - (x - mean) * of_h);
+        }
     }
 }

@@ -250,13 +250,17 @@ impl Norm {
         let mut db = vec![0f32; self.hidden];
         {
             read!(weight, self.weight.value()?);
-            let parts = map_rows(&mut dx, self.hidden, self.hidden, |first, dx| {
-                let (mut dw, mut db) = (vec![0f32; self.hidden], vec![0f32; self.hidden]);
-                let from = first * self.hidden;
-                norm_rows_back(dx, &mut dw, &mut db, &values[from..], &grad[from..], &weight, self.eps, self.centered);
-                (dw, db)
+            let block = ROWS_OF_SUM * self.hidden;
+            let parts = map_rows(&mut dx, block, block, |first, dx| {
+                let of_block = |(i, dx): (usize, &mut [f32])| {
+                    let (mut dw, mut db) = (vec![0f32; self.hidden], vec![0f32; self.hidden]);
+                    let (x, dy) = (&values[(first + i) * block..], &grad[(first + i) * block..]);
+                    norm_rows_back(dx, &mut dw, &mut db, x, dy, &weight, self.eps, self.centered);
+                    (dw, db)
+                };
+                dx.chunks_mut(block).enumerate().map(of_block).collect::<Vec<_>>()
             });
-            for (part_w, part_b) in &parts {
+            for (part_w, part_b) in parts.iter().flatten() {
                 dw.iter_mut().zip(part_w).for_each(|(sum, part)| *sum += part);
                 db.iter_mut().zip(part_b).for_each(|(sum, part)| *sum += part);
             }
@@ -269,6 +273,10 @@ impl Norm {
         Ok([Some(tensor_like(dx, x)?), dw, db])
     }
 }
+
+/// Rows whose terms of the weight's gradient are added one after another. The sums of such blocks are added in order, so
+/// the number of threads does not change the result.
+const ROWS_OF_SUM: usize = 64;
 
 /// Returns a row's mean (0 unless `centered`) and 1 / sqrt(variance + eps).
 #[inline(always)]

@@ -117,7 +117,8 @@ fn norms_of_channels() {
         );
     }
     for train in [true, false] {
-        for x in [&[6usize, 3][..], &[4, 3, 2]] {
+        // Short and long runs, and enough elements for several threads.
+        for x in [&[6usize, 3][..], &[4, 3, 2], &[3, 3, 5, 20], &[12, 3, 1000]] {
             let running = |a: &[Tensor]| -> Result<[Tensor; 2]> {
                 let of = |value: f64| Tensor::full(value, 3, &Device::Cpu)?.to_dtype(a[0].dtype());
                 Ok([of(0.25)?, of(1.5)?])
@@ -141,7 +142,7 @@ fn norms_of_channels() {
 #[test]
 fn running_statistics_match_candle() {
     let of = |value: f32| Tensor::full(value, 3, &Device::Cpu).unwrap();
-    let x = random(1, &[5, 3, 2], DType::F32);
+    let x = random(1, &[5, 3, 40], DType::F32);
     let ours = nn::BatchNorm::new_no_bias_with_momentum(3, of(0.5), of(2.), 1e-5, 0.3).unwrap();
     let theirs = candle_nn::BatchNorm::new_no_bias_with_momentum(3, of(0.5), of(2.), 1e-5, 0.3).unwrap();
     for _ in 0..2 {
