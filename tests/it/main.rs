@@ -39,6 +39,7 @@ mod sizes;
 mod tensor_parallel;
 mod tensorboard;
 mod texts;
+mod threads;
 mod trace;
 mod tutorial;
 mod writable;
