@@ -8,6 +8,9 @@ const ALL: &str = "all-linear";
 /// Heads, which may share the embedding's weights or are trained whole, and the layer below BERT's classifier.
 const HEADS: [&str; 5] = ["lm_head", "cls.predictions.decoder", "classifier", "score", "bert.pooler.dense"];
 
+/// Query and value projections, or the layer that fuses them, in all model families.
+const QUERIES_AND_VALUES: [&str; 6] = ["q_proj", "v_proj", "qkv_proj", "attn.c_attn", "self.query", "self.value"];
+
 /// Patterns of layers that get adapters. A pattern matches a name or its end.
 ///
 /// ```
@@ -36,6 +39,11 @@ impl Targets {
             }
         }
         Ok(targets)
+    }
+
+    /// Returns the query and value projections of every model family, which get adapters by default.
+    pub fn queries_and_values() -> Result<Self> {
+        Targets::new(QUERIES_AND_VALUES)
     }
 
     /// Returns whether a fully connected layer of this name gets an adapter.

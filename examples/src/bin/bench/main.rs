@@ -14,13 +14,16 @@ use fsdp_launch::{LaunchSpec, LinePrefix, launch};
 use fsdp_train::command_line;
 use fsdp_train::console::Console;
 
+mod attention;
 mod ckpt;
 mod collectives;
 mod communication;
 mod convolutions;
 mod finite;
+mod images;
 mod memory;
 mod meter;
+mod peers;
 mod plan;
 mod residual;
 mod step;
@@ -29,7 +32,8 @@ mod step;
 ///
 ///     fsdp-launch --nproc-per-node 2 bench collectives
 ///
-/// `bench ckpt --world 2`, `bench convolutions` and `bench plan` need no launcher.
+/// `bench attention`, `convolutions`, `peers` and `plan` need no launcher, nor do `bench ckpt` and `bench step` with
+/// `--world 2`.
 #[derive(Parser)]
 #[command(name = "bench", version, verbatim_doc_comment)]
 struct Cli {
@@ -39,6 +43,8 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum What {
+    /// Time of causal attention by the number of tokens. Needs no launcher.
+    Attention(attention::Args),
     /// Speed of saving and loading checkpoints, and the pause that an asynchronous save causes.
     Ckpt(ckpt::Args),
     /// Time of collectives.
@@ -49,6 +55,8 @@ enum What {
     Finite(finite::Args),
     /// Memory of a training step on each rank: between steps, and its peak.
     Memory(memory::Args),
+    /// Time and memory of training steps and of attention beside PyTorch's, as a Markdown table. Needs no launcher.
+    Peers(peers::Args),
     /// Predicted memory, time and communication of a training run, and its best mesh. Nothing runs, so it needs no
     /// launcher.
     Plan(Box<plan::Args>),
@@ -58,14 +66,20 @@ enum What {
 
 fn main() -> ExitCode {
     let cli: Cli = command_line::parse();
-    if let What::Ckpt(ckpt::Args { world: Some(world), .. }) = cli.what
-        && world > 1
+    let ranks = match &cli.what {
+        What::Ckpt(args) => args.world,
+        What::Step(args) => args.world,
+        _ => None,
+    };
+    if let Some(ranks) = ranks.filter(|&ranks| ranks > 1)
         && std::env::var_os("WORLD_SIZE").is_none()
     {
-        return start_ranks(usize::from(world)).unwrap_or_else(failed);
+        return start_ranks(usize::from(ranks)).unwrap_or_else(failed);
     }
     let alone = match &cli.what {
+        What::Attention(args) => Some(attention::run(args)),
         What::Convolutions(args) => Some(convolutions::run(args)),
+        What::Peers(args) => Some(peers::run(args)),
         What::Plan(args) => Some(plan::run(args)),
         _ => None,
     };
@@ -80,11 +94,11 @@ fn main() -> ExitCode {
     fsdp_train::job::run(device, |world| match cli.what {
         What::Ckpt(args) => ckpt::run(&args, world),
         What::Collectives(args) => collectives::run(&args, world),
-        What::Convolutions(args) => convolutions::run(&args),
         What::Finite(args) => finite::run(&args, world),
         What::Memory(args) => memory::run(&args, world),
-        What::Plan(args) => plan::run(&args),
         What::Step(args) => step::run(&args, world),
+        // These ran above.
+        What::Attention(_) | What::Convolutions(_) | What::Peers(_) | What::Plan(_) => Ok(()),
     })
 }
 

@@ -1,38 +1,44 @@
-//! `bench step`: a training step of a real model with random weights, from a Hugging Face config.json.
+//! `bench step`: a training step of a real model with random weights, from a Hugging Face config.json. `images` has the
+//! models of images.
 
 use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::{Context, bail, ensure};
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Module, Result, Tensor};
 use fsdp_candle::DeviceChoice;
 use fsdp_candle::initializer::Philox;
-use fsdp_candle::nn::CrossEntropyOptions;
+use fsdp_candle::nn::{CrossEntropyOptions, LoraConfig, cross_entropy, is_adapter};
 use fsdp_candle::{
     AdamW, AdamWConfig, FullyShard, MixedPrecisionPolicy, ReduceOp, ShardedVarMap, World, clip_grad_norm,
 };
 use fsdp_train::metrics::peak_memory_bytes;
-use fsdp_train::models::{self, Batch, ModelConfig, ModelOptions, Rows, TensorParallel, parallel};
+use fsdp_train::models::{self, Batch, ModelConfig, ModelOptions, Rows, Targets, TensorParallel, parallel};
 use fsdp_train::ranks::Ranks;
 use serde::Serialize;
 
 use crate::communication::Clock;
+use crate::images::{self, ImageConfig};
 use crate::meter::Meter;
 use crate::{count, plan, print};
 
-/// Measures a training step.
+/// Measures a training step. tests/interop/step.py measures the same in PyTorch, and `bench peers` runs both.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Directory with the config.json of a model that `train` supports.
+    /// Directory with the config.json of a model: a language model that `train` supports, a ResNet with basic blocks or a
+    /// ConvNeXt.
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
-    /// Sequences of a rank's batch.
+    /// Sequences or images of a rank's batch.
     #[arg(long, default_value_t = 2, value_parser = count(1 << 16))]
     batch: usize,
     /// Tokens per sequence.
     #[arg(long, default_value_t = 256, value_parser = count(1 << 24))]
     seq: usize,
+    /// Height and width of images.
+    #[arg(long, value_name = "PIXELS", default_value_t = 64, value_parser = count(1 << 12))]
+    image_size: usize,
     /// Timed steps, after a warm-up step.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     steps: u32,
@@ -42,6 +48,10 @@ pub(crate) struct Args {
     /// Dtype of gathered parameters and of compute. Gradients are summed in f32.
     #[arg(long, value_parser = ["f32", "bf16"], default_value = "f32")]
     param_dtype: String,
+    /// Train LoRA adapters of this rank only, on the layers that `train --lora-rank` adapts: projections of queries and
+    /// values.
+    #[arg(long, value_name = "N", value_parser = count(1 << 16))]
+    lora_rank: Option<usize>,
     /// Recompute the activations of every block in backward.
     #[arg(long)]
     activation_checkpoint: bool,
@@ -54,6 +64,9 @@ pub(crate) struct Args {
     /// With --tensor-parallel: also split sequences.
     #[arg(long)]
     sequence_parallel: bool,
+    /// Number of ranks to start. Under a launcher, the number that it has started.
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..))]
+    pub(crate) world: Option<u16>,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
@@ -79,9 +92,12 @@ struct Report {
     communication_s: f64,
     /// Waits of the training thread for collectives.
     exposed_s: f64,
-    tokens_per_s: f64,
-    /// Floating point operations per second of a rank in the fastest step, for `bench plan --device cpu --flops`.
-    flops_per_rank: f64,
+    #[serde(flatten)]
+    rate: Rate,
+    /// Floating point operations per second of a rank in the fastest step, for `bench plan --device cpu --flops`. `None`
+    /// where plans don't count them: for images and adapters.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    flops_per_rank: Option<f64>,
     /// Bytes that rank 0 has allocated.
     allocated: Allocated,
     /// Peak resident memory of each process.
@@ -89,6 +105,15 @@ struct Report {
     /// Loss of the last step, to compare runs.
     loss: f64,
     grad_norm: f64,
+}
+
+/// Tokens or images of all ranks in a second.
+#[derive(Clone, Copy, Serialize)]
+enum Rate {
+    #[serde(rename = "tokens_per_s")]
+    Tokens(f64),
+    #[serde(rename = "images_per_s")]
+    Images(f64),
 }
 
 /// Bytes beyond those that the program had before the model.
@@ -105,6 +130,51 @@ struct Allocated {
 }
 
 pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
+    let size = world.size();
+    ensure!(
+        args.world.is_none_or(|wanted| usize::from(wanted) == size),
+        "there are {size} ranks, not {}: start them with fsdp-launch --nproc-per-node {0}",
+        args.world.unwrap_or_default()
+    );
+    let setup = Setup::new(args, world)?;
+    match ImageConfig::from_dir(&args.model)? {
+        Some(config) => run_images(&setup, &config),
+        None => run_language_model(&setup),
+    }
+}
+
+/// A run's ranks, and its parameters before the model is built.
+struct Setup<'a> {
+    args: &'a Args,
+    world: &'a World,
+    ranks: Ranks,
+    vars: ShardedVarMap,
+    opts: FullyShard,
+    meter: Meter,
+    /// Bytes allocated before the model.
+    before: usize,
+}
+
+impl<'a> Setup<'a> {
+    fn new(args: &'a Args, world: &'a World) -> anyhow::Result<Self> {
+        let meter = Meter::of(world.device())?;
+        let before = meter.current()?;
+        let ranks = Ranks::new(world.size(), args.replicate, args.tensor_parallel)?;
+        let vars = ranks.vars(world)?;
+        vars.init_with(Philox::new(0));
+        let param_dtype = if args.param_dtype == "bf16" { DType::BF16 } else { DType::F32 };
+        let policy = MixedPrecisionPolicy {
+            param_dtype: Some(param_dtype),
+            reduce_dtype: Some(DType::F32),
+            ..Default::default()
+        };
+        let opts = FullyShard::new(&vars).mp_policy(policy);
+        Ok(Setup { args, world, ranks, vars, opts, meter, before })
+    }
+}
+
+fn run_language_model(setup: &Setup<'_>) -> anyhow::Result<()> {
+    let Setup { args, world, ranks, vars, opts, .. } = setup;
     let config = ModelConfig::from_dir(&args.model)?;
     let (vocabulary, positions) = (config.vocab_size(), config.max_positions());
     ensure!(args.seq <= positions, "--seq {} is beyond the model's {positions} positions", args.seq);
@@ -112,14 +182,8 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
     if args.sequence_parallel {
         parallel::check_sequence(args.tensor_parallel, ("--seq", args.seq))?;
     }
-    let parameters = config.size(None).base as u64;
-    let operations = plan::operations(&config, args.seq)?;
-    let meter = Meter::of(world.device())?;
-    let before = meter.current()?;
-    let ranks = Ranks::new(world.size(), args.replicate, args.tensor_parallel)?;
-    let vars = ranks.vars(world)?;
-    vars.init_with(Philox::new(0));
-    let of_layers = ranks.tensor_mesh(&vars)?;
+    let per_token = plan::operations(&config, args.seq)? / ranks.tensor as f64;
+    let of_layers = ranks.tensor_mesh(vars)?;
     let options = ModelOptions {
         dtype: DType::F32,
         positions: args.seq,
@@ -127,17 +191,20 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
         dropout: models::Dropout::default(),
         parallel: of_layers.map(|mesh| TensorParallel::new(mesh, args.sequence_parallel)).transpose()?,
     };
-    let param_dtype = if args.param_dtype == "bf16" { DType::BF16 } else { DType::F32 };
-    let policy =
-        MixedPrecisionPolicy { param_dtype: Some(param_dtype), reduce_dtype: Some(DType::F32), ..Default::default() };
-    let opts = FullyShard::new(&vars).mp_policy(policy);
+    if let Some(rank) = args.lora_rank {
+        let targets = Targets::queries_and_values()?;
+        vars.freeze(|name| !is_adapter(name));
+        vars.adapt(LoraConfig { rank, alpha: 2. * rank as f64 }, move |layer| targets.matches(layer));
+    }
+    let batch = || token_batch(args, ranks.data_rank(world.rank()), vocabulary, world.device());
+    let tokens = args.batch * args.seq;
     let measured = |loss: &dyn Fn(&Batch) -> Result<Tensor>, backward: &dyn Fn(&Tensor) -> Result<GradStore>| {
-        let subject = Subject { vocabulary, parameters, operations, before, meter: &meter, loss, backward };
-        measure(args, world, &vars, &subject)
+        let operations = args.lora_rank.is_none().then_some(tokens as f64 * per_token);
+        measure(setup, &Subject { samples: (tokens, Rate::Tokens), operations, batch: &batch, loss, backward })
     };
     match (args.units.as_str(), &config) {
         ("name", ModelConfig::Decoder(config)) => {
-            let model = models::build_by_name(config, opts, &vars, options)?;
+            let model = models::build_by_name(config, opts.clone(), vars, options)?;
             let loss = |batch: &Batch| {
                 let options = CrossEntropyOptions::default();
                 let losses =
@@ -148,28 +215,67 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
         }
         ("name", _) => bail!("--units name is for decoders, found another model in {}", args.model.display()),
         _ => {
-            let model = models::build(&config, &opts, &vars, options)?;
+            let model = models::build(&config, opts, vars, options)?;
             let loss = |batch: &Batch| models::loss(&model, batch);
             measured(&loss, &|loss| model.backward(loss))
         }
     }
 }
 
-/// The measured model.
-struct Subject<'a> {
-    vocabulary: usize,
-    parameters: u64,
-    /// Floating point operations per token.
-    operations: f64,
-    /// Bytes allocated before the model.
-    before: usize,
-    meter: &'a Meter,
-    loss: &'a dyn Fn(&Batch) -> Result<Tensor>,
+/// Pseudo-random ids that differ between ranks with different data.
+fn token_batch(args: &Args, reader: usize, vocabulary: usize, device: &Device) -> Result<Batch> {
+    let id = |at: usize| ((at * 7919 + reader) % vocabulary) as u32;
+    let ids: Vec<u32> = (0..=args.batch * args.seq).map(id).collect();
+    let batch = |from: usize| {
+        let ids = ids[from..from + args.batch * args.seq].to_vec();
+        Tensor::from_vec(ids, (args.batch, args.seq), &Device::Cpu)
+    };
+    Ok(Batch {
+        ids: batch(0)?.to_device(device)?,
+        targets: batch(1)?,
+        counted: (args.batch * args.seq) as u64,
+        rows: Rows::default(),
+        pairs: None,
+    })
+}
+
+fn run_images(setup: &Setup<'_>, config: &ImageConfig) -> anyhow::Result<()> {
+    let Setup { args, world, ranks, vars, opts, .. } = setup;
+    for (flag, is_set) in [
+        ("--units name", args.units == "name"),
+        ("--lora-rank", args.lora_rank.is_some()),
+        ("--activation-checkpoint", args.activation_checkpoint),
+        ("--tensor-parallel", args.tensor_parallel > 1),
+    ] {
+        ensure!(!is_set, "{flag} is for language models, found a model of images in {}", args.model.display());
+    }
+    let model = config.build(opts, vars.builder(DType::F32))?;
+    let size = (args.batch, args.image_size);
+    measure(
+        setup,
+        &Subject {
+            samples: (args.batch, Rate::Images),
+            operations: None,
+            batch: &|| images::batch(config, size, ranks.data_rank(world.rank()), world.device()),
+            loss: &|(images, classes)| cross_entropy(&model.forward(images)?, classes),
+            backward: &|loss| model.backward(loss),
+        },
+    )
+}
+
+/// The measured model, whose batch is a `B`.
+struct Subject<'a, B> {
+    /// Number of tokens or images in a rank's batch.
+    samples: (usize, fn(f64) -> Rate),
+    /// Floating point operations of a rank's step, if known.
+    operations: Option<f64>,
+    batch: &'a dyn Fn() -> Result<B>,
+    loss: &'a dyn Fn(&B) -> Result<Tensor>,
     backward: &'a dyn Fn(&Tensor) -> Result<GradStore>,
 }
 
-fn measure(args: &Args, world: &World, vars: &ShardedVarMap, subject: &Subject<'_>) -> anyhow::Result<()> {
-    let &Subject { vocabulary, parameters, operations, before, meter, loss: loss_of, backward: backward_of } = subject;
+fn measure<B>(setup: &Setup<'_>, subject: &Subject<'_, B>) -> anyhow::Result<()> {
+    let &Setup { args, world, ref ranks, ref vars, ref meter, before, .. } = setup;
     let in_use = || meter.current().map(|bytes| bytes.saturating_sub(before) as u64);
     let mut allocated = Allocated { parameters: in_use()?, ..Allocated::default() };
     let hyper = AdamWConfig { lr: 3e-4, betas: (0.9, 0.95), weight_decay: 0.1, ..Default::default() };
@@ -177,33 +283,16 @@ fn measure(args: &Args, world: &World, vars: &ShardedVarMap, subject: &Subject<'
     allocated.optimizer = in_use()?.saturating_sub(allocated.parameters);
     meter.reset()?;
 
-    // Pseudo-random ids that differ between ranks with different data.
-    let ranks = Ranks::new(world.size(), args.replicate, args.tensor_parallel)?;
-    let reader = ranks.data_rank(world.rank());
-    let id = |at: usize| ((at * 7919 + reader) % vocabulary) as u32;
-    let ids: Vec<u32> = (0..=args.batch * args.seq).map(id).collect();
-    let batch = |from: usize| {
-        let ids = ids[from..from + args.batch * args.seq].to_vec();
-        Tensor::from_vec(ids, (args.batch, args.seq), &Device::Cpu)
-    };
-    let counted = (args.batch * args.seq) as u64;
-    let batch = Batch {
-        ids: batch(0)?.to_device(world.device())?,
-        targets: batch(1)?,
-        counted,
-        rows: Rows::default(),
-        pairs: None,
-    };
-
+    let batch = (subject.batch)()?;
     let clock = Clock::start().context("counting what is communicated")?;
     let mut times = [const { Vec::new() }; 6];
     let (mut loss, mut grad_norm) = (0., 0.);
     for step in 0..=args.steps {
         world.group().barrier().wait()?;
         let (start, so_far) = (Instant::now(), clock.read());
-        let of_batch = loss_of(&batch)?;
+        let of_batch = (subject.loss)(&batch)?;
         let forward = start.elapsed();
-        let mut grads = backward_of(&of_batch)?;
+        let mut grads = (subject.backward)(&of_batch)?;
         let backward = start.elapsed();
         grad_norm = clip_grad_norm(vars, &mut grads, 1.)?;
         optim.step(&grads)?;
@@ -241,9 +330,10 @@ fn measure(args: &Args, world: &World, vars: &ShardedVarMap, subject: &Subject<'
         return Ok(());
     }
     let [step_s, forward_s, backward_s, optimizer_s, communication_s, exposed_s] = medians;
+    let (samples, rate) = subject.samples;
     let report = Report {
         world: world.size(),
-        parameters,
+        parameters: vars.params().iter().map(|param| param.shape().elem_count() as u64).sum(),
         step_s,
         best_step_s,
         forward_s,
@@ -251,9 +341,9 @@ fn measure(args: &Args, world: &World, vars: &ShardedVarMap, subject: &Subject<'
         optimizer_s,
         communication_s,
         exposed_s,
-        flops_per_rank: (args.batch * args.seq) as f64 * operations / (ranks.tensor as f64 * best_step_s),
+        flops_per_rank: subject.operations.map(|operations| operations / best_step_s),
         allocated,
-        tokens_per_s: (ranks.data() * args.batch * args.seq) as f64 / step_s,
+        rate: rate((ranks.data() * samples) as f64 / step_s),
         peak_rss_bytes: peaks.iter().map(|peak| *peak as u64).collect(),
         loss,
         grad_norm,
@@ -262,14 +352,18 @@ fn measure(args: &Args, world: &World, vars: &ShardedVarMap, subject: &Subject<'
         return print(serde_json::to_string(&report)?);
     }
     let mib = |bytes: &u64| format!("{:.0}", *bytes as f64 / f64::from(1 << 20));
+    let rate = match report.rate {
+        Rate::Tokens(rate) => format!("{rate:.0} tokens/s"),
+        Rate::Images(rate) => format!("{rate:.1} images/s"),
+    };
+    let flops = report.flops_per_rank.map(|flops| format!("; {:.3} TFLOP/s a rank at best", flops / 1e12));
     print(format_args!(
         "{} ranks, {:.1} million parameters: {step_s:.3} s a step (best {best_step_s:.3}): forward {forward_s:.3}, \
          backward {backward_s:.3}, optimizer {optimizer_s:.3}; collectives {communication_s:.3}, of which compute \
-         waits {exposed_s:.3}; {:.0} tokens/s; {:.3} TFLOP/s a rank at best; peak memory {} MiB",
+         waits {exposed_s:.3}; {rate}{}; peak memory {} MiB",
         report.world,
         report.parameters as f64 / 1e6,
-        report.tokens_per_s,
-        report.flops_per_rank / 1e12,
+        flops.unwrap_or_default(),
         report.peak_rss_bytes.iter().map(mib).collect::<Vec<_>>().join(" and ")
     ))
 }

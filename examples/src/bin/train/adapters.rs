@@ -17,8 +17,6 @@ use serde_json::{Map, Value, json};
 use crate::args::Args;
 use crate::task::TextExport;
 
-/// Query and value projections, or the layer that fuses them, in all model families.
-const DEFAULT_TARGETS: [&str; 6] = ["q_proj", "v_proj", "qkv_proj", "attn.c_attn", "self.query", "self.value"];
 /// Maximal number of layers that an error lists.
 const MAX_LISTED: usize = 16;
 
@@ -38,7 +36,7 @@ impl Adapters {
         }
         let Some(rank) = args.lora_rank else { return Ok(None) };
         let targets = match &args.lora_targets[..] {
-            [] => Targets::new(DEFAULT_TARGETS),
+            [] => Targets::queries_and_values(),
             patterns => Targets::new(patterns.iter().map(String::as_str)),
         };
         let config = LoraConfig { rank, alpha: args.lora_alpha.unwrap_or(2. * rank as f64) };

@@ -1,0 +1,1 @@
+../../../../../tests/interop/step.py
