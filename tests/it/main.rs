@@ -30,6 +30,7 @@ mod main_job;
 mod matrix;
 mod memory;
 mod memory_options;
+mod peers;
 mod plan;
 mod pytorch;
 mod readme;

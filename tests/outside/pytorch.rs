@@ -51,6 +51,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         recorded_runs_are_reproduced,
         pytorch_resumes_tensor_parallel_runs,
         the_recorded_api_is_current,
+        bench_peers_measures_the_same_models,
     ];
     all.extend(trials![&[Need::Pytorch, Need::LlamaCpp] => llama_cpp_computes_what_transformers_does]);
     all.extend(trials![&[Need::Pytorch, Need::Networks] => our_launcher_runs_pytorch_on_two_hosts]);
@@ -76,6 +77,36 @@ fn record_on_two_ranks(out: &Path, args: &[&str]) {
     let mut launcher = Command::new(program("fsdp-launch"));
     launcher.arg("--nproc-per-node=2");
     run(record(launcher, "record.py", out, args), LIMIT).ok();
+}
+
+/// `bench peers` fails if the models of both sides have different numbers of parameters.
+fn bench_peers_measures_the_same_models() {
+    let dir = tempfile::tempdir().unwrap();
+    let resnet = dir.path().join("resnet");
+    fs::create_dir(&resnet).unwrap();
+    let config = workspace().join("examples/configs/resnet-18/config.json");
+    let config = fs::read_to_string(config).unwrap().replace("512", "64");
+    fs::write(resnet.join("config.json"), config).unwrap();
+    for (model, flags) in [
+        (golden("llama_tiny"), "--seq 16 --lora-rank 2"),
+        (golden("gpt2_tiny"), "--seq 16 --param-dtype bf16"),
+        (golden("bert_tiny"), "--seq 16"),
+        (golden("mixtral_tiny"), "--seq 16"),
+        (resnet, "--image-size 32"),
+    ] {
+        let mut command = Command::new(program("bench"));
+        command.args(["peers", "--rounds", "1", "--steps", "1", "--json", "--python"]).arg(python());
+        command.arg("--model").arg(model).arg("--").args(flags.split(' '));
+        let run = run(command, LIMIT).ok();
+        let row: serde_json::Value = serde_json::from_str(run.stdout.lines().last().unwrap()).unwrap();
+        for program in ["ours", "pytorch", "floor"] {
+            assert!(row[program]["seconds"].as_f64().unwrap() > 0., "{program}: {row}");
+        }
+        assert!(
+            row["ours"]["parameters"].is_u64() && row["ours"]["parameters"] == row["pytorch"]["parameters"],
+            "{row}"
+        );
+    }
 }
 
 /// llama.cpp runs our GGUF files of every architecture, and PEFT merges adapters to the same weights.

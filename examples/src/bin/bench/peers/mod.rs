@@ -201,6 +201,7 @@ impl Programs<'_> {
                 run("floor", &mut row.floor, &|| self.floor(&work.kind));
             }
         }
+        row.compare_models();
         row
     }
 
@@ -294,6 +295,9 @@ struct Best {
     seconds: f64,
     /// Most resident memory of a rank in any run.
     peak_rss_bytes: u64,
+    /// Number of the model's parameters, if the program reported it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    parameters: Option<u64>,
 }
 
 impl Best {
@@ -312,11 +316,13 @@ impl Best {
         Ok(Best {
             seconds: seconds.with_context(|| format!("it printed no time: {line}"))?,
             peak_rss_bytes: peaks.unwrap_or(0),
+            parameters: report["parameters"].as_u64(),
         })
     }
 
     fn with(self, other: Best) -> Self {
-        Best { seconds: self.seconds.min(other.seconds), peak_rss_bytes: self.peak_rss_bytes.max(other.peak_rss_bytes) }
+        let peak_rss_bytes = self.peak_rss_bytes.max(other.peak_rss_bytes);
+        Best { seconds: self.seconds.min(other.seconds), peak_rss_bytes, ..self }
     }
 }
 
@@ -344,6 +350,17 @@ struct Failure {
 }
 
 impl Row {
+    /// Fails the row if the two models have different numbers of parameters.
+    fn compare_models(&mut self) {
+        let count = |best: Option<Best>| best.and_then(|best| best.parameters);
+        if let Some((ours, theirs)) = count(self.ours).zip(count(self.pytorch))
+            && ours != theirs
+        {
+            let error = format!("its model has {theirs} parameters, and candle-fsdp's has {ours}");
+            self.errors.push(Failure { program: "PyTorch".into(), error });
+        }
+    }
+
     /// Returns the row of the Markdown table.
     fn line(&self) -> String {
         let or_dash = |cell: Option<String>| cell.unwrap_or_else(|| "-".into());
@@ -417,9 +434,10 @@ mod tests {
 
     #[test]
     fn reports_of_all_programs_are_read() {
-        let best = |seconds, peak_rss_bytes| Best { seconds, peak_rss_bytes };
-        let step = r#"{"step_s": 3.0, "best_step_s": 2.5, "peak_rss_bytes": [7, 9]}"#;
-        assert_eq!(Best::parse(&format!("a warning\n{step}\n")).unwrap(), best(2.5, 9));
+        let best = |seconds, peak_rss_bytes| Best { seconds, peak_rss_bytes, parameters: None };
+        let step = r#"{"step_s": 3.0, "best_step_s": 2.5, "peak_rss_bytes": [7, 9], "parameters": 4}"#;
+        let expected = Best { parameters: Some(4), ..best(2.5, 9) };
+        assert_eq!(Best::parse(&format!("a warning\n{step}\n")).unwrap(), expected);
         let attention = r#"{"tokens": 4, "forward_ms": 500.0, "backward_ms": 1000.0, "peak_rss_bytes": 7}"#;
         assert_eq!(Best::parse(attention).unwrap(), best(1.5, 7));
         assert_eq!(Best::parse(r#"{"seconds": 2.0}"#).unwrap(), best(2., 0));
@@ -430,7 +448,7 @@ mod tests {
 
     #[test]
     fn rows_are_markdown_with_results_or_errors() {
-        let best = |seconds, peak_rss_bytes| Some(Best { seconds, peak_rss_bytes });
+        let best = |seconds, peak_rss_bytes| Some(Best { seconds, peak_rss_bytes, parameters: None });
         let mut row = Row { title: "a model".into(), ours: best(2.5, 1_600_000_000), ..Row::default() };
         assert_eq!(row.line(), "| a model | - | 2.50 s | - | - | - | 1.6 GB |");
         row.floor = best(0.5, 0);
@@ -439,6 +457,15 @@ mod tests {
         row.pytorch = None;
         row.errors.push(Failure { program: "PyTorch".into(), error: "no a|b".into() });
         assert_eq!(row.line(), "| a model | 500 ms | 2.50 s | failed: no a\\|b | - | 5.00 | 1.6 GB |");
+        row.errors.clear();
+        row.ours.as_mut().unwrap().parameters = Some(3);
+        row.pytorch = Some(Best { parameters: Some(4), ..best(5., 0).unwrap() });
+        row.compare_models();
+        assert!(
+            row.line().contains("| failed: its model has 4 parameters, and candle-fsdp's has 3 |"),
+            "{}",
+            row.line()
+        );
         assert_eq!(HEADER.lines().map(|line| line.matches('|').count()).collect::<Vec<_>>(), [8, 8]);
     }
 
