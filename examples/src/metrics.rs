@@ -209,6 +209,17 @@ pub fn peak_memory_bytes() -> u64 {
     fs::read_to_string("/proc/self/status").ok().and_then(|status| high_water_mark(&status)).unwrap_or(0)
 }
 
+/// Returns the number of pages that the system has given this process, or 0 on systems without `/proc/self/stat`.
+pub fn page_faults() -> u64 {
+    fs::read_to_string("/proc/self/stat").ok().and_then(|stat| minor_faults(&stat)).unwrap_or(0)
+}
+
+fn minor_faults(stat: &str) -> Option<u64> {
+    // The program's name, in parentheses, may have spaces.
+    let (_, fields) = stat.rsplit_once(')')?;
+    fields.split_whitespace().nth(7)?.parse().ok()
+}
+
 fn high_water_mark(status: &str) -> Option<u64> {
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)

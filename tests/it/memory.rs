@@ -1,6 +1,9 @@
 //! A rank holds only its share of the training state.
 
-use fsdp_test_support::{launch, read_text, workspace};
+use std::process::Command;
+use std::time::Duration;
+
+use fsdp_test_support::{launch, program, read_text, run, workspace};
 use serde_json::Value;
 
 /// Allowance for activations, bookkeeping and threads.
@@ -148,4 +151,22 @@ fn several_forwards_add_one_unit() {
             );
         }
     }
+}
+
+/// Returns the page faults of two ranks in their last step.
+fn page_faults(tunables: Option<&str>) -> [u64; 2] {
+    let mut command = Command::new(program("bench"));
+    command.args(["step", "--world", "2", "--batch", "2", "--json", "--model"]);
+    command.arg(workspace().join("examples/configs/resnet-18"));
+    command.env_remove("GLIBC_TUNABLES").envs(tunables.map(|value| ("GLIBC_TUNABLES", value)));
+    let run = run(command, Duration::from_secs(300)).ok();
+    let report: Value = serde_json::from_str(run.stdout.lines().last().unwrap()).unwrap();
+    serde_json::from_value(report["page_faults"].clone()).unwrap()
+}
+
+#[test]
+fn under_the_launcher_a_step_takes_no_memory_from_the_system() {
+    let [kept, freed] = [None, Some("")].map(page_faults);
+    assert!(kept.iter().all(|&faults| faults < 100), "{kept:?}");
+    assert!(freed.iter().all(|&faults| faults > 2000), "{freed:?}");
 }

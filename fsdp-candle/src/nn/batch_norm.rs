@@ -364,7 +364,7 @@ struct BatchNormalization {
 impl BatchNormalization {
     fn forward(&self, x: &[f32]) -> Result<Vec<f32>> {
         let of_channels = |part: fn(&(Weight, Weight)) -> &Weight, otherwise: f32| match &self.affine {
-            Some(affine) => to_vec(&part(affine).value()?),
+            Some(affine) => to_vec(part(affine).value()?),
             None => Ok(vec![otherwise; self.statistics.channels]),
         };
         let (weight, bias) = (of_channels(|affine| &affine.0, 1.0)?, of_channels(|affine| &affine.1, 0.0)?);
@@ -390,7 +390,7 @@ impl BatchNormalization {
                 sums[1] *= scale;
             }
         });
-        let weight = self.affine.as_ref().map(|(weight, _)| to_vec(&weight.value()?)).transpose()?;
+        let weight = self.affine.as_ref().map(|(weight, _)| to_vec(weight.value()?)).transpose()?;
         let count = (values.len() / channels.max(1)) as f32;
         let mut dx = vec![0f32; values.len()];
         statistics.map_runs(&mut dx, |channel, dx, at| {

@@ -13,7 +13,7 @@ use fsdp_candle::nn::{CrossEntropyOptions, LoraConfig, cross_entropy, is_adapter
 use fsdp_candle::{
     AdamW, AdamWConfig, FullyShard, MixedPrecisionPolicy, ReduceOp, ShardedVarMap, World, clip_grad_norm,
 };
-use fsdp_train::metrics::peak_memory_bytes;
+use fsdp_train::metrics::{page_faults, peak_memory_bytes};
 use fsdp_train::models::{self, Batch, ModelConfig, ModelOptions, Rows, Targets, TensorParallel, parallel};
 use fsdp_train::ranks::Ranks;
 use serde::Serialize;
@@ -102,6 +102,8 @@ struct Report {
     allocated: Allocated,
     /// Peak resident memory of each process.
     peak_rss_bytes: Vec<u64>,
+    /// Page faults of each process in the last step: memory that came from the system.
+    page_faults: Vec<u64>,
     /// Loss of the last step, to compare runs.
     loss: f64,
     grad_norm: f64,
@@ -286,9 +288,10 @@ fn measure<B>(setup: &Setup<'_>, subject: &Subject<'_, B>) -> anyhow::Result<()>
     let batch = (subject.batch)()?;
     let clock = Clock::start().context("counting what is communicated")?;
     let mut times = [const { Vec::new() }; 6];
-    let (mut loss, mut grad_norm) = (0., 0.);
+    let (mut loss, mut grad_norm, mut faults) = (0., 0., 0);
     for step in 0..=args.steps {
         world.group().barrier().wait()?;
+        let faults_so_far = page_faults();
         let (start, so_far) = (Instant::now(), clock.read());
         let of_batch = (subject.loss)(&batch)?;
         let forward = start.elapsed();
@@ -298,6 +301,7 @@ fn measure<B>(setup: &Setup<'_>, subject: &Subject<'_, B>) -> anyhow::Result<()>
         optim.step(&grads)?;
         world.device().synchronize()?;
         let end = start.elapsed();
+        faults = page_faults() - faults_so_far;
         loss = f64::from(of_batch.to_scalar::<f32>()?);
         if step == args.steps {
             allocated.peak = meter.peak()?.saturating_sub(before) as u64;
@@ -324,7 +328,8 @@ fn measure<B>(setup: &Setup<'_>, subject: &Subject<'_, B>) -> anyhow::Result<()>
             best_step_s = times[0];
         }
     }
-    let peaks = world.group().gather_values(vec![peak_memory_bytes() as i64])?;
+    let counts = world.group().gather_values(vec![peak_memory_bytes() as i64, faults as i64])?;
+    let of_ranks = |at: usize| counts.iter().skip(at).step_by(2).map(|count| *count as u64).collect();
     let loss = world.all_reduce(&[loss], ReduceOp::Avg)?[0];
     if world.rank() != 0 {
         return Ok(());
@@ -344,7 +349,8 @@ fn measure<B>(setup: &Setup<'_>, subject: &Subject<'_, B>) -> anyhow::Result<()>
         flops_per_rank: subject.operations.map(|operations| operations / best_step_s),
         allocated,
         rate: rate((ranks.data() * samples) as f64 / step_s),
-        peak_rss_bytes: peaks.iter().map(|peak| *peak as u64).collect(),
+        peak_rss_bytes: of_ranks(0),
+        page_faults: of_ranks(1),
         loss,
         grad_norm,
     };
