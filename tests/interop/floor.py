@@ -7,7 +7,7 @@ products can be faster with this BLAS.
 Run one process for each rank, all at once, because they share memory bandwidth. Every layer has one product in forward
 and two in backward: of its input's gradient and of its weight's. A frozen layer has only the first of the two. A
 convolution is the product of its unfolded input. Depthwise convolutions are left out. Products of causal attention
-count half. With --param-dtype bf16, each product counts in the faster of bf16 and f32. Prints one JSON object.
+count half. With --param-dtype bf16, each layer counts in the faster of bf16 and f32. Prints one JSON object.
 """
 
 import argparse
@@ -34,7 +34,7 @@ ALL = FORWARD | INPUT | WEIGHT
 
 
 def decoder(config):
-    """Returns the layers of a decoder or of BERT as (how often, rows, inputs, outputs, passes), and its attention."""
+    """Returns the layers of a decoder or of BERT as (count, rows, inputs, outputs, passes), and its heads."""
     first = lambda *names: next(config[name] for name in names if config.get(name) is not None)
     kind = config["model_type"]
     width, layers = first("hidden_size", "n_embd"), first("num_hidden_layers", "n_layer")
@@ -65,11 +65,11 @@ def decoder(config):
     if kind == "bert":
         rest.append((1, rows, width, width, own))
     products = [(layers * count, *rest) for count, *rest in block] + rest
-    return products, (layers * args.batch * heads, args.seq, head, 1.0 if kind == "bert" else 0.5)
+    return products, [(layers * args.batch * heads, args.seq, head, 1.0 if kind == "bert" else 0.5)]
 
 
 def convolutions(config):
-    """Returns the layers of a ResNet with basic blocks or of a ConvNeXt as (how often, rows, inputs, outputs, passes)."""
+    """Returns the layers of a ResNet with basic blocks or of a ConvNeXt as (count, rows, inputs, outputs, passes)."""
     sizes, depths, channels = config["hidden_sizes"], config["depths"], config["num_channels"]
     products = []
     if config["model_type"] == "resnet":
@@ -92,7 +92,7 @@ def convolutions(config):
                 products.append((1, rows, 4 * width, size, ALL))
             products += [(depth, rows, size, 4 * size, ALL), (depth, rows, 4 * size, size, ALL)]
         width = size
-    return [*products, (1, args.batch, width, config["num_labels"], ALL)], None
+    return [*products, (1, args.batch, width, config["num_labels"], ALL)], []
 
 
 def timed(product):
@@ -102,43 +102,51 @@ def timed(product):
     return time.perf_counter() - start
 
 
-def linear(dtype, count, rows, inputs, outputs, passes):
-    """Returns the seconds of a layer's products."""
-    seconds = 0.0
-    for _ in range(count):
-        x, dy = torch.randn(rows, inputs).to(dtype), torch.randn(rows, outputs).to(dtype)
-        weight = torch.randn(outputs, inputs).to(dtype)
-        seconds += timed(lambda: x @ weight.t())
-        if passes & INPUT:
-            seconds += timed(lambda: dy @ weight)
-        if passes & WEIGHT:
-            seconds += timed(lambda: dy.t() @ x)
-    return seconds
+def linear(rows, inputs, outputs, passes):
+    """Returns a function of dtype and number of layers that returns the seconds of the layers' products."""
+
+    def products(dtype, count):
+        seconds = 0.0
+        for _ in range(count):
+            x, dy = torch.randn(rows, inputs).to(dtype), torch.randn(rows, outputs).to(dtype)
+            weight = torch.randn(outputs, inputs).to(dtype)
+            seconds += timed(lambda: x @ weight.t())
+            if passes & INPUT:
+                seconds += timed(lambda: dy @ weight)
+            if passes & WEIGHT:
+                seconds += timed(lambda: dy.t() @ x)
+        return seconds
+
+    return products
 
 
-def attention(dtype, heads, tokens, width, share):
-    """Returns the seconds of the products of attention heads: scores and outputs, and two of each in backward."""
-    q, scores = torch.randn(tokens, width).to(dtype), torch.randn(tokens, tokens).to(dtype)
-    seconds = 0.0
-    for _ in range(heads):
-        for product in (lambda: q @ q.t(), lambda: scores @ q, lambda: scores.t() @ q):
-            seconds += 2 * share * timed(product)
-    return seconds
+def attention(tokens, width, share):
+    """The same for attention heads: the products of scores and of outputs, and two of each in backward."""
+
+    def products(dtype, heads):
+        q, scores = torch.randn(tokens, width).to(dtype), torch.randn(tokens, tokens).to(dtype)
+        seconds = 0.0
+        for _ in range(heads):
+            for product in (lambda: q @ q.t(), lambda: scores @ q, lambda: scores.t() @ q):
+                seconds += 2 * share * timed(product)
+        return seconds
+
+    return products
 
 
-def least(products):
-    """Returns the fewest seconds of the products over all dtypes and runs, after a run to warm up."""
-    return min([products(dtype) for dtype in dtypes for _ in range(args.runs + 1)])
+def least(count, products):
+    """Returns the fewest seconds of all runs, in the dtype in which one layer is fastest."""
+    dtype = min(dtypes, key=lambda dtype: products(dtype, 1))
+    return min(products(dtype, count) for _ in range(args.runs))
 
 
 if args.attention:
-    layers, heads = [], (12, args.attention, 64, 0.5)
+    layers, heads = [], [(12, args.attention, 64, 0.5)]
 else:
     with open(os.path.join(args.model, "config.json")) as file:
         config = json.load(file)
     of_images = config["model_type"] in ("resnet", "convnext")
     layers, heads = convolutions(config) if of_images else decoder(config)
-seconds = sum(least(lambda dtype: linear(dtype, *layer)) for layer in layers)
-if heads:
-    seconds += least(lambda dtype: attention(dtype, *heads))
+seconds = sum(least(count, linear(*layer)) for count, *layer in layers)
+seconds += sum(least(count, attention(*head)) for count, *head in heads)
 print(json.dumps({"seconds": seconds}))

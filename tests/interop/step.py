@@ -29,6 +29,7 @@ parser.add_argument("--batch", type=int, default=2)
 parser.add_argument("--seq", type=int, default=256)
 parser.add_argument("--image-size", type=int, default=64)
 parser.add_argument("--steps", type=int, default=5)
+parser.add_argument("--limit", type=float, metavar="SECONDS", help="take no further step after this time")
 parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
 parser.add_argument("--param-dtype", choices=["f32", "bf16"], default="f32")
 parser.add_argument("--lora-rank", type=int, help="train PEFT's adapters on query and value projections only")
@@ -105,9 +106,15 @@ if of_images:
 else:
     ids = ((torch.arange(args.batch * args.seq + 1) * 7919 + rank) % config.vocab_size).to(device)
     inputs, targets = ids[:-1].view(args.batch, args.seq), ids[1:]
-steps = []
+begin, steps = time.perf_counter(), []
 # One warm-up step.
 for _ in range(args.steps + 1):
+    if args.limit and len(steps) > 1:
+        # Rank 0 decides for all.
+        late = torch.tensor(time.perf_counter() - begin > args.limit, dtype=torch.int32, device=device)
+        dist.broadcast(late, 0)
+        if late.item():
+            break
     dist.barrier()
     start = time.perf_counter()
     logits = whole(inputs).logits
