@@ -121,15 +121,18 @@ def linear(rows, inputs, outputs, passes):
 
 
 def attention(tokens, width, share):
-    """The same for attention heads: the products of scores and of outputs, and two of each in backward."""
+    """The same for attention heads: the products of scores and of outputs, and two of each in backward. Scores are
+    computed in blocks that fit a cache."""
+    size = min(tokens, 512)
+    blocks = (tokens / size) ** 2
 
     def products(dtype, heads):
-        q, scores = torch.randn(tokens, width).to(dtype), torch.randn(tokens, tokens).to(dtype)
-        seconds = 0.0
-        for _ in range(heads):
+        q, scores = torch.randn(size, width).to(dtype), torch.randn(size, size).to(dtype)
+        seconds, count = 0.0, int(heads * blocks)
+        for _ in range(count):
             for product in (lambda: q @ q.t(), lambda: scores @ q, lambda: scores.t() @ q):
-                seconds += 2 * share * timed(product)
-        return seconds
+                seconds += 2 * timed(product)
+        return seconds / count * heads * blocks * share
 
     return products
 

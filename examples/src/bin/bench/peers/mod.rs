@@ -384,7 +384,7 @@ impl Row {
         let ratio = |other: Option<Best>| {
             or_dash(self.ours.zip(other).map(|(ours, other)| format!("{:.2}", ours.seconds / other.seconds)))
         };
-        let gb = |best: Best| format!("{:.1}", best.peak_rss_bytes as f64 / 1e9);
+        let gb = |best: Best| format!("{:.2}", best.peak_rss_bytes as f64 / 1e9);
         let memory = match (self.ours, self.pytorch) {
             (Some(ours), Some(pytorch)) => Some(format!("{}, {} GB", gb(ours), gb(pytorch))),
             (ours, _) => ours.map(|ours| format!("{} GB", gb(ours))),
@@ -463,13 +463,13 @@ mod tests {
     fn rows_are_markdown_with_results_or_errors() {
         let best = |seconds, peak_rss_bytes| Some(Best { seconds, peak_rss_bytes, parameters: None });
         let mut row = Row { title: "a model".into(), ours: best(2.5, 1_600_000_000), ..Row::default() };
-        assert_eq!(row.line(), "| a model | - | 2.50 s | - | - | - | 1.6 GB |");
+        assert_eq!(row.line(), "| a model | - | 2.50 s | - | - | - | 1.60 GB |");
         row.floor = best(0.5, 0);
         row.pytorch = best(5., 3_900_000_000);
-        assert_eq!(row.line(), "| a model | 500 ms | 2.50 s | 5.00 s | 0.50 | 5.00 | 1.6, 3.9 GB |");
+        assert_eq!(row.line(), "| a model | 500 ms | 2.50 s | 5.00 s | 0.50 | 5.00 | 1.60, 3.90 GB |");
         row.pytorch = None;
         row.errors.push(Failure { program: "PyTorch".into(), error: "no a|b".into() });
-        assert_eq!(row.line(), "| a model | 500 ms | 2.50 s | failed: no a\\|b | - | 5.00 | 1.6 GB |");
+        assert_eq!(row.line(), "| a model | 500 ms | 2.50 s | failed: no a\\|b | - | 5.00 | 1.60 GB |");
         row.errors.clear();
         row.ours.as_mut().unwrap().parameters = Some(3);
         row.pytorch = Some(Best { parameters: Some(4), ..best(5., 0).unwrap() });
