@@ -142,7 +142,7 @@ fn write_files() -> std::io::Result<TempDir> {
     Ok(dir)
 }
 
-/// What a row measures.
+/// Work of a row.
 struct Work {
     name: String,
     title: String,
