@@ -153,7 +153,7 @@ fn several_forwards_add_one_unit() {
     }
 }
 
-/// Returns the page faults of two ranks in their last step.
+/// Returns the page faults of two ranks in their median step.
 fn page_faults(tunables: Option<&str>) -> [u64; 2] {
     let mut command = Command::new(program("bench"));
     command.args(["step", "--world", "2", "--batch", "2", "--json", "--model"]);
@@ -168,5 +168,5 @@ fn page_faults(tunables: Option<&str>) -> [u64; 2] {
 fn under_the_launcher_a_step_takes_no_memory_from_the_system() {
     let [kept, freed] = [None, Some("")].map(page_faults);
     assert!(kept.iter().all(|&faults| faults < 100), "{kept:?}");
-    assert!(freed.iter().all(|&faults| faults > 2000), "{freed:?}");
+    assert!(freed.iter().all(|&faults| faults > 1000), "{freed:?}");
 }

@@ -34,10 +34,12 @@ fn commands() -> Vec<Vec<String>> {
         .collect()
 }
 
-/// Asserts that a program accepts a command line, with `--help` so that it does nothing else.
+/// Asserts that a program accepts a command line, with `--help` so that it does nothing else. Arguments after `--` are
+/// another program's.
 fn accepts(name: &str, args: &[String], limit: Duration) {
     let mut command = Command::new(program(name));
-    command.args(args).arg("--help");
+    let own = args.iter().position(|arg| arg == "--").unwrap_or(args.len());
+    command.args(&args[..own]).arg("--help").args(&args[own..]);
     let run = run(command, limit);
     assert_eq!(run.code, Some(0), "`{name} {}`: {}", args.join(" "), run.stderr);
 }

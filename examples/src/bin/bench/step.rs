@@ -102,7 +102,7 @@ struct Report {
     allocated: Allocated,
     /// Peak resident memory of each process.
     peak_rss_bytes: Vec<u64>,
-    /// Page faults of each process in the last step: memory that came from the system.
+    /// Page faults of each process in the median step: memory that came from the system.
     page_faults: Vec<u64>,
     /// Loss of the last step, to compare runs.
     loss: f64,
@@ -288,7 +288,7 @@ fn measure<B>(setup: &Setup<'_>, subject: &Subject<'_, B>) -> anyhow::Result<()>
     let batch = (subject.batch)()?;
     let clock = Clock::start().context("counting what is communicated")?;
     let mut times = [const { Vec::new() }; 6];
-    let (mut loss, mut grad_norm, mut faults) = (0., 0., 0);
+    let (mut loss, mut grad_norm, mut faults) = (0., 0., vec![]);
     for step in 0..=args.steps {
         world.group().barrier().wait()?;
         let faults_so_far = page_faults();
@@ -301,7 +301,7 @@ fn measure<B>(setup: &Setup<'_>, subject: &Subject<'_, B>) -> anyhow::Result<()>
         optim.step(&grads)?;
         world.device().synchronize()?;
         let end = start.elapsed();
-        faults = page_faults() - faults_so_far;
+        let new_faults = page_faults() - faults_so_far;
         loss = f64::from(of_batch.to_scalar::<f32>()?);
         if step == args.steps {
             allocated.peak = meter.peak()?.saturating_sub(before) as u64;
@@ -310,6 +310,7 @@ fn measure<B>(setup: &Setup<'_>, subject: &Subject<'_, B>) -> anyhow::Result<()>
             allocated.between_steps = in_use()?;
         }
         if step > 0 {
+            faults.push(new_faults);
             let now = clock.read();
             let (all, exposed) = (now.all - so_far.all, now.exposed - so_far.exposed);
             let of_step = [end, forward, backward - forward, end - backward, all, exposed];
@@ -328,7 +329,9 @@ fn measure<B>(setup: &Setup<'_>, subject: &Subject<'_, B>) -> anyhow::Result<()>
             best_step_s = times[0];
         }
     }
-    let counts = world.group().gather_values(vec![peak_memory_bytes() as i64, faults as i64])?;
+    faults.sort_unstable();
+    let median = faults[faults.len() / 2];
+    let counts = world.group().gather_values(vec![peak_memory_bytes() as i64, median as i64])?;
     let of_ranks = |at: usize| counts.iter().skip(at).step_by(2).map(|count| *count as u64).collect();
     let loss = world.all_reduce(&[loss], ReduceOp::Avg)?[0];
     if world.rank() != 0 {
