@@ -82,16 +82,23 @@ fn record_on_two_ranks(out: &Path, args: &[&str]) {
 /// `bench peers` fails if the models of both sides have different numbers of parameters.
 fn bench_peers_measures_the_same_models() {
     let dir = tempfile::tempdir().unwrap();
-    let resnet = dir.path().join("resnet");
-    fs::create_dir(&resnet).unwrap();
-    let config = workspace().join("examples/configs/resnet-18/config.json");
-    let config = fs::read_to_string(config).unwrap().replace("512", "64");
-    fs::write(resnet.join("config.json"), config).unwrap();
+    // A smaller model than that of `examples/configs`.
+    let small = |name: &str, sizes: &[(&str, serde_json::Value)]| {
+        let text = fs::read_to_string(workspace().join("examples/configs").join(name).join("config.json")).unwrap();
+        let mut config: serde_json::Value = serde_json::from_str(&text).unwrap();
+        sizes.iter().for_each(|(key, value)| config[key] = value.clone());
+        fs::create_dir(dir.path().join(name)).unwrap();
+        fs::write(dir.path().join(name).join("config.json"), config.to_string()).unwrap();
+        dir.path().join(name)
+    };
+    let resnet = small("resnet-18", &[("hidden_sizes", [64, 128, 256, 64].into())]);
+    let sizes = [("vocab_size", 128), ("hidden_size", 64), ("intermediate_size", 96), ("num_hidden_layers", 2)];
+    let mixtral = small("mixtral-123m", &sizes.map(|(key, size)| (key, size.into())));
     for (model, flags) in [
         (golden("llama_tiny"), "--seq 16 --lora-rank 2"),
         (golden("gpt2_tiny"), "--seq 16 --param-dtype bf16"),
         (golden("bert_tiny"), "--seq 16"),
-        (golden("mixtral_tiny"), "--seq 16"),
+        (mixtral, "--seq 16"),
         (resnet, "--image-size 32"),
     ] {
         let mut command = Command::new(program("bench"));
