@@ -181,8 +181,9 @@ fn own_input(param: &FsdpParam, pool: &Arc<Pool>) -> Result<Arc<dyn Readable>> {
         return Ok(Arc::new(offload.upload(dtype)?));
     }
     let shard = param.var().as_tensor();
-    if shard.dtype() == param.compute_dtype() {
-        return Ok(Arc::new(TensorMemory(shard.clone())));
+    // A device's own pool also gives the memory to other sizes.
+    if shard.dtype() == param.compute_dtype() || !shard.device().is_cpu() {
+        return Ok(Arc::new(TensorMemory(param.own_in_compute_dtype()?)));
     }
     let mut cast = pool.take(dtype, shard.elem_count()).map_err(Error::from)?;
     let outcome = with_slice(shard, |kernels, values| kernels.cast(values, (&mut cast).into()));
