@@ -220,7 +220,6 @@ fn resumes_at_another_world_size() {
 
 #[test]
 fn evaluates_with_the_statistics_of_all_ranks() {
-    let x = input(7, &[ROWS, 5]);
     let build = |world: &World| {
         let vars = ShardedVarMap::of_world(world).unwrap();
         let build = |vb: VarBuilder| nn::batch_norm(5, 1e-5, vb);
@@ -230,6 +229,7 @@ fn evaluates_with_the_statistics_of_all_ranks() {
     };
     let outputs = ranks(2, |world| {
         let (vars, model) = build(&world);
+        let x = input(7, &[ROWS, 5]);
         let own = values(&no_grad(|| model.call(|model| model.forward_t(&x, false))).unwrap());
         (own, values(&evaluate(&vars, &model, &x).unwrap()))
     });
@@ -242,12 +242,11 @@ fn trains_and_exports_adapters() {
     let root = tempfile::tempdir().unwrap();
     let weights = write_weights(root.path());
     let adapters = root.path().join("adapters");
-    let x = input(0, &[ROWS, 8]);
     let outputs = ranks(2, |world| {
         let (vars, model) = with_adapters(root.path(), &world).unwrap();
         train(&vars, &model, &mut adamw(&vars, 0.01), 0..5, &world);
         export_adapters(&adapters, &vars, &world).unwrap();
-        values(&model.forward(&x).unwrap())
+        values(&model.forward(&input(0, &[ROWS, 8])).unwrap())
     });
     let layer = |i: usize| ["A", "B"].map(|m| format!("base_model.model.layers.{i}.up.lora_{m}.weight"));
     assert!(read(&adapters.join("adapter_model.safetensors")).into_keys().eq((0..3).flat_map(layer)));
@@ -261,7 +260,7 @@ fn trains_and_exports_adapters() {
         assert_eq!(values(weight) != values(&merged[name]), name.ends_with("up.weight"), "{name}");
     }
     let vb = VarBuilder::from_tensors(merged.into_iter().collect(), DType::F32, &device());
-    let plain = values(&Model::new(vb).unwrap().forward(&x).unwrap());
+    let plain = values(&Model::new(vb).unwrap().forward(&input(0, &[ROWS, 8])).unwrap());
     outputs.iter().for_each(|output| assert_near(output, &plain));
 }
 
