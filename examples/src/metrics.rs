@@ -361,6 +361,13 @@ pub(crate) mod tests {
     }
 
     #[test]
+    fn page_faults_come_after_the_programs_name() {
+        assert_eq!(minor_faults("7 (a (b) c) S 1 7 7 0 -1 4194304 1234 0 5 0 1 2"), Some(1234));
+        assert_eq!(minor_faults("7 (a) S 1"), None);
+        assert!(page_faults() > 0);
+    }
+
+    #[test]
     fn high_water_mark_is_in_kib() {
         assert_eq!(high_water_mark("VmPeak:\t  9 kB\nVmHWM:\t    1752 kB\nVmRSS:\t 5 kB\n"), Some(1752 * 1024));
         assert_eq!(high_water_mark("VmPeak:\t  9 kB\n"), None);

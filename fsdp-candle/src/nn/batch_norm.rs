@@ -163,15 +163,13 @@ impl BatchNorm {
         let (channels, run) = (x.dim(1)?, x.dims()[2..].iter().product());
         read!(values, x);
         let statistics = Statistics::of(&values, channels, run, self.eps, self.remove_mean);
-        let [mean, variance] = [|of: &[f32]| of[0], |of: &[f32]| of[1]].map(|part: fn(&[f32]) -> f32| {
-            let of_channels: Vec<f32> = statistics.of_channels.chunks(2).map(part).collect();
-            Tensor::new(of_channels, x.device())
-        });
         if self.remove_mean {
-            self.update(&self.running_mean, &mean?, self.momentum)?;
+            let mean = Tensor::new(of_each_channel(&statistics.of_channels, 0), x.device())?;
+            self.update(&self.running_mean, &mean, self.momentum)?;
         }
+        let variance = Tensor::new(of_each_channel(&statistics.of_channels, 1), x.device())?;
         let count = (values.len() / channels.max(1)) as f64;
-        self.update(&self.running_var, &variance?, self.momentum * count / (count - 1.0))?;
+        self.update(&self.running_var, &variance, self.momentum * count / (count - 1.0))?;
         let norm = BatchNormalization { affine, statistics };
         let y = storage(norm.forward(&values)?, x.dtype())?;
         graph_op("BatchNorm", &arguments, y, x.shape(), move |x, _, dy| norm.backward(x[0], dy))
@@ -183,7 +181,7 @@ impl BatchNorm {
     }
 
     /// The training forward as a chain of Candle's operations.
-    pub(super) fn composite(&self, x: &Tensor) -> Result<Tensor> {
+    fn composite(&self, x: &Tensor) -> Result<Tensor> {
         let dtype = x.dtype();
         let wide = if matches!(dtype, DType::F16 | DType::BF16) { DType::F32 } else { dtype };
         // One row for each channel.
@@ -401,15 +399,20 @@ impl BatchNormalization {
             let runs = at..at + dx.len();
             normalize_run_back(dx, &values[runs.clone()], &grad[runs], [mean, scale * weight, of_dy, of_h]);
         });
-        let of_weights = |part: usize| sums.iter().skip(part).step_by(2).copied().collect::<Vec<f32>>();
         let [dw, db] = match &self.affine {
             None => [None, None],
             Some((weight, bias)) => {
-                [small_weight_grad(weight, &of_weights(1))?, small_weight_grad(bias, &of_weights(0))?]
+                let [db, dw] = [0, 1].map(|of| of_each_channel(&sums, of));
+                [small_weight_grad(weight, &dw)?, small_weight_grad(bias, &db)?]
             }
         };
         Ok([Some(tensor_like(dx, x)?), dw, db])
     }
+}
+
+/// Returns the first (0) or the second (1) of each channel's two numbers.
+fn of_each_channel(pairs: &[f32], which: usize) -> Vec<f32> {
+    pairs.iter().skip(which).step_by(2).copied().collect()
 }
 
 /// Returns the runs of a channel.

@@ -24,7 +24,8 @@ fsdp-launch; PATH.
 
 Environment: each rank gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, \
 TORCHELASTIC_RUN_ID and the other variables of torchrun. RAYON_NUM_THREADS and OMP_NUM_THREADS default to cores / \
-ranks. GLIBC_TUNABLES defaults to settings by which freed memory stays with the process, in huge pages. The launcher does not listen on MASTER_PORT: rank 0 may, as PyTorch's store does.
+ranks. GLIBC_TUNABLES defaults to settings by which freed memory stays with the process, in huge pages. The launcher \
+does not listen on MASTER_PORT: rank 0 may, as PyTorch's store does.
 
 Several hosts: start a launcher on each, with the same --nnodes, --rdzv-endpoint and token. The launcher on the \
 endpoint's host assigns the ranks. A failure on one host ends or restarts the ranks on all hosts. With --nnodes \

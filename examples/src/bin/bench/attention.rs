@@ -1,13 +1,11 @@
 //! `bench attention`: forward and backward of causal attention.
 
-use std::time::Instant;
-
-use candle_core::{Device, Tensor, Var};
+use candle_core::{Device, Var};
 use fsdp_candle::nn::causal_attention;
 use fsdp_train::metrics::peak_memory_bytes;
 use serde::Serialize;
 
-use crate::{count, print};
+use crate::{count, passes, print};
 
 /// Measures causal self-attention of one sequence in f32, in this process. `RAYON_NUM_THREADS` sets the threads.
 /// tests/interop/attention.py measures the same in PyTorch.
@@ -44,8 +42,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if !args.json {
         print(format_args!("{:>8} {:>12} {:>12}", "tokens", "forward, ms", "backward, ms"))?;
     }
+    let scale = 1. / (args.head_dim as f64).sqrt();
     for &tokens in &args.tokens {
-        let [forward_ms, backward_ms] = best(args, tokens)?;
+        let random = || Var::randn(0f32, 1., (1, tokens, args.heads * args.head_dim), &Device::Cpu);
+        let [q, k, v] = [random()?, random()?, random()?];
+        let attention = || causal_attention(&q, &k, &v, args.heads, args.heads, scale);
+        let [forward_ms, backward_ms] = passes::best(args.runs, attention)?;
         let times = Times { tokens, forward_ms, backward_ms, peak_rss_bytes: peak_memory_bytes() };
         match args.json {
             true => print(serde_json::to_string(&times)?)?,
@@ -53,24 +55,4 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         }
     }
     Ok(())
-}
-
-/// Returns the least milliseconds of forward and of backward.
-fn best(args: &Args, tokens: usize) -> anyhow::Result<[f64; 2]> {
-    let random = || Var::randn(0f32, 1., (1, tokens, args.heads * args.head_dim), &Device::Cpu);
-    let [q, k, v] = [random()?, random()?, random()?];
-    let scale = 1. / (args.head_dim as f64).sqrt();
-    let forward = || -> candle_core::Result<Tensor> { causal_attention(&q, &k, &v, args.heads, args.heads, scale) };
-    let mut best = [f64::INFINITY; 2];
-    for _ in 0..args.runs {
-        let start = Instant::now();
-        let y = forward()?;
-        let seconds = start.elapsed().as_secs_f64();
-        let loss = y.sum_all()?;
-        let start = Instant::now();
-        loss.backward()?;
-        let times = [seconds, start.elapsed().as_secs_f64()];
-        best = std::array::from_fn(|pass| best[pass].min(times[pass] * 1e3));
-    }
-    Ok(best)
 }

@@ -1,12 +1,10 @@
 //! `bench convolutions`: forward and backward of convolutions, beside candle_nn's.
 
-use std::time::Instant;
-
-use candle_core::{Device, Module, Tensor, Var};
+use candle_core::{Device, Module, Var};
 use candle_nn::Conv2dConfig;
 use serde::Serialize;
 
-use crate::print;
+use crate::{passes, print};
 
 /// Measures convolutions of ResNet-18 and ConvNeXt on images of 64 x 64, in this process. `RAYON_NUM_THREADS` sets the
 /// threads. tests/interop/convolutions.py measures the same in PyTorch.
@@ -54,7 +52,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         let config = Conv2dConfig { padding, stride, groups, ..Conv2dConfig::default() };
         let ours = fsdp_candle::nn::Conv2d::new(weight.as_tensor().clone(), None, config);
         let theirs = candle_nn::Conv2d::new(weight.as_tensor().clone(), None, config);
-        let times = Times { name, ours: best(args.runs, &ours, &x)?, candle_nn: best(args.runs, &theirs, &x)? };
+        let of = |layer: &dyn Module| passes::best(args.runs, || layer.forward(&x));
+        let times = Times { name, ours: of(&ours)?, candle_nn: of(&theirs)? };
         match args.json {
             true => print(serde_json::to_string(&times)?)?,
             false => {
@@ -64,20 +63,4 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         }
     }
     Ok(())
-}
-
-/// Returns the least milliseconds of forward and of backward.
-fn best(runs: u32, layer: &impl Module, x: &Tensor) -> anyhow::Result<[f64; 2]> {
-    let mut best = [f64::INFINITY; 2];
-    for _ in 0..runs {
-        let start = Instant::now();
-        let y = layer.forward(x)?;
-        let forward = start.elapsed().as_secs_f64();
-        let loss = y.sum_all()?;
-        let start = Instant::now();
-        loss.backward()?;
-        let times = [forward, start.elapsed().as_secs_f64()];
-        best = std::array::from_fn(|pass| best[pass].min(times[pass] * 1e3));
-    }
-    Ok(best)
 }

@@ -60,6 +60,16 @@ impl ImageConfig {
     }
 
     fn check(&self) -> anyhow::Result<()> {
+        for (field, sizes) in [
+            ("num_channels", &[self.num_channels][..]),
+            ("num_labels", &[self.num_labels]),
+            ("embedding_size", self.embedding_size.as_slice()),
+            ("patch_size", self.patch_size.as_slice()),
+            ("hidden_sizes", &self.hidden_sizes),
+            ("depths", &self.depths),
+        ] {
+            ensure!(!sizes.contains(&0), "{field} has a 0, expected at least 1");
+        }
         let (stages, depths) = (self.hidden_sizes.len(), self.depths.len());
         ensure!(stages > 0 && stages == depths, "hidden_sizes has {stages} stages, depths has {depths}");
         let activation = if self.is_resnet() { "relu" } else { "gelu" };
@@ -308,10 +318,9 @@ mod tests {
         ImageConfig::from_dir(&dir).unwrap().unwrap()
     }
 
-    /// The numbers are those of transformers' models. Losses near ln 100 at first, and less after a step, show that every
-    /// layer has a gradient.
+    /// The numbers are those of transformers' models.
     #[test]
-    fn models_have_the_parameters_of_transformers_and_train() {
+    fn models_have_the_parameters_of_transformers_and_all_get_gradients() {
         for (name, expected) in [("resnet-18", 11_227_812), ("convnext-tiny", 27_897_028)] {
             let world = World::single().unwrap();
             let vars = ShardedVarMap::of_world(&world).unwrap();
@@ -343,6 +352,7 @@ mod tests {
             (r#""model_type": "resnet", "hidden_act": "gelu""#, r#"hidden_act is "gelu"; only "relu""#),
             (r#""model_type": "resnet", "hidden_act": "relu""#, r#"layer_type is "bottleneck"; only "basic""#),
             (r#""model_type": "convnext", "hidden_act": "relu""#, r#"hidden_act is "relu"; only "gelu""#),
+            (r#""model_type": "convnext", "hidden_act": "gelu", "patch_size": 0"#, "patch_size has a 0"),
         ] {
             let error = read(&format!("{{{text}, {common}}}")).unwrap_err();
             assert!(error.contains(expected), "{error}");

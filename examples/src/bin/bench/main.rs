@@ -23,6 +23,7 @@ mod finite;
 mod images;
 mod memory;
 mod meter;
+mod passes;
 mod peers;
 mod plan;
 mod residual;
