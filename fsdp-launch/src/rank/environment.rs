@@ -12,8 +12,8 @@ use crate::{
 const STORE_SECRET: &str = "FSDP_STORE_SECRET";
 
 /// Settings of glibc's allocator: freed memory stays with the process, in huge pages where the system offers them. A
-/// training step frees and allocates the same large tensors again, and would otherwise spend a tenth of its time on
-/// page faults. Another libc ignores the variable.
+/// training step allocates the same large tensors as the last one, which would otherwise cost page faults. Another libc
+/// ignores the variable.
 const TUNABLES: &str = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=0x200000000:\
      glibc.malloc.trim_threshold=0x1000000000:glibc.malloc.arena_max=1";
 
