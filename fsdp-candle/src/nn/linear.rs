@@ -13,7 +13,7 @@ use candle_core::{CpuStorage, D, Layout, Module, Result, Shape, Storage, Tensor,
 use candle_nn::{Init, VarBuilder, init};
 use fsdp_core::ProcessGroup;
 
-use super::cpu::matrix::{Mat, MatMut, product};
+use super::cpu::matrix::{Mat, MatMut, Operand, product};
 use super::cpu::simd::kernel;
 use super::cpu::{cpu, floats, map_rows, read, same_kind, small_weight_grad, storage, tensor_like, weight_grad};
 #[cfg(feature = "cuda")]
@@ -425,15 +425,15 @@ pub(in crate::nn) fn with_matrix<R>(weight: &Weight, f: impl FnOnce(Mat<'_>, [us
     let (rows, cols) = value.dims2()?;
     let (guard, layout) = value.storage_and_layout();
     let values = cpu(&guard)?;
-    let dense;
+    let operand;
     let stored = match (values, layout.stride()) {
         (CpuStorage::F32(values), &[row_stride, col_stride]) => {
             let values = values.get(layout.start_offset()..).unwrap_or_default();
             Mat::strided(values, rows, cols, row_stride, col_stride)
         }
         _ => {
-            dense = floats(values, layout)?;
-            Mat::new(&dense, rows, cols)
+            operand = Operand::of(values, layout)?;
+            operand.mat(rows, cols)
         }
     };
     Ok(f(stored, [rows, cols]))
@@ -456,7 +456,8 @@ impl Affine {
     }
 
     fn forward(&self, x: &Tensor) -> Result<Storage> {
-        read!(values, x);
+        let (guard, layout) = x.storage_and_layout();
+        let values = Operand::of(cpu(&guard)?, layout)?;
         let rows = values.len() / self.inputs.max(1);
         let mut y = vec![0f32; rows * self.outputs];
         if let Some(bias) = &self.bias {
@@ -465,24 +466,26 @@ impl Affine {
         }
         let accumulate = self.bias.is_some();
         self.with_weight(|w| {
-            product(MatMut::new(&mut y, rows, self.outputs), accumulate, Mat::new(&values, rows, self.inputs), w);
+            product(MatMut::new(&mut y, rows, self.outputs), accumulate, values.mat(rows, self.inputs), w);
         })?;
         storage(y, x.dtype())
     }
 
     fn backward(&self, argument: &Tensor, dy: &Tensor) -> Result<[Option<Tensor>; 3]> {
         let x = input::values(argument, &self.shared);
-        read!(grad, dy);
+        let (guard, layout) = dy.storage_and_layout();
+        let grad = Operand::of(cpu(&guard)?, layout)?;
         let rows = grad.len() / self.outputs.max(1);
-        let dy_mat = Mat::new(&grad, rows, self.outputs);
+        let dy_mat = grad.mat(rows, self.outputs);
         let dx = input::gradient(argument, &self.shared, || {
             let mut dx = vec![0f32; rows * self.inputs];
             self.with_weight(|w| product(MatMut::new(&mut dx, rows, self.inputs), false, dy_mat, w.t()))?;
             tensor_like(dx, x)
         })?;
         let dw = weight_grad(&self.weight, |buffer, accumulate| {
-            read!(values, x);
-            let x_mat = Mat::new(&values, rows, self.inputs);
+            let (guard, layout) = x.storage_and_layout();
+            let values = Operand::of(cpu(&guard)?, layout)?;
+            let x_mat = values.mat(rows, self.inputs);
             if self.in_out {
                 product(MatMut::new(buffer, self.inputs, self.outputs), accumulate, x_mat.t(), dy_mat);
             } else {
@@ -491,7 +494,10 @@ impl Affine {
             Ok(())
         })?;
         let db = match &self.bias {
-            Some(bias) if bias.wants_grad() => small_weight_grad(bias, &column_sums(&grad, self.outputs))?,
+            Some(bias) if bias.wants_grad() => {
+                read!(grad, dy);
+                small_weight_grad(bias, &column_sums(&grad, self.outputs))?
+            }
             _ => None,
         };
         Ok([dx, dw, db])

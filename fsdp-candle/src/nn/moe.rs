@@ -142,9 +142,9 @@ impl Experts {
             let rows = gather(&values, self.inputs, &group.from);
             let count = group.to.len();
             let mut out = vec![0f32; count * self.outputs];
-            let weight = Mat::new(&weights[at], self.outputs, self.inputs);
-            let to = MatMut::new(&mut out, count, self.outputs);
-            product(to, false, Mat::new(&rows, count, self.inputs), weight.t());
+            let weight = Mat::new(&weights[at], self.outputs, self.inputs).as_dtype(x.dtype());
+            let rows = Mat::new(&rows, count, self.inputs).as_dtype(x.dtype());
+            product(MatMut::new(&mut out, count, self.outputs), false, rows, weight.t());
             scatter(&out, self.outputs, &group.to, &mut y);
         }
         storage(y, x.dtype())
@@ -160,8 +160,9 @@ impl Experts {
                 let dy = gather(&grad, self.outputs, &group.to);
                 let count = group.to.len();
                 let mut rows = vec![0f32; count * self.inputs];
-                let weight = Mat::new(&weights[at], self.outputs, self.inputs);
-                product(MatMut::new(&mut rows, count, self.inputs), false, Mat::new(&dy, count, self.outputs), weight);
+                let weight = Mat::new(&weights[at], self.outputs, self.inputs).as_dtype(x.dtype());
+                let dy = Mat::new(&dy, count, self.outputs).as_dtype(x.dtype());
+                product(MatMut::new(&mut rows, count, self.inputs), false, dy, weight);
                 scatter(&rows, self.inputs, &group.from, &mut dx);
             }
         }
@@ -171,7 +172,9 @@ impl Experts {
             }
             for (at, group) in self.active() {
                 let (dy, x) = (gather(&grad, self.outputs, &group.to), gather(&values, self.inputs, &group.from));
-                let (dy, x) = (Mat::new(&dy, group.to.len(), self.outputs), Mat::new(&x, group.to.len(), self.inputs));
+                let rows = group.to.len();
+                let [dy, x] = [Mat::new(&dy, rows, self.outputs), Mat::new(&x, rows, self.inputs)]
+                    .map(|it| it.as_dtype(self.weight.dtype()));
                 product(MatMut::new(&mut buffer[at], self.outputs, self.inputs), true, dy.t(), x);
             }
             Ok(())

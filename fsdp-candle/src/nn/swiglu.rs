@@ -151,7 +151,7 @@ fn multiply(x: &[f32], weight: &Weight) -> Result<Vec<f32>> {
     with_matrix(weight, |w, [outputs, inputs]| {
         let rows = x.len() / inputs.max(1);
         let mut y = vec![0f32; rows * outputs];
-        product(MatMut::new(&mut y, rows, outputs), false, Mat::new(x, rows, inputs), w.t());
+        product(MatMut::new(&mut y, rows, outputs), false, Mat::new(x, rows, inputs).as_dtype(weight.dtype()), w.t());
         y
     })
 }
@@ -180,7 +180,7 @@ pub(super) fn backward(
     let (mut dh, rows, inner) = with_matrix(down, |w, [outputs, inner]| {
         let rows = dy.len() / outputs.max(1);
         let mut dh = vec![0f32; rows * inner];
-        product(MatMut::new(&mut dh, rows, inner), false, Mat::new(dy, rows, outputs), w);
+        product(MatMut::new(&mut dh, rows, inner), false, Mat::new(dy, rows, outputs).as_dtype(down.dtype()), w);
         (dh, rows, inner)
     })?;
     let mut hidden = projections.hidden()?;
@@ -204,7 +204,7 @@ pub(super) fn backward(
     let mut dx = wants_dx.then(|| vec![0f32; x.len()]);
     let mut through = |weight: &Weight, dy: &[f32], accumulate: bool| match &mut dx {
         Some(dx) => with_matrix(weight, |w, [outputs, inputs]| {
-            product(MatMut::new(dx, rows, inputs), accumulate, Mat::new(dy, rows, outputs), w);
+            product(MatMut::new(dx, rows, inputs), accumulate, Mat::new(dy, rows, outputs).as_dtype(weight.dtype()), w);
         }),
         None => Ok(()),
     };
@@ -225,7 +225,7 @@ fn gradient(weight: &Weight, dy: &[f32], x: &[f32], rows: usize) -> Result<Optio
             return Ok(());
         }
         let (outputs, inputs) = (dy.len() / rows, x.len() / rows);
-        let (dy, x) = (Mat::new(dy, rows, outputs), Mat::new(x, rows, inputs));
+        let [dy, x] = [Mat::new(dy, rows, outputs), Mat::new(x, rows, inputs)].map(|it| it.as_dtype(weight.dtype()));
         product(MatMut::new(buffer, outputs, inputs), accumulate, dy.t(), x);
         Ok(())
     })

@@ -1,4 +1,7 @@
-//! Attention on the CPU: a task computes a head, block by block of its queries.
+//! Attention on the CPU: a task computes a head, block by block of its queries, and a block tile by tile of its keys.
+//!
+//! Only a tile's scores exist at once, so they stay in the processor's cache at any length. Forward keeps each query's
+//! highest score so far and the sum of its exponentials, as in Milakov and Gimelshein, 2018, arXiv:1805.02867.
 //!
 //! A block ends where its document ends. Heads are read and written in place in `[batch, T, heads * head_dim]`, without
 //! a transpose.
@@ -14,7 +17,11 @@ use crate::nn::cpu::simd::{dot, kernel, max, probability, sum, tanh};
 use crate::nn::cpu::{cpu, floats, for_each_task, read, storage, tensor_like};
 
 /// Queries of a block.
-const BLOCK: usize = 64;
+const BLOCK: usize = 128;
+
+/// Keys of a tile. Not a power of two, because rows that lie a power of two apart compete for the same places in a
+/// cache.
+const KEYS: usize = 192;
 
 /// The engine of the CPU.
 #[derive(Clone, Copy)]
@@ -61,31 +68,27 @@ fn with_values<R>(operands: &[&Tensor], f: impl FnOnce([&[f32]; 3]) -> R) -> Res
 }
 
 impl AttentionDims {
-    /// Returns the blocks of a row of the batch. No block crosses the border of a document, so a document's result has
-    /// the same bits as if it were alone.
-    fn blocks(&self, batch: usize) -> impl Iterator<Item = QueryBlock> {
+    /// Returns the blocks of a row of the batch, with all keys that they see. No block crosses the border of a document,
+    /// so a document's result has the same bits as if it were alone.
+    fn blocks(&self, batch: usize) -> impl Iterator<Item = Tile> {
         self.options.visible_keys(self.queries, self.keys, self.documents.as_ref(), batch).flat_map(|visible| {
             let queries = visible.queries();
             let firsts = queries.clone().step_by(BLOCK);
-            firsts.map(move |first| QueryBlock::new(visible, first, BLOCK.min(queries.end - first)))
+            firsts.map(move |first| Tile::of_queries(visible, first, BLOCK.min(queries.end - first)))
         })
     }
 
-    /// Returns the number of elements of each block's scores. Rows without documents have the same blocks, so one row
-    /// is counted.
-    fn sizes(&self) -> impl Iterator<Item = usize> {
-        let rows = self.documents.as_ref().map_or(1, Documents::batch);
-        (0..rows).flat_map(|batch| self.blocks(batch)).map(|block| block.count * block.key_count)
-    }
-
-    /// Returns the elements of the largest block's scores.
+    /// Returns the number of elements of a tile's scores, at most.
     fn scores(&self) -> usize {
-        self.sizes().max().unwrap_or(0)
+        BLOCK.min(self.queries) * KEYS.min(self.keys)
     }
 
     /// Returns the rough cost of one head, in elements of elementwise work.
     fn head_cost(&self) -> usize {
-        self.sizes().sum::<usize>() / self.documents.as_ref().map_or(1, Documents::batch) * self.dim / 64
+        // Rows without documents have the same blocks, so one row is counted.
+        let rows = self.documents.as_ref().map_or(1, Documents::batch);
+        let scores = (0..rows).flat_map(|batch| self.blocks(batch)).map(|block| block.count * block.key_count);
+        scores.sum::<usize>() / rows * self.dim / 64
     }
 
     fn scaling(&self) -> Scaling {
@@ -106,12 +109,12 @@ impl AttentionDims {
         Mat::strided(&data[layout.index(batch, first, head, self.dim)..], count, self.dim, layout.row_stride, 1)
     }
 
-    /// Drops elements of a block's probabilities, or of their gradients.
-    fn drop(&self, values: &mut [f32], batch: usize, head: usize, block: QueryBlock) {
+    /// Drops elements of a tile's probabilities, or of their gradients.
+    fn drop(&self, values: &mut [f32], batch: usize, head: usize, tile: Tile) {
         let Some(mask) = &self.mask else { return };
-        for (i, row) in values.chunks_exact_mut(block.key_count).enumerate() {
-            let query = (batch * self.n_heads + head) * self.queries + block.first + i;
-            mask.apply(query * self.keys + block.first_key, row);
+        for (i, row) in values.chunks_exact_mut(tile.key_count).enumerate() {
+            let query = (batch * self.n_heads + head) * self.queries + tile.first + i;
+            mask.apply(query * self.keys + tile.first_key, row);
         }
     }
 
@@ -121,26 +124,40 @@ impl AttentionDims {
         let mut log_sums = vec![0f32; self.batch * self.n_heads * self.queries];
         let [op, ..] = self.separate_layouts();
         let (out_all, sums_all) = (Shared::new(&mut out), Shared::new(&mut log_sums));
-        let scratch = || vec![0f32; self.scores()];
-        for_each_task(self.batch * self.n_heads, self.head_cost(), scratch, |task, scratch| {
+        let scratch = || (vec![0f32; self.scores()], vec![0f32; BLOCK], vec![0f32; BLOCK]);
+        for_each_task(self.batch * self.n_heads, self.head_cost(), scratch, |task, (scores, totals, factors)| {
             let (batch, head) = (task / self.n_heads, task % self.n_heads);
             let kv_head = head / (self.n_heads / self.n_kv_heads);
             for block in self.blocks(batch) {
-                let QueryBlock { first, count, first_key, key_count, .. } = block;
-                let scores = Shared::new(&mut scratch[..count * key_count]);
+                let Tile { first, count, .. } = block;
                 let q = self.mat(q, qp, batch, first, count, head);
-                let k = self.mat(k, kp, batch, first_key, key_count, kv_head);
-                let v = self.mat(v, vp, batch, first_key, key_count, kv_head);
-                // SAFETY: the scores belong to this thread, and the product does not use them after it returns.
-                product_here(unsafe { scores.mat(0, count, key_count, key_count) }, false, q, k.t());
-                // SAFETY: as above. Only this task writes these sums.
-                let (scores, sums) =
-                    unsafe { (scores.slice(0, count * key_count), sums_all.slice(task * self.queries + first, count)) };
-                softmax_rows(scores, sums, block, self.scaling());
-                self.drop(scores, batch, head, block);
                 // SAFETY: no other task writes this head's columns of the output.
-                let o = unsafe { out_all.mat(op.index(batch, first, head, self.dim), count, self.dim, op.row_stride) };
-                product_here(o, false, Mat::new(scores, count, key_count), v);
+                let out =
+                    || unsafe { out_all.mat(op.index(batch, first, head, self.dim), count, self.dim, op.row_stride) };
+                // SAFETY: only this task writes these sums.
+                let highest = unsafe { sums_all.slice(task * self.queries + first, count) };
+                let (totals, factors) = (&mut totals[..count], &mut factors[..count]);
+                // Not minus infinity, whose distance from a score of minus infinity is no number.
+                highest.fill(f32::MIN);
+                totals.fill(0.0);
+                for tile in block.tiles() {
+                    let k = self.mat(k, kp, batch, tile.first_key, tile.key_count, kv_head);
+                    let v = self.mat(v, vp, batch, tile.first_key, tile.key_count, kv_head);
+                    let scores = &mut scores[..count * tile.key_count];
+                    product_here(MatMut::new(scores, count, tile.key_count), false, q, k.t());
+                    exponentials(scores, highest, totals, factors, tile, self.scaling());
+                    self.drop(scores, batch, head, tile);
+                    let follows = tile.first_key > block.first_key;
+                    if follows {
+                        scale_rows(&mut out(), factors);
+                    }
+                    product_here(out(), follows, Mat::new(scores, count, tile.key_count), v);
+                }
+                for ((sum, total), factor) in highest.iter_mut().zip(&*totals).zip(&mut *factors) {
+                    *factor = 1.0 / total;
+                    *sum += total.ln();
+                }
+                scale_rows(&mut out(), factors);
             }
         });
         (out, log_sums)
@@ -165,32 +182,38 @@ impl AttentionDims {
             let (batch, kv_head) = (task / self.n_kv_heads, task % self.n_kv_heads);
             for head in kv_head * group..(kv_head + 1) * group {
                 for block in self.blocks(batch) {
-                    let QueryBlock { first, count, first_key, key_count, .. } = block;
-                    let (p, ds) = (&mut p[..count * key_count], &mut ds[..count * key_count]);
+                    let Tile { first, count, .. } = block;
                     let q = self.mat(q, qp, batch, first, count, head);
-                    let k = self.mat(k, kp, batch, first_key, key_count, kv_head);
-                    let v = self.mat(v, vp, batch, first_key, key_count, kv_head);
                     let d_o = self.mat(d_out, op, batch, first, count, head);
-                    product_here(MatMut::new(p, count, key_count), false, q, k.t());
-                    product_here(MatMut::new(ds, count, key_count), false, d_o, v.t());
-                    for (i, delta) in deltas[..count].iter_mut().enumerate() {
+                    let deltas = &mut deltas[..count];
+                    for (i, delta) in deltas.iter_mut().enumerate() {
                         let at = op.index(batch, first + i, head, self.dim);
                         *delta = row_dot(&out[at..at + self.dim], &d_out[at..at + self.dim]);
                     }
                     let sums = &log_sums[(batch * self.n_heads + head) * self.queries + first..][..count];
-                    self.drop(ds, batch, head, block);
-                    softmax_rows_back(p, ds, sums, deltas, block, self.scaling());
-                    self.drop(p, batch, head, block);
-                    let (p, ds) = (Mat::new(p, count, key_count), Mat::new(ds, count, key_count));
-                    // SAFETY: only this task accesses this key head's columns of the gradients, and its query heads'
-                    // columns. No product uses them after it returns.
-                    unsafe {
-                        let d = self.dim;
-                        let (v_at, k_at) =
-                            (vp.index(batch, first_key, kv_head, d), kp.index(batch, first_key, kv_head, d));
-                        product_here(dv.mat(v_at, key_count, d, vp.row_stride), true, p.t(), d_o);
-                        product_here(dk.mat(k_at, key_count, d, kp.row_stride), true, ds.t(), q);
-                        product_here(dq.mat(qp.index(batch, first, head, d), count, d, qp.row_stride), false, ds, k);
+                    for tile in block.tiles() {
+                        let Tile { first_key, key_count, .. } = tile;
+                        let (p, ds) = (&mut p[..count * key_count], &mut ds[..count * key_count]);
+                        let k = self.mat(k, kp, batch, first_key, key_count, kv_head);
+                        let v = self.mat(v, vp, batch, first_key, key_count, kv_head);
+                        product_here(MatMut::new(p, count, key_count), false, q, k.t());
+                        product_here(MatMut::new(ds, count, key_count), false, d_o, v.t());
+                        self.drop(ds, batch, head, tile);
+                        softmax_rows_back(p, ds, sums, deltas, tile, self.scaling());
+                        self.drop(p, batch, head, tile);
+                        let (p, ds) = (Mat::new(p, count, key_count), Mat::new(ds, count, key_count));
+                        let follows = first_key > block.first_key;
+                        // SAFETY: only this task accesses this key head's columns of the gradients, and its query
+                        // heads' columns. No product uses them after it returns.
+                        unsafe {
+                            let d = self.dim;
+                            let (v_at, k_at) =
+                                (vp.index(batch, first_key, kv_head, d), kp.index(batch, first_key, kv_head, d));
+                            product_here(dv.mat(v_at, key_count, d, vp.row_stride), true, p.t(), d_o);
+                            product_here(dk.mat(k_at, key_count, d, kp.row_stride), true, ds.t(), q);
+                            let q_at = qp.index(batch, first, head, d);
+                            product_here(dq.mat(q_at, count, d, qp.row_stride), follows, ds, k);
+                        }
                     }
                 }
             }
@@ -198,9 +221,9 @@ impl AttentionDims {
     }
 }
 
-/// A block of queries, and the range of keys that any of them sees.
+/// Queries, and a range of the keys that they see.
 #[derive(Clone, Copy)]
-struct QueryBlock {
+struct Tile {
     first: usize,
     count: usize,
     first_key: usize,
@@ -209,18 +232,27 @@ struct QueryBlock {
     visible: VisibleKeys,
 }
 
-impl QueryBlock {
-    fn new(visible: VisibleKeys, first: usize, count: usize) -> Self {
+impl Tile {
+    /// Returns the tile with every key that any of the queries sees.
+    fn of_queries(visible: VisibleKeys, first: usize, count: usize) -> Self {
         // Both ends only grow from query to query.
         let (start, end) = (visible.of(first).start, visible.of(first + count - 1).end);
-        QueryBlock { first, count, first_key: start, key_count: end - start, visible }
+        Tile { first, count, first_key: start, key_count: end - start, visible }
     }
 
-    /// Returns the visible keys of a query of the block, counted from the first key of the range.
+    /// Returns tiles of the same queries with at most [`KEYS`] keys each.
+    fn tiles(self) -> impl Iterator<Item = Tile> {
+        let end = self.first_key + self.key_count;
+        let firsts = (self.first_key..end).step_by(KEYS);
+        firsts.map(move |first_key| Tile { first_key, key_count: KEYS.min(end - first_key), ..self })
+    }
+
+    /// Returns the tile's visible keys of a query, counted from the tile's first key.
     #[inline(always)]
     fn of(self, row: usize) -> Range<usize> {
         let keys = self.visible.of(self.first + row);
-        keys.start - self.first_key..keys.end - self.first_key
+        let from_first = |key: usize| key.saturating_sub(self.first_key).min(self.key_count);
+        from_first(keys.start)..from_first(keys.end)
     }
 }
 
@@ -232,12 +264,25 @@ struct Scaling {
 }
 
 kernel! {
-    /// Replaces rows of scores by probabilities. The probabilities of hidden keys become 0.
-    fn softmax_rows(scores: &mut [f32], log_sums: &mut [f32], block: QueryBlock, scaling: Scaling) {
-        for (i, (row, log_sum)) in scores.chunks_exact_mut(block.key_count).zip(log_sums).enumerate() {
-            let visible = block.of(i);
+    /// Replaces rows of scores by the exponentials of their distances from the highest score so far, and adds these to
+    /// `totals`. Hidden keys get 0. A rise of `highest` divides what was summed before by the row's factor.
+    fn exponentials(
+        scores: &mut [f32],
+        highest: &mut [f32],
+        totals: &mut [f32],
+        factors: &mut [f32],
+        tile: Tile,
+        scaling: Scaling,
+    ) {
+        let sums = highest.iter_mut().zip(totals).zip(factors);
+        for (i, (row, ((highest, total), factor))) in scores.chunks_exact_mut(tile.key_count).zip(sums).enumerate() {
+            let visible = tile.of(i);
             row[..visible.start].fill(0.0);
             row[visible.end..].fill(0.0);
+            *factor = 1.0;
+            if visible.is_empty() {
+                continue;
+            }
             let row = &mut row[visible];
             let scale = match scaling.softcap {
                 Some(cap) => {
@@ -248,15 +293,25 @@ kernel! {
                 None => scaling.scale,
             };
             // The largest scaled score, for either sign of the scale.
-            let highest = if scale >= 0.0 {
+            let here = if scale >= 0.0 {
                 max(row) * scale
             } else {
                 row.iter().fold(f32::NEG_INFINITY, |a, x| a.max(x * scale))
             };
-            let total = sum_exp_in_place(row, scale, highest);
-            let inverse = 1.0 / total;
-            row.iter_mut().for_each(|x| *x *= inverse);
-            *log_sum = highest + total.ln();
+            if here > *highest {
+                *factor = probability(*highest - here);
+                *highest = here;
+            }
+            *total = total.mul_add(*factor, sum_exp_in_place(row, scale, *highest));
+        }
+    }
+
+    /// Multiplies each row by its factor.
+    fn scale_rows(rows: &mut MatMut<'_>, factors: &[f32]) {
+        for (row, &factor) in rows.rows().zip(factors) {
+            if factor != 1.0 {
+                row.iter_mut().for_each(|x| *x *= factor);
+            }
         }
     }
 
@@ -266,12 +321,12 @@ kernel! {
         ds: &mut [f32],
         log_sums: &[f32],
         deltas: &[f32],
-        block: QueryBlock,
+        tile: Tile,
         scaling: Scaling,
     ) {
-        let both = p.chunks_exact_mut(block.key_count).zip(ds.chunks_exact_mut(block.key_count));
+        let both = p.chunks_exact_mut(tile.key_count).zip(ds.chunks_exact_mut(tile.key_count));
         for (i, (((p, ds), &log_sum), &delta)) in both.zip(log_sums).zip(deltas).enumerate() {
-            let visible = block.of(i);
+            let visible = tile.of(i);
             for row in [&mut *p, &mut *ds] {
                 row[..visible.start].fill(0.0);
                 row[visible.end..].fill(0.0);

@@ -219,6 +219,11 @@ impl Head {
         }
     }
 
+    /// Returns an operand of a product.
+    fn mat<'a>(&self, values: &'a [f32], rows: usize, cols: usize) -> Mat<'a> {
+        Mat::new(values, rows, cols).as_dtype(self.weight.dtype())
+    }
+
     /// Computes the logits of some rows of the hidden states, after the softcap.
     fn logits(&self, logits: &mut [f32], hidden: &[f32], weight: &[f32]) -> Result<()> {
         let (rows, columns) = (hidden.len() / self.width, self.rows.columns);
@@ -226,8 +231,8 @@ impl Head {
             read!(bias, bias.value()?);
             logits.chunks_exact_mut(columns).for_each(|row| row.copy_from_slice(&bias));
         }
-        let weight = Mat::new(weight, columns, self.width);
-        let hidden = Mat::new(hidden, rows, self.width);
+        let weight = self.mat(weight, columns, self.width);
+        let hidden = self.mat(hidden, rows, self.width);
         product(MatMut::new(logits, rows, columns), self.bias.is_some(), hidden, weight.t());
         self.rows.cap_logits(logits);
         Ok(())
@@ -247,17 +252,17 @@ impl Head {
     /// Adds the gradients of the rows from `first` on, from the gradient of their logits.
     fn add_gradients(&self, first: usize, d_logits: &[f32], hidden: &[f32], weight: &[f32], to: &mut Sums<'_>) {
         let (rows, columns) = (hidden.len() / self.width, self.rows.columns);
-        let hidden = Mat::new(hidden, rows, self.width);
+        let hidden = self.mat(hidden, rows, self.width);
         if let Some((dw, accumulate)) = &mut to.weight {
-            let d_logits = Mat::new(d_logits, rows, columns).t();
+            let d_logits = self.mat(d_logits, rows, columns).t();
             product(MatMut::new(dw, columns, self.width), *accumulate, d_logits, hidden);
             *accumulate = true;
         }
         if let Some(db) = &mut to.bias {
             db.iter_mut().zip(column_sums(d_logits, columns)).for_each(|(sum, own)| *sum += own);
         }
-        let weight = Mat::new(weight, columns, self.width);
-        let d_logits = Mat::new(d_logits, rows, columns);
+        let weight = self.mat(weight, columns, self.width);
+        let d_logits = self.mat(d_logits, rows, columns);
         let own = &mut to.hidden[first * self.width..][..rows * self.width];
         product(MatMut::new(own, rows, self.width), false, d_logits, weight);
     }

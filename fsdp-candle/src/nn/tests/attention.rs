@@ -44,14 +44,14 @@ fn causal_attention_matches_the_composite() {
     let cases = [
         (1, 1, 1, 1, 1, 1),
         (2, 5, 5, 2, 2, 4),
-        (1, 64, 64, 1, 1, 8),
-        (2, 67, 67, 4, 2, 16),
+        (1, 128, 128, 1, 1, 8),
+        (2, 131, 131, 4, 2, 16),
         (1, 150, 150, 3, 1, 7),
         (2, 1, 9, 4, 1, 8),
         (1, 66, 80, 6, 2, 5),
         // Enough work for several threads.
         (2, 130, 130, 4, 2, 64),
-        // Two blocks of a device, of 256 queries and the rest.
+        // Two tiles of keys on the CPU, of 192 and the rest, and two blocks of a device, of 256 queries and the rest.
         (1, 300, 300, 2, 1, 4),
     ];
     for dtype in DTYPES {
@@ -63,8 +63,9 @@ fn causal_attention_matches_the_composite() {
 
 #[test]
 fn options_match_the_composite() {
-    // A block has 64 queries. The cases have one full block and a part, more keys than queries, and less than a block.
-    let long: (&[Case], &[usize]) = (&[(2, 67, 67, 4, 2, 8), (1, 66, 80, 6, 2, 5)], &[1, 8, 65, 80, usize::MAX]);
+    // A block has 128 queries, and a tile 192 keys. The cases have one full block and a part, more keys than queries,
+    // two tiles, and less than a block.
+    let long: (&[Case], &[usize]) = (&[(2, 131, 131, 4, 2, 8), (1, 130, 230, 6, 2, 5)], &[1, 8, 129, 200, usize::MAX]);
     let short: (&[Case], &[usize]) = (&[(2, 13, 17, 4, 2, 4)], &[1, 5, 17]);
     for dtype in DTYPES {
         let (cases, windows) = if dtype == DType::F32 { long } else { short };
@@ -171,15 +172,15 @@ fn cached_steps_match_the_whole_sequence() {
     }
 }
 
-/// A device drops the weights that the CPU drops, in forward and backward, with packed documents as well.
+/// Every device drops the weights that the composite drops, in forward and backward, with packed documents as well.
 #[test]
 fn devices_drop_the_same_weights() {
-    let documents = packed(&[&[30, 37], &[67]]);
+    let documents = packed(&[&[200, 37], &[237]]);
     let options = AttentionOptions { dropout: 0.3, ..AttentionOptions::causal(0.4) };
     for documents in [None, Some(&documents)] {
-        let [q, k, v] = [(1, 4), (2, 2), (3, 2)].map(|(seed, heads)| random(seed, &[2, 67, heads * 5], DType::F64));
+        let [q, k, v] = [(1, 4), (2, 2), (3, 2)].map(|(seed, heads)| random(seed, &[2, 237, heads * 5], DType::F64));
         for (device, dtype) in devices().flat_map(|device| [(device.clone(), DType::F32), (device, DType::F64)]) {
-            let run = |device: &Device| {
+            let run = |device: &Device, dtype| {
                 crate::random::manual_seed(5);
                 let on = |x: &Tensor| x.to_dtype(dtype)?.to_device(device);
                 let (q, k, v) = (on(&q)?, on(&k)?, on(&v)?);
@@ -187,9 +188,11 @@ fn devices_drop_the_same_weights() {
                     Some(documents) => attention_in_documents(&q, &k, &v, 4, 2, &options, documents)?,
                     None => attention(&q, &k, &v, 4, 2, &options)?,
                 };
-                y.to_device(&Device::Cpu)
+                y.to_device(&Device::Cpu)?.to_dtype(DType::F64)
             };
-            check(&format!("{dtype:?}, {:?}", device.location()), &[&q, &k, &v], || run(&device), || run(&Device::Cpu));
+            let composite = || run(&Device::Cpu, DType::F64);
+            let what = format!("{dtype:?}, {:?}", device.location());
+            check(&what, &[&q, &k, &v], || run(&device, dtype), composite);
         }
     }
 }
@@ -255,8 +258,9 @@ fn rejects_too_large_scores_of_the_composite_on_a_device() {
     drop(ballast);
 }
 
-/// Lengths by row: one document, many documents, and documents longer than a block of 64 queries.
-const PACKED: [&[&[usize]]; 4] = [&[&[1]], &[&[9], &[9]], &[&[1, 2, 5, 1], &[4, 5]], &[&[70, 3, 67], &[1, 139]]];
+/// Lengths by row: one document, many documents, and documents longer than a block of 128 queries and than a tile of
+/// 192 keys.
+const PACKED: [&[&[usize]]; 4] = [&[&[1]], &[&[9], &[9]], &[&[1, 2, 5, 1], &[4, 5]], &[&[200, 3, 67], &[1, 269]]];
 
 fn packed(rows: &[&[usize]]) -> Documents {
     Documents::new(rows.iter().map(|row| row.to_vec()).collect()).unwrap()
@@ -268,7 +272,7 @@ fn options() -> Vec<AttentionOptions> {
         causal,
         AttentionOptions { window: Some(3), softcap: Some(0.7), ..causal },
         AttentionOptions::bidirectional(0.4),
-        AttentionOptions { window: Some(66), ..AttentionOptions::bidirectional(0.4) },
+        AttentionOptions { window: Some(130), ..AttentionOptions::bidirectional(0.4) },
     ]
 }
 
@@ -331,13 +335,13 @@ fn documents_match_separate_attention() {
 fn documents_have_the_bits_of_separate_attention() {
     let documents = packed(PACKED[3]);
     let options = AttentionOptions::causal(0.4);
-    let qkv = random(1, &[2, 140, 8 * 5], DType::F32).as_detached_tensor();
+    let qkv = random(1, &[2, 270, 8 * 5], DType::F32).as_detached_tensor();
     let bits = |x: Tensor| x.flatten_all().unwrap().to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect();
     let found: Vec<u32> = bits(attention_qkv_in_documents(&qkv, 4, 2, &options, &documents).unwrap());
     let want: Vec<u32> = bits(alone(&documents, &[&qkv], |x| attention_qkv(&x[0], 4, 2, &options)).unwrap());
     assert!(found == want);
     // A single document gives the same bits as attention without documents.
-    let whole = packed(&[&[140], &[140]]);
+    let whole = packed(&[&[270], &[270]]);
     let found: Vec<u32> = bits(attention_qkv_in_documents(&qkv, 4, 2, &options, &whole).unwrap());
     let want: Vec<u32> = bits(attention_qkv(&qkv, 4, 2, &options).unwrap());
     assert!(found == want);

@@ -1,0 +1,318 @@
+//! Products of values rounded to bf16, with sums in f32, by the instruction `vdpbf16ps` of AVX512-BF16.
+//!
+//! The instruction multiplies pairs that are neighbours along the summed dimension. Both operands are therefore packed
+//! as pairs, one in a u32. Tiles and blocks are those of Goto and van de Geijn, "Anatomy of high-performance matrix
+//! multiplication", 2008. The instruction takes subnormal numbers as zeros.
+//!
+//! An element's terms are added in the same order at any number of threads.
+
+use std::arch::x86_64::*;
+use std::mem::MaybeUninit;
+use std::ops::Range;
+
+use half::bf16;
+use rayon::prelude::*;
+
+use super::{Data, Mat, MatMut, Shared};
+
+/// Rows and columns of a tile. Its sums take 28 of the 32 registers.
+const ROWS: usize = 14;
+const COLS: usize = 2 * LANES;
+/// f32 values, or pairs, of a register.
+const LANES: usize = 16;
+/// Pairs that a tile adds before it writes its sums. Fewer would write the sums more often.
+const PAIRS: usize = 384;
+/// Rows and columns of packed blocks, which take 252 KiB and 1.5 MiB.
+const BLOCK_ROWS: usize = 12 * ROWS;
+const BLOCK_COLS: usize = 32 * COLS;
+
+/// Returns whether this processor has the instructions.
+pub(super) fn is_available() -> bool {
+    is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512vl")
+        && is_x86_feature_detected!("avx512bf16")
+}
+
+/// Computes `dst = lhs * rhs`, or `dst += lhs * rhs` if `accumulate`, on this many threads. The shapes must agree, and
+/// the processor must have the instructions.
+pub(super) fn multiply(dst: MatMut<'_>, accumulate: bool, lhs: Mat<'_>, rhs: Mat<'_>, threads: usize) {
+    assert!(is_available(), "the processor has no instructions for bf16");
+    if threads < 2 {
+        // SAFETY: the processor has the instructions.
+        return unsafe { multiply_here(dst, accumulate, lhs, rhs) };
+    }
+    let (rows, cols, row_stride) = (dst.rows, dst.cols, dst.row_stride);
+    let len = super::span(rows, cols, row_stride, 1);
+    let dst = Shared { data: dst.data, len, borrow: dst.borrow };
+    let (count, tile) = if rows > cols { (rows, ROWS) } else { (cols, COLS) };
+    let share = count.div_ceil(threads).next_multiple_of(tile);
+    (0..count.div_ceil(share)).into_par_iter().for_each(|i| {
+        let part = i * share..count.min((i + 1) * share);
+        let (rows, cols) = if rows > cols { (part, 0..cols) } else { (0..rows, part) };
+        // SAFETY: the parts have no element in common, and the processor has the instructions.
+        unsafe {
+            let dst = dst.mat(rows.start * row_stride + cols.start, rows.len(), cols.len(), row_stride);
+            multiply_here(dst, accumulate, lhs.part(rows, 0..lhs.cols), rhs.part(0..rhs.rows, cols));
+        }
+    });
+}
+
+/// [`multiply`] on this thread.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+fn multiply_here(dst: MatMut<'_>, accumulate: bool, lhs: Mat<'_>, rhs: Mat<'_>) {
+    let MatMut { rows, cols, .. } = dst;
+    // Blocks of about equal size, in whole tiles.
+    let block_rows = rows.div_ceil(rows.div_ceil(BLOCK_ROWS).max(1)).next_multiple_of(ROWS).max(ROWS);
+    let pairs = PAIRS.min(lhs.cols.div_ceil(2));
+    let (mut left, mut right) = (Vec::new(), Vec::new());
+    left.reserve_exact(block_rows * pairs);
+    right.reserve_exact(BLOCK_COLS.min(cols.next_multiple_of(COLS)) * pairs);
+    for block_cols in blocks(0..cols, BLOCK_COLS) {
+        // Without terms, one step writes zeros.
+        for depth in blocks(0..lhs.cols.max(1), 2 * PAIRS) {
+            let depth = depth.start..depth.end.min(lhs.cols);
+            let pairs = depth.len().div_ceil(2);
+            let right = pack::<COLS>(right.spare_capacity_mut(), rhs.part(depth.clone(), block_cols.clone()).t());
+            for block_rows in blocks(0..rows, block_rows) {
+                let left = pack::<ROWS>(left.spare_capacity_mut(), lhs.part(block_rows.clone(), depth.clone()));
+                for (i, to_cols) in blocks(block_cols.clone(), COLS).enumerate() {
+                    let right = &right[i * COLS * pairs..][..COLS * pairs];
+                    for (j, to_rows) in blocks(block_rows.clone(), ROWS).enumerate() {
+                        let sums = tile(&left[j * ROWS * pairs..][..ROWS * pairs], right);
+                        write(&dst, to_rows, to_cols.clone(), accumulate || depth.start > 0, &sums);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Splits a range into blocks of `size`.
+fn blocks(range: Range<usize>, size: usize) -> impl Iterator<Item = Range<usize>> {
+    range.clone().step_by(size).map(move |start| start..range.end.min(start + size))
+}
+
+/// Packs a matrix in panels of `WIDTH` rows, each with the pairs of its columns one after the other. Missing rows of the
+/// last panel, and the missing second value of an odd number of columns, become zeros. Returns the packed panels.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+fn pack<'p, const WIDTH: usize>(packed: &'p mut [MaybeUninit<u32>], from: Mat<'_>) -> &'p [u32] {
+    let pairs = from.cols.div_ceil(2);
+    let packed = &mut packed[..from.rows.div_ceil(WIDTH) * WIDTH * pairs];
+    for (i, rows) in blocks(0..from.rows, WIDTH).enumerate() {
+        let panel = &mut packed[i * WIDTH * pairs..][..WIDTH * pairs];
+        for at in (0..WIDTH).step_by(LANES) {
+            let of_panel = WIDTH.min(at + LANES) - at;
+            let rows = rows.end.min(rows.start + at)..rows.end.min(rows.start + at + of_panel);
+            let mut store_at = |pair: usize, values| store(&mut panel[pair * WIDTH + at..][..of_panel], values);
+            match from.data {
+                _ if from.col_stride == 1 => {
+                    for cols in blocks(0..from.cols, 2 * LANES) {
+                        let mut lines = [_mm512_setzero_si512(); LANES];
+                        for (line, row) in lines.iter_mut().zip(rows.clone()) {
+                            *line = from.along_row(row, cols.clone());
+                        }
+                        for (i, values) in transposed(lines).into_iter().take(cols.len().div_ceil(2)).enumerate() {
+                            store_at(cols.start / 2 + i, values);
+                        }
+                    }
+                }
+                Data::F32(values) if from.row_stride == 1 => {
+                    let column = |col: usize| rounded(load(&values[col * from.col_stride..][rows.clone()]));
+                    pack_columns(from.cols, column, store_at);
+                }
+                Data::Bf16(values) if from.row_stride == 1 => {
+                    let column = |col: usize| load_halves(&values[col * from.col_stride..][rows.clone()]);
+                    pack_columns(from.cols, column, store_at);
+                }
+                _ => {
+                    let column = |col: usize| {
+                        let mut values = [bf16::ZERO; LANES];
+                        values.iter_mut().zip(rows.clone()).for_each(|(to, row)| *to = from.at(row, col));
+                        load_halves(&values)
+                    };
+                    pack_columns(from.cols, column, store_at);
+                }
+            }
+        }
+    }
+    // SAFETY: each of the panels' pairs was stored.
+    unsafe { &*(std::ptr::from_ref::<[MaybeUninit<u32>]>(packed) as *const [u32]) }
+}
+
+/// Stores the pairs of all columns.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn pack_columns(cols: usize, column: impl Fn(usize) -> __m256i, mut store_at: impl FnMut(usize, __m512i)) {
+    for pair in 0..cols.div_ceil(2) {
+        let first = column(2 * pair);
+        let second = if 2 * pair + 1 < cols { column(2 * pair + 1) } else { _mm256_setzero_si256() };
+        store_at(pair, paired(first, second));
+    }
+}
+
+/// Returns the pairs of two columns.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn paired(first: __m256i, second: __m256i) -> __m512i {
+    _mm512_or_si512(_mm512_cvtepu16_epi32(first), _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(second)))
+}
+
+/// Rounds to bf16.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bf16")]
+fn rounded(values: __m512) -> __m256i {
+    // SAFETY: both types are 32 bytes without invalid values.
+    unsafe { std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(values)) }
+}
+
+impl Mat<'_> {
+    /// Returns the part with these rows and columns.
+    fn part(self, rows: Range<usize>, cols: Range<usize>) -> Self {
+        let start = rows.start * self.row_stride + cols.start * self.col_stride;
+        let data = match self.data {
+            _ if rows.is_empty() || cols.is_empty() => Data::F32(&[]),
+            Data::F32(values) => Data::F32(&values[start..]),
+            Data::Bf16(values) => Data::Bf16(&values[start..]),
+        };
+        Mat { data, rows: rows.len(), cols: cols.len(), ..self }
+    }
+
+    /// Returns up to 32 values of a row as bf16. The columns are adjacent.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+    fn along_row(&self, row: usize, cols: Range<usize>) -> __m512i {
+        let start = row * self.row_stride + cols.start;
+        match self.data {
+            Data::F32(values) => {
+                let (low, high) = values[start..][..cols.len()].split_at(cols.len().min(LANES));
+                let halves = _mm512_cvtne2ps_pbh(load(high), load(low));
+                // SAFETY: both types are 64 bytes without invalid values.
+                unsafe { std::mem::transmute::<__m512bh, __m512i>(halves) }
+            }
+            Data::Bf16(values) => {
+                let values = &values[start..][..cols.len()];
+                let mask = ((1u64 << values.len()) - 1) as __mmask32;
+                // SAFETY: the mask selects values of the slice.
+                unsafe { _mm512_maskz_loadu_epi16(mask, values.as_ptr().cast()) }
+            }
+        }
+    }
+
+    /// Returns a value as bf16.
+    fn at(&self, row: usize, col: usize) -> bf16 {
+        let index = row * self.row_stride + col * self.col_stride;
+        match self.data {
+            Data::F32(values) => bf16::from_f32(values[index]),
+            Data::Bf16(values) => values[index],
+        }
+    }
+}
+
+/// Loads up to 16 values. The other lanes become 0.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+fn load_halves(values: &[bf16]) -> __m256i {
+    // SAFETY: the mask selects values of the slice.
+    unsafe { _mm256_maskz_loadu_epi16(first(values.len()), values.as_ptr().cast()) }
+}
+
+/// Returns the mask of the first `count` lanes.
+fn first(count: usize) -> __mmask16 {
+    ((1u32 << count.min(LANES)) - 1) as __mmask16
+}
+
+/// Loads up to 16 values. The other lanes become 0.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn load(values: &[f32]) -> __m512 {
+    // SAFETY: the mask selects values of the slice.
+    unsafe { _mm512_maskz_loadu_ps(first(values.len()), values.as_ptr()) }
+}
+
+/// Writes the first pairs, of which there are as many as `to` has places, at most 16.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn store(to: &mut [MaybeUninit<u32>], pairs: __m512i) {
+    // SAFETY: the mask selects places of the slice.
+    unsafe { _mm512_mask_storeu_epi32(to.as_mut_ptr().cast(), first(to.len()), pairs) }
+}
+
+/// Returns the columns of 16 rows of 16 pairs.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn transposed(rows: [__m512i; LANES]) -> [__m512i; LANES] {
+    let mut twos = rows;
+    for i in (0..LANES).step_by(2) {
+        twos[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+        twos[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+    // A quarter of `fours[4 * g + c]` has column c of its four columns, of the rows 4 g to 4 g + 3.
+    let mut fours = twos;
+    for i in (0..LANES).step_by(4) {
+        fours[i] = _mm512_unpacklo_epi64(twos[i], twos[i + 2]);
+        fours[i + 1] = _mm512_unpackhi_epi64(twos[i], twos[i + 2]);
+        fours[i + 2] = _mm512_unpacklo_epi64(twos[i + 1], twos[i + 3]);
+        fours[i + 3] = _mm512_unpackhi_epi64(twos[i + 1], twos[i + 3]);
+    }
+    let mut columns = fours;
+    for c in 0..4 {
+        // Quarters 0 and 2 of two rows, or quarters 1 and 3.
+        let even = |a, b| _mm512_shuffle_i32x4::<0b10_00_10_00>(a, b);
+        let odd = |a, b| _mm512_shuffle_i32x4::<0b11_01_11_01>(a, b);
+        let [a, b, d, e] = [fours[c], fours[4 + c], fours[8 + c], fours[12 + c]];
+        columns[c] = even(even(a, b), even(d, e));
+        columns[4 + c] = even(odd(a, b), odd(d, e));
+        columns[8 + c] = odd(even(a, b), even(d, e));
+        columns[12 + c] = odd(odd(a, b), odd(d, e));
+    }
+    columns
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn pairs_of(bits: __m512i) -> __m512bh {
+    // SAFETY: both types are 64 bytes without invalid values.
+    unsafe { std::mem::transmute(bits) }
+}
+
+/// The sums of a tile.
+type Sums = [[__m512; 2]; ROWS];
+
+/// Returns the product of two packed panels.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bf16")]
+fn tile(left: &[u32], right: &[u32]) -> Sums {
+    let mut sums = [[_mm512_setzero_ps(); 2]; ROWS];
+    for (left, right) in left.as_chunks::<ROWS>().0.iter().zip(right.as_chunks::<COLS>().0) {
+        let (low, high) = right.split_at(LANES);
+        // SAFETY: each half has 16 pairs.
+        let (low, high) =
+            unsafe { (_mm512_loadu_si512(low.as_ptr().cast()), _mm512_loadu_si512(high.as_ptr().cast())) };
+        for (sums, &pair) in sums.iter_mut().zip(left) {
+            let pair = pairs_of(_mm512_set1_epi32(pair as i32));
+            sums[0] = _mm512_dpbf16_ps(sums[0], pair, pairs_of(low));
+            sums[1] = _mm512_dpbf16_ps(sums[1], pair, pairs_of(high));
+        }
+    }
+    sums
+}
+
+/// Writes the sums to a tile of `dst`, or adds them.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn write(dst: &MatMut<'_>, rows: Range<usize>, cols: Range<usize>, accumulate: bool, sums: &Sums) {
+    assert!(rows.end <= dst.rows && cols.end <= dst.cols && rows.len() <= ROWS && cols.len() <= COLS);
+    for (row, sums) in rows.zip(sums) {
+        for (half, &sum) in sums.iter().enumerate() {
+            let mask = first(cols.len().saturating_sub(half * LANES));
+            // SAFETY: the mask selects elements of the matrix, which was checked against its data and is borrowed
+            // exclusively. The pointer to them may lie beyond the data if the mask selects none.
+            unsafe {
+                let to = dst.data.wrapping_add(row * dst.row_stride + cols.start + half * LANES);
+                let sum = if accumulate { _mm512_add_ps(_mm512_maskz_loadu_ps(mask, to), sum) } else { sum };
+                _mm512_mask_storeu_ps(to, mask, sum);
+            }
+        }
+    }
+}

@@ -1,0 +1,351 @@
+//! Matrices with strides over slices of floats, and their product.
+
+#[cfg(all(target_arch = "x86_64", feature = "avx512"))]
+mod avx512_bf16;
+
+use std::borrow::Cow;
+use std::marker::PhantomData;
+
+use candle_core::{CpuStorage, DType, Layout, Result};
+use gemm::Parallelism;
+use half::bf16;
+
+use super::{dense, floats, threads, widened};
+
+/// Multiply-adds that count as one element of elementwise work.
+const ELEMENTS_PER_THREAD: usize = 256;
+
+/// The values of a tensor in row-major order, for products.
+pub(in crate::nn) enum Operand<'a> {
+    F32(Cow<'a, [f32]>),
+    Bf16(Cow<'a, [bf16]>),
+}
+
+impl<'a> Operand<'a> {
+    /// Reads f32, f16 or bf16 values. Widens bf16 values on a processor that does not multiply them.
+    pub(in crate::nn) fn of(storage: &'a CpuStorage, layout: &Layout) -> Result<Self> {
+        Ok(match storage {
+            CpuStorage::BF16(values) if multiplies_bf16() => Operand::Bf16(dense(values, layout)?),
+            _ => Operand::F32(floats(storage, layout)?),
+        })
+    }
+
+    pub(in crate::nn) fn len(&self) -> usize {
+        match self {
+            Operand::F32(values) => values.len(),
+            Operand::Bf16(values) => values.len(),
+        }
+    }
+
+    /// Returns the row-major matrix of all values.
+    pub(in crate::nn) fn mat(&self, rows: usize, cols: usize) -> Mat<'_> {
+        match self {
+            Operand::F32(values) => Mat::new(values, rows, cols),
+            Operand::Bf16(values) => Mat::checked(Data::Bf16(values), rows, cols, cols, 1),
+        }
+    }
+}
+
+/// Values of a matrix.
+#[derive(Clone, Copy)]
+enum Data<'a> {
+    F32(&'a [f32]),
+    Bf16(&'a [bf16]),
+}
+
+impl Data<'_> {
+    fn len(self) -> usize {
+        match self {
+            Data::F32(values) => values.len(),
+            Data::Bf16(values) => values.len(),
+        }
+    }
+}
+
+/// A matrix to read.
+#[derive(Clone, Copy)]
+pub(in crate::nn) struct Mat<'a> {
+    data: Data<'a>,
+    rows: usize,
+    cols: usize,
+    row_stride: usize,
+    col_stride: usize,
+    may_round: bool,
+}
+
+impl<'a> Mat<'a> {
+    /// Returns the row-major matrix that fills `data`.
+    pub(in crate::nn) fn new(data: &'a [f32], rows: usize, cols: usize) -> Self {
+        Self::strided(data, rows, cols, cols, 1)
+    }
+
+    pub(in crate::nn) fn strided(
+        data: &'a [f32],
+        rows: usize,
+        cols: usize,
+        row_stride: usize,
+        col_stride: usize,
+    ) -> Self {
+        Self::checked(Data::F32(data), rows, cols, row_stride, col_stride)
+    }
+
+    fn checked(data: Data<'a>, rows: usize, cols: usize, row_stride: usize, col_stride: usize) -> Self {
+        assert!(span(rows, cols, row_stride, col_stride) <= data.len(), "a matrix reaches beyond its data");
+        Self { data, rows, cols, row_stride, col_stride, may_round: matches!(data, Data::Bf16(_)) }
+    }
+
+    /// Lets products round the values to this dtype, if it is bf16. They do on processors that multiply bf16 faster.
+    pub(in crate::nn) fn as_dtype(self, dtype: DType) -> Self {
+        Self { may_round: dtype == DType::BF16, ..self }
+    }
+
+    pub(in crate::nn) fn t(self) -> Self {
+        Self { rows: self.cols, cols: self.rows, row_stride: self.col_stride, col_stride: self.row_stride, ..self }
+    }
+}
+
+impl Mat<'_> {
+    /// Returns the data in f32.
+    fn widened(&self) -> Cow<'_, [f32]> {
+        match self.data {
+            Data::F32(values) => Cow::Borrowed(values),
+            Data::Bf16(values) => Cow::Owned(widened(values)),
+        }
+    }
+}
+
+/// A matrix to write. The elements of a row are adjacent.
+pub(in crate::nn) struct MatMut<'a> {
+    data: *mut f32,
+    rows: usize,
+    cols: usize,
+    row_stride: usize,
+    borrow: PhantomData<&'a mut [f32]>,
+}
+
+impl<'a> MatMut<'a> {
+    /// Returns the row-major matrix that fills `data`.
+    pub(in crate::nn) fn new(data: &'a mut [f32], rows: usize, cols: usize) -> Self {
+        Self::strided(data, rows, cols, cols)
+    }
+
+    pub(in crate::nn) fn strided(data: &'a mut [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
+        assert!(span(rows, cols, row_stride, 1) <= data.len(), "a matrix reaches beyond its data");
+        assert!(rows < 2 || cols <= row_stride, "rows of a matrix overlap");
+        Self { data: data.as_mut_ptr(), rows, cols, row_stride, borrow: PhantomData }
+    }
+
+    /// Returns the rows.
+    pub(in crate::nn) fn rows(&mut self) -> impl Iterator<Item = &mut [f32]> {
+        let &mut Self { data, rows, cols, row_stride, .. } = self;
+        assert!(rows < 2 || cols <= row_stride, "rows of a matrix overlap");
+        let rows = if cols == 0 { 0 } else { rows };
+        // SAFETY: the matrix lies within its data, which it borrows, and its rows do not overlap.
+        (0..rows).map(move |row| unsafe { std::slice::from_raw_parts_mut(data.add(row * row_stride), cols) })
+    }
+}
+
+/// A buffer that several threads write, each to its own rows and columns.
+pub(in crate::nn) struct Shared<'a> {
+    data: *mut f32,
+    len: usize,
+    borrow: PhantomData<&'a mut [f32]>,
+}
+
+// SAFETY: the pointer is only used through `mat` and `slice`, whose callers ensure that no two threads access the same
+// element.
+unsafe impl Send for Shared<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for Shared<'_> {}
+
+impl<'a> Shared<'a> {
+    pub(in crate::nn) fn new(data: &'a mut [f32]) -> Self {
+        Self { data: data.as_mut_ptr(), len: data.len(), borrow: PhantomData }
+    }
+
+    /// Returns the matrix that starts at `offset`.
+    ///
+    /// # Safety
+    /// While the result exists, nothing else may read or write its elements.
+    pub(in crate::nn) unsafe fn mat(&self, offset: usize, rows: usize, cols: usize, row_stride: usize) -> MatMut<'a> {
+        assert!(offset + span(rows, cols, row_stride, 1) <= self.len, "a matrix reaches beyond its data");
+        // SAFETY: the offset lies within the buffer.
+        let data = unsafe { self.data.add(offset) };
+        MatMut { data, rows, cols, row_stride, borrow: PhantomData }
+    }
+
+    /// Returns the elements `offset..offset + len`.
+    ///
+    /// # Safety
+    /// While the result exists, nothing else may read or write its elements.
+    #[allow(clippy::mut_from_ref)]
+    pub(in crate::nn) unsafe fn slice(&self, offset: usize, len: usize) -> &mut [f32] {
+        assert!(offset + len <= self.len, "a slice reaches beyond its data");
+        // SAFETY: the slice lies within the buffer, which is borrowed while `self` exists. The caller ensures exclusive
+        // access.
+        unsafe { std::slice::from_raw_parts_mut(self.data.add(offset), len) }
+    }
+}
+
+/// Returns whether this processor multiplies bf16 values.
+fn multiplies_bf16() -> bool {
+    #[cfg(all(target_arch = "x86_64", feature = "avx512"))]
+    return avx512_bf16::is_available();
+    #[cfg(not(all(target_arch = "x86_64", feature = "avx512")))]
+    return false;
+}
+
+/// Returns the number of elements from a matrix's first to its last, inclusive.
+fn span(rows: usize, cols: usize, row_stride: usize, col_stride: usize) -> usize {
+    if rows == 0 || cols == 0 { 0 } else { (rows - 1) * row_stride + (cols - 1) * col_stride + 1 }
+}
+
+/// Computes `dst = lhs * rhs`, or `dst += lhs * rhs` if `accumulate`. Large products use all of rayon's threads.
+pub(in crate::nn) fn product(dst: MatMut<'_>, accumulate: bool, lhs: Mat<'_>, rhs: Mat<'_>) {
+    let threads = threads(lhs.rows * rhs.cols * lhs.cols / ELEMENTS_PER_THREAD);
+    multiply(dst, accumulate, lhs, rhs, threads);
+}
+
+/// [`product`] on the calling thread.
+pub(in crate::nn) fn product_here(dst: MatMut<'_>, accumulate: bool, lhs: Mat<'_>, rhs: Mat<'_>) {
+    multiply(dst, accumulate, lhs, rhs, 1);
+}
+
+fn multiply(dst: MatMut<'_>, accumulate: bool, lhs: Mat<'_>, rhs: Mat<'_>, threads: usize) {
+    assert!(
+        dst.rows == lhs.rows && dst.cols == rhs.cols && lhs.cols == rhs.rows,
+        "matrix product of {}x{} and {}x{} into {}x{}",
+        lhs.rows,
+        lhs.cols,
+        rhs.rows,
+        rhs.cols,
+        dst.rows,
+        dst.cols
+    );
+    #[cfg(all(target_arch = "x86_64", feature = "avx512"))]
+    if lhs.may_round && rhs.may_round && multiplies_bf16() {
+        return avx512_bf16::multiply(dst, accumulate, lhs, rhs, threads);
+    }
+    let (left, right) = (lhs.widened(), rhs.widened());
+    let parallelism = if threads > 1 { Parallelism::Rayon(threads) } else { Parallelism::None };
+    // SAFETY: the shapes agree, and each matrix was checked against its data when it was built. `dst` is exclusive, so
+    // it overlaps neither operand.
+    unsafe {
+        gemm::gemm(
+            dst.rows,
+            dst.cols,
+            lhs.cols,
+            dst.data,
+            1,
+            dst.row_stride as isize,
+            accumulate,
+            left.as_ptr(),
+            lhs.col_stride as isize,
+            lhs.row_stride as isize,
+            right.as_ptr(),
+            rhs.col_stride as isize,
+            rhs.row_stride as isize,
+            1.0f32,
+            1.0f32,
+            false,
+            false,
+            false,
+            parallelism,
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Returns values between -1 and 1.
+    fn values(count: usize, seed: u64) -> Vec<f32> {
+        let next = |state: &mut u64| {
+            *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            Some((*state >> 40) as f32 / (1 << 23) as f32 - 1.)
+        };
+        std::iter::successors(Some(seed), |state| Some(*state)).scan(seed, |state, _| next(state)).take(count).collect()
+    }
+
+    /// A matrix whose rows are adjacent, whose columns are, or neither.
+    struct Case {
+        values: Vec<f32>,
+        halves: Vec<bf16>,
+        strides: [usize; 2],
+        rows: usize,
+        cols: usize,
+    }
+
+    impl Case {
+        fn all(rows: usize, cols: usize, seed: u64) -> [Self; 3] {
+            [[cols + 3, 1], [1, rows + 3], [2 * cols + 1, 2]].map(|strides| {
+                let values = values(span(rows, cols, strides[0], strides[1]), seed);
+                let halves = values.iter().map(|&x| bf16::from_f32(x)).collect();
+                Case { values, halves, strides, rows, cols }
+            })
+        }
+
+        fn mat(&self, is_f32: bool) -> Mat<'_> {
+            let data = if is_f32 { Data::F32(&self.values) } else { Data::Bf16(&self.halves) };
+            Mat::checked(data, self.rows, self.cols, self.strides[0], self.strides[1]).as_dtype(DType::BF16)
+        }
+
+        fn at(&self, row: usize, col: usize) -> f64 {
+            self.halves[row * self.strides[0] + col * self.strides[1]].to_f64()
+        }
+    }
+
+    /// Compares `dst += lhs * rhs`, or `dst = lhs * rhs`, with f64.
+    fn check(lhs: &Case, rhs: &Case, is_f32: bool, accumulate: bool) {
+        let (rows, cols, depth) = (lhs.rows, rhs.cols, lhs.cols);
+        let stride = cols + 3;
+        let start = values(rows * stride, 3);
+        let [found, of_threads] = [1, 3].map(|threads| {
+            let mut found = start.clone();
+            let dst = MatMut::strided(&mut found, rows, cols, stride);
+            multiply(dst, accumulate, lhs.mat(is_f32), rhs.mat(is_f32), threads);
+            found
+        });
+        assert_eq!(found, of_threads);
+        // Processors without the instructions do not round f32.
+        let of_term = if is_f32 && !multiplies_bf16() { 0.01 } else { 1e-6 };
+        for (i, (&found, &start)) in found.iter().zip(&start).enumerate() {
+            let (row, col) = (i / stride, i % stride);
+            if col >= cols {
+                assert_eq!(found, start, "between the rows");
+                continue;
+            }
+            let exact = (0..depth).map(|k| lhs.at(row, k) * rhs.at(k, col)).sum::<f64>();
+            let exact = if accumulate { exact + f64::from(start) } else { exact };
+            let error = (f64::from(found) - exact).abs();
+            let case = format!("{rows}x{cols}x{depth}, {:?} and {:?}, {row}, {col}", lhs.strides, rhs.strides);
+            assert!(error <= of_term * (1. + depth as f64), "{case}: {found} and {exact}");
+        }
+    }
+
+    // Tiles, blocks and depths that are full and not.
+    #[test]
+    fn products_of_bf16_are_those_of_rounded_values() {
+        let sizes = [
+            (1, 1, 1),
+            (14, 32, 2),
+            (13, 33, 5),
+            (16, 15, 64),
+            (170, 40, 385),
+            (3, 1030, 31),
+            (29, 70, 770),
+            (5, 4, 0),
+        ];
+        for (rows, cols, depth) in sizes {
+            for lhs in &Case::all(rows, depth, 1) {
+                for rhs in &Case::all(depth, cols, 2) {
+                    for is_f32 in [true, false] {
+                        check(lhs, rhs, is_f32, false);
+                        check(lhs, rhs, is_f32, true);
+                    }
+                }
+            }
+        }
+    }
+}
