@@ -91,7 +91,7 @@ pub(super) fn summed(x: Input<'_>, group: &ProcessGroup) -> Result<Tensor> {
     let (shape, device) = (x.tensor().shape().clone(), x.tensor().device().clone());
     let mut buffer = x.buffer()?;
     if group.size() > 1 && !buffer.is_empty() {
-        buffer = output(group.deferred().all_reduce(vec![buffer], ReduceOp::Sum))?;
+        buffer = output(group.blocking().all_reduce(vec![buffer], ReduceOp::Sum))?;
     }
     to_tensor(buffer, shape.dims(), &device)
 }
@@ -105,7 +105,7 @@ pub(super) fn gathered(x: &Tensor, dim: usize, group: &ProcessGroup) -> Result<T
     }
     let (x, mut shape) = (x.contiguous()?, x.dims().to_vec());
     let part = GatherPart { input: Arc::new(TensorMemory(x.clone())), counts: vec![x.elem_count(); size] };
-    let all = output(group.deferred().all_gather(vec![part], fresh(x.device())?))?;
+    let all = output(group.blocking().all_gather(vec![part], fresh(x.device())?))?;
     let (outer, inner) = (shape[..dim].iter().product::<usize>(), shape[dim..].iter().product::<usize>());
     shape[dim] *= size;
     if outer <= 1 {
@@ -133,7 +133,7 @@ pub(super) fn scattered(x: Input<'_>, dim: usize, group: &ProcessGroup) -> Resul
         return to_tensor(input, &shape, &device);
     }
     let part = ScatterPart { input, counts: vec![outer * inner; size] };
-    let own = output(group.deferred().reduce_scatter(vec![part], ReduceOp::Sum, fresh(&device)?))?;
+    let own = output(group.blocking().reduce_scatter(vec![part], ReduceOp::Sum, fresh(&device)?))?;
     to_tensor(own, &shape, &device)
 }
 
@@ -156,7 +156,7 @@ pub(super) fn exchanged(x: &Tensor, from: usize, to: usize, group: &ProcessGroup
     let counts = vec![parts.elem_count() / size; size];
     let input = Input::Owned(&parts).buffer()?;
     let part = ExchangePart { input, send_counts: counts.clone(), recv_counts: counts };
-    let all = output(group.deferred().all_to_all(vec![part], fresh(x.device())?))?;
+    let all = output(group.blocking().all_to_all(vec![part], fresh(x.device())?))?;
     let all = to_tensor(all, &shape, x.device())?;
     let ranks = (0..size).map(|rank| all.get(rank)).collect::<Result<Vec<_>>>()?;
     Tensor::cat(&ranks, from)
@@ -175,7 +175,7 @@ pub(crate) fn largest(x: &Tensor, group: &ProcessGroup) -> Result<Tensor> {
     let (shape, device) = (x.shape().clone(), x.device().clone());
     let mut buffer = Input::Borrowed(x).buffer()?;
     if group.size() > 1 {
-        buffer = output(group.deferred().all_reduce(vec![buffer], ReduceOp::Max))?;
+        buffer = output(group.blocking().all_reduce(vec![buffer], ReduceOp::Max))?;
     }
     to_tensor(buffer, shape.dims(), &device)
 }

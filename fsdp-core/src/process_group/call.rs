@@ -57,22 +57,24 @@ pub(super) struct Call {
 
 impl Call {
     /// Creates a call whose `how` and parts (dtype and counts) must be the same on all ranks.
-    pub(super) fn new<'a>(
+    pub(super) fn new<C: AsRef<[usize]>>(
         name: &'static str,
         how: impl Display,
-        parts: impl ExactSizeIterator<Item = (DType, &'a [usize])>,
+        parts: impl ExactSizeIterator<Item = (DType, C)>,
     ) -> Self {
         let mut hash = Hash::default();
-        let how = how.to_string();
-        hash.bytes(name.as_bytes());
-        hash.bytes(how.as_bytes());
+        // Long enough for most calls.
+        let mut text = String::with_capacity(96);
+        // Writing to a string does not fail.
+        let _ = write!(text, "{name}({how}");
+        hash.bytes(text.as_bytes());
         let len = parts.len();
         hash.number(len as u64);
-        let mut text = format!("{name}({how}");
         let mut bytes = 0u64;
-        let mut separator = if how.is_empty() { "" } else { ", " };
+        let mut separator = if text.ends_with('(') { "" } else { ", " };
         let mut announced = Vec::with_capacity(len.min(PARTS));
         for (index, (dtype, counts)) in parts.enumerate() {
+            let counts = counts.as_ref();
             let mut digest = Hash::default();
             digest.bytes(dtype.name().as_bytes());
             digest.counts(counts.iter().copied());
@@ -86,7 +88,6 @@ impl Call {
                 text.push_str(separator);
                 text.push_str(dtype.name());
                 for (rank, count) in counts.iter().enumerate() {
-                    // Writing to a string does not fail.
                     let _ = write!(text, "{}{count}", if rank == 0 { " [" } else { ", " });
                 }
                 text.push_str(if counts.is_empty() { "" } else { "]" });
@@ -98,6 +99,11 @@ impl Call {
         }
         text.push(')');
         Call { name, fingerprint: hash.value(), text, parts: announced, signature: None, bytes, row: Vec::new() }
+    }
+
+    /// Creates a call that moves no data.
+    pub(super) fn without_parts(name: &'static str, how: &str) -> Self {
+        Self::new(name, how, std::iter::empty::<(DType, [usize; 0])>())
     }
 
     /// Adds the row of an all-to-all, in which only sender and receiver know the size of a message.

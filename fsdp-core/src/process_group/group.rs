@@ -1,22 +1,17 @@
 //! The process group: everything that its backends share, and helpers for small values.
 
-use std::{
-    fmt,
-    sync::{Arc, mpsc::channel},
-    thread::JoinHandle,
-    time::Duration,
-};
+use std::{fmt, sync::Arc, thread::JoinHandle, time::Duration};
 
 use super::{
-    backend::{Backend, CollectiveOutput, Guarantees, PeerMonitor},
+    backend::{Backend, Guarantees, PeerMonitor},
     call::Call,
     collective::Collective,
     op::{self, ExchangePart, GatherPart, Op, ScatterPart},
     options::Membership,
-    queue::{Job, Queue, Run},
+    queue::{Job, Queue},
     signature::Signature,
     single_rank::SingleRank,
-    work::Work,
+    work::{Work, never_completed},
 };
 use crate::{Allocator, Buffer, DeviceId, Element, Error, Heap, ReduceOp, Result, hash::Hash};
 
@@ -62,8 +57,8 @@ pub struct ProcessGroup {
     ranks: Arc<Ranks>,
     /// Signature of its collectives.
     signature: Option<Signature>,
-    /// Whether its collectives run on the thread that waits for them.
-    is_deferred: bool,
+    /// Whether its collectives run on the thread that issues them.
+    is_blocking: bool,
 }
 
 /// State shared by the handles of a group.
@@ -111,7 +106,7 @@ impl ProcessGroup {
             .map_err(|source| Error::os(*rank, format!("starting the thread of group \"{name}\""), source))?;
         let thread = Some(thread);
         let ranks = Ranks { membership, origin, device, runs_when_issued, guarantees, peer_monitor, queue, thread };
-        Ok(ProcessGroup { ranks: Arc::new(ranks), signature: None, is_deferred: false })
+        Ok(ProcessGroup { ranks: Arc::new(ranks), signature: None, is_blocking: false })
     }
 
     /// Creates a world of this process only.
@@ -177,22 +172,20 @@ impl ProcessGroup {
         ProcessGroup { signature: Some(signature), ..self.clone() }
     }
 
-    /// Returns a handle for callers that wait at once. Its collectives run on the thread that waits for them, together
-    /// with earlier ones that have not begun. No other thread has to wake up, which takes longer than a small
-    /// collective.
-    ///
-    /// Deferred collectives also run when their [`Work`] is polled or dropped, and when a collective that is not
-    /// deferred is issued after them. Peers see no difference.
+    /// Returns a handle whose collectives are blocking: they run on the thread that issues them, after those issued
+    /// before, and are done when the call returns. No other thread has to wake up, which takes longer than a small
+    /// collective. Peers see no difference.
     ///
     /// ```
     /// use fsdp_core::{Buffer, ReduceOp, process_group::local};
     /// local::run(2, |group| {
-    ///     let sum = group.deferred().all_reduce(vec![Buffer::F32(vec![1.0])], ReduceOp::Sum).wait();
-    ///     assert_eq!(sum.unwrap(), [Buffer::F32(vec![2.0])]);
+    ///     let mut sum = group.blocking().all_reduce(vec![Buffer::F32(vec![1.0])], ReduceOp::Sum);
+    ///     assert!(sum.is_done());
+    ///     assert_eq!(sum.wait().unwrap(), [Buffer::F32(vec![2.0])]);
     /// });
     /// ```
-    pub fn deferred(&self) -> ProcessGroup {
-        ProcessGroup { is_deferred: true, ..self.clone() }
+    pub fn blocking(&self) -> ProcessGroup {
+        ProcessGroup { is_blocking: true, ..self.clone() }
     }
 
     /// Gives every rank the concatenation of all ranks' inputs, for each part. Outputs are allocated from `memory` when
@@ -229,7 +222,7 @@ impl ProcessGroup {
 
     /// Completes once all ranks have issued it.
     pub fn barrier(&self) -> Work {
-        self.issue(Ok(Call::new("barrier", "", std::iter::empty())), Op::Barrier)
+        self.issue(Ok(Call::without_parts("barrier", "")), Op::Barrier)
     }
 
     /// Splits the group into groups of ranks that pass the same `color`, ordered by `key` and then by rank. Collective;
@@ -238,30 +231,45 @@ impl ProcessGroup {
     /// # Errors
     /// Errors of a collective.
     pub fn split(&self, color: usize, key: usize) -> Result<ProcessGroup> {
-        let (sender, receiver) = channel();
-        let call = Call::new("split", "", std::iter::empty());
-        let run = move |backend: &mut dyn Backend, collective: &Collective<'_>| {
-            let _ = sender.send(split(backend, collective, color, key)?);
-            Ok(CollectiveOutput::default())
-        };
-        self.queue(Ok(call), Box::new(run), self.is_deferred).wait()?;
-        let (membership, members, backend) = receiver.recv().map_err(|_| Error::Internal {
-            rank: self.rank(),
-            what: format!("splitting group \"{}\" made no group", self.name()),
-        })?;
+        let call = self.sign(Call::without_parts("split", ""));
+        let (membership, members, backend) =
+            self.run_here(&call, |backend, collective| split(backend, collective, color, key))?;
         // A failure must reach the peers, which wait for this rank in the new group.
         let of_root = |rank: usize| self.ranks.origin.ranks[rank];
         let origin = Origin { root: self.ranks.origin.root.clone(), ranks: members.into_iter().map(of_root).collect() };
         ProcessGroup::of_origin(membership, origin, backend)
-            .inspect_err(|error| self.ranks.queue.push(Job::Fail(error.clone()), true))
+            .inspect_err(|error| self.ranks.queue.push(Job::Fail(error.clone())))
     }
 
-    /// Queues a checked operation, or fails the group if the check failed.
+    /// Issues a checked operation, or fails the group if the check failed.
     pub(super) fn issue(&self, checked: Result<Call>, op: Op) -> Work {
-        let run_now = self.ranks.runs_when_issued && op.device() != DeviceId::Host;
+        let call = match checked {
+            Ok(call) => self.sign(call),
+            Err(error) => {
+                // The peers are about to wait for this collective.
+                self.ranks.queue.push(Job::Fail(error.clone()));
+                return Work::ready(Err(error));
+            }
+        };
+        let runs_here = self.is_blocking || self.ranks.runs_when_issued && op.device() != DeviceId::Host;
+        if runs_here {
+            return Work::known(self.rank(), self.run_here(&call, |backend, collective| backend.run(collective, op)));
+        }
+        let (completion, work) = Work::pending(self.rank());
         let run = Box::new(move |backend: &mut dyn Backend, collective: &Collective<'_>| backend.run(collective, op));
-        let work = self.queue(checked, run, self.is_deferred || run_now);
-        if run_now { work.run_here() } else { work }
+        self.ranks.queue.push(Job::Run { call, run, completion });
+        work
+    }
+
+    fn sign(&self, call: Call) -> Call {
+        match &self.signature {
+            Some(signature) => call.signed(signature),
+            None => call,
+        }
+    }
+
+    fn run_here<T>(&self, call: &Call, run: impl FnOnce(&mut dyn Backend, &Collective<'_>) -> Result<T>) -> Result<T> {
+        self.ranks.queue.run_here(call, run).unwrap_or_else(|| Err(never_completed(self.rank())))
     }
 
     /// Returns the backend's view of the peers.
@@ -275,37 +283,15 @@ impl ProcessGroup {
     }
 
     /// Runs `f` on the backend, in turn, without counting it as a collective of the group. Blocks.
-    pub(super) fn run_uncounted<T: Send + 'static>(
+    pub(super) fn run_uncounted<T>(
         &self,
-        call: Call,
-        f: impl FnOnce(&mut dyn Backend, &Collective<'_>) -> Result<T> + Send + 'static,
+        call: &Call,
+        f: impl FnOnce(&mut dyn Backend, &Collective<'_>) -> Result<T>,
     ) -> Result<T> {
-        let (sender, receiver) = channel();
-        let run = Box::new(move |backend: &mut dyn Backend, collective: &Collective<'_>| {
-            let _ = sender.send(f(backend, collective));
-        });
-        self.ranks.queue.push(Job::Uncounted { call, run }, true);
-        receiver.recv().unwrap_or_else(|_| {
+        self.ranks.queue.run_uncounted(call, f).unwrap_or_else(|| {
             let what = format!("group \"{}\" ended while it was in use", self.name());
             Err(Error::Internal { rank: self.rank(), what })
         })
-    }
-
-    fn queue(&self, checked: Result<Call>, run: Run, is_deferred: bool) -> Work {
-        let call = match checked {
-            Ok(call) => match &self.signature {
-                Some(signature) => call.signed(signature),
-                None => call,
-            },
-            Err(error) => {
-                // The peers are about to wait for this collective.
-                self.ranks.queue.push(Job::Fail(error.clone()), true);
-                return Work::ready(Err(error));
-            }
-        };
-        let (completion, work) = Work::pending(self.rank());
-        self.ranks.queue.push(Job::Run { call, run, completion }, !is_deferred);
-        if is_deferred { work.deferred(self.ranks.queue.clone()) } else { work }
     }
 }
 
@@ -362,8 +348,7 @@ impl Drop for Ranks {
     fn drop(&mut self) {
         self.queue.close();
         if let Some(thread) = self.thread.take()
-            // A collective that runs on this thread drops the group if its buffers held the last reference.
-            && !self.queue.is_run_here()
+            // A collective drops the group on the group's thread if its buffers held the last reference.
             && thread.thread().id() != std::thread::current().id()
         {
             let _ = thread.join();
@@ -378,7 +363,7 @@ impl ProcessGroup {
     /// Errors of [`ProcessGroup::all_reduce`].
     pub fn all_reduce_values<T: Element>(&self, values: Vec<T>, op: ReduceOp) -> Result<Vec<T>> {
         let len = values.len();
-        self.elements(self.deferred().all_reduce(vec![Buffer::from(values)], op), len)
+        self.elements(self.blocking().all_reduce(vec![Buffer::from(values)], op), len)
     }
 
     /// Reduces each rank's value. Collective; blocks.
@@ -453,7 +438,7 @@ impl ProcessGroup {
     fn gather<T: Element>(&self, values: Vec<T>, counts: Vec<usize>) -> Result<Vec<T>> {
         let len = counts.iter().sum();
         let part = GatherPart { input: Arc::new(Buffer::from(values)), counts };
-        self.elements(self.deferred().all_gather(vec![part], Heap::shared()), len)
+        self.elements(self.blocking().all_gather(vec![part], Heap::shared()), len)
     }
 
     /// Waits for a collective of one part and returns its output.

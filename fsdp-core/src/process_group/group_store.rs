@@ -105,9 +105,9 @@ fn messages(group: &ProcessGroup, message: Vec<u8>) -> Result<Vec<Vec<u8>>> {
 }
 
 fn gather<T: Element>(group: &ProcessGroup, values: Vec<T>, counts: Vec<usize>) -> Result<Vec<T>> {
-    let call = Call::new("meet", "store", std::iter::empty());
+    let call = Call::without_parts("meet", "store");
     let part = GatherPart { input: Arc::new(Buffer::from(values)), counts };
-    let gathered = group.run_uncounted(call, |backend, collective| {
+    let gathered = group.run_uncounted(&call, |backend, collective| {
         let op = Op::AllGather { parts: vec![part], memory: Heap::shared() };
         backend.run(collective, op).map(|CollectiveOutput { outputs, .. }| outputs)
     })?;

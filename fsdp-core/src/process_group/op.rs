@@ -122,8 +122,7 @@ pub(super) fn reduce(buffers: &[Buffer], op: ReduceOp, group: &Membership, devic
     for (index, buffer) in buffers.iter().enumerate() {
         at.op(index, op, buffer.dtype())?;
     }
-    let lens: Vec<_> = buffers.iter().map(|buffer| [buffer.len()]).collect();
-    Ok(Call::new(at.name, op, buffers.iter().zip(&lens).map(|(buffer, len)| (buffer.dtype(), &len[..]))))
+    Ok(Call::new(at.name, op, buffers.iter().map(|buffer| (buffer.dtype(), [buffer.len()]))))
 }
 
 pub(super) fn broadcast(buffers: &[Buffer], root: usize, group: &Membership, device: DeviceId) -> Result<Call> {
@@ -133,9 +132,8 @@ pub(super) fn broadcast(buffers: &[Buffer], root: usize, group: &Membership, dev
     }
     let at = At { name: "broadcast", rank: group.rank };
     at.device(buffers.iter().map(Buffer::device), device)?;
-    let lens: Vec<_> = buffers.iter().map(|buffer| [buffer.len()]).collect();
-    let parts = buffers.iter().zip(&lens).map(|(buffer, len)| (buffer.dtype(), &len[..]));
-    Ok(Call::new(at.name, format!("from rank {root}"), parts))
+    let parts = buffers.iter().map(|buffer| (buffer.dtype(), [buffer.len()]));
+    Ok(Call::new(at.name, format_args!("from rank {root}"), parts))
 }
 
 pub(super) fn exchange(parts: &[ExchangePart], group: &Membership, device: DeviceId) -> Result<Call> {
@@ -153,7 +151,7 @@ pub(super) fn exchange(parts: &[ExchangePart], group: &Membership, device: Devic
             return at.refuse(index, why);
         }
     }
-    let call = Call::new(at.name, "", parts.iter().map(|part| (part.input.dtype(), &[][..])));
+    let call = Call::new(at.name, "", parts.iter().map(|part| (part.input.dtype(), [])));
     Ok(if group.size > 1 { call.with_row(parts, group) } else { call })
 }
 

@@ -1,16 +1,15 @@
 //! A rank's collectives in issue order. The queue counts them, keeps the first error, and records progress for the
 //! launcher.
 //!
-//! The group's thread runs collectives as they are issued. Deferred ones run on the thread that waits for them, because
+//! The group's thread runs collectives as they are issued. Blocking ones run on the thread that issues them, because
 //! waking a thread and being woken takes longer than a small collective.
 
 use std::{
     collections::VecDeque,
     panic::{AssertUnwindSafe, catch_unwind},
-    thread::ThreadId,
 };
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use parking_lot::{Condvar, Mutex};
 
 use super::{
     backend::{Backend, CollectiveOutput},
@@ -24,17 +23,12 @@ use crate::{Error, Result, heartbeat, text};
 /// The work of a collective.
 pub(super) type Run = Box<dyn FnOnce(&mut dyn Backend, &Collective<'_>) -> Result<CollectiveOutput> + Send>;
 
-/// Other work on the backend.
-type RunUncounted = Box<dyn FnOnce(&mut dyn Backend, &Collective<'_>) + Send>;
-
 /// An entry of the queue.
 pub(super) enum Job {
     /// A collective.
     Run { call: Call, run: Run, completion: Completion },
     /// Fails the group, after the collectives issued before.
     Fail(Error),
-    /// Work on the backend that does not count as a collective of the group.
-    Uncounted { call: Call, run: RunUncounted },
 }
 
 /// State shared by a group's handles, its thread and its works. Locks are taken in the order of the fields.
@@ -49,8 +43,6 @@ pub(super) struct Queue {
 #[derive(Default)]
 struct Jobs {
     waiting: VecDeque<Job>,
-    /// Thread that runs jobs now.
-    runs: Option<ThreadId>,
     thread_sleeps: bool,
     is_closed: bool,
 }
@@ -62,20 +54,16 @@ impl Queue {
         Queue { runner: Mutex::new(Some(runner)), jobs: Mutex::default(), wake: Condvar::new() }
     }
 
-    /// Queues a job, and wakes the group's thread if `at_once`. Drops the job if the group has ended: its work then
-    /// fails.
-    pub(super) fn push(&self, job: Job, at_once: bool) {
+    /// Queues a job for the group's thread. Drops the job if the group has ended: its work then fails.
+    pub(super) fn push(&self, job: Job) {
         let mut jobs = self.jobs.lock();
-        if !jobs.is_closed {
-            jobs.waiting.push_back(job);
-            self.wake(jobs, at_once);
+        if jobs.is_closed {
+            return;
         }
-    }
-
-    fn wake(&self, jobs: MutexGuard<'_, Jobs>, if_asleep: bool) {
+        jobs.waiting.push_back(job);
         let is_asleep = jobs.thread_sleeps;
         drop(jobs);
-        if is_asleep && if_asleep {
+        if is_asleep {
             self.wake.notify_one();
         }
     }
@@ -84,11 +72,6 @@ impl Queue {
     pub(super) fn close(&self) {
         self.jobs.lock().is_closed = true;
         self.wake.notify_one();
-    }
-
-    /// Returns whether the calling thread is running a job.
-    pub(super) fn is_run_here(&self) -> bool {
-        self.jobs.lock().runs == Some(std::thread::current().id())
     }
 
     /// Runs jobs until the queue is closed. Called by the group's thread.
@@ -105,40 +88,43 @@ impl Queue {
                 return;
             }
             drop(jobs);
-            self.run(self.runner.lock(), false, || false);
+            if let Some(runner) = &mut *self.runner.lock() {
+                while self.run_next(runner) {}
+            }
         }
     }
 
-    fn run(&self, mut runner: MutexGuard<'_, Option<Runner>>, is_awaited: bool, mut is_done: impl FnMut() -> bool) {
-        let Some(runner) = &mut *runner else { return };
-        while !is_done() {
-            let mut jobs = self.jobs.lock();
-            let job = jobs.waiting.pop_front();
-            jobs.runs = job.is_some().then(|| std::thread::current().id());
-            drop(jobs);
-            let Some(job) = job else { return };
-            runner.run(job, is_awaited);
-        }
-        self.jobs.lock().runs = None;
+    /// Runs the next job. Returns false if there is none.
+    fn run_next(&self, runner: &mut Runner) -> bool {
+        let job = self.jobs.lock().waiting.pop_front();
+        job.map(|job| runner.run(job)).is_some()
     }
 
-    /// Runs queued jobs on this thread until `is_done`, or has the group's thread run them if another thread runs jobs.
-    pub(super) fn help(&self, is_done: &mut dyn FnMut() -> bool) {
-        match self.runner.try_lock() {
-            Some(runner) => self.run(runner, true, is_done),
-            // The thread that runs jobs now may stop before it comes to the caller's job.
-            None => self.start(),
-        }
+    /// Runs the queued jobs and then `f`, on this thread. Returns `None` if the group has ended.
+    fn here<T>(&self, f: impl FnOnce(&mut Runner) -> T) -> Option<T> {
+        let mut runner = self.runner.lock();
+        let runner = runner.as_mut()?;
+        while self.run_next(runner) {}
+        Some(f(runner))
     }
 
-    /// Runs queued jobs on this thread until `is_done`, once no other thread runs jobs.
-    pub(super) fn run_here(&self, is_done: &mut dyn FnMut() -> bool) {
-        self.run(self.runner.lock(), true, is_done);
+    /// Runs a collective on this thread, after the queued jobs. Returns `None` if the group has ended.
+    pub(super) fn run_here<T>(
+        &self,
+        call: &Call,
+        run: impl FnOnce(&mut dyn Backend, &Collective<'_>) -> Result<T>,
+    ) -> Option<Result<T>> {
+        self.here(|runner| runner.run_collective(call, run, true))
     }
 
-    /// Has the group's thread run the queued jobs.
-    pub(super) fn start(&self) {
-        self.wake(self.jobs.lock(), true);
+    /// Runs other work on the backend, which does not count as a collective of the group. Like [`Queue::run_here`]
+    /// otherwise.
+    pub(super) fn run_uncounted<T>(
+        &self,
+        call: &Call,
+        run: impl FnOnce(&mut dyn Backend, &Collective<'_>) -> T,
+    ) -> Option<T> {
+        self.here(|runner| run(&mut *runner.backend, &Collective::new(call, &runner.group, runner.sequence, true)))
     }
 }
 
@@ -156,7 +142,7 @@ impl Drop for End<'_> {
     }
 }
 
-/// Runs the jobs, on the group's thread or on a thread that waits.
+/// Runs the jobs, on the group's thread or on one that issues a blocking collective.
 struct Runner {
     backend: Box<dyn Backend>,
     group: Membership,
@@ -168,31 +154,40 @@ struct Runner {
 }
 
 impl Runner {
-    fn run(&mut self, job: Job, is_awaited: bool) {
+    fn run(&mut self, job: Job) {
         match job {
             Job::Fail(error) => self.fail(error),
-            Job::Uncounted { call, run } => {
-                run(&mut *self.backend, &Collective::new(&call, &self.group, self.sequence, is_awaited));
-            }
-            Job::Run { call, run, completion } => {
-                let outcome = match &self.failed {
-                    Some(error) => Err(error.clone()),
-                    None => {
-                        let (op, group) = (call.name, &*self.group.name);
-                        tracing::debug_span!("collective", op, group, bytes = call.bytes)
-                            .in_scope(|| self.attempt(&call, run, is_awaited))
-                    }
-                };
-                if let Err(error) = &outcome {
-                    self.fail(error.clone());
-                }
-                self.sequence += 1;
-                completion.complete_with(outcome);
-            }
+            Job::Run { call, run, completion } => completion.complete_with(self.run_collective(&call, run, false)),
         }
     }
 
-    fn attempt(&mut self, call: &Call, run: Run, is_awaited: bool) -> Result<CollectiveOutput> {
+    fn run_collective<T>(
+        &mut self,
+        call: &Call,
+        run: impl FnOnce(&mut dyn Backend, &Collective<'_>) -> Result<T>,
+        is_awaited: bool,
+    ) -> Result<T> {
+        let outcome = match &self.failed {
+            Some(error) => Err(error.clone()),
+            None => {
+                let (op, group) = (call.name, &*self.group.name);
+                tracing::debug_span!("collective", op, group, bytes = call.bytes)
+                    .in_scope(|| self.attempt(call, run, is_awaited))
+            }
+        };
+        if let Err(error) = &outcome {
+            self.fail(error.clone());
+        }
+        self.sequence += 1;
+        outcome
+    }
+
+    fn attempt<T>(
+        &mut self,
+        call: &Call,
+        run: impl FnOnce(&mut dyn Backend, &Collective<'_>) -> Result<T>,
+        is_awaited: bool,
+    ) -> Result<T> {
         if let Some(recorder) = &mut self.recorder {
             recorder.begin(call.name, self.sequence);
         }
@@ -232,71 +227,59 @@ mod tests {
         ))
     }
 
-    fn push(queue: &Arc<Queue>, at_once: bool, run: impl FnOnce() + Send + 'static) -> Work {
+    fn call() -> Call {
+        Call::without_parts("test", "")
+    }
+
+    fn push(queue: &Queue, run: impl FnOnce() + Send + 'static) -> Work {
         let (completion, work) = Work::pending(0);
         let run: Run = Box::new(|_, _| {
             run();
             Ok(CollectiveOutput::default())
         });
-        let call = Call::new("test", "", std::iter::empty());
-        queue.push(Job::Run { call, run, completion }, at_once);
-        if at_once { work } else { work.deferred(queue.clone()) }
+        queue.push(Job::Run { call: call(), run, completion });
+        work
     }
 
     #[test]
-    fn waiting_runs_earlier_deferred_jobs_and_no_later_ones() {
+    fn a_blocking_collective_runs_here_after_those_issued_before() {
         let queue = queue();
         let ran = Arc::new(Mutex::new(vec![]));
-        let issue = |number| {
-            let (queue, ran, here) = (queue.clone(), ran.clone(), std::thread::current().id());
-            push(&queue.clone(), false, move || {
-                assert!(queue.is_run_here() && std::thread::current().id() == here);
+        let log = |number| {
+            let (ran, here) = (ran.clone(), std::thread::current().id());
+            move || {
+                assert_eq!(std::thread::current().id(), here);
                 ran.lock().push(number);
-            })
+            }
         };
-        let [_first, second, third] = [1, 2, 3].map(issue);
-        second.wait().unwrap();
-        assert_eq!(*ran.lock(), [1, 2]);
-        assert!(!queue.is_run_here());
-        third.wait().unwrap();
-        assert_eq!(*ran.lock(), [1, 2, 3]);
+        let [first, second] = [1, 2].map(|number| push(&queue, log(number)));
+        let third = queue.run_here(&call(), |_, collective| {
+            log(3)();
+            Ok(collective.sequence())
+        });
+        assert_eq!((third.unwrap().unwrap(), &ran.lock()[..]), (2, &[1, 2, 3][..]));
+        assert_eq!((first.wait().unwrap(), second.wait().unwrap()), (vec![], vec![]));
+        // Uncounted work has no place in the order.
+        let next = queue.run_uncounted(&call(), |_, collective| collective.sequence());
+        assert_eq!((next, queue.run_uncounted(&call(), |_, collective| collective.sequence())), (Some(3), Some(3)));
     }
 
-    // Polled, dropped, followed by another job, and while another thread runs an earlier job.
     #[test]
-    fn deferred_jobs_run_without_a_wait() {
+    fn a_blocking_collective_waits_for_the_groups_thread() {
         let queue = queue();
         std::thread::scope(|scope| {
             scope.spawn(|| queue.serve());
-            let (tell, told) = std::sync::mpsc::channel();
-            let told_by = |tell: &std::sync::mpsc::Sender<()>| {
-                let tell = tell.clone();
-                move || tell.send(()).unwrap()
-            };
-            drop(push(&queue, false, told_by(&tell)));
-            told.recv().unwrap();
-
-            let mut asked = push(&queue, false, told_by(&tell));
-            while !asked.is_done() {
-                std::thread::yield_now();
-            }
-            told.recv().unwrap();
-
-            let _behind = (push(&queue, false, told_by(&tell)), push(&queue, true, || ()).wait().unwrap());
-            told.recv().unwrap();
-
             let (begin, begun) = std::sync::mpsc::channel();
             let (end, ended) = std::sync::mpsc::channel::<()>();
-            let slow = push(&queue, false, move || {
+            let slow = push(&queue, move || {
                 begin.send(()).unwrap();
                 ended.recv().unwrap();
             });
-            let other = scope.spawn(|| slow.wait());
             begun.recv().unwrap();
-            let next = push(&queue, false, told_by(&tell));
-            let waits = scope.spawn(|| next.wait());
+            let blocking = scope.spawn(|| queue.run_here(&call(), |_, collective| Ok(collective.sequence())));
             end.send(()).unwrap();
-            assert_eq!((other.join().unwrap().unwrap(), waits.join().unwrap().unwrap()), (vec![], vec![]));
+            assert_eq!(slow.wait().unwrap(), []);
+            assert_eq!(blocking.join().unwrap().unwrap().unwrap(), 1);
             queue.close();
         });
     }
@@ -304,13 +287,12 @@ mod tests {
     #[test]
     fn jobs_queued_before_the_end_run_and_later_ones_fail() {
         let queue = queue();
-        let works = [true, false].map(|at_once| push(&queue, at_once, || ()));
+        let work = push(&queue, || ());
         queue.close();
         queue.serve();
-        works.into_iter().for_each(|work| assert_eq!(work.wait().unwrap(), []));
-        for at_once in [true, false] {
-            let error = push(&queue, at_once, || ()).wait().unwrap_err().to_string();
-            assert!(error.contains("ended without an outcome"), "{error}");
-        }
+        assert_eq!(work.wait().unwrap(), []);
+        let error = push(&queue, || ()).wait().unwrap_err().to_string();
+        assert!(error.contains("ended without an outcome"), "{error}");
+        assert!(queue.run_here(&call(), |_, _| Ok(())).is_none());
     }
 }

@@ -2,13 +2,10 @@
 
 use std::{
     fmt,
-    sync::{
-        Arc,
-        mpsc::{Receiver, SyncSender, TryRecvError, sync_channel},
-    },
+    sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel},
 };
 
-use super::{backend::CollectiveOutput, queue::Queue};
+use super::backend::CollectiveOutput;
 use crate::{Buffer, Error, Result, Stream};
 
 /// An issued collective. Dropping the handle does not cancel the collective.
@@ -26,17 +23,19 @@ use crate::{Buffer, Error, Result, Stream};
 /// ```
 #[must_use = "a collective's outputs and errors come from wait()"]
 pub struct Work {
-    receiver: Receiver<Result<CollectiveOutput>>,
-    outcome: Option<Result<CollectiveOutput>>,
+    outcome: Outcome,
     rank: usize,
-    /// The queue of a deferred collective, until somebody waits for it.
-    deferred: Option<Arc<Queue>>,
+}
+
+enum Outcome {
+    Known(Result<CollectiveOutput>),
+    Pending(Receiver<Result<CollectiveOutput>>),
 }
 
 impl fmt::Debug for Work {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Work { outcome, rank, .. } = self;
-        f.debug_struct("Work").field("rank", rank).field("done", &outcome.is_some()).finish_non_exhaustive()
+        let is_done = matches!(self.outcome, Outcome::Known(_));
+        f.debug_struct("Work").field("rank", &self.rank).field("done", &is_done).finish_non_exhaustive()
     }
 }
 
@@ -61,45 +60,29 @@ impl Work {
     pub fn pending(rank: usize) -> (Completion, Work) {
         // The channel's place for the outcome is free, so sending never waits.
         let (sender, receiver) = sync_channel(1);
-        (Completion(sender), Work { receiver, outcome: None, rank, deferred: None })
-    }
-
-    /// Marks the collective as queued in `queue` and not started.
-    pub(super) fn deferred(mut self, queue: Arc<Queue>) -> Work {
-        self.deferred = Some(queue);
-        self
+        (Completion(sender), Work { outcome: Outcome::Pending(receiver), rank })
     }
 
     /// Creates a handle of a finished collective.
     pub fn ready(outcome: Result<Vec<Buffer>>) -> Work {
-        let (completion, work) = Work::pending(0);
-        completion.complete(outcome);
-        work
+        Work::known(0, outcome.map(CollectiveOutput::from))
     }
 
-    /// Runs a deferred collective on this thread, now.
-    pub(super) fn run_here(mut self) -> Work {
-        if let Some(queue) = self.deferred.take() {
-            queue.run_here(&mut || self.poll());
-        }
-        self
+    pub(super) fn known(rank: usize, outcome: Result<CollectiveOutput>) -> Work {
+        Work { outcome: Outcome::Known(outcome), rank }
     }
 
     /// Returns whether [`Work::wait`] would return at once.
     pub fn is_done(&mut self) -> bool {
-        self.start();
-        self.poll()
-    }
-
-    fn poll(&mut self) -> bool {
-        if self.outcome.is_none() {
-            self.outcome = match self.receiver.try_recv() {
-                Ok(outcome) => Some(outcome),
-                Err(TryRecvError::Empty) => None,
-                Err(TryRecvError::Disconnected) => Some(Err(self.never_completed())),
+        if let Outcome::Pending(receiver) = &self.outcome {
+            let outcome = match receiver.try_recv() {
+                Ok(outcome) => outcome,
+                Err(TryRecvError::Empty) => return false,
+                Err(TryRecvError::Disconnected) => Err(never_completed(self.rank)),
             };
+            self.outcome = Outcome::Known(outcome);
         }
-        self.outcome.is_some()
+        true
     }
 
     /// Waits for the collective and returns one output for each part or buffer, none for a barrier.
@@ -119,7 +102,11 @@ impl Work {
     /// # Errors
     /// Errors of the collective (see [`crate::ProcessGroup`]).
     pub fn then(self, stream: Stream) -> Result<Vec<Buffer>> {
-        let CollectiveOutput { outputs, fence } = self.output()?;
+        let outcome = match self.outcome {
+            Outcome::Known(outcome) => outcome,
+            Outcome::Pending(receiver) => receiver.recv().unwrap_or_else(|_| Err(never_completed(self.rank))),
+        };
+        let CollectiveOutput { outputs, fence } = outcome?;
         if let Some(mut fence) = fence {
             match stream {
                 Stream::Host => fence.synchronize()?,
@@ -128,38 +115,12 @@ impl Work {
         }
         Ok(outputs)
     }
-
-    /// Waits until the backend has returned.
-    fn output(mut self) -> Result<CollectiveOutput> {
-        if let Some(queue) = self.deferred.take() {
-            queue.help(&mut || self.poll());
-        }
-        match self.outcome.take() {
-            Some(outcome) => outcome,
-            None => self.receiver.recv().unwrap_or_else(|_| Err(self.never_completed())),
-        }
-    }
-
-    /// Starts a deferred collective that nobody waits for.
-    fn start(&mut self) {
-        if let Some(queue) = self.deferred.take() {
-            queue.start();
-        }
-    }
-
-    fn never_completed(&self) -> Error {
-        Error::Internal {
-            rank: self.rank,
-            what: "a collective ended without an outcome: the thread of its backend panicked and printed the reason"
-                .into(),
-        }
-    }
 }
 
-impl Drop for Work {
-    fn drop(&mut self) {
-        self.start();
-    }
+/// Returns the error of `rank` for a collective whose group has ended.
+pub(super) fn never_completed(rank: usize) -> Error {
+    let what = "a collective ended without an outcome: the thread of its backend panicked and printed the reason";
+    Error::Internal { rank, what: what.into() }
 }
 
 #[cfg(test)]

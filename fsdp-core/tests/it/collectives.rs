@@ -74,9 +74,9 @@ fn a_waiting_thread_runs_a_job_that_drops_the_group() {
         }
         fn give(&self, _: Buffer) {}
     }
-    for is_deferred in [true, false] {
+    for is_blocking in [true, false] {
         let group = ProcessGroup::single_rank(Duration::from_secs(60)).unwrap();
-        let issuer = if is_deferred { group.deferred() } else { group.clone() };
+        let issuer = if is_blocking { group.blocking() } else { group.clone() };
         let part = GatherPart { input: Arc::new(Buffer::F32(vec![1.])), counts: vec![1] };
         let work = issuer.all_gather(vec![part], Arc::new(Holds { _group: group }));
         drop(issuer);

@@ -63,7 +63,7 @@ impl Allocator for Reuse {
 
 pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
     // Each call waits at once, as MPI's blocking calls do.
-    let group = world.group().deferred();
+    let group = world.group().blocking();
     let memory = Arc::new(Reuse::default());
     let mut rows = vec![];
     let sizes = if args.kib.is_empty() { args.mib.iter().map(|mib| mib << 10).collect() } else { args.kib.clone() };

@@ -329,6 +329,6 @@ pub(super) fn unique_id(
 
 /// Waits until all ranks have finished a step, so that none leaves or fails while others are still in it.
 pub(super) fn all_are_here(host: &ProcessGroup) -> Result<()> {
-    let call = Call::new("meet", "NCCL", std::iter::empty());
-    host.run_uncounted(call, |backend, collective| backend.run(collective, Op::Barrier).map(drop))
+    let call = Call::without_parts("meet", "NCCL");
+    host.run_uncounted(&call, |backend, collective| backend.run(collective, Op::Barrier).map(drop))
 }

@@ -133,9 +133,9 @@ fn checks(value: Option<String>) -> Result<bool> {
 
 /// Compares what all ranks issue over the host group, without counting a collective of it.
 fn compare(collective: &Collective<'_>, host: &ProcessGroup) -> Result<()> {
-    let (call, group, sequence) = (collective.call().clone(), collective.group().clone(), collective.sequence());
-    host.run_uncounted(call.clone(), move |backend, _| {
-        backend.run(&Collective::new(&call, &group, sequence, true), Op::Barrier).map(drop)
+    host.run_uncounted(collective.call(), |backend, _| {
+        let here = Collective::new(collective.call(), collective.group(), collective.sequence(), true);
+        backend.run(&here, Op::Barrier).map(drop)
     })
 }
 

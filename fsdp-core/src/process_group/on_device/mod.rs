@@ -85,7 +85,7 @@ struct OnDevice {
 impl OnDevice {
     fn new(host: ProcessGroup, engine: Box<dyn DeviceEngine>) -> Self {
         // The thread of the outer group waits at once.
-        OnDevice { engine, host: host.deferred() }
+        OnDevice { engine, host: host.blocking() }
     }
 }
 
@@ -110,11 +110,10 @@ impl Backend for OnDevice {
     }
 
     fn split(&mut self, collective: &Collective<'_>, ranks: &[usize], group: &Membership) -> Result<Box<dyn Backend>> {
-        let (of, membership) = (ranks.to_vec(), group.clone());
         // Ranks that end up alone do not take part, so this must not count as a collective of the host group.
-        let meet =
-            move |backend: &mut dyn Backend, collective: &Collective<'_>| backend.split(collective, &of, &membership);
-        let backend = self.host.run_uncounted(collective.call().clone(), meet)?;
+        let backend = self
+            .host
+            .run_uncounted(collective.call(), |backend, collective| backend.split(collective, ranks, group))?;
         let host = ProcessGroup::new(group.clone(), backend)?;
         let engine = self.engine.split(collective, ranks, &host)?;
         Ok(Box::new(OnDevice::new(host, engine)))
@@ -122,11 +121,10 @@ impl Backend for OnDevice {
 
     fn fail(&mut self, why: &Failure) {
         self.engine.fail(why);
-        let why = why.clone();
-        let call = Call::new("fail", "", std::iter::empty());
+        let call = Call::without_parts("fail", "");
         // An error means that the host group has failed already.
-        let _ = self.host.run_uncounted(call, move |backend, _| {
-            backend.fail(&why);
+        let _ = self.host.run_uncounted(&call, |backend, _| {
+            backend.fail(why);
             Ok(())
         });
     }
