@@ -13,6 +13,7 @@ import json
 import os
 import resource
 import statistics
+import sys
 import time
 
 import torch
@@ -138,3 +139,6 @@ if rank == 0:
 # If a rank exited while others still read gathered data, they would fail.
 dist.barrier()
 dist.destroy_process_group()
+sys.stdout.flush()
+# PyTorch's threads may abort the process while Python ends.
+os._exit(0)

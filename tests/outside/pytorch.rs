@@ -52,6 +52,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         pytorch_resumes_tensor_parallel_runs,
         the_recorded_api_is_current,
         bench_peers_measures_the_same_models,
+        several_forwards_need_less_memory_than_in_pytorch,
     ];
     all.extend(trials![&[Need::Pytorch, Need::LlamaCpp] => llama_cpp_computes_what_transformers_does]);
     all.extend(trials![&[Need::Pytorch, Need::Networks] => our_launcher_runs_pytorch_on_two_hosts]);
@@ -114,6 +115,23 @@ fn bench_peers_measures_the_same_models() {
             "{row}"
         );
     }
+}
+
+/// Three forwards before one backward.
+fn several_forwards_need_less_memory_than_in_pytorch() {
+    let bytes = |program: &Path, args: &[&str]| {
+        let mut launcher = Command::new(fsdp_test_support::program("fsdp-launch"));
+        launcher.env("PYTHON_EXEC", python()).env("OMP_NUM_THREADS", "1").arg("--nproc-per-node=2");
+        launcher.arg(program).args(args).args(["--layers=4", "--width=256", "--passes=3"]);
+        let stdout = run(launcher, LIMIT).ok().stdout;
+        let report = stdout.lines().find_map(|line| line.find('{').map(|start| &line[start..])).unwrap();
+        let report: serde_json::Value = serde_json::from_str(report).unwrap();
+        (report["unit_bytes"].as_u64().unwrap(), report["transient_bytes"].as_u64().unwrap())
+    };
+    let (unit, ours) = bytes(&program("bench"), &["memory", "--mode=zero3", "--json"]);
+    let theirs = bytes(&workspace().join("tests/interop/memory.py"), &[]);
+    assert_eq!(unit, theirs.0);
+    assert!(ours >= unit && ours <= theirs.1, "{ours} bytes, {} in PyTorch, a unit is {unit}", theirs.1);
 }
 
 /// llama.cpp runs our GGUF files of every architecture, and PEFT merges adapters to the same weights.
