@@ -149,7 +149,10 @@ fn cut_off(way: Way) {
         let is_named = text.contains("node node1 is gone: no message from its launcher for 9s");
         assert!(is_named && code.is_some_and(|code| code != 0), "{text}");
     } else {
-        assert!(is_said("node0") && is_said("node1"), "{way:?}: {text}\n{said}");
+        // MPICH 5.0.2 sometimes crashes when it sends to a lost host. The ranks of the other host still say what is lost.
+        let is_crashed = way == Way::Mpich && text.contains("EXIT CODE: 11");
+        let hosts = ["node0", "node1"].into_iter().filter(|host| is_said(host)).count();
+        assert!(hosts == 2 || is_crashed && hosts == 1, "{way:?}: {text}\n{said}");
     }
 }
 

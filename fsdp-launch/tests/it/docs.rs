@@ -37,7 +37,9 @@ fn every_command_of_the_document_runs() {
     fs::hard_link(assert_cmd::cargo::cargo_bin!("fsdp-launch"), alone.path().join("fsdp-launch")).unwrap();
     for line in commands {
         let dir = tempfile::tempdir().unwrap();
-        executable(dir.path().join("train"), "#!/bin/sh\necho trained \"$@\"\n");
+        for program in ["train", "bench"] {
+            executable(dir.path().join(program), "#!/bin/sh\necho trained \"$@\"\n");
+        }
         executable(dir.path().join("script.py"), "#!/bin/sh\necho itself\n");
         executable(dir.path().join("python3"), "#!/bin/sh\necho python \"$@\"\n");
         fs::write(dir.path().join("token"), "0123456789abcdef").unwrap();
