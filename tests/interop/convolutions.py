@@ -1,4 +1,4 @@
-"""PyTorch's side of `bench convolutions`: milliseconds of the forward and the backward of the same convolutions.
+"""PyTorch's side of `bench layers --only convolution,`: milliseconds of the forward and the backward of the same convolutions.
 
     python tests/interop/convolutions.py --runs 5
 """

@@ -327,6 +327,10 @@ kernel! {
         }
     }
 
+    fn prelu_run(run: &mut [f32], weight: f32) {
+        run.iter_mut().for_each(|x| *x = if *x <= 0.0 { *x * weight } else { *x });
+    }
+
     fn gelu_erf_back(dx: &mut [f32], x: &[f32], dy: &[f32]) {
         for ((dx, &x), &dy) in dx.iter_mut().zip(x).zip(dy) {
             let (distribution, density) = normal(x);
@@ -421,7 +425,7 @@ impl PReluOp {
         let mut y = to_vec(x)?;
         read!(weight, self.weight.value()?);
         for (run, w) in y.chunks_mut(self.run.max(1)).zip(weight.iter().cycle()) {
-            run.iter_mut().filter(|x| **x <= 0.0).for_each(|x| *x *= w);
+            prelu_run(run, *w);
         }
         storage(y, x.dtype())
     }

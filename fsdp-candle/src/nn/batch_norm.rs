@@ -290,7 +290,7 @@ impl Channels {
         read!(weight, self.weight.value()?);
         read!(bias, self.bias.value()?);
         for (run, (w, b)) in y.chunks_mut(self.run.max(1)).zip(weight.iter().zip(bias.iter()).cycle()) {
-            run.iter_mut().for_each(|x| *x = x.mul_add(*w, *b));
+            scale_and_shift_run(run, *w, *b);
         }
         storage(y, x.dtype())
     }
@@ -442,6 +442,10 @@ kernel! {
             statistics[0] = mean;
             statistics[1] = (runs().map(squares).sum::<f64>() / count) as f32;
         }
+    }
+
+    fn scale_and_shift_run(run: &mut [f32], scale: f32, shift: f32) {
+        run.iter_mut().for_each(|x| *x = x.mul_add(scale, shift));
     }
 
     fn normalize_run(y: &mut [f32], x: &[f32], mean: f32, scale: f32, bias: f32) {

@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
-use candle_core::{CpuStorage, DType, Module, Result, Storage, Tensor, bail};
+use candle_core::{CpuStorage, DType, Module, Result, Storage, Tensor, WithDType, bail};
 use candle_nn::{Init, VarBuilder};
+use half::{bf16, f16};
 
-use super::cpu::{cpu, dense, floats, no_id, read, table_rows, weight_grad};
+use super::cpu::{cpu, dense, floats, no_id, read, table_rows};
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::limits::check_size;
@@ -14,6 +15,7 @@ use super::tensor_parallel::{EmbeddingSharding, TpLayer, check_embedding, colwis
 use super::weight::on_cuda;
 use super::weight::{Weight, has_cpu_kernels, register_layer};
 use crate::graph::graph_op;
+use crate::kernels::Float;
 use crate::tensor_parallel::ActivationLayout;
 
 /// An embedding, as [`candle_nn::Embedding`]: weight `[vocabulary, hidden]`, ids (u8, u32 or i64) of any shape `[..]`,
@@ -260,16 +262,36 @@ impl Lookup {
     }
 
     fn backward(&self, dy: &Tensor) -> Result<Option<Tensor>> {
-        weight_grad(&self.weight, |buffer, accumulate| {
-            read!(grad, dy);
+        if !self.weight.wants_grad() {
+            return Ok(None);
+        }
+        match self.weight.dtype() {
+            DType::F32 => self.scatter::<f32>(dy),
+            DType::F16 => self.scatter::<f16>(dy),
+            DType::BF16 => self.scatter::<bf16>(dy),
+            other => bail!("Embedding: expected a weight of f32, f16 or bf16, found {other:?}"),
+        }
+    }
+
+    /// Adds the gradients of equal ids in f32, in the order of the ids, and each sum to the row of its id.
+    fn scatter<T: Float<Real = f32> + WithDType>(&self, dy: &Tensor) -> Result<Option<Tensor>> {
+        read!(grad, dy);
+        let hidden = self.hidden;
+        let learnt = self.ids.iter().enumerate().filter(|(_, row)| **row != self.padding);
+        let mut learnt: Vec<_> = learnt.filter_map(|(i, row)| Some(((*row)?, i))).collect();
+        learnt.sort_unstable();
+        self.weight.write_grad::<T>(|buffer, accumulate| {
             if !accumulate {
-                buffer.fill(0.0);
+                buffer.fill(T::zero());
             }
-            let no_gradient = self.padding.map(|row| row * self.hidden);
-            for (row, grad) in self.rows().zip(grad.chunks_exact(self.hidden.max(1))) {
-                let row = row.filter(|row| Some(row.start) != no_gradient);
-                let to = row.map(|row| &mut buffer[row]).unwrap_or_default();
-                to.iter_mut().zip(grad).for_each(|(to, from)| *to += from);
+            let mut sum = vec![0f32; hidden];
+            for equal in learnt.chunk_by(|(one, _), (other, _)| one == other) {
+                let to = &mut buffer[equal[0].0 * hidden..][..hidden];
+                sum.iter_mut().zip(&*to).for_each(|(sum, to)| *sum = to.get());
+                for (_, i) in equal {
+                    sum.iter_mut().zip(&grad[i * hidden..]).for_each(|(sum, from)| *sum += from);
+                }
+                to.iter_mut().zip(&sum).for_each(|(to, &sum)| *to = T::from_f32(sum));
             }
             Ok(())
         })

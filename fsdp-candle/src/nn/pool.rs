@@ -4,6 +4,7 @@
 use candle_core::{Result, Shape, Tensor, ToUsize2, bail};
 
 use super::conv::Window;
+use super::cpu::simd::kernel;
 use super::cpu::{map_rows, read, storage, tensor_like};
 use super::weight::has_cpu_kernels;
 use crate::graph::graph_op;
@@ -34,27 +35,20 @@ pub fn max_pool2d_with_stride(x: &Tensor, kernel: impl ToUsize2, stride: impl To
         let values = pool.unfolded(x)?;
         return values.gather(&values.argmax_keepdim(2)?, 2)?.reshape(&pool.shape);
     }
-    let (size, positions) = (pool.window.size(), pool.window.positions());
-    // The elements under each position, plane by plane.
-    let indices = pool.window.indices();
-    let taps = pool.window.taps();
+    let window = pool.window;
+    let (size, positions, taps) = (window.size(), window.positions(), window.taps());
     let mut y = vec![0f32; pool.planes * positions];
     read!(values, x);
     let largest = map_rows(&mut y, positions, taps, |first, planes| {
-        let mut largest = Vec::with_capacity(planes.len());
-        for (y, at) in planes.chunks_exact_mut(positions).zip(first..) {
+        let mut largest = vec![0; planes.len()];
+        let mut under = vec![0f32; positions];
+        let planes = planes.chunks_exact_mut(positions).zip(largest.chunks_exact_mut(positions));
+        for ((y, largest), at) in planes.zip(first..) {
             let plane = &values[at * size..(at + 1) * size];
-            for (y, indices) in y.iter_mut().zip(indices.chunks_exact(taps)) {
-                let mut most = indices[0];
-                *y = plane[most as usize];
-                for &index in &indices[1..] {
-                    let value = plane[index as usize];
-                    // NaN is the largest, as in PyTorch.
-                    if value > *y || (value.is_nan() && !y.is_nan()) {
-                        (*y, most) = (value, index);
-                    }
-                }
-                largest.push(most);
+            window.gather(plane, 0, 0, y);
+            for tap in 1..taps {
+                window.gather(plane, tap, 0, &mut under);
+                keep_largest(y, largest, &under, tap as u32);
             }
         }
         largest
@@ -63,11 +57,14 @@ pub fn max_pool2d_with_stride(x: &Tensor, kernel: impl ToUsize2, stride: impl To
     graph_op(pool.function, &[x], storage(y, x.dtype())?, pool.shape, move |x, _, dy| {
         read!(grad, dy);
         let mut dx = vec![0f32; x[0].elem_count()];
+        // The elements under each position of a plane.
+        let indices = window.indices();
         map_rows(&mut dx, size, 1, |first, planes| {
             for (plane, at) in planes.chunks_exact_mut(size).zip(first..) {
                 let range = at * positions..(at + 1) * positions;
-                for (&index, grad) in largest[range.clone()].iter().zip(&grad[range]) {
-                    plane[index as usize] += grad;
+                let taps = largest[range.clone()].iter().zip(indices.chunks_exact(taps));
+                for ((&tap, indices), grad) in taps.zip(&grad[range]) {
+                    plane[indices[tap as usize] as usize] += grad;
                 }
             }
         });
@@ -88,19 +85,21 @@ pub fn avg_pool2d_with_stride(x: &Tensor, kernel: impl ToUsize2, stride: impl To
     if !has_cpu_kernels(x) {
         return pool.unfolded(x)?.mean(2)?.reshape(&pool.shape);
     }
-    let window = pool.window;
-    let (size, positions, taps) = (window.size(), window.positions(), window.taps());
+    let Window { large: [_, width], small, kernel: [height, across], stride: [down, right], .. } = pool.window;
+    let (size, positions, taps) = (pool.window.size(), pool.window.positions(), pool.window.taps());
     let share = 1. / taps as f32;
     let mut y = vec![0f32; pool.planes * positions];
     read!(values, x);
     map_rows(&mut y, positions, taps, |first, planes| {
-        let mut under = vec![0f32; positions];
-        for (y, at) in planes.chunks_exact_mut(positions).zip(first..) {
-            for tap in 0..taps {
-                window.gather(&values[at * size..(at + 1) * size], tap, 0, &mut under);
-                y.iter_mut().zip(&under).for_each(|(y, x)| *y += x);
+        for (plane, at) in planes.chunks_exact_mut(positions).zip(first..) {
+            for (i, y) in plane.chunks_exact_mut(small[1]).enumerate() {
+                for row in values[at * size + i * down * width..].chunks_exact(width).take(height) {
+                    for (y, under) in y.iter_mut().zip(row.windows(across).step_by(right)) {
+                        *y += under.iter().sum::<f32>();
+                    }
+                }
+                y.iter_mut().for_each(|y| *y *= share);
             }
-            y.iter_mut().for_each(|y| *y *= share);
         }
     });
     graph_op(pool.function, &[x], storage(y, x.dtype())?, pool.shape, move |x, _, dy| {
@@ -108,12 +107,28 @@ pub fn avg_pool2d_with_stride(x: &Tensor, kernel: impl ToUsize2, stride: impl To
         let mut dx = vec![0f32; x[0].elem_count()];
         map_rows(&mut dx, size, taps, |first, planes| {
             for (plane, at) in planes.chunks_exact_mut(size).zip(first..) {
-                let shares: Vec<f32> = grad[at * positions..(at + 1) * positions].iter().map(|g| g * share).collect();
-                (0..taps).for_each(|tap| window.scatter(&shares, tap, 0, plane));
+                for (i, grad) in grad[at * positions..(at + 1) * positions].chunks_exact(small[1]).enumerate() {
+                    for row in plane[i * down * width..].chunks_exact_mut(width).take(height) {
+                        for (j, grad) in grad.iter().enumerate() {
+                            row[j * right..][..across].iter_mut().for_each(|dx| *dx += grad * share);
+                        }
+                    }
+                }
             }
         });
         Ok([Some(tensor_like(dx, x[0])?)])
     })
+}
+
+kernel! {
+    /// Keeps the larger of `y` and the elements under a tap, and its tap. NaN is the largest, as in PyTorch.
+    fn keep_largest(y: &mut [f32], largest: &mut [u32], under: &[f32], tap: u32) {
+        for ((y, largest), &value) in y.iter_mut().zip(largest).zip(under) {
+            let is_larger = value > *y || (value.is_nan() && !y.is_nan());
+            *y = if is_larger { value } else { *y };
+            *largest = if is_larger { tap } else { *largest };
+        }
+    }
 }
 
 /// The sizes of a pooling.

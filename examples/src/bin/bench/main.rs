@@ -18,9 +18,9 @@ mod attention;
 mod ckpt;
 mod collectives;
 mod communication;
-mod convolutions;
 mod finite;
 mod images;
+mod layers;
 mod memory;
 mod meter;
 mod passes;
@@ -33,7 +33,7 @@ mod step;
 ///
 ///     fsdp-launch --nproc-per-node 2 bench collectives
 ///
-/// `bench attention`, `convolutions`, `peers` and `plan` need no launcher, nor do `bench ckpt` and `bench step` with
+/// `bench attention`, `layers`, `peers` and `plan` need no launcher, nor do `bench ckpt` and `bench step` with
 /// `--world 2`.
 #[derive(Parser)]
 #[command(name = "bench", version, verbatim_doc_comment)]
@@ -50,10 +50,10 @@ enum What {
     Ckpt(ckpt::Args),
     /// Time of collectives.
     Collectives(collectives::Args),
-    /// Time of convolutions beside candle_nn's. Needs no launcher.
-    Convolutions(convolutions::Args),
     /// Cost of the checks for NaN and infinity: in each step, and before a save.
     Finite(finite::Args),
+    /// Time of layers beside candle_nn's. Needs no launcher.
+    Layers(layers::Args),
     /// Memory of a training step on each rank: between steps, and its peak.
     Memory(memory::Args),
     /// Time and memory of training steps and of attention beside PyTorch's, as a Markdown table. Needs no launcher.
@@ -79,7 +79,7 @@ fn main() -> ExitCode {
     }
     let alone = match &cli.what {
         What::Attention(args) => Some(attention::run(args)),
-        What::Convolutions(args) => Some(convolutions::run(args)),
+        What::Layers(args) => Some(layers::run(args)),
         What::Peers(args) => Some(peers::run(args)),
         What::Plan(args) => Some(plan::run(args)),
         _ => None,
@@ -99,7 +99,7 @@ fn main() -> ExitCode {
         What::Memory(args) => memory::run(&args, world),
         What::Step(args) => step::run(&args, world),
         // These ran above.
-        What::Attention(_) | What::Convolutions(_) | What::Peers(_) | What::Plan(_) => Ok(()),
+        What::Attention(_) | What::Layers(_) | What::Peers(_) | What::Plan(_) => Ok(()),
     })
 }
 
