@@ -137,7 +137,7 @@ impl AttentionDims {
                 // SAFETY: only this task writes these sums.
                 let highest = unsafe { sums_all.slice(task * self.queries + first, count) };
                 let (totals, factors) = (&mut totals[..count], &mut factors[..count]);
-                // Not minus infinity, whose distance from a score of minus infinity is no number.
+                // The distance between two infinities would be NaN.
                 highest.fill(f32::MIN);
                 totals.fill(0.0);
                 for tile in block.tiles() {

@@ -307,7 +307,7 @@ fn write(dst: &MatMut<'_>, rows: Range<usize>, cols: Range<usize>, accumulate: b
         for (half, &sum) in sums.iter().enumerate() {
             let mask = first(cols.len().saturating_sub(half * LANES));
             // SAFETY: the mask selects elements of the matrix, which was checked against its data and is borrowed
-            // exclusively. The pointer to them may lie beyond the data if the mask selects none.
+            // exclusively. If it selects none, the pointer may be past the data, and nothing is accessed.
             unsafe {
                 let to = dst.data.wrapping_add(row * dst.row_stride + cols.start + half * LANES);
                 let sum = if accumulate { _mm512_add_ps(_mm512_maskz_loadu_ps(mask, to), sum) } else { sum };

@@ -2,6 +2,18 @@
 
 #[cfg(all(target_arch = "x86_64", feature = "avx512"))]
 mod avx512_bf16;
+#[cfg(not(all(target_arch = "x86_64", feature = "avx512")))]
+mod avx512_bf16 {
+    use super::{Mat, MatMut};
+
+    pub(super) fn is_available() -> bool {
+        false
+    }
+
+    pub(super) fn multiply(_: MatMut<'_>, _: bool, _: Mat<'_>, _: Mat<'_>, _: usize) {
+        unreachable!("the instructions are not available")
+    }
+}
 
 use std::borrow::Cow;
 use std::marker::PhantomData;
@@ -25,7 +37,7 @@ impl<'a> Operand<'a> {
     /// Reads f32, f16 or bf16 values. Widens bf16 values on a processor that does not multiply them.
     pub(in crate::nn) fn of(storage: &'a CpuStorage, layout: &Layout) -> Result<Self> {
         Ok(match storage {
-            CpuStorage::BF16(values) if multiplies_bf16() => Operand::Bf16(dense(values, layout)?),
+            CpuStorage::BF16(values) if avx512_bf16::is_available() => Operand::Bf16(dense(values, layout)?),
             _ => Operand::F32(floats(storage, layout)?),
         })
     }
@@ -187,14 +199,6 @@ impl<'a> Shared<'a> {
     }
 }
 
-/// Returns whether this processor multiplies bf16 values.
-fn multiplies_bf16() -> bool {
-    #[cfg(all(target_arch = "x86_64", feature = "avx512"))]
-    return avx512_bf16::is_available();
-    #[cfg(not(all(target_arch = "x86_64", feature = "avx512")))]
-    return false;
-}
-
 /// Returns the number of elements from a matrix's first to its last, inclusive.
 fn span(rows: usize, cols: usize, row_stride: usize, col_stride: usize) -> usize {
     if rows == 0 || cols == 0 { 0 } else { (rows - 1) * row_stride + (cols - 1) * col_stride + 1 }
@@ -222,8 +226,7 @@ fn multiply(dst: MatMut<'_>, accumulate: bool, lhs: Mat<'_>, rhs: Mat<'_>, threa
         dst.rows,
         dst.cols
     );
-    #[cfg(all(target_arch = "x86_64", feature = "avx512"))]
-    if lhs.may_round && rhs.may_round && multiplies_bf16() {
+    if lhs.may_round && rhs.may_round && avx512_bf16::is_available() {
         return avx512_bf16::multiply(dst, accumulate, lhs, rhs, threads);
     }
     let (left, right) = (lhs.widened(), rhs.widened());
@@ -309,7 +312,7 @@ mod tests {
         });
         assert_eq!(found, of_threads);
         // Processors without the instructions do not round f32.
-        let of_term = if is_f32 && !multiplies_bf16() { 0.01 } else { 1e-6 };
+        let of_term = if is_f32 && !avx512_bf16::is_available() { 0.01 } else { 1e-6 };
         for (i, (&found, &start)) in found.iter().zip(&start).enumerate() {
             let (row, col) = (i / stride, i % stride);
             if col >= cols {
