@@ -1,4 +1,4 @@
-"""PyTorch's side of `bench layers --only convolution,`: milliseconds of the forward and the backward of the same convolutions.
+"""PyTorch's side of `bench layers --only convolution,`: milliseconds of the forward and the backward.
 
     python tests/interop/convolutions.py --runs 5
 """

@@ -73,7 +73,7 @@ fn other_programs_do_not_panic() {
     let model = golden("llama_tiny");
     for args in [
         &["collectives", "--mib", "1", "--runs", "1"][..],
-        &["layers", "--only", "convolution,", "--runs", "1", "--batch", "1", "--json"],
+        &["layers", "--runs", "1", "--batch", "1", "--json"],
         &["memory", "--width", "8", "--layers", "1", "--json"],
         &["finite", "--width", "8", "--layers", "1", "--rows", "1", "--runs", "1"],
         &["step", "--model", model.to_str().unwrap(), "--seq", "8", "--steps", "1"],

@@ -30,9 +30,9 @@ impl Guarantees {
 /// One rank's end of an engine that moves bytes between the ranks of a group.
 ///
 /// A [`ProcessGroup`](crate::ProcessGroup) owns the backend and runs one collective at a time, in issue order. The
-/// calling thread is the group's own, or one that issues a blocking collective ([`crate::ProcessGroup::blocking`]). The group checks
-/// arguments, counts and fingerprints collectives, keeps the first error, records progress for the launcher, and runs
-/// collectives of a single rank. Dropping a backend leaves the group.
+/// calling thread is the group's own, or one that issues a blocking collective ([`crate::ProcessGroup::blocking`]). The
+/// group checks arguments, counts and fingerprints collectives, keeps the first error, records progress for the
+/// launcher, and runs collectives of a single rank. Dropping a backend leaves the group.
 ///
 /// A backend keeps these rules:
 /// - Every wait ends. It fails soon after a peer failed ([`Failure::into_error`]), left or died ([`Collective::lost`]),

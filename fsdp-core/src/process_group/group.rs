@@ -11,7 +11,7 @@ use super::{
     queue::{Job, Queue},
     signature::Signature,
     single_rank::SingleRank,
-    work::{Work, never_completed},
+    work::Work,
 };
 use crate::{Allocator, Buffer, DeviceId, Element, Error, Heap, ReduceOp, Result, hash::Hash};
 
@@ -253,7 +253,7 @@ impl ProcessGroup {
         };
         let runs_here = self.is_blocking || self.ranks.runs_when_issued && op.device() != DeviceId::Host;
         if runs_here {
-            return Work::known(self.rank(), self.run_here(&call, |backend, collective| backend.run(collective, op)));
+            return Work::known(self.run_here(&call, |backend, collective| backend.run(collective, op)));
         }
         let (completion, work) = Work::pending(self.rank());
         let run = Box::new(move |backend: &mut dyn Backend, collective: &Collective<'_>| backend.run(collective, op));
@@ -269,7 +269,7 @@ impl ProcessGroup {
     }
 
     fn run_here<T>(&self, call: &Call, run: impl FnOnce(&mut dyn Backend, &Collective<'_>) -> Result<T>) -> Result<T> {
-        self.ranks.queue.run_here(call, run).unwrap_or_else(|| Err(never_completed(self.rank())))
+        self.ranks.queue.run_here(call, run).unwrap_or_else(|| Err(self.ended()))
     }
 
     /// Returns the backend's view of the peers.
@@ -288,10 +288,12 @@ impl ProcessGroup {
         call: &Call,
         f: impl FnOnce(&mut dyn Backend, &Collective<'_>) -> Result<T>,
     ) -> Result<T> {
-        self.ranks.queue.run_uncounted(call, f).unwrap_or_else(|| {
-            let what = format!("group \"{}\" ended while it was in use", self.name());
-            Err(Error::Internal { rank: self.rank(), what })
-        })
+        self.ranks.queue.run_uncounted(call, f).unwrap_or_else(|| Err(self.ended()))
+    }
+
+    fn ended(&self) -> Error {
+        let what = format!("group \"{}\" ended while it was in use", self.name());
+        Error::Internal { rank: self.rank(), what }
     }
 }
 

@@ -94,7 +94,7 @@ impl Queue {
         }
     }
 
-    /// Runs the next job. Returns false if there is none.
+    /// Runs the next job, if there is one. Returns whether there was.
     fn run_next(&self, runner: &mut Runner) -> bool {
         let job = self.jobs.lock().waiting.pop_front();
         job.map(|job| runner.run(job)).is_some()

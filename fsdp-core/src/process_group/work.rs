@@ -22,20 +22,17 @@ use crate::{Buffer, Error, Result, Stream};
 /// });
 /// ```
 #[must_use = "a collective's outputs and errors come from wait()"]
-pub struct Work {
-    outcome: Outcome,
-    rank: usize,
-}
+pub struct Work(Outcome);
 
 enum Outcome {
     Known(Result<CollectiveOutput>),
-    Pending(Receiver<Result<CollectiveOutput>>),
+    /// With the rank, for an error.
+    Pending(Receiver<Result<CollectiveOutput>>, usize),
 }
 
 impl fmt::Debug for Work {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let is_done = matches!(self.outcome, Outcome::Known(_));
-        f.debug_struct("Work").field("rank", &self.rank).field("done", &is_done).finish_non_exhaustive()
+        f.debug_struct("Work").field("done", &matches!(self.0, Outcome::Known(_))).finish_non_exhaustive()
     }
 }
 
@@ -60,27 +57,27 @@ impl Work {
     pub fn pending(rank: usize) -> (Completion, Work) {
         // The channel's place for the outcome is free, so sending never waits.
         let (sender, receiver) = sync_channel(1);
-        (Completion(sender), Work { outcome: Outcome::Pending(receiver), rank })
+        (Completion(sender), Work(Outcome::Pending(receiver, rank)))
     }
 
     /// Creates a handle of a finished collective.
     pub fn ready(outcome: Result<Vec<Buffer>>) -> Work {
-        Work::known(0, outcome.map(CollectiveOutput::from))
+        Work::known(outcome.map(CollectiveOutput::from))
     }
 
-    pub(super) fn known(rank: usize, outcome: Result<CollectiveOutput>) -> Work {
-        Work { outcome: Outcome::Known(outcome), rank }
+    pub(super) fn known(outcome: Result<CollectiveOutput>) -> Work {
+        Work(Outcome::Known(outcome))
     }
 
     /// Returns whether [`Work::wait`] would return at once.
     pub fn is_done(&mut self) -> bool {
-        if let Outcome::Pending(receiver) = &self.outcome {
+        if let Outcome::Pending(receiver, rank) = &self.0 {
             let outcome = match receiver.try_recv() {
                 Ok(outcome) => outcome,
                 Err(TryRecvError::Empty) => return false,
-                Err(TryRecvError::Disconnected) => Err(never_completed(self.rank)),
+                Err(TryRecvError::Disconnected) => Err(never_completed(*rank)),
             };
-            self.outcome = Outcome::Known(outcome);
+            self.0 = Outcome::Known(outcome);
         }
         true
     }
@@ -102,9 +99,9 @@ impl Work {
     /// # Errors
     /// Errors of the collective (see [`crate::ProcessGroup`]).
     pub fn then(self, stream: Stream) -> Result<Vec<Buffer>> {
-        let outcome = match self.outcome {
+        let outcome = match self.0 {
             Outcome::Known(outcome) => outcome,
-            Outcome::Pending(receiver) => receiver.recv().unwrap_or_else(|_| Err(never_completed(self.rank))),
+            Outcome::Pending(receiver, rank) => receiver.recv().unwrap_or_else(|_| Err(never_completed(rank))),
         };
         let CollectiveOutput { outputs, fence } = outcome?;
         if let Some(mut fence) = fence {
@@ -118,7 +115,7 @@ impl Work {
 }
 
 /// Returns the error of `rank` for a collective whose group has ended.
-pub(super) fn never_completed(rank: usize) -> Error {
+fn never_completed(rank: usize) -> Error {
     let what = "a collective ended without an outcome: the thread of its backend panicked and printed the reason";
     Error::Internal { rank, what: what.into() }
 }

@@ -62,9 +62,9 @@ fn groups_of_meshes_and_slices_follow_the_layout() {
     });
 }
 
-// The job also drops the last handle of the group.
+// On the group's own thread, the collective drops the last handle.
 #[test]
-fn a_waiting_thread_runs_a_job_that_drops_the_group() {
+fn a_collective_may_drop_the_group() {
     struct Holds {
         _group: ProcessGroup,
     }

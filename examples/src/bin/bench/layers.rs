@@ -143,10 +143,10 @@ const NAMED: [(&str, Make); 24] = [
         let again = x.clone();
         pair(move || ours.forward_train(&x), move || theirs.forward_train(&again))
     }),
-    ("GELU, 512 x 3072", |of| of.elementwise(nn::gelu, Tensor::gelu)),
-    ("GELU by erf, 512 x 3072", |of| of.elementwise(nn::gelu_erf, Tensor::gelu_erf)),
-    ("SiLU, 512 x 3072", |of| of.elementwise(nn::silu, Tensor::silu)),
-    ("ReLU, 512 x 3072", |of| of.elementwise(|x| nn::Activation::Relu.forward(x), Tensor::relu)),
+    ("GELU, 512 x 3072", |of| of.unary(&[TOKENS, 3072], nn::gelu, Tensor::gelu)),
+    ("GELU by erf, 512 x 3072", |of| of.unary(&[TOKENS, 3072], nn::gelu_erf, Tensor::gelu_erf)),
+    ("SiLU, 512 x 3072", |of| of.unary(&[TOKENS, 3072], nn::silu, Tensor::silu)),
+    ("ReLU, 512 x 3072", |of| of.unary(&[TOKENS, 3072], |x| nn::Activation::Relu.forward(x), Tensor::relu)),
     ("SiLU of a gate, 512 x 2048", |of| {
         let [gate, up] = of.vars([&[TOKENS, 2048], &[TOKENS, 2048]])?;
         let again = [gate.clone(), up.clone()];
@@ -159,14 +159,10 @@ const NAMED: [(&str, Make); 24] = [
         pair(move || ours.forward(&x), move || theirs.forward(&again))
     }),
     ("softmax, 12 x 256 x 256", |of| {
-        let [x] = of.vars([&[12, 256, 256]])?;
-        let again = x.clone();
-        pair(move || nn::ops::softmax(&x, D::Minus1), move || candle_nn::ops::softmax(&again, D::Minus1))
+        of.unary(&[12, 256, 256], |x| nn::ops::softmax(x, D::Minus1), |x| candle_nn::ops::softmax(x, D::Minus1))
     }),
     ("dropout, 512 x 768", |of| {
-        let [x] = of.vars([&[TOKENS, 768]])?;
-        let again = x.clone();
-        pair(move || nn::ops::dropout(&x, 0.1), move || candle_nn::ops::dropout(&again, 0.1))
+        of.unary(&[TOKENS, 768], |x| nn::ops::dropout(x, 0.1), |x| candle_nn::ops::dropout(x, 0.1))
     }),
     ("sum, 512 x 768", |of| {
         let [x, y] = of.vars([&[TOKENS, 768], &[TOKENS, 768]])?;
@@ -202,14 +198,10 @@ const NAMED: [(&str, Make); 24] = [
         pair(move || ours.forward(&x), move || theirs.forward(&again))
     }),
     ("max pooling, 2 x 2, 64 x 16 x 16", |of| {
-        let [x] = of.vars([&[of.batch, 64, 16, 16]])?;
-        let again = x.clone();
-        pair(move || nn::max_pool2d(&x, 2), move || again.max_pool2d(2))
+        of.unary(&[of.batch, 64, 16, 16], |x| nn::max_pool2d(x, 2), |x| x.max_pool2d(2))
     }),
     ("average pooling, 2 x 2, 64 x 16 x 16", |of| {
-        let [x] = of.vars([&[of.batch, 64, 16, 16]])?;
-        let again = x.clone();
-        pair(move || nn::avg_pool2d(&x, 2), move || again.avg_pool2d(2))
+        of.unary(&[of.batch, 64, 16, 16], |x| nn::avg_pool2d(x, 2), |x| x.avg_pool2d(2))
     }),
     ("LSTM, 128, 32 steps", |of| {
         let (x, vb) = of.steps()?;
@@ -262,12 +254,14 @@ impl Layers {
         vars.try_into().map_err(|_| candle_core::Error::msg("another number of variables"))
     }
 
-    fn elementwise(
+    /// Returns layers of one input without weights.
+    fn unary(
         &self,
+        shape: &[usize],
         ours: impl Fn(&Tensor) -> Result<Tensor> + 'static,
         theirs: impl Fn(&Tensor) -> Result<Tensor> + 'static,
     ) -> Result<Pair> {
-        let [x] = self.vars([&[TOKENS, 3072]])?;
+        let [x] = self.vars([shape])?;
         let again = x.clone();
         pair(move || ours(&x), move || theirs(&again))
     }
@@ -304,4 +298,25 @@ fn attention(qkv: &[Tensor; 3], dtype: DType) -> Result<Tensor> {
     let scores = (q.matmul(&k.t()?)? * 0.125)?.broadcast_add(&hidden)?;
     let y = candle_nn::ops::softmax(&scores, D::Minus1)?.matmul(&v)?;
     y.transpose(1, 2)?.reshape((batch, tokens, width))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The same computation is measured in both libraries. Dropout drops other elements.
+    #[test]
+    fn layers_are_those_of_candle_nn() {
+        let layers = Layers { dtype: DType::F32, batch: 2 };
+        let named = NAMED.iter().filter(|(name, _)| !name.starts_with("dropout"));
+        let named = named.map(|(name, pair)| (*name, pair(&layers)));
+        let convolutions = CONVOLUTIONS.into_iter().map(|(name, sizes)| (name, layers.convolution(sizes)));
+        for (name, pair) in named.chain(convolutions) {
+            let [ours, theirs] = pair.unwrap().map(|layer| layer().unwrap());
+            ours.sum_all().unwrap().backward().unwrap();
+            let largest = |x: &Tensor| x.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>();
+            let (apart, most) = (largest(&(&ours - &theirs).unwrap()).unwrap(), largest(&theirs).unwrap());
+            assert!(apart <= 1e-4 * most, "{name}: {apart} apart, at most {most}");
+        }
+    }
 }

@@ -207,6 +207,18 @@ fn large_scores_stay_finite() {
     }
 }
 
+/// A query whose first tile of keys has no finite score sees the others.
+#[test]
+fn a_tile_of_infinite_scores_has_no_weight() {
+    let keys = 200;
+    let far = |at: usize| if at < 192 { -1e30f32 } else { 0. };
+    let q = Tensor::full(1e10f32, (1, 1, 4), &Device::Cpu).unwrap();
+    let k = Tensor::from_vec((0..4 * keys).map(|i| far(i / 4)).collect(), (1, keys, 4), &Device::Cpu).unwrap();
+    let v = random(1, &[1, keys, 4], DType::F32).as_detached_tensor();
+    let y = attention(&q, &k, &v, 1, 1, &AttentionOptions::bidirectional(1.)).unwrap();
+    assert_close("the rest", &y, &v.narrow(1, 192, 8).unwrap().mean_keepdim(1).unwrap(), 1e-6);
+}
+
 #[test]
 fn errors_name_the_shapes() {
     let t = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap();
