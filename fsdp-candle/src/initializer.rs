@@ -1,6 +1,7 @@
 //! Initial values of parameters, drawn or read from files, for one rank's shard.
 
 use std::hash::Hasher;
+use std::ops::Range;
 use std::path::Path;
 
 use candle_core::DType;
@@ -10,6 +11,7 @@ use fsdp_ckpt::{TensorSource, hf::HfModel};
 use fsdp_core::layout::Region;
 use half::{bf16, f16};
 use rand_philox::{philox4x32_10, u32_to_unit_f64};
+use rayon::prelude::*;
 
 use crate::error::{Error, Result};
 
@@ -100,8 +102,8 @@ fn write_floats(request: &ShardRequest<'_>, values: impl Iterator<Item = f64>, s
 /// An initializer that draws values by the layers' hints ([`candle_nn::Init`]).
 ///
 /// An element is a function of the seed, the parameter's name and the element's index in the whole tensor, so that each
-/// rank draws only its shard and the model is the same at every world size. Philox4x32-10: Salmon et al., "Parallel
-/// Random Numbers: As Easy as 1, 2, 3" (SC 2011).
+/// rank draws only its shard and the model is the same at every world size. rayon's threads share the work.
+/// Philox4x32-10: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011).
 #[derive(Clone, Copy, Debug)]
 pub struct Philox {
     seed: u64,
@@ -147,25 +149,29 @@ impl Philox {
         )
     }
 
-    /// Returns the value of the element at the global index `index`. Two neighbours share a block: two words each, a
-    /// normal pair by Box and Muller.
-    fn value(&self, distribution: Distribution, stream: u64, index: u64) -> f64 {
+    /// Returns the values of the four elements from the global index `4 * counter`: a word each, or for each normal pair
+    /// two words by Box and Muller.
+    fn values(&self, distribution: Distribution, stream: u64, counter: u64) -> [f64; 4] {
+        let uniform = || self.block(stream, counter).map(u32_to_unit_f64);
         match distribution {
-            Distribution::Constant(value) => value,
-            Distribution::Uniform { lo, up } => {
-                let words = self.block(stream, index / 4);
-                lo + (up - lo) * u32_to_unit_f64(words[(index % 4) as usize])
-            }
+            Distribution::Constant(value) => [value; 4],
+            Distribution::Uniform { lo, up } => uniform().map(|word| lo + (up - lo) * word),
             Distribution::Normal { mean, std } => {
-                let words = self.block(stream, index / 4);
-                let pair = if index % 4 < 2 { [words[0], words[1]] } else { [words[2], words[3]] };
-                let radius = (-2. * u32_to_unit_f64(pair[0]).ln()).sqrt();
-                let (sin, cos) = (2. * std::f64::consts::PI * u32_to_unit_f64(pair[1])).sin_cos();
-                mean + std * radius * if index.is_multiple_of(2) { cos } else { sin }
+                let [a, b, c, d] = uniform();
+                let pair = |first: f64, second: f64| {
+                    let radius = (-2. * first.ln()).sqrt();
+                    let (sin, cos) = (2. * std::f64::consts::PI * second).sin_cos();
+                    [mean + std * radius * cos, mean + std * radius * sin]
+                };
+                let ([a, b], [c, d]) = (pair(a, b), pair(c, d));
+                [a, b, c, d]
             }
         }
     }
 }
+
+/// Elements that one thread draws at a time.
+const CHUNK: usize = 1 << 15;
 
 impl Initializer for Philox {
     fn fill(&self, request: &ShardRequest<'_>, shard: &mut [u8]) -> Result<()> {
@@ -173,21 +179,41 @@ impl Initializer for Philox {
         let mut hasher = fnv::FnvHasher::default();
         hasher.write(request.name.as_bytes());
         let stream = hasher.finish();
-        let values = global_indices(request.shape, request.region).map(|index| self.value(distribution, stream, index));
-        write_floats(request, values, shard)
+        let size = request.dtype.size_in_bytes();
+        shard.par_chunks_mut(CHUNK * size).enumerate().try_for_each(|(chunk, shard)| {
+            let first = chunk * CHUNK;
+            // Neighbours share four values.
+            let mut drawn = (u64::MAX, [0.; 4]);
+            let values = global_indices(request.shape, request.region, first..first + shard.len() / size).map(|index| {
+                if drawn.0 != index / 4 {
+                    drawn = (index / 4, self.values(distribution, stream, index / 4));
+                }
+                drawn.1[(index % 4) as usize]
+            });
+            write_floats(request, values, shard)
+        })
     }
 }
 
-/// Returns the row-major indices of a region's elements in a tensor of `shape`, in the region's row-major order.
-fn global_indices<'a>(shape: &'a [usize], region: &'a Region) -> impl Iterator<Item = u64> + 'a {
-    (0..region.elements()).map(move |local| {
-        let (mut rest, mut index, mut stride) = (local, 0u64, 1u64);
-        for dim in (0..shape.len()).rev() {
+/// Returns the row-major indices, in a tensor of `shape`, of a region's elements `locals`, which count in the region's
+/// row-major order.
+fn global_indices(shape: &[usize], region: &Region, locals: Range<usize>) -> impl Iterator<Item = u64> {
+    let (last, width) = (shape.last().copied().unwrap_or(1), region.sizes.last().copied().unwrap_or(1).max(1));
+    let first_column = region.offsets.last().copied().unwrap_or(0);
+    let first_of_row = move |row: usize| {
+        let (mut rest, mut index, mut stride) = (row, first_column as u64, last as u64);
+        for dim in (0..shape.len().saturating_sub(1)).rev() {
             index += stride * (region.offsets[dim] + rest % region.sizes[dim]) as u64;
             rest /= region.sizes[dim];
             stride *= shape[dim] as u64;
         }
         index
+    };
+    let rows = locals.start / width..locals.end.div_ceil(width);
+    rows.flat_map(move |row| {
+        let columns = locals.start.max(row * width) - row * width..locals.end.min((row + 1) * width) - row * width;
+        let first = first_of_row(row);
+        first + columns.start as u64..first + columns.end as u64
     })
 }
 

@@ -24,7 +24,7 @@ pub(crate) use candle_interop::{StorageMut, in_place};
 pub(crate) use cpu::{Float, host_elements};
 #[cfg(feature = "cuda")]
 pub(crate) use cuda::{
-    Draw, LossOptions, Matrix, MatrixLayout, Normalization, Rotation, ScoreBlock, activate, activate_back, add_product,
+    Draw, FlashAttention, Heads, LossOptions, Matrix, MatrixLayout, Normalization, Rotation, ScoreBlock, activate, activate_back, add_product,
     add_products, add_rows, candle_device, compute_stream, device_count, drop_elements, logits_back, losses, normalize,
     normalize_back, ones, rescale_powers, rotate, row_statistics, swiglu, swiglu_back, swiglu_halves,
     swiglu_halves_back, uninit, wide, write_product,

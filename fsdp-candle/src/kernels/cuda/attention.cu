@@ -1,51 +1,28 @@
 // The softmax of attention, forward and backward, for a block of queries of one row of the batch.
 //
-// A block of threads computes one query of one head. Which keys a query sees follows from its index, so no mask is
-// read. The order of a sum depends only on the number of keys in the block.
+// A block of threads computes one query of one head. The order of a sum depends only on the number of keys in the block.
 #include "prelude.cuh"
 #include "philox.cuh"
+#include "visible_keys.cuh"
 
 // The queries and keys of a block of scores [heads, rows, block_keys].
 struct Scores {
-  // Bounds of the row's documents in tokens: 0, ..., `queries`. Null without documents.
-  const u32* bounds;
-  u64 documents;
-  u64 queries, keys;
+  Visibility all;
   // The block's first query and its number of queries.
   u64 first_query, rows;
   // The range of keys that any of its queries sees.
   u64 first_key, block_keys;
-  u32 is_causal;
-  u64 window;
   double scale;
   // 0 without a cap.
   double softcap;
-};
 
-// The keys that a query sees, counted from the block's first key: `VisibleKeys` in `nn/attention/fused.rs`.
-struct Range { u64 begin, end; };
-
-static __device__ Range visible_keys(const Scores& of, u64 query) {
-  u64 start = 0, keys = of.keys, before = of.keys > of.queries ? of.keys - of.queries : 0;
-  if (of.bounds) {
-    // The last document that begins at the query or before it.
-    u64 low = 0, high = of.documents;
-    while (high - low > 1) {
-      const u64 middle = low + (high - low) / 2;
-      if (of.bounds[middle] <= query) low = middle;
-      else high = middle;
-    }
-    start = of.bounds[low];
-    keys = of.bounds[low + 1] - start;
-    before = 0;
+  // The keys that a query sees, counted from the block's first key.
+  __device__ Keys visible(u64 query) const {
+    const Keys keys = all.of(query);
+    const Keys in_block = {keys.begin - first_key, keys.end - first_key};
+    return in_block;
   }
-  const u64 position = before + query - start;
-  const u64 begin = position + 1 > of.window ? position + 1 - of.window : 0;
-  u64 end = position + 1;
-  if (!of.is_causal) end = of.window < keys - position ? position + of.window : keys;
-  const Range range = {start + begin - of.first_key, start + end - of.first_key};
-  return range;
-}
+};
 
 // Returns the scaled and capped score of a product of a query and a key. `slope` becomes its derivative.
 template <class R> static __device__ R score(R product, const Scores& of, R& slope) {
@@ -123,7 +100,7 @@ template <class R> static __device__ R sum_of_block(R own) {
 template <class T, class R>
 static __device__ void softmax_scores(const R* products, T* probabilities, R* log_sums, Scores of, Dropout dropout) {
   const u64 head = blockIdx.x / of.rows, query = of.first_query + blockIdx.x % of.rows;
-  const Range visible = visible_keys(of, query);
+  const Keys visible = of.visible(query);
   products += blockIdx.x * of.block_keys;
   probabilities += blockIdx.x * of.block_keys;
   R slope;
@@ -134,8 +111,8 @@ static __device__ void softmax_scores(const R* products, T* probabilities, R* lo
   }
   const Powers<R> all = of_block(own);
   const R log_sum = all.highest + log(all.sum);
-  if (threadIdx.x == 0) log_sums[head * of.queries + query] = log_sum;
-  const u64 place = (head * of.queries + query) * of.keys + of.first_key;
+  if (threadIdx.x == 0) log_sums[head * of.all.queries + query] = log_sum;
+  const u64 place = (head * of.all.queries + query) * of.all.keys + of.first_key;
   for (u64 key = threadIdx.x; key < of.block_keys; key += blockDim.x) {
     const bool is_visible = key >= visible.begin && key < visible.end;
     const R p = is_visible ? exp(score(products[key], of, slope) - log_sum) : (R)0;
@@ -151,14 +128,14 @@ static __device__ void softmax_scores_back(const R* products, const R* gradients
                                            const R* log_sums, T* probabilities, T* d_products, u64 heads, u64 dim,
                                            Scores of, Dropout dropout) {
   const u64 head = blockIdx.x / of.rows, query = of.first_query + blockIdx.x % of.rows;
-  const Range visible = visible_keys(of, query);
+  const Keys visible = of.visible(query);
   const u64 at = blockIdx.x * of.block_keys, at_out = (query * heads + head) * dim;
   R delta = 0;
   for (u64 i = threadIdx.x; i < dim; i += blockDim.x)
     delta += (R)Float<T>::get(out[at_out + i]) * (R)Float<T>::get(d_out[at_out + i]);
   delta = sum_of_block(delta);
-  const R log_sum = log_sums[head * of.queries + query];
-  const u64 place = (head * of.queries + query) * of.keys + of.first_key;
+  const R log_sum = log_sums[head * of.all.queries + query];
+  const u64 place = (head * of.all.queries + query) * of.all.keys + of.first_key;
   for (u64 key = threadIdx.x; key < of.block_keys; key += blockDim.x) {
     R p = 0, d_product = 0;
     if (key >= visible.begin && key < visible.end) {
@@ -178,8 +155,8 @@ static __device__ void softmax_scores_back(const R* products, const R* gradients
       float drop_scale
 // The structures of these parameters.
 #define SCORES \
-  const Scores of = {bounds, documents, queries, keys, first_query, rows, first_key, block_keys, is_causal, window, \
-                     scale, softcap}; \
+  const Visibility all = {bounds, documents, queries, keys, is_causal, window}; \
+  const Scores of = {all, first_query, rows, first_key, block_keys, scale, softcap}; \
   const Dropout dropout = {Draw(DRAW_ARGUMENTS), first_place, drop_scale}
 
 #define ATTENTION(name, T) \

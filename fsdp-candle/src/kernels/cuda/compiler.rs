@@ -46,11 +46,13 @@ pub(super) enum Module {
     Embedding,
     Losses,
     Attention,
+    FlashBf16,
+    FlashF16,
 }
 
 impl Module {
     /// Names and texts of the files, in the order of the variants.
-    const SOURCES: [(&str, &str); 8] = [
+    const SOURCES: [(&str, &str); 10] = [
         ("kernels.cu", include_str!("kernels.cu")),
         ("dropout.cu", include_str!("dropout.cu")),
         ("norms.cu", include_str!("norms.cu")),
@@ -59,6 +61,8 @@ impl Module {
         ("embedding.cu", include_str!("embedding.cu")),
         ("losses.cu", include_str!("losses.cu")),
         ("attention.cu", include_str!("attention.cu")),
+        ("flash_bf16.cu", include_str!("flash_bf16.cu")),
+        ("flash_f16.cu", include_str!("flash_f16.cu")),
     ];
 
     /// Returns a kernel of this file.
@@ -68,11 +72,14 @@ impl Module {
 }
 
 /// The files that kernels include.
-const HEADERS: [(&str, &str); 4] = [
+const HEADERS: [(&str, &str); 7] = [
+    ("flash_attention.cuh", include_str!("flash_attention.cuh")),
     ("prelude.cuh", include_str!("prelude.cuh")),
     ("packs.cuh", include_str!("packs.cuh")),
     ("philox.cuh", include_str!("philox.cuh")),
     ("sums.cuh", include_str!("sums.cuh")),
+    ("tensor_cores.cuh", include_str!("tensor_cores.cuh")),
+    ("visible_keys.cuh", include_str!("visible_keys.cuh")),
 ];
 
 /// Compiles all files for the stream's device, and loads them, in the order of [`Module`]. Fails if the driver can't

@@ -14,6 +14,7 @@ mod compiler;
 mod device;
 mod dropout;
 mod embedding;
+mod flash_attention;
 mod host_copies;
 mod losses;
 mod norms;
@@ -43,6 +44,7 @@ pub(crate) use device::{candle_device, compute_stream, device_count, ones, unini
 pub(super) use device::{of_candle, of_ordinal};
 pub(crate) use dropout::{Draw, drop_elements};
 pub(crate) use embedding::add_rows;
+pub(crate) use flash_attention::{FlashAttention, Heads};
 pub(crate) use losses::{LossOptions, logits_back, losses, rescale_powers, row_statistics};
 pub(crate) use norms::{Normalization, normalize, normalize_back};
 pub(crate) use product::{Matrix, MatrixLayout, add_product, add_products, write_product};

@@ -1,5 +1,10 @@
-//! Attention on CUDA devices: products by cuBLAS for a block of queries and all key heads at once, and a kernel for the
-//! softmax between two products.
+//! Attention on CUDA devices.
+//!
+//! In BF16 and F16, with heads of 64 or 128 elements and without dropout, one kernel computes forward and two compute
+//! backward ([`FlashAttention`]). Scores never leave the chip.
+//!
+//! Otherwise cuBLAS computes the products of a block of queries with all key heads at once, and a kernel the softmax
+//! between two products.
 //!
 //! Operands and results have the tensors' dtype. Scores and sums are F32, or F64 for F64. Forward keeps the output and
 //! the logarithms of the sums, and backward computes each block's probabilities again. So memory grows with the length
@@ -8,12 +13,16 @@
 //! Gradients of keys and values are sums over all queries, and over the query heads that share a key head. They are
 //! added up in F32, in the order of blocks and heads, and rounded once.
 
+use std::ops::Range;
+
 use candle_core::{Device, Result, Storage, Tensor};
 use fsdp_core::{Buffer, DType};
 
 use super::fused::{AttentionDims, Engine, HeadLayout, VisibleKeys};
 use crate::error::Error;
-use crate::kernels::{self, Kernels, Matrix, MatrixLayout, Rows, ScoreBlock, Slice, SliceMut, add_products, wide};
+use crate::kernels::{
+    self, FlashAttention, Heads, Kernels, Matrix, MatrixLayout, Rows, ScoreBlock, Slice, SliceMut, add_products, wide,
+};
 use crate::storage::{to_core_dtype, to_storage, to_tensor, with_slice};
 
 /// Bytes of a block's products of queries and keys. Larger blocks have fewer launches.
@@ -36,6 +45,15 @@ impl Engine for Cuda {
         let of = Attention::new(dims, operands[0])?;
         let mut out = of.uninit(of.dtype, dims.batch * of.row_len())?;
         let mut log_sums = of.uninit(of.sums, dims.batch * of.sums_len())?;
+        let is_flash = with_operands(operands, |slices| {
+            of.flash(dims.layouts(operands), &slices[0], |flash, rows| {
+                let out = SliceMut::from(&mut out).range(of.rows(&rows, of.row_len()))?;
+                flash.forward(slices, out, SliceMut::from(&mut log_sums).range(of.rows(&rows, of.sums_len()))?)
+            })
+        })?;
+        if is_flash {
+            return Ok((to_storage(out)?, log_sums));
+        }
         let mut products = of.uninit(of.sums, of.largest_block())?;
         let mut weights = of.uninit(of.dtype, of.largest_block())?;
         with_operands(operands, |[q, k, v]| {
@@ -74,13 +92,18 @@ impl Engine for Cuda {
         log_sums: &Buffer,
     ) -> Result<Vec<Option<Tensor>>> {
         let of = Attention::new(dims, operands[0])?;
-        let mut gradients =
-            operands.iter().map(|operand| of.zeros(of.dtype, operand.elem_count())).collect::<Result<Vec<_>>>()?;
-        with_operands(operands, |operands_of| {
+        let gradients = with_operands(operands, |slices| {
             with_slice(&d_out.contiguous()?, |_, d_out| {
                 with_slice(out, |_, out| {
                     let layouts = dims.layouts(operands);
-                    of.backward(operands_of, layouts, [out, d_out], log_sums, &mut gradients)
+                    let lengths = operands.iter().map(|operand| operand.elem_count());
+                    if let Some(gradients) = of.flash_back(slices, layouts, [out, d_out], log_sums, lengths.clone())? {
+                        return Ok(gradients);
+                    }
+                    let zeros = lengths.map(|length| of.zeros(of.dtype, length));
+                    let mut gradients = zeros.collect::<Result<Vec<_>>>()?;
+                    of.backward(slices, layouts, [out, d_out], log_sums, &mut gradients)?;
+                    Ok(gradients)
                 })
             })
         })?;
@@ -150,7 +173,7 @@ impl<'a> Attention<'a> {
         self.dims.n_heads * self.dims.queries
     }
 
-    fn sums_of(&self, batch: usize) -> std::ops::Range<usize> {
+    fn sums_of(&self, batch: usize) -> Range<usize> {
         batch * self.sums_len()..(batch + 1) * self.sums_len()
     }
 
@@ -159,6 +182,75 @@ impl<'a> Attention<'a> {
         let Some(documents) = &self.dims.documents else { return f(None) };
         let (bounds, of_row) = documents.bounds_on(self.device, batch)?;
         with_slice(&bounds, |_, bounds| f(Some(bounds.range(of_row)?)))
+    }
+
+    /// Returns the range of the elements of some rows of the batch.
+    fn rows(&self, rows: &Range<usize>, row_len: usize) -> Range<usize> {
+        rows.start * row_len..rows.end * row_len
+    }
+
+    /// Calls `f` with the attention of all rows of the batch, or of each row if rows have documents, and returns `true`.
+    /// Returns `false` if the device has no kernels for it.
+    fn flash(
+        &self,
+        layouts: [HeadLayout; 3],
+        operand: &Slice<'_>,
+        mut f: impl FnMut(FlashAttention<'_>, Range<usize>) -> Result<()>,
+    ) -> Result<bool> {
+        let &AttentionDims { batch, queries, keys, n_heads, n_kv_heads, dim, options, .. } = self.dims;
+        let of = |rows: &Range<usize>| FlashAttention {
+            batch: rows.len(),
+            queries,
+            keys,
+            heads: n_heads,
+            kv_heads: n_kv_heads,
+            dim,
+            is_causal: options.causal,
+            window: options.window,
+            scale: options.scale,
+            softcap: options.softcap,
+            bounds: None,
+            places: layouts.map(|HeadLayout { offset, batch_stride, row_stride }| Heads {
+                first: offset + rows.start * batch_stride,
+                batch_stride,
+                row_stride,
+            }),
+        };
+        let all = 0..batch;
+        if self.dims.mask.is_some() || !of(&all).supports(operand)? {
+            return Ok(false);
+        }
+        if self.dims.documents.is_none() {
+            return f(of(&all), all).map(|()| true);
+        }
+        for row in all {
+            let row = row..row + 1;
+            self.with_bounds(row.start, |bounds| f(FlashAttention { bounds, ..of(&row) }, row))?;
+        }
+        Ok(true)
+    }
+
+    /// Returns the gradients of the operands, which have these lengths, or `None` if the device has no kernels for them.
+    fn flash_back(
+        &self,
+        operands: [Slice<'_>; 3],
+        layouts: [HeadLayout; 3],
+        [out, d_out]: [Slice<'_>; 2],
+        log_sums: &Buffer,
+        lengths: impl Iterator<Item = usize>,
+    ) -> Result<Option<Vec<Buffer>>> {
+        let mut gradients = lengths.map(|length| self.uninit(self.dtype, length)).collect::<Result<Vec<_>>>()?;
+        let mut deltas = self.uninit(self.sums, self.dims.batch * self.sums_len())?;
+        let is_flash = self.flash(layouts, &operands[0], |flash, rows| {
+            let outputs = [
+                out.range(self.rows(&rows, self.row_len()))?,
+                d_out.range(self.rows(&rows, self.row_len()))?,
+            ];
+            let sums = self.rows(&rows, self.sums_len());
+            let deltas = SliceMut::from(&mut deltas).range(sums.clone())?;
+            flash.backward(operands, outputs, Slice::from(log_sums).range(sums)?, deltas, &mut gradients)
+        })?;
+        Ok(is_flash.then_some(gradients))
     }
 
     /// Returns the blocks of a row of the batch, in order.

@@ -2,9 +2,11 @@
 //! operations: values and all gradients. The tests need a device; the device double has one.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
+use fsdp_core::device::cuda::DeviceMemory;
 
 use super::super::*;
 use super::{DTYPES, assert_close, cuda_device as device, random};
+use crate::kernels::{compute_stream, uninit};
 use crate::random::{Part, RngState, in_part, set_rng_state};
 
 fn on_host(tensor: &Tensor) -> Tensor {
@@ -350,4 +352,25 @@ fn embeddings_match_f64() {
             });
         }
     }
+}
+
+#[test]
+fn rejects_too_large_scores_of_the_composite_on_a_device() {
+    const SCORES: usize = 85_895_824_000;
+    let Some(device) = device() else { return };
+    // Beside it, the scores do not fit.
+    let free = DeviceMemory::of(&compute_stream(&device).unwrap()).unwrap().free as usize;
+    let ballast = uninit(&device, fsdp_core::DType::U8, free.saturating_sub(SCORES) + (1 << 23)).unwrap();
+    let error = |steps: usize| {
+        let zeros = Tensor::zeros((1, 1, steps, 1), DType::F64, &device).unwrap();
+        let q = Var::from_tensor(&zeros).unwrap();
+        ops::sdpa(&q, &zeros, &zeros, None, true, 1., 1.).unwrap_err().to_string()
+    };
+    let parts = ["[1, 1, 46341, 46341] has 2147488281 elements", "fewer than 2147483648 (2^31)"];
+    let said = error(46341);
+    assert!(parts.iter().all(|part| said.contains(part)), "{said}");
+    let parts = [&format!("take 80.00 GiB ({SCORES} bytes) in 5 matrices of f64"), "GiB free of "];
+    let said = error(46340);
+    assert!(parts.iter().all(|part| said.contains(part)), "{said}");
+    drop(ballast);
 }

@@ -1,0 +1,192 @@
+//! Attention on tensor cores: `flash_attention.cuh`.
+
+use candle_core::{Result, bail};
+use cudarc::driver::LaunchConfig;
+use fsdp_core::device::cuda::{CudaView, failed};
+use fsdp_core::{Buffer, DType};
+
+use super::super::slice::{Slice, SliceMut, same_length};
+use super::compiler::Module;
+use super::device::{Arg, CudaKernels, float_suffix, of_slice, same_dtype};
+use crate::error::Error;
+
+/// Rows of queries or keys of a block: `ROWS` in the source.
+const ROWS: usize = 64;
+/// Threads of a block: four warps.
+const THREADS: u32 = 128;
+/// The lowest major version of a compute capability that has the instructions.
+const FEWEST_CAPABILITY: i32 = 8;
+/// Elements of a copy to shared memory. Every row of a head must begin at a multiple of it.
+const COPIED: usize = 8;
+/// Most blocks of a launch along its second and third dimension.
+const MOST_BLOCKS: usize = u16::MAX as usize;
+
+/// Where the heads of an operand or of its gradient are, in a range of elements: heads of a position follow each other.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Heads {
+    /// Index of the first element.
+    pub(crate) first: usize,
+    /// Elements from one row of the batch to the next.
+    pub(crate) batch_stride: usize,
+    /// Elements from one position to the next.
+    pub(crate) row_stride: usize,
+}
+
+/// An attention whose operands have [a dtype and dimensions that the kernels support](FlashAttention::supports).
+#[derive(Clone, Copy)]
+pub(crate) struct FlashAttention<'a> {
+    pub(crate) batch: usize,
+    /// Positions of queries and keys.
+    pub(crate) queries: usize,
+    pub(crate) keys: usize,
+    pub(crate) heads: usize,
+    pub(crate) kv_heads: usize,
+    /// Elements of a head.
+    pub(crate) dim: usize,
+    pub(crate) is_causal: bool,
+    pub(crate) window: Option<usize>,
+    pub(crate) scale: f64,
+    pub(crate) softcap: Option<f64>,
+    /// Bounds of the documents of a batch of one row, U32: 0, ..., `queries`.
+    pub(crate) bounds: Option<Slice<'a>>,
+    /// The places of q, k and v, and of their gradients.
+    pub(crate) places: [Heads; 3],
+}
+
+impl<'a> FlashAttention<'a> {
+    /// Returns whether the device that holds the operands has kernels for them.
+    pub(crate) fn supports(&self, operand: &Slice<'_>) -> Result<bool> {
+        let cuda = of_slice(operand)?;
+        let capability = cuda.stream.context().compute_capability();
+        let refused = |error| Error::Core(failed(&cuda.stream, "asking for its capability", &error));
+        let (major, _) = capability.map_err(refused)?;
+        let is_aligned = |heads: &Heads| {
+            [heads.first, heads.batch_stride, heads.row_stride].iter().all(|place| place.is_multiple_of(COPIED))
+        };
+        Ok(matches!(operand.dtype(), DType::BF16 | DType::F16)
+            && matches!(self.dim, 64 | 128)
+            && major >= FEWEST_CAPABILITY
+            && self.places.iter().all(is_aligned)
+            && self.batch.max(self.heads) <= MOST_BLOCKS
+            && self.batch * self.queries * self.keys > 0)
+    }
+
+    /// Writes the output `[batch, queries, heads, dim]`, and the logarithms of the sums `[batch, heads, queries]`, F32.
+    pub(crate) fn forward(&self, operands: [Slice<'_>; 3], out: SliceMut<'_>, log_sums: SliceMut<'_>) -> Result<()> {
+        let cuda = of_slice(&operands[0])?;
+        let dtype = operands[0].dtype();
+        let out = self.outputs(cuda, dtype, out)?;
+        let log_sums = self.sums(cuda, log_sums)?;
+        let mut arguments = self.operands(cuda, operands)?;
+        arguments.extend([out, log_sums].map(Arg::from));
+        self.launch(cuda, dtype, "forward", (self.queries, self.heads), arguments)
+    }
+
+    /// Writes the gradients of q, k and v, given the output and its gradient. They have the places of the operands, in
+    /// three buffers or in one. `deltas` is memory for `[batch, heads, queries]`, F32.
+    pub(crate) fn backward(
+        &self,
+        operands: [Slice<'_>; 3],
+        [out, d_out]: [Slice<'_>; 2],
+        log_sums: Slice<'_>,
+        deltas: SliceMut<'_>,
+        gradients: &mut [Buffer],
+    ) -> Result<()> {
+        let cuda = of_slice(&operands[0])?;
+        let dtype = operands[0].dtype();
+        for slice in [&out, &d_out] {
+            same_dtype(dtype, slice.dtype())?;
+            same_length(self.batch * self.queries * self.heads * self.dim, slice.len())?;
+        }
+        same_dtype(DType::F32, log_sums.dtype())?;
+        same_length(self.batch * self.heads * self.queries, log_sums.len())?;
+        let (log_sums, deltas): (Arg, Arg) = (cuda.view(log_sums)?.into(), self.sums(cuda, deltas)?.into());
+        let (out, d_out): (Arg, Arg) = (cuda.view(out)?.into(), cuda.view(d_out)?.into());
+        let views = gradients.iter_mut().map(|gradient| {
+            same_dtype(dtype, gradient.dtype())?;
+            cuda.view_mut(gradient.into())
+        });
+        let views = views.collect::<Result<Vec<_>>>()?;
+        let of_operand = |at: usize| match views.get(at).or(views.first()) {
+            Some(view) => self.range(dtype, at, *view).map(Arg::from),
+            None => bail!("attention: no memory for gradients"),
+        };
+        let (d_q, d_k) = (of_operand(0)?, of_operand(1)?);
+        // In one buffer, the values' gradients are named by their distance.
+        let (d_v, v_after_k) = match views.len() {
+            1 => (Arg::NULL, self.places[2].first.saturating_sub(self.places[1].first)),
+            _ => (of_operand(2)?, 0),
+        };
+        let mut arguments = self.operands(cuda, operands)?;
+        let mut of_queries = arguments.clone();
+        of_queries.extend([out, d_out, log_sums, deltas, d_q]);
+        self.launch(cuda, dtype, "backward_queries", (self.queries, self.heads), of_queries)?;
+        arguments.extend([d_out, log_sums, deltas, d_k, d_v, v_after_k.into()]);
+        self.launch(cuda, dtype, "backward_keys", (self.keys, self.kv_heads), arguments)
+    }
+
+    /// Returns the elements of an operand, or of its gradient, from its first one to its last one.
+    fn range<'b>(&self, dtype: DType, at: usize, memory: CudaView<'b>) -> Result<CudaView<'b>> {
+        let Heads { first, batch_stride, row_stride } = self.places[at];
+        let (positions, heads) = if at == 0 { (self.queries, self.heads) } else { (self.keys, self.kv_heads) };
+        let end = first + (self.batch - 1) * batch_stride + (positions - 1) * row_stride + heads * self.dim;
+        match memory.range(first * dtype.size()..end * dtype.size()) {
+            Some(memory) if memory.address().is_multiple_of(16) => Ok(memory),
+            Some(_) => bail!("attention: an operand on a device is at no multiple of 16 bytes"),
+            None => bail!("attention: the memory of an operand is too short"),
+        }
+    }
+
+    fn operands(&self, cuda: &CudaKernels, operands: [Slice<'_>; 3]) -> Result<Vec<Arg>> {
+        let mut arguments = vec![];
+        for (at, operand) in operands.into_iter().enumerate() {
+            same_dtype(operands[0].dtype(), operand.dtype())?;
+            arguments.push(self.range(operand.dtype(), at, cuda.view(operand)?)?.into());
+        }
+        Ok(arguments)
+    }
+
+    fn outputs<'b>(&self, cuda: &CudaKernels, dtype: DType, out: SliceMut<'b>) -> Result<CudaView<'b>> {
+        same_dtype(dtype, out.dtype())?;
+        same_length(self.batch * self.queries * self.heads * self.dim, out.len())?;
+        cuda.view_mut(out)
+    }
+
+    fn sums<'b>(&self, cuda: &CudaKernels, sums: SliceMut<'b>) -> Result<CudaView<'b>> {
+        same_dtype(DType::F32, sums.dtype())?;
+        same_length(self.batch * self.heads * self.queries, sums.len())?;
+        cuda.view_mut(sums)
+    }
+
+    /// Runs a kernel with a block for each `ROWS` of `positions` of each head, after adding the sizes to `arguments`.
+    fn launch(
+        &self,
+        cuda: &CudaKernels,
+        dtype: DType,
+        kernel: &str,
+        (positions, heads): (usize, usize),
+        mut arguments: Vec<Arg>,
+    ) -> Result<()> {
+        let (bounds, documents) = match self.bounds {
+            Some(bounds) => {
+                same_dtype(DType::U32, bounds.dtype())?;
+                same_length(1, self.batch)?;
+                (cuda.view(bounds)?.into(), bounds.len().saturating_sub(1))
+            }
+            None => (Arg::NULL, 0),
+        };
+        let strides = self.places.iter().flat_map(|heads| [heads.batch_stride, heads.row_stride]);
+        arguments.extend(strides.map(Arg::from));
+        arguments.extend([bounds, documents.into(), self.queries.into(), self.keys.into()]);
+        let window = self.window.map_or(u64::MAX, |window| window as u64);
+        arguments.extend([u32::from(self.is_causal).into(), Arg::Long(window)]);
+        arguments.extend([self.heads, self.heads / self.kv_heads].map(Arg::from));
+        arguments.extend([Arg::Float(self.scale as f32), Arg::Float(self.softcap.unwrap_or(0.) as f32)]);
+        let module = if dtype == DType::BF16 { Module::FlashBf16 } else { Module::FlashF16 };
+        let kernel = format!("flash_{kernel}_{}_{}", float_suffix(dtype)?, self.dim);
+        let grid_dim = (positions.div_ceil(ROWS) as u32, heads as u32, self.batch as u32);
+        let config = LaunchConfig { grid_dim, block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };
+        // SAFETY: the kernel's arguments, of the dtype in its name, and of the lengths and strides in them.
+        unsafe { cuda.launch(module.kernel(&kernel), config, &arguments) }
+    }
+}

@@ -1,0 +1,8 @@
+// The kernels of `flash_attention.cuh` for f16.
+#include "prelude.cuh"
+#include "visible_keys.cuh"
+#include "tensor_cores.cuh"
+#include "flash_attention.cuh"
+
+FLASH_ATTENTION(f16, 64)
+FLASH_ATTENTION(f16, 128)

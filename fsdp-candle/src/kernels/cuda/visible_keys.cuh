@@ -1,0 +1,35 @@
+// Which keys a query of attention sees: `VisibleKeys` in `nn/attention/fused.rs`.
+
+struct Keys { u64 begin, end; };
+
+// One row of the batch. What a query sees follows from its index, so no mask is read.
+struct Visibility {
+  // Bounds of the row's documents in tokens: 0, ..., `queries`. Null without documents.
+  const u32* bounds;
+  u64 documents;
+  u64 queries, keys;
+  u32 is_causal;
+  u64 window;
+
+  __device__ Keys of(u64 query) const {
+    u64 start = 0, length = keys, before = keys > queries ? keys - queries : 0;
+    if (bounds) {
+      // The last document that begins at the query or before it.
+      u64 low = 0, high = documents;
+      while (high - low > 1) {
+        const u64 middle = low + (high - low) / 2;
+        if (bounds[middle] <= query) low = middle;
+        else high = middle;
+      }
+      start = bounds[low];
+      length = bounds[low + 1] - start;
+      before = 0;
+    }
+    const u64 position = before + query - start;
+    const u64 begin = position + 1 > window ? position + 1 - window : 0;
+    u64 end = position + 1;
+    if (!is_causal) end = window < length - position ? position + window : length;
+    const Keys visible = {start + begin, start + end};
+    return visible;
+  }
+};
