@@ -1,13 +1,12 @@
 //! Nodes of Candle's graph for operations of this library.
 //!
 //! Candle's backward adds each gradient that an operation returns to a new tensor of zeros. Between two operations of
-//! this library on the CPU, gradients therefore bypass Candle: an operation has a *token*, a scalar node that stands for
+//! this library, gradients therefore bypass Candle: an operation has a *token*, a scalar node that stands for
 //! it in the graph, and its output is a node that follows the token. An operation that takes the output follows the
 //! token instead, and adds its gradient to the sum in which the token's backward finds it. The first gradient is moved
 //! there. Other operations follow the output, whose backward passes their gradient on to the same sum.
 //!
-//! On devices, the zeros and the sum of a token would be as many launches as those that they replace, so an output is
-//! the operation's own node. So are scalars, and what an inspected unit computes ([`nodes_with_values`]).
+//! An output that is a scalar, or that an inspected unit computes ([`nodes_with_values`]), is the operation's own node.
 
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -17,7 +16,7 @@ use candle_core::{CpuStorage, CudaStorage, MetalStorage};
 use candle_core::{CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Storage, Tensor, TensorId, bail};
 use parking_lot::Mutex;
 
-use crate::storage::{scalar, with_slice, with_slice_mut};
+use crate::storage::{scalar, sum, with_slice, with_slice_mut};
 
 /// The backward of a node with one source.
 pub(crate) trait Backward: Send + Sync + 'static {
@@ -69,8 +68,7 @@ pub(crate) fn graph_op<G: IntoIterator<Item = Option<Tensor>>>(
         }
     };
     let kept = sources.iter().zip(&links).map(|(source, link)| Some(((*source).clone(), link.clone()?.slot))).collect();
-    let has_token = matches!(memory, Storage::Cpu(_))
-        && shape.rank() > 0
+    let has_token = shape.rank() > 0
         && NODES_WITH_VALUES.get() == 0
         && sources.iter().any(|source| source.track_op());
     let op = |result, slot| GraphOp {
@@ -149,10 +147,10 @@ enum Gradient {
 impl GradientSum {
     /// Adds a gradient whose memory others may hold.
     fn add(&self, gradient: Tensor) -> Result<()> {
-        let mut sum = self.0.lock();
-        *sum = Some(match sum.take() {
+        let mut known = self.0.lock();
+        *known = Some(match known.take() {
             None => Gradient::Moved(gradient),
-            Some(Gradient::Moved(first)) => Gradient::Owned((first + gradient)?),
+            Some(Gradient::Moved(first)) => Gradient::Owned(sum(&first, &gradient)?),
             Some(Gradient::Owned(total)) => Gradient::Owned(add_to(total, &gradient)?),
         });
         Ok(())
@@ -210,8 +208,8 @@ impl GraphOp {
         for ((gradient, source), argument) in gradients.iter_mut().zip(&self.sources).zip(arguments) {
             let Some((_, slot)) = source else { continue };
             gradient.take().map_or(Ok(()), |gradient| slot.gradient.add(gradient))?;
-            // Candle needs a gradient of every node that it visits.
-            *gradient = Some(argument.zeros_like()?);
+            // Candle needs a gradient of every node that it visits. A token's value is 0.
+            *gradient = Some(argument.detach());
         }
         Ok(gradients)
     }
@@ -227,7 +225,7 @@ struct Output {
 impl Output {
     fn backward(&self, [token]: &[&Tensor; 1], _: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 1]> {
         self.slot.gradient.add(gradient.clone())?;
-        Ok([Some(token.zeros_like()?)])
+        Ok([Some(token.detach())])
     }
 }
 

@@ -6,11 +6,12 @@ use super::cpu::simd::kernel;
 use super::cpu::{map_rows, read, storage};
 use super::weight::has_cpu_kernels;
 use crate::graph::graph_op;
+use crate::storage::{sum, take};
 
 /// Returns `x + y`, for two tensors of one shape and dtype.
 ///
-/// On the CPU in f32, f16 and bf16, the gradient reaches other operations of this module without the copies and sums of
-/// Candle's `+`. Otherwise, this is Candle's `+`.
+/// The gradient reaches other operations of this module without the copies and sums of Candle's `+`. For tensors of other
+/// shapes or dtypes, this is Candle's `+`.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -21,16 +22,21 @@ use crate::graph::graph_op;
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn add(x: &Tensor, y: &Tensor) -> Result<Tensor> {
-    if !(has_cpu_kernels(x) && y.device().is_cpu() && x.dims() == y.dims() && x.dtype() == y.dtype()) {
+    if !(x.device().same_device(y.device()) && x.dims() == y.dims() && x.dtype() == y.dtype()) {
         return x + y;
     }
-    let mut sum = vec![0f32; x.elem_count()];
-    {
-        read!(x, x);
-        read!(y, y);
-        map_rows(&mut sum, 1, 1, |first, sum| sums(sum, &x[first..], &y[first..]));
-    }
-    graph_op("add", &[x, y], storage(sum, x.dtype())?, x.shape(), |_, _, gradient| {
+    let total = if has_cpu_kernels(x) {
+        let mut total = vec![0f32; x.elem_count()];
+        {
+            read!(x, x);
+            read!(y, y);
+            map_rows(&mut total, 1, 1, |first, total| sums(total, &x[first..], &y[first..]));
+        }
+        storage(total, x.dtype())?
+    } else {
+        take(&sum(x, y)?)?
+    };
+    graph_op("add", &[x, y], total, x.shape(), |_, _, gradient| {
         Ok([Some(gradient.clone()), Some(gradient.clone())])
     })
 }

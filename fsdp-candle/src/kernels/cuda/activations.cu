@@ -1,4 +1,4 @@
-// Activations: `nn/activation.rs` has the formulas. Backward reads only the inputs.
+// Activations and sums: `nn/activation.rs` has the formulas. Backward reads only the inputs.
 #include "prelude.cuh"
 #include "packs.cuh"
 
@@ -65,6 +65,22 @@ static __device__ void activate_back(const T* x, const T* dy, T* dx, u64 count) 
 #define ACTIVATIONS(name, T) \
   ACTIVATION(silu, Silu, name, T) ACTIVATION(gelu, Gelu, name, T) ACTIVATION(gelu_erf, GeluErf, name, T)
 FLOATS(ACTIVATIONS)
+
+template <int N, class T> static __device__ void sum(const T* x, const T* y, T* to, u64 count) {
+  typedef Float<T> F;
+  EACH_PACK(at, count) {
+    Pack<T, N> values = load<N>(x + at);
+    const Pack<T, N> more = load<N>(y + at);
+    for (int i = 0; i < N; i++) values.at[i] = F::put(F::get(values.at[i]) + F::get(more.at[i]));
+    store(to + at, values);
+  }
+}
+#define SUM(name, T) \
+  KERNEL(sum_##name)(const T* x, const T* y, T* to, u64 count) { \
+    if (count % 4 == 0 && are_packs(x, y, to)) sum<4>(x, y, to, count); \
+    else sum<1>(x, y, to, count); \
+  }
+FLOATS(SUM)
 
 // SwiGLU of rows of `width` elements. The rows of `gate` and `up` are `stride` apart, as in a tensor that holds both.
 template <int N, class T>

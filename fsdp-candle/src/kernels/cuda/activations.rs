@@ -1,4 +1,4 @@
-//! Activations of elements, and SwiGLU.
+//! Activations of elements, sums, and SwiGLU.
 
 use candle_core::Result;
 use fsdp_core::Buffer;
@@ -33,6 +33,20 @@ pub(crate) fn activate_back(function: &str, x: Slice<'_>, dy: Slice<'_>) -> Resu
     // SAFETY: the kernel's arguments, of one dtype and length.
     unsafe { cuda.run_elementwise(Module::Activations.kernel(&kernel), len.div_ceil(PACK), &args)? };
     Ok(dx)
+}
+
+/// Computes `x + y`.
+pub(crate) fn sum(x: Slice<'_>, y: Slice<'_>) -> Result<Buffer> {
+    let (cuda, dtype, len) = (of_slice(&x)?, x.dtype(), x.len());
+    same_dtype(dtype, y.dtype())?;
+    same_length(len, y.len())?;
+    let kernel = format!("sum_{}", float_suffix(dtype)?);
+    let mut sum = cuda.uninit(dtype, len)?;
+    let to = cuda.view_mut(SliceMut::from(&mut sum))?;
+    let args = [cuda.view(x)?.into(), cuda.view(y)?.into(), to.into(), len.into()];
+    // SAFETY: the kernel's arguments, of one dtype and length.
+    unsafe { cuda.run_elementwise(Module::Activations.kernel(&kernel), len.div_ceil(PACK), &args)? };
+    Ok(sum)
 }
 
 /// Computes `silu(gate) * up`.
