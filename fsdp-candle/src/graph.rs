@@ -68,9 +68,7 @@ pub(crate) fn graph_op<G: IntoIterator<Item = Option<Tensor>>>(
         }
     };
     let kept = sources.iter().zip(&links).map(|(source, link)| Some(((*source).clone(), link.clone()?.slot))).collect();
-    let has_token = shape.rank() > 0
-        && NODES_WITH_VALUES.get() == 0
-        && sources.iter().any(|source| source.track_op());
+    let has_token = shape.rank() > 0 && NODES_WITH_VALUES.get() == 0 && sources.iter().any(|source| source.track_op());
     let op = |result, slot| GraphOp {
         name,
         result: Mutex::new(Some(result)),

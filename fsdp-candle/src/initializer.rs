@@ -184,12 +184,13 @@ impl Initializer for Philox {
             let first = chunk * CHUNK;
             // Neighbours share four values.
             let mut drawn = (u64::MAX, [0.; 4]);
-            let values = global_indices(request.shape, request.region, first..first + shard.len() / size).map(|index| {
-                if drawn.0 != index / 4 {
-                    drawn = (index / 4, self.values(distribution, stream, index / 4));
-                }
-                drawn.1[(index % 4) as usize]
-            });
+            let values =
+                global_indices(request.shape, request.region, first..first + shard.len() / size).map(|index| {
+                    if drawn.0 != index / 4 {
+                        drawn = (index / 4, self.values(distribution, stream, index / 4));
+                    }
+                    drawn.1[(index % 4) as usize]
+                });
             write_floats(request, values, shard)
         })
     }
@@ -348,6 +349,35 @@ mod tests {
                 assert!((0..7).all(|row| part[row] == whole[row * 3 + column]));
             }
         }
+    }
+
+    #[test]
+    fn an_element_is_a_function_of_its_index() {
+        let shape = [3, 5, 7];
+        let region = Region { offsets: vec![1, 2, 3], sizes: vec![2, 3, 4] };
+        let stream = {
+            let mut hasher = fnv::FnvHasher::default();
+            hasher.write(b"w");
+            hasher.finish()
+        };
+        let index = |a: u64, b: u64, c: u64| ((1 + a) * 5 + 2 + b) * 7 + 3 + c;
+        let indices = (0..2).flat_map(|a| (0..3).flat_map(move |b| (0..4).map(move |c| index(a, b, c))));
+        let word = |index: u64, at: u64| {
+            let counter = [(index / 4) as u32, 0, stream as u32, (stream >> 32) as u32];
+            u32_to_unit_f64(philox4x32_10(counter, [7, 0])[at as usize])
+        };
+        let normal = |index: u64| {
+            let (radius, angle) = (word(index, index % 4 / 2 * 2), word(index, index % 4 / 2 * 2 + 1));
+            let turn = 2. * std::f64::consts::PI * angle;
+            ((-2. * radius.ln()).sqrt() * if index.is_multiple_of(2) { turn.cos() } else { turn.sin() }) as f32
+        };
+        let uniform = |index: u64| word(index, index % 4) as f32;
+        let found = draw(&shape, &region, Init::Randn { mean: 0., stdev: 1. });
+        assert!(
+            found.iter().zip(indices.clone()).all(|(&found, index)| (found - normal(index)).abs() < 1e-6),
+            "{found:?}"
+        );
+        assert_eq!(draw(&shape, &region, Init::Uniform { lo: 0., up: 1. }), indices.map(uniform).collect::<Vec<_>>());
     }
 
     #[test]

@@ -36,9 +36,7 @@ pub fn add(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     } else {
         take(&sum(x, y)?)?
     };
-    graph_op("add", &[x, y], total, x.shape(), |_, _, gradient| {
-        Ok([Some(gradient.clone()), Some(gradient.clone())])
-    })
+    graph_op("add", &[x, y], total, x.shape(), |_, _, gradient| Ok([Some(gradient.clone()), Some(gradient.clone())]))
 }
 
 kernel! {

@@ -8,7 +8,7 @@
 // powers of 2, which devices compute faster.
 
 const u32 WARPS = 4, ROWS = 16 * WARPS;
-// Keys of a tile in forward and backward, and queries of a tile in the second kernel of backward.
+// Keys of a tile in forward, and queries of a tile in the second kernel of backward.
 const u32 KEYS = 64, QUERIES = 32;
 const float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
@@ -138,8 +138,9 @@ struct Block {
   u64 first, own;
   // Keys that any of the queries sees, and that all of them see.
   Keys any, all;
-  // Keys that the queries of this lane's rows see. A row that does not exist sees none.
-  Keys visible[2];
+  // Keys that the queries of this lane's rows see, counted from the first key that any sees. A row that does not exist
+  // sees none.
+  u32 begins[2], ends[2];
 
   __device__ Block(const Visibility& of) {
     // The last queries see the most keys: their blocks begin first.
@@ -152,13 +153,14 @@ struct Block {
     all.end = of_first.end;
     for (u32 r = 0; r < 2; r++) {
       const u64 query = own + group_of_lane() + 8 * r;
-      const Keys none = {0, 0};
-      visible[r] = query < of.queries ? of.of(query) : none;
+      const Keys visible = of.of(query < of.queries ? query : of.queries - 1);
+      begins[r] = (u32)(visible.begin - any.begin);
+      ends[r] = query < of.queries ? (u32)(visible.end - any.begin) : 0;
     }
   }
 
   // Whether all queries see a tile of keys.
-  __device__ bool sees_all(u64 key) const { return key >= all.begin && key + KEYS <= all.end; }
+  template <u32 keys> __device__ bool sees_all(u64 key) const { return key >= all.begin && key + keys <= all.end; }
 };
 
 template <class T, u32 D>
@@ -192,16 +194,15 @@ static __device__ void forward(const u16* q, const u16* k, const u16* v, u16* ou
     if (key + KEYS < block.any.end) start_rows<D, KEYS>(keys, k, k_strides.row, key + KEYS, all.keys);
     end_group();
 
-    const bool sees_all = block.sees_all(key);
+    const bool sees_all = block.sees_all<KEYS>(key);
     float most[2] = {highest[0], highest[1]};
 #pragma unroll
     for (u32 i = 0; i < KEYS / 8; i++) {
 #pragma unroll
       for (u32 c = 0; c < 4; c++) {
-        const Keys& visible = block.visible[c / 2];
-        const u64 at = key + 8 * i + pair_of_lane() + c % 2;
+        const u32 at = (u32)(key - block.any.begin) + 8 * i + pair_of_lane() + c % 2;
         float slope;
-        const bool sees = sees_all || (at >= visible.begin && at < visible.end);
+        const bool sees = sees_all || (at >= block.begins[c / 2] && at < block.ends[c / 2]);
         scores[i][c] = sees ? score(scores[i][c], of, slope) : -f32_of(0x7f800000);
         most[c / 2] = fmaxf(most[c / 2], scores[i][c]);
       }
@@ -249,8 +250,10 @@ template <class T, u32 D>
 static __device__ void backward_queries(const u16* q, const u16* k, const u16* v, const u16* out, const u16* d_out,
                                         const float* log_sums, float* deltas, u16* d_q, Strides q_strides,
                                         Strides k_strides, Strides v_strides, Sizes of) {
-  __shared__ __align__(16) u16 keys[KEYS][D + 8];
-  __shared__ __align__(16) u16 values[KEYS][D + 8];
+  // Keys of a tile.
+  constexpr u32 TILE = D > 64 ? 64 : 32;
+  __shared__ __align__(16) u16 keys[TILE][D + 8];
+  __shared__ __align__(16) u16 values[TILE][D + 8];
   const Visibility& all = of.all;
   const Block block(all);
   const u64 head = blockIdx.y, batch = blockIdx.z, of_head = (batch * all.queries * of.heads + head) * D;
@@ -280,32 +283,31 @@ static __device__ void backward_queries(const u16* q, const u16* k, const u16* v
   read_rows<D>(queries, q + batch * q_strides.batch + head * D, q_strides.row, block.own, all.queries);
 
   float sums[D / 8][4] = {};
-  for (u64 key = block.any.begin; key < block.any.end; key += KEYS) {
+  for (u64 key = block.any.begin; key < block.any.end; key += TILE) {
     __syncthreads();  // all warps have read the last tile
-    start_rows<D, KEYS>(keys, k, k_strides.row, key, all.keys);
-    start_rows<D, KEYS>(values, v, v_strides.row, key, all.keys);
+    start_rows<D, TILE>(keys, k, k_strides.row, key, all.keys);
+    start_rows<D, TILE>(values, v, v_strides.row, key, all.keys);
     end_group();
     wait_for_copies<0>();
     __syncthreads();
-    float scores[KEYS / 8][4] = {}, gradients[KEYS / 8][4] = {};
-    add_products<T, D, KEYS>(scores, queries, keys);
-    add_products<T, D, KEYS>(gradients, outputs, values);
-    const bool sees_all = block.sees_all(key);
+    float scores[TILE / 8][4] = {}, gradients[TILE / 8][4] = {};
+    add_products<T, D, TILE>(scores, queries, keys);
+    add_products<T, D, TILE>(gradients, outputs, values);
+    const bool sees_all = block.sees_all<TILE>(key);
 #pragma unroll
-    for (u32 i = 0; i < KEYS / 8; i++) {
+    for (u32 i = 0; i < TILE / 8; i++) {
 #pragma unroll
       for (u32 c = 0; c < 4; c++) {
-        const Keys& visible = block.visible[c / 2];
-        const u64 at = key + 8 * i + pair_of_lane() + c % 2;
+        const u32 at = (u32)(key - block.any.begin) + 8 * i + pair_of_lane() + c % 2;
         float slope;
         const float p = power_of_two(score(scores[i][c], of, slope) - log_sum[c / 2]);
-        const bool sees = sees_all || (at >= visible.begin && at < visible.end);
+        const bool sees = sees_all || (at >= block.begins[c / 2] && at < block.ends[c / 2]);
         scores[i][c] = sees ? p * (gradients[i][c] - delta[c / 2]) * slope : 0;
       }
     }
-    u32 weights[KEYS / 16][4];
-    round_all<T, KEYS>(weights, scores);
-    add_weighted<T, D, KEYS>(sums, weights, keys);
+    u32 weights[TILE / 16][4];
+    round_all<T, TILE>(weights, scores);
+    add_weighted<T, D, TILE>(sums, weights, keys);
   }
   write_rows<T, D>(d_q + batch * q_strides.batch + head * D, q_strides.row, block.own, all.queries, sums, 1, 1);
 }
@@ -332,8 +334,9 @@ static __device__ void backward_keys(const u16* q, const u16* k, const u16* v, c
   __shared__ __align__(16) u16 outputs[QUERIES][D + 8];
   __shared__ float log_sum[QUERIES];
   __shared__ float delta[QUERIES];
-  __shared__ u64 begins[QUERIES];
-  __shared__ u64 ends[QUERIES];
+  // Keys that the queries see, counted from the block's first one.
+  __shared__ u32 begins[QUERIES];
+  __shared__ u32 ends[QUERIES];
   const Visibility& all = of.all;
   const u64 first = (u64)blockIdx.x * ROWS, own = first + 16 * warp(), kv_head = blockIdx.y, batch = blockIdx.z;
   q += batch * q_strides.batch;
@@ -363,8 +366,8 @@ static __device__ void backward_keys(const u16* q, const u16* k, const u16* v, c
         const Keys none = {0, 0}, visible = is_there ? all.of(mine) : none;
         log_sum[threadIdx.x] = is_there ? log_sums[of_sums + mine] * LOG2_E : 0;
         delta[threadIdx.x] = is_there ? deltas[of_sums + mine] : 0;
-        begins[threadIdx.x] = visible.begin;
-        ends[threadIdx.x] = visible.end;
+        begins[threadIdx.x] = visible.begin > first ? (u32)(visible.begin - first) : 0;
+        ends[threadIdx.x] = visible.end > first ? (u32)(visible.end - first) : 0;
       }
       wait_for_copies<0>();
       __syncthreads();
@@ -382,7 +385,7 @@ static __device__ void backward_keys(const u16* q, const u16* k, const u16* v, c
 #pragma unroll
         for (u32 c = 0; c < 4; c++) {
           const u32 column = 8 * i + pair_of_lane() + c % 2;
-          const u64 key = own + group_of_lane() + c / 2 * 8;
+          const u32 key = 16 * warp() + group_of_lane() + c / 2 * 8;
           float slope;
           const bool sees = key >= begins[column] && key < ends[column];
           const float p = sees ? power_of_two(score(scores[i][c], of, slope) - log_sum[column]) : 0;
@@ -413,7 +416,8 @@ static __device__ void backward_keys(const u16* q, const u16* k, const u16* v, c
   const Strides q_strides = {q_batch, q_row}, k_strides = {k_batch, k_row}, v_strides = {v_batch, v_row}; \
   const Visibility all = {bounds, documents, queries, keys, is_causal, window}; \
   const Sizes of = {all, heads, group, scale, softcap}
-#define FLASH_KERNEL(name) extern "C" __global__ void __launch_bounds__(WARPS * 32) name
+// At least two blocks share a processor.
+#define FLASH_KERNEL(name) extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) name
 
 #define FLASH_ATTENTION(T, D) \
   FLASH_KERNEL(flash_forward_##T##_##D)(const u16* q, const u16* k, const u16* v, u16* out, float* log_sums, \

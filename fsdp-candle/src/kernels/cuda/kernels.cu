@@ -87,8 +87,6 @@ static __device__ void combine_block(double mine, double* result, u32 of) {
 // Writes a partial result for each block.
 template <class T> static __device__ void powers(const T* values, u64 count, u32 of, double p, double* shares) {
   double mine = 0;
-  // Loads of several elements at a time.
-#pragma unroll 4
   EACH(i, count) mine = combined(mine, share((double)Float<T>::get(values[i]), of, p), of);
   combine_block(mine, shares + blockIdx.x, of);
 }

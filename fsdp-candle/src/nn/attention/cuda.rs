@@ -242,10 +242,8 @@ impl<'a> Attention<'a> {
         let mut gradients = lengths.map(|length| self.uninit(self.dtype, length)).collect::<Result<Vec<_>>>()?;
         let mut deltas = self.uninit(self.sums, self.dims.batch * self.sums_len())?;
         let is_flash = self.flash(layouts, &operands[0], |flash, rows| {
-            let outputs = [
-                out.range(self.rows(&rows, self.row_len()))?,
-                d_out.range(self.rows(&rows, self.row_len()))?,
-            ];
+            let outputs =
+                [out.range(self.rows(&rows, self.row_len()))?, d_out.range(self.rows(&rows, self.row_len()))?];
             let sums = self.rows(&rows, self.sums_len());
             let deltas = SliceMut::from(&mut deltas).range(sums.clone())?;
             flash.backward(operands, outputs, Slice::from(log_sums).range(sums)?, deltas, &mut gradients)

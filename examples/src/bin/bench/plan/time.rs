@@ -113,10 +113,7 @@ pub(super) fn of(setup: &Setup) -> Time {
 fn attention(setup: &Setup, layer: &Layer) -> [f64; 2] {
     let tokens = setup.tokens();
     if setup.framework == Framework::OnDevice {
-        let [operations, moved] = [on_device::attention(layer), on_device::scores_moved(layer, setup.compute)];
-        return std::array::from_fn(|pass| {
-            setup.device.products(tokens * operations[pass]) + setup.device.moves(tokens * moved[pass])
-        });
+        return on_device::attention(layer, setup.compute, &setup.device, tokens);
     }
     // Attention's backward has two and a half times the operations of its forward, because it recomputes a product.
     let forward = setup.device.attention(tokens * layer.attention());
@@ -136,9 +133,8 @@ fn forward(setup: &Setup, layer: &Layer) -> Compute {
 /// Returns the seconds of a block's backward, including recomputation.
 fn backward(setup: &Setup, layer: &Layer) -> Compute {
     let once = forward(setup, layer);
-    let moves = if setup.framework == Framework::OnDevice { on_device::BACKWARD_MOVES } else { 2. };
     let mut all =
-        Compute { products: 2. * once.products, attention: attention(setup, layer)[1], memory: moves * once.memory };
+        Compute { products: 2. * once.products, attention: attention(setup, layer)[1], memory: 2. * once.memory };
     let again = setup.framework.products_again(layer, setup.checkpoint);
     let again = Compute { products: setup.device.products(2. * setup.tokens() * again), ..once };
     match setup.checkpoint {
