@@ -1,10 +1,10 @@
 //! Nodes of Candle's graph for operations of this library.
 //!
 //! Candle's backward adds each gradient that an operation returns to a new tensor of zeros. Between two operations of
-//! this library, gradients therefore bypass Candle: an operation has a *token*, a scalar node that stands for
-//! it in the graph, and its output is a node that follows the token. An operation that takes the output follows the
-//! token instead, and adds its gradient to the sum in which the token's backward finds it. The first gradient is moved
-//! there. Other operations follow the output, whose backward passes their gradient on to the same sum.
+//! this library, gradients therefore bypass Candle: an operation has a *token*, a scalar node that stands for it in the
+//! graph, and its output is a node that follows the token. An operation that takes the output follows the token instead,
+//! and adds its gradient to the sum in which the token's backward finds it. The first gradient is moved there. Other
+//! operations follow the output, whose backward passes their gradient on to the same sum.
 //!
 //! An output that is a scalar, or that an inspected unit computes ([`nodes_with_values`]), is the operation's own node.
 
@@ -68,7 +68,10 @@ pub(crate) fn graph_op<G: IntoIterator<Item = Option<Tensor>>>(
         }
     };
     let kept = sources.iter().zip(&links).map(|(source, link)| Some(((*source).clone(), link.clone()?.slot))).collect();
-    let has_token = shape.rank() > 0 && NODES_WITH_VALUES.get() == 0 && sources.iter().any(|source| source.track_op());
+    let has_token = !matches!(memory, Storage::Metal(_))
+        && shape.rank() > 0
+        && NODES_WITH_VALUES.get() == 0
+        && sources.iter().any(|source| source.track_op());
     let op = |result, slot| GraphOp {
         name,
         result: Mutex::new(Some(result)),

@@ -179,7 +179,8 @@ impl Initializer for Philox {
         let mut hasher = fnv::FnvHasher::default();
         hasher.write(request.name.as_bytes());
         let stream = hasher.finish();
-        let size = request.dtype.size_in_bytes();
+        // Candle has dtypes of less than a byte, which `write_floats` refuses.
+        let size = request.dtype.size_in_bytes().max(1);
         shard.par_chunks_mut(CHUNK * size).enumerate().try_for_each(|(chunk, shard)| {
             let first = chunk * CHUNK;
             // Neighbours share four values.

@@ -10,8 +10,8 @@ use crate::storage::{sum, take};
 
 /// Returns `x + y`, for two tensors of one shape and dtype.
 ///
-/// The gradient reaches other operations of this module without the copies and sums of Candle's `+`. For tensors of other
-/// shapes or dtypes, this is Candle's `+`.
+/// On CPUs and CUDA devices, the gradient reaches other operations of this module without the copies and sums of Candle's
+/// `+`. Where shapes, dtypes or devices differ, this is Candle's `+`.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -22,7 +22,8 @@ use crate::storage::{sum, take};
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn add(x: &Tensor, y: &Tensor) -> Result<Tensor> {
-    if !(x.device().same_device(y.device()) && x.dims() == y.dims() && x.dtype() == y.dtype()) {
+    let is_one_kind = x.device().same_device(y.device()) && x.dims() == y.dims() && x.dtype() == y.dtype();
+    if x.device().is_metal() || !is_one_kind {
         return x + y;
     }
     let total = if has_cpu_kernels(x) {
