@@ -46,13 +46,15 @@ pub(super) enum Module {
     Embedding,
     Losses,
     Attention,
-    FlashBf16,
-    FlashF16,
+    FlashBf16Of64,
+    FlashBf16Of128,
+    FlashF16Of64,
+    FlashF16Of128,
 }
 
 impl Module {
     /// Names and texts of the files, in the order of the variants.
-    const SOURCES: [(&str, &str); 10] = [
+    const SOURCES: [(&str, &str); 12] = [
         ("kernels.cu", include_str!("kernels.cu")),
         ("dropout.cu", include_str!("dropout.cu")),
         ("norms.cu", include_str!("norms.cu")),
@@ -61,8 +63,10 @@ impl Module {
         ("embedding.cu", include_str!("embedding.cu")),
         ("losses.cu", include_str!("losses.cu")),
         ("attention.cu", include_str!("attention.cu")),
-        ("flash_bf16.cu", include_str!("flash_bf16.cu")),
-        ("flash_f16.cu", include_str!("flash_f16.cu")),
+        ("flash_bf16_64.cu", include_str!("flash_bf16_64.cu")),
+        ("flash_bf16_128.cu", include_str!("flash_bf16_128.cu")),
+        ("flash_f16_64.cu", include_str!("flash_f16_64.cu")),
+        ("flash_f16_128.cu", include_str!("flash_f16_128.cu")),
     ];
 
     /// Returns a kernel of this file.

@@ -16,8 +16,9 @@ const ROWS: usize = 64;
 const THREADS: u32 = 128;
 /// The lowest major version of a compute capability that has the instructions.
 const FEWEST_CAPABILITY: i32 = 8;
-/// Elements of a copy to shared memory. Every row of a head must begin at a multiple of it.
+/// Elements of a copy to shared memory, and its bytes. Every row of a head must begin at a multiple of it.
 const COPIED: usize = 8;
+const ALIGNMENT: u64 = 16;
 /// Most blocks of a launch along its second and third dimension.
 const MOST_BLOCKS: usize = u16::MAX as usize;
 
@@ -54,8 +55,9 @@ pub(crate) struct FlashAttention<'a> {
 }
 
 impl<'a> FlashAttention<'a> {
-    /// Returns whether the device that holds the operands has kernels for them.
-    pub(crate) fn supports(&self, operand: &Slice<'_>) -> Result<bool> {
+    /// Returns whether the device has kernels for tensors: the operands, and in backward the output's gradient.
+    pub(crate) fn supports(&self, tensors: &[Slice<'_>]) -> Result<bool> {
+        let Some(operand) = tensors.first() else { return Ok(false) };
         let cuda = of_slice(operand)?;
         let capability = cuda.stream.context().compute_capability();
         let refused = |error| Error::Core(failed(&cuda.stream, "asking for its capability", &error));
@@ -63,6 +65,11 @@ impl<'a> FlashAttention<'a> {
         let is_aligned = |heads: &Heads| {
             [heads.first, heads.batch_stride, heads.row_stride].iter().all(|place| place.is_multiple_of(COPIED))
         };
+        for tensor in tensors {
+            if !cuda.view(*tensor)?.address().is_multiple_of(ALIGNMENT) {
+                return Ok(false);
+            }
+        }
         Ok(matches!(operand.dtype(), DType::BF16 | DType::F16)
             && matches!(self.dim, 64 | 128)
             && major >= FEWEST_CAPABILITY
@@ -131,8 +138,7 @@ impl<'a> FlashAttention<'a> {
         let (positions, heads) = if at == 0 { (self.queries, self.heads) } else { (self.keys, self.kv_heads) };
         let end = first + (self.batch - 1) * batch_stride + (positions - 1) * row_stride + heads * self.dim;
         match memory.range(first * dtype.size()..end * dtype.size()) {
-            Some(memory) if memory.address().is_multiple_of(16) => Ok(memory),
-            Some(_) => bail!("attention: an operand on a device is at no multiple of 16 bytes"),
+            Some(memory) => Ok(memory),
             None => bail!("attention: the memory of an operand is too short"),
         }
     }
@@ -182,7 +188,13 @@ impl<'a> FlashAttention<'a> {
         arguments.extend([u32::from(self.is_causal).into(), Arg::Long(window)]);
         arguments.extend([self.heads, self.heads / self.kv_heads].map(Arg::from));
         arguments.extend([Arg::Float(self.scale as f32), Arg::Float(self.softcap.unwrap_or(0.) as f32)]);
-        let module = if dtype == DType::BF16 { Module::FlashBf16 } else { Module::FlashF16 };
+        let module = match (dtype, self.dim) {
+            (DType::BF16, 64) => Module::FlashBf16Of64,
+            (DType::BF16, 128) => Module::FlashBf16Of128,
+            (DType::F16, 64) => Module::FlashF16Of64,
+            (DType::F16, 128) => Module::FlashF16Of128,
+            (dtype, dim) => bail!("attention: there are no kernels for heads of {dim} elements in {dtype}"),
+        };
         let kernel = format!("flash_{kernel}_{}_{}", float_suffix(dtype)?, self.dim);
         let grid_dim = (positions.div_ceil(ROWS) as u32, heads as u32, self.batch as u32);
         let config = LaunchConfig { grid_dim, block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };

@@ -46,7 +46,7 @@ impl Engine for Cuda {
         let mut out = of.uninit(of.dtype, dims.batch * of.row_len())?;
         let mut log_sums = of.uninit(of.sums, dims.batch * of.sums_len())?;
         let is_flash = with_operands(operands, |slices| {
-            of.flash(dims.layouts(operands), &slices[0], |flash, rows| {
+            of.flash(dims.layouts(operands), &slices, |flash, rows| {
                 let out = SliceMut::from(&mut out).range(of.rows(&rows, of.row_len()))?;
                 flash.forward(slices, out, SliceMut::from(&mut log_sums).range(of.rows(&rows, of.sums_len()))?)
             })
@@ -194,7 +194,7 @@ impl<'a> Attention<'a> {
     fn flash(
         &self,
         layouts: [HeadLayout; 3],
-        operand: &Slice<'_>,
+        tensors: &[Slice<'_>],
         mut f: impl FnMut(FlashAttention<'_>, Range<usize>) -> Result<()>,
     ) -> Result<bool> {
         let &AttentionDims { batch, queries, keys, n_heads, n_kv_heads, dim, options, .. } = self.dims;
@@ -217,7 +217,7 @@ impl<'a> Attention<'a> {
             }),
         };
         let all = 0..batch;
-        if self.dims.mask.is_some() || !of(&all).supports(operand)? {
+        if self.dims.mask.is_some() || !of(&all).supports(tensors)? {
             return Ok(false);
         }
         if self.dims.documents.is_none() {
@@ -241,7 +241,8 @@ impl<'a> Attention<'a> {
     ) -> Result<Option<Vec<Buffer>>> {
         let mut gradients = lengths.map(|length| self.uninit(self.dtype, length)).collect::<Result<Vec<_>>>()?;
         let mut deltas = self.uninit(self.sums, self.dims.batch * self.sums_len())?;
-        let is_flash = self.flash(layouts, &operands[0], |flash, rows| {
+        let [q, k, v] = operands;
+        let is_flash = self.flash(layouts, &[q, k, v, d_out], |flash, rows| {
             let outputs =
                 [out.range(self.rows(&rows, self.row_len()))?, d_out.range(self.rows(&rows, self.row_len()))?];
             let sums = self.rows(&rows, self.sums_len());

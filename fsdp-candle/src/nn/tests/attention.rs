@@ -101,6 +101,19 @@ fn kernels_for_tensor_cores_match_the_composite() {
     ] {
         [DType::BF16, DType::F16].into_iter().for_each(|dtype| check_case(dtype, case, &options));
     }
+    // Elements that do not begin at a multiple of 16 bytes.
+    let all = random(4, &[3 + 70 * 64], DType::BF16);
+    for device in devices() {
+        let on = || all.narrow(0, 3, 70 * 64)?.to_device(&device)?.reshape((1, 70, 64));
+        let shifted = || all.to_device(&device)?.narrow(0, 3, 70 * 64)?.reshape((1, 70, 64));
+        let whole = || all.narrow(0, 3, 70 * 64)?.reshape((1, 70, 64));
+        check(
+            "attention on an odd address",
+            &[&all],
+            || attention(&shifted()?, &on()?, &shifted()?, 1, 1, &causal)?.to_device(&Device::Cpu),
+            || composite(&whole()?, &whole()?, &whole()?, 1, 1, &causal, None),
+        );
+    }
     // In one tensor, and in documents.
     let documents = packed(&[&[1, 99, 40], &[140]]);
     for dtype in [DType::BF16, DType::F16] {

@@ -1,8 +1,7 @@
-// The kernels of `flash_attention.cuh` for bf16.
+// The kernels of `flash_attention.cuh` for f16 and heads of 64 elements.
 #include "prelude.cuh"
 #include "visible_keys.cuh"
 #include "tensor_cores.cuh"
 #include "flash_attention.cuh"
 
-FLASH_ATTENTION(bf16, 64)
-FLASH_ATTENTION(bf16, 128)
+FLASH_ATTENTION(f16, 64)
