@@ -83,7 +83,7 @@ fn options_match_the_composite() {
 }
 
 /// Heads of 64 and 128 elements in half precision have kernels of their own on devices, with blocks of 64 queries or keys
-/// and tiles of 64 keys or 32 queries.
+/// and tiles of 32 or 64 of the others.
 #[test]
 fn kernels_for_tensor_cores_match_the_composite() {
     let causal = AttentionOptions::causal(0.15);
