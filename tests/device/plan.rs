@@ -11,6 +11,10 @@ use crate::train_run::Counts;
 
 const LLAMA: &str = r#"{"model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 512}"#;
+/// In bf16, kernels for tensor cores compute the attention of heads of 64.
+const HEADS_OF_64: &str = r#"{"model_type": "llama", "hidden_size": 128, "intermediate_size": 160,
+    "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 512,
+    "max_position_embeddings": 512}"#;
 const GPT2: &str = r#"{"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 512,
     "vocab_size": 512}"#;
 
@@ -41,6 +45,7 @@ fn plans_count_launches() {
     for (config, dtype, checkpoint, seq) in [
         (LLAMA, "f32", "none", "128"),
         (LLAMA, "bf16", "full", "512"),
+        (HEADS_OF_64, "bf16", "none", "128"),
         (GPT2, "f32", "full", "512"),
         (GPT2, "bf16", "none", "128"),
     ] {

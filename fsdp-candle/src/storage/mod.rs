@@ -47,11 +47,11 @@ pub(crate) fn to_dtype(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
     to_tensor(nothing, tensor.dims(), tensor.device())
 }
 
-/// Adds two tensors of one shape, dtype and device, outside of the graph. On CUDA devices, Candle's sum takes three times
-/// as long as reading and writing the memory does.
+/// Adds two tensors of one shape, dtype and device, outside of the graph. On CUDA devices, Candle's sum takes several
+/// times as long as reading and writing the memory.
 pub(crate) fn sum(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
-    if x.device().is_cuda() && x.elem_count() > 0 && x.dtype().is_float() {
+    if x.device().is_cuda() && x.elem_count() > 0 && to_core_dtype(x.dtype()).is_ok_and(CoreDType::is_float) {
         let (x, y) = (x.detach().contiguous()?, y.detach().contiguous()?);
         let sum = with_slice(&x, |_, x| with_slice(&y, |_, y| kernels::sum(x, y)))?;
         return to_tensor(sum, x.dims(), x.device());

@@ -37,30 +37,26 @@ pub(crate) fn activate_back(function: &str, x: Slice<'_>, dy: Slice<'_>) -> Resu
 
 /// Computes `x + y`.
 pub(crate) fn sum(x: Slice<'_>, y: Slice<'_>) -> Result<Buffer> {
-    let (cuda, dtype, len) = (of_slice(&x)?, x.dtype(), x.len());
-    same_dtype(dtype, y.dtype())?;
-    same_length(len, y.len())?;
-    let kernel = format!("sum_{}", float_suffix(dtype)?);
-    let mut sum = cuda.uninit(dtype, len)?;
-    let to = cuda.view_mut(SliceMut::from(&mut sum))?;
-    let args = [cuda.view(x)?.into(), cuda.view(y)?.into(), to.into(), len.into()];
-    // SAFETY: the kernel's arguments, of one dtype and length.
-    unsafe { cuda.run_elementwise(Module::Activations.kernel(&kernel), len.div_ceil(PACK), &args)? };
-    Ok(sum)
+    of_two("sum", x, y)
 }
 
 /// Computes `silu(gate) * up`.
 pub(crate) fn swiglu(gate: Slice<'_>, up: Slice<'_>) -> Result<Buffer> {
-    let (cuda, dtype, len) = (of_slice(&gate)?, gate.dtype(), gate.len());
-    same_dtype(dtype, up.dtype())?;
-    same_length(len, up.len())?;
-    let kernel = format!("swiglu_{}", float_suffix(dtype)?);
-    let mut y = cuda.uninit(dtype, len)?;
-    let to = cuda.view_mut(SliceMut::from(&mut y))?;
-    let args = [cuda.view(gate)?.into(), cuda.view(up)?.into(), to.into(), len.into()];
+    of_two("swiglu", gate, up)
+}
+
+/// Applies a function of two elements.
+fn of_two(function: &str, x: Slice<'_>, y: Slice<'_>) -> Result<Buffer> {
+    let (cuda, dtype, len) = (of_slice(&x)?, x.dtype(), x.len());
+    same_dtype(dtype, y.dtype())?;
+    same_length(len, y.len())?;
+    let kernel = format!("{function}_{}", float_suffix(dtype)?);
+    let mut out = cuda.uninit(dtype, len)?;
+    let to = cuda.view_mut(SliceMut::from(&mut out))?;
+    let args = [cuda.view(x)?.into(), cuda.view(y)?.into(), to.into(), len.into()];
     // SAFETY: the kernel's arguments, of one dtype and length.
     unsafe { cuda.run_elementwise(Module::Activations.kernel(&kernel), len.div_ceil(PACK), &args)? };
-    Ok(y)
+    Ok(out)
 }
 
 /// Returns the gradients of [`swiglu`]'s inputs.

@@ -150,12 +150,11 @@ static __device__ void softmax_scores_back(const R* products, const R* gradients
 }
 
 #define SCORES_PARAMETERS \
-  const u32 *bounds, u64 documents, u64 queries, u64 keys, u64 first_query, u64 rows, u64 first_key, \
-      u64 block_keys, u32 is_causal, u64 window, double scale, double softcap, DRAW_PARAMETERS, u64 first_place, \
-      float drop_scale
+  VISIBILITY_PARAMETERS, u64 first_query, u64 rows, u64 first_key, u64 block_keys, double scale, double softcap, \
+      DRAW_PARAMETERS, u64 first_place, float drop_scale
 // The structures of these parameters.
 #define SCORES \
-  const Visibility all = {bounds, documents, queries, keys, is_causal, window}; \
+  VISIBILITY; \
   const Scores of = {all, first_query, rows, first_key, block_keys, scale, softcap}; \
   const Dropout dropout = {Draw(DRAW_ARGUMENTS), first_place, drop_scale}
 

@@ -1,4 +1,4 @@
-//! The softmax of attention for a block of queries.
+//! What queries of attention see, and the softmax for a block of queries.
 
 use candle_core::{Result, bail};
 use cudarc::driver::LaunchConfig;
@@ -15,26 +15,48 @@ const KEYS_PER_THREAD: usize = 4;
 /// Threads of a warp.
 const WARP: u32 = 32;
 
+/// The keys that the queries of a row of the batch see: `Visibility` in `visible_keys.cuh`.
+#[derive(Clone, Copy)]
+pub(crate) struct Visibility<'a> {
+    /// Queries and keys of the row.
+    pub(crate) queries: usize,
+    pub(crate) keys: usize,
+    pub(crate) is_causal: bool,
+    pub(crate) window: Option<usize>,
+    /// Bounds of the row's documents, U32: 0, ..., `queries`.
+    pub(crate) bounds: Option<Slice<'a>>,
+}
+
+impl Visibility<'_> {
+    /// Returns `VISIBILITY_PARAMETERS` of the source.
+    pub(super) fn arguments(&self, cuda: &CudaKernels) -> Result<[Arg; 6]> {
+        let (bounds, documents) = match self.bounds {
+            Some(bounds) => {
+                same_dtype(DType::U32, bounds.dtype())?;
+                (cuda.view(bounds)?.into(), bounds.len().saturating_sub(1))
+            }
+            None => (Arg::NULL, 0),
+        };
+        let window = self.window.map_or(u64::MAX, |window| window as u64);
+        let (queries, keys) = (self.queries.into(), self.keys.into());
+        Ok([bounds, documents.into(), queries, keys, u32::from(self.is_causal).into(), Arg::Long(window)])
+    }
+}
+
 /// A block of scores `[heads, rows, block_keys]` of one row of the batch: queries that follow each other, and the keys
 /// that any of them sees.
 #[derive(Clone, Copy)]
 pub(crate) struct ScoreBlock<'a> {
     pub(crate) heads: usize,
-    /// Queries and keys of the row.
-    pub(crate) queries: usize,
-    pub(crate) keys: usize,
+    pub(crate) visible: Visibility<'a>,
     /// First query of the block, and its number of queries.
     pub(crate) first: usize,
     pub(crate) rows: usize,
     /// First key of the block, and its number of keys.
     pub(crate) first_key: usize,
     pub(crate) block_keys: usize,
-    pub(crate) is_causal: bool,
-    pub(crate) window: Option<usize>,
     pub(crate) scale: f64,
     pub(crate) softcap: Option<f64>,
-    /// Bounds of the row's documents, U32: 0, ..., `queries`.
-    pub(crate) bounds: Option<Slice<'a>>,
     /// Dropout of the probabilities, and the place of the row's first probability in its tensor.
     pub(crate) dropout: Option<(Draw, usize)>,
 }
@@ -46,19 +68,9 @@ impl ScoreBlock<'_> {
     }
 
     fn arguments(&self, cuda: &CudaKernels) -> Result<Vec<Arg>> {
-        let (bounds, documents) = match self.bounds {
-            Some(bounds) => {
-                same_dtype(DType::U32, bounds.dtype())?;
-                (cuda.view(bounds)?.into(), bounds.len().saturating_sub(1))
-            }
-            None => (Arg::Long(0), 0),
-        };
-        let window = self.window.map_or(u64::MAX, |window| window as u64);
-        let mut arguments = vec![bounds, documents.into()];
-        arguments
-            .extend([self.queries, self.keys, self.first, self.rows, self.first_key, self.block_keys].map(Arg::from));
-        arguments.extend([u32::from(self.is_causal).into(), Arg::Long(window), self.scale.into()]);
-        arguments.push(self.softcap.unwrap_or(0.).into());
+        let mut arguments = self.visible.arguments(cuda)?.to_vec();
+        arguments.extend([self.first, self.rows, self.first_key, self.block_keys].map(Arg::from));
+        arguments.extend([self.scale, self.softcap.unwrap_or(0.)].map(Arg::from));
         let (draw, first) = self.dropout.unwrap_or_default();
         arguments.extend(draw.args());
         arguments.extend([first.into(), Arg::Float(draw.scale)]);
@@ -84,7 +96,7 @@ impl ScoreBlock<'_> {
         let products = self.scores(sums, products)?;
         let probabilities = SliceMut::from(probabilities).range(0..self.len())?;
         same_dtype(sums, log_sums.dtype())?;
-        same_length(self.heads * self.queries, log_sums.len())?;
+        same_length(self.heads * self.visible.queries, log_sums.len())?;
         if self.len() == 0 {
             return Ok(());
         }
@@ -108,12 +120,12 @@ impl ScoreBlock<'_> {
     ) -> Result<()> {
         let cuda = of_buffer(probabilities)?;
         let (dtype, sums) = (probabilities.dtype(), wide(probabilities.dtype()));
-        let dim = out.len().checked_div(self.queries * self.heads).unwrap_or(0);
+        let dim = out.len().checked_div(self.visible.queries * self.heads).unwrap_or(0);
         same_dtype(sums, log_sums.dtype())?;
-        same_length(self.heads * self.queries, log_sums.len())?;
+        same_length(self.heads * self.visible.queries, log_sums.len())?;
         for slice in [&out, &d_out] {
             same_dtype(dtype, slice.dtype())?;
-            same_length(self.queries * self.heads * dim, slice.len())?;
+            same_length(self.visible.queries * self.heads * dim, slice.len())?;
         }
         same_dtype(dtype, d_products.dtype())?;
         if self.len() == 0 {

@@ -409,12 +409,12 @@ static __device__ void backward_keys(const u16* q, const u16* k, const u16* v, c
 }
 
 #define SIZES_PARAMETERS \
-  u64 q_batch, u64 q_row, u64 k_batch, u64 k_row, u64 v_batch, u64 v_row, const u32 *bounds, u64 documents, \
-      u64 queries, u64 keys, u32 is_causal, u64 window, u64 heads, u64 group, float scale, float softcap
+  u64 q_batch, u64 q_row, u64 k_batch, u64 k_row, u64 v_batch, u64 v_row, VISIBILITY_PARAMETERS, u64 heads, u64 group, \
+      float scale, float softcap
 // The structures of these parameters.
 #define SIZES \
   const Strides q_strides = {q_batch, q_row}, k_strides = {k_batch, k_row}, v_strides = {v_batch, v_row}; \
-  const Visibility all = {bounds, documents, queries, keys, is_causal, window}; \
+  VISIBILITY; \
   const Sizes of = {all, heads, group, scale, softcap}
 // At least two blocks share a processor.
 #define FLASH_KERNEL(name) extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) name

@@ -6,6 +6,7 @@ use fsdp_core::device::cuda::{CudaView, failed};
 use fsdp_core::{Buffer, DType};
 
 use super::super::slice::{Slice, SliceMut, same_length};
+use super::attention::Visibility;
 use super::compiler::Module;
 use super::device::{Arg, CudaKernels, float_suffix, of_slice, same_dtype};
 use crate::error::Error;
@@ -37,24 +38,19 @@ pub(crate) struct Heads {
 #[derive(Clone, Copy)]
 pub(crate) struct FlashAttention<'a> {
     pub(crate) batch: usize,
-    /// Positions of queries and keys.
-    pub(crate) queries: usize,
-    pub(crate) keys: usize,
+    /// Of each row. A batch with documents has one row.
+    pub(crate) visible: Visibility<'a>,
     pub(crate) heads: usize,
     pub(crate) kv_heads: usize,
     /// Elements of a head.
     pub(crate) dim: usize,
-    pub(crate) is_causal: bool,
-    pub(crate) window: Option<usize>,
     pub(crate) scale: f64,
     pub(crate) softcap: Option<f64>,
-    /// Bounds of the documents of a batch of one row, U32: 0, ..., `queries`.
-    pub(crate) bounds: Option<Slice<'a>>,
     /// The places of q, k and v, and of their gradients.
     pub(crate) places: [Heads; 3],
 }
 
-impl<'a> FlashAttention<'a> {
+impl FlashAttention<'_> {
     /// Returns whether the device has kernels for tensors: the operands, and in backward the output's gradient.
     pub(crate) fn supports(&self, tensors: &[Slice<'_>]) -> Result<bool> {
         let Some(operand) = tensors.first() else { return Ok(false) };
@@ -70,12 +66,22 @@ impl<'a> FlashAttention<'a> {
                 return Ok(false);
             }
         }
-        Ok(matches!(operand.dtype(), DType::BF16 | DType::F16)
-            && matches!(self.dim, 64 | 128)
+        Ok(self.module(operand.dtype()).is_some()
             && major >= FEWEST_CAPABILITY
             && self.places.iter().all(is_aligned)
             && self.batch.max(self.heads) <= MOST_BLOCKS
-            && self.batch * self.queries * self.keys > 0)
+            && self.batch * self.visible.queries * self.visible.keys > 0)
+    }
+
+    /// Returns the file of the kernels for a dtype, if there is one.
+    fn module(&self, dtype: DType) -> Option<Module> {
+        match (dtype, self.dim) {
+            (DType::BF16, 64) => Some(Module::FlashBf16Of64),
+            (DType::BF16, 128) => Some(Module::FlashBf16Of128),
+            (DType::F16, 64) => Some(Module::FlashF16Of64),
+            (DType::F16, 128) => Some(Module::FlashF16Of128),
+            _ => None,
+        }
     }
 
     /// Writes the output `[batch, queries, heads, dim]`, and the logarithms of the sums `[batch, heads, queries]`, F32.
@@ -86,7 +92,7 @@ impl<'a> FlashAttention<'a> {
         let log_sums = self.sums(cuda, log_sums)?;
         let mut arguments = self.operands(cuda, operands)?;
         arguments.extend([out, log_sums].map(Arg::from));
-        self.launch(cuda, dtype, "forward", (self.queries, self.heads), arguments)
+        self.launch(cuda, dtype, "forward", (self.visible.queries, self.heads), arguments)
     }
 
     /// Writes the gradients of q, k and v, given the output and its gradient. They have the places of the operands, in
@@ -103,10 +109,10 @@ impl<'a> FlashAttention<'a> {
         let dtype = operands[0].dtype();
         for slice in [&out, &d_out] {
             same_dtype(dtype, slice.dtype())?;
-            same_length(self.batch * self.queries * self.heads * self.dim, slice.len())?;
+            same_length(self.batch * self.visible.queries * self.heads * self.dim, slice.len())?;
         }
         same_dtype(DType::F32, log_sums.dtype())?;
-        same_length(self.batch * self.heads * self.queries, log_sums.len())?;
+        same_length(self.batch * self.heads * self.visible.queries, log_sums.len())?;
         let (log_sums, deltas): (Arg, Arg) = (cuda.view(log_sums)?.into(), self.sums(cuda, deltas)?.into());
         let (out, d_out): (Arg, Arg) = (cuda.view(out)?.into(), cuda.view(d_out)?.into());
         let views = gradients.iter_mut().map(|gradient| {
@@ -127,15 +133,16 @@ impl<'a> FlashAttention<'a> {
         let mut arguments = self.operands(cuda, operands)?;
         let mut of_queries = arguments.clone();
         of_queries.extend([out, d_out, log_sums, deltas, d_q]);
-        self.launch(cuda, dtype, "backward_queries", (self.queries, self.heads), of_queries)?;
+        self.launch(cuda, dtype, "backward_queries", (self.visible.queries, self.heads), of_queries)?;
         arguments.extend([d_out, log_sums, deltas, d_k, d_v, v_after_k.into()]);
-        self.launch(cuda, dtype, "backward_keys", (self.keys, self.kv_heads), arguments)
+        self.launch(cuda, dtype, "backward_keys", (self.visible.keys, self.kv_heads), arguments)
     }
 
     /// Returns the elements of an operand, or of its gradient, from its first one to its last one.
     fn range<'b>(&self, dtype: DType, at: usize, memory: CudaView<'b>) -> Result<CudaView<'b>> {
         let Heads { first, batch_stride, row_stride } = self.places[at];
-        let (positions, heads) = if at == 0 { (self.queries, self.heads) } else { (self.keys, self.kv_heads) };
+        let (positions, heads) =
+            if at == 0 { (self.visible.queries, self.heads) } else { (self.visible.keys, self.kv_heads) };
         let end = first + (self.batch - 1) * batch_stride + (positions - 1) * row_stride + heads * self.dim;
         match memory.range(first * dtype.size()..end * dtype.size()) {
             Some(memory) => Ok(memory),
@@ -154,13 +161,13 @@ impl<'a> FlashAttention<'a> {
 
     fn outputs<'b>(&self, cuda: &CudaKernels, dtype: DType, out: SliceMut<'b>) -> Result<CudaView<'b>> {
         same_dtype(dtype, out.dtype())?;
-        same_length(self.batch * self.queries * self.heads * self.dim, out.len())?;
+        same_length(self.batch * self.visible.queries * self.heads * self.dim, out.len())?;
         cuda.view_mut(out)
     }
 
     fn sums<'b>(&self, cuda: &CudaKernels, sums: SliceMut<'b>) -> Result<CudaView<'b>> {
         same_dtype(DType::F32, sums.dtype())?;
-        same_length(self.batch * self.heads * self.queries, sums.len())?;
+        same_length(self.batch * self.heads * self.visible.queries, sums.len())?;
         cuda.view_mut(sums)
     }
 
@@ -173,28 +180,12 @@ impl<'a> FlashAttention<'a> {
         (positions, heads): (usize, usize),
         mut arguments: Vec<Arg>,
     ) -> Result<()> {
-        let (bounds, documents) = match self.bounds {
-            Some(bounds) => {
-                same_dtype(DType::U32, bounds.dtype())?;
-                same_length(1, self.batch)?;
-                (cuda.view(bounds)?.into(), bounds.len().saturating_sub(1))
-            }
-            None => (Arg::NULL, 0),
-        };
+        let Some(module) = self.module(dtype) else { bail!("attention: no kernels for tensor cores") };
         let strides = self.places.iter().flat_map(|heads| [heads.batch_stride, heads.row_stride]);
         arguments.extend(strides.map(Arg::from));
-        arguments.extend([bounds, documents.into(), self.queries.into(), self.keys.into()]);
-        let window = self.window.map_or(u64::MAX, |window| window as u64);
-        arguments.extend([u32::from(self.is_causal).into(), Arg::Long(window)]);
+        arguments.extend(self.visible.arguments(cuda)?);
         arguments.extend([self.heads, self.heads / self.kv_heads].map(Arg::from));
         arguments.extend([Arg::Float(self.scale as f32), Arg::Float(self.softcap.unwrap_or(0.) as f32)]);
-        let module = match (dtype, self.dim) {
-            (DType::BF16, 64) => Module::FlashBf16Of64,
-            (DType::BF16, 128) => Module::FlashBf16Of128,
-            (DType::F16, 64) => Module::FlashF16Of64,
-            (DType::F16, 128) => Module::FlashF16Of128,
-            (dtype, dim) => bail!("attention: there are no kernels for heads of {dim} elements in {dtype}"),
-        };
         let kernel = format!("flash_{kernel}_{}_{}", float_suffix(dtype)?, self.dim);
         let grid_dim = (positions.div_ceil(ROWS) as u32, heads as u32, self.batch as u32);
         let config = LaunchConfig { grid_dim, block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };

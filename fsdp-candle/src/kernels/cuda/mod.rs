@@ -39,7 +39,7 @@ use compiler::Kernel;
 use device::{Arg, CudaKernels, MAX_PARTIALS, THREADS, elementwise, float_suffix, same_dtype};
 
 pub(crate) use activations::{activate, activate_back, sum, swiglu, swiglu_back, swiglu_halves, swiglu_halves_back};
-pub(crate) use attention::ScoreBlock;
+pub(crate) use attention::{ScoreBlock, Visibility};
 pub(crate) use device::{candle_device, compute_stream, device_count, ones, uninit, wide};
 pub(super) use device::{of_candle, of_ordinal};
 pub(crate) use dropout::{Draw, drop_elements};

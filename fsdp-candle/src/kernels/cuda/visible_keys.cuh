@@ -33,3 +33,8 @@ struct Visibility {
     return visible;
   }
 };
+
+#define VISIBILITY_PARAMETERS \
+  const u32 *bounds, u64 documents, u64 queries, u64 keys, u32 is_causal, u64 window
+// The structure of these parameters.
+#define VISIBILITY const Visibility all = {bounds, documents, queries, keys, is_causal, window}

@@ -21,7 +21,8 @@ use fsdp_core::{Buffer, DType};
 use super::fused::{AttentionDims, Engine, HeadLayout, VisibleKeys};
 use crate::error::Error;
 use crate::kernels::{
-    self, FlashAttention, Heads, Kernels, Matrix, MatrixLayout, Rows, ScoreBlock, Slice, SliceMut, add_products, wide,
+    self, FlashAttention, Heads, Kernels, Matrix, MatrixLayout, Rows, ScoreBlock, Slice, SliceMut, Visibility,
+    add_products, wide,
 };
 use crate::storage::{to_core_dtype, to_storage, to_tensor, with_slice};
 
@@ -45,11 +46,16 @@ impl Engine for Cuda {
         let of = Attention::new(dims, operands[0])?;
         let mut out = of.uninit(of.dtype, dims.batch * of.row_len())?;
         let mut log_sums = of.uninit(of.sums, dims.batch * of.sums_len())?;
+        let layouts = dims.layouts(operands);
         let is_flash = with_operands(operands, |slices| {
-            of.flash(dims.layouts(operands), &slices, |flash, rows| {
+            if !of.has_flash(layouts, &slices)? {
+                return Ok(false);
+            }
+            of.each_flash(layouts, |flash, rows| {
                 let out = SliceMut::from(&mut out).range(of.rows(&rows, of.row_len()))?;
                 flash.forward(slices, out, SliceMut::from(&mut log_sums).range(of.rows(&rows, of.sums_len()))?)
-            })
+            })?;
+            Ok(true)
         })?;
         if is_flash {
             return Ok((to_storage(out)?, log_sums));
@@ -57,7 +63,7 @@ impl Engine for Cuda {
         let mut products = of.uninit(of.sums, of.largest_block())?;
         let mut weights = of.uninit(of.dtype, of.largest_block())?;
         with_operands(operands, |[q, k, v]| {
-            let [q_layout, k_layout, v_layout] = dims.layouts(operands);
+            let [q_layout, k_layout, v_layout] = layouts;
             let [out_layout, ..] = dims.separate_layouts();
             for batch in 0..dims.batch {
                 of.with_bounds(batch, |bounds| {
@@ -97,7 +103,11 @@ impl Engine for Cuda {
                 with_slice(out, |_, out| {
                     let layouts = dims.layouts(operands);
                     let lengths = operands.iter().map(|operand| operand.elem_count());
-                    if let Some(gradients) = of.flash_back(slices, layouts, [out, d_out], log_sums, lengths.clone())? {
+                    let [q, k, v] = slices;
+                    if of.has_flash(layouts, &[q, k, v, d_out])? {
+                        let gradients = lengths.map(|length| of.uninit(of.dtype, length));
+                        let mut gradients = gradients.collect::<Result<Vec<_>>>()?;
+                        of.flash_back(slices, layouts, [out, d_out], log_sums, &mut gradients)?;
                         return Ok(gradients);
                     }
                     let zeros = lengths.map(|length| of.zeros(of.dtype, length));
@@ -189,67 +199,73 @@ impl<'a> Attention<'a> {
         rows.start * row_len..rows.end * row_len
     }
 
-    /// Calls `f` with the attention of all rows of the batch, or of each row if rows have documents, and returns `true`.
-    /// Returns `false` if the device has no kernels for it.
-    fn flash(
+    /// Returns the keys that the queries of a row of the batch see.
+    fn visible<'b>(&self, bounds: Option<Slice<'b>>) -> Visibility<'b> {
+        let &AttentionDims { queries, keys, options, .. } = self.dims;
+        Visibility { queries, keys, is_causal: options.causal, window: options.window, bounds }
+    }
+
+    /// Returns the attention of some rows of the batch, of which there is one if rows have documents.
+    fn flash<'b>(
         &self,
         layouts: [HeadLayout; 3],
-        tensors: &[Slice<'_>],
-        mut f: impl FnMut(FlashAttention<'_>, Range<usize>) -> Result<()>,
-    ) -> Result<bool> {
-        let &AttentionDims { batch, queries, keys, n_heads, n_kv_heads, dim, options, .. } = self.dims;
-        let of = |rows: &Range<usize>| FlashAttention {
+        rows: &Range<usize>,
+        bounds: Option<Slice<'b>>,
+    ) -> FlashAttention<'b> {
+        FlashAttention {
             batch: rows.len(),
-            queries,
-            keys,
-            heads: n_heads,
-            kv_heads: n_kv_heads,
-            dim,
-            is_causal: options.causal,
-            window: options.window,
-            scale: options.scale,
-            softcap: options.softcap,
-            bounds: None,
+            visible: self.visible(bounds),
+            heads: self.dims.n_heads,
+            kv_heads: self.dims.n_kv_heads,
+            dim: self.dims.dim,
+            scale: self.dims.options.scale,
+            softcap: self.dims.options.softcap,
             places: layouts.map(|HeadLayout { offset, batch_stride, row_stride }| Heads {
                 first: offset + rows.start * batch_stride,
                 batch_stride,
                 row_stride,
             }),
-        };
-        let all = 0..batch;
-        if self.dims.mask.is_some() || !of(&all).supports(tensors)? {
-            return Ok(false);
         }
-        if self.dims.documents.is_none() {
-            return f(of(&all), all).map(|()| true);
-        }
-        for row in all {
-            let row = row..row + 1;
-            self.with_bounds(row.start, |bounds| f(FlashAttention { bounds, ..of(&row) }, row))?;
-        }
-        Ok(true)
     }
 
-    /// Returns the gradients of the operands, which have these lengths, or `None` if the device has no kernels for them.
+    /// Returns whether the device has kernels for tensor cores: see [`FlashAttention::supports`].
+    fn has_flash(&self, layouts: [HeadLayout; 3], tensors: &[Slice<'_>]) -> Result<bool> {
+        Ok(self.dims.mask.is_none() && self.flash(layouts, &(0..self.dims.batch), None).supports(tensors)?)
+    }
+
+    /// Calls `f` with the attention of all rows of the batch, or of each row if rows have documents.
+    fn each_flash(
+        &self,
+        layouts: [HeadLayout; 3],
+        mut f: impl FnMut(FlashAttention<'_>, Range<usize>) -> Result<()>,
+    ) -> Result<()> {
+        let all = 0..self.dims.batch;
+        if self.dims.documents.is_none() {
+            return f(self.flash(layouts, &all, None), all);
+        }
+        all.into_iter().try_for_each(|row| {
+            let rows = row..row + 1;
+            self.with_bounds(row, |bounds| f(self.flash(layouts, &rows, bounds), rows))
+        })
+    }
+
+    /// Writes the gradients of the operands.
     fn flash_back(
         &self,
         operands: [Slice<'_>; 3],
         layouts: [HeadLayout; 3],
         [out, d_out]: [Slice<'_>; 2],
         log_sums: &Buffer,
-        lengths: impl Iterator<Item = usize>,
-    ) -> Result<Option<Vec<Buffer>>> {
-        let mut gradients = lengths.map(|length| self.uninit(self.dtype, length)).collect::<Result<Vec<_>>>()?;
+        gradients: &mut [Buffer],
+    ) -> Result<()> {
         let mut deltas = self.uninit(self.sums, self.dims.batch * self.sums_len())?;
-        let [q, k, v] = operands;
-        let is_flash = self.flash(layouts, &[q, k, v, d_out], |flash, rows| {
+        self.each_flash(layouts, |flash, rows| {
             let outputs =
                 [out.range(self.rows(&rows, self.row_len()))?, d_out.range(self.rows(&rows, self.row_len()))?];
             let sums = self.rows(&rows, self.sums_len());
             let deltas = SliceMut::from(&mut deltas).range(sums.clone())?;
-            flash.backward(operands, outputs, Slice::from(log_sums).range(sums)?, deltas, &mut gradients)
-        })?;
-        Ok(is_flash.then_some(gradients))
+            flash.backward(operands, outputs, Slice::from(log_sums).range(sums)?, deltas, gradients)
+        })
     }
 
     /// Returns the blocks of a row of the batch, in order.
@@ -306,17 +322,13 @@ impl<'a> Attention<'a> {
         let AttentionDims { queries, keys, n_heads, options, mask, .. } = self.dims;
         ScoreBlock {
             heads: *n_heads,
-            queries: *queries,
-            keys: *keys,
+            visible: self.visible(bounds),
             first: block.first,
             rows: block.rows,
             first_key: block.first_key,
             block_keys: block.keys,
-            is_causal: options.causal,
-            window: options.window,
             scale: options.scale,
             softcap: options.softcap,
-            bounds,
             dropout: mask.map(|mask| (mask.on_device(), batch * n_heads * queries * keys)),
         }
     }
