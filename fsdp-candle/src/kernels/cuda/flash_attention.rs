@@ -17,8 +17,7 @@ const ROWS: usize = 64;
 const THREADS: u32 = 128;
 /// The lowest major version of a compute capability that has the instructions.
 const FEWEST_CAPABILITY: i32 = 8;
-/// Elements of a copy to shared memory, and its bytes. Every row of a head must begin at a multiple of it.
-const COPIED: usize = 8;
+/// Bytes of a copy to shared memory. Tensors must begin at a multiple of it, and so do then all rows of their heads.
 const ALIGNMENT: u64 = 16;
 /// Most blocks of a launch along its second and third dimension.
 const MOST_BLOCKS: usize = u16::MAX as usize;
@@ -58,9 +57,6 @@ impl FlashAttention<'_> {
         let capability = cuda.stream.context().compute_capability();
         let refused = |error| Error::Core(failed(&cuda.stream, "asking for its capability", &error));
         let (major, _) = capability.map_err(refused)?;
-        let is_aligned = |heads: &Heads| {
-            [heads.first, heads.batch_stride, heads.row_stride].iter().all(|place| place.is_multiple_of(COPIED))
-        };
         for tensor in tensors {
             if !cuda.view(*tensor)?.address().is_multiple_of(ALIGNMENT) {
                 return Ok(false);
@@ -68,7 +64,6 @@ impl FlashAttention<'_> {
         }
         Ok(self.module(operand.dtype()).is_some()
             && major >= FEWEST_CAPABILITY
-            && self.places.iter().all(is_aligned)
             && self.batch.max(self.heads) <= MOST_BLOCKS
             && self.batch * self.visible.queries * self.visible.keys > 0)
     }
