@@ -7,7 +7,6 @@ use fsdp_core::layout::Region;
 use serde::Serialize;
 
 use crate::cast::decode;
-use crate::region::blocks;
 use crate::{MODEL, Result, TensorSource};
 
 /// Bytes to read at once from each side.
@@ -151,7 +150,7 @@ fn compare(
     let mut values = ValueDiff::default();
     let mut equal = same_dtype;
     let (mut bytes_a, mut bytes_b) = (Vec::new(), Vec::new());
-    for block in blocks(&Region::whole(&left.shape), sizes[0].max(sizes[1]), BLOCK) {
+    for block in Region::whole(&left.shape).pieces(BLOCK / sizes[0].max(sizes[1])) {
         let elements = block.elements();
         bytes_a.resize(elements * sizes[0], 0);
         bytes_b.resize(elements * sizes[1], 0);

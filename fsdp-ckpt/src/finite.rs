@@ -3,7 +3,6 @@
 use fsdp_core::DType;
 use serde::Serialize;
 
-use crate::region::blocks;
 use crate::{Result, TensorSource};
 
 /// Bytes per read: as much as an object store reads concurrently.
@@ -59,7 +58,7 @@ pub fn non_finite(source: &dyn TensorSource, seen: &mut dyn FnMut(u64)) -> Resul
         let elements = tensor.bytes() / size as u64;
         let mut here: Option<NonFinite> = None;
         for chunk in &tensor.chunks {
-            for block in blocks(&chunk.region(), size, BLOCK) {
+            for block in chunk.region().pieces(BLOCK / size) {
                 memory.resize(block.elements() * size, 0);
                 source.read(fqn, &block, &mut memory)?;
                 seen(memory.len() as u64);

@@ -1,4 +1,4 @@
-//! Regions of tensors as byte ranges: copying between regions, cutting a region into blocks, checking that regions tile
+//! Regions of tensors as byte ranges: copying between regions, checking that regions tile
 //! a tensor.
 
 use fsdp_core::layout::Region;
@@ -140,41 +140,6 @@ pub(crate) fn check_tiling(shape: &[usize], regions: &[&Region]) -> Result<(), T
     if covered == all { Ok(()) } else { Err(TilingError::Gap(all - covered)) }
 }
 
-/// Cuts a region with elements of `size` bytes into blocks of at most `most` bytes, but at least one element. The
-/// blocks follow each other in row-major order.
-pub fn blocks(region: &Region, size: usize, most: usize) -> impl Iterator<Item = Region> + use<> {
-    // Blocks span the dimensions after `dim`, cut `dim` into steps, and hold one index of the dimensions before it.
-    let mut dim = region.sizes.len();
-    let mut row = size;
-    while dim > 0 && row.saturating_mul(region.sizes[dim - 1]) <= most {
-        dim -= 1;
-        row *= region.sizes[dim];
-    }
-    let outer = region.sizes[..dim.saturating_sub(1)].to_vec();
-    let (extent, step) = match dim {
-        0 => (1, 1),
-        _ => (region.sizes[dim - 1], (most / row.max(1)).max(1)),
-    };
-    let each = extent.div_ceil(step);
-    let count = if region.is_empty() { 0 } else { outer.iter().product::<usize>() * each };
-    let region = region.clone();
-    (0..count).map(move |index| {
-        let mut block = region.clone();
-        if dim > 0 {
-            let at = index % each * step;
-            block.offsets[dim - 1] += at;
-            block.sizes[dim - 1] = step.min(extent - at);
-        }
-        let mut rest = index / each;
-        for dim in (0..outer.len()).rev() {
-            block.offsets[dim] += rest % outer[dim];
-            block.sizes[dim] = 1;
-            rest /= outer[dim];
-        }
-        block
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -235,30 +200,6 @@ mod tests {
                 let want = index(&dst, i);
                 prop_assert_eq!(got, if shared.contains(&want) { want } else { 255 });
             }
-        }
-    }
-
-    proptest! {
-        #[test]
-        fn blocks_cover_the_region_in_order(
-            sizes in prop::collection::vec(0usize..6, 0..4),
-            offset in 0usize..3,
-            most in 1usize..200,
-        ) {
-            let region = Region { offsets: vec![offset; sizes.len()], sizes: sizes.clone() };
-            let strides: Vec<usize> = (0..sizes.len()).map(|dim| sizes[dim + 1..].iter().product()).collect();
-            let mut next = 0;
-            for block in blocks(&region, 4, most) {
-                prop_assert!(block.elements() * 4 <= most.max(4) && !block.is_empty());
-                let first: usize = (0..sizes.len()).map(|dim| (block.offsets[dim] - offset) * strides[dim]).sum();
-                let last: usize = (0..sizes.len())
-                    .map(|dim| (block.offsets[dim] - offset + block.sizes[dim] - 1) * strides[dim])
-                    .sum();
-                // It begins where the previous block ended, without gaps.
-                prop_assert_eq!((first, last + 1 - first), (next, block.elements()));
-                next += block.elements();
-            }
-            prop_assert_eq!(next, region.elements());
         }
     }
 }

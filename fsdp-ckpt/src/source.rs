@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::error::did_you_mean;
-use crate::region::{Bounds, TilingError, blocks, check_tiling, checked_bytes, fits};
+use crate::region::{Bounds, TilingError, check_tiling, checked_bytes, fits};
 use crate::{Error, Result};
 
 /// Bytes to read at once.
@@ -365,7 +365,7 @@ pub fn stream<S: TensorSource + ?Sized>(
 ) -> Result<()> {
     let size = source.tensor(fqn)?.dtype.size();
     let mut buffer = Vec::new();
-    for block in blocks(region, size, BLOCK) {
+    for block in region.pieces(BLOCK / size) {
         buffer.resize(block.elements() * size, 0);
         source.read(fqn, &block, &mut buffer)?;
         sink(&buffer)?;

@@ -115,6 +115,48 @@ impl Region {
         }
         Some(both)
     }
+
+    /// Cuts the box into boxes of at most `most` elements, but at least one, which follow each other in row-major order.
+    ///
+    /// ```
+    /// use fsdp_core::layout::Region;
+    ///
+    /// let pieces: Vec<_> = Region::whole(&[5, 3]).pieces(7).collect();
+    /// let rows = |start, count| Region { offsets: vec![start, 0], sizes: vec![count, 3] };
+    /// assert_eq!(pieces, [rows(0, 2), rows(2, 2), rows(4, 1)]);
+    /// ```
+    pub fn pieces(&self, most: usize) -> impl Iterator<Item = Region> + use<> {
+        // Pieces span the dimensions after `dim`, cut `dim` into steps, and hold one index of the dimensions before it.
+        let mut dim = self.sizes.len();
+        let mut row = 1usize;
+        while dim > 0 && row.saturating_mul(self.sizes[dim - 1]) <= most {
+            dim -= 1;
+            row *= self.sizes[dim];
+        }
+        let outer = self.sizes[..dim.saturating_sub(1)].to_vec();
+        let (extent, step) = match dim {
+            0 => (1, 1),
+            _ => (self.sizes[dim - 1], (most / row.max(1)).max(1)),
+        };
+        let each = extent.div_ceil(step);
+        let count = if self.is_empty() { 0 } else { outer.iter().product::<usize>() * each };
+        let region = self.clone();
+        (0..count).map(move |index| {
+            let mut piece = region.clone();
+            if dim > 0 {
+                let at = index % each * step;
+                piece.offsets[dim - 1] += at;
+                piece.sizes[dim - 1] = step.min(extent - at);
+            }
+            let mut rest = index / each;
+            for dim in (0..outer.len()).rev() {
+                piece.offsets[dim] += rest % outer[dim];
+                piece.sizes[dim] = 1;
+                rest /= outer[dim];
+            }
+            piece
+        })
+    }
 }
 
 /// Indices of one tensor dimension, as ascending ranges.
@@ -245,6 +287,28 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
+        #[test]
+        fn pieces_cover_a_region_in_order(
+            sizes in prop::collection::vec(0usize..6, 0..4),
+            offset in 0usize..3,
+            most in 1usize..50,
+        ) {
+            let region = Region { offsets: vec![offset; sizes.len()], sizes: sizes.clone() };
+            let strides: Vec<usize> = (0..sizes.len()).map(|dim| sizes[dim + 1..].iter().product()).collect();
+            let mut next = 0;
+            for piece in region.pieces(most) {
+                prop_assert!(piece.elements() <= most && !piece.is_empty());
+                let first: usize = (0..sizes.len()).map(|dim| (piece.offsets[dim] - offset) * strides[dim]).sum();
+                let last: usize = (0..sizes.len())
+                    .map(|dim| (piece.offsets[dim] - offset + piece.sizes[dim] - 1) * strides[dim])
+                    .sum();
+                // It begins where the previous piece ended, without gaps.
+                prop_assert_eq!((first, last + 1 - first), (next, piece.elements()));
+                next += piece.elements();
+            }
+            prop_assert_eq!(next, region.elements());
+        }
+
         #[test]
         fn chunks_cover_a_dimension_once_and_in_order(n in 0usize..50, chunks in 1usize..9) {
             let all: Vec<usize> = (0..chunks).flat_map(|i| chunk_range(n, chunks, i)).collect();

@@ -8,6 +8,7 @@
 //! Ranks on several hosts exchange a few bytes in a [`store`], before any group exists.
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+mod block_format;
 pub mod buffer;
 #[cfg(feature = "tcp")]
 pub mod channel;
@@ -31,6 +32,7 @@ mod shared_file;
 pub mod store;
 mod text;
 
+pub use block_format::{BLOCK, BlockFormat};
 pub use buffer::{Allocator, Buffer, Element, Heap, Readable, Writable};
 pub use device::{Stream, View};
 pub use device_id::DeviceId;
