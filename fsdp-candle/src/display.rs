@@ -14,20 +14,32 @@ fn size(bytes: usize) -> String {
     }
 }
 
+/// Returns the bytes of this rank's shard.
+fn held(param: &FsdpParam) -> usize {
+    param.stored_region().elements() * param.dtype().size_in_bytes()
+}
+
+/// Returns the bytes of all shards.
+fn whole(param: &FsdpParam) -> usize {
+    param.stored_shape().iter().product::<usize>() * param.dtype().size_in_bytes()
+}
+
 fn write_param(f: &mut fmt::Formatter<'_>, param: &FsdpParam, indent: &str) -> fmt::Result {
     let placements: Vec<String> = param.placements().iter().map(ToString::to_string).collect();
-    let width = param.dtype().size_in_bytes();
     write!(
         f,
         "{indent}{} {:?} {:?} ({}) {} of {}",
         param.name(),
         param.shape().dims(),
-        param.dtype(),
+        param.spec.dtype,
         placements.join(", "),
-        size(param.region().elements() * width),
-        size(param.shape().elem_count() * width)
+        size(held(param)),
+        size(whole(param))
     )?;
-    if param.compute_dtype() != param.dtype() {
+    if let Some(stored) = param.spec.stored {
+        write!(f, ", stored as {stored:?}")?;
+    }
+    if param.compute_dtype() != param.spec.dtype {
         write!(f, ", computes in {:?}", param.compute_dtype())?;
     }
     if let Some(parallel) = param.parallel() {
@@ -39,8 +51,8 @@ fn write_param(f: &mut fmt::Formatter<'_>, param: &FsdpParam, indent: &str) -> f
 fn write_unit(f: &mut fmt::Formatter<'_>, unit: &FsdpParamGroup, depth: usize) -> fmt::Result {
     let indent = "  ".repeat(depth);
     let params = unit.params();
-    let held: usize = params.iter().map(|p| p.region().elements() * p.dtype().size_in_bytes()).sum();
-    let whole: usize = params.iter().map(|p| p.shape().elem_count() * p.dtype().size_in_bytes()).sum();
+    let held: usize = params.iter().map(|param| held(param)).sum();
+    let whole: usize = params.iter().map(|param| whole(param)).sum();
     writeln!(
         f,
         "{indent}{} [{:?}, {}]: this rank holds {} of {}",

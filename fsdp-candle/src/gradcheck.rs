@@ -145,7 +145,8 @@ impl Check {
             return Err(Error::Argument("gradcheck: the model has no trainable parameter".into()));
         };
         for param in &params {
-            for dtype in [param.dtype(), param.compute_dtype()] {
+            let trained = param.trainable().then(|| param.dtype());
+            for dtype in trained.into_iter().chain([param.compute_dtype()]) {
                 if !matches!(dtype, DType::F32 | DType::F64) {
                     return Err(Error::Argument(format!(
                         "gradcheck: parameter `{}` is {dtype:?}, expected F32 or F64: use a policy (`param_dtype`) and \

@@ -93,13 +93,14 @@ pub use autograd::no_grad;
 pub use data_parallel::{DataParallelMeshDims, ShardMesh};
 pub use dtensor::{DTensor, Operand, PartialNorm, Redistribution, distribute_tensor, distribute_tensor_from};
 pub use error::{Error, GradientMismatch, NonFinite, NonFiniteTensor, Result, UnitGradient};
-pub use extension::{AllGatherExtension, Float8, Int8Blocks};
+pub use extension::{AllGatherExtension, Float8};
 pub use fsdp::{
     AllGather, AllReduceHook, BufferMemory, ExtensionFn, FinalizeHandle, FsdpModule, FsdpParam, FullyShard, GraphCut,
     GraphCutKind, MixedPrecisionPolicy, NamePredicate, OffloadPolicy, Recurse, ReduceScatter, ReshardAfterForward,
-    ShardPlacement, ShardPlacementFn, ShardedVarMap, Unit, UnshardHandle, fully_shard, parallelize, shard,
+    ShardPlacement, ShardPlacementFn, ShardedVarMap, StoreFn, Unit, UnshardHandle, WeightFormat, fully_shard,
+    parallelize, shard,
 };
-pub use fsdp_core::{DTensorSpec, DeviceMesh, Placement, ProcessGroup, ReduceOp};
+pub use fsdp_core::{BlockFormat, DTensorSpec, DeviceMesh, Placement, ProcessGroup, ReduceOp};
 pub use gradcheck::{GradcheckOptions, gradcheck};
 pub use optim::{
     Adam, AdamConfig, AdamParams, AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, AdjustLr, CandleOptimizer,

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use fsdp_core::layout::{Region, local_region};
-use fsdp_core::{DType, MeshLayout, Placement};
+use fsdp_core::{BLOCK, BlockFormat, DType, MeshLayout, Placement};
 
 use crate::cast::cast;
 use crate::checkpoint::hosts::Hosts;
@@ -19,6 +19,7 @@ use crate::checkpoint::manifest::Manifest;
 use crate::checkpoint::plan::{OwnChunk, Plan, ShardInfo, own_chunks, plan, write_chunks};
 use crate::file_names::{MANIFEST, file_name};
 use crate::finite::count_non_finite;
+use crate::region::check_request;
 use crate::source::{ChunkEntry, FileEntry, SourceIndex, TensorEntry, WriteSummary, stream};
 use crate::store::{Store, location};
 use crate::{Error, ModelPrefix, Result, TensorSource};
@@ -91,6 +92,8 @@ pub struct View<'a> {
     index: SourceIndex,
     /// The source's name of each tensor.
     from: BTreeMap<String, String>,
+    /// Formats of the tensors that reads decode.
+    blocks: BTreeMap<String, BlockFormat>,
     seen: Option<&'a (dyn Fn(u64) + Send + Sync)>,
     overflowed: AtomicU64,
 }
@@ -106,9 +109,33 @@ impl<'a> View<'a> {
         Self::new(source, |prefix, name| Some(prefix.state_name(name).into_owned()))
     }
 
-    /// Selects the parameters under their FQNs.
+    /// Selects the parameters under their FQNs, [decoded](View::decoded).
     pub fn model(source: &'a dyn TensorSource) -> Self {
-        Self::new(source, |prefix, name| prefix.fqn(name).map(str::to_string))
+        Self::new(source, |prefix, name| prefix.fqn(name).map(str::to_string)).decoded()
+    }
+
+    /// Decodes weights in blocks, for programs that do not know them: `<fqn>.nf4` of U8 becomes `<fqn>` of F32.
+    pub fn decoded(mut self) -> Self {
+        let names: Vec<String> = self.index.tensors.keys().cloned().collect();
+        for name in names {
+            let Some((format, floats)) = BlockFormat::of_name(&name) else { continue };
+            let tensor = &self.index.tensors[&name];
+            let shape = format.decoded_shape(&tensor.shape).filter(|_| tensor.dtype == DType::U8);
+            let Some(shape) = shape.filter(|_| !self.index.tensors.contains_key(floats)) else { continue };
+            let chunk = |chunk: &ChunkEntry| {
+                let decoded = |sizes: &[usize]| format.decoded_shape(sizes);
+                let (offsets, sizes) = (decoded(&chunk.offsets)?, decoded(&chunk.sizes)?);
+                Some(ChunkEntry { crc32c: None, offsets, sizes, ..chunk.clone() })
+            };
+            let Some(chunks) = tensor.chunks.iter().map(chunk).collect() else { continue };
+            self.index.tensors.insert(floats.to_string(), TensorEntry { dtype: DType::F32, shape, chunks });
+            self.blocks.insert(floats.to_string(), format);
+            self.index.tensors.remove(&name);
+            if let Some(old) = self.from.remove(&name) {
+                self.from.insert(floats.to_string(), old);
+            }
+        }
+        self
     }
 
     fn new(source: &'a dyn TensorSource, name: impl Fn(ModelPrefix, &str) -> Option<String>) -> Self {
@@ -123,7 +150,7 @@ impl<'a> View<'a> {
         let SourceIndex { path, format, mesh, files, values, .. } = source.index();
         let (mesh, files, values) = (mesh.clone(), files.clone(), values.clone());
         let index = SourceIndex { mesh, tensors, files, values, ..SourceIndex::new(path, *format) };
-        View { source, prefix, index, from, seen: None, overflowed: AtomicU64::new(0) }
+        View { source, prefix, index, from, blocks: BTreeMap::new(), seen: None, overflowed: AtomicU64::new(0) }
     }
 
     /// Converts floating point parameters to `dtype`. Optimizer state and integers keep their dtypes.
@@ -205,13 +232,21 @@ impl TensorSource for View<'_> {
     fn read(&self, fqn: &str, region: &Region, into: &mut [u8]) -> Result<()> {
         let to = self.tensor(fqn)?.dtype;
         let old = &self.from[fqn];
-        let from = self.source.tensor(old)?.dtype;
+        let format = self.blocks.get(fqn).copied();
+        let from = format.map_or(self.source.tensor(old)?.dtype, |_| DType::F32);
+        let read = |into: &mut [u8]| match format {
+            Some(format) => {
+                check_request(fqn, &self.tensor(fqn)?.shape, size_of::<f32>(), region, into.len())?;
+                read_blocks(self.source, old, format, region, into)
+            }
+            None => self.source.read(old, region, into),
+        };
         let bytes = if from == to {
-            self.source.read(old, region, into)?;
+            read(into)?;
             into.len()
         } else {
             let mut bytes = vec![0; into.len() / to.size() * from.size()];
-            self.source.read(old, region, &mut bytes)?;
+            read(&mut bytes)?;
             if cast(&bytes, from, into, to).is_none() {
                 let reason = format!("{from} can't be converted to {to}");
                 return Err(Error::InvalidRead { tensor: fqn.to_string(), reason });
@@ -225,6 +260,31 @@ impl TensorSource for View<'_> {
         }
         Ok(())
     }
+}
+
+/// Reads a region of floats from their blocks. Reads the blocks that the region touches.
+fn read_blocks(
+    source: &dyn TensorSource,
+    name: &str,
+    format: BlockFormat,
+    region: &Region,
+    into: &mut [u8],
+) -> Result<()> {
+    let (mut touched, last) = (region.clone(), region.sizes.len() - 1);
+    let (start, end) = (region.offsets[last], region.offsets[last] + region.sizes[last]);
+    touched.offsets[last] = start / BLOCK * BLOCK;
+    touched.sizes[last] = end.next_multiple_of(BLOCK) - touched.offsets[last];
+    let Some(bytes) = format.encoded_region(&touched) else { return Ok(()) };
+    let mut blocks = vec![0; bytes.elements()];
+    source.read(name, &bytes, &mut blocks)?;
+    let mut floats = vec![0f32; touched.elements()];
+    format.decode(&blocks, &mut floats, |float| float);
+    let (width, skipped) = (touched.sizes[last].max(1), start - touched.offsets[last]);
+    let rows = into.as_chunks_mut().0.chunks_mut(region.sizes[last].max(1));
+    for (row, floats) in rows.zip(floats.chunks(width)) {
+        row.iter_mut().zip(&floats[skipped..]).for_each(|(bytes, float)| *bytes = float.to_ne_bytes());
+    }
+    Ok(())
 }
 
 /// Writes the tensors and values of `source` as the checkpoint `dst`, as if the ranks of `mesh` had saved it. Tensors

@@ -72,7 +72,6 @@ pub use file_names::MANIFEST;
 pub use finite::{NonFinite, count_non_finite, non_finite};
 pub use load::{LoadOptions, LoadReport, LoadTensor, MODEL, ModelPrefix, Strict, load, read_as};
 pub use open::open;
-pub use region::blocks;
 pub use safetensors::{SafetensorsFile, TensorInfo};
 pub use source::{
     Checksums, ChunkEntry, FileEntry, Format, SourceIndex, TensorEntry, TensorSource, Verified, WriteSummary, stream,

@@ -7,8 +7,8 @@ use crate::layout::Region;
 /// Number of floats in a block, which share a scale.
 pub const BLOCK: usize = 64;
 
-/// Bytes of a block's scale, which is a little-endian BF16.
-const SCALE: usize = 2;
+/// Bytes of a block's scale, a little-endian BF16 before its codes.
+pub const BLOCK_SCALE: usize = 2;
 
 /// A format of blocks. A block is [`BLOCK`] neighbours of a tensor's last dimension: a scale, then their codes.
 ///
@@ -97,8 +97,8 @@ impl BlockFormat {
     /// Returns the bytes of a block.
     pub const fn block_bytes(self) -> usize {
         match self {
-            BlockFormat::Nf4 => SCALE + BLOCK / 2,
-            BlockFormat::Int8 => SCALE + BLOCK,
+            BlockFormat::Nf4 => BLOCK_SCALE + BLOCK / 2,
+            BlockFormat::Int8 => BLOCK_SCALE + BLOCK,
         }
     }
 
@@ -148,7 +148,7 @@ impl BlockFormat {
         assert!(rest.is_empty() && blocks.len() == floats.len() * self.block_bytes(), "{count} blocks");
         for (floats, block) in floats.iter().zip(blocks.chunks_exact_mut(self.block_bytes())) {
             let largest = floats.iter().fold(0f32, |most, float| most.max(float.abs()));
-            let (scale, codes) = block.split_at_mut(SCALE);
+            let (scale, codes) = block.split_at_mut(BLOCK_SCALE);
             let steps = match self {
                 BlockFormat::Nf4 => 1.,
                 BlockFormat::Int8 => 127.,
@@ -195,10 +195,13 @@ impl BlockFormat {
             match self {
                 BlockFormat::Nf4 => {
                     let pairs = levels.as_chunks_mut::<2>().0.iter_mut();
-                    pairs.zip(&block[SCALE..]).for_each(|(pair, &byte)| *pair = PAIRS[usize::from(byte)]);
+                    pairs.zip(&block[BLOCK_SCALE..]).for_each(|(pair, &byte)| *pair = PAIRS[usize::from(byte)]);
                 }
                 BlockFormat::Int8 => {
-                    levels.iter_mut().zip(&block[SCALE..]).for_each(|(level, &byte)| *level = f32::from(byte as i8));
+                    levels
+                        .iter_mut()
+                        .zip(&block[BLOCK_SCALE..])
+                        .for_each(|(level, &byte)| *level = f32::from(byte as i8));
                 }
             }
             floats.iter_mut().zip(levels).for_each(|(float, level)| *float = convert(level * scale));

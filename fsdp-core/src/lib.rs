@@ -32,7 +32,7 @@ mod shared_file;
 pub mod store;
 mod text;
 
-pub use block_format::{BLOCK, BlockFormat};
+pub use block_format::{BLOCK, BLOCK_SCALE, BlockFormat};
 pub use buffer::{Allocator, Buffer, Element, Heap, Readable, Writable};
 pub use device::{Stream, View};
 pub use device_id::DeviceId;

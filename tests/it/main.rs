@@ -33,6 +33,7 @@ mod memory_options;
 mod peers;
 mod plan;
 mod pytorch;
+mod qlora;
 mod readme;
 mod resume;
 mod sft;

@@ -56,6 +56,15 @@ enum Gathered {
     Concatenated,
     /// In this many buffers that the parameter's extension decodes.
     Encoded(usize),
+    /// In one buffer with the shards as they are stored ([`crate::WeightFormat`]), one after another.
+    Stored,
+}
+
+impl Gathered {
+    /// Returns the number of the all-gather's outputs.
+    fn buffers(self) -> usize {
+        if let Gathered::Encoded(count) = self { count } else { 1 }
+    }
 }
 
 impl AllGatherResult {
@@ -156,6 +165,18 @@ impl AllGatherRequest {
 fn add_inputs(param: &FsdpParam, pool: &Arc<Pool>, parts: &mut Vec<GatherPart>) -> Result<Gathered> {
     let layout = &param.spec.layout;
     let counts = layout.counts();
+    if param.is_gathered_as_stored() {
+        let counts = match &param.spec.blocks {
+            Some(blocks) => counts.into_iter().map(|count| blocks.format.bytes(count)).collect(),
+            None => counts,
+        };
+        let input: Arc<dyn Readable> = match &param.spec.offload {
+            Some(offload) => Arc::new(offload.upload(to_core_dtype(param.dtype())?)?),
+            None => Arc::new(TensorMemory(param.var().as_tensor().clone())),
+        };
+        parts.push(GatherPart { input, counts });
+        return Ok(Gathered::Stored);
+    }
     let Some(extension) = &param.spec.extension else {
         let input: Arc<dyn Readable> = match &param.spec.replica_sharding {
             Some(_) => Arc::new(TensorMemory(param.shard_in_compute_dtype()?)),
@@ -236,12 +257,15 @@ impl PendingAllGather {
                         full
                     }
                 }
-                Gathered::Encoded(count) => {
-                    let encoded = (0..count).map(|_| next()).collect::<Result<Vec<_>>>()?;
+                Gathered::Encoded(_) | Gathered::Stored => {
+                    let encoded = (0..gathered.buffers()).map(|_| next()).collect::<Result<Vec<_>>>()?;
                     let concatenation = layout.is_concatenation();
                     let mut decoded = if concatenation { destination()? } else { scratch()? };
-                    if let Some(extension) = &param.spec.extension {
-                        extension.post_all_gather(&encoded, &layout.counts(), &mut decoded.buffer)?;
+                    match &param.spec.extension {
+                        Some(extension) => {
+                            extension.post_all_gather(&encoded, &layout.counts(), &mut decoded.buffer)?;
+                        }
+                        None => param.decode_stored(&encoded[0], &mut decoded.buffer)?,
                     }
                     encoded.into_iter().for_each(|buffer| allocator.give(buffer));
                     if concatenation {
@@ -289,8 +313,7 @@ impl KeptBuffers {
         for (param, gathered) in params {
             match gathered {
                 Gathered::Whole => kept.push(Some(param.take_kept_buffer()?)),
-                Gathered::Concatenated => kept.push(None),
-                Gathered::Encoded(count) => kept.extend((0..*count).map(|_| None)),
+                other => kept.extend((0..other.buffers()).map(|_| None)),
             }
         }
         kept.reverse();

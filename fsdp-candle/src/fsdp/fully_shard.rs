@@ -13,6 +13,7 @@ use super::param_group::{FsdpParamGroup, ROOT, UnitId};
 use super::policy::{MixedPrecisionPolicy, NamePredicate, OffloadPolicy, ReshardAfterForward};
 use super::settings::UnitSettings;
 use super::var_map::{OpenUnit, ShardedVarMap};
+use super::weight_format::WeightFormat;
 use crate::data_parallel::{DataParallel, DataParallelMeshDims, ShardMesh};
 use crate::error::{Error, Result};
 use crate::extension::AllGatherExtension;
@@ -82,6 +83,9 @@ pub type ShardPlacementFn = Arc<dyn Fn(&str, &[usize]) -> Option<ShardPlacement>
 /// Chooses the all-gather extension of a parameter, by its FQN.
 pub type ExtensionFn = Arc<dyn Fn(&str) -> Option<Arc<dyn AllGatherExtension>> + Send + Sync>;
 
+/// Chooses how a frozen parameter is stored, by its FQN and shape; `None` for the builder's dtype.
+pub type StoreFn = Arc<dyn Fn(&str, &[usize]) -> Option<WeightFormat> + Send + Sync>;
+
 /// The options of a unit.
 #[derive(Clone, Default)]
 pub(super) struct UnitOptions {
@@ -93,6 +97,7 @@ pub(super) struct UnitOptions {
     pub(super) shard_placement_fn: Option<ShardPlacementFn>,
     pub(super) ignored_params: Option<NamePredicate>,
     pub(super) extension: Option<ExtensionFn>,
+    pub(super) store: Option<StoreFn>,
     pub(super) shard_optimizer_over_replicas: bool,
 }
 
@@ -228,6 +233,18 @@ impl FullyShard {
         choose: impl Fn(&str) -> Option<Arc<dyn AllGatherExtension>> + Send + Sync + 'static,
     ) -> Self {
         self.unit.extension = Some(Arc::new(choose));
+        self
+    }
+
+    /// Sets how frozen parameters are stored, gathered and saved: see [`WeightFormat`]. Initial values are read and
+    /// encoded piece by piece, so the parameter never exists in the builder's dtype.
+    ///
+    /// A parameter in blocks has at least two dimensions, and shards are cut between blocks. [`FsdpParam::var`] and the
+    /// state dict have its bytes, under the name `<fqn>.nf4` or `<fqn>.int8`. `fsdp-ckpt convert` decodes them for other
+    /// programs. Building fails for a parameter that is trained, that has an
+    /// [extension](FullyShard::all_gather_extension), or whose last dimension is not whole blocks.
+    pub fn store(mut self, choose: impl Fn(&str, &[usize]) -> Option<WeightFormat> + Send + Sync + 'static) -> Self {
+        self.unit.store = Some(Arc::new(choose));
         self
     }
 }

@@ -6,7 +6,7 @@
 //! |---|---|---|
 //! | `fully_shard`, `var_map` | making units and parameters | `_fully_shard.py` |
 //! | `module`, `settings` | `FsdpModule`: calls, backward, setters | `FSDPModule` |
-//! | `param`, `gradient`, `offload` | one parameter | `_fsdp_param.py` |
+//! | `param`, `gradient`, `offload`, `weight_format` | one parameter | `_fsdp_param.py` |
 //! | `param_group` | the parameters of one unit | `_fsdp_param_group.py` |
 //! | `all_gather`, `reduction` | the collectives of a unit | `_fsdp_collectives.py` |
 //! | `schedule`, `order`, `hooks` | when a unit communicates | `_fsdp_state.py` |
@@ -100,10 +100,11 @@ mod reduction;
 mod schedule;
 mod settings;
 mod var_map;
+mod weight_format;
 
 pub use comm::{AllGather, AllReduceHook, ReduceScatter};
 pub use diagnostics::{GraphCut, GraphCutKind};
-pub use fully_shard::{ExtensionFn, FullyShard, ShardPlacement, ShardPlacementFn, fully_shard, shard};
+pub use fully_shard::{ExtensionFn, FullyShard, ShardPlacement, ShardPlacementFn, StoreFn, fully_shard, shard};
 pub(crate) use hooks::without_reports;
 pub use module::{FinalizeHandle, FsdpModule, Unit, UnshardHandle};
 pub use parallelize::parallelize;
@@ -112,3 +113,4 @@ pub(crate) use param_group::{FsdpParamGroup, UnitPath};
 pub use policy::{MixedPrecisionPolicy, NamePredicate, OffloadPolicy, Recurse, ReshardAfterForward};
 pub(crate) use schedule::Schedule;
 pub use var_map::{BufferMemory, ShardedVarMap};
+pub use weight_format::WeightFormat;

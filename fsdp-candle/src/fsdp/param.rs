@@ -13,7 +13,8 @@ use std::sync::{Arc, LazyLock, OnceLock, Weak};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Shape, Tensor, TensorId, Var, bail};
 use fsdp_core::layout::Region;
-use fsdp_core::{Allocator, Buffer, DeviceMesh, Placement, ProcessGroup};
+use fsdp_core::{Allocator, BLOCK_SCALE, Buffer, DeviceMesh, Placement, ProcessGroup};
+use half::bf16;
 use parking_lot::{Mutex, RwLock};
 
 use super::gradient::{Gradient, Stage};
@@ -21,13 +22,15 @@ use super::hooks::{self, ParamNodes};
 use super::offload::Offload;
 use super::param_group::{FsdpParamGroup, UnitId};
 use super::schedule::Schedule;
+use super::weight_format::{Blocks, WeightFormat};
 use crate::adapter::LoraConfig;
 use crate::data_parallel::{DataParallel, ShardLayout};
 use crate::dtensor::DTensor;
 use crate::error::Error;
 use crate::extension::AllGatherExtension;
+use crate::kernels;
 use crate::storage::{
-    Pool, copy_range_out, copy_tensor, swap, take, to_buffer, to_core_dtype, to_dtype, to_storage, to_tensor,
+    Pool, copy_range_out, copy_tensor, swap, take, to_buffer, to_core_dtype, to_dtype, to_host, to_storage, to_tensor,
 };
 use crate::tensor_parallel::{Parallel, ParallelStyle};
 
@@ -87,7 +90,13 @@ pub(crate) struct ParamSpec {
     pub(crate) replica_sharding: Option<ReplicaSharding>,
     pub(crate) ranks: Arc<DataParallel>,
     pub(crate) parallel: Option<Arc<Parallel>>,
+    /// Dtype that the builder asked for.
+    pub(crate) dtype: DType,
     pub(crate) compute_dtype: DType,
+    /// Storage of a frozen parameter that is not stored in its dtype.
+    pub(crate) stored: Option<WeightFormat>,
+    /// Set if it is stored in blocks.
+    pub(crate) blocks: Option<Blocks>,
     pub(crate) trainable: bool,
     pub(crate) extension: Option<Arc<dyn AllGatherExtension>>,
     /// Adapter for the layer whose weight this is.
@@ -297,7 +306,8 @@ impl FsdpParam {
         self.full.shape()
     }
 
-    /// Returns the dtype of the shard, of its gradient and of the optimizer's state.
+    /// Returns the dtype of the shard, of its gradient and of the optimizer's state. A parameter that is stored in blocks
+    /// ([`FullyShard::store`](crate::FullyShard::store)) has U8.
     pub fn dtype(&self) -> DType {
         self.shard.dtype()
     }
@@ -310,6 +320,21 @@ impl FsdpParam {
     /// Returns the box of the global shape that this rank holds. The box may be empty.
     pub fn region(&self) -> &Region {
         &self.spec.region
+    }
+
+    /// Returns the global shape of the tensor that [`FsdpParam::var`] is a shard of: bytes, if it is stored in blocks.
+    pub(crate) fn stored_shape(&self) -> &[usize] {
+        self.spec.blocks.as_ref().map_or(self.shape().dims(), |blocks| &blocks.shape)
+    }
+
+    /// Returns the box of [`FsdpParam::stored_shape`] that this rank holds.
+    pub(crate) fn stored_region(&self) -> &Region {
+        self.spec.blocks.as_ref().map_or(&self.spec.region, |blocks| &blocks.region)
+    }
+
+    /// Returns the name in a state dict of a parameter called `fqn` there.
+    pub(crate) fn stored_name(&self, fqn: &str) -> String {
+        self.spec.blocks.as_ref().map_or(fqn.into(), |blocks| blocks.format.encoded_name(fqn))
     }
 
     /// Returns the dimension that FSDP shards.
@@ -342,7 +367,8 @@ impl FsdpParam {
         self.spec.replica_sharding.as_ref().map_or(self.spec.region.elements(), ReplicaSharding::shard_len)
     }
 
-    /// Returns this rank's shard, of shape `region().sizes`. An optimizer updates it, and `backward` stores the sharded
+    /// Returns this rank's shard, of shape `region().sizes`, or its blocks ([`WeightFormat`](crate::WeightFormat)). An
+    /// optimizer updates it, and `backward` stores the sharded
     /// gradient under its id. It is on the host with [`OffloadPolicy::Cpu`](crate::OffloadPolicy), else on the device
     /// that computes.
     ///
@@ -632,6 +658,33 @@ impl FsdpParam {
     }
 }
 
+/// Values that are stored in another format than layers compute with.
+impl FsdpParam {
+    /// Returns whether the all-gather sends the shard as it is stored, for each rank to decode.
+    pub(super) fn is_gathered_as_stored(&self) -> bool {
+        self.spec.stored.is_some() && self.dtype() != self.compute_dtype()
+    }
+
+    /// Returns a tensor that is not finite where the shard is not: the shard, or the scales of its blocks.
+    pub(crate) fn overflow_witness(&self) -> Result<Tensor> {
+        let shard = self.var().as_tensor();
+        let Some(blocks) = &self.spec.blocks else { return Ok(shard.clone()) };
+        let bytes = shard.reshape(((), blocks.format.block_bytes()))?.narrow(1, 0, BLOCK_SCALE)?;
+        let scales = to_host(&bytes.contiguous()?)?;
+        let scales = scales.bytes().as_chunks().0.iter().map(|&bytes| bf16::from_le_bytes(bytes)).collect::<Vec<_>>();
+        Tensor::new(scales, &Device::Cpu)
+    }
+
+    /// Decodes the concatenation of all ranks' stored shards.
+    pub(super) fn decode_stored(&self, stored: &Buffer, values: &mut Buffer) -> Result<()> {
+        let kernels = kernels::of_buffer(stored)?;
+        match &self.spec.blocks {
+            Some(blocks) => kernels.decode_blocks(blocks.format, stored.into(), values.into()),
+            None => kernels.cast(stored.into(), values.into()),
+        }
+    }
+}
+
 /// Graph and gradient.
 impl FsdpParam {
     /// Returns the anchor of the running pass.
@@ -693,7 +746,7 @@ impl FsdpParam {
 /// A parameter as a DTensor, whose values users read and set.
 impl FsdpParam {
     /// Returns the sharded parameter as a DTensor that shares the memory of [`FsdpParam::var`]: it shows what an
-    /// optimizer changes.
+    /// optimizer changes. Of a parameter in blocks it has the bytes.
     ///
     /// ```
     /// # use fsdp_candle::doc_example::*;
@@ -729,13 +782,19 @@ impl FsdpParam {
     }
 
     fn with_own_layout(&self, local: &Tensor) -> crate::error::Result<DTensor> {
-        DTensor::from_local(local, self.shape(), self.device_mesh(), &self.placements())
+        DTensor::from_local(local, self.stored_shape(), self.device_mesh(), &self.placements())
     }
 
     /// Copies values into this rank's shard, as an assignment to PyTorch's `param.to_local()` does. Converts floating
     /// point dtypes. Does not communicate. Frees the unit's full values, which are stale. Fails if the tensor does not
     /// have the shape of [`FsdpParam::region`], or is not floating point. The shard is unchanged then.
     pub fn set_local(&self, local: &Tensor) -> crate::error::Result<()> {
+        if let Some(blocks) = &self.spec.blocks {
+            let format = blocks.format.name();
+            return Err(
+                self.error(format!("it is stored as {format} (FullyShard::store), and can't be set from floats"))
+            );
+        }
         let region = self.region();
         if local.dims() != region.sizes {
             return Err(self.error(format!(

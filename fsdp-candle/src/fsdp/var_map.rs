@@ -7,9 +7,10 @@ use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 use fsdp_core::layout::Region;
-use fsdp_core::{DeviceMesh, ProcessGroup, ReduceOp};
+use fsdp_core::{BlockFormat, DType as CoreDType, DeviceMesh, ProcessGroup, ReduceOp};
 use indexmap::IndexMap;
 use parking_lot::Mutex;
+use rayon::prelude::*;
 
 use super::fully_shard::UnitOptions;
 use super::hooks::param_nodes;
@@ -17,6 +18,7 @@ use super::offload::Offload;
 use super::param::{FsdpParam, ParamSpec, ReplicaSharding};
 use super::policy::{NamePredicate, ReshardAfterForward};
 use super::schedule::Schedule;
+use super::weight_format::{Blocks, WeightFormat};
 use crate::adapter::{Adapters, LoraConfig, adapted_layer};
 use crate::data_parallel::{DataParallel, DataParallelMeshDims, largest_over};
 use crate::error::{Error, Result};
@@ -622,8 +624,17 @@ impl ShardedVarMap {
             if opts.shard_optimizer_over_replicas && trainable { ranks.sharded_over_replicas()? } else { ranks };
         let (region, layout) = ranks.lay_out(name, (dims, &local), dim, parallel.as_deref())?;
         let replica_sharding = ranks.lay_out_parts(name, &local, dim)?;
-        let request = ShardRequest { name, shape: dims, dtype, region: &region, init };
-        let shard = self.initial(&request, opts.offload_policy.home(&self.0.device))?;
+        let extension = opts.extension.as_ref().and_then(|choose| choose(name));
+        let stored = opts.store.as_ref().and_then(|choose| choose(name, dims));
+        if stored.is_some() && (trainable || extension.is_some()) {
+            let why = if trainable { "it is trained: freeze it" } else { "it has an all-gather extension: choose one" };
+            return Err(fail(format!("FullyShard::store is for frozen parameters, and {why}, or leave it out")));
+        }
+        let blocks = stored.and_then(WeightFormat::blocks);
+        let blocks = blocks.map(|format| Blocks::of(name, format, dims, &region)).transpose()?;
+        let stored_dtype = if stored == Some(WeightFormat::Bf16) { DType::BF16 } else { dtype };
+        let request = ShardRequest { name, shape: dims, dtype: stored_dtype, region: &region, init };
+        let shard = self.initial(&request, blocks.as_ref(), opts.offload_policy.home(&self.0.device))?;
         let schedule = &self.0.schedule;
         let offload = Offload::of(&shard, opts.offload_policy, &self.0.device, &schedule.downloads)?;
         let compute_dtype = opts.mp_policy.param_dtype_of(name).unwrap_or(dtype);
@@ -635,9 +646,12 @@ impl ShardedVarMap {
             replica_sharding: replica_sharding.map(|(shape, layout)| ReplicaSharding::new(shape, layout)),
             ranks,
             parallel,
+            dtype,
             compute_dtype,
+            stored,
+            blocks,
             trainable,
-            extension: opts.extension.as_ref().and_then(|choose| choose(name)),
+            extension,
             adapter: adapters.and_then(|adapters| adapters.of(name)),
             offload,
             shape,
@@ -661,12 +675,12 @@ impl ShardedVarMap {
                  each module, bottom-up, and pass the built submodules on",
                 owned.unit
             )
-        } else if owned.param.shape() != shape || owned.param.dtype() != dtype {
+        } else if owned.param.shape() != shape || owned.param.spec.dtype != dtype {
             format!(
                 "unit `{unit}` asks for it as {:?} {:?} and as {:?} {dtype:?}: shared parameters need one shape and \
                  dtype",
                 owned.param.shape().dims(),
-                owned.param.dtype(),
+                owned.param.spec.dtype,
                 shape.dims()
             )
         } else {
@@ -697,22 +711,31 @@ impl ShardedVarMap {
             return Err(Error::parameter(name, message));
         }
         let request = ShardRequest { name, shape: dims, dtype, region: &Region::whole(dims), init };
-        let var = self.initial(&request, &self.0.device)?;
+        let var = self.initial(&request, None, &self.0.device)?;
         all.lock().insert(name.into(), var.clone());
         Ok(var.as_tensor().clone())
     }
 
-    /// Makes a variable with the initial values of a region.
-    fn initial(&self, request: &ShardRequest<'_>, device: &Device) -> Result<Var> {
+    /// Makes a variable with the initial values of a region, or with their blocks.
+    fn initial(&self, request: &ShardRequest<'_>, blocks: Option<&Blocks>, device: &Device) -> Result<Var> {
         let initializer = self.0.initializer.lock().clone();
         initializer.check(request)?;
+        let (dtype, region) = match blocks {
+            Some(blocks) => (CoreDType::U8, &blocks.region),
+            None => (to_core_dtype(request.dtype)?, request.region),
+        };
         let kernels = kernels::of_device(device)?;
-        let memory = kernels.zeros(to_core_dtype(request.dtype)?, request.region.elements());
+        let memory = kernels.zeros(dtype, region.elements());
         let mut shard = memory.map_err(|error| Error::parameter(request.name, error.to_string()))?;
         let mut filled = Ok(());
-        kernels.write((&mut shard).into(), &mut |bytes| filled = initializer.fill(request, bytes))?;
+        kernels.write((&mut shard).into(), &mut |bytes| {
+            filled = match blocks {
+                Some(blocks) => fill_blocks(&*initializer, request, blocks.format, bytes),
+                None => initializer.fill(request, bytes),
+            };
+        })?;
         filled?;
-        Ok(to_var(shard, &request.region.sizes, device)?)
+        Ok(to_var(shard, &region.sizes, device)?)
     }
 }
 
@@ -735,6 +758,32 @@ impl SimpleBackend for ShardedVarMap {
         self.0.params.lock().contains_key(name) || initializer.contains(name)
     }
 }
+
+/// Number of weights that are read before they are encoded.
+const PIECE: usize = 1 << 20;
+
+/// Writes the blocks of a region, whose floats exist a piece at a time.
+fn fill_blocks(
+    initializer: &dyn Initializer,
+    request: &ShardRequest<'_>,
+    format: BlockFormat,
+    mut blocks: &mut [u8],
+) -> Result<()> {
+    let mut floats: Vec<f32> = vec![];
+    for region in request.region.pieces(PIECE) {
+        floats.resize(region.elements(), 0.);
+        let request = ShardRequest { dtype: DType::F32, region: &region, ..*request };
+        initializer.fill(&request, bytemuck::cast_slice_mut(&mut floats))?;
+        let (own, rest) = blocks.split_at_mut(format.bytes(floats.len()));
+        let pieces = own.par_chunks_mut(format.bytes(THREAD_PIECE)).zip(floats.par_chunks(THREAD_PIECE));
+        pieces.for_each(|(blocks, floats)| format.encode(floats, blocks));
+        blocks = rest;
+    }
+    Ok(())
+}
+
+/// Number of weights that one thread encodes at a time.
+const THREAD_PIECE: usize = 1 << 14;
 
 /// Fails for a parameter that is larger than any memory, before allocating it.
 fn check_size(name: &str, dims: &[usize], dtype: DType) -> Result<()> {

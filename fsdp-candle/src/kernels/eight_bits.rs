@@ -5,8 +5,6 @@ use std::sync::LazyLock;
 /// The meaning of a code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum EightBits {
-    /// An integer from -127 to 127. A block's scale is its largest magnitude / 127.
-    Int8,
     /// A float with 4 bits of exponent and 3 of mantissa. A block's scale is its largest magnitude / 448.
     E4M3,
     /// A sign, and one of 128 magnitudes over six decades ([`SIGNED`]). A block's scale is its largest magnitude.

@@ -16,7 +16,7 @@ mod tests;
 use std::ops::Range;
 
 use candle_core::{Device, DeviceLocation, Storage, Tensor, bail};
-use fsdp_core::{Buffer, DType, DeviceId, Readable, View};
+use fsdp_core::{BLOCK, BlockFormat, Buffer, DType, DeviceId, Readable, View};
 
 use crate::error::{Error, Result};
 
@@ -115,6 +115,15 @@ impl Rows {
         }
         Ok(dtype.size())
     }
+}
+
+/// Fails unless the bytes are the blocks of the values.
+fn check_blocks(format: BlockFormat, blocks: &Slice<'_>, values: &SliceMut<'_>) -> candle_core::Result<()> {
+    let (bytes, len) = (blocks.len(), values.len());
+    if blocks.dtype() != DType::U8 || !len.is_multiple_of(BLOCK) || format.bytes(len) != bytes {
+        bail!("{bytes} elements of {} are not the {} blocks of {len} values", blocks.dtype(), format.name())
+    }
+    Ok(())
 }
 
 /// The kernels of a device. Each call selects the dtype once, and then loops over elements. Memory of another device,
@@ -229,6 +238,9 @@ pub(crate) trait Kernels: Send + Sync {
         scales: Slice<'_>,
         values: SliceMut<'_>,
     ) -> candle_core::Result<()>;
+
+    /// Decodes blocks of U8 to any float dtype. The arithmetic is f32.
+    fn decode_blocks(&self, format: BlockFormat, blocks: Slice<'_>, values: SliceMut<'_>) -> candle_core::Result<()>;
 
     /// Prepares a contiguous CPU tensor for repeated copies to this device. Returns `None` if this device is the CPU.
     fn host_source(&self, _tensor: &Tensor, _page_locked: bool) -> candle_core::Result<Option<Box<dyn HostSource>>> {

@@ -98,8 +98,9 @@ fn subjects(vars: &ShardedVarMap, of: &[ValuesOf<'_>]) -> Result<Vec<CheckedTens
     for of in of {
         match of {
             ValuesOf::Parameters => {
-                let values = |param: &Arc<FsdpParam>| of_param(param, "", Some(param.var().as_tensor().clone()));
-                subjects.extend(vars.params().iter().map(values));
+                for param in &vars.params() {
+                    subjects.push(of_param(param, "", Some(param.overflow_witness()?)));
+                }
                 subjects.extend(vars.wholes().into_iter().map(|(parameter, var)| {
                     let (elements, tensor) = (var.elem_count(), Some(var.as_tensor().clone()));
                     CheckedTensor { parameter, what: "", elements, ranks: None, tensor }

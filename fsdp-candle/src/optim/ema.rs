@@ -48,6 +48,12 @@ impl Ema {
         hyper::check_range("decay", decay, (0. ..1.).contains(&decay), "in 0..1")
             .map_err(|why| Error::Argument(format!("Ema: {why}")))?;
         let mean = |param: Arc<FsdpParam>| {
+            if let Some(blocks) = &param.spec.blocks {
+                let format = blocks.format.name();
+                return Err(
+                    param.error(format!("it is stored as {format} and never changes: leave it out of the average"))
+                );
+            }
             let shard = param.var().as_tensor();
             let mean = zeros(&param, "moving average", DType::F32, shard.dims())?;
             mix(&mean, 0., shard)?;

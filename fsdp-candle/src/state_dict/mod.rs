@@ -92,7 +92,7 @@ impl StateTensor {
                 self.shape
             ));
         }
-        if !self.tensor.dtype().is_float() || !dtype.is_float() {
+        if self.tensor.dtype() != dtype && !(self.tensor.dtype().is_float() && dtype.is_float()) {
             return fail(format!("the state dict has {:?}, the model {dtype:?}", self.tensor.dtype()));
         }
         if self.tensor.dims() != self.region.sizes {

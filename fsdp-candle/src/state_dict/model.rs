@@ -12,13 +12,14 @@ use crate::fsdp::ShardedVarMap;
 use crate::optim::Ema;
 use crate::storage::copy_tensor;
 
-/// Returns every parameter, ignored ones too, and every buffer by its FQN. Collective for a full state dict.
+/// Returns every parameter, ignored ones too, and every buffer by its FQN. A parameter that is stored in blocks
+/// ([`FullyShard::store`](crate::FullyShard::store)) is a tensor of bytes called `<fqn>.nf4` or `<fqn>.int8`. Collective for a full state dict.
 pub fn get_model_state_dict(vars: &ShardedVarMap, options: &StateDictOptions) -> Result<StateDict> {
     let mut dict = StateDict::default();
     for param in vars.params() {
         let Some(name) = options.name(param.name()) else { continue };
         if param.trainable() || !options.ignore_frozen_params {
-            dict.tensors.insert(name.into(), entry(&param, param.var().as_tensor(), options)?);
+            dict.tensors.insert(param.stored_name(name), entry(&param, param.var().as_tensor(), options)?);
         }
     }
     for (fqn, var) in vars.wholes() {
@@ -45,8 +46,8 @@ pub fn set_model_state_dict(
     let mut targets = Vec::new();
     let names = |fqn: &str| options.name(fqn).map(str::to_string);
     for param in params.iter().filter(|param| param.trainable() || !options.ignore_frozen_params) {
-        let Some(name) = names(param.name()) else { continue };
-        let (shape, region) = (param.shape().dims(), param.region().clone());
+        let Some(name) = names(param.name()).map(|name| param.stored_name(&name)) else { continue };
+        let (shape, region) = (param.stored_shape(), param.stored_region().clone());
         expected.push(Expected { name, shape, region, dtype: param.dtype(), required: true });
         targets.push(param.var().as_tensor());
     }

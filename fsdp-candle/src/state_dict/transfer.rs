@@ -13,11 +13,11 @@ use crate::storage::{to_core_dtype, to_host, to_tensor};
 
 /// Returns the entry of a tensor sharded as a parameter. Collective for a full state dict.
 pub(super) fn entry(param: &FsdpParam, shard: &Tensor, options: &StateDictOptions) -> Result<StateTensor> {
-    let shape = param.shape().dims();
+    let shape = param.stored_shape();
     if !options.full_state_dict {
         let tensor = if options.cpu_offload { on_host(shard)? } else { shard.clone() };
         let layout = Some((param.device_mesh().clone(), param.placements()));
-        return Ok(StateTensor { tensor, shape: shape.to_vec(), region: param.region().clone(), layout });
+        return Ok(StateTensor { tensor, shape: shape.to_vec(), region: param.stored_region().clone(), layout });
     }
     let shards = DTensor::from_local(&on_host(shard)?, shape, param.device_mesh(), &param.placements())?;
     Ok(StateTensor::whole(shards.full_tensor()?))

@@ -44,3 +44,4 @@ mod tensor_parallel;
 mod tutorial;
 mod two_models;
 mod unused;
+mod weight_formats;

@@ -43,10 +43,14 @@ impl Adapters {
         Ok(Some(Adapters { lora: Lora { config, targets: targets.context("--lora-targets")? }, from: None }))
     }
 
+    /// Returns whether a run with adapters trains the parameter: an adapter, or the classifier.
+    pub(crate) fn trains(name: &str, head: Head) -> bool {
+        is_adapter(name) || matches!(head, Head::Classes(_)) && is_classifier(name)
+    }
+
     /// Freezes the parameters of the next model except a classifier, and adds adapters to it.
     pub(crate) fn apply(&self, vars: &ShardedVarMap, head: Head) {
-        let has_classes = matches!(head, Head::Classes(_));
-        vars.freeze(move |name| !(is_adapter(name) || has_classes && is_classifier(name)));
+        vars.freeze(move |name| !Adapters::trains(name, head));
         self.adapt(vars);
     }
 

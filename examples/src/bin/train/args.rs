@@ -15,8 +15,8 @@ use fsdp_train::schedule::LrSchedule;
 use serde::Serialize;
 
 use crate::flag_types::{
-    ActivationCheckpoint, AllGather, CheckpointKeep, DropoutChoice, GradSync, InitChoice, Offload, Precision, Resume,
-    Switch, activation_checkpoint, betas, checkpoint_path, count, debug_name, dropout, fraction, loss_scale,
+    ActivationCheckpoint, AllGather, Base, CheckpointKeep, DropoutChoice, GradSync, InitChoice, Offload, Precision,
+    Resume, Switch, activation_checkpoint, betas, checkpoint_path, count, debug_name, dropout, fraction, loss_scale,
     optional_path, optional_quantization, quantization,
 };
 use crate::task::TaskChoice;
@@ -225,6 +225,14 @@ pub(crate) struct Args {
     #[arg(long, value_name = "DIR|NAME", conflicts_with_all = ["lora_rank"], help_heading = "Adapters")]
     #[serde(serialize_with = "optional_path")]
     pub(crate) lora_from: Option<PathBuf>,
+
+    /// With adapters: storage of the frozen weights, which are also gathered and saved so
+    ///
+    /// nf4 (QLoRA) and int8 store the blocks' matrices in 0.53 and 1.03 bytes a weight, with a scale for every 64
+    /// weights, and other matrices in bf16. A matrix whose rows are not multiples of 64 is stored in bf16 as well. bf16
+    /// stores all matrices in 2 bytes a weight. Vectors stay f32. Layers compute in --param-dtype. See docs/memory.md.
+    #[arg(long, value_enum, default_value_t = Base::F32, help_heading = "Adapters")]
+    pub(crate) base: Base,
 
     /// Replicas of the model (HSDP): parameters are sharded over world size / N processes, and gradients are also
     /// summed over the N replicas
@@ -607,6 +615,7 @@ pub(crate) struct OptimizerFlags {
 /// Fails if a flag has no effect beside the other flags.
 pub(crate) fn check_unused_flags(args: &Args) -> anyhow::Result<()> {
     check_unused_optimizer_flags(args)?;
+    let has_adapters = args.lora_rank.is_some() || args.lora_from.is_some();
     let recomputes = args.activation_checkpoint != ActivationCheckpoint::None;
     for (flag, is_given, has_effect, needed) in [
         ("--packing", args.packing.is_some(), args.sft.is_some(), "--sft"),
@@ -618,6 +627,8 @@ pub(crate) fn check_unused_flags(args: &Args) -> anyhow::Result<()> {
         ),
         ("--grad-sync", args.grad_sync.is_some(), args.grad_accum > 1, "--grad-accum of at least 2"),
         ("--checkpoint-keep", !args.checkpoint_keep.is_empty(), recomputes, "--activation-checkpoint"),
+        ("--base", args.base != Base::F32, has_adapters, "--lora-rank or --lora-from"),
+        ("--all-gather", args.all_gather != AllGather::Full, args.base == Base::F32, "--base f32"),
         ("--resume-anyway", args.resume_anyway, args.resume != Resume::None, "--resume"),
     ] {
         ensure!(!is_given || has_effect, "{flag} has no effect without {needed}: leave it out");
@@ -673,6 +684,8 @@ mod tests {
             ("--grad-sync every", "--grad-accum 2", "without --grad-accum of at least 2"),
             ("--grad-sync last", "--grad-accum 2", "without --grad-accum of at least 2"),
             ("--checkpoint-keep linear", "--activation-checkpoint full", "without --activation-checkpoint"),
+            ("--lora-rank 2 --base nf4 --all-gather float8", "", "--all-gather has no effect without --base f32"),
+            ("--base nf4", "--lora-rank 2", "--base has no effect without --lora-rank or --lora-from"),
             ("--resume-anyway", "--resume auto", "--resume-anyway has no effect without --resume"),
             ("--optimizer sgd --betas 0.9,0.95", "", "--betas is for --optimizer adamw or adam or adamw8bit or muon"),
             ("--optimizer sgd --eps 1e-8", "", "--eps is for --optimizer adamw or adam or adamw8bit or muon"),
@@ -769,6 +782,7 @@ mod tests {
             ("--dropout", &["1", "-0.1", "nan", "some"], "`config`, or a number of at least 0 and below 1"),
             ("--reshard-after-forward", &["maybe", "-2", "1.5"], "default, always, never, or a number"),
             ("--offload", &["disk", "gpu"], "none, cpu"),
+            ("--base", &["int4", "float8"], "f32, bf16, int8, nf4"),
             ("--param-dtype", &["int8", "float8"], "f32, bf16, f16"),
             ("--all-gather", &["int8", "f16"], "full, float8"),
             ("--loss-scale", &["0", "0.5", "-1", "nan", "inf", "1e39", "x"], "at least 1"),

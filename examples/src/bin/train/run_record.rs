@@ -14,6 +14,7 @@ use serde_json::{Map, Value};
 use crate::adapters::Adapters;
 use crate::agreement::{Fields, NOT_GIVEN, fields};
 use crate::args::Args;
+use crate::flag_types::Base;
 use crate::task::Task;
 
 /// Key of the record in a checkpoint.
@@ -79,6 +80,9 @@ impl Record {
             let config = adapters.lora.config;
             fixed.insert("the adapters' rank".into(), config.rank.to_string());
             fixed.insert("the adapters' alpha".into(), config.alpha.to_string());
+            if args.base != Base::F32 {
+                fixed.insert("--base".into(), fields("--", args)?.remove("--base").unwrap_or_default());
+            }
         }
 
         let (_, data) = args.training_data();

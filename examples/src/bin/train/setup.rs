@@ -189,10 +189,11 @@ fn build(
         reduce_dtype: Some(args.reduce_dtype.dtype()),
         ..Default::default()
     };
-    let all_gather = args.all_gather;
+    let (all_gather, base) = (args.all_gather, args.base);
     let opts = FullyShard::new(vars)
         .mp_policy(policy)
         .all_gather_extension(move |name| all_gather.extension(name))
+        .store(move |name, shape| base.format(name, shape).filter(|_| !Adapters::trains(name, head)))
         .reshard_after_forward(args.reshard_after_forward)
         .shard_optimizer_over_replicas(args.shard_optimizer_over_replicas)
         .offload_policy(args.offload.policy());
@@ -316,7 +317,7 @@ pub(crate) fn shard_bytes(vars: &ShardedVarMap) -> u64 {
         .iter()
         .map(|param| {
             let copies = if param.trainable() { 2 } else { 1 };
-            (copies * param.region().elements() * param.dtype().size_in_bytes()) as u64
+            (copies * param.var().elem_count() * param.dtype().size_in_bytes()) as u64
         })
         .sum()
 }
@@ -390,8 +391,10 @@ fn memory_needs(
         None => (0., size.base),
     };
     let holders = if args.shard_optimizer_over_replicas { shards * ranks.replicate as f64 } else { shards };
-    let state = F32 * (frozen / shards + (2. + kept) * trained / holders);
-    let copy = if args.dpo.is_some() && needs_copy(adapters) { F32 * (size.base + size.adapters) / shards } else { 0. };
+    let base = args.base.bytes();
+    let state = base * frozen / shards + F32 * (2. + kept) * trained / holders;
+    let has_copy = args.dpo.is_some() && needs_copy(adapters);
+    let copy = if has_copy { (base * size.base + F32 * size.adapters) / shards } else { 0. };
     let tokens = tokens.max(FEWEST_TOKENS) as f64;
     let compute = args.param_dtype.dtype().size_in_bytes() as f64;
     let parameters = Count(size.base + size.adapters);
@@ -451,7 +454,8 @@ mod tests {
         assert_eq!(total(&["--replicate", "2", "--shard-optimizer-over-replicas"], 2), total(&[], 2));
         // Nothing but the shards is divided.
         assert!(total(&["--batch-size", "4000"], 2) > 4000. * 128. * 688. * 4.);
-        assert!(total(&["--lora-rank", "8"], 1) < one / 2.);
+        let adapted = |base| total(&["--lora-rank", "8", "--base", base], 1);
+        assert!(adapted("f32") < one / 2. && adapted("bf16") < adapted("f32") && adapted("nf4") < adapted("int8"));
         assert!(total(&["--lora-rank", "4611686018427387904"], 1) > 1e21);
         assert!(total(&["--param-dtype", "bf16"], 1) < one);
         // The reference model's shards, unless the base below the adapters is the reference.

@@ -9,17 +9,22 @@ use std::ops::Range;
 use bytemuck::Pod;
 use candle_core::{CpuStorage, Result, Storage, WithDType, bail};
 use float8::F8E4M3;
-use fsdp_core::{Buffer, DType, Element, View};
+use fsdp_core::{BlockFormat, Buffer, DType, Element, View};
+use rayon::prelude::*;
 
 use super::eight_bits::{SIGNED, UNSIGNED};
 use super::slice::{ViewMut, each_dtype, no_values, same_length};
-use super::{AdamUpdate, EightBits, Kernels, NormType, Rows, STATE_BLOCK, SgdUpdate, Slice, SliceMut, StorageMut};
+use super::{
+    AdamUpdate, EightBits, Kernels, NormType, Rows, STATE_BLOCK, SgdUpdate, Slice, SliceMut, StorageMut, check_blocks,
+};
 pub(crate) use float::Float;
 use float::{Real, floats};
-use optimizers::{decode_signed, encode_signed, encode_unsigned, inverse, run_adam, run_adam_8bit, run_sgd};
+use optimizers::{decode_signed, encode_signed, encode_unsigned, run_adam, run_adam_8bit, run_sgd};
 
-const LARGEST_INT8: f32 = 127.;
 const LARGEST_E4M3: f32 = 448.;
+
+/// Number of values that one thread decodes at a time.
+const PIECE: usize = 1 << 16;
 
 /// The kernels of the CPU.
 pub(in crate::kernels) struct CpuKernels;
@@ -217,7 +222,6 @@ impl Kernels for CpuKernels {
         // The number that a block's largest magnitude becomes, the scale of a block of zeros, and the least scale. E4M3
         // divides by the scale.
         let (most, of_zeros, least) = match bits {
-            EightBits::Int8 => (LARGEST_INT8, 0., 0.),
             EightBits::E4M3 => (LARGEST_E4M3, 1., f32::MIN_POSITIVE),
             EightBits::Signed | EightBits::Unsigned => (1., 0., 0.),
         };
@@ -230,10 +234,6 @@ impl Kernels for CpuKernels {
                 false => f32::NAN,
             };
             match bits {
-                EightBits::Int8 => {
-                    let inverse = inverse(*scale);
-                    codes.iter_mut().zip(values).for_each(|(code, v)| *code = (v * inverse).round() as i8 as u8);
-                }
                 EightBits::E4M3 => {
                     codes.iter_mut().zip(values).for_each(|(code, v)| *code = F8E4M3::from_f32(v / *scale).to_bits());
                 }
@@ -263,11 +263,20 @@ impl Kernels for CpuKernels {
         floats!(values.dtype(), T => {
             let values = elements_mut::<T>(values)?;
             match bits {
-                EightBits::Int8 => decode(block, codes, scales, values, |code| f32::from(code as i8)),
                 EightBits::E4M3 => decode(block, codes, scales, values, |code| F8E4M3::from_bits(code).to_f32()),
                 EightBits::Signed => decode(block, codes, scales, values, |code| decode_signed(&SIGNED, code)),
                 EightBits::Unsigned => decode(block, codes, scales, values, |code| UNSIGNED.values[usize::from(code)]),
             }
+        });
+        Ok(())
+    }
+
+    fn decode_blocks(&self, format: BlockFormat, blocks: Slice<'_>, values: SliceMut<'_>) -> Result<()> {
+        check_blocks(format, &blocks, &values)?;
+        let blocks = elements::<u8>(blocks)?;
+        floats!(values.dtype(), T => {
+            let pieces = blocks.par_chunks(format.bytes(PIECE)).zip(elements_mut::<T>(values)?.par_chunks_mut(PIECE));
+            pieces.for_each(|(blocks, values)| format.decode(blocks, values, T::from_f32));
         });
         Ok(())
     }

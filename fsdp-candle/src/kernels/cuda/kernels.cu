@@ -188,14 +188,6 @@ KERNEL(scales_of)(u32* largest, u64 count, float most, float of_zeros, float lea
   }
 }
 
-KERNEL(quantise_int8)(const float* values, const float* scales, u8* codes, u64 count, u64 width) {
-  EACH(i, count) {
-    const float scale = scales[i / width], inverse = scale > 0 ? 1 / scale : 0;
-    const float code = roundf(values[i] * inverse);
-    codes[i] = code == code ? (u8)(signed char)(code > 127 ? 127 : code < -128 ? -128 : code) : (u8)0;
-  }
-}
-
 KERNEL(quantise_e4m3)(const float* values, const float* scales, u8* codes, u64 count, u64 width) {
   EACH(i, count) {
     const float value = values[i] / scales[i / width];
@@ -272,18 +264,45 @@ MAGNITUDES(unsigned, Unsigned)
   FROM_MAGNITUDES_AS(signed, Signed, name, T) FROM_MAGNITUDES_AS(unsigned, Unsigned, name, T)
 FLOATS(FROM_MAGNITUDES)
 
-static __device__ float int8_of(u8 code) { return (float)(signed char)code; }
 static __device__ float e4m3_of(u8 code) {
   const u32 power = code >> 3 & 15, fraction = code & 7;
   const float magnitude = (float)(power ? fraction + 8 : fraction) * f32_of((power ? power + 117 : 118u) << 23);
   return f32_of((u32)(code >> 7) << 31 | ((code & 127) == 127 ? 0x7fc00000 : bits_of(magnitude)));
 }
-#define DEQUANTISE_AS(bits, name, T) \
-  KERNEL(dequantise_##bits##_##name)(const u8* codes, const float* scales, T* values, u64 count, u64 width) { \
-    EACH(i, count) values[i] = Float<T>::put(bits##_of(codes[i]) * scales[i / width]); \
+#define DEQUANTISE(name, T) \
+  KERNEL(dequantise_e4m3_##name)(const u8* codes, const float* scales, T* values, u64 count, u64 width) { \
+    EACH(i, count) values[i] = Float<T>::put(e4m3_of(codes[i]) * scales[i / width]); \
   }
-#define DEQUANTISE(name, T) DEQUANTISE_AS(int8, name, T) DEQUANTISE_AS(e4m3, name, T)
 FLOATS(DEQUANTISE)
+
+// ---- weights in blocks of 64, as in fsdp-core's `block_format.rs` ----
+
+__device__ const float NF4_LEVELS[16] = {
+    -1.0f, -0.6961928f, -0.52507305f, -0.3949175f, -0.28444138f, -0.18477343f, -0.091050036f, 0.0f,
+    0.0795803f, 0.1609302f, 0.2461123f, 0.33791524f, 0.44070983f, 0.562617f, 0.72295684f, 1.0f};
+
+// A block is a scale in BF16 and its codes, and has an even number of bytes. A thread decodes two values.
+struct Nf4 {
+  static const u32 BYTES = 34;
+  static __device__ float level(const u8* codes, u32 at) { return NF4_LEVELS[at & 1 ? codes[at / 2] & 15 : codes[at / 2] >> 4]; }
+};
+struct Int8 {
+  static const u32 BYTES = 66;
+  static __device__ float level(const u8* codes, u32 at) { return (float)(signed char)codes[at]; }
+};
+template <class Format, class T> static __device__ void decode(const u8* blocks, T* values, u64 pairs) {
+  EACH(i, pairs) {
+    const u8* block = blocks + i / 32 * Format::BYTES;
+    const float scale = f32_of((u32)*(const u16*)block << 16);
+    const u32 at = (u32)(i % 32 * 2);
+    values[2 * i] = Float<T>::put(Format::level(block + 2, at) * scale);
+    values[2 * i + 1] = Float<T>::put(Format::level(block + 2, at + 1) * scale);
+  }
+}
+#define DECODE(name, T) \
+  KERNEL(decode_nf4_##name)(const u8* blocks, T* values, u64 pairs) { decode<Nf4>(blocks, values, pairs); } \
+  KERNEL(decode_int8_##name)(const u8* blocks, T* values, u64 pairs) { decode<Int8>(blocks, values, pairs); }
+FLOATS(DECODE)
 
 // ---- AdamW with moments of 8 bits ----
 

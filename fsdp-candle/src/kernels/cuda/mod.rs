@@ -27,12 +27,12 @@ use candle_core::cuda_backend::CudaStorageSlice;
 use candle_core::{CudaStorage, Result, Storage, Tensor, bail};
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, LaunchConfig, result};
 use fsdp_core::device::cuda::{CudaMemory, CudaView, failed};
-use fsdp_core::{Buffer, DType, Element, View};
+use fsdp_core::{BlockFormat, Buffer, DType, Element, View};
 
 use super::slice::{ViewMut, each_dtype, no_values, same_length};
 use super::{
     AdamUpdate, EightBits, HostSink, HostSource, Kernels, NormType, Rows, STATE_BLOCK, SgdUpdate, Slice, SliceMut,
-    StorageMut,
+    StorageMut, check_blocks,
 };
 use crate::error::Error;
 use compiler::Kernel;
@@ -341,7 +341,6 @@ impl Kernels for CudaKernels {
         unsafe { self.launch("largest", config, &args)? };
         // As on the CPU.
         let (kernel, most, of_zeros, least) = match bits {
-            EightBits::Int8 => ("quantise_int8", 127., 0., 0.),
             EightBits::E4M3 => ("quantise_e4m3", 448., 1., f32::MIN_POSITIVE),
             EightBits::Signed => ("quantise_signed", 1., 0., 0.),
             EightBits::Unsigned => ("quantise_unsigned", 1., 0., 0.),
@@ -364,7 +363,6 @@ impl Kernels for CudaKernels {
     ) -> Result<()> {
         let (len, block) = (values.len(), block.max(1));
         let bits = match bits {
-            EightBits::Int8 => "int8",
             EightBits::E4M3 => "e4m3",
             EightBits::Signed => "signed",
             EightBits::Unsigned => "unsigned",
@@ -379,6 +377,15 @@ impl Kernels for CudaKernels {
         // SAFETY: the kernel's arguments, of the dtype in its name; there is a code for each value and a scale for each
         // block.
         unsafe { self.run_elementwise(&kernel, len, &args) }
+    }
+
+    fn decode_blocks(&self, format: BlockFormat, blocks: Slice<'_>, values: SliceMut<'_>) -> Result<()> {
+        check_blocks(format, &blocks, &values)?;
+        let kernel = format!("decode_{}_{}", format.name(), float_suffix(values.dtype())?);
+        let pairs = values.len() / 2;
+        let (blocks, values) = (self.view(blocks)?, self.view_mut(values)?);
+        // SAFETY: the kernel's arguments, of the dtype in its name; each pair of values has its block.
+        unsafe { self.run_elementwise(&kernel, pairs, &[blocks.into(), values.into(), pairs.into()]) }
     }
 
     fn host_source(&self, tensor: &Tensor, page_locked: bool) -> Result<Option<Box<dyn HostSource>>> {

@@ -2,8 +2,8 @@
 
 use candle_core::Module;
 use fsdp_candle::{
-    Float8, FsdpModule, FullyShard, Int8Blocks, MixedPrecisionPolicy, OffloadPolicy, ReduceOp, ReshardAfterForward,
-    ShardMesh, ShardPlacement, ShardedVarMap, World, nn,
+    Float8, FsdpModule, FullyShard, MixedPrecisionPolicy, OffloadPolicy, ReduceOp, ReshardAfterForward, ShardMesh,
+    ShardPlacement, ShardedVarMap, World, nn,
 };
 
 use super::model::{HIDDEN, MESHES, Mesh, Net, Run, WIDTH, build, build_by_name, reference, train, values};
@@ -95,9 +95,6 @@ fn offloaded_and_extended_gathers() {
     with_options(DP_TP, true, TOLERANCE, |opts| opts.offload_policy(OffloadPolicy::Cpu { pin_memory: true }));
     // The precision of eight bits.
     let matrices = |name: &str| name.ends_with("up.weight") || name.ends_with("down.weight");
-    with_options(DP_TP, true, 0.02, |opts| {
-        opts.all_gather_extension(move |name| matrices(name).then(|| std::sync::Arc::new(Int8Blocks::new(16)) as _))
-    });
     with_options(DP_TP, true, 0.05, |opts| {
         opts.all_gather_extension(move |name| matrices(name).then(|| std::sync::Arc::new(Float8) as _))
     });

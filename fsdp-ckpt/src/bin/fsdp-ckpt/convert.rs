@@ -242,7 +242,8 @@ impl Convert {
         let work = Work::begin(&*source, &self.src, &self.dst, self.skip_unreadable)?;
         let mut view = match self.to {
             To::Hf | To::Gguf => View::model(&*source),
-            To::Fsdp | To::TorchDcp => View::training(&*source),
+            To::Fsdp => View::training(&*source),
+            To::TorchDcp => View::training(&*source).decoded(),
         };
         if let Some(dtype) = self.dtype {
             view = view.dtype(dtype.dtype())?;

@@ -1,0 +1,82 @@
+//! The storage of frozen parameters in fewer bits than layers compute with.
+
+use fsdp_core::layout::Region;
+use fsdp_core::{BLOCK, BlockFormat};
+
+use crate::error::{Error, Result};
+
+/// How a frozen parameter is stored, gathered and saved. Layers compute with its values in the compute dtype, which exist
+/// while its unit is unsharded.
+///
+/// ```
+/// # use fsdp_candle::doc_example::*;
+/// # let (world, vars, opts, vb) = one_rank()?;
+/// use fsdp_candle::WeightFormat;
+///
+/// // QLoRA: a frozen base in 4 bits, and adapters in F32.
+/// vars.freeze(|fqn| !nn::is_adapter(fqn));
+/// let opts = FullyShard::new(&vars).store(|fqn, _| (!nn::is_adapter(fqn)).then_some(WeightFormat::Nf4));
+/// let model = fully_shard(&opts, vars.builder(DType::F32), |vb| {
+///     nn::lora(nn::linear_no_bias(64, 8, vb.clone())?, 64, 8, nn::LoraConfig { rank: 2, alpha: 4. }, vb)
+/// })?;
+/// let weight = vars.get("weight").unwrap();
+/// assert_eq!((weight.shape().dims(), weight.var().dims()), (&[8, 64][..], &[8, 34][..])); // 34 bytes a row
+/// let x = Tensor::ones((3, 64), DType::F32, world.device())?;
+/// let grads = model.backward(&model.forward(&x)?.sum_all()?)?;
+/// assert!(vars.params().iter().all(|param| grads.get(param.var()).is_some() == param.trainable()));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum WeightFormat {
+    /// Two bytes a weight.
+    Bf16,
+    /// [`BlockFormat::Int8`]: 1.03 bytes a weight.
+    Int8,
+    /// [`BlockFormat::Nf4`]: 0.53 bytes a weight.
+    Nf4,
+}
+
+impl WeightFormat {
+    /// Returns the format of the blocks, if the weights are stored in blocks.
+    pub const fn blocks(self) -> Option<BlockFormat> {
+        match self {
+            WeightFormat::Bf16 => None,
+            WeightFormat::Int8 => Some(BlockFormat::Int8),
+            WeightFormat::Nf4 => Some(BlockFormat::Nf4),
+        }
+    }
+}
+
+/// A parameter whose shards are blocks: a tensor of bytes, sharded as the parameter is.
+pub(crate) struct Blocks {
+    pub(crate) format: BlockFormat,
+    /// Global shape of the bytes.
+    pub(crate) shape: Vec<usize>,
+    /// Box of the bytes that this rank holds.
+    pub(crate) region: Region,
+}
+
+impl Blocks {
+    /// Lays out the blocks of a parameter's shape and this rank's box of it. Fails where blocks would be cut.
+    pub(super) fn of(name: &str, format: BlockFormat, shape: &[usize], region: &Region) -> Result<Self> {
+        let stored = format!("FullyShard::store makes {} of it, blocks of {BLOCK} weights", format.name());
+        let fail = |message: String| Error::parameter(name, format!("{stored}, and {message}"));
+        if shape.len() < 2 {
+            return Err(fail(format!("it has the shape {shape:?}: leave it out, or store it as BF16")));
+        }
+        let Some(encoded) = format.encoded_shape(shape) else {
+            return Err(fail(format!(
+                "its last dimension of {} is not a multiple: leave it out, or store it as BF16",
+                shape[shape.len() - 1]
+            )));
+        };
+        match format.encoded_region(region) {
+            Some(region) => Ok(Blocks { format, shape: encoded, region }),
+            None => Err(fail(format!(
+                "its {} columns are divided over ranks within blocks: shard dimension 0, or use fewer tensor-parallel \
+                 ranks",
+                shape[shape.len() - 1]
+            ))),
+        }
+    }
+}
