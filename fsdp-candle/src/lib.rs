@@ -96,17 +96,17 @@ pub use error::{Error, GradientMismatch, NonFinite, NonFiniteTensor, Result, Uni
 pub use extension::{AllGatherExtension, Float8};
 pub use fsdp::{
     AllGather, AllReduceHook, BufferMemory, ExtensionFn, FinalizeHandle, FsdpModule, FsdpParam, FullyShard, GraphCut,
-    GraphCutKind, MixedPrecisionPolicy, NamePredicate, OffloadPolicy, Recurse, ReduceScatter, ReshardAfterForward,
-    ShardPlacement, ShardPlacementFn, ShardedVarMap, StoreFn, Unit, UnshardHandle, WeightFormat, fully_shard,
-    parallelize, shard,
+    GraphCutKind, MixedPrecisionPolicy, NamePredicate, OffloadPolicy, PostAccumulateGradHook, Recurse, ReduceScatter,
+    ReshardAfterForward, ShardPlacement, ShardPlacementFn, ShardedVarMap, StoreFn, Unit, UnshardHandle, WeightFormat,
+    fully_shard, parallelize, shard,
 };
 pub use fsdp_core::{BlockFormat, DTensorSpec, DeviceMesh, Placement, ProcessGroup, ReduceOp};
 pub use gradcheck::{GradcheckOptions, gradcheck};
 pub use optim::{
     Adam, AdamConfig, AdamParams, AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, AdjustLr, CandleOptimizer,
-    ClipOptions, ElementwiseOptimizer, ElementwiseRule, Ema, GradAccumulator, GradScaler, GradScalerState, Muon,
-    MuonConfig, NormType, Optimizers, ParamGroup, ParamState, SGD, SgdConfig, ShardedOptimizer, ValuesOf, check_finite,
-    clip_grad_norm, clip_grad_norm_of, clip_grad_norm_with, grad_norm, group_by_name,
+    ClipOptions, ElementwiseOptimizer, ElementwiseRule, Ema, GradAccumulator, GradNorm, GradScaler, GradScalerState,
+    Muon, MuonConfig, NormType, Optimizers, ParamGroup, ParamState, SGD, SgdConfig, ShardedOptimizer, ValuesOf,
+    check_finite, clip_grad_norm, clip_grad_norm_of, clip_grad_norm_with, grad_norm, group_by_name,
 };
 pub use pattern::NamePattern;
 pub use state_dict::{

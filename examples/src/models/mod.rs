@@ -5,6 +5,7 @@
 //! and `bert` are separate. `parallel` holds the tensor-parallel plan of decoders.
 
 use anyhow::{Context, bail, ensure};
+pub use base::Base;
 use candle_core::DType;
 use candle_nn::VarBuilder;
 use config::DecoderConfig;
@@ -27,6 +28,7 @@ pub use size::{ModelSize, UnitSize};
 pub use weights::fingerprint;
 pub use weights::pretrained;
 
+mod base;
 pub mod bert;
 pub mod config;
 pub mod decoder;

@@ -7,6 +7,7 @@
 
 use std::sync::Arc;
 
+use candle_core::backprop::GradStore;
 use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, ReduceOp, ScatterPart, Work};
 
 /// An all-gather that replaces a unit's own.
@@ -87,6 +88,20 @@ pub trait ReduceScatter: Send + Sync {
 pub trait AllReduceHook: Send + Sync {
     /// Returns the changed buffers, with the same lengths. An error ends the backward.
     fn reduce(&self, shards: Vec<Buffer>) -> candle_core::Result<Vec<Buffer>>;
+}
+
+/// Takes the gradients of each unit as soon as they are reduced, while backward goes on: PyTorch's
+/// `register_post_accumulate_grad_hook`, for an optimizer that steps in backward.
+pub trait PostAccumulateGradHook: Send + Sync {
+    /// Takes the sharded gradients of some parameters, stored as [`crate::FsdpModule::backward`] stores them. An error
+    /// ends the backward.
+    fn accumulated(&self, grads: GradStore) -> candle_core::Result<()>;
+}
+
+impl<F: Fn(GradStore) -> candle_core::Result<()> + Send + Sync> PostAccumulateGradHook for F {
+    fn accumulated(&self, grads: GradStore) -> candle_core::Result<()> {
+        self(grads)
+    }
 }
 
 impl<F: Fn(Vec<Buffer>) -> candle_core::Result<Vec<Buffer>> + Send + Sync> AllReduceHook for F {

@@ -44,6 +44,8 @@ struct Current {
     accumulated: Option<Buffer>,
     /// Whether backward has processed every use.
     complete: bool,
+    /// Whether a reduction has ended.
+    reduced: bool,
 }
 
 impl State {
@@ -77,6 +79,16 @@ impl Gradient {
     /// Records that backward has processed every use.
     pub(super) fn set_complete(&self) {
         self.state.lock().current.complete = true;
+    }
+
+    /// Returns whether a reduction of the running backward has ended.
+    pub(super) fn is_reduced(&self) -> bool {
+        self.state.lock().current.reduced
+    }
+
+    /// Records that a reduction has ended.
+    pub(super) fn set_reduced(&self) {
+        self.state.lock().current.reduced = true;
     }
 
     /// Calls `write(buffer, accumulate)` to leave the full gradient of one use. The first use of a backward overwrites

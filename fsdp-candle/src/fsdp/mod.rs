@@ -102,7 +102,7 @@ mod settings;
 mod var_map;
 mod weight_format;
 
-pub use comm::{AllGather, AllReduceHook, ReduceScatter};
+pub use comm::{AllGather, AllReduceHook, PostAccumulateGradHook, ReduceScatter};
 pub use diagnostics::{GraphCut, GraphCutKind};
 pub use fully_shard::{ExtensionFn, FullyShard, ShardPlacement, ShardPlacementFn, StoreFn, fully_shard, shard};
 pub(crate) use hooks::without_reports;

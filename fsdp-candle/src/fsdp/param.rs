@@ -703,6 +703,7 @@ impl FsdpParam {
 
     /// Adds to the reduced gradient, which is stored beside the shard.
     pub(super) fn add_reduced(&self, gradient: Buffer) -> Result<()> {
+        self.gradient.set_reduced();
         match &self.spec.offload {
             Some(offload) => offload.download(gradient),
             None => self.gradient.accumulate(Stage::Reduced, gradient),

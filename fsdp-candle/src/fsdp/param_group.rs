@@ -315,10 +315,14 @@ impl FsdpParamGroup {
         (reduce_scatter, if all_reduce { accumulated.all_reduce.reduce() } else { 0 })
     }
 
-    /// Takes the reduced gradients, each with whether any rank used the parameter.
-    pub(super) fn take_gradients(&self) -> Result<Vec<(Arc<FsdpParam>, Tensor, bool)>> {
+    /// Takes the reduced gradients of the parameters that `choose` accepts, each with whether any rank used the
+    /// parameter.
+    pub(super) fn take_gradients(
+        &self,
+        choose: impl Fn(&FsdpParam) -> bool,
+    ) -> Result<Vec<(Arc<FsdpParam>, Tensor, bool)>> {
         let mut grads = vec![];
-        for param in &self.params {
+        for param in self.params.iter().filter(|param| choose(param)) {
             if let Some(grad) = param.take_reduced()? {
                 grads.push((param.clone(), grad, param.gradient.take_used()));
             }

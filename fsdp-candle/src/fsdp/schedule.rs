@@ -16,6 +16,7 @@ use fsdp_core::heartbeat;
 use parking_lot::Mutex;
 use tracing::span::EnteredSpan;
 
+use super::comm::PostAccumulateGradHook;
 use super::diagnostics::Diagnostics;
 use super::hooks::{FrozenCall, plan_frozen_calls};
 use super::offload::Downloads;
@@ -44,6 +45,18 @@ pub(crate) struct Schedule {
     first_forward_check: Mutex<Option<Arc<Check>>>,
     /// Whether the shards gathered over replicas are up to date: no gradients were handed out since.
     replica_shards_are_fresh: AtomicBool,
+    hand_out: Mutex<HandOut>,
+}
+
+/// How reduced gradients reach the user.
+#[derive(Default)]
+struct HandOut {
+    /// Takes them instead of the backward's caller.
+    hook: Option<Arc<dyn PostAccumulateGradHook>>,
+    /// Whether the running backward hands out a unit's gradients as soon as they are reduced.
+    is_early: bool,
+    /// What it has handed out so far: the unit, the parameter, and whether any rank used it.
+    early: Vec<(usize, Arc<FsdpParam>, bool)>,
 }
 
 thread_local! {
@@ -67,6 +80,7 @@ impl Schedule {
             frozen_calls: Mutex::default(),
             first_forward_check: Mutex::default(),
             replica_shards_are_fresh: AtomicBool::new(false),
+            hand_out: Mutex::default(),
         }
     }
 
@@ -207,6 +221,7 @@ impl Schedule {
     fn reduce(&self, unit: &Arc<FsdpParamGroup>) -> Result<()> {
         let max = self.order.lock().settings.max_reductions;
         self.reductions.limit(max)?;
+        self.hand_out_early()?;
         let mut started = vec![];
         let outcome = Reduction::start(unit, &mut started);
         self.reductions.add(started);
@@ -219,11 +234,22 @@ impl Schedule {
         self.frozen_calls.lock().clear();
         self.replica_shards_are_fresh.store(false, Ordering::Relaxed);
         self.reductions.discard();
+        self.hand_out.lock().early.clear();
         for unit in self.units() {
             unit.reset();
         }
         self.pool.clear();
     }
+}
+
+/// Stores the gradients of some parameters.
+fn stored(reduced: Vec<(Arc<FsdpParam>, Tensor, bool)>) -> Result<GradStore> {
+    // Candle makes an empty store in no other way.
+    let scalar = Tensor::new(0f32, &Device::Cpu)?;
+    let mut grads = scalar.backward()?;
+    grads.remove(&scalar);
+    reduced.into_iter().try_for_each(|(param, grad, _)| param.store_gradient(grad, &mut grads))?;
+    Ok(grads)
 }
 
 /// Forward.
@@ -357,8 +383,20 @@ impl Schedule {
     }
 
     fn run_backward(&self, loss: &Tensor, units: &[Arc<FsdpParamGroup>]) -> Result<GradStore> {
+        let has_hook = self.hand_out.lock().hook.is_some();
+        if has_hook {
+            // What an earlier backward reduces must not look like this backward's.
+            self.reductions.finish()?;
+        }
         units.iter().for_each(|unit| unit.begin_backward());
         let mut grads = on_a_stack_of(BACKWARD_STACK_BYTES, "backward", || {
+            let (settings, again) = {
+                let order = self.order.lock();
+                (order.settings, order.ran_again())
+            };
+            // A unit that ran several times is reduced as often, and a unit that ranks use differently at another time.
+            self.hand_out.lock().is_early =
+                settings.is_last_backward && !settings.manual_finalization && !again && !self.ranks_may_differ();
             self.plan_backward(loss, units)?;
             let (first, actions) = self.order.lock().root_pre_backward();
             if let Some(first) = first.and_then(|first| units.get(first)) {
@@ -428,15 +466,45 @@ impl Schedule {
         Ok(())
     }
 
-    /// Waits for the reductions, and stores the sharded gradients in `grads`.
+    /// Sets what takes reduced gradients instead of the backward's caller.
+    pub(super) fn set_post_accumulate_grad_hook(&self, hook: Option<Arc<dyn PostAccumulateGradHook>>) {
+        self.hand_out.lock().hook = hook;
+    }
+
+    /// Hands reduced gradients to the hook, if there is one and no more gradients will come to them.
+    fn hand_out_early(&self) -> Result<()> {
+        let hook = {
+            let hand_out = self.hand_out.lock();
+            hand_out.hook.clone().filter(|_| hand_out.is_early)
+        };
+        let Some(hook) = hook else { return Ok(()) };
+        for unit in self.units() {
+            let reduced = unit.take_gradients(|param| param.gradient.is_reduced())?;
+            if !reduced.is_empty() {
+                let taken = reduced.iter().map(|(param, _, used)| (unit.index(), param.clone(), *used));
+                self.hand_out.lock().early.extend(taken);
+                hook.accumulated(stored(reduced)?)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits for the reductions, and stores the sharded gradients in `grads`, or hands them to the hook.
     pub(super) fn finalize_backward(&self, grads: &mut GradStore) -> Result<()> {
         self.reductions.finish()?;
+        let (hook, early) = {
+            let mut hand_out = self.hand_out.lock();
+            (hand_out.hook.clone(), std::mem::take(&mut hand_out.early))
+        };
         let (mut without_gradient, mut unused, mut cuts) = (vec![], vec![], vec![]);
         let (mut handed_out, mut reached) = (false, vec![]);
         for unit in self.units() {
-            let reduced = unit.take_gradients()?;
-            handed_out |= !reduced.is_empty();
-            if reduced.iter().any(|(_, _, used)| *used) {
+            let reduced = unit.take_gradients(|_| true)?;
+            let of_unit = early.iter().filter(|(index, ..)| *index == unit.index());
+            let mut known: Vec<_> = of_unit.map(|(_, param, used)| (param.clone(), *used)).collect();
+            known.extend(reduced.iter().map(|(param, _, used)| (param.clone(), *used)));
+            handed_out |= !known.is_empty();
+            if known.iter().any(|(_, used)| *used) {
                 reached.push(unit.clone());
             }
             let communicated = {
@@ -449,7 +517,7 @@ impl Schedule {
             }
             if communicated {
                 let lacks_gradient = |param: &&Arc<FsdpParam>| {
-                    param.trainable() && !reduced.iter().any(|(other, _, used)| *used && Arc::ptr_eq(other, param))
+                    param.trainable() && !known.iter().any(|(other, used)| *used && Arc::ptr_eq(other, param))
                 };
                 let names = unit.params().iter().filter(lacks_gradient).map(|param| param.name().to_string());
                 let from = unused.len();
@@ -458,8 +526,9 @@ impl Schedule {
                     without_gradient.push((unit.clone(), unused[from..].to_vec()));
                 }
             }
-            for (param, grad, _) in reduced {
-                param.store_gradient(grad, grads)?;
+            match &hook {
+                Some(hook) if !reduced.is_empty() => hook.accumulated(stored(reduced)?)?,
+                _ => reduced.into_iter().try_for_each(|(param, grad, _)| param.store_gradient(grad, grads))?,
             }
         }
         self.handed_out(handed_out);

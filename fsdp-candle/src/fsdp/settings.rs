@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use super::comm::{AllGather, AllReduceHook, ReduceScatter};
+use super::comm::{AllGather, AllReduceHook, PostAccumulateGradHook, ReduceScatter};
 use super::module::{FsdpModule, Unit};
 use super::param_group::FsdpParamGroup;
 use super::policy::{Recurse, ReshardAfterForward};
@@ -229,6 +229,37 @@ impl<M> FsdpModule<M> {
     /// ```
     pub fn set_is_last_backward(&self, last: bool) {
         self.schedule.change_model_settings(|settings| settings.is_last_backward = last);
+    }
+
+    /// Sets what takes the reduced gradients of each unit, while backward goes on to the next units. Backward then hands
+    /// out none. An optimizer in the hook changes the unit's shards and drops the gradients, so a rank holds the sharded
+    /// gradients of one or two units at a time: PyTorch's `register_post_accumulate_grad_hook`, torchtune's optimizer in
+    /// backward.
+    ///
+    /// The hook runs when the reduction of a unit is waited for, in the same order on every rank. It gets gradients when
+    /// backward ends where more may come to them: after several forwards of one unit, with
+    /// [`set_reduce_scatter_unused_params`](FsdpModule::set_reduce_scatter_unused_params), and with manual
+    /// finalization. Gradients of a backward that is not the last one stay in the model
+    /// ([`set_is_last_backward`](FsdpModule::set_is_last_backward)). The norm of all gradients is known only after
+    /// backward: clip by the norm of the last step ([`GradNorm`](crate::GradNorm)), or not at all.
+    ///
+    /// ```
+    /// # use std::sync::{Arc, Mutex};
+    /// # use candle_core::backprop::GradStore;
+    /// # use fsdp_candle::doc_example::*;
+    /// # let (world, vars, model, x) = one_layer(nn::linear_no_bias)?;
+    /// # let weight = vars.params()[0].var().clone();
+    /// let optim = Arc::new(Mutex::new(AdamW::new(vars.trainable(), AdamWConfig::default())?));
+    /// let in_backward = optim.clone();
+    /// let step = move |grads: GradStore| Ok(in_backward.lock().unwrap().step(&grads)?);
+    /// model.set_post_accumulate_grad_hook(Some(Arc::new(step)));
+    /// let grads = model.backward(&model.forward(&x)?.sum_all()?)?;
+    /// assert!(grads.get(&weight).is_none());
+    /// assert_eq!(optim.lock().unwrap().states()[0].step, 1);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn set_post_accumulate_grad_hook(&self, hook: Option<Arc<dyn PostAccumulateGradHook>>) {
+        self.schedule.set_post_accumulate_grad_hook(hook);
     }
 
     /// Sets whether you end backward yourself, by [`FsdpModule::finalize_backward`].

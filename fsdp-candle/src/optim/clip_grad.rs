@@ -8,7 +8,7 @@ use fsdp_core::process_group::{Signature, Subject};
 use fsdp_core::{ProcessGroup, ReduceOp};
 
 use super::check_finite::non_finite_of_norm;
-use crate::data_parallel::largest_over;
+use crate::data_parallel::{DataParallel, largest_over};
 use crate::error::{Error, Result};
 use crate::fsdp::{FsdpParam, ShardedVarMap};
 use crate::kernels::NormType;
@@ -110,41 +110,101 @@ pub fn grad_norm(vars: &ShardedVarMap, grads: &GradStore) -> Result<f64> {
 
 fn norm_of(vars: &ShardedVarMap, params: &[Arc<FsdpParam>], grads: &GradStore, norm_type: NormType) -> Result<f64> {
     norm_type.check()?;
-    // Parameters on one mesh are summed together, tensor-parallel parts apart from the others. Replicas count once.
-    let mut meshes: Vec<_> = vars.all_ranks()?.into_iter().map(|ranks| (ranks, [0.; 2])).collect();
-    let parallel = vars.parallel_ranks();
-    let with_gradient: Vec<_> = params.iter().filter_map(|param| Some((param, grads.get(param.var())?))).collect();
-    let powers = powers(with_gradient.iter().map(|(_, grad)| *grad), norm_type)?;
-    for ((param, _), power) in with_gradient.into_iter().zip(powers) {
-        if let Some((_, shares)) = meshes.iter_mut().find(|(ranks, _)| Arc::ptr_eq(ranks, &param.spec.ranks)) {
-            let share = &mut shares[usize::from(param.split_over().is_some())];
-            *share = norm_type.combine(*share, power);
-        }
-    }
-    let op = if norm_type == NormType::Infinity { ReduceOp::Max } else { ReduceOp::Sum };
-    // The signature keeps a rank in another all-reduce from getting a norm.
-    let subject = Subject::new(format!("the gradients' norm ({norm_type:?})"), []);
-    let signature = || Signature::new(&subject, []);
-    let mut totals = [0.; 2];
-    for (ranks, shares) in meshes {
-        let shares = if parallel.is_some() { shares.to_vec() } else { vec![shares[0]] };
-        let reduce = |shares, group: &ProcessGroup| group.signed(signature()).all_reduce_values(shares, op);
-        let reduced = ranks.parts().try_fold(shares, reduce)?;
-        for (total, reduced) in totals.iter_mut().zip(reduced) {
-            *total = norm_type.combine(*total, reduced);
-        }
-    }
-    let [whole, parts] = totals;
-    let Some(ranks) = &parallel else { return Ok(norm_type.root(whole)) };
-    // The first rank counts replicated gradients, so all ranks get the same bits.
-    let first = if ranks.rank() == 0 { whole } else { 0. };
-    let reduced = ranks.signed(signature()).all_reduce_values(vec![parts, first, whole], op)?;
-    let &[parts, first, all] = reduced.as_slice() else { return Ok(f64::NAN) };
-    if op == ReduceOp::Sum && (all - first * ranks.size() as f64).abs() > MAX_DIFFERENCE * all {
-        return Err(replicas_differ(vars, grads, ranks)?);
-    }
-    Ok(norm_type.root(norm_type.combine(first, parts)))
+    let mut norm = GradNorm::of_type(vars, norm_type)?;
+    norm.add_some(params, grads)?;
+    norm.total(Some(grads))
 }
+
+/// The 2-norm of gradients that come in parts, such as those of a hook of backward
+/// ([`set_post_accumulate_grad_hook`](crate::FsdpModule::set_post_accumulate_grad_hook)).
+///
+/// ```
+/// # use fsdp_candle::doc_example::*;
+/// # let (world, vars, model, x) = one_layer(nn::linear_no_bias)?;
+/// use fsdp_candle::{GradNorm, grad_norm};
+///
+/// let grads = model.backward(&model.forward(&x)?.sum_all()?)?;
+/// let mut norm = GradNorm::new(&vars)?;
+/// norm.add(&grads)?;
+/// assert_eq!(norm.norm()?, grad_norm(&vars, &grads)?);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct GradNorm {
+    vars: ShardedVarMap,
+    norm_type: NormType,
+    /// Sums of this rank's powers by mesh: of whole parameters, and of tensor-parallel parts. Replicas count once.
+    meshes: Vec<(Arc<DataParallel>, [f64; 2])>,
+}
+
+impl GradNorm {
+    /// Makes the norm of no gradients. Fails if the map's mesh has no roles.
+    pub fn new(vars: &ShardedVarMap) -> Result<Self> {
+        GradNorm::of_type(vars, NormType::Two)
+    }
+
+    fn of_type(vars: &ShardedVarMap, norm_type: NormType) -> Result<Self> {
+        let meshes = vars.all_ranks()?.into_iter().map(|ranks| (ranks, [0.; 2])).collect();
+        Ok(GradNorm { vars: vars.clone(), norm_type, meshes })
+    }
+
+    /// Adds this rank's sharded gradients. Does not communicate.
+    pub fn add(&mut self, grads: &GradStore) -> Result<()> {
+        self.add_some(&self.vars.trainable(), grads)
+    }
+
+    fn add_some(&mut self, params: &[Arc<FsdpParam>], grads: &GradStore) -> Result<()> {
+        let with_gradient: Vec<_> = params.iter().filter_map(|param| Some((param, grads.get(param.var())?))).collect();
+        let powers = powers(with_gradient.iter().map(|(_, grad)| *grad), self.norm_type)?;
+        for ((param, _), power) in with_gradient.into_iter().zip(powers) {
+            if let Some((_, shares)) = self.meshes.iter_mut().find(|(ranks, _)| Arc::ptr_eq(ranks, &param.spec.ranks)) {
+                let share = &mut shares[usize::from(param.split_over().is_some())];
+                *share = self.norm_type.combine(*share, power);
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the norm over all ranks, the same on each. Collective.
+    pub fn norm(self) -> Result<f64> {
+        self.total(None)
+    }
+
+    /// Returns the norm. With the gradients, an error about replicas names a parameter.
+    fn total(self, grads: Option<&GradStore>) -> Result<f64> {
+        let GradNorm { vars, norm_type, meshes } = self;
+        let parallel = vars.parallel_ranks();
+        let op = if norm_type == NormType::Infinity { ReduceOp::Max } else { ReduceOp::Sum };
+        // The signature keeps a rank in another all-reduce from getting a norm.
+        let subject = Subject::new(format!("the gradients' norm ({norm_type:?})"), []);
+        let signature = || Signature::new(&subject, []);
+        let mut totals = [0.; 2];
+        for (ranks, shares) in meshes {
+            let shares = if parallel.is_some() { shares.to_vec() } else { vec![shares[0]] };
+            let reduce = |shares, group: &ProcessGroup| group.signed(signature()).all_reduce_values(shares, op);
+            let reduced = ranks.parts().try_fold(shares, reduce)?;
+            for (total, reduced) in totals.iter_mut().zip(reduced) {
+                *total = norm_type.combine(*total, reduced);
+            }
+        }
+        let [whole, parts] = totals;
+        let Some(ranks) = &parallel else { return Ok(norm_type.root(whole)) };
+        // The first rank counts replicated gradients, so all ranks get the same bits.
+        let first = if ranks.rank() == 0 { whole } else { 0. };
+        let reduced = ranks.signed(signature()).all_reduce_values(vec![parts, first, whole], op)?;
+        let &[parts, first, all] = reduced.as_slice() else { return Ok(f64::NAN) };
+        if op == ReduceOp::Sum && (all - first * ranks.size() as f64).abs() > MAX_DIFFERENCE * all {
+            return Err(match grads {
+                Some(grads) => replicas_differ(&vars, grads, ranks)?,
+                None => Error::Argument(REPLICAS_DIFFER.into()),
+            });
+        }
+        Ok(norm_type.root(norm_type.combine(first, parts)))
+    }
+}
+
+/// Error for replicated parameters whose gradients differ.
+const REPLICAS_DIFFER: &str = "gradients of a parameter that tensor-parallel ranks replicate differ among them. Make a \
+     module on a part of the sequence SequenceParallel, and pass these ranks the same batch";
 
 /// Returns the error for a replicated parameter whose gradients differ on tensor-parallel ranks. Collective.
 fn replicas_differ(vars: &ShardedVarMap, grads: &GradStore, ranks: &ProcessGroup) -> Result<Error> {

@@ -14,7 +14,7 @@ use fsdp_candle::{
     AdamW, AdamWConfig, FullyShard, MixedPrecisionPolicy, ReduceOp, ShardedVarMap, World, clip_grad_norm,
 };
 use fsdp_train::metrics::{page_faults, peak_memory_bytes};
-use fsdp_train::models::{self, Batch, ModelConfig, ModelOptions, Rows, Targets, TensorParallel, parallel};
+use fsdp_train::models::{self, Base, Batch, ModelConfig, ModelOptions, Rows, Targets, TensorParallel, parallel};
 use fsdp_train::ranks::Ranks;
 use serde::Serialize;
 
@@ -52,6 +52,9 @@ pub(crate) struct Args {
     /// values.
     #[arg(long, value_name = "N", value_parser = count(1 << 16))]
     lora_rank: Option<usize>,
+    /// With --lora-rank: storage of the frozen weights, as in `train`.
+    #[arg(long, value_enum, default_value_t = Base::F32, requires = "lora_rank")]
+    base: Base,
     /// Recompute the activations of every block in backward.
     #[arg(long)]
     activation_checkpoint: bool,
@@ -170,7 +173,9 @@ impl<'a> Setup<'a> {
             reduce_dtype: Some(DType::F32),
             ..Default::default()
         };
-        let opts = FullyShard::new(&vars).mp_policy(policy);
+        let base = args.base;
+        let store = move |name: &str, shape: &[usize]| base.format(name, shape).filter(|_| !is_adapter(name));
+        let opts = FullyShard::new(&vars).mp_policy(policy).store(store);
         Ok(Setup { args, world, ranks, vars, opts, meter, before })
     }
 }

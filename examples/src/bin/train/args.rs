@@ -10,13 +10,14 @@ use fsdp_ckpt::gguf::Quantization;
 use fsdp_train::data::BatchShape;
 use fsdp_train::flags::{not_negative, positive, reshard};
 use fsdp_train::job;
+use fsdp_train::models::Base;
 use fsdp_train::ranks::Ranks;
 use fsdp_train::schedule::LrSchedule;
 use serde::Serialize;
 
 use crate::flag_types::{
-    ActivationCheckpoint, AllGather, Base, CheckpointKeep, DropoutChoice, GradSync, InitChoice, Offload, Precision,
-    Resume, Switch, activation_checkpoint, betas, checkpoint_path, count, debug_name, dropout, fraction, loss_scale,
+    ActivationCheckpoint, AllGather, CheckpointKeep, DropoutChoice, GradSync, InitChoice, Offload, Precision, Resume,
+    Switch, activation_checkpoint, betas, checkpoint_path, count, debug_name, dropout, fraction, loss_scale,
     optional_path, optional_quantization, quantization,
 };
 use crate::task::TaskChoice;

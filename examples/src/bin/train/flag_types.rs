@@ -9,9 +9,8 @@ use candle_core::DType;
 use clap::ValueEnum;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use fsdp_candle::activation_checkpoint::{CheckpointPolicy, Operation};
-use fsdp_candle::{AllGatherExtension, Float8, OffloadPolicy, WeightFormat};
+use fsdp_candle::{AllGatherExtension, Float8, OffloadPolicy};
 use fsdp_ckpt::gguf::Quantization;
-use fsdp_core::{BLOCK, BlockFormat};
 use fsdp_train::flags::number;
 use fsdp_train::models::{Dropout, ModelConfig, is_block_matrix};
 use serde::{Serialize, Serializer};
@@ -89,41 +88,6 @@ impl AllGather {
     /// Returns the all-gather extension for the parameter `name`, if it has one.
     pub(crate) fn extension(self, name: &str) -> Option<Arc<dyn AllGatherExtension>> {
         (self == AllGather::Float8 && is_block_matrix(name)).then(|| Arc::new(Float8) as Arc<dyn AllGatherExtension>)
-    }
-}
-
-/// Storage of the weights that a run with adapters freezes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum Base {
-    F32,
-    Bf16,
-    Int8,
-    Nf4,
-}
-
-impl Base {
-    /// Returns the storage of a frozen parameter.
-    pub(crate) fn format(self, name: &str, shape: &[usize]) -> Option<WeightFormat> {
-        let has_blocks = is_block_matrix(name) && shape.last().is_some_and(|last| last.is_multiple_of(BLOCK));
-        match self {
-            Base::F32 => None,
-            _ if shape.len() < 2 => None,
-            Base::Int8 if has_blocks => Some(WeightFormat::Int8),
-            Base::Nf4 if has_blocks => Some(WeightFormat::Nf4),
-            Base::Bf16 | Base::Int8 | Base::Nf4 => Some(WeightFormat::Bf16),
-        }
-    }
-
-    /// Returns the fewest bytes of a weight.
-    pub(crate) fn bytes(self) -> f64 {
-        let of_block = |format: BlockFormat| format.block_bytes() as f64 / BLOCK as f64;
-        match self {
-            Base::F32 => 4.,
-            Base::Bf16 => 2.,
-            Base::Int8 => of_block(BlockFormat::Int8),
-            Base::Nf4 => of_block(BlockFormat::Nf4),
-        }
     }
 }
 

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use anyhow::Context;
 use fsdp_candle::ShardedOptimizer;
 use fsdp_ckpt::{TensorSource, escape};
-use fsdp_train::models::{Dropout, ModelConfig};
+use fsdp_train::models::{Base, Dropout, ModelConfig};
 use fsdp_train::schedule::LrSchedule;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -14,7 +14,6 @@ use serde_json::{Map, Value};
 use crate::adapters::Adapters;
 use crate::agreement::{Fields, NOT_GIVEN, fields};
 use crate::args::Args;
-use crate::flag_types::Base;
 use crate::task::Task;
 
 /// Key of the record in a checkpoint.
