@@ -23,6 +23,7 @@ mod golden;
 mod golden_optimizers;
 mod gradcheck;
 mod hub;
+mod in_backward;
 mod launchers;
 mod layering;
 mod lost_output;

@@ -39,6 +39,19 @@ fn memory<const MODES: usize>(ranks: usize, flags: &str) -> [Memory; MODES] {
     reports.try_into().unwrap_or_else(|_| panic!("{}", run.stdout))
 }
 
+/// Gradients of one unit are reduced while those of the next are computed.
+#[test]
+fn an_optimizer_in_backward_leaves_no_gradients() {
+    for ranks in [1, 2, 4] {
+        let [Memory { model, unit, resident, transient, .. }] = memory(ranks, "--mode zero3 --optimizer-in-backward");
+        let (share, of_unit) = (model / ranks as u64, unit / ranks as u64);
+        assert!(resident.abs_diff(3 * share) <= SLACK, "{ranks} ranks: {resident} bytes resident, a share is {share}");
+        // Parameters of two units, gradients of one, and a unit's share of reduced gradients.
+        let bound = if ranks == 1 { 4 * unit } else { 3 * unit + of_unit };
+        assert!(transient <= bound + SLACK, "{ranks} ranks: {transient} bytes on top, a unit is {unit}");
+    }
+}
+
 #[test]
 fn zero3_holds_a_share_two_units_and_one_units_gradients() {
     for ranks in [1, 2, 4] {

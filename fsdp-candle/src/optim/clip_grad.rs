@@ -92,15 +92,34 @@ pub fn clip_grad_norm_of(
     if options.error_if_nonfinite && !norm.is_finite() {
         return Err(Error::NonFinite(non_finite_of_norm(vars, grads, norm)?));
     }
-    let factor = options.max_norm / (norm + 1e-6);
-    if factor < 1. {
-        for param in params {
-            if let Some(grad) = grads.get(param.var()) {
-                scale(grad, factor)?;
-            }
-        }
-    }
+    clip_with_norm(params, grads, options.max_norm, norm)?;
     Ok(norm)
+}
+
+/// Scales gradients as [`clip_grad_norm`] does for a known norm: PyTorch's `clip_grads_with_norm_`. Does not communicate.
+///
+/// ```
+/// # use fsdp_candle::doc_example::*;
+/// # let (world, vars, model, x) = one_layer(nn::linear_no_bias)?;
+/// use fsdp_candle::{clip_grads_with_norm, grad_norm};
+///
+/// let mut grads = model.backward(&model.forward(&x)?.sum_all()?)?;
+/// let before = grad_norm(&vars, &grads)?;
+/// clip_grads_with_norm(&vars, &mut grads, 1., 4.)?;
+/// assert!((grad_norm(&vars, &grads)? - before / 4.).abs() < 1e-5);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn clip_grads_with_norm(vars: &ShardedVarMap, grads: &mut GradStore, max_norm: f64, total_norm: f64) -> Result<()> {
+    clip_with_norm(&vars.trainable(), grads, max_norm, total_norm)
+}
+
+fn clip_with_norm(params: &[Arc<FsdpParam>], grads: &mut GradStore, max_norm: f64, total_norm: f64) -> Result<()> {
+    let factor = max_norm / (total_norm + 1e-6);
+    if factor < 1. {
+        let grads = params.iter().filter_map(|param| grads.get(param.var()));
+        grads.into_iter().try_for_each(|grad| scale(grad, factor))?;
+    }
+    Ok(())
 }
 
 /// Returns the 2-norm of all sharded gradients, accumulated in f64. Collective.

@@ -1,7 +1,7 @@
 //! `bench memory`: memory of a rank between steps and during a step, counted by the allocator of the host or the
 //! device.
 
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Module, Result, Tensor};
@@ -9,8 +9,9 @@ use candle_nn::{Optimizer as _, VarBuilder, VarMap};
 use clap::ValueEnum;
 use fsdp_candle::DeviceChoice;
 use fsdp_candle::{
-    AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, FsdpModule, FullyShard, Muon, MuonConfig, Optimizers, ReduceOp,
-    ReduceScatter, ReshardAfterForward, SGD, SgdConfig, ShardedOptimizer, ShardedVarMap, World,
+    AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, FsdpModule, FullyShard, Muon, MuonConfig, Optimizers,
+    PostAccumulateGradHook, ReduceOp, ReduceScatter, ReshardAfterForward, SGD, SgdConfig, ShardedOptimizer,
+    ShardedVarMap, World,
 };
 use fsdp_core::{Allocator, ProcessGroup, ScatterPart, Work};
 use serde::Serialize;
@@ -39,6 +40,9 @@ pub(crate) struct Args {
     /// Select units by name in an unwrapped model. Reduced gradients then count as transient.
     #[arg(long)]
     by_name: bool,
+    /// Step the optimizer in backward, unit by unit, in the sharded modes.
+    #[arg(long)]
+    optimizer_in_backward: bool,
     /// Print one JSON object per mode.
     #[arg(long)]
     json: bool,
@@ -194,8 +198,12 @@ impl Sampler {
     }
 
     fn lock(&self) -> MutexGuard<'_, Samples> {
-        self.samples.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+        locked(&self.samples)
     }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl ReduceScatter for Sampler {
@@ -235,7 +243,15 @@ fn sharded(args: &Args, world: &World, reshard: ReshardAfterForward) -> anyhow::
         (Box::new(model), share)
     };
     phases.build = in_use()?;
-    let mut optim = args.optimizer.of(&vars)?;
+    let optim = Arc::new(Mutex::new(args.optimizer.of(&vars)?));
+    let in_backward = args.optimizer_in_backward;
+    if in_backward {
+        let optim = optim.clone();
+        let step = move |grads: GradStore| Ok(locked(&optim).step(&grads)?);
+        model.set_hook(Arc::new(step));
+    }
+    // Then no sharded gradients stay.
+    let share = if in_backward { 0 } else { share };
     phases.optimizer = in_use()?;
     let x = args.shape.batch(1, world.device())?;
     let state = meter.current()?;
@@ -245,7 +261,9 @@ fn sharded(args: &Args, world: &World, reshard: ReshardAfterForward) -> anyhow::
         let loss = model.loss(&x, args.passes, args.in_one_call)?;
         let grads = model.gradients(&loss)?;
         drop(loss);
-        optim.step(&grads)?;
+        if !in_backward {
+            locked(&optim).step(&grads)?;
+        }
         transient = sampler.look()?;
         vars.release_buffers();
         resident = meter.current()?.saturating_sub(before);
@@ -268,6 +286,8 @@ trait Trained {
     fn loss(&self, x: &Tensor, passes: usize, in_one_call: bool) -> Result<Tensor>;
 
     fn gradients(&self, loss: &Tensor) -> Result<GradStore>;
+
+    fn set_hook(&self, hook: Arc<dyn PostAccumulateGradHook>);
 }
 
 impl<B: Module> Trained for FsdpModule<Residual<B>> {
@@ -280,6 +300,10 @@ impl<B: Module> Trained for FsdpModule<Residual<B>> {
 
     fn gradients(&self, loss: &Tensor) -> Result<GradStore> {
         self.backward(loss)
+    }
+
+    fn set_hook(&self, hook: Arc<dyn PostAccumulateGradHook>) {
+        self.set_post_accumulate_grad_hook(Some(hook));
     }
 }
 

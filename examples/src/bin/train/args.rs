@@ -16,9 +16,9 @@ use fsdp_train::schedule::LrSchedule;
 use serde::Serialize;
 
 use crate::flag_types::{
-    ActivationCheckpoint, AllGather, CheckpointKeep, DropoutChoice, GradSync, InitChoice, Offload, Precision, Resume,
-    Switch, activation_checkpoint, betas, checkpoint_path, count, debug_name, dropout, fraction, loss_scale,
-    optional_path, optional_quantization, quantization,
+    ActivationCheckpoint, AllGather, CheckpointKeep, DropoutChoice, GradSync, InBackward, InitChoice, Offload,
+    Precision, Resume, Switch, activation_checkpoint, betas, checkpoint_path, count, debug_name, dropout, fraction,
+    loss_scale, optional_path, optional_quantization, quantization,
 };
 use crate::task::TaskChoice;
 
@@ -199,6 +199,16 @@ pub(crate) struct Args {
     #[arg(long, value_name = "NORM", default_value = "1.0", value_parser = not_negative, allow_hyphen_values = true)]
     #[arg(help_heading = "Optimizer")]
     pub(crate) clip_grad_norm: f64,
+
+    /// Step each block while backward goes on, and drop its gradients: the gradients of all blocks never exist
+    ///
+    /// The norm of all gradients is known only after backward. `last-norm` clips by the norm of the step before, and
+    /// does not clip the first step. `unclipped` has the bits of a run with --clip-grad-norm 0. With --grad-accum,
+    /// gradients add up until the last micro-batch: whole with --grad-sync last, in shards with `every`. Not for f16. A
+    /// loss that is not finite ends the run after the step, whose weights are not saved.
+    #[arg(long, value_enum, value_name = "off|unclipped|last-norm", default_value_t = InBackward::Off)]
+    #[arg(help_heading = "Optimizer")]
+    pub(crate) optimizer_in_backward: InBackward,
 
     /// Train low-rank adapters (LoRA) of this rank and freeze all other parameters
     ///

@@ -286,6 +286,8 @@ pub(crate) struct Position {
     pub(crate) step: usize,
     /// Sequences read by all ranks: the position in the data at any world size.
     pub(crate) sequences: u64,
+    /// Norm of the last step's gradients, if known.
+    pub(crate) grad_norm: Option<f64>,
 }
 
 impl Position {
@@ -294,21 +296,24 @@ impl Position {
     pub(crate) fn read(source: &dyn TensorSource, sequences_per_step: u64) -> anyhow::Result<Self> {
         let number = |key: &str| source.values().get(key).and_then(Value::as_u64);
         if let (Some(step), Some(sequences)) = (number("step"), number("sequences")) {
-            return Ok(Position { step: step as usize, sequences });
+            let grad_norm = source.values().get("grad_norm").and_then(Value::as_f64);
+            return Ok(Position { step: step as usize, sequences, grad_norm });
         }
         let step = optimizer_step(source)?;
         let sequences = step.checked_mul(sequences_per_step).with_context(|| {
             format!("{}: {step} steps of {sequences_per_step} sequences are beyond any count", source.path().display())
         })?;
-        Ok(Position { step: step as usize, sequences })
+        Ok(Position { step: step as usize, sequences, grad_norm: None })
     }
 
     /// Returns the values to save in a checkpoint.
     pub(crate) fn values(&self) -> Map<String, Value> {
-        Map::from_iter([
+        let mut values = Map::from_iter([
             ("step".to_string(), Value::from(self.step)),
             ("sequences".to_string(), Value::from(self.sequences)),
-        ])
+        ]);
+        values.extend(self.grad_norm.map(|norm| ("grad_norm".to_string(), Value::from(norm))));
+        values
     }
 }
 

@@ -91,6 +91,18 @@ impl AllGather {
     }
 }
 
+/// Whether the optimizer steps in backward, and how it clips gradients then.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum InBackward {
+    /// It steps after backward
+    Off,
+    /// Gradients are not clipped
+    Unclipped,
+    /// Gradients are clipped to --clip-grad-norm by the norm of the step before
+    LastNorm,
+}
+
 /// Micro-batches after which gradients are summed over processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]

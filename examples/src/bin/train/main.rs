@@ -17,6 +17,7 @@ mod optimizer;
 mod report;
 mod run_record;
 mod setup;
+mod step_in_backward;
 mod task;
 mod texts;
 mod trace;
@@ -45,6 +46,7 @@ use report::NonFiniteStep;
 use report::StepLog;
 use run_record::Record;
 use setup::Setup;
+use step_in_backward::StepInBackward;
 
 fn main() -> ExitCode {
     let args: Args = command_line::parse();
@@ -77,6 +79,7 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<Option<Gguf
     let mut checkpoints = Checkpoints::new(args, hosts, world)?;
     let Setup { config, vars, model, task, adapters } = Setup::new(args, world)?;
     let mut optim = Optimizer::new(args, &vars)?;
+    let in_backward = StepInBackward::new(args, &model)?;
     let run = Record::new(args, &config, &*task, adapters.as_ref(), optim.get())?;
 
     let mut done = checkpoints.resume(args, &vars, optim.get_mut(), &mut loss_scale, &run)?;
@@ -126,6 +129,12 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<Option<Gguf
                 last || args.grad_sync.unwrap_or(GradSync::Every) == GradSync::Every,
                 Recurse::Yes,
             );
+            if let Some(in_backward) = &in_backward {
+                model.set_is_last_backward(last);
+                if last {
+                    in_backward.begin(&vars, &mut optim, done.grad_norm)?;
+                }
+            }
             model.inner().set_training(true);
             let first_row = task.first_row(done.sequences, micro_step);
             random::set_rng_state(RngState { first_row, ..RngState::new(args.seed) });
@@ -145,9 +154,10 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<Option<Gguf
         }
         let Some(mut grads) = grads else { anyhow::bail!("--grad-accum is at least 1") };
         let overflowed = loss_scale.unscale(&vars, &mut grads)?;
-        let norm = match args.clip_grad_norm {
-            0. => grad_norm(&vars, &grads)?,
-            max => clip_grad_norm(&vars, &mut grads, max)?,
+        let norm = match (&in_backward, args.clip_grad_norm) {
+            (Some(in_backward), _) => in_backward.end(&mut optim)?,
+            (None, 0.) => grad_norm(&vars, &grads)?,
+            (None, max) => clip_grad_norm(&vars, &mut grads, max)?,
         };
         // A non-finite value on any rank makes the mean non-finite. All ranks then stop before the weights change.
         // With f16, non-finite gradients may only have overflowed.
@@ -155,14 +165,19 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<Option<Gguf
         let means = world.all_reduce(&own, ReduceOp::Avg)?;
         let loss = means[0];
         if !(loss.is_finite() && (means[1].is_finite() || overflowed)) {
-            let bad = NonFiniteStep { step, loss, own_loss, norm, grads: &grads, loss_scale: loss_scale.current() };
+            let grads = if in_backward.is_none() { Some(&grads) } else { None };
+            let bad = NonFiniteStep { step, loss, own_loss, norm, grads, loss_scale: loss_scale.current() };
             anyhow::bail!(bad.explain(world, &vars, optim.get(), &mut checkpoints)?);
         }
-        let skipped = loss_scale.step(optim.get_mut(), &grads)?;
+        let skipped = match in_backward {
+            Some(_) => None,
+            None => loss_scale.step(optim.get_mut(), &grads)?,
+        };
         drop(grads);
 
         let tokens = task.tokens(done.sequences);
         done.step = step;
+        done.grad_norm = Some(norm);
         done.sequences += task.sequences_per_step();
         let peak = world.all_reduce(&[peak_memory_bytes() as f64], ReduceOp::Max)?[0];
         let seconds = start.elapsed().as_secs_f64();

@@ -81,6 +81,15 @@ impl Optimizer {
         last
     }
 
+    /// Takes the optimizer out, until [`Optimizer::give`].
+    pub(crate) fn take(&mut self) -> anyhow::Result<Box<dyn ShardedOptimizer>> {
+        Ok(std::mem::replace(&mut self.optim, Box::new(Optimizers::new(vec![])?)))
+    }
+
+    pub(crate) fn give(&mut self, optim: Box<dyn ShardedOptimizer>) {
+        self.optim = optim;
+    }
+
     pub(crate) fn get(&self) -> &dyn ShardedOptimizer {
         &*self.optim
     }

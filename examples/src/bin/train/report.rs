@@ -99,7 +99,7 @@ const ADVICE_BEFORE_STEPS: &str = "No step has been taken, so --lr is not the ca
 /// Advice for values that are too large for f16.
 const ADVICE_F16: &str = "f16 ends at 65504: pass --param-dtype bf16, which has the range of f32. ";
 
-/// A step whose loss or gradient norm is not finite, and which is not taken.
+/// A step whose loss or gradient norm is not finite, and which is not taken, or was taken in backward.
 pub(crate) struct NonFiniteStep<'a> {
     pub(crate) step: usize,
     /// Mean loss over all ranks.
@@ -107,7 +107,8 @@ pub(crate) struct NonFiniteStep<'a> {
     /// Loss of this rank.
     pub(crate) own_loss: f64,
     pub(crate) norm: f64,
-    pub(crate) grads: &'a GradStore,
+    /// `None` if the optimizer stepped in backward.
+    pub(crate) grads: Option<&'a GradStore>,
     /// Loss scale of a run in f16.
     pub(crate) loss_scale: Option<f64>,
 }
@@ -128,11 +129,16 @@ impl NonFiniteStep<'_> {
             (0..is_bad.len()).filter(|&rank| is_bad[rank] > 0).map(|rank| rank.to_string()).collect();
 
         let at_scale = loss_scale.map_or(String::new(), |scale| format!(" at a loss scale of {scale}"));
-        let mut text = format!("step {step} was not taken: ");
+        let mut text = match grads {
+            Some(_) => format!("step {step} was not taken: "),
+            None => format!("step {step} was taken in backward (--optimizer-in-backward): "),
+        };
         if ranks.is_empty() {
-            let found = find_non_finite(vars, &[ValuesOf::Gradients(grads)])?;
-            let found = found.map_or_else(|| "each value is finite".into(), |found| found.to_string());
-            write!(text, "the loss is {loss}, and the gradients' norm is {norm}{at_scale}: {found}")?;
+            write!(text, "the loss is {loss}, and the gradients' norm is {norm}{at_scale}")?;
+            if let Some(grads) = grads {
+                let found = find_non_finite(vars, &[ValuesOf::Gradients(grads)])?;
+                write!(text, ": {}", found.map_or_else(|| "each value is finite".into(), |found| found.to_string()))?;
+            }
         } else {
             let on =
                 if ranks.len() == world.size() { "every rank".into() } else { format!("rank {}", ranks.join(", ")) };
@@ -143,6 +149,7 @@ impl NonFiniteStep<'_> {
                 let since = checkpoints.finite_after;
                 write!(text, ". The weights became non-finite after step {since}: {found}")?;
             }
+            None if grads.is_none() => text.push_str(". The weights are finite"),
             None => write!(text, ". The weights are those of step {} and finite", step - 1)?,
         }
         let advice = if step == 1 { ADVICE_BEFORE_STEPS } else { ADVICE };

@@ -1,0 +1,82 @@
+//! `--optimizer-in-backward`: the optimizer steps each unit while backward goes on, so that gradients of the whole model
+//! never exist.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use anyhow::{bail, ensure};
+use candle_core::backprop::GradStore;
+use fsdp_candle::{FsdpModule, GradNorm, ShardedOptimizer, ShardedVarMap, clip_grads_with_norm};
+use fsdp_train::models::LanguageModel;
+
+use crate::args::Args;
+use crate::flag_types::{InBackward, Precision};
+use crate::optimizer::Optimizer;
+
+/// The optimizer of a run, inside the model's hook while a backward runs.
+pub(crate) struct StepInBackward {
+    running: Arc<Mutex<Option<Running>>>,
+    /// Largest norm, if gradients are clipped.
+    max_norm: Option<f64>,
+}
+
+struct Running {
+    optim: Box<dyn ShardedOptimizer>,
+    norm: GradNorm,
+    vars: ShardedVarMap,
+    /// Largest norm, and the last step's norm.
+    clip: Option<(f64, f64)>,
+}
+
+impl Running {
+    fn step(&mut self, mut grads: GradStore) -> fsdp_candle::Result<()> {
+        self.norm.add(&grads)?;
+        if let Some((max, norm)) = self.clip {
+            clip_grads_with_norm(&self.vars, &mut grads, max, norm)?;
+        }
+        self.optim.step(&grads)
+    }
+}
+
+impl StepInBackward {
+    /// Sets the model's hook. Returns `None` for a run that steps after backward.
+    pub(crate) fn new(args: &Args, model: &FsdpModule<LanguageModel>) -> anyhow::Result<Option<Self>> {
+        let max_norm = match args.optimizer_in_backward {
+            InBackward::Off => return Ok(None),
+            InBackward::Unclipped => None,
+            InBackward::LastNorm => Some(args.clip_grad_norm),
+        };
+        ensure!(
+            ![args.param_dtype, args.reduce_dtype].contains(&Precision::F16),
+            "--optimizer-in-backward can't step in f16: whether gradients overflow is known after backward. Use bf16"
+        );
+        let running = Arc::new(Mutex::new(None::<Running>));
+        let shared = running.clone();
+        let step = move |grads: GradStore| match &mut *shared.lock().unwrap_or_else(PoisonError::into_inner) {
+            Some(running) => Ok(running.step(grads)?),
+            None => candle_core::bail!("gradients came outside of a step"),
+        };
+        model.set_post_accumulate_grad_hook(Some(Arc::new(step)));
+        Ok(Some(StepInBackward { running, max_norm }))
+    }
+
+    /// Takes the optimizer for the next backward. The first step of a run has no last norm, and is not clipped.
+    pub(crate) fn begin(
+        &self,
+        vars: &ShardedVarMap,
+        optim: &mut Optimizer,
+        last_norm: Option<f64>,
+    ) -> anyhow::Result<()> {
+        let (norm, clip) = (GradNorm::new(vars)?, self.max_norm.zip(last_norm));
+        let running = Running { optim: optim.take()?, norm, vars: vars.clone(), clip };
+        *self.running.lock().unwrap_or_else(PoisonError::into_inner) = Some(running);
+        Ok(())
+    }
+
+    /// Gives the optimizer back. Returns the norm of the gradients before clipping. Collective.
+    pub(crate) fn end(&self, optim: &mut Optimizer) -> anyhow::Result<f64> {
+        let running = self.running.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(Running { optim: inner, norm, .. }) = running else { bail!("no step has begun") };
+        optim.give(inner);
+        Ok(norm.norm()?)
+    }
+}
