@@ -31,6 +31,20 @@ pub(super) struct State {
     pub(super) optimizer: f64,
 }
 
+impl State {
+    fn of(setup: &Setup) -> Self {
+        let shards = setup.mesh.shard as f64;
+        let share = setup.shards.bytes() * setup.trained() * setup.model.parameters() / shards;
+        let [of_block, of_root] = setup.stored();
+        let blocks = setup.model.layers.iter().map(|layer| layer.parameters).sum::<f64>();
+        State {
+            parameters: (of_block * blocks + of_root * setup.model.root.parameters) / shards,
+            gradients: if setup.in_backward { 0. } else { share },
+            optimizer: if setup.on_disk { 0. } else { 2. * share },
+        }
+    }
+}
+
 /// Memory at a moment of a step.
 #[derive(Clone, Debug, Default, Serialize)]
 pub(super) struct Moment {
@@ -68,15 +82,8 @@ pub(super) fn of(setup: &Setup) -> Memory {
         moments.iter_mut().for_each(|moment| moment.pooled = most - in_use(moment));
     }
     let peak = moments.iter().max_by(|a, b| a.total().total_cmp(&b.total())).cloned().unwrap_or_default();
-    let share = setup.shards.bytes() * setup.model.parameters() / setup.mesh.shard as f64;
     let reserve = setup.reserve * peak.total();
-    Memory {
-        state: State { parameters: share, gradients: share, optimizer: 2. * share },
-        total: peak.total() + reserve,
-        reserve,
-        peak,
-        moments,
-    }
+    Memory { state: State::of(setup), total: peak.total() + reserve, reserve, peak, moments }
 }
 
 fn moments(setup: &Setup) -> Vec<Moment> {
@@ -84,8 +91,11 @@ fn moments(setup: &Setup) -> Vec<Moment> {
     let (layers, root) = (&model.layers, &model.root);
     let (e, shards) = (compute.bytes(), setup.mesh.shard as f64);
     let tokens = setup.tokens();
-    let share = |parameters: f64| setup.shards.bytes() * parameters / shards;
-    let rest_of_state = 3. * share(model.parameters());
+    let trained = setup.trained();
+    let share = |parameters: f64| trained * setup.shards.bytes() * parameters / shards;
+    let state = State::of(setup);
+    // An all-gather of stored weights has them beside the decoded ones.
+    let encoded = setup.base.map_or(0., |base| if base.bytes() < e { base.bytes() } else { 0. });
     let rotary = if root.rotary > 0. { root.rotary * setup.seq as f64 * e } else { 0. };
 
     let kept = |layer: &Layer| tokens * framework.kept(layer, compute, checkpoint);
@@ -99,12 +109,12 @@ fn moments(setup: &Setup) -> Vec<Moment> {
         ReshardAfterForward::To(ranks) => e * layer.parameters / ranks as f64,
         ReshardAfterForward::Default | ReshardAfterForward::Always => 0.,
     };
-    let comes = |layer: &Layer| e * layer.parameters - stays(layer);
+    let comes = |layer: &Layer| (e + encoded) * layer.parameters - stays(layer);
     let of_root_gathered = e * root.parameters;
     let all_stay = layers.iter().map(stays).sum::<f64>();
     let next = |from: Option<&Layer>| from.map_or(0., comes);
 
-    let base = Moment { state: rest_of_state, activations: all_kept, ..Moment::default() };
+    let base = Moment { state: state.parameters + state.optimizer, activations: all_kept, ..Moment::default() };
     let mut moments = vec![
         Moment {
             when: "the loss",
@@ -115,7 +125,7 @@ fn moments(setup: &Setup) -> Vec<Moment> {
         Moment {
             when: "the head's backward",
             gathered: of_root_gathered + all_stay + next(layers.last()),
-            unreduced: e * root.head,
+            unreduced: trained * e * root.head,
             logits: logits.kept + logits.slopes,
             ..base.clone()
         },
@@ -141,7 +151,8 @@ fn moments(setup: &Setup) -> Vec<Moment> {
             },
             gradients: reduced,
             gathered: of_root_gathered - gone + staying + comes(layer) + next(before),
-            unreduced: e * root.head + waiting(setup, layer) + layers.get(i + 1).map_or(0., |after| sent(setup, after)),
+            unreduced: trained
+                * (e * root.head + waiting(setup, layer) + layers.get(i + 1).map_or(0., |after| sent(setup, after))),
             activations: if held { all_kept } else { left },
             logits: if held { logits.kept } else { 0. },
             working: tokens * again.max(0.)
@@ -150,13 +161,14 @@ fn moments(setup: &Setup) -> Vec<Moment> {
         });
         left -= kept(layer);
         staying -= stays(layer);
-        reduced += share(layer.parameters);
+        reduced = share(layer.parameters) + if setup.in_backward { 0. } else { reduced };
     }
     moments.push(Moment {
         when: "the root's reduction",
         gradients: reduced,
         gathered: of_root_gathered - gone,
-        unreduced: e.max(reduce.bytes()) * root.parameters + layers.first().map_or(0., |after| sent(setup, after)),
+        unreduced: trained
+            * (e.max(reduce.bytes()) * root.parameters + layers.first().map_or(0., |after| sent(setup, after))),
         activations: if held { all_kept } else { of_root },
         logits: if held { logits.kept } else { 0. },
         ..base

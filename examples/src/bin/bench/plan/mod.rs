@@ -10,7 +10,7 @@ use anyhow::{Context, ensure};
 use framework::{Checkpoint, Framework};
 use fsdp_candle::ReshardAfterForward;
 use fsdp_train::flags::{not_negative, positive, reshard};
-use fsdp_train::models::{ModelConfig, parallel};
+use fsdp_train::models::{Base, ModelConfig, parallel};
 use hardware::{Device, GIGA, Given, Links, Mesh, Precision};
 use model::{Model, TensorRanks};
 use report::Report;
@@ -106,6 +106,16 @@ pub(crate) struct Args {
     /// Dtype of shards, their gradients and AdamW's moments.
     #[arg(long, value_enum, default_value_t = Precision::F32, help_heading = "Training")]
     shard_dtype: Precision,
+    /// Storage of a frozen base, of which only small adapters are trained, as `train --base`. Memory and time of the
+    /// adapters are not counted.
+    #[arg(long, value_enum, conflicts_with = "framework", help_heading = "Training")]
+    base: Option<Base>,
+    /// The optimizer steps in backward, unit by unit.
+    #[arg(long, conflicts_with = "base", help_heading = "Training")]
+    optimizer_in_backward: bool,
+    /// The optimizer's state is on disk. Time of the disk is not counted.
+    #[arg(long, conflicts_with = "base", help_heading = "Training")]
+    state_on_disk: bool,
     /// Activations that are recomputed in backward.
     #[arg(long, value_enum, default_value_t = Checkpoint::None, help_heading = "Training")]
     activation_checkpoint: Checkpoint,
@@ -204,6 +214,9 @@ fn setup<'a>(args: &Args, models: &'a Models, seq: usize) -> anyhow::Result<Setu
         compute,
         reduce: args.reduce_dtype,
         shards: args.shard_dtype,
+        base: args.base,
+        in_backward: args.optimizer_in_backward,
+        on_disk: args.state_on_disk,
         checkpoint: args.activation_checkpoint,
         reshard: args.reshard_after_forward,
         reserve: args.reserve.unwrap_or(framework.reserve()),

@@ -34,7 +34,7 @@ impl Report {
         let memory = memory::of(setup);
         Report {
             parameters: setup.whole.parameters(),
-            operations_per_token: setup.whole.operations(),
+            operations_per_token: setup.operations(),
             mesh: setup.mesh,
             device: setup.device,
             links: setup.links,

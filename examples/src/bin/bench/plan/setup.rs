@@ -2,6 +2,7 @@
 
 use anyhow::{bail, ensure};
 use fsdp_candle::ReshardAfterForward;
+use fsdp_train::models::Base;
 use serde::Serialize;
 
 use super::framework::{Checkpoint, Framework};
@@ -37,6 +38,12 @@ pub(super) struct Setup<'a> {
     pub(super) reduce: Precision,
     /// Dtype of shards, their gradients and optimizer state.
     pub(super) shards: Precision,
+    /// Storage of a frozen base; `None` if all parameters are trained.
+    pub(super) base: Option<Base>,
+    /// Whether the optimizer steps in backward.
+    pub(super) in_backward: bool,
+    /// Whether the optimizer's state is on disk.
+    pub(super) on_disk: bool,
     pub(super) checkpoint: Checkpoint,
     pub(super) reshard: ReshardAfterForward,
     /// Reserve of the allocator, as a share.
@@ -44,6 +51,31 @@ pub(super) struct Setup<'a> {
 }
 
 impl Setup<'_> {
+    /// Returns the bytes of a parameter of a block, and of the root, in a shard.
+    pub(super) fn stored(&self) -> [f64; 2] {
+        match self.base {
+            // Matrices outside the blocks are stored in BF16.
+            Some(base) => [base.bytes(), base.bytes().max(Base::Bf16.bytes())],
+            None => [self.shards.bytes(); 2],
+        }
+    }
+
+    /// Returns the products of a layer's backward for each in its forward: for its input's gradient, and its weight's.
+    pub(super) fn backward_products(&self) -> f64 {
+        1. + self.trained()
+    }
+
+    /// Returns the floating point operations per token, forward and backward.
+    pub(super) fn operations(&self) -> f64 {
+        // Attention has no weights, so this is slightly too few for a frozen base.
+        self.whole.operations() * (1. + self.backward_products()) / 3.
+    }
+
+    /// Returns 1 if parameters have gradients, and 0 if they are frozen.
+    pub(super) fn trained(&self) -> f64 {
+        if self.base.is_none() { 1. } else { 0. }
+    }
+
     /// Returns the tokens of a rank's batch, which tensor-parallel ranks share.
     pub(super) fn tokens(&self) -> f64 {
         self.batch as f64 * self.seq as f64

@@ -81,7 +81,7 @@ pub(super) fn of(setup: &Setup) -> Time {
     let waited = simulate(&mut units);
     let share = setup.model.parameters() / setup.mesh.shard as f64;
     let norm = Ring::of_shards(&setup.mesh, &setup.links, setup.mesh.shard).all_reduce(8.);
-    let moved = setup.framework.optimizer_moves(setup.shards) * share;
+    let moved = setup.trained() * setup.framework.optimizer_moves(setup.shards) * share;
     let optimizer = norm + setup.device.moves(moved);
     let launches = match setup.framework {
         Framework::OnDevice => {
@@ -104,7 +104,7 @@ pub(super) fn of(setup: &Setup) -> Time {
         launches,
         launching,
         tokens_per_s_per_rank: tokens / step,
-        mfu: tokens * setup.whole.operations() / step / setup.device.flops,
+        mfu: tokens * setup.operations() / step / setup.device.flops,
         units,
     }
 }
@@ -133,8 +133,11 @@ fn forward(setup: &Setup, layer: &Layer) -> Compute {
 /// Returns the seconds of a block's backward, including recomputation.
 fn backward(setup: &Setup, layer: &Layer) -> Compute {
     let once = forward(setup, layer);
-    let mut all =
-        Compute { products: 2. * once.products, attention: attention(setup, layer)[1], memory: 2. * once.memory };
+    let mut all = Compute {
+        products: setup.backward_products() * once.products,
+        attention: attention(setup, layer)[1],
+        memory: 2. * once.memory,
+    };
     let again = setup.framework.products_again(layer, setup.checkpoint);
     let again = Compute { products: setup.device.products(2. * setup.tokens() * again), ..once };
     match setup.checkpoint {
@@ -152,7 +155,9 @@ fn units(setup: &Setup) -> (Compute, Vec<Unit>) {
     let over_shards = Ring::of_shards(mesh, links, mesh.shard);
     let over_layer = Ring::of_layer(mesh, links);
     let over_replicas = Ring::of_replicas(mesh, links);
-    let communication = |parameters: f64, kept: bool| Unit {
+    let [of_block, of_root] = setup.stored().map(|stored| if setup.base.is_some() { stored.min(e) } else { e });
+    let reduce = setup.trained() * reduce;
+    let communication = |parameters: f64, e: f64, kept: bool| Unit {
         gather_forward: over_shards.gather(e * parameters),
         gather_backward: match setup.reshard {
             _ if kept => 0.,
@@ -174,16 +179,19 @@ fn units(setup: &Setup) -> (Compute, Vec<Unit>) {
     };
     let again = if logits.again { head.products } else { 0. };
     let mut compute = Compute::default();
-    compute.add(3., head);
+    let back = Compute { products: setup.backward_products() * head.products, memory: 2. * head.memory, ..head };
+    compute.add(1., head);
+    compute.add(1., back);
     compute.products += again;
     // The embedding's output, and the gradient of the head's input.
     let ends = over_layer.all_reduce(e * tokens * root.width);
     let mut units = vec![Unit {
         forward: head.total() + ends,
-        backward: 2. * head.total() + again + ends,
+        backward: back.total() + again + ends,
         exchange: 2. * ends,
         ..communication(
             root.parameters,
+            of_root,
             setup.reshard == ReshardAfterForward::Default || setup.reshard == ReshardAfterForward::Never,
         )
     }];
@@ -199,7 +207,7 @@ fn units(setup: &Setup) -> (Compute, Vec<Unit>) {
             forward: forward.total() + exchange,
             backward: backward.total() + in_backward,
             exchange: exchange + in_backward,
-            ..communication(layer.parameters, false)
+            ..communication(layer.parameters, of_block, false)
         });
     }
     (compute, units)
