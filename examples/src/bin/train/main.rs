@@ -32,12 +32,13 @@ use fsdp_train::console::Console;
 use fsdp_train::job;
 use fsdp_train::metrics::{Rewards, StepRecord, peak_memory_bytes};
 use fsdp_train::models::parallel;
+use indicatif::BinaryBytes;
 
 use args::Args;
 use checkpoint::Checkpoints;
 use directories::Hosts;
 use export::GgufExport;
-use flag_types::GradSync;
+use flag_types::{GradSync, Offload};
 use objective::BatchLoss;
 use optimizer::LossScale;
 use optimizer::Optimizer;
@@ -77,6 +78,10 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<Option<Gguf
     let mut checkpoints = Checkpoints::new(args, hosts, world)?;
     let Setup { config, vars, model, task, adapters } = Setup::new(args, world)?;
     let mut optim = Optimizer::new(args, &vars)?;
+    if let (Offload::Disk(dir), 0) = (&args.offload, world.rank()) {
+        let bytes = BinaryBytes(optim.bytes_on_disk());
+        Console::Stderr.line(format_args!("optimizer state on disk: {bytes} for rank 0, in {}", dir.display()));
+    }
     let run = Record::new(args, &config, &*task, adapters.as_ref(), optim.get())?;
 
     let mut done = checkpoints.resume(args, &vars, optim.get_mut(), &mut loss_scale, &run)?;
@@ -158,7 +163,8 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<Option<Gguf
             let bad = NonFiniteStep { step, loss, own_loss, norm, grads: &grads, loss_scale: loss_scale.current() };
             anyhow::bail!(bad.explain(world, &vars, optim.get(), &mut checkpoints)?);
         }
-        let skipped = loss_scale.step(optim.get_mut(), &grads)?;
+        let skipped = loss_scale.step(optim.get_mut(), &grads);
+        let skipped = skipped.map_err(|error| checkpoints.explain_failed_step(step, error))?;
         drop(grads);
 
         let tokens = task.tokens(done.sequences);

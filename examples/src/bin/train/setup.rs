@@ -24,7 +24,7 @@ use crate::adapters::{Adapters, Peft};
 use crate::agreement::{self, Fields};
 use crate::args::{Args, OptimizerKind};
 use crate::evaluate::{Evaluation, SAMPLE_CONTEXT};
-use crate::flag_types::{InitChoice, Resume};
+use crate::flag_types::{InitChoice, Offload, Resume};
 use crate::objective::{self, DPO_BETA, Objective, Preference, Reference};
 use crate::task::{Language, Task, TaskChoice};
 use crate::texts::Texts;
@@ -380,6 +380,7 @@ fn memory_needs(
     let shards = ranks.shard as f64 * tensor;
     // A trained parameter has a gradient and optimizer state.
     let kept = match args.optimizer.optimizer {
+        _ if matches!(args.offload, Offload::Disk(_)) => 0.,
         OptimizerKind::Adamw | OptimizerKind::Adam => 2.,
         OptimizerKind::Adamw8bit => 0.5,
         OptimizerKind::Sgd if args.optimizer.momentum == Some(0.) => 0.,
@@ -451,6 +452,7 @@ mod tests {
         assert_eq!(total(&["--replicate", "2", "--shard-optimizer-over-replicas"], 2), total(&[], 2));
         // Nothing but the shards is divided.
         assert!(total(&["--batch-size", "4000"], 2) > 4000. * 128. * 688. * 4.);
+        assert_eq!(total(&["--offload", "disk:/nvme"], 1), total(&["--optimizer", "sgd", "--momentum", "0"], 1));
         assert!(total(&["--lora-rank", "8"], 1) < one / 2.);
         assert!(total(&["--lora-rank", "4611686018427387904"], 1) > 1e21);
         assert!(total(&["--param-dtype", "bf16"], 1) < one);
