@@ -8,13 +8,21 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use fsdp_test_support::leftovers::{MARK, Process, processes};
-use fsdp_test_support::{files, golden, json_lines, launch_script, program, train_golden};
+use fsdp_test_support::{files, golden, json_lines, launch_script, program, train};
 use rustix::process::{Pid, Resource, Rlimit, Signal, kill_process, prlimit};
 
 const RANKS: usize = 2;
-const STEPS: usize = 40;
-const FLAGS: &str = "--init random --seq-len 32 --batch-size 2 --lr 1e-3 --save-every 2 --checkpoint-dir saved \
-                     --resume auto --metrics metrics.jsonl";
+const STEPS: usize = 100;
+
+fn flags() -> String {
+    let model = golden("llama_tiny");
+    let (model, data) = (model.display(), model.join("tokens.bin"));
+    format!(
+        "--model {model} --data {} --init random --seq-len 32 --batch-size 2 --lr 1e-3 --steps {STEPS} --save-every 2 \
+         --checkpoint-dir saved --resume auto --metrics metrics.jsonl",
+        data.display()
+    )
+}
 
 /// The losses by step, and the tensors of the last checkpoint.
 type Outcome = (BTreeMap<u64, u64>, BTreeMap<String, Vec<u8>>);
@@ -32,7 +40,7 @@ fn outcome(dir: &Path) -> Outcome {
 /// A run without disk and without failures.
 fn undisturbed() -> Outcome {
     let dir = tempfile::tempdir().unwrap();
-    train_golden("llama_tiny", RANKS, &format!("{FLAGS} --steps {STEPS}"), dir.path()).ok();
+    train(RANKS, &flags(), dir.path()).ok();
     outcome(dir.path())
 }
 
@@ -45,13 +53,7 @@ struct Job<'a> {
 
 impl<'a> Job<'a> {
     fn start(dir: &'a Path, mark: &str) -> Self {
-        let model = golden("llama_tiny");
-        let data = model.join("tokens.bin");
-        let script = format!(
-            "trap '' XFSZ; exec \"$0\" --model {} --data {} {FLAGS} --steps {STEPS} --offload disk:disk",
-            model.display(),
-            data.display()
-        );
+        let script = format!("trap '' XFSZ; exec \"$0\" {} --offload disk:disk", flags());
         fs::create_dir_all(dir.join("disk")).unwrap();
         let log = || File::options().create(true).append(true).open(dir.join("log")).unwrap();
         let mut command = Command::new(program("fsdp-launch"));
@@ -60,11 +62,11 @@ impl<'a> Job<'a> {
         Job { dir, mark: mark.into(), launcher: command.spawn().unwrap() }
     }
 
-    /// Waits until the run has taken a step, and returns its ranks.
-    fn after_step(&mut self, step: usize) -> BTreeMap<usize, Process> {
+    /// Waits until a step is saved, and returns the ranks.
+    fn after_save(&mut self, step: usize) -> BTreeMap<usize, Process> {
         let started = Instant::now();
-        let taken = || fs::read_to_string(self.dir.join("metrics.jsonl")).unwrap_or_default().lines().count();
-        while taken() < step {
+        let saved = self.dir.join(format!("saved/step-{step:08}/checkpoint.json"));
+        while !saved.exists() {
             assert!(started.elapsed() < Duration::from_secs(120), "{}", self.log());
             sleep(Duration::from_millis(1));
         }
@@ -97,9 +99,9 @@ fn assert_empty(disk: &Path) {
 #[test]
 fn killed_runs_resume_with_the_losses_of_a_run_in_memory() {
     let dir = tempfile::tempdir().unwrap();
-    for (number, step) in [3, 9].into_iter().enumerate() {
+    for (number, step) in [4, 30].into_iter().enumerate() {
         let mut job = Job::start(dir.path(), &format!("offload-disk-{}-{number}", std::process::id()));
-        let ranks = job.after_step(step);
+        let ranks = job.after_save(step);
         assert_empty(&dir.path().join("disk"));
         ranks.values().for_each(|rank| kill(rank.pid));
         assert!(!job.launcher.wait().unwrap().success());
@@ -118,7 +120,7 @@ fn killed_runs_resume_with_the_losses_of_a_run_in_memory() {
 fn a_failed_write_ends_the_run_which_resumes_from_its_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
     let mut job = Job::start(dir.path(), &format!("offload-disk-limit-{}", std::process::id()));
-    let ranks = job.after_step(5);
+    let ranks = job.after_save(6);
     let limit = Rlimit { current: Some(4096), maximum: Some(4096) };
     prlimit(Pid::from_raw(ranks[&1].pid), Resource::Fsize, limit).unwrap();
     assert!(!job.launcher.wait().unwrap().success());
@@ -148,9 +150,10 @@ fn a_file_that_cannot_be_allocated_ends_the_run_before_its_first_step() {
         model.display(),
         model.join("tokens.bin").display()
     );
-    let run = launch_script(RANKS, &script, dir.path());
+    // Several ranks share memory, whose size the limit also applies to.
+    let run = launch_script(1, &script, dir.path());
     let parts =
         ["--offload: rank ", ", optimizer state in .: it needs ", " free: File too large", "use another directory"];
-    run.refused(RANKS, &parts);
+    run.refused(1, &parts);
     assert!(!dir.path().join("metrics.jsonl").exists());
 }
