@@ -50,7 +50,7 @@ const KINDS: [Kind; 5] = [Kind::AdamW, Kind::AdamW8bit, Kind::Adam, Kind::Sgd, K
 fn optimizer(kind: Kind, vars: &ShardedVarMap, dir: Option<&Path>) -> Box<dyn ShardedOptimizer> {
     let is_bias = |param: &Arc<FsdpParam>| param.name().ends_with("bias");
     let (biases, weights): (Vec<_>, Vec<_>) = vars.trainable().into_iter().partition(is_bias);
-    let disk = dir.map(|dir| StateOnDisk::new(dir).block_bytes(0));
+    let disk = dir.map(|dir| StateOnDisk::new(dir).memory_bytes(0));
     macro_rules! make {
         ($optim:ident, $config:expr) => {{
             let groups = vec![(weights, $config(0.1)), (biases, $config(0.))];

@@ -23,9 +23,9 @@ pub(crate) struct Args {
     /// Parameters of all ranks, in millions.
     #[arg(long, default_value_t = 64, value_parser = count(1 << 20))]
     millions: usize,
-    /// Size of the two blocks in memory, in MiB.
-    #[arg(long, default_value_t = 8, value_parser = count(1 << 10))]
-    block_mib: usize,
+    /// Memory for blocks of moments, in MiB.
+    #[arg(long, default_value_t = 16, value_parser = count(1 << 10))]
+    memory_mib: usize,
     /// Number of runs.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     runs: u32,
@@ -71,11 +71,11 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
         measured[0].push(seconds(world, || Ok(in_memory.step(&grads)?))?);
     }
     drop(in_memory);
-    let disk = StateOnDisk::new(&args.dir).block_bytes(args.block_mib << 20);
+    let disk = StateOnDisk::new(&args.dir).memory_bytes(args.memory_mib << 20);
     let mut on_disk = AdamW::on_disk(vec![(params, AdamWConfig::default())], &disk)?;
     let state_bytes: u64 = on_disk.states().iter().map(|state| state.bytes_on_disk()).sum();
     on_disk.step(&grads)?;
-    let transfers = Transfers::new(&args.dir, state_bytes, args.block_mib << 20)?;
+    let transfers = Transfers::new(&args.dir, state_bytes, (args.memory_mib << 20) / THREADS)?;
     transfers.run()?;
     for _ in 0..args.runs {
         measured[1].push(seconds(world, || transfers.run())?);
@@ -105,7 +105,7 @@ fn seconds(world: &World, f: impl FnOnce() -> anyhow::Result<()>) -> anyhow::Res
 /// Alignment that direct I/O needs.
 const ALIGN: usize = 4096;
 /// Threads, as many as a step has.
-const THREADS: usize = 2;
+const THREADS: usize = 4;
 
 /// A file that is read and written in blocks.
 struct Transfers {

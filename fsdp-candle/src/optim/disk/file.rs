@@ -15,7 +15,7 @@ use super::layout::ALIGN;
 use super::stream::{AlignedBuffer, BLOCKS, Disk, Failure, stream};
 use crate::error::{Error, Result};
 
-/// A file without a name, with two blocks of memory to access it.
+/// A file without a name, with blocks of memory to access it.
 pub(crate) struct StateFile {
     disk: Box<dyn Disk>,
     /// Directory on the file's disk.
@@ -27,13 +27,13 @@ pub(crate) struct StateFile {
 }
 
 struct Memory {
-    blocks: [AlignedBuffer; BLOCKS],
+    blocks: Vec<AlignedBuffer>,
     /// Whether a write failed, so that the file has both old and new values.
     is_incomplete: bool,
 }
 
 impl StateFile {
-    /// Allocates a file of zeros on the disk of a directory, and two blocks of memory.
+    /// Allocates a file of zeros on the disk of a directory, and blocks of memory.
     pub(super) fn create(dir: &Path, rank: usize, bytes: u64, block: usize) -> Result<Self> {
         let fail = |doing: &str, error: io::Error| {
             let message = format!("can't {doing} a file: {error}. Pass a directory that this process may write to");
@@ -75,13 +75,12 @@ impl StateFile {
 
     /// Allocates the memory for a file.
     pub(super) fn new(disk: Box<dyn Disk>, dir: &Path, rank: usize, bytes: u64, block: usize) -> Result<Self> {
-        let buffer = || {
-            AlignedBuffer::zeros(block).ok_or_else(|| {
-                let message = format!("there is no memory for {BLOCKS} blocks of {block} bytes: use smaller blocks");
-                Error::StateOnDisk { rank, dir: dir.into(), kind: ErrorKind::OutOfMemory, message }
-            })
-        };
-        let memory = Mutex::new(Memory { blocks: [buffer()?, buffer()?], is_incomplete: false });
+        let count = bytes.div_ceil(block.max(1) as u64).clamp(1, BLOCKS as u64);
+        let blocks = (0..count).map(|_| AlignedBuffer::zeros(block)).collect::<Option<_>>().ok_or_else(|| {
+            let message = format!("there is no memory for {count} blocks of {block} bytes: use less memory for blocks");
+            Error::StateOnDisk { rank, dir: dir.into(), kind: ErrorKind::OutOfMemory, message }
+        })?;
+        let memory = Mutex::new(Memory { blocks, is_incomplete: false });
         Ok(StateFile { disk, dir: dir.into(), rank, bytes, memory })
     }
 

@@ -1,7 +1,7 @@
 //! Optimizer state on disk, for models whose state does not fit in memory (the optimizer tier of ZeRO-Infinity).
 //!
 //! Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning" (arXiv:2104.07857).
-//! A rank has one file. [`layout`] places moments in it, [`stream`] passes it through two blocks of memory, and
+//! A rank has one file. [`layout`] places moments in it, [`stream`] passes it through a few blocks of memory, and
 //! [`moment`] reads and writes one moment.
 
 mod file;
@@ -25,8 +25,9 @@ use crate::kernels::{SliceMut, ViewMut};
 use crate::storage::{with_slice, with_slice_mut};
 
 use file::StateFile;
-use layout::{Block, LEAST_BLOCK, Piece};
+use layout::{Block, Piece};
 use moment::{Extent, split};
+use stream::BLOCKS;
 
 pub(super) use layout::PartKind;
 pub(super) use moment::OnDisk;
@@ -37,30 +38,30 @@ pub(super) use moment::OnDisk;
 /// process ends, even if the process is killed. All of the file is allocated when the optimizer is made, so a full disk
 /// fails before the first step.
 ///
-/// In memory are two blocks: a step computes on one while the other's thread writes it back and reads ahead. Reads and
+/// In memory are four blocks: a step computes on one while the others are written back and read ahead. Reads and
 /// writes bypass the page cache (`O_DIRECT`). A file system without direct I/O is used through the page cache, with a
 /// warning. After a failed read or write, steps and reads of the state fail until [`crate::ElementwiseOptimizer::reset`]:
 /// some parameters and moments are those before the step and some those after.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StateOnDisk {
     dir: PathBuf,
-    block_bytes: usize,
+    memory_bytes: usize,
 }
 
 impl StateOnDisk {
-    /// Uses an existing directory. Blocks have 8 MiB.
+    /// Uses an existing directory, and 16 MiB of memory.
     pub fn new(dir: impl Into<PathBuf>) -> Self {
-        StateOnDisk { dir: dir.into(), block_bytes: 8 << 20 }
+        StateOnDisk { dir: dir.into(), memory_bytes: 16 << 20 }
     }
 
-    /// Sets the size of the two blocks in memory, rounded to whole pages; at least 16 KiB.
+    /// Sets the size of all blocks in memory, of which each has a quarter, at least 16 KiB.
     ///
     /// ```
-    /// let disk = fsdp_candle::StateOnDisk::new("/nvme").block_bytes(32 << 20);
+    /// let disk = fsdp_candle::StateOnDisk::new("/nvme").memory_bytes(64 << 20);
     /// assert_eq!(disk.dir(), std::path::Path::new("/nvme"));
     /// ```
-    pub fn block_bytes(self, bytes: usize) -> Self {
-        StateOnDisk { block_bytes: bytes.max(LEAST_BLOCK), ..self }
+    pub fn memory_bytes(self, bytes: usize) -> Self {
+        StateOnDisk { memory_bytes: bytes, ..self }
     }
 
     /// Returns the directory.
@@ -70,7 +71,8 @@ impl StateOnDisk {
 
     /// Makes the file of the moments of parameters.
     pub(super) fn create(&self, params: &[(Arc<FsdpParam>, Vec<MomentKind>)]) -> Result<(DiskState, Vec<Vec<OnDisk>>)> {
-        DiskState::new(params, self.block_bytes, |rank, bytes, block| StateFile::create(&self.dir, rank, bytes, block))
+        let block = self.memory_bytes / BLOCKS;
+        DiskState::new(params, block, |rank, bytes, block| StateFile::create(&self.dir, rank, bytes, block))
     }
 }
 

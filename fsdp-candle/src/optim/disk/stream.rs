@@ -1,8 +1,7 @@
 //! Reads blocks of a file ahead of their use, and writes them back behind it.
 //!
-//! There are two blocks in memory, each with a thread. While the caller computes on one block, the other block's thread
-//! writes it back and reads its next contents. A step thus takes the longer of its computation and its disk transfers.
-//! More blocks would not make it faster: a disk divides its bandwidth between reads and writes.
+//! Each block in memory has a thread. While the caller computes on one block, the threads of the other blocks write
+//! them back and read their next contents. A step thus takes the longer of its computation and its disk transfers.
 
 use std::io;
 use std::ops::Range;
@@ -13,8 +12,9 @@ use std::thread::{Builder, scope};
 use super::layout::ALIGN;
 use crate::error::Error;
 
-/// Number of blocks in memory.
-pub(super) const BLOCKS: usize = 2;
+/// Number of blocks in memory. With two, the disk has one request while the caller computes, and one request at a time
+/// does not use all of its bandwidth.
+pub(super) const BLOCKS: usize = 4;
 
 /// Memory for a block, at an address that direct I/O accepts.
 pub(super) struct AlignedBuffer {
@@ -67,28 +67,29 @@ pub(super) enum Failure {
 }
 
 /// Calls `f` with the index and the bytes of each range of the file, in order. Ranges are aligned, disjoint, and at
-/// most as long as a block. Writes the bytes back if `write` is set. Returns after the last write, or after a failure
-/// when both threads have ended.
+/// most as long as a block. There is at least one block. Writes the bytes back if `write` is set. Returns after the
+/// last write, or after a failure when all threads have ended.
 pub(super) fn stream(
     disk: &dyn Disk,
-    blocks: &mut [AlignedBuffer; BLOCKS],
+    blocks: &mut [AlignedBuffer],
     ranges: &[Range<u64>],
     write: bool,
     mut f: impl FnMut(usize, &mut [u8]) -> Result<(), Error>,
 ) -> Result<(), Failure> {
+    let count = blocks.len();
     scope(|scope| {
         let mut lanes = vec![];
         for (first, block) in blocks.iter_mut().enumerate().take(ranges.len()) {
             let (to_caller, read) = sync_channel(1);
             let (to_disk, used) = sync_channel(1);
-            let own = ranges.iter().skip(first).step_by(BLOCKS);
+            let own = ranges.iter().skip(first).step_by(count);
             let run = move || transfer(disk, block.bytes_mut(), own, write, &to_caller, &used);
             let thread = Builder::new().name("optimizer-state".into()).spawn_scoped(scope, run);
             lanes.push((read, to_disk, thread.map_err(Failure::Thread)?));
         }
         let mut outcome = Ok(());
         for (at, range) in ranges.iter().enumerate() {
-            let (read, to_disk, _) = &lanes[at % BLOCKS];
+            let (read, to_disk, _) = &lanes[at % count];
             // A thread that failed has closed its channels. Its result has the error.
             let Ok(block) = read.recv() else { break };
             outcome = f(at, &mut block[..bytes(range)]).map_err(Failure::Caller);

@@ -10,6 +10,7 @@ use candle_core::DType;
 use fsdp_core::process_group::local;
 use rustix::io::Errno;
 
+use super::layout::LEAST_BLOCK;
 use super::stream::Disk;
 use super::*;
 use crate::optim::elementwise::ElementwiseOptimizer;
@@ -129,7 +130,7 @@ fn a_reset_makes_a_failed_state_usable() {
         let (vars, model) = model(&World::of(group));
         let dir = tempfile::tempdir().unwrap();
         let groups = || vec![(vars.trainable(), AdamWConfig::default())];
-        let mut optim = AdamW::on_disk(groups(), &StateOnDisk::new(dir.path()).block_bytes(0)).unwrap();
+        let mut optim = AdamW::on_disk(groups(), &StateOnDisk::new(dir.path()).memory_bytes(0)).unwrap();
         step(&mut optim, &model).unwrap();
         assert!(moments(&optim).unwrap().concat().iter().any(|value| *value != 0.));
         // A closure that fails leaves the file half-written.
