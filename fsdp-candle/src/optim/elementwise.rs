@@ -104,12 +104,15 @@ impl<C: ElementwiseRule> ElementwiseOptimizer<C> {
     /// ```
     ///
     /// # Errors
-    /// Returns [`crate::Error::StateOnDisk`] if the directory's disk lacks space or fails, and [`crate::Error::Parameter`] if a shard
-    /// is not in host memory. Fails as [`ElementwiseOptimizer::with_groups`] does.
+    /// Returns [`crate::Error::StateOnDisk`] if the directory's disk lacks space or fails, and
+    /// [`crate::Error::Parameter`] if a shard is not in host memory. Fails as [`ElementwiseOptimizer::with_groups`]
+    /// does.
     pub fn on_disk(groups: Vec<(Vec<Arc<FsdpParam>>, C)>, disk: &StateOnDisk) -> Result<Self> {
         Self::in_file(groups, |params| disk.create(params))
     }
 
+    /// Makes an optimizer whose moments are in the file that `create` makes for parameters and the kinds of their
+    /// moments.
     pub(super) fn in_file(
         groups: Groups<C>,
         create: impl FnOnce(&[(Arc<FsdpParam>, Vec<MomentKind>)]) -> Result<(DiskState, Vec<Vec<OnDisk>>)>,

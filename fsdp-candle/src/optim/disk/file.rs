@@ -28,7 +28,7 @@ pub(crate) struct StateFile {
 
 struct Memory {
     blocks: Vec<AlignedBuffer>,
-    /// Whether a write failed, so that the file has both old and new values.
+    /// Whether a write runs or failed, so that the file has both old and new values.
     is_incomplete: bool,
 }
 
@@ -44,7 +44,8 @@ impl StateFile {
         let full = |error: io::Error| {
             let free = free.map_or("an unknown number".into(), |free| free.to_string());
             let message = format!(
-                "it needs {bytes} bytes, found {free} free: {error}. Free space, use another directory, or use more ranks"
+                "it needs {bytes} bytes, found {free} free: {error}. Free space, use another directory, or use more \
+                 ranks"
             );
             Error::StateOnDisk { rank, dir: dir.into(), kind: error.kind(), message }
         };
@@ -60,8 +61,8 @@ impl StateFile {
             set_direct(&file, false).map_err(|error| fail("open", error.into()))?;
             let dir = dir.display();
             tracing::warn!(
-                "{dir} does not support direct I/O, so the optimizer's state there also takes memory in the page cache: \
-                 use a directory on a disk with ext4 or XFS"
+                "{dir} does not support direct I/O, so the optimizer's state also takes memory in the page cache: use \
+                 a directory on a disk with ext4 or XFS"
             );
         }
         if !has_zeros {
@@ -77,7 +78,7 @@ impl StateFile {
     pub(super) fn new(disk: Box<dyn Disk>, dir: &Path, rank: usize, bytes: u64, block: usize) -> Result<Self> {
         let count = bytes.div_ceil(block.max(1) as u64).clamp(1, BLOCKS as u64);
         let blocks = (0..count).map(|_| AlignedBuffer::zeros(block)).collect::<Option<_>>().ok_or_else(|| {
-            let message = format!("there is no memory for {count} blocks of {block} bytes: use less memory for blocks");
+            let message = format!("can't allocate {count} blocks of {block} bytes: use smaller blocks");
             Error::StateOnDisk { rank, dir: dir.into(), kind: ErrorKind::OutOfMemory, message }
         })?;
         let memory = Mutex::new(Memory { blocks, is_incomplete: false });
@@ -160,8 +161,9 @@ fn allocate(file: &File, bytes: u64) -> io::Result<bool> {
     }
 }
 
+/// Returns the free bytes of the file's disk, if the file system tells its size.
 fn free_bytes(file: &File) -> Option<u64> {
-    fstatvfs(file).ok().map(|found| found.f_bavail.saturating_mul(found.f_frsize))
+    fstatvfs(file).ok().filter(|found| found.f_blocks > 0).map(|found| found.f_bavail.saturating_mul(found.f_frsize))
 }
 
 /// Makes reads and writes bypass the page cache, or not.

@@ -1,7 +1,7 @@
 //! Optimizer state on disk, for models whose state does not fit in memory (the optimizer tier of ZeRO-Infinity).
 //!
-//! Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning" (arXiv:2104.07857).
-//! A rank has one file. [`layout`] places moments in it, [`stream`] passes it through a few blocks of memory, and
+//! Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning"
+//! (arXiv:2104.07857). A rank has one file. [`layout`] places moments in it, [`stream`] passes it through a few blocks of memory, and
 //! [`moment`] reads and writes one moment.
 
 mod file;
@@ -40,8 +40,10 @@ pub(super) use moment::OnDisk;
 ///
 /// In memory are four blocks: a step computes on one while the others are written back and read ahead. Reads and
 /// writes bypass the page cache (`O_DIRECT`). A file system without direct I/O is used through the page cache, with a
-/// warning. After a failed read or write, steps and reads of the state fail until [`crate::ElementwiseOptimizer::reset`]:
-/// some parameters and moments are those before the step and some those after.
+/// warning.
+///
+/// After a read or write failed in a step, some parameters and moments are those before the step and some those after.
+/// Steps and reads of the state then fail until [`crate::ElementwiseOptimizer::reset`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StateOnDisk {
     dir: PathBuf,
