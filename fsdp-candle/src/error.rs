@@ -51,6 +51,18 @@ pub enum Error {
         /// Cause.
         source: Box<fsdp_core::Error>,
     },
+    /// A file of optimizer state could not be allocated, read or written. See [`crate::StateOnDisk`].
+    #[error("rank {rank}, optimizer state in {}: {message}", dir.display())]
+    StateOnDisk {
+        /// Rank whose state it is.
+        rank: usize,
+        /// Directory of the file.
+        dir: std::path::PathBuf,
+        /// Kind of the system's error.
+        kind: std::io::ErrorKind,
+        /// Description of the error: found and expected values, and a fix.
+        message: String,
+    },
     /// Parameters, gradients or an optimizer's moments are not finite.
     #[error("{0}; lower the learning rate or the loss scale, or find the layer that overflows")]
     NonFinite(NonFinite),

@@ -201,6 +201,14 @@ pub trait Readable: Send + Sync {
     /// # Errors
     /// Returns the reason when the memory cannot be read now.
     fn read(&self, f: &mut dyn FnMut(&[u8])) -> Result<(), String>;
+    /// Calls `f` with all elements in order, in one or several pieces. State in a file is thus never in memory as a
+    /// whole. `f` must not read other memory of the same file.
+    ///
+    /// # Errors
+    /// Returns the reason when the memory cannot be read now.
+    fn read_pieces(&self, f: &mut dyn FnMut(&[u8])) -> Result<(), String> {
+        self.read(f)
+    }
     /// Calls `f` once with a view of all elements on their device. Backends use it.
     fn view(&self, f: &mut dyn FnMut(View<'_>)) -> Result<(), String> {
         self.read(&mut |bytes| f(View::Host(bytes)))

@@ -31,6 +31,7 @@ mod main_job;
 mod matrix;
 mod memory;
 mod memory_options;
+mod offload_disk;
 mod peers;
 mod plan;
 mod pytorch;

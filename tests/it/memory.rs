@@ -107,6 +107,18 @@ fn moments_of_8_bits_take_a_quarter_and_momentum_a_half() {
 }
 
 #[test]
+fn state_on_disk_takes_16_mib_in_any_model() {
+    for layers in [6, 12] {
+        let flags = format!("--mode zero3 --layers {layers} --state-on-disk .");
+        let [Memory { model, resident, phases: [build, made, ..], .. }] = memory(2, &flags);
+        let want = 16 << 20;
+        assert!((made - build).abs_diff(want) <= SLACK, "{layers} layers: {} bytes for moments", made - build);
+        // Parameters and gradients.
+        assert!(resident.abs_diff(model + want) <= SLACK, "{layers} layers: {resident} bytes between steps");
+    }
+}
+
+#[test]
 fn muon_adds_three_bf16_shards_and_a_dozen_matrices() {
     for ranks in [1, 2, 4] {
         // Shards are large compared with a matrix.

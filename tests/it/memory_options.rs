@@ -8,14 +8,15 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
-use candle_core::{DType, Module, Result, Tensor};
+use candle_core::{DType, Module, Result, Tensor, Var};
 use fsdp_candle::activation_checkpoint::CheckpointPolicy;
 use fsdp_candle::nn::{self, LoraConfig, is_adapter};
 use fsdp_candle::{
     ActivationLayout, AdamW, AdamWConfig, ColwiseParallel, DataParallelMeshDims, FsdpModule, FullyShard,
-    MixedPrecisionPolicy, ParallelPlan, Recurse, ReshardAfterForward, RowwiseParallel, ShardedVarMap, World,
-    fully_shard, parallelize,
+    MixedPrecisionPolicy, ParallelPlan, Recurse, ReshardAfterForward, RowwiseParallel, ShardedVarMap, StateOnDisk,
+    ValuesOf, World, check_finite, fully_shard, optimizer_tensors, parallelize,
 };
+use fsdp_ckpt::SaveState;
 use fsdp_core::process_group::local;
 
 #[global_allocator]
@@ -76,6 +77,7 @@ impl Again {
 }
 
 const FSDP: &[(&str, usize)] = &[("dp_shard", 4)];
+const FSDP_ALONE: &[(&str, usize)] = &[("dp_shard", 1)];
 const HSDP: &[(&str, usize)] = &[("dp_replicate", 2), ("dp_shard", 2)];
 const WAY: Way = Way {
     mesh: FSDP,
@@ -359,5 +361,49 @@ fn tensor_parallelism_divides_activations() {
             let kept = (forward - between) / bytes;
             assert!((0. ..=4.).contains(&(kept - want)), "{mesh:?}, {sequence}: {kept} widths, not {want}");
         }
+    });
+}
+
+/// Neither a step, a check nor a save holds more of the state on disk. One tensor of it is four times as large.
+#[test]
+fn state_on_disk_takes_the_memory_of_its_blocks() {
+    alone("state_on_disk_takes_the_memory_of_its_blocks", || {
+        const BLOCKS: usize = 256 << 10;
+        let (dir, saved) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        local::run(1, |group| {
+            let world = World::of(group);
+            let vars = ShardedVarMap::new(&world.mesh(FSDP_ALONE).unwrap(), world.device());
+            let layers = |vb: candle_nn::VarBuilder<'static>| {
+                let layer = |i: usize| nn::linear_no_bias(512, 512, vb.pp(i));
+                (0..8).map(layer).collect::<Result<Vec<_>>>()
+            };
+            let _model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), layers).unwrap();
+            let x = Var::from_tensor(&Tensor::zeros(1, DType::F32, world.device()).unwrap()).unwrap();
+            let mut grads = x.sum_all().unwrap().backward().unwrap();
+            for param in vars.trainable() {
+                grads.insert(param.var(), Tensor::ones(param.var().shape(), DType::F32, world.device()).unwrap());
+            }
+            let before = ALLOCATOR.current_usage();
+            let most = |what: &str| {
+                let bytes = ALLOCATOR.peak_usage() - before;
+                assert!(bytes <= BLOCKS + SLACK as usize, "{bytes} bytes after {what}");
+                ALLOCATOR.reset_peak_usage();
+            };
+            ALLOCATOR.reset_peak_usage();
+            let disk = StateOnDisk::new(dir.path()).memory_bytes(BLOCKS);
+            let mut optim = AdamW::on_disk(vec![(vars.trainable(), AdamWConfig::default())], &disk).unwrap();
+            most("the optimizer was made");
+            assert!(ALLOCATOR.current_usage() - before >= BLOCKS);
+            (0..2).for_each(|_| optim.step(&grads).unwrap());
+            most("steps");
+            check_finite(&vars, &[ValuesOf::Moments(&optim)]).unwrap();
+            most("a check");
+            let tensors = optimizer_tensors(&optim).unwrap();
+            let state = SaveState { mesh: vars.mesh().layout().clone(), tensors, values: Default::default() };
+            fsdp_ckpt::save(&saved.path().join("step"), world.group(), &state).unwrap();
+            most("a save");
+            optim.reset().unwrap();
+            most("a reset");
+        });
     });
 }

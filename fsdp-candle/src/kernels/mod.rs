@@ -30,7 +30,7 @@ pub(crate) use cuda::{
     swiglu, swiglu_back, swiglu_halves, swiglu_halves_back, uninit, wide, write_product,
 };
 pub(crate) use eight_bits::{EightBits, STATE_BLOCK};
-pub(crate) use slice::{Slice, SliceMut};
+pub(crate) use slice::{Slice, SliceMut, ViewMut};
 
 /// Returns the kernels of a device. Fails with [`Error::Device`] for a device without kernels.
 fn of(device: DeviceId) -> Result<&'static dyn Kernels> {

@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 
 use super::elementwise::{ElementwiseOptimizer, ElementwiseRule, ShardUpdate};
 use super::hyper_parameters::{self as hyper, HyperParameters};
-use super::state::{Encoding, Moment};
+use super::state::{Encoding, MomentKind};
 use crate::fsdp::FsdpParam;
 use crate::kernels::{AdamUpdate, SliceMut};
 
@@ -234,11 +234,11 @@ impl ElementwiseRule for AdamW8bitConfig {
         &MOMENTS
     }
 
-    fn moment(&self, name: &str, param: &FsdpParam) -> crate::error::Result<Moment> {
-        if param.shape().elem_count() < self.min_8bit_size {
-            return Moment::zeros(param);
-        }
+    fn kind(&self, name: &str, param: &FsdpParam) -> crate::error::Result<MomentKind> {
         let dtype = param.var().dtype();
+        if param.shape().elem_count() < self.min_8bit_size {
+            return Ok(MomentKind::Full(dtype));
+        }
         if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
             return Err(param.error(format!(
                 "it is {dtype:?}, expected F32, BF16 or F16 for 8-bit moments: use AdamW for it, or raise \
@@ -246,7 +246,7 @@ impl ElementwiseRule for AdamW8bitConfig {
                 param.shape().elem_count()
             )));
         }
-        Moment::quantized(param, if name == MOMENTS[0] { Encoding::Values } else { Encoding::SquareRoots })
+        Ok(MomentKind::Quantized(if name == MOMENTS[0] { Encoding::Values } else { Encoding::SquareRoots }))
     }
 
     fn update(&self, step: u64, shard: ShardUpdate<'_>) -> Result<()> {

@@ -7,6 +7,7 @@ use candle_core::backprop::GradStore;
 use fsdp_core::process_group::{self, Signature};
 use fsdp_core::{ProcessGroup, ReduceOp};
 
+use super::disk::OnDisk;
 use super::sharded_optimizer::ShardedOptimizer;
 use super::state::Moment;
 use crate::data_parallel::{DataParallel, largest_over};
@@ -75,45 +76,65 @@ struct CheckedTensor {
     /// Ranks that it is sharded over; `None` for a tensor that every rank holds.
     ranks: Option<Arc<DataParallel>>,
     /// This rank's part; `None` for a parameter without a gradient.
-    tensor: Option<Tensor>,
+    own: Option<OwnPart>,
+}
+
+/// This rank's part of a tensor to check.
+enum OwnPart {
+    InMemory(Tensor),
+    OnDisk(OnDisk),
 }
 
 /// Counts the values of this rank's parts that are not finite.
 fn counts(subjects: &[CheckedTensor]) -> Result<Vec<f64>> {
-    let tensors = subjects.iter().filter_map(|subject| subject.tensor.as_ref());
+    let tensors = subjects.iter().filter_map(|subject| match &subject.own {
+        Some(OwnPart::InMemory(tensor)) => Some(tensor),
+        Some(OwnPart::OnDisk(_)) | None => None,
+    });
     let mut found = numbers_of(tensors, |kernels, values, count| kernels.count_non_finite(values, count))?.into_iter();
-    let count = |subject: &CheckedTensor| subject.tensor.as_ref().and_then(|_| found.next()).unwrap_or(0.);
-    Ok(subjects.iter().map(count).collect())
+    let count = |subject: &CheckedTensor| match &subject.own {
+        Some(OwnPart::InMemory(_)) => Ok(found.next().unwrap_or(0.)),
+        Some(OwnPart::OnDisk(moment)) => moment.count_non_finite(),
+        None => Ok(0.),
+    };
+    subjects.iter().map(count).collect()
 }
 
 fn subjects(vars: &ShardedVarMap, of: &[ValuesOf<'_>]) -> Result<Vec<CheckedTensor>> {
-    let of_param = |param: &FsdpParam, what, tensor| CheckedTensor {
+    let of_param = |param: &FsdpParam, what, own| CheckedTensor {
         parameter: param.name().into(),
         what,
         elements: param.shape().elem_count(),
         ranks: Some(param.spec.ranks.clone()),
-        tensor,
+        own,
     };
+    let in_memory = |tensor: &Tensor| Some(OwnPart::InMemory(tensor.clone()));
     let mut subjects = Vec::new();
     for of in of {
         match of {
             ValuesOf::Parameters => {
                 for param in &vars.params() {
-                    subjects.push(of_param(param, "", Some(param.overflow_witness()?)));
+                    subjects.push(of_param(param, "", in_memory(&param.overflow_witness()?)));
                 }
                 subjects.extend(vars.wholes().into_iter().map(|(parameter, var)| {
-                    let (elements, tensor) = (var.elem_count(), Some(var.as_tensor().clone()));
-                    CheckedTensor { parameter, what: "", elements, ranks: None, tensor }
+                    let (elements, own) = (var.elem_count(), in_memory(&var));
+                    CheckedTensor { parameter, what: "", elements, ranks: None, own }
                 }));
             }
             ValuesOf::Gradients(grads) => {
-                let gradient = |param: &Arc<FsdpParam>| of_param(param, "gradient", grads.get(param.var()).cloned());
+                let gradient =
+                    |param: &Arc<FsdpParam>| of_param(param, "gradient", grads.get(param.var()).and_then(in_memory));
                 subjects.extend(vars.trainable().iter().map(gradient));
             }
             ValuesOf::Moments(optim) => {
                 for state in optim.states() {
-                    let witness = |moment: &Moment| Some(moment.overflow_witness().clone());
-                    subjects.extend(state.moments().map(|(what, m)| of_param(&state.param, what, witness(m))));
+                    // A scale is not finite if a value of its block is not.
+                    let own = |moment: &Moment| match moment {
+                        Moment::Full(tensor) => in_memory(tensor),
+                        Moment::Quantized(quantized) => in_memory(quantized.parts()[1]),
+                        Moment::OnDisk(moment) => Some(OwnPart::OnDisk(moment.clone())),
+                    };
+                    subjects.extend(state.moments().map(|(what, m)| of_param(&state.param, what, own(m))));
                 }
             }
         }

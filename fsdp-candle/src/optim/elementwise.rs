@@ -9,13 +9,20 @@ use candle_core::{Tensor, Var, bail};
 use fsdp_core::heartbeat;
 use serde_json::{Map, Value};
 
+use super::disk::{DiskState, OnDisk, StateOnDisk};
 use super::hyper_parameters::{HyperParameters, set_hyper, validate};
 use super::sharded_optimizer::{ParamGroup, ShardedOptimizer};
-use super::state::{Moment, ParamState};
+use super::state::{Moment, MomentKind, ParamState};
 use crate::error::Result;
 use crate::fsdp::FsdpParam;
 use crate::kernels::{Kernels, Slice, SliceMut};
 use crate::storage::{share_memory, swap, take, with_slice, with_slice_mut};
+
+/// Groups of parameters with their hyper-parameters.
+type Groups<C> = Vec<(Vec<Arc<FsdpParam>>, C)>;
+
+/// A parameter with the index of its group.
+type GroupedParam = (usize, Arc<FsdpParam>);
 
 /// A shard to update, and the kernels of its device.
 pub struct ShardUpdate<'a> {
@@ -35,9 +42,9 @@ pub trait ElementwiseRule: HyperParameters {
     /// Returns the names of the moments.
     fn moments(&self) -> &'static [&'static str];
 
-    /// Returns a moment before the first step.
-    fn moment(&self, _name: &str, param: &FsdpParam) -> Result<Moment> {
-        Moment::zeros(param)
+    /// Returns how a moment is stored.
+    fn kind(&self, _name: &str, param: &FsdpParam) -> Result<MomentKind> {
+        Ok(MomentKind::Full(param.var().dtype()))
     }
 
     /// Updates a shard in the parameter's step number `step`, from 1.
@@ -52,6 +59,8 @@ pub trait ElementwiseRule: HyperParameters {
 pub struct ElementwiseOptimizer<C> {
     groups: Vec<C>,
     states: Vec<ParamState>,
+    /// The file of the moments, if they are on disk.
+    disk: Option<DiskState>,
 }
 
 impl<C: ElementwiseRule> ElementwiseOptimizer<C> {
@@ -65,23 +74,78 @@ impl<C: ElementwiseRule> ElementwiseOptimizer<C> {
     /// by parameter names. Fails if a parameter is in two groups, a hyper-parameter is out of range, or there is not
     /// enough memory.
     pub fn with_groups(groups: Vec<(Vec<Arc<FsdpParam>>, C)>) -> Result<Self> {
-        check_unique(C::NAME, &groups)?;
-        let mut optim = ElementwiseOptimizer { groups: vec![], states: vec![] };
-        for (group, (params, config)) in groups.into_iter().enumerate() {
-            validate(&config)?;
-            optim.groups.push(config);
-            for param in params {
-                let moments = moments(&config, &param)?;
-                optim.states.push(ParamState::of(param, group, moments, C::MAY_LACK_STEP));
-            }
-        }
-        Ok(optim)
+        let (groups, params) = checked(groups)?;
+        let state = |(group, param): GroupedParam| {
+            let moments = moments(&groups[group], &param)?;
+            Ok(ParamState::of(param, group, moments, C::MAY_LACK_STEP))
+        };
+        let states = params.into_iter().map(state).collect::<Result<_>>()?;
+        Ok(ElementwiseOptimizer { groups, states, disk: None })
+    }
+
+    /// Makes an optimizer of several groups with its moments on disk. Parameters and gradients stay in memory. A step
+    /// gives the same bits as with moments in memory. State dicts and checkpoints are the same as well, so either
+    /// resumes from the other's. Moments are copied a block at a time into a checkpoint, and a tensor at a time out of
+    /// one.
+    ///
+    /// ```
+    /// # use fsdp_candle::doc_example::*;
+    /// # let (world, vars, model, x) = one_layer(nn::linear)?;
+    /// # let dir = std::env::temp_dir();
+    /// use fsdp_candle::{AdamW, AdamWConfig, StateOnDisk};
+    ///
+    /// let groups = vec![(vars.trainable(), AdamWConfig::default())];
+    /// let mut optim = AdamW::on_disk(groups, &StateOnDisk::new(dir))?;
+    /// optim.step(&model.backward(&model.forward(&x)?.sum_all()?)?)?;
+    /// let weight = &optim.states()[0];
+    /// assert_eq!((weight.bytes(), weight.bytes_on_disk()), (0, 2 * 4 * 8));
+    /// assert_eq!(weight.tensor("exp_avg")?.dims(), weight.param.var().dims()); // a copy
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Returns [`crate::Error::StateOnDisk`] if the directory's disk lacks space or fails, and
+    /// [`crate::Error::Parameter`] if a shard is not in host memory. Fails as [`ElementwiseOptimizer::with_groups`]
+    /// does.
+    pub fn on_disk(groups: Vec<(Vec<Arc<FsdpParam>>, C)>, disk: &StateOnDisk) -> Result<Self> {
+        Self::in_file(groups, |params| disk.create(params))
+    }
+
+    /// Makes an optimizer whose moments are in the file that `create` makes for parameters and the kinds of their
+    /// moments.
+    pub(super) fn in_file(
+        groups: Groups<C>,
+        create: impl FnOnce(&[(Arc<FsdpParam>, Vec<MomentKind>)]) -> Result<(DiskState, Vec<Vec<OnDisk>>)>,
+    ) -> Result<Self> {
+        let (groups, params) = checked(groups)?;
+        let kinds = |(group, param): &GroupedParam| {
+            let config = &groups[*group];
+            let kinds = config.moments().iter().map(|name| config.kind(name, param)).collect::<Result<_>>()?;
+            Ok((param.clone(), kinds))
+        };
+        let (disk, moments) = create(&params.iter().map(kinds).collect::<Result<Vec<_>>>()?)?;
+        let state = |((group, param), moments): (GroupedParam, Vec<OnDisk>)| {
+            let moments = groups[group].moments().iter().copied().zip(moments.into_iter().map(Moment::OnDisk));
+            ParamState::of(param, group, moments.collect(), C::MAY_LACK_STEP)
+        };
+        let states = params.into_iter().zip(moments).map(state).collect();
+        Ok(ElementwiseOptimizer { groups, states, disk: Some(disk) })
+    }
+
+    #[cfg(test)]
+    pub(super) fn disk(&self) -> &DiskState {
+        self.disk.as_ref().unwrap()
     }
 
     /// Resets the state to that before the first step.
     pub fn reset(&mut self) -> Result<()> {
+        if let Some(disk) = &self.disk {
+            disk.reset()?;
+        }
         for state in &mut self.states {
-            state.moments = moments(&self.groups[state.group], &state.param)?;
+            if self.disk.is_none() {
+                state.moments = moments(&self.groups[state.group], &state.param)?;
+            }
             state.step = 0;
         }
         Ok(())
@@ -103,16 +167,27 @@ impl<C: ElementwiseRule> ElementwiseOptimizer<C> {
     }
 
     /// Updates every parameter that has a gradient. Reports the largest step count to the launcher. Fails, and updates
-    /// nothing, if the shape or dtype of a gradient is not that of its parameter's shard.
+    /// nothing, if the shape or dtype of a gradient is not that of its parameter's shard. If a disk with the moments
+    /// fails, the parameters and moments are neither those before the step nor those after: load a checkpoint.
     pub fn step(&mut self, grads: &GradStore) -> Result<()> {
         let _span = tracing::debug_span!("optimizer").entered();
         let _reported = heartbeat::span("optimizer", "");
         check_gradients(self.states.iter(), grads)?;
-        for state in &mut self.states {
+        let mut on_disk = vec![false; self.states.len()];
+        for (state, on_disk) in self.states.iter_mut().zip(&mut on_disk) {
+            if matches!(state.moments[..], [(_, Moment::OnDisk(_)), ..]) {
+                *on_disk = count_step(state, grads);
+                continue;
+            }
             let Some(grad) = next_gradient(state, grads)? else { continue };
             let config = &self.groups[state.group];
             let moments: Vec<&Moment> = state.moments().map(|(_, moment)| moment).collect();
             with_state(state.param.var(), &grad, &moments, |shard| config.update(state.step, shard))?;
+        }
+        if let Some(disk) = &self.disk {
+            let update =
+                |state: &ParamState, shard: ShardUpdate<'_>| self.groups[state.group].update(state.step, shard);
+            disk.step(&self.states, &on_disk, |state| gradient(state, grads), update)?;
         }
         heartbeat::step(self.states.iter().map(|state| state.step).max().unwrap_or(0));
         Ok(())
@@ -120,7 +195,20 @@ impl<C: ElementwiseRule> ElementwiseOptimizer<C> {
 }
 
 fn moments<C: ElementwiseRule>(config: &C, param: &FsdpParam) -> Result<Vec<(&'static str, Moment)>> {
-    config.moments().iter().map(|&name| Ok((name, config.moment(name, param)?))).collect()
+    let moment = |&name| Ok((name, Moment::zeros_of(param, config.kind(name, param)?)?));
+    config.moments().iter().map(moment).collect()
+}
+
+/// Checks groups. Returns their hyper-parameters, and the parameters with the index of the group.
+fn checked<C: ElementwiseRule>(groups: Groups<C>) -> Result<(Vec<C>, Vec<GroupedParam>)> {
+    check_unique(C::NAME, &groups)?;
+    let (mut configs, mut all) = (vec![], vec![]);
+    for (group, (params, config)) in groups.into_iter().enumerate() {
+        validate(&config)?;
+        configs.push(config);
+        all.extend(params.into_iter().map(|param| (group, param)));
+    }
+    Ok((configs, all))
 }
 
 impl<C: ElementwiseRule> ShardedOptimizer for ElementwiseOptimizer<C> {
@@ -134,11 +222,15 @@ impl<C: ElementwiseRule> ShardedOptimizer for ElementwiseOptimizer<C> {
 
     fn set_hyper(&mut self, groups: &[Map<String, Value>]) -> Result<()> {
         let groups = set_hyper::<C>(&self.groups, groups)?;
+        if self.disk.is_some() {
+            check_moments(&groups, &self.states)?;
+        }
         for state in &mut self.states {
             // Keep other moments: earlier hyper-parameters may return.
             let config = &groups[state.group];
             let missing = config.moments().iter().filter(|name| state.names().all(|own| own != **name));
-            let missing = missing.map(|&name| Ok((name, config.moment(name, &state.param)?)));
+            let missing =
+                missing.map(|&name| Ok((name, Moment::zeros_of(&state.param, config.kind(name, &state.param)?)?)));
             let missing = missing.collect::<Result<Vec<_>>>()?;
             state.moments.extend(missing);
         }
@@ -204,6 +296,21 @@ impl<C: ElementwiseRule> candle_nn::Optimizer for ElementwiseOptimizer<C> {
     }
 }
 
+/// Returns an error when hyper-parameters need a moment that has no place on disk.
+fn check_moments<C: ElementwiseRule>(groups: &[C], states: &[ParamState]) -> Result<()> {
+    for state in states {
+        let missing = groups[state.group].moments().iter().find(|name| state.names().all(|own| own != **name));
+        if let Some(name) = missing {
+            let message = format!(
+                "its state on disk has no place for `{name}`, which the new hyper-parameters need: make the optimizer \
+                 with these hyper-parameters"
+            );
+            return Err(state.param.error(message));
+        }
+    }
+    Ok(())
+}
+
 /// Returns an error when a parameter is in two groups.
 pub(super) fn check_unique<C>(name: &str, groups: &[(Vec<Arc<FsdpParam>>, C)]) -> Result<()> {
     let mut names = HashSet::new();
@@ -239,15 +346,27 @@ pub(super) fn check_gradients<'a>(states: impl Iterator<Item = &'a ParamState>, 
     Ok(())
 }
 
-/// Counts a parameter's next step and returns its gradient, contiguous and in memory other than the shard's. Counts a
-/// step of an empty shard as well, as other ranks do.
+/// Counts a parameter's next step, and returns its gradient.
 pub(super) fn next_gradient(state: &mut ParamState, grads: &GradStore) -> candle_core::Result<Option<Tensor>> {
-    let shard = state.param.var().as_tensor();
-    let grad = grads.get(shard);
-    if grad.is_some() || state.param.is_empty_with_gradient(grads) {
+    count_step(state, grads);
+    gradient(state, grads)
+}
+
+/// Counts a parameter's next step if it has a gradient. Returns whether it has. Counts a step of an empty shard as
+/// well, as other ranks do.
+fn count_step(state: &mut ParamState, grads: &GradStore) -> bool {
+    let has_gradient = grads.get(state.param.var()).is_some();
+    if has_gradient || state.param.is_empty_with_gradient(grads) {
         state.step += 1;
     }
-    grad.map(|grad| if share_memory(grad, shard) { grad.copy() } else { grad.contiguous() }).transpose()
+    has_gradient
+}
+
+/// Returns a parameter's gradient, contiguous and in memory other than the shard's.
+fn gradient(state: &ParamState, grads: &GradStore) -> candle_core::Result<Option<Tensor>> {
+    let shard = state.param.var().as_tensor();
+    let copied = |grad: &Tensor| if share_memory(grad, shard) { grad.copy() } else { grad.contiguous() };
+    grads.get(shard).map(copied).transpose()
 }
 
 /// Calls `f` with a shard, its gradient and its moments. Takes the moments' memory out of the tensors meanwhile,

@@ -1,10 +1,11 @@
-//! The state that an optimizer keeps for a parameter: a step count and moments, in full or in 8 bits.
+//! The state that an optimizer keeps for a parameter: a step count and moments, in full, in 8 bits or in a file.
 
 use std::sync::Arc;
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use fsdp_core::{DType as CoreDType, Readable, Writable};
 
+use super::disk::{OnDisk, PartKind};
 use crate::error::{Error, Result};
 use crate::fsdp::FsdpParam;
 use crate::kernels::{self, EightBits, STATE_BLOCK};
@@ -47,11 +48,11 @@ impl ParamState {
         self.moments.iter().map(|(name, _)| *name)
     }
 
-    /// Returns the tensor of a name such as `exp_avg`: the state itself, or an f32 copy of 8-bit state. Fails if the
-    /// state has no such tensor, or there is not enough memory for a copy.
+    /// Returns the tensor of a name such as `exp_avg`: the state itself, an f32 copy of 8-bit state, or a copy of state
+    /// on disk. Fails if the state has no such tensor, there is not enough memory for a copy, or the disk fails.
     pub fn tensor(&self, name: &str) -> Result<Tensor> {
         match self.moments.iter().find(|(own, _)| *own == name) {
-            Some((_, moment)) => Ok(moment.tensor()?),
+            Some((_, moment)) => moment.tensor(),
             None => {
                 let names: Vec<_> = self.names().collect();
                 Err(self.param.error(format!("its optimizer has no `{name}`; it has {names:?}")))
@@ -59,9 +60,14 @@ impl ParamState {
         }
     }
 
-    /// Returns the bytes of the tensors on this rank.
+    /// Returns the bytes of the tensors in this rank's memory.
     pub fn bytes(&self) -> usize {
         self.moments.iter().map(|(_, moment)| moment.bytes()).sum()
+    }
+
+    /// Returns the bytes of the tensors on this rank's disk. See [`crate::StateOnDisk`].
+    pub fn bytes_on_disk(&self) -> u64 {
+        self.moments.iter().map(|(_, moment)| moment.bytes_on_disk()).sum()
     }
 
     pub(crate) fn moments(&self) -> impl Iterator<Item = (&'static str, &Moment)> + '_ {
@@ -75,34 +81,70 @@ impl<T: Readable + Writable> Memory for T {}
 
 /// A state tensor of a shard's shape.
 #[derive(Clone, Debug)]
-pub enum Moment {
+pub(crate) enum Moment {
     /// In the parameter's dtype.
     Full(Tensor),
     /// In 8 bits.
     Quantized(Quantized),
+    /// In a file.
+    OnDisk(OnDisk),
+}
+
+/// How a moment is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MomentKind {
+    /// In this dtype.
+    Full(DType),
+    /// F32 values in 8 bits.
+    Quantized(Encoding),
+}
+
+impl MomentKind {
+    /// Returns the dtype of the values.
+    pub(super) fn dtype(self) -> DType {
+        match self {
+            MomentKind::Full(dtype) => dtype,
+            MomentKind::Quantized(_) => DType::F32,
+        }
+    }
+
+    /// Returns the tensors that a step writes to.
+    pub(super) fn parts(self) -> candle_core::Result<Vec<PartKind>> {
+        Ok(match self {
+            MomentKind::Full(dtype) => vec![PartKind { dtype: to_core_dtype(dtype)?, per: 1 }],
+            MomentKind::Quantized(_) => {
+                vec![PartKind { dtype: CoreDType::U8, per: 1 }, PartKind { dtype: CoreDType::F32, per: STATE_BLOCK }]
+            }
+        })
+    }
 }
 
 impl Moment {
     /// Returns zeros of a shard's shape and dtype.
     pub(super) fn zeros(param: &FsdpParam) -> Result<Self> {
-        let shard = param.var().as_tensor();
-        Ok(Moment::Full(zeros(param, "the optimizer's state", shard.dtype(), shard.dims())?))
+        Moment::zeros_of(param, MomentKind::Full(param.var().dtype()))
     }
 
-    /// Returns zeros of a shard's shape in 8 bits.
-    pub(super) fn quantized(param: &FsdpParam, of: Encoding) -> Result<Self> {
-        let shape = param.var().dims();
-        let elements: usize = shape.iter().product();
-        let codes = zeros(param, "the optimizer's state", DType::U8, &[elements])?;
-        let scales = zeros(param, "the optimizer's state", DType::F32, &[elements.div_ceil(STATE_BLOCK)])?;
-        Ok(Moment::Quantized(Quantized { codes, scales, shape: shape.to_vec(), of }))
+    /// Returns zeros of a shard's shape in memory.
+    pub(super) fn zeros_of(param: &FsdpParam, kind: MomentKind) -> Result<Self> {
+        let (shape, what) = (param.var().dims(), "the optimizer's state");
+        match kind {
+            MomentKind::Full(dtype) => Ok(Moment::Full(zeros(param, what, dtype, shape)?)),
+            MomentKind::Quantized(of) => {
+                let elements: usize = shape.iter().product();
+                let codes = zeros(param, what, DType::U8, &[elements])?;
+                let scales = zeros(param, what, DType::F32, &[elements.div_ceil(STATE_BLOCK)])?;
+                Ok(Moment::Quantized(Quantized { codes, scales, shape: shape.to_vec(), of }))
+            }
+        }
     }
 
     /// Returns the values: the memory itself, or a decoded copy.
-    pub(crate) fn tensor(&self) -> candle_core::Result<Tensor> {
+    pub(crate) fn tensor(&self) -> Result<Tensor> {
         match self {
             Moment::Full(tensor) => Ok(tensor.clone()),
-            Moment::Quantized(quantized) => quantized.tensor(),
+            Moment::Quantized(quantized) => Ok(quantized.tensor()?),
+            Moment::OnDisk(moment) => moment.tensor(),
         }
     }
 
@@ -111,14 +153,16 @@ impl Moment {
         match self {
             Moment::Full(tensor) => tensor.dtype(),
             Moment::Quantized(_) => DType::F32,
+            Moment::OnDisk(moment) => moment.dtype(),
         }
     }
 
     /// Copies the values of a tensor of the same shape and dtype.
-    pub(crate) fn set(&self, values: &Tensor) -> candle_core::Result<()> {
+    pub(crate) fn set(&self, values: &Tensor) -> Result<()> {
         match self {
-            Moment::Full(tensor) => copy_tensor(values, tensor),
-            Moment::Quantized(quantized) => quantized.set(values),
+            Moment::Full(tensor) => Ok(copy_tensor(values, tensor)?),
+            Moment::Quantized(quantized) => Ok(quantized.set(values)?),
+            Moment::OnDisk(moment) => moment.set(values),
         }
     }
 
@@ -127,22 +171,23 @@ impl Moment {
         match self {
             Moment::Full(tensor) => Arc::new(TensorMemory(tensor.clone())),
             Moment::Quantized(quantized) => Arc::new(quantized.clone()),
+            Moment::OnDisk(moment) => Arc::new(moment.clone()),
         }
     }
 
-    /// Returns a tensor that is not finite if a value is not.
-    pub(super) fn overflow_witness(&self) -> &Tensor {
-        match self {
-            Moment::Full(tensor) => tensor,
-            Moment::Quantized(quantized) => quantized.parts()[1],
-        }
-    }
-
-    /// Returns the tensors that a step writes to.
+    /// Returns the tensors in memory that a step writes to.
     pub(super) fn parts(&self) -> Vec<&Tensor> {
         match self {
             Moment::Full(tensor) => vec![tensor],
             Moment::Quantized(quantized) => quantized.parts().to_vec(),
+            Moment::OnDisk(_) => vec![],
+        }
+    }
+
+    pub(super) fn bytes_on_disk(&self) -> u64 {
+        match self {
+            Moment::OnDisk(moment) => moment.bytes(),
+            Moment::Full(_) | Moment::Quantized(_) => 0,
         }
     }
 
@@ -161,7 +206,7 @@ pub(super) fn zeros(param: &FsdpParam, what: &str, dtype: DType, shape: &[usize]
 
 /// Encoding of the codes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Encoding {
+pub enum Encoding {
     /// The values.
     Values,
     /// The square roots of values that are not negative, which keeps the relative precision of a step's denominator.
@@ -170,7 +215,7 @@ pub(super) enum Encoding {
 
 /// F32 values in 8 bits, with a scale for each block. Reads decode into temporary memory.
 #[derive(Clone, Debug)]
-pub struct Quantized {
+pub(crate) struct Quantized {
     codes: Tensor,
     scales: Tensor,
     shape: Vec<usize>,
@@ -178,6 +223,14 @@ pub struct Quantized {
 }
 
 impl Quantized {
+    /// Returns zeros, in memory that is not a parameter's.
+    pub(super) fn zeros(shape: &[usize], of: Encoding, device: &Device) -> candle_core::Result<Self> {
+        let elements: usize = shape.iter().product();
+        let codes = Tensor::zeros(elements, DType::U8, device)?;
+        let scales = Tensor::zeros(elements.div_ceil(STATE_BLOCK), DType::F32, device)?;
+        Ok(Quantized { codes, scales, shape: shape.to_vec(), of })
+    }
+
     fn bits(&self) -> EightBits {
         match self.of {
             Encoding::Values => EightBits::Signed,

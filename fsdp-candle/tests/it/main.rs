@@ -39,6 +39,7 @@ mod requires_grad;
 mod settings;
 mod sharded_optimizers;
 mod state_dict;
+mod state_on_disk;
 mod step_in_backward;
 mod swiglu;
 mod tensor_parallel;

@@ -241,8 +241,10 @@ impl StagedTensors {
             // No one else holds it.
             if let Some(buffer) = Arc::get_mut(&mut buffer) {
                 let into = buffer.bytes_mut();
+                let mut done = 0;
                 read_bytes(&shard.fqn, &*shard.data, into.len(), &mut |bytes| {
-                    copy(into, bytes);
+                    copy(&mut into[done..done + bytes.len()], bytes);
+                    done += bytes.len();
                     Ok(())
                 })?;
             }

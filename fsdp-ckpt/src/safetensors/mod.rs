@@ -259,21 +259,21 @@ pub(crate) fn write_file(
     Ok(WrittenFile { bytes: layout.bytes, header_crc32c: Checksum::of(&[&layout.header]), checksums })
 }
 
-/// Passes the bytes of `data` to the sink in one piece, and checks their number.
+/// Passes the bytes of `data` to the sink, and checks their number.
 pub(crate) fn read_bytes(name: &str, data: &dyn Readable, expected: usize, sink: &mut Sink<'_>) -> Result<()> {
     let fail = |reason| Err(Error::ShardMemory { tensor: name.to_string(), reason });
-    let mut outcome = None;
-    let read = data.read(&mut |bytes| {
-        outcome = Some(if bytes.len() == expected {
-            sink(bytes)
-        } else {
-            fail(format!("its memory has {} bytes, expected {expected}", bytes.len()))
-        });
+    let (mut found, mut outcome) = (0_usize, Ok(()));
+    let read = data.read_pieces(&mut |bytes| {
+        found = found.saturating_add(bytes.len());
+        if found <= expected && outcome.is_ok() {
+            outcome = sink(bytes);
+        }
     });
-    match (read, outcome) {
-        (Err(reason), _) => fail(reason),
-        (Ok(()), Some(outcome)) => outcome,
-        (Ok(()), None) => fail("it gave no bytes".to_string()),
+    match read {
+        Err(reason) => fail(reason),
+        Ok(()) if outcome.is_err() => outcome,
+        Ok(()) if found != expected => fail(format!("its memory has {found} bytes, expected {expected}")),
+        Ok(()) => Ok(()),
     }
 }
 

@@ -18,6 +18,7 @@ mod attention;
 mod ckpt;
 mod collectives;
 mod communication;
+mod disk;
 mod finite;
 mod images;
 mod layers;
@@ -50,6 +51,8 @@ enum What {
     Ckpt(ckpt::Args),
     /// Time of collectives.
     Collectives(collectives::Args),
+    /// Time of an optimizer step with its state on disk.
+    Disk(disk::Args),
     /// Cost of the checks for NaN and infinity: in each step, and before a save.
     Finite(finite::Args),
     /// Time of layers beside candle_nn's. Needs no launcher.
@@ -95,6 +98,7 @@ fn main() -> ExitCode {
     fsdp_train::job::run(device, |world| match cli.what {
         What::Ckpt(args) => ckpt::run(&args, world),
         What::Collectives(args) => collectives::run(&args, world),
+        What::Disk(args) => disk::run(&args, world),
         What::Finite(args) => finite::run(&args, world),
         What::Memory(args) => memory::run(&args, world),
         What::Step(args) => step::run(&args, world),

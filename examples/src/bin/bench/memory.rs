@@ -1,6 +1,7 @@
 //! `bench memory`: memory of a rank between steps and during a step, counted by the allocator of the host or the
 //! device.
 
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::backprop::GradStore;
@@ -9,9 +10,9 @@ use candle_nn::{Optimizer as _, VarBuilder, VarMap};
 use clap::ValueEnum;
 use fsdp_candle::DeviceChoice;
 use fsdp_candle::{
-    AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, FsdpModule, FullyShard, Muon, MuonConfig, Optimizers,
-    PostAccumulateGradHook, ReduceOp, ReduceScatter, ReshardAfterForward, SGD, SgdConfig, ShardedOptimizer,
-    ShardedVarMap, World,
+    AdamW, AdamW8bitConfig, AdamWConfig, ElementwiseOptimizer, ElementwiseRule, FsdpModule, FsdpParam, FullyShard,
+    Muon, MuonConfig, Optimizers, PostAccumulateGradHook, ReduceOp, ReduceScatter, ReshardAfterForward, SgdConfig,
+    ShardedOptimizer, ShardedVarMap, StateOnDisk, World,
 };
 use fsdp_core::{Allocator, ProcessGroup, ScatterPart, Work};
 use serde::Serialize;
@@ -31,6 +32,9 @@ pub(crate) struct Args {
     /// Optimizer of the sharded modes.
     #[arg(long, value_enum, default_value_t = Optimizer::Adamw)]
     optimizer: Optimizer,
+    /// Directory for the optimizer's state, instead of memory.
+    #[arg(long, value_name = "DIR")]
+    state_on_disk: Option<PathBuf>,
     /// Forwards before each backward, with summed losses.
     #[arg(long, default_value_t = 1, value_parser = count(1 << 10))]
     passes: usize,
@@ -76,12 +80,15 @@ enum Optimizer {
 }
 
 impl Optimizer {
-    fn of(self, vars: &ShardedVarMap) -> fsdp_candle::Result<Box<dyn ShardedOptimizer>> {
-        let params = vars.trainable();
+    fn of(self, vars: &ShardedVarMap, disk: Option<StateOnDisk>) -> fsdp_candle::Result<Box<dyn ShardedOptimizer>> {
+        let (params, disk) = (vars.trainable(), disk.as_ref());
         Ok(match self {
-            Optimizer::Adamw => Box::new(AdamW::new(params, AdamWConfig::default())?),
-            Optimizer::Adamw8bit => Box::new(AdamW8bit::new(params, AdamW8bitConfig::default())?),
-            Optimizer::Sgd => Box::new(SGD::new(params, SgdConfig { momentum: 0.9, ..SgdConfig::default() })?),
+            Optimizer::Adamw => make(params, AdamWConfig::default(), disk)?,
+            Optimizer::Adamw8bit => make(params, AdamW8bitConfig::default(), disk)?,
+            Optimizer::Sgd => make(params, SgdConfig { momentum: 0.9, ..SgdConfig::default() }, disk)?,
+            Optimizer::Muon if disk.is_some() => {
+                return Err(fsdp_candle::Error::Argument("Muon has no state on disk: use another optimizer".into()));
+            }
             Optimizer::Muon => {
                 let (matrices, rest) = params.into_iter().partition(|param| param.shape().rank() == 2);
                 let muon = Muon::new(matrices, MuonConfig::default())?;
@@ -89,6 +96,17 @@ impl Optimizer {
             }
         })
     }
+}
+
+fn make<C: ElementwiseRule + Send + 'static>(
+    params: Vec<Arc<FsdpParam>>,
+    config: C,
+    disk: Option<&StateOnDisk>,
+) -> fsdp_candle::Result<Box<dyn ShardedOptimizer>> {
+    Ok(Box::new(match disk {
+        Some(disk) => ElementwiseOptimizer::on_disk(vec![(params, config)], disk)?,
+        None => ElementwiseOptimizer::new(params, config)?,
+    }))
 }
 
 /// Bytes on the rank that needs most.
@@ -243,7 +261,8 @@ fn sharded(args: &Args, world: &World, reshard: ReshardAfterForward) -> anyhow::
         (Box::new(model), share)
     };
     phases.build = in_use()?;
-    let optim = Arc::new(Mutex::new(args.optimizer.of(&vars)?));
+    let optim = args.optimizer.of(&vars, args.state_on_disk.as_ref().map(StateOnDisk::new))?;
+    let optim = Arc::new(Mutex::new(optim));
     let in_backward = args.optimizer_in_backward;
     if in_backward {
         let optim = optim.clone();

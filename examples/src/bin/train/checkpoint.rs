@@ -130,6 +130,17 @@ impl<'a> Checkpoints<'a> {
         text
     }
 
+    /// Adds the newest good checkpoint to the error of a step that failed because of this rank's disk.
+    pub(crate) fn explain_failed_step(&mut self, step: usize, error: anyhow::Error) -> anyhow::Error {
+        match error.downcast_ref() {
+            // No save runs in the background then, so this rank can do it alone.
+            Some(fsdp_candle::Error::StateOnDisk { .. }) => {
+                anyhow!("step {step} failed: {error}. {}", self.newest_checkpoint())
+            }
+            _ => error,
+        }
+    }
+
     /// Opens a checkpoint and verifies this rank's share of the checksums. Together the ranks read everything once.
     fn verify(&self, path: &Path) -> (Option<Box<dyn TensorSource>>, RankResult) {
         let rank = self.world.rank();

@@ -3,6 +3,7 @@
 use std::ffi::OsString;
 use std::fmt::Debug;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use std::sync::Arc;
 
 use candle_core::DType;
@@ -117,20 +118,45 @@ pub(crate) fn debug_name<T: Debug, S: Serializer>(value: &T, serializer: S) -> R
 }
 
 /// Storage of shards, gradients and optimizer state.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
-#[serde(rename_all = "lowercase")]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Offload {
-    /// On the compute device
+    /// All on the compute device.
     None,
-    /// In host memory
+    /// All in host memory.
     Cpu,
+    /// Optimizer state in this directory, the rest in host memory.
+    Disk(PathBuf),
 }
 
 impl Offload {
-    pub(crate) fn policy(self) -> OffloadPolicy {
+    pub(crate) fn policy(&self) -> OffloadPolicy {
         match self {
             Offload::None => OffloadPolicy::None,
-            Offload::Cpu => OffloadPolicy::Cpu { pin_memory: true },
+            Offload::Cpu | Offload::Disk(_) => OffloadPolicy::Cpu { pin_memory: true },
+        }
+    }
+}
+
+impl Serialize for Offload {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Offload::None => "none".serialize(serializer),
+            Offload::Cpu => "cpu".serialize(serializer),
+            // Each host may have its own directory.
+            Offload::Disk(_) => "disk".serialize(serializer),
+        }
+    }
+}
+
+impl FromStr for Offload {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match (text, text.strip_prefix("disk:")) {
+            ("none", _) => Ok(Offload::None),
+            ("cpu", _) => Ok(Offload::Cpu),
+            (_, Some(dir)) if !dir.is_empty() => Ok(Offload::Disk(dir.into())),
+            _ => Err("it must be none, cpu, or disk:DIR with a directory for optimizer state, such as disk:/nvme"),
         }
     }
 }

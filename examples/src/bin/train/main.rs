@@ -33,12 +33,13 @@ use fsdp_train::console::Console;
 use fsdp_train::job;
 use fsdp_train::metrics::{Rewards, StepRecord, peak_memory_bytes};
 use fsdp_train::models::parallel;
+use indicatif::BinaryBytes;
 
 use args::Args;
 use checkpoint::Checkpoints;
 use directories::Hosts;
 use export::GgufExport;
-use flag_types::GradSync;
+use flag_types::{GradSync, Offload};
 use objective::BatchLoss;
 use optimizer::LossScale;
 use optimizer::Optimizer;
@@ -80,6 +81,10 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<Option<Gguf
     let Setup { config, vars, model, task, adapters } = Setup::new(args, world)?;
     let mut optim = Optimizer::new(args, &vars)?;
     let in_backward = StepInBackward::new(args, &model)?;
+    if let (Offload::Disk(dir), 0) = (&args.offload, world.rank()) {
+        let bytes = BinaryBytes(optim.bytes_on_disk());
+        Console::Stderr.line(format_args!("optimizer state on disk: {bytes} for rank 0, in {}", dir.display()));
+    }
     let run = Record::new(args, &config, &*task, adapters.as_ref(), optim.get())?;
 
     let mut done = checkpoints.resume(args, &vars, optim.get_mut(), &mut loss_scale, &run)?;
@@ -143,7 +148,10 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<Option<Gguf
             // ranks must run the same backward.
             let weight = weight.max(1) as f64 / share;
             rewards = of_batch.map(|of_batch| rewards.unwrap_or_default() + of_batch * weight);
-            let new = model.backward(&loss_scale.scale((&loss * weight)?)?)?;
+            let new = model.backward(&loss_scale.scale((&loss * weight)?)?).map_err(|error| match &in_backward {
+                Some(in_backward) => checkpoints.explain_failed_step(step, in_backward.explain(error)),
+                None => error.into(),
+            })?;
             // Read after backward, because reading waits for the device.
             own_loss += weight * f64::from(loss.to_scalar::<f32>()?);
             match &mut grads {
@@ -170,9 +178,10 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<Option<Gguf
             anyhow::bail!(bad.explain(world, &vars, optim.get(), &mut checkpoints)?);
         }
         let skipped = match in_backward {
-            Some(_) => None,
-            None => loss_scale.step(optim.get_mut(), &grads)?,
+            Some(_) => Ok(None),
+            None => loss_scale.step(optim.get_mut(), &grads),
         };
+        let skipped = skipped.map_err(|error| checkpoints.explain_failed_step(step, error))?;
         drop(grads);
 
         let tokens = task.tokens(done.sequences);

@@ -6,8 +6,9 @@ use anyhow::{Context, ensure};
 use candle_core::Tensor;
 use candle_core::backprop::GradStore;
 use fsdp_candle::{
-    Adam, AdamConfig, AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, FsdpParam, GradScaler, GradScalerState, Muon,
-    MuonConfig, NamePattern, Optimizers, SGD, SgdConfig, ShardedOptimizer, ShardedVarMap,
+    AdamConfig, AdamW8bitConfig, AdamWConfig, ElementwiseOptimizer, ElementwiseRule, FsdpParam, GradScaler,
+    GradScalerState, Muon, MuonConfig, NamePattern, Optimizers, SgdConfig, ShardedOptimizer, ShardedVarMap,
+    StateOnDisk,
 };
 use fsdp_ckpt::TensorSource;
 use fsdp_train::models::is_block_matrix;
@@ -15,7 +16,7 @@ use fsdp_train::schedule::Schedule;
 use serde_json::{Map, Value};
 
 use crate::args::{Args, MuonAdjustLr, OptimizerFlags, OptimizerKind};
-use crate::flag_types::{Precision, Switch};
+use crate::flag_types::{Offload, Precision, Switch};
 
 type Params = Vec<Arc<FsdpParam>>;
 /// Parameters with their weight decay.
@@ -41,17 +42,17 @@ impl Optimizer {
         let flags = &args.optimizer;
         let groups = groups(flags, vars)?;
         let optim: Box<dyn ShardedOptimizer> = match flags.optimizer {
-            OptimizerKind::Adamw => Box::new(adamw(flags, groups)?),
+            OptimizerKind::Adamw => adamw(args, groups)?,
             OptimizerKind::Adam => {
                 let AdamSettings { lr, betas, eps } = AdamSettings::of(flags);
                 let config = |weight_decay| AdamConfig { lr, betas, eps, weight_decay };
-                Box::new(Adam::with_groups(configured(groups, config))?)
+                make(args, configured(groups, config))?
             }
             OptimizerKind::Adamw8bit => {
                 let AdamSettings { lr, betas, eps } = AdamSettings::of(flags);
                 let min_8bit_size = flags.min_8bit_size.unwrap_or(MIN_8BIT_SIZE);
                 let config = |weight_decay| AdamW8bitConfig { lr, betas, eps, weight_decay, min_8bit_size };
-                Box::new(AdamW8bit::with_groups(configured(groups, config))?)
+                make(args, configured(groups, config))?
             }
             OptimizerKind::Sgd => {
                 let config = |weight_decay| SgdConfig {
@@ -61,9 +62,9 @@ impl Optimizer {
                     weight_decay,
                     nesterov: flags.nesterov == Some(Switch::On),
                 };
-                Box::new(SGD::with_groups(configured(groups, config))?)
+                make(args, configured(groups, config))?
             }
-            OptimizerKind::Muon => muon(flags, groups)?,
+            OptimizerKind::Muon => muon(args, groups)?,
         };
         let peak = |group: fsdp_candle::ParamGroup| group.hyper["lr"].as_f64().unwrap_or(flags.lr);
         let schedule = |lr| Schedule::new(args.lr_schedule, lr, args.warmup_steps, args.steps);
@@ -98,9 +99,14 @@ impl Optimizer {
         &mut *self.optim
     }
 
-    /// Returns the size of the state on this rank in bytes.
+    /// Returns the size of the state in this rank's memory in bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.optim.states().iter().map(|state| state.bytes()).sum()
+    }
+
+    /// Returns the size of the state on this rank's disk in bytes.
+    pub(crate) fn bytes_on_disk(&self) -> u64 {
+        self.optim.states().iter().map(|state| state.bytes_on_disk()).sum()
     }
 }
 
@@ -142,13 +148,25 @@ fn configured<C>(groups: Groups, config: impl Fn(f64) -> C) -> Vec<(Params, C)> 
     groups.into_iter().map(|(params, weight_decay)| (params, config(weight_decay))).collect()
 }
 
-fn adamw(flags: &OptimizerFlags, groups: Groups) -> anyhow::Result<AdamW> {
-    let AdamSettings { lr, betas, eps } = AdamSettings::of(flags);
-    Ok(AdamW::with_groups(configured(groups, |weight_decay| AdamWConfig { lr, betas, eps, weight_decay }))?)
+/// Creates an elementwise optimizer, with its state in memory or on disk.
+fn make<C>(args: &Args, groups: Vec<(Params, C)>) -> anyhow::Result<Box<dyn ShardedOptimizer>>
+where
+    C: ElementwiseRule + Send + 'static,
+{
+    Ok(Box::new(match &args.offload {
+        Offload::Disk(dir) => ElementwiseOptimizer::on_disk(groups, &StateOnDisk::new(dir)).context("--offload")?,
+        Offload::None | Offload::Cpu => ElementwiseOptimizer::with_groups(groups)?,
+    }))
+}
+
+fn adamw(args: &Args, groups: Groups) -> anyhow::Result<Box<dyn ShardedOptimizer>> {
+    let AdamSettings { lr, betas, eps } = AdamSettings::of(&args.optimizer);
+    make(args, configured(groups, |weight_decay| AdamWConfig { lr, betas, eps, weight_decay }))
 }
 
 /// Creates Muon for the blocks' matrices, and AdamW for the rest.
-fn muon(flags: &OptimizerFlags, groups: Groups) -> anyhow::Result<Box<dyn ShardedOptimizer>> {
+fn muon(args: &Args, groups: Groups) -> anyhow::Result<Box<dyn ShardedOptimizer>> {
+    let flags = &args.optimizer;
     let (mut matrices, mut rest): (Groups, Groups) = (vec![], vec![]);
     for (params, weight_decay) in groups {
         let is_matrix = |param: &Arc<FsdpParam>| param.shape().rank() == 2 && is_block_matrix(param.name());
@@ -172,7 +190,7 @@ fn muon(flags: &OptimizerFlags, groups: Groups) -> anyhow::Result<Box<dyn Sharde
         ..MuonConfig::default()
     };
     let muon = Muon::with_groups(configured(matrices, config))?;
-    Ok(Box::new(Optimizers::new(vec![Box::new(muon), Box::new(adamw(flags, rest)?)])?))
+    Ok(Box::new(Optimizers::new(vec![Box::new(muon), adamw(args, rest)?])?))
 }
 
 /// Smallest useful loss scale: gradients that overflow at 1 are too large for f16 itself.

@@ -24,7 +24,7 @@ use crate::adapters::{Adapters, Peft};
 use crate::agreement::{self, Fields};
 use crate::args::{Args, OptimizerKind};
 use crate::evaluate::{Evaluation, SAMPLE_CONTEXT};
-use crate::flag_types::{InitChoice, Resume};
+use crate::flag_types::{InitChoice, Offload, Resume};
 use crate::objective::{self, DPO_BETA, Objective, Preference, Reference};
 use crate::task::{Language, Task, TaskChoice};
 use crate::texts::Texts;
@@ -381,6 +381,7 @@ fn memory_needs(
     let shards = ranks.shard as f64 * tensor;
     // A trained parameter has a gradient and optimizer state.
     let kept = match args.optimizer.optimizer {
+        _ if matches!(args.offload, Offload::Disk(_)) => 0.,
         OptimizerKind::Adamw | OptimizerKind::Adam => 2.,
         OptimizerKind::Adamw8bit => 0.5,
         OptimizerKind::Sgd if args.optimizer.momentum == Some(0.) => 0.,
@@ -456,6 +457,7 @@ mod tests {
         assert!(total(&["--batch-size", "4000"], 2) > 4000. * 128. * 688. * 4.);
         let adapted = |base| total(&["--lora-rank", "8", "--base", base], 1);
         assert!(adapted("f32") < one / 2. && adapted("bf16") < adapted("f32") && adapted("nf4") < adapted("int8"));
+        assert_eq!(total(&["--offload", "disk:/nvme"], 1), total(&["--optimizer", "sgd", "--momentum", "0"], 1));
         assert!(total(&["--lora-rank", "4611686018427387904"], 1) > 1e21);
         assert!(total(&["--param-dtype", "bf16"], 1) < one);
         // The reference model's shards, unless the base below the adapters is the reference.

@@ -25,6 +25,8 @@ struct Running {
     vars: ShardedVarMap,
     /// Largest norm, and the last step's norm.
     clip: Option<(f64, f64)>,
+    /// The error of a step, which Candle's backward passes on as text.
+    failed: Option<fsdp_candle::Error>,
 }
 
 impl Running {
@@ -52,7 +54,11 @@ impl StepInBackward {
         let running = Arc::new(Mutex::new(None::<Running>));
         let shared = running.clone();
         let step = move |grads: GradStore| match &mut *shared.lock().unwrap_or_else(PoisonError::into_inner) {
-            Some(running) => Ok(running.step(grads)?),
+            Some(running) => running.step(grads).map_err(|error| {
+                let text = error.to_string();
+                running.failed = Some(error);
+                candle_core::Error::msg(text)
+            }),
             None => candle_core::bail!("gradients came outside of a step"),
         };
         model.set_post_accumulate_grad_hook(Some(Arc::new(step)));
@@ -67,9 +73,18 @@ impl StepInBackward {
         last_norm: Option<f64>,
     ) -> anyhow::Result<()> {
         let (norm, clip) = (GradNorm::new(vars)?, self.max_norm.zip(last_norm));
-        let running = Running { optim: optim.take()?, norm, vars: vars.clone(), clip };
+        let running = Running { optim: optim.take()?, norm, vars: vars.clone(), clip, failed: None };
         *self.running.lock().unwrap_or_else(PoisonError::into_inner) = Some(running);
         Ok(())
+    }
+
+    /// Returns the error of a backward: that of the step in it, if a step failed.
+    pub(crate) fn explain(&self, error: candle_core::Error) -> anyhow::Error {
+        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        match running.as_mut().and_then(|running| running.failed.take()) {
+            Some(own) => own.into(),
+            None => error.into(),
+        }
     }
 
     /// Gives the optimizer back. Returns the norm of the gradients before clipping. Collective.

@@ -1,0 +1,173 @@
+//! The file of a rank's optimizer state. It has no name, so the system frees it when the process ends, even if the
+//! process is killed.
+
+use std::fmt::{self, Debug, Formatter};
+use std::fs::File;
+use std::io::{self, ErrorKind};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use parking_lot::Mutex;
+use rustix::fs::{FallocateFlags, OFlags, fallocate, fcntl_getfl, fcntl_setfl, fstatvfs};
+use rustix::io::Errno;
+
+use super::layout::ALIGN;
+use super::stream::{AlignedBuffer, BLOCKS, Disk, Failure, stream};
+use crate::error::{Error, Result};
+
+/// A file without a name, with blocks of memory to access it.
+pub(crate) struct StateFile {
+    disk: Box<dyn Disk>,
+    /// Directory on the file's disk.
+    dir: PathBuf,
+    /// This rank, for errors.
+    rank: usize,
+    bytes: u64,
+    memory: Mutex<Memory>,
+}
+
+struct Memory {
+    blocks: Vec<AlignedBuffer>,
+    /// Whether a write runs or failed, so that the file has both old and new values.
+    is_incomplete: bool,
+}
+
+impl StateFile {
+    /// Allocates a file of zeros on the disk of a directory, and blocks of memory.
+    pub(super) fn create(dir: &Path, rank: usize, bytes: u64, block: usize) -> Result<Self> {
+        let fail = |doing: &str, error: io::Error| {
+            let message = format!("can't {doing} a file: {error}. Pass a directory that this process may write to");
+            Error::StateOnDisk { rank, dir: dir.into(), kind: error.kind(), message }
+        };
+        let file = tempfile::tempfile_in(dir).map_err(|error| fail("create", error))?;
+        let free = free_bytes(&file);
+        let full = |error: io::Error| {
+            let free = free.map_or("an unknown number".into(), |free| free.to_string());
+            let message = format!(
+                "it needs {bytes} bytes, found {free} free: {error}. Free space, use another directory, or use more \
+                 ranks"
+            );
+            Error::StateOnDisk { rank, dir: dir.into(), kind: error.kind(), message }
+        };
+        // Without this check, a file that is too large would fill the disk until its allocation fails.
+        if free.is_some_and(|free| free < bytes) {
+            return Err(full(Errno::NOSPC.into()));
+        }
+        let has_zeros = allocate(&file, bytes).map_err(full)?;
+        let is_direct = set_direct(&file, true).is_ok();
+        let state =
+            StateFile::new(Box::new(file.try_clone().map_err(|error| fail("open", error))?), dir, rank, bytes, block)?;
+        if !(is_direct && state.accepts_blocks()) {
+            set_direct(&file, false).map_err(|error| fail("open", error.into()))?;
+            let dir = dir.display();
+            tracing::warn!(
+                "{dir} does not support direct I/O, so the optimizer's state also takes memory in the page cache: use \
+                 a directory on a disk with ext4 or XFS"
+            );
+        }
+        if !has_zeros {
+            state.zero().map_err(|error| match error {
+                Error::StateOnDisk { kind: ErrorKind::StorageFull, .. } => full(Errno::NOSPC.into()),
+                error => error,
+            })?;
+        }
+        Ok(state)
+    }
+
+    /// Allocates the memory for a file.
+    pub(super) fn new(disk: Box<dyn Disk>, dir: &Path, rank: usize, bytes: u64, block: usize) -> Result<Self> {
+        let count = bytes.div_ceil(block.max(1) as u64).clamp(1, BLOCKS as u64);
+        let blocks = (0..count).map(|_| AlignedBuffer::zeros(block)).collect::<Option<_>>().ok_or_else(|| {
+            let message = format!("can't allocate {count} blocks of {block} bytes: use smaller blocks");
+            Error::StateOnDisk { rank, dir: dir.into(), kind: ErrorKind::OutOfMemory, message }
+        })?;
+        let memory = Mutex::new(Memory { blocks, is_incomplete: false });
+        Ok(StateFile { disk, dir: dir.into(), rank, bytes, memory })
+    }
+
+    /// Calls `f` with the index and the bytes of each range, in order, as [`stream`] does. Fails if an earlier write
+    /// has failed.
+    pub(super) fn stream(
+        &self,
+        ranges: &[Range<u64>],
+        write: bool,
+        f: impl FnMut(usize, &mut [u8]) -> Result<()>,
+    ) -> Result<()> {
+        let mut memory = self.memory.lock();
+        if memory.is_incomplete {
+            let message = "it is incomplete, because an earlier write failed: resume from a checkpoint, or reset it";
+            return Err(self.error(ErrorKind::Other, message.into()));
+        }
+        memory.is_incomplete = write;
+        let done = stream(&*self.disk, &mut memory.blocks, ranges, write, f);
+        memory.is_incomplete = write && done.is_err();
+        done.map_err(|failure| self.failed(failure, write))
+    }
+
+    /// Overwrites the file with zeros, also after a failed write.
+    pub(super) fn zero(&self) -> Result<()> {
+        let mut memory = self.memory.lock();
+        memory.is_incomplete = true;
+        let block = memory.blocks[0].bytes_mut();
+        block.fill(0);
+        let mut at = 0;
+        while at < self.bytes {
+            let bytes = (self.bytes - at).min(block.len() as u64);
+            let written = self.disk.write(&block[..bytes as usize], at);
+            written.map_err(|error| self.failed(Failure::Write(error), true))?;
+            at += bytes;
+        }
+        memory.is_incomplete = false;
+        Ok(())
+    }
+
+    /// Returns whether the file accepts direct I/O of the alignment of blocks.
+    fn accepts_blocks(&self) -> bool {
+        let mut memory = self.memory.lock();
+        let block = &mut memory.blocks[0].bytes_mut()[..ALIGN];
+        self.disk.read(block, 0).and_then(|()| self.disk.write(block, 0)).is_ok()
+    }
+
+    fn failed(&self, failure: Failure, write: bool) -> Error {
+        let (doing, error) = match failure {
+            Failure::Caller(error) => return error,
+            Failure::Read(error) => ("read", error),
+            Failure::Write(error) => ("write", error),
+            Failure::Thread(error) => ("start a thread for", error),
+        };
+        let then = match write {
+            true => "The state is incomplete: resume from a checkpoint. If the disk fails again, use another directory",
+            false => "If the disk fails again, use another directory",
+        };
+        self.error(error.kind(), format!("can't {doing} it: {error}. {then}"))
+    }
+
+    fn error(&self, kind: ErrorKind, message: String) -> Error {
+        Error::StateOnDisk { rank: self.rank, dir: self.dir.clone(), kind, message }
+    }
+}
+
+impl Debug for StateFile {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        f.debug_struct("StateFile").field("dir", &self.dir).field("bytes", &self.bytes).finish_non_exhaustive()
+    }
+}
+
+/// Allocates all bytes of a file. Returns false if the file system can't, and the caller has to write them.
+fn allocate(file: &File, bytes: u64) -> io::Result<bool> {
+    match fallocate(file, FallocateFlags::empty(), 0, bytes) {
+        Err(Errno::OPNOTSUPP | Errno::NOSYS) => file.set_len(bytes).map(|()| false),
+        allocated => Ok(allocated.map(|()| true)?),
+    }
+}
+
+/// Returns the free bytes of the file's disk, if the file system tells its size.
+fn free_bytes(file: &File) -> Option<u64> {
+    fstatvfs(file).ok().filter(|found| found.f_blocks > 0).map(|found| found.f_bavail.saturating_mul(found.f_frsize))
+}
+
+/// Makes reads and writes bypass the page cache, or not.
+fn set_direct(file: &File, direct: bool) -> rustix::io::Result<()> {
+    let flags = fcntl_getfl(file)?;
+    fcntl_setfl(file, if direct { flags | OFlags::DIRECT } else { flags - OFlags::DIRECT })
+}

@@ -1,0 +1,159 @@
+//! `train --offload disk:DIR`: killed runs, and disks that are full or fail.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use fsdp_test_support::leftovers::{MARK, Process, processes};
+use fsdp_test_support::{files, golden, json_lines, launch_script, program, train};
+use rustix::process::{Pid, Resource, Rlimit, Signal, kill_process, prlimit};
+
+const RANKS: usize = 2;
+const STEPS: usize = 100;
+
+fn flags() -> String {
+    let model = golden("llama_tiny");
+    let (model, data) = (model.display(), model.join("tokens.bin"));
+    format!(
+        "--model {model} --data {} --init random --seq-len 32 --batch-size 2 --lr 1e-3 --steps {STEPS} --save-every 2 \
+         --checkpoint-dir saved --resume auto --metrics metrics.jsonl",
+        data.display()
+    )
+}
+
+/// The losses by step, and the tensors of the last checkpoint.
+type Outcome = (BTreeMap<u64, u64>, BTreeMap<String, Vec<u8>>);
+
+fn outcome(dir: &Path) -> Outcome {
+    let records = json_lines(&dir.join("metrics.jsonl"));
+    let loss =
+        |record: &serde_json::Value| (record["step"].as_u64().unwrap(), record["loss"].as_f64().unwrap().to_bits());
+    let mut files = files(&dir.join(format!("saved/step-{STEPS:08}")));
+    files.retain(|name, _| name.ends_with(".safetensors"));
+    assert!(!files.is_empty());
+    (records.iter().map(loss).collect(), files)
+}
+
+/// A run without disk and without failures.
+fn undisturbed() -> Outcome {
+    let dir = tempfile::tempdir().unwrap();
+    train(RANKS, &flags(), dir.path()).ok();
+    outcome(dir.path())
+}
+
+/// A run with optimizer state in the directory `disk`, whose ranks ignore SIGXFSZ.
+struct Job<'a> {
+    dir: &'a Path,
+    mark: String,
+    launcher: Child,
+}
+
+impl<'a> Job<'a> {
+    fn start(dir: &'a Path, mark: &str) -> Self {
+        let script = format!("trap '' XFSZ; exec \"$0\" {} --offload disk:disk", flags());
+        fs::create_dir_all(dir.join("disk")).unwrap();
+        let log = || File::options().create(true).append(true).open(dir.join("log")).unwrap();
+        let mut command = Command::new(program("fsdp-launch"));
+        command.arg(format!("--nproc-per-node={RANKS}")).args(["/bin/sh", "-c", &script]).arg(program("train"));
+        command.current_dir(dir).env(MARK, mark).stdin(Stdio::null()).stdout(log()).stderr(log());
+        Job { dir, mark: mark.into(), launcher: command.spawn().unwrap() }
+    }
+
+    /// Waits until a step is saved, and returns the ranks.
+    fn after_save(&mut self, step: usize) -> BTreeMap<usize, Process> {
+        let started = Instant::now();
+        let saved = self.dir.join(format!("saved/step-{step:08}/checkpoint.json"));
+        while !saved.exists() {
+            assert!(started.elapsed() < Duration::from_secs(120), "{}", self.log());
+            sleep(Duration::from_millis(1));
+        }
+        processes(&self.mark).into_iter().filter_map(|process| Some((process.rank?, process))).collect()
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(self.dir.join("log")).unwrap()
+    }
+}
+
+impl Drop for Job<'_> {
+    fn drop(&mut self) {
+        for process in processes(&self.mark) {
+            kill(process.pid);
+        }
+        self.launcher.kill().ok();
+        self.launcher.wait().ok();
+    }
+}
+
+fn kill(pid: i32) {
+    Pid::from_raw(pid).map(|pid| kill_process(pid, Signal::KILL).ok());
+}
+
+fn assert_empty(disk: &Path) {
+    assert_eq!(fs::read_dir(disk).unwrap().count(), 0);
+}
+
+#[test]
+fn killed_runs_resume_with_the_losses_of_a_run_in_memory() {
+    let dir = tempfile::tempdir().unwrap();
+    for (number, step) in [4, 30].into_iter().enumerate() {
+        let mut job = Job::start(dir.path(), &format!("offload-disk-{}-{number}", std::process::id()));
+        let ranks = job.after_save(step);
+        assert_empty(&dir.path().join("disk"));
+        ranks.values().for_each(|rank| kill(rank.pid));
+        assert!(!job.launcher.wait().unwrap().success());
+        assert_empty(&dir.path().join("disk"));
+    }
+    let mut job = Job::start(dir.path(), &format!("offload-disk-{}", std::process::id()));
+    assert!(job.launcher.wait().unwrap().success(), "{}", job.log());
+    let log = job.log();
+    assert!(log.contains("resumed from") && log.contains("optimizer state on disk: "), "{log}");
+    assert_empty(&dir.path().join("disk"));
+    assert!(outcome(dir.path()) == undisturbed());
+}
+
+/// The limit of a file's size makes writes to a rank's state fail, as a full disk does.
+#[test]
+fn a_failed_write_ends_the_run_which_resumes_from_its_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut job = Job::start(dir.path(), &format!("offload-disk-limit-{}", std::process::id()));
+    let ranks = job.after_save(6);
+    let limit = Rlimit { current: Some(4096), maximum: Some(4096) };
+    prlimit(Pid::from_raw(ranks[&1].pid), Resource::Fsize, limit).unwrap();
+    assert!(!job.launcher.wait().unwrap().success());
+    let log = job.log();
+    let line = log.lines().find(|line| line.contains(" failed: rank 1, optimizer state in disk: "));
+    let line = line.unwrap_or_else(|| panic!("{log}"));
+    for part in [
+        "can't write it: File too large (os error 27). The state is incomplete: resume from a checkpoint.",
+        "use another directory. The newest good checkpoint is saved/step-0000",
+    ] {
+        assert!(line.contains(part), "{line}");
+    }
+    assert_empty(&dir.path().join("disk"));
+    drop(job);
+    let mut job = Job::start(dir.path(), &format!("offload-disk-after-{}", std::process::id()));
+    assert!(job.launcher.wait().unwrap().success(), "{}", job.log());
+    drop(job);
+    assert!(outcome(dir.path()) == undisturbed());
+}
+
+#[test]
+fn a_file_that_cannot_be_allocated_ends_the_run_before_its_first_step() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = golden("llama_tiny");
+    let script = format!(
+        "trap '' XFSZ; ulimit -f 8; exec \"$0\" --model {} --data {} --init random --steps 1 --offload disk:.",
+        model.display(),
+        model.join("tokens.bin").display()
+    );
+    // Several ranks share memory, whose size the limit also applies to.
+    let run = launch_script(1, &script, dir.path());
+    let parts =
+        ["--offload: rank ", ", optimizer state in .: it needs ", " free: File too large", "use another directory"];
+    run.refused(1, &parts);
+    assert!(!dir.path().join("metrics.jsonl").exists());
+}
