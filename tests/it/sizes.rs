@@ -118,6 +118,16 @@ fn names_missing_memory_before_allocation() {
 }
 
 #[test]
+fn names_flags_that_would_fit() {
+    let dir = model("llama_tiny", &["intermediate_size"], 3_000_000);
+    // About 4 GB each of weights, gradients, and each of two moments.
+    let parts = ["rank 0 needs at least ", "It would fit with one of: ", "--lora-rank 16 --base nf4 (", "GiB"];
+    let error = train(dir.path(), Some(7 << 20), "").failed();
+    assert!(parts.iter().all(|part| error.contains(part)) && !error.contains("unclipped ("), "{error}");
+    refused(train(dir.path(), Some(2 << 20), ""), &["Use a smaller model, --batch-size, --seq-len or --lora-rank"]);
+}
+
+#[test]
 fn accepts_any_prefetch() {
     let dir = model("llama_tiny", &[], 0);
     for ahead in ["2", HUGE, "9223372036854775808"] {

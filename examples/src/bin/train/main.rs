@@ -12,6 +12,7 @@ mod evaluate;
 mod export;
 mod flag_types;
 mod inputs;
+mod memory_check;
 mod objective;
 mod optimizer;
 mod report;

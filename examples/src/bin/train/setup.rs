@@ -1,6 +1,5 @@
-//! Model, data and adapters of a run, built from the command line, and the check that their memory is available.
+//! Model, data and adapters of a run, built from the command line.
 
-use std::fmt;
 use std::path::Path;
 
 use anyhow::{Context, bail, ensure};
@@ -15,16 +14,16 @@ use fsdp_train::console::Console;
 use fsdp_train::data::{
     Batches, Data, Examples, Masking, PackingOptions, PairOptions, Pairs, Source, Text, mask_token,
 };
-use fsdp_train::models::{self, Dropout, Head, LanguageModel, ModelConfig, ModelOptions, ModelSize, TensorParallel};
+use fsdp_train::models::{self, Dropout, Head, LanguageModel, ModelConfig, ModelOptions, TensorParallel};
 use fsdp_train::models::{is_classifier, is_unused_by_embeddings, parallel};
 use fsdp_train::ranks::Ranks;
-use indicatif::{BinaryBytes, HumanCount};
 
 use crate::adapters::{Adapters, Peft};
 use crate::agreement::{self, Fields};
-use crate::args::{Args, OptimizerKind};
+use crate::args::Args;
 use crate::evaluate::{Evaluation, SAMPLE_CONTEXT};
-use crate::flag_types::{InitChoice, Offload, Resume};
+use crate::flag_types::{InitChoice, Resume};
+use crate::memory_check;
 use crate::objective::{self, DPO_BETA, Objective, Preference, Reference};
 use crate::task::{Language, Task, TaskChoice};
 use crate::texts::Texts;
@@ -87,7 +86,7 @@ impl Setup {
             let (data, shape) = (task.description(), args.batch_shape(world)?);
             Console::Stderr.line(format_args!("training on {data}: {shape} per step"));
         }
-        check_memory(args, &config, &*task, adapters.as_ref(), positions, world)?;
+        memory_check::check(args, &config, &*task, adapters.as_ref(), positions, world)?;
 
         let ranks = args.ranks(world)?;
         let vars = ranks.vars(world)?;
@@ -320,159 +319,4 @@ pub(crate) fn shard_bytes(vars: &ShardedVarMap) -> u64 {
             (copies * param.var().elem_count() * param.dtype().size_in_bytes()) as u64
         })
         .sum()
-}
-
-/// Size of an f32 in bytes.
-const F32: f64 = 4.;
-/// Minimal overhead of a parameter tensor in bytes.
-const TENSOR: f64 = 1024.;
-/// Tokens of the sample at the end, at any batch size.
-const FEWEST_TOKENS: usize = 64;
-
-/// Fails unless this rank can allocate the least memory that its run needs, and all ranks of this machine fit into its
-/// memory. Out of memory during the run would kill the process without an error.
-fn check_memory(
-    args: &Args,
-    config: &ModelConfig,
-    task: &dyn Task,
-    adapters: Option<&Adapters>,
-    positions: usize,
-    world: &World,
-) -> anyhow::Result<()> {
-    if !world.device().is_cpu() {
-        return Ok(()); // allocation on a device reports an error by itself
-    }
-    let size = config.size_with_head(task.head(), adapters.map(|adapters| &adapters.lora));
-    let tokens = task.batch_tokens(args);
-    let needs = memory_needs(args, size, adapters, [tokens, positions], args.ranks(world)?);
-    let total: f64 = needs.iter().map(|(_, bytes)| bytes).sum();
-    let ranks = world.env().local_world_size;
-    let machine = rustix::system::sysinfo();
-    let machine = (machine.totalram as f64 + machine.totalswap as f64) * f64::from(machine.mem_unit.max(1));
-    let missing = if ranks as f64 * total > machine {
-        let all = if ranks > 1 { format!(" for its {ranks} ranks") } else { String::new() };
-        format!("this machine has {}{all}", Bytes(machine))
-    } else if let Err(error) = Vec::<u8>::new().try_reserve_exact(total as usize) {
-        format!("the system refuses so much: {error}")
-    } else {
-        return Ok(());
-    };
-    let much = needs.iter().filter(|(_, bytes)| *bytes >= total / 100.);
-    let needs = much.map(|(what, bytes)| format!("{} for {what}", Bytes(*bytes))).collect::<Vec<_>>();
-    bail!(
-        "rank {} needs at least {} of memory ({}), and {missing}. Use a smaller model, --batch-size, --seq-len or \
-         --lora-rank, or a larger machine with more ranks",
-        world.rank(),
-        Bytes(total),
-        needs.join(", ")
-    );
-}
-
-/// Lists a lower bound of the memory that a rank needs, in bytes.
-fn memory_needs(
-    args: &Args,
-    size: ModelSize,
-    adapters: Option<&Adapters>,
-    [tokens, positions]: [usize; 2],
-    ranks: Ranks,
-) -> Vec<(String, f64)> {
-    // Tensor-parallel ranks hold whole norms, so this is slightly too low.
-    let tensor = ranks.tensor as f64;
-    let shards = ranks.shard as f64 * tensor;
-    // A trained parameter has a gradient and optimizer state.
-    let kept = match args.optimizer.optimizer {
-        _ if matches!(args.offload, Offload::Disk(_)) => 0.,
-        OptimizerKind::Adamw | OptimizerKind::Adam => 2.,
-        OptimizerKind::Adamw8bit => 0.5,
-        OptimizerKind::Sgd if args.optimizer.momentum == Some(0.) => 0.,
-        OptimizerKind::Sgd | OptimizerKind::Muon => 1.,
-    };
-    let (frozen, trained) = match adapters {
-        Some(_) => (size.base, size.adapters),
-        None => (0., size.base),
-    };
-    let holders = if args.shard_optimizer_over_replicas { shards * ranks.replicate as f64 } else { shards };
-    let base = args.base.bytes();
-    let state = base * frozen / shards + F32 * (2. + kept) * trained / holders;
-    let has_copy = args.dpo.is_some() && needs_copy(adapters);
-    let copy = if has_copy { (base * size.base + F32 * size.adapters) / shards } else { 0. };
-    let tokens = tokens.max(FEWEST_TOKENS) as f64;
-    let compute = args.param_dtype.dtype().size_in_bytes() as f64;
-    let parameters = Count(size.base + size.adapters);
-    vec![
-        (format!("its shards of {parameters} parameters, with gradients and optimizer state"), state),
-        ("the reference model's shards".into(), copy),
-        ("the largest unit's gathered parameters".into(), compute * size.largest_unit / tensor),
-        (format!("the widest activation of {} tokens", Count(tokens)), compute * size.widest * tokens / tensor),
-        (format!("the names and shapes of {} parameter tensors", Count(size.tensors)), TENSOR * size.tensors),
-        ("rotary tables".into(), F32 * size.rotary * positions as f64),
-    ]
-}
-
-/// Larger numbers are printed in scientific notation.
-const MOST: f64 = 1e18;
-
-struct Bytes(f64);
-
-impl fmt::Display for Bytes {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.0 < MOST { BinaryBytes(self.0 as u64).fmt(f) } else { write!(f, "{:.1e} bytes", self.0) }
-    }
-}
-
-struct Count(f64);
-
-impl fmt::Display for Count {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.0 < MOST { HumanCount(self.0 as u64).fmt(f) } else { write!(f, "{:.1e}", self.0) }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use clap::Parser;
-
-    use super::*;
-
-    fn total(flags: &[&str], ranks: usize) -> f64 {
-        let args = Args::try_parse_from([&["train"], flags].concat()).unwrap();
-        let adapters = Adapters::of(&args).unwrap();
-        let ranks = Ranks::new(ranks, args.replicate, args.tensor_parallel).unwrap();
-        let size = ModelConfig::builtin().unwrap().size(adapters.as_ref().map(|adapters| &adapters.lora));
-        let tokens = if args.dpo.is_some() { 0 } else { args.batch_size * args.seq_len };
-        memory_needs(&args, size, adapters.as_ref(), [tokens, 128], ranks).iter().map(|(_, bytes)| bytes).sum()
-    }
-
-    #[test]
-    fn memory_depends_on_model_batch_and_ranks() {
-        let one = total(&[], 1);
-        // Five million parameters with a gradient and two moments.
-        assert!((80e6..120e6).contains(&one), "{one}");
-        assert!((0.4..0.8).contains(&(total(&[], 2) / one)));
-        assert_eq!(total(&["--replicate", "2"], 2), one);
-        // Layers that ranks compute together are divided as well.
-        assert!((0.4..0.55).contains(&(total(&["--tensor-parallel", "2"], 2) / one)));
-        assert_eq!(total(&["--replicate", "2", "--shard-optimizer-over-replicas"], 2), total(&[], 2));
-        // Nothing but the shards is divided.
-        assert!(total(&["--batch-size", "4000"], 2) > 4000. * 128. * 688. * 4.);
-        let adapted = |base| total(&["--lora-rank", "8", "--base", base], 1);
-        assert!(adapted("f32") < one / 2. && adapted("bf16") < adapted("f32") && adapted("nf4") < adapted("int8"));
-        assert_eq!(total(&["--offload", "disk:/nvme"], 1), total(&["--optimizer", "sgd", "--momentum", "0"], 1));
-        assert!(total(&["--lora-rank", "4611686018427387904"], 1) > 1e21);
-        assert!(total(&["--param-dtype", "bf16"], 1) < one);
-        // The reference model's shards, unless the base below the adapters is the reference.
-        let tuned = |flags: &[&str]| total(&[flags, &["--dpo", "a.jsonl"]].concat(), 1) - total(flags, 1);
-        let small = ["--batch-size", "1", "--seq-len", "64"];
-        assert!((20e6..26e6).contains(&tuned(&small)));
-        assert_eq!(tuned(&[&small[..], &["--lora-rank", "8"]].concat()), 0.);
-        let of = |optimizer| total(&["--optimizer", optimizer], 1);
-        assert!(of("adam") == one && of("adamw8bit") < of("sgd") && of("sgd") == of("muon") && of("muon") < one);
-    }
-
-    #[test]
-    fn large_sizes_are_formatted() {
-        assert_eq!(Bytes(f64::from(1 << 30)).to_string(), "1.00 GiB");
-        assert_eq!(Bytes(3e30).to_string(), "3.0e30 bytes");
-        assert_eq!((Count(1e6).to_string(), Count(1e40).to_string()), ("1,000,000".into(), "1.0e40".into()));
-    }
 }
