@@ -34,9 +34,9 @@ pub enum BlockFormat {
     /// arXiv:2305.14314, appendix E). 34 bytes a block, 0.53 a float.
     ///
     /// The codes are those of bitsandbytes with blocks of 64, two in a byte with the first in the upper half. The scale
-    /// is the largest magnitude in BF16, and bitsandbytes keeps it in F32, or in 8 bits after a second quantization
-    /// ("double quantization"). BF16 has the precision of those 8 bits, and takes 0.015 bytes a float more. A second
-    /// quantization would need blocks of 16,384 floats and a mean over the whole tensor, which span ranks.
+    /// is the largest magnitude in BF16. bitsandbytes keeps the magnitude in F32, or quantizes it again to 8 bits ("double
+    /// quantization"). Its double quantization needs groups of 16,384 floats and a mean over the whole tensor. Such groups
+    /// span ranks. BF16 has the precision of 8 bits, and takes 0.015 bytes a float more.
     Nf4,
     /// Integers from -127 to 127. The scale is the largest magnitude / 127. 66 bytes a block, 1.03 a float.
     Int8,

@@ -747,7 +747,7 @@ impl FsdpParam {
 /// A parameter as a DTensor, whose values users read and set.
 impl FsdpParam {
     /// Returns the sharded parameter as a DTensor that shares the memory of [`FsdpParam::var`]: it shows what an
-    /// optimizer changes. Of a parameter in blocks it has the bytes.
+    /// optimizer changes. The DTensor of a parameter in blocks has its bytes.
     ///
     /// ```
     /// # use fsdp_candle::doc_example::*;

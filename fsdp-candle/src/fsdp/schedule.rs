@@ -55,7 +55,7 @@ struct HandOut {
     hook: Option<Arc<dyn PostAccumulateGradHook>>,
     /// Whether the running backward hands out a unit's gradients as soon as they are reduced.
     is_early: bool,
-    /// What it has handed out so far: the unit, the parameter, and whether any rank used it.
+    /// Gradients that it has handed out: the unit, the parameter, and whether any rank used the parameter.
     early: Vec<(usize, Arc<FsdpParam>, bool)>,
 }
 
@@ -385,7 +385,7 @@ impl Schedule {
     fn run_backward(&self, loss: &Tensor, units: &[Arc<FsdpParamGroup>]) -> Result<GradStore> {
         let has_hook = self.hand_out.lock().hook.is_some();
         if has_hook {
-            // What an earlier backward reduces must not look like this backward's.
+            // A reduction of an earlier backward must not count as one of this backward.
             self.reductions.finish()?;
         }
         units.iter().for_each(|unit| unit.begin_backward());

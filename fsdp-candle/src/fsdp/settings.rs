@@ -236,8 +236,8 @@ impl<M> FsdpModule<M> {
     /// gradients of one or two units at a time: PyTorch's `register_post_accumulate_grad_hook`, torchtune's optimizer in
     /// backward.
     ///
-    /// The hook runs when the reduction of a unit is waited for, in the same order on every rank. It gets gradients when
-    /// backward ends where more may come to them: after several forwards of one unit, with
+    /// The hook runs when backward waits for the reduction of a unit, in the same order on every rank. It runs at the end
+    /// of backward if later reductions may add to the gradients: after several forwards of one unit, with
     /// [`set_reduce_scatter_unused_params`](FsdpModule::set_reduce_scatter_unused_params), and with manual
     /// finalization. Gradients of a backward that is not the last one stay in the model
     /// ([`set_is_last_backward`](FsdpModule::set_is_last_backward)). The norm of all gradients is known only after

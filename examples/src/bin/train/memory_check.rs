@@ -85,8 +85,8 @@ fn available() -> f64 {
     limit_of_groups(&groups, Path::new("/sys/fs/cgroup")).map_or(machine, |limit| limit.min(machine))
 }
 
-/// Returns the lowest memory limit of the control groups in the text of `/proc/self/cgroup`, and of those around them.
-/// `root` has their files.
+/// Returns the lowest memory limit of this process's control groups and of the groups around them. `groups` is the text
+/// of `/proc/self/cgroup`, and `root` the directory with the groups' files.
 fn limit_of_groups(groups: &str, root: &Path) -> Option<f64> {
     let mut limits: Vec<f64> = vec![];
     for line in groups.lines() {
@@ -109,7 +109,7 @@ fn limit_of_groups(groups: &str, root: &Path) -> Option<f64> {
 /// Rank of the adapters that are suggested, as usual.
 const LORA_RANK: usize = 16;
 
-/// What decides the memory of weights, gradients and optimizer state.
+/// Settings that the memory of weights, gradients and optimizer state depends on.
 #[derive(Clone, Copy)]
 struct Choices {
     has_adapters: bool,
