@@ -7,7 +7,8 @@ use crate::error::Error;
 use crate::kernels::{self, EightBits, Slice, SliceMut};
 use crate::storage::{to_dtype, with_slice};
 
-/// Changes the encoding of a parameter in the all-gather, such as quantized weights.
+/// Changes the encoding of a parameter in the all-gather, such as trained weights in 8 bits. Frozen weights can be stored
+/// in few bits: see [`WeightFormat`](crate::WeightFormat).
 ///
 /// Each rank encodes its shard into one or more buffers. Each buffer is gathered, and every rank decodes the gathered
 /// buffers into the concatenation of all shards. The number of buffers, their dtypes and lengths must follow from the
@@ -15,31 +16,25 @@ use crate::storage::{to_dtype, with_slice};
 ///
 /// ```
 /// use std::sync::Arc;
-/// use fsdp_candle::{AllGatherExtension, Float8, Int8Blocks};
+/// use fsdp_candle::{AllGatherExtension, Float8};
 /// # use fsdp_candle::doc_example::*;
 /// # let (world, vars, opts, vb) = one_rank()?;
-/// # let x = Tensor::ones((3, 64), DType::F32, world.device())?;
+/// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
 ///
-/// // QLoRA: frozen weights are gathered as 8-bit blocks, adapters in their dtype.
-/// vars.freeze(|fqn| !nn::is_adapter(fqn));
-/// let blocks: Arc<dyn AllGatherExtension> = Arc::new(Int8Blocks::new(64));
-/// let opts = FullyShard::new(&vars).all_gather_extension(move |fqn| (!nn::is_adapter(fqn)).then(|| blocks.clone()));
-/// let model = fully_shard(&opts, vars.builder(DType::F32), |vb| {
-///     nn::lora(nn::linear_no_bias(64, 8, vb.clone())?, 64, 8, nn::LoraConfig { rank: 2, alpha: 4. }, vb)
-/// })?;
+/// let float8: Arc<dyn AllGatherExtension> = Arc::new(Float8);
+/// let opts = FullyShard::new(&vars).all_gather_extension(move |fqn| (fqn == "weight").then(|| float8.clone()));
+/// let model = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear(4, 8, vb))?;
 /// let grads = model.backward(&model.forward(&x)?.sum_all()?)?;
-/// assert!(vars.params().iter().all(|param| grads.get(param.var()).is_some() == param.trainable()));
+/// assert!(vars.params().iter().all(|param| grads.get(param.var()).is_some()));
 ///
 /// // Encode a shard and decode it, as every rank does.
 /// let shard = Tensor::new(&[1f32, -0.5, 0.3], world.device())?;
-/// for extension in [&Int8Blocks::new(64) as &dyn AllGatherExtension, &Float8] {
-///     let encoded = extension.pre_all_gather(&shard)?;
-///     assert_eq!(encoded.iter().map(|buffer| buffer.len()).collect::<Vec<_>>(), extension.lengths(3));
-///     let mut full = fsdp_core::Buffer::F32(vec![0.; 3]);
-///     extension.post_all_gather(&encoded, &[3], &mut full)?;
-///     let fsdp_core::Buffer::F32(full) = full else { unreachable!() };
-///     assert!((full[2] - 0.3).abs() < 0.3 / 16.);
-/// }
+/// let encoded = Float8.pre_all_gather(&shard)?;
+/// assert_eq!(encoded.iter().map(|buffer| buffer.len()).collect::<Vec<_>>(), Float8.lengths(3));
+/// let mut full = fsdp_core::Buffer::F32(vec![0.; 3]);
+/// Float8.post_all_gather(&encoded, &[3], &mut full)?;
+/// let fsdp_core::Buffer::F32(full) = full else { unreachable!() };
+/// assert!((full[2] - 0.3).abs() < 0.3 / 16.);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub trait AllGatherExtension: Send + Sync {

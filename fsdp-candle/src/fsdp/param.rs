@@ -368,9 +368,8 @@ impl FsdpParam {
     }
 
     /// Returns this rank's shard, of shape `region().sizes`, or its blocks ([`WeightFormat`](crate::WeightFormat)). An
-    /// optimizer updates it, and `backward` stores the sharded
-    /// gradient under its id. It is on the host with [`OffloadPolicy::Cpu`](crate::OffloadPolicy), else on the device
-    /// that computes.
+    /// optimizer updates it, and `backward` stores the sharded gradient under its id. It is on the host with
+    /// [`OffloadPolicy::Cpu`](crate::OffloadPolicy), else on the device that computes.
     ///
     /// An empty shard gets no gradient: Candle's optimizers skip variables without a gradient, and fail on tensors
     /// without elements.
@@ -669,6 +668,9 @@ impl FsdpParam {
     pub(crate) fn overflow_witness(&self) -> Result<Tensor> {
         let shard = self.var().as_tensor();
         let Some(blocks) = &self.spec.blocks else { return Ok(shard.clone()) };
+        if self.stored_region().is_empty() {
+            return Tensor::new(0f32, &Device::Cpu);
+        }
         let bytes = shard.reshape(((), blocks.format.block_bytes()))?.narrow(1, 0, BLOCK_SCALE)?;
         let scales = to_host(&bytes.contiguous()?)?;
         let scales = scales.bytes().as_chunks().0.iter().map(|&bytes| bf16::from_le_bytes(bytes)).collect::<Vec<_>>();

@@ -231,8 +231,8 @@ impl<M> FsdpModule<M> {
         self.schedule.change_model_settings(|settings| settings.is_last_backward = last);
     }
 
-    /// Sets what takes the reduced gradients of each unit, while backward goes on to the next units. Backward then hands
-    /// out none. An optimizer in the hook changes the unit's shards and drops the gradients, so a rank holds the sharded
+    /// Sets what takes the reduced gradients of each unit of the whole model, while backward goes on to the next units.
+    /// Backward then hands out none. An optimizer in the hook changes the unit's shards and drops the gradients, so a rank holds the sharded
     /// gradients of one or two units at a time: PyTorch's `register_post_accumulate_grad_hook`, torchtune's optimizer in
     /// backward.
     ///

@@ -445,8 +445,8 @@ impl ShardedVarMap {
     /// # Errors
     /// Fails if `select` accepts no parameter, inside a forward or backward, and if ranks select different parameters.
     /// Fails for a trained parameter whose mesh lacks ranks of the map's mesh. Fails for a trained parameter that was
-    /// built frozen and that no layer of `nn` holds, since no gradient would reach it. Nothing changes then, on any
-    /// rank.
+    /// built frozen and that no layer of `nn` holds, since no gradient would reach it. Fails for a trained parameter that
+    /// is stored in fewer bits ([`FullyShard::store`](crate::FullyShard::store)). Nothing changes then, on any rank.
     pub fn set_requires_grad(&self, requires_grad: bool, select: impl Fn(&str) -> bool) -> Result<usize> {
         let schedule = self.schedule();
         if schedule.is_running() {
@@ -477,6 +477,11 @@ impl ShardedVarMap {
     }
 
     fn check_trainable(&self, param: &FsdpParam) -> Result<()> {
+        if let Some(stored) = param.spec.stored {
+            return Err(param.error(format!(
+                "it is stored as {stored:?} (FullyShard::store), which can't be trained: build it without"
+            )));
+        }
         param.spec.ranks.check_covers(&self.copies()).map_err(|message| param.error(message))?;
         match param.can_be_trained() {
             true => Ok(()),

@@ -269,6 +269,26 @@ fn state_dicts_of_blocks_are_set_again() {
     });
 }
 
+#[test]
+fn ranks_without_rows_have_no_blocks() {
+    ranks(3, |world| {
+        let output = |stored: bool| {
+            let vars = map(&world, &[("dp_shard", 3)], false);
+            match stored {
+                true => vars.init_with(Philox::new(3)),
+                false => vars.init_with(Decoded(WeightFormat::Nf4)),
+            }
+            let opts = FullyShard::new(&vars).store(move |_, _| stored.then_some(WeightFormat::Nf4));
+            let model = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear_no_bias(WIDTH, 2, vb)).unwrap();
+            assert_eq!(vars.get("weight").unwrap().region().is_empty(), world.rank() == 2);
+            check_finite(&vars, &[ValuesOf::Parameters]).unwrap();
+            assert_eq!(get_model_state_dict(&vars, &full()).unwrap().tensors.len(), 1);
+            elements::<f32>(&model.forward(&batch(0, WIDTH)).unwrap())
+        };
+        assert_eq!(output(true), output(false));
+    });
+}
+
 /// Values of which one is not finite.
 struct Infinite;
 
@@ -322,6 +342,7 @@ fn bad_uses_are_refused() {
             weight.set_full(&Tensor::zeros((HIDDEN, WIDTH), DType::F32, world.device()).unwrap()),
             &["stored as nf4"],
         );
+        refused(vars.set_requires_grad(true, |name| name == "0.up.weight"), &["0.up.weight", "stored as Nf4"]);
         refused(Ema::new(vars.params(), 0.9), &["0.up.weight", "nf4"]);
         assert_eq!(BlockFormat::Nf4.name(), "nf4");
     });
