@@ -274,7 +274,10 @@ fn read_blocks(
     let (start, end) = (region.offsets[last], region.offsets[last] + region.sizes[last]);
     touched.offsets[last] = start / BLOCK * BLOCK;
     touched.sizes[last] = end.next_multiple_of(BLOCK) - touched.offsets[last];
-    let Some(bytes) = format.encoded_region(&touched) else { return Ok(()) };
+    let Some(bytes) = format.encoded_region(&touched) else {
+        let reason = format!("{touched:?} is not whole {} blocks", format.name());
+        return Err(Error::InvalidRead { tensor: name.to_string(), reason });
+    };
     let mut blocks = vec![0; bytes.elements()];
     source.read(name, &bytes, &mut blocks)?;
     let mut floats = vec![0f32; touched.elements()];

@@ -14,12 +14,12 @@ use rustix::process::{Pid, Resource, Rlimit, Signal, kill_process, prlimit};
 const RANKS: usize = 2;
 const STEPS: usize = 100;
 
-fn flags() -> String {
+fn flags(more: &str) -> String {
     let model = golden("llama_tiny");
     let (model, data) = (model.display(), model.join("tokens.bin"));
     format!(
         "--model {model} --data {} --init random --seq-len 32 --batch-size 2 --lr 1e-3 --steps {STEPS} --save-every 2 \
-         --checkpoint-dir saved --resume auto --metrics metrics.jsonl",
+         --checkpoint-dir saved --resume auto --metrics metrics.jsonl {more}",
         data.display()
     )
 }
@@ -38,9 +38,9 @@ fn outcome(dir: &Path) -> Outcome {
 }
 
 /// A run without disk and without failures.
-fn undisturbed() -> Outcome {
+fn undisturbed(more: &str) -> Outcome {
     let dir = tempfile::tempdir().unwrap();
-    train(RANKS, &flags(), dir.path()).ok();
+    train(RANKS, &flags(more), dir.path()).ok();
     outcome(dir.path())
 }
 
@@ -52,8 +52,8 @@ struct Job<'a> {
 }
 
 impl<'a> Job<'a> {
-    fn start(dir: &'a Path, mark: &str) -> Self {
-        let script = format!("trap '' XFSZ; exec \"$0\" {} --offload disk:disk", flags());
+    fn start(dir: &'a Path, mark: &str, more: &str) -> Self {
+        let script = format!("trap '' XFSZ; exec \"$0\" {} --offload disk:disk", flags(more));
         fs::create_dir_all(dir.join("disk")).unwrap();
         let log = || File::options().create(true).append(true).open(dir.join("log")).unwrap();
         let mut command = Command::new(program("fsdp-launch"));
@@ -100,26 +100,25 @@ fn assert_empty(disk: &Path) {
 fn killed_runs_resume_with_the_losses_of_a_run_in_memory() {
     let dir = tempfile::tempdir().unwrap();
     for (number, step) in [4, 30].into_iter().enumerate() {
-        let mut job = Job::start(dir.path(), &format!("offload-disk-{}-{number}", std::process::id()));
+        let mut job = Job::start(dir.path(), &format!("offload-disk-{}-{number}", std::process::id()), "");
         let ranks = job.after_save(step);
         assert_empty(&dir.path().join("disk"));
         ranks.values().for_each(|rank| kill(rank.pid));
         assert!(!job.launcher.wait().unwrap().success());
         assert_empty(&dir.path().join("disk"));
     }
-    let mut job = Job::start(dir.path(), &format!("offload-disk-{}", std::process::id()));
+    let mut job = Job::start(dir.path(), &format!("offload-disk-{}", std::process::id()), "");
     assert!(job.launcher.wait().unwrap().success(), "{}", job.log());
     let log = job.log();
     assert!(log.contains("resumed from") && log.contains("optimizer state on disk: "), "{log}");
     assert_empty(&dir.path().join("disk"));
-    assert!(outcome(dir.path()) == undisturbed());
+    assert!(outcome(dir.path()) == undisturbed(""));
 }
 
 /// The limit of a file's size makes writes to a rank's state fail, as a full disk does.
-#[test]
-fn a_failed_write_ends_the_run_which_resumes_from_its_checkpoint() {
+fn fails_and_resumes(name: &str, more: &str) {
     let dir = tempfile::tempdir().unwrap();
-    let mut job = Job::start(dir.path(), &format!("offload-disk-limit-{}", std::process::id()));
+    let mut job = Job::start(dir.path(), &format!("offload-{name}-{}", std::process::id()), more);
     let ranks = job.after_save(6);
     let limit = Rlimit { current: Some(4096), maximum: Some(4096) };
     prlimit(Pid::from_raw(ranks[&1].pid), Resource::Fsize, limit).unwrap();
@@ -135,10 +134,20 @@ fn a_failed_write_ends_the_run_which_resumes_from_its_checkpoint() {
     }
     assert_empty(&dir.path().join("disk"));
     drop(job);
-    let mut job = Job::start(dir.path(), &format!("offload-disk-after-{}", std::process::id()));
+    let mut job = Job::start(dir.path(), &format!("offload-{name}-after-{}", std::process::id()), more);
     assert!(job.launcher.wait().unwrap().success(), "{}", job.log());
     drop(job);
-    assert!(outcome(dir.path()) == undisturbed());
+    assert!(outcome(dir.path()) == undisturbed(more));
+}
+
+#[test]
+fn a_failed_write_ends_the_run_which_resumes_from_its_checkpoint() {
+    fails_and_resumes("limit", "");
+}
+
+#[test]
+fn a_failed_write_in_backward_does_so_too() {
+    fails_and_resumes("in-backward", "--optimizer-in-backward unclipped");
 }
 
 #[test]

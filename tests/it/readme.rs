@@ -12,6 +12,7 @@ fn commands() -> Vec<Vec<String>> {
         "CONTRIBUTING.md",
         "docs/from-candle.md",
         "docs/gpus.md",
+        "docs/memory.md",
         "docs/parity.md",
         "docs/performance.md",
     ];

@@ -7,10 +7,9 @@ use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 use fsdp_core::layout::Region;
-use fsdp_core::{BlockFormat, DType as CoreDType, DeviceMesh, ProcessGroup, ReduceOp};
+use fsdp_core::{DType as CoreDType, DeviceMesh, ProcessGroup, ReduceOp};
 use indexmap::IndexMap;
 use parking_lot::Mutex;
-use rayon::prelude::*;
 
 use super::fully_shard::UnitOptions;
 use super::hooks::param_nodes;
@@ -735,7 +734,7 @@ impl ShardedVarMap {
         let mut filled = Ok(());
         kernels.write((&mut shard).into(), &mut |bytes| {
             filled = match blocks {
-                Some(blocks) => fill_blocks(&*initializer, request, blocks.format, bytes),
+                Some(blocks) => blocks.fill(&*initializer, request, bytes),
                 None => initializer.fill(request, bytes),
             };
         })?;
@@ -763,32 +762,6 @@ impl SimpleBackend for ShardedVarMap {
         self.0.params.lock().contains_key(name) || initializer.contains(name)
     }
 }
-
-/// Number of weights that are read before they are encoded.
-const PIECE: usize = 1 << 20;
-
-/// Writes the blocks of a region, whose floats exist a piece at a time.
-fn fill_blocks(
-    initializer: &dyn Initializer,
-    request: &ShardRequest<'_>,
-    format: BlockFormat,
-    mut blocks: &mut [u8],
-) -> Result<()> {
-    let mut floats: Vec<f32> = vec![];
-    for region in request.region.pieces(PIECE) {
-        floats.resize(region.elements(), 0.);
-        let request = ShardRequest { dtype: DType::F32, region: &region, ..*request };
-        initializer.fill(&request, bytemuck::cast_slice_mut(&mut floats))?;
-        let (own, rest) = blocks.split_at_mut(format.bytes(floats.len()));
-        let pieces = own.par_chunks_mut(format.bytes(THREAD_PIECE)).zip(floats.par_chunks(THREAD_PIECE));
-        pieces.for_each(|(blocks, floats)| format.encode(floats, blocks));
-        blocks = rest;
-    }
-    Ok(())
-}
-
-/// Number of weights that one thread encodes at a time.
-const THREAD_PIECE: usize = 1 << 14;
 
 /// Fails for a parameter that is larger than any memory, before allocating it.
 fn check_size(name: &str, dims: &[usize], dtype: DType) -> Result<()> {

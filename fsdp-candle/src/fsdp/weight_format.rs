@@ -1,9 +1,12 @@
 //! The storage of frozen parameters in fewer bits than layers compute with.
 
+use candle_core::DType;
 use fsdp_core::layout::Region;
 use fsdp_core::{BLOCK, BlockFormat};
+use rayon::prelude::*;
 
 use crate::error::{Error, Result};
+use crate::initializer::{Initializer, ShardRequest};
 
 /// How a frozen parameter is stored, gathered and saved. Layers compute with its values in the compute dtype, which exist
 /// while its unit is unsharded.
@@ -79,4 +82,30 @@ impl Blocks {
             ))),
         }
     }
+
+    /// Writes the blocks of a region. Its floats exist a piece at a time.
+    pub(super) fn fill(
+        &self,
+        initializer: &dyn Initializer,
+        request: &ShardRequest<'_>,
+        mut blocks: &mut [u8],
+    ) -> Result<()> {
+        let format = self.format;
+        let mut floats: Vec<f32> = vec![];
+        for region in request.region.pieces(PIECE) {
+            floats.resize(region.elements(), 0.);
+            let request = ShardRequest { dtype: DType::F32, region: &region, ..*request };
+            initializer.fill(&request, bytemuck::cast_slice_mut(&mut floats))?;
+            let (own, rest) = blocks.split_at_mut(format.bytes(floats.len()));
+            let pieces = own.par_chunks_mut(format.bytes(THREAD_PIECE)).zip(floats.par_chunks(THREAD_PIECE));
+            pieces.for_each(|(blocks, floats)| format.encode(floats, blocks));
+            blocks = rest;
+        }
+        Ok(())
+    }
 }
+
+/// Number of weights that are read before they are encoded.
+const PIECE: usize = 1 << 20;
+/// Number of weights that one thread encodes at a time.
+const THREAD_PIECE: usize = 1 << 14;

@@ -8,7 +8,7 @@ use fsdp_core::process_group::{Signature, Subject};
 use fsdp_core::{ProcessGroup, ReduceOp};
 
 use super::check_finite::non_finite_of_norm;
-use crate::data_parallel::{DataParallel, largest_over};
+use crate::data_parallel::largest_over;
 use crate::error::{Error, Result};
 use crate::fsdp::{FsdpParam, ShardedVarMap};
 use crate::kernels::NormType;
@@ -129,9 +129,9 @@ pub fn grad_norm(vars: &ShardedVarMap, grads: &GradStore) -> Result<f64> {
 
 fn norm_of(vars: &ShardedVarMap, params: &[Arc<FsdpParam>], grads: &GradStore, norm_type: NormType) -> Result<f64> {
     norm_type.check()?;
-    let mut norm = GradNorm::of_type(vars, norm_type)?;
+    let mut norm = GradNorm { norm_type, ..GradNorm::new(vars) };
     norm.add_some(params, grads)?;
-    norm.total(Some(grads))
+    norm.norm()
 }
 
 /// The 2-norm of gradients that come in parts, such as those of a hook of backward
@@ -143,7 +143,7 @@ fn norm_of(vars: &ShardedVarMap, params: &[Arc<FsdpParam>], grads: &GradStore, n
 /// use fsdp_candle::{GradNorm, grad_norm};
 ///
 /// let grads = model.backward(&model.forward(&x)?.sum_all()?)?;
-/// let mut norm = GradNorm::new(&vars)?;
+/// let mut norm = GradNorm::new(&vars);
 /// norm.add(&grads)?;
 /// assert_eq!(norm.norm()?, grad_norm(&vars, &grads)?);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -151,19 +151,14 @@ fn norm_of(vars: &ShardedVarMap, params: &[Arc<FsdpParam>], grads: &GradStore, n
 pub struct GradNorm {
     vars: ShardedVarMap,
     norm_type: NormType,
-    /// Sums of this rank's powers by mesh: of whole parameters, and of tensor-parallel parts. Replicas count once.
-    meshes: Vec<(Arc<DataParallel>, [f64; 2])>,
+    /// This rank's powers of each gradient.
+    powers: Vec<(Arc<FsdpParam>, f64)>,
 }
 
 impl GradNorm {
-    /// Makes the norm of no gradients. Fails if the map's mesh has no roles.
-    pub fn new(vars: &ShardedVarMap) -> Result<Self> {
-        GradNorm::of_type(vars, NormType::Two)
-    }
-
-    fn of_type(vars: &ShardedVarMap, norm_type: NormType) -> Result<Self> {
-        let meshes = vars.all_ranks()?.into_iter().map(|ranks| (ranks, [0.; 2])).collect();
-        Ok(GradNorm { vars: vars.clone(), norm_type, meshes })
+    /// Makes the norm of no gradients.
+    pub fn new(vars: &ShardedVarMap) -> Self {
+        GradNorm { vars: vars.clone(), norm_type: NormType::Two, powers: vec![] }
     }
 
     /// Adds this rank's sharded gradients. Does not communicate.
@@ -174,23 +169,22 @@ impl GradNorm {
     fn add_some(&mut self, params: &[Arc<FsdpParam>], grads: &GradStore) -> Result<()> {
         let with_gradient: Vec<_> = params.iter().filter_map(|param| Some((param, grads.get(param.var())?))).collect();
         let powers = powers(with_gradient.iter().map(|(_, grad)| *grad), self.norm_type)?;
-        for ((param, _), power) in with_gradient.into_iter().zip(powers) {
-            if let Some((_, shares)) = self.meshes.iter_mut().find(|(ranks, _)| Arc::ptr_eq(ranks, &param.spec.ranks)) {
-                let share = &mut shares[usize::from(param.split_over().is_some())];
-                *share = self.norm_type.combine(*share, power);
-            }
-        }
+        self.powers.extend(with_gradient.into_iter().zip(powers).map(|((param, _), power)| (param.clone(), power)));
         Ok(())
     }
 
-    /// Returns the norm over all ranks, the same on each. Collective.
+    /// Returns the norm over all ranks, the same on each. Collective. Fails on every rank if tensor-parallel ranks have
+    /// different gradients of a replicated parameter.
     pub fn norm(self) -> Result<f64> {
-        self.total(None)
-    }
-
-    /// Returns the norm. With the gradients, an error about replicas names a parameter.
-    fn total(self, grads: Option<&GradStore>) -> Result<f64> {
-        let GradNorm { vars, norm_type, meshes } = self;
+        let GradNorm { vars, norm_type, powers } = self;
+        // Parameters on one mesh are summed together, tensor-parallel parts apart from the others. Replicas count once.
+        let mut meshes: Vec<_> = vars.all_ranks()?.into_iter().map(|ranks| (ranks, [0.; 2])).collect();
+        for (param, power) in &powers {
+            if let Some((_, shares)) = meshes.iter_mut().find(|(ranks, _)| Arc::ptr_eq(ranks, &param.spec.ranks)) {
+                let share = &mut shares[usize::from(param.split_over().is_some())];
+                *share = norm_type.combine(*share, *power);
+            }
+        }
         let parallel = vars.parallel_ranks();
         let op = if norm_type == NormType::Infinity { ReduceOp::Max } else { ReduceOp::Sum };
         // The signature keeps a rank in another all-reduce from getting a norm.
@@ -212,27 +206,20 @@ impl GradNorm {
         let reduced = ranks.signed(signature()).all_reduce_values(vec![parts, first, whole], op)?;
         let &[parts, first, all] = reduced.as_slice() else { return Ok(f64::NAN) };
         if op == ReduceOp::Sum && (all - first * ranks.size() as f64).abs() > MAX_DIFFERENCE * all {
-            return Err(match grads {
-                Some(grads) => replicas_differ(&vars, grads, ranks)?,
-                None => Error::Argument(REPLICAS_DIFFER.into()),
-            });
+            return Err(replicas_differ(&vars, &powers, ranks)?);
         }
         Ok(norm_type.root(norm_type.combine(first, parts)))
     }
 }
 
-/// Error for replicated parameters whose gradients differ.
-const REPLICAS_DIFFER: &str = "gradients of a parameter that tensor-parallel ranks replicate differ among them. Make a \
-     module on a part of the sequence SequenceParallel, and pass these ranks the same batch";
-
 /// Returns the error for a replicated parameter whose gradients differ on tensor-parallel ranks. Collective.
-fn replicas_differ(vars: &ShardedVarMap, grads: &GradStore, ranks: &ProcessGroup) -> Result<Error> {
+fn replicas_differ(vars: &ShardedVarMap, powers: &[(Arc<FsdpParam>, f64)], ranks: &ProcessGroup) -> Result<Error> {
     let whole: Vec<_> = vars.trainable().into_iter().filter(|param| param.split_over().is_none()).collect();
-    let own: Vec<_> = whole.iter().filter_map(|param| grads.get(param.var())).collect();
-    let mut squares = powers(own, NormType::Two)?.into_iter();
-    let mut square = |param: &Arc<FsdpParam>| grads.get(param.var()).and_then(|_| squares.next()).unwrap_or(0.);
-    let mut own: Vec<f64> = whole.iter().map(&mut square).collect();
-    own.extend(own.clone().iter().map(|square| -square));
+    let power = |param: &Arc<FsdpParam>| -> f64 {
+        powers.iter().filter(|(other, _)| Arc::ptr_eq(other, param)).map(|(_, power)| power).sum()
+    };
+    let mut own: Vec<f64> = whole.iter().map(power).collect();
+    own.extend(own.clone().iter().map(|power| -power));
     let largest = ranks.all_reduce_values(own, ReduceOp::Max)?;
     let (most, least) = largest.split_at(whole.len());
     let spread = most.iter().zip(least).map(|(most, least)| (most + least) / most.max(f64::MIN_POSITIVE)).collect();

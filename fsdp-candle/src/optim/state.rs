@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use fsdp_core::{DType as CoreDType, Readable, Writable};
 
 use super::disk::{OnDisk, PartKind};
@@ -131,10 +131,8 @@ impl Moment {
         match kind {
             MomentKind::Full(dtype) => Ok(Moment::Full(zeros(param, what, dtype, shape)?)),
             MomentKind::Quantized(of) => {
-                let elements: usize = shape.iter().product();
-                let codes = zeros(param, what, DType::U8, &[elements])?;
-                let scales = zeros(param, what, DType::F32, &[elements.div_ceil(STATE_BLOCK)])?;
-                Ok(Moment::Quantized(Quantized { codes, scales, shape: shape.to_vec(), of }))
+                let zeros = |dtype, count| zeros(param, what, dtype, &[count]);
+                Ok(Moment::Quantized(Quantized::new(shape, of, zeros)?))
             }
         }
     }
@@ -223,11 +221,14 @@ pub(crate) struct Quantized {
 }
 
 impl Quantized {
-    /// Returns zeros, in memory that is not a parameter's.
-    pub(super) fn zeros(shape: &[usize], of: Encoding, device: &Device) -> candle_core::Result<Self> {
+    /// Makes zeros in tensors that `zeros` makes of a dtype and a number of elements.
+    pub(super) fn new<E>(
+        shape: &[usize],
+        of: Encoding,
+        zeros: impl Fn(DType, usize) -> std::result::Result<Tensor, E>,
+    ) -> std::result::Result<Self, E> {
         let elements: usize = shape.iter().product();
-        let codes = Tensor::zeros(elements, DType::U8, device)?;
-        let scales = Tensor::zeros(elements.div_ceil(STATE_BLOCK), DType::F32, device)?;
+        let (codes, scales) = (zeros(DType::U8, elements)?, zeros(DType::F32, elements.div_ceil(STATE_BLOCK))?);
         Ok(Quantized { codes, scales, shape: shape.to_vec(), of })
     }
 

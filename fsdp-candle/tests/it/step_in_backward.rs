@@ -140,7 +140,7 @@ fn norms_of_parts_are_the_norm_of_all() {
         let (vars, model) = built(&world, WIDTH);
         let x = batch(world.rank(), WIDTH);
         let want = grad_norm(&vars, &model.backward(&loss_of(&model, &x)).unwrap()).unwrap();
-        let norm = Arc::new(Mutex::new(Some(GradNorm::new(&vars).unwrap())));
+        let norm = Arc::new(Mutex::new(Some(GradNorm::new(&vars))));
         let parts = norm.clone();
         let add = move |grads: GradStore| Ok(parts.lock().unwrap().as_mut().unwrap().add(&grads)?);
         model.set_post_accumulate_grad_hook(Some(Arc::new(add)));

@@ -466,6 +466,11 @@ pub(crate) struct Args {
 }
 
 impl Args {
+    /// Returns whether gradients may overflow f16.
+    pub(crate) fn computes_in_f16(&self) -> bool {
+        [self.param_dtype, self.reduce_dtype].contains(&Precision::F16)
+    }
+
     /// Returns how the ranks share the model.
     pub(crate) fn ranks(&self, world: &World) -> anyhow::Result<Ranks> {
         Ranks::new(world.size(), self.replicate, self.tensor_parallel)
@@ -641,6 +646,16 @@ pub(crate) fn check_unused_flags(args: &Args) -> anyhow::Result<()> {
             "--async-save copies optimizer state to memory, and --offload disk:DIR keeps it out of memory: leave one out"
         );
     }
+    if args.optimizer_in_backward != InBackward::Off {
+        ensure!(
+            !args.computes_in_f16(),
+            "--optimizer-in-backward can't step in f16: whether gradients overflow is known after backward. Use bf16"
+        );
+        ensure!(
+            args.optimizer_in_backward != InBackward::LastNorm || args.clip_grad_norm > 0.,
+            "--optimizer-in-backward last-norm clips, and --clip-grad-norm 0 does not: pass unclipped, or a norm above 0"
+        );
+    }
     let has_adapters = args.lora_rank.is_some() || args.lora_from.is_some();
     let recomputes = args.activation_checkpoint != ActivationCheckpoint::None;
     for (flag, is_given, has_effect, needed) in [
@@ -736,6 +751,15 @@ mod tests {
             assert!(error.contains(what), "{flags}: {error}");
             checked(format!("--offload cpu {flags}")).unwrap();
         }
+        for (flags, what) in [
+            ("unclipped --param-dtype f16", "can't step in f16"),
+            ("last-norm --reduce-dtype f16", "can't step in f16"),
+            ("last-norm --clip-grad-norm 0", "pass unclipped, or a norm above 0"),
+        ] {
+            let error = checked(format!("--optimizer-in-backward {flags}")).unwrap_err().to_string();
+            assert!(error.contains(what), "{flags}: {error}");
+        }
+        checked("--optimizer-in-backward unclipped --clip-grad-norm 0".into()).unwrap();
         for kind in ["adamw", "adam", "adamw8bit", "muon"] {
             checked(format!("--optimizer {kind} --betas 0.9,0.95 --eps 1e-8")).unwrap();
         }

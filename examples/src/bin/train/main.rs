@@ -81,7 +81,7 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<Option<Gguf
     let mut checkpoints = Checkpoints::new(args, hosts, world)?;
     let Setup { config, vars, model, task, adapters } = Setup::new(args, world)?;
     let mut optim = Optimizer::new(args, &vars)?;
-    let in_backward = StepInBackward::new(args, &model)?;
+    let in_backward = StepInBackward::new(args, &model);
     if let (Offload::Disk(dir), 0) = (&args.offload, world.rank()) {
         let bytes = BinaryBytes(optim.bytes_on_disk());
         Console::Stderr.line(format_args!("optimizer state on disk: {bytes} for rank 0, in {}", dir.display()));

@@ -14,6 +14,7 @@ use indicatif::{BinaryBytes, HumanCount};
 use crate::adapters::Adapters;
 use crate::args::{Args, OptimizerKind};
 use crate::flag_types::{InBackward, Offload};
+use crate::setup::has_reference_copy;
 use crate::task::Task;
 
 /// Size of an f32 in bytes.
@@ -141,13 +142,14 @@ impl Choices {
         let mut all = vec![];
         let (in_backward, on_disk) = (Choices { in_backward: true, ..self }, Choices { moments: 0., ..self });
         let can_be_on_disk = self.moments > 0. && args.optimizer.optimizer != OptimizerKind::Muon && !args.async_save;
-        if !self.in_backward {
+        let can_step_in_backward = !self.in_backward && !args.computes_in_f16();
+        if can_step_in_backward {
             all.push(("--optimizer-in-backward unclipped", in_backward));
         }
         if can_be_on_disk {
             all.push(("--offload disk:DIR", on_disk));
         }
-        if !self.in_backward && can_be_on_disk {
+        if can_step_in_backward && can_be_on_disk {
             let both = Choices { in_backward: true, ..on_disk };
             all.push(("--optimizer-in-backward unclipped --offload disk:DIR", both));
         }
@@ -173,8 +175,11 @@ fn memory_needs(
     // A trained parameter has a gradient and optimizer state.
     let gradients = if in_backward { size.largest_unit.min(trained) } else { trained };
     let state = base.bytes() * frozen / shards + F32 * ((1. + moments) * trained + gradients) / holders;
-    let has_copy = args.dpo.is_some() && (!has_adapters || args.lora_from.is_some());
-    let copy = if has_copy { (base.bytes() * size.base + F32 * size.adapters) / shards } else { 0. };
+    let copy = if has_reference_copy(args, has_adapters) {
+        (base.bytes() * size.base + F32 * size.adapters) / shards
+    } else {
+        0.
+    };
     let tokens = tokens.max(FEWEST_TOKENS) as f64;
     let compute = args.param_dtype.dtype().size_in_bytes() as f64;
     let parameters = Count(size.base + size.adapters);

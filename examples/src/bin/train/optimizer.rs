@@ -16,7 +16,7 @@ use fsdp_train::schedule::Schedule;
 use serde_json::{Map, Value};
 
 use crate::args::{Args, MuonAdjustLr, OptimizerFlags, OptimizerKind};
-use crate::flag_types::{Offload, Precision, Switch};
+use crate::flag_types::{Offload, Switch};
 
 type Params = Vec<Arc<FsdpParam>>;
 /// Parameters with their weight decay.
@@ -211,7 +211,7 @@ pub(crate) struct LossScale {
 
 impl LossScale {
     pub(crate) fn new(args: &Args) -> anyhow::Result<Self> {
-        let needed = [args.param_dtype, args.reduce_dtype].contains(&Precision::F16);
+        let needed = args.computes_in_f16();
         ensure!(
             needed || args.loss_scale.is_none(),
             "--loss-scale is for gradients in f16: pass --param-dtype f16, or leave it out"

@@ -152,7 +152,7 @@ impl NonFiniteStep<'_> {
             None if grads.is_none() => text.push_str(". The weights are finite"),
             None => write!(text, ". The weights are those of step {} and finite", step - 1)?,
         }
-        let advice = if step == 1 { ADVICE_BEFORE_STEPS } else { ADVICE };
+        let advice = if step == 1 && grads.is_some() { ADVICE_BEFORE_STEPS } else { ADVICE };
         let of_f16 = loss_scale.map_or("", |_| ADVICE_F16);
         write!(text, ". {}. {of_f16}{advice}", checkpoints.newest_checkpoint())?;
         Ok(text)

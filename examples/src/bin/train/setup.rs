@@ -112,7 +112,7 @@ impl Setup {
             adapters.check(args, &vars)?;
         }
         if args.dpo.is_some() {
-            let reference = match needs_copy(adapters.as_ref()) {
+            let reference = match has_reference_copy(args, adapters.is_some()) {
                 false => Reference::Base,
                 true => {
                     let copy = ranks.vars(world)?;
@@ -134,8 +134,8 @@ impl Setup {
 
 /// Returns whether the reference model of preference tuning is a copy. New adapters add nothing before the first step,
 /// so the model without them is the reference.
-fn needs_copy(adapters: Option<&Adapters>) -> bool {
-    adapters.is_none_or(|adapters| adapters.from.is_some())
+pub(crate) fn has_reference_copy(args: &Args, has_adapters: bool) -> bool {
+    args.dpo.is_some() && (!has_adapters || args.lora_from.is_some())
 }
 
 /// Sets the initial values of the next model's parameters.

@@ -3,13 +3,13 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use anyhow::{bail, ensure};
+use anyhow::bail;
 use candle_core::backprop::GradStore;
 use fsdp_candle::{FsdpModule, GradNorm, ShardedOptimizer, ShardedVarMap, clip_grads_with_norm};
 use fsdp_train::models::LanguageModel;
 
 use crate::args::Args;
-use crate::flag_types::{InBackward, Precision};
+use crate::flag_types::InBackward;
 use crate::optimizer::Optimizer;
 
 /// The optimizer of a run, inside the model's hook while a backward runs.
@@ -41,16 +41,12 @@ impl Running {
 
 impl StepInBackward {
     /// Sets the model's hook. Returns `None` for a run that steps after backward.
-    pub(crate) fn new(args: &Args, model: &FsdpModule<LanguageModel>) -> anyhow::Result<Option<Self>> {
+    pub(crate) fn new(args: &Args, model: &FsdpModule<LanguageModel>) -> Option<Self> {
         let max_norm = match args.optimizer_in_backward {
-            InBackward::Off => return Ok(None),
+            InBackward::Off => return None,
             InBackward::Unclipped => None,
             InBackward::LastNorm => Some(args.clip_grad_norm),
         };
-        ensure!(
-            ![args.param_dtype, args.reduce_dtype].contains(&Precision::F16),
-            "--optimizer-in-backward can't step in f16: whether gradients overflow is known after backward. Use bf16"
-        );
         let running = Arc::new(Mutex::new(None::<Running>));
         let shared = running.clone();
         let step = move |grads: GradStore| match &mut *shared.lock().unwrap_or_else(PoisonError::into_inner) {
@@ -62,7 +58,7 @@ impl StepInBackward {
             None => candle_core::bail!("gradients came outside of a step"),
         };
         model.set_post_accumulate_grad_hook(Some(Arc::new(step)));
-        Ok(Some(StepInBackward { running, max_norm }))
+        Some(StepInBackward { running, max_norm })
     }
 
     /// Takes the optimizer for the next backward. The first step of a run has no last norm, and is not clipped.
@@ -72,7 +68,7 @@ impl StepInBackward {
         optim: &mut Optimizer,
         last_norm: Option<f64>,
     ) -> anyhow::Result<()> {
-        let (norm, clip) = (GradNorm::new(vars)?, self.max_norm.zip(last_norm));
+        let (norm, clip) = (GradNorm::new(vars), self.max_norm.zip(last_norm));
         let running = Running { optim: optim.take()?, norm, vars: vars.clone(), clip, failed: None };
         *self.running.lock().unwrap_or_else(PoisonError::into_inner) = Some(running);
         Ok(())

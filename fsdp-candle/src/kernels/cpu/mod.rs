@@ -275,8 +275,14 @@ impl Kernels for CpuKernels {
         check_blocks(format, &blocks, &values)?;
         let blocks = elements::<u8>(blocks)?;
         floats!(values.dtype(), T => {
-            let pieces = blocks.par_chunks(format.bytes(PIECE)).zip(elements_mut::<T>(values)?.par_chunks_mut(PIECE));
-            pieces.for_each(|(blocks, values)| format.decode(blocks, values, T::from_f32));
+            let values = elements_mut::<T>(values)?;
+            if rayon::current_num_threads() == 1 {
+                // A hand-over to rayon's own thread would only cost the caller's cache.
+                format.decode(blocks, values, T::from_f32);
+            } else {
+                let pieces = blocks.par_chunks(format.bytes(PIECE)).zip(values.par_chunks_mut(PIECE));
+                pieces.for_each(|(blocks, values)| format.decode(blocks, values, T::from_f32));
+            }
         });
         Ok(())
     }

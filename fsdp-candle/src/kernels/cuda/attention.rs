@@ -1,4 +1,4 @@
-//! What queries of attention see, and the softmax for a block of queries.
+//! The keys that a query of attention sees, and the softmax for a block of queries.
 
 use candle_core::{Result, bail};
 use cudarc::driver::LaunchConfig;

@@ -37,7 +37,7 @@ pub(crate) struct Heads {
 #[derive(Clone, Copy)]
 pub(crate) struct FlashAttention<'a> {
     pub(crate) batch: usize,
-    /// Of each row. A batch with documents has one row.
+    /// The keys that the queries of each row see. A batch with documents has one row.
     pub(crate) visible: Visibility<'a>,
     pub(crate) heads: usize,
     pub(crate) kv_heads: usize,

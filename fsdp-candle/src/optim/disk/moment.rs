@@ -100,7 +100,9 @@ impl OnDisk {
 
     fn quantized(&self, elements: usize) -> candle_core::Result<Quantized> {
         match self.kind {
-            MomentKind::Quantized(of) => Quantized::zeros(&[elements], of, &Device::Cpu),
+            MomentKind::Quantized(of) => {
+                Quantized::new(&[elements], of, |dtype, count| Tensor::zeros(count, dtype, &Device::Cpu))
+            }
             MomentKind::Full(dtype) => bail!("a moment of {dtype:?} has no codes"),
         }
     }
