@@ -51,8 +51,8 @@ pub enum Error {
         /// Cause.
         source: Box<fsdp_core::Error>,
     },
-    /// A file of optimizer state could not be allocated, read or written. See [`crate::StateOnDisk`].
-    #[error("rank {rank}, optimizer state in {}: {message}", dir.display())]
+    /// A file of shards or optimizer state could not be allocated, read or written. See [`crate::StateOnDisk`].
+    #[error("rank {rank}, state on disk in {}: {message}", dir.display())]
     StateOnDisk {
         /// Rank whose state it is.
         rank: usize,

@@ -67,6 +67,7 @@ mod adapter;
 mod autograd;
 pub mod collectives;
 mod data_parallel;
+mod disk;
 mod display;
 #[doc(hidden)]
 pub mod doc_example;
@@ -91,6 +92,7 @@ mod world;
 
 pub use autograd::no_grad;
 pub use data_parallel::{DataParallelMeshDims, ShardMesh};
+pub use disk::StateOnDisk;
 pub use dtensor::{DTensor, Operand, PartialNorm, Redistribution, distribute_tensor, distribute_tensor_from};
 pub use error::{Error, GradientMismatch, NonFinite, NonFiniteTensor, Result, UnitGradient};
 pub use extension::{AllGatherExtension, Float8};
@@ -105,8 +107,8 @@ pub use gradcheck::{GradcheckOptions, gradcheck};
 pub use optim::{
     Adam, AdamConfig, AdamParams, AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, AdjustLr, CandleOptimizer,
     ClipOptions, ElementwiseOptimizer, ElementwiseRule, Ema, GradAccumulator, GradNorm, GradScaler, GradScalerState,
-    Muon, MuonConfig, NormType, Optimizers, ParamGroup, ParamState, SGD, SgdConfig, ShardedOptimizer, StateOnDisk,
-    ValuesOf, check_finite, clip_grad_norm, clip_grad_norm_of, clip_grad_norm_with, clip_grads_with_norm, grad_norm,
+    Muon, MuonConfig, NormType, Optimizers, ParamGroup, ParamState, SGD, SgdConfig, ShardedOptimizer, ValuesOf,
+    check_finite, clip_grad_norm, clip_grad_norm_of, clip_grad_norm_with, clip_grads_with_norm, grad_norm,
     group_by_name,
 };
 pub use pattern::NamePattern;

@@ -118,6 +118,23 @@ fn state_on_disk_takes_16_mib_in_any_model() {
     }
 }
 
+/// Gradients are those of a unit, so nothing in memory between steps depends on the model.
+#[test]
+fn state_and_shards_on_disk_take_32_mib_in_any_model() {
+    for ranks in [1, 2, 4] {
+        for layers in [6, 12] {
+            let flags =
+                format!("--mode zero3 --layers {layers} --state-on-disk . --shards-on-disk --optimizer-in-backward");
+            let [Memory { unit, resident, transient, .. }] = memory(ranks, &flags);
+            let what = format!("{layers} layers on {ranks} ranks");
+            assert!(resident.abs_diff(32 << 20) <= SLACK, "{what}: {resident} bytes between steps");
+            // Parameters of two units, gradients of one, a reduced share, and the shares that two all-gathers read.
+            let share = unit / ranks as u64;
+            assert!(transient <= 3 * unit + 3 * share + SLACK, "{what}: {transient} bytes more during a step");
+        }
+    }
+}
+
 #[test]
 fn muon_adds_three_bf16_shards_and_a_dozen_matrices() {
     for ranks in [1, 2, 4] {

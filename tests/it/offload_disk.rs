@@ -1,4 +1,4 @@
-//! `train --offload disk:DIR`: killed runs, and disks that are full or fail.
+//! `train --offload disk:DIR` and `disk+shards:DIR`: killed runs, and disks that are full or fail.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -44,7 +44,7 @@ fn undisturbed(more: &str) -> Outcome {
     outcome(dir.path())
 }
 
-/// A run with optimizer state in the directory `disk`, whose ranks ignore SIGXFSZ.
+/// A run with state in the directory `disk`, whose ranks ignore SIGXFSZ.
 struct Job<'a> {
     dir: &'a Path,
     mark: String,
@@ -52,8 +52,9 @@ struct Job<'a> {
 }
 
 impl<'a> Job<'a> {
-    fn start(dir: &'a Path, mark: &str, more: &str) -> Self {
-        let script = format!("trap '' XFSZ; exec \"$0\" {} --offload disk:disk", flags(more));
+    /// `offload` is `disk`, or `disk+shards`.
+    fn start(dir: &'a Path, mark: &str, offload: &str, more: &str) -> Self {
+        let script = format!("trap '' XFSZ; exec \"$0\" {} --offload {offload}:disk", flags(more));
         fs::create_dir_all(dir.join("disk")).unwrap();
         let log = || File::options().create(true).append(true).open(dir.join("log")).unwrap();
         let mut command = Command::new(program("fsdp-launch"));
@@ -99,15 +100,16 @@ fn assert_empty(disk: &Path) {
 #[test]
 fn killed_runs_resume_with_the_losses_of_a_run_in_memory() {
     let dir = tempfile::tempdir().unwrap();
-    for (number, step) in [4, 30].into_iter().enumerate() {
-        let mut job = Job::start(dir.path(), &format!("offload-disk-{}-{number}", std::process::id()), "");
+    for (number, (step, offload)) in [(4, "disk"), (30, "disk+shards")].into_iter().enumerate() {
+        let mark = format!("offload-disk-{}-{number}", std::process::id());
+        let mut job = Job::start(dir.path(), &mark, offload, "");
         let ranks = job.after_save(step);
         assert_empty(&dir.path().join("disk"));
         ranks.values().for_each(|rank| kill(rank.pid));
         assert!(!job.launcher.wait().unwrap().success());
         assert_empty(&dir.path().join("disk"));
     }
-    let mut job = Job::start(dir.path(), &format!("offload-disk-{}", std::process::id()), "");
+    let mut job = Job::start(dir.path(), &format!("offload-disk-{}", std::process::id()), "disk+shards", "");
     assert!(job.launcher.wait().unwrap().success(), "{}", job.log());
     let log = job.log();
     assert!(log.contains("resumed from") && log.contains("optimizer state on disk: "), "{log}");
@@ -116,15 +118,15 @@ fn killed_runs_resume_with_the_losses_of_a_run_in_memory() {
 }
 
 /// The limit of a file's size makes writes to a rank's state fail, as a full disk does.
-fn fails_and_resumes(name: &str, more: &str) {
+fn fails_and_resumes(name: &str, offload: &str, more: &str) {
     let dir = tempfile::tempdir().unwrap();
-    let mut job = Job::start(dir.path(), &format!("offload-{name}-{}", std::process::id()), more);
+    let mut job = Job::start(dir.path(), &format!("offload-{name}-{}", std::process::id()), offload, more);
     let ranks = job.after_save(6);
     let limit = Rlimit { current: Some(4096), maximum: Some(4096) };
     prlimit(Pid::from_raw(ranks[&1].pid), Resource::Fsize, limit).unwrap();
     assert!(!job.launcher.wait().unwrap().success());
     let log = job.log();
-    let line = log.lines().find(|line| line.contains(" failed: rank 1, optimizer state in disk: "));
+    let line = log.lines().find(|line| line.contains(" failed: rank 1, state on disk in disk: "));
     let line = line.unwrap_or_else(|| panic!("{log}"));
     for part in [
         "can't write it: File too large (os error 27). The state is incomplete: resume from a checkpoint.",
@@ -134,7 +136,7 @@ fn fails_and_resumes(name: &str, more: &str) {
     }
     assert_empty(&dir.path().join("disk"));
     drop(job);
-    let mut job = Job::start(dir.path(), &format!("offload-{name}-after-{}", std::process::id()), more);
+    let mut job = Job::start(dir.path(), &format!("offload-{name}-after-{}", std::process::id()), offload, more);
     assert!(job.launcher.wait().unwrap().success(), "{}", job.log());
     drop(job);
     assert!(outcome(dir.path()) == undisturbed(more));
@@ -142,12 +144,18 @@ fn fails_and_resumes(name: &str, more: &str) {
 
 #[test]
 fn a_failed_write_ends_the_run_which_resumes_from_its_checkpoint() {
-    fails_and_resumes("limit", "");
+    fails_and_resumes("limit", "disk", "");
+}
+
+#[test]
+fn a_failed_write_of_a_shard_does_so_too() {
+    // SGD without momentum has no other state.
+    fails_and_resumes("shards", "disk+shards", "--optimizer sgd --momentum 0");
 }
 
 #[test]
 fn a_failed_write_in_backward_does_so_too() {
-    fails_and_resumes("in-backward", "--optimizer-in-backward unclipped");
+    fails_and_resumes("in-backward", "disk+shards", "--optimizer-in-backward unclipped");
 }
 
 #[test]
@@ -162,7 +170,7 @@ fn a_file_that_cannot_be_allocated_ends_the_run_before_its_first_step() {
     // Several ranks share memory, whose size the limit also applies to.
     let run = launch_script(1, &script, dir.path());
     let parts =
-        ["--offload: rank ", ", optimizer state in .: it needs ", " free: File too large", "use another directory"];
+        ["--offload: rank ", ", state on disk in .: it needs ", " free: File too large", "use another directory"];
     run.refused(1, &parts);
     assert!(!dir.path().join("metrics.jsonl").exists());
 }

@@ -172,7 +172,7 @@ fn add_inputs(param: &FsdpParam, pool: &Arc<Pool>, parts: &mut Vec<GatherPart>) 
         };
         let input: Arc<dyn Readable> = match &param.spec.offload {
             Some(offload) => Arc::new(offload.upload(to_core_dtype(param.dtype())?)?),
-            None => Arc::new(TensorMemory(param.var().as_tensor().clone())),
+            None => param.stored_input(pool)?,
         };
         parts.push(GatherPart { input, counts });
         return Ok(Gathered::Stored);
@@ -200,6 +200,9 @@ fn own_input(param: &FsdpParam, pool: &Arc<Pool>) -> Result<Arc<dyn Readable>> {
     let dtype = to_core_dtype(param.compute_dtype())?;
     if let Some(offload) = &param.spec.offload {
         return Ok(Arc::new(offload.upload(dtype)?));
+    }
+    if let Some(input) = param.input_from_disk(pool)? {
+        return Ok(input);
     }
     let shard = param.var().as_tensor();
     // A device's own pool also gives the memory to other sizes.

@@ -99,6 +99,7 @@ mod policy;
 mod reduction;
 mod schedule;
 mod settings;
+mod shard_values;
 mod var_map;
 mod weight_format;
 

@@ -25,12 +25,13 @@ use super::schedule::Schedule;
 use super::weight_format::{Blocks, WeightFormat};
 use crate::adapter::LoraConfig;
 use crate::data_parallel::{DataParallel, ShardLayout};
+use crate::disk::FileTensor;
 use crate::dtensor::DTensor;
 use crate::error::Error;
 use crate::extension::AllGatherExtension;
 use crate::kernels;
 use crate::storage::{
-    Pool, copy_range_out, copy_tensor, swap, take, to_buffer, to_core_dtype, to_dtype, to_host, to_storage, to_tensor,
+    Pool, copy_range_out, swap, take, to_buffer, to_core_dtype, to_dtype, to_host, to_storage, to_tensor,
 };
 use crate::tensor_parallel::{Parallel, ParallelStyle};
 
@@ -103,6 +104,8 @@ pub(crate) struct ParamSpec {
     pub(crate) adapter: Option<LoraConfig>,
     /// Set for a shard on the host whose layers compute on another device.
     pub(crate) offload: Option<Offload>,
+    /// The shard, if it is on disk. The variable then has no memory.
+    pub(crate) on_disk: Option<FileTensor>,
 }
 
 /// State of one parameter.
@@ -373,6 +376,10 @@ impl FsdpParam {
     ///
     /// An empty shard gets no gradient: Candle's optimizers skip variables without a gradient, and fail on tensors
     /// without elements.
+    ///
+    /// The variable of a shard on disk ([`ShardedVarMap::store_on_disk`](crate::ShardedVarMap::store_on_disk)) has no
+    /// memory, and to use its values is an error. Optimizers of this crate step it, [`FsdpParam::dtensor`] copies it,
+    /// and [`FsdpParam::set_local`] sets it.
     ///
     /// Call before writing: waits for pending device copies that read an offloaded shard. A variable that was returned
     /// earlier may be written between `backward` and the next forward.
@@ -648,12 +655,8 @@ impl FsdpParam {
             let uploaded = offload.upload(to_core_dtype(self.compute_dtype())?)?;
             return uploaded.into_tensor(&self.spec.region.sizes, self.device());
         }
-        let shard = self.shard.as_tensor();
-        if shard.dtype() == self.compute_dtype() {
-            Ok(shard.clone())
-        } else {
-            to_dtype(&shard.detach(), self.compute_dtype())
-        }
+        let shard = self.shard()?;
+        if shard.dtype() == self.compute_dtype() { Ok(shard) } else { to_dtype(&shard.detach(), self.compute_dtype()) }
     }
 }
 
@@ -666,8 +669,8 @@ impl FsdpParam {
 
     /// Returns a tensor that is not finite where the shard is not: the shard, or the scales of its blocks.
     pub(crate) fn overflow_witness(&self) -> Result<Tensor> {
-        let shard = self.var().as_tensor();
-        let Some(blocks) = &self.spec.blocks else { return Ok(shard.clone()) };
+        let shard = self.shard()?;
+        let Some(blocks) = &self.spec.blocks else { return Ok(shard) };
         if self.stored_region().is_empty() {
             return Tensor::new(0f32, &Device::Cpu);
         }
@@ -749,7 +752,7 @@ impl FsdpParam {
 /// A parameter as a DTensor, whose values users read and set.
 impl FsdpParam {
     /// Returns the sharded parameter as a DTensor that shares the memory of [`FsdpParam::var`]: it shows what an
-    /// optimizer changes. The DTensor of a parameter in blocks has its bytes.
+    /// optimizer changes. The DTensor of a parameter in blocks has its bytes, and that of a shard on disk has a copy.
     ///
     /// ```
     /// # use fsdp_candle::doc_example::*;
@@ -770,7 +773,7 @@ impl FsdpParam {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn dtensor(&self) -> crate::error::Result<DTensor> {
-        self.with_own_layout(self.var().as_tensor())
+        self.with_own_layout(&self.shard()?)
     }
 
     /// Returns the sharded gradient of a backward as a DTensor with the parameter's layout, or `None`. It shares the
@@ -818,7 +821,7 @@ impl FsdpParam {
         if let Some(group) = self.unit.get().and_then(|unit| unit.group.upgrade()) {
             group.reshard_stale()?;
         }
-        Ok(copy_tensor(&local, self.var().as_tensor())?)
+        self.set_shard(&local)
     }
 
     /// Copies this rank's part of a full tensor into its shard. Does not communicate: every rank passes the full

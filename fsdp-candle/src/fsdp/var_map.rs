@@ -20,10 +20,11 @@ use super::schedule::Schedule;
 use super::weight_format::{Blocks, WeightFormat};
 use crate::adapter::{Adapters, LoraConfig, adapted_layer};
 use crate::data_parallel::{DataParallel, DataParallelMeshDims, largest_over};
+use crate::disk::{FileTensor, StateFile, StateOnDisk};
 use crate::error::{Error, Result};
 use crate::initializer::{Initializer, Philox, ShardRequest};
 use crate::kernels;
-use crate::storage::{copied, copy_in, to_core_dtype, to_var};
+use crate::storage::{copied, copy_in, take, to_core_dtype, to_var};
 use crate::tensor_parallel::BoundPlan;
 use crate::world::World;
 
@@ -74,6 +75,8 @@ struct Inner {
     ignored: Mutex<IndexMap<String, Var>>,
     buffers: Mutex<IndexMap<String, Var>>,
     building: Mutex<Vec<Building>>,
+    /// File of the shards of parameters that are built from now on.
+    shard_file: Mutex<Option<Arc<StateFile>>>,
     /// Name of the parameter that a builder was asked for last.
     last_asked_for: Mutex<Option<String>>,
     /// Whether a builder of this map was asked for [`UNKNOWN_NAME`].
@@ -148,6 +151,7 @@ impl ShardedVarMap {
             ignored: Mutex::default(),
             buffers: Mutex::default(),
             building: Mutex::default(),
+            shard_file: Mutex::default(),
             last_asked_for: Mutex::default(),
             was_asked: AtomicBool::new(false),
         }))
@@ -156,6 +160,50 @@ impl ShardedVarMap {
     /// Sets the initial values of parameters that are built from now on.
     pub fn init_with(&self, initializer: impl Initializer + 'static) {
         *self.0.initializer.lock() = Arc::new(initializer);
+    }
+
+    /// Keeps the shards of parameters that are built from now on in a file of a directory instead of memory. An
+    /// all-gather reads a shard, the next unit's while this unit computes, and an optimizer of this crate reads and
+    /// writes it a block at a time. Losses, gradients, state dicts and checkpoints have the same bits.
+    ///
+    /// In memory remain gathered parameters, gradients, and the optimizer's state unless that is on disk as well
+    /// ([`crate::ElementwiseOptimizer::on_disk`]). With a step in backward
+    /// ([`set_post_accumulate_grad_hook`](crate::FsdpModule::set_post_accumulate_grad_hook)), there are only the
+    /// gradients of a unit.
+    ///
+    /// ```
+    /// # use fsdp_candle::doc_example::*;
+    /// # let (world, vars, opts, vb) = one_rank()?;
+    /// # let dir = std::env::temp_dir();
+    /// vars.store_on_disk(&fsdp_candle::StateOnDisk::new(dir))?;
+    /// let model = fully_shard(&opts, vb, |vb| nn::linear(4, 2, vb))?;
+    /// let mut optim = AdamW::new(vars.trainable(), AdamWConfig::default())?;
+    /// let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+    /// optim.step(&model.backward(&model.forward(&x)?.sum_all()?)?)?;
+    /// let weight = model.params()[0].dtensor()?; // a copy
+    /// # assert_eq!(weight.shape(), [2, 4]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Returns [`crate::Error::StateOnDisk`] if the directory's disk fails or is full, and
+    /// [`crate::Error::Argument`] if layers compute on a device other than the CPU.
+    pub fn store_on_disk(&self, disk: &StateOnDisk) -> Result<()> {
+        if !self.0.device.is_cpu() {
+            return Err(Error::Argument(format!(
+                "rank {}: shards on disk are for layers that compute on the CPU, found {:?}: use OffloadPolicy::Cpu to \
+                 keep shards out of the device's memory",
+                self.mesh().rank(),
+                self.0.device.location()
+            )));
+        }
+        self.store_in(Arc::new(disk.growing_file(self.mesh().rank())?));
+        Ok(())
+    }
+
+    /// Keeps the shards of parameters that are built from now on in a file.
+    pub(crate) fn store_in(&self, file: Arc<StateFile>) {
+        *self.0.shard_file.lock() = Some(file);
     }
 
     /// Freezes the parameters that are built from now on and whose FQN `frozen` accepts: they are sharded and
@@ -642,6 +690,11 @@ impl ShardedVarMap {
         let schedule = &self.0.schedule;
         let offload = Offload::of(&shard, opts.offload_policy, &self.0.device, &schedule.downloads)?;
         let compute_dtype = opts.mp_policy.param_dtype_of(name).unwrap_or(dtype);
+        let shard_file = self.0.shard_file.lock().clone().filter(|_| shard.elem_count() > 0);
+        let on_disk = shard_file.map(|file| FileTensor::new(file, &shard)).transpose()?;
+        if on_disk.is_some() {
+            take(&shard)?;
+        }
         let spec = ParamSpec {
             name: name.into(),
             region,
@@ -658,6 +711,7 @@ impl ShardedVarMap {
             extension,
             adapter: adapters.and_then(|adapters| adapters.of(name)),
             offload,
+            on_disk,
             shape,
         };
         let nodes = param_nodes(&self.0.device, &local.into(), compute_dtype)?;

@@ -11,6 +11,7 @@ use super::disk::OnDisk;
 use super::sharded_optimizer::ShardedOptimizer;
 use super::state::Moment;
 use crate::data_parallel::{DataParallel, largest_over};
+use crate::disk::FileTensor;
 use crate::error::{Error, NonFinite, NonFiniteTensor, Result};
 use crate::fsdp::{FsdpParam, ShardedVarMap};
 use crate::storage::numbers_of;
@@ -83,18 +84,20 @@ struct CheckedTensor {
 enum OwnPart {
     InMemory(Tensor),
     OnDisk(OnDisk),
+    Shard(FileTensor),
 }
 
 /// Counts the values of this rank's parts that are not finite.
 fn counts(subjects: &[CheckedTensor]) -> Result<Vec<f64>> {
     let tensors = subjects.iter().filter_map(|subject| match &subject.own {
         Some(OwnPart::InMemory(tensor)) => Some(tensor),
-        Some(OwnPart::OnDisk(_)) | None => None,
+        Some(OwnPart::OnDisk(_) | OwnPart::Shard(_)) | None => None,
     });
     let mut found = numbers_of(tensors, |kernels, values, count| kernels.count_non_finite(values, count))?.into_iter();
     let count = |subject: &CheckedTensor| match &subject.own {
         Some(OwnPart::InMemory(_)) => Ok(found.next().unwrap_or(0.)),
         Some(OwnPart::OnDisk(moment)) => moment.count_non_finite(),
+        Some(OwnPart::Shard(shard)) => shard.count_non_finite(),
         None => Ok(0.),
     };
     subjects.iter().map(count).collect()
@@ -114,7 +117,11 @@ fn subjects(vars: &ShardedVarMap, of: &[ValuesOf<'_>]) -> Result<Vec<CheckedTens
         match of {
             ValuesOf::Parameters => {
                 for param in &vars.params() {
-                    subjects.push(of_param(param, "", in_memory(&param.overflow_witness()?)));
+                    let own = match &param.spec.on_disk {
+                        Some(shard) if param.spec.blocks.is_none() => Some(OwnPart::Shard(shard.clone())),
+                        _ => in_memory(&param.overflow_witness()?),
+                    };
+                    subjects.push(of_param(param, "", own));
                 }
                 subjects.extend(vars.wholes().into_iter().map(|(parameter, var)| {
                     let (elements, own) = (var.elem_count(), in_memory(&var));

@@ -9,10 +9,11 @@ use candle_core::{Tensor, Var, bail};
 use fsdp_core::heartbeat;
 use serde_json::{Map, Value};
 
-use super::disk::{DiskState, OnDisk, StateOnDisk};
+use super::disk::{DiskState, OnDisk};
 use super::hyper_parameters::{HyperParameters, set_hyper, validate};
 use super::sharded_optimizer::{ParamGroup, ShardedOptimizer};
 use super::state::{Moment, MomentKind, ParamState};
+use crate::disk::StateOnDisk;
 use crate::error::Result;
 use crate::fsdp::FsdpParam;
 use crate::kernels::{Kernels, Slice, SliceMut};
@@ -108,7 +109,7 @@ impl<C: ElementwiseRule> ElementwiseOptimizer<C> {
     /// [`crate::Error::Parameter`] if a shard is not in host memory. Fails as [`ElementwiseOptimizer::with_groups`]
     /// does.
     pub fn on_disk(groups: Vec<(Vec<Arc<FsdpParam>>, C)>, disk: &StateOnDisk) -> Result<Self> {
-        Self::in_file(groups, |params| disk.create(params))
+        Self::in_file(groups, |params| DiskState::create(params, disk))
     }
 
     /// Makes an optimizer whose moments are in the file that `create` makes for parameters and the kinds of their
@@ -182,7 +183,8 @@ impl<C: ElementwiseRule> ElementwiseOptimizer<C> {
             let Some(grad) = next_gradient(state, grads)? else { continue };
             let config = &self.groups[state.group];
             let moments: Vec<&Moment> = state.moments().map(|(_, moment)| moment).collect();
-            with_state(state.param.var(), &grad, &moments, |shard| config.update(state.step, shard))?;
+            let update = |shard: &Tensor| with_state(shard, &grad, &moments, |shard| config.update(state.step, shard));
+            state.param.update_shard(update)?;
         }
         if let Some(disk) = &self.disk {
             let update =

@@ -54,9 +54,9 @@ impl Ema {
                     param.error(format!("it is stored as {format} and never changes: leave it out of the average"))
                 );
             }
-            let shard = param.var().as_tensor();
+            let shard = param.shard()?;
             let mean = zeros(&param, "moving average", DType::F32, shard.dims())?;
-            mix(&mean, 0., shard)?;
+            mix(&mean, 0., &shard)?;
             Ok((param, mean))
         };
         let means = params.into_iter().map(mean).collect::<Result<_>>()?;
@@ -87,7 +87,7 @@ impl Ema {
         let updates = self.updates()?;
         let kept = if updates == 0 { 0. } else { self.decay };
         for (param, mean) in &self.means {
-            mix(mean, kept, param.var())?;
+            mix(mean, kept, &param.shard()?)?;
         }
         copy_tensor(&Tensor::new((updates + 1) as f32, &Device::Cpu)?, &self.updates)?;
         Ok(())
@@ -97,26 +97,26 @@ impl Ema {
     pub fn copy_to(&self, vars: &ShardedVarMap) -> Result<()> {
         // Gathered parameters are stale.
         vars.reshard()?;
-        self.means.iter().try_for_each(|(param, mean)| mix(param.var(), 0., mean))
+        self.means.iter().try_for_each(|(param, mean)| param.update_shard(|shard| mix(shard, 0., mean)))
     }
 
     /// Calls `f`, such as an evaluation, with the average in the parameters, then restores the parameters even if `f`
     /// fails. Needs a copy of this rank's shards meanwhile.
     pub fn swapped<R>(&self, vars: &ShardedVarMap, f: impl FnOnce(&Self) -> Result<R>) -> Result<R> {
-        let before = self.means.iter().map(|(param, _)| Ok(param.var().as_tensor().copy()?));
+        let before = self.means.iter().map(|(param, _)| Ok(param.shard()?.copy()?));
         let before = before.collect::<Result<Vec<_>>>()?;
         let outcome = self.copy_to(vars).and_then(|()| f(self));
         vars.reshard()?;
         for ((param, _), before) in self.means.iter().zip(before) {
-            copy_tensor(&before, param.var())?;
+            param.set_shard(&before)?;
         }
         outcome
     }
 }
 
 /// Computes `kept * values + (1 - kept) * more` in place.
-fn mix(values: &Tensor, kept: f64, more: &Tensor) -> Result<()> {
-    Ok(with_slice_mut(values, |kernels, values| {
+fn mix(values: &Tensor, kept: f64, more: &Tensor) -> candle_core::Result<()> {
+    with_slice_mut(values, |kernels, values| {
         with_slice(more, |_, more| {
             if kept == 0. {
                 // Zero times NaN or infinity is not zero.
@@ -124,5 +124,5 @@ fn mix(values: &Tensor, kept: f64, more: &Tensor) -> Result<()> {
             }
             kernels.mix(values, kept, more, 1. - kept)
         })
-    })?)
+    })
 }

@@ -2,7 +2,7 @@
 //!
 //! [`ShardedOptimizer`] is the trait that state dicts, checkpoints, [`GradScaler`] and [`check_finite()`] work with.
 //! Adam, AdamW and SGD are elementwise: each rank updates its shards alone. Muon is not: a matrix has one owner, to
-//! which its shards move. A state is sharded as its parameter is. [`StateOnDisk`] keeps elementwise state in files.
+//! which its shards move. A state is sharded as its parameter is. [`crate::StateOnDisk`] keeps elementwise state in files.
 
 mod adam;
 mod candle_optimizer;
@@ -27,7 +27,6 @@ pub use check_finite::{ValuesOf, check_finite};
 pub use clip_grad::{
     ClipOptions, GradNorm, clip_grad_norm, clip_grad_norm_of, clip_grad_norm_with, clip_grads_with_norm, grad_norm,
 };
-pub use disk::StateOnDisk;
 pub use elementwise::{ElementwiseOptimizer, ElementwiseRule};
 pub use ema::Ema;
 pub use grad_accumulator::GradAccumulator;

@@ -9,7 +9,7 @@ use super::disk::{OnDisk, PartKind};
 use crate::error::{Error, Result};
 use crate::fsdp::FsdpParam;
 use crate::kernels::{self, EightBits, STATE_BLOCK};
-use crate::storage::{TensorMemory, copy_tensor, to_core_dtype, to_tensor, with_slice, with_slice_mut};
+use crate::storage::{Memory, TensorMemory, copy_tensor, to_core_dtype, to_tensor, with_slice, with_slice_mut};
 
 /// The state of one parameter: a step count, and tensors of its shard's shape by PyTorch's names. State dicts name them
 /// `state.<fqn>.<name>`.
@@ -74,10 +74,6 @@ impl ParamState {
         self.moments.iter().map(|(name, moment)| (*name, moment))
     }
 }
-
-/// Memory that a checkpoint reads and fills.
-pub(crate) trait Memory: Readable + Writable {}
-impl<T: Readable + Writable> Memory for T {}
 
 /// A state tensor of a shard's shape.
 #[derive(Clone, Debug)]

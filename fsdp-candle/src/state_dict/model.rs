@@ -1,25 +1,28 @@
 //! The state of a model and of a moving average.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use candle_core::{DType, Tensor};
+use fsdp_ckpt::{LoadTensor, TensorShard};
 use fsdp_core::layout::Region;
 
 use super::transfer::{Expected, decided_by_rank_0, entries, entry, on_host, on_rank_0_only};
 use super::{IncompatibleKeys, StateDict, StateDictOptions, StateTensor};
 use crate::error::Result;
-use crate::fsdp::ShardedVarMap;
+use crate::fsdp::{FsdpParam, ShardedVarMap};
 use crate::optim::Ema;
-use crate::storage::copy_tensor;
+use crate::storage::{Memory, TensorMemory, copy_tensor};
 
-/// Returns every parameter, ignored ones too, and every buffer by its FQN. A parameter that is stored in blocks
+/// Returns every parameter, ignored ones too, and every buffer by its FQN. A shard on disk is copied
+/// ([`ShardedVarMap::store_on_disk`]); [`model_tensors`] copies none. A parameter that is stored in blocks
 /// ([`FullyShard::store`](crate::FullyShard::store)) is a tensor of bytes called `<fqn>.nf4` or `<fqn>.int8`. Collective for a full state dict.
 pub fn get_model_state_dict(vars: &ShardedVarMap, options: &StateDictOptions) -> Result<StateDict> {
     let mut dict = StateDict::default();
     for param in vars.params() {
         let Some(name) = options.name(param.name()) else { continue };
         if param.trainable() || !options.ignore_frozen_params {
-            dict.tensors.insert(param.stored_name(name), entry(&param, param.var().as_tensor(), options)?);
+            dict.tensors.insert(param.stored_name(name), entry(&param, &param.shard()?, options)?);
         }
     }
     for (fqn, var) in vars.wholes() {
@@ -49,24 +52,32 @@ pub fn set_model_state_dict(
         let Some(name) = names(param.name()).map(|name| param.stored_name(&name)) else { continue };
         let (shape, region) = (param.stored_shape(), param.stored_region().clone());
         expected.push(Expected { name, shape, region, dtype: param.dtype(), required: true });
-        targets.push(param.var().as_tensor());
+        targets.push(Target::Shard(param));
     }
     for (fqn, var) in &wholes {
         let Some(name) = names(fqn) else { continue };
         let (shape, region, dtype) = (var.dims(), Region::whole(var.dims()), var.dtype());
         expected.push(Expected { name, shape, region, dtype, required: true });
-        targets.push(var.as_tensor());
+        targets.push(Target::Whole(var));
     }
     let found = entries(dict, &expected, vars.mesh(), options)?;
     let keys = check_keys(dict, &expected, &found, vars, options)?;
     // Gathered parameters are stale.
     vars.reshard()?;
     for (target, entry) in targets.into_iter().zip(found) {
-        if let Some(entry) = entry {
-            copy_tensor(&entry, target)?;
+        match (target, entry) {
+            (Target::Shard(param), Some(entry)) => param.set_shard(&entry)?,
+            (Target::Whole(var), Some(entry)) => copy_tensor(&entry, var)?,
+            (_, None) => {}
         }
     }
     Ok(keys)
+}
+
+/// The destination of an entry of a state dict.
+enum Target<'a> {
+    Shard(&'a FsdpParam),
+    Whole(&'a Tensor),
 }
 
 /// Returns the names that only one side has. With `strict`, such names are an error.
@@ -95,7 +106,8 @@ pub(super) fn check_keys(
     Ok(keys)
 }
 
-/// Returns every parameter and buffer as `model.<fqn>`, in the model's memory: the input of [`fsdp_ckpt::save`].
+/// Returns every parameter and buffer as `model.<fqn>`, in the model's memory or file: the input of
+/// [`fsdp_ckpt::save`].
 ///
 /// ```
 /// # use fsdp_candle::doc_example::*;
@@ -119,8 +131,10 @@ pub(super) fn check_keys(
 /// assert_eq!(optim.states()[0].step, 1);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-pub fn model_tensors(vars: &ShardedVarMap) -> Result<Vec<fsdp_ckpt::TensorShard>> {
-    Ok(get_model_state_dict(vars, &StateDictOptions::default())?.shards(fsdp_ckpt::MODEL))
+pub fn model_tensors(vars: &ShardedVarMap) -> Result<Vec<TensorShard>> {
+    let shard =
+        |saved: Saved| TensorShard { fqn: saved.fqn, shape: saved.shape, region: saved.region, data: saved.memory };
+    Ok(saved(vars).into_iter().map(shard).collect())
 }
 
 /// Loads every parameter's shard and every buffer from a checkpoint or model of any format, saved on any mesh.
@@ -130,7 +144,38 @@ pub fn load_model(
     options: &fsdp_ckpt::LoadOptions,
 ) -> Result<fsdp_ckpt::LoadReport> {
     vars.reshard()?;
-    get_model_state_dict(vars, &StateDictOptions::default())?.load(fsdp_ckpt::MODEL, source, options)
+    let target =
+        |saved: Saved| LoadTensor { fqn: saved.fqn, shape: saved.shape, region: saved.region, data: saved.memory };
+    let targets: Vec<LoadTensor> = saved(vars).into_iter().map(target).collect();
+    Ok(fsdp_ckpt::load(source, &targets, options)?)
+}
+
+/// A tensor of a model in a checkpoint.
+struct Saved {
+    fqn: String,
+    shape: Vec<usize>,
+    region: Region,
+    memory: Arc<dyn Memory>,
+}
+
+/// Returns every parameter and buffer of a model, in the order of names.
+fn saved(vars: &ShardedVarMap) -> Vec<Saved> {
+    let fqn = |name: &str| format!("{}{name}", fsdp_ckpt::MODEL);
+    let params = vars.params().into_iter().map(move |param| Saved {
+        fqn: fqn(&param.stored_name(param.name())),
+        shape: param.stored_shape().to_vec(),
+        region: param.stored_region().clone(),
+        memory: param.memory(),
+    });
+    let wholes = vars.wholes().into_iter().map(move |(name, var)| Saved {
+        fqn: fqn(&name),
+        shape: var.dims().to_vec(),
+        region: Region::whole(var.dims()),
+        memory: Arc::new(TensorMemory(var.into_inner())),
+    });
+    let mut all: Vec<Saved> = params.chain(wholes).collect();
+    all.sort_by(|a, b| a.fqn.cmp(&b.fqn));
+    all
 }
 
 /// Number of updates, by the name in PyTorch's `AveragedModel`.

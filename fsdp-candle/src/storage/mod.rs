@@ -140,6 +140,10 @@ pub(crate) fn share_memory(a: &Tensor, b: &Tensor) -> bool {
     address(a) == address(b)
 }
 
+/// Memory or a file that a checkpoint reads and fills.
+pub(crate) trait Memory: Readable + Writable {}
+impl<T: Readable + Writable> Memory for T {}
+
 /// A contiguous tensor that a collective or a checkpoint reads or writes in place. Locks the storage meanwhile.
 pub(crate) struct TensorMemory(pub(crate) Tensor);
 

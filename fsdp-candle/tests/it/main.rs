@@ -38,6 +38,7 @@ mod reentrancy;
 mod requires_grad;
 mod settings;
 mod sharded_optimizers;
+mod shards_on_disk;
 mod state_dict;
 mod state_on_disk;
 mod step_in_backward;

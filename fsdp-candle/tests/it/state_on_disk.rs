@@ -244,7 +244,7 @@ fn errors_name_the_directory_and_the_way_out() {
         let error = on_disk(&missing, config).unwrap_err();
         let Error::StateOnDisk { rank, dir: at, kind, .. } = &error else { panic!("{error}") };
         assert_eq!((*rank, &**at, *kind), (world.rank(), &*missing, std::io::ErrorKind::NotFound));
-        let start = format!("rank {rank}, optimizer state in {}: can't create a file: No such file", missing.display());
+        let start = format!("rank {rank}, state on disk in {}: can't create a file: No such file", missing.display());
         assert_contains(&error.to_string(), &[&start, "Pass a directory"]);
 
         let params = vars.trainable();

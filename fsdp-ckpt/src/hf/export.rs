@@ -13,7 +13,7 @@ use crate::checkpoint::hosts::Hosts;
 use crate::checkpoint::plan::{Plan, exchange_plan};
 use crate::error::io_error;
 use crate::hf::{INDEX, SINGLE};
-use crate::region::runs;
+use crate::region::{CopyRun, runs};
 use crate::safetensors::{Entry, Layout, read_bytes};
 use crate::store::{LocalStaging, Staging, remove_stale, require_local, split};
 use crate::{Error, Result, TensorShard};
@@ -102,10 +102,21 @@ fn write_own(path: &Path, rank: usize, plan: &Plan, layout: &Layout, shards: &[T
         for chunk in tensor.chunks.iter().filter(|chunk| chunk.writer == rank) {
             let (size, part, whole) = (tensor.dtype.size(), &chunk.region, Region::whole(&tensor.shape));
             let data = &by_name[fqn.as_str()].data;
+            // A piece of the data may end within a run.
+            let (mut runs, mut done) = (runs(part, &whole, part, size).peekable(), 0);
             read_bytes(fqn, &**data, part.elements() * size, &mut |bytes| {
-                for run in runs(part, &whole, part, size) {
-                    write_all_at(&file, path, &bytes[run.src..run.src + run.len], range.start + run.dst as u64)?;
+                let end = done + bytes.len();
+                while let Some(&CopyRun { src, dst, len }) = runs.peek()
+                    && src < end
+                {
+                    let (from, to) = (src.max(done), end.min(src + len));
+                    write_all_at(&file, path, &bytes[from - done..to - done], range.start + (dst + from - src) as u64)?;
+                    if src + len > end {
+                        break;
+                    }
+                    runs.next();
                 }
+                done = end;
                 Ok(())
             })?;
         }

@@ -35,6 +35,9 @@ pub(crate) struct Args {
     /// Directory for the optimizer's state, instead of memory.
     #[arg(long, value_name = "DIR")]
     state_on_disk: Option<PathBuf>,
+    /// Keep shards in that directory as well, in the sharded modes.
+    #[arg(long, requires = "state_on_disk")]
+    shards_on_disk: bool,
     /// Forwards before each backward, with summed losses.
     #[arg(long, default_value_t = 1, value_parser = count(1 << 10))]
     passes: usize,
@@ -244,6 +247,12 @@ fn sharded(args: &Args, world: &World, reshard: ReshardAfterForward) -> anyhow::
     let in_use = || Ok::<_, candle_core::Error>(meter.current()?.saturating_sub(before) as u64);
     let mut phases = Phases::default();
     let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", world.size())])?, world.device());
+    let disk = args.state_on_disk.as_ref().map(StateOnDisk::new);
+    if args.shards_on_disk
+        && let Some(disk) = &disk
+    {
+        vars.store_on_disk(disk)?;
+    }
     let opts = FullyShard::new(&vars).reshard_after_forward(reshard);
     let vb = vars.builder(DType::F32);
     let sampler = Arc::new(Sampler { meter: Meter::of(world.device())?, samples: Mutex::default() });
@@ -261,7 +270,7 @@ fn sharded(args: &Args, world: &World, reshard: ReshardAfterForward) -> anyhow::
         (Box::new(model), share)
     };
     phases.build = in_use()?;
-    let optim = args.optimizer.of(&vars, args.state_on_disk.as_ref().map(StateOnDisk::new))?;
+    let optim = args.optimizer.of(&vars, disk)?;
     let optim = Arc::new(Mutex::new(optim));
     let in_backward = args.optimizer_in_backward;
     if in_backward {

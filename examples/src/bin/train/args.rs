@@ -280,12 +280,13 @@ pub(crate) struct Args {
 
     /// Storage of shards, gradients and optimizer state: `cpu` keeps them in page-locked host memory, runs the
     /// optimizer there, and copies shards to the compute device. No effect when computing on CPUs. `disk:DIR` does the
-    /// same, and keeps optimizer state in an unnamed file of each process in DIR
+    /// same, and keeps optimizer state in an unnamed file of each process in DIR. `disk+shards:DIR` keeps shards in such
+    /// a file as well, when computing on CPUs
     ///
     /// With disk:DIR, 16 MiB of optimizer state are in memory. A step reads and writes all state: 16 bytes a parameter
-    /// for AdamW. A faster disk or --grad-accum makes this cost smaller. Losses and checkpoints do not change. The files
-    /// go away with the processes, even with killed ones.
-    #[arg(long, value_name = "none|cpu|disk:DIR", default_value = "none", help_heading = "Sharding")]
+    /// for AdamW, and 16 more with disk+shards:DIR, which takes 16 MiB as well. A faster disk or --grad-accum makes this
+    /// cost smaller. Losses and checkpoints do not change. The files go away with the processes, even with killed ones.
+    #[arg(long, value_name = "none|cpu|disk:DIR|disk+shards:DIR", default_value = "none", help_heading = "Sharding")]
     pub(crate) offload: Offload,
 
     /// Dtype of gathered parameters and of compute; shards and optimizer state stay f32. f16 uses --loss-scale
@@ -636,7 +637,7 @@ pub(crate) struct OptimizerFlags {
 /// Fails if a flag has no effect beside the other flags.
 pub(crate) fn check_unused_flags(args: &Args) -> anyhow::Result<()> {
     check_unused_optimizer_flags(args)?;
-    if let Offload::Disk(_) = args.offload {
+    if args.offload.disk().is_some() {
         ensure!(
             args.optimizer.optimizer != OptimizerKind::Muon,
             "--offload disk:DIR is for --optimizer adamw, adam, adamw8bit or sgd, found muon: use another optimizer"
@@ -747,8 +748,10 @@ mod tests {
             ("--optimizer muon", "--offload disk:DIR is for --optimizer adamw, adam, adamw8bit or sgd, found muon"),
             ("--async-save", "--async-save copies optimizer state to memory"),
         ] {
-            let error = checked(format!("--offload disk:/nvme {flags}")).unwrap_err().to_string();
-            assert!(error.contains(what), "{flags}: {error}");
+            for on_disk in ["disk:/nvme", "disk+shards:/nvme"] {
+                let error = checked(format!("--offload {on_disk} {flags}")).unwrap_err().to_string();
+                assert!(error.contains(what), "{flags}: {error}");
+            }
             checked(format!("--offload cpu {flags}")).unwrap();
         }
         for (flags, what) in [
@@ -839,7 +842,7 @@ mod tests {
             ("--checkpoint-keep", &["norm"], "linear, attention"),
             ("--dropout", &["1", "-0.1", "nan", "some"], "`config`, or a number of at least 0 and below 1"),
             ("--reshard-after-forward", &["maybe", "-2", "1.5"], "default, always, never, or a number"),
-            ("--offload", &["disk", "disk:", "gpu"], "none, cpu, or disk:DIR"),
+            ("--offload", &["disk", "disk:", "disk+shards:", "shards:a", "gpu"], "none, cpu, disk:DIR"),
             ("--base", &["int4", "float8"], "f32, bf16, int8, nf4"),
             ("--param-dtype", &["int8", "float8"], "f32, bf16, f16"),
             ("--all-gather", &["int8", "f16"], "full, float8"),

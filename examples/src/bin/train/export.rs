@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail, ensure};
 use crc_fast::CrcAlgorithm;
-use fsdp_candle::{ShardedVarMap, StateDictOptions, World, get_model_state_dict};
+use fsdp_candle::{ShardedVarMap, World, model_tensors};
 use fsdp_ckpt::convert::View;
 use fsdp_ckpt::gguf::{self, GgufOptions, GgufSummary, Quantization};
 use fsdp_ckpt::hf::{self, ExportOptions};
@@ -37,7 +37,10 @@ pub(crate) fn export(
     step: usize,
 ) -> anyhow::Result<()> {
     let Some(dir) = &args.export_hf else { return Ok(()) };
-    let mut tensors = get_model_state_dict(vars, &StateDictOptions::default())?.shards("");
+    let mut tensors = model_tensors(vars)?;
+    for tensor in &mut tensors {
+        tensor.fqn = tensor.fqn.strip_prefix(fsdp_ckpt::MODEL).unwrap_or(&tensor.fqn).to_owned();
+    }
     if let Some(texts) = &texts {
         tensors.iter_mut().for_each(|tensor| tensor.fqn = (texts.name)(&tensor.fqn));
     }

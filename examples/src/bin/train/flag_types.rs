@@ -126,14 +126,29 @@ pub(crate) enum Offload {
     Cpu,
     /// Optimizer state in this directory, the rest in host memory.
     Disk(PathBuf),
+    /// Optimizer state and shards in this directory.
+    DiskWithShards(PathBuf),
 }
 
 impl Offload {
     pub(crate) fn policy(&self) -> OffloadPolicy {
         match self {
             Offload::None => OffloadPolicy::None,
-            Offload::Cpu | Offload::Disk(_) => OffloadPolicy::Cpu { pin_memory: true },
+            Offload::Cpu | Offload::Disk(_) | Offload::DiskWithShards(_) => OffloadPolicy::Cpu { pin_memory: true },
         }
+    }
+
+    /// Returns the directory for optimizer state.
+    pub(crate) fn disk(&self) -> Option<&Path> {
+        match self {
+            Offload::None | Offload::Cpu => None,
+            Offload::Disk(dir) | Offload::DiskWithShards(dir) => Some(dir),
+        }
+    }
+
+    /// Returns the directory for shards.
+    pub(crate) fn disk_of_shards(&self) -> Option<&Path> {
+        if let Offload::DiskWithShards(dir) = self { Some(dir) } else { None }
     }
 }
 
@@ -144,6 +159,7 @@ impl Serialize for Offload {
             Offload::Cpu => "cpu".serialize(serializer),
             // Each host may have its own directory.
             Offload::Disk(_) => "disk".serialize(serializer),
+            Offload::DiskWithShards(_) => "disk+shards".serialize(serializer),
         }
     }
 }
@@ -152,11 +168,13 @@ impl FromStr for Offload {
     type Err = &'static str;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        match (text, text.strip_prefix("disk:")) {
+        match (text, text.split_once(':')) {
             ("none", _) => Ok(Offload::None),
             ("cpu", _) => Ok(Offload::Cpu),
-            (_, Some(dir)) if !dir.is_empty() => Ok(Offload::Disk(dir.into())),
-            _ => Err("it must be none, cpu, or disk:DIR with a directory for optimizer state, such as disk:/nvme"),
+            (_, Some(("disk", dir))) if !dir.is_empty() => Ok(Offload::Disk(dir.into())),
+            (_, Some(("disk+shards", dir))) if !dir.is_empty() => Ok(Offload::DiskWithShards(dir.into())),
+            _ => Err("it must be none, cpu, disk:DIR with a directory for optimizer state, such as disk:/nvme, or \
+                      disk+shards:DIR for shards as well"),
         }
     }
 }

@@ -40,7 +40,7 @@ use args::Args;
 use checkpoint::Checkpoints;
 use directories::Hosts;
 use export::GgufExport;
-use flag_types::{GradSync, Offload};
+use flag_types::GradSync;
 use objective::BatchLoss;
 use optimizer::LossScale;
 use optimizer::Optimizer;
@@ -82,7 +82,7 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<Option<Gguf
     let Setup { config, vars, model, task, adapters } = Setup::new(args, world)?;
     let mut optim = Optimizer::new(args, &vars)?;
     let in_backward = StepInBackward::new(args, &model);
-    if let (Offload::Disk(dir), 0) = (&args.offload, world.rank()) {
+    if let (Some(dir), 0) = (args.offload.disk(), world.rank()) {
         let bytes = BinaryBytes(optim.bytes_on_disk());
         Console::Stderr.line(format_args!("optimizer state on disk: {bytes} for rank 0, in {}", dir.display()));
     }

@@ -13,7 +13,7 @@ use indicatif::{BinaryBytes, HumanCount};
 
 use crate::adapters::Adapters;
 use crate::args::{Args, OptimizerKind};
-use crate::flag_types::{InBackward, Offload};
+use crate::flag_types::InBackward;
 use crate::setup::has_reference_copy;
 use crate::task::Task;
 
@@ -118,19 +118,21 @@ struct Choices {
     in_backward: bool,
     /// Number of moments in memory, in f32.
     moments: f64,
+    shards_on_disk: bool,
 }
 
 impl Choices {
     fn of(args: &Args, has_adapters: bool) -> Self {
         let moments = match args.optimizer.optimizer {
-            _ if matches!(args.offload, Offload::Disk(_)) => 0.,
+            _ if args.offload.disk().is_some() => 0.,
             OptimizerKind::Adamw | OptimizerKind::Adam => 2.,
             OptimizerKind::Adamw8bit => 0.5,
             OptimizerKind::Sgd if args.optimizer.momentum == Some(0.) => 0.,
             OptimizerKind::Sgd | OptimizerKind::Muon => 1.,
         };
         let in_backward = args.optimizer_in_backward != InBackward::Off;
-        Choices { has_adapters, base: args.base, in_backward, moments }
+        let shards_on_disk = args.offload.disk_of_shards().is_some();
+        Choices { has_adapters, base: args.base, in_backward, moments, shards_on_disk }
     }
 
     /// Returns choices that need less, by their flags.
@@ -141,17 +143,24 @@ impl Choices {
         }
         let mut all = vec![];
         let (in_backward, on_disk) = (Choices { in_backward: true, ..self }, Choices { moments: 0., ..self });
-        let can_be_on_disk = self.moments > 0. && args.optimizer.optimizer != OptimizerKind::Muon && !args.async_save;
+        let can_be_on_disk =
+            !self.shards_on_disk && args.optimizer.optimizer != OptimizerKind::Muon && !args.async_save;
         let can_step_in_backward = !self.in_backward && !args.computes_in_f16();
         if can_step_in_backward {
             all.push(("--optimizer-in-backward unclipped", in_backward));
         }
-        if can_be_on_disk {
+        if can_be_on_disk && self.moments > 0. {
             all.push(("--offload disk:DIR", on_disk));
         }
-        if can_step_in_backward && can_be_on_disk {
-            let both = Choices { in_backward: true, ..on_disk };
-            all.push(("--optimizer-in-backward unclipped --offload disk:DIR", both));
+        if can_be_on_disk {
+            let in_backward = can_step_in_backward || self.in_backward;
+            let most = Choices { in_backward, shards_on_disk: true, ..on_disk };
+            if can_step_in_backward {
+                all.push(("--optimizer-in-backward unclipped --offload disk:DIR", Choices { in_backward, ..on_disk }));
+                all.push(("--optimizer-in-backward unclipped --offload disk+shards:DIR", most));
+            } else {
+                all.push(("--offload disk+shards:DIR", most));
+            }
         }
         all.push(("--lora-rank 16", Choices { has_adapters: true, ..self }));
         all.push(("--lora-rank 16 --base nf4", Choices { has_adapters: true, base: Base::Nf4, ..self }));
@@ -162,7 +171,7 @@ impl Choices {
 /// Lists a lower bound of the memory that a rank needs, in bytes.
 fn memory_needs(
     args: &Args,
-    Choices { has_adapters, base, in_backward, moments }: Choices,
+    Choices { has_adapters, base, in_backward, moments, shards_on_disk }: Choices,
     size: ModelSize,
     [tokens, positions]: [usize; 2],
     ranks: Ranks,
@@ -174,9 +183,11 @@ fn memory_needs(
     let holders = if args.shard_optimizer_over_replicas { shards * ranks.replicate as f64 } else { shards };
     // A trained parameter has a gradient and optimizer state.
     let gradients = if in_backward { size.largest_unit.min(trained) } else { trained };
-    let state = base.bytes() * frozen / shards + F32 * ((1. + moments) * trained + gradients) / holders;
+    let in_memory = if shards_on_disk { 0. } else { 1. };
+    let state =
+        in_memory * base.bytes() * frozen / shards + F32 * ((in_memory + moments) * trained + gradients) / holders;
     let copy = if has_reference_copy(args, has_adapters) {
-        (base.bytes() * size.base + F32 * size.adapters) / shards
+        in_memory * (base.bytes() * size.base + F32 * size.adapters) / shards
     } else {
         0.
     };
@@ -261,9 +272,9 @@ mod tests {
         let args = Args::try_parse_from(["train"]).unwrap();
         let flags: Vec<&str> = Choices::of(&args, false).smaller(&args).into_iter().map(|(flags, _)| flags).collect();
         let totals: Vec<f64> = flags.iter().map(|flags| total(&flags.split(' ').collect::<Vec<_>>(), 1)).collect();
-        assert_eq!(flags.len(), 5);
+        assert_eq!(flags.len(), 6);
         assert!(totals.iter().all(|less| *less < total(&[], 1)) && totals[2] < totals[0].min(totals[1]), "{totals:?}");
-        assert!(totals[4] < totals[3] && totals[3] < totals[2], "{totals:?}");
+        assert!(totals[3] < totals[5] && totals[5] < totals[4] && totals[4] < totals[2], "{totals:?}");
     }
 
     #[test]

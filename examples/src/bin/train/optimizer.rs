@@ -16,7 +16,7 @@ use fsdp_train::schedule::Schedule;
 use serde_json::{Map, Value};
 
 use crate::args::{Args, MuonAdjustLr, OptimizerFlags, OptimizerKind};
-use crate::flag_types::{Offload, Switch};
+use crate::flag_types::Switch;
 
 type Params = Vec<Arc<FsdpParam>>;
 /// Parameters with their weight decay.
@@ -153,9 +153,9 @@ fn make<C>(args: &Args, groups: Vec<(Params, C)>) -> anyhow::Result<Box<dyn Shar
 where
     C: ElementwiseRule + Send + 'static,
 {
-    Ok(Box::new(match &args.offload {
-        Offload::Disk(dir) => ElementwiseOptimizer::on_disk(groups, &StateOnDisk::new(dir)).context("--offload")?,
-        Offload::None | Offload::Cpu => ElementwiseOptimizer::with_groups(groups)?,
+    Ok(Box::new(match args.offload.disk() {
+        Some(dir) => ElementwiseOptimizer::on_disk(groups, &StateOnDisk::new(dir)).context("--offload")?,
+        None => ElementwiseOptimizer::with_groups(groups)?,
     }))
 }
 

@@ -7,7 +7,7 @@ use candle_core::DType;
 use fsdp_candle::activation_checkpoint::CheckpointPolicy;
 use fsdp_candle::initializer::{Fallback, Initializer, Philox};
 use fsdp_candle::nn::is_adapter;
-use fsdp_candle::{FsdpModule, FullyShard, MixedPrecisionPolicy, ShardedVarMap, World};
+use fsdp_candle::{FsdpModule, FullyShard, MixedPrecisionPolicy, ShardedVarMap, StateOnDisk, World};
 use fsdp_ckpt::TensorSource;
 use fsdp_ckpt::hf::HfModel;
 use fsdp_train::console::Console;
@@ -189,6 +189,9 @@ fn build(
         ..Default::default()
     };
     let (all_gather, base) = (args.all_gather, args.base);
+    if let Some(dir) = args.offload.disk_of_shards() {
+        vars.store_on_disk(&StateOnDisk::new(dir)).context("--offload")?;
+    }
     let opts = FullyShard::new(vars)
         .mp_policy(policy)
         .all_gather_extension(move |name| all_gather.extension(name))

@@ -6,10 +6,9 @@ use std::ops::Range;
 
 use fsdp_core::DType;
 
+use crate::disk::{ALIGN, LEAST_BLOCK};
 use crate::kernels::STATE_BLOCK;
 
-/// Alignment of blocks in the file and in memory, which direct I/O requires.
-pub(super) const ALIGN: usize = 4096;
 /// Alignment of tensors in a block: a cache line, which every element type divides.
 const PART_ALIGN: usize = 64;
 
@@ -80,9 +79,6 @@ pub(super) fn blocks<'a>(states: impl IntoIterator<Item = (usize, &'a [PartKind]
     }
     blocks
 }
-
-/// Least size of a block: several times [`STATE_BLOCK`] elements of any two moments.
-pub(super) const LEAST_BLOCK: usize = 4 * ALIGN;
 
 /// Returns how many of `elements` elements fit into `room` bytes.
 fn fitting(elements: usize, kinds: &[PartKind], room: usize) -> usize {

@@ -1,82 +1,27 @@
-//! Optimizer state on disk, for models whose state does not fit in memory (the optimizer tier of ZeRO-Infinity).
-//!
-//! Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning"
-//! (arXiv:2104.07857). A rank has one file. [`layout`] places moments in it, [`stream`] passes it through a few blocks of memory, and
-//! [`moment`] reads and writes one moment.
+//! Optimizer state on disk. A rank has one file. [`layout`] places moments in it, and [`moment`] reads and writes one.
 
-mod file;
 mod layout;
 mod moment;
-mod stream;
 #[cfg(test)]
 mod tests;
 
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::Tensor;
-use fsdp_core::DType as CoreDType;
 
 use super::elementwise::ShardUpdate;
 use super::state::{MomentKind, ParamState};
+use crate::disk::{StateFile, StateOnDisk};
 use crate::error::Result;
 use crate::fsdp::FsdpParam;
 use crate::kernels::{SliceMut, ViewMut};
-use crate::storage::{with_slice, with_slice_mut};
+use crate::storage::with_slice;
 
-use file::StateFile;
 use layout::{Block, Piece};
 use moment::{Extent, split};
-use stream::BLOCKS;
 
 pub(super) use layout::PartKind;
 pub(super) use moment::OnDisk;
-
-/// A directory for optimizer state, instead of memory: see [`crate::ElementwiseOptimizer::on_disk`].
-///
-/// Each rank has a file without a name in the directory. The system frees it when the optimizer is dropped or the
-/// process ends, even if the process is killed. All of the file is allocated when the optimizer is made, so a full disk
-/// fails before the first step.
-///
-/// In memory are four blocks: a step computes on one while the others are written back and read ahead. Reads and
-/// writes bypass the page cache (`O_DIRECT`). A file system without direct I/O is used through the page cache, with a
-/// warning.
-///
-/// After a read or write failed in a step, some parameters and moments are those before the step and some those after.
-/// Steps and reads of the state then fail until [`crate::ElementwiseOptimizer::reset`].
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct StateOnDisk {
-    dir: PathBuf,
-    memory_bytes: usize,
-}
-
-impl StateOnDisk {
-    /// Uses an existing directory, and 16 MiB of memory.
-    pub fn new(dir: impl Into<PathBuf>) -> Self {
-        StateOnDisk { dir: dir.into(), memory_bytes: 16 << 20 }
-    }
-
-    /// Sets the size of all blocks in memory, of which each has a quarter, at least 16 KiB.
-    ///
-    /// ```
-    /// let disk = fsdp_candle::StateOnDisk::new("/nvme").memory_bytes(64 << 20);
-    /// assert_eq!(disk.dir(), std::path::Path::new("/nvme"));
-    /// ```
-    pub fn memory_bytes(self, bytes: usize) -> Self {
-        StateOnDisk { memory_bytes: bytes, ..self }
-    }
-
-    /// Returns the directory.
-    pub fn dir(&self) -> &Path {
-        &self.dir
-    }
-
-    /// Makes the file of the moments of parameters.
-    pub(super) fn create(&self, params: &[(Arc<FsdpParam>, Vec<MomentKind>)]) -> Result<(DiskState, Vec<Vec<OnDisk>>)> {
-        let block = self.memory_bytes / BLOCKS;
-        DiskState::new(params, block, |rank, bytes, block| StateFile::create(&self.dir, rank, bytes, block))
-    }
-}
 
 /// The moments of an optimizer's parameters in a file.
 #[derive(Debug)]
@@ -84,11 +29,21 @@ pub(super) struct DiskState {
     /// `None` on a rank without moments, such as one whose shards are empty.
     file: Option<Arc<StateFile>>,
     blocks: Vec<Block>,
-    /// Dtypes of the tensors of each parameter.
-    dtypes: Vec<Vec<CoreDType>>,
+    /// Kinds of the tensors of each parameter.
+    kinds: Vec<Vec<PartKind>>,
 }
 
 impl DiskState {
+    /// Makes the file of the moments of parameters.
+    pub(super) fn create(
+        params: &[(Arc<FsdpParam>, Vec<MomentKind>)],
+        disk: &StateOnDisk,
+    ) -> Result<(Self, Vec<Vec<OnDisk>>)> {
+        DiskState::new(params, disk.block_bytes(), |rank, bytes, block| {
+            StateFile::create(disk.dir(), rank, bytes, block)
+        })
+    }
+
     /// Makes the file of the moments of parameters. `file` gets this rank, the bytes of the file and those of a block.
     /// Also returns the moments of each parameter.
     fn new(
@@ -128,8 +83,8 @@ impl DiskState {
             kinds.iter().zip(extents).map(moment).collect()
         });
         let moments = moments.collect();
-        let dtypes = all.iter().map(|(_, parts)| parts.iter().map(|part| part.dtype).collect()).collect();
-        Ok((DiskState { file, blocks, dtypes }, moments))
+        let kinds = all.into_iter().map(|(_, parts)| parts).collect();
+        Ok((DiskState { file, blocks, kinds }, moments))
     }
 
     /// Returns the number of blocks in the file.
@@ -162,7 +117,7 @@ impl DiskState {
             let pieces = &blocks[at].pieces;
             let mut parts = split(bytes, pieces.iter().flat_map(|piece| piece.parts.iter().cloned())).into_iter();
             for Piece { state, elements, parts: own } in pieces {
-                let own: Vec<_> = parts.by_ref().take(own.len()).zip(&self.dtypes[*state]).collect();
+                let mut own: Vec<_> = parts.by_ref().take(own.len()).zip(&self.kinds[*state]).collect();
                 if !has_gradient[*state] {
                     continue;
                 }
@@ -170,11 +125,14 @@ impl DiskState {
                     current = gradient(&states[*state])?.map(|gradient| (*state, gradient));
                 }
                 let Some((_, grad)) = &current else { continue };
-                let parts = own.into_iter().map(|(part, dtype)| SliceMut::new(*dtype, ViewMut::Host(part))).collect();
-                with_slice_mut(states[*state].param.var(), |kernels, param| {
+                states[*state].param.update_elements(elements.clone(), |kernels, some, param| {
+                    let within = some.start - elements.start..some.end - elements.start;
+                    let slices = own.iter_mut().map(|(part, kind)| {
+                        SliceMut::new(kind.dtype, ViewMut::Host(&mut part[kind.bytes_of(&within)]))
+                    });
+                    let parts = slices.collect();
                     with_slice(grad, |_, grad| {
-                        let (param, grad) = (param.range(elements.clone())?, grad.range(elements.clone())?);
-                        update(&states[*state], ShardUpdate { kernels, param, grad, parts })
+                        update(&states[*state], ShardUpdate { kernels, param, grad: grad.range(some)?, parts })
                     })
                 })?;
             }

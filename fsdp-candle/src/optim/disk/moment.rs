@@ -6,8 +6,8 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor, bail};
 use fsdp_core::{Buffer, DType as CoreDType, Readable, Writable};
 
-use super::file::StateFile;
-use super::layout::{ALIGN, PartKind};
+use super::layout::PartKind;
+use crate::disk::{ALIGN, StateFile};
 use crate::error::Result;
 use crate::kernels::{self, STATE_BLOCK, Slice};
 use crate::optim::state::{MomentKind, Quantized};
@@ -172,7 +172,7 @@ const DECODED: usize = 256 * STATE_BLOCK;
 
 impl PartKind {
     /// Returns the bytes of elements in a tensor. The first element is a multiple of [`STATE_BLOCK`].
-    fn bytes_of(self, elements: &Range<usize>) -> Range<usize> {
+    pub(super) fn bytes_of(self, elements: &Range<usize>) -> Range<usize> {
         let size = self.dtype.size();
         elements.start / self.per * size..elements.end.div_ceil(self.per) * size
     }

@@ -10,9 +10,8 @@ use candle_core::DType;
 use fsdp_core::process_group::local;
 use rustix::io::Errno;
 
-use super::layout::LEAST_BLOCK;
-use super::stream::Disk;
 use super::*;
+use crate::disk::{Disk, LEAST_BLOCK};
 use crate::optim::elementwise::ElementwiseOptimizer;
 use crate::optim::{AdamW, AdamWConfig, ShardedOptimizer};
 use crate::{Error, FsdpModule, FullyShard, ShardedVarMap, World, fully_shard, nn};
@@ -21,7 +20,7 @@ use crate::{Error, FsdpModule, FullyShard, ShardedVarMap, World, fully_shard, nn
 struct Bad {
     file: File,
     /// Number of reads and writes until now.
-    done: AtomicUsize,
+    done: Arc<AtomicUsize>,
     fails: Option<(usize, Errno)>,
     takes: Duration,
 }
@@ -45,6 +44,10 @@ impl Disk for Bad {
     fn write(&self, from: &[u8], at: u64) -> io::Result<()> {
         self.act().and_then(|()| self.file.write(from, at))
     }
+
+    fn allocate(&self, end: u64) -> io::Result<bool> {
+        self.file.allocate(end)
+    }
 }
 
 type Model = FsdpModule<nn::Linear>;
@@ -63,13 +66,56 @@ fn step(optim: &mut AdamW, model: &Model) -> Result<()> {
 
 /// An optimizer on a disk on which the operation of a number and all later ones fail.
 fn on_bad_disk(vars: &ShardedVarMap, fails: Option<(usize, Errno)>, takes: Duration) -> AdamW {
-    let disk = Bad { file: tempfile::tempfile().unwrap(), done: AtomicUsize::new(0), fails, takes };
+    let disk = Bad { file: tempfile::tempfile().unwrap(), done: Arc::new(AtomicUsize::new(0)), fails, takes };
     let file = |rank, bytes, block| {
         disk.file.set_len(bytes).unwrap();
         StateFile::new(Box::new(disk), "/bad".as_ref(), rank, bytes, block)
     };
     let groups = vec![(vars.trainable(), AdamWConfig::default())];
     ElementwiseOptimizer::in_file(groups, |params| DiskState::new(params, LEAST_BLOCK, file)).unwrap()
+}
+
+/// Shards on a disk on which reads and writes fail from a number on. The model and all steps need `operations`.
+fn steps_with_shards_on(world: &World, fails: Option<(usize, Errno)>) -> (Result<()>, usize) {
+    let bad =
+        Bad { file: tempfile::tempfile().unwrap(), done: Arc::new(AtomicUsize::new(0)), fails, takes: Duration::ZERO };
+    let done = bad.done.clone();
+    bad.file.set_len(4 * LEAST_BLOCK as u64).unwrap();
+    let file = StateFile::new(Box::new(bad), "/bad".as_ref(), world.rank(), 4 * LEAST_BLOCK as u64, LEAST_BLOCK);
+    let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", world.size())]).unwrap(), world.device());
+    vars.store_in(Arc::new(file.unwrap()));
+    let run = || {
+        let build = |vb| nn::linear(100, 200, vb);
+        let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), build)?;
+        let mut optim = AdamW::new(vars.trainable(), AdamWConfig::default())?;
+        (0..2).try_for_each(|_| step(&mut optim, &model))
+    };
+    (run(), done.load(Ordering::SeqCst))
+}
+
+#[test]
+fn any_failed_read_or_write_of_a_shard_ends_the_step_with_an_error() {
+    for ranks in [1, 2] {
+        let operations = local::run(ranks, |group| {
+            let (outcome, operations) = steps_with_shards_on(&World::of(group), None);
+            outcome.unwrap();
+            operations
+        });
+        for at in 0..operations[0] {
+            let errno = if at % 2 == 0 { Errno::IO } else { Errno::NOSPC };
+            // Only rank 0's disk fails. Rank 1 ends as well, with an error unless it has taken the last step.
+            local::run(ranks, |group| {
+                let world = World::of(group);
+                let fails = (world.rank() == 0).then_some((at, errno));
+                let outcome = steps_with_shards_on(&world, fails).0;
+                if world.rank() == 0 {
+                    let error = outcome.unwrap_err().to_string();
+                    assert!(error.contains("rank 0, state on disk in /bad: can't "), "{at}: {error}");
+                    assert!(error.contains(&io::Error::from(errno).to_string()), "{at}: {error}");
+                }
+            });
+        }
+    }
 }
 
 /// The values of all moments.

@@ -37,8 +37,9 @@ impl State {
         let share = setup.shards.bytes() * setup.trained() * setup.model.parameters() / shards;
         let [of_block, of_root] = setup.stored();
         let blocks = setup.model.layers.iter().map(|layer| layer.parameters).sum::<f64>();
+        let parameters = (of_block * blocks + of_root * setup.model.root.parameters) / shards;
         State {
-            parameters: (of_block * blocks + of_root * setup.model.root.parameters) / shards,
+            parameters: if setup.shards_on_disk { 0. } else { parameters },
             gradients: if setup.in_backward { 0. } else { share },
             optimizer: if setup.on_disk { 0. } else { 2. * share },
         }

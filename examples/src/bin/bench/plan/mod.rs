@@ -116,6 +116,9 @@ pub(crate) struct Args {
     /// The optimizer's state is on disk. Time of the disk is not counted.
     #[arg(long, conflicts_with = "base", help_heading = "Training")]
     state_on_disk: bool,
+    /// Shards are on disk as well.
+    #[arg(long, requires = "state_on_disk", help_heading = "Training")]
+    shards_on_disk: bool,
     /// Activations that are recomputed in backward.
     #[arg(long, value_enum, default_value_t = Checkpoint::None, help_heading = "Training")]
     activation_checkpoint: Checkpoint,
@@ -217,6 +220,7 @@ fn setup<'a>(args: &Args, models: &'a Models, seq: usize) -> anyhow::Result<Setu
         base: args.base,
         in_backward: args.optimizer_in_backward,
         on_disk: args.state_on_disk,
+        shards_on_disk: args.shards_on_disk,
         checkpoint: args.activation_checkpoint,
         reshard: args.reshard_after_forward,
         reserve: args.reserve.unwrap_or(framework.reserve()),

@@ -44,6 +44,8 @@ pub(super) struct Setup<'a> {
     pub(super) in_backward: bool,
     /// Whether the optimizer's state is on disk.
     pub(super) on_disk: bool,
+    /// Whether shards are on disk.
+    pub(super) shards_on_disk: bool,
     pub(super) checkpoint: Checkpoint,
     pub(super) reshard: ReshardAfterForward,
     /// Reserve of the allocator, as a share.

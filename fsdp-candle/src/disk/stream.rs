@@ -9,12 +9,15 @@ use std::os::unix::fs::FileExt;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::{Builder, scope};
 
-use super::layout::ALIGN;
+use super::ALIGN;
+use rustix::fs::{FallocateFlags, fallocate};
+use rustix::io::Errno;
+
 use crate::error::Error;
 
 /// Number of blocks in memory. With two, the disk has one request while the caller computes, and one request at a time
 /// does not use all of its bandwidth.
-pub(super) const BLOCKS: usize = 4;
+pub(crate) const BLOCKS: usize = 4;
 
 /// Memory for a block, at an address that direct I/O accepts.
 pub(super) struct AlignedBuffer {
@@ -39,12 +42,15 @@ impl AlignedBuffer {
 }
 
 /// Random access to a file. Tests replace it.
-pub(super) trait Disk: Send + Sync {
+pub(crate) trait Disk: Send + Sync {
     /// Fills `into` from offset `at`.
     fn read(&self, into: &mut [u8], at: u64) -> io::Result<()>;
 
     /// Writes all of `from` at offset `at`.
     fn write(&self, from: &[u8], at: u64) -> io::Result<()>;
+
+    /// Allocates the file's bytes up to `end`. Returns false if they may lack space when they are written.
+    fn allocate(&self, end: u64) -> io::Result<bool>;
 }
 
 impl Disk for std::fs::File {
@@ -54,6 +60,14 @@ impl Disk for std::fs::File {
 
     fn write(&self, from: &[u8], at: u64) -> io::Result<()> {
         self.write_all_at(from, at)
+    }
+
+    fn allocate(&self, end: u64) -> io::Result<bool> {
+        match fallocate(self, FallocateFlags::empty(), 0, end) {
+            // The file system can't.
+            Err(Errno::OPNOTSUPP | Errno::NOSYS) => self.set_len(end).map(|()| false),
+            allocated => Ok(allocated.map(|()| true)?),
+        }
     }
 }
 
@@ -84,7 +98,7 @@ pub(super) fn stream(
             let (to_disk, used) = sync_channel(1);
             let own = ranges.iter().skip(first).step_by(count);
             let run = move || transfer(disk, block.bytes_mut(), own, write, &to_caller, &used);
-            let thread = Builder::new().name("optimizer-state".into()).spawn_scoped(scope, run);
+            let thread = Builder::new().name("state-on-disk".into()).spawn_scoped(scope, run);
             lanes.push((read, to_disk, thread.map_err(Failure::Thread)?));
         }
         let mut outcome = Ok(());

@@ -1,4 +1,4 @@
-//! The file of a rank's optimizer state. It has no name, so the system frees it when the process ends, even if the
+//! A file of a rank's state. It has no name, so the system frees it when the process ends, even if the
 //! process is killed.
 
 use std::fmt::{self, Debug, Formatter};
@@ -8,10 +8,10 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use parking_lot::Mutex;
-use rustix::fs::{FallocateFlags, OFlags, fallocate, fcntl_getfl, fcntl_setfl, fstatvfs};
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl, statvfs};
 use rustix::io::Errno;
 
-use super::layout::ALIGN;
+use super::ALIGN;
 use super::stream::{AlignedBuffer, BLOCKS, Disk, Failure, stream};
 use crate::error::{Error, Result};
 
@@ -22,11 +22,16 @@ pub(crate) struct StateFile {
     dir: PathBuf,
     /// This rank, for errors.
     rank: usize,
-    bytes: u64,
+    /// Bytes of a block.
+    block: usize,
     memory: Mutex<Memory>,
 }
 
 struct Memory {
+    /// Bytes of the file.
+    bytes: u64,
+    /// Bytes that [`StateFile::grow`] has given out.
+    used: u64,
     blocks: Vec<AlignedBuffer>,
     /// Whether a write runs or failed, so that the file has both old and new values.
     is_incomplete: bool,
@@ -34,26 +39,15 @@ struct Memory {
 
 impl StateFile {
     /// Allocates a file of zeros on the disk of a directory, and blocks of memory.
-    pub(super) fn create(dir: &Path, rank: usize, bytes: u64, block: usize) -> Result<Self> {
+    pub(crate) fn create(dir: &Path, rank: usize, bytes: u64, block: usize) -> Result<Self> {
         let fail = |doing: &str, error: io::Error| {
             let message = format!("can't {doing} a file: {error}. Pass a directory that this process may write to");
             Error::StateOnDisk { rank, dir: dir.into(), kind: error.kind(), message }
         };
         let file = tempfile::tempfile_in(dir).map_err(|error| fail("create", error))?;
-        let free = free_bytes(&file);
-        let full = |error: io::Error| {
-            let free = free.map_or("an unknown number".into(), |free| free.to_string());
-            let message = format!(
-                "it needs {bytes} bytes, found {free} free: {error}. Free space, use another directory, or use more \
-                 ranks"
-            );
-            Error::StateOnDisk { rank, dir: dir.into(), kind: error.kind(), message }
-        };
-        // Without this check, a file that is too large would fill the disk until its allocation fails.
-        if free.is_some_and(|free| free < bytes) {
-            return Err(full(Errno::NOSPC.into()));
-        }
-        let has_zeros = allocate(&file, bytes).map_err(full)?;
+        let full = |error: io::Error| full(dir, rank, bytes, error);
+        check_space(dir, bytes).map_err(full)?;
+        let has_zeros = file.allocate(bytes).map_err(full)?;
         let is_direct = set_direct(&file, true).is_ok();
         let state =
             StateFile::new(Box::new(file.try_clone().map_err(|error| fail("open", error))?), dir, rank, bytes, block)?;
@@ -61,8 +55,8 @@ impl StateFile {
             set_direct(&file, false).map_err(|error| fail("open", error.into()))?;
             let dir = dir.display();
             tracing::warn!(
-                "{dir} does not support direct I/O, so the optimizer's state also takes memory in the page cache: use \
-                 a directory on a disk with ext4 or XFS"
+                "{dir} does not support direct I/O, so state on it also takes memory in the page cache: use a directory \
+                 on a disk with ext4 or XFS"
             );
         }
         if !has_zeros {
@@ -75,19 +69,38 @@ impl StateFile {
     }
 
     /// Allocates the memory for a file.
-    pub(super) fn new(disk: Box<dyn Disk>, dir: &Path, rank: usize, bytes: u64, block: usize) -> Result<Self> {
+    pub(crate) fn new(disk: Box<dyn Disk>, dir: &Path, rank: usize, bytes: u64, block: usize) -> Result<Self> {
         let count = bytes.div_ceil(block.max(1) as u64).clamp(1, BLOCKS as u64);
         let blocks = (0..count).map(|_| AlignedBuffer::zeros(block)).collect::<Option<_>>().ok_or_else(|| {
             let message = format!("can't allocate {count} blocks of {block} bytes: use smaller blocks");
             Error::StateOnDisk { rank, dir: dir.into(), kind: ErrorKind::OutOfMemory, message }
         })?;
-        let memory = Mutex::new(Memory { blocks, is_incomplete: false });
-        Ok(StateFile { disk, dir: dir.into(), rank, bytes, memory })
+        let memory = Mutex::new(Memory { bytes, used: 0, blocks, is_incomplete: false });
+        Ok(StateFile { disk, dir: dir.into(), rank, block, memory })
+    }
+
+    /// Returns the bytes of a block.
+    pub(super) fn block_bytes(&self) -> usize {
+        self.block
+    }
+
+    /// Gives out bytes of the file that were not given out before. Allocates more if needed. Returns their offset.
+    pub(super) fn grow(&self, bytes: u64) -> Result<u64> {
+        let mut memory = self.memory.lock();
+        let (start, end) = (memory.used, memory.used + bytes);
+        if end > memory.bytes {
+            let more = end - memory.bytes;
+            let allocated = check_space(&self.dir, more).and_then(|()| self.disk.allocate(end));
+            allocated.map_err(|error| full(&self.dir, self.rank, more, error))?;
+            memory.bytes = end;
+        }
+        memory.used = end;
+        Ok(start)
     }
 
     /// Calls `f` with the index and the bytes of each range, in order, as [`stream`] does. Fails if an earlier write
     /// has failed.
-    pub(super) fn stream(
+    pub(crate) fn stream(
         &self,
         ranges: &[Range<u64>],
         write: bool,
@@ -105,14 +118,15 @@ impl StateFile {
     }
 
     /// Overwrites the file with zeros, also after a failed write.
-    pub(super) fn zero(&self) -> Result<()> {
+    pub(crate) fn zero(&self) -> Result<()> {
         let mut memory = self.memory.lock();
         memory.is_incomplete = true;
+        let end = memory.bytes;
         let block = memory.blocks[0].bytes_mut();
         block.fill(0);
         let mut at = 0;
-        while at < self.bytes {
-            let bytes = (self.bytes - at).min(block.len() as u64);
+        while at < end {
+            let bytes = (end - at).min(block.len() as u64);
             let written = self.disk.write(&block[..bytes as usize], at);
             written.map_err(|error| self.failed(Failure::Write(error), true))?;
             at += bytes;
@@ -149,21 +163,31 @@ impl StateFile {
 
 impl Debug for StateFile {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        f.debug_struct("StateFile").field("dir", &self.dir).field("bytes", &self.bytes).finish_non_exhaustive()
+        f.debug_struct("StateFile").field("dir", &self.dir).finish_non_exhaustive()
     }
 }
 
-/// Allocates all bytes of a file. Returns false if the file system can't, and the caller has to write them.
-fn allocate(file: &File, bytes: u64) -> io::Result<bool> {
-    match fallocate(file, FallocateFlags::empty(), 0, bytes) {
-        Err(Errno::OPNOTSUPP | Errno::NOSYS) => file.set_len(bytes).map(|()| false),
-        allocated => Ok(allocated.map(|()| true)?),
+/// Returns the free bytes of a directory's disk, if the file system tells its size.
+fn free_bytes(dir: &Path) -> Option<u64> {
+    statvfs(dir).ok().filter(|found| found.f_blocks > 0).map(|found| found.f_bavail.saturating_mul(found.f_frsize))
+}
+
+/// Checks the free space of a disk. Without this check, a file that is too large would fill the disk until its
+/// allocation fails.
+fn check_space(dir: &Path, bytes: u64) -> io::Result<()> {
+    match free_bytes(dir).is_some_and(|free| free < bytes) {
+        true => Err(Errno::NOSPC.into()),
+        false => Ok(()),
     }
 }
 
-/// Returns the free bytes of the file's disk, if the file system tells its size.
-fn free_bytes(file: &File) -> Option<u64> {
-    fstatvfs(file).ok().filter(|found| found.f_blocks > 0).map(|found| found.f_bavail.saturating_mul(found.f_frsize))
+/// Makes the error of a file that needs more bytes than the disk has.
+fn full(dir: &Path, rank: usize, bytes: u64, error: io::Error) -> Error {
+    let free = free_bytes(dir).map_or("an unknown number".into(), |free| free.to_string());
+    let message = format!(
+        "it needs {bytes} bytes, found {free} free: {error}. Free space, use another directory, or use more ranks"
+    );
+    Error::StateOnDisk { rank, dir: dir.into(), kind: error.kind(), message }
 }
 
 /// Makes reads and writes bypass the page cache, or not.
