@@ -12,15 +12,25 @@ use fsdp_test_support::{files, golden, json_lines, launch_script, program, train
 use rustix::process::{Pid, Resource, Rlimit, Signal, kill_process, prlimit};
 
 const RANKS: usize = 2;
-const STEPS: usize = 100;
+
+/// Returns the number of runs that one test kills: `FSDP_TESTS_KILLS`, or 2.
+fn kills() -> usize {
+    std::env::var("FSDP_TESTS_KILLS").map_or(2, |kills| kills.parse().expect("FSDP_TESTS_KILLS is a number"))
+}
+
+/// Returns the number of steps, enough for all kills.
+fn steps() -> usize {
+    100.max(30 * kills())
+}
 
 fn flags(more: &str) -> String {
     let model = golden("llama_tiny");
     let (model, data) = (model.display(), model.join("tokens.bin"));
     format!(
-        "--model {model} --data {} --init random --seq-len 32 --batch-size 2 --lr 1e-3 --steps {STEPS} --save-every 2 \
+        "--model {model} --data {} --init random --seq-len 32 --batch-size 2 --lr 1e-3 --steps {} --save-every 2 \
          --checkpoint-dir saved --resume auto --metrics metrics.jsonl {more}",
-        data.display()
+        data.display(),
+        steps()
     )
 }
 
@@ -31,7 +41,7 @@ fn outcome(dir: &Path) -> Outcome {
     let records = json_lines(&dir.join("metrics.jsonl"));
     let loss =
         |record: &serde_json::Value| (record["step"].as_u64().unwrap(), record["loss"].as_f64().unwrap().to_bits());
-    let mut files = files(&dir.join(format!("saved/step-{STEPS:08}")));
+    let mut files = files(&dir.join(format!("saved/step-{:08}", steps())));
     files.retain(|name, _| name.ends_with(".safetensors"));
     assert!(!files.is_empty());
     (records.iter().map(loss).collect(), files)
@@ -93,6 +103,16 @@ fn kill(pid: i32) {
     Pid::from_raw(pid).map(|pid| kill_process(pid, Signal::KILL).ok());
 }
 
+/// Returns the step of the newest checkpoint, whose files pass their checksums.
+fn newest_checkpoint(dir: &Path) -> usize {
+    let names = fs::read_dir(dir.join("saved")).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let name = names.filter(|name| name.starts_with("step-")).max().unwrap();
+    let verified =
+        Command::new(program("fsdp-ckpt")).arg("verify").arg(dir.join("saved").join(&name)).output().unwrap();
+    assert!(verified.status.success(), "{name}: {verified:?}");
+    name["step-".len()..].parse().unwrap()
+}
+
 fn assert_empty(disk: &Path) {
     assert_eq!(fs::read_dir(disk).unwrap().count(), 0);
 }
@@ -100,14 +120,22 @@ fn assert_empty(disk: &Path) {
 #[test]
 fn killed_runs_resume_with_the_losses_of_a_run_in_memory() {
     let dir = tempfile::tempdir().unwrap();
-    for (number, (step, offload)) in [(4, "disk"), (30, "disk+shards")].into_iter().enumerate() {
-        let mark = format!("offload-disk-{}-{number}", std::process::id());
+    let mut newest = 2;
+    for number in 0..kills() {
+        let (mark, offload) =
+            (format!("offload-disk-{}-{number}", std::process::id()), ["disk", "disk+shards"][number % 2]);
         let mut job = Job::start(dir.path(), &mark, offload, "");
-        let ranks = job.after_save(step);
+        let ranks = job.after_save(newest + 2);
         assert_empty(&dir.path().join("disk"));
+        // At another moment of a step or a save each time.
+        sleep(Duration::from_millis(number as u64 * 37 % 100));
         ranks.values().for_each(|rank| kill(rank.pid));
         assert!(!job.launcher.wait().unwrap().success());
         assert_empty(&dir.path().join("disk"));
+        // No checkpoint is lost: the next run begins at the newest.
+        let saved = newest_checkpoint(dir.path());
+        assert!(saved >= newest + 2, "kill {number}: step {saved} after {newest}");
+        newest = saved;
     }
     let mut job = Job::start(dir.path(), &format!("offload-disk-{}", std::process::id()), "disk+shards", "");
     assert!(job.launcher.wait().unwrap().success(), "{}", job.log());
