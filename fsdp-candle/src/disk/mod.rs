@@ -33,7 +33,8 @@ pub(crate) const ALIGN: usize = 4096;
 /// a warning.
 ///
 /// After a read or write failed in a step, some parameters and moments are those before the step and some those after.
-/// Steps and reads of the state then fail until [`crate::ElementwiseOptimizer::reset`].
+/// Steps and reads of an optimizer's state then fail until [`crate::ElementwiseOptimizer::reset`], and those of shards
+/// until the model is built again.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StateOnDisk {
     dir: PathBuf,
