@@ -172,7 +172,10 @@ fn add_inputs(param: &FsdpParam, pool: &Arc<Pool>, parts: &mut Vec<GatherPart>) 
         };
         let input: Arc<dyn Readable> = match &param.spec.offload {
             Some(offload) => Arc::new(offload.upload(to_core_dtype(param.dtype())?)?),
-            None => param.stored_input(pool)?,
+            None => match param.input_from_disk(param.dtype(), pool)? {
+                Some(input) => Arc::new(input),
+                None => Arc::new(TensorMemory(param.var().as_tensor().clone())),
+            },
         };
         parts.push(GatherPart { input, counts });
         return Ok(Gathered::Stored);
@@ -201,8 +204,8 @@ fn own_input(param: &FsdpParam, pool: &Arc<Pool>) -> Result<Arc<dyn Readable>> {
     if let Some(offload) = &param.spec.offload {
         return Ok(Arc::new(offload.upload(dtype)?));
     }
-    if let Some(input) = param.input_from_disk(pool)? {
-        return Ok(input);
+    if let Some(input) = param.input_from_disk(param.compute_dtype(), pool)? {
+        return Ok(Arc::new(input));
     }
     let shard = param.var().as_tensor();
     // A device's own pool also gives the memory to other sizes.

@@ -63,23 +63,15 @@ impl FsdpParam {
         }
     }
 
-    /// Returns the shard as it is stored, for an all-gather.
-    pub(super) fn stored_input(&self, pool: &Arc<Pool>) -> Result<Arc<dyn Readable>> {
-        match &self.spec.on_disk {
-            Some(on_disk) => Ok(Arc::new(ReadShard::new(on_disk, to_core_dtype(self.dtype())?, pool))),
-            None => Ok(Arc::new(TensorMemory(self.var().as_tensor().clone()))),
-        }
-    }
-
-    /// Returns a shard on disk in the compute dtype, for an all-gather.
-    pub(super) fn input_from_disk(&self, pool: &Arc<Pool>) -> Result<Option<Arc<dyn Readable>>> {
-        let Some(on_disk) = &self.spec.on_disk else { return Ok(None) };
-        Ok(Some(Arc::new(ReadShard::new(on_disk, to_core_dtype(self.compute_dtype())?, pool))))
+    /// Returns a shard on disk in a dtype, for an all-gather, or `None` for a shard in memory.
+    pub(super) fn input_from_disk(&self, dtype: candle_core::DType, pool: &Arc<Pool>) -> Result<Option<ReadShard>> {
+        let dtype = to_core_dtype(dtype)?;
+        Ok(self.spec.on_disk.as_ref().map(|on_disk| ReadShard::new(on_disk, dtype, pool)))
     }
 }
 
 /// A shard on disk that an all-gather reads, in any dtype. It is in memory from the first read until it is dropped.
-struct ReadShard {
+pub(super) struct ReadShard {
     on_disk: FileTensor,
     dtype: DType,
     pool: Arc<Pool>,
