@@ -7,13 +7,18 @@
 //! operations follow the output, whose backward passes their gradient on to the same sum.
 //!
 //! An output that is a scalar, or that an inspected unit computes ([`nodes_with_values`]), is the operation's own node.
+//!
+//! Some operations read no values in backward: hooks, and what an activation checkpoint adds to the graph
+//! ([`node_without_values`]). Between them the graph holds tokens only, so that the values are freed with the caller's
+//! last handle.
 
 use std::cell::Cell;
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, OnceLock};
 
 use candle_core::{CpuStorage, CudaStorage, MetalStorage};
-use candle_core::{CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Storage, Tensor, TensorId, bail};
+use candle_core::{CustomOp1, CustomOp2, CustomOp3, DType, Device};
+use candle_core::{Layout, Result, Shape, Storage, Tensor, TensorId, bail};
 use parking_lot::Mutex;
 
 use crate::storage::{scalar, sum, with_slice, with_slice_mut};
@@ -42,6 +47,66 @@ pub(crate) fn node(source: &Tensor, memory: Storage, shape: Shape, backward: imp
     source.apply_op1(op)
 }
 
+/// Returns a node with this storage that follows `source` in the graph, for an operation whose backward reads only the
+/// gradient. The graph keeps neither the node's values nor those of a source that has a token. `backward` gets the
+/// node's gradient and returns the source's; `None` is zeros. Inspected units have such nodes as well.
+pub(crate) fn node_without_values(
+    name: &'static str,
+    source: &Tensor,
+    memory: Storage,
+    shape: impl Into<Shape>,
+    backward: impl Fn(&Tensor) -> Result<Option<Tensor>> + Send + Sync + 'static,
+) -> Result<Tensor> {
+    let (shape, link) = (shape.into(), Link::of(source));
+    let has_token = may_have_token(&memory, &shape) && source.track_op();
+    let is_linked = link.is_some();
+    let gradients = move |sources: &[&Tensor], _: &Tensor, gradient: &Tensor| {
+        let gradient = match backward(gradient)? {
+            // Candle needs a gradient of every node that it visits.
+            None if !is_linked && !sources[0].is_variable() => Some(sources[0].zeros_like()?),
+            gradient => gradient,
+        };
+        Ok([gradient, None, None])
+    };
+    let (follows, kept) = match link {
+        Some(Link { token, slot }) => (token, Some(Source { values: None, slot })),
+        None => (source.clone(), None),
+    };
+    let op =
+        |result, slot| GraphOp { name, result: Mutex::new(Some(result)), gradients: Box::new(gradients), sources: vec![kept], slot };
+    if !has_token {
+        return follows.apply_op1(op((memory, shape), None));
+    }
+    let slot = Arc::new(Slot::default());
+    let token = follows.apply_op1(op((scalar(source.device())?, Shape::from(())), Some(slot.clone())))?;
+    linked(name, token, slot, (memory, shape), |output| {
+        Values::Freed(output.shape().clone(), output.dtype(), output.device().clone())
+    })
+}
+
+/// Returns the node that stands for a tensor where an operation of this library takes it: its token, if it has one.
+pub(crate) fn followed(tensor: &Tensor) -> TensorId {
+    Link::of(tensor).map_or(tensor.id(), |link| link.token.id())
+}
+
+fn may_have_token(memory: &Storage, shape: &Shape) -> bool {
+    !matches!(memory, Storage::Metal(_)) && shape.rank() > 0
+}
+
+/// Returns the output of a token.
+fn linked(
+    name: &'static str,
+    token: Tensor,
+    slot: Arc<Slot>,
+    result: (Storage, Shape),
+    values: impl FnOnce(&Tensor) -> Values,
+) -> Result<Tensor> {
+    let output = token.apply_op1(Output { name, result: Mutex::new(Some(result)), slot: slot.clone() })?;
+    let _ = slot.output.set((output.id(), values(&output)));
+    LINKS.lock().insert(output.id(), Link { token, slot });
+    Ok(output)
+}
+
 /// Returns an operation's result as a node that follows its sources in the graph. There are one to three sources, on
 /// one device. `backward(sources, node, gradient)` returns the gradients of the sources, in order.
 pub(crate) fn graph_op<G: IntoIterator<Item = Option<Tensor>>>(
@@ -67,9 +132,11 @@ pub(crate) fn graph_op<G: IntoIterator<Item = Option<Tensor>>>(
             count => bail!("{name}: expected 1 to 3 sources, found {count}"),
         }
     };
-    let kept = sources.iter().zip(&links).map(|(source, link)| Some(((*source).clone(), link.clone()?.slot))).collect();
-    let has_token = !matches!(memory, Storage::Metal(_))
-        && shape.rank() > 0
+    let kept = |(source, link): (&&Tensor, &Option<Link>)| {
+        Some(Source { values: Some((*source).clone()), slot: link.clone()?.slot })
+    };
+    let kept = sources.iter().zip(&links).map(kept).collect();
+    let has_token = may_have_token(&memory, &shape)
         && NODES_WITH_VALUES.get() == 0
         && sources.iter().any(|source| source.track_op());
     let op = |result, slot| GraphOp {
@@ -84,11 +151,7 @@ pub(crate) fn graph_op<G: IntoIterator<Item = Option<Tensor>>>(
     }
     let slot = Arc::new(Slot::default());
     let token = follow(op((scalar(sources[0].device())?, Shape::from(())), Some(slot.clone())))?;
-    let output = Output { name, result: Mutex::new(Some((memory, shape))), slot: slot.clone() };
-    let output = token.apply_op1(output)?;
-    let _ = slot.output.set((output.id(), output.detach()));
-    LINKS.lock().insert(output.id(), Link { token, slot });
-    Ok(output)
+    linked(name, token, slot, (memory, shape), |output| Values::Kept(output.detach()))
 }
 
 thread_local! {
@@ -119,7 +182,22 @@ static LINKS: LazyLock<Mutex<HashMap<TensorId, Link>>> = LazyLock::new(Mutex::de
 struct Slot {
     gradient: GradientSum,
     /// The output's id and its values.
-    output: OnceLock<(TensorId, Tensor)>,
+    output: OnceLock<(TensorId, Values)>,
+}
+
+/// The values of an output, which its token's backward may read.
+enum Values {
+    Kept(Tensor),
+    Freed(Shape, DType, Device),
+}
+
+impl Values {
+    fn zeros(&self) -> Result<Tensor> {
+        match self {
+            Values::Kept(values) => values.zeros_like(),
+            Values::Freed(shape, dtype, device) => Tensor::zeros(shape, *dtype, device),
+        }
+    }
 }
 
 /// The token of an output.
@@ -188,26 +266,40 @@ struct GraphOp {
     result: Mutex<Option<(Storage, Shape)>>,
     gradients: Box<Gradients>,
     /// Each source whose token stands for it.
-    sources: Vec<Option<(Tensor, Arc<Slot>)>>,
+    sources: Vec<Option<Source>>,
     /// If this is a token.
     slot: Option<Arc<Slot>>,
+}
+
+/// A source whose token stands for it.
+struct Source {
+    /// What backward reads.
+    values: Option<Tensor>,
+    slot: Arc<Slot>,
+}
+
+impl Source {
+    fn values(&self) -> Option<&Tensor> {
+        self.values.as_ref()
+    }
 }
 
 impl GraphOp {
     fn backward(&self, arguments: &[&Tensor], node: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 3]> {
         let sources = arguments.iter().zip(&self.sources);
-        let sources: Vec<&Tensor> =
-            sources.map(|(&argument, source)| source.as_ref().map_or(argument, |(source, _)| source)).collect();
+        let values = |(&argument, source)| Option::as_ref(source).and_then(Source::values).unwrap_or(argument);
+        let sources: Vec<&Tensor> = sources.map(values).collect();
         let mut gradients = match &self.slot {
             None => (self.gradients)(&sources, node, gradient)?,
             Some(slot) => {
-                let Some((_, node)) = slot.output.get() else { bail!("{}: backward ran during forward", self.name) };
-                let gradient = slot.gradient.take().map_or_else(|| node.zeros_like(), Ok)?;
+                let Some((_, values)) = slot.output.get() else { bail!("{}: backward ran during forward", self.name) };
+                let gradient = slot.gradient.take().map_or_else(|| values.zeros(), Ok)?;
+                let node = if let Values::Kept(values) = values { values } else { node };
                 (self.gradients)(&sources, node, &gradient)?
             }
         };
         for ((gradient, source), argument) in gradients.iter_mut().zip(&self.sources).zip(arguments) {
-            let Some((_, slot)) = source else { continue };
+            let Some(Source { slot, .. }) = source else { continue };
             gradient.take().map_or(Ok(()), |gradient| slot.gradient.add(gradient))?;
             // Candle needs a gradient of every node that it visits. A token's value is 0.
             *gradient = Some(argument.detach());

@@ -1,6 +1,6 @@
 //! A closure that runs again in backward.
 //!
-//! In the outer graph a checkpointed closure is `sources -> Bridge.. -> sum -> Recompute -> Output..`; everything in
+//! In the outer graph a checkpointed closure is `sources -> bridge.. -> sum -> Recompute -> output..`; everything in
 //! between is a scalar. The sources are the leaves of the closure's graph: its inputs, the variables that it uses, and
 //! the anchors of the sharded parameters that it uses. Candle's own backward therefore counts every use: a variable or
 //! parameter may be used inside and outside of closures, and a parameter's anchor reports once, after the last use.
@@ -17,7 +17,7 @@ use super::saved_outputs::{Keep, OperationCall, record, replay};
 use crate::autograd::{count_checkpoint, next_number, number, on_at_least};
 use crate::collectives::scope;
 use crate::fsdp::{FsdpParam, without_reports};
-use crate::graph::{Backward, node};
+use crate::graph::{Backward, node, node_without_values};
 use crate::random;
 use crate::storage;
 use crate::tensors::{Tensors, with_tensors};
@@ -141,7 +141,7 @@ where
     let mut token: Option<Tensor> = None;
     for source in &sources {
         let slot = Slot::default();
-        token = Some(sum(token, scalar(source, Bridge(slot.clone()))?)?);
+        token = Some(sum(token, bridge(source, slot.clone())?)?);
         bridges.push((source.id(), slot));
     }
     let Some(token) = token else {
@@ -156,7 +156,7 @@ where
     };
     let recompute =
         Recompute { run: Box::new(run), wanted, leaves: leaves.ids, bridges, closure_outputs: closure_outputs.clone() };
-    let token = scalar(&token, recompute)?;
+    let token = node(&token, storage::scalar(token.device())?, Shape::from(()), recompute)?;
     let node = number(token.id());
     // One report is enough, because the parameters belong to one model.
     params.iter().any(|param| param.register_recomputation(begun..node, node));
@@ -214,31 +214,14 @@ fn on_enough_stack<T>(f: impl FnOnce() -> T) -> Result<T> {
     on_at_least(STACK_RED_ZONE_BYTES, STACK_BYTES, "a checkpoint's backward", f)
 }
 
-/// Makes a scalar node of the graph.
-fn scalar(source: &Tensor, backward: impl Backward) -> Result<Tensor> {
-    node(source, storage::scalar(source.device())?, Shape::from(()), backward)
+/// Makes a scalar node of the graph. Its backward returns the gradient that is then in the slot.
+fn bridge(source: &Tensor, slot: Slot) -> Result<Tensor> {
+    let take = move |_: &Tensor| Ok(slot.lock().take());
+    node_without_values("checkpoint-bridge", source, storage::scalar(source.device())?, (), take)
 }
 
 fn sum(before: Option<Tensor>, more: Tensor) -> Result<Tensor> {
     before.map_or(Ok(more.clone()), |before| before + more)
-}
-
-/// A node from any tensor to a meaningless scalar. Its backward returns the gradient in the slot.
-struct Bridge(Slot);
-
-impl Backward for Bridge {
-    fn name(&self) -> &'static str {
-        "checkpoint-bridge"
-    }
-
-    fn backward(&self, source: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
-        match self.0.lock().take() {
-            Some(gradient) => Ok(Some(gradient)),
-            None if source.is_variable() => Ok(None),
-            // Candle needs a gradient of every node that it visits.
-            None => Ok(Some(source.zeros_like()?)),
-        }
-    }
 }
 
 /// Runs the closure with each input mapped and returns its outputs.
@@ -285,7 +268,7 @@ impl Recompute {
         let mut root: Option<Tensor> = None;
         for (output, end) in outputs.iter().zip(&self.closure_outputs) {
             let Some(gradient) = end.gradient.lock().take() else { continue };
-            root = Some(sum(root, scalar(output, Bridge(Arc::new(Mutex::new(Some(gradient)))))?)?);
+            root = Some(sum(root, bridge(output, Arc::new(Mutex::new(Some(gradient))))?)?);
         }
         let Some(root) = root else { return Ok(()) };
         drop(outputs);
@@ -333,20 +316,10 @@ impl ClosureOutput {
 
     /// Returns the output in the outer graph: its values, after the token.
     fn output(self, values: &Tensor, token: &Tensor) -> Result<Tensor> {
-        let shape = self.shape.clone();
-        node(token, storage::copied_storage(values)?, shape, Output(self))
-    }
-}
-
-struct Output(ClosureOutput);
-
-impl Backward for Output {
-    fn name(&self) -> &'static str {
-        "checkpoint-output"
-    }
-
-    fn backward(&self, token: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        *self.0.gradient.lock() = Some(gradient.clone());
-        Ok(Some(token.zeros_like()?))
+        let keep = move |gradient: &Tensor| {
+            *self.gradient.lock() = Some(gradient.clone());
+            Ok(None)
+        };
+        node_without_values("checkpoint-output", token, storage::copied_storage(values)?, self.shape, keep)
     }
 }

@@ -2,17 +2,16 @@
 //! process is killed.
 
 use std::fmt::{self, Debug, Formatter};
-use std::fs::File;
 use std::io::{self, ErrorKind};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use parking_lot::Mutex;
-use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl, statvfs};
+use rustix::fs::statvfs;
 use rustix::io::Errno;
 
-use super::ALIGN;
-use super::stream::{AlignedBuffer, BLOCKS, Disk, Failure, stream};
+use super::direct::{AlignedBuffer, Disk, bypass_page_cache};
+use super::stream::{BLOCKS, Failure, stream};
 use crate::error::{Error, Result};
 
 /// A file without a name, with blocks of memory to access it.
@@ -48,17 +47,9 @@ impl StateFile {
         let full = |error: io::Error| full(dir, rank, bytes, error);
         check_space(dir, bytes).map_err(full)?;
         let has_zeros = file.allocate(bytes).map_err(full)?;
-        let is_direct = set_direct(&file, true).is_ok();
         let state =
             StateFile::new(Box::new(file.try_clone().map_err(|error| fail("open", error))?), dir, rank, bytes, block)?;
-        if !(is_direct && state.accepts_blocks()) {
-            set_direct(&file, false).map_err(|error| fail("open", error.into()))?;
-            let dir = dir.display();
-            tracing::warn!(
-                "{dir} does not support direct I/O, so state on it also takes memory in the page cache: use a directory \
-                 on a disk with ext4 or XFS"
-            );
-        }
+        bypass_page_cache(&file, &mut state.memory.lock().blocks[0], dir).map_err(|error| fail("open", error))?;
         if !has_zeros {
             state.zero().map_err(|error| match error {
                 Error::StateOnDisk { kind: ErrorKind::StorageFull, .. } => full(Errno::NOSPC.into()),
@@ -135,13 +126,6 @@ impl StateFile {
         Ok(())
     }
 
-    /// Returns whether the file accepts direct I/O of the alignment of blocks.
-    fn accepts_blocks(&self) -> bool {
-        let mut memory = self.memory.lock();
-        let block = &mut memory.blocks[0].bytes_mut()[..ALIGN];
-        self.disk.read(block, 0).and_then(|()| self.disk.write(block, 0)).is_ok()
-    }
-
     fn failed(&self, failure: Failure, write: bool) -> Error {
         let (doing, error) = match failure {
             Failure::Caller(error) => return error,
@@ -188,10 +172,4 @@ fn full(dir: &Path, rank: usize, bytes: u64, error: io::Error) -> Error {
         "it needs {bytes} bytes, found {free} free: {error}. Free space, use another directory, or use more ranks"
     );
     Error::StateOnDisk { rank, dir: dir.into(), kind: error.kind(), message }
-}
-
-/// Makes reads and writes bypass the page cache, or not.
-fn set_direct(file: &File, direct: bool) -> rustix::io::Result<()> {
-    let flags = fcntl_getfl(file)?;
-    fcntl_setfl(file, if direct { flags | OFlags::DIRECT } else { flags - OFlags::DIRECT })
 }

@@ -4,6 +4,7 @@
 //! (arXiv:2104.07857). A rank has one file for its shards, and one for its optimizer's moments. [`stream`] passes parts
 //! of a file through a few blocks of memory.
 
+mod direct;
 mod file;
 mod stream;
 mod tensor;
@@ -12,14 +13,10 @@ use std::path::{Path, PathBuf};
 
 use crate::error::Result;
 
+pub(crate) use direct::{ALIGN, AlignedBuffer, Disk, bypass_page_cache};
 pub(crate) use file::StateFile;
 pub(crate) use stream::BLOCKS;
-#[cfg(test)]
-pub(crate) use stream::Disk;
 pub(crate) use tensor::FileTensor;
-
-/// Alignment of blocks in a file and in memory, which direct I/O requires.
-pub(crate) const ALIGN: usize = 4096;
 
 /// A directory for state, instead of memory: optimizer state ([`crate::ElementwiseOptimizer::on_disk`]) or shards
 /// ([`crate::ShardedVarMap::store_on_disk`]).

@@ -5,71 +5,15 @@
 
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::{Builder, scope};
 
-use super::ALIGN;
-use rustix::fs::{FallocateFlags, fallocate};
-use rustix::io::Errno;
-
+use super::direct::{AlignedBuffer, Disk};
 use crate::error::Error;
 
 /// Number of blocks in memory. With two, the disk has one request while the caller computes, and one request at a time
 /// does not use all of its bandwidth.
 pub(crate) const BLOCKS: usize = 4;
-
-/// Memory for a block, at an address that direct I/O accepts.
-pub(super) struct AlignedBuffer {
-    memory: Vec<u8>,
-    start: usize,
-    bytes: usize,
-}
-
-impl AlignedBuffer {
-    /// Allocates zeros. Returns `None` without enough memory.
-    pub(super) fn zeros(bytes: usize) -> Option<Self> {
-        let mut memory = vec![];
-        memory.try_reserve_exact(bytes.checked_add(ALIGN)?).ok()?;
-        memory.resize(bytes + ALIGN, 0);
-        let start = memory.as_ptr().align_offset(ALIGN);
-        Some(AlignedBuffer { memory, start, bytes })
-    }
-
-    pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
-        &mut self.memory[self.start..self.start + self.bytes]
-    }
-}
-
-/// Random access to a file. Tests replace it.
-pub(crate) trait Disk: Send + Sync {
-    /// Fills `into` from offset `at`.
-    fn read(&self, into: &mut [u8], at: u64) -> io::Result<()>;
-
-    /// Writes all of `from` at offset `at`.
-    fn write(&self, from: &[u8], at: u64) -> io::Result<()>;
-
-    /// Allocates the file's bytes up to `end`. Returns false if they may lack space when they are written.
-    fn allocate(&self, end: u64) -> io::Result<bool>;
-}
-
-impl Disk for std::fs::File {
-    fn read(&self, into: &mut [u8], at: u64) -> io::Result<()> {
-        self.read_exact_at(into, at)
-    }
-
-    fn write(&self, from: &[u8], at: u64) -> io::Result<()> {
-        self.write_all_at(from, at)
-    }
-
-    fn allocate(&self, end: u64) -> io::Result<bool> {
-        match fallocate(self, FallocateFlags::empty(), 0, end) {
-            // The file system can't.
-            Err(Errno::OPNOTSUPP | Errno::NOSYS) => self.set_len(end).map(|()| false),
-            allocated => Ok(allocated.map(|()| true)?),
-        }
-    }
-}
 
 /// Why a stream stopped.
 pub(super) enum Failure {

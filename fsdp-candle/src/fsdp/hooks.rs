@@ -18,7 +18,7 @@ use super::param::FsdpParam;
 use super::param_group::UnitId;
 use super::schedule::Schedule;
 use crate::autograd::{next_number, number};
-use crate::graph::{Backward, node};
+use crate::graph::{Backward, followed, node, node_without_values};
 use crate::storage::{self, copied_storage};
 
 /// The nodes of a parameter, on the device that computes.
@@ -138,7 +138,7 @@ pub(super) fn post_backward(
     let input_hook = BoundaryHook { unit: unit.clone(), schedule: Arc::downgrade(schedule), at };
     let hooked = hooked(input, input_hook)?;
     if input.dtype().is_float() {
-        call.inputs.lock().push(number(hooked.id()));
+        call.inputs.lock().push(number(followed(&hooked)));
     }
     Ok(hooked)
 }
@@ -149,7 +149,14 @@ fn hooked(tensor: &Tensor, hook: BoundaryHook) -> Result<Tensor> {
     }
     let memory = copied_storage(tensor)
         .map_err(|error| error.context(format!("of an input or output of FSDP unit `{}`", hook.unit.name)))?;
-    node(tensor, memory, tensor.shape().clone(), hook)
+    let name = match &hook.at {
+        Boundary::Input(_) => "fsdp-post-backward",
+        Boundary::Output { .. } => "fsdp-pre-backward",
+    };
+    node_without_values(name, tensor, memory, tensor.shape(), move |gradient| {
+        hook.backward()?;
+        Ok(Some(gradient.clone()))
+    })
 }
 
 /// The identity, with a hook in backward.
@@ -164,15 +171,8 @@ enum Boundary {
     Output { pass: usize },
 }
 
-impl Backward for BoundaryHook {
-    fn name(&self) -> &'static str {
-        match &self.at {
-            Boundary::Input(_) => "fsdp-post-backward",
-            Boundary::Output { .. } => "fsdp-pre-backward",
-        }
-    }
-
-    fn backward(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+impl BoundaryHook {
+    fn backward(&self) -> Result<()> {
         let schedule = || match self.schedule.upgrade() {
             Some(schedule) => Ok(schedule),
             None => {
@@ -180,11 +180,10 @@ impl Backward for BoundaryHook {
             }
         };
         match &self.at {
-            Boundary::Input(call) if call.input_done() => schedule()?.post_backward(&self.unit)?,
-            Boundary::Input(_) => {}
-            Boundary::Output { pass } => schedule()?.pre_backward(&self.unit, *pass)?,
+            Boundary::Input(call) if call.input_done() => schedule()?.post_backward(&self.unit),
+            Boundary::Input(_) => Ok(()),
+            Boundary::Output { pass } => schedule()?.pre_backward(&self.unit, *pass),
         }
-        Ok(Some(grad.clone()))
     }
 }
 

@@ -9,6 +9,7 @@ use super::norm::{Matrix, Norm, is_itself};
 use super::{GraphCut, GraphCutKind};
 use crate::autograd::{BACKWARD_STACK_BYTES, checkpoints, number, on_a_stack_of};
 use crate::fsdp::{FsdpParam, FsdpParamGroup};
+use crate::graph::followed;
 
 /// A running call of a unit.
 pub(super) struct Call {
@@ -207,7 +208,7 @@ impl Inspection<'_> {
         let returned =
             |of: &&Tensor| outputs.iter().any(|output| of.rank() > 0 && output.dims().first() == of.dims().first());
         let used = |of: &&Tensor| !outputs.is_empty() && uses.iter().any(|used| rows(&used.result) == rows(of));
-        if from.iter().any(|of| known.contains(&of.id())) || !from.iter().any(|of| returned(of) || used(of)) {
+        if from.iter().any(|of| [of.id(), followed(of)].iter().any(|id| known.contains(id))) || !from.iter().any(|of| returned(of) || used(of)) {
             return Ok(false);
         }
         for of in from {
