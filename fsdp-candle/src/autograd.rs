@@ -14,6 +14,7 @@ use crate::error::Error;
 thread_local! {
     static NO_GRAD: Cell<bool> = const { Cell::new(false) };
     static CHECKPOINTS: Cell<usize> = const { Cell::new(0) };
+    static OFFLOADS: Cell<usize> = const { Cell::new(0) };
 }
 
 /// Runs `f` without a graph, for evaluation: PyTorch's `torch.no_grad()`. It holds for this thread and all models that
@@ -59,6 +60,16 @@ pub(crate) fn count_checkpoint() {
 /// Returns the number of closures that this thread has checkpointed. The graph does not show their operations.
 pub(crate) fn checkpoints() -> usize {
     CHECKPOINTS.get()
+}
+
+/// Counts an input that an activation checkpoint of this thread offloads.
+pub(crate) fn count_offload() {
+    OFFLOADS.set(OFFLOADS.get().wrapping_add(1));
+}
+
+/// Returns the number of inputs that activation checkpoints of this thread have offloaded.
+pub(crate) fn offloads() -> usize {
+    OFFLOADS.get()
 }
 
 /// Returns the number of a tensor. Candle numbers tensors in the order in which they are made, and shows the number

@@ -63,6 +63,22 @@ pub enum Error {
         /// Description of the error: found and expected values, and a fix.
         message: String,
     },
+    /// Offloaded activations could not be written or read. See
+    /// [`ActivationOffload`](crate::activation_checkpoint::ActivationOffload).
+    #[error(
+        "rank {rank}, activations offloaded to {}: {message}",
+        dir.as_ref().map_or_else(|| "host memory".into(), |dir| dir.display().to_string())
+    )]
+    ActivationOffload {
+        /// Rank whose activations they are.
+        rank: usize,
+        /// Directory of the file, unless they are offloaded to host memory.
+        dir: Option<std::path::PathBuf>,
+        /// Kind of the system's error.
+        kind: std::io::ErrorKind,
+        /// Description of the error, and a fix.
+        message: String,
+    },
     /// Parameters, gradients or an optimizer's moments are not finite.
     #[error("{0}; lower the learning rate or the loss scale, or find the layer that overflows")]
     NonFinite(NonFinite),

@@ -72,8 +72,13 @@ pub(crate) fn node_without_values(
         Some(Link { token, slot }) => (token, Some(Source { values: None, slot })),
         None => (source.clone(), None),
     };
-    let op =
-        |result, slot| GraphOp { name, result: Mutex::new(Some(result)), gradients: Box::new(gradients), sources: vec![kept], slot };
+    let op = |result, slot| GraphOp {
+        name,
+        result: Mutex::new(Some(result)),
+        gradients: Box::new(gradients),
+        sources: vec![kept],
+        slot,
+    };
     if !has_token {
         return follows.apply_op1(op((memory, shape), None));
     }

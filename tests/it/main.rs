@@ -1,6 +1,7 @@
 //! Tests over processes that `fsdp-launch` starts: one program, because each links all of Candle.
 #![allow(clippy::unwrap_used, missing_docs)]
 
+mod activation_offload;
 mod adapters;
 mod alike;
 mod bad_input;

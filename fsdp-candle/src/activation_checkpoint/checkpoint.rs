@@ -10,11 +10,12 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use candle_core::{DType, Result, Shape, Tensor, TensorId, Var, bail};
+use candle_core::{DType, Device, Result, Shape, Tensor, TensorId, Var, bail};
 use parking_lot::Mutex;
 
+use super::offload::{ActivationOffload, Saved};
 use super::saved_outputs::{Keep, OperationCall, record, replay};
-use crate::autograd::{count_checkpoint, next_number, number, on_at_least};
+use crate::autograd::{count_checkpoint, keeps_graph, next_number, number, on_at_least};
 use crate::collectives::scope;
 use crate::fsdp::{FsdpParam, without_reports};
 use crate::graph::{Backward, node, node_without_values};
@@ -72,7 +73,7 @@ where
     O: Tensors,
     F: Fn(I) -> Result<O> + Send + Sync + 'static,
 {
-    run(None, f, inputs)
+    run(None, None, f, inputs)
 }
 
 /// Checkpoints and keeps the outputs of the operations that `keep` accepts, which then run once: PyTorch's
@@ -105,10 +106,10 @@ where
     F: Fn(I) -> Result<O> + Send + Sync + 'static,
 {
     let keep: Arc<Keep> = Arc::new(keep);
-    run(Some(&keep), f, inputs)
+    run(Some(&keep), None, f, inputs)
 }
 
-pub(super) fn run<I, O, F>(keep: Option<&Arc<Keep>>, f: F, inputs: I) -> Result<O>
+pub(super) fn run<I, O, F>(keep: Option<&Arc<Keep>>, offload: Option<&ActivationOffload>, f: F, inputs: I) -> Result<O>
 where
     I: Tensors + Clone + Send + Sync + 'static,
     O: Tensors,
@@ -148,9 +149,17 @@ where
         return result.map_tensors(&mut |tensor| Ok(tensor.detach())); // no source has a gradient
     };
 
+    let (saved, away) = match offload {
+        Some(offload) if keeps_graph() => offloaded(saved, &wanted, offload)?,
+        _ => (saved, vec![]),
+    };
     let closure_outputs: Vec<ClosureOutput> = outputs.iter().map(ClosureOutput::of).collect();
     let run = move |copy: &mut dyn FnMut(Tensor) -> Result<Tensor>| {
-        let inputs = saved.clone().map_tensors(&mut |tensor| copy(tensor))?;
+        let mut away = away.iter();
+        let inputs = saved.clone().map_tensors(&mut |tensor| match away.next() {
+            Some(Some(saved)) => copy(saved.restore()?),
+            _ => copy(tensor),
+        })?;
         let kept = std::mem::take(&mut *kept.lock());
         Ok(with_tensors(replay(kept, || random::with_state(random, || scope(|| f(inputs))))?)?.1)
     };
@@ -165,6 +174,23 @@ where
         Some(end) if tensor.dtype().is_float() => end.output(&tensor, &token),
         _ => Ok(tensor.detach()),
     })
+}
+
+/// Offloads the wanted inputs. Also returns, for each input, its copy if it has one.
+fn offloaded<I: Tensors>(
+    inputs: I,
+    wanted: &[bool],
+    offload: &ActivationOffload,
+) -> Result<(I, Vec<Option<Arc<Saved>>>)> {
+    let mut away = vec![];
+    let mut wanted = wanted.iter();
+    let inputs = inputs.map_tensors(&mut |tensor| {
+        let saved = if wanted.next() == Some(&true) { offload.save(&tensor)? } else { None };
+        away.push(saved);
+        // A scalar takes the place of an input that is away.
+        if let Some(Some(_)) = away.last() { Tensor::zeros((), DType::U8, &Device::Cpu) } else { Ok(tensor) }
+    })?;
+    Ok((inputs, away))
 }
 
 /// A slot for one gradient.

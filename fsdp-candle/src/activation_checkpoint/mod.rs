@@ -2,7 +2,11 @@
 //! part again.
 
 mod checkpoint;
+mod offload;
+mod ranges;
 mod saved_outputs;
+#[cfg(test)]
+mod tests;
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,6 +20,7 @@ use checkpoint::run;
 use saved_outputs::Keep;
 
 pub use checkpoint::{checkpoint, selective_checkpoint};
+pub use offload::ActivationOffload;
 pub use saved_outputs::{Operation, OperationCall};
 pub(crate) use saved_outputs::{is_kept, operation};
 
@@ -57,6 +62,7 @@ pub(crate) use saved_outputs::{is_kept, operation};
 pub struct CheckpointPolicy {
     layers: Layers,
     keep: Option<Arc<Keep>>,
+    offload: Option<ActivationOffload>,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -80,19 +86,43 @@ impl CheckpointPolicy {
 
     /// Makes a policy that checkpoints the first of every `count` layers; none if `count` is 0.
     pub fn every(count: usize) -> Self {
-        CheckpointPolicy { layers: if count == 0 { Layers::None } else { Layers::Every(count) }, keep: None }
+        CheckpointPolicy {
+            layers: if count == 0 { Layers::None } else { Layers::Every(count) },
+            ..CheckpointPolicy::default()
+        }
     }
 
     /// Makes a policy that checkpoints the layers whose FQN, whole or at its end, matches one of the
     /// [patterns](NamePattern). Fails if a pattern is invalid.
     pub fn named(patterns: impl IntoIterator<Item = impl AsRef<str>>) -> error::Result<Self> {
         let patterns = patterns.into_iter().map(|pattern| NamePattern::new(pattern.as_ref()));
-        Ok(CheckpointPolicy { layers: Layers::Named(patterns.collect::<error::Result<_>>()?), keep: None })
+        let layers = Layers::Named(patterns.collect::<error::Result<_>>()?);
+        Ok(CheckpointPolicy { layers, ..CheckpointPolicy::default() })
     }
 
     /// Keeps the outputs of the operations that `keep` accepts.
     pub fn keep(mut self, keep: impl Fn(&OperationCall<'_>) -> bool + Send + Sync + 'static) -> Self {
         self.keep = Some(Arc::new(keep));
+        self
+    }
+
+    /// Keeps the inputs of the selected layers in host memory or on disk until backward runs the layers again. Losses and
+    /// gradients have the same bits. Nothing is offloaded under [`no_grad`](crate::no_grad).
+    ///
+    /// Inputs without a gradient, such as masks and positions, and [kept](CheckpointPolicy::keep) outputs stay in memory.
+    /// An input that the model also holds elsewhere stays there as well. So does one that an operation of Candle itself
+    /// takes or makes between two layers, since Candle's graph holds it: [`nn::add`](crate::nn::add()) included.
+    ///
+    /// ```
+    /// use fsdp_candle::activation_checkpoint::{ActivationOffload, CheckpointPolicy};
+    ///
+    /// # let world = fsdp_candle::World::single()?;
+    /// # let dir = std::env::temp_dir();
+    /// let policy = CheckpointPolicy::all().offload(ActivationOffload::disk(&world, dir)?);
+    /// # Ok::<(), fsdp_candle::Error>(())
+    /// ```
+    pub fn offload(mut self, offload: ActivationOffload) -> Self {
+        self.offload = Some(offload);
         self
     }
 
@@ -118,12 +148,17 @@ impl CheckpointPolicy {
         O: Tensors,
         F: Fn(I) -> Result<O> + Send + Sync + 'static,
     {
-        if self.runs_again(layer, name) { run(self.keep.as_ref(), f, inputs) } else { f(inputs) }
+        match self.runs_again(layer, name) {
+            true => run(self.keep.as_ref(), self.offload.as_ref(), f, inputs),
+            false => f(inputs),
+        }
     }
 }
 
 impl fmt::Debug for CheckpointPolicy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "CheckpointPolicy({:?}{})", self.layers, if self.keep.is_some() { ", keeping some" } else { "" })
+        write!(f, "CheckpointPolicy({:?}{}", self.layers, if self.keep.is_some() { ", keeping some" } else { "" })?;
+        self.offload.as_ref().map_or(Ok(()), |offload| write!(f, ", {offload:?}"))?;
+        f.write_str(")")
     }
 }

@@ -3,10 +3,12 @@
 use std::sync::{Arc, Mutex};
 
 use candle_core::{DType, Module, Result, Tensor, Var};
-use fsdp_candle::activation_checkpoint::{CheckpointPolicy, Operation, checkpoint, selective_checkpoint};
-use fsdp_candle::{FsdpModule, FullyShard, fully_shard, nn, random};
+use fsdp_candle::activation_checkpoint::{
+    ActivationOffload, CheckpointPolicy, Operation, checkpoint, selective_checkpoint,
+};
+use fsdp_candle::{FsdpModule, FullyShard, World, fully_shard, nn, random};
 
-use crate::common::{Gradients, device, elements, gradients, input, mean_square, ranks, refused, vars};
+use crate::common::{Gradients, alone, device, elements, gradients, input, mean_square, ranks, refused, vars};
 
 const WIDTH: usize = 8;
 
@@ -27,13 +29,22 @@ impl Block {
     }
 }
 
+fn on_disk(world: &World) -> ActivationOffload {
+    ActivationOffload::disk(world, std::env::temp_dir()).unwrap()
+}
+
 fn full(value: f32) -> Var {
     Var::from_tensor(&Tensor::full(value, (4, 4), &device()).unwrap()).unwrap()
 }
 
 /// The output and the gradients of all parameters and of the input.
-fn run(size: usize, dtype: DType, policy: &CheckpointPolicy) -> Vec<(Vec<f32>, Gradients, Vec<f32>)> {
+fn run(
+    size: usize,
+    dtype: DType,
+    policy: impl Fn(&World) -> CheckpointPolicy + Sync,
+) -> Vec<(Vec<f32>, Gradients, Vec<f32>)> {
     ranks(size, |world| {
+        let policy = policy(&world);
         random::manual_seed(2);
         let vars = vars(&world);
         let policy_of_units = fsdp_candle::MixedPrecisionPolicy { param_dtype: Some(dtype), ..Default::default() };
@@ -70,7 +81,7 @@ fn run(size: usize, dtype: DType, policy: &CheckpointPolicy) -> Vec<(Vec<f32>, G
 #[test]
 fn policies_keep_the_bits() {
     for (size, dtype) in [(1, DType::F32), (2, DType::F32), (3, DType::BF16), (4, DType::F32), (2, DType::F64)] {
-        let want = run(size, dtype, &CheckpointPolicy::none());
+        let want = run(size, dtype, |_| CheckpointPolicy::none());
         let named = |names: &[&str]| CheckpointPolicy::named(names).unwrap();
         let policies = [
             CheckpointPolicy::all(),
@@ -82,9 +93,58 @@ fn policies_keep_the_bits() {
             named(&["*.0", "*.2"]).keep(|call| call.shape.last() == Some(&(2 * WIDTH))),
         ];
         for policy in policies {
-            assert!(run(size, dtype, &policy) == want, "{size} {dtype:?} {policy:?}");
+            assert!(run(size, dtype, |_| policy.clone()) == want, "{size} {dtype:?} {policy:?}");
+            let on_disk = |world: &World| policy.clone().offload(on_disk(world));
+            assert!(run(size, dtype, on_disk) == want, "{size} {dtype:?} {policy:?} on disk");
         }
+        let on_host = |world: &World| CheckpointPolicy::all().offload(ActivationOffload::cpu(world).unwrap());
+        assert!(run(size, dtype, on_host) == want, "{size} {dtype:?} on the host");
     }
+}
+
+/// Several inputs: one without a gradient and an integer one stay in memory. Checkpoints inside of checkpoints, and an
+/// input that the model also uses itself.
+#[test]
+fn offloads_inputs_with_gradients() {
+    let world = alone();
+    let weight = full(0.5);
+    let [x, y] = [1, 2].map(|seed| Var::from_tensor(&input(seed, &[3, 4])).unwrap());
+    let mask = input(3, &[3, 4]);
+    let ids = Tensor::new(&[2u32, 0, 1], &device()).unwrap();
+    let gradients = |policy: &CheckpointPolicy| {
+        let layer = Arc::new(nn::Linear::new(weight.as_tensor().clone(), None));
+        let layers = (0..4).try_fold((x.as_tensor() * 2.)?, |x, i| {
+            let (layer, inner) = (layer.clone(), policy.clone());
+            let forward = move |(x, y, mask, ids): (Tensor, Tensor, Tensor, Tensor)| {
+                let own = layer.clone();
+                let x = inner.run(i, "inner", move |x: Tensor| own.forward(&x.tanh()?), (&x * &mask)?)?;
+                x.index_select(&ids, 0)? + layer.forward(&y)?
+            };
+            policy.run(i, "layer", forward, (x.clone(), y.as_tensor().clone(), mask.clone(), ids.clone()))? + x
+        });
+        let loss = mean_square(&layers?);
+        // Another graph is alive meanwhile.
+        let other = mean_square(&policy.run(0, "layer", |x: Tensor| x.sqr(), x.as_tensor().clone())?);
+        let grads = loss.backward()?;
+        let of = |var: &Var| elements::<f32>(grads.get(var).unwrap());
+        let found = [of(&weight), of(&x), of(&y), elements(other.backward()?.get(&x).unwrap())];
+        Ok::<_, candle_core::Error>(found)
+    };
+    let want = gradients(&CheckpointPolicy::none()).unwrap();
+    let offload = on_disk(&world);
+    let policy = CheckpointPolicy::all().offload(offload.clone());
+    (0..2).for_each(|_| assert!(gradients(&policy).unwrap() == want));
+    // Of these two inputs, one has a gradient.
+    let product = |(x, mask): (Tensor, Tensor)| x * mask;
+    let inputs = (x.as_tensor().clone(), mask.clone());
+    let before = offload.bytes();
+    fsdp_candle::no_grad(|| policy.run(0, "layer", product, inputs.clone())).unwrap();
+    assert!(offload.bytes() <= before);
+    let y = policy.run(0, "layer", product, inputs).unwrap();
+    while offload.bytes() != 3 * 4 * 4 {
+        std::thread::yield_now(); // until the thread drops inputs of earlier graphs
+    }
+    assert!(y.backward().is_ok());
 }
 
 #[test]

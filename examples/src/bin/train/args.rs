@@ -1,8 +1,7 @@
-//! Command line of `train`: its flags, and the checks that a flag has an effect beside the others.
+//! Command line of `train`.
 
 use std::path::{Path, PathBuf};
 
-use anyhow::ensure;
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::{Parser, ValueEnum};
 use fsdp_candle::{AdjustLr, DeviceChoice, ReshardAfterForward, World};
@@ -16,9 +15,9 @@ use fsdp_train::schedule::LrSchedule;
 use serde::Serialize;
 
 use crate::flag_types::{
-    ActivationCheckpoint, AllGather, CheckpointKeep, DropoutChoice, GradSync, InBackward, InitChoice, Offload,
-    Precision, Resume, Switch, activation_checkpoint, betas, checkpoint_path, count, debug_name, dropout, fraction,
-    loss_scale, optional_path, optional_quantization, quantization,
+    ActivationCheckpoint, ActivationPlace, AllGather, CheckpointKeep, DropoutChoice, GradSync, InBackward, InitChoice,
+    Offload, Precision, Resume, Switch, activation_checkpoint, betas, checkpoint_path, count, debug_name, dropout,
+    fraction, loss_scale, optional_path, optional_quantization, quantization,
 };
 use crate::task::TaskChoice;
 
@@ -354,6 +353,11 @@ pub(crate) struct Args {
     #[arg(long, value_enum, value_delimiter = ',', help_heading = "Sharding")]
     pub(crate) checkpoint_keep: Vec<CheckpointKeep>,
 
+    /// With --activation-checkpoint: storage of the recomputed blocks' inputs between forward and backward. `cpu` is host
+    /// memory (no effect when computing on CPUs), `disk:DIR` an unnamed file of each process in DIR
+    #[arg(long, value_name = "none|cpu|disk:DIR", default_value = "none", help_heading = "Sharding")]
+    pub(crate) activation_offload: ActivationPlace,
+
     /// Seed of random weights, dropout, masking and shuffling; its numbers are the same at every number of processes
     #[arg(long, value_name = "N", default_value = "42", help_heading = "Run")]
     pub(crate) seed: u64,
@@ -634,74 +638,6 @@ pub(crate) struct OptimizerFlags {
     pub(crate) min_8bit_size: Option<usize>,
 }
 
-/// Fails if a flag has no effect beside the other flags.
-pub(crate) fn check_unused_flags(args: &Args) -> anyhow::Result<()> {
-    check_unused_optimizer_flags(args)?;
-    if args.offload.disk().is_some() {
-        ensure!(
-            args.optimizer.optimizer != OptimizerKind::Muon,
-            "--offload disk:DIR is for --optimizer adamw, adam, adamw8bit or sgd, found muon: use another optimizer"
-        );
-        ensure!(
-            !args.async_save,
-            "--async-save copies optimizer state to memory, and --offload disk:DIR keeps it out of memory: leave one out"
-        );
-    }
-    if args.optimizer_in_backward != InBackward::Off {
-        ensure!(
-            !args.computes_in_f16(),
-            "--optimizer-in-backward can't step in f16: whether gradients overflow is known after backward. Use bf16"
-        );
-        ensure!(
-            args.optimizer_in_backward != InBackward::LastNorm || args.clip_grad_norm > 0.,
-            "--optimizer-in-backward last-norm clips, and --clip-grad-norm 0 does not: pass unclipped, or a norm above 0"
-        );
-    }
-    let has_adapters = args.lora_rank.is_some() || args.lora_from.is_some();
-    let recomputes = args.activation_checkpoint != ActivationCheckpoint::None;
-    for (flag, is_given, has_effect, needed) in [
-        ("--packing", args.packing.is_some(), args.sft.is_some(), "--sft"),
-        (
-            "--shard-optimizer-over-replicas",
-            args.shard_optimizer_over_replicas,
-            args.replicate > 1,
-            "--replicate of at least 2",
-        ),
-        ("--grad-sync", args.grad_sync.is_some(), args.grad_accum > 1, "--grad-accum of at least 2"),
-        ("--checkpoint-keep", !args.checkpoint_keep.is_empty(), recomputes, "--activation-checkpoint"),
-        ("--base", args.base != Base::F32, has_adapters, "--lora-rank or --lora-from"),
-        ("--all-gather", args.all_gather != AllGather::Full, args.base == Base::F32, "--base f32"),
-        ("--resume-anyway", args.resume_anyway, args.resume != Resume::None, "--resume"),
-    ] {
-        ensure!(!is_given || has_effect, "{flag} has no effect without {needed}: leave it out");
-    }
-    Ok(())
-}
-
-fn check_unused_optimizer_flags(args: &Args) -> anyhow::Result<()> {
-    use OptimizerKind::{Adam, Adamw, Adamw8bit, Muon, Sgd};
-    let flags = &args.optimizer;
-    let adams = &[Adamw, Adam, Adamw8bit, Muon][..];
-    for (flag, is_given, kinds) in [
-        ("--betas", flags.betas.is_some(), adams),
-        ("--eps", flags.eps.is_some(), adams),
-        ("--momentum", flags.momentum.is_some(), &[Sgd, Muon]),
-        ("--dampening", flags.dampening.is_some(), &[Sgd]),
-        ("--nesterov", flags.nesterov.is_some(), &[Sgd, Muon]),
-        ("--muon-lr", flags.muon_lr.is_some(), &[Muon]),
-        ("--muon-adjust-lr", flags.muon_adjust_lr.is_some(), &[Muon]),
-        ("--min-8bit-size", flags.min_8bit_size.is_some(), &[Adamw8bit]),
-    ] {
-        let expected = kinds.iter().map(|kind| kind.word()).collect::<Vec<_>>().join(" or ");
-        let found = flags.optimizer.word();
-        ensure!(
-            !is_given || kinds.contains(&flags.optimizer),
-            "{flag} is for --optimizer {expected}, found {found}: leave it out"
-        );
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
@@ -714,58 +650,6 @@ mod tests {
 
     fn parse(arguments: &[&str]) -> Result<Args, String> {
         Args::try_parse_from([&["train"], arguments].concat()).map_err(|error| error.to_string())
-    }
-
-    #[test]
-    fn flags_without_effect_are_refused() {
-        let checked = |flags: String| check_unused_flags(&parse(&flags.split(' ').collect::<Vec<_>>()).unwrap());
-        for (flag, needs, what) in [
-            ("--packing on", "--sft a.jsonl", "--packing has no effect without --sft: leave it out"),
-            ("--packing off", "--sft a.jsonl", "--packing has no effect without --sft: leave it out"),
-            ("--shard-optimizer-over-replicas", "--replicate 2", "without --replicate of at least 2"),
-            ("--grad-sync every", "--grad-accum 2", "without --grad-accum of at least 2"),
-            ("--grad-sync last", "--grad-accum 2", "without --grad-accum of at least 2"),
-            ("--checkpoint-keep linear", "--activation-checkpoint full", "without --activation-checkpoint"),
-            ("--lora-rank 2 --base nf4 --all-gather float8", "", "--all-gather has no effect without --base f32"),
-            ("--base nf4", "--lora-rank 2", "--base has no effect without --lora-rank or --lora-from"),
-            ("--resume-anyway", "--resume auto", "--resume-anyway has no effect without --resume"),
-            ("--optimizer sgd --betas 0.9,0.95", "", "--betas is for --optimizer adamw or adam or adamw8bit or muon"),
-            ("--optimizer sgd --eps 1e-8", "", "--eps is for --optimizer adamw or adam or adamw8bit or muon"),
-            ("--momentum 0.9", "--optimizer sgd", "--momentum is for --optimizer sgd or muon, found adamw"),
-            ("--dampening 0.1", "--optimizer sgd", "--dampening is for --optimizer sgd"),
-            ("--nesterov on", "--optimizer muon", "--nesterov is for --optimizer sgd or muon"),
-            ("--muon-lr 1", "--optimizer muon", "--muon-lr is for --optimizer muon"),
-            ("--muon-adjust-lr original", "--optimizer muon", "--muon-adjust-lr is for --optimizer muon"),
-            ("--min-8bit-size 1", "--optimizer adamw8bit", "--min-8bit-size is for --optimizer adamw8bit"),
-        ] {
-            let error = checked(flag.into()).unwrap_err().to_string();
-            assert!(error.contains(what) && error.ends_with("leave it out"), "{flag}: {error}");
-            if !needs.is_empty() {
-                checked(format!("{flag} {needs}")).unwrap();
-            }
-        }
-        for (flags, what) in [
-            ("--optimizer muon", "--offload disk:DIR is for --optimizer adamw, adam, adamw8bit or sgd, found muon"),
-            ("--async-save", "--async-save copies optimizer state to memory"),
-        ] {
-            for on_disk in ["disk:/nvme", "disk+shards:/nvme"] {
-                let error = checked(format!("--offload {on_disk} {flags}")).unwrap_err().to_string();
-                assert!(error.contains(what), "{flags}: {error}");
-            }
-            checked(format!("--offload cpu {flags}")).unwrap();
-        }
-        for (flags, what) in [
-            ("unclipped --param-dtype f16", "can't step in f16"),
-            ("last-norm --reduce-dtype f16", "can't step in f16"),
-            ("last-norm --clip-grad-norm 0", "pass unclipped, or a norm above 0"),
-        ] {
-            let error = checked(format!("--optimizer-in-backward {flags}")).unwrap_err().to_string();
-            assert!(error.contains(what), "{flags}: {error}");
-        }
-        checked("--optimizer-in-backward unclipped --clip-grad-norm 0".into()).unwrap();
-        for kind in ["adamw", "adam", "adamw8bit", "muon"] {
-            checked(format!("--optimizer {kind} --betas 0.9,0.95 --eps 1e-8")).unwrap();
-        }
     }
 
     #[test]
@@ -843,6 +727,7 @@ mod tests {
             ("--dropout", &["1", "-0.1", "nan", "some"], "`config`, or a number of at least 0 and below 1"),
             ("--reshard-after-forward", &["maybe", "-2", "1.5"], "default, always, never, or a number"),
             ("--offload", &["disk", "disk:", "disk+shards:", "shards:a", "gpu"], "none, cpu, disk:DIR"),
+            ("--activation-offload", &["disk", "disk:", "gpu"], "none, cpu, or disk:DIR"),
             ("--base", &["int4", "float8"], "f32, bf16, int8, nf4"),
             ("--param-dtype", &["int8", "float8"], "f32, bf16, f16"),
             ("--all-gather", &["int8", "f16"], "full, float8"),

@@ -22,6 +22,7 @@ mod step_in_backward;
 mod task;
 mod texts;
 mod trace;
+mod unused_flags;
 
 use std::process::ExitCode;
 use std::time::Instant;
@@ -69,7 +70,7 @@ fn main() -> ExitCode {
 fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<Option<GgufExport>> {
     // Conflicting flags fail before anything is read.
     evaluate::check_gradcheck_flags(args)?;
-    args::check_unused_flags(args)?;
+    unused_flags::check_unused_flags(args)?;
     task::check_flags(args)?;
     if args.sequence_parallel {
         parallel::check_sequence(args.tensor_parallel, ("--seq-len", args.seq_len))?;

@@ -100,10 +100,15 @@ impl Setup {
             (None, Head::Embedding(_)) => vars.freeze(is_unused_by_embeddings),
             (None, _) => {}
         }
+        let checkpoints = args.activation_checkpoint.policy(args.checkpoint_keep.clone())?;
+        let checkpoints = match args.activation_offload.offload(world)? {
+            Some(offload) => checkpoints.offload(offload),
+            None => checkpoints,
+        };
         let options = ModelOptions {
             dtype: DType::F32,
             positions,
-            checkpoints: args.activation_checkpoint.policy(args.checkpoint_keep.clone())?,
+            checkpoints,
             dropout: args.dropout.of(&config),
             parallel: None,
         };

@@ -24,6 +24,8 @@ pub(super) struct Call {
     pub(super) is_cut_inside: bool,
     /// Number of closures checkpointed before it.
     pub(super) checkpoints: usize,
+    /// Number of inputs offloaded before it.
+    pub(super) offloads: usize,
 }
 
 /// The inspection of a call that has just ended.
@@ -208,7 +210,9 @@ impl Inspection<'_> {
         let returned =
             |of: &&Tensor| outputs.iter().any(|output| of.rank() > 0 && output.dims().first() == of.dims().first());
         let used = |of: &&Tensor| !outputs.is_empty() && uses.iter().any(|used| rows(&used.result) == rows(of));
-        if from.iter().any(|of| [of.id(), followed(of)].iter().any(|id| known.contains(id))) || !from.iter().any(|of| returned(of) || used(of)) {
+        if from.iter().any(|of| [of.id(), followed(of)].iter().any(|id| known.contains(id)))
+            || !from.iter().any(|of| returned(of) || used(of))
+        {
             return Ok(false);
         }
         for of in from {

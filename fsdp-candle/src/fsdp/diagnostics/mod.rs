@@ -15,7 +15,7 @@ use std::sync::Arc;
 use candle_core::{Result, Tensor};
 use parking_lot::Mutex;
 
-use crate::autograd::{checkpoints, next_number};
+use crate::autograd::{checkpoints, next_number, offloads};
 use crate::fsdp::FsdpParamGroup;
 use crate::graph::{NodesWithValues, nodes_with_values};
 use crate::tensors::{Tensors, with_tensors};
@@ -36,8 +36,8 @@ const MAX_NAMES: usize = 8;
 ///
 /// Not detected: `softmax_last_dim`, `rotary_emb` and other operations without backward beside a residual path to the
 /// input; anything inside a checkpointed closure; [`GraphCutKind::Input`] and [`GraphCutKind::Weights`] in units called
-/// by [`FsdpModule::call`](crate::FsdpModule::call), whose inputs are unknown. The layers of [`nn`](crate::nn) do not
-/// cut the graph.
+/// by [`FsdpModule::call`](crate::FsdpModule::call), whose inputs are unknown; a cut after a unit with offloaded
+/// activations, except after the last such unit. The layers of [`nn`](crate::nn) do not cut the graph.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GraphCut {
     /// Unit whose forward left the graph.
@@ -139,6 +139,7 @@ impl GraphWatch {
             detached: vec![],
             is_cut_inside: false,
             checkpoints: checkpoints(),
+            offloads: offloads(),
         });
         Ok(Some(WatchedCall { watch: self, unit: unit.clone(), depth: state.open.len(), _nodes: nodes_with_values() }))
     }
@@ -194,6 +195,10 @@ impl WatchedCall<'_> {
         if let Some(outer) = state.open.last_mut() {
             let (with, _): (Vec<_>, Vec<_>) = returned.into_iter().partition(has_graph);
             let (_, without): (Vec<_>, Vec<_>) = call.inputs.into_iter().partition(has_graph);
+            if call.offloads != offloads() {
+                // Results of earlier units must not stay in memory.
+                outer.inner.clear();
+            }
             outer.inner.extend(with);
             outer.detached.extend(without);
             outer.is_cut_inside |= call.is_cut_inside || !cuts.is_empty();

@@ -51,8 +51,8 @@ impl Framework {
     pub(super) fn kept(self, layer: &Layer, compute: Precision, checkpoint: Checkpoint) -> f64 {
         let e = compute.bytes();
         match (self, checkpoint) {
-            // The input of a block is the output of the block before. Units copy their inputs.
-            (Framework::Candle | Framework::OnDevice, Checkpoint::Full) => 2. * e * layer.residual,
+            // The input of a block is the output of the block before.
+            (Framework::Candle | Framework::OnDevice, Checkpoint::Full) => e * layer.residual,
             (Framework::Candle | Framework::OnDevice, _) => e * layer.residual + self.inside(layer, compute),
             (Framework::Pytorch, Checkpoint::None) => self.inside(layer, compute),
             (Framework::Pytorch, Checkpoint::Full) => e * layer.width,
