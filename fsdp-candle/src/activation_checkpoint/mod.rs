@@ -1,5 +1,5 @@
 //! Activation checkpointing: a part of forward keeps only its inputs, and chosen outputs, for backward, which runs the
-//! part again.
+//! part again. The inputs may wait in host memory or on disk ([`ActivationOffload`]).
 
 mod checkpoint;
 mod offload;
@@ -109,9 +109,9 @@ impl CheckpointPolicy {
     /// Keeps the inputs of the selected layers in host memory or on disk until backward runs the layers again. Losses and
     /// gradients have the same bits. Nothing is offloaded under [`no_grad`](crate::no_grad).
     ///
-    /// Inputs without a gradient, such as masks and positions, and [kept](CheckpointPolicy::keep) outputs stay in memory.
-    /// An input that the model also holds elsewhere stays there as well. So does one that an operation of Candle itself
-    /// takes or makes between two layers, since Candle's graph holds it: [`nn::add`](crate::nn::add()) included.
+    /// In memory stay: inputs without a gradient, such as masks; [kept](CheckpointPolicy::keep) outputs; an input that
+    /// the model also holds itself; and one that another operation reads or returns between two layers, since the graph
+    /// holds it for backward.
     ///
     /// ```
     /// use fsdp_candle::activation_checkpoint::{ActivationOffload, CheckpointPolicy};

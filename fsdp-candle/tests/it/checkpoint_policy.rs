@@ -115,12 +115,13 @@ fn offloads_inputs_with_gradients() {
         let layer = Arc::new(nn::Linear::new(weight.as_tensor().clone(), None));
         let layers = (0..4).try_fold((x.as_tensor() * 2.)?, |x, i| {
             let (layer, inner) = (layer.clone(), policy.clone());
-            let forward = move |(x, y, mask, ids): (Tensor, Tensor, Tensor, Tensor)| {
+            let forward = move |((x, y), (mask, ids)): ((Tensor, Tensor), (Tensor, Tensor))| {
                 let own = layer.clone();
                 let x = inner.run(i, "inner", move |x: Tensor| own.forward(&x.tanh()?), (&x * &mask)?)?;
                 x.index_select(&ids, 0)? + layer.forward(&y)?
             };
-            policy.run(i, "layer", forward, (x.clone(), y.as_tensor().clone(), mask.clone(), ids.clone()))? + x
+            let inputs = ((x.clone(), y.as_tensor().clone()), (mask.clone(), ids.clone()));
+            policy.run(i, "layer", forward, inputs)? + x
         });
         let loss = mean_square(&layers?);
         // Another graph is alive meanwhile.
