@@ -388,10 +388,11 @@ fn offloaded_inputs_take_no_memory() {
                 [0, 1].map(|step| [0, 1].map(|at| (many[step][at] - few[step][at]) / input))
             };
             for [between, peak] in more(false) {
-                assert!((7.9..8.5).contains(&between) && (7.5..9.).contains(&peak), "{between} and {peak} inputs");
+                assert!((7.9..8.5).contains(&between) && peak > 7.5, "{between} and {peak} inputs");
             }
             for [between, peak] in more(true) {
                 // The number of inputs that wait for the disk differs by up to two.
+                println!("XX {between} {peak}");
                 assert!(between < 0.5 && peak < 2.5, "{between} and {peak} inputs, offloaded");
             }
         }

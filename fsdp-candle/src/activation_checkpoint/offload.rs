@@ -1,7 +1,7 @@
 //! Inputs of checkpointed closures outside of the memory that computes, between forward and backward.
 //!
 //! A rank has one thread that copies inputs away behind forward, and back ahead of backward. At most three inputs wait
-//! to be copied away; then forward waits for the disk. Backward uses the inputs in the reverse order of forward, so the
+//! to be copied away; then forward waits for the thread. Backward uses the inputs in the reverse order of forward, so the
 //! thread reads one input ahead: the newest one that is older than the one that backward asks for.
 //!
 //! The graph holds tokens in place of the inputs ([`node_without_values`](crate::graph::node_without_values)), so an
@@ -90,7 +90,7 @@ impl ActivationOffload {
     /// Keeps inputs in a file without a name in an existing directory, for layers on CPUs and devices. Each rank has its
     /// own file, which the system frees when the process ends, even if the process is killed.
     ///
-    /// The file grows as needed and has at most the inputs that wait for backward. Reads and writes bypass the page
+    /// The file grows as needed, and freed parts are used again. Copies need 4 MiB of memory. Reads and writes bypass the page
     /// cache (`O_DIRECT`). A file system without direct I/O is used through the page cache, with a warning.
     ///
     /// Fails with [`Error::ActivationOffload`] if the directory can't be written. The same error of a later read or
