@@ -392,7 +392,6 @@ fn offloaded_inputs_take_no_memory() {
             }
             for [between, peak] in more(true) {
                 // The number of inputs that wait for the disk differs by up to two.
-                println!("XX {between} {peak}");
                 assert!(between < 0.5 && peak < 2.5, "{between} and {peak} inputs, offloaded");
             }
         }

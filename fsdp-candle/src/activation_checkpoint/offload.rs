@@ -55,7 +55,7 @@ struct Shared {
     live: Mutex<BTreeMap<u64, Weak<Saved>>>,
     next: AtomicU64,
     bytes: AtomicU64,
-    /// The first failure that no forward has reported.
+    /// The first failure to copy an input away that is not reported yet.
     failed: Mutex<Option<Failure>>,
 }
 
@@ -250,7 +250,12 @@ impl Saved {
                     *state = State::Away(copy);
                     return Ok(tensor);
                 }
-                State::Failed(failure) => return Err(self.offload.0.shared.error(failure.clone()).into()),
+                State::Failed(failure) => {
+                    let shared = &self.offload.0.shared;
+                    // This reports it, so the next forward does not.
+                    shared.failed.lock().take();
+                    return Err(shared.error(failure.clone()).into());
+                }
                 State::Loading(_) => self.changed.wait(&mut state),
                 State::Away(_) => {}
             }
