@@ -75,11 +75,14 @@ fn plans_count_the_activations_of_attention_and_loss() {
     let mut far = vec![];
     let tensor = ["--tensor-parallel", "2"];
     let sequence = ["--tensor-parallel", "2", "--sequence-parallel"];
-    for (config, dtype, checkpoint, parallel) in [
+    let offload = ["--activation-offload"];
+    for (config, dtype, checkpoint, more) in [
         (LLAMA, "f32", "none", &[][..]),
         (LLAMA, "bf16", "none", &[]),
         (LLAMA, "f32", "full", &[]),
         (LLAMA, "bf16", "full", &[]),
+        (LLAMA, "f32", "full", &offload),
+        (LLAMA, "bf16", "full", &offload),
         (GPT2, "f32", "none", &[]),
         (GPT2, "bf16", "none", &[]),
         (LLAMA, "bf16", "none", &tensor),
@@ -87,18 +90,19 @@ fn plans_count_the_activations_of_attention_and_loss() {
     ] {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("config.json"), config).unwrap();
-        let ranks = if parallel.is_empty() { "1" } else { "2" };
+        let ranks = if more.first() == tensor.first() { "2" } else { "1" };
         let mut words = vec!["step", "--device", "cuda", "--steps", "1", "--param-dtype", dtype];
-        words.extend((checkpoint == "full").then_some("--activation-checkpoint").into_iter().chain(parallel.to_vec()));
+        words.extend((checkpoint == "full").then_some("--activation-checkpoint").into_iter().chain(more.to_vec()));
+        words.extend((more == offload).then_some("cpu"));
         let mut launch = Command::new(program("fsdp-launch"));
         launch.args(["--nproc-per-node", ranks]).arg(program("bench"));
         let real = json(launch, &words, dir.path())["allocated"]["peak"].as_f64().unwrap();
-        let words = [&plan_words(dtype, checkpoint)[..], &["--reserve", "0", "--ranks-per-host", ranks], parallel];
+        let words = [&plan_words(dtype, checkpoint)[..], &["--reserve", "0", "--ranks-per-host", ranks], more];
         let planned = json(Command::new(program("bench")), &words.concat(), dir.path());
         let planned = planned["memory"]["total"].as_f64().unwrap();
         let error = planned / real - 1.;
         let found = format!(
-            "{config}, {dtype}, checkpoint {checkpoint}, {parallel:?}: {planned} bytes planned, {real} counted"
+            "{config}, {dtype}, checkpoint {checkpoint}, {more:?}: {planned} bytes planned, {real} counted"
         );
         println!("{found}: {:.1} %", 100. * error);
         far.extend((error.abs() >= NEAR).then_some(found));

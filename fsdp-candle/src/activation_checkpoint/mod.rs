@@ -3,10 +3,7 @@
 
 mod checkpoint;
 mod offload;
-mod ranges;
 mod saved_outputs;
-#[cfg(test)]
-mod tests;
 
 use std::fmt;
 use std::sync::Arc;

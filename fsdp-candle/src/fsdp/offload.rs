@@ -20,7 +20,7 @@ use parking_lot::Mutex;
 
 use super::policy::OffloadPolicy;
 use crate::error::Error;
-use crate::kernels::{self, HostSink, HostSource, Kernels, PendingCopy};
+use crate::kernels::{self, HostMemory, HostSource, Kernels, PendingCopy};
 use crate::storage::{Pool, PooledBuffer, to_core_dtype, to_tensor};
 
 /// The copies of one offloaded parameter.
@@ -37,7 +37,7 @@ pub(crate) struct Offload {
 /// A reduced gradient on the host.
 #[derive(Default)]
 struct HostGradient {
-    sink: Option<Box<dyn HostSink>>,
+    sink: Option<Box<dyn HostMemory>>,
     /// Whether the sink holds a gradient that is not yet added to `sum`.
     is_pending: bool,
     sum: Option<Buffer>,
@@ -106,10 +106,10 @@ impl Offload {
         own.accumulate()?;
         let sink = match own.sink.take() {
             Some(sink) => Some(sink),
-            None => self.kernels.host_sink(self.dtype, self.len, self.page_locked)?,
+            None => self.kernels.host_memory(self.dtype, self.len, self.page_locked)?,
         };
         let Some(mut sink) = sink else { bail!("gradients can't be copied from the host to the host") };
-        let copying = match sink.download(&gradient) {
+        let copying = match sink.download((&gradient).into()) {
             Ok(copying) => copying,
             Err(error) => {
                 self.downloads.pool.give(gradient);

@@ -249,12 +249,12 @@ pub(crate) trait Kernels: Send + Sync {
 
     /// Allocates host memory for repeated copies of `len` elements from this device. Returns `None` if this device is
     /// the CPU.
-    fn host_sink(
+    fn host_memory(
         &self,
         _dtype: DType,
         _len: usize,
         _page_locked: bool,
-    ) -> candle_core::Result<Option<Box<dyn HostSink>>> {
+    ) -> candle_core::Result<Option<Box<dyn HostMemory>>> {
         Ok(None)
     }
 }
@@ -272,10 +272,19 @@ pub(crate) trait HostSource: Send + Sync {
 }
 
 /// Host memory to which a device's memory is copied repeatedly.
-pub(crate) trait HostSink: Send {
-    /// Starts a copy of all elements of a buffer on the device. Does not block if the memory is page-locked. The caller
-    /// keeps the buffer until the device waits for the copy.
-    fn download(&mut self, from: &Buffer) -> candle_core::Result<Box<dyn PendingCopy>>;
+pub(crate) trait HostMemory: Send {
+    fn dtype(&self) -> DType;
+
+    /// Returns the number of elements.
+    fn len(&self) -> usize;
+
+    /// Starts a copy of all elements from the device. Does not block if the memory is page-locked. The caller keeps the
+    /// elements until the device waits for the copy.
+    fn download(&mut self, from: Slice<'_>) -> candle_core::Result<Box<dyn PendingCopy>>;
+
+    /// Starts a copy of the elements of the last copy back to the device. Does not block if the memory is page-locked.
+    /// The caller keeps the buffer until the device waits for the copy.
+    fn upload(&mut self, to: &Buffer) -> candle_core::Result<Box<dyn PendingCopy>>;
 
     /// Returns the elements of the last copy. Blocks until it has ended.
     fn values(&self) -> candle_core::Result<Slice<'_>>;

@@ -8,11 +8,13 @@ use anyhow::{Context, bail, ensure};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, Result, Tensor};
 use fsdp_candle::DeviceChoice;
+use fsdp_candle::activation_checkpoint::CheckpointPolicy;
 use fsdp_candle::initializer::Philox;
 use fsdp_candle::nn::{CrossEntropyOptions, LoraConfig, cross_entropy, is_adapter};
 use fsdp_candle::{
     AdamW, AdamWConfig, FullyShard, MixedPrecisionPolicy, ReduceOp, ShardedVarMap, World, clip_grad_norm,
 };
+use fsdp_train::flags::ActivationPlace;
 use fsdp_train::metrics::{page_faults, peak_memory_bytes};
 use fsdp_train::models::{self, Base, Batch, ModelConfig, ModelOptions, Rows, Targets, TensorParallel, parallel};
 use fsdp_train::ranks::Ranks;
@@ -58,6 +60,9 @@ pub(crate) struct Args {
     /// Recompute the activations of every block in backward.
     #[arg(long)]
     activation_checkpoint: bool,
+    /// With --activation-checkpoint: storage of the blocks' inputs between forward and backward, as in `train`.
+    #[arg(long, value_name = "none|cpu|disk:DIR", default_value = "none", requires = "activation_checkpoint")]
+    activation_offload: ActivationPlace,
     /// Replicas of the sharded model (HSDP), on neighbouring ranks each.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = count(1 << 16))]
     replicate: usize,
@@ -191,10 +196,11 @@ fn run_language_model(setup: &Setup<'_>) -> anyhow::Result<()> {
     }
     let per_token = plan::operations(&config, args.seq)? / ranks.tensor as f64;
     let of_layers = ranks.tensor_mesh(vars)?;
+    let checkpoints = CheckpointPolicy::every(args.activation_checkpoint.into());
     let options = ModelOptions {
         dtype: DType::F32,
         positions: args.seq,
-        checkpoints: fsdp_candle::activation_checkpoint::CheckpointPolicy::every(args.activation_checkpoint.into()),
+        checkpoints: args.activation_offload.offload(checkpoints, world)?,
         dropout: models::Dropout::default(),
         parallel: of_layers.map(|mesh| TensorParallel::new(mesh, args.sequence_parallel)).transpose()?,
     };

@@ -7,7 +7,7 @@ use clap::{Parser, ValueEnum};
 use fsdp_candle::{AdjustLr, DeviceChoice, ReshardAfterForward, World};
 use fsdp_ckpt::gguf::Quantization;
 use fsdp_train::data::BatchShape;
-use fsdp_train::flags::{not_negative, positive, reshard};
+use fsdp_train::flags::{ActivationPlace, not_negative, positive, reshard};
 use fsdp_train::job;
 use fsdp_train::models::Base;
 use fsdp_train::ranks::Ranks;
@@ -15,9 +15,9 @@ use fsdp_train::schedule::LrSchedule;
 use serde::Serialize;
 
 use crate::flag_types::{
-    ActivationCheckpoint, ActivationPlace, AllGather, CheckpointKeep, DropoutChoice, GradSync, InBackward, InitChoice,
-    Offload, Precision, Resume, Switch, activation_checkpoint, betas, checkpoint_path, count, debug_name, dropout,
-    fraction, loss_scale, optional_path, optional_quantization, quantization,
+    ActivationCheckpoint, AllGather, CheckpointKeep, DropoutChoice, GradSync, InBackward, InitChoice, Offload,
+    Precision, Resume, Switch, activation_checkpoint, betas, checkpoint_path, count, debug_name, dropout, fraction,
+    loss_scale, optional_path, optional_quantization, quantization,
 };
 use crate::task::TaskChoice;
 

@@ -6,12 +6,11 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 
-use anyhow::Context;
 use candle_core::DType;
 use clap::ValueEnum;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use fsdp_candle::activation_checkpoint::{ActivationOffload, CheckpointPolicy, Operation};
-use fsdp_candle::{AllGatherExtension, Float8, OffloadPolicy, World};
+use fsdp_candle::activation_checkpoint::{CheckpointPolicy, Operation};
+use fsdp_candle::{AllGatherExtension, Float8, OffloadPolicy};
 use fsdp_ckpt::gguf::Quantization;
 use fsdp_train::flags::number;
 use fsdp_train::models::{Dropout, ModelConfig, is_block_matrix};
@@ -176,52 +175,6 @@ impl FromStr for Offload {
             (_, Some(("disk+shards", dir))) if !dir.is_empty() => Ok(Offload::DiskWithShards(dir.into())),
             _ => Err("it must be none, cpu, disk:DIR with a directory for optimizer state, such as disk:/nvme, or \
                       disk+shards:DIR for shards as well"),
-        }
-    }
-}
-
-/// Storage of the inputs of recomputed blocks between forward and backward.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum ActivationPlace {
-    /// Where they are.
-    None,
-    /// Host memory.
-    Cpu,
-    /// A file in this directory.
-    Disk(PathBuf),
-}
-
-impl ActivationPlace {
-    pub(crate) fn offload(&self, world: &World) -> anyhow::Result<Option<ActivationOffload>> {
-        let offload = match self {
-            ActivationPlace::None => return Ok(None),
-            ActivationPlace::Cpu => ActivationOffload::cpu(world),
-            ActivationPlace::Disk(dir) => ActivationOffload::disk(world, dir),
-        };
-        Ok(Some(offload.context("--activation-offload")?))
-    }
-}
-
-impl Serialize for ActivationPlace {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        match self {
-            ActivationPlace::None => "none".serialize(serializer),
-            ActivationPlace::Cpu => "cpu".serialize(serializer),
-            // Each host may have its own directory.
-            ActivationPlace::Disk(_) => "disk".serialize(serializer),
-        }
-    }
-}
-
-impl FromStr for ActivationPlace {
-    type Err = &'static str;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        match (text, text.split_once(':')) {
-            ("none", _) => Ok(ActivationPlace::None),
-            ("cpu", _) => Ok(ActivationPlace::Cpu),
-            (_, Some(("disk", dir))) if !dir.is_empty() => Ok(ActivationPlace::Disk(dir.into())),
-            _ => Err("it must be none, cpu, or disk:DIR with an existing directory, such as disk:/nvme"),
         }
     }
 }

@@ -101,14 +101,10 @@ impl Setup {
             (None, _) => {}
         }
         let checkpoints = args.activation_checkpoint.policy(args.checkpoint_keep.clone())?;
-        let checkpoints = match args.activation_offload.offload(world)? {
-            Some(offload) => checkpoints.offload(offload),
-            None => checkpoints,
-        };
         let options = ModelOptions {
             dtype: DType::F32,
             positions,
-            checkpoints,
+            checkpoints: args.activation_offload.offload(checkpoints, world)?,
             dropout: args.dropout.of(&config),
             parallel: None,
         };

@@ -1,9 +1,11 @@
 //! Checks that a flag of `train` has an effect beside the others.
 
 use anyhow::ensure;
+use fsdp_train::flags::ActivationPlace;
+use fsdp_train::models::Base;
 
 use crate::args::{Args, OptimizerKind};
-use crate::flag_types::{ActivationCheckpoint, ActivationPlace, AllGather, InBackward, Resume};
+use crate::flag_types::{ActivationCheckpoint, AllGather, InBackward, Resume};
 
 /// Fails if a flag has no effect beside the other flags.
 pub(crate) fn check_unused_flags(args: &Args) -> anyhow::Result<()> {

@@ -2,7 +2,7 @@
 //!
 //! A device buffer is used in the compute stream's order. A copy waits for the computations so far, and the buffer's
 //! owner makes later computations wait for the copy ([`PendingCopy::order`]). Host memory has no stream order, so its
-//! owner here ([`Source`], [`Sink`]) waits for the last copy before the memory is read, written or freed.
+//! owner here ([`Source`], [`Memory`]) waits for the last copy before the memory is read, written or freed.
 
 use std::ffi::c_void;
 use std::ops::Range;
@@ -16,7 +16,7 @@ use fsdp_core::{Buffer, DType, View};
 use parking_lot::Mutex;
 
 use super::super::cpu::CpuKernels;
-use super::super::{HostSink, HostSource, Kernels, PendingCopy, Slice};
+use super::super::{HostMemory, HostSource, Kernels, PendingCopy, Slice};
 use super::device::{CudaKernels, of_ordinal};
 use crate::error::Error;
 
@@ -47,6 +47,12 @@ impl LastCopy {
         let end = Arc::new(driver(stream, "recording an event", stream.record_event(None))?);
         *self.0.lock() = Some(end.clone());
         Ok(end)
+    }
+
+    /// Makes later work on `stream` wait until no copy uses the memory. Does not block.
+    fn order(&self, stream: &CudaStream) -> Result<()> {
+        let end = self.0.lock().clone();
+        end.map_or(Ok(()), |end| driver(stream, "waiting for a copy", stream.wait(&end)))
     }
 
     /// Blocks until no copy uses the memory. A failed wait is not repeated, because the device is lost.
@@ -195,61 +201,73 @@ impl Drop for Source {
     }
 }
 
-/// Host memory as the destination of copies.
-struct Sink {
+/// Host memory as the destination of copies, and as their source on the way back.
+struct Memory {
     compute: Arc<CudaStream>,
-    stream: Arc<CudaStream>,
+    down: Arc<CudaStream>,
+    up: Arc<CudaStream>,
     dtype: DType,
-    memory: SinkMemory,
+    bytes: HostBytes,
     last: LastCopy,
 }
 
-enum SinkMemory {
+enum HostBytes {
     Locked(PageLocked),
     Pageable(Buffer),
 }
 
-/// See [`Kernels::host_sink`].
-pub(super) fn sink(cuda: &CudaKernels, dtype: DType, len: usize, page_locked: bool) -> Result<Box<dyn HostSink>> {
+/// See [`Kernels::host_memory`].
+pub(super) fn memory(cuda: &CudaKernels, dtype: DType, len: usize, page_locked: bool) -> Result<Box<dyn HostMemory>> {
     let streams = cuda.copies()?;
-    let bytes = len.saturating_mul(dtype.size());
-    let memory = if page_locked && len > 0 {
+    let size = len.saturating_mul(dtype.size());
+    let bytes = if page_locked && len > 0 {
         let what = || format!("{len} elements of {dtype}, page-locked on the host");
-        let none = || Error::Core(fsdp_core::Error::Memory { what: what(), bytes: bytes as u128 });
-        SinkMemory::Locked(PageLocked::new(&cuda.stream, bytes)?.ok_or_else(none)?)
+        let none = || Error::Core(fsdp_core::Error::Memory { what: what(), bytes: size as u128 });
+        HostBytes::Locked(PageLocked::new(&cuda.stream, size)?.ok_or_else(none)?)
     } else {
-        SinkMemory::Pageable(Buffer::try_zeros(dtype, len).map_err(Error::from)?)
+        HostBytes::Pageable(Buffer::try_zeros(dtype, len).map_err(Error::from)?)
     };
-    Ok(Box::new(Sink {
+    Ok(Box::new(Memory {
         compute: cuda.stream.clone(),
-        stream: streams.down.clone(),
+        down: streams.down.clone(),
+        up: streams.up.clone(),
         dtype,
-        memory,
+        bytes,
         last: LastCopy::default(),
     }))
 }
 
-impl SinkMemory {
+impl HostBytes {
     fn bytes(&self) -> &[u8] {
         match self {
-            SinkMemory::Locked(memory) => memory.bytes(),
-            SinkMemory::Pageable(buffer) => buffer.bytes(),
+            HostBytes::Locked(memory) => memory.bytes(),
+            HostBytes::Pageable(buffer) => buffer.bytes(),
         }
     }
 
     fn bytes_mut(&mut self) -> &mut [u8] {
         match self {
-            SinkMemory::Locked(memory) => memory.bytes_mut(),
-            SinkMemory::Pageable(buffer) => buffer.bytes_mut(),
+            HostBytes::Locked(memory) => memory.bytes_mut(),
+            HostBytes::Pageable(buffer) => buffer.bytes_mut(),
         }
     }
 }
 
-impl HostSink for Sink {
-    fn download(&mut self, from: &Buffer) -> Result<Box<dyn PendingCopy>> {
-        let (compute, stream) = (&self.compute, &self.stream);
-        let from = of_device(compute, from)?.view();
-        let to = self.memory.bytes_mut();
+impl HostMemory for Memory {
+    fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    fn len(&self) -> usize {
+        self.bytes.bytes().len() / self.dtype.size()
+    }
+
+    fn download(&mut self, from: Slice<'_>) -> Result<Box<dyn PendingCopy>> {
+        let (compute, stream) = (&self.compute, &self.down);
+        let View::Cuda(from) = from.view() else { bail!("the elements are not on a CUDA device") };
+        // A copy that reads the memory may still run.
+        self.last.order(stream)?;
+        let to = self.bytes.bytes_mut();
         if from.bytes() != to.len() {
             bail!("{} bytes of a device can't be copied to {} of the host", from.bytes(), to.len())
         }
@@ -265,16 +283,37 @@ impl HostSink for Sink {
         Ok(Box::new(StreamCopy { end, stream: stream.clone(), compute: compute.clone() }))
     }
 
+    fn upload(&mut self, to: &Buffer) -> Result<Box<dyn PendingCopy>> {
+        let (compute, stream) = (&self.compute, &self.up);
+        let to = of_device(compute, to)?.view();
+        let from = self.bytes.bytes();
+        if to.bytes() != from.len() {
+            bail!("{} bytes of the host can't be copied to {} of a device", from.len(), to.bytes())
+        }
+        // The buffer's previous users may still run on the compute stream, and the copy to the host on another.
+        driver(stream, "waiting for the compute stream", stream.join(compute))?;
+        self.last.order(stream)?;
+        let copied = match from.is_empty() {
+            true => Ok(()),
+            // SAFETY: both have this many bytes, and exist until the copy has ended: the caller keeps `to`, and `last`
+            // guards `from`. Pageable memory is read when the call returns.
+            false => unsafe { result::memcpy_htod_async(to.address(), from, stream.cu_stream()) },
+        };
+        driver(stream, "copying to the device", copied)?;
+        let end = self.last.record(stream)?;
+        Ok(Box::new(StreamCopy { end, stream: stream.clone(), compute: compute.clone() }))
+    }
+
     fn values(&self) -> Result<Slice<'_>> {
-        self.last.wait(&self.stream)?;
-        Ok(Slice::new(self.dtype, View::Host(self.memory.bytes())))
+        self.last.wait(&self.down)?;
+        Ok(Slice::new(self.dtype, View::Host(self.bytes.bytes())))
     }
 }
 
-impl Drop for Sink {
+impl Drop for Memory {
     fn drop(&mut self) {
-        // No copy may write to the memory when it is freed.
-        if let Err(error) = self.last.wait(&self.stream) {
+        // No copy may use the memory when it is freed.
+        if let Err(error) = self.last.wait(&self.down) {
             tracing::warn!(%error, "failed to wait for a copy to the host");
         }
     }
@@ -389,17 +428,21 @@ mod tests {
             let values: Vec<f32> = (0..len).map(|i| i as f32 / 7.).collect();
             let tensor = Tensor::from_vec(values.clone(), len, &Device::Cpu).unwrap();
             let source = cuda.host_source(&tensor, page_locked).unwrap().unwrap();
-            let mut sink = cuda.host_sink(DType::F32, len, page_locked).unwrap().unwrap();
+            let mut memory = cuda.host_memory(DType::F32, len, page_locked).unwrap().unwrap();
             for _ in 0..2 {
                 let (to, via) = (cuda.zeros(DType::BF16, len).unwrap(), cuda.zeros(DType::F32, len).unwrap());
                 source.upload(&to, Some(&via)).unwrap().order().unwrap();
                 let rounded: Vec<bf16> = values.iter().map(|&value| bf16::from_f32(value)).collect();
                 assert_eq!(bytes((&to).into()), bytemuck::cast_slice::<_, u8>(&rounded));
-                let down = sink.download(&via).unwrap();
-                assert_eq!(bytes(sink.values().unwrap()), bytemuck::cast_slice::<_, u8>(&values));
+                let down = memory.download((&via).into()).unwrap();
+                assert_eq!(bytes(memory.values().unwrap()), bytemuck::cast_slice::<_, u8>(&values));
                 down.order().unwrap();
-                let fewer = cuda.zeros(DType::F32, len + 1).unwrap();
-                assert!(source.upload(&fewer, None).is_err() && sink.download(&fewer).is_err());
+                let back = cuda.zeros(DType::F32, len).unwrap();
+                memory.upload(&back).unwrap().order().unwrap();
+                assert_eq!(bytes((&back).into()), bytemuck::cast_slice::<_, u8>(&values));
+                let more = cuda.zeros(DType::F32, len + 1).unwrap();
+                assert!(source.upload(&more, None).is_err() && memory.upload(&more).is_err());
+                assert!(memory.download((&more).into()).is_err());
             }
             source.settle().unwrap();
         }

@@ -31,7 +31,7 @@ use fsdp_core::{BlockFormat, Buffer, DType, Element, View};
 
 use super::slice::{ViewMut, each_dtype, no_values, same_length};
 use super::{
-    AdamUpdate, EightBits, HostSink, HostSource, Kernels, NormType, Rows, STATE_BLOCK, SgdUpdate, Slice, SliceMut,
+    AdamUpdate, EightBits, HostMemory, HostSource, Kernels, NormType, Rows, STATE_BLOCK, SgdUpdate, Slice, SliceMut,
     StorageMut, check_blocks,
 };
 use crate::error::Error;
@@ -393,8 +393,8 @@ impl Kernels for CudaKernels {
         host_copies::source(self, tensor, page_locked).map(Some)
     }
 
-    fn host_sink(&self, dtype: DType, len: usize, page_locked: bool) -> Result<Option<Box<dyn HostSink>>> {
-        host_copies::sink(self, dtype, len, page_locked).map(Some)
+    fn host_memory(&self, dtype: DType, len: usize, page_locked: bool) -> Result<Option<Box<dyn HostMemory>>> {
+        host_copies::memory(self, dtype, len, page_locked).map(Some)
     }
 }
 

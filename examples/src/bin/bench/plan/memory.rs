@@ -74,6 +74,9 @@ impl Moment {
     }
 }
 
+/// Inputs of blocks that are being copied away or back (`fsdp-candle/src/activation_checkpoint/offload`).
+const UNDERWAY: usize = 3;
+
 /// Computes the memory of a rank.
 pub(super) fn of(setup: &Setup) -> Memory {
     let mut moments = moments(setup);
@@ -99,8 +102,10 @@ fn moments(setup: &Setup) -> Vec<Moment> {
     let encoded = setup.base.map_or(0., |base| if base.bytes() < e { base.bytes() } else { 0. });
     let rotary = if root.rotary > 0. { root.rotary * setup.seq as f64 * e } else { 0. };
 
-    let kept = |layer: &Layer| tokens * framework.kept(layer, compute, checkpoint);
-    let of_root = tokens * e * root.kept + rotary;
+    let kept_or_away = |layer: &Layer| tokens * framework.kept(layer, compute, checkpoint);
+    let kept = |layer: &Layer| if setup.offload { 0. } else { kept_or_away(layer) };
+    let underway = if setup.offload { layers.iter().take(UNDERWAY).map(kept_or_away).sum() } else { 0. };
+    let of_root = tokens * e * root.kept + rotary + underway;
     let all_kept = of_root + layers.iter().map(kept).sum::<f64>();
     let logits = framework.logits(root, compute, tokens);
 

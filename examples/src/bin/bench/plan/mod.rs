@@ -122,6 +122,9 @@ pub(crate) struct Args {
     /// Activations that are recomputed in backward.
     #[arg(long, value_enum, default_value_t = Checkpoint::None, help_heading = "Training")]
     activation_checkpoint: Checkpoint,
+    /// The inputs of recomputed blocks are in host memory or on disk. Time of their copies is not counted.
+    #[arg(long, conflicts_with = "framework", help_heading = "Training")]
+    activation_offload: bool,
     /// Gathered parameters between forward and backward, as in `train`.
     #[arg(long, value_name = "default|always|never|K", default_value = "default", value_parser = reshard)]
     #[arg(help_heading = "Training")]
@@ -222,6 +225,7 @@ fn setup<'a>(args: &Args, models: &'a Models, seq: usize) -> anyhow::Result<Setu
         on_disk: args.state_on_disk,
         shards_on_disk: args.shards_on_disk,
         checkpoint: args.activation_checkpoint,
+        offload: args.activation_offload,
         reshard: args.reshard_after_forward,
         reserve: args.reserve.unwrap_or(framework.reserve()),
     };

@@ -47,6 +47,8 @@ pub(super) struct Setup<'a> {
     /// Whether shards are on disk.
     pub(super) shards_on_disk: bool,
     pub(super) checkpoint: Checkpoint,
+    /// Whether the inputs of recomputed blocks are in host memory or on disk.
+    pub(super) offload: bool,
     pub(super) reshard: ReshardAfterForward,
     /// Reserve of the allocator, as a share.
     pub(super) reserve: f64,
@@ -117,6 +119,10 @@ impl Setup<'_> {
                  neither 1 nor that number"
             );
         }
+        ensure!(
+            !self.offload || self.checkpoint == Checkpoint::Full,
+            "--activation-offload has no effect without --activation-checkpoint full: leave it out"
+        );
         let positions = self.model.positions;
         ensure!(self.seq <= positions, "--seq {} is beyond the model's {positions} positions", self.seq);
         if self.framework != Framework::Pytorch && self.checkpoint == Checkpoint::Selective {

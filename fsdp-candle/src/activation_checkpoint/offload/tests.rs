@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
 use rustix::io::Errno;
 
-use super::checkpoint::run;
-use super::offload::ActivationOffload;
+use super::super::checkpoint::run;
+use super::ActivationOffload;
 use crate::disk::Disk;
 use crate::nn::Linear;
 use crate::{Error, no_grad};
@@ -64,7 +64,7 @@ impl Disk for Bad {
 fn on(fails: Option<(usize, Errno)>, panics: bool, takes: Duration) -> (ActivationOffload, Arc<Counts>) {
     let counts = Arc::new(Counts::default());
     let disk = Bad { file: tempfile::tempfile().unwrap(), fails, panics, takes, counts: counts.clone() };
-    (ActivationOffload::on(3, Box::new(disk), "/bad".as_ref()).unwrap(), counts)
+    (ActivationOffload::on_disk(3, Box::new(disk), "/bad".as_ref()).unwrap(), counts)
 }
 
 fn on_good_disk() -> (ActivationOffload, Arc<Counts>) {
@@ -240,7 +240,7 @@ fn ranges_are_used_again() {
         takes: Duration::ZERO,
         counts: counts.clone(),
     };
-    let offload = ActivationOffload::on(0, Box::new(disk), dir.path()).unwrap();
+    let offload = ActivationOffload::on_disk(0, Box::new(disk), dir.path()).unwrap();
     for step in 1..5 {
         let loss = model.loss(Some(&offload)).unwrap();
         written(&counts, step * LAYERS * 8192);
@@ -263,7 +263,7 @@ fn errors_are_typed() {
 
 #[test]
 fn inputs_in_host_memory_stay_there() {
-    let offload = ActivationOffload::cpu(&crate::World::single().unwrap()).unwrap();
+    let offload = ActivationOffload::cpu(&crate::World::single().unwrap());
     let model = Model::new(DType::F32);
     model.loss(Some(&offload)).unwrap();
     let loss = model.loss(Some(&offload)).unwrap();
