@@ -278,7 +278,7 @@ struct GraphOp {
 
 /// A source whose token stands for it.
 struct Source {
-    /// What backward reads.
+    /// Values, if backward reads them.
     values: Option<Tensor>,
     slot: Arc<Slot>,
 }

@@ -335,8 +335,8 @@ fn checkpointing_keeps_block_inputs() {
     });
 }
 
-/// The inputs of recomputed layers, in bytes over what is in use before a step: between forward and backward, and at
-/// the peak. Of the first step, while units are inspected, and of the second.
+/// Returns the bytes in use between forward and backward, and the peak, less the bytes in use before the step: for the
+/// first step, in which units are inspected, and for the second.
 fn inputs_in_memory(layers: usize, offload: bool, dtype: Option<DType>) -> [[f64; 2]; 2] {
     const WIDTH: usize = 32;
     local::run(1, |group| {

@@ -135,7 +135,7 @@ fn offloads_inputs_with_gradients() {
     let offload = on_disk(&world);
     let policy = CheckpointPolicy::all().offload(offload.clone());
     (0..2).for_each(|_| assert!(gradients(&policy).unwrap() == want));
-    // Of these two inputs, one has a gradient.
+    // The mask has no gradient.
     let product = |(x, mask): (Tensor, Tensor)| x * mask;
     let inputs = (x.as_tensor().clone(), mask.clone());
     let before = offload.bytes();

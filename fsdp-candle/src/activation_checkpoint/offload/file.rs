@@ -33,7 +33,7 @@ pub(super) struct FilePlace {
     jobs: SyncSender<Job>,
 }
 
-/// What the rank's thread uses as well.
+/// The file, and what its thread and callers share.
 struct ActivationFile {
     rank: usize,
     disk: Box<dyn Disk>,

@@ -165,7 +165,7 @@ impl Drop for Saved {
     }
 }
 
-/// What a place knows of an input.
+/// An input without its values.
 struct Input {
     dtype: DType,
     shape: Shape,
