@@ -101,9 +101,8 @@ fn plans_count_the_activations_of_attention_and_loss() {
         let planned = json(Command::new(program("bench")), &words.concat(), dir.path());
         let planned = planned["memory"]["total"].as_f64().unwrap();
         let error = planned / real - 1.;
-        let found = format!(
-            "{config}, {dtype}, checkpoint {checkpoint}, {more:?}: {planned} bytes planned, {real} counted"
-        );
+        let found =
+            format!("{config}, {dtype}, checkpoint {checkpoint}, {more:?}: {planned} bytes planned, {real} counted");
         println!("{found}: {:.1} %", 100. * error);
         far.extend((error.abs() >= NEAR).then_some(found));
     }

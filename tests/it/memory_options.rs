@@ -430,13 +430,13 @@ fn tensor_parallelism_divides_activations() {
 #[test]
 fn state_on_disk_takes_the_memory_of_its_blocks() {
     alone("state_on_disk_takes_the_memory_of_its_blocks", || {
-        const BLOCKS: usize = 256 << 10;
+        const BLOCKS: usize = 2 << 20;
         let (dir, saved) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         local::run(1, |group| {
             let world = World::of(group);
             let vars = ShardedVarMap::new(&world.mesh(FSDP_ALONE).unwrap(), world.device());
             let layers = |vb: candle_nn::VarBuilder<'static>| {
-                let layer = |i: usize| nn::linear_no_bias(512, 512, vb.pp(i));
+                let layer = |i: usize| nn::linear_no_bias(1024, 2048, vb.pp(i));
                 (0..8).map(layer).collect::<Result<Vec<_>>>()
             };
             let _model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), layers).unwrap();

@@ -4,14 +4,16 @@
 use std::fmt::{self, Debug, Formatter};
 use std::io::{self, ErrorKind};
 use std::ops::Range;
+use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 use rustix::fs::statvfs;
 use rustix::io::Errno;
 
 use super::direct::{AlignedBuffer, Disk, bypass_page_cache};
-use super::stream::{BLOCKS, Failure, stream};
+use super::stream::{Access, BLOCKS, Failure, FileRange, stream};
 use crate::error::{Error, Result};
 
 /// A file without a name, with blocks of memory to access it.
@@ -23,17 +25,30 @@ pub(crate) struct StateFile {
     rank: usize,
     /// Bytes of a block.
     block: usize,
-    memory: Mutex<Memory>,
+    /// Memory of all blocks.
+    blocks: Mutex<AlignedBuffer>,
+    space: Mutex<Space>,
+    /// Whether a write failed, so that the file has both old and new values.
+    is_incomplete: AtomicBool,
 }
 
-struct Memory {
+struct Space {
     /// Bytes of the file.
     bytes: u64,
     /// Bytes that [`StateFile::grow`] has given out.
     used: u64,
-    blocks: Vec<AlignedBuffer>,
-    /// Whether a write runs or failed, so that the file has both old and new values.
-    is_incomplete: bool,
+}
+
+/// Files that are being written. They are incomplete if this is dropped before it is `done`.
+struct Writing<'a> {
+    files: Vec<&'a StateFile>,
+    done: bool,
+}
+
+impl Drop for Writing<'_> {
+    fn drop(&mut self) {
+        self.files.iter().filter(|_| !self.done).for_each(|file| file.is_incomplete.store(true, Ordering::SeqCst));
+    }
 }
 
 impl StateFile {
@@ -49,7 +64,7 @@ impl StateFile {
         let has_zeros = file.allocate(bytes).map_err(full)?;
         let state =
             StateFile::new(Box::new(file.try_clone().map_err(|error| fail("open", error))?), dir, rank, bytes, block)?;
-        bypass_page_cache(&file, &mut state.memory.lock().blocks[0], dir).map_err(|error| fail("open", error))?;
+        bypass_page_cache(&file, &mut state.blocks.lock(), dir).map_err(|error| fail("open", error))?;
         if !has_zeros {
             state.zero().map_err(|error| match error {
                 Error::StateOnDisk { kind: ErrorKind::StorageFull, .. } => full(Errno::NOSPC.into()),
@@ -62,12 +77,12 @@ impl StateFile {
     /// Allocates the memory for a file.
     pub(crate) fn new(disk: Box<dyn Disk>, dir: &Path, rank: usize, bytes: u64, block: usize) -> Result<Self> {
         let count = bytes.div_ceil(block.max(1) as u64).clamp(1, BLOCKS as u64);
-        let blocks = (0..count).map(|_| AlignedBuffer::zeros(block)).collect::<Option<_>>().ok_or_else(|| {
+        let blocks = AlignedBuffer::zeros(count as usize * block).ok_or_else(|| {
             let message = format!("can't allocate {count} blocks of {block} bytes: use smaller blocks");
             Error::StateOnDisk { rank, dir: dir.into(), kind: ErrorKind::OutOfMemory, message }
         })?;
-        let memory = Mutex::new(Memory { bytes, used: 0, blocks, is_incomplete: false });
-        Ok(StateFile { disk, dir: dir.into(), rank, block, memory })
+        let (blocks, space) = (Mutex::new(blocks), Mutex::new(Space { bytes, used: 0 }));
+        Ok(StateFile { disk, dir: dir.into(), rank, block, blocks, space, is_incomplete: AtomicBool::new(false) })
     }
 
     /// Returns the bytes of a block.
@@ -77,67 +92,93 @@ impl StateFile {
 
     /// Gives out bytes of the file that were not given out before. Allocates more if needed. Returns their offset.
     pub(super) fn grow(&self, bytes: u64) -> Result<u64> {
-        let mut memory = self.memory.lock();
-        let (start, end) = (memory.used, memory.used + bytes);
-        if end > memory.bytes {
-            let more = end - memory.bytes;
+        let mut space = self.space.lock();
+        let (start, end) = (space.used, space.used + bytes);
+        if end > space.bytes {
+            let more = end - space.bytes;
             let allocated = check_space(&self.dir, more).and_then(|()| self.disk.allocate(end));
             allocated.map_err(|error| full(&self.dir, self.rank, more, error))?;
-            memory.bytes = end;
+            space.bytes = end;
         }
-        memory.used = end;
+        space.used = end;
         Ok(start)
     }
 
-    /// Calls `f` with the index and the bytes of each range, in order, as [`stream`] does. Fails if an earlier write
-    /// has failed.
+    pub(super) fn read(&self, into: &mut [u8], at: u64) -> io::Result<()> {
+        self.disk.read(into, at)
+    }
+
+    pub(super) fn write(&self, from: &[u8], at: u64) -> io::Result<()> {
+        self.disk.write(from, at)
+    }
+
+    /// Calls `f` with the index and the bytes of each range of this file, as [`StateFile::stream_items`].
     pub(crate) fn stream(
         &self,
         ranges: &[Range<u64>],
-        write: bool,
+        access: Access,
         f: impl FnMut(usize, &mut [u8]) -> Result<()>,
     ) -> Result<()> {
-        let mut memory = self.memory.lock();
-        if memory.is_incomplete {
-            let message = "it is incomplete, because an earlier write failed: resume from a checkpoint, or reset it";
-            return Err(self.error(ErrorKind::Other, message.into()));
+        let item = |range: &Range<u64>| vec![FileRange { file: self, bytes: range.clone() }];
+        self.stream_items(&ranges.iter().map(item).collect::<Vec<_>>(), access, f)
+    }
+
+    /// Calls `f` with the index and the bytes of each item, as [`stream`] does, by way of this file's blocks.
+    /// Fails if an earlier write to one of the files has failed.
+    pub(crate) fn stream_items(
+        &self,
+        items: &[Vec<FileRange<'_>>],
+        access: Access,
+        f: impl FnMut(usize, &mut [u8]) -> Result<()>,
+    ) -> Result<()> {
+        let mut blocks = self.blocks.lock();
+        let mut files = vec![self];
+        for range in items.iter().flatten() {
+            if !files.iter().any(|file| std::ptr::eq(*file, range.file)) {
+                files.push(range.file);
+            }
         }
-        memory.is_incomplete = write;
-        let done = stream(&*self.disk, &mut memory.blocks, ranges, write, f);
-        memory.is_incomplete = write && done.is_err();
-        done.map_err(|failure| self.failed(failure, write))
+        if let Some(file) = files.iter().find(|file| file.is_incomplete.load(Ordering::SeqCst)) {
+            let message = "it is incomplete, because an earlier write failed: resume from a checkpoint, or reset it";
+            return Err(file.error(ErrorKind::Other, message.into()));
+        }
+        let mut writing = Writing { files, done: access == Access::Read };
+        let done = stream(blocks.bytes_mut().chunks_exact_mut(self.block.max(1)), items, access, f);
+        writing.done |= done.is_ok();
+        done.map_err(|failure| self.failed(failure, access))
     }
 
     /// Overwrites the file with zeros, also after a failed write.
     pub(crate) fn zero(&self) -> Result<()> {
-        let mut memory = self.memory.lock();
-        memory.is_incomplete = true;
-        let end = memory.bytes;
-        let block = memory.blocks[0].bytes_mut();
+        let (mut blocks, end) = (self.blocks.lock(), self.space.lock().bytes);
+        let mut writing = Writing { files: vec![self], done: false };
+        let block = &mut blocks.bytes_mut()[..self.block];
         block.fill(0);
         let mut at = 0;
         while at < end {
             let bytes = (end - at).min(block.len() as u64);
             let written = self.disk.write(&block[..bytes as usize], at);
-            written.map_err(|error| self.failed(Failure::Write(error), true))?;
+            written.map_err(|error| self.failed(Failure::Write(self, error), Access::Write))?;
             at += bytes;
         }
-        memory.is_incomplete = false;
+        writing.done = true;
+        self.is_incomplete.store(false, Ordering::SeqCst);
         Ok(())
     }
 
-    fn failed(&self, failure: Failure, write: bool) -> Error {
-        let (doing, error) = match failure {
+    fn failed(&self, failure: Failure<'_>, access: Access) -> Error {
+        let (file, doing, error) = match failure {
             Failure::Caller(error) => return error,
-            Failure::Read(error) => ("read", error),
-            Failure::Write(error) => ("write", error),
-            Failure::Thread(error) => ("start a thread for", error),
+            Failure::Panic(panic) => resume_unwind(panic),
+            Failure::Read(file, error) => (file, "read", error),
+            Failure::Write(file, error) => (file, "write", error),
+            Failure::Thread(error) => (self, "start a thread for", error),
         };
-        let then = match write {
-            true => "The state is incomplete: resume from a checkpoint. If the disk fails again, use another directory",
-            false => "If the disk fails again, use another directory",
+        let then = match access {
+            Access::Read => "If the disk fails again, use another directory",
+            _ => "The state is incomplete: resume from a checkpoint. If the disk fails again, use another directory",
         };
-        self.error(error.kind(), format!("can't {doing} it: {error}. {then}"))
+        file.error(error.kind(), format!("can't {doing} it: {error}. {then}"))
     }
 
     fn error(&self, kind: ErrorKind, message: String) -> Error {

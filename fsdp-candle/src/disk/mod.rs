@@ -15,7 +15,7 @@ use crate::error::Result;
 
 pub(crate) use direct::{ALIGN, AlignedBuffer, Disk, bypass_page_cache};
 pub(crate) use file::StateFile;
-pub(crate) use stream::BLOCKS;
+pub(crate) use stream::{Access, BLOCKS, FileRange};
 pub(crate) use tensor::FileTensor;
 
 /// A directory for state, instead of memory: optimizer state ([`crate::ElementwiseOptimizer::on_disk`]) or shards
@@ -44,7 +44,8 @@ impl StateOnDisk {
         StateOnDisk { dir: dir.into(), memory_bytes: 16 << 20 }
     }
 
-    /// Sets the size of all blocks in memory, of which each has a quarter, at least 16 KiB.
+    /// Sets the size of all blocks in memory, of which each has a quarter, at least 32 KiB. All together take
+    /// whole huge pages of 2 MiB.
     ///
     /// ```
     /// let disk = fsdp_candle::StateOnDisk::new("/nvme").memory_bytes(64 << 20);
@@ -72,4 +73,4 @@ impl StateOnDisk {
 }
 
 /// Least size of a block: several times [`STATE_BLOCK`](crate::kernels::STATE_BLOCK) elements of any two moments.
-pub(crate) const LEAST_BLOCK: usize = 4 * ALIGN;
+pub(crate) const LEAST_BLOCK: usize = 8 * ALIGN;

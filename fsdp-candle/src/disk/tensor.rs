@@ -6,7 +6,7 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor};
 use fsdp_core::{Buffer, DType as CoreDType, Readable, View, Writable};
 
-use super::{ALIGN, StateFile};
+use super::{ALIGN, Access, FileRange, StateFile};
 use crate::error::Result;
 use crate::kernels::{self, Slice};
 use crate::storage::{TensorMemory, to_core_dtype, to_tensor, with_slice};
@@ -36,66 +36,61 @@ impl FileTensor {
         self.shape.iter().product()
     }
 
-    /// Calls `f` with some elements and their bytes, in order. A call has at most a block, and begins at a multiple of
-    /// the block's elements. Writes the bytes back if `write` is set.
-    fn each(
-        &self,
-        elements: Range<usize>,
-        write: bool,
-        mut f: impl FnMut(Range<usize>, &mut [u8]) -> Result<()>,
-    ) -> Result<()> {
-        let size = self.dtype.size();
-        let most = self.file.block_bytes() / size;
-        // Blocks of the file begin at multiples of a block, so that each has aligned ends.
-        let blocks = elements.start / most..elements.end.div_ceil(most);
-        let blocks: Vec<Range<usize>> = match elements.is_empty() {
-            true => vec![],
-            false => blocks.map(|at| elements.start.max(at * most)..elements.end.min((at + 1) * most)).collect(),
-        };
-        let aligned = |block: &Range<usize>| {
-            let (start, end) = ((block.start * size) / ALIGN * ALIGN, (block.end * size).next_multiple_of(ALIGN));
-            self.start + start as u64..self.start + end as u64
-        };
-        let ranges: Vec<Range<u64>> = blocks.iter().map(aligned).collect();
-        self.file.stream(&ranges, write, |at, bytes| {
-            let block = blocks[at].clone();
-            let from = block.start * size % ALIGN;
-            let bytes = &mut bytes[from..from + block.len() * size];
-            f(block, bytes)
+    pub(crate) fn dtype(&self) -> CoreDType {
+        self.dtype
+    }
+
+    /// Returns the bytes of some elements, and of what is between them and the next pages. The first element is a
+    /// multiple of the elements of a page.
+    pub(crate) fn range(&self, elements: &Range<usize>) -> FileRange<'_> {
+        let at = |element: usize| self.start + (element * self.dtype.size()) as u64;
+        FileRange { file: &self.file, bytes: at(elements.start)..at(elements.end).next_multiple_of(ALIGN as u64) }
+    }
+
+    /// Returns the elements of each block.
+    fn blocks(&self) -> impl Iterator<Item = Range<usize>> {
+        let (most, elements) = (self.file.block_bytes() / self.dtype.size(), self.elements());
+        (0..elements).step_by(most).map(move |start| start..elements.min(start + most))
+    }
+
+    /// Calls `f` with elements and their bytes, a block at a time. Reads in order.
+    fn each(&self, access: Access, mut f: impl FnMut(Range<usize>, &mut [u8]) -> Result<()>) -> Result<()> {
+        let blocks: Vec<Range<usize>> = self.blocks().collect();
+        let ranges: Vec<Range<u64>> = blocks.iter().map(|block| self.range(block).bytes).collect();
+        self.file.stream(&ranges, access, |at, bytes| {
+            f(blocks[at].clone(), &mut bytes[..blocks[at].len() * self.dtype.size()])
         })
     }
 
     /// Calls `f` with the bytes of all elements, in order.
     fn read_values(&self, mut f: impl FnMut(&[u8])) -> Result<()> {
-        self.each(0..self.elements(), false, |_, bytes| {
+        self.each(Access::Read, |_, bytes| {
             f(bytes);
             Ok(())
         })
     }
 
-    /// Lets `f` change the bytes of some elements, a block at a time and in order.
-    pub(crate) fn update(
-        &self,
-        elements: Range<usize>,
-        f: impl FnMut(Range<usize>, &mut [u8]) -> Result<()>,
-    ) -> Result<()> {
-        self.each(elements, true, f)
-    }
-
-    /// Copies all values to a buffer of the same dtype and length.
-    pub(crate) fn copy_to(&self, values: &mut Buffer) -> Result<()> {
-        let bytes = values.bytes_mut();
-        let mut done = 0;
-        self.read_values(|piece| {
-            bytes[done..done + piece.len()].copy_from_slice(piece);
-            done += piece.len();
+    /// Copies the values of tensors to buffers of the same dtypes and lengths, with reads of all tensors at once.
+    pub(crate) fn copy_all(tensors: &[&FileTensor], values: &mut [Buffer]) -> Result<()> {
+        let Some(first) = tensors.first() else { return Ok(()) };
+        let of_tensor =
+            |(at, tensor): (usize, &&FileTensor)| tensor.blocks().map(move |block| (at, block)).collect::<Vec<_>>();
+        let blocks: Vec<(usize, Range<usize>)> = tensors.iter().enumerate().flat_map(of_tensor).collect();
+        let items: Vec<_> = blocks.iter().map(|(at, block)| vec![tensors[*at].range(block)]).collect();
+        first.file.stream_items(&items, Access::Read, |item, bytes| {
+            let (at, block) = &blocks[item];
+            let size = tensors[*at].dtype.size();
+            let into = &mut values[*at].bytes_mut()[block.start * size..block.end * size];
+            into.copy_from_slice(&bytes[..into.len()]);
+            Ok(())
         })
     }
 
     /// Returns a copy of the values.
     pub(crate) fn tensor(&self) -> Result<Tensor> {
-        let mut values = Buffer::try_zeros(self.dtype, self.elements())?;
-        self.copy_to(&mut values)?;
+        let mut values = [Buffer::try_zeros(self.dtype, self.elements())?];
+        FileTensor::copy_all(&[self], &mut values)?;
+        let [values] = values;
         Ok(to_tensor(values, &self.shape, &Device::Cpu)?)
     }
 
@@ -106,7 +101,7 @@ impl FileTensor {
             let message = format!("expected {:?} {}, found {dims:?} {dtype:?}", self.shape, self.dtype);
             return Err(candle_core::Error::msg(message).into());
         }
-        self.update(0..self.elements(), |elements, bytes| {
+        self.each(Access::Write, |elements, bytes| {
             Ok(with_slice(values, |kernels, all| {
                 kernels.read(all.range(elements)?, &mut |from| bytes.copy_from_slice(from))
             })?)
@@ -117,7 +112,7 @@ impl FileTensor {
     pub(crate) fn count_non_finite(&self) -> Result<f64> {
         let kernels = kernels::of_device(&Device::Cpu)?;
         let mut total = 0.;
-        self.each(0..self.elements(), false, |_, bytes| {
+        self.each(Access::Read, |_, bytes| {
             let mut count = Buffer::F64(vec![0.]);
             kernels.count_non_finite(Slice::new(self.dtype, View::Host(&*bytes)), (&mut count).into())?;
             if let Buffer::F64(count) = count {

@@ -14,6 +14,7 @@ use parking_lot::Mutex;
 use super::comm::AllGather;
 use super::param::{FsdpParam, FullBuffer, UnshardMemory};
 use super::param_group::FsdpParamGroup;
+use super::shard_values::ShardReader;
 use crate::data_parallel::DataParallel;
 use crate::error::Error;
 use crate::storage::{Pool, PooledBuffer, TensorMemory, copy, to_core_dtype, to_tensor, with_slice};
@@ -128,6 +129,7 @@ impl AllGatherResult {
 impl AllGatherRequest {
     fn of(unit: &FsdpParamGroup, missing: &[usize]) -> Result<Vec<Self>> {
         let mut requests: Vec<AllGatherRequest> = vec![];
+        let reader = ShardReader::new(&unit.pool);
         for &position in missing {
             let param = &unit.params()[position];
             let kept = match param.take_post_forward_shard() {
@@ -153,7 +155,7 @@ impl AllGatherRequest {
                     parts.push(GatherPart { input, counts });
                     Gathered::Whole
                 }
-                None => add_inputs(param, &unit.pool, parts)?,
+                None => add_inputs(param, &unit.pool, &reader, parts)?,
             };
             params.push((param.clone(), gathered));
         }
@@ -162,7 +164,12 @@ impl AllGatherRequest {
 }
 
 /// Adds this rank's inputs for a parameter.
-fn add_inputs(param: &FsdpParam, pool: &Arc<Pool>, parts: &mut Vec<GatherPart>) -> Result<Gathered> {
+fn add_inputs(
+    param: &FsdpParam,
+    pool: &Arc<Pool>,
+    reader: &Arc<ShardReader>,
+    parts: &mut Vec<GatherPart>,
+) -> Result<Gathered> {
     let layout = &param.spec.layout;
     let counts = layout.counts();
     if param.is_gathered_as_stored() {
@@ -172,7 +179,7 @@ fn add_inputs(param: &FsdpParam, pool: &Arc<Pool>, parts: &mut Vec<GatherPart>) 
         };
         let input: Arc<dyn Readable> = match &param.spec.offload {
             Some(offload) => Arc::new(offload.upload(to_core_dtype(param.dtype())?)?),
-            None => match param.input_from_disk(param.dtype(), pool)? {
+            None => match param.input_from_disk(param.dtype(), reader)? {
                 Some(input) => Arc::new(input),
                 None => Arc::new(TensorMemory(param.var().as_tensor().clone())),
             },
@@ -183,7 +190,7 @@ fn add_inputs(param: &FsdpParam, pool: &Arc<Pool>, parts: &mut Vec<GatherPart>) 
     let Some(extension) = &param.spec.extension else {
         let input: Arc<dyn Readable> = match &param.spec.replica_sharding {
             Some(_) => Arc::new(TensorMemory(param.shard_in_compute_dtype()?)),
-            None => own_input(param, pool)?,
+            None => own_input(param, pool, reader)?,
         };
         parts.push(GatherPart { input, counts });
         return Ok(if layout.is_concatenation() { Gathered::Whole } else { Gathered::Concatenated });
@@ -199,12 +206,12 @@ fn add_inputs(param: &FsdpParam, pool: &Arc<Pool>, parts: &mut Vec<GatherPart>) 
 }
 
 /// Returns the values that this rank holds, in the compute dtype.
-fn own_input(param: &FsdpParam, pool: &Arc<Pool>) -> Result<Arc<dyn Readable>> {
+fn own_input(param: &FsdpParam, pool: &Arc<Pool>, reader: &Arc<ShardReader>) -> Result<Arc<dyn Readable>> {
     let dtype = to_core_dtype(param.compute_dtype())?;
     if let Some(offload) = &param.spec.offload {
         return Ok(Arc::new(offload.upload(dtype)?));
     }
-    if let Some(input) = param.input_from_disk(param.compute_dtype(), pool)? {
+    if let Some(input) = param.input_from_disk(param.compute_dtype(), reader)? {
         return Ok(Arc::new(input));
     }
     let shard = param.var().as_tensor();
@@ -364,12 +371,12 @@ impl FsdpParamGroup {
         }
         for (ranks, positions) in sets {
             let Some(replicas) = ranks.replicate() else { continue };
-            let mut parts = vec![];
+            let (mut parts, reader) = (vec![], ShardReader::new(&self.pool));
             for &position in &positions {
                 let param = &self.params()[position];
                 let sharding = param.spec.replica_sharding.as_ref();
                 let counts = sharding.map(|sharding| sharding.layout.counts()).unwrap_or_default();
-                parts.push(GatherPart { input: own_input(param, &self.pool)?, counts });
+                parts.push(GatherPart { input: own_input(param, &self.pool, &reader)?, counts });
             }
             tracing::debug!(unit = self.name(), parameters = positions.len(), "gather shards over replicas");
             let signature = self.signature(positions.iter().copied()).with_advice(REPLICA_GATHER_ADVICE);

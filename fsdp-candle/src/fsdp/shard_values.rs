@@ -5,7 +5,6 @@
 //!
 //! [`ShardedVarMap::store_on_disk`]: crate::ShardedVarMap::store_on_disk
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
@@ -14,8 +13,8 @@ use parking_lot::Mutex;
 
 use super::param::FsdpParam;
 use crate::disk::FileTensor;
-use crate::kernels::{self, Kernels, SliceMut, ViewMut};
-use crate::storage::{Memory, Pool, PooledBuffer, TensorMemory, copy_tensor, to_core_dtype, with_slice_mut};
+use crate::kernels;
+use crate::storage::{Memory, Pool, PooledBuffer, TensorMemory, copy_tensor, to_core_dtype};
 
 impl FsdpParam {
     /// Returns the values: the shard itself, or a copy of a shard on disk.
@@ -41,20 +40,6 @@ impl FsdpParam {
         self.spec.on_disk.as_ref().map_or(Ok(()), |on_disk| on_disk.set(&shard))
     }
 
-    /// Lets `f` change some elements of the shard, in one or several calls in order.
-    pub(crate) fn update_elements(
-        &self,
-        elements: Range<usize>,
-        mut f: impl FnMut(&dyn Kernels, Range<usize>, SliceMut<'_>) -> Result<()>,
-    ) -> crate::error::Result<()> {
-        let Some(on_disk) = &self.spec.on_disk else {
-            let done = with_slice_mut(self.var(), |kernels, all| f(kernels, elements.clone(), all.range(elements)?));
-            return Ok(done?);
-        };
-        let (kernels, dtype) = (kernels::of_device(self.var().device())?, to_core_dtype(self.dtype())?);
-        on_disk.update(elements, |some, bytes| Ok(f(kernels, some, SliceMut::new(dtype, ViewMut::Host(bytes)))?))
-    }
-
     /// Returns the shard as a checkpoint reads and fills it.
     pub(crate) fn memory(&self) -> Arc<dyn Memory> {
         match &self.spec.on_disk {
@@ -64,40 +49,70 @@ impl FsdpParam {
     }
 
     /// Returns a shard on disk in a dtype, for an all-gather, or `None` for a shard in memory.
-    pub(super) fn input_from_disk(&self, dtype: candle_core::DType, pool: &Arc<Pool>) -> Result<Option<ReadShard>> {
+    pub(super) fn input_from_disk(
+        &self,
+        dtype: candle_core::DType,
+        reader: &Arc<ShardReader>,
+    ) -> Result<Option<ReadShard>> {
         let dtype = to_core_dtype(dtype)?;
-        Ok(self.spec.on_disk.as_ref().map(|on_disk| ReadShard::new(on_disk, dtype, pool)))
+        Ok(self.spec.on_disk.as_ref().map(|on_disk| {
+            let mut shards = reader.shards.lock();
+            shards.push((on_disk.clone(), dtype));
+            ReadShard { at: shards.len() - 1, len: Readable::len(on_disk), dtype, reader: reader.clone() }
+        }))
     }
 }
 
-/// A shard on disk that an all-gather reads, in any dtype. It is in memory from the first read until it is dropped.
-pub(super) struct ReadShard {
-    on_disk: FileTensor,
-    dtype: DType,
+/// Reads the shards on disk of a unit, all at once: one request at a time does not use all of a disk's bandwidth.
+pub(super) struct ShardReader {
     pool: Arc<Pool>,
-    values: Mutex<Option<PooledBuffer>>,
+    /// What to read, in which dtype.
+    shards: Mutex<Vec<(FileTensor, DType)>>,
+    values: Mutex<Option<Vec<PooledBuffer>>>,
 }
 
-impl ReadShard {
-    fn new(on_disk: &FileTensor, dtype: DType, pool: &Arc<Pool>) -> Self {
-        ReadShard { on_disk: on_disk.clone(), dtype, pool: pool.clone(), values: Mutex::default() }
+impl ShardReader {
+    pub(super) fn new(pool: &Arc<Pool>) -> Arc<Self> {
+        Arc::new(ShardReader { pool: pool.clone(), shards: Mutex::default(), values: Mutex::default() })
     }
 
-    fn load(&self) -> crate::error::Result<PooledBuffer> {
+    fn load(&self) -> crate::error::Result<Vec<PooledBuffer>> {
+        let shards = self.shards.lock();
+        let tensors: Vec<&FileTensor> = shards.iter().map(|(on_disk, _)| on_disk).collect();
+        let mut values = vec![];
+        let mut outcome = Ok(());
+        for tensor in &tensors {
+            match self.pool.take(tensor.dtype(), Readable::len(*tensor)) {
+                Ok(buffer) => values.push(buffer),
+                Err(error) => outcome = Err(error.into()),
+            }
+        }
+        outcome = outcome.and_then(|()| FileTensor::copy_all(&tensors, &mut values));
         // Buffers go back to the pool also after an error.
-        let mut values = self.pool.take(Readable::dtype(&self.on_disk), self.len())?;
-        let outcome = self.on_disk.copy_to(&mut values);
-        let values = PooledBuffer::new(values, &self.pool);
+        let values: Vec<_> = values.into_iter().map(|buffer| PooledBuffer::new(buffer, &self.pool)).collect();
         outcome?;
-        if values.dtype() == self.dtype {
+        values.into_iter().zip(shards.iter()).map(|(values, (_, dtype))| self.cast(values, *dtype)).collect()
+    }
+
+    fn cast(&self, values: PooledBuffer, dtype: DType) -> crate::error::Result<PooledBuffer> {
+        if values.dtype() == dtype {
             return Ok(values);
         }
-        let mut cast = self.pool.take(self.dtype, self.len())?;
+        let mut cast = self.pool.take(dtype, values.len())?;
         let outcome = kernels::of_buffer(&values)?.cast((&*values).into(), (&mut cast).into());
         let cast = PooledBuffer::new(cast, &self.pool);
         outcome?;
         Ok(cast)
     }
+}
+
+/// A shard on disk that an all-gather reads, in any dtype. The unit's shards are in memory from the first read of one
+/// until all are dropped.
+pub(super) struct ReadShard {
+    reader: Arc<ShardReader>,
+    at: usize,
+    len: usize,
+    dtype: DType,
 }
 
 impl Readable for ReadShard {
@@ -106,16 +121,16 @@ impl Readable for ReadShard {
     }
 
     fn len(&self) -> usize {
-        Readable::len(&self.on_disk)
+        self.len
     }
 
     fn read(&self, f: &mut dyn FnMut(&[u8])) -> std::result::Result<(), String> {
-        let mut values = self.values.lock();
+        let mut values = self.reader.values.lock();
         let values = match &mut *values {
             Some(values) => values,
-            none => none.insert(self.load().map_err(|error| error.to_string())?),
+            none => none.insert(self.reader.load().map_err(|error| error.to_string())?),
         };
-        f(Buffer::bytes(values));
+        f(Buffer::bytes(&values[self.at]));
         Ok(())
     }
 }

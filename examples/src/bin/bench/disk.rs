@@ -9,6 +9,7 @@ use std::time::Instant;
 use anyhow::Context;
 use candle_core::{DType, Tensor};
 use fsdp_candle::{AdamW, AdamWConfig, FullyShard, ReduceOp, ShardedVarMap, StateOnDisk, World, fully_shard, nn};
+use memmap2::{Advice, MmapMut};
 use rustix::fs::OFlags;
 use serde::Serialize;
 
@@ -129,12 +130,12 @@ impl Transfers {
     /// Reads and writes each block once.
     fn run(&self) -> anyhow::Result<()> {
         let transfer = |first: usize| {
-            let mut memory = vec![0; self.block + ALIGN];
-            let start = memory.as_ptr().align_offset(ALIGN);
+            let mut memory = MmapMut::map_anon(self.block)?;
+            memory.advise(Advice::HugePage)?;
             let mut at = (first * self.block) as u64;
             while at < self.bytes {
                 let bytes = (self.bytes - at).min(self.block as u64) as usize;
-                let block = &mut memory[start..start + bytes];
+                let block = &mut memory[..bytes];
                 self.file.read_exact_at(block, at)?;
                 self.file.write_all_at(block, at)?;
                 at += (THREADS * self.block) as u64;

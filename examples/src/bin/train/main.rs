@@ -165,7 +165,9 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<Option<Gguf
         let Some(mut grads) = grads else { anyhow::bail!("--grad-accum is at least 1") };
         let overflowed = loss_scale.unscale(&vars, &mut grads)?;
         let norm = match (&in_backward, args.clip_grad_norm) {
-            (Some(in_backward), _) => in_backward.end(&mut optim)?,
+            (Some(in_backward), _) => {
+                in_backward.end(&mut optim).map_err(|error| checkpoints.explain_failed_step(step, error))?
+            }
             (None, 0.) => grad_norm(&vars, &grads)?,
             (None, max) => clip_grad_norm(&vars, &mut grads, max)?,
         };

@@ -1,7 +1,9 @@
 //! `--optimizer-in-backward`: the optimizer steps each unit while backward goes on, so that gradients of the whole model
-//! never exist.
+//! never exist. A step that waits for a disk runs on a thread of its own, while backward computes the next unit.
 
+use std::panic::resume_unwind;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
 
 use anyhow::bail;
 use candle_core::backprop::GradStore;
@@ -17,10 +19,16 @@ pub(crate) struct StepInBackward {
     running: Arc<Mutex<Option<Running>>>,
     /// Largest norm, if gradients are clipped.
     max_norm: Option<f64>,
+    /// Whether the optimizer waits for a disk.
+    on_disk: bool,
 }
 
 struct Running {
-    optim: Box<dyn ShardedOptimizer>,
+    /// `None` while a thread steps.
+    optim: Option<Box<dyn ShardedOptimizer>>,
+    /// The step of the unit before, with state on disk.
+    stepping: Option<JoinHandle<Stepped>>,
+    on_disk: bool,
     norm: GradNorm,
     vars: ShardedVarMap,
     /// Largest norm, and the last step's norm.
@@ -29,13 +37,37 @@ struct Running {
     failed: Option<fsdp_candle::Error>,
 }
 
+/// The optimizer, and the outcome of its step.
+type Stepped = (Box<dyn ShardedOptimizer>, fsdp_candle::Result<()>);
+
 impl Running {
+    /// Steps a unit, or begins to.
     fn step(&mut self, mut grads: GradStore) -> fsdp_candle::Result<()> {
         self.norm.add(&grads)?;
         if let Some((max, norm)) = self.clip {
             clip_grads_with_norm(&self.vars, &mut grads, max, norm)?;
         }
-        self.optim.step(&grads)
+        self.wait()?;
+        let Some(mut optim) = self.optim.take() else { return Ok(()) };
+        let step = move || {
+            let stepped = optim.step(&grads);
+            (optim, stepped)
+        };
+        if self.on_disk {
+            self.stepping = Some(std::thread::spawn(step));
+            return Ok(());
+        }
+        let (optim, stepped) = step();
+        self.optim = Some(optim);
+        stepped
+    }
+
+    /// Waits for the step of the unit before, and returns its error.
+    fn wait(&mut self) -> fsdp_candle::Result<()> {
+        let Some(thread) = self.stepping.take() else { return Ok(()) };
+        let (optim, stepped) = thread.join().unwrap_or_else(|panic| resume_unwind(panic));
+        self.optim = Some(optim);
+        stepped
     }
 }
 
@@ -58,7 +90,7 @@ impl StepInBackward {
             None => candle_core::bail!("gradients came outside of a step"),
         };
         model.set_post_accumulate_grad_hook(Some(Arc::new(step)));
-        Some(StepInBackward { running, max_norm })
+        Some(StepInBackward { running, max_norm, on_disk: args.offload.disk().is_some() })
     }
 
     /// Takes the optimizer for the next backward. The first step of a run has no last norm, and is not clipped.
@@ -69,7 +101,8 @@ impl StepInBackward {
         last_norm: Option<f64>,
     ) -> anyhow::Result<()> {
         let (norm, clip) = (GradNorm::new(vars), self.max_norm.zip(last_norm));
-        let running = Running { optim: optim.take()?, norm, vars: vars.clone(), clip, failed: None };
+        let (optim, vars, on_disk) = (Some(optim.take()?), vars.clone(), self.on_disk);
+        let running = Running { optim, stepping: None, on_disk, norm, vars, clip, failed: None };
         *self.running.lock().unwrap_or_else(PoisonError::into_inner) = Some(running);
         Ok(())
     }
@@ -77,17 +110,19 @@ impl StepInBackward {
     /// Returns the error of a backward: that of the step in it, if a step failed.
     pub(crate) fn explain(&self, error: candle_core::Error) -> anyhow::Error {
         let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
-        match running.as_mut().and_then(|running| running.failed.take()) {
+        match running.as_mut().and_then(|running| running.failed.take().or_else(|| running.wait().err())) {
             Some(own) => own.into(),
             None => error.into(),
         }
     }
 
-    /// Gives the optimizer back. Returns the norm of the gradients before clipping. Collective.
+    /// Waits for the last step, and gives the optimizer back. Returns the norm of the gradients before clipping.
+    /// Collective.
     pub(crate) fn end(&self, optim: &mut Optimizer) -> anyhow::Result<f64> {
         let running = self.running.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let Some(Running { optim: inner, norm, .. }) = running else { bail!("no step has begun") };
-        optim.give(inner);
-        Ok(norm.norm()?)
+        let Some(mut running) = running else { bail!("no step has begun") };
+        running.wait()?;
+        running.optim.into_iter().for_each(|inner| optim.give(inner));
+        Ok(running.norm.norm()?)
     }
 }

@@ -7,17 +7,17 @@ mod tests;
 
 use std::sync::Arc;
 
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 
 use super::elementwise::ShardUpdate;
 use super::state::{MomentKind, ParamState};
-use crate::disk::{StateFile, StateOnDisk};
+use crate::disk::{Access, FileRange, FileTensor, StateFile, StateOnDisk};
 use crate::error::Result;
 use crate::fsdp::FsdpParam;
-use crate::kernels::{SliceMut, ViewMut};
-use crate::storage::with_slice;
+use crate::kernels::{self, SliceMut, ViewMut};
+use crate::storage::{with_slice, with_slice_mut};
 
-use layout::{Block, Piece};
+use layout::{Block, Piece, State};
 use moment::{Extent, split};
 
 pub(super) use layout::PartKind;
@@ -61,15 +61,16 @@ impl DiskState {
                 )));
             }
             let parts = kinds.iter().map(|kind| kind.parts()).collect::<candle_core::Result<Vec<_>>>()?;
-            all.push((param.region().elements(), parts.concat()));
+            all.push((param.region().elements(), parts.concat(), param.spec.on_disk.as_ref().map(FileTensor::dtype)));
         }
-        let blocks = layout::blocks(all.iter().map(|(elements, parts)| (*elements, &parts[..])), block_bytes);
+        let states = all.iter().map(|(elements, kinds, shard)| State { elements: *elements, kinds, shard: *shard });
+        let blocks = layout::blocks(states, block_bytes);
         let rank = params.first().map_or(0, |(param, _)| param.device_mesh().rank());
-        let largest = blocks.iter().map(|block| block.bytes.end - block.bytes.start).max().unwrap_or(0);
-        let file = blocks.last().map(|last| file(rank, last.bytes.end, largest as usize)).transpose()?.map(Arc::new);
+        let largest = blocks.iter().map(|block| block.len() + block.beside).max().unwrap_or(0);
+        let file = blocks.last().map(|last| file(rank, last.bytes.end, largest)).transpose()?.map(Arc::new);
 
         let mut extents: Vec<Vec<Vec<Extent>>> = params.iter().map(|(_, kinds)| vec![vec![]; kinds.len()]).collect();
-        for Block { bytes, pieces } in &blocks {
+        for Block { bytes, pieces, .. } in &blocks {
             for Piece { state, elements, parts } in pieces {
                 let mut parts = parts.iter().map(|part| bytes.start + part.start as u64..bytes.start + part.end as u64);
                 for (kind, extents) in params[*state].1.iter().zip(&mut extents[*state]) {
@@ -83,7 +84,7 @@ impl DiskState {
             kinds.iter().zip(extents).map(moment).collect()
         });
         let moments = moments.collect();
-        let kinds = all.into_iter().map(|(_, parts)| parts).collect();
+        let kinds = all.into_iter().map(|(_, parts, _)| parts).collect();
         Ok((DiskState { file, blocks, kinds }, moments))
     }
 
@@ -99,7 +100,8 @@ impl DiskState {
     }
 
     /// Updates the parameters that have a gradient, a block at a time. `gradient` returns the gradient of a parameter,
-    /// and `update` takes the index of the parameter and some of its elements.
+    /// and `update` takes the index of the parameter and some of its elements. Shards in a file are read and written with
+    /// their moments.
     pub(super) fn step(
         &self,
         states: &[ParamState],
@@ -108,33 +110,53 @@ impl DiskState {
         update: impl Fn(&ParamState, ShardUpdate<'_>) -> candle_core::Result<()>,
     ) -> Result<()> {
         let Some(file) = &self.file else { return Ok(()) };
-        let is_updated = |block: &&Block| block.pieces.iter().any(|piece| has_gradient[piece.state]);
-        let blocks: Vec<&Block> = self.blocks.iter().filter(is_updated).collect();
-        let ranges: Vec<_> = blocks.iter().map(|block| block.bytes.clone()).collect();
+        let is_updated = |piece: &&Piece| has_gradient[piece.state];
+        let blocks: Vec<&Block> =
+            self.blocks.iter().filter(|block| block.pieces.iter().any(|piece| is_updated(&piece))).collect();
+        let shard = |piece: &Piece| states[piece.state].param.spec.on_disk.as_ref();
+        let item = |block: &&Block| {
+            let moments = FileRange { file, bytes: block.bytes.clone() };
+            let updated = block.pieces.iter().filter(is_updated);
+            let shards = updated.filter_map(|piece| Some(shard(piece)?.range(&piece.elements)));
+            std::iter::once(moments).chain(shards).collect()
+        };
+        let items: Vec<Vec<FileRange<'_>>> = blocks.iter().map(item).collect();
         // A large parameter has several blocks, one after the other.
         let mut current: Option<(usize, Tensor)> = None;
-        file.stream(&ranges, true, |at, bytes| {
+        file.stream_items(&items, Access::Update, |at, bytes| {
             let pieces = &blocks[at].pieces;
-            let mut parts = split(bytes, pieces.iter().flat_map(|piece| piece.parts.iter().cloned())).into_iter();
-            for Piece { state, elements, parts: own } in pieces {
+            let (moments, mut shards) = bytes.split_at_mut(blocks[at].len());
+            let mut parts = split(moments, pieces.iter().flat_map(|piece| piece.parts.iter().cloned())).into_iter();
+            for piece in pieces {
+                let Piece { state, elements, parts: own } = piece;
                 let mut own: Vec<_> = parts.by_ref().take(own.len()).zip(&self.kinds[*state]).collect();
-                if !has_gradient[*state] {
+                if !is_updated(&piece) {
                     continue;
                 }
                 if current.as_ref().is_none_or(|(of, _)| of != state) {
                     current = gradient(&states[*state])?.map(|gradient| (*state, gradient));
                 }
-                let Some((_, grad)) = &current else { continue };
-                states[*state].param.update_elements(elements.clone(), |kernels, some, param| {
-                    let within = some.start - elements.start..some.end - elements.start;
-                    let slices = own.iter_mut().map(|(part, kind)| {
-                        SliceMut::new(kind.dtype, ViewMut::Host(&mut part[kind.bytes_of(&within)]))
-                    });
-                    let parts = slices.collect();
+                let slices = own.iter_mut().map(|(part, kind)| SliceMut::new(kind.dtype, ViewMut::Host(part)));
+                let (parts, kernels) = (slices.collect(), kernels::of_device(&Device::Cpu)?);
+                let update = |param: SliceMut<'_>| {
+                    let Some((_, grad)) = &current else { return Ok(()) };
                     with_slice(grad, |_, grad| {
-                        update(&states[*state], ShardUpdate { kernels, param, grad: grad.range(some)?, parts })
+                        let grad = grad.range(elements.clone())?;
+                        update(&states[*state], ShardUpdate { kernels, param, grad, parts })
                     })
-                })?;
+                };
+                match shard(piece) {
+                    None => {
+                        let shard = states[*state].param.var();
+                        with_slice_mut(shard, |_, shard| update(shard.range(elements.clone())?))?;
+                    }
+                    Some(shard) => {
+                        let (own, rest) = std::mem::take(&mut shards).split_at_mut(shard.range(elements).len());
+                        shards = rest;
+                        let own = &mut own[..elements.len() * shard.dtype().size()];
+                        update(SliceMut::new(shard.dtype(), ViewMut::Host(own)))?;
+                    }
+                }
             }
             Ok(())
         })

@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor, bail};
 use fsdp_core::{Buffer, DType as CoreDType, Readable, Writable};
 
 use super::layout::PartKind;
-use crate::disk::{ALIGN, StateFile};
+use crate::disk::{ALIGN, Access, StateFile};
 use crate::error::Result;
 use crate::kernels::{self, STATE_BLOCK, Slice};
 use crate::optim::state::{MomentKind, Quantized};
@@ -60,11 +60,11 @@ impl OnDisk {
         self.kind.dtype()
     }
 
-    /// Calls `f` with the elements of each extent and their bytes, in order. Writes the bytes back if `write` is set.
-    fn each(&self, write: bool, mut f: impl FnMut(Range<usize>, Vec<&mut [u8]>) -> Result<()>) -> Result<()> {
+    /// Calls `f` with the elements of each extent and their bytes. Reads in order.
+    fn each(&self, access: Access, mut f: impl FnMut(Range<usize>, Vec<&mut [u8]>) -> Result<()>) -> Result<()> {
         let Some(file) = &self.file else { return Ok(()) };
         let ranges: Vec<_> = self.extents.iter().map(Extent::aligned).collect();
-        file.stream(&ranges, write, |at, bytes| {
+        file.stream(&ranges, access, |at, bytes| {
             let Extent { elements, parts } = &self.extents[at];
             let within = parts.iter().map(|part| {
                 let start = (part.start - ranges[at].start) as usize;
@@ -76,7 +76,7 @@ impl OnDisk {
 
     /// Calls `f` with all values in order.
     fn read_values(&self, f: &mut dyn FnMut(&[u8])) -> Result<()> {
-        self.each(false, |elements, parts| match self.kind {
+        self.each(Access::Read, |elements, parts| match self.kind {
             MomentKind::Full(_) => {
                 parts.into_iter().for_each(|part| f(part));
                 Ok(())
@@ -126,7 +126,7 @@ impl OnDisk {
             let (found, expected) = (values.elem_count(), self.elements());
             return Err(candle_core::Error::msg(format!("expected {expected} values, found {found}")).into());
         }
-        self.each(true, |elements, mut parts| {
+        self.each(Access::Update, |elements, mut parts| {
             match self.kind {
                 MomentKind::Full(_) => with_slice(&values, |kernels, all| {
                     kernels.read(all.range(elements)?, &mut |bytes| parts[0][..bytes.len()].copy_from_slice(bytes))
@@ -154,7 +154,7 @@ impl OnDisk {
         let kernels = kernels::of_device(&Device::Cpu)?;
         let witness = self.kind.parts()?.len() - 1;
         let mut total = 0.;
-        self.each(false, |_, parts| {
+        self.each(Access::Read, |_, parts| {
             let mut count = Buffer::F64(vec![0.]);
             let values = Slice::new(self.kind.parts()?[witness].dtype, fsdp_core::View::Host(&*parts[witness]));
             kernels.count_non_finite(values, (&mut count).into())?;

@@ -27,8 +27,9 @@ struct Bad {
 
 impl Bad {
     fn act(&self) -> io::Result<()> {
-        std::thread::sleep(self.takes);
         let number = self.done.fetch_add(1, Ordering::SeqCst);
+        // Later operations may end first.
+        std::thread::sleep(self.takes * (number as u32 * 3 % 4));
         match self.fails {
             Some((from, errno)) if number >= from => Err(errno.into()),
             _ => Ok(()),
@@ -54,7 +55,7 @@ type Model = FsdpModule<nn::Linear>;
 
 fn model(world: &World) -> (ShardedVarMap, Model) {
     let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", world.size())]).unwrap(), world.device());
-    let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear(100, 200, vb)).unwrap();
+    let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear(100, 400, vb)).unwrap();
     (vars, model)
 }
 
@@ -75,19 +76,23 @@ fn on_bad_disk(vars: &ShardedVarMap, fails: Option<(usize, Errno)>, takes: Durat
     ElementwiseOptimizer::in_file(groups, |params| DiskState::new(params, LEAST_BLOCK, file)).unwrap()
 }
 
-/// Shards on a disk on which reads and writes fail from a number on. The model and all steps need `operations`.
-fn steps_with_shards_on(world: &World, fails: Option<(usize, Errno)>) -> (Result<()>, usize) {
+/// Shards on a disk on which reads and writes fail from a number on. The moments are in memory or on a good disk. Returns
+/// also how many reads and writes the model and all steps did.
+fn steps_with_shards_on(world: &World, fails: Option<(usize, Errno)>, moments_on_disk: bool) -> (Result<()>, usize) {
     let bad =
         Bad { file: tempfile::tempfile().unwrap(), done: Arc::new(AtomicUsize::new(0)), fails, takes: Duration::ZERO };
     let done = bad.done.clone();
     bad.file.set_len(4 * LEAST_BLOCK as u64).unwrap();
-    let file = StateFile::new(Box::new(bad), "/bad".as_ref(), world.rank(), 4 * LEAST_BLOCK as u64, LEAST_BLOCK);
+    let file = StateFile::new(Box::new(bad), "/shards".as_ref(), world.rank(), 4 * LEAST_BLOCK as u64, LEAST_BLOCK);
     let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", world.size())]).unwrap(), world.device());
     vars.store_in(Arc::new(file.unwrap()));
     let run = || {
-        let build = |vb| nn::linear(100, 200, vb);
+        let build = |vb| nn::linear(100, 400, vb);
         let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), build)?;
-        let mut optim = AdamW::new(vars.trainable(), AdamWConfig::default())?;
+        let mut optim = match moments_on_disk {
+            true => on_bad_disk(&vars, None, Duration::ZERO),
+            false => AdamW::new(vars.trainable(), AdamWConfig::default())?,
+        };
         (0..2).try_for_each(|_| step(&mut optim, &model))
     };
     (run(), done.load(Ordering::SeqCst))
@@ -95,9 +100,9 @@ fn steps_with_shards_on(world: &World, fails: Option<(usize, Errno)>) -> (Result
 
 #[test]
 fn any_failed_read_or_write_of_a_shard_ends_the_step_with_an_error() {
-    for ranks in [1, 2] {
+    for (ranks, moments_on_disk) in [(1, false), (2, false), (1, true), (2, true)] {
         let operations = local::run(ranks, |group| {
-            let (outcome, operations) = steps_with_shards_on(&World::of(group), None);
+            let (outcome, operations) = steps_with_shards_on(&World::of(group), None, moments_on_disk);
             outcome.unwrap();
             operations
         });
@@ -107,10 +112,10 @@ fn any_failed_read_or_write_of_a_shard_ends_the_step_with_an_error() {
             local::run(ranks, |group| {
                 let world = World::of(group);
                 let fails = (world.rank() == 0).then_some((at, errno));
-                let outcome = steps_with_shards_on(&world, fails).0;
+                let outcome = steps_with_shards_on(&world, fails, moments_on_disk).0;
                 if world.rank() == 0 {
                     let error = outcome.unwrap_err().to_string();
-                    assert!(error.contains("rank 0, state on disk in /bad: can't "), "{at}: {error}");
+                    assert!(error.contains("rank 0, state on disk in /shards: can't "), "{at}: {error}");
                     assert!(error.contains(&io::Error::from(errno).to_string()), "{at}: {error}");
                 }
             });
@@ -234,18 +239,18 @@ fn files_have_no_name_and_keep_what_is_written() {
             bytes.fill(at as u8 + round);
             Ok(())
         };
-        file.stream(&ranges, true, filled).unwrap();
+        file.stream(&ranges, Access::Update, filled).unwrap();
     }
-    file.stream(&[], true, |_, _| panic!("there is no range")).unwrap();
+    file.stream(&[], Access::Update, |_, _| panic!("there is no range")).unwrap();
     // A read does not write back.
     let scratched = |_: usize, bytes: &mut [u8]| {
         bytes.fill(9);
         Ok(())
     };
-    file.stream(&ranges[1..], false, scratched).unwrap();
+    file.stream(&ranges[1..], Access::Read, scratched).unwrap();
     let kept = |_: usize, bytes: &mut [u8]| {
         assert_eq!(bytes[0], 3);
         Ok(())
     };
-    file.stream(&ranges[1..2], false, kept).unwrap();
+    file.stream(&ranges[1..2], Access::Read, kept).unwrap();
 }
