@@ -40,8 +40,7 @@ impl FileTensor {
         self.dtype
     }
 
-    /// Returns the bytes of some elements, and of what is between them and the next pages. The first element is a
-    /// multiple of the elements of a page.
+    /// Returns the pages of some elements. The first element begins a page.
     pub(crate) fn range(&self, elements: &Range<usize>) -> FileRange<'_> {
         let at = |element: usize| self.start + (element * self.dtype.size()) as u64;
         FileRange { file: &self.file, bytes: at(elements.start)..at(elements.end).next_multiple_of(ALIGN as u64) }

@@ -66,7 +66,7 @@ impl FsdpParam {
 /// Reads the shards on disk of a unit, all at once: one request at a time does not use all of a disk's bandwidth.
 pub(super) struct ShardReader {
     pool: Arc<Pool>,
-    /// What to read, in which dtype.
+    /// Shards to read, each with the dtype of its copy.
     shards: Mutex<Vec<(FileTensor, DType)>>,
     values: Mutex<Option<Vec<PooledBuffer>>>,
 }
