@@ -37,8 +37,8 @@ pub(crate) struct Offload {
 /// A reduced gradient on the host.
 #[derive(Default)]
 struct HostGradient {
-    sink: Option<Box<dyn HostMemory>>,
-    /// Whether the sink holds a gradient that is not yet added to `sum`.
+    memory: Option<Box<dyn HostMemory>>,
+    /// Whether the memory holds a gradient that is not yet added to `sum`.
     is_pending: bool,
     sum: Option<Buffer>,
 }
@@ -104,12 +104,12 @@ impl Offload {
         let mut own = self.gradient.lock();
         // The copy of an earlier backward may still be in the memory that this copy needs.
         own.accumulate()?;
-        let sink = match own.sink.take() {
-            Some(sink) => Some(sink),
+        let memory = match own.memory.take() {
+            Some(memory) => Some(memory),
             None => self.kernels.host_memory(self.dtype, self.len, self.page_locked)?,
         };
-        let Some(mut sink) = sink else { bail!("gradients can't be copied from the host to the host") };
-        let copying = match sink.download((&gradient).into()) {
+        let Some(mut memory) = memory else { bail!("gradients can't be copied from the host to the host") };
+        let copying = match memory.download((&gradient).into()) {
             Ok(copying) => copying,
             Err(error) => {
                 self.downloads.pool.give(gradient);
@@ -117,11 +117,11 @@ impl Offload {
             }
         };
         self.downloads.pending.lock().push((copying, gradient));
-        (own.sink, own.is_pending) = (Some(sink), true);
+        (own.memory, own.is_pending) = (Some(memory), true);
         if !self.page_locked {
             // The copy is done, and its memory is worth more than allocating it again costs.
             own.accumulate()?;
-            own.sink = None;
+            own.memory = None;
         }
         Ok(())
     }
@@ -152,8 +152,8 @@ impl HostGradient {
         if !std::mem::take(&mut self.is_pending) {
             return Ok(());
         }
-        let Some(sink) = &self.sink else { return Ok(()) };
-        let (host, more) = (kernels::of_device(&Device::Cpu)?, sink.values()?);
+        let Some(memory) = &self.memory else { return Ok(()) };
+        let (host, more) = (kernels::of_device(&Device::Cpu)?, memory.values()?);
         match &mut self.sum {
             Some(sum) => host.add(sum.into(), more),
             None => {
