@@ -8,6 +8,7 @@ mod direct;
 mod file;
 mod stream;
 mod tensor;
+mod values;
 
 use std::path::{Path, PathBuf};
 
@@ -17,6 +18,7 @@ pub(crate) use direct::{ALIGN, AlignedBuffer, Disk, bypass_page_cache};
 pub(crate) use file::StateFile;
 pub(crate) use stream::{Access, BLOCKS, FileRange};
 pub(crate) use tensor::FileTensor;
+pub(crate) use values::{FileMemory, FileValues, count_non_finite};
 
 /// A directory for state, instead of memory: optimizer state ([`crate::ElementwiseOptimizer::on_disk`]) or shards
 /// ([`crate::ShardedVarMap::store_on_disk`]).

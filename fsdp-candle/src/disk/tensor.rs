@@ -3,13 +3,13 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use candle_core::{Device, Tensor};
-use fsdp_core::{Buffer, DType as CoreDType, Readable, View, Writable};
+use candle_core::Tensor;
+use fsdp_core::{Buffer, DType as CoreDType};
 
+use super::values::{FileValues, count_non_finite};
 use super::{ALIGN, Access, FileRange, StateFile};
 use crate::error::Result;
-use crate::kernels::{self, Slice};
-use crate::storage::{TensorMemory, to_core_dtype, to_tensor, with_slice};
+use crate::storage::{to_core_dtype, with_slice};
 
 /// A contiguous tensor in a file. Clones are the same tensor.
 #[derive(Clone, Debug)]
@@ -32,12 +32,9 @@ impl FileTensor {
         Ok(tensor)
     }
 
-    fn elements(&self) -> usize {
+    /// Returns the number of elements.
+    pub(crate) fn len(&self) -> usize {
         self.shape.iter().product()
-    }
-
-    pub(crate) fn dtype(&self) -> CoreDType {
-        self.dtype
     }
 
     /// Returns the pages of some elements. The first element begins a page.
@@ -48,7 +45,7 @@ impl FileTensor {
 
     /// Returns the elements of each block.
     fn blocks(&self) -> impl Iterator<Item = Range<usize>> {
-        let (most, elements) = (self.file.block_bytes() / self.dtype.size(), self.elements());
+        let (most, elements) = (self.file.block_bytes() / self.dtype.size(), self.len());
         (0..elements).step_by(most).map(move |start| start..elements.min(start + most))
     }
 
@@ -58,14 +55,6 @@ impl FileTensor {
         let ranges: Vec<Range<u64>> = blocks.iter().map(|block| self.range(block).bytes).collect();
         self.file.stream(&ranges, access, |at, bytes| {
             f(blocks[at].clone(), &mut bytes[..blocks[at].len() * self.dtype.size()])
-        })
-    }
-
-    /// Calls `f` with the bytes of all elements, in order.
-    fn read_values(&self, mut f: impl FnMut(&[u8])) -> Result<()> {
-        self.each(Access::Read, |_, bytes| {
-            f(bytes);
-            Ok(())
         })
     }
 
@@ -85,16 +74,34 @@ impl FileTensor {
         })
     }
 
-    /// Returns a copy of the values.
-    pub(crate) fn tensor(&self) -> Result<Tensor> {
-        let mut values = [Buffer::try_zeros(self.dtype, self.elements())?];
-        FileTensor::copy_all(&[self], &mut values)?;
-        let [values] = values;
-        Ok(to_tensor(values, &self.shape, &Device::Cpu)?)
+    /// Returns the number of values that are not finite.
+    pub(crate) fn count_non_finite(&self) -> Result<f64> {
+        let mut total = 0.;
+        self.each(Access::Read, |_, bytes| {
+            total += count_non_finite(self.dtype, bytes)?;
+            Ok(())
+        })?;
+        Ok(total)
+    }
+}
+
+impl FileValues for FileTensor {
+    fn dtype(&self) -> CoreDType {
+        self.dtype
     }
 
-    /// Writes the values of a contiguous tensor of the same shape and dtype in host memory.
-    pub(crate) fn set(&self, values: &Tensor) -> Result<()> {
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn read_values(&self, f: &mut dyn FnMut(&[u8])) -> Result<()> {
+        self.each(Access::Read, |_, bytes| {
+            f(bytes);
+            Ok(())
+        })
+    }
+
+    fn set(&self, values: &Tensor) -> Result<()> {
         if values.dims() != self.shape || to_core_dtype(values.dtype())? != self.dtype {
             let (dims, dtype) = (values.dims(), values.dtype());
             let message = format!("expected {:?} {}, found {dims:?} {dtype:?}", self.shape, self.dtype);
@@ -105,55 +112,5 @@ impl FileTensor {
                 kernels.read(all.range(elements)?, &mut |from| bytes.copy_from_slice(from))
             })?)
         })
-    }
-
-    /// Returns the number of values that are not finite.
-    pub(crate) fn count_non_finite(&self) -> Result<f64> {
-        let kernels = kernels::of_device(&Device::Cpu)?;
-        let mut total = 0.;
-        self.each(Access::Read, |_, bytes| {
-            let mut count = Buffer::F64(vec![0.]);
-            kernels.count_non_finite(Slice::new(self.dtype, View::Host(&*bytes)), (&mut count).into())?;
-            if let Buffer::F64(count) = count {
-                total += count[0];
-            }
-            Ok(())
-        })?;
-        Ok(total)
-    }
-}
-
-impl Readable for FileTensor {
-    fn dtype(&self) -> CoreDType {
-        self.dtype
-    }
-
-    fn len(&self) -> usize {
-        self.elements()
-    }
-
-    fn read(&self, f: &mut dyn FnMut(&[u8])) -> Result<(), String> {
-        TensorMemory(self.tensor().map_err(|error| error.to_string())?).read(f)
-    }
-
-    fn read_pieces(&self, f: &mut dyn FnMut(&[u8])) -> Result<(), String> {
-        self.read_values(f).map_err(|error| error.to_string())
-    }
-}
-
-impl Writable for FileTensor {
-    fn dtype(&self) -> CoreDType {
-        self.dtype
-    }
-
-    fn len(&self) -> usize {
-        self.elements()
-    }
-
-    /// Holds all values in memory meanwhile.
-    fn write(&self, f: &mut dyn FnMut(&mut [u8])) -> Result<(), String> {
-        let values = self.tensor().map_err(|error| error.to_string())?;
-        TensorMemory(values.clone()).write(f)?;
-        self.set(&values).map_err(|error| error.to_string())
     }
 }

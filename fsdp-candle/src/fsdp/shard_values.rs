@@ -12,7 +12,7 @@ use fsdp_core::{Allocator, Buffer, DType, Readable};
 use parking_lot::Mutex;
 
 use super::param::FsdpParam;
-use crate::disk::FileTensor;
+use crate::disk::{FileMemory, FileTensor, FileValues};
 use crate::kernels;
 use crate::storage::{Memory, Pool, PooledBuffer, TensorMemory, copy_tensor, to_core_dtype};
 
@@ -43,7 +43,7 @@ impl FsdpParam {
     /// Returns the shard as a checkpoint reads and fills it.
     pub(crate) fn memory(&self) -> Arc<dyn Memory> {
         match &self.spec.on_disk {
-            Some(on_disk) => Arc::new(on_disk.clone()),
+            Some(on_disk) => Arc::new(FileMemory(on_disk.clone())),
             None => Arc::new(TensorMemory(self.var().as_tensor().clone())),
         }
     }
@@ -58,7 +58,7 @@ impl FsdpParam {
         Ok(self.spec.on_disk.as_ref().map(|on_disk| {
             let mut shards = reader.shards.lock();
             shards.push((on_disk.clone(), dtype));
-            ReadShard { at: shards.len() - 1, len: Readable::len(on_disk), dtype, reader: reader.clone() }
+            ReadShard { at: shards.len() - 1, len: on_disk.len(), dtype, reader: reader.clone() }
         }))
     }
 }
@@ -82,7 +82,7 @@ impl ShardReader {
         let mut values = vec![];
         let mut outcome = Ok(());
         for tensor in &tensors {
-            match self.pool.take(tensor.dtype(), Readable::len(*tensor)) {
+            match self.pool.take(tensor.dtype(), tensor.len()) {
                 Ok(buffer) => values.push(buffer),
                 Err(error) => outcome = Err(error.into()),
             }

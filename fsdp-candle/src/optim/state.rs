@@ -6,6 +6,7 @@ use candle_core::{DType, Tensor};
 use fsdp_core::{DType as CoreDType, Readable, Writable};
 
 use super::disk::{OnDisk, PartKind};
+use crate::disk::{FileMemory, FileValues};
 use crate::error::{Error, Result};
 use crate::fsdp::FsdpParam;
 use crate::kernels::{self, EightBits, STATE_BLOCK};
@@ -147,7 +148,7 @@ impl Moment {
         match self {
             Moment::Full(tensor) => tensor.dtype(),
             Moment::Quantized(_) => DType::F32,
-            Moment::OnDisk(moment) => moment.dtype(),
+            Moment::OnDisk(moment) => moment.kind().dtype(),
         }
     }
 
@@ -165,7 +166,7 @@ impl Moment {
         match self {
             Moment::Full(tensor) => Arc::new(TensorMemory(tensor.clone())),
             Moment::Quantized(quantized) => Arc::new(quantized.clone()),
-            Moment::OnDisk(moment) => Arc::new(moment.clone()),
+            Moment::OnDisk(moment) => Arc::new(FileMemory(moment.clone())),
         }
     }
 

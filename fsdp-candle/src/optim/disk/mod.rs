@@ -11,7 +11,7 @@ use candle_core::{Device, Tensor};
 
 use super::elementwise::ShardUpdate;
 use super::state::{MomentKind, ParamState};
-use crate::disk::{Access, FileRange, FileTensor, StateFile, StateOnDisk};
+use crate::disk::{Access, FileRange, FileValues, StateFile, StateOnDisk};
 use crate::error::Result;
 use crate::fsdp::FsdpParam;
 use crate::kernels::{self, SliceMut, ViewMut};
@@ -61,7 +61,7 @@ impl DiskState {
                 )));
             }
             let parts = kinds.iter().map(|kind| kind.parts()).collect::<candle_core::Result<Vec<_>>>()?;
-            all.push((param.region().elements(), parts.concat(), param.spec.on_disk.as_ref().map(FileTensor::dtype)));
+            all.push((param.region().elements(), parts.concat(), param.spec.on_disk.as_ref().map(FileValues::dtype)));
         }
         let states = all.iter().map(|(elements, kinds, shard)| State { elements: *elements, kinds, shard: *shard });
         let blocks = layout::blocks(states, block_bytes);

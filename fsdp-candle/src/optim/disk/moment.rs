@@ -3,15 +3,15 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor, bail};
-use fsdp_core::{Buffer, DType as CoreDType, Readable, Writable};
+use candle_core::{Device, Tensor, bail};
+use fsdp_core::{DType as CoreDType, Readable, Writable};
 
 use super::layout::PartKind;
-use crate::disk::{ALIGN, Access, StateFile};
+use crate::disk::{ALIGN, Access, FileValues, StateFile, count_non_finite};
 use crate::error::Result;
-use crate::kernels::{self, STATE_BLOCK, Slice};
+use crate::kernels::STATE_BLOCK;
 use crate::optim::state::{MomentKind, Quantized};
-use crate::storage::{TensorMemory, to_core_dtype, to_tensor, with_slice};
+use crate::storage::{TensorMemory, to_core_dtype, with_slice};
 
 /// A moment in a file.
 #[derive(Clone, Debug)]
@@ -49,15 +49,15 @@ impl OnDisk {
         self.shape.iter().product()
     }
 
+    /// Returns the kind, which has the dtype of the values.
+    pub(crate) fn kind(&self) -> MomentKind {
+        self.kind
+    }
+
     /// Returns the bytes in the file.
     pub(crate) fn bytes(&self) -> u64 {
         let parts = self.extents.iter().flat_map(|extent| &extent.parts);
         parts.map(|part| part.end - part.start).sum()
-    }
-
-    /// Returns the dtype of the values.
-    pub(crate) fn dtype(&self) -> DType {
-        self.kind.dtype()
     }
 
     /// Calls `f` with the elements of each extent and their bytes. Reads in order.
@@ -71,17 +71,6 @@ impl OnDisk {
                 start..start + (part.end - part.start) as usize
             });
             f(elements.clone(), split(bytes, within))
-        })
-    }
-
-    /// Calls `f` with all values in order.
-    fn read_values(&self, f: &mut dyn FnMut(&[u8])) -> Result<()> {
-        self.each(Access::Read, |elements, parts| match self.kind {
-            MomentKind::Full(_) => {
-                parts.into_iter().for_each(|part| f(part));
-                Ok(())
-            }
-            MomentKind::Quantized(_) => Ok(self.decode(elements.len(), &parts, f)?),
         })
     }
 
@@ -107,21 +96,40 @@ impl OnDisk {
         }
     }
 
-    /// Returns a copy of the values.
-    pub(crate) fn tensor(&self) -> Result<Tensor> {
-        let mut values = Buffer::try_zeros(to_core_dtype(self.dtype())?, self.elements())?;
-        let bytes = values.bytes_mut();
-        let mut done = 0;
-        self.read_values(&mut |piece| {
-            bytes[done..done + piece.len()].copy_from_slice(piece);
-            done += piece.len();
+    /// Returns the number of values, or scales of 8-bit values, that are not finite.
+    pub(crate) fn count_non_finite(&self) -> Result<f64> {
+        let witness = self.kind.parts()?.len() - 1;
+        let dtype = self.kind.parts()?[witness].dtype;
+        let mut total = 0.;
+        self.each(Access::Read, |_, parts| {
+            total += count_non_finite(dtype, parts[witness])?;
+            Ok(())
         })?;
-        Ok(to_tensor(values, &self.shape, &Device::Cpu)?)
+        Ok(total)
+    }
+}
+
+impl FileValues for OnDisk {
+    fn dtype(&self) -> CoreDType {
+        to_core_dtype(self.kind.dtype()).unwrap_or(CoreDType::F32)
     }
 
-    /// Writes the values of a tensor of the same shape and dtype.
-    pub(crate) fn set(&self, values: &Tensor) -> Result<()> {
-        let values = values.to_device(&Device::Cpu)?.to_dtype(self.dtype())?.contiguous()?.flatten_all()?;
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn read_values(&self, f: &mut dyn FnMut(&[u8])) -> Result<()> {
+        self.each(Access::Read, |elements, parts| match self.kind {
+            MomentKind::Full(_) => {
+                parts.into_iter().for_each(|part| f(part));
+                Ok(())
+            }
+            MomentKind::Quantized(_) => Ok(self.decode(elements.len(), &parts, f)?),
+        })
+    }
+
+    fn set(&self, values: &Tensor) -> Result<()> {
+        let values = values.to_device(&Device::Cpu)?.to_dtype(self.kind.dtype())?.contiguous()?.flatten_all()?;
         if values.elem_count() != self.elements() {
             let (found, expected) = (values.elem_count(), self.elements());
             return Err(candle_core::Error::msg(format!("expected {expected} values, found {found}")).into());
@@ -147,23 +155,6 @@ impl OnDisk {
             }
             Ok(())
         })
-    }
-
-    /// Returns the number of values, or scales of 8-bit values, that are not finite.
-    pub(crate) fn count_non_finite(&self) -> Result<f64> {
-        let kernels = kernels::of_device(&Device::Cpu)?;
-        let witness = self.kind.parts()?.len() - 1;
-        let mut total = 0.;
-        self.each(Access::Read, |_, parts| {
-            let mut count = Buffer::F64(vec![0.]);
-            let values = Slice::new(self.kind.parts()?[witness].dtype, fsdp_core::View::Host(&*parts[witness]));
-            kernels.count_non_finite(values, (&mut count).into())?;
-            if let Buffer::F64(count) = count {
-                total += count[0];
-            }
-            Ok(())
-        })?;
-        Ok(total)
     }
 }
 
@@ -191,39 +182,4 @@ pub(super) fn split(bytes: &mut [u8], ranges: impl Iterator<Item = Range<usize>>
 
 fn copy_into(tensor: &Tensor, from: &[u8]) -> candle_core::Result<()> {
     TensorMemory(tensor.clone()).write(&mut |bytes| bytes.copy_from_slice(from)).map_err(candle_core::Error::msg)
-}
-
-impl Readable for OnDisk {
-    fn dtype(&self) -> CoreDType {
-        to_core_dtype(self.dtype()).unwrap_or(CoreDType::F32)
-    }
-
-    fn len(&self) -> usize {
-        self.elements()
-    }
-
-    fn read(&self, f: &mut dyn FnMut(&[u8])) -> Result<(), String> {
-        TensorMemory(self.tensor().map_err(|error| error.to_string())?).read(f)
-    }
-
-    fn read_pieces(&self, f: &mut dyn FnMut(&[u8])) -> Result<(), String> {
-        self.read_values(f).map_err(|error| error.to_string())
-    }
-}
-
-impl Writable for OnDisk {
-    fn dtype(&self) -> CoreDType {
-        Readable::dtype(self)
-    }
-
-    fn len(&self) -> usize {
-        self.elements()
-    }
-
-    /// Holds all values in memory meanwhile.
-    fn write(&self, f: &mut dyn FnMut(&mut [u8])) -> Result<(), String> {
-        let values = self.tensor().map_err(|error| error.to_string())?;
-        TensorMemory(values.clone()).write(f)?;
-        self.set(&values).map_err(|error| error.to_string())
-    }
 }
