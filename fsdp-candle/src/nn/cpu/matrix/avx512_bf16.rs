@@ -22,9 +22,11 @@ const COLS: usize = 2 * LANES;
 const LANES: usize = 16;
 /// Pairs that a tile adds before it writes its sums. Fewer would write the sums more often.
 const PAIRS: usize = 384;
-/// Rows and columns of packed blocks, which take 252 KiB and 1.5 MiB.
+/// Rows and columns of the blocks that a product goes through, which take 252 KiB and 1.5 MiB.
 const BLOCK_ROWS: usize = 12 * ROWS;
 const BLOCK_COLS: usize = 32 * COLS;
+/// Rows that are packed at once. More would pack the columns less often.
+const PACKED_ROWS: usize = 8 * BLOCK_ROWS;
 
 /// Returns whether this processor has the instructions.
 pub(super) fn is_available() -> bool {
@@ -62,25 +64,29 @@ pub(super) fn multiply(dst: MatMut<'_>, accumulate: bool, lhs: Mat<'_>, rhs: Mat
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 fn multiply_here(dst: MatMut<'_>, accumulate: bool, lhs: Mat<'_>, rhs: Mat<'_>) {
     let MatMut { rows, cols, .. } = dst;
-    // Blocks of about equal size, in whole tiles.
-    let block_rows = rows.div_ceil(rows.div_ceil(BLOCK_ROWS).max(1)).next_multiple_of(ROWS).max(ROWS);
     let pairs = PAIRS.min(lhs.cols.div_ceil(2));
     let (mut left, mut right) = (Vec::new(), Vec::new());
-    left.reserve_exact(block_rows * pairs);
+    left.reserve_exact(PACKED_ROWS.min(rows.next_multiple_of(ROWS)) * pairs);
     right.reserve_exact(BLOCK_COLS.min(cols.next_multiple_of(COLS)) * pairs);
-    for block_cols in blocks(0..cols, BLOCK_COLS) {
-        // Without terms, one step writes zeros.
-        for depth in blocks(0..lhs.cols.max(1), 2 * PAIRS) {
-            let depth = depth.start..depth.end.min(lhs.cols);
-            let pairs = depth.len().div_ceil(2);
-            let right = pack::<COLS>(right.spare_capacity_mut(), rhs.part(depth.clone(), block_cols.clone()).t());
-            for block_rows in blocks(0..rows, block_rows) {
-                let left = pack::<ROWS>(left.spare_capacity_mut(), lhs.part(block_rows.clone(), depth.clone()));
-                for (i, to_cols) in blocks(block_cols.clone(), COLS).enumerate() {
-                    let right = &right[i * COLS * pairs..][..COLS * pairs];
-                    for (j, to_rows) in blocks(block_rows.clone(), ROWS).enumerate() {
-                        let sums = tile(&left[j * ROWS * pairs..][..ROWS * pairs], right);
-                        write(&dst, to_rows, to_cols.clone(), accumulate || depth.start > 0, &sums);
+    // Without terms, one step writes zeros.
+    let depths = blocks(0..lhs.cols.max(1), 2 * PAIRS).map(|depth| depth.start..depth.end.min(lhs.cols));
+    for depth in depths {
+        let pairs = depth.len().div_ceil(2);
+        for packed_rows in blocks(0..rows, PACKED_ROWS) {
+            let left = pack::<ROWS>(left.spare_capacity_mut(), lhs.part(packed_rows.clone(), depth.clone()));
+            let count = packed_rows.len().div_ceil(BLOCK_ROWS);
+            // Blocks of about equal size, in whole tiles.
+            let block_rows = packed_rows.len().div_ceil(count).next_multiple_of(ROWS);
+            for block_cols in blocks(0..cols, BLOCK_COLS) {
+                let right = pack::<COLS>(right.spare_capacity_mut(), rhs.part(depth.clone(), block_cols.clone()).t());
+                for block_rows in blocks(packed_rows.clone(), block_rows) {
+                    let left = &left[(block_rows.start - packed_rows.start) * pairs..];
+                    for (i, to_cols) in blocks(block_cols.clone(), COLS).enumerate() {
+                        let right = &right[i * COLS * pairs..][..COLS * pairs];
+                        for (j, to_rows) in blocks(block_rows.clone(), ROWS).enumerate() {
+                            let sums = tile(&left[j * ROWS * pairs..][..ROWS * pairs], right);
+                            write(&dst, to_rows, to_cols.clone(), accumulate || depth.start > 0, &sums);
+                        }
                     }
                 }
             }
@@ -94,76 +100,106 @@ fn blocks(range: Range<usize>, size: usize) -> impl Iterator<Item = Range<usize>
 }
 
 /// Packs a matrix in panels of `WIDTH` rows, each with the pairs of its columns one after the other. Missing rows of the
-/// last panel, and the missing second value of an odd number of columns, become zeros. Returns the packed panels.
+/// last panel become any values, and the missing second value of an odd number of columns a zero. Returns the packed
+/// panels.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 fn pack<'p, const WIDTH: usize>(packed: &'p mut [MaybeUninit<u32>], from: Mat<'_>) -> &'p [u32] {
-    let pairs = from.cols.div_ceil(2);
-    let packed = &mut packed[..from.rows.div_ceil(WIDTH) * WIDTH * pairs];
-    for (i, rows) in blocks(0..from.rows, WIDTH).enumerate() {
-        let panel = &mut packed[i * WIDTH * pairs..][..WIDTH * pairs];
-        for at in (0..WIDTH).step_by(LANES) {
-            let of_panel = WIDTH.min(at + LANES) - at;
-            let rows = rows.end.min(rows.start + at)..rows.end.min(rows.start + at + of_panel);
-            let mut store_at = |pair: usize, values| store(&mut panel[pair * WIDTH + at..][..of_panel], values);
-            match from.data {
-                _ if from.col_stride == 1 => {
-                    for cols in blocks(0..from.cols, 2 * LANES) {
-                        let mut lines = [_mm512_setzero_si512(); LANES];
-                        for (line, row) in lines.iter_mut().zip(rows.clone()) {
-                            *line = from.along_row(row, cols.clone());
-                        }
-                        for (i, values) in transposed(lines).into_iter().take(cols.len().div_ceil(2)).enumerate() {
-                            store_at(cols.start / 2 + i, values);
-                        }
-                    }
-                }
-                Data::F32(values) if from.row_stride == 1 => {
-                    let column = |col: usize| rounded(load(&values[col * from.col_stride..][rows.clone()]));
-                    pack_columns(from.cols, column, store_at);
-                }
-                Data::Bf16(values) if from.row_stride == 1 => {
-                    let column = |col: usize| load_halves(&values[col * from.col_stride..][rows.clone()]);
-                    pack_columns(from.cols, column, store_at);
-                }
-                _ => {
-                    let column = |col: usize| {
-                        let mut values = [bf16::ZERO; LANES];
-                        values.iter_mut().zip(rows.clone()).for_each(|(to, row)| *to = from.at(row, col));
-                        load_halves(&values)
-                    };
-                    pack_columns(from.cols, column, store_at);
-                }
-            }
+    let packed = &mut packed[..from.rows.next_multiple_of(WIDTH) * from.cols.div_ceil(2)];
+    match from.data {
+        _ if from.col_stride == 1 => pack_rows::<WIDTH>(packed, from),
+        Data::F32(values) if from.row_stride == 1 => {
+            let column = |col: usize, rows| load(&values[col * from.col_stride..][rows]);
+            pack_columns::<WIDTH>(packed, from, |col, rows| {
+                let second = if col + 1 < from.cols { column(col + 1, rows.clone()) } else { _mm512_setzero_ps() };
+                let halves = bits_of(_mm512_cvtne2ps_pbh(second, column(col, rows)));
+                _mm512_permutexvar_epi16(alternating(LANES), halves)
+            });
         }
+        Data::Bf16(values) if from.row_stride == 1 => {
+            let column = |col: usize, rows| load_halves(&values[col * from.col_stride..][rows]);
+            pack_columns::<WIDTH>(packed, from, |col, rows| {
+                let second = if col + 1 < from.cols { column(col + 1, rows.clone()) } else { _mm512_setzero_si512() };
+                _mm512_permutex2var_epi16(column(col, rows), alternating(2 * LANES), second)
+            });
+        }
+        _ => pack_columns::<WIDTH>(packed, from, |col, rows| {
+            let mut pairs = [[bf16::ZERO; 2]; LANES];
+            for (pair, row) in pairs.iter_mut().zip(rows) {
+                let second = if col + 1 < from.cols { from.at(row, col + 1) } else { bf16::ZERO };
+                *pair = [from.at(row, col), second];
+            }
+            load_halves(pairs.as_flattened())
+        }),
     }
     // SAFETY: each of the panels' pairs was stored.
     unsafe { &*(std::ptr::from_ref::<[MaybeUninit<u32>]>(packed) as *const [u32]) }
 }
 
-/// Stores the pairs of all columns.
+/// Packs a matrix whose columns are adjacent.
 #[inline]
-#[target_feature(enable = "avx512f")]
-fn pack_columns(cols: usize, column: impl Fn(usize) -> __m256i, mut store_at: impl FnMut(usize, __m512i)) {
-    for pair in 0..cols.div_ceil(2) {
-        let first = column(2 * pair);
-        let second = if 2 * pair + 1 < cols { column(2 * pair + 1) } else { _mm256_setzero_si256() };
-        store_at(pair, paired(first, second));
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+fn pack_rows<const WIDTH: usize>(packed: &mut [MaybeUninit<u32>], from: Mat<'_>) {
+    let pairs = from.cols.div_ceil(2);
+    for (i, rows) in blocks(0..from.rows, WIDTH).enumerate() {
+        let panel = &mut packed[i * WIDTH * pairs..][..WIDTH * pairs];
+        for at in (0..WIDTH).step_by(LANES) {
+            let width = LANES.min(WIDTH - at);
+            for cols in blocks(0..from.cols, 2 * LANES) {
+                let mut lines = [_mm512_setzero_si512(); LANES];
+                for (i, line) in lines.iter_mut().enumerate() {
+                    *line = from.along_row((rows.start + at + i).min(from.rows - 1), cols.clone());
+                }
+                let columns = transposed(lines);
+                for (i, &pairs) in columns.iter().enumerate() {
+                    if 2 * i < cols.len() {
+                        store(&mut panel[(cols.start / 2 + i) * WIDTH + at..][..width], pairs);
+                    }
+                }
+            }
+        }
     }
 }
 
-/// Returns the pairs of two columns.
+/// Packs a matrix by a function that returns the pairs of a column and the next one, of up to 16 rows.
+///
+/// Goes through all rows of a few columns, and then of the next ones. Rows may be adjacent, and a column far from the
+/// next: all columns of a few rows could take more lines of a cache set than it has.
 #[inline]
-#[target_feature(enable = "avx512f")]
-fn paired(first: __m256i, second: __m256i) -> __m512i {
-    _mm512_or_si512(_mm512_cvtepu16_epi32(first), _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(second)))
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+fn pack_columns<const WIDTH: usize>(
+    packed: &mut [MaybeUninit<u32>],
+    from: Mat<'_>,
+    pairs_of: impl Fn(usize, Range<usize>) -> __m512i,
+) {
+    let pairs = from.cols.div_ceil(2);
+    for some in blocks(0..pairs, LANES) {
+        for (i, rows) in blocks(0..from.rows, WIDTH).enumerate() {
+            let panel = &mut packed[i * WIDTH * pairs..][..WIDTH * pairs];
+            for at in (0..WIDTH).step_by(LANES) {
+                let width = LANES.min(WIDTH - at);
+                let rows = rows.end.min(rows.start + at)..rows.end.min(rows.start + at + width);
+                for pair in some.clone() {
+                    store(&mut panel[pair * WIDTH + at..][..width], pairs_of(2 * pair, rows.clone()));
+                }
+            }
+        }
+    }
 }
 
-/// Rounds to bf16.
+/// Returns indices that take a value from the start and one from `second` in turn.
 #[inline]
-#[target_feature(enable = "avx512f,avx512bf16")]
-fn rounded(values: __m512) -> __m256i {
-    // SAFETY: both types are 32 bytes without invalid values.
-    unsafe { std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(values)) }
+#[target_feature(enable = "avx512f,avx512bw")]
+fn alternating(second: usize) -> __m512i {
+    let pairs: [u32; LANES] = std::array::from_fn(|i| (i | (second + i) << 16) as u32);
+    // SAFETY: the array has 64 bytes.
+    unsafe { _mm512_loadu_si512(pairs.as_ptr().cast()) }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn bits_of(halves: __m512bh) -> __m512i {
+    // SAFETY: both types are 64 bytes without invalid values.
+    unsafe { std::mem::transmute(halves) }
 }
 
 impl Mat<'_> {
@@ -186,16 +222,9 @@ impl Mat<'_> {
         match self.data {
             Data::F32(values) => {
                 let (low, high) = values[start..][..cols.len()].split_at(cols.len().min(LANES));
-                let halves = _mm512_cvtne2ps_pbh(load(high), load(low));
-                // SAFETY: both types are 64 bytes without invalid values.
-                unsafe { std::mem::transmute::<__m512bh, __m512i>(halves) }
+                bits_of(_mm512_cvtne2ps_pbh(load(high), load(low)))
             }
-            Data::Bf16(values) => {
-                let values = &values[start..][..cols.len()];
-                let mask = ((1u64 << values.len()) - 1) as __mmask32;
-                // SAFETY: the mask selects values of the slice.
-                unsafe { _mm512_maskz_loadu_epi16(mask, values.as_ptr().cast()) }
-            }
+            Data::Bf16(values) => load_halves(&values[start..][..cols.len()]),
         }
     }
 
@@ -209,12 +238,13 @@ impl Mat<'_> {
     }
 }
 
-/// Loads up to 16 values. The other lanes become 0.
+/// Loads up to 32 values. The other lanes become 0.
 #[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-fn load_halves(values: &[bf16]) -> __m256i {
+#[target_feature(enable = "avx512f,avx512bw")]
+fn load_halves(values: &[bf16]) -> __m512i {
+    let mask = ((1u64 << values.len().min(2 * LANES)) - 1) as __mmask32;
     // SAFETY: the mask selects values of the slice.
-    unsafe { _mm256_maskz_loadu_epi16(first(values.len()), values.as_ptr().cast()) }
+    unsafe { _mm512_maskz_loadu_epi16(mask, values.as_ptr().cast()) }
 }
 
 /// Returns the mask of the first `count` lanes.
