@@ -6,13 +6,12 @@
 //! and adds its gradient to the sum in which the token's backward finds it. The first gradient is moved there. Other
 //! operations follow the output, whose backward passes their gradient on to the same sum.
 //!
-//! An output that is a scalar, or that an inspected unit computes ([`nodes_with_values`]), is the operation's own node.
+//! An output that is a scalar is the operation's own node.
 //!
-//! Some operations read no values in backward: hooks, and what an activation checkpoint adds to the graph
-//! ([`node_without_values`]). Between them the graph holds tokens only, so that the values are freed with the caller's
-//! last handle.
+//! The graph holds the values that an operation's backward reads ([`Reads`]), and no others. So those of a sum, or of
+//! queries that a rotation reads, are freed with the caller's last handle.
 
-use std::cell::Cell;
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, OnceLock};
 
@@ -48,8 +47,8 @@ pub(crate) fn node(source: &Tensor, memory: Storage, shape: Shape, backward: imp
 }
 
 /// Returns a node with this storage that follows `source` in the graph, for an operation whose backward reads only the
-/// gradient. The graph keeps neither the node's values nor those of a source that has a token. `backward` gets the
-/// node's gradient and returns the source's; `None` is zeros. Inspected units have such nodes as well.
+/// gradient, as a hook's. The graph keeps neither the node's values nor those of a source that has a token. `backward`
+/// gets the node's gradient and returns the source's; `None` is zeros. It is not among [`RecordedOutputs`].
 pub(crate) fn node_without_values(
     name: &'static str,
     source: &Tensor,
@@ -84,9 +83,7 @@ pub(crate) fn node_without_values(
     }
     let slot = Arc::new(Slot::default());
     let token = follows.apply_op1(op((scalar(source.device())?, Shape::from(())), Some(slot.clone())))?;
-    linked(name, token, slot, (memory, shape), |output| {
-        Values::Freed(output.shape().clone(), output.dtype(), output.device().clone())
-    })
+    linked(name, token, slot, (memory, shape), Values::freed)
 }
 
 /// Returns the node that stands for a tensor where an operation of this library takes it: its token, if it has one.
@@ -112,13 +109,27 @@ fn linked(
     Ok(output)
 }
 
+/// Values that an operation's backward reads, besides the gradient of its output. The graph keeps no others: a source or
+/// an output that backward does not read is freed with its last other user.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Reads {
+    Nothing,
+    /// The values of the sources.
+    Sources,
+    /// The values of the output.
+    Output,
+    SourcesAndOutput,
+}
+
 /// Returns an operation's result as a node that follows its sources in the graph. There are one to three sources, on
-/// one device. `backward(sources, node, gradient)` returns the gradients of the sources, in order.
+/// one device. `backward(sources, node, gradient)` returns the gradients of the sources, in order. What it does not read
+/// may be a scalar.
 pub(crate) fn graph_op<G: IntoIterator<Item = Option<Tensor>>>(
     name: &'static str,
     sources: &[impl AsRef<Tensor>],
     memory: Storage,
     shape: impl Into<Shape>,
+    reads: Reads,
     backward: impl Fn(&[&Tensor], &Tensor, &Tensor) -> Result<G> + Send + Sync + 'static,
 ) -> Result<Tensor> {
     let gradients = move |sources: &[&Tensor], node: &Tensor, gradient: &Tensor| {
@@ -138,12 +149,11 @@ pub(crate) fn graph_op<G: IntoIterator<Item = Option<Tensor>>>(
         }
     };
     let kept = |(source, link): (&&Tensor, &Option<Link>)| {
-        Some(Source { values: Some((*source).clone()), slot: link.clone()?.slot })
+        let reads_sources = matches!(reads, Reads::Sources | Reads::SourcesAndOutput);
+        Some(Source { values: reads_sources.then(|| (*source).clone()), slot: link.clone()?.slot })
     };
     let kept = sources.iter().zip(&links).map(kept).collect();
-    let has_token = may_have_token(&memory, &shape)
-        && NODES_WITH_VALUES.get() == 0
-        && sources.iter().any(|source| source.track_op());
+    let has_token = may_have_token(&memory, &shape) && sources.iter().any(|source| source.track_op());
     let op = |result, slot| GraphOp {
         name,
         result: Mutex::new(Some(result)),
@@ -156,26 +166,44 @@ pub(crate) fn graph_op<G: IntoIterator<Item = Option<Tensor>>>(
     }
     let slot = Arc::new(Slot::default());
     let token = follow(op((scalar(sources[0].device())?, Shape::from(())), Some(slot.clone())))?;
-    linked(name, token, slot, (memory, shape), |output| Values::Kept(output.detach()))
+    let id = token.id();
+    let output = linked(name, token, slot, (memory, shape), |output| match reads {
+        Reads::Output | Reads::SourcesAndOutput => Values::Kept(output.detach()),
+        Reads::Nothing | Reads::Sources => Values::freed(output),
+    })?;
+    RECORDED.with_borrow_mut(|recorded| recorded.last_mut().map(|outputs| outputs.insert(id, output.clone())));
+    Ok(output)
 }
 
 thread_local! {
-    /// How many [`NodesWithValues`] of this thread exist.
-    static NODES_WITH_VALUES: Cell<usize> = const { Cell::new(0) };
+    /// Of each [`RecordedOutputs`] of this thread, the newest last: the outputs so far, each by the id of its token.
+    static RECORDED: RefCell<Vec<HashMap<TensorId, Tensor>>> = const { RefCell::new(vec![]) };
 }
 
-/// While it exists, operations of this thread have no tokens, so that the graph has a node for each output.
-pub(crate) struct NodesWithValues(());
-
-/// Returns a [`NodesWithValues`].
-pub(crate) fn nodes_with_values() -> NodesWithValues {
-    NODES_WITH_VALUES.set(NODES_WITH_VALUES.get() + 1);
-    NodesWithValues(())
+/// Records the outputs of this thread's operations, which the graph does not have. A newer one takes its place while it
+/// exists.
+pub(crate) struct RecordedOutputs {
+    depth: usize,
 }
 
-impl Drop for NodesWithValues {
+impl RecordedOutputs {
+    pub(crate) fn begin() -> Self {
+        RecordedOutputs {
+            depth: RECORDED.with_borrow_mut(|recorded| (recorded.push(HashMap::new()), recorded.len()).1),
+        }
+    }
+
+    /// Returns the outputs, each by the id of its token.
+    pub(crate) fn end(self) -> HashMap<TensorId, Tensor> {
+        RECORDED.with_borrow_mut(|recorded| recorded.get_mut(self.depth - 1).map(std::mem::take)).unwrap_or_default()
+    }
+}
+
+impl Drop for RecordedOutputs {
     fn drop(&mut self) {
-        NODES_WITH_VALUES.set(NODES_WITH_VALUES.get() - 1);
+        let ended = RECORDED.with_borrow_mut(|recorded| recorded.split_off(recorded.len().min(self.depth - 1)));
+        // Freed graphs may have other outputs.
+        drop(ended);
     }
 }
 
@@ -190,13 +218,17 @@ struct Slot {
     output: OnceLock<(TensorId, Values)>,
 }
 
-/// The values of an output, which its token's backward may read.
+/// The values of an output, if its token's backward reads them.
 enum Values {
     Kept(Tensor),
     Freed(Shape, DType, Device),
 }
 
 impl Values {
+    fn freed(output: &Tensor) -> Self {
+        Values::Freed(output.shape().clone(), output.dtype(), output.device().clone())
+    }
+
     fn zeros(&self) -> Result<Tensor> {
         match self {
             Values::Kept(values) => values.zeros_like(),
@@ -386,11 +418,11 @@ mod tests {
 
     use super::*;
 
-    /// `factor * x`, as an operation of this library.
+    /// `factor * x`, as an operation of this library that keeps `x`.
     fn scaled(x: &Tensor, factor: f64) -> Tensor {
         let values: Vec<f32> = (x.detach() * factor).unwrap().flatten_all().unwrap().to_vec1().unwrap();
         let memory = Storage::Cpu(CpuStorage::F32(values));
-        graph_op("scaled", &[x], memory, x.shape(), move |_, _, dy| Ok([Some((dy * factor)?)])).unwrap()
+        graph_op("scaled", &[x], memory, x.shape(), Reads::Sources, move |_, _, dy| Ok([Some((dy * factor)?)])).unwrap()
     }
 
     fn variable() -> Var {
@@ -422,7 +454,9 @@ mod tests {
         let (a, b) = (scaled(&x, 2.), scaled(&x, 3.));
         let memory = Storage::Cpu(CpuStorage::F32(vec![0.; 4]));
         // Both sources get the same tensor, and `a` gets more.
-        let both = graph_op("both", &[&a, &b], memory, a.shape(), |_, _, dy| Ok([Some(dy.clone()), Some(dy.clone())]));
+        let both = graph_op("both", &[&a, &b], memory, a.shape(), Reads::Nothing, |_, _, dy| {
+            Ok([Some(dy.clone()), Some(dy.clone())])
+        });
         let more = [scaled(&a, 10.), scaled(&a, 100.)].map(|more| more.sum_all().unwrap());
         let loss = ((both.unwrap().sum_all().unwrap() + &more[0]).unwrap() + &more[1]).unwrap();
         assert_eq!(gradient(&loss, &x), [2. * 111. + 3.; 4]);
@@ -445,17 +479,43 @@ mod tests {
     }
 
     #[test]
-    fn inspected_graphs_have_a_node_for_each_output() {
+    fn values_that_backward_does_not_read_are_freed() {
         let x = variable();
-        let y = {
-            let _nodes = nodes_with_values();
-            scaled(&scaled(&x, 2.), 3.)
+        for (reads, is_kept) in [(Reads::Nothing, false), (Reads::Sources, true), (Reads::Output, false)] {
+            let y = scaled(&x, 2.);
+            let id = y.id();
+            let memory = y.storage_and_layout().0.try_clone(y.layout()).unwrap();
+            let next = graph_op("next", &[&y], memory, y.shape(), reads, |_, _, dy| Ok([Some(dy.clone())])).unwrap();
+            drop(y);
+            assert_eq!(LINKS.lock().contains_key(&id), is_kept, "{reads:?}");
+            assert_eq!(gradient(&next.sum_all().unwrap(), &x), [2.; 4]);
+        }
+    }
+
+    #[test]
+    fn backward_gets_the_output_that_it_reads() {
+        let x = variable();
+        let memory = Storage::Cpu(CpuStorage::F32(vec![5., 6., 7., 8.]));
+        let y = graph_op("y", &[x.as_tensor()], memory, x.shape(), Reads::Output, |_, y, _| Ok([Some(y.clone())])).unwrap();
+        let loss = y.sum_all().unwrap();
+        drop(y);
+        assert_eq!(gradient(&loss, &x), [5., 6., 7., 8.]);
+    }
+
+    #[test]
+    fn the_newest_record_has_the_outputs() {
+        let x = variable();
+        let outer = RecordedOutputs::begin();
+        let y = scaled(&x, 2.);
+        let inner = RecordedOutputs::begin();
+        let z = scaled(&y, 3.);
+        let of_record = |record: RecordedOutputs| {
+            record.end().into_iter().map(|(token, output)| (token, output.id())).collect::<Vec<_>>()
         };
-        assert!(Link::of(&y).is_none());
-        let dims = |y: &Tensor| y.sorted_nodes().iter().map(|node| node.rank()).collect::<Vec<_>>();
-        assert_eq!(dims(&y), [2, 2, 2]);
-        assert_eq!(dims(&scaled(&scaled(&x, 2.), 3.)), [2, 0, 0, 2]);
-        assert_eq!(gradient(&y.sum_all().unwrap(), &x), [6.; 4]);
+        assert_eq!(of_record(inner), [(followed(&z), z.id())]);
+        assert_eq!(of_record(outer), [(followed(&y), y.id())]);
+        assert_eq!(gradient(&z.sum_all().unwrap(), &x), [6.; 4]);
+        RECORDED.with_borrow(|recorded| assert!(recorded.is_empty()));
     }
 
     #[test]
@@ -464,7 +524,7 @@ mod tests {
             let x = Var::from_tensor(&variable().to_dtype(dtype).unwrap()).unwrap();
             let like = |x: &Tensor| {
                 let memory = x.storage_and_layout().0.try_clone(x.layout()).unwrap();
-                graph_op("same", &[x], memory, x.shape(), |_, _, dy| Ok([Some(dy.clone())])).unwrap()
+                graph_op("same", &[x], memory, x.shape(), Reads::Nothing, |_, _, dy| Ok([Some(dy.clone())])).unwrap()
             };
             let y = like(&x);
             let users = [like(&y), like(&y), like(&y)].map(|user| user.sum_all().unwrap());

@@ -19,7 +19,7 @@ use super::limits::check_input_size;
 #[cfg(feature = "cuda")]
 use super::weight::on_cuda;
 use super::weight::{Weight, has_cpu_kernels, register_cpu_layer};
-use crate::graph::graph_op;
+use crate::graph::{Reads, graph_op};
 
 /// An activation, as [`candle_nn::Activation`]: the same variants, and the same names in a configuration.
 ///
@@ -197,7 +197,7 @@ pub fn silu_mul(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
         read!(ups, up);
         map_rows(&mut y, 1, 1, |first, y| swiglu_values(y, &gates[first..], &ups[first..]));
     }
-    graph_op("silu_mul", &[gate, up], storage(y, gate.dtype())?, gate.shape(), |both, _, dy| {
+    graph_op("silu_mul", &[gate, up], storage(y, gate.dtype())?, gate.shape(), Reads::Sources, |both, _, dy| {
         let (gate, up) = (both[0], both[1]);
         read!(gates, gate);
         read!(ups, up);
@@ -231,7 +231,7 @@ fn activate(
         read!(x, x);
         map_rows(&mut y, 1, 1, |first, y| values(y, &x[first..][..y.len()]));
     }
-    graph_op(name, &[x], storage(y, x.dtype())?, x.shape(), move |x, _, dy| {
+    graph_op(name, &[x], storage(y, x.dtype())?, x.shape(), Reads::Sources, move |x, _, dy| {
         let mut dx = vec![0f32; dy.elem_count()];
         read!(values, x[0]);
         read!(grad, dy);
@@ -396,7 +396,7 @@ impl Module for PReLU {
         let run = x.dims().iter().zip(&shape).rev().take_while(|(_, kept)| **kept == 1).map(|(size, _)| size).product();
         let op = PReluOp { weight: Weight::of(&self.weight)?, run };
         let arguments = op.weight.arguments(x, None);
-        graph_op("PReLU", &arguments, op.forward(x)?, x.shape(), move |x, _, dy| op.backward(x[0], dy))
+        graph_op("PReLU", &arguments, op.forward(x)?, x.shape(), Reads::Sources, move |x, _, dy| op.backward(x[0], dy))
     }
 }
 

@@ -15,7 +15,7 @@ pub use candle_nn::BatchNormConfig;
 use super::cpu::simd::{dot, kernel, sum, sum_squares};
 use super::cpu::{map_rows, read, same_kind, small_weight_grad, storage, tensor_like, to_vec};
 use super::weight::{Weight, has_cpu_kernels, register_cpu_layer};
-use crate::graph::graph_op;
+use crate::graph::{Reads, graph_op};
 
 /// Normalization of each channel over the batch, as [`candle_nn::BatchNorm`]: running statistics, weight and bias
 /// `[channels]`, input and output `[batch, channels, ..]`.
@@ -172,7 +172,7 @@ impl BatchNorm {
         self.update(&self.running_var, &variance, self.momentum * count / (count - 1.0))?;
         let norm = BatchNormalization { affine, statistics };
         let y = storage(norm.forward(&values)?, x.dtype())?;
-        graph_op("BatchNorm", &arguments, y, x.shape(), move |x, _, dy| norm.backward(x[0], dy))
+        graph_op("BatchNorm", &arguments, y, x.shape(), Reads::Sources, move |x, _, dy| norm.backward(x[0], dy))
     }
 
     fn update(&self, running: &Var, batch: &Tensor, share: f64) -> Result<()> {
@@ -252,7 +252,9 @@ pub(super) fn scale_and_shift(function: &'static str, x: &Tensor, weight: &Tenso
     let (weight, bias) = (Weight::of(weight)?, Weight::of(bias)?);
     let arguments = weight.arguments(x, Some(&bias));
     let channels = Channels { weight, bias, run: x.dims()[2..].iter().product() };
-    graph_op(function, &arguments, channels.forward(x)?, x.shape(), move |x, _, dy| channels.backward(x[0], dy))
+    graph_op(function, &arguments, channels.forward(x)?, x.shape(), Reads::Sources, move |x, _, dy| {
+        channels.backward(x[0], dy)
+    })
 }
 
 /// Fails unless weight and bias are of the input's channels, dtype and device.

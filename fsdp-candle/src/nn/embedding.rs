@@ -14,7 +14,7 @@ use super::tensor_parallel::{EmbeddingSharding, TpLayer, check_embedding, colwis
 #[cfg(feature = "cuda")]
 use super::weight::on_cuda;
 use super::weight::{Weight, has_cpu_kernels, register_layer};
-use crate::graph::graph_op;
+use crate::graph::{Reads, graph_op};
 use crate::kernels::Float;
 use crate::tensor_parallel::ActivationLayout;
 
@@ -187,7 +187,7 @@ fn lookup(embeddings: &Tensor, ids: &Tensor, range: VocabRange) -> Result<Tensor
     let weight = Weight::of(embeddings)?;
     let node = weight.node().clone();
     let lookup = Lookup { weight, ids, padding: range.local_padding(), hidden };
-    graph_op("Embedding", &[node], lookup.forward()?, shape, move |_, _, dy| Ok([lookup.backward(dy)?]))
+    graph_op("Embedding", &[node], lookup.forward()?, shape, Reads::Nothing, move |_, _, dy| Ok([lookup.backward(dy)?]))
 }
 
 /// Returns whether each of the weight's own ids is this one.

@@ -10,7 +10,7 @@ use super::moe::{gather, scatter};
 use super::swiglu::{Projections, RowWeights, SwiGlu, backward, forward, read_weights};
 use super::weight::JoinedWeights;
 use crate::activation_checkpoint::{Operation, operation};
-use crate::graph::graph_op;
+use crate::graph::{Reads, graph_op};
 use crate::upload;
 
 /// Returns for each token the sum of its experts' outputs, each times its weight: input `[tokens, in]`, output
@@ -131,7 +131,7 @@ fn fused(x: &Tensor, experts: &[[&Tensor; 3]], routes: Vec<Routes>, weights: &Te
         };
         let joined = JoinedWeights::new(of_experts.iter().flatten())?;
         let (arguments, kept) = ([x.clone(), weights.clone(), joined.node().clone()], projections.clone());
-        let y = graph_op("mixture_of_experts", &arguments, y, &shape, move |arguments, _, dy| {
+        let y = graph_op("mixture_of_experts", &arguments, y, &shape, Reads::Sources, move |arguments, _, dy| {
             let (x, weights) = (arguments[0], arguments[1]);
             read!(values, x);
             read!(row_weights, weights);

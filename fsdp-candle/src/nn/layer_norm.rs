@@ -19,7 +19,7 @@ use super::limits::check_input_size;
 #[cfg(feature = "cuda")]
 use super::weight::on_cuda;
 use super::weight::{Weight, has_cpu_kernels, register_layer};
-use crate::graph::graph_op;
+use crate::graph::{Reads, graph_op};
 #[cfg(feature = "cuda")]
 use crate::kernels::Normalization;
 
@@ -192,7 +192,7 @@ pub(super) fn normalize(
     let (weight, bias) = (Weight::of(weight)?, bias.map(Weight::of).transpose()?);
     let arguments = weight.arguments(x, bias.as_ref());
     let norm = Norm { weight, bias, hidden, eps: eps as f32, centered };
-    graph_op(function, &arguments, norm.forward(x)?, x.shape(), move |x, _, dy| norm.backward(x[0], dy))
+    graph_op(function, &arguments, norm.forward(x)?, x.shape(), Reads::Sources, move |x, _, dy| norm.backward(x[0], dy))
 }
 
 /// The normalization as a chain of Candle's operations.

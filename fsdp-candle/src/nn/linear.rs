@@ -30,7 +30,7 @@ use crate::activation_checkpoint::{Operation, operation};
 use crate::adapter::{LoraConfig, are_enabled};
 use crate::collectives::SharedInput;
 use crate::fsdp::FsdpParam;
-use crate::graph::graph_op;
+use crate::graph::{Reads, graph_op};
 use crate::storage::take;
 use crate::tensor_parallel::{ColwiseParallel, RowwiseParallel};
 
@@ -401,7 +401,7 @@ pub(in crate::nn) fn affine<'a>(
             Some((known, _)) => known,
             None => op.forward(x)?,
         };
-        let y = graph_op(function, &arguments, y, &shape[..], move |x, _, dy| op.backward(x[0], dy))?;
+        let y = graph_op(function, &arguments, y, &shape[..], Reads::Sources, move |x, _, dy| op.backward(x[0], dy))?;
         Ok((y, Arc::new(())))
     })
 }
@@ -532,7 +532,7 @@ fn add_bias(y: &Tensor, bias: &Tensor, first: usize) -> Result<Tensor> {
     let bias = Weight::of(bias)?;
     let arguments = bias.arguments(y, None);
     let sum = add_row(take(y)?, y.shape(), &bias, first, width)?;
-    graph_op("add_bias", &arguments, sum, y.shape(), move |_, _, dy| {
+    graph_op("add_bias", &arguments, sum, y.shape(), Reads::Nothing, move |_, _, dy| {
         let d_bias = if bias.wants_grad() {
             read!(grad, dy);
             let mut d_bias = vec![0f32; outputs];

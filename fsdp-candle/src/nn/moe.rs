@@ -10,7 +10,7 @@ use candle_core::{DType, Result, Storage, Tensor, bail};
 use super::cpu::matrix::{Mat, MatMut, product};
 use super::cpu::{indices, read, same_kind, storage, tensor_like, weight_grad};
 use super::weight::{Weight, has_cpu_kernels};
-use crate::graph::graph_op;
+use crate::graph::{Reads, graph_op};
 
 /// Multiplies each route's row by its expert's matrix. `input` is `[tokens, in]`, or `[tokens * topk, in]` with
 /// `topk_weights`. `weights` is `[experts, out, in]`. `sorted_token_ids` and `experts_ids` (u32, `[tokens * topk]`) are
@@ -55,7 +55,9 @@ pub fn moe_gemm(
     let y = if has_cpu_kernels(input) {
         let op = Experts { weight: Weight::of(weights)?, groups, routes, inputs, outputs };
         let arguments = op.weight.arguments(input, None);
-        graph_op(function, &arguments, op.forward(input)?, (routes, outputs), move |x, _, dy| op.backward(x[0], dy))?
+        graph_op(function, &arguments, op.forward(input)?, (routes, outputs), Reads::Sources, move |x, _, dy| {
+            op.backward(x[0], dy)
+        })?
     } else {
         composite(input, &Weight::in_graph(weights)?, &groups, routes)?
     };

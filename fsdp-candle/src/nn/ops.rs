@@ -22,7 +22,7 @@ use super::limits::check_input_size;
 use super::weight::has_cpu_kernels;
 #[cfg(feature = "cuda")]
 use super::weight::on_cuda;
-use crate::graph::graph_op;
+use crate::graph::{Reads, graph_op};
 use crate::random::Mask;
 use crate::storage::take;
 
@@ -93,11 +93,11 @@ pub fn softmax_last_dim(x: &Tensor) -> Result<Tensor> {
     }
     let mut y = to_vec(x)?;
     map_rows(&mut y, width, width, |_, y| softmax_rows(y, width));
-    graph_op("softmax_last_dim", &[x], storage(y, x.dtype())?, x.shape(), move |x, y, dy| {
+    graph_op("softmax_last_dim", &[x], storage(y, x.dtype())?, x.shape(), Reads::Output, move |_, y, dy| {
         read!(probabilities, y);
         let mut dx = to_vec(dy)?;
         map_rows(&mut dx, width, width, |first, dx| softmax_rows_back(dx, &probabilities[first * width..], width));
-        Ok([Some(tensor_like(dx, x[0])?)])
+        Ok([Some(tensor_like(dx, dy)?)])
     })
 }
 
@@ -168,7 +168,7 @@ pub(super) fn drop_elements(xs: &Tensor, probability: f64) -> Result<Tensor> {
     }
     let mask = Mask::draw(probability, xs.dims())?;
     let y = dropped(xs, &mask)?;
-    graph_op("dropout", &[xs], take(&y)?, xs.shape(), move |_, _, dy| Ok([Some(dropped(dy, &mask)?)]))
+    graph_op("dropout", &[xs], take(&y)?, xs.shape(), Reads::Nothing, move |_, _, dy| Ok([Some(dropped(dy, &mask)?)]))
 }
 
 /// Returns the tensor with the dropped elements set to 0, in its own memory and outside the graph.

@@ -5,9 +5,9 @@ use candle_core::{Result, Shape, Tensor, ToUsize2, bail};
 
 use super::conv::Window;
 use super::cpu::simd::kernel;
-use super::cpu::{map_rows, read, storage, tensor_like};
+use super::cpu::{map_rows, read, storage};
 use super::weight::has_cpu_kernels;
-use crate::graph::graph_op;
+use crate::graph::{Reads, graph_op};
 
 /// Returns the largest value under each position of the kernel, as [`Tensor::max_pool2d`]: `[batch, channels, height,
 /// width]`, without padding. The stride is the kernel's size.
@@ -54,9 +54,10 @@ pub fn max_pool2d_with_stride(x: &Tensor, kernel: impl ToUsize2, stride: impl To
         largest
     })
     .concat();
-    graph_op(pool.function, &[x], storage(y, x.dtype())?, pool.shape, move |x, _, dy| {
+    let (shape, count) = (x.shape().clone(), x.elem_count());
+    graph_op(pool.function, &[x], storage(y, x.dtype())?, pool.shape, Reads::Nothing, move |_, _, dy| {
         read!(grad, dy);
-        let mut dx = vec![0f32; x[0].elem_count()];
+        let mut dx = vec![0f32; count];
         // The elements under each position of a plane.
         let indices = window.indices();
         map_rows(&mut dx, size, 1, |first, planes| {
@@ -68,7 +69,7 @@ pub fn max_pool2d_with_stride(x: &Tensor, kernel: impl ToUsize2, stride: impl To
                 }
             }
         });
-        Ok([Some(tensor_like(dx, x[0])?)])
+        Ok([Some(Tensor::from_vec(dx, &shape, dy.device())?.to_dtype(dy.dtype())?)])
     })
 }
 
@@ -102,9 +103,10 @@ pub fn avg_pool2d_with_stride(x: &Tensor, kernel: impl ToUsize2, stride: impl To
             }
         }
     });
-    graph_op(pool.function, &[x], storage(y, x.dtype())?, pool.shape, move |x, _, dy| {
+    let (shape, count) = (x.shape().clone(), x.elem_count());
+    graph_op(pool.function, &[x], storage(y, x.dtype())?, pool.shape, Reads::Nothing, move |_, _, dy| {
         read!(grad, dy);
-        let mut dx = vec![0f32; x[0].elem_count()];
+        let mut dx = vec![0f32; count];
         map_rows(&mut dx, size, taps, |first, planes| {
             for (plane, at) in planes.chunks_exact_mut(size).zip(first..) {
                 for (i, grad) in grad[at * positions..(at + 1) * positions].chunks_exact(small[1]).enumerate() {
@@ -116,7 +118,7 @@ pub fn avg_pool2d_with_stride(x: &Tensor, kernel: impl ToUsize2, stride: impl To
                 }
             }
         });
-        Ok([Some(tensor_like(dx, x[0])?)])
+        Ok([Some(Tensor::from_vec(dx, &shape, dy.device())?.to_dtype(dy.dtype())?)])
     })
 }
 

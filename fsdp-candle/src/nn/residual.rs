@@ -5,7 +5,7 @@ use candle_core::{Result, Tensor};
 use super::cpu::simd::kernel;
 use super::cpu::{map_rows, read, storage};
 use super::weight::has_cpu_kernels;
-use crate::graph::graph_op;
+use crate::graph::{Reads, graph_op};
 use crate::storage::{sum, take};
 
 /// Returns `x + y`, for two tensors of one shape and dtype.
@@ -37,7 +37,9 @@ pub fn add(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     } else {
         take(&sum(x, y)?)?
     };
-    graph_op("add", &[x, y], total, x.shape(), |_, _, gradient| Ok([Some(gradient.clone()), Some(gradient.clone())]))
+    graph_op("add", &[x, y], total, x.shape(), Reads::Nothing, |_, _, gradient| {
+        Ok([Some(gradient.clone()), Some(gradient.clone())])
+    })
 }
 
 kernel! {

@@ -18,7 +18,7 @@ use super::cuda;
 use super::weight::has_cpu_kernels;
 #[cfg(feature = "cuda")]
 use super::weight::on_cuda;
-use crate::graph::graph_op;
+use crate::graph::{Reads, graph_op};
 #[cfg(feature = "cuda")]
 use crate::kernels::Rotation;
 #[cfg(feature = "cuda")]
@@ -290,8 +290,8 @@ pub(super) fn rotate_rows(
         });
         Ok(y)
     };
-    graph_op(function, &[x], storage(rotated(x, 1.0)?, x.dtype())?, x.shape(), move |x, _, dy| {
-        Ok([Some(tensor_like(rotated(dy, -1.0)?, x[0])?)])
+    graph_op(function, &[x], storage(rotated(x, 1.0)?, x.dtype())?, x.shape(), Reads::Nothing, move |_, _, dy| {
+        Ok([Some(tensor_like(rotated(dy, -1.0)?, dy)?)])
     })
 }
 

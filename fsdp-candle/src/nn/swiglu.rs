@@ -19,7 +19,7 @@ use super::cpu::{cpu, floats, map_rows, map_rows2, read, storage, tensor_like, w
 use super::linear::{Linear, with_matrix};
 use super::weight::{JoinedWeights, Weight, has_cpu_kernels};
 use crate::activation_checkpoint::{Operation, operation};
-use crate::graph::graph_op;
+use crate::graph::{Reads, graph_op};
 
 /// The MLP of Llama: `down(silu(gate(x)) * up(x))`, input `[.., in]`, output `[.., out]`.
 ///
@@ -88,7 +88,7 @@ fn fused(x: &Tensor, weights: [&Tensor; 3]) -> Result<Tensor> {
         };
         let joined = JoinedWeights::new(weights.iter())?;
         let (arguments, kept) = ([x.clone(), joined.node().clone()], projections.clone());
-        let y = graph_op("SwiGlu", &arguments, y, &shape[..], move |arguments, _, dy| {
+        let y = graph_op("SwiGlu", &arguments, y, &shape[..], Reads::Sources, move |arguments, _, dy| {
             let x = arguments[0];
             read!(values, x);
             read!(grad, dy);

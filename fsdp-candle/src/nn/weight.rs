@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 
 use crate::autograd::keeps_graph;
 use crate::fsdp::FsdpParam;
-use crate::graph::graph_op;
+use crate::graph::{Reads, graph_op};
 use crate::storage;
 
 /// Returns whether the CPU kernels compute on this tensor. Otherwise its layer uses Candle's own operations.
@@ -166,7 +166,7 @@ impl JoinedWeights {
         let join = |sources: &[Tensor], first: Option<usize>| {
             let memory = storage::scalar(sources[0].device())?;
             let gradients = gradients.clone();
-            graph_op("weights", sources, memory, (), move |sources, _, gradient| {
+            graph_op("weights", sources, memory, (), Reads::Nothing, move |sources, _, gradient| {
                 Ok(match first {
                     Some(first) => gradients.lock()[first..][..sources.len()].iter_mut().map(Option::take).collect(),
                     None => vec![Some(gradient.clone()); sources.len()],

@@ -1,6 +1,6 @@
 //! Evidence of cuts in the graph of a unit's outputs.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor, TensorId};
@@ -32,6 +32,8 @@ pub(super) struct Call {
 pub(super) struct Inspection<'a> {
     pub(super) unit: &'a Arc<FsdpParamGroup>,
     pub(super) call: &'a Call,
+    /// Outputs of the call's operations, each by the id of the node that stands for it in the graph.
+    pub(super) made: HashMap<TensorId, Tensor>,
 }
 
 /// The result of a trainable matrix for an input without a graph.
@@ -79,8 +81,15 @@ impl Inspection<'_> {
     fn look(&self, outputs: &[Tensor]) -> Result<Vec<GraphCut>> {
         let outputs: Vec<&Tensor> = outputs.iter().filter(|tensor| tensor.dtype().is_float()).collect();
         let mut known = HashSet::new();
-        let nodes: Vec<&Tensor> =
-            outputs.iter().flat_map(|output| output.sorted_nodes()).filter(|node| known.insert(node.id())).collect();
+        let nodes = outputs.iter().flat_map(|output| output.sorted_nodes()).filter(|node| known.insert(node.id()));
+        let nodes: Vec<&Tensor> = nodes.collect();
+        // An output of an operation stands for its token.
+        let nodes: Vec<&Tensor> = (nodes.into_iter())
+            .filter_map(|node| match self.made.get(&node.id()) {
+                Some(output) => known.insert(output.id()).then_some(output),
+                None => Some(node),
+            })
+            .collect();
         // A choice among experts has an operation but no gradient.
         let has_graph = |tensor: &Tensor| known.contains(&tensor.id()) || !tensor.sorted_nodes().is_empty();
         let tracked = |tensor: &&Tensor| tensor.dtype().is_float() && has_graph(tensor);
@@ -296,7 +305,7 @@ fn leads_only_to(result: &Tensor, nodes: &[&Tensor], matrix: &Arc<FsdpParam>) ->
             Some(param) if Arc::ptr_eq(&param, matrix) => found = true,
             Some(param) if param.unsharded_shape().dims() == [last(result)] => bias = Some(param),
             Some(_) => return None,
-            None if node.id() == result.id() || node.is_variable() => {}
+            None if [result.id(), followed(result)].contains(&node.id()) || node.is_variable() => {}
             None if node.elem_count() == matrix.unsharded_shape().elem_count() => {}
             None => return None,
         }

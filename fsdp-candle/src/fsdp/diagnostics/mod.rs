@@ -1,7 +1,7 @@
 //! Reports of gradients that are missing or wrong because forward left the graph.
 //!
 //! Candle does not tell which operation made a tensor or what it read, and the result of an operation without backward
-//! looks like a constant. The graph from a unit's outputs to variables is available, with values. It is
+//! looks like a constant. The graph from a unit's outputs to variables is available, and the values are recorded. It is
 //! inspected when a unit's forward ends, while its parameters are gathered, until the unit has been through a backward.
 //! Later steps cost nothing.
 
@@ -17,7 +17,7 @@ use parking_lot::Mutex;
 
 use crate::autograd::{checkpoints, next_number, offloads};
 use crate::fsdp::FsdpParamGroup;
-use crate::graph::{NodesWithValues, nodes_with_values};
+use crate::graph::RecordedOutputs;
 use crate::tensors::{Tensors, with_tensors};
 use evidence::{Call, Inspection};
 
@@ -141,7 +141,8 @@ impl GraphWatch {
             checkpoints: checkpoints(),
             offloads: offloads(),
         });
-        Ok(Some(WatchedCall { watch: self, unit: unit.clone(), depth: state.open.len(), _nodes: nodes_with_values() }))
+        let recorded = RecordedOutputs::begin();
+        Ok(Some(WatchedCall { watch: self, unit: unit.clone(), depth: state.open.len(), recorded: Some(recorded) }))
     }
 
     /// Records that a unit has been through a backward. Returns new cuts in it.
@@ -177,17 +178,18 @@ pub(crate) struct WatchedCall<'a> {
     watch: &'a GraphWatch,
     unit: Arc<FsdpParamGroup>,
     depth: usize,
-    _nodes: NodesWithValues,
+    recorded: Option<RecordedOutputs>,
 }
 
 impl WatchedCall<'_> {
     /// Inspects the outputs of the call, while the unit's parameters are gathered.
-    pub(crate) fn end<O: Tensors>(self, outputs: O) -> Result<O> {
+    pub(crate) fn end<O: Tensors>(mut self, outputs: O) -> Result<O> {
         let call = self.watch.0.lock().open.pop();
         let (outputs, returned) = with_tensors(outputs)?;
         let Some(call) = call else { return Ok(outputs) };
         // An inspection error does not fail the call.
-        let cuts = Inspection { unit: &self.unit, call: &call }.cuts(&returned).unwrap_or_else(|error| {
+        let made = self.recorded.take().map(RecordedOutputs::end).unwrap_or_default();
+        let cuts = Inspection { unit: &self.unit, call: &call, made }.cuts(&returned).unwrap_or_else(|error| {
             tracing::debug!(unit = self.unit.name(), %error, "cannot inspect the graph");
             vec![]
         });

@@ -120,12 +120,7 @@ impl AttentionDims {
     }
 
     /// Returns the attention's output and the logarithms of the sums, `[batch, n_heads, T]`.
-    fn forward(
-        &self,
-        [q, k, v]: [&[f32]; 3],
-        [qp, kp, vp]: [HeadLayout; 3],
-        dtype: DType,
-    ) -> (Vec<f32>, Vec<f32>) {
+    fn forward(&self, [q, k, v]: [&[f32]; 3], [qp, kp, vp]: [HeadLayout; 3], dtype: DType) -> (Vec<f32>, Vec<f32>) {
         let mut out = vec![0f32; self.batch * self.queries * self.n_heads * self.dim];
         let mut log_sums = vec![0f32; self.batch * self.n_heads * self.queries];
         let [op, ..] = self.separate_layouts();

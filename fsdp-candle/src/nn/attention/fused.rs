@@ -24,7 +24,7 @@ use super::cpu::Cpu;
 use super::cuda::Cuda;
 use super::documents::Documents;
 use crate::activation_checkpoint::{Operation, operation};
-use crate::graph::graph_op;
+use crate::graph::{Reads, graph_op};
 use crate::nn::cpu::same_kind;
 use crate::nn::ops::check_probability;
 use crate::nn::weight::has_cpu_kernels;
@@ -407,7 +407,7 @@ fn node<E: Engine>(engine: E, dims: AttentionDims, operands: &[&Tensor]) -> Resu
         };
         let kept = log_sums.clone();
         let name = if operands.len() == 1 { "attention_qkv" } else { "attention" };
-        let y = graph_op(name, operands, memory, &out, move |operands, out, d_out| {
+        let y = graph_op(name, operands, memory, &out, Reads::SourcesAndOutput, move |operands, out, d_out| {
             engine.backward(&dims, operands, [out, d_out], &log_sums)
         })?;
         Ok((y, kept))

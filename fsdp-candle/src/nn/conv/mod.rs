@@ -18,7 +18,7 @@ pub use candle_nn::{Conv1dConfig, Conv2dConfig, ConvTranspose1dConfig, ConvTrans
 use super::batch_norm::BatchNorm;
 use super::cpu::same_kind;
 use super::weight::{Weight, has_cpu_kernels, register_cpu_layer};
-use crate::graph::graph_op;
+use crate::graph::{Reads, graph_op};
 use products::Convolution;
 pub(super) use window::Window;
 
@@ -364,7 +364,7 @@ fn convolve(x: &Tensor, kernel: &Tensor, bias: Option<&Tensor>, sizes: Sizes) ->
     let (weight, bias) = (Weight::of(kernel)?, bias.map(Weight::of).transpose()?);
     let (arguments, shape) = (weight.arguments(x, bias.as_ref()), sizes.shape.clone());
     let op = Convolution { sizes, weight, bias };
-    graph_op(function, &arguments, op.forward(x)?, shape, move |x, _, dy| op.backward(x[0], dy))
+    graph_op(function, &arguments, op.forward(x)?, shape, Reads::Sources, move |x, _, dy| op.backward(x[0], dy))
 }
 
 /// The convolution as a chain of Candle's operations. Candle's own convolutions have wrong gradients, or none.

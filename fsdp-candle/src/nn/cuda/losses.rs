@@ -11,7 +11,7 @@ use super::super::loss::cross_entropy::{TargetRows, signature};
 use super::super::weight::Weight;
 use super::rows;
 use crate::collectives::{SharedInput, all_reduce, largest};
-use crate::graph::graph_op;
+use crate::graph::{Reads, graph_op};
 use crate::kernels::{
     LossOptions, Matrix, Slice, SliceMut, add_product, logits_back, losses, ones, rescale_powers, row_statistics,
     uninit, write_product,
@@ -123,7 +123,7 @@ pub(in crate::nn) fn cross_entropy(function: &'static str, logits: &Tensor, rows
     });
     let [losses, log_sums] = found?;
     let log_sums = to_tensor(log_sums, &[all.end], logits.device())?;
-    graph_op(function, &[logits], to_storage(losses)?, shape, move |sources, _, d_loss| {
+    graph_op(function, &[logits], to_storage(losses)?, shape, Reads::Sources, move |sources, _, d_loss| {
         let (logits, d_loss) = (sources[0].detach().contiguous()?, d_loss.detach().contiguous()?);
         let grads =
             with_slice(&logits, |_, values| loss.logits_back(values, logits.dtype(), all.clone(), &log_sums, &d_loss))?;
@@ -158,7 +158,7 @@ pub(in crate::nn) fn linear_cross_entropy(
             to_tensor(losses, &[count], device)?
         }
     };
-    graph_op(function, &arguments, crate::storage::take(&losses)?, shape, move |sources, _, d_loss| {
+    graph_op(function, &arguments, crate::storage::take(&losses)?, shape, Reads::Sources, move |sources, _, d_loss| {
         head.backward(sources[0], &log_sums, d_loss)
     })
 }

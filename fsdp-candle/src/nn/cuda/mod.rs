@@ -19,7 +19,7 @@ use candle_core::{DType, Result, Tensor};
 use super::input::{self, Input};
 use super::weight::Weight;
 use crate::collectives::SharedInput;
-use crate::graph::graph_op;
+use crate::graph::{Reads, graph_op};
 use crate::kernels::{Matrix, Slice, add_product, add_rows, ones};
 use crate::storage::{take, with_slice};
 
@@ -40,7 +40,7 @@ fn cuda_node<const N: usize>(
 ) -> Result<Tensor> {
     let is_whole = result.is_contiguous() && result.layout().start_offset() == 0;
     let result = if is_whole { result } else { result.force_contiguous()? };
-    graph_op(function, sources, take(&result)?, result.shape(), move |sources, _, gradient| {
+    graph_op(function, sources, take(&result)?, result.shape(), Reads::Sources, move |sources, _, gradient| {
         backward(sources[0], gradient)
     })
 }

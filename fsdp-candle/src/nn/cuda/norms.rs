@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor};
 
 use super::super::weight::Weight;
 use super::with_optional_slice;
-use crate::graph::graph_op;
+use crate::graph::{Reads, graph_op};
 use crate::kernels::{self, Normalization, normalize_back};
 use crate::storage::{to_storage, to_tensor, with_slice};
 
@@ -27,7 +27,7 @@ pub(in crate::nn) fn normalize(
         })
     })?;
     let arguments = weight.arguments(x, bias.as_ref());
-    graph_op(function, &arguments, to_storage(y)?, x.shape(), move |sources, _, dy| {
+    graph_op(function, &arguments, to_storage(y)?, x.shape(), Reads::Sources, move |sources, _, dy| {
         backward(sources[0], dy, &weight, bias.as_ref(), norm)
     })
 }

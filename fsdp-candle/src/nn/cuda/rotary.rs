@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor};
 
 use super::with_optional_slice;
-use crate::graph::graph_op;
+use crate::graph::{Reads, graph_op};
 use crate::kernels::{self, Rotation};
 use crate::storage::{to_storage, to_tensor, with_slice};
 
@@ -28,7 +28,7 @@ pub(in crate::nn) fn rotate(
         })
     };
     let y = to_storage(rotated(x, false)?)?;
-    graph_op(function, &[x], y, x.shape(), move |_, _, dy| {
+    graph_op(function, &[x], y, x.shape(), Reads::Nothing, move |_, _, dy| {
         Ok([Some(to_tensor(rotated(dy, true)?, dy.dims(), dy.device())?)])
     })
 }

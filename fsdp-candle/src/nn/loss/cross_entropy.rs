@@ -7,7 +7,7 @@ use fsdp_core::process_group::{Signature, Subject};
 use fsdp_core::{ProcessGroup, ReduceOp};
 
 use crate::collectives::{all_reduce, check, largest, reduced_values};
-use crate::graph::graph_op;
+use crate::graph::{Reads, graph_op};
 use crate::nn::cpu::simd::{kernel, max, probability, sum, sum_exp, tanh};
 use crate::nn::cpu::{indices_or_none, map_rows, read, storage, tensor_like, to_vec};
 #[cfg(feature = "cuda")]
@@ -292,7 +292,7 @@ fn loss(
     }
     let (losses, log_sums) = statistics.losses(&rows)?;
     let shape = rows.shape.clone();
-    graph_op(function, &[logits], storage(losses, DType::F32)?, shape, move |logits, _, d_loss| {
+    graph_op(function, &[logits], storage(losses, DType::F32)?, shape, Reads::Sources, move |logits, _, d_loss| {
         let factors = rows.row_factors(d_loss, None)?;
         let mut grad = to_vec(logits[0])?;
         rows.cap_logits(&mut grad);

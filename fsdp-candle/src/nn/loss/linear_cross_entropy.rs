@@ -17,7 +17,7 @@ use super::cross_entropy::{
 };
 use crate::autograd::keeps_graph;
 use crate::collectives::SharedInput;
-use crate::graph::graph_op;
+use crate::graph::{Reads, graph_op};
 use crate::nn::cpu::matrix::{Mat, MatMut, product};
 use crate::nn::cpu::{map_rows, read, same_kind, small_weight_grad, storage, tensor_like, weight_grad};
 #[cfg(feature = "cuda")]
@@ -149,7 +149,7 @@ fn head_loss(
     let (losses, kept) = head.forward(hidden.values(), learns)?;
     let losses = storage(head.for_all_rows(losses, targets.elem_count()), DType::F32)?;
     let shape = head.rows.shape.clone();
-    graph_op("linear_cross_entropy", &arguments, losses, shape, move |hidden, _, d_loss| {
+    graph_op("linear_cross_entropy", &arguments, losses, shape, Reads::Sources, move |hidden, _, d_loss| {
         head.backward(hidden[0], &kept, d_loss)
     })
 }
