@@ -11,7 +11,7 @@
 //! The graph holds the values that an operation's backward reads ([`Reads`]), and no others. So those of a sum, or of
 //! queries that a rotation reads, are freed with the caller's last handle.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, OnceLock};
 
@@ -34,16 +34,12 @@ pub(crate) trait Backward: Send + Sync + 'static {
 /// Returns a node with this storage that follows `source` in the graph. Both are on one device. Gradients do not bypass
 /// Candle.
 pub(crate) fn node(source: &Tensor, memory: Storage, shape: Shape, backward: impl Backward) -> Result<Tensor> {
-    let op = GraphOp {
-        name: backward.name(),
-        result: Mutex::new(Some((memory, shape))),
-        gradients: Box::new(move |sources, node, gradient| {
-            Ok([backward.backward(sources[0], node, gradient)?, None, None])
-        }),
-        sources: vec![None],
-        slot: None,
-    };
-    source.apply_op1(op)
+    source.apply_op1(GraphOp::of(backward, (memory, shape)))
+}
+
+/// [`node`] that is never freed, because it is part of many graphs, as a parameter's nodes are.
+pub(crate) fn lasting_node(source: &Tensor, memory: Storage, shape: Shape, backward: impl Backward) -> Result<Tensor> {
+    source.apply_op1(GraphOp { is_lasting: true, ..GraphOp::of(backward, (memory, shape)) })
 }
 
 /// Returns a node with this storage that follows `source` in the graph, for an operation whose backward reads only the
@@ -71,19 +67,13 @@ pub(crate) fn node_without_values(
         Some(Link { token, slot }) => (token, Some(Source { values: None, slot })),
         None => (source.clone(), None),
     };
-    let op = |result, slot| GraphOp {
-        name,
-        result: Mutex::new(Some(result)),
-        gradients: Box::new(gradients),
-        sources: vec![kept],
-        slot,
-    };
+    let op = |result, slot| GraphOp::new(name, result, gradients, vec![kept], slot);
     if !has_token {
         return follows.apply_op1(op((memory, shape), None));
     }
     let slot = Arc::new(Slot::default());
     let token = follows.apply_op1(op((scalar(source.device())?, Shape::from(())), Some(slot.clone())))?;
-    linked(name, token, slot, (memory, shape), Values::freed)
+    linked(name, token, slot, (memory, shape), Reads::Nothing)
 }
 
 /// Returns the node that stands for a tensor where an operation of this library takes it: its token, if it has one.
@@ -101,10 +91,13 @@ fn linked(
     token: Tensor,
     slot: Arc<Slot>,
     result: (Storage, Shape),
-    values: impl FnOnce(&Tensor) -> Values,
+    reads: Reads,
 ) -> Result<Tensor> {
     let output = token.apply_op1(Output { name, result: Mutex::new(Some(result)), slot: slot.clone() })?;
-    let _ = slot.output.set((output.id(), values(&output)));
+    let _ = slot.output.set(OutputKind::of(&output));
+    if matches!(reads, Reads::Output | Reads::SourcesAndOutput) {
+        *slot.values.lock() = Some(output.detach());
+    }
     LINKS.lock().insert(output.id(), Link { token, slot });
     Ok(output)
 }
@@ -154,23 +147,14 @@ pub(crate) fn graph_op<G: IntoIterator<Item = Option<Tensor>>>(
     };
     let kept = sources.iter().zip(&links).map(kept).collect();
     let has_token = may_have_token(&memory, &shape) && sources.iter().any(|source| source.track_op());
-    let op = |result, slot| GraphOp {
-        name,
-        result: Mutex::new(Some(result)),
-        gradients: Box::new(gradients),
-        sources: kept,
-        slot,
-    };
+    let op = |result, slot| GraphOp::new(name, result, gradients, kept, slot);
     if !has_token {
         return follow(op((memory, shape), None));
     }
     let slot = Arc::new(Slot::default());
     let token = follow(op((scalar(sources[0].device())?, Shape::from(())), Some(slot.clone())))?;
     let id = token.id();
-    let output = linked(name, token, slot, (memory, shape), |output| match reads {
-        Reads::Output | Reads::SourcesAndOutput => Values::Kept(output.detach()),
-        Reads::Nothing | Reads::Sources => Values::freed(output),
-    })?;
+    let output = linked(name, token, slot, (memory, shape), reads)?;
     RECORDED.with_borrow_mut(|recorded| recorded.last_mut().map(|outputs| outputs.insert(id, output.clone())));
     Ok(output)
 }
@@ -214,26 +198,31 @@ static LINKS: LazyLock<Mutex<HashMap<TensorId, Link>>> = LazyLock::new(Mutex::de
 #[derive(Default)]
 struct Slot {
     gradient: GradientSum,
-    /// The output's id and its values.
-    output: OnceLock<(TensorId, Values)>,
+    output: OnceLock<OutputKind>,
+    /// The values of the output, if its token's backward reads them.
+    values: Mutex<Option<Tensor>>,
 }
 
-/// The values of an output, if its token's backward reads them.
-enum Values {
-    Kept(Tensor),
-    Freed(Shape, DType, Device),
+/// An output's id, and what its gradient is like.
+struct OutputKind {
+    id: TensorId,
+    shape: Shape,
+    dtype: DType,
+    device: Device,
 }
 
-impl Values {
-    fn freed(output: &Tensor) -> Self {
-        Values::Freed(output.shape().clone(), output.dtype(), output.device().clone())
+impl OutputKind {
+    fn of(output: &Tensor) -> Self {
+        OutputKind {
+            id: output.id(),
+            shape: output.shape().clone(),
+            dtype: output.dtype(),
+            device: output.device().clone(),
+        }
     }
 
     fn zeros(&self) -> Result<Tensor> {
-        match self {
-            Values::Kept(values) => values.zeros_like(),
-            Values::Freed(shape, dtype, device) => Tensor::zeros(shape, *dtype, device),
-        }
+        Tensor::zeros(&self.shape, self.dtype, &self.device)
     }
 }
 
@@ -297,51 +286,104 @@ fn add_to(total: Tensor, more: &Tensor) -> Result<Tensor> {
 
 type Gradients = dyn Fn(&[&Tensor], &Tensor, &Tensor) -> Result<[Option<Tensor>; 3]> + Send + Sync;
 
+thread_local! {
+    /// Whether a backward frees what it has passed.
+    static FREES: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs a backward that frees each operation's values once it has passed it. A later backward over them fails.
+pub(crate) fn freeing<T>(backward: impl FnOnce() -> T) -> T {
+    let before = FREES.replace(true);
+    let _restore = scopeguard::guard((), move |()| FREES.set(before));
+    backward()
+}
+
 /// An operation whose result is already computed.
 struct GraphOp {
     name: &'static str,
     result: Mutex<Option<(Storage, Shape)>>,
-    gradients: Box<Gradients>,
-    /// Each source whose token stands for it.
-    sources: Vec<Option<Source>>,
+    /// `None` once it is freed.
+    backward: Mutex<Option<OpBackward>>,
+    /// Whether it is never freed. See [`lasting_node`].
+    is_lasting: bool,
     /// If this is a token.
     slot: Option<Arc<Slot>>,
 }
 
+/// What an operation's backward needs.
+#[derive(Clone)]
+struct OpBackward {
+    gradients: Arc<Gradients>,
+    /// Each source whose token stands for it.
+    sources: Vec<Option<Source>>,
+}
+
 /// A source whose token stands for it.
+#[derive(Clone)]
 struct Source {
     /// Values, if backward reads them.
     values: Option<Tensor>,
     slot: Arc<Slot>,
 }
 
-impl Source {
-    fn values(&self) -> Option<&Tensor> {
-        self.values.as_ref()
-    }
-}
-
 impl GraphOp {
+    /// Returns an operation with one source.
+    fn of(backward: impl Backward, result: (Storage, Shape)) -> Self {
+        let name = backward.name();
+        let gradients = move |sources: &[&Tensor], node: &Tensor, gradient: &Tensor| {
+            Ok([backward.backward(sources[0], node, gradient)?, None, None])
+        };
+        GraphOp::new(name, result, gradients, vec![None], None)
+    }
+
+    fn new(
+        name: &'static str,
+        result: (Storage, Shape),
+        gradients: impl Fn(&[&Tensor], &Tensor, &Tensor) -> Result<[Option<Tensor>; 3]> + Send + Sync + 'static,
+        sources: Vec<Option<Source>>,
+        slot: Option<Arc<Slot>>,
+    ) -> Self {
+        let backward = OpBackward { gradients: Arc::new(gradients), sources };
+        GraphOp {
+            name,
+            result: Mutex::new(Some(result)),
+            backward: Mutex::new(Some(backward)),
+            is_lasting: false,
+            slot,
+        }
+    }
+
     fn backward(&self, arguments: &[&Tensor], node: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 3]> {
-        let sources = arguments.iter().zip(&self.sources);
-        let values = |(&argument, source)| Option::as_ref(source).and_then(Source::values).unwrap_or(argument);
-        let sources: Vec<&Tensor> = sources.map(values).collect();
-        let mut gradients = match &self.slot {
-            None => (self.gradients)(&sources, node, gradient)?,
+        let frees = FREES.get() && !self.is_lasting;
+        let known = if frees { self.backward.lock().take() } else { self.backward.lock().clone() };
+        let Some(OpBackward { gradients, sources }) = known else {
+            bail!(
+                "{}: the graph has been through backward, which freed it: run forward again, or keep the graph by \
+                 backward_retain_graph",
+                self.name
+            )
+        };
+        let values = |(&argument, source): (&&Tensor, &Option<Source>)| {
+            source.as_ref().and_then(|source| source.values.clone()).unwrap_or_else(|| argument.clone())
+        };
+        let of_sources: Vec<Tensor> = arguments.iter().zip(&sources).map(values).collect();
+        let of_sources: Vec<&Tensor> = of_sources.iter().collect();
+        let mut found = match &self.slot {
+            None => gradients(&of_sources, node, gradient)?,
             Some(slot) => {
-                let Some((_, values)) = slot.output.get() else { bail!("{}: backward ran during forward", self.name) };
-                let gradient = slot.gradient.take().map_or_else(|| values.zeros(), Ok)?;
-                let node = if let Values::Kept(values) = values { values } else { node };
-                (self.gradients)(&sources, node, &gradient)?
+                let Some(kind) = slot.output.get() else { bail!("{}: backward ran during forward", self.name) };
+                let gradient = slot.gradient.take().map_or_else(|| kind.zeros(), Ok)?;
+                let output = if frees { slot.values.lock().take() } else { slot.values.lock().clone() };
+                gradients(&of_sources, output.as_ref().unwrap_or(node), &gradient)?
             }
         };
-        for ((gradient, source), argument) in gradients.iter_mut().zip(&self.sources).zip(arguments) {
+        for ((gradient, source), argument) in found.iter_mut().zip(&sources).zip(arguments) {
             let Some(Source { slot, .. }) = source else { continue };
             gradient.take().map_or(Ok(()), |gradient| slot.gradient.add(gradient))?;
             // Candle needs a gradient of every node that it visits. A token's value is 0.
             *gradient = Some(argument.detach());
         }
-        Ok(gradients)
+        Ok(found)
     }
 }
 
@@ -361,7 +403,7 @@ impl Output {
 
 impl Drop for Output {
     fn drop(&mut self) {
-        let link = self.slot.output.get().and_then(|(id, _)| LINKS.lock().remove(id));
+        let link = self.slot.output.get().and_then(|kind| LINKS.lock().remove(&kind.id));
         // Outside of the lock, because it may free a graph with other outputs.
         drop(link);
     }
@@ -496,7 +538,8 @@ mod tests {
     fn backward_gets_the_output_that_it_reads() {
         let x = variable();
         let memory = Storage::Cpu(CpuStorage::F32(vec![5., 6., 7., 8.]));
-        let y = graph_op("y", &[x.as_tensor()], memory, x.shape(), Reads::Output, |_, y, _| Ok([Some(y.clone())])).unwrap();
+        let y =
+            graph_op("y", &[x.as_tensor()], memory, x.shape(), Reads::Output, |_, y, _| Ok([Some(y.clone())])).unwrap();
         let loss = y.sum_all().unwrap();
         drop(y);
         assert_eq!(gradient(&loss, &x), [5., 6., 7., 8.]);

@@ -29,7 +29,7 @@ use candle_core::{Result, Tensor, bail};
 use fsdp_core::{Placement, ProcessGroup, ReduceOp};
 
 use crate::autograd::keeps_graph;
-use crate::graph::{Backward, node};
+use crate::graph::{Reads, graph_op};
 use crate::storage::{copied_storage, take};
 use without_grad::{Input, exchanged, gathered, own_part, scattered, summed};
 
@@ -186,7 +186,11 @@ fn graph_node(
     }
     // In a group of one rank, the result may be a view of the source.
     let memory = if group.size() == 1 { copied_storage(&result)? } else { take(&result)? };
-    node(source, memory, result.shape().clone(), Collective { name, group: group.clone(), backward })
+    let group = group.clone();
+    graph_op(name, &[source], memory, result.shape(), Reads::Nothing, move |_, _, gradient| {
+        let gradient = backward.run(Input::Borrowed(gradient), &group);
+        Ok([Some(gradient.map_err(|error| error.context(format!("in the backward of {name}")))?)])
+    })
 }
 
 /// The collective that turns the gradient of a result into the gradient of its source.
@@ -209,23 +213,6 @@ impl BackwardCollective {
             BackwardCollective::Slice(dim) => own_part(gradient.tensor(), dim, group),
             BackwardCollective::Exchange { from, to } => exchanged(gradient.tensor(), from, to, group),
         }
-    }
-}
-
-struct Collective {
-    name: &'static str,
-    group: ProcessGroup,
-    backward: BackwardCollective,
-}
-
-impl Backward for Collective {
-    fn name(&self) -> &'static str {
-        self.name
-    }
-
-    fn backward(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        let gradient = self.backward.run(Input::Borrowed(gradient), &self.group);
-        Ok(Some(gradient.map_err(|error| error.context(format!("in the backward of {}", self.name)))?))
     }
 }
 

@@ -10,14 +10,14 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
-use candle_core::{Result, Shape, Tensor, TensorId};
+use candle_core::{Result, Tensor, TensorId};
 use fsdp_core::ProcessGroup;
 use scopeguard::guard;
 
 use super::BackwardCollective;
 use super::without_grad::{Input, check, gathered, own_part};
 use crate::autograd::keeps_graph;
-use crate::graph::{Backward, GradientSum, node};
+use crate::graph::{Backward, GradientSum, node, node_without_values};
 use crate::storage::{copied_storage, scalar};
 
 /// The collective between an input and layers that differ on the ranks.
@@ -74,7 +74,8 @@ impl SharedInput {
         }
         let collected = Arc::new(GradientSum::default());
         let back = Token { collected: collected.clone(), like: values.clone(), group: group.clone(), backward };
-        let token = node(x, scalar(x.device())?, Shape::from(()), back)?;
+        let token =
+            node_without_values("parallel-input", x, scalar(x.device())?, (), move |_| back.gradient().map(Some))?;
         Ok(SharedInput { values, token: Some((token, collected)) })
     }
 
@@ -119,19 +120,15 @@ struct Token {
     backward: BackwardCollective,
 }
 
-impl Backward for Token {
-    fn name(&self) -> &'static str {
-        "parallel-input"
-    }
-
-    fn backward(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
+impl Token {
+    fn gradient(&self) -> Result<Tensor> {
         let gradient = match self.collected.take() {
             Some(gradient) => gradient,
             // The peers wait for this rank.
             None => self.like.zeros_like()?,
         };
         let gradient = self.backward.run(Input::Owned(&gradient), &self.group);
-        Ok(Some(gradient.map_err(|error| error.context("in the backward of a parallel layer's input"))?))
+        gradient.map_err(|error| error.context("in the backward of a parallel layer's input"))
     }
 }
 

@@ -18,7 +18,7 @@ use super::param::FsdpParam;
 use super::param_group::UnitId;
 use super::schedule::Schedule;
 use crate::autograd::{next_number, number};
-use crate::graph::{Backward, followed, node, node_without_values};
+use crate::graph::{Backward, followed, lasting_node, node_without_values};
 use crate::storage::{self, copied_storage};
 
 /// The nodes of a parameter, on the device that computes.
@@ -38,14 +38,14 @@ pub(crate) struct ParamNodes {
 /// while it is frozen.
 pub(crate) fn param_nodes(device: &Device, shape: &Shape, dtype: DType) -> Result<ParamNodes> {
     let leaf = Tensor::from_storage(storage::scalar(device)?, (), BackpropOp::none(), true);
-    let anchor = node(&leaf, storage::scalar(device)?, Shape::from(()), Anchor)?;
-    let full = node(&anchor, storage::empty(dtype, device)?, shape.clone(), Unshard)?;
+    let anchor = lasting_node(&leaf, storage::scalar(device)?, Shape::from(()), Anchor)?;
+    let full = lasting_node(&anchor, storage::empty(dtype, device)?, shape.clone(), Unshard)?;
     Ok(ParamNodes { leaf: leaf.id(), anchor, full })
 }
 
 /// Makes the anchor of a further pass, on top of the parameter's anchor. Its backward reports the end of the pass.
 pub(super) fn pass_anchor(anchor: &Tensor, pass: usize) -> Result<Tensor> {
-    node(anchor, storage::scalar(anchor.device())?, Shape::from(()), PassAnchor { pass })
+    lasting_node(anchor, storage::scalar(anchor.device())?, Shape::from(()), PassAnchor { pass })
 }
 
 thread_local! {

@@ -242,8 +242,28 @@ impl<M> FsdpModule<M> {
     /// without a graph, unless ranks may use different units
     /// ([`set_reduce_scatter_unused_params`](FsdpModule::set_reduce_scatter_unused_params)). The other ranks then fail
     /// in their next collective, or when this rank exits.
+    ///
+    /// Backward frees the activations of [`nn`](crate::nn)'s layers as it passes them, as PyTorch's does. Another
+    /// backward over the same graph fails: see [`FsdpModule::backward_retain_graph`].
     pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
-        self.schedule.backward(self.name(), loss).map_err(|error| self.explain_backward(error))
+        self.schedule.backward(self.name(), loss, false).map_err(|error| self.explain_backward(error))
+    }
+
+    /// [`FsdpModule::backward`] that keeps the graph for another backward, as PyTorch's `backward(retain_graph=True)`:
+    /// for losses that share a forward, and whose gradients are wanted one by one. Errors: see
+    /// [`FsdpModule::backward`].
+    ///
+    /// ```
+    /// # use fsdp_candle::doc_example::*;
+    /// # let (world, vars, opts, vb) = one_rank()?;
+    /// let model = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear(2, 2, vb))?;
+    /// let y = model.forward(&Tensor::ones((3, 2), DType::F32, world.device())?)?;
+    /// let of_mean = model.backward_retain_graph(&y.mean_all()?)?;
+    /// let of_square = model.backward(&y.sqr()?.mean_all()?)?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn backward_retain_graph(&self, loss: &Tensor) -> Result<GradStore> {
+        self.schedule.backward(self.name(), loss, true).map_err(|error| self.explain_backward(error))
     }
 
     /// Returns the names of trainable parameters that took part in a forward and got no gradient in its backward, on
@@ -300,6 +320,7 @@ impl Hooks<'_> {
         let heartbeat = fsdp_core::heartbeat::span("forward", self.group.name());
         let outputs = collectives::scope(|| span.in_scope(forward)).map_err(|error| self.explain(error))?;
         drop(heartbeat);
+        let is_watched = watch.is_some();
         let outputs = match watch {
             Some(watch) => watch.end(outputs)?,
             None => outputs,
@@ -316,6 +337,7 @@ impl Hooks<'_> {
             (false, true) => outputs,
             (false, false) => outputs.map_tensors(&mut |tensor| Ok(tensor.detach()))?,
         };
+        let outputs = if is_watched { self.schedule.diagnostics.graph.note_returned(outputs)? } else { outputs };
         Ok((outputs, hook))
     }
 

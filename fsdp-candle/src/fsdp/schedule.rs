@@ -27,6 +27,7 @@ use super::reduction::{Reduction, ReductionQueue, largest};
 use super::settings::{ModelSettings, UnitSettings};
 use crate::autograd::{BACKWARD_STACK_BYTES, keeps_graph, number, on_a_stack_of, with_grad};
 use crate::error::Error;
+use crate::graph::freeing;
 use crate::kernels;
 use crate::storage::Pool;
 
@@ -369,7 +370,7 @@ impl Schedule {
 impl Schedule {
     /// Runs the backward that a unit was asked for. Returns the reduced gradient shards under the ids of the parameter
     /// shards.
-    pub(super) fn backward(&self, unit: &str, loss: &Tensor) -> Result<GradStore> {
+    pub(super) fn backward(&self, unit: &str, loss: &Tensor, retains_graph: bool) -> Result<GradStore> {
         let units = self.units();
         self.order.lock().begin_backward().map_err(|_| {
             candle_core::Error::msg("backward was called inside a forward or another backward of the same model")
@@ -377,12 +378,12 @@ impl Schedule {
         let mut guard = BackwardGuard { schedule: self, ok: false, _heartbeat: heartbeat::span("backward", "") };
         let before = RUNNING.replace(Some(unit.into()));
         let _running = scopeguard::guard((), move |()| RUNNING.set(before));
-        let grads = with_grad(|| self.run_backward(loss, &units))?;
+        let grads = with_grad(|| self.run_backward(loss, &units, retains_graph))?;
         guard.ok = true;
         Ok(grads)
     }
 
-    fn run_backward(&self, loss: &Tensor, units: &[Arc<FsdpParamGroup>]) -> Result<GradStore> {
+    fn run_backward(&self, loss: &Tensor, units: &[Arc<FsdpParamGroup>], retains_graph: bool) -> Result<GradStore> {
         let has_hook = self.hand_out.lock().hook.is_some();
         if has_hook {
             // A reduction of an earlier backward must not count as one of this backward.
@@ -403,7 +404,7 @@ impl Schedule {
                 enter_unit_span(first.name());
             }
             self.execute(actions)?;
-            loss.backward()
+            if retains_graph { loss.backward() } else { freeing(|| loss.backward()) }
         })??;
         leave_unit_span();
         let (actions, settings) = {

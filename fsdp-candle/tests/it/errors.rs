@@ -198,8 +198,10 @@ fn repeats_backward_and_refuses_a_reset_graph() {
             let model = sharded(&FullyShard::new(&vars).reshard_after_forward(policy), &vars, 4);
             let loss = || loss_of(&model, &batch(world.rank(), 4));
             let first = loss();
-            let want = gradients(&vars, &model.backward(&first).unwrap());
+            let want = gradients(&vars, &model.backward_retain_graph(&first).unwrap());
             assert_close(&gradients(&vars, &model.backward(&first).unwrap()), &want, 0.);
+            let text = model.backward(&first).unwrap_err().to_string();
+            assert_contains(&text, &["has been through backward", "run forward again", "backward_retain_graph"]);
             if policy == Default {
                 let forgotten = loss();
                 model.reset_iter_state();

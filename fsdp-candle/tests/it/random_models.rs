@@ -207,7 +207,8 @@ fn run<U: Module>(
             model.set_is_last_backward(is_last);
             model.set_requires_gradient_sync(is_last || step.syncs, Recurse::Yes);
             let loss = loss(plan, step, world.rank(), backward, &losses);
-            let grads = model.backward(&loss.unwrap_or_else(|| nothing(&losses)))?;
+            let loss = loss.unwrap_or_else(|| nothing(&losses));
+            let grads = if is_last { model.backward(&loss)? } else { model.backward_retain_graph(&loss)? };
             if is_last {
                 all.push(gradients(world, vars, &grads));
             }

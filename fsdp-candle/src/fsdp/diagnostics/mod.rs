@@ -160,6 +160,16 @@ impl GraphWatch {
         new
     }
 
+    /// Takes note of what an inspected call returned to the call around it: the outputs with hooks, because the next unit
+    /// keeps these in any case.
+    pub(crate) fn note_returned<O: Tensors>(&self, outputs: O) -> Result<O> {
+        let (outputs, returned) = with_tensors(outputs)?;
+        if let Some(outer) = self.0.lock().open.last_mut() {
+            outer.inner.extend(returned.into_iter().filter(has_graph));
+        }
+        Ok(outputs)
+    }
+
     /// Inspects a unit again, because other parameters of it are trained now.
     pub(crate) fn watch_again(&self, unit: usize) {
         let mut state = self.0.lock();
@@ -195,14 +205,11 @@ impl WatchedCall<'_> {
         });
         let mut state = self.watch.0.lock();
         if let Some(outer) = state.open.last_mut() {
-            let (with, _): (Vec<_>, Vec<_>) = returned.into_iter().partition(has_graph);
-            let (_, without): (Vec<_>, Vec<_>) = call.inputs.into_iter().partition(has_graph);
             if call.offloads != offloads() {
                 // Results of earlier units must not stay in memory.
                 outer.inner.clear();
             }
-            outer.inner.extend(with);
-            outer.detached.extend(without);
+            outer.detached.extend(call.inputs.into_iter().filter(|input| !has_graph(input)));
             outer.is_cut_inside |= call.is_cut_inside || !cuts.is_empty();
         }
         for cut in cuts {

@@ -69,9 +69,10 @@ impl Framework {
         let &Layer { width, residual, whole, queries, keys, norms, mlp, .. } = layer;
         let statistics = F32 * layer.heads;
         match self {
-            // Candle keeps the inputs and outputs of all operations: norms, projections and residual sums.
+            // The values that backward reads: the inputs of norms, products, activations and attention, and attention's
+            // output. Queries and keys before their rotation are parts of a joined product, of which the values are read.
             Framework::Candle | Framework::OnDevice => {
-                let turned = if layer.rotary { queries + keys } else { 0. };
+                let turned = if layer.rotary && layer.joined { queries + keys } else { 0. };
                 let normed = if layer.head_norms { queries + keys } else { 0. };
                 let attention = 2. * queries + 2. * keys + turned + normed;
                 let within = match mlp.kind {
@@ -82,12 +83,12 @@ impl Framework {
                 } * mlp.inner
                     * mlp.times;
                 let chosen = match mlp.experts > 0. {
-                    true if self.is_one_operation(&mlp) => residual + 5. * mlp.experts,
+                    true if self.is_one_operation(&mlp) => 5. * mlp.experts,
                     // Inputs and outputs of each expert, concatenated, reordered and weighted.
                     true => 5. * mlp.times * width + 5. * mlp.experts,
-                    false => residual,
+                    false => 0.,
                 };
-                let stream = (3. + norms) * residual + whole;
+                let stream = (1. + norms) * residual + whole;
                 e * (stream + attention + within + chosen) + statistics
             }
             Framework::Pytorch => {
@@ -150,11 +151,6 @@ impl Framework {
                 sums + norm * norms * width + turned + repeated + activation * e * within
             }
         }
-    }
-
-    /// Returns whether activations are freed during backward. Candle's graph holds them as long as the loss exists.
-    pub(super) fn frees_in_backward(self) -> bool {
-        self == Framework::Pytorch
     }
 
     /// Returns whether buffers of gathered parameters and whole gradients are pooled. candle-fsdp's pool keeps the peak

@@ -138,7 +138,6 @@ fn moments(setup: &Setup) -> Vec<Moment> {
     ];
     // Backward reaches the last block first. The head's gradient is then complete, unless it is tied.
     let gone = if framework.frees_parameters_one_by_one() && !root.tied { e * root.head } else { 0. };
-    let held = !framework.frees_in_backward();
     let (mut reduced, mut left, mut staying) = (0., all_kept, all_stay);
     for (i, layer) in layers.iter().enumerate().rev() {
         let before = i.checked_sub(1).map(|before| &layers[before]);
@@ -159,8 +158,7 @@ fn moments(setup: &Setup) -> Vec<Moment> {
             gathered: of_root_gathered - gone + staying + comes(layer) + next(before),
             unreduced: trained
                 * (e * root.head + waiting(setup, layer) + layers.get(i + 1).map_or(0., |after| sent(setup, after))),
-            activations: if held { all_kept } else { left },
-            logits: if held { logits.kept } else { 0. },
+            activations: left,
             working: tokens * again.max(0.)
                 + (tokens * framework.flowing(layer, compute)).max(framework.attention_memory(layer, compute)),
             ..base.clone()
@@ -175,8 +173,7 @@ fn moments(setup: &Setup) -> Vec<Moment> {
         gathered: of_root_gathered - gone,
         unreduced: trained
             * (e.max(reduce.bytes()) * root.parameters + layers.first().map_or(0., |after| sent(setup, after))),
-        activations: if held { all_kept } else { of_root },
-        logits: if held { logits.kept } else { 0. },
+        activations: of_root,
         ..base
     });
     moments

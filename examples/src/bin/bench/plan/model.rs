@@ -36,6 +36,8 @@ pub(super) struct Layer {
     pub(super) head_norms: bool,
     /// Whether queries and keys have rotary embeddings.
     pub(super) rotary: bool,
+    /// Whether one product makes queries, keys and values.
+    pub(super) joined: bool,
     pub(super) mlp: Mlp,
     /// Fully connected layers in forward order.
     pub(super) linears: Vec<Linear>,
@@ -224,10 +226,10 @@ impl Model {
             (layer.parameters, layer.tensors) = (unit.elements, unit.tensors);
         }
         let (width, kept) = match config {
-            // The outputs of embedding and norm.
+            // The input and output of the last norm, and those of BERT's embeddings' norm and of its head's layers.
             ModelConfig::Decoder(config) => (config.width as f64, 2.),
-            ModelConfig::Gpt2(config) => (config.n_embd as f64, 3.),
-            ModelConfig::Bert(config) => (config.hidden_size as f64, 6.),
+            ModelConfig::Gpt2(config) => (config.n_embd as f64, 2.),
+            ModelConfig::Bert(config) => (config.hidden_size as f64, 5.),
         };
         let vocabulary = config.vocab_size() as f64;
         Ok(Model {
@@ -313,6 +315,7 @@ fn decoder(config: &DecoderConfig, layer: usize, seq: usize) -> Layer {
         norm: Norm::Rms,
         head_norms: config.norms.heads,
         rotary: true,
+        joined: config.fused,
         mlp: Mlp {
             inner,
             kind: match config.activation {
@@ -359,6 +362,7 @@ fn plain(width: f64, inner: f64, heads: usize, [reach, seq]: [f64; 2], linears: 
         norm: Norm::Layer,
         head_norms: false,
         rotary: false,
+        joined: false,
         mlp: Mlp { inner, kind: MlpKind::Plain, linears: 2., times: 1., experts: 0. },
         linears: linears.iter().map(|&(inputs, outputs)| Linear::new(inputs, outputs)).collect(),
     }
