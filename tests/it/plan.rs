@@ -78,7 +78,9 @@ fn memory_matches_the_allocator() {
 fn memory_of_recomputed_blocks_matches_the_allocator() {
     let dir = tempfile::tempdir().unwrap();
     let mut config: Value = serde_json::from_str(LLAMA).unwrap();
-    config["num_hidden_layers"] = 12.into();
+    for (name, value) in [("num_hidden_layers", 12), ("hidden_size", 192), ("intermediate_size", 512)] {
+        config[name] = value.into();
+    }
     std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
     let peaks = |ranks: usize, is_offloaded: bool| {
         let common = ["--model", ".", "--batch", "16", "--seq", "256", "--json"];
@@ -97,9 +99,11 @@ fn memory_of_recomputed_blocks_matches_the_allocator() {
         real
     };
     for ranks in [1, 2] {
-        // 12 inputs of 4096 tokens, of which few are underway.
+        // 12 inputs of 4096 tokens, of which few are underway. The peak is at the first input instead of the last, where
+        // the other blocks have gradients.
         let less = peaks(ranks, false) - peaks(ranks, true);
-        assert!(less > 8. * 4096. * 384. * 4., "{less} bytes less on {ranks} ranks");
+        let (inputs, gradients) = (9. * 4096. * 192. * 4., 11. * 4e5 * 4. / ranks as f64);
+        assert!(less > 0.8 * (inputs - gradients), "{less} bytes less on {ranks} ranks");
     }
 }
 

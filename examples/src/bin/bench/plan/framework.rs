@@ -40,6 +40,9 @@ pub(super) enum Checkpoint {
 const F32: f64 = 4.;
 /// Logits that exist at a time on CPUs (`fsdp-candle/src/nn/loss/linear_cross_entropy.rs`).
 const ON_CPU: f64 = 16777216.;
+/// What a matrix product copies of an operand, about: rows, and bytes. It depends on the processor's caches.
+const PACKED_ROWS: f64 = 512.;
+const MOST_PACKED: f64 = 16777216.;
 
 impl Framework {
     /// Returns the framework's variant on a device.
@@ -210,6 +213,10 @@ impl Framework {
             Framework::Candle => {
                 let copy = if compute == Precision::F32 { 0. } else { F32 * head };
                 let stretch = F32 * all.min(ON_CPU);
+                let packed = match compute {
+                    Precision::F32 => (F32 * tokens.min(PACKED_ROWS) * root.vocabulary).min(MOST_PACKED),
+                    _ => 0.,
+                };
                 let (kept, loss, again) = match (root.shared, tokens < root.width) {
                     (true, _) => (F32 * tokens, stretch, stretch),
                     (false, true) => (F32 * all, 0., 0.),
@@ -217,8 +224,8 @@ impl Framework {
                 };
                 Logits {
                     kept,
-                    loss: loss + copy,
-                    slopes: again + 2. * F32 * hidden + 2. * copy,
+                    loss: loss + copy + packed,
+                    slopes: again + packed + 2. * F32 * hidden + 2. * copy,
                     moved: 3. * F32 * all,
                     again: root.shared,
                 }

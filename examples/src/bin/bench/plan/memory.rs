@@ -102,11 +102,14 @@ fn moments(setup: &Setup) -> Vec<Moment> {
     let encoded = setup.base.map_or(0., |base| if base.bytes() < e { base.bytes() } else { 0. });
     let rotary = if root.rotary > 0. { root.rotary * setup.seq as f64 * e } else { 0. };
 
-    let kept_or_away = |layer: &Layer| tokens * framework.kept(layer, compute, checkpoint);
-    let kept = |layer: &Layer| if setup.offload { 0. } else { kept_or_away(layer) };
-    let underway = if setup.offload { layers.iter().take(UNDERWAY).map(kept_or_away).sum() } else { 0. };
-    let of_root = tokens * e * root.kept + rotary + underway;
-    let all_kept = of_root + layers.iter().map(kept).sum::<f64>();
+    let of_root = tokens * e * root.kept + rotary;
+    // What the first blocks keep.
+    let kept = |count: usize| {
+        let most = if setup.offload { UNDERWAY } else { count };
+        let of_layer = |layer: &Layer| tokens * framework.kept(layer, compute, checkpoint);
+        of_root + layers[..count].iter().rev().take(most).map(of_layer).sum::<f64>()
+    };
+    let all_kept = kept(layers.len());
     let logits = framework.logits(root, compute, tokens);
 
     // Whether the parameters of a block, or of the root, stay gathered.
@@ -138,7 +141,7 @@ fn moments(setup: &Setup) -> Vec<Moment> {
     ];
     // Backward reaches the last block first. The head's gradient is then complete, unless it is tied.
     let gone = if framework.frees_parameters_one_by_one() && !root.tied { e * root.head } else { 0. };
-    let (mut reduced, mut left, mut staying) = (0., all_kept, all_stay);
+    let (mut reduced, mut staying) = (0., all_stay);
     for (i, layer) in layers.iter().enumerate().rev() {
         let before = i.checked_sub(1).map(|before| &layers[before]);
         let again = match checkpoint {
@@ -158,12 +161,11 @@ fn moments(setup: &Setup) -> Vec<Moment> {
             gathered: of_root_gathered - gone + staying + comes(layer) + next(before),
             unreduced: trained
                 * (e * root.head + waiting(setup, layer) + layers.get(i + 1).map_or(0., |after| sent(setup, after))),
-            activations: left,
+            activations: kept(i + 1),
             working: tokens * again.max(0.)
                 + (tokens * framework.flowing(layer, compute)).max(framework.attention_memory(layer, compute)),
             ..base.clone()
         });
-        left -= kept(layer);
         staying -= stays(layer);
         reduced = share(layer.parameters) + if setup.in_backward { 0. } else { reduced };
     }
