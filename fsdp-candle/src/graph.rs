@@ -172,9 +172,11 @@ pub(crate) struct RecordedOutputs {
 
 impl RecordedOutputs {
     pub(crate) fn begin() -> Self {
-        RecordedOutputs {
-            depth: RECORDED.with_borrow_mut(|recorded| (recorded.push(HashMap::new()), recorded.len()).1),
-        }
+        let depth = RECORDED.with_borrow_mut(|recorded| {
+            recorded.push(HashMap::new());
+            recorded.len()
+        });
+        RecordedOutputs { depth }
     }
 
     /// Returns the outputs, each by the id of its token.

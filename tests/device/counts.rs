@@ -53,7 +53,8 @@ fn a_step_waits_only_for_loss_and_norm_and_allocates_nothing() {
         let growths = |counts: &Counts| counts.sum("growth of the pool", |_| true);
         assert!(growths(first) > 0);
         assert_eq!((growths(short), growths(long)), (growths(first), growths(first)));
-        let peaks = [first, short, long].map(|counts| counts.bytes("peak_bytes"));
-        assert_eq!(peaks, [peaks[0]; 3]);
+        // The first step has no pooled buffers during its forward.
+        let [first, short, long] = [first, short, long].map(|counts| counts.bytes("peak_bytes"));
+        assert!(first <= short && short == long, "{first}, {short} and {long} bytes");
     }
 }

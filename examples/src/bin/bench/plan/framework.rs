@@ -78,13 +78,7 @@ impl Framework {
                 let turned = if layer.rotary && layer.joined { queries + keys } else { 0. };
                 let normed = if layer.head_norms { queries + keys } else { 0. };
                 let attention = 2. * queries + 2. * keys + turned + normed;
-                let within = match mlp.kind {
-                    _ if self.is_one_operation(&mlp) => 2.,
-                    MlpKind::Plain => 2.,
-                    MlpKind::SiluMul | MlpKind::SwiGlu => 3.,
-                    MlpKind::Gated => 4.,
-                } * mlp.inner
-                    * mlp.times;
+                let within = self.within(&mlp);
                 let chosen = match mlp.experts > 0. {
                     true if self.is_one_operation(&mlp) => 5. * mlp.experts,
                     // Inputs and outputs of each expert, concatenated, reordered and weighted.
@@ -167,14 +161,33 @@ impl Framework {
         self != Framework::Pytorch
     }
 
-    /// Returns the bytes that attention uses besides its operands and gradients.
-    pub(super) fn attention_memory(self, layer: &Layer, compute: Precision) -> f64 {
-        if self == Framework::OnDevice { on_device::attention_memory(layer, compute) } else { 0. }
+    /// Returns the elements per token that candle-fsdp keeps inside an MLP.
+    fn within(self, mlp: &Mlp) -> f64 {
+        let widths = match mlp.kind {
+            _ if self.is_one_operation(mlp) => 2.,
+            MlpKind::Plain => 2.,
+            MlpKind::SiluMul | MlpKind::SwiGlu => 3.,
+            MlpKind::Gated => 4.,
+        };
+        widths * mlp.inner * mlp.times
+    }
+
+    /// Returns the most bytes that a block's backward of this many tokens uses besides what forward kept: in the middle of
+    /// its MLP, or in its attention, when the MLP's activations are free.
+    pub(super) fn backward(self, layer: &Layer, compute: Precision, tokens: f64) -> f64 {
+        let e = compute.bytes();
+        let in_mlp = tokens * self.flowing(layer, compute);
+        if self != Framework::OnDevice {
+            return in_mlp;
+        }
+        let freed = e * (self.within(&layer.mlp) + 2. * layer.residual);
+        let gradients = e * 2. * layer.width;
+        in_mlp.max(on_device::attention_memory(layer, compute) + tokens * (gradients - freed))
     }
 
     /// Returns the bytes per token of gradients in a block at their peak, in the middle of an MLP. Candle adds each
     /// gradient to a tensor of zeros.
-    pub(super) fn flowing(self, layer: &Layer, compute: Precision) -> f64 {
+    fn flowing(self, layer: &Layer, compute: Precision) -> f64 {
         let mlp = &layer.mlp;
         if self.is_one_operation(mlp) {
             // In f32, of one expert at a time.

@@ -102,14 +102,13 @@ fn moments(setup: &Setup) -> Vec<Moment> {
     let encoded = setup.base.map_or(0., |base| if base.bytes() < e { base.bytes() } else { 0. });
     let rotary = if root.rotary > 0. { root.rotary * setup.seq as f64 * e } else { 0. };
 
-    let of_root = tokens * e * root.kept + rotary;
     // What the first blocks keep.
     let kept = |count: usize| {
         let most = if setup.offload { UNDERWAY } else { count };
         let of_layer = |layer: &Layer| tokens * framework.kept(layer, compute, checkpoint);
-        of_root + layers[..count].iter().rev().take(most).map(of_layer).sum::<f64>()
+        rotary + layers[..count].iter().rev().take(most).map(of_layer).sum::<f64>()
     };
-    let all_kept = kept(layers.len());
+    let all_kept = kept(layers.len()) + tokens * e * root.kept;
     let logits = framework.logits(root, compute, tokens);
 
     // Whether the parameters of a block, or of the root, stay gathered.
@@ -162,8 +161,7 @@ fn moments(setup: &Setup) -> Vec<Moment> {
             unreduced: trained
                 * (e * root.head + waiting(setup, layer) + layers.get(i + 1).map_or(0., |after| sent(setup, after))),
             activations: kept(i + 1),
-            working: tokens * again.max(0.)
-                + (tokens * framework.flowing(layer, compute)).max(framework.attention_memory(layer, compute)),
+            working: tokens * again.max(0.) + framework.backward(layer, compute, tokens),
             ..base.clone()
         });
         staying -= stays(layer);
@@ -175,7 +173,7 @@ fn moments(setup: &Setup) -> Vec<Moment> {
         gathered: of_root_gathered - gone,
         unreduced: trained
             * (e.max(reduce.bytes()) * root.parameters + layers.first().map_or(0., |after| sent(setup, after))),
-        activations: of_root,
+        activations: rotary,
         ..base
     });
     moments
