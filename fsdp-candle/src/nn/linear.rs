@@ -20,6 +20,7 @@ use super::cpu::{cpu, floats, map_rows, read, same_kind, small_weight_grad, stor
 use super::cuda;
 use super::input::{self, Input};
 use super::limits::check_size;
+use super::residual;
 use super::tensor_parallel::{
     LinearSharding, Part, TpLayer, colwise_input, colwise_output, mark_tp_aware, rowwise_input, rowwise_output,
 };
@@ -352,7 +353,7 @@ impl Adapter {
         let Some(Adapter { down, up, scale }) = adapter.filter(|_| are_enabled()) else { return Ok(y) };
         // Scale the smaller tensor, [.., r].
         let low = (affine("lora_A", x, down, None, false)? * *scale)?;
-        y + affine("lora_B", &low, up, None, false)?
+        residual::add(&y, &affine("lora_B", &low, up, None, false)?)
     }
 }
 
