@@ -115,8 +115,8 @@ pub(crate) enum Reads {
 }
 
 /// Returns an operation's result as a node that follows its sources in the graph. There are one to three sources, on
-/// one device. `backward(sources, node, gradient)` returns the gradients of the sources, in order. What it does not read
-/// may be a scalar.
+/// one device. `backward(sources, node, gradient)` returns the gradients of the sources, in order. Tensors that it
+/// does not read may be scalars.
 pub(crate) fn graph_op<G: IntoIterator<Item = Option<Tensor>>>(
     name: &'static str,
     sources: &[impl AsRef<Tensor>],
@@ -160,7 +160,7 @@ pub(crate) fn graph_op<G: IntoIterator<Item = Option<Tensor>>>(
 }
 
 thread_local! {
-    /// Of each [`RecordedOutputs`] of this thread, the newest last: the outputs so far, each by the id of its token.
+    /// The outputs of each [`RecordedOutputs`] of this thread, by the ids of their tokens. The newest is the last.
     static RECORDED: RefCell<Vec<HashMap<TensorId, Tensor>>> = const { RefCell::new(vec![]) };
 }
 
@@ -312,7 +312,7 @@ struct GraphOp {
     slot: Option<Arc<Slot>>,
 }
 
-/// What an operation's backward needs.
+/// The backward of an operation, with the values that it reads.
 #[derive(Clone)]
 struct OpBackward {
     gradients: Arc<Gradients>,

@@ -160,8 +160,8 @@ impl GraphWatch {
         new
     }
 
-    /// Takes note of what an inspected call returned to the call around it: the outputs with hooks, because the next unit
-    /// keeps these in any case.
+    /// Notes an inspected call's outputs for the call around it. These have hooks, and the next unit keeps their memory in
+    /// any case.
     pub(crate) fn note_returned<O: Tensors>(&self, outputs: O) -> Result<O> {
         let (outputs, returned) = with_tensors(outputs)?;
         if let Some(outer) = self.0.lock().open.last_mut() {

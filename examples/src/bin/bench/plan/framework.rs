@@ -40,7 +40,8 @@ pub(super) enum Checkpoint {
 const F32: f64 = 4.;
 /// Logits that exist at a time on CPUs (`fsdp-candle/src/nn/loss/linear_cross_entropy.rs`).
 const ON_CPU: f64 = 16777216.;
-/// What a matrix product copies of an operand, about: rows, and bytes. It depends on the processor's caches.
+/// Rows of an operand that a matrix product copies, and the most bytes of the copy. The processor's caches decide, so these
+/// are estimates.
 const PACKED_ROWS: f64 = 512.;
 const MOST_PACKED: f64 = 16777216.;
 
@@ -206,8 +207,8 @@ impl Framework {
         self == Framework::Candle && mlp.kind == MlpKind::SwiGlu
     }
 
-    /// Returns the memory of the head and the loss of this many tokens.
-    pub(super) fn logits(self, root: &Root, compute: Precision, tokens: f64) -> Logits {
+    /// Returns the memory of the head and the loss of this many tokens. `trained` is 1, or 0 for a frozen head.
+    pub(super) fn logits(self, root: &Root, compute: Precision, tokens: f64, trained: f64) -> Logits {
         let e = compute.bytes();
         let all = tokens * root.vocabulary;
         let (head, hidden) = (root.vocabulary * root.width, tokens * root.width);
@@ -227,13 +228,13 @@ impl Framework {
                 let copy = if compute == Precision::F32 { 0. } else { F32 * head };
                 let stretch = F32 * all.min(ON_CPU);
                 let packed = match compute {
-                    Precision::F32 => (F32 * tokens.min(PACKED_ROWS) * root.vocabulary).min(MOST_PACKED),
+                    Precision::F32 => trained * (F32 * tokens.min(PACKED_ROWS) * root.vocabulary).min(MOST_PACKED),
                     _ => 0.,
                 };
                 let (kept, loss, again) = match (root.shared, tokens < root.width) {
                     (true, _) => (F32 * tokens, stretch, stretch),
                     (false, true) => (F32 * all, 0., 0.),
-                    (false, false) => (F32 * (head + hidden), stretch, 0.),
+                    (false, false) => (F32 * (trained * head + hidden), stretch, 0.),
                 };
                 Logits {
                     kept,

@@ -102,14 +102,14 @@ fn moments(setup: &Setup) -> Vec<Moment> {
     let encoded = setup.base.map_or(0., |base| if base.bytes() < e { base.bytes() } else { 0. });
     let rotary = if root.rotary > 0. { root.rotary * setup.seq as f64 * e } else { 0. };
 
-    // What the first blocks keep.
+    // Activations of the first blocks.
     let kept = |count: usize| {
         let most = if setup.offload { UNDERWAY } else { count };
         let of_layer = |layer: &Layer| tokens * framework.kept(layer, compute, checkpoint);
         rotary + layers[..count].iter().rev().take(most).map(of_layer).sum::<f64>()
     };
     let all_kept = kept(layers.len()) + tokens * e * root.kept;
-    let logits = framework.logits(root, compute, tokens);
+    let logits = framework.logits(root, compute, tokens, trained);
 
     // Whether the parameters of a block, or of the root, stay gathered.
     let stays = |layer: &Layer| match setup.reshard {
