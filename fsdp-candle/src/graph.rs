@@ -52,9 +52,7 @@ pub(crate) fn node_without_values(
     shape: impl Into<Shape>,
     backward: impl Fn(&Tensor) -> Result<Option<Tensor>> + Send + Sync + 'static,
 ) -> Result<Tensor> {
-    let (shape, link) = (shape.into(), Link::of(source));
-    let has_token = may_have_token(&memory, &shape) && source.track_op();
-    let is_linked = link.is_some();
+    let is_linked = Link::of(source).is_some();
     let gradients = move |sources: &[&Tensor], _: &Tensor, gradient: &Tensor| {
         let gradient = match backward(gradient)? {
             // Candle needs a gradient of every node that it visits.
@@ -63,43 +61,12 @@ pub(crate) fn node_without_values(
         };
         Ok([gradient, None, None])
     };
-    let (follows, kept) = match link {
-        Some(Link { token, slot }) => (token, Some(Source { values: None, slot })),
-        None => (source.clone(), None),
-    };
-    let op = |result, slot| GraphOp::new(name, result, gradients, vec![kept], slot);
-    if !has_token {
-        return follows.apply_op1(op((memory, shape), None));
-    }
-    let slot = Arc::new(Slot::default());
-    let token = follows.apply_op1(op((scalar(source.device())?, Shape::from(())), Some(slot.clone())))?;
-    linked(name, token, slot, (memory, shape), Reads::Nothing)
+    op_node(name, &[source], (memory, shape.into()), Reads::Nothing, gradients)
 }
 
 /// Returns the node that stands for a tensor where an operation of this library takes it: its token, if it has one.
 pub(crate) fn followed(tensor: &Tensor) -> TensorId {
     Link::of(tensor).map_or(tensor.id(), |link| link.token.id())
-}
-
-fn may_have_token(memory: &Storage, shape: &Shape) -> bool {
-    !matches!(memory, Storage::Metal(_)) && shape.rank() > 0
-}
-
-/// Returns the output of a token.
-fn linked(
-    name: &'static str,
-    token: Tensor,
-    slot: Arc<Slot>,
-    result: (Storage, Shape),
-    reads: Reads,
-) -> Result<Tensor> {
-    let output = token.apply_op1(Output { name, result: Mutex::new(Some(result)), slot: slot.clone() })?;
-    let _ = slot.output.set(OutputKind::of(&output));
-    if matches!(reads, Reads::Output | Reads::SourcesAndOutput) {
-        *slot.values.lock() = Some(output.detach());
-    }
-    LINKS.lock().insert(output.id(), Link { token, slot });
-    Ok(output)
 }
 
 /// Values that an operation's backward reads, besides the gradient of its output. The graph keeps no others: a source or
@@ -129,8 +96,22 @@ pub(crate) fn graph_op<G: IntoIterator<Item = Option<Tensor>>>(
         let mut gradients = backward(sources, node, gradient)?.into_iter();
         Ok(std::array::from_fn(|_| gradients.next().flatten()))
     };
-    let shape = shape.into();
     let sources: Vec<&Tensor> = sources.iter().map(AsRef::as_ref).collect();
+    let output = op_node(name, &sources, (memory, shape.into()), reads, gradients)?;
+    RECORDED.with_borrow_mut(|recorded| {
+        recorded.last_mut().map(|outputs| outputs.insert(followed(&output), output.clone()))
+    });
+    Ok(output)
+}
+
+/// Returns an operation's result as a node that follows its sources, by way of a token if it may have one.
+fn op_node(
+    name: &'static str,
+    sources: &[&Tensor],
+    result: (Storage, Shape),
+    reads: Reads,
+    gradients: impl Fn(&[&Tensor], &Tensor, &Tensor) -> Result<[Option<Tensor>; 3]> + Send + Sync + 'static,
+) -> Result<Tensor> {
     let links: Vec<Option<Link>> = sources.iter().map(|source| Link::of(source)).collect();
     let follow = |op: GraphOp| {
         let follows = |at: usize| links[at].as_ref().map_or(sources[at], |link| &link.token);
@@ -141,21 +122,25 @@ pub(crate) fn graph_op<G: IntoIterator<Item = Option<Tensor>>>(
             count => bail!("{name}: expected 1 to 3 sources, found {count}"),
         }
     };
+    let reads_sources = matches!(reads, Reads::Sources | Reads::SourcesAndOutput);
     let kept = |(source, link): (&&Tensor, &Option<Link>)| {
-        let reads_sources = matches!(reads, Reads::Sources | Reads::SourcesAndOutput);
         Some(Source { values: reads_sources.then(|| (*source).clone()), slot: link.clone()?.slot })
     };
     let kept = sources.iter().zip(&links).map(kept).collect();
-    let has_token = may_have_token(&memory, &shape) && sources.iter().any(|source| source.track_op());
+    let (memory, shape) = &result;
+    let may_have_token = !matches!(memory, Storage::Metal(_)) && shape.rank() > 0;
     let op = |result, slot| GraphOp::new(name, result, gradients, kept, slot);
-    if !has_token {
-        return follow(op((memory, shape), None));
+    if !(may_have_token && sources.iter().any(|source| source.track_op())) {
+        return follow(op(result, None));
     }
     let slot = Arc::new(Slot::default());
     let token = follow(op((scalar(sources[0].device())?, Shape::from(())), Some(slot.clone())))?;
-    let id = token.id();
-    let output = linked(name, token, slot, (memory, shape), reads)?;
-    RECORDED.with_borrow_mut(|recorded| recorded.last_mut().map(|outputs| outputs.insert(id, output.clone())));
+    let output = token.apply_op1(Output { name, result: Mutex::new(Some(result)), slot: slot.clone() })?;
+    let _ = slot.output.set(OutputKind::of(&output));
+    if matches!(reads, Reads::Output | Reads::SourcesAndOutput) {
+        *slot.values.lock() = Some(output.detach());
+    }
+    LINKS.lock().insert(output.id(), Link { token, slot });
     Ok(output)
 }
 

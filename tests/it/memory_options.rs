@@ -44,6 +44,7 @@ struct Way {
     /// Whether parameters are frozen after the model is built.
     late: bool,
     dropout: f32,
+    adds: bool,
     again: Again,
     sync: bool,
     /// Whether replicas shard the optimizer's state.
@@ -86,6 +87,7 @@ const WAY: Way = Way {
     lora: false,
     late: false,
     dropout: 0.,
+    adds: false,
     again: Again::Nothing,
     sync: true,
     divided: false,
@@ -125,11 +127,14 @@ struct Block {
     up: Box<dyn Module + Send + Sync>,
     down: nn::Linear,
     dropout: nn::Dropout,
+    /// Whether `nn::add` adds, instead of Candle's `+`.
+    adds: bool,
 }
 
 impl Module for Block {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        x + self.dropout.forward(&self.down.forward(&nn::gelu(&self.up.forward(x)?)?)?, true)?
+        let y = self.dropout.forward(&self.down.forward(&nn::gelu(&self.up.forward(x)?)?)?, true)?;
+        if self.adds { nn::add(x, &y) } else { x + y }
     }
 }
 
@@ -164,7 +169,7 @@ fn phases(way: &Way) -> [f64; 5] {
                     false => Box::new(up),
                 };
                 let down = nn::linear_no_bias(4 * WIDTH, WIDTH, vb.pp("down"))?;
-                Ok(Arc::new(Block { up, down, dropout: nn::Dropout::new(way.dropout) }))
+                Ok(Arc::new(Block { up, down, dropout: nn::Dropout::new(way.dropout), adds: way.adds }))
             })
             .unwrap()
         };
@@ -332,6 +337,9 @@ fn checkpointing_keeps_block_inputs() {
         // Dropout's output is kept instead of its input, and no mask.
         let dropped = widths(Way { dropout: 0.1, ..WAY });
         assert!(beside.contains(&(dropped - 11. * blocks)), "{dropped} widths");
+        // `nn::add` keeps neither a term nor the sum.
+        let added = widths(Way { adds: true, ..WAY });
+        assert!(beside.contains(&(added - 9. * blocks)), "{added} widths");
     });
 }
 

@@ -5,7 +5,7 @@ use candle_core::{Result, Shape, Tensor, ToUsize2, bail};
 
 use super::conv::Window;
 use super::cpu::simd::kernel;
-use super::cpu::{map_rows, read, storage};
+use super::cpu::{map_rows, read, storage, tensor_of};
 use super::weight::has_cpu_kernels;
 use crate::graph::{Reads, graph_op};
 
@@ -69,7 +69,7 @@ pub fn max_pool2d_with_stride(x: &Tensor, kernel: impl ToUsize2, stride: impl To
                 }
             }
         });
-        Ok([Some(Tensor::from_vec(dx, &shape, dy.device())?.to_dtype(dy.dtype())?)])
+        Ok([Some(tensor_of(dx, &shape, dy.dtype())?)])
     })
 }
 
@@ -118,7 +118,7 @@ pub fn avg_pool2d_with_stride(x: &Tensor, kernel: impl ToUsize2, stride: impl To
                 }
             }
         });
-        Ok([Some(Tensor::from_vec(dx, &shape, dy.device())?.to_dtype(dy.dtype())?)])
+        Ok([Some(tensor_of(dx, &shape, dy.dtype())?)])
     })
 }
 

@@ -8,7 +8,7 @@
 
 use std::ops::Range;
 
-use candle_core::{DType, Result, Storage, Tensor};
+use candle_core::{Result, Storage, Tensor};
 
 use super::documents::Documents;
 use super::fused::{AttentionDims, AttentionOptions, Engine, HeadLayout, VisibleKeys};
@@ -32,9 +32,8 @@ impl Engine for Cpu {
     type LogSums = Vec<f32>;
 
     fn forward(self, dims: &AttentionDims, operands: &[&Tensor]) -> Result<(Storage, Vec<f32>)> {
-        let dtype = operands[0].dtype();
-        let (out, log_sums) = with_values(operands, |values| dims.forward(values, dims.layouts(operands), dtype))?;
-        Ok((storage(out, dtype)?, log_sums))
+        let (out, log_sums) = with_values(operands, |values| dims.forward(values, dims.layouts(operands)))?;
+        Ok((storage(out, dims.dtype)?, log_sums))
     }
 
     fn backward(
@@ -49,7 +48,7 @@ impl Engine for Cpu {
         read!(out, out);
         read!(d_out, d_out);
         with_values(operands, |values| {
-            dims.backward(values, dims.layouts(operands), operands[0].dtype(), &out, &d_out, log_sums, three(&shared));
+            dims.backward(values, dims.layouts(operands), &out, &d_out, log_sums, three(&shared));
         })?;
         let gradients = gradients.into_iter().zip(operands);
         gradients.map(|(gradient, like)| tensor_like(gradient, like).map(Some)).collect()
@@ -107,7 +106,8 @@ impl AttentionDims {
         count: usize,
         head: usize,
     ) -> Mat<'a> {
-        Mat::strided(&data[layout.index(batch, first, head, self.dim)..], count, self.dim, layout.row_stride, 1)
+        let data = &data[layout.index(batch, first, head, self.dim)..];
+        Mat::strided(data, count, self.dim, layout.row_stride, 1).as_dtype(self.dtype)
     }
 
     /// Drops elements of a tile's probabilities, or of their gradients.
@@ -120,7 +120,7 @@ impl AttentionDims {
     }
 
     /// Returns the attention's output and the logarithms of the sums, `[batch, n_heads, T]`.
-    fn forward(&self, [q, k, v]: [&[f32]; 3], [qp, kp, vp]: [HeadLayout; 3], dtype: DType) -> (Vec<f32>, Vec<f32>) {
+    fn forward(&self, [q, k, v]: [&[f32]; 3], [qp, kp, vp]: [HeadLayout; 3]) -> (Vec<f32>, Vec<f32>) {
         let mut out = vec![0f32; self.batch * self.queries * self.n_heads * self.dim];
         let mut log_sums = vec![0f32; self.batch * self.n_heads * self.queries];
         let [op, ..] = self.separate_layouts();
@@ -131,7 +131,7 @@ impl AttentionDims {
             let kv_head = head / (self.n_heads / self.n_kv_heads);
             for block in self.blocks(batch) {
                 let Tile { first, count, .. } = block;
-                let q = self.mat(q, qp, batch, first, count, head).as_dtype(dtype);
+                let q = self.mat(q, qp, batch, first, count, head);
                 // SAFETY: no other task writes this head's columns of the output.
                 let out =
                     || unsafe { out_all.mat(op.index(batch, first, head, self.dim), count, self.dim, op.row_stride) };
@@ -142,8 +142,8 @@ impl AttentionDims {
                 highest.fill(f32::MIN);
                 totals.fill(0.0);
                 for tile in block.tiles() {
-                    let k = self.mat(k, kp, batch, tile.first_key, tile.key_count, kv_head).as_dtype(dtype);
-                    let v = self.mat(v, vp, batch, tile.first_key, tile.key_count, kv_head).as_dtype(dtype);
+                    let k = self.mat(k, kp, batch, tile.first_key, tile.key_count, kv_head);
+                    let v = self.mat(v, vp, batch, tile.first_key, tile.key_count, kv_head);
                     let scores = &mut scores[..count * tile.key_count];
                     product_here(MatMut::new(scores, count, tile.key_count), false, q, k.t());
                     exponentials(scores, highest, totals, factors, tile, self.scaling());
@@ -152,7 +152,7 @@ impl AttentionDims {
                     if follows {
                         scale_rows(&mut out(), factors);
                     }
-                    product_here(out(), follows, Mat::new(scores, count, tile.key_count).as_dtype(dtype), v);
+                    product_here(out(), follows, Mat::new(scores, count, tile.key_count).as_dtype(self.dtype), v);
                 }
                 for ((sum, total), factor) in highest.iter_mut().zip(&*totals).zip(&mut *factors) {
                     *factor = 1.0 / total;
@@ -170,7 +170,6 @@ impl AttentionDims {
         &self,
         [q, k, v]: [&[f32]; 3],
         [qp, kp, vp]: [HeadLayout; 3],
-        dtype: DType,
         out: &[f32],
         d_out: &[f32],
         log_sums: &[f32],
@@ -185,8 +184,8 @@ impl AttentionDims {
             for head in kv_head * group..(kv_head + 1) * group {
                 for block in self.blocks(batch) {
                     let Tile { first, count, .. } = block;
-                    let q = self.mat(q, qp, batch, first, count, head).as_dtype(dtype);
-                    let d_o = self.mat(d_out, op, batch, first, count, head).as_dtype(dtype);
+                    let q = self.mat(q, qp, batch, first, count, head);
+                    let d_o = self.mat(d_out, op, batch, first, count, head);
                     let deltas = &mut deltas[..count];
                     for (i, delta) in deltas.iter_mut().enumerate() {
                         let at = op.index(batch, first + i, head, self.dim);
@@ -196,14 +195,14 @@ impl AttentionDims {
                     for tile in block.tiles() {
                         let Tile { first_key, key_count, .. } = tile;
                         let (p, ds) = (&mut p[..count * key_count], &mut ds[..count * key_count]);
-                        let k = self.mat(k, kp, batch, first_key, key_count, kv_head).as_dtype(dtype);
-                        let v = self.mat(v, vp, batch, first_key, key_count, kv_head).as_dtype(dtype);
+                        let k = self.mat(k, kp, batch, first_key, key_count, kv_head);
+                        let v = self.mat(v, vp, batch, first_key, key_count, kv_head);
                         product_here(MatMut::new(p, count, key_count), false, q, k.t());
                         product_here(MatMut::new(ds, count, key_count), false, d_o, v.t());
                         self.drop(ds, batch, head, tile);
                         softmax_rows_back(p, ds, sums, deltas, tile, self.scaling());
                         self.drop(p, batch, head, tile);
-                        let [p, ds] = [p, ds].map(|values| Mat::new(values, count, key_count).as_dtype(dtype));
+                        let [p, ds] = [p, ds].map(|values| Mat::new(values, count, key_count).as_dtype(self.dtype));
                         let follows = first_key > block.first_key;
                         // SAFETY: only this task accesses this key head's columns of the gradients, and its query
                         // heads' columns. No product uses them after it returns.

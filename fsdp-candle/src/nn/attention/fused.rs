@@ -16,7 +16,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use candle_core::{Result, Storage, Tensor, bail};
+use candle_core::{DType, Result, Storage, Tensor, bail};
 
 use super::composite::composite;
 use super::cpu::Cpu;
@@ -290,7 +290,8 @@ fn separate_attention(
     }
     let documents = documents.cloned();
     let mask = dropout_mask(&options, [batch, n_heads, queries, keys])?;
-    let dims = AttentionDims { batch, queries, keys, n_heads, n_kv_heads, dim, options, documents, mask };
+    let dtype = q.dtype();
+    let dims = AttentionDims { batch, queries, keys, n_heads, n_kv_heads, dim, dtype, options, documents, mask };
     fused(dims, &[q, k, v])
 }
 
@@ -322,7 +323,8 @@ fn packed_attention(
     }
     let documents = documents.cloned();
     let mask = dropout_mask(&options, [batch, n_heads, queries, queries])?;
-    let dims = AttentionDims { batch, queries, keys: queries, n_heads, n_kv_heads, dim, options, documents, mask };
+    let (keys, dtype) = (queries, qkv.dtype());
+    let dims = AttentionDims { batch, queries, keys, n_heads, n_kv_heads, dim, dtype, options, documents, mask };
     fused(dims, &[qkv])
 }
 
@@ -422,6 +424,8 @@ pub(super) struct AttentionDims {
     pub(super) n_heads: usize,
     pub(super) n_kv_heads: usize,
     pub(super) dim: usize,
+    /// Dtype of the operands.
+    pub(super) dtype: DType,
     pub(super) options: AttentionOptions,
     pub(super) documents: Option<Documents>,
     /// Dropout mask of the probabilities `[batch, n_heads, T, S]`.

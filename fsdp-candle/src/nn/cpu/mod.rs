@@ -11,7 +11,7 @@ use std::borrow::Cow;
 
 use candle_core::backend::BackendStorage;
 use candle_core::utils::get_num_threads;
-use candle_core::{CpuStorage, DType, Layout, Result, Storage, Tensor, WithDType, bail};
+use candle_core::{CpuStorage, DType, Layout, Result, Shape, Storage, Tensor, WithDType, bail};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -111,8 +111,13 @@ kernel! {
 
 /// Returns a CPU tensor with these values, in the shape of another tensor and rounded to its dtype.
 pub(in crate::nn) fn tensor_like(values: Vec<f32>, like: &Tensor) -> Result<Tensor> {
-    let storage = storage(values, like.dtype())?;
-    Ok(Tensor::from_storage(storage, like.shape().clone(), candle_core::op::BackpropOp::none(), false))
+    tensor_of(values, like.shape(), like.dtype())
+}
+
+/// Returns a CPU tensor with these values, rounded to a dtype.
+pub(in crate::nn) fn tensor_of(values: Vec<f32>, shape: &Shape, dtype: DType) -> Result<Tensor> {
+    let storage = storage(values, dtype)?;
+    Ok(Tensor::from_storage(storage, shape.clone(), candle_core::op::BackpropOp::none(), false))
 }
 
 /// Returns what an operation's `bwd` returns for a weight. `write(gradient, accumulate)` computes the gradient in f32,
