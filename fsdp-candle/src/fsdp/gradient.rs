@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
-use candle_core::{Error, Result, Tensor, WithDType};
-use fsdp_core::{Allocator, Buffer, DType};
+use candle_core::{DType, Error, Result, Tensor, WithDType};
+use fsdp_core::{Allocator, Buffer};
 use parking_lot::Mutex;
 
 use super::param::ParamAllocator;
 use crate::kernels::host_elements;
-use crate::storage::{add, copy_out};
+use crate::storage::{add, copy_out, to_dtype};
 
 /// Progress of a gradient's reduction. Gradients accumulate within a stage.
 #[derive(Clone, Copy)]
@@ -24,6 +24,8 @@ pub(super) enum Stage {
 /// The gradient of one parameter.
 pub(crate) struct Gradient {
     allocator: Arc<ParamAllocator>,
+    /// Dtype in which a backward accumulates it.
+    dtype: DType,
     state: Mutex<State>,
 }
 
@@ -40,7 +42,7 @@ struct State {
 /// State of the running backward.
 #[derive(Default)]
 struct Current {
-    /// The full gradient so far, in the compute dtype.
+    /// The full gradient so far, in [`Gradient::dtype`].
     accumulated: Option<Buffer>,
     /// Whether backward has processed every use.
     complete: bool,
@@ -59,8 +61,13 @@ impl State {
 }
 
 impl Gradient {
-    pub(super) fn new(allocator: Arc<ParamAllocator>) -> Self {
-        Gradient { allocator, state: Mutex::default() }
+    pub(super) fn new(allocator: Arc<ParamAllocator>, dtype: DType) -> Self {
+        Gradient { allocator, dtype, state: Mutex::default() }
+    }
+
+    /// Returns the dtype in which a backward accumulates it.
+    pub(crate) fn dtype(&self) -> DType {
+        self.dtype
     }
 
     /// Drops the gradient that no reduction took, when a backward begins or ends.
@@ -95,11 +102,11 @@ impl Gradient {
     /// the buffer, later uses add to it.
     pub(crate) fn write<T: WithDType>(&self, write: impl FnOnce(&mut [T], bool) -> Result<()>) -> Result<()> {
         self.write_in(|buffer, accumulate| {
-            if T::DTYPE != self.allocator.dtype {
+            if T::DTYPE != self.dtype {
                 return Err(Error::msg(format!(
-                    "parameter `{}` computes in {:?}, its gradient is {:?}",
+                    "parameter `{}` has gradients of {:?}, found one of {:?}",
                     self.allocator.name,
-                    self.allocator.dtype,
+                    self.dtype,
                     T::DTYPE
                 )));
             }
@@ -120,14 +127,15 @@ impl Gradient {
 
     /// Adds a gradient tensor, which Candle's own layers compute.
     pub(crate) fn add(&self, grad: &Tensor) -> Result<()> {
+        let grad = to_dtype(grad, self.dtype)?;
         let (mut buffer, accumulate) = self.take_or_allocate()?;
         let outcome = if accumulate {
-            let mut more = self.allocator.take(buffer.len())?;
-            let added = copy_out(grad, &mut more).and_then(|()| add(&mut buffer, &more));
+            let mut more = self.allocator.take_of(self.dtype, buffer.len())?;
+            let added = copy_out(&grad, &mut more).and_then(|()| add(&mut buffer, &more));
             self.allocator.pool.give(more);
             added
         } else {
-            copy_out(grad, &mut buffer)
+            copy_out(&grad, &mut buffer)
         };
         self.state.lock().current.accumulated = Some(buffer);
         outcome
@@ -136,7 +144,7 @@ impl Gradient {
     fn take_or_allocate(&self) -> Result<(Buffer, bool)> {
         Ok(match self.take_accumulated() {
             Some(buffer) => (buffer, true),
-            None => (self.allocator.take(self.allocator.elements)?, false),
+            None => (self.allocator.take_of(self.dtype, self.allocator.elements)?, false),
         })
     }
 
@@ -146,7 +154,7 @@ impl Gradient {
     }
 
     /// Allocates a full gradient of zeros.
-    pub(super) fn zeros(&self, dtype: DType) -> Result<Buffer> {
+    pub(super) fn zeros(&self, dtype: fsdp_core::DType) -> Result<Buffer> {
         self.allocator.zeros(dtype)
     }
 

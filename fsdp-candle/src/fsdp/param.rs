@@ -94,6 +94,7 @@ pub(crate) struct ParamSpec {
     /// Dtype that the builder asked for.
     pub(crate) dtype: DType,
     pub(crate) compute_dtype: DType,
+    pub(crate) reduce_dtype: DType,
     /// Storage of a frozen parameter that is not stored in its dtype.
     pub(crate) stored: Option<WeightFormat>,
     /// Set if it is stored in blocks.
@@ -219,7 +220,12 @@ pub(super) struct ParamAllocator {
 impl ParamAllocator {
     /// Takes a buffer of the compute dtype from the pool.
     pub(super) fn take(&self, len: usize) -> Result<Buffer> {
-        self.named(self.pool.take(to_core_dtype(self.dtype)?, len))
+        self.take_of(self.dtype, len)
+    }
+
+    /// Takes a buffer of a dtype from the pool.
+    pub(super) fn take_of(&self, dtype: DType, len: usize) -> Result<Buffer> {
+        self.named(self.pool.take(to_core_dtype(dtype)?, len))
     }
 
     /// Takes a buffer for the full values that never goes back to the pool.
@@ -256,6 +262,10 @@ impl FsdpParam {
             dtype: spec.compute_dtype,
             pool: schedule.pool.clone(),
         });
+        // The CPU kernels compute gradients in f32. Rounded to a half float, they would be widened again to be reduced.
+        let is_wide =
+            full.device().is_cpu() && spec.reduce_dtype == DType::F32 && spec.compute_dtype.size_in_bytes() == 2;
+        let grad_dtype = if is_wide { DType::F32 } else { spec.compute_dtype };
         // Layers of other crates would keep a graph for a frozen parameter.
         let held = if spec.trainable { full.clone() } else { full.detach() };
         let state =
@@ -268,7 +278,7 @@ impl FsdpParam {
             anchor,
             full,
             held,
-            gradient: Gradient::new(allocator.clone()),
+            gradient: Gradient::new(allocator.clone(), grad_dtype),
             allocator,
             state: Mutex::new(state),
             unit: OnceLock::new(),

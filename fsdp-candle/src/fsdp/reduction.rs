@@ -311,7 +311,7 @@ impl FsdpParamGroup {
     }
 
     fn reduce_dtype(&self, param: &FsdpParam) -> Result<DType> {
-        to_core_dtype(self.mp_policy.reduce_dtype.unwrap_or(param.dtype()))
+        to_core_dtype(param.spec.reduce_dtype)
     }
 
     fn reduce_options(&self, ranks: &DataParallel, with_usage: bool, backwards: (usize, usize)) -> ReduceOptions {

@@ -690,6 +690,7 @@ impl ShardedVarMap {
         let schedule = &self.0.schedule;
         let offload = Offload::of(&shard, opts.offload_policy, &self.0.device, &schedule.downloads)?;
         let compute_dtype = opts.mp_policy.param_dtype_of(name).unwrap_or(dtype);
+        let reduce_dtype = opts.mp_policy.reduce_dtype.unwrap_or(dtype);
         let shard_file = self.0.shard_file.lock().clone().filter(|_| shard.elem_count() > 0);
         let on_disk = shard_file.map(|file| FileTensor::new(file, &shard)).transpose()?;
         if on_disk.is_some() {
@@ -705,6 +706,7 @@ impl ShardedVarMap {
             parallel,
             dtype,
             compute_dtype,
+            reduce_dtype,
             stored,
             blocks,
             trainable,

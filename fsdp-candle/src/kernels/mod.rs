@@ -26,7 +26,7 @@ pub(crate) use cpu::{Float, host_elements};
 pub(crate) use cuda::{
     Draw, FlashAttention, Heads, LossOptions, Matrix, MatrixLayout, Normalization, Rotation, ScoreBlock, Visibility,
     activate, activate_back, add_product, add_products, add_rows, candle_device, compute_stream, device_count,
-    drop_elements, logits_back, losses, normalize, normalize_back, ones, rescale_powers, rotate, row_statistics, sum,
+    drop_elements, logits_back, losses, normalize, normalize_back, ones, rescale_powers, rotate, row_statistics,
     swiglu, swiglu_back, swiglu_halves, swiglu_halves_back, uninit, wide, write_product,
 };
 pub(crate) use eight_bits::{EightBits, STATE_BLOCK};
@@ -170,6 +170,9 @@ pub(crate) trait Kernels: Send + Sync {
 
     /// Computes `sum += more` in one dtype, rounded to it.
     fn add(&self, sum: SliceMut<'_>, more: Slice<'_>) -> candle_core::Result<()>;
+
+    /// Returns `x + y` of one dtype, rounded to it.
+    fn sum(&self, x: Slice<'_>, y: Slice<'_>) -> candle_core::Result<Buffer>;
 
     /// Computes `values *= factor`, in f64 for f64, else in f32.
     fn scale(&self, values: SliceMut<'_>, factor: f64) -> candle_core::Result<()>;

@@ -113,6 +113,8 @@ fn sums_and_scales_are_rounded_once() {
             let more = Slice::from(&more).range(1..len + 1).unwrap();
             let sums = in_the_middle(dtype, &a, |sum| kernels().add(sum, more).unwrap());
             assert!(sums.iter().zip(a.iter().zip(&b[1..])).all(|(sum, (a, b))| *sum == rounded(dtype, a + b)));
+            let new = kernels().sum((&buffer(dtype, &a)).into(), more).unwrap();
+            assert_eq!(values(&new), sums);
             let scaled = in_the_middle(dtype, &a, |values| kernels().scale(values, 1. / 3.).unwrap());
             let factor = if dtype == DType::F64 { 1. / 3. } else { f64::from(1f32 / 3.) };
             let want = |v: &f64| if dtype == DType::F64 { v * factor } else { f64::from(*v as f32 * factor as f32) };

@@ -265,11 +265,11 @@ impl Lookup {
         if !self.weight.wants_grad() {
             return Ok(None);
         }
-        match self.weight.dtype() {
+        match self.weight.grad_dtype() {
             DType::F32 => self.scatter::<f32>(dy),
             DType::F16 => self.scatter::<f16>(dy),
             DType::BF16 => self.scatter::<bf16>(dy),
-            other => bail!("Embedding: expected a weight of f32, f16 or bf16, found {other:?}"),
+            other => bail!("Embedding: expected a gradient of f32, f16 or bf16, found {other:?}"),
         }
     }
 

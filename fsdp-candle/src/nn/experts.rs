@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Module, Result, Tensor, bail};
 
+use super::cpu::matrix::Mat;
 use super::cpu::{indices, read, storage, tensor_like};
 use super::moe::{gather, scatter};
 use super::swiglu::{Projections, RowWeights, SwiGlu, backward, forward, read_weights};
@@ -118,7 +119,8 @@ fn fused(x: &Tensor, experts: &[[&Tensor; 3]], routes: Vec<Routes>, weights: &Te
                 let (mut of_experts, mut projections) = (vec![], vec![]);
                 for (&expert, routes) in experts.iter().zip(&routes) {
                     let rows = gather(&values, inputs, &routes.tokens);
-                    let (of_expert, of_rows, mut out) = forward(expert, &rows, x.dtype())?;
+                    let rows = Mat::new(&rows, routes.tokens.len(), inputs).as_dtype(x.dtype());
+                    let (of_expert, of_rows, mut out) = forward(expert, rows, x.dtype())?;
                     for (out, &route) in out.chunks_exact_mut(outputs.max(1)).zip(&routes.numbers) {
                         out.iter_mut().for_each(|out| *out *= weights[route as usize]);
                     }
@@ -146,7 +148,9 @@ fn fused(x: &Tensor, experts: &[[&Tensor; 3]], routes: Vec<Routes>, weights: &Te
                 let of_rows: Vec<f32> = routes.numbers.iter().map(|&route| row_weights[route as usize]).collect();
                 let mut d_of_rows = vec![0f32; of_rows.len()];
                 let of_rows = RowWeights { values: &of_rows, gradients: &mut d_of_rows };
-                let found = backward(expert, projections, &rows, &dy, Some(of_rows), dx.is_some())?;
+                let rows = Mat::new(&rows, routes.tokens.len(), inputs).as_dtype(x.dtype());
+                let dy = Mat::new(&dy, routes.tokens.len(), outputs).as_dtype(x.dtype());
+                let found = backward(expert, projections, rows, dy, Some(of_rows), dx.is_some())?;
                 if let (Some(dx), Some(d_rows)) = (&mut dx, found.x) {
                     scatter(&d_rows, inputs, &routes.tokens, dx);
                 }

@@ -13,9 +13,11 @@ use candle_core::{CpuStorage, D, Layout, Module, Result, Shape, Storage, Tensor,
 use candle_nn::{Init, VarBuilder, init};
 use fsdp_core::ProcessGroup;
 
-use super::cpu::matrix::{Mat, MatMut, Operand, product};
+use super::cpu::matrix::{Mat, MatMut, Operand, product, product_of};
 use super::cpu::simd::kernel;
-use super::cpu::{cpu, floats, map_rows, read, same_kind, small_weight_grad, storage, tensor_like, weight_grad};
+use super::cpu::{
+    cpu, floats, map_rows, read, read_rows, same_kind, small_weight_grad, storage, tensor_like, weight_grad,
+};
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::input::{self, Input};
@@ -434,7 +436,7 @@ pub(in crate::nn) fn with_matrix<R>(weight: &Weight, f: impl FnOnce(Mat<'_>, [us
         }
         _ => {
             operand = Operand::of(values, layout)?;
-            operand.mat(rows, cols)
+            operand.rows_of(cols)
         }
     };
     Ok(f(stored, [rows, cols]))
@@ -457,36 +459,22 @@ impl Affine {
     }
 
     fn forward(&self, x: &Tensor) -> Result<Storage> {
-        let (guard, layout) = x.storage_and_layout();
-        let values = Operand::of(cpu(&guard)?, layout)?;
-        let rows = values.len() / self.inputs.max(1);
-        let mut y = vec![0f32; rows * self.outputs];
-        if let Some(bias) = &self.bias {
-            read!(bias, bias.value()?);
-            y.chunks_exact_mut(self.outputs.max(1)).for_each(|row| row.copy_from_slice(&bias));
-        }
-        let accumulate = self.bias.is_some();
-        self.with_weight(|w| {
-            product(MatMut::new(&mut y, rows, self.outputs), accumulate, values.mat(rows, self.inputs), w);
-        })?;
+        read_rows!(x_mat, x, self.inputs);
+        let Some(bias) = &self.bias else { return storage(self.with_weight(|w| product_of(x_mat, w))?, x.dtype()) };
+        read!(bias, bias.value()?);
+        let mut y = bias.repeat(x_mat.rows());
+        self.with_weight(|w| product(MatMut::new(&mut y, x_mat.rows(), self.outputs), true, x_mat, w))?;
         storage(y, x.dtype())
     }
 
     fn backward(&self, argument: &Tensor, dy: &Tensor) -> Result<[Option<Tensor>; 3]> {
         let x = input::values(argument, &self.shared);
-        let (guard, layout) = dy.storage_and_layout();
-        let grad = Operand::of(cpu(&guard)?, layout)?;
-        let rows = grad.len() / self.outputs.max(1);
-        let dy_mat = grad.mat(rows, self.outputs);
+        read_rows!(dy_mat, dy, self.outputs);
         let dx = input::gradient(argument, &self.shared, || {
-            let mut dx = vec![0f32; rows * self.inputs];
-            self.with_weight(|w| product(MatMut::new(&mut dx, rows, self.inputs), false, dy_mat, w.t()))?;
-            tensor_like(dx, x)
+            tensor_like(self.with_weight(|w| product_of(dy_mat, w.t()))?, x)
         })?;
         let dw = weight_grad(&self.weight, |buffer, accumulate| {
-            let (guard, layout) = x.storage_and_layout();
-            let values = Operand::of(cpu(&guard)?, layout)?;
-            let x_mat = values.mat(rows, self.inputs);
+            read_rows!(x_mat, x, self.inputs);
             if self.in_out {
                 product(MatMut::new(buffer, self.inputs, self.outputs), accumulate, x_mat.t(), dy_mat);
             } else {

@@ -7,7 +7,7 @@
 use candle_core::quantized::QTensor;
 use candle_core::{DType, Result, Storage, Tensor, bail};
 
-use super::cpu::matrix::{Mat, MatMut, product};
+use super::cpu::matrix::{Mat, MatMut, product, product_of};
 use super::cpu::{indices, read, same_kind, storage, tensor_like, weight_grad};
 use super::weight::{Weight, has_cpu_kernels};
 use crate::graph::{Reads, graph_op};
@@ -143,11 +143,9 @@ impl Experts {
         for (at, group) in self.active() {
             let rows = gather(&values, self.inputs, &group.from);
             let count = group.to.len();
-            let mut out = vec![0f32; count * self.outputs];
             let weight = Mat::new(&weights[at], self.outputs, self.inputs).as_dtype(x.dtype());
             let rows = Mat::new(&rows, count, self.inputs).as_dtype(x.dtype());
-            product(MatMut::new(&mut out, count, self.outputs), false, rows, weight.t());
-            scatter(&out, self.outputs, &group.to, &mut y);
+            scatter(&product_of(rows, weight.t()), self.outputs, &group.to, &mut y);
         }
         storage(y, x.dtype())
     }
@@ -161,11 +159,9 @@ impl Experts {
             for (at, group) in self.active() {
                 let dy = gather(&grad, self.outputs, &group.to);
                 let count = group.to.len();
-                let mut rows = vec![0f32; count * self.inputs];
                 let weight = Mat::new(&weights[at], self.outputs, self.inputs).as_dtype(x.dtype());
                 let dy = Mat::new(&dy, count, self.outputs).as_dtype(x.dtype());
-                product(MatMut::new(&mut rows, count, self.inputs), false, dy, weight);
-                scatter(&rows, self.inputs, &group.from, &mut dx);
+                scatter(&product_of(dy, weight), self.inputs, &group.from, &mut dx);
             }
         }
         let dw = weight_grad(&self.weight, |buffer, accumulate| {

@@ -11,15 +11,18 @@
 
 use std::sync::Arc;
 
-use candle_core::{DType, Layout, Module, Result, Storage, Tensor};
+use candle_core::{DType, Module, Result, Storage, Tensor};
 
 use super::activation::{silu_mul, swiglu_back, swiglu_values};
-use super::cpu::matrix::{Mat, MatMut, product};
-use super::cpu::{cpu, floats, map_rows, map_rows2, read, storage, tensor_like, weight_grad};
+use super::cpu::matrix::{Mat, MatMut, product, product_of};
+use super::cpu::{cpu, floats_in, map_rows, map_rows2, read_rows, storage, tensor_like, weight_grad};
 use super::linear::{Linear, with_matrix};
 use super::weight::{JoinedWeights, Weight, has_cpu_kernels};
 use crate::activation_checkpoint::{Operation, operation};
 use crate::graph::{Reads, graph_op};
+
+/// Values that are computed at once. In f32 they fit into a core's first cache.
+const PART: usize = 1024;
 
 /// The MLP of Llama: `down(silu(gate(x)) * up(x))`, input `[.., in]`, output `[.., out]`.
 ///
@@ -75,14 +78,15 @@ impl Module for SwiGlu {
 }
 
 fn fused(x: &Tensor, weights: [&Tensor; 3]) -> Result<Tensor> {
-    let shape = [&x.dims()[..x.rank() - 1], &[weights[2].dim(0)?]].concat();
+    let (inputs, outputs) = (weights[0].dim(1)?, weights[2].dim(0)?);
+    let shape = [&x.dims()[..x.rank() - 1], &[outputs]].concat();
     operation(Operation::SwiGlu, &shape, |known| {
         let known = known.and_then(|(y, projections)| Some((y, projections.downcast::<Projections>().ok()?)));
         let (weights, y, projections) = match known {
             Some((y, projections)) => (read_weights(weights)?, y, projections),
             None => {
-                read!(values, x);
-                let (weights, projections, y) = forward(weights, &values, x.dtype())?;
+                read_rows!(rows, x, inputs);
+                let (weights, projections, y) = forward(weights, rows, x.dtype())?;
                 (weights, storage(y, x.dtype())?, Arc::new(projections))
             }
         };
@@ -90,9 +94,9 @@ fn fused(x: &Tensor, weights: [&Tensor; 3]) -> Result<Tensor> {
         let (arguments, kept) = ([x.clone(), joined.node().clone()], projections.clone());
         let y = graph_op("SwiGlu", &arguments, y, &shape[..], Reads::Sources, move |arguments, _, dy| {
             let x = arguments[0];
-            read!(values, x);
-            read!(grad, dy);
-            let gradients = backward(&weights, &projections, &values, &grad, None, x.track_op())?;
+            read_rows!(rows, x, inputs);
+            read_rows!(of_rows, dy, outputs);
+            let gradients = backward(&weights, &projections, rows, of_rows, None, x.track_op())?;
             let dx = gradients.x.map(|dx| tensor_like(dx, x)).transpose()?;
             Ok([dx, joined.add_gradients(gradients.weights)?])
         })?;
@@ -108,18 +112,26 @@ pub(super) struct Projections {
 }
 
 impl Projections {
-    /// Calls `f` with both in f32.
-    fn with<R>(&self, f: impl FnOnce(&[f32], &[f32]) -> R) -> Result<R> {
-        let layout = Layout::contiguous(self.len);
-        Ok(f(&floats(cpu(&self.gate)?, &layout)?, &floats(cpu(&self.up)?, &layout)?))
+    /// Calls `f(first, gate, up)` with the values `first..first + len` of both in f32, in several parts.
+    fn for_each_part(&self, first: usize, len: usize, mut f: impl FnMut(usize, &[f32], &[f32])) -> Result<()> {
+        let (gate, up) = (cpu(&self.gate)?, cpu(&self.up)?);
+        let (mut of_gate, mut of_up) = ([0f32; PART], [0f32; PART]);
+        for start in (first..first + len).step_by(PART) {
+            let part = start..(first + len).min(start + PART);
+            f(start, floats_in(gate, part.clone(), &mut of_gate)?, floats_in(up, part, &mut of_up)?);
+        }
+        Ok(())
     }
 
     /// Returns `silu(gate) * up`.
     fn hidden(&self) -> Result<Vec<f32>> {
         let mut hidden = vec![0f32; self.len];
-        self.with(|gate, up| {
-            map_rows(&mut hidden, 1, 1, |first, hidden| swiglu_values(hidden, &gate[first..], &up[first..]));
-        })?;
+        let of_rows = map_rows(&mut hidden, 1, 1, |first, hidden| {
+            self.for_each_part(first, hidden.len(), |start, gate, up| {
+                swiglu_values(&mut hidden[start - first..][..gate.len()], gate, up);
+            })
+        });
+        of_rows.into_iter().collect::<Result<()>>()?;
         Ok(hidden)
     }
 }
@@ -132,9 +144,10 @@ pub(super) fn read_weights([gate, up, down]: [&Tensor; 3]) -> Result<[Weight; 3]
 /// Computes the output for rows of the input, which have `dtype`.
 pub(super) fn forward(
     [gate, up, down]: [&Tensor; 3],
-    x: &[f32],
+    x: Mat<'_>,
     dtype: DType,
 ) -> Result<([Weight; 3], Projections, Vec<f32>)> {
+    let inner = gate.dim(0)?;
     // If each weight is a unit of its own, reading one may free the one before.
     let gate = Weight::of(gate)?;
     let of_gate = storage(multiply(x, &gate)?, dtype)?;
@@ -142,18 +155,14 @@ pub(super) fn forward(
     let of_up = multiply(x, &up)?;
     let projections = Projections { gate: of_gate, len: of_up.len(), up: storage(of_up, dtype)? };
     let down = Weight::of(down)?;
-    let y = multiply(&projections.hidden()?, &down)?;
+    let hidden = projections.hidden()?;
+    let y = multiply(Mat::new(&hidden, x.rows(), inner).as_dtype(dtype), &down)?;
     Ok(([gate, up, down], projections, y))
 }
 
 /// Returns `x W^T`.
-fn multiply(x: &[f32], weight: &Weight) -> Result<Vec<f32>> {
-    with_matrix(weight, |w, [outputs, inputs]| {
-        let rows = x.len() / inputs.max(1);
-        let mut y = vec![0f32; rows * outputs];
-        product(MatMut::new(&mut y, rows, outputs), false, Mat::new(x, rows, inputs).as_dtype(weight.dtype()), w.t());
-        y
-    })
+fn multiply(x: Mat<'_>, weight: &Weight) -> Result<Vec<f32>> {
+    with_matrix(weight, |w, _| product_of(x, w.t()))
 }
 
 /// The gradients of the input, if it is wanted, and of the weights.
@@ -172,17 +181,12 @@ pub(super) struct RowWeights<'a> {
 pub(super) fn backward(
     [gate, up, down]: &[Weight; 3],
     projections: &Projections,
-    x: &[f32],
-    dy: &[f32],
+    x: Mat<'_>,
+    dy: Mat<'_>,
     of_rows: Option<RowWeights<'_>>,
     wants_dx: bool,
 ) -> Result<Gradients> {
-    let (mut dh, rows, inner) = with_matrix(down, |w, [outputs, inner]| {
-        let rows = dy.len() / outputs.max(1);
-        let mut dh = vec![0f32; rows * inner];
-        product(MatMut::new(&mut dh, rows, inner), false, Mat::new(dy, rows, outputs).as_dtype(down.dtype()), w);
-        (dh, rows, inner)
-    })?;
+    let (mut dh, [_, inner]) = with_matrix(down, |w, shape| (product_of(dy, w), shape))?;
     let mut hidden = projections.hidden()?;
     if let Some(RowWeights { values, gradients }) = of_rows {
         let rows = dh.chunks_exact_mut(inner.max(1)).zip(hidden.chunks_exact_mut(inner.max(1)));
@@ -193,40 +197,31 @@ pub(super) fn backward(
             hidden.iter_mut().for_each(|h| *h *= weight);
         }
     }
-    let d_down = gradient(down, dy, &hidden, rows)?;
+    let (rows, dtype) = (x.rows(), down.dtype());
+    let d_down = gradient(down, dy, Mat::new(&hidden, rows, inner).as_dtype(dtype))?;
     let (mut d_gate, mut d_up) = (hidden, vec![0f32; dh.len()]);
-    projections.with(|gate, up| {
-        map_rows2(&mut d_gate, &mut d_up, |first, d_gate, d_up| {
-            swiglu_back(d_gate, d_up, &gate[first..], &up[first..], &dh[first..]);
-        });
-    })?;
+    let of_rows = map_rows2(&mut d_gate, &mut d_up, |first, d_gate, d_up| {
+        projections.for_each_part(first, d_gate.len(), |start, gate, up| {
+            let part = start - first..start - first + gate.len();
+            swiglu_back(&mut d_gate[part.clone()], &mut d_up[part], gate, up, &dh[start..]);
+        })
+    });
+    of_rows.into_iter().collect::<Result<()>>()?;
     drop(dh);
-    let mut dx = wants_dx.then(|| vec![0f32; x.len()]);
-    let mut through = |weight: &Weight, dy: &[f32], accumulate: bool| match &mut dx {
-        Some(dx) => with_matrix(weight, |w, [outputs, inputs]| {
-            product(MatMut::new(dx, rows, inputs), accumulate, Mat::new(dy, rows, outputs).as_dtype(weight.dtype()), w);
-        }),
-        None => Ok(()),
-    };
-    through(up, &d_up, false)?;
-    let of_up = gradient(up, &d_up, x, rows)?;
-    through(gate, &d_gate, true)?;
-    let of_gate = gradient(gate, &d_gate, x, rows)?;
+    let [d_gate, d_up] = [&d_gate, &d_up].map(|values| Mat::new(values, rows, inner).as_dtype(dtype));
+    let mut dx = wants_dx.then(|| with_matrix(up, |w, _| product_of(d_up, w))).transpose()?;
+    let of_up = gradient(up, d_up, x)?;
+    if let Some(dx) = &mut dx {
+        with_matrix(gate, |w, [_, inputs]| product(MatMut::new(dx, rows, inputs), true, d_gate, w))?;
+    }
+    let of_gate = gradient(gate, d_gate, x)?;
     Ok(Gradients { x: dx, weights: [of_gate, of_up, d_down] })
 }
 
 /// Returns the gradient `dy^T x` of a weight.
-fn gradient(weight: &Weight, dy: &[f32], x: &[f32], rows: usize) -> Result<Option<Tensor>> {
+fn gradient(weight: &Weight, dy: Mat<'_>, x: Mat<'_>) -> Result<Option<Tensor>> {
     weight_grad(weight, |buffer, accumulate| {
-        if rows == 0 {
-            if !accumulate {
-                buffer.fill(0.);
-            }
-            return Ok(());
-        }
-        let (outputs, inputs) = (dy.len() / rows, x.len() / rows);
-        let [dy, x] = [Mat::new(dy, rows, outputs), Mat::new(x, rows, inputs)].map(|it| it.as_dtype(weight.dtype()));
-        product(MatMut::new(buffer, outputs, inputs), accumulate, dy.t(), x);
+        product(MatMut::new(buffer, dy.cols(), x.cols()), accumulate, dy.t(), x);
         Ok(())
     })
 }

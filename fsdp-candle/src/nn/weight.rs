@@ -91,6 +91,11 @@ impl Weight {
         self.value.dtype()
     }
 
+    /// Returns the dtype that [`Weight::write_grad`] writes.
+    pub(crate) fn grad_dtype(&self) -> DType {
+        self.param.as_ref().map_or(self.value.dtype(), |(param, _)| param.gradient.dtype())
+    }
+
     /// Returns the operation's graph argument. For a sharded parameter it is the anchor, whose value has no meaning.
     pub(crate) fn node(&self) -> &Tensor {
         self.param.as_ref().map_or(&self.value, |(_, anchor)| anchor)
@@ -102,7 +107,7 @@ impl Weight {
     }
 
     /// Accumulates a gradient in backward. `write(buffer, accumulate)` writes it to `buffer`, dense and row-major: it
-    /// adds if `accumulate`, else it overwrites every element. Returns what `bwd` returns for [`Weight::node`].
+    /// adds if `accumulate`, else it overwrites every element. `T` is [`Weight::grad_dtype`]. Returns what `bwd` returns for [`Weight::node`].
     pub(crate) fn write_grad<T: WithDType>(
         &self,
         write: impl FnOnce(&mut [T], bool) -> Result<()>,

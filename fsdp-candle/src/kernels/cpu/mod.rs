@@ -92,6 +92,18 @@ impl Kernels for CpuKernels {
         Ok(())
     }
 
+    fn sum(&self, x: Slice<'_>, y: Slice<'_>) -> Result<Buffer> {
+        fn sum<T: Float + Send + Sync>(x: &[T], y: &[T]) -> Vec<T> {
+            let of_two = |(x, y): (&T, &T)| T::put(x.get() + y.get());
+            if x.len() <= PIECE || rayon::current_num_threads() == 1 {
+                return x.iter().zip(y).map(of_two).collect();
+            }
+            x.par_iter().zip(y).with_min_len(PIECE).map(of_two).collect()
+        }
+        same_length(x.len(), y.len())?;
+        Ok(floats!(x.dtype(), T => sum(elements::<T>(x)?, elements::<T>(y)?).into()))
+    }
+
     fn scale(&self, values: SliceMut<'_>, factor: f64) -> Result<()> {
         fn scale<T: Float>(values: &mut [T], factor: f64) {
             let factor = T::Real::of(factor);

@@ -36,7 +36,7 @@ pub(crate) fn activate_back(function: &str, x: Slice<'_>, dy: Slice<'_>) -> Resu
 }
 
 /// Computes `x + y`.
-pub(crate) fn sum(x: Slice<'_>, y: Slice<'_>) -> Result<Buffer> {
+pub(super) fn sum(x: Slice<'_>, y: Slice<'_>) -> Result<Buffer> {
     of_two("sum", x, y)
 }
 

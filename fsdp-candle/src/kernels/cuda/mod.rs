@@ -38,7 +38,7 @@ use crate::error::Error;
 use compiler::Kernel;
 use device::{Arg, CudaKernels, MAX_PARTIALS, THREADS, elementwise, float_suffix, same_dtype};
 
-pub(crate) use activations::{activate, activate_back, sum, swiglu, swiglu_back, swiglu_halves, swiglu_halves_back};
+pub(crate) use activations::{activate, activate_back, swiglu, swiglu_back, swiglu_halves, swiglu_halves_back};
 pub(crate) use attention::{ScoreBlock, Visibility};
 pub(crate) use device::{candle_device, compute_stream, device_count, ones, uninit, wide};
 pub(super) use device::{of_candle, of_ordinal};
@@ -177,6 +177,10 @@ impl Kernels for CudaKernels {
         let (sum, more) = (self.view_mut(sum)?, self.view(more)?);
         // SAFETY: the kernel's arguments, of one dtype and length.
         unsafe { self.run_elementwise(&kernel, len, &[sum.into(), more.into(), len.into()]) }
+    }
+
+    fn sum(&self, x: Slice<'_>, y: Slice<'_>) -> Result<Buffer> {
+        activations::sum(x, y)
     }
 
     fn scale(&self, values: SliceMut<'_>, factor: f64) -> Result<()> {

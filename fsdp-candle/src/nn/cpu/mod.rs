@@ -8,6 +8,7 @@ pub(in crate::nn) mod matrix;
 pub(in crate::nn) mod simd;
 
 use std::borrow::Cow;
+use std::ops::Range;
 
 use candle_core::backend::BackendStorage;
 use candle_core::utils::get_num_threads;
@@ -37,6 +38,16 @@ macro_rules! read {
 }
 pub(in crate::nn) use read;
 
+/// Binds a name to the matrix of a tensor's values, whose rows have `$width` values, for the rest of the scope.
+macro_rules! read_rows {
+    ($name:ident, $tensor:expr, $width:expr) => {
+        let (guard, layout) = $tensor.storage_and_layout();
+        let operand = $crate::nn::cpu::matrix::Operand::of($crate::nn::cpu::cpu(&guard)?, layout)?;
+        let $name = operand.rows_of($width);
+    };
+}
+pub(in crate::nn) use read_rows;
+
 /// Returns a copy of a tensor's values in row-major order.
 pub(in crate::nn) fn to_vec(tensor: &Tensor) -> Result<Vec<f32>> {
     read!(values, tensor);
@@ -51,6 +62,22 @@ pub(in crate::nn) fn floats<'a>(storage: &'a CpuStorage, layout: &Layout) -> Res
         CpuStorage::BF16(values) => Cow::Owned(widened(&dense(values, layout)?)),
         other => bail!("expected f32, f16 or bf16 values, found {:?}", other.dtype()),
     })
+}
+
+/// Returns some values in f32, borrowed or in `room`.
+pub(in crate::nn) fn floats_in<'a>(
+    values: &'a CpuStorage,
+    part: Range<usize>,
+    room: &'a mut [f32],
+) -> Result<&'a [f32]> {
+    let room = &mut room[..part.len()];
+    match values {
+        CpuStorage::F32(values) => return Ok(&values[part]),
+        CpuStorage::F16(values) => values[part].convert_to_f32_slice(room),
+        CpuStorage::BF16(values) => widen(room, &values[part]),
+        other => bail!("expected f32, f16 or bf16 values, found {:?}", other.dtype()),
+    }
+    Ok(room)
 }
 
 /// Returns the elements that a layout selects, in row-major order.
@@ -104,6 +131,10 @@ kernel! {
         values.iter().map(|value| value.get()).collect()
     }
 
+    fn widen(to: &mut [f32], from: &[bf16]) {
+        to.iter_mut().zip(from).for_each(|(to, from)| *to = from.get());
+    }
+
     fn rounded(values: &[f32]) -> Vec<bf16> {
         values.iter().map(|&value| Float::from_f32(value)).collect()
     }
@@ -142,11 +173,11 @@ pub(in crate::nn) fn weight_grad(
     if !weight.wants_grad() {
         return Ok(None);
     }
-    match weight.dtype() {
+    match weight.grad_dtype() {
         DType::F32 => weight.write_grad::<f32>(write),
         DType::F16 => half::<f16>(weight, write),
         DType::BF16 => half::<bf16>(weight, write),
-        other => bail!("expected a weight of f32, f16 or bf16, found {other:?}"),
+        other => bail!("expected a gradient of f32, f16 or bf16, found {other:?}"),
     }
 }
 
@@ -266,13 +297,18 @@ pub(in crate::nn) fn map_rows<R: Send>(
     out.par_chunks_mut(share * width).enumerate().map(|(i, rows)| f(i * share, rows)).collect()
 }
 
-/// [`map_rows`] for two outputs of the same shape.
-pub(in crate::nn) fn map_rows2(a: &mut [f32], b: &mut [f32], f: impl Fn(usize, &mut [f32], &mut [f32]) + Sync) {
+/// [`map_rows`] for two outputs of the same shape, whose rows are single elements.
+pub(in crate::nn) fn map_rows2<R: Send>(
+    a: &mut [f32],
+    b: &mut [f32],
+    f: impl Fn(usize, &mut [f32], &mut [f32]) -> R + Sync,
+) -> Vec<R> {
     let share = rows_per_thread(a.len(), 1);
     if share >= a.len() {
-        return f(0, a, b);
+        return vec![f(0, a, b)];
     }
-    a.par_chunks_mut(share).zip(b.par_chunks_mut(share)).enumerate().for_each(|(i, (a, b))| f(i * share, a, b));
+    let shares = a.par_chunks_mut(share).zip(b.par_chunks_mut(share)).enumerate();
+    shares.map(|(i, (a, b))| f(i * share, a, b)).collect()
 }
 
 /// Calls `f(task, scratch)` for each task. A thread makes its scratch once and uses it for all of its tasks.

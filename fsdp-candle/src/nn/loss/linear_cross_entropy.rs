@@ -23,7 +23,7 @@ use crate::nn::cpu::{map_rows, read, same_kind, small_weight_grad, storage, tens
 #[cfg(feature = "cuda")]
 use crate::nn::cuda;
 use crate::nn::input::{self, Input};
-use crate::nn::linear::{Linear, affine, column_sums};
+use crate::nn::linear::{Linear, affine, column_sums, with_matrix};
 use crate::nn::tensor_parallel::{LinearSharding, TpLayer, colwise_input};
 #[cfg(feature = "cuda")]
 use crate::nn::weight::on_cuda;
@@ -225,13 +225,12 @@ impl Head {
     }
 
     /// Computes the logits of some rows of the hidden states, after the softcap.
-    fn logits(&self, logits: &mut [f32], hidden: &[f32], weight: &[f32]) -> Result<()> {
+    fn logits(&self, logits: &mut [f32], hidden: &[f32], weight: Mat<'_>) -> Result<()> {
         let (rows, columns) = (hidden.len() / self.width, self.rows.columns);
         if let Some(bias) = &self.bias {
             read!(bias, bias.value()?);
             logits.chunks_exact_mut(columns).for_each(|row| row.copy_from_slice(&bias));
         }
-        let weight = self.mat(weight, columns, self.width);
         let hidden = self.mat(hidden, rows, self.width);
         product(MatMut::new(logits, rows, columns), self.bias.is_some(), hidden, weight.t());
         self.rows.cap_logits(logits);
@@ -250,7 +249,7 @@ impl Head {
     }
 
     /// Adds the gradients of the rows from `first` on, from the gradient of their logits.
-    fn add_gradients(&self, first: usize, d_logits: &[f32], hidden: &[f32], weight: &[f32], to: &mut Sums<'_>) {
+    fn add_gradients(&self, first: usize, d_logits: &[f32], hidden: &[f32], weight: Mat<'_>, to: &mut Sums<'_>) {
         let (rows, columns) = (hidden.len() / self.width, self.rows.columns);
         let hidden = self.mat(hidden, rows, self.width);
         if let Some((dw, accumulate)) = &mut to.weight {
@@ -261,7 +260,6 @@ impl Head {
         if let Some(db) = &mut to.bias {
             db.iter_mut().zip(column_sums(d_logits, columns)).for_each(|(sum, own)| *sum += own);
         }
-        let weight = self.mat(weight, columns, self.width);
         let d_logits = self.mat(d_logits, rows, columns);
         let own = &mut to.hidden[first * self.width..][..rows * self.width];
         product(MatMut::new(own, rows, self.width), false, d_logits, weight);
@@ -284,7 +282,6 @@ impl Head {
     fn forward(&self, hidden: &Tensor, learns: bool) -> Result<(Vec<f32>, Kept)> {
         read!(values, hidden);
         let hidden = self.counted_rows(values);
-        read!(weight, self.weight.value()?);
         let (rows, columns, count) = (&self.rows, self.rows.columns, self.rows.targets.len());
         // The gradients over several ranks need the sums of all.
         let differentiates = learns && rows.combined && rows.ranks.is_none() && count > 0;
@@ -301,17 +298,20 @@ impl Head {
         let mut statistics = Statistics::new(count);
         let mut scratch = vec![0f32; chunk * columns];
         let chunks = hidden.chunks(chunk * self.width).zip(rows.targets.chunks(chunk));
-        for (first, (hidden, targets)) in (0..).step_by(chunk).zip(chunks) {
-            let logits = &mut scratch[..targets.len() * columns];
-            self.logits(logits, hidden, &weight)?;
-            statistics.add_rows(first, logits, targets, rows);
-            if differentiates {
-                self.logits_to_gradient(logits, first, &statistics.log_sums(first, targets.len()), &factors);
+        with_matrix(&self.weight, |weight, _| {
+            for (first, (hidden, targets)) in (0..).step_by(chunk).zip(chunks) {
+                let logits = &mut scratch[..targets.len() * columns];
+                self.logits(logits, hidden, weight)?;
+                statistics.add_rows(first, logits, targets, rows);
+                if differentiates {
+                    self.logits_to_gradient(logits, first, &statistics.log_sums(first, targets.len()), &factors);
+                }
+                if let Some(sums) = &mut sums {
+                    self.add_gradients(first, logits, hidden, weight, sums);
+                }
             }
-            if let Some(sums) = &mut sums {
-                self.add_gradients(first, logits, hidden, &weight, sums);
-            }
-        }
+            Ok::<_, candle_core::Error>(())
+        })??;
         let (losses, log_sums) = statistics.losses(rows)?;
         Ok((
             losses,
@@ -324,13 +324,12 @@ impl Head {
     }
 
     /// Returns the gradients. `add(weight, sums)` adds those of all rows.
-    fn gradients(&self, add: impl FnOnce(&[f32], &mut Sums<'_>) -> Result<()>) -> Result<Gradients<Tensor>> {
+    fn gradients(&self, add: impl FnOnce(Mat<'_>, &mut Sums<'_>) -> Result<()>) -> Result<Gradients<Tensor>> {
         let mut hidden = vec![0f32; self.rows.targets.len() * self.width];
         let mut bias = self.wants_bias_grad().then(|| vec![0.; self.rows.columns]);
         let add = |of_weight: Option<(&mut [f32], bool)>| {
-            read!(weight, self.weight.value()?);
             let mut sums = Sums { hidden: &mut hidden, weight: of_weight, bias: bias.as_deref_mut() };
-            add(&weight, &mut sums)?;
+            with_matrix(&self.weight, |weight, _| add(weight, &mut sums))??;
             // No row counts.
             if let Some((dw, false)) = sums.weight {
                 dw.fill(0.);

@@ -42,19 +42,13 @@ impl<'a> Operand<'a> {
         })
     }
 
-    pub(in crate::nn) fn len(&self) -> usize {
-        match self {
-            Operand::F32(values) => values.len(),
-            Operand::Bf16(values) => values.len(),
-        }
-    }
-
-    /// Returns the row-major matrix of all values.
-    pub(in crate::nn) fn mat(&self, rows: usize, cols: usize) -> Mat<'_> {
-        match self {
-            Operand::F32(values) => Mat::new(values, rows, cols),
-            Operand::Bf16(values) => Mat::checked(Data::Bf16(values), rows, cols, cols, 1),
-        }
+    /// Returns the row-major matrix of all values, whose rows have `width` values.
+    pub(in crate::nn) fn rows_of(&self, width: usize) -> Mat<'_> {
+        let data = match self {
+            Operand::F32(values) => Data::F32(values),
+            Operand::Bf16(values) => Data::Bf16(values),
+        };
+        Mat::checked(data, data.len() / width.max(1), width, width, 1)
     }
 }
 
@@ -109,6 +103,16 @@ impl<'a> Mat<'a> {
     /// Lets products round the values to this dtype, if it is bf16. They do on processors that multiply bf16 faster.
     pub(in crate::nn) fn as_dtype(self, dtype: DType) -> Self {
         Self { may_round: dtype == DType::BF16, ..self }
+    }
+
+    /// Returns the number of rows.
+    pub(in crate::nn) fn rows(self) -> usize {
+        self.rows
+    }
+
+    /// Returns the number of columns.
+    pub(in crate::nn) fn cols(self) -> usize {
+        self.cols
     }
 
     pub(in crate::nn) fn t(self) -> Self {
@@ -208,6 +212,17 @@ fn span(rows: usize, cols: usize, row_stride: usize, col_stride: usize) -> usize
 pub(in crate::nn) fn product(dst: MatMut<'_>, accumulate: bool, lhs: Mat<'_>, rhs: Mat<'_>) {
     let threads = threads(lhs.rows * rhs.cols * lhs.cols / ELEMENTS_PER_THREAD);
     multiply(dst, accumulate, lhs, rhs, threads);
+}
+
+/// Returns `lhs * rhs`, row-major.
+pub(in crate::nn) fn product_of(lhs: Mat<'_>, rhs: Mat<'_>) -> Vec<f32> {
+    let (rows, cols) = (lhs.rows, rhs.cols);
+    let mut values = Vec::with_capacity(rows * cols);
+    let dst = MatMut { data: values.as_mut_ptr(), rows, cols, row_stride: cols, borrow: PhantomData };
+    product(dst, false, lhs, rhs);
+    // SAFETY: the capacity suffices, and the product has written all elements without reading them.
+    unsafe { values.set_len(rows * cols) };
+    values
 }
 
 /// [`product`] on the calling thread.
