@@ -208,17 +208,6 @@ fn bits_of(halves: __m512bh) -> __m512i {
 }
 
 impl Mat<'_> {
-    /// Returns the part with these rows and columns.
-    fn part(self, rows: Range<usize>, cols: Range<usize>) -> Self {
-        let start = rows.start * self.row_stride + cols.start * self.col_stride;
-        let data = match self.data {
-            _ if rows.is_empty() || cols.is_empty() => Data::F32(&[]),
-            Data::F32(values) => Data::F32(&values[start..]),
-            Data::Bf16(values) => Data::Bf16(&values[start..]),
-        };
-        Mat { data, rows: rows.len(), cols: cols.len(), ..self }
-    }
-
     /// Returns up to 32 values of a row as bf16. The columns are adjacent.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]

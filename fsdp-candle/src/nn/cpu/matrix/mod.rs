@@ -17,6 +17,7 @@ mod avx512_bf16 {
 
 use std::borrow::Cow;
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use candle_core::{CpuStorage, DType, Layout, Result};
 use gemm::Parallelism;
@@ -26,6 +27,8 @@ use super::{dense, floats, threads, widened};
 
 /// Multiply-adds that count as one element of elementwise work.
 const ELEMENTS_PER_THREAD: usize = 256;
+/// Values of a bf16 operand that are widened at once. In f32 they take 1 MiB, for which caches have room.
+const WIDENED: usize = 1 << 18;
 
 /// The values of a tensor in row-major order, for products.
 pub(in crate::nn) enum Operand<'a> {
@@ -34,10 +37,10 @@ pub(in crate::nn) enum Operand<'a> {
 }
 
 impl<'a> Operand<'a> {
-    /// Reads f32, f16 or bf16 values. Widens bf16 values on a processor that does not multiply them.
+    /// Reads f32, f16 or bf16 values.
     pub(in crate::nn) fn of(storage: &'a CpuStorage, layout: &Layout) -> Result<Self> {
         Ok(match storage {
-            CpuStorage::BF16(values) if avx512_bf16::is_available() => Operand::Bf16(dense(values, layout)?),
+            CpuStorage::BF16(values) => Operand::Bf16(dense(values, layout)?),
             _ => Operand::F32(floats(storage, layout)?),
         })
     }
@@ -121,12 +124,25 @@ impl<'a> Mat<'a> {
 }
 
 impl Mat<'_> {
-    /// Returns the data in f32.
+    /// Returns the values in f32, with the same strides.
     fn widened(&self) -> Cow<'_, [f32]> {
         match self.data {
             Data::F32(values) => Cow::Borrowed(values),
-            Data::Bf16(values) => Cow::Owned(widened(values)),
+            Data::Bf16(values) => {
+                Cow::Owned(widened(&values[..span(self.rows, self.cols, self.row_stride, self.col_stride)]))
+            }
         }
+    }
+
+    /// Returns the part with these rows and columns.
+    fn part(self, rows: Range<usize>, cols: Range<usize>) -> Self {
+        let start = rows.start * self.row_stride + cols.start * self.col_stride;
+        let data = match self.data {
+            _ if rows.is_empty() || cols.is_empty() => Data::F32(&[]),
+            Data::F32(values) => Data::F32(&values[start..]),
+            Data::Bf16(values) => Data::Bf16(&values[start..]),
+        };
+        Mat { data, rows: rows.len(), cols: cols.len(), ..self }
     }
 }
 
@@ -149,6 +165,12 @@ impl<'a> MatMut<'a> {
         assert!(span(rows, cols, row_stride, 1) <= data.len(), "a matrix reaches beyond its data");
         assert!(rows < 2 || cols <= row_stride, "rows of a matrix overlap");
         Self { data: data.as_mut_ptr(), rows, cols, row_stride, borrow: PhantomData }
+    }
+
+    /// Returns the part with these columns.
+    fn columns(&mut self, cols: Range<usize>) -> MatMut<'_> {
+        assert!(cols.end <= self.cols, "columns of a matrix lie beyond it");
+        MatMut { data: self.data.wrapping_add(cols.start), cols: cols.len(), borrow: PhantomData, ..*self }
     }
 
     /// Returns the rows.
@@ -230,7 +252,7 @@ pub(in crate::nn) fn product_here(dst: MatMut<'_>, accumulate: bool, lhs: Mat<'_
     multiply(dst, accumulate, lhs, rhs, 1);
 }
 
-fn multiply(dst: MatMut<'_>, accumulate: bool, lhs: Mat<'_>, rhs: Mat<'_>, threads: usize) {
+fn multiply(mut dst: MatMut<'_>, accumulate: bool, lhs: Mat<'_>, rhs: Mat<'_>, threads: usize) {
     assert!(
         dst.rows == lhs.rows && dst.cols == rhs.cols && lhs.cols == rhs.rows,
         "matrix product of {}x{} and {}x{} into {}x{}",
@@ -244,7 +266,30 @@ fn multiply(dst: MatMut<'_>, accumulate: bool, lhs: Mat<'_>, rhs: Mat<'_>, threa
     if lhs.may_round && rhs.may_round && avx512_bf16::is_available() {
         return avx512_bf16::multiply(dst, accumulate, lhs, rhs, threads);
     }
-    let (left, right) = (lhs.widened(), rhs.widened());
+    let left = lhs.widened();
+    let lhs = Mat { data: Data::F32(&left), ..lhs };
+    if matches!(rhs.data, Data::F32(_)) {
+        return multiply_floats(dst, accumulate, lhs, rhs, threads);
+    }
+    // In parts that are adjacent in memory. As a whole in f32, a weight would take twice its memory.
+    let is_by_rows = rhs.row_stride >= rhs.col_stride;
+    let (len, stride) = if is_by_rows { (rhs.rows, rhs.row_stride) } else { (rhs.cols, rhs.col_stride) };
+    // Whole tiles of the kernels.
+    let step = (WIDENED / stride.max(1)).max(64) / 64 * 64;
+    for start in (0..len.max(1)).step_by(step) {
+        let part = start..len.min(start + step);
+        let (rows, cols) = if is_by_rows { (part, 0..rhs.cols) } else { (0..rhs.rows, part) };
+        let some = rhs.part(rows.clone(), cols.clone());
+        let right = some.widened();
+        let some = Mat { data: Data::F32(&right), ..some };
+        let lhs = lhs.part(0..lhs.rows, rows.clone());
+        multiply_floats(dst.columns(cols), accumulate || rows.start > 0, lhs, some, threads);
+    }
+}
+
+/// [`multiply`] for f32.
+fn multiply_floats(dst: MatMut<'_>, accumulate: bool, lhs: Mat<'_>, rhs: Mat<'_>, threads: usize) {
+    let (Data::F32(left), Data::F32(right)) = (lhs.data, rhs.data) else { unreachable!("operands are f32") };
     let parallelism = if threads > 1 { Parallelism::Rayon(threads) } else { Parallelism::None };
     // SAFETY: the shapes agree, and each matrix was checked against its data when it was built. `dst` is exclusive, so
     // it overlaps neither operand.
@@ -342,7 +387,7 @@ mod tests {
         }
     }
 
-    // Tiles, blocks and depths that are full and not.
+    // Tiles, blocks and depths that are full and not, and operands that are widened in parts.
     #[test]
     fn products_of_bf16_are_those_of_rounded_values() {
         let sizes = [
@@ -355,6 +400,8 @@ mod tests {
             (29, 70, 770),
             (1350, 6, 3),
             (5, 4, 0),
+            (1, 5000, 150),
+            (2, 150, 5000),
         ];
         for (rows, cols, depth) in sizes {
             for lhs in &Case::all(rows, depth, 1) {
