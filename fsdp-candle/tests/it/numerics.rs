@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
+use candle_core::backprop::GradStore;
 use candle_core::{DType, Module, Tensor};
 use fsdp_candle::{
-    AdamW, AdamWConfig, ClipOptions, FsdpModule, FullyShard, GradScaler, MixedPrecisionPolicy, NormType, SGD,
-    SgdConfig, ShardedVarMap, World, clip_grad_norm_with, fully_shard, nn,
+    AdamW, AdamWConfig, ClipOptions, FsdpModule, FsdpParam, FullyShard, GradScaler, MixedPrecisionPolicy, NormType,
+    SGD, SgdConfig, ShardedVarMap, World, clip_grad_norm_with, fully_shard, nn,
 };
 
 use crate::common::{
@@ -179,5 +180,25 @@ fn parameters_can_keep_their_dtype() {
         let opts = FullyShard::new(&vars).mp_policy(policy);
         let wide = fully_shard(&opts, vars.builder(DType::F32).pp("wide"), |vb| nn::linear(4, 4, vb)).unwrap();
         assert_eq!(wide.forward(&batch(0, 4)).unwrap().dtype(), DType::F64);
+    });
+}
+
+#[test]
+fn cpu_layers_do_not_round_gradients_that_are_reduced_in_f32() {
+    ranks(2, |world| {
+        let vars = vars(&world);
+        let policy = MixedPrecisionPolicy { param_dtype: Some(DType::BF16), ..Default::default() };
+        let opts = FullyShard::new(&vars).mp_policy(policy);
+        let vb = vars.builder(DType::F32);
+        let ours = fully_shard(&opts, vb.pp("ours"), |vb| nn::linear_no_bias(1, 2, vb)).unwrap();
+        let candles = fully_shard(&opts, vb.pp("candles"), |vb| candle_nn::linear_no_bias(1, 2, vb)).unwrap();
+        let x = Tensor::new(&[[1f32], [1. / 256.]], world.device()).unwrap();
+        let gradient = |grads: &GradStore, param: &FsdpParam| whole(&vars, param, grads.get(param.var()).unwrap());
+        let of_ours = ours.backward(&ours.forward(&x).unwrap().sum_all().unwrap()).unwrap();
+        let of_candles = candles.backward(&candles.forward(&x).unwrap().sum_all().unwrap()).unwrap();
+        // 1 + 2^-8 is not a bf16. Candle's layers, and layers on devices, return gradients of bf16.
+        let exact = if world.device().is_cpu() { 1. + 1. / 256. } else { 1. };
+        assert_eq!(gradient(&of_ours, &ours.params()[0]), [exact; 2]);
+        assert_eq!(gradient(&of_candles, &candles.params()[0]), [1.; 2]);
     });
 }
