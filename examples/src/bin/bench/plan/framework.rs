@@ -208,7 +208,14 @@ impl Framework {
     }
 
     /// Returns the memory of the head and the loss of this many tokens. `trained` is 1, or 0 for a frozen head.
-    pub(super) fn logits(self, root: &Root, compute: Precision, tokens: f64, trained: f64) -> Logits {
+    pub(super) fn logits(
+        self,
+        root: &Root,
+        compute: Precision,
+        gradient: Precision,
+        tokens: f64,
+        trained: f64,
+    ) -> Logits {
         let e = compute.bytes();
         let all = tokens * root.vocabulary;
         let (head, hidden) = (root.vocabulary * root.width, tokens * root.width);
@@ -221,11 +228,11 @@ impl Framework {
                 moved: (2. * F32 + e) * all,
                 again: true,
             },
-            // The gradient of all logits, or those of the head and the hidden states. Half precision has f32 copies of
-            // the head and of its gradient. Ranks that share a vocabulary keep one number per token, and compute the
+            // The gradient of all logits, or those of the head and the hidden states. The head's gradient is computed in
+            // f32, and rounded for a reduction in half precision. Ranks that share a vocabulary keep one number per token, and compute the
             // logits of some rows again.
             Framework::Candle => {
-                let copy = if compute == Precision::F32 { 0. } else { F32 * head };
+                let copy = if gradient == Precision::F32 { 0. } else { trained * F32 * head };
                 let stretch = F32 * all.min(ON_CPU);
                 let packed = match compute {
                     Precision::F32 => trained * (F32 * tokens.min(PACKED_ROWS) * root.vocabulary).min(MOST_PACKED),
@@ -238,8 +245,8 @@ impl Framework {
                 };
                 Logits {
                     kept,
-                    loss: loss + copy + packed,
-                    slopes: again + packed + 2. * F32 * hidden + 2. * copy,
+                    loss: loss + packed,
+                    slopes: again + packed + 2. * F32 * hidden + copy,
                     moved: 3. * F32 * all,
                     again: root.shared,
                 }

@@ -109,7 +109,8 @@ fn moments(setup: &Setup) -> Vec<Moment> {
         rotary + layers[..count].iter().rev().take(most).map(of_layer).sum::<f64>()
     };
     let all_kept = kept(layers.len()) + tokens * e * root.kept;
-    let logits = framework.logits(root, compute, tokens, trained);
+    let logits = framework.logits(root, compute, setup.gradient(), tokens, trained);
+    let of_gradient = setup.gradient().bytes();
 
     // Whether the parameters of a block, or of the root, stay gathered.
     let stays = |layer: &Layer| match setup.reshard {
@@ -133,7 +134,7 @@ fn moments(setup: &Setup) -> Vec<Moment> {
         Moment {
             when: "the head's backward",
             gathered: of_root_gathered + all_stay + next(layers.last()),
-            unreduced: trained * e * root.head,
+            unreduced: trained * of_gradient * root.head,
             logits: logits.kept + logits.slopes,
             ..base.clone()
         },
@@ -159,7 +160,7 @@ fn moments(setup: &Setup) -> Vec<Moment> {
             gradients: reduced,
             gathered: of_root_gathered - gone + staying + comes(layer) + next(before),
             unreduced: trained
-                * (e * root.head + waiting(setup, layer) + layers.get(i + 1).map_or(0., |after| sent(setup, after))),
+                * (of_gradient * root.head + waiting(setup, layer) + layers.get(i + 1).map_or(0., |after| sent(setup, after))),
             activations: kept(i + 1),
             working: tokens * again.max(0.) + framework.backward(layer, compute, tokens),
             ..base.clone()
@@ -172,7 +173,7 @@ fn moments(setup: &Setup) -> Vec<Moment> {
         gradients: reduced,
         gathered: of_root_gathered - gone,
         unreduced: trained
-            * (e.max(reduce.bytes()) * root.parameters + layers.first().map_or(0., |after| sent(setup, after))),
+            * (of_gradient.max(reduce.bytes()) * root.parameters + layers.first().map_or(0., |after| sent(setup, after))),
         activations: rotary,
         ..base
     });
@@ -186,7 +187,7 @@ fn sent(setup: &Setup, layer: &Layer) -> f64 {
 
 /// Returns the bytes of a block's gradients. They are packed for their reduction if the dtypes differ.
 fn waiting(setup: &Setup, layer: &Layer) -> f64 {
-    let Setup { compute, reduce, .. } = *setup;
-    let packed = if compute == reduce || setup.mesh.shard == 1 { 0. } else { reduce.bytes() };
-    (compute.bytes() + packed) * layer.parameters
+    let (gradient, reduce) = (setup.gradient(), setup.reduce);
+    let packed = if gradient == reduce || setup.mesh.shard == 1 { 0. } else { reduce.bytes() };
+    (gradient.bytes() + packed) * layer.parameters
 }

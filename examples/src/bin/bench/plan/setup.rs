@@ -80,6 +80,13 @@ impl Setup<'_> {
         if self.base.is_none() { 1. } else { 0. }
     }
 
+    /// Returns the dtype of whole gradients. candle-fsdp's layers on CPUs compute them in f32, and keep them so for a
+    /// reduction in f32.
+    pub(super) fn gradient(&self) -> Precision {
+        let is_wide = self.framework == Framework::Candle && self.reduce == Precision::F32;
+        if is_wide { self.reduce } else { self.compute }
+    }
+
     /// Returns the tokens of a rank's batch, which tensor-parallel ranks share.
     pub(super) fn tokens(&self) -> f64 {
         self.batch as f64 * self.seq as f64
