@@ -43,7 +43,7 @@ const ON_CPU: f64 = 16777216.;
 /// Rows of an operand that a matrix product copies, and the most bytes of the copy. The processor's caches decide, so these
 /// are estimates.
 const PACKED_ROWS: f64 = 512.;
-const MOST_PACKED: f64 = 16777216.;
+const MOST_PACKED: f64 = 8388608.;
 
 impl Framework {
     /// Returns the framework's variant on a device.

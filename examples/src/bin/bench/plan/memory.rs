@@ -160,7 +160,9 @@ fn moments(setup: &Setup) -> Vec<Moment> {
             gradients: reduced,
             gathered: of_root_gathered - gone + staying + comes(layer) + next(before),
             unreduced: trained
-                * (of_gradient * root.head + waiting(setup, layer) + layers.get(i + 1).map_or(0., |after| sent(setup, after))),
+                * (of_gradient * root.head
+                    + waiting(setup, layer)
+                    + layers.get(i + 1).map_or(0., |after| sent(setup, after))),
             activations: kept(i + 1),
             working: tokens * again.max(0.) + framework.backward(layer, compute, tokens),
             ..base.clone()
@@ -173,7 +175,8 @@ fn moments(setup: &Setup) -> Vec<Moment> {
         gradients: reduced,
         gathered: of_root_gathered - gone,
         unreduced: trained
-            * (of_gradient.max(reduce.bytes()) * root.parameters + layers.first().map_or(0., |after| sent(setup, after))),
+            * (of_gradient.max(reduce.bytes()) * root.parameters
+                + layers.first().map_or(0., |after| sent(setup, after))),
         activations: rotary,
         ..base
     });

@@ -27,6 +27,8 @@ use super::{dense, floats, threads, widened};
 
 /// Multiply-adds that count as one element of elementwise work.
 const ELEMENTS_PER_THREAD: usize = 256;
+/// Rows of an f32 product that are computed at once. `gemm` copies an operand's part for all of them.
+const ROWS: usize = 4096;
 /// Values of a bf16 operand that are widened at once. In f32 they take 1 MiB, for which caches have room.
 const WIDENED: usize = 1 << 18;
 
@@ -167,10 +169,11 @@ impl<'a> MatMut<'a> {
         Self { data: data.as_mut_ptr(), rows, cols, row_stride, borrow: PhantomData }
     }
 
-    /// Returns the part with these columns.
-    fn columns(&mut self, cols: Range<usize>) -> MatMut<'_> {
-        assert!(cols.end <= self.cols, "columns of a matrix lie beyond it");
-        MatMut { data: self.data.wrapping_add(cols.start), cols: cols.len(), borrow: PhantomData, ..*self }
+    /// Returns the part with these rows and columns.
+    fn part(&mut self, rows: Range<usize>, cols: Range<usize>) -> MatMut<'_> {
+        assert!(rows.end <= self.rows && cols.end <= self.cols, "a part of a matrix lies beyond it");
+        let data = self.data.wrapping_add(rows.start * self.row_stride + cols.start);
+        MatMut { data, rows: rows.len(), cols: cols.len(), borrow: PhantomData, ..*self }
     }
 
     /// Returns the rows.
@@ -283,12 +286,20 @@ fn multiply(mut dst: MatMut<'_>, accumulate: bool, lhs: Mat<'_>, rhs: Mat<'_>, t
         let right = some.widened();
         let some = Mat { data: Data::F32(&right), ..some };
         let lhs = lhs.part(0..lhs.rows, rows.clone());
-        multiply_floats(dst.columns(cols), accumulate || rows.start > 0, lhs, some, threads);
+        multiply_floats(dst.part(0..lhs.rows, cols), accumulate || rows.start > 0, lhs, some, threads);
     }
 }
 
 /// [`multiply`] for f32.
-fn multiply_floats(dst: MatMut<'_>, accumulate: bool, lhs: Mat<'_>, rhs: Mat<'_>, threads: usize) {
+fn multiply_floats(mut dst: MatMut<'_>, accumulate: bool, lhs: Mat<'_>, rhs: Mat<'_>, threads: usize) {
+    if dst.rows > ROWS {
+        for start in (0..dst.rows).step_by(ROWS) {
+            let rows = start..dst.rows.min(start + ROWS);
+            let lhs = lhs.part(rows.clone(), 0..lhs.cols);
+            multiply_floats(dst.part(rows, 0..dst.cols), accumulate, lhs, rhs, threads);
+        }
+        return;
+    }
     let (Data::F32(left), Data::F32(right)) = (lhs.data, rhs.data) else { unreachable!("operands are f32") };
     let parallelism = if threads > 1 { Parallelism::Rayon(threads) } else { Parallelism::None };
     // SAFETY: the shapes agree, and each matrix was checked against its data when it was built. `dst` is exclusive, so
@@ -399,6 +410,7 @@ mod tests {
             (3, 1030, 31),
             (29, 70, 770),
             (1350, 6, 3),
+            (5000, 6, 3),
             (5, 4, 0),
             (1, 5000, 150),
             (2, 150, 5000),
