@@ -37,7 +37,8 @@ pub struct MixedPrecisionPolicy {
     /// Dtype of unsharded parameters, and so of the all-gather and of compute; `None` for the parameters' own.
     pub param_dtype: Option<DType>,
     /// Dtype of gradient reduction, and of gradients that wait for one; `None` for the parameters' own (as in PyTorch
-    /// since 2.15).
+    /// since 2.15). With F32 and a `param_dtype` of BF16, layers of [`crate::nn`] on CPUs do not round gradients to
+    /// BF16 first.
     pub reduce_dtype: Option<DType>,
     /// Dtype that the unit's floating point outputs are cast to; `None` for no cast.
     pub output_dtype: Option<DType>,
