@@ -436,7 +436,7 @@ pub(in crate::nn) fn with_matrix<R>(weight: &Weight, f: impl FnOnce(Mat<'_>, [us
         }
         _ => {
             operand = Operand::of(values, layout)?;
-            operand.rows_of(cols)
+            operand.rows(layout)
         }
     };
     Ok(f(stored, [rows, cols]))
@@ -459,7 +459,7 @@ impl Affine {
     }
 
     fn forward(&self, x: &Tensor) -> Result<Storage> {
-        read_rows!(x_mat, x, self.inputs);
+        read_rows!(x_mat, x);
         let Some(bias) = &self.bias else { return storage(self.with_weight(|w| product_of(x_mat, w))?, x.dtype()) };
         read!(bias, bias.value()?);
         let mut y = bias.repeat(x_mat.rows());
@@ -469,12 +469,12 @@ impl Affine {
 
     fn backward(&self, argument: &Tensor, dy: &Tensor) -> Result<[Option<Tensor>; 3]> {
         let x = input::values(argument, &self.shared);
-        read_rows!(dy_mat, dy, self.outputs);
+        read_rows!(dy_mat, dy);
         let dx = input::gradient(argument, &self.shared, || {
             tensor_like(self.with_weight(|w| product_of(dy_mat, w.t()))?, x)
         })?;
         let dw = weight_grad(&self.weight, |buffer, accumulate| {
-            read_rows!(x_mat, x, self.inputs);
+            read_rows!(x_mat, x);
             if self.in_out {
                 product(MatMut::new(buffer, self.inputs, self.outputs), accumulate, x_mat.t(), dy_mat);
             } else {

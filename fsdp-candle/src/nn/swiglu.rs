@@ -78,14 +78,13 @@ impl Module for SwiGlu {
 }
 
 fn fused(x: &Tensor, weights: [&Tensor; 3]) -> Result<Tensor> {
-    let (inputs, outputs) = (weights[0].dim(1)?, weights[2].dim(0)?);
-    let shape = [&x.dims()[..x.rank() - 1], &[outputs]].concat();
+    let shape = [&x.dims()[..x.rank() - 1], &[weights[2].dim(0)?]].concat();
     operation(Operation::SwiGlu, &shape, |known| {
         let known = known.and_then(|(y, projections)| Some((y, projections.downcast::<Projections>().ok()?)));
         let (weights, y, projections) = match known {
             Some((y, projections)) => (read_weights(weights)?, y, projections),
             None => {
-                read_rows!(rows, x, inputs);
+                read_rows!(rows, x);
                 let (weights, projections, y) = forward(weights, rows, x.dtype())?;
                 (weights, storage(y, x.dtype())?, Arc::new(projections))
             }
@@ -94,8 +93,8 @@ fn fused(x: &Tensor, weights: [&Tensor; 3]) -> Result<Tensor> {
         let (arguments, kept) = ([x.clone(), joined.node().clone()], projections.clone());
         let y = graph_op("SwiGlu", &arguments, y, &shape[..], Reads::Sources, move |arguments, _, dy| {
             let x = arguments[0];
-            read_rows!(rows, x, inputs);
-            read_rows!(of_rows, dy, outputs);
+            read_rows!(rows, x);
+            read_rows!(of_rows, dy);
             let gradients = backward(&weights, &projections, rows, of_rows, None, x.track_op())?;
             let dx = gradients.x.map(|dx| tensor_like(dx, x)).transpose()?;
             Ok([dx, joined.add_gradients(gradients.weights)?])

@@ -38,12 +38,12 @@ macro_rules! read {
 }
 pub(in crate::nn) use read;
 
-/// Binds a name to the matrix of a tensor's values, whose rows have `$width` values, for the rest of the scope.
+/// Binds a name to the matrix of a tensor's rows, for the rest of the scope.
 macro_rules! read_rows {
-    ($name:ident, $tensor:expr, $width:expr) => {
+    ($name:ident, $tensor:expr) => {
         let (guard, layout) = $tensor.storage_and_layout();
         let operand = $crate::nn::cpu::matrix::Operand::of($crate::nn::cpu::cpu(&guard)?, layout)?;
-        let $name = operand.rows_of($width);
+        let $name = operand.rows(layout);
     };
 }
 pub(in crate::nn) use read_rows;

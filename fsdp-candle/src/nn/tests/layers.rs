@@ -27,6 +27,26 @@ fn a_large_linear_matches_the_composite() {
     check("large linear", &[&x, &w], || layer.forward(&x), || linear_file::composite(&x, &w, None, false));
 }
 
+// A rank may have no part of a layer's inputs or outputs.
+#[test]
+fn linear_layers_may_have_no_inputs_or_no_outputs() {
+    let zeros = |tensor: &Tensor, dims: [usize; 3]| {
+        assert_eq!(tensor.dims(), dims);
+        let values = tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        assert_eq!(values, vec![0.; dims.iter().product()]);
+    };
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for (inputs, outputs) in [(0, 3), (3, 0)] {
+            let (x, w) = (random(1, &[2, 4, inputs], dtype), random(2, &[outputs, inputs], dtype));
+            let y = Linear::new(w.as_tensor().clone(), None).forward(&x).unwrap();
+            zeros(&y, [2, 4, outputs]);
+            let grads = y.sum_all().unwrap().backward().unwrap();
+            zeros(grads.get(&x).unwrap(), [2, 4, inputs]);
+            assert_eq!(grads.get(&w).unwrap().dims(), [outputs, inputs]);
+        }
+    }
+}
+
 #[test]
 fn a_constant_input_gets_no_gradient() {
     let x = random(1, &[4, 3], DType::F32).as_detached_tensor();

@@ -47,13 +47,14 @@ impl<'a> Operand<'a> {
         })
     }
 
-    /// Returns the row-major matrix of all values, whose rows have `width` values.
-    pub(in crate::nn) fn rows_of(&self, width: usize) -> Mat<'_> {
+    /// Returns the matrix of the tensor's rows. The layout is that of [`Operand::of`].
+    pub(in crate::nn) fn rows(&self, layout: &Layout) -> Mat<'_> {
         let data = match self {
             Operand::F32(values) => Data::F32(values),
             Operand::Bf16(values) => Data::Bf16(values),
         };
-        Mat::checked(data, data.len() / width.max(1), width, width, 1)
+        let (&cols, outer) = layout.dims().split_last().unwrap_or((&1, &[]));
+        Mat::checked(data, outer.iter().product(), cols, cols, 1)
     }
 }
 
