@@ -30,6 +30,7 @@ fn json(run: Run) -> Value {
 /// docs/planning.md promises state within 2 %, and the peak within 5 % on one rank and within 10 % on several.
 #[test]
 fn memory_matches_the_allocator() {
+    let half = ["--param-dtype", "bf16"];
     let tensor = ["--tensor-parallel", "2"];
     let sequence = ["--tensor-parallel", "2", "--sequence-parallel"];
     for (config, ranks, batch, flags) in [
@@ -38,6 +39,10 @@ fn memory_matches_the_allocator() {
         (LLAMA, 1, "4", &[]),
         (LLAMA, 2, "1", &[]),
         (LLAMA, 4, "2", &[]),
+        (LLAMA, 1, "2", &half),
+        (LLAMA, 2, "2", &half),
+        (LLAMA, 2, "8", &half),
+        (GPT2, 4, "2", &half),
         (LLAMA, 2, "8", &tensor),
         (LLAMA, 2, "8", &sequence),
         (LLAMA, 4, "2", &tensor),

@@ -436,7 +436,7 @@ pub(in crate::nn) fn with_matrix<R>(weight: &Weight, f: impl FnOnce(Mat<'_>, [us
         }
         _ => {
             operand = Operand::of(values, layout)?;
-            operand.rows(layout)
+            operand.mat()
         }
     };
     Ok(f(stored, [rows, cols]))

@@ -107,7 +107,8 @@ impl Weight {
     }
 
     /// Accumulates a gradient in backward. `write(buffer, accumulate)` writes it to `buffer`, dense and row-major: it
-    /// adds if `accumulate`, else it overwrites every element. `T` is [`Weight::grad_dtype`]. Returns what `bwd` returns for [`Weight::node`].
+    /// adds if `accumulate`, else it overwrites every element. `T` is the type of [`Weight::grad_dtype`]. Returns what
+    /// `bwd` returns for [`Weight::node`].
     pub(crate) fn write_grad<T: WithDType>(
         &self,
         write: impl FnOnce(&mut [T], bool) -> Result<()>,

@@ -43,7 +43,7 @@ macro_rules! read_rows {
     ($name:ident, $tensor:expr) => {
         let (guard, layout) = $tensor.storage_and_layout();
         let operand = $crate::nn::cpu::matrix::Operand::of($crate::nn::cpu::cpu(&guard)?, layout)?;
-        let $name = operand.rows(layout);
+        let $name = operand.mat();
     };
 }
 pub(in crate::nn) use read_rows;

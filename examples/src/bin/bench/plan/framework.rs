@@ -207,15 +207,9 @@ impl Framework {
         self == Framework::Candle && mlp.kind == MlpKind::SwiGlu
     }
 
-    /// Returns the memory of the head and the loss of this many tokens. `trained` is 1, or 0 for a frozen head.
-    pub(super) fn logits(
-        self,
-        root: &Root,
-        compute: Precision,
-        gradient: Precision,
-        tokens: f64,
-        trained: f64,
-    ) -> Logits {
+    /// Returns the memory of the head and the loss of this many tokens. `gradient` is the dtype of the head's gradient;
+    /// `None` for a frozen head.
+    pub(super) fn logits(self, root: &Root, compute: Precision, gradient: Option<Precision>, tokens: f64) -> Logits {
         let e = compute.bytes();
         let all = tokens * root.vocabulary;
         let (head, hidden) = (root.vocabulary * root.width, tokens * root.width);
@@ -229,10 +223,11 @@ impl Framework {
                 again: true,
             },
             // The gradient of all logits, or those of the head and the hidden states. The head's gradient is computed in
-            // f32, and rounded for a reduction in half precision. Ranks that share a vocabulary keep one number per token, and compute the
-            // logits of some rows again.
+            // f32, and rounded for a reduction in half precision. Ranks that share a vocabulary keep one number per
+            // token, and compute the logits of some rows again.
             Framework::Candle => {
-                let copy = if gradient == Precision::F32 { 0. } else { trained * F32 * head };
+                let trained = if gradient.is_some() { 1. } else { 0. };
+                let copy = if gradient.is_none_or(|it| it == Precision::F32) { 0. } else { F32 * head };
                 let stretch = F32 * all.min(ON_CPU);
                 let packed = match compute {
                     Precision::F32 => trained * (F32 * tokens.min(PACKED_ROWS) * root.vocabulary).min(MOST_PACKED),

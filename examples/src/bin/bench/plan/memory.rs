@@ -3,7 +3,8 @@
 use fsdp_candle::ReshardAfterForward;
 use serde::Serialize;
 
-use super::framework::Checkpoint;
+use super::framework::{Checkpoint, Framework};
+use super::hardware::Precision;
 use super::model::Layer;
 use super::setup::Setup;
 
@@ -77,13 +78,24 @@ impl Moment {
 /// Inputs of blocks that are being copied away or back (`fsdp-candle/src/activation_checkpoint/offload`).
 const UNDERWAY: usize = 3;
 
+/// Returns the bytes of the buffers that shards are cast to for all-gathers on CPUs. The pool keeps those of the root and
+/// of the largest block.
+fn cast_shards(setup: &Setup) -> f64 {
+    let Setup { framework, compute, shards, base, model, mesh, .. } = setup;
+    if *framework != Framework::Candle || compute == shards || base.is_some() || mesh.shard == 1 {
+        return 0.;
+    }
+    let block = model.layers.iter().map(|layer| layer.parameters).fold(0., f64::max);
+    compute.bytes() * (model.root.parameters + block) / mesh.shard as f64
+}
+
 /// Computes the memory of a rank.
 pub(super) fn of(setup: &Setup) -> Memory {
     let mut moments = moments(setup);
     if setup.framework.keeps_buffers() {
         let in_use = |moment: &Moment| moment.gathered + moment.unreduced;
         let most = moments.iter().map(in_use).fold(0., f64::max);
-        moments.iter_mut().for_each(|moment| moment.pooled = most - in_use(moment));
+        moments.iter_mut().for_each(|moment| moment.pooled = most - in_use(moment) + cast_shards(setup));
     }
     let peak = moments.iter().max_by(|a, b| a.total().total_cmp(&b.total())).cloned().unwrap_or_default();
     let reserve = setup.reserve * peak.total();
@@ -109,8 +121,8 @@ fn moments(setup: &Setup) -> Vec<Moment> {
         rotary + layers[..count].iter().rev().take(most).map(of_layer).sum::<f64>()
     };
     let all_kept = kept(layers.len()) + tokens * e * root.kept;
-    let logits = framework.logits(root, compute, setup.gradient(), tokens, trained);
-    let of_gradient = setup.gradient().bytes();
+    let logits = framework.logits(root, compute, setup.gradient(), tokens);
+    let of_gradient = setup.gradient().map_or(0., Precision::bytes);
 
     // Whether the parameters of a block, or of the root, stay gathered.
     let stays = |layer: &Layer| match setup.reshard {
@@ -134,7 +146,7 @@ fn moments(setup: &Setup) -> Vec<Moment> {
         Moment {
             when: "the head's backward",
             gathered: of_root_gathered + all_stay + next(layers.last()),
-            unreduced: trained * of_gradient * root.head,
+            unreduced: of_gradient * root.head,
             logits: logits.kept + logits.slopes,
             ..base.clone()
         },
@@ -159,10 +171,9 @@ fn moments(setup: &Setup) -> Vec<Moment> {
             },
             gradients: reduced,
             gathered: of_root_gathered - gone + staying + comes(layer) + next(before),
-            unreduced: trained
-                * (of_gradient * root.head
-                    + waiting(setup, layer)
-                    + layers.get(i + 1).map_or(0., |after| sent(setup, after))),
+            unreduced: of_gradient * root.head
+                + waiting(setup, layer)
+                + layers.get(i + 1).map_or(0., |after| sent(setup, after)),
             activations: kept(i + 1),
             working: tokens * again.max(0.) + framework.backward(layer, compute, tokens),
             ..base.clone()
@@ -174,9 +185,8 @@ fn moments(setup: &Setup) -> Vec<Moment> {
         when: "the root's reduction",
         gradients: reduced,
         gathered: of_root_gathered - gone,
-        unreduced: trained
-            * (of_gradient.max(reduce.bytes()) * root.parameters
-                + layers.first().map_or(0., |after| sent(setup, after))),
+        unreduced: setup.gradient().map_or(0., |it| it.bytes().max(reduce.bytes())) * root.parameters
+            + layers.first().map_or(0., |after| sent(setup, after)),
         activations: rotary,
         ..base
     });
@@ -185,12 +195,12 @@ fn moments(setup: &Setup) -> Vec<Moment> {
 
 /// Returns the bytes that the reduction of a block's gradients reads, while the next unit computes.
 fn sent(setup: &Setup, layer: &Layer) -> f64 {
-    if setup.mesh.shard == 1 { 0. } else { setup.reduce.bytes() * layer.parameters }
+    if setup.mesh.shard == 1 { 0. } else { setup.trained() * setup.reduce.bytes() * layer.parameters }
 }
 
 /// Returns the bytes of a block's gradients. They are packed for their reduction if the dtypes differ.
 fn waiting(setup: &Setup, layer: &Layer) -> f64 {
-    let (gradient, reduce) = (setup.gradient(), setup.reduce);
-    let packed = if gradient == reduce || setup.mesh.shard == 1 { 0. } else { reduce.bytes() };
+    let Some(gradient) = setup.gradient() else { return 0. };
+    let packed = if gradient == setup.reduce || setup.mesh.shard == 1 { 0. } else { setup.reduce.bytes() };
     (gradient.bytes() + packed) * layer.parameters
 }

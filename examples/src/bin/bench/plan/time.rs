@@ -171,7 +171,7 @@ fn units(setup: &Setup) -> (Compute, Vec<Unit>) {
     };
     // Head, loss and last norm. The embedding copies rows.
     let (tokens, root) = (setup.tokens(), &model.root);
-    let logits = setup.framework.logits(root, setup.compute, setup.gradient(), tokens, setup.trained());
+    let logits = setup.framework.logits(root, setup.compute, setup.gradient(), tokens);
     let head = Compute {
         products: setup.device.products(2. * tokens * root.products),
         attention: 0.,

@@ -32,8 +32,14 @@ const ROWS: usize = 4096;
 /// Values of a bf16 operand that are widened at once. In f32 they take 1 MiB, for which caches have room.
 const WIDENED: usize = 1 << 18;
 
-/// The values of a tensor in row-major order, for products.
-pub(in crate::nn) enum Operand<'a> {
+/// The rows of a tensor, for products: its values in row-major order.
+pub(in crate::nn) struct Operand<'a> {
+    values: Values<'a>,
+    rows: usize,
+    cols: usize,
+}
+
+enum Values<'a> {
     F32(Cow<'a, [f32]>),
     Bf16(Cow<'a, [bf16]>),
 }
@@ -41,20 +47,20 @@ pub(in crate::nn) enum Operand<'a> {
 impl<'a> Operand<'a> {
     /// Reads f32, f16 or bf16 values.
     pub(in crate::nn) fn of(storage: &'a CpuStorage, layout: &Layout) -> Result<Self> {
-        Ok(match storage {
-            CpuStorage::BF16(values) => Operand::Bf16(dense(values, layout)?),
-            _ => Operand::F32(floats(storage, layout)?),
-        })
-    }
-
-    /// Returns the matrix of the tensor's rows. The layout is that of [`Operand::of`].
-    pub(in crate::nn) fn rows(&self, layout: &Layout) -> Mat<'_> {
-        let data = match self {
-            Operand::F32(values) => Data::F32(values),
-            Operand::Bf16(values) => Data::Bf16(values),
+        let values = match storage {
+            CpuStorage::BF16(values) => Values::Bf16(dense(values, layout)?),
+            _ => Values::F32(floats(storage, layout)?),
         };
         let (&cols, outer) = layout.dims().split_last().unwrap_or((&1, &[]));
-        Mat::checked(data, outer.iter().product(), cols, cols, 1)
+        Ok(Operand { values, rows: outer.iter().product(), cols })
+    }
+
+    pub(in crate::nn) fn mat(&self) -> Mat<'_> {
+        let data = match &self.values {
+            Values::F32(values) => Data::F32(values),
+            Values::Bf16(values) => Data::Bf16(values),
+        };
+        Mat::checked(data, self.rows, self.cols, self.cols, 1)
     }
 }
 
