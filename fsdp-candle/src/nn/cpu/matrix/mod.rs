@@ -1,17 +1,16 @@
 //! Matrices with strides over slices of floats, and their product.
 
 #[cfg(all(target_arch = "x86_64", feature = "avx512"))]
-mod avx512_bf16;
+mod bf16_product;
 #[cfg(not(all(target_arch = "x86_64", feature = "avx512")))]
-mod avx512_bf16 {
-    use super::{Mat, MatMut};
-
-    pub(super) fn is_available() -> bool {
-        false
+mod bf16_product {
+    pub(super) fn available() -> Option<super::Product> {
+        None
     }
 
-    pub(super) fn multiply(_: MatMut<'_>, _: bool, _: Mat<'_>, _: Mat<'_>, _: usize) {
-        unreachable!("the instructions are not available")
+    #[cfg(test)]
+    pub(super) fn all() -> Vec<(&'static str, super::Product)> {
+        Vec::new()
     }
 }
 
@@ -31,6 +30,9 @@ const ELEMENTS_PER_THREAD: usize = 256;
 const ROWS: usize = 4096;
 /// Values of a bf16 operand that are widened at once. In f32 they take 1 MiB, for which caches have room.
 const WIDENED: usize = 1 << 18;
+
+/// Computes `dst = lhs * rhs`, or `dst += lhs * rhs` if the flag is set, on a number of threads. The shapes must agree.
+type Product = fn(MatMut<'_>, bool, Mat<'_>, Mat<'_>, usize);
 
 /// The rows of a tensor, for products: its values in row-major order.
 pub(in crate::nn) struct Operand<'a> {
@@ -273,8 +275,11 @@ fn multiply(mut dst: MatMut<'_>, accumulate: bool, lhs: Mat<'_>, rhs: Mat<'_>, t
         dst.rows,
         dst.cols
     );
-    if lhs.may_round && rhs.may_round && avx512_bf16::is_available() {
-        return avx512_bf16::multiply(dst, accumulate, lhs, rhs, threads);
+    if lhs.may_round
+        && rhs.may_round
+        && let Some(product) = bf16_product::available()
+    {
+        return product(dst, accumulate, lhs, rhs, threads);
     }
     let left = lhs.widened();
     let lhs = Mat { data: Data::F32(&left), ..lhs };
@@ -377,35 +382,44 @@ mod tests {
         }
     }
 
-    /// Compares `dst += lhs * rhs`, or `dst = lhs * rhs`, with f64.
-    fn check(lhs: &Case, rhs: &Case, is_f32: bool, accumulate: bool) {
+    /// Compares `dst += lhs * rhs`, or `dst = lhs * rhs`, with f64, for each of the products. The flag of a product says
+    /// whether it rounds f32.
+    fn check(products: &[(Product, bool)], lhs: &Case, rhs: &Case) {
         let (rows, cols, depth) = (lhs.rows, rhs.cols, lhs.cols);
         let stride = cols + 3;
         let start = values(rows * stride, 3);
-        let [found, of_threads] = [1, 3].map(|threads| {
-            let mut found = start.clone();
-            let dst = MatMut::strided(&mut found, rows, cols, stride);
-            multiply(dst, accumulate, lhs.mat(is_f32), rhs.mat(is_f32), threads);
-            found
-        });
-        assert_eq!(found, of_threads);
-        // Processors without the instructions do not round f32.
-        let of_term = if is_f32 && !avx512_bf16::is_available() { 0.01 } else { 1e-6 };
-        for (i, (&found, &start)) in found.iter().zip(&start).enumerate() {
-            let (row, col) = (i / stride, i % stride);
-            if col >= cols {
-                assert_eq!(found, start, "between the rows");
-                continue;
+        let exact = |row, col| (0..depth).map(|k| lhs.at(row, k) * rhs.at(k, col)).sum::<f64>();
+        let exact: Vec<f64> = (0..rows * cols).map(|i| exact(i / cols, i % cols)).collect();
+        let flags = [(true, false), (true, true), (false, false), (false, true)];
+        for (&(product, rounds), (is_f32, accumulate)) in products.iter().flat_map(|p| flags.map(|flags| (p, flags))) {
+            let [found, of_threads] = [1, 3].map(|threads| {
+                let mut found = start.clone();
+                let dst = MatMut::strided(&mut found, rows, cols, stride);
+                product(dst, accumulate, lhs.mat(is_f32), rhs.mat(is_f32), threads);
+                found
+            });
+            assert_eq!(found, of_threads);
+            let of_term = if is_f32 && !rounds { 0.01 } else { 1e-6 };
+            for (i, (&found, &start)) in found.iter().zip(&start).enumerate() {
+                let (row, col) = (i / stride, i % stride);
+                if col >= cols {
+                    assert_eq!(found, start, "between the rows");
+                    continue;
+                }
+                let exact = exact[row * cols + col] + if accumulate { f64::from(start) } else { 0. };
+                let error = (f64::from(found) - exact).abs();
+                assert!(
+                    error <= of_term * (1. + depth as f64),
+                    "{rows}x{cols}x{depth}, {:?} and {:?}, {row}, {col}: {found} and {exact}",
+                    lhs.strides,
+                    rhs.strides
+                );
             }
-            let exact = (0..depth).map(|k| lhs.at(row, k) * rhs.at(k, col)).sum::<f64>();
-            let exact = if accumulate { exact + f64::from(start) } else { exact };
-            let error = (f64::from(found) - exact).abs();
-            let case = format!("{rows}x{cols}x{depth}, {:?} and {:?}, {row}, {col}", lhs.strides, rhs.strides);
-            assert!(error <= of_term * (1. + depth as f64), "{case}: {found} and {exact}");
         }
     }
 
-    // Tiles, blocks and depths that are full and not, and operands that are widened in parts.
+    // Tiles, blocks and depths that are full and not, and operands that are widened in parts. Runs each kernel that the
+    // processor has. `scripts/check-amx` reads the printed names.
     #[test]
     fn products_of_bf16_are_those_of_rounded_values() {
         let sizes = [
@@ -416,19 +430,23 @@ mod tests {
             (170, 40, 385),
             (3, 1030, 31),
             (29, 70, 770),
+            (40, 30, 513),
             (1350, 6, 3),
             (5000, 6, 3),
             (5, 4, 0),
             (1, 5000, 150),
             (2, 150, 5000),
         ];
+        // Without instructions for bf16, products do not round f32.
+        let mut products = vec![(multiply as Product, bf16_product::available().is_some())];
+        for (name, product) in bf16_product::all() {
+            println!("products by {name}");
+            products.push((product, true));
+        }
         for (rows, cols, depth) in sizes {
             for lhs in &Case::all(rows, depth, 1) {
                 for rhs in &Case::all(depth, cols, 2) {
-                    for is_f32 in [true, false] {
-                        check(lhs, rhs, is_f32, false);
-                        check(lhs, rhs, is_f32, true);
-                    }
+                    check(&products, lhs, rhs);
                 }
             }
         }
