@@ -92,12 +92,15 @@ pub fn avg_pool2d_with_stride(x: &Tensor, kernel: impl ToUsize2, stride: impl To
     let mut y = vec![0f32; pool.planes * positions];
     read!(values, x);
     map_rows(&mut y, positions, taps, |first, planes| {
+        let mut sums = vec![0f32; width];
         for (plane, at) in planes.chunks_exact_mut(positions).zip(first..) {
             for (i, y) in plane.chunks_exact_mut(small[1]).enumerate() {
+                sums.fill(0.);
                 for row in values[at * size + i * down * width..].chunks_exact(width).take(height) {
-                    for (y, under) in y.iter_mut().zip(row.windows(across).step_by(right)) {
-                        *y += under.iter().sum::<f32>();
-                    }
+                    add(&mut sums, row);
+                }
+                for tap in 0..across {
+                    y.iter_mut().zip(sums[tap..].iter().step_by(right)).for_each(|(y, sum)| *y += sum);
                 }
                 y.iter_mut().for_each(|y| *y *= share);
             }
@@ -108,12 +111,15 @@ pub fn avg_pool2d_with_stride(x: &Tensor, kernel: impl ToUsize2, stride: impl To
         read!(grad, dy);
         let mut dx = vec![0f32; count];
         map_rows(&mut dx, size, taps, |first, planes| {
+            let mut shares = vec![0f32; width];
             for (plane, at) in planes.chunks_exact_mut(size).zip(first..) {
                 for (i, grad) in grad[at * positions..(at + 1) * positions].chunks_exact(small[1]).enumerate() {
+                    shares.fill(0.);
+                    for tap in 0..across {
+                        shares[tap..].iter_mut().step_by(right).zip(grad).for_each(|(to, grad)| *to += grad * share);
+                    }
                     for row in plane[i * down * width..].chunks_exact_mut(width).take(height) {
-                        for (j, grad) in grad.iter().enumerate() {
-                            row[j * right..][..across].iter_mut().for_each(|dx| *dx += grad * share);
-                        }
+                        add(row, &shares);
                     }
                 }
             }
@@ -123,6 +129,10 @@ pub fn avg_pool2d_with_stride(x: &Tensor, kernel: impl ToUsize2, stride: impl To
 }
 
 kernel! {
+    fn add(to: &mut [f32], values: &[f32]) {
+        to.iter_mut().zip(values).for_each(|(to, value)| *to += value);
+    }
+
     /// Keeps the larger of `y` and the elements under a tap, and its tap. NaN is the largest, as in PyTorch.
     fn keep_largest(y: &mut [f32], largest: &mut [u32], under: &[f32], tap: u32) {
         for ((y, largest), &value) in y.iter_mut().zip(largest).zip(under) {
