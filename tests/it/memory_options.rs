@@ -396,7 +396,8 @@ fn offloaded_inputs_take_no_memory() {
                 [0, 1].map(|step| [0, 1].map(|at| (many[step][at] - few[step][at]) / input))
             };
             for [between, peak] in more(false) {
-                assert!((7.9..8.5).contains(&between) && peak > 7.5, "{between} and {peak} inputs");
+                // Processors without fast instructions for bf16 widen an operand of a product, which takes two inputs.
+                assert!((7.9..8.5).contains(&between) && peak > 5.5, "{between} and {peak} inputs");
             }
             for [between, peak] in more(true) {
                 // The number of inputs that wait for the disk differs by up to two.

@@ -229,10 +229,8 @@ impl Framework {
                 let trained = if gradient.is_some() { 1. } else { 0. };
                 let copy = if gradient.is_none_or(|it| it == Precision::F32) { 0. } else { F32 * head };
                 let stretch = F32 * all.min(ON_CPU);
-                let packed = match compute {
-                    Precision::F32 => trained * (F32 * tokens.min(PACKED_ROWS) * root.vocabulary).min(MOST_PACKED),
-                    _ => 0.,
-                };
+                // Processors without fast instructions for bf16 compute its products in f32.
+                let packed = trained * (F32 * tokens.min(PACKED_ROWS) * root.vocabulary).min(MOST_PACKED);
                 let (kept, loss, again) = match (root.shared, tokens < root.width) {
                     (true, _) => (F32 * tokens, stretch, stretch),
                     (false, true) => (F32 * all, 0., 0.),
