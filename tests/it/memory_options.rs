@@ -222,6 +222,8 @@ fn alone(test: &str, body: impl FnOnce()) {
     }
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", &format!("memory_options::{test}"), "--nocapture", "--test-threads=1"]).env(ALONE, "1");
+    // `gemm` keeps memory for each thread that it has used. One thread needs as much in every step.
+    command.env("RAYON_NUM_THREADS", "1");
     let run = fsdp_test_support::run(command, Duration::from_secs(120)).ok();
     assert!(run.stdout.contains("1 passed"), "{}", run.stdout);
 }
@@ -396,8 +398,7 @@ fn offloaded_inputs_take_no_memory() {
                 [0, 1].map(|step| [0, 1].map(|at| (many[step][at] - few[step][at]) / input))
             };
             for [between, peak] in more(false) {
-                // Processors without fast instructions for bf16 widen an operand of a product, which takes two inputs.
-                assert!((7.9..8.5).contains(&between) && peak > 5.5, "{between} and {peak} inputs");
+                assert!((7.9..8.5).contains(&between) && peak > 7.5, "{between} and {peak} inputs");
             }
             for [between, peak] in more(true) {
                 // The number of inputs that wait for the disk differs by up to two.

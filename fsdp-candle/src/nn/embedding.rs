@@ -280,7 +280,10 @@ impl Lookup {
         let learnt = self.ids.iter().enumerate().filter(|(_, row)| **row != self.padding);
         let mut learnt: Vec<_> = learnt.filter_map(|(i, row)| Some(((*row)?, i))).collect();
         learnt.sort_unstable();
-        self.weight.add_grad::<T>(|buffer| {
+        self.weight.write_grad::<T>(|buffer, accumulate| {
+            if !accumulate {
+                buffer.fill(T::zero());
+            }
             let mut sum = vec![0f32; hidden];
             for equal in learnt.chunk_by(|(one, _), (other, _)| one == other) {
                 let to = &mut buffer[equal[0].0 * hidden..][..hidden];

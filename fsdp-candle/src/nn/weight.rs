@@ -126,21 +126,6 @@ impl Weight {
         anchor.zeros_like().map(Some)
     }
 
-    /// [`Weight::write_grad`] for a gradient with few values that are not zero: `add` adds them to the buffer.
-    pub(in crate::nn) fn add_grad<T: WithDType>(
-        &self,
-        add: impl FnOnce(&mut [T]) -> Result<()>,
-    ) -> Result<Option<Tensor>> {
-        let is_zero = self.param.is_none();
-        self.write_grad(|buffer, accumulate| {
-            // `write_grad` has cleared the gradient of a plain tensor, most often by memory that no one has touched yet.
-            if !accumulate && !is_zero {
-                buffer.fill(T::zero());
-            }
-            add(buffer)
-        })
-    }
-
     /// Returns the graph arguments of an operation: its input, and the nodes of its weight and its bias.
     pub(in crate::nn) fn arguments(&self, x: &Tensor, bias: Option<&Weight>) -> Vec<Tensor> {
         [x, self.node()].into_iter().chain(bias.map(Weight::node)).cloned().collect()
