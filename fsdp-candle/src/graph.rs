@@ -9,12 +9,14 @@
 //! An output that is a scalar is the operation's own node.
 //!
 //! The graph holds the values that an operation's backward reads ([`Reads`]), and no others. So those of a sum, or of
-//! queries that a rotation reads, are freed with the caller's last handle.
+//! queries that a rotation reads, are freed with the caller's last handle. Outputs that cost little are freed as well,
+//! and computed again when a backward reads them ([`recomputed_op`]).
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, OnceLock};
 
+use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CudaStorage, MetalStorage};
 use candle_core::{CustomOp1, CustomOp2, CustomOp3, DType, Device};
 use candle_core::{Layout, Result, Shape, Storage, Tensor, TensorId, bail};
@@ -61,7 +63,7 @@ pub(crate) fn node_without_values(
         };
         Ok([gradient, None, None])
     };
-    op_node(name, &[source], (memory, shape.into()), Reads::Nothing, gradients)
+    op_node(name, &[source], (memory, shape.into()), Reads::Nothing, None, gradients)
 }
 
 /// Returns the node that stands for a tensor where an operation of this library takes it: its token, if it has one.
@@ -97,19 +99,45 @@ pub(crate) fn graph_op<G: IntoIterator<Item = Option<Tensor>>>(
         Ok(std::array::from_fn(|_| gradients.next().flatten()))
     };
     let sources: Vec<&Tensor> = sources.iter().map(AsRef::as_ref).collect();
-    let output = op_node(name, &sources, (memory, shape.into()), reads, gradients)?;
-    RECORDED.with_borrow_mut(|recorded| {
-        recorded.last_mut().map(|outputs| outputs.insert(followed(&output), output.clone()))
-    });
+    let output = op_node(name, &sources, (memory, shape.into()), reads, None, gradients)?;
+    record(&output);
     Ok(output)
 }
 
-/// Returns an operation's result as a node that follows its sources, by way of a token if it may have one.
+/// Returns `compute(sources)` as [`graph_op`] does, for a function that costs little. The output has the first source's
+/// shape. The graph keeps the sources and not the output: if the backward of a later operation reads it, `compute` runs
+/// again. `backward(sources, gradient)` returns the gradients of the sources.
+pub(crate) fn recomputed_op<G: IntoIterator<Item = Option<Tensor>>>(
+    name: &'static str,
+    sources: &[&Tensor],
+    compute: impl Fn(&[&Tensor]) -> Result<Storage> + Send + Sync + 'static,
+    backward: impl Fn(&[&Tensor], &Tensor) -> Result<G> + Send + Sync + 'static,
+) -> Result<Tensor> {
+    let gradients = move |sources: &[&Tensor], _: &Tensor, gradient: &Tensor| {
+        let mut gradients = backward(sources, gradient)?.into_iter();
+        Ok(std::array::from_fn(|_| gradients.next().flatten()))
+    };
+    let result = (compute(sources)?, sources[0].shape().clone());
+    let output = op_node(name, sources, result, Reads::Sources, Some(Arc::new(compute)), gradients)?;
+    record(&output);
+    Ok(output)
+}
+
+/// Adds an output to the newest [`RecordedOutputs`] of this thread.
+fn record(output: &Tensor) {
+    RECORDED.with_borrow_mut(|recorded| {
+        recorded.last_mut().map(|outputs| outputs.insert(followed(output), output.clone()))
+    });
+}
+
+/// Returns an operation's result as a node that follows its sources, by way of a token if it may have one. `compute`
+/// computes the result again.
 fn op_node(
     name: &'static str,
     sources: &[&Tensor],
     result: (Storage, Shape),
     reads: Reads,
+    compute: Option<Arc<Compute>>,
     gradients: impl Fn(&[&Tensor], &Tensor, &Tensor) -> Result<[Option<Tensor>; 3]> + Send + Sync + 'static,
 ) -> Result<Tensor> {
     let links: Vec<Option<Link>> = sources.iter().map(|source| Link::of(source)).collect();
@@ -123,10 +151,10 @@ fn op_node(
         }
     };
     let reads_sources = matches!(reads, Reads::Sources | Reads::SourcesAndOutput);
-    let kept = |(source, link): (&&Tensor, &Option<Link>)| {
-        Some(Source { values: reads_sources.then(|| (*source).clone()), slot: link.clone()?.slot })
-    };
-    let kept = sources.iter().zip(&links).map(kept).collect();
+    let values = |at: usize| Values::of(sources[at], links[at].as_ref());
+    let kept =
+        |at: usize| Some(Source { values: reads_sources.then(|| values(at)), slot: links[at].as_ref()?.slot.clone() });
+    let kept = (0..sources.len()).map(kept).collect();
     let (memory, shape) = &result;
     let may_have_token = !matches!(memory, Storage::Metal(_)) && shape.rank() > 0;
     let op = |result, slot| GraphOp::new(name, result, gradients, kept, slot);
@@ -137,6 +165,10 @@ fn op_node(
     let token = follow(op((scalar(sources[0].device())?, Shape::from(())), Some(slot.clone())))?;
     let output = token.apply_op1(Output { name, result: Mutex::new(Some(result)), slot: slot.clone() })?;
     let _ = slot.output.set(OutputKind::of(&output));
+    if let Some(compute) = compute {
+        let sources = (0..sources.len()).map(values).collect();
+        *slot.recomputation.lock() = Some(Recomputation { compute, sources, values: None });
+    }
     if matches!(reads, Reads::Output | Reads::SourcesAndOutput) {
         *slot.values.lock() = Some(output.detach());
     }
@@ -188,6 +220,80 @@ struct Slot {
     output: OnceLock<OutputKind>,
     /// The values of the output, if its token's backward reads them.
     values: Mutex<Option<Tensor>>,
+    /// Set if the output is computed again in backward, until that has passed it.
+    recomputation: Mutex<Option<Recomputation>>,
+}
+
+impl Slot {
+    /// Returns the values of an output that is computed again. They stay until backward has passed the output.
+    fn recomputed(&self) -> Result<Tensor> {
+        let mut recomputation = self.recomputation.lock();
+        let (Some(Recomputation { compute, sources, values }), Some(kind)) = (&mut *recomputation, self.output.get())
+        else {
+            return freed("an activation");
+        };
+        if let Some(values) = values {
+            return Ok(values.clone());
+        }
+        let of_sources = sources.iter().map(Values::get).collect::<Result<Vec<_>>>()?;
+        let memory = compute(&of_sources.iter().collect::<Vec<_>>())?;
+        // A variable, since operations ask whether the source has a gradient.
+        let computed = Tensor::from_storage(memory, kind.shape.clone(), BackpropOp::none(), true);
+        Ok(values.insert(computed).clone())
+    }
+
+    /// Frees recomputed values once backward has passed the output, and with `all` what computes them.
+    fn end_recomputation(&self, all: bool) {
+        let mut recomputation = self.recomputation.lock();
+        let ended = match &mut *recomputation {
+            Some(recomputation) if !all => (recomputation.values.take(), None),
+            _ => (None, recomputation.take()),
+        };
+        drop(recomputation);
+        drop(ended);
+    }
+}
+
+type Compute = dyn Fn(&[&Tensor]) -> Result<Storage> + Send + Sync;
+
+/// How an output is computed again.
+struct Recomputation {
+    compute: Arc<Compute>,
+    sources: Vec<Values>,
+    /// The output, once it was computed again.
+    values: Option<Tensor>,
+}
+
+/// The values of an operation's source.
+#[derive(Clone)]
+enum Values {
+    Kept(Tensor),
+    /// Those of an output that is computed again.
+    Recomputed(Arc<Slot>),
+}
+
+impl Values {
+    fn of(source: &Tensor, link: Option<&Link>) -> Self {
+        match link {
+            Some(link) if link.slot.recomputation.lock().is_some() => Values::Recomputed(link.slot.clone()),
+            _ => Values::Kept(source.clone()),
+        }
+    }
+
+    fn get(&self) -> Result<Tensor> {
+        match self {
+            Values::Kept(values) => Ok(values.clone()),
+            Values::Recomputed(slot) => slot.recomputed(),
+        }
+    }
+}
+
+/// Returns the error for an operation whose values a backward has freed.
+fn freed<T>(name: &str) -> Result<T> {
+    bail!(
+        "{name}: the graph has been through backward, which freed it: run forward again, or keep the graph by \
+         backward_retain_graph"
+    )
 }
 
 /// An output's id, and what its gradient is like.
@@ -309,7 +415,7 @@ struct OpBackward {
 #[derive(Clone)]
 struct Source {
     /// Values, if backward reads them.
-    values: Option<Tensor>,
+    values: Option<Values>,
     slot: Arc<Slot>,
 }
 
@@ -343,22 +449,18 @@ impl GraphOp {
     fn backward(&self, arguments: &[&Tensor], node: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 3]> {
         let frees = FREES.get() && !self.is_lasting;
         let known = if frees { self.backward.lock().take() } else { self.backward.lock().clone() };
-        let Some(OpBackward { gradients, sources }) = known else {
-            bail!(
-                "{}: the graph has been through backward, which freed it: run forward again, or keep the graph by \
-                 backward_retain_graph",
-                self.name
-            )
-        };
+        let Some(OpBackward { gradients, sources }) = known else { return freed(self.name) };
         let values = |(&argument, source): (&&Tensor, &Option<Source>)| {
-            source.as_ref().and_then(|source| source.values.clone()).unwrap_or_else(|| argument.clone())
+            let values = source.as_ref().and_then(|source| source.values.as_ref());
+            values.map_or_else(|| Ok(argument.clone()), Values::get)
         };
-        let of_sources: Vec<Tensor> = arguments.iter().zip(&sources).map(values).collect();
+        let of_sources: Vec<Tensor> = arguments.iter().zip(&sources).map(values).collect::<Result<_>>()?;
         let of_sources: Vec<&Tensor> = of_sources.iter().collect();
         let mut found = match &self.slot {
             None => gradients(&of_sources, node, gradient)?,
             Some(slot) => {
                 let Some(kind) = slot.output.get() else { bail!("{}: backward ran during forward", self.name) };
+                slot.end_recomputation(frees);
                 let gradient = slot.gradient.take().map_or_else(|| kind.zeros(), Ok)?;
                 let output = if frees { slot.values.lock().take() } else { slot.values.lock().clone() };
                 gradients(&of_sources, output.as_ref().unwrap_or(node), &gradient)?
@@ -443,6 +545,8 @@ custom_op!(
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use candle_core::{DType, Device, Var};
 
     use super::*;
@@ -519,6 +623,61 @@ mod tests {
             assert_eq!(LINKS.lock().contains_key(&id), is_kept, "{reads:?}");
             assert_eq!(gradient(&next.sum_all().unwrap(), &x), [2.; 4]);
         }
+    }
+
+    /// The square of `x`, which is computed again in backward, and how often it was computed.
+    fn square(x: &Tensor) -> (Tensor, Arc<AtomicUsize>) {
+        let count = Arc::new(AtomicUsize::new(0));
+        let counted = count.clone();
+        let compute = move |x: &[&Tensor]| {
+            counted.fetch_add(1, Ordering::Relaxed);
+            Ok(Storage::Cpu(CpuStorage::F32(x[0].detach().sqr()?.flatten_all()?.to_vec1()?)))
+        };
+        let backward = |x: &[&Tensor], dy: &Tensor| Ok([Some((x[0].detach() * dy)?.affine(2., 0.)?)]);
+        (recomputed_op("square", &[x], compute, backward).unwrap(), count)
+    }
+
+    /// An operation whose gradient is the values of its source.
+    fn reader(x: &Tensor) -> Tensor {
+        let memory = x.storage_and_layout().0.try_clone(x.layout()).unwrap();
+        graph_op("reader", &[x], memory, x.shape(), Reads::Sources, |x, _, _| {
+            assert!(x[0].track_op());
+            Ok([Some(x[0].detach())])
+        })
+        .unwrap()
+    }
+
+    #[test]
+    fn an_activation_is_freed_and_computed_once_for_all_that_read_it() {
+        let x = variable();
+        let (y, count) = square(&scaled(&x, 1.));
+        let (z, count_z) = square(&y);
+        let ids = [y.id(), z.id()];
+        // The gradient of z is 2 z = 2 x^4, and that of x is then 4 x^3 2 x^4. A reader of y adds 2 x x^2.
+        let users = [reader(&z), reader(&z), reader(&y)].map(|user| user.sum_all().unwrap());
+        let loss = ((&users[0] + &users[1]).unwrap() + &users[2]).unwrap();
+        drop((y, z));
+        assert!(ids.iter().all(|id| !LINKS.lock().contains_key(id)), "the graph keeps an activation");
+        let expected = [1f32, 2., 3., 4.].map(|x| 8. * x.powi(7) + 2. * x.powi(3));
+        for run in 2..4 {
+            assert_eq!(gradient(&loss, &x), expected);
+            let counts = [&count, &count_z].map(|count| count.load(Ordering::Relaxed));
+            assert_eq!(counts, [run; 2]);
+        }
+        assert_eq!(freeing(|| gradient(&loss, &x)), expected);
+        let error = freeing(|| loss.backward()).unwrap_err().to_string();
+        assert!(error.contains("backward_retain_graph"), "{error}");
+    }
+
+    #[test]
+    fn an_activation_is_kept_for_operations_after_a_backward_that_frees() {
+        let x = variable();
+        let (y, count) = square(&x);
+        freeing(|| y.sum_all().unwrap().backward()).unwrap();
+        let loss = reader(&y).sum_all().unwrap();
+        let error = loss.backward().unwrap_err().to_string();
+        assert!(error.contains("square: the graph has been through backward"), "{error}");
+        assert_eq!(count.load(Ordering::Relaxed), 1);
     }
 
     #[test]

@@ -324,24 +324,24 @@ fn checkpointing_keeps_block_inputs() {
         };
         let after_forward = |again: Again| widths(Way { again, ..WAY });
         let (all, inputs) = (after_forward(Again::Nothing), after_forward(Again::All));
-        // In widths of the residual stream: each block's input, output and sum and, unless checkpointed, both sides of
-        // the activation, four wide each.
+        // In widths of the residual stream: each block's input, output and sum and, unless checkpointed, the input of
+        // the activation, four wide.
         let blocks = LAYERS as f64;
         // Outside the blocks: the model's input, norm and loss.
         let beside = 0. ..=4.;
-        assert!(beside.contains(&(all - 11. * blocks)), "{all} widths");
+        assert!(beside.contains(&(all - 7. * blocks)), "{all} widths");
         assert!(beside.contains(&(inputs - blocks)), "{inputs} widths");
         let two = after_forward(Again::FirstTwo);
-        assert!(beside.contains(&(two - 2. - 11. * (blocks - 2.))), "{two} widths");
-        // One side of the activation is kept.
+        assert!(beside.contains(&(two - 2. - 7. * (blocks - 2.))), "{two} widths");
+        // The output of the first product is kept.
         let kept = after_forward(Again::AllButProduct);
         assert!(beside.contains(&(kept - 5. * blocks)), "{kept} widths");
         // Dropout's output is kept instead of its input, and no mask.
         let dropped = widths(Way { dropout: 0.1, ..WAY });
-        assert!(beside.contains(&(dropped - 11. * blocks)), "{dropped} widths");
+        assert!(beside.contains(&(dropped - 7. * blocks)), "{dropped} widths");
         // `nn::add` keeps neither a term nor the sum.
         let added = widths(Way { adds: true, ..WAY });
-        assert!(beside.contains(&(added - 9. * blocks)), "{added} widths");
+        assert!(beside.contains(&(added - 5. * blocks)), "{added} widths");
     });
 }
 
@@ -426,10 +426,10 @@ fn tensor_parallelism_divides_activations() {
                 assert!((found - want).abs() <= SLACK, "{mesh:?}: {found:.0} bytes, not {want:.0}");
             }
             assert!((backward - between - share) / bytes <= 2., "{mesh:?}: {backward:.0} after {between:.0}");
-            // In widths of the residual stream: four on both sides of the activation; a block's input, output and sum,
-            // and, if these are sharded by rows, the gathered input.
+            // In widths of the residual stream: four before the activation; a block's input, output and sum, and, if
+            // these are sharded by rows, the gathered input.
             let between_layers = if sequence { 3. / ranks + 1. } else { 3. };
-            let want = blocks * (8. / ranks + between_layers);
+            let want = blocks * (4. / ranks + between_layers);
             let kept = (forward - between) / bytes;
             assert!((0. ..=4.).contains(&(kept - want)), "{mesh:?}, {sequence}: {kept} widths, not {want}");
         }

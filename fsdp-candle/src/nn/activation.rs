@@ -19,7 +19,7 @@ use super::limits::check_input_size;
 #[cfg(feature = "cuda")]
 use super::weight::on_cuda;
 use super::weight::{Weight, has_cpu_kernels, register_cpu_layer};
-use crate::graph::{Reads, graph_op};
+use crate::graph::{Reads, graph_op, recomputed_op};
 
 /// An activation, as [`candle_nn::Activation`]: the same variants, and the same names in a configuration.
 ///
@@ -191,13 +191,14 @@ pub fn silu_mul(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     if !has_cpu_kernels(gate) {
         return check_input_size("silu_mul", gate)?.silu()? * up;
     }
-    let mut y = vec![0f32; gate.elem_count()];
-    {
-        read!(gates, gate);
-        read!(ups, up);
-        map_rows(&mut y, 1, 1, |first, y| swiglu_values(y, &gates[first..], &ups[first..]));
-    }
-    graph_op("silu_mul", &[gate, up], storage(y, gate.dtype())?, gate.shape(), Reads::Sources, |both, _, dy| {
+    let values = |both: &[&Tensor]| {
+        read!(gate, both[0]);
+        read!(up, both[1]);
+        let mut y = vec![0f32; gate.len()];
+        map_rows(&mut y, 1, 1, |first, y| swiglu_values(y, &gate[first..], &up[first..]));
+        storage(y, both[0].dtype())
+    };
+    recomputed_op("silu_mul", &[gate, up], values, |both, dy| {
         let (gate, up) = (both[0], both[1]);
         read!(gates, gate);
         read!(ups, up);
@@ -211,7 +212,7 @@ pub fn silu_mul(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 }
 
 /// Applies a function of each element. `values(y, x)` computes it on the CPU, `back(dx, x, dy)` its backward, and
-/// `composite` both by Candle's operations.
+/// `composite` both by Candle's operations. On the CPU, backward computes the output again where a layer reads it.
 fn activate(
     name: &'static str,
     x: &Tensor,
@@ -226,12 +227,13 @@ fn activate(
     if !has_cpu_kernels(x) {
         return composite(check_input_size(name, x)?);
     }
-    let mut y = vec![0f32; x.elem_count()];
-    {
-        read!(x, x);
-        map_rows(&mut y, 1, 1, |first, y| values(y, &x[first..][..y.len()]));
-    }
-    graph_op(name, &[x], storage(y, x.dtype())?, x.shape(), Reads::Sources, move |x, _, dy| {
+    let compute = move |x: &[&Tensor]| {
+        let mut y = vec![0f32; x[0].elem_count()];
+        read!(inputs, x[0]);
+        map_rows(&mut y, 1, 1, |first, y| values(y, &inputs[first..][..y.len()]));
+        storage(y, x[0].dtype())
+    };
+    recomputed_op(name, &[x], compute, move |x, dy| {
         let mut dx = vec![0f32; dy.elem_count()];
         read!(values, x[0]);
         read!(grad, dy);

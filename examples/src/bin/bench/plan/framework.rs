@@ -164,10 +164,11 @@ impl Framework {
 
     /// Returns the elements per token that candle-fsdp keeps inside an MLP.
     fn within(self, mlp: &Mlp) -> f64 {
+        // On a CPU, the output of a fused activation is computed again.
+        let recomputed = if self == Framework::Candle { 1. } else { 0. };
         let widths = match mlp.kind {
-            _ if self.is_one_operation(mlp) => 2.,
-            MlpKind::Plain => 2.,
-            MlpKind::SiluMul | MlpKind::SwiGlu => 3.,
+            MlpKind::Plain => 2. - recomputed,
+            MlpKind::SiluMul | MlpKind::SwiGlu => 3. - recomputed,
             MlpKind::Gated => 4.,
         };
         widths * mlp.inner * mlp.times
