@@ -27,7 +27,8 @@ fn json(run: Run) -> Value {
     serde_json::from_str(&line[line.find('{').unwrap()..]).unwrap()
 }
 
-/// docs/planning.md promises state within 2 %, and the peak within 5 % on one rank and within 10 % on several.
+/// docs/planning.md promises state within 2 %. It promises the peak within 5 % on one rank. On several, at most 10 % are
+/// missing and at most 15 % too much.
 #[test]
 fn memory_matches_the_allocator() {
     let half = ["--param-dtype", "bf16"];
@@ -35,7 +36,7 @@ fn memory_matches_the_allocator() {
     let sequence = ["--tensor-parallel", "2", "--sequence-parallel"];
     for (config, ranks, batch, flags) in [
         (GPT2, 1, "1", &[][..]),
-        (GPT2, 2, "2", &[]),
+        (GPT2, 2, "4", &[]),
         (LLAMA, 1, "4", &[]),
         (LLAMA, 2, "1", &[]),
         (LLAMA, 4, "2", &[]),
@@ -62,15 +63,18 @@ fn memory_matches_the_allocator() {
         let (parameters, gradients, optimizer) = (state("parameters"), state("gradients"), state("optimizer"));
         // Rotary tables and names, and with them the batch.
         let (tables, besides) = (0.15e6, 2e6);
-        for (name, planned, real, bound) in [
-            ("parameters", parameters, real("parameters") - tables, 0.02),
-            ("optimizer", optimizer, real("optimizer"), 0.02),
-            ("all state", parameters + gradients + optimizer, real("between_steps") - besides, 0.02),
-            ("peak", planned["memory"]["total"].as_f64().unwrap(), real("peak"), if ranks == 1 { 0.05 } else { 0.1 }),
+        // The pool keeps fewer buffers if reductions end early.
+        let of_peak = if ranks == 1 { -0.05..=0.05 } else { -0.1..=0.15 };
+        let of_state = || -0.02..=0.02;
+        for (name, planned, real, bounds) in [
+            ("parameters", parameters, real("parameters") - tables, of_state()),
+            ("optimizer", optimizer, real("optimizer"), of_state()),
+            ("all state", parameters + gradients + optimizer, real("between_steps") - besides, of_state()),
+            ("peak", planned["memory"]["total"].as_f64().unwrap(), real("peak"), of_peak),
         ] {
             let error = planned / real - 1.;
             assert!(
-                error.abs() <= bound,
+                bounds.contains(&error),
                 "{name} of {ranks} ranks, {config}, {flags:?}: {planned}, not {real}: {error}"
             );
             println!("{name} of {ranks} ranks, {flags:?}: {:+.1} %", 100. * error);
