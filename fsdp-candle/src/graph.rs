@@ -94,14 +94,8 @@ pub(crate) fn graph_op<G: IntoIterator<Item = Option<Tensor>>>(
     reads: Reads,
     backward: impl Fn(&[&Tensor], &Tensor, &Tensor) -> Result<G> + Send + Sync + 'static,
 ) -> Result<Tensor> {
-    let gradients = move |sources: &[&Tensor], node: &Tensor, gradient: &Tensor| {
-        let mut gradients = backward(sources, node, gradient)?.into_iter();
-        Ok(std::array::from_fn(|_| gradients.next().flatten()))
-    };
     let sources: Vec<&Tensor> = sources.iter().map(AsRef::as_ref).collect();
-    let output = op_node(name, &sources, (memory, shape.into()), reads, None, gradients)?;
-    record(&output);
-    Ok(output)
+    recorded_op(name, &sources, (memory, shape.into()), reads, None, backward)
 }
 
 /// Returns `compute(sources)` as [`graph_op`] does, for a function that costs little. The output has the first source's
@@ -113,21 +107,29 @@ pub(crate) fn recomputed_op<G: IntoIterator<Item = Option<Tensor>>>(
     compute: impl Fn(&[&Tensor]) -> Result<Storage> + Send + Sync + 'static,
     backward: impl Fn(&[&Tensor], &Tensor) -> Result<G> + Send + Sync + 'static,
 ) -> Result<Tensor> {
-    let gradients = move |sources: &[&Tensor], _: &Tensor, gradient: &Tensor| {
-        let mut gradients = backward(sources, gradient)?.into_iter();
-        Ok(std::array::from_fn(|_| gradients.next().flatten()))
-    };
     let result = (compute(sources)?, sources[0].shape().clone());
-    let output = op_node(name, sources, result, Reads::Sources, Some(Arc::new(compute)), gradients)?;
-    record(&output);
-    Ok(output)
+    let backward = move |sources: &[&Tensor], _: &Tensor, gradient: &Tensor| backward(sources, gradient);
+    recorded_op(name, sources, result, Reads::Sources, Some(Arc::new(compute)), backward)
 }
 
-/// Adds an output to the newest [`RecordedOutputs`] of this thread.
-fn record(output: &Tensor) {
+/// [`op_node`], whose output is among [`RecordedOutputs`].
+fn recorded_op<G: IntoIterator<Item = Option<Tensor>>>(
+    name: &'static str,
+    sources: &[&Tensor],
+    result: (Storage, Shape),
+    reads: Reads,
+    compute: Option<Arc<Compute>>,
+    backward: impl Fn(&[&Tensor], &Tensor, &Tensor) -> Result<G> + Send + Sync + 'static,
+) -> Result<Tensor> {
+    let gradients = move |sources: &[&Tensor], node: &Tensor, gradient: &Tensor| {
+        let mut gradients = backward(sources, node, gradient)?.into_iter();
+        Ok(std::array::from_fn(|_| gradients.next().flatten()))
+    };
+    let output = op_node(name, sources, result, reads, compute, gradients)?;
     RECORDED.with_borrow_mut(|recorded| {
-        recorded.last_mut().map(|outputs| outputs.insert(followed(output), output.clone()))
+        recorded.last_mut().map(|outputs| outputs.insert(followed(&output), output.clone()))
     });
+    Ok(output)
 }
 
 /// Returns an operation's result as a node that follows its sources, by way of a token if it may have one. `compute`
@@ -213,6 +215,12 @@ impl Drop for RecordedOutputs {
 /// The links of all outputs that exist.
 static LINKS: LazyLock<Mutex<HashMap<TensorId, Link>>> = LazyLock::new(Mutex::default);
 
+/// Returns whether this is an existing output that has a token.
+#[cfg(test)]
+pub(crate) fn is_output(id: TensorId) -> bool {
+    LINKS.lock().contains_key(&id)
+}
+
 /// What an output and its token share.
 #[derive(Default)]
 struct Slot {
@@ -245,12 +253,10 @@ impl Slot {
     /// Frees recomputed values once backward has passed the output, and with `all` what computes them.
     fn end_recomputation(&self, all: bool) {
         let mut recomputation = self.recomputation.lock();
-        let ended = match &mut *recomputation {
-            Some(recomputation) if !all => (recomputation.values.take(), None),
-            _ => (None, recomputation.take()),
-        };
-        drop(recomputation);
-        drop(ended);
+        match &mut *recomputation {
+            Some(recomputation) if !all => recomputation.values = None,
+            recomputation => *recomputation = None,
+        }
     }
 }
 
@@ -604,9 +610,9 @@ mod tests {
         assert!(Link::of(&y).is_some() && Link::of(&y.detach()).is_none());
         assert_eq!(y.detach().flatten_all().unwrap().to_vec1::<f32>().unwrap(), [2., 4., 6., 8.]);
         drop(y);
-        assert!(LINKS.lock().contains_key(&id), "the next operation reads the output in backward");
+        assert!(is_output(id), "the next operation reads the output in backward");
         drop(next);
-        assert!(!LINKS.lock().contains_key(&id));
+        assert!(!is_output(id));
         let constant = scaled(&x.as_detached_tensor(), 2.);
         assert!(!constant.track_op() && Link::of(&constant).is_none());
     }
@@ -620,7 +626,7 @@ mod tests {
             let memory = y.storage_and_layout().0.try_clone(y.layout()).unwrap();
             let next = graph_op("next", &[&y], memory, y.shape(), reads, |_, _, dy| Ok([Some(dy.clone())])).unwrap();
             drop(y);
-            assert_eq!(LINKS.lock().contains_key(&id), is_kept, "{reads:?}");
+            assert_eq!(is_output(id), is_kept, "{reads:?}");
             assert_eq!(gradient(&next.sum_all().unwrap(), &x), [2.; 4]);
         }
     }
@@ -657,7 +663,7 @@ mod tests {
         let users = [reader(&z), reader(&z), reader(&y)].map(|user| user.sum_all().unwrap());
         let loss = ((&users[0] + &users[1]).unwrap() + &users[2]).unwrap();
         drop((y, z));
-        assert!(ids.iter().all(|id| !LINKS.lock().contains_key(id)), "the graph keeps an activation");
+        assert!(ids.into_iter().all(|id| !is_output(id)), "the graph keeps an activation");
         let expected = [1f32, 2., 3., 4.].map(|x| 8. * x.powi(7) + 2. * x.powi(3));
         for run in 2..4 {
             assert_eq!(gradient(&loss, &x), expected);

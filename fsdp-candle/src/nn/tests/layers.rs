@@ -3,6 +3,7 @@ use candle_nn::VarMap;
 
 use super::super::{embedding as embedding_file, layer_norm as layer_norm_file, linear as linear_file, *};
 use super::{DTYPES, assert_close, check, message, positions, random, random_ids};
+use crate::graph::is_output;
 
 #[test]
 fn linear_takes_views() {
@@ -145,6 +146,32 @@ fn activations_match_the_composite() {
         }
         let x = random(5, &[6, 4], dtype);
         check("gelu of a view", &[&x], || gelu(&x.t()?), || x.t()?.gelu());
+    }
+}
+
+#[test]
+fn layers_compute_the_activations_that_they_read_again() {
+    type Function = fn(&Tensor) -> Result<Tensor>;
+    let functions: [(&str, Function, Function); 4] = [
+        ("silu", silu, Tensor::silu),
+        ("gelu", gelu, Tensor::gelu),
+        ("gelu_erf", gelu_erf, Tensor::gelu_erf),
+        ("silu_mul", |x| silu_mul(x, &x.affine(2., 1.)?), |x| x.silu()? * x.affine(2., 1.)?),
+    ];
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        let (x, w) = (random(1, &[3, 5], dtype), random(2, &[4, 5], dtype));
+        let layer = Linear::new(w.as_tensor().clone(), None);
+        for (name, function, composite) in functions {
+            let forward = || {
+                let activation = function(&x)?;
+                let (output, id) = (layer.forward(&activation)?, activation.id());
+                assert!(is_output(id));
+                drop(activation);
+                assert!(!is_output(id), "the graph keeps {name} of {dtype:?}");
+                Ok(output)
+            };
+            check(name, &[&x, &w], forward, || linear_file::composite(&composite(&x)?, &w, None, false));
+        }
     }
 }
 
