@@ -88,6 +88,7 @@ mod storage;
 mod tensor_parallel;
 mod tensors;
 mod upload;
+mod warning;
 mod world;
 
 pub use autograd::no_grad;

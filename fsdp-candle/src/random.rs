@@ -1,6 +1,9 @@
-//! Random numbers of forward, as dropout draws them. A number is a function of a seed, the number of earlier draws, and
-//! the element's position in the tensor, so backward draws it again instead of keeping it. Threads, tensor-parallel
-//! ranks and blocks of attention draw their own elements, in any order.
+//! Random numbers of forward, as dropout draws them. A number is a function of a seed, the number of earlier draws, the
+//! row of the tensor, and the element's coordinates in the row, so backward draws it again instead of keeping it. Threads,
+//! tensor-parallel ranks and blocks of attention draw their own elements, in any order.
+//!
+//! A row is a sequence of a batch. The numbers of a sequence do not depend on the other rows, nor on the width to which
+//! the batch is padded.
 //!
 //! Philox4x32-10: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011).
 //!
@@ -123,17 +126,22 @@ pub(crate) fn with_state<T>(state: RngState, f: impl FnOnce() -> T) -> T {
     f()
 }
 
+/// Number of bits of a column, and of a line, in an element's place.
+const COORDINATE_BITS: u32 = 24;
+
 /// One draw: the elements of a tensor that are dropped.
+///
+/// The coordinates of an element are its row, plane, line and column, in the order of the tensor's dimensions. They are
+/// those of the whole tensor, of all ranks. The row is the upper half of Philox's counter. The others make up the
+/// element's place, of which the lower half of the counter is a quarter: a counter has four words.
 #[derive(Clone, Copy)]
 pub(crate) struct Mask {
-    key: [u32; 2],
-    call: u64,
-    /// Position of the tensor's first element among all ranks' elements.
-    first: u64,
-    /// Number of consecutive elements.
-    run: u64,
-    /// Distance of the first elements of two runs.
-    stride: u64,
+    /// Follows from the seed and the number of earlier draws.
+    key: u64,
+    /// Coordinates of the tensor's first element.
+    first: [u64; 4],
+    /// Number of planes, lines and columns of a row.
+    extents: [u64; 3],
     /// Words below this drop their element.
     threshold: u32,
     /// Factor of the other elements.
@@ -142,28 +150,58 @@ pub(crate) struct Mask {
 
 impl Mask {
     /// Draws for a tensor of this shape. The probability of a drop is below 1. Fails if the tensor cannot be the
-    /// [`Part`] of another tensor.
+    /// [`Part`] of another tensor, or if a row is too large.
     pub(crate) fn draw(probability: f64, dims: &[usize]) -> Result<Self> {
         let state = STATE.get();
-        let elements: usize = dims.iter().product();
-        let row = elements / dims.first().map_or(1, |&rows| rows.max(1));
-        let (run, index, count, row) = match state.part {
-            None => (elements, 0, 1, row),
-            Some(Part { dim, index, count }) => {
-                if dim >= dims.len() || index >= count {
-                    bail!("random: a tensor of shape {dims:?} is not part {index} of {count} along dimension {dim}")
-                }
-                (dims[dim..].iter().product(), index, count, if dim == 0 { row } else { row * count })
+        let mut first = [state.first_row, 0, 0, 0];
+        let split = match state.part {
+            Some(Part { dim, index, count }) if dim >= dims.len() || index >= count => {
+                bail!("random: a tensor of shape {dims:?} is not part {index} of {count} along dimension {dim}")
             }
+            Some(Part { dim, index, count }) if count > 1 => Some((dim, (index * dims[dim]) as u64)),
+            _ => None,
         };
+        let coordinate = |dim: usize| match (dim, dims.len() - dim) {
+            (_, 1) => 3,
+            (0, _) => 0,
+            (_, 2) => 2,
+            _ => 1,
+        };
+        let product = |dims: &[usize]| dims.iter().product::<usize>() as u64;
+        let extents = match dims {
+            [] => [1; 3],
+            [columns] => {
+                // Elements are the rows, of one column each.
+                first = [0, 0, 0, state.first_row];
+                [1, 1, *columns as u64]
+            }
+            [_, columns] => [1, 1, *columns as u64],
+            [_, planes @ .., lines, columns] => [product(planes), *lines as u64, *columns as u64],
+        };
+        if let Some((dim, before)) = split {
+            // Of several dimensions that make up the planes, the first can be split.
+            if dim >= 2 && dim + 2 < dims.len() {
+                bail!("random: a tensor of shape {dims:?} cannot be part of another along dimension {dim}")
+            }
+            let planes = if dim == 1 && dims.len() > 4 { product(&dims[2..dims.len() - 2]) } else { 1 };
+            first[coordinate(dim)] += before * planes;
+        }
+        let [planes, lines, columns] = [0, 1, 2].map(|at| first[at + 1] + extents[at]);
+        let most = 1u64 << COORDINATE_BITS;
+        let is_flat = planes <= 1 && lines <= 1;
+        if !(is_flat || columns <= most && (planes <= 1 || lines <= most) && planes <= 1 << 16) {
+            bail!(
+                "random: a row of a tensor of shape {dims:?} is too large for dropout. The last two dimensions are at \
+                 most {most}, those between them and the first at most {}",
+                1 << 16
+            )
+        }
         STATE.set(RngState { calls: state.calls.wrapping_add(1), ..state });
-        let key = splitmix64(splitmix64(state.seed.wrapping_add(WEYL)));
+        let of_seed = splitmix64(state.seed.wrapping_add(WEYL));
         Ok(Mask {
-            key: [key as u32, (key >> 32) as u32],
-            call: state.calls,
-            first: state.first_row.wrapping_mul(row as u64).wrapping_add((index * run) as u64),
-            run: run.max(1) as u64,
-            stride: (count * run) as u64,
+            key: splitmix64(of_seed.wrapping_add(state.calls.wrapping_mul(WEYL))),
+            first,
+            extents,
             threshold: (probability * 4_294_967_296.) as u32,
             scale: (1. / (1. - probability)) as f32,
         })
@@ -172,30 +210,46 @@ impl Mask {
     /// Returns the draw for the kernels of a device.
     #[cfg(feature = "cuda")]
     pub(crate) fn on_device(&self) -> Draw {
-        let Mask { key, call, first, run, stride, threshold, scale } = *self;
-        Draw { key, call, first, run, stride, threshold, scale }
+        let Mask { key, first, extents, threshold, scale } = *self;
+        Draw { key, first, extents, threshold, scale }
     }
 
     /// Applies the draw to consecutive values from element `first` of the tensor on.
     pub(crate) fn apply(&self, first: usize, values: &mut [f32]) {
         const WORDS: usize = 256;
         let mut words = [0; WORDS];
-        let (mut at, mut rest) = (first as u64, values);
+        let key = [self.key as u32, (self.key >> 32) as u32];
+        let [planes, lines, columns] = self.extents.map(|extent| extent.max(1));
+        let at = first as u64;
+        let mut column = at % columns;
+        let mut line = at / columns % lines;
+        let mut plane = at / columns / lines % planes;
+        let mut row = at / columns / lines / planes;
+        let mut rest = values;
         while !rest.is_empty() {
-            let (run, within) = (at / self.run, at % self.run);
-            let place = self.first.wrapping_add(run.wrapping_mul(self.stride)).wrapping_add(within);
+            let [_, first_plane, first_line, first_column] = self.first;
+            let lines_before = ((first_plane + plane) << COORDINATE_BITS) + first_line + line;
+            let place = (lines_before << COORDINATE_BITS) + first_column + column;
             let skipped = (place % 4) as usize;
-            let until_border = usize::try_from(self.run - within).unwrap_or(usize::MAX);
+            let until_border = usize::try_from(columns - column).unwrap_or(usize::MAX);
             let len = rest.len().min(WORDS - skipped).min(until_border);
             let (now, later) = rest.split_at_mut(len);
-            let counter = u128::from(self.call) << 64 | u128::from(place / 4);
+            let counter = u128::from(self.first[0].wrapping_add(row)) << 64 | u128::from(place / 4);
             let words = &mut words[..skipped + len];
-            Philox::new(self.key, counter).fill_u32(words);
+            Philox::new(key, counter).fill_u32(words);
             for (value, &word) in now.iter_mut().zip(&words[skipped..]) {
                 *value = if word < self.threshold { 0. } else { *value * self.scale };
             }
-            at += len as u64;
             rest = later;
+            column += len as u64;
+            let carry = |value: &mut u64, extent: u64| {
+                let is_full = *value == extent;
+                *value = if is_full { 0 } else { *value };
+                u64::from(is_full)
+            };
+            line += carry(&mut column, columns);
+            plane += carry(&mut line, lines);
+            row += carry(&mut plane, planes);
         }
     }
 }
@@ -223,6 +277,54 @@ mod tests {
             let own = mask(&[100, 7], 0, 700, RngState { first_row: 100 * rank, ..state });
             assert_eq!(own, whole[700 * rank as usize..][..700]);
         }
+    }
+
+    /// A sequence has the same numbers in a batch that is padded more, and no numbers of another sequence.
+    #[test]
+    fn sequences_draw_the_same_numbers_at_any_width() {
+        let state = RngState { calls: 3, ..RngState::new(11) };
+        // Activations [rows, width, 6], and probabilities [rows, 3, width, width].
+        let (narrow, wide) = (5, 9);
+        let activations = |width| mask(&[2, width, 6], 0, 2 * width * 6, state);
+        let (few, many) = (activations(narrow), activations(wide));
+        for row in 0..2 {
+            assert_eq!(few[row * narrow * 6..][..narrow * 6], many[row * wide * 6..][..narrow * 6]);
+        }
+        let probabilities = |width| mask(&[2, 3, width, width], 0, 2 * 3 * width * width, state);
+        let (few, many) = (probabilities(narrow), probabilities(wide));
+        for line in 0..2 * 3 * narrow {
+            let (head, query) = (line / narrow, line % narrow);
+            assert_eq!(few[line * narrow..][..narrow], many[(head * wide + query) * wide..][..narrow]);
+        }
+    }
+
+    #[test]
+    fn steps_of_any_width_never_repeat_a_mask() {
+        let mut seen = std::collections::HashSet::new();
+        let (rows, mut drawn) = (2, 0);
+        for step in 0..1000 {
+            let state = RngState { first_row: step * rows as u64, ..RngState::new(1) };
+            for (calls, width) in [(0, 16 + step as usize % 13), (1, 16 + step as usize % 7)] {
+                let state = RngState { calls, ..state };
+                let of_step = mask(&[rows, width, 16], 0, rows * width * 16, state);
+                // In windows, since a mask of another width could repeat a part.
+                for window in of_step.chunks_exact(128) {
+                    drawn += 1;
+                    seen.insert(window.iter().map(|value| *value != 0.).collect::<Vec<_>>());
+                }
+            }
+        }
+        assert_eq!(seen.len(), drawn);
+    }
+
+    #[test]
+    fn rows_that_are_too_large_are_refused() {
+        for dims in [&[1, 1, 2, 1 << 25][..], &[1, 2, 1 << 25, 1], &[1, 1 << 17, 1, 1]] {
+            let error = Mask::draw(0.5, dims).err().unwrap().to_string();
+            assert!(error.contains("too large for dropout"), "{error}");
+        }
+        assert!(Mask::draw(0.5, &[1, 1 << 30, 64]).is_ok() && Mask::draw(0.5, &[4, 1 << 40]).is_ok());
+        set_rng_state(RngState::default());
     }
 
     /// Along any dimension, in any number of parts, and on ranks with other rows.

@@ -55,6 +55,34 @@ fn masks_depend_only_on_seed_and_data() {
     }
 }
 
+/// Micro-batches are padded to their longest sequence, so their widths differ.
+#[test]
+fn masks_of_padded_pairs_depend_only_on_seed_and_data() {
+    let dir = tempfile::tempdir().unwrap();
+    let metrics = dir.path().join("metrics.jsonl");
+    let losses = |ranks: usize, accumulated: usize| -> Vec<f64> {
+        let flags = format!(
+            "--model {} --dpo {} --shuffle off --seq-len 32 --steps 3 --lr 1e-3 --lr-schedule constant --dropout 0.3 \
+             --batch-size {} --grad-accum {accumulated} --metrics metrics.jsonl",
+            golden("llama3_tiny").display(),
+            golden("dpo/pairs.jsonl").display(),
+            12 / ranks / accumulated
+        );
+        let _ = std::fs::remove_file(&metrics);
+        fsdp_test_support::train(ranks, &flags, dir.path()).ok();
+        json_lines(&metrics).iter().map(|line| line["loss"].as_f64().unwrap()).collect()
+    };
+    let want = losses(1, 1);
+    assert!(want.iter().all(|loss| (loss - 0.6931).abs() > 1e-3), "the masks have no effect: {want:?}");
+    for ranks in [1, 2, 3] {
+        for accumulated in [1, 2, 4] {
+            let got = losses(ranks, accumulated);
+            let furthest = got.iter().zip(&want).map(|(a, b)| (a - b).abs()).fold(0., f64::max);
+            assert!(furthest < 1e-6, "{ranks} ranks, {accumulated} micro-batches: {got:?} instead of {want:?}");
+        }
+    }
+}
+
 #[test]
 fn masks_resume() {
     let dir = tempfile::tempdir().unwrap();

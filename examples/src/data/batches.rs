@@ -207,8 +207,15 @@ impl Batches {
         self.read(position, first..first + self.shape.batch_size as u64)
     }
 
+    /// Returns the index of the first row of micro-batch `a` of the step at `position`, over the whole run. A pair has two
+    /// rows.
+    pub fn first_row(&self, position: u64, a: usize) -> u64 {
+        let rows = if matches!(self.sequences, Sequences::Pairs(_)) { 2 } else { 1 };
+        self.first_sequence(position, a).wrapping_mul(rows)
+    }
+
     /// Returns the index of the first sequence in micro-batch `a` of the step at `position`, over the whole run.
-    pub fn first_sequence(&self, position: u64, a: usize) -> u64 {
+    fn first_sequence(&self, position: u64, a: usize) -> u64 {
         let BatchShape { world_size, rank, batch_size, .. } = self.shape;
         position + ((a * world_size + rank) * batch_size) as u64
     }

@@ -1,14 +1,17 @@
 //! A closure that runs again in backward.
 //!
-//! In the outer graph a checkpointed closure is `sources -> bridge.. -> sum -> Recompute -> output..`; everything in
-//! between is a scalar. The sources are the leaves of the closure's graph: its inputs, the variables that it uses, and
-//! the anchors of the sharded parameters that it uses. Candle's own backward therefore counts every use: a variable or
-//! parameter may be used inside and outside of closures, and a parameter's anchor reports once, after the last use.
-//! The backward of `Recompute` runs the closure again on copies of its inputs and runs Candle's backward over the new
-//! graph. It leaves each source's gradient in the source's bridge, whose backward comes next.
+//! In the outer graph a checkpointed closure is `sources -> Joined -> Recompute -> output..`; everything in between is a
+//! scalar. The sources are the leaves of the closure's graph: its inputs, the variables that it uses, and the anchors of
+//! the sharded parameters that it uses. Candle's own backward therefore counts every use: a variable or parameter may be
+//! used inside and outside of closures, and a parameter's anchor reports once, after the last use. The backward of
+//! `Recompute` runs the closure again on copies of its inputs and runs Candle's backward over the new graph. It passes
+//! each source's gradient to [`Joined`], whose backward comes next.
+//!
+//! A closure that captured a tensor with operations of this library before it does not run again: the backward of the new
+//! graph would go through these operations too, which belong to the outer graph. The graph of its only run is kept.
 
 use std::collections::HashSet;
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 
 use candle_core::{DType, Device, Result, Shape, Tensor, TensorId, Var, bail};
 use parking_lot::Mutex;
@@ -18,10 +21,11 @@ use super::saved_outputs::{Keep, OperationCall, record, replay};
 use crate::autograd::{count_checkpoint, keeps_graph, next_number, number, on_at_least};
 use crate::collectives::scope;
 use crate::fsdp::{FsdpParam, without_reports};
-use crate::graph::{Backward, node, node_without_values};
+use crate::graph::{self, Backward, Joined, Key, Running, node, node_without_values};
 use crate::random;
 use crate::storage;
 use crate::tensors::{Tensors, with_tensors};
+use crate::warning::warn;
 
 /// Candle's backward is recursive: with less stack than this it moves to a stack of its own.
 const STACK_RED_ZONE_BYTES: usize = 1 << 20;
@@ -34,14 +38,15 @@ const STACK_BYTES: usize = 64 << 20;
 ///
 /// `f` must do the same each time. It draws the same numbers from [`random`](crate::random), as for dropout, in
 /// backward (PyTorch's `preserve_rng_state`); seed other randomness inside `f`. `f` captures its layers in an [`Arc`].
-/// Pass everything else that has a gradient through `inputs`: a captured tensor keeps its graph alive, and backward
-/// visits the graph again. Variables that `f` uses get gradients, sharded or not, also if they are used elsewhere.
+/// Pass everything else that has a gradient through `inputs`. If `f` captured such a tensor, gradients are right, but its
+/// activations are kept as without a checkpoint, after a second forward, and a warning says so. Variables that `f` uses
+/// get gradients, sharded or not, also if they are used elsewhere.
 ///
 /// Under `fully_shard`, checkpoint *inside* a unit, whose parameters are gathered before backward runs `f` again. `f`
 /// must not call an [`FsdpModule`](crate::FsdpModule). Checkpoints may be nested. Fails if the second run differs.
 ///
 /// ```
-/// use std::sync::Arc;
+/// use std::sync::{Arc, Once};
 /// use candle_core::{DType, Device, Module, Tensor};
 /// use fsdp_candle::{activation_checkpoint::checkpoint, fully_shard, nn, FullyShard, ShardedVarMap, World};
 ///
@@ -118,7 +123,7 @@ where
     count_checkpoint();
     // Inputs come first among the sources, so that Candle's backward visits the graph before the closure last.
     let (mut sources, mut wanted) = (vec![], vec![]);
-    let saved = inputs.map_tensors(&mut |tensor| {
+    let saved = inputs.clone().map_tensors(&mut |tensor| {
         let saved = tensor.detach();
         wanted.push(tensor.track_op() && tensor.dtype().is_float());
         if wanted.last() == Some(&true) {
@@ -132,22 +137,20 @@ where
     let (result, outputs) = with_tensors(first?)?;
     let kept = Mutex::new(kept);
     let leaves = Leaves::of(&outputs)?;
+    if keeps_graph() && leaves.have_operations_before(begun)? {
+        warn_of_captured();
+        return record(None, || random::with_state(random, || scope(|| f(inputs)))).0;
+    }
     sources.extend(leaves.variables);
     let params = leaves.params;
     for param in &params {
         sources.push(param.anchor_of_pass()?);
     }
-
-    let mut bridges = vec![];
-    let mut token: Option<Tensor> = None;
-    for source in &sources {
-        let slot = Slot::default();
-        token = Some(sum(token, bridge(source, slot.clone())?)?);
-        bridges.push((source.id(), slot));
-    }
-    let Some(token) = token else {
+    if sources.is_empty() {
         return result.map_tensors(&mut |tensor| Ok(tensor.detach())); // no source has a gradient
-    };
+    }
+    let joined = Joined::new(&sources)?;
+    let token = joined.node().clone();
 
     let (saved, away) = match offload {
         Some(offload) if keeps_graph() => offloaded(saved, &wanted, offload)?,
@@ -163,8 +166,14 @@ where
         let kept = std::mem::take(&mut *kept.lock());
         Ok(with_tensors(replay(kept, || random::with_state(random, || scope(|| f(inputs))))?)?.1)
     };
-    let recompute =
-        Recompute { run: Box::new(run), wanted, leaves: leaves.ids, bridges, closure_outputs: closure_outputs.clone() };
+    let recompute = Recompute {
+        run: Box::new(run),
+        wanted,
+        leaves: leaves.ids,
+        sources: sources.iter().map(Tensor::id).collect(),
+        joined,
+        closure_outputs: closure_outputs.clone(),
+    };
     let token = node(&token, storage::scalar(token.device())?, Shape::from(()), recompute)?;
     let node = number(token.id());
     // One report is enough, because the parameters belong to one model.
@@ -193,9 +202,6 @@ fn offloaded<I: Tensors>(
     Ok((inputs, away))
 }
 
-/// A slot for one gradient.
-type Slot = Arc<Mutex<Option<Tensor>>>;
-
 /// The leaves of the graph of some outputs.
 #[derive(Default)]
 struct Leaves {
@@ -204,6 +210,8 @@ struct Leaves {
     params: Vec<Arc<FsdpParam>>,
     /// Ids of the variables and of the parameters' anchors.
     ids: HashSet<TensorId>,
+    /// Ids of other scalars of the graph. The operations of this library have one each.
+    scalars: Vec<TensorId>,
 }
 
 impl Leaves {
@@ -222,6 +230,8 @@ impl Leaves {
                     }
                 } else if node.is_variable() {
                     leaves.variables.push(node.clone());
+                } else if node.rank() == 0 {
+                    leaves.scalars.push(node.id());
                 }
             }
         }
@@ -234,20 +244,31 @@ impl Leaves {
             .collect();
         Ok(leaves)
     }
+
+    /// Returns whether the graph has operations of this library that are older than `begun`, other than parameters.
+    fn have_operations_before(&self, begun: usize) -> Result<bool> {
+        let mut older = self.scalars.iter().filter(|id| number(**id) < begun).peekable();
+        if older.peek().is_none() {
+            return Ok(false);
+        }
+        let anchors = self.params.iter().map(|param| Ok(param.anchor_of_pass()?.id()));
+        let anchors = anchors.collect::<Result<HashSet<_>>>()?;
+        Ok(older.any(|id| !anchors.contains(id)))
+    }
+}
+
+fn warn_of_captured() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        warn(
+            "a checkpointed closure uses a tensor with a graph that is not among its inputs. Its activations are kept, \
+             as without a checkpoint. Pass the tensor through `inputs`",
+        );
+    });
 }
 
 fn on_enough_stack<T>(f: impl FnOnce() -> T) -> Result<T> {
     on_at_least(STACK_RED_ZONE_BYTES, STACK_BYTES, "a checkpoint's backward", f)
-}
-
-/// Makes a scalar node of the graph. Its backward returns the gradient that is then in the slot.
-fn bridge(source: &Tensor, slot: Slot) -> Result<Tensor> {
-    let take = move |_: &Tensor| Ok(slot.lock().take());
-    node_without_values("checkpoint-bridge", source, storage::scalar(source.device())?, (), take)
-}
-
-fn sum(before: Option<Tensor>, more: Tensor) -> Result<Tensor> {
-    before.map_or(Ok(more.clone()), |before| before + more)
 }
 
 /// Runs the closure with each input mapped and returns its outputs.
@@ -259,8 +280,9 @@ struct Recompute {
     wanted: Vec<bool>,
     /// Leaves of the closure's graph in forward.
     leaves: HashSet<TensorId>,
-    /// Id of each source and the slot of its gradient. Inputs with gradients come first.
-    bridges: Vec<(TensorId, Slot)>,
+    /// Ids of the sources. Inputs with gradients come first.
+    sources: Vec<TensorId>,
+    joined: Joined,
     closure_outputs: Vec<ClosureOutput>,
 }
 
@@ -269,15 +291,17 @@ impl Backward for Recompute {
         "checkpoint-recompute"
     }
 
-    fn backward(&self, token: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
-        self.gradients().map_err(|error| error.context("while a checkpointed closure ran again in backward"))?;
-        Ok(Some(token.zeros_like()?))
+    fn backward(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
+        let gradients = self.gradients();
+        let gradients =
+            gradients.map_err(|error| error.context("while a checkpointed closure ran again in backward"))?;
+        self.joined.set_gradients(gradients)
     }
 }
 
 impl Recompute {
-    /// Runs the closure and its backward, and leaves the gradients in the bridges.
-    fn gradients(&self) -> Result<()> {
+    /// Runs the closure and its backward. Returns the gradients of the sources, or none if no output has a gradient.
+    fn gradients(&self) -> Result<Vec<Option<Tensor>>> {
         tracing::debug!(inputs = self.wanted.len(), "recompute");
         let mut wanted = self.wanted.iter();
         let mut copies = vec![];
@@ -291,19 +315,23 @@ impl Recompute {
         })?;
         self.check(&outputs, &copies)?;
 
+        let running = Running::current();
         let mut root: Option<Tensor> = None;
         for (output, end) in outputs.iter().zip(&self.closure_outputs) {
-            let Some(gradient) = end.gradient.lock().take() else { continue };
-            root = Some(sum(root, bridge(output, Arc::new(Mutex::new(Some(gradient))))?)?);
+            let Some(gradient) = running.take(end.key) else { continue };
+            let of_output = move |_: &Tensor| Ok(Some(gradient.clone()));
+            let node =
+                node_without_values("checkpoint-root", output, storage::scalar(output.device())?, (), of_output)?;
+            root = Some(match root {
+                Some(root) => (root + node)?,
+                None => node,
+            });
         }
-        let Some(root) = root else { return Ok(()) };
+        let Some(root) = root else { return Ok(vec![]) };
         drop(outputs);
-        let gradients = without_reports(|| on_enough_stack(|| root.backward())?)?;
-        for (position, (id, slot)) in self.bridges.iter().enumerate() {
-            let id = copies.get(position).map_or(*id, Tensor::id);
-            *slot.lock() = gradients.get_id(id).cloned();
-        }
-        Ok(())
+        let gradients = without_reports(|| on_enough_stack(|| graph::backward(&root, true))?)?;
+        let ids = copies.iter().map(Tensor::id).chain(self.sources.iter().copied().skip(copies.len()));
+        Ok(ids.map(|id| gradients.get_id(id).cloned()).collect())
     }
 
     /// Checks that the second run used the same leaves and returned the same shapes.
@@ -329,22 +357,24 @@ impl Recompute {
 /// One output of a checkpointed closure.
 #[derive(Clone)]
 struct ClosureOutput {
-    /// Gradient, from the output's backward to that of [`Recompute`].
-    gradient: Slot,
+    /// Place of the gradient, from the output's backward to that of [`Recompute`].
+    key: Key,
     shape: Shape,
     dtype: DType,
 }
 
 impl ClosureOutput {
     fn of(output: &Tensor) -> Self {
-        ClosureOutput { gradient: Slot::default(), shape: output.shape().clone(), dtype: output.dtype() }
+        ClosureOutput { key: Key::new(), shape: output.shape().clone(), dtype: output.dtype() }
     }
 
     /// Returns the output in the outer graph: its values, after the token.
     fn output(self, values: &Tensor, token: &Tensor) -> Result<Tensor> {
+        let before = token.clone();
         let keep = move |gradient: &Tensor| {
-            *self.gradient.lock() = Some(gradient.clone());
-            Ok(None)
+            let running = Running::current();
+            running.put(self.key, gradient.clone());
+            running.hold(&before).map(Some)
         };
         node_without_values("checkpoint-output", token, storage::copied_storage(values)?, self.shape, keep)
     }

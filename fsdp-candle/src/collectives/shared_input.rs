@@ -8,7 +8,6 @@
 //! forward ends, it forgets the input, which holds the graph before it. Nested forwards do not share inputs.
 
 use std::cell::RefCell;
-use std::sync::Arc;
 
 use candle_core::{Result, Tensor, TensorId};
 use fsdp_core::ProcessGroup;
@@ -17,7 +16,7 @@ use scopeguard::guard;
 use super::BackwardCollective;
 use super::without_grad::{Input, check, gathered, own_part};
 use crate::autograd::keeps_graph;
-use crate::graph::{Backward, GradientSum, node, node_without_values};
+use crate::graph::{self, Backward, Running, node, node_without_values};
 use crate::storage::{copied_storage, scalar};
 
 /// The collective between an input and layers that differ on the ranks.
@@ -36,8 +35,8 @@ pub(crate) enum Entry {
 pub(crate) struct SharedInput {
     /// The values, without a graph.
     values: Tensor,
-    /// The node in the graph and the gradients, if the input has a gradient.
-    token: Option<(Tensor, Arc<GradientSum>)>,
+    /// The node in the graph and the place of the gradients' sum, if the input has a gradient.
+    token: Option<(Tensor, graph::Key)>,
 }
 
 impl SharedInput {
@@ -72,8 +71,8 @@ impl SharedInput {
         if !(keeps_graph() && x.track_op()) {
             return Ok(SharedInput { values, token: None });
         }
-        let collected = Arc::new(GradientSum::default());
-        let back = Token { collected: collected.clone(), like: values.clone(), group: group.clone(), backward };
+        let collected = graph::Key::new();
+        let back = Token { collected, like: values.clone(), group: group.clone(), backward };
         let token =
             node_without_values("parallel-input", x, scalar(x.device())?, (), move |_| back.gradient().map(Some))?;
         Ok(SharedInput { values, token: Some((token, collected)) })
@@ -93,10 +92,7 @@ impl SharedInput {
     /// [`SharedInput::node`].
     pub(crate) fn add_gradient(&self, gradient: Tensor) -> Result<Option<Tensor>> {
         match &self.token {
-            Some((token, collected)) => {
-                collected.add_owned(gradient)?;
-                Ok(Some(token.zeros_like()?))
-            }
+            Some((token, collected)) => Running::current().add_owned(*collected, gradient, token).map(Some),
             None => Ok(None),
         }
     }
@@ -113,7 +109,7 @@ impl SharedInput {
 }
 
 struct Token {
-    collected: Arc<GradientSum>,
+    collected: graph::Key,
     /// The values, for their shape.
     like: Tensor,
     group: ProcessGroup,
@@ -122,7 +118,7 @@ struct Token {
 
 impl Token {
     fn gradient(&self) -> Result<Tensor> {
-        let gradient = match self.collected.take() {
+        let gradient = match Running::current().take(self.collected) {
             Some(gradient) => gradient,
             // The peers wait for this rank.
             None => self.like.zeros_like()?,

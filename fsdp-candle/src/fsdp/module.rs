@@ -7,11 +7,14 @@ use candle_core::{DType, Module, Result, Tensor};
 
 use super::diagnostics::{GraphCut, is_freed_storage_error};
 use super::hooks;
+use super::order::GraphExists;
 use super::param::FsdpParam;
 use super::param_group::FsdpParamGroup;
 use super::schedule::Schedule;
 use crate::autograd::keeps_graph;
 use crate::collectives;
+use crate::graph::{self, Lifetime};
+use crate::storage::copied_storage;
 use crate::tensors::{Tensors, with_tensors};
 
 /// A module under `fully_shard`. Calling it unshards its parameters, runs it and reshards them.
@@ -338,6 +341,14 @@ impl Hooks<'_> {
             (false, false) => outputs.map_tensors(&mut |tensor| Ok(tensor.detach()))?,
         };
         let outputs = if is_watched { self.schedule.diagnostics.graph.note_returned(outputs)? } else { outputs };
+        let outputs = match guard.forward.is_root && keeps_graph() {
+            true => {
+                let (outputs, exists) = with_lifetime(outputs)?;
+                guard.exists = exists;
+                outputs
+            }
+            false => outputs,
+        };
         Ok((outputs, hook))
     }
 
@@ -360,6 +371,35 @@ impl Hooks<'_> {
             sharded.join(", ")
         ))
     }
+}
+
+/// Also returns a function that returns whether the graph of one of the tensors exists, if that can be told: for scalars,
+/// as losses are, and for outputs of the layers of `nn`.
+fn with_lifetime<T: Tensors>(tensors: T) -> Result<(T, Option<GraphExists>)> {
+    let scalars = Arc::new(());
+    let mut others: Option<Vec<Lifetime>> = Some(vec![]);
+    let tensors = tensors.map_tensors(&mut |tensor| {
+        if !tensor.track_op() {
+            return Ok(tensor);
+        }
+        if tensor.rank() > 0 || !tensor.dtype().is_float() {
+            match (graph::lifetime(&tensor), &mut others) {
+                (Some(lifetime), Some(others)) => others.push(lifetime),
+                _ => others = None,
+            }
+            return Ok(tensor);
+        }
+        let (exists, memory) = (scalars.clone(), copied_storage(&tensor)?);
+        graph::node_without_values("fsdp-output", &tensor, memory, (), move |gradient| {
+            let _ = &exists;
+            Ok(Some(gradient.clone()))
+        })
+    })?;
+    let scalars = Arc::downgrade(&scalars);
+    let exists = others.map(|others| {
+        Box::new(move || scalars.strong_count() > 0 || !others.iter().all(Lifetime::is_over)) as GraphExists
+    });
+    Ok((tensors, exists))
 }
 
 fn cast<T: Tensors>(tensors: T, dtype: DType) -> Result<T> {

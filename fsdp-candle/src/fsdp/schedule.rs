@@ -20,14 +20,14 @@ use super::comm::PostAccumulateGradHook;
 use super::diagnostics::Diagnostics;
 use super::hooks::{FrozenCall, plan_frozen_calls};
 use super::offload::Downloads;
-use super::order::{Action, Forward, Order, OrderError, UnitInfo};
+use super::order::{Action, Forward, GraphExists, Order, OrderError, UnitInfo};
 use super::param::FsdpParam;
 use super::param_group::{FsdpParamGroup, UnitId};
 use super::reduction::{Reduction, ReductionQueue, largest};
 use super::settings::{ModelSettings, UnitSettings};
 use crate::autograd::{BACKWARD_STACK_BYTES, keeps_graph, number, on_a_stack_of, with_grad};
 use crate::error::Error;
-use crate::graph::freeing;
+use crate::graph;
 use crate::kernels;
 use crate::storage::Pool;
 
@@ -265,7 +265,7 @@ impl Schedule {
         }
         let begun = self.order.lock().pre_forward(unit.index(), keeps_graph());
         let (forward, actions) = begun.map_err(|error| explain(error, unit.id()))?;
-        let guard = ForwardGuard { schedule: self, forward, ok: false };
+        let guard = ForwardGuard { schedule: self, forward, exists: None, ok: false };
         if forward.is_root {
             self.start_replica_gathers(unit)?;
         }
@@ -404,7 +404,7 @@ impl Schedule {
                 enter_unit_span(first.name());
             }
             self.execute(actions)?;
-            if retains_graph { loss.backward() } else { freeing(|| loss.backward()) }
+            graph::backward(loss, !retains_graph)
         })??;
         leave_unit_span();
         let (actions, settings) = {
@@ -620,12 +620,14 @@ fn explain(error: OrderError, unit: &UnitId) -> candle_core::Error {
 pub(super) struct ForwardGuard<'a> {
     schedule: &'a Schedule,
     pub(super) forward: Forward,
+    /// Returns whether the graph of the outputs exists, if that can be told.
+    pub(super) exists: Option<GraphExists>,
     ok: bool,
 }
 
 impl Drop for ForwardGuard<'_> {
     fn drop(&mut self) {
-        self.schedule.order.lock().end_forward(self.forward);
+        self.schedule.order.lock().end_forward(self.forward, self.exists.take());
         if !self.ok && self.forward.is_root {
             self.schedule.reset();
         }

@@ -9,7 +9,7 @@ use super::cpu::matrix::Mat;
 use super::cpu::{indices, read, storage, tensor_like};
 use super::moe::{gather, scatter};
 use super::swiglu::{Projections, RowWeights, SwiGlu, backward, forward, read_weights};
-use super::weight::JoinedWeights;
+use super::weight::Weight;
 use crate::activation_checkpoint::{Operation, operation};
 use crate::graph::{Reads, graph_op};
 use crate::upload;
@@ -131,7 +131,7 @@ fn fused(x: &Tensor, experts: &[[&Tensor; 3]], routes: Vec<Routes>, weights: &Te
                 (of_experts, storage(y, x.dtype())?, Arc::new(projections))
             }
         };
-        let joined = JoinedWeights::new(of_experts.iter().flatten())?;
+        let joined = Weight::joined(of_experts.iter().flatten())?;
         let (arguments, kept) = ([x.clone(), weights.clone(), joined.node().clone()], projections.clone());
         let y = graph_op("mixture_of_experts", &arguments, y, &shape, Reads::Sources, move |arguments, _, dy| {
             let (x, weights) = (arguments[0], arguments[1]);
@@ -158,7 +158,7 @@ fn fused(x: &Tensor, experts: &[[&Tensor; 3]], routes: Vec<Routes>, weights: &Te
                 gradients.push(found.weights);
             }
             let d_weights = weights.track_op().then(|| tensor_like(d_weights, weights)).transpose()?;
-            let of_weights = joined.add_gradients(gradients.into_iter().rev().flatten())?;
+            let of_weights = joined.set_gradients(gradients.into_iter().rev().flatten())?;
             Ok([dx.map(|dx| tensor_like(dx, x)).transpose()?, d_weights, of_weights])
         })?;
         Ok((y, kept))

@@ -17,7 +17,7 @@ use super::activation::{silu_mul, swiglu_back, swiglu_values};
 use super::cpu::matrix::{Mat, MatMut, product, product_of};
 use super::cpu::{cpu, floats_in, map_rows, map_rows2, read_rows, storage, tensor_like, weight_grad};
 use super::linear::{Linear, with_matrix};
-use super::weight::{JoinedWeights, Weight, has_cpu_kernels};
+use super::weight::{Weight, has_cpu_kernels};
 use crate::activation_checkpoint::{Operation, operation};
 use crate::graph::{Reads, graph_op};
 
@@ -89,7 +89,7 @@ fn fused(x: &Tensor, weights: [&Tensor; 3]) -> Result<Tensor> {
                 (weights, storage(y, x.dtype())?, Arc::new(projections))
             }
         };
-        let joined = JoinedWeights::new(weights.iter())?;
+        let joined = Weight::joined(&weights)?;
         let (arguments, kept) = ([x.clone(), joined.node().clone()], projections.clone());
         let y = graph_op("SwiGlu", &arguments, y, &shape[..], Reads::Sources, move |arguments, _, dy| {
             let x = arguments[0];
@@ -97,7 +97,7 @@ fn fused(x: &Tensor, weights: [&Tensor; 3]) -> Result<Tensor> {
             read_rows!(of_rows, dy);
             let gradients = backward(&weights, &projections, rows, of_rows, None, x.track_op())?;
             let dx = gradients.x.map(|dx| tensor_like(dx, x)).transpose()?;
-            Ok([dx, joined.add_gradients(gradients.weights)?])
+            Ok([dx, joined.set_gradients(gradients.weights)?])
         })?;
         Ok((y, kept))
     })

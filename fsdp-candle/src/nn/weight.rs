@@ -7,11 +7,11 @@
 use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor, WithDType, bail};
-use parking_lot::Mutex;
 
 use crate::autograd::keeps_graph;
 use crate::fsdp::FsdpParam;
-use crate::graph::{Reads, graph_op};
+use crate::graph::Joined;
+#[cfg(feature = "cuda")]
 use crate::storage;
 
 /// Returns whether the CPU kernels compute on this tensor. Otherwise its layer uses Candle's own operations.
@@ -131,6 +131,12 @@ impl Weight {
         [x, self.node()].into_iter().chain(bias.map(Weight::node)).cloned().collect()
     }
 
+    /// Returns one graph argument for any number of weights, at least one.
+    pub(in crate::nn) fn joined<'a>(weights: impl IntoIterator<Item = &'a Weight>) -> Result<Joined> {
+        let nodes: Vec<Tensor> = weights.into_iter().map(|weight| weight.node().clone()).collect();
+        Joined::new(&nodes)
+    }
+
     /// [`Weight::write_grad`] to a buffer on the weight's device.
     #[cfg(feature = "cuda")]
     pub(in crate::nn) fn write_device_grad(
@@ -151,55 +157,5 @@ impl Weight {
         param.run_pre_gradient_hook()?;
         param.gradient.write_in(write)?;
         anchor.zeros_like().map(Some)
-    }
-}
-
-/// Sources of one operation of Candle.
-const SOURCES: usize = 3;
-
-/// One graph argument for any number of weights. An operation of Candle has at most three.
-pub(in crate::nn) struct JoinedWeights {
-    node: Tensor,
-    /// The gradients that backward has computed, in the order of the weights.
-    gradients: Arc<Mutex<Vec<Option<Tensor>>>>,
-}
-
-impl JoinedWeights {
-    /// Joins at least one weight.
-    pub(in crate::nn) fn new<'a>(weights: impl Iterator<Item = &'a Weight>) -> Result<Self> {
-        let mut nodes: Vec<Tensor> = weights.map(|weight| weight.node().clone()).collect();
-        let gradients = Arc::new(Mutex::new(vec![]));
-        let join = |sources: &[Tensor], first: Option<usize>| {
-            let memory = storage::scalar(sources[0].device())?;
-            let gradients = gradients.clone();
-            graph_op("weights", sources, memory, (), Reads::Nothing, move |sources, _, gradient| {
-                Ok(match first {
-                    Some(first) => gradients.lock()[first..][..sources.len()].iter_mut().map(Option::take).collect(),
-                    None => vec![Some(gradient.clone()); sources.len()],
-                })
-            })
-        };
-        nodes = (nodes.chunks(SOURCES).enumerate())
-            .map(|(at, nodes)| join(nodes, Some(at * SOURCES)))
-            .collect::<Result<_>>()?;
-        while nodes.len() > 1 {
-            nodes = nodes.chunks(SOURCES).map(|nodes| join(nodes, None)).collect::<Result<_>>()?;
-        }
-        let Some(node) = nodes.pop() else { bail!("an operation without weights") };
-        Ok(JoinedWeights { node, gradients })
-    }
-
-    /// Returns the operation's graph argument, a scalar without meaning.
-    pub(in crate::nn) fn node(&self) -> &Tensor {
-        &self.node
-    }
-
-    /// Passes the weights' gradients on. Returns what `bwd` returns for [`JoinedWeights::node`].
-    pub(in crate::nn) fn add_gradients(
-        &self,
-        gradients: impl IntoIterator<Item = Option<Tensor>>,
-    ) -> Result<Option<Tensor>> {
-        *self.gradients.lock() = gradients.into_iter().collect();
-        self.node.track_op().then(|| self.node.zeros_like()).transpose()
     }
 }

@@ -33,6 +33,7 @@ mod own_program;
 mod parallel_params;
 mod parity;
 mod placements;
+mod random_graphs;
 mod random_models;
 mod reentrancy;
 mod requires_grad;

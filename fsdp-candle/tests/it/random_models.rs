@@ -19,10 +19,10 @@ use fsdp_core::ReduceOp;
 use crate::common::{Gradients, WIDTH, assert_close, batch, elements, one_of, ranks, scattered};
 
 /// A pseudo-random number generator (splitmix64).
-struct Draw(u64);
+pub(crate) struct Draw(pub(crate) u64);
 
 impl Draw {
-    fn below(&mut self, n: usize) -> usize {
+    pub(crate) fn below(&mut self, n: usize) -> usize {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -30,7 +30,7 @@ impl Draw {
         ((z ^ (z >> 31)) % n as u64) as usize
     }
 
-    fn once_in(&mut self, n: usize) -> bool {
+    pub(crate) fn once_in(&mut self, n: usize) -> bool {
         self.below(n) == 0
     }
 }
@@ -219,7 +219,7 @@ fn run<U: Module>(
 }
 
 /// Gathers a tensor. A shard may be on one replica or on each.
-fn whole(world: &World, param: &FsdpParam, shard: &Tensor) -> Vec<f32> {
+pub(crate) fn whole(world: &World, param: &FsdpParam, shard: &Tensor) -> Vec<f32> {
     let values = elements::<f32>(shard);
     let held = scattered(param, vec![1.; values.len()]);
     let sum = |values| world.group().all_reduce_values(values, ReduceOp::Sum).unwrap();
@@ -227,7 +227,7 @@ fn whole(world: &World, param: &FsdpParam, shard: &Tensor) -> Vec<f32> {
 }
 
 /// Returns whole gradients by name; zeros where no loss reached the parameter.
-fn gradients(world: &World, vars: &ShardedVarMap, grads: &GradStore) -> Gradients {
+pub(crate) fn gradients(world: &World, vars: &ShardedVarMap, grads: &GradStore) -> Gradients {
     let zeros = |param: &FsdpParam| param.var().zeros_like().unwrap();
     let of = |param: &Arc<FsdpParam>| {
         let shard = grads.get(param.var()).cloned().unwrap_or_else(|| zeros(param));
@@ -330,7 +330,7 @@ fn set<M>(plan: &Plan, model: &FsdpModule<M>) {
     model.set_reduce_scatter_unused_params(plan.differ, Recurse::Yes);
 }
 
-fn number(name: &str) -> Option<u64> {
+pub(crate) fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|value| value.parse().unwrap_or_else(|_| panic!("{name}={value} is not a number")))
 }
 

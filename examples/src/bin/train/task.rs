@@ -149,7 +149,7 @@ impl Task for Language {
     }
 
     fn first_row(&self, position: u64, micro_step: usize) -> u64 {
-        self.batches.first_sequence(position, micro_step)
+        self.batches.first_row(position, micro_step)
     }
 
     fn loss(&self, model: &Model, position: u64, micro_step: usize, world: &World) -> anyhow::Result<BatchLoss> {

@@ -11,6 +11,12 @@ use crate::autograd::{BACKWARD_STACK_BYTES, checkpoints, number, on_a_stack_of};
 use crate::fsdp::{FsdpParam, FsdpParamGroup};
 use crate::graph::followed;
 
+/// Bound on the walks through the graph of a call, so that the cost of a call stays linear in its operations. A unit with
+/// fewer results than this is inspected completely.
+const MOST_WALKS: usize = 256;
+/// Bound on the uses of a matrix that are compared, on average.
+const MOST_USES: usize = 16;
+
 /// A running call of a unit.
 pub(super) struct Call {
     /// A number smaller than the numbers of all tensors that the call makes.
@@ -137,9 +143,17 @@ impl Inspection<'_> {
         let matrices: Vec<_> = self.unit.params().iter().filter(is_matrix).collect();
         let has_a_width =
             |node: &&Tensor| matrices.iter().any(|matrix| matrix.unsharded_shape().dims().contains(&last(node)));
-        for result in nodes.iter().copied().filter(could_be).filter(has_a_width) {
+        let mut results: Vec<&Tensor> = nodes.iter().copied().filter(could_be).filter(has_a_width).collect();
+        // The oldest have the shortest histories.
+        results.sort_by_key(|result| number(result.id()));
+        let mut budget = MOST_WALKS.saturating_mul(nodes.len());
+        for result in results {
+            if budget == 0 || uses.len() >= MOST_USES * matrices.len() {
+                break;
+            }
             // One walk for each result, for any number of matrices.
             let history = result.sorted_nodes();
+            budget = budget.saturating_sub(history.len());
             let params: Vec<_> = history.iter().filter_map(|node| FsdpParam::of(node)).collect();
             for (position, &matrix) in matrices.iter().enumerate() {
                 let &[first, second] = matrix.unsharded_shape().dims() else { continue };

@@ -19,6 +19,7 @@ use crate::autograd::{checkpoints, next_number, offloads};
 use crate::fsdp::FsdpParamGroup;
 use crate::graph::RecordedOutputs;
 use crate::tensors::{Tensors, with_tensors};
+use crate::warning::warn;
 use evidence::{Call, Inspection};
 
 /// Number of names that a report lists.
@@ -255,11 +256,8 @@ impl Diagnostics {
         let Some(message) = message(&new, cuts) else { return };
         if self.rank != 0 && !ranks_may_differ {
             tracing::debug!("{message}");
-        } else if tracing::dispatcher::has_been_set() {
-            tracing::warn!("{message}");
         } else {
-            // Also reported in programs without a tracing subscriber. `eprintln!` panics if stderr is on a full disk.
-            let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("warning: {message}\n"));
+            warn(&message);
         }
     }
 

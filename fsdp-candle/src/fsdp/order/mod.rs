@@ -20,7 +20,7 @@
 //! made all nodes. It tells which nodes belong to a pass. `plan` defines a *visit*.
 
 use std::collections::BTreeSet;
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 
 use self::plan::Plan;
 use super::policy::ReshardAfterForward;
@@ -99,6 +99,8 @@ struct Step {
     /// Passes in the order in which they ended, since the last root forward that followed a backward. Backward runs in
     /// reverse.
     passes: Vec<Pass>,
+    /// Root forwards since then whose graphs can end.
+    roots: Vec<RootForward>,
     recomputations: Vec<Recomputation>,
     /// Whether a backward has run since the last root forward began.
     is_over: bool,
@@ -122,6 +124,8 @@ struct UnitState {
     from: usize,
     /// The pass of the current anchors; `None` for the first pass's anchors.
     anchors_of: Option<usize>,
+    /// The last recorded pass since passes were cleared.
+    recorded: Option<usize>,
 }
 
 /// A pass of a unit: one forward with a graph, or the forwards of all modules of the unit.
@@ -135,6 +139,15 @@ struct Pass {
     /// Numbers of the graph nodes that the pass made.
     nodes: Range<usize>,
 }
+
+/// A root forward, whose passes are forgotten once its graph does not exist any more.
+struct RootForward {
+    passes: RangeInclusive<usize>,
+    exists: GraphExists,
+}
+
+/// Returns whether a graph exists.
+pub(crate) type GraphExists = Box<dyn Fn() -> bool + Send>;
 
 /// A checkpointed closure, which runs again when backward comes to `node`.
 #[derive(Clone, Debug)]
@@ -266,6 +279,22 @@ impl Order {
     }
 }
 
+impl Step {
+    /// Forgets the passes of root forwards whose graphs were dropped without a backward.
+    fn forget_ended_graphs(&mut self) {
+        let mut ended = self.roots.extract_if(.., |root| !(root.exists)()).map(|root| root.passes).peekable();
+        if ended.peek().is_some() {
+            // Both are in ascending order, apart from units inside others.
+            let ended: Vec<_> = ended.collect();
+            let is_over = |pass: &Pass| {
+                let at = ended.partition_point(|passes| *passes.end() < pass.pass);
+                ended.get(at).is_some_and(|passes| passes.contains(&pass.pass))
+            };
+            self.passes.retain(|pass| !is_over(pass));
+        }
+    }
+}
+
 /// Forward.
 impl Order {
     /// Begins the forward of a called unit. It is the root's if no other forward runs.
@@ -279,7 +308,9 @@ impl Order {
         if is_root {
             if std::mem::take(&mut step.is_over) {
                 step.passes.clear();
+                step.roots.clear();
                 step.recomputations.clear();
+                step.states.iter_mut().for_each(|state| state.recorded = None);
             }
             if !step.forward_order.is_empty() {
                 step.last_forward_order = std::mem::take(&mut step.forward_order);
@@ -321,11 +352,16 @@ impl Order {
         (hook, actions)
     }
 
-    /// Leaves the forward of a called unit, which has ended or failed. Called once the outputs have their hooks.
-    pub(crate) fn end_forward(&mut self, forward: Forward) {
+    /// Leaves the forward of a called unit, which has ended or failed. Called once the outputs have their hooks. `exists`
+    /// returns whether the graph of the outputs exists, if that can be told.
+    pub(crate) fn end_forward(&mut self, forward: Forward, exists: Option<GraphExists>) {
         let step = &mut self.step;
+        if let Some(exists) = exists.filter(|_| forward.is_root && forward.graph) {
+            step.roots.push(RootForward { passes: forward.pass..=step.forwards_begun, exists });
+        }
         while step.frames.pop().is_some_and(|frame| frame.is_use()) {}
-        if let Some(pass) = step.passes.iter_mut().rev().find(|pass| pass.pass == forward.pass) {
+        let passes = if forward.graph { &mut step.passes[..] } else { &mut [] };
+        if let Some(pass) = passes.iter_mut().rev().find(|pass| pass.pass == forward.pass) {
             pass.nodes.end = next_number();
         }
     }
@@ -423,7 +459,7 @@ impl Order {
         if state.parts_run == 0 {
             (state.pass, state.from) = (step.forwards_begun, next_number());
             // New anchors tell when backward is done with the pass.
-            let again = step.passes.iter().any(|pass| pass.unit == unit).then_some(state.pass);
+            let again = state.recorded.map(|_| state.pass);
             if graph && again != std::mem::replace(&mut state.anchors_of, again) {
                 actions.push(Action::BeginPass { unit, pass: again });
             }
@@ -447,7 +483,14 @@ impl Order {
             return; // backward does not come to it
         }
         // Among the modules of one unit, the last one counts.
-        step.passes.retain(|other| other.pass != pass);
+        if step.states[unit].recorded.replace(pass) == Some(pass)
+            && let Some(before) = step.passes.iter().rposition(|other| other.pass == pass)
+        {
+            step.passes.remove(before);
+        }
+        if step.passes.len() == step.passes.capacity() {
+            step.forget_ended_graphs();
+        }
         if step.passes.len() == MOST_PASSES {
             step.passes.drain(..MOST_PASSES / 2);
         }

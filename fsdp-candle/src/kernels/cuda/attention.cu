@@ -36,14 +36,14 @@ template <class R> static __device__ R score(R product, const Scores& of, R& slo
 // Dropout of probabilities [heads, queries, keys], of all rows of the batch. Without dropout, the threshold is 0.
 struct Dropout {
   Draw draw;
-  // Place of the batch row's first probability.
-  u64 first;
+  // Row of the batch.
+  u64 row;
   float scale;
 
   // Returns a probability, or its gradient, after dropout.
-  template <class R> __device__ R applied(u64 place, R value) {
+  template <class R> __device__ R applied(u64 head, u64 query, u64 key, R value) {
     if (draw.threshold == 0) return value;
-    return draw.drops(first + place) ? (R)0 : value * (R)scale;
+    return draw.drops(row, head, query, key) ? (R)0 : value * (R)scale;
   }
 };
 
@@ -112,11 +112,10 @@ static __device__ void softmax_scores(const R* products, T* probabilities, R* lo
   const Powers<R> all = of_block(own);
   const R log_sum = all.highest + log(all.sum);
   if (threadIdx.x == 0) log_sums[head * of.all.queries + query] = log_sum;
-  const u64 place = (head * of.all.queries + query) * of.all.keys + of.first_key;
   for (u64 key = threadIdx.x; key < of.block_keys; key += blockDim.x) {
     const bool is_visible = key >= visible.begin && key < visible.end;
     const R p = is_visible ? exp(score(products[key], of, slope) - log_sum) : (R)0;
-    probabilities[key] = Float<T>::put(dropout.applied(place + key, p));
+    probabilities[key] = Float<T>::put(dropout.applied(head, query, of.first_key + key, p));
   }
 }
 
@@ -135,14 +134,13 @@ static __device__ void softmax_scores_back(const R* products, const R* gradients
     delta += (R)Float<T>::get(out[at_out + i]) * (R)Float<T>::get(d_out[at_out + i]);
   delta = sum_of_block(delta);
   const R log_sum = log_sums[head * of.all.queries + query];
-  const u64 place = (head * of.all.queries + query) * of.all.keys + of.first_key;
   for (u64 key = threadIdx.x; key < of.block_keys; key += blockDim.x) {
     R p = 0, d_product = 0;
     if (key >= visible.begin && key < visible.end) {
       R slope;
       const R whole = exp(score(products[at + key], of, slope) - log_sum);
-      d_product = whole * (dropout.applied(place + key, gradients[at + key]) - delta) * slope;
-      p = dropout.applied(place + key, whole);
+      d_product = whole * (dropout.applied(head, query, of.first_key + key, gradients[at + key]) - delta) * slope;
+      p = dropout.applied(head, query, of.first_key + key, whole);
     }
     probabilities[at + key] = Float<T>::put(p);
     d_products[at + key] = Float<T>::put(d_product);
@@ -151,12 +149,12 @@ static __device__ void softmax_scores_back(const R* products, const R* gradients
 
 #define SCORES_PARAMETERS \
   VISIBILITY_PARAMETERS, u64 first_query, u64 rows, u64 first_key, u64 block_keys, double scale, double softcap, \
-      DRAW_PARAMETERS, u64 first_place, float drop_scale
+      DRAW_PARAMETERS, u64 row, float drop_scale
 // The structures of these parameters.
 #define SCORES \
   VISIBILITY; \
   const Scores of = {all, first_query, rows, first_key, block_keys, scale, softcap}; \
-  const Dropout dropout = {Draw(DRAW_ARGUMENTS), first_place, drop_scale}
+  const Dropout dropout = {Draw(DRAW_ARGUMENTS), row, drop_scale}
 
 #define ATTENTION(name, T) \
   KERNEL(softmax_scores_##name)(const Float<T>::Real* products, T* probabilities, Float<T>::Real* log_sums, \

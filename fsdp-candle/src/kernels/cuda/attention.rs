@@ -57,7 +57,7 @@ pub(crate) struct ScoreBlock<'a> {
     pub(crate) block_keys: usize,
     pub(crate) scale: f64,
     pub(crate) softcap: Option<f64>,
-    /// Dropout of the probabilities, and the place of the row's first probability in its tensor.
+    /// Dropout of the probabilities, and the row of the batch.
     pub(crate) dropout: Option<(Draw, usize)>,
 }
 
@@ -71,9 +71,9 @@ impl ScoreBlock<'_> {
         let mut arguments = self.visible.arguments(cuda)?.to_vec();
         arguments.extend([self.first, self.rows, self.first_key, self.block_keys].map(Arg::from));
         arguments.extend([self.scale, self.softcap.unwrap_or(0.)].map(Arg::from));
-        let (draw, first) = self.dropout.unwrap_or_default();
+        let (draw, row) = self.dropout.unwrap_or_default();
         arguments.extend(draw.args());
-        arguments.extend([first.into(), Arg::Float(draw.scale)]);
+        arguments.extend([row.into(), Arg::Float(draw.scale)]);
         Ok(arguments)
     }
 

@@ -10,11 +10,9 @@ use super::device::{Arg, float_suffix, of_slice};
 /// The random numbers of a tensor: the fields of [`Mask`](crate::random::Mask), for kernels that include `philox.cuh`.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Draw {
-    pub(crate) key: [u32; 2],
-    pub(crate) call: u64,
-    pub(crate) first: u64,
-    pub(crate) run: u64,
-    pub(crate) stride: u64,
+    pub(crate) key: u64,
+    pub(crate) first: [u64; 4],
+    pub(crate) extents: [u64; 3],
     pub(crate) threshold: u32,
     pub(crate) scale: f32,
 }
@@ -22,9 +20,9 @@ pub(crate) struct Draw {
 impl Draw {
     /// Returns the kernel's arguments (`DRAW_PARAMETERS`). The scale is an argument of its own.
     pub(super) fn args(&self) -> [Arg; 6] {
-        let key = u64::from(self.key[1]) << 32 | u64::from(self.key[0]);
-        let [key, call, first, run, stride] = [key, self.call, self.first, self.run, self.stride].map(Arg::Long);
-        [key, call, first, run, stride, self.threshold.into()]
+        let [row, plane, line, column] = self.first;
+        let [key, row, plane, line, column] = [self.key, row, plane, line, column].map(Arg::Long);
+        [key, row, plane, line, column, self.threshold.into()]
     }
 }
 
@@ -35,6 +33,7 @@ pub(crate) fn drop_elements(x: Slice<'_>, draw: &Draw) -> Result<Buffer> {
     let mut y = cuda.uninit(dtype, len)?;
     let mut args = vec![cuda.view(x)?.into(), cuda.view_mut(SliceMut::from(&mut y))?.into(), len.into()];
     args.extend(draw.args());
+    args.extend(draw.extents.map(|extent| Arg::Long(extent.max(1))));
     args.push(Arg::Float(draw.scale));
     // SAFETY: the kernel's arguments, of one dtype and length.
     unsafe { cuda.run_elementwise(Module::Dropout.kernel(&kernel), len.div_ceil(4), &args)? };

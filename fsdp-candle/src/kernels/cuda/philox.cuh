@@ -19,27 +19,33 @@ inline __device__ Words philox(u64 key, u64 low, u64 high) {
   return words;
 }
 
-// One draw for the elements of a tensor: `random::Mask`, whose fields these are. A kernel takes the fields, in order.
+const u32 COORDINATE_BITS = 24;
+
+// One draw for the elements of a tensor: `random::Mask`. A kernel takes the key, the coordinates of the tensor's first
+// element, and the threshold.
 struct Draw {
-  u64 key, call, first, run, stride;
+  u64 key, first_row, first_plane, first_line, first_column;
   u32 threshold;
   // The words of a thread's last counter.
-  u64 counter;
+  u64 row, counter;
   Words words;
 
-  __device__ Draw(u64 key, u64 call, u64 first, u64 run, u64 stride, u32 threshold)
-      : key(key), call(call), first(first), run(run), stride(stride), threshold(threshold), counter(~0ull) {}
+  __device__ Draw(u64 key, u64 first_row, u64 first_plane, u64 first_line, u64 first_column, u32 threshold)
+      : key(key), first_row(first_row), first_plane(first_plane), first_line(first_line), first_column(first_column),
+        threshold(threshold), row(0), counter(~0ull) {}
 
-  // Returns whether an element is dropped. It costs little if the thread's last element had the same counter, as three
-  // of four successive elements have.
-  __device__ bool drops(u64 element) {
-    const u64 place = first + (element < run ? element : element / run * stride + element % run);
-    if (place / 4 != counter) {
+  // Returns whether the element of a row with these coordinates is dropped. It costs little if the thread's last element
+  // had the same counter, as three of four successive elements have.
+  __device__ bool drops(u64 at_row, u64 plane, u64 line, u64 column) {
+    const u64 lines_before = ((first_plane + plane) << COORDINATE_BITS) + first_line + line;
+    const u64 place = (lines_before << COORDINATE_BITS) + first_column + column;
+    if (place / 4 != counter || at_row != row) {
       counter = place / 4;
-      words = philox(key, counter, call);
+      row = at_row;
+      words = philox(key, counter, first_row + row);
     }
     return words.at[place % 4] < threshold;
   }
 };
-#define DRAW_PARAMETERS u64 key, u64 call, u64 first, u64 run, u64 stride, u32 threshold
-#define DRAW_ARGUMENTS key, call, first, run, stride, threshold
+#define DRAW_PARAMETERS u64 key, u64 first_row, u64 first_plane, u64 first_line, u64 first_column, u32 threshold
+#define DRAW_ARGUMENTS key, first_row, first_plane, first_line, first_column, threshold

@@ -319,7 +319,7 @@ impl<'a> Attention<'a> {
     }
 
     fn score_block<'b>(&self, batch: usize, block: Block, bounds: Option<Slice<'b>>) -> ScoreBlock<'b> {
-        let AttentionDims { queries, keys, n_heads, options, mask, .. } = self.dims;
+        let AttentionDims { n_heads, options, mask, .. } = self.dims;
         ScoreBlock {
             heads: *n_heads,
             visible: self.visible(bounds),
@@ -329,7 +329,7 @@ impl<'a> Attention<'a> {
             block_keys: block.keys,
             scale: options.scale,
             softcap: options.softcap,
-            dropout: mask.map(|mask| (mask.on_device(), batch * n_heads * queries * keys)),
+            dropout: mask.map(|mask| (mask.on_device(), batch)),
         }
     }
 

@@ -87,6 +87,10 @@ fn chain(blocks: usize) -> (Order, usize) {
 }
 
 fn forward(order: &mut Order, root: usize) -> Vec<Action> {
+    forward_of(order, root, None)
+}
+
+fn forward_of(order: &mut Order, root: usize, exists: Option<GraphExists>) -> Vec<Action> {
     let (outer, mut all) = order.pre_forward(root, true).unwrap();
     for block in 0..root {
         let (forward, actions) = order.pre_forward(block, true).unwrap();
@@ -94,12 +98,26 @@ fn forward(order: &mut Order, root: usize) -> Vec<Action> {
         let (hook, actions) = order.post_forward(block, forward, 1);
         assert!(hook);
         all.extend(actions);
-        order.end_forward(forward);
+        order.end_forward(forward, None);
     }
     let (hook, actions) = order.post_forward(root, outer, 1);
     assert!(!hook && actions.is_empty(), "a root keeps its parameters");
-    order.end_forward(outer);
+    order.end_forward(outer, exists);
     all
+}
+
+#[test]
+fn passes_of_graphs_that_ended_are_forgotten() {
+    let (mut order, root) = chain(2);
+    for run in 0..1000 {
+        forward_of(&mut order, root, Some(Box::new(move || run % 100 == 0)));
+    }
+    // A graph that exists has three passes, and at most half of the others are remembered.
+    let passes: Vec<usize> = order.step.passes.iter().map(|pass| pass.pass).collect();
+    assert!(passes.len() < 200, "{} passes", passes.len());
+    for run in (0..1000).step_by(100) {
+        assert!((1..=3).all(|pass| passes.contains(&(3 * run + pass))), "run {run}: {passes:?}");
+    }
 }
 
 #[test]

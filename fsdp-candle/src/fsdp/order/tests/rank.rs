@@ -484,7 +484,7 @@ impl Rank<'_> {
             };
             self.execute(own)
         })();
-        self.order.end_forward(forward);
+        self.order.end_forward(forward, None);
         outcome
     }
 }

@@ -8,13 +8,19 @@
 //!
 //! An output that is a scalar is the operation's own node.
 //!
+//! The sums belong to one backward and not to the graph: see [`running`].
+//!
 //! The graph holds the values that an operation's backward reads ([`Reads`]), and no others. So those of a sum, or of
 //! queries that a rotation reads, are freed with the caller's last handle. Outputs that cost little are freed as well,
 //! and computed again when a backward reads them ([`recomputed_op`]).
 
-use std::cell::{Cell, RefCell};
+mod joined;
+mod running;
+mod teardown;
+
+use std::cell::RefCell;
 use std::collections::HashMap;
-use std::sync::{Arc, LazyLock, OnceLock};
+use std::sync::{Arc, LazyLock, OnceLock, Weak};
 
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CudaStorage, MetalStorage};
@@ -22,7 +28,10 @@ use candle_core::{CustomOp1, CustomOp2, CustomOp3, DType, Device};
 use candle_core::{Layout, Result, Shape, Storage, Tensor, TensorId, bail};
 use parking_lot::Mutex;
 
-use crate::storage::{scalar, sum, with_slice, with_slice_mut};
+use crate::storage::{scalar, with_slice, with_slice_mut};
+pub(crate) use joined::Joined;
+pub(crate) use running::{Key, Running, backward};
+use teardown::drop_flat;
 
 /// The backward of a node with one source.
 pub(crate) trait Backward: Send + Sync + 'static {
@@ -41,7 +50,9 @@ pub(crate) fn node(source: &Tensor, memory: Storage, shape: Shape, backward: imp
 
 /// [`node`] that is never freed, because it is part of many graphs, as a parameter's nodes are.
 pub(crate) fn lasting_node(source: &Tensor, memory: Storage, shape: Shape, backward: impl Backward) -> Result<Tensor> {
-    source.apply_op1(GraphOp { is_lasting: true, ..GraphOp::of(backward, (memory, shape)) })
+    let mut op = GraphOp::of(backward, (memory, shape));
+    op.is_lasting = true;
+    source.apply_op1(op)
 }
 
 /// Returns a node with this storage that follows `source` in the graph, for an operation whose backward reads only the
@@ -64,6 +75,21 @@ pub(crate) fn node_without_values(
         Ok([gradient, None, None])
     };
     op_node(name, &[source], (memory, shape.into()), Reads::Nothing, None, gradients)
+}
+
+/// Tells whether the graph of an operation's output exists.
+#[derive(Clone)]
+pub(crate) struct Lifetime(Weak<Slot>);
+
+impl Lifetime {
+    pub(crate) fn is_over(&self) -> bool {
+        self.0.strong_count() == 0
+    }
+}
+
+/// Returns the lifetime of a tensor's graph, or `None` if the tensor is not an output with a token.
+pub(crate) fn lifetime(tensor: &Tensor) -> Option<Lifetime> {
+    Some(Lifetime(Arc::downgrade(&Link::of(tensor)?.slot)))
 }
 
 /// Returns the node that stands for a tensor where an operation of this library takes it: its token, if it has one.
@@ -143,8 +169,9 @@ fn op_node(
     gradients: impl Fn(&[&Tensor], &Tensor, &Tensor) -> Result<[Option<Tensor>; 3]> + Send + Sync + 'static,
 ) -> Result<Tensor> {
     let links: Vec<Option<Link>> = sources.iter().map(|source| Link::of(source)).collect();
-    let follow = |op: GraphOp| {
+    let follow = |mut op: GraphOp| {
         let follows = |at: usize| links[at].as_ref().map_or(sources[at], |link| &link.token);
+        op.follows = (0..sources.len()).map(follows).filter(|source| source.track_op()).cloned().collect();
         match sources.len() {
             1 => follows(0).apply_op1(op),
             2 => follows(0).apply_op2(follows(1), op),
@@ -163,13 +190,13 @@ fn op_node(
     if !(may_have_token && sources.iter().any(|source| source.track_op())) {
         return follow(op(result, None));
     }
-    let slot = Arc::new(Slot::default());
+    let slot = Arc::new(Slot::new());
     let token = follow(op((scalar(sources[0].device())?, Shape::from(())), Some(slot.clone())))?;
     let output = token.apply_op1(Output { name, result: Mutex::new(Some(result)), slot: slot.clone() })?;
     let _ = slot.output.set(OutputKind::of(&output));
     if let Some(compute) = compute {
         let sources = (0..sources.len()).map(values).collect();
-        *slot.recomputation.lock() = Some(Recomputation { compute, sources, values: None });
+        *slot.recomputation.lock() = Some(Recomputation { compute, sources });
     }
     if matches!(reads, Reads::Output | Reads::SourcesAndOutput) {
         *slot.values.lock() = Some(output.detach());
@@ -222,52 +249,53 @@ pub(crate) fn is_output(id: TensorId) -> bool {
 }
 
 /// What an output and its token share.
-#[derive(Default)]
 struct Slot {
-    gradient: GradientSum,
+    /// Place of the output's gradient, and of values that are computed again, in the state of a backward.
+    key: Key,
     output: OnceLock<OutputKind>,
     /// The values of the output, if its token's backward reads them.
     values: Mutex<Option<Tensor>>,
-    /// Set if the output is computed again in backward, until that has passed it.
+    /// Set if the output is computed again in backward, until a backward has freed it.
     recomputation: Mutex<Option<Recomputation>>,
 }
 
 impl Slot {
+    fn new() -> Self {
+        Slot { key: Key::new(), output: OnceLock::new(), values: Mutex::default(), recomputation: Mutex::default() }
+    }
+
     /// Returns the values of an output that is computed again. They stay until backward has passed the output.
-    fn recomputed(&self) -> Result<Tensor> {
-        let mut recomputation = self.recomputation.lock();
-        let (Some(Recomputation { compute, sources, values }), Some(kind)) = (&mut *recomputation, self.output.get())
+    fn recomputed(&self, running: &Arc<Running>) -> Result<Tensor> {
+        if let Some(values) = running.values(self.key) {
+            return Ok(values);
+        }
+        let (Some(Recomputation { compute, sources }), Some(kind)) =
+            (self.recomputation.lock().clone(), self.output.get())
         else {
             return freed("an activation");
         };
-        if let Some(values) = values {
-            return Ok(values.clone());
-        }
-        let of_sources = sources.iter().map(Values::get).collect::<Result<Vec<_>>>()?;
+        let of_sources = sources.iter().map(|source| source.get(running)).collect::<Result<Vec<_>>>()?;
         let memory = compute(&of_sources.iter().collect::<Vec<_>>())?;
         // A variable, since operations ask whether the source has a gradient.
         let computed = Tensor::from_storage(memory, kind.shape.clone(), BackpropOp::none(), true);
-        Ok(values.insert(computed).clone())
+        running.set_values(self.key, computed.clone());
+        Ok(computed)
     }
+}
 
-    /// Frees recomputed values once backward has passed the output, and with `all` what computes them.
-    fn end_recomputation(&self, all: bool) {
-        let mut recomputation = self.recomputation.lock();
-        match &mut *recomputation {
-            Some(recomputation) if !all => recomputation.values = None,
-            recomputation => *recomputation = None,
-        }
+impl Drop for Slot {
+    fn drop(&mut self) {
+        drop_flat((self.values.get_mut().take(), self.recomputation.get_mut().take()));
     }
 }
 
 type Compute = dyn Fn(&[&Tensor]) -> Result<Storage> + Send + Sync;
 
 /// How an output is computed again.
+#[derive(Clone)]
 struct Recomputation {
     compute: Arc<Compute>,
     sources: Vec<Values>,
-    /// The output, once it was computed again.
-    values: Option<Tensor>,
 }
 
 /// The values of an operation's source.
@@ -286,10 +314,10 @@ impl Values {
         }
     }
 
-    fn get(&self) -> Result<Tensor> {
+    fn get(&self, running: &Arc<Running>) -> Result<Tensor> {
         match self {
             Values::Kept(values) => Ok(values.clone()),
-            Values::Recomputed(slot) => slot.recomputed(),
+            Values::Recomputed(slot) => slot.recomputed(running),
         }
     }
 }
@@ -338,44 +366,6 @@ impl Link {
     }
 }
 
-/// A gradient to which several operations add, apart from Candle's store.
-#[derive(Default)]
-pub(crate) struct GradientSum(Mutex<Option<Gradient>>);
-
-enum Gradient {
-    /// Others may hold its memory.
-    Moved(Tensor),
-    Owned(Tensor),
-}
-
-impl GradientSum {
-    /// Adds a gradient whose memory others may hold.
-    fn add(&self, gradient: Tensor) -> Result<()> {
-        let mut known = self.0.lock();
-        *known = Some(match known.take() {
-            None => Gradient::Moved(gradient),
-            Some(Gradient::Moved(first)) => Gradient::Owned(sum(&first, &gradient)?),
-            Some(Gradient::Owned(total)) => Gradient::Owned(add_to(total, &gradient)?),
-        });
-        Ok(())
-    }
-
-    /// Adds a gradient that has no other reader.
-    pub(crate) fn add_owned(&self, gradient: Tensor) -> Result<()> {
-        let mut sum = self.0.lock();
-        *sum = Some(Gradient::Owned(match sum.take() {
-            None => gradient.contiguous()?,
-            Some(Gradient::Moved(first)) => add_to(gradient.contiguous()?, &first)?,
-            Some(Gradient::Owned(total)) => add_to(total, &gradient)?,
-        }));
-        Ok(())
-    }
-
-    pub(crate) fn take(&self) -> Option<Tensor> {
-        self.0.lock().take().map(|(Gradient::Moved(gradient) | Gradient::Owned(gradient))| gradient)
-    }
-}
-
 /// Adds to a contiguous tensor in place.
 fn add_to(total: Tensor, more: &Tensor) -> Result<Tensor> {
     let more = more.contiguous()?;
@@ -384,18 +374,6 @@ fn add_to(total: Tensor, more: &Tensor) -> Result<Tensor> {
 }
 
 type Gradients = dyn Fn(&[&Tensor], &Tensor, &Tensor) -> Result<[Option<Tensor>; 3]> + Send + Sync;
-
-thread_local! {
-    /// Whether a backward frees what it has passed.
-    static FREES: Cell<bool> = const { Cell::new(false) };
-}
-
-/// Runs a backward that frees each operation's values once it has passed it. A later backward over them fails.
-pub(crate) fn freeing<T>(backward: impl FnOnce() -> T) -> T {
-    let before = FREES.replace(true);
-    let _restore = scopeguard::guard((), move |()| FREES.set(before));
-    backward()
-}
 
 /// An operation whose result is already computed.
 struct GraphOp {
@@ -407,6 +385,14 @@ struct GraphOp {
     is_lasting: bool,
     /// If this is a token.
     slot: Option<Arc<Slot>>,
+    /// The nodes before it, so that freeing a node does not free the nodes before it ([`drop_flat`] does).
+    follows: Vec<Tensor>,
+}
+
+impl Drop for GraphOp {
+    fn drop(&mut self) {
+        drop_flat((std::mem::take(&mut self.follows), self.backward.get_mut().take()));
+    }
 }
 
 /// The backward of an operation, with the values that it reads.
@@ -449,16 +435,18 @@ impl GraphOp {
             backward: Mutex::new(Some(backward)),
             is_lasting: false,
             slot,
+            follows: vec![],
         }
     }
 
     fn backward(&self, arguments: &[&Tensor], node: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 3]> {
-        let frees = FREES.get() && !self.is_lasting;
+        let running = Running::current();
+        let frees = running.frees && !self.is_lasting;
         let known = if frees { self.backward.lock().take() } else { self.backward.lock().clone() };
         let Some(OpBackward { gradients, sources }) = known else { return freed(self.name) };
         let values = |(&argument, source): (&&Tensor, &Option<Source>)| {
             let values = source.as_ref().and_then(|source| source.values.as_ref());
-            values.map_or_else(|| Ok(argument.clone()), Values::get)
+            values.map_or_else(|| Ok(argument.clone()), |values| values.get(&running))
         };
         let of_sources: Vec<Tensor> = arguments.iter().zip(&sources).map(values).collect::<Result<_>>()?;
         let of_sources: Vec<&Tensor> = of_sources.iter().collect();
@@ -466,17 +454,21 @@ impl GraphOp {
             None => gradients(&of_sources, node, gradient)?,
             Some(slot) => {
                 let Some(kind) = slot.output.get() else { bail!("{}: backward ran during forward", self.name) };
-                slot.end_recomputation(frees);
-                let gradient = slot.gradient.take().map_or_else(|| kind.zeros(), Ok)?;
+                running.drop_values(slot.key);
+                let recomputation = if frees { slot.recomputation.lock().take() } else { None };
+                drop(recomputation);
+                let gradient = running.take(slot.key).map_or_else(|| kind.zeros(), Ok)?;
                 let output = if frees { slot.values.lock().take() } else { slot.values.lock().clone() };
                 gradients(&of_sources, output.as_ref().unwrap_or(node), &gradient)?
             }
         };
         for ((gradient, source), argument) in found.iter_mut().zip(&sources).zip(arguments) {
             let Some(Source { slot, .. }) = source else { continue };
-            gradient.take().map_or(Ok(()), |gradient| slot.gradient.add(gradient))?;
-            // Candle needs a gradient of every node that it visits. A token's value is 0.
-            *gradient = Some(argument.detach());
+            // Candle needs a gradient of every node that it visits. A token's is a scalar.
+            *gradient = Some(match gradient.take() {
+                Some(gradient) => running.add(slot.key, gradient, argument)?,
+                None => argument.detach(),
+            });
         }
         Ok(found)
     }
@@ -491,8 +483,7 @@ struct Output {
 
 impl Output {
     fn backward(&self, [token]: &[&Tensor; 1], _: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 1]> {
-        self.slot.gradient.add(gradient.clone())?;
-        Ok([Some(token.detach())])
+        Ok([Some(Running::current().add(self.slot.key, gradient.clone(), token)?)])
     }
 }
 
@@ -550,182 +541,4 @@ custom_op!(
 );
 
 #[cfg(test)]
-mod tests {
-    use std::sync::atomic::{AtomicUsize, Ordering};
-
-    use candle_core::{DType, Device, Var};
-
-    use super::*;
-
-    /// `factor * x`, as an operation of this library that keeps `x`.
-    fn scaled(x: &Tensor, factor: f64) -> Tensor {
-        let values: Vec<f32> = (x.detach() * factor).unwrap().flatten_all().unwrap().to_vec1().unwrap();
-        let memory = Storage::Cpu(CpuStorage::F32(values));
-        graph_op("scaled", &[x], memory, x.shape(), Reads::Sources, move |_, _, dy| Ok([Some((dy * factor)?)])).unwrap()
-    }
-
-    fn variable() -> Var {
-        Var::new(&[[1f32, 2.], [3., 4.]], &Device::Cpu).unwrap()
-    }
-
-    fn gradient(loss: &Tensor, x: &Var) -> Vec<f32> {
-        loss.backward().unwrap().get(x).unwrap().flatten_all().unwrap().to_vec1().unwrap()
-    }
-
-    #[test]
-    fn every_user_of_an_output_adds_its_gradient() {
-        let x = variable();
-        let y = scaled(&x, 2.);
-        // Three operations of this library and two of Candle, which all use `y`.
-        let mut users: Vec<Tensor> = [3., 5., 7.].map(|factor| scaled(&y, factor)).into();
-        users.extend([(&y * 11.).unwrap(), y.t().unwrap()]);
-        let loss = users.iter().map(|user| user.sum_all().unwrap()).reduce(|a, b| (a + b).unwrap()).unwrap();
-        for _ in 0..2 {
-            assert_eq!(gradient(&loss, &x), [2. * (3. + 5. + 7. + 11. + 1.); 4]);
-        }
-        // Another loss over the same graph.
-        assert_eq!(gradient(&users[1].sum_all().unwrap(), &x), [10.; 4]);
-    }
-
-    #[test]
-    fn a_shared_gradient_is_not_changed_by_its_sum() {
-        let x = variable();
-        let (a, b) = (scaled(&x, 2.), scaled(&x, 3.));
-        let memory = Storage::Cpu(CpuStorage::F32(vec![0.; 4]));
-        // Both sources get the same tensor, and `a` gets more.
-        let both = graph_op("both", &[&a, &b], memory, a.shape(), Reads::Nothing, |_, _, dy| {
-            Ok([Some(dy.clone()), Some(dy.clone())])
-        });
-        let more = [scaled(&a, 10.), scaled(&a, 100.)].map(|more| more.sum_all().unwrap());
-        let loss = ((both.unwrap().sum_all().unwrap() + &more[0]).unwrap() + &more[1]).unwrap();
-        assert_eq!(gradient(&loss, &x), [2. * 111. + 3.; 4]);
-    }
-
-    #[test]
-    fn links_end_with_their_outputs() {
-        let x = variable();
-        let y = scaled(&x, 2.);
-        let next = scaled(&y, 3.);
-        let id = y.id();
-        assert!(Link::of(&y).is_some() && Link::of(&y.detach()).is_none());
-        assert_eq!(y.detach().flatten_all().unwrap().to_vec1::<f32>().unwrap(), [2., 4., 6., 8.]);
-        drop(y);
-        assert!(is_output(id), "the next operation reads the output in backward");
-        drop(next);
-        assert!(!is_output(id));
-        let constant = scaled(&x.as_detached_tensor(), 2.);
-        assert!(!constant.track_op() && Link::of(&constant).is_none());
-    }
-
-    #[test]
-    fn values_that_backward_does_not_read_are_freed() {
-        let x = variable();
-        for (reads, is_kept) in [(Reads::Nothing, false), (Reads::Sources, true), (Reads::Output, false)] {
-            let y = scaled(&x, 2.);
-            let id = y.id();
-            let memory = y.storage_and_layout().0.try_clone(y.layout()).unwrap();
-            let next = graph_op("next", &[&y], memory, y.shape(), reads, |_, _, dy| Ok([Some(dy.clone())])).unwrap();
-            drop(y);
-            assert_eq!(is_output(id), is_kept, "{reads:?}");
-            assert_eq!(gradient(&next.sum_all().unwrap(), &x), [2.; 4]);
-        }
-    }
-
-    /// The square of `x`, which is computed again in backward, and how often it was computed.
-    fn square(x: &Tensor) -> (Tensor, Arc<AtomicUsize>) {
-        let count = Arc::new(AtomicUsize::new(0));
-        let counted = count.clone();
-        let compute = move |x: &[&Tensor]| {
-            counted.fetch_add(1, Ordering::Relaxed);
-            Ok(Storage::Cpu(CpuStorage::F32(x[0].detach().sqr()?.flatten_all()?.to_vec1()?)))
-        };
-        let backward = |x: &[&Tensor], dy: &Tensor| Ok([Some((x[0].detach() * dy)?.affine(2., 0.)?)]);
-        (recomputed_op("square", &[x], compute, backward).unwrap(), count)
-    }
-
-    /// An operation whose gradient is the values of its source.
-    fn reader(x: &Tensor) -> Tensor {
-        let memory = x.storage_and_layout().0.try_clone(x.layout()).unwrap();
-        graph_op("reader", &[x], memory, x.shape(), Reads::Sources, |x, _, _| {
-            assert!(x[0].track_op());
-            Ok([Some(x[0].detach())])
-        })
-        .unwrap()
-    }
-
-    #[test]
-    fn an_activation_is_freed_and_computed_once_for_all_that_read_it() {
-        let x = variable();
-        let (y, count) = square(&scaled(&x, 1.));
-        let (z, count_z) = square(&y);
-        let ids = [y.id(), z.id()];
-        // The gradient of z is 2 z = 2 x^4, and that of x is then 4 x^3 2 x^4. A reader of y adds 2 x x^2.
-        let users = [reader(&z), reader(&z), reader(&y)].map(|user| user.sum_all().unwrap());
-        let loss = ((&users[0] + &users[1]).unwrap() + &users[2]).unwrap();
-        drop((y, z));
-        assert!(ids.into_iter().all(|id| !is_output(id)), "the graph keeps an activation");
-        let expected = [1f32, 2., 3., 4.].map(|x| 8. * x.powi(7) + 2. * x.powi(3));
-        for run in 2..4 {
-            assert_eq!(gradient(&loss, &x), expected);
-            let counts = [&count, &count_z].map(|count| count.load(Ordering::Relaxed));
-            assert_eq!(counts, [run; 2]);
-        }
-        assert_eq!(freeing(|| gradient(&loss, &x)), expected);
-        let error = freeing(|| loss.backward()).unwrap_err().to_string();
-        assert!(error.contains("backward_retain_graph"), "{error}");
-    }
-
-    #[test]
-    fn an_activation_is_kept_for_operations_after_a_backward_that_frees() {
-        let x = variable();
-        let (y, count) = square(&x);
-        freeing(|| y.sum_all().unwrap().backward()).unwrap();
-        let loss = reader(&y).sum_all().unwrap();
-        let error = loss.backward().unwrap_err().to_string();
-        assert!(error.contains("square: the graph has been through backward"), "{error}");
-        assert_eq!(count.load(Ordering::Relaxed), 1);
-    }
-
-    #[test]
-    fn backward_gets_the_output_that_it_reads() {
-        let x = variable();
-        let memory = Storage::Cpu(CpuStorage::F32(vec![5., 6., 7., 8.]));
-        let y =
-            graph_op("y", &[x.as_tensor()], memory, x.shape(), Reads::Output, |_, y, _| Ok([Some(y.clone())])).unwrap();
-        let loss = y.sum_all().unwrap();
-        drop(y);
-        assert_eq!(gradient(&loss, &x), [5., 6., 7., 8.]);
-    }
-
-    #[test]
-    fn the_newest_record_has_the_outputs() {
-        let x = variable();
-        let outer = RecordedOutputs::begin();
-        let y = scaled(&x, 2.);
-        let inner = RecordedOutputs::begin();
-        let z = scaled(&y, 3.);
-        let of_record = |record: RecordedOutputs| {
-            record.end().into_iter().map(|(token, output)| (token, output.id())).collect::<Vec<_>>()
-        };
-        assert_eq!(of_record(inner), [(followed(&z), z.id())]);
-        assert_eq!(of_record(outer), [(followed(&y), y.id())]);
-        assert_eq!(gradient(&z.sum_all().unwrap(), &x), [6.; 4]);
-        RECORDED.with_borrow(|recorded| assert!(recorded.is_empty()));
-    }
-
-    #[test]
-    fn half_floats_are_summed_like_candle_does() {
-        for dtype in [DType::BF16, DType::F16] {
-            let x = Var::from_tensor(&variable().to_dtype(dtype).unwrap()).unwrap();
-            let like = |x: &Tensor| {
-                let memory = x.storage_and_layout().0.try_clone(x.layout()).unwrap();
-                graph_op("same", &[x], memory, x.shape(), Reads::Nothing, |_, _, dy| Ok([Some(dy.clone())])).unwrap()
-            };
-            let y = like(&x);
-            let users = [like(&y), like(&y), like(&y)].map(|user| user.sum_all().unwrap());
-            let loss = ((&users[0] + &users[1]).unwrap() + &users[2]).unwrap();
-            let gradient = loss.backward().unwrap().get(&x).unwrap().to_dtype(DType::F32).unwrap();
-            assert_eq!(gradient.flatten_all().unwrap().to_vec1::<f32>().unwrap(), [3.; 4]);
-        }
-    }
-}
+mod tests;
