@@ -9,7 +9,7 @@ use half::bf16;
 use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
 use serde_json::{Value, json};
 
-use crate::cli::{fails, json as parse, succeeds, text};
+use crate::cli::{fails, fsdp_ckpt, json as parse, succeeds, text};
 
 const ROWS: usize = 5;
 const COLUMNS: usize = 7;
@@ -116,6 +116,38 @@ fn weights_are_sums_rounded_once() {
     assert_eq!(read(&at("merged"), "norm.weight"), numbers(4, COLUMNS));
     assert!(at("merged/config.json").is_file());
     assert!(SafetensorsFile::open(&at("merged/model.safetensors")).is_ok());
+}
+
+#[test]
+fn converting_a_checkpoint_with_adapters_merges_or_refuses() {
+    let root = tempfile::tempdir().unwrap();
+    let at = |name: &str| root.path().join(name);
+    fs::create_dir(at("run")).unwrap();
+    let weight = "layers.0.q_proj.weight";
+    let tensors: [(&str, Dtype, &[usize], Vec<f32>); 3] = [
+        (weight, Dtype::F32, &[ROWS, COLUMNS], eighths(1, ROWS * COLUMNS)),
+        ("layers.0.q_proj.lora_A.weight", Dtype::F32, &[RANK, COLUMNS], eighths(5, RANK * COLUMNS)),
+        ("layers.0.q_proj.lora_B.weight", Dtype::F32, &[ROWS, RANK], eighths(6, ROWS * RANK)),
+    ];
+    write(&at("run/model.safetensors"), &tensors);
+    for to in ["hf", "gguf"] {
+        let error = fails(&["convert", text(&at("run")), text(&at("out")), "--to", to]);
+        let expected = format!("adapters of 1 weights, of rank {RANK}");
+        assert!(error.contains(&expected) && error.contains("--lora-alpha"), "{error}");
+        assert!(!at("out").exists());
+    }
+    let alpha = (4 * RANK).to_string();
+    succeeds(&["convert", text(&at("run")), text(&at("merged")), "--to", "hf", "--lora-alpha", &alpha]);
+    let expected = eighths(1, ROWS * COLUMNS).into_iter().zip(product(5, 6));
+    let expected: Vec<u8> = expected.flat_map(|(w, sum)| (w + 4. * sum).to_le_bytes()).collect();
+    assert_eq!(read(&at("merged"), weight), expected);
+    assert_eq!(HfModel::open(&at("merged")).unwrap().tensors().keys().collect::<Vec<_>>(), [weight]);
+
+    let error = fails(&["convert", text(&at("merged")), text(&at("out")), "--to", "hf", "--lora-alpha", "8"]);
+    assert!(error.contains("has no LoRA adapters"), "{error}");
+    let (code, _, error) =
+        fsdp_ckpt(&["convert", text(&at("run")), text(&at("out")), "--to", "fsdp", "--lora-alpha", "8"]);
+    assert!(code == 2 && error.contains("--lora-alpha can't be used with --to fsdp"), "{error}");
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use bytesize::ByteSize;
 use clap::error::ErrorKind;
 use clap::{Args, ValueEnum};
@@ -69,6 +69,7 @@ enum To16 {
     fsdp-ckpt convert runs/llama/step-00000010 step-on-8 --to fsdp --mesh 2x4
     fsdp-ckpt convert runs/llama/step-00000010 llama-dcp --to torch-dcp --world-size 4
     fsdp-ckpt convert llama-hf llama.gguf --to gguf --quantize q4_k_m
+    fsdp-ckpt convert runs/lora/step-00000010 merged --to hf --lora-alpha 16 --config-from base-model
 
 A checkpoint loads at any world size as it is. Written for the world size that reads it, it loads faster, because each \
 rank then reads its own file.")]
@@ -102,6 +103,9 @@ pub(crate) struct Convert {
     /// With --to gguf: llama.cpp's name of the pre-tokenizer, if tokenizer.json has rules that are not recognised.
     #[arg(long, value_name = "NAME")]
     pre_tokenizer: Option<String>,
+    /// With --to hf or gguf: merge the LoRA adapters of the checkpoint SRC, with this alpha, as --lora-alpha in training.
+    #[arg(long, value_name = "ALPHA")]
+    lora_alpha: Option<f64>,
     /// Also write the tensor OLD under the name NEW, both as in the destination. May be repeated.
     ///
     /// PyTorch's state dicts hold a parameter that two layers share under both names; for GPT-2 pass
@@ -224,10 +228,11 @@ impl Convert {
         let of_ranks = [("--world-size", self.world_size.is_some()), ("--mesh", self.mesh.is_some())];
         let of_gguf = [("--quantize", self.quantize.is_some()), ("--pre-tokenizer", self.pre_tokenizer.is_some())];
         let of_others = [("--dtype", self.dtype.is_some()), ("--alias", !self.alias.is_empty())];
+        let alpha = ("--lora-alpha", self.lora_alpha.is_some());
         let (name, strange) = match self.to {
-            To::Fsdp => ("fsdp", [&[shard_size, config_from][..], &of_gguf].concat()),
+            To::Fsdp => ("fsdp", [&[shard_size, config_from, alpha][..], &of_gguf].concat()),
             To::Hf => ("hf", [of_ranks, of_gguf].concat()),
-            To::TorchDcp => ("torch-dcp", [&[shard_size, config_from, of_ranks[1]][..], &of_gguf].concat()),
+            To::TorchDcp => ("torch-dcp", [&[shard_size, config_from, of_ranks[1], alpha][..], &of_gguf].concat()),
             To::Gguf => ("gguf", [&[shard_size][..], &of_ranks, &of_others].concat()),
         };
         if let Some((flag, _)) = strange.iter().find(|(_, given)| *given) {
@@ -240,8 +245,13 @@ impl Convert {
         };
         let source = open(&self.src)?;
         let work = Work::begin(&*source, &self.src, &self.dst, self.skip_unreadable)?;
+        let model = View::model(&*source);
+        let merged = match self.to {
+            To::Hf | To::Gguf => self.with_adapters(&model)?,
+            To::Fsdp | To::TorchDcp => None,
+        };
         let mut view = match self.to {
-            To::Hf | To::Gguf => View::model(&*source),
+            To::Hf | To::Gguf => merged.as_ref().map_or_else(|| View::model(&*source), |merged| View::all(merged)),
             To::Fsdp => View::training(&*source),
             To::TorchDcp => View::training(&*source).decoded(),
         };
@@ -277,6 +287,33 @@ impl Convert {
                 Ok(gguf::write(&self.dst, view, dir, &options)?.into())
             }
         })
+    }
+}
+
+impl Convert {
+    /// Returns the model with its adapters merged, or `None` if it has none.
+    fn with_adapters<'a>(&self, model: &'a View<'_>) -> Result<Option<Merged<'a>>> {
+        let path = model.path().display();
+        let Some(any) = model.tensors().keys().find(|name| name.contains(".lora_")) else {
+            ensure!(self.lora_alpha.is_none(), "--lora-alpha: {path} has no LoRA adapters");
+            return Ok(None);
+        };
+        let down = model.tensors().iter().filter(|(name, _)| name.ends_with(".lora_A.weight"));
+        let ranks: Vec<usize> = down.map(|(_, tensor)| tensor.shape.first().copied().unwrap_or(0)).collect();
+        let (&rank, count) = (ranks.first().with_context(|| format!("{path} has {any}, but no lora_A"))?, ranks.len());
+        let Some(alpha) = self.lora_alpha else {
+            bail!(
+                "{path} has LoRA adapters of {count} weights, of rank {rank}, which the new model would lack: pass the \
+                 --lora-alpha that they were trained with, to merge them (the default of train is {}). To get them in \
+                 PEFT's format, pass --export-hf to train",
+                2 * rank
+            )
+        };
+        ensure!(
+            ranks.iter().all(|other| *other == rank && rank > 0),
+            "{path} has adapters of several ranks: {ranks:?}"
+        );
+        Ok(Some(Merged::in_checkpoint(model, alpha / rank as f64)?))
     }
 }
 
