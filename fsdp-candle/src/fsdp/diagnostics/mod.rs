@@ -255,11 +255,8 @@ impl Diagnostics {
         let Some(message) = message(&new, cuts) else { return };
         if self.rank != 0 && !ranks_may_differ {
             tracing::debug!("{message}");
-        } else if tracing::dispatcher::has_been_set() {
-            tracing::warn!("{message}");
         } else {
-            // Also reported in programs without a tracing subscriber. `eprintln!` panics if stderr is on a full disk.
-            let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("warning: {message}\n"));
+            warn(&message);
         }
     }
 
@@ -268,6 +265,16 @@ impl Diagnostics {
         let mut names: Vec<String> = self.reported.lock().iter().cloned().collect();
         names.sort();
         names
+    }
+}
+
+/// Warns by `tracing`, or on standard error in programs without a subscriber.
+pub(crate) fn warn(message: &str) {
+    if tracing::dispatcher::has_been_set() {
+        tracing::warn!("{message}");
+    } else {
+        // `eprintln!` panics if stderr is on a full disk.
+        let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("warning: {message}\n"));
     }
 }
 
