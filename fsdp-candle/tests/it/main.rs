@@ -35,6 +35,7 @@ mod parity;
 mod placements;
 mod random_models;
 mod reentrancy;
+mod reported;
 mod requires_grad;
 mod settings;
 mod sharded_optimizers;
