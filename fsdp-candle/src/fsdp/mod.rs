@@ -104,6 +104,7 @@ mod var_map;
 mod weight_format;
 
 pub use comm::{AllGather, AllReduceHook, PostAccumulateGradHook, ReduceScatter};
+pub(crate) use diagnostics::warn;
 pub use diagnostics::{GraphCut, GraphCutKind};
 pub use fully_shard::{ExtensionFn, FullyShard, ShardPlacement, ShardPlacementFn, StoreFn, fully_shard, shard};
 pub(crate) use hooks::without_reports;

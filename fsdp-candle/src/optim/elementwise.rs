@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use candle_core::backprop::GradStore;
-use candle_core::{Tensor, Var, bail};
+use candle_core::{DType, Tensor, Var, bail};
 use fsdp_core::heartbeat;
 use serde_json::{Map, Value};
 
@@ -15,7 +15,7 @@ use super::sharded_optimizer::{ParamGroup, ShardedOptimizer};
 use super::state::{Moment, MomentKind, ParamState};
 use crate::disk::StateOnDisk;
 use crate::error::Result;
-use crate::fsdp::FsdpParam;
+use crate::fsdp::{FsdpParam, warn};
 use crate::kernels::{Kernels, Slice, SliceMut};
 use crate::storage::{share_memory, swap, take, with_slice, with_slice_mut};
 
@@ -204,6 +204,7 @@ fn moments<C: ElementwiseRule>(config: &C, param: &FsdpParam) -> Result<Vec<(&'s
 /// Checks groups. Returns their hyper-parameters, and the parameters with the index of the group.
 fn checked<C: ElementwiseRule>(groups: Groups<C>) -> Result<(Vec<C>, Vec<GroupedParam>)> {
     check_unique(C::NAME, &groups)?;
+    warn_of_half_masters(C::NAME, &groups);
     let (mut configs, mut all) = (vec![], vec![]);
     for (group, (params, config)) in groups.into_iter().enumerate() {
         validate(&config)?;
@@ -319,6 +320,24 @@ pub(super) fn check_unique<C>(name: &str, groups: &[(Vec<Arc<FsdpParam>>, C)]) -
     match groups.iter().flat_map(|(params, _)| params).find(|param| !names.insert(param.name())) {
         Some(param) => Err(param.error(format!("it is in the groups of {name} twice: leave it out of one"))),
         None => Ok(()),
+    }
+}
+
+/// Warns of parameters of F16 or BF16, which lose small updates by rounding. Rank 0 warns for all.
+pub(super) fn warn_of_half_masters<C>(name: &str, groups: &[(Vec<Arc<FsdpParam>>, C)]) {
+    let params = groups.iter().flat_map(|(params, _)| params);
+    let halves: Vec<_> = params.filter(|param| matches!(param.dtype(), DType::F16 | DType::BF16)).collect();
+    if let Some(first) = halves.first()
+        && first.device_mesh().rank() == 0
+    {
+        warn(&format!(
+            "{name}: the master copies of {} parameters, such as `{}`, are {:?}, which rounds small updates away.\n\
+             Build the model from F32 (`builder(DType::F32)`), and compute in half precision by \
+             MixedPrecisionPolicy::param_dtype",
+            halves.len(),
+            first.name(),
+            first.dtype()
+        ));
     }
 }
 

@@ -11,7 +11,7 @@ use fsdp_core::process_group::Subject;
 use fsdp_core::{Buffer, DType as CoreDType, heartbeat};
 use serde_json::{Map, Value, json};
 
-use super::elementwise::{check_gradients, check_unique, next_gradient, param_groups};
+use super::elementwise::{check_gradients, check_unique, next_gradient, param_groups, warn_of_half_masters};
 use super::hyper_parameters::{self as hyper, HyperParameters, set_hyper, validate};
 use super::muon_exchange::{Exchange, MatrixGroup, assign_owners};
 use super::sharded_optimizer::{ParamGroup, ShardedOptimizer};
@@ -62,6 +62,7 @@ impl Muon {
     /// parameter is in two groups.
     pub fn with_groups(groups: Vec<(Vec<Arc<FsdpParam>>, MuonConfig)>) -> Result<Self> {
         check_unique("Muon", &groups)?;
+        warn_of_half_masters("Muon", &groups);
         let mut optim = Muon { groups: vec![], states: vec![], work: vec![] };
         for (group, (params, config)) in groups.into_iter().enumerate() {
             validate(&config)?;

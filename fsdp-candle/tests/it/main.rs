@@ -36,6 +36,7 @@ mod placements;
 mod random_graphs;
 mod random_models;
 mod reentrancy;
+mod reported;
 mod requires_grad;
 mod settings;
 mod sharded_optimizers;

@@ -24,7 +24,7 @@ use self::manifest::Manifest;
 use crate::error::io_error;
 use crate::safetensors::chunked::ChunkedTensors;
 use crate::source::SourceIndex;
-use crate::store::location;
+use crate::store::{LOOKED_UP, location};
 use crate::{Checksums, Error, Format, MANIFEST, Result, TensorSource};
 
 pub(crate) mod agree;
@@ -71,6 +71,7 @@ impl Checkpoint {
         let (manifest, mesh, id) = Manifest::read(&*store)?;
         let mut index = SourceIndex::new(dir, Format::Fsdp);
         for (name, entry) in &manifest.files {
+            tracing::trace!(target: LOOKED_UP, path = %dir.join(name).display());
             if store.link(name).is_some() {
                 let reason = "it is a symbolic link; replace it by a copy of the file";
                 return Err(io_error("open", &dir.join(name))(std::io::Error::other(reason)));

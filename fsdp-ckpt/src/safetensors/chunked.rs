@@ -11,7 +11,7 @@ use crate::checksum::Checksum;
 use crate::region::{Bounds, check_request};
 use crate::safetensors::SafetensorsFile;
 use crate::source::{ChunkEntry, SourceIndex, TensorEntry};
-use crate::store::Store;
+use crate::store::{OPENED, Store};
 use crate::{Error, Result};
 
 /// Tensors and the files of their chunks. The first read of a chunk opens its file.
@@ -81,7 +81,9 @@ impl ChunkedTensors {
             Some(file) => Arc::clone(file),
             None => {
                 let expected = self.index.files.get(name).and_then(|file| file.header_crc32c);
-                let file = Arc::new(SafetensorsFile::with_header(self.store.open(name)?, expected)?);
+                let file = self.store.open(name)?;
+                tracing::trace!(target: OPENED, path = %file.path().display());
+                let file = Arc::new(SafetensorsFile::with_header(file, expected)?);
                 open.insert(name.clone(), Arc::clone(&file));
                 file
             }

@@ -17,7 +17,7 @@ use serde::ser::{Serialize, SerializeMap, Serializer};
 use crate::checksum::Checksum;
 use crate::error::did_you_mean;
 use crate::region::{check_request, checked_bytes, runs};
-use crate::store::{CACHE_BLOCK, ReadAt, Store, allocate, location, read_runs};
+use crate::store::{CACHE_BLOCK, OPENED, ReadAt, Store, allocate, location, read_runs};
 use crate::{Error, Result};
 
 pub(crate) mod chunked;
@@ -232,6 +232,7 @@ pub(crate) fn write_file(
 ) -> Result<WrittenFile> {
     let layout = Layout::new(entries, metadata)?;
     let mut file = store.create(name, layout.bytes)?;
+    tracing::trace!(target: OPENED, path = %store.path().join(name).display());
     file.append(&layout.header)?;
     let mut checksums = vec![0; entries.len()];
     for &index in &layout.order {

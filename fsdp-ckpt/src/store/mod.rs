@@ -22,6 +22,10 @@ pub(crate) use local::LocalFile;
 use staging::LocalPath;
 pub(crate) use staging::{LocalStaging, remove_stale};
 
+/// Targets of the traces of files that are opened or created, and of files whose sizes are looked up.
+pub(crate) const OPENED: &str = "fsdp_ckpt::opened";
+pub(crate) const LOOKED_UP: &str = "fsdp_ckpt::looked_up";
+
 /// Returns the location of a path in its store.
 pub(crate) fn location(path: &Path) -> Result<Box<dyn Location + '_>> {
     match PathKind::of(path)? {
@@ -139,6 +143,7 @@ pub(crate) trait Store: Debug + Send + Sync {
             return Ok(None);
         }
         let file = self.open(name)?;
+        tracing::trace!(target: OPENED, path = %file.path().display());
         let bytes = file.bytes();
         if bytes > most {
             return Err(Error::TooLarge { path: self.path().join(name), bytes, most });

@@ -23,6 +23,7 @@ mod merge;
 mod processes;
 mod resharding;
 mod run_dir;
+mod scale;
 mod terminal;
 mod torch;
 mod world;

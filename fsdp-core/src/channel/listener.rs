@@ -12,13 +12,15 @@ use std::{
     time::Duration,
 };
 
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 use rustix::event::{PollFd, PollFlags, poll};
 
-use super::session::{Channel, Key};
+use super::session::{Channel, Key, part};
 
 /// Maximum number of connections that have not proved the key. A further connection closes the oldest one.
 const MAX_UNAUTHENTICATED: usize = 64;
+/// Connections beyond the maximum that are told so at a time. A further connection is closed without a word.
+const MAX_REFUSED: usize = 64;
 /// Time that an authenticated connection has to send its first message.
 const FIRST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Stack of a connection's thread.
@@ -36,11 +38,15 @@ pub struct Accepted {
 
 /// Serves the connections of a [`Listener`].
 pub trait Handler: Send + Sync + 'static {
-    /// Serves one connection until it ends, on a thread of its own.
+    /// Serves one connection until it ends, on a thread of its own. The listener then waits until the peer has read
+    /// all messages, so the last message may be a refusal. Another thread may still send queued messages.
     ///
     /// # Errors
     /// The reason why the connection ended.
     fn serve(&self, guest: Accepted) -> io::Result<()>;
+
+    /// Encodes the message that tells a peer why it is not served.
+    fn refusal(&self, why: &str) -> Vec<u8>;
 
     /// Reports a connection with another secret, or without one. Called for the first such connection only.
     fn refused(&self, from: IpAddr, why: &io::Error);
@@ -51,6 +57,14 @@ pub struct Listener {
     /// Dropping the pipe ends the thread.
     stop: Option<PipeWriter>,
     thread: Option<JoinHandle<()>>,
+    accepted: Arc<AcceptedCount>,
+}
+
+/// Number of accepted connections, until their peers have closed them.
+#[derive(Default)]
+struct AcceptedCount {
+    count: Mutex<usize>,
+    changed: Condvar,
 }
 
 /// State that the threads of all connections share.
@@ -58,12 +72,12 @@ struct Shared<H> {
     handler: H,
     key: Key,
     /// Connections that have not proved the key, the oldest first. Each has a thread.
-    unauthenticated: Mutex<VecDeque<(SocketAddr, TcpStream)>>,
+    unauthenticated: Mutex<VecDeque<(SocketAddr, Arc<TcpStream>)>>,
     /// Number of handshake threads, including those of closed connections.
     handshake_threads: AtomicUsize,
     /// Whether a refused connection was reported.
     has_refused: AtomicBool,
-    accepted: AtomicUsize,
+    accepted: Arc<AcceptedCount>,
     max_accepted: usize,
 }
 
@@ -75,28 +89,57 @@ impl Listener {
     pub fn start(listener: TcpListener, key: Key, max: usize, handler: impl Handler) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
         let (stopped, stop) = io::pipe()?;
+        let accepted = Arc::<AcceptedCount>::default();
         let shared = Arc::new(Shared {
             handler,
             key,
             unauthenticated: Mutex::default(),
             handshake_threads: AtomicUsize::new(0),
             has_refused: AtomicBool::new(false),
-            accepted: AtomicUsize::new(0),
+            accepted: accepted.clone(),
             max_accepted: max,
         });
         let thread = thread::Builder::new().name("listener".into());
         let thread = thread.spawn(move || listen(&listener, &stopped, &shared))?;
-        Ok(Listener { stop: Some(stop), thread: Some(thread) })
+        Ok(Listener { stop: Some(stop), thread: Some(thread), accepted })
     }
-}
 
-impl Drop for Listener {
-    fn drop(&mut self) {
+    /// Stops listening. Connections that were accepted stay open.
+    pub fn stop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
             // Fails only after a panic, which was printed.
             thread.join().ok();
         }
+    }
+
+    /// Waits until the peers have closed all accepted connections, for at most `timeout`. Returns whether they have.
+    ///
+    /// If the process ended earlier, the peers could lose the last messages.
+    pub fn wait_until_closed(&self, timeout: Duration) -> bool {
+        let mut count = self.accepted.count.lock();
+        self.accepted.changed.wait_while_for(&mut count, |count| *count > 0, timeout);
+        *count == 0
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+impl AcceptedCount {
+    /// Counts a connection. Returns the number of the others.
+    fn add(&self) -> usize {
+        let mut count = self.count.lock();
+        *count += 1;
+        *count - 1
+    }
+
+    fn remove(&self) {
+        *self.count.lock() -= 1;
+        self.changed.notify_all();
     }
 }
 
@@ -129,7 +172,7 @@ fn listen(listener: &TcpListener, stopped: &PipeReader, shared: &Arc<Shared<impl
 
 impl<H: Handler> Shared<H> {
     /// Adds a new connection. Closes the oldest one if there are too many.
-    fn add_unauthenticated(&self, connection: (SocketAddr, TcpStream)) {
+    fn add_unauthenticated(&self, connection: (SocketAddr, Arc<TcpStream>)) {
         let mut connections = self.unauthenticated.lock();
         if connections.len() >= MAX_UNAUTHENTICATED
             && let Some((from, oldest)) = connections.pop_front()
@@ -148,32 +191,41 @@ impl<H: Handler> Shared<H> {
         self.handshake_threads.fetch_sub(1, Ordering::Relaxed);
     }
 
-    fn serve(&self, stream: TcpStream, from: SocketAddr) -> io::Result<()> {
+    fn serve(&self, stream: &Arc<TcpStream>, from: SocketAddr) -> io::Result<()> {
         // Some systems let accepted sockets inherit the flag.
         let opened = stream.set_nonblocking(false).and_then(|()| {
-            let mut channel = Channel::accept(stream, &self.key)?;
+            let mut channel = Channel::accept(stream.clone(), &self.key)?;
             let first = channel.reader.receive(FIRST_MESSAGE_TIMEOUT)?.to_vec();
             Ok((channel, first))
         });
+        let opened = opened.map(|opened| (opened, self.accepted.add()));
         self.end_handshake(from);
-        let (channel, first) = opened?;
-        let others = self.accepted.fetch_add(1, Ordering::Relaxed);
-        let served = match others < self.max_accepted {
-            true => self.handler.serve(Accepted { channel, first, from }),
-            false => Err(io::Error::other(format!("{others} others are connected, which is the maximum"))),
+        let ((mut channel, first), others) = opened?;
+        let may_refuse = others < self.max_accepted.saturating_add(MAX_REFUSED);
+        let served = if others < self.max_accepted {
+            self.handler.serve(Accepted { channel, first, from })
+        } else {
+            let why = format!("{} connections are open, which is the maximum", self.max_accepted);
+            let told = if may_refuse { channel.writer.send(&self.handler.refusal(&why)) } else { Ok(()) };
+            drop(channel);
+            told.and(Err(io::Error::other(why)))
         };
-        self.accepted.fetch_sub(1, Ordering::Relaxed);
+        if may_refuse {
+            part(stream);
+        }
+        self.accepted.remove();
         served
     }
 }
 
 /// Starts the handshake of a new connection on its own thread.
 fn admit(stream: TcpStream, from: SocketAddr, shared: &Arc<Shared<impl Handler>>) -> io::Result<()> {
-    shared.add_unauthenticated((from, stream.try_clone()?));
+    let stream = Arc::new(stream);
+    shared.add_unauthenticated((from, stream.clone()));
     shared.handshake_threads.fetch_add(1, Ordering::Relaxed);
     let for_thread = shared.clone();
     let serve = move || {
-        if let Err(error) = for_thread.serve(stream, from) {
+        if let Err(error) = for_thread.serve(&stream, from) {
             // Report only the first, so that a scanner cannot flood the log.
             if error.kind() == io::ErrorKind::PermissionDenied && !for_thread.has_refused.swap(true, Ordering::Relaxed)
             {

@@ -49,14 +49,14 @@ pub fn random_secret() -> io::Result<[u8; 32]> {
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 
 struct DeadlineStream {
-    stream: TcpStream,
+    stream: Arc<TcpStream>,
     /// End of the next reads; `None` if it exceeds the clock's range.
     deadline: Option<Instant>,
 }
 
 impl DeadlineStream {
     /// The first reads have the time limit of a handshake.
-    fn new(stream: TcpStream) -> io::Result<Self> {
+    fn new(stream: Arc<TcpStream>) -> io::Result<Self> {
         stream.set_nodelay(true)?;
         stream.set_write_timeout(Some(HANDSHAKE_TIMEOUT))?;
         let mut stream = DeadlineStream { stream, deadline: None };
@@ -77,7 +77,7 @@ impl Read for DeadlineStream {
             return Err(io::ErrorKind::TimedOut.into());
         }
         self.stream.set_read_timeout(left)?;
-        self.stream.read(buffer).map_err(|error| match error.kind() {
+        (&*self.stream).read(buffer).map_err(|error| match error.kind() {
             io::ErrorKind::WouldBlock => io::ErrorKind::TimedOut.into(),
             _ => error,
         })
@@ -97,6 +97,29 @@ const TAG_LEN: usize = 16;
 /// Maximum length of a message in bytes.
 pub const MAX_MESSAGE_LEN: usize = MAX_WIRE_LEN - TAG_LEN;
 
+/// Time in which the peer of a connection that has ended must read the last messages and close.
+const PARTING_TIMEOUT: Duration = Duration::from_secs(10);
+/// Maximum number of bytes that such a peer may still send.
+const MAX_UNREAD_LEN: usize = 64 << 20;
+
+/// Waits until the peer has closed its end, and discards what it still sends. Then closes the connection.
+///
+/// If a socket closes while its peer still sends, the system resets the connection. The peer's next write then fails,
+/// and messages that it has not received yet are lost, such as the reason of a refusal. So a server calls this function
+/// after its last message, and once the [`Writer`] has been dropped or is about to be.
+pub(super) fn part(stream: &Arc<TcpStream>) {
+    let mut stream = DeadlineStream { stream: stream.clone(), deadline: None };
+    stream.set_deadline(PARTING_TIMEOUT);
+    let (mut unread, mut buffer) = (0, [0; 16 << 10]);
+    while unread < MAX_UNREAD_LEN
+        && let Ok(count @ 1..) = stream.read(&mut buffer)
+    {
+        unread += count;
+    }
+    // Ends a write that a peer without a deadline blocks.
+    stream.stream.shutdown(Shutdown::Both).ok();
+}
+
 /// The two directions of a connection.
 pub struct Channel {
     /// Receives from the peer.
@@ -112,13 +135,13 @@ impl Channel {
     /// When the peer has another key, does not speak this protocol, or does not answer
     /// ([`TimedOut`](io::ErrorKind::TimedOut)).
     pub fn connect(stream: TcpStream, key: &Key) -> io::Result<Self> {
-        let mut stream = DeadlineStream::new(stream)?;
+        let mut stream = DeadlineStream::new(Arc::new(stream))?;
         let mut state = noise(key, |builder| builder.build_initiator())?;
         let mut message = [0; HANDSHAKE_LEN];
         state.write_message(&[], &mut message).map_err(invalid_data)?;
-        stream.stream.write_all(&message)?;
         // A peer without the key closes the connection, or answers anything. A stopped process does not answer.
-        stream.read_exact(&mut message).map_err(|error| match error.kind() {
+        let answered = (&*stream.stream).write_all(&message).and_then(|()| stream.read_exact(&mut message));
+        answered.map_err(|error| match error.kind() {
             io::ErrorKind::TimedOut => io::Error::new(error.kind(), SILENT),
             kind => io::Error::new(kind, REJECTED),
         })?;
@@ -131,21 +154,21 @@ impl Channel {
     ///
     /// # Errors
     /// As [`connect`](Self::connect).
-    pub fn accept(stream: TcpStream, key: &Key) -> io::Result<Self> {
-        let mut stream = DeadlineStream::new(stream)?;
+    pub fn accept(stream: impl Into<Arc<TcpStream>>, key: &Key) -> io::Result<Self> {
+        let mut stream = DeadlineStream::new(stream.into())?;
         let mut state = noise(key, |builder| builder.build_responder())?;
         let mut message = [0; HANDSHAKE_LEN];
         stream.read_exact(&mut message)?;
         let other = |_| io::Error::new(io::ErrorKind::PermissionDenied, "the peer has another secret");
         state.read_message(&message, &mut []).map_err(other)?;
         state.write_message(&[], &mut message).map_err(invalid_data)?;
-        stream.stream.write_all(&message)?;
+        (&*stream.stream).write_all(&message)?;
         Channel::new(stream, state)
     }
 
     fn new(stream: DeadlineStream, state: HandshakeState) -> io::Result<Self> {
         let noise = Arc::new(state.into_stateless_transport_mode().map_err(invalid_data)?);
-        let other = stream.stream.try_clone()?;
+        let other = stream.stream.clone();
         Ok(Channel {
             reader: Reader { stream, noise: noise.clone(), nonce: 0, message: Vec::new(), plain: Vec::new() },
             writer: Writer { stream: other, noise, nonce: 0 },
@@ -194,11 +217,16 @@ impl Reader {
         self.nonce += 1;
         Ok(&self.plain[..len])
     }
+
+    /// Shuts down both directions, because the connection is of no more use.
+    pub fn close(&self) {
+        self.stream.stream.shutdown(Shutdown::Both).ok();
+    }
 }
 
-/// The direction to the peer.
+/// The direction to the peer. Dropping it ends the direction: the peer reads all messages, and then the end.
 pub struct Writer {
-    stream: TcpStream,
+    stream: Arc<TcpStream>,
     noise: Arc<StatelessTransportState>,
     nonce: u64,
 }
@@ -219,17 +247,24 @@ impl Writer {
         let len = self.noise.write_message(self.nonce, message, &mut wire[2..]).map_err(invalid_data)?;
         self.nonce += 1;
         wire[..2].copy_from_slice(&(len as u16).to_be_bytes());
-        self.stream.write_all(&wire[..2 + len])
+        (&*self.stream).write_all(&wire[..2 + len])
     }
 
-    /// Shuts down both directions.
+    /// Shuts down both directions, because the connection is of no more use. The peer may lose the last messages.
     pub fn close(&self) {
         self.stream.shutdown(Shutdown::Both).ok();
     }
 
     /// Returns the socket, to shut it down from another thread.
-    pub(crate) fn stream(&self) -> io::Result<TcpStream> {
-        self.stream.try_clone()
+    pub(crate) fn stream(&self) -> &Arc<TcpStream> {
+        &self.stream
+    }
+}
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        // The peer may have closed the connection.
+        self.stream.shutdown(Shutdown::Write).ok();
     }
 }
 
@@ -294,10 +329,10 @@ mod tests {
             if !repeat {
                 wire[4] ^= 1;
             }
-            (&one.writer.stream).write_all(&wire).unwrap();
+            (&*one.writer.stream).write_all(&wire).unwrap();
             if repeat {
                 assert_eq!(other.reader.receive(SOON).unwrap(), b"abc");
-                (&one.writer.stream).write_all(&wire).unwrap();
+                (&*one.writer.stream).write_all(&wire).unwrap();
             }
             assert_eq!(other.reader.receive(SOON).unwrap_err().kind(), io::ErrorKind::InvalidData);
         }
@@ -306,7 +341,7 @@ mod tests {
     #[test]
     fn an_incomplete_message_times_out() {
         let [one, mut other] = pair([7, 7]).map(Result::unwrap);
-        (&one.writer.stream).write_all(&[1, 0, 5]).unwrap();
+        (&*one.writer.stream).write_all(&[1, 0, 5]).unwrap();
         let error = other.reader.receive(Duration::from_millis(50)).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
     }
@@ -325,7 +360,7 @@ mod tests {
                 let mut stream = TcpStream::connect(address).unwrap();
                 if after {
                     let channel = Channel::connect(stream.try_clone().unwrap(), &theirs).unwrap();
-                    channel.writer.stream.try_clone().unwrap().write_all(&bytes).unwrap();
+                    (&*channel.writer.stream).write_all(&bytes).unwrap();
                 } else {
                     stream.write_all(&bytes).ok();
                 }

@@ -13,7 +13,7 @@ use super::{
     single_rank::SingleRank,
     work::Work,
 };
-use crate::{Allocator, Buffer, DeviceId, Element, Error, Heap, ReduceOp, Result, hash::Hash};
+use crate::{Allocator, Buffer, DeviceId, Element, Error, Heap, ReduceOp, Result};
 
 /// A handle of a group of ranks that run the same collectives in the same order. Clones are handles of the same group.
 ///
@@ -393,51 +393,7 @@ impl ProcessGroup {
         self.gather(values, counts)
     }
 
-    /// Returns all ranks' messages in rank order. Their lengths may differ. Collective; blocks.
-    ///
-    /// # Errors
-    /// Errors of [`ProcessGroup::all_gather`].
-    ///
-    /// ```
-    /// use fsdp_core::process_group::local;
-    /// let messages = local::run(3, |group| group.gather_bytes(vec![b'x'; group.rank()]).unwrap());
-    /// assert_eq!(messages[0], [&b""[..], b"x", b"xx"]);
-    /// ```
-    pub fn gather_bytes(&self, message: Vec<u8>) -> Result<Vec<Vec<u8>>> {
-        let lengths: Vec<usize> =
-            self.gather_values(vec![message.len() as i64])?.into_iter().map(|length| length as usize).collect();
-        if lengths.iter().all(|&length| length == 0) {
-            return Ok(vec![Vec::new(); self.size()]);
-        }
-        let all = self.gather(message, lengths.clone())?;
-        let mut rest = &all[..];
-        let messages = lengths.into_iter().map(|length| {
-            let (message, others) = rest.split_at(length);
-            rest = others;
-            message.to_vec()
-        });
-        Ok(messages.collect())
-    }
-
-    /// Returns the ranks whose value differs from this rank's. Compares hashes of 64 bits. Collective; blocks.
-    ///
-    /// # Errors
-    /// Errors of [`ProcessGroup::all_gather`].
-    ///
-    /// ```
-    /// use fsdp_core::process_group::local;
-    /// let others = local::run(3, |group| group.differing_ranks(if group.rank() == 1 { b"b" } else { b"a" }).unwrap());
-    /// assert_eq!(others, [vec![1], vec![0, 2], vec![1]]);
-    /// ```
-    pub fn differing_ranks(&self, value: &[u8]) -> Result<Vec<usize>> {
-        let mut hash = Hash::default();
-        hash.bytes(value);
-        let own = hash.value() as i64;
-        let all = self.gather_values(vec![own])?;
-        Ok((0..all.len()).filter(|&rank| all[rank] != own).collect())
-    }
-
-    fn gather<T: Element>(&self, values: Vec<T>, counts: Vec<usize>) -> Result<Vec<T>> {
+    pub(super) fn gather<T: Element>(&self, values: Vec<T>, counts: Vec<usize>) -> Result<Vec<T>> {
         let len = counts.iter().sum();
         let part = GatherPart { input: Arc::new(Buffer::from(values)), counts };
         self.elements(self.blocking().all_gather(vec![part], Heap::shared()), len)
@@ -452,7 +408,7 @@ impl ProcessGroup {
     }
 
     /// Waits for a collective of one part and returns its `len` elements.
-    fn elements<T: Element>(&self, work: Work, len: usize) -> Result<Vec<T>> {
+    pub(super) fn elements<T: Element>(&self, work: Work, len: usize) -> Result<Vec<T>> {
         let found = match self.only_output(work)?.into_vec() {
             Ok(values) if values.len() == len => return Ok(values),
             Ok(values) => format!("{} {}", values.len(), T::DTYPE),

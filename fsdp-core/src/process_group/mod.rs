@@ -28,6 +28,7 @@ mod device_memory;
 mod group;
 mod group_store;
 mod host;
+mod messages;
 mod mismatch;
 pub mod mpi;
 #[cfg(feature = "nccl")]
@@ -53,7 +54,7 @@ pub use nccl::Nccl;
 pub use on_device::{DeviceEngine, device_backend};
 #[cfg(feature = "cuda")]
 pub use on_device::{HostStaging, ranks_sharing_devices};
-pub use op::{ExchangePart, GatherPart, Op, ScatterPart};
+pub use op::{ExchangePart, GatherPart, Messages, Op, ScatterPart};
 pub use options::{Membership, Options, init};
 pub use shared_memory::{local, shm};
 pub use signature::{Signature, Subject};

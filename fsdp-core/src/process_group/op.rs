@@ -33,6 +33,22 @@ pub struct ExchangePart {
     pub recv_counts: Vec<usize>,
 }
 
+/// Messages of different lengths that one rank receives from all ranks, or sends to them. Messages are bytes in host
+/// memory.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Messages {
+    /// To gather: this rank's message. To scatter: the concatenation of all messages on the root, nothing elsewhere.
+    pub input: Vec<u8>,
+    /// Length of each rank's message on the root, nothing elsewhere.
+    pub counts: Vec<usize>,
+    /// Length of this rank's message.
+    pub own: usize,
+    /// A length that no message exceeds, the same on all ranks.
+    pub longest: usize,
+    /// The rank that receives all messages, or sends them.
+    pub root: usize,
+}
+
 /// A collective to run, with its buffers. [`crate::ProcessGroup`] documents each in the method of the same name, and
 /// has checked all counts, dtypes and ranks.
 #[non_exhaustive]
@@ -74,6 +90,11 @@ pub enum Op {
         /// Allocator of the outputs, which the inputs are given back to.
         memory: Arc<dyn Allocator>,
     },
+    /// [`crate::ProcessGroup::gather_bytes_to`]. The output is the concatenation of the messages on the root, and empty
+    /// elsewhere.
+    Gather(Messages),
+    /// [`crate::ProcessGroup::scatter_bytes`]. The output is this rank's message.
+    Scatter(Messages),
     /// [`crate::ProcessGroup::barrier`].
     Barrier,
 }
@@ -86,7 +107,7 @@ impl Op {
             Op::ReduceScatter { parts, .. } => parts.first().map(|part| part.input.device()),
             Op::AllReduce { buffers, .. } | Op::Broadcast { buffers, .. } => buffers.first().map(Buffer::device),
             Op::AllToAll { parts, .. } => parts.first().map(|part| part.input.device()),
-            Op::Barrier => None,
+            Op::Gather(_) | Op::Scatter(_) | Op::Barrier => None,
         }
         .unwrap_or(DeviceId::Host)
     }
@@ -153,6 +174,26 @@ pub(super) fn exchange(parts: &[ExchangePart], group: &Membership, device: Devic
     }
     let call = Call::new(at.name, "", parts.iter().map(|part| (part.input.dtype(), [])));
     Ok(if group.size > 1 { call.with_row(parts, group) } else { call })
+}
+
+/// Checks messages from all ranks to one (`gather`) or from one rank to all (`scatter`).
+pub(super) fn messages(name: &'static str, messages: &Messages, group: &Membership) -> Result<Call> {
+    let Messages { input, counts, own, longest, root } = messages;
+    let at = At { name, rank: group.rank };
+    if *root >= group.size {
+        let message = format!("{name}: root {root} is not a rank of a group of {}", group.size);
+        return Err(Error::Argument { rank: group.rank, message });
+    }
+    let is_root = group.rank == *root;
+    let total = if is_root { at.total(0, "counts", counts, DType::U8, group)? } else { 0 };
+    if own > longest || is_root && (counts[*root] != *own || counts.iter().any(|count| count > longest)) {
+        return at.refuse(0, format!("the lengths {counts:?}, and {own} of this rank, do not fit the longest, {longest}"));
+    }
+    let expected = if name == "gather" { *own } else { total };
+    if input.len() != expected {
+        return at.refuse(0, format!("the input has {} bytes, expected {expected}", input.len()));
+    }
+    Ok(Call::without_parts(name, &format!("root {root}, at most {longest} bytes")))
 }
 
 /// The collective and rank whose arguments are checked, for messages.

@@ -50,6 +50,7 @@ impl Backend for SingleRank {
             Op::ReduceScatter { parts, .. } => parts.into_iter().map(|ScatterPart { input, .. }| input).collect(),
             Op::AllToAll { parts, .. } => parts.into_iter().map(|ExchangePart { input, .. }| input).collect(),
             Op::AllReduce { buffers, .. } | Op::Broadcast { buffers, .. } => buffers,
+            Op::Gather(messages) | Op::Scatter(messages) => vec![Buffer::U8(messages.input)],
             Op::Barrier => Vec::new(),
         };
         Ok(outputs.into())

@@ -160,8 +160,11 @@ pub(crate) fn holder(env: &RankEnv) -> String {
     format!("rank 0 at {}:{}", env.master_addr, env.master_port)
 }
 
-/// Fails if other hosts cannot reach the server's address.
+/// Fails if other ranks cannot reach the server's address.
 pub(crate) fn check_address(env: &RankEnv, asked: &RequestContext<'_>) -> Result<()> {
+    if env.master_port == 0 && env.world_size > 1 {
+        return Err(asked.failed("the port is 0, which other ranks do not know: set MASTER_PORT to a free port"));
+    }
     if env.hosts <= 1 || !is_loopback(&env.master_addr) {
         return Ok(());
     }
@@ -379,6 +382,9 @@ impl Endpoint {
             };
             return format!("{error}: {remedy}, or choose another MASTER_PORT");
         }
+        if error.kind() == io::ErrorKind::ResourceBusy {
+            return format!("it refuses this rank: {error}");
+        }
         format!(
             "it can't be reached ({error}). Check that rank 0 runs, and that MASTER_ADDR and MASTER_PORT are its host \
              and a port that all ranks can reach"
@@ -390,14 +396,17 @@ impl Endpoint {
 fn ping(mut channel: Channel, deadline: Deadline) -> io::Result<Channel> {
     match round_trip(&mut channel, &Request::Ping, deadline)? {
         Answer::Nothing => Ok(channel),
+        Answer::Refused(why) => Err(io::Error::new(io::ErrorKind::ResourceBusy, why)),
         answer => Err(io::Error::other(format!("it answered {answer:?} to a ping"))),
     }
 }
 
 /// Sends a request and receives the answer.
 fn round_trip(channel: &mut Channel, request: &Request<'_>, deadline: Deadline) -> io::Result<Answer> {
-    channel.writer.send(&request.to_bytes())?;
-    let answer = channel.reader.receive(deadline.left().max(MIN_WAIT))?;
+    // If the server refuses the connection, its answer may be there although the request can't be sent.
+    let sent = channel.writer.send(&request.to_bytes());
+    let answer = channel.reader.receive(deadline.left().max(MIN_WAIT));
+    let answer = answer.map_err(|error| sent.err().unwrap_or(error))?;
     Answer::parse(answer).ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "its answer can't be understood"))
 }
 
@@ -419,7 +428,7 @@ struct Connections(Mutex<Streams>);
 
 #[derive(Default)]
 struct Streams {
-    by_id: BTreeMap<u64, TcpStream>,
+    by_id: BTreeMap<u64, Arc<TcpStream>>,
     next: u64,
     /// Whether the server has stopped.
     is_closed: bool,
@@ -451,7 +460,7 @@ impl Drop for Server {
 
 impl Connections {
     /// Adds a connection, unless the server has stopped.
-    fn add(&self, stream: TcpStream) -> io::Result<u64> {
+    fn add(&self, stream: Arc<TcpStream>) -> io::Result<u64> {
         let mut streams = self.0.lock();
         if streams.is_closed {
             return Err(io::Error::other("the store is gone"));
@@ -484,9 +493,13 @@ impl Handler for Requests {
         tracing::warn!("the store of this job refused {from}: {why}. Ranks need the job's FSDP_STORE_SECRET");
     }
 
+    fn refusal(&self, why: &str) -> Vec<u8> {
+        Answer::Refused(why.to_owned()).to_bytes()
+    }
+
     fn serve(&self, guest: Accepted) -> io::Result<()> {
         let Accepted { mut channel, first, .. } = guest;
-        let stream = channel.writer.stream()?;
+        let stream = channel.writer.stream().clone();
         // Keepalive ends the connection of a host that disappeared.
         set_socket_keepalive(&stream, true)?;
         let id = self.connections.add(stream)?;
@@ -508,8 +521,8 @@ impl Requests {
 
     fn reply(&self, channel: &mut Channel, bytes: &[u8]) -> io::Result<()> {
         let Some(mut request) = Request::parse(bytes) else {
-            let why = "a message is not a request of this version".to_owned();
-            channel.writer.send(&Answer::Refused(why.clone()).to_bytes())?;
+            let why = "a message is not a request of this version: run the same build on all ranks";
+            channel.writer.send(&self.refusal(why))?;
             return Err(io::Error::new(io::ErrorKind::InvalidData, why));
         };
         // The client asks again after a slice.

@@ -1,6 +1,8 @@
 //! Tests of meshes, placements and process groups, over threads and over processes.
 #![allow(clippy::unwrap_used, missing_docs)]
 
+#[cfg(feature = "tcp")]
+mod channel;
 mod collectives;
 mod conformance;
 mod dtensor;

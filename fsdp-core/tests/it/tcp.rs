@@ -1,7 +1,7 @@
 //! The tcp backend with ranks as processes, which `processes::run_as_a_rank` starts.
 
 use std::{
-    net::TcpListener,
+    net::{TcpListener, TcpStream},
     process::Command,
     thread,
     time::{Duration, Instant},
@@ -9,6 +9,7 @@ use std::{
 
 use fsdp_core::{
     Buffer, Error, ProcessGroup, RankEnv, ReduceOp,
+    channel::{Channel, Key},
     process_group::{Guarantees, Options, tcp},
 };
 use fsdp_test_support::{
@@ -210,6 +211,46 @@ fn ranks_of_different_sizes_and_duplicates_are_refused() {
     }
     let outcomes = start("computes", [(0, 3), (1, 3), (1, 3)]).outcomes();
     assert!(outcomes.iter().all(|text| text.contains("two processes say they are rank 1")), "{outcomes:?}");
+}
+
+/// Rank 0 ends only once the other process has read why the ranks cannot meet.
+#[test]
+fn a_refused_process_that_writes_much_before_it_reads_gets_the_reason() {
+    let port = free_port();
+    let of_rank_0 = Job::start([command("computes", (0, 2), port)]);
+    // The messages of `process_group/tcp/message.rs`, from a rank of a world of three.
+    let frame = |kind: u8, bytes: &[u8]| {
+        let len = (bytes.len() as u32 + 1).to_le_bytes();
+        [&len[..], &[kind], bytes].concat()
+    };
+    let numbers: Vec<u8> = [1_u32, 3, 1, 65536].iter().flat_map(|number| number.to_le_bytes()).collect();
+    let join = frame(0, &[&numbers[..], b"node1"].concat());
+    let note = frame(1, &[&[0; 12][..], &vec![7; 60_000]].concat());
+    let key = Key::derive(&format!("fsdp store 1\n0\ntest {}", std::process::id()), b"a secret of the tests");
+    let mut peer = loop {
+        match TcpStream::connect(("127.0.0.1", port)) {
+            Ok(stream) => break Channel::connect(stream, &key).unwrap(),
+            Err(_) => thread::sleep(Duration::from_millis(10)),
+        }
+    };
+    peer.writer.send(&join).unwrap();
+    // Rank 0 has the reason by then, and its program ends.
+    thread::sleep(Duration::from_millis(1500));
+    for _ in 0..500 {
+        peer.writer.send(&note).unwrap();
+    }
+    let mut told = String::new();
+    while !told.contains("has a world size of") {
+        told.push_str(&String::from_utf8_lossy(peer.reader.receive(LONG).unwrap()));
+    }
+    drop(peer);
+    // The rank that joins second is refused.
+    let outcomes = of_rank_0.outcomes();
+    for text in [&told, &outcomes[0]] {
+        let is_so = text.contains("rank 1 has a world size of 3, and another rank has 2")
+            || text.contains("rank 0 has a world size of 2, and another rank has 3");
+        assert!(is_so, "{told} {outcomes:?}");
+    }
 }
 
 #[test]

@@ -219,7 +219,7 @@ impl AgentThread {
         let mut node = self.node.clone();
         node.address.get_or_insert_with(|| self.spec.endpoint.host.clone());
         let own_id = coordinator.add_agent(local_outbox(&self.events));
-        let server = serve(listener, coordinator.clone(), key, KeepAlive::of(&self.spec), self.config.nnodes.1)?;
+        let mut server = serve(listener, coordinator.clone(), key, KeepAlive::of(&self.spec), self.config.nnodes.1)?;
         coordinator.receive(own_id, FromAgent::Join(Box::new(node)));
         loop {
             match self.outgoing.recv_timeout(TICK_INTERVAL) {
@@ -235,8 +235,9 @@ impl AgentThread {
         }
         // Keep this order: once the port is free, another agent may serve it with a new token file.
         drop(token_file);
-        drop(server);
+        server.stop();
         coordinator.close();
+        server.wait_until_closed(until.saturating_duration_since(Instant::now()));
         Ok(())
     }
 
@@ -269,6 +270,8 @@ impl AgentThread {
                     Err(error) => break error,
                 }
             };
+            // The coordinator waits until its agents have read its last message.
+            reader.close();
             let how = match error.kind() {
                 io::ErrorKind::TimedOut => format!("no message from it for {limit:?}"),
                 _ => "the connection was closed".to_owned(),

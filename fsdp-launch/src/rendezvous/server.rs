@@ -130,10 +130,17 @@ impl Handler for AgentHandler {
         tracing::warn!("refused {from}: {why}. All launchers need the same --rdzv-token-file");
     }
 
+    fn refusal(&self, why: &str) -> Vec<u8> {
+        // Has no map with keys that are not strings.
+        serde_json::to_vec(&ToAgent::Refused { why: why.to_owned() }).unwrap_or_default()
+    }
+
     fn serve(&self, guest: Accepted) -> io::Result<()> {
-        let Accepted { channel: Channel { mut reader, writer }, first, from } = guest;
-        let FromAgent::Join(mut node) = serde_json::from_slice(&first)? else {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "its first message is not Join"));
+        let Accepted { channel: Channel { mut reader, mut writer }, first, from } = guest;
+        let Ok(FromAgent::Join(mut node)) = serde_json::from_slice(&first) else {
+            let why = "the first message is not one of this version: run the same version of fsdp-launch on all hosts";
+            writer.send(&self.refusal(why))?;
+            return Err(io::Error::new(io::ErrorKind::InvalidData, why));
         };
         node.address.get_or_insert_with(|| from.ip().to_canonical().to_string());
         let host = node.host.clone();
@@ -167,7 +174,8 @@ impl Handler for AgentHandler {
     }
 }
 
-/// Sends `messages`, and `ping` after each `interval` without one. Closes the connection at the end.
+/// Sends `messages`, and `ping` after each `interval` without one. Ends the direction at the end, so that the peer
+/// reads all messages.
 pub(crate) fn send_until_closed<M: Serialize>(
     mut writer: Writer,
     messages: &Receiver<M>,
@@ -178,14 +186,15 @@ pub(crate) fn send_until_closed<M: Serialize>(
         let sent = match messages.recv_timeout(interval) {
             Ok(message) => send(&mut writer, &message),
             Err(RecvTimeoutError::Timeout) => send(&mut writer, ping),
-            Err(RecvTimeoutError::Disconnected) => break,
+            Err(RecvTimeoutError::Disconnected) => return,
         };
         if let Err(error) = sent {
             tracing::debug!("a message was not sent: {error}");
-            break;
+            // Wakes the thread that reads.
+            writer.close();
+            return;
         }
     }
-    writer.close();
 }
 
 /// Version of the messages.
@@ -230,6 +239,25 @@ mod tests {
             }
         });
         Outbox { send_message: Box::new(move |message| send_message.send(message).unwrap()), sender: Some(sender) }
+    }
+
+    #[test]
+    fn a_message_of_another_version_is_refused_with_a_reason() {
+        let spec = crate::LaunchSpec::new("p", 1);
+        let coordinator = Arc::new(SharedCoordinator::new(RunConfig::of(&spec, "run").unwrap()));
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let soon = Duration::from_secs(60);
+        let keep_alive = KeepAlive { interval: soon, attempts: 3 };
+        let _server = serve(listener, coordinator, key(b"a secret of the tests"), keep_alive, 2).unwrap();
+        let mut agent = connect(TcpStream::connect(address).unwrap(), &key(b"a secret of the tests")).unwrap();
+        // It writes much before it reads.
+        for _ in 0..500 {
+            agent.writer.send(&[b'x'; channel::MAX_MESSAGE_LEN]).unwrap();
+        }
+        let answer: ToAgent = receive(&mut agent.reader, soon).unwrap();
+        let ToAgent::Refused { why } = answer else { panic!("{answer:?}") };
+        assert!(why.contains("run the same version of fsdp-launch on all hosts"), "{why}");
     }
 
     #[test]

@@ -9,6 +9,7 @@ pub mod hub;
 pub mod leftovers;
 pub mod need;
 pub mod ranks;
+pub mod simulated;
 pub mod tolerance;
 pub mod trace;
 pub mod trajectory;

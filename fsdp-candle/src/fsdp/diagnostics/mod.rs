@@ -269,6 +269,16 @@ impl Diagnostics {
     }
 }
 
+/// Warns by `tracing`, or on standard error in programs without a subscriber.
+pub(crate) fn warn(message: &str) {
+    if tracing::dispatcher::has_been_set() {
+        tracing::warn!("{message}");
+    } else {
+        // `eprintln!` panics if stderr is on a full disk.
+        let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("warning: {message}\n"));
+    }
+}
+
 /// Returns the warning about missing or wrong gradients, if any.
 fn message(without_gradient: &[String], cuts: &[GraphCut]) -> Option<String> {
     if without_gradient.is_empty() && cuts.is_empty() {

@@ -2,6 +2,7 @@
 
 mod experts;
 mod model;
+mod plain;
 mod uses;
 
 use candle_core::{DType, Module};

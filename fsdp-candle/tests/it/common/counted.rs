@@ -1,5 +1,6 @@
 //! Ranks as threads whose collectives are recorded.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -9,9 +10,9 @@ use fsdp_core::process_group::{
 };
 use fsdp_core::{Buffer, DeviceId, ProcessGroup, Result};
 
-/// The collectives of a rank in order, with the bytes of its input.
+/// The collectives of a rank in order, with the bytes of its input, and the number of groups that it has made.
 #[derive(Clone, Default)]
-pub(crate) struct Counts(Arc<Mutex<Vec<(&'static str, usize)>>>);
+pub(crate) struct Counts(Arc<Mutex<Vec<(&'static str, usize)>>>, Arc<AtomicUsize>);
 
 impl Counts {
     /// The collectives since the last call.
@@ -22,6 +23,11 @@ impl Counts {
     /// The names of these collectives.
     pub(crate) fn names(&self) -> Vec<&'static str> {
         self.take().into_iter().map(|(name, _)| name).collect()
+    }
+
+    /// The number of groups that were split off so far.
+    pub(crate) fn groups(&self) -> usize {
+        self.1.load(Ordering::Relaxed)
     }
 }
 
@@ -61,6 +67,7 @@ impl Backend for Counted {
 
     fn split(&mut self, collective: &Collective<'_>, ranks: &[usize], group: &Membership) -> Result<Box<dyn Backend>> {
         let backend = self.backend.split(collective, ranks, group)?;
+        self.counts.1.fetch_add(1, Ordering::Relaxed);
         Ok(Box::new(Counted { backend, counts: self.counts.clone() }))
     }
 

@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use super::{
-    super::op::{ExchangePart, GatherPart, Op, ScatterPart},
+    super::op::{ExchangePart, GatherPart, Messages, Op, ScatterPart},
     memory::{Copy, Inputs, copy_cached, range, read, take_all},
     packing::{ALIGN, Piece, Stream, last_chunk},
     reduce::{Input, reduce},
@@ -29,6 +29,12 @@ pub(crate) trait ChunkedCollective {
         None
     }
 
+    /// Returns the bytes of this rank's slot that `peer` reads by [`Slots::part`]; `None` if every peer may read the whole
+    /// slot.
+    fn read_by(&self, _peer: usize) -> Option<Range<usize>> {
+        None
+    }
+
     /// Receives the most bytes that one rank sends to another in an all-to-all.
     fn learn(&mut self, _longest: usize) {}
 
@@ -43,6 +49,11 @@ pub(crate) trait ChunkedCollective {
 pub(crate) trait Slots {
     /// Returns the data of another rank.
     fn slot(&self, peer: usize) -> &[u8];
+
+    /// Returns the part of a peer's slot that the peer lets this rank read ([`ChunkedCollective::read_by`]).
+    fn part(&self, peer: usize, range: Range<usize>) -> &[u8] {
+        &self.slot(peer)[range]
+    }
 }
 
 /// Runs an operation whose collective `run` takes through its steps, and returns the outputs.
@@ -76,6 +87,16 @@ pub(crate) fn run(
             let mut all_to_all = AllToAll::new(parts, layout, &*memory)?;
             run(&mut all_to_all)?;
             Ok(all_to_all.outputs)
+        }
+        Op::Gather(messages) => {
+            let mut gather = Gather::new(messages, layout);
+            run(&mut gather)?;
+            Ok(vec![Buffer::U8(gather.output)])
+        }
+        Op::Scatter(messages) => {
+            let mut scatter = Scatter::new(messages, layout);
+            run(&mut scatter)?;
+            Ok(vec![Buffer::U8(scatter.output)])
         }
         Op::Barrier => {
             run(&mut AllGather::new(Vec::new(), layout, &Heap)?)?;
@@ -439,4 +460,128 @@ impl ChunkedCollective for AllToAll<'_> {
         }
         Ok(())
     }
+}
+
+/// Returns the bytes of a message of `len` bytes that move in a step of `step_bytes` bytes.
+fn stretch(len: usize, step: usize, step_bytes: usize) -> Range<usize> {
+    let start = step.saturating_mul(step_bytes).min(len);
+    start..(start + step_bytes).min(len)
+}
+
+/// Gather: each rank writes its message to its slots, and the root copies it to the output.
+struct Gather {
+    layout: SlotLayout,
+    messages: Messages,
+    /// Start of each message in the output of the root.
+    starts: Vec<usize>,
+    output: Vec<u8>,
+}
+
+impl Gather {
+    fn new(messages: Messages, layout: SlotLayout) -> Self {
+        let starts = starts(&messages.counts);
+        let mut output = vec![0; messages.counts.iter().sum()];
+        if layout.rank == messages.root {
+            output[starts[layout.rank]..][..messages.own].copy_from_slice(&messages.input);
+        }
+        Gather { layout, messages, starts, output }
+    }
+}
+
+impl ChunkedCollective for Gather {
+    fn steps(&self) -> usize {
+        self.messages.longest.div_ceil(self.layout.bytes)
+    }
+
+    fn read_by(&self, peer: usize) -> Option<Range<usize>> {
+        Some(if peer == self.messages.root { 0..self.layout.bytes } else { 0..0 })
+    }
+
+    fn fill(&mut self, step: usize, slot: &mut [u8]) -> Result<()> {
+        if self.layout.rank != self.messages.root {
+            let bytes = stretch(self.messages.own, step, self.layout.bytes);
+            slot[..bytes.len()].copy_from_slice(&self.messages.input[bytes]);
+        }
+        Ok(())
+    }
+
+    fn drain(&mut self, step: usize, peers: &dyn Slots) -> Result<()> {
+        if self.layout.rank == self.messages.root {
+            for peer in (0..self.layout.ranks).filter(|&peer| peer != self.layout.rank) {
+                let bytes = stretch(self.messages.counts[peer], step, self.layout.bytes);
+                let to = &mut self.output[self.starts[peer]..][bytes.clone()];
+                to.copy_from_slice(peers.part(peer, 0..bytes.len()));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Scatter: a slot of the root has a share for each peer.
+struct Scatter {
+    layout: SlotLayout,
+    /// Bytes of a slot for each peer.
+    share: usize,
+    messages: Messages,
+    /// Start of each message in the input of the root.
+    starts: Vec<usize>,
+    output: Vec<u8>,
+}
+
+impl Scatter {
+    fn new(messages: Messages, layout: SlotLayout) -> Self {
+        let starts = starts(&messages.counts);
+        let mut output = vec![0; messages.own];
+        if layout.rank == messages.root {
+            output.copy_from_slice(&messages.input[starts[layout.rank]..][..messages.own]);
+        }
+        Scatter { layout, share: layout.share(layout.ranks - 1), messages, starts, output }
+    }
+}
+
+impl ChunkedCollective for Scatter {
+    fn steps(&self) -> usize {
+        self.messages.longest.div_ceil(self.share)
+    }
+
+    fn source(&self) -> Option<usize> {
+        Some(self.messages.root)
+    }
+
+    fn read_by(&self, peer: usize) -> Option<Range<usize>> {
+        let is_root = self.layout.rank == self.messages.root;
+        Some(if is_root { SlotLayout::peer_share(self.layout.rank, peer, self.share) } else { 0..0 })
+    }
+
+    fn fill(&mut self, step: usize, slot: &mut [u8]) -> Result<()> {
+        let SlotLayout { rank, ranks, .. } = self.layout;
+        if rank == self.messages.root {
+            for peer in (0..ranks).filter(|&peer| peer != rank) {
+                let bytes = stretch(self.messages.counts[peer], step, self.share);
+                let from = &self.messages.input[self.starts[peer]..][bytes.clone()];
+                slot[SlotLayout::peer_share(rank, peer, self.share)][..bytes.len()].copy_from_slice(from);
+            }
+        }
+        Ok(())
+    }
+
+    fn drain(&mut self, step: usize, peers: &dyn Slots) -> Result<()> {
+        let (rank, root) = (self.layout.rank, self.messages.root);
+        if rank != root {
+            let bytes = stretch(self.messages.own, step, self.share);
+            let share = peers.part(root, SlotLayout::peer_share(root, rank, self.share));
+            self.output[bytes.clone()].copy_from_slice(&share[..bytes.len()]);
+        }
+        Ok(())
+    }
+}
+
+/// Returns the start of each message in their concatenation.
+fn starts(counts: &[usize]) -> Vec<usize> {
+    let ends = counts.iter().scan(0, |end, &count| {
+        let start = *end;
+        *end += count;
+        Some(start)
+    });
+    ends.collect()
 }

@@ -20,7 +20,7 @@ use super::{
             packing::{ALIGN, Piece, Stream},
             reduce::{Input, partial, reduce, widening},
         },
-        op::{ExchangePart, GatherPart, Op, ScatterPart},
+        op::{ExchangePart, GatherPart, Messages, Op, ScatterPart},
         options::Membership,
         shared_memory::shm,
     },
@@ -179,6 +179,38 @@ impl MpiBackend {
         self.exchange(at, buffers, &phases)
     }
 
+    fn gather(&mut self, at: &Collective<'_>, messages: Messages) -> Result<Vec<Buffer>> {
+        let Messages { input, counts, own, root, .. } = messages;
+        if self.transport.communicator.rank != root {
+            let phase = Phase::placed(self.lane_of(root, 0..own), Lane::none(self.transport.size()));
+            self.exchange(at, vec![Buffer::U8(input)], &[phase])?;
+            return Ok(vec![Buffer::U8(Vec::new())]);
+        }
+        let mut output = vec![0; counts.iter().sum()];
+        output[range(&counts, root, DType::U8)].copy_from_slice(&input);
+        let receives = self.lanes(0, |peer| Stream::new([range(&counts, peer, DType::U8)]));
+        let phase = Phase::placed(Lane::none(self.transport.size()), receives);
+        self.exchange(at, vec![Buffer::U8(output)], &[phase])
+    }
+
+    fn scatter(&mut self, at: &Collective<'_>, messages: Messages) -> Result<Vec<Buffer>> {
+        let Messages { input, counts, own, root, .. } = messages;
+        if self.transport.communicator.rank != root {
+            let phase = Phase::placed(Lane::none(self.transport.size()), self.lane_of(root, 0..own));
+            return self.exchange(at, vec![Buffer::U8(vec![0; own])], &[phase]);
+        }
+        let output = input[range(&counts, root, DType::U8)].to_vec();
+        let sends = self.lanes(0, |peer| Stream::new([range(&counts, peer, DType::U8)]));
+        let phase = Phase::placed(sends, Lane::none(self.transport.size()));
+        self.exchange(at, vec![Buffer::U8(input)], &[phase])?;
+        Ok(vec![Buffer::U8(output)])
+    }
+
+    /// Returns lanes with these bytes of the first buffer for one peer.
+    fn lane_of(&self, peer: usize, bytes: Range<usize>) -> Vec<Lane> {
+        self.lanes(0, |other| if other == peer { Stream::new([bytes.clone()]) } else { Stream::default() })
+    }
+
     fn all_to_all(
         &mut self,
         at: &Collective<'_>,
@@ -244,6 +276,8 @@ impl Backend for MpiBackend {
             Op::AllReduce { buffers, op } => self.all_reduce(collective, buffers, op),
             Op::Broadcast { buffers, root } => self.broadcast(collective, buffers, root),
             Op::AllToAll { parts, memory } => self.all_to_all(collective, parts, &*memory),
+            Op::Gather(messages) => self.gather(collective, messages),
+            Op::Scatter(messages) => self.scatter(collective, messages),
             Op::Barrier => self.exchange(collective, vec![], &[]),
         };
         let output = outputs?.into();

@@ -256,7 +256,8 @@ impl Plan {
                 }
                 plan.outputs = buffers;
             }
-            Op::Barrier => {}
+            // Messages are host memory, which another backend moves.
+            Op::Gather(_) | Op::Scatter(_) | Op::Barrier => {}
         }
         Ok(plan)
     }

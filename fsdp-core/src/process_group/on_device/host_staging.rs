@@ -127,7 +127,7 @@ fn outputs(op: &Op, rank: usize) -> Vec<(DType, usize)> {
         Op::AllToAll { parts, .. } => {
             parts.iter().map(|part| (part.input.dtype(), part.recv_counts.iter().sum())).collect()
         }
-        Op::AllReduce { .. } | Op::Broadcast { .. } | Op::Barrier => vec![],
+        Op::AllReduce { .. } | Op::Broadcast { .. } | Op::Gather(_) | Op::Scatter(_) | Op::Barrier => vec![],
     }
 }
 
@@ -176,7 +176,10 @@ impl DeviceEngine for HostStaging {
                 let down = self.down_all(buffers.iter())?;
                 self.in_place(collective, Op::Broadcast { buffers: down, root }, buffers, host)
             }
-            Op::Barrier => Ok(host.issue(Ok(collective.call().clone()), Op::Barrier).wait()?.into()),
+            // Messages are host memory, as a barrier has none of the device.
+            Op::Gather(_) | Op::Scatter(_) | Op::Barrier => {
+                Ok(host.issue(Ok(collective.call().clone()), op).wait()?.into())
+            }
         }
     }
 

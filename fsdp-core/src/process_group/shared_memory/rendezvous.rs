@@ -290,6 +290,10 @@ pub(super) fn coordinate(
             break rendezvous.fail(text);
         }
     };
+    if outcome.is_err() {
+        // Ranks that have connected meanwhile get the reason, too.
+        accept(rendezvous, &listener, &mut unidentified).ok();
+    }
     // Refuses later connections.
     drop(listener);
     if let Err(error) = outcome {
@@ -399,7 +403,17 @@ fn receive_clients(
             }
         }
     }
-    while ready[0] && unidentified.len() < 2 * (rendezvous.group.size + MAX_UNIDENTIFIED) {
+    if ready[0] {
+        accept(rendezvous, listener, unidentified)?;
+    }
+    // Ranks send their hello at once, so the connections that were silent longest are closed.
+    unidentified.drain(..unidentified.len().saturating_sub(rendezvous.group.size + MAX_UNIDENTIFIED));
+    Ok(())
+}
+
+/// Accepts the connections that wait.
+fn accept(rendezvous: &Rendezvous<'_>, listener: &OwnedFd, unidentified: &mut Vec<OwnedFd>) -> Result<(), String> {
+    while unidentified.len() < 2 * (rendezvous.group.size + MAX_UNIDENTIFIED) {
         match rustix::net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
             Ok(socket) if is_same_user(&socket) => unidentified.push(socket),
             Ok(_) | Err(Errno::INTR | Errno::CONNABORTED) => {}
@@ -407,8 +421,6 @@ fn receive_clients(
             Err(_) => break,
         }
     }
-    // Ranks send their hello at once, so the connections that were silent longest are closed.
-    unidentified.drain(..unidentified.len().saturating_sub(rendezvous.group.size + MAX_UNIDENTIFIED));
     Ok(())
 }
 
@@ -556,6 +568,24 @@ mod tests {
         for met in met {
             assert_eq!(met.unwrap().number, 7);
         }
+    }
+
+    #[test]
+    fn a_rank_that_has_just_connected_gets_the_reason() {
+        let host = group("just connected", 0, Duration::from_secs(30));
+        let connection = std::cell::OnceCell::new();
+        // Called while rank 0 listens.
+        let check_peers = || {
+            let client = group("just connected", 1, Duration::from_secs(30));
+            let client = rendezvous(&client);
+            connection.get_or_init(|| connect(&client, &mut WarningTimer::default()).unwrap());
+            client.fail("on purpose")
+        };
+        let file = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        let met = meet(&Rendezvous { check_peers: &check_peers, ..rendezvous(&host) }, 7, || Ok(file));
+        assert!(met.err().unwrap().to_string().contains("on purpose"));
+        let (message, _) = receive(connection.get().unwrap()).unwrap();
+        assert_eq!(parse_reply(&message), Some(Err("on purpose".to_string())));
     }
 
     #[test]

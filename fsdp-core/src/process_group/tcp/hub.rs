@@ -21,7 +21,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
 use rustix::net::sockopt;
 
 use super::message::{FromHub, Gone, Note, ToHub, append, frames};
@@ -39,9 +39,14 @@ pub(super) const LINK_TIMEOUT: Duration = Duration::from_secs(15);
 /// Idle time before the kernel's first probe, and the time between two probes.
 const PROBE_AFTER: Duration = Duration::from_secs(5);
 const PROBE_EVERY: Duration = Duration::from_secs(2);
-/// How long rank 0 serves ranks that have not left when its program ends, and ranks of a world that has failed.
+/// How long rank 0 serves ranks that have not left when its program ends.
 const PARTING: Duration = Duration::from_secs(5);
+/// The same if the ranks of a world have failed.
 const PARTING_AFTER_FAILURE: Duration = Duration::from_millis(500);
+/// The same if ranks could not meet. They end as soon as they have read the reason, which takes long on a busy host.
+const PARTING_AFTER_REFUSAL: Duration = Duration::from_secs(10);
+/// Maximum wait between two checks of the worlds.
+const SLICE: Duration = Duration::from_millis(50);
 /// Worlds of a job that exist at a time.
 const WORLDS: usize = 8;
 /// Connections beyond those of ranks.
@@ -65,7 +70,7 @@ pub(super) struct Hub {
     /// Address at which rank 0 itself connects.
     own: IpAddr,
     worlds: Arc<Worlds>,
-    _listener: Listener,
+    listener: Listener,
 }
 
 /// The hubs of this process. Tests have several.
@@ -99,7 +104,13 @@ impl Hub {
         let worlds = Arc::<Worlds>::default();
         let max = ranks.saturating_mul(WORLDS).saturating_add(SPARE_CONNECTIONS);
         let listener = Listener::start(listener, secret.key().clone(), max, Connections(worlds.clone()))?;
-        Ok(Hub { job, port: address.port(), own, worlds, _listener: listener })
+        Ok(Hub { job, port: address.port(), own, worlds, listener })
+    }
+
+    /// Waits until all ranks have closed their connections, for a short time.
+    fn linger(&self) {
+        let began = Instant::now();
+        while !self.listener.wait_until_closed(SLICE) && began.elapsed() < self.worlds.parting() {}
     }
 
     /// Returns the address at which rank 0 connects. The job's address may be one of a router.
@@ -111,15 +122,13 @@ impl Hub {
 /// Lets the other ranks finish when rank 0's program ends, because their notes pass through this process.
 pub(super) fn linger() {
     let hubs: Vec<Arc<Hub>> = HUBS.lock().clone();
-    hubs.iter().for_each(|hub| hub.worlds.linger());
+    hubs.iter().for_each(|hub| hub.linger());
 }
 
 /// The worlds of a job by their numbers.
 #[derive(Default)]
 struct Worlds {
     all: Mutex<BTreeMap<u32, World>>,
-    /// Wakes `linger` when a rank is gone.
-    departed: Condvar,
 }
 
 /// One world: its ranks so far.
@@ -238,28 +247,23 @@ impl Worlds {
             }
             world.has_failed |= how != Gone::Left;
             world.tell_all(&FromHub::Gone { rank, how }, Some(rank as usize));
-            if world.members.iter().all(|member| member.as_ref().is_some_and(|member| member.gone.is_some())) {
+            let is_over = world.members.iter().all(|member| member.as_ref().is_some_and(|it| it.gone.is_some()));
+            // A rank that joins later gets the reason, too.
+            if is_over && world.refused.is_none() {
                 worlds.remove(&number);
             }
         }
-        self.departed.notify_all();
     }
 
-    /// Waits until all ranks have left, for a short time.
-    fn linger(&self) {
-        let began = Instant::now();
-        let mut worlds = self.all.lock();
-        loop {
-            let mut members = worlds.values().flat_map(|world| world.members.iter().flatten());
-            if members.all(|member| member.gone.is_some()) {
-                return;
-            }
-            let has_failed = worlds.values().any(|world| world.has_failed || world.refused.is_some());
-            let left = if has_failed { PARTING_AFTER_FAILURE } else { PARTING }.saturating_sub(began.elapsed());
-            if left.is_zero() {
-                return;
-            }
-            self.departed.wait_for(&mut worlds, left);
+    /// Returns how long to wait for the ranks when the program ends.
+    fn parting(&self) -> Duration {
+        let worlds = self.all.lock();
+        if worlds.values().any(|world| world.refused.is_some()) {
+            PARTING_AFTER_REFUSAL
+        } else if worlds.values().any(|world| world.has_failed) {
+            PARTING_AFTER_FAILURE
+        } else {
+            PARTING
         }
     }
 }
@@ -272,12 +276,21 @@ impl Handler for Connections {
         tracing::warn!("rank 0 refused {from}: {why}. Ranks need the job's FSDP_STORE_SECRET");
     }
 
+    fn refusal(&self, why: &str) -> Vec<u8> {
+        let mut message = vec![];
+        append(&mut message, &FromHub::Refused(why).to_bytes());
+        message
+    }
+
     fn serve(&self, guest: Accepted) -> io::Result<()> {
-        let Accepted { channel: Channel { mut reader, writer }, first, .. } = guest;
-        let invalid = || io::Error::new(io::ErrorKind::InvalidData, "a message is not one of this version");
-        let joining = frames(&first).and_then(|frames| ToHub::parse(frames.first()?)).ok_or_else(invalid)?;
-        let ToHub::Join { rank, world, .. } = joining else { return Err(invalid()) };
-        limit(&writer.stream()?)?;
+        let Accepted { channel: Channel { mut reader, mut writer }, first, .. } = guest;
+        let joining = frames(&first).and_then(|frames| ToHub::parse(frames.first()?));
+        let Some(joining @ ToHub::Join { rank, world, .. }) = joining else {
+            let why = "the first message is not one of this version: run the same build on all ranks";
+            writer.send(&self.refusal(why))?;
+            return Err(io::Error::new(io::ErrorKind::InvalidData, why));
+        };
+        limit(writer.stream())?;
         let (queue, queued) = channel();
         let broken = Arc::new(OnceLock::new());
         let of_writer = broken.clone();
@@ -312,7 +325,7 @@ impl Handler for Connections {
     }
 }
 
-/// Writes queued frames, several in a message, until the queue's senders are gone. Then closes the connection.
+/// Writes queued frames, several in a message, until the queue's senders are gone. Then ends the direction.
 fn write_queued(mut writer: Writer, queued: &Receiver<Arc<[u8]>>, broken: &OnceLock<io::ErrorKind>) {
     let mut message = vec![];
     let mut next = queued.recv().ok();
@@ -322,9 +335,10 @@ fn write_queued(mut writer: Writer, queued: &Receiver<Arc<[u8]>>, broken: &OnceL
         next = queued.try_iter().find(|frame| !append(&mut message, frame));
         if let Err(error) = writer.send(&message) {
             broken.set(error.kind()).ok();
-            break;
+            // Wakes the thread that reads.
+            writer.close();
+            return;
         }
         next = next.or_else(|| queued.recv().ok());
     }
-    writer.close();
 }

@@ -4,7 +4,8 @@
 
 use std::{
     collections::{HashMap, HashSet, VecDeque},
-    sync::Arc,
+    io,
+    sync::{Arc, OnceLock},
     thread,
     time::{Duration, Instant},
 };
@@ -50,6 +51,8 @@ pub(super) struct Link {
 
 struct Shared {
     writer: Mutex<Writer>,
+    /// How a write failed.
+    broken: OnceLock<io::ErrorKind>,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -258,7 +261,7 @@ impl Link {
             None => Endpoint::new(&env.master_addr, env.master_port, secret),
         };
         let open = |mut channel: Channel, _| {
-            hub::limit(&channel.writer.stream()?)?;
+            hub::limit(channel.writer.stream())?;
             let (rank, size, chunk_bytes) = (env.rank as u32, env.world_size as u32, chunk_bytes as u32);
             send(&mut channel.writer, &ToHub::Join { rank, size, world, chunk_bytes, host }.to_bytes())?;
             Ok(channel)
@@ -273,7 +276,12 @@ impl Link {
             left: HashSet::new(),
             ends: 0,
         };
-        let shared = Arc::new(Shared { writer: Mutex::new(writer), state: Mutex::new(state), changed: Condvar::new() });
+        let shared = Arc::new(Shared {
+            writer: Mutex::new(writer),
+            broken: OnceLock::new(),
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+        });
         let of_thread = shared.clone();
         let thread = thread::Builder::new().name(format!("fsdp link {}", env.rank));
         let reader = thread
@@ -385,11 +393,9 @@ impl Shared {
         }
         let mut writer = self.writer.lock();
         if let Err(error) = send(&mut writer, frame) {
+            self.broken.set(error.kind()).ok();
+            // The thread that reads first takes what the hub has sent, such as the reason of a refusal.
             writer.close();
-            drop(writer);
-            // The thread that reads may find the closed connection first.
-            self.state.lock().lost.get_or_insert(Gone::of(error.kind()));
-            self.changed.notify_all();
         }
     }
 
@@ -398,7 +404,8 @@ impl Shared {
         let lost = loop {
             let message = match reader.receive(Duration::MAX) {
                 Ok(message) => message,
-                Err(error) => break Gone::of(error.kind()),
+                // A failed write may take the error that a read would have returned.
+                Err(error) => break Gone::of(*self.broken.get().unwrap_or(&error.kind())),
             };
             let Some(frames) = frames(message) else { break Gone::Died };
             let mut state = self.state.lock();
@@ -415,11 +422,11 @@ impl Shared {
 }
 
 /// Sends a frame in a message of its own.
-fn send(writer: &mut Writer, frame: &[u8]) -> std::io::Result<()> {
+fn send(writer: &mut Writer, frame: &[u8]) -> io::Result<()> {
     let mut message = vec![];
     if !append(&mut message, frame) {
         let what = format!("a frame of {} bytes does not fit into a message", frame.len());
-        return Err(std::io::Error::new(std::io::ErrorKind::InvalidInput, what));
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
     }
     writer.send(&message)
 }

@@ -98,11 +98,12 @@ pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
         *count
     };
     let host = options.host.unwrap_or_else(|| rustix::system::uname().nodename().to_string_lossy().into_owned());
+    static AT_EXIT: Once = Once::new();
+    // Before the ranks meet: if they cannot, rank 0 still tells the others why.
+    // SAFETY: the function is called once, when the process exits, and depends on nothing that ends before.
+    AT_EXIT.call_once(|| _ = unsafe { libc::atexit(at_exit) });
     let link = Arc::new(Link::meet(env, &secret, number, options.chunk_bytes, &host, options.timeout)?);
     {
-        static AT_EXIT: Once = Once::new();
-        // SAFETY: the function is called once, when the process exits, and depends on nothing that ends before.
-        AT_EXIT.call_once(|| _ = unsafe { libc::atexit(at_exit) });
         let mut links = LINKS.lock();
         links.retain(|link| link.strong_count() > 0);
         links.push(Arc::downgrade(&link));

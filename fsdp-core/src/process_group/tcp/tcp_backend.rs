@@ -1,6 +1,7 @@
 //! The backend: collectives in steps, and the view of the peers.
 
 use std::{
+    ops::Range,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -95,7 +96,7 @@ impl TcpBackend {
                 collective.announce(&mut own);
             }
             let announcement = if step == 0 { without_zeros(&own) } else { &[] };
-            group.link.send(group.id, &group.to, &Note::Step { announcement, slot: without_zeros(&slot) });
+            group.send_step(announcement, &slot, |peer| chunked.read_by(peer));
             let mut received = Received(group.wait(collective, start + steps as u64)?);
             if step == 0 {
                 for step in &mut received.0 {
@@ -120,6 +121,11 @@ impl Slots for Received {
     fn slot(&self, peer: usize) -> &[u8] {
         &self.0[peer].slot
     }
+
+    /// A peer sends nothing else of its slot.
+    fn part(&self, peer: usize, range: Range<usize>) -> &[u8] {
+        &self.0[peer].slot[..range.len()]
+    }
 }
 
 impl Backend for TcpBackend {
@@ -134,6 +140,9 @@ impl Backend for TcpBackend {
     fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<CollectiveOutput> {
         let bytes = match &op {
             Op::AllToAll { parts, .. } => parts.iter().map(|part| bytes(&part.input)).sum(),
+            Op::Gather(messages) | Op::Scatter(messages) => {
+                messages.longest as u64 * collective.group().size as u64
+            }
             // Ranks compare a collective of devices by a barrier under its call.
             Op::Barrier => 0,
             _ => collective.call().bytes,
@@ -183,6 +192,24 @@ impl Group {
     fn peers(&self) -> impl Iterator<Item = usize> + use<> {
         let rank = self.rank;
         (0..self.ranks.len()).filter(move |&peer| peer != rank)
+    }
+
+    /// Sends a step to every peer: the whole slot, or the parts that peers read. Peers that read nothing share a note.
+    fn send_step(&self, announcement: &[u8], slot: &[u8], read_by: impl Fn(usize) -> Option<Range<usize>>) {
+        let send = |to: &[u16], slot: &[u8]| {
+            if !to.is_empty() {
+                self.link.send(self.id, to, &Note::Step { announcement, slot: without_zeros(slot) });
+            }
+        };
+        let mut without_data = Vec::new();
+        for peer in self.peers() {
+            match read_by(peer) {
+                None => return send(&self.to, slot),
+                Some(part) if part.is_empty() => without_data.push(self.ranks[peer] as u16),
+                Some(part) => send(&[self.ranks[peer] as u16], &slot[part]),
+            }
+        }
+        send(&without_data, &[]);
     }
 
     /// Waits for the next step of every peer. `end` is the number of steps at the end of the collective: a peer that has

@@ -154,6 +154,17 @@ fn values(group: &ProcessGroup) -> Result<(), Wrong> {
     ensure!(messages == (0..size).map(|rank| vec![7; rank]).collect::<Vec<_>>(), "gathered messages are {messages:?}");
     let nothing = group.gather_bytes(Vec::new())?;
     ensure!(nothing == vec![Vec::<u8>::new(); size], "gathered messages of no bytes are {nothing:?}");
+    let root = size - 1;
+    for (base, scale) in [(0, 0), (0, 1), (1, 0), (5, 70_001)] {
+        let message = |rank: usize| vec![rank as u8; base + scale * rank];
+        let all: Vec<Vec<u8>> = (0..size).map(message).collect();
+        let gathered = group.gather_bytes_to(root, message(rank))?;
+        ensure!(gathered == (rank == root).then(|| all.clone()), "messages gathered to rank {root} are wrong");
+        let scattered = group.scatter_bytes(root, if rank == root { all } else { vec![] })?;
+        ensure!(scattered == message(rank), "the message scattered to rank {rank} is wrong");
+        let sent = group.broadcast_bytes(root, if rank == root { message(root) } else { vec![] })?;
+        ensure!(sent == message(root), "the message of rank {root} is wrong on rank {rank}");
+    }
     let others = group.differing_ranks(if rank == 0 { b"this" } else { b"that" })?;
     let expected: Vec<usize> = if rank == 0 { (1..size).collect() } else { vec![0] };
     ensure!(others == expected, "{others:?} differ from rank {rank}, instead of {expected:?}");
