@@ -20,7 +20,7 @@ thread_local! {
 /// Runs `f` without a graph, for evaluation: PyTorch's `torch.no_grad()`. It holds for this thread and all models that
 /// `f` calls. The outputs of an [`FsdpModule`](crate::FsdpModule) have no graph, and the layers of [`nn`](crate::nn)
 /// use their weights as constants. Each unit frees its parameters after forward, whatever its
-/// [`ReshardAfterForward`](crate::ReshardAfterForward).
+/// [`ReshardAfterForward`](crate::ReshardAfterForward), unless you unsharded them by hand.
 ///
 /// Candle itself always records a graph: layers of other crates keep it for trainable parameters until the unit's call
 /// ends.

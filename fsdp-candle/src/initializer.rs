@@ -219,9 +219,9 @@ fn global_indices(shape: &[usize], region: &Region, locals: Range<usize>) -> imp
     })
 }
 
-/// An initializer that reads a model directory (`model.safetensors`, or `model.safetensors.index.json` and its files)
-/// or another [`TensorSource`]. Each rank reads the bytes of its shards. Floating-point weights are converted to the
-/// parameter's dtype.
+/// An initializer that reads a model directory (`model.safetensors`, or `model.safetensors.index.json` and its files), a
+/// single safetensors file or another [`TensorSource`]. Each rank reads the bytes of its shards. Floating-point weights
+/// are converted to the parameter's dtype.
 pub struct Pretrained {
     source: Box<dyn TensorSource>,
     names: Box<Names>,
@@ -230,29 +230,46 @@ pub struct Pretrained {
 type Names = dyn Fn(&str) -> String + Send + Sync;
 
 impl Pretrained {
-    /// Opens a directory. Weights are read when parameters are built. Fails without weights, and for a file of another
-    /// format.
-    pub fn open(dir: impl AsRef<Path>) -> Result<Self> {
-        Ok(Pretrained::of(HfModel::open(dir.as_ref())?, |name| name.into()))
+    /// Opens a directory, a safetensors file, or an index of several (`*.index.json`). Weights are read when parameters
+    /// are built. Fails without weights, and for a file of another format: [`Pretrained::of`] takes what
+    /// [`fsdp_ckpt::open`] returns for it.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        Ok(Pretrained::of(HfModel::open(path.as_ref())?, |name| name.into()))
     }
 
-    /// Makes an initializer of a source, which names a parameter as `names` returns.
+    /// Makes an initializer of a source, which names a parameter as `names` returns. A boxed source is one as well.
+    ///
+    /// ```
+    /// # use fsdp_candle::doc_example::*;
+    /// use fsdp_candle::initializer::Pretrained;
+    /// # let (world, vars, opts, vb) = one_rank()?;
+    /// # let dir = tempfile::tempdir()?;
+    /// # let file = dir.path().join("weights.safetensors");
+    /// # let weight = Tensor::ones((2, 4), DType::F32, world.device())?;
+    /// # candle_core::safetensors::save(&[("layer.weight".to_string(), weight)].into(), &file)?;
+    /// let source = fsdp_ckpt::open(&file)?; // of any format
+    /// vars.init_with(Pretrained::of(source, |name| format!("layer.{name}")));
+    /// let model = fully_shard(&opts, vb, |vb| nn::linear_no_bias(4, 2, vb))?;
+    /// # assert_eq!(model.params()[0].var().to_vec2::<f32>()?, [[1.; 4]; 2]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn of(source: impl TensorSource + 'static, names: impl Fn(&str) -> String + Send + Sync + 'static) -> Self {
         Pretrained { source: Box::new(source), names: Box::new(names) }
     }
 }
 
 /// Advice when weights do not fit.
-const MISFIT: &str = "use weights that belong to this config.json, or start from random weights";
+const MISFIT: &str = "Build the model with the sizes and names of these weights (its config.json, or the arguments of its \
+     `new`), or read other weights. To draw some parameters instead, such as a new head, see initializer::Fallback";
 
 impl Initializer for Pretrained {
     fn check(&self, request: &ShardRequest<'_>) -> Result<()> {
         let fail = |message: String| Error::parameter(request.name, message);
         let name = (self.names)(request.name);
-        let info = self.source.tensor(&name).map_err(|error| fail(format!("{error}: {MISFIT}")))?;
+        let info = self.source.tensor(&name).map_err(|error| fail(format!("{error}. {MISFIT}")))?;
         if info.shape != request.shape {
             return Err(fail(format!(
-                "the model expects shape {:?}, {} has shape {:?}: {MISFIT}",
+                "the model expects shape {:?}, and tensor `{name}` of {} has shape {:?}. {MISFIT}",
                 request.shape,
                 self.source.path().display(),
                 info.shape

@@ -58,8 +58,9 @@
 //! unsupported dtype for rmsnorm F32
 //! ```
 //!
-//! Call the layer's unit through its [`FsdpModule`] ([`FsdpModule::call`] or `forward`), or [`FsdpModule::unshard`] it
-//! first.
+//! Call the layer's unit through its [`FsdpModule`] ([`FsdpModule::call`] or `forward`), or hold the model by
+//! [`FsdpModule::unshard_all`]. To read a weight, as `to_vec2` of a layer's tensor does, gather it: on every rank, call
+//! `vars.get("layer.weight")`, and [`DTensor::full_tensor`] of [`FsdpParam::dtensor`].
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 pub mod activation_checkpoint;
@@ -100,8 +101,8 @@ pub use extension::{AllGatherExtension, Float8};
 pub use fsdp::{
     AllGather, AllReduceHook, BufferMemory, ExtensionFn, FinalizeHandle, FsdpModule, FsdpParam, FullyShard, GraphCut,
     GraphCutKind, MixedPrecisionPolicy, NamePredicate, OffloadPolicy, PostAccumulateGradHook, Recurse, ReduceScatter,
-    ReshardAfterForward, ShardPlacement, ShardPlacementFn, ShardedVarMap, StoreFn, Unit, UnshardHandle, WeightFormat,
-    fully_shard, parallelize, shard,
+    ReshardAfterForward, ShardPlacement, ShardPlacementFn, ShardedVarMap, StoreFn, Unit, UnshardHandle, UnshardedUnits,
+    WeightFormat, fully_shard, parallelize, shard,
 };
 pub use fsdp_core::{BlockFormat, DTensorSpec, DeviceMesh, Placement, ProcessGroup, ReduceOp};
 pub use gradcheck::{GradcheckOptions, gradcheck};

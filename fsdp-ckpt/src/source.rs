@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt::{Debug, Display, Formatter};
 use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
 
 use fsdp_core::layout::Region;
 use fsdp_core::{DType, MeshLayout};
@@ -352,6 +353,44 @@ pub trait TensorSource: Debug + Send + Sync {
         self.index().tensor(fqn)
     }
 }
+
+/// Implements [`TensorSource`] for a pointer to a source.
+macro_rules! pointer {
+    ($pointer:ident) => {
+        impl<S: TensorSource + ?Sized> TensorSource for $pointer<S> {
+            fn index(&self) -> &SourceIndex {
+                (**self).index()
+            }
+
+            fn read(&self, fqn: &str, region: &Region, into: &mut [u8]) -> Result<()> {
+                (**self).read(fqn, region, into)
+            }
+
+            fn checksums(&self) -> Checksums {
+                (**self).checksums()
+            }
+
+            fn has_checksum(&self, chunk: &ChunkEntry) -> bool {
+                (**self).has_checksum(chunk)
+            }
+
+            fn verify_chunk(&self, fqn: &str, chunk: usize, seen: &mut dyn FnMut(u64)) -> Result<()> {
+                (**self).verify_chunk(fqn, chunk, seen)
+            }
+
+            fn verify_share(&self, rank: usize, ranks: usize) -> Result<Verified> {
+                (**self).verify_share(rank, ranks)
+            }
+
+            fn verify(&self) -> Result<Verified> {
+                (**self).verify()
+            }
+        }
+    };
+}
+
+pointer!(Box);
+pointer!(Arc);
 
 /// Passes the bytes of a region to `sink`, row-major, in pieces of some MiB.
 ///

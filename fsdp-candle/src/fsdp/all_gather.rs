@@ -20,9 +20,9 @@ use crate::error::Error;
 use crate::storage::{Pool, PooledBuffer, TensorMemory, copy, to_core_dtype, to_tensor, with_slice};
 
 /// Advice for ranks that unshard different parameters.
-const ALL_GATHER_ADVICE: &str = "Units are gathered as they are called, and units by name as their layers are used: \
-     every rank must call the same units in the same order, or `unshard()` all of them first. Where ranks use \
-     different units by name, call `set_reduce_scatter_unused_params(true, Recurse::Yes)` of the root on every rank";
+const ALL_GATHER_ADVICE: &str = "Ranks must call the same units in the same order, and use units by name alike. Before \
+     forwards on some ranks only, hold the model on all: `let held = model.unshard_all()?`. To train different units, \
+     `set_reduce_scatter_unused_params(true, Recurse::Yes)`";
 
 /// Advice for ranks that gather different shards over replicas.
 const REPLICA_GATHER_ADVICE: &str = "Shards are gathered over replicas when a root's forward begins: every rank must \

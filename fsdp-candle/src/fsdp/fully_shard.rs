@@ -6,11 +6,12 @@ use candle_nn::VarBuilder;
 use fsdp_core::DeviceMesh;
 use indexmap::{IndexMap, IndexSet};
 
-use super::diagnostics::is_freed_storage_error;
+use super::diagnostics::{is_freed_storage_error, listed};
 use super::module::FsdpModule;
 use super::param::FsdpParam;
 use super::param_group::{FsdpParamGroup, ROOT, UnitId};
 use super::policy::{MixedPrecisionPolicy, NamePredicate, OffloadPolicy, ReshardAfterForward};
+use super::schedule::TAKES_NOTHING;
 use super::settings::UnitSettings;
 use super::var_map::{OpenUnit, ShardedVarMap};
 use super::weight_format::WeightFormat;
@@ -28,9 +29,6 @@ const FOREIGN_BUILDER: &str = "it has no parameters: its VarBuilder is not of th
 /// Error for patterns of units by name that are passed to `fully_shard`.
 const FOR_SHARD: &str = "its options have patterns of units by name (`FullyShard::units`), which are for `shard`: call \
      `shard`, or pass options without patterns";
-
-/// Number of parameters that a warning lists.
-const LISTED_PARAMS: usize = 8;
 
 /// Number of modules that an error lists.
 const LISTED_MODULES: usize = 16;
@@ -281,7 +279,7 @@ pub fn fully_shard<M>(
     if !opts.units.is_empty() {
         return Err(Error::unit(&name_of(&vb), FOR_SHARD));
     }
-    make(opts, vb, build)
+    make(MadeBy::FullyShard, opts, vb, build)
 }
 
 /// Builds a model that does not know of FSDP, and makes units of its modules by their names ([`FullyShard::units`]).
@@ -352,7 +350,14 @@ pub fn shard<M>(
     vb: VarBuilder<'static>,
     build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M>,
 ) -> Result<FsdpModule<M>> {
-    make(opts, vb, build)
+    make(MadeBy::Shard, opts, vb, build)
+}
+
+/// Function that makes a unit.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum MadeBy {
+    FullyShard,
+    Shard,
 }
 
 fn name_of(vb: &VarBuilder<'_>) -> String {
@@ -362,6 +367,7 @@ fn name_of(vb: &VarBuilder<'_>) -> String {
 
 /// Makes a unit, and the units by name inside it.
 fn make<M>(
+    by: MadeBy,
     opts: &FullyShard,
     vb: VarBuilder<'static>,
     build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M>,
@@ -375,6 +381,7 @@ fn make<M>(
     if let ReshardAfterForward::To(size) = opts.reshard_after_forward {
         ranks.post_forward_group(size)?;
     }
+    let schedule = vars.schedule();
     let unit = OpenUnit::begin(vars, &name, opts, &ranks);
     let inner = build(vb.clone()).map_err(|cause| {
         let cause = match is_freed_storage_error(&cause) {
@@ -383,8 +390,13 @@ fn make<M>(
         };
         Error::Build { unit: name.clone(), cause: Box::new(cause.into()) }
     })?;
-    if unit.is_empty() && !vars.is_behind(&vb) {
+    let is_hollow = unit.is_empty();
+    if is_hollow && !vars.is_behind(&vb) {
         return Err(Error::unit(&name, FOREIGN_BUILDER));
+    }
+    // `shard` makes whole models. A unit without parameters may be a part of a model, such as an activation.
+    if is_hollow && by == MadeBy::Shard && name == ROOT && schedule.units().iter().all(|unit| unit.is_hollow) {
+        return Err(Error::unit(&name, TAKES_NOTHING));
     }
     let params = unit.params();
     if let Some(param) = params.iter().find(|param| param.lacks_tp_layer()) {
@@ -392,12 +404,11 @@ fn make<M>(
     }
     let UnitsByName { units, own, unmanaged } = UnitsByName::of(&params, &vb.prefix(), patterns)?;
     unit.close();
-    let schedule = vars.schedule();
     let add = |name: String, params, by_name_in: Option<usize>| {
         let id = UnitId { index: schedule.next_index(), name: name.into() };
         let settings = UnitSettings::new(opts.reshard_after_forward);
         let (mp_policy, pool) = (opts.mp_policy.clone(), schedule.pool.clone());
-        let group = FsdpParamGroup::new(id, params, mp_policy, settings, pool, by_name_in.is_some());
+        let group = FsdpParamGroup::new(id, params, mp_policy, settings, pool, by_name_in.is_some(), is_hollow);
         tracing::debug!(unit = group.name(), parameters = group.params().len(), "fully_shard");
         schedule.add(group.clone(), by_name_in);
         group
@@ -407,8 +418,8 @@ fn make<M>(
         add(name, params, Some(called));
     }
     let group = add(name, own, None);
-    if vars.mesh().rank() == 0 {
-        warn_of_unmanaged(group.name(), &unmanaged, &vars.params());
+    if let Some(message) = warning_of_unmanaged(group.name(), &unmanaged, &vars.params()) {
+        schedule.diagnostics.warn(&message);
     }
     Ok(FsdpModule::new(inner, group, schedule.clone(), unmanaged))
 }
@@ -431,26 +442,22 @@ fn lacks_tp_layer(param: &FsdpParam) -> String {
     )
 }
 
-/// Warns of unmanaged parameters above 1 % of the model.
-fn warn_of_unmanaged(unit: &str, unmanaged: &[Arc<FsdpParam>], all: &[Arc<FsdpParam>]) {
+/// Returns the warning of unmanaged parameters, if they are more than 1 % of the model.
+fn warning_of_unmanaged(unit: &str, unmanaged: &[Arc<FsdpParam>], all: &[Arc<FsdpParam>]) -> Option<String> {
     let bytes = |params: &[Arc<FsdpParam>]| -> usize {
         params.iter().map(|param| param.unsharded_shape().elem_count() * param.compute_dtype().size_in_bytes()).sum()
     };
     let (unmanaged_bytes, all_bytes) = (bytes(unmanaged), bytes(all));
-    if unmanaged_bytes > all_bytes / 100 {
-        let names: Vec<&str> = unmanaged.iter().take(LISTED_PARAMS).map(|param| param.name()).collect();
-        tracing::warn!(
-            unit,
-            parameters = unmanaged.len(),
-            bytes = unmanaged_bytes,
-            of = all_bytes,
-            "no layer of fsdp_candle::nn holds these parameters, so they stay gathered from the beginning of forward \
-             to the end of backward: {}{}. Build the model from the layers of fsdp_candle::nn (`use fsdp_candle::nn as \
-             candle_nn;`), or wrap their modules in fully_shard",
-            names.join(", "),
-            if unmanaged.len() > LISTED_PARAMS { ", ..." } else { "" }
-        );
-    }
+    (unmanaged_bytes > all_bytes / 100).then(|| {
+        let names: Vec<String> = unmanaged.iter().map(|param| param.name().to_string()).collect();
+        format!(
+            "unit `{unit}`: no layer of fsdp_candle::nn holds {} parameters ({unmanaged_bytes} of {all_bytes} bytes), so \
+             they stay gathered from the beginning of forward to the end of backward: {}. Build the model from the \
+             layers of fsdp_candle::nn (`use fsdp_candle::nn as candle_nn;`), or wrap their modules in fully_shard",
+            names.len(),
+            listed(&names)
+        )
+    })
 }
 
 /// The parameters of one `shard` call, by unit.

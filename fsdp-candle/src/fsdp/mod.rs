@@ -68,8 +68,16 @@
 //! - The pool and the buffers taken from it never exceed the largest amount that was taken at once.
 //! - Hence the bound that `tests/it/memory.rs` asserts: the parameters of two units and the gradients of one, on top of
 //!   the shards.
-//! - Values that a forward unsharded and no backward freed are dropped when the next root forward begins, since an
-//!   optimizer may have stepped.
+//! - Values that a forward unsharded and no backward freed stay for the next root forward if the unit keeps them for
+//!   backward (a root, or `ReshardAfterForward::Never`); prefetched values are dropped. See [Note: Stale values].
+//!
+//! [Note: Stale values]
+//!
+//! A forward of a unit that is unsharded issues no all-gather, so unsharded values must never be older than the shards,
+//! and all ranks must decide alike. An optimizer of this crate frees the unsharded values of the units that it steps.
+//! So do loads, `set_local` and averages. Other optimizers report no step. A unit with a parameter that has handed out
+//! a gradient and that no optimizer of this crate has is therefore gathered again at each root forward. So is a unit
+//! whose variable was asked for ([`FsdpParam::var`]) while it was unsharded.
 //!
 //! [Note: Threads and waits]
 //!
@@ -104,11 +112,11 @@ mod var_map;
 mod weight_format;
 
 pub use comm::{AllGather, AllReduceHook, PostAccumulateGradHook, ReduceScatter};
-pub(crate) use diagnostics::warn;
+pub(crate) use diagnostics::listed;
 pub use diagnostics::{GraphCut, GraphCutKind};
 pub use fully_shard::{ExtensionFn, FullyShard, ShardPlacement, ShardPlacementFn, StoreFn, fully_shard, shard};
 pub(crate) use hooks::without_reports;
-pub use module::{FinalizeHandle, FsdpModule, Unit, UnshardHandle};
+pub use module::{FinalizeHandle, FsdpModule, Unit, UnshardHandle, UnshardedUnits};
 pub use parallelize::parallelize;
 pub use param::FsdpParam;
 pub(crate) use param_group::{FsdpParamGroup, UnitPath};

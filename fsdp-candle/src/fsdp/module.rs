@@ -11,8 +11,9 @@ use super::order::GraphExists;
 use super::param::FsdpParam;
 use super::param_group::FsdpParamGroup;
 use super::schedule::Schedule;
-use crate::autograd::keeps_graph;
+use crate::autograd::{keeps_graph, no_grad};
 use crate::collectives;
+use crate::error::Error;
 use crate::graph::{self, Lifetime};
 use crate::storage::copied_storage;
 use crate::tensors::{Tensors, with_tensors};
@@ -215,7 +216,7 @@ impl<M> FsdpModule<M> {
             Some(dtype) if policy.cast_forward_inputs => cast(inputs, dtype)?,
             _ => inputs,
         };
-        if !(self.group.has_frozen() && keeps_graph()) {
+        if !(self.group.has_frozen() && keeps_graph()) || self.schedule.runs_without_hooks(&self.group)? {
             let (inputs, watched) = self.watched(inputs)?;
             return Ok(self.hooks().run(watched, || forward(&self.inner, inputs))?.0);
         }
@@ -240,6 +241,10 @@ impl<M> FsdpModule<M> {
     /// parameters, and stored under the ids of [`FsdpParam::var`]. Collective: every rank calls it, on the outermost
     /// module.
     ///
+    /// A norm or a sum over the returned `GradStore` is therefore of this rank's shards alone.
+    /// [`grad_norm`](crate::grad_norm) returns the norm of the whole gradient, [`clip_grad_norm`](crate::clip_grad_norm)
+    /// clips by it, and [`FsdpParam::grad`] returns a gradient as a [`DTensor`](crate::DTensor).
+    ///
     /// # Errors
     /// Errors of Candle and of the collectives; [`FsdpModule::call`] tells the state after them. Fails for a loss
     /// without a graph, unless ranks may use different units
@@ -249,7 +254,7 @@ impl<M> FsdpModule<M> {
     /// Backward frees the activations of [`nn`](crate::nn)'s layers as it passes them, as PyTorch's does. Another
     /// backward over the same graph fails: see [`FsdpModule::backward_retain_graph`].
     pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
-        self.schedule.backward(self.name(), loss, false).map_err(|error| self.explain_backward(error))
+        self.schedule.backward(&self.group, loss, false).map_err(|error| self.explain_backward(error))
     }
 
     /// [`FsdpModule::backward`] that keeps the graph for another backward, as PyTorch's `backward(retain_graph=True)`:
@@ -266,7 +271,7 @@ impl<M> FsdpModule<M> {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn backward_retain_graph(&self, loss: &Tensor) -> Result<GradStore> {
-        self.schedule.backward(self.name(), loss, true).map_err(|error| self.explain_backward(error))
+        self.schedule.backward(&self.group, loss, true).map_err(|error| self.explain_backward(error))
     }
 
     /// Returns the names of trainable parameters that took part in a forward and got no gradient in its backward, on
@@ -314,6 +319,11 @@ impl Hooks<'_> {
     /// Runs a forward. `inputs` are its watched inputs. Also returns whether the backward of the outputs unshards the
     /// unit.
     fn run<O: Tensors>(&self, inputs: Vec<Tensor>, forward: impl FnOnce() -> Result<O>) -> Result<(O, bool)> {
+        if self.schedule.runs_without_hooks(self.group)? {
+            let outputs = no_grad(|| collectives::scope(forward)).map_err(|error| self.explain(error))?;
+            let outputs = self.cast_outputs(outputs)?;
+            return Ok((outputs.map_tensors(&mut |tensor| Ok(tensor.detach()))?, false));
+        }
         let mut guard = self.schedule.pre_forward(self.group)?;
         let watch = match keeps_graph() {
             true => self.schedule.diagnostics.graph.begin(self.group, inputs)?,
@@ -328,10 +338,7 @@ impl Hooks<'_> {
             Some(watch) => watch.end(outputs)?,
             None => outputs,
         };
-        let outputs = match self.group.mp_policy.output_dtype {
-            Some(dtype) => cast(outputs, dtype)?,
-            None => outputs,
-        };
+        let outputs = self.cast_outputs(outputs)?;
         let hook = self.schedule.post_forward(self.group, &mut guard, self.parts)?;
         let outputs = match (hook, keeps_graph()) {
             (true, _) => outputs.map_tensors(&mut |tensor| {
@@ -352,6 +359,13 @@ impl Hooks<'_> {
         Ok((outputs, hook))
     }
 
+    fn cast_outputs<O: Tensors>(&self, outputs: O) -> Result<O> {
+        match self.group.mp_policy.output_dtype {
+            Some(dtype) => cast(outputs, dtype),
+            None => Ok(outputs),
+        }
+    }
+
     /// Explains Candle's message about F4.
     fn explain(&self, error: candle_core::Error) -> candle_core::Error {
         if !is_freed_storage_error(&error) {
@@ -359,14 +373,20 @@ impl Hooks<'_> {
         }
         let units = self.schedule.units();
         let sharded = units.iter().filter(|group| !group.is_unsharded());
-        let sharded: Vec<String> = sharded.map(|group| format!("`{}`", group.name())).collect();
+        let sharded: Vec<String> = (sharded.enumerate())
+            .map(|(at, group)| match at {
+                0 => format!("`{}` ({})", group.name(), group.listed()),
+                _ => format!("`{}`", group.name()),
+            })
+            .collect();
         if sharded.is_empty() {
             return error; // a norm's weight of another dtype than its input
         }
         error.context(format!(
             "FSDP unit `{}`: a sharded parameter was used (Candle calls its storage F4) outside the forward of the \
              unit that owns it, or by a layer that computes on its weights while it is built. These units are not \
-             gathered here: {}. Call the unit through its FsdpModule (`forward` or `call`), or `unshard()` it first",
+             gathered here: {}. Call the unit through its FsdpModule (`forward` or `call`), or hold it by \
+             `unshard_all()`. To read a value, call `vars.get(name)`, and `dtensor()?.full_tensor()` of the parameter",
             self.group.name(),
             sharded.join(", ")
         ))
@@ -412,6 +432,25 @@ impl<M: Module> Module for FsdpModule<M> {
     }
 }
 
+/// Units that [`FsdpModule::unshard_all`] holds unsharded. Dropping it reshards them, without a collective.
+#[must_use = "the units are resharded when the handle is dropped"]
+pub struct UnshardedUnits {
+    schedule: Arc<Schedule>,
+    units: Vec<Arc<FsdpParamGroup>>,
+}
+
+impl Drop for UnshardedUnits {
+    fn drop(&mut self) {
+        self.schedule.release(&self.units);
+    }
+}
+
+impl std::fmt::Debug for UnshardedUnits {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_list().entries(self.units.iter().map(|unit| unit.name())).finish()
+    }
+}
+
 /// A unit, for prefetch lists. Units by name have no other handle.
 #[derive(Clone)]
 pub struct Unit(pub(super) Arc<FsdpParamGroup>);
@@ -441,12 +480,12 @@ impl std::fmt::Debug for Unit {
 
 /// A pending unshard.
 #[must_use = "the parameters are unsharded when wait() returns, or when the unit's forward begins"]
-pub struct UnshardHandle(Arc<FsdpParamGroup>);
+pub struct UnshardHandle(Vec<Arc<FsdpParamGroup>>);
 
 impl UnshardHandle {
     /// Waits until the parameters are unsharded. A forward that begins earlier waits for them, too.
     pub fn wait(self) -> Result<()> {
-        self.0.unshard()
+        self.0.iter().try_for_each(|unit| unit.unshard())
     }
 }
 
@@ -471,14 +510,63 @@ impl<M> FsdpModule<M> {
     /// Returns this unit and the units inside it, in the order in which they were made, with units by name
     /// ([`shard`](crate::shard)).
     pub fn units(&self) -> Vec<Unit> {
-        let units = self.schedule.units().into_iter();
-        units.filter(|unit| self.group.path().contains(unit.path())).map(Unit).collect()
+        self.schedule.units_inside(self.group.path()).into_iter().map(Unit).collect()
     }
 
-    /// Unshards the unit's parameters until [`FsdpModule::reshard`], the next forward that reshards them, or backward.
-    /// Not recursive. Collective.
+    /// Unshards the unit's parameters, and those of its units by name ([`shard`](crate::shard)), which have no other
+    /// handle. Units that [`fully_shard`](crate::fully_shard) made inside it stay as they are:
+    /// [`FsdpModule::unshard_all`] includes them. Does nothing for what is unsharded. Collective.
+    ///
+    /// They stay unsharded until [`FsdpModule::reshard`], an optimizer's step, backward, or a forward with a graph that
+    /// reshards them. A forward without a graph leaves them, and needs no collective if all its units are unsharded.
     pub fn unshard(&self) -> Result<()> {
-        self.group.unshard()
+        self.unshard_async()?.wait()
+    }
+
+    /// Holds this unit and all units inside it unsharded, by whatever means they were made, until the handle is dropped:
+    /// PyTorch's `summon_full_params`. Collective, and the only collective: while the handle lives, the module's
+    /// forwards run on this rank alone. Ranks may run different numbers of them, or none, as for sampling, acting in an
+    /// environment, and validation. The whole model is in memory meanwhile.
+    ///
+    /// Forwards have no graph, as in [`no_grad`](crate::no_grad), and its backward is an error. To write to the full
+    /// values changes no shard. An optimizer's step frees the values: drop the handle before. Tensor-parallel layers
+    /// still communicate, so their ranks run the same forwards.
+    ///
+    /// ```
+    /// # use fsdp_candle::doc_example::*;
+    /// use fsdp_core::process_group::local;
+    ///
+    /// local::try_run(2, |group| {
+    ///     let world = World::of(group);
+    ///     let vars = ShardedVarMap::of_world(&world)?;
+    ///     let opts = FullyShard::new(&vars).units(["layers.*"]);
+    ///     let model = shard(&opts, vars.builder(DType::F32), |vb| {
+    ///         Ok([nn::linear(4, 4, vb.pp("layers.0"))?, nn::linear(4, 4, vb.pp("layers.1"))?])
+    ///     })?;
+    ///     let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+    ///     let forward = |layers: &[nn::Linear; 2]| layers[1].forward(&layers[0].forward(&x)?);
+    ///     let held = model.unshard_all()?; // every rank calls it
+    ///     if world.rank() == 0 {
+    ///         println!("{}", model.call(forward)?); // rank 0 alone
+    ///     }
+    ///     drop(held);
+    ///     model.backward(&model.call(forward)?.sqr()?.mean_all()?)?;
+    ///     Ok::<_, fsdp_candle::Error>(())
+    /// })?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Fails inside a forward or backward of the model, and if a collective or an allocation fails. All units are
+    /// resharded then.
+    pub fn unshard_all(&self) -> Result<UnshardedUnits> {
+        if self.schedule.is_running() {
+            let message = "unshard_all was called inside a forward or backward of the model: call it between them";
+            return Err(Error::unit(self.name(), message).into());
+        }
+        let units = self.schedule.units_inside(self.group.path());
+        self.schedule.hold(&units)?;
+        Ok(UnshardedUnits { schedule: self.schedule.clone(), units })
     }
 
     /// As [`FsdpModule::unshard`], without waiting: PyTorch's `unshard(async_op=True)`. Fails if the all-gather cannot
@@ -497,13 +585,12 @@ impl<M> FsdpModule<M> {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn unshard_async(&self) -> Result<UnshardHandle> {
-        self.group.start_unshard()?;
-        Ok(UnshardHandle(self.group.clone()))
+        Ok(UnshardHandle(self.schedule.start_unshard_by_hand(&self.group)?))
     }
 
-    /// Frees the unit's full parameters. Not recursive.
+    /// Frees the full parameters of the unit and of its units by name.
     pub fn reshard(&self) -> Result<()> {
-        self.schedule.reshard(&self.group)
+        self.schedule.reshard_by_hand(&self.group)
     }
 
     /// Prepares the whole model for a new iteration after an incomplete one: waits for pending collectives, drops

@@ -73,6 +73,10 @@ pub struct FsdpParam {
     state: Mutex<State>,
     pub(crate) gradient: Gradient,
     requires_grad: AtomicBool,
+    /// Whether an optimizer of this crate has the parameter, and so reports its steps.
+    has_optimizer: AtomicBool,
+    /// Whether a backward has handed out a gradient.
+    has_handed_out: AtomicBool,
     unit: OnceLock<UnitRef>,
     schedule: Weak<Schedule>,
 }
@@ -272,6 +276,8 @@ impl FsdpParam {
             State { sharded: ShardedState::Sharded, kept_buffer: None, layer: LayerSupport::default(), pass: None };
         let param = Arc::new(FsdpParam {
             requires_grad: AtomicBool::new(spec.trainable),
+            has_optimizer: AtomicBool::new(false),
+            has_handed_out: AtomicBool::new(false),
             spec,
             shard,
             leaf,
@@ -391,9 +397,20 @@ impl FsdpParam {
     /// memory, and to use its values is an error. Optimizers of this crate step it, [`FsdpParam::dtensor`] copies it,
     /// and [`FsdpParam::set_local`] sets it.
     ///
-    /// Call before writing: waits for pending device copies that read an offloaded shard. A variable that was returned
-    /// earlier may be written between `backward` and the next forward.
+    /// Call before writing: waits for pending device copies that read an offloaded shard, and lets the next forward
+    /// gather the values again. A variable that was returned earlier may be written between `backward` and the next
+    /// forward.
     pub fn var(&self) -> &Var {
+        if self.is_unsharded()
+            && let Some(group) = self.group()
+        {
+            group.note_write();
+        }
+        self.settled_shard()
+    }
+
+    /// Returns the shard, once pending device copies have read it.
+    pub(super) fn settled_shard(&self) -> &Var {
         if let Some(offload) = &self.spec.offload
             && let Err(error) = offload.settle()
         {
@@ -437,6 +454,48 @@ impl FsdpParam {
         let _ = self.unit.set(unit);
     }
 
+    fn group(&self) -> Option<Arc<FsdpParamGroup>> {
+        self.unit.get().and_then(|unit| unit.group.upgrade())
+    }
+
+    /// Returns whether both parameters are of one map.
+    pub(crate) fn is_of_same_map(&self, other: &FsdpParam) -> bool {
+        Weak::ptr_eq(&self.schedule, &other.schedule)
+    }
+
+    /// Records that an optimizer of this crate has the parameter.
+    pub(crate) fn set_has_optimizer(&self) {
+        self.has_optimizer.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns whether an optimizer of this crate has the parameter.
+    pub(crate) fn has_optimizer(&self) -> bool {
+        self.has_optimizer.load(Ordering::Relaxed)
+    }
+
+    /// Returns whether another optimizer may step the parameter, which does not report its steps.
+    pub(super) fn may_be_stepped_unseen(&self) -> bool {
+        self.has_handed_out.load(Ordering::Relaxed) && !self.has_optimizer()
+    }
+
+    /// Frees the unsharded values of these parameters' units, since an optimizer steps them. In a backward, the units
+    /// that are stepped are freed by backward itself.
+    pub(crate) fn free_stale<'a>(params: impl Iterator<Item = &'a Arc<FsdpParam>>) -> crate::error::Result<()> {
+        let mut groups: Vec<Arc<FsdpParamGroup>> = vec![];
+        for group in params.filter_map(|param| param.group()) {
+            if group.is_unsharded() && !groups.iter().any(|other| Arc::ptr_eq(other, &group)) {
+                groups.push(group);
+            }
+        }
+        for group in groups {
+            let schedule = group.params().first().and_then(|param| param.schedule.upgrade());
+            if !schedule.is_some_and(|schedule| schedule.is_running()) {
+                group.reshard_stale()?;
+            }
+        }
+        Ok(())
+    }
+
     /// Returns the unit of the parameter, and the parameter's index in it. Fails while the unit is being built.
     pub(crate) fn unit(&self) -> Result<(&UnitId, usize)> {
         match self.unit.get() {
@@ -446,7 +505,7 @@ impl FsdpParam {
     }
 
     /// Returns the schedule of the model.
-    pub(super) fn schedule(&self) -> Result<Arc<Schedule>> {
+    pub(crate) fn schedule(&self) -> Result<Arc<Schedule>> {
         match self.schedule.upgrade() {
             Some(schedule) => Ok(schedule),
             None => bail!(
@@ -510,7 +569,7 @@ impl FsdpParam {
         let way_out = match unit.has_pre_use_hook {
             true => {
                 "is gathered inside a forward of the model alone. Call the model through its FsdpModule (`forward`, \
-                 `call` or `call_mut`)"
+                 `call` or `call_mut`), or hold it by `unshard_all()`"
             }
             false => {
                 "is not inside a forward of its own. Call the unit through its FsdpModule (`forward` or `call`), or \
@@ -738,11 +797,18 @@ impl FsdpParam {
     /// Stores the sharded gradient in `grads`. A rank with an empty shard stores a mark under the anchor: other
     /// ranks have a gradient.
     pub(super) fn store_gradient(&self, grad: Tensor, grads: &mut GradStore) -> Result<()> {
+        self.has_handed_out.store(true, Ordering::Relaxed);
         match self.spec.region.is_empty() {
             true => grads.insert(&self.anchor, self.anchor.zeros_like()?),
             false => grads.insert(self.shard.as_tensor(), grad),
         };
         Ok(())
+    }
+
+    /// Returns the parameter that [`FsdpParam::store_gradient`] stored a gradient of under an id.
+    pub(crate) fn of_gradient(id: &TensorId) -> Option<Arc<Self>> {
+        let of_shard = BY_SHARD.read().get(id).and_then(Weak::upgrade);
+        of_shard.or_else(|| BY_TENSOR.read().get(id).and_then(Weak::upgrade))
     }
 
     /// Returns whether this rank's shard is empty and other ranks have a gradient.
@@ -828,7 +894,7 @@ impl FsdpParam {
         let is_here = local.device().same_device(self.var().device());
         let local = if is_here { local.contiguous()? } else { local.force_contiguous()? };
         let local = to_dtype(&local.detach(), self.dtype())?;
-        if let Some(group) = self.unit.get().and_then(|unit| unit.group.upgrade()) {
+        if let Some(group) = self.group() {
             group.reshard_stale()?;
         }
         self.set_shard(&local)

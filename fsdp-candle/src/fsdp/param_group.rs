@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use candle_core::{Result, Tensor};
@@ -10,6 +11,7 @@ use fsdp_core::process_group::{Signature, Subject};
 use parking_lot::{Mutex, ReentrantMutex};
 
 use super::all_gather::{AllGatherResult, ReplicaGather};
+use super::diagnostics::listed;
 use super::param::{FsdpParam, UnshardMemory};
 use super::policy::{MixedPrecisionPolicy, ReshardAfterForward};
 use super::settings::UnitSettings;
@@ -41,6 +43,10 @@ pub(crate) struct FsdpParamGroup {
     /// The pending all-gather. A thread that unshards or reshards the whole unit holds the lock. The cell refuses the
     /// user's code that runs meanwhile on the same thread.
     pending: ReentrantMutex<RefCell<Option<AllGatherResult>>>,
+    /// Whether a shard may have been written since the parameters were unsharded.
+    may_be_written: AtomicBool,
+    /// Whether the module took nothing from its builder.
+    pub(super) is_hollow: bool,
     /// Pending all-gathers over replicas.
     pub(super) replica_gathers: Mutex<Vec<ReplicaGather>>,
     accumulated: Mutex<AccumulatedBackwards>,
@@ -77,6 +83,7 @@ impl BackwardCount {
 
 impl FsdpParamGroup {
     /// Makes the unit `id`. `has_pre_use_hooks` tells whether uses of its parameters unshard it: it is a unit by name.
+    /// `is_hollow` tells whether its module took nothing from its builder.
     pub(crate) fn new(
         id: UnitId,
         params: Vec<Arc<FsdpParam>>,
@@ -84,6 +91,7 @@ impl FsdpParamGroup {
         settings: UnitSettings,
         pool: Arc<Pool>,
         has_pre_use_hooks: bool,
+        is_hollow: bool,
     ) -> Arc<Self> {
         let names = params.iter().map(|param| param.name().to_string());
         let subject = Subject::new(format!("unit `{}`", id.name), names);
@@ -96,6 +104,8 @@ impl FsdpParamGroup {
             mp_policy,
             settings: Mutex::new(settings),
             pending: ReentrantMutex::default(),
+            may_be_written: AtomicBool::new(false),
+            is_hollow,
             replica_gathers: Mutex::default(),
             accumulated: Mutex::default(),
         });
@@ -125,9 +135,29 @@ impl FsdpParamGroup {
         &self.params
     }
 
+    /// Lists the parameters' names for a message.
+    pub(super) fn listed(&self) -> String {
+        listed(&self.params.iter().map(|param| param.name().to_string()).collect::<Vec<_>>())
+    }
+
     /// Returns whether any full parameter has memory.
     pub(crate) fn is_unsharded(&self) -> bool {
         self.params.iter().any(|param| param.is_unsharded())
+    }
+
+    /// Returns whether all full parameters have memory.
+    pub(super) fn is_whole(&self) -> bool {
+        self.params.iter().all(|param| param.is_unsharded())
+    }
+
+    /// Records that the user may write a shard, while the parameters are unsharded.
+    pub(super) fn note_write(&self) {
+        self.may_be_written.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns whether unsharded values may be older than the shards. The same on every rank, if every rank writes.
+    pub(super) fn may_be_stale(&self) -> bool {
+        self.may_be_written.load(Ordering::Relaxed) || self.params.iter().any(|param| param.may_be_stepped_unseen())
     }
 
     pub(crate) fn reshard_after_forward(&self) -> ReshardAfterForward {
@@ -247,6 +277,7 @@ impl FsdpParamGroup {
             } else if self.is_unsharded() {
                 tracing::debug!(unit = self.name(), "reshard");
             }
+            self.may_be_written.store(false, Ordering::Relaxed);
             self.params.iter().try_for_each(|param| param.reshard(&memory))
         })
     }

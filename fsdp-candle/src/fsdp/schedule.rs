@@ -6,12 +6,13 @@
 //! code.
 
 use std::cell::RefCell;
+use std::collections::HashSet;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 use candle_core::backprop::GradStore;
-use candle_core::{Device, Result, Tensor};
+use candle_core::{Device, Result, Tensor, TensorId};
 use fsdp_core::heartbeat;
 use parking_lot::Mutex;
 use tracing::span::EnteredSpan;
@@ -22,7 +23,7 @@ use super::hooks::{FrozenCall, plan_frozen_calls};
 use super::offload::Downloads;
 use super::order::{Action, Forward, GraphExists, Order, OrderError, UnitInfo};
 use super::param::FsdpParam;
-use super::param_group::{FsdpParamGroup, UnitId};
+use super::param_group::{FsdpParamGroup, UnitId, UnitPath};
 use super::reduction::{Reduction, ReductionQueue, largest};
 use super::settings::{ModelSettings, UnitSettings};
 use crate::autograd::{BACKWARD_STACK_BYTES, keeps_graph, number, on_a_stack_of, with_grad};
@@ -36,7 +37,7 @@ pub(crate) struct Schedule {
     pub(super) pool: Arc<Pool>,
     /// Copies of offloaded parameters' gradients to the host.
     pub(super) downloads: Arc<Downloads>,
-    pub(super) diagnostics: Diagnostics,
+    pub(crate) diagnostics: Diagnostics,
     units: Mutex<Vec<Arc<FsdpParamGroup>>>,
     order: Mutex<Order>,
     reductions: ReductionQueue<Reduction>,
@@ -59,6 +60,15 @@ struct HandOut {
     /// Gradients that it has handed out: the unit, the parameter, and whether any rank used the parameter.
     early: Vec<(usize, Arc<FsdpParam>, bool)>,
 }
+
+/// Error for a model without parameters of its map.
+pub(super) const TAKES_NOTHING: &str = "its module took no parameter from its builder, so nothing is sharded, reduced or \
+     trained here: get every parameter from the VarBuilder that the closure gets (`vb.get(shape, name)`, or a layer's \
+     `new(.., vb)`), instead of a VarMap or Vars of the module's own";
+
+/// Error for a step of a model that a handle of `unshard_all` holds.
+const HELD: &str = "a handle of `unshard_all` holds units of the model, whose forwards have no graph: drop the handle \
+     before a forward or backward that trains";
 
 thread_local! {
     /// The unit whose backward this thread runs.
@@ -99,7 +109,7 @@ impl Schedule {
             None => vec![],
         };
         let (trainable, has_frozen) = (unit.trainable(), unit.has_frozen());
-        order.add(UnitInfo { trainable, has_frozen, by_name_in, enclosing, settings }, &inside);
+        order.add(UnitInfo { trainable, has_frozen, by_name_in, enclosing, settings, holds: 0 }, &inside);
         drop(order);
         units.push(unit);
     }
@@ -258,12 +268,12 @@ impl Schedule {
     /// Runs before the forward of a called unit: unshards it, and prefetches the next units.
     pub(super) fn pre_forward(&self, unit: &FsdpParamGroup) -> Result<ForwardGuard<'_>> {
         self.check(unit.id())?;
-        let check = self.first_forward_check.lock().clone();
-        if let Some(check) = check {
-            check()?;
-            *self.first_forward_check.lock() = None;
-        }
-        let begun = self.order.lock().pre_forward(unit.index(), keeps_graph());
+        self.check_model()?;
+        let begun = {
+            let units = self.units.lock();
+            let may_be_stale = |unit: usize| units.get(unit).is_some_and(|unit| unit.may_be_stale());
+            self.order.lock().pre_forward(unit.index(), keeps_graph(), may_be_stale)
+        };
         let (forward, actions) = begun.map_err(|error| explain(error, unit.id()))?;
         let guard = ForwardGuard { schedule: self, forward, exists: None, ok: false };
         if forward.is_root {
@@ -271,6 +281,16 @@ impl Schedule {
         }
         self.execute(actions)?;
         Ok(guard)
+    }
+
+    /// Runs the check of the complete model, once.
+    fn check_model(&self) -> Result<()> {
+        let check = self.first_forward_check.lock().clone();
+        if let Some(check) = check {
+            check()?;
+            *self.first_forward_check.lock() = None;
+        }
+        Ok(())
     }
 
     /// Runs after the forward of a called unit, which consists of `parts` modules. Returns whether its outputs need a
@@ -357,6 +377,101 @@ impl Schedule {
         unit.reshard()
     }
 
+    /// Returns the units that a path contains.
+    pub(super) fn units_inside(&self, path: &UnitPath) -> Vec<Arc<FsdpParamGroup>> {
+        let mut units = self.units();
+        units.retain(|unit| path.contains(unit.path()));
+        units
+    }
+
+    /// Returns a called unit and the units by name that its call runs.
+    fn called_with(&self, called: &FsdpParamGroup) -> Vec<Arc<FsdpParamGroup>> {
+        let units = self.units();
+        let with = self.order.lock().called_with(called.index());
+        with.into_iter().filter_map(|unit| units.get(unit).cloned()).collect()
+    }
+
+    /// Issues the all-gathers of a called unit and its units by name. Returns these units. They stay unsharded until the
+    /// user reshards them, a forward with a graph does, or backward.
+    pub(super) fn start_unshard_by_hand(&self, called: &FsdpParamGroup) -> Result<Vec<Arc<FsdpParamGroup>>> {
+        let units = self.called_with(called);
+        for unit in &units {
+            self.refresh(unit, |order| order.unshard_by_hand(unit.index()))?;
+            unit.start_unshard()?;
+        }
+        Ok(units)
+    }
+
+    /// Reshards a unit that a forward left unsharded, if its values may be stale. `left` tells whether a forward did.
+    fn refresh(&self, unit: &FsdpParamGroup, left: impl FnOnce(&mut Order) -> bool) -> Result<()> {
+        let left = left(&mut self.order.lock());
+        if left && unit.may_be_stale() { unit.reshard() } else { Ok(()) }
+    }
+
+    /// Reshards a called unit and its units by name, by the user's hand.
+    pub(super) fn reshard_by_hand(&self, called: &FsdpParamGroup) -> Result<()> {
+        self.called_with(called).iter().try_for_each(|unit| {
+            self.order.lock().reshard_by_hand(unit.index());
+            self.reshard(unit)
+        })
+    }
+
+    /// Unshards units for [`Schedule::release`], one after the other.
+    pub(super) fn hold(&self, units: &[Arc<FsdpParamGroup>]) -> Result<()> {
+        self.check_model()?;
+        for (at, unit) in units.iter().enumerate() {
+            let held = self.refresh(unit, |order| order.hold(unit.index())).and_then(|()| unit.unshard());
+            if let Err(error) = held {
+                self.release(&units[..=at]);
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    /// Reshards units that [`Schedule::hold`] unsharded, unless another handle holds them.
+    pub(super) fn release(&self, units: &[Arc<FsdpParamGroup>]) {
+        for unit in units.iter().filter(|unit| self.has(unit.id())) {
+            let is_held = self.order.lock().release(unit.index());
+            if !is_held && let Err(error) = self.reshard(unit) {
+                tracing::warn!(unit = unit.name(), %error, "reshard of a unit that was held unsharded");
+            }
+        }
+    }
+
+    /// Returns whether a forward of this unit runs without hooks: no other forward runs, and all units inside it are
+    /// held unsharded, or were unsharded by hand and need no graph. Such a forward leaves no trace, so ranks may run
+    /// different numbers of them.
+    pub(super) fn runs_without_hooks(&self, unit: &FsdpParamGroup) -> Result<bool> {
+        let is_held = {
+            let order = self.order.lock();
+            if order.is_running() {
+                return Ok(false);
+            }
+            order.is_held(unit.index())
+        };
+        if !is_held && keeps_graph() {
+            return Ok(false);
+        }
+        let inside = self.units_inside(unit.path());
+        let freed = inside.iter().find(|unit| !unit.is_whole());
+        match freed {
+            Some(freed) if is_held => Err(Error::unit(
+                freed.name(),
+                "`unshard_all` held it, and an optimizer's step, a load or a failed step has freed its values since: \
+                 drop the handle, and call `unshard_all` again on every rank",
+            )
+            .into()),
+            Some(_) => Ok(false),
+            None => {
+                let order = self.order.lock();
+                let by_hand =
+                    |unit: &Arc<FsdpParamGroup>| unit.params().is_empty() || order.is_unsharded_by_hand(unit.index());
+                Ok(is_held || inside.iter().all(by_hand))
+            }
+        }
+    }
+
     /// Reshards every unit, since shards have changed.
     pub(crate) fn reshard_all(&self) -> Result<()> {
         self.replica_shards_are_fresh.store(false, Ordering::Relaxed);
@@ -370,13 +485,20 @@ impl Schedule {
 impl Schedule {
     /// Runs the backward that a unit was asked for. Returns the reduced gradient shards under the ids of the parameter
     /// shards.
-    pub(super) fn backward(&self, unit: &str, loss: &Tensor, retains_graph: bool) -> Result<GradStore> {
+    pub(super) fn backward(&self, unit: &FsdpParamGroup, loss: &Tensor, retains_graph: bool) -> Result<GradStore> {
         let units = self.units();
+        let inside = self.units_inside(unit.path());
+        if inside.iter().all(|unit| unit.is_hollow) {
+            return Err(Error::unit(unit.name(), TAKES_NOTHING).into());
+        }
+        if inside.iter().any(|unit| self.order.lock().is_held(unit.index())) {
+            return Err(Error::unit(unit.name(), HELD).into());
+        }
         self.order.lock().begin_backward().map_err(|_| {
             candle_core::Error::msg("backward was called inside a forward or another backward of the same model")
         })?;
         let mut guard = BackwardGuard { schedule: self, ok: false, _heartbeat: heartbeat::span("backward", "") };
-        let before = RUNNING.replace(Some(unit.into()));
+        let before = RUNNING.replace(Some(unit.id().name.clone()));
         let _running = scopeguard::guard((), move |()| RUNNING.set(before));
         let grads = with_grad(|| self.run_backward(loss, &units, retains_graph))?;
         guard.ok = true;
@@ -433,6 +555,7 @@ impl Schedule {
                  from detached tensors, or times 0: compute it from the model's outputs outside of no_grad",
             ));
         }
+        self.note_variables(&nodes, units);
         let frozen_calls: Vec<_> = self.frozen_calls.lock().iter().filter_map(Weak::upgrade).collect();
         if !differ && !again && frozen_calls.is_empty() {
             return Ok(());
@@ -450,6 +573,16 @@ impl Schedule {
         Ok(())
     }
 
+    /// Passes the graph's variables that are not parameters to the diagnostics.
+    fn note_variables(&self, nodes: &[&Tensor], units: &[Arc<FsdpParamGroup>]) {
+        let params = || units.iter().flat_map(|unit| unit.params());
+        let leaves: HashSet<TensorId> = params().map(|param| param.leaf).collect();
+        let is_other = |node: &&&Tensor| node.is_variable() && !leaves.contains(&node.id());
+        let others: Vec<&Tensor> = nodes.iter().filter(is_other).copied().collect();
+        let ranks = params().map(|param| param.spec.ranks.data.size()).max().unwrap_or(1);
+        self.diagnostics.note_variables(&others, ranks);
+    }
+
     /// Plans a backward in which ranks may use different units: all ranks unshard and reduce the units that any rank
     /// uses.
     fn agree_on_plan(&self, units: &[Arc<FsdpParamGroup>], numbers: &[usize], uses: &[(usize, usize)]) -> Result<()> {
@@ -465,6 +598,11 @@ impl Schedule {
         let lasts = largest(units, Order::lasts(&order, &reached))?;
         self.order.lock().plan_units(&order, &lasts);
         Ok(())
+    }
+
+    /// Returns whether a hook takes reduced gradients instead of the backward's caller.
+    pub(crate) fn hands_out_to_hook(&self) -> bool {
+        self.hand_out.lock().hook.is_some()
     }
 
     /// Sets what takes reduced gradients instead of the backward's caller.
@@ -594,6 +732,7 @@ fn explain(error: OrderError, unit: &UnitId) -> candle_core::Error {
         OrderError::InBackward => {
             "its forward was called while backward runs: put the checkpoint inside the unit, not around it"
         }
+        OrderError::Held => HELD,
         OrderError::NotPlanned => {
             "backward came to it, which the loss's graph did not show before. Ranks may use different parameters \
              (set_reduce_scatter_unused_params): call the unit through its FsdpModule, and use its parameters inside"

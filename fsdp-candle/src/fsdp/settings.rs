@@ -366,7 +366,8 @@ impl<M> FsdpModule<M> {
     ///
     /// Forward always unshards a unit when it is called. Every rank must therefore call the same units in the same
     /// order, whatever it does with their outputs; otherwise all ranks get an error. To call different units, first
-    /// `unshard()` all of them on every rank with [`ReshardAfterForward::Never`]. Units by name
+    /// `unshard()` all of them on every rank with [`ReshardAfterForward::Never`]; without a graph, call
+    /// [`FsdpModule::unshard_all`]. Units by name
     /// ([`shard`](crate::shard)) are unsharded in the order in which they were built, whether a rank uses them or not:
     /// a rank that uses one also unshards the units before it.
     pub fn set_reduce_scatter_unused_params(&self, reduce: bool, recurse: Recurse) {

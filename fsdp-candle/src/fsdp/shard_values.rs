@@ -21,7 +21,7 @@ impl FsdpParam {
     pub(crate) fn shard(&self) -> crate::error::Result<Tensor> {
         match &self.spec.on_disk {
             Some(on_disk) => on_disk.tensor(),
-            None => Ok(self.var().as_tensor().clone()),
+            None => Ok(self.settled_shard().as_tensor().clone()),
         }
     }
 
@@ -29,7 +29,7 @@ impl FsdpParam {
     pub(crate) fn set_shard(&self, values: &Tensor) -> crate::error::Result<()> {
         match &self.spec.on_disk {
             Some(on_disk) => on_disk.set(values),
-            None => Ok(copy_tensor(values, self.var().as_tensor())?),
+            None => Ok(copy_tensor(values, self.settled_shard().as_tensor())?),
         }
     }
 
@@ -44,7 +44,7 @@ impl FsdpParam {
     pub(crate) fn memory(&self) -> Arc<dyn Memory> {
         match &self.spec.on_disk {
             Some(on_disk) => Arc::new(FileMemory(on_disk.clone())),
-            None => Arc::new(TensorMemory(self.var().as_tensor().clone())),
+            None => Arc::new(TensorMemory(self.settled_shard().as_tensor().clone())),
         }
     }
 

@@ -7,6 +7,7 @@ use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 use fsdp_core::layout::Region;
+use fsdp_core::process_group::{Signature, Subject};
 use fsdp_core::{DType as CoreDType, DeviceMesh, ProcessGroup, ReduceOp};
 use indexmap::IndexMap;
 use parking_lot::Mutex;
@@ -337,8 +338,10 @@ impl ShardedVarMap {
         if values.is_empty() {
             return Ok(());
         }
+        let subject = Subject::new("average of buffers", []);
         for dim in 0..self.mesh().layout().shape().len() {
-            values = self.mesh().group(dim)?.all_reduce(values, ReduceOp::Avg).wait()?;
+            let group = self.mesh().group(dim)?.signed(Signature::new(&subject, []));
+            values = group.all_reduce(values, ReduceOp::Avg).wait()?;
         }
         for (var, mean) in vars.iter().zip(&values) {
             copy_in(mean, var.as_tensor())?;
@@ -772,6 +775,7 @@ impl ShardedVarMap {
         }
         let request = ShardRequest { name, shape: dims, dtype, region: &Region::whole(dims), init };
         let var = self.initial(&request, None, &self.0.device)?;
+        self.0.schedule.diagnostics.pass_over(var.id());
         all.lock().insert(name.into(), var.clone());
         Ok(var.as_tensor().clone())
     }

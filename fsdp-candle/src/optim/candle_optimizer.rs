@@ -9,6 +9,7 @@ use serde_json::{Map, Value};
 
 use super::elementwise::check_gradients;
 use super::hyper_parameters as hyper;
+use super::reach::{Reach, check_not_empty};
 use super::sharded_optimizer::{ParamGroup, ShardedOptimizer};
 use super::state::ParamState;
 use crate::error::{Error, Result};
@@ -38,6 +39,7 @@ pub struct CandleOptimizer<O: Optimizer> {
     states: Vec<ParamState>,
     /// Whether the optimizer has hidden state.
     has_state: bool,
+    reach: Reach,
 }
 
 impl<O: Optimizer> CandleOptimizer<O> {
@@ -57,11 +59,12 @@ impl<O: Optimizer> CandleOptimizer<O> {
                 "its shard is on disk, and Candle's optimizers need it in memory: use AdamW or SGD of this crate",
             ));
         }
+        check_not_empty("CandleOptimizer", params.is_empty())?;
         // Candle's optimizers fail for tensors without elements.
         let shards = params.iter().filter(|param| !param.region().is_empty()).map(|param| param.var().clone());
         let optim = O::new(shards.collect(), config)?;
-        let states = params.into_iter().map(|param| ParamState::new(param, vec![])).collect();
-        Ok(CandleOptimizer { optim, states, has_state })
+        let states: Vec<_> = params.into_iter().map(|param| ParamState::new(param, vec![])).collect();
+        Ok(CandleOptimizer { optim, reach: Reach::of(&states), states, has_state })
     }
 
     /// Returns Candle's optimizer.
@@ -74,6 +77,7 @@ impl<O: Optimizer + Send> ShardedOptimizer for CandleOptimizer<O> {
     fn step(&mut self, grads: &GradStore) -> Result<()> {
         let _reported = heartbeat::span("optimizer", "");
         check_gradients(self.states.iter(), grads)?;
+        self.reach.begin_step(&self.states, grads)?;
         self.optim.step(grads)?;
         for state in &mut self.states {
             if grads.get(state.param.var()).is_some() || state.param.is_empty_with_gradient(grads) {

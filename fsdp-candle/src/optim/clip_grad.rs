@@ -129,6 +129,13 @@ pub fn grad_norm(vars: &ShardedVarMap, grads: &GradStore) -> Result<f64> {
 
 fn norm_of(vars: &ShardedVarMap, params: &[Arc<FsdpParam>], grads: &GradStore, norm_type: NormType) -> Result<f64> {
     norm_type.check()?;
+    if vars.trainable().is_empty() {
+        return Err(Error::Argument(
+            "the gradients' norm: there are no trainable parameters, so the norm would be 0 and nothing clipped. Pass \
+             the map that the model was built from, after the model"
+                .into(),
+        ));
+    }
     let mut norm = GradNorm { norm_type, ..GradNorm::new(vars) };
     norm.add_some(params, grads)?;
     norm.norm()

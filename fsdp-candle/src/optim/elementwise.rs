@@ -11,13 +11,15 @@ use serde_json::{Map, Value};
 
 use super::disk::{DiskState, OnDisk};
 use super::hyper_parameters::{HyperParameters, set_hyper, validate};
+use super::reach::{Reach, check_not_empty};
 use super::sharded_optimizer::{ParamGroup, ShardedOptimizer};
 use super::state::{Moment, MomentKind, ParamState};
 use crate::disk::StateOnDisk;
 use crate::error::Result;
-use crate::fsdp::{FsdpParam, warn};
+use crate::fsdp::FsdpParam;
 use crate::kernels::{Kernels, Slice, SliceMut};
 use crate::storage::{share_memory, swap, take, with_slice, with_slice_mut};
+use crate::warning::warn;
 
 /// Groups of parameters with their hyper-parameters.
 type Groups<C> = Vec<(Vec<Arc<FsdpParam>>, C)>;
@@ -62,26 +64,28 @@ pub struct ElementwiseOptimizer<C> {
     states: Vec<ParamState>,
     /// The file of the moments, if they are on disk.
     disk: Option<DiskState>,
+    reach: Reach,
 }
 
 impl<C: ElementwiseRule> ElementwiseOptimizer<C> {
-    /// Makes an optimizer of these parameters ([`crate::ShardedVarMap::trainable`]), with a state of zeros. Fails if a
-    /// hyper-parameter is out of range or there is not enough memory.
+    /// Makes an optimizer of these parameters ([`crate::ShardedVarMap::trainable`]), with a state of zeros. Make it
+    /// after the model. Fails if there are no parameters, a hyper-parameter is out of range or there is not enough
+    /// memory.
     pub fn new(params: Vec<Arc<FsdpParam>>, config: C) -> Result<Self> {
         Self::with_groups(vec![(params, config)])
     }
 
     /// Makes an optimizer of several groups, each with its own hyper-parameters. [`crate::group_by_name`] makes groups
-    /// by parameter names. Fails if a parameter is in two groups, a hyper-parameter is out of range, or there is not
-    /// enough memory.
+    /// by parameter names. Fails if all groups are empty, a parameter is in two groups, a hyper-parameter is out of
+    /// range, or there is not enough memory.
     pub fn with_groups(groups: Vec<(Vec<Arc<FsdpParam>>, C)>) -> Result<Self> {
         let (groups, params) = checked(groups)?;
         let state = |(group, param): GroupedParam| {
             let moments = moments(&groups[group], &param)?;
             Ok(ParamState::of(param, group, moments, C::MAY_LACK_STEP))
         };
-        let states = params.into_iter().map(state).collect::<Result<_>>()?;
-        Ok(ElementwiseOptimizer { groups, states, disk: None })
+        let states = params.into_iter().map(state).collect::<Result<Vec<_>>>()?;
+        Ok(ElementwiseOptimizer { groups, reach: Reach::of(&states), states, disk: None })
     }
 
     /// Makes an optimizer of several groups with its moments on disk. Parameters and gradients stay in memory. A step
@@ -129,8 +133,8 @@ impl<C: ElementwiseRule> ElementwiseOptimizer<C> {
             let moments = groups[group].moments().iter().copied().zip(moments.into_iter().map(Moment::OnDisk));
             ParamState::of(param, group, moments.collect(), C::MAY_LACK_STEP)
         };
-        let states = params.into_iter().zip(moments).map(state).collect();
-        Ok(ElementwiseOptimizer { groups, states, disk: Some(disk) })
+        let states: Vec<ParamState> = params.into_iter().zip(moments).map(state).collect();
+        Ok(ElementwiseOptimizer { groups, reach: Reach::of(&states), states, disk: Some(disk) })
     }
 
     #[cfg(test)]
@@ -168,12 +172,14 @@ impl<C: ElementwiseRule> ElementwiseOptimizer<C> {
     }
 
     /// Updates every parameter that has a gradient. Reports the largest step count to the launcher. Fails, and updates
-    /// nothing, if the shape or dtype of a gradient is not that of its parameter's shard. If a disk with the moments
+    /// nothing, if the shape or dtype of a gradient is not that of its parameter's shard, and if all gradients are of
+    /// another map. Warns if none is of the optimizer's parameters. If a disk with the moments
     /// fails, the parameters and moments are neither those before the step nor those after: load a checkpoint.
     pub fn step(&mut self, grads: &GradStore) -> Result<()> {
         let _span = tracing::debug_span!("optimizer").entered();
         let _reported = heartbeat::span("optimizer", "");
         check_gradients(self.states.iter(), grads)?;
+        self.reach.begin_step(&self.states, grads)?;
         let mut on_disk = vec![false; self.states.len()];
         for (state, on_disk) in self.states.iter_mut().zip(&mut on_disk) {
             if matches!(state.moments[..], [(_, Moment::OnDisk(_)), ..]) {
@@ -211,6 +217,7 @@ fn checked<C: ElementwiseRule>(groups: Groups<C>) -> Result<(Vec<C>, Vec<Grouped
         configs.push(config);
         all.extend(params.into_iter().map(|param| (group, param)));
     }
+    check_not_empty(C::NAME, all.is_empty())?;
     Ok((configs, all))
 }
 

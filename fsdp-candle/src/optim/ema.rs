@@ -5,6 +5,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 
 use super::hyper_parameters as hyper;
+use super::reach::check_not_empty;
 use super::state::zeros;
 use crate::error::{Error, Result};
 use crate::fsdp::{FsdpParam, ShardedVarMap};
@@ -42,11 +43,12 @@ pub struct Ema {
 }
 
 impl Ema {
-    /// Makes an average that starts at the parameters' values. An update keeps `decay` of the average. Fails if the
-    /// decay is not in 0..1 or there is not enough memory.
+    /// Makes an average that starts at the parameters' values. An update keeps `decay` of the average. Fails if
+    /// there are no parameters, the decay is not in 0..1 or there is not enough memory.
     pub fn new(params: Vec<Arc<FsdpParam>>, decay: f64) -> Result<Self> {
         hyper::check_range("decay", decay, (0. ..1.).contains(&decay), "in 0..1")
             .map_err(|why| Error::Argument(format!("Ema: {why}")))?;
+        check_not_empty("Ema", params.is_empty())?;
         let mean = |param: Arc<FsdpParam>| {
             if let Some(blocks) = &param.spec.blocks {
                 let format = blocks.format.name();

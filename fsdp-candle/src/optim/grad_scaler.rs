@@ -208,6 +208,13 @@ impl GradScaler {
     /// gradients of ignored parameters. Fails if it is called twice for a parameter before an update.
     pub fn unscale(&mut self, vars: &ShardedVarMap, grads: &mut GradStore) -> Result<bool> {
         let params = vars.trainable();
+        if params.is_empty() {
+            return Err(Error::Argument(
+                "GradScaler::unscale: the map has no trainable parameters, so no gradient would be unscaled: pass the map \
+                 that the model was built from"
+                    .into(),
+            ));
+        }
         let ids: Vec<TensorId> = params.iter().map(|param| param.var().id()).collect();
         if ids.iter().any(|id| self.unscaled.contains_key(id)) {
             return Err(Error::Argument(

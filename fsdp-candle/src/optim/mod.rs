@@ -16,6 +16,7 @@ mod grad_scaler;
 mod hyper_parameters;
 mod muon;
 mod muon_exchange;
+mod reach;
 mod sgd;
 mod sharded_optimizer;
 mod state;

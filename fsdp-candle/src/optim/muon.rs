@@ -14,6 +14,7 @@ use serde_json::{Map, Value, json};
 use super::elementwise::{check_gradients, check_unique, next_gradient, param_groups, warn_of_half_masters};
 use super::hyper_parameters::{self as hyper, HyperParameters, set_hyper, validate};
 use super::muon_exchange::{Exchange, MatrixGroup, assign_owners};
+use super::reach::{Reach, check_not_empty};
 use super::sharded_optimizer::{ParamGroup, ShardedOptimizer};
 use super::state::{Moment, ParamState};
 use crate::error::Result;
@@ -49,10 +50,11 @@ pub struct Muon {
     groups: Vec<MuonConfig>,
     states: Vec<ParamState>,
     work: Vec<MatrixGroup>,
+    reach: Reach,
 }
 
 impl Muon {
-    /// Makes an optimizer of these matrices, with zero momentum. Fails if a parameter is not a matrix, a
+    /// Makes an optimizer of these matrices, with zero momentum. Fails if there are none, a parameter is not a matrix, a
     /// hyper-parameter is out of range, or there is not enough memory.
     pub fn new(params: Vec<Arc<FsdpParam>>, config: MuonConfig) -> Result<Self> {
         Self::with_groups(vec![(params, config)])
@@ -63,10 +65,10 @@ impl Muon {
     pub fn with_groups(groups: Vec<(Vec<Arc<FsdpParam>>, MuonConfig)>) -> Result<Self> {
         check_unique("Muon", &groups)?;
         warn_of_half_masters("Muon", &groups);
-        let mut optim = Muon { groups: vec![], states: vec![], work: vec![] };
+        let (mut configs, mut states) = (vec![], vec![]);
         for (group, (params, config)) in groups.into_iter().enumerate() {
             validate(&config)?;
-            optim.groups.push(config);
+            configs.push(config);
             for param in params {
                 if param.shape().rank() != 2 {
                     return Err(param.error(format!(
@@ -75,12 +77,12 @@ impl Muon {
                     )));
                 }
                 let moments = vec![(MOMENTUM, Moment::zeros(&param)?)];
-                optim.states.push(ParamState::of(param, group, moments, true));
+                states.push(ParamState::of(param, group, moments, true));
             }
         }
-        let params: Vec<_> = optim.states.iter().map(|state| state.param.clone()).collect();
-        optim.work = assign_owners(&params);
-        Ok(optim)
+        check_not_empty("Muon", states.is_empty())?;
+        let params: Vec<_> = states.iter().map(|state| state.param.clone()).collect();
+        Ok(Muon { groups: configs, reach: Reach::of(&states), work: assign_owners(&params), states })
     }
 
     /// Returns the hyper-parameters of each group.
@@ -155,6 +157,7 @@ impl ShardedOptimizer for Muon {
         let _span = tracing::debug_span!("optimizer").entered();
         let _reported = heartbeat::span("optimizer", "");
         check_gradients(self.states.iter(), grads)?;
+        self.reach.begin_step(&self.states, grads)?;
         // The updates to orthogonalize, of each matrix that takes a step, in BF16 as they are sent.
         let mut updates: Vec<Option<Buffer>> = Vec::with_capacity(self.states.len());
         for state in &mut self.states {

@@ -141,8 +141,11 @@ pub fn group_by_name<'a>(
 pub struct Optimizers(Vec<Box<dyn ShardedOptimizer>>);
 
 impl Optimizers {
-    /// Combines optimizers, stepped in this order. Fails if two optimizers have the same parameter.
+    /// Combines optimizers, stepped in this order. Fails if there are none, or if two optimizers have the same parameter.
     pub fn new(optimizers: Vec<Box<dyn ShardedOptimizer>>) -> Result<Self> {
+        if optimizers.is_empty() {
+            return Err(Error::Argument("Optimizers: expected at least one optimizer, found none".into()));
+        }
         let mut names = HashSet::new();
         for group in optimizers.iter().flat_map(|optim| optim.param_groups()) {
             for param in group.params {

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Arc;
 
 use candle_core::{DType, Device, Module, ModuleT, Result, Tensor};
 use candle_nn::VarBuilder;
@@ -20,7 +21,7 @@ use crate::common::{device, input, ranks, refused};
 fn documented_code_is_this_code() {
     let source = without_layout(include_str!("own_program.rs"));
     let blocks = code_blocks("docs/your-own-program.md", "rust");
-    assert_eq!(blocks.len(), 8);
+    assert_eq!(blocks.len(), 9);
     for block in blocks {
         assert!(source.contains(&without_layout(&block)), "not in this file:\n{block}");
     }
@@ -55,6 +56,14 @@ fn pretrained(weights: &Path, world: &World) -> anyhow::Result<(ShardedVarMap, F
     let opts = FullyShard::new(&vars).units(["layers.*"]);
     let model = shard(&opts, vars.builder(DType::F32), Model::new)?;
     Ok((vars, model))
+}
+
+fn sample(model: &FsdpModule<Model>, x: &Tensor, world: &World) -> anyhow::Result<Option<Tensor>> {
+    let _held = model.unshard_all()?; // every rank calls it
+    Ok(match world.rank() {
+        0 => Some(model.forward(x)?), // without a graph
+        _ => None,
+    })
 }
 
 fn save(run: &Path, step: usize, vars: &ShardedVarMap, optim: &AdamW, world: &World) -> anyhow::Result<()> {
@@ -194,6 +203,108 @@ fn starts_from_files_and_exports_to_them() {
     // The file is a model of plain Candle.
     let plain = plain_outputs(again);
     outputs.iter().for_each(|output| assert_near(output, &plain));
+}
+
+#[test]
+fn an_export_that_would_be_refused_is_refused_before_training() {
+    let root = tempfile::tempdir().unwrap();
+    write_weights(root.path());
+    let exported = root.path().join("exported");
+    let mut options = hf::ExportOptions::default();
+    let check = |options: &hf::ExportOptions| {
+        ranks(2, |world| hf::check_export(&exported, world.group(), options).map_err(|error| error.to_string()))
+    };
+    assert_eq!(check(&options), [Ok(()), Ok(())]);
+    assert!(!exported.exists());
+    ranks(2, |world| export(&exported, &pretrained(root.path(), &world).unwrap().0, &world).unwrap());
+    for error in check(&options) {
+        refused(error, &["rank 0", "exported/model.safetensors exists already"]);
+    }
+    options.replace = true;
+    assert_eq!(check(&options), [Ok(()), Ok(())]);
+    options.config_files = vec![root.path().join("config.json")];
+    for error in check(&options) {
+        refused(error, &["rank 0", "config.json"]);
+    }
+}
+
+#[test]
+fn an_export_on_one_rank_names_the_export() {
+    let root = tempfile::tempdir().unwrap();
+    write_weights(root.path());
+    let exported = root.path().join("exported");
+    let errors = ranks(2, |world| {
+        let (vars, model) = pretrained(root.path(), &world).unwrap();
+        match world.rank() {
+            0 => export(&exported, &vars, &world).map_err(|error| format!("{error:#}")),
+            _ => no_grad(|| model.forward(&input(0, &[ROWS, 8]))).map(drop).map_err(|error| error.to_string()),
+        }
+    });
+    for error in errors {
+        refused(
+            error,
+            &["[0] issued all_gather(export of `exported/model.safetensors`; ", "[1] issued all_gather(unit "],
+        );
+    }
+}
+
+#[test]
+fn samples_on_one_rank() {
+    let root = tempfile::tempdir().unwrap();
+    let plain = plain_outputs(write_weights(root.path()));
+    let samples = ranks(2, |world| {
+        let (_vars, model) = pretrained(root.path(), &world).unwrap();
+        sample(&model, &input(0, &[ROWS, 8]), &world).unwrap().map(|y| values(&y))
+    });
+    assert!(samples[1].is_none());
+    assert_near(samples[0].as_ref().unwrap(), &plain);
+}
+
+#[test]
+fn weights_come_from_files_and_boxed_sources() {
+    let root = tempfile::tempdir().unwrap();
+    let weights = write_weights(root.path());
+    let file = root.path().join("model.safetensors");
+    let names = weights.keys().map(|name| (name.clone(), serde_json::json!("model.safetensors")));
+    let index = serde_json::json!({ "weight_map": names.collect::<serde_json::Map<_, _>>() });
+    let index_file = root.path().join("other.safetensors.index.json");
+    std::fs::write(&index_file, index.to_string()).unwrap();
+    let sources: [(&str, &(dyn Fn() -> Pretrained + Sync)); 4] = [
+        ("a file", &|| Pretrained::open(&file).unwrap()),
+        ("an index", &|| Pretrained::open(&index_file).unwrap()),
+        ("a box", &|| Pretrained::of(fsdp_ckpt::open(&file).unwrap(), |name| name.into())),
+        ("a shared box", &|| Pretrained::of(Arc::new(fsdp_ckpt::open(&index_file).unwrap()), |name| name.into())),
+    ];
+    for (what, source) in sources {
+        ranks(2, |world| {
+            let vars = ShardedVarMap::of_world(&world).unwrap();
+            vars.init_with(source());
+            shard(&FullyShard::new(&vars), vars.builder(DType::F32), Model::new).unwrap();
+            for param in vars.params() {
+                let full = param.dtensor().unwrap().full_tensor().unwrap();
+                assert_eq!(values(&full), values(&weights[param.name()]), "{what}: {}", param.name());
+            }
+        });
+    }
+}
+
+#[test]
+fn a_wrong_shape_names_file_tensor_and_shapes() {
+    let root = tempfile::tempdir().unwrap();
+    write_weights(root.path());
+    let file = root.path().join("model.safetensors");
+    let errors = ranks(2, |world| {
+        let vars = ShardedVarMap::of_world(&world).unwrap();
+        vars.init_with(Pretrained::of(fsdp_ckpt::open(&file).unwrap(), |name| format!("head.{name}")));
+        let built = shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear(8, 5, vb));
+        built.map(drop).unwrap_err().to_string()
+    });
+    let file = file.display().to_string();
+    for error in errors {
+        let parts =
+            ["parameter `weight`", "[5, 8]", "tensor `head.weight`", &file, "[4, 8]", "the arguments of its `new`"];
+        refused(Err::<(), _>(error), &parts);
+    }
 }
 
 #[test]

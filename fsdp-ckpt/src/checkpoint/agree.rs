@@ -1,12 +1,20 @@
 //! Agreement of all ranks on the outcome of a phase.
 
 use fsdp_core::ProcessGroup;
+use fsdp_core::process_group::{Signature, Subject};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::checkpoint::hosts::Hosts;
 use crate::error::chain;
 use crate::{Error, Result};
+
+/// Returns a handle of the group whose collectives are for `purpose`, the same text on every rank. The error of a rank
+/// that calls alone names it.
+pub(crate) fn for_purpose(group: &ProcessGroup, purpose: &str) -> ProcessGroup {
+    let advice = "Every rank calls it, also if only rank 0 prints or uploads the result";
+    group.signed(Signature::new(&Subject::new(purpose, []), []).with_advice(advice))
+}
 
 /// Returns the outcome of a phase if it succeeded on all ranks, else the first failed rank's error on every rank.
 pub(crate) fn agree<T>(group: &ProcessGroup, phase: &'static str, outcome: Result<T>) -> Result<T> {

@@ -11,7 +11,7 @@ use std::thread::JoinHandle;
 use fsdp_core::{Buffer, ProcessGroup, Readable};
 use rayon::prelude::*;
 
-use crate::checkpoint::agree::{agree, first_message};
+use crate::checkpoint::agree::{agree, first_message, for_purpose};
 use crate::error::chain;
 use crate::safetensors::read_bytes;
 use crate::store::split;
@@ -138,7 +138,8 @@ impl AsyncSaver {
             Ok((go, Running { path: dir.to_path_buf(), thread }))
         });
         // The thread begins once every rank has staged its tensors. Otherwise it would wait for a rank that failed.
-        let (go, running) = agree(&self.group, "stage its tensors", started)?;
+        let group = for_purpose(&self.group, "begin of an asynchronous save");
+        let (go, running) = agree(&group, "stage its tensors", started)?;
         // The thread waits for this message.
         let _ = go.send(());
         self.running = Some(running);

@@ -7,7 +7,7 @@ use fsdp_core::{MeshLayout, ProcessGroup};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::checkpoint::agree::{agree, exchange, on_first_ranks, on_rank_0};
+use crate::checkpoint::agree::{agree, exchange, for_purpose, on_first_ranks, on_rank_0};
 use crate::checkpoint::hosts::Hosts;
 use crate::checkpoint::manifest::Manifest;
 use crate::checkpoint::plan::{OwnChunk, Plan, exchange_plan, own_chunks, write_chunks};
@@ -105,6 +105,7 @@ pub fn save(dir: &Path, group: &ProcessGroup, state: &SaveState) -> Result<SaveS
 pub fn save_with(dir: &Path, group: &ProcessGroup, state: &SaveState, options: &SaveOptions) -> Result<SaveSummary> {
     let started = std::time::Instant::now();
     let _span = fsdp_core::heartbeat::span("checkpoint save", "");
+    let group = &for_purpose(group, "save of a checkpoint");
     let name = agree(group, "start the save", check_arguments(dir, group, &state.mesh, options))?;
     let hosts = Hosts::exchange(group, options.host.as_deref())?;
     let plan = exchange_plan(group, &hosts, &format!("checkpoint \"{name}\" of mesh {}", state.mesh), &state.tensors)?;

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use fsdp_core::ProcessGroup;
 
-use crate::checkpoint::agree::{agree, on_first_ranks};
+use crate::checkpoint::agree::{agree, for_purpose, on_first_ranks};
 use crate::checkpoint::hosts::Hosts;
 use crate::error::io_error;
 use crate::file_names::file_name;
@@ -43,6 +43,7 @@ pub fn check_writable(dir: &Path, group: &ProcessGroup) -> Result<()> {
 
 /// Checks the directories of all hosts; the first rank of each host creates the temporary directory.
 pub(crate) fn check(dir: &Path, group: &ProcessGroup, hosts: &Hosts) -> Result<()> {
+    let group = &for_purpose(group, "check that a directory can be written");
     let target = dir.join(NAME);
     let (mut made, mut staging) = (None, None);
     let begun = on_first_ranks(group, hosts, "make a directory there", || {

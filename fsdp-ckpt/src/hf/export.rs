@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use fsdp_core::ProcessGroup;
 use fsdp_core::layout::Region;
 
-use crate::checkpoint::agree::{agree, on_rank_0};
+use crate::checkpoint::agree::{agree, for_purpose, on_rank_0};
 use crate::checkpoint::hosts::Hosts;
 use crate::checkpoint::plan::{Plan, exchange_plan};
 use crate::error::io_error;
@@ -16,7 +16,7 @@ use crate::hf::{INDEX, SINGLE};
 use crate::region::{CopyRun, runs};
 use crate::safetensors::{Entry, Layout, read_bytes};
 use crate::store::{LocalStaging, Staging, remove_stale, require_local, split};
-use crate::{Error, Result, TensorShard};
+use crate::{Error, Result, TensorShard, check_writable};
 
 /// Options of [`export_with`].
 #[derive(Clone, Debug)]
@@ -27,7 +27,8 @@ pub struct ExportOptions {
     pub config_files: Vec<PathBuf>,
     /// Entries for the file's `__metadata__`, the same on every rank.
     pub metadata: BTreeMap<String, String>,
-    /// Whether to replace an existing file of this name. An index of several files is never replaced.
+    /// Whether to replace an existing file of this name, such as the export of an earlier run. Default: false, which makes
+    /// existing weights an error. An index of several files is never replaced.
     pub replace: bool,
 }
 
@@ -46,7 +47,8 @@ impl Default for ExportOptions {
 /// written once. Also removes what killed exports left in `dir`.
 ///
 /// # Errors
-/// [`Error::Rank`] on every rank if any rank fails; within it, [`Error::AlreadyExists`] if `dir` holds weights.
+/// [`Error::Rank`] on every rank if any rank fails; within it, [`Error::AlreadyExists`] if `dir` holds weights, unless
+/// [`ExportOptions::replace`] is set. [`check_export`] tells before training.
 /// [`Error::InvalidShards`] if the shards do not form whole tensors; [`Error::Group`] if a collective fails.
 pub fn export(dir: &Path, group: &ProcessGroup, tensors: &[TensorShard], config_files: &[PathBuf]) -> Result<u64> {
     export_with(dir, group, tensors, &ExportOptions { config_files: config_files.to_vec(), ..ExportOptions::default() })
@@ -54,6 +56,7 @@ pub fn export(dir: &Path, group: &ProcessGroup, tensors: &[TensorShard], config_
 
 /// [`export`] with options. Has the same errors.
 pub fn export_with(dir: &Path, group: &ProcessGroup, tensors: &[TensorShard], options: &ExportOptions) -> Result<u64> {
+    let (group, dir) = (&about(group, dir, options), dir);
     let dir = agree(group, "start the export", require_local(dir, "an export from shards"))?;
     let plan = exchange_plan(group, &Hosts::shared(group.size()), "a model for export", tensors)?;
     let entries: Vec<Entry> = plan
@@ -80,9 +83,50 @@ pub fn export_with(dir: &Path, group: &ProcessGroup, tensors: &[TensorShard], op
     Ok(layout.bytes)
 }
 
-/// Creates the weights file with its full size, unless the directory holds weights.
-fn create(dir: &Path, options: &ExportOptions, bytes: u64) -> Result<LocalStaging> {
-    remove_stale(dir);
+/// Checks that [`export_with`] with these options can write to `dir`: that the directory holds no weights, unless
+/// `options` replace them, that every rank can write there, and that rank 0 can read the files to copy. Call it before
+/// training, since an export that can't be written shows only after it otherwise. Collective.
+///
+/// # Errors
+/// The errors of [`export_with`].
+///
+/// ```
+/// use fsdp_ckpt::{TensorShard, hf};
+/// use fsdp_core::{Buffer, process_group::local};
+///
+/// let root = tempfile::tempdir()?;
+/// let dir = root.path().join("model");
+/// local::run(2, |group| {
+///     let mut options = hf::ExportOptions::default();
+///     hf::check_export(&dir, &group, &options).unwrap();
+///     let weight = TensorShard::whole("weight", &[2], std::sync::Arc::new(Buffer::F32(vec![0.5; 2])));
+///     hf::export_with(&dir, &group, &[weight], &options).unwrap();
+///     assert!(hf::check_export(&dir, &group, &options).is_err()); // it holds weights
+///     options.replace = true;
+///     hf::check_export(&dir, &group, &options).unwrap();
+/// });
+/// # Ok::<_, std::io::Error>(())
+/// ```
+pub fn check_export(dir: &Path, group: &ProcessGroup, options: &ExportOptions) -> Result<()> {
+    let named = about(group, dir, options);
+    let local = agree(&named, "start the export", require_local(dir, "an export from shards"))?;
+    on_rank_0(&named, "check the export", || {
+        check_free(local, options)?;
+        let readable = |path: &PathBuf| File::open(path).map(drop).map_err(io_error("open", path));
+        options.config_files.iter().try_for_each(readable).map(|()| String::new())
+    })?;
+    check_writable(dir, group)
+}
+
+/// Returns a handle of the group whose collectives name the export.
+fn about(group: &ProcessGroup, dir: &Path, options: &ExportOptions) -> ProcessGroup {
+    // Ranks may spell the path in different ways.
+    let name = dir.file_name().unwrap_or_default().to_string_lossy();
+    for_purpose(group, &format!("export of `{name}/{}`", options.file))
+}
+
+/// Fails if the directory holds weights that the export does not replace.
+fn check_free(dir: &Path, options: &ExportOptions) -> Result<()> {
     let in_the_way = |name: &&str| *name == INDEX || !options.replace || *name != options.file;
     for name in [SINGLE, INDEX, &options.file].iter().filter(|name| in_the_way(name)) {
         let path = dir.join(name);
@@ -90,6 +134,13 @@ fn create(dir: &Path, options: &ExportOptions, bytes: u64) -> Result<LocalStagin
             return Err(Error::AlreadyExists { path });
         }
     }
+    Ok(())
+}
+
+/// Creates the weights file with its full size, unless the directory holds weights.
+fn create(dir: &Path, options: &ExportOptions, bytes: u64) -> Result<LocalStaging> {
+    remove_stale(dir);
+    check_free(dir, options)?;
     let staging = LocalStaging::create_file(&dir.join(&options.file))?;
     staging.file().set_len(bytes).map_err(io_error("make room for", staging.path()))?;
     Ok(staging)

@@ -8,7 +8,7 @@ mod model;
 mod weight_map;
 mod write;
 
-pub use export::{ExportOptions, export, export_with};
+pub use export::{ExportOptions, check_export, export, export_with};
 pub use model::HfModel;
 pub(crate) use weight_map::WeightMap;
 pub use write::{config_files, write};

@@ -43,14 +43,18 @@ pub struct HfModel {
 }
 
 impl HfModel {
-    /// Opens the weights in `dir`: `model.safetensors`, or the files listed in `model.safetensors.index.json`, or the
-    /// files of several ranks with chunks.
+    /// Opens the weights in the directory `dir`: `model.safetensors`, or the files listed in
+    /// `model.safetensors.index.json`, or the files of several ranks with chunks. Also opens a single safetensors file, or
+    /// the index of several files (`*.index.json`), by its own path.
     ///
     /// # Errors
     /// [`Error::NotFound`] if there are none, or a listed file is missing; [`Error::Malformed`] for an invalid index;
     /// [`Error::Manifest`] if the chunks do not form whole tensors; [`Error::Incomplete`] for a checkpoint of this
     /// crate without its manifest; [`Error::NotSafetensors`]; [`Error::Io`].
     pub fn open(dir: &Path) -> Result<Self> {
+        if location(dir)?.is_file()? {
+            return Self::open_file(dir);
+        }
         let store = location(dir)?.store()?;
         if store.size(SINGLE)?.is_some() {
             return Self::with_files(dir, store, &[SINGLE.to_string()]);
@@ -77,13 +81,19 @@ impl HfModel {
         Ok(model)
     }
 
-    /// Opens a single safetensors file.
+    /// Opens a single safetensors file, or the index of several files (`*.index.json`).
     ///
     /// # Errors
-    /// [`Error::NotSafetensors`]; [`Error::Io`].
+    /// [`Error::NotSafetensors`]; [`Error::Io`]; for an index, the errors of [`HfModel::open`].
     pub fn open_file(path: &Path) -> Result<Self> {
         let (dir, name) = split(path)?;
-        Self::with_files(path, location(&dir)?.store()?, &[name])
+        let store = location(&dir)?.store()?;
+        if name.ends_with(".index.json")
+            && let Some(map) = WeightMap::read(&*store, &name)?
+        {
+            return Self::with_weight_map(&dir, store, map);
+        }
+        Self::with_files(path, store, &[name])
     }
 
     /// Collects the tensors of these files and the chunks that their headers list.

@@ -167,7 +167,9 @@ fn costs(ranks: usize) -> (Vec<Cost>, Vec<Cost>) {
 fn print(ranks: usize, what: &str, costs: &[Cost]) {
     let line = |who: &str, cost: Cost| {
         let Cost { traffic: Traffic { collectives, messages, bytes }, opened, looked_up, heap } = cost;
-        println!("{ranks:>5} {what:<5} {who:<7} {collectives:>4} {messages:>5} {bytes:>11} {opened:>4} {looked_up:>5} {heap:>11}");
+        println!(
+            "{ranks:>5} {what:<5} {who:<7} {collectives:>4} {messages:>5} {bytes:>11} {opened:>4} {looked_up:>5} {heap:>11}"
+        );
     };
     let last = costs[costs.len() - 1];
     line("last", last);

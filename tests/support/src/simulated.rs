@@ -84,7 +84,8 @@ struct Rooms(Mutex<HashMap<String, (Arc<Room>, usize)>>);
 impl Rooms {
     fn join(&self, group: &Membership) -> Arc<Room> {
         let mut rooms = self.0.lock();
-        let (room, missing) = rooms.remove(&group.name).unwrap_or_else(|| (Arc::new(Room::new(group.size)), group.size));
+        let (room, missing) =
+            rooms.remove(&group.name).unwrap_or_else(|| (Arc::new(Room::new(group.size)), group.size));
         if missing > 1 {
             rooms.insert(group.name.clone(), (room.clone(), missing - 1));
         }

@@ -31,7 +31,8 @@ const MIN_8BIT_SIZE: usize = 4096;
 
 /// The optimizer of a run with its learning rate schedules.
 pub(crate) struct Optimizer {
-    optim: Box<dyn ShardedOptimizer>,
+    /// `None` while a step in backward has it.
+    optim: Option<Box<dyn ShardedOptimizer>>,
     /// Schedule of each parameter group.
     schedules: Vec<Schedule>,
 }
@@ -69,7 +70,7 @@ impl Optimizer {
         let peak = |group: fsdp_candle::ParamGroup| group.hyper["lr"].as_f64().unwrap_or(flags.lr);
         let schedule = |lr| Schedule::new(args.lr_schedule, lr, args.warmup_steps, args.steps);
         let schedules = optim.param_groups().into_iter().map(|group| schedule(peak(group))).collect();
-        Ok(Optimizer { optim, schedules })
+        Ok(Optimizer { optim: Some(optim), schedules })
     }
 
     /// Sets the learning rates of a step, counted from 1. Returns that of the last group.
@@ -77,38 +78,47 @@ impl Optimizer {
         let mut last = 0.;
         for (group, schedule) in self.schedules.iter().enumerate() {
             last = schedule.lr(step);
-            self.optim.set_group_learning_rate(group, last);
+            self.optim.iter_mut().for_each(|optim| optim.set_group_learning_rate(group, last));
         }
         last
     }
 
     /// Takes the optimizer out, until [`Optimizer::give`].
-    pub(crate) fn take(&mut self) -> anyhow::Result<Box<dyn ShardedOptimizer>> {
-        Ok(std::mem::replace(&mut self.optim, Box::new(Optimizers::new(vec![])?)))
+    pub(crate) fn take(&mut self) -> Option<Box<dyn ShardedOptimizer>> {
+        self.optim.take()
     }
 
     pub(crate) fn give(&mut self, optim: Box<dyn ShardedOptimizer>) {
-        self.optim = optim;
+        self.optim = Some(optim);
     }
 
     pub(crate) fn get(&self) -> &dyn ShardedOptimizer {
-        &*self.optim
+        match &self.optim {
+            Some(optim) => &**optim,
+            None => unreachable!("{TAKEN}"),
+        }
     }
 
     pub(crate) fn get_mut(&mut self) -> &mut dyn ShardedOptimizer {
-        &mut *self.optim
+        match &mut self.optim {
+            Some(optim) => &mut **optim,
+            None => unreachable!("{TAKEN}"),
+        }
     }
 
     /// Returns the size of the state in this rank's memory in bytes.
     pub(crate) fn bytes(&self) -> usize {
-        self.optim.states().iter().map(|state| state.bytes()).sum()
+        self.get().states().iter().map(|state| state.bytes()).sum()
     }
 
     /// Returns the size of the state on this rank's disk in bytes.
     pub(crate) fn bytes_on_disk(&self) -> u64 {
-        self.optim.states().iter().map(|state| state.bytes_on_disk()).sum()
+        self.get().states().iter().map(|state| state.bytes_on_disk()).sum()
     }
 }
+
+/// Message of a use of the optimizer inside a backward that steps it.
+const TAKEN: &str = "the optimizer is taken by a step in backward";
 
 /// Hyper-parameters of all variants of Adam.
 struct AdamSettings {
@@ -189,8 +199,11 @@ fn muon(args: &Args, groups: Groups) -> anyhow::Result<Box<dyn ShardedOptimizer>
         adjust_lr: flags.muon_adjust_lr.unwrap_or(MuonAdjustLr::MatchRmsAdamw).into(),
         ..MuonConfig::default()
     };
-    let muon = Muon::with_groups(configured(matrices, config))?;
-    Ok(Box::new(Optimizers::new(vec![Box::new(muon), adamw(args, rest)?])?))
+    let mut both: Vec<Box<dyn ShardedOptimizer>> = vec![Box::new(Muon::with_groups(configured(matrices, config))?)];
+    if !rest.is_empty() {
+        both.push(adamw(args, rest)?);
+    }
+    Ok(Box::new(Optimizers::new(both)?))
 }
 
 /// Smallest useful loss scale: gradients that overflow at 1 are too large for f16 itself.

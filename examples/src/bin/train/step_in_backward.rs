@@ -101,7 +101,7 @@ impl StepInBackward {
         last_norm: Option<f64>,
     ) -> anyhow::Result<()> {
         let (norm, clip) = (GradNorm::new(vars), self.max_norm.zip(last_norm));
-        let (optim, vars, on_disk) = (Some(optim.take()?), vars.clone(), self.on_disk);
+        let (optim, vars, on_disk) = (optim.take(), vars.clone(), self.on_disk);
         let running = Running { optim, stepping: None, on_disk, norm, vars, clip, failed: None };
         *self.running.lock().unwrap_or_else(PoisonError::into_inner) = Some(running);
         Ok(())

@@ -12,7 +12,7 @@ use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::sync::Arc;
 
-use candle_core::{Result, Tensor};
+use candle_core::{Result, Tensor, TensorId};
 use parking_lot::Mutex;
 
 use crate::autograd::{checkpoints, next_number, offloads};
@@ -87,7 +87,7 @@ impl fmt::Display for GraphCut {
 }
 
 /// Lists the first few names and counts the rest.
-pub(super) fn listed(names: &[String]) -> String {
+pub(crate) fn listed(names: &[String]) -> String {
     let shown: Vec<String> = names.iter().take(MAX_NAMES).map(|name| format!("`{name}`")).collect();
     match names.len().saturating_sub(MAX_NAMES) {
         0 => shown.join(", "),
@@ -230,6 +230,17 @@ impl Drop for WatchedCall<'_> {
     }
 }
 
+/// Number of variables that are remembered.
+const MAX_VARIABLES: usize = 1 << 12;
+
+/// Variables that losses lead to and that are not parameters of the map.
+#[derive(Default)]
+struct Variables {
+    passed_over: HashSet<TensorId>,
+    seen: HashSet<TensorId>,
+    told: bool,
+}
+
 /// The diagnostics of one model.
 pub(crate) struct Diagnostics {
     /// Detects cuts of the graph.
@@ -237,13 +248,20 @@ pub(crate) struct Diagnostics {
     reported: Mutex<HashSet<String>>,
     /// Parameters that the last backward did not reach on any rank.
     pub(crate) unused: Mutex<Vec<String>>,
+    variables: Mutex<Variables>,
     /// This process's rank in the mesh. Rank 0 reports for all.
     rank: usize,
 }
 
 impl Diagnostics {
     pub(crate) fn of_rank(rank: usize) -> Self {
-        Diagnostics { graph: GraphWatch::default(), reported: Mutex::default(), unused: Mutex::default(), rank }
+        Diagnostics {
+            graph: GraphWatch::default(),
+            reported: Mutex::default(),
+            unused: Mutex::default(),
+            variables: Mutex::default(),
+            rank,
+        }
     }
 
     /// Reports each problem once, on rank 0, because all ranks run the same units. If ranks may run different units,
@@ -254,11 +272,47 @@ impl Diagnostics {
             without_gradient.into_iter().filter(|name| reported.insert(name.clone())).collect()
         };
         let Some(message) = message(&new, cuts) else { return };
-        if self.rank != 0 && !ranks_may_differ {
-            tracing::debug!("{message}");
-        } else {
-            warn(&message);
-        }
+        if ranks_may_differ { warn(&message) } else { self.warn(&message) }
+    }
+
+    /// Warns on rank 0, for all ranks.
+    pub(crate) fn warn(&self, message: &str) {
+        if self.rank == 0 { warn(message) } else { tracing::debug!("{message}") }
+    }
+
+    /// Warns once of variables in the graph of a loss that are not parameters of the map, given with whether each is
+    /// known. `ranks` train copies of the model. A variable is a parameter only if a second loss leads to it: an input
+    /// whose gradient is wanted is usually a new one in each step.
+    pub(crate) fn note_variables(&self, variables: &[&Tensor], ranks: usize) {
+        let message = {
+            let mut noted = self.variables.lock();
+            let is_new = |variable: &&&Tensor| !noted.passed_over.contains(&variable.id());
+            let found: Vec<&Tensor> = variables.iter().filter(is_new).copied().collect();
+            if ranks < 2 || noted.told || found.is_empty() {
+                return;
+            }
+            let again = found.iter().find(|variable| noted.seen.contains(&variable.id())).copied();
+            if noted.seen.len() + found.len() > MAX_VARIABLES {
+                noted.seen.clear();
+            }
+            noted.seen.extend(found.iter().map(|variable| variable.id()));
+            let Some(again) = again else { return };
+            noted.told = true;
+            format!(
+                "the loss leads to a variable of shape {:?}, {:?}, that did not come from the builder: backward does not \
+                 reduce its gradient, so its values will differ between the {ranks} ranks. Get it from the builder in \
+                 the closure of shard or fully_shard (`vb.get(shape, name)`), or average its gradient over the ranks \
+                 (`World::group`, `ProcessGroup::all_reduce`). An input of the model may be such a variable",
+                again.dims(),
+                again.dtype()
+            )
+        };
+        self.warn(&message);
+    }
+
+    /// Records a variable that stays whole on purpose: an ignored parameter or a buffer.
+    pub(crate) fn pass_over(&self, variable: TensorId) {
+        self.variables.lock().passed_over.insert(variable);
     }
 
     /// Returns the names reported so far, sorted.
@@ -266,16 +320,6 @@ impl Diagnostics {
         let mut names: Vec<String> = self.reported.lock().iter().cloned().collect();
         names.sort();
         names
-    }
-}
-
-/// Warns by `tracing`, or on standard error in programs without a subscriber.
-pub(crate) fn warn(message: &str) {
-    if tracing::dispatcher::has_been_set() {
-        tracing::warn!("{message}");
-    } else {
-        // `eprintln!` panics if stderr is on a full disk.
-        let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("warning: {message}\n"));
     }
 }
 

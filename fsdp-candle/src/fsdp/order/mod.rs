@@ -72,6 +72,8 @@ pub(crate) struct UnitInfo {
     /// Units by name that this unit is inside of.
     pub(crate) enclosing: Vec<usize>,
     pub(crate) settings: UnitSettings,
+    /// Number of handles of `unshard_all` that hold it.
+    pub(crate) holds: usize,
 }
 
 /// Why an event is not allowed now.
@@ -85,6 +87,8 @@ pub(crate) enum OrderError {
     NoBackward,
     /// The graph did not show that this backward comes to the unit.
     NotPlanned,
+    /// A handle of `unshard_all` holds the unit.
+    Held,
 }
 
 /// State of one step. A step that failed is replaced by a new one.
@@ -115,8 +119,12 @@ struct Step {
 struct UnitState {
     /// Whether the unit ran in forward since gradients were handed out.
     ran_forward: bool,
-    /// Whether a forward unsharded the unit and no backward followed. The values are stale once an optimizer steps.
+    /// Whether a forward unsharded the unit and no backward followed.
     left_by_forward: bool,
+    /// Whether the unit's last forward left it unsharded for backward. Its next forward needs no all-gather then.
+    kept: bool,
+    /// Whether the user unsharded it by hand, and neither a backward nor a forward with a graph has freed it.
+    by_hand: bool,
     /// Number of the unit's modules that ran since the unit was resharded after forward.
     parts_run: usize,
     /// The running or last pass, and the number of its first graph node.
@@ -126,6 +134,13 @@ struct UnitState {
     anchors_of: Option<usize>,
     /// The last recorded pass since passes were cleared.
     recorded: Option<usize>,
+}
+
+impl UnitState {
+    /// Records that the unit is resharded.
+    fn forget_values(&mut self) {
+        (self.left_by_forward, self.kept, self.by_hand) = (false, false, false);
+    }
 }
 
 /// A pass of a unit: one forward with a graph, or the forwards of all modules of the unit.
@@ -245,6 +260,11 @@ impl Order {
         step.unhooked.retain(|&unit| unit < count);
     }
 
+    /// Returns whether a handle of `unshard_all` holds the unit.
+    pub(crate) fn is_held(&self, unit: usize) -> bool {
+        self.units.get(unit).is_some_and(|unit| unit.holds > 0)
+    }
+
     pub(crate) fn unit(&mut self, unit: usize) -> Option<&mut UnitInfo> {
         self.units.get_mut(unit)
     }
@@ -266,6 +286,44 @@ impl Order {
 
     pub(crate) fn is_in_backward(&self) -> bool {
         self.step.backward.is_some()
+    }
+
+    /// Returns a called unit, and the units by name that its call runs.
+    pub(crate) fn called_with(&self, called: usize) -> Vec<usize> {
+        let is_inside = |unit: &usize| *unit == called || self.units[*unit].by_name_in == Some(called);
+        (0..self.units.len()).filter(is_inside).collect()
+    }
+
+    /// Records that the user unshards a unit by hand. Returns whether a forward left it unsharded.
+    pub(crate) fn unshard_by_hand(&mut self, unit: usize) -> bool {
+        let state = &mut self.step.states[unit];
+        state.by_hand = true;
+        state.left_by_forward
+    }
+
+    /// Returns whether the user unsharded a unit by hand, and nothing but the user's reshard is to free it.
+    pub(crate) fn is_unsharded_by_hand(&self, unit: usize) -> bool {
+        self.step.states[unit].by_hand
+    }
+
+    /// Records that a handle holds a unit unsharded. Returns whether a forward left it unsharded.
+    pub(crate) fn hold(&mut self, unit: usize) -> bool {
+        self.units[unit].holds += 1;
+        let left = self.step.states[unit].left_by_forward;
+        self.step.states[unit].forget_values();
+        left
+    }
+
+    /// Records that a handle of a unit is dropped. Returns whether another one holds it.
+    pub(crate) fn release(&mut self, unit: usize) -> bool {
+        self.units[unit].holds -= 1;
+        self.step.states[unit].forget_values();
+        self.units[unit].holds > 0
+    }
+
+    /// Records that the user reshards a unit.
+    pub(crate) fn reshard_by_hand(&mut self, unit: usize) {
+        self.step.states[unit].forget_values();
     }
 
     /// Returns whether the unit ran in forward since the last call.
@@ -297,8 +355,17 @@ impl Step {
 
 /// Forward.
 impl Order {
-    /// Begins the forward of a called unit. It is the root's if no other forward runs.
-    pub(crate) fn pre_forward(&mut self, unit: usize, graph: bool) -> Result<(Forward, Vec<Action>), OrderError> {
+    /// Begins the forward of a called unit. It is the root's if no other forward runs. A root's forward reshards the
+    /// units that an earlier forward left unsharded by a prefetch, and those that `may_be_stale`.
+    pub(crate) fn pre_forward(
+        &mut self,
+        unit: usize,
+        graph: bool,
+        may_be_stale: impl Fn(usize) -> bool,
+    ) -> Result<(Forward, Vec<Action>), OrderError> {
+        if self.units[unit].holds > 0 {
+            return Err(OrderError::Held);
+        }
         let step = &mut self.step;
         if step.backward.is_some() {
             return Err(OrderError::InBackward);
@@ -315,10 +382,11 @@ impl Order {
             if !step.forward_order.is_empty() {
                 step.last_forward_order = std::mem::take(&mut step.forward_order);
             }
-            // An optimizer may have changed the shards since.
             for (unit, state) in step.states.iter_mut().enumerate() {
                 state.parts_run = 0;
-                if std::mem::take(&mut state.left_by_forward) {
+                let stays = self.units[unit].holds > 0 || (state.kept || state.by_hand) && !may_be_stale(unit);
+                if state.left_by_forward && !stays {
+                    state.forget_values();
                     actions.push(Action::Reshard(unit));
                 }
             }
@@ -498,14 +566,19 @@ impl Order {
         step.passes.push(Pass { unit, pass, ended: step.forwards_begun, nodes });
     }
 
-    fn reshard_after_forward(&self, unit: usize, is_root: bool, graph: bool) -> Option<Action> {
-        match self.units[unit].settings.reshard_after_forward {
-            _ if !graph => Some(Action::Reshard(unit)),
+    fn reshard_after_forward(&mut self, unit: usize, is_root: bool, graph: bool) -> Option<Action> {
+        let state = &mut self.step.states[unit];
+        let action = match self.units[unit].settings.reshard_after_forward {
+            // What the user unsharded by hand stays.
+            _ if !graph => (!state.by_hand).then_some(Action::Reshard(unit)),
             ReshardAfterForward::Never => None,
             ReshardAfterForward::Default if is_root => None,
             ReshardAfterForward::Default | ReshardAfterForward::Always => Some(Action::Reshard(unit)),
             ReshardAfterForward::To(ranks) => Some(Action::ReshardTo { unit, ranks }),
-        }
+        };
+        state.kept = action.is_none();
+        state.by_hand &= state.kept;
+        action
     }
 }
 
@@ -636,7 +709,8 @@ impl Order {
             let state = &mut self.step.states[unit];
             state.left_by_forward = false;
             state.parts_run = 0;
-            if self.units[unit].settings.reshard_after_backward {
+            if self.units[unit].settings.reshard_after_backward && self.units[unit].holds == 0 {
+                state.forget_values();
                 actions.push(Action::Reshard(unit));
             }
         }

@@ -86,14 +86,18 @@ fn chain(blocks: usize) -> (Order, usize) {
     (order, blocks)
 }
 
+fn fresh(_: usize) -> bool {
+    false
+}
+
 fn forward(order: &mut Order, root: usize) -> Vec<Action> {
     forward_of(order, root, None)
 }
 
 fn forward_of(order: &mut Order, root: usize, exists: Option<GraphExists>) -> Vec<Action> {
-    let (outer, mut all) = order.pre_forward(root, true).unwrap();
+    let (outer, mut all) = order.pre_forward(root, true, fresh).unwrap();
     for block in 0..root {
-        let (forward, actions) = order.pre_forward(block, true).unwrap();
+        let (forward, actions) = order.pre_forward(block, true, fresh).unwrap();
         all.extend(actions);
         let (hook, actions) = order.post_forward(block, forward, 1);
         assert!(hook);
@@ -136,7 +140,7 @@ fn a_step_of_a_chain() {
     ];
     assert_eq!(forward(&mut order, root), first);
     order.begin_backward().unwrap();
-    assert_eq!(order.pre_forward(0, true).unwrap_err(), OrderError::InBackward);
+    assert_eq!(order.pre_forward(0, true, fresh).unwrap_err(), OrderError::InBackward);
     // The root keeps its parameters, and has no hook.
     assert_eq!(order.root_pre_backward().1, [Unshard(2), WaitForUnshard(2), Unshard(1), Unshard(2), WaitForUnshard(2)]);
     let complete = |unit| (true, vec![ReshardParam { unit, position: 0 }, Action::Reduce(unit)]);
@@ -162,9 +166,53 @@ fn a_step_of_a_chain() {
         Reshard(1),
     ];
     assert_eq!(forward(&mut order, root), next);
-    // Without a backward, the next forward reshards the units.
-    let (_, actions) = order.pre_forward(root, true).unwrap();
-    assert_eq!(actions[..3], [Reshard(0), Reshard(1), Reshard(2)]);
+    // Without a backward, the next forward reshards the blocks, and the root only if it may be stale.
+    let (again, actions) = order.pre_forward(root, true, fresh).unwrap();
+    assert_eq!(
+        actions[..4],
+        [Reshard(0), Reshard(1), Action::BeginPass { unit: 2, pass: Some(again.pass) }, Unshard(2)]
+    );
+    order.post_forward(root, again, 1);
+    order.end_forward(again, None);
+    let (_, actions) = order.pre_forward(root, true, |_| true).unwrap();
+    assert_eq!(actions[..2], [Reshard(0), Reshard(2)]);
+}
+
+#[test]
+fn forwards_without_a_graph_leave_what_was_unsharded_by_hand() {
+    use Action::Reshard;
+    let (mut order, root) = chain(1);
+    order.unshard_by_hand(root);
+    let run = |order: &mut Order, unit: usize, graph: bool| {
+        let (forward, _) = order.pre_forward(unit, graph, fresh).unwrap();
+        let (_, actions) = order.post_forward(unit, forward, 1);
+        order.end_forward(forward, None);
+        actions
+    };
+    assert_eq!((run(&mut order, root, false), run(&mut order, 0, false)), (vec![], vec![Reshard(0)]));
+    assert!(order.is_unsharded_by_hand(root) && !order.is_unsharded_by_hand(0));
+    // A forward with a graph does as the unit's policy says.
+    order.unshard_by_hand(0);
+    order.unit(0).unwrap().settings.reshard_after_forward = ReshardAfterForward::Always;
+    assert_eq!(run(&mut order, 0, true), [Reshard(0)]);
+    assert!(!order.is_unsharded_by_hand(0));
+    order.begin_backward().unwrap();
+    order.root_post_backward();
+    order.end_backward();
+    assert!(!order.is_unsharded_by_hand(root));
+}
+
+#[test]
+fn held_units_do_not_train() {
+    let (mut order, root) = chain(1);
+    order.unit(0).unwrap().holds = 1;
+    assert_eq!(order.pre_forward(0, true, fresh).unwrap_err(), OrderError::Held);
+    // Another model of the map trains, and leaves the unit unsharded.
+    let (forward, _) = order.pre_forward(root, true, fresh).unwrap();
+    order.post_forward(root, forward, 1);
+    order.end_forward(forward, None);
+    order.begin_backward().unwrap();
+    assert_eq!(order.root_post_backward(), [Action::Reduce(0), Action::Reduce(1), Action::Reshard(1)]);
 }
 
 #[test]

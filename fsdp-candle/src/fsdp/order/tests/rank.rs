@@ -65,6 +65,11 @@ pub(super) struct Rank<'a> {
     left: Option<usize>,
 }
 
+/// Units that a root's forward gathers again.
+pub(super) fn may_be_stale(unit: usize) -> bool {
+    unit % 2 == 1
+}
+
 /// The failure of a collective.
 #[derive(Debug)]
 pub(super) struct Failed;
@@ -431,7 +436,7 @@ impl Rank<'_> {
             all.insert(place.clone(), made);
             return Ok(());
         }
-        let (forward, actions) = self.order.pre_forward(unit, graph).unwrap();
+        let (forward, actions) = self.order.pre_forward(unit, graph, may_be_stale).unwrap();
         assert_eq!(forward.is_root, place.is_empty());
         let outcome = (|| -> Result<(), Failed> {
             let ends = |action: &&Action| matches!(action, Action::Reshard(_) | Action::ReshardTo { .. });
@@ -439,7 +444,8 @@ impl Rank<'_> {
             self.note_by_name(&actions[..frees]);
             if forward.is_root {
                 self.execute(actions[..frees].to_vec())?;
-                self.kept.clear();
+                let gathered = self.gathered();
+                self.kept.retain(|unit| gathered.contains(unit) && !may_be_stale(*unit));
                 self.mispredicted.clear();
                 self.prefetched.clear();
                 self.check_bound();
