@@ -188,6 +188,13 @@ pub enum Error {
         /// Its error; `None` on the other ranks.
         error: Option<Box<Error>>,
     },
+    /// A collective of a save failed.
+    Save {
+        /// Target of the save.
+        path: PathBuf,
+        /// Cause.
+        source: fsdp_core::Error,
+    },
     /// An asynchronous save failed.
     AsyncSave {
         /// Target of the save.
@@ -240,6 +247,7 @@ impl Display for Error {
     fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
         match self {
             Error::Group(error) => error.fmt(f),
+            Error::Save { path, source } => write!(f, "the save of {} failed: {source}", escape(path.display())),
             // Paths, names and reasons hold text from files.
             _ => escape(Message(self)).fmt(f),
         }
@@ -251,6 +259,7 @@ impl StdError for Error {
         match self {
             Error::Io { source, .. } => Some(source),
             Error::Object { source: Some(source), .. } => Some(&**source),
+            Error::Save { source, .. } => source.source(),
             Error::AsyncSave { source, .. } => Some(&**source),
             Error::Group(error) => error.source(),
             _ => None,
@@ -349,7 +358,7 @@ impl Display for Message<'_> {
                 "the asynchronous save of {} is still running on rank {rank}; wait for it or try again later",
                 path.display()
             ),
-            Error::Group(error) => error.fmt(f),
+            Error::Save { source: error, .. } | Error::Group(error) => error.fmt(f),
         }
     }
 }

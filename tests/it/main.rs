@@ -38,6 +38,8 @@ mod plan;
 mod pytorch;
 mod qlora;
 mod readme;
+mod reported;
+mod reports_page;
 mod resume;
 mod sft;
 mod sizes;

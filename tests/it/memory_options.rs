@@ -20,7 +20,7 @@ use fsdp_ckpt::SaveState;
 use fsdp_core::process_group::local;
 
 #[global_allocator]
-static ALLOCATOR: peak_alloc::PeakAlloc = peak_alloc::PeakAlloc;
+pub(crate) static ALLOCATOR: peak_alloc::PeakAlloc = peak_alloc::PeakAlloc;
 
 const WIDTH: usize = 256;
 const LAYERS: usize = 4;

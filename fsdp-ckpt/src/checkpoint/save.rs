@@ -72,8 +72,8 @@ pub struct SaveSummary {
 ///
 /// # Errors
 /// [`Error::Rank`] on every rank if any rank fails; the save then leaves no files. Within it, [`Error::AlreadyExists`]
-/// if `dir` exists. [`Error::InvalidShards`] if the shards do not form whole tensors; [`Error::Group`] if a collective
-/// fails.
+/// if `dir` exists. [`Error::InvalidShards`] if the shards do not form whole tensors; [`Error::Save`] if a collective
+/// fails, as when a rank does not save.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -103,6 +103,13 @@ pub fn save(dir: &Path, group: &ProcessGroup, state: &SaveState) -> Result<SaveS
 
 /// [`save`] with options. Has the same errors.
 pub fn save_with(dir: &Path, group: &ProcessGroup, state: &SaveState, options: &SaveOptions) -> Result<SaveSummary> {
+    save_together(dir, group, state, options).map_err(|error| match error {
+        Error::Group(source) => Error::Save { path: dir.to_path_buf(), source },
+        other => other,
+    })
+}
+
+fn save_together(dir: &Path, group: &ProcessGroup, state: &SaveState, options: &SaveOptions) -> Result<SaveSummary> {
     let started = std::time::Instant::now();
     let _span = fsdp_core::heartbeat::span("checkpoint save", "");
     let group = &for_purpose(group, "save of a checkpoint");

@@ -127,6 +127,30 @@ fn refuses_a_second_save_while_any_rank_writes() {
     assert_eq!(list(root.path()), ["step-00000010", "step-00000020"]);
 }
 
+/// Ranks wait for the save before they load. Without waiting, they get an error and never half of a checkpoint.
+#[test]
+fn a_checkpoint_is_refused_until_its_save_ends() {
+    let (root, dir) = fresh();
+    let gate: Gate = Arc::new((Mutex::new(false), Condvar::new()));
+    let world = gated::world(&gate);
+    local::run(2, |beside| {
+        let group = world[beside.rank()].clone();
+        let mut saver = AsyncSaver::new(group.clone(), WhenBusy::Wait).unwrap();
+        saver.save(&dir, &state(&zoo(), &line(2), group.rank())).unwrap();
+        let error = fsdp_ckpt::open(&dir).map(|_| ()).unwrap_err().to_string();
+        assert!(error.contains("step-00000010"), "{error}");
+        assert_eq!(fsdp_ckpt::latest(root.path()).unwrap(), None);
+        beside.barrier().wait().unwrap();
+        *gate.0.lock().unwrap() = true;
+        gate.1.notify_all();
+        saver.wait().unwrap();
+        assert_eq!(fsdp_ckpt::latest(root.path()).unwrap(), Some(dir.clone()));
+        let checkpoint = Checkpoint::open(&dir).unwrap();
+        checkpoint.verify().unwrap();
+        saver.finish().unwrap();
+    });
+}
+
 #[test]
 fn missing_rank_does_not_hang_the_others() {
     let (root, dir) = fresh();

@@ -2,10 +2,12 @@
 
 use std::os::unix::fs::PermissionsExt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::world::{Broken, Global, fresh, line, list, save_all, save_fails, state, world, zoo};
 use fsdp_ckpt::{Checkpoint, Error, TensorSource, save};
 use fsdp_core::layout::Region;
+use fsdp_core::process_group::{Options, local};
 use fsdp_core::{Buffer, DType, Placement};
 
 #[test]
@@ -184,7 +186,26 @@ fn missing_rank_fails_the_others() {
         Some(save(&dir, group, &state(&zoo(), &line(3), group.rank())).unwrap_err())
     });
     for error in outcomes.into_iter().flatten() {
-        assert!(matches!(error, Error::Group(_)), "{error}");
+        assert!(matches!(&error, Error::Save { path, .. } if *path == dir), "{error}");
+    }
+    assert!(list(root.path()).is_empty());
+}
+
+/// Rank 2 is alive, and does not save.
+#[test]
+fn a_save_that_ranks_wait_for_names_rank_and_file() {
+    let (root, dir) = fresh();
+    let options = Options::default().with_timeout(Duration::from_secs(2));
+    let end = std::sync::Barrier::new(3);
+    let messages = local::run_with(3, options, |group| {
+        let saves = group.rank() != 2;
+        let message =
+            saves.then(|| save(&dir, &group, &state(&zoo(), &line(3), group.rank())).unwrap_err().to_string());
+        end.wait();
+        message
+    });
+    for message in messages.into_iter().flatten() {
+        assert!(message.contains("rank(s) [2]") && message.contains(&dir.display().to_string()), "{message}");
     }
     assert!(list(root.path()).is_empty());
 }
