@@ -20,7 +20,7 @@ const LAYERS: [(&str, &str); 5] = [
     ("fsdp-launch", "spec report error rendezvous pmi rank job program cli watch output launch"),
     (
         "fsdp-candle",
-        "error autograd kernels storage disk graph upload pattern tensors collectives random extension adapter tensor_parallel \
+        "error warning autograd kernels storage disk graph upload pattern tensors collectives random extension adapter tensor_parallel \
         data_parallel initializer world dtensor fsdp activation_checkpoint display gradcheck nn optim state_dict \
         doc_example",
     ),

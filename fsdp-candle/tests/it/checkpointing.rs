@@ -242,6 +242,48 @@ fn only_inputs_outlive_forward() {
     assert!(!frozen.track_op(), "nothing in it has a gradient");
 }
 
+/// Of the same unit and of an earlier one, by operations of `nn` and of Candle, whether the graph is kept or not.
+#[test]
+fn captured_tensors_get_their_gradients() {
+    ranks(2, |world| {
+        let vars = vars(&world);
+        let opts = FullyShard::new(&vars);
+        let model = fully_shard(&opts, vars.builder(DType::F32), |vb| {
+            let unit = |name: &str| {
+                fully_shard(&opts, vb.pp(name), |vb| Ok(Arc::new(nn::linear(WIDTH, WIDTH, vb)?)))
+                    .map_err(candle_core::Error::wrap)
+            };
+            Ok([unit("first")?, unit("second")?])
+        });
+        let model = model.unwrap();
+        let x = batch(world.rank(), WIDTH);
+        let gradients = |again: bool, by_candle: bool, keeps: bool| -> Result<Vec<Vec<u32>>> {
+            let loss = model.call(|[first, second]| {
+                let early = nn::silu(&first.forward(&x)?)?;
+                let y = second.call(|layer| {
+                    let inside = nn::silu(&layer.forward(&early)?)?;
+                    let (layer, early, captured) = (layer.clone(), early.clone(), inside.clone());
+                    let f = move |x: Tensor| {
+                        let y = nn::gelu_erf(&layer.forward(&x)?)?;
+                        match by_candle {
+                            true => (&y * &captured)? + &early,
+                            false => nn::add(&nn::silu_mul(&y, &captured)?, &early),
+                        }
+                    };
+                    if again { checkpoint(f, inside) } else { f(inside) }
+                })?;
+                y.sqr()?.mean_all()
+            })?;
+            let grads = if keeps { model.backward_retain_graph(&loss)? } else { model.backward(&loss)? };
+            Ok(vars.params().iter().map(|param| bits(grads.get(param.var()).unwrap())).collect())
+        };
+        for (by_candle, keeps) in [(false, false), (false, true), (true, false), (true, true)] {
+            let [again, once] = [true, false].map(|again| gradients(again, by_candle, keeps).unwrap());
+            assert_eq!(again, once, "by Candle: {by_candle}, keeps the graph: {keeps}");
+        }
+    });
+}
+
 #[test]
 fn refuses_nondeterministic_closures() {
     let x = Var::ones((4, 3), DType::F32, &Device::Cpu).unwrap();

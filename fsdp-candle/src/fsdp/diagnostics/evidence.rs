@@ -154,6 +154,8 @@ impl Inspection<'_> {
             // One walk for each result, for any number of matrices.
             let history = result.sorted_nodes();
             budget = budget.saturating_sub(history.len());
+            #[cfg(test)]
+            tests::WALKED.set(tests::WALKED.get() + history.len());
             let params: Vec<_> = history.iter().filter_map(|node| FsdpParam::of(node)).collect();
             for (position, &matrix) in matrices.iter().enumerate() {
                 let &[first, second] = matrix.unsharded_shape().dims() else { continue };
@@ -328,4 +330,41 @@ fn leads_only_to(result: &Tensor, nodes: &[&Tensor], matrix: &Arc<FsdpParam>) ->
     let leaves = [Some(matrix.leaf), bias.as_ref().map(|bias| bias.leaf)];
     let only_leaves = nodes.iter().all(|node| !node.is_variable() || leaves.contains(&Some(node.id())));
     (found && only_leaves).then_some(bias)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use candle_core::{DType, Device, Module, Tensor};
+
+    use super::{MOST_USES, MOST_WALKS};
+    use crate::doc_example::*;
+    use crate::nn;
+
+    thread_local! {
+        /// Nodes of the histories that an inspection walked through.
+        pub(super) static WALKED: Cell<usize> = const { Cell::new(0) };
+    }
+
+    /// Returns the nodes walked through in the first forward of a unit with this many operations.
+    fn walked(operations: usize) -> usize {
+        let (_world, _vars, model, _) = one_layer(nn::linear_no_bias).unwrap();
+        let x = Tensor::ones((2, 4), DType::F32, &Device::Cpu).unwrap();
+        WALKED.set(0);
+        let run = |layer: &nn::Linear| (0..operations).try_fold(layer.forward(&x)?, |x, _| nn::silu(&x));
+        model.call(run).unwrap();
+        WALKED.get()
+    }
+
+    #[test]
+    fn the_inspection_is_linear_in_the_operations() {
+        // A result has two nodes, and as many before it as there are operations.
+        let complete = walked(MOST_USES);
+        assert!(complete > MOST_USES * MOST_USES, "{complete}");
+        for operations in [1000, 2000, 4000] {
+            let walked = walked(operations);
+            assert!(walked <= (MOST_WALKS + 2) * 2 * (operations + 4), "{operations} operations: {walked}");
+        }
+    }
 }
