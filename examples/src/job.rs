@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use fsdp_candle::{DeviceChoice, Error, World};
+use fsdp_core::file_limit;
 use tracing::Subscriber;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::registry::LookupSpan;
@@ -17,6 +18,7 @@ use crate::console::Console;
 /// An error is recorded for the launcher and printed with its causes before this rank leaves the job. Otherwise the
 /// other ranks would print first that it left. Backtraces are left out, because errors are for the user.
 pub fn run(device: DeviceChoice, work: impl FnOnce(&World) -> anyhow::Result<()>) -> ExitCode {
+    file_limit::return_errors();
     // Shows which ranks this rank waits for. `work` sets up its own logging once it knows its rank.
     let join = || fsdp_candle::init_on(device);
     let joined = tracing::subscriber::with_default(tracing_subscriber::registry().with(events()), join);
@@ -59,7 +61,8 @@ where
 }
 
 fn report(error: &anyhow::Error) -> ExitCode {
-    let words = without_backtraces(&format!("{error:#}"));
+    let advice = file_limit::advice(error.as_ref()).map_or_else(String::new, |advice| format!(": {advice}"));
+    let words = without_backtraces(&format!("{error:#}{advice}"));
     fsdp_core::record_error(&words);
     Console::Stderr.line(format_args!("Error: {words}"));
     ExitCode::FAILURE

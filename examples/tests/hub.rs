@@ -323,6 +323,75 @@ fn a_later_run_goes_on_with_the_file_of_an_earlier_one() {
 }
 
 #[test]
+fn a_server_that_always_cuts_at_the_same_byte_is_given_up() {
+    let (hub, home) = (hub(), tempfile::tempdir().unwrap());
+    // It ignores the range that it is asked for.
+    hub.script(|request| if request.is_cdn { Answer::CutWhole(40_000) } else { Answer::Normal });
+    let error = get(client(&hub, home.path(), &[]), "org/name", MODEL).unwrap_err();
+    let parts = ["failed 5 times in a row", "cut the connection after 40000 of 300000 bytes of `model.safetensors`"];
+    assert!(parts.iter().all(|part| error.contains(part)), "{error}");
+    // Only the first attempt brings bytes.
+    assert_eq!(ranges(&hub), [0, 40_000, 40_000, 40_000, 40_000]);
+
+    // It gets further each time, so it is asked until the file is complete.
+    let mut most = 40_000;
+    hub.script(move |request| {
+        let cut = if request.is_cdn { Answer::CutWhole(most) } else { Answer::Normal };
+        most += if request.is_cdn { 40_000 } else { 0 };
+        cut
+    });
+    let home = tempfile::tempdir().unwrap();
+    let found = get(client(&hub, home.path(), &[]), "org/name", MODEL).unwrap();
+    assert_eq!(fs::read(found.path.join("model.safetensors")).unwrap(), noise(300_000));
+
+    // Repeated bytes do not put off the group's timeout either.
+    let home = tempfile::tempdir().unwrap();
+    let group = ProcessGroup::single_rank(Duration::from_secs(1)).unwrap();
+    hub.script(|request| if request.is_cdn { Answer::CutWhole(40_000) } else { Answer::Normal });
+    let patient = client(&hub, home.path(), &[]).first_pause(Duration::from_millis(700));
+    let error = fetch(patient, &group, true, vec![request("org/name", MODEL)]).unwrap_err().to_string();
+    assert!(error.contains("no byte came for 1 s (FSDP_TIMEOUT_S)"), "{error}");
+}
+
+#[test]
+fn relative_redirects_are_followed() {
+    let hub = hub();
+    let host = hub.host();
+    for location in [
+        "/org/adapter/resolve/{c}/{f}?a",
+        "//{h}/org/adapter/resolve/{c}/{f}?a",
+        "{f}?a",
+        "./{f}?a",
+        "../{c}/{f}?a",
+        "?a",
+    ] {
+        let (home, host) = (tempfile::tempdir().unwrap(), host.clone());
+        hub.script(move |request| {
+            let file = request.path.rsplit_once('/').unwrap().1;
+            let location = location.replace("{h}", &host).replace("{c}", COMMIT).replace("{f}", file);
+            match request.is_cdn || file.contains('?') || !request.path.contains("/resolve/") {
+                true => Answer::Normal,
+                false => Answer::Status(307, vec![("Location", location)]),
+            }
+        });
+        let found = get(client(&hub, home.path(), &[]), &format!("org/adapter@{COMMIT}"), Wanted::Adapter).unwrap();
+        assert_eq!(fs::read(found.path.join("adapter_model.safetensors")).unwrap(), noise(500), "{location}");
+    }
+    for (location, part) in [
+        ("file:///etc/passwd", "to \"file:///etc/passwd\", expected an address of http or https"),
+        ("?", "redirects `config.json` of org/name@main more than 10 times"),
+    ] {
+        hub.script(move |request| match request.path.contains("/resolve/") {
+            true => Answer::Status(302, vec![("Location", location.into())]),
+            false => Answer::Normal,
+        });
+        let home = tempfile::tempdir().unwrap();
+        let error = get(client(&hub, home.path(), &[]), "org/name", Wanted::Model { weights: false }).unwrap_err();
+        assert!(error.contains(part), "{error}");
+    }
+}
+
+#[test]
 fn a_wrong_hash_or_size_is_refused() {
     let (hub, home) = (hub(), tempfile::tempdir().unwrap());
     hub.script(|request| if request.is_cdn { Answer::Corrupt } else { Answer::Normal });

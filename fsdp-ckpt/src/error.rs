@@ -6,6 +6,8 @@ use std::fmt::{Display, Formatter};
 use std::io;
 use std::path::{Path, PathBuf};
 
+use fsdp_core::file_limit;
+
 use crate::escape::escape;
 use crate::file_names::{MANIFEST, copy_command, rank_of_file};
 
@@ -365,7 +367,7 @@ impl Display for Message<'_> {
 
 /// Converts an [`io::Error`] to [`Error::Io`], for `map_err`.
 pub(crate) fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
-    move |source| Error::Io { action, path: path.to_path_buf(), source }
+    move |source| Error::Io { action, path: path.to_path_buf(), source: file_limit::explained(source) }
 }
 
 /// Returns the messages of an error and its causes in one line.

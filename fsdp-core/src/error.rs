@@ -1,6 +1,6 @@
 //! Errors of this crate.
 
-use crate::{device_id::DeviceId, host_names::HostNames};
+use crate::{device_id::DeviceId, file_limit, host_names::HostNames};
 
 /// The errors of this crate. Each message names the cause and how to fix it.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -147,7 +147,8 @@ pub enum Error {
 impl Error {
     /// Creates the error of a system call.
     pub(crate) fn os(rank: usize, what: impl Into<String>, source: impl Into<std::io::Error>) -> Self {
-        Error::Os { rank, what: what.into(), source: std::sync::Arc::new(source.into()) }
+        let source = file_limit::explained(source.into());
+        Error::Os { rank, what: what.into(), source: std::sync::Arc::new(source) }
     }
 }
 

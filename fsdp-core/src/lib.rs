@@ -20,6 +20,7 @@ pub mod dtype;
 pub mod env;
 pub mod error;
 mod error_file;
+pub mod file_limit;
 mod hash;
 pub mod heartbeat;
 mod host_names;

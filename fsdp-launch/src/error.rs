@@ -71,6 +71,6 @@ impl Error {
 
     /// Converts the error of a system call, for `map_err`.
     pub(crate) fn system<E: Into<io::Error>>(what: &'static str) -> impl FnOnce(E) -> Error {
-        move |source| Error::System { what, source: source.into() }
+        move |source| Error::System { what, source: fsdp_core::file_limit::explained(source.into()) }
     }
 }

@@ -10,6 +10,7 @@ use fsdp_launch::{Action, Args, Console, Result, StatusArgs, dry_run, launch, on
 use tracing_subscriber::{EnvFilter, filter::LevelFilter};
 
 fn main() -> ExitCode {
+    fsdp_core::file_limit::return_errors();
     let args = match Args::try_parse() {
         Ok(args) => args,
         // --help and --version are also errors to clap.

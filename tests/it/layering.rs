@@ -9,7 +9,7 @@ use fsdp_test_support::{read_text, workspace};
 const LAYERS: [(&str, &str); 5] = [
     (
         "fsdp-core",
-        "device_id host_names error dtype device buffer channel mesh_layout env store hash text shared_file heartbeat \
+        "device_id host_names file_limit error dtype device buffer channel mesh_layout env store hash text shared_file heartbeat \
         reduce_op process_group device_mesh placement layout block_format dtensor error_file",
     ),
     (

@@ -27,6 +27,7 @@ mod hub;
 mod in_backward;
 mod launchers;
 mod layering;
+mod limits;
 mod lost_output;
 mod main_job;
 mod matrix;

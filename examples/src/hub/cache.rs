@@ -12,6 +12,7 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
+use fsdp_core::file_limit;
 use hf_hub::{Repo, RepoType};
 use sha2::{Digest, Sha256};
 use ureq::http::StatusCode;
@@ -106,6 +107,7 @@ impl Client {
         let _lock = lock(&locks.join(format!("{}.lock", entry.etag)), &partial, activity)?;
         if fs::metadata(&blob).is_ok_and(|status| status.len() == entry.size) {
             activity.add(entry.size);
+            activity.tick();
         } else {
             self.transfer(name, entry, &partial, activity)?;
             fs::rename(&partial, &blob).with_context(|| format!("can't rename {}", partial.display()))?;
@@ -153,13 +155,13 @@ impl Client {
                         let _ = download.restart();
                         return Err(anyhow!("{host} sends more than the {} bytes of {item}", entry.size).into());
                     }
-                    download.append(&block[..count]).with_context(cant_write)?;
-                    *has_received = true;
+                    *has_received |= download.append(&block[..count]).with_context(cant_write)?;
                 }
             })?;
             let found = download.sha256();
             let Some(wanted) = entry.sha256.as_ref().filter(|wanted| **wanted != found) else { break };
             download.restart().with_context(cant_write)?;
+            download.furthest = 0;
             if !was_resumed {
                 bail!(
                     "{} sent {item} with SHA-256 {found}, expected {wanted}: the file was removed. Start again; if it \
@@ -184,6 +186,8 @@ fn repo(name: &Name) -> Repo {
 struct Partial<'a> {
     file: File,
     length: u64,
+    /// Largest length so far. A server that sends the same bytes again makes no progress.
+    furthest: u64,
     digest: Sha256,
     activity: &'a Activity,
 }
@@ -192,7 +196,7 @@ impl<'a> Partial<'a> {
     /// Opens or creates the file, and hashes what an earlier download left.
     fn open(path: &Path, size: u64, activity: &'a Activity) -> std::io::Result<Self> {
         let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path)?;
-        let mut partial = Partial { file, length: 0, digest: Sha256::new(), activity };
+        let mut partial = Partial { file, length: 0, furthest: 0, digest: Sha256::new(), activity };
         if partial.file.metadata()?.len() > size {
             partial.file.set_len(0)?;
         }
@@ -206,16 +210,22 @@ impl<'a> Partial<'a> {
         }
     }
 
-    fn append(&mut self, bytes: &[u8]) -> std::io::Result<()> {
-        self.file.write_all(bytes)?;
-        self.count(bytes);
-        Ok(())
+    /// Appends bytes. Returns whether the file is longer than ever before.
+    fn append(&mut self, bytes: &[u8]) -> std::io::Result<bool> {
+        self.file.write_all(bytes).map_err(file_limit::explained)?;
+        Ok(self.count(bytes))
     }
 
-    fn count(&mut self, bytes: &[u8]) {
+    fn count(&mut self, bytes: &[u8]) -> bool {
         self.digest.update(bytes);
         self.length += bytes.len() as u64;
         self.activity.add(bytes.len() as u64);
+        let is_progress = self.length > self.furthest;
+        if is_progress {
+            self.furthest = self.length;
+            self.activity.tick();
+        }
+        is_progress
     }
 
     /// Empties the file.
@@ -248,7 +258,7 @@ fn lock(path: &Path, partial: &Path, activity: &Activity) -> Result<File> {
             Ok(()) => return Ok(file),
             Err(TryLockError::WouldBlock) => {
                 let length = fs::metadata(partial).map_or(0, |status| status.len());
-                if length != seen {
+                if length > seen {
                     seen = length;
                     activity.tick();
                 }

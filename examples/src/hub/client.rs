@@ -7,6 +7,7 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Error, Result, anyhow, bail, ensure};
 use hf_hub::Cache;
+use iri_string::types::{UriReferenceStr, UriStr};
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use ureq::http::{HeaderMap, Response};
 use ureq::tls::{Certificate, PemItem, RootCerts, TlsConfig, parse_pem};
@@ -201,10 +202,10 @@ impl Client {
             let answer = request.call().map_err(|error| self.unreachable(&url, &error, item))?;
             let location = header(answer.headers(), "location").filter(|_| answer.status().is_redirection());
             let Some(location) = location else { return self.checked(answer, &url, item) };
-            let next = match location.starts_with('/') && !location.starts_with("//") {
-                true => format!("{}{location}", origin(&url)),
-                false => location.to_owned(),
-            };
+            let next = redirected(&url, location).ok_or_else(|| {
+                let host = origin(&url);
+                Failure::Final(anyhow!("{host} redirects {item} to {location:?}, expected an address of http or https"))
+            })?;
             if head && origin(&next) != origin(&url) {
                 return Ok(answer);
             }
@@ -329,6 +330,21 @@ pub(super) fn header<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> 
     headers.get(name)?.to_str().ok()
 }
 
+/// Returns the address of a redirect, which may be relative to `url` (RFC 3986).
+fn redirected(url: &str, location: &str) -> Option<String> {
+    let is_http = |address: &str| {
+        let is = |scheme: &str| address.get(..scheme.len()).is_some_and(|start| start.eq_ignore_ascii_case(scheme));
+        is("http://") || is("https://")
+    };
+    // Real addresses may have characters that the RFC excludes, such as `|`.
+    if is_http(location) {
+        return Some(location.to_owned());
+    }
+    let base = UriStr::new(url).ok()?.to_absolute();
+    let next = UriReferenceStr::new(location).ok()?.resolve_against(&base).to_string();
+    Some(next).filter(|next| is_http(next))
+}
+
 /// Returns scheme, host and port of a URL.
 fn origin(url: &str) -> &str {
     let host = url.find("://").map_or(0, |at| at + 3);
@@ -426,6 +442,37 @@ mod tests {
         assert_eq!(url, "http://m:1/hf/datasets/a/b/resolve/refs%2Fpr%2F1/x%20y/%23%3F.txt");
         assert_eq!(client.info_url(&name), "http://m:1/hf/api/datasets/a/b/revision/refs%2Fpr%2F1");
         assert_eq!((client.host(), origin("https://a.b?c")), ("m:1", "https://a.b"));
+    }
+
+    /// The examples of RFC 3986, section 5.4, with the scheme of the web.
+    #[test]
+    fn redirects_are_resolved_against_the_address() {
+        for (location, expected) in [
+            ("http://g/h", Some("http://g/h")),
+            ("HTTPS://g/a|b", Some("HTTPS://g/a|b")),
+            ("g", Some("http://a:1/b/c/g")),
+            ("./g", Some("http://a:1/b/c/g")),
+            ("g/", Some("http://a:1/b/c/g/")),
+            ("/g", Some("http://a:1/g")),
+            ("//g", Some("http://g")),
+            ("//g:2/h?y", Some("http://g:2/h?y")),
+            ("?y", Some("http://a:1/b/c/d;p?y")),
+            ("g?y", Some("http://a:1/b/c/g?y")),
+            (";x", Some("http://a:1/b/c/;x")),
+            ("", Some("http://a:1/b/c/d;p?q")),
+            (".", Some("http://a:1/b/c/")),
+            ("..", Some("http://a:1/b/")),
+            ("../g", Some("http://a:1/b/g")),
+            ("../../g", Some("http://a:1/g")),
+            ("../../../g", Some("http://a:1/g")),
+            ("g;x=1/../y", Some("http://a:1/b/c/y")),
+            ("g?y/./x", Some("http://a:1/b/c/g?y/./x")),
+            ("a b", None),
+            ("file:///etc/passwd", None),
+            ("ftp://g/h", None),
+        ] {
+            assert_eq!(redirected("http://a:1/b/c/d;p?q", location).as_deref(), expected, "{location}");
+        }
     }
 
     #[test]

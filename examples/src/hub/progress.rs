@@ -28,10 +28,9 @@ impl Activity {
         self.tick();
     }
 
-    /// Counts bytes that are there.
+    /// Counts bytes that are there. They are progress only if they were not there before.
     pub(super) fn add(&self, bytes: u64) {
         self.done.fetch_add(bytes, Relaxed);
-        self.tick();
     }
 
     /// Takes bytes back that have to be downloaded again.
@@ -39,7 +38,7 @@ impl Activity {
         self.done.fetch_sub(bytes, Relaxed);
     }
 
-    /// Reports work without a new byte, such as checking a file.
+    /// Reports progress: a new byte, or work such as checking a file.
     pub(super) fn tick(&self) {
         self.ticks.fetch_add(1, Relaxed);
     }

@@ -34,10 +34,13 @@ impl Scores {
         self.loss += f64::from(nn::cross_entropy_with(logits, labels, &options)?.to_scalar::<f32>()?);
         self.records += counted as f64;
         for (row, label) in logits.to_vec2::<f32>()?.iter().zip(labels_of).filter(|(_, label)| *label != IGNORED) {
-            let (label, predicted) = (label as usize, most_likely(row).0);
-            self.counts[label][0] += f64::from(label == predicted);
-            self.counts[predicted][1] += 1.;
+            let label = label as usize;
             self.counts[label][2] += 1.;
+            // Without a largest logit, the record is wrong, whatever its label.
+            if let Some((predicted, _)) = most_likely(row) {
+                self.counts[label][0] += f64::from(label == predicted);
+                self.counts[predicted][1] += 1.;
+            }
         }
         Ok(())
     }
@@ -80,14 +83,14 @@ impl Scores {
     }
 }
 
-/// Returns the class with the largest logit, and its probability.
-pub fn most_likely(logits: &[f32]) -> (usize, f64) {
-    let best = logits
-        .iter()
-        .enumerate()
-        .fold((0, f32::NEG_INFINITY), |best, (class, &logit)| if logit > best.1 { (class, logit) } else { best });
-    let sum: f64 = logits.iter().map(|&logit| f64::from(logit - best.1).exp()).sum();
-    (best.0, 1. / sum)
+/// Returns the class with the largest logit, and its probability. Returns `None` if several classes have the largest
+/// logit, or a logit is NaN.
+pub fn most_likely(logits: &[f32]) -> Option<(usize, f64)> {
+    let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let mut best = logits.iter().enumerate().filter(|(_, logit)| **logit == largest);
+    let (class, _) = best.next().filter(|_| best.next().is_none() && !logits.iter().any(|logit| logit.is_nan()))?;
+    let sum: f64 = logits.iter().map(|&logit| f64::from(logit - largest).exp()).sum();
+    Some((class, 1. / sum))
 }
 
 #[cfg(test)]
@@ -118,8 +121,20 @@ mod tests {
 
     #[test]
     fn most_likely_class_has_its_probability() {
-        let (class, probability) = most_likely(&[0., 3f32.ln(), f32::NEG_INFINITY]);
+        let (class, probability) = most_likely(&[0., 3f32.ln(), f32::NEG_INFINITY]).unwrap();
         assert_eq!(class, 1);
         assert!((probability - 0.75).abs() < 1e-6);
+    }
+
+    #[test]
+    fn records_without_a_largest_logit_are_wrong() {
+        for row in [[1f32; 3], [0.; 3], [f32::NAN; 3], [f32::NEG_INFINITY; 3], [2., f32::NAN, 0.], [2., 1., 2.]] {
+            assert_eq!(most_likely(&row), None);
+            let mut scores = Scores::new(3);
+            let logits = Tensor::new(&[row; 3], &Device::Cpu).unwrap();
+            scores.add(&logits, &Tensor::new(&[0u32, 1, 2], &Device::Cpu).unwrap()).unwrap();
+            assert_eq!((scores.records(), scores.accuracy(), scores.macro_f1()), (3, 0., 0.), "{row:?}");
+        }
+        assert_eq!(most_likely(&[]), None);
     }
 }

@@ -54,13 +54,16 @@ impl Scores {
         let records = rows.len() / columns;
         for record in 0..records {
             let anchor = &rows[record * columns];
-            let positive = dot(anchor, &rows[record * columns + 1]);
-            let texts = (0..rows.len()).filter(|row| row % columns != 0);
-            let cosines: Vec<f64> = texts.map(|row| dot(anchor, &rows[row])).collect();
-            let most = cosines.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-            let sum: f64 = cosines.iter().map(|cosine| ((cosine - most) * SCALE).exp()).sum();
+            let of_positive = record * columns + 1;
+            let positive = dot(anchor, &rows[of_positive]);
+            let texts = (0..rows.len()).filter(|row| row % columns != 0 && *row != of_positive);
+            let others: Vec<f64> = texts.map(|row| dot(anchor, &rows[row])).collect();
+            let most = others.iter().copied().fold(positive, f64::max);
+            let cosines = others.iter().chain([&positive]);
+            let sum: f64 = cosines.map(|cosine| ((cosine - most) * SCALE).exp()).sum();
             self.loss += most * SCALE + sum.ln() - positive * SCALE;
-            self.right += f64::from(positive >= most);
+            // A tie is wrong, and so is NaN: otherwise a model that maps all texts to one embedding would be right.
+            self.right += f64::from(!positive.is_nan() && others.iter().all(|other| positive > *other));
             self.cosine += positive;
             self.records += 1;
         }
@@ -76,7 +79,7 @@ impl Scores {
         self.loss / self.records as f64
     }
 
-    /// Returns the share of anchors whose positive is the most similar text.
+    /// Returns the share of anchors whose positive is more similar than every other text.
     pub fn accuracy(&self) -> f64 {
         self.right / self.records as f64
     }
@@ -144,6 +147,19 @@ mod tests {
         assert_eq!((scores.records(), scores.accuracy()), (2, 0.5));
         let cosine = 0.1 / 1.01f64.sqrt();
         assert!((scores.cosine() - f64::midpoint(1., cosine)).abs() < 1e-6);
+        // All embeddings are equal, zero or NaN.
+        for x in [1., 0., f32::NAN] {
+            let mut collapsed = Scores::default();
+            collapsed.add(&[x; 12], 2, 2);
+            assert_eq!((collapsed.records(), collapsed.accuracy()), (3, 0.));
+            assert_eq!(collapsed.mean_loss().is_nan(), x.is_nan());
+        }
+        // The negative is as similar as the positive, or NaN.
+        for negative in [1., f32::NAN] {
+            let mut tied = Scores::default();
+            tied.add(&[1., 1., negative], 3, 1);
+            assert_eq!(tied.accuracy(), 0.);
+        }
         let mut empty = Scores::default();
         empty.add(&[], 2, 2);
         assert_eq!(empty, Scores::default());

@@ -66,7 +66,8 @@ pub struct TaskEvalRecord {
     pub step: usize,
     /// Mean loss over the records of the evaluation data.
     pub eval_loss: f64,
-    /// Share of records with the right class, or of anchors whose positive is the most similar text.
+    /// Share of records with the right class, or of anchors whose positive is more similar than every other text. A
+    /// tie is wrong.
     pub eval_accuracy: f64,
     /// Mean of the classes' F1 scores.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -8,6 +8,7 @@ use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use fsdp_core::file_limit;
 use parking_lot::Mutex;
 use rustix::fs::statvfs;
 use rustix::io::Errno;
@@ -178,6 +179,7 @@ impl StateFile {
             Access::Read => "If the disk fails again, use another directory",
             _ => "The state is incomplete: resume from a checkpoint. If the disk fails again, use another directory",
         };
+        let error = file_limit::explained(error);
         file.error(error.kind(), format!("can't {doing} it: {error}. {then}"))
     }
 
@@ -208,6 +210,10 @@ fn check_space(dir: &Path, bytes: u64) -> io::Result<()> {
 
 /// Makes the error of a file that needs more bytes than the disk has.
 fn full(dir: &Path, rank: usize, bytes: u64, error: io::Error) -> Error {
+    if let Some(advice) = file_limit::advice(&error) {
+        let message = format!("it needs {bytes} bytes: {error}: {advice}, or use more ranks");
+        return Error::StateOnDisk { rank, dir: dir.into(), kind: error.kind(), message };
+    }
     let free = free_bytes(dir).map_or("an unknown number".into(), |free| free.to_string());
     let message = format!(
         "it needs {bytes} bytes, found {free} free: {error}. Free space, use another directory, or use more ranks"

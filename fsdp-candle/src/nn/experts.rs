@@ -81,24 +81,27 @@ struct Routes {
 /// The mixture as a chain of operations.
 fn composite(x: &Tensor, experts: &[SwiGlu], mut routes: Vec<Routes>, weights: &Tensor) -> Result<Tensor> {
     let on_device = |indices: &[u32]| upload(&Tensor::new(indices, &Device::Cpu)?, x.device());
+    let (tokens, per_token) = weights.dims2()?;
+    // An expert without tokens computes a row of zeros, which no token uses. Its gradients are zeros, whatever the
+    // tokens are.
+    let zeros = Tensor::zeros((1, x.dim(1)?), x.dtype(), x.device())?;
+    let x = if routes.iter().any(|of| of.tokens.is_empty()) { Tensor::cat(&[x, &zeros], 0)? } else { x.contiguous()? };
     // The row of each route in the concatenated outputs.
     let mut places = vec![0; weights.elem_count()];
     let mut end = 0;
-    for Routes { tokens, numbers } in &mut routes {
+    for Routes { tokens: of_expert, numbers } in &mut routes {
         numbers.iter().zip(end..).for_each(|(&route, place)| places[route as usize] = place);
-        // The output of an expert without tokens is not used, and its gradients are zeros.
-        if tokens.is_empty() {
-            tokens.push(0);
+        if of_expert.is_empty() {
+            of_expert.push(tokens as u32);
         }
-        end += tokens.len() as u32;
+        end += of_expert.len() as u32;
     }
-    let x = x.contiguous()?;
     let outputs = experts.iter().zip(&routes);
     let outputs =
         outputs.map(|(expert, Routes { tokens, .. })| expert.forward(&x.index_select(&on_device(tokens)?, 0)?));
-    let outputs = Tensor::cat(&outputs.collect::<Result<Vec<_>>>()?, 0)?.index_select(&on_device(&places)?, 0)?;
-    let (tokens, per_token) = weights.dims2()?;
-    let outputs = outputs.reshape((tokens, per_token, ()))?;
+    let outputs = Tensor::cat(&outputs.collect::<Result<Vec<_>>>()?, 0)?;
+    let width = outputs.dim(1)?;
+    let outputs = outputs.index_select(&on_device(&places)?, 0)?.reshape((tokens, per_token, width))?;
     outputs.broadcast_mul(&weights.to_dtype(x.dtype())?.unsqueeze(2)?)?.sum(1)
 }
 

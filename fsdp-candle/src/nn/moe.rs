@@ -99,7 +99,12 @@ struct Routes {
 fn composite(input: &Tensor, weights: &Tensor, groups: &[Routes], routes: usize) -> Result<Tensor> {
     let device = input.device();
     let input = input.contiguous()?;
-    let mut y = Tensor::zeros((routes, weights.dim(1)?), input.dtype(), device)?;
+    let (experts, outputs, _) = weights.dims3()?;
+    if routes == 0 && experts > 0 {
+        // Input and weights get gradients of zeros.
+        return input.matmul(&weights.narrow(0, 0, 1)?.squeeze(0)?.t()?);
+    }
+    let mut y = Tensor::zeros((routes, outputs), input.dtype(), device)?;
     for (expert, group) in groups.iter().enumerate().filter(|(_, group)| !group.to.is_empty()) {
         let rows = input.index_select(&Tensor::new(&group.from[..], device)?, 0)?;
         let weight = weights.narrow(0, expert, 1)?.squeeze(0)?.t()?.contiguous()?;

@@ -4,6 +4,8 @@
 mod engine;
 
 use candle_core::Device;
+use fsdp_core::env::check_threads;
+use fsdp_core::file_limit;
 use fsdp_core::process_group::{self, Options};
 use fsdp_core::{DeviceMesh, ProcessGroup, RankEnv, ReduceOp};
 
@@ -19,7 +21,12 @@ pub struct World {
 }
 
 /// Joins the job that the environment describes (`RANK`, `WORLD_SIZE`, ...; a single rank without them). Collective.
-/// Fails if the environment is inconsistent or the ranks cannot connect.
+/// Fails if the environment is inconsistent or the ranks cannot connect, and if `RAYON_NUM_THREADS` or
+/// `CANDLE_NUM_THREADS` is not a number of threads that this host can run.
+///
+/// Makes the process ignore SIGXFSZ, unless the program handles it: a file that reaches the limit of `ulimit -f` is then
+/// an error of the write, which names the file, and not the silent end of the rank
+/// ([`fsdp_core::file_limit::return_errors`]).
 pub fn init() -> Result<World> {
     init_on(DeviceChoice::Cpu)
 }
@@ -40,6 +47,8 @@ pub fn init() -> Result<World> {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn init_on(choice: DeviceChoice) -> Result<World> {
+    file_limit::return_errors();
+    check_threads()?;
     let env = RankEnv::from_env()?;
     // Fail before the other ranks wait.
     let device = choice.device(&env)?;
@@ -59,8 +68,10 @@ fn is_for_nccl(_: &Device) -> bool {
 }
 
 impl World {
-    /// Makes a world of this process only, whatever the environment. Fails if the system refuses memory or threads.
+    /// Makes a world of this process only, whatever the environment's ranks. Fails if the system refuses memory or
+    /// threads, and for a number of threads as [`init`] does.
     pub fn single() -> Result<Self> {
+        check_threads()?;
         Ok(Self::of(ProcessGroup::single_rank(Options::default().timeout)?))
     }
 

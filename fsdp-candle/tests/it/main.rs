@@ -13,6 +13,7 @@ mod common;
 mod communication;
 mod dropout;
 mod dtensor;
+mod empty_inputs;
 mod errors;
 mod failures;
 mod finite;

@@ -229,6 +229,42 @@ fn converts_a_tensor_larger_than_memory() {
     assert!(out.contains("256.0 MiB in 2 files"), "{out}");
 }
 
+/// Runs the command after a shell command. It must fail with one line on stderr, which is returned.
+fn fails_after(before: &str, args: &[&str]) -> String {
+    let script = format!("{before}; exec \"$0\" \"$@\"");
+    let mut command = assert_cmd::Command::new("sh");
+    command.args(["-c", &script, env!("CARGO_BIN_EXE_fsdp-ckpt")]).args(args);
+    let output = command.timeout(std::time::Duration::from_secs(100)).assert().code(1).get_output().clone();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(said.lines().count() == 1 && !said.contains("panicked"), "{said}");
+    said
+}
+
+#[test]
+fn a_file_beyond_the_limit_of_its_size_is_named() {
+    let root = tempfile::tempdir().unwrap();
+    let src = root.path().join("large.safetensors");
+    let header = r#"{"w":{"dtype":"F32","shape":[256,1024],"data_offsets":[0,1048576]}}"#;
+    let mut bytes = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat();
+    bytes.resize(bytes.len() + (1 << 20), 0);
+    std::fs::write(&src, bytes).unwrap();
+    for to in ["fsdp", "hf", "torch-dcp"] {
+        let dst = root.path().join("dst");
+        let said = fails_after("ulimit -f 64", &["convert", text(&src), text(&dst), "--to", to]);
+        let parts = ["can't ", "File too large", " bytes (ulimit -f). Raise the limit with `ulimit -f unlimited`"];
+        assert!(parts.iter().all(|part| said.contains(part)) && said.contains(text(root.path())), "{to}: {said}");
+        assert!(!dst.exists());
+    }
+}
+
+#[test]
+fn an_absurd_number_of_threads_is_refused() {
+    for count in ["100000", "-1", "many"] {
+        let said = fails_after(&format!("export RAYON_NUM_THREADS={count}"), &["inspect", "none"]);
+        assert!(said.contains(&format!("RAYON_NUM_THREADS={count:?} is not a number of threads from 1 to ")), "{said}");
+    }
+}
+
 #[test]
 fn dtype_converts_only_floating_point_parameters() {
     let (root, src) = fresh();

@@ -72,13 +72,73 @@ fn number<N: std::str::FromStr>(name: &str, text: &str) -> Result<N> {
     })
 }
 
+/// Variables with the number of threads of this process.
+const THREADS: [&str; 2] = ["RAYON_NUM_THREADS", "CANDLE_NUM_THREADS"];
+/// Maximum number of threads on a host with few cores, and per core.
+const MAX_THREADS: usize = 256;
+const MAX_THREADS_PER_CORE: usize = 4;
+
+/// Checks the variables with the number of threads of this process, before a library starts them: rayon and Candle
+/// ignore a value that is not a number, and panic if the system refuses so many threads.
+///
+/// # Errors
+/// [`Error::Env`] if `RAYON_NUM_THREADS` or `CANDLE_NUM_THREADS` is not a number of threads that this host can run.
+///
+/// ```
+/// fsdp_core::env::check_threads()?;
+/// # Ok::<(), fsdp_core::Error>(())
+/// ```
+pub fn check_threads() -> Result<()> {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    check_thread_counts(&|name| Some(std::env::var_os(name)?.to_string_lossy().into_owned()), cores)
+}
+
+fn check_thread_counts(var: Var<'_>, cores: usize) -> Result<()> {
+    let most = MAX_THREADS.max(cores.saturating_mul(MAX_THREADS_PER_CORE));
+    for name in THREADS {
+        let Some(text) = var(name).filter(|text| !text.is_empty()) else { continue };
+        // 0 means the default.
+        if !text.parse::<usize>().is_ok_and(|count| count <= most) {
+            return Err(Error::Env(format!(
+                "{name}={text:?} is not a number of threads from 1 to {most}: set it to the cores of each rank, or \
+                 unset it. This host has {cores} cores"
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// Parses the port of rank 0, which all ranks must know before they meet.
+fn port_of(name: &str, text: &str) -> Result<u16> {
+    match text.trim().parse() {
+        Ok(port @ 1..) => Ok(port),
+        _ => Err(Error::Env(format!(
+            "{name}={text:?} is not a port: set it to the same free port of rank 0's host on all ranks, from 1 to \
+             65535, or unset it. fsdp-launch chooses a free one"
+        ))),
+    }
+}
+
+/// Parses the number of hosts of a world.
+fn hosts_of(name: &str, text: &str, world_size: usize) -> Result<usize> {
+    let hosts = number(name, text)?;
+    if (1..=world_size).contains(&hosts) {
+        return Ok(hosts);
+    }
+    Err(Error::Env(format!("{name}={hosts}: expected 1 to the number of ranks, which is {world_size}")))
+}
+
+/// Maximum number of ranks. A larger number is a mistake.
+pub const MAX_WORLD_SIZE: usize = 1 << 20;
+
 impl RankEnv {
     /// Reads the environment of this process.
     ///
     /// # Errors
     /// When a variable is not a number, or rank and world size contradict each other. The message names the variables.
     pub fn from_env() -> Result<Self> {
-        Self::read(&|name| std::env::var(name).ok(), &socket_inode)
+        // Bytes that are not UTF-8 are wrong, not unset.
+        Self::read(&|name| Some(std::env::var_os(name)?.to_string_lossy().into_owned()), &socket_inode)
     }
 
     /// Reads the variables through `var`, which returns `None` for an unset variable.
@@ -114,14 +174,17 @@ impl RankEnv {
         // If another launcher started this rank under `fsdp-launch`, the variables of `fsdp-launch` do not describe it.
         let torchrun_var = |name| launcher.filter(|launcher| launcher.name == TORCHRUN).and_then(|_| var(name));
         env.hosts = match torchrun_var("FSDP_HOSTS") {
-            Some(count) => number("FSDP_HOSTS", &count)?,
+            Some(count) => hosts_of("FSDP_HOSTS", &count, env.world_size)?,
             None => hosts.unwrap_or_else(|| env.world_size.div_ceil(env.local_world_size.max(1))),
         };
         if let Some(addr) = var("MASTER_ADDR") {
+            if addr.trim().is_empty() {
+                return Err(Error::Env(format!("MASTER_ADDR={addr:?} is empty: set it to rank 0's host, or unset it")));
+            }
             env.master_addr = addr;
         }
         if let Some(port) = var("MASTER_PORT") {
-            env.master_port = number("MASTER_PORT", &port)?;
+            env.master_port = port_of("MASTER_PORT", &port)?;
         }
         let launcher_run_id =
             || launcher.and_then(|launcher| launcher.run_id(var, socket)).or_else(|| slurm::run_id(var));
@@ -232,6 +295,12 @@ impl Launcher {
         let (size, size_text) = self.size_var(var).unwrap_or((self.size[0], String::new()));
         env.rank = number(self.rank, &var(self.rank).unwrap_or_default())?;
         env.world_size = number(size, &size_text)?;
+        if !(1..=MAX_WORLD_SIZE).contains(&env.world_size) {
+            return Err(Error::Env(format!(
+                "{size}={} is not a number of ranks: expected 1 to {MAX_WORLD_SIZE}",
+                env.world_size
+            )));
+        }
         if env.rank >= env.world_size {
             return Err(Error::Env(format!(
                 "{}={} is outside the world of {size}={}: ranks count from 0 to {size}-1",

@@ -215,7 +215,20 @@ fn errors_name_the_variables() {
         (&[], &[("RANK", "0")], "WORLD_SIZE is not"),
         (&[], &[("WORLD_SIZE", "1")], "RANK is not"),
         (&[], &[("RANK", "x"), ("WORLD_SIZE", "2")], "RANK=\"x\""),
-        (&RANK, &[("MASTER_PORT", "70000")], "MASTER_PORT"),
+        (&[], &[("RANK", ""), ("WORLD_SIZE", "2")], "RANK=\"\" is not a number"),
+        (&[], &[("RANK", "-1"), ("WORLD_SIZE", "2")], "RANK=\"-1\" is not a number"),
+        (&[], &[("RANK", "0"), ("WORLD_SIZE", "0")], "WORLD_SIZE=0 is not a number of ranks: expected 1 to 1048576"),
+        (&[], &[("RANK", "0"), ("WORLD_SIZE", "9999999999999999")], "WORLD_SIZE=9999999999999999 is not a number of"),
+        (&[], &[("RANK", "0"), ("WORLD_SIZE", "99999999999999999999")], "WORLD_SIZE=\"99999999999999999999\""),
+        (&RANK, &[("MASTER_PORT", "70000")], "MASTER_PORT=\"70000\" is not a port"),
+        (&RANK, &[("MASTER_PORT", "0")], "MASTER_PORT=\"0\" is not a port: set it to the same free port"),
+        (&RANK, &[("MASTER_PORT", "-5")], "MASTER_PORT=\"-5\" is not a port"),
+        (&RANK, &[("MASTER_PORT", "")], "MASTER_PORT=\"\" is not a port"),
+        (&[], &[("MASTER_PORT", "0")], "MASTER_PORT=\"0\" is not a port"),
+        (&RANK, &[("MASTER_ADDR", " ")], "MASTER_ADDR=\" \" is empty"),
+        (&RANK, &[("FSDP_HOSTS", "0")], "FSDP_HOSTS=0: expected 1 to the number of ranks, which is 4"),
+        (&RANK, &[("FSDP_HOSTS", "5")], "FSDP_HOSTS=5: expected 1 to"),
+        (&RANK, &[("LOCAL_RANK", "-1")], "LOCAL_RANK=\"-1\""),
         (&RANK, &[("LOCAL_WORLD_SIZE", "0")], "LOCAL_WORLD_SIZE gives 0"),
         (&RANK, &[("LOCAL_WORLD_SIZE", "5")], "WORLD_SIZE=4"),
         (&RANK, &[("LOCAL_WORLD_SIZE", "2"), ("LOCAL_RANK", "2")], "LOCAL_RANK=2 is outside the 2"),
@@ -230,5 +243,23 @@ fn errors_name_the_variables() {
     ] {
         let error = read(&[base, more].concat()).unwrap_err().to_string();
         assert!(error.contains(part), "{error}");
+    }
+}
+
+#[test]
+fn numbers_of_threads_are_checked() {
+    let of = |name: &'static str, text: &'static str, cores| {
+        check_thread_counts(&|asked| (asked == name).then(|| text.to_string()), cores)
+    };
+    for name in THREADS {
+        for text in ["", "0", "1", "256"] {
+            of(name, text, 2).unwrap();
+        }
+        of(name, "1024", 256).unwrap();
+        for text in ["100000", "257", "-1", "two", "2.5", " ", "99999999999999999999"] {
+            let error = of(name, text, 2).unwrap_err().to_string();
+            let told = format!("{name}={text:?} is not a number of threads from 1 to 256: ");
+            assert!(error.starts_with(&told) && error.contains("unset it. This host has 2 cores"), "{error}");
+        }
     }
 }

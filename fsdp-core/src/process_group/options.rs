@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::{group::ProcessGroup, mpi, shared_memory::shm};
-use crate::{Error, HostNames, RankEnv, Result, heartbeat};
+use crate::{Error, HostNames, RankEnv, Result, env::MAX_WORLD_SIZE, heartbeat};
 
 /// Accepted timeouts, in seconds: from a millisecond to 30 years.
 const SECONDS: std::ops::RangeInclusive<f64> = 1e-3..=1e9;
@@ -132,6 +132,11 @@ impl Membership {
         if rank >= world_size {
             return Err(Error::Env(format!(
                 "rank {rank} is outside a world of {world_size}: ranks count from 0 to the world size - 1"
+            )));
+        }
+        if world_size > MAX_WORLD_SIZE {
+            return Err(Error::Env(format!(
+                "a world of {world_size} ranks is larger than {MAX_WORLD_SIZE}: check the world size"
             )));
         }
         Ok(Membership::world(rank, world_size, timeout))

@@ -8,6 +8,8 @@ use std::{
     process::Stdio,
 };
 
+use fsdp_core::file_limit;
+
 use crate::{Error, LogSpec, Result};
 
 pub(crate) const STDOUT: &str = "stdout.log";
@@ -101,5 +103,5 @@ fn log_file(dir: &Path, rank: usize, name: &str) -> PathBuf {
 }
 
 fn failed(path: &Path) -> impl FnOnce(io::Error) -> Error {
-    move |source| Error::Log { path: path.to_owned(), source }
+    move |source| Error::Log { path: path.to_owned(), source: file_limit::explained(source) }
 }

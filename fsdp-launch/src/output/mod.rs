@@ -13,6 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use fsdp_core::file_limit;
 use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::{Console, Error, Result, rendezvous::RendezvousEvent, watch::Event};
@@ -118,6 +119,7 @@ fn print_lines(
         left = left.map(|left| left - read);
         if let Err(error) = copy.as_mut().map_or(Ok(()), |copy| copy.write_all(&chunk[..read])) {
             // A full disk does not end the run.
+            let error = file_limit::explained(error);
             tracing::warn!("the log file of {}is no longer written: {error}", lines.prefix);
             copy = None;
         }
@@ -129,7 +131,7 @@ fn print_lines(
             if let Err(error) = to.write_all(&lines.ready) {
                 // Keep reading without a console: otherwise the rank would block or die of SIGPIPE.
                 is_shown = false;
-                warn_output_lost(to, &error, copy.is_some());
+                warn_output_lost(to, error, copy.is_some());
             }
             lines.ready.clear();
         }
@@ -140,13 +142,14 @@ fn print_lines(
 }
 
 /// Warns once for each console and each of: output kept in log files, output lost.
-fn warn_output_lost(to: Console, error: &io::Error, is_kept: bool) {
+fn warn_output_lost(to: Console, error: io::Error, is_kept: bool) {
     static TOLD: [Once; 4] = [const { Once::new() }; 4];
     let (name, of_console) = match to {
         Console::Stdout => ("stdout", 0),
         Console::Stderr => ("stderr", 2),
     };
     TOLD[of_console + usize::from(is_kept)].call_once(|| {
+        let error = file_limit::explained(error);
         if is_kept {
             tracing::warn!("the ranks' {name} is now written only to the log files: {error}");
         } else {

@@ -13,15 +13,19 @@ use std::{
     ptr,
 };
 
+use fsdp_core::file_limit::restore_signal;
 use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal, setsid};
 
 /// Makes `command` start as the leader of a new session and process group. The terminal's Ctrl-C does not reach it, and
-/// a signal to the group also reaches its children.
+/// a signal to the group also reaches its children. SIGXFSZ, which the launcher ignores, has its default again.
 pub(crate) fn own_session(command: &mut Command) {
-    // SAFETY: the hook runs between fork and exec, where only async-signal-safe calls are allowed: setsid is one, and
-    // the hook does not allocate.
+    // SAFETY: the hook runs between fork and exec, where only async-signal-safe calls are allowed: setsid and
+    // `restore_signal` are, and the hook does not allocate.
     unsafe {
-        command.pre_exec(|| setsid().map(drop).map_err(io::Error::from));
+        command.pre_exec(|| {
+            restore_signal();
+            setsid().map(drop).map_err(io::Error::from)
+        });
     }
 }
 

@@ -143,6 +143,12 @@ impl RankReport {
             Some(end @ ExitStatus::Signaled(SIGKILL)) => {
                 write!(f, "killed by {end}: from outside, often because the host ran out of memory (see `dmesg`)")?;
             }
+            Some(ExitStatus::Signaled(libc::SIGXFSZ)) => {
+                write!(
+                    f,
+                    "killed by SIGXFSZ: a file reached the limit of its size. Raise it by `ulimit -f unlimited`"
+                )?;
+            }
             Some(end) => write!(f, "killed by {end}")?,
             None => write!(f, "and did not end")?,
         }

@@ -159,3 +159,31 @@ fn the_summary_shows_the_end_of_a_hidden_stderr() {
     assert!(!run(&["--tee=2"]).contains("ends with:"));
     assert!(!run(&[]).contains("ends with:"));
 }
+
+/// Runs the launcher with a limit of 8 or 16 KiB for each file, as the shell counts.
+fn with_small_files(args: &[&str]) -> (Option<i32>, String, String) {
+    let mut command = assert_cmd::Command::new("sh");
+    command.args(["-c", "ulimit -f 16; exec \"$0\" \"$@\""]).arg(assert_cmd::cargo::cargo_bin!("fsdp-launch"));
+    finish(command.timeout(TIMEOUT).args(args))
+}
+
+#[test]
+fn a_log_beyond_the_limit_of_its_size_does_not_end_the_run() {
+    let dir = tempfile::tempdir().unwrap();
+    let script = "yes line | head -n 10000";
+    let (code, stdout, stderr) =
+        with_small_files(&["--log-dir", dir.path().to_str().unwrap(), "--tee", "3", "sh", "-c", script]);
+    assert_eq!((code, stdout.lines().count()), (Some(0), 10_000), "{stderr}");
+    let parts = ["the log file of", "is no longer written: File too large", "bytes (ulimit -f). Raise the limit with"];
+    assert!(parts.iter().all(|part| stderr.contains(part)), "{stderr}");
+}
+
+/// The launcher ignores the signal, and its ranks do not.
+#[test]
+fn a_rank_killed_by_the_limit_of_a_file_is_explained() {
+    let dir = tempfile::tempdir().unwrap();
+    let script = format!("exec head -c 100000 /dev/zero > {}", dir.path().join("file").display());
+    let (code, _, stderr) = with_small_files(&["sh", "-c", &script]);
+    assert_eq!(code, Some(153), "{stderr}");
+    assert!(stderr.contains("killed by SIGXFSZ: a file reached the limit of its size. Raise it"), "{stderr}");
+}

@@ -48,6 +48,8 @@ pub enum Answer {
     Corrupt,
     /// Sends the whole file, whatever range was asked for.
     IgnoreRange,
+    /// The same, but cuts the connection after so many bytes.
+    CutWhole(usize),
     /// Closes the connection without an answer.
     Close,
 }
@@ -139,7 +141,7 @@ impl Shared {
         };
         let start = request.headers.get("range").and_then(|range| range.strip_prefix("bytes=")?.strip_suffix('-'));
         let start = start.and_then(|start| start.parse::<usize>().ok()).filter(|start| status == 200 && *start > 0);
-        if let (Some(start), false) = (start, matches!(answer, Answer::IgnoreRange)) {
+        if let (Some(start), false) = (start, matches!(answer, Answer::IgnoreRange | Answer::CutWhole(_))) {
             let size = body.len();
             if start >= size {
                 (status, body) = (416, vec![]);
@@ -158,7 +160,7 @@ impl Shared {
             return Ok(());
         }
         match answer {
-            Answer::Cut(count) => connection.write_all(&body[..count.min(body.len())]),
+            Answer::Cut(count) | Answer::CutWhole(count) => connection.write_all(&body[..count.min(body.len())]),
             Answer::Stall(count) => {
                 connection.write_all(&body[..count.min(body.len())])?;
                 connection.flush()?;

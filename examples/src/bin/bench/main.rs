@@ -10,6 +10,7 @@ use anyhow::Context;
 use clap::builder::RangedU64ValueParser;
 use clap::{Parser, Subcommand};
 use fsdp_candle::DeviceChoice;
+use fsdp_core::{env, file_limit};
 use fsdp_launch::{LaunchSpec, LinePrefix, launch};
 use fsdp_train::command_line;
 use fsdp_train::console::Console;
@@ -70,6 +71,10 @@ enum What {
 
 fn main() -> ExitCode {
     let cli: Cli = command_line::parse();
+    file_limit::return_errors();
+    if let Err(error) = env::check_threads() {
+        return failed(error.into());
+    }
     let ranks = match &cli.what {
         What::Ckpt(args) => args.world,
         What::Step(args) => args.world,

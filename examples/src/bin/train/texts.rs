@@ -207,10 +207,12 @@ impl Task for Texts {
         let outputs = no_grad(|| batch.outputs(model)).context("can't compute a sample")?;
         let text = |column: usize| self.text.decode(batches.records().ids(0, column));
         Ok(match &self.kind {
-            Kind::Classify(labels) => {
-                let (class, probability) = most_likely(&outputs.to_vec2::<f32>()?.concat());
-                format!("{:?} -> {:?} ({:.1} %)", text(0)?, labels.names()[class], 100. * probability)
-            }
+            Kind::Classify(labels) => match most_likely(&outputs.to_vec2::<f32>()?.concat()) {
+                Some((class, probability)) => {
+                    format!("{:?} -> {:?} ({:.1} %)", text(0)?, labels.names()[class], 100. * probability)
+                }
+                None => format!("{:?} -> no label: the largest logits are equal, or NaN", text(0)?),
+            },
             Kind::Embed { .. } => {
                 let mut scores = embed::Scores::default();
                 scores.add(&outputs.flatten_all()?.to_vec1::<f32>()?, batches.records().columns(), self.width);

@@ -13,6 +13,7 @@ use std::time::SystemTime;
 
 use anyhow::Context;
 use fsdp_candle::{ReduceOp, World};
+use fsdp_core::file_limit;
 use fsdp_train::console::Console;
 use fsdp_train::job;
 use serde_json::{Map, Value, json};
@@ -134,7 +135,7 @@ impl<W: Write> BestEffortWriter<W> {
         }
         if let Err(error) = write(&mut self.out) {
             self.lost.store(true, Ordering::Relaxed);
-            let path = self.file.display();
+            let (path, error) = (self.file.display(), file_limit::explained(error));
             Console::Stderr.line(format_args!("warning: can't write --trace {path}: {error}: the rest of it is lost"));
         }
     }

@@ -12,7 +12,7 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
 use candle_core::Tensor;
 use candle_core::op::BackpropOp;
-use fsdp_core::{Readable, Writable};
+use fsdp_core::{Readable, Writable, file_limit};
 use parking_lot::{Condvar, Mutex};
 
 use super::ranges::Ranges;
@@ -263,8 +263,10 @@ fn chunks(
 }
 
 fn failed(doing: &str, error: &std::io::Error) -> Failure {
+    let advice = file_limit::advice(error);
     let then = match error.kind() {
         ErrorKind::StorageFull => "Free space, or use another directory",
+        ErrorKind::FileTooLarge => advice.as_deref().unwrap_or("Use another directory"),
         _ => "If the disk fails again, use another directory",
     };
     Failure { kind: error.kind(), message: format!("can't {doing} them: {error}. {then}") }

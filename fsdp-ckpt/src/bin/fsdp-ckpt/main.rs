@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use fsdp_ckpt::{TensorSource, escape};
+use fsdp_core::{env, file_limit};
 use indicatif::{ProgressBar, ProgressStyle};
 
 /// Inspect, verify, convert and compare sharded checkpoints.
@@ -106,18 +107,13 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    file_limit::return_errors();
     tracing_subscriber::fmt()
         .with_env_filter(tracing_subscriber::EnvFilter::from_default_env())
         .with_writer(std::io::stderr)
         .init();
-    let done = match Cli::parse().command {
-        Command::Inspect { dir, json, svg, full } => inspect::run(&dir, json, svg.as_deref(), full).map(|()| true),
-        Command::Verify { dir, finite, json } => verify::run(&dir, finite, json),
-        Command::Convert(command) => command.run().map(|()| true),
-        Command::Consolidate(command) => command.run().map(|()| true),
-        Command::Merge(command) => command.run().map(|()| true),
-        Command::Diff(command) => command.run(),
-    };
+    let command = Cli::parse().command;
+    let done = env::check_threads().map_err(anyhow::Error::from).and_then(|()| run(command));
     match done {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
@@ -128,10 +124,24 @@ fn main() -> ExitCode {
             Ok(usage) => usage.format(&mut Cli::command()).exit(),
             Err(error) => {
                 // If stderr is closed, only the exit status tells.
-                let _ = writeln!(std::io::stderr(), "fsdp-ckpt: {}", escape(format!("{error:#}")));
+                let advice =
+                    file_limit::advice(error.as_ref()).map_or_else(String::new, |advice| format!(": {advice}"));
+                let _ = writeln!(std::io::stderr(), "fsdp-ckpt: {}", escape(format!("{error:#}{advice}")));
                 ExitCode::FAILURE
             }
         },
+    }
+}
+
+/// Runs a command. Returns whether all is well.
+fn run(command: Command) -> anyhow::Result<bool> {
+    match command {
+        Command::Inspect { dir, json, svg, full } => inspect::run(&dir, json, svg.as_deref(), full).map(|()| true),
+        Command::Verify { dir, finite, json } => verify::run(&dir, finite, json),
+        Command::Convert(command) => command.run().map(|()| true),
+        Command::Consolidate(command) => command.run().map(|()| true),
+        Command::Merge(command) => command.run().map(|()| true),
+        Command::Diff(command) => command.run(),
     }
 }
 
