@@ -187,7 +187,8 @@ pub(super) fn messages(name: &'static str, messages: &Messages, group: &Membersh
     let is_root = group.rank == *root;
     let total = if is_root { at.total(0, "counts", counts, DType::U8, group)? } else { 0 };
     if own > longest || is_root && (counts[*root] != *own || counts.iter().any(|count| count > longest)) {
-        return at.refuse(0, format!("the lengths {counts:?}, and {own} of this rank, do not fit the longest, {longest}"));
+        return at
+            .refuse(0, format!("the lengths {counts:?}, and {own} of this rank, do not fit the longest, {longest}"));
     }
     let expected = if name == "gather" { *own } else { total };
     if input.len() != expected {

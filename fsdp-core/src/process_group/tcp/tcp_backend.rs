@@ -140,9 +140,7 @@ impl Backend for TcpBackend {
     fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<CollectiveOutput> {
         let bytes = match &op {
             Op::AllToAll { parts, .. } => parts.iter().map(|part| bytes(&part.input)).sum(),
-            Op::Gather(messages) | Op::Scatter(messages) => {
-                messages.longest as u64 * collective.group().size as u64
-            }
+            Op::Gather(messages) | Op::Scatter(messages) => messages.longest as u64 * collective.group().size as u64,
             // Ranks compare a collective of devices by a barrier under its call.
             Op::Barrier => 0,
             _ => collective.call().bytes,
