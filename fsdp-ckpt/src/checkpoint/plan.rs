@@ -434,7 +434,8 @@ mod tests {
     #[test]
     fn spreads_large_replicas_by_bytes() {
         for (rows, of_rank_0) in [(SMALL / 4, 4), (SMALL / 4 + 1, 2)] {
-            let rank = claims_of(&["a", "b", "c", "d"].map(|name| (name, &[rows][..], &[0][..], &[rows][..])));
+            let shape = [rows];
+            let rank = claims_of(&["a", "b", "c", "d"].map(|name| (name, &shape[..], &[0][..], &shape[..])));
             let plan = plan(&[rank.clone(), rank], &Hosts::shared(2)).unwrap();
             let writers: Vec<usize> = plan.values().map(|tensor| tensor.chunks[0].writer).collect();
             assert!(plan.values().all(|tensor| tensor.chunks.len() == 1));
