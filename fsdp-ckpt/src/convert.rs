@@ -8,6 +8,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::{Debug, Formatter};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use fsdp_core::layout::{Region, local_region};
@@ -16,7 +17,7 @@ use fsdp_core::{BLOCK, BlockFormat, DType, MeshLayout, Placement};
 use crate::cast::cast;
 use crate::checkpoint::hosts::Hosts;
 use crate::checkpoint::manifest::Manifest;
-use crate::checkpoint::plan::{OwnChunk, Plan, ShardInfo, own_chunks, plan, write_chunks};
+use crate::checkpoint::plan::{Claims, OwnChunk, Plan, TensorInfo, own_chunks, plan, write_chunks};
 use crate::file_names::{MANIFEST, file_name};
 use crate::finite::count_non_finite;
 use crate::region::check_request;
@@ -321,19 +322,26 @@ pub fn write_fsdp(dst: &Path, source: &dyn TensorSource, mesh: &MeshLayout) -> R
 
 fn plan_for(source: &dyn TensorSource, mesh: &MeshLayout) -> Result<Plan> {
     let last = mesh.shape().len() - 1;
+    let info = |(fqn, TensorEntry { dtype, shape, .. }): (&String, &TensorEntry)| TensorInfo {
+        fqn: fqn.clone(),
+        dtype: *dtype,
+        shape: shape.clone(),
+    };
+    let tensors: Arc<[TensorInfo]> = source.tensors().iter().map(info).collect();
     let mut claims = Vec::with_capacity(mesh.size());
     for rank in 0..mesh.size() {
         let coordinate = mesh.coordinate_of(rank).unwrap_or_default();
-        let mut of_rank = Vec::with_capacity(source.tensors().len());
-        for (fqn, TensorEntry { dtype, shape, .. }) in source.tensors() {
+        let mut regions = Vec::with_capacity(tensors.len());
+        for TensorInfo { shape, .. } in &*tensors {
             let mut placements = vec![Placement::Replicate; last + 1];
             if !shape.is_empty() {
                 placements[last] = Placement::Shard(0);
             }
+            let is_empty = shape.contains(&0);
             let region = local_region(shape, mesh, &coordinate, &placements)?;
-            of_rank.push(ShardInfo { fqn: fqn.clone(), dtype: *dtype, shape: shape.clone(), region });
+            regions.push(if is_empty { Region::whole(shape) } else { region });
         }
-        claims.push(of_rank);
+        claims.push(Claims { tensors: Arc::clone(&tensors), regions });
     }
     plan(&claims, &Hosts::shared(mesh.size()))
 }
@@ -351,10 +359,10 @@ fn write_rank(
         return Ok(None);
     }
     let file = file_name(rank);
-    let written = write_chunks(store, &file, &own, |own, sink| stream(source, own.fqn, own.region, sink))?;
+    let written = write_chunks(store, &file, &own, |own, sink| stream(source, own.fqn, &own.region, sink))?;
     for (OwnChunk { fqn, region, .. }, crc) in own.into_iter().zip(written.checksums) {
         if let Some(tensor) = tensors.get_mut(fqn) {
-            tensor.chunks.push(ChunkEntry { crc32c: Some(crc), ..ChunkEntry::new(&file, region.clone()) });
+            tensor.chunks.push(ChunkEntry { crc32c: Some(crc), ..ChunkEntry::new(&file, region) });
         }
     }
     Ok(Some(FileEntry { bytes: written.bytes, header_crc32c: Some(written.header_crc32c), host: None }))

@@ -195,7 +195,7 @@ pub enum Error {
         /// Target of the save.
         path: PathBuf,
         /// Cause.
-        source: fsdp_core::Error,
+        source: Box<fsdp_core::Error>,
     },
     /// An asynchronous save failed.
     AsyncSave {
@@ -360,7 +360,8 @@ impl Display for Message<'_> {
                 "the asynchronous save of {} is still running on rank {rank}; wait for it or try again later",
                 path.display()
             ),
-            Error::Save { source: error, .. } | Error::Group(error) => error.fmt(f),
+            Error::Save { source, .. } => source.fmt(f),
+            Error::Group(error) => error.fmt(f),
         }
     }
 }

@@ -71,7 +71,7 @@ pub use escape::{Escaped, escape};
 pub use file_names::MANIFEST;
 pub use finite::{NonFinite, count_non_finite, non_finite};
 pub use load::{LoadOptions, LoadReport, LoadTensor, MODEL, ModelPrefix, Strict, load, read_as};
-pub use open::open;
+pub use open::{open, open_for};
 pub use safetensors::{SafetensorsFile, TensorInfo};
 pub use source::{
     Checksums, ChunkEntry, FileEntry, Format, SourceIndex, TensorEntry, TensorSource, Verified, WriteSummary, stream,

@@ -2,10 +2,14 @@
 
 use std::path::Path;
 
+use fsdp_core::ProcessGroup;
+
+use crate::checkpoint::agree::agree;
+use crate::checkpoint::open_for::open_for as open_for_ranks;
 use crate::hf::{HfModel, INDEX};
 use crate::store::location;
 use crate::torch::{BIN, BIN_INDEX, METADATA, TorchDcp, TorchFile};
-use crate::{Checkpoint, Error, MANIFEST, Result, TensorSource, latest};
+use crate::{Checkpoint, Error, MANIFEST, Result, TensorShard, TensorSource, latest};
 
 /// Opens a checkpoint or model and detects its format: a directory with a `checkpoint.json`, with the `.metadata` of
 /// PyTorch DCP, with safetensors files (see [`HfModel::open`]), or with a `pytorch_model.bin` or its index; a single
@@ -35,6 +39,55 @@ pub fn open(path: &Path) -> Result<Box<dyn TensorSource>> {
         return Ok(Box::new(TorchFile::open_model(path)?));
     }
     Err(nothing(path))
+}
+
+/// Opens a checkpoint or model on all ranks of a group, which each read their parts of `tensors`. Detects the format as
+/// [`open`] does. Collective: every rank passes the same path, on a file system that all ranks share.
+///
+/// Of a checkpoint of this crate, rank 0 reads the manifest and looks up the files. It sends each rank the chunks that
+/// overlap with the rank's `tensors`, and the rank's share to verify. So what a rank reads does not grow with the number
+/// of ranks. [`TensorSource::tensors`] has all tensors, but only these chunks, and [`TensorSource::files`] has the files
+/// with these chunks. Reading another region, or verifying another share, first reads the manifest here.
+///
+/// ```
+/// use std::sync::Arc;
+/// use fsdp_ckpt::{SaveState, TensorShard, TensorSource, open_for, save};
+/// use fsdp_core::{Buffer, MeshLayout, layout::Region, process_group::local};
+///
+/// let root = tempfile::tempdir()?;
+/// let dir = root.path().join("step-00000001");
+/// local::try_run(2, |group| {
+///     let region = Region { offsets: vec![2 * group.rank()], sizes: vec![2] };
+///     let data = Arc::new(Buffer::F32(vec![group.rank() as f32; 2]));
+///     let own = TensorShard { fqn: "weight".into(), shape: vec![4], region: region.clone(), data };
+///     let state = SaveState { mesh: MeshLayout::new(&[("dp", 2)])?, tensors: vec![own], values: Default::default() };
+///     save(&dir, &group, &state)?;
+///     let source = open_for(&dir, &group, &state.tensors)?;
+///     source.verify_share(group.rank(), group.size())?;
+///     let mut bytes = [0; 8];
+///     source.read("weight", &region, &mut bytes)?;
+///     assert_eq!(source.tensor("weight")?.chunks.len(), 1);
+///     Ok::<_, fsdp_ckpt::Error>(())
+/// })?;
+/// # Ok::<_, Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Errors
+/// The errors of [`open`]. An error of rank 0 is [`Error::Rank`] on the other ranks.
+pub fn open_for(path: &Path, group: &ProcessGroup, tensors: &[TensorShard]) -> Result<Box<dyn TensorSource>> {
+    let opened = if group.rank() == 0 { open_checkpoint(path) } else { Ok(None) };
+    let opened = agree(group, "open the checkpoint", opened).map_err(|error| match error {
+        Error::Rank { error: Some(own), .. } => *own,
+        other => other,
+    })?;
+    let is_checkpoint = group.broadcast_bytes(0, vec![u8::from(opened.is_some())])? == [1];
+    if is_checkpoint { Ok(Box::new(open_for_ranks(path, group, opened, tensors)?)) } else { open(path) }
+}
+
+/// Opens a checkpoint of this crate; `None` for another format.
+fn open_checkpoint(path: &Path) -> Result<Option<Checkpoint>> {
+    let is_one = !location(path)?.is_file()? && location(path)?.store()?.size(MANIFEST)?.is_some();
+    is_one.then(|| Checkpoint::open(path)).transpose()
 }
 
 /// Returns the error for a directory of no known format. It may be the directory of a run.

@@ -323,18 +323,7 @@ pub trait TensorSource: Debug + Send + Sync {
     /// # Errors
     /// The errors of [`TensorSource::verify`].
     fn verify_share(&self, rank: usize, ranks: usize) -> Result<Verified> {
-        let SourceIndex { tensors, files, missing, .. } = self.index();
-        let mut verified = Verified { files: files.len() - missing.len(), ..Verified::default() };
-        let is_here = |chunk: &ChunkEntry| chunk.files().any(|name| !missing.contains_key(name));
-        let chunks = tensors.iter().flat_map(|(fqn, tensor)| {
-            let here = tensor.chunks.iter().enumerate().filter(|(_, chunk)| is_here(chunk));
-            here.map(move |(at, _)| (fqn, at))
-        });
-        for (fqn, chunk) in chunks.skip(rank).step_by(ranks.max(1)) {
-            self.verify_chunk(fqn, chunk, &mut |bytes| verified.bytes += bytes)?;
-            verified.chunks += 1;
-        }
-        Ok(verified)
+        verify_share(self, rank, ranks)
     }
 
     /// Verifies every checksum.
@@ -391,6 +380,22 @@ macro_rules! pointer {
 
 pointer!(Box);
 pointer!(Arc);
+
+/// Verifies one rank's share of the chunks in a source's index.
+pub(crate) fn verify_share<S: TensorSource + ?Sized>(source: &S, rank: usize, ranks: usize) -> Result<Verified> {
+    let SourceIndex { tensors, files, missing, .. } = source.index();
+    let mut verified = Verified { files: files.len() - missing.len(), ..Verified::default() };
+    let is_here = |chunk: &ChunkEntry| chunk.files().any(|name| !missing.contains_key(name));
+    let chunks = tensors.iter().flat_map(|(fqn, tensor)| {
+        let here = tensor.chunks.iter().enumerate().filter(|(_, chunk)| is_here(chunk));
+        here.map(move |(at, _)| (fqn, at))
+    });
+    for (fqn, chunk) in chunks.skip(rank).step_by(ranks.max(1)) {
+        source.verify_chunk(fqn, chunk, &mut |bytes| verified.bytes += bytes)?;
+        verified.chunks += 1;
+    }
+    Ok(verified)
+}
 
 /// Passes the bytes of a region to `sink`, row-major, in pieces of some MiB.
 ///

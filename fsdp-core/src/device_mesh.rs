@@ -1,5 +1,7 @@
 //! Device meshes: a mesh layout, this rank's coordinate, and a process group for every dimension.
 
+use std::collections::HashSet;
+
 use crate::{Buffer, Error, MeshLayout, ProcessGroup, Result};
 
 /// A [`MeshLayout`] with a [`ProcessGroup`] along each dimension, as PyTorch's `DeviceMesh`.
@@ -104,7 +106,10 @@ impl DeviceMesh {
             mesh.members.iter().map(|&member| mesh.world.common_number(member, &beside.world)).collect()
         };
         match (numbers(self, other), numbers(other, self)) {
-            (Some(own), Some(theirs)) => theirs.iter().all(|number| own.contains(number)),
+            (Some(own), Some(theirs)) => {
+                let own: HashSet<usize> = own.into_iter().collect();
+                theirs.iter().all(|number| own.contains(number))
+            }
             _ => self.size() >= other.size(),
         }
     }

@@ -1,7 +1,12 @@
 //! Agreement of all ranks on the outcome of a phase.
+//!
+//! A rank sends and receives as much in a large group as in a small one: agreement is a reduction, a text comes from one
+//! rank, and only rank 0 receives a message from each rank.
 
-use fsdp_core::ProcessGroup;
+use std::collections::BTreeMap;
+
 use fsdp_core::process_group::{Signature, Subject};
+use fsdp_core::{ProcessGroup, ReduceOp};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -31,9 +36,25 @@ pub(crate) fn agree<T>(group: &ProcessGroup, phase: &'static str, outcome: Resul
 
 /// Returns the first message that is not empty, with its rank.
 pub(crate) fn first_message(group: &ProcessGroup, message: Vec<u8>) -> fsdp_core::Result<Option<(usize, String)>> {
-    let messages = group.gather_bytes(message)?;
-    let first = messages.iter().enumerate().find(|(_, message)| !message.is_empty());
-    Ok(first.map(|(rank, message)| (rank, String::from_utf8_lossy(message).into_owned())))
+    let Some(rank) = first_rank(group, !message.is_empty())? else { return Ok(None) };
+    let text = group.broadcast_bytes(rank, message)?;
+    Ok(Some((rank, String::from_utf8_lossy(&text).into_owned())))
+}
+
+/// Returns the first rank for which it is true.
+pub(crate) fn first_rank(group: &ProcessGroup, is_true: bool) -> fsdp_core::Result<Option<usize>> {
+    let first = group.all_reduce_scalar(if is_true { group.rank() as i64 } else { i64::MAX }, ReduceOp::Min)?;
+    Ok(if first == i64::MAX { None } else { Some(first as usize) })
+}
+
+/// Returns every rank's message, by rank, on rank 0 if all ranks have one, else the first failed rank's error on every
+/// rank. [`read_messages`] reads the messages.
+pub(crate) fn gather_on_rank_0<T: Serialize>(
+    group: &ProcessGroup,
+    phase: &'static str,
+    own: Result<T>,
+) -> Result<Option<Vec<Vec<u8>>>> {
+    Ok(group.gather_bytes_to(0, agree(group, phase, own.and_then(|own| to_message(&own)))?)?)
 }
 
 /// Returns every rank's value, by rank, if all ranks have one, else the first failed rank's error on every rank.
@@ -42,18 +63,25 @@ pub(crate) fn exchange<T: Serialize + DeserializeOwned>(
     phase: &'static str,
     own: Result<T>,
 ) -> Result<Vec<T>> {
-    let message = own.and_then(|own| {
-        serde_json::to_vec(&own).map_err(|error| Error::Argument(format!("can't write the message: {error}")))
-    });
-    let messages = group.gather_bytes(agree(group, phase, message)?)?;
-    let read = |(rank, message): (usize, &Vec<u8>)| {
-        serde_json::from_slice(message).map_err(|error| {
-            Error::Argument(format!(
-                "rank {rank} sent a message that can't be read ({error}); do all ranks run the same program?"
-            ))
-        })
-    };
-    messages.iter().enumerate().map(read).collect()
+    read_messages(&group.gather_bytes(agree(group, phase, own.and_then(|own| to_message(&own)))?)?)
+}
+
+pub(crate) fn to_message<T: Serialize>(value: &T) -> Result<Vec<u8>> {
+    serde_json::to_vec(value).map_err(|error| Error::Argument(format!("can't write the message: {error}")))
+}
+
+/// Reads the messages of all ranks.
+pub(crate) fn read_messages<T: DeserializeOwned>(messages: &[Vec<u8>]) -> Result<Vec<T>> {
+    messages.iter().enumerate().map(|(rank, message)| read_message(rank, message)).collect()
+}
+
+/// Reads the message of a rank.
+pub(crate) fn read_message<T: DeserializeOwned>(rank: usize, message: &[u8]) -> Result<T> {
+    serde_json::from_slice(message).map_err(|error| {
+        Error::Argument(format!(
+            "rank {rank} sent a message that can't be read ({error}); do all ranks run the same program?"
+        ))
+    })
 }
 
 /// Runs `make` on rank 0 and returns its text, or its error, on every rank.
@@ -62,36 +90,23 @@ pub(crate) fn on_rank_0(
     phase: &'static str,
     make: impl FnOnce() -> Result<String>,
 ) -> Result<String> {
-    on_first_ranks(group, &Hosts::shared(group.size()), phase, make).map(|mut made| made.swap_remove(0))
+    let made = if group.rank() == 0 { make() } else { Ok(String::new()) };
+    let text = group.broadcast_bytes(0, agree(group, phase, made)?.into_bytes())?;
+    Ok(String::from_utf8_lossy(&text).into_owned())
 }
 
-/// Runs `make` on the first rank of each host. Returns the texts by rank on every rank, empty for the other ranks, or
-/// the first error.
+/// Runs `make` on the first rank of each host. Returns the texts by first rank on every rank, or the first error.
 pub(crate) fn on_first_ranks(
     group: &ProcessGroup,
     hosts: &Hosts,
     phase: &'static str,
     make: impl FnOnce() -> Result<String>,
-) -> Result<Vec<String>> {
-    let (made, message) = match hosts.is_first(group.rank()).then(make) {
-        None => (None, Vec::new()),
-        Some(Ok(text)) => (None, [&[MADE], text.as_bytes()].concat()),
-        Some(Err(error @ Error::Group(_))) => return Err(error),
-        Some(Err(error)) => {
-            let message = [&[FAILED], chain(&error).as_bytes()].concat();
-            (Some(Box::new(error)), message)
-        }
-    };
-    let messages = group.gather_bytes(message)?;
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    let failed = messages.iter().enumerate().find(|(_, message)| message.first() == Some(&FAILED));
-    if let Some((rank, why)) = failed {
-        let error = made.filter(|_| rank == group.rank());
-        return Err(Error::Rank { rank, phase, cause: text(&why[1..]), error });
+) -> Result<BTreeMap<usize, String>> {
+    if !hosts.are_named() {
+        return Ok([(0, on_rank_0(group, phase, make)?)].into());
     }
-    Ok(messages.iter().map(|message| text(message.get(1..).unwrap_or_default())).collect())
+    let made = if hosts.is_first(group.rank()) { make() } else { Ok(String::new()) };
+    let texts = group.gather_bytes(agree(group, phase, made)?.into_bytes())?;
+    let of_first = texts.into_iter().enumerate().filter(|(rank, _)| hosts.is_first(*rank));
+    Ok(of_first.map(|(rank, text)| (rank, String::from_utf8_lossy(&text).into_owned())).collect())
 }
-
-/// First byte of a first rank's message. The text or the error follows.
-const MADE: u8 = 0;
-const FAILED: u8 = 1;

@@ -6,10 +6,10 @@ use std::io::ErrorKind;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
-use fsdp_core::ProcessGroup;
+use fsdp_core::{ProcessGroup, ReduceOp};
 use serde::{Deserialize, Serialize};
 
-use crate::checkpoint::agree::{agree, exchange};
+use crate::checkpoint::agree::{agree, exchange, first_message, first_rank, read_message, to_message};
 use crate::checkpoint::run_dir::{
     all_resolved, candidates, links_to_nothing, name_before_quarantine, names, remove, resolved, step_of,
 };
@@ -18,59 +18,69 @@ use crate::error::{chain, describe_missing, io_error};
 use crate::escape::escape;
 use crate::file_names::copy_command;
 use crate::store::{as_local, require_local};
-use crate::{Checkpoint, Error, Result, Survey, quarantine};
+use crate::{Checkpoint, Error, Result, Survey, TensorSource, quarantine};
 
 /// The hosts of a group's ranks. Ranks of one host share a directory.
 #[derive(Clone, Debug)]
 pub(crate) struct Hosts {
+    /// Number of ranks.
+    ranks: usize,
     /// Host names, in the order of their first ranks. Empty if all ranks share one directory.
     names: Vec<String>,
-    /// Index of each rank's host.
+    /// First rank of each host.
+    firsts: Vec<usize>,
+    /// Index of each rank's host. Empty if all ranks share one directory.
     of: Vec<usize>,
 }
 
 impl Hosts {
     /// Creates the value for one directory that all ranks share.
     pub(crate) fn shared(ranks: usize) -> Self {
-        Hosts { names: Vec::new(), of: vec![0; ranks] }
+        Hosts { ranks, names: Vec::new(), firsts: Vec::new(), of: Vec::new() }
     }
 
     /// Exchanges the ranks' host names; either all ranks pass one or none does. Collective.
     pub(crate) fn exchange(group: &ProcessGroup, host: Option<&str>) -> Result<Self> {
-        let message = host.map_or(Vec::new(), |name| [b"=", name.as_bytes()].concat());
-        let messages = group.gather_bytes(message)?;
-        Self::of_messages(&messages)
-    }
-
-    fn of_messages(messages: &[Vec<u8>]) -> Result<Self> {
-        let nameless: Vec<usize> = (0..messages.len()).filter(|&rank| messages[rank].len() < 2).collect();
-        if messages.iter().all(Vec::is_empty) {
-            return Ok(Self::shared(messages.len()));
+        let nameless = first_rank(group, host.is_none_or(str::is_empty))?;
+        if nameless.is_some() && first_rank(group, host.is_some())?.is_none() {
+            return Ok(Self::shared(group.size()));
         }
-        if let Some(rank) = nameless.first() {
+        if let Some(rank) = nameless {
             let why = "either all ranks name their hosts or none does; a name is not empty";
             return Err(Error::Argument(format!("rank {rank} does not name its host, but others do: {why}")));
         }
-        let mut hosts = Hosts { names: Vec::new(), of: Vec::with_capacity(messages.len()) };
-        for message in messages {
-            let name = String::from_utf8_lossy(&message[1..]).into_owned();
-            let known = hosts.names.iter().position(|known| *known == name);
-            hosts.of.push(known.unwrap_or(hosts.names.len()));
-            if known.is_none() {
+        Ok(Self::of_names(group.gather_bytes(host.unwrap_or_default().into())?))
+    }
+
+    /// Groups ranks by the names of their hosts.
+    fn of_names(names: Vec<Vec<u8>>) -> Self {
+        let mut hosts = Self::shared(names.len());
+        let mut known = BTreeMap::new();
+        for (rank, name) in names.into_iter().enumerate() {
+            let name = String::from_utf8_lossy(&name).into_owned();
+            let host = *known.entry(name.clone()).or_insert_with(|| {
                 hosts.names.push(name);
-            }
+                hosts.firsts.push(rank);
+                hosts.firsts.len() - 1
+            });
+            hosts.of.push(host);
         }
-        Ok(hosts)
+        hosts
+    }
+
+    /// Returns whether each host has a directory of its own.
+    pub(crate) fn are_named(&self) -> bool {
+        !self.names.is_empty()
     }
 
     /// Returns the index of a rank's host.
     pub(crate) fn of(&self, rank: usize) -> usize {
-        self.of[rank]
+        self.of.get(rank).copied().unwrap_or(0)
     }
 
     /// Returns the name of a rank's host; `None` if all ranks share one directory.
     pub(crate) fn name(&self, rank: usize) -> Option<&str> {
-        self.names.get(self.of[rank]).map(String::as_str)
+        self.names.get(self.of(rank)).map(String::as_str)
     }
 
     pub(crate) fn contains(&self, name: &str) -> bool {
@@ -79,7 +89,7 @@ impl Hosts {
 
     /// Returns the first rank of a rank's host, which manages the directory.
     pub(crate) fn first(&self, rank: usize) -> usize {
-        self.of.iter().position(|host| *host == self.of[rank]).unwrap_or(rank)
+        self.firsts.get(self.of(rank)).copied().unwrap_or(0)
     }
 
     pub(crate) fn is_first(&self, rank: usize) -> bool {
@@ -88,8 +98,8 @@ impl Hosts {
 
     /// Returns a rank's number among the ranks of its host, and their count.
     pub(crate) fn local_rank_and_size(&self, rank: usize) -> (usize, usize) {
-        let on_host = |ranks: &[usize]| ranks.iter().filter(|host| **host == self.of[rank]).count();
-        (on_host(&self.of[..rank]), on_host(&self.of))
+        let on_host = |ranks: usize| (0..ranks).filter(|&other| self.of(other) == self.of(rank)).count();
+        (on_host(rank), on_host(self.ranks))
     }
 }
 
@@ -144,22 +154,6 @@ pub struct HostDirs {
     hosts: Hosts,
 }
 
-/// Contents of the path of a checkpoint on a rank's host.
-#[derive(Serialize, Deserialize)]
-enum Found {
-    /// No directory.
-    Nothing,
-    Part {
-        id: (u64, Option<u32>),
-        /// Missing files, with the hosts that wrote them.
-        missing: BTreeMap<String, String>,
-    },
-    Bad {
-        damaged: bool,
-        why: String,
-    },
-}
-
 /// Names that a rank finds in its host's directory of checkpoints.
 #[derive(Default, Serialize, Deserialize)]
 struct Listing {
@@ -201,80 +195,82 @@ impl HostDirs {
     /// is damaged, no host has some file, or a host has no part.
     pub fn open(&self, dir: &Path) -> Result<Checkpoint> {
         let opened = open_here(dir);
-        let found = match &opened {
-            None => Found::Nothing,
-            Some(Ok(part)) => Found::Part { id: part.id(), missing: part.missing().clone() },
-            Some(Err(error)) => Found::Bad { damaged: error.is_damage(), why: chain(error) },
-        };
-        let all = exchange(&self.group, "open the checkpoint", Ok(found))?;
-        self.check_parts(dir, &all)?;
+        self.check_parts(dir, &opened)?;
         // Already an error above.
         opened.unwrap_or_else(|| Err(Error::Incomplete { path: dir.to_path_buf() }))
     }
 
-    /// Checks that the ranks' findings form a checkpoint.
-    fn check_parts(&self, dir: &Path, all: &[Found]) -> Result<()> {
+    /// Checks that what the ranks have opened forms a checkpoint. Collective: ranks exchange a byte for each file, and
+    /// the reason of a failure.
+    fn check_parts(&self, dir: &Path, opened: &Option<Result<Checkpoint>>) -> Result<()> {
+        let group = &self.group;
         let inconsistent = |damaged, reason| Err(Error::InconsistentParts { path: dir.to_path_buf(), reason, damaged });
         let host = |rank: usize| self.hosts.name(rank).unwrap_or_default();
-        let bad = all.iter().enumerate().filter_map(|(rank, found)| match found {
-            Found::Bad { damaged, why } => Some((*damaged, rank, why)),
-            _ => None,
-        });
         // Report errors that are not damage first: the checkpoint may be whole.
-        if let Some((damaged, rank, why)) = bad.min_by_key(|(damaged, rank, _)| (*damaged, *rank)) {
-            return inconsistent(damaged, format!("on {}, {why}", host(rank)));
+        for damaged in [false, true] {
+            let message = match opened {
+                Some(Err(error)) if error.is_damage() == damaged => chain(error),
+                _ => String::new(),
+            };
+            if let Some((rank, why)) = first_message(group, message.into_bytes())? {
+                return inconsistent(damaged, format!("on {}, {why}", host(rank)));
+            }
         }
-        let parts: Vec<_> = all
-            .iter()
-            .enumerate()
-            .filter_map(|(rank, found)| match found {
-                Found::Part { id, missing } => Some((rank, id, missing)),
-                _ => None,
-            })
-            .collect();
-        let Some((first, id, missing)) = parts.first() else {
+        let part = opened.as_ref().and_then(|opened| opened.as_ref().ok());
+        let Some(first) = first_rank(group, part.is_some())? else {
             let looked_for = "checkpoint on any host: no such directory".into();
             return Err(Error::NotFound { path: dir.to_path_buf(), looked_for });
         };
-        if let Some((other, ..)) = parts.iter().find(|(_, other, _)| other != id) {
-            let (a, b) = (host(*first), host(*other));
+        let id = to_message(&part.map(|part| (part.id(), part.files().len())))?;
+        let (id, files): ((u64, Option<u32>), usize) = read_message(first, &group.broadcast_bytes(first, id)?)?;
+        if let Some(other) = first_rank(group, part.is_some_and(|part| part.id() != id))? {
+            let (a, b) = (host(first), host(other));
             return inconsistent(
                 false,
                 format!("{a} and {b} have parts of different saves; move away the unwanted one"),
             );
         }
-        let is_nowhere = |file: &&String| parts.iter().all(|(_, _, missing)| missing.contains_key(*file));
-        let nowhere: BTreeMap<String, String> = missing
-            .iter()
-            .filter(|(file, _)| is_nowhere(file))
-            .map(|(file, host)| (file.clone(), host.clone()))
-            .collect();
-        let absent_hosts: BTreeSet<&str> =
-            nowhere.values().map(String::as_str).filter(|name| !self.hosts.contains(name)).collect();
-        if let Some(absent) = absent_hosts.first() {
-            let (what, copy) = (describe_missing(&nowhere), copy_command(absent, as_local(dir)?.unwrap_or(dir)));
-            return inconsistent(
-                false,
-                format!(
-                    "no host has {what}, and {absent} is not among the hosts; start ranks there, or copy its part to \
-                     each host: `{copy}`"
-                ),
-            );
+        // Files that are missing in every part.
+        let missing = |part: &Checkpoint| {
+            part.files().keys().map(|name| u8::from(part.missing().contains_key(name))).collect::<Vec<_>>()
+        };
+        let missing = group.all_reduce_values(part.map_or(vec![1; files], missing), ReduceOp::Min)?;
+        if missing.contains(&1) {
+            let nowhere = part.map(|part| {
+                let names = part.files().keys().zip(&missing).filter(|(_, missing)| **missing == 1);
+                let host = |name: &String| part.missing().get(name).cloned().unwrap_or_default();
+                names.map(|(name, _)| (name.clone(), host(name))).collect::<BTreeMap<_, _>>()
+            });
+            let nowhere = read_message(first, &group.broadcast_bytes(first, to_message(&nowhere)?)?)?;
+            let (damaged, reason) = self.describe_nowhere(dir, &nowhere)?;
+            return inconsistent(damaged, reason);
         }
-        if !nowhere.is_empty() {
-            let what = describe_missing(&nowhere);
-            return inconsistent(
-                true,
-                format!("no host has {what}; the save did not finish, or the files were removed"),
-            );
-        }
-        match all.iter().position(|found| matches!(found, Found::Nothing)) {
+        match first_rank(group, part.is_none())? {
             Some(rank) => {
-                let (without, with) = (host(rank), host(*first));
+                let (without, with) = (host(rank), host(first));
                 inconsistent(false, format!("{without} has no part; copy the part of {with} there"))
             }
             None => Ok(()),
         }
+    }
+
+    /// Describes files that no host has, and returns whether the checkpoint is damaged. `nowhere` has the hosts that
+    /// wrote the files.
+    fn describe_nowhere(&self, dir: &Path, nowhere: &BTreeMap<String, String>) -> Result<(bool, String)> {
+        let absent_hosts: BTreeSet<&str> =
+            nowhere.values().map(String::as_str).filter(|name| !self.hosts.contains(name)).collect();
+        let what = describe_missing(nowhere);
+        Ok(match absent_hosts.first() {
+            Some(absent) => {
+                let copy = copy_command(absent, as_local(dir)?.unwrap_or(dir));
+                let why = format!(
+                    "no host has {what}, and {absent} is not among the hosts; start ranks there, or copy its part to \
+                     each host: `{copy}`"
+                );
+                (false, why)
+            }
+            None => (true, format!("no host has {what}; the save did not finish, or the files were removed")),
+        })
     }
 
     /// Lists the checkpoints in the hosts' directories `dir` and finds the newest one that the parts form together,
@@ -368,7 +364,9 @@ impl HostDirs {
             })
         };
         let mut all = Listing::default();
-        for Listing { steps, quarantined, links } in exchange(&self.group, "list its checkpoints", own())? {
+        // The ranks of a host see the same names.
+        let own = if self.is_first() { own() } else { Ok(Listing::default()) };
+        for Listing { steps, quarantined, links } in exchange(&self.group, "list its checkpoints", own)? {
             all.steps.extend(steps);
             all.quarantined.extend(quarantined);
             all.links.extend(links);
@@ -399,22 +397,27 @@ fn newest_first(dir: &Path, names: &BTreeSet<String>) -> Vec<PathBuf> {
 mod tests {
     use super::*;
 
+    use fsdp_core::process_group::local;
+
     #[test]
     fn groups_ranks_by_host_name() {
-        let messages = ["=b", "=a", "=b", "=a", "=c"].map(|text| text.as_bytes().to_vec());
-        let hosts = Hosts::of_messages(&messages).unwrap();
+        let hosts = Hosts::of_names(["b", "a", "b", "a", "c"].map(|text| text.as_bytes().to_vec()).into());
         assert_eq!((0..5).map(|rank| hosts.first(rank)).collect::<Vec<_>>(), [0, 1, 0, 1, 4]);
         assert_eq!((hosts.name(2), hosts.name(4), hosts.local_rank_and_size(3)), (Some("b"), Some("c"), (1, 2)));
         assert!(hosts.contains("a") && !hosts.contains("d") && hosts.is_first(1) && !hosts.is_first(3));
-        let one = Hosts::of_messages(&[Vec::new(), Vec::new()]).unwrap();
+        let one = local::run(2, |group| Hosts::exchange(&group, None).unwrap()).pop().unwrap();
         assert_eq!((one.first(1), one.name(1), one.local_rank_and_size(1)), (0, None, (1, 2)));
+        assert!(hosts.are_named() && !one.are_named());
     }
 
     #[test]
     fn names_the_rank_without_a_host() {
-        for nameless in [&b""[..], b"="] {
-            let error = Hosts::of_messages(&[b"=a".to_vec(), nameless.to_vec()]).unwrap_err().to_string();
-            assert!(error.contains("rank 1 does not name its host"), "{error}");
+        for nameless in [None, Some("")] {
+            for error in local::run(2, |group| {
+                Hosts::exchange(&group, if group.rank() == 1 { nameless } else { Some("a") }).unwrap_err().to_string()
+            }) {
+                assert!(error.contains("rank 1 does not name its host"), "{error}");
+            }
         }
     }
 }

@@ -5,10 +5,12 @@
 //! checksum itself, too.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io::{self, Write};
 
 use fsdp_core::MeshLayout;
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 use serde::{Deserialize, Serialize};
+use serde_json::ser::{CompactFormatter, Formatter, PrettyFormatter, Serializer};
 
 use crate::checksum::Checksum;
 use crate::file_names::MANIFEST;
@@ -90,9 +92,17 @@ impl Manifest {
     /// Returns the text of a new manifest, with its checksum.
     pub(crate) fn to_text(&self) -> Result<String> {
         check_values(&self.values).map_err(|reason| Error::Argument(format!("can't save the checkpoint: {reason}")))?;
-        let mut text = serde_json::to_vec_pretty(self)
+        let mut text = Vec::new();
+        self.serialize(&mut Serializer::with_formatter(&mut text, Lines::default()))
             .map_err(|error| Error::Argument(format!("can't write the values as JSON: {error}")))?;
         append_checksum(&mut text);
+        if text.len() as u64 > MAX_BYTES {
+            let (found, ranks) = (text.len(), self.world_size);
+            return Err(Error::Argument(format!(
+                "its manifest has {found} bytes, expected at most {MAX_BYTES}, for the shards of {ranks} ranks; shard \
+                 over fewer ranks, and replicate over the others"
+            )));
+        }
         String::from_utf8(text).map_err(|error| Error::Argument(format!("can't write the values as JSON: {error}")))
     }
 
@@ -205,6 +215,72 @@ impl Manifest {
             }
         }
         Ok(mesh)
+    }
+}
+
+/// Depth of the lists of chunks. Each of their items is on a line of its own.
+const LINES: usize = 4;
+
+/// The format of a manifest: lines with indentation, and each chunk on one line, since there are many.
+#[derive(Default)]
+struct Lines {
+    pretty: PrettyFormatter<'static>,
+    depth: usize,
+}
+
+impl Lines {
+    fn begin(&mut self) -> bool {
+        self.depth += 1;
+        self.depth <= LINES
+    }
+
+    fn end(&mut self) -> bool {
+        self.depth -= 1;
+        self.depth < LINES
+    }
+}
+
+impl Formatter for Lines {
+    fn begin_array<W: ?Sized + Write>(&mut self, to: &mut W) -> io::Result<()> {
+        if self.begin() { self.pretty.begin_array(to) } else { CompactFormatter.begin_array(to) }
+    }
+
+    fn end_array<W: ?Sized + Write>(&mut self, to: &mut W) -> io::Result<()> {
+        if self.end() { self.pretty.end_array(to) } else { CompactFormatter.end_array(to) }
+    }
+
+    fn begin_array_value<W: ?Sized + Write>(&mut self, to: &mut W, first: bool) -> io::Result<()> {
+        match self.depth <= LINES {
+            true => self.pretty.begin_array_value(to, first),
+            false => CompactFormatter.begin_array_value(to, first),
+        }
+    }
+
+    fn end_array_value<W: ?Sized + Write>(&mut self, to: &mut W) -> io::Result<()> {
+        if self.depth <= LINES { self.pretty.end_array_value(to) } else { Ok(()) }
+    }
+
+    fn begin_object<W: ?Sized + Write>(&mut self, to: &mut W) -> io::Result<()> {
+        if self.begin() { self.pretty.begin_object(to) } else { CompactFormatter.begin_object(to) }
+    }
+
+    fn end_object<W: ?Sized + Write>(&mut self, to: &mut W) -> io::Result<()> {
+        if self.end() { self.pretty.end_object(to) } else { CompactFormatter.end_object(to) }
+    }
+
+    fn begin_object_key<W: ?Sized + Write>(&mut self, to: &mut W, first: bool) -> io::Result<()> {
+        match self.depth <= LINES {
+            true => self.pretty.begin_object_key(to, first),
+            false => CompactFormatter.begin_object_key(to, first),
+        }
+    }
+
+    fn begin_object_value<W: ?Sized + Write>(&mut self, to: &mut W) -> io::Result<()> {
+        if self.depth <= LINES { self.pretty.begin_object_value(to) } else { CompactFormatter.begin_object_value(to) }
+    }
+
+    fn end_object_value<W: ?Sized + Write>(&mut self, to: &mut W) -> io::Result<()> {
+        if self.depth <= LINES { self.pretty.end_object_value(to) } else { Ok(()) }
     }
 }
 
@@ -452,6 +528,17 @@ mod tests {
             let changed = whole.replace("\"version\": 2", &format!("\"version\": {other}"));
             assert!(reason(&changed).contains("it is damaged"), "{}", reason(&changed));
         }
+    }
+
+    #[test]
+    fn each_chunk_is_on_one_line() {
+        let Ok((manifest, _)) = Manifest::parse(good().to_string().as_bytes()) else { panic!("refused") };
+        let text = manifest.to_text().unwrap();
+        let chunk = r#"        {"offsets":[0,0],"sizes":[2,2],"file":"a","crc32c":1},"#;
+        assert!(text.lines().any(|line| line == chunk), "{text}");
+        let read: Value = serde_json::from_str(&text).unwrap();
+        assert_eq!((&read["tensors"], &read["values"]), (&good()["tensors"], &good()["values"]));
+        assert_eq!(check_trailer(text.as_bytes()), Trailer::Valid);
     }
 
     #[test]

@@ -2,7 +2,8 @@
 //!
 //! [`Checkpoint`] reads one. [`save`] writes one, in phases:
 //!
-//! 1. The ranks exchange lists of their shards, and compute the same [`plan`]: which rank writes which chunk.
+//! 1. The ranks send lists of their shards to rank 0, which makes the [`plan`]: which rank writes which chunk. Rank 0
+//!    tells each rank its chunks.
 //! 2. Rank 0 creates a temporary directory beside the final one.
 //! 3. Each rank writes its file.
 //! 4. Rank 0 writes the [`manifest`] with the checksums of all ranks, and renames the directory to its final name.
@@ -11,7 +12,7 @@
 //! rank waits for a rank that has given up. An object store has no rename; `store/object` explains what replaces it.
 //!
 //! With [`SaveOptions::host`](crate::SaveOptions::host), the first rank of each host takes the part of rank 0 in a
-//! directory of that host ([`hosts`]). [`async_save`] runs the same phases on a thread. [`writable`] tests before
+//! directory of that host ([`hosts`]). [`open_for`](mod@open_for) opens a checkpoint on all ranks at once. [`async_save`] runs the same phases on a thread. [`writable`] tests before
 //! training that a save would succeed. [`run_dir`] finds, quarantines and removes the checkpoints of a run.
 
 use std::collections::BTreeMap;
@@ -21,9 +22,10 @@ use std::sync::Mutex;
 use fsdp_core::layout::Region;
 
 use self::manifest::Manifest;
+use self::open_for::Limits;
 use crate::error::io_error;
 use crate::safetensors::chunked::ChunkedTensors;
-use crate::source::SourceIndex;
+use crate::source::{SourceIndex, Verified, verify_share};
 use crate::store::{LOOKED_UP, location};
 use crate::{Checksums, Error, Format, MANIFEST, Result, TensorSource};
 
@@ -31,6 +33,7 @@ pub(crate) mod agree;
 pub(crate) mod async_save;
 pub(crate) mod hosts;
 pub(crate) mod manifest;
+pub(crate) mod open_for;
 pub(crate) mod plan;
 pub(crate) mod run_dir;
 pub(crate) mod save;
@@ -48,6 +51,8 @@ pub struct Checkpoint {
     is_finite: bool,
     checksums: Checksums,
     id: (u64, Option<u32>),
+    /// Set if it knows only the chunks that its rank reads.
+    limits: Option<Limits>,
 }
 
 impl Checkpoint {
@@ -95,7 +100,7 @@ impl Checkpoint {
         let Manifest { created_by, world_size, finite: is_finite, values, files, tensors, .. } = manifest;
         let index = SourceIndex { mesh: Some(mesh), tensors, files, values, ..index };
         let chunked = ChunkedTensors { index, store, described_by: dir.join(MANIFEST), open: Mutex::default() };
-        Ok(Checkpoint { chunked, world_size, created_by, is_finite, checksums, id })
+        Ok(Checkpoint { chunked, world_size, created_by, is_finite, checksums, id, limits: None })
     }
 
     /// Returns the missing files, each with the host that wrote it.
@@ -132,11 +137,15 @@ impl TensorSource for Checkpoint {
 
     /// Verifies the checksum of each chunk that is read as a whole. [`TensorSource::verify_share`] verifies all chunks.
     fn read(&self, fqn: &str, region: &Region, into: &mut [u8]) -> Result<()> {
-        self.chunked.read(fqn, region, into)
+        self.beyond_limits(fqn, region)?.unwrap_or(self).chunked.read(fqn, region, into)
     }
 
     fn checksums(&self) -> Checksums {
         self.checksums
+    }
+
+    fn verify_share(&self, rank: usize, ranks: usize) -> Result<Verified> {
+        self.verify_within_limits(rank, ranks).unwrap_or_else(|| verify_share(self, rank, ranks))
     }
 
     /// Verifies the existing copies of the chunk.

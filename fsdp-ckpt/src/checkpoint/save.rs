@@ -7,10 +7,10 @@ use fsdp_core::{MeshLayout, ProcessGroup};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::checkpoint::agree::{agree, exchange, for_purpose, on_first_ranks, on_rank_0};
+use crate::checkpoint::agree::{agree, for_purpose, gather_on_rank_0, on_first_ranks, read_messages};
 use crate::checkpoint::hosts::Hosts;
 use crate::checkpoint::manifest::Manifest;
-use crate::checkpoint::plan::{OwnChunk, Plan, exchange_plan, own_chunks, write_chunks};
+use crate::checkpoint::plan::{OwnChunk, Plan, plan_on_rank_0, write_chunks};
 use crate::error::chain;
 use crate::escape::escape;
 use crate::file_names::{MANIFEST, file_name};
@@ -104,7 +104,7 @@ pub fn save(dir: &Path, group: &ProcessGroup, state: &SaveState) -> Result<SaveS
 /// [`save`] with options. Has the same errors.
 pub fn save_with(dir: &Path, group: &ProcessGroup, state: &SaveState, options: &SaveOptions) -> Result<SaveSummary> {
     save_together(dir, group, state, options).map_err(|error| match error {
-        Error::Group(source) => Error::Save { path: dir.to_path_buf(), source },
+        Error::Group(source) => Error::Save { path: dir.to_path_buf(), source: Box::new(source) },
         other => other,
     })
 }
@@ -115,19 +115,25 @@ fn save_together(dir: &Path, group: &ProcessGroup, state: &SaveState, options: &
     let group = &for_purpose(group, "save of a checkpoint");
     let name = agree(group, "start the save", check_arguments(dir, group, &state.mesh, options))?;
     let hosts = Hosts::exchange(group, options.host.as_deref())?;
-    let plan = exchange_plan(group, &hosts, &format!("checkpoint \"{name}\" of mesh {}", state.mesh), &state.tensors)?;
+    let subject = format!("checkpoint \"{name}\" of mesh {}", state.mesh);
+    let plan = plan_on_rank_0(group, &hosts, &subject, &state.tensors)?;
 
     let mut staging = None;
     let begun = "create the checkpoint's directory";
     let here = on_first_ranks(group, &hosts, begun, || Ok(staging.insert(location(dir)?.stage()?).name()))?;
-    let here = location(dir)?.open_staging(&here[hosts.first(group.rank())])?;
-    let own = own_chunks(&plan, group.rank());
+    let here = location(dir)?.open_staging(&here[&hosts.first(group.rank())])?;
+    let own = plan.own_chunks(&state.tensors);
     let written = write_own(&*here, group.rank(), &own, &state.tensors, options.finite);
-    let reports = exchange(group, "write its shards", written)?;
+    let reports = gather_on_rank_0(group, "write its shards", written)?;
     let finish = "finish the checkpoint";
-    // It has rank 0's values, and is the same in every directory.
-    let manifest = on_rank_0(group, finish, || manifest(&*here, group, &hosts, state, &plan, &reports))?;
-    let committed = staging.map(|staging| staging.commit(MANIFEST, manifest.as_bytes())).transpose();
+    let made = match (&plan.whole, reports) {
+        (Some(plan), Some(reports)) => manifest(&*here, group, &hosts, state, plan, &reports),
+        _ => Ok((String::new(), 0)),
+    };
+    let (manifest, files) = agree(group, finish, made)?;
+    let files = group.broadcast_bytes(0, files.to_le_bytes().to_vec())?;
+    let manifest = on_hosts(group, &hosts, manifest.into_bytes())?;
+    let committed = staging.map(|staging| staging.commit(MANIFEST, &manifest)).transpose();
     let is_here = matches!(committed, Ok(Some(())));
     if let Err(error) = agree(group, finish, committed) {
         // Another host failed to publish its part.
@@ -141,9 +147,9 @@ fn save_together(dir: &Path, group: &ProcessGroup, state: &SaveState, options: &
     }
     let summary = SaveSummary {
         path: dir.to_path_buf(),
-        tensors: plan.len(),
-        files: reports.iter().filter(|report| report.file.is_some()).count(),
-        bytes: plan.values().map(|t| t.shape.iter().product::<usize>() as u64 * t.dtype.size() as u64).sum(),
+        tensors: plan.tensors,
+        files: files.first_chunk().map_or(0, |files| usize::from_le_bytes(*files)),
+        bytes: plan.bytes,
         bytes_by_this_rank: own.iter().map(|own| own.bytes() as u64).sum(),
     };
     if group.rank() == 0 {
@@ -199,15 +205,27 @@ fn write_own(
     Ok(Report { finite, file: Some(file), checksums: written.checksums })
 }
 
-/// Returns the text of the manifest.
+/// Returns rank 0's manifest on the first rank of each host, and nothing on the others. All parts of a checkpoint have
+/// the same manifest, with the values of rank 0.
+fn on_hosts(group: &ProcessGroup, hosts: &Hosts, manifest: Vec<u8>) -> Result<Vec<u8>> {
+    if !hosts.are_named() {
+        return Ok(manifest);
+    }
+    let is_first = hosts.is_first(group.rank());
+    let alike = group.split(usize::from(!is_first), group.rank())?;
+    Ok(if is_first { alike.broadcast_bytes(0, manifest)? } else { Vec::new() })
+}
+
+/// Returns the text of the manifest, and the number of its files.
 fn manifest(
     store: &dyn Store,
     group: &ProcessGroup,
     hosts: &Hosts,
     state: &SaveState,
     plan: &Plan,
-    reports: &[Report],
-) -> Result<String> {
+    reports: &[Vec<u8>],
+) -> Result<(String, usize)> {
+    let reports: Vec<Report> = read_messages(reports)?;
     let mut files = BTreeMap::new();
     for (rank, report) in reports.iter().enumerate() {
         if let Some(file) = &report.file {
@@ -242,5 +260,7 @@ fn manifest(
         tensors.insert(fqn.clone(), TensorEntry { dtype: tensor.dtype, shape: tensor.shape.clone(), chunks });
     }
     let finite = reports.iter().all(|report| report.finite);
-    Manifest::new(&state.mesh, group.size(), finite, state.values.clone(), files, tensors).to_text()
+    let count = files.len();
+    let manifest = Manifest::new(&state.mesh, group.size(), finite, state.values.clone(), files, tensors);
+    Ok((manifest.to_text()?, count))
 }

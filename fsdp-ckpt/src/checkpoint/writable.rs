@@ -1,5 +1,6 @@
 //! Checking before training that checkpoints can be written.
 
+use std::collections::BTreeMap;
 use std::io::{Error as IoError, ErrorKind};
 use std::path::{Path, PathBuf};
 
@@ -55,7 +56,7 @@ pub(crate) fn check(dir: &Path, group: &ProcessGroup, hosts: &Hosts) -> Result<(
     })?;
     let here = hosts.first(group.rank());
     let written = check_distinct(&target, &begun, hosts, group.rank())
-        .and_then(|()| location(&target)?.open_staging(&begun[here]))
+        .and_then(|()| location(&target)?.open_staging(&begun[&here]))
         .and_then(|store| write(&*store, &file_name(group.rank())));
     let written = agree(group, "write a file there", written);
     drop(staging);
@@ -69,13 +70,13 @@ pub(crate) fn check(dir: &Path, group: &ProcessGroup, hosts: &Hosts) -> Result<(
 }
 
 /// Fails if a host sees the temporary directory of another host: then two saves would conflict.
-fn check_distinct(target: &Path, begun: &[String], hosts: &Hosts, rank: usize) -> Result<()> {
+fn check_distinct(target: &Path, begun: &BTreeMap<usize, String>, hosts: &Hosts, rank: usize) -> Result<()> {
     let Some(target) = as_local(target)? else { return Ok(()) };
     let (dir, _) = split(target)?;
-    let others = (0..begun.len()).filter(|&other| hosts.is_first(other) && other != rank && hosts.is_first(rank));
-    for other in others {
-        if dir.join(&begun[other]).exists() {
-            let [own, other] = [rank, other].map(|rank| hosts.name(rank).unwrap_or_default());
+    let others = begun.iter().filter(|(other, _)| **other != rank && hosts.is_first(rank));
+    for (other, name) in others {
+        if dir.join(name).exists() {
+            let [own, other] = [rank, *other].map(|rank| hosts.name(rank).unwrap_or_default());
             let dir = dir.display();
             return Err(Error::Argument(format!(
                 "{own} and {other} share the directory {dir}; give each host its own, or let all ranks share one \

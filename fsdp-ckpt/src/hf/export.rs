@@ -2,15 +2,16 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use fsdp_core::ProcessGroup;
 use fsdp_core::layout::Region;
 
-use crate::checkpoint::agree::{agree, for_purpose, on_rank_0};
+use crate::checkpoint::agree::{agree, for_purpose, on_rank_0, read_message, to_message};
 use crate::checkpoint::hosts::Hosts;
-use crate::checkpoint::plan::{Plan, exchange_plan};
+use crate::checkpoint::plan::{OwnChunk, Plan, PlannedTensor, plan_on_rank_0};
 use crate::error::io_error;
 use crate::hf::{INDEX, SINGLE};
 use crate::region::{CopyRun, runs};
@@ -58,14 +59,13 @@ pub fn export(dir: &Path, group: &ProcessGroup, tensors: &[TensorShard], config_
 pub fn export_with(dir: &Path, group: &ProcessGroup, tensors: &[TensorShard], options: &ExportOptions) -> Result<u64> {
     let (group, dir) = (&about(group, dir, options), dir);
     let dir = agree(group, "start the export", require_local(dir, "an export from shards"))?;
-    let plan = exchange_plan(group, &Hosts::shared(group.size()), "a model for export", tensors)?;
-    let entries: Vec<Entry> = plan
-        .iter()
-        .map(|(name, tensor)| Entry { name: name.clone(), dtype: tensor.dtype, shape: tensor.shape.clone() })
-        .collect();
+    let plan = plan_on_rank_0(group, &Hosts::shared(group.size()), "a model for export", tensors)?;
+    let lay_out = "lay out the file";
+    let listed = on_rank_0(group, lay_out, || list(plan.whole.as_ref()))?;
+    let entries: Vec<Entry> = agree(group, lay_out, read_message(0, listed.as_bytes()))?;
     let mut metadata = options.metadata.clone();
     metadata.insert("format".into(), "pt".into());
-    let layout = agree(group, "lay out the file", Layout::new(&entries, &metadata))?;
+    let layout = agree(group, lay_out, Layout::new(&entries, &metadata))?;
 
     let mut staging = None;
     let name = on_rank_0(group, "create the file", || {
@@ -73,7 +73,7 @@ pub fn export_with(dir: &Path, group: &ProcessGroup, tensors: &[TensorShard], op
         write_all_at(staging.file(), staging.path(), &layout.header, 0)?;
         Ok(staging.name())
     })?;
-    let written = write_own(&dir.join(name), group.rank(), &plan, &layout, tensors);
+    let written = write_own(&dir.join(name), &plan.own_chunks(tensors), &entries, &layout, tensors);
     agree(group, "write its shards", written)?;
     let finished = match staging {
         Some(staging) => copy_all(&options.config_files, dir).and_then(|()| staging.rename(options.replace)),
@@ -81,6 +81,17 @@ pub fn export_with(dir: &Path, group: &ProcessGroup, tensors: &[TensorShard], op
     };
     agree(group, "finish the export", finished)?;
     Ok(layout.bytes)
+}
+
+/// Returns the planned tensors as JSON.
+fn list(plan: Option<&Plan>) -> Result<String> {
+    let entry = |(name, tensor): (&String, &PlannedTensor)| Entry {
+        name: name.clone(),
+        dtype: tensor.dtype,
+        shape: tensor.shape.clone(),
+    };
+    let entries: Vec<Entry> = plan.into_iter().flatten().map(entry).collect();
+    Ok(String::from_utf8_lossy(&to_message(&entries)?).into_owned())
 }
 
 /// Checks that [`export_with`] with these options can write to `dir`: that the directory holds no weights, unless
@@ -146,13 +157,22 @@ fn create(dir: &Path, options: &ExportOptions, bytes: u64) -> Result<LocalStagin
     Ok(staging)
 }
 
-fn write_own(path: &Path, rank: usize, plan: &Plan, layout: &Layout, shards: &[TensorShard]) -> Result<()> {
+fn write_own(
+    path: &Path,
+    own: &[OwnChunk<'_>],
+    entries: &[Entry],
+    layout: &Layout,
+    shards: &[TensorShard],
+) -> Result<()> {
     let by_name: BTreeMap<&str, &TensorShard> = shards.iter().map(|shard| (shard.fqn.as_str(), shard)).collect();
+    let ranges: BTreeMap<&str, &Range<u64>> =
+        entries.iter().map(|entry| entry.name.as_str()).zip(&layout.ranges).collect();
     let file = File::options().write(true).open(path).map_err(io_error("open", path))?;
-    for ((fqn, tensor), range) in plan.iter().zip(&layout.ranges) {
-        for chunk in tensor.chunks.iter().filter(|chunk| chunk.writer == rank) {
-            let (size, part, whole) = (tensor.dtype.size(), &chunk.region, Region::whole(&tensor.shape));
-            let data = &by_name[fqn.as_str()].data;
+    for OwnChunk { fqn, dtype, region: part } in own {
+        // Rank 0 lists every planned tensor.
+        if let Some(range) = ranges.get(fqn) {
+            let TensorShard { shape, data, .. } = by_name[fqn];
+            let (size, whole) = (dtype.size(), Region::whole(shape));
             // A piece of the data may end within a run.
             let (mut runs, mut done) = (runs(part, &whole, part, size).peekable(), 0);
             read_bytes(fqn, &**data, part.elements() * size, &mut |bytes| {

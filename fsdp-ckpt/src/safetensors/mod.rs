@@ -12,7 +12,8 @@ use std::path::{Path, PathBuf};
 use fsdp_core::layout::Region;
 use fsdp_core::{DType, Readable};
 use safetensors::tensor::{self, Dtype, Metadata};
-use serde::ser::{Serialize, SerializeMap, Serializer};
+use serde::ser::{SerializeMap, Serializer};
+use serde::{Deserialize, Serialize};
 
 use crate::checksum::Checksum;
 use crate::error::did_you_mean;
@@ -279,7 +280,7 @@ pub(crate) fn read_bytes(name: &str, data: &dyn Readable, expected: usize, sink:
 }
 
 /// A tensor to write.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Entry {
     pub(crate) name: String,
     pub(crate) dtype: DType,

@@ -2,10 +2,10 @@
 
 use std::sync::{Arc, Mutex};
 
-use fsdp_ckpt::{Error, LoadOptions, LoadTensor, Strict, hf, load, open};
+use fsdp_ckpt::{Error, LoadOptions, LoadTensor, Strict, TensorSource, hf, load, open, open_for};
 use fsdp_core::{Buffer, DType, layout::Region};
 
-use crate::world::{fresh, line, save_all, world, zoo};
+use crate::world::{damage, fresh, line, save_all, shard_file, state, world, zoo};
 
 /// Creates memory for a whole tensor, filled with ones.
 fn memory(fqn: &str, shape: &[usize], dtype: DType) -> (LoadTensor, Arc<Mutex<Buffer>>) {
@@ -127,4 +127,73 @@ fn loads_a_model_without_prefix() {
         assert_eq!(load(&*source, &[norm.clone(), head.clone()], &options).unwrap().loaded, 2);
         assert_eq!(data.lock().unwrap().bytes(), globals[4].bytes);
     }
+}
+
+#[test]
+fn ranks_that_open_together_know_and_verify_their_parts() {
+    let (_root, dir) = fresh();
+    let globals = zoo();
+    save_all(&dir, &globals, &line(3));
+    let whole = open(&dir).unwrap();
+    let all: usize = whole.tensors().values().map(|tensor| tensor.chunks.len()).sum();
+    for ranks in [1, 2, 4, 9] {
+        let verified = world(ranks, |group| {
+            let tensors = state(&globals, &line(ranks), group.rank()).tensors;
+            let source = open_for(&dir, group, &tensors).unwrap();
+            assert_eq!(source.tensors().keys().collect::<Vec<_>>(), whole.tensors().keys().collect::<Vec<_>>());
+            assert_eq!((source.values(), source.mesh()), (whole.values(), whole.mesh()));
+            let read = |source: &dyn TensorSource, fqn: &str, region: &Region| {
+                let mut bytes = vec![0; region.elements() * source.tensor(fqn).unwrap().dtype.size()];
+                source.read(fqn, region, &mut bytes).unwrap();
+                bytes
+            };
+            for (global, shard) in globals.iter().zip(&tensors) {
+                assert_eq!(read(&*source, &shard.fqn, &shard.region), global.cut(&shard.region), "{}", shard.fqn);
+            }
+            let known: usize = source.tensors().values().map(|tensor| tensor.chunks.len()).sum();
+            assert!(ranks < 4 || known < all, "{known} of {all} chunks");
+            let share = source.verify_share(group.rank(), ranks).unwrap();
+            // Beyond its part, it reads the manifest.
+            let embedding = globals.iter().find(|global| global.fqn == "model.even.weight").unwrap();
+            let region = Region::whole(&embedding.shape);
+            assert_eq!(read(&*source, &embedding.fqn, &region), embedding.bytes);
+            assert_eq!(source.verify().unwrap(), whole.verify().unwrap());
+            (share.chunks, share.bytes, share.files)
+        });
+        let sum = whole.verify().unwrap();
+        assert_eq!(verified.iter().map(|(chunks, ..)| chunks).sum::<usize>(), sum.chunks);
+        assert_eq!(verified.iter().map(|(_, bytes, _)| bytes).sum::<u64>(), sum.bytes);
+        assert!(verified.iter().all(|(.., files)| *files == sum.files));
+    }
+    damage(&dir.join(shard_file(1)));
+    let damaged = world(4, |group| {
+        let source = open_for(&dir, group, &[]).unwrap();
+        source.verify_share(group.rank(), 4).is_err_and(|error| error.is_damage())
+    });
+    assert_eq!(damaged.iter().filter(|damaged| **damaged).count(), 1, "{damaged:?}");
+}
+
+#[test]
+fn ranks_that_open_together_fail_together() {
+    let (root, dir) = fresh();
+    let outcomes = |dir: &std::path::Path| world(2, |group| open_for(dir, group, &[]).map(drop));
+    for outcome in outcomes(&dir) {
+        // No rank finds a format.
+        assert!(matches!(outcome, Err(Error::NotFound { .. })), "{outcome:?}");
+    }
+    save_all(&dir, &zoo(), &line(2));
+    std::fs::remove_file(dir.join(shard_file(1))).unwrap();
+    let [first, other] = outcomes(&dir).try_into().unwrap();
+    let said = first.unwrap_err();
+    assert!(matches!(said, Error::NotFound { .. }), "{said:?}");
+    let told = other.unwrap_err();
+    assert!(matches!(told, Error::Rank { rank: 0, error: None, .. }), "{told:?}");
+    assert_eq!(told.to_string(), format!("rank 0 failed to open the checkpoint: {said}"));
+
+    // Another format: each rank opens it.
+    let model = root.path().join("model");
+    world(2, |group| {
+        hf::export(&model, group, &state(&zoo()[..1], &line(2), group.rank()).tensors, &[]).unwrap();
+        assert_eq!(open_for(&model, group, &[]).unwrap().format(), fsdp_ckpt::Format::HuggingFace);
+    });
 }

@@ -2,61 +2,25 @@
 //!
 //! Run it with `--nocapture` for the table in docs/planning.md.
 
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use fsdp_ckpt::{LoadOptions, LoadTensor, SaveState, TensorShard, load, open, save};
+use fsdp_ckpt::{LoadOptions, LoadTensor, SaveState, TensorShard, load, open_for, save};
 use fsdp_core::layout::{Region, local_region};
 use fsdp_core::{Buffer, DType, MeshLayout, Placement, ProcessGroup};
+use fsdp_test_support::heap;
 use fsdp_test_support::simulated::{self, Counter, Traffic};
 use tracing::{Dispatch, Metadata, span};
 
 use crate::world::line;
 
-/// Heap memory of a thread: bytes that it has allocated and not freed, and the most so far.
-#[derive(Clone, Copy, Default)]
-struct Heap {
-    live: isize,
-    peak: isize,
-}
+#[global_allocator]
+static ALLOCATOR: heap::Counting = heap::Counting;
 
 thread_local! {
-    static HEAP: Cell<Heap> = const { Cell::new(Heap { live: 0, peak: 0 }) };
     /// Files that this thread has opened or created, and files that it has only looked up.
     static FILES: Cell<(usize, usize)> = const { Cell::new((0, 0)) };
-}
-
-/// Counts the heap memory of each thread.
-struct Counting;
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
-
-impl Counting {
-    fn add(bytes: isize) {
-        // A thread that ends has no counter any more.
-        let _ = HEAP.try_with(|heap| {
-            let Heap { live, peak } = heap.get();
-            heap.set(Heap { live: live + bytes, peak: peak.max(live + bytes) });
-        });
-    }
-}
-
-// SAFETY: passes every call to the system's allocator.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        Self::add(layout.size() as isize);
-        // SAFETY: the caller's.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        Self::add(-(layout.size() as isize));
-        // SAFETY: the caller's.
-        unsafe { System.dealloc(at, layout) }
-    }
 }
 
 /// Counts the files of each thread by the crate's traces.
@@ -96,11 +60,8 @@ struct Cost {
 fn cost_of<T>(counter: &Counter, f: impl FnOnce() -> T) -> (T, Cost) {
     counter.take();
     FILES.set((0, 0));
-    let before = HEAP.get().live;
-    HEAP.set(Heap { live: before, peak: before });
-    let result = f();
+    let (result, heap) = heap::peak(f);
     let (opened, looked_up) = FILES.get();
-    let heap = (HEAP.get().peak - before).max(0) as usize;
     (result, Cost { traffic: counter.take(), opened, looked_up, heap })
 }
 
@@ -120,14 +81,14 @@ fn tensors(mesh: &MeshLayout, rank: usize) -> Vec<(String, Vec<usize>, Region)> 
     (0..LAYERS).flat_map(of_layer).collect()
 }
 
-fn save_from(dir: &Path, group: &ProcessGroup) {
+fn state(group: &ProcessGroup) -> SaveState {
     let mesh = line(group.size());
     let shard = |(fqn, shape, region): (String, Vec<usize>, Region)| {
         let data = Arc::new(Buffer::F32(vec![layer_value(&fqn); region.elements()]));
         TensorShard { fqn, shape, region, data }
     };
     let tensors = tensors(&mesh, group.rank()).into_iter().map(shard).collect();
-    save(dir, group, &SaveState { mesh, tensors, values: Default::default() }).unwrap();
+    SaveState { mesh, tensors, values: Default::default() }
 }
 
 fn layer_value(fqn: &str) -> f32 {
@@ -135,13 +96,16 @@ fn layer_value(fqn: &str) -> f32 {
 }
 
 fn load_on(dir: &Path, group: &ProcessGroup) {
-    let memory = |(fqn, shape, region): (String, Vec<usize>, Region)| {
+    let memory = |TensorShard { fqn, shape, region, .. }: &TensorShard| {
         let data = Arc::new(Mutex::new(Buffer::zeros(DType::F32, region.elements())));
-        (LoadTensor { fqn, shape, region, data: data.clone() }, data)
+        let tensor = LoadTensor { fqn: fqn.clone(), shape: shape.clone(), region: region.clone(), data: data.clone() };
+        (tensor, data)
     };
-    let (tensors, memories): (Vec<_>, Vec<_>) =
-        tensors(&line(group.size()), group.rank()).into_iter().map(memory).unzip();
-    load(&*open(dir).unwrap(), &tensors, &LoadOptions::default()).unwrap();
+    let state = state(group);
+    let source = open_for(dir, group, &state.tensors).unwrap();
+    source.verify_share(group.rank(), group.size()).unwrap();
+    let (tensors, memories): (Vec<_>, Vec<_>) = state.tensors.iter().map(memory).unzip();
+    load(&*source, &tensors, &LoadOptions::default()).unwrap();
     for (tensor, memory) in tensors.iter().zip(memories) {
         let expected = Buffer::F32(vec![layer_value(&tensor.fqn); tensor.region.elements()]);
         assert_eq!(*memory.lock().unwrap(), expected, "{}", tensor.fqn);
@@ -155,7 +119,7 @@ fn costs(ranks: usize) -> (Vec<Cost>, Vec<Cost>) {
     let files = Dispatch::new(FileCounter);
     let both = simulated::run(ranks, |group, counter| {
         tracing::dispatcher::with_default(&files, || {
-            let ((), saved) = cost_of(&counter, || save_from(&dir, &group));
+            let (_, saved) = cost_of(&counter, || save(&dir, &group, &state(&group)).unwrap());
             group.barrier().wait().unwrap();
             let ((), loaded) = cost_of(&counter, || load_on(&dir, &group));
             (saved, loaded)
@@ -164,15 +128,8 @@ fn costs(ranks: usize) -> (Vec<Cost>, Vec<Cost>) {
     both.into_iter().unzip()
 }
 
-fn print(ranks: usize, what: &str, costs: &[Cost]) {
-    let line = |who: &str, cost: Cost| {
-        let Cost { traffic: Traffic { collectives, messages, bytes }, opened, looked_up, heap } = cost;
-        println!(
-            "{ranks:>5} {what:<5} {who:<7} {collectives:>4} {messages:>5} {bytes:>11} {opened:>4} {looked_up:>5} {heap:>11}"
-        );
-    };
-    let last = costs[costs.len() - 1];
-    line("last", last);
+/// Returns the largest of each count.
+fn worst(costs: &[Cost]) -> Cost {
     let most = |of: fn(&Cost) -> usize| costs.iter().map(of).max().unwrap_or(0);
     let traffic = Traffic {
         collectives: most(|cost| cost.traffic.collectives),
@@ -180,18 +137,34 @@ fn print(ranks: usize, what: &str, costs: &[Cost]) {
         bytes: most(|cost| cost.traffic.bytes),
     };
     let (opened, looked_up) = (most(|cost| cost.opened), most(|cost| cost.looked_up));
-    line("worst", Cost { traffic, opened, looked_up, heap: most(|cost| cost.heap) });
+    Cost { traffic, opened, looked_up, heap: most(|cost| cost.heap) }
 }
 
 #[test]
-fn saves_and_loads_cost_a_rank_little_more_on_more_ranks() {
-    println!("ranks what  rank    coll  msgs       bytes open looks   heap bytes");
-    let sizes = std::env::var("SIZES").unwrap_or("8,64,512,4096".into());
-    for ranks in sizes.split(',').map(|size| size.parse().unwrap()) {
-        let started = std::time::Instant::now();
+fn costs_of_saves_and_loads_do_not_grow_with_the_ranks() {
+    println!("ranks  what  rank        messages      bytes  opened  looked up  heap bytes");
+    for ranks in [8, 64, 512, 4096] {
         let (saved, loaded) = costs(ranks);
-        print(ranks, "save", &saved);
-        print(ranks, "load", &loaded);
-        println!("{:?}", started.elapsed());
+        for (what, costs) in [("save", saved), ("load", loaded)] {
+            let (first, others) = (costs[0], worst(&costs[1..]));
+            for (who, cost) in [("0", first), ("any other", others)] {
+                let Cost { traffic: Traffic { messages, bytes, .. }, opened, looked_up, heap } = cost;
+                println!(
+                    "{ranks:>5}  {what}  {who:<9} {messages:>9} {bytes:>10} {opened:>7} {looked_up:>10} {heap:>11}"
+                );
+            }
+            let hops = ranks.ilog2() as usize;
+            let Cost { traffic, opened, looked_up, heap } = others;
+            assert!(traffic.messages <= 35 * hops && traffic.bytes < 24 << 10, "{ranks} ranks, {what}: {others:?}");
+            // Its own file, a neighbour's to verify, and the one with what all ranks have.
+            assert!(opened <= 4 && looked_up == 0, "{ranks} ranks, {what}: {others:?}");
+            // The last rank of a simulated collective makes a table with an entry for each rank.
+            assert!(heap < (1 << 20) + ranks * (1 << 10), "{ranks} ranks, {what}: {others:?}");
+            // Rank 0 hears of each tensor of each rank, and tells each rank of its tensors.
+            let Cost { traffic, opened, looked_up, heap } = first;
+            assert!(traffic.messages <= 7 * ranks + 35 * hops, "{ranks} ranks, {what}: {first:?}");
+            assert!(traffic.bytes < ranks * (24 << 10), "{ranks} ranks, {what}: {first:?}");
+            assert!(opened <= 5 && looked_up <= ranks && heap < (2 << 20) + ranks * (96 << 10), "{what}: {first:?}");
+        }
     }
 }

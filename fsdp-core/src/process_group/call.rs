@@ -88,6 +88,10 @@ impl Call {
                 text.push_str(separator);
                 text.push_str(dtype.name());
                 for (rank, count) in counts.iter().enumerate() {
+                    // Announcements hold no longer text, and groups may be large.
+                    if text.len() > TEXT {
+                        break;
+                    }
                     let _ = write!(text, "{}{count}", if rank == 0 { " [" } else { ", " });
                 }
                 text.push_str(if counts.is_empty() { "" } else { "]" });
@@ -113,12 +117,12 @@ impl Call {
             hash.counts(parts.iter().map(counts));
             hash.value()
         };
-        let numbers = |peer| {
-            let sent = Stream::of_counts(parts.iter().map(|p| (p.input.dtype(), &p.send_counts[..])), peer);
+        let sent = Stream::by_rank(group.size, parts.iter().map(|p| (p.input.dtype(), &p.send_counts[..])));
+        let numbers = |peer: usize| {
             [
                 hash(&|part| part.send_counts[peer]),
                 hash(&|part| part.recv_counts[peer]),
-                if peer == group.rank { 0 } else { sent.len() as u64 },
+                if peer == group.rank { 0 } else { sent[peer].len() as u64 },
             ]
         };
         self.row = (0..group.size).flat_map(numbers).collect();

@@ -142,6 +142,8 @@ impl Backend for OverHost {
             }
             Op::AllReduce { buffers, op } => (Op::AllReduce { buffers: self.all_up(&buffers)?, op }, None, buffers),
             Op::Broadcast { buffers, root } => (Op::Broadcast { buffers: self.all_up(&buffers)?, root }, None, buffers),
+            // Messages stay in host memory.
+            messages @ (Op::Gather(_) | Op::Scatter(_)) => return self.inner.run(collective, messages),
             other => (other, None, vec![]),
         };
         let output = self.inner.run(collective, there)?;

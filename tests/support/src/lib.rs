@@ -5,6 +5,7 @@
 pub mod agent;
 pub mod combinations;
 pub mod conformance;
+pub mod heap;
 pub mod hub;
 pub mod leftovers;
 pub mod need;

@@ -117,13 +117,23 @@ impl Room {
 
     /// Adds this rank's parts and returns the parts of all ranks.
     fn exchange(&self, collective: &Collective<'_>, own: Vec<Vec<u8>>) -> Result<Arc<Vec<Vec<Vec<u8>>>>> {
+        self.combine(collective, own, |all| all)
+    }
+
+    /// Adds this rank's parts and returns what `combine` makes of the parts of all ranks. One rank calls it.
+    fn combine(
+        &self,
+        collective: &Collective<'_>,
+        own: Vec<Vec<u8>>,
+        combine: impl FnOnce(Vec<Vec<Vec<u8>>>) -> Vec<Vec<Vec<u8>>>,
+    ) -> Result<Arc<Vec<Vec<Vec<u8>>>>> {
         let Membership { rank, size, .. } = *collective.group();
         let mut state = self.state.lock();
         let number = state.number;
         state.given[rank] = own;
         state.missing -= 1;
         if state.missing == 0 {
-            state.all = Arc::new(std::mem::replace(&mut state.given, vec![Vec::new(); size]));
+            state.all = Arc::new(combine(std::mem::replace(&mut state.given, vec![Vec::new(); size])));
             (state.missing, state.number) = (size, number + 1);
             self.complete.notify_all();
         }
@@ -168,7 +178,7 @@ impl Backend for Simulated {
 
     fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<CollectiveOutput> {
         let Membership { rank, size, .. } = *collective.group();
-        let hops = size.next_power_of_two().trailing_zeros() as usize;
+        let hops = hops(size);
         let outputs = match op {
             Op::AllGather { parts, .. } => {
                 let mut own = vec![Vec::new(); parts.len()];
@@ -187,9 +197,15 @@ impl Backend for Simulated {
             Op::AllReduce { mut buffers, op } => {
                 let own = bytes(&buffers);
                 self.counter.add(2 * hops, 2 * total(&own));
-                let all = self.room.exchange(collective, own)?;
-                for (index, buffer) in buffers.iter_mut().enumerate() {
-                    *buffer = reduced(buffer, op, all.iter().map(|parts| &parts[index][..]));
+                let dtypes: Vec<DType> = buffers.iter().map(Buffer::dtype).collect();
+                let sum = |(index, dtype): (usize, &DType), all: &[Vec<Vec<u8>>]| {
+                    reduced(*dtype, op, all.iter().map(|parts| &parts[index][..])).bytes().to_vec()
+                };
+                let all = self.room.combine(collective, own, |all| {
+                    vec![dtypes.iter().enumerate().map(|dtype| sum(dtype, &all)).collect()]
+                })?;
+                for (to, from) in buffers.iter_mut().zip(&all[0]) {
+                    to.bytes_mut().copy_from_slice(from);
                 }
                 buffers
             }
@@ -248,8 +264,13 @@ impl Backend for Simulated {
     }
 }
 
+/// Returns the number of messages by which a rank reaches, or hears of, all ranks of a group.
+fn hops(ranks: usize) -> usize {
+    ranks.next_power_of_two().trailing_zeros() as usize
+}
+
 /// Returns the reduction of the inputs of all ranks, in rank order.
-fn reduced<'a>(like: &Buffer, op: ReduceOp, inputs: impl Iterator<Item = &'a [u8]>) -> Buffer {
+fn reduced<'a>(dtype: DType, op: ReduceOp, inputs: impl Iterator<Item = &'a [u8]>) -> Buffer {
     fn fold<'a, T: Element + bytemuck::Pod>(inputs: impl Iterator<Item = &'a [u8]>, f: impl Fn(T, T) -> T) -> Buffer {
         let vectors = inputs.map(|bytes| bytemuck::pod_collect_to_vec::<u8, T>(bytes));
         let sum = vectors.reduce(|a, b| a.into_iter().zip(b).map(|(a, b)| f(a, b)).collect());
@@ -265,7 +286,7 @@ fn reduced<'a>(like: &Buffer, op: ReduceOp, inputs: impl Iterator<Item = &'a [u8
             }
         };
     }
-    match like.dtype() {
+    match dtype {
         DType::U8 => by_op!(u8),
         DType::U32 => by_op!(u32),
         DType::I64 => by_op!(i64),

@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 
-use super::memory::range;
 use crate::DType;
 
 /// Alignment of parts in a stream, so that elements of every dtype are aligned in a slot and never cut.
@@ -38,14 +37,16 @@ impl Stream {
     /// Creates a stream of the given bytes of each part.
     pub(crate) fn new(parts: impl IntoIterator<Item = Range<usize>>) -> Self {
         let mut stream = Stream::default();
-        for (part, bytes) in parts.into_iter().enumerate() {
-            if !bytes.is_empty() {
-                let len = bytes.len();
-                stream.stretches.push(Stretch { start: stream.len, part, bytes });
-                stream.len = (stream.len + len).next_multiple_of(ALIGN);
-            }
-        }
+        parts.into_iter().enumerate().for_each(|(part, bytes)| stream.push(part, bytes));
         stream
+    }
+
+    fn push(&mut self, part: usize, bytes: Range<usize>) {
+        if !bytes.is_empty() {
+            let len = bytes.len();
+            self.stretches.push(Stretch { start: self.len, part, bytes });
+            self.len = (self.len + len).next_multiple_of(ALIGN);
+        }
     }
 
     /// Concatenates streams of the same parts.
@@ -59,14 +60,18 @@ impl Stream {
         all
     }
 
-    /// Creates a stream of `rank`'s bytes of each part, a concatenation by rank with these counts.
-    pub(crate) fn of_counts<'a>(parts: impl IntoIterator<Item = (DType, &'a [usize])>, rank: usize) -> Self {
-        Stream::new(parts.into_iter().map(|(dtype, counts)| range(counts, rank, dtype)))
-    }
-
-    /// Creates the streams of all ranks' bytes.
-    pub(crate) fn by_rank<'a>(ranks: usize, parts: impl Iterator<Item = (DType, &'a [usize])> + Clone) -> Vec<Self> {
-        (0..ranks).map(|rank| Stream::of_counts(parts.clone(), rank)).collect()
+    /// Creates the streams of all ranks' bytes of each part, a concatenation by rank with these counts.
+    pub(crate) fn by_rank<'a>(ranks: usize, parts: impl IntoIterator<Item = (DType, &'a [usize])>) -> Vec<Self> {
+        let mut streams = vec![Stream::default(); ranks];
+        for (part, (dtype, counts)) in parts.into_iter().enumerate() {
+            let mut start = 0;
+            for (stream, count) in streams.iter_mut().zip(counts) {
+                let end = start + count * dtype.size();
+                stream.push(part, start..end);
+                start = end;
+            }
+        }
+        streams
     }
 
     /// Creates a stream of some of the parts.

@@ -355,7 +355,8 @@ mod tests {
             // Two parts, with elements of four and two bytes.
             let (dtypes, counts) = ([DType::F32, DType::BF16], &counts[..size]);
             let of_part: Vec<Vec<usize>> = (0..2).map(|part| counts.iter().map(|of| of[part]).collect()).collect();
-            let stream = |of| Stream::of_counts(dtypes.into_iter().zip(of_part.iter().map(|it| &it[..])), of);
+            let streams = Stream::by_rank(size, dtypes.into_iter().zip(of_part.iter().map(|it| &it[..])));
+            let stream = |of: usize| streams[of].clone();
             let lens: Vec<usize> =
                 (0..2).map(|part| of_part[part].iter().sum::<usize>() * dtypes[part].size()).collect();
             let nothing: Vec<Vec<bool>> = lens.iter().map(|&len| vec![false; len]).collect();
@@ -450,7 +451,8 @@ mod tests {
             let size = ids.len();
             let counts = &counts[..size];
             let of_part: Vec<Vec<usize>> = (0..2).map(|part| counts.iter().map(|of| of[part]).collect()).collect();
-            let of = |rank| Stream::of_counts(DTYPES.into_iter().zip(of_part.iter().map(|it| &it[..])), rank);
+            let streams = Stream::by_rank(size, DTYPES.into_iter().zip(of_part.iter().map(|it| &it[..])));
+            let of = |rank: usize| streams[rank].clone();
             let [flat, over] = planned(&ids, &of, &DTYPES, room);
             for phases in [&flat, &over] {
                 let phase = |rank: usize, number: usize| &phases[rank][number];

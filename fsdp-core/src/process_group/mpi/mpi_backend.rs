@@ -98,9 +98,11 @@ impl MpiBackend {
                 read(&*part.input, 0..own.len(), index, rank, |from| to.copy_from_slice(from))?;
             }
         }
-        let stream = |of| Stream::of_counts(parts.iter().map(|p| (p.input.dtype(), &p.counts[..])), of);
+        let size = self.transport.size();
+        let streams = Stream::by_rank(size, parts.iter().map(|p| (p.input.dtype(), &p.counts[..])));
+        let stream = |of: usize| streams[of].clone();
         let own = stream(rank);
-        let longest = (0..self.transport.size()).map(|of| stream(of).len()).max();
+        let longest = streams.iter().map(Stream::len).max();
         if let Some(hosts) = self.hosts(longest.unwrap_or(0)) {
             let phases = hosts.gather(rank, &stream);
             return self.exchange(at, outputs, &phases);
@@ -119,11 +121,13 @@ impl MpiBackend {
         let rank = self.transport.communicator.rank;
         let sizes = parts.iter().map(|part| (part.input.dtype(), part.counts[rank]));
         let outputs = take_all(memory, sizes, rank)?;
-        let stream = |of| Stream::of_counts(parts.iter().map(|p| (p.input.dtype(), &p.counts[..])), of);
+        let size = self.transport.size();
+        let streams = Stream::by_rank(size, parts.iter().map(|p| (p.input.dtype(), &p.counts[..])));
+        let stream = |of: usize| streams[of].clone();
         let dtypes: Vec<DType> = parts.iter().map(|part| part.input.dtype()).collect();
         let (count, starts) = (parts.len(), parts.iter().map(|p| range(&p.counts, rank, p.input.dtype()).start));
         let output = Output::Buffers { first: count, starts: starts.collect() };
-        let longest = (0..self.transport.size()).map(|of| stream(of).len()).max();
+        let longest = streams.iter().map(Stream::len).max();
         let sums = Reduction { op, dtypes: &dtypes, of: &stream, output, buffers: 2 * count, room: self.room() };
         let (phases, partials) = self.sums(&sums, longest.unwrap_or(0));
         let buffers = parts.into_iter().map(|part| part.input).chain(outputs).collect();
@@ -188,7 +192,8 @@ impl MpiBackend {
         }
         let mut output = vec![0; counts.iter().sum()];
         output[range(&counts, root, DType::U8)].copy_from_slice(&input);
-        let receives = self.lanes(0, |peer| Stream::new([range(&counts, peer, DType::U8)]));
+        let streams = Stream::by_rank(counts.len(), [(DType::U8, &counts[..])]);
+        let receives = self.lanes(0, |peer| streams[peer].clone());
         let phase = Phase::placed(Lane::none(self.transport.size()), receives);
         self.exchange(at, vec![Buffer::U8(output)], &[phase])
     }
@@ -200,7 +205,8 @@ impl MpiBackend {
             return self.exchange(at, vec![Buffer::U8(vec![0; own])], &[phase]);
         }
         let output = input[range(&counts, root, DType::U8)].to_vec();
-        let sends = self.lanes(0, |peer| Stream::new([range(&counts, peer, DType::U8)]));
+        let streams = Stream::by_rank(counts.len(), [(DType::U8, &counts[..])]);
+        let sends = self.lanes(0, |peer| streams[peer].clone());
         let phase = Phase::placed(sends, Lane::none(self.transport.size()));
         self.exchange(at, vec![Buffer::U8(input)], &[phase])?;
         Ok(vec![Buffer::U8(output)])
@@ -228,12 +234,14 @@ impl MpiBackend {
                 output.bytes_mut()[to].copy_from_slice(&part.input.bytes()[from]);
             }
         }
-        let of = |counts: fn(&ExchangePart) -> &[usize], peer| {
-            Stream::of_counts(parts.iter().map(|p| (p.input.dtype(), counts(p))), peer)
+        let size = self.transport.size();
+        let of = |counts: fn(&ExchangePart) -> &[usize]| {
+            Stream::by_rank(size, parts.iter().map(|part| (part.input.dtype(), counts(part))))
         };
         let count = parts.len();
-        let sends = self.lanes(0, |peer| of(|part| &part.send_counts, peer));
-        let phase = Phase::placed(sends, self.lanes(count, |peer| of(|part| &part.recv_counts, peer)));
+        let (sent, received) = (of(|part| &part.send_counts), of(|part| &part.recv_counts));
+        let sends = self.lanes(0, |peer| sent[peer].clone());
+        let phase = Phase::placed(sends, self.lanes(count, |peer| received[peer].clone()));
         let buffers = parts.into_iter().map(|part| part.input).chain(outputs).collect();
         let buffers = self.exchange(at, buffers, &[phase])?;
         Ok(give_back(buffers, count, memory))

@@ -300,10 +300,10 @@ impl Link {
             if let Some(why) = &state.refused {
                 break why.clone();
             }
-            let joined: Option<Vec<(String, u32)>> = state.joined.iter().cloned().collect();
-            if let Some(joined) = joined.filter(|joined| !joined.is_empty()) {
-                self.chunk_bytes = joined[0].1 as usize;
-                self.names = HostNames::of(joined.into_iter().map(|(host, _)| host));
+            if state.joined.iter().all(Option::is_some) {
+                let joined = || state.joined.iter().flatten();
+                self.chunk_bytes = joined().next().map_or(self.chunk_bytes, |(_, bytes)| *bytes as usize);
+                self.names = HostNames::of(joined().map(|(host, _)| host.as_str()));
                 return Ok(());
             }
             if let Some(how) = state.lost {
