@@ -73,7 +73,8 @@ fn masks_of_padded_pairs_depend_only_on_seed_and_data() {
         json_lines(&metrics).iter().map(|line| line["loss"].as_f64().unwrap()).collect()
     };
     let want = losses(1, 1);
-    assert!(want.iter().all(|loss| (loss - 0.6931).abs() > 1e-3), "the masks have no effect: {want:?}");
+    // Without dropout, the model and its reference are equal in the first step.
+    assert!((want[0] - std::f64::consts::LN_2).abs() > 1e-3, "the masks have no effect: {want:?}");
     for ranks in [1, 2, 3] {
         for accumulated in [1, 2, 4] {
             let got = losses(ranks, accumulated);

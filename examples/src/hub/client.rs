@@ -341,7 +341,7 @@ fn redirected(url: &str, location: &str) -> Option<String> {
         return Some(location.to_owned());
     }
     let base = UriStr::new(url).ok()?.to_absolute();
-    let next = UriReferenceStr::new(location).ok()?.resolve_against(&base).to_string();
+    let next = UriReferenceStr::new(location).ok()?.resolve_against(base).to_string();
     Some(next).filter(|next| is_http(next))
 }
 

@@ -259,7 +259,7 @@ fn captured_tensors_get_their_gradients() {
         let x = batch(world.rank(), WIDTH);
         let gradients = |again: bool, by_candle: bool, keeps: bool| -> Result<Vec<Vec<u32>>> {
             let loss = model.call(|[first, second]| {
-                let early = nn::silu(&first.forward(&x)?)?;
+                let early = nn::silu(&first.call(|layer| layer.forward(&x))?)?;
                 let y = second.call(|layer| {
                     let inside = nn::silu(&layer.forward(&early)?)?;
                     let (layer, early, captured) = (layer.clone(), early.clone(), inside.clone());

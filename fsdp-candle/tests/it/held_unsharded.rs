@@ -52,7 +52,9 @@ fn train<M: Module>(vars: &ShardedVarMap, model: &FsdpModule<M>, forwards: Optio
 
 #[test]
 fn ranks_run_different_numbers_of_forwards() {
-    let counts: [Option<fn(usize) -> usize>; 4] =
+    /// Number of forwards of a rank.
+    type Count = fn(usize) -> usize;
+    let counts: [Option<Count>; 4] =
         [None, Some(|rank| 3 + rank), Some(|rank| usize::from(rank == 0) * 2), Some(|rank| usize::from(rank == 1))];
     for size in [1, 2, 3] {
         ranks(size, |world| {

@@ -417,17 +417,14 @@ impl<'a> TensorHolders<'a> {
 mod tests {
     use super::*;
 
-    /// Returns the claims of a rank, as name, shape, offsets and sizes.
-    fn claims_of(shards: &[(&str, &[usize], &[usize], &[usize])]) -> Claims {
-        let info = |&(fqn, shape, ..): &(&str, &[usize], &[usize], &[usize])| TensorInfo {
-            fqn: fqn.into(),
-            dtype: DType::F32,
-            shape: shape.to_vec(),
-        };
-        let region = |&(_, _, offsets, sizes): &(&str, &[usize], &[usize], &[usize])| Region {
-            offsets: offsets.to_vec(),
-            sizes: sizes.to_vec(),
-        };
+    /// Name, shape, offsets and sizes.
+    type Shard<'a> = (&'a str, &'a [usize], &'a [usize], &'a [usize]);
+
+    /// Returns the claims of a rank.
+    fn claims_of(shards: &[Shard<'_>]) -> Claims {
+        let info =
+            |&(fqn, shape, ..): &Shard<'_>| TensorInfo { fqn: fqn.into(), dtype: DType::F32, shape: shape.to_vec() };
+        let region = |&(_, _, offsets, sizes): &Shard<'_>| Region { offsets: offsets.to_vec(), sizes: sizes.to_vec() };
         Claims { tensors: shards.iter().map(info).collect(), regions: shards.iter().map(region).collect() }
     }
 
