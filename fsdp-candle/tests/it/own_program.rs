@@ -243,7 +243,7 @@ fn an_export_on_one_rank_names_the_export() {
     for error in errors {
         refused(
             error,
-            &["[0] issued all_gather(export of `exported/model.safetensors`; ", "[1] issued all_gather(unit "],
+            &["[0] issued all_reduce(export of `exported/model.safetensors`; ", "[1] issued all_gather(unit "],
         );
     }
 }

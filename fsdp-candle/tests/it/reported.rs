@@ -125,11 +125,12 @@ fn norms_over_two_meshes_are_those_of_one_process() {
 type Make = fn(&ShardedVarMap, &Path) -> Vec<Box<dyn ShardedOptimizer>>;
 
 fn muon(vars: &ShardedVarMap, _: &Path) -> Vec<Box<dyn ShardedOptimizer>> {
-    let (matrices, rest) = vars.trainable().into_iter().partition(|param| param.shape().rank() == 2);
-    vec![
-        Box::new(Muon::new(matrices, MuonConfig::default()).unwrap()),
-        Box::new(AdamW::new(rest, AdamWConfig::default()).unwrap()),
-    ]
+    let (matrices, rest): (Vec<_>, Vec<_>) = vars.trainable().into_iter().partition(|param| param.shape().rank() == 2);
+    let mut both: Vec<Box<dyn ShardedOptimizer>> = vec![Box::new(Muon::new(matrices, MuonConfig::default()).unwrap())];
+    if !rest.is_empty() {
+        both.push(Box::new(AdamW::new(rest, AdamWConfig::default()).unwrap()));
+    }
+    both
 }
 
 const OPTIMIZERS: [Make; 6] = [
