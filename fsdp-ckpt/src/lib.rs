@@ -51,6 +51,7 @@ pub mod gguf;
 pub mod hf;
 mod load;
 pub mod merge;
+mod model_prefix;
 mod open;
 mod region;
 mod safetensors;
@@ -70,7 +71,8 @@ pub use error::{Error, Result};
 pub use escape::{Escaped, escape};
 pub use file_names::MANIFEST;
 pub use finite::{NonFinite, count_non_finite, non_finite};
-pub use load::{LoadOptions, LoadReport, LoadTensor, MODEL, ModelPrefix, Strict, load, read_as};
+pub use load::{LoadOptions, LoadReport, LoadTensor, Strict, load, read_as};
+pub use model_prefix::{MODEL, ModelPrefix};
 pub use open::{open, open_for};
 pub use safetensors::{SafetensorsFile, TensorInfo};
 pub use source::{

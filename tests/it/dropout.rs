@@ -66,7 +66,7 @@ fn masks_of_padded_pairs_depend_only_on_seed_and_data() {
              --batch-size {} --grad-accum {accumulated} --metrics metrics.jsonl",
             golden("llama3_tiny").display(),
             golden("dpo/pairs.jsonl").display(),
-            12 / ranks / accumulated
+            24 / ranks / accumulated
         );
         let _ = std::fs::remove_file(&metrics);
         fsdp_test_support::train(ranks, &flags, dir.path()).ok();

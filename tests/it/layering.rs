@@ -14,7 +14,7 @@ const LAYERS: [(&str, &str); 5] = [
     ),
     (
         "fsdp-ckpt",
-        "cast escape file_names error region store checksum source safetensors checkpoint load finite convert diff hf \
+        "cast escape file_names error region store checksum source model_prefix safetensors checkpoint load finite convert diff hf \
          merge gguf torch open",
     ),
     ("fsdp-launch", "spec report error rendezvous pmi rank job program cli watch output launch"),

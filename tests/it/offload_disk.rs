@@ -168,7 +168,8 @@ fn fails_and_resumes(name: &str, offload: &str, more: &str) {
     let line = log.lines().find(|line| line.contains(" failed: rank 1, state on disk in disk: "));
     let line = line.unwrap_or_else(|| panic!("{log}"));
     for part in [
-        "can't write it: File too large (os error 27). The state is incomplete: resume from a checkpoint.",
+        "can't write it: File too large (os error 27): a file of this process may have at most ",
+        "Raise the limit with `ulimit -f unlimited`. The state is incomplete: resume from a checkpoint.",
         "use another directory. The newest good checkpoint is saved/step-0000",
     ] {
         assert!(line.contains(part), "{line}");
@@ -206,8 +207,12 @@ fn a_file_that_cannot_be_allocated_ends_the_run_before_its_first_step() {
     );
     // Several ranks share memory, whose size the limit also applies to.
     let run = launch_script(1, &script, dir.path());
-    let parts =
-        ["--offload: rank ", ", state on disk in .: it needs ", " free: File too large", "use another directory"];
+    let parts = [
+        "--offload: rank ",
+        ", state on disk in .: it needs ",
+        " bytes: File too large",
+        "Raise the limit with `ulimit -f unlimited`, or use more ranks",
+    ];
     run.refused(1, &parts);
     assert!(!dir.path().join("metrics.jsonl").exists());
 }

@@ -92,22 +92,28 @@ fn checkpoints_have_blocks_and_resume_at_other_world_sizes() {
     let matrices: usize = 2 * (64 * (64 + 64 + 32 + 32) + 3 * 64 * 128);
     assert!((bytes as f64) < 0.54 * matrices as f64 + 2. * 2. * 132. * 64. + 24e3, "{bytes}");
 
-    convert(&checkpoint, &dir.path().join("hf"), "hf", dir.path());
+    convert(&checkpoint, &dir.path().join("hf"), "hf --lora-alpha 8", dir.path());
     convert(&checkpoint, &dir.path().join("dcp"), "torch-dcp", dir.path());
     convert(&checkpoint, &dir.path().join("three"), "fsdp", dir.path());
     let mut blocks = vec![0; 64 * 68];
     saved.read(name, &Region::whole(&[64, 68]), &mut blocks).unwrap();
     let mut decoded = vec![0f32; 64 * 128];
     BlockFormat::Nf4.decode(&blocks, &mut decoded, |value| value);
-    let hf = HfModel::open(&dir.path().join("hf")).unwrap();
+    let read = |source: &dyn TensorSource, name: &str, shape: [usize; 2]| {
+        let mut values = vec![0f32; shape[0] * shape[1]];
+        source.read(name, &Region::whole(&shape), bytemuck::cast_slice_mut(&mut values)).unwrap();
+        values
+    };
     let dcp = fsdp_ckpt::open(&dir.path().join("dcp")).unwrap();
-    for (source, name) in [
-        (&hf as &dyn TensorSource, "model.layers.1.mlp.down_proj.weight"),
-        (&*dcp, "model.model.layers.1.mlp.down_proj.weight"),
-    ] {
-        let mut values = vec![0f32; 64 * 128];
-        source.read(name, &Region::whole(&[64, 128]), bytemuck::cast_slice_mut(&mut values)).unwrap();
-        assert!(values == decoded, "{name}");
+    assert!(read(&*dcp, "model.model.layers.1.mlp.down_proj.weight", [64, 128]) == decoded);
+    // The adapters are merged: of rank 4, with alpha 8.
+    let [down, up] = [("A", [4, 128]), ("B", [64, 4])]
+        .map(|(part, shape)| read(&*saved, &format!("model.model.layers.1.mlp.down_proj.lora_{part}.weight"), shape));
+    let hf = HfModel::open(&dir.path().join("hf")).unwrap();
+    let merged = read(&hf, "model.layers.1.mlp.down_proj.weight", [64, 128]);
+    for (at, (merged, decoded)) in merged.iter().zip(&decoded).enumerate() {
+        let product: f32 = (0..4).map(|rank| up[at / 128 * 4 + rank] * down[rank * 128 + at % 128]).sum();
+        assert!((merged - (decoded + 2. * product)).abs() < 1e-5, "{at}: {merged}, {decoded}, {product}");
     }
     let three = fsdp_ckpt::open(&dir.path().join("three")).unwrap();
     let mut again = vec![0; 64 * 68];

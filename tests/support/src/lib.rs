@@ -307,14 +307,14 @@ pub fn golden_trajectory(name: &str, ranks: usize, flags: &str, dir: &Path) -> T
     Trajectory::of_metrics(&dir.join("metrics.jsonl"))
 }
 
-/// Converts a checkpoint to `fsdp` or `torch-dcp` files of three ranks, or to `hf`.
+/// Converts a checkpoint to `fsdp` or `torch-dcp` files of three ranks, or to `hf`. More flags may follow the format.
 ///
 /// # Panics
 /// If the conversion fails.
 pub fn convert(from: &Path, to: &Path, format: &str, dir: &Path) {
     let mut convert = Command::new(program("fsdp-ckpt"));
-    convert.arg("convert").args([from, to]).args(["--to", format]).current_dir(dir);
-    if format != "hf" {
+    convert.arg("convert").args([from, to]).arg("--to").args(format.split_whitespace()).current_dir(dir);
+    if !format.starts_with("hf") {
         convert.args(["--world-size", "3"]);
     }
     run(convert, Duration::from_secs(120)).ok();
