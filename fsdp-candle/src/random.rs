@@ -179,7 +179,7 @@ impl Mask {
             [_, planes @ .., lines, columns] => [product(planes), *lines as u64, *columns as u64],
         };
         if let Some((dim, before)) = split {
-            // Of several dimensions that make up the planes, the first can be split.
+            // If several dimensions make up the planes, only the first of them can be split.
             if dim >= 2 && dim + 2 < dims.len() {
                 bail!("random: a tensor of shape {dims:?} cannot be part of another along dimension {dim}")
             }

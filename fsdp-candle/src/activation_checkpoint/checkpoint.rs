@@ -46,7 +46,7 @@ const STACK_BYTES: usize = 64 << 20;
 /// must not call an [`FsdpModule`](crate::FsdpModule). Checkpoints may be nested. Fails if the second run differs.
 ///
 /// ```
-/// use std::sync::{Arc, Once};
+/// use std::sync::Arc;
 /// use candle_core::{DType, Device, Module, Tensor};
 /// use fsdp_candle::{activation_checkpoint::checkpoint, fully_shard, nn, FullyShard, ShardedVarMap, World};
 ///

@@ -242,7 +242,7 @@ fn only_inputs_outlive_forward() {
     assert!(!frozen.track_op(), "nothing in it has a gradient");
 }
 
-/// Of the same unit and of an earlier one, by operations of `nn` and of Candle, whether the graph is kept or not.
+/// The closure captures tensors of its own unit and of an earlier one. Operations of `nn` or of Candle read them.
 #[test]
 fn captured_tensors_get_their_gradients() {
     ranks(2, |world| {

@@ -18,7 +18,7 @@ use crate::source::{ChunkEntry, FileEntry, SourceIndex, TensorEntry, Verified};
 use crate::store::location;
 use crate::{Checksums, Error, Format, MANIFEST, ModelPrefix, Result, TensorShard, TensorSource};
 
-/// What every rank needs of a checkpoint.
+/// Part of a checkpoint's manifest that every rank needs.
 #[derive(Serialize, Deserialize)]
 struct Common {
     world_size: usize,
@@ -33,7 +33,7 @@ struct Common {
     tensors: Vec<TensorInfo>,
 }
 
-/// What one rank needs of a checkpoint.
+/// Part of a checkpoint's manifest that one rank needs.
 #[derive(Serialize, Deserialize)]
 struct Part {
     files: Vec<(String, FileEntry)>,

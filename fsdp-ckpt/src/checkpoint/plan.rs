@@ -74,7 +74,7 @@ struct ClaimsMessage<'a> {
     regions: std::borrow::Cow<'a, [Region]>,
 }
 
-/// What rank 0 tells a rank.
+/// Message from rank 0 to one rank.
 #[derive(Clone, Serialize, Deserialize)]
 enum Answer {
     /// Indices of the rank's claims to write, and the number and bytes of all ranks' tensors.

@@ -46,7 +46,7 @@ impl tracing::Subscriber for FileCounter {
     fn exit(&self, _: &span::Id) {}
 }
 
-/// What a rank does in a save or in a load.
+/// Cost of a save or a load for one rank.
 #[derive(Clone, Copy, Debug)]
 struct Cost {
     traffic: Traffic,

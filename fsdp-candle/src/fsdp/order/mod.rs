@@ -569,7 +569,7 @@ impl Order {
     fn reshard_after_forward(&mut self, unit: usize, is_root: bool, graph: bool) -> Option<Action> {
         let state = &mut self.step.states[unit];
         let action = match self.units[unit].settings.reshard_after_forward {
-            // What the user unsharded by hand stays.
+            // Units that the user unsharded by hand stay.
             _ if !graph => (!state.by_hand).then_some(Action::Reshard(unit)),
             ReshardAfterForward::Never => None,
             ReshardAfterForward::Default if is_root => None,
