@@ -4,7 +4,8 @@ use candle_core::{DType, Module, Result, Tensor, bail};
 use candle_nn::{Init, VarBuilder};
 
 use super::batch_norm::scale_and_shift;
-use super::weight::register_cpu_layer;
+use super::empty::if_empty;
+use super::weight::{Weight, register_cpu_layer};
 
 /// Normalization of each group of channels, as [`candle_nn::GroupNorm`]: weight and bias `[channels]`, input and output
 /// `[batch, channels, ..]`.
@@ -44,6 +45,12 @@ impl Module for GroupNorm {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         if x.rank() < 3 || x.dim(1)? != self.num_channels {
             bail!("GroupNorm: the input {:?} must be [batch, {}, ..]", x.dims(), self.num_channels);
+        }
+        if x.elem_count() == 0 {
+            let (weight, bias) = (Weight::in_graph(&self.weight)?, Weight::in_graph(&self.bias)?);
+            if let Some(empty) = if_empty("GroupNorm", x, &[x, &weight, &bias], x.shape())? {
+                return Ok(empty);
+            }
         }
         let dtype = x.dtype();
         let wide = if matches!(dtype, DType::F16 | DType::BF16) { DType::F32 } else { dtype };

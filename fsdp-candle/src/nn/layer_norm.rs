@@ -15,6 +15,7 @@ use super::cpu::simd::{dot, kernel, sum, sum_squares};
 use super::cpu::{map_rows, read, same_kind, small_weight_grad, storage, tensor_like};
 #[cfg(feature = "cuda")]
 use super::cuda;
+use super::empty::if_empty;
 use super::limits::check_input_size;
 #[cfg(feature = "cuda")]
 use super::weight::on_cuda;
@@ -186,8 +187,12 @@ pub(super) fn normalize(
         return cuda::normalize(function, x, weight, bias, Normalization { width: hidden, eps, centered });
     }
     if !has_cpu_kernels(x) {
-        let bias = bias.map(Weight::in_graph).transpose()?;
-        return composite(x, &Weight::in_graph(weight)?, bias.as_ref(), eps, centered);
+        let (weight, bias) = (Weight::in_graph(weight)?, bias.map(Weight::in_graph).transpose()?);
+        let sources: Vec<&Tensor> = [x, &weight].into_iter().chain(&bias).collect();
+        return match if_empty(function, x, &sources, x.shape())? {
+            Some(empty) => Ok(empty),
+            None => composite(x, &weight, bias.as_ref(), eps, centered),
+        };
     }
     let (weight, bias) = (Weight::of(weight)?, bias.map(Weight::of).transpose()?);
     let arguments = weight.arguments(x, bias.as_ref());

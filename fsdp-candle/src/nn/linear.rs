@@ -30,7 +30,7 @@ use super::tensor_parallel::{
 use super::weight::on_cuda;
 use super::weight::{Weight, has_cpu_kernels, register_layer};
 use crate::activation_checkpoint::{Operation, operation};
-use crate::adapter::{LoraConfig, are_enabled};
+use crate::adapter::{Adapters, LoraConfig, are_enabled};
 use crate::collectives::SharedInput;
 use crate::fsdp::FsdpParam;
 use crate::graph::{Reads, graph_op};
@@ -304,7 +304,8 @@ impl Adapter {
     /// Returns the adapter that the map of this weight, `[out, in]` or `[in, out]`, configures, if any.
     fn configured(weight: &Tensor, in_out: bool, vb: VarBuilder) -> Result<Option<Self>> {
         let Some(param) = FsdpParam::of(weight) else { return Ok(None) };
-        let Some(config) = param.spec.adapter else { return Ok(None) };
+        let of_layer = |adapters: &Arc<Adapters>| adapters.of(param.name());
+        let Some(config) = param.spec.adapters.as_ref().and_then(of_layer) else { return Ok(None) };
         let (rows, columns) = param.shape().dims2()?;
         let (inputs, outputs) = if in_out { (rows, columns) } else { (columns, rows) };
         Adapter::new(inputs, outputs, config, vb).map(Some)

@@ -82,6 +82,7 @@ pub mod cpu_flash_attention;
 #[cfg(feature = "cuda")]
 mod cuda;
 pub mod embedding;
+mod empty;
 mod experts;
 pub mod group_norm;
 mod input;

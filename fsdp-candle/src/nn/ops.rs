@@ -17,6 +17,7 @@ use super::cpu::simd::{dot, kernel, max, probability, sum};
 use super::cpu::{map_rows, read, storage, tensor_like, to_vec};
 #[cfg(feature = "cuda")]
 use super::cuda;
+use super::empty::if_empty;
 use super::layer_norm::normalize;
 use super::limits::check_input_size;
 use super::weight::has_cpu_kernels;
@@ -104,6 +105,9 @@ pub fn softmax_last_dim(x: &Tensor) -> Result<Tensor> {
 /// The softmax as a chain of Candle's operations, along any dimension.
 pub(super) fn softmax_composite<D: Dim>(x: &Tensor, dim: D) -> Result<Tensor> {
     let dim = dim.to_index(x.shape(), "softmax")?;
+    if let Some(empty) = if_empty("softmax", x, &[x], x.shape())? {
+        return Ok(empty);
+    }
     let dtype = x.dtype();
     let x = if matches!(dtype, DType::F16 | DType::BF16) { x.to_dtype(DType::F32)? } else { x.clone() };
     // The result does not depend on the subtracted value.

@@ -6,6 +6,7 @@ use candle_core::{Result, Shape, Tensor, ToUsize2, bail};
 use super::conv::Window;
 use super::cpu::simd::kernel;
 use super::cpu::{map_rows, read, storage, tensor_of};
+use super::empty::if_empty;
 use super::weight::has_cpu_kernels;
 use crate::graph::{Reads, graph_op};
 
@@ -31,6 +32,9 @@ pub fn max_pool2d(x: &Tensor, kernel: impl ToUsize2) -> Result<Tensor> {
 /// ```
 pub fn max_pool2d_with_stride(x: &Tensor, kernel: impl ToUsize2, stride: impl ToUsize2) -> Result<Tensor> {
     let pool = Pool::new("max_pool2d", x, kernel, stride)?;
+    if let Some(empty) = if_empty(pool.function, x, &[x], pool.shape.clone())? {
+        return Ok(empty);
+    }
     if !has_cpu_kernels(x) {
         let values = pool.unfolded(x)?;
         return values.gather(&values.argmax_keepdim(2)?, 2)?.reshape(&pool.shape);

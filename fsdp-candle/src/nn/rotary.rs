@@ -15,6 +15,7 @@ use super::cpu::simd::kernel;
 use super::cpu::{map_rows, read, storage, tensor_like};
 #[cfg(feature = "cuda")]
 use super::cuda;
+use super::empty::if_empty;
 use super::weight::has_cpu_kernels;
 #[cfg(feature = "cuda")]
 use super::weight::on_cuda;
@@ -38,7 +39,7 @@ use crate::upload;
 /// ```
 #[derive(Clone, Debug)]
 pub struct Rotary {
-    /// `[max_positions, head_dim / 2]`, f32.
+    /// `[max_positions, head_dim / 2]`, f32. The rows for longer documents follow.
     cos: Tensor,
     sin: Tensor,
     host: Arc<Tables>,
@@ -62,6 +63,8 @@ struct Tables {
     half: usize,
     head_dim: usize,
     positions: usize,
+    /// Documents of more tokens use the second half of the tables, if there is one.
+    above: usize,
 }
 
 /// Options of a [`Rotary`] besides its frequencies.
@@ -157,10 +160,71 @@ impl Rotary {
         Ok(Self {
             cos: to_tensor(&cos)?,
             sin: to_tensor(&sin)?,
-            host: Arc::new(Tables { cos, sin, half, head_dim, positions: max_positions }),
+            host: Arc::new(Tables { cos, sin, half, head_dim, positions: max_positions, above: usize::MAX }),
             #[cfg(feature = "cuda")]
             last_positions: Arc::default(),
         })
+    }
+
+    /// Returns tables with the angles of `long` for documents, or rows without documents, of more than `above` tokens, as
+    /// LongRoPE has them (Ding et al., 2024, arXiv:2402.13753). Documents of one batch may have different angles. Fails
+    /// if the tables differ in positions or heads, or one has such angles already.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use fsdp_candle::nn::{Documents, Rotary};
+    ///
+    /// let tables = |theta| Rotary::new(theta, 2, 8, &Device::Cpu);
+    /// let rotary = tables(10.0)?.with_long(2, &Rotary::from_frequencies(&[0.5], 8, &Device::Cpu)?)?;
+    /// let x = Tensor::ones((1, 5, 2), DType::F32, &Device::Cpu)?;
+    /// let y = rotary.apply_in_documents(&x, &Documents::new(vec![vec![2, 3]])?)?.to_vec3::<f32>()?;
+    /// assert_eq!(y[0][1][0], 1f32.cos() - 1f32.sin());
+    /// assert_eq!(y[0][3][0], 0.5f32.cos() - 0.5f32.sin());
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    pub fn with_long(self, above: usize, long: &Rotary) -> Result<Self> {
+        let Tables { cos, sin, half, head_dim, positions, above: own } = &*self.host;
+        let other = &*long.host;
+        if (*half, *head_dim, *positions) != (other.half, other.head_dim, other.positions) {
+            bail!(
+                "Rotary: the angles for long documents are of {} positions and {} pairs in heads of {}, expected \
+                 {positions} and {half} in heads of {head_dim}",
+                other.positions,
+                other.half,
+                other.head_dim
+            );
+        }
+        if *own != usize::MAX || other.above != usize::MAX {
+            bail!("Rotary: the tables have angles for long documents already");
+        }
+        let both = |own: &[f32], long: &[f32]| {
+            let mut both = reserve(2 * positions, *half)?;
+            both.extend_from_slice(own);
+            both.extend_from_slice(long);
+            Ok::<_, candle_core::Error>(both)
+        };
+        let (cos, sin) = (both(cos, &other.cos)?, both(sin, &other.sin)?);
+        Ok(Rotary {
+            cos: Tensor::cat(&[&self.cos, &long.cos], 0)?,
+            sin: Tensor::cat(&[&self.sin, &long.sin], 0)?,
+            host: Arc::new(Tables { cos, sin, half: *half, head_dim: *head_dim, positions: *positions, above }),
+            #[cfg(feature = "cuda")]
+            last_positions: Arc::default(),
+        })
+    }
+
+    /// Returns the row of the tables for position 0 of a document of `tokens` tokens.
+    fn first_row(&self, tokens: usize) -> usize {
+        if tokens > self.host.above { self.host.positions } else { 0 }
+    }
+
+    /// Returns the row of the tables for each token.
+    fn rows(&self, documents: &Documents) -> Arc<[u32]> {
+        if documents.longest() <= self.host.above {
+            return documents.shared_positions();
+        }
+        let of_document = |&tokens: &usize| (0..tokens).map(move |at| (self.first_row(tokens) + at) as u32);
+        (0..documents.batch()).flat_map(|row| documents.row(row).iter().flat_map(of_document)).collect()
     }
 
     /// Returns the elements of a head.
@@ -178,11 +242,12 @@ impl Rotary {
         if end > self.host.positions {
             bail!("Rotary: positions {offset}..{end} exceed the tables' {}", self.host.positions);
         }
+        let first = self.first_row(end) + offset;
         #[cfg(feature = "cuda")]
         if on_cuda(x) {
-            return self.rotate_on_device(x, offset, None);
+            return self.rotate_on_device(x, first, None);
         }
-        let at = (offset..offset + steps).map(|position| position as u32);
+        let at = (first..first + steps).map(|row| row as u32);
         self.rotate_at(x, std::iter::repeat_n(at, batch).flatten().collect())
     }
 
@@ -200,7 +265,7 @@ impl Rotary {
         if on_cuda(x) {
             return self.rotate_on_device(x, 0, Some(self.device_positions(documents, x.device())?));
         }
-        self.rotate_at(x, documents.shared_positions())
+        self.rotate_at(x, self.rows(documents))
     }
 
     /// Returns the documents' positions on a device. A model's layers share them, and a copy to the device takes time.
@@ -214,7 +279,8 @@ impl Rotary {
         {
             return Ok(tensor.clone());
         }
-        let tensor = upload(&Tensor::from_slice(&positions, positions.len(), &Device::Cpu)?, device)?;
+        let rows = self.rows(documents);
+        let tensor = upload(&Tensor::from_slice(&rows, rows.len(), &Device::Cpu)?, device)?;
         *last = Some(DevicePositions { of: positions, tensor: tensor.clone() });
         Ok(tensor)
     }
@@ -258,6 +324,9 @@ impl Rotary {
 
     /// The rotation as a chain of Candle's operations.
     pub(in crate::nn) fn composite(&self, x: &Tensor, positions: &[u32]) -> Result<Tensor> {
+        if let Some(empty) = if_empty("Rotary", x, &[x], x.shape())? {
+            return Ok(empty);
+        }
         let (batch, steps) = (x.dim(0)?, x.dim(1)?);
         let Tables { half, head_dim, .. } = *self.host;
         let heads = x.reshape((batch, steps, (), head_dim))?;

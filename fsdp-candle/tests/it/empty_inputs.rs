@@ -80,6 +80,21 @@ fn cases() -> Vec<Case> {
         case("ConvTranspose2d", &[0, 3, 8, 8], &[&[3, 5, 2, 2]], &[0, 5, 9, 9], |x, p| {
             nn::ConvTranspose2d::new(p[0].clone(), None, Default::default()).forward(x)
         }),
+        case("softmax_last_dim", &[0, C], &[], &[0, C], |x, _| nn::ops::softmax_last_dim(x)),
+        case("softmax", &[0, C], &[], &[0, C], |x, _| nn::ops::softmax(x, 1)),
+        case("swiglu", &[0, C], &[], &[0, C / 2], |x, _| nn::ops::swiglu(x)),
+        case("LayerNorm", &[0, C], &[&[C], &[C]], &[0, C], |x, p| {
+            nn::LayerNorm::new(p[0].clone(), p[1].clone(), 1e-5).forward(x)
+        }),
+        case("RmsNorm", &[0, C], &[&[C]], &[0, C], |x, p| nn::RmsNorm::new(p[0].clone(), 1e-5).forward(x)),
+        case("GroupNorm", &[0, C, 4], &[&[C], &[C]], &[0, C, 4], |x, p| {
+            nn::GroupNorm::new(p[0].clone(), p[1].clone(), C, 2, 1e-5)?.forward(x)
+        }),
+        case("Rotary", &[0, 2, 4, C], &[], &[0, 2, 4, C], |x, _| nn::Rotary::new(1e4, C, 8, &DEVICE)?.apply(x, 0)),
+        case("attention", &[0, 4, 8], &[], &[0, 4, 8], |x, _| {
+            nn::attention(x, &(x * 2.)?, x, 2, 2, &nn::AttentionOptions::causal(0.5))
+        }),
+        case("max_pool2d", &[0, 3, 8, 8], &[], &[0, 3, 4, 4], |x, _| nn::max_pool2d(x, 2)),
         case("avg_pool2d", &[0, 3, 8, 8], &[], &[0, 3, 4, 4], |x, _| nn::avg_pool2d(x, 2)),
     ]
 }

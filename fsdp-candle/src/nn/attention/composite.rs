@@ -7,6 +7,7 @@ use parking_lot::Mutex;
 use super::documents::Documents;
 use super::fused::AttentionOptions;
 use super::repeat_kv_heads;
+use crate::nn::empty::if_empty;
 use crate::nn::limits::check_size;
 use crate::nn::ops::{drop_elements, softmax_composite};
 
@@ -20,6 +21,9 @@ pub(in crate::nn) fn composite(
     options: &AttentionOptions,
     documents: Option<&Documents>,
 ) -> Result<Tensor> {
+    if let Some(empty) = if_empty("attention", q, &[q, k, v], q.shape())? {
+        return Ok(empty);
+    }
     let (batch, queries, keys) = (q.dim(0)?, q.dim(1)?, k.dim(1)?);
     let dtype = q.dtype();
     let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };

@@ -86,6 +86,9 @@ pub(in crate::nn) fn dense<'a, T: Copy>(values: &'a [T], layout: &Layout) -> Res
         let message = format!("the storage of {} values is too short for {layout:?}", values.len());
         candle_core::Error::Msg(message).bt()
     };
+    if layout.shape().elem_count() == 0 {
+        return Ok(Cow::Borrowed(&[]));
+    }
     if let Some((start, end)) = layout.contiguous_offsets() {
         return Ok(Cow::Borrowed(values.get(start..end).ok_or_else(missing)?));
     }
