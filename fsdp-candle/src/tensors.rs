@@ -1,8 +1,10 @@
 //! Values that contain tensors: the inputs and outputs of forwards.
 
 use candle_core::{Result, Tensor};
+use candle_nn::rnn::{GRUState, LSTMState};
 
-/// A value whose tensors can be replaced one by one. Implement it for the types that your forwards take or return.
+/// A value whose tensors can be replaced one by one: tensors, states of recurrent layers, and tuples, vectors and
+/// options of them. Implement it for your own types that your forwards take or return.
 ///
 /// ```
 /// use candle_core::{Result, Tensor};
@@ -63,14 +65,28 @@ impl<T: Tensors> Tensors for Vec<T> {
     }
 }
 
-impl<A: Tensors, B: Tensors> Tensors for (A, B) {
+macro_rules! tuples {
+    ($(($($name:ident)*))*) => {$(
+        impl<$($name: Tensors),*> Tensors for ($($name,)*) {
+            #[allow(non_snake_case)]
+            fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self> {
+                let ($($name,)*) = self;
+                Ok(($($name.map_tensors(f)?,)*))
+            }
+        }
+    )*};
+}
+
+tuples! { (A B) (A B C) (A B C D) (A B C D E) (A B C D E F) }
+
+impl Tensors for LSTMState {
     fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self> {
-        Ok((self.0.map_tensors(f)?, self.1.map_tensors(f)?))
+        Ok(LSTMState { h: f(self.h)?, c: f(self.c)? })
     }
 }
 
-impl<A: Tensors, B: Tensors, C: Tensors> Tensors for (A, B, C) {
+impl Tensors for GRUState {
     fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self> {
-        Ok((self.0.map_tensors(f)?, self.1.map_tensors(f)?, self.2.map_tensors(f)?))
+        Ok(GRUState { h: f(self.h)? })
     }
 }

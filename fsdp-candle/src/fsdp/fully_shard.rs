@@ -255,9 +255,10 @@ impl FullyShard {
 /// the unit runs.
 ///
 /// # Errors
-/// Errors of `build`. Fails if `vb` is not a builder of the options' map ([`ShardedVarMap::builder`]). Fails if `build`
-/// asks for a parameter that another unit owns, that is too large for memory, or that is trained on a mesh without some
-/// ranks of the map's. All errors name the unit.
+/// Errors of `build`, which maps errors of other types: `|vb| Model::new(vb).map_err(candle_core::Error::wrap)`. Fails if
+/// `vb` is not a builder of the options' map ([`ShardedVarMap::builder`]). Fails if `build` asks for a parameter that
+/// another unit owns, that is too large for memory, or that is trained on a mesh without some ranks of the map's. All
+/// errors name the unit.
 ///
 /// ```
 /// use candle_core::{DType, Device, Module, Tensor};
@@ -453,7 +454,8 @@ fn warning_of_unmanaged(unit: &str, unmanaged: &[Arc<FsdpParam>], all: &[Arc<Fsd
         format!(
             "unit `{unit}`: no layer of fsdp_candle::nn holds {} parameters ({unmanaged_bytes} of {all_bytes} bytes), so \
              they stay gathered from the beginning of forward to the end of backward: {}. Build the model from the \
-             layers of fsdp_candle::nn (`use fsdp_candle::nn as candle_nn;`), or wrap their modules in fully_shard",
+             layers of fsdp_candle::nn (`use fsdp_candle::nn as candle_nn;`). Wrap modules that multiply weights by hand \
+             in fully_shard",
             names.len(),
             listed(&names)
         )

@@ -6,7 +6,7 @@
 //! |---|---|---|
 //! | `fully_shard`, `var_map` | making units and parameters | `_fully_shard.py` |
 //! | `module`, `settings` | `FsdpModule`: calls, backward, setters | `FSDPModule` |
-//! | `param`, `gradient`, `offload`, `weight_format` | one parameter | `_fsdp_param.py` |
+//! | `param`, `shard_values`, `gradient`, `offload`, `weight_format` | one parameter | `_fsdp_param.py` |
 //! | `param_group` | the parameters of one unit | `_fsdp_param_group.py` |
 //! | `all_gather`, `reduction` | the collectives of a unit | `_fsdp_collectives.py` |
 //! | `schedule`, `order`, `hooks` | when a unit communicates | `_fsdp_state.py` |
@@ -28,7 +28,7 @@
 //!    message for other layers.
 //! 4. In backward, each use adds to the gradient's buffer. The anchor's backward reports that the gradient is complete:
 //!    the full values are freed, and the unit's last anchor starts the reduction.
-//! 5. The gradient passes the stages of [`gradient::Stage`]: accumulated, unreduced (no synchronisation), partly
+//! 5. An accumulated gradient has one of the stages of [`gradient::Stage`]: unreduced (no synchronisation), partly
 //!    reduced (over shards, not replicas), reduced. Gradients accumulate within a stage. `backward` hands out reduced
 //!    gradients under the shards' ids, for any optimizer. A rank with an empty shard stores a mark under the anchor's
 //!    id instead, since Candle's optimizers fail on tensors without elements.
@@ -88,10 +88,12 @@
 //!   extensions, allocators, initializers). Locks are taken in the order units, settings, order.
 //! - Units issue collectives in an order that follows from the graph and from counts, never from time. `order` decides
 //!   it, and its notes say why it is the same on every rank.
+//! - Calls of units nest as in one thread (`callers`). Layers of one unit may compute in several threads.
 //! - Everything between `backward` and the next forward can be dropped: `reset_iter_state` waits for pending
 //!   collectives.
 
 mod all_gather;
+mod callers;
 mod comm;
 mod diagnostics;
 mod fully_shard;

@@ -136,7 +136,9 @@ impl<M> FsdpModule<M> {
     /// [`FsdpModule::call_with`] does both.
     ///
     /// # Errors
-    /// Errors of `forward`, and of the collectives. After an error that all ranks get at the same point, the model is
+    /// Errors of `forward`, which maps errors of other types: `model.call(|m| m.forward(x).map_err(Error::wrap))`, with
+    /// `candle_core::Error`. Errors of the collectives. Fails if another thread calls a unit of the model, unless that
+    /// unit's forward waits for this call. After an error that all ranks get at the same point, the model is
     /// ready for the next call. After an error of a single rank, the ranks are at different collectives: end the job.
     ///
     /// ```

@@ -23,7 +23,7 @@ use super::offload::Offload;
 use super::param_group::{FsdpParamGroup, UnitId};
 use super::schedule::Schedule;
 use super::weight_format::{Blocks, WeightFormat};
-use crate::adapter::LoraConfig;
+use crate::adapter::Adapters;
 use crate::data_parallel::{DataParallel, ShardLayout};
 use crate::disk::FileTensor;
 use crate::dtensor::DTensor;
@@ -105,8 +105,8 @@ pub(crate) struct ParamSpec {
     pub(crate) blocks: Option<Blocks>,
     pub(crate) trainable: bool,
     pub(crate) extension: Option<Arc<dyn AllGatherExtension>>,
-    /// Adapter for the layer whose weight this is.
-    pub(crate) adapter: Option<LoraConfig>,
+    /// Selection of the layers with adapters when the parameter was built.
+    pub(crate) adapters: Option<Arc<Adapters>>,
     /// Set for a shard on the host whose layers compute on another device.
     pub(crate) offload: Option<Offload>,
     /// The shard, if it is on disk. The variable then has no memory.
@@ -864,7 +864,8 @@ impl FsdpParam {
     }
 
     fn with_own_layout(&self, local: &Tensor) -> crate::error::Result<DTensor> {
-        DTensor::from_local(local, self.stored_shape(), self.device_mesh(), &self.placements())
+        let dtensor = DTensor::from_local(local, self.stored_shape(), self.device_mesh(), &self.placements())?;
+        Ok(dtensor.named(self.name()))
     }
 
     /// Copies values into this rank's shard, as an assignment to PyTorch's `param.to_local()` does. Converts floating

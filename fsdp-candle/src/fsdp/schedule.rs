@@ -14,9 +14,10 @@ use std::sync::{Arc, Weak};
 use candle_core::backprop::GradStore;
 use candle_core::{Device, Result, Tensor, TensorId};
 use fsdp_core::heartbeat;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, ReentrantMutex};
 use tracing::span::EnteredSpan;
 
+use super::callers::{Callers, Entered};
 use super::comm::PostAccumulateGradHook;
 use super::diagnostics::Diagnostics;
 use super::hooks::{FrozenCall, plan_frozen_calls};
@@ -40,6 +41,9 @@ pub(crate) struct Schedule {
     pub(crate) diagnostics: Diagnostics,
     units: Mutex<Vec<Arc<FsdpParamGroup>>>,
     order: Mutex<Order>,
+    /// Held while the actions of a use run, so that another thread that uses the same unit waits for them.
+    uses: ReentrantMutex<()>,
+    callers: Callers,
     reductions: ReductionQueue<Reduction>,
     /// Calls of units with frozen parameters whose graphs exist.
     frozen_calls: Mutex<Vec<Weak<FrozenCall>>>,
@@ -87,6 +91,8 @@ impl Schedule {
             diagnostics: Diagnostics::of_rank(rank),
             units: Mutex::default(),
             order: Mutex::default(),
+            uses: ReentrantMutex::default(),
+            callers: Callers::default(),
             reductions: ReductionQueue::default(),
             frozen_calls: Mutex::default(),
             first_forward_check: Mutex::default(),
@@ -266,8 +272,9 @@ fn stored(reduced: Vec<(Arc<FsdpParam>, Tensor, bool)>) -> Result<GradStore> {
 /// Forward.
 impl Schedule {
     /// Runs before the forward of a called unit: unshards it, and prefetches the next units.
-    pub(super) fn pre_forward(&self, unit: &FsdpParamGroup) -> Result<ForwardGuard<'_>> {
+    pub(super) fn pre_forward(&self, unit: &Arc<FsdpParamGroup>) -> Result<ForwardGuard<'_>> {
         self.check(unit.id())?;
+        let entered = self.callers.enter(unit)?;
         self.check_model()?;
         let begun = {
             let units = self.units.lock();
@@ -275,7 +282,7 @@ impl Schedule {
             self.order.lock().pre_forward(unit.index(), keeps_graph(), may_be_stale)
         };
         let (forward, actions) = begun.map_err(|error| explain(error, unit.id()))?;
-        let guard = ForwardGuard { schedule: self, forward, exists: None, ok: false };
+        let guard = ForwardGuard { schedule: self, forward, exists: None, ok: false, _entered: entered };
         if forward.is_root {
             self.start_replica_gathers(unit)?;
         }
@@ -314,6 +321,7 @@ impl Schedule {
     /// first use. `misses` tells whether the layer needs values that are sharded.
     pub(super) fn pre_use(&self, unit: &UnitId, misses: bool) -> Result<()> {
         self.check(unit)?;
+        let _uses = self.uses.lock();
         let (used, in_backward) = {
             let mut order = self.order.lock();
             (order.pre_use(unit.index, keeps_graph(), misses), order.is_in_backward())
@@ -495,7 +503,10 @@ impl Schedule {
             return Err(Error::unit(unit.name(), HELD).into());
         }
         self.order.lock().begin_backward().map_err(|_| {
-            candle_core::Error::msg("backward was called inside a forward or another backward of the same model")
+            candle_core::Error::msg(
+                "backward was called inside a forward or another backward of the same model, or while another thread \
+                 runs one: call forwards and backwards of a model one after the other",
+            )
         })?;
         let mut guard = BackwardGuard { schedule: self, ok: false, _heartbeat: heartbeat::span("backward", "") };
         let before = RUNNING.replace(Some(unit.id().name.clone()));
@@ -730,7 +741,8 @@ impl Schedule {
 fn explain(error: OrderError, unit: &UnitId) -> candle_core::Error {
     let message = match error {
         OrderError::InBackward => {
-            "its forward was called while backward runs: put the checkpoint inside the unit, not around it"
+            "its forward was called while backward runs. Put a checkpoint inside the unit, not around it, and call a \
+             model from one thread at a time"
         }
         OrderError::Held => HELD,
         OrderError::NotPlanned => {
@@ -762,6 +774,8 @@ pub(super) struct ForwardGuard<'a> {
     /// Returns whether the graph of the outputs exists, if that can be told.
     pub(super) exists: Option<GraphExists>,
     ok: bool,
+    /// Ends after the forward.
+    _entered: Entered<'a>,
 }
 
 impl Drop for ForwardGuard<'_> {

@@ -265,7 +265,9 @@ impl ShardedVarMap {
         self.params().into_iter().filter(|param| param.trainable()).collect()
     }
 
-    /// Returns the shards of the parameters that get gradients, for an optimizer of `candle_nn`.
+    /// Returns the shards of the parameters that get gradients, for an optimizer of `candle_nn`. The optimizer must treat
+    /// each element alone, and must accept shards without elements: [`CandleOptimizer`](crate::CandleOptimizer) leaves
+    /// these out.
     ///
     /// ```
     /// # use fsdp_candle::doc_example::*;
@@ -714,7 +716,7 @@ impl ShardedVarMap {
             blocks,
             trainable,
             extension,
-            adapter: adapters.and_then(|adapters| adapters.of(name)),
+            adapters,
             offload,
             on_disk,
             shape,

@@ -19,7 +19,7 @@ fn deadline() -> Duration {
 }
 
 /// Runs `f`, which could deadlock, on its own thread.
-fn within_deadline(f: impl FnOnce() + Send + 'static) {
+pub(crate) fn within_deadline(f: impl FnOnce() + Send + 'static) {
     let (done, wait) = mpsc::channel();
     let thread = std::thread::spawn(move || {
         f();
