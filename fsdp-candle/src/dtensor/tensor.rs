@@ -57,6 +57,8 @@ pub struct DTensor {
     local: Tensor,
     spec: DTensorSpec,
     mesh: DeviceMesh,
+    /// Name of the tensor in errors of its collectives.
+    name: Option<Arc<str>>,
 }
 
 impl DTensor {
@@ -83,7 +85,12 @@ impl DTensor {
 
     /// Makes a tensor of this rank's elements under `spec`.
     pub(super) fn at(local: Tensor, spec: DTensorSpec, mesh: &DeviceMesh) -> Self {
-        DTensor { local: local.detach(), spec, mesh: mesh.clone() }
+        DTensor { local: local.detach(), spec, mesh: mesh.clone(), name: None }
+    }
+
+    /// Names the tensor in errors of its collectives. Operations have results without a name.
+    pub(crate) fn named(self, name: &str) -> Self {
+        DTensor { name: Some(name.into()), ..self }
     }
 
     /// Returns this rank's elements, in the memory of the DTensor. [`DTensor::spec`] gives any rank's shape and region.
@@ -402,7 +409,7 @@ impl DTensor {
         let given = self.to_local().contiguous()?;
         let local = Arc::new(TensorMemory(given.clone()));
         let memory = Arc::new(DeviceMemory(kernels::of_device(self.device())?));
-        let moving = dtensor::Redistribution::issue(from, &spec, &mesh, local, memory)?;
+        let moving = dtensor::Redistribution::issue(from, &spec, &mesh, local, memory, self.name.as_deref())?;
         Ok(Redistribution { moving, given, spec, mesh, finish })
     }
 }

@@ -43,8 +43,9 @@ pub struct Ema {
 }
 
 impl Ema {
-    /// Makes an average that starts at the parameters' values. An update keeps `decay` of the average. Fails if
-    /// there are no parameters, the decay is not in 0..1 or there is not enough memory.
+    /// Makes an average of the parameters. Before the first update it has their present values. The first update copies
+    /// the parameters, and each later one keeps `decay` of the average. So call [`Ema::update`] only after optimizer
+    /// steps. Fails if there are no parameters, the decay is not in 0..1 or there is not enough memory.
     pub fn new(params: Vec<Arc<FsdpParam>>, decay: f64) -> Result<Self> {
         hyper::check_range("decay", decay, (0. ..1.).contains(&decay), "in 0..1")
             .map_err(|why| Error::Argument(format!("Ema: {why}")))?;

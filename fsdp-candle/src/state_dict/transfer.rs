@@ -20,7 +20,7 @@ pub(super) fn entry(param: &FsdpParam, shard: &Tensor, options: &StateDictOption
         return Ok(StateTensor { tensor, shape: shape.to_vec(), region: param.stored_region().clone(), layout });
     }
     let shards = DTensor::from_local(&on_host(shard)?, shape, param.device_mesh(), &param.placements())?;
-    Ok(StateTensor::whole(shards.full_tensor()?))
+    Ok(StateTensor::whole(shards.named(param.name()).full_tensor()?))
 }
 
 /// Copies a tensor to host memory.

@@ -325,3 +325,16 @@ fn gathers_of_different_units_name_both() {
         );
     }
 }
+
+#[test]
+fn gathers_of_whole_tensors_name_their_parameters() {
+    let errors = ranks(2, |world| {
+        let vars = vars_on(&world, &[("shard", 2)]);
+        let model = heads(&FullyShard::new(&vars), &vars, DType::F32);
+        let own = &model.params()[1 + world.rank()];
+        own.dtensor().unwrap().full_tensor().unwrap_err().to_string()
+    });
+    for error in errors {
+        assert_contains(&error, &["all_gather(`a.weight`, F32 [6, 6] as [S(0)] on (shard: 2), to ", "`b.weight`"]);
+    }
+}

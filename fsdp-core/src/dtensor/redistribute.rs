@@ -14,7 +14,9 @@ use super::{
 };
 use crate::{
     Allocator, Buffer, DType, DeviceMesh, Error, ExchangePart, GatherPart, Heap, ProcessGroup, Readable, ReduceOp,
-    Result, ScatterPart, View, Work, layout::Ranges,
+    Result, ScatterPart, View, Work,
+    layout::Ranges,
+    process_group::{Signature, Subject},
 };
 
 /// A redistribution in flight. All its collectives are issued; the last one runs while the caller continues.
@@ -28,7 +30,7 @@ use crate::{
 ///     let shards = DTensorSpec::new(mesh.layout().clone(), &[Placement::Shard(0)], &[2], DType::F32)?;
 ///     let whole = shards.with_placements(&[Placement::Replicate])?;
 ///     let mine = Arc::new(Buffer::F32(vec![world.rank() as f32]));
-///     let gathering = Redistribution::issue(&shards, &whole, &mesh, mine, Arc::new(Heap))?;
+///     let gathering = Redistribution::issue(&shards, &whole, &mesh, mine, Arc::new(Heap), Some("weight"))?;
 ///     // Something else is computed here.
 ///     assert_eq!(gathering.wait()?, Some(Buffer::F32(vec![0., 1.])));
 ///     Ok::<_, fsdp_core::Error>(())
@@ -68,7 +70,8 @@ impl Redistribution {
     /// row-major, in `memory`. Collective over the mesh.
     ///
     /// Returns when the last collective is issued, so ranks issue collectives in the order of their calls. Earlier
-    /// collectives are waited for. Do not change `local` before [`Redistribution::wait`] returns.
+    /// collectives are waited for. Do not change `local` before [`Redistribution::wait`] returns. Errors call the tensor
+    /// by its `name`, if it has one. Ranks whose names, layouts or goals differ get [`Error::Mismatch`].
     ///
     /// # Errors
     /// Returns the errors of [`plan`] and of the collectives, and an error when `local` does not fit `from`.
@@ -78,6 +81,7 @@ impl Redistribution {
         mesh: &DeviceMesh,
         local: Arc<dyn Readable>,
         memory: Arc<dyn LocalMemory>,
+        name: Option<&str>,
     ) -> Result<Self> {
         let expected = from.local_shape(mesh.rank())?;
         let len: usize = expected.iter().product();
@@ -91,12 +95,15 @@ impl Redistribution {
             )));
         }
         let (mut spec, mut last) = (from.clone(), StepState::Done(Local::Input(local)));
-        for step in plan(from, to)? {
+        let steps = plan(from, to)?;
+        let name = name.map_or_else(|| "a DTensor".to_string(), |name| format!("`{name}`"));
+        let signature = Signature::new(&Subject::new(format!("{name}, {from}, to {to}"), []), []);
+        for step in steps {
             let mut placements = spec.placements().to_vec();
             placements[step.mesh_dim] = step.to;
             let next = spec.with_placements(&placements)?;
             let local = last.wait(&*memory)?;
-            last = execute(&step, &spec, &next, mesh, local, &memory)?;
+            last = execute(&step, &spec, &next, mesh, &signature, local, &memory)?;
             spec = next;
         }
         Ok(Redistribution { last, memory })
@@ -150,16 +157,17 @@ impl Local {
     }
 }
 
-/// Executes `step`. Collective over the ranks along the step's mesh dimension.
+/// Executes `step`, whose collective has this signature. Collective over the ranks along the step's mesh dimension.
 fn execute(
     step: &Step,
     from: &DTensorSpec,
     to: &DTensorSpec,
     mesh: &DeviceMesh,
+    signature: &Signature,
     local: Local,
     memory: &Arc<dyn LocalMemory>,
 ) -> Result<StepState> {
-    let group = mesh.group(step.mesh_dim)?;
+    let group = &mesh.group(step.mesh_dim)?.signed(signature.clone());
     let action = step.action().ok_or_else(|| {
         Error::Layout(format!("mesh dimension {}: no single step from {} to {}", step.mesh_dim, step.from, step.to))
     })?;
