@@ -98,7 +98,7 @@ fn case() -> impl Strategy<Value = (Vec<usize>, Vec<usize>, DType, Vec<Vec<Place
 /// Redistributes this rank's elements.
 fn redistribute(mesh: &DeviceMesh, from: &DTensorSpec, to: &DTensorSpec, local: Buffer) -> Result<Buffer> {
     let local = Arc::new(local);
-    let output = Redistribution::issue(from, to, mesh, local.clone(), Arc::new(Heap))?.wait()?;
+    let output = Redistribution::issue(from, to, mesh, local.clone(), Arc::new(Heap), None)?.wait()?;
     Ok(output.unwrap_or_else(|| (*local).clone()))
 }
 

@@ -167,17 +167,30 @@ struct Lines {
     partial: Vec<u8>,
     /// Whether a part of the current line was printed.
     cut: bool,
+    /// Whether a carriage return ended the incomplete line. It is a part of a line end, or it starts a progress bar again.
+    returned: bool,
     /// Complete lines with their prefix.
     ready: Vec<u8>,
 }
 
 impl Lines {
     fn with_prefix(prefix: &str) -> Self {
-        Lines { prefix: prefix.into(), partial: Vec::new(), cut: false, ready: Vec::new() }
+        Lines { prefix: prefix.into(), partial: Vec::new(), cut: false, returned: false, ready: Vec::new() }
     }
 
     fn push(&mut self, bytes: &[u8]) {
-        for piece in bytes.split_inclusive(|&byte| byte == b'\n') {
+        for piece in bytes.split_inclusive(|byte| b"\n\r".contains(byte)) {
+            if std::mem::take(&mut self.returned) {
+                if piece == b"\n" {
+                    self.partial.push(b'\r');
+                } else {
+                    // Each state of a bar is a line, as torchrun has it.
+                    self.end();
+                    self.cut = false;
+                }
+            }
+            let (piece, returned) = piece.strip_suffix(b"\r").map_or((piece, false), |text| (text, true));
+            self.returned = returned;
             let (text, complete) = piece.strip_suffix(b"\n").map_or((piece, false), |text| (text, true));
             self.partial.extend_from_slice(text);
             if complete {
@@ -223,6 +236,13 @@ mod tests {
         assert_eq!(lines(&[b"a", b"b\n\nc\r", b"\nd"]), b"[rank 1] ab\n[rank 1] \n[rank 1] c\r\n[rank 1] d\n");
         assert_eq!(lines(&[b"\xff\0\n"]), b"[rank 1] \xff\0\n");
         assert_eq!(lines(&[]), b"");
+    }
+
+    #[test]
+    fn each_state_of_a_bar_is_a_line() {
+        let shown = lines(&[b"\r 0%|", b"   |\r 50%|", b"#  |\r100%|##|\n", b"done\r\n\r", b"\rend\r"]);
+        let expected = [" 0%|   |", " 50%|#  |", "100%|##|", "done\r", "end"].map(|line| format!("[rank 1] {line}\n"));
+        assert_eq!(String::from_utf8(shown).unwrap(), expected.concat());
     }
 
     #[test]

@@ -16,7 +16,7 @@ use std::{
 };
 
 use fsdp_core::{
-    Buffer, DType, DeviceId, Element, Error, ProcessGroup, ReduceOp, Result,
+    Buffer, DType, DeviceId, Element, Error, GatherPart, ProcessGroup, ReduceOp, Result, ScatterPart,
     process_group::{Backend, Collective, CollectiveOutput, Failure, Guarantees, Membership, Messages, Op},
 };
 use parking_lot::{Condvar, Mutex};
@@ -43,6 +43,10 @@ impl Counter {
     /// Returns the traffic since the last call.
     pub fn take(&self) -> Traffic {
         std::mem::take(&mut self.0.lock())
+    }
+
+    fn add_bytes(&self, bytes: usize) {
+        self.0.lock().bytes += bytes;
     }
 
     fn add(&self, messages: usize, bytes: usize) {
@@ -75,6 +79,18 @@ pub fn run<T: Send>(size: usize, rank: impl Fn(ProcessGroup, Counter) -> T + Syn
             .collect();
         threads.into_iter().map(|thread| thread.join().expect("the rank's result")).collect()
     })
+}
+
+/// Returns the world of one rank whose peers issue what it issues, with the same values, and the rank's counter. A
+/// gather has this rank's elements in its own place only, if the ranks have different numbers of elements.
+///
+/// # Panics
+/// If the system refuses a thread.
+pub fn mirrored(rank: usize, size: usize) -> (ProcessGroup, Counter) {
+    let counter = Counter::default();
+    let backend = Mirrored { counter: counter.clone() };
+    let group = ProcessGroup::new(Membership::world(rank, size, TIMEOUT), Box::new(backend));
+    (group.expect("a thread for the group"), counter)
 }
 
 /// The groups that some member has yet to join, by name, with the number of these members.
@@ -262,6 +278,85 @@ impl Backend for Simulated {
         self.room.state.lock().has_failed = true;
         self.room.complete.notify_all();
     }
+}
+
+/// The backend of [`mirrored`].
+struct Mirrored {
+    counter: Counter,
+}
+
+impl Backend for Mirrored {
+    fn device(&self) -> DeviceId {
+        DeviceId::Host
+    }
+
+    fn guarantees(&self) -> Guarantees {
+        Guarantees { fixed_order: false, f32_accumulation: false, detects_death: false }
+    }
+
+    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<CollectiveOutput> {
+        let Membership { rank, size, .. } = *collective.group();
+        let hops = hops(size);
+        let outputs: Vec<Buffer> = match op {
+            Op::AllGather { parts, memory } => {
+                let mut outputs = Vec::with_capacity(parts.len());
+                for GatherPart { input, counts } in parts {
+                    let (dtype, own) = (input.dtype(), counts[rank] * input.dtype().size());
+                    let mut output = memory.take(dtype, counts.iter().sum())?;
+                    let bytes = output.bytes_mut();
+                    self.counter.add_bytes(bytes.len() - own);
+                    let start = counts[..rank].iter().sum::<usize>() * dtype.size();
+                    let is_equal = counts.iter().all(|count| *count == counts[rank]);
+                    let copied = input.read(&mut |from| match is_equal && own > 0 {
+                        true => bytes.chunks_exact_mut(own).for_each(|to| to.copy_from_slice(from)),
+                        false => bytes[start..start + own].copy_from_slice(from),
+                    });
+                    copied.map_err(|message| Error::Argument { rank, message })?;
+                    outputs.push(output);
+                }
+                self.counter.add(hops, 0);
+                outputs
+            }
+            Op::ReduceScatter { parts, memory, .. } => {
+                let mut outputs = Vec::with_capacity(parts.len());
+                for ScatterPart { input, counts } in parts {
+                    let dtype = input.dtype();
+                    let start = counts[..rank].iter().sum::<usize>() * dtype.size();
+                    let mut output = memory.take(dtype, counts[rank])?;
+                    let own = output.bytes().len();
+                    self.counter.add_bytes(input.bytes().len() - own);
+                    output.bytes_mut().copy_from_slice(&input.bytes()[start..start + own]);
+                    memory.give(input);
+                    outputs.push(output);
+                }
+                self.counter.add(hops, 0);
+                outputs
+            }
+            Op::AllReduce { buffers, .. } => {
+                self.counter.add(2 * hops, 2 * total(&bytes(&buffers)));
+                buffers
+            }
+            Op::Broadcast { buffers, .. } => {
+                self.counter.add(hops, total(&bytes(&buffers)));
+                buffers
+            }
+            Op::Barrier => {
+                self.counter.add(hops, 0);
+                Vec::new()
+            }
+            _ => {
+                let message = format!("{collective} is not simulated");
+                return Err(Error::Argument { rank, message });
+            }
+        };
+        Ok(outputs.into())
+    }
+
+    fn split(&mut self, _: &Collective<'_>, _: &[usize], _: &Membership) -> Result<Box<dyn Backend>> {
+        Ok(Box::new(Mirrored { counter: self.counter.clone() }))
+    }
+
+    fn fail(&mut self, _: &Failure) {}
 }
 
 /// Returns the number of messages by which a rank reaches, or hears of, all ranks of a group.

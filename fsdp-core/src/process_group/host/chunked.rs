@@ -31,6 +31,7 @@ pub(crate) trait ChunkedCollective {
 
     /// Returns the bytes of this rank's slot that `peer` reads by [`Slots::part`]; `None` if every peer may read the whole
     /// slot.
+    #[cfg_attr(not(feature = "tcp"), expect(dead_code, reason = "other backends share memory or send whole slots"))]
     fn read_by(&self, _peer: usize) -> Option<Range<usize>> {
         None
     }

@@ -342,3 +342,37 @@ fn write_queued(mut writer: Writer, queued: &Receiver<Arc<[u8]>>, broken: &OnceL
         next = next.or_else(|| queued.recv().ok());
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::process_group::tcp::MOST_RANKS;
+
+    /// Run it with `--nocapture` for the table in docs/planning.md.
+    #[test]
+    fn a_meeting_sends_each_rank_one_frame_for_each_rank() {
+        println!("ranks  frames to a rank  bytes to a rank");
+        for ranks in [8, 64, 512] {
+            let worlds = Worlds::default();
+            let join = |rank: usize| {
+                let (queue, queued) = channel();
+                let host = format!("node-{:04}.cluster", rank / 8);
+                let (rank, size) = (rank as u32, ranks as u32);
+                let joined = ToHub::Join { rank, size, world: 1, chunk_bytes: 1 << 20, host: &host };
+                assert!(worlds.join(&joined, &queue));
+                queued
+            };
+            let mut most = 0;
+            for queued in (0..ranks).map(join).collect::<Vec<_>>() {
+                let frames: Vec<_> = queued.try_iter().collect();
+                let bytes: usize = frames.iter().map(|frame| frame.len()).sum();
+                most = most.max(bytes);
+                assert!(frames.len() == ranks && bytes <= 32 * ranks, "{} frames, {bytes} bytes", frames.len());
+            }
+            println!("{ranks:>5}  {ranks:>16}  {most:>15}");
+        }
+        let env = RankEnv { world_size: MOST_RANKS + 1, ..RankEnv::single() };
+        let refused = super::super::connect(&env, Default::default()).unwrap_err().to_string();
+        assert!(refused.contains("at most 512 ranks, not 513: use FSDP_BACKEND=mpi"), "{refused}");
+    }
+}

@@ -175,6 +175,28 @@ pub(crate) fn report(message: &str) -> RankReport {
 }
 
 #[test]
+fn an_agent_hears_no_more_in_a_large_run() {
+    println!("ranks  messages and bytes of an agent of 8 ranks  messages of the coordinator");
+    for ranks in [8, 64, 512, 4096] {
+        let hosts = ranks / 8;
+        let mut sim = Simulation::new((hosts as u32, hosts as u32), 0);
+        (0..hosts as AgentId).for_each(|id| sim.join_as(id, |node| node.ranks = 8));
+        let bytes = |message: &ToAgent| serde_json::to_vec(message).unwrap().len();
+        let heard =
+            sim.agents.values().map(|(messages, _)| (messages.len(), messages.iter().map(bytes).sum::<usize>()));
+        let (messages, most): (Vec<usize>, Vec<usize>) = heard.unzip();
+        let most = most.into_iter().max().unwrap();
+        println!("{ranks:>5}  {:>8} {most:>5} {:>10}", messages[0], messages.iter().sum::<usize>());
+        // The hosts that are there, and the assignment.
+        assert!(
+            messages.iter().all(|&count| count == 2) && most < 1 << 10,
+            "{ranks} ranks: {messages:?}, {most} bytes"
+        );
+        assert_eq!(sim.assignment(hosts as AgentId - 1).unwrap().first_rank, ranks - 8);
+    }
+}
+
+#[test]
 fn rank_exits_are_forwarded_within_a_machine() {
     let mut sim = Simulation::new((4, 4), 0);
     for id in 0..4 {
