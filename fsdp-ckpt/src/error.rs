@@ -11,6 +11,17 @@ use fsdp_core::file_limit;
 use crate::escape::escape;
 use crate::file_names::{MANIFEST, copy_command, rank_of_file};
 
+/// A part of a training state that may be its model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModelPart {
+    /// The keys that lead to it, joined by dots. [`ROOT`](crate::ROOT) for tensors outside of dicts.
+    pub name: String,
+    /// Number of tensors.
+    pub tensors: usize,
+    /// Bytes of these tensors.
+    pub bytes: u64,
+}
+
 /// Errors of this crate. Each message names the file, tensor or rank, and how to fix the problem where there is a way.
 #[derive(Debug)]
 #[non_exhaustive]
@@ -57,6 +68,15 @@ pub enum Error {
         item: Option<String>,
         /// Found and expected content.
         reason: String,
+    },
+    /// Several parts of a training state may be its model, or none is called as the caller says.
+    Parts {
+        /// File or checkpoint.
+        path: PathBuf,
+        /// Name that the caller gave.
+        wanted: Option<String>,
+        /// The parts that may be the model.
+        parts: Vec<ModelPart>,
     },
     /// A manifest is malformed.
     Manifest {
@@ -197,6 +217,13 @@ pub enum Error {
         /// Cause.
         source: Box<fsdp_core::Error>,
     },
+    /// A collective of [`open_for`](crate::open_for) failed.
+    Open {
+        /// The checkpoint or model.
+        path: PathBuf,
+        /// Cause.
+        source: Box<fsdp_core::Error>,
+    },
     /// An asynchronous save failed.
     AsyncSave {
         /// Target of the save.
@@ -250,6 +277,7 @@ impl Display for Error {
         match self {
             Error::Group(error) => error.fmt(f),
             Error::Save { path, source } => write!(f, "the save of {} failed: {source}", escape(path.display())),
+            Error::Open { path, source } => write!(f, "opening {} failed: {source}", escape(path.display())),
             // Paths, names and reasons hold text from files.
             _ => escape(Message(self)).fmt(f),
         }
@@ -261,7 +289,7 @@ impl StdError for Error {
         match self {
             Error::Io { source, .. } => Some(source),
             Error::Object { source: Some(source), .. } => Some(&**source),
-            Error::Save { source, .. } => source.source(),
+            Error::Save { source, .. } | Error::Open { source, .. } => source.source(),
             Error::AsyncSave { source, .. } => Some(&**source),
             Error::Group(error) => error.source(),
             _ => None,
@@ -292,6 +320,20 @@ impl Display for Message<'_> {
             }
             Error::Malformed { path, item: name, reason } => {
                 write!(f, "{}: {}{reason}", path.display(), item("", name))
+            }
+            Error::Parts { path, wanted, parts } => {
+                let part =
+                    |part: &ModelPart| format!("`{}` ({} tensors, {} bytes)", part.name, part.tensors, part.bytes);
+                let parts = parts.iter().map(part).collect::<Vec<_>>().join(", ");
+                match wanted {
+                    Some(wanted) if parts.is_empty() => {
+                        write!(f, "{} has no model {wanted:?}: no part of it has matrices", path.display())
+                    }
+                    Some(wanted) => write!(f, "{} has no model {wanted:?}: its parts are {parts}", path.display()),
+                    None => {
+                        write!(f, "{}: several parts may be the model: {parts}", path.display())
+                    }
+                }
             }
             Error::Manifest { path, tensor, reason } => {
                 write!(f, "{}: {}{reason}", path.display(), item("tensor ", tensor))
@@ -330,8 +372,7 @@ impl Display for Message<'_> {
             Error::UnsupportedDTypes { path, tensors } => {
                 let listed = join(tensors.iter().map(|(name, dtype)| format!("\"{name}\" ({dtype})")), 20);
                 let supported = "expected U8, U32, I64, BF16, F16, F32 or F64";
-                let fix = "--skip-unreadable leaves them out";
-                write!(f, "{} has unsupported dtypes: {listed}; {supported}; {fix}", path.display())
+                write!(f, "{} has unsupported dtypes: {listed}; {supported}", path.display())
             }
             Error::NameMismatch { path, missing, unexpected } => {
                 let few = |names: &[String]| join(names.iter().map(|name| format!("\"{name}\"")), 5);
@@ -360,7 +401,7 @@ impl Display for Message<'_> {
                 "the asynchronous save of {} is still running on rank {rank}; wait for it or try again later",
                 path.display()
             ),
-            Error::Save { source, .. } => source.fmt(f),
+            Error::Save { source, .. } | Error::Open { source, .. } => source.fmt(f),
             Error::Group(error) => error.fmt(f),
         }
     }

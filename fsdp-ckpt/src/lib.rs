@@ -53,11 +53,14 @@ mod load;
 pub mod merge;
 mod model_prefix;
 mod open;
+mod placeholder;
 mod region;
 mod safetensors;
 mod source;
 mod store;
 pub mod torch;
+mod training_state;
+mod weights;
 
 pub use checkpoint::Checkpoint;
 pub use checkpoint::async_save::{AsyncSaver, WhenBusy};
@@ -67,17 +70,20 @@ pub use checkpoint::run_dir::{Survey, alias_target, keep_newest, latest, name_be
 pub use checkpoint::save::{SaveOptions, SaveState, SaveSummary, save, save_with};
 pub use checkpoint::writable::{RemoveIfEmpty, check_writable};
 pub use diff::{Diff, TensorDiff, Tolerance, ValueDiff, diff};
-pub use error::{Error, Result};
+pub use error::{Error, ModelPart, Result};
 pub use escape::{Escaped, escape};
 pub use file_names::MANIFEST;
 pub use finite::{NonFinite, count_non_finite, non_finite};
 pub use load::{LoadOptions, LoadReport, LoadTensor, Strict, load, read_as};
 pub use model_prefix::{MODEL, ModelPrefix};
 pub use open::{open, open_for};
+pub use placeholder::Placeholder;
 pub use safetensors::{SafetensorsFile, TensorInfo};
 pub use source::{
     Checksums, ChunkEntry, FileEntry, Format, SourceIndex, TensorEntry, TensorSource, Verified, WriteSummary, stream,
 };
+pub use training_state::{ROOT, TrainingState};
+pub use weights::{find_weights, open_weights};
 
 /// Runs the program in the README.
 #[cfg(doctest)]

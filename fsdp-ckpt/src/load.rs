@@ -1,5 +1,6 @@
 //! Loading into existing memory.
 
+use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -100,12 +101,15 @@ pub struct LoadReport {
 /// ```
 ///
 /// # Errors
-/// [`Error::NameMismatch`]; [`Error::TensorMismatch`] for another shape, or for another dtype that is not converted;
+/// [`Error::Argument`] for a pattern that is invalid or matches no name; [`Error::NameMismatch`];
+/// [`Error::TensorMismatch`] for another shape, or for another dtype that is not converted;
 /// errors of reading.
 pub fn load(source: &dyn TensorSource, tensors: &[LoadTensor], options: &LoadOptions) -> Result<LoadReport> {
     let _span = fsdp_core::heartbeat::span("checkpoint load", "");
     let patterns = Patterns::new(options)?;
     let names = ModelPrefix::of(source, tensors.iter().map(|tensor| tensor.fqn.as_str()));
+    let stored = source.tensors().keys().chain(source.unreadable().keys()).map(|name| names.state_name(name));
+    patterns.check(stored.chain(tensors.iter().map(|tensor| tensor.fqn.as_str().into())), source)?;
     let mut report = LoadReport::default();
     let mut wanted = BTreeSet::new();
     let mut found = Vec::new();
@@ -215,6 +219,21 @@ impl Patterns {
                 .collect::<Result<Vec<_>>>()
         };
         Ok(Patterns { include: compile(&options.include)?, exclude: compile(&options.exclude)? })
+    }
+
+    /// Fails if a pattern matches none of the names.
+    fn check<'a>(&self, names: impl Iterator<Item = Cow<'a, str>> + Clone, source: &dyn TensorSource) -> Result<()> {
+        for (option, patterns) in [("include", &self.include), ("exclude", &self.exclude)] {
+            if let Some(idle) = patterns.iter().find(|pattern| !names.clone().any(|name| pattern.matches(&name))) {
+                let (path, idle) = (source.path().display(), idle.as_str());
+                let reason = format!(
+                    "LoadOptions::{option}: {idle:?} matches no tensor of {path} and none to load. The names in a \
+                     training state are model.<fqn>"
+                );
+                return Err(Error::Argument(reason));
+            }
+        }
+        Ok(())
     }
 
     fn accept(&self, name: &str) -> bool {

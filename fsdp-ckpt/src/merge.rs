@@ -26,8 +26,14 @@ const MATRICES: [&str; 2] = [".lora_A.weight", ".lora_B.weight"];
 /// Largest size of `adapter_config.json`.
 const MAX_CONFIG: u64 = 1 << 24;
 
-/// Layers of GPT-2 whose matrices are [in, out].
+/// Layers of GPT-2 whose matrices are [in, out]. Other families have layers of these names whose matrices are [out, in].
 const TRANSPOSED: [&str; 4] = ["c_attn", "q_attn", "c_fc", "c_proj"];
+/// Embeddings of tokens, to which a head may be tied.
+const EMBEDDINGS: [&str; 5] = ["embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings"];
+/// Ends of the names of heads.
+const HEADS: [&str; 3] = ["lm_head.weight", "embed_out.weight", "predictions.decoder.weight"];
+/// Parts of the names of classifiers, which are not tied.
+const CLASSIFIERS: [&str; 2] = ["score.", "classifier."];
 
 /// A model with merged adapters. Reads add the product of an adapter's matrices to a weight, in f32, and round the sum
 /// once to the weight's dtype. Memory does not grow with the model.
@@ -71,6 +77,8 @@ struct Config {
     #[serde(default)]
     use_rslora: bool,
     #[serde(default)]
+    fan_in_fan_out: bool,
+    #[serde(default)]
     alpha_pattern: BTreeMap<String, f64>,
     #[serde(flatten)]
     rest: Map<String, Value>,
@@ -104,10 +112,16 @@ impl<'a> Merged<'a> {
         let config = Config::read(adapter, &path)?;
         let mut merged = Self::without_adapters(base);
         merged.file = Some(HfModel::open_file(&adapter.join(WEIGHTS))?);
+        let unreadable = merged.weights().unreadable();
+        if !unreadable.is_empty() {
+            let path = merged.weights().path().to_path_buf();
+            return Err(Error::UnsupportedDTypes { path, tensors: unreadable.clone() });
+        }
         let names: Vec<String> = merged.weights().tensors().keys().cloned().collect();
         for name in &names {
             merged.add(name, &config, &path)?;
         }
+        merged.check_head()?;
         if merged.adapters.is_empty() && merged.replaced.is_empty() {
             return Err(merged.malformed(None, format!("it has no tensors, expected {PREFIX}*.lora_A.weight")));
         }
@@ -133,11 +147,22 @@ impl<'a> Merged<'a> {
                 continue;
             }
             let weight = merged.base_name(&format!("{layer}.weight"))?;
-            let adapter = merged.adapter(layer, &weight, [&down_name, &up_name], scale as f32, false)?;
+            let is_turned = merged.is_turned(layer, &weight, true);
+            let adapter = merged.adapter(&weight, [&down_name, &up_name], scale as f32, is_turned)?;
             merged.adapters.insert(weight, adapter);
         }
         merged.forget_checksums();
         Ok(merged)
+    }
+
+    /// Gives the changed weights in f32, without rounding them to the base's dtype.
+    pub fn in_f32(mut self) -> Self {
+        for name in self.adapters.keys().chain(self.replaced.keys()) {
+            if let Some(tensor) = self.index.tensors.get_mut(name) {
+                tensor.dtype = DType::F32;
+            }
+        }
+        self
     }
 
     fn without_adapters(base: &'a dyn TensorSource) -> Self {
@@ -186,7 +211,8 @@ impl<'a> Merged<'a> {
                 let weight = self.base_name(&format!("{layer}.weight"))?;
                 let up = format!("{PREFIX}{layer}{up}");
                 let scale = config.scale(layer, path)?;
-                let adapter = self.adapter(layer, &weight, [name, &up], scale, is_embedding)?;
+                let is_turned = self.is_turned(layer, &weight, config.fan_in_fan_out);
+                let adapter = self.adapter(&weight, [name, &up], scale, is_embedding || is_turned)?;
                 self.adapters.insert(weight, adapter);
                 return Ok(());
             }
@@ -194,8 +220,8 @@ impl<'a> Merged<'a> {
         if own.contains(".lora_") {
             return Err(self.malformed(Some(name), "it can't be merged; merge it with PEFT's merge_and_unload".into()));
         }
-        // A module of `modules_to_save`, or a bias.
-        let weight = self.base_name(own)?;
+        // A module of `modules_to_save`, a bias, or what PEFT saves beside the adapters of an embedding.
+        let weight = self.base_name(&own.replace(".base_layer.", "."))?;
         let (found, expected) = (&self.weights().tensor(name)?.shape, &self.index.tensors[&weight].shape);
         if found != expected {
             let reason = format!("it has shape {found:?}, expected {expected:?} by \"{weight}\" of the base");
@@ -210,6 +236,7 @@ impl<'a> Merged<'a> {
         let bare = name.split_once('.').map_or(name, |(_, rest)| rest);
         match [name, bare].into_iter().find(|name| self.index.tensors.contains_key(*name)) {
             Some(found) => Ok(found.to_string()),
+            None if HEADS.iter().any(|head| name.ends_with(head)) => Err(self.malformed(None, tied(name))),
             None => {
                 let hint = did_you_mean(name, self.index.tensors.keys().map(String::as_str));
                 Err(Error::MissingTensor { path: self.base.path().to_path_buf(), tensor: name.to_string(), hint })
@@ -217,14 +244,35 @@ impl<'a> Merged<'a> {
         }
     }
 
-    fn adapter(
-        &self,
-        layer: &str,
-        weight: &str,
-        [down_name, up_name]: [&str; 2],
-        scale: f32,
-        is_embedding: bool,
-    ) -> Result<Adapter> {
+    /// Refuses changes of an embedding to which the head is tied: PEFT's head keeps the base's weights.
+    fn check_head(&self) -> Result<()> {
+        let changed = self.adapters.keys().chain(self.replaced.keys());
+        let is_embedding =
+            |name: &&String| name.strip_suffix(".weight").is_some_and(|it| EMBEDDINGS.contains(&last_of(it)));
+        let Some(embedding) = changed.into_iter().find(is_embedding) else { return Ok(()) };
+        let is_head = |name: &String| {
+            HEADS.iter().any(|head| name.ends_with(head)) || CLASSIFIERS.iter().any(|part| name.contains(part))
+        };
+        if self.index.tensors.keys().any(is_head) {
+            return Ok(());
+        }
+        Err(self.malformed(Some(embedding), tied("its head")))
+    }
+
+    /// Returns whether a square weight is [in, out], as in GPT-2. `c_attn` of the same block tells, and otherwise
+    /// `fan_in_fan_out`, which PEFT saves as the last layer had it.
+    fn is_turned(&self, layer: &str, weight: &str, fan_in_fan_out: bool) -> bool {
+        let mut parts = weight.rsplitn(4, '.').skip(3);
+        let attention = parts.next().and_then(|block| self.index.tensors.get(&format!("{block}.attn.c_attn.weight")));
+        let of_attention = attention.and_then(|entry| match entry.shape[..] {
+            [rows, columns] if rows != columns => Some(rows < columns),
+            _ => None,
+        });
+        TRANSPOSED.contains(&last_of(layer)) && of_attention.unwrap_or(fan_in_fan_out)
+    }
+
+    /// Reads the adapter of a weight. If the weight is square, `is_turned` tells whether it is [in, out].
+    fn adapter(&self, weight: &str, [down_name, up_name]: [&str; 2], scale: f32, is_turned: bool) -> Result<Adapter> {
         let [down, up] = [self.weights().tensor(down_name)?, self.weights().tensor(up_name)?];
         let entry = &self.index.tensors[weight];
         let ([rank, input], [output, up_rank], [rows, columns]) = (&down.shape[..], &up.shape[..], &entry.shape[..])
@@ -232,8 +280,7 @@ impl<'a> Merged<'a> {
             return Err(self.malformed(Some(down_name), "it, its partner or the weight is not a matrix".into()));
         };
         let (plain, turned) = ([output, input] == [rows, columns], [input, output] == [rows, columns]);
-        let last = layer.rsplit('.').next().unwrap_or_default();
-        let transposed = turned && (is_embedding || !plain || TRANSPOSED.contains(&last));
+        let transposed = turned && (is_turned || !plain);
         if rank != up_rank || !(plain || turned) {
             let reason = format!(
                 "its shape {:?} and its partner's {:?} do not fit the weight's {:?}; pass the base of these adapters",
@@ -267,6 +314,17 @@ impl<'a> Merged<'a> {
         }
         Ok(native.as_chunks().0.iter().map(|bytes| f32::from_ne_bytes(*bytes)).collect())
     }
+}
+
+fn last_of(layer: &str) -> &str {
+    layer.rsplit('.').next().unwrap_or_default()
+}
+
+fn tied(what: &str) -> String {
+    format!(
+        "{what} is tied to the base's embedding, and these adapters change one of them: merge them with PEFT's \
+         merge_and_unload, and save the model with tie_word_embeddings = false"
+    )
 }
 
 impl Config {

@@ -8,7 +8,7 @@ use crate::{Format, TensorSource};
 pub const MODEL: &str = "model.";
 
 /// Prefix of an optimizer's names in a training state.
-const OPTIM: &str = "optim.";
+pub(crate) const OPTIM: &str = "optim.";
 
 /// Whether a source stores the parameter `<fqn>` as `model.<fqn>`, like a training state, or as `<fqn>`, like a model.
 /// FQNs may themselves begin with `model.`.
@@ -34,6 +34,9 @@ impl ModelPrefix {
     ///
     /// In files of a model, `model.` is the prefix if the optimizer's names exist, too, or if `model.model.` does.
     pub fn guess(source: &dyn TensorSource) -> Self {
+        if let Some(has_prefix) = source.index().has_prefix {
+            return ModelPrefix { has_prefix };
+        }
         let names = || source.tensors().keys().chain(source.unreadable().keys());
         let any = |prefix: &str| names().any(|name| name.starts_with(prefix));
         let all = || names().all(|name| name.starts_with(MODEL) || name.starts_with(OPTIM));

@@ -6,7 +6,7 @@ use fsdp_core::ProcessGroup;
 
 use crate::checkpoint::agree::agree;
 use crate::checkpoint::open_for::open_for as open_for_ranks;
-use crate::hf::{HfModel, INDEX};
+use crate::hf::{HfModel, INDEX, SINGLE};
 use crate::store::location;
 use crate::torch::{BIN, BIN_INDEX, METADATA, TorchDcp, TorchFile};
 use crate::{Checkpoint, Error, MANIFEST, Result, TensorShard, TensorSource, latest};
@@ -32,11 +32,13 @@ pub fn open(path: &Path) -> Result<Box<dyn TensorSource>> {
     if store.size(METADATA)?.is_some() {
         return Ok(Box::new(TorchDcp::open(path)?));
     }
-    if store.list()?.iter().any(|name| name.ends_with(".safetensors") || name == INDEX) {
-        return Ok(Box::new(HfModel::open(path)?));
-    }
-    if store.size(BIN)?.is_some() || store.size(BIN_INDEX)?.is_some() {
+    let names = store.list()?;
+    let has = |wanted: &str| names.iter().any(|name| name == wanted);
+    if (has(BIN) || has(BIN_INDEX)) && !has(SINGLE) && !has(INDEX) {
         return Ok(Box::new(TorchFile::open_model(path)?));
+    }
+    if has(INDEX) || names.iter().any(|name| name.ends_with(".safetensors")) {
+        return Ok(Box::new(HfModel::open(path)?));
     }
     Err(nothing(path))
 }
@@ -73,8 +75,16 @@ pub fn open(path: &Path) -> Result<Box<dyn TensorSource>> {
 /// ```
 ///
 /// # Errors
-/// The errors of [`open`]. An error of rank 0 is [`Error::Rank`] on the other ranks.
+/// The errors of [`open`]. An error of rank 0 is [`Error::Rank`] on the other ranks. [`Error::Open`] if a collective
+/// fails, as when a rank does not open it.
 pub fn open_for(path: &Path, group: &ProcessGroup, tensors: &[TensorShard]) -> Result<Box<dyn TensorSource>> {
+    open_together(path, group, tensors).map_err(|error| match error {
+        Error::Group(source) => Error::Open { path: path.to_path_buf(), source: Box::new(source) },
+        other => other,
+    })
+}
+
+fn open_together(path: &Path, group: &ProcessGroup, tensors: &[TensorShard]) -> Result<Box<dyn TensorSource>> {
     let opened = if group.rank() == 0 { open_checkpoint(path) } else { Ok(None) };
     let opened = agree(group, "open the checkpoint", opened).map_err(|error| match error {
         Error::Rank { error: Some(own), .. } => *own,

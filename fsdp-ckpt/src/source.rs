@@ -195,6 +195,11 @@ pub struct SourceIndex {
     pub missing: BTreeMap<String, String>,
     /// Non-tensor state.
     pub values: Map<String, Value>,
+    /// The keys of nested dicts that lead to each tensor and value, such as `["model", "layers.0.weight"]`, if the format
+    /// records them.
+    pub(crate) paths: BTreeMap<String, Vec<String>>,
+    /// Whether the parameters' names begin with `model.`, if it is known.
+    pub(crate) has_prefix: Option<bool>,
 }
 
 impl SourceIndex {
@@ -209,6 +214,8 @@ impl SourceIndex {
             files: BTreeMap::new(),
             missing: BTreeMap::new(),
             values: Map::new(),
+            paths: BTreeMap::new(),
+            has_prefix: None,
         }
     }
 
@@ -345,8 +352,8 @@ pub trait TensorSource: Debug + Send + Sync {
 
 /// Implements [`TensorSource`] for a pointer to a source.
 macro_rules! pointer {
-    ($pointer:ident) => {
-        impl<S: TensorSource + ?Sized> TensorSource for $pointer<S> {
+    ($pointer:ty) => {
+        impl<S: TensorSource + ?Sized> TensorSource for $pointer {
             fn index(&self) -> &SourceIndex {
                 (**self).index()
             }
@@ -378,8 +385,9 @@ macro_rules! pointer {
     };
 }
 
-pointer!(Box);
-pointer!(Arc);
+pointer!(&S);
+pointer!(Box<S>);
+pointer!(Arc<S>);
 
 /// Verifies one rank's share of the chunks in a source's index.
 pub(crate) fn verify_share<S: TensorSource + ?Sized>(source: &S, rank: usize, ranks: usize) -> Result<Verified> {

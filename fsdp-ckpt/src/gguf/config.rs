@@ -7,6 +7,7 @@ use serde_json::{Map, Value};
 
 use crate::gguf::rope::{Rope, RopeFields};
 use crate::gguf::{malformed, read_json};
+use crate::hf::ExpertNames;
 use crate::{Error, Result};
 
 const FILE: &str = "config.json";
@@ -95,6 +96,16 @@ pub(super) struct Config {
     activation: String,
 }
 
+impl Config {
+    /// Returns the names of experts in files of the original format.
+    pub(super) fn expert_names(&self) -> ExpertNames {
+        match self.architecture {
+            Architecture::Llama => ExpertNames::MIXTRAL,
+            _ => ExpertNames::QWEN3_MOE,
+        }
+    }
+}
+
 /// Experts, which replace MLPs.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Experts {
@@ -104,19 +115,32 @@ pub(super) struct Experts {
     pub(super) inner: usize,
 }
 
-/// Names that some architectures have for a field. A file may have both, and these count.
-const OTHER_NAMES: [(&str, &str); 11] = [
-    ("n_embd", "hidden_size"),
-    ("n_inner", "intermediate_size"),
-    ("n_layer", "num_hidden_layers"),
-    ("n_head", "num_attention_heads"),
-    ("n_positions", "max_position_embeddings"),
-    ("layer_norm_eps", "rms_norm_eps"),
-    ("layer_norm_epsilon", "rms_norm_eps"),
-    ("hidden_activation", "hidden_act"),
-    ("activation_function", "hidden_act"),
-    ("_sliding_window_pattern", "sliding_window_pattern"),
-    ("num_experts", "num_local_experts"),
+/// How a family's name of a field relates to the name of other families.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Use {
+    /// The family has no other name.
+    Alone,
+    /// If a file has both, the family's name counts.
+    First,
+    /// If a file has both, the other name counts.
+    Second,
+}
+
+/// Fields that families call otherwise: the family, its name and the usual name. transformers reads them in this way.
+const OTHER_NAMES: [(&str, &str, &str, Use); 13] = [
+    ("gpt2", "n_embd", "hidden_size", Use::Second),
+    ("gpt2", "n_layer", "num_hidden_layers", Use::Second),
+    ("gpt2", "n_head", "num_attention_heads", Use::Second),
+    ("gpt2", "n_positions", "max_position_embeddings", Use::Second),
+    ("gpt2", "n_inner", "intermediate_size", Use::Alone),
+    ("gpt2", "layer_norm_epsilon", "rms_norm_eps", Use::Alone),
+    ("gpt2", "activation_function", "hidden_act", Use::Alone),
+    ("bert", "layer_norm_eps", "rms_norm_eps", Use::Alone),
+    ("gemma2", "hidden_activation", "hidden_act", Use::Alone),
+    ("gemma3", "hidden_activation", "hidden_act", Use::Alone),
+    ("gemma3_text", "hidden_activation", "hidden_act", Use::Alone),
+    ("mixtral", "num_experts", "num_local_experts", Use::First),
+    ("qwen3_moe", "num_experts", "num_local_experts", Use::Second),
 ];
 
 #[derive(Deserialize)]
@@ -173,9 +197,14 @@ impl Config {
             let looked_for = format!("{FILE}; --config-from names the directory that has it");
             return Err(Error::NotFound { path: dir.to_path_buf(), looked_for });
         };
-        for (name, usual) in OTHER_NAMES {
-            if let Some(value) = json.remove(name).filter(|value| !value.is_null()) {
-                json.insert(usual.to_string(), value);
+        let family = json.get("model_type").and_then(Value::as_str).unwrap_or_default().to_owned();
+        for (_, name, usual, what) in OTHER_NAMES.iter().filter(|(of, ..)| *of == family) {
+            if *what == Use::Alone {
+                json.remove(*usual);
+            }
+            let own = json.remove(*name).filter(|value| !value.is_null());
+            if let Some(own) = own.filter(|_| *what != Use::Second || json.get(*usual).is_none_or(Value::is_null)) {
+                json.insert((*usual).to_string(), own);
             }
         }
         let fields = serde_json::from_value(Value::Object(json));

@@ -30,6 +30,7 @@ use crate::gguf::file::{Header, TensorInfo, create};
 use crate::gguf::metadata::Metadata;
 use crate::gguf::tensors::Tensors;
 use crate::gguf::vocab::Vocabulary;
+use crate::hf::{Renamed, unfused};
 use crate::{Error, Result, TensorSource};
 
 /// Options of [`write()`].
@@ -87,6 +88,9 @@ pub struct GgufSummary {
 /// [`TensorSource::read`].
 pub fn write(dst: &Path, source: &dyn TensorSource, config_dir: &Path, options: &GgufOptions) -> Result<GgufSummary> {
     let config = Config::read(config_dir)?;
+    let unfused = |count| Renamed::new(source, unfused(source, config.expert_names(), count)?);
+    let unfused = config.experts.map(|experts| unfused(experts.count)).transpose()?;
+    let source = unfused.as_ref().map_or(source, |unfused| unfused as &dyn TensorSource);
     let tensors = Tensors::new(source, &config)?;
     let vocabulary = Vocabulary::read(config_dir, &config, options.pre_tokenizer.as_deref())?;
     let quantization = options.quantization.unwrap_or_else(|| tensors.own_quantization(source));

@@ -242,9 +242,10 @@ const BERT: &[Row] = &[
     Row::new("bert.encoder.layer.{}.output.LayerNorm.bias", "blk.{}.layer_output_norm.bias", &[Width]),
 ];
 
-/// Returns the tensors of a model: first the ones outside layers, then the ones of each layer.
-pub(super) fn rows(config: &Config) -> Vec<Row> {
-    let head = if config.tied { &[] } else { HEAD };
+/// Returns the tensors of a model: first the ones outside layers, then the ones of each layer. `is_tied` is whether the
+/// head shares the embedding's weights.
+pub(super) fn rows(config: &Config, is_tied: bool) -> Vec<Row> {
+    let head = if is_tied { &[] } else { HEAD };
     let parts: &[&[Row]] = match config.architecture {
         Architecture::Llama if config.experts.is_some() => &[DECODER, head, NORMS, LLAMA_ATTENTION, MIXTRAL_EXPERTS],
         Architecture::Llama => &[DECODER, head, NORMS, LLAMA_ATTENTION, MLP, MLP_BIASES],
@@ -270,16 +271,16 @@ pub(super) fn prefix(architecture: Architecture) -> &'static str {
 }
 
 /// Returns whether llama.cpp has no use for a tensor of transformers. The name has the prefix.
-pub(super) fn is_ignored(name: &str, config: &Config) -> bool {
+pub(super) fn is_ignored(name: &str, config: &Config, is_tied: bool) -> bool {
     match config.architecture {
         // Buffers of old files: the causal mask.
         Architecture::Gpt2 => {
-            name == "lm_head.weight" || name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias")
+            (is_tied && name == "lm_head.weight") || name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias")
         }
         // llama.cpp computes embeddings, without a head.
         Architecture::Bert => {
             name.starts_with("cls.") || name.starts_with("bert.pooler.") || name == "bert.embeddings.position_ids"
         }
-        _ => name.ends_with(".rotary_emb.inv_freq") || (config.tied && name == "lm_head.weight"),
+        _ => name.ends_with(".rotary_emb.inv_freq") || (is_tied && name == "lm_head.weight"),
     }
 }

@@ -21,7 +21,7 @@ pub(super) struct RopeFields {
 }
 
 /// `rope_parameters`, or the older `rope_scaling`.
-#[derive(Clone, Default, Deserialize)]
+#[derive(Clone, Default, PartialEq, Deserialize)]
 struct Parameters {
     rope_theta: Option<f64>,
     rope_type: Option<String>,
@@ -94,7 +94,9 @@ impl Rope {
         head_dim: usize,
         positions: usize,
     ) -> Result<Self> {
-        let own = fields.rope_parameters.as_deref().or(fields.rope_scaling.as_deref()).cloned().unwrap_or_default();
+        // In transformers, the older name wins where a file has both, unless it is empty.
+        let older = fields.rope_scaling.as_deref().filter(|older| **older != Parameters::default());
+        let own = older.or(fields.rope_parameters.as_deref()).cloned().unwrap_or_default();
         let full = own.full_attention.as_deref().unwrap_or(&own);
         let fail = |item: &str, reason: String| Err(malformed(path, Some(item), reason));
         let usual = if architecture == Architecture::Gemma3 { 1e6 } else { 1e4 };
@@ -112,7 +114,11 @@ impl Rope {
             }
             _ => None,
         };
-        let part = full.partial_rotary_factor.or(fields.partial_rotary_factor).unwrap_or(1.);
+        let part = match full.partial_rotary_factor.or(fields.partial_rotary_factor) {
+            // transformers ignores it for the default kind, except for Phi-3.
+            Some(part) if architecture == Architecture::Phi3 || full.kind() != "default" => part,
+            _ => 1.,
+        };
         let width = (head_dim as f64 * part) as usize;
         if width == 0 || !width.is_multiple_of(2) || width > head_dim {
             return fail("head_dim", format!("{width} of {head_dim} elements are rotated, expected an even number"));

@@ -1,6 +1,6 @@
 //! Special tokens, and which of them begin and end a text.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use serde_json::Value as Json;
 
@@ -31,7 +31,8 @@ pub(super) struct SpecialTokens {
 /// Files that describe special tokens.
 pub(super) struct Sources<'a> {
     pub(super) tokenizer_config: Option<&'a Json>,
-    pub(super) special_tokens_map: Option<&'a Json>,
+    /// Texts of the configured tokens by their names, such as `eos_token`.
+    pub(super) named: &'a BTreeMap<String, String>,
     pub(super) post_processor: Option<&'a Json>,
     /// Text of the unknown token in the tokenizer's model.
     pub(super) unknown: Option<&'a str>,
@@ -42,10 +43,8 @@ impl SpecialTokens {
     pub(super) fn new(sources: &Sources<'_>, config: &Config, id_of: impl Fn(&str) -> Option<u32>) -> Self {
         let mut ids = HashMap::new();
         for (name, _) in NAMES {
-            let text = [sources.tokenizer_config, sources.special_tokens_map]
-                .into_iter()
-                .find_map(|json| token_text(json?.get(format!("{name}_token"))?))
-                .or(if name == "unk" { sources.unknown } else { None });
+            let named = sources.named.get(&format!("{name}_token"));
+            let text = named.map(String::as_str).or(if name == "unk" { sources.unknown } else { None });
             let of_config = || config.token_ids.iter().find(|(known, _)| *known == name).map(|(_, id)| *id);
             if let Some(id) = text.and_then(&id_of).or_else(of_config) {
                 ids.insert(name, id);
@@ -110,11 +109,6 @@ impl SpecialTokens {
             metadata.add(format!("tokenizer.ggml.add_{key}_token"), Value::Bool(added));
         }
     }
-}
-
-/// Returns a token's text, which may be in an object.
-fn token_text(token: &Json) -> Option<&str> {
-    token.as_str().or_else(|| token.get("content")?.as_str())
 }
 
 /// Returns a post-processor, or the ones of a sequence.

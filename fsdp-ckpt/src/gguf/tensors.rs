@@ -10,8 +10,11 @@ use crate::gguf::config::Config;
 use crate::gguf::malformed;
 use crate::gguf::names::{self, Change, Row};
 use crate::gguf::quantize::Quantization;
+use crate::hf::same_values;
 use crate::{Error, Result, TensorSource};
 
+/// The head's weight in transformers.
+const HEAD: &str = "lm_head.weight";
 /// Bytes in f32 to read at once.
 const BLOCK: usize = 8 << 20;
 
@@ -45,7 +48,7 @@ pub(super) struct Tensors {
 impl Tensors {
     /// Lists the tensors of the model, and checks names and shapes.
     pub(super) fn new(source: &dyn TensorSource, config: &Config) -> Result<Self> {
-        let rows = names::rows(config);
+        let mut rows = names::rows(config, config.tied);
         let prefix = names::prefix(config.architecture);
         // Models without a head have no prefix.
         let first = rows.first().map_or("", |row| row.from);
@@ -55,6 +58,16 @@ impl Tensors {
             Some(rest) if bare => rest.to_string(),
             _ => name.to_string(),
         };
+        // The head shares the embedding's weights. As transformers, takes the one that is there, and keeps both if they
+        // differ.
+        let has = |name: &str| source.tensors().contains_key(name);
+        let embedding = own_name(first);
+        let is_tied = config.tied && !(has(HEAD) && has(&embedding) && !same_values(source, HEAD, &embedding)?);
+        if !is_tied {
+            rows = names::rows(config, false);
+        }
+        let is_head_only = is_tied && has(HEAD) && !has(&embedding);
+        let own_name = |name: &str| if is_head_only && name == first { HEAD.to_string() } else { own_name(name) };
         let mut list = Vec::new();
         let mut used = BTreeSet::new();
         let (whole, layers): (Vec<Row>, Vec<Row>) = rows.into_iter().partition(|row| !row.to.contains("{}"));
@@ -93,14 +106,14 @@ impl Tensors {
             list.push(Tensor { name: name.into(), shape: vec![values.len()], origin: Origin::Values(values) });
         }
         let full_name = |name: &String| match bare {
-            true if names::is_ignored(name, config) => name.clone(),
+            true if names::is_ignored(name, config, is_tied) => name.clone(),
             true => format!("{prefix}{name}"),
             false => name.clone(),
         };
         let unexpected: Vec<String> = source
             .tensors()
             .keys()
-            .filter(|name| !used.contains(*name) && !names::is_ignored(&full_name(name), config))
+            .filter(|name| !used.contains(*name) && !names::is_ignored(&full_name(name), config, is_tied))
             .cloned()
             .collect();
         if !unexpected.is_empty() {

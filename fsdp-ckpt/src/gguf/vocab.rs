@@ -9,12 +9,13 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use serde_json::Value as Json;
 
+use crate::Result;
 use crate::gguf::chat_template::ChatTemplates;
 use crate::gguf::config::Config;
 use crate::gguf::metadata::{Metadata, Value};
 use crate::gguf::special_tokens::{Sources, SpecialTokens};
 use crate::gguf::{malformed, pre_tokenizer, read_json};
-use crate::{Error, Result};
+use crate::hf::{AddedToken, ConfiguredTokens, missing_tokenizer};
 
 const FILE: &str = "tokenizer.json";
 /// Sentencepiece's space.
@@ -112,25 +113,25 @@ impl Vocabulary {
 
     /// Reads the tokenizer of a model directory; `None` without one.
     pub(super) fn read(dir: &Path, config: &Config, pre_tokenizer: Option<&str>) -> Result<Option<Self>> {
-        let Some(json) = read_json::<TokenizerJson>(dir, FILE)? else {
-            return match without_json(dir)? {
+        let Some(mut json) = read_json::<TokenizerJson>(dir, FILE)? else {
+            return match missing_tokenizer(dir)? {
                 None => Ok(None),
-                Some(file) => Err(Error::NotFound {
-                    path: dir.to_path_buf(),
-                    looked_for: format!(
-                        "{FILE}, but it has {file}; save the tokenizer with transformers' AutoTokenizer, which writes {FILE}"
-                    ),
-                }),
+                Some(reason) => Err(malformed(&dir.join(FILE), None, reason)),
             };
         };
-        let reader = Reader { path: dir.join(FILE), json, size: config.vocabulary };
-        let mut vocabulary = reader.vocabulary(pre_tokenizer)?;
         let tokenizer_config = read_json::<Json>(dir, "tokenizer_config.json")?;
         let special_tokens_map = read_json::<Json>(dir, "special_tokens_map.json")?;
+        let added_tokens = read_json::<Json>(dir, "added_tokens.json")?;
+        let files = [tokenizer_config.as_ref(), special_tokens_map.as_ref(), added_tokens.as_ref()];
+        let tokens = ConfiguredTokens::new(files[0], files[1], files[2]);
+        let tokens = tokens.map_err(|reason| malformed(dir, None, reason))?;
+        json.add(&tokens);
+        let reader = Reader { path: dir.join(FILE), json, size: config.vocabulary };
+        let mut vocabulary = reader.vocabulary(pre_tokenizer)?;
         let ids: HashMap<&str, u32> = (0..).zip(&reader.texts()?).map(|(id, text)| (*text, id)).collect();
         let sources = Sources {
             tokenizer_config: tokenizer_config.as_ref(),
-            special_tokens_map: special_tokens_map.as_ref(),
+            named: &tokens.named,
             post_processor: reader.json.post_processor.as_ref(),
             unknown: reader.json.model.unk_token.as_deref(),
         };
@@ -168,11 +169,25 @@ impl Vocabulary {
     }
 }
 
-/// Returns the file of a tokenizer that only transformers reads.
-fn without_json(dir: &Path) -> Result<Option<&'static str>> {
-    let there = crate::store::location(dir)?.store()?.list()?;
-    let others = ["tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"];
-    Ok(others.into_iter().find(|name| there.iter().any(|there| there == name)))
+impl TokenizerJson {
+    /// Adds tokens as the tokenizers library does: a token that the model lacks gets the next id.
+    fn add(&mut self, tokens: &ConfiguredTokens) {
+        let Json::Object(vocab) = &self.model.vocab else { return };
+        let last = self.added_tokens.iter().map(|added| added.id.saturating_add(1)).max();
+        let mut next = last.unwrap_or(0).max(vocab.len() as u32);
+        let own = tokens.added.iter().map(|token| (token, true));
+        for (token, replaces) in own.chain(tokens.special.iter().map(|token| (token, false))) {
+            let AddedToken { content, special, .. } = token;
+            if let Some(known) = self.added_tokens.iter_mut().find(|known| known.content == *content) {
+                known.special = if replaces { *special } else { known.special };
+            } else if !content.is_empty() {
+                let known = vocab.get(content).and_then(Json::as_u64).and_then(|id| u32::try_from(id).ok());
+                let id = known.unwrap_or(next);
+                next = next.saturating_add(u32::from(known.is_none()));
+                self.added_tokens.push(Added { id, content: content.clone(), special: *special });
+            }
+        }
+    }
 }
 
 /// A parsed `tokenizer.json`.

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use fsdp_core::layout::Region;
 
-use super::{INDEX, SINGLE, WeightMap};
+use super::{INDEX, SINGLE, Shard, WeightMap};
 use crate::safetensors::chunked::ChunkedTensors;
 use crate::safetensors::{SafetensorsFile, sharding};
 use crate::source::{ChunkEntry, FileEntry, Format, SourceIndex, TensorEntry, TensorSource};
@@ -72,6 +72,7 @@ impl HfModel {
                 ),
             });
         }
+        check_numbers(dir, &names)?;
         let model = Self::with_files(dir, store, &names)?;
         let open = model.chunked.open.lock().unwrap_or_else(PoisonError::into_inner);
         if open.values().any(|file| sharding::has_manifest(file)) {
@@ -111,19 +112,19 @@ impl HfModel {
         parts.finish(path.to_path_buf(), store)
     }
 
-    /// Collects the tensors that an index lists.
+    /// Collects the tensors in the files that an index lists. As transformers, reads whole files: the index may list only
+    /// some of their tensors.
     fn with_weight_map(dir: &Path, store: Arc<dyn Store>, map: WeightMap) -> Result<Self> {
         let mut parts = Parts::new(dir);
-        for (name, weights) in &map.files {
+        for name in map.files.keys() {
             let file = SafetensorsFile::new(store.open(name)?)?;
+            let weights: Vec<String> = file.names().map(str::to_string).collect();
             for weight in weights {
-                if !file.contains(weight) {
-                    return Err(map.lacks(name, weight));
-                }
-                parts.add(&file, name, weight, None)?;
+                parts.add(&file, name, &weight, None)?;
             }
             parts.keep(name, file);
         }
+        map.check(&*store, &parts.index)?;
         parts.finish(map.path, store)
     }
 
@@ -131,6 +132,18 @@ impl HfModel {
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors().keys().map(String::as_str)
     }
+}
+
+/// Fails if the names are of shards, such as `model-00001-of-00003.safetensors`, and some are missing.
+fn check_numbers(dir: &Path, names: &[String]) -> Result<()> {
+    for (name, shard) in names.iter().filter_map(|name| Some((name, Shard::of(name)?))) {
+        let number = (1..=shard.count).find(|number| !names.contains(&shard.name(*number)));
+        if let Some(number) = number {
+            let looked_for = format!("{}, although it has {name}, and no {INDEX}", shard.name(number));
+            return Err(Error::NotFound { path: dir.to_path_buf(), looked_for });
+        }
+    }
+    Ok(())
 }
 
 impl TensorSource for HfModel {

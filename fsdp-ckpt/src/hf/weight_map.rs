@@ -5,7 +5,8 @@ use std::path::PathBuf;
 
 use serde::Deserialize;
 
-use crate::source::is_plain_file_name;
+use crate::hf::tied;
+use crate::source::{SourceIndex, is_plain_file_name};
 use crate::store::Store;
 use crate::{Error, Result};
 
@@ -46,9 +47,24 @@ impl WeightMap {
         Ok(Some(map))
     }
 
-    /// Returns the error that a file lacks a weight.
-    pub(crate) fn lacks(&self, file: &str, weight: &str) -> Error {
-        self.bad(format!("it lists weight \"{weight}\" in {file}, which has no such tensor"))
+    /// Checks that the files have the weights that the index lists. They may have more, which transformers reads, too.
+    /// They may lack one of two tied weights.
+    pub(crate) fn check(&self, store: &dyn Store, index: &SourceIndex) -> Result<()> {
+        let has = |weight: &str| index.tensors.contains_key(weight) || index.unreadable.contains_key(weight);
+        let mut tied = None;
+        for (file, weights) in &self.files {
+            for weight in weights.iter().filter(|weight| !has(weight)) {
+                let is_tied = match tied {
+                    Some(tied) => tied,
+                    None => *tied.insert(tied::is_tied(store)?),
+                };
+                if !(is_tied && tied::others(weight).any(has)) {
+                    let reason = format!("it lists weight \"{weight}\" in {file}, which has no such tensor");
+                    return Err(self.bad(reason));
+                }
+            }
+        }
+        Ok(())
     }
 
     fn bad(&self, reason: String) -> Error {

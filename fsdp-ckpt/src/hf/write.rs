@@ -7,9 +7,10 @@ use fsdp_core::layout::Region;
 use serde_json::json;
 
 use crate::hf::{INDEX, SINGLE};
+use crate::placeholder::Placeholder;
 use crate::safetensors::{Entry, write_file};
 use crate::source::{WriteSummary, stream};
-use crate::store::{Store, location, split};
+use crate::store::{Store, found_instead, location, placeholder_in, split};
 use crate::{Error, Result, TensorSource};
 
 /// Configuration and tokenizer files that [`config_files`] looks for.
@@ -120,6 +121,9 @@ fn partition(source: &dyn TensorSource, most: u64) -> Vec<Vec<&str>> {
 
 fn copy(path: &Path, store: &dyn Store) -> Result<()> {
     let from = location(path)?.open()?;
+    if let Some(found) = placeholder_in(&*from).filter(|found| *found != Placeholder::Empty) {
+        return Err(found_instead(path, found));
+    }
     let mut to = store.create(&split(path)?.1, from.bytes())?;
     let mut block = vec![0; from.bytes().min(1 << 20) as usize];
     let mut at = 0;

@@ -18,12 +18,14 @@ use serde::{Deserialize, Serialize};
 use crate::checksum::Checksum;
 use crate::error::did_you_mean;
 use crate::region::{check_request, checked_bytes, runs};
-use crate::store::{CACHE_BLOCK, OPENED, ReadAt, Store, allocate, location, read_runs};
+use crate::store::{CACHE_BLOCK, OPENED, ReadAt, Store, allocate, location, placeholder_in, read_runs};
 use crate::{Error, Result};
 
 pub(crate) mod chunked;
 pub(crate) mod sharding;
 
+/// First bytes of a GGUF file.
+const GGUF: &[u8; 4] = b"GGUF";
 /// Limit of the safetensors library.
 const MAX_HEADER: u64 = 100_000_000;
 
@@ -73,7 +75,10 @@ impl SafetensorsFile {
     /// Reads the header of a file and verifies its CRC-32C, if expected, of length and padding, too.
     pub(crate) fn with_header(file: Box<dyn ReadAt>, expected: Option<u32>) -> Result<Self> {
         let bytes = file.bytes();
-        let bad = |reason: String| Error::NotSafetensors { path: file.path().to_path_buf(), reason };
+        let bad = |reason: String| Error::NotSafetensors {
+            path: file.path().to_path_buf(),
+            reason: placeholder_in(&*file).map_or(reason, |found| found.to_string()),
+        };
         if bytes < 8 {
             return Err(bad(format!("it has {bytes} bytes, expected at least 8")));
         }
@@ -82,7 +87,12 @@ impl SafetensorsFile {
         let length = u64::from_le_bytes(length);
         // Check before allocating.
         if length > bytes - 8 || length > MAX_HEADER {
-            return Err(bad(format!("its header claims {length} bytes, the file has {bytes}")));
+            let mut start = [0; GGUF.len()];
+            file.read_exact_at(&mut start, 0)?;
+            return Err(bad(match &start == GGUF {
+                true => "it is a GGUF file, which this program writes and does not read".into(),
+                false => format!("its header claims {length} bytes, the file has {bytes}; is it truncated?"),
+            }));
         }
         let mut header = allocate(file.path(), length)?;
         file.read_exact_at(&mut header, 8)?;

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::error::io_error;
+use crate::placeholder::{Placeholder, START};
 use crate::region::CopyRun;
 use crate::{Error, Result};
 
@@ -150,8 +151,24 @@ pub(crate) trait Store: Debug + Send + Sync {
         }
         let mut contents = allocate(file.path(), bytes)?;
         file.read_exact_at(&mut contents, 0)?;
-        Ok(Some(contents))
+        match Placeholder::of(&contents) {
+            None | Some(Placeholder::Empty) => Ok(Some(contents)),
+            Some(found) => Err(found_instead(&self.path().join(name), found)),
+        }
     }
+}
+
+/// Returns what an open file holds instead of its contents; `None` also if it can't be read.
+pub(crate) fn placeholder_in(file: &dyn ReadAt) -> Option<Placeholder> {
+    let mut start = [0; START];
+    let start = &mut start[..file.bytes().min(START as u64) as usize];
+    file.read_exact_at(start, 0).ok()?;
+    Placeholder::of(start)
+}
+
+/// Returns the error for a file that holds something else.
+pub(crate) fn found_instead(path: &Path, found: Placeholder) -> Error {
+    Error::Malformed { path: path.to_path_buf(), item: None, reason: found.to_string() }
 }
 
 /// Allocates memory for a file, or returns an error: the claimed size may be larger than memory.

@@ -64,9 +64,9 @@ impl TorchDcp {
             });
         };
         let described_by = dir.join(METADATA);
-        let dcp_metadata::Metadata { tensors, unreadable, values, files } =
+        let dcp_metadata::Metadata { tensors, unreadable, values, files, paths } =
             dcp_metadata::parse(&bytes).map_err(|bad| not_torch(&described_by, bad.item.as_deref(), bad.reason))?;
-        let mut index = SourceIndex { unreadable, ..SourceIndex::new(dir, Format::TorchDcp) };
+        let mut index = SourceIndex { unreadable, paths, ..SourceIndex::new(dir, Format::TorchDcp) };
         for (name, end) in files {
             check_stays(&*store, &name)?;
             let Some(bytes) = store.size(&name)? else {

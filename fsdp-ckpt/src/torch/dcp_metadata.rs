@@ -7,6 +7,7 @@ use fsdp_core::layout::Region;
 
 use crate::region::{Bounds, checked_bytes};
 use crate::source::{ChunkEntry, TensorEntry, is_plain_file_name};
+use crate::torch::flatten::{DEPTH, NAME};
 use crate::torch::pickle::{Pickle, Value};
 use crate::torch::tensor::{dtype_name, from_torch_dtype};
 
@@ -36,6 +37,8 @@ pub(super) struct Metadata {
     pub(super) values: BTreeMap<String, ValueItem>,
     /// Smallest possible size of each file.
     pub(super) files: BTreeMap<String, u64>,
+    /// The keys of dicts that lead to each tensor and value.
+    pub(super) paths: BTreeMap<String, Vec<String>>,
 }
 
 /// A problem, and its tensor or value, if there is one.
@@ -95,7 +98,44 @@ pub(super) fn parse(bytes: &[u8]) -> Result<Metadata, Bad> {
             return Err(bad(fqn, "it is there twice"));
         }
     }
+    let planned = field("planner_data").unwrap_or_default();
+    for fqn in metadata.tensors.keys().chain(metadata.unreadable.keys()).chain(metadata.values.keys()) {
+        metadata.paths.insert(fqn.clone(), path_in_name(fqn));
+    }
+    // Names may share their keys, so that these are larger than the pickle.
+    let mut left = bytes.len().saturating_mul(64).saturating_add(1 << 12);
+    for &(fqn, path) in planned {
+        let keys = pickle.items(path).unwrap_or_default();
+        let text = keys.iter().map(|key| pickle.str(*key).map_or(8, str::len)).sum::<usize>();
+        left = match left.checked_sub(text + 48 * keys.len()) {
+            Some(left) if keys.len() <= DEPTH && text <= NAME => left,
+            _ => {
+                let reason =
+                    format!("its path has {} keys of {text} bytes, expected at most {DEPTH} of {NAME}", keys.len());
+                return Err(bad(pickle.str(fqn).unwrap_or_default(), reason));
+            }
+        };
+        let keys = pickle.items(path).map(|keys| keys.iter().map(|key| key_of(&pickle, *key)).collect::<Option<_>>());
+        if let (Some(fqn), Some(Some(keys))) = (pickle.str(fqn), keys)
+            && let Some(known) = metadata.paths.get_mut(fqn)
+        {
+            *known = keys;
+        }
+    }
     Ok(metadata)
+}
+
+/// Returns a key of a dict or a position in a list.
+fn key_of(pickle: &Pickle<'_>, key: Value) -> Option<String> {
+    pickle.str(key).map(str::to_string).or_else(|| pickle.size(key).map(|at| at.to_string()))
+}
+
+/// Returns the keys that lead to a name, if the planner did not record them: usual keys of training states.
+fn path_in_name(fqn: &str) -> Vec<String> {
+    match fqn.split_once('.') {
+        Some((first, rest)) if ["model", "optim", "optimizer"].contains(&first) => vec![first.into(), rest.into()],
+        _ => vec![fqn.into()],
+    }
 }
 
 /// Returns the items by name.

@@ -10,7 +10,7 @@ use crate::escape::escape;
 use crate::hf::WeightMap;
 use crate::region::check_request;
 use crate::source::{ChunkEntry, FileEntry, SourceIndex, TensorEntry};
-use crate::store::{BLOCK, ReadAt, location, split};
+use crate::store::{BLOCK, ReadAt, found_instead, location, placeholder_in, split};
 use crate::torch::archive::{Archive, Storage};
 use crate::torch::flatten::{Leaf, flatten};
 use crate::torch::not_torch;
@@ -25,7 +25,7 @@ pub(crate) const BIN_INDEX: &str = "pytorch_model.bin.index.json";
 /// First bytes of a zip file.
 const ZIP: &[u8] = b"PK\x03\x04";
 /// First bytes of a file of PyTorch before 1.6: a pickle of its magic number.
-const LEGACY: &[u8] = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19";
+pub(crate) const LEGACY: &[u8] = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19";
 
 /// A state dict in a file of `torch.save`, or a Hugging Face model in several files.
 ///
@@ -67,17 +67,10 @@ impl TorchFile {
         let Some(map) = WeightMap::read(&*store, BIN_INDEX)? else {
             return Err(Error::NotFound { path: dir.to_path_buf(), looked_for: format!("{BIN} and no {BIN_INDEX}") });
         };
-        for (name, weights) in &map.files {
+        for name in map.files.keys() {
             model.add(name, Arc::from(store.open(name)?))?;
-            let SourceIndex { tensors, unreadable, .. } = &model.index;
-            let is_there = |weight: &String| {
-                tensors.get(weight).is_some_and(|tensor| tensor.chunks[0].file == *name)
-                    || unreadable.contains_key(weight)
-            };
-            if let Some(weight) = weights.iter().find(|weight| !is_there(weight)) {
-                return Err(map.lacks(name, weight));
-            }
         }
+        map.check(&*store, &model.index)?;
         Ok(model)
     }
 
@@ -104,6 +97,9 @@ impl TorchFile {
         let mut start = vec![0; LEGACY.len().min(bytes as usize)];
         file.read_exact_at(&mut start, 0)?;
         if !start.starts_with(ZIP) {
+            if let Some(found) = placeholder_in(&*file) {
+                return Err(found_instead(&path, found));
+            }
             let reason = if start == LEGACY {
                 "it is in the format of PyTorch before 1.6, which is not supported; load it and save it with a newer \
                     one"
@@ -116,18 +112,20 @@ impl TorchFile {
         let pickle = archive.pickle()?;
         let pickle = Pickle::parse(&pickle).map_err(|flaw| not_torch(&path, None, flaw.to_string()))?;
         let mut leaves = Vec::new();
-        let mut keep = |name, leaf| {
-            leaves.push((name, leaf));
+        let mut keep = |path: &[String], leaf| {
+            leaves.push((if path.is_empty() { vec!["tensor".into()] } else { path.to_vec() }, leaf));
             Ok(())
         };
         flatten(&pickle, pickle.root(), &mut keep).map_err(|reason| not_torch(&path, None, reason))?;
         let mut storages = HashMap::<String, Storage>::new();
-        let SourceIndex { tensors, unreadable, values, .. } = &mut self.index;
-        for (fqn, leaf) in leaves {
+        let SourceIndex { tensors, unreadable, values, paths, .. } = &mut self.index;
+        for (path_in_dicts, leaf) in leaves {
+            let fqn = path_in_dicts.join(".");
             let bad = |reason| not_torch(&path, Some(&fqn), reason);
             if tensors.contains_key(&fqn) || unreadable.contains_key(&fqn) || values.contains_key(&fqn) {
                 return Err(bad("this name is there twice".into()));
             }
+            paths.insert(fqn.clone(), path_in_dicts);
             let tensor = match leaf {
                 Leaf::Plain(value) => {
                     values.insert(fqn, value);

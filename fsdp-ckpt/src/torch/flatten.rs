@@ -8,9 +8,9 @@ use crate::torch::pickle::{Node, Pickle, Value};
 use crate::torch::tensor::is_tensor;
 
 /// Deepest nesting.
-const DEPTH: usize = 64;
+pub(super) const DEPTH: usize = 64;
 /// Longest name.
-const NAME: usize = 4096;
+pub(super) const NAME: usize = 4096;
 
 /// A value at the end of a name.
 pub(super) enum Leaf {
@@ -20,15 +20,14 @@ pub(super) enum Leaf {
     Other(String),
 }
 
-/// Passes all leaves of a value to `leaf`, under the joined keys of the dicts that lead to them. A list is a leaf if
-/// JSON can hold it.
-pub(super) fn flatten(
-    pickle: &Pickle<'_>,
-    value: Value,
-    leaf: &mut dyn FnMut(String, Leaf) -> Result<(), String>,
-) -> Result<(), String> {
+/// Takes the keys that lead to a leaf, and the leaf.
+pub(super) type OnLeaf<'a> = dyn FnMut(&[String], Leaf) -> Result<(), String> + 'a;
+
+/// Passes all leaves of a value to `leaf`, with the keys of the dicts that lead to them. A list is a leaf if JSON can hold
+/// it.
+pub(super) fn flatten(pickle: &Pickle<'_>, value: Value, leaf: &mut OnLeaf<'_>) -> Result<(), String> {
     let mut flattener = Flattener::new(pickle);
-    flattener.flatten(value, "", 0, leaf)
+    flattener.flatten(value, &mut vec![], leaf)
 }
 
 /// Converts a value to JSON, or describes why JSON can't hold it.
@@ -72,44 +71,50 @@ impl<'p, 'a> Flattener<'p, 'a> {
         }
     }
 
-    fn flatten(
-        &mut self,
-        value: Value,
-        name: &str,
-        depth: usize,
-        leaf: &mut dyn FnMut(String, Leaf) -> Result<(), String>,
-    ) -> Result<(), String> {
-        self.spend(1 + name.len(), depth).map_err(|_| too_large())?;
-        if name.len() > NAME {
-            return Err(format!("a name has {} bytes, expected at most {NAME}", name.len()));
+    fn flatten(&mut self, value: Value, path: &mut Vec<String>, leaf: &mut OnLeaf<'_>) -> Result<(), String> {
+        let (depth, bytes) = (path.len(), path.iter().map(|key| key.len() + 1).sum::<usize>());
+        self.spend(1 + bytes + 48 * depth, depth).map_err(|_| too_large())?;
+        if bytes > NAME {
+            return Err(format!("a name has {bytes} bytes, expected at most {NAME}"));
         }
-        let named = || if name.is_empty() { "tensor".to_string() } else { name.to_string() };
         if is_tensor(self.pickle, value) {
-            return leaf(named(), Leaf::Tensor(value));
+            return leaf(path, Leaf::Tensor(value));
         }
         let pickle = self.pickle;
-        let below = |key: &str| if name.is_empty() { key.to_string() } else { format!("{name}.{key}") };
         if let Some(pairs) = pickle.dict(value)
             && !pairs.is_empty()
         {
             for &(key, value) in pairs {
-                let key = self.key(key).map_err(|what| format!("\"{name}\" has the key {what}"))?;
-                self.flatten(value, &below(&key), depth + 1, leaf)?;
+                let key = self.key(key).map_err(|what| format!("\"{}\" has the key {what}", path.join(".")))?;
+                self.below(key, value, path, leaf)?;
             }
             return Ok(());
         }
         match self.json(value, depth) {
-            Ok(json) => leaf(named(), Leaf::Plain(json)),
+            Ok(json) => leaf(path, Leaf::Plain(json)),
             Err(NotJson::TooLarge) => Err(too_large()),
             Err(NotJson::Value(_) | NotJson::Tensor) if pickle.items(value).is_some_and(|items| !items.is_empty()) => {
                 for (at, item) in pickle.items(value).unwrap_or_default().iter().enumerate() {
-                    self.flatten(*item, &below(&at.to_string()), depth + 1, leaf)?;
+                    self.below(at.to_string(), *item, path, leaf)?;
                 }
                 Ok(())
             }
-            Err(NotJson::Value(what)) => leaf(named(), Leaf::Other(what)),
-            Err(NotJson::Tensor) => leaf(named(), Leaf::Other(pickle.describe(value))),
+            Err(NotJson::Value(what)) => leaf(path, Leaf::Other(what)),
+            Err(NotJson::Tensor) => leaf(path, Leaf::Other(pickle.describe(value))),
         }
+    }
+
+    fn below(
+        &mut self,
+        key: String,
+        value: Value,
+        path: &mut Vec<String>,
+        leaf: &mut OnLeaf<'_>,
+    ) -> Result<(), String> {
+        path.push(key);
+        let done = self.flatten(value, path, leaf);
+        path.pop();
+        done
     }
 
     fn key(&self, key: Value) -> Result<String, String> {

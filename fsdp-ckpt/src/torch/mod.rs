@@ -28,7 +28,7 @@ pub(crate) use dcp::METADATA;
 pub use dcp::TorchDcp;
 pub use dcp_writer::{DcpOptions, write_dcp};
 pub use file::TorchFile;
-pub(crate) use file::{BIN, BIN_INDEX};
+pub(crate) use file::{BIN, BIN_INDEX, LEGACY};
 
 /// Returns the error for a file of PyTorch, or for one item in it.
 fn not_torch(path: &Path, item: Option<&str>, reason: String) -> Error {

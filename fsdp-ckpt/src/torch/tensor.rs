@@ -69,16 +69,20 @@ pub(super) fn view(pickle: &Pickle<'_>, value: Value) -> Result<View, String> {
 }
 
 fn rebuilt(pickle: &Pickle<'_>, function: &str, args: &[Value]) -> Result<View, String> {
-    let (storage, rest, typed) = match (function, args) {
-        ("torch._utils._rebuild_tensor_v3", [storage, offset, shape, strides, _, _, dtype, ..]) => {
+    let (storage, rest, typed, more) = match (function, args) {
+        ("torch._utils._rebuild_tensor_v3", [storage, offset, shape, strides, _, _, dtype, more @ ..]) => {
             let dtype = pickle.global(*dtype).and_then(dtype_name).ok_or("its dtype is unknown")?;
-            (*storage, [*offset, *shape, *strides], Some(dtype))
+            (*storage, [*offset, *shape, *strides], Some(dtype), more)
         }
-        ("torch._utils._rebuild_tensor" | "torch._utils._rebuild_tensor_v2", [storage, offset, shape, strides, ..]) => {
-            (*storage, [*offset, *shape, *strides], None)
+        ("torch._utils._rebuild_tensor_v2", [storage, offset, shape, strides, _, _, more @ ..]) => {
+            (*storage, [*offset, *shape, *strides], None, more)
+        }
+        ("torch._utils._rebuild_tensor", &[storage, offset, shape, strides]) => {
+            (storage, [offset, shape, strides], None, &[][..])
         }
         _ => return Err(format!("it is made by {function:?} with {} arguments, which is not supported", args.len())),
     };
+    more.iter().try_for_each(|metadata| refuse_metadata(pickle, *metadata))?;
     let Some(Node::Persistent(id)) = pickle.node(storage) else { return Err("it has no storage".into()) };
     let Some([kind, class, key, ..]) = pickle.items(*id) else { return Err("its storage has no name".into()) };
     let (Some("storage"), Some(class), Some(key)) = (pickle.str(*kind), pickle.global(*class), pickle.str(*key)) else {
@@ -94,6 +98,26 @@ fn rebuilt(pickle: &Pickle<'_>, function: &str, args: &[Value]) -> Result<View, 
             Ok(View { key: key.to_string(), dtype, offset, shape, strides })
         }
         _ => Err("its offset, shape and strides do not describe a tensor".into()),
+    }
+}
+
+/// Fails for a view whose elements are not those of its storage, such as one of `torch.Tensor.conj`.
+fn refuse_metadata(pickle: &Pickle<'_>, metadata: Value) -> Result<(), String> {
+    let known = |name: &str| match name {
+        "neg" => "torch._neg_view, whose elements are stored with the other sign".to_owned(),
+        "conj" => "a conjugate view, whose elements are not stored conjugated".to_owned(),
+        other => format!("a view with the metadata {other:?}"),
+    };
+    match (metadata, pickle.dict(metadata)) {
+        (Value::None, _) => Ok(()),
+        (_, Some(pairs)) => match pairs.iter().find(|(_, value)| *value != Value::Bool(false)) {
+            Some((name, _)) => Err(format!(
+                "it is {}: save it with .resolve_neg().resolve_conj()",
+                known(pickle.str(*name).unwrap_or("?"))
+            )),
+            None => Ok(()),
+        },
+        _ => Err(format!("its metadata is {}, not a dict", pickle.describe(metadata))),
     }
 }
 

@@ -171,6 +171,8 @@ fn model(files: &[(&str, &str)]) -> TempDir {
     root
 }
 
+const LFS: &str = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 9\n";
+
 #[test]
 fn rejects_invalid_model_directories() {
     let index = "model.safetensors.index.json";
@@ -192,6 +194,20 @@ fn rejects_invalid_model_directories() {
         let root = model(&files);
         let message = HfModel::open(root.path()).unwrap_err().to_string();
         assert!(message.contains(part), "{message}");
+    }
+    for (name, content, part) in [
+        ("model.safetensors", LFS, "it is a Git LFS pointer, not the file: run `git lfs pull`"),
+        ("model.safetensors.index.json", LFS, "it is a Git LFS pointer"),
+        ("model.safetensors", "<!doctype HTML>\n", "it is an HTML page"),
+        ("model.safetensors", "", "it is empty"),
+        ("model.safetensors", "GGUF\u{3}\0\0\0more", "it is a GGUF file"),
+        ("model-00001-of-00002.safetensors", "x", "has no model-00002-of-00002.safetensors, although it has"),
+        ("pytorch_model.bin", LFS, "it is a Git LFS pointer"),
+        ("pytorch_model.bin", "<html>", "it is an HTML page"),
+    ] {
+        let root = model(&[(name, content)]);
+        let message = fsdp_ckpt::open(root.path()).unwrap_err().to_string();
+        assert!(message.contains(part), "{name}: {message}");
     }
     let root = model(&[(index, &map("a.safetensors"))]);
     std::fs::copy(&one, root.path().join("a.safetensors")).unwrap();

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::world::{Broken, Global, fresh, line, list, save_all, save_fails, state, world, zoo};
-use fsdp_ckpt::{Checkpoint, Error, TensorSource, save};
+use fsdp_ckpt::{Checkpoint, Error, TensorSource, open_for, save};
 use fsdp_core::layout::Region;
 use fsdp_core::process_group::{Options, local};
-use fsdp_core::{Buffer, DType, Placement};
+use fsdp_core::{Buffer, DType, Placement, ProcessGroup};
 
 #[test]
 fn failed_rank_is_named_on_every_rank() {
@@ -191,21 +191,27 @@ fn missing_rank_fails_the_others() {
     assert!(list(root.path()).is_empty());
 }
 
-/// Rank 2 is alive, and does not save.
-#[test]
-fn a_save_that_ranks_wait_for_names_rank_and_file() {
-    let (root, dir) = fresh();
+/// Rank 2 is alive, and does not take part.
+fn without_rank_2<T: Send>(part: impl Fn(&ProcessGroup) -> fsdp_ckpt::Result<T> + Sync) -> Vec<String> {
     let options = Options::default().with_timeout(Duration::from_secs(2));
     let end = std::sync::Barrier::new(3);
     let messages = local::run_with(3, options, |group| {
-        let saves = group.rank() != 2;
-        let message =
-            saves.then(|| save(&dir, &group, &state(&zoo(), &line(3), group.rank())).unwrap_err().to_string());
+        let message = (group.rank() != 2).then(|| part(&group).err().unwrap().to_string());
         end.wait();
         message
     });
-    for message in messages.into_iter().flatten() {
+    messages.into_iter().flatten().collect()
+}
+
+#[test]
+fn saves_and_opens_that_ranks_wait_for_name_rank_and_file() {
+    let (root, dir) = fresh();
+    let own = |group: &ProcessGroup| state(&zoo(), &line(3), group.rank());
+    let of_save = without_rank_2(|group| save(&dir, group, &own(group)));
+    assert!(list(root.path()).is_empty());
+    save_all(&dir, &zoo(), &line(3));
+    let of_open = without_rank_2(|group| open_for(&dir, group, &own(group).tensors));
+    for message in of_save.into_iter().chain(of_open) {
         assert!(message.contains("rank(s) [2]") && message.contains(&dir.display().to_string()), "{message}");
     }
-    assert!(list(root.path()).is_empty());
 }

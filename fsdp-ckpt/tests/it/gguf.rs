@@ -318,6 +318,67 @@ fn byte_level_tokenizer_is_complete() {
 }
 
 #[test]
+fn tokens_only_in_the_configuration_are_added() {
+    let root = tempfile::tempdir().unwrap();
+    let dir = root.path().join("model");
+    llama(&dir, SMALL);
+    write_json(&dir, "tokenizer.json", &byte_level());
+    let config = json!({
+        "eos_token": "<|stop|>",
+        "added_tokens_decoder": {"9": {"content": "<|user|>", "special": true}, "10": {"content": "word"}},
+    });
+    write_json(&dir, "tokenizer_config.json", &config);
+    let file = convert(&dir, &root.path().join("a.gguf"), &[]);
+    // As the tokenizers library does, new tokens get the next ids.
+    assert_eq!(file.texts("tokenizer.ggml.tokens")[7..12], ["plain", "<|user|>", "word", "<|stop|>", "[PAD11]"]);
+    let kinds = file.value("tokenizer.ggml.token_type").to_vec().unwrap();
+    let kinds: Vec<i32> = kinds[7..12].iter().map(|kind| kind.to_i32().unwrap()).collect();
+    assert_eq!(kinds, [4, 3, 4, 3, 5]);
+    assert_eq!(file.value("tokenizer.ggml.eos_token_id").to_u32().unwrap(), 10);
+}
+
+#[test]
+fn tied_heads_are_those_of_the_file() {
+    let root = tempfile::tempdir().unwrap();
+    let dir = root.path().join("model");
+    llama(&dir, SMALL);
+    let mut config = llama_config(SMALL);
+    config["tie_word_embeddings"] = true.into();
+    write_json(&dir, "config.json", &config);
+    // Another head, as transformers keeps it.
+    let mut file = convert(&dir, &root.path().join("other.gguf"), &[]);
+    for (from, to) in [("model.embed_tokens.weight", "token_embd.weight"), ("lm_head.weight", "output.weight")] {
+        assert_eq!(file.numbers(to), numbers(from, VOCABULARY * SMALL.width), "{to}");
+    }
+    let without = |left_out: &str| {
+        let shapes: Vec<_> = llama_shapes(SMALL).into_iter().filter(|(name, _)| name != left_out).collect();
+        write_tensors(&dir.join("model.safetensors"), &shapes);
+        let mut file = convert(&dir, &root.path().join(format!("without-{left_out}.gguf")), &[]);
+        assert!(!file.types().contains_key("output.weight"), "{left_out}");
+        file.numbers("token_embd.weight")
+    };
+    assert_eq!(without("lm_head.weight"), numbers("model.embed_tokens.weight", VOCABULARY * SMALL.width));
+    assert_eq!(without("model.embed_tokens.weight"), numbers("lm_head.weight", VOCABULARY * SMALL.width));
+}
+
+#[test]
+fn fused_experts_give_the_same_file() {
+    let root = tempfile::tempdir().unwrap();
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden");
+    let dir = root.path().join("fused");
+    fs::create_dir(&dir).unwrap();
+    fs::copy(golden.join("mixtral_tiny/config.json"), dir.join("config.json")).unwrap();
+    fs::copy(golden.join("directories/mixtral_tiny_fused.safetensors"), dir.join("model.safetensors")).unwrap();
+    let written = |from: &Path, to: &str| {
+        fs::create_dir(root.path().join(to)).unwrap();
+        let out = root.path().join(to).join("tiny.gguf");
+        succeeds(&["convert", text(from), text(&out), "--to", "gguf", "--quantize", "f32"]);
+        fs::read(out).unwrap()
+    };
+    assert!(written(&golden.join("mixtral_tiny"), "a") == written(&dir, "b"));
+}
+
+#[test]
 fn memory_does_not_grow_with_the_model() {
     let root = tempfile::tempdir().unwrap();
     let dir = root.path().join("model");
@@ -514,7 +575,7 @@ fn damaged_models_have_messages_and_leave_no_file() {
     assert!(convert(&[]).contains("tokenizer.json"));
     fs::remove_file(root.join("model/tokenizer.json")).unwrap();
     fs::write(root.join("model/tokenizer.model"), "").unwrap();
-    assert!(convert(&[]).contains("but it has tokenizer.model; save the tokenizer"));
+    assert!(convert(&[]).contains("has tokenizer.model, but no tokenizer.json: make it with transformers"));
     fs::remove_file(root.join("model/tokenizer.model")).unwrap();
 
     // A number that blocks can't hold.

@@ -70,6 +70,13 @@ fn strictness_of_names() {
     assert_eq!(load(&*source, &tensors, &none).unwrap().loaded, 0);
     let bad = LoadOptions { include: vec!["[".into()], ..LoadOptions::default() };
     assert!(load(&*source, &tensors, &bad).unwrap_err().to_string().contains("\"[\" is not a valid name pattern"));
+    for idle in [
+        LoadOptions { include: vec!["model.*".into(), "model.nrom.*".into()], ..LoadOptions::default() },
+        LoadOptions { exclude: vec!["model.nrom.*".into()], ..LoadOptions::default() },
+    ] {
+        let error = load(&*source, &tensors, &idle).unwrap_err().to_string();
+        assert!(error.contains("clude: \"model.nrom.*\" matches no tensor of"), "{error}");
+    }
     // Names are checked before any I/O.
     assert!(load(&*source, &[norm], &asked(Strict::Both)).unwrap_err().to_string().contains("and 3 more"));
 }

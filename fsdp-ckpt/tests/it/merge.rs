@@ -1,5 +1,6 @@
 //! `fsdp-ckpt merge`, against a plain computation.
 
+use std::collections::HashMap;
 use std::fs;
 use std::path::Path;
 
@@ -257,4 +258,109 @@ fn adapters_that_can_not_be_merged_have_messages() {
     fs::remove_file(at("base/config.json")).unwrap();
     assert!(refused().contains("base has no config.json; --config-from names its directory"));
     assert!(!at("out").exists());
+}
+
+/// Writes a base and its adapters in these f32 tensors, and merges them by the library.
+fn merge(
+    root: &Path,
+    base: &[(&str, &[usize], usize)],
+    adapter: &[(&str, &[usize], usize)],
+    config: &Value,
+) -> Result<HashMap<String, Vec<f32>>, String> {
+    let write_all = |path: &Path, tensors: &[(&str, &[usize], usize)]| {
+        let tensors: Vec<(&str, Dtype, &[usize], Vec<f32>)> = tensors
+            .iter()
+            .map(|(name, shape, seed)| (*name, Dtype::F32, *shape, eighths(*seed, shape.iter().product())))
+            .collect();
+        write(path, &tensors);
+    };
+    let named: Vec<(String, &[usize], usize)> =
+        adapter.iter().map(|(name, shape, seed)| (format!("base_model.model.{name}"), *shape, *seed)).collect();
+    write_all(&root.join("base.safetensors"), base);
+    write_all(
+        &root.join("adapter_model.safetensors"),
+        &named.iter().map(|(name, shape, seed)| (&**name, *shape, *seed)).collect::<Vec<_>>(),
+    );
+    fs::write(root.join("adapter_config.json"), config.to_string()).unwrap();
+    let base = HfModel::open_file(&root.join("base.safetensors")).unwrap();
+    let merged = Merged::new(&base, root).map_err(|error| error.to_string())?;
+    let numbers = |(name, tensor): (&String, &fsdp_ckpt::TensorEntry)| {
+        let mut bytes = vec![0; tensor.bytes() as usize];
+        merged.read(name, &Region::whole(&tensor.shape), &mut bytes).unwrap();
+        (name.clone(), bytes.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect())
+    };
+    Ok(merged.tensors().iter().map(numbers).collect())
+}
+
+/// GPT-2's matrices are [in, out]. GPT-Neo and GPT-BigCode have linear layers with the same names. PEFT saves
+/// `fan_in_fan_out` as the last layer had it.
+#[test]
+fn square_matrices_are_turned_as_in_the_base() {
+    let root = tempfile::tempdir().unwrap();
+    let square: &[usize] = &[4, 4];
+    let (of_gpt2, of_bigcode): (&[usize], &[usize]) = (&[4, 12], &[6, 4]);
+    for (layer, is_set, attention, is_turned) in [
+        ("h.0.mlp.c_proj", true, None, true),
+        ("h.0.mlp.c_proj", false, None, false),
+        ("h.0.mlp.c_proj", false, Some(of_gpt2), true),
+        ("h.0.attn.c_proj", true, Some(of_bigcode), false),
+        ("layers.0.attn.q_proj", true, None, false),
+    ] {
+        let name = |end: &str| format!("{layer}.{end}");
+        let (weight, down, up) = (name("weight"), name("lora_A.weight"), name("lora_B.weight"));
+        let mut config = config();
+        config["fan_in_fan_out"] = json!(is_set);
+        let adapter: [(&str, &[usize], usize); 2] = [(&down, &[RANK, 4], 5), (&up, &[4, RANK], 6)];
+        let mut base = vec![(weight.as_str(), square, 1)];
+        base.extend(attention.map(|shape| ("h.0.attn.c_attn.weight", shape, 2)));
+        let merged = merge(root.path(), &base, &adapter, &config).unwrap();
+        let (down, up) = (eighths(5, RANK * 4), eighths(6, RANK * 4));
+        let expected = eighths(1, 16).into_iter().enumerate().map(|(at, value)| {
+            let (row, column) = if is_turned { (at % 4, at / 4) } else { (at / 4, at % 4) };
+            value + 4. * (0..RANK).map(|k| up[row * RANK + k] * down[k * 4 + column]).sum::<f32>()
+        });
+        assert_eq!(merged[&weight], expected.collect::<Vec<_>>(), "{layer} {is_set} {attention:?}");
+    }
+}
+
+#[test]
+fn biases_and_the_weights_of_adapted_embeddings_are_replaced() {
+    let root = tempfile::tempdir().unwrap();
+    let base: [(&str, &[usize], usize); 4] = [
+        ("model.embed_tokens.weight", &[6, 4], 1),
+        ("lm_head.weight", &[6, 4], 2),
+        ("model.layers.0.q_proj.bias", &[4], 3),
+        ("model.norm.weight", &[4], 4),
+    ];
+    let adapter: [(&str, &[usize], usize); 4] = [
+        ("lm_head.base_layer.weight", &[6, 4], 12),
+        ("lm_head.lora_A.weight", &[RANK, 4], 5),
+        ("lm_head.lora_B.weight", &[6, RANK], 6),
+        ("model.layers.0.q_proj.base_layer.bias", &[4], 13),
+    ];
+    let merged = merge(root.path(), &base, &adapter, &config()).unwrap();
+    let (down, up) = (eighths(5, RANK * 4), eighths(6, RANK * 6));
+    let sum = |at: usize| (0..RANK).map(|k| up[at / 4 * RANK + k] * down[k * 4 + at % 4]).sum::<f32>();
+    let expected = eighths(12, 24).into_iter().enumerate().map(|(at, value)| value + 4. * sum(at));
+    assert_eq!(merged["lm_head.weight"], expected.collect::<Vec<_>>());
+    assert_eq!(merged["model.layers.0.q_proj.bias"], eighths(13, 4));
+    assert_eq!(merged["model.embed_tokens.weight"], eighths(1, 24));
+}
+
+/// In PEFT, the head keeps the base's weights.
+#[test]
+fn changes_of_a_tied_embedding_are_refused() {
+    let root = tempfile::tempdir().unwrap();
+    let embedding: (&str, &[usize], usize) = ("model.embed_tokens.weight", &[6, 4], 1);
+    let saved: (&str, &[usize], usize) = ("model.embed_tokens.weight", &[6, 4], 5);
+    let of_head: (&str, &[usize], usize) = ("lm_head.weight", &[6, 4], 5);
+    for adapter in [saved, of_head] {
+        let error = merge(root.path(), &[embedding], &[adapter], &config()).unwrap_err();
+        assert!(error.contains("is tied to the base's embedding") && error.contains("merge_and_unload"), "{error}");
+    }
+    // A head of its own, or a classifier, is not tied.
+    for head in ["lm_head.weight", "score.weight"] {
+        let merged = merge(root.path(), &[embedding, (head, &[6, 4], 2)], &[saved], &config()).unwrap();
+        assert_eq!((&merged[embedding.0], &merged[head]), (&eighths(5, 24), &eighths(2, 24)));
+    }
 }

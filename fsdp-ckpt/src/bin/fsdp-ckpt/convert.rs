@@ -12,7 +12,7 @@ use fsdp_ckpt::convert::{View, check, write_fsdp};
 use fsdp_ckpt::gguf::{self, GgufOptions, GgufSummary, Quantization};
 use fsdp_ckpt::merge::Merged;
 use fsdp_ckpt::torch::{DcpOptions, write_dcp};
-use fsdp_ckpt::{Error, TensorSource, WriteSummary, escape, hf};
+use fsdp_ckpt::{Error, TensorSource, TrainingState, WriteSummary, escape, hf};
 use fsdp_core::{DType, MeshLayout};
 use indicatif::ProgressBar;
 use serde_json::{Map, Value, json};
@@ -81,6 +81,10 @@ pub(crate) struct Convert {
     /// Format to write.
     #[arg(long, value_name = "FORMAT")]
     to: To,
+    /// The model in a training state of PyTorch: the keys that lead to it, such as ema or app.model. It is found without
+    /// this if there is only one.
+    #[arg(long, value_name = "KEYS")]
+    part: Option<String>,
     /// With --to fsdp or torch-dcp: number of ranks to write for [default: 1].
     #[arg(long, value_name = "N", value_parser = world_size, conflicts_with = "mesh")]
     world_size: Option<MeshLayout>,
@@ -153,6 +157,9 @@ pub(crate) struct Merge {
     adapter: PathBuf,
     /// The new directory.
     dst: PathBuf,
+    /// If BASE is a training state of PyTorch: the keys that lead to its model, as in fsdp-ckpt convert.
+    #[arg(long, value_name = "KEYS")]
+    part: Option<String>,
     /// Most bytes of tensors in a file, such as 5GB or 500MiB [default: 5GB].
     #[arg(long, value_name = "SIZE", value_parser = size)]
     max_shard_size: Option<ByteSize>,
@@ -243,17 +250,20 @@ impl Convert {
             Some(dir) => hf::config_files(dir).context("--config-from")?,
             None => Vec::new(),
         };
-        let source = open(&self.src)?;
-        let work = Work::begin(&*source, &self.src, &self.dst, self.skip_unreadable)?;
-        let model = View::model(&*source);
+        let source = training_state(&self.src, self.part.as_deref())?;
+        if matches!(self.to, To::Fsdp | To::TorchDcp) {
+            source.check_optimizer()?;
+        }
+        let work = Work::begin(&source, &self.src, &self.dst, Some(self.skip_unreadable))?.noting(source.notes());
+        let model = View::model(&source);
         let merged = match self.to {
             To::Hf | To::Gguf => self.with_adapters(&model)?,
             To::Fsdp | To::TorchDcp => None,
         };
         let mut view = match self.to {
-            To::Hf | To::Gguf => merged.as_ref().map_or_else(|| View::model(&*source), |merged| View::all(merged)),
-            To::Fsdp => View::training(&*source),
-            To::TorchDcp => View::training(&*source).decoded(),
+            To::Hf | To::Gguf => merged.as_ref().map_or_else(|| View::model(&source), |merged| View::all(merged)),
+            To::Fsdp => View::training(&source),
+            To::TorchDcp => View::training(&source).decoded(),
         };
         if let Some(dtype) = self.dtype {
             view = view.dtype(dtype.dtype())?;
@@ -313,14 +323,16 @@ impl Convert {
             ranks.iter().all(|other| *other == rank && rank > 0),
             "{path} has adapters of several ranks: {ranks:?}"
         );
-        Ok(Some(Merged::in_checkpoint(model, alpha / rank as f64)?))
+        let merged = Merged::in_checkpoint(model, alpha / rank as f64)?;
+        // The type of GGUF is chosen apart from that of the base.
+        Ok(Some(if self.quantize.is_some() { merged.in_f32() } else { merged }))
     }
 }
 
 impl Consolidate {
     pub(crate) fn run(&self) -> Result<()> {
         let source = open(&self.src)?;
-        let work = Work::begin(&*source, &self.src, &self.dst, self.skip_unreadable)?;
+        let work = Work::begin(&*source, &self.src, &self.dst, Some(self.skip_unreadable))?;
         let most = self.max_shard_size.map_or(u64::MAX, |size| size.0);
         work.write(View::all(&*source), "safetensors", self.json, &|view| {
             Ok(hf::write(&self.dst, view, most, &[])?.into())
@@ -328,17 +340,25 @@ impl Consolidate {
     }
 }
 
+/// Opens a source. A training state of PyTorch gets the names of this project.
+fn training_state(path: &Path, part: Option<&str>) -> Result<TrainingState> {
+    TrainingState::find(open(path)?, part).map_err(|error| match &error {
+        Error::Parts { parts, .. } if !parts.is_empty() => anyhow!("{error}; choose one by --part"),
+        _ => error.into(),
+    })
+}
+
 impl Merge {
     pub(crate) fn run(&self) -> Result<()> {
-        let base = open(&self.base)?;
+        let base = training_state(&self.base, self.part.as_deref())?;
         let config = match &self.config_from {
             Some(dir) => hf::config_files(dir).context("--config-from")?,
             None => {
                 hf::config_files(&self.base).map_err(|error| anyhow!("{error}; --config-from names its directory"))?
             }
         };
-        let work = Work::begin(&*base, &self.base, &self.dst, false)?;
-        let model = View::model(&*base);
+        let work = Work::begin(&base, &self.base, &self.dst, None)?.noting(base.notes());
+        let model = View::model(&base);
         let merged = Merged::new(&model, &self.adapter).map_err(|error| match error {
             Error::MissingTensor { ref path, .. } if path == model.path() => {
                 anyhow!("{error}; pass the base of these adapters")
@@ -405,17 +425,35 @@ struct Work<'a> {
     dst: &'a Path,
     started: Instant,
     bar: ProgressBar,
+    /// Lines of the summary about the source.
+    notes: Vec<String>,
 }
 
 impl<'a> Work<'a> {
-    fn begin(source: &'a dyn TensorSource, src: &'a Path, dst: &'a Path, skip_unreadable: bool) -> Result<Self> {
+    /// `skip_unreadable` is the flag of this name; `None` for a command without it.
+    fn begin(
+        source: &'a dyn TensorSource,
+        src: &'a Path,
+        dst: &'a Path,
+        skip_unreadable: Option<bool>,
+    ) -> Result<Self> {
         let started = Instant::now();
         if source.tensors().is_empty() && source.unreadable().is_empty() {
             bail!("{} has no tensors", src.display());
         }
         let bar = bar("verifying", source.bytes());
-        check(source, dst, skip_unreadable, &mut |bytes| bar.inc(bytes))?;
-        Ok(Work { source, src, dst, started, bar })
+        let checked = check(source, dst, skip_unreadable == Some(true), &mut |bytes| bar.inc(bytes));
+        checked.map_err(|error| match &error {
+            Error::UnsupportedDTypes { .. } if skip_unreadable.is_some() => {
+                anyhow!("{error}; --skip-unreadable leaves them out")
+            }
+            _ => error.into(),
+        })?;
+        Ok(Work { source, src, dst, started, bar, notes: vec![] })
+    }
+
+    fn noting(self, notes: Vec<String>) -> Self {
+        Work { notes, ..self }
     }
 
     fn write(self, view: View<'a>, to: &str, as_json: bool, write: &dyn Fn(&View) -> Result<Outcome>) -> Result<()> {
@@ -437,7 +475,7 @@ impl<'a> Work<'a> {
                 "from": self.source.format().to_string(), "to": to, "path": written.path,
                 "tensors": written.tensors, "files": written.files, "bytes": written.bytes,
                 "converted": converted, "overflowed": overflowed, "left_out": left_out,
-                "unreadable": skipped, "seconds": seconds,
+                "unreadable": skipped, "seconds": seconds, "source": self.notes,
             });
             if let Value::Object(summary) = &mut summary {
                 summary.extend(details);
@@ -455,6 +493,9 @@ impl<'a> Work<'a> {
             escape(self.src.display()),
             self.source.format(),
         )?;
+        for note in &self.notes {
+            writeln!(out, "  {}", escape(note))?;
+        }
         for ([from, to], count) in view.converted() {
             writeln!(out, "  {count} tensors were converted from {from} to {to}")?;
         }

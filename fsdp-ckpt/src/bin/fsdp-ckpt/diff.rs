@@ -1,11 +1,11 @@
 //! `fsdp-ckpt diff`.
 
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use clap::Args;
-use fsdp_ckpt::{TensorDiff, Tolerance, diff, escape};
+use fsdp_ckpt::{Error, Format, TensorDiff, TensorSource, Tolerance, TrainingState, diff, escape};
 
 use crate::{bar, open, print_json};
 
@@ -21,7 +21,7 @@ pub(crate) struct Diff {
     /// Absolute tolerance: allow |a - b| up to this.
     #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = tolerance)]
     atol: f64,
-    /// Write JSON: equal, only_a, only_b, differing (dtypes, shapes, beyond, values), within_tolerance.
+    /// Write JSON: equal, only_a, only_b, differing (dtypes, shapes, beyond, values), within_tolerance, notes.
     #[arg(long)]
     json: bool,
 }
@@ -32,21 +32,43 @@ fn tolerance(text: &str) -> Result<f64, String> {
 }
 
 impl Diff {
+    /// Opens both sides. A training state of PyTorch gets the names of this project if the other side has them, unless
+    /// several parts may be the model.
+    fn sides(&self) -> Result<[TrainingState; 2]> {
+        let sources = [open(&self.a)?, open(&self.b)?];
+        let is_torch = |source: &dyn TensorSource| matches!(source.format(), Format::TorchFile | Format::TorchDcp);
+        let [a, b] = sources;
+        if is_torch(&*a) && is_torch(&*b) {
+            return Ok([TrainingState::whole(a), TrainingState::whole(b)]);
+        }
+        let side = |source: Box<dyn TensorSource>, path: &Path| match TrainingState::find(source, None) {
+            Err(Error::Parts { .. }) => Ok(TrainingState::whole(open(path)?)),
+            found => anyhow::Ok(found?),
+        };
+        Ok([side(a, &self.a)?, side(b, &self.b)?])
+    }
+
     /// Returns whether both match within the tolerance.
     pub(crate) fn run(&self) -> Result<bool> {
-        let (a, b) = (open(&self.a)?, open(&self.b)?);
+        let [a, b] = self.sides()?;
         let bar = bar("comparing", a.bytes().saturating_add(b.bytes()));
         let tolerance = Tolerance { rtol: self.rtol, atol: self.atol };
-        let found = diff(&*a, &*b, tolerance, &mut |read| bar.inc(read))?;
+        let found = diff(&a, &b, tolerance, &mut |read| bar.inc(read))?;
         bar.finish_and_clear();
         let same = found.is_within_tolerance();
         if self.json {
             let mut json = serde_json::to_value(&found)?;
             json["within_tolerance"] = same.into();
+            json["notes"] = serde_json::json!({"a": a.notes(), "b": b.notes()});
             print_json(&json)?;
             return Ok(same);
         }
         let mut out = std::io::stdout().lock();
+        for (path, side) in [(&self.a, &a), (&self.b, &b)] {
+            for note in side.notes() {
+                writeln!(out, "{}: {}", escape(path.display()), escape(&note))?;
+            }
+        }
         for (side, names) in [(&self.a, &found.only_a), (&self.b, &found.only_b)] {
             for name in names {
                 writeln!(out, "{}  only in {}", escape(name), escape(side.display()))?;

@@ -143,3 +143,18 @@ fn detects_every_flipped_bit_of_data() {
         assert!(open(&path).is_err(), "{len}");
     }
 }
+
+/// Tensors whose elements are not those of one strided storage.
+#[test]
+fn views_and_layouts_that_are_not_known_are_refused_by_name() {
+    for (name, expected) in [
+        ("neg", "it is torch._neg_view, whose elements are stored with the other sign: save it with .resolve_neg()"),
+        ("conj", "it is a conjugate view, whose elements are not stored conjugated"),
+        ("sparse", "torch._utils._rebuild_sparse_tensor"),
+        ("meta", "torch._utils._rebuild_meta_tensor_no_storage"),
+        ("nested", "torch._utils._rebuild_nested_tensor"),
+    ] {
+        let error = open(&fixture(&format!("{name}.pt"))).unwrap_err().to_string();
+        assert!(error.contains(&format!("{name}.pt")) && error.contains(expected), "{error}");
+    }
+}
