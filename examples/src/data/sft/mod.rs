@@ -4,7 +4,6 @@
 //! template and finds the assistant's turns, which the loss counts. `packing` combines examples into sequences. `pairs`
 //! reads lines with two completions.
 
-use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::File;
 use std::io::{BufRead, BufReader};
@@ -16,9 +15,12 @@ use indicatif::HumanCount;
 use minijinja::Value;
 use minijinja::value::ValueKind;
 
-use crate::data::sft::template::{Specials, Template, conversation};
+use crate::data::sft::template::{Specials, Templates, conversation};
 use crate::data::text::{Marked, Text};
+use crate::input::check_data;
+use crate::json;
 
+mod jinja;
 pub(in crate::data) mod packing;
 pub(in crate::data) mod pairs;
 mod template;
@@ -67,7 +69,7 @@ impl Examples {
     pub fn load(path: &Path, model: Option<&Path>, text: &Text, seq_len: usize, vocab_size: usize) -> Result<Self> {
         let reading = Reading::new(model, text, seq_len, vocab_size)?;
         let mut examples = Examples::new(path.display().to_string(), reading.specials.stops.clone());
-        let read = |line: &str| read_line(line, &reading.template, &reading.special);
+        let read = |line: &str| read_line(line, &reading.templates, &reading.special);
         read_lines(path, read, |chunk| reading.tokenise(chunk, &mut examples, path))?;
         ensure!(
             examples.cut > 0 || !examples.ends.is_empty(),
@@ -120,11 +122,14 @@ impl Examples {
         &self.stops
     }
 
-    /// Returns the tokens of the first example before those that the loss counts.
+    /// Returns the tokens before those that the loss counts, of the first example that has such tokens. Empty if each
+    /// example begins with a counted token.
     pub fn first_prompt(&self) -> &[u32] {
-        let first = self.get(0);
-        let end = first.learnt.iter().position(|&learnt| learnt).unwrap_or(first.tokens.len());
-        &first.tokens[..end]
+        let prompt = |index| {
+            let Example { tokens, learnt } = self.get(index);
+            &tokens[..learnt.iter().position(|&learnt| learnt).unwrap_or(tokens.len())]
+        };
+        (0..self.len()).map(prompt).find(|prompt| !prompt.is_empty()).unwrap_or(&[])
     }
 
     pub(in crate::data) fn get(&self, index: usize) -> Example<'_> {
@@ -157,6 +162,7 @@ fn read_lines<T>(
     read: impl Fn(&str) -> Result<T>,
     mut pass_on: impl FnMut(Vec<(usize, T)>) -> Result<()>,
 ) -> Result<()> {
+    check_data(path)?;
     let file = File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
     let mut lines = BufReader::new(file).lines().zip(1..).peekable();
     while lines.peek().is_some() {
@@ -192,7 +198,7 @@ struct Reading<'a> {
     specials: Specials,
     /// All special tokens.
     special: Vec<String>,
-    template: Template,
+    templates: Templates,
     seq_len: usize,
     vocab_size: usize,
 }
@@ -200,9 +206,9 @@ struct Reading<'a> {
 impl<'a> Reading<'a> {
     fn new(model: Option<&Path>, text: &'a Text, seq_len: usize, vocab_size: usize) -> Result<Self> {
         let specials = Specials::new(model, text)?;
-        let template = Template::new(model, &specials)?;
+        let templates = Templates::new(model, &specials)?;
         let special = text.special_tokens(&specials.named);
-        Ok(Reading { text, specials, special, template, seq_len, vocab_size })
+        Ok(Reading { text, specials, special, templates, seq_len, vocab_size })
     }
 
     /// Appends the examples of numbered lines.
@@ -273,21 +279,38 @@ impl<'a> Reading<'a> {
     }
 }
 
+/// Returns the text of a conversation, a line of a `--sft` file, as the chat template of a model directory formats it.
+/// With `add_generation_prompt`, the text ends where the assistant's next answer begins.
+///
+/// # Errors
+/// The line is not a conversation, or the template refuses it or uses something that is not supported.
+///
+/// ```
+/// let line = r#"{"messages": [{"role": "user", "content": "Hi"}]}"#;
+/// let text = fsdp_train::data::chat_text(None, line, true)?;
+/// assert_eq!(text, "user:\nHi\0\nassistant:\n");
+/// # anyhow::Ok(())
+/// ```
+pub fn chat_text(model: Option<&Path>, line: &str, add_generation_prompt: bool) -> Result<String> {
+    let templates = Templates::new(model, &Specials::new(model, &Text::new(model)?)?)?;
+    let mut fields = json::fields(line)?;
+    let messages = messages_of("messages", &fields.remove("messages").unwrap_or_default(), FORMS)?;
+    Ok(templates.of(&fields).render(&messages, &fields, add_generation_prompt)?.0)
+}
+
 /// Forms of a line, for error messages.
 const FORMS: &str = "a line is {\"messages\": [{\"role\": \"user\", \"content\": \"...\"}, ..]} or \
                      {\"prompt\": \"...\", \"completion\": \"...\"}";
 
 /// Returns the text of a line and its counted ranges.
-fn read_line(line: &str, template: &Template, specials: &[String]) -> Result<Marked> {
-    let fields: BTreeMap<String, Value> =
-        serde_json::from_str(line).map_err(|error| anyhow!("it is not a JSON object ({error}); {FORMS}"))?;
+fn read_line(line: &str, templates: &Templates, specials: &[String]) -> Result<Marked> {
+    let mut fields = json::fields(line).map_err(|error| anyhow!("{error}; {FORMS}"))?;
     let found = || fields.keys().map(|key| format!("\"{key}\"")).collect::<Vec<_>>().join(", ");
     match (fields.get("messages"), fields.get("prompt"), fields.get("completion")) {
         (Some(messages), None, None) => {
             let messages = messages_of("messages", messages, FORMS)?;
-            let mut others = fields.clone();
-            others.remove("messages");
-            conversation(template, &messages, &others, specials)
+            fields.remove("messages");
+            conversation(templates.of(&fields), &messages, &fields, specials)
         }
         (None, Some(prompt), Some(completion)) => {
             let (Some(prompt), Some(completion)) = (prompt.as_str(), completion.as_str()) else {
@@ -302,6 +325,14 @@ fn read_line(line: &str, template: &Template, specials: &[String]) -> Result<Mar
             let completion = prompt.len()..text.len();
             Ok(Marked { text, learnt: Vec::from([completion]), bare: true })
         }
+        (Some(_), Some(_), Some(_)) => bail!(
+            "it has \"messages\" beside \"prompt\" and \"completion\", and the loss would count another text for each: drop \
+             \"prompt\" and \"completion\" to train on the conversation, or drop \"messages\" to train on the completion"
+        ),
+        (Some(_), prompt, _) => {
+            let other = if prompt.is_some() { "prompt" } else { "completion" };
+            bail!("it has \"messages\" beside \"{other}\": drop \"{other}\" to train on the conversation")
+        }
         _ if fields.is_empty() => bail!("it has no keys; {FORMS}"),
         _ => bail!("it has the keys {}; {FORMS}", found()),
     }
@@ -309,13 +340,17 @@ fn read_line(line: &str, template: &Template, specials: &[String]) -> Result<Mar
 
 /// Returns the messages of a line, and its other fields.
 #[cfg(test)]
-pub(super) fn messages(line: &str) -> Result<(Vec<Value>, BTreeMap<String, Value>)> {
-    let mut fields: BTreeMap<String, Value> = serde_json::from_str(line)?;
+pub(super) fn messages(line: &str) -> Result<(Vec<Value>, std::collections::BTreeMap<String, Value>)> {
+    let mut fields = json::fields(line)?;
     let messages = messages_of("messages", &fields.remove("messages").unwrap_or_default(), FORMS)?;
     Ok((messages, fields))
 }
 
-/// Returns the messages without null fields, as transformers does.
+/// Names of the key for the reasoning of the assistant, in the order in which transformers looks for them.
+const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
+
+/// Returns the messages without null fields and with the reasoning under the names that templates read, as transformers
+/// does.
 fn messages_of(name: &str, messages: &Value, forms: &str) -> Result<Vec<Value>> {
     ensure!(
         messages.kind() == ValueKind::Seq,
@@ -342,6 +377,19 @@ fn message_of(number: usize, message: &Value, forms: &str) -> Result<Value> {
         fields.iter().any(|(key, _)| matches!(key.as_str(), Some("content" | "tool_calls"))),
         "message {number} has no content; {forms}"
     );
+    let place = |fields: &[(Value, Value)], name: &str| fields.iter().position(|(key, _)| key.as_str() == Some(name));
+    if let Some(at) = REASONING.iter().find_map(|name| place(&fields, name)) {
+        let reasoning = fields[at].1.clone();
+        let thinking = match place(&fields, "thinking") {
+            Some(at) => fields.remove(at),
+            None => ("thinking".into(), reasoning.clone()),
+        };
+        fields.insert(0, thinking);
+        match place(&fields, "reasoning_content") {
+            Some(at) => fields[at].1 = reasoning,
+            None => fields.push(("reasoning_content".into(), reasoning)),
+        }
+    }
     Ok(Value::from_pairs(fields))
 }
 

@@ -3,7 +3,6 @@
 //! A line has two completions of one prompt, in the formats of TRL's `DPOTrainer`. As there, the completions begin at
 //! the first token that differs between the prompt alone and the prompt with either completion.
 
-use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
 
@@ -13,11 +12,12 @@ use indicatif::HumanCount;
 use minijinja::Value;
 use minijinja::value::ValueKind;
 
-use crate::data::batches::MicroBatch;
-use crate::data::sft::template::Template;
+use crate::data::batches::{MicroBatch, with_padding};
+use crate::data::sft::template::Templates;
 use crate::data::sft::{Examples, Reading, is_assistant, messages_of, read_lines};
 use crate::data::stream::Permutation;
 use crate::data::text::{Marked, Text};
+use crate::json;
 
 /// Pairs of a `--dpo` file, and their order.
 pub struct Pairs {
@@ -54,7 +54,7 @@ impl Pairs {
         let PairOptions { seq_len, vocab_size, multiple, shuffle } = options;
         let reading = Reading::new(model, text, seq_len, vocab_size)?;
         let mut examples = Examples::new(path.display().to_string(), reading.specials.stops.clone());
-        let read = |line: &str| read_pair(line, &reading.template);
+        let read = |line: &str| read_pair(line, &reading.templates);
         read_lines(path, read, |chunk| tokenise(&reading, chunk, &mut examples, path))?;
         let pairs = Pairs { examples, shuffle, multiple };
         ensure!(
@@ -136,7 +136,8 @@ impl Pairs {
         inputs.resize(2 * size * width, 0);
         targets.resize(2 * size * width, IGNORED);
         let counted = targets.iter().filter(|&&target| target != IGNORED).count() as u64;
-        MicroBatch { inputs, targets, counted, documents: None, filled, pairs: Some(count as u64) }
+        let documents = Some(filled.iter().map(|&filled| with_padding(filled, width)).collect());
+        MicroBatch { inputs, targets, counted, documents, filled, pairs: Some(count as u64) }
     }
 }
 
@@ -202,9 +203,8 @@ const FORMS: &str = "a line is {\"prompt\": \"...\", \"chosen\": \"...\", \"reje
                      such as [{\"role\": \"assistant\", \"content\": \"...\"}] in place of the texts";
 
 /// Returns the text of a line's prompt, and of the prompt with each completion.
-fn read_pair(line: &str, template: &Template) -> Result<[Marked; 3]> {
-    let mut fields: BTreeMap<String, Value> =
-        serde_json::from_str(line).map_err(|error| anyhow!("it is not a JSON object ({error}); {FORMS}"))?;
+fn read_pair(line: &str, templates: &Templates) -> Result<[Marked; 3]> {
+    let mut fields = json::fields(line).map_err(|error| anyhow!("{error}; {FORMS}"))?;
     let found = fields.keys().map(|key| format!("\"{key}\"")).collect::<Vec<_>>().join(", ");
     let mut take = |key: &str| fields.remove(key).filter(|value| !value.is_none());
     let prompt = take("prompt");
@@ -248,6 +248,7 @@ fn read_pair(line: &str, template: &Template) -> Result<[Marked; 3]> {
              or remove the line"
         );
     }
+    let template = templates.of(&fields);
     let format = |messages: &[Value], add_generation_prompt: bool| {
         let (text, _) = template.render(messages, &fields, add_generation_prompt)?;
         anyhow::Ok(Marked { text, learnt: vec![], bare: false })

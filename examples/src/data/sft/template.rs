@@ -1,21 +1,16 @@
 //! Chat templates in Jinja with transformers' extensions, and the assistant's turns in a conversation.
 
 use std::collections::BTreeMap;
-use std::io;
 use std::ops::{Range, RangeInclusive};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use minijinja::syntax::SyntaxConfig;
-use minijinja::value::Kwargs;
-use minijinja::{Environment, Error, ErrorKind, UndefinedBehavior, Value};
-use minijinja_contrib::pycompat::unknown_method_callback;
-use serde::Serialize;
-use serde_json::Serializer;
-use serde_json::ser::{Formatter, PrettyFormatter};
+use minijinja::{Error, Value};
 
 use crate::data::sft::is_assistant;
-use crate::data::text::{Marked, Text};
+use crate::data::sft::jinja::Program;
+use crate::data::text::{Marked, Text, configured_tokens};
+use crate::{input, json};
 
 /// Template for models without one.
 pub(super) const DEFAULT: &str = "{% for message in messages %}\
@@ -23,31 +18,34 @@ pub(super) const DEFAULT: &str = "{% for message in messages %}\
 {% endfor %}\
 {% if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}";
 
-const NAME: &str = "chat template";
-
-/// Instruction limit against endless loops. A conversation of a thousand messages takes a thousandth of it.
-const FUEL: u64 = 100_000_000;
+/// Name of the template of lines without tools.
+const DEFAULT_NAME: &str = "default";
+/// Name of the template of lines with tools.
+const TOOL_USE: &str = "tool_use";
 
 /// Variables that replace `{% generation %}` and `{% endgeneration %}`: empty, or a mark.
 const VARIABLES: [&str; 2] = ["__generation", "__endgeneration"];
 /// Candidates for marks. A text may contain these noncharacters too.
 const NONCHARACTERS: RangeInclusive<char> = '\u{fdd0}'..='\u{fdef}';
 
-/// A compiled chat template.
-pub(super) struct Template {
-    environment: Environment<'static>,
-    /// File that it was read from.
-    pub(super) origin: String,
-    /// Whether it marks the assistant's turns by `{% generation %}`.
-    pub(super) marks: bool,
+/// The chat templates of a model.
+pub(super) struct Templates {
+    default: Template,
+    /// Template for lines with tools, if it is another.
+    tool_use: Option<Template>,
 }
 
-impl Template {
-    /// Loads the template of a model directory: `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`,
-    /// which may be a list of named ones. Otherwise [`DEFAULT`].
+impl Templates {
+    /// Loads the templates of a model directory: `chat_template.jinja` and `additional_chat_templates`, or
+    /// `chat_template` in `tokenizer_config.json`, which may be a list of named ones. Otherwise [`DEFAULT`].
     pub(super) fn new(model: Option<&Path>, specials: &Specials) -> Result<Self> {
-        let (source, origin) = match model.map(of_directory).transpose()?.flatten() {
-            Some((source, path)) => (source, format!("the chat template in {}", path.display())),
+        let mut found = model.map(of_directory).transpose()?.unwrap_or_default();
+        let compiled = |(source, file): (String, PathBuf)| {
+            Template::new(&source, format!("the chat template in {}", file.display()), specials)
+        };
+        let tool_use = found.remove(TOOL_USE).map(compiled).transpose()?;
+        let default = match found.remove(DEFAULT_NAME) {
+            Some(default) => compiled(default)?,
             None => {
                 if specials.token("eos_token").is_none() {
                     bail!(
@@ -57,35 +55,40 @@ impl Template {
                         model.unwrap_or(Path::new("the model")).display()
                     );
                 }
-                (DEFAULT.to_owned(), "the built-in format".to_owned())
+                Template::new(DEFAULT, "the built-in format".into(), specials)?
             }
         };
-        let (source, marks) = with_marks(&source);
-        let mut environment = Environment::new();
-        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?;
-        environment.set_syntax(syntax);
-        environment.set_undefined_behavior(UndefinedBehavior::Lenient);
-        environment.set_fuel(Some(FUEL));
-        environment.set_unknown_method_callback(unknown_method_callback);
-        environment.add_filter("tojson", tojson);
-        environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
-            Err(Error::new(ErrorKind::InvalidOperation, message))
-        });
-        environment.add_function("strftime_now", |format: String| -> Result<String, Error> {
-            jiff::fmt::strtime::format(&format, &jiff::Timestamp::now().to_zoned(jiff::tz::TimeZone::UTC))
-                .map_err(|error| Error::new(ErrorKind::InvalidOperation, error.to_string()))
-        });
-        for (name, token) in &specials.named {
-            environment.add_global(name.clone(), Value::from(token.clone()));
-        }
-        environment.add_template_owned(NAME, source).map_err(|error| {
+        Ok(Templates { default, tool_use })
+    }
+
+    /// Returns the template for a line with these fields.
+    pub(super) fn of(&self, fields: &BTreeMap<String, Value>) -> &Template {
+        let has_tools = fields.get("tools").is_some_and(|tools| !tools.is_none());
+        self.tool_use.as_ref().filter(|_| has_tools).unwrap_or(&self.default)
+    }
+}
+
+/// A compiled chat template.
+pub(super) struct Template {
+    program: Program,
+    /// File that it was read from.
+    pub(super) origin: String,
+    /// Whether it marks the assistant's turns by `{% generation %}`.
+    pub(super) marks: bool,
+}
+
+impl Template {
+    fn new(source: &str, origin: String, specials: &Specials) -> Result<Self> {
+        // As Python reads a file.
+        let (source, marks) = with_marks(&source.replace("\r\n", "\n").replace('\r', "\n"));
+        let program = Program::new(&source, specials.named.clone()).map_err(|error| {
             anyhow!(
                 "{origin} is not a valid Jinja template: {}; fix it, or put another chat_template.jinja into \
                  the model directory",
                 describe(&error)
             )
         })?;
-        Ok(Template { environment, origin, marks })
+        Ok(Template { program, origin, marks })
     }
 
     /// Renders messages. Returns the text, and the byte ranges inside `{% generation %}`.
@@ -98,13 +101,12 @@ impl Template {
         let mut context: BTreeMap<String, Value> =
             ["tools", "documents"].map(|name| (name.to_owned(), Value::from(()))).into();
         context.extend(others.clone());
-        context.insert("messages".into(), messages.iter().cloned().collect());
+        context.insert("messages".into(), Value::from(messages.to_vec()));
         context.insert("add_generation_prompt".into(), add_generation_prompt.into());
-        let template = self.environment.get_template(NAME)?;
         let mut written = |marks: [String; 2]| {
             context.extend(VARIABLES.into_iter().map(str::to_owned).zip(marks.map(Value::from)));
-            template
-                .render(Value::from(context.clone()))
+            self.program
+                .render(context.clone())
                 .map_err(|error| anyhow!("{} refuses it: {}", self.origin, describe(&error)))
         };
         let text = written(Default::default())?;
@@ -131,39 +133,67 @@ impl Template {
     }
 }
 
-/// Returns the source of a directory's template and its file, if there is one.
-fn of_directory(model: &Path) -> Result<Option<(String, PathBuf)>> {
+/// Returns the sources of a directory's templates and their files, by name.
+fn of_directory(model: &Path) -> Result<BTreeMap<String, (String, PathBuf)>> {
+    let mut found = BTreeMap::new();
+    let mut add = |name: String, file: PathBuf| -> Result<()> {
+        let source = input::read_text(&file).with_context(|| format!("cannot read {}", file.display()))?;
+        found.insert(name, (source, file));
+        Ok(())
+    };
     let file = model.join("chat_template.jinja");
-    if file.exists() {
-        let source = std::fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
-        return Ok(Some((source, file)));
+    if file.symlink_metadata().is_ok() {
+        add(DEFAULT_NAME.into(), file)?;
+    }
+    let others = model.join("additional_chat_templates");
+    if others.is_dir() {
+        for entry in others.read_dir().with_context(|| format!("cannot list {}", others.display()))? {
+            let file = entry?.path();
+            if let (Some("jinja"), Some(name)) =
+                (file.extension().and_then(|e| e.to_str()), file.file_stem().and_then(|name| name.to_str()))
+            {
+                add(name.to_owned(), file.clone())?;
+            }
+        }
     }
     let name = "tokenizer_config.json";
     let file = model.join(name);
-    let Some(found) = read_json(Some(model), name)?.and_then(|fields| fields.get("chat_template").cloned()) else {
-        return Ok(None);
-    };
-    let source = match &found {
-        serde_json::Value::String(source) => Some(source.as_str()),
-        serde_json::Value::Array(named) => {
-            let default = named.iter().find(|named| named.get("name").is_some_and(|name| name == "default"));
-            default.and_then(|named| named.get("template")?.as_str())
+    let none = |found: &BTreeMap<_, _>| found.is_empty();
+    if none(&found) {
+        match read_json(Some(model), name)?.and_then(|mut fields| Some(fields.get_mut("chat_template")?.take())) {
+            None | Some(serde_json::Value::Null) => return Ok(found),
+            Some(serde_json::Value::String(source)) => {
+                found.insert(DEFAULT_NAME.into(), (source, file.clone()));
+            }
+            Some(serde_json::Value::Array(named)) => {
+                for one in &named {
+                    if let (Some(name), Some(source)) = (one["name"].as_str(), one["template"].as_str()) {
+                        found.insert(name.to_owned(), (source.to_owned(), file.clone()));
+                    }
+                }
+            }
+            Some(_) => {}
         }
-        _ => None,
-    };
-    match source {
-        Some(source) => Ok(Some((source.to_owned(), file))),
-        None if found.is_null() => Ok(None),
-        None => bail!(
-            "the chat_template in {} is neither text nor a list with an entry named default: put the template into \
-             chat_template.jinja beside it",
-            file.display()
-        ),
     }
+    if !none(&found) && found.values().all(|(_, from)| *from != file) {
+        ensure!(
+            found.contains_key(DEFAULT_NAME),
+            "{} has the templates {}, but no chat_template.jinja: add it",
+            others.display(),
+            found.keys().cloned().collect::<Vec<_>>().join(", ")
+        );
+    }
+    ensure!(
+        found.contains_key(DEFAULT_NAME),
+        "the chat_template in {} is neither text nor a list with an entry named default: put the template into \
+         chat_template.jinja beside it",
+        file.display()
+    );
+    Ok(found)
 }
 
-/// Replaces `{% generation %}` and its end by [`VARIABLES`], and returns whether there were any. Empty blocks on both
-/// sides keep the trimming of whitespace as it was around the tags.
+/// Replaces `{% generation %}` and its end by [`VARIABLES`], and returns whether there were any. The `with` block
+/// gives variables their own scope. Empty blocks inside keep the trimming of whitespace as it was around the tags.
 fn with_marks(source: &str) -> (String, bool) {
     let (mut out, mut rest, mut found) = (String::new(), source, false);
     while let Some(at) = rest.find("{%") {
@@ -174,17 +204,23 @@ fn with_marks(source: &str) -> (String, bool) {
         let inner = tag.strip_prefix("{%").and_then(|tag| tag.strip_suffix("%}")).unwrap_or("");
         let left = if inner.starts_with(['-', '+']) { &inner[..1] } else { "" };
         let right = if inner.ends_with(['-', '+']) { &inner[inner.len() - 1..] } else { "" };
-        let mark = match inner.trim_matches(['-', '+']).trim() {
-            "generation" => Some(VARIABLES[0]),
-            "endgeneration" => Some(VARIABLES[1]),
-            _ => None,
-        };
-        match mark {
-            Some(mark) => {
+        let [begin, end] = VARIABLES;
+        match inner.trim_matches(['-', '+']).trim() {
+            "generation" => {
                 found = true;
-                out.push_str(&format!("{{%{left} if true %}}{{{{ {mark} }}}}{{% endif {right}%}}"));
+                out.push_str(&format!("{{%{left} with %}}{{{{ {begin} }}}}{{% if true %}}{{% endif {right}%}}"));
             }
-            None => out.push_str(tag),
+            "endgeneration" => {
+                out.push_str(&format!("{{%{left} if true %}}{{% endif %}}{{{{ {end} }}}}{{% endwith {right}%}}"));
+            }
+            "raw" => {
+                out.push_str(tag);
+                // MiniJinja drops the newline after it, and Jinja2 does not.
+                if right.is_empty() && after.starts_with('\n') {
+                    out.push('\n');
+                }
+            }
+            _ => out.push_str(tag),
         }
         rest = after;
     }
@@ -315,16 +351,9 @@ impl Specials {
             let named = BTreeMap::from([("eos_token".to_owned(), END_OF_BYTES.to_owned())]);
             return Ok(Specials { named, end: Some(0), stops: vec![0] });
         }
-        let mut named = BTreeMap::new();
+        text.check()?;
+        let mut named = configured_tokens(model)?.named;
         let mut stops = Vec::new();
-        for name in ["special_tokens_map.json", "tokenizer_config.json"] {
-            let Some(serde_json::Value::Object(fields)) = read_json(model, name)? else { continue };
-            for (key, value) in fields.iter().filter(|(key, _)| key.ends_with("_token")) {
-                if let Some(token) = value.as_str().or_else(|| value.get("content")?.as_str()) {
-                    named.insert(key.clone(), token.to_owned());
-                }
-            }
-        }
         if let Some(id) = named.get("eos_token").and_then(|token| text.id_of(token)) {
             stops.push(id);
         }
@@ -352,56 +381,9 @@ impl Specials {
 
 /// Reads a JSON file of the model directory, if it exists.
 pub(in crate::data) fn read_json(model: Option<&Path>, name: &str) -> Result<Option<serde_json::Value>> {
-    let Some(path) = model.map(|model| model.join(name)).filter(|path| path.exists()) else { return Ok(None) };
-    let read = || -> Result<serde_json::Value> { Ok(serde_json::from_str(&std::fs::read_to_string(&path)?)?) };
-    read().map(Some).with_context(|| format!("cannot read {}", path.display()))
-}
-
-/// Filter `tojson` of transformers' templates, as Python's `json.dumps` with `ensure_ascii=False` and without HTML
-/// escapes.
-pub(super) fn tojson(value: &Value, options: Kwargs) -> Result<Value, Error> {
-    let indent: Option<usize> = options.get("indent")?;
-    let sorted: Option<bool> = options.get("sort_keys")?;
-    let ascii: Option<bool> = options.get("ensure_ascii")?;
-    options.assert_all_used()?;
-    if ascii == Some(true) {
-        return Err(Error::new(ErrorKind::InvalidOperation, "tojson(ensure_ascii=true) is not supported"));
-    }
-    let written = match sorted {
-        // Values of `serde_json` have sorted keys.
-        Some(true) => serde_json::to_value(value).and_then(|value| write(&value, indent)),
-        _ => write(value, indent),
+    let Some(path) = model.map(|model| model.join(name)).filter(|path| path.symlink_metadata().is_ok()) else {
+        return Ok(None);
     };
-    let written = written.map_err(|error| Error::new(ErrorKind::BadSerialization, "no JSON").with_source(error))?;
-    Ok(Value::from(written))
-}
-
-fn write(value: &impl Serialize, indent: Option<usize>) -> Result<String, serde_json::Error> {
-    let mut out = Vec::new();
-    match indent {
-        Some(indent) => {
-            let indent = " ".repeat(indent.min(64));
-            let formatter = PrettyFormatter::with_indent(indent.as_bytes());
-            value.serialize(&mut Serializer::with_formatter(&mut out, formatter))?;
-        }
-        None => value.serialize(&mut Serializer::with_formatter(&mut out, Spaced))?,
-    }
-    String::from_utf8(out).map_err(serde::ser::Error::custom)
-}
-
-/// JSON format with a space after each comma and colon.
-struct Spaced;
-
-impl Formatter for Spaced {
-    fn begin_array_value<W: ?Sized + io::Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
-        if first { Ok(()) } else { writer.write_all(b", ") }
-    }
-
-    fn begin_object_key<W: ?Sized + io::Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
-        if first { Ok(()) } else { writer.write_all(b", ") }
-    }
-
-    fn begin_object_value<W: ?Sized + io::Write>(&mut self, writer: &mut W) -> io::Result<()> {
-        writer.write_all(b": ")
-    }
+    let read = || json::parse(&input::read_text(&path)?);
+    read().map(Some).with_context(|| format!("cannot read {}", path.display()))
 }

@@ -8,8 +8,8 @@ use minijinja::Value;
 use proptest::prelude::*;
 use tempfile::TempDir;
 
-use crate::data::sft::Examples;
-use crate::data::sft::template::{Specials, Template};
+use crate::data::sft::template::{Specials, Templates};
+use crate::data::sft::{Examples, chat_text};
 use crate::data::text::{Marked, Text};
 
 fn recorded(name: &str) -> PathBuf {
@@ -36,7 +36,7 @@ fn model_of(name: &str) -> TempDir {
 /// State for reading lines.
 struct Reader {
     text: Text,
-    template: Template,
+    templates: Templates,
     specials: Vec<String>,
 }
 
@@ -44,12 +44,12 @@ impl Reader {
     fn new(model: Option<&Path>) -> Self {
         let text = Text::new(model).unwrap();
         let specials = Specials::new(model, &text).unwrap();
-        let template = Template::new(model, &specials).unwrap();
-        Reader { specials: text.special_tokens(&specials.named), text, template }
+        let templates = Templates::new(model, &specials).unwrap();
+        Reader { specials: text.special_tokens(&specials.named), text, templates }
     }
 
     fn read(&self, line: &str) -> anyhow::Result<Marked> {
-        super::read_line(line, &self.template, &self.specials)
+        super::read_line(line, &self.templates, &self.specials)
     }
 
     /// Returns the counted ranges of a line.
@@ -85,7 +85,7 @@ fn templates_match_transformers() {
         let line = serde_json::to_string(&case["line"]).unwrap();
         let (messages, others) = super::messages(&line).unwrap();
         let prompt = case["add_generation_prompt"].is_true();
-        let rendered = reader.template.render(&messages, &others, prompt);
+        let rendered = reader.templates.of(&others).render(&messages, &others, prompt);
         if let Some(error) = case.get("error") {
             let found = format!("{:#}", rendered.unwrap_err());
             assert!(found.contains(error.as_str().unwrap()), "{name}: {found}");
@@ -106,6 +106,121 @@ fn templates_match_transformers() {
             );
         }
     }
+}
+
+/// Returns whether an error says that something is not supported, or what to write instead.
+fn names_the_reason(error: &str) -> bool {
+    ["supported", "needs", "add | list", "can't be", "has no", "does not apply", "is not iterable", "a format has"]
+        .iter()
+        .any(|part| error.contains(part))
+}
+
+/// Cases of `tests/interop/jinja.py`. Constructs that are not supported are refused by name.
+#[test]
+fn jinja_is_rendered_as_by_transformers() {
+    let cases: Vec<serde_json::Value> =
+        serde_json::from_str(&fs::read_to_string(recorded("expressions.json")).unwrap()).unwrap();
+    assert!(cases.len() > 300);
+    let (mut equal, mut refused, mut unnamed) = (0, 0, vec![]);
+    for case in &cases {
+        let source = case["template"].as_str().unwrap();
+        let dir = model(Some(source));
+        match (chat_text(Some(dir.path()), case["line"].as_str().unwrap(), false), case["text"].as_str()) {
+            (Ok(text), Some(expected)) => {
+                assert_eq!(text, expected, "{source}");
+                equal += 1;
+            }
+            (Ok(text), None) => panic!("{source}: {text:?}, but transformers fails: {}", case["error"]),
+            (Err(_), None) => equal += 1,
+            (Err(error), Some(_)) => {
+                unnamed.extend(Some(format!("{source}: {error:#}")).filter(|error| !names_the_reason(error)));
+                refused += 1;
+            }
+        }
+    }
+    assert!(unnamed.is_empty(), "{unnamed:#?}");
+    assert!(refused * 8 < equal, "{refused} of {} are refused", cases.len());
+}
+
+/// Python reads files with the line ends of Windows.
+#[test]
+fn line_ends_of_windows_are_as_others() {
+    let source = "{% for m in messages %}\n{{ m.role }}: {{ m.content }}{{ 'a\nb' }}\n\n{% endfor %}";
+    let learnt =
+        |source: &str| Reader::new(Some(model(Some(source)).path())).read(&TWO.replace("Hi", "H\\r\\ni")).unwrap();
+    let expected = learnt(source);
+    assert!(expected.text.contains("user: H\r\nia\nb\n\n"), "{:?}", expected.text);
+    assert_eq!(learnt(&source.replace('\n', "\r\n")), expected);
+    assert_eq!(learnt(&source.replace('\n', "\r")), expected);
+}
+
+/// transformers copies the reasoning of a message to the names that templates read.
+#[test]
+fn reasoning_has_the_names_of_transformers() {
+    let dir = model(Some("{% for m in messages %}{{ m }}{% endfor %}"));
+    let reader = Reader::new(Some(dir.path()));
+    for (message, expected) in [
+        (
+            r#""content": "a", "reasoning": "r""#,
+            "'thinking': 'r', 'role': 'assistant', 'content': 'a', 'reasoning': 'r', 'reasoning_content': 'r'",
+        ),
+        (
+            r#""reasoning_content": "r", "thinking": "t", "content": "a""#,
+            "'thinking': 't', 'role': 'assistant', 'reasoning_content': 'r', 'content': 'a'",
+        ),
+        (r#""thinking": null, "content": "a""#, "'role': 'assistant', 'content': 'a'"),
+    ] {
+        let line = format!(r#"{{"messages": [{{"role": "assistant", {message}}}]}}"#);
+        let (messages, others) = super::messages(&line).unwrap();
+        let (text, _) = reader.templates.of(&others).render(&messages, &others, false).unwrap();
+        assert_eq!(text, format!("{{{expected}}}"));
+    }
+}
+
+/// The token of spaces at the end of a completion is learned, as with `trim_offsets=False`.
+#[test]
+fn spaces_are_learned_whatever_offsets_the_tokenizer_gives() {
+    let dir = model(None);
+    let file = dir.path().join("tokenizer.json");
+    let content = fs::read_to_string(&file).unwrap();
+    let bytes =
+        serde_json::json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true });
+    let roberta = serde_json::json!({ "type": "RobertaProcessing", "sep": ["</s>", 1], "cls": ["<s>", 0],
+        "trim_offsets": true, "add_prefix_space": false });
+    let sequence = serde_json::json!({ "type": "Sequence", "processors": [bytes] });
+    let line = "{\"prompt\": \"hello\", \"completion\": \" there   \"}\n";
+    let learnt = || {
+        let examples = load(dir.path(), line, Some(dir.path()), 99).unwrap();
+        let example = examples.get(0);
+        Text::new(Some(dir.path()))
+            .unwrap()
+            .decode(
+                &example
+                    .tokens
+                    .iter()
+                    .zip(example.learnt)
+                    .filter(|(_, learnt)| **learnt)
+                    .map(|(id, _)| *id)
+                    .collect::<Vec<_>>(),
+            )
+            .unwrap()
+    };
+    assert_eq!(learnt(), " there   ");
+    for processor in [bytes, roberta, sequence] {
+        fs::write(&file, content.replace("\"post_processor\":null", &format!("\"post_processor\":{processor}")))
+            .unwrap();
+        assert_eq!(learnt(), " there   ", "{processor}");
+    }
+}
+
+#[test]
+fn prompt_of_a_sample_is_not_empty() {
+    let dir = tempfile::tempdir().unwrap();
+    let empty = "{\"prompt\": \"\", \"completion\": \"b\"}\n";
+    let examples =
+        load(dir.path(), &format!("{empty}{{\"prompt\": \"a\", \"completion\": \"b\"}}\n"), None, 9).unwrap();
+    assert_eq!(examples.first_prompt(), [u32::from(b'a')]);
+    assert!(load(dir.path(), empty, None, 9).unwrap().first_prompt().is_empty());
 }
 
 const TWO: &str = r#"{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."},
@@ -149,10 +264,25 @@ fn templates_are_found_like_transformers() {
     let own = "{% for message in messages %}{{ message.content + eos_token }}{% endfor %}";
     with(own.into());
     assert_eq!(learnt(), ["Hello.</s>", "Fine</s>"]);
-    with(serde_json::json!([{ "name": "tool_use", "template": "" }, { "name": "default", "template": own }]));
+    with(serde_json::json!([{ "name": "tool_use", "template": own.replace("eos_token", "'?'") },
+        { "name": "default", "template": own }]));
     assert_eq!(learnt(), ["Hello.</s>", "Fine</s>"]);
+    // transformers has another template for lines with tools.
+    let of_line = |line: String| Reader::new(Some(dir.path())).learnt(&line);
+    let with_tools = TWO.replacen('{', "{\"tools\": [], ", 1);
+    assert_eq!(of_line(with_tools.clone()), ["Hello.?", "Fine?"]);
+    assert_eq!(of_line(with_tools.replace("[], ", "null, ")), ["Hello.</s>", "Fine</s>"]);
+    fs::create_dir(dir.path().join("additional_chat_templates")).unwrap();
+    fs::write(dir.path().join("additional_chat_templates/tool_use.jinja"), own.replace("eos_token", "'#'")).unwrap();
+    fs::write(dir.path().join("chat_template.jinja"), own).unwrap();
+    assert_eq!(
+        (of_line(with_tools), learnt()),
+        (vec!["Hello.#".into(), "Fine#".into()], vec!["Hello.</s>".into(), "Fine</s>".into()])
+    );
+    fs::remove_dir_all(dir.path().join("additional_chat_templates")).unwrap();
+    fs::remove_file(dir.path().join("chat_template.jinja")).unwrap();
     with(serde_json::Value::Null);
-    assert_eq!(Reader::new(Some(dir.path())).template.origin, "the built-in format");
+    assert_eq!(Reader::new(Some(dir.path())).templates.of(&BTreeMap::new()).origin, "the built-in format");
     fs::write(dir.path().join("chat_template.jinja"), own.replace("eos_token", "'!'")).unwrap();
     with(own.into());
     assert_eq!(learnt(), ["Hello.!", "Fine!"]);
@@ -160,7 +290,7 @@ fn templates_are_found_like_transformers() {
     fs::remove_file(dir.path().join("chat_template.jinja")).unwrap();
     let text = Text::new(Some(dir.path())).unwrap();
     let specials = Specials::new(Some(dir.path()), &text).unwrap();
-    let error = format!("{:#}", Template::new(Some(dir.path()), &specials).err().unwrap());
+    let error = format!("{:#}", Templates::new(Some(dir.path()), &specials).err().unwrap());
     assert!(
         error.contains("nor a list with an entry named default") && error.contains("chat_template.jinja"),
         "{error}"
@@ -192,7 +322,14 @@ fn bad_lines_are_refused() {
         ("{}", &["it has no keys"]),
         ("{\"text\": \"a\", \"id\": 1}", &["it has the keys \"id\", \"text\"; a line is"]),
         ("{\"prompt\": \"a\"}", &["it has the keys \"prompt\""]),
-        ("{\"prompt\": \"a\", \"completion\": \"b\", \"messages\": []}", &["\"completion\", \"messages\", \"prompt\""]),
+        (
+            "{\"prompt\": \"a\", \"completion\": \"b\", \"messages\": []}",
+            &["drop \"prompt\" and \"completion\"", "drop \"messages\""],
+        ),
+        (
+            "{\"prompt\": \"a\", \"messages\": []}",
+            &["it has \"messages\" beside \"prompt\"", "drop \"prompt\" to train"],
+        ),
         ("{\"prompt\": \"a\", \"completion\": \"\"}", &["the completion is empty"]),
         ("{\"prompt\": [1], \"completion\": \"b\"}", &["prompt is sequence and completion is string"]),
         ("{\"messages\": \"hi\"}", &["messages is string, but must be a list"]),
