@@ -177,7 +177,7 @@ impl Block {
             attention_norm: post_norm(after)?,
             mlp_norm: norm(if config.norms.post { before } else { after })?,
             mlp: match config.experts(layer) {
-                Some(experts) => Feed::Experts(Experts::new(config, experts, parallel, vb.pp(experts.names.0))?),
+                Some(experts) => Feed::Experts(Experts::new(config, experts, parallel, vb.pp(experts.names.module))?),
                 None => Feed::Mlp(Mlp::new(config, vb.pp("mlp"))?),
             },
             output_norm: post_norm("post_feedforward_layernorm")?,
@@ -333,36 +333,27 @@ impl Module for Mlp {
     }
 }
 
-/// A rotary embedding, possibly with other frequencies for long sequences.
+/// A rotary embedding.
 #[derive(Clone)]
-pub(super) struct RotaryEmbedding {
-    usual: Rotary,
-    /// Embedding for sequences of more than this many positions.
-    long: Option<(usize, Rotary)>,
-}
+pub(super) struct RotaryEmbedding(Rotary);
 
 impl RotaryEmbedding {
     pub(super) fn new(rope: &Rope, head_dim: usize, positions: usize, device: &Device) -> Result<Self> {
         let (frequencies, factor, long) = rope.frequencies();
         let options = RotaryOptions { head_dim: Some(head_dim), factor };
         let tables = |frequencies: &[f32]| Rotary::with_options(frequencies, options, positions, device);
-        let long = match long {
-            Some((above, frequencies)) => Some((above, tables(&frequencies)?)),
-            None => None,
-        };
-        Ok(RotaryEmbedding { usual: tables(&frequencies)?, long })
+        let usual = tables(&frequencies)?;
+        Ok(RotaryEmbedding(match long {
+            Some((above, frequencies)) => usual.with_long(above, &tables(&frequencies)?)?,
+            None => usual,
+        }))
     }
 
     /// Rotates the heads of `x`, `[B, T, H * D]` or `[B, T, H, D]`. Positions restart in each document.
     pub(super) fn apply(&self, x: &Tensor, documents: Option<&Documents>) -> Result<Tensor> {
-        let longest = documents.map_or(x.dim(1)?, Documents::longest);
-        let rotary = match &self.long {
-            Some((above, rotary)) if longest > *above => rotary,
-            _ => &self.usual,
-        };
         match documents {
-            Some(documents) => rotary.apply_in_documents(x, documents),
-            None => rotary.apply(x, 0),
+            Some(documents) => self.0.apply_in_documents(x, documents),
+            None => self.0.apply(x, 0),
         }
     }
 }

@@ -47,7 +47,7 @@ impl Experts {
         let expert = |i| {
             let vb = vb.pp(format!("experts.{i}"));
             let make = |name: &str, inputs, outputs| linear(inputs, outputs, false, stdev, vb.pp(name));
-            let [gate, up, down] = experts.names.1;
+            let [gate, up, down] = experts.names.projections;
             Ok(SwiGlu::new(make(gate, width, inner)?, make(up, width, inner)?, make(down, inner, width)?))
         };
         Ok(Experts {

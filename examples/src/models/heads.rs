@@ -12,6 +12,7 @@ use fsdp_candle::FsdpModule;
 use fsdp_candle::nn::Linear;
 use serde_json::Value;
 
+use crate::input::read_text;
 use crate::models::LanguageModel;
 use crate::models::language_model::Rows;
 use crate::models::layers::linear;
@@ -66,11 +67,11 @@ impl Pooling {
     /// Fails for a mode that is not supported, and for several modes.
     pub fn from_dir(model: &Path) -> anyhow::Result<Option<Self>> {
         let path = model.join("1_Pooling/config.json");
-        if !path.exists() {
+        if path.symlink_metadata().is_err() {
             return Ok(None);
         }
         let read = || -> anyhow::Result<Self> {
-            let config: Value = serde_json::from_str(&std::fs::read_to_string(&path)?)?;
+            let config: Value = serde_json::from_str(&read_text(&path)?)?;
             Self::parse(&config)
         };
         Ok(Some(read().with_context(|| format!("can't use {}", path.display()))?))
@@ -115,11 +116,11 @@ impl Pooling {
 /// normalization. Returns whether it normalizes embeddings.
 pub fn normalizes(model: &Path) -> anyhow::Result<bool> {
     let path = model.join("modules.json");
-    if !path.exists() {
+    if path.symlink_metadata().is_err() {
         return Ok(false);
     }
     let read = || -> anyhow::Result<Vec<String>> {
-        let modules: Vec<Value> = serde_json::from_str(&std::fs::read_to_string(&path)?)?;
+        let modules: Vec<Value> = serde_json::from_str(&read_text(&path)?)?;
         Ok(modules.iter().map(|module| module["type"].as_str().unwrap_or_default().to_owned()).collect())
     };
     let modules = read().with_context(|| format!("can't read {}", path.display()))?;

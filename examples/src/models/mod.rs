@@ -25,8 +25,8 @@ pub use parameter_names::is_block_matrix;
 pub use parameter_names::{Lora, Targets};
 pub use preference::{PairLogProbs, PairLoss};
 pub use size::{ModelSize, UnitSize};
+pub use weights::Weights;
 pub use weights::fingerprint;
-pub use weights::pretrained;
 
 mod base;
 pub mod bert;

@@ -9,6 +9,7 @@ use fsdp_candle::{
     ActivationLayout, ColwiseParallel, ParallelPlan, RowwiseParallel, SequenceParallel, ShardedVarMap, VocabParallel,
     parallelize,
 };
+use fsdp_ckpt::hf::ExpertNames;
 use fsdp_core::{DeviceMesh, ProcessGroup};
 
 use crate::models::config::decoder::ExpertsConfig;
@@ -104,7 +105,7 @@ fn plan(config: &DecoderConfig, sequence: bool) -> ParallelPlan {
     }
     if let Some(experts) = experts {
         // Experts see their tokens from the whole sequence.
-        let (name, [gate, up, down]) = experts.names;
+        let ExpertNames { module: name, projections: [gate, up, down] } = experts.names;
         let of = |layer: &str| format!("model.layers.*.{name}.experts.*.{layer}");
         plan = plan.module(of(gate), ColwiseParallel::default()).module(of(up), ColwiseParallel::default());
         plan = plan.module(of(down), RowwiseParallel::default());

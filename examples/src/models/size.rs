@@ -1,5 +1,7 @@
 //! Size of a model, computed from its configuration.
 
+use fsdp_ckpt::hf::ExpertNames;
+
 use crate::models::config::{BertConfig, DecoderConfig, Gpt2Config, ModelConfig};
 use crate::models::heads::Head;
 use crate::models::parameter_names::Lora;
@@ -155,7 +157,7 @@ fn decoder<'a>(config: &'a DecoderConfig, lora: Option<&'a Lora>) -> Parts<'a> {
             block.norm(head);
         }
         if let Some(experts) = config.experts(layer) {
-            let (name, [gate, up, down]) = experts.names;
+            let ExpertNames { module: name, projections: [gate, up, down] } = experts.names;
             let inner = experts.inner as f64;
             block.linear(&format!("{name}.gate"), width, experts.count as f64, false);
             block.seen = experts.per_token as f64 / experts.count as f64;

@@ -1,15 +1,19 @@
-//! Weights in model directories: fingerprints, and names of older versions.
+//! Weights in model directories: their names in the model, and fingerprints.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
+use std::sync::Arc;
 
-use anyhow::Context;
+use anyhow::{Context, bail, ensure};
 use crc_fast::{CrcAlgorithm, Digest};
-use fsdp_candle::Result;
 use fsdp_candle::initializer::Pretrained;
-use fsdp_ckpt::TensorSource;
-use fsdp_ckpt::hf::HfModel;
+use fsdp_ckpt::hf::{Part, Renamed, same_values, unfused};
+use fsdp_ckpt::{TensorSource, open_weights};
 use fsdp_core::layout::Region;
+
+use crate::models::config::ModelConfig;
+use crate::models::config::decoder::ExpertsConfig;
+use crate::models::heads::Head;
 
 /// Maximal number of elements per row in a fingerprint.
 const WIDTH: usize = 256;
@@ -54,20 +58,185 @@ const WITHOUT_HEAD: [(&str, &str); 6] = [
     ("norm.", "model."),
 ];
 
-/// Opens the weights in a model directory. Accepts the names in the first BERT files, where a norm's `weight` and
-/// `bias` are `gamma` and `beta`, and the names of models without a head, as transformers does.
-pub fn pretrained(dir: &Path) -> Result<Pretrained> {
-    let model = HfModel::open(dir)?;
-    let now_called = |name: &String| {
-        let norm = OLD.iter().find_map(|(now, then)| Some(format!("{}{now}", name.strip_suffix(then)?)));
-        let mut new = norm.unwrap_or_else(|| name.clone());
-        if let Some((_, prefix)) = WITHOUT_HEAD.iter().find(|(start, _)| new.starts_with(start)) {
-            new.insert_str(0, prefix);
+/// Starts of the names of output layers, of any task.
+const OUTPUTS: [&str; 7] =
+    ["lm_head.", "cls.", "score.", "classifier.", "qa_outputs.", "multiple_choice_head.", "bert.pooler."];
+
+/// Names that an error lists.
+const LISTED: usize = 4;
+
+/// Weights in a model directory, under the names of the model's parameters.
+pub struct Weights {
+    source: Arc<Renamed<Box<dyn TensorSource>>>,
+    /// Warnings about the file.
+    warnings: Vec<String>,
+}
+
+impl Weights {
+    /// Opens the weights in a model directory: safetensors, or `pytorch_model.bin`. As transformers does, accepts the
+    /// names in the first BERT files, where a norm's `weight` and `bias` are `gamma` and `beta`, names of models without
+    /// a head, fused experts, and a file with either of two tied weights. If the file has both with different values,
+    /// unties them in `config`. `None` for a directory without weights.
+    pub fn open(dir: &Path, config: &mut ModelConfig, head: Head) -> anyhow::Result<Option<Self>> {
+        let Some(source) = open_weights(dir)? else { return Ok(None) };
+        Ok(Some(Self::of(source, config, head)?))
+    }
+
+    fn of(source: Box<dyn TensorSource>, config: &mut ModelConfig, head: Head) -> anyhow::Result<Self> {
+        let mut parts = match config {
+            ModelConfig::Decoder(config) => {
+                let unfused = |experts: &ExpertsConfig| unfused(&*source, experts.names, experts.count);
+                config.experts.as_ref().map(unfused).transpose()?
+            }
+            _ => None,
         }
-        (!model.tensors().contains_key(&new)).then(|| (new, name.clone()))
+        .unwrap_or_else(|| {
+            let names = source.tensors().keys().chain(source.unreadable().keys());
+            names.map(|name| (name.clone(), Part::whole(name))).collect()
+        });
+        let old: Vec<(String, String)> =
+            parts.keys().filter_map(|name| Some((name.clone(), now_called(name)?))).collect();
+        for (name, new) in old {
+            if !parts.contains_key(&new)
+                && let Some(part) = parts.remove(&name)
+            {
+                parts.insert(new, part);
+            }
+        }
+        let mut warnings = Vec::new();
+        for (own, shared) in tied(config, &parts) {
+            match (parts.contains_key(&own), parts.get(&shared).cloned()) {
+                (true, Some(_)) if head != Head::Vocabulary => {
+                    parts.remove(&own);
+                }
+                (true, Some(part)) => {
+                    if same_values(&*source, &parts[&own].tensor, &part.tensor)? {
+                        parts.remove(&own);
+                    } else {
+                        warnings.push(untie(config, source.path(), &own, &shared)?);
+                    }
+                }
+                (true, None) => {
+                    let part = parts.remove(&own);
+                    parts.extend(part.map(|part| (shared, part)));
+                }
+                (false, _) => {}
+            }
+        }
+        let outputs = parts.keys().filter(|name| is_other_output(name, config, head));
+        let outputs: Vec<String> = outputs.cloned().collect();
+        if !outputs.is_empty() {
+            let (path, names) = (source.path().display(), listed(outputs.iter()));
+            warnings.push(format!("{path} has the output layers of another task, which are left out: {names}"));
+        }
+        parts.retain(|name, _| !outputs.contains(name) && !is_ignored(name, config));
+        Ok(Weights { source: Arc::new(Renamed::new(source, parts)?), warnings })
+    }
+
+    /// Returns an initializer that reads the weights.
+    pub fn initializer(&self) -> Pretrained {
+        Pretrained::of(Arc::clone(&self.source), |name| name.into())
+    }
+
+    /// Returns whether the weights have a parameter.
+    pub fn contains(&self, name: &str) -> bool {
+        self.source.tensors().contains_key(name)
+    }
+
+    /// Returns warnings about differences between the weights and `config.json`.
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
+    }
+
+    /// Returns the fingerprint of the files.
+    pub fn fingerprint(&self) -> anyhow::Result<String> {
+        fingerprint(self.source.source())
+    }
+
+    /// Fails if the weights have tensors that the model lacks. `parameters` lists the model's.
+    pub fn check_all_used<'a>(&self, parameters: impl Iterator<Item = &'a str>) -> anyhow::Result<()> {
+        let parameters: BTreeSet<&str> = parameters.collect();
+        let names = self.source.tensors().keys().chain(self.source.unreadable().keys());
+        let unused = names.filter(|name| !parameters.contains(name.as_str()));
+        ensure!(
+            unused.clone().next().is_none(),
+            "{} has tensors that its config.json does not announce, so that training would leave them out: {}. Use the \
+             config.json that belongs to these weights, or remove the tensors from the file",
+            self.source.path().display(),
+            listed(unused)
+        );
+        Ok(())
+    }
+}
+
+/// Lists some names, and the number of the others.
+fn listed<'a>(names: impl Iterator<Item = &'a String> + Clone) -> String {
+    let mut text: Vec<String> = names.clone().take(LISTED).map(|name| format!("\"{name}\"")).collect();
+    let more = names.count().saturating_sub(LISTED);
+    if more > 0 {
+        text.push(format!("and {more} others"));
+    }
+    text.join(", ")
+}
+
+/// Returns the present name of a parameter that had another one, or that is of a model without a head.
+fn now_called(name: &str) -> Option<String> {
+    let norm = OLD.iter().find_map(|(now, then)| Some(format!("{}{now}", name.strip_suffix(then)?)));
+    let mut new = norm.unwrap_or_else(|| name.to_owned());
+    if let Some((_, prefix)) = WITHOUT_HEAD.iter().find(|(start, _)| new.starts_with(start)) {
+        new.insert_str(0, prefix);
+    }
+    (new != name).then_some(new)
+}
+
+/// Returns the names of tied weights: the head's, and the one that it shares.
+fn tied(config: &ModelConfig, parts: &BTreeMap<String, Part>) -> Vec<(String, String)> {
+    let names: &[(&str, &str)] = match config {
+        ModelConfig::Decoder(config) if !config.tied => &[],
+        ModelConfig::Decoder(_) => &[("lm_head.weight", "model.embed_tokens.weight")],
+        ModelConfig::Gpt2(_) if parts.keys().any(|name| name.starts_with("transformer.")) => {
+            &[("lm_head.weight", "transformer.wte.weight")]
+        }
+        ModelConfig::Gpt2(_) => &[("lm_head.weight", "wte.weight")],
+        ModelConfig::Bert(_) => &[
+            ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
+            ("cls.predictions.decoder.bias", "cls.predictions.bias"),
+        ],
     };
-    let old: BTreeMap<String, String> = model.tensors().keys().filter_map(now_called).collect();
-    Ok(Pretrained::of(model, move |name| old.get(name).map_or(name, String::as_str).into()))
+    names.iter().map(|(own, shared)| ((*own).to_owned(), (*shared).to_owned())).collect()
+}
+
+/// Unties a head with its own weights, and returns a warning. Fails for families whose head is always tied.
+fn untie(config: &mut ModelConfig, dir: &Path, own: &str, shared: &str) -> anyhow::Result<String> {
+    let found = format!("config.json ties {own} and {shared}, but {} has both with different values", dir.display());
+    let ModelConfig::Decoder(config) = config else {
+        bail!("{found}, and this model type has no head of its own: remove {own} from the file, or train it elsewhere")
+    };
+    config.tied = false;
+    Ok(format!("{found}. Both are trained, as transformers does, and an export has tie_word_embeddings = false"))
+}
+
+/// Returns whether a tensor is an output layer of another task.
+fn is_other_output(name: &str, config: &ModelConfig, head: Head) -> bool {
+    let own: &[&str] = match (head, config) {
+        (Head::Vocabulary, ModelConfig::Bert(_)) => &["cls.predictions."],
+        (Head::Vocabulary, _) => &["lm_head."],
+        (Head::Classes(_), ModelConfig::Bert(_)) => &["classifier.", "bert.pooler."],
+        (Head::Classes(_), _) => &["score."],
+        (Head::Embedding(_), ModelConfig::Bert(_)) => &["bert.pooler."],
+        (Head::Embedding(_), _) => &[],
+    };
+    let starts = |starts: &[&str]| starts.iter().any(|start| name.starts_with(start));
+    starts(&OUTPUTS) && !starts(own)
+}
+
+/// Returns whether transformers knowingly ignores a tensor: a buffer that old versions saved.
+fn is_ignored(name: &str, config: &ModelConfig) -> bool {
+    match config {
+        ModelConfig::Decoder(_) => name.contains("rotary_emb.inv_freq"),
+        ModelConfig::Gpt2(_) => name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias"),
+        ModelConfig::Bert(_) => name == "position_ids" || name.ends_with(".position_ids"),
+    }
 }
 
 #[cfg(test)]
@@ -78,6 +247,7 @@ mod tests {
     use candle_nn::Init;
     use fsdp_candle::World;
     use fsdp_candle::initializer::{Initializer, ShardRequest};
+    use fsdp_ckpt::hf::HfModel;
     use fsdp_ckpt::{TensorShard, hf};
     use fsdp_core::Buffer;
 
@@ -123,7 +293,9 @@ mod tests {
         ];
         let shards = saved.map(|(name, value)| of(name, value));
         hf::export(&dir.path().join("model"), World::single().unwrap().group(), &shards, &[]).unwrap();
-        let weights = pretrained(&dir.path().join("model")).unwrap();
+        let mut config = ModelConfig::builtin().unwrap();
+        let weights = Weights::open(&dir.path().join("model"), &mut config, Head::Vocabulary).unwrap().unwrap();
+        let weights = weights.initializer();
         let region = Region::whole(&[1]);
         let read = |name: &str| {
             let request = ShardRequest { name, shape: &[1], dtype: DType::F32, region: &region, init: Init::Const(0.) };

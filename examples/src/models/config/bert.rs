@@ -58,6 +58,9 @@ pub struct BertConfig {
     /// Dropout of attention weights.
     #[serde(default = "default_dropout")]
     pub attention_probs_dropout_prob: f64,
+    /// Dropout before the classifier. Only that of the outputs is supported.
+    #[serde(default)]
+    pub classifier_dropout: Option<f64>,
     /// Parsed `hidden_act`.
     #[serde(skip, default = "default_activation")]
     pub activation: Activation,
@@ -123,6 +126,13 @@ impl BertConfig {
             ("tie_word_embeddings", self.tie_word_embeddings, true),
         ] {
             ensure!(value == known, "{name} = {value} is not supported for BERT; expected {known}");
+        }
+        if let Some(own) = self.classifier_dropout {
+            ensure!(
+                own == self.hidden_dropout_prob,
+                "classifier_dropout = {own} is not supported; expected null, or hidden_dropout_prob = {}",
+                self.hidden_dropout_prob
+            );
         }
         self.activation = Activation::parse("hidden_act", &self.hidden_act)?;
         self.padding = padding_row(self.pad_token_id, self.vocab_size)?;

@@ -2,6 +2,7 @@
 
 use anyhow::{Context, bail, ensure};
 use fsdp_candle::nn::AttentionOptions;
+use fsdp_ckpt::hf::ExpertNames;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::models::config::rope::{Defaults, Rope};
@@ -247,13 +248,15 @@ fn no_dropout(fields: &Fields) -> anyhow::Result<()> {
 
 /// Returns the rotary embedding, and that of sliding-window layers if it differs.
 fn ropes(family: Family, fields: &Fields, head_dim: usize, positions: usize) -> anyhow::Result<(Rope, Option<Rope>)> {
-    let own = fields.rope_parameters.as_deref().or(fields.rope_scaling.as_deref()).cloned().unwrap_or_default();
+    // In transformers, the older name wins where a file has both, unless it is empty.
+    let older = fields.rope_scaling.as_deref().filter(|older| **older != RopeParameters::default());
+    let own = older.or(fields.rope_parameters.as_deref()).cloned().unwrap_or_default();
     let usual = match family {
         Family::Mixtral | Family::Gemma3 => 1e6,
         _ => 1e4,
     };
     let theta = fields.rope_theta.unwrap_or(usual);
-    let defaults = Defaults { fields, head_dim, positions, theta, old_names: family == Family::Phi3 };
+    let defaults = Defaults { fields, head_dim, positions, theta, is_phi3: family == Family::Phi3 };
     let apart = own.full_attention.is_some() || own.sliding_attention.is_some();
     if family != Family::Gemma3 {
         ensure!(!apart, "rope_parameters per kind of layer are supported for gemma3_text only: use one for all layers");
@@ -405,7 +408,7 @@ pub struct Fields {
     pub sliding_window: Option<Option<usize>>,
     pub use_sliding_window: Option<bool>,
     pub max_window_layers: Option<usize>,
-    #[serde(alias = "_sliding_window_pattern")]
+    /// transformers also writes it as `_sliding_window_pattern`, and does not read that name.
     pub sliding_window_pattern: Option<usize>,
     pub layer_types: Option<Vec<String>>,
     pub use_bidirectional_attention: Option<bool>,
@@ -427,7 +430,7 @@ pub struct Fields {
 }
 
 /// `rope_parameters`, or the older `rope_scaling`.
-#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
 #[allow(missing_docs)]
 pub struct RopeParameters {
     pub rope_theta: Option<f64>,
@@ -473,26 +476,26 @@ pub struct ExpertsConfig {
     pub renormalized: bool,
     /// Coefficient of the load-balancing loss, if any.
     pub auxiliary: Option<f64>,
-    /// Name of the experts in a layer, and of an expert's gate, up and down projections.
-    pub names: (&'static str, [&'static str; 3]),
+    /// Names of the experts' parameters.
+    pub names: ExpertNames,
     sparse_step: usize,
     dense_layers: Vec<usize>,
 }
 
 impl ExpertsConfig {
     pub(super) fn new(family: Family, fields: &Fields) -> anyhow::Result<Option<Self>> {
+        // transformers lets the name of the other family win, if a file has both.
         let (names, count, (width_name, inner), per_token, renormalized) = match family {
             Family::Mixtral => {
-                let count = fields.num_local_experts.or(fields.num_experts).unwrap_or(8);
+                let count = fields.num_experts.or(fields.num_local_experts).unwrap_or(8);
                 let inner = ("intermediate_size", fields.intermediate_size);
-                (("block_sparse_moe", ["w1", "w3", "w2"]), count, inner, 2, true)
+                (ExpertNames::MIXTRAL, count, inner, 2, true)
             }
             Family::Qwen3Moe => {
-                let count = fields.num_experts.or(fields.num_local_experts).unwrap_or(128);
+                let count = fields.num_local_experts.or(fields.num_experts).unwrap_or(128);
                 let name = "moe_intermediate_size";
                 let inner = (name, fields.moe_intermediate_size.with_context(|| format!("missing field `{name}`"))?);
-                let names = ("mlp", ["gate_proj", "up_proj", "down_proj"]);
-                (names, count, inner, 8, fields.norm_topk_prob.unwrap_or(false))
+                (ExpertNames::QWEN3_MOE, count, inner, 8, fields.norm_topk_prob.unwrap_or(false))
             }
             _ => return Ok(None),
         };

@@ -5,6 +5,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::models::config::{at_least_one, below_one, default_dropout, default_stdev, not_negative, yes};
 
+/// Names of other families for GPT-2's fields. If both are there, transformers uses the value of the general name.
+pub(super) const GENERAL_NAMES: [(&str, &str); 4] = [
+    ("hidden_size", "n_embd"),
+    ("max_position_embeddings", "n_positions"),
+    ("num_attention_heads", "n_head"),
+    ("num_hidden_layers", "n_layer"),
+];
+
 /// The fields of Hugging Face's `GPT2Config` that are used.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub struct Gpt2Config {

@@ -7,11 +7,17 @@ pub use bert::BertConfig;
 pub use decoder::DecoderConfig;
 use decoder::{FAMILIES, Fields};
 pub use gpt2::Gpt2Config;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+
+use crate::input::read_text;
+use crate::json;
 
 pub mod bert;
 pub mod decoder;
 pub mod gpt2;
+mod keys;
 pub mod rope;
 #[cfg(test)]
 mod tests;
@@ -49,14 +55,19 @@ pub enum ModelConfig {
     Bert(BertConfig),
 }
 
+/// Reads the fields of a configuration. Errors name the key.
+fn read<T: DeserializeOwned>(fields: Value) -> anyhow::Result<T> {
+    Ok(serde_path_to_error::deserialize(fields)?)
+}
+
 impl ModelConfig {
     /// Reads `config.json` in a model directory.
     pub fn from_dir(dir: &Path) -> anyhow::Result<Self> {
         let path = dir.join("config.json");
-        let text = std::fs::read_to_string(&path).with_context(|| {
+        let text = read_text(&path).with_context(|| {
             format!(
                 "can't read {}: --model takes a Hugging Face model directory, with config.json and, for --init \
-                 pretrained, model.safetensors",
+                 pretrained, the weights",
                 path.display()
             )
         })?;
@@ -65,31 +76,40 @@ impl ModelConfig {
 
     /// Reads a `config.json` with any file name.
     pub fn from_file(path: &Path) -> anyhow::Result<Self> {
-        let text = std::fs::read_to_string(path).with_context(|| format!("can't read {}", path.display()))?;
+        let text = read_text(path).with_context(|| format!("can't read {}", path.display()))?;
         Self::parse(&text).with_context(|| format!("in {}", path.display()))
     }
 
+    /// Returns the keys of `config.json` in a model directory that neither the configuration nor transformers reads.
+    pub fn unknown_keys(&self, dir: &Path) -> anyhow::Result<Vec<String>> {
+        let keys: Map<String, Value> = serde_json::from_str(&std::fs::read_to_string(dir.join("config.json"))?)?;
+        Ok(keys::unknown(&serde_json::to_value(self)?, &keys))
+    }
+
     pub(super) fn parse(text: &str) -> anyhow::Result<Self> {
-        #[derive(Deserialize)]
-        struct Kind {
-            model_type: Option<String>,
-        }
-        let kind: Kind = serde_json::from_str(text).context("not a JSON object")?;
+        let mut fields = json::parse(text).context("not a JSON object")?;
+        ensure!(fields.is_object(), "not a JSON object");
+        let kind = fields["model_type"].as_str().map(str::to_owned);
+        keys::check(kind.as_deref().unwrap_or_default(), fields.as_object().expect("checked above"))?;
         let expected = || format!("expected {}, gpt2 or bert", FAMILIES.map(|family| family.0).join(", "));
-        match kind.model_type.as_deref() {
+        match kind.as_deref() {
             Some("gpt2") => {
-                let config: Gpt2Config = serde_json::from_str(text).context("not a GPT-2 configuration")?;
+                for (general, own) in gpt2::GENERAL_NAMES {
+                    if let Some(value) = fields.as_object_mut().and_then(|fields| fields.remove(general)) {
+                        fields[own] = value;
+                    }
+                }
+                let config: Gpt2Config = read(fields).context("not a GPT-2 configuration")?;
                 config.check()?;
                 Ok(ModelConfig::Gpt2(config))
             }
             Some("bert") => {
-                let config: BertConfig = serde_json::from_str(text).context("not a BERT configuration")?;
+                let config: BertConfig = read(fields).context("not a BERT configuration")?;
                 Ok(ModelConfig::Bert(config.checked()?))
             }
             Some(name) => match FAMILIES.iter().find(|family| family.0 == name) {
                 Some((_, family)) => {
-                    let fields: Fields =
-                        serde_json::from_str(text).with_context(|| format!("not a configuration of {name}"))?;
+                    let fields: Fields = read(fields).with_context(|| format!("not a configuration of {name}"))?;
                     Ok(ModelConfig::Decoder(Box::new(DecoderConfig::new(*family, fields)?)))
                 }
                 None => bail!("model_type \"{name}\" is not supported; {}", expected()),

@@ -56,8 +56,8 @@ pub(super) struct Defaults<'a> {
     pub(super) positions: usize,
     /// Default base.
     pub(super) theta: f64,
-    /// Whether LongRoPE may have its names from Phi-3's older files.
-    pub(super) old_names: bool,
+    /// Whether heads may be rotated in part, and LongRoPE may have its names from older files.
+    pub(super) is_phi3: bool,
 }
 
 impl Rope {
@@ -65,14 +65,20 @@ impl Rope {
         let Defaults { fields, head_dim, positions, .. } = defaults;
         let theta = own.rope_theta.unwrap_or(defaults.theta);
         above_zero(&[("rope_theta", theta)])?;
+        let kind = own.rope_type.as_deref().or(own.old_rope_type.as_deref()).unwrap_or("default");
         let part = own.partial_rotary_factor.or(fields.partial_rotary_factor).unwrap_or(1.);
         ensure!(part > 0. && part <= 1., "partial_rotary_factor = {part} must be above 0 and at most 1");
+        // Elsewhere, transformers reads it for other kinds only, and then can't multiply the shapes.
+        let part = match kind {
+            _ if defaults.is_phi3 || part == 1. => part,
+            "default" => 1.,
+            _ => bail!("partial_rotary_factor = {part} is not supported with rope_type \"{kind}\"; expected 1"),
+        };
         let width = (head_dim as f64 * part) as usize;
         ensure!(
             width > 0 && width.is_multiple_of(2),
             "head_dim = {head_dim} and its product with partial_rotary_factor = {part} must be even and at least 2"
         );
-        let kind = own.rope_type.as_deref().or(own.old_rope_type.as_deref()).unwrap_or("default");
         let needed = |name: &str, value: Option<f64>| {
             let value = value.with_context(|| format!("rope_type \"{kind}\" needs {name}"))?;
             above_zero(&[(name, value)])?;
@@ -89,7 +95,7 @@ impl Rope {
             "default" | "dynamic" => Kind::Plain,
             "linear" => Kind::Linear { factor: needed("factor", own.factor)? },
             "llama3" => Kind::Llama3(own.llama3(needed, context()?)?),
-            "su" | "yarn" if defaults.old_names => own.long(width, context()?, growth)?,
+            "su" | "yarn" if defaults.is_phi3 => own.long(width, context()?, growth)?,
             "longrope" => own.long(width, context()?, growth)?,
             "yarn" => own.yarn(theta, width, context()?, growth)?,
             other => bail!(

@@ -80,7 +80,9 @@ fn other_frequencies_match_transformers() {
 fn old_and_new_rope_fields_may_both_exist() {
     let both =
         decoder(&llama(r#""rope_parameters": {"type": "linear", "factor": 2.0}, "rope_scaling": {"type": "default"}"#));
-    assert_eq!((both.rope.theta, both.rope.frequencies().0[0]), (10000., 0.5));
+    assert_eq!((both.rope.theta, both.rope.frequencies().0[0]), (10000., 1.));
+    let empty = decoder(&llama(r#""rope_parameters": {"type": "linear", "factor": 2.0}, "rope_scaling": {}"#));
+    assert_eq!(empty.rope.frequencies().0[0], 0.5);
     let null = decoder(&llama(r#""rope_theta": 10.0, "rope_scaling": null"#));
     assert_eq!((null.rope.theta, null.rope.frequencies().1), (10., 1.));
 }
@@ -99,6 +101,40 @@ fn gemma3_has_two_rotary_embeddings() {
     assert_eq!(thetas(&family("gemma3_text", new)), (7., 9.));
     let error = ModelConfig::parse(&llama(new)).unwrap_err().to_string();
     assert!(error.contains("supported for gemma3_text only"), "{error}");
+}
+
+/// Values of transformers' configuration classes, for files with two names of a field.
+#[test]
+fn of_two_names_the_one_counts_that_transformers_reads() {
+    let windows = |more: &str| {
+        let more = format!("\"num_key_value_heads\": 2, \"head_dim\": 2, \"sliding_window\": 8, {more}");
+        let text = llama(&more).replace("\"llama\"", "\"gemma3_text\"").replace("layers\": 1", "layers\": 6");
+        let config = decoder(&text);
+        (0..6).filter(|layer| config.attention(*layer).window.is_none()).collect::<Vec<_>>()
+    };
+    // As transformers 5 saves it.
+    assert_eq!(windows("\"_sliding_window_pattern\": 3, \"sliding_window_pattern\": 3"), [2, 5]);
+    assert_eq!(windows("\"_sliding_window_pattern\": 3, \"sliding_window_pattern\": 2"), [1, 3, 5]);
+    assert_eq!(windows("\"_sliding_window_pattern\": 2"), [5]);
+    let experts = |name: &str, more: &str| {
+        family(name, &format!("\"num_key_value_heads\": 4, \"moe_intermediate_size\": 2, {more}"))
+            .experts(0)
+            .unwrap()
+            .count
+    };
+    let both = "\"num_local_experts\": 8, \"num_experts\": 16";
+    assert_eq!((experts("mixtral", both), experts("qwen3_moe", both)), (16, 8));
+    assert_eq!((experts("mixtral", "\"num_local_experts\": 9"), experts("qwen3_moe", "\"num_experts\": 9")), (9, 9));
+    let text = r#"{"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 4, "num_hidden_layers": 3,
+        "max_position_embeddings": 7, "hidden_size": 8, "hidden_size": 16}"#;
+    let ModelConfig::Gpt2(config) = ModelConfig::parse(text).unwrap() else { panic!("not GPT-2") };
+    assert_eq!((config.n_embd, config.n_layer, config.n_positions, config.n_head), (16, 3, 7, 2));
+}
+
+#[test]
+fn files_with_nan_are_refused_by_line() {
+    let error = format!("{:#}", ModelConfig::parse(&llama("\"unread\":\n Infinity")).unwrap_err());
+    assert!(error.contains("has NaN or Infinity") && error.contains("remove the key"), "{error}");
 }
 
 #[test]
@@ -332,7 +368,11 @@ fn unknown_values_are_refused() {
         (llama(r#""rope_scaling": {"type": "longrope"}"#), "needs short_factor"),
         (llama(r#""attention_dropout": 1.0"#), "attention_dropout = 1 must be at least 0 and below 1"),
         (of("phi3", r#""resid_pdrop": 0.1"#), "resid_pdrop = 0.1 is not supported; expected 0"),
-        (llama(r#""partial_rotary_factor": 0.5, "head_dim": 6"#), "partial_rotary_factor = 0.5"),
+        (
+            llama(r#""partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}"#),
+            "partial_rotary_factor = 0.5 is not supported with rope_type \"linear\"",
+        ),
+        (llama(r#""rms_norm_eps": "small""#), "rms_norm_eps: invalid type: string \"small\""),
         (of("mistral", r#""sliding_window": 0"#), "sliding_window = 0 must be at least 1"),
         (of("qwen3", r#""layer_types": ["full_attention", "full_attention"]"#), "layer_types has 2 layers"),
         (of("qwen3", r#""layer_types": ["linear_attention"]"#), "layer_types has \"linear_attention\""),
