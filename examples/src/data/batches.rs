@@ -93,6 +93,15 @@ pub struct MicroBatch {
     pub pairs: Option<u64>,
 }
 
+/// Returns the lengths of the documents in a row of which `filled` tokens are data. Padding is a separate document.
+pub(crate) fn with_padding(filled: usize, width: usize) -> Vec<usize> {
+    match filled {
+        0 => vec![width],
+        filled if filled == width => vec![width],
+        filled => vec![filled, width - filled],
+    }
+}
+
 impl BatchShape {
     /// Returns the sequences of a step over all ranks and micro-batches.
     pub fn sequences_per_step(&self) -> Result<u64> {

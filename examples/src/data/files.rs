@@ -1,15 +1,23 @@
 //! Files of `--data`.
 
+use std::collections::HashSet;
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use walkdir::{DirEntry, WalkDir};
+
+use crate::input::check_data;
 
 /// Extensions of a workspace's text files.
 const SOURCES: [&str; 3] = ["rs", "md", "toml"];
+
+/// Extensions of files with records, whose punctuation would be learned.
+const RECORDS: [&str; 2] = ["jsonl", "ndjson"];
+/// Extensions of files that hold records or settings, which a directory may have beside its texts.
+const MAYBE_RECORDS: [&str; 3] = ["json", "csv", "tsv"];
 
 /// Files that hold the data, in the order in which they are read.
 pub(super) struct DataFiles {
@@ -36,6 +44,8 @@ impl DataFiles {
             of_directory(path)?
         } else if !kind.is_file() {
             bail!("{} is neither a file nor a directory; every rank must be able to read it", path.display())
+        } else if has_extension(path, &RECORDS) || has_extension(path, &MAYBE_RECORDS) {
+            return Err(records(path));
         } else if has_extension(path, &["bin"]) {
             Files::Tokens(vec![path.to_owned()])
         } else {
@@ -57,7 +67,8 @@ impl DataFiles {
                 )
             })?
             .to_owned();
-        let files = walk(&root)?.into_iter().filter(|file| has_extension(file, &SOURCES)).collect();
+        let files =
+            walk_without_links(&root, false)?.into_iter().filter(|file| has_extension(file, &SOURCES)).collect();
         Ok(DataFiles { root, files: Files::MaybeText(files) })
     }
 }
@@ -65,6 +76,9 @@ impl DataFiles {
 fn of_directory(path: &Path) -> Result<Files> {
     let (tokens, text): (Vec<_>, Vec<_>) = walk(path)?.into_iter().partition(|file| has_extension(file, &["bin"]));
     ensure!(!tokens.is_empty() || !text.is_empty(), "{} holds no visible files", path.display());
+    if let Some(file) = text.iter().find(|file| has_extension(file, &RECORDS)) {
+        return Err(records(file));
+    }
     if tokens.is_empty() {
         return Ok(Files::MaybeText(text));
     }
@@ -80,21 +94,66 @@ fn of_directory(path: &Path) -> Result<Files> {
     Ok(Files::Tokens(tokens))
 }
 
+/// Makes the error for a file of records.
+fn records(path: &Path) -> anyhow::Error {
+    anyhow!(
+        "{} holds records, and --data would train on their braces and quotes too: pass conversations and completions as \
+         --sft FILE, preference pairs as --dpo FILE, labelled texts with --task classify, and a corpus as a text file",
+        path.display()
+    )
+}
+
 /// Lists all files below `root` in the same order on every machine, except hidden ones and those in `target`
-/// directories. Does not follow symbolic links.
+/// directories.
+///
+/// A symbolic link to another file or directory is read, and one within `root` is left out, so that nothing is read twice.
 fn walk(root: &Path) -> Result<Vec<PathBuf>> {
+    let (mut files, mut targets) = (Vec::new(), HashSet::new());
+    let own = root.canonicalize().with_context(|| format!("cannot list {}", root.display()))?;
+    for file in walk_without_links(root, true)? {
+        let Ok(target) = std::fs::read_link(&file) else {
+            files.push(file);
+            continue;
+        };
+        let found = file.canonicalize().with_context(|| {
+            format!("{} is a link to {}, which can't be read: mend or remove it", file.display(), target.display())
+        })?;
+        if found.strip_prefix(&own).is_ok_and(|path| path.iter().all(|name| !is_left_out(name))) {
+            continue;
+        }
+        ensure!(
+            !own.starts_with(&found),
+            "{} is a link to {}, a directory above it: remove the link",
+            file.display(),
+            found.display()
+        );
+        if !targets.insert(found.clone()) {
+            continue;
+        }
+        if found.is_dir() { files.extend(walk_without_links(&file, false)?) } else { files.push(file) }
+    }
+    Ok(files)
+}
+
+/// Lists all files below `root` as [`walk`] does. Does not follow symbolic links, and lists them if `links` is true.
+fn walk_without_links(root: &Path, links: bool) -> Result<Vec<PathBuf>> {
     let wanted = |entry: &DirEntry| {
-        let name = entry.file_name().as_encoded_bytes();
-        entry.depth() == 0 || !(name.starts_with(b".") || name == b"target" && entry.file_type().is_dir())
+        let is_file = entry.file_type().is_file() && !entry.file_name().as_encoded_bytes().starts_with(b".");
+        entry.depth() == 0 || is_file || !is_left_out(entry.file_name())
     };
     let mut files = Vec::new();
     for entry in WalkDir::new(root).sort_by_file_name().into_iter().filter_entry(wanted) {
         let entry = entry.with_context(|| format!("cannot list {}", root.display()))?;
-        if entry.file_type().is_file() {
+        if entry.file_type().is_file() || links && entry.depth() > 0 && entry.path_is_symlink() {
             files.push(entry.into_path());
         }
     }
     Ok(files)
+}
+
+/// Returns whether an entry is hidden, or a directory of this name is left out.
+fn is_left_out(name: &OsStr) -> bool {
+    name.as_encoded_bytes().starts_with(b".") || name == "target"
 }
 
 fn has_extension(path: &Path, extensions: &[&str]) -> bool {
@@ -113,6 +172,7 @@ fn is_workspace(directory: &Path) -> bool {
 
 /// Reads a text file. Returns `None` if it contains a zero byte or is not UTF-8.
 pub(super) fn read_text(path: &Path) -> Result<Option<String>> {
+    check_data(path)?;
     let read = || -> io::Result<Option<String>> {
         // Checking the start first avoids reading large binary files.
         let mut file = File::open(path)?;
@@ -129,6 +189,8 @@ pub(super) fn read_text(path: &Path) -> Result<Option<String>> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::symlink;
+
     use super::*;
 
     fn tree(files: &[(&str, &[u8])]) -> tempfile::TempDir {
@@ -156,11 +218,26 @@ mod tests {
             ("target/debug/out.txt", b""),
             ("c/target", b"a file may have the name"),
         ]);
-        std::os::unix::fs::symlink(root.path().join("a"), root.path().join("link")).unwrap();
-        std::os::unix::fs::symlink(root.path().join("b.txt"), root.path().join("link.txt")).unwrap();
+        symlink(root.path().join("a"), root.path().join("link")).unwrap();
+        symlink(root.path().join("b.txt"), root.path().join("link.txt")).unwrap();
         let found = DataFiles::of_path(root.path()).unwrap();
         let expected = ["a/y/x.md", "a/z.txt", "b.txt", "c/target"].map(|name| root.path().join(name)).to_vec();
         assert_eq!(found.files, Files::MaybeText(expected));
+    }
+
+    #[test]
+    fn links_to_other_files_are_read() {
+        let other = tree(&[("blob", b"x"), ("dir/c.txt", b"")]);
+        let root = tree(&[(".cache/hidden", b"")]);
+        let link = |to: PathBuf, name: &str| symlink(to, root.path().join(name)).unwrap();
+        link(other.path().join("blob"), "a.txt");
+        link(other.path().join("dir"), "b");
+        link(root.path().join(".cache/hidden"), "d.txt");
+        let expected = ["a.txt", "b/c.txt", "d.txt"].map(|name| root.path().join(name)).to_vec();
+        assert_eq!(DataFiles::of_path(root.path()).unwrap().files, Files::MaybeText(expected));
+        link("/nowhere".into(), "e.txt");
+        let message = message(DataFiles::of_path(root.path()));
+        assert!(message.contains("e.txt is a link to /nowhere, which can't be read"), "{message}");
     }
 
     #[test]
@@ -181,6 +258,21 @@ mod tests {
             message.contains("1.bin") && message.contains("input.txt") && message.contains("pass one file"),
             "{message}"
         );
+    }
+
+    #[test]
+    fn records_are_refused() {
+        let root =
+            tree(&[("chats.jsonl", b"{}"), ("a.ndjson", b"{}"), ("a.JSON", b"[]"), ("a.csv", b""), ("b/c.txt", b"")]);
+        for name in ["chats.jsonl", "a.ndjson", "a.JSON", "a.csv"] {
+            let message = message(DataFiles::of_path(&root.path().join(name)));
+            assert!(message.contains(&format!("{name} holds records")) && message.contains("--sft FILE"), "{message}");
+        }
+        assert!(message(DataFiles::of_path(root.path())).contains("a.ndjson holds records"));
+        for name in ["chats.jsonl", "a.ndjson"] {
+            fs::remove_file(root.path().join(name)).unwrap();
+        }
+        assert!(DataFiles::of_path(root.path()).is_ok());
     }
 
     #[test]

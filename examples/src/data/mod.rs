@@ -5,11 +5,12 @@
 //! step, and [`Masking`] chooses the masked tokens of a BERT. [`records`] holds data of whole texts: with labels, or in
 //! pairs.
 
+pub(crate) use batches::with_padding;
 pub use batches::{BatchShape, Batches, MicroBatch, Source};
 pub use masking::{Masking, mask_token};
-pub use sft::Examples;
 pub use sft::packing::PackingOptions;
 pub use sft::pairs::{PairOptions, Pairs};
+pub use sft::{Examples, chat_text};
 pub use text::Text;
 pub use tokens::Data;
 

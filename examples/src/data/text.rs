@@ -5,10 +5,17 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Error, Result, ensure};
-use tokenizers::{EncodeInput, Encoding, PostProcessor, Tokenizer, TruncationParams};
+use fsdp_ckpt::hf::{ConfiguredTokens, missing_tokenizer};
+use tokenizers::processors::PostProcessorWrapper;
+use tokenizers::{AddedToken, EncodeInput, Encoding, PostProcessor, Tokenizer, TruncationParams};
+
+use crate::data::sft::read_json;
+use crate::input::read_text;
 
 /// Text is tokenised in pieces of about this many bytes, because tokenizers need about 100 bytes of memory per token.
 const PIECE: usize = 256 << 10;
+/// Number of ids in a vocabulary of bytes.
+const BYTES: usize = 256;
 /// Pieces tokenised in parallel.
 const PIECES: usize = 32;
 
@@ -74,31 +81,73 @@ impl Cutting<'_> {
 }
 
 enum Kind {
-    Bytes { model: Option<PathBuf> },
-    Tokenizer { file: PathBuf, tokenizer: Box<Tokenizer> },
+    Bytes {
+        model: Option<PathBuf>,
+    },
+    /// A model with a tokenizer that can't be read. Texts are refused; tokens are not.
+    Missing {
+        reason: String,
+    },
+    Tokenizer {
+        file: PathBuf,
+        tokenizer: Box<Tokenizer>,
+    },
 }
 
 impl Text {
-    /// Loads `tokenizer.json` of a model directory. Without one, tokens are bytes (ids 0 to 255).
+    /// Loads `tokenizer.json` of a model directory, and adds the tokens that only `tokenizer_config.json` and other files
+    /// have, as transformers does. Without files of a tokenizer, tokens are bytes (ids 0 to 255). With files of another
+    /// form, texts are refused.
     ///
     /// Ignores truncation and padding in the file, because all text is data.
     pub fn new(model: Option<&Path>) -> Result<Self> {
-        let Some(file) = model.map(|model| model.join("tokenizer.json")).filter(|file| file.exists()) else {
-            return Ok(Text(Kind::Bytes { model: model.map(Path::to_owned) }));
-        };
-        let read = || {
-            let mut tokenizer = Tokenizer::from_file(&file)?;
-            tokenizer.with_truncation(None)?.with_padding(None);
+        let Some(model) = model else { return Ok(Text(Kind::Bytes { model: None })) };
+        let file = model.join("tokenizer.json");
+        if !file.exists() {
+            return Ok(Text(match missing_tokenizer(model)? {
+                Some(reason) => Kind::Missing { reason },
+                None => Kind::Bytes { model: Some(model.to_owned()) },
+            }));
+        }
+        let read = || -> Result<Tokenizer> {
+            let mut tokenizer: Tokenizer = read_text(&file)?.parse().map_err(Error::from_boxed)?;
+            add_tokens(&mut tokenizer, configured_tokens(Some(model))?).map_err(Error::from_boxed)?;
+            tokenizer.with_truncation(None).map_err(Error::from_boxed)?.with_padding(None);
+            if let Some(mut processor) = tokenizer.get_post_processor().cloned() {
+                keep_offsets(&mut processor);
+                tokenizer.with_post_processor(Some(processor));
+            }
             Ok(tokenizer)
         };
-        let tokenizer = read()
-            .map_err(Error::from_boxed)
-            .with_context(|| format!("cannot read the tokenizer {}", file.display()))?;
+        let tokenizer = read().with_context(|| format!("cannot read the tokenizer {}", file.display()))?;
         Ok(Text(Kind::Tokenizer { tokenizer: Box::new(tokenizer), file }))
+    }
+
+    /// Refuses texts as bytes for a model with weights and a vocabulary of more ids than bytes.
+    pub fn expect_vocabulary(&mut self, vocab_size: usize) {
+        if let Kind::Bytes { model: Some(model) } = &self.0
+            && vocab_size > BYTES
+        {
+            let reason = format!(
+                "{} has no tokenizer.json, and its weights are of a vocabulary of {vocab_size} ids, which are not bytes: \
+                 put the model's tokenizer.json there, or pass tokens as a .bin file",
+                model.display()
+            );
+            self.0 = Kind::Missing { reason };
+        }
+    }
+
+    /// Fails if texts can't be tokenised.
+    pub(super) fn check(&self) -> Result<()> {
+        match &self.0 {
+            Kind::Missing { reason } => Err(Error::msg(reason.clone())),
+            Kind::Bytes { .. } | Kind::Tokenizer { .. } => Ok(()),
+        }
     }
 
     /// Tokenises `text` without adding special tokens. Text above 256 KiB is split at line ends.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        self.check()?;
         let Kind::Tokenizer { file, tokenizer } = &self.0 else {
             return Ok(text.bytes().map(u32::from).collect());
         };
@@ -113,9 +162,10 @@ impl Text {
     }
 
     /// Converts `tokens` to text that is safe to print: invalid text and control characters except tab and newline
-    /// become U+FFFD.
+    /// become U+FFFD. Without the model's tokenizer, returns the numbers of the tokens.
     pub fn decode(&self, tokens: &[u32]) -> Result<String> {
         let text = match &self.0 {
+            Kind::Missing { .. } => tokens.iter().map(u32::to_string).collect::<Vec<_>>().join(" "),
             // The byte 0xff is not in any UTF-8 text.
             Kind::Bytes { .. } => {
                 let bytes: Vec<u8> = tokens.iter().map(|&token| u8::try_from(token).unwrap_or(0xff)).collect();
@@ -132,6 +182,7 @@ impl Text {
     /// Tokenises texts, and returns for each token whether it overlaps a counted range. Special tokens in the text are
     /// recognised.
     pub(super) fn encode_marked(&self, texts: Vec<Marked>) -> Result<Vec<(Vec<u32>, Vec<bool>)>> {
+        self.check()?;
         let Kind::Tokenizer { file, tokenizer } = &self.0 else {
             let of_bytes = |marked: &Marked| {
                 let is_learnt = |at: usize| marked.learnt.iter().any(|span| span.contains(&at));
@@ -157,6 +208,7 @@ impl Text {
     /// Returns an encoder of whole texts, which adds the tokenizer's special tokens and cuts to `seq_len` tokens. Fails
     /// if `seq_len` has no room for a text beside the special tokens.
     pub(super) fn cutting(&self, seq_len: usize) -> Result<Cutting<'_>> {
+        self.check()?;
         let Kind::Tokenizer { file, tokenizer } = &self.0 else { return Ok(Cutting { tokenizer: None, seq_len }) };
         let mut cutting = (**tokenizer).clone();
         let special = cutting.get_post_processor().map_or(0, |processor| processor.added_tokens(true));
@@ -169,6 +221,7 @@ impl Text {
     /// Returns the id of a token.
     pub(super) fn id_of(&self, token: &str) -> Option<u32> {
         match &self.0 {
+            Kind::Missing { .. } => None,
             Kind::Bytes { .. } => token.bytes().next().filter(|_| token.len() == 1).map(u32::from),
             Kind::Tokenizer { tokenizer, .. } => tokenizer.token_to_id(token),
         }
@@ -177,6 +230,7 @@ impl Text {
     /// Returns the text of a token in the tokenizer's file.
     pub(super) fn token_of(&self, id: u32) -> Option<String> {
         match &self.0 {
+            Kind::Missing { .. } => None,
             Kind::Bytes { .. } => u8::try_from(id).ok().map(|byte| char::from(byte).to_string()),
             Kind::Tokenizer { tokenizer, .. } => tokenizer.id_to_token(id),
         }
@@ -200,6 +254,7 @@ impl Text {
     /// Returns advice for ids beyond the model's vocabulary.
     pub(super) fn advice(&self) -> String {
         match &self.0 {
+            Kind::Missing { reason } => reason.clone(),
             Kind::Bytes { model: None } => "Text is read as bytes, which need a vocabulary of 256".into(),
             Kind::Bytes { model: Some(model) } => format!(
                 "{} has no tokenizer.json, so text is read as bytes, which need a vocabulary of 256: put the model's \
@@ -212,6 +267,40 @@ impl Text {
                 file.display()
             ),
         }
+    }
+}
+
+/// Returns the tokens in the configuration of a model's tokenizer.
+pub(super) fn configured_tokens(model: Option<&Path>) -> Result<ConfiguredTokens> {
+    let [config, map, added] =
+        ["tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"].map(|name| read_json(model, name));
+    let tokens = ConfiguredTokens::new(config?.as_ref(), map?.as_ref(), added?.as_ref());
+    tokens.map_err(Error::msg).with_context(|| format!("in {}", model.unwrap_or(Path::new("")).display()))
+}
+
+/// Adds tokens in the order of transformers, which decides on the ids of new ones.
+fn add_tokens(tokenizer: &mut Tokenizer, tokens: ConfiguredTokens) -> tokenizers::Result<()> {
+    let of = |token: fsdp_ckpt::hf::AddedToken| {
+        AddedToken::from(token.content, token.special)
+            .single_word(token.single_word)
+            .lstrip(token.lstrip)
+            .rstrip(token.rstrip)
+            .normalized(token.normalized)
+    };
+    tokenizer.add_tokens(tokens.added.into_iter().map(of))?;
+    let own: BTreeSet<String> = tokenizer.get_added_tokens_decoder().into_values().map(|token| token.content).collect();
+    tokenizer.add_tokens(tokens.special.into_iter().filter(|token| !own.contains(&token.content)).map(of))?;
+    Ok(())
+}
+
+/// Makes a tokenizer's last stage leave spaces in the offsets of tokens. A token of spaces would be at no place, and so
+/// not be learned. The ids stay the same.
+fn keep_offsets(processor: &mut PostProcessorWrapper) {
+    match processor {
+        PostProcessorWrapper::ByteLevel(bytes) => bytes.trim_offsets = false,
+        PostProcessorWrapper::Roberta(roberta) => roberta.trim_offsets = false,
+        PostProcessorWrapper::Sequence(all) => all.as_mut().iter_mut().for_each(keep_offsets),
+        PostProcessorWrapper::Bert(_) | PostProcessorWrapper::Template(_) => {}
     }
 }
 
@@ -258,6 +347,50 @@ pub(super) mod tests {
         let text = Text::new(Some(model.path())).unwrap();
         assert_eq!(text.encode("ab").unwrap(), [97, 98]);
         assert!(text.advice().contains("has no tokenizer.json"));
+    }
+
+    fn recorded(name: &str) -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("testdata/golden/directories").join(name)
+    }
+
+    /// Recorded by `tests/golden/record_directories.py`.
+    #[test]
+    fn configured_tokens_are_those_of_transformers() {
+        let json: serde_json::Value =
+            serde_json::from_str(&fs::read_to_string(recorded("recorded.json")).unwrap()).unwrap();
+        let cases = json["configured"].as_array().unwrap();
+        assert_eq!(cases.len(), 20);
+        for case in cases {
+            let model = tempfile::tempdir().unwrap();
+            fs::copy(recorded("model/tokenizer.json"), model.path().join("tokenizer.json")).unwrap();
+            for (name, content) in case["files"].as_object().unwrap() {
+                fs::write(model.path().join(name), content.to_string()).unwrap();
+            }
+            let text = Text::new(Some(model.path())).unwrap();
+            let ids: Vec<Vec<u32>> =
+                json["texts"].as_array().unwrap().iter().map(|s| text.encode(s.as_str().unwrap()).unwrap()).collect();
+            assert_eq!(serde_json::json!(ids), case["ids"], "{}", case["files"]);
+            let named = configured_tokens(Some(model.path())).unwrap().named;
+            assert_eq!(serde_json::json!(named.get("eos_token")), case["eos_token"], "{}", case["files"]);
+        }
+    }
+
+    #[test]
+    fn models_with_another_tokenizer_refuse_texts() {
+        let model = tempfile::tempdir().unwrap();
+        fs::write(model.path().join("vocab.json"), "{}").unwrap();
+        let text = Text::new(Some(model.path())).unwrap();
+        for error in [text.encode("a").err(), text.cutting(9).err(), text.encode_marked(vec![]).err()] {
+            let error = error.unwrap().to_string();
+            assert!(error.contains("has vocab.json, but no tokenizer.json: make it with transformers"), "{error}");
+        }
+        assert_eq!(text.decode(&[7, 300]).unwrap(), "7 300");
+        fs::remove_file(model.path().join("vocab.json")).unwrap();
+        let mut text = Text::new(Some(model.path())).unwrap();
+        text.expect_vocabulary(256);
+        assert_eq!(text.encode("a").unwrap(), [97]);
+        text.expect_vocabulary(257);
+        assert!(text.encode("a").unwrap_err().to_string().contains("a vocabulary of 257 ids"));
     }
 
     #[test]

@@ -14,6 +14,10 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::data::files::{DataFiles, Files, read_text};
 use crate::data::text::Text;
+use crate::input::check_data;
+
+/// Minimal number of 32-bit words to recognise wider tokens.
+const ENOUGH: usize = 16;
 
 /// Concatenated tokens of one or more files, checked against the vocabulary.
 ///
@@ -53,7 +57,7 @@ impl Data {
     /// Loads `--data`: a `.bin` file of u16 little-endian tokens, a text file, or a directory.
     ///
     /// A directory is read recursively in the order of names. Hidden files, directories named `target`, symbolic links
-    /// and binary files are left out, and texts are joined by newlines. Without a path, loads the sources (`.rs`,
+    /// within the directory and binary files are left out, and texts are joined by newlines. Without a path, loads the sources (`.rs`,
     /// `.md`, `.toml`) of the Cargo workspace around the current directory.
     ///
     /// # Errors
@@ -223,6 +227,7 @@ fn tokenise(content: String, file: &Path, text: &Text, vocab_size: usize) -> Res
 impl TokenFile {
     /// Opens a file, and reads it once to check ids and compute the digest.
     fn open(path: &Path, vocab_size: usize, digest: &mut Digest) -> Result<Self> {
+        check_data(path)?;
         let cannot = || format!("cannot read {}", path.display());
         let mut file = open(path).with_context(cannot)?;
         let bytes = usize::try_from(file.metadata().with_context(cannot)?.len())?;
@@ -239,6 +244,14 @@ impl TokenFile {
             let part = &mut buffer[..(bytes - done).min(1 << 20)];
             file.read_exact(part).with_context(cannot)?;
             digest.update(part);
+            if done == 0 && are_wider(part, vocab_size) {
+                bail!(
+                    "{} holds tokens of 32 bits or more, as far as one can tell: every second number of 16 bits is 0, or at \
+                     most the upper half of an id. A .bin file is read as unsigned 16-bit little-endian tokens: write ids \
+                     below 65536 so, such as by ids.astype('<u2').tofile(...), or pass text",
+                    path.display()
+                );
+            }
             let ids = part.as_chunks().0.iter().map(|&pair| u16::from_le_bytes(pair));
             if ids.clone().fold(0, u16::max) as usize >= vocab_size {
                 let bad = ids.enumerate().find(|&(_, id)| usize::from(id) >= vocab_size);
@@ -265,6 +278,18 @@ impl TokenFile {
         out.iter_mut().zip(pairs).for_each(|(out, &pair)| *out = u16::from_le_bytes(pair).into());
         Ok(())
     }
+}
+
+/// Returns whether bytes are tokens of 32 or 64 bits: all upper halves are those of ids, and not all lower ones are 0.
+fn are_wider(bytes: &[u8], vocab_size: usize) -> bool {
+    let (quads, rest) = bytes.as_chunks::<4>();
+    let halves = || quads.iter().map(|&[a, b, c, d]| (u16::from_le_bytes([a, b]), u16::from_le_bytes([c, d])));
+    let highest = vocab_size.saturating_sub(1) >> 16;
+    rest.is_empty()
+        && quads.len() >= ENOUGH
+        && halves().all(|(_, upper)| usize::from(upper) <= highest)
+        && halves().any(|(lower, _)| lower != 0)
+        && 2 * halves().filter(|(_, upper)| *upper == 0).count() > quads.len()
 }
 
 /// Opens a file. Token files stay open, so the limit of open files is raised if necessary.

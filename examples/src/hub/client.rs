@@ -38,7 +38,8 @@ pub struct Client {
     endpoint: String,
     token: Option<String>,
     pub(super) cache: Cache,
-    pub(super) offline: bool,
+    /// The variable that forbids the network, if one does.
+    pub(super) offline: Option<&'static str>,
     first_pause: Duration,
 }
 
@@ -109,14 +110,24 @@ impl Client {
             let roots = RootCerts::Specific(roots.into());
             config = config.tls_config(TlsConfig::builder().root_certs(roots).build());
         }
+        let offline = if var("HF_HUB_OFFLINE").is_some() { "HF_HUB_OFFLINE" } else { "TRANSFORMERS_OFFLINE" };
         Ok(Client {
             agent: config.build().new_agent(),
             endpoint,
             token,
             cache: Cache::new(cache),
-            offline: is_on("HF_HUB_OFFLINE"),
+            offline: Some(offline).filter(|name| is_on(name)),
             first_pause: FIRST_PAUSE,
         })
+    }
+
+    /// Makes the error for something that is not in the cache while the network is forbidden.
+    pub(super) fn offline_error(&self, missing: impl std::fmt::Display) -> Error {
+        anyhow!(
+            "{} is set, and the cache {} has no {missing}: run once without it, or copy the cache from a host with a network",
+            self.offline.unwrap_or("HF_HUB_OFFLINE"),
+            self.cache.path().display()
+        )
     }
 
     /// Sets the pause after the first failure, for tests.
@@ -415,8 +426,11 @@ mod tests {
         assert_eq!(token(&[("HF_TOKEN", "")]).unwrap(), "hf_file");
         assert_eq!(token(&[("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1")]), None);
         assert_eq!(token(&[("HF_TOKEN_PATH", "/nowhere")]), None);
-        assert!(client(&[home, ("HF_HUB_OFFLINE", "1")]).unwrap().offline);
-        assert!(!client(&[home, ("HF_HUB_OFFLINE", "0")]).unwrap().offline);
+        assert!(client(&[home, ("HF_HUB_OFFLINE", "1")]).unwrap().offline == Some("HF_HUB_OFFLINE"));
+        assert!(client(&[home, ("HF_HUB_OFFLINE", "0")]).unwrap().offline.is_none());
+        // As in huggingface_hub, the older name counts without the newer one.
+        assert!(client(&[home, ("TRANSFORMERS_OFFLINE", "1")]).unwrap().offline == Some("TRANSFORMERS_OFFLINE"));
+        assert!(client(&[home, ("HF_HUB_OFFLINE", "0"), ("TRANSFORMERS_OFFLINE", "1")]).unwrap().offline.is_none());
     }
 
     #[test]

@@ -90,7 +90,7 @@ struct Index {
 impl Client {
     /// Chooses the commit and the files. Asks the hub, unless the cache has all files of a commit.
     pub(super) fn plan(&self, request: &Request, activity: &Activity) -> Result<Plan> {
-        if self.offline {
+        if self.offline.is_some() {
             return self.cached_plan(request);
         }
         match self.cached_plan(request) {
@@ -102,14 +102,7 @@ impl Client {
     /// Plans with the files in the cache, or names those that are missing.
     fn cached_plan(&self, request: &Request) -> Result<Plan> {
         let name = &request.name;
-        let missing = |what: &str| {
-            anyhow!(
-                "HF_HUB_OFFLINE is set, and the cache {} has no {what} of {} {name}: run once without HF_HUB_OFFLINE, \
-                 or copy the cache from a host with a network",
-                self.cache.path().display(),
-                name.kind
-            )
-        };
+        let missing = |what: &str| self.offline_error(format_args!("{what} of {} {name}", name.kind));
         let commit = self.cached_commit(name).ok_or_else(|| missing("commit"))?;
         let dir = self.snapshot(name, &commit);
         let has = |file: &&str| dir.join(file).exists();

@@ -81,17 +81,10 @@ fn download(client: &Client, plans: &[Plan], activity: &Activity, prints: bool) 
         let dir = client.snapshot(&plan.name, &plan.commit);
         missing.extend(plan.files.iter().filter(|file| !dir.join(file).exists()).map(|file| (plan, file.as_str())));
     }
-    if let (true, Some((plan, _))) = (client.offline, missing.first()) {
-        let files: Vec<&str> = missing.iter().map(|(_, file)| *file).collect();
-        bail!(
-            "HF_HUB_OFFLINE is set, and the cache {} has no {} of {} {} at commit {}: run once without HF_HUB_OFFLINE, \
-             or copy the cache from a host with a network",
-            client.cache.path().display(),
-            files.join(", "),
-            plan.name.kind,
-            plan.name,
-            plan.commit
-        );
+    if let (Some(_), Some((plan, _))) = (client.offline, missing.first()) {
+        let files = missing.iter().map(|(_, file)| *file).collect::<Vec<_>>().join(", ");
+        let Plan { name, commit, .. } = plan;
+        return Err(client.offline_error(format_args!("{files} of {} {name} at commit {commit}", name.kind)));
     }
     let entries: Vec<(&Plan, Entry)> = in_parallel(missing, |(plan, file)| {
         let entry = client.describe(&plan.name, &plan.commit, file, activity)?;
@@ -117,8 +110,8 @@ fn download(client: &Client, plans: &[Plan], activity: &Activity, prints: bool) 
     }
     in_parallel(entries, |(plan, entry)| client.download(&plan.name, &entry, activity))?;
     match client.offline {
-        true => Ok(()),
-        false => plans.iter().try_for_each(|plan| client.record_commit(&plan.name, &plan.commit)),
+        Some(_) => Ok(()),
+        None => plans.iter().try_for_each(|plan| client.record_commit(&plan.name, &plan.commit)),
     }
 }
 

@@ -15,6 +15,8 @@ const MOST: usize = 100_000;
 const MAX_LISTED: usize = 12;
 /// Start of the names that transformers gives to labels without names.
 const UNNAMED: &str = "LABEL_";
+/// The `problem_type` of transformers for one label per text.
+pub(crate) const SINGLE_LABEL: &str = "single_label_classification";
 
 /// Names of the classes, by class.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -35,6 +37,9 @@ impl Label {
         match field {
             Field::Number(number) => Ok(Label::Number(number)),
             Field::Text(name) if name.is_empty() => bail!("the label is empty: write a name or a whole number"),
+            Field::Text(name) if name.trim() != name => {
+                bail!("the label \"{}\" begins or ends with a space: remove it", name.escape_debug())
+            }
             Field::Text(name) => Ok(Label::Name(name)),
             Field::Other(kind) => bail!("the label is {kind}, but must be a name or a whole number"),
         }
@@ -43,21 +48,52 @@ impl Label {
     fn number(&self) -> Option<i64> {
         match self {
             Label::Number(number) => Some(*number),
-            Label::Name(name) => name.parse().ok(),
+            Label::Name(name) => name.parse().ok().filter(|number: &i64| number.to_string() == *name),
+        }
+    }
+
+    /// Returns whether the label is a number in another form, such as `01` or `1.0`.
+    fn is_odd_number(&self) -> bool {
+        match self {
+            Label::Number(_) => false,
+            Label::Name(name) => {
+                let digits = name.trim_start_matches(['+', '-']);
+                digits.starts_with(|c: char| c.is_ascii_digit())
+                    && name.parse::<f64>().is_ok()
+                    && self.number().is_none()
+            }
+        }
+    }
+}
+
+impl std::fmt::Display for Label {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Label::Number(number) => write!(f, "{number}"),
+            Label::Name(name) => write!(f, "\"{}\"", name.escape_debug()),
         }
     }
 }
 
 impl Labels {
-    /// Reads `id2label` or `label2id` in `config.json` of a model directory, if it is there.
+    /// Reads `id2label`, `label2id` or `num_labels` in `config.json` of a model directory, if one is there.
+    ///
+    /// # Errors
+    /// Fails for ids that are not 0, 1, 2 and so on, and for a `problem_type` other than that of one label for each text.
     pub fn of_config(model: Option<&Path>) -> Result<Option<Self>> {
         let Some(config) = read_json(model, "config.json")? else { return Ok(None) };
+        let problem = &config["problem_type"];
+        ensure!(
+            problem.is_null() || problem == SINGLE_LABEL,
+            "config.json has problem_type = {problem}, but only \"{SINGLE_LABEL}\" is supported: change it to train a \
+             classifier whose texts have one label each"
+        );
         let pairs: Vec<(String, String)> = match (&config["id2label"], &config["label2id"]) {
             (Value::Object(names), _) => {
                 names.iter().map(|(id, name)| (id.clone(), name.as_str().unwrap_or_default().to_owned())).collect()
             }
             (_, Value::Object(ids)) => ids.iter().map(|(name, id)| (id.to_string(), name.clone())).collect(),
-            _ => return Ok(None),
+            _ => return Self::of_count(&config["num_labels"]),
         };
         let mut names = vec![None; pairs.len()];
         for (id, name) in pairs {
@@ -72,8 +108,28 @@ impl Labels {
         Ok(Some(Labels { names }))
     }
 
-    /// Returns the classes of labels that no config.json names: sorted names, or numbers up to the largest.
-    pub(super) fn of_data(labels: &[(u64, Label)]) -> Result<Self> {
+    /// Names the classes of `num_labels` as transformers does.
+    fn of_count(count: &Value) -> Result<Option<Self>> {
+        if count.is_null() {
+            return Ok(None);
+        }
+        let known = count.as_u64().filter(|known| (2..=MOST as u64).contains(known));
+        let known = known.with_context(|| {
+            format!(
+                "config.json has num_labels = {count}, but a classifier has 2 to {MOST} labels: correct or remove it"
+            )
+        })?;
+        Ok(Some(Labels { names: (0..known).map(|number| format!("{UNNAMED}{number}")).collect() }))
+    }
+
+    /// Returns the classes of labels that no config.json names: sorted names, or numbers up to the largest, or up to the
+    /// number of classes in the model's head.
+    pub(super) fn of_data(labels: &[(u64, Label)], classes: Option<usize>) -> Result<Self> {
+        if let Some((line, label)) = labels.iter().find(|(_, label)| label.is_odd_number()) {
+            bail!(
+                "line {line}: the label {label} is a number in another form: write it as 0, 1, 2 and so on, or a name"
+            );
+        }
         let numbers: Option<Vec<i64>> = labels.iter().map(|(_, label)| label.number()).collect();
         let names = match numbers {
             Some(numbers) => {
@@ -82,7 +138,8 @@ impl Labels {
                     bail!("line {line}: the label {number} is not a class: expected 0, 1, 2 and so on, or names");
                 }
                 let largest = numbers.iter().max().copied().unwrap_or(0);
-                (0..=largest).map(|number| format!("{UNNAMED}{number}")).collect()
+                let count = classes.unwrap_or(0).max(largest as usize + 1);
+                (0..count).map(|number| format!("{UNNAMED}{number}")).collect()
             }
             None => {
                 let mut names = BTreeSet::new();
@@ -121,22 +178,32 @@ impl Labels {
         labels.iter().any(|(_, label)| self.class(label).is_err() && label.number().is_none())
     }
 
-    /// Returns the class of a label.
+    /// Returns whether a name is a number other than its class, so that a number may be a name or a class.
+    fn are_other_numbers(&self) -> bool {
+        let is_other = |(class, name): (usize, &String)| name.parse().is_ok_and(|number: i64| number != class as i64);
+        self.names.iter().enumerate().any(is_other)
+    }
+
+    /// Returns the class of a label: a name, or a number if no name is another number.
     pub(super) fn class(&self, label: &Label) -> Result<u32> {
+        let place = |name: &str| self.names.iter().position(|known| known == name);
         let named = match label {
-            Label::Name(name) => self.names.iter().position(|known| known == name),
+            Label::Name(name) => place(name),
             Label::Number(_) => None,
         };
-        let numbered = || usize::try_from(label.number()?).ok().filter(|class| *class < self.names.len());
-        match named.or_else(numbered) {
-            Some(class) => Ok(class as u32),
-            None => {
-                let label = match label {
-                    Label::Number(number) => number.to_string(),
-                    Label::Name(name) => format!("\"{name}\""),
-                };
-                bail!("the label {label} is not known; the labels are {self}")
-            }
+        let numbered = label.number().and_then(|number| {
+            let class = usize::try_from(number).ok().filter(|class| *class < self.names.len())?;
+            (!self.are_other_numbers() || self.names[class] == number.to_string()).then_some(class)
+        });
+        if let Some(class) = named.or(numbered) {
+            return Ok(class as u32);
+        }
+        match label {
+            Label::Number(number) if self.are_other_numbers() => bail!(
+                "the label {number} may be a class or a name, because names in config.json's id2label are numbers too: write \
+                 it as text, in quotes, which is a name; the labels are {self}"
+            ),
+            _ => bail!("the label {label} is not known; the labels are {self}"),
         }
     }
 }
@@ -166,12 +233,12 @@ mod tests {
 
     #[test]
     fn labels_of_data_are_sorted_names_or_numbers() {
-        let names = Labels::of_data(&numbered(vec![name("b"), name("a"), name("b")])).unwrap();
+        let names = Labels::of_data(&numbered(vec![name("b"), name("a"), name("b")]), None).unwrap();
         assert_eq!(names.names(), ["a", "b"]);
         assert_eq!((names.class(&name("b")).unwrap(), names.class(&Label::Number(0)).unwrap()), (1, 0));
         let error = names.class(&name("c")).unwrap_err().to_string();
         assert_eq!(error, "the label \"c\" is not known; the labels are a, b");
-        let numbers = Labels::of_data(&numbered(vec![Label::Number(2), name("0")])).unwrap();
+        let numbers = Labels::of_data(&numbered(vec![Label::Number(2), name("0")]), None).unwrap();
         assert_eq!(numbers.names(), ["LABEL_0", "LABEL_1", "LABEL_2"]);
         assert!(numbers.are_unnamed() && !names.are_unnamed());
         assert!(numbers.class(&Label::Number(-1)).is_err() && numbers.class(&name("3")).is_err());
@@ -180,9 +247,32 @@ mod tests {
             (vec![Label::Number(0), Label::Number(-1)], "line 2: the label -1 is not a class"),
             (vec![Label::Number(0), Label::Number(1 << 40)], "is not a class"),
             (vec![name("a"), name("a")], "all records have the label a"),
+            (vec![name("1"), name("01")], "line 2: the label \"01\" is a number in another form"),
+            (vec![name("1.0"), name("x")], "line 1: the label \"1.0\" is a number in another form"),
         ] {
-            let error = Labels::of_data(&numbered(labels)).unwrap_err().to_string();
+            let error = Labels::of_data(&numbered(labels), None).unwrap_err().to_string();
             assert!(error.contains(expected), "{error}");
+        }
+    }
+
+    /// A number of a JSONL file can mean a class or a name.
+    #[test]
+    fn names_that_are_numbers_are_not_classes() {
+        let stars = Labels { names: ["1", "2", "3", "4", "5"].map(str::to_owned).into() };
+        assert_eq!((stars.class(&name("1")).unwrap(), stars.class(&name("5")).unwrap()), (0, 4));
+        for number in [0, 1, 4, 5] {
+            let error = stars.class(&Label::Number(number)).unwrap_err().to_string();
+            assert!(error.contains(&format!("the label {number} may be a class or a name")), "{error}");
+        }
+        for other in ["0", "01", " 1"] {
+            assert!(stars.class(&name(other)).unwrap_err().to_string().contains("is not known"), "{other}");
+        }
+        let own = Labels { names: ["0", "1", "many"].map(str::to_owned).into() };
+        assert_eq!((own.class(&Label::Number(1)).unwrap(), own.class(&Label::Number(2)).unwrap()), (1, 2));
+        assert!(own.class(&name("01")).is_err());
+        for bad in [" 1", "a ", "\ta"] {
+            let error = Label::of(Field::Text(bad.into())).unwrap_err().to_string();
+            assert!(error.contains("begins or ends with a space"), "{error}");
         }
     }
 
@@ -197,6 +287,13 @@ mod tests {
         assert_eq!(names(r#"{"id2label": {"1": "pos", "0": "neg"}}"#), ["neg", "pos"]);
         assert_eq!(names(r#"{"label2id": {"pos": 1, "neg": 0}}"#), ["neg", "pos"]);
         assert_eq!(of("{}").unwrap(), None);
+        let counted = r#"{"num_labels": 3, "problem_type": "single_label_classification"}"#;
+        assert_eq!(names(counted), ["LABEL_0", "LABEL_1", "LABEL_2"]);
+        assert!(of(r#"{"num_labels": 1}"#).unwrap_err().to_string().contains("num_labels = 1, but a classifier has 2"));
+        for other in ["regression", "multi_label_classification"] {
+            let error = of(&format!(r#"{{"problem_type": "{other}"}}"#)).unwrap_err().to_string();
+            assert!(error.contains(&format!("problem_type = \"{other}\", but only")), "{error}");
+        }
         assert!(of(r#"{"id2label": {"1": "pos", "2": "neg"}}"#).unwrap_err().to_string().contains("has the id 2"));
         assert!(of(r#"{"label2id": {"pos": 0, "neg": 0}}"#).unwrap_err().to_string().contains("one id to two"));
     }

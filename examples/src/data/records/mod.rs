@@ -21,6 +21,7 @@ mod table;
 
 pub use batches::{RecordBatch, RecordBatches};
 pub use labels::Labels;
+pub(crate) use labels::SINGLE_LABEL;
 
 /// Texts tokenised in parallel.
 const TEXTS: usize = 512;
@@ -35,6 +36,8 @@ pub struct RecordReader<'a> {
     pub vocabulary: usize,
     /// Number of segment types, 0 for models without them.
     pub types: usize,
+    /// Number of classes of the head in the model's weights, if there is one.
+    pub classes: Option<usize>,
 }
 
 /// A sequence before it is tokenised: its line, its text, and the second text of a pair.
@@ -90,12 +93,36 @@ impl RecordReader<'_> {
         let in_file = || path.display().to_string();
         let labels = match known {
             Some(known) if fixed || !known.are_unnamed() || !known.lack(&found) => known.clone(),
-            _ => Labels::of_data(&found).with_context(in_file)?,
+            _ => Labels::of_data(&found, self.classes).with_context(in_file)?,
         };
         let class = |(line, label): &(u64, Label)| {
             labels.class(label).with_context(|| format!("{}, line {line}", path.display()))
         };
         let classes = found.iter().map(class).collect::<Result<Vec<_>>>()?;
+        if let Some(count) = self.classes {
+            if let Some(((line, label), class)) =
+                found.iter().zip(&classes).find(|(_, class)| **class as usize >= count)
+            {
+                bail!(
+                    "{}, line {line}: the label {label} is class {class}, but the head in the model's weights has {count} \
+                     classes, 0 to {}: correct the label, or remove the head from the weights to train a new one",
+                    path.display(),
+                    count.saturating_sub(1)
+                );
+            }
+            ensure!(
+                labels.names().len() <= count,
+                "{}: the labels are {labels}, but the head in the model's weights has only {count} classes: correct \
+                 config.json's id2label, or remove the head from the weights to train a new one",
+                path.display()
+            );
+            ensure!(
+                labels.names().len() == count,
+                "{}: the labels are {labels}, but the head in the model's weights has {count} classes: name them all in \
+                 config.json's id2label",
+                path.display()
+            );
+        }
         let mut records = self.tokenise(path, sequences, 1)?;
         records.digest.update(&classes.iter().flat_map(|class| class.to_le_bytes()).collect::<Vec<_>>());
         records.labels = classes;

@@ -6,7 +6,12 @@ use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use serde_json::Value;
+use minijinja::Value;
+use minijinja::value::ValueKind;
+
+use crate::json;
+
+use crate::input::check_data;
 
 /// A value of a row.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -20,12 +25,12 @@ pub(super) enum Field {
 /// Fields of a row by column. A null has no field.
 pub(super) type Row = BTreeMap<String, Field>;
 
-/// Calls `each` with the line number and the fields of each row. Blank lines are skipped. In a CSV file, the number of a
-/// row after blank lines is that of the first of them.
+/// Calls `each` with the line number and the fields of each row. Blank lines are skipped.
 ///
 /// # Errors
 /// Fails for a file that is neither `.jsonl` nor `.csv`, and for lines of another form. Errors name file and line.
 pub(super) fn read(path: &Path, mut each: impl FnMut(u64, Row) -> Result<()>) -> Result<()> {
+    check_data(path)?;
     let extension = path.extension().map(|extension| extension.to_string_lossy().to_lowercase());
     let open = || File::open(path).with_context(|| format!("cannot read {}", path.display()));
     match extension.as_deref() {
@@ -43,42 +48,81 @@ fn json_lines(path: &Path, file: impl BufRead, each: &mut dyn FnMut(u64, Row) ->
         if line.trim().is_empty() {
             continue;
         }
-        let row: serde_json::Map<String, Value> = serde_json::from_str(line)
-            .map_err(|error| anyhow!("it is not a JSON object ({error})"))
-            .with_context(place)?;
-        let fields = row.into_iter().filter_map(|(name, value)| Some((name, field(value)?))).collect();
+        let row = json::fields(line).with_context(place)?;
+        let fields = row.into_iter().filter_map(|(name, value)| Some((name, field(&value)?))).collect();
         each(number, fields).with_context(place)?;
     }
     Ok(())
 }
 
-fn field(value: Value) -> Option<Field> {
-    Some(match value {
-        Value::Null => return None,
-        Value::String(text) => Field::Text(text),
-        Value::Number(number) => number.as_i64().map_or(Field::Other("a number that is not whole"), Field::Number),
-        Value::Bool(_) => Field::Other("a boolean"),
-        Value::Array(_) => Field::Other("a list"),
-        Value::Object(_) => Field::Other("an object"),
+fn field(value: &Value) -> Option<Field> {
+    Some(match value.kind() {
+        ValueKind::None => return None,
+        ValueKind::String => Field::Text(value.to_string()),
+        ValueKind::Number if value.is_integer() => {
+            value.as_i64().map_or(Field::Other("a number of more than 64 bits"), Field::Number)
+        }
+        ValueKind::Number => Field::Other("a number that is not whole"),
+        ValueKind::Bool => Field::Other("a boolean"),
+        ValueKind::Map => Field::Other("an object"),
+        _ => Field::Other("a list"),
     })
 }
 
-fn comma_separated(path: &Path, file: impl Read, each: &mut dyn FnMut(u64, Row) -> Result<()>) -> Result<()> {
+fn comma_separated(path: &Path, mut file: impl Read, each: &mut dyn FnMut(u64, Row) -> Result<()>) -> Result<()> {
     let whole = || format!("{}", path.display());
-    let mut reader = csv::ReaderBuilder::new().from_reader(file);
+    let mut bytes = Vec::new();
+    file.read_to_end(&mut bytes).with_context(whole)?;
+    let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes);
+    let mut reader = csv::ReaderBuilder::new().flexible(true).from_reader(bytes);
     let headers = reader.headers().with_context(whole)?.clone();
-    let names: Vec<&str> = headers.iter().map(|name| name.trim_start_matches('\u{feff}').trim()).collect();
+    let names: Vec<&str> = headers.iter().map(str::trim).collect();
     if let Some(twice) = names.iter().enumerate().find_map(|(i, name)| names[..i].contains(name).then_some(name)) {
         bail!("{}: the first line has two columns \"{twice}\"", path.display());
     }
-    for row in reader.records() {
-        let row = row.with_context(whole)?;
-        let line = row.position().map_or(0, csv::Position::line);
-        ensure!(row.len() == names.len(), "{}, line {line}: it has {} columns", path.display(), row.len());
+    let mut row = csv::ByteRecord::new();
+    let mut lines = Lines { bytes, at: 0, line: 1 };
+    while reader.read_byte_record(&mut row).with_context(whole)? {
+        let line = lines.of(row.position().map_or(0, csv::Position::byte) as usize);
+        let place = || format!("{}, line {line}", path.display());
+        let row = csv::StringRecord::from_byte_record(std::mem::take(&mut row));
+        let row = row.map_err(|_| anyhow!("it is not UTF-8")).with_context(place)?;
+        ensure!(
+            row.len() == names.len(),
+            "{}: it has {} columns, but the first line has {}",
+            place(),
+            row.len(),
+            names.len()
+        );
         let fields = names.iter().zip(&row).map(|(name, text)| ((*name).to_owned(), Field::Text(text.to_owned())));
-        each(line, fields.collect()).with_context(|| format!("{}, line {line}", path.display()))?;
+        each(line, fields.collect()).with_context(place)?;
     }
     Ok(())
+}
+
+/// Line numbers of places in a file, as an editor shows them. `csv` counts the line ends of Windows otherwise.
+struct Lines<'a> {
+    bytes: &'a [u8],
+    at: usize,
+    line: u64,
+}
+
+impl Lines<'_> {
+    /// Returns the line of the row that starts at a place, or after line ends there. Places ascend.
+    fn of(&mut self, start: usize) -> u64 {
+        let is_end = |at: usize| matches!(self.bytes.get(at), Some(b'\n' | b'\r'));
+        let start = (start..).find(|at| !is_end(*at)).unwrap_or(start);
+        for at in self.at..start {
+            let ends = match self.bytes[at] {
+                b'\n' => true,
+                b'\r' => self.bytes.get(at + 1) != Some(&b'\n'),
+                _ => false,
+            };
+            self.line += u64::from(ends);
+        }
+        self.at = start;
+        self.line
+    }
 }
 
 /// Takes the text of a column, or `None` without it.
@@ -135,11 +179,14 @@ mod tests {
     #[test]
     fn lines_are_named() {
         assert_eq!(rows("a.csv", "text,label\n\"a\na\",x\nb,y\n").unwrap()[1].0, 4);
-        assert!(
-            error("a.csv", "text,label\na,x\nb\n").contains("line: 3"),
-            "{}",
-            error("a.csv", "text,label\na,x\nb\n")
-        );
+        let bad = |content: &str| error("a.csv", content);
+        assert!(bad("text,label\na,x\nb\n").contains("line 3: it has 1 columns, but the first line has 2"));
+        // Line ends of Windows, a byte order mark and blank lines.
+        assert!(bad("\u{feff}text,label\r\na,x\r\nb\r\n").contains("line 3: "));
+        assert!(bad("\u{feff}text,label\r\n\r\n\"a\r\na\",x\r\n\r\nb\r\n").contains("line 6: "));
+        assert!(bad("text,label\ra,x\rb\r").contains("line 3: "));
+        let lines = rows("a.csv", "\u{feff}text,label\r\na,x\r\n\r\nb,y\r\n").unwrap();
+        assert_eq!(lines.iter().map(|row| row.0).collect::<Vec<_>>(), [2, 4]);
         assert!(error("a.csv", "text,text\na,x\n").contains("two columns \"text\""));
         assert!(error("a.jsonl", "{}\n[1]\n").contains("a.jsonl, line 2: it is not a JSON object"));
         assert!(error("a.txt", "text").contains("must end in .jsonl or .csv"));
@@ -147,7 +194,9 @@ mod tests {
 
     #[test]
     fn json_values_keep_their_kind() {
-        let row = rows("a.jsonl", r#"{"a": 3, "b": 0.5, "c": null, "d": true, "e": [1]}"#).unwrap().remove(0).1;
+        // Python writes NaN.
+        let line = r#"{"a": 3, "b": 0.5, "c": null, "d": true, "e": [1], "f": NaN, "g": 18446744073709551616}"#;
+        let row = rows("a.jsonl", line).unwrap().remove(0).1;
         let other = |kind| Some(Field::Other(kind));
         assert_eq!(row.get("a").cloned(), Some(Field::Number(3)));
         assert_eq!(row.get("b").cloned(), other("a number that is not whole"));

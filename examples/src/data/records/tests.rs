@@ -8,7 +8,7 @@ fn load(content: &str, seq_len: usize) -> Result<(Records, Labels)> {
     let path = dir.path().join("data.csv");
     fs::write(&path, content).unwrap();
     let text = Text::new(None).unwrap();
-    RecordReader { text: &text, seq_len, vocabulary: 256, types: 0 }.labelled(&path, None, false)
+    RecordReader { text: &text, seq_len, vocabulary: 256, types: 0, classes: None }.labelled(&path, None, false)
 }
 
 fn pairs(content: &str) -> Result<Records> {
@@ -16,7 +16,7 @@ fn pairs(content: &str) -> Result<Records> {
     let path = dir.path().join("data.csv");
     fs::write(&path, content).unwrap();
     let text = Text::new(None).unwrap();
-    RecordReader { text: &text, seq_len: 8, vocabulary: 256, types: 0 }.pairs(&path)
+    RecordReader { text: &text, seq_len: 8, vocabulary: 256, types: 0, classes: None }.pairs(&path)
 }
 
 fn error<T>(result: Result<T>) -> String {
@@ -55,6 +55,30 @@ fn bad_files_are_refused() {
     ] {
         let error = error(pairs(content));
         assert!(error.contains(expected), "{content:?}: {error}");
+    }
+}
+
+#[test]
+fn labels_beyond_the_head_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("data.csv");
+    let text = Text::new(None).unwrap();
+    let reader = RecordReader { text: &text, seq_len: 8, vocabulary: 256, types: 0, classes: Some(3) };
+    let load = |content: &str| {
+        fs::write(&path, content).unwrap();
+        reader.labelled(&path, None, false)
+    };
+    assert_eq!(load("text,label\na,0\nb,1\n").unwrap().1.names().len(), 3);
+    for (content, expected) in [
+        ("text,label\na,0\nb,4\n", "data.csv, line 3: the label \"4\" is class 4, but the head"),
+        (
+            "text,label\na,x\nb,y\nc,z\nd,w\n",
+            "line 4: the label \"z\" is class 3, but the head in the model's weights has 3",
+        ),
+        ("text,label\na,x\nb,y\n", "the labels are x, y, but the head in the model's weights has 3 classes"),
+    ] {
+        let error = error(load(content));
+        assert!(error.contains(expected), "{error}");
     }
 }
 

@@ -44,6 +44,27 @@ fn reads_span_files() {
     }
 }
 
+/// Ids below 65536 and above, as NumPy writes them in 32 and 64 bits.
+#[test]
+fn wider_tokens_are_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("tokens.bin");
+    let ids: Vec<u32> = (0..64).map(|i| i * 3 % 97).collect();
+    let wide: Vec<u32> = ids.iter().map(|id| id + if id % 7 == 0 { 70_000 } else { 0 }).collect();
+    let of_32 = |ids: &[u32]| ids.iter().flat_map(|id| id.to_le_bytes()).collect::<Vec<u8>>();
+    let of_64 = ids.iter().flat_map(|id| u64::from(*id).to_le_bytes()).collect();
+    for (bytes, vocab_size) in [(of_32(&ids), 256), (of_64, 256), (of_32(&wide), 128_256)] {
+        fs::write(&file, bytes).unwrap();
+        let error = message(read(&file, vocab_size));
+        assert!(error.contains("tokens.bin holds tokens of 32 bits or more") && error.contains("'<u2'"), "{error}");
+    }
+    let narrow: Vec<u16> = ids.iter().map(|id| *id as u16).collect();
+    for (ids, vocab_size) in [(narrow, 256), (vec![1; 64], 128_256), (vec![0; 64], 256)] {
+        fs::write(&file, bin(&ids)).unwrap();
+        assert_eq!(all(&read(&file, vocab_size).unwrap()).len(), ids.len());
+    }
+}
+
 #[test]
 fn truncated_token_file_is_an_error() {
     let directory = tempfile::tempdir().unwrap();
