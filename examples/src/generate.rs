@@ -23,6 +23,9 @@ pub struct SampleOptions<'a> {
 /// The model runs on the whole context again for every token. That is simple, and fast enough for a sample.
 pub fn sample(model: &impl Module, prompt: &[u32], options: &SampleOptions<'_>, device: &Device) -> Result<Vec<u32>> {
     let &SampleOptions { tokens, context, temperature, seed, stops } = options;
+    if prompt.is_empty() {
+        candle_core::bail!("a prompt needs at least one token");
+    }
     let mut ids = prompt.to_vec();
     let mut random = Philox::from_u64_seed(seed);
     for _ in 0..tokens {

@@ -5,6 +5,7 @@ use std::path::Path;
 use anyhow::{Context, Result, bail};
 use serde_json::{Map, Value, json};
 
+use crate::data::records::SINGLE_LABEL;
 use crate::models::Pooling;
 
 /// Names of transformers' classes by `model_type`: the start, and the class without a head.
@@ -41,7 +42,7 @@ pub fn classifier_config(config: &str, labels: &[String], padding: Option<u32>) 
     config.insert("num_labels".into(), json!(labels.len()));
     config.insert("id2label".into(), names.into());
     config.insert("label2id".into(), ids.into());
-    config.insert("problem_type".into(), json!("single_label_classification"));
+    config.insert("problem_type".into(), json!(SINGLE_LABEL));
     if let Some(padding) = padding
         && config.get("pad_token_id").is_none_or(Value::is_null)
     {

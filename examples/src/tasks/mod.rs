@@ -10,6 +10,7 @@ use fsdp_candle::{FsdpModule, upload};
 use serde::Serialize;
 
 use crate::data::records::RecordBatch;
+use crate::data::with_padding;
 use crate::models::{LanguageModel, Rows, sequence_outputs};
 
 pub mod classify;
@@ -32,13 +33,10 @@ impl TextBatch {
     /// Creates the tensors. Padding is a separate document, which texts do not attend to.
     pub fn new(read: RecordBatch, device: &Device) -> Result<Self> {
         let RecordBatch { ids, types, steps, filled, last, labels, counted } = read;
-        let lengths = |&filled: &usize| match filled {
-            0 => vec![steps],
-            filled if filled == steps => vec![steps],
-            filled => vec![filled, steps - filled],
-        };
         let is_padded = filled.iter().any(|&filled| filled < steps);
-        let documents = is_padded.then(|| Documents::new(filled.iter().map(lengths).collect())).transpose()?;
+        let documents = is_padded
+            .then(|| Documents::new(filled.iter().map(|&filled| with_padding(filled, steps)).collect()))
+            .transpose()?;
         let (rows, records) = (filled.len(), labels.len());
         Ok(TextBatch {
             ids: upload(&Tensor::from_vec(ids, (rows, steps), &Device::Cpu)?, device)?,

@@ -3,13 +3,15 @@
 
 use std::collections::BTreeSet;
 use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
 
-use anyhow::{Context, ensure};
+use anyhow::{Context, bail, ensure};
 use fsdp_candle::ShardedVarMap;
 use fsdp_candle::initializer::Pretrained;
 use fsdp_candle::nn::{LoraConfig, is_adapter};
 use fsdp_ckpt::hf::HfModel;
 use fsdp_ckpt::{TensorShard, TensorSource};
+use fsdp_train::input::read_text;
 use fsdp_train::models::{Head, Lora, Targets, is_classifier};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -25,6 +27,8 @@ pub(crate) struct Adapters {
     pub(crate) lora: Lora,
     /// Adapters to continue with (--lora-from).
     pub(crate) from: Option<Peft>,
+    /// Layers of the model that can have adapters.
+    layers: Arc<Mutex<BTreeSet<String>>>,
 }
 
 impl Adapters {
@@ -32,7 +36,7 @@ impl Adapters {
     pub(crate) fn of(args: &Args) -> anyhow::Result<Option<Self>> {
         if let Some(dir) = &args.lora_from {
             let from = Peft::open(dir).with_context(|| format!("--lora-from {}", dir.display()))?;
-            return Ok(Some(Adapters { lora: from.lora()?, from: Some(from) }));
+            return Ok(Some(Adapters { lora: from.lora()?, from: Some(from), layers: Arc::default() }));
         }
         let Some(rank) = args.lora_rank else { return Ok(None) };
         let targets = match &args.lora_targets[..] {
@@ -40,7 +44,8 @@ impl Adapters {
             patterns => Targets::new(patterns.iter().map(String::as_str)),
         };
         let config = LoraConfig { rank, alpha: args.lora_alpha.unwrap_or(2. * rank as f64) };
-        Ok(Some(Adapters { lora: Lora { config, targets: targets.context("--lora-targets")? }, from: None }))
+        let lora = Lora { config, targets: targets.context("--lora-targets")? };
+        Ok(Some(Adapters { lora, from: None, layers: Arc::default() }))
     }
 
     /// Returns whether a run with adapters trains the parameter: an adapter, or the classifier.
@@ -56,11 +61,14 @@ impl Adapters {
 
     /// Adds adapters to the next model.
     pub(crate) fn adapt(&self, vars: &ShardedVarMap) {
-        let targets = self.lora.targets.clone();
-        vars.adapt(self.lora.config, move |layer| targets.matches(layer));
+        let (targets, layers) = (self.lora.targets.clone(), self.layers.clone());
+        vars.adapt(self.lora.config, move |layer| {
+            layers.lock().unwrap_or_else(PoisonError::into_inner).insert(layer.to_string());
+            targets.matches(layer)
+        });
     }
 
-    /// Fails unless the targets match layers of the model.
+    /// Fails unless the targets match layers of the model, and PEFT can load the adapters that are exported.
     pub(crate) fn check(&self, args: &Args, vars: &ShardedVarMap) -> anyhow::Result<()> {
         let adapted = vars.adapted();
         if let Some(from) = &self.from {
@@ -74,17 +82,24 @@ impl Adapters {
             idle.is_none() && !adapted.is_empty(),
             "--lora-targets: {} matches no fully connected layer of the model; it has {}",
             idle.map_or("the default".into(), |pattern| format!("`{pattern}`")),
-            layers(vars)
+            listed(&self.layers.lock().unwrap_or_else(PoisonError::into_inner))
         );
+        let of_expert = adapted.iter().find(|layer| layer.contains(".experts."));
+        if let (Some(layer), Some(_)) = (of_expert, &args.export_hf) {
+            bail!(
+                "--lora-targets: PEFT can't load the adapters of experts, such as {layer}, because transformers has one \
+                 tensor for all of a layer's experts. Leave them out of --lora-targets, or train without --export-hf and \
+                 merge the last checkpoint: fsdp-ckpt convert STEP DIR --to hf --lora-alpha ALPHA"
+            );
+        }
         Ok(())
     }
 }
 
-/// Lists the model's matrices, with `*` in place of layer numbers.
-fn layers(vars: &ShardedVarMap) -> String {
+/// Lists layers, with `*` in place of their numbers.
+fn listed(layers: &BTreeSet<String>) -> String {
     let mut names: Vec<String> = vec![];
-    for param in vars.params().iter().filter(|param| param.shape().rank() == 2 && !is_adapter(param.name())) {
-        let Some(layer) = param.name().strip_suffix(".weight") else { continue };
+    for layer in layers {
         let parts = layer.split('.').map(|part| if part.parse::<u64>().is_ok() { "*" } else { part });
         let name = parts.collect::<Vec<_>>().join(".");
         if !names.contains(&name) {
@@ -234,7 +249,7 @@ impl Peft {
     /// Opens a directory that PEFT or `--export-hf` wrote.
     pub(crate) fn open(dir: &Path) -> anyhow::Result<Self> {
         let file = dir.join(PEFT_CONFIG);
-        let text = std::fs::read_to_string(&file).with_context(|| format!("can't read {}", file.display()))?;
+        let text = read_text(&file).with_context(|| format!("can't read {}", file.display()))?;
         let config: PeftConfig =
             serde_json::from_str(&text).with_context(|| format!("{} is not a LoRA configuration", file.display()))?;
         ensure!(config.peft_type == "LORA", "{}: peft_type is {:?}, not LORA", file.display(), config.peft_type);
@@ -257,16 +272,22 @@ impl Peft {
         }
         let weights = dir.join(PEFT_WEIGHTS);
         let weights = HfModel::open_file(&weights).with_context(|| format!("can't read {}", weights.display()))?;
+        ensure!(
+            weights.unreadable().is_empty(),
+            "{} holds tensors of dtypes that are not read: {:?}",
+            weights.path().display(),
+            weights.unreadable()
+        );
         let layers: Vec<String> = weights.tensors().keys().filter_map(|name| layer_of(name, DOWN)).collect();
-        ensure!(!layers.is_empty(), "{} holds no tensor {PREFIX}*{DOWN}", weights.path().display());
         let other = weights.tensors().keys().find(|name| layer_of(name, DOWN).or_else(|| layer_of(name, UP)).is_none());
         ensure!(
             other.is_none(),
-            "{} holds {}, which PEFT loads and train does not: save only the adapters, with \
-             save_embedding_layers=False",
+            "{} holds {}, which PEFT loads and train does not: merge the adapters into the model, or keep only adapters of \
+             fully connected layers (save_embedding_layers=False leaves out what PEFT saves beside them)",
             weights.path().display(),
             other.map_or("", String::as_str)
         );
+        ensure!(!layers.is_empty(), "{} holds no tensor {PREFIX}*{DOWN}", weights.path().display());
         let dropout = config.rest.get("lora_dropout").and_then(Value::as_f64).unwrap_or(0.);
         let config = LoraConfig { rank: config.r, alpha: config.lora_alpha };
         Ok(Peft { config, weights, layers, dropout })

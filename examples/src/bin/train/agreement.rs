@@ -58,8 +58,8 @@ pub(crate) fn broadcast_result<T: Serialize + for<'de> Deserialize<'de>>(
     } else {
         Vec::new()
     };
-    let texts = world.group().gather_bytes(text)?;
-    let result: Result<T, String> = serde_json::from_slice(&texts[rank])?;
+    let text = world.group().broadcast_bytes(rank, text)?;
+    let result: Result<T, String> = serde_json::from_slice(&text)?;
     result.map_err(|message| anyhow!(message))
 }
 
@@ -125,8 +125,13 @@ fn collect(prefix: &str, name: &str, value: Value, fields: &mut Fields) {
 }
 
 fn check(world: &World, own: Settings, advice: &str) -> anyhow::Result<()> {
-    let texts = world.group().gather_bytes(serde_json::to_vec(&own)?);
-    let texts = texts.context("the ranks can't compare their settings")?;
+    let (group, failed) = (world.group(), "the ranks can't compare their settings");
+    let others = group.differing_ranks(&serde_json::to_vec(&own.required)?).context(failed)?;
+    if others.is_empty() {
+        return Ok(());
+    }
+    // Some rank differs from this one, so every rank comes here.
+    let texts = group.gather_bytes(serde_json::to_vec(&own)?).context(failed)?;
     let all = texts.iter().map(|text| serde_json::from_slice(text)).collect::<Result<Vec<Settings>, _>>()?;
     let different = differences(&all.iter().map(|settings| &settings.required).collect::<Vec<_>>());
     if different.is_empty() {

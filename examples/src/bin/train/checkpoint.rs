@@ -9,7 +9,7 @@ use fsdp_candle::{
     ShardedOptimizer, ShardedVarMap, ValuesOf, World, load_model, load_optimizer, model_tensors, optimizer_tensors,
     optimizer_values,
 };
-use fsdp_ckpt::{AsyncSaver, LoadOptions, MODEL, SaveOptions, SaveState, TensorSource, WhenBusy, escape};
+use fsdp_ckpt::{AsyncSaver, LoadOptions, MODEL, SaveOptions, SaveState, TensorShard, TensorSource, WhenBusy, escape};
 use fsdp_core::DType;
 use fsdp_core::layout::Region;
 use fsdp_train::console::Console;
@@ -69,7 +69,10 @@ impl<'a> Checkpoints<'a> {
         while let Some(path) = self.dirs.resume_from.clone() {
             let failed = || format!("can't resume from {}", path.display());
             // Everything is verified first, so no value of a damaged checkpoint gets into the model.
-            let (source, own) = self.verify(&path);
+            let mut tensors = model_tensors(vars)?;
+            // An optimizer with hidden state can't be loaded.
+            tensors.extend(optimizer_tensors(optim).unwrap_or_default());
+            let (source, own) = self.verify(&path, &tensors);
             match worst_result(self.world, own)? {
                 RankResult::Damaged(why) if args.resume == Resume::Auto => {
                     self.dirs.fall_back(args, self.world, &why)?;
@@ -141,14 +144,17 @@ impl<'a> Checkpoints<'a> {
         }
     }
 
-    /// Opens a checkpoint and verifies this rank's share of the checksums. Together the ranks read everything once.
-    fn verify(&self, path: &Path) -> (Option<Box<dyn TensorSource>>, RankResult) {
+    /// Opens a checkpoint, of which this rank reads its parts of `tensors`, and verifies this rank's share of the
+    /// checksums. Together the ranks read everything once. Collective.
+    fn verify(&self, path: &Path, tensors: &[TensorShard]) -> (Option<Box<dyn TensorSource>>, RankResult) {
         let rank = self.world.rank();
         let (reader, readers) = self.dirs.hosts.readers(self.world);
-        let opened = self.dirs.hosts.open(path, self.world);
+        let opened = self.dirs.hosts.open_for(path, self.world, tensors);
         let opened = opened.and_then(|source| source.verify_share(reader, readers).map(|_| source));
         match opened {
             Ok(source) => (Some(source), RankResult::Passed),
+            // The rank that failed reports it.
+            Err(fsdp_ckpt::Error::Rank { error: None, .. }) => (None, RankResult::Passed),
             Err(error) if error.is_damage() => (None, RankResult::Damaged(error.with_causes())),
             Err(error) => (None, RankResult::Failed(format!("rank {rank}: {}", error.with_causes()))),
         }

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, anyhow, bail};
 use fsdp_candle::{ReduceOp, World};
-use fsdp_ckpt::{Checkpoint, Error, Format, HostDirs, RemoveIfEmpty, Result, Survey, TensorSource};
+use fsdp_ckpt::{Checkpoint, Error, Format, HostDirs, RemoveIfEmpty, Result, Survey, TensorShard, TensorSource};
 use fsdp_train::writable::{try_directory, try_file, try_file_and_directory};
 use serde::{Deserialize, Serialize};
 
@@ -335,6 +335,19 @@ impl Hosts {
 
     pub(crate) fn survey(&self, dir: &Path) -> Result<Survey> {
         self.dirs.as_ref().map_or_else(|| fsdp_ckpt::survey(dir), |dirs| dirs.survey(dir))
+    }
+
+    /// Opens a checkpoint or model, of which this rank reads its parts of `tensors`. Collective.
+    pub(crate) fn open_for(
+        &self,
+        path: &Path,
+        world: &World,
+        tensors: &[TensorShard],
+    ) -> Result<Box<dyn TensorSource>> {
+        match self.dirs {
+            Some(_) => self.open(path, world),
+            None => fsdp_ckpt::open_for(path, world.group(), tensors),
+        }
     }
 
     /// Opens a checkpoint or model. A model that is complete on every host need not be a checkpoint of `train`.

@@ -126,7 +126,11 @@ impl Sampler<'_> {
             seed: 0,
             stops: batches.stops(),
         };
-        self.generate(&batches.prompt(0)?, &options, world)
+        let prompt = batches.prompt(0)?;
+        if prompt.is_empty() {
+            return Ok("no example has a prompt, so none can be answered".into());
+        }
+        self.generate(&prompt, &options, world)
     }
 
     fn generate(&self, prompt: &[u32], options: &SampleOptions<'_>, world: &World) -> anyhow::Result<String> {

@@ -13,7 +13,8 @@ use fsdp_ckpt::hf::{self, ExportOptions};
 use fsdp_ckpt::merge::Merged;
 use fsdp_ckpt::{SafetensorsFile, TensorShard};
 use fsdp_train::console::Console;
-use fsdp_train::models::config::BUILTIN;
+use fsdp_train::input::read_text;
+use fsdp_train::models::config::{BUILTIN, ModelConfig};
 use fsdp_train::writable::try_file_and_directory;
 use indicatif::BinaryBytes;
 use serde_json::Value;
@@ -68,11 +69,16 @@ pub(crate) fn export(
             _ => Ok(()),
         };
     }
+    let untied = args.model.as_deref().map(|model| untied(model, &tensors)).transpose()?.flatten();
     if let Some(model) = &args.model {
         options.config_files = hf::config_files(model)?;
-        options.config_files.retain(|path| !(texts.is_some() && path.ends_with("config.json")));
+        let is_written = texts.is_some() || untied.is_some();
+        options.config_files.retain(|path| !(is_written && path.ends_with("config.json")));
     }
     write(&tensors, &options)?;
+    if let Some(untied) = untied.filter(|_| world.rank() == 0) {
+        write_files(dir, &[("config.json".into(), untied)])?;
+    }
     if let Some(texts) = &texts {
         return if world.rank() == 0 { write_files(dir, &texts.files) } else { Ok(()) };
     }
@@ -133,7 +139,7 @@ impl GgufExport {
         let view = View::model(&*checkpoint);
         let written = match self.adapter_scale {
             Some(scale) => {
-                let merged = Merged::in_checkpoint(&view, scale).with_context(failed)?;
+                let merged = Merged::in_checkpoint(&view, scale).with_context(failed)?.in_f32();
                 gguf::write(&self.file, &merged, &self.model, &self.options)
             }
             None => gguf::write(&self.file, &view, &self.model, &self.options),
@@ -149,6 +155,17 @@ impl GgufExport {
         Console::Stdout.line(format_args!("exported: {file} ({}, {size})", quantization.name()));
         Ok(())
     }
+}
+
+/// Returns the model's `config.json` without the tie of embedding and head, if the trained model has both.
+fn untied(model: &Path, tensors: &[TensorShard]) -> anyhow::Result<Option<Value>> {
+    let has_head = tensors.iter().any(|tensor| tensor.fqn == "lm_head.weight");
+    if !has_head || !matches!(ModelConfig::from_dir(model)?, ModelConfig::Decoder(config) if config.tied) {
+        return Ok(None);
+    }
+    let mut config: Value = serde_json::from_str(&read_text(&model.join("config.json"))?)?;
+    config["tie_word_embeddings"] = false.into();
+    Ok(Some(config))
 }
 
 fn write_files(dir: &Path, files: &[(PathBuf, Value)]) -> anyhow::Result<()> {

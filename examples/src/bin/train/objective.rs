@@ -122,7 +122,7 @@ pub(crate) fn check_weights(args: &Args) -> anyhow::Result<()> {
     ensure!(
         args.dpo.is_none() || setup::pretrained(args)?.is_some(),
         "--dpo needs the weights of a trained model, which the tuned model is compared with: pass --model DIR with \
-         model.safetensors or model.safetensors.index.json, without --init random"
+         model.safetensors or other weights, without --init random"
     );
     Ok(())
 }

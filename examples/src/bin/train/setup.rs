@@ -5,16 +5,15 @@ use std::path::Path;
 use anyhow::{Context, bail, ensure};
 use candle_core::DType;
 use fsdp_candle::activation_checkpoint::CheckpointPolicy;
-use fsdp_candle::initializer::{Fallback, Initializer, Philox};
+use fsdp_candle::initializer::{Fallback, Philox};
 use fsdp_candle::nn::is_adapter;
 use fsdp_candle::{FsdpModule, FullyShard, MixedPrecisionPolicy, ShardedVarMap, StateOnDisk, World};
-use fsdp_ckpt::TensorSource;
-use fsdp_ckpt::hf::HfModel;
+use fsdp_ckpt::{TensorSource, find_weights};
 use fsdp_train::console::Console;
 use fsdp_train::data::{
     Batches, Data, Examples, Masking, PackingOptions, PairOptions, Pairs, Source, Text, mask_token,
 };
-use fsdp_train::models::{self, Dropout, Head, LanguageModel, ModelConfig, ModelOptions, TensorParallel};
+use fsdp_train::models::{self, Dropout, Head, LanguageModel, ModelConfig, ModelOptions, TensorParallel, Weights};
 use fsdp_train::models::{is_classifier, is_unused_by_embeddings, parallel};
 use fsdp_train::ranks::Ranks;
 
@@ -46,10 +45,20 @@ pub(crate) struct Setup {
 
 impl Setup {
     pub(crate) fn new(args: &Args, world: &World) -> anyhow::Result<Self> {
-        let config = match &args.model {
+        let mut config = match &args.model {
             Some(dir) => ModelConfig::from_dir(dir)?,
             None => ModelConfig::builtin()?,
         };
+        if let Some(dir) = args.model.as_ref().filter(|_| world.rank() == 0) {
+            let unknown = config.unknown_keys(dir)?;
+            if !unknown.is_empty() {
+                Console::Stderr.line(format_args!(
+                    "warning: {} has keys that have no effect, here and in transformers: {}",
+                    dir.join("config.json").display(),
+                    unknown.join(", ")
+                ));
+            }
+        }
         ensure!(
             args.seq_len <= config.max_positions(),
             "--seq-len {} is beyond the model's {} positions",
@@ -59,7 +68,11 @@ impl Setup {
         parallel::check(&config, args.tensor_parallel)?;
 
         // Data is read before the model is built, so that its errors show at once.
-        let text = Text::new(args.model.as_deref())?;
+        let directory = pretrained(args)?;
+        let mut text = Text::new(args.model.as_deref())?;
+        if directory.is_some() {
+            text.expect_vocabulary(config.vocab_size());
+        }
         objective::check_weights(args)?;
         let positions = args.seq_len.max(SAMPLE_CONTEXT);
         let mut task: Box<dyn Task> = match args.task {
@@ -71,9 +84,10 @@ impl Setup {
             }
             TaskChoice::Classify | TaskChoice::Embed => Box::new(Texts::new(args, &config, text, world)?),
         };
-        let weights = pretrained(args)?;
+        let head = task.head();
+        let weights = directory.map(|dir| open(dir, &mut config, head)).transpose()?.flatten();
         let adapters = Adapters::of(args)?;
-        let read = read_inputs(&config, &*task, weights, adapters.as_ref())?;
+        let read = read_inputs(&config, &*task, weights.as_ref(), adapters.as_ref())?;
         let start: Fields = [FIRST_WEIGHTS, FIRST_ADAPTERS]
             .into_iter()
             .filter_map(|name| Some((name.to_owned(), read.get(name)?.clone())))
@@ -81,7 +95,8 @@ impl Setup {
         agreement::check_inputs(read, args, world)?;
         if world.rank() == 0 {
             let of_adapters = adapters.as_ref().and_then(|adapters| adapters.from.as_ref()?.warning());
-            let warnings = task.warnings().into_iter().chain(of_adapters);
+            let of_weights = weights.iter().flat_map(Weights::warnings).cloned();
+            let warnings = task.warnings().into_iter().chain(of_adapters).chain(of_weights);
             warnings.for_each(|warning| Console::Stderr.line(format_args!("warning: {warning}")));
             let (data, shape) = (task.description(), args.batch_shape(world)?);
             Console::Stderr.line(format_args!("training on {data}: {shape} per step"));
@@ -93,8 +108,7 @@ impl Setup {
         if world.rank() == 0 && args.resume == Resume::None && weights.is_none() {
             Console::Stderr.line(format_args!("starting from random weights (seed {})", args.seed));
         }
-        let head = task.head();
-        initialize(args, &config, &vars, weights, adapters.as_ref(), head, world)?;
+        initialize(args, &config, &vars, weights.as_ref(), adapters.as_ref(), head, world)?;
         match (&adapters, head) {
             (Some(adapters), _) => adapters.apply(&vars, head),
             (None, Head::Embedding(_)) => vars.freeze(is_unused_by_embeddings),
@@ -109,6 +123,9 @@ impl Setup {
             parallel: None,
         };
         let model = build(args, &config, &vars, options.clone(), ranks, head)?;
+        if let Some(weights) = &weights {
+            weights.check_all_used(vars.params().iter().map(|param| param.name()))?;
+        }
         if let Some(adapters) = &adapters {
             adapters.check(args, &vars)?;
         }
@@ -117,7 +134,7 @@ impl Setup {
                 false => Reference::Base,
                 true => {
                     let copy = ranks.vars(world)?;
-                    initialize(args, &config, &copy, weights, adapters.as_ref(), head, world)?;
+                    initialize(args, &config, &copy, weights.as_ref(), adapters.as_ref(), head, world)?;
                     copy.freeze(|_| true);
                     if let Some(adapters) = &adapters {
                         adapters.adapt(&copy);
@@ -144,17 +161,15 @@ fn initialize(
     args: &Args,
     config: &ModelConfig,
     vars: &ShardedVarMap,
-    weights: Option<&Path>,
+    weights: Option<&Weights>,
     adapters: Option<&Adapters>,
     head: Head,
     world: &World,
 ) -> anyhow::Result<()> {
     let random = Philox::new(args.seed);
-    let cant_read = |dir: &Path| format!("can't read the weights in {}", dir.display());
-    let weights = weights.map(|dir| models::pretrained(dir).with_context(|| cant_read(dir))).transpose()?;
     let peft = adapters.and_then(|adapters| adapters.from.as_ref());
     let peft = peft.map(Peft::initializer).transpose()?;
-    if let (Some(weights), Head::Classes(_)) = (&weights, head)
+    if let (Some(weights), Head::Classes(_)) = (weights, head)
         && world.rank() == 0
         && let Some(layer) = ["classifier", "score"].iter().find(|layer| is_head_of(config, layer))
         && !weights.contains(&format!("{layer}.weight"))
@@ -164,7 +179,7 @@ fn initialize(
         Console::Stderr.line(format_args!("{dir} has no {layer}.weight: starting from a random one (seed {seed})"));
     }
     let is_new = move |name: &str| is_adapter(name) || (matches!(head, Head::Classes(_)) && is_classifier(name));
-    match (weights, peft) {
+    match (weights.map(Weights::initializer), peft) {
         (None, None) => vars.init_with(random),
         (None, Some(peft)) => vars.init_with(Fallback::new(peft, random, |name| !is_adapter(name))),
         (Some(weights), None) => vars.init_with(Fallback::new(weights, random, is_new)),
@@ -266,21 +281,31 @@ fn masking(args: &Args, config: &ModelConfig, text: &Text) -> anyhow::Result<Opt
 
 /// Returns the directory of the initial weights, or `None` if they are random.
 pub(crate) fn pretrained(args: &Args) -> anyhow::Result<Option<&Path>> {
-    let has_weights =
-        |dir: &&Path| ["model.safetensors", "model.safetensors.index.json"].iter().any(|name| dir.join(name).exists());
-    let weights = args.model.as_deref().filter(has_weights);
-    match (args.init, weights, &args.model) {
-        (InitChoice::Random, ..) => Ok(None),
-        (InitChoice::Auto, ..) | (InitChoice::Pretrained, Some(_), _) => Ok(weights),
-        (InitChoice::Pretrained, None, Some(dir)) => bail!(
-            "--init pretrained: {} has neither model.safetensors nor model.safetensors.index.json; add one, or use \
-             --init random",
-            dir.display()
-        ),
-        (InitChoice::Pretrained, None, None) => {
-            bail!("--init pretrained needs --model DIR with weights; the built-in model has none")
-        }
-    }
+    let Some(dir) = args.model.as_deref().filter(|_| args.init != InitChoice::Random) else {
+        ensure!(
+            args.init != InitChoice::Pretrained,
+            "--init pretrained needs --model DIR with weights; the built-in model has none"
+        );
+        return Ok(None);
+    };
+    let found =
+        find_weights(dir).with_context(|| format!("{} (--init random draws weights instead)", cant_read(dir)))?;
+    ensure!(
+        found.is_some() || args.init != InitChoice::Pretrained,
+        "--init pretrained: {} has no weights: expected model.safetensors, model.safetensors.index.json, \
+         pytorch_model.bin or pytorch_model.bin.index.json; add one, or use --init random",
+        dir.display()
+    );
+    Ok(found.map(|_| dir))
+}
+
+/// Opens the weights in `dir`.
+fn open(dir: &Path, config: &mut ModelConfig, head: Head) -> anyhow::Result<Option<Weights>> {
+    Weights::open(dir, config, head).with_context(|| cant_read(dir))
+}
+
+fn cant_read(dir: &Path) -> String {
+    format!("can't read the weights in {}", dir.display())
 }
 
 /// Returns whether a classifier's layer has this name.
@@ -292,16 +317,11 @@ fn is_head_of(config: &ModelConfig, layer: &str) -> bool {
 fn read_inputs(
     config: &ModelConfig,
     task: &dyn Task,
-    weights: Option<&Path>,
+    weights: Option<&Weights>,
     adapters: Option<&Adapters>,
 ) -> anyhow::Result<Fields> {
-    let print = |weights: &HfModel| {
-        models::fingerprint(weights).with_context(|| format!("can't read the weights in {}", weights.path().display()))
-    };
     let weights = match weights {
-        Some(dir) => {
-            print(&HfModel::open(dir).with_context(|| format!("can't read the weights in {}", dir.display()))?)?
-        }
+        Some(weights) => weights.fingerprint().context("can't read the weights")?,
         None => "random".into(),
     };
     let mut read = agreement::fields("config.json's ", config)?;
@@ -309,7 +329,9 @@ fn read_inputs(
     read.extend(task.inputs());
     read.insert(FIRST_WEIGHTS.into(), weights);
     if let Some(peft) = adapters.and_then(|adapters| adapters.from.as_ref()) {
-        read.insert(FIRST_ADAPTERS.into(), print(&peft.weights)?);
+        let print = models::fingerprint(&peft.weights);
+        let path = peft.weights.path().display();
+        read.insert(FIRST_ADAPTERS.into(), print.with_context(|| format!("can't read the weights in {path}"))?);
     }
     Ok(read)
 }

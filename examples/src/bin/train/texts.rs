@@ -6,6 +6,7 @@ use std::time::Instant;
 use anyhow::{Context, ensure};
 use candle_core::Tensor;
 use fsdp_candle::{ReduceOp, World, no_grad};
+use fsdp_ckpt::open_weights;
 use fsdp_train::data::Text;
 use fsdp_train::data::records::{Labels, RecordBatches, RecordReader, Records, padding_token};
 use fsdp_train::models::config::BUILTIN;
@@ -20,6 +21,7 @@ use crate::agreement::Fields;
 use crate::args::Args;
 use crate::evaluate::{self, Schedule};
 use crate::objective::BatchLoss;
+use crate::setup::pretrained;
 use crate::task::{Evaluated, Model, Task, TaskChoice, TextExport};
 
 /// A task on whole texts.
@@ -55,7 +57,8 @@ impl Texts {
         };
         // Without a padding token, an id that no text has marks every token as data.
         let fill = own_padding.map(|token| token as u32).or(padding);
-        let reader = RecordReader { text: &text, seq_len: args.seq_len, vocabulary, types };
+        let classes = head_classes(args, config)?;
+        let reader = RecordReader { text: &text, seq_len: args.seq_len, vocabulary, types, classes };
         let data = args.data.as_deref().unwrap_or(Path::new(""));
         let read_eval = |read: &dyn Fn(&Path) -> anyhow::Result<Records>| {
             args.eval.as_deref().map(|path| read(path).context("--eval")).transpose()
@@ -166,6 +169,15 @@ impl Texts {
             }
         })
     }
+}
+
+/// Returns the number of classes of the head in the initial weights, if a classifier starts from one.
+fn head_classes(args: &Args, config: &ModelConfig) -> anyhow::Result<Option<usize>> {
+    let Some(dir) = pretrained(args)?.filter(|_| args.task == TaskChoice::Classify) else { return Ok(None) };
+    let weights = open_weights(dir).with_context(|| format!("can't read the weights in {}", dir.display()))?;
+    let Some(weights) = weights else { return Ok(None) };
+    let layer = if matches!(config, ModelConfig::Bert(_)) { "classifier.weight" } else { "score.weight" };
+    Ok(weights.tensors().get(layer).and_then(|tensor| tensor.shape.first().copied()))
 }
 
 impl Task for Texts {

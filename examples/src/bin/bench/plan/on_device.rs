@@ -114,7 +114,7 @@ pub(super) fn launches(setup: &Setup, layer: &Layer) -> f64 {
         + operations
         + sums;
     // The parameters' nodes in the graph of the second forward.
-    let again = if setup.checkpoint == Checkpoint::None { 0. } else { forward + 9.6 * (tensors + 1.) };
+    let again = if setup.checkpoint == Checkpoint::None { 0. } else { forward + 6.1 * (tensors + 1.) };
     // Without tensor cores, the gradients of keys and values are added up in f32, and rounded.
     let rounded = if is_flash(layer, setup.compute) { 0. } else { 4. };
     let casts = if setup.compute == Precision::F32 { 0. } else { 3. * tensors + rounded };
