@@ -57,6 +57,11 @@ def main():
     )
     expected = {f"model.{name}": tensor.detach().contiguous().clone() for name, tensor in tensors().items()}
     save_file(expected, target / "views.safetensors")
+    views = {"neg": torch._neg_view(torch.ones(2)), "conj": torch.ones(2, dtype=torch.complex64).conj()}
+    sparse = torch.ones(2).to_sparse()
+    others = {"sparse": sparse, "meta": torch.ones(2, device="meta"), "nested": torch.nested.nested_tensor([torch.ones(2)])}
+    for name, tensor in {**views, **others}.items():
+        torch.save({"model.weight": tensor}, target / f"{name}.pt")
     torch.save(torch.nn.Linear(3, 2).state_dict(), target / "linear.pth")
     torch.save(torch.arange(3.0), target / "tensor.pt")
     torch.save({"w": torch.ones(2)}, target / "legacy.bin", _use_new_zipfile_serialization=False)

@@ -69,6 +69,12 @@ fn refuses_unknown_layers_and_patterns() {
     for (more, expected) in [
         ("--lora-rank 2 --lora-targets q_proj,qproj", &["`qproj`", "model.layers.*.self_attn.q_proj"][..]),
         ("--lora-rank 2 --lora-targets norm", &["`norm` matches no fully connected layer"]),
+        (
+            "--lora-rank 2 --lora-targets embed_tokens",
+            &[
+                "`embed_tokens` matches no fully connected layer of the model; it has lm_head, model.layers.*.mlp.down_proj",
+            ],
+        ),
         ("--lora-rank 2 --lora-targets a[", &["--lora-targets", "`a[` is not a valid pattern of names"]),
         ("--lora-from none", &["--lora-from none", "adapter_config.json"]),
         ("--no-decay scale", &["--no-decay: `scale` matches no trained parameter"]),
@@ -76,4 +82,8 @@ fn refuses_unknown_layers_and_patterns() {
     ] {
         train_golden("llama_tiny", 2, &format!("--steps 1 {more}"), dir.path()).refused(2, expected);
     }
+    let of_experts = "--steps 1 --lora-rank 2 --lora-targets w1,w2 --checkpoint-dir run --export-hf out";
+    let expected = &["PEFT can't load the adapters of experts", "block_sparse_moe.experts.0.w1", "--lora-alpha"];
+    train_golden("mixtral_tiny", 2, of_experts, dir.path()).refused(2, expected);
+    assert!(!dir.path().join("out").exists());
 }

@@ -14,8 +14,8 @@ const LAYERS: [(&str, &str); 5] = [
     ),
     (
         "fsdp-ckpt",
-        "cast escape file_names error region store checksum source model_prefix safetensors checkpoint load finite convert diff hf \
-         merge gguf torch open",
+        "cast escape file_names error region placeholder store checksum source model_prefix training_state safetensors checkpoint load finite convert diff hf \
+         merge gguf torch weights open",
     ),
     ("fsdp-launch", "spec report error rendezvous pmi rank job program cli watch output launch"),
     (
@@ -26,7 +26,7 @@ const LAYERS: [(&str, &str); 5] = [
     ),
     (
         "examples",
-        "console command_line flags hub data generate job writable metrics models tasks progress ranks schedule tensorboard",
+        "console command_line flags json hub input data generate job writable metrics models tasks progress ranks schedule tensorboard",
     ),
 ];
 

@@ -184,6 +184,8 @@ fn names_bad_input_and_the_fix() {
     with("broken.jsonl", &format!("{chats}\n{{\"messages\": [\n"));
     with("keys.jsonl", "{\"text\": \"a\"}");
     with("silent.jsonl", "{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}");
+    with("text.txt", &"words and more words\n".repeat(100));
+    with("empty.txt", "");
     with("short.jsonl", chats.lines().next().unwrap());
     for (flags, parts) in [
         ("--sft empty.jsonl", &["empty.jsonl has no examples", "at least one line"][..]),
@@ -194,7 +196,7 @@ fn names_bad_input_and_the_fix() {
         ("--sft nowhere.jsonl", &["cannot read nowhere.jsonl", "No such file"]),
         ("--sft chats.jsonl --eval nowhere.jsonl", &["--eval: cannot read nowhere.jsonl"]),
         ("--sft chats.jsonl --eval keys.jsonl", &["--eval: keys.jsonl, line 1: it has the keys"]),
-        ("--data chats.jsonl --eval empty.jsonl", &["--eval: the data to evaluate on is too short: 0 tokens"]),
+        ("--data text.txt --eval empty.txt", &["--eval: the data to evaluate on is too short: 0 tokens"]),
         ("--sft chats.jsonl --data chats.jsonl", &["--sft <FILE|NAME>", "cannot be used with", "--data <PATH|NAME>"]),
         ("--sft chats.jsonl --eval-every 2", &["--eval <PATH|NAME>"]),
     ] {

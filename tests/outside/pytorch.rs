@@ -49,6 +49,9 @@ pub(crate) fn trials() -> Vec<Trial> {
         adapters_of_each_kind_have_their_loss_or_are_refused,
         candle_computes_from_gguf_what_transformers_does,
         recorded_runs_are_reproduced,
+        jinja_is_rendered_as_by_transformers,
+        training_states_of_other_trainers_are_converted,
+        merged_adapters_compute_what_peft_does,
         pytorch_resumes_tensor_parallel_runs,
         the_recorded_api_is_current,
         bench_peers_measures_the_same_models,
@@ -78,6 +81,43 @@ fn record_on_two_ranks(out: &Path, args: &[&str]) {
     let mut launcher = Command::new(program("fsdp-launch"));
     launcher.arg("--nproc-per-node=2");
     run(record(launcher, "record.py", out, args), LIMIT).ok();
+}
+
+/// Renders random expressions of the seed `FSDP_RANDOM_SEED`, and constructs of the templates of public models. Constructs
+/// that are not supported are refused by name.
+fn jinja_is_rendered_as_by_transformers() {
+    let dir = tempfile::tempdir().unwrap();
+    let recorded = dir.path().join("cases.json");
+    let seed = std::env::var("FSDP_RANDOM_SEED").unwrap_or("7".into());
+    let seed = script("interop/jinja.py", &[recorded.to_str().unwrap(), "--seed", &seed]);
+    let cases: Vec<serde_json::Value> = serde_json::from_str(&fs::read_to_string(recorded).unwrap()).unwrap();
+    assert!(cases.len() > 2000);
+    let (mut refused, mut different) = (vec![], vec![]);
+    for case in &cases {
+        let source = case["template"].as_str().unwrap();
+        fs::write(dir.path().join("chat_template.jinja"), source).unwrap();
+        let line = case["line"].as_str().unwrap();
+        let prompts = line.contains("\"add_generation_prompt\": true");
+        match (fsdp_train::data::chat_text(Some(dir.path()), line, prompts), case["text"].as_str()) {
+            (Ok(text), Some(expected)) if text == expected => {}
+            (Ok(text), _) => different.push(format!("{source}: {text:?}, but transformers: {case}")),
+            (Err(error), Some(_)) => refused.push(format!("{source}: {error:#}")),
+            (Err(_), None) => {}
+        }
+    }
+    assert!(different.is_empty(), "{seed}{} of {} differ: {different:#?}", different.len(), cases.len());
+    assert!(refused.len() * 8 < cases.len(), "{seed}{} of {} are refused: {refused:#?}", refused.len(), cases.len());
+}
+
+/// Each comes out right or is refused by name.
+fn training_states_of_other_trainers_are_converted() {
+    script("interop/training_states.py", &[program("fsdp-ckpt")]);
+}
+
+/// Random adapters, merged and trained from: each has PEFT's logits and loss, or is refused by name.
+fn merged_adapters_compute_what_peft_does() {
+    let [ckpt, train] = ["fsdp-ckpt", "train"].map(program);
+    script("interop/merges.py", &[ckpt, train, "40".into()]);
 }
 
 /// `bench peers` fails if the models of both sides have different numbers of parameters.

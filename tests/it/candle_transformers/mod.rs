@@ -148,6 +148,7 @@ fn every_file_trains_as_on_one_rank() {
     let document = std::fs::read_to_string(workspace().join("docs/from-candle.md")).unwrap();
     let rows = |text: &str| text.lines().filter(|line| line.starts_with('|')).map(String::from).collect::<Vec<_>>();
     let (there, found) = (rows(&document), rows(&table));
+    let there: Vec<String> = there.into_iter().skip_while(|row| *row != found[0]).take(found.len()).collect();
     let agrees = there.len() == found.len() && there[..2] == found[..2];
     let agrees = agrees && there.iter().zip(&found).skip(2).all(|(there, found)| says(there, found));
     assert!(agrees, "docs/from-candle.md has another table than this one:\n{table}");
