@@ -3,7 +3,7 @@
 use std::process::Command;
 use std::sync::{Arc, Mutex};
 
-use candle_core::{DType, Device, Module, Tensor, Var};
+use candle_core::{DType, Module, Tensor, Var};
 use candle_nn::{Optimizer, VarBuilder, VarMap};
 use fsdp_candle::{
     Adam, AdamConfig, AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, CandleOptimizer, Ema, Error, FsdpModule,
@@ -11,7 +11,7 @@ use fsdp_candle::{
     StateOnDisk, World, clip_grad_norm, fully_shard, grad_norm, nn, shard,
 };
 
-use crate::common::{all_refused, alone, assert_contains, input, ranks, refused, vars};
+use crate::common::{all_refused, alone, assert_contains, device, input, ranks, refused, vars};
 
 type Layer = FsdpModule<nn::Linear>;
 
@@ -180,7 +180,7 @@ fn an_optimizer_that_never_has_a_gradient_warns() {
 
 /// A layer whose parameters are in a map of its own.
 fn own_layer(outputs: usize) -> candle_core::Result<candle_nn::Linear> {
-    candle_nn::linear(4, outputs, VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu))
+    candle_nn::linear(4, outputs, VarBuilder::from_varmap(&VarMap::new(), DType::F32, &device()))
 }
 
 #[test]
@@ -241,7 +241,7 @@ fn scaled(world: &World, scale: impl Fn(usize) -> Tensor) {
 #[test]
 fn a_variable_beside_sharded_parameters_warns() {
     let with_own = |world: &World| {
-        let scale = Var::new(&[1f32], &Device::Cpu).unwrap();
+        let scale = Var::new(&[1f32], &device()).unwrap();
         scaled(world, |_| scale.as_tensor().clone());
     };
     let parts =
@@ -249,7 +249,7 @@ fn a_variable_beside_sharded_parameters_warns() {
     warned_once(&warnings(3, with_own), &parts);
     silent(&warnings(1, with_own));
     // An input whose gradient is wanted.
-    silent(&warnings(2, |world| scaled(world, |_| Var::new(&[1f32], &Device::Cpu).unwrap().as_tensor().clone())));
+    silent(&warnings(2, |world| scaled(world, |_| Var::new(&[1f32], &device()).unwrap().as_tensor().clone())));
     // An ignored parameter is whole on purpose.
     silent(&warnings(2, |world| {
         let vars = vars(world);
@@ -282,7 +282,7 @@ fn warnings_reach_stderr_without_a_subscriber() {
     if std::env::var_os(CHILD).is_some() {
         ranks(2, |world| {
             unmanaged(&world);
-            let scale = Var::new(&[1f32], &Device::Cpu).unwrap();
+            let scale = Var::new(&[1f32], &device()).unwrap();
             scaled(&world, |_| scale.as_tensor().clone());
         });
         return;
