@@ -629,6 +629,20 @@ fn adapters_are_not_trained_on_random_weights() {
     cases.run();
 }
 
+#[test]
+fn exports_of_untied_heads_are_untied() {
+    let root = tempfile::tempdir().unwrap();
+    let model = root.path().join("model");
+    prepare(&model);
+    tied(|_| ())(&model);
+    train(root.path(), Tokens, "--export-hf out").ok();
+    let out = root.path().join("out");
+    let config: Value = serde_json::from_slice(&fs::read(out.join("config.json")).unwrap()).unwrap();
+    assert_eq!(config["tie_word_embeddings"], false);
+    let tensors = read(&out.join(WEIGHTS));
+    assert!(tensors["lm_head.weight"].bytes != tensors["model.embed_tokens.weight"].bytes);
+}
+
 /// Transformers saves the experts of a layer in one tensor with `save_original_format=False`.
 #[test]
 fn fused_experts_are_read() {
