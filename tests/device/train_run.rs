@@ -14,6 +14,8 @@ use serde_json::Value;
 pub(crate) enum Engine {
     /// NCCL.
     Nccl,
+    /// NCCL between ranks on one device.
+    NcclShared,
     /// Staging in host memory, as for ranks that share a device.
     Host,
     /// The ranks compute on the CPU.
@@ -53,7 +55,15 @@ impl<'a> TrainRun<'a> {
         command.args(["--batch-size", &self.batch.to_string(), "--metrics", "metrics.jsonl"]);
         let device = if self.engine == Engine::Cpu { "cpu" } else { "cuda" };
         command.args(["--device", device]).args(self.flags).current_dir(dir);
-        command.env("FSDP_DEVICE_BACKEND", if self.engine == Engine::Host { "host" } else { "nccl" });
+        let backend = match self.engine {
+            Engine::Host => "host",
+            Engine::NcclShared => "nccl-shared",
+            Engine::Nccl | Engine::Cpu => "nccl",
+        };
+        command.env("FSDP_DEVICE_BACKEND", backend);
+        if self.engine == Engine::NcclShared {
+            command.env("GPU_DOUBLE_DEVICES", "1");
+        }
         // As in users' runs. fsdp-candle's own tests check every call.
         command.env("FSDP_NCCL_CHECK", "timeout").env("GPU_DOUBLE_SEED", self.seed.to_string());
         // The small models fit into one segment of the default size.

@@ -4,13 +4,16 @@ use std::sync::Arc;
 
 use candle_core::Device;
 use cudarc::driver::CudaStream;
-use fsdp_core::process_group::{DeviceEngine, HostStaging, ranks_sharing_devices};
+use fsdp_core::process_group::{DeviceEngine, HostStaging, ranks_nccl_refuses, ranks_sharing_devices};
 use fsdp_core::{ProcessGroup, ReduceOp};
 
 use crate::error::{Error, Result};
 
-/// Environment variable of the engine: `nccl` or `host`.
+/// Environment variable of the engine: `nccl`, `nccl-shared` or `host`.
 const VARIABLE: &str = "FSDP_DEVICE_BACKEND";
+
+/// Value by which ranks that share a device use NCCL, each as a host of its own. It is slow, and for tests.
+const SHARED: &str = "nccl-shared";
 
 const NO_NCCL: &str = "this build has no NCCL: build it with `--features nccl`, or choose host";
 
@@ -26,7 +29,18 @@ pub(super) fn add_device(device: &Device, group: ProcessGroup) -> Result<Process
 fn engine(stream: &Arc<CudaStream>, group: &ProcessGroup) -> Result<Box<dyn DeviceEngine>> {
     let wanted = std::env::var(VARIABLE).ok();
     let several = group.size() > 1;
-    let sharing = if several { ranks_sharing_devices(group, stream)? } else { vec![] };
+    // Ranks may have different environments, but not different collectives.
+    let by_host = wanted.as_deref() == Some(SHARED);
+    let ranks_by_host = group.all_reduce_scalar(u32::from(by_host), ReduceOp::Sum)?;
+    if ranks_by_host != 0 && ranks_by_host != group.size() as u32 {
+        let why = format!("{VARIABLE}={SHARED} on {ranks_by_host} of {} ranks: set it for all or none", group.size());
+        return Err(Error::Device(why));
+    }
+    let sharing = match (several, by_host) {
+        (false, _) => vec![],
+        (true, false) => ranks_sharing_devices(group, stream)?,
+        (true, true) => ranks_nccl_refuses(group, stream)?,
+    };
     if let Some(warning) = warning(wanted.as_deref(), &sharing).filter(|_| group.rank() == 0) {
         tracing::warn!("{warning}");
     }
@@ -54,7 +68,7 @@ fn describe(sharing: &[Vec<usize>]) -> String {
 
 /// Returns a warning where ranks share a device, unless the user chose the host's engine.
 fn warning(wanted: Option<&str>, sharing: &[Vec<usize>]) -> Option<String> {
-    (!sharing.is_empty() && wanted != Some("host")).then(|| {
+    (!sharing.is_empty() && !matches!(wanted, Some("host" | SHARED))).then(|| {
         format!(
             "{}. Their memory goes through the host, which is slow. Name a device for each rank in \
              CUDA_VISIBLE_DEVICES, unset it, or start fewer ranks; {VARIABLE}=host turns this warning off",
@@ -81,13 +95,18 @@ fn wants_nccl(wanted: Option<&str>, sharing: &[Vec<usize>]) -> Result<bool> {
     match wanted {
         None => Ok(has_nccl && sharing.is_empty()),
         Some("host") => Ok(false),
-        Some("nccl") if !has_nccl => refuse(NO_NCCL),
+        Some("nccl" | SHARED) if !has_nccl => refuse(NO_NCCL),
         Some("nccl") if !sharing.is_empty() => refuse(&format!(
             "{}, as NCCL requires. Name a device for each rank in CUDA_VISIBLE_DEVICES, or choose host",
             describe(sharing)
         )),
-        Some("nccl") => Ok(true),
-        Some(_) => refuse("choose nccl or host"),
+        Some(SHARED) if !sharing.is_empty() => refuse(&format!(
+            "{}, or has another NCCL_HOSTID, by which NCCL takes it for a host. `fsdp-launch` gives each rank one. Other \
+             launchers must, and ranks in threads of a process can't have one",
+            describe(sharing)
+        )),
+        Some("nccl" | SHARED) => Ok(true),
+        Some(_) => refuse("choose nccl, nccl-shared or host"),
     }
 }
 
@@ -105,6 +124,9 @@ mod tests {
         assert!(wants_nccl(Some("gloo"), &[]).is_err());
         let error = wants_nccl(Some("nccl"), &shared).unwrap_err().to_string();
         assert!(!has_nccl || error.contains("ranks [0, 1, 2] share a device"), "{error}");
+        assert_eq!(wants_nccl(Some("nccl-shared"), &[]).is_ok(), has_nccl);
+        let error = wants_nccl(Some("nccl-shared"), &shared).unwrap_err().to_string();
+        assert!(!has_nccl || error.contains("ranks [0, 1, 2]") && error.contains("NCCL_HOSTID"), "{error}");
     }
 
     #[test]

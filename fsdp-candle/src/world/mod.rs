@@ -35,9 +35,10 @@ pub fn init() -> Result<World> {
 /// host. Collective.
 ///
 /// Between CUDA devices NCCL moves memory, if the build has it (feature `nccl`) and no two ranks share a device.
-/// Otherwise memory goes through the host. `FSDP_DEVICE_BACKEND` (`nccl` or `host`) overrides the choice. With NCCL,
-/// ranks on several hosts need no MPI ([`process_group::init`]). Fails as [`init`] does, and if the device does not
-/// exist or fails.
+/// Otherwise memory goes through the host. `FSDP_DEVICE_BACKEND` (`nccl` or `host`) overrides the choice. For tests on
+/// one device, ranks that share it use NCCL by `nccl-shared`, if `NCCL_HOSTID` differs between them, as `fsdp-launch`
+/// sets it. With NCCL, ranks on several hosts need no MPI ([`process_group::init`]). Fails as [`init`] does, and if the
+/// device does not exist or fails.
 ///
 /// ```
 /// use fsdp_candle::DeviceChoice;

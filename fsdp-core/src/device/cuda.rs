@@ -55,14 +55,24 @@ impl CudaMemory {
         let Some(size) = len.checked_mul(dtype.size()).filter(|size| *size <= isize::MAX as usize) else {
             return Err(memory(len as u128 * dtype.size() as u128));
         };
-        let bytes = match size {
+        let take = || match size {
             0 => stream.null::<u8>(),
             // SAFETY: bytes have no invalid values, and the caller writes before reading.
             _ => unsafe { stream.alloc::<u8>(size) },
         };
+        let is_full = |outcome: &Result<_, DriverError>| {
+            matches!(outcome, Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)))
+        };
+        let mut bytes = take();
+        if is_full(&bytes) {
+            // The pool may hold free pieces that are too small.
+            let waited = stream.synchronize().map_err(|error| failed(stream, "waiting for free memory", &error));
+            waited.and_then(|()| return_unused_memory(stream))?;
+            bytes = take();
+        }
         match bytes {
             Ok(bytes) => Ok(CudaMemory { bytes, dtype }),
-            Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => Err(memory(size as u128)),
+            outcome if is_full(&outcome) => Err(memory(size as u128)),
             Err(error) => Err(failed(stream, "allocating memory", &error)),
         }
     }
@@ -287,6 +297,20 @@ impl DeviceMemory {
         let reserved = pool_holds(sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)?;
         let used = pool_holds(sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)?;
         Ok(DeviceMemory { free: free as u64 + reserved.saturating_sub(used), total: total as u64 })
+    }
+}
+
+/// Returns the unused memory of the driver's pool to the device, for NCCL or for an allocation that no free piece of the
+/// pool fits. Memory that is freed behind work of the device stays in the pool.
+///
+/// # Errors
+/// [`Error::Device`] if the device fails.
+pub fn return_unused_memory(stream: &Arc<CudaStream>) -> Result<()> {
+    let what = |error: DriverError| failed(stream, "returning the pool's unused memory", &error);
+    // SAFETY: the device has this pool.
+    unsafe {
+        let pool = result::device::get_default_mem_pool(stream.context().cu_device()).map_err(what)?;
+        result::mem_pool::trim_to(pool, 0).map_err(what)
     }
 }
 

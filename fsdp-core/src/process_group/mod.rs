@@ -53,7 +53,7 @@ pub use group_store::GroupStore;
 pub use nccl::Nccl;
 pub use on_device::{DeviceEngine, device_backend};
 #[cfg(feature = "cuda")]
-pub use on_device::{HostStaging, ranks_sharing_devices};
+pub use on_device::{HostStaging, ranks_nccl_refuses, ranks_sharing_devices};
 pub use op::{ExchangePart, GatherPart, Messages, Op, ScatterPart};
 pub use options::{Membership, Options, init};
 pub use shared_memory::{local, shm};

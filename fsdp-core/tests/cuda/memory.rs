@@ -1,6 +1,9 @@
 //! How much memory a device has left.
 
-use cudarc::driver::CudaContext;
+use std::sync::Arc;
+
+use crate::ranks::start;
+use cudarc::driver::{CudaContext, CudaStream};
 use fsdp_core::{
     DType,
     device::cuda::{self, CudaMemory, DeviceMemory},
@@ -21,4 +24,26 @@ fn freed_memory_that_the_pool_keeps_counts_as_free() {
     assert!(DeviceMemory::of(&stream).unwrap().free > during.free);
     let (free, _) = context.mem_get_info().unwrap();
     assert!((free as u64) < before.free, "the pool has given the memory back, so that this shows nothing");
+}
+
+pub(crate) fn run(role: &str, compute: &Arc<CudaStream>) -> Option<String> {
+    (role == "fills the pool").then(|| fills_the_pool(compute))
+}
+
+/// Frees two blocks of two fifths of the memory each, and allocates three fifths.
+fn fills_the_pool(compute: &Arc<CudaStream>) -> String {
+    let fifth = (DeviceMemory::of(compute).unwrap().free / 5) as usize;
+    let take = |len| CudaMemory::uninit(compute, DType::U8, len);
+    drop([take(2 * fifth).unwrap(), take(2 * fifth).unwrap()]);
+    let large = take(3 * fifth).map(|memory| memory.len() == 3 * fifth);
+    let too_large = take(6 * fifth).unwrap_err();
+    format!("{large:?}, {too_large}")
+}
+
+/// The pool holds free pieces that are too small.
+#[test]
+fn unused_memory_of_the_pool_is_returned_before_an_allocation_fails() {
+    let outcomes = start("fills the pool", &[0], &[("GPU_DOUBLE_MEMORY", "104857600")]).outcomes();
+    let found = outcomes[0].strip_prefix("Ok(true), ").unwrap_or_else(|| panic!("{outcomes:?}"));
+    assert!(found.contains("elements of u8 on CUDA device 0") || found.contains("bytes"), "{found}");
 }

@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cudarc::driver::CudaStream;
+use cudarc::driver::{CudaStream, sys::CUstreamCaptureMode};
 use fsdp_core::{
     Error, ProcessGroup, ReduceOp, Stream,
     process_group::{Nccl, Options, Work, ranks_sharing_devices},
@@ -35,6 +35,10 @@ pub(crate) fn run(role: &str, compute: &Arc<CudaStream>) -> Option<String> {
             let other = nccl(timeout(60.), compute).unwrap();
             is_stuck(&nccl(timeout(1.), compute).unwrap(), &other, &host(timeout(60.)).unwrap(), compute)
         }
+        "fails in two groups" => {
+            fails_in_two_groups(&nccl(timeout(6.), compute).unwrap(), &host(timeout(60.)).unwrap(), compute)
+        }
+        "captures" => captures(&nccl(timeout(60.), compute).unwrap(), compute),
         "differs" => differs(&nccl(timeout(2.), compute).unwrap(), compute),
         "loses one" => loses_one(&nccl(timeout(60.), compute).unwrap(), compute),
         "is left" => is_left(nccl(timeout(60.), compute).unwrap(), compute),
@@ -81,6 +85,32 @@ fn is_stuck(group: &ProcessGroup, other: &ProcessGroup, host: &ProcessGroup, com
     stays_failed(group, compute, &error);
     host.barrier().wait().unwrap();
     error.to_string()
+}
+
+/// The last rank does not join two groups. Work of the second, which has time left, blocks the abort of the first.
+fn fails_in_two_groups(world: &ProcessGroup, others: &ProcessGroup, compute: &Arc<CudaStream>) -> String {
+    let part = world.split(0, world.rank()).unwrap();
+    if world.rank() + 1 == world.size() {
+        others.barrier().wait().unwrap();
+        return sum(&part, compute, 8).then(Stream::Host).unwrap_err().to_string();
+    }
+    let first = sum(world, compute, 8);
+    std::thread::sleep(Duration::from_secs(4));
+    let [first, second] = [first, sum(&part, compute, 8)].map(|work| work.then(Stream::Host).unwrap_err());
+    assert_eq!(first.to_string(), second.to_string());
+    stays_failed(world, compute, &first);
+    stays_failed(&part, compute, &first);
+    // Nothing runs on the device any more.
+    compute.synchronize().unwrap();
+    others.barrier().wait().unwrap();
+    first.to_string()
+}
+
+/// A graph is captured.
+fn captures(group: &ProcessGroup, compute: &Arc<CudaStream>) -> String {
+    let input = up(compute, &[1.; 8]);
+    compute.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL).unwrap();
+    group.all_reduce(vec![input], ReduceOp::Sum).wait().unwrap_err().to_string()
 }
 
 /// The first rank issues something else.
@@ -159,6 +189,34 @@ fn a_rank_that_is_elsewhere_is_named_and_nobody_hangs() {
         assert!(parts.iter().all(|part| outcome.contains(part)), "{outcomes:?}");
     }
     assert!(outcomes[2].contains("timed out waiting for this rank"), "{outcomes:?}");
+}
+
+#[test]
+fn work_of_another_group_does_not_block_an_abort() {
+    let outcomes = said("fails in two groups", 3);
+    for outcome in &outcomes[..2] {
+        assert!(outcome.contains(" timed out after ") && outcome.contains("waited for rank(s) [2]. "), "{outcomes:?}");
+    }
+    assert!(outcomes[2].contains("timed out waiting for this rank"), "{outcomes:?}");
+}
+
+/// Only the double can make an abort hang.
+#[test]
+fn a_rank_that_nccl_cannot_end_leaves() {
+    let outcomes = start("misses one", &own(2), &[("GPU_DOUBLE_ABORT", "hangs")]).outcomes();
+    for outcome in &outcomes {
+        assert!(outcome.starts_with("exit status: 134: "), "{outcomes:?}");
+    }
+    let parts = ["Error: ", "waited for rank(s) [1]. ", "NCCL could not end its work on the device within 6 s"];
+    assert!(parts.iter().all(|part| outcomes[0].contains(part)), "{outcomes:?}");
+}
+
+#[test]
+fn a_captured_collective_is_refused() {
+    for outcome in said("captures", 2) {
+        let parts = ["all_reduce (collective 0) of group", "captured into a CUDA graph", "end the capture before"];
+        assert!(parts.iter().all(|part| outcome.contains(part)), "{outcome}");
+    }
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Roles of the processes that the tests start.
 
-use crate::{conformance, nccl, ranks, values};
+use crate::{conformance, memory, nccl, ranks, values};
 
 /// No test.
 #[test]
@@ -9,7 +9,10 @@ fn run_as_a_rank() {
     let compute = ranks::compute();
     let said = match role.split_once(" conforms ") {
         Some((engine, trial)) => conformance::take_part(engine, trial, &compute),
-        None => nccl::run(&role, &compute).or_else(|| values::run(&role, &compute)).unwrap(),
+        None => {
+            let known = nccl::run(&role, &compute).or_else(|| values::run(&role, &compute));
+            known.or_else(|| memory::run(&role, &compute)).unwrap()
+        }
     };
     println!("says: {said}");
 }

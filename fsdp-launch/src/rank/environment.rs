@@ -85,6 +85,12 @@ impl Job<'_> {
         ];
         let unset = defaults.into_iter().filter(|(name, _)| std::env::var_os(name).is_none());
         variables.extend(unset.map(|(name, value)| (name, value.into())));
+        // Ranks that share a device: NCCL accepts those that it takes for ranks of several hosts.
+        let is = |name, value| std::env::var_os(name).is_some_and(|set| set == value);
+        let accepts = is("NCCL_MULTI_RANK_GPU_ENABLE", "1") || std::env::var_os("NCCL_HOSTID").is_some();
+        if is("FSDP_DEVICE_BACKEND", "nccl-shared") && !accepts {
+            variables.push(("NCCL_HOSTID", format!("rank-{}", self.rank(local_rank)).into()));
+        }
         Ok(variables)
     }
 

@@ -228,11 +228,29 @@ extern "C" fn cuStreamWaitEvent(stream: *mut c_void, event: u64, _flags: c_uint)
     status(machine().wait_event(stream as usize, event))
 }
 
+/// Starts to capture a stream into a graph. The double can't capture: what is enqueued runs, and a capture ends with the
+/// process. Programs that refuse to work under a capture need no more.
+#[unsafe(no_mangle)]
+extern "C" fn cuStreamBeginCapture_v2(stream: *mut c_void, _mode: c_uint) -> CuResult {
+    let mut core = machine().lock();
+    let known = core.resolve(stream as usize);
+    status(known.map(|place| core.streams.get_mut(place).is_captured = true))
+}
+
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuStreamIsCapturing(stream: *mut c_void, capturing: *mut c_int) -> CuResult {
-    let known = machine().lock().resolve(stream as usize).map(|_| 0);
+    let mut core = machine().lock();
+    let known = core.resolve(stream as usize).map(|place| c_int::from(core.streams.get(place).is_captured));
+    drop(core);
     // SAFETY: as documented by CUDA.
     unsafe { answer(capturing, known) }
+}
+
+/// Exchanges a thread's mode of captures, of which the double has none but the relaxed one.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuThreadExchangeStreamCaptureMode(mode: *mut c_uint) -> CuResult {
+    // SAFETY: as documented by CUDA.
+    unsafe { put(mode, 2) }
 }
 
 #[unsafe(no_mangle)]
@@ -335,6 +353,13 @@ unsafe extern "C" fn cuDeviceGetDefaultMemPool(pool: *mut usize, device: c_int) 
         Some(device) => unsafe { put(pool, POOL_HANDLES + device) },
         None => INVALID_DEVICE,
     }
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemPoolTrimTo(pool: usize, keep: usize) -> CuResult {
+    let Some(device) = pool_device(pool) else { return INVALID_VALUE };
+    machine().lock().accounts[device].trim(keep as u64);
+    SUCCESS
 }
 
 #[unsafe(no_mangle)]

@@ -389,18 +389,25 @@ impl Machine {
         Ok(core)
     }
 
-    /// Waits for all streams of this thread's context in some schedules. For calls in which CUDA may wait for the
-    /// device. The host can't rely on the wait, so it learns nothing.
-    pub(crate) fn may_synchronize(&self, asked: &str) -> Result<(), Fault> {
+    /// Waits for all streams of this thread's context. The host learns nothing.
+    pub(crate) fn wait_for_context(&self, asked: &str) -> Result<(), Fault> {
         let Some(context) = current() else { return Ok(()) };
-        let mut core = self.lock();
-        if core.settings.seed == 0 || !core.schedule.one_in(2) {
-            return Ok(());
-        }
+        let core = self.lock();
         let of_context = core.streams.all().filter(|(_, stream)| stream.context == context);
         let goals: Vec<_> = of_context.map(|(place, _)| core.streams.end(place)).collect();
         drop(core);
         self.drive(&goals, asked)
+    }
+
+    /// Waits for all streams of this thread's context in some schedules. For calls in which CUDA may wait for the
+    /// device. The host can't rely on the wait, so it learns nothing.
+    pub(crate) fn may_synchronize(&self, asked: &str) -> Result<(), Fault> {
+        let mut core = self.lock();
+        if core.settings.seed == 0 || !core.schedule.one_in(2) {
+            return Ok(());
+        }
+        drop(core);
+        self.wait_for_context(asked)
     }
 
     /// Continues streams while the host calls nothing. Never returns.

@@ -108,6 +108,8 @@ pub(crate) struct Stream {
     pub(crate) queued: u64,
     pub(crate) done: u64,
     pub(crate) queue: VecDeque<Entry>,
+    /// Whether it is captured into a graph.
+    pub(crate) is_captured: bool,
 }
 
 /// All streams ever created, by index.
@@ -117,7 +119,7 @@ pub(crate) struct Streams(Vec<Stream>);
 impl Streams {
     pub(crate) fn create(&mut self, context: usize, role: Role, name: String) -> usize {
         let (clock, queue) = (Clock::default(), VecDeque::new());
-        self.0.push(Stream { context, role, name, live: true, clock, queued: 0, done: 0, queue });
+        self.0.push(Stream { context, role, name, live: true, clock, queued: 0, done: 0, queue, is_captured: false });
         self.0.len() - 1
     }
 

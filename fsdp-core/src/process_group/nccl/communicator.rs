@@ -18,7 +18,7 @@ use cudarc::{
         sys::{self, ncclResult_t},
     },
 };
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 use super::super::{
     backend::{PeerMonitor, PeerState},
@@ -27,11 +27,12 @@ use super::super::{
     op::Op,
     options::Membership,
 };
+use super::communicators::Handle;
 use crate::{DeviceId, Error, Result, device::cuda::id, store::Store};
 
 /// How long an issuing thread gets to stop before a communicator is aborted. The thread may be blocked in a launch that
 /// only the abort ends. Also how long a rendezvous continues after a peer is gone.
-const GRACE: Duration = Duration::from_secs(1);
+pub(super) const GRACE: Duration = Duration::from_secs(1);
 /// Shortest time limit for creating a communicator, which takes NCCL seconds with many ranks.
 const MEETING: Duration = Duration::from_secs(60);
 /// How long ranks wait for each other when they destroy a communicator.
@@ -104,7 +105,7 @@ impl Communicator {
             status => Err(refused(device, &what, status, raw)),
         };
         if let Err(error) = met {
-            communicator.abort(error.clone());
+            communicator.abort(&error);
             return Err(error);
         }
         Ok(communicator)
@@ -187,15 +188,29 @@ impl Communicator {
         (!is_fine(state)).then(|| (state, refused(self.device, what, state, self.raw)))
     }
 
-    /// Aborts the communicator: pending collectives end, and later ones fail. Only the first call has an effect.
-    pub(super) fn abort(&self, why: Error) {
-        // Set before pending collectives end, because waiting threads ask for the reason.
-        let _ = self.failed.set(why);
-        let _gate = self.gate.try_lock_for(GRACE);
-        if !self.is_over.swap(true, Ordering::AcqRel) {
-            // SAFETY: it is alive, and the flag ensures that it is freed once. At most a thread that is blocked in a
-            // launch still uses it, which NCCL's documentation allows for aborts.
-            let _ = unsafe { sys::ncclCommAbort(self.raw) };
+    /// Sets the reason of an abort, unless there is one. Everything that comes later fails with it.
+    pub(super) fn set_failed(&self, why: &Error) {
+        let _ = self.failed.set(why.clone());
+    }
+
+    /// Waits until no thread calls NCCL, or until a time.
+    pub(super) fn gate_until(&self, until: Instant) -> Option<MutexGuard<'_, ()>> {
+        self.gate.try_lock_until(until)
+    }
+
+    /// Returns NCCL's communicator, which the caller frees. Only the first call does.
+    pub(super) fn take_handle(&self) -> Option<Handle> {
+        (!self.is_over.swap(true, Ordering::AcqRel)).then_some(Handle(self.raw))
+    }
+
+    /// Aborts the communicator alone: pending collectives end, and later ones fail. Only the first call has an effect.
+    pub(super) fn abort(&self, why: &Error) {
+        self.set_failed(why);
+        let _gate = self.gate_until(Instant::now() + GRACE);
+        if let Some(Handle(raw)) = self.take_handle() {
+            // SAFETY: it is alive, and freed once. At most a thread that is blocked in a launch still uses it, which
+            // NCCL's documentation allows for aborts.
+            let _ = unsafe { sys::ncclCommAbort(raw) };
         }
     }
 

@@ -13,12 +13,15 @@
 //! The watchdog compares what ranks hang in after the group's timeout. A hung rank does not answer messages, so the
 //! watchdog reads the peers' announcement pages, if the host group can read them. It aborts the communicator if a
 //! peer is gone, NCCL reports an error, nothing progresses for the timeout, or the device does not reach the first
-//! collective for three timeouts. Blocked calls of the host then return, unless the device itself hangs. After an
-//! abort, outputs are unspecified, and all pending and later collectives return the error.
+//! collective for three timeouts. Blocked calls of the host then return, unless the device
+//! itself hangs: then the process ends. After an abort, outputs are unspecified, and all pending and later collectives of
+//! the group return the error.
 //!
-//! `communicator` wraps NCCL's communicator, `nccl_engine` enqueues collectives, and `watchdog` follows pending ones.
+//! `communicator` wraps NCCL's communicator, `communicators` aborts them, `nccl_engine` enqueues collectives, and
+//! `watchdog` follows pending ones.
 
 mod communicator;
+mod communicators;
 mod nccl_engine;
 mod watchdog;
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use cudarc::{
     driver::{
         CudaStream, DriverError, result,
-        sys::{CUdeviceptr, CUstream},
+        sys::{CUdeviceptr, CUstream, CUstreamCaptureStatus},
     },
     nccl::sys::{self, ncclDataType_t, ncclRedOp_t, ncclResult_t},
 };
@@ -13,23 +13,29 @@ use cudarc::{
 use super::{
     super::{
         backend::{CollectiveOutput, Guarantees},
+        call::Call,
         collective::{Collective, Failure},
         device_memory::{Running, address, read, take},
         group::ProcessGroup,
         group_store::GroupStore,
         on_device::DeviceEngine,
         op::{ExchangePart, GatherPart, Op, ScatterPart},
+        options::Membership,
     },
-    communicator::{self, Communicator, is_fine},
+    communicator::{self, Communicator, device_error, is_fine},
+    communicators::Communicators,
     watchdog::{PendingCollective, Watchdog},
 };
 use crate::{
     Allocator, Buffer, DType, DeviceId, Error, Readable, ReduceOp, Result,
-    device::cuda::{failed, id},
+    device::cuda::{CudaMemory, failed, id, return_unused_memory},
 };
 
 /// Environment variable that chooses when ranks compare what they issue.
 const CHECK: &str = "FSDP_NCCL_CHECK";
+
+/// Bytes of each rank's share in the collectives that connect the ranks.
+const CONNECT_BYTES: usize = 256;
 
 /// Engine that moves CUDA memory by NCCL, with one process for each device. See [`ProcessGroup::on_device`].
 ///
@@ -42,6 +48,8 @@ pub struct Nccl {
     // Dropped before the communicator, which it watches.
     watchdog: Watchdog,
     communicator: Arc<Communicator>,
+    /// All of this rank's.
+    communicators: Arc<Communicators>,
     compute: Arc<CudaStream>,
     stream: Arc<CudaStream>,
     checks: bool,
@@ -51,13 +59,22 @@ pub struct Nccl {
 impl Nccl {
     /// Creates the engine of the device that computes on `compute`. Collective over `host`; blocks.
     ///
-    /// Each rank of `host` has its own device ([`ranks_sharing_devices`](super::super::ranks_sharing_devices)).
+    /// NCCL accepts the devices of all ranks of `host` ([`ranks_nccl_refuses`](super::super::ranks_nccl_refuses)).
+    ///
+    /// When a collective fails, NCCL ends its group's work on the device. If that takes longer than a second, because
+    /// work of other groups blocks it, all groups split from `host`, and `host`'s, fail with the same error. If NCCL can't
+    /// end their work within another 5 s, the process ends: threads that wait for the device could not.
     ///
     /// # Errors
     /// [`Error::Device`] if NCCL cannot connect the ranks within the group's timeout or refuses their devices, or the
     /// device refuses a stream. [`Error::PeerLost`] if a rank is lost meanwhile. [`Error::Env`] if `FSDP_NCCL_CHECK` is
     /// invalid.
     pub fn new(host: &ProcessGroup, compute: &Arc<CudaStream>) -> Result<Nccl> {
+        Self::among(Arc::default(), host, compute)
+    }
+
+    /// Creates the engine of a group among others.
+    fn among(communicators: Arc<Communicators>, host: &ProcessGroup, compute: &Arc<CudaStream>) -> Result<Nccl> {
         let checks = checks(std::env::var(CHECK).ok())?;
         let _span = tracing::debug_span!("nccl_init", group = host.name(), ranks = host.size()).entered();
         let driver = |error: DriverError| failed(compute, "making a stream for communication", &error);
@@ -65,12 +82,43 @@ impl Nccl {
         // High priority: its kernels are small, and others wait for them.
         let (_least, greatest) = result::stream::get_priority_range().map_err(driver)?;
         let stream = compute.context().new_stream_with_priority(greatest).map_err(driver)?;
+        // NCCL allocates memory of its own.
+        return_unused_memory(compute)?;
         let unique = communicator::unique_id(&GroupStore::new(host), host, compute)?;
         let (group, peer_monitor) = (host.membership(), host.peer_monitor());
         let communicator = Arc::new(Communicator::meet(unique, group, compute, peer_monitor.as_deref())?);
         communicator::all_are_here(host)?;
-        let watchdog = Watchdog::start(communicator.clone(), stream.clone(), group.clone(), peer_monitor)?;
-        Ok(Nccl { watchdog, communicator, compute: compute.clone(), stream, checks, has_failed: false })
+        communicators.add(&communicator, peer_monitor.clone());
+        let all = communicators.clone();
+        let watchdog = Watchdog::start(communicator.clone(), all, stream.clone(), group.clone(), peer_monitor)?;
+        let compute = compute.clone();
+        let engine = Nccl { watchdog, communicator, communicators, compute, stream, checks, has_failed: false };
+        engine.connect(group)?;
+        Ok(engine)
+    }
+
+    /// Runs one collective of each kind. NCCL connects ranks, and allocates memory, when it first needs an algorithm: so
+    /// this happens before the model and its activations take the memory, and before a step is measured.
+    fn connect(&self, group: &Membership) -> Result<()> {
+        let share = CONNECT_BYTES / size_of::<f32>();
+        let memory = CudaMemory::zeros(&self.compute, DType::F32, group.size * share)?;
+        let to = memory.view().address();
+        let own = to + (group.rank * CONNECT_BYTES) as CUdeviceptr;
+        let kinds = [
+            (share, Kind::AllGather { from: own, to }),
+            (share, Kind::ReduceScatter { from: to, to: own, op: ReduceOp::Sum }),
+            (memory.len(), Kind::AllReduce { at: to, op: ReduceOp::Sum }),
+            (memory.len(), Kind::Broadcast { from: to, to, root: 0 }),
+        ];
+        let call = Call::without_parts("connect", "NCCL");
+        for (count, kind) in kinds {
+            let transfers = vec![Transfer { dtype: DType::F32, count, kind }];
+            let collective = Collective::new(&call, group, 0, false);
+            self.enqueue(&collective, Plan { transfers, ..Plan::default() })?;
+        }
+        // Returns also after an abort.
+        self.driver("connecting by NCCL", self.compute.synchronize())?;
+        self.communicator.check()
     }
 
     fn driver<T>(&self, what: &str, outcome: Result<T, DriverError>) -> Result<T> {
@@ -80,6 +128,13 @@ impl Nccl {
     /// Enqueues a plan.
     fn enqueue(&self, collective: &Collective<'_>, plan: Plan) -> Result<CollectiveOutput> {
         let Plan { transfers, outputs, inputs, consumed } = plan;
+        let what = format!("{collective} of group \"{}\"", collective.group().name);
+        let captures = self.driver("asking whether a graph is captured", self.compute.capture_status())?;
+        if captures != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
+            let cause = "the device's compute stream is captured into a CUDA graph. A graph can't contain collectives: \
+                         end the capture before the first, or capture only what is between two";
+            return Err(device_error(id(&self.compute), &what, cause.into()));
+        }
         // Inputs are ready once the compute stream has come here, and outputs, which belong to it, are free: their
         // earlier uses were issued on it.
         let begin = self.driver("recording an event", self.compute.record_event(None))?;
@@ -87,7 +142,6 @@ impl Nccl {
         for input in &inputs {
             read(&**input, collective.group().rank, |view| view.order(&self.stream))?;
         }
-        let what = format!("{collective} of group \"{}\"", collective.group().name);
         let stream = self.stream.cu_stream();
         let asked = if transfers.is_empty() {
             Ok(())
@@ -99,7 +153,7 @@ impl Nccl {
         };
         if let Err(error) = &asked {
             // Some of it may be running already.
-            self.communicator.abort(error.clone());
+            self.communicators.abort(&self.communicator, error);
         }
         let communicator = self.communicator.clone();
         let mut running =
@@ -167,7 +221,7 @@ impl DeviceEngine for Nccl {
     /// Creates a new communicator by a new rendezvous. `ncclCommSplit` would need all ranks of the old group, including
     /// those that end up alone, at the same time.
     fn split(&mut self, _: &Collective<'_>, _: &[usize], host: &ProcessGroup) -> Result<Box<dyn DeviceEngine>> {
-        Ok(Box::new(Nccl::new(host, &self.compute)?))
+        Ok(Box::new(Nccl::among(self.communicators.clone(), host, &self.compute)?))
     }
 
     /// Pending collectives may still succeed with the peers' help. Otherwise the watchdog aborts them.
@@ -183,7 +237,7 @@ impl Drop for Nccl {
             Ok(()) if self.has_failed => {
                 let why = "this rank left its group".to_string();
                 let what = "ending a collective".to_string();
-                self.communicator.abort(Error::Device { device: self.communicator.device, what, cause: why });
+                self.communicator.abort(&Error::Device { device: self.communicator.device, what, cause: why });
             }
             Ok(()) => self.communicator.part(),
             // The watchdog aborted the communicator.

@@ -8,19 +8,18 @@ use std::{
 };
 
 use cudarc::{
-    driver::{CudaEvent, CudaStream, DriverError},
+    driver::{
+        CudaEvent, CudaStream, DriverError,
+        sys::{CUstreamCaptureMode, cuThreadExchangeStreamCaptureMode},
+    },
     nccl::sys::ncclResult_t,
 };
 use parking_lot::{Condvar, Mutex};
 
 use super::{
-    super::{
-        backend::PeerMonitor,
-        call::Call,
-        collective::{Collective, Failure},
-        options::Membership,
-    },
+    super::{backend::PeerMonitor, call::Call, collective::Collective, options::Membership},
     communicator::{Communicator, device_error},
+    communicators::Communicators,
 };
 use crate::{DeviceId, Error, Result, device::cuda::failed};
 
@@ -33,6 +32,8 @@ const GRACE: Duration = Duration::from_millis(500);
 /// State shared by the thread and the engine.
 struct Shared {
     communicator: Arc<Communicator>,
+    /// All of this rank.
+    communicators: Arc<Communicators>,
     stream: Arc<CudaStream>,
     group: Membership,
     peer_monitor: Option<Arc<dyn PeerMonitor>>,
@@ -51,13 +52,14 @@ impl Watchdog {
     /// Starts to watch the collectives of a group.
     pub(super) fn start(
         communicator: Arc<Communicator>,
+        communicators: Arc<Communicators>,
         stream: Arc<CudaStream>,
         group: Membership,
         peer_monitor: Option<Arc<dyn PeerMonitor>>,
     ) -> Result<Self> {
         let pending = Mutex::new(PendingCollectives::default());
         let (stop, wake) = (Mutex::new(false), Condvar::new());
-        let shared = Arc::new(Shared { communicator, stream, group, peer_monitor, pending, stop, wake });
+        let shared = Arc::new(Shared { communicator, communicators, stream, group, peer_monitor, pending, stop, wake });
         let looks = shared.clone();
         let name = format!("nccl {}:{}", shared.group.name, shared.group.rank);
         let thread = std::thread::Builder::new().name(name).spawn(move || looks.run()).map_err(|source| {
@@ -100,6 +102,10 @@ impl Drop for Watchdog {
 
 impl Shared {
     fn run(&self) {
+        // CUDA would let a query of an event spoil a capture on any thread.
+        let mut mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: it reads and writes the mode of this thread. A failure shows in the queries below.
+        let _ = unsafe { cuThreadExchangeStreamCaptureMode(&raw mut mode) };
         let period = PERIOD.min(self.group.timeout / 4).max(Duration::from_millis(1));
         let mut stop = self.stop.lock();
         while !*stop {
@@ -109,10 +115,7 @@ impl Shared {
             {
                 // A thread that waits for the device itself gets no error, so the log is its only explanation.
                 tracing::error!("NCCL is given up: {error}");
-                if let Some(peer_monitor) = &self.peer_monitor {
-                    peer_monitor.fail(&Failure::of(&error));
-                }
-                self.communicator.abort(error);
+                self.communicators.abort(&self.communicator, &error);
                 self.pending.lock().queue.clear();
             }
             stop = self.stop.lock();
@@ -346,9 +349,10 @@ fn not_begun(collective: &Collective<'_>, device: DeviceId, waited: Duration) ->
     let group = collective.group();
     let cause = format!(
         "it has not begun for {:.1} s, because the device has not finished what this rank computes before it: a kernel \
-         does not end, or takes longer than three times FSDP_TIMEOUT_S. CUDA_LAUNCH_BLOCKING=1 shows which call it is; \
+         does not end, or takes longer than three times FSDP_TIMEOUT_S. `cuda-gdb --pid {}` shows which kernel runs; \
          raise FSDP_TIMEOUT_S if it may take so long",
-        waited.as_secs_f64()
+        waited.as_secs_f64(),
+        std::process::id()
     );
     device_error(device, &format!("rank {}: {collective} in group \"{}\"", group.rank, group.name), cause)
 }

@@ -213,15 +213,40 @@ impl HostStaging {
 /// Returns the groups of ranks that compute on the same device. Collective over the group; blocks.
 ///
 /// The result is the same on all ranks, and empty if each rank has its own device. NCCL refuses ranks that share a
-/// device; they need [`HostStaging`](super::HostStaging).
+/// device, unless it takes them for ranks of several hosts ([`ranks_nccl_refuses`]); they need
+/// [`HostStaging`](super::HostStaging).
 ///
 /// # Errors
 /// [`Error::Device`](crate::Error::Device) if the device has no UUID, and errors of a collective.
 pub fn ranks_sharing_devices(host: &ProcessGroup, compute: &Arc<CudaStream>) -> Result<Vec<Vec<usize>>> {
-    let uuid = compute.context().uuid().map_err(|error| failed(compute, "asking for the device's UUID", &error))?;
-    let mut own: Vec<u8> = uuid.bytes.iter().map(|&byte| byte as u8).collect();
-    own.extend(rustix::system::uname().nodename().to_bytes());
+    let own = device_on(rustix::system::uname().nodename().to_bytes(), compute)?;
     Ok(sharing(host.gather_bytes(own)?))
+}
+
+/// Returns the groups of ranks that NCCL sees on one device of one host, and so refuses. Collective over the group;
+/// blocks.
+///
+/// NCCL takes ranks for ranks of several hosts if `NCCL_HOSTID` differs. From 2.30 on it also accepts ranks that share a
+/// device, if `NCCL_MULTI_RANK_GPU_ENABLE=1`; the result is then empty, and older versions refuse later. The result is
+/// the same on all ranks.
+///
+/// # Errors
+/// As [`ranks_sharing_devices`].
+pub fn ranks_nccl_refuses(host: &ProcessGroup, compute: &Arc<CudaStream>) -> Result<Vec<Vec<usize>>> {
+    let accepts = std::env::var("NCCL_MULTI_RANK_GPU_ENABLE").is_ok_and(|value| value == "1");
+    let name = std::env::var("NCCL_HOSTID").map(String::into_bytes);
+    let name = name.unwrap_or_else(|_| rustix::system::uname().nodename().to_bytes().into());
+    let mut own = device_on(&name, compute)?;
+    if accepts {
+        own.extend(host.rank().to_le_bytes());
+    }
+    Ok(sharing(host.gather_bytes(own)?))
+}
+
+/// Identifies the device of `compute`, on a host.
+fn device_on(host: &[u8], compute: &Arc<CudaStream>) -> Result<Vec<u8>> {
+    let uuid = compute.context().uuid().map_err(|error| failed(compute, "asking for the device's UUID", &error))?;
+    Ok(uuid.bytes.iter().map(|&byte| byte as u8).chain(host.iter().copied()).collect())
 }
 
 /// Groups the ranks with equal devices, ordered by their first rank.

@@ -19,7 +19,7 @@ use super::{
 use crate::{DeviceId, Result};
 
 #[cfg(feature = "cuda")]
-pub use host_staging::{HostStaging, ranks_sharing_devices};
+pub use host_staging::{HostStaging, ranks_nccl_refuses, ranks_sharing_devices};
 
 /// One rank's end of an engine for device memory, in a group of at least two ranks.
 ///

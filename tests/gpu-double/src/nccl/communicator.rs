@@ -17,6 +17,7 @@ use super::{
     transfer::{Seat, Transfer, touches},
 };
 use crate::{
+    machine::{current, machine, set_current},
     report,
     status::Fault,
     streams::{Operation, Progress, enqueue},
@@ -64,10 +65,13 @@ fn mix(mut value: u64) -> u64 {
     value ^ (value >> 31)
 }
 
-/// Returns an id of this host.
+/// Returns an id of this host, by `NCCL_HOSTID` or the host's name.
 fn host() -> u64 {
     let mut hasher = DefaultHasher::new();
-    hasher.write(rustix::system::uname().nodename().to_bytes());
+    match std::env::var("NCCL_HOSTID") {
+        Ok(id) => hasher.write(id.as_bytes()),
+        Err(_) => hasher.write(rustix::system::uname().nodename().to_bytes()),
+    }
     hasher.finish()
 }
 
@@ -417,6 +421,8 @@ struct Group {
     calls: Vec<Calls>,
     /// Status of the first refused call.
     refused: Option<Status>,
+    /// Communicators that were aborted.
+    aborted: Vec<Arc<Communicator>>,
 }
 
 thread_local! {
@@ -433,7 +439,9 @@ pub(crate) fn end() -> Status {
         group.depth = group.depth.checked_sub(1)?;
         Some(if group.depth == 0 { std::mem::take(group) } else { Group::default() })
     });
-    let Some(Group { calls, refused, .. }) = ended else { return INVALID_USAGE };
+    let Some(Group { calls, refused, aborted, .. }) = ended else { return INVALID_USAGE };
+    aborted.iter().for_each(|communicator| communicator.abort());
+    free_memory_of(&aborted);
     if let Some(refused) = refused {
         return refused;
     }
@@ -444,6 +452,31 @@ pub(crate) fn end() -> Status {
         }
     }
     status
+}
+
+/// Aborts a communicator, at the end of this thread's group or at once.
+pub(crate) fn abort(communicator: Arc<Communicator>) {
+    start();
+    GROUP.with_borrow_mut(|group| group.aborted.push(communicator));
+    end();
+}
+
+/// Waits, as CUDA does when memory is freed, until the devices of communicators have done their work.
+fn free_memory_of(aborted: &[Arc<Communicator>]) {
+    if aborted.is_empty() {
+        return;
+    }
+    while std::env::var_os("GPU_DOUBLE_ABORT").is_some_and(|how| how == "hangs") {
+        std::thread::park();
+    }
+    let before = current();
+    for communicator in aborted {
+        set_current(Some(communicator.device));
+        if let Err(fault) = machine().wait_for_context("ncclCommAbort") {
+            report::fault(fault.0);
+        }
+    }
+    set_current(before);
 }
 
 /// Makes a call, in this thread's group or alone.

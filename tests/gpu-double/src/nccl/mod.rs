@@ -8,7 +8,9 @@
 //! - Sums are computed in the buffer's dtype, around a ring. The first rank depends on the seed and the calls, so the
 //!   same calls have the same bits.
 //! - Ranks with different calls wait for each other until one aborts. A line on stderr names the difference.
-//! - An aborted operation ends without writing.
+//! - An aborted operation ends without writing. An abort frees memory, for which CUDA waits until the device has done all
+//!   work: it blocks while a kernel of another communicator waits for a peer, unless both are aborted in one group.
+//!   With `GPU_DOUBLE_ABORT=hangs` it never ends.
 //! - The use of a destroyed communicator is a fault.
 //!
 //! `transfer` is one call and its dtype, `exchange` a group of calls as bytes between ranks, and `communicator` the
@@ -134,7 +136,7 @@ pub(crate) unsafe extern "C" fn ncclCommGetAsyncError(comm: Handle, status: *mut
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn ncclCommAbort(comm: Handle) -> Status {
     let Some(communicator) = find(comm, "ncclCommAbort") else { return INVALID_ARGUMENT };
-    communicator.abort();
+    communicator::abort(communicator);
     forget(comm);
     SUCCESS
 }
