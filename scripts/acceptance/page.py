@@ -4,30 +4,12 @@ from collections import Counter
 
 
 def of(report):
-    machine, parts = report["machine"], ["# GPU acceptance", ""]
+    parts = ["# GPU acceptance", ""]
     failed = [phase["name"] for phase in report["phases"] if phase["status"] == "failed"]
     parts += [f"**{'Failed: ' + ', '.join(failed) if failed else 'No phase failed.'}**", ""]
-    if report["is_double"]:
-        parts += ["On the device double: no GPU was used, and the times are meaningless.", ""]
-    elif report["device"] == "cpu":
-        parts += ["On CPUs: no GPU was used.", ""]
-    gpus = Counter(f"{gpu['name']} ({gpu['memory_mib']} MiB, driver {gpu['driver']})" for gpu in machine["gpus"])
-    gpus = [f"{count} x {name}" for name, count in gpus.items()]
-    dirty = ", with uncommitted changes" if machine["changed_since"] else ""
-    parts += table(
-        ["", ""],
-        [
-            ["ranks", f"{report.get('ranks')} on `--device {report['device']}`"],
-            ["GPUs", "<br>".join(gpus) or "none found by nvidia-smi"],
-            ["host", f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB"],
-            ["tools", f"{machine['rustc']}; nvcc {machine['nvcc'] or 'missing'}"],
-            ["commit", f"{machine['commit']}{dirty}"],
-            ["began", report["began"]],
-            ["arguments", " ".join(report["arguments"]) or "none"],
-        ],
-    )
+    ranks = f"{report.get('ranks')} on `--device {report['device']}`"
+    parts += about(report, [["ranks", ranks]])
     parts += ["", "## Phases", ""]
-    short = lambda why: (why or "").splitlines()[0] if why else ""  # noqa: E731
     rows = [[it["name"], it["status"], f"{it['seconds']} s", short(it["why"])] for it in report["phases"]]
     parts += table(["phase", "", "took", "why"], rows)
     results = {phase["name"]: phase.get("result") for phase in report["phases"]}
@@ -38,9 +20,62 @@ def of(report):
     for phase in report["phases"]:
         if phase["status"] == "failed":
             parts += ["", f"## Why {phase['name']} failed", "", "```", phase["why"], "```"]
-    if machine["links"]:
-        parts += ["", "## Links", "", "```", machine["links"], "```"]
+    if report["machine"]["links"]:
+        parts += ["", "## Links", "", "```", report["machine"]["links"], "```"]
     return "\n".join(parts) + "\n"
+
+
+def of_one_gpu(report):
+    """Formats the report of scripts/one-gpu."""
+    parts, steps = ["# One GPU", ""], report["steps"]
+    bad = [f"{step['name']} ({step['status']})" for step in steps if step["status"] not in ("passed", "skipped")]
+    parts += [f"**{'Not passed: ' + ', '.join(bad) if bad else 'No step failed.'}**", ""]
+    took = f"{report['seconds']} of {report['budget_s']} s"
+    parts += about(report, [["NCCL", report["nccl"] or "no version in a log"], ["took", took]])
+    parts += ["", "## Steps", ""]
+    rows = [[it["name"], it["status"], f"{it['seconds']} of {it['limit_s']} s", short(it["why"])] for it in steps]
+    parts += table(["step", "", "took", "why"], rows)
+    for step in steps:
+        if not step["rows"]:
+            continue
+        width, rows = len(step["head"]), []
+        for it in step["rows"]:
+            state = it["status"] if it["status"] in ("passed", "not reached") else f"**{it['status']}**"
+            state += f": {short(it['why'])}" if it["status"] == "skipped" else ""
+            rows += [[*cells, *[""] * (width - len(cells)), state, it["seconds"]] for cells in it["cells"]]
+        parts += ["", f"## {step['name']}", "", f"{step['title'][0].upper()}{step['title'][1:]}.", ""]
+        parts += table([*step["head"], "", "s"], rows)
+        for it in step["rows"]:
+            if it["status"] in ("failed", "cut off"):
+                parts += ["", f"Why {it['name']} {'failed' if it['status'] == 'failed' else 'was cut off'}:"]
+                parts += ["", "```", it["why"], "```"]
+    return "\n".join(parts) + "\n"
+
+
+def about(report, more):
+    """Returns a note and a table about the machine and the commit, with more rows before them."""
+    machine, parts = report["machine"], []
+    if report["is_double"]:
+        parts += ["On the device double: no GPU was used, and the times are meaningless.", ""]
+    elif report["device"] == "cpu":
+        parts += ["On CPUs: no GPU was used.", ""]
+    gpus = Counter(f"{gpu['name']} ({gpu['memory_mib']} MiB, driver {gpu['driver']})" for gpu in machine["gpus"])
+    gpus = [f"{count} x {name}" for name, count in gpus.items()]
+    dirty = ", with uncommitted changes" if machine["changed_since"] else ""
+    rows = [
+        *more,
+        ["GPUs", "<br>".join(gpus) or "none found by nvidia-smi"],
+        ["host", f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB"],
+        ["tools", f"{machine['rustc']}; nvcc {machine['nvcc'] or 'missing'}"],
+        ["commit", f"{machine['commit']}{dirty}"],
+        ["began", report["began"]],
+        ["arguments", " ".join(report["arguments"]) or "none"],
+    ]
+    return [*parts, *table(["", ""], rows)]
+
+
+def short(why):
+    return why.splitlines()[0] if why else ""
 
 
 def hosts(result, _):

@@ -9,7 +9,7 @@ from .running import Failed
 
 GOLDEN = pathlib.Path("tests/golden")
 MODELS = ["llama_tiny", "gpt2_tiny"]
-# Sequences of a step of the recorded runs.
+# Sequences of a step of the recorded runs of MODELS.
 SEQUENCES = 4
 # Maximum relative differences of losses and gradient norms.
 F32 = (2e-5, 2e-5)
@@ -17,6 +17,7 @@ F32 = (2e-5, 2e-5)
 BF16 = (2e-4, 2.5e-3)
 F16 = (3e-5, 7e-4)
 FLOAT8 = (5e-6, 2e-4)
+SCALED = ["--param-dtype", "f16", "--loss-scale", "65536"]
 
 
 def ways(run):
@@ -37,9 +38,8 @@ def ways(run):
         options.append(("two copies (HSDP)", ["--replicate", "2"]))
     ranks = f"{most} rank{'s' * (most > 1)}"
     found += [(f"{ranks}, {name}", "run", most, flags, {}, F32) for name, flags in options]
-    scaled = ["--param-dtype", "f16", "--loss-scale", "65536"]
     found.append((f"{ranks}, bf16", "run_bf16_reduce_f32", most, ["--param-dtype", "bf16"], {}, BF16))
-    found.append((f"{ranks}, f16", "run_f16_reduce_f32", most, scaled, {}, F16))
+    found.append((f"{ranks}, f16", "run_f16_reduce_f32", most, SCALED, {}, F16))
     # Scales of 8-bit shards depend on the number of ranks, which were two.
     if run.ranks > 1:
         found.append(("2 ranks, float8", "run_float8_gather", 2, ["--all-gather", "float8"], {}, FLOAT8))
@@ -65,29 +65,63 @@ def parity(run):
 def repeat(run, model, way, launch, place):
     """Trains as recorded with files at `place`, and returns a row. Only rank 0's host has the figures."""
     name, recorded, ranks, flags, env, bounds = way
-    record = json.loads((GOLDEN / model / f"{recorded}.json").read_text(encoding="utf-8"))
-    micro_batches = int(flags[1]) if flags[:1] == ["--grad-accum"] else 1
-    metrics = place.with_suffix(".jsonl")
-    checkpoints = ["--checkpoint-dir", place]
+    record = read(model, recorded)
     # A stopped run may have left one.
     shutil.rmtree(place, ignore_errors=True)
-    batch = ["--batch-size", SEQUENCES // ranks // micro_batches, "--metrics", metrics]
-    launch("train", *as_recorded(model, record, run.recorded), *batch, *checkpoints, *flags, env=env)
+    metrics = train(model, record, (ranks, run.recorded, flags), functools.partial(launch, env=env), place)
     shutil.rmtree(place, ignore_errors=True)
-    row = {"model": model, "way": name}
     if run.args.node_rank:
-        return row
-    ours = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+        return {"model": model, "way": name}
+    return beside(model, name, lines(metrics), record["trajectory"][: run.recorded], bounds)
+
+
+def resume(run, model, counts, launch, place):
+    """Trains half of a recorded run on one number of ranks and the rest on another, and returns a row.
+
+    `launch` takes the number of ranks before the program.
+    """
+    record, half = read(model, "run"), run.recorded // 2
+    ours = []
+    for ranks, steps, flags in zip(counts, (half, run.recorded), ([], ["--resume", "auto"])):
+        metrics = train(model, record, (ranks, steps, flags), functools.partial(launch, ranks), place)
+        ours += lines(metrics)
+    shutil.rmtree(place)
+    name = f"{counts[0]} ranks, resumed on {counts[1]}"
+    return beside(model, name, ours, record["trajectory"][: run.recorded], F32)
+
+
+def read(model, recorded):
+    return json.loads((GOLDEN / model / f"{recorded}.json").read_text(encoding="utf-8"))
+
+
+def train(model, record, way, launch, place):
+    """Trains as recorded on a number of ranks, to a step, with more flags. Returns the file of the metrics."""
+    ranks, steps, flags = way
+    micro_batches = int(flags[1]) if flags[:1] == ["--grad-accum"] else 1
+    sequences = record["world_size"] * record["batch_per_rank"]
+    metrics = place.with_suffix(".jsonl")
+    batch = ["--batch-size", sequences // ranks // micro_batches, "--metrics", metrics]
+    launch("train", *as_recorded(model, record, steps), *batch, "--checkpoint-dir", place, *flags)
+    return metrics
+
+
+def lines(metrics):
+    """Returns the steps in a file of metrics, and removes the file."""
+    found = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     metrics.unlink()
-    theirs = record["trajectory"][: run.recorded]
+    return found
+
+
+def beside(model, name, ours, theirs, bounds):
+    """Returns a row of the largest differences."""
     off = [difference(ours, theirs, key) for key in ("loss", "grad_norm")]
-    row = {**row, "loss": off[0], "grad_norm": off[1], "bounds": bounds}
+    row = {"model": model, "way": name, "loss": off[0], "grad_norm": off[1], "bounds": bounds}
     return {**row, "holds": all(it <= bound for it, bound in zip(off, bounds))}
 
 
 def checkpoint(run):
     """Returns whether weights saved by the device load on the CPU with the same bits."""
-    record = json.loads((GOLDEN / "llama_tiny" / "run.json").read_text(encoding="utf-8"))
+    record = read("llama_tiny", "run")
     place, ranks = run.scratch / "checkpoint", min(run.ranks, 2)
     flags = [*as_recorded("llama_tiny", record, run.recorded), "--batch-size", 4 // ranks, "--checkpoint-dir", place]
     run.launch("checkpoint", ranks, "train", *flags, "--export-hf", run.scratch / "of-device")

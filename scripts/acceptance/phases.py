@@ -38,7 +38,7 @@ class Run:
         # Steps of a recorded run, which has 20.
         self.recorded = 5 if args.small else 20
         self.steps = args.steps or (3 if args.small else 10)
-        self.target = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", "target"))
+        self.programs = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", "target")) / "release"
         self.model = pathlib.Path(args.model) if args.model else models.write(self.config(), scratch / "model")
         # As in what torchtitan published.
         usual = 8192 if models.read(self.model) == models.LLAMA_8B else 2048
@@ -61,15 +61,14 @@ class Run:
 
     def launch(self, name, ranks, *words, device=None, env=None, across_hosts=False):
         """Runs a program on a number of ranks, of this host or of each host, and returns its output."""
-        programs = self.target / "release"
-        launcher = [programs / "fsdp-launch", "--nproc-per-node", ranks]
+        launcher = [self.programs / "fsdp-launch", "--nproc-per-node", ranks]
         if across_hosts:
             args = self.args
             launcher += ["--nnodes", args.nnodes, "--node-rank", args.node_rank, "--rdzv-endpoint", args.endpoint]
             # The hosts' builds take different times.
             launcher += ["--rdzv-conf", f"join_timeout={args.limit}", "--rdzv-id", f"gpu-acceptance-{name}"]
             launcher += ["--rdzv-token-file", args.token_file] if args.token_file else []
-        command = [*launcher, programs / words[0], *words[1:]]
+        command = [*launcher, self.programs / words[0], *words[1:]]
         return self.runner.run(name, [*command, "--device", device or self.args.device], env)
 
 
@@ -158,19 +157,8 @@ def speed(run):
             needs = parameters * STATE_BYTES / ranks / GIB
             rows.append({"ranks": ranks, "why": f"its state alone takes {needs:.0f} GiB a GPU"})
             continue
-        with DeviceMemory(enabled=bool(run.gpus)) as used:
-            text = run.launch(f"speed-{ranks}", ranks, "bench", "step", *step_flags(run), "--json")
-        found = only(json_lines(text), "bench step")
-        parameters = found["parameters"]
-        if not math.isfinite(found["loss"]):
-            raise Failed(f"the loss on {ranks} ranks is {found['loss']}")
-        row = {"ranks": ranks, "tokens_per_s_per_rank": found["tokens_per_s"] / ranks, "step_s": found["step_s"]}
-        row["device_mib"] = used.most()
-        row["peak_gib"], row["planned_gib"] = found["allocated"]["peak"] / GIB, planned(run, ranks)
-        if peak:
-            operations = models.operations_per_token(config, parameters, run.seq)
-            row["share_of_peak"] = row["tokens_per_s_per_rank"] * operations / (peak * 1e12)
-        rows.append({**row, "program": found})
+        rows.append(measured(run, ranks, peak))
+        parameters = rows[-1]["program"]["parameters"]
     result = {"model": named(config), "parameters": parameters, "batch": run.batch, "seq": run.seq, "dtype": run.dtype}
     result["checkpointing"] = "" if run.args.small else ", every block computed again in backward"
     published = models.PUBLISHED.get((run.batch, run.seq), {}) if config == models.LLAMA_8B else {}
@@ -178,6 +166,22 @@ def speed(run):
     if not peak:
         result["why_no_share"] = f"no peak is known for {name or run.what()}: --peak-tflops gives one"
     return result
+
+
+def measured(run, ranks, peak):
+    """Returns a row of `bench step` on a number of ranks."""
+    with DeviceMemory(enabled=bool(run.gpus)) as used:
+        text = run.launch(f"speed-{ranks}", ranks, "bench", "step", *step_flags(run), "--json")
+    found = only(json_lines(text), "bench step")
+    if not math.isfinite(found["loss"]):
+        raise Failed(f"the loss on {ranks} ranks is {found['loss']}")
+    row = {"ranks": ranks, "tokens_per_s_per_rank": found["tokens_per_s"] / ranks, "step_s": found["step_s"]}
+    row["device_mib"] = used.most()
+    row["peak_gib"], row["planned_gib"] = found["allocated"]["peak"] / GIB, planned(run, ranks)
+    if peak:
+        operations = models.operations_per_token(models.read(run.model), found["parameters"], run.seq)
+        row["share_of_peak"] = row["tokens_per_s_per_rank"] * operations / (peak * 1e12)
+    return {**row, "program": found}
 
 
 def planned(run, ranks):
@@ -192,7 +196,7 @@ def planned(run, ranks):
     flags += ["--device", device, "--ranks-per-host", ranks, "--reserve", 0, "--json"]
     flags += ["--flops", 1] if device == "cpu" else []
     flags += [] if run.args.small else ["--activation-checkpoint", "full"]
-    text = run.runner.run(f"plan-{ranks}", [run.target / "release" / "bench", "plan", *flags])
+    text = run.runner.run(f"plan-{ranks}", [run.programs / "bench", "plan", *flags])
     return only(json_lines(text), "bench plan")["memory"]["total"] / GIB
 
 
@@ -235,14 +239,27 @@ def seen_by_nsys(run, nsys, flags):
     # nsys replaces this by the rank.
     to = run.scratch / "rank%q{RANK}"
     profiler = [nsys, "profile", "--trace=cuda", "--sample=none", "--cpuctxsw=none", "--export=sqlite"]
-    profiler += ["--force-overwrite=true", f"--output={to}", (run.target / "release" / "train").resolve()]
-    launcher = [run.target / "release" / "fsdp-launch", "--nproc-per-node", run.ranks, "--no-python"]
+    profiler += ["--force-overwrite=true", f"--output={to}", (run.programs / "train").resolve()]
+    launcher = [run.programs / "fsdp-launch", "--nproc-per-node", run.ranks, "--no-python"]
     run.runner.run("overlap", [*launcher, *profiler, *flags, "--device", "cuda"])
     return kernels.overlap([run.scratch / f"rank{rank}.sqlite" for rank in range(run.ranks)])
 
 
 def pytorch(run):
     """the same step by PyTorch FSDP2"""
+    python, version = with_torch(run)
+    runs = [one_pytorch(run, python, "eager", [])]
+    # On CPUs, the compiler takes minutes.
+    if run.args.device == "cuda":
+        try:
+            runs.append(one_pytorch(run, python, "compiled", ["--compile"]))
+        except Failed as why:
+            runs.append({"name": "compiled", "why": str(why).splitlines()[0]})
+    return {"torch": version, "runs": runs}
+
+
+def with_torch(run):
+    """Returns a Python that has torch and transformers, and torch's version, or raises Skipped."""
     own = pathlib.Path("target/interop/bin/python")
     python = run.args.python or (str(own) if own.exists() else shutil.which("python3"))
     probe = "import json, torch, transformers; from torch.distributed.fsdp import fully_shard; "
@@ -253,14 +270,7 @@ def pytorch(run):
         raise Skipped(f"{python} can't import torch and transformers: {str(why).splitlines()[-1]}") from why
     if run.args.device == "cuda" and cards < run.ranks:
         raise Skipped(f"torch {version} in {python} sees {cards or 'no'} GPUs, and {run.ranks} are needed")
-    runs = [one_pytorch(run, python, "eager", [])]
-    # On CPUs, the compiler takes minutes.
-    if run.args.device == "cuda":
-        try:
-            runs.append(one_pytorch(run, python, "compiled", ["--compile"]))
-        except Failed as why:
-            runs.append({"name": "compiled", "why": str(why).splitlines()[0]})
-    return {"torch": version, "runs": runs}
+    return python, version
 
 
 def one_pytorch(run, python, name, flags):

@@ -9,6 +9,7 @@ seconds of the median and of the fastest step, and each rank's most resident mem
 """
 
 import argparse
+import contextlib
 import json
 import os
 import resource
@@ -23,6 +24,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", required=True)
@@ -36,6 +38,7 @@ parser.add_argument("--param-dtype", choices=["f32", "bf16"], default="f32")
 parser.add_argument("--lora-rank", type=int, help="train PEFT's adapters on query and value projections only")
 parser.add_argument("--activation-checkpoint", action="store_true")
 parser.add_argument("--compile", action="store_true", help="compile each block, as torchtitan does")
+parser.add_argument("--attention", choices=["cudnn", "flash"], help="the only backend that attention may use")
 args = parser.parse_args()
 
 torch.set_num_threads(1)
@@ -107,6 +110,7 @@ if of_images:
 else:
     ids = ((torch.arange(args.batch * args.seq + 1) * 7919 + rank) % config.vocab_size).to(device)
     inputs, targets = ids[:-1].view(args.batch, args.seq), ids[1:]
+backends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 begin, steps = time.perf_counter(), []
 # One warm-up step.
 for _ in range(args.steps + 1):
@@ -118,10 +122,12 @@ for _ in range(args.steps + 1):
             break
     dist.barrier()
     start = time.perf_counter()
-    logits = whole(inputs).logits
-    loss = functional.cross_entropy(logits.flatten(0, -2).float(), targets)
-    del logits
-    loss.backward()
+    # Backward computes blocks again with checkpointing.
+    with sdpa_kernel(backends[args.attention]) if args.attention else contextlib.nullcontext():
+        logits = whole(inputs).logits
+        loss = functional.cross_entropy(logits.flatten(0, -2).float(), targets)
+        del logits
+        loss.backward()
     torch.nn.utils.clip_grad_norm_(trained, 1.0)
     optimizer.step()
     optimizer.zero_grad()

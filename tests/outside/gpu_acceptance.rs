@@ -109,7 +109,8 @@ fn reports_failed_phases() {
 
 fn doctests_pass() {
     let mut command = Command::new(python());
-    let examples = "import doctest, sys; from acceptance import kernels, machine, trace; modules = kernels, machine, trace; \
+    let examples = "import doctest, sys; from acceptance import drills, kernels, machine, over_nccl, trace; \
+        modules = drills, kernels, machine, over_nccl, trace; \
         sys.exit(any(doctest.testmod(it).failed or not doctest.testmod(it).attempted for it in modules))";
     command.args(["-B", "-c", examples]).env("PYTHONPATH", workspace().join("scripts"));
     run(command, LIMIT).ok();

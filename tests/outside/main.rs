@@ -14,6 +14,7 @@ mod lost_hosts;
 mod manifests;
 mod need;
 mod network;
+mod one_gpu;
 mod pytorch;
 mod slurm;
 mod way;
@@ -30,6 +31,7 @@ fn main() {
         local_checkpoints::trials(),
         lost_hosts::trials(),
         manifests::trials(),
+        one_gpu::trials(),
         pytorch::trials(),
         slurm::trials(),
     ];
