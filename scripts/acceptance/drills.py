@@ -10,12 +10,13 @@ from . import over_nccl, parity
 from .running import Failed, TookTooLong
 
 HEAD = ["drill", "ended with", "after", "rank 1 is named", "processes left"]
-TIMEOUT_S = 3
-# Seconds in which everything ends, after the timeout if the fault shows by it.
-END_S = 10
-# Name, signal to rank 1, and seconds until the fault shows. A program that skips a collective on one rank would be a
-# further drill.
-DRILLS = [("SIGKILL of rank 1", signal.SIGKILL, 0), ("SIGSTOP of rank 1", signal.SIGSTOP, TIMEOUT_S)]
+# FSDP_TIMEOUT_S, and seconds in which everything ends; after the timeout if the fault shows by it.
+TIMES = (3, 10)
+# With --small, on the double or on CPUs that do other work as well.
+SMALL_TIMES = (10, 120)
+# Name, signal to rank 1, and whether the fault shows by the timeout only. A program that skips a collective on one rank
+# would be a further drill.
+DRILLS = [("SIGKILL of rank 1", signal.SIGKILL, False), ("SIGSTOP of rank 1", signal.SIGSTOP, True)]
 
 
 def jobs(run):
@@ -24,15 +25,16 @@ def jobs(run):
         yield drill[0], functools.partial(one, run, *drill)
 
 
-def one(run, name, sign, shows_after):
+def one(run, name, sign, shows_late):
     """Trains on two ranks, sends a signal to rank 1, and returns the cells of a row."""
+    timeout, end = SMALL_TIMES if run.args.small else TIMES
     record = parity.read("llama_tiny", "run")
     metrics, saved = run.scratch / "drill.jsonl", run.scratch / "drill"
     metrics.unlink(missing_ok=True)
     flags = [*parity.as_recorded("llama_tiny", record, 1_000_000), "--batch-size", 2, "--metrics", metrics]
     command = [run.programs / "fsdp-launch", "--nproc-per-node", 2, run.programs / "train", *flags]
     command += ["--checkpoint-dir", saved, "--device", run.args.device]
-    env = {**over_nccl.environment(run), "FSDP_TIMEOUT_S": str(TIMEOUT_S)}
+    env = {**over_nccl.environment(run), "FSDP_TIMEOUT_S": str(timeout)}
     with run.runner.start("drill", command, env) as started:
         wait_for_steps(run, started, metrics, 3)
         ranks = [process for process, variables in started.processes().items() if variables.get("RANK") == "1"]
@@ -40,7 +42,7 @@ def one(run, name, sign, shows_after):
             raise Failed(f"{len(ranks)} processes have RANK=1, and one was expected")
         begin = time.monotonic()
         os.kill(ranks[0], sign)
-        code = started.wait(shows_after + END_S)
+        code = started.wait(timeout * shows_late + end)
         took = time.monotonic() - begin
         # The kernel may still be removing killed processes.
         time.sleep(0.5)

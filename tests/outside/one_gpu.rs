@@ -67,11 +67,11 @@ fn reports_steps_that_fail_or_are_cut_off() {
     let dir = tempfile::tempdir().unwrap();
     // The first step fails at once. The second step's run would not end.
     launcher(dir.path(), "case \"$*\" in *1000000*) exec sleep 600 ;; esac; echo no such device >&2; exit 3");
-    let run = one_gpu(dir.path(), "nccl,drills,speed", dir.path(), &["--budget", "10"]);
+    let run = one_gpu(dir.path(), "nccl,drills,speed", dir.path(), &["--budget", "20"]);
     assert_eq!(run.code, Some(1), "{run:?}");
     let words = "not passed: nccl (failed), drills (cut off), speed (not reached)";
     assert!(run.stdout.contains(words), "{run:?}");
-    assert!(run.elapsed < Duration::from_secs(60), "{run:?}");
+    assert!(run.elapsed < Duration::from_secs(200), "{run:?}");
     let report = report(dir.path());
     assert_eq!(statuses(&report), ["failed", "cut off", "skipped", "not reached", "skipped"], "{report}");
     // The program's own error.
@@ -88,7 +88,7 @@ fn ends_processes_that_it_cuts_off() {
     let file = dir.path().join("pid");
     let script = format!("setsid sh -c 'echo $$ >{}; trap \"\" TERM; sleep 600' & wait", file.display());
     launcher(dir.path(), &script);
-    let run = one_gpu(dir.path(), "nccl", dir.path(), &["--budget", "3"]);
+    let run = one_gpu(dir.path(), "nccl", dir.path(), &["--budget", "15"]);
     assert_eq!(run.code, Some(1), "{run:?}");
     assert_eq!(statuses(&report(dir.path()))[0], "cut off");
     let pid = fs::read_to_string(file).unwrap();

@@ -20,7 +20,7 @@ use super::{
     super::{backend::PeerMonitor, collective::Failure},
     communicator::{Communicator, GRACE},
 };
-use crate::{Error, record_error};
+use crate::{Error, error_file::record_error};
 
 /// How long the abort of a communicator may take before the others are aborted.
 const ALONE: Duration = Duration::from_secs(1);
