@@ -31,7 +31,7 @@ def steps(run):
     for shape in shapes:
         yield f"{shape.title}, here", functools.partial(ours, shape)
     python, version = with_torch(run)
-    # On CPUs, there is no cuDNN, and the compiler takes minutes.
+    # cuDNN needs a GPU, and the compiler takes minutes on CPUs.
     ways = PYTORCH if run.args.device == "cuda" else PYTORCH[:1]
     for shape in shapes:
         for way in ways:
@@ -76,7 +76,7 @@ def theirs(run, python, version, name, flags):
 
 
 def of_pytorch(measure):
-    """Measures PyTorch. What fails there is not a failure of this project."""
+    """Measures PyTorch. A failure of PyTorch skips the row."""
     try:
         return measure()
     except TookTooLong:

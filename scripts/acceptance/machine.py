@@ -1,10 +1,12 @@
 """Describes the machine: GPUs, processor, tools."""
 
+import datetime
 import os
 import platform
 import re
 import shutil
 import subprocess
+import sys
 
 # GPUs: their peak of bf16 operations a second of the tensor cores, in 10^12, without sparsity, by the data sheet; and
 # their name in `bench plan`. The first entry that occurs in the GPU's name applies.
@@ -85,6 +87,18 @@ def describe():
         "nvcc": nvcc(),
         "commit": said(["git", "rev-parse", "HEAD"]),
         "changed_since": bool(said(["git", "status", "--porcelain", "--untracked-files=no"])),
+    }
+
+
+def report(arguments, device):
+    """Returns what the reports of all scripts have."""
+    return {
+        "format": 1,
+        "began": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "arguments": sys.argv[1:] if arguments is None else arguments,
+        "device": device,
+        "is_double": is_double(),
+        "machine": describe(),
     }
 
 

@@ -1,7 +1,6 @@
 """The command line, and the order of the phases."""
 
 import argparse
-import datetime
 import json
 import os
 import pathlib
@@ -106,15 +105,7 @@ def main(arguments=None):
     for old in logs.glob("*.log"):
         old.unlink()
     runner = Runner(logs, args.limit)
-    report = {
-        "format": 1,
-        "began": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "arguments": sys.argv[1:] if arguments is None else arguments,
-        "device": args.device,
-        "is_double": machine.is_double(),
-        "machine": machine.describe(),
-        "phases": [],
-    }
+    report = {**machine.report(arguments, args.device), "phases": []}
     try:
         with tempfile.TemporaryDirectory(prefix="gpu-acceptance-") as scratch:
             run = phases.Run(args, report["machine"], runner, pathlib.Path(scratch))

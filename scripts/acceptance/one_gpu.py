@@ -2,7 +2,6 @@
 
 import argparse
 import collections
-import datetime
 import json
 import os
 import pathlib
@@ -68,7 +67,7 @@ def parse(arguments):
     parser.add_argument("--python", metavar="PATH", help="Python with torch [default: target/interop, python3]")
     parser.add_argument("--only", metavar="STEPS", help="run only these steps: nccl,drills")
     parser.add_argument("--out", metavar="DIR", help="directory of the report [default: target/one-gpu]")
-    # What the phases of gpu-acceptance also need.
+    # The functions of gpu-acceptance read these.
     parser.set_defaults(gpus=1, nnodes=1, node_rank=0, model=None, batch=None, seq=None, peak_tflops=None)
     args = parser.parse_args(arguments)
     args.steps = 3 if args.small else 6
@@ -76,7 +75,7 @@ def parse(arguments):
     args.only = args.only.split(",") if args.only else names
     for name in args.only:
         if name not in names:
-            parser.error(f"--only: there is no step {name!r}; there are {', '.join(names)}")
+            parser.error(f"--only: unknown step {name!r}; the steps are {', '.join(names)}")
     return args
 
 
@@ -97,12 +96,7 @@ def main(arguments=None):
     runner = Runner(logs, COMMAND_S * (SLOWER if args.small else 1))
     runner.grace = GRACE_S
     report = {
-        "format": 1,
-        "began": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "arguments": sys.argv[1:] if arguments is None else arguments,
-        "device": args.device,
-        "is_double": machine.is_double(),
-        "machine": machine.describe(),
+        **machine.report(arguments, args.device),
         "nccl": None,
         "budget_s": args.budget,
         "steps": [entry(step, args.only) for step in STEPS],
@@ -113,7 +107,7 @@ def main(arguments=None):
         runner.together = log
         run = phases.Run(args, report["machine"], runner, pathlib.Path(scratch))
         run.programs, run.peak = args.programs, costs.peak(run)
-        # What steps find: the version of NCCL, and a Python with PyTorch.
+        # The steps set these: the version of NCCL, and a Python with PyTorch.
         run.nccl, run.torch = None, None
 
         def write():
@@ -152,7 +146,7 @@ def do(step, found, run, end, write):
         return
     print(f"\n==> {step.name}: {step.title} (at most {deadline - begin:.0f} s)", flush=True)
     run.runner.deadline = deadline
-    # What a reader sees if the machine is lost during the step.
+    # The page says this if the machine is lost during the step.
     found["status"] = "interrupted"
     try:
         for name, job in step.jobs(run):

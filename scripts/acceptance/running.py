@@ -110,7 +110,7 @@ class Started:
 
     def __init__(self, child, mark, line, log):
         self.child, self.mark, self.line, self.log = child, mark, line, log
-        # Its exit code if it ended by itself, and its standard output at the end.
+        # The exit code, unless the command was killed. The standard output, once it has ended.
         self.code, self.text = None, ""
 
     def wait(self, limit):

@@ -6,12 +6,11 @@ import time
 from .machine import said
 
 
-class DeviceMemory:
-    """Measures twice a second during the `with` block."""
+class Watcher:
+    """Looks at something again and again during the `with` block."""
 
-    def __init__(self, enabled):
-        self.enabled = enabled
-        self.highest = []
+    def __init__(self, enabled, period):
+        self.enabled, self.period = enabled, period
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.watch, daemon=True)
 
@@ -24,44 +23,49 @@ class DeviceMemory:
         self.ended.set()
         if self.enabled:
             self.thread.join()
+            self.last()
 
     def watch(self):
-        while not self.ended.wait(0.5):
-            text = said(["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"])
-            used = [int(line) for line in (text or "").split() if line.isdigit()]
-            if len(used) == len(self.highest):
-                self.highest = [max(pair) for pair in zip(used, self.highest)]
-            elif used:
-                self.highest = used
+        while not self.ended.wait(self.period):
+            self.look()
+
+    def last(self):
+        """Looks once more, if the end matters."""
+
+
+class DeviceMemory(Watcher):
+    """Measures twice a second."""
+
+    def __init__(self, enabled):
+        super().__init__(enabled, 0.5)
+        self.highest = []
+
+    def look(self):
+        text = said(["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"])
+        used = [int(line) for line in (text or "").split() if line.isdigit()]
+        if len(used) == len(self.highest):
+            self.highest = [max(pair) for pair in zip(used, self.highest)]
+        elif used:
+            self.highest = used
 
     def most(self):
         """Returns the MiB in use on the fullest GPU, or None."""
         return max(self.highest, default=None)
 
 
-class Follow:
-    """Copies what is appended to text files to another file during the `with` block, with times."""
+class Follow(Watcher):
+    """Copies what is appended to text files to another file, if there is one, with times."""
 
     def __init__(self, to, name, paths):
+        super().__init__(bool(to), 0.3)
         self.to, self.name, self.paths = to, name, paths
         self.read = {path: 0 for path in paths}
-        self.ended = threading.Event()
-        self.thread = threading.Thread(target=self.watch, daemon=True)
 
-    def __enter__(self):
-        if self.to:
-            self.thread.start()
-        return self
+    def look(self):
+        self.copy()
 
-    def __exit__(self, *_):
-        self.ended.set()
-        if self.to:
-            self.thread.join()
-            self.copy(whole=True)
-
-    def watch(self):
-        while not self.ended.wait(0.3):
-            self.copy()
+    def last(self):
+        self.copy(whole=True)
 
     def copy(self, whole=False):
         """Copies new lines: complete ones, or also the last one."""

@@ -43,21 +43,26 @@ fn ranks_on_one_device_train_by_nccl() {
 }
 
 #[test]
-fn ranks_that_nccl_takes_for_one_host_are_refused() {
+fn ranks_that_nccl_takes_for_one_host_are_refused_unless_nccl_accepts_them() {
     let dir = tempfile::tempdir().unwrap();
-    let refused = |host: &str, rank_1: &str| {
+    let start = |set: &str| {
         let mut command = Command::new(program("fsdp-launch"));
-        command.args(["--nproc-per-node=2", "--no-python", "bash", "-c", &format!("{rank_1} exec \"$0\" \"$@\"")]);
+        command.args(["--nproc-per-node=2", "--no-python", "bash", "-c", &format!("{set} exec \"$0\" \"$@\"")]);
         command.arg(program("train")).args(golden_flags_of("llama_tiny", 1));
         command.args(["--batch-size", "2", "--device", "cuda"]).current_dir(dir.path());
-        command.env("FSDP_DEVICE_BACKEND", "nccl-shared").env("NCCL_HOSTID", host).env("GPU_DOUBLE_DEVICES", "1");
-        let run = run(command, Duration::from_secs(120));
+        command.env("FSDP_DEVICE_BACKEND", "nccl-shared").env("NCCL_HOSTID", "one").env("GPU_DOUBLE_DEVICES", "1");
+        run(command, Duration::from_secs(120))
+    };
+    let refused = |set: &str| {
+        let run = start(set);
         assert!(run.code != Some(0), "{}{}", run.stdout, run.stderr);
         format!("{}{}", run.stdout, run.stderr)
     };
-    let text = refused("one", "");
+    let text = refused("");
     assert!(text.contains("FSDP_DEVICE_BACKEND=nccl-shared: ranks [0, 1] share a device"), "{text}");
     assert!(text.contains("NCCL_HOSTID"), "{text}");
-    let text = refused("one", "[ $RANK = 0 ] && export FSDP_DEVICE_BACKEND=host;");
+    let text = refused("[ $RANK = 0 ] && export FSDP_DEVICE_BACKEND=host;");
     assert!(text.contains("FSDP_DEVICE_BACKEND=nccl-shared on 1 of 2 ranks: set it for all or none"), "{text}");
+    // From 2.30 on.
+    start("export NCCL_MULTI_RANK_GPU_ENABLE=1;").ok();
 }

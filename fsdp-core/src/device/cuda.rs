@@ -305,7 +305,7 @@ impl DeviceMemory {
 ///
 /// # Errors
 /// [`Error::Device`] if the device fails.
-pub fn return_unused_memory(stream: &Arc<CudaStream>) -> Result<()> {
+pub(crate) fn return_unused_memory(stream: &Arc<CudaStream>) -> Result<()> {
     let what = |error: DriverError| failed(stream, "returning the pool's unused memory", &error);
     // SAFETY: the device has this pool.
     unsafe {

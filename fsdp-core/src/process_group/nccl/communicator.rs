@@ -104,11 +104,8 @@ impl Communicator {
             }
             status => Err(refused(device, &what, status, raw)),
         };
-        if let Err(error) = met {
-            communicator.abort(&error);
-            return Err(error);
-        }
-        Ok(communicator)
+        // Dropping one that has not met its peers aborts it.
+        met.map(|()| communicator)
     }
 
     /// Fails with the reason of the abort, if it was aborted.
@@ -207,6 +204,10 @@ impl Communicator {
     pub(super) fn abort(&self, why: &Error) {
         self.set_failed(why);
         let _gate = self.gate_until(Instant::now() + GRACE);
+        self.free();
+    }
+
+    fn free(&self) {
         if let Some(Handle(raw)) = self.take_handle() {
             // SAFETY: it is alive, and freed once. At most a thread that is blocked in a launch still uses it, which
             // NCCL's documentation allows for aborts.
@@ -240,10 +241,7 @@ impl Communicator {
 impl Drop for Communicator {
     /// Aborts a communicator that was not destroyed.
     fn drop(&mut self) {
-        if !self.is_over.swap(true, Ordering::AcqRel) {
-            // SAFETY: the flag says that it is alive, and nothing else uses it.
-            let _ = unsafe { sys::ncclCommAbort(self.raw) };
-        }
+        self.free();
     }
 }
 

@@ -68,19 +68,19 @@ impl Communicators {
 
     /// Marks the chosen communicators as failed, tells their peers, and returns them.
     fn fail(&self, why: &Error, is_chosen: impl Fn(&Arc<Communicator>) -> bool) -> Vec<Arc<Communicator>> {
-        let mut chosen = vec![];
-        for Member { communicator, peer_monitor } in &*self.0.lock() {
-            let Some(communicator) = communicator.upgrade().filter(|communicator| is_chosen(communicator)) else {
-                continue;
-            };
+        // Without the lock afterwards: the last reference to a communicator aborts it.
+        let alive = |member: &Member| Some((member.communicator.upgrade()?, member.peer_monitor.clone()));
+        let members: Vec<_> = self.0.lock().iter().filter_map(alive).collect();
+        let chosen = members.into_iter().filter(|(communicator, _)| is_chosen(communicator));
+        let fail = |(communicator, peer_monitor): (Arc<Communicator>, Option<Arc<dyn PeerMonitor>>)| {
             // Set before pending collectives end, because waiting threads ask for the reason.
             communicator.set_failed(why);
             if let Some(peer_monitor) = peer_monitor {
                 peer_monitor.fail(&Failure::of(why));
             }
-            chosen.push(communicator);
-        }
-        chosen
+            communicator
+        };
+        chosen.map(fail).collect()
     }
 }
 

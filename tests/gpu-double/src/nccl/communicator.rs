@@ -134,7 +134,8 @@ impl Communicator {
                     let all = all.map_err(system)?;
                     let numbers: Vec<u64> = all.as_chunks().0.iter().copied().map(u64::from_ne_bytes).collect();
                     let ranks = numbers.as_chunks::<3>().0;
-                    for (rank, [device, host, _]) in ranks.iter().enumerate() {
+                    let accepts = std::env::var("NCCL_MULTI_RANK_GPU_ENABLE").is_ok_and(|value| value == "1");
+                    for (rank, [device, host, _]) in ranks.iter().enumerate().filter(|_| !accepts) {
                         let is_it = |other: &[u64; 3]| other[..2] == [*device, *host];
                         if let Some(other) = ranks[..rank].iter().position(is_it) {
                             let why = format!(
