@@ -33,17 +33,23 @@ def main(home, archs, option, files):
             log = ctypes.create_string_buffer(size.value)
             ask(nvrtc, nvrtc.nvrtcGetProgramLog(program, log))
             cubin = ctypes.c_size_t()
+            names = set()
             if code == 0:
                 ask(nvrtc, nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(cubin)))
+                image = ctypes.create_string_buffer(cubin.value)
+                ask(nvrtc, nvrtc.nvrtcGetCUBIN(program, image))
+                # As `kernels/cuda/preloading.rs` finds them.
+                names = set(re.findall(rb"\.nv\.constant0\.([A-Za-z0-9_$]+)\0", image.raw))
             ask(nvrtc, nvrtc.nvrtcDestroyProgram(ctypes.byref(program)))
             said = log.value.decode(errors="replace").strip()
             # Warnings are errors, as for nvcc.
-            if code or said or not cubin.value:
+            if code or said or not names:
                 failed = True
                 print(f"{file}, sm_{arch}: {nvrtc.nvrtcGetErrorString(code).decode()}\n{said}", file=sys.stderr)
             else:
                 seconds = time.monotonic() - start
-                print(f"NVRTC: {file} for sm_{arch}, {cubin.value} bytes of machine code in {seconds:.2f} s")
+                size = f"{len(names)} kernels, {cubin.value} bytes of machine code"
+                print(f"NVRTC: {file} for sm_{arch}, {size} in {seconds:.2f} s")
     return 1 if failed else 0
 
 

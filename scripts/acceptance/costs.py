@@ -10,6 +10,11 @@ from .running import Failed, Skipped, TookTooLong, json_lines
 HEAD = ["model", "batch", "by", "tokens a second", "s a step", "GiB in use", "GiB planned", "MiB on the device"]
 HEAD += ["share of peak"]
 ATTENTION_HEAD = ["tokens", "by", "forward ms", "TFLOP/s", "backward ms", "TFLOP/s"]
+RATES_HEAD = ["kernel", "pass", "ms", "GB/s", "TFLOP/s"]
+# Flags of `bench kernels`: heads of 128, then of 64.
+KERNELS = [[], ["--heads", 64, "--kv-heads", 8, "--only", "attention"], ["--tokens", 2048, "--only", "attention"]]
+SMALL_KERNELS = [["--tokens", 64, "--width", 128, "--inner", 256, "--heads", 2, "--kv-heads", 1]]
+SMALL_KERNELS[0] += ["--vocabulary", 500, "--runs", 1]
 # Name, model, sequences, tokens.
 SHAPES = [
     ("Llama 3.2 1B", models.LLAMA_1B, 2, 2048),
@@ -83,6 +88,25 @@ def of_pytorch(measure):
         raise
     except Failed as why:
         raise Skipped(f"PyTorch failed: {why}") from why
+
+
+def rates(run):
+    """Yields the name and the function of the rows of this library's kernels."""
+    for flags in SMALL_KERNELS if run.args.small else KERNELS:
+        name = " ".join(map(str, ["kernels", *flags]))
+        yield name, functools.partial(rates_with, run, flags)
+
+
+def rates_with(run, flags):
+    """Measures kernels, and returns the rows of cells."""
+    command = [run.programs / "bench", "kernels", "--device", run.args.device, "--json", *flags]
+    rows, shape = [], "" if run.args.small else f" {' '.join(map(str, flags))}"
+    for found in json_lines(run.runner.run("kernels", command)):
+        rate = lambda key: f"{found[key]:.0f}" if key in found else ""  # noqa: B023, E731
+        rows.append([found["name"] + shape, found["pass"], f"{found['ms']:.3f}", rate("gb_s"), rate("tflop_s")])
+    if not rows:
+        raise Failed("`bench kernels` printed no row")
+    return rows
 
 
 def attention(run):

@@ -10,18 +10,21 @@ import sys
 import tempfile
 import time
 
-from . import binaries, costs, drills, machine, over_nccl, page, phases
+from . import binaries, costs, drills, machine, over_nccl, packed, page, phases
 from .main import positive
 from .running import Failed, Runner, Skipped, TookTooLong
 
 Step = collections.namedtuple("Step", "name title limit head jobs")
 # In the order of their worth. Limits are in seconds.
 STEPS = [
-    Step("nccl", "PyTorch's recorded runs over NCCL on a shared GPU", 210, over_nccl.HEAD, over_nccl.jobs),
-    Step("drills", "a killed and a stopped rank", 70, drills.HEAD, drills.jobs),
-    Step("kernels", "kernels, layers and random graphs on the GPU", 80, binaries.HEAD, binaries.jobs),
-    Step("speed", "a training step beside PyTorch's", 160, costs.HEAD, costs.steps),
+    Step("nccl", "PyTorch's recorded runs over NCCL on a shared GPU", 170, over_nccl.HEAD, over_nccl.jobs),
+    Step("drills", "a killed and a stopped rank", 40, drills.HEAD, drills.jobs),
+    Step("faults", "a skipped collective, and others that differ", 70, binaries.HEAD, binaries.faults),
+    Step("speed", "a training step beside PyTorch's", 120, costs.HEAD, costs.steps),
+    Step("rates", "kernels, with their bandwidth and arithmetic", 20, costs.RATES_HEAD, costs.rates),
     Step("attention", "PyTorch's attention", 20, costs.ATTENTION_HEAD, costs.attention),
+    Step("kernels", "layers and kernels beside f64, and random graphs", 60, binaries.HEAD, binaries.kernels),
+    Step("collectives", "every collective over NCCL, on 1 to 4 ranks", 40, binaries.HEAD, binaries.collectives),
 ]
 # Seconds that one command may take: longer than FSDP_TIMEOUT_S, whose error says what is wrong.
 COMMAND_S = 75
@@ -37,30 +40,33 @@ Shows on a machine with one GPU, in at most nine minutes, that real NCCL works a
 EPILOG = """\
 Examples:
 
-  With programs built with the features cuda and nccl:
-      scripts/one-gpu --programs DIR
+  With what scripts/one-gpu-pack made on another machine:
+      scripts/one-gpu --pack DIR
+  With programs built here with the features cuda and nccl:
+      scripts/one-gpu --programs target/release
   Without a GPU, on the device double:
       GPU_DOUBLE_DEVICES=1 scripts/gpu-double scripts/one-gpu --small
   To test the script itself, on CPUs:
       scripts/one-gpu --small --device cpu
 
-Needs Python 3.9 or newer and the programs; it builds nothing. FSDP_DEVICE_BACKEND is nccl-shared unless it is set. A
-step that reaches its limit is ended and reported as cut off. The report in --out is complete after each row: page.md,
-report.json, and log.txt with all output. The exit code is 0 if no step failed, was cut off or was not reached. A step
-that can't run is skipped, with a reason.
+Needs Python 3.9 or newer and the programs; it builds nothing. --out gets what is unpacked from --pack.
+FSDP_DEVICE_BACKEND is nccl-shared unless it is set. A step that reaches its limit is ended and reported as cut off. The
+report in --out is complete after each row: page.md, report.json, and log.txt with all output. The exit code is 0 if no
+step failed, was cut off or was not reached. A step that can't run is skipped, with a reason.
 """
 
 
 def parse(arguments):
-    lines = [f"  {step.name:<10}{step.title} (at most {step.limit} s)\n" for step in STEPS]
+    lines = [f"  {step.name:<13}{step.title} (at most {step.limit} s)\n" for step in STEPS]
     parser = argparse.ArgumentParser(
         prog="scripts/one-gpu",
         description=DESCRIPTION + "".join(lines),
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--pack", metavar="DIR", help="directory of the archives by scripts/one-gpu-pack")
     parser.add_argument("--programs", metavar="DIR", help="directory of the programs [default: target/release]")
-    parser.add_argument("--tests", metavar="DIR", help="directory of the test binaries `units` and `candle`")
+    parser.add_argument("--tests", metavar="DIR", help="directory of the test binaries `units`, `candle` and `cuda`")
     parser.add_argument("--budget", type=positive, default=540, metavar="S", help="seconds for all steps [540]")
     parser.add_argument("--small", action="store_true", help="small models, few steps: no meaningful speed")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="[default: cuda]")
@@ -73,6 +79,8 @@ def parse(arguments):
     args.steps = 3 if args.small else 6
     names = [step.name for step in STEPS]
     args.only = args.only.split(",") if args.only else names
+    if args.pack and (args.programs or args.tests):
+        parser.error("--pack has programs and tests: leave out --programs and --tests")
     for name in args.only:
         if name not in names:
             parser.error(f"--only: unknown step {name!r}; the steps are {', '.join(names)}")
@@ -84,7 +92,7 @@ def main(arguments=None):
     args = parse(arguments)
     # Resolve paths before changing the directory.
     args.programs = args.programs or os.path.join(os.environ.get("CARGO_TARGET_DIR", "target"), "release")
-    for name in ("programs", "tests", "out"):
+    for name in ("pack", "programs", "tests", "out"):
         if getattr(args, name):
             setattr(args, name, pathlib.Path(getattr(args, name)).resolve())
     # A virtual environment's Python is a link.
@@ -95,6 +103,15 @@ def main(arguments=None):
     logs.mkdir(parents=True, exist_ok=True)
     runner = Runner(logs, COMMAND_S * (SLOWER if args.small else 1))
     runner.grace = GRACE_S
+    if args.pack:
+        runner.own = out / "pack"
+        parts = packed.unpack(args.pack, runner.own)
+        if "programs" not in parts:
+            print(f"one-gpu: {args.pack} has no programs.tar.xz. scripts/one-gpu-pack makes it", file=sys.stderr)
+            return 2
+        args.programs = runner.own / "programs"
+        args.tests = runner.own / "tests" if "tests" in parts else None
+        runner.libraries = packed.libraries(runner.own, phases.chosen_python(args))
     report = {
         **machine.report(arguments, args.device),
         "nccl": None,
@@ -145,7 +162,7 @@ def do(step, found, run, end, write):
     if begin >= end:
         return
     print(f"\n==> {step.name}: {step.title} (at most {deadline - begin:.0f} s)", flush=True)
-    run.runner.deadline = deadline
+    run.runner.deadline, found["limit_s"] = deadline, round(deadline - begin)
     # The page says this if the machine is lost during the step.
     found["status"] = "interrupted"
     try:

@@ -108,9 +108,11 @@ def proof(log):
 
     >>> proof("NCCL version 2.28.9+cuda13.0\\nh:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0")
     (['NET/Socket'], '2.28.9+cuda13.0')
+    >>> proof("Channel 00 : 0[0] -> 1[0] via SHM/direct\\nChannel 00/0 : 1[0] -> 0[0] via P2P/direct pointer")
+    (['P2P', 'SHM'], None)
     >>> proof("")
     ([], None)
     """
-    transports = sorted(set(re.findall(r" via ((?:NET/)?[A-Za-z]+)", log)))
+    transports = sorted(set(re.findall(r" via ((?:NET/)?[A-Za-z0-9]+)", log)))
     version = re.search(r"NCCL version (\S+)", log)
     return transports, version and version.group(1)

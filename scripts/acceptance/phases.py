@@ -258,10 +258,15 @@ def pytorch(run):
     return {"torch": version, "runs": runs}
 
 
+def chosen_python(args):
+    """Returns the Python of --python, of .ci/install, or of PATH."""
+    own = pathlib.Path("target/interop/bin/python")
+    return args.python or (str(own) if own.exists() else shutil.which("python3"))
+
+
 def with_torch(run):
     """Returns a Python that has torch and transformers, and torch's version, or raises Skipped."""
-    own = pathlib.Path("target/interop/bin/python")
-    python = run.args.python or (str(own) if own.exists() else shutil.which("python3"))
+    python = chosen_python(run.args)
     probe = "import json, torch, transformers; from torch.distributed.fsdp import fully_shard; "
     probe += "print(json.dumps([torch.__version__, torch.cuda.is_available() and torch.cuda.device_count()]))"
     try:

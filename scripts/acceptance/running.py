@@ -42,6 +42,8 @@ class Runner:
         self.grace = 10
         # A file that gets the output of all commands, with times.
         self.together = None
+        # Programs of this directory search these directories for libraries. PyTorch must not.
+        self.own, self.libraries = None, []
         self.commands = []
 
     def run(self, name, command, env=None):
@@ -73,6 +75,10 @@ class Runner:
         print(f"    {name}: {line if len(line) < 100 else line[:97] + '...'}", flush=True)
         start = time.monotonic()
         mark = f"{os.getpid()}-{len(self.commands)}"
+        env = {**os.environ, **(env or {}), MARK: mark}
+        if self.own and any(str(part).startswith(str(self.own)) for part in command):
+            paths = [*self.libraries, *filter(None, [env.get("LD_LIBRARY_PATH")])]
+            env["LD_LIBRARY_PATH"] = os.pathsep.join(paths)
         with open(log, "w", encoding="utf-8") as errors, open(f"{log}.out", "w+", encoding="utf-8") as output:
             try:
                 # In a new process group, so that a launcher's ranks end with it.
@@ -81,7 +87,7 @@ class Runner:
                     stdout=output,
                     stderr=errors,
                     stdin=subprocess.DEVNULL,
-                    env={**os.environ, **(env or {}), MARK: mark},
+                    env=env,
                     start_new_session=True,
                 )
             except OSError as error:

@@ -56,6 +56,8 @@ fn a_step_waits_only_for_loss_and_norm_and_allocates_nothing() {
         let growths = |counts: &Counts| counts.sum("growth of the pool", |_| true);
         assert!(growths(first) > 0);
         assert_eq!((growths(short), growths(long)), (growths(first), growths(first)));
+        // Loading a kernel while a collective waits for other ranks would wait with it.
+        assert_eq!(long.by_name("loaded after a collective"), vec![]);
         // The first step has no pooled buffers during its forward.
         let [first, short, long] = [first, short, long].map(|counts| counts.bytes("peak_bytes"));
         assert!(first <= short && short == long, "{first}, {short} and {long} bytes");

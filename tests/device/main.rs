@@ -7,6 +7,7 @@ mod golden;
 mod hosts;
 mod matrix;
 mod memory;
+mod one_queue;
 mod plan;
 mod schedules;
 mod sharing;

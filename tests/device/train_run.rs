@@ -39,12 +39,15 @@ pub(crate) struct TrainRun<'a> {
     pub(crate) seed: u64,
     /// Further flags.
     pub(crate) flags: &'a [&'a str],
+    /// Further environment variables.
+    pub(crate) variables: &'a [(&'a str, &'a str)],
 }
 
 impl<'a> TrainRun<'a> {
     /// Returns the recorded run, with its sequences divided over the ranks.
     pub(crate) fn recorded(model: &'a str, ranks: usize) -> Self {
-        TrainRun { model, ranks, batch: 4 / ranks, engine: Engine::Nccl, steps: 20, seed: 0, flags: &[] }
+        let (engine, steps, seed, batch) = (Engine::Nccl, 20, 0, 4 / ranks);
+        TrainRun { model, ranks, batch, engine, steps, seed, flags: &[], variables: &[] }
     }
 
     /// Runs `train` in `dir`, where the double writes its reports.
@@ -68,6 +71,7 @@ impl<'a> TrainRun<'a> {
         command.env("FSDP_NCCL_CHECK", "timeout").env("GPU_DOUBLE_SEED", self.seed.to_string());
         // The small models fit into one segment of the default size.
         command.env("GPU_DOUBLE_REPORT", dir).env("GPU_DOUBLE_SEGMENT", "131072");
+        command.envs(self.variables.iter().copied());
         fsdp_test_support::run(command, Duration::from_secs(300))
     }
 

@@ -26,8 +26,8 @@ pub(crate) use cpu::{Float, host_elements};
 pub(crate) use cuda::{
     Draw, FlashAttention, Heads, LossOptions, Matrix, MatrixLayout, Normalization, Rotation, ScoreBlock, Visibility,
     activate, activate_back, add_product, add_products, add_rows, candle_device, compute_stream, device_count,
-    drop_elements, logits_back, losses, normalize, normalize_back, ones, rescale_powers, rotate, row_statistics,
-    swiglu, swiglu_back, swiglu_halves, swiglu_halves_back, uninit, wide, write_product,
+    drop_elements, logits_back, losses, normalize, normalize_back, ones, preload, rescale_powers, rotate,
+    row_statistics, swiglu, swiglu_back, swiglu_halves, swiglu_halves_back, uninit, wide, write_product,
 };
 pub(crate) use eight_bits::{EightBits, STATE_BLOCK};
 pub(crate) use slice::{Slice, SliceMut, ViewMut};

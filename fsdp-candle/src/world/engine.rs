@@ -20,13 +20,13 @@ const NO_NCCL: &str = "this build has no NCCL: build it with `--features nccl`, 
 /// Returns the group of all ranks, which also moves device memory. Collective.
 pub(super) fn add_device(device: &Device, group: ProcessGroup) -> Result<ProcessGroup> {
     let stream = crate::kernels::compute_stream(device)?;
-    let engine = engine(&stream, &group)?;
+    let engine = engine(device, &stream, &group)?;
     Ok(group.on_device(engine)?)
 }
 
 /// Returns the engine of the device that computes on `stream`: NCCL, unless the build lacks it, two ranks share a
 /// device, or the environment chooses the host. All ranks use the same kind.
-fn engine(stream: &Arc<CudaStream>, group: &ProcessGroup) -> Result<Box<dyn DeviceEngine>> {
+fn engine(device: &Device, stream: &Arc<CudaStream>, group: &ProcessGroup) -> Result<Box<dyn DeviceEngine>> {
     let wanted = std::env::var(VARIABLE).ok();
     let several = group.size() > 1;
     // Ranks may have different environments, but not different collectives.
@@ -46,6 +46,7 @@ fn engine(stream: &Arc<CudaStream>, group: &ProcessGroup) -> Result<Box<dyn Devi
     }
     let by_nccl = u32::from(wants_nccl(wanted.as_deref(), &sharing)? && several);
     if group.all_reduce_scalar(by_nccl, ReduceOp::Min)? == 1 {
+        crate::kernels::preload(device)?;
         return nccl(stream, group);
     }
     Ok(Box::new(HostStaging::new(stream)?))

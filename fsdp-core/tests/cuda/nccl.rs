@@ -12,7 +12,7 @@ use fsdp_core::{
 };
 
 use crate::{
-    ranks::{host, nccl, own, start},
+    ranks::{host, nccl, own, seconds, start},
     values::{down, up},
 };
 
@@ -21,7 +21,7 @@ fn sum(group: &ProcessGroup, compute: &Arc<CudaStream>, len: usize) -> Work {
 }
 
 pub(crate) fn run(role: &str, compute: &Arc<CudaStream>) -> Option<String> {
-    let timeout = |seconds: f64| Options::default().with_timeout(Duration::from_secs_f64(seconds));
+    let timeout = |limit: f64| Options::default().with_timeout(seconds(limit));
     Some(match role {
         "shares a device" => {
             let host = host(Options::default()).unwrap();
@@ -95,7 +95,7 @@ fn fails_in_two_groups(world: &ProcessGroup, others: &ProcessGroup, compute: &Ar
         return sum(&part, compute, 8).then(Stream::Host).unwrap_err().to_string();
     }
     let first = sum(world, compute, 8);
-    std::thread::sleep(Duration::from_secs(4));
+    std::thread::sleep(seconds(4.));
     let [first, second] = [first, sum(&part, compute, 8)].map(|work| work.then(Stream::Host).unwrap_err());
     assert_eq!(first.to_string(), second.to_string());
     stays_failed(world, compute, &first);

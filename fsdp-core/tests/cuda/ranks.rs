@@ -1,6 +1,7 @@
 //! Ranks as processes: each test runs this binary again, once for each rank, with the name of a role.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use cudarc::driver::{CudaContext, CudaStream};
 use fsdp_core::{
@@ -10,12 +11,28 @@ use fsdp_core::{
 };
 use fsdp_test_support::ranks::{self, Job};
 
+/// Returns whether all ranks compute on device 0, each as a host of its own to NCCL, for tests on one GPU. NCCL is
+/// then slow.
+fn on_one_device() -> bool {
+    std::env::var_os("FSDP_TEST_ONE_DEVICE").is_some()
+}
+
+/// Returns a time limit or a delay of a test. On one device it is longer.
+pub(crate) fn seconds(seconds: f64) -> Duration {
+    Duration::from_secs_f64(if on_one_device() { 5. * seconds } else { seconds })
+}
+
 /// Starts a rank for each of `devices`, which the rank computes on, with `role` and further variables.
 pub(crate) fn start(role: &str, devices: &[usize], variables: &[(&str, &str)]) -> Job {
     let port = ranks::port();
     Job::start(devices.iter().enumerate().map(|(rank, device)| {
         let mut command = ranks::command("roles::run_as_a_rank", role, (rank, devices.len()), port);
-        command.env("FSDP_TEST_DEVICE", device.to_string()).envs(variables.iter().copied());
+        if on_one_device() {
+            command.env("FSDP_TEST_DEVICE", "0").env("NCCL_HOSTID", format!("rank-{rank}"));
+        } else {
+            command.env("FSDP_TEST_DEVICE", device.to_string());
+        }
+        command.envs(variables.iter().copied());
         command
     }))
 }

@@ -58,6 +58,9 @@ pub(crate) struct Settings {
     pub(crate) driver: u64,
     /// Compute capability of the devices (`GPU_DOUBLE_CAPABILITY`, 90 for 9.0).
     pub(crate) capability: u64,
+    /// Whether a device has one queue for all streams (`CUDA_DEVICE_MAX_CONNECTIONS=1`). An operation then begins only
+    /// after all that were queued before it have begun.
+    pub(crate) one_queue: bool,
 }
 
 impl Settings {
@@ -71,6 +74,7 @@ impl Settings {
             stall: Duration::from_secs(number("GPU_DOUBLE_STALL", 300)?),
             driver: number("GPU_DOUBLE_DRIVER", TOOLKIT)?,
             capability: number("GPU_DOUBLE_CAPABILITY", 90)?,
+            one_queue: number("CUDA_DEVICE_MAX_CONNECTIONS", 8)? == 1,
         })
     }
 }
@@ -117,6 +121,8 @@ pub(crate) struct Core {
     pub(crate) legacy: HashMap<usize, usize>,
     pub(crate) per_thread: HashMap<(u64, usize), usize>,
     pub(crate) schedule: Schedule,
+    /// Ends of the operations that were queued last, by context.
+    last: HashMap<usize, Point>,
     /// Operations that the host has waited for, and that a thread learned by queries.
     host: Clock,
     learnt: HashMap<u64, Clock>,
@@ -195,8 +201,12 @@ impl Core {
         let this = self.streams.get_mut(stream);
         this.queued += 1;
         this.clock.advance(stream, this.queued);
-        this.queue.push_back(Entry { what: what.into(), after, run: Some(run), waits: false, retires });
-        Point { stream, number: this.queued }
+        let point = Point { stream, number: this.queued };
+        let behind = if self.settings.one_queue { self.last.insert(this.context, point) } else { None };
+        let run = Some(run);
+        let entry = Entry { what: what.into(), after, behind, run, has_begun: false, waits: false, retires };
+        this.queue.push_back(entry);
+        point
     }
 
     pub(crate) fn enqueue(&mut self, stream: usize, operation: Operation) -> Result<Point, Fault> {
@@ -267,6 +277,7 @@ impl Machine {
             legacy: HashMap::new(),
             per_thread: HashMap::new(),
             schedule: Schedule::new(settings.seed, report::rank()),
+            last: HashMap::new(),
             host: Clock::default(),
             learnt: HashMap::new(),
             executing: false,
@@ -357,6 +368,7 @@ impl Machine {
     fn step<'a>(&'a self, mut core: MutexGuard<'a, Core>, stream: usize) -> Result<MutexGuard<'a, Core>, Fault> {
         let entry = &mut core.streams.get_mut(stream).queue[0];
         let mut run = entry.run.take().expect("one operation runs at a time");
+        entry.has_begun = true;
         core.executing = true;
         drop(core);
         IN_OPERATION.set(true);

@@ -14,7 +14,8 @@
 //! operations by name), `host synchronisation` (calls, by function, that may make the host wait; queries are not
 //! counted), `allocation` and `free` (by function), `growth of the pool` (allocations that made the driver's pool take
 //! memory from the device), `copy bytes` (by direction), `pageable copy` (copies from host memory that is not pinned, by
-//! function and size), and the categories of the double's other libraries.
+//! function and size), `loaded after a collective` (kernels, and modules by their count), and the categories of the
+//! double's other libraries.
 //!
 //! # Faults
 //! A fault is one line on stderr that begins with `gpu double: `, and the end of the process with exit code 86.
@@ -63,6 +64,13 @@ pub(crate) fn count(what: &str) {
 pub(crate) fn count_many(what: &str, by: u64) {
     let (category, name) = what.split_once(": ").unwrap_or((what, what));
     with(|report| *report.counts.entry(category.into()).or_default().entry(name.into()).or_default() += by);
+}
+
+/// Counts what is loaded after the first collective. CUDA may then wait for the device, and thus for other ranks.
+pub(crate) fn count_loaded(what: &str) {
+    if with(|report| report.counts.contains_key("nccl")) {
+        count(&format!("loaded after a collective: {what}"));
+    }
 }
 
 /// Records a change of the device memory in use.

@@ -65,8 +65,12 @@ pub(crate) struct Entry {
     pub(crate) what: Arc<str>,
     /// Ends of other streams' operations that come first.
     pub(crate) after: Vec<Point>,
+    /// An operation that must begin first.
+    pub(crate) behind: Option<Point>,
     /// `None` while the operation runs.
     pub(crate) run: Option<Run>,
+    /// Whether the operation was called.
+    pub(crate) has_begun: bool,
     /// Whether the operation was called and waits for other processes.
     pub(crate) waits: bool,
     /// Memory, with its length, that is unused after this operation.
@@ -167,7 +171,15 @@ impl Streams {
 
     fn can_begin(&self, stream: usize) -> bool {
         let first = self.0[stream].queue.front();
-        first.is_some_and(|entry| entry.run.is_some() && entry.after.iter().all(|point| self.reached(*point)))
+        first.is_some_and(|entry| {
+            let is_next = entry.behind.is_none_or(|point| self.has_begun(point));
+            entry.run.is_some() && is_next && entry.after.iter().all(|point| self.reached(*point))
+        })
+    }
+
+    fn has_begun(&self, Point { stream, number }: Point) -> bool {
+        let Stream { done, queue, .. } = &self.0[stream];
+        *done >= number || (*done + 1 == number && queue.front().is_some_and(|entry| entry.has_begun))
     }
 
     /// Returns the [`ready`](Self::ready) streams that are needed to reach `goals`.
@@ -183,6 +195,7 @@ impl Streams {
                 ready.push(point.stream);
             } else if let Some(first) = self.0[point.stream].queue.front() {
                 open.extend(first.after.iter().filter(|after| !self.reached(**after)));
+                open.extend(first.behind.filter(|before| !self.has_begun(*before)));
             }
         }
         ready

@@ -22,6 +22,7 @@ mod communication;
 mod disk;
 mod finite;
 mod images;
+mod kernels;
 mod layers;
 mod memory;
 mod meter;
@@ -35,7 +36,7 @@ mod step;
 ///
 ///     fsdp-launch --nproc-per-node 2 bench collectives
 ///
-/// `bench attention`, `layers`, `peers` and `plan` need no launcher, nor do `bench ckpt` and `bench step` with
+/// `bench attention`, `kernels`, `layers`, `peers` and `plan` need no launcher, nor do `bench ckpt` and `bench step` with
 /// `--world 2`.
 #[derive(Parser)]
 #[command(name = "bench", version, verbatim_doc_comment)]
@@ -56,6 +57,8 @@ enum What {
     Disk(disk::Args),
     /// Cost of the checks for NaN and infinity: in each step, and before a save.
     Finite(finite::Args),
+    /// Bandwidth and arithmetic of the kernels of a training step. Needs no launcher.
+    Kernels(kernels::Args),
     /// Time of layers beside candle_nn's. Needs no launcher.
     Layers(layers::Args),
     /// Memory of a training step on each rank: between steps, and its peak.
@@ -96,6 +99,7 @@ fn main() -> ExitCode {
         return outcome.map_or_else(failed, |()| ExitCode::SUCCESS);
     }
     let device = match &cli.what {
+        What::Kernels(args) => args.device,
         What::Memory(args) => args.device,
         What::Step(args) => args.device,
         _ => DeviceChoice::Cpu,
@@ -105,6 +109,7 @@ fn main() -> ExitCode {
         What::Collectives(args) => collectives::run(&args, world),
         What::Disk(args) => disk::run(&args, world),
         What::Finite(args) => finite::run(&args, world),
+        What::Kernels(args) => kernels::run(&args, world),
         What::Memory(args) => memory::run(&args, world),
         What::Step(args) => step::run(&args, world),
         // These ran above.

@@ -1,5 +1,6 @@
 //! Compiles the files of kernels by NVRTC while the program runs, and loads them.
 
+use std::collections::HashMap;
 use std::ffi::{CString, c_char, c_int};
 use std::fmt::Display;
 use std::panic::resume_unwind;
@@ -8,12 +9,13 @@ use std::thread;
 
 use candle_core::cuda_backend::kernels as candle_kernels;
 use cudarc::driver::sys::CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION;
-use cudarc::driver::{self, CudaModule, CudaStream, DriverError};
+use cudarc::driver::{self, CudaContext, CudaFunction, CudaModule, CudaStream, DriverError};
 use cudarc::nvrtc::Ptx;
 use cudarc::nvrtc::result::{self, NvrtcError};
 use cudarc::nvrtc::sys::{self, nvrtcProgram};
 use fsdp_core::device::cuda::failed;
 
+use super::preloading::kernel_names;
 use crate::error::{Error, Result};
 
 /// A kernel: its module, and its name, which no other module has.
@@ -86,35 +88,67 @@ const HEADERS: [(&str, &str); 7] = [
     ("visible_keys.cuh", include_str!("visible_keys.cuh")),
 ];
 
-/// Compiles all files for the stream's device, and loads them, in the order of [`Module`]. Fails if the driver can't
-/// load Candle's kernels either. Kernels are loaded before the first collective, because CUDA may wait for the device
-/// when it loads a module.
-pub(super) fn load(stream: &CudaStream) -> Result<Vec<Arc<CudaModule>>> {
-    let context = stream.context();
-    let refused = |what: &str, why: &dyn Display| Error::Core(failed(stream, what, why));
-    let (major, minor) = context.compute_capability().map_err(|error| refused("asking for its capability", &error))?;
-    let device = major * 10 + minor;
-    // One of Candle's modules. nvcc compiled all of them alike.
-    let ptx = candle_kernels::FILL.ptx();
-    if let Err(error) = context.load_module(ptx.into()) {
-        return Err(refused("loading Candle's kernels", &why_not(&error, ptx, device)));
+/// The kernels of a device.
+pub(super) struct Library {
+    /// The files, in the order of [`Module`].
+    modules: Vec<Arc<CudaModule>>,
+    functions: HashMap<String, CudaFunction>,
+}
+
+impl Library {
+    /// Compiles all files for the stream's device, and loads every kernel. Fails if the driver can't load Candle's
+    /// kernels either.
+    pub(super) fn new(stream: &CudaStream) -> Result<Self> {
+        let context = stream.context();
+        let refused = |what: &str, why: &dyn Display| Error::Core(failed(stream, what, why));
+        let (major, minor) =
+            context.compute_capability().map_err(|error| refused("asking for its capability", &error))?;
+        let device = major * 10 + minor;
+        // One of Candle's modules. nvcc compiled all of them alike.
+        let ptx = candle_kernels::FILL.ptx();
+        if let Err(error) = context.load_module(ptx.into()) {
+            return Err(refused("loading Candle's kernels", &why_not(&error, ptx, device)));
+        }
+        let what = format!("compiling kernels for sm_{device}");
+        let supported = supported().map_err(|error| refused(&what, &error))?;
+        let target = Target::of(device, &supported)
+            .ok_or_else(|| refused(&what, &"NVRTC supports only newer devices. Use an older CUDA toolkit"))?;
+        // Own threads: rayon's could steal a task that needs the lock of the caller.
+        let compiled = thread::scope(|scope| {
+            let started = Module::SOURCES.map(|(name, text)| (name, scope.spawn(move || compile(name, text, target))));
+            let ended = started.into_iter().map(|(name, thread)| {
+                let compiled = thread.join().unwrap_or_else(|panic| resume_unwind(panic));
+                compiled.map_err(|why| refused(&format!("compiling {name} for {}", target.option()), &why))
+            });
+            ended.collect::<Result<Vec<_>>>()
+        })?;
+        let mut library = Library { modules: vec![], functions: HashMap::new() };
+        let loaded = compiled.into_iter().try_for_each(|image| library.add(context, image));
+        loaded.map_err(|error| refused("loading kernels", &error)).map(|()| library)
     }
-    let what = format!("compiling kernels for sm_{device}");
-    let supported = supported().map_err(|error| refused(&what, &error))?;
-    let target = Target::of(device, &supported)
-        .ok_or_else(|| refused(&what, &"NVRTC supports only newer devices. Use an older CUDA toolkit"))?;
-    // Own threads: rayon's could steal a task that needs the lock of the caller.
-    let compiled = thread::scope(|scope| {
-        let started = Module::SOURCES.map(|(name, text)| (name, scope.spawn(move || compile(name, text, target))));
-        let ended = started.into_iter().map(|(name, thread)| {
-            let compiled = thread.join().unwrap_or_else(|panic| resume_unwind(panic));
-            compiled.map_err(|why| refused(&format!("compiling {name} for {}", target.option()), &why))
-        });
-        ended.collect::<Result<Vec<_>>>()
-    })?;
-    let loaded = compiled.into_iter().map(|image| context.load_module(image));
-    let loaded: std::result::Result<_, DriverError> = loaded.collect();
-    loaded.map_err(|error| refused("loading kernels", &error))
+
+    fn add(&mut self, context: &Arc<CudaContext>, image: Vec<u8>) -> std::result::Result<(), DriverError> {
+        let names = kernel_names(&image);
+        let module = context.load_module(Ptx::from_binary(image))?;
+        for name in names {
+            let function = module.load_function(&name)?;
+            self.functions.insert(name, function);
+        }
+        self.modules.push(module);
+        Ok(())
+    }
+
+    /// Returns a kernel.
+    pub(super) fn function(
+        &self,
+        Kernel { module, name }: Kernel<'_>,
+    ) -> std::result::Result<CudaFunction, DriverError> {
+        match self.functions.get(name) {
+            Some(function) => Ok(function.clone()),
+            // Its image did not show its name.
+            None => self.modules[module as usize].load_function(name),
+        }
+    }
 }
 
 /// The code that NVRTC generates from a file. Architectures are numbers such as 90 for `sm_90`.
@@ -158,7 +192,7 @@ fn supported() -> std::result::Result<Vec<c_int>, NvrtcError> {
 }
 
 /// Compiles a file. The error is the compiler's output, or the reason why it did not run.
-fn compile(name: &str, text: &str, target: Target) -> std::result::Result<Ptx, String> {
+fn compile(name: &str, text: &str, target: Target) -> std::result::Result<Vec<u8>, String> {
     let program = Program::new(name, &with_headers(name, text))?;
     // Without fused multiply-add, so that the bits equal the CPU's.
     let options = ["--fmad=false".to_owned(), format!("--gpu-architecture={}", target.option())];
@@ -170,7 +204,7 @@ fn compile(name: &str, text: &str, target: Target) -> std::result::Result<Ptx, S
         return Err(if log.is_empty() { error.to_string() } else { log });
     }
     let image = program.image(target).map_err(|error| error.to_string())?;
-    if image.is_empty() { Err("NVRTC returned no code".into()) } else { Ok(Ptx::from_binary(image)) }
+    if image.is_empty() { Err("NVRTC returned no code".into()) } else { Ok(image) }
 }
 
 /// A program of NVRTC.

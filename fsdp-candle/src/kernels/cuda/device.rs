@@ -1,17 +1,17 @@
 //! The CUDA devices of this process: one compute stream for each device, shared by all users, and its compiled kernels.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
 
 use candle_core::backend::BackendDevice;
 use candle_core::{CudaDevice, Device, DeviceLocation, Tensor, bail};
-use cudarc::driver::{CudaContext, CudaFunction, CudaModule, CudaStream, LaunchConfig, PushKernelArg};
+use cudarc::driver::{CudaContext, CudaStream, DriverError, LaunchConfig, PushKernelArg};
 use fsdp_core::device::cuda::{CudaMemory, CudaView, failed, ready};
 use fsdp_core::{Buffer, DType, DeviceId, View};
 use parking_lot::Mutex;
 
 use super::super::slice::{Slice, SliceMut, ViewMut};
-use super::compiler::{Kernel, load};
+use super::compiler::{Kernel, Library};
 use super::host_copies::Staging;
 use crate::error::{Error, Result};
 
@@ -119,9 +119,7 @@ pub(super) const MAX_PARTIALS: usize = 512;
 pub(in crate::kernels) struct CudaKernels {
     pub(super) device: CudaDevice,
     pub(super) stream: Arc<CudaStream>,
-    /// The modules by their number.
-    modules: Vec<Arc<CudaModule>>,
-    functions: Mutex<HashMap<String, CudaFunction>>,
+    library: Library,
     /// Partial results of a reduction, locked from its first kernel's launch to its last one's.
     pub(super) partials: Mutex<CudaMemory>,
     copies: OnceLock<Copies>,
@@ -138,13 +136,12 @@ pub(super) struct Copies {
 
 impl CudaKernels {
     pub(super) fn new(device: CudaDevice, stream: Arc<CudaStream>) -> Result<Self> {
-        let modules = load(&stream)?;
+        let library = Library::new(&stream)?;
         let partials = Mutex::new(CudaMemory::uninit(&stream, DType::F64, MAX_PARTIALS)?);
         Ok(CudaKernels {
             device,
             stream,
-            modules,
-            functions: Mutex::default(),
+            library,
             partials,
             copies: OnceLock::new(),
             staging: Staging::default(),
@@ -211,7 +208,10 @@ impl CudaKernels {
         args: &[Arg],
     ) -> candle_core::Result<()> {
         let kernel = kernel.into();
-        let function = self.function(kernel, stream)?;
+        let refused = |what: &str, error: DriverError| {
+            Error::Core(failed(stream, &format!("{what} kernel {}", kernel.name), &error))
+        };
+        let function = self.library.function(kernel).map_err(|error| refused("finding", error))?;
         let mut builder = stream.launch_builder(&function);
         for arg in args {
             match arg {
@@ -223,21 +223,8 @@ impl CudaKernels {
         }
         // SAFETY: ensured by the caller.
         let launched = unsafe { builder.launch(config) };
-        launched.map_err(|error| Error::Core(failed(stream, &format!("launching kernel {}", kernel.name), &error)))?;
+        launched.map_err(|error| refused("launching", error))?;
         Ok(())
-    }
-
-    fn function(&self, Kernel { module, name }: Kernel<'_>, stream: &CudaStream) -> candle_core::Result<CudaFunction> {
-        let mut functions = self.functions.lock();
-        if let Some(function) = functions.get(name) {
-            return Ok(function.clone());
-        }
-        let Some(loaded) = self.modules.get(module as usize) else { bail!("{module:?} is not compiled") };
-        let function = loaded.load_function(name);
-        let function =
-            function.map_err(|error| Error::Core(failed(stream, &format!("finding kernel {name}"), &error)))?;
-        functions.insert(name.into(), function.clone());
-        Ok(function)
     }
 
     /// Allocates memory with unspecified values, for a kernel to write.

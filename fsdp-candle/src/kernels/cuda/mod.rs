@@ -18,6 +18,7 @@ mod flash_attention;
 mod host_copies;
 mod losses;
 mod norms;
+mod preloading;
 mod product;
 mod rotary;
 
@@ -47,6 +48,7 @@ pub(crate) use embedding::add_rows;
 pub(crate) use flash_attention::{FlashAttention, Heads};
 pub(crate) use losses::{LossOptions, logits_back, losses, rescale_powers, row_statistics};
 pub(crate) use norms::{Normalization, normalize, normalize_back};
+pub(crate) use preloading::preload;
 pub(crate) use product::{Matrix, MatrixLayout, add_product, add_products, write_product};
 pub(crate) use rotary::{Rotation, rotate};
 

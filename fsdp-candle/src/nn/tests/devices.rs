@@ -55,7 +55,7 @@ fn dropout_draws_the_bits_of_the_cpu() {
 }
 
 /// Returns the elements. A dropped element is 0 or -0.
-fn bits(tensor: &Tensor) -> Vec<u64> {
+pub(super) fn bits(tensor: &Tensor) -> Vec<u64> {
     let host = on_host(tensor).to_dtype(DType::F64).unwrap().flatten_all().unwrap();
     host.to_vec1::<f64>().unwrap().into_iter().map(|x| (x + 0.).to_bits()).collect()
 }
@@ -73,28 +73,49 @@ fn precision(dtype: DType) -> f64 {
 /// Compares `f` of these inputs on the device with `f` in f64 on the CPU: the result, and all gradients under a loss
 /// that weighs every element differently.
 fn compare(what: &str, device: &Device, inputs: &[Var], f: impl Fn(&[Tensor]) -> Result<Tensor>) {
+    compare_within(what, precision(inputs[0].dtype()), device, inputs, f);
+}
+
+/// As [`compare`], with a tolerance. Returns the result and the gradients of the device.
+pub(super) fn compare_within(
+    what: &str,
+    tolerance: f64,
+    device: &Device,
+    inputs: &[Var],
+    f: impl Fn(&[Tensor]) -> Result<Tensor>,
+) -> Vec<Tensor> {
     let dtype = inputs[0].dtype();
-    let run = |of: &dyn Fn(&Tensor) -> Tensor| {
-        let vars: Vec<Var> = inputs.iter().map(|x| Var::from_tensor(&of(&x.as_detached_tensor())).unwrap()).collect();
-        let tensors: Vec<Tensor> = vars.iter().map(|var| var.as_tensor().clone()).collect();
-        let y = f(&tensors).unwrap_or_else(|error| panic!("{what}: {error}"));
-        // Odd numbers of sixteenths, so that each dtype has the same weights, and none is 0.
-        let weights = (random(99, y.dims(), DType::F32).as_detached_tensor() * 8.).unwrap().floor().unwrap();
-        let weights =
-            weights.affine(0.125, 0.0625).unwrap().to_dtype(y.dtype()).unwrap().to_device(y.device()).unwrap();
-        let mut grads = (&y * weights).unwrap().sum_all().unwrap().backward().unwrap();
-        let grads = vars.iter().map(|var| grads.remove(var).map(|grad| on_host(&grad))).collect::<Vec<_>>();
-        (on_host(&y.detach()), grads)
-    };
-    let (y, grads) = run(&|x| x.to_device(device).unwrap());
-    let (expected, expected_grads) = run(&|x| x.to_dtype(DType::F64).unwrap());
-    let like = |expected: &Tensor, found: &Tensor| expected.to_dtype(found.dtype()).unwrap();
-    assert_close(&format!("{what} {dtype:?}: result"), &y, &like(&expected, &y), precision(dtype));
-    for (i, (grad, expected)) in grads.iter().zip(&expected_grads).enumerate() {
-        let grad = grad.as_ref().unwrap_or_else(|| panic!("{what} {dtype:?}: no gradient for input {i}"));
-        let what = format!("{what} {dtype:?}: gradient of input {i}");
-        assert_close(&what, grad, &like(expected.as_ref().unwrap(), grad), 2. * precision(dtype));
+    let found = run(what, inputs, &|x| x.to_device(device), &f);
+    let expected = run(what, inputs, &|x| x.to_dtype(DType::F64), &f);
+    for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {
+        let (part, factor) = if i == 0 { ("result".into(), 1.) } else { (format!("gradient of input {}", i - 1), 2.) };
+        let expected = expected.to_dtype(found.dtype()).unwrap();
+        assert_close(&format!("{what} {dtype:?}: {part}"), found, &expected, factor * tolerance);
     }
+    found
+}
+
+/// Returns the result of `f` and the gradient of each input, on the host. `of` places an input.
+pub(super) fn run(
+    what: &str,
+    inputs: &[Var],
+    of: &dyn Fn(&Tensor) -> Result<Tensor>,
+    f: &dyn Fn(&[Tensor]) -> Result<Tensor>,
+) -> Vec<Tensor> {
+    let place = |x: &Var| Var::from_tensor(&of(&x.as_detached_tensor()).unwrap()).unwrap();
+    let vars: Vec<Var> = inputs.iter().map(place).collect();
+    let tensors: Vec<Tensor> = vars.iter().map(|var| var.as_tensor().clone()).collect();
+    let y = f(&tensors).unwrap_or_else(|error| panic!("{what}: {error}"));
+    // Odd numbers of sixteenths, so that each dtype has the same weights, and none is 0.
+    let weights = (random(99, y.dims(), DType::F32).as_detached_tensor() * 8.).unwrap().floor().unwrap();
+    let weights = weights.affine(0.125, 0.0625).unwrap().to_dtype(y.dtype()).unwrap().to_device(y.device()).unwrap();
+    let mut grads = (&y * weights).unwrap().sum_all().unwrap().backward().unwrap();
+    let mut found = vec![on_host(&y.detach())];
+    for (i, var) in vars.iter().enumerate() {
+        let grad = grads.remove(var).unwrap_or_else(|| panic!("{what}: no gradient for input {i}"));
+        found.push(on_host(&grad));
+    }
+    found
 }
 
 /// Rows of a warp and of a block, with and without packs, and more rows than a stretch of the weights' sums.

@@ -6,6 +6,8 @@ mod devices;
 mod layers;
 mod loss;
 mod mirror;
+#[cfg(feature = "cuda")]
+mod random_on_devices;
 mod swiglu;
 
 use candle_core::{DType, Device, Result, Tensor, Var};

@@ -47,6 +47,11 @@ impl Communicators {
         members.push(Member { communicator: Arc::downgrade(communicator), peer_monitor });
     }
 
+    /// Returns whether the rank has none.
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.lock().iter().all(|member| member.communicator.strong_count() == 0)
+    }
+
     /// Aborts one, and all others if its abort does not end: pending collectives end, and later ones fail with this
     /// error. The peers in the groups of these learn the reason. Does not return if NCCL can't end them: the process
     /// then ends.

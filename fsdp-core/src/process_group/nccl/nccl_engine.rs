@@ -34,6 +34,9 @@ use crate::{
 /// Environment variable that chooses when ranks compare what they issue.
 const CHECK: &str = "FSDP_NCCL_CHECK";
 
+/// CUDA's variable of the number of a device's queues for work of all streams.
+const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
+
 /// Bytes of each rank's share in the collectives that connect the ranks.
 const CONNECT_BYTES: usize = 256;
 
@@ -68,14 +71,15 @@ impl Nccl {
     /// # Errors
     /// [`Error::Device`] if NCCL cannot connect the ranks within the group's timeout or refuses their devices, or the
     /// device refuses a stream. [`Error::PeerLost`] if a rank is lost meanwhile. [`Error::Env`] if `FSDP_NCCL_CHECK` is
-    /// invalid.
+    /// invalid. A group split from `host` also fails with `FSDP_NCCL_CHECK=always` and `CUDA_DEVICE_MAX_CONNECTIONS=1`.
     pub fn new(host: &ProcessGroup, compute: &Arc<CudaStream>) -> Result<Nccl> {
         Self::among(Arc::default(), host, compute)
     }
 
     /// Creates the engine of a group among others.
     fn among(communicators: Arc<Communicators>, host: &ProcessGroup, compute: &Arc<CudaStream>) -> Result<Nccl> {
-        let checks = checks(std::env::var(CHECK).ok())?;
+        let connections = if communicators.is_empty() { None } else { std::env::var(CONNECTIONS).ok() };
+        let checks = checks(std::env::var(CHECK).ok(), connections)?;
         let _span = tracing::debug_span!("nccl_init", group = host.name(), ranks = host.size()).entered();
         let driver = |error: DriverError| failed(compute, "making a stream for communication", &error);
         compute.context().bind_to_thread().map_err(driver)?;
@@ -174,9 +178,16 @@ impl Nccl {
     }
 }
 
-fn checks(value: Option<String>) -> Result<bool> {
+/// Returns whether ranks compare each collective first. `connections` is CUDA's number of queues, where other groups use
+/// the device.
+fn checks(value: Option<String>, connections: Option<String>) -> Result<bool> {
     match value.as_deref() {
         None | Some("timeout") => Ok(false),
+        // The groups' threads enqueue in different orders on different ranks.
+        Some("always") if connections.as_deref() == Some("1") => Err(Error::Env(format!(
+            "{CHECK}=always with {CONNECTIONS}=1: with one queue, collectives of several groups could wait for each other. \
+             Unset {CONNECTIONS} while you use {CHECK}=always"
+        ))),
         Some("always") => Ok(true),
         Some(other) => Err(Error::Env(format!(
             "{CHECK}={other:?}: choose \"always\", to compare what ranks issue before each collective, or \"timeout\", \
@@ -483,9 +494,13 @@ mod tests {
 
     #[test]
     fn the_check_is_chosen_by_name() {
-        let of = |value: &str| checks(Some(value.into()));
-        assert_eq!((checks(None).unwrap(), of("timeout").unwrap(), of("always").unwrap()), (false, false, true));
+        let of = |value: &str| checks(Some(value.into()), None);
+        assert_eq!((checks(None, None).unwrap(), of("timeout").unwrap(), of("always").unwrap()), (false, false, true));
         let error = of("sometimes").unwrap_err().to_string();
         assert!(error.contains("FSDP_NCCL_CHECK=\"sometimes\": choose \"always\""), "{error}");
+        let with = |connections: &str| checks(Some("always".into()), Some(connections.into()));
+        assert!(with("8").unwrap());
+        let error = with("1").unwrap_err().to_string();
+        assert!(error.contains("Unset CUDA_DEVICE_MAX_CONNECTIONS"), "{error}");
     }
 }

@@ -91,6 +91,7 @@ fn load(module: *mut *mut c_void, image: &str) -> c_int {
         Err((status, why)) => return refuse(status, &why),
         Ok(image) => image,
     };
+    report::count_loaded("a module");
     if let Err(fault) = machine().may_synchronize("loading a module") {
         return streams::status::<()>(Err(fault.into()));
     }
@@ -150,7 +151,10 @@ unsafe extern "C" fn cuModuleGetFunction(out: *mut *mut c_void, module: *mut c_v
     match with(|handles| handles.kernels.insert(handle, kernel)) {
         Some(_) => SUCCESS,
         // CUDA loads a kernel when it is first used.
-        None => streams::status(machine().may_synchronize("loading a kernel").map_err(Into::into)),
+        None => {
+            report::count_loaded(&name);
+            streams::status(machine().may_synchronize("loading a kernel").map_err(Into::into))
+        }
     }
 }
 

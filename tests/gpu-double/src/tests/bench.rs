@@ -24,6 +24,10 @@ pub(super) fn fault<T: std::fmt::Debug>(result: Result<T, Refusal>) -> String {
 
 impl Bench {
     pub(super) fn new(seed: u64) -> Self {
+        Self::with_queues(seed, false)
+    }
+
+    pub(super) fn with_queues(seed: u64, one_queue: bool) -> Self {
         set_current(Some(0));
         let settings = Settings {
             devices: 2,
@@ -33,6 +37,7 @@ impl Bench {
             stall: Duration::from_millis(50),
             driver: TOOLKIT,
             capability: 90,
+            one_queue,
         };
         Self(Machine::new(settings))
     }

@@ -1,7 +1,7 @@
 //! Operations run late, in any legal order.
 
 use std::sync::{
-    Arc,
+    Arc, Mutex,
     atomic::{AtomicBool, AtomicU32, Ordering},
 };
 
@@ -38,6 +38,21 @@ fn only_programs_with_races_have_several_results() {
     assert!((0..50).all(|seed| program(seed, true) == [127.0; 4]));
     let wrong = (0..50).filter(|seed| program(*seed, false) != [127.0; 4]).count();
     assert!(wrong > 25, "the schedule shows a missing wait in {wrong} of 50 runs");
+}
+
+#[test]
+fn one_queue_runs_all_streams_in_the_order_of_calls() {
+    for seed in 0..20 {
+        let bench = Bench::with_queues(seed, true);
+        let (one, two) = (bench.stream(), bench.stream());
+        let order = Arc::new(Mutex::new(Vec::new()));
+        for (place, stream) in [one, two, two, one, two].into_iter().enumerate() {
+            let order = order.clone();
+            bench.hidden(stream, "kernel", Vec::new(), move || order.lock().unwrap().push(place)).unwrap();
+        }
+        bench.synchronize(two);
+        assert_eq!(*order.lock().unwrap(), [0, 1, 2, 3, 4]);
+    }
 }
 
 #[test]
