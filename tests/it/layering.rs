@@ -1,4 +1,4 @@
-//! The top-level modules of each library import only modules below them.
+//! The top-level modules of each library import only modules below them, as do the files of some folders.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -30,6 +30,18 @@ const LAYERS: [(&str, &str); 5] = [
     ),
 ];
 
+/// The files and folders of a folder, bottom first.
+const FILES: [(&str, &str); 3] = [
+    (
+        "fsdp-candle/src/fsdp",
+        "comm frozen_call listed param_nodes policy replica_sharding shard_reader unit_path unsharded_memory weight_format \
+         gradient offload settings unit_options order param unit_params all_gather replica_gather param_group callers \
+         diagnostics reduction schedule hooks var_map module fully_shard setters parallelize",
+    ),
+    ("fsdp-candle/src/kernels", "candle_interop eight_bits slice cpu cuda"),
+    ("fsdp-candle/src/dtensor", "placement_rules tensor ops"),
+];
+
 /// Splits code at everything that is not an identifier.
 fn words(code: &str) -> impl Iterator<Item = &str> {
     code.split(|c: char| !c.is_alphanumeric() && c != '_')
@@ -42,10 +54,11 @@ fn code(path: &Path) -> String {
     lines.map(|line| line.split("//").next().unwrap()).collect::<Vec<_>>().join("\n")
 }
 
-/// Returns the names that follow `crate::`, directly or in braces.
-fn names(code: &str) -> Vec<&str> {
+/// Returns the names that follow a prefix, directly or in braces.
+fn names<'a>(code: &'a str, prefix: &str) -> Vec<&'a str> {
     let mut names = vec![];
-    for (at, prefix) in code.match_indices("crate::") {
+    let continues = |at: usize| code[..at].ends_with(|c: char| c.is_alphanumeric() || c == '_' || c == ':');
+    for (at, _) in code.match_indices(prefix).filter(|(at, _)| !continues(*at)) {
         let path = &code[at + prefix.len()..];
         let (mut depth, mut begins) = (0, true);
         for (at, c) in path.char_indices() {
@@ -97,11 +110,47 @@ fn modules_import_lower_modules() {
             let level = levels.get(module).unwrap_or_else(|| panic!("{library}: add `{module}` to LAYERS"));
             for file in files(&path) {
                 let code = code(&file);
-                let higher =
-                    names(&code).into_iter().filter(|name| levels.get(*name).is_none_or(|other| other > level));
+                let higher = names(&code, "crate::")
+                    .into_iter()
+                    .filter(|name| levels.get(*name).is_none_or(|other| other > level));
                 wrong.extend(higher.map(|name| format!("{}: crate::{name}", file.display())));
             }
         }
     }
     assert!(wrong.is_empty(), "imports of higher or unknown modules:\n{}", wrong.join("\n"));
+}
+
+#[test]
+fn files_import_lower_files() {
+    let mut wrong = vec![];
+    for (folder, order) in FILES {
+        let src = workspace().join(folder);
+        let order: Vec<&str> = order.split(' ').collect();
+        let module = folder.rsplit('/').next().unwrap();
+        for entry in std::fs::read_dir(&src).unwrap() {
+            let path = entry.unwrap().path();
+            let name = path.file_stem().unwrap().to_str().unwrap();
+            if ["mod", "tests"].contains(&name) {
+                continue;
+            }
+            let floor = order.iter().position(|file| *file == name);
+            let floor = floor.unwrap_or_else(|| panic!("{folder}: add `{name}` to FILES"));
+            for file in files(&path) {
+                let code = code(&file);
+                // `super` of a file is its folder.
+                let inside = file.strip_prefix(&src).unwrap();
+                let is_mod = file.file_stem().unwrap() == "mod";
+                let ups = inside.components().count() - usize::from(is_mod);
+                let used = names(&code, &"super::".repeat(ups));
+                // What the folder exports again would hide the file.
+                let own = format!("crate::{module}::");
+                let higher = used.into_iter().filter(|used| order.iter().position(|file| file == used) > Some(floor));
+                wrong.extend(higher.map(|used| format!("{}: {used}", file.display())));
+                if code.contains(&own) {
+                    wrong.push(format!("{}: {own}", file.display()));
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "imports of higher files:\n{}", wrong.join("\n"));
 }

@@ -1,4 +1,4 @@
-//! The all-gathers of a unit: over the shard ranks, and before them over the replicas that divide shards.
+//! The all-gathers of a unit over its shard ranks.
 //!
 //! Parameters on the same ranks share one collective. Nearly always that is one collective for a unit, but a placement
 //! may put a parameter on another mesh. Every collective is signed with the unit and the positions of its parameters.
@@ -12,21 +12,17 @@ use fsdp_core::{Allocator, Buffer, DType, GatherPart, ProcessGroup, Readable, Wo
 use parking_lot::Mutex;
 
 use super::comm::AllGather;
-use super::param::{FsdpParam, FullBuffer, UnshardMemory};
-use super::param_group::FsdpParamGroup;
-use super::shard_values::ShardReader;
-use crate::data_parallel::DataParallel;
+use super::param::FsdpParam;
+use super::shard_reader::ShardReader;
+use super::unit_params::UnitParams;
+use super::unsharded_memory::{FullBuffer, UnshardMemory};
 use crate::error::Error;
-use crate::storage::{Pool, PooledBuffer, TensorMemory, copy, to_core_dtype, to_tensor, with_slice};
+use crate::storage::{Pool, PooledBuffer, TensorMemory, copy, to_core_dtype, with_slice};
 
 /// Advice for ranks that unshard different parameters.
 const ALL_GATHER_ADVICE: &str = "Ranks must call the same units in the same order, and use units by name alike. Before \
      forwards on some ranks only, hold the model on all: `let held = model.unshard_all()?`. To train different units, \
      `set_reduce_scatter_unused_params(true, Recurse::Yes)`";
-
-/// Advice for ranks that gather different shards over replicas.
-const REPLICA_GATHER_ADVICE: &str = "Shards are gathered over replicas when a root's forward begins: every rank must \
-     call the same roots in the same order";
 
 /// The pending all-gathers of a unit: PyTorch's `AllGatherResult`.
 pub(super) struct AllGatherResult(Vec<PendingAllGather>);
@@ -71,7 +67,7 @@ impl Gathered {
 impl AllGatherResult {
     /// Issues the all-gathers of the parameters at the positions `missing`.
     pub(super) fn start(
-        unit: &FsdpParamGroup,
+        unit: &UnitParams,
         missing: &[usize],
         memory: &UnshardMemory,
         custom: Option<&Arc<dyn AllGather>>,
@@ -84,7 +80,7 @@ impl AllGatherResult {
             let ranks = ranks.signed(unit.signature(positions).with_advice(ALL_GATHER_ADVICE));
             let work = match custom {
                 Some(custom) => custom.all_gather(&ranks, parts, memory.allocator.clone()),
-                None if in_place => ranks.all_gather(parts, KeptBuffers::of(&params, &unit.pool)?),
+                None if in_place => ranks.all_gather(parts, KeptBuffers::of(&params, unit.pool())?),
                 None => ranks.all_gather(parts, memory.allocator.clone()),
             };
             pending.push(PendingAllGather { work, params, in_place });
@@ -102,11 +98,7 @@ impl AllGatherResult {
     }
 
     /// Waits for the all-gathers. Returns the full parameters.
-    pub(super) fn wait(
-        self,
-        unit: &FsdpParamGroup,
-        memory: &UnshardMemory,
-    ) -> Result<Vec<(Arc<FsdpParam>, FullBuffer)>> {
+    pub(super) fn wait(self, unit: &UnitParams, memory: &UnshardMemory) -> Result<Vec<(Arc<FsdpParam>, FullBuffer)>> {
         let _span = tracing::debug_span!("wait for all-gather", unit = unit.name()).entered();
         let _heartbeat = heartbeat::span("wait for all-gather", unit.name());
         let (mut full, mut outcome) = (vec![], Ok(()));
@@ -127,9 +119,9 @@ impl AllGatherResult {
 }
 
 impl AllGatherRequest {
-    fn of(unit: &FsdpParamGroup, missing: &[usize]) -> Result<Vec<Self>> {
+    fn of(unit: &UnitParams, missing: &[usize]) -> Result<Vec<Self>> {
         let mut requests: Vec<AllGatherRequest> = vec![];
-        let reader = ShardReader::new(&unit.pool);
+        let reader = ShardReader::new(unit.pool());
         for &position in missing {
             let param = &unit.params()[position];
             let kept = match param.take_post_forward_shard() {
@@ -151,11 +143,11 @@ impl AllGatherRequest {
                     let elements = param.unsharded_shape().elem_count();
                     let count = |rank| chunk_range(elements, ranks.size(), rank).len();
                     let counts = (0..ranks.size()).map(count).collect();
-                    let input = Arc::new(PooledBuffer::new(buffer, &unit.pool));
+                    let input = Arc::new(PooledBuffer::new(buffer, unit.pool()));
                     parts.push(GatherPart { input, counts });
                     Gathered::Whole
                 }
-                None => add_inputs(param, &unit.pool, &reader, parts)?,
+                None => add_inputs(param, unit.pool(), &reader, parts)?,
             };
             params.push((param.clone(), gathered));
         }
@@ -206,7 +198,7 @@ fn add_inputs(
 }
 
 /// Returns the values that this rank holds, in the compute dtype.
-fn own_input(param: &FsdpParam, pool: &Arc<Pool>, reader: &Arc<ShardReader>) -> Result<Arc<dyn Readable>> {
+pub(super) fn own_input(param: &FsdpParam, pool: &Arc<Pool>, reader: &Arc<ShardReader>) -> Result<Arc<dyn Readable>> {
     let dtype = to_core_dtype(param.compute_dtype())?;
     if let Some(offload) = &param.spec.offload {
         return Ok(Arc::new(offload.upload(dtype)?));
@@ -229,7 +221,7 @@ impl PendingAllGather {
     /// Waits, and adds the full parameters to `full`.
     fn wait(
         self,
-        unit: &FsdpParamGroup,
+        unit: &UnitParams,
         memory: &UnshardMemory,
         full: &mut Vec<(Arc<FsdpParam>, FullBuffer)>,
     ) -> Result<()> {
@@ -298,7 +290,7 @@ impl PendingAllGather {
     }
 }
 
-fn check_output(unit: &FsdpParamGroup, param: &FsdpParam, buffer: &Buffer) -> Result<()> {
+fn check_output(unit: &UnitParams, param: &FsdpParam, buffer: &Buffer) -> Result<()> {
     let (elements, dtype) = (param.unsharded_shape().elem_count(), to_core_dtype(param.compute_dtype())?);
     if (buffer.len(), buffer.dtype()) == (elements, dtype) {
         return Ok(());
@@ -341,102 +333,5 @@ impl Allocator for KeptBuffers {
     }
     fn give(&self, buffer: Buffer) {
         self.pool.give(buffer);
-    }
-}
-
-/// A pending all-gather over replicas of the shards that they divide among them.
-pub(super) struct ReplicaGather {
-    work: Work,
-    /// Positions of the parameters in the unit.
-    positions: Vec<usize>,
-}
-
-/// Shards that replicas divide among them: gathered once a step, before the first all-gather, and dropped when an
-/// optimizer may step.
-impl FsdpParamGroup {
-    /// Issues the all-gathers over replicas of the shards that are neither pending nor gathered.
-    pub(super) fn start_replica_gather(&self) -> Result<()> {
-        if !self.replica_gathers.lock().is_empty() {
-            return Ok(());
-        }
-        let mut sets: Vec<(Arc<DataParallel>, Vec<usize>)> = vec![];
-        for (position, param) in self.params().iter().enumerate() {
-            if param.spec.replica_sharding.as_ref().is_none_or(|sharding| sharding.is_gathered()) {
-                continue;
-            }
-            match sets.iter_mut().find(|(ranks, _)| Arc::ptr_eq(ranks, &param.spec.ranks)) {
-                Some((_, positions)) => positions.push(position),
-                None => sets.push((param.spec.ranks.clone(), vec![position])),
-            }
-        }
-        for (ranks, positions) in sets {
-            let Some(replicas) = ranks.replicate() else { continue };
-            let (mut parts, reader) = (vec![], ShardReader::new(&self.pool));
-            for &position in &positions {
-                let param = &self.params()[position];
-                let sharding = param.spec.replica_sharding.as_ref();
-                let counts = sharding.map(|sharding| sharding.layout.counts()).unwrap_or_default();
-                parts.push(GatherPart { input: own_input(param, &self.pool, &reader)?, counts });
-            }
-            tracing::debug!(unit = self.name(), parameters = positions.len(), "gather shards over replicas");
-            let signature = self.signature(positions.iter().copied()).with_advice(REPLICA_GATHER_ADVICE);
-            let work = replicas.signed(signature).all_gather(parts, self.pool.clone());
-            self.replica_gathers.lock().push(ReplicaGather { work, positions });
-        }
-        Ok(())
-    }
-
-    /// Waits for the all-gathers over replicas.
-    pub(super) fn wait_for_replica_gather(&self) -> Result<()> {
-        let gathers = std::mem::take(&mut *self.replica_gathers.lock());
-        if gathers.is_empty() {
-            return Ok(());
-        }
-        let _span = tracing::debug_span!("wait for all-gather", unit = self.name(), what = "shards").entered();
-        let _heartbeat = heartbeat::span("wait for all-gather", self.name());
-        let mut outcome = Ok(());
-        for gather in gathers {
-            match outcome {
-                Ok(()) => outcome = self.finish_replica_gather(gather),
-                // The others are waited for as well, so that none stays in flight.
-                Err(_) => drop(gather.work.wait()),
-            }
-        }
-        outcome
-    }
-
-    fn finish_replica_gather(&self, ReplicaGather { work, positions }: ReplicaGather) -> Result<()> {
-        let failed = |source| self.communication_failed("all-gather over replicas", source);
-        let buffers = work.wait().map_err(failed)?;
-        if buffers.len() != positions.len() {
-            bail!("FSDP unit `{}`: the all-gather over replicas returned {} buffers", self.name(), buffers.len())
-        }
-        for (position, gathered) in positions.into_iter().zip(buffers) {
-            let param = &self.params()[position];
-            let Some(sharding) = &param.spec.replica_sharding else { continue };
-            let shard = if sharding.layout.is_concatenation() {
-                gathered
-            } else {
-                let dtype = to_core_dtype(param.compute_dtype())?;
-                let mut shard = self.pool.take(dtype, sharding.shard_len()).map_err(Error::from)?;
-                sharding.layout.unpack(&gathered, &mut shard)?;
-                self.pool.give(gathered);
-                shard
-            };
-            self.pool.leave(&shard);
-            sharding.set_shard(Some(to_tensor(shard, &sharding.shape, param.device())?));
-        }
-        Ok(())
-    }
-
-    /// Drops the gathered shards, since the replicas' parts may have changed.
-    pub(super) fn drop_replica_gather(&self) {
-        for gather in std::mem::take(&mut *self.replica_gathers.lock()) {
-            for buffer in gather.work.wait().unwrap_or_default() {
-                self.pool.give(buffer);
-            }
-        }
-        let shardings = self.params().iter().filter_map(|param| param.spec.replica_sharding.as_ref());
-        shardings.for_each(|sharding| sharding.set_shard(None));
     }
 }

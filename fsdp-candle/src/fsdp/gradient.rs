@@ -6,7 +6,7 @@ use candle_core::{DType, Error, Result, Tensor, WithDType};
 use fsdp_core::{Allocator, Buffer};
 use parking_lot::Mutex;
 
-use super::param::ParamAllocator;
+use super::unsharded_memory::ParamAllocator;
 use crate::kernels::host_elements;
 use crate::storage::{add, copy_out, to_dtype};
 

@@ -1,18 +1,20 @@
 //! FSDP: sharded parameters, the units that unshard and reduce them, and the hooks that decide when.
 //!
-//! The files follow PyTorch's `torch/distributed/fsdp/_fully_shard`:
+//! The files follow PyTorch's `torch/distributed/fsdp/_fully_shard`. They stand on floors, the highest first. A file
+//! imports only files of its own floor and of lower ones, in one direction (`tests/it/layering.rs`). A parameter calls
+//! its unit and its model by two traits, [`param::ParamUnit`] and [`param::ParamModel`].
 //!
-//! | file | subject | PyTorch |
-//! |---|---|---|
-//! | `fully_shard`, `var_map` | making units and parameters | `_fully_shard.py` |
-//! | `module`, `settings` | `FsdpModule`: calls, backward, setters | `FSDPModule` |
-//! | `param`, `shard_values`, `gradient`, `offload`, `weight_format` | one parameter | `_fsdp_param.py` |
-//! | `param_group` | the parameters of one unit | `_fsdp_param_group.py` |
-//! | `all_gather`, `reduction` | the collectives of a unit | `_fsdp_collectives.py` |
-//! | `schedule`, `order`, `hooks` | when a unit communicates | `_fsdp_state.py` |
-//! | `diagnostics` | reports of cut graphs and missing gradients | |
-//! | `policy`, `comm` | policies, collectives of the user | `_fsdp_api.py` |
-//! | `parallelize` | the tensor-parallel plan of a model | `torch/distributed/tensor/parallel` |
+//! | floor | files | subject | PyTorch |
+//! |---|---|---|---|
+//! | making | `fully_shard`, `var_map`, `parallelize` | making units and parameters | `_fully_shard.py` |
+//! | | `module`, `setters` | `FsdpModule`: calls, backward, settings | `FSDPModule` |
+//! | running | `schedule`, `order`, `hooks`, `frozen_call`, `callers` | when a unit communicates | `_fsdp_state.py` |
+//! | | `diagnostics` | reports of cut graphs and missing gradients | |
+//! | a unit | `param_group`, `unit_params`, `unit_path`, `settings` | its parameters | `_fsdp_param_group.py` |
+//! | | `all_gather`, `replica_gather`, `reduction` | its collectives | `_fsdp_collectives.py` |
+//! | a parameter | `param`, `param_nodes`, `gradient` | its state, its nodes in the graph | `_fsdp_param.py` |
+//! | | `unsharded_memory`, `replica_sharding`, `offload`, `shard_reader`, `weight_format` | where its values are | |
+//! | | `policy`, `unit_options`, `comm` | policies, options, collectives of the user | `_fsdp_api.py` |
 //!
 //! [Note: Life of a parameter]
 //!
@@ -96,33 +98,45 @@ mod all_gather;
 mod callers;
 mod comm;
 mod diagnostics;
+mod frozen_call;
 mod fully_shard;
 mod gradient;
 mod hooks;
+mod listed;
 mod module;
 mod offload;
 mod order;
 mod parallelize;
 mod param;
 mod param_group;
+mod param_nodes;
 mod policy;
 mod reduction;
+mod replica_gather;
+mod replica_sharding;
 mod schedule;
+mod setters;
 mod settings;
-mod shard_values;
+mod shard_reader;
+mod unit_options;
+mod unit_params;
+mod unit_path;
+mod unsharded_memory;
 mod var_map;
 mod weight_format;
 
 pub use comm::{AllGather, AllReduceHook, PostAccumulateGradHook, ReduceScatter};
-pub(crate) use diagnostics::listed;
 pub use diagnostics::{GraphCut, GraphCutKind};
-pub use fully_shard::{ExtensionFn, FullyShard, ShardPlacement, ShardPlacementFn, StoreFn, fully_shard, shard};
-pub(crate) use hooks::without_reports;
+pub use fully_shard::{FullyShard, fully_shard, shard};
+pub(crate) use listed::listed;
 pub use module::{FinalizeHandle, FsdpModule, Unit, UnshardHandle, UnshardedUnits};
 pub use parallelize::parallelize;
 pub use param::FsdpParam;
-pub(crate) use param_group::{FsdpParamGroup, UnitPath};
+pub(crate) use param_group::FsdpParamGroup;
+pub(crate) use param_nodes::without_reports;
 pub use policy::{MixedPrecisionPolicy, NamePredicate, OffloadPolicy, Recurse, ReshardAfterForward};
 pub(crate) use schedule::Schedule;
+pub use unit_options::{ExtensionFn, ShardPlacement, ShardPlacementFn, StoreFn};
+pub(crate) use unit_path::UnitPath;
 pub use var_map::{BufferMemory, ShardedVarMap};
 pub use weight_format::WeightFormat;

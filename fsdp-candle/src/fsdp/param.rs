@@ -18,20 +18,23 @@ use half::bf16;
 use parking_lot::{Mutex, RwLock};
 
 use super::gradient::{Gradient, Stage};
-use super::hooks::{self, ParamNodes};
 use super::offload::Offload;
-use super::param_group::{FsdpParamGroup, UnitId};
-use super::schedule::Schedule;
+use super::param_nodes::{NodeOwner, Owner, ParamNodes, pass_anchor};
+use super::replica_sharding::ReplicaSharding;
+use super::shard_reader::{ReadShard, ShardReader};
+use super::unit_path::UnitId;
+use super::unsharded_memory::{FullBuffer, ParamAllocator, PostForwardShard, UnshardMemory};
 use super::weight_format::{Blocks, WeightFormat};
 use crate::adapter::Adapters;
 use crate::data_parallel::{DataParallel, ShardLayout};
-use crate::disk::FileTensor;
+use crate::disk::{FileMemory, FileTensor, FileValues};
 use crate::dtensor::DTensor;
 use crate::error::Error;
 use crate::extension::AllGatherExtension;
 use crate::kernels;
 use crate::storage::{
-    Pool, copy_range_out, swap, take, to_buffer, to_core_dtype, to_dtype, to_host, to_storage, to_tensor,
+    Memory, Pool, TensorMemory, copy_range_out, copy_tensor, swap, take, to_buffer, to_core_dtype, to_dtype, to_host,
+    to_storage, to_tensor,
 };
 use crate::tensor_parallel::{Parallel, ParallelStyle};
 
@@ -77,8 +80,49 @@ pub struct FsdpParam {
     has_optimizer: AtomicBool,
     /// Whether a backward has handed out a gradient.
     has_handed_out: AtomicBool,
+    /// The owner of the nodes: the parameter.
+    owner: Owner,
     unit: OnceLock<UnitRef>,
-    schedule: Weak<Schedule>,
+    model: Weak<dyn ParamModel>,
+}
+
+/// What a parameter asks of the model around it, whose units share one order of collectives.
+pub(crate) trait ParamModel: Send + Sync {
+    /// Returns whether a forward or backward runs.
+    fn is_running(&self) -> bool;
+
+    /// Runs before a layer uses a parameter of a unit by name. `misses` tells whether the layer needs values that are
+    /// sharded.
+    fn pre_use(&self, unit: &UnitId, misses: bool) -> Result<()>;
+
+    /// Records that backward runs a checkpointed closure again when it comes to `node`. The closure made the nodes
+    /// numbered `made` in forward.
+    fn add_recomputation(&self, made: Range<usize>, node: usize);
+
+    /// Runs after the backward of every use of a parameter: its gradient is complete, and its values are not needed any
+    /// more.
+    fn post_accumulate_grad(&self, param: &FsdpParam) -> Result<()>;
+
+    /// Runs after the backward of every use of a parameter in one pass of its unit.
+    fn post_pass(&self, param: &FsdpParam, pass: usize) -> Result<()>;
+
+    /// Returns whether a hook takes the reduced gradients, instead of the backward's caller.
+    fn hands_out_to_hook(&self) -> bool;
+
+    /// Warns on rank 0, for all ranks.
+    fn warn(&self, message: &str);
+}
+
+/// What a parameter asks of its unit.
+pub(crate) trait ParamUnit: Send + Sync {
+    /// Returns whether any full parameter has memory.
+    fn is_unsharded(&self) -> bool;
+
+    /// Records that the user may write a shard, while the parameters are unsharded.
+    fn note_write(&self);
+
+    /// Frees the full parameters and the gathered shards, since a shard is about to change.
+    fn reshard_stale(&self) -> Result<()>;
 }
 
 /// Constant properties of a parameter.
@@ -157,94 +201,9 @@ struct UnitRef {
     id: UnitId,
     /// Index in the unit's parameters.
     position: usize,
-    group: Weak<FsdpParamGroup>,
+    group: Weak<dyn ParamUnit>,
     /// Whether the pre-use hook unshards the unit: it was made by name, so nobody calls it.
     has_pre_use_hook: bool,
-}
-
-/// Memory of the full values of a parameter.
-pub(super) struct FullBuffer {
-    pub(super) buffer: Buffer,
-    /// Whether the parameter keeps this buffer.
-    pub(super) is_kept: bool,
-}
-
-/// Part of the full values, kept between forward and backward to unshard over fewer ranks.
-pub(super) struct PostForwardShard {
-    pub(super) buffer: Buffer,
-    /// Number of neighbouring ranks that hold all parts.
-    pub(super) ranks: usize,
-}
-
-/// Where a unit allocates full values.
-pub(super) struct UnshardMemory {
-    pub(super) allocator: Arc<dyn Allocator>,
-    /// Whether each parameter keeps a buffer, whose address never changes.
-    pub(super) keep: bool,
-}
-
-/// A shard that replicas divide among them. Each replica updates its part, and has the whole shard during a step.
-pub(crate) struct ReplicaSharding {
-    /// Shape of the whole shard.
-    pub(super) shape: Vec<usize>,
-    /// Layout of the replicas' parts in the shard.
-    pub(super) layout: ShardLayout,
-    /// The whole shard in the compute dtype, while it is gathered.
-    shard: Mutex<Option<Tensor>>,
-}
-
-impl ReplicaSharding {
-    pub(crate) fn new(shape: Vec<usize>, layout: ShardLayout) -> Self {
-        ReplicaSharding { shape, layout, shard: Mutex::default() }
-    }
-
-    pub(super) fn shard_len(&self) -> usize {
-        self.shape.iter().product()
-    }
-
-    pub(super) fn is_gathered(&self) -> bool {
-        self.shard.lock().is_some()
-    }
-
-    /// Sets or drops the whole shard. A collective that still reads it keeps its memory.
-    pub(super) fn set_shard(&self, shard: Option<Tensor>) {
-        *self.shard.lock() = shard;
-    }
-}
-
-/// Allocates buffers for one parameter. Errors name the parameter.
-pub(super) struct ParamAllocator {
-    pub(super) name: String,
-    /// Number of elements of the full values.
-    pub(super) elements: usize,
-    pub(super) dtype: DType,
-    pub(super) pool: Arc<Pool>,
-}
-
-impl ParamAllocator {
-    /// Takes a buffer of the compute dtype from the pool.
-    pub(super) fn take(&self, len: usize) -> Result<Buffer> {
-        self.take_of(self.dtype, len)
-    }
-
-    /// Takes a buffer of a dtype from the pool.
-    pub(super) fn take_of(&self, dtype: DType, len: usize) -> Result<Buffer> {
-        self.named(self.pool.take(to_core_dtype(dtype)?, len))
-    }
-
-    /// Takes a buffer for the full values that never goes back to the pool.
-    fn take_unpooled(&self) -> Result<Buffer> {
-        self.named(self.pool.take_unpooled(to_core_dtype(self.dtype)?, self.elements))
-    }
-
-    /// Allocates zeros for the full gradient.
-    pub(super) fn zeros(&self, dtype: fsdp_core::DType) -> Result<Buffer> {
-        self.named(self.pool.zeros(dtype, self.elements))
-    }
-
-    fn named(&self, memory: fsdp_core::Result<Buffer>) -> Result<Buffer> {
-        Ok(memory.map_err(|error| Error::parameter(&self.name, error.to_string()))?)
-    }
 }
 
 type Lookup = RwLock<HashMap<TensorId, Weak<FsdpParam>>>;
@@ -257,14 +216,20 @@ static BY_SHARD: LazyLock<Lookup> = LazyLock::new(Default::default);
 
 /// Identity and properties.
 impl FsdpParam {
-    pub(crate) fn new(spec: ParamSpec, shard: Var, nodes: ParamNodes, schedule: &Arc<Schedule>) -> Result<Arc<Self>> {
-        let ParamNodes { leaf, anchor, full } = nodes;
+    pub(crate) fn new<M: ParamModel + 'static>(
+        spec: ParamSpec,
+        shard: Var,
+        nodes: ParamNodes,
+        pool: &Arc<Pool>,
+        model: &Arc<M>,
+    ) -> Result<Arc<Self>> {
+        let ParamNodes { leaf, anchor, full, owner } = nodes;
         take(&full)?;
         let allocator = Arc::new(ParamAllocator {
             name: spec.name.clone(),
             elements: full.elem_count(),
             dtype: spec.compute_dtype,
-            pool: schedule.pool.clone(),
+            pool: pool.clone(),
         });
         // The CPU kernels compute gradients in f32. Rounded to bf16, they would be widened again to be reduced. Those of
         // f16 overflow, as in PyTorch, so that a loss scale skips the same steps.
@@ -274,6 +239,7 @@ impl FsdpParam {
         let held = if spec.trainable { full.clone() } else { full.detach() };
         let state =
             State { sharded: ShardedState::Sharded, kept_buffer: None, layer: LayerSupport::default(), pass: None };
+        let model: Weak<dyn ParamModel> = Arc::downgrade(model) as _;
         let param = Arc::new(FsdpParam {
             requires_grad: AtomicBool::new(spec.trainable),
             has_optimizer: AtomicBool::new(false),
@@ -287,9 +253,11 @@ impl FsdpParam {
             gradient: Gradient::new(allocator.clone(), grad_dtype),
             allocator,
             state: Mutex::new(state),
+            owner: owner.clone(),
             unit: OnceLock::new(),
-            schedule: Arc::downgrade(schedule),
+            model,
         });
+        owner.set(Arc::downgrade(&param) as _);
         let mut by_tensor = BY_TENSOR.write();
         for tensor in [&param.anchor, &param.held, &param.full] {
             by_tensor.insert(tensor.id(), Arc::downgrade(&param));
@@ -446,21 +414,65 @@ impl FsdpParam {
     }
 }
 
+/// The values of the shard, in memory or in a file.
+impl FsdpParam {
+    /// Returns the values: the shard itself, or a copy of a shard on disk.
+    pub(crate) fn shard(&self) -> crate::error::Result<Tensor> {
+        match &self.spec.on_disk {
+            Some(on_disk) => on_disk.tensor(),
+            None => Ok(self.settled_shard().as_tensor().clone()),
+        }
+    }
+
+    /// Copies values of the shard's shape and dtype into the shard.
+    pub(crate) fn set_shard(&self, values: &Tensor) -> crate::error::Result<()> {
+        match &self.spec.on_disk {
+            Some(on_disk) => on_disk.set(values),
+            None => Ok(copy_tensor(values, self.settled_shard().as_tensor())?),
+        }
+    }
+
+    /// Lets `f` change the shard.
+    pub(crate) fn update_shard(&self, f: impl FnOnce(&Tensor) -> Result<()>) -> crate::error::Result<()> {
+        let shard = self.shard()?;
+        f(&shard)?;
+        self.spec.on_disk.as_ref().map_or(Ok(()), |on_disk| on_disk.set(&shard))
+    }
+
+    /// Returns the shard as a checkpoint reads and fills it.
+    pub(crate) fn memory(&self) -> Arc<dyn Memory> {
+        match &self.spec.on_disk {
+            Some(on_disk) => Arc::new(FileMemory(on_disk.clone())),
+            None => Arc::new(TensorMemory(self.settled_shard().as_tensor().clone())),
+        }
+    }
+
+    /// Returns a shard on disk in a dtype, for an all-gather, or `None` for a shard in memory.
+    pub(super) fn input_from_disk(
+        &self,
+        dtype: candle_core::DType,
+        reader: &Arc<ShardReader>,
+    ) -> Result<Option<ReadShard>> {
+        let dtype = to_core_dtype(dtype)?;
+        Ok(self.spec.on_disk.as_ref().map(|on_disk| reader.add(on_disk, dtype)))
+    }
+}
+
 /// The unit of a parameter.
 impl FsdpParam {
     /// Sets the unit. Called once, when the unit is made.
-    pub(super) fn set_unit(&self, group: &Arc<FsdpParamGroup>, position: usize, has_pre_use_hook: bool) {
-        let unit = UnitRef { id: group.id().clone(), position, group: Arc::downgrade(group), has_pre_use_hook };
+    pub(super) fn set_unit(&self, id: &UnitId, group: Weak<dyn ParamUnit>, position: usize, has_pre_use_hook: bool) {
+        let unit = UnitRef { id: id.clone(), position, group, has_pre_use_hook };
         let _ = self.unit.set(unit);
     }
 
-    fn group(&self) -> Option<Arc<FsdpParamGroup>> {
+    fn group(&self) -> Option<Arc<dyn ParamUnit>> {
         self.unit.get().and_then(|unit| unit.group.upgrade())
     }
 
     /// Returns whether both parameters are of one map.
     pub(crate) fn is_of_same_map(&self, other: &FsdpParam) -> bool {
-        Weak::ptr_eq(&self.schedule, &other.schedule)
+        std::ptr::addr_eq(self.model.as_ptr(), other.model.as_ptr())
     }
 
     /// Records that an optimizer of this crate has the parameter.
@@ -481,16 +493,10 @@ impl FsdpParam {
     /// Frees the unsharded values of these parameters' units, since an optimizer steps them. In a backward, the units
     /// that are stepped are freed by backward itself.
     pub(crate) fn free_stale<'a>(params: impl Iterator<Item = &'a Arc<FsdpParam>>) -> crate::error::Result<()> {
-        let mut groups: Vec<Arc<FsdpParamGroup>> = vec![];
-        for group in params.filter_map(|param| param.group()) {
-            if group.is_unsharded() && !groups.iter().any(|other| Arc::ptr_eq(other, &group)) {
-                groups.push(group);
-            }
-        }
-        for group in groups {
-            let schedule = group.params().first().and_then(|param| param.schedule.upgrade());
-            if !schedule.is_some_and(|schedule| schedule.is_running()) {
-                group.reshard_stale()?;
+        for param in params {
+            let Some(unit) = param.group().filter(|unit| unit.is_unsharded()) else { continue };
+            if !param.model.upgrade().is_some_and(|model| model.is_running()) {
+                unit.reshard_stale()?;
             }
         }
         Ok(())
@@ -504,10 +510,10 @@ impl FsdpParam {
         }
     }
 
-    /// Returns the schedule of the model.
-    pub(crate) fn schedule(&self) -> Result<Arc<Schedule>> {
-        match self.schedule.upgrade() {
-            Some(schedule) => Ok(schedule),
+    /// Returns the model.
+    pub(crate) fn model(&self) -> Result<Arc<dyn ParamModel>> {
+        match self.model.upgrade() {
+            Some(model) => Ok(model),
             None => bail!(
                 "the FSDP unit of parameter `{}` is gone: keep the FsdpModule alive until after backward",
                 self.name()
@@ -515,10 +521,10 @@ impl FsdpParam {
         }
     }
 
-    /// Returns the schedule, if the parameter's unit is unsharded by pre-use hooks.
-    fn pre_use_schedule(&self) -> Option<(&UnitRef, Arc<Schedule>)> {
+    /// Returns the unit and the model, if the unit is unsharded by pre-use hooks.
+    fn pre_use_model(&self) -> Option<(&UnitRef, Arc<dyn ParamModel>)> {
         let unit = self.unit.get().filter(|unit| unit.has_pre_use_hook)?;
-        Some((unit, self.schedule.upgrade()?))
+        Some((unit, self.model.upgrade()?))
     }
 
     /// Records that a layer of `nn` holds the parameter, and whether the layer runs the pre-use hook.
@@ -542,21 +548,20 @@ impl FsdpParam {
 
     /// Runs the pre-use hook: a layer is about to read the values.
     pub(crate) fn run_pre_use_hook(&self) -> Result<()> {
-        let Some((unit, schedule)) = self.pre_use_schedule() else { return Ok(()) };
-        schedule.pre_use(&unit.id, !self.is_unsharded())
+        let Some((unit, model)) = self.pre_use_model() else { return Ok(()) };
+        model.pre_use(&unit.id, !self.is_unsharded())
     }
 
     /// Runs the pre-use hook for a layer that is about to write a gradient. The layer does not need the values.
     pub(crate) fn run_pre_gradient_hook(&self) -> Result<()> {
-        let Some((unit, schedule)) = self.pre_use_schedule() else { return Ok(()) };
-        schedule.pre_use(&unit.id, false)
+        let Some((unit, model)) = self.pre_use_model() else { return Ok(()) };
+        model.pre_use(&unit.id, false)
     }
 
     /// Records that a checkpointed closure uses the parameter and runs again in backward; see
-    /// [`Schedule::add_recomputation`]. Returns whether the parameter has a pre-use hook.
+    /// [`ParamModel::add_recomputation`]. Returns whether the parameter has a pre-use hook.
     pub(crate) fn register_recomputation(&self, made: Range<usize>, node: usize) -> bool {
-        let schedule = self.pre_use_schedule();
-        schedule.map(|(_, schedule)| schedule.add_recomputation(made, node)).is_some()
+        self.pre_use_model().map(|(_, model)| model.add_recomputation(made, node)).is_some()
     }
 
     fn not_unsharded(&self) -> Error {
@@ -712,8 +717,8 @@ impl FsdpParam {
     /// Returns the shard in the compute dtype, on the device that computes.
     pub(super) fn shard_in_compute_dtype(&self) -> Result<Tensor> {
         let Some(sharding) = &self.spec.replica_sharding else { return self.own_in_compute_dtype() };
-        match &*sharding.shard.lock() {
-            Some(shard) => Ok(shard.clone()),
+        match sharding.shard() {
+            Some(shard) => Ok(shard),
             None => bail!("parameter `{}`: its shard is not gathered over the replicas now", self.name()),
         }
     }
@@ -766,7 +771,9 @@ impl FsdpParam {
         match &mut self.state.lock().pass {
             None => Ok(self.anchor.clone()),
             Some(RunningPass { anchor: Some(anchor), .. }) => Ok(anchor.clone()),
-            Some(RunningPass { pass, anchor }) => Ok(anchor.insert(hooks::pass_anchor(&self.anchor, *pass)?).clone()),
+            Some(RunningPass { pass, anchor }) => {
+                Ok(anchor.insert(pass_anchor(&self.anchor, &self.owner, *pass)?).clone())
+            }
         }
     }
 
@@ -918,6 +925,24 @@ impl FsdpParam {
     /// Makes an error that names the parameter.
     pub(crate) fn error(&self, message: impl Into<String>) -> Error {
         Error::parameter(self.name(), message)
+    }
+}
+
+impl NodeOwner for FsdpParam {
+    fn is_trained(&self) -> bool {
+        self.trainable()
+    }
+
+    fn add_gradient(&self, gradient: &Tensor) -> Result<()> {
+        self.gradient.add(gradient)
+    }
+
+    fn post_accumulate_grad(&self) -> Result<()> {
+        self.model()?.post_accumulate_grad(self)
+    }
+
+    fn post_pass(&self, pass: usize) -> Result<()> {
+        self.model()?.post_pass(self, pass)
     }
 }
 

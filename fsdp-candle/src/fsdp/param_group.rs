@@ -1,43 +1,29 @@
 //! The parameters of one unit, which are unsharded, resharded and reduced together: PyTorch's `FSDPParamGroup`.
 
 use std::cell::RefCell;
-use std::collections::BTreeSet;
+use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Weak};
 
 use candle_core::{Result, Tensor};
 use fsdp_core::layout::chunk_range;
-use fsdp_core::process_group::{Signature, Subject};
 use parking_lot::{Mutex, ReentrantMutex};
 
-use super::all_gather::{AllGatherResult, ReplicaGather};
-use super::diagnostics::listed;
-use super::param::{FsdpParam, UnshardMemory};
+use super::all_gather::AllGatherResult;
+use super::param::{FsdpParam, ParamUnit};
 use super::policy::{MixedPrecisionPolicy, ReshardAfterForward};
+use super::replica_gather::ReplicaGathers;
 use super::settings::UnitSettings;
+use super::unit_params::UnitParams;
+use super::unit_path::{UnitId, UnitPath};
+use super::unsharded_memory::UnshardMemory;
 use crate::error::Error;
 use crate::storage::Pool;
 
-/// Name of the root unit in messages.
-pub(crate) const ROOT: &str = "(root)";
-
-/// Identity of a unit.
-#[derive(Clone)]
-pub(crate) struct UnitId {
-    /// Position in the order of `fully_shard` calls.
-    pub(crate) index: usize,
-    /// Path in the model.
-    pub(crate) name: Arc<str>,
-}
-
 /// The parameters of one unit.
 pub(crate) struct FsdpParamGroup {
-    id: UnitId,
+    unit: UnitParams,
     path: UnitPath,
-    params: Vec<Arc<FsdpParam>>,
-    pub(super) pool: Arc<Pool>,
-    /// The parameters' names, for the signatures of collectives.
-    subject: Arc<Subject>,
     pub(super) mp_policy: MixedPrecisionPolicy,
     pub(super) settings: Mutex<UnitSettings>,
     /// The pending all-gather. A thread that unshards or reshards the whole unit holds the lock. The cell refuses the
@@ -47,8 +33,7 @@ pub(crate) struct FsdpParamGroup {
     may_be_written: AtomicBool,
     /// Whether the module took nothing from its builder.
     pub(super) is_hollow: bool,
-    /// Pending all-gathers over replicas.
-    pub(super) replica_gathers: Mutex<Vec<ReplicaGather>>,
+    replica_gathers: ReplicaGathers,
     accumulated: Mutex<AccumulatedBackwards>,
 }
 
@@ -81,6 +66,15 @@ impl BackwardCount {
     }
 }
 
+/// The parameters, by [`UnitParams`].
+impl Deref for FsdpParamGroup {
+    type Target = UnitParams;
+
+    fn deref(&self) -> &UnitParams {
+        &self.unit
+    }
+}
+
 impl FsdpParamGroup {
     /// Makes the unit `id`. `has_pre_use_hooks` tells whether uses of its parameters unshard it: it is a unit by name.
     /// `is_hollow` tells whether its module took nothing from its builder.
@@ -93,71 +87,41 @@ impl FsdpParamGroup {
         has_pre_use_hooks: bool,
         is_hollow: bool,
     ) -> Arc<Self> {
-        let names = params.iter().map(|param| param.name().to_string());
-        let subject = Subject::new(format!("unit `{}`", id.name), names);
         let group = Arc::new(FsdpParamGroup {
             path: UnitPath::new(id.name.clone()),
-            id,
-            params,
-            pool,
-            subject,
+            unit: UnitParams::new(id, params, pool),
             mp_policy,
             settings: Mutex::new(settings),
             pending: ReentrantMutex::default(),
             may_be_written: AtomicBool::new(false),
             is_hollow,
-            replica_gathers: Mutex::default(),
+            replica_gathers: ReplicaGathers::default(),
             accumulated: Mutex::default(),
         });
-        for (position, param) in group.params.iter().enumerate() {
-            param.set_unit(&group, position, has_pre_use_hooks);
+        for (position, param) in group.params().iter().enumerate() {
+            let unit: Weak<dyn ParamUnit> = Arc::downgrade(&group) as _;
+            param.set_unit(group.id(), unit, position, has_pre_use_hooks);
         }
         group
-    }
-
-    pub(crate) fn id(&self) -> &UnitId {
-        &self.id
-    }
-
-    pub(crate) fn name(&self) -> &str {
-        &self.id.name
-    }
-
-    pub(crate) fn index(&self) -> usize {
-        self.id.index
     }
 
     pub(crate) fn path(&self) -> &UnitPath {
         &self.path
     }
 
-    pub(crate) fn params(&self) -> &[Arc<FsdpParam>] {
-        &self.params
-    }
-
-    /// Lists the parameters' names for a message.
-    pub(super) fn listed(&self) -> String {
-        listed(&self.params.iter().map(|param| param.name().to_string()).collect::<Vec<_>>())
-    }
-
     /// Returns whether any full parameter has memory.
     pub(crate) fn is_unsharded(&self) -> bool {
-        self.params.iter().any(|param| param.is_unsharded())
+        self.params().iter().any(|param| param.is_unsharded())
     }
 
     /// Returns whether all full parameters have memory.
     pub(super) fn is_whole(&self) -> bool {
-        self.params.iter().all(|param| param.is_unsharded())
-    }
-
-    /// Records that the user may write a shard, while the parameters are unsharded.
-    pub(super) fn note_write(&self) {
-        self.may_be_written.store(true, Ordering::Relaxed);
+        self.params().iter().all(|param| param.is_unsharded())
     }
 
     /// Returns whether unsharded values may be older than the shards. The same on every rank, if every rank writes.
     pub(super) fn may_be_stale(&self) -> bool {
-        self.may_be_written.load(Ordering::Relaxed) || self.params.iter().any(|param| param.may_be_stepped_unseen())
+        self.may_be_written.load(Ordering::Relaxed) || self.params().iter().any(|param| param.may_be_stepped_unseen())
     }
 
     pub(crate) fn reshard_after_forward(&self) -> ReshardAfterForward {
@@ -166,36 +130,22 @@ impl FsdpParamGroup {
 
     /// Returns whether some parameters are frozen.
     pub(crate) fn has_frozen(&self) -> bool {
-        self.params.iter().any(|param| !param.trainable())
+        self.params().iter().any(|param| !param.trainable())
     }
 
     /// Returns the number of parameters that get gradients.
     pub(crate) fn trainable(&self) -> usize {
-        self.params.iter().filter(|param| param.trainable()).count()
+        self.params().iter().filter(|param| param.trainable()).count()
     }
 
     /// Returns whether replicas divide some shards among them.
     pub(super) fn is_sharded_over_replicas(&self) -> bool {
-        self.params.iter().any(|param| param.spec.replica_sharding.is_some())
+        self.params().iter().any(|param| param.spec.replica_sharding.is_some())
     }
 
     /// Records that the unit is several modules that are called one by one.
     pub(super) fn split_into_modules(&self) {
-        self.path.split_into_modules(self.params.iter().map(|param| param.name()));
-    }
-
-    /// Returns the signature of a collective for the parameters at these positions.
-    pub(super) fn signature(&self, positions: impl IntoIterator<Item = usize>) -> Signature {
-        Signature::new(&self.subject, positions)
-    }
-
-    pub(super) fn communication_failed(&self, what: &str, source: fsdp_core::Error) -> Error {
-        Error::Communication {
-            unit: self.name().into(),
-            what: what.into(),
-            parameters: self.params.len(),
-            source: Box::new(source),
-        }
+        self.path.split_into_modules(self.params().iter().map(|param| param.name()));
     }
 }
 
@@ -207,14 +157,14 @@ impl FsdpParamGroup {
             let settings = self.settings.lock();
             (settings.all_gather.clone(), settings.keep_unsharded_storage)
         };
-        let allocator = custom.and_then(|custom| custom.allocate()).unwrap_or_else(|| self.pool.clone());
+        let allocator = custom.and_then(|custom| custom.allocate()).unwrap_or_else(|| self.pool().clone());
         UnshardMemory { allocator, keep }
     }
 
     /// Calls `f` with the pending all-gather, while no other thread unshards or reshards the unit. Does nothing for a
     /// unit without parameters.
     fn with_pending(&self, f: impl FnOnce(&mut Option<AllGatherResult>) -> Result<()>) -> Result<()> {
-        let Some(param) = self.params.first() else { return Ok(()) };
+        let Some(param) = self.params().first() else { return Ok(()) };
         let limit = param.spec.ranks.shard.timeout();
         let Some(pending) = self.pending.try_lock_for(limit) else {
             let message = format!(
@@ -242,7 +192,7 @@ impl FsdpParamGroup {
         }
         // Backward may be done with some parameters, and may have freed others early.
         let is_missing = |param: &FsdpParam| !param.is_unsharded() && !param.gradient.is_complete();
-        let all = self.params.iter().enumerate();
+        let all = self.params().iter().enumerate();
         let missing: Vec<usize> = all.filter(|(_, param)| is_missing(param)).map(|(position, _)| position).collect();
         if missing.is_empty() {
             return Ok(());
@@ -252,7 +202,7 @@ impl FsdpParamGroup {
         self.start_replica_gather()?;
         self.wait_for_replica_gather()?;
         let custom = self.settings.lock().all_gather.clone();
-        *pending = Some(AllGatherResult::start(self, &missing, &self.memory(), custom.as_ref())?);
+        *pending = Some(AllGatherResult::start(&self.unit, &missing, &self.memory(), custom.as_ref())?);
         Ok(())
     }
 
@@ -261,7 +211,7 @@ impl FsdpParamGroup {
         self.with_pending(|pending| {
             self.start_all_gather(pending)?;
             let Some(result) = pending.take() else { return Ok(()) };
-            let full = result.wait(self, &self.memory())?;
+            let full = result.wait(&self.unit, &self.memory())?;
             full.into_iter().try_for_each(|(param, full)| param.set_unsharded(full))
         })
     }
@@ -271,28 +221,22 @@ impl FsdpParamGroup {
         self.with_pending(|pending| {
             let memory = self.memory();
             if let Some(result) = pending.take() {
-                for (param, full) in result.wait(self, &memory)? {
+                for (param, full) in result.wait(&self.unit, &memory)? {
                     param.free(full, &memory);
                 }
             } else if self.is_unsharded() {
                 tracing::debug!(unit = self.name(), "reshard");
             }
             self.may_be_written.store(false, Ordering::Relaxed);
-            self.params.iter().try_for_each(|param| param.reshard(&memory))
+            self.params().iter().try_for_each(|param| param.reshard(&memory))
         })
-    }
-
-    /// Frees the full parameters and the gathered shards, since a shard is about to change.
-    pub(super) fn reshard_stale(&self) -> Result<()> {
-        self.drop_replica_gather();
-        self.reshard()
     }
 
     /// Frees the full parameters except for the parts that this many neighbouring ranks need to unshard them again.
     pub(super) fn reshard_to(&self, ranks: usize) -> Result<()> {
         self.with_pending(|_| {
             let memory = self.memory();
-            for param in &self.params {
+            for param in self.params() {
                 let fewer = param.spec.ranks.post_forward_group(ranks)?;
                 let chunk = chunk_range(param.unsharded_shape().elem_count(), fewer.size(), fewer.rank());
                 param.reshard_to(chunk, ranks, &memory)?;
@@ -304,14 +248,32 @@ impl FsdpParamGroup {
 
     /// Frees one full parameter.
     pub(super) fn reshard_param(&self, position: usize) -> Result<()> {
-        self.params[position].reshard(&self.memory())
+        self.params()[position].reshard(&self.memory())
     }
 
     /// Frees the frozen parameters.
     pub(super) fn reshard_frozen(&self) -> Result<()> {
         let memory = self.memory();
-        let mut frozen = self.params.iter().filter(|param| !param.trainable());
+        let mut frozen = self.params().iter().filter(|param| !param.trainable());
         frozen.try_for_each(|param| param.reshard(&memory))
+    }
+}
+
+/// Shards that replicas divide among them.
+impl FsdpParamGroup {
+    /// Issues the all-gathers over replicas of the shards that are neither pending nor gathered.
+    pub(super) fn start_replica_gather(&self) -> Result<()> {
+        self.replica_gathers.start(&self.unit)
+    }
+
+    /// Waits for the all-gathers over replicas.
+    pub(super) fn wait_for_replica_gather(&self) -> Result<()> {
+        self.replica_gathers.wait(&self.unit)
+    }
+
+    /// Drops the gathered shards, since the replicas' parts may have changed.
+    pub(super) fn drop_replica_gather(&self) {
+        self.replica_gathers.clear(&self.unit);
     }
 }
 
@@ -319,7 +281,7 @@ impl FsdpParamGroup {
 impl FsdpParamGroup {
     /// Begins a further pass, or returns to the first.
     pub(super) fn begin_pass(&self, pass: Option<usize>) {
-        self.params.iter().for_each(|param| param.begin_pass(pass));
+        self.params().iter().for_each(|param| param.begin_pass(pass));
     }
 
     /// Prepares a backward: drops what a failed backward left.
@@ -329,12 +291,12 @@ impl FsdpParamGroup {
             accumulated.reduce_scatter.begin_backward();
             accumulated.all_reduce.begin_backward();
         }
-        self.params.iter().for_each(|param| param.gradient.clear_current());
+        self.params().iter().for_each(|param| param.gradient.clear_current());
     }
 
     /// Ends a backward: drops gradients that no reduction took.
     pub(super) fn end_backward(&self) {
-        self.params.iter().for_each(|param| param.gradient.clear_current());
+        self.params().iter().for_each(|param| param.gradient.clear_current());
     }
 
     /// Returns the numbers of backwards whose gradients the next reductions sum: since the last reduce-scatter, and
@@ -353,7 +315,7 @@ impl FsdpParamGroup {
         choose: impl Fn(&FsdpParam) -> bool,
     ) -> Result<Vec<(Arc<FsdpParam>, Tensor, bool)>> {
         let mut grads = vec![];
-        for param in self.params.iter().filter(|param| choose(param)) {
+        for param in self.params().iter().filter(|param| choose(param)) {
             if let Some(grad) = param.take_reduced()? {
                 grads.push((param.clone(), grad, param.gradient.take_used()));
             }
@@ -370,81 +332,24 @@ impl FsdpParamGroup {
             pending.take().into_iter().for_each(AllGatherResult::discard);
             Ok(())
         });
-        self.params.iter().for_each(|param| param.drop_gradients());
+        self.params().iter().for_each(|param| param.drop_gradients());
         if let Err(error) = discarded.and_then(|()| self.reshard()) {
             tracing::warn!(unit = self.name(), %error, "reshard after a failed step");
         }
     }
 }
 
-/// A unit's path. Two units with the same path have two `UnitPath`s.
-pub(crate) struct UnitPath {
-    path: Arc<str>,
-    /// Paths of the unit's modules, if they are called one by one.
-    modules: OnceLock<BTreeSet<String>>,
-}
-
-impl UnitPath {
-    fn new(path: Arc<str>) -> Self {
-        UnitPath { path, modules: OnceLock::new() }
+impl ParamUnit for FsdpParamGroup {
+    fn is_unsharded(&self) -> bool {
+        FsdpParamGroup::is_unsharded(self)
     }
 
-    /// Returns whether `other` is this unit or inside it, by their paths.
-    pub(crate) fn contains(&self, other: &UnitPath) -> bool {
-        match self.modules.get() {
-            None => is_within(&other.path, &self.path),
-            Some(modules) => std::ptr::eq(self, other) || modules.iter().any(|module| is_within(&other.path, module)),
-        }
+    fn note_write(&self) {
+        self.may_be_written.store(true, Ordering::Relaxed);
     }
 
-    /// Records that the unit is several modules. Units beside these modules at its path are then outside of it.
-    fn split_into_modules<'a>(&self, parameters: impl Iterator<Item = &'a str>) {
-        let root = &*self.path == ROOT;
-        let path = if root { "" } else { &*self.path };
-        let mut modules = BTreeSet::new();
-        for parameter in parameters {
-            let rest = parameter.strip_prefix(path).map(|rest| rest.trim_start_matches('.'));
-            if let Some((module, _)) = rest.and_then(|rest| rest.split_once('.')) {
-                modules.insert(if root { module.to_string() } else { format!("{path}.{module}") });
-            }
-        }
-        // A second call has the same modules.
-        let _ = self.modules.set(modules);
-    }
-
-    /// Returns how many of `others` this path is inside of.
-    pub(crate) fn depth(&self, others: &[&UnitPath]) -> usize {
-        others.iter().filter(|other| other.contains(self) && !self.contains(other)).count()
-    }
-}
-
-/// Returns whether `path` is `outer` or below it.
-fn is_within(path: &str, outer: &str) -> bool {
-    outer == ROOT || path.strip_prefix(outer).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn path(path: &str) -> UnitPath {
-        UnitPath::new(path.into())
-    }
-
-    #[test]
-    fn paths_nest_at_their_dots() {
-        let all = ["blocks.1", "blocks.1.mlp", "blocks.10", "head", ROOT].map(path);
-        let all: Vec<&UnitPath> = all.iter().collect();
-        assert_eq!(all.iter().map(|path| path.depth(&all)).collect::<Vec<_>>(), [1, 2, 1, 1, 0]);
-        assert!(all[0].contains(all[0]) && !all[0].contains(all[2]));
-    }
-
-    #[test]
-    fn a_unit_of_several_modules_contains_only_these() {
-        let all = ["last.norm.inner", "last.other", "last", "last", ROOT].map(path);
-        all[2].split_into_modules(["last.norm.weight", "last.head.weight"].into_iter());
-        let all: Vec<&UnitPath> = all.iter().collect();
-        assert!(all[2].contains(all[2]) && !all[2].contains(all[3]) && !all[2].contains(all[1]));
-        assert!(all[2].contains(all[0]));
+    fn reshard_stale(&self) -> Result<()> {
+        self.drop_replica_gather();
+        self.reshard()
     }
 }

@@ -103,7 +103,7 @@ impl Reduction {
         let mut requests: Vec<ReduceScatterRequest> = vec![];
         for (position, param) in unit.params().iter().enumerate().filter(|(_, param)| param.trainable()) {
             if let Some(grad) = param.gradient.take_accumulated() {
-                let grad = cast(grad, unit.reduce_dtype(param)?, unit.pool.as_ref())?;
+                let grad = cast(grad, reduce_dtype(param)?, unit.pool().as_ref())?;
                 param.gradient.accumulate(Stage::Unreduced, grad)?;
             }
             if !sync {
@@ -111,17 +111,17 @@ impl Reduction {
             }
             let (grad, used) = match param.gradient.take(Stage::Unreduced) {
                 Some(grad) => (grad, true),
-                None if unused => (param.gradient.zeros(unit.reduce_dtype(param)?)?, false),
+                None if unused => (param.gradient.zeros(reduce_dtype(param)?)?, false),
                 None => continue,
             };
             let layout = &param.spec.layout;
-            let mut input = if layout.is_concatenation() { grad } else { unit.packed(layout, grad)? };
+            let mut input = if layout.is_concatenation() { grad } else { packed(unit, layout, grad)? };
             let ranks = &param.spec.ranks;
             let at = match requests.iter().position(|request| Arc::ptr_eq(&request.ranks, ranks)) {
                 Some(at) => at,
                 None => {
                     requests.push(ReduceScatterRequest {
-                        options: unit.reduce_options(ranks, unused, backwards),
+                        options: reduce_options(unit, ranks, unused, backwards),
                         ranks: ranks.clone(),
                         positions: vec![],
                         parts: vec![],
@@ -146,7 +146,7 @@ impl Reduction {
             let ranks = &param.spec.ranks;
             let known = requests.iter().any(|request| Arc::ptr_eq(&request.ranks, ranks))
                 || started.iter().any(|other: &Reduction| Arc::ptr_eq(&other.ranks, ranks));
-            let options = unit.reduce_options(ranks, unused, backwards);
+            let options = reduce_options(unit, ranks, unused, backwards);
             if !known && options.all_reduce {
                 started.extend(Reduction::of_partly_reduced(unit.clone(), ranks.clone(), options)?);
             }
@@ -154,15 +154,15 @@ impl Reduction {
         for ReduceScatterRequest { ranks, options, positions, mut parts, used } in requests {
             tracing::debug!(unit = unit.name(), gradients = positions.len(), "reduce-scatter");
             let shard = if separate { ranks.dedicated_reduce_scatter_group()? } else { ranks.shard.clone() };
-            let shard = shard.signed(unit.reduce_signature(&positions, backwards.0));
+            let shard = shard.signed(reduce_signature(unit, &positions, backwards.0));
             if options.with_usage {
                 let counts = vec![positions.len(); shard.size()];
                 let numbers: Vec<f32> = counts.iter().flat_map(|_| used.iter().map(|&used| f32::from(used))).collect();
-                parts.push(ScatterPart { input: unit.usage_buffer(&positions, &numbers)?, counts });
+                parts.push(ScatterPart { input: usage_buffer(unit, &positions, &numbers)?, counts });
             }
             let work = match &custom {
-                Some(custom) => custom.reduce_scatter(&shard, parts, options.op, unit.pool.clone()),
-                None => shard.reduce_scatter(parts, options.op, unit.pool.clone()),
+                Some(custom) => custom.reduce_scatter(&shard, parts, options.op, unit.pool().clone()),
+                None => shard.reduce_scatter(parts, options.op, unit.pool().clone()),
             };
             let (unit, hop) = (unit.clone(), Hop::Shards);
             started.push(Reduction { unit, ranks, positions, work, hop, options, reduced: vec![] });
@@ -177,7 +177,7 @@ impl Reduction {
         ranks: Arc<DataParallel>,
         options: ReduceOptions,
     ) -> Result<Option<Self>> {
-        let (positions, buffers) = unit.take_partly_reduced(&ranks);
+        let (positions, buffers) = take_partly_reduced(&unit, &ranks);
         match ranks.replicate() {
             _ if positions.is_empty() => Ok(None),
             Some(_) => Reduction::over_replicas(unit, ranks, options, positions, buffers).map(Some),
@@ -197,9 +197,9 @@ impl Reduction {
             bail!("FSDP unit `{}` has no replicas to reduce over", unit.name())
         };
         if options.with_usage {
-            buffers.push(unit.usage_so_far(&positions)?);
+            buffers.push(usage_so_far(&unit, &positions)?);
         }
-        let signed = replicas.signed(unit.reduce_signature(&positions, options.backwards.1));
+        let signed = replicas.signed(reduce_signature(&unit, &positions, options.backwards.1));
         let work = match ranks.is_sharded_over_replicas {
             false => {
                 tracing::debug!(unit = unit.name(), gradients = positions.len(), "all-reduce");
@@ -207,8 +207,8 @@ impl Reduction {
             }
             true => {
                 tracing::debug!(unit = unit.name(), gradients = positions.len(), "reduce-scatter over replicas");
-                let parts = unit.parts_for_replicas(&positions, buffers, replicas.size())?;
-                signed.reduce_scatter(parts, options.op, unit.pool.clone())
+                let parts = parts_for_replicas(&unit, &positions, buffers, replicas.size())?;
+                signed.reduce_scatter(parts, options.op, unit.pool().clone())
             }
         };
         Ok(Reduction { unit, ranks, positions, work, hop: Hop::Replicas, options, reduced: vec![] })
@@ -225,7 +225,7 @@ impl Reduction {
         let params = unit.params();
         let partial = |position: usize| params[position].parallel().filter(|parallel| parallel.is_partial);
         let Some(parallel) = reduced.iter().find_map(|(position, _)| partial(*position)) else {
-            unit.store_reduced(options, reduced)?;
+            store_reduced(&unit, options, reduced)?;
             return Ok(None);
         };
         let group = parallel.group.clone();
@@ -234,9 +234,9 @@ impl Reduction {
         let (positions, mut buffers): (Vec<usize>, Vec<Buffer>) = terms.into_iter().unzip();
         tracing::debug!(unit = unit.name(), gradients = positions.len(), "all-reduce over tensor-parallel ranks");
         if options.with_usage {
-            buffers.push(unit.usage_so_far(&positions)?);
+            buffers.push(usage_so_far(&unit, &positions)?);
         }
-        let signed = group.signed(unit.reduce_signature(&positions, options.backwards.1));
+        let signed = group.signed(reduce_signature(&unit, &positions, options.backwards.1));
         let work = signed.all_reduce(buffers, ReduceOp::Sum);
         Ok(Some(Reduction { unit, ranks, positions, work, hop: Hop::TensorParallel, options, reduced }))
     }
@@ -276,7 +276,7 @@ impl InFlight for Reduction {
             unit.params()[position].gradient.note_used(is_used);
         }
         if let Some(usage) = usage {
-            unit.pool.give(usage);
+            unit.pool().give(usage);
         }
         let buffers = positions.into_iter().zip(buffers);
         match hop {
@@ -290,7 +290,7 @@ impl InFlight for Reduction {
             Hop::TensorParallel => {
                 reduced.extend(buffers);
                 reduced.sort_by_key(|(position, _)| *position);
-                unit.store_reduced(options, reduced)?;
+                store_reduced(&unit, options, reduced)?;
                 Ok(None)
             }
         }
@@ -299,117 +299,120 @@ impl InFlight for Reduction {
     fn discard(self) {
         let reduced = self.reduced.into_iter().map(|(_, buffer)| buffer);
         for buffer in self.work.wait().unwrap_or_default().into_iter().chain(reduced) {
-            self.unit.pool.give(buffer);
+            self.unit.pool().give(buffer);
         }
     }
 }
 
-impl FsdpParamGroup {
-    fn reduce_signature(&self, positions: &[usize], backwards: usize) -> Signature {
-        let signature = self.signature(positions.iter().copied()).with_advice(REDUCE_ADVICE);
-        if backwards == 1 { signature } else { signature.with_how(format!(", gradients of {backwards} backwards")) }
-    }
+fn reduce_signature(unit: &FsdpParamGroup, positions: &[usize], backwards: usize) -> Signature {
+    let signature = unit.signature(positions.iter().copied()).with_advice(REDUCE_ADVICE);
+    if backwards == 1 { signature } else { signature.with_how(format!(", gradients of {backwards} backwards")) }
+}
 
-    fn reduce_dtype(&self, param: &FsdpParam) -> Result<DType> {
-        to_core_dtype(param.spec.reduce_dtype)
-    }
+fn reduce_dtype(param: &FsdpParam) -> Result<DType> {
+    to_core_dtype(param.spec.reduce_dtype)
+}
 
-    fn reduce_options(&self, ranks: &DataParallel, with_usage: bool, backwards: (usize, usize)) -> ReduceOptions {
-        let settings = self.settings.lock();
-        let sums = settings.force_sum_reduction || settings.gradient_divide_factor.is_some();
-        let size = ranks.shard.size() * ranks.replicate().map_or(1, |replicas| replicas.size());
-        ReduceOptions {
-            op: if sums { ReduceOp::Sum } else { ReduceOp::Avg },
-            divisor: sums.then(|| settings.gradient_divide_factor.unwrap_or(size as f64)),
-            all_reduce: settings.requires_all_reduce,
-            with_usage,
-            backwards,
+fn reduce_options(
+    unit: &FsdpParamGroup,
+    ranks: &DataParallel,
+    with_usage: bool,
+    backwards: (usize, usize),
+) -> ReduceOptions {
+    let settings = unit.settings.lock();
+    let sums = settings.force_sum_reduction || settings.gradient_divide_factor.is_some();
+    let size = ranks.shard.size() * ranks.replicate().map_or(1, |replicas| replicas.size());
+    ReduceOptions {
+        op: if sums { ReduceOp::Sum } else { ReduceOp::Avg },
+        divisor: sums.then(|| settings.gradient_divide_factor.unwrap_or(size as f64)),
+        all_reduce: settings.requires_all_reduce,
+        with_usage,
+        backwards,
+    }
+}
+
+/// Takes the shards that wait for an all-reduce over the replicas of `ranks`, with their positions.
+fn take_partly_reduced(unit: &FsdpParamGroup, ranks: &Arc<DataParallel>) -> (Vec<usize>, Vec<Buffer>) {
+    let on_ranks = unit.params().iter().enumerate().filter(|(_, param)| Arc::ptr_eq(&param.spec.ranks, ranks));
+    on_ranks.filter_map(|(position, param)| Some((position, param.gradient.take(Stage::PartlyReduced)?))).unzip()
+}
+
+/// Returns a buffer of these numbers, on the device of the parameters at `positions`.
+fn usage_buffer(unit: &FsdpParamGroup, positions: &[usize], numbers: &[f32]) -> Result<Buffer> {
+    match positions.first() {
+        Some(&position) => from_numbers(numbers, unit.params()[position].device()),
+        None => bail!("FSDP unit `{}` reduces no gradients", unit.name()),
+    }
+}
+
+/// Returns a buffer that tells which of these parameters some rank used, as far as the reduction has come.
+fn usage_so_far(unit: &FsdpParamGroup, positions: &[usize]) -> Result<Buffer> {
+    let used = positions.iter().map(|&position| f32::from(unit.params()[position].gradient.is_used()));
+    usage_buffer(unit, positions, &used.collect::<Vec<_>>())
+}
+
+/// Returns the inputs of a reduce-scatter over replicas that divide the shards. All replicas get the usage.
+fn parts_for_replicas(
+    unit: &FsdpParamGroup,
+    positions: &[usize],
+    buffers: Vec<Buffer>,
+    replicas: usize,
+) -> Result<Vec<ScatterPart>> {
+    let mut parts = vec![];
+    for (at, buffer) in buffers.into_iter().enumerate() {
+        let Some(&position) = positions.get(at) else {
+            let numbers = to_numbers(&buffer)?.repeat(replicas);
+            let input = usage_buffer(unit, positions, &numbers)?;
+            parts.push(ScatterPart { input, counts: vec![buffer.len(); replicas] });
+            unit.pool().give(buffer);
+            continue;
+        };
+        let param = &unit.params()[position];
+        let Some(sharding) = &param.spec.replica_sharding else {
+            bail!("parameter `{}` is not sharded over replicas", param.name())
+        };
+        let layout = &sharding.layout;
+        let input = if layout.is_concatenation() { buffer } else { packed(unit, layout, buffer)? };
+        parts.push(ScatterPart { input, counts: layout.counts() });
+    }
+    Ok(parts)
+}
+
+/// Returns the values of `whole` with the shards one after another.
+fn packed(unit: &FsdpParamGroup, layout: &ShardLayout, whole: Buffer) -> Result<Buffer> {
+    let mut parts = unit.pool().take(whole.dtype(), whole.len()).map_err(Error::from)?;
+    layout.pack(&whole, &mut parts)?;
+    unit.pool().give(whole);
+    Ok(parts)
+}
+
+/// Stores reduced gradient shards in their parameters.
+fn store_reduced(unit: &FsdpParamGroup, options: ReduceOptions, reduced: Vec<(usize, Buffer)>) -> Result<()> {
+    let (positions, mut buffers): (Vec<usize>, Vec<Buffer>) = reduced.into_iter().unzip();
+    if let Some(offload) = positions.iter().find_map(|&position| unit.params()[position].spec.offload.as_ref()) {
+        offload.begin_downloads()?;
+    }
+    let hook = unit.settings.lock().all_reduce_hook.clone();
+    if let Some(hook) = hook {
+        let lengths: Vec<usize> = buffers.iter().map(Buffer::len).collect();
+        buffers = hook.reduce(buffers)?;
+        if buffers.iter().map(Buffer::len).ne(lengths.iter().copied()) {
+            bail!(
+                "FSDP unit `{}`: the all-reduce hook changed the buffers' number or lengths; it must return \
+                 {lengths:?}",
+                unit.name()
+            )
         }
     }
-
-    /// Takes the shards that wait for an all-reduce over the replicas of `ranks`, with their positions.
-    fn take_partly_reduced(&self, ranks: &Arc<DataParallel>) -> (Vec<usize>, Vec<Buffer>) {
-        let on_ranks = self.params().iter().enumerate().filter(|(_, param)| Arc::ptr_eq(&param.spec.ranks, ranks));
-        on_ranks.filter_map(|(position, param)| Some((position, param.gradient.take(Stage::PartlyReduced)?))).unzip()
-    }
-
-    /// Returns a buffer of these numbers, on the device of the parameters at `positions`.
-    fn usage_buffer(&self, positions: &[usize], numbers: &[f32]) -> Result<Buffer> {
-        match positions.first() {
-            Some(&position) => from_numbers(numbers, self.params()[position].device()),
-            None => bail!("FSDP unit `{}` reduces no gradients", self.name()),
+    for (position, mut buffer) in positions.into_iter().zip(buffers) {
+        if let (_, Some(after)) = options.divisors(buffer.dtype()) {
+            scale(&mut buffer, 1. / after)?;
         }
+        let param = &unit.params()[position];
+        let buffer = cast(buffer, to_core_dtype(param.dtype())?, unit.pool().as_ref())?;
+        param.add_reduced(buffer)?;
     }
-
-    /// Returns a buffer that tells which of these parameters some rank used, as far as the reduction has come.
-    fn usage_so_far(&self, positions: &[usize]) -> Result<Buffer> {
-        let used = positions.iter().map(|&position| f32::from(self.params()[position].gradient.is_used()));
-        self.usage_buffer(positions, &used.collect::<Vec<_>>())
-    }
-
-    /// Returns the inputs of a reduce-scatter over replicas that divide the shards. All replicas get the usage.
-    fn parts_for_replicas(
-        &self,
-        positions: &[usize],
-        buffers: Vec<Buffer>,
-        replicas: usize,
-    ) -> Result<Vec<ScatterPart>> {
-        let mut parts = vec![];
-        for (at, buffer) in buffers.into_iter().enumerate() {
-            let Some(&position) = positions.get(at) else {
-                let numbers = to_numbers(&buffer)?.repeat(replicas);
-                let input = self.usage_buffer(positions, &numbers)?;
-                parts.push(ScatterPart { input, counts: vec![buffer.len(); replicas] });
-                self.pool.give(buffer);
-                continue;
-            };
-            let param = &self.params()[position];
-            let Some(sharding) = &param.spec.replica_sharding else {
-                bail!("parameter `{}` is not sharded over replicas", param.name())
-            };
-            let layout = &sharding.layout;
-            let input = if layout.is_concatenation() { buffer } else { self.packed(layout, buffer)? };
-            parts.push(ScatterPart { input, counts: layout.counts() });
-        }
-        Ok(parts)
-    }
-
-    /// Returns the values of `whole` with the shards one after another.
-    fn packed(&self, layout: &ShardLayout, whole: Buffer) -> Result<Buffer> {
-        let mut parts = self.pool.take(whole.dtype(), whole.len()).map_err(Error::from)?;
-        layout.pack(&whole, &mut parts)?;
-        self.pool.give(whole);
-        Ok(parts)
-    }
-
-    /// Stores reduced gradient shards in their parameters.
-    fn store_reduced(&self, options: ReduceOptions, reduced: Vec<(usize, Buffer)>) -> Result<()> {
-        let (positions, mut buffers): (Vec<usize>, Vec<Buffer>) = reduced.into_iter().unzip();
-        if let Some(offload) = positions.iter().find_map(|&position| self.params()[position].spec.offload.as_ref()) {
-            offload.begin_downloads()?;
-        }
-        let hook = self.settings.lock().all_reduce_hook.clone();
-        if let Some(hook) = hook {
-            let lengths: Vec<usize> = buffers.iter().map(Buffer::len).collect();
-            buffers = hook.reduce(buffers)?;
-            if buffers.iter().map(Buffer::len).ne(lengths.iter().copied()) {
-                bail!(
-                    "FSDP unit `{}`: the all-reduce hook changed the buffers' number or lengths; it must return \
-                     {lengths:?}",
-                    self.name()
-                )
-            }
-        }
-        for (position, mut buffer) in positions.into_iter().zip(buffers) {
-            if let (_, Some(after)) = options.divisors(buffer.dtype()) {
-                scale(&mut buffer, 1. / after)?;
-            }
-            let param = &self.params()[position];
-            let buffer = cast(buffer, to_core_dtype(param.dtype())?, self.pool.as_ref())?;
-            param.add_reduced(buffer)?;
-        }
-        Ok(())
-    }
+    Ok(())
 }
 
 /// A pending reduction. The simulated ranks of `order` have their own.

@@ -20,13 +20,14 @@ use tracing::span::EnteredSpan;
 use super::callers::{Callers, Entered};
 use super::comm::PostAccumulateGradHook;
 use super::diagnostics::Diagnostics;
-use super::hooks::{FrozenCall, plan_frozen_calls};
+use super::frozen_call::{FrozenCall, plan_frozen_calls};
 use super::offload::Downloads;
 use super::order::{Action, Forward, GraphExists, Order, OrderError, UnitInfo};
-use super::param::FsdpParam;
-use super::param_group::{FsdpParamGroup, UnitId, UnitPath};
+use super::param::{FsdpParam, ParamModel};
+use super::param_group::FsdpParamGroup;
 use super::reduction::{Reduction, ReductionQueue, largest};
 use super::settings::{ModelSettings, UnitSettings};
+use super::unit_path::{UnitId, UnitPath};
 use crate::autograd::{BACKWARD_STACK_BYTES, keeps_graph, number, on_a_stack_of, with_grad};
 use crate::error::Error;
 use crate::graph;
@@ -317,28 +318,6 @@ impl Schedule {
         Ok(hook)
     }
 
-    /// Runs before a layer uses a parameter of a unit by name, in forward and in backward: unshards the unit at its
-    /// first use. `misses` tells whether the layer needs values that are sharded.
-    pub(super) fn pre_use(&self, unit: &UnitId, misses: bool) -> Result<()> {
-        self.check(unit)?;
-        let _uses = self.uses.lock();
-        let (used, in_backward) = {
-            let mut order = self.order.lock();
-            (order.pre_use(unit.index, keeps_graph(), misses), order.is_in_backward())
-        };
-        let actions = used.map_err(|error| explain(error, unit))?;
-        if in_backward && !actions.is_empty() {
-            enter_unit_span(&unit.name);
-        }
-        self.execute(actions)
-    }
-
-    /// Records that backward runs a checkpointed closure again when it comes to `node`. The closure made the nodes
-    /// numbered `made` in forward.
-    pub(super) fn add_recomputation(&self, made: Range<usize>, node: usize) {
-        self.order.lock().add_recomputation(made, node);
-    }
-
     /// Begins a call of a unit with frozen parameters.
     pub(super) fn frozen_call(&self, unit: &FsdpParamGroup) -> Arc<FrozenCall> {
         let call = Arc::new(FrozenCall::new(unit.index()));
@@ -611,11 +590,6 @@ impl Schedule {
         Ok(())
     }
 
-    /// Returns whether a hook takes reduced gradients instead of the backward's caller.
-    pub(crate) fn hands_out_to_hook(&self) -> bool {
-        self.hand_out.lock().hook.is_some()
-    }
-
     /// Sets what takes reduced gradients instead of the backward's caller.
     pub(super) fn set_post_accumulate_grad_hook(&self, hook: Option<Arc<dyn PostAccumulateGradHook>>) {
         self.hand_out.lock().hook = hook;
@@ -714,10 +688,32 @@ impl Schedule {
         let action = self.order.lock().post_backward(unit.index);
         self.execute(action)
     }
+}
 
-    /// Runs after the backward of every use of a parameter: its gradient is complete, and its values are not needed any
-    /// more.
-    pub(super) fn post_accumulate_grad(&self, param: &FsdpParam) -> Result<()> {
+impl ParamModel for Schedule {
+    fn is_running(&self) -> bool {
+        Schedule::is_running(self)
+    }
+
+    fn pre_use(&self, unit: &UnitId, misses: bool) -> Result<()> {
+        self.check(unit)?;
+        let _uses = self.uses.lock();
+        let (used, in_backward) = {
+            let mut order = self.order.lock();
+            (order.pre_use(unit.index, keeps_graph(), misses), order.is_in_backward())
+        };
+        let actions = used.map_err(|error| explain(error, unit))?;
+        if in_backward && !actions.is_empty() {
+            enter_unit_span(&unit.name);
+        }
+        self.execute(actions)
+    }
+
+    fn add_recomputation(&self, made: Range<usize>, node: usize) {
+        self.order.lock().add_recomputation(made, node);
+    }
+
+    fn post_accumulate_grad(&self, param: &FsdpParam) -> Result<()> {
         let (unit, position) = param.unit()?;
         self.check(unit)?;
         let outcome = self.order.lock().post_accumulate_grad(unit.index, position);
@@ -728,12 +724,19 @@ impl Schedule {
         self.execute(actions)
     }
 
-    /// Runs after the backward of every use of a parameter in one pass of its unit.
-    pub(super) fn post_pass(&self, param: &FsdpParam, pass: usize) -> Result<()> {
+    fn post_pass(&self, param: &FsdpParam, pass: usize) -> Result<()> {
         let (unit, position) = param.unit()?;
         self.check(unit)?;
         let action = self.order.lock().post_pass(unit.index, position, pass);
         self.execute(action)
+    }
+
+    fn hands_out_to_hook(&self) -> bool {
+        self.hand_out.lock().hook.is_some()
+    }
+
+    fn warn(&self, message: &str) {
+        self.diagnostics.warn(message);
     }
 }
 

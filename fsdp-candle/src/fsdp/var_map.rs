@@ -12,12 +12,13 @@ use fsdp_core::{DType as CoreDType, DeviceMesh, ProcessGroup, ReduceOp};
 use indexmap::IndexMap;
 use parking_lot::Mutex;
 
-use super::fully_shard::UnitOptions;
-use super::hooks::param_nodes;
 use super::offload::Offload;
-use super::param::{FsdpParam, ParamSpec, ReplicaSharding};
+use super::param::{FsdpParam, ParamSpec};
+use super::param_nodes::param_nodes;
 use super::policy::{NamePredicate, ReshardAfterForward};
+use super::replica_sharding::ReplicaSharding;
 use super::schedule::Schedule;
+use super::unit_options::UnitOptions;
 use super::weight_format::{Blocks, WeightFormat};
 use crate::adapter::{Adapters, LoraConfig, adapted_layer};
 use crate::data_parallel::{DataParallel, DataParallelMeshDims, largest_over};
@@ -722,7 +723,7 @@ impl ShardedVarMap {
             shape,
         };
         let nodes = param_nodes(&self.0.device, &local.into(), compute_dtype)?;
-        let param = FsdpParam::new(spec, shard, nodes, schedule)?;
+        let param = FsdpParam::new(spec, shard, nodes, &schedule.pool, schedule)?;
         self.0.params.lock().insert(name.into(), Owned { param: param.clone(), unit });
         if let Some(unit) = self.0.building.lock().last_mut() {
             unit.params.push(param.clone());

@@ -61,8 +61,8 @@ impl Reach {
         }
         let own: Vec<&Arc<FsdpParam>> = states.iter().map(|state| &state.param).filter(|p| p.trainable()).collect();
         let Some(first) = own.first() else { return Ok(()) }; // all are frozen for now
-        let schedule = first.schedule()?;
-        if schedule.hands_out_to_hook() {
+        let model = first.model()?;
+        if model.hands_out_to_hook() {
             return Ok(()); // a step in backward has a part of the gradients
         }
         let others: Vec<Arc<FsdpParam>> = grads.get_ids().filter_map(FsdpParam::of_gradient).collect();
@@ -95,7 +95,7 @@ impl Reach {
             )));
         };
         if !std::mem::replace(&mut self.told, true) {
-            schedule.diagnostics.warn(&message);
+            model.warn(&message);
         }
         Ok(())
     }

@@ -5,10 +5,11 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor, TensorId};
 
+use super::super::param::FsdpParam;
+use super::super::param_group::FsdpParamGroup;
 use super::norm::{Matrix, Norm, is_itself};
 use super::{GraphCut, GraphCutKind};
 use crate::autograd::{BACKWARD_STACK_BYTES, checkpoints, number, on_a_stack_of};
-use crate::fsdp::{FsdpParam, FsdpParamGroup};
 use crate::graph::followed;
 
 /// Bound on the walks through the graph of a call, so that the cost of a call stays linear in its operations. A unit with

@@ -15,15 +15,13 @@ use std::sync::Arc;
 use candle_core::{Result, Tensor, TensorId};
 use parking_lot::Mutex;
 
+use super::listed::listed;
+use super::param_group::FsdpParamGroup;
 use crate::autograd::{checkpoints, next_number, offloads};
-use crate::fsdp::FsdpParamGroup;
 use crate::graph::RecordedOutputs;
 use crate::tensors::{Tensors, with_tensors};
 use crate::warning::warn;
 use evidence::{Call, Inspection};
-
-/// Number of names that a report lists.
-const MAX_NAMES: usize = 8;
 
 /// A place where forward left the graph. The gradients of everything before it are wrong or missing.
 ///
@@ -83,15 +81,6 @@ impl fmt::Display for GraphCut {
                 write!(f, "its input has a graph, but the inputs of these weights have none: {}", listed(names))
             }
         }
-    }
-}
-
-/// Lists the first few names and counts the rest.
-pub(crate) fn listed(names: &[String]) -> String {
-    let shown: Vec<String> = names.iter().take(MAX_NAMES).map(|name| format!("`{name}`")).collect();
-    match names.len().saturating_sub(MAX_NAMES) {
-        0 => shown.join(", "),
-        more => format!("{} and {more} more", shown.join(", ")),
     }
 }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor};
 
-use crate::fsdp::FsdpParam;
+use super::super::param::FsdpParam;
 
 /// Numbers of compared rows and of compared elements of a product.
 const ROWS: usize = 4;

@@ -1,4 +1,4 @@
-//! The values of a parameter's shard, in memory or in a file ([`ShardedVarMap::store_on_disk`]).
+//! Shards in files ([`ShardedVarMap::store_on_disk`]), read for all-gathers.
 //!
 //! The variable of a shard on disk has no memory. The group's thread reads the shard when an all-gather begins, so it
 //! reads the next unit's shards while this unit computes.
@@ -7,61 +7,12 @@
 
 use std::sync::Arc;
 
-use candle_core::{Result, Tensor};
 use fsdp_core::{Allocator, Buffer, DType, Readable};
 use parking_lot::Mutex;
 
-use super::param::FsdpParam;
-use crate::disk::{FileMemory, FileTensor, FileValues};
+use crate::disk::{FileTensor, FileValues};
 use crate::kernels;
-use crate::storage::{Memory, Pool, PooledBuffer, TensorMemory, copy_tensor, to_core_dtype};
-
-impl FsdpParam {
-    /// Returns the values: the shard itself, or a copy of a shard on disk.
-    pub(crate) fn shard(&self) -> crate::error::Result<Tensor> {
-        match &self.spec.on_disk {
-            Some(on_disk) => on_disk.tensor(),
-            None => Ok(self.settled_shard().as_tensor().clone()),
-        }
-    }
-
-    /// Copies values of the shard's shape and dtype into the shard.
-    pub(crate) fn set_shard(&self, values: &Tensor) -> crate::error::Result<()> {
-        match &self.spec.on_disk {
-            Some(on_disk) => on_disk.set(values),
-            None => Ok(copy_tensor(values, self.settled_shard().as_tensor())?),
-        }
-    }
-
-    /// Lets `f` change the shard.
-    pub(crate) fn update_shard(&self, f: impl FnOnce(&Tensor) -> Result<()>) -> crate::error::Result<()> {
-        let shard = self.shard()?;
-        f(&shard)?;
-        self.spec.on_disk.as_ref().map_or(Ok(()), |on_disk| on_disk.set(&shard))
-    }
-
-    /// Returns the shard as a checkpoint reads and fills it.
-    pub(crate) fn memory(&self) -> Arc<dyn Memory> {
-        match &self.spec.on_disk {
-            Some(on_disk) => Arc::new(FileMemory(on_disk.clone())),
-            None => Arc::new(TensorMemory(self.settled_shard().as_tensor().clone())),
-        }
-    }
-
-    /// Returns a shard on disk in a dtype, for an all-gather, or `None` for a shard in memory.
-    pub(super) fn input_from_disk(
-        &self,
-        dtype: candle_core::DType,
-        reader: &Arc<ShardReader>,
-    ) -> Result<Option<ReadShard>> {
-        let dtype = to_core_dtype(dtype)?;
-        Ok(self.spec.on_disk.as_ref().map(|on_disk| {
-            let mut shards = reader.shards.lock();
-            shards.push((on_disk.clone(), dtype));
-            ReadShard { at: shards.len() - 1, len: on_disk.len(), dtype, reader: reader.clone() }
-        }))
-    }
-}
+use crate::storage::{Pool, PooledBuffer};
 
 /// Reads the shards on disk of a unit, all at once: one request at a time does not use all of a disk's bandwidth.
 pub(super) struct ShardReader {
@@ -74,6 +25,13 @@ pub(super) struct ShardReader {
 impl ShardReader {
     pub(super) fn new(pool: &Arc<Pool>) -> Arc<Self> {
         Arc::new(ShardReader { pool: pool.clone(), shards: Mutex::default(), values: Mutex::default() })
+    }
+
+    /// Adds a shard, which is read in this dtype with the others.
+    pub(super) fn add(self: &Arc<Self>, shard: &FileTensor, dtype: DType) -> ReadShard {
+        let mut shards = self.shards.lock();
+        shards.push((shard.clone(), dtype));
+        ReadShard { at: shards.len() - 1, len: shard.len(), dtype, reader: self.clone() }
     }
 
     fn load(&self) -> crate::error::Result<Vec<PooledBuffer>> {
