@@ -64,7 +64,7 @@ mod weights;
 
 pub use checkpoint::Checkpoint;
 pub use checkpoint::async_save::{AsyncSaver, WhenBusy};
-pub use checkpoint::hosts::HostDirs;
+pub use checkpoint::host_dirs::HostDirs;
 pub use checkpoint::plan::TensorShard;
 pub use checkpoint::run_dir::{Survey, alias_target, keep_newest, latest, name_before_quarantine, quarantine, survey};
 pub use checkpoint::save::{SaveOptions, SaveState, SaveSummary, save, save_with};

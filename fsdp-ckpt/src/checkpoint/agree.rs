@@ -3,14 +3,11 @@
 //! A rank sends and receives as much in a large group as in a small one: agreement is a reduction, a text comes from one
 //! rank, and only rank 0 receives a message from each rank.
 
-use std::collections::BTreeMap;
-
 use fsdp_core::process_group::{Signature, Subject};
 use fsdp_core::{ProcessGroup, ReduceOp};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::checkpoint::hosts::Hosts;
 use crate::error::chain;
 use crate::{Error, Result};
 
@@ -93,20 +90,4 @@ pub(crate) fn on_rank_0(
     let made = if group.rank() == 0 { make() } else { Ok(String::new()) };
     let text = group.broadcast_bytes(0, agree(group, phase, made)?.into_bytes())?;
     Ok(String::from_utf8_lossy(&text).into_owned())
-}
-
-/// Runs `make` on the first rank of each host. Returns the texts by first rank on every rank, or the first error.
-pub(crate) fn on_first_ranks(
-    group: &ProcessGroup,
-    hosts: &Hosts,
-    phase: &'static str,
-    make: impl FnOnce() -> Result<String>,
-) -> Result<BTreeMap<usize, String>> {
-    if !hosts.are_named() {
-        return Ok([(0, on_rank_0(group, phase, make)?)].into());
-    }
-    let made = if hosts.is_first(group.rank()) { make() } else { Ok(String::new()) };
-    let texts = group.gather_bytes(agree(group, phase, made)?.into_bytes())?;
-    let of_first = texts.into_iter().enumerate().filter(|(rank, _)| hosts.is_first(*rank));
-    Ok(of_first.map(|(rank, text)| (rank, String::from_utf8_lossy(&text).into_owned())).collect())
 }

@@ -31,6 +31,7 @@ use crate::{Checksums, Error, Format, MANIFEST, Result, TensorSource};
 
 pub(crate) mod agree;
 pub(crate) mod async_save;
+pub(crate) mod host_dirs;
 pub(crate) mod hosts;
 pub(crate) mod manifest;
 pub(crate) mod open_for;

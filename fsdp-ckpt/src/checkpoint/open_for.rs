@@ -10,13 +10,12 @@ use fsdp_core::{MeshLayout, ProcessGroup};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::checkpoint::Checkpoint;
 use crate::checkpoint::agree::{agree, gather_on_rank_0, read_message, to_message};
 use crate::checkpoint::plan::TensorInfo;
 use crate::safetensors::chunked::ChunkedTensors;
 use crate::source::{ChunkEntry, FileEntry, SourceIndex, TensorEntry, Verified};
 use crate::store::location;
-use crate::{Checksums, Error, Format, MANIFEST, ModelPrefix, Result, TensorShard, TensorSource};
+use crate::{Checkpoint, Checksums, Error, Format, MANIFEST, ModelPrefix, Result, TensorShard, TensorSource};
 
 /// Part of a checkpoint's manifest that every rank needs.
 #[derive(Serialize, Deserialize)]

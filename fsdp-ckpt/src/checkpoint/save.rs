@@ -7,7 +7,7 @@ use fsdp_core::{MeshLayout, ProcessGroup};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::checkpoint::agree::{agree, for_purpose, gather_on_rank_0, on_first_ranks, read_messages};
+use crate::checkpoint::agree::{agree, for_purpose, gather_on_rank_0, read_messages};
 use crate::checkpoint::hosts::Hosts;
 use crate::checkpoint::manifest::Manifest;
 use crate::checkpoint::plan::{OwnChunk, Plan, plan_on_rank_0, write_chunks};
@@ -120,7 +120,7 @@ fn save_together(dir: &Path, group: &ProcessGroup, state: &SaveState, options: &
 
     let mut staging = None;
     let begun = "create the checkpoint's directory";
-    let here = on_first_ranks(group, &hosts, begun, || Ok(staging.insert(location(dir)?.stage()?).name()))?;
+    let here = hosts.on_first_ranks(group, begun, || Ok(staging.insert(location(dir)?.stage()?).name()))?;
     let here = location(dir)?.open_staging(&here[&hosts.first(group.rank())])?;
     let own = plan.own_chunks(&state.tensors);
     let written = write_own(&*here, group.rank(), &own, &state.tensors, options.finite);

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use fsdp_core::ProcessGroup;
 
-use crate::checkpoint::agree::{agree, for_purpose, on_first_ranks};
+use crate::checkpoint::agree::{agree, for_purpose};
 use crate::checkpoint::hosts::Hosts;
 use crate::error::io_error;
 use crate::file_names::file_name;
@@ -47,7 +47,7 @@ pub(crate) fn check(dir: &Path, group: &ProcessGroup, hosts: &Hosts) -> Result<(
     let group = &for_purpose(group, "check that a directory can be written");
     let target = dir.join(NAME);
     let (mut made, mut staging) = (None, None);
-    let begun = on_first_ranks(group, hosts, "make a directory there", || {
+    let begun = hosts.on_first_ranks(group, "make a directory there", || {
         if let Some(dir) = as_local(dir)? {
             check_path(dir)?;
             made = Some(RemoveIfEmpty::missing(dir));
