@@ -2,7 +2,7 @@
 //!
 //! The files follow PyTorch's `torch/distributed/fsdp/_fully_shard`. They stand on floors, the highest first. A file
 //! imports only files of its own floor and of lower ones, in one direction (`tests/it/layering.rs`). A parameter calls
-//! its unit and its model by two traits, [`param::ParamUnit`] and [`param::ParamModel`].
+//! its unit and its model by two traits, [`param_events::ParamUnit`] and [`param_events::ParamModel`].
 //!
 //! | floor | files | subject | PyTorch |
 //! |---|---|---|---|
@@ -12,7 +12,7 @@
 //! | | `diagnostics` | reports of cut graphs and missing gradients | |
 //! | a unit | `param_group`, `unit_params`, `unit_path`, `settings` | its parameters | `_fsdp_param_group.py` |
 //! | | `all_gather`, `replica_gather`, `reduction` | its collectives | `_fsdp_collectives.py` |
-//! | a parameter | `param`, `param_nodes`, `gradient` | its state, its nodes in the graph | `_fsdp_param.py` |
+//! | a parameter | `param`, `param_spec`, `param_nodes`, `param_events`, `gradient` | its state, its nodes in the graph | `_fsdp_param.py` |
 //! | | `unsharded_memory`, `replica_sharding`, `offload`, `shard_reader`, `weight_format` | where its values are | |
 //! | | `policy`, `unit_options`, `comm` | policies, options, collectives of the user | `_fsdp_api.py` |
 //!
@@ -108,8 +108,10 @@ mod offload;
 mod order;
 mod parallelize;
 mod param;
+mod param_events;
 mod param_group;
 mod param_nodes;
+mod param_spec;
 mod policy;
 mod reduction;
 mod replica_gather;

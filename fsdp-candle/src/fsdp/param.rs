@@ -18,19 +18,16 @@ use half::bf16;
 use parking_lot::{Mutex, RwLock};
 
 use super::gradient::{Gradient, Stage};
-use super::offload::Offload;
+use super::param_events::{ParamModel, ParamUnit};
 use super::param_nodes::{NodeOwner, Owner, ParamNodes, pass_anchor};
+use super::param_spec::ParamSpec;
 use super::replica_sharding::ReplicaSharding;
 use super::shard_reader::{ReadShard, ShardReader};
 use super::unit_path::UnitId;
 use super::unsharded_memory::{FullBuffer, ParamAllocator, PostForwardShard, UnshardMemory};
-use super::weight_format::{Blocks, WeightFormat};
-use crate::adapter::Adapters;
-use crate::data_parallel::{DataParallel, ShardLayout};
-use crate::disk::{FileMemory, FileTensor, FileValues};
+use crate::disk::{FileMemory, FileValues};
 use crate::dtensor::DTensor;
 use crate::error::Error;
-use crate::extension::AllGatherExtension;
 use crate::kernels;
 use crate::storage::{
     Memory, Pool, TensorMemory, copy_range_out, copy_tensor, swap, take, to_buffer, to_core_dtype, to_dtype, to_host,
@@ -84,77 +81,6 @@ pub struct FsdpParam {
     owner: Owner,
     unit: OnceLock<UnitRef>,
     model: Weak<dyn ParamModel>,
-}
-
-/// What a parameter asks of the model around it, whose units share one order of collectives.
-pub(crate) trait ParamModel: Send + Sync {
-    /// Returns whether a forward or backward runs.
-    fn is_running(&self) -> bool;
-
-    /// Runs before a layer uses a parameter of a unit by name. `misses` tells whether the layer needs values that are
-    /// sharded.
-    fn pre_use(&self, unit: &UnitId, misses: bool) -> Result<()>;
-
-    /// Records that backward runs a checkpointed closure again when it comes to `node`. The closure made the nodes
-    /// numbered `made` in forward.
-    fn add_recomputation(&self, made: Range<usize>, node: usize);
-
-    /// Runs after the backward of every use of a parameter: its gradient is complete, and its values are not needed any
-    /// more.
-    fn post_accumulate_grad(&self, param: &FsdpParam) -> Result<()>;
-
-    /// Runs after the backward of every use of a parameter in one pass of its unit.
-    fn post_pass(&self, param: &FsdpParam, pass: usize) -> Result<()>;
-
-    /// Returns whether a hook takes the reduced gradients, instead of the backward's caller.
-    fn hands_out_to_hook(&self) -> bool;
-
-    /// Warns on rank 0, for all ranks.
-    fn warn(&self, message: &str);
-}
-
-/// What a parameter asks of its unit.
-pub(crate) trait ParamUnit: Send + Sync {
-    /// Returns whether any full parameter has memory.
-    fn is_unsharded(&self) -> bool;
-
-    /// Records that the user may write a shard, while the parameters are unsharded.
-    fn note_write(&self);
-
-    /// Frees the full parameters and the gathered shards, since a shard is about to change.
-    fn reshard_stale(&self) -> Result<()>;
-}
-
-/// Constant properties of a parameter.
-pub(crate) struct ParamSpec {
-    pub(crate) name: String,
-    /// Global shape.
-    pub(crate) shape: Shape,
-    /// Box of the global shape that this rank holds.
-    pub(crate) region: Region,
-    /// Dimension that FSDP shards.
-    pub(crate) shard_dim: usize,
-    pub(crate) layout: ShardLayout,
-    /// Set where the replicas divide the shard among them.
-    pub(crate) replica_sharding: Option<ReplicaSharding>,
-    pub(crate) ranks: Arc<DataParallel>,
-    pub(crate) parallel: Option<Arc<Parallel>>,
-    /// Dtype that the builder asked for.
-    pub(crate) dtype: DType,
-    pub(crate) compute_dtype: DType,
-    pub(crate) reduce_dtype: DType,
-    /// Storage of a frozen parameter that is not stored in its dtype.
-    pub(crate) stored: Option<WeightFormat>,
-    /// Set if it is stored in blocks.
-    pub(crate) blocks: Option<Blocks>,
-    pub(crate) trainable: bool,
-    pub(crate) extension: Option<Arc<dyn AllGatherExtension>>,
-    /// Selection of the layers with adapters when the parameter was built.
-    pub(crate) adapters: Option<Arc<Adapters>>,
-    /// Set for a shard on the host whose layers compute on another device.
-    pub(crate) offload: Option<Offload>,
-    /// The shard, if it is on disk. The variable then has no memory.
-    pub(crate) on_disk: Option<FileTensor>,
 }
 
 /// State of one parameter.
@@ -938,11 +864,13 @@ impl NodeOwner for FsdpParam {
     }
 
     fn post_accumulate_grad(&self) -> Result<()> {
-        self.model()?.post_accumulate_grad(self)
+        let (unit, position) = self.unit()?;
+        self.model()?.post_accumulate_grad(unit, position, &self.gradient)
     }
 
     fn post_pass(&self, pass: usize) -> Result<()> {
-        self.model()?.post_pass(self, pass)
+        let (unit, position) = self.unit()?;
+        self.model()?.post_pass(unit, position, pass)
     }
 }
 

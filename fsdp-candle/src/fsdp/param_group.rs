@@ -10,7 +10,8 @@ use fsdp_core::layout::chunk_range;
 use parking_lot::{Mutex, ReentrantMutex};
 
 use super::all_gather::AllGatherResult;
-use super::param::{FsdpParam, ParamUnit};
+use super::param::FsdpParam;
+use super::param_events::ParamUnit;
 use super::policy::{MixedPrecisionPolicy, ReshardAfterForward};
 use super::replica_gather::ReplicaGathers;
 use super::settings::UnitSettings;

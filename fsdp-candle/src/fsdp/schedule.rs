@@ -21,9 +21,11 @@ use super::callers::{Callers, Entered};
 use super::comm::PostAccumulateGradHook;
 use super::diagnostics::Diagnostics;
 use super::frozen_call::{FrozenCall, plan_frozen_calls};
+use super::gradient::Gradient;
 use super::offload::Downloads;
 use super::order::{Action, Forward, GraphExists, Order, OrderError, UnitInfo};
-use super::param::{FsdpParam, ParamModel};
+use super::param::FsdpParam;
+use super::param_events::ParamModel;
 use super::param_group::FsdpParamGroup;
 use super::reduction::{Reduction, ReductionQueue, largest};
 use super::settings::{ModelSettings, UnitSettings};
@@ -713,19 +715,17 @@ impl ParamModel for Schedule {
         self.order.lock().add_recomputation(made, node);
     }
 
-    fn post_accumulate_grad(&self, param: &FsdpParam) -> Result<()> {
-        let (unit, position) = param.unit()?;
+    fn post_accumulate_grad(&self, unit: &UnitId, position: usize, gradient: &Gradient) -> Result<()> {
         self.check(unit)?;
         let outcome = self.order.lock().post_accumulate_grad(unit.index, position);
         let (is_done, actions) = outcome.map_err(|error| explain(error, unit))?;
         if is_done {
-            param.gradient.set_complete();
+            gradient.set_complete();
         }
         self.execute(actions)
     }
 
-    fn post_pass(&self, param: &FsdpParam, pass: usize) -> Result<()> {
-        let (unit, position) = param.unit()?;
+    fn post_pass(&self, unit: &UnitId, position: usize, pass: usize) -> Result<()> {
         self.check(unit)?;
         let action = self.order.lock().post_pass(unit.index, position, pass);
         self.execute(action)

@@ -13,8 +13,9 @@ use indexmap::IndexMap;
 use parking_lot::Mutex;
 
 use super::offload::Offload;
-use super::param::{FsdpParam, ParamSpec};
+use super::param::FsdpParam;
 use super::param_nodes::param_nodes;
+use super::param_spec::ParamSpec;
 use super::policy::{NamePredicate, ReshardAfterForward};
 use super::replica_sharding::ReplicaSharding;
 use super::schedule::Schedule;
