@@ -1,46 +1,15 @@
-//! `train` under other launchers: with their environment variables, and with the launchers that are installed. Two jobs
-//! run at the same time, to detect jobs that cannot tell each other apart.
+//! `train` with the environment variables of other launchers. Two jobs run at the same time, to detect jobs that cannot
+//! tell each other apart. `tests/outside` has the launchers themselves.
 
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use fsdp_test_support::{Run, golden_flags_of, json_lines, launch, program, run};
-use serde_json::Value;
+use fsdp_test_support::program;
+use fsdp_test_support::two_jobs::{expected, flags, losses, without_launcher};
 
 const LIMIT: Duration = Duration::from_secs(120);
-
-/// Returns flags for three steps of the recorded Llama.
-fn flags(name: &str) -> Vec<String> {
-    let own = ["--batch-size", "2", "--metrics", &format!("{name}.jsonl"), "--checkpoint-dir", name];
-    golden_flags_of("llama_tiny", 3).into_iter().chain(own.map(String::from)).collect()
-}
-
-/// Returns the losses of the run `name`.
-fn losses(name: &str, dir: &Path) -> Vec<Value> {
-    json_lines(&dir.join(format!("{name}.jsonl"))).iter().map(|line| line["loss"].clone()).collect()
-}
-
-/// Returns the losses of two ranks under `fsdp-launch`.
-fn expected(dir: &Path) -> Vec<Value> {
-    launch(2, "train", &flags("ours").iter().map(String::as_str).collect::<Vec<_>>(), dir).ok();
-    let losses = losses("ours", dir);
-    assert_eq!(losses.len(), 3);
-    losses
-}
-
-/// Removes the variables of a launcher that started the tests.
-fn without_launcher(mut command: Command) -> Command {
-    for (name, _) in std::env::vars_os() {
-        let name = name.to_string_lossy();
-        let prefixes = ["SLURM_", "OMPI_", "PMIX_", "PMI_", "MPI_", "HYDI_", "TORCHELASTIC_", "MASTER_", "LOCAL_"];
-        if prefixes.iter().any(|prefix| name.starts_with(prefix)) || ["RANK", "WORLD_SIZE"].contains(&&*name) {
-            command.env_remove(&*name);
-        }
-    }
-    command
-}
 
 /// A job of two processes. If `socket` is given, both have it as standard input.
 struct Pair {
@@ -136,51 +105,4 @@ fn jobs_with_launchers_variables_do_not_mix() {
         pair.finish(started);
         assert_eq!(losses(&name, dir.path()), expected, "{name}");
     }
-}
-
-#[test]
-fn installed_launchers_start_train() {
-    let dir = tempfile::tempdir().unwrap();
-    let expected = expected(dir.path());
-    let known: [&[&str]; 4] = [
-        &["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-np", "2"],
-        &["mpirun.mpich", "-np", "2"],
-        &["mpirun", "-np", "2"],
-        &["torchrun", "--standalone", "--nproc-per-node", "2", "--no-python"],
-    ];
-    for words in known {
-        let mut words = words.to_vec();
-        let mut version = Command::new(words[0]);
-        version.arg("--version").stdin(Stdio::null());
-        let version = match words[0] {
-            // torchrun has no such option and takes seconds to say so.
-            "torchrun" => which("torchrun").then(String::new),
-            _ => which(words[0]).then(|| run(version, LIMIT).ok().stdout),
-        };
-        let Some(version) = version else {
-            println!("{} is not in PATH: `train` was not started under it", words[0]);
-            continue;
-        };
-        if words[0] == "mpirun" && version.contains("Open") {
-            words.splice(1..1, ["--allow-run-as-root", "--oversubscribe"]);
-        }
-        let name = |n: usize| format!("{}-{n}", words[0]);
-        let runs: Vec<Run> = std::thread::scope(|scope| {
-            let started = [0, 1].map(|n| {
-                let mut command = without_launcher(Command::new(words[0]));
-                command.args(&words[1..]).arg(program("train")).args(flags(&name(n))).current_dir(dir.path());
-                scope.spawn(move || run(command, LIMIT))
-            });
-            started.into_iter().map(|job| job.join().unwrap()).collect()
-        });
-        for (n, run) in runs.into_iter().enumerate() {
-            assert_eq!(run.ok().stdout.matches("checkpoint: ").count(), 1, "{}", name(n));
-            assert_eq!(losses(&name(n), dir.path()), expected, "{}", name(n));
-        }
-    }
-}
-
-fn which(program: &str) -> bool {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    std::env::split_paths(&path).any(|dir| dir.join(program).is_file())
 }

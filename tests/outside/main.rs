@@ -8,6 +8,7 @@ mod across_hosts;
 mod full_disk;
 mod gpu_acceptance;
 mod hosts;
+mod launchers;
 mod limited_memory;
 mod local_checkpoints;
 mod lost_hosts;
@@ -27,6 +28,7 @@ fn main() {
         full_disk::trials(),
         gpu_acceptance::trials(),
         hosts::trials(),
+        launchers::trials(),
         limited_memory::trials(),
         local_checkpoints::trials(),
         lost_hosts::trials(),

@@ -14,6 +14,7 @@ pub mod simulated;
 pub mod tolerance;
 pub mod trace;
 pub mod trajectory;
+pub mod two_jobs;
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
