@@ -20,9 +20,7 @@ const DEFAULTS: &str = "--data model/tokens.bin --model model --seq-len 32 --bat
 fn fails(dir: &Path, flags: &str, parts: &[&str]) {
     let flags = merge_flags(&format!("{DEFAULTS} --steps 2 --checkpoint-dir checkpoints"), flags);
     let run = train(2, &flags, dir);
-    let elapsed = run.elapsed;
     let text = run.refused(2, parts);
-    assert!(elapsed < Duration::from_secs(30), "{flags}: took {elapsed:?}");
     let (_, summary) = text.split_once("it recorded: ").unwrap_or_else(|| panic!("{flags}: no summary:\n{text}"));
     assert!(parts.iter().all(|part| summary.contains(part)), "{flags}: {parts:?} not in the summary\n{text}");
     assert!(!dir.join("checkpoints").exists(), "{flags}: a failed run left checkpoints");
