@@ -13,8 +13,9 @@ ATTENTION_HEAD = ["tokens", "by", "forward ms", "TFLOP/s", "backward ms", "TFLOP
 RATES_HEAD = ["kernel", "pass", "ms", "GB/s", "TFLOP/s"]
 # Flags of `bench kernels`: heads of 128, then of 64.
 KERNELS = [[], ["--heads", 64, "--kv-heads", 8, "--only", "attention"], ["--tokens", 2048, "--only", "attention"]]
-SMALL_KERNELS = [["--tokens", 64, "--width", 128, "--inner", 256, "--heads", 2, "--kv-heads", 1]]
-SMALL_KERNELS[0] += ["--vocabulary", 500, "--runs", 1]
+SMALL_KERNELS = [
+    ["--tokens", 64, "--width", 128, "--inner", 256, "--heads", 2, "--kv-heads", 1, "--vocabulary", 500, "--runs", 1]
+]
 # Name, model, sequences, tokens.
 SHAPES = [
     ("Llama 3.2 1B", models.LLAMA_1B, 2, 2048),

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tarfile
 
-# What a pack may contain, as directories and as archives.
+# The archives of a pack.
 LIBRARIES = ("nccl", "curand")
 PARTS = ("programs", "tests", *LIBRARIES)
 # Prints the directories in which PyTorch's wheels put CUDA's libraries.

@@ -19,7 +19,8 @@ const LIMIT: Duration = Duration::from_secs(300);
 const STEPS: usize = 8;
 
 pub(crate) fn trials() -> Vec<Trial> {
-    trials![&[Need::Pytorch] => passes_on_cpus, reports_steps_that_fail_or_are_cut_off, ends_processes_that_it_cuts_off]
+    trials![&[Need::Pytorch] => passes_on_cpus, reports_steps_that_fail_or_are_cut_off, ends_processes_that_it_cuts_off,
+        runs_a_pack]
 }
 
 /// Runs steps with the programs of a directory.
@@ -54,15 +55,22 @@ fn launcher(dir: &Path, script: &str) {
 fn passes_on_cpus() {
     let dir = tempfile::tempdir().unwrap();
     let programs = program("train");
-    one_gpu(programs.parent().unwrap(), "nccl,drills", dir.path(), &[]).ok();
+    one_gpu(programs.parent().unwrap(), "nccl,drills,rates", dir.path(), &[]).ok();
     let report = report(dir.path());
     let mut expected = ["skipped"; STEPS];
     expected[..2].fill("passed");
+    expected[4] = "passed";
     assert_eq!(statuses(&report), expected, "{report}");
     let rows = report["steps"][0]["rows"].as_array().unwrap();
     assert!(rows.len() >= 12 && rows.iter().all(|row| row["status"] == "passed"), "{report}");
     let page = page(dir.path());
-    for words in ["No step failed", "3 ranks, uneven shards", "2 ranks, resumed on 4", "| SIGSTOP of rank 1 |"] {
+    for words in [
+        "No step failed",
+        "3 ranks, uneven shards",
+        "2 ranks, resumed on 4",
+        "| SIGSTOP of rank 1 |",
+        "| AdamW | step |",
+    ] {
         assert!(page.contains(words), "{words} not in\n{page}");
     }
     assert!(fs::read_to_string(dir.path().join("log.txt")).unwrap().contains("[rank 0] step 5/5"));
@@ -102,4 +110,38 @@ fn ends_processes_that_it_cuts_off() {
     let state = fs::read_to_string(format!("/proc/{}/stat", pid.trim())).unwrap_or_default();
     // A process that nobody waited for is a zombie.
     assert!(state.is_empty() || state.contains(") Z "), "{state}");
+}
+
+/// Runs the program of an archive with the libraries of the pack, and refuses an archive that was cut short.
+fn runs_a_pack() {
+    let dir = tempfile::tempdir().unwrap();
+    let [programs, pack, out] = ["programs", "pack", "out"].map(|name| dir.path().join(name));
+    for folder in [&programs, &pack] {
+        fs::create_dir(folder).unwrap();
+    }
+    launcher(&programs, "echo searched $LD_LIBRARY_PATH >&2; exit 3");
+    let archive = |name: &str| {
+        let code = "import sys, tarfile; tarfile.open(sys.argv[1], 'w:xz').add(sys.argv[2], '.')";
+        let mut command = Command::new(python());
+        command.args(["-c", code]).arg(pack.join(format!("{name}.tar.xz"))).arg(&programs);
+        run(command, LIMIT).ok();
+    };
+    archive("programs");
+    archive("nccl");
+    let start = || {
+        let mut command = Command::new(python());
+        command.arg(workspace().join("scripts/one-gpu")).args(["--small", "--device", "cpu", "--only", "nccl"]);
+        command.arg("--pack").arg(&pack).arg("--out").arg(&out).arg("--python").arg(python());
+        run(command, LIMIT)
+    };
+    assert_eq!(start().code, Some(1));
+    let report = report(&out);
+    let why = report["steps"][0]["rows"][0]["why"].as_str().unwrap();
+    assert!(why.contains(&format!("searched {}", out.join("pack/nccl").display())), "{why}");
+
+    let whole = fs::read(pack.join("programs.tar.xz")).unwrap();
+    fs::write(pack.join("programs.tar.xz"), &whole[..whole.len() / 2]).unwrap();
+    let run = start();
+    let words = ["programs.tar.xz: ", "Copy it again, or run scripts/one-gpu-pack"];
+    assert!(run.code == Some(1) && words.iter().all(|word| run.stderr.contains(word)), "{run:?}");
 }

@@ -1,4 +1,4 @@
-//! What a parameter asks of the unit and of the model around it, which stand above it.
+//! The calls of a parameter to its unit and to its model, which stand on higher floors.
 
 use std::ops::Range;
 
@@ -7,7 +7,7 @@ use candle_core::Result;
 use super::gradient::Gradient;
 use super::unit_path::UnitId;
 
-/// What a parameter asks of the model around it, whose units share one order of collectives.
+/// The model of a parameter, whose units share one order of collectives.
 pub(crate) trait ParamModel: Send + Sync {
     /// Returns whether a forward or backward runs.
     fn is_running(&self) -> bool;
@@ -34,7 +34,7 @@ pub(crate) trait ParamModel: Send + Sync {
     fn warn(&self, message: &str);
 }
 
-/// What a parameter asks of its unit.
+/// The unit of a parameter.
 pub(crate) trait ParamUnit: Send + Sync {
     /// Returns whether any full parameter has memory.
     fn is_unsharded(&self) -> bool;

@@ -11,7 +11,7 @@ use scopeguard::defer;
 use crate::graph::{Backward, lasting_node};
 use crate::storage;
 
-/// What the nodes of a parameter call in backward: the parameter.
+/// The parameter that its nodes call in backward.
 pub(super) trait NodeOwner: Send + Sync {
     fn is_trained(&self) -> bool;
 

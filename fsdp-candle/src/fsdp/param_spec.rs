@@ -1,4 +1,4 @@
-//! What is known of a parameter when it is built.
+//! The constant properties of a parameter.
 
 use std::sync::Arc;
 

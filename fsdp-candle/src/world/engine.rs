@@ -19,14 +19,14 @@ const NO_NCCL: &str = "this build has no NCCL: build it with `--features nccl`, 
 
 /// Returns the group of all ranks, which also moves device memory. Collective.
 pub(super) fn add_device(device: &Device, group: ProcessGroup) -> Result<ProcessGroup> {
-    let stream = crate::kernels::compute_stream(device)?;
-    let engine = engine(device, &stream, &group)?;
+    let engine = engine(device, &group)?;
     Ok(group.on_device(engine)?)
 }
 
-/// Returns the engine of the device that computes on `stream`: NCCL, unless the build lacks it, two ranks share a
+/// Returns the engine of a device: NCCL, unless the build lacks it, two ranks share a
 /// device, or the environment chooses the host. All ranks use the same kind.
-fn engine(device: &Device, stream: &Arc<CudaStream>, group: &ProcessGroup) -> Result<Box<dyn DeviceEngine>> {
+fn engine(device: &Device, group: &ProcessGroup) -> Result<Box<dyn DeviceEngine>> {
+    let stream = &crate::kernels::compute_stream(device)?;
     let wanted = std::env::var(VARIABLE).ok();
     let several = group.size() > 1;
     // Ranks may have different environments, but not different collectives.

@@ -293,7 +293,7 @@ impl HostDirs {
     }
 }
 
-/// Opens this host's directory; `None` if there is none.
+/// Opens this host's directory, or returns `None` if it has no such directory.
 fn open_here(dir: &Path) -> Option<Result<Checkpoint>> {
     if let Ok(Some(path)) = as_local(dir)
         && let Err(error) = path.symlink_metadata()

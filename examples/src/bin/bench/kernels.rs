@@ -10,12 +10,14 @@ use fsdp_candle::{
 };
 use serde::Serialize;
 
+use crate::precision::Precision;
 use crate::{count, print};
 
 /// Measures the kernels of a training step, with the sizes of a layer of Llama 3.1 8B.
 ///
-/// Compare the GB/s with those of the copy, and the TFLOP/s with those of the product. Backward includes Candle's
-/// passes, which the GB/s count: it sets the gradient of the result to ones, and adds each other one to zeros.
+/// The copy shows the bandwidth that the device reaches, and the product its arithmetic. Backward includes passes of
+/// Candle, whose bytes count as well: Candle sets the gradient of the result to ones, and adds each gradient of an
+/// input to zeros.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Compute device.
@@ -53,14 +55,7 @@ pub(crate) struct Args {
     json: bool,
 }
 
-#[derive(Clone, Copy, clap::ValueEnum)]
-enum Precision {
-    F32,
-    Bf16,
-    F16,
-}
-
-/// What a pass does at least.
+/// The least work of a pass.
 #[derive(Clone, Copy)]
 enum Work {
     /// Bytes that it reads and writes.
@@ -104,12 +99,7 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
     if !args.json {
         print(format_args!("{:<24} {:<9} {:>10} {:>10} {:>10}", "kernel", "pass", "ms", "GB/s", "TFLOP/s"))?;
     }
-    let dtype = match args.dtype {
-        Precision::F32 => DType::F32,
-        Precision::Bf16 => DType::BF16,
-        Precision::F16 => DType::F16,
-    };
-    let bench = Bench { args, device: world.device(), dtype };
+    let bench = Bench { args, device: world.device(), dtype: args.dtype.into() };
     for kernel in bench.kernels().iter().filter(|kernel| kernel.name.contains(&args.only)) {
         bench.passes(kernel).with_context(|| format!("{} failed", kernel.name))?;
     }
@@ -208,7 +198,7 @@ impl Bench<'_> {
         self.show(kernel.name, "backward", work, || y.backward().map(drop).map_err(Into::into))
     }
 
-    /// What a step does with the gradient of an f32 weight.
+    /// Measures the norm, clipping and AdamW for an f32 weight.
     fn optimizer(&self, world: &World) -> anyhow::Result<()> {
         let Args { width, inner, .. } = *self.args;
         let names = ["gradient norm", "clipping", "AdamW"];

@@ -5,6 +5,7 @@ use candle_nn::{Conv1dConfig, Conv2dConfig, VarBuilder, VarMap};
 use fsdp_candle::nn;
 use serde::Serialize;
 
+use crate::precision::Precision;
 use crate::{count, passes, print};
 
 /// Measures layers of language models and of models of images, in this process. Both libraries get the same inputs and
@@ -28,12 +29,6 @@ pub(crate) struct Args {
     json: bool,
 }
 
-#[derive(Clone, Copy, clap::ValueEnum)]
-enum Precision {
-    F32,
-    Bf16,
-}
-
 /// Milliseconds of a layer's forward and backward.
 #[derive(Serialize)]
 struct Times {
@@ -47,11 +42,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if !args.json {
         print(format_args!("{:<44} {:>9} {:>9} {:>9} {:>9}", "ms", "forward", "backward", "candle_nn", "backward"))?;
     }
-    let dtype = match args.dtype {
-        Precision::F32 => DType::F32,
-        Precision::Bf16 => DType::BF16,
-    };
-    let layers = Layers { dtype, batch: args.batch };
+    let layers = Layers { dtype: args.dtype.into(), batch: args.batch };
     let kept = |name: &str| name.contains(&args.only);
     let named = NAMED.iter().filter(|(name, _)| kept(name));
     let named =

@@ -29,6 +29,7 @@ mod meter;
 mod passes;
 mod peers;
 mod plan;
+mod precision;
 mod residual;
 mod step;
 

@@ -56,7 +56,7 @@ fn multiply(dtype: DType, device: &Device) -> Result<()> {
 pub(super) fn kernel_names(image: &[u8]) -> BTreeSet<String> {
     let is_of_name = |byte: &u8| byte.is_ascii_alphanumeric() || b"_$".contains(byte);
     let mut names = BTreeSet::new();
-    // What comes before a name, and what may follow it.
+    // The bytes before a name, and the bytes that may follow it.
     for (mark, ends) in [(b".entry ".as_slice(), b"( \n".as_slice()), (b".nv.constant0.", b"\0")] {
         let starts = image.windows(mark.len()).enumerate().filter(|(_, bytes)| *bytes == mark);
         for (start, _) in starts {
