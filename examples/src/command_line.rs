@@ -7,10 +7,10 @@ use crate::console::Console;
 
 const FLAG: &str = "print-completion";
 
-/// Parses the command line. Ends the program after `--help`, `--version` and `--print-completion`, and for a wrong
-/// command line.
-pub fn parse<A: Parser>() -> A {
-    let command = with_completion(A::command());
+/// Parses the command line by `command`, which is `A`'s, maybe with other help. Ends the program after `--help`,
+/// `--version` and `--print-completion`, and for a wrong command line.
+pub fn parse<A: Parser>(command: Command) -> A {
+    let command = with_completion(command);
     // Completions need no subcommand. Any other command line is parsed again, with the whole command's errors.
     let requested = command.clone().subcommand_required(false).try_get_matches();
     if let Some(shell) = requested.ok().and_then(|matches| matches.get_one::<Shell>(FLAG).copied()) {

@@ -83,10 +83,10 @@ fn refuses_flags_of_other_optimizers() {
     let dir = tempfile::tempdir().unwrap();
     train_golden(MODEL, 1, "--optimizer sgd --momentum 0 --checkpoint-dir saved", dir.path()).ok();
     for (flags, expected) in [
-        ("--momentum 0.9", &["--momentum is for --optimizer sgd or muon, found adamw"][..]),
+        ("--momentum 0.9", &["--momentum is for --optimizer sgd or muon, found --optimizer adamw"][..]),
         (
             "--optimizer sgd --nesterov on --dampening 0.5",
-            &["SGD: Nesterov momentum needs `momentum` above 0, found 0.9, and no `dampening`, found 0.5"],
+            &["--nesterov on with --optimizer sgd needs a --momentum above 0 and no --dampening", "--dampening 0.5"],
         ),
         (
             "--optimizer muon --lora-rank 2",

@@ -197,8 +197,8 @@ fn names_bad_input_and_the_fix() {
         ("--sft chats.jsonl --eval nowhere.jsonl", &["--eval: cannot read nowhere.jsonl"]),
         ("--sft chats.jsonl --eval keys.jsonl", &["--eval: keys.jsonl, line 1: it has the keys"]),
         ("--data text.txt --eval empty.txt", &["--eval: the data to evaluate on is too short: 0 tokens"]),
-        ("--sft chats.jsonl --data chats.jsonl", &["--sft <FILE|NAME>", "cannot be used with", "--data <PATH|NAME>"]),
-        ("--sft chats.jsonl --eval-every 2", &["--eval <PATH|NAME>"]),
+        ("--sft chats.jsonl --data chats.jsonl", &["--sft and --data exclude each other"]),
+        ("--sft chats.jsonl --eval-every 2", &["--eval-every needs --eval"]),
     ] {
         refused(dir.path(), flags, parts);
     }

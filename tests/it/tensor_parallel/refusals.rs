@@ -57,9 +57,9 @@ fn refuses_unsupported_sizes_and_models() {
             "llama_tp_tiny",
             2,
             "--tensor-parallel 2 --sequence-parallel --seq-len 31",
-            &["--seq-len 31", "2 processes of --tensor-parallel", "a multiple of 2, or leave out --sequence-parallel"],
+            &["found --seq-len 31 and --tensor-parallel 2", "pass a multiple, or leave out --sequence-parallel"],
         ),
-        ("llama_tp_tiny", 2, "--sequence-parallel", &["--sequence-parallel has no effect without --tensor-parallel"]),
+        ("llama_tp_tiny", 2, "--sequence-parallel", &["--sequence-parallel needs --tensor-parallel"]),
         (
             "phi3_tiny",
             2,

@@ -8,7 +8,7 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use clap::builder::RangedU64ValueParser;
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 use fsdp_candle::DeviceChoice;
 use fsdp_core::{env, file_limit};
 use fsdp_launch::{LaunchSpec, LinePrefix, launch};
@@ -74,7 +74,7 @@ enum What {
 }
 
 fn main() -> ExitCode {
-    let cli: Cli = command_line::parse();
+    let cli: Cli = command_line::parse(Cli::command());
     file_limit::return_errors();
     if let Err(error) = env::check_threads() {
         return failed(error.into());

@@ -93,8 +93,7 @@ pub(crate) fn same_file(a: &Path, b: &Path) -> bool {
 /// host has its own directory.
 fn inspect(args: &Args, hosts: &Hosts, world: &World) -> anyhow::Result<Decision> {
     let Survey { newest, skipped, .. } = match (&args.resume, &args.checkpoint_dir) {
-        (Resume::Auto, None) => bail!("--resume auto needs --checkpoint-dir"),
-        (Resume::Path(_), _) | (Resume::None, None) => Survey::default(),
+        (Resume::Path(_), _) | (_, None) => Survey::default(),
         (Resume::None, Some(dir)) => hosts.survey(dir)?,
         (Resume::Auto, Some(dir)) => {
             let found = hosts.survey(dir)?;

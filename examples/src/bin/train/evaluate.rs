@@ -2,8 +2,8 @@
 
 use std::time::Instant;
 
-use anyhow::{Context, ensure};
-use candle_core::{DType, Tensor};
+use anyhow::Context;
+use candle_core::Tensor;
 use fsdp_candle::{FsdpModule, GradcheckOptions, ReduceOp, World, gradcheck, no_grad};
 use fsdp_train::console::Console;
 use fsdp_train::data::{Batches, Text};
@@ -12,7 +12,6 @@ use fsdp_train::metrics::{EvalRecord, Rewards};
 use fsdp_train::models::{Batch, LanguageModel};
 
 use crate::args::Args;
-use crate::flag_types::AllGather;
 use crate::objective::Objective;
 
 /// Steps after which the model is evaluated.
@@ -137,19 +136,6 @@ impl Sampler<'_> {
         let ids = no_grad(|| sample(self.model, prompt, options, world.device())).context("can't generate a sample")?;
         Ok(format!("{:?} -> {:?}", self.text.decode(prompt)?, self.text.decode(&ids)?))
     }
-}
-
-/// Fails if --gradcheck is used with dtypes that round its differences away.
-pub(crate) fn check_gradcheck_flags(args: &Args) -> anyhow::Result<()> {
-    ensure!(
-        !args.gradcheck || args.param_dtype.dtype() == DType::F32,
-        "--gradcheck compares small differences of the loss, which bf16 and f16 round away: pass --param-dtype f32"
-    );
-    ensure!(
-        !args.gradcheck || args.all_gather == AllGather::Full,
-        "--gradcheck compares small differences of the loss, which 8-bit weights round away: pass --all-gather full"
-    );
-    Ok(())
 }
 
 /// Compares the gradients of a loss with finite differences. Collective.

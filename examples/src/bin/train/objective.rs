@@ -104,25 +104,12 @@ impl Objective {
     }
 }
 
-/// Fails if a flag makes no sense beside --dpo, or --dpo lacks a model.
-pub(crate) fn check_flags(args: &Args) -> anyhow::Result<()> {
-    if args.dpo.is_none() {
-        ensure!(args.dpo_beta.is_none(), "--dpo-beta has no effect without --dpo: leave it out");
-        return Ok(());
-    }
-    ensure!(
-        args.model.is_some(),
-        "--dpo needs --model DIR with weights, which the tuned model is compared with; the built-in model has none"
-    );
-    Ok(())
-}
-
 /// Fails unless the run has weights to compare with.
 pub(crate) fn check_weights(args: &Args) -> anyhow::Result<()> {
     ensure!(
         args.dpo.is_none() || setup::pretrained(args)?.is_some(),
         "--dpo needs the weights of a trained model, which the tuned model is compared with: pass --model DIR with \
-         model.safetensors or other weights, without --init random"
+         model.safetensors or other weights"
     );
     Ok(())
 }

@@ -281,13 +281,7 @@ fn masking(args: &Args, config: &ModelConfig, text: &Text) -> anyhow::Result<Opt
 
 /// Returns the directory of the initial weights, or `None` if they are random.
 pub(crate) fn pretrained(args: &Args) -> anyhow::Result<Option<&Path>> {
-    let Some(dir) = args.model.as_deref().filter(|_| args.init != InitChoice::Random) else {
-        ensure!(
-            args.init != InitChoice::Pretrained,
-            "--init pretrained needs --model DIR with weights; the built-in model has none"
-        );
-        return Ok(None);
-    };
+    let Some(dir) = args.model.as_deref().filter(|_| args.init != InitChoice::Random) else { return Ok(None) };
     let found =
         find_weights(dir).with_context(|| format!("{} (--init random draws weights instead)", cant_read(dir)))?;
     ensure!(

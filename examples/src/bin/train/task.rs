@@ -1,6 +1,5 @@
 //! What a run learns: its batches, losses and evaluation, behind one interface for the training loop.
 
-use anyhow::{Context, ensure};
 use clap::ValueEnum;
 use fsdp_candle::{FsdpModule, World};
 use fsdp_train::data::{Batches, Text};
@@ -12,7 +11,7 @@ use serde::Serialize;
 use crate::agreement::Fields;
 use crate::args::Args;
 use crate::evaluate::{self, Evaluation, Sampler};
-use crate::objective::{self, BatchLoss, Objective, Preference};
+use crate::objective::{BatchLoss, Objective, Preference};
 
 /// Value of --task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
@@ -238,31 +237,4 @@ impl Task for Language {
         let all = [Some(&self.batches), self.evaluation.as_ref().map(|evaluation| &evaluation.batches)];
         all.into_iter().flatten().filter_map(Batches::warning).collect()
     }
-}
-
-/// Fails if a flag has no meaning for the task, or a flag that the task needs is missing.
-pub(crate) fn check_flags(args: &Args) -> anyhow::Result<()> {
-    if args.task == TaskChoice::Language {
-        return objective::check_flags(args);
-    }
-    let task = args.task.to_possible_value().map_or_else(String::new, |value| value.get_name().into());
-    for (flag, is_given) in [
-        ("--sft", args.sft.is_some()),
-        ("--dpo", args.dpo.is_some()),
-        ("--dpo-beta", args.dpo_beta.is_some()),
-        ("--export-gguf", args.export_gguf.is_some()),
-        ("--packing", args.packing.is_some()),
-        ("--mlm-probability", args.mlm_probability.is_some()),
-        ("--mask-token", args.mask_token.is_some()),
-        ("--tensor-parallel", args.tensor_parallel > 1),
-        ("--sequence-parallel", args.sequence_parallel),
-    ] {
-        ensure!(!is_given, "{flag} is for language models and has no meaning with --task {task}: leave it out");
-    }
-    let file = match args.task {
-        TaskChoice::Embed => "with the columns anchor and positive, and maybe negative",
-        _ => "with the columns text and label, and maybe text_pair",
-    };
-    args.data.as_ref().with_context(|| format!("--task {task} needs --data FILE, a .jsonl or .csv file {file}"))?;
-    Ok(())
 }
