@@ -3,8 +3,10 @@
 use anyhow::{Context, bail, ensure};
 use fsdp_candle::nn::AttentionOptions;
 use fsdp_ckpt::hf::ExpertNames;
-use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde::{Serialize, Serializer};
 
+use crate::models::config::families::{BiasKeys, CapKeys, Family, WindowKeys, WindowLayers};
+use crate::models::config::fields::{Fields, RopeParameters};
 use crate::models::config::rope::{Defaults, Rope};
 use crate::models::config::{Activation, above_zero, at_least_one, below_one, not_negative, padding_row};
 
@@ -113,34 +115,21 @@ impl Windows {
 }
 
 impl DecoderConfig {
-    pub(super) fn new(family: Family, fields: Fields) -> anyhow::Result<Self> {
-        let gemma = matches!(family, Family::Gemma2 | Family::Gemma3);
+    pub(super) fn new(family: &Family, fields: Fields) -> anyhow::Result<Self> {
+        let gemma = family.is_gemma;
         let heads = fields.num_attention_heads;
-        let kv_heads = match (fields.num_key_value_heads, family) {
-            (Some(given), _) => given.unwrap_or(heads),
-            (None, Family::Llama | Family::Phi3) => heads,
-            (None, Family::Qwen2 | Family::Qwen3) => 32,
-            (None, Family::Mistral | Family::Mixtral) => 8,
-            (None, Family::Gemma2 | Family::Gemma3 | Family::Qwen3Moe) => 4,
+        let kv_heads = match fields.num_key_value_heads {
+            Some(given) => given.unwrap_or(heads),
+            None => family.kv_heads.unwrap_or(heads),
         };
-        let positions = fields.max_position_embeddings.unwrap_or(match family {
-            Family::Llama => 2048,
-            Family::Phi3 => 4096,
-            Family::Gemma2 => 8192,
-            Family::Qwen2 | Family::Qwen3 | Family::Qwen3Moe => 32768,
-            Family::Mistral | Family::Mixtral | Family::Gemma3 => 131_072,
-        });
-        let head_dim = fields.head_dim.unwrap_or(match family {
-            Family::Gemma2 | Family::Gemma3 => 256,
-            Family::Qwen3 => 128,
-            _ => fields.hidden_size / heads.max(1),
-        });
-        let eps = if matches!(family, Family::Phi3 | Family::Mixtral) { 1e-5 } else { 1e-6 };
+        let positions = fields.max_position_embeddings.unwrap_or(family.positions);
+        let own_head_dim = fields.head_dim.or(family.head_dim);
+        let head_dim = own_head_dim.unwrap_or(fields.hidden_size / heads.max(1));
         let norms = Norms {
-            eps: fields.rms_norm_eps.unwrap_or(eps),
+            eps: fields.rms_norm_eps.unwrap_or(family.eps),
             one_plus_weight: gemma,
             post: gemma,
-            heads: matches!(family, Family::Qwen3 | Family::Qwen3Moe | Family::Gemma3),
+            heads: family.has_head_norms,
         };
         let initializer_range = fields.initializer_range.unwrap_or(0.02);
         at_least_one(&[
@@ -158,7 +147,7 @@ impl DecoderConfig {
             "num_attention_heads = {heads} must be a multiple of num_key_value_heads = {kv_heads}"
         );
         ensure!(
-            fields.head_dim.is_some() || gemma || family == Family::Qwen3 || fields.hidden_size.is_multiple_of(heads),
+            own_head_dim.is_some() || fields.hidden_size.is_multiple_of(heads),
             "hidden_size = {} must be a multiple of num_attention_heads = {heads}, or head_dim be given",
             fields.hidden_size
         );
@@ -179,17 +168,14 @@ impl DecoderConfig {
             !gemma || fields.use_bidirectional_attention != Some(true),
             "use_bidirectional_attention = true is not supported; expected false"
         );
-        let qkv = match family {
-            Family::Qwen2 => true,
-            Family::Mistral | Family::Phi3 | Family::Mixtral => false,
-            _ => fields.attention_bias.unwrap_or(false),
+        let bias = fields.attention_bias.unwrap_or(false);
+        let (qkv, output, mlp) = match family.biases {
+            BiasKeys::None => (false, false, false),
+            BiasKeys::Attention => (bias, bias, false),
+            BiasKeys::AttentionAndMlp => (bias, bias, fields.mlp_bias.unwrap_or(false)),
+            BiasKeys::AlwaysQkv => (true, false, false),
         };
-        let mlp = family == Family::Llama && fields.mlp_bias.unwrap_or(false);
-        let pad_token_id = fields.pad_token_id.unwrap_or(match family {
-            Family::Gemma2 | Family::Gemma3 => Some(0),
-            Family::Phi3 => Some(32000),
-            _ => None,
-        });
+        let pad_token_id = fields.pad_token_id.unwrap_or(family.padding);
         Ok(DecoderConfig {
             width: fields.hidden_size,
             inner: fields.intermediate_size,
@@ -201,8 +187,8 @@ impl DecoderConfig {
             padding: padding_row(pad_token_id, fields.vocab_size)?,
             positions,
             norms,
-            biases: Biases { qkv, output: qkv && family != Family::Qwen2, mlp },
-            fused: family == Family::Phi3,
+            biases: Biases { qkv, output, mlp },
+            fused: family.is_phi3,
             activation: activation(gemma, &fields)?,
             embedding_scale: gemma.then(|| (fields.hidden_size as f64).sqrt()),
             logit_softcap,
@@ -247,69 +233,63 @@ fn no_dropout(fields: &Fields) -> anyhow::Result<()> {
 }
 
 /// Returns the rotary embedding, and that of sliding-window layers if it differs.
-fn ropes(family: Family, fields: &Fields, head_dim: usize, positions: usize) -> anyhow::Result<(Rope, Option<Rope>)> {
+fn ropes(family: &Family, fields: &Fields, head_dim: usize, positions: usize) -> anyhow::Result<(Rope, Option<Rope>)> {
     // In transformers, the older name wins where a file has both, unless it is empty.
     let older = fields.rope_scaling.as_deref().filter(|older| **older != RopeParameters::default());
     let own = older.or(fields.rope_parameters.as_deref()).cloned().unwrap_or_default();
-    let usual = match family {
-        Family::Mixtral | Family::Gemma3 => 1e6,
-        _ => 1e4,
-    };
-    let theta = fields.rope_theta.unwrap_or(usual);
-    let defaults = Defaults { fields, head_dim, positions, theta, is_phi3: family == Family::Phi3 };
+    let theta = fields.rope_theta.unwrap_or(family.theta);
+    let defaults = Defaults { fields, head_dim, positions, theta, is_phi3: family.is_phi3 };
     let apart = own.full_attention.is_some() || own.sliding_attention.is_some();
-    if family != Family::Gemma3 {
+    let Some(local_theta) = family.local_theta else {
         ensure!(!apart, "rope_parameters per kind of layer are supported for gemma3_text only: use one for all layers");
         return Ok((Rope::new(&own, defaults)?, None));
-    }
+    };
     let full = if apart { own.full_attention.as_deref().cloned().unwrap_or_default() } else { own.clone() };
     let local: RopeParameters = own.sliding_attention.as_deref().cloned().unwrap_or_default();
-    let local_theta = fields.rope_local_base_freq.unwrap_or(1e4);
+    let local_theta = fields.rope_local_base_freq.unwrap_or(local_theta);
     Ok((Rope::new(&full, defaults)?, Some(Rope::new(&local, Defaults { theta: local_theta, ..defaults })?)))
 }
 
 /// Returns the caps of attention scores and logits.
-fn softcaps(family: Family, fields: &Fields) -> anyhow::Result<(Option<f64>, Option<f64>)> {
-    let usual = |cap| if family == Family::Gemma2 { Some(cap) } else { None };
-    let scores = fields.attn_logit_softcapping.unwrap_or(usual(50.));
-    let logits = fields.final_logit_softcapping.unwrap_or(usual(30.));
+fn softcaps(family: &Family, fields: &Fields) -> anyhow::Result<(Option<f64>, Option<f64>)> {
+    let (scores, logits) = match family.caps {
+        CapKeys::Both { scores, logits } => (Some(scores), Some(logits)),
+        CapKeys::Unused | CapKeys::Logits => (None, None),
+    };
+    let scores = fields.attn_logit_softcapping.unwrap_or(scores);
+    let logits = fields.final_logit_softcapping.unwrap_or(logits);
     for (name, cap) in [("attn_logit_softcapping", scores), ("final_logit_softcapping", logits)] {
         if let Some(cap) = cap {
             above_zero(&[(name, cap)])?;
         }
     }
-    match (family, scores) {
-        (Family::Gemma2, _) => Ok((scores, logits)),
-        // transformers ignores this field.
-        (Family::Gemma3, Some(cap)) => {
-            bail!("attn_logit_softcapping = {cap} is not supported for gemma3_text; expected null")
+    match (family.caps, scores) {
+        (CapKeys::Unused, _) => Ok((None, None)),
+        (CapKeys::Both { .. }, _) => Ok((scores, logits)),
+        (CapKeys::Logits, None) => Ok((None, logits)),
+        (CapKeys::Logits, Some(cap)) => {
+            bail!("attn_logit_softcapping = {cap} is not supported for {}; expected null", family.name)
         }
-        (Family::Gemma3, None) => Ok((None, logits)),
-        _ => Ok((None, None)),
     }
 }
 
 /// Returns the window, and the layers that have it.
-fn windows(family: Family, fields: &Fields) -> anyhow::Result<(Option<usize>, Windows)> {
-    let used = fields.use_sliding_window.unwrap_or(false);
-    let window = match family {
-        Family::Llama => None,
-        Family::Mixtral | Family::Phi3 => fields.sliding_window.flatten(),
-        Family::Mistral | Family::Gemma2 | Family::Gemma3 => fields.sliding_window.unwrap_or(Some(4096)),
-        Family::Qwen2 | Family::Qwen3 | Family::Qwen3Moe => {
-            fields.sliding_window.unwrap_or(Some(4096)).filter(|_| used)
+fn windows(family: &Family, fields: &Fields) -> anyhow::Result<(Option<usize>, Windows)> {
+    let window = match family.window {
+        WindowKeys::Unused => None,
+        WindowKeys::Window(usual) => fields.sliding_window.unwrap_or(usual),
+        WindowKeys::Switched(usual) => {
+            let used = fields.use_sliding_window.unwrap_or(false);
+            fields.sliding_window.unwrap_or(Some(usual)).filter(|_| used)
         }
     };
-    let listed = fields.layer_types.as_ref();
-    let windows = match family {
-        Family::Qwen2 | Family::Qwen3 | Family::Gemma2 | Family::Gemma3 => match listed {
-            Some(kinds) => Windows::Listed(self::listed(kinds, fields.num_hidden_layers)?),
-            None if family == Family::Gemma2 => Windows::AllBut(2),
-            None if family == Family::Gemma3 => Windows::AllBut(fields.sliding_window_pattern.unwrap_or(6)),
-            None if window.is_none() => Windows::None,
-            None => Windows::From(fields.max_window_layers.unwrap_or(28)),
-        },
-        _ => Windows::All,
+    let windows = match (family.layers, &fields.layer_types) {
+        (WindowLayers::All, _) => Windows::All,
+        (_, Some(kinds)) => Windows::Listed(listed(kinds, fields.num_hidden_layers)?),
+        (WindowLayers::ListedOrAllBut(step), None) => Windows::AllBut(step),
+        (WindowLayers::ListedOrPattern(usual), None) => Windows::AllBut(fields.sliding_window_pattern.unwrap_or(usual)),
+        (WindowLayers::ListedOrFrom(_), None) if window.is_none() => Windows::None,
+        (WindowLayers::ListedOrFrom(usual), None) => Windows::From(fields.max_window_layers.unwrap_or(usual)),
     };
     if let Windows::AllBut(step) = &windows {
         at_least_one(&[("sliding_window_pattern", *step)])?;
@@ -344,123 +324,6 @@ fn activation(gemma: bool, fields: &Fields) -> anyhow::Result<Activation> {
     Activation::parse(name, value)
 }
 
-/// Decoder families, which share one implementation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[allow(missing_docs)]
-pub enum Family {
-    Llama,
-    Mistral,
-    Qwen2,
-    Qwen3,
-    Gemma2,
-    Gemma3,
-    Phi3,
-    Mixtral,
-    Qwen3Moe,
-}
-
-/// Families by `model_type`.
-pub(super) const FAMILIES: [(&str, Family); 9] = [
-    ("llama", Family::Llama),
-    ("mistral", Family::Mistral),
-    ("qwen2", Family::Qwen2),
-    ("qwen3", Family::Qwen3),
-    ("gemma2", Family::Gemma2),
-    ("gemma3_text", Family::Gemma3),
-    ("phi3", Family::Phi3),
-    ("mixtral", Family::Mixtral),
-    ("qwen3_moe", Family::Qwen3Moe),
-];
-
-/// Fields of all families' `config.json`. `Some(None)` is `null` in the file, which differs from an absent field.
-#[derive(Clone, Debug, Deserialize, Serialize)]
-#[allow(missing_docs)]
-pub struct Fields {
-    pub model_type: String,
-    pub hidden_size: usize,
-    pub intermediate_size: usize,
-    pub num_hidden_layers: usize,
-    pub num_attention_heads: usize,
-    #[serde(default, deserialize_with = "given")]
-    pub num_key_value_heads: Option<Option<usize>>,
-    pub head_dim: Option<usize>,
-    pub vocab_size: usize,
-    #[serde(default, deserialize_with = "given")]
-    pub pad_token_id: Option<Option<i64>>,
-    pub max_position_embeddings: Option<usize>,
-    pub rms_norm_eps: Option<f64>,
-    pub initializer_range: Option<f64>,
-    pub tie_word_embeddings: Option<bool>,
-    pub hidden_act: Option<String>,
-    pub hidden_activation: Option<String>,
-    pub attention_bias: Option<bool>,
-    pub mlp_bias: Option<bool>,
-    pub attention_dropout: Option<f64>,
-    pub resid_pdrop: Option<f64>,
-    pub embd_pdrop: Option<f64>,
-    pub rope_theta: Option<f64>,
-    pub rope_local_base_freq: Option<f64>,
-    pub rope_parameters: Option<Box<RopeParameters>>,
-    pub rope_scaling: Option<Box<RopeParameters>>,
-    pub partial_rotary_factor: Option<f64>,
-    pub original_max_position_embeddings: Option<f64>,
-    #[serde(default, deserialize_with = "given")]
-    pub sliding_window: Option<Option<usize>>,
-    pub use_sliding_window: Option<bool>,
-    pub max_window_layers: Option<usize>,
-    /// transformers also writes it as `_sliding_window_pattern`, and does not read that name.
-    pub sliding_window_pattern: Option<usize>,
-    pub layer_types: Option<Vec<String>>,
-    pub use_bidirectional_attention: Option<bool>,
-    pub query_pre_attn_scalar: Option<f64>,
-    #[serde(default, deserialize_with = "given")]
-    pub attn_logit_softcapping: Option<Option<f64>>,
-    #[serde(default, deserialize_with = "given")]
-    pub final_logit_softcapping: Option<Option<f64>>,
-    pub num_local_experts: Option<usize>,
-    pub num_experts: Option<usize>,
-    pub num_experts_per_tok: Option<usize>,
-    pub moe_intermediate_size: Option<usize>,
-    pub norm_topk_prob: Option<bool>,
-    pub output_router_logits: Option<bool>,
-    pub router_aux_loss_coef: Option<f64>,
-    pub router_jitter_noise: Option<f64>,
-    pub decoder_sparse_step: Option<usize>,
-    pub mlp_only_layers: Option<Vec<usize>>,
-}
-
-/// `rope_parameters`, or the older `rope_scaling`.
-#[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
-#[allow(missing_docs)]
-pub struct RopeParameters {
-    pub rope_theta: Option<f64>,
-    pub rope_type: Option<String>,
-    /// Older name of `rope_type`.
-    #[serde(rename = "type")]
-    pub old_rope_type: Option<String>,
-    pub partial_rotary_factor: Option<f64>,
-    pub factor: Option<f64>,
-    pub low_freq_factor: Option<f64>,
-    pub high_freq_factor: Option<f64>,
-    pub original_max_position_embeddings: Option<f64>,
-    pub attention_factor: Option<f64>,
-    pub beta_fast: Option<f64>,
-    pub beta_slow: Option<f64>,
-    pub mscale: Option<f64>,
-    pub mscale_all_dim: Option<f64>,
-    pub truncate: Option<bool>,
-    pub short_factor: Option<Vec<f64>>,
-    pub long_factor: Option<Vec<f64>>,
-    /// Gemma 3 has one rotary embedding per kind of layer.
-    pub full_attention: Option<Box<RopeParameters>>,
-    pub sliding_attention: Option<Box<RopeParameters>>,
-}
-
-/// Reads a present field, including `null`.
-fn given<'de, T: Deserialize<'de>, D: Deserializer<'de>>(from: D) -> Result<Option<Option<T>>, D::Error> {
-    Option::deserialize(from).map(Some)
-}
-
 /// Experts: MLPs of which each token uses some.
 #[derive(Clone, Debug)]
 pub struct ExpertsConfig {
@@ -483,27 +346,15 @@ pub struct ExpertsConfig {
 }
 
 impl ExpertsConfig {
-    pub(super) fn new(family: Family, fields: &Fields) -> anyhow::Result<Option<Self>> {
-        // transformers lets the name of the other family win, if a file has both.
-        let (names, count, (width_name, inner), per_token, renormalized) = match family {
-            Family::Mixtral => {
-                let count = fields.num_experts.or(fields.num_local_experts).unwrap_or(8);
-                let inner = ("intermediate_size", fields.intermediate_size);
-                (ExpertNames::MIXTRAL, count, inner, 2, true)
-            }
-            Family::Qwen3Moe => {
-                let count = fields.num_local_experts.or(fields.num_experts).unwrap_or(128);
-                let name = "moe_intermediate_size";
-                let inner = (name, fields.moe_intermediate_size.with_context(|| format!("missing field `{name}`"))?);
-                (ExpertNames::QWEN3_MOE, count, inner, 8, fields.norm_topk_prob.unwrap_or(false))
-            }
-            _ => return Ok(None),
-        };
-        let per_token = fields.num_experts_per_tok.unwrap_or(per_token);
-        let sparse_step = fields.decoder_sparse_step.filter(|_| family == Family::Qwen3Moe).unwrap_or(1);
-        let mut dense_layers = match family {
-            Family::Qwen3Moe => fields.mlp_only_layers.clone().unwrap_or_default(),
-            _ => vec![],
+    pub(super) fn new(family: &Family, fields: &Fields) -> anyhow::Result<Option<Self>> {
+        let Some(keys) = family.experts else { return Ok(None) };
+        let (count, width_name) = ((keys.count)(fields), keys.width_name);
+        let inner = (keys.width)(fields).with_context(|| format!("missing field `{width_name}`"))?;
+        let renormalized = keys.renormalized.or(fields.norm_topk_prob).unwrap_or(false);
+        let per_token = fields.num_experts_per_tok.unwrap_or(keys.per_token);
+        let (sparse_step, mut dense_layers) = match keys.chooses_layers {
+            true => (fields.decoder_sparse_step.unwrap_or(1), fields.mlp_only_layers.clone().unwrap_or_default()),
+            false => (1, vec![]),
         };
         dense_layers.sort_unstable();
         dense_layers.dedup();
@@ -531,7 +382,7 @@ impl ExpertsConfig {
             width_name,
             renormalized,
             auxiliary,
-            names,
+            names: keys.names,
             sparse_step,
             dense_layers,
         }))

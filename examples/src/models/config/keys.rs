@@ -3,7 +3,7 @@
 use anyhow::ensure;
 use serde_json::{Map, Value};
 
-use crate::models::config::decoder::RopeParameters;
+use crate::models::config::fields::RopeParameters;
 use crate::models::config::gpt2::GENERAL_NAMES;
 
 /// Keys that transformers reads and that do not change a model's training: how to load and run it, what `generate` does,

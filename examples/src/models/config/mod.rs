@@ -5,7 +5,8 @@ use std::path::Path;
 use anyhow::{Context, bail, ensure};
 pub use bert::BertConfig;
 pub use decoder::DecoderConfig;
-use decoder::{FAMILIES, Fields};
+use families::FAMILIES;
+use fields::Fields;
 pub use gpt2::Gpt2Config;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -16,6 +17,8 @@ use crate::json;
 
 pub mod bert;
 pub mod decoder;
+mod families;
+mod fields;
 pub mod gpt2;
 mod keys;
 pub mod rope;
@@ -91,7 +94,7 @@ impl ModelConfig {
         ensure!(fields.is_object(), "not a JSON object");
         let kind = fields["model_type"].as_str().map(str::to_owned);
         keys::check(kind.as_deref().unwrap_or_default(), fields.as_object().expect("checked above"))?;
-        let expected = || format!("expected {}, gpt2 or bert", FAMILIES.map(|family| family.0).join(", "));
+        let expected = || format!("expected {}, gpt2 or bert", FAMILIES.map(|family| family.name).join(", "));
         match kind.as_deref() {
             Some("gpt2") => {
                 for (general, own) in gpt2::GENERAL_NAMES {
@@ -107,10 +110,10 @@ impl ModelConfig {
                 let config: BertConfig = read(fields).context("not a BERT configuration")?;
                 Ok(ModelConfig::Bert(config.checked()?))
             }
-            Some(name) => match FAMILIES.iter().find(|family| family.0 == name) {
-                Some((_, family)) => {
+            Some(name) => match FAMILIES.iter().find(|family| family.name == name) {
+                Some(family) => {
                     let fields: Fields = read(fields).with_context(|| format!("not a configuration of {name}"))?;
-                    Ok(ModelConfig::Decoder(Box::new(DecoderConfig::new(*family, fields)?)))
+                    Ok(ModelConfig::Decoder(Box::new(DecoderConfig::new(family, fields)?)))
                 }
                 None => bail!("model_type \"{name}\" is not supported; {}", expected()),
             },

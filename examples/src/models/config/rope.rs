@@ -5,7 +5,7 @@ use std::f64::consts::TAU;
 use anyhow::{Context, bail, ensure};
 
 use crate::models::config::above_zero;
-use crate::models::config::decoder::{Fields, RopeParameters};
+use crate::models::config::fields::{Fields, RopeParameters};
 
 /// Frequencies for sequences of more than this many positions, if they differ.
 pub type LongFrequencies = Option<(usize, Vec<f32>)>;
