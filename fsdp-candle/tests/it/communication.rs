@@ -63,11 +63,11 @@ impl Watch {
 
     fn collective(self: &Arc<Self>) -> Arc<Own<impl Fn(Parts<'_>) -> Option<Work> + use<>>> {
         let watch = self.clone();
-        Arc::new(Own(move |parts: Parts<'_>| {
-            let count = if matches!(parts, Parts::Gather(_)) { &watch.gathers } else { &watch.scatters };
+        Own::new(move |parts: Parts<'_>| {
+            let count = if matches!(parts, Parts::Gather { .. }) { &watch.gathers } else { &watch.scatters };
             count.fetch_add(1, Ordering::Relaxed);
             watch.failure()
-        }))
+        })
     }
 }
 
@@ -212,7 +212,7 @@ fn backward_frees_frozen_parameters() {
             seen.lock().unwrap().extend(later.iter().map(|param| param.is_unsharded()));
             None
         };
-        model.inner().blocks[0].set_custom_reduce_scatter(Some(Arc::new(Own(look))));
+        model.inner().blocks[0].set_custom_reduce_scatter(Some(Own::new(look)));
         let grads = model.backward(&loss_of(&model, &x)).unwrap();
         assert_eq!(gradients(&vars, &grads).len(), model.inner().blocks[0].params().len());
         let seen = watch.lock().unwrap();

@@ -117,20 +117,20 @@ fn recovers_from_a_failed_gather() {
             });
             Some(work)
         };
-        unit.set_custom_all_gather(Some(Arc::new(Own(one_of_two))));
+        unit.set_custom_all_gather(Some(Own::new(one_of_two)));
         refused(forward(), &["injected"]);
         assert!(is_over.load(Ordering::SeqCst), "an all-gather was in flight when forward had failed");
 
         // The result of a custom all-gather is checked.
         unit.reset_iter_state();
-        unit.set_custom_all_gather(Some(Arc::new(Own(|_: Parts<'_>| Some(Work::ready(Ok(vec![])))))));
+        unit.set_custom_all_gather(Some(Own::new(|_: Parts<'_>| Some(Work::ready(Ok(vec![]))))));
         refused(forward(), &["the all-gather returned too few buffers"]);
         let wrong = |parts: Parts<'_>| {
-            let Parts::Gather(parts) = parts else { return None };
+            let Parts::Gather { parts, .. } = parts else { return None };
             Some(Work::ready(Ok(parts.iter().map(|_| Buffer::F32(vec![0.; 1])).collect())))
         };
         unit.reset_iter_state();
-        unit.set_custom_all_gather(Some(Arc::new(Own(wrong))));
+        unit.set_custom_all_gather(Some(Own::new(wrong)));
         refused(forward(), &["the all-gather returned 1 elements of F32 of parameter `a.weight`"]);
 
         unit.reset_iter_state();

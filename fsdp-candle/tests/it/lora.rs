@@ -115,7 +115,7 @@ fn only_adapter_gradients_are_reduced() {
             lengths.lock().unwrap().extend(parts.iter().map(|part| part.input.len()));
             None
         };
-        model.set_custom_reduce_scatter(Some(Arc::new(Own(watch))));
+        model.set_custom_reduce_scatter(Some(Own::new(watch)));
         model.backward(&loss(&model.forward(&batch(world.rank(), WIDTH)).unwrap())).unwrap();
         let adapters: Vec<usize> = vars.trainable().iter().map(|param| param.shape().elem_count()).collect();
         assert_eq!(adapters, [2 * WIDTH, 2 * WIDTH, 2 * WIDTH, 2 * 3]);

@@ -7,7 +7,7 @@ use candle_core::{DType, Module, Result, Tensor};
 use fsdp_candle::{
     AllGather, AllGatherExtension, Float8, FsdpModule, FullyShard, ReshardAfterForward, ShardedVarMap, fully_shard, nn,
 };
-use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, Work};
+use fsdp_core::{Allocator, Buffer, GatherPart, Work};
 
 use crate::common::{
     Own, Parts, WIDTH, alone, assert_close, batch, gradients_of, loss_of, memory, on_cuda, ranks, vars,
@@ -52,24 +52,25 @@ impl Looks {
         Arc::new(Looks { model: OnceLock::new(), from: Mutex::default(), memory: memory() })
     }
 
+    /// Returns a collective that looks from `place`, and from `allocate` when an all-gather asks for memory.
+    fn collective(self: &Arc<Self>, place: &'static str) -> Arc<Own<impl Fn(Parts<'_>) -> Option<Work> + use<>>> {
+        let (looks, of_memory) = (self.clone(), self.clone());
+        let look = move |_: Parts<'_>| {
+            looks.look(place);
+            None
+        };
+        Own::in_memory(look, move || {
+            of_memory.look("allocate");
+            of_memory.memory.clone()
+        })
+    }
+
     fn look(&self, from: &'static str) {
         let Some((model, vars)) = self.model.get() else { return };
         let (units, map, debug) = (model.to_string(), vars.to_string(), format!("{model:?}"));
         assert!(units.contains("(root)") && map.contains("blocks.1") && debug.contains("FsdpParam(blocks.1.weight"));
         assert!(model.inner().0.iter().any(|unit| unit.params().iter().any(|param| !param.is_unsharded())));
         self.from.lock().unwrap().push(from);
-    }
-}
-
-impl AllGather for Looks {
-    fn all_gather(&self, ranks: &ProcessGroup, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work {
-        self.look("all-gather");
-        ranks.all_gather(parts, memory)
-    }
-
-    fn allocate(&self) -> Option<Arc<dyn Allocator>> {
-        self.look("allocate");
-        Some(self.memory.clone())
     }
 }
 
@@ -109,12 +110,8 @@ fn prints_from_callbacks() {
             let (looks, vars) = (Looks::on_this_device(), vars(&world));
             let model = model(&vars, Some(looks.clone()));
             for unit in &model.inner().0 {
-                unit.set_custom_all_gather(Some(looks.clone()));
-                let hears = looks.clone();
-                unit.set_custom_reduce_scatter(Some(Arc::new(Own(move |_: Parts<'_>| {
-                    hears.look("reduce-scatter");
-                    None
-                }))));
+                unit.set_custom_all_gather(Some(looks.collective("all-gather")));
+                unit.set_custom_reduce_scatter(Some(looks.collective("reduce-scatter")));
                 let looks = looks.clone();
                 unit.set_all_reduce_hook(Some(Arc::new(move |shards: Vec<Buffer>| {
                     looks.look("all-reduce hook");
@@ -131,19 +128,19 @@ fn prints_from_callbacks() {
     });
 }
 
-/// An all-gather that completes after another thread has read the model.
-struct Waits(Arc<Looks>);
-
-impl AllGather for Waits {
-    fn all_gather(&self, ranks: &ProcessGroup, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work {
+/// Returns an all-gather that completes after another thread has read the model.
+fn waits(looks: Arc<Looks>) -> Arc<dyn AllGather> {
+    Own::new(move |parts: Parts<'_>| {
+        let Parts::Gather { ranks, parts, memory } = parts else { return None };
         let (completion, work) = Work::pending(ranks.rank());
-        let (ranks, looks) = (ranks.clone(), self.0.clone());
+        let parts = parts.iter().map(|part| GatherPart { input: part.input.clone(), counts: part.counts.clone() });
+        let (parts, ranks, memory, looks) = (parts.collect(), ranks.clone(), memory.clone(), looks.clone());
         std::thread::spawn(move || {
             looks.look("another thread");
             completion.complete(ranks.all_gather(parts, memory).wait());
         });
-        work
-    }
+        Some(work)
+    })
 }
 
 #[test]
@@ -160,23 +157,11 @@ fn prints_during_a_collective() {
             // One gather at a time: two threads' gathers would have no order.
             model.set_implicit_prefetch(false);
             assert!(looks.model.set((model.clone(), vars.clone())).is_ok());
-            model.inner().0[1].set_custom_all_gather(Some(Arc::new(Waits(looks.clone()))));
+            model.inner().0[1].set_custom_all_gather(Some(waits(looks.clone())));
             assert_close(&gradients_of(&vars, &model, &batch(world.rank(), WIDTH)), &reference, 0.);
             assert_eq!(*looks.from.lock().unwrap(), ["another thread"; 2]);
         });
     });
-}
-
-/// An all-gather that calls `unshard` and `reshard` of its own unit.
-struct Nested(OnceLock<FsdpModule<Chain>>, Mutex<Vec<String>>);
-
-impl AllGather for Nested {
-    fn all_gather(&self, ranks: &ProcessGroup, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work {
-        let unit = &self.0.get().unwrap().inner().0[0];
-        let outcomes = [unit.unshard(), unit.reshard(), unit.unshard_async().map(drop)];
-        self.1.lock().unwrap().extend(outcomes.map(|outcome| outcome.unwrap_err().to_string()));
-        ranks.all_gather(parts, memory)
-    }
 }
 
 #[test]
@@ -185,11 +170,18 @@ fn refuses_gathering_a_unit_from_its_all_gather() {
         ranks(2, |world| {
             let vars = vars(&world);
             let model = model(&vars, None);
-            let nested = Arc::new(Nested(OnceLock::new(), Mutex::default()));
-            assert!(nested.0.set(model.clone()).is_ok());
-            model.inner().0[0].set_custom_all_gather(Some(nested.clone()));
+            let unit = model.inner().0[0].clone();
+            let refused: Arc<Mutex<Vec<String>>> = Arc::default();
+            let errors = refused.clone();
+            // An all-gather that gathers and frees its own unit.
+            let nested = move |_: Parts<'_>| {
+                let outcomes = [unit.unshard(), unit.reshard(), unit.unshard_async().map(drop)];
+                errors.lock().unwrap().extend(outcomes.map(|outcome| outcome.unwrap_err().to_string()));
+                None
+            };
+            model.inner().0[0].set_custom_all_gather(Some(Own::new(nested)));
             let _grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
-            let errors = nested.1.lock().unwrap();
+            let errors = refused.lock().unwrap();
             assert_eq!(errors.len(), 6); // in forward and in backward
             for error in errors.iter() {
                 assert!(

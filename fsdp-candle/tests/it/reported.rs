@@ -34,12 +34,12 @@ fn reduce_dtype_holds_after_unfreezing() {
             let model = sharded(&FullyShard::new(&vars).mp_policy(policy), &vars, WIDTH);
             let dtypes: Arc<Mutex<Vec<fsdp_core::DType>>> = Arc::default();
             let seen = dtypes.clone();
-            let record = Arc::new(Own(move |parts: Parts<'_>| {
+            let record = Own::new(move |parts: Parts<'_>| {
                 if let Parts::Scatter(parts) = parts {
                     seen.lock().unwrap().extend(parts.iter().map(|part| part.input.dtype()));
                 }
                 None
-            }));
+            });
             model.set_custom_reduce_scatter(Some(record.clone()));
             model.inner().blocks.iter().for_each(|block| block.set_custom_reduce_scatter(Some(record.clone())));
             let x = batch(world.rank(), WIDTH);

@@ -64,12 +64,12 @@ fn freezing_matches_plain_candle() {
             let (vars, model) = built(&world, WIDTH);
             let sent = Arc::new(AtomicUsize::new(0));
             let counts = sent.clone();
-            let count = Arc::new(Own(move |parts: Parts<'_>| {
+            let count = Own::new(move |parts: Parts<'_>| {
                 if let Parts::Scatter(parts) = parts {
                     counts.fetch_add(parts.len(), Ordering::Relaxed);
                 }
                 None
-            }));
+            });
             model.set_custom_reduce_scatter(Some(count.clone()));
             model.inner().blocks.iter().for_each(|block| block.set_custom_reduce_scatter(Some(count.clone())));
             let all = vars.params().iter().map(|param| param.var().clone()).collect();

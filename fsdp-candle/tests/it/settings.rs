@@ -6,11 +6,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use candle_core::{DType, Module};
 use candle_nn::VarBuilder;
 use fsdp_candle::{AllGather, AllGatherExtension, Float8, FullyShard, Recurse, ReshardAfterForward, fully_shard, nn};
-use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, Work};
+use fsdp_core::{Allocator, Buffer};
 
 use crate::common::{
-    Block, LAYERS, Model, WIDTH, address, alone, assert_close, assert_contains, assert_part, assert_resharded, batch,
-    built, gradients, gradients_of, loss_of, mean_square, memory, ranks, reference, sharded, vars,
+    Block, LAYERS, Model, Own, Parts, WIDTH, address, alone, assert_close, assert_contains, assert_part,
+    assert_resharded, batch, built, gradients, gradients_of, loss_of, mean_square, memory, ranks, reference, sharded,
+    vars,
 };
 
 #[test]
@@ -111,15 +112,10 @@ impl Allocator for Counted {
     }
 }
 
-struct Own(Arc<Counted>);
-
-impl AllGather for Own {
-    fn all_gather(&self, ranks: &ProcessGroup, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work {
-        ranks.all_gather(parts, memory)
-    }
-    fn allocate(&self) -> Option<Arc<dyn Allocator>> {
-        Some(self.0.clone())
-    }
+/// Returns the unit's own all-gather, with outputs in `memory`.
+fn gathers_into(memory: &Arc<Counted>) -> Arc<dyn AllGather> {
+    let memory = memory.clone();
+    Own::in_memory(|_: Parts<'_>| None, move || memory.clone())
 }
 
 #[test]
@@ -131,7 +127,7 @@ fn custom_allocators_get_all_buffers_back() {
             let model = sharded(&FullyShard::new(&vars).reshard_after_forward(reshard), &vars, WIDTH);
             let memory = Counted::on_this_device();
             for block in &model.inner().blocks {
-                block.set_custom_all_gather(Some(Arc::new(Own(memory.clone()))));
+                block.set_custom_all_gather(Some(gathers_into(&memory)));
             }
             for _ in 0..2 {
                 assert_close(&gradients_of(&vars, &model, &batch(world.rank(), WIDTH)), &want, 0.);
@@ -189,7 +185,7 @@ fn kept_storage_stays_with_its_parameter() {
                 .unwrap();
                 unit.set_keep_unsharded_storage(true, Recurse::Yes);
                 if custom {
-                    unit.set_custom_all_gather(Some(Arc::new(Own(Counted::on_this_device()))));
+                    unit.set_custom_all_gather(Some(gathers_into(&Counted::on_this_device())));
                 }
                 let addresses = || unit.inner().iter().map(|layer| address(layer.weight())).collect::<Vec<_>>();
                 let mut first = None;

@@ -9,18 +9,40 @@ use fsdp_candle::initializer::{Initializer, Philox, ShardRequest};
 use fsdp_candle::{AllGather, ReduceOp, ReduceScatter};
 use fsdp_core::{Allocator, GatherPart, ProcessGroup, ScatterPart, Work};
 
-/// The parts of a custom collective.
+/// The arguments of a custom collective.
 pub(crate) enum Parts<'a> {
-    Gather(&'a [GatherPart]),
+    Gather { ranks: &'a ProcessGroup, parts: &'a [GatherPart], memory: &'a Arc<dyn Allocator> },
     Scatter(&'a [ScatterPart]),
 }
 
+/// Returns the memory of an all-gather's outputs, or `None` for the unit's own.
+type Allocate = Box<dyn Fn() -> Option<Arc<dyn Allocator>> + Send + Sync>;
+
 /// A custom collective that first calls a closure, which may read the parts and replace the unit's own collective.
-pub(crate) struct Own<F>(pub(crate) F);
+pub(crate) struct Own<F> {
+    call: F,
+    allocate: Allocate,
+}
+
+impl<F: Fn(Parts<'_>) -> Option<Work> + Send + Sync> Own<F> {
+    pub(crate) fn new(call: F) -> Arc<Self> {
+        Arc::new(Own { call, allocate: Box::new(|| None) })
+    }
+
+    /// Creates a custom collective whose outputs are in the memory that `allocate` returns.
+    pub(crate) fn in_memory(call: F, allocate: impl Fn() -> Arc<dyn Allocator> + Send + Sync + 'static) -> Arc<Self> {
+        Arc::new(Own { call, allocate: Box::new(move || Some(allocate())) })
+    }
+}
 
 impl<F: Fn(Parts<'_>) -> Option<Work> + Send + Sync> AllGather for Own<F> {
     fn all_gather(&self, ranks: &ProcessGroup, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work {
-        self.0(Parts::Gather(&parts)).unwrap_or_else(|| ranks.all_gather(parts, memory))
+        let own = (self.call)(Parts::Gather { ranks, parts: &parts, memory: &memory });
+        own.unwrap_or_else(|| ranks.all_gather(parts, memory))
+    }
+
+    fn allocate(&self) -> Option<Arc<dyn Allocator>> {
+        (self.allocate)()
     }
 }
 
@@ -32,7 +54,7 @@ impl<F: Fn(Parts<'_>) -> Option<Work> + Send + Sync> ReduceScatter for Own<F> {
         op: ReduceOp,
         memory: Arc<dyn Allocator>,
     ) -> Work {
-        self.0(Parts::Scatter(&parts)).unwrap_or_else(|| ranks.reduce_scatter(parts, op, memory))
+        (self.call)(Parts::Scatter(&parts)).unwrap_or_else(|| ranks.reduce_scatter(parts, op, memory))
     }
 }
 
@@ -42,10 +64,10 @@ pub(crate) fn journal(
     entries: &Arc<Mutex<Vec<String>>>,
 ) -> Arc<Own<impl Fn(Parts<'_>) -> Option<Work> + use<>>> {
     let entries = entries.clone();
-    Arc::new(Own(move |_: Parts<'_>| {
+    Own::new(move |_: Parts<'_>| {
         entries.lock().unwrap().push(entry.clone());
         None
-    }))
+    })
 }
 
 /// Draws values from a seed, by the distribution that a function chooses for each parameter.
