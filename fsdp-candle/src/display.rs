@@ -48,7 +48,7 @@ fn write_param(f: &mut fmt::Formatter<'_>, param: &FsdpParam, indent: &str) -> f
     writeln!(f, "{}", if param.trainable() { "" } else { ", frozen" })
 }
 
-fn write_unit(f: &mut fmt::Formatter<'_>, unit: &FsdpParamGroup, depth: usize) -> fmt::Result {
+fn write_unit(f: &mut fmt::Formatter<'_>, schedule: &Schedule, unit: &FsdpParamGroup, depth: usize) -> fmt::Result {
     let indent = "  ".repeat(depth);
     let params = unit.params();
     let held: usize = params.iter().map(|param| held(param)).sum();
@@ -57,7 +57,7 @@ fn write_unit(f: &mut fmt::Formatter<'_>, unit: &FsdpParamGroup, depth: usize) -
         f,
         "{indent}{} [{:?}, {}]: this rank holds {} of {}",
         unit.name(),
-        unit.reshard_after_forward(),
+        schedule.reshard_after_forward(unit),
         if unit.is_unsharded() { "unsharded" } else { "sharded" },
         size(held),
         size(whole)
@@ -75,23 +75,24 @@ fn write_tree(f: &mut fmt::Formatter<'_>, schedule: &Schedule, some: impl Fn(&Fs
     let mut written: Vec<usize> = vec![];
     fn descend(
         f: &mut fmt::Formatter<'_>,
+        schedule: &Schedule,
         within: &[&Arc<FsdpParamGroup>],
         at: usize,
         written: &mut Vec<usize>,
         depth: usize,
     ) -> fmt::Result {
         written.push(at);
-        write_unit(f, within[at], depth)?;
+        write_unit(f, schedule, within[at], depth)?;
         for child in 0..within.len() {
             if !written.contains(&child) && within[at].path().contains(within[child].path()) {
-                descend(f, within, child, written, depth + 1)?;
+                descend(f, schedule, within, child, written, depth + 1)?;
             }
         }
         Ok(())
     }
     for at in 0..within.len() {
         if !written.contains(&at) {
-            descend(f, &within, at, &mut written, 0)?;
+            descend(f, schedule, &within, at, &mut written, 0)?;
         }
     }
     Ok(())

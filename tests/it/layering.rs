@@ -34,7 +34,7 @@ const LAYERS: [(&str, &str); 5] = [
 const FILES: [(&str, &str); 4] = [
     (
         "fsdp-candle/src/fsdp",
-        "comm frozen_call listed param_nodes policy replica_sharding shard_reader unit_path unsharded_memory weight_format \
+        "backward_nodes comm frozen_call listed param_nodes policy replica_sharding shard_reader unit_path unsharded_memory weight_format \
          gradient offload settings unit_options order param_events param_spec param unit_params all_gather replica_gather \
          param_group callers diagnostics reduction schedule hooks var_map module fully_shard setters parallelize",
     ),

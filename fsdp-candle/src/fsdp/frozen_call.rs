@@ -1,13 +1,15 @@
 //! The end of a unit's frozen parameters in backward.
 
+use std::iter;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 
+use super::backward_nodes::BackwardNodes;
 use crate::autograd::next_number;
 
-/// One call of a unit with frozen parameters.
+/// One call of a unit with frozen parameters. A unit of several modules has a call of each, and one pass of all.
 ///
 /// Frozen parameters get no gradient, so they have no hook of their own in backward. They are freed after the backward
 /// of the call's last input, where the order of the graph's nodes shows that nothing inside the call follows.
@@ -44,11 +46,10 @@ impl FrozenCall {
         let _ = self.end.set(CallEnd { number: next_number(), unshards });
     }
 
-    /// Returns the positions of the first and the last of `nodes` that the call made.
-    fn span(&self, nodes: &[usize]) -> Option<(usize, usize)> {
+    /// Returns the first and the last position of the nodes that the call made.
+    fn span(&self, nodes: &BackwardNodes) -> Option<(usize, usize)> {
         let begin = self.inputs.lock().iter().max().copied()?;
-        let inside = |node: &usize| *node > begin && self.end.get().is_none_or(|end| *node < end.number);
-        Some((nodes.iter().position(inside)?, nodes.iter().rposition(inside)?))
+        nodes.span(begin + 1..self.end.get().map_or(usize::MAX, |end| end.number), iter::empty())
     }
 
     /// Records the backward of an input. Returns whether the unit's frozen parameters can be freed.
@@ -57,20 +58,19 @@ impl FrozenCall {
     }
 }
 
-/// Decides which calls free frozen parameters, for a backward over `nodes` in this order. A call frees them after the
-/// backward of its last input, unless backward is then inside a call of the same unit. That happens if the closure of
-/// a call captured a tensor with a graph beside its inputs. Other frozen parameters are freed when backward ends.
-pub(super) fn plan_frozen_calls(calls: &[Arc<FrozenCall>], nodes: &[usize]) {
+/// Decides which calls free frozen parameters, for a backward over `nodes`. A call frees them after the backward of its
+/// last input, unless backward is then inside a call of the same unit. That happens if the closure of a call captured a
+/// tensor with a graph beside its inputs. Other frozen parameters are freed when backward ends.
+pub(super) fn plan_frozen_calls(calls: &[Arc<FrozenCall>], nodes: &BackwardNodes) {
     let spans: Vec<_> = calls.iter().map(|call| call.span(nodes)).collect();
     for call in calls {
-        let inputs = call.inputs.lock().clone();
-        let reached = nodes.iter().filter(|node| inputs.contains(node)).count();
-        let over = nodes.iter().rposition(|node| inputs.contains(node)).is_some_and(|end| {
+        let inputs: Vec<usize> = call.inputs.lock().iter().filter_map(|&input| nodes.position(input)).collect();
+        let over = inputs.iter().max().is_some_and(|&end| {
             calls.iter().zip(&spans).filter(|(other, _)| other.unit == call.unit).all(|(other, span)| {
                 let unshards = other.end.get().is_some_and(|end| end.unshards);
                 span.is_none_or(|(first, last)| last < end || unshards && first > end)
             })
         });
-        call.left.store(if over { reached } else { 0 }, Ordering::Relaxed);
+        call.left.store(if over { inputs.len() } else { 0 }, Ordering::Relaxed);
     }
 }

@@ -13,7 +13,7 @@ use super::param::FsdpParam;
 use super::param_group::FsdpParamGroup;
 use super::policy::{MixedPrecisionPolicy, OffloadPolicy, ReshardAfterForward};
 use super::schedule::TAKES_NOTHING;
-use super::settings::UnitSettings;
+use super::settings::UnshardSettings;
 use super::unit_options::{ShardPlacement, UnitOptions};
 use super::unit_path::{ROOT, UnitId};
 use super::var_map::{OpenUnit, ShardedVarMap};
@@ -344,11 +344,10 @@ fn make<M>(
     unit.close();
     let add = |name: String, params, by_name_in: Option<usize>| {
         let id = UnitId { index: schedule.next_index(), name: name.into() };
-        let settings = UnitSettings::new(opts.reshard_after_forward);
         let (mp_policy, pool) = (opts.mp_policy.clone(), schedule.pool.clone());
-        let group = FsdpParamGroup::new(id, params, mp_policy, settings, pool, by_name_in.is_some(), is_hollow);
+        let group = FsdpParamGroup::new(id, params, mp_policy, pool, by_name_in.is_some(), is_hollow);
         tracing::debug!(unit = group.name(), parameters = group.params().len(), "fully_shard");
-        schedule.add(group.clone(), by_name_in);
+        schedule.add(group.clone(), UnshardSettings::new(opts.reshard_after_forward), by_name_in);
         group
     };
     let called = schedule.next_index() + units.len();

@@ -8,7 +8,7 @@
 //! |---|---|---|---|
 //! | making | `fully_shard`, `var_map`, `parallelize` | making units and parameters | `_fully_shard.py` |
 //! | | `module`, `setters` | `FsdpModule`: calls, backward, settings | `FSDPModule` |
-//! | running | `schedule`, `order`, `hooks`, `frozen_call`, `callers` | when a unit communicates | `_fsdp_state.py` |
+//! | running | `schedule`, `order`, `hooks`, `frozen_call`, `backward_nodes`, `callers` | when a unit communicates | `_fsdp_state.py` |
 //! | | `diagnostics` | reports of cut graphs and missing gradients | |
 //! | a unit | `param_group`, `unit_params`, `unit_path`, `settings` | its parameters | `_fsdp_param_group.py` |
 //! | | `all_gather`, `replica_gather`, `reduction` | its collectives | `_fsdp_collectives.py` |
@@ -95,6 +95,7 @@
 //!   collectives.
 
 mod all_gather;
+mod backward_nodes;
 mod callers;
 mod comm;
 mod diagnostics;

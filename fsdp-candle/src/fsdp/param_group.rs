@@ -12,9 +12,9 @@ use parking_lot::{Mutex, ReentrantMutex};
 use super::all_gather::AllGatherResult;
 use super::param::FsdpParam;
 use super::param_events::ParamUnit;
-use super::policy::{MixedPrecisionPolicy, ReshardAfterForward};
+use super::policy::MixedPrecisionPolicy;
 use super::replica_gather::ReplicaGathers;
-use super::settings::UnitSettings;
+use super::settings::CommSettings;
 use super::unit_params::UnitParams;
 use super::unit_path::{UnitId, UnitPath};
 use super::unsharded_memory::UnshardMemory;
@@ -26,7 +26,7 @@ pub(crate) struct FsdpParamGroup {
     unit: UnitParams,
     path: UnitPath,
     pub(super) mp_policy: MixedPrecisionPolicy,
-    pub(super) settings: Mutex<UnitSettings>,
+    pub(super) settings: Mutex<CommSettings>,
     /// The pending all-gather. A thread that unshards or reshards the whole unit holds the lock. The cell refuses the
     /// user's code that runs meanwhile on the same thread.
     pending: ReentrantMutex<RefCell<Option<AllGatherResult>>>,
@@ -83,7 +83,6 @@ impl FsdpParamGroup {
         id: UnitId,
         params: Vec<Arc<FsdpParam>>,
         mp_policy: MixedPrecisionPolicy,
-        settings: UnitSettings,
         pool: Arc<Pool>,
         has_pre_use_hooks: bool,
         is_hollow: bool,
@@ -92,7 +91,7 @@ impl FsdpParamGroup {
             path: UnitPath::new(id.name.clone()),
             unit: UnitParams::new(id, params, pool),
             mp_policy,
-            settings: Mutex::new(settings),
+            settings: Mutex::default(),
             pending: ReentrantMutex::default(),
             may_be_written: AtomicBool::new(false),
             is_hollow,
@@ -123,10 +122,6 @@ impl FsdpParamGroup {
     /// Returns whether unsharded values may be older than the shards. The same on every rank, if every rank writes.
     pub(super) fn may_be_stale(&self) -> bool {
         self.may_be_written.load(Ordering::Relaxed) || self.params().iter().any(|param| param.may_be_stepped_unseen())
-    }
-
-    pub(crate) fn reshard_after_forward(&self) -> ReshardAfterForward {
-        self.settings.lock().reshard_after_forward
     }
 
     /// Returns whether some parameters are frozen.

@@ -9,7 +9,7 @@ use super::comm::{AllGather, AllReduceHook, PostAccumulateGradHook, ReduceScatte
 use super::module::{FsdpModule, Unit};
 use super::param_group::FsdpParamGroup;
 use super::policy::{Recurse, ReshardAfterForward};
-use super::settings::UnitSettings;
+use super::settings::{CommSettings, UnshardSettings};
 use crate::error::Result;
 
 impl<M> FsdpModule<M> {
@@ -21,8 +21,12 @@ impl<M> FsdpModule<M> {
         })
     }
 
-    fn change(&self, recurse: Recurse, change: impl Fn(&mut UnitSettings)) {
-        self.selected(recurse).for_each(|group| self.schedule.change_settings(&group, &change));
+    fn change_comm(&self, recurse: Recurse, change: impl Fn(&mut CommSettings)) {
+        self.selected(recurse).for_each(|group| self.schedule.change_comm_settings(&group, &change));
+    }
+
+    fn change_unshard(&self, recurse: Recurse, change: impl Fn(&mut UnshardSettings)) {
+        self.selected(recurse).for_each(|group| self.schedule.change_unshard_settings(&group, &change));
     }
 
     /// Returns the indices of units. Skips units of other models.
@@ -59,14 +63,14 @@ impl<M> FsdpModule<M> {
     /// ```
     pub fn set_modules_to_forward_prefetch(&self, units: &[Unit]) {
         let units = self.indices(units);
-        self.change(Recurse::No, |settings| settings.forward_prefetch.clone_from(&units));
+        self.change_unshard(Recurse::No, |settings| settings.forward_prefetch.clone_from(&units));
     }
 
     /// Sets the units to unshard when this unit's backward begins. An empty list restores the default: the unit whose
     /// forward preceded this one's.
     pub fn set_modules_to_backward_prefetch(&self, units: &[Unit]) {
         let units = self.indices(units);
-        self.change(Recurse::No, |settings| settings.backward_prefetch.clone_from(&units));
+        self.change_unshard(Recurse::No, |settings| settings.backward_prefetch.clone_from(&units));
     }
 
     /// Sets whether units without a prefetch list prefetch the next unit, for the whole model. Default: true.
@@ -91,7 +95,7 @@ impl<M> FsdpModule<M> {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn set_requires_gradient_sync(&self, sync: bool, recurse: Recurse) {
-        self.change(recurse, |settings| settings.requires_gradient_sync = sync);
+        self.change_comm(recurse, |settings| settings.requires_gradient_sync = sync);
     }
 
     /// Sets whether gradients are reduced over replicas (HSDP) and handed out. Otherwise they are reduced over the
@@ -124,7 +128,7 @@ impl<M> FsdpModule<M> {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn set_requires_all_reduce(&self, all_reduce: bool, recurse: Recurse) {
-        self.change(recurse, |settings| settings.requires_all_reduce = all_reduce);
+        self.change_comm(recurse, |settings| settings.requires_all_reduce = all_reduce);
     }
 
     /// Sets whether the next backward ends the iteration. Otherwise it does not wait for its reductions and hands out
@@ -193,7 +197,7 @@ impl<M> FsdpModule<M> {
                     .try_for_each(|param| param.spec.ranks.dedicated_reduce_scatter_group().map(drop))?;
             }
         }
-        self.change(recurse, |settings| settings.separate_reduce_scatter_group = separate);
+        self.change_comm(recurse, |settings| settings.separate_reduce_scatter_group = separate);
         Ok(())
     }
 
@@ -221,26 +225,26 @@ impl<M> FsdpModule<M> {
                 group.params().iter().try_for_each(|param| param.spec.ranks.post_forward_group(size).map(drop))?;
             }
         }
-        self.change(recurse, |settings| settings.reshard_after_forward = policy);
+        self.change_unshard(recurse, |settings| settings.reshard_after_forward = policy);
         Ok(())
     }
 
     /// Sets whether parameters are freed after backward. Otherwise they are stale once the optimizer has stepped: use
     /// it for several backwards before one step.
     pub fn set_reshard_after_backward(&self, reshard: bool, recurse: Recurse) {
-        self.change(recurse, |settings| settings.reshard_after_backward = reshard);
+        self.change_unshard(recurse, |settings| settings.reshard_after_backward = reshard);
     }
 
     /// Sets whether backward unshards parameters. Otherwise they must be unsharded already.
     pub fn set_unshard_in_backward(&self, unshard: bool) {
-        self.change(Recurse::No, |settings| settings.unshard_in_backward = unshard);
+        self.change_unshard(Recurse::No, |settings| settings.unshard_in_backward = unshard);
     }
 
     /// Sets whether each parameter keeps the buffer of its full values while it is sharded, from its next unshard on.
     /// The buffer's address then stays the same until a step fails. With a custom all-gather, values are copied there
     /// once more.
     pub fn set_keep_unsharded_storage(&self, keep: bool, recurse: Recurse) {
-        self.change(recurse, |settings| settings.keep_unsharded_storage = keep);
+        self.change_comm(recurse, |settings| settings.keep_unsharded_storage = keep);
         if !keep {
             let params = self.selected(recurse).flat_map(|group| group.params().to_vec());
             params.for_each(|param| param.drop_kept_buffer());
@@ -262,12 +266,12 @@ impl<M> FsdpModule<M> {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn set_gradient_divide_factor(&self, factor: Option<f64>, recurse: Recurse) {
-        self.change(recurse, |settings| settings.gradient_divide_factor = factor);
+        self.change_comm(recurse, |settings| settings.gradient_divide_factor = factor);
     }
 
     /// Sets whether reductions are sums with a separate division, instead of averages.
     pub fn set_force_sum_reduction_for_comms(&self, force: bool, recurse: Recurse) {
-        self.change(recurse, |settings| settings.force_sum_reduction = force);
+        self.change_comm(recurse, |settings| settings.force_sum_reduction = force);
     }
 
     /// Sets whether parameters without a gradient take part in the reduction with zeros, so that ranks may use
@@ -286,7 +290,7 @@ impl<M> FsdpModule<M> {
     /// ([`shard`](crate::shard)) are unsharded in the order in which they were built, whether a rank uses them or not:
     /// a rank that uses one also unshards the units before it.
     pub fn set_reduce_scatter_unused_params(&self, reduce: bool, recurse: Recurse) {
-        self.change(recurse, |settings| settings.reduce_scatter_unused_params = reduce);
+        self.change_comm(recurse, |settings| settings.reduce_scatter_unused_params = reduce);
     }
 
     /// Sets how many units' reduce-scatters may be pending, for the whole model: more overlap for more memory.
@@ -317,16 +321,16 @@ impl<M> FsdpModule<M> {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn set_all_reduce_hook(&self, hook: Option<Arc<dyn AllReduceHook>>) {
-        self.change(Recurse::No, |settings| settings.all_reduce_hook.clone_from(&hook));
+        self.change_comm(Recurse::No, |settings| settings.all_reduce_hook.clone_from(&hook));
     }
 
     /// Sets an all-gather of your own.
     pub fn set_custom_all_gather(&self, custom: Option<Arc<dyn AllGather>>) {
-        self.change(Recurse::No, |settings| settings.all_gather.clone_from(&custom));
+        self.change_comm(Recurse::No, |settings| settings.all_gather.clone_from(&custom));
     }
 
     /// Sets a reduce-scatter of your own.
     pub fn set_custom_reduce_scatter(&self, custom: Option<Arc<dyn ReduceScatter>>) {
-        self.change(Recurse::No, |settings| settings.reduce_scatter.clone_from(&custom));
+        self.change_comm(Recurse::No, |settings| settings.reduce_scatter.clone_from(&custom));
     }
 }

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use super::comm::{AllGather, AllReduceHook, ReduceScatter};
 use super::policy::ReshardAfterForward;
 
-/// Settings of one unit. The unit and the order have a copy each.
-#[derive(Clone)]
-pub(crate) struct UnitSettings {
+/// When a unit is unsharded and resharded. The order owns it.
+#[derive(Clone, Debug)]
+pub(crate) struct UnshardSettings {
     pub(super) reshard_after_forward: ReshardAfterForward,
     pub(super) reshard_after_backward: bool,
     pub(super) unshard_in_backward: bool,
@@ -15,6 +15,34 @@ pub(crate) struct UnitSettings {
     pub(super) forward_prefetch: Vec<usize>,
     /// Units to unshard when this unit's backward begins. Empty: the unit whose forward preceded it.
     pub(super) backward_prefetch: Vec<usize>,
+}
+
+impl UnshardSettings {
+    pub(super) fn new(reshard_after_forward: ReshardAfterForward) -> Self {
+        UnshardSettings {
+            reshard_after_forward,
+            reshard_after_backward: true,
+            unshard_in_backward: true,
+            forward_prefetch: vec![],
+            backward_prefetch: vec![],
+        }
+    }
+
+    /// Removes the units from index `count` on from the prefetch lists.
+    pub(super) fn keep_prefetch_below(&mut self, count: usize) {
+        self.forward_prefetch.retain(|&unit| unit < count);
+        self.backward_prefetch.retain(|&unit| unit < count);
+    }
+}
+
+impl Default for UnshardSettings {
+    fn default() -> Self {
+        UnshardSettings::new(ReshardAfterForward::default())
+    }
+}
+
+/// How a unit communicates. The unit owns it.
+pub(crate) struct CommSettings {
     /// Whether backward reduces gradients, or keeps them for a later backward.
     pub(super) requires_gradient_sync: bool,
     /// Whether gradients are reduced over replicas, or wait for a later backward.
@@ -30,14 +58,9 @@ pub(crate) struct UnitSettings {
     pub(super) all_reduce_hook: Option<Arc<dyn AllReduceHook>>,
 }
 
-impl UnitSettings {
-    pub(super) fn new(reshard_after_forward: ReshardAfterForward) -> Self {
-        UnitSettings {
-            reshard_after_forward,
-            reshard_after_backward: true,
-            unshard_in_backward: true,
-            forward_prefetch: vec![],
-            backward_prefetch: vec![],
+impl Default for CommSettings {
+    fn default() -> Self {
+        CommSettings {
             requires_gradient_sync: true,
             requires_all_reduce: true,
             reduce_scatter_unused_params: false,
@@ -49,18 +72,6 @@ impl UnitSettings {
             reduce_scatter: None,
             all_reduce_hook: None,
         }
-    }
-
-    /// Removes the units from index `count` on from the prefetch lists.
-    pub(super) fn keep_prefetch_below(&mut self, count: usize) {
-        self.forward_prefetch.retain(|&unit| unit < count);
-        self.backward_prefetch.retain(|&unit| unit < count);
-    }
-}
-
-impl Default for UnitSettings {
-    fn default() -> Self {
-        UnitSettings::new(ReshardAfterForward::default())
     }
 }
 

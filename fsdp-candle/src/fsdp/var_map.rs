@@ -525,8 +525,9 @@ impl ShardedVarMap {
         for (param, _) in changes().filter(|(_, after)| **after) {
             self.check_trainable(param)?;
         }
+        let changed: Vec<Arc<FsdpParam>> = changes().map(|(param, _)| param.clone()).collect();
         changes().for_each(|(param, after)| param.set_requires_grad(*after));
-        schedule.requires_grad_changed();
+        schedule.requires_grad_changed(&changed);
         Ok(count)
     }
 

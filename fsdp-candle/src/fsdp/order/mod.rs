@@ -15,6 +15,21 @@
 //! Nobody calls a unit by name: its forward begins with the first use of one of its parameters. It ends when a unit
 //! beside it is used or called, or when the call around it ends.
 //!
+//! [Note: Two ways through backward]
+//!
+//! Most backwards need no plan: their own events tell what to do ([`Order::pre_backward`],
+//! [`Order::post_accumulate_grad`]). When backward comes to a unit, the unit whose forward ended before it is
+//! prefetched. A unit is reduced at its last gradient.
+//!
+//! Events do not suffice where units ran several times, or where ranks may use different units. Such a backward follows
+//! a plan ([Note: Visits] in `plan`).
+//!
+//! A plan does not suffice for all backwards, because of units by name. It knows a pass by the numbers of the nodes that
+//! were made meanwhile. The pass of a unit by name lasts until a unit beside it is used, and Candle does not tell which
+//! of the nodes use its parameters. The plan may then contain visits in a wrong order, or visits that backward never
+//! comes to. On simulated ranks, such plans unshard more units than the memory bound allows: held to the checks of
+//! other backwards, `ranks_issue_the_same_collectives_within_the_memory_bound` fails.
+//!
 //! Terms: the *root* is the unit whose call runs inside no other call. A *pass* is one forward of a unit, which may
 //! have several passes before a backward. The *number* of a graph node is its position in the order in which Candle
 //! made all nodes. It tells which nodes belong to a pass. `plan` defines a *visit*.
@@ -24,7 +39,7 @@ use std::ops::{Range, RangeInclusive};
 
 use self::plan::Plan;
 use super::policy::ReshardAfterForward;
-use super::settings::{ModelSettings, UnitSettings};
+use super::settings::{ModelSettings, UnshardSettings};
 use crate::autograd::next_number;
 
 mod plan;
@@ -63,17 +78,21 @@ pub(crate) struct Order {
 /// One unit, as the order sees it.
 #[derive(Clone, Default)]
 pub(crate) struct UnitInfo {
-    /// Number of parameters that get gradients.
-    pub(crate) trainable: usize,
-    /// Whether some parameters are frozen.
-    pub(crate) has_frozen: bool,
     /// For a unit by name: the unit whose call runs it.
     pub(crate) by_name_in: Option<usize>,
     /// Units by name that this unit is inside of.
     pub(crate) enclosing: Vec<usize>,
-    pub(crate) settings: UnitSettings,
+    pub(crate) settings: UnshardSettings,
     /// Number of handles of `unshard_all` that hold it.
     pub(crate) holds: usize,
+}
+
+/// Numbers of a unit's parameters. The user may freeze parameters between steps, so each backward asks for them.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct ParamCounts {
+    /// Parameters that get gradients.
+    pub(crate) trainable: usize,
+    pub(crate) frozen: usize,
 }
 
 /// Why an event is not allowed now.
@@ -185,8 +204,8 @@ struct Backward {
 /// Progress of one unit in the running backward.
 #[derive(Clone, Copy, Default)]
 struct BackwardProgress {
-    /// Number of gradients that will be complete if no parameter is unused.
-    expected: usize,
+    params: ParamCounts,
+    /// Number of complete gradients.
     complete: usize,
     /// Whether the reduction was issued.
     reduced: bool,
@@ -248,8 +267,7 @@ impl Order {
     pub(crate) fn truncate(&mut self, count: usize) {
         self.units.truncate(count);
         for unit in &mut self.units {
-            unit.settings.forward_prefetch.retain(|&unit| unit < count);
-            unit.settings.backward_prefetch.retain(|&unit| unit < count);
+            unit.settings.keep_prefetch_below(count);
             unit.enclosing.retain(|&unit| unit < count);
         }
         let step = &mut self.step;
@@ -584,8 +602,8 @@ impl Order {
 
 /// Backward.
 impl Order {
-    /// Begins a backward.
-    pub(crate) fn begin_backward(&mut self) -> Result<(), OrderError> {
+    /// Begins a backward. `params` returns the numbers of a unit's parameters.
+    pub(crate) fn begin_backward(&mut self, params: impl Fn(usize) -> ParamCounts) -> Result<(), OrderError> {
         let step = &mut self.step;
         if step.backward.is_some() {
             return Err(OrderError::InBackward);
@@ -594,8 +612,8 @@ impl Order {
             return Err(OrderError::InForward);
         }
         step.is_over = true;
-        let progress = |unit: &UnitInfo| BackwardProgress { expected: unit.trainable, ..BackwardProgress::default() };
-        step.backward = Some(Backward { units: self.units.iter().map(progress).collect(), plan: None });
+        let progress = |unit| BackwardProgress { params: params(unit), ..BackwardProgress::default() };
+        step.backward = Some(Backward { units: (0..self.units.len()).map(progress).collect(), plan: None });
         Ok(())
     }
 
@@ -641,8 +659,10 @@ impl Order {
             // Frozen parameters of units by name have no hook: they are freed when backward comes to an earlier unit.
             for later in passes.iter().filter(|later| later.pass > passes[position].ended) {
                 let info = &self.units[later.unit];
-                let frees = info.by_name_in.is_some() && info.has_frozen && info.settings.reshard_after_backward;
-                if frees && std::mem::take(&mut backward.units[later.unit].entered) {
+                let progress = &mut backward.units[later.unit];
+                let has_frozen = progress.params.frozen > 0;
+                let frees = info.by_name_in.is_some() && has_frozen && info.settings.reshard_after_backward;
+                if frees && std::mem::take(&mut progress.entered) {
                     actions.push(Action::ReshardFrozen(later.unit));
                 }
             }
@@ -685,7 +705,7 @@ impl Order {
         }
         let progress = &mut backward.units[unit];
         progress.complete += 1;
-        progress.reduced = progress.complete == progress.expected;
+        progress.reduced = progress.complete == progress.params.trainable;
         if progress.reduced {
             actions.push(Action::Reduce(unit));
         }
@@ -700,7 +720,7 @@ impl Order {
         for unit in 0..backward.units.len() {
             // Gradients that are missing now belong to unused parameters, or to parameters behind a cut in the graph.
             let is_left = match planned {
-                Some(plan) => self.units[unit].trainable > 0 && !plan.has(unit),
+                Some(plan) => backward.units[unit].params.trainable > 0 && !plan.has(unit),
                 None => !backward.units[unit].reduced,
             };
             if is_left {

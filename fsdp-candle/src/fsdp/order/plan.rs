@@ -16,7 +16,8 @@
 
 use std::ops::Range;
 
-use super::{Action, Order, OrderError, Pass, UnitInfo};
+use super::{Action, Order, OrderError, Pass};
+use crate::fsdp::backward_nodes::BackwardNodes;
 
 /// A stretch of backward in which a unit is unsharded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -174,9 +175,9 @@ impl Order {
         }
     }
 
-    /// Plans a backward over nodes with these `numbers`, which are the same on all ranks.
-    pub(crate) fn plan_passes(&mut self, numbers: &[usize]) {
-        let mut spans = self.spans(numbers);
+    /// Plans a backward over `nodes`, which are the same on all ranks.
+    pub(crate) fn plan_passes(&mut self, nodes: &BackwardNodes) {
+        let mut spans = self.spans(nodes);
         // Without a hook, nothing reports that backward comes to a unit: it is unsharded from the beginning.
         let unhooked = &self.step.unhooked;
         for span in spans.iter_mut().filter(|span| unhooked.contains(&span.unit)) {
@@ -187,32 +188,20 @@ impl Order {
     }
 
     /// Returns the positions at which backward comes to each pass.
-    fn spans(&self, numbers: &[usize]) -> Vec<Span> {
-        let mut sorted: Vec<(usize, usize)> = numbers.iter().enumerate().map(|(at, &number)| (number, at)).collect();
-        sorted.sort_unstable();
+    fn spans(&self, nodes: &BackwardNodes) -> Vec<Span> {
         let span = |pass: &Pass| {
-            let from = sorted.partition_point(|&(number, _)| number < pass.nodes.start);
-            let to = sorted.partition_point(|&(number, _)| number < pass.nodes.end);
-            let inside = sorted[from..to.max(from)].iter().map(|&(_, at)| at);
             // Backward runs the operations of a checkpointed closure when it runs the closure again.
             let meets = |made: &Range<usize>| made.start < pass.nodes.end && pass.nodes.start < made.end;
             let again = self.step.recomputations.iter().filter(|again| meets(&again.made));
-            let again = again.filter_map(|again| {
-                let at = sorted.binary_search_by_key(&again.node, |&(number, _)| number).ok()?;
-                Some(sorted[at].1)
-            });
-            let (mut first, mut last) = (usize::MAX, 0);
-            for at in inside.chain(again) {
-                (first, last) = (first.min(at), last.max(at));
-            }
-            (first <= last).then_some(Span { unit: pass.unit, pass: pass.pass, first, last })
+            let (first, last) = nodes.span(pass.nodes.clone(), again.map(|again| again.node))?;
+            Some(Span { unit: pass.unit, pass: pass.pass, first, last })
         };
         self.step.passes.iter().filter_map(span).collect()
     }
 
     /// Returns where this rank's backward comes to each unit. `uses` lists the units of the parameters in the graph,
     /// with their positions.
-    pub(crate) fn reach(&self, numbers: &[usize], uses: &[(usize, usize)]) -> Vec<Option<Reach>> {
+    pub(crate) fn reach(&self, nodes: &BackwardNodes, uses: &[(usize, usize)]) -> Vec<Option<Reach>> {
         let mut reached: Vec<Option<Reach>> = vec![None; self.units.len()];
         let mut note = |unit: usize, first: usize, last: usize| {
             let reach = reached[unit].get_or_insert(Reach { first, last });
@@ -221,7 +210,7 @@ impl Order {
         for &unit in &self.step.unhooked {
             note(unit, 0, 0);
         }
-        for span in self.spans(numbers) {
+        for span in self.spans(nodes) {
             note(span.unit, span.first, span.last);
         }
         for &(unit, at) in uses {
@@ -332,12 +321,12 @@ impl Order {
         for entry in entries {
             let (PlanEntry::Begin(visit) | PlanEntry::End(visit)) = entry;
             let unit = plan.visits[visit].unit;
-            let UnitInfo { trainable, settings, .. } = &self.units[unit];
+            let settings = &self.units[unit].settings;
             match entry {
                 PlanEntry::Begin(_) => actions.extend(settings.unshard_in_backward.then_some(Action::Unshard(unit))),
                 PlanEntry::End(_) => {
                     backward.units[unit].entered = false;
-                    actions.extend((*trainable > 0).then_some(Action::Reduce(unit)));
+                    actions.extend((backward.units[unit].params.trainable > 0).then_some(Action::Reduce(unit)));
                     actions.extend(settings.reshard_after_backward.then_some(Action::Reshard(unit)));
                 }
             }

@@ -81,9 +81,14 @@ proptest! {
 fn chain(blocks: usize) -> (Order, usize) {
     let mut order = Order::default();
     for _ in 0..=blocks {
-        order.add(UnitInfo { trainable: 1, ..UnitInfo::default() }, &[]);
+        order.add(UnitInfo::default(), &[]);
     }
     (order, blocks)
+}
+
+/// The parameters of each unit of a chain.
+fn one(_: usize) -> ParamCounts {
+    ParamCounts { trainable: 1, frozen: 0 }
 }
 
 fn fresh(_: usize) -> bool {
@@ -139,7 +144,7 @@ fn a_step_of_a_chain() {
         Reshard(1),
     ];
     assert_eq!(forward(&mut order, root), first);
-    order.begin_backward().unwrap();
+    order.begin_backward(one).unwrap();
     assert_eq!(order.pre_forward(0, true, fresh).unwrap_err(), OrderError::InBackward);
     // The root keeps its parameters, and has no hook.
     assert_eq!(order.root_pre_backward().1, [Unshard(2), WaitForUnshard(2), Unshard(1), Unshard(2), WaitForUnshard(2)]);
@@ -196,7 +201,7 @@ fn forwards_without_a_graph_leave_what_was_unsharded_by_hand() {
     order.unit(0).unwrap().settings.reshard_after_forward = ReshardAfterForward::Always;
     assert_eq!(run(&mut order, 0, true), [Reshard(0)]);
     assert!(!order.is_unsharded_by_hand(0));
-    order.begin_backward().unwrap();
+    order.begin_backward(one).unwrap();
     order.root_post_backward();
     order.end_backward();
     assert!(!order.is_unsharded_by_hand(root));
@@ -211,7 +216,7 @@ fn held_units_do_not_train() {
     let (forward, _) = order.pre_forward(root, true, fresh).unwrap();
     order.post_forward(root, forward, 1);
     order.end_forward(forward, None);
-    order.begin_backward().unwrap();
+    order.begin_backward(one).unwrap();
     assert_eq!(order.root_post_backward(), [Action::Reduce(0), Action::Reduce(1), Action::Reshard(1)]);
 }
 
@@ -221,7 +226,7 @@ fn all_ranks_reduce_the_units_of_any_rank() {
     let (mut order, root) = chain(3);
     order.settings.fixed_order = true;
     forward(&mut order, root);
-    order.begin_backward().unwrap();
+    order.begin_backward(one).unwrap();
     // This rank comes to block 0, another rank to blocks 2 and 1. The root has no hook.
     order.plan_units(&[3, 2, 1, 0], &[0, 1, 2, 3]);
     assert_eq!(order.root_pre_backward().1, [Unshard(3), Unshard(2), WaitForUnshard(3)]);
@@ -248,6 +253,6 @@ fn truncate_removes_units_from_all_lists() {
     order.truncate(2);
     assert_eq!(order.unit(0).unwrap().settings.forward_prefetch, [1]);
     assert!(order.unit(2).is_none());
-    order.begin_backward().unwrap();
+    order.begin_backward(one).unwrap();
     assert_eq!(order.root_pre_backward().1[0], Action::Unshard(1));
 }

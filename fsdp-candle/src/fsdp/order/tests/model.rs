@@ -2,9 +2,9 @@
 
 use std::collections::{BTreeSet, VecDeque};
 
-use crate::fsdp::order::UnitInfo;
+use crate::fsdp::order::{ParamCounts, UnitInfo};
 use crate::fsdp::policy::ReshardAfterForward::{Always, Default, Never, To};
-use crate::fsdp::settings::{ModelSettings, UnitSettings};
+use crate::fsdp::settings::{ModelSettings, UnshardSettings};
 
 /// A unit of one `fully_shard` call, or a unit by name.
 #[derive(Clone)]
@@ -16,6 +16,11 @@ pub(super) struct Unit {
 }
 
 impl Unit {
+    pub(super) fn counts(&self) -> ParamCounts {
+        let trainable = self.params.iter().filter(|trainable| **trainable).count();
+        ParamCounts { trainable, frozen: self.params.len() - trainable }
+    }
+
     /// Returns whether the unit was made by name.
     pub(super) fn is_by_name(&self) -> bool {
         self.info.by_name_in.is_some()
@@ -149,10 +154,8 @@ impl Tape {
 
     fn unit(&mut self) -> Unit {
         let params: Vec<bool> = (0..self.below(4)).map(|_| !self.once_in(6)).collect();
-        let trainable = params.iter().filter(|trainable| **trainable).count();
         let policy = [Default, Always, Never, To(2)][self.below(4)];
-        let mut info = UnitInfo { trainable, settings: UnitSettings::new(policy), ..UnitInfo::default() };
-        info.has_frozen = trainable < params.len();
+        let mut info = UnitInfo { settings: UnshardSettings::new(policy), ..UnitInfo::default() };
         info.settings.reshard_after_backward = !self.once_in(10);
         Unit { parent: None, params, info }
     }

@@ -7,6 +7,7 @@ use std::rc::Rc;
 use super::log::{Log, Reducing};
 use super::model::{Call, Iteration, Model, Unit, count, may_skip, reach};
 use crate::autograd::next_number;
+use crate::fsdp::backward_nodes::BackwardNodes;
 use crate::fsdp::order::plan::Reach;
 use crate::fsdp::order::{Action, Order};
 use crate::fsdp::policy::ReshardAfterForward::Never;
@@ -556,15 +557,16 @@ impl Walk {
 impl Rank<'_> {
     /// Begins a backward. Returns where it comes to each unit, if ranks may differ.
     pub(super) fn backward_begins(&mut self, forwards: &Forwards<'_>, reached: &Reached) -> Vec<Option<Reach>> {
-        self.order.begin_backward().unwrap();
+        self.order.begin_backward(|unit| self.model.units[unit].counts()).unwrap();
         self.complete.iter_mut().for_each(BTreeSet::clear);
         let walk = Walk::of(forwards, reached);
+        let nodes = BackwardNodes::new(walk.numbers);
         if self.model.fixed {
             (0..self.model.units.len()).for_each(|unit| self.gather_shards(unit));
-            return self.order.reach(&walk.numbers, &walk.uses);
+            return self.order.reach(&nodes, &walk.uses);
         }
         if self.order.ran_again() {
-            self.order.plan_passes(&walk.numbers);
+            self.order.plan_passes(&nodes);
         }
         vec![]
     }
