@@ -2,7 +2,9 @@
 
 use candle_core::{Result, Tensor, bail};
 
-use super::{Key, Link, Reads, Running, graph_op};
+use super::operation::{Reads, graph_op};
+use super::running::{Key, Running};
+use super::token::Token;
 use crate::storage::scalar;
 
 /// Sources of one operation of Candle.
@@ -21,16 +23,16 @@ impl Joined {
     pub(crate) fn new(sources: &[Tensor]) -> Result<Self> {
         let keys: Vec<Key> = sources.iter().map(|_| Key::new()).collect();
         let joins = sources.chunks(SOURCES).zip(keys.chunks(SOURCES)).map(|(sources, keys)| {
-            let (keys, is_linked) = (keys.to_vec(), sources.iter().map(|source| Link::of(source).is_some()));
-            let is_linked: Vec<bool> = is_linked.collect();
+            let (keys, has_token) = (keys.to_vec(), sources.iter().map(|source| Token::of(source).is_some()));
+            let has_token: Vec<bool> = has_token.collect();
             graph_op("joined", sources, scalar(sources[0].device())?, (), Reads::Nothing, move |sources, _, _| {
                 let running = Running::current();
-                let gradient = |((key, &source), is_linked): ((&Key, &&Tensor), &bool)| match running.take(*key) {
+                let gradient = |((key, &source), has_token): ((&Key, &&Tensor), &bool)| match running.take(*key) {
                     // Candle needs a gradient of every node that it visits.
-                    None if !is_linked && !source.is_variable() => source.zeros_like().map(Some),
+                    None if !has_token && !source.is_variable() => source.zeros_like().map(Some),
                     gradient => Ok(gradient),
                 };
-                keys.iter().zip(sources).zip(&is_linked).map(gradient).collect::<Result<Vec<_>>>()
+                keys.iter().zip(sources).zip(&has_token).map(gradient).collect::<Result<Vec<_>>>()
             })
         });
         let mut nodes = joins.collect::<Result<Vec<_>>>()?;

@@ -13,11 +13,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use candle_core::backprop::GradStore;
-use candle_core::{Result, Shape, Tensor};
+use candle_core::{Result, Shape, Tensor, bail};
 use parking_lot::Mutex;
 
-use super::{GraphOp, add_to};
-use crate::storage::{scalar, sum};
+use super::computed::{Computed, Forward, custom_op};
+use super::teardown::drop_flat;
+use crate::storage::{scalar, sum, with_slice, with_slice_mut};
 
 /// A place in the state of each backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -132,12 +133,8 @@ impl Running {
         if self.is_owned || !node.track_op() {
             return Ok(node.detach());
         }
-        let state = self.clone();
-        let holder = move |_: &[&Tensor], _: &Tensor, _: &Tensor| {
-            let _held = &state;
-            candle_core::bail!("a gradient has no backward")
-        };
-        node.apply_op1(GraphOp::new("gradient", (scalar(node.device())?, Shape::from(())), holder, vec![None], None))
+        let computed = Computed { memory: scalar(node.device())?, shape: Shape::from(()) };
+        node.apply_op1(Holder { forward: Forward::new("gradient", computed), state: Some(self.clone()) })
     }
 
     pub(super) fn values(&self, key: Key) -> Option<Tensor> {
@@ -152,4 +149,40 @@ impl Running {
         let values = self.values.lock().remove(&key);
         drop(values);
     }
+}
+
+/// The operation of a gradient that holds the state.
+struct Holder {
+    forward: Forward,
+    /// Set until it is dropped.
+    state: Option<Arc<Running>>,
+}
+
+impl Holder {
+    fn backward(&self, _: &[&Tensor; 1], _: &Tensor, _: &Tensor) -> Result<[Option<Tensor>; 1]> {
+        bail!("a gradient has no backward")
+    }
+}
+
+custom_op!(Holder: CustomOp1(a), [da] => da, Option<Tensor>);
+
+impl Drop for Holder {
+    fn drop(&mut self) {
+        drop_flat(self.state.take());
+    }
+}
+
+/// Adds to a contiguous tensor in place.
+fn add_to(total: Tensor, more: &Tensor) -> Result<Tensor> {
+    let more = more.contiguous()?;
+    with_slice_mut(&total, |kernels, total| with_slice(&more, |_, more| kernels.add(total, more)))?;
+    Ok(total)
+}
+
+/// Returns the error for an operation whose values a backward has freed.
+pub(super) fn freed<T>(name: &str) -> Result<T> {
+    bail!(
+        "{name}: the graph has been through backward, which freed it: run forward again, or keep the graph by \
+         backward_retain_graph"
+    )
 }

@@ -1,8 +1,11 @@
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Device, Var};
+use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Result, Shape, Storage, Tensor, Var};
 
+use super::record::records;
+use super::token::Token;
 use super::*;
 
 /// `factor * x`, as an operation of this library that keeps `x`.
@@ -54,19 +57,19 @@ fn a_shared_gradient_is_not_changed_by_its_sum() {
 }
 
 #[test]
-fn links_end_with_their_outputs() {
+fn tokens_end_with_their_outputs() {
     let x = variable();
     let y = scaled(&x, 2.);
     let next = scaled(&y, 3.);
     let id = y.id();
-    assert!(Link::of(&y).is_some() && Link::of(&y.detach()).is_none());
+    assert!(Token::of(&y).is_some() && Token::of(&y.detach()).is_none());
     assert_eq!(y.detach().flatten_all().unwrap().to_vec1::<f32>().unwrap(), [2., 4., 6., 8.]);
     drop(y);
     assert!(is_output(id), "the next operation reads the output in backward");
     drop(next);
     assert!(!is_output(id));
     let constant = scaled(&x.as_detached_tensor(), 2.);
-    assert!(!constant.track_op() && Link::of(&constant).is_none());
+    assert!(!constant.track_op() && Token::of(&constant).is_none());
 }
 
 #[test]
@@ -161,7 +164,7 @@ fn the_newest_record_has_the_outputs() {
     assert_eq!(of_record(inner), [(followed(&z), z.id())]);
     assert_eq!(of_record(outer), [(followed(&y), y.id())]);
     assert_eq!(gradient(&z.sum_all().unwrap(), &x), [6.; 4]);
-    RECORDED.with_borrow(|recorded| assert!(recorded.is_empty()));
+    assert_eq!(records(), 0);
 }
 
 #[test]
