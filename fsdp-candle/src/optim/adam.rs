@@ -7,9 +7,10 @@
 use candle_core::{DType, Result, bail};
 use serde_json::{Map, Value, json};
 
-use super::elementwise::{ElementwiseOptimizer, ElementwiseRule, ShardUpdate};
+use super::elementwise::{ElementwiseOptimizer, ElementwiseRule};
 use super::hyper_parameters::{self as hyper, HyperParameters};
-use super::state::{Encoding, MomentKind};
+use super::moment_kind::{Encoding, MomentKind};
+use super::shard_update::ShardUpdate;
 use crate::fsdp::FsdpParam;
 use crate::kernels::{AdamUpdate, SliceMut};
 

@@ -11,13 +11,14 @@ use serde_json::{Map, Value};
 
 use super::disk::{DiskState, OnDisk};
 use super::hyper_parameters::{HyperParameters, set_hyper, validate};
+use super::moment_kind::MomentKind;
 use super::reach::{Reach, check_not_empty};
+use super::shard_update::ShardUpdate;
 use super::sharded_optimizer::{ParamGroup, ShardedOptimizer};
-use super::state::{Moment, MomentKind, ParamState};
+use super::state::{Moment, ParamState};
 use crate::disk::StateOnDisk;
 use crate::error::Result;
 use crate::fsdp::FsdpParam;
-use crate::kernels::{Kernels, Slice, SliceMut};
 use crate::storage::{share_memory, swap, take, with_slice, with_slice_mut};
 use crate::warning::warn;
 
@@ -26,15 +27,6 @@ type Groups<C> = Vec<(Vec<Arc<FsdpParam>>, C)>;
 
 /// A parameter with the index of its group.
 type GroupedParam = (usize, Arc<FsdpParam>);
-
-/// A shard to update, and the kernels of its device.
-pub struct ShardUpdate<'a> {
-    pub(super) kernels: &'a dyn Kernels,
-    pub(super) param: SliceMut<'a>,
-    pub(super) grad: Slice<'a>,
-    /// The tensors of all moments, in order.
-    pub(super) parts: Vec<SliceMut<'a>>,
-}
 
 /// The update rule and hyper-parameters of an elementwise optimizer, such as [`crate::AdamWConfig`]. Only this crate
 /// implements it; implement [`ShardedOptimizer`] for other optimizers.
@@ -193,9 +185,12 @@ impl<C: ElementwiseRule> ElementwiseOptimizer<C> {
             state.param.update_shard(update)?;
         }
         if let Some(disk) = &self.disk {
-            let update =
-                |state: &ParamState, shard: ShardUpdate<'_>| self.groups[state.group].update(state.step, shard);
-            disk.step(&self.states, &on_disk, |state| gradient(state, grads), update)?;
+            let params: Vec<&FsdpParam> = self.states.iter().map(|state| &*state.param).collect();
+            let update = |at: usize, shard: ShardUpdate<'_>| {
+                let state = &self.states[at];
+                self.groups[state.group].update(state.step, shard)
+            };
+            disk.step(&params, &on_disk, |at| gradient(&self.states[at], grads), update)?;
         }
         heartbeat::step(self.states.iter().map(|state| state.step).max().unwrap_or(0));
         Ok(())

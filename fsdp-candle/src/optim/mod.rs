@@ -14,10 +14,12 @@ mod ema;
 mod grad_accumulator;
 mod grad_scaler;
 mod hyper_parameters;
+mod moment_kind;
 mod muon;
 mod muon_exchange;
 mod reach;
 mod sgd;
+mod shard_update;
 mod sharded_optimizer;
 mod state;
 

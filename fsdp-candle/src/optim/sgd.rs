@@ -3,8 +3,9 @@
 use candle_core::Result;
 use serde_json::{Map, Value};
 
-use super::elementwise::{ElementwiseOptimizer, ElementwiseRule, ShardUpdate};
+use super::elementwise::{ElementwiseOptimizer, ElementwiseRule};
 use super::hyper_parameters::{self as hyper, HyperParameters};
+use super::shard_update::ShardUpdate;
 use crate::kernels::SgdUpdate;
 
 /// Stochastic gradient descent over the shards of parameters, with optional momentum and Nesterov momentum.

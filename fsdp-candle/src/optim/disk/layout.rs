@@ -8,23 +8,10 @@ use fsdp_core::DType;
 
 use crate::disk::{ALIGN, LEAST_BLOCK};
 use crate::kernels::STATE_BLOCK;
+use crate::optim::moment_kind::PartKind;
 
 /// Alignment of tensors in a block: a cache line, which every element type divides.
 const PART_ALIGN: usize = 64;
-
-/// A tensor of a state: one value for each element, or for each [`STATE_BLOCK`] elements.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct PartKind {
-    pub(crate) dtype: DType,
-    /// Number of elements for each value.
-    pub(crate) per: usize,
-}
-
-impl PartKind {
-    fn bytes(self, elements: usize) -> usize {
-        elements.div_ceil(self.per) * self.dtype.size()
-    }
-}
 
 /// A block of the file.
 #[derive(Debug)]

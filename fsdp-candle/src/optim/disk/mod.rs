@@ -9,8 +9,8 @@ use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 
-use super::elementwise::ShardUpdate;
-use super::state::{MomentKind, ParamState};
+use super::moment_kind::{MomentKind, PartKind};
+use super::shard_update::ShardUpdate;
 use crate::disk::{Access, FileRange, FileValues, StateFile, StateOnDisk};
 use crate::error::Result;
 use crate::fsdp::FsdpParam;
@@ -20,7 +20,6 @@ use crate::storage::{with_slice, with_slice_mut};
 use layout::{Block, Piece, State};
 use moment::{Extent, split};
 
-pub(super) use layout::PartKind;
 pub(super) use moment::OnDisk;
 
 /// The moments of an optimizer's parameters in a file.
@@ -99,21 +98,21 @@ impl DiskState {
         self.file.as_ref().map_or(Ok(()), |file| file.zero())
     }
 
-    /// Updates the parameters that have a gradient, a block at a time. `gradient` returns the gradient of a parameter,
-    /// and `update` takes the index of the parameter and some of its elements. Shards in a file are read and written with
-    /// their moments.
+    /// Updates the parameters that have a gradient, a block at a time. `gradient` returns the gradient of the parameter
+    /// of an index, and `update` takes the index of the parameter and some of its elements. Shards in a file are read and
+    /// written with their moments.
     pub(super) fn step(
         &self,
-        states: &[ParamState],
+        params: &[&FsdpParam],
         has_gradient: &[bool],
-        gradient: impl Fn(&ParamState) -> candle_core::Result<Option<Tensor>>,
-        update: impl Fn(&ParamState, ShardUpdate<'_>) -> candle_core::Result<()>,
+        gradient: impl Fn(usize) -> candle_core::Result<Option<Tensor>>,
+        update: impl Fn(usize, ShardUpdate<'_>) -> candle_core::Result<()>,
     ) -> Result<()> {
         let Some(file) = &self.file else { return Ok(()) };
         let is_updated = |piece: &&Piece| has_gradient[piece.state];
         let blocks: Vec<&Block> =
             self.blocks.iter().filter(|block| block.pieces.iter().any(|piece| is_updated(&piece))).collect();
-        let shard = |piece: &Piece| states[piece.state].param.spec.on_disk.as_ref();
+        let shard = |piece: &Piece| params[piece.state].spec.on_disk.as_ref();
         let item = |block: &&Block| {
             let moments = FileRange { file, bytes: block.bytes.clone() };
             let updated = block.pieces.iter().filter(is_updated);
@@ -134,7 +133,7 @@ impl DiskState {
                     continue;
                 }
                 if current.as_ref().is_none_or(|(of, _)| of != state) {
-                    current = gradient(&states[*state])?.map(|gradient| (*state, gradient));
+                    current = gradient(*state)?.map(|gradient| (*state, gradient));
                 }
                 let slices = own.iter_mut().map(|(part, kind)| SliceMut::new(kind.dtype, ViewMut::Host(part)));
                 let (parts, kernels) = (slices.collect(), kernels::of_device(&Device::Cpu)?);
@@ -142,12 +141,12 @@ impl DiskState {
                     let Some((_, grad)) = &current else { return Ok(()) };
                     with_slice(grad, |_, grad| {
                         let grad = grad.range(elements.clone())?;
-                        update(&states[*state], ShardUpdate { kernels, param, grad, parts })
+                        update(*state, ShardUpdate { kernels, param, grad, parts })
                     })
                 };
                 match shard(piece) {
                     None => {
-                        let shard = states[*state].param.var();
+                        let shard = params[*state].var();
                         with_slice_mut(shard, |_, shard| update(shard.range(elements.clone())?))?;
                     }
                     Some(shard) => {

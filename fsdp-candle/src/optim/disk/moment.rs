@@ -6,11 +6,10 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor, bail};
 use fsdp_core::{DType as CoreDType, Readable, Writable};
 
-use super::layout::PartKind;
 use crate::disk::{ALIGN, Access, FileValues, StateFile, count_non_finite};
 use crate::error::Result;
 use crate::kernels::STATE_BLOCK;
-use crate::optim::state::{MomentKind, Quantized};
+use crate::optim::moment_kind::{MomentKind, Quantized};
 use crate::storage::{TensorMemory, to_core_dtype, with_slice};
 
 /// A moment in a file.
@@ -160,14 +159,6 @@ impl FileValues for OnDisk {
 
 /// Elements to decode or encode at once.
 const DECODED: usize = 256 * STATE_BLOCK;
-
-impl PartKind {
-    /// Returns the bytes of elements in a tensor. The first element is a multiple of [`STATE_BLOCK`].
-    pub(super) fn bytes_of(self, elements: &Range<usize>) -> Range<usize> {
-        let size = self.dtype.size();
-        elements.start / self.per * size..elements.end.div_ceil(self.per) * size
-    }
-}
 
 /// Returns the given ranges of the bytes, which are in order and disjoint.
 pub(super) fn split(bytes: &mut [u8], ranges: impl Iterator<Item = Range<usize>>) -> Vec<&mut [u8]> {

@@ -185,9 +185,10 @@ fn a_reset_makes_a_failed_state_usable() {
         step(&mut optim, &model).unwrap();
         assert!(moments(&optim).unwrap().concat().iter().any(|value| *value != 0.));
         // A closure that fails leaves the file half-written.
-        let fails = |_: &ParamState, _: ShardUpdate<'_>| candle_core::bail!("the step fails");
-        let gradient = |state: &ParamState| Ok(Some(state.param.var().as_tensor().copy()?));
-        let error = optim.disk().step(optim.states(), &[true, true], gradient, fails).unwrap_err();
+        let fails = |_, _: ShardUpdate<'_>| candle_core::bail!("the step fails");
+        let params: Vec<&FsdpParam> = optim.states().iter().map(|state| &*state.param).collect();
+        let gradient = |at: usize| Ok(Some(params[at].var().as_tensor().copy()?));
+        let error = optim.disk().step(&params, &[true, true], gradient, fails).unwrap_err();
         assert!(error.to_string().contains("the step fails"), "{error}");
         assert!(moments(&optim).is_err());
         optim.reset().unwrap();
