@@ -38,7 +38,6 @@ use candle_core::{Result, bail};
 use rand_philox::{Philox, splitmix64};
 use scopeguard::defer;
 
-#[cfg(feature = "cuda")]
 use crate::kernels::Draw;
 
 /// Increment of a Weyl sequence, whose multiples are far apart.
@@ -135,18 +134,7 @@ const COORDINATE_BITS: u32 = 24;
 /// those of the whole tensor, of all ranks. The row is the upper half of Philox's counter. The others make up the
 /// element's place, of which the lower half of the counter is a quarter: a counter has four words.
 #[derive(Clone, Copy)]
-pub(crate) struct Mask {
-    /// Follows from the seed and the number of earlier draws.
-    key: u64,
-    /// Coordinates of the tensor's first element.
-    first: [u64; 4],
-    /// Number of planes, lines and columns of a row.
-    extents: [u64; 3],
-    /// Words below this drop their element.
-    threshold: u32,
-    /// Factor of the other elements.
-    scale: f32,
-}
+pub(crate) struct Mask(pub(crate) Draw);
 
 impl Mask {
     /// Draws for a tensor of this shape. The probability of a drop is below 1. Fails if the tensor cannot be the
@@ -198,28 +186,21 @@ impl Mask {
         }
         STATE.set(RngState { calls: state.calls.wrapping_add(1), ..state });
         let of_seed = splitmix64(state.seed.wrapping_add(WEYL));
-        Ok(Mask {
+        Ok(Mask(Draw {
             key: splitmix64(of_seed.wrapping_add(state.calls.wrapping_mul(WEYL))),
             first,
             extents,
             threshold: (probability * 4_294_967_296.) as u32,
             scale: (1. / (1. - probability)) as f32,
-        })
-    }
-
-    /// Returns the draw for the kernels of a device.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn on_device(&self) -> Draw {
-        let Mask { key, first, extents, threshold, scale } = *self;
-        Draw { key, first, extents, threshold, scale }
+        }))
     }
 
     /// Applies the draw to consecutive values from element `first` of the tensor on.
     pub(crate) fn apply(&self, first: usize, values: &mut [f32]) {
         const WORDS: usize = 256;
         let mut words = [0; WORDS];
-        let key = [self.key as u32, (self.key >> 32) as u32];
-        let [planes, lines, columns] = self.extents.map(|extent| extent.max(1));
+        let key = [self.0.key as u32, (self.0.key >> 32) as u32];
+        let [planes, lines, columns] = self.0.extents.map(|extent| extent.max(1));
         let at = first as u64;
         let mut column = at % columns;
         let mut line = at / columns % lines;
@@ -227,18 +208,18 @@ impl Mask {
         let mut row = at / columns / lines / planes;
         let mut rest = values;
         while !rest.is_empty() {
-            let [_, first_plane, first_line, first_column] = self.first;
+            let [_, first_plane, first_line, first_column] = self.0.first;
             let lines_before = ((first_plane + plane) << COORDINATE_BITS) + first_line + line;
             let place = (lines_before << COORDINATE_BITS) + first_column + column;
             let skipped = (place % 4) as usize;
             let until_border = usize::try_from(columns - column).unwrap_or(usize::MAX);
             let len = rest.len().min(WORDS - skipped).min(until_border);
             let (now, later) = rest.split_at_mut(len);
-            let counter = u128::from(self.first[0].wrapping_add(row)) << 64 | u128::from(place / 4);
+            let counter = u128::from(self.0.first[0].wrapping_add(row)) << 64 | u128::from(place / 4);
             let words = &mut words[..skipped + len];
             Philox::new(key, counter).fill_u32(words);
             for (value, &word) in now.iter_mut().zip(&words[skipped..]) {
-                *value = if word < self.threshold { 0. } else { *value * self.scale };
+                *value = if word < self.0.threshold { 0. } else { *value * self.0.scale };
             }
             rest = later;
             column += len as u64;

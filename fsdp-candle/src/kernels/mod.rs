@@ -1,4 +1,7 @@
-//! The kernels: this library's own computations on memory, selected by device. The layers of `nn` have their own.
+//! The kernels: this library's own computations on memory, selected by device.
+//!
+//! On the CPU, the layers of `nn` compute themselves. On CUDA devices they run kernels of `cuda`, which only code for
+//! those devices names: `nn::cuda`, `nn::attention::cuda` and `world::engine`.
 //!
 //! A device is a folder beside `cpu` that implements [`Kernels`], and a case in [`of`]. Kernels take [`Slice`]s of
 //! tensors' or buffers' memory, without a copy between the two. `candle_interop` is the access to a tensor's memory in
@@ -7,8 +10,11 @@
 mod candle_interop;
 mod cpu;
 #[cfg(feature = "cuda")]
-mod cuda;
+pub(crate) mod cuda;
 mod eight_bits;
+mod layers;
+#[cfg(not(feature = "cuda"))]
+mod no_cuda;
 mod slice;
 #[cfg(test)]
 mod tests;
@@ -23,13 +29,11 @@ use crate::error::{Error, Result};
 pub(crate) use candle_interop::{StorageMut, in_place};
 pub(crate) use cpu::{Float, host_elements};
 #[cfg(feature = "cuda")]
-pub(crate) use cuda::{
-    Draw, FlashAttention, Heads, LossOptions, Matrix, MatrixLayout, Normalization, Rotation, ScoreBlock, Visibility,
-    activate, activate_back, add_product, add_products, add_rows, candle_device, compute_stream, device_count,
-    drop_elements, logits_back, losses, normalize, normalize_back, ones, preload, rescale_powers, rotate,
-    row_statistics, swiglu, swiglu_back, swiglu_halves, swiglu_halves_back, uninit, wide, write_product,
-};
+pub(crate) use cuda::{candle_device, device_count};
 pub(crate) use eight_bits::{EightBits, STATE_BLOCK};
+pub(crate) use layers::{Draw, Normalization, Rotation};
+#[cfg(not(feature = "cuda"))]
+pub(crate) use no_cuda::{candle_device, device_count};
 pub(crate) use slice::{Slice, SliceMut, ViewMut};
 
 /// Returns the kernels of a device. Fails with [`Error::Device`] for a device without kernels.
@@ -244,6 +248,11 @@ pub(crate) trait Kernels: Send + Sync {
 
     /// Decodes blocks of U8 to any float dtype. The arithmetic is f32.
     fn decode_blocks(&self, format: BlockFormat, blocks: Slice<'_>, values: SliceMut<'_>) -> candle_core::Result<()>;
+
+    /// Returns the free and the total bytes of this device, if `wanted` may exceed them. The CPU's memory is not queried.
+    fn free_memory(&self, _wanted: u128) -> candle_core::Result<Option<[u64; 2]>> {
+        Ok(None)
+    }
 
     /// Prepares a contiguous CPU tensor for repeated copies to this device. Returns `None` if this device is the CPU.
     fn host_source(&self, _tensor: &Tensor, _page_locked: bool) -> candle_core::Result<Option<Box<dyn HostSource>>> {

@@ -319,7 +319,7 @@ fn address(buffer: &Buffer) -> u64 {
 #[cfg(feature = "cuda")]
 #[test]
 fn products_and_rows_accumulate() {
-    use super::{Matrix, add_product, add_rows};
+    use super::cuda::{Matrix, add_product, add_rows};
 
     on_every_device(|| {
         if let View::Host(_) = Slice::from(&zeros(DType::F32, 1)).view() {
@@ -375,7 +375,7 @@ fn products_and_rows_accumulate() {
 #[cfg(feature = "cuda")]
 #[test]
 fn rows_are_added_in_the_order_of_tokens() {
-    use super::add_rows;
+    use super::cuda::add_rows;
 
     on_every_device(|| {
         if let View::Host(_) = Slice::from(&zeros(DType::F32, 1)).view() {

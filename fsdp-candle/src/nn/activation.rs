@@ -13,11 +13,8 @@ use serde::{Deserialize, Serialize};
 
 use super::cpu::simd::{exp, kernel, sigmoid};
 use super::cpu::{map_rows, map_rows2, read, same_kind, small_weight_grad, storage, tensor_like, to_vec};
-#[cfg(feature = "cuda")]
-use super::cuda;
+use super::cuda::Cuda;
 use super::limits::check_input_size;
-#[cfg(feature = "cuda")]
-use super::weight::on_cuda;
 use super::weight::{Weight, has_cpu_kernels, register_cpu_layer};
 use crate::graph::{Reads, graph_op, recomputed_op};
 
@@ -123,11 +120,10 @@ conversions!(
 /// Applies SwiGLU to one tensor: `silu` of the last dimension's first half, times its second half. Fails if there is no
 /// second half.
 pub fn swiglu(xs: &Tensor) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if on_cuda(xs)
+    if let Some(cuda) = Cuda::of(xs)
         && let Some(width) = xs.dims().last().filter(|width| width.is_multiple_of(2))
     {
-        return cuda::silu_mul_halves(xs, width / 2);
+        return cuda.silu_mul_halves(xs, width / 2);
     }
     match &xs.chunk(2, D::Minus1)?[..] {
         [gate, up] => silu_mul(gate, up),
@@ -184,9 +180,8 @@ pub fn silu_mul(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
         bail!("silu_mul: gate {:?} and up {:?} must have one shape", gate.dims(), up.dims());
     }
     same_kind("silu_mul", ("gate", gate), ("up", up))?;
-    #[cfg(feature = "cuda")]
-    if on_cuda(gate) {
-        return cuda::silu_mul(gate, up);
+    if let Some(cuda) = Cuda::of(gate) {
+        return cuda.silu_mul(gate, up);
     }
     if !has_cpu_kernels(gate) {
         return check_input_size("silu_mul", gate)?.silu()? * up;
@@ -220,9 +215,8 @@ fn activate(
     back: fn(&mut [f32], &[f32], &[f32]),
     composite: fn(&Tensor) -> Result<Tensor>,
 ) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if on_cuda(x) {
-        return cuda::activate(name, x);
+    if let Some(cuda) = Cuda::of(x) {
+        return cuda.activate(name, x);
     }
     if !has_cpu_kernels(x) {
         return composite(check_input_size(name, x)?);

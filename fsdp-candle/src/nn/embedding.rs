@@ -7,12 +7,9 @@ use candle_nn::{Init, VarBuilder};
 use half::{bf16, f16};
 
 use super::cpu::{cpu, dense, floats, no_id, read, table_rows};
-#[cfg(feature = "cuda")]
-use super::cuda;
+use super::cuda::Cuda;
 use super::limits::check_size;
 use super::tensor_parallel::{EmbeddingSharding, TpLayer, check_embedding, colwise_output, gather_ids, rowwise_output};
-#[cfg(feature = "cuda")]
-use super::weight::on_cuda;
 use super::weight::{Weight, has_cpu_kernels, register_layer};
 use crate::graph::{Reads, graph_op};
 use crate::kernels::Float;
@@ -157,8 +154,7 @@ fn lookup(embeddings: &Tensor, ids: &Tensor, range: VocabRange) -> Result<Tensor
     check_size("Embedding", "the output", &shape, embeddings.device())?;
     // Candle's lookup computes an element's place in the table in 32 bits.
     check_size("Embedding", "the table", embeddings.dims(), embeddings.device())?;
-    #[cfg(feature = "cuda")]
-    if on_cuda(embeddings) {
+    if let Some(cuda) = Cuda::of(embeddings) {
         let weight = Weight::of(embeddings)?;
         let ids = to_local_ids(ids, range)?;
         let found = composite(&weight.value()?.detach(), &ids)?;
@@ -166,7 +162,7 @@ fn lookup(embeddings: &Tensor, ids: &Tensor, range: VocabRange) -> Result<Tensor
             Some(padding) => is_row(&ids, padding)?.where_cond(&no_ids_like(&ids)?, &ids)?,
             None => ids,
         };
-        return cuda::lookup(found, weight, &learnt);
+        return cuda.lookup(found, weight, &learnt);
     }
     if !has_cpu_kernels(embeddings) {
         let ids = to_local_ids(ids, range)?;
@@ -196,7 +192,6 @@ fn is_row(ids: &Tensor, row: usize) -> Result<Tensor> {
 }
 
 /// Returns a tensor of the same shape in which every id stands for no row.
-#[cfg(feature = "cuda")]
 fn no_ids_like(ids: &Tensor) -> Result<Tensor> {
     Tensor::full(no_id(ids), ids.shape(), ids.device())?.to_dtype(ids.dtype())
 }

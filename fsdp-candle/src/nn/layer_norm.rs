@@ -13,15 +13,11 @@ pub use candle_nn::LayerNormConfig;
 
 use super::cpu::simd::{dot, kernel, sum, sum_squares};
 use super::cpu::{map_rows, read, same_kind, small_weight_grad, storage, tensor_like};
-#[cfg(feature = "cuda")]
-use super::cuda;
+use super::cuda::Cuda;
 use super::empty::if_empty;
 use super::limits::check_input_size;
-#[cfg(feature = "cuda")]
-use super::weight::on_cuda;
 use super::weight::{Weight, has_cpu_kernels, register_layer};
 use crate::graph::{Reads, graph_op};
-#[cfg(feature = "cuda")]
 use crate::kernels::Normalization;
 
 /// Layer normalization over the last dimension, as [`candle_nn::LayerNorm`]: weight `[hidden]`, optional bias
@@ -181,10 +177,9 @@ pub(super) fn normalize(
         same_kind(function, ("the input", x), ("the bias", bias))?;
     }
     check_input_size(function, x)?;
-    #[cfg(feature = "cuda")]
-    if on_cuda(x) {
+    if let Some(cuda) = Cuda::of(x) {
         let (weight, bias) = (Weight::of(weight)?, bias.map(Weight::of).transpose()?);
-        return cuda::normalize(function, x, weight, bias, Normalization { width: hidden, eps, centered });
+        return cuda.normalize(function, x, weight, bias, Normalization { width: hidden, eps, centered });
     }
     if !has_cpu_kernels(x) {
         let (weight, bias) = (Weight::in_graph(weight)?, bias.map(Weight::in_graph).transpose()?);

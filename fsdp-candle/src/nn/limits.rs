@@ -2,12 +2,11 @@
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
+use crate::kernels;
+
 /// Candle launches a thread for each element and counts them in 32 bits, on the host and in its kernels. With more
 /// elements, a kernel writes beyond its memory, never ends, or is refused by the driver.
 const ELEMENTS: u128 = 1 << 31;
-/// One over the share of a device's memory from which its free memory is queried. A query is a call of the driver.
-#[cfg(feature = "cuda")]
-const QUERY_SHARE: u128 = 16;
 
 /// Checks that Candle can count the elements of a tensor with these dimensions on a device. Fails if the tensor has
 /// 2^31 elements or more.
@@ -90,40 +89,9 @@ fn size_error(function: &str, what: &str, dims: &[usize]) -> Option<String> {
     })
 }
 
-/// Returns the free and the total bytes of a device, if `wanted` may exceed them.
-#[cfg(feature = "cuda")]
+/// Returns the free and the total bytes of a device, if `wanted` may exceed them. Only CUDA devices are queried.
 fn free_memory(device: &Device, wanted: u128) -> Result<Option<[u64; 2]>> {
-    use cudarc::driver::DriverError;
-    use fsdp_core::device::cuda::{DeviceMemory, failed};
-
-    use crate::error::Error;
-
-    if !device.is_cuda() {
-        return Ok(None);
-    }
-    let stream = crate::kernels::compute_stream(device)?;
-    let refused = |what: &str, error: DriverError| Error::Core(failed(&stream, what, &error));
-    let total = stream.context().total_mem().map_err(|error| refused("asking for its memory", error))?;
-    if wanted < total as u128 / QUERY_SHARE {
-        return Ok(None);
-    }
-    let query = || -> Result<[u64; 2]> {
-        let memory = DeviceMemory::of(&stream).map_err(Error::from)?;
-        Ok([memory.free, memory.total])
-    };
-    let [free, total] = query()?;
-    if wanted <= u128::from(free) {
-        return Ok(Some([free, total]));
-    }
-    // The device may not yet have reached the operations on the stream that free memory.
-    stream.synchronize().map_err(|error| refused("waiting for the device", error))?;
-    query().map(Some)
-}
-
-/// Only the memory of CUDA devices is queried.
-#[cfg(not(feature = "cuda"))]
-fn free_memory(_: &Device, _: u128) -> Result<Option<[u64; 2]>> {
-    Ok(None)
+    if device.is_cuda() { kernels::of_device(device)?.free_memory(wanted) } else { Ok(None) }
 }
 
 #[cfg(test)]

@@ -18,16 +18,13 @@ use super::cpu::simd::kernel;
 use super::cpu::{
     cpu, floats, map_rows, read, read_rows, same_kind, small_weight_grad, storage, tensor_like, weight_grad,
 };
-#[cfg(feature = "cuda")]
-use super::cuda;
+use super::cuda::Cuda;
 use super::input::{self, Input};
 use super::limits::check_size;
 use super::residual;
 use super::tensor_parallel::{
     LinearSharding, Part, TpLayer, colwise_input, colwise_output, mark_tp_aware, rowwise_input, rowwise_output,
 };
-#[cfg(feature = "cuda")]
-use super::weight::on_cuda;
 use super::weight::{Weight, has_cpu_kernels, register_layer};
 use crate::activation_checkpoint::{Operation, operation};
 use crate::adapter::{Adapters, LoraConfig, are_enabled};
@@ -386,12 +383,11 @@ pub(in crate::nn) fn affine<'a>(
     }
     let shape = [&x.dims()[..x.rank() - 1], &[outputs]].concat();
     check_size(function, "the output", &shape, x.device())?;
-    #[cfg(feature = "cuda")]
-    if on_cuda(x) {
+    if let Some(cuda) = Cuda::of(x) {
         let (weight, bias) = (Weight::of(w)?, bias.map(Weight::of).transpose()?);
         let bias_value = bias.as_ref().map(|bias| Ok::<_, candle_core::Error>(bias.value()?.detach())).transpose()?;
         let y = composite(&x.detach(), &weight.value()?.detach(), bias_value.as_ref(), in_out)?;
-        return cuda::affine(function, input, y, weight, bias, in_out);
+        return cuda.affine(function, input, y, weight, bias, in_out);
     }
     if !has_cpu_kernels(x) {
         let bias = bias.map(Weight::in_graph).transpose()?;

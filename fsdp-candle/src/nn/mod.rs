@@ -62,13 +62,17 @@
 
 // [Note: the layout of this folder]
 //
-// One file mirrors one file of candle_nn; `experts`, `pool`, `residual`, `rotary` and `swiglu` hold what it has not.
-// Below the layers are `weight` (a layer's weight as an operation sees it), `input` (an input that parallel layers
-// share), `tensor_parallel` (a layer under a plan), `limits` (size limits of devices), and the operations' own kernels
-// in `cpu` and `cuda`.
+// One file mirrors one file of candle_nn; `experts`, `pool`, `residual`, `rotary` and `swiglu` hold what it has not, and
+// `softmax` and `dropout` the functions of `ops` that attention calls. Below the layers are `weight` (a layer's weight as
+// an operation sees it), `input` (an input that parallel layers share), `tensor_parallel` (a layer under a plan),
+// `limits` (size limits of devices), `target_rows` (the targets of a cross-entropy), `last_upload` (copies to a device
+// that layers share), and the operations' own kernels in `cpu` and `cuda`.
+//
+// `cuda` holds the versions of operations for CUDA devices, and `attention/cuda` attention's. In a build without the
+// feature `cuda`, `no_cuda` replaces them, so that the layers above do not ask for the feature.
 //
 // An operation has up to three versions. The fused version runs on the CPU for f32, f16 and bf16
-// (`weight::has_cpu_kernels`). The CUDA version runs on devices for every float dtype (`weight::on_cuda`): kernels, or
+// (`weight::has_cpu_kernels`). The CUDA version runs on devices for every float dtype (`cuda::Cuda`): kernels, or
 // Candle's forward for layers with large weights, whose backward writes the weight's gradient into the parameter's
 // buffer. `composite` is a chain of Candle's operations for everything else. Tests compare the first two against
 // `composite`, and `composite` against candle_nn and finite differences.
@@ -79,14 +83,16 @@ pub mod batch_norm;
 pub mod conv;
 mod cpu;
 pub mod cpu_flash_attention;
-#[cfg(feature = "cuda")]
+#[cfg_attr(not(feature = "cuda"), path = "no_cuda.rs")]
 mod cuda;
+mod dropout;
 pub mod embedding;
 mod empty;
 mod experts;
 pub mod group_norm;
 mod input;
 pub mod kv_cache;
+mod last_upload;
 pub mod layer_norm;
 mod limits;
 pub mod linear;
@@ -98,7 +104,9 @@ mod residual;
 pub mod rnn;
 mod rotary;
 pub mod rotary_emb;
+mod softmax;
 mod swiglu;
+mod target_rows;
 mod tensor_parallel;
 mod weight;
 

@@ -7,23 +7,16 @@
 use std::sync::Arc;
 
 use candle_core::{Device, Result, Tensor, bail};
-#[cfg(feature = "cuda")]
-use parking_lot::Mutex;
 
 use super::attention::Documents;
 use super::cpu::simd::kernel;
 use super::cpu::{map_rows, read, storage, tensor_like};
-#[cfg(feature = "cuda")]
-use super::cuda;
+use super::cuda::Cuda;
 use super::empty::if_empty;
+use super::last_upload::LastUpload;
 use super::weight::has_cpu_kernels;
-#[cfg(feature = "cuda")]
-use super::weight::on_cuda;
 use crate::graph::{Reads, graph_op};
-#[cfg(feature = "cuda")]
 use crate::kernels::Rotation;
-#[cfg(feature = "cuda")]
-use crate::upload;
 
 /// The sines and cosines of the positions `0..max_positions`, shared by all layers of a model.
 ///
@@ -43,16 +36,8 @@ pub struct Rotary {
     cos: Tensor,
     sin: Tensor,
     host: Arc<Tables>,
-    #[cfg(feature = "cuda")]
-    last_positions: Arc<Mutex<Option<DevicePositions>>>,
-}
-
-/// Positions of a packed batch, and their copy on a device.
-#[cfg(feature = "cuda")]
-#[derive(Debug)]
-struct DevicePositions {
-    of: Arc<[u32]>,
-    tensor: Tensor,
+    /// Rows of the tables for the tokens of a packed batch.
+    last_rows: LastUpload,
 }
 
 #[derive(Debug)]
@@ -161,8 +146,7 @@ impl Rotary {
             cos: to_tensor(&cos)?,
             sin: to_tensor(&sin)?,
             host: Arc::new(Tables { cos, sin, half, head_dim, positions: max_positions, above: usize::MAX }),
-            #[cfg(feature = "cuda")]
-            last_positions: Arc::default(),
+            last_rows: LastUpload::default(),
         })
     }
 
@@ -208,8 +192,7 @@ impl Rotary {
             cos: Tensor::cat(&[&self.cos, &long.cos], 0)?,
             sin: Tensor::cat(&[&self.sin, &long.sin], 0)?,
             host: Arc::new(Tables { cos, sin, half: *half, head_dim: *head_dim, positions: *positions, above }),
-            #[cfg(feature = "cuda")]
-            last_positions: Arc::default(),
+            last_rows: LastUpload::default(),
         })
     }
 
@@ -243,9 +226,8 @@ impl Rotary {
             bail!("Rotary: positions {offset}..{end} exceed the tables' {}", self.host.positions);
         }
         let first = self.first_row(end) + offset;
-        #[cfg(feature = "cuda")]
-        if on_cuda(x) {
-            return self.rotate_on_device(x, first, None);
+        if let Some(cuda) = Cuda::of(x) {
+            return self.rotate_on_device(cuda, x, first, None);
         }
         let at = (first..first + steps).map(|row| row as u32);
         self.rotate_at(x, std::iter::repeat_n(at, batch).flatten().collect())
@@ -261,38 +243,21 @@ impl Rotary {
         if documents.longest() > self.host.positions {
             bail!("Rotary: a document of {} tokens exceeds the tables' {}", documents.longest(), self.host.positions);
         }
-        #[cfg(feature = "cuda")]
-        if on_cuda(x) {
-            return self.rotate_on_device(x, 0, Some(self.device_positions(documents, x.device())?));
+        if let Some(cuda) = Cuda::of(x) {
+            let positions = documents.shared_positions();
+            let rows = self.last_rows.get(&positions, x.device(), || self.rows(documents))?;
+            return self.rotate_on_device(cuda, x, 0, Some(rows));
         }
         self.rotate_at(x, self.rows(documents))
     }
 
-    /// Returns the documents' positions on a device. A model's layers share them, and a copy to the device takes time.
-    #[cfg(feature = "cuda")]
-    fn device_positions(&self, documents: &Documents, device: &Device) -> Result<Tensor> {
-        let positions = documents.shared_positions();
-        let mut last = self.last_positions.lock();
-        if let Some(DevicePositions { of, tensor }) = &*last
-            && Arc::ptr_eq(of, &positions)
-            && tensor.device().same_device(device)
-        {
-            return Ok(tensor.clone());
-        }
-        let rows = self.rows(documents);
-        let tensor = upload(&Tensor::from_slice(&rows, rows.len(), &Device::Cpu)?, device)?;
-        *last = Some(DevicePositions { of: positions, tensor: tensor.clone() });
-        Ok(tensor)
-    }
-
     /// Rotates each row of `x` by the angles of its position, or of successive positions.
-    #[cfg(feature = "cuda")]
-    fn rotate_on_device(&self, x: &Tensor, offset: usize, positions: Option<Tensor>) -> Result<Tensor> {
+    fn rotate_on_device(&self, cuda: Cuda, x: &Tensor, offset: usize, positions: Option<Tensor>) -> Result<Tensor> {
         let (_, steps, width) = self.dims(x)?;
         let Tables { half, head_dim: dim, .. } = *self.host;
         let heads = width / dim;
         let rotation = Rotation { heads, dim, half, offset, steps, tables: None, interleaved: false };
-        cuda::rotate("Rotary", x, [self.cos.clone(), self.sin.clone()], positions, rotation)
+        cuda.rotate("Rotary", x, [self.cos.clone(), self.sin.clone()], positions, rotation)
     }
 
     /// Returns the batch size, the positions, and the elements at a position.

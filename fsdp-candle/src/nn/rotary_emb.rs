@@ -6,13 +6,9 @@ pub use candle_nn::rotary_emb::{rope_i_slow, rope_slow};
 
 use super::cpu::simd::kernel;
 use super::cpu::{same_kind, to_vec};
-#[cfg(feature = "cuda")]
-use super::cuda;
+use super::cuda::Cuda;
 use super::rotary::{rotate_heads, rotate_rows};
 use super::weight::has_cpu_kernels;
-#[cfg(feature = "cuda")]
-use super::weight::on_cuda;
-#[cfg(feature = "cuda")]
 use crate::kernels::Rotation;
 
 /// Rotates the pairs of a head's first and second half. `xs` is `[batch, heads, T, D]`; `cos` and `sin` are `[>= T, D /
@@ -74,12 +70,11 @@ fn rotate(function: &'static str, x: &Tensor, cos: &Tensor, sin: &Tensor, order:
     }
     // Candle computes the gradient of learned tables.
     let is_learned = cos.track_op() || sin.track_op();
-    #[cfg(feature = "cuda")]
-    if on_cuda(x) && !is_learned && x.elem_count() > 0 {
+    if let Some(cuda) = Cuda::of(x).filter(|_| !is_learned && x.elem_count() > 0) {
         let (heads, rows) = if order.heads_first { (1, heads * steps) } else { (heads, steps) };
         let tables = if cos.rank() == 3 { Some((rows, cos.dim(1)?)) } else { None };
         let rotation = Rotation { heads, dim, half: dim / 2, offset: 0, steps, tables, interleaved: order.interleaved };
-        return cuda::rotate(function, x, [cos.contiguous()?, sin.contiguous()?], None, rotation);
+        return cuda.rotate(function, x, [cos.contiguous()?, sin.contiguous()?], None, rotation);
     }
     if !has_cpu_kernels(x) || is_learned {
         return composite(x, cos, sin, order);

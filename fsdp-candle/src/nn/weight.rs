@@ -11,8 +11,6 @@ use candle_core::{DType, Result, Tensor, WithDType, bail};
 use crate::autograd::keeps_graph;
 use crate::fsdp::FsdpParam;
 use crate::graph::Joined;
-#[cfg(feature = "cuda")]
-use crate::storage;
 
 /// Returns whether the CPU kernels compute on this tensor. Otherwise its layer uses Candle's own operations.
 pub(in crate::nn) fn has_cpu_kernels(tensor: &Tensor) -> bool {
@@ -113,17 +111,28 @@ impl Weight {
         &self,
         write: impl FnOnce(&mut [T], bool) -> Result<()>,
     ) -> Result<Option<Tensor>> {
-        let Some((param, anchor)) = &self.param else {
-            let mut grad = vec![T::zero(); self.value.elem_count()];
-            write(&mut grad, false)?;
-            return Ok(Some(Tensor::from_vec(grad, self.value.shape(), self.value.device())?));
-        };
+        match self.grad_destination()? {
+            GradDestination::Plain(value) => {
+                let mut grad = vec![T::zero(); value.elem_count()];
+                write(&mut grad, false)?;
+                Ok(Some(Tensor::from_vec(grad, value.shape(), value.device())?))
+            }
+            GradDestination::Param { param, anchor } => {
+                param.gradient.write(write)?;
+                anchor.zeros_like().map(Some)
+            }
+            GradDestination::Nothing => Ok(None),
+        }
+    }
+
+    /// Returns the destination of a gradient in backward.
+    pub(in crate::nn) fn grad_destination(&self) -> Result<GradDestination<'_>> {
+        let Some((param, anchor)) = &self.param else { return Ok(GradDestination::Plain(&self.value)) };
         if !self.wants_grad {
-            return Ok(None);
+            return Ok(GradDestination::Nothing);
         }
         param.run_pre_gradient_hook()?;
-        param.gradient.write(write)?;
-        anchor.zeros_like().map(Some)
+        Ok(GradDestination::Param { param, anchor })
     }
 
     /// Returns the graph arguments of an operation: its input, and the nodes of its weight and its bias.
@@ -136,26 +145,14 @@ impl Weight {
         let nodes: Vec<Tensor> = weights.into_iter().map(|weight| weight.node().clone()).collect();
         Joined::new(&nodes)
     }
+}
 
-    /// [`Weight::write_grad`] to a buffer on the weight's device.
-    #[cfg(feature = "cuda")]
-    pub(in crate::nn) fn write_device_grad(
-        &self,
-        write: impl FnOnce(&mut fsdp_core::Buffer, bool) -> Result<()>,
-    ) -> Result<Option<Tensor>> {
-        let Some((param, anchor)) = &self.param else {
-            let grad = self.value.zeros_like()?;
-            let Some(mut buffer) = storage::to_buffer(storage::take(&grad)?)? else {
-                bail!("a gradient of {:?} has no buffer", grad.dtype())
-            };
-            write(&mut buffer, false)?;
-            return Ok(Some(storage::to_tensor(buffer, grad.dims(), grad.device())?));
-        };
-        if !self.wants_grad {
-            return Ok(None);
-        }
-        param.run_pre_gradient_hook()?;
-        param.gradient.write_in(write)?;
-        anchor.zeros_like().map(Some)
-    }
+/// The destination of a weight's gradient.
+pub(in crate::nn) enum GradDestination<'a> {
+    /// A new tensor, like these values.
+    Plain(&'a Tensor),
+    /// The buffer of a sharded parameter. `bwd` returns zeros for its anchor.
+    Param { param: &'a FsdpParam, anchor: &'a Tensor },
+    /// The gradient is not wanted.
+    Nothing,
 }

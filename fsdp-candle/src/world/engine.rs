@@ -26,7 +26,7 @@ pub(super) fn add_device(device: &Device, group: ProcessGroup) -> Result<Process
 /// Returns the engine of a device: NCCL, unless the build lacks it, two ranks share a
 /// device, or the environment chooses the host. All ranks use the same kind.
 fn engine(device: &Device, group: &ProcessGroup) -> Result<Box<dyn DeviceEngine>> {
-    let stream = &crate::kernels::compute_stream(device)?;
+    let stream = &crate::kernels::cuda::compute_stream(device)?;
     let wanted = std::env::var(VARIABLE).ok();
     let several = group.size() > 1;
     // Ranks may have different environments, but not different collectives.
@@ -46,7 +46,7 @@ fn engine(device: &Device, group: &ProcessGroup) -> Result<Box<dyn DeviceEngine>
     }
     let by_nccl = u32::from(wants_nccl(wanted.as_deref(), &sharing)? && several);
     if group.all_reduce_scalar(by_nccl, ReduceOp::Min)? == 1 {
-        crate::kernels::preload(device)?;
+        crate::kernels::cuda::preload(device)?;
         return nccl(stream, group);
     }
     Ok(Box::new(HostStaging::new(stream)?))

@@ -1,6 +1,6 @@
 //! The ranks of a job: this process's rank, its device, and the group of all ranks.
 
-#[cfg(feature = "cuda")]
+#[cfg_attr(not(feature = "cuda"), path = "no_engine.rs")]
 mod engine;
 
 use candle_core::Device;
@@ -10,7 +10,6 @@ use fsdp_core::process_group::{self, Options};
 use fsdp_core::{DeviceMesh, ProcessGroup, RankEnv, ReduceOp};
 
 use crate::error::{Error, Result};
-#[cfg(feature = "cuda")]
 use crate::kernels;
 
 /// The ranks of a job.
@@ -58,14 +57,8 @@ pub fn init_on(choice: DeviceChoice) -> Result<World> {
 }
 
 /// Returns whether NCCL will move tensors of this device, as far as this rank alone can tell.
-#[cfg(feature = "cuda")]
 fn is_for_nccl(device: &Device) -> bool {
     !device.is_cpu() && engine::may_be_nccl()
-}
-
-#[cfg(not(feature = "cuda"))]
-fn is_for_nccl(_: &Device) -> bool {
-    false
 }
 
 impl World {
@@ -97,7 +90,6 @@ impl World {
 
     fn join(env: RankEnv, group: ProcessGroup, choice: DeviceChoice) -> Result<Self> {
         let device = choice.device(&env)?;
-        #[cfg(feature = "cuda")]
         let group = if device.is_cpu() { group } else { engine::add_device(&device, group)? };
         Ok(World { group, env, device })
     }
@@ -168,28 +160,13 @@ impl DeviceChoice {
                 env.rank
             ))),
             (DeviceChoice::Cuda, Err(error)) => Err(error),
-            #[cfg(feature = "cuda")]
-            (_, Ok(count)) => cuda_device(env.local_rank % count),
-            #[cfg(not(feature = "cuda"))]
-            (_, Ok(_)) => Ok(Device::Cpu),
+            (_, Ok(count)) => kernels::candle_device(env.local_rank % count),
         }
     }
 
     /// Returns the number of CUDA devices, or 0 if the choice does not need them.
-    #[cfg(feature = "cuda")]
     fn count(self) -> Result<usize> {
         if self == DeviceChoice::Cpu { Ok(0) } else { kernels::device_count() }
-    }
-
-    #[cfg(not(feature = "cuda"))]
-    fn count(self) -> Result<usize> {
-        match self {
-            DeviceChoice::Cuda => Err(Error::Device(
-                "this build has no CUDA: build it with `--features cuda` (`nccl` for several GPUs), or choose the CPU"
-                    .into(),
-            )),
-            _ => Ok(0),
-        }
     }
 }
 

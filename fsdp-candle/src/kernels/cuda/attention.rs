@@ -4,10 +4,10 @@ use candle_core::{Result, bail};
 use cudarc::driver::LaunchConfig;
 use fsdp_core::{Buffer, DType};
 
+use super::super::layers::Draw;
 use super::super::slice::{Slice, SliceMut, same_length};
 use super::compiler::Module;
 use super::device::{Arg, CudaKernels, THREADS, float_suffix, of_buffer, same_dtype, wide};
-use super::dropout::Draw;
 
 /// Keys that a thread computes, unless a query sees more than `THREADS` times as many.
 const KEYS_PER_THREAD: usize = 4;

@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 use candle_core::backend::BackendDevice;
 use candle_core::{CudaDevice, Device, DeviceLocation, Tensor, bail};
 use cudarc::driver::{CudaContext, CudaStream, DriverError, LaunchConfig, PushKernelArg};
-use fsdp_core::device::cuda::{CudaMemory, CudaView, failed, ready};
+use fsdp_core::device::cuda::{CudaMemory, CudaView, DeviceMemory, failed, ready};
 use fsdp_core::{Buffer, DType, DeviceId, View};
 use parking_lot::Mutex;
 
@@ -114,6 +114,9 @@ pub(crate) fn device_count() -> Result<usize> {
 
 /// Number of partial results of a reduction: one for each block.
 pub(super) const MAX_PARTIALS: usize = 512;
+
+/// One over the share of a device's memory from which its free memory is queried. A query is a call of the driver.
+const QUERY_SHARE: u128 = 16;
 
 /// A CUDA device and its compute stream. All kernels run in that stream's order.
 pub(in crate::kernels) struct CudaKernels {
@@ -228,6 +231,26 @@ impl CudaKernels {
     }
 
     /// Allocates memory with unspecified values, for a kernel to write.
+    /// Returns the free and the total bytes, if `wanted` may exceed them.
+    pub(super) fn query_memory(&self, wanted: u128) -> candle_core::Result<Option<[u64; 2]>> {
+        let refused = |what: &str, error: DriverError| Error::Core(failed(&self.stream, what, &error));
+        let total = self.stream.context().total_mem().map_err(|error| refused("asking for its memory", error))?;
+        if wanted < total as u128 / QUERY_SHARE {
+            return Ok(None);
+        }
+        let query = || -> candle_core::Result<[u64; 2]> {
+            let memory = DeviceMemory::of(&self.stream).map_err(Error::from)?;
+            Ok([memory.free, memory.total])
+        };
+        let [free, total] = query()?;
+        if wanted <= u128::from(free) {
+            return Ok(Some([free, total]));
+        }
+        // The device may not yet have reached the operations on the stream that free memory.
+        self.stream.synchronize().map_err(|error| refused("waiting for the device", error))?;
+        query().map(Some)
+    }
+
     pub(super) fn uninit(&self, dtype: DType, len: usize) -> candle_core::Result<Buffer> {
         Ok(CudaMemory::uninit(&self.stream, dtype, len).map(Buffer::Cuda).map_err(Error::from)?)
     }

@@ -3,19 +3,10 @@
 use candle_core::Result;
 use fsdp_core::Buffer;
 
+use super::super::layers::Draw;
 use super::super::slice::{Slice, SliceMut};
 use super::compiler::Module;
 use super::device::{Arg, float_suffix, of_slice};
-
-/// The random numbers of a tensor: the fields of [`Mask`](crate::random::Mask), for kernels that include `philox.cuh`.
-#[derive(Clone, Copy, Default)]
-pub(crate) struct Draw {
-    pub(crate) key: u64,
-    pub(crate) first: [u64; 4],
-    pub(crate) extents: [u64; 3],
-    pub(crate) threshold: u32,
-    pub(crate) scale: f32,
-}
 
 impl Draw {
     /// Returns the kernel's arguments (`DRAW_PARAMETERS`). The scale is an argument of its own.

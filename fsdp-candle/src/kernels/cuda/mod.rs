@@ -43,14 +43,14 @@ pub(crate) use activations::{activate, activate_back, swiglu, swiglu_back, swigl
 pub(crate) use attention::{ScoreBlock, Visibility};
 pub(crate) use device::{candle_device, compute_stream, device_count, ones, uninit, wide};
 pub(super) use device::{of_candle, of_ordinal};
-pub(crate) use dropout::{Draw, drop_elements};
+pub(crate) use dropout::drop_elements;
 pub(crate) use embedding::add_rows;
 pub(crate) use flash_attention::{FlashAttention, Heads};
 pub(crate) use losses::{LossOptions, logits_back, losses, rescale_powers, row_statistics};
-pub(crate) use norms::{Normalization, normalize, normalize_back};
+pub(crate) use norms::{normalize, normalize_back};
 pub(crate) use preloading::preload;
 pub(crate) use product::{Matrix, MatrixLayout, add_product, add_products, write_product};
-pub(crate) use rotary::{Rotation, rotate};
+pub(crate) use rotary::rotate;
 
 /// Elements per block of threads.
 const ELEMENTS_PER_BLOCK: usize = 4096;
@@ -393,6 +393,10 @@ impl Kernels for CudaKernels {
         let (blocks, values) = (self.view(blocks)?, self.view_mut(values)?);
         // SAFETY: the kernel's arguments, of the dtype in its name; each pair of values has its block.
         unsafe { self.run_elementwise(&kernel, pairs, &[blocks.into(), values.into(), pairs.into()]) }
+    }
+
+    fn free_memory(&self, wanted: u128) -> Result<Option<[u64; 2]>> {
+        self.query_memory(wanted)
     }
 
     fn host_source(&self, tensor: &Tensor, page_locked: bool) -> Result<Option<Box<dyn HostSource>>> {

@@ -4,6 +4,7 @@ use candle_core::Result;
 use cudarc::driver::LaunchConfig;
 use fsdp_core::{Buffer, DType};
 
+use super::super::layers::Normalization;
 use super::super::slice::{Slice, SliceMut, same_length};
 use super::compiler::Module;
 use super::device::{Arg, CudaKernels, THREADS, float_suffix, of_buffer, of_slice, same_dtype, wide};
@@ -16,16 +17,6 @@ const LONG: usize = 1024;
 const BLOCKS: usize = 1024;
 /// Fewest rows that a block sums.
 const LEAST_ROWS: usize = 32;
-
-/// A normalization over rows.
-#[derive(Clone, Copy)]
-pub(crate) struct Normalization {
-    /// Elements of a row, at least 1.
-    pub(crate) width: usize,
-    pub(crate) eps: f64,
-    /// Whether the mean is subtracted.
-    pub(crate) centered: bool,
-}
 
 impl Normalization {
     /// Returns the number of rows. Fails if the elements are not whole rows.

@@ -4,28 +4,10 @@ use candle_core::{Result, bail};
 use cudarc::driver::LaunchConfig;
 use fsdp_core::{Buffer, DType};
 
+use super::super::layers::Rotation;
 use super::super::slice::{Slice, SliceMut, same_length};
 use super::compiler::Module;
 use super::device::{Arg, THREADS, float_suffix, of_slice, same_dtype};
-
-/// A rotation of heads. Heads at one position follow one another, as a group.
-#[derive(Clone, Copy)]
-pub(crate) struct Rotation {
-    /// Heads of a group.
-    pub(crate) heads: usize,
-    /// Elements of a head.
-    pub(crate) dim: usize,
-    /// Rotated pairs of a head: the first `2 * half` elements.
-    pub(crate) half: usize,
-    /// Position of the first group, unless each group's position is given.
-    pub(crate) offset: usize,
-    /// Groups until the positions repeat.
-    pub(crate) steps: usize,
-    /// Groups that share a table, and rows of a table. `None` if all groups share one.
-    pub(crate) tables: Option<(usize, usize)>,
-    /// Whether the elements of a pair are adjacent, else they are `half` apart.
-    pub(crate) interleaved: bool,
-}
 
 /// Rotates by the angles with these cosines and sines, or rotates back. `positions` are the groups' rows of the tables
 /// (U32); the caller has compared them with the number of rows.

@@ -7,9 +7,10 @@ use parking_lot::Mutex;
 use super::documents::Documents;
 use super::fused::AttentionOptions;
 use super::repeat_kv_heads;
+use crate::nn::dropout::drop_elements;
 use crate::nn::empty::if_empty;
 use crate::nn::limits::check_size;
-use crate::nn::ops::{drop_elements, softmax_composite};
+use crate::nn::softmax::softmax_composite;
 
 /// [`attention()`] on checked operands as a chain of Candle's operations.
 pub(in crate::nn) fn composite(

@@ -18,12 +18,15 @@ use std::ops::Range;
 use candle_core::{Device, Result, Storage, Tensor};
 use fsdp_core::{Buffer, DType};
 
+use super::documents::Documents;
 use super::fused::{AttentionDims, Engine, HeadLayout, VisibleKeys};
 use crate::error::Error;
-use crate::kernels::{
-    self, FlashAttention, Heads, Kernels, Matrix, MatrixLayout, Rows, ScoreBlock, Slice, SliceMut, Visibility,
-    add_products, wide,
+use crate::kernels::cuda::{
+    self, FlashAttention, Heads, Matrix, MatrixLayout, ScoreBlock, Visibility, add_products, wide,
 };
+use crate::kernels::{self, Kernels, Rows, Slice, SliceMut};
+use crate::nn::weight::on_cuda;
+use crate::random::Mask;
 use crate::storage::{to_core_dtype, to_storage, to_tensor, with_slice};
 
 /// Bytes of a block's products of queries and keys. Larger blocks have fewer launches.
@@ -34,9 +37,14 @@ const MOST_QUERIES: usize = 256;
 /// Fewest queries of a block, for the products' speed.
 const FEWEST_QUERIES: usize = 16;
 
+/// Returns the engine of a tensor's device, if it is a CUDA device and has kernels for the dtype.
+pub(super) fn engine(tensor: &Tensor) -> Option<impl Engine + use<>> {
+    on_cuda(tensor).then_some(Cuda)
+}
+
 /// The engine of CUDA devices.
 #[derive(Clone, Copy)]
-pub(super) struct Cuda;
+struct Cuda;
 
 impl Engine for Cuda {
     /// `[batch, n_heads, T]`.
@@ -133,6 +141,20 @@ fn with_operands<R>(operands: &[&Tensor], f: impl FnOnce([Slice<'_>; 3]) -> Resu
     }
 }
 
+/// Returns the bounds of all rows' documents on a device, U32. A row's begin with 0, and each document ends where the
+/// next begins.
+fn bounds_on(documents: &Documents, device: &Device) -> Result<Tensor> {
+    let of_row = |row: usize| {
+        let ends = documents.row(row).iter().scan(0, |end, &length| {
+            *end += length as u32;
+            Some(*end)
+        });
+        std::iter::once(0).chain(ends)
+    };
+    let all = || (0..documents.batch()).flat_map(of_row).collect();
+    documents.bounds.get(&documents.shared_positions(), device, all)
+}
+
 /// Queries of a row of the batch that are computed together, and the keys that any of them sees.
 #[derive(Clone, Copy)]
 struct Block {
@@ -161,7 +183,7 @@ impl<'a> Attention<'a> {
 
     /// Allocates memory that is written before it is read.
     fn uninit(&self, dtype: DType, len: usize) -> Result<Buffer> {
-        kernels::uninit(self.device, dtype, len)
+        cuda::uninit(self.device, dtype, len)
     }
 
     fn zeros(&self, dtype: DType, len: usize) -> Result<Buffer> {
@@ -190,7 +212,9 @@ impl<'a> Attention<'a> {
     /// Calls `f` with the bounds of the documents in a row of the batch.
     fn with_bounds<R>(&self, batch: usize, f: impl FnOnce(Option<Slice<'_>>) -> Result<R>) -> Result<R> {
         let Some(documents) = &self.dims.documents else { return f(None) };
-        let (bounds, of_row) = documents.bounds_on(self.device, batch)?;
+        let bounds = bounds_on(documents, self.device)?;
+        let first = (0..batch).map(|row| documents.row(row).len() + 1).sum();
+        let of_row = first..first + documents.row(batch).len() + 1;
         with_slice(&bounds, |_, bounds| f(Some(bounds.range(of_row)?)))
     }
 
@@ -329,7 +353,7 @@ impl<'a> Attention<'a> {
             block_keys: block.keys,
             scale: options.scale,
             softcap: options.softcap,
-            dropout: mask.map(|mask| (mask.on_device(), batch)),
+            dropout: mask.map(|Mask(draw)| (draw, batch)),
         }
     }
 

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Result, Tensor, bail};
 
+use crate::nn::last_upload::LastUpload;
 use crate::tensors::Tensors;
 use crate::upload;
 
@@ -26,21 +27,8 @@ use crate::upload;
 pub struct Documents {
     rows: Arc<[Vec<usize>]>,
     positions: Arc<[u32]>,
-    #[cfg(feature = "cuda")]
-    bounds: Arc<DeviceBounds>,
-}
-
-/// Bounds of the documents on the device that last asked for them. A batch is used by all layers.
-#[cfg(feature = "cuda")]
-#[derive(Debug, Default)]
-struct DeviceBounds(parking_lot::Mutex<Option<Tensor>>);
-
-/// The bounds follow from the lengths.
-#[cfg(feature = "cuda")]
-impl PartialEq for DeviceBounds {
-    fn eq(&self, _: &Self) -> bool {
-        true
-    }
+    /// Bounds of the documents on a device, for the device's attention.
+    pub(super) bounds: LastUpload,
 }
 
 impl Documents {
@@ -59,12 +47,7 @@ impl Documents {
             );
         }
         let positions = rows.iter().flatten().flat_map(|&length| 0..length as u32).collect();
-        Ok(Documents {
-            rows: rows.into(),
-            positions,
-            #[cfg(feature = "cuda")]
-            bounds: Arc::default(),
-        })
+        Ok(Documents { rows: rows.into(), positions, bounds: LastUpload::default() })
     }
 
     /// Returns the number of rows.
@@ -100,30 +83,6 @@ impl Documents {
 
     pub(in crate::nn) fn shared_positions(&self) -> Arc<[u32]> {
         self.positions.clone()
-    }
-
-    /// Returns the bounds of all rows' documents on a device, U32, and the range of a row's. They begin with 0, and each
-    /// document ends where the next begins. Later calls copy nothing to the device.
-    #[cfg(feature = "cuda")]
-    pub(super) fn bounds_on(&self, device: &Device, row: usize) -> Result<(Tensor, std::ops::Range<usize>)> {
-        let first = self.rows[..row].iter().map(|lengths| lengths.len() + 1).sum();
-        let of_row = first..first + self.rows[row].len() + 1;
-        let mut known = self.bounds.0.lock();
-        if let Some(bounds) = known.as_ref().filter(|bounds| bounds.device().same_device(device)) {
-            return Ok((bounds.clone(), of_row));
-        }
-        let ends = |lengths: &Vec<usize>| {
-            let ends = lengths.iter().scan(0, |end, &length| {
-                *end += length as u32;
-                Some(*end)
-            });
-            std::iter::once(0).chain(ends).collect::<Vec<u32>>()
-        };
-        let all: Vec<u32> = self.rows.iter().flat_map(ends).collect();
-        let len = all.len();
-        let bounds = upload(&Tensor::from_slice(&all, len, &Device::Cpu)?, device)?;
-        *known = Some(bounds.clone());
-        Ok((bounds, of_row))
     }
 
     /// Fails unless the documents have this many rows and tokens.

@@ -20,16 +20,13 @@ use candle_core::{DType, Result, Storage, Tensor, bail};
 
 use super::composite::composite;
 use super::cpu::Cpu;
-#[cfg(feature = "cuda")]
-use super::cuda::Cuda;
+use super::cuda;
 use super::documents::Documents;
 use crate::activation_checkpoint::{Operation, operation};
 use crate::graph::{Reads, graph_op};
 use crate::nn::cpu::same_kind;
-use crate::nn::ops::check_probability;
+use crate::nn::dropout::check_probability;
 use crate::nn::weight::has_cpu_kernels;
-#[cfg(feature = "cuda")]
-use crate::nn::weight::on_cuda;
 use crate::random::Mask;
 
 /// Settings of an attention besides its heads.
@@ -360,11 +357,7 @@ fn head_dim(function: &str, width: usize, n_heads: usize, n_kv_heads: usize) -> 
 
 /// Returns whether an engine computes on this tensor.
 pub(super) fn is_fused(tensor: &Tensor) -> bool {
-    #[cfg(feature = "cuda")]
-    if on_cuda(tensor) {
-        return true;
-    }
-    has_cpu_kernels(tensor)
+    has_cpu_kernels(tensor) || cuda::engine(tensor).is_some()
 }
 
 /// The computation of attention on one kind of device.
@@ -388,11 +381,10 @@ pub(super) trait Engine: Copy + Send + Sync + 'static {
 
 /// Computes an attention of separate q, k and v, or of one tensor that holds all three.
 fn fused(dims: AttentionDims, operands: &[&Tensor]) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if operands[0].device().is_cuda() {
-        return node(Cuda, dims, operands);
+    match cuda::engine(operands[0]) {
+        Some(engine) => node(engine, dims, operands),
+        None => node(Cpu, dims, operands),
     }
-    node(Cpu, dims, operands)
 }
 
 /// Returns the attention as a node of the graph. Reuses the output that an activation checkpoint kept.

@@ -6,7 +6,7 @@
 
 pub(super) mod composite;
 mod cpu;
-#[cfg(feature = "cuda")]
+#[cfg_attr(not(feature = "cuda"), path = "no_cuda.rs")]
 mod cuda;
 mod documents;
 pub(super) mod fused;
@@ -18,7 +18,7 @@ pub use candle_nn::attention::AttnMask;
 pub use documents::Documents;
 
 use super::limits::check_scores_fit;
-use super::ops::softmax_last_dim;
+use super::softmax::softmax_last_dim;
 use fused::{AttentionOptions, attention, is_fused};
 
 /// Computes attention of `q` `[batch, T, heads, D]` over `k` and `v` `[batch, S, kv_heads, D]`. The output is `[batch,

@@ -7,16 +7,16 @@ use candle_core::{DType, Device, Result, Tensor};
 use fsdp_core::Buffer;
 
 use super::super::input::{self, Input};
-use super::super::loss::cross_entropy::{TargetRows, signature};
+use super::super::target_rows::TargetRows;
 use super::super::weight::Weight;
-use super::rows;
+use super::{Cuda, rows, write_grad};
 use crate::collectives::{SharedInput, all_reduce, largest};
 use crate::graph::{Reads, graph_op};
-use crate::kernels::{
-    LossOptions, Matrix, Slice, SliceMut, add_product, logits_back, losses, ones, rescale_powers, row_statistics,
-    uninit, write_product,
+use crate::kernels::cuda::{
+    LossOptions, Matrix, add_product, logits_back, losses, ones, rescale_powers, row_statistics, uninit, write_product,
 };
-use crate::storage::{to_core_dtype, to_storage, to_tensor, with_slice, with_slice_mut};
+use crate::kernels::{Slice, SliceMut};
+use crate::storage::{take, to_core_dtype, to_storage, to_tensor, with_slice, with_slice_mut};
 use crate::upload;
 
 /// Logits of a head that exist at a time: 256 MiB of f32. Tests compare several stretches.
@@ -66,7 +66,7 @@ impl LossRows {
             with_slice(&self.targets, |_, targets| losses(largest, numbers, targets, &self.options))
         };
         let Some(ranks) = &self.rows.ranks else { return whole((&own).into(), (&numbers).into()) };
-        let ranks = ranks.signed(signature(&self.rows));
+        let ranks = ranks.signed(self.rows.signature());
         let own = to_tensor(own, &[count], device)?;
         let highest = largest(&own, &ranks)?;
         with_slice(&own, |_, own| {
@@ -114,53 +114,62 @@ impl LossRows {
     }
 }
 
-/// Computes the loss of logits, of all classes or of this rank's part of the classes.
-pub(in crate::nn) fn cross_entropy(function: &'static str, logits: &Tensor, rows: TargetRows) -> Result<Tensor> {
-    let (shape, loss) = (rows.shape.clone(), LossRows::new(rows, logits.dtype(), logits.device())?);
-    let all = 0..loss.count();
-    let found = with_slice(&logits.detach().contiguous()?, |_, logits| {
-        loss.losses(|largest, terms| loss.add_statistics(logits, all.clone(), largest, terms))
-    });
-    let [losses, log_sums] = found?;
-    let log_sums = to_tensor(log_sums, &[all.end], logits.device())?;
-    graph_op(function, &[logits], to_storage(losses)?, shape, Reads::Sources, move |sources, _, d_loss| {
-        let (logits, d_loss) = (sources[0].detach().contiguous()?, d_loss.detach().contiguous()?);
-        let grads =
-            with_slice(&logits, |_, values| loss.logits_back(values, logits.dtype(), all.clone(), &log_sums, &d_loss))?;
-        Ok([Some(to_tensor(grads, logits.dims(), logits.device())?)])
-    })
-}
-
-/// Computes the loss of a head: of `hidden W^T + b`, with this rank's rows of `W`.
-pub(in crate::nn) fn linear_cross_entropy(
-    function: &'static str,
-    hidden: Input<'_>,
-    weight: Weight,
-    bias: Option<Weight>,
-    mut rows: TargetRows,
-) -> Result<Tensor> {
-    let (values, all) = (hidden.values(), rows.targets.len());
-    let (dtype, device) = (values.dtype(), values.device());
-    // If no row counts, all are computed, and have no gradient.
-    let counted = rows.counted().filter(|counted| !counted.is_empty());
-    if counted.is_some() {
-        rows.targets.retain(Option::is_some);
+impl Cuda {
+    /// Computes the loss of logits, of all classes or of this rank's part of the classes.
+    pub(in crate::nn) fn cross_entropy(
+        self,
+        function: &'static str,
+        logits: &Tensor,
+        rows: TargetRows,
+    ) -> Result<Tensor> {
+        let (shape, loss) = (rows.shape.clone(), LossRows::new(rows, logits.dtype(), logits.device())?);
+        let all = 0..loss.count();
+        let found = with_slice(&logits.detach().contiguous()?, |_, logits| {
+            loss.losses(|largest, terms| loss.add_statistics(logits, all.clone(), largest, terms))
+        });
+        let [losses, log_sums] = found?;
+        let log_sums = to_tensor(log_sums, &[all.end], logits.device())?;
+        graph_op(function, &[logits], to_storage(losses)?, shape, Reads::Sources, move |sources, _, d_loss| {
+            let (logits, d_loss) = (sources[0].detach().contiguous()?, d_loss.detach().contiguous()?);
+            let grads = with_slice(&logits, |_, values| {
+                loss.logits_back(values, logits.dtype(), all.clone(), &log_sums, &d_loss)
+            })?;
+            Ok([Some(to_tensor(grads, logits.dims(), logits.device())?)])
+        })
     }
-    let counted = counted.map(|counted| CountedRows::new(&counted, all, device)).transpose()?;
-    let (shape, arguments) = (rows.shape.clone(), weight.arguments(hidden.node(), bias.as_ref()));
-    let head = Head { shared: hidden.shared(), weight, bias, loss: LossRows::new(rows, dtype, device)?, counted };
-    let [losses, log_sums] = head.forward(values)?;
-    let log_sums = to_tensor(log_sums, &[head.loss.count()], device)?;
-    let losses = match head.counted.as_ref().filter(|_| !head.loss.options.combined) {
-        Some(counted) => counted.spread(&to_tensor(losses, &[head.loss.count(), 1], device)?)?,
-        None => {
-            let count = losses.len();
-            to_tensor(losses, &[count], device)?
+
+    /// Computes the loss of a head: of `hidden W^T + b`, with this rank's rows of `W`.
+    pub(in crate::nn) fn linear_cross_entropy(
+        self,
+        function: &'static str,
+        hidden: Input<'_>,
+        weight: Weight,
+        bias: Option<Weight>,
+        mut rows: TargetRows,
+    ) -> Result<Tensor> {
+        let (values, all) = (hidden.values(), rows.targets.len());
+        let (dtype, device) = (values.dtype(), values.device());
+        // If no row counts, all are computed, and have no gradient.
+        let counted = rows.counted().filter(|counted| !counted.is_empty());
+        if counted.is_some() {
+            rows.targets.retain(Option::is_some);
         }
-    };
-    graph_op(function, &arguments, crate::storage::take(&losses)?, shape, Reads::Sources, move |sources, _, d_loss| {
-        head.backward(sources[0], &log_sums, d_loss)
-    })
+        let counted = counted.map(|counted| CountedRows::new(&counted, all, device)).transpose()?;
+        let (shape, arguments) = (rows.shape.clone(), weight.arguments(hidden.node(), bias.as_ref()));
+        let head = Head { shared: hidden.shared(), weight, bias, loss: LossRows::new(rows, dtype, device)?, counted };
+        let [losses, log_sums] = head.forward(values)?;
+        let log_sums = to_tensor(log_sums, &[head.loss.count()], device)?;
+        let losses = match head.counted.as_ref().filter(|_| !head.loss.options.combined) {
+            Some(counted) => counted.spread(&to_tensor(losses, &[head.loss.count(), 1], device)?)?,
+            None => {
+                let count = losses.len();
+                to_tensor(losses, &[count], device)?
+            }
+        };
+        graph_op(function, &arguments, take(&losses)?, shape, Reads::Sources, move |sources, _, d_loss| {
+            head.backward(sources[0], &log_sums, d_loss)
+        })
+    }
 }
 
 /// The rows that are not ignored.
@@ -315,13 +324,13 @@ impl Head {
         let mut db = None;
         let mut back_with_bias = |dw: Option<Sum<'_>>| match self.bias.as_ref().filter(|bias| bias.wants_grad()) {
             Some(bias) => {
-                db = bias.write_device_grad(|buffer, accumulate| back(dw, Some(Sum { buffer, accumulate })))?;
+                db = write_grad(bias, |buffer, accumulate| back(dw, Some(Sum { buffer, accumulate })))?;
                 Ok(())
             }
             None => back(dw, None),
         };
         let dw = if self.weight.wants_grad() {
-            self.weight.write_device_grad(|buffer, accumulate| back_with_bias(Some(Sum { buffer, accumulate })))?
+            write_grad(&self.weight, |buffer, accumulate| back_with_bias(Some(Sum { buffer, accumulate })))?
         } else {
             back_with_bias(None)?;
             None

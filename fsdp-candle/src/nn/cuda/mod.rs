@@ -1,4 +1,4 @@
-//! The layers' own operations on CUDA devices.
+//! The layers' own operations on CUDA devices: methods of [`Cuda`]. `no_cuda` has them for a build without CUDA.
 //!
 //! Fully connected layers and embeddings are here: forward is Candle's, and backward accumulates the weights' gradients
 //! in the parameters' buffers. With Candle's own operations, the full weight would be in the graph, and its gradient
@@ -14,20 +14,81 @@ mod losses;
 mod norms;
 mod rotary;
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Result, Tensor, bail};
+use fsdp_core::Buffer;
 
 use super::input::{self, Input};
-use super::weight::Weight;
+use super::weight::{GradDestination, Weight, on_cuda};
 use crate::collectives::SharedInput;
 use crate::graph::{Reads, graph_op};
-use crate::kernels::{Matrix, Slice, add_product, add_rows, ones};
-use crate::storage::{take, with_slice};
+use crate::kernels::Slice;
+use crate::kernels::cuda::{Matrix, add_product, add_rows, ones};
+use crate::storage::{take, to_buffer, to_tensor, with_slice};
 
-pub(super) use activations::{activate, silu_mul, silu_mul_halves};
-pub(super) use dropout::dropped;
-pub(super) use losses::{cross_entropy, linear_cross_entropy};
-pub(super) use norms::normalize;
-pub(super) use rotary::rotate;
+/// The layers' operations on a CUDA device.
+#[derive(Clone, Copy)]
+pub(super) struct Cuda(());
+
+impl Cuda {
+    /// Returns the operations on a tensor's device, or `None` if it is not a CUDA device, or they do not support the
+    /// dtype.
+    pub(super) fn of(tensor: &Tensor) -> Option<Self> {
+        on_cuda(tensor).then_some(Cuda(()))
+    }
+
+    /// Returns the fully connected layer's output `y` as a node of the graph.
+    pub(in crate::nn) fn affine(
+        self,
+        function: &'static str,
+        input: Input<'_>,
+        y: Tensor,
+        weight: Weight,
+        bias: Option<Weight>,
+        in_out: bool,
+    ) -> Result<Tensor> {
+        let arguments = weight.arguments(input.node(), bias.as_ref());
+        let op = Affine { shared: input.shared(), weight, bias, in_out };
+        cuda_node(function, &arguments, y, move |x, gradient| op.backward(x, gradient))
+    }
+
+    /// Returns `found`, the table's rows for these ids, as a node of the graph. Backward adds the gradient's rows to the
+    /// parameter's buffer.
+    pub(in crate::nn) fn lookup(self, found: Tensor, weight: Weight, ids: &Tensor) -> Result<Tensor> {
+        let (node, ids) = (weight.node().clone(), to_u32(ids)?);
+        cuda_node("Embedding", &[node], found, move |_, gradient| {
+            if !weight.wants_grad() {
+                return Ok([None]);
+            }
+            let width = gradient.dims().last().copied().unwrap_or(1);
+            let gradient = gradient.detach().contiguous()?;
+            let grad = write_grad(&weight, |buffer, accumulate| {
+                with_slice(&ids, |_, ids| {
+                    with_slice(&gradient, |_, rows| add_rows(ids, rows, buffer, accumulate, width))
+                })
+            })?;
+            Ok([grad])
+        })
+    }
+}
+
+/// [`Weight::write_grad`] to a buffer on the weight's device.
+fn write_grad(weight: &Weight, write: impl FnOnce(&mut Buffer, bool) -> Result<()>) -> Result<Option<Tensor>> {
+    match weight.grad_destination()? {
+        GradDestination::Plain(value) => {
+            let grad = value.zeros_like()?;
+            let Some(mut buffer) = to_buffer(take(&grad)?)? else {
+                bail!("a gradient of {:?} has no buffer", grad.dtype())
+            };
+            write(&mut buffer, false)?;
+            Ok(Some(to_tensor(buffer, grad.dims(), grad.device())?))
+        }
+        GradDestination::Param { param, anchor } => {
+            param.gradient.write_in(write)?;
+            anchor.zeros_like().map(Some)
+        }
+        GradDestination::Nothing => Ok(None),
+    }
+}
 
 /// Returns `result` as a node that follows its sources in the graph. Nothing else may hold `result`. `backward(x,
 /// gradient)` returns the gradients of the sources. `x` is the first source. The others are read through their
@@ -43,20 +104,6 @@ fn cuda_node<const N: usize>(
     graph_op(function, sources, take(&result)?, result.shape(), Reads::Sources, move |sources, _, gradient| {
         backward(sources[0], gradient)
     })
-}
-
-/// Returns the fully connected layer's output `y` as a node of the graph.
-pub(super) fn affine(
-    function: &'static str,
-    input: Input<'_>,
-    y: Tensor,
-    weight: Weight,
-    bias: Option<Weight>,
-    in_out: bool,
-) -> Result<Tensor> {
-    let arguments = weight.arguments(input.node(), bias.as_ref());
-    let op = Affine { shared: input.shared(), weight, bias, in_out };
-    cuda_node(function, &arguments, y, move |x, gradient| op.backward(x, gradient))
 }
 
 struct Affine {
@@ -96,7 +143,7 @@ impl Affine {
         let dw = if self.weight.wants_grad() {
             let x = rows(x)?;
             let inputs = x.dim(1)?;
-            self.weight.write_device_grad(|buffer, accumulate| {
+            write_grad(&self.weight, |buffer, accumulate| {
                 with_slice(&x, |_, x| {
                     with_slice(&dy, |_, dy| {
                         let (x, dy) = (Matrix::new(x, count, inputs)?, Matrix::new(dy, count, outputs)?);
@@ -112,7 +159,7 @@ impl Affine {
             Some(bias) if bias.wants_grad() => {
                 // A matrix product accumulates in f32 for every dtype.
                 let ones = ones(dy.device(), dy.dtype(), count)?;
-                bias.write_device_grad(|buffer, accumulate| {
+                write_grad(bias, |buffer, accumulate| {
                     with_slice(&ones, |_, ones| {
                         with_slice(&dy, |_, dy| {
                             let (ones, dy) = (Matrix::new(ones, 1, count)?, Matrix::new(dy, count, outputs)?);
@@ -125,23 +172,6 @@ impl Affine {
         };
         Ok([dx, dw, db])
     }
-}
-
-/// Returns `found`, the table's rows for these ids, as a node of the graph. Backward adds the gradient's rows to the
-/// parameter's buffer.
-pub(super) fn lookup(found: Tensor, weight: Weight, ids: &Tensor) -> Result<Tensor> {
-    let (node, ids) = (weight.node().clone(), to_u32(ids)?);
-    cuda_node("Embedding", &[node], found, move |_, gradient| {
-        if !weight.wants_grad() {
-            return Ok([None]);
-        }
-        let width = gradient.dims().last().copied().unwrap_or(1);
-        let gradient = gradient.detach().contiguous()?;
-        let grad = weight.write_device_grad(|buffer, accumulate| {
-            with_slice(&ids, |_, ids| with_slice(&gradient, |_, rows| add_rows(ids, rows, buffer, accumulate, width)))
-        })?;
-        Ok([grad])
-    })
 }
 
 /// Converts ids to U32, whose largest number stands for no row.

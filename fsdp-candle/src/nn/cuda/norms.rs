@@ -3,33 +3,37 @@
 use candle_core::{Result, Tensor};
 
 use super::super::weight::Weight;
-use super::with_optional_slice;
+use super::{Cuda, with_optional_slice, write_grad};
 use crate::graph::{Reads, graph_op};
-use crate::kernels::{self, Normalization, normalize_back};
+use crate::kernels::Normalization;
+use crate::kernels::cuda::{self, normalize_back};
 use crate::storage::{to_storage, to_tensor, with_slice};
 
-/// Normalizes rows, multiplies them by the weight and adds the bias.
-pub(in crate::nn) fn normalize(
-    function: &'static str,
-    x: &Tensor,
-    weight: Weight,
-    bias: Option<Weight>,
-    norm: Normalization,
-) -> Result<Tensor> {
-    let own_weight = weight.value()?.detach().contiguous()?;
-    let own_bias = match &bias {
-        Some(bias) => Some(bias.value()?.detach().contiguous()?),
-        None => None,
-    };
-    let y = with_slice(&x.detach().contiguous()?, |_, x| {
-        with_slice(&own_weight, |_, weight| {
-            with_optional_slice(own_bias.as_ref(), |bias| kernels::normalize(x, weight, bias, norm))
+impl Cuda {
+    /// Normalizes rows, multiplies them by the weight and adds the bias.
+    pub(in crate::nn) fn normalize(
+        self,
+        function: &'static str,
+        x: &Tensor,
+        weight: Weight,
+        bias: Option<Weight>,
+        norm: Normalization,
+    ) -> Result<Tensor> {
+        let own_weight = weight.value()?.detach().contiguous()?;
+        let own_bias = match &bias {
+            Some(bias) => Some(bias.value()?.detach().contiguous()?),
+            None => None,
+        };
+        let y = with_slice(&x.detach().contiguous()?, |_, x| {
+            with_slice(&own_weight, |_, weight| {
+                with_optional_slice(own_bias.as_ref(), |bias| cuda::normalize(x, weight, bias, norm))
+            })
+        })?;
+        let arguments = weight.arguments(x, bias.as_ref());
+        graph_op(function, &arguments, to_storage(y)?, x.shape(), Reads::Sources, move |sources, _, dy| {
+            backward(sources[0], dy, &weight, bias.as_ref(), norm)
         })
-    })?;
-    let arguments = weight.arguments(x, bias.as_ref());
-    graph_op(function, &arguments, to_storage(y)?, x.shape(), Reads::Sources, move |sources, _, dy| {
-        backward(sources[0], dy, &weight, bias.as_ref(), norm)
-    })
+    }
 }
 
 fn backward(
@@ -51,7 +55,7 @@ fn backward(
         })
     })?;
     let add = |weight: &Weight, of_bias| match &sums {
-        Some(sums) => weight.write_device_grad(|grad, accumulate| sums.add_to(grad, accumulate, of_bias)),
+        Some(sums) => write_grad(weight, |grad, accumulate| sums.add_to(grad, accumulate, of_bias)),
         None => Ok(None),
     };
     let dw = if weight.wants_grad() { add(weight, false)? } else { None };

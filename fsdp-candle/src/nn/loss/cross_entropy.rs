@@ -1,21 +1,16 @@
 //! The cross-entropy loss of a language model, of whole rows of logits or of parts on tensor-parallel ranks.
 
-use std::hash::{DefaultHasher, Hash, Hasher};
-
 use candle_core::{D, DType, Result, Tensor, bail};
-use fsdp_core::process_group::{Signature, Subject};
 use fsdp_core::{ProcessGroup, ReduceOp};
 
 use crate::collectives::{all_reduce, check, largest, reduced_values};
 use crate::graph::{Reads, graph_op};
 use crate::nn::cpu::simd::{kernel, max, probability, sum, sum_exp, tanh};
 use crate::nn::cpu::{indices_or_none, map_rows, read, storage, tensor_like, to_vec};
-#[cfg(feature = "cuda")]
-use crate::nn::cuda;
+use crate::nn::cuda::Cuda;
 use crate::nn::limits::check_size;
+use crate::nn::target_rows::TargetRows;
 use crate::nn::weight::has_cpu_kernels;
-#[cfg(feature = "cuda")]
-use crate::nn::weight::on_cuda;
 
 /// The target of an ignored row in tensors of u32, like PyTorch's -100.
 pub const IGNORED: u32 = u32::MAX;
@@ -105,28 +100,6 @@ impl CrossEntropyOptions {
     }
 }
 
-/// The targets of the rows of logits, and how their losses are combined.
-pub(in crate::nn) struct TargetRows {
-    /// Target of each row. `None` for ignored rows.
-    pub(in crate::nn) targets: Vec<Option<u32>>,
-    /// Number of columns of this rank's logits.
-    pub(in crate::nn) columns: usize,
-    /// Class of the first column.
-    pub(in crate::nn) first: usize,
-    /// Number of classes on all ranks.
-    pub(in crate::nn) classes: usize,
-    /// Ranks that hold parts of the vocabulary, if there are several.
-    pub(in crate::nn) ranks: Option<ProcessGroup>,
-    pub(in crate::nn) smoothing: f64,
-    pub(in crate::nn) softcap: Option<f64>,
-    /// Divisor of the sum of the rows' losses.
-    pub(in crate::nn) divisor: f64,
-    /// Whether the rows' losses are summed.
-    pub(in crate::nn) combined: bool,
-    /// Shape of the result.
-    pub(in crate::nn) shape: Vec<usize>,
-}
-
 /// The factors of the gradient of a row's logits: `scale * softmax - uniform`, less `hit` at the target.
 #[derive(Clone, Copy)]
 pub(super) struct GradFactors {
@@ -137,6 +110,19 @@ pub(super) struct GradFactors {
     pub(super) inverse_cap: f32,
 }
 
+impl GradFactors {
+    pub(super) fn of(rows: &TargetRows, d_loss: f32) -> Self {
+        let scale = d_loss / rows.divisor as f32;
+        let smoothing = rows.smoothing as f32;
+        GradFactors {
+            scale,
+            uniform: scale * smoothing / rows.classes as f32,
+            hit: scale * (1. - smoothing),
+            inverse_cap: rows.softcap.map_or(0., |cap| 1. / cap as f32),
+        }
+    }
+}
+
 /// The factors of all rows, or of each row.
 pub(super) enum RowFactors {
     All(GradFactors),
@@ -144,6 +130,18 @@ pub(super) enum RowFactors {
 }
 
 impl RowFactors {
+    /// Returns the factors for the gradient of the result. `counted` lists the rows that are left, if not all are.
+    pub(super) fn of(rows: &TargetRows, d_loss: &Tensor, counted: Option<&[usize]>) -> Result<Self> {
+        if rows.combined {
+            return Ok(RowFactors::All(GradFactors::of(rows, d_loss.to_scalar::<f32>()?)));
+        }
+        let slopes = to_vec(d_loss)?;
+        Ok(RowFactors::Each(match counted {
+            Some(counted) => counted.iter().map(|row| GradFactors::of(rows, slopes[*row])).collect(),
+            None => slopes.into_iter().map(|slope| GradFactors::of(rows, slope)).collect(),
+        }))
+    }
+
     /// Replaces the logits of the rows from `first` on, after the softcap, by the gradient of the logits before it.
     pub(super) fn logits_to_gradient(
         &self,
@@ -166,46 +164,10 @@ impl RowFactors {
     }
 }
 
-impl TargetRows {
-    /// Returns the factors for the gradient of the result. `counted` lists the rows that are left, if not all are.
-    pub(super) fn row_factors(&self, d_loss: &Tensor, counted: Option<&[usize]>) -> Result<RowFactors> {
-        if self.combined {
-            return Ok(RowFactors::All(self.grad_factors(d_loss.to_scalar::<f32>()?)));
-        }
-        let slopes = to_vec(d_loss)?;
-        Ok(RowFactors::Each(match counted {
-            Some(counted) => counted.iter().map(|row| self.grad_factors(slopes[*row])).collect(),
-            None => slopes.into_iter().map(|slope| self.grad_factors(slope)).collect(),
-        }))
-    }
-
-    pub(super) fn grad_factors(&self, d_loss: f32) -> GradFactors {
-        let scale = d_loss / self.divisor as f32;
-        let smoothing = self.smoothing as f32;
-        GradFactors {
-            scale,
-            uniform: scale * smoothing / self.classes as f32,
-            hit: scale * (1. - smoothing),
-            inverse_cap: self.softcap.map_or(0., |cap| 1. / cap as f32),
-        }
-    }
-
-    /// Replaces logits by `softcap * tanh(logits / softcap)`, if there is a softcap.
-    pub(super) fn cap_logits(&self, logits: &mut [f32]) {
-        if let Some(cap) = self.softcap {
-            map_rows(logits, self.columns, self.columns, |_, logits| cap_logits(logits, cap as f32));
-        }
-    }
-
-    /// Returns the column of a target, if this rank has it.
-    pub(super) fn column(&self, target: u32) -> Option<usize> {
-        (target as usize).checked_sub(self.first).filter(|column| *column < self.columns)
-    }
-
-    /// Returns the rows that count, if some are ignored.
-    pub(in crate::nn) fn counted(&self) -> Option<Vec<usize>> {
-        let counts = |(row, target): (usize, &Option<u32>)| target.map(|_| row);
-        self.targets.contains(&None).then(|| self.targets.iter().enumerate().filter_map(counts).collect())
+/// Replaces logits by `softcap * tanh(logits / softcap)`, if there is a softcap.
+pub(super) fn cap_rows(rows: &TargetRows, logits: &mut [f32]) {
+    if let Some(cap) = rows.softcap {
+        map_rows(logits, rows.columns, rows.columns, |_, logits| cap_logits(logits, cap as f32));
     }
 }
 
@@ -269,9 +231,8 @@ fn loss(
         );
     }
     let rows = options.rows(function, targets, columns, ranks)?;
-    #[cfg(feature = "cuda")]
-    if on_cuda(logits) {
-        return cuda::cross_entropy(function, logits, rows);
+    if let Some(cuda) = Cuda::of(logits) {
+        return cuda.cross_entropy(function, logits, rows);
     }
     if !has_cpu_kernels(logits) {
         check_size(function, "the logits", logits.dims(), logits.device())?;
@@ -284,7 +245,7 @@ fn loss(
             None => logits,
             Some(_) => {
                 let mut capped = logits.into_owned();
-                rows.cap_logits(&mut capped);
+                cap_rows(&rows, &mut capped);
                 capped.into()
             }
         };
@@ -293,9 +254,9 @@ fn loss(
     let (losses, log_sums) = statistics.losses(&rows)?;
     let shape = rows.shape.clone();
     graph_op(function, &[logits], storage(losses, DType::F32)?, shape, Reads::Sources, move |logits, _, d_loss| {
-        let factors = rows.row_factors(d_loss, None)?;
+        let factors = RowFactors::of(&rows, d_loss, None)?;
         let mut grad = to_vec(logits[0])?;
-        rows.cap_logits(&mut grad);
+        cap_rows(&rows, &mut grad);
         map_rows(&mut grad, columns, columns, |first, grad| {
             let own = first..first + grad.len() / columns;
             factors.logits_to_gradient(grad, first, &rows.targets[own.clone()], &log_sums[own], rows.first);
@@ -337,7 +298,7 @@ pub(in crate::nn) fn composite(logits: &Tensor, rows: &TargetRows) -> Result<Ten
             smoothed(log_sums, &shifted.gather(&places, 1)?, mean.as_ref(), rows)?
         }
         Some(ranks) => {
-            let ranks = ranks.signed(signature(rows));
+            let ranks = ranks.signed(rows.signature());
             let shifted = logits.broadcast_sub(&largest(&highest, &ranks)?)?;
             let here: Vec<u8> = columns.iter().map(|column| u8::from(column.is_some())).collect();
             let here = Tensor::new(here, &device)?.unsqueeze(1)?;
@@ -528,7 +489,7 @@ impl Statistics {
         if self.0.is_empty() {
             return Ok(());
         }
-        let ranks = ranks.signed(signature(rows));
+        let ranks = ranks.signed(rows.signature());
         let own: Vec<f32> = self.0.chunks_exact(NUMBERS).map(|numbers| numbers[0]).collect();
         let largest = reduced_values(own, ReduceOp::Max, &ranks)?;
         let sums = if rows.smoothing > 0. { NUMBERS - 1 } else { NUMBERS - 2 };
@@ -545,16 +506,6 @@ impl Statistics {
         }
         Ok(())
     }
-}
-
-/// Returns a signature of the values on which ranks must agree: how the vocabulary is sharded, and the targets.
-pub(in crate::nn) fn signature(rows: &TargetRows) -> Signature {
-    let mut hash = DefaultHasher::new();
-    rows.targets.hash(&mut hash);
-    let subject = Subject::new(format!("cross_entropy over {} columns on each rank", rows.columns), []);
-    Signature::new(&subject, [])
-        .with_how(format!(", with targets of hash {:016x}", hash.finish()))
-        .with_advice("Ranks that hold parts of one vocabulary need the same batch, and parts of one size")
 }
 
 kernel! {

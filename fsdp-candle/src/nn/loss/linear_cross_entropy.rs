@@ -12,7 +12,7 @@ use std::borrow::Cow;
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::cross_entropy::{
-    CrossEntropyOptions, RowFactors, Statistics, TargetRows, composite, cross_entropy_with,
+    CrossEntropyOptions, GradFactors, RowFactors, Statistics, cap_rows, composite, cross_entropy_with,
     vocab_parallel_cross_entropy,
 };
 use crate::autograd::keeps_graph;
@@ -20,13 +20,11 @@ use crate::collectives::SharedInput;
 use crate::graph::{Reads, graph_op};
 use crate::nn::cpu::matrix::{Mat, MatMut, product};
 use crate::nn::cpu::{map_rows, read, same_kind, small_weight_grad, storage, tensor_like, weight_grad};
-#[cfg(feature = "cuda")]
-use crate::nn::cuda;
+use crate::nn::cuda::Cuda;
 use crate::nn::input::{self, Input};
 use crate::nn::linear::{Linear, affine, column_sums, with_matrix};
+use crate::nn::target_rows::TargetRows;
 use crate::nn::tensor_parallel::{LinearSharding, TpLayer, colwise_input};
-#[cfg(feature = "cuda")]
-use crate::nn::weight::on_cuda;
 use crate::nn::weight::{Weight, has_cpu_kernels};
 
 /// Logits that exist at a time: 64 MiB of f32. Tests compare several chunks.
@@ -131,10 +129,9 @@ fn head_loss(
         }
     }
     let mut rows = options.rows("linear_cross_entropy", targets, columns, ranks)?;
-    #[cfg(feature = "cuda")]
-    if on_cuda(hidden.values()) {
+    if let Some(cuda) = Cuda::of(hidden.values()) {
         let (weight, bias) = (Weight::of(weight)?, bias.map(Weight::of).transpose()?);
-        return cuda::linear_cross_entropy("linear_cross_entropy", hidden, weight, bias, rows);
+        return cuda.linear_cross_entropy("linear_cross_entropy", hidden, weight, bias, rows);
     }
     if !has_cpu_kernels(hidden.values()) {
         let logits = affine("linear_cross_entropy", hidden, weight, bias, false)?;
@@ -233,7 +230,7 @@ impl Head {
         }
         let hidden = self.mat(hidden, rows, self.width);
         product(MatMut::new(logits, rows, columns), self.bias.is_some(), hidden, weight.t());
-        self.rows.cap_logits(logits);
+        cap_rows(&self.rows, logits);
         Ok(())
     }
 
@@ -294,7 +291,7 @@ impl Head {
             bias: self.wants_bias_grad().then(|| vec![0.; columns]),
         });
         let mut sums = kept.as_mut().map(Gradients::sums);
-        let factors = RowFactors::All(rows.grad_factors(1.));
+        let factors = RowFactors::All(GradFactors::of(rows, 1.));
         let mut statistics = Statistics::new(count);
         let mut scratch = vec![0f32; chunk * columns];
         let chunks = hidden.chunks(chunk * self.width).zip(rows.targets.chunks(chunk));
@@ -373,7 +370,7 @@ impl Head {
                 gradients
             }
             Kept::LogSums(log_sums) => {
-                let factors = self.rows.row_factors(d_loss, self.counted.as_deref())?;
+                let factors = RowFactors::of(&self.rows, d_loss, self.counted.as_deref())?;
                 let (columns, chunk) = (self.rows.columns, self.chunk());
                 read!(values, hidden);
                 let values = self.counted_rows(values);

@@ -6,7 +6,7 @@ use fsdp_core::device::cuda::DeviceMemory;
 
 use super::super::*;
 use super::{DTYPES, assert_close, cuda_device as device, random};
-use crate::kernels::{compute_stream, uninit};
+use crate::kernels::cuda::{compute_stream, uninit};
 use crate::random::{Part, RngState, in_part, set_rng_state};
 
 fn on_host(tensor: &Tensor) -> Tensor {

@@ -13,16 +13,10 @@ mod swiglu;
 use candle_core::{DType, Device, Result, Tensor, Var};
 
 /// Returns a CUDA device, if there is one. The device double has eight.
-#[cfg(feature = "cuda")]
 fn cuda_device() -> Option<Device> {
     use crate::kernels::{candle_device, device_count};
 
     device_count().is_ok_and(|count| count > 0).then(|| candle_device(0).unwrap())
-}
-
-#[cfg(not(feature = "cuda"))]
-fn cuda_device() -> Option<Device> {
-    None
 }
 
 /// Returns a repeatable variable with roughly normal values (sums of uniform ones).
