@@ -31,14 +31,26 @@ const LAYERS: [(&str, &str); 5] = [
 ];
 
 /// The files and folders of a folder, bottom first.
-const FILES: [(&str, &str); 4] = [
+const FILES: [(&str, &str); 7] = [
     (
         "fsdp-candle/src/fsdp",
         "backward_nodes comm frozen_call listed param_nodes policy replica_sharding shard_reader unit_path unsharded_memory weight_format \
          gradient offload settings unit_options order param_events param_spec param unit_params all_gather replica_gather \
          param_group callers diagnostics reduction schedule hooks var_map module fully_shard setters parallelize",
     ),
-    ("fsdp-candle/src/kernels", "candle_interop eight_bits slice cpu cuda"),
+    ("fsdp-candle/src/kernels", "candle_interop eight_bits slice layers no_cuda cpu cuda"),
+    ("fsdp-candle/src/graph", "computed teardown running recomputation token record operation joined"),
+    (
+        "fsdp-candle/src/nn",
+        "weight cpu input last_upload target_rows cuda no_cuda limits empty activation residual tensor_parallel linear \
+         swiglu layer_norm dropout softmax attention cpu_flash_attention rotary rotary_emb batch_norm group_norm embedding \
+         ops rnn moe conv pool experts loss kv_cache",
+    ),
+    (
+        "fsdp-candle/src/optim",
+        "hyper_parameters moment_kind shard_update disk state reach sharded_optimizer elementwise sgd adam \
+         candle_optimizer check_finite clip_grad ema grad_accumulator grad_scaler muon_exchange muon",
+    ),
     ("fsdp-candle/src/dtensor", "placement_rules tensor ops"),
     ("fsdp-ckpt/src/checkpoint", "agree manifest run_dir async_save hosts plan writable host_dirs open_for save"),
 ];
