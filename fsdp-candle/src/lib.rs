@@ -66,6 +66,7 @@
 pub mod activation_checkpoint;
 mod adapter;
 mod autograd;
+mod checkpoints;
 pub mod collectives;
 mod data_parallel;
 mod disk;
@@ -93,6 +94,7 @@ mod warning;
 mod world;
 
 pub use autograd::no_grad;
+pub use checkpoints::{CheckpointManager, Resumed, TrainState};
 pub use data_parallel::{DataParallelMeshDims, ShardMesh};
 pub use disk::StateOnDisk;
 pub use dtensor::{DTensor, Operand, PartialNorm, Redistribution, distribute_tensor, distribute_tensor_from};

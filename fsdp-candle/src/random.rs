@@ -23,7 +23,7 @@
 //! let x = Tensor::ones((4, 1000), DType::F32, &Device::Cpu)?;
 //! random::manual_seed(7);
 //! let first = nn::ops::dropout(&x, 0.1)?;
-//! let state = random::get_rng_state(); // saved in a checkpoint
+//! let state = random::get_rng_state(); // a value of a `TrainState`
 //! let second = nn::ops::dropout(&x, 0.1)?;
 //! random::set_rng_state(state); // after a restart
 //! let again = nn::ops::dropout(&x, 0.1)?;
@@ -37,6 +37,7 @@ use std::cell::Cell;
 use candle_core::{Result, bail};
 use rand_philox::{Philox, splitmix64};
 use scopeguard::defer;
+use serde::{Deserialize, Serialize};
 
 use crate::kernels::Draw;
 
@@ -44,7 +45,7 @@ use crate::kernels::Draw;
 const WEYL: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// The state of a thread's random numbers.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RngState {
     /// Seed of [`manual_seed`].
     pub seed: u64,
@@ -57,7 +58,7 @@ pub struct RngState {
 }
 
 /// The part of a tensor that a rank holds: one of `count` equal parts along a dimension.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Part {
     /// Split dimension.
     pub dim: usize,

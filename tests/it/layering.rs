@@ -22,7 +22,7 @@ const LAYERS: [(&str, &str); 5] = [
         "fsdp-candle",
         "error warning autograd kernels storage disk graph upload pattern tensors collectives random extension adapter tensor_parallel \
         data_parallel initializer world dtensor fsdp activation_checkpoint display gradcheck nn optim state_dict \
-        doc_example",
+        checkpoints doc_example",
     ),
     (
         "examples",
@@ -31,13 +31,14 @@ const LAYERS: [(&str, &str); 5] = [
 ];
 
 /// The files and folders of a folder, bottom first.
-const FILES: [(&str, &str); 7] = [
+const FILES: [(&str, &str); 8] = [
     (
         "fsdp-candle/src/fsdp",
         "backward_nodes comm frozen_call listed param_nodes policy replica_sharding shard_reader unit_path unsharded_memory weight_format \
          gradient offload settings unit_options order param_events param_spec param unit_params all_gather replica_gather \
          param_group callers diagnostics reduction schedule hooks var_map module fully_shard setters parallelize",
     ),
+    ("fsdp-candle/src/checkpoints", "agree values directory train_state manager"),
     ("fsdp-candle/src/kernels", "candle_interop eight_bits slice layers no_cuda cpu cuda"),
     ("fsdp-candle/src/graph", "computed teardown running recomputation token record operation joined"),
     (

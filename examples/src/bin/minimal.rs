@@ -1,9 +1,13 @@
-//! A complete program that trains a sharded model: `fsdp-launch --nproc-per-node 2 minimal`.
+//! A complete program that trains a sharded model: `fsdp-launch --nproc-per-node 2 minimal`. With a directory as
+//! argument, it saves checkpoints there, and resumes from the newest.
 
 use std::io::{Write, stdout};
 
 use candle_core::{DType, Module, Result, Tensor};
-use fsdp_candle::{AdamW, AdamWConfig, FsdpModule, FullyShard, ShardedVarMap, clip_grad_norm, fully_shard, nn};
+use fsdp_candle::{
+    AdamW, AdamWConfig, CheckpointManager, FsdpModule, FullyShard, ShardedVarMap, TrainState, clip_grad_norm,
+    fully_shard, nn,
+};
 
 const WIDTH: usize = 64;
 const LAYERS: usize = 4;
@@ -52,7 +56,13 @@ fn main() -> anyhow::Result<()> {
     let model = fully_shard(&opts, vb.clone(), |vb| Ok(Model { blocks, head: nn::linear(WIDTH, 1, vb.pp("head"))? }))?;
     let mut optim = AdamW::new(vars.trainable(), AdamWConfig { lr: 1e-3, ..Default::default() })?;
 
-    for step in 1..=100 {
+    let mut checkpoints = std::env::args().nth(1).map(|dir| CheckpointManager::new(&world, dir).keep_newest(2));
+    let mut done = 0;
+    if let Some(checkpoints) = &mut checkpoints {
+        let resumed = checkpoints.resume(TrainState::new(&vars).optimizer(&mut optim))?;
+        done = resumed.map_or(0, |from| from.step);
+    }
+    for step in done + 1..=100 {
         // Each rank has its own data. The task is to predict the first number of a row.
         let seed = (step * world.size() + world.rank()) as u32;
         let numbers: Vec<f32> =
@@ -64,6 +74,11 @@ fn main() -> anyhow::Result<()> {
         let mut grads = model.backward(&loss)?;
         let norm = clip_grad_norm(&vars, &mut grads, 1.0)?;
         optim.step(&grads)?;
+        if let Some(checkpoints) = &mut checkpoints
+            && step % 20 == 0
+        {
+            checkpoints.save(step, TrainState::new(&vars).optimizer(&mut optim))?;
+        }
         if world.rank() == 0 && step % 20 == 0 {
             let loss = loss.to_scalar::<f32>()?;
             // `println!` would panic on a full disk.

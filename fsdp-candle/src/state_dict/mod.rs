@@ -18,11 +18,13 @@ use crate::dtensor::DTensor;
 use crate::error::{Error, Result};
 use crate::fsdp::ShardedVarMap;
 use crate::optim::ShardedOptimizer;
-use crate::storage::{TensorMemory, to_dtype};
+use crate::storage::{Memory, TensorMemory, to_dtype};
 
+pub(crate) use model::model_state;
 pub use model::{
     get_ema_state_dict, get_model_state_dict, load_model, model_tensors, set_ema_state_dict, set_model_state_dict,
 };
+pub(crate) use optimizer::{GROUPS, OPTIM, OptimizerState, group_values, hyper_of_groups, saved_hyper, set_steps};
 pub use optimizer::{
     get_optimizer_state_dict, load_optimizer, load_param_groups, optimizer_tensors, optimizer_values,
     set_optimizer_state_dict,
@@ -131,26 +133,49 @@ pub struct StateDict {
 impl StateDict {
     /// Returns the input of [`fsdp_ckpt::save`]. Names begin with `prefix`: `model.` or `optim.`.
     pub fn shards(&self, prefix: &str) -> Vec<TensorShard> {
-        let shard = |(name, state): (&String, &StateTensor)| TensorShard {
-            fqn: format!("{prefix}{name}"),
-            shape: state.shape.clone(),
-            region: state.region.clone(),
-            data: Arc::new(TensorMemory(state.tensor.clone())),
-        };
-        self.tensors.iter().map(shard).collect()
+        self.saved(prefix).into_iter().map(SavedTensor::shard).collect()
     }
 
     /// Fills the tensors in place from a checkpoint or model of any format, saved on any mesh: PyTorch's `dcp.load`.
     /// Names in the checkpoint begin with `prefix`. Does not communicate.
     pub fn load(&self, prefix: &str, source: &dyn TensorSource, options: &LoadOptions) -> Result<LoadReport> {
-        let target = |(name, state): (&String, &StateTensor)| LoadTensor {
+        let targets: Vec<LoadTensor> = self.saved(prefix).into_iter().map(SavedTensor::target).collect();
+        Ok(fsdp_ckpt::load(source, &targets, options)?)
+    }
+
+    /// Returns the tensors by their names in a checkpoint.
+    pub(crate) fn saved(&self, prefix: &str) -> Vec<SavedTensor> {
+        let saved = |(name, state): (&String, &StateTensor)| SavedTensor {
             fqn: format!("{prefix}{name}"),
             shape: state.shape.clone(),
             region: state.region.clone(),
-            data: Arc::new(TensorMemory(state.tensor.clone())),
+            memory: Arc::new(TensorMemory(state.tensor.clone())),
+            required: true,
         };
-        let targets: Vec<LoadTensor> = self.tensors.iter().map(target).collect();
-        Ok(fsdp_ckpt::load(source, &targets, options)?)
+        self.tensors.iter().map(saved).collect()
+    }
+}
+
+/// A tensor of a checkpoint, and the memory or file of this rank's part.
+pub(crate) struct SavedTensor {
+    /// Name in the checkpoint.
+    pub(crate) fqn: String,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) region: Region,
+    pub(crate) memory: Arc<dyn Memory>,
+    /// Whether a checkpoint without it is incomplete.
+    pub(crate) required: bool,
+}
+
+impl SavedTensor {
+    /// Returns the tensor to save.
+    pub(crate) fn shard(self) -> TensorShard {
+        TensorShard { fqn: self.fqn, shape: self.shape, region: self.region, data: self.memory }
+    }
+
+    /// Returns the tensor to load.
+    pub(crate) fn target(self) -> LoadTensor {
+        LoadTensor { fqn: self.fqn, shape: self.shape, region: self.region, data: self.memory }
     }
 }
 

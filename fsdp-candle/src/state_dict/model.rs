@@ -8,11 +8,11 @@ use fsdp_ckpt::{LoadTensor, TensorShard};
 use fsdp_core::layout::Region;
 
 use super::transfer::{Expected, decided_by_rank_0, entries, entry, on_host, on_rank_0_only};
-use super::{IncompatibleKeys, StateDict, StateDictOptions, StateTensor};
+use super::{IncompatibleKeys, SavedTensor, StateDict, StateDictOptions, StateTensor};
 use crate::error::Result;
 use crate::fsdp::{FsdpParam, ShardedVarMap};
 use crate::optim::Ema;
-use crate::storage::{Memory, TensorMemory, copy_tensor};
+use crate::storage::{TensorMemory, copy_tensor};
 
 /// Returns every parameter, ignored ones too, and every buffer by its FQN. A shard on disk is copied
 /// ([`ShardedVarMap::store_on_disk`]); [`model_tensors`] copies none. A parameter that is stored in blocks
@@ -132,9 +132,7 @@ pub(super) fn check_keys(
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn model_tensors(vars: &ShardedVarMap) -> Result<Vec<TensorShard>> {
-    let shard =
-        |saved: Saved| TensorShard { fqn: saved.fqn, shape: saved.shape, region: saved.region, data: saved.memory };
-    Ok(saved(vars).into_iter().map(shard).collect())
+    Ok(model_state(vars).into_iter().map(SavedTensor::shard).collect())
 }
 
 /// Loads every parameter's shard and every buffer from a checkpoint or model of any format, saved on any mesh.
@@ -144,36 +142,28 @@ pub fn load_model(
     options: &fsdp_ckpt::LoadOptions,
 ) -> Result<fsdp_ckpt::LoadReport> {
     vars.reshard()?;
-    let target =
-        |saved: Saved| LoadTensor { fqn: saved.fqn, shape: saved.shape, region: saved.region, data: saved.memory };
-    let targets: Vec<LoadTensor> = saved(vars).into_iter().map(target).collect();
+    let targets: Vec<LoadTensor> = model_state(vars).into_iter().map(SavedTensor::target).collect();
     Ok(fsdp_ckpt::load(source, &targets, options)?)
 }
 
-/// A tensor of a model in a checkpoint.
-struct Saved {
-    fqn: String,
-    shape: Vec<usize>,
-    region: Region,
-    memory: Arc<dyn Memory>,
-}
-
-/// Returns every parameter and buffer of a model, in the order of names.
-fn saved(vars: &ShardedVarMap) -> Vec<Saved> {
+/// Returns every parameter and buffer of a model as `model.<fqn>`, in the order of names.
+pub(crate) fn model_state(vars: &ShardedVarMap) -> Vec<SavedTensor> {
     let fqn = |name: &str| format!("{}{name}", fsdp_ckpt::MODEL);
-    let params = vars.params().into_iter().map(move |param| Saved {
+    let params = vars.params().into_iter().map(move |param| SavedTensor {
         fqn: fqn(&param.stored_name(param.name())),
         shape: param.stored_shape().to_vec(),
         region: param.stored_region().clone(),
         memory: param.memory(),
+        required: true,
     });
-    let wholes = vars.wholes().into_iter().map(move |(name, var)| Saved {
+    let wholes = vars.wholes().into_iter().map(move |(name, var)| SavedTensor {
         fqn: fqn(&name),
         shape: var.dims().to_vec(),
         region: Region::whole(var.dims()),
         memory: Arc::new(TensorMemory(var.into_inner())),
+        required: true,
     });
-    let mut all: Vec<Saved> = params.chain(wholes).collect();
+    let mut all: Vec<SavedTensor> = params.chain(wholes).collect();
     all.sort_by(|a, b| a.fqn.cmp(&b.fqn));
     all
 }

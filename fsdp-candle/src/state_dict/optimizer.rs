@@ -1,6 +1,7 @@
 //! The state of an optimizer: moments, step counts and hyper-parameters.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
@@ -10,14 +11,14 @@ use serde_json::{Map, Value};
 
 use super::model::check_keys;
 use super::transfer::{Expected, entries, entry, on_rank_0_only, value_entry};
-use super::{IncompatibleKeys, StateDict, StateDictOptions, StateTensor};
+use super::{IncompatibleKeys, SavedTensor, StateDict, StateDictOptions, StateTensor};
 use crate::error::{Error, Result};
 use crate::fsdp::ShardedVarMap;
 use crate::optim::{ParamGroup, ParamState, ShardedOptimizer};
 use crate::storage::TensorMemory;
 
 /// Prefix of an optimizer's tensors in a checkpoint.
-pub(super) const OPTIM: &str = "optim.";
+pub(crate) const OPTIM: &str = "optim.";
 /// PyTorch's name of a parameter's step count.
 const STEP: &str = "step";
 
@@ -110,23 +111,73 @@ fn set_tensors(
 /// of [`fsdp_ckpt::save`]. 8-bit state is saved in f32, one tensor at a time. Fails if the optimizer has hidden state
 /// ([`crate::CandleOptimizer`]).
 pub fn optimizer_tensors(optim: &dyn ShardedOptimizer) -> Result<Vec<TensorShard>> {
-    check_visible(optim)?;
-    let mut shards = vec![];
-    for state in optim.states() {
-        let (fqn, shape) = (state.param.name(), state.param.shape().dims().to_vec());
-        for (what, moment) in state.moments() {
-            let (fqn, region) = (saved_name(fqn, what), state.param.region().clone());
-            shards.push(TensorShard { fqn, shape: shape.clone(), region, data: moment.memory() });
-        }
-        let data = Arc::new(TensorMemory(step_of(state)?));
-        shards.push(TensorShard { fqn: saved_name(fqn, STEP), shape: vec![], region: Region::whole(&[]), data });
+    Ok(OptimizerState::to_save(optim)?.tensors.into_iter().map(SavedTensor::shard).collect())
+}
+
+/// The state of an optimizer in a checkpoint, as `optim.state.<fqn>.exp_avg` and so on.
+pub(crate) struct OptimizerState {
+    /// Moments in the optimizer's memory, and step counts in `steps`.
+    pub(crate) tensors: Vec<SavedTensor>,
+    /// Step count of each parameter: a scalar of F32, for [`set_steps`].
+    pub(crate) steps: Vec<Tensor>,
+}
+
+impl OptimizerState {
+    /// Makes the state to save. Fails if the optimizer has hidden state.
+    pub(crate) fn to_save(optim: &dyn ShardedOptimizer) -> Result<Self> {
+        Self::with_steps(optim, |state| state.step)
     }
-    Ok(shards)
+
+    /// Makes the state to load. Fails if the optimizer has hidden state.
+    pub(crate) fn to_load(optim: &dyn ShardedOptimizer) -> Result<Self> {
+        Self::with_steps(optim, steps_taken)
+    }
+
+    fn with_steps(optim: &dyn ShardedOptimizer, step: fn(&ParamState) -> u64) -> Result<Self> {
+        check_visible(optim)?;
+        let (mut tensors, mut steps) = (vec![], vec![]);
+        for state in optim.states() {
+            let (fqn, shape) = (state.param.name(), state.param.shape().dims().to_vec());
+            for (what, moment) in state.moments() {
+                let (fqn, region) = (saved_name(fqn, what), state.param.region().clone());
+                let (shape, memory) = (shape.clone(), moment.memory());
+                tensors.push(SavedTensor { fqn, shape, region, memory, required: true });
+            }
+            let step = Tensor::new(step(state) as f32, &Device::Cpu)?;
+            tensors.push(SavedTensor {
+                fqn: saved_name(fqn, STEP),
+                shape: vec![],
+                region: Region::whole(&[]),
+                memory: Arc::new(TensorMemory(step.clone())),
+                required: !state.may_lack_step,
+            });
+            steps.push(step);
+        }
+        Ok(OptimizerState { tensors, steps })
+    }
+}
+
+/// Sets the step counts that were loaded from `path`. Fails if one is not a whole number.
+pub(crate) fn set_steps(optim: &mut dyn ShardedOptimizer, steps: Vec<Tensor>, path: &Path) -> Result<()> {
+    for (state, step) in optim.states_mut().into_iter().zip(steps) {
+        let step = step.to_scalar::<f32>()?;
+        if !(step >= 0. && step.fract() == 0.) {
+            let path = path.display();
+            return Err(state.param.error(format!("{path} has a step count of {step}, expected a whole number")));
+        }
+        state.step = step as u64;
+    }
+    Ok(())
 }
 
 /// Returns the hyper-parameters as a checkpoint's `optim.param_groups`, for [`fsdp_ckpt::SaveState::values`].
 pub fn optimizer_values(optim: &dyn ShardedOptimizer) -> Map<String, Value> {
-    Map::from_iter([(format!("{OPTIM}{GROUPS}"), groups(optim, &StateDictOptions::default()))])
+    Map::from_iter([(format!("{OPTIM}{GROUPS}"), group_values(optim))])
+}
+
+/// Returns the hyper-parameters of each group, with the names of its parameters.
+pub(crate) fn group_values(optim: &dyn ShardedOptimizer) -> Value {
+    groups(optim, &StateDictOptions::default())
 }
 
 /// Loads the state of an optimizer from a checkpoint of any format, saved on any mesh and with any groups. Does not
@@ -137,33 +188,11 @@ pub fn load_optimizer(
     source: &dyn TensorSource,
     options: &LoadOptions,
 ) -> Result<LoadReport> {
-    check_visible(optim)?;
-    let mut targets = vec![];
-    let mut steps = vec![];
-    for state in optim.states() {
-        let (fqn, shape) = (state.param.name(), state.param.shape().dims().to_vec());
-        for (what, moment) in state.moments() {
-            let (fqn, region) = (saved_name(fqn, what), state.param.region().clone());
-            targets.push(LoadTensor { fqn, shape: shape.clone(), region, data: moment.memory() });
-        }
-        let fqn = saved_name(fqn, STEP);
-        let is_there = !state.may_lack_step || source.tensors().contains_key(&fqn);
-        let step = Tensor::new(steps_taken(state) as f32, &Device::Cpu)?;
-        if is_there {
-            let data = Arc::new(TensorMemory(step.clone()));
-            targets.push(LoadTensor { fqn, shape: vec![], region: Region::whole(&[]), data });
-        }
-        steps.push(step);
-    }
+    let OptimizerState { tensors, steps } = OptimizerState::to_load(optim)?;
+    let is_there = |saved: &SavedTensor| saved.required || source.tensors().contains_key(&saved.fqn);
+    let targets: Vec<LoadTensor> = tensors.into_iter().filter(is_there).map(SavedTensor::target).collect();
     let report = fsdp_ckpt::load(source, &targets, options)?;
-    for (state, step) in optim.states_mut().into_iter().zip(steps) {
-        let step = step.to_scalar::<f32>()?;
-        if !(step >= 0. && step.fract() == 0.) {
-            let path = source.path().display();
-            return Err(state.param.error(format!("{path} has a step count of {step}, expected a whole number")));
-        }
-        state.step = step as u64;
-    }
+    set_steps(optim, steps, source.path())?;
     Ok(report)
 }
 
@@ -197,12 +226,9 @@ fn selected<'a>(
 }
 
 /// Key of the hyper-parameters.
-pub(super) const GROUPS: &str = "param_groups";
+pub(crate) const GROUPS: &str = "param_groups";
 /// Key of the names of a group's parameters.
 const PARAMS: &str = "params";
-/// Name of the hyper-parameters in a checkpoint. PyTorch's checkpoints append each parameter's name and the
-/// hyper-parameter's.
-const SAVED: &str = "optim.param_groups";
 
 /// Returns the groups in PyTorch's format, with the names of the parameters that the options select.
 pub(super) fn groups(optim: &dyn ShardedOptimizer, options: &StateDictOptions) -> Value {
@@ -258,17 +284,27 @@ pub(super) fn hyper_of(
 /// Returns an error, and changes nothing, when the checkpoint lacks a parameter of this optimizer, parameters of one
 /// group have different hyper-parameters, or the optimizer does not compute what they ask for.
 pub fn load_param_groups(optim: &mut dyn ShardedOptimizer, source: &dyn TensorSource) -> Result<()> {
-    let saved = of_parameters(source.values());
+    let saved = saved_hyper(source, "");
+    let groups = optim.param_groups();
+    if let Some(param) = groups.iter().flat_map(|group| &group.params).find(|param| !saved.contains_key(param.name())) {
+        let path = source.path().display();
+        return Err(param.error(format!("{path} has no hyper-parameters of it: set them when you make the optimizer")));
+    }
+    optim.set_hyper(&hyper_of_groups(&groups, &saved, source.path())?)
+}
+
+/// Returns the saved hyper-parameters of each group. Leaves out parameters that have none.
+pub(crate) fn hyper_of_groups(
+    groups: &[ParamGroup],
+    saved: &BTreeMap<&str, Map<String, Value>>,
+    path: &Path,
+) -> Result<Vec<Map<String, Value>>> {
     let mut all = vec![];
-    for group in optim.param_groups() {
+    for group in groups {
         let mut hyper = None;
         for param in &group.params {
-            let path = source.path().display();
-            let Some(own) = saved.get(param.name()) else {
-                return Err(
-                    param.error(format!("{path} has no hyper-parameters of it: set them when you make the optimizer"))
-                );
-            };
+            let path = path.display();
+            let Some(own) = saved.get(param.name()) else { continue };
             match &hyper {
                 None => hyper = Some((param.name(), own)),
                 Some((_, first)) if *first == own => {}
@@ -282,14 +318,16 @@ pub fn load_param_groups(optim: &mut dyn ShardedOptimizer, source: &dyn TensorSo
         }
         all.push(hyper.map(|(_, hyper)| hyper.clone()).unwrap_or_default());
     }
-    optim.set_hyper(&all)
+    Ok(all)
 }
 
-/// Returns the hyper-parameters of each parameter by its name.
-fn of_parameters(values: &Map<String, Value>) -> BTreeMap<&str, Map<String, Value>> {
+/// Returns a checkpoint's hyper-parameters of each parameter by its name. Names in the checkpoint begin with `prefix`.
+/// PyTorch's checkpoints append each parameter's name and the hyper-parameter's.
+pub(crate) fn saved_hyper<'a>(source: &'a dyn TensorSource, prefix: &str) -> BTreeMap<&'a str, Map<String, Value>> {
+    let saved = format!("{prefix}{OPTIM}{GROUPS}");
     let mut all: BTreeMap<&str, Map<String, Value>> = BTreeMap::new();
-    for (key, value) in values {
-        let Some(rest) = key.strip_prefix(SAVED) else { continue };
+    for (key, value) in source.values() {
+        let Some(rest) = key.strip_prefix(&saved) else { continue };
         if let Some((fqn, name)) = rest.strip_prefix('.').and_then(|rest| rest.rsplit_once('.')) {
             all.entry(fqn).or_default().insert(name.into(), value.clone());
         }

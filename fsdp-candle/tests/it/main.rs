@@ -41,6 +41,7 @@ mod recurrent;
 mod reentrancy;
 mod reported;
 mod requires_grad;
+mod resume;
 mod scale;
 mod settings;
 mod sharded_optimizers;

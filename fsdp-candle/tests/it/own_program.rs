@@ -8,11 +8,10 @@ use candle_core::{DType, Device, Module, ModuleT, Result, Tensor};
 use candle_nn::VarBuilder;
 use fsdp_candle::initializer::{Fallback, Philox, Pretrained};
 use fsdp_candle::{
-    AdamW, AdamWConfig, FsdpModule, FullyShard, ShardedVarMap, StateDictOptions, World, get_model_state_dict,
-    load_model, load_optimizer, load_param_groups, model_tensors, nn, no_grad, optimizer_tensors, optimizer_values,
-    shard,
+    AdamW, AdamWConfig, CheckpointManager, FsdpModule, FullyShard, ShardedVarMap, StateDictOptions, TrainState, World,
+    get_model_state_dict, nn, no_grad, shard,
 };
-use fsdp_ckpt::{LoadOptions, SaveState, hf};
+use fsdp_ckpt::hf;
 use fsdp_test_support::{code_blocks, without_layout};
 
 use crate::common::{device, input, ranks, refused};
@@ -66,23 +65,28 @@ fn sample(model: &FsdpModule<Model>, x: &Tensor, world: &World) -> anyhow::Resul
     })
 }
 
-fn save(run: &Path, step: usize, vars: &ShardedVarMap, optim: &AdamW, world: &World) -> anyhow::Result<()> {
-    let mut tensors = model_tensors(vars)?;
-    tensors.extend(optimizer_tensors(optim)?);
-    let mut values = optimizer_values(optim); // learning rate and so on
-    values.insert("step".into(), step.into());
-    let state = SaveState { mesh: vars.mesh().layout().clone(), tensors, values };
-    fsdp_ckpt::save(&run.join(format!("step-{step:08}")), world.group(), &state)?;
-    Ok(())
+fn state<'a>(vars: &'a ShardedVarMap, optim: &'a mut AdamW, rows_seen: &'a mut u64) -> TrainState<'a> {
+    TrainState::new(vars).optimizer(optim).value("rows_seen", rows_seen)
 }
 
-fn resume(run: &Path, vars: &ShardedVarMap, optim: &mut AdamW) -> anyhow::Result<usize> {
-    let Some(newest) = fsdp_ckpt::latest(run)? else { return Ok(0) };
-    let source = fsdp_ckpt::open(&newest)?;
-    load_model(vars, &*source, &LoadOptions::default())?;
-    load_optimizer(optim, &*source, &LoadOptions::default())?;
-    load_param_groups(optim, &*source)?;
-    Ok(source.values()["step"].as_u64().unwrap_or(0) as usize)
+fn run(
+    dir: &Path,
+    vars: &ShardedVarMap,
+    model: &FsdpModule<Model>,
+    optim: &mut AdamW,
+    steps: usize,
+    world: &World,
+) -> anyhow::Result<Vec<f64>> {
+    let mut checkpoints = CheckpointManager::new(world, dir).keep_newest(3).asynchronous();
+    let mut rows_seen = 0;
+    let resumed = checkpoints.resume(state(vars, optim, &mut rows_seen))?;
+    let mut losses = vec![];
+    for step in resumed.map_or(0, |from| from.step) + 1..=steps {
+        losses.push(train_step(model, optim, &mut rows_seen, world)?);
+        checkpoints.save(step, state(vars, optim, &mut rows_seen))?;
+    }
+    checkpoints.finish()?; // waits for the last save
+    Ok(losses)
 }
 
 fn evaluate(vars: &ShardedVarMap, model: &FsdpModule<nn::BatchNorm>, x: &Tensor) -> anyhow::Result<Tensor> {
@@ -125,27 +129,26 @@ fn export(dir: &Path, vars: &ShardedVarMap, world: &World) -> anyhow::Result<()>
 /// Rows of every step, which the ranks share.
 const ROWS: usize = 4;
 
-/// Trains the steps, and returns the mean loss of each.
-fn train(
-    vars: &ShardedVarMap,
-    model: &FsdpModule<Model>,
-    optim: &mut AdamW,
-    steps: std::ops::Range<usize>,
-    world: &World,
-) -> Vec<f64> {
-    let rows = ROWS / world.size();
-    let step = |step| {
-        let share = |seed, width| input(seed, &[ROWS, width]).narrow(0, world.rank() * rows, rows).unwrap();
-        let loss = nn::loss::mse(&model.forward(&share(step, 8)).unwrap(), &share(step + 100, 4)).unwrap();
-        let grads = model.backward(&loss).unwrap();
-        for param in vars.params() {
-            assert_eq!(grads.get(param.var()).is_some(), param.trainable(), "{}", param.name());
-        }
-        optim.step(&grads).unwrap();
-        let mean = world.all_reduce(&[f64::from(loss.to_scalar::<f32>().unwrap())], fsdp_candle::ReduceOp::Avg);
-        mean.unwrap()[0]
-    };
-    steps.map(step).collect()
+/// Trains on the rows after the first `rows_seen`, and returns the mean loss.
+fn train_step(model: &FsdpModule<Model>, optim: &mut AdamW, rows_seen: &mut u64, world: &World) -> anyhow::Result<f64> {
+    let (rows, step) = (ROWS / world.size(), *rows_seen as usize / ROWS);
+    let share = |seed, width| input(seed, &[ROWS, width]).narrow(0, world.rank() * rows, rows);
+    let loss = nn::loss::mse(&model.forward(&share(step, 8)?)?, &share(step + 100, 4)?)?;
+    optim.step(&model.backward(&loss)?)?;
+    *rows_seen += ROWS as u64;
+    Ok(world.all_reduce(&[f64::from(loss.to_scalar::<f32>()?)], fsdp_candle::ReduceOp::Avg)?[0])
+}
+
+/// Trains the first steps. Only trainable parameters get gradients.
+fn train(vars: &ShardedVarMap, model: &FsdpModule<Model>, optim: &mut AdamW, steps: usize, world: &World) {
+    let mut rows_seen = 0;
+    for _ in 0..steps {
+        train_step(model, optim, &mut rows_seen, world).unwrap();
+    }
+    let grads = model.backward(&model.forward(&input(0, &[ROWS, 8])).unwrap().sum_all().unwrap()).unwrap();
+    for param in vars.params() {
+        assert_eq!(grads.get(param.var()).is_some(), param.trainable(), "{}", param.name());
+    }
 }
 
 fn adamw(vars: &ShardedVarMap, lr: f64) -> AdamW {
@@ -311,25 +314,24 @@ fn a_wrong_shape_names_file_tensor_and_shapes() {
 fn resumes_at_another_world_size() {
     let root = tempfile::tempdir().unwrap();
     write_weights(root.path());
-    let run = root.path().join("run");
     let losses = ranks(2, |world| {
         let (vars, model) = pretrained(root.path(), &world).unwrap();
-        let mut optim = adamw(&vars, 0.01);
-        assert_eq!(resume(&run, &vars, &mut optim).unwrap(), 0);
-        train(&vars, &model, &mut optim, 0..3, &world);
-        save(&run, 3, &vars, &optim, &world).unwrap();
-        train(&vars, &model, &mut optim, 3..6, &world)
+        run(&root.path().join("whole"), &vars, &model, &mut adamw(&vars, 0.01), 6, &world).unwrap()
     });
     for size in [1, 2, 4] {
+        let dir = root.path().join(format!("run-{size}"));
+        ranks(2, |world| {
+            let (vars, model) = pretrained(root.path(), &world).unwrap();
+            run(&dir, &vars, &model, &mut adamw(&vars, 0.01), 3, &world).unwrap()
+        });
         let resumed = ranks(size, |world| {
             let (vars, model) = pretrained(root.path(), &world).unwrap();
-            let mut optim = adamw(&vars, 0.5); // the checkpoint has the learning rate
-            let step = resume(&run, &vars, &mut optim).unwrap();
-            train(&vars, &model, &mut optim, step..6, &world)
+            // The checkpoint has the learning rate.
+            run(&dir, &vars, &model, &mut adamw(&vars, 0.5), 6, &world).unwrap()
         });
         match size {
-            2 => assert_eq!(resumed, losses),
-            _ => assert_near(&resumed[0], &losses[0]),
+            2 => assert_eq!(resumed[0], losses[0][3..]),
+            _ => assert_near(&resumed[0], &losses[0][3..]),
         }
     }
 }
@@ -360,7 +362,7 @@ fn trains_and_exports_adapters() {
     let adapters = root.path().join("adapters");
     let outputs = ranks(2, |world| {
         let (vars, model) = with_adapters(root.path(), &world).unwrap();
-        train(&vars, &model, &mut adamw(&vars, 0.01), 0..5, &world);
+        train(&vars, &model, &mut adamw(&vars, 0.01), 5, &world);
         export_adapters(&adapters, &vars, &world).unwrap();
         values(&model.forward(&input(0, &[ROWS, 8])).unwrap())
     });

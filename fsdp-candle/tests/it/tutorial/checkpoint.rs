@@ -1,7 +1,7 @@
 //! Distributed checkpoints: each rank writes and reads its own shards.
 
 use candle_core::Module;
-use fsdp_candle::{StateDictOptions, get_state_dict, optimizer_values, set_state_dict};
+use fsdp_candle::{CheckpointManager, StateDictOptions, TrainState, get_state_dict, optimizer_values, set_state_dict};
 use fsdp_ckpt::{LoadOptions, MODEL, SaveState};
 
 use super::*;
@@ -42,4 +42,26 @@ fn loads_at_other_world_sizes() {
     }) {
         assert!(world.iter().all(|loaded| *loaded == saved[0][0]));
     }
+}
+
+#[test]
+fn an_app_state_takes_one_call() {
+    let root = tempfile::tempdir().unwrap();
+    let run = root.path();
+    let args = ModelArgs::default();
+    on_worlds(&[2], |world| {
+        let vars = vars(world)?;
+        let model = sharded(&FullyShard::new(&vars), &vars, &args)?;
+        let mut optim = adam(&vars)?;
+        let x = randint(args.vocab_size, (4, 8), world.device())?;
+        optim.step(&model.backward(&model.forward(&x)?.sum_all()?)?)?;
+        let mut checkpoints = CheckpointManager::new(world, run);
+        checkpoints.save(1, TrainState::new(&vars).optimizer(&mut optim))?;
+        let saved = parameters(&vars)?;
+        optim.step(&model.backward(&model.forward(&x)?.sum_all()?)?)?;
+        assert_ne!(parameters(&vars)?, saved);
+        checkpoints.resume(TrainState::new(&vars).optimizer(&mut optim))?;
+        assert_eq!((parameters(&vars)?, optim.states()[0].step), (saved, 1));
+        Ok(())
+    });
 }
