@@ -77,8 +77,8 @@ mod sharded {
         // after
 let world = fsdp_candle::init()?;
 let vars = ShardedVarMap::of_world(&world)?;
-let opts = FullyShard::new(&vars).units(["blocks.*"]);
-let model = shard(&opts, vars.builder(DType::F32), Model::new)?;
+let opts = FullyShard::new(&vars);
+let model = shard(&opts, &["blocks.*"], vars.builder(DType::F32), Model::new)?;
 let mut optim = AdamW::new(vars.trainable(), AdamWConfig::default())?;
 for (inputs, targets) in data {
     let loss = cross_entropy(&model.forward(&inputs)?, &targets)?;

@@ -68,7 +68,7 @@ thread_local! {
 /// # use candle_core::{DType, Device, Module, Tensor};
 /// # use fsdp_candle::{nn, FullyShard, ShardedVarMap, World, fully_shard};
 /// # let world = World::single()?;
-/// let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+/// let vars = ShardedVarMap::of_world(&world)?;
 /// vars.adapt(nn::LoraConfig { rank: 2, alpha: 4. }, |_| true);
 /// let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear(3, 5, vb))?;
 /// let y = nn::without_adapters(|| model.forward(&Tensor::ones((1, 3), DType::F32, &Device::Cpu)?))?;

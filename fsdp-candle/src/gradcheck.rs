@@ -62,7 +62,7 @@ impl Default for GradcheckOptions {
 /// use fsdp_candle::{gradcheck, GradcheckOptions};
 /// # let world = World::single()?;
 /// # let x = Tensor::new(&[[1f32, -2., 3., 0.5]], world.device())?;
-/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+/// # let vars = ShardedVarMap::of_world(&world)?;
 /// # let opts = FullyShard::new(&vars);
 ///
 /// let model = fully_shard(&opts, vars.builder(DType::F32), |vb| {
@@ -73,7 +73,7 @@ impl Default for GradcheckOptions {
 /// })?;
 /// assert_eq!(checked[0].unit, "(root)");
 ///
-/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+/// # let vars = ShardedVarMap::of_world(&world)?;
 /// # let opts = FullyShard::new(&vars);
 /// let model = fully_shard(&opts, vars.builder(DType::F32), |vb| {
 ///     Ok((nn::linear(4, 4, vb.pp("up"))?, candle_nn::layer_norm(4, 1e-5, vb.pp("norm"))?)) // has no backward

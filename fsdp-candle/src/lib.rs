@@ -11,8 +11,7 @@
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let world = fsdp_candle::init()?;                              // reads RANK, WORLD_SIZE, ...; one rank without them
-//! let mesh = world.mesh(&[("dp_shard", world.size())])?;
-//! let vars = ShardedVarMap::new(&mesh, world.device());          // a sharded VarMap
+//! let vars = ShardedVarMap::of_world(&world)?;                   // a sharded VarMap
 //! let vb = vars.builder(DType::F32);                             // an ordinary VarBuilder
 //! let opts = FullyShard::new(&vars);
 //!

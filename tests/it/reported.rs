@@ -93,7 +93,7 @@ fn map(world: &World, mesh: &[(&str, usize)]) -> ShardedVarMap {
 }
 
 fn tied(vars: &ShardedVarMap) -> FsdpModule<Tied> {
-    shard(&FullyShard::new(vars).units(["body"]), vars.builder(DType::F32), Tied::new).unwrap()
+    shard(&FullyShard::new(vars), &["body"], vars.builder(DType::F32), Tied::new).unwrap()
 }
 
 /// The table is one parameter for both of its uses. No rank reads all of it, and none writes all of it.
@@ -201,7 +201,7 @@ fn small(vars: &ShardedVarMap) -> FsdpModule<[nn::Linear; 2]> {
     let build = |vb: VarBuilder<'static>| {
         Ok([nn::linear_no_bias(8, 16, vb.pp("up"))?, nn::linear_no_bias(16, 4, vb.pp("down"))?])
     };
-    shard(&FullyShard::new(vars).units(["*"]), vars.builder(DType::F32), build).unwrap()
+    shard(&FullyShard::new(vars), &["*"], vars.builder(DType::F32), build).unwrap()
 }
 
 type Optimizer = Box<dyn ShardedOptimizer>;
@@ -271,13 +271,13 @@ fn reductions_of_both_tables_hold_one_copy() {
             reduce_dtype: Some(DType::F32),
             ..Default::default()
         };
-        let opts = FullyShard::new(&vars).mp_policy(policy).units(["body"]);
+        let opts = FullyShard::new(&vars).mp_policy(policy);
         let build = |vb: VarBuilder<'static>| {
             let embed = nn::embedding(VOCABULARY, WIDTH, vb.pp("embed"))?;
             let body = nn::linear_no_bias(WIDTH, WIDTH, vb.pp("body"))?;
             Ok((embed, body, nn::linear_no_bias(WIDTH, VOCABULARY, vb.pp("head"))?))
         };
-        let model = shard(&opts, vars.builder(DType::F32), build).unwrap();
+        let model = shard(&opts, &["body"], vars.builder(DType::F32), build).unwrap();
         let ids = Tensor::new(&[[world.rank() as u32, 1, 2]], world.device()).unwrap();
         for _ in 0..2 {
             let y = model.call(|(embed, body, head)| head.forward(&body.forward(&embed.forward(&ids)?)?)).unwrap();

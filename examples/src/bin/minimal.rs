@@ -38,7 +38,7 @@ impl Module for Model {
 
 fn main() -> anyhow::Result<()> {
     let world = fsdp_candle::init()?;
-    let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", world.size())])?, world.device());
+    let vars = ShardedVarMap::of_world(&world)?;
     let vb = vars.builder(DType::F32);
     let opts = FullyShard::new(&vars);
 

@@ -166,7 +166,7 @@ pub fn build_by_name(
     let (positions, head_dim) = (options.positions, config.head_dim);
     let rotary = RotaryTables::new(&config.rope, config.local_rope.as_ref(), head_dim, positions, vb.device())?;
     let drops = ModelDropout::new(options.dropout, None);
-    let model = shard(&opts.units(["model.layers.*"]), vb, |vb| {
+    let model = shard(&opts, &["model.layers.*"], vb, |vb| {
         let block = |i| {
             let name = format!("model.layers.{i}");
             let block = decoder::Block::new(config, i, &rotary, &drops, None, vb.pp(&name))?;

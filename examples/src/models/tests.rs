@@ -9,7 +9,7 @@ use crate::models::*;
 fn model(config: &str, activation_checkpoint: bool) -> (ShardedVarMap, FsdpModule<LanguageModel>) {
     let config = ModelConfig::parse(config).unwrap();
     let world = World::single().unwrap();
-    let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)]).unwrap(), world.device());
+    let vars = ShardedVarMap::of_world(&world).unwrap();
     vars.init_with(Philox::new(1));
     let checkpoints = CheckpointPolicy::every(activation_checkpoint.into());
     let dropout = Dropout::default();
@@ -27,7 +27,7 @@ fn unmatched_block_patterns_are_refused() {
     );
     let built = |config: &str, patterns: &[&str]| {
         let world = World::single().unwrap();
-        let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)]).unwrap(), world.device());
+        let vars = ShardedVarMap::of_world(&world).unwrap();
         vars.init_with(Philox::new(1));
         let checkpoints = CheckpointPolicy::named(patterns).unwrap();
         let dropout = Dropout::default();
@@ -55,7 +55,7 @@ fn models_of_classes_have_no_loss_over_a_vocabulary() {
         "num_attention_heads": 2, "vocab_size": 11, "max_position_embeddings": 16}"#;
     for config in [llama, bert] {
         let world = World::single().unwrap();
-        let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)]).unwrap(), world.device());
+        let vars = ShardedVarMap::of_world(&world).unwrap();
         vars.init_with(Philox::new(1));
         let checkpoints = CheckpointPolicy::every(0);
         let options =
@@ -221,7 +221,7 @@ fn sizes_match_the_built_model() {
             let lora = Lora { config: LoraConfig { rank: 3, alpha: 1. }, targets };
             let config = ModelConfig::parse(&format!("{}{}}}", text.0, text.1)).unwrap();
             let world = World::single().unwrap();
-            let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)]).unwrap(), world.device());
+            let vars = ShardedVarMap::of_world(&world).unwrap();
             let options = ModelOptions {
                 dtype: DType::F32,
                 positions: 4,

@@ -57,7 +57,7 @@ const STACK_BYTES: usize = 64 << 20;
 ///     }
 /// }
 /// let world = World::single().unwrap();
-/// let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)]).unwrap(), world.device());
+/// let vars = ShardedVarMap::of_world(&world).unwrap();
 /// let opts = FullyShard::new(&vars);
 /// let model = fully_shard(&opts, vars.builder(DType::F32), |vb| {
 ///     Ok(Arc::new(Mlp(nn::linear(4, 16, vb.pp("up"))?, nn::linear(16, 4, vb.pp("down"))?)))

@@ -29,10 +29,6 @@ const FOREIGN_BUILDER: &str = "it has no parameters: its VarBuilder is not of th
      like. To load weights, call `vars.init_with(initializer::Pretrained::open(dir)?)` before the model is built, or \
      `load_model` after";
 
-/// Error for patterns of units by name that are passed to `fully_shard`.
-const FOR_SHARD: &str = "its options have patterns of units by name (`FullyShard::units`), which are for `shard`: call \
-     `shard`, or pass options without patterns";
-
 /// Number of modules that an error lists.
 const LISTED_MODULES: usize = 16;
 
@@ -41,14 +37,13 @@ const LISTED_MODULES: usize = 16;
 pub struct FullyShard {
     vars: ShardedVarMap,
     unit: UnitOptions,
-    units: Vec<String>,
 }
 
 impl FullyShard {
     /// Makes default options: the map's mesh, dimension 0, the parameters' own dtypes. Parameters are resharded after
     /// forward, except for the root's.
     pub fn new(vars: &ShardedVarMap) -> Self {
-        FullyShard { vars: vars.clone(), unit: UnitOptions::default(), units: vec![] }
+        FullyShard { vars: vars.clone(), unit: UnitOptions::default() }
     }
 
     /// Sets another mesh than the map's: 1-D, or 2-D as (replicate, shard). It must have all ranks that train copies of
@@ -154,14 +149,6 @@ impl FullyShard {
         self
     }
 
-    /// Adds patterns of module FQNs that [`shard`] makes units of: `model.layers.*` makes a unit of each layer. A `*`
-    /// matches any characters between two dots, `**` any number of names (`**.blocks.*`), `?` and `[0-9]` one
-    /// character. A parameter belongs to the innermost module that a pattern matches.
-    pub fn units(mut self, patterns: impl IntoIterator<Item = impl Into<String>>) -> Self {
-        self.units.extend(patterns.into_iter().map(Into::into));
-        self
-    }
-
     /// Sets the extension of each parameter, which encodes the shards that the all-gather sends.
     pub fn all_gather_extension(
         mut self,
@@ -202,7 +189,7 @@ impl FullyShard {
 /// use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
 ///
 /// let world = World::single().unwrap();
-/// let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", world.size())]).unwrap(), world.device());
+/// let vars = ShardedVarMap::of_world(&world).unwrap();
 /// let opts = FullyShard::new(&vars);
 /// let model = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear(4, 2, vb)).unwrap();
 /// let loss = model.forward(&Tensor::ones((3, 4), DType::F32, &Device::Cpu).unwrap()).unwrap().mean_all().unwrap();
@@ -214,14 +201,15 @@ pub fn fully_shard<M>(
     vb: VarBuilder<'static>,
     build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M>,
 ) -> Result<FsdpModule<M>> {
-    if !opts.units.is_empty() {
-        return Err(Error::unit(&name_of(&vb), FOR_SHARD));
-    }
-    make(MadeBy::FullyShard, opts, vb, build)
+    make(None, opts, vb, build)
 }
 
-/// Builds a model that does not know of FSDP, and makes units of its modules by their names ([`FullyShard::units`]).
-/// The rest of the model is a unit of its own, as [`fully_shard`] makes it.
+/// Builds a model that does not know of FSDP, and makes units of its modules by their names. The rest of the model is a
+/// unit of its own, as [`fully_shard`] makes it.
+///
+/// `units` are patterns of module FQNs: `model.layers.*` makes a unit of each layer. A `*` matches any characters between
+/// two dots, `**` any number of names (`**.blocks.*`), `?` and `[0-9]` one character. A parameter belongs to the innermost
+/// module that a pattern matches.
 ///
 /// The model uses the layers of [`nn`](crate::nn): `use fsdp_candle::nn as candle_nn;` in the model's file is the
 /// only change. Nobody calls the units. The first use of a unit's parameters unshards it, in forward and in backward,
@@ -243,7 +231,7 @@ pub fn fully_shard<M>(
 /// use candle_core::{DType, Module, Tensor};
 /// use fsdp_candle::{shard, FullyShard, ShardedVarMap, World};
 /// # let world = World::single()?;
-/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+/// # let vars = ShardedVarMap::of_world(&world)?;
 ///
 /// mod model {
 /// #   use ::candle_nn::VarBuilder;
@@ -275,8 +263,8 @@ pub fn fully_shard<M>(
 ///     }
 /// }
 ///
-/// let opts = FullyShard::new(&vars).units(["model.layers.*"]);
-/// let model = shard(&opts, vars.builder(DType::F32), |vb| model::Model::new(3, vb))?;
+/// let opts = FullyShard::new(&vars);
+/// let model = shard(&opts, &["model.layers.*"], vars.builder(DType::F32), |vb| model::Model::new(3, vb))?;
 /// assert_eq!(model.units().len(), 4); // three layers, and the root
 /// assert!(model.unmanaged_parameters().is_empty());
 /// let logits = model.forward(&Tensor::new(&[1u32, 2, 3], world.device())?)?;
@@ -285,17 +273,11 @@ pub fn fully_shard<M>(
 /// ```
 pub fn shard<M>(
     opts: &FullyShard,
+    units: &[&str],
     vb: VarBuilder<'static>,
     build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M>,
 ) -> Result<FsdpModule<M>> {
-    make(MadeBy::Shard, opts, vb, build)
-}
-
-/// Function that makes a unit.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum MadeBy {
-    FullyShard,
-    Shard,
+    make(Some(units), opts, vb, build)
 }
 
 fn name_of(vb: &VarBuilder<'_>) -> String {
@@ -303,14 +285,14 @@ fn name_of(vb: &VarBuilder<'_>) -> String {
     if prefix.is_empty() { ROOT.to_string() } else { prefix }
 }
 
-/// Makes a unit, and the units by name inside it.
+/// Makes a unit, and the units by name inside it. `patterns` are those of [`shard`].
 fn make<M>(
-    by: MadeBy,
+    patterns: Option<&[&str]>,
     opts: &FullyShard,
     vb: VarBuilder<'static>,
     build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M>,
 ) -> Result<FsdpModule<M>> {
-    let FullyShard { vars, unit: opts, units: patterns } = opts;
+    let FullyShard { vars, unit: opts } = opts;
     let name = name_of(&vb);
     let ranks = match &opts.ranks {
         Some(ranks) => vars.on_whole_mesh(ranks.clone()),
@@ -333,14 +315,14 @@ fn make<M>(
         return Err(Error::unit(&name, FOREIGN_BUILDER));
     }
     // `shard` makes whole models. A unit without parameters may be a part of a model, such as an activation.
-    if is_hollow && by == MadeBy::Shard && name == ROOT && schedule.units().iter().all(|unit| unit.is_hollow) {
+    if is_hollow && patterns.is_some() && name == ROOT && schedule.units().iter().all(|unit| unit.is_hollow) {
         return Err(Error::unit(&name, TAKES_NOTHING));
     }
     let params = unit.params();
     if let Some(param) = params.iter().find(|param| param.lacks_tp_layer()) {
         return Err(param.error(lacks_tp_layer(param)));
     }
-    let UnitsByName { units, own, unmanaged } = UnitsByName::of(&params, &vb.prefix(), patterns)?;
+    let UnitsByName { units, own, unmanaged } = UnitsByName::of(&params, &vb.prefix(), patterns.unwrap_or_default())?;
     unit.close();
     let add = |name: String, params, by_name_in: Option<usize>| {
         let id = UnitId { index: schedule.next_index(), name: name.into() };
@@ -410,7 +392,7 @@ struct UnitsByName {
 
 impl UnitsByName {
     /// Divides the parameters of the module at `path`, which is empty for the root.
-    fn of(params: &[Arc<FsdpParam>], path: &str, patterns: &[String]) -> Result<Self> {
+    fn of(params: &[Arc<FsdpParam>], path: &str, patterns: &[&str]) -> Result<Self> {
         let names: Vec<&str> = params.iter().map(|param| param.name()).collect();
         let patterns = compiled(patterns)?;
         check_matches(&patterns, &names, path)?;
@@ -435,7 +417,7 @@ impl UnitsByName {
     }
 }
 
-fn compiled(patterns: &[String]) -> Result<Vec<NamePattern>> {
+fn compiled(patterns: &[&str]) -> Result<Vec<NamePattern>> {
     patterns.iter().map(|text| NamePattern::new(text)).collect()
 }
 
@@ -480,8 +462,7 @@ mod tests {
     use super::*;
 
     fn unit_of<'a>(name: &'a str, path: &str, patterns: &[&str]) -> Option<&'a str> {
-        let patterns: Vec<String> = patterns.iter().map(ToString::to_string).collect();
-        matched(name, path, &compiled(&patterns).unwrap()).last()
+        matched(name, path, &compiled(patterns).unwrap()).last()
     }
 
     #[test]

@@ -102,15 +102,15 @@ impl<M> FsdpModule<M> {
         &mut self.inner
     }
 
-    /// Returns the parameters of this unit that patterns of [`FullyShard::units`](crate::FullyShard::units) match and
+    /// Returns the parameters of this unit that patterns of [`shard`](crate::shard) match and
     /// that no layer of [`nn`](crate::nn) holds. Nothing reports their uses, so they are unsharded as long as this unit
     /// is.
     ///
     /// ```
     /// # use fsdp_candle::doc_example::*;
     /// # let (world, vars, opts, vb) = one_rank()?;
-    /// let opts = FullyShard::new(&vars).units(["layer"]);
-    /// let model = shard(&opts, vars.builder(DType::F32), |vb| {
+    /// let opts = FullyShard::new(&vars);
+    /// let model = shard(&opts, &["layer"], vars.builder(DType::F32), |vb| {
     ///     let vb = vb.pp("layer");
     ///     Ok((nn::linear_no_bias(4, 2, vb.clone())?, vb.get(2, "scale")?)) // multiplied by hand
     /// })?;
@@ -152,7 +152,7 @@ impl<M> FsdpModule<M> {
     ///     }
     /// }
     /// let world = fsdp_candle::World::single().unwrap();
-    /// let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)]).unwrap(), world.device());
+    /// let vars = ShardedVarMap::of_world(&world).unwrap();
     /// let opts = FullyShard::new(&vars);
     /// let model = fully_shard(&opts, vars.builder(DType::F32), |vb| Ok(Scaled(nn::linear(4, 2, vb)?))).unwrap();
     /// let x = Tensor::ones((3, 4), DType::F32, &Device::Cpu).unwrap();
@@ -541,8 +541,8 @@ impl<M> FsdpModule<M> {
     /// local::try_run(2, |group| {
     ///     let world = World::of(group);
     ///     let vars = ShardedVarMap::of_world(&world)?;
-    ///     let opts = FullyShard::new(&vars).units(["layers.*"]);
-    ///     let model = shard(&opts, vars.builder(DType::F32), |vb| {
+    ///     let opts = FullyShard::new(&vars);
+    ///     let model = shard(&opts, &["layers.*"], vars.builder(DType::F32), |vb| {
     ///         Ok([nn::linear(4, 4, vb.pp("layers.0"))?, nn::linear(4, 4, vb.pp("layers.1"))?])
     ///     })?;
     ///     let x = Tensor::ones((3, 4), DType::F32, world.device())?;

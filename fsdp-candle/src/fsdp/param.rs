@@ -46,7 +46,7 @@ use crate::tensor_parallel::{Parallel, ParallelStyle};
 ///
 /// local::try_run(2, |group| {
 ///     let world = World::of(group);
-///     let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 2)])?, world.device());
+///     let vars = ShardedVarMap::of_world(&world)?;
 ///     let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 3, vb))?;
 ///     let weight = &model.params()[0];
 ///     assert_eq!((weight.name(), weight.shape().dims()), ("weight", &[3, 4][..]));

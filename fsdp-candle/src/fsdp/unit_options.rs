@@ -20,7 +20,7 @@ use crate::extension::AllGatherExtension;
 ///     let pairs = world.mesh(&[("expert", 2), ("within", 2)])?;
 ///     let dims = DataParallelMeshDims { shard: &["within"], replicate: &["expert"] };
 ///     let pairs = ShardMesh::of_dims(&pairs, &dims)?;
-///     let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 4)])?, world.device());
+///     let vars = ShardedVarMap::of_world(&world)?;
 ///     let opts = FullyShard::new(&vars).shard_placement_fn(move |fqn, shape| match fqn {
 ///         _ if fqn.starts_with("expert") => Some(ShardPlacement { dim: 0, mesh: Some(pairs.clone()) }),
 ///         _ if shape.len() == 2 => Some(ShardPlacement::from(1)), // by columns

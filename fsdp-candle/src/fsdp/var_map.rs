@@ -44,7 +44,7 @@ const WORLD_DIM: &str = "dp_shard";
 /// use fsdp_candle::initializer::Philox;
 ///
 /// let world = World::single()?;
-/// let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+/// let vars = ShardedVarMap::of_world(&world)?;
 /// vars.init_with(Philox::new(42)); // the same values for any number of ranks
 /// vars.freeze(|fqn| fqn.starts_with("embed"));
 /// let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| {
@@ -324,7 +324,7 @@ impl ShardedVarMap {
     ///
     /// local::try_run(2, |group| {
     ///     let world = World::of(group);
-    ///     let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 2)])?, world.device());
+    ///     let vars = ShardedVarMap::of_world(&world)?;
     ///     let (opts, vb) = (FullyShard::new(&vars), vars.builder(DType::F32));
     ///     let norm = fully_shard(&opts, vb, |vb| candle_nn::batch_norm(3, 1e-5, vb))?;
     ///     assert_eq!(vars.params().len(), 2); // weight and bias; the statistics are buffers

@@ -235,7 +235,7 @@ pub fn gpt2_linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Conv
 /// use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
 ///
 /// let world = World::single().unwrap();
-/// let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)]).unwrap(), world.device());
+/// let vars = ShardedVarMap::of_world(&world).unwrap();
 /// vars.freeze(|name| !nn::is_adapter(name));
 /// let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| {
 ///     let vb = vb.pp("q_proj");

@@ -82,8 +82,8 @@ fn wrapped(vars: &ShardedVarMap, wrong: Wrong) -> FsdpModule<Model<FsdpModule<Bl
 }
 
 fn by_name(vars: &ShardedVarMap, wrong: Wrong) -> FsdpModule<Model<Block>> {
-    let opts = FullyShard::new(vars).units(["layers.*"]);
-    shard(&opts, vars.builder(DType::F32), |vb| {
+    let opts = FullyShard::new(vars);
+    shard(&opts, &["layers.*"], vars.builder(DType::F32), |vb| {
         let block = |i| Block::new(wrong_in(wrong, i), vb.pp(format!("layers.{i}")));
         Ok(Model((0..LAYERS).map(block).collect::<Result<_>>()?))
     })

@@ -16,8 +16,8 @@ use crate::common::{
 
 /// The blocks as units by name.
 fn by_name(vars: &ShardedVarMap) -> FsdpModule<Model<Block>> {
-    let opts = FullyShard::new(vars).units(["blocks.*"]);
-    shard(&opts, vars.builder(DType::F32), |vb| plain(vb, WIDTH)).unwrap()
+    let opts = FullyShard::new(vars);
+    shard(&opts, &["blocks.*"], vars.builder(DType::F32), |vb| plain(vb, WIDTH)).unwrap()
 }
 
 fn values(y: &Tensor) -> Vec<Vec<f32>> {

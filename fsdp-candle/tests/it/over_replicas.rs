@@ -168,9 +168,9 @@ fn matches_with_named_units_and_unused_parameters() {
         let run = |divided: bool| {
             let vars = map(&world, 2);
             vars.freeze(|name| name == "blocks.0.weight");
-            let opts = FullyShard::new(&vars).shard_optimizer_over_replicas(divided).units(["blocks.*"]);
+            let opts = FullyShard::new(&vars).shard_optimizer_over_replicas(divided);
             let vb = vars.builder(DType::F32);
-            let model = shard(&opts, vb, |vb| {
+            let model = shard(&opts, &["blocks.*"], vb, |vb| {
                 let blocks = (0..3)
                     .map(|i| nn::linear(WIDTH, WIDTH, vb.pp(format!("blocks.{i}"))))
                     .collect::<candle_core::Result<Vec<_>>>()?;

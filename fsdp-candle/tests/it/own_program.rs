@@ -52,8 +52,8 @@ impl Module for Model {
 fn pretrained(weights: &Path, world: &World) -> anyhow::Result<(ShardedVarMap, FsdpModule<Model>)> {
     let vars = ShardedVarMap::of_world(world)?;
     vars.init_with(Pretrained::open(weights)?); // model.safetensors, or an index and its files
-    let opts = FullyShard::new(&vars).units(["layers.*"]);
-    let model = shard(&opts, vars.builder(DType::F32), Model::new)?;
+    let opts = FullyShard::new(&vars);
+    let model = shard(&opts, &["layers.*"], vars.builder(DType::F32), Model::new)?;
     Ok((vars, model))
 }
 
@@ -101,8 +101,8 @@ fn with_adapters(weights: &Path, world: &World) -> anyhow::Result<(ShardedVarMap
     vars.init_with(Fallback::new(Pretrained::open(weights)?, Philox::new(0), nn::is_adapter));
     vars.freeze(|name| !nn::is_adapter(name));
     vars.adapt(LORA, |layer| layer.ends_with("up"));
-    let opts = FullyShard::new(&vars).units(["layers.*"]);
-    let model = shard(&opts, vars.builder(DType::F32), Model::new)?;
+    let opts = FullyShard::new(&vars);
+    let model = shard(&opts, &["layers.*"], vars.builder(DType::F32), Model::new)?;
     Ok((vars, model))
 }
 
@@ -282,7 +282,7 @@ fn weights_come_from_files_and_boxed_sources() {
         ranks(2, |world| {
             let vars = ShardedVarMap::of_world(&world).unwrap();
             vars.init_with(source());
-            shard(&FullyShard::new(&vars), vars.builder(DType::F32), Model::new).unwrap();
+            shard(&FullyShard::new(&vars), &[], vars.builder(DType::F32), Model::new).unwrap();
             for param in vars.params() {
                 let full = param.dtensor().unwrap().full_tensor().unwrap();
                 assert_eq!(values(&full), values(&weights[param.name()]), "{what}: {}", param.name());
@@ -299,7 +299,7 @@ fn a_wrong_shape_names_file_tensor_and_shapes() {
     let errors = ranks(2, |world| {
         let vars = ShardedVarMap::of_world(&world).unwrap();
         vars.init_with(Pretrained::of(fsdp_ckpt::open(&file).unwrap(), |name| format!("head.{name}")));
-        let built = shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear(8, 5, vb));
+        let built = shard(&FullyShard::new(&vars), &[], vars.builder(DType::F32), |vb| nn::linear(8, 5, vb));
         built.map(drop).unwrap_err().to_string()
     });
     let file = file.display().to_string();
@@ -341,7 +341,7 @@ fn evaluates_with_the_statistics_of_all_ranks() {
     let build = |world: &World| {
         let vars = ShardedVarMap::of_world(world).unwrap();
         let build = |vb: VarBuilder| nn::batch_norm(5, 1e-5, vb);
-        let model = shard(&FullyShard::new(&vars), vars.builder(DType::F32), build).unwrap();
+        let model = shard(&FullyShard::new(&vars), &[], vars.builder(DType::F32), build).unwrap();
         model.call(|model| model.forward_t(&input(world.rank(), &[ROWS, 5]), true)).unwrap();
         (vars, model)
     };

@@ -299,8 +299,8 @@ fn on_rank(plan: &Plan, world: &World) {
     let head = |vb: &VarBuilder| plan.head.then(|| nn::linear(WIDTH, 2, vb.pp("head"))).transpose();
     let units = plan.units.iter().enumerate();
     let got = if plan.by_name {
-        let opts = opts.reshard_after_forward(plan.policies[0]).units(["unit.*"]);
-        let model = shard(&opts, vb, |vb| {
+        let opts = opts.reshard_after_forward(plan.policies[0]);
+        let model = shard(&opts, &["unit.*"], vb, |vb| {
             let units = units.map(|(unit, &(_, _, again))| Unit::new(again, vb.pp(format!("unit.{unit}"))));
             Ok(Model { units: units.collect::<Result<Vec<_>>>()?, head: head(&vb)? })
         });

@@ -37,8 +37,9 @@ fn loss<S>(rank: usize, first: S, mut forward: impl FnMut(&Tensor, &S) -> Result
 fn matches_plain_candle<R: RNN<State: Tensors>>(build: fn(VarBuilder<'static>) -> Result<R>) {
     let sharded = |world: &fsdp_candle::World| {
         let vars = vars(world);
-        let opts = FullyShard::new(&vars).units(["layer"]);
-        let model: FsdpModule<_> = shard(&opts, vars.builder(DType::F32), |vb| Recurrent::new(build, vb)).unwrap();
+        let opts = FullyShard::new(&vars);
+        let model: FsdpModule<_> =
+            shard(&opts, &["layer"], vars.builder(DType::F32), |vb| Recurrent::new(build, vb)).unwrap();
         (vars, model)
     };
     let plain = {

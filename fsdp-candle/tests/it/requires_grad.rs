@@ -112,8 +112,8 @@ fn freezing_reaches_named_units_and_checkpoints() {
     ranks(2, |world| {
         let gradients = |frozen: bool, again: bool| {
             let vars = vars(&world);
-            let opts = FullyShard::new(&vars).units(["*"]);
-            let model = shard(&opts, vars.builder(DType::F32), |vb| {
+            let opts = FullyShard::new(&vars);
+            let model = shard(&opts, &["*"], vars.builder(DType::F32), |vb| {
                 Ok(Arc::new((nn::linear(WIDTH, 8, vb.pp("a"))?, nn::linear(8, 3, vb.pp("b"))?)))
             })
             .unwrap();

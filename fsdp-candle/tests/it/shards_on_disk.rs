@@ -282,7 +282,7 @@ fn bad_uses_are_refused() {
     });
     if on_cuda() {
         crate::common::ranks(1, |world| {
-            let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)]).unwrap(), world.device());
+            let vars = ShardedVarMap::of_world(&world).unwrap();
             refused(vars.store_on_disk(&disk(dir.path())), &["rank 0", "compute on the CPU", "OffloadPolicy::Cpu"]);
         });
     }

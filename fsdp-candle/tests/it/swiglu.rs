@@ -44,8 +44,8 @@ enum Again {
 
 fn gradients_with(world: &World, units: &[&str], again: Again) -> Gradients {
     let vars = vars(world);
-    let opts = FullyShard::new(&vars).units(units.iter().copied());
-    let model = shard(&opts, vars.builder(DType::F32), |vb| Ok(Arc::new(Net::new(vb)?))).unwrap();
+    let opts = FullyShard::new(&vars);
+    let model = shard(&opts, units, vars.builder(DType::F32), |vb| Ok(Arc::new(Net::new(vb)?))).unwrap();
     let y = model.call_with(input(1, &[4, WIDTH]), |net, x| {
         let net = net.clone();
         let forward = move |x: Tensor| net.forward(&x);

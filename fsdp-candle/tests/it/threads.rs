@@ -22,8 +22,8 @@ const BESIDE: [&str; 3] = [
 
 /// The blocks as units by name.
 fn by_name(vars: &ShardedVarMap, width: usize) -> FsdpModule<Model<Block>> {
-    let opts = FullyShard::new(vars).units(["blocks.*"]);
-    shard(&opts, vars.builder(DType::F32), |vb| plain(vb, width)).unwrap()
+    let opts = FullyShard::new(vars);
+    shard(&opts, &["blocks.*"], vars.builder(DType::F32), |vb| plain(vb, width)).unwrap()
 }
 
 /// A call beside a running one is refused on every rank, and the running one goes on.
@@ -154,8 +154,8 @@ fn layers_of_one_unit_compute_in_several_threads() {
         for size in [1, 2] {
             ranks(size, |world| {
                 let (vars, x) = (vars(&world), batch(world.rank(), WIDTH));
-                let opts = FullyShard::new(&vars).units(["heads"]);
-                let model = shard(&opts, vars.builder(DType::F32), |vb| {
+                let opts = FullyShard::new(&vars);
+                let model = shard(&opts, &["heads"], vars.builder(DType::F32), |vb| {
                     let head = |i| nn::linear(WIDTH, 3, vb.pp(format!("heads.{i}")));
                     Ok(Heads((0..4).map(head).collect::<Result<_>>()?))
                 })

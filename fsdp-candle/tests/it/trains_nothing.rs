@@ -189,9 +189,9 @@ fn models_that_take_nothing_from_their_builder_are_errors() {
         let vars = vars(&world);
         let (opts, vb) = (FullyShard::new(&vars), vars.builder(DType::F32));
         let way_out = ["took no parameter from its builder", "instead of a VarMap or Vars"];
-        refused(shard(&opts, vb.clone(), |_| own_layer(2)), &[&["unit `(root)`"][..], &way_out].concat());
+        refused(shard(&opts, &[], vb.clone(), |_| own_layer(2)), &[&["unit `(root)`"][..], &way_out].concat());
         let raw = |_| Var::from_tensor(&input(0, &[4, 2]));
-        refused(shard(&opts, vb.clone(), raw), &way_out);
+        refused(shard(&opts, &[], vb.clone(), raw), &way_out);
         // A unit of `fully_shard` may be a part of a model, so its backward tells.
         let model = fully_shard(&opts, vb.pp("model"), |_| own_layer(2)).unwrap();
         refused(model.backward(&loss(&model)), &[&["unit `model`"][..], &way_out].concat());
@@ -201,7 +201,7 @@ fn models_that_take_nothing_from_their_builder_are_errors() {
         refused(outer.backward(&loss(&outer)), &["unit `outer`"]);
         // A model whose parameters are all ignored took them from the builder.
         let ignoring = FullyShard::new(&vars).ignored_params(|_| true);
-        let whole = shard(&ignoring, vb.pp("whole"), |vb| nn::linear(4, 2, vb)).unwrap();
+        let whole = shard(&ignoring, &[], vb.pp("whole"), |vb| nn::linear(4, 2, vb)).unwrap();
         whole.backward(&loss(&whole)).unwrap();
     });
 }
@@ -261,8 +261,8 @@ fn a_variable_beside_sharded_parameters_warns() {
 
 fn unmanaged(world: &World) {
     let vars = vars(world);
-    let opts = FullyShard::new(&vars).units(["layers.*"]);
-    let model = shard(&opts, vars.builder(DType::F32), |vb| {
+    let opts = FullyShard::new(&vars);
+    let model = shard(&opts, &["layers.*"], vars.builder(DType::F32), |vb| {
         Ok((candle_nn::linear(4, 4, vb.pp("layers.0"))?, nn::linear(4, 2, vb.pp("head"))?))
     });
     assert_eq!(model.unwrap().unmanaged_parameters().len(), 2);

@@ -59,7 +59,7 @@ fn row(batch: &Batch, at: usize) -> Result<Batch> {
 /// Returns the initial weights and running statistics of every run.
 fn initial(load: Load) -> any::Result<BTreeMap<String, Tensor>> {
     let vars = vars_of(&World::single()?);
-    shard(&FullyShard::new(&vars), vars.builder(DType::F32), load)?;
+    shard(&FullyShard::new(&vars), &[], vars.builder(DType::F32), load)?;
     let params = vars.params().into_iter().map(|param| (param.name().to_owned(), param.var().clone()));
     params.chain(vars.buffers()).map(|(name, var)| Ok((name, var.as_tensor().copy()?))).collect()
 }
@@ -226,9 +226,10 @@ fn rank(
     unsharded: Option<&Gradients>,
 ) -> any::Result<(Value, Squares)> {
     let (source, vars) = (model, vars_of(world));
-    let opts = FullyShard::new(&vars).units(units.iter().cloned());
+    let opts = FullyShard::new(&vars);
     // `gradcheck` passes the model as `&`.
-    let model = shard(&opts, vars.builder(DType::F32), |vb| source.build(vb).map(RefCell::new))?;
+    let units: Vec<&str> = units.iter().map(String::as_str).collect();
+    let model = shard(&opts, &units, vars.builder(DType::F32), |vb| source.build(vb).map(RefCell::new))?;
     model.set_reduce_scatter_unused_params(experts, Recurse::Yes);
     let batch = Batch::of(world.rank(), world.size())?;
     let loss = |model: &FsdpModule<RefCell<Forward>>| {

@@ -41,9 +41,9 @@ use my_models::llama::{Cache, Config, Llama}; // the file, with its two lines
 
 fn train(config: &Config, data: Vec<Tensor>) -> anyhow::Result<Vec<f32>> {
     let world = fsdp_candle::init()?;
-    let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", world.size())])?, world.device());
-    let opts = FullyShard::new(&vars).units(["model.layers.*"]);
-    let model = shard(&opts, vars.builder(DType::F32), |vb| Llama::load(vb, config))?;
+    let vars = ShardedVarMap::of_world(&world)?;
+    let opts = FullyShard::new(&vars);
+    let model = shard(&opts, &["model.layers.*"], vars.builder(DType::F32), |vb| Llama::load(vb, config))?;
 
     let mut optim = AdamW::new(vars.trainable(), AdamWConfig::default())?;
     let mut losses = vec![];
@@ -221,9 +221,9 @@ fn the_documented_program_trains() {
 
 fn on_one_rank<M>(build: impl FnOnce(VarBuilder<'static>) -> Result<M>) -> (ShardedVarMap, FsdpModule<M>) {
     let world = World::single().unwrap();
-    let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)]).unwrap(), world.device());
-    let opts = FullyShard::new(&vars).units(["model.layers.*"]);
-    let model = shard(&opts, vars.builder(DType::F32), build).unwrap();
+    let vars = ShardedVarMap::of_world(&world).unwrap();
+    let opts = FullyShard::new(&vars);
+    let model = shard(&opts, &["model.layers.*"], vars.builder(DType::F32), build).unwrap();
     (vars, model)
 }
 

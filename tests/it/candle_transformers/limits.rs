@@ -23,7 +23,7 @@ fn build<M>(
     build: impl FnOnce(VarBuilder<'static>) -> Result<M>,
 ) -> fsdp_candle::Result<(ShardedVarMap, FsdpModule<M>)> {
     let vars = ShardedVarMap::of_world(&World::single()?)?;
-    let model = shard(&FullyShard::new(&vars), vars.builder(DType::F32), build)?;
+    let model = shard(&FullyShard::new(&vars), &[], vars.builder(DType::F32), build)?;
     Ok((vars, model))
 }
 
@@ -154,8 +154,8 @@ mod nested {
 #[test]
 fn modules_inside_a_file_use_candles_layers() {
     let vars = ShardedVarMap::of_world(&World::single().unwrap()).unwrap();
-    let opts = FullyShard::new(&vars).units(["outer", "inner"]);
-    let model = shard(&opts, vars.builder(DType::F32), nested::layers).unwrap();
+    let opts = FullyShard::new(&vars);
+    let model = shard(&opts, &["outer", "inner"], vars.builder(DType::F32), nested::layers).unwrap();
     let names: Vec<_> = model.unmanaged_parameters().iter().map(|param| param.name()).collect();
     assert_eq!(names, ["inner.weight", "inner.bias"]);
 }

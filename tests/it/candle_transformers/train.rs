@@ -37,7 +37,7 @@ impl Initializer for Spread {
 }
 
 pub(crate) fn vars_of(world: &World) -> ShardedVarMap {
-    let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", world.size())]).unwrap(), world.device());
+    let vars = ShardedVarMap::of_world(&world).unwrap();
     vars.init_with(Spread);
     vars
 }
@@ -45,7 +45,7 @@ pub(crate) fn vars_of(world: &World) -> ShardedVarMap {
 /// The initial weights of every run, at every world size.
 pub(crate) fn weights(load: Load) -> BTreeMap<String, Tensor> {
     let vars = vars_of(&World::single().unwrap());
-    shard(&FullyShard::new(&vars), vars.builder(DType::F32), load).unwrap();
+    shard(&FullyShard::new(&vars), &[], vars.builder(DType::F32), load).unwrap();
     vars.params().iter().map(|param| (param.name().into(), param.var().as_tensor().copy().unwrap())).collect()
 }
 
@@ -180,9 +180,9 @@ type Squares = Vec<(String, [f64; 2])>;
 
 fn rank(world: &World, plain: &Plain, sharding: Sharding<'_>, load: Load) -> (Comparison, Squares) {
     let vars = vars_of(world);
-    let opts = FullyShard::new(&vars).units(sharding.units.iter().copied());
+    let opts = FullyShard::new(&vars);
     // `gradcheck` passes the model as `&`.
-    let model = shard(&opts, vars.builder(DType::F32), |vb| load(vb).map(RefCell::new)).unwrap();
+    let model = shard(&opts, sharding.units, vars.builder(DType::F32), |vb| load(vb).map(RefCell::new)).unwrap();
     model.set_reduce_scatter_unused_params(sharding.experts, Recurse::Yes);
     let batch = Batch::of(world.rank(), world.size()).unwrap();
     let loss = |model: &fsdp_candle::FsdpModule<RefCell<Forward>>| {

@@ -39,7 +39,7 @@ impl Shape {
     }
 
     pub(crate) fn by_name(self, opts: &FullyShard, vb: VarBuilder<'static>) -> Result<FsdpModule<Residual<Block>>> {
-        Ok(shard(&opts.clone().units(["blocks.*"]), vb, |vb| self.plain(vb))?)
+        Ok(shard(opts, &["blocks.*"], vb, |vb| self.plain(vb))?)
     }
 
     pub(crate) fn plain(self, vb: VarBuilder) -> Result<Residual<Block>> {

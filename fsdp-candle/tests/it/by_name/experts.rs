@@ -51,8 +51,8 @@ impl Model {
 
 fn build(world: &World, names: &[&str], policy: ReshardAfterForward) -> (ShardedVarMap, FsdpModule<Model>) {
     let vars = vars(world);
-    let opts = FullyShard::new(&vars).reshard_after_forward(policy).units(names.iter().copied());
-    let model = shard(&opts, vars.builder(DType::F32), |vb| Model::new(vb)).unwrap();
+    let opts = FullyShard::new(&vars).reshard_after_forward(policy);
+    let model = shard(&opts, names, vars.builder(DType::F32), |vb| Model::new(vb)).unwrap();
     (vars, model)
 }
 

@@ -193,8 +193,7 @@ pub(crate) fn untouched(kind: Kind, vb: VarBuilder) -> Result<Untouched> {
 
 /// With units by name.
 pub(crate) fn by_name(opts: &FullyShard, vars: &ShardedVarMap, kind: Kind, names: &[&str]) -> FsdpModule<Untouched> {
-    let opts = opts.clone().units(names.iter().copied());
-    shard(&opts, vars.builder(DType::F32), |vb| untouched(kind, vb)).unwrap()
+    shard(opts, names, vars.builder(DType::F32), |vb| untouched(kind, vb)).unwrap()
 }
 
 /// With a unit for each layer.

@@ -37,13 +37,14 @@ fn unmanaged_parameters_stay_in_the_parent_unit() {
 fn candles_layers_are_unmanaged() {
     ranks(2, |world| {
         let vars = vars_of(&world, Kind::default());
-        let opts = FullyShard::new(&vars).units(["layer"]);
-        let model = shard(&opts, vars.builder(DType::F32), |vb| candle_nn::linear(6, 6, vb.pp("layer"))).unwrap();
+        let opts = FullyShard::new(&vars);
+        let model =
+            shard(&opts, &["layer"], vars.builder(DType::F32), |vb| candle_nn::linear(6, 6, vb.pp("layer"))).unwrap();
         assert_eq!(model.unmanaged_parameters().len(), 2);
         assert_eq!(model.units().len(), 1);
         // A dtype without a kernel runs Candle's operations: F64 has none on the host, and has one on CUDA.
-        let opts = FullyShard::new(&vars).units(["wide"]);
-        let model = shard(&opts, vars.builder(DType::F64), |vb| nn::linear(6, 6, vb.pp("wide"))).unwrap();
+        let opts = FullyShard::new(&vars);
+        let model = shard(&opts, &["wide"], vars.builder(DType::F64), |vb| nn::linear(6, 6, vb.pp("wide"))).unwrap();
         assert_eq!(model.unmanaged_parameters().len(), if on_cuda() { 0 } else { 2 });
         let x = Tensor::ones((2, 6), DType::F64, world.device()).unwrap();
         model.backward(&model.forward(&x).unwrap().sqr().unwrap().sum_all().unwrap()).unwrap();
@@ -56,14 +57,14 @@ fn refuses_unmatched_patterns() {
         let kind = Kind::default();
         let vars = vars_of(&world, kind);
         let build = |names: &[&str]| {
-            let opts = FullyShard::new(&vars).units(names.iter().copied());
-            shard(&opts, vars.builder(DType::F32), |vb| untouched(kind, vb))
+            let opts = FullyShard::new(&vars);
+            shard(&opts, names, vars.builder(DType::F32), |vb| untouched(kind, vb))
         };
         let unmatched = ["`model.blocks.*` matches no module's name", "`model.layers.*`"];
         refused(build(&["model.layers.*", "model.blocks.*"]), &unmatched);
         refused(build(&["model.["]), &["is not a valid pattern"]);
         assert!(vars.params().is_empty());
-        let opts = FullyShard::new(&vars).units(EACH_LAYER.iter().copied());
+        let opts = FullyShard::new(&vars);
         refused(fully_shard(&opts, vars.builder(DType::F32), |vb| untouched(kind, vb)), &["which are for `shard`"]);
         by_name(&FullyShard::new(&vars), &vars, kind, EACH_LAYER);
     });
@@ -183,7 +184,7 @@ fn named_and_wrapped_units_nest() {
         let mlps: Vec<_> = (0..LAYERS)
             .map(|i| fully_shard(&called, vb.pp(format!("model.layers.{i}.mlp")), |vb| Mlp::new(kind, vb)).unwrap())
             .collect();
-        let model = shard(&opts.units(EACH_LAYER.iter().copied()), vb, |vb| {
+        let model = shard(&opts, EACH_LAYER, vb, |vb| {
             let layers = mlps.into_iter().enumerate();
             let layers = layers.map(|(i, mlp)| Layer::new(kind, |_| Ok(mlp), vb.pp(format!("model.layers.{i}"))));
             Model::new(kind, layers.collect::<Result<Vec<_>>>()?, vb.clone())
@@ -201,9 +202,11 @@ fn named_and_wrapped_units_nest() {
         let vb = vars.builder(DType::F32);
         let layers: Vec<_> = (0..LAYERS)
             .map(|i| {
-                let opts = opts.clone().units([format!("model.layers.{i}.mlp")]);
                 let vb = vb.pp(format!("model.layers.{i}"));
-                shard(&opts, vb, |vb| Layer::new(kind, |vb| Mlp::new(kind, vb), vb)).unwrap()
+                shard(&opts, &[&format!("model.layers.{i}.mlp")], vb, |vb| {
+                    Layer::new(kind, |vb| Mlp::new(kind, vb), vb)
+                })
+                .unwrap()
             })
             .collect();
         let model = fully_shard(&opts, vb, |vb| Model::new(kind, layers, vb)).unwrap();
@@ -220,8 +223,8 @@ fn one_checkpoint_around_several_units() {
         let kind = Kind::default();
         let vars = vars_of(&world, kind);
         let build = |vb| untouched(kind, vb).map(std::sync::Arc::new);
-        let opts = FullyShard::new(&vars).units(EACH_LAYER.iter().copied());
-        let model = shard(&opts, vars.builder(DType::F32), build).unwrap();
+        let opts = FullyShard::new(&vars);
+        let model = shard(&opts, EACH_LAYER, vars.builder(DType::F32), build).unwrap();
         let batch = ids(world.rank(), 0);
         let grads = |again: bool| {
             let logits = model.call(|m| {
@@ -246,8 +249,9 @@ fn call_mut_changes_the_model() {
     ranks(2, |world| {
         let kind = Kind::default();
         let vars = vars_of(&world, kind);
-        let opts = FullyShard::new(&vars).units(EACH_LAYER.iter().copied());
-        let mut model = shard(&opts, vars.builder(DType::F32), |vb| Ok(Counts(untouched(kind, vb)?, 0))).unwrap();
+        let opts = FullyShard::new(&vars);
+        let mut model =
+            shard(&opts, EACH_LAYER, vars.builder(DType::F32), |vb| Ok(Counts(untouched(kind, vb)?, 0))).unwrap();
         for calls in 1..3 {
             let logits = model.call_mut(|m| {
                 m.1 += 1;

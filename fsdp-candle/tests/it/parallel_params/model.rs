@@ -150,7 +150,7 @@ pub(super) fn build(opts: &FullyShard, vars: &ShardedVarMap) -> fsdp_candle::Res
 
 /// The same with units by name.
 pub(super) fn build_by_name(opts: &FullyShard, vars: &ShardedVarMap) -> fsdp_candle::Result<FsdpModule<Net<Block>>> {
-    shard(&opts.clone().units(["blocks.*"]), vars.builder(DType::F32), |vb| {
+    shard(opts, &["blocks.*"], vars.builder(DType::F32), |vb| {
         let blocks = (0..LAYERS).map(|i| Block::new(vb.pp(format!("blocks.{i}")))).collect::<Result<Vec<_>>>()?;
         Net::new(blocks, vb)
     })

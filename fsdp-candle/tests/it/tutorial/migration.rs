@@ -41,7 +41,7 @@ fn wrap_policies_become_calls_or_patterns() {
         let by_pattern = vars(world)?;
         let vb = by_pattern.builder(DType::F32);
         let policy = ["layers.*"];
-        let fsdp1 = shard(&FullyShard::new(&by_pattern).units(policy), vb, |vb| {
+        let fsdp1 = shard(&FullyShard::new(&by_pattern), &policy, vb, |vb| {
             let block = |i| TransformerBlock::new(&args, vb.pp(format!("layers.{i}")));
             Transformer::new(&args, (0..args.n_layers).map(block).collect::<Result<_, _>>()?, vb.clone())
         })?;
@@ -70,7 +70,7 @@ fn keywords_become_options_and_methods() {
             outcomes.push(step(vars, &model, |loss| model.backward(loss))?);
             Ok(model)
         };
-        let vars_1d = ShardedVarMap::new(&world.mesh(&[("dp_shard", n)])?, world.device());
+        let vars_1d = ShardedVarMap::of_world(&world)?;
         let vars_2d = ShardedVarMap::new(&world.mesh(&[("replicate", 2), ("shard", n / 2)])?, world.device());
         let full_shard = FullyShard::new(&vars_1d).reshard_after_forward(Always);
         let hybrid_shard = FullyShard::new(&vars_2d).reshard_after_forward(Always);
