@@ -69,7 +69,7 @@ impl Ranks {
             return Ok(ShardedVarMap::new(&mesh, world.device()));
         }
         let replicate: &[&str] = if self.replicate > 1 { &[REPLICATE] } else { &[] };
-        ShardedVarMap::with_mesh_dims(&mesh, &DataParallelMeshDims { shard: &[SHARD], replicate }, world.device())
+        ShardedVarMap::with_dp_mesh_dims(&mesh, &DataParallelMeshDims { shard: &[SHARD], replicate }, world.device())
     }
 
     /// Returns the mesh of the tensor-parallel ranks, if there are several.

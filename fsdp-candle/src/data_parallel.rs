@@ -42,7 +42,7 @@ use crate::tensor_parallel::Parallel;
 ///     let world = World::of(group);
 ///     let mesh = world.mesh(&[("replicate", 2), ("shard", 2), ("tp", 2)])?;
 ///     let dims = DataParallelMeshDims { shard: &["shard"], replicate: &["replicate"] };
-///     let vars = ShardedVarMap::with_mesh_dims(&mesh, &dims, world.device())?;
+///     let vars = ShardedVarMap::with_dp_mesh_dims(&mesh, &dims, world.device())?;
 ///     assert_eq!(vars.mesh().size(), 8);
 ///     Ok::<_, fsdp_candle::Error>(())
 /// })?;
@@ -108,7 +108,7 @@ impl DataParallel {
             dims => {
                 return Err(fsdp_core::Error::Mesh(format!(
                     "fully_shard takes a 1-D mesh (shard) or a 2-D one (replicate, shard), found {} of {dims} \
-                     dimensions: name their roles with ShardedVarMap::with_mesh_dims, or pass a slice",
+                     dimensions: name their roles with ShardedVarMap::with_dp_mesh_dims, or pass a slice",
                     mesh.layout()
                 ))
                 .into());

@@ -100,10 +100,10 @@ pub use dtensor::{DTensor, Operand, PartialNorm, Redistribution, distribute_tens
 pub use error::{Error, GradientMismatch, NonFinite, NonFiniteTensor, Result, UnitGradient};
 pub use extension::{AllGatherExtension, Float8};
 pub use fsdp::{
-    AllGather, AllReduceHook, BufferMemory, ExtensionFn, FinalizeHandle, FsdpModule, FsdpParam, FullyShard, GraphCut,
-    GraphCutKind, MixedPrecisionPolicy, NamePredicate, OffloadPolicy, PostAccumulateGradHook, Recurse, ReduceScatter,
-    ReshardAfterForward, ShardPlacement, ShardPlacementFn, ShardedVarMap, StoreFn, Unit, UnshardHandle, UnshardedUnits,
-    WeightFormat, fully_shard, parallelize, shard,
+    AllGather, AllReduceHook, BufferMemory, ExtensionFn, FsdpModule, FsdpParam, FullyShard, GradientReductionHandle,
+    GraphCut, GraphCutKind, MixedPrecisionPolicy, NamePredicate, OffloadPolicy, ParamDtypeFn, PostAccumulateGradHook,
+    Recurse, ReduceScatter, ReshardAfterForward, ShardPlacement, ShardPlacementFn, ShardedVarMap, StoreFn, Unit,
+    UnshardHandle, UnshardedUnits, WeightFormat, fully_shard, parallelize, shard,
 };
 pub use fsdp_core::{BlockFormat, DTensorSpec, DeviceMesh, Placement, ProcessGroup, ReduceOp};
 pub use gradcheck::{GradcheckOptions, gradcheck};

@@ -107,7 +107,7 @@ impl Way {
             return Ok(ShardedVarMap::new(&mesh, world.device()));
         }
         let dims = DataParallelMeshDims { shard: &["dp_shard"], replicate: &[] };
-        let vars = ShardedVarMap::with_mesh_dims(&mesh, &dims, world.device())?;
+        let vars = ShardedVarMap::with_dp_mesh_dims(&mesh, &dims, world.device())?;
         let between = if self.sequence { ActivationLayout::Shard(0) } else { ActivationLayout::Replicate };
         let plan = ParallelPlan::new()
             .module("blocks.*.up", ColwiseParallel { input_layout: between, ..Default::default() })

@@ -56,7 +56,7 @@ impl FullyShard {
 
     /// Sets a mesh and the roles of its dimensions: PyTorch's `mesh` and `dp_mesh_dims`. Collective. Fails if the mesh
     /// lacks a dimension, one is named twice, or ranks pass different ones.
-    pub fn mesh_dims(mut self, mesh: &DeviceMesh, dims: &DataParallelMeshDims<'_>) -> Result<Self> {
+    pub fn dp_mesh_dims(mut self, mesh: &DeviceMesh, dims: &DataParallelMeshDims<'_>) -> Result<Self> {
         self.unit.ranks = Some(Arc::new(DataParallel::of_dims(mesh, dims)?));
         Ok(self)
     }

@@ -493,9 +493,9 @@ impl UnshardHandle {
 
 /// A pending finalization of a backward.
 #[must_use = "wait() stores the gradients"]
-pub struct FinalizeHandle(Arc<Schedule>);
+pub struct GradientReductionHandle(Arc<Schedule>);
 
-impl FinalizeHandle {
+impl GradientReductionHandle {
     /// Waits for the reductions and stores the sharded gradients in `grads`.
     pub fn wait(self, grads: &mut GradStore) -> Result<()> {
         self.0.finalize_backward(grads)
@@ -635,7 +635,7 @@ impl<M> FsdpModule<M> {
     /// assert!(grads.get(&weight).is_some());
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    pub fn finalize_backward_async(&self) -> FinalizeHandle {
-        FinalizeHandle(self.schedule.clone())
+    pub fn finalize_backward_async(&self) -> GradientReductionHandle {
+        GradientReductionHandle(self.schedule.clone())
     }
 }

@@ -27,7 +27,7 @@ use crate::tensor_parallel::{BoundPlan, ParallelPlan};
 ///     let world = World::of(group);
 ///     let mesh = world.mesh(&[("dp", 2), ("tp", 2)])?;
 ///     let dims = DataParallelMeshDims { shard: &["dp"], replicate: &[] };
-///     let vars = ShardedVarMap::with_mesh_dims(&mesh, &dims, world.device())?;
+///     let vars = ShardedVarMap::with_dp_mesh_dims(&mesh, &dims, world.device())?;
 ///     let plan = ParallelPlan::new()
 ///         .module("up", ColwiseParallel::default())
 ///         .module("down", RowwiseParallel::default());
@@ -66,7 +66,7 @@ pub fn parallelize(vars: &ShardedVarMap, mesh: &DeviceMesh, plan: &ParallelPlan)
     if !of.group_by_name(name).is_ok_and(|along| along.is(group)) {
         return fail(format!(
             "the mesh {} is not a dimension of the map's mesh {}: make the map on the whole mesh \
-             (ShardedVarMap::with_mesh_dims), and pass a slice of it (`vars.mesh().slice(&[\"tp\"])`)",
+             (ShardedVarMap::with_dp_mesh_dims), and pass a slice of it (`vars.mesh().slice(&[\"tp\"])`)",
             mesh.layout(),
             of.layout()
         ));
@@ -74,7 +74,7 @@ pub fn parallelize(vars: &ShardedVarMap, mesh: &DeviceMesh, plan: &ParallelPlan)
     if ranks.parallel_dim(name, group).is_none() {
         return fail(format!(
             "dimension \"{name}\" of the map's mesh {} is data parallel: pass the data-parallel dimensions without it \
-             to ShardedVarMap::with_mesh_dims",
+             to ShardedVarMap::with_dp_mesh_dims",
             of.layout()
         ));
     }

@@ -533,7 +533,7 @@ impl FsdpParam {
     /// local::try_run(2, |group| {
     ///     let world = World::of(group);
     ///     let mesh = world.mesh(&[("tp", 2)])?;
-    ///     let vars = ShardedVarMap::with_mesh_dims(&mesh, &DataParallelMeshDims::default(), world.device())?;
+    ///     let vars = ShardedVarMap::with_dp_mesh_dims(&mesh, &DataParallelMeshDims::default(), world.device())?;
     ///     parallelize(&vars, &mesh, &ParallelPlan::new().module("up", ColwiseParallel::default()))?;
     ///     let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| {
     ///         let weight = vb.pp("up").get((6, 4), "weight")?;

@@ -10,13 +10,14 @@ use candle_core::{DType, Device};
 /// ```
 /// # use fsdp_candle::doc_example::*;
 /// # let (world, vars, opts, vb) = one_rank()?;
+/// use std::sync::Arc;
 /// use fsdp_candle::MixedPrecisionPolicy;
 ///
 /// // Compute in bf16, reduce in f32, and keep the norm in f32.
 /// let policy = MixedPrecisionPolicy {
 ///     param_dtype: Some(DType::BF16),
 ///     reduce_dtype: Some(DType::F32),
-///     keep_dtype_fn: Some(std::sync::Arc::new(|fqn: &str| fqn.starts_with("norm"))),
+///     param_dtype_override_fn: Some(Arc::new(|fqn, dtype| fqn.starts_with("norm").then_some(dtype))),
 ///     ..Default::default()
 /// };
 /// let model = fully_shard(&FullyShard::new(&vars).mp_policy(policy), vars.builder(DType::F32), |vb| {
@@ -44,9 +45,13 @@ pub struct MixedPrecisionPolicy {
     pub output_dtype: Option<DType>,
     /// Whether floating point inputs are cast to `param_dtype`.
     pub cast_forward_inputs: bool,
-    /// Returns, by FQN, whether a parameter keeps its own dtype instead of `param_dtype`.
-    pub keep_dtype_fn: Option<NamePredicate>,
+    /// Function that lets a parameter compute in its own dtype.
+    pub param_dtype_override_fn: Option<ParamDtypeFn>,
 }
+
+/// Returns, from the FQN and the own dtype of a parameter, the dtype that it computes in: its own dtype, or `param_dtype`,
+/// which `None` also means. Building fails for another dtype, as in PyTorch.
+pub type ParamDtypeFn = Arc<dyn Fn(&str, DType) -> Option<DType> + Send + Sync>;
 
 /// Selects parameters by their FQN.
 pub type NamePredicate = Arc<dyn Fn(&str) -> bool + Send + Sync>;
@@ -58,15 +63,22 @@ impl Default for MixedPrecisionPolicy {
             reduce_dtype: None,
             output_dtype: None,
             cast_forward_inputs: true,
-            keep_dtype_fn: None,
+            param_dtype_override_fn: None,
         }
     }
 }
 
 impl MixedPrecisionPolicy {
-    /// Returns the dtype that the parameter called `name` computes in, if it is not its own.
-    pub(crate) fn param_dtype_of(&self, name: &str) -> Option<DType> {
-        self.param_dtype.filter(|_| !self.keep_dtype_fn.as_ref().is_some_and(|keep| keep(name)))
+    /// Returns the dtype that a parameter of the dtype `own` computes in. The error is a reason.
+    pub(crate) fn compute_dtype(&self, name: &str, own: DType) -> Result<DType, String> {
+        let default = self.param_dtype.unwrap_or(own);
+        let chosen = self.param_dtype_override_fn.as_ref().and_then(|choose| choose(name, own)).unwrap_or(default);
+        if chosen != own && chosen != default {
+            return Err(format!(
+                "param_dtype_override_fn returned {chosen:?}, expected {own:?} (its own dtype) or {default:?} (param_dtype)"
+            ));
+        }
+        Ok(chosen)
     }
 }
 

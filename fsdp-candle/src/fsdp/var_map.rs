@@ -119,7 +119,7 @@ impl ShardedVarMap {
 
     /// Makes an empty map for the ranks of a mesh whose dimensions have the roles `dims`: PyTorch's `dp_mesh_dims`.
     /// Collective. Fails if the mesh lacks a dimension, one is named twice, or ranks pass different ones.
-    pub fn with_mesh_dims(mesh: &DeviceMesh, dims: &DataParallelMeshDims<'_>, device: &Device) -> Result<Self> {
+    pub fn with_dp_mesh_dims(mesh: &DeviceMesh, dims: &DataParallelMeshDims<'_>, device: &Device) -> Result<Self> {
         let ranks = Arc::new(DataParallel::of_dims(mesh, dims)?);
         Ok(ShardedVarMap::with_ranks(mesh, Some(ranks), device))
     }
@@ -697,7 +697,7 @@ impl ShardedVarMap {
         let shard = self.initial(&request, blocks.as_ref(), opts.offload_policy.home(&self.0.device))?;
         let schedule = &self.0.schedule;
         let offload = Offload::of(&shard, opts.offload_policy, &self.0.device, &schedule.downloads)?;
-        let compute_dtype = opts.mp_policy.param_dtype_of(name).unwrap_or(dtype);
+        let compute_dtype = opts.mp_policy.compute_dtype(name, dtype).map_err(fail)?;
         let reduce_dtype = opts.mp_policy.reduce_dtype.unwrap_or(dtype);
         let shard_file = self.0.shard_file.lock().clone().filter(|_| shard.elem_count() > 0);
         let on_disk = shard_file.map(|file| FileTensor::new(file, &shard)).transpose()?;

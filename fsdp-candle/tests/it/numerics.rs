@@ -166,7 +166,7 @@ fn parameters_can_keep_their_dtype() {
         let vars = vars(&world);
         let policy = MixedPrecisionPolicy {
             param_dtype: Some(DType::BF16),
-            keep_dtype_fn: Some(Arc::new(|name| name.contains("norm"))),
+            param_dtype_override_fn: Some(Arc::new(|name, dtype| name.contains("norm").then_some(dtype))),
             ..Default::default()
         };
         let opts = FullyShard::new(&vars).mp_policy(policy);
@@ -174,6 +174,14 @@ fn parameters_can_keep_their_dtype() {
         let head = fully_shard(&opts, vars.builder(DType::F32).pp("head"), |vb| nn::linear(4, 4, vb)).unwrap();
         assert_eq!(norm.params()[0].compute_dtype(), DType::F32);
         assert_eq!(head.params()[0].compute_dtype(), DType::BF16);
+        let policy = MixedPrecisionPolicy {
+            param_dtype: Some(DType::BF16),
+            param_dtype_override_fn: Some(Arc::new(|_, _| Some(DType::F16))),
+            ..Default::default()
+        };
+        let opts_f16 = FullyShard::new(&vars).mp_policy(policy);
+        let built = fully_shard(&opts_f16, vars.builder(DType::F32).pp("half"), |vb| nn::linear(4, 4, vb));
+        refused(built, &["half.weight", "returned F16", "expected F32", "BF16"]);
         // Inputs are cast to the unit's dtype, and so are outputs.
         assert_eq!(head.forward(&batch(0, 4)).unwrap().dtype(), DType::BF16);
         let policy = MixedPrecisionPolicy { output_dtype: Some(DType::F64), ..Default::default() };

@@ -86,7 +86,7 @@ fn map(world: &World, mesh: &[(&str, usize)], tensor_parallel: bool) -> ShardedV
         true => {
             let mesh = world.mesh(mesh).unwrap();
             let dims = fsdp_candle::DataParallelMeshDims { shard: &["dp"], replicate: &[] };
-            let vars = ShardedVarMap::with_mesh_dims(&mesh, &dims, world.device()).unwrap();
+            let vars = ShardedVarMap::with_dp_mesh_dims(&mesh, &dims, world.device()).unwrap();
             let plan = ParallelPlan::new()
                 .module("*.up", ColwiseParallel::default())
                 .module("*.down", RowwiseParallel::default());

@@ -38,7 +38,7 @@ fn documented(world: &World) -> anyhow::Result<()> {
 
     let mesh = world.mesh(&[("dp", world.size() / 2), ("tp", 2)])?;
     let dims = DataParallelMeshDims { shard: &["dp"], replicate: &[] };
-    let vars = ShardedVarMap::with_mesh_dims(&mesh, &dims, world.device())?;
+    let vars = ShardedVarMap::with_dp_mesh_dims(&mesh, &dims, world.device())?;
     let plan = ParallelPlan::new()
         .module("blocks.*.up", ColwiseParallel::default())
         .module("blocks.*.down", RowwiseParallel::default());

@@ -170,7 +170,7 @@ fn tensor_parallel_parameters_span_the_mesh() {
     ranks(4, |world| {
         let mesh = world.mesh(&[("dp", 2), ("tp", 2)]).unwrap();
         let dims = DataParallelMeshDims { shard: &["dp"], replicate: &[] };
-        let parallel = ShardedVarMap::with_mesh_dims(&mesh, &dims, world.device()).unwrap();
+        let parallel = ShardedVarMap::with_dp_mesh_dims(&mesh, &dims, world.device()).unwrap();
         let plan = ParallelPlan::new().module("up", ColwiseParallel::default());
         let plan = plan.module("down", RowwiseParallel::default());
         parallelize(&parallel, &mesh.slice(&["tp"]).unwrap(), &plan).unwrap();

@@ -83,7 +83,7 @@ fn parameters_used_by_some_ranks() {
     ranks(4, |world| {
         let vars = {
             let dims = fsdp_candle::DataParallelMeshDims { shard: &["dp"], replicate: &[] };
-            ShardedVarMap::with_mesh_dims(&world.mesh(DP_TP.dims).unwrap(), &dims, world.device()).unwrap()
+            ShardedVarMap::with_dp_mesh_dims(&world.mesh(DP_TP.dims).unwrap(), &dims, world.device()).unwrap()
         };
         let tp = vars.mesh().slice(&["tp"]).unwrap();
         let plan = ParallelPlan::new().module("*", SequenceParallel { sequence_dim: 0 });
@@ -193,7 +193,7 @@ fn gradcheck_passes_and_finds_missing_plans() {
     // A norm on a part of the sequence that the plan does not mention has a part of its gradient.
     ranks(2, |world| {
         let dims = fsdp_candle::DataParallelMeshDims::default();
-        let vars = ShardedVarMap::with_mesh_dims(&world.mesh(&[("tp", 2)]).unwrap(), &dims, world.device()).unwrap();
+        let vars = ShardedVarMap::with_dp_mesh_dims(&world.mesh(&[("tp", 2)]).unwrap(), &dims, world.device()).unwrap();
         let tp = vars.mesh().slice(&["tp"]).unwrap();
         let group = tp.group(0).unwrap().clone();
         let plan = |of: &str| ParallelPlan::new().module(of, SequenceParallel { sequence_dim: 0 });

@@ -116,7 +116,7 @@ const DP_TP: &[(&str, usize)] = &[("dp", 2), ("tp", 2)];
 
 fn map(world: &World) -> ShardedVarMap {
     let dims = DataParallelMeshDims { shard: &["dp"], replicate: &[] };
-    ShardedVarMap::with_mesh_dims(&world.mesh(DP_TP).unwrap(), &dims, world.device()).unwrap()
+    ShardedVarMap::with_dp_mesh_dims(&world.mesh(DP_TP).unwrap(), &dims, world.device()).unwrap()
 }
 
 /// Asserts that building a model under a plan is an error that contains all of `parts`.
@@ -207,7 +207,7 @@ fn refuses_late_and_unmatched_plans() {
         // A 2-D mesh without roles is HSDP: both dimensions are data parallel.
         let vars = vars_on(&world, DP_TP);
         let tp = vars.mesh().slice(&["tp"]).unwrap();
-        refused(parallelize(&vars, &tp, &plan), &["\"tp\"", "data parallel", "ShardedVarMap::with_mesh_dims"]);
+        refused(parallelize(&vars, &tp, &plan), &["\"tp\"", "data parallel", "ShardedVarMap::with_dp_mesh_dims"]);
 
         let vars = map(&world);
         let tp = vars.mesh().slice(&["tp"]).unwrap();
@@ -235,7 +235,7 @@ fn refuses_incompatible_meshes() {
         let mesh = world.mesh(DP_TP).unwrap();
         let on = |shard, replicate| {
             let dims = DataParallelMeshDims { shard, replicate };
-            ShardedVarMap::with_mesh_dims(&mesh, &dims, world.device())
+            ShardedVarMap::with_dp_mesh_dims(&mesh, &dims, world.device())
         };
         refused(on(&["cp"], &[]), &["no dimension \"cp\"", "\"dp\""]);
         refused(on(&["dp"], &["dp"]), &["\"dp\"", "twice"]);
@@ -252,7 +252,7 @@ fn refuses_incompatible_meshes() {
             &["`blocks.0.up.weight`", "ColwiseParallel", "(all: 4)"],
         );
         let both = DataParallelMeshDims { shard: &["dp", "tp"], replicate: &[] };
-        let opts = FullyShard::new(&vars).mesh_dims(vars.mesh(), &both).unwrap();
+        let opts = FullyShard::new(&vars).dp_mesh_dims(vars.mesh(), &both).unwrap();
         refused(build(&opts, &vars), &["`blocks.0.up.weight`", "beside those that shard"]);
         // Roles that leave out ranks with the same parameters.
         let none = ShardMesh::of_dims(vars.mesh(), &DataParallelMeshDims::default()).unwrap();
@@ -265,7 +265,7 @@ fn refuses_incompatible_meshes() {
     // To treat both dimensions as one, build the map without tensor parallelism.
     ranks(4, |world| {
         let dims = DataParallelMeshDims { shard: &["dp", "tp"], replicate: &[] };
-        let vars = ShardedVarMap::with_mesh_dims(&world.mesh(DP_TP).unwrap(), &dims, world.device()).unwrap();
+        let vars = ShardedVarMap::with_dp_mesh_dims(&world.mesh(DP_TP).unwrap(), &dims, world.device()).unwrap();
         refused(parallelize(&vars, &vars.mesh().slice(&["tp"]).unwrap(), &plan(false)), &["\"tp\"", "data parallel"]);
         let layout = ActivationLayout::Shard(-1);
         assert_eq!(ColwiseParallel::default().output_layout, layout);

@@ -43,7 +43,7 @@ impl Mesh {
     pub(super) fn vars(&self, world: &World, sequence: bool) -> ShardedVarMap {
         let mesh = world.mesh(self.dims).unwrap();
         let dims = DataParallelMeshDims { shard: self.shard, replicate: self.replicate };
-        let vars = ShardedVarMap::with_mesh_dims(&mesh, &dims, world.device()).unwrap();
+        let vars = ShardedVarMap::with_dp_mesh_dims(&mesh, &dims, world.device()).unwrap();
         if let Ok(tp) = mesh.slice(&["tp"]) {
             parallelize(&vars, &tp, &plan(sequence)).unwrap();
         }

@@ -164,7 +164,7 @@ fn units_on_a_slice_of_the_mesh() {
     ranks(4, |world| {
         let vars = DP_TP.vars(&world, true);
         let dims = fsdp_candle::DataParallelMeshDims { shard: &[], replicate: &["dp"] };
-        let opts = FullyShard::new(&vars).mesh_dims(vars.mesh(), &dims).unwrap();
+        let opts = FullyShard::new(&vars).dp_mesh_dims(vars.mesh(), &dims).unwrap();
         let model = build(&opts, &vars).unwrap();
         let weight = vars.get("blocks.0.up.weight").unwrap();
         assert_eq!(weight.var().dims(), weight.unsharded_shape().dims());

@@ -33,7 +33,7 @@ fn placements_match_pytorch() {
         ranks(dims.iter().map(|(_, size)| size).product(), |world| {
             let mesh_of_ranks = world.mesh(&dims).unwrap();
             let roles = DataParallelMeshDims { shard: &names(&case["shard"]), replicate: &names(&case["replicate"]) };
-            let vars = ShardedVarMap::with_mesh_dims(&mesh_of_ranks, &roles, world.device()).unwrap();
+            let vars = ShardedVarMap::with_dp_mesh_dims(&mesh_of_ranks, &roles, world.device()).unwrap();
             let plan = ParallelPlan::new();
             let plan = match case["cut"].as_u64() {
                 Some(0) => Some(plan.module("m", ColwiseParallel::default())),

@@ -50,7 +50,7 @@ fn assert_within(what: &str, found: &Tensor, wanted: &Tensor, tolerance: f64) {
 fn parallel_vars(world: &World, plan: &ParallelPlan) -> ShardedVarMap {
     let mesh = world.mesh(&[("dp", 1), ("tp", world.size())]).unwrap();
     let dims = DataParallelMeshDims { shard: &["dp"], replicate: &[] };
-    let vars = ShardedVarMap::with_mesh_dims(&mesh, &dims, world.device()).unwrap();
+    let vars = ShardedVarMap::with_dp_mesh_dims(&mesh, &dims, world.device()).unwrap();
     parallelize(&vars, &mesh.slice(&["tp"]).unwrap(), plan).unwrap();
     vars
 }
