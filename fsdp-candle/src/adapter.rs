@@ -69,7 +69,7 @@ thread_local! {
 /// # use fsdp_candle::{nn, FullyShard, ShardedVarMap, World, fully_shard};
 /// # let world = World::single()?;
 /// let vars = ShardedVarMap::of_world(&world)?;
-/// vars.adapt(nn::LoraConfig { rank: 2, alpha: 4. }, |_| true);
+/// vars.adapt(nn::LoraConfig { rank: 2, alpha: 4. }, |_| true)?;
 /// let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear(3, 5, vb))?;
 /// let y = nn::without_adapters(|| model.forward(&Tensor::ones((1, 3), DType::F32, &Device::Cpu)?))?;
 /// assert!(!y.track_op());

@@ -56,7 +56,7 @@ pub struct ShardRequest<'a> {
 /// }
 ///
 /// // Other parameters are drawn.
-/// vars.init_with(Fallback::new(Count, Philox::new(0), |_| true));
+/// vars.init_with(Fallback::new(Count, Philox::new(0), |_| true))?;
 /// let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear(2, 2, vb))?;
 /// assert_eq!(vars.get("weight").unwrap().var().to_vec2::<f32>()?, [[0., 1.], [2., 3.]]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -248,7 +248,7 @@ impl Pretrained {
     /// # let weight = Tensor::ones((2, 4), DType::F32, world.device())?;
     /// # candle_core::safetensors::save(&[("layer.weight".to_string(), weight)].into(), &file)?;
     /// let source = fsdp_ckpt::open(&file)?; // of any format
-    /// vars.init_with(Pretrained::of(source, |name| format!("layer.{name}")));
+    /// vars.init_with(Pretrained::of(source, |name| format!("layer.{name}")))?;
     /// let model = fully_shard(&opts, vb, |vb| nn::linear_no_bias(4, 2, vb))?;
     /// # assert_eq!(model.params()[0].var().to_vec2::<f32>()?, [[1.; 4]; 2]);
     /// # Ok::<(), Box<dyn std::error::Error>>(())

@@ -154,7 +154,7 @@ fn phases(way: &Way) -> [f64; 5] {
         let before = in_use(&world);
         let vars = way.vars(&world).unwrap();
         if way.lora && !way.late {
-            vars.freeze(|name| !is_adapter(name));
+            vars.freeze(|name| !is_adapter(name)).unwrap();
         }
         let policy = MixedPrecisionPolicy { param_dtype: way.dtype, ..Default::default() };
         let opts = FullyShard::new(&vars).reshard_after_forward(way.reshard).mp_policy(policy);

@@ -117,7 +117,7 @@ fn tied_models_load_and_export_by_shards() {
             drop((model, vars));
             let (bytes, (vars, model)) = most(&world, || {
                 let vars = map(&world, &[("dp_shard", 4)]);
-                vars.init_with(Pretrained::open(file("first")).unwrap());
+                vars.init_with(Pretrained::open(file("first")).unwrap()).unwrap();
                 let model = tied(&vars);
                 (vars, model)
             });

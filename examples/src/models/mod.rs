@@ -179,7 +179,7 @@ pub fn build_by_name(
 }
 
 /// Gathers the parameters of `ahead` blocks ahead, in forward and backward.
-pub fn set_prefetch(model: &FsdpModule<LanguageModel>, ahead: usize) {
+pub fn set_prefetch(model: &FsdpModule<LanguageModel>, ahead: usize) -> fsdp_candle::Result<()> {
     match model.inner() {
         LanguageModel::Decoder(decoder) => prefetch_blocks(model, &decoder.blocks, ahead),
         LanguageModel::Gpt2(gpt2) => prefetch_blocks(model, &gpt2.blocks, ahead),
@@ -187,19 +187,20 @@ pub fn set_prefetch(model: &FsdpModule<LanguageModel>, ahead: usize) {
     }
 }
 
-fn prefetch_blocks<R, B>(root: &FsdpModule<R>, blocks: &[FsdpModule<B>], ahead: usize) {
+fn prefetch_blocks<R, B>(root: &FsdpModule<R>, blocks: &[FsdpModule<B>], ahead: usize) -> fsdp_candle::Result<()> {
     // Units gather one block ahead by default.
     root.set_implicit_prefetch(ahead == 1);
     if ahead <= 1 {
-        return;
+        return Ok(());
     }
     let units: Vec<Unit> = blocks.iter().map(FsdpModule::unit).collect();
     let before = |end: usize| -> Vec<Unit> { units[..end].iter().rev().take(ahead).cloned().collect() };
     let after = |start: usize| &units[start..start.saturating_add(ahead).min(units.len())];
-    root.set_modules_to_forward_prefetch(after(0));
-    root.set_modules_to_backward_prefetch(&before(units.len()));
+    root.set_modules_to_forward_prefetch(after(0))?;
+    root.set_modules_to_backward_prefetch(&before(units.len()))?;
     for (i, block) in blocks.iter().enumerate() {
-        block.set_modules_to_forward_prefetch(after(i + 1));
-        block.set_modules_to_backward_prefetch(&before(i));
+        block.set_modules_to_forward_prefetch(after(i + 1))?;
+        block.set_modules_to_backward_prefetch(&before(i))?;
     }
+    Ok(())
 }

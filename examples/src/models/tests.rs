@@ -10,7 +10,7 @@ fn model(config: &str, activation_checkpoint: bool) -> (ShardedVarMap, FsdpModul
     let config = ModelConfig::parse(config).unwrap();
     let world = World::single().unwrap();
     let vars = ShardedVarMap::of_world(&world).unwrap();
-    vars.init_with(Philox::new(1));
+    vars.init_with(Philox::new(1)).unwrap();
     let checkpoints = CheckpointPolicy::every(activation_checkpoint.into());
     let dropout = Dropout::default();
     let options = ModelOptions { dtype: DType::F32, positions: 16, checkpoints, dropout, parallel: None };
@@ -28,7 +28,7 @@ fn unmatched_block_patterns_are_refused() {
     let built = |config: &str, patterns: &[&str]| {
         let world = World::single().unwrap();
         let vars = ShardedVarMap::of_world(&world).unwrap();
-        vars.init_with(Philox::new(1));
+        vars.init_with(Philox::new(1)).unwrap();
         let checkpoints = CheckpointPolicy::named(patterns).unwrap();
         let dropout = Dropout::default();
         let options = ModelOptions { dtype: DType::F32, positions: 16, checkpoints, dropout, parallel: None };
@@ -56,7 +56,7 @@ fn models_of_classes_have_no_loss_over_a_vocabulary() {
     for config in [llama, bert] {
         let world = World::single().unwrap();
         let vars = ShardedVarMap::of_world(&world).unwrap();
-        vars.init_with(Philox::new(1));
+        vars.init_with(Philox::new(1)).unwrap();
         let checkpoints = CheckpointPolicy::every(0);
         let options =
             ModelOptions { dtype: DType::F32, positions: 16, checkpoints, dropout: Dropout::default(), parallel: None };
@@ -230,7 +230,7 @@ fn sizes_match_the_built_model() {
                 parallel: None,
             };
             let targets = lora.targets.clone();
-            vars.adapt(lora.config, move |layer| targets.matches(layer));
+            vars.adapt(lora.config, move |layer| targets.matches(layer)).unwrap();
             build(&config, &FullyShard::new(&vars), &vars, options).unwrap();
             let (adapters, base): (Vec<_>, Vec<_>) =
                 vars.params().into_iter().partition(|param| is_adapter(param.name()));

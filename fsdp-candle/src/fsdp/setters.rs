@@ -10,7 +10,7 @@ use super::module::{FsdpModule, Unit};
 use super::param_group::FsdpParamGroup;
 use super::policy::{Recurse, ReshardAfterForward};
 use super::settings::{CommSettings, UnshardSettings};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 impl<M> FsdpModule<M> {
     /// Returns the units that `recurse` selects.
@@ -29,14 +29,24 @@ impl<M> FsdpModule<M> {
         self.selected(recurse).for_each(|group| self.schedule.change_unshard_settings(&group, &change));
     }
 
-    /// Returns the indices of units. Skips units of other models.
-    fn indices(&self, units: &[Unit]) -> Vec<usize> {
-        let ids = units.iter().map(|unit| unit.0.id());
-        ids.filter(|id| self.schedule.has(id)).map(|id| id.index).collect()
+    /// Returns the indices of units. Fails for a unit of another map.
+    fn indices(&self, units: &[Unit]) -> Result<Vec<usize>> {
+        let index = |unit: &Unit| match self.schedule.has(unit.0.id()) {
+            true => Ok(unit.index()),
+            false => Err(Error::unit(
+                self.group.name(),
+                format!(
+                    "its prefetch list has the unit `{}` of a model in another ShardedVarMap, which it cannot unshard: \
+                     pass units of its own model",
+                    unit.name()
+                ),
+            )),
+        };
+        units.iter().map(index).collect()
     }
 
-    /// Sets the units to unshard when this unit's forward begins. Units of other models are skipped. An empty list
-    /// restores the default: the unit that followed in the last iteration.
+    /// Sets the units to unshard when this unit's forward begins. An empty list restores the default: the unit that
+    /// followed in the last iteration. Fails for a unit of another map.
     ///
     /// ```
     /// # use fsdp_candle::doc_example::*;
@@ -48,9 +58,9 @@ impl<M> FsdpModule<M> {
     /// // Prefetch two blocks in forward, and two in backward.
     /// let units: Vec<_> = blocks.iter().map(|block| block.unit()).collect();
     /// for (i, block) in blocks.iter().enumerate() {
-    ///     block.set_modules_to_forward_prefetch(&units[i + 1..(i + 3).min(units.len())]);
+    ///     block.set_modules_to_forward_prefetch(&units[i + 1..(i + 3).min(units.len())])?;
     ///     let before: Vec<_> = units[..i].iter().rev().take(2).cloned().collect();
-    ///     block.set_modules_to_backward_prefetch(&before);
+    ///     block.set_modules_to_backward_prefetch(&before)?;
     /// }
     /// let model = fully_shard(&opts, vb, |_| Ok(blocks))?;
     /// let y = model.call(|blocks| {
@@ -61,16 +71,18 @@ impl<M> FsdpModule<M> {
     /// model.backward(&y.sqr()?.mean_all()?)?;
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    pub fn set_modules_to_forward_prefetch(&self, units: &[Unit]) {
-        let units = self.indices(units);
+    pub fn set_modules_to_forward_prefetch(&self, units: &[Unit]) -> Result<()> {
+        let units = self.indices(units)?;
         self.change_unshard(Recurse::No, |settings| settings.forward_prefetch.clone_from(&units));
+        Ok(())
     }
 
     /// Sets the units to unshard when this unit's backward begins. An empty list restores the default: the unit whose
-    /// forward preceded this one's.
-    pub fn set_modules_to_backward_prefetch(&self, units: &[Unit]) {
-        let units = self.indices(units);
+    /// forward preceded this one's. Fails for a unit of another map.
+    pub fn set_modules_to_backward_prefetch(&self, units: &[Unit]) -> Result<()> {
+        let units = self.indices(units)?;
         self.change_unshard(Recurse::No, |settings| settings.backward_prefetch.clone_from(&units));
+        Ok(())
     }
 
     /// Sets whether units without a prefetch list prefetch the next unit, for the whole model. Default: true.

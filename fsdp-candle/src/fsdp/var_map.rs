@@ -45,8 +45,8 @@ const WORLD_DIM: &str = "dp_shard";
 ///
 /// let world = World::single()?;
 /// let vars = ShardedVarMap::of_world(&world)?;
-/// vars.init_with(Philox::new(42)); // the same values for any number of ranks
-/// vars.freeze(|fqn| fqn.starts_with("embed"));
+/// vars.init_with(Philox::new(42))?; // the same values for any number of ranks
+/// vars.freeze(|fqn| fqn.starts_with("embed"))?;
 /// let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| {
 ///     Ok((nn::embedding(10, 4, vb.pp("embed"))?, nn::linear(4, 2, vb.pp("head"))?))
 /// })?;
@@ -160,12 +160,27 @@ impl ShardedVarMap {
         }))
     }
 
-    /// Sets the initial values of parameters that are built from now on.
-    pub fn init_with(&self, initializer: impl Initializer + 'static) {
+    /// Sets the initial values of all parameters. Fails if parameters are built: load values by
+    /// [`load_model`](crate::load_model) then.
+    pub fn init_with(&self, initializer: impl Initializer + 'static) -> Result<()> {
+        self.before_building("init_with", ", or load values by load_model")?;
         *self.0.initializer.lock() = Arc::new(initializer);
+        Ok(())
     }
 
-    /// Keeps the shards of parameters that are built from now on in a file of a directory instead of memory. An
+    /// Fails if parameters are built: the setting would not act on them. `or_else` is another way out.
+    fn before_building(&self, setting: &str, or_else: &str) -> Result<()> {
+        let params = self.0.params.lock();
+        let Some(first) = params.keys().next() else { return Ok(()) };
+        Err(Error::Argument(format!(
+            "rank {}: ShardedVarMap::{setting} acts on parameters that are built after it, and {} are built (`{first}` was \
+             the first). Call it before the model is built{or_else}. Another model can have a map of its own",
+            self.mesh().rank(),
+            params.len()
+        )))
+    }
+
+    /// Keeps the shards of all parameters in a file of a directory instead of memory. An
     /// all-gather reads a shard, the next unit's while this unit computes, and an optimizer of this crate reads and
     /// writes it a block at a time. Losses, gradients, state dicts and checkpoints have the same bits.
     ///
@@ -190,7 +205,7 @@ impl ShardedVarMap {
     ///
     /// # Errors
     /// Returns [`crate::Error::StateOnDisk`] if the directory's disk fails or is full, and
-    /// [`crate::Error::Argument`] if layers compute on a device other than the CPU.
+    /// [`crate::Error::Argument`] if layers compute on a device other than the CPU or parameters are built.
     pub fn store_on_disk(&self, disk: &StateOnDisk) -> Result<()> {
         if !self.0.device.is_cpu() {
             return Err(Error::Argument(format!(
@@ -200,6 +215,7 @@ impl ShardedVarMap {
                 self.0.device.location()
             )));
         }
+        self.before_building("store_on_disk", "")?;
         self.store_in(Arc::new(disk.growing_file(self.mesh().rank())?));
         Ok(())
     }
@@ -209,14 +225,16 @@ impl ShardedVarMap {
         *self.0.shard_file.lock() = Some(file);
     }
 
-    /// Freezes the parameters that are built from now on and whose FQN `frozen` accepts: they are sharded and
-    /// unsharded, and get no gradient. [`ShardedVarMap::set_requires_grad`] freezes parameters that are built.
-    pub fn freeze(&self, frozen: impl Fn(&str) -> bool + Send + Sync + 'static) {
+    /// Freezes the parameters whose FQN `frozen` accepts: they are sharded and unsharded, and get no gradient. Fails if
+    /// parameters are built: [`ShardedVarMap::set_requires_grad`] freezes them.
+    pub fn freeze(&self, frozen: impl Fn(&str) -> bool + Send + Sync + 'static) -> Result<()> {
+        self.before_building("freeze", ", or call set_requires_grad(false, ..)")?;
         *self.0.frozen.lock() = Arc::new(frozen);
+        Ok(())
     }
 
-    /// Adds low-rank adapters to the layers that are built from now on and whose FQN `targets` accepts. The model does
-    /// not change. Adapters exist for [`crate::nn::Linear`] and [`crate::nn::Conv1D`] that functions of `nn` make from
+    /// Adds low-rank adapters to the layers whose FQN `targets` accepts. The model does not change. Fails if parameters
+    /// are built. Adapters exist for [`crate::nn::Linear`] and [`crate::nn::Conv1D`] that functions of `nn` make from
     /// a builder. [`ShardedVarMap::adapted`] lists the layers with an adapter.
     ///
     /// To train only the adapters, [freeze](ShardedVarMap::freeze) all other parameters.
@@ -224,8 +242,8 @@ impl ShardedVarMap {
     /// ```
     /// # use fsdp_candle::doc_example::*;
     /// # let (world, vars, opts, vb) = one_rank()?;
-    /// vars.freeze(|name| !nn::is_adapter(name));
-    /// vars.adapt(nn::LoraConfig { rank: 2, alpha: 4. }, |layer| layer.ends_with("q_proj"));
+    /// vars.freeze(|name| !nn::is_adapter(name))?;
+    /// vars.adapt(nn::LoraConfig { rank: 2, alpha: 4. }, |layer| layer.ends_with("q_proj"))?;
     /// let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| {
     ///     Ok((nn::linear(8, 6, vb.pp("q_proj"))?, nn::linear(8, 6, vb.pp("k_proj"))?))
     /// })?;
@@ -233,8 +251,10 @@ impl ShardedVarMap {
     /// assert_eq!(vars.trainable().len(), 2); // q_proj.lora_A.weight, q_proj.lora_B.weight
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    pub fn adapt(&self, config: LoraConfig, targets: impl Fn(&str) -> bool + Send + Sync + 'static) {
+    pub fn adapt(&self, config: LoraConfig, targets: impl Fn(&str) -> bool + Send + Sync + 'static) -> Result<()> {
+        self.before_building("adapt", "")?;
         *self.0.adapters.lock() = Some(Arc::new(Adapters { config, targets: Box::new(targets) }));
+        Ok(())
     }
 
     /// Returns the FQNs of the layers with an adapter, in the order in which they were built.

@@ -17,7 +17,7 @@ use crate::initializer::{Initializer, ShardRequest};
 /// use fsdp_candle::WeightFormat;
 ///
 /// // QLoRA: a frozen base in 4 bits, and adapters in F32.
-/// vars.freeze(|fqn| !nn::is_adapter(fqn));
+/// vars.freeze(|fqn| !nn::is_adapter(fqn))?;
 /// let opts = FullyShard::new(&vars).store(|fqn, _| (!nn::is_adapter(fqn)).then_some(WeightFormat::Nf4));
 /// let model = fully_shard(&opts, vars.builder(DType::F32), |vb| {
 ///     nn::lora(nn::linear_no_bias(64, 8, vb.clone())?, 64, 8, nn::LoraConfig { rank: 2, alpha: 4. }, vb)

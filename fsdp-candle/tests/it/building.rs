@@ -5,7 +5,8 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::{VarBuilder, VarMap};
-use fsdp_candle::{Error, FsdpModule, FullyShard, World, fully_shard, nn, shard};
+use fsdp_candle::initializer::Philox;
+use fsdp_candle::{Error, FsdpModule, FullyShard, ShardedVarMap, StateOnDisk, World, fully_shard, nn, shard};
 
 use crate::common::{
     alone, assert_close, assert_contains, batch, gradients, gradients_of, loss_of, ranks, refused, times, vars,
@@ -251,4 +252,29 @@ fn ignored_parameters_have_one_shape_and_dtype() {
     refused(ask(5, DType::F32), &["parameter `scale`", "[4] F32", "[5] F32"]);
     refused(ask(4, DType::F64), &["[4] F64"]);
     ask(4, DType::F32).unwrap();
+}
+
+#[test]
+fn settings_after_building_name_the_call_that_works() {
+    ranks(2, |world| {
+        let [vars, other] = [(); 2].map(|()| vars(&world));
+        let layer = |vars: &ShardedVarMap, name| {
+            fully_shard(&FullyShard::new(vars), vars.builder(DType::F32).pp(name), |vb| nn::linear(4, 4, vb)).unwrap()
+        };
+        let (model, foreign) = (layer(&vars, "first"), layer(&other, "second"));
+        let late = ["before the model is built", "2 are built (`first.weight` was the first)"];
+        let cases = [
+            (vars.freeze(|_| true), "ShardedVarMap::freeze", "set_requires_grad"),
+            (vars.init_with(Philox::new(1)), "ShardedVarMap::init_with", "load_model"),
+            (vars.adapt(nn::LoraConfig { rank: 1, alpha: 1. }, |_| true), "ShardedVarMap::adapt", "a map of its own"),
+            (vars.store_on_disk(&StateOnDisk::new(".")), "ShardedVarMap::store_on_disk", "a map of its own"),
+        ];
+        for (result, setting, way_out) in cases {
+            refused(result, &[late[0], late[1], setting, way_out]);
+        }
+        let units = [model.unit(), foreign.unit()];
+        refused(model.set_modules_to_forward_prefetch(&units), &["unit `first`", "unit `second`", "own model"]);
+        refused(model.set_modules_to_backward_prefetch(&units), &["unit `first`", "unit `second`", "own model"]);
+        assert_eq!(vars.trainable().len(), 2);
+    });
 }

@@ -95,7 +95,7 @@ type Numbers = Vec<(String, Vec<u32>)>;
 fn numbers(world_size: usize, reshard: ReshardAfterForward, again: Again, frozen: &'static str) -> Vec<Numbers> {
     ranks(world_size, |world| {
         let vars = vars(&world);
-        vars.freeze(move |name| !frozen.is_empty() && name.contains(frozen));
+        vars.freeze(move |name| !frozen.is_empty() && name.contains(frozen)).unwrap();
         let model = build(&FullyShard::new(&vars).reshard_after_forward(reshard), &vars, again);
         let mut numbers = vec![];
         for step in 0..2 {

@@ -23,8 +23,8 @@ fn prefetch_lists_keep_gradients() {
             for (i, block) in blocks.iter().enumerate() {
                 let next: Vec<_> = blocks.iter().skip(i + 1).take(ahead).map(|block| block.unit()).collect();
                 let before: Vec<_> = blocks[..i].iter().rev().take(ahead).map(|block| block.unit()).collect();
-                block.set_modules_to_forward_prefetch(&next);
-                block.set_modules_to_backward_prefetch(&before);
+                block.set_modules_to_forward_prefetch(&next).unwrap();
+                block.set_modules_to_backward_prefetch(&before).unwrap();
             }
             assert_close(&gradients_of(&vars, &model, &batch(world.rank(), WIDTH)), &want, 0.);
         }
@@ -202,7 +202,7 @@ fn an_unused_parameter_does_not_delay_others() {
 fn backward_frees_frozen_parameters() {
     ranks(2, |world| {
         let vars = vars(&world);
-        vars.freeze(|name| !name.contains("blocks.0"));
+        vars.freeze(|name| !name.contains("blocks.0")).unwrap();
         let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
         let x = batch(world.rank(), WIDTH);
         let later = model.inner().blocks[2].params().to_vec();

@@ -194,7 +194,7 @@ fn repeats_backward_and_refuses_a_reset_graph() {
     for policy in [Default, Always, Never] {
         ranks(2, |world| {
             let vars = vars(&world);
-            vars.freeze(|name| name.contains("blocks.1.up"));
+            vars.freeze(|name| name.contains("blocks.1.up")).unwrap();
             let model = sharded(&FullyShard::new(&vars).reshard_after_forward(policy), &vars, 4);
             let loss = || loss_of(&model, &batch(world.rank(), 4));
             let first = loss();

@@ -63,9 +63,9 @@ impl<B: Module> Module for Model<B> {
 /// Adapters on a frozen base, or everything trainable.
 fn new_vars(world: &World, lora: bool) -> ShardedVarMap {
     let vars = vars(world);
-    vars.init_with(Draws(3, |_| candle_nn::Init::Randn { mean: 0.1, stdev: 0.4 }));
+    vars.init_with(Draws(3, |_| candle_nn::Init::Randn { mean: 0.1, stdev: 0.4 })).unwrap();
     if lora {
-        vars.freeze(|name| !nn::is_adapter(name));
+        vars.freeze(|name| !nn::is_adapter(name)).unwrap();
     }
     vars
 }
@@ -219,7 +219,7 @@ fn refuses_uncheckable_models() {
         });
         refused(random, &["with the same parameters: seed random"]);
         let vars = vars(&world);
-        vars.freeze(|_| true);
+        vars.freeze(|_| true).unwrap();
         let model =
             fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear(WIDTH, 2, vb)).unwrap();
         refused(gradcheck(&model, &options, |m| m.forward(&x)?.sum_all()), &["the model has no trainable parameter"]);

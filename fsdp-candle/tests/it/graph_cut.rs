@@ -76,8 +76,9 @@ fn lora(vars: &ShardedVarMap, norms: Norms, candles: bool) -> Adapted {
     vars.init_with(Draws(0, |request| match request.name.contains("norm.") {
         true => Init::Uniform { lo: 0.5, up: 1.5 },
         false => request.init,
-    }));
-    vars.freeze(|name| !nn::is_adapter(name));
+    }))
+    .unwrap();
+    vars.freeze(|name| !nn::is_adapter(name)).unwrap();
     let (opts, vb) = (FullyShard::new(vars), vars.builder(DType::F32));
     let block = |i: usize| fully_shard(&opts, vb.pp(i), |vb| Block::new(norms, candles, vb)).unwrap();
     let blocks = (0..BLOCKS).map(block).collect();
@@ -185,7 +186,7 @@ fn with_frozen<M>(
     run: impl FnOnce(&FsdpModule<M>, &Tensor) -> Result<Tensor>,
 ) -> (Vec<GraphCut>, Vec<String>) {
     let vars = vars(world);
-    vars.freeze(|name| name.starts_with("frozen"));
+    vars.freeze(|name| name.starts_with("frozen")).unwrap();
     let (opts, vb) = (FullyShard::new(&vars), vars.builder(DType::F32));
     let before = fully_shard(&opts, vb.pp("before"), |vb| nn::linear(WIDTH, WIDTH, vb)).unwrap();
     let frozen = fully_shard(&opts, vb.pp("frozen"), build).unwrap();
@@ -271,7 +272,7 @@ fn does_not_report_intended_detaching() {
 fn does_not_report_a_frozen_head() {
     let world = World::single().unwrap();
     let vars = vars(&world);
-    vars.freeze(|name| name.starts_with("head"));
+    vars.freeze(|name| name.starts_with("head")).unwrap();
     let (opts, vb) = (FullyShard::new(&vars), vars.builder(DType::F32));
     let before = fully_shard(&opts, vb.pp("before"), |vb| nn::linear(WIDTH, WIDTH, vb)).unwrap();
     let head = fully_shard(&opts, vb.pp("head"), |vb| {
@@ -289,7 +290,7 @@ fn does_not_report_a_frozen_head() {
 fn does_not_report_detached_adapters() {
     let world = World::single().unwrap();
     let vars = vars(&world);
-    vars.freeze(|name| name.starts_with("unit.base"));
+    vars.freeze(|name| name.starts_with("unit.base")).unwrap();
     let (opts, vb) = (FullyShard::new(&vars), vars.builder(DType::F32));
     let before = fully_shard(&opts, vb.pp("before"), |vb| nn::linear(WIDTH, WIDTH, vb)).unwrap();
     let unit = fully_shard(&opts, vb.pp("unit"), |vb| {
@@ -342,7 +343,7 @@ fn warns_once_on_the_first_rank() {
 fn finds_cuts_between_blocks_of_one_unit() {
     let world = World::single().unwrap();
     let vars = vars(&world);
-    vars.freeze(|name| !nn::is_adapter(name));
+    vars.freeze(|name| !nn::is_adapter(name)).unwrap();
     let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| {
         (0..2).map(|i| Block::new(Norms::CandleRms, false, vb.pp(i))).collect::<Result<Vec<_>>>()
     });

@@ -63,7 +63,7 @@ fn train<M: Module>(vars: &ShardedVarMap, model: &FsdpModule<M>, rank: usize) ->
 }
 
 fn build(vars: &ShardedVarMap) -> FsdpModule<Model> {
-    vars.freeze(|name| !nn::is_adapter(name));
+    vars.freeze(|name| !nn::is_adapter(name)).unwrap();
     fully_shard(&FullyShard::new(vars), vars.builder(DType::F32), Model::new).unwrap()
 }
 
@@ -179,8 +179,8 @@ fn adapts_layers_by_name() {
         let losses = train(&explicit, &build(&explicit), world.rank());
         for units in [&[][..], &["first", "third"]] {
             let vars = vars(&world);
-            vars.freeze(|name| !nn::is_adapter(name));
-            vars.adapt(CONFIG, |layer| ["first", "third"].contains(&layer));
+            vars.freeze(|name| !nn::is_adapter(name)).unwrap();
+            vars.adapt(CONFIG, |layer| ["first", "third"].contains(&layer)).unwrap();
             let opts = FullyShard::new(&vars);
             let model = match units.is_empty() {
                 true => fully_shard(&opts, vars.builder(DType::F32), Bare::new).unwrap(),
@@ -194,7 +194,7 @@ fn adapts_layers_by_name() {
             }
         }
         let none = vars(&world);
-        none.adapt(CONFIG, |layer| layer == "First");
+        none.adapt(CONFIG, |layer| layer == "First").unwrap();
         fully_shard(&FullyShard::new(&none), none.builder(DType::F32), Bare::new).unwrap();
         assert!(none.adapted().is_empty() && none.params().len() == 6);
     });
@@ -205,8 +205,8 @@ fn the_loss_of_an_adapted_head_is_that_of_its_outputs() {
     ranks(2, |world| {
         let run = |of: fn(&nn::Linear, &Tensor, &Tensor) -> Result<Tensor>| {
             let vars = vars(&world);
-            vars.freeze(|name| !nn::is_adapter(name));
-            vars.adapt(CONFIG, |layer| layer == "head");
+            vars.freeze(|name| !nn::is_adapter(name)).unwrap();
+            vars.adapt(CONFIG, |layer| layer == "head").unwrap();
             let build = |vb: VarBuilder| nn::linear(WIDTH, 5, vb.pp("head"));
             let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), build).unwrap();
             let up = vars.get("head.lora_B.weight").unwrap();
@@ -227,7 +227,7 @@ fn the_loss_of_an_adapted_head_is_that_of_its_outputs() {
 fn an_adapter_that_can_not_be_made_fails_the_model_by_name() {
     ranks(1, |world| {
         let vars = vars(&world);
-        vars.adapt(nn::LoraConfig { rank: 0, alpha: 1. }, |layer| layer == "third");
+        vars.adapt(nn::LoraConfig { rank: 0, alpha: 1. }, |layer| layer == "third").unwrap();
         let built = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), Bare::new);
         refused(built, &["`third`", "at least 1"]);
     });

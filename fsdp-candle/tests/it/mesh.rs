@@ -19,7 +19,7 @@ fn refuses_trained_parameters_on_part_of_the_ranks() {
         let unrelated = DeviceMesh::from_group("pair", &pair).unwrap();
         let build = |map: &DeviceMesh, unit: &DeviceMesh, frozen: bool, placed: bool| {
             let vars = ShardedVarMap::new(map, world.device());
-            vars.freeze(move |_| frozen);
+            vars.freeze(move |_| frozen).unwrap();
             let opts = FullyShard::new(&vars);
             let opts = if placed {
                 let mesh = ShardMesh::new(unit).unwrap();

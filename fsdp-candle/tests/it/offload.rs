@@ -101,7 +101,7 @@ fn training_gives_the_same_bits() {
     ranks(5, |world| {
         let run = |policy| {
             let vars = vars_on(&world, &[("dp_shard", 5)]);
-            vars.freeze(|name| name.contains("blocks.1"));
+            vars.freeze(|name| name.contains("blocks.1")).unwrap();
             let model = sharded(&FullyShard::new(&vars).offload_policy(policy), &vars, WIDTH);
             train(&world, &vars, &model)
         };
@@ -116,7 +116,7 @@ fn unused_prefetched_shards_are_freed() {
             let vars = vars_on(&world, PAIR);
             let model = sharded(&FullyShard::new(&vars).offload_policy(policy), &vars, WIDTH);
             let blocks = &model.inner().blocks;
-            blocks[0].set_modules_to_forward_prefetch(&blocks[1].units());
+            blocks[0].set_modules_to_forward_prefetch(&blocks[1].units()).unwrap();
             let _ = loss_of(&model, &numbered(&world, 0));
             // Gathered without a use, and again after the shards have changed.
             let before = model.unshard_async().unwrap();

@@ -167,7 +167,7 @@ fn matches_with_named_units_and_unused_parameters() {
     ranks(4, |world| {
         let run = |divided: bool| {
             let vars = map(&world, 2);
-            vars.freeze(|name| name == "blocks.0.weight");
+            vars.freeze(|name| name == "blocks.0.weight").unwrap();
             let opts = FullyShard::new(&vars).shard_optimizer_over_replicas(divided);
             let vb = vars.builder(DType::F32);
             let model = shard(&opts, &["blocks.*"], vb, |vb| {

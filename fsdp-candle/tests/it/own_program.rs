@@ -51,7 +51,7 @@ impl Module for Model {
 
 fn pretrained(weights: &Path, world: &World) -> anyhow::Result<(ShardedVarMap, FsdpModule<Model>)> {
     let vars = ShardedVarMap::of_world(world)?;
-    vars.init_with(Pretrained::open(weights)?); // model.safetensors, or an index and its files
+    vars.init_with(Pretrained::open(weights)?)?; // model.safetensors, or an index and its files
     let opts = FullyShard::new(&vars);
     let model = shard(&opts, &["layers.*"], vars.builder(DType::F32), Model::new)?;
     Ok((vars, model))
@@ -98,9 +98,9 @@ const LORA: nn::LoraConfig = nn::LoraConfig { rank: 2, alpha: 4. };
 
 fn with_adapters(weights: &Path, world: &World) -> anyhow::Result<(ShardedVarMap, FsdpModule<Model>)> {
     let vars = ShardedVarMap::of_world(world)?;
-    vars.init_with(Fallback::new(Pretrained::open(weights)?, Philox::new(0), nn::is_adapter));
-    vars.freeze(|name| !nn::is_adapter(name));
-    vars.adapt(LORA, |layer| layer.ends_with("up"));
+    vars.init_with(Fallback::new(Pretrained::open(weights)?, Philox::new(0), nn::is_adapter))?;
+    vars.freeze(|name| !nn::is_adapter(name))?;
+    vars.adapt(LORA, |layer| layer.ends_with("up"))?;
     let opts = FullyShard::new(&vars);
     let model = shard(&opts, &["layers.*"], vars.builder(DType::F32), Model::new)?;
     Ok((vars, model))
@@ -281,7 +281,7 @@ fn weights_come_from_files_and_boxed_sources() {
     for (what, source) in sources {
         ranks(2, |world| {
             let vars = ShardedVarMap::of_world(&world).unwrap();
-            vars.init_with(source());
+            vars.init_with(source()).unwrap();
             shard(&FullyShard::new(&vars), &[], vars.builder(DType::F32), Model::new).unwrap();
             for param in vars.params() {
                 let full = param.dtensor().unwrap().full_tensor().unwrap();
@@ -298,7 +298,7 @@ fn a_wrong_shape_names_file_tensor_and_shapes() {
     let file = root.path().join("model.safetensors");
     let errors = ranks(2, |world| {
         let vars = ShardedVarMap::of_world(&world).unwrap();
-        vars.init_with(Pretrained::of(fsdp_ckpt::open(&file).unwrap(), |name| format!("head.{name}")));
+        vars.init_with(Pretrained::of(fsdp_ckpt::open(&file).unwrap(), |name| format!("head.{name}"))).unwrap();
         let built = shard(&FullyShard::new(&vars), &[], vars.builder(DType::F32), |vb| nn::linear(8, 5, vb));
         built.map(drop).unwrap_err().to_string()
     });

@@ -294,7 +294,7 @@ fn on_rank(plan: &Plan, world: &World) {
         [weight.then(|| format!("unit.{unit}.weight")), bias.then(|| format!("unit.{unit}.bias"))]
     });
     let frozen: Vec<String> = frozen.flatten().collect();
-    vars.freeze(move |name| frozen.iter().any(|frozen| frozen == name));
+    vars.freeze(move |name| frozen.iter().any(|frozen| frozen == name)).unwrap();
     let vb = vars.builder(DType::F32);
     let head = |vb: &VarBuilder| plan.head.then(|| nn::linear(WIDTH, 2, vb.pp("head"))).transpose();
     let units = plan.units.iter().enumerate();

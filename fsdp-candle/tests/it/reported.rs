@@ -234,7 +234,7 @@ fn files_load_where_shards_are_empty() {
         ranks(5, |world| {
             let vars = vars(&world);
             if !named {
-                vars.init_with(Pretrained::open(root.path()).unwrap());
+                vars.init_with(Pretrained::open(root.path()).unwrap()).unwrap();
             }
             let model = sharded(&FullyShard::new(&vars), &vars, 3);
             assert!(world.rank() < 3 || vars.params().iter().any(|param| param.region().is_empty()));
@@ -277,7 +277,7 @@ fn adapters_of_f32_train_in_a_unit_of_bf16() {
         ranks(size, |world| {
             let run = |base: DType| {
                 let vars = vars(&world);
-                vars.freeze(|name| !nn::is_adapter(name));
+                vars.freeze(|name| !nn::is_adapter(name)).unwrap();
                 let policy = MixedPrecisionPolicy {
                     param_dtype: Some(DType::BF16),
                     reduce_dtype: Some(DType::F32),
@@ -314,12 +314,12 @@ fn quantized(world: &World, base: &Path, adapters: Option<&Path>) -> (ShardedVar
     match adapters {
         Some(adapters) => {
             let adapters = Pretrained::open(adapters).unwrap();
-            vars.init_with(Fallback::new(Pretrained::open(base).unwrap(), adapters, nn::is_adapter));
+            vars.init_with(Fallback::new(Pretrained::open(base).unwrap(), adapters, nn::is_adapter)).unwrap();
         }
-        None => vars.init_with(Fallback::new(Pretrained::open(base).unwrap(), Philox::new(0), nn::is_adapter)),
+        None => vars.init_with(Fallback::new(Pretrained::open(base).unwrap(), Philox::new(0), nn::is_adapter)).unwrap(),
     }
-    vars.freeze(|name| !nn::is_adapter(name));
-    vars.adapt(LORA, |_| true);
+    vars.freeze(|name| !nn::is_adapter(name)).unwrap();
+    vars.adapt(LORA, |_| true).unwrap();
     let opts = FullyShard::new(&vars)
         .store(|name, shape| (shape.len() == 2 && !nn::is_adapter(name)).then_some(WeightFormat::Nf4));
     let model = fully_shard(&opts, vars.builder(DType::F32), |vb| {

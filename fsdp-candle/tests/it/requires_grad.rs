@@ -171,7 +171,7 @@ fn refuses_impossible_choices() {
 
     // Parameters frozen before they are built. A layer of `nn` checks this, one of Candle's has no graph to them.
     let vars = ShardedVarMap::of_world(&world).unwrap();
-    vars.freeze(|name| name.contains("blocks.1"));
+    vars.freeze(|name| name.contains("blocks.1")).unwrap();
     let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
     refused(
         vars.set_requires_grad(true, |name| name == "blocks.1.up.weight"),
@@ -270,7 +270,7 @@ fn captured_tensors_keep_frozen_parameters() {
     ranks(2, |world| {
         let run = |captured: bool| {
             let vars = vars(&world);
-            vars.freeze(|name| name.contains("frozen"));
+            vars.freeze(|name| name.contains("frozen")).unwrap();
             let vb = vars.builder(DType::F32);
             let opts = FullyShard::new(&vars).reshard_after_forward(fsdp_candle::ReshardAfterForward::Always);
             let before = fully_shard(&opts, vb.pp("before"), |vb| nn::linear(4, 4, vb)).unwrap();

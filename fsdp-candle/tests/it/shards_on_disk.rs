@@ -39,7 +39,7 @@ fn disk(dir: &Path) -> StateOnDisk {
 
 fn map(world: &World, mesh: &[(&str, usize)], dir: Option<&Path>) -> ShardedVarMap {
     let vars = ShardedVarMap::new(&world.mesh(mesh).unwrap(), &Device::Cpu);
-    vars.init_with(Philox::new(7));
+    vars.init_with(Philox::new(7)).unwrap();
     dir.into_iter().for_each(|dir| vars.store_on_disk(&disk(dir)).unwrap());
     vars
 }
@@ -164,7 +164,7 @@ fn frozen_weights_in_blocks_are_read_from_disk() {
         local::run(2, |group| {
             let world = World::of(group);
             let vars = map(&world, &[("dp_shard", 2)], dir);
-            vars.freeze(|name| name == "up.weight");
+            vars.freeze(|name| name == "up.weight").unwrap();
             let opts = FullyShard::new(&vars).store(|name, _| (name == "up.weight").then_some(WeightFormat::Nf4));
             let model = build(&vars, &opts, DType::F32).unwrap();
             check_finite(&vars, &[ValuesOf::Parameters]).unwrap();

@@ -14,7 +14,7 @@ const WIDTH: usize = 5;
 
 /// A model after one step, with a frozen parameter and an ignored one.
 fn stepped(world: &World, vars: &ShardedVarMap) -> AdamW {
-    vars.freeze(|name| name == "blocks.0.up.bias");
+    vars.freeze(|name| name == "blocks.0.up.bias").unwrap();
     let opts = FullyShard::new(vars).ignored_params(|name| name == "blocks.1.norm.weight");
     let model = sharded(&opts, vars, WIDTH);
     let mut optim = AdamW::new(vars.trainable(), AdamWConfig { lr: 0.01, ..AdamWConfig::default() }).unwrap();

@@ -81,7 +81,7 @@ fn units_reach_the_loss_on_some_ranks() {
                     let ((all_vars, all), (vars, some)) = (make(), make());
                     some.set_reduce_scatter_unused_params(true, Recurse::Yes);
                     if reshard == To(2) {
-                        some.inner()[3].set_modules_to_backward_prefetch(&[some.inner()[1].unit()]);
+                        some.inner()[3].set_modules_to_backward_prefetch(&[some.inner()[1].unit()]).unwrap();
                     }
                     for i in 0..4 {
                         let want = step(&world, &all_vars, &all, i, chain, true);

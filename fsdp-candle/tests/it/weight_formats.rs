@@ -94,8 +94,8 @@ fn map(world: &World, mesh: &[(&str, usize)], tensor_parallel: bool) -> ShardedV
             vars
         }
     };
-    vars.freeze(|name| !nn::is_adapter(name));
-    vars.adapt(nn::LoraConfig { rank: 2, alpha: 3. }, |layer| layer.ends_with("up"));
+    vars.freeze(|name| !nn::is_adapter(name)).unwrap();
+    vars.adapt(nn::LoraConfig { rank: 2, alpha: 3. }, |layer| layer.ends_with("up")).unwrap();
     vars
 }
 
@@ -152,8 +152,8 @@ fn training_has_the_bits_of_decoded_weights() {
                     let vars = map(&world, mesh, tensor_parallel);
                     let opts = options(FullyShard::new(&vars));
                     match stored {
-                        true => vars.init_with(Philox::new(3)),
-                        false => vars.init_with(Decoded(format)),
+                        true => vars.init_with(Philox::new(3)).unwrap(),
+                        false => vars.init_with(Decoded(format)).unwrap(),
                     }
                     let opts = opts.store(move |name, _| (stored && is_stored(name)).then_some(format));
                     let model = build(&vars, &opts).unwrap();
@@ -225,7 +225,7 @@ fn checkpoints_keep_blocks_and_load_at_another_world_size() {
     for size in [1, 3, 4] {
         ranks(size, |world| {
             let vars = map(&world, &[("dp_shard", size)], false);
-            vars.init_with(Philox::new(99));
+            vars.init_with(Philox::new(99)).unwrap();
             let model = build(&vars, &store(&vars)).unwrap();
             load_model(&vars, &*source, &LoadOptions::default()).unwrap();
             assert_eq!(outputs(&model), saved[0]);
@@ -234,7 +234,7 @@ fn checkpoints_keep_blocks_and_load_at_another_world_size() {
     // Another program reads floats.
     ranks(2, |world| {
         let vars = map(&world, &[("dp_shard", 2)], false);
-        vars.init_with(Philox::new(99));
+        vars.init_with(Philox::new(99)).unwrap();
         let model = build(&vars, &FullyShard::new(&vars)).unwrap();
         load_model(&vars, &View::training(&*source).decoded(), &LoadOptions::default()).unwrap();
         assert_eq!(outputs(&model), saved[0]);
@@ -259,7 +259,7 @@ fn state_dicts_of_blocks_are_set_again() {
         let dict = get_model_state_dict(&vars, &full()).unwrap();
         let before = forward(&model, &batch(0, WIDTH));
         let other = map(&world, &[("dp_shard", 2)], false);
-        other.init_with(Philox::new(4));
+        other.init_with(Philox::new(4)).unwrap();
         let opts = FullyShard::new(&other).store(|name, _| is_stored(name).then_some(WeightFormat::Int8));
         let model = build(&other, &opts).unwrap();
         set_model_state_dict(&other, &dict, &full()).unwrap();
@@ -275,8 +275,8 @@ fn ranks_without_rows_have_no_blocks() {
         let output = |stored: bool| {
             let vars = map(&world, &[("dp_shard", 3)], false);
             match stored {
-                true => vars.init_with(Philox::new(3)),
-                false => vars.init_with(Decoded(WeightFormat::Nf4)),
+                true => vars.init_with(Philox::new(3)).unwrap(),
+                false => vars.init_with(Decoded(WeightFormat::Nf4)).unwrap(),
             }
             let opts = FullyShard::new(&vars).store(move |_, _| stored.then_some(WeightFormat::Nf4));
             let model = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear_no_bias(WIDTH, 2, vb)).unwrap();
@@ -333,7 +333,7 @@ fn bad_uses_are_refused() {
         refused(built, &["`weight`", "last dimension of 100 is not a multiple"]);
 
         let vars = vars();
-        vars.init_with(Infinite);
+        vars.init_with(Infinite).unwrap();
         let opts = FullyShard::new(&vars).store(move |name, _| nf4.filter(|_| is_stored(name)));
         build(&vars, &opts).unwrap();
         refused(check_finite(&vars, &[ValuesOf::Parameters]), &["1.down.weight"]);

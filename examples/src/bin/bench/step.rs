@@ -171,7 +171,7 @@ impl<'a> Setup<'a> {
         let before = meter.current()?;
         let ranks = Ranks::new(world.size(), args.replicate, args.tensor_parallel)?;
         let vars = ranks.vars(world)?;
-        vars.init_with(Philox::new(0));
+        vars.init_with(Philox::new(0))?;
         let param_dtype = if args.param_dtype == "bf16" { DType::BF16 } else { DType::F32 };
         let policy = MixedPrecisionPolicy {
             param_dtype: Some(param_dtype),
@@ -206,8 +206,8 @@ fn run_language_model(setup: &Setup<'_>) -> anyhow::Result<()> {
     };
     if let Some(rank) = args.lora_rank {
         let targets = Targets::queries_and_values()?;
-        vars.freeze(|name| !is_adapter(name));
-        vars.adapt(LoraConfig { rank, alpha: 2. * rank as f64 }, move |layer| targets.matches(layer));
+        vars.freeze(|name| !is_adapter(name))?;
+        vars.adapt(LoraConfig { rank, alpha: 2. * rank as f64 }, move |layer| targets.matches(layer))?;
     }
     let batch = || token_batch(args, ranks.data_rank(world.rank()), vocabulary, world.device());
     let tokens = args.batch * args.seq;

@@ -54,18 +54,18 @@ impl Adapters {
     }
 
     /// Freezes the parameters of the next model except a classifier, and adds adapters to it.
-    pub(crate) fn apply(&self, vars: &ShardedVarMap, head: Head) {
-        vars.freeze(move |name| !Adapters::trains(name, head));
-        self.adapt(vars);
+    pub(crate) fn apply(&self, vars: &ShardedVarMap, head: Head) -> fsdp_candle::Result<()> {
+        vars.freeze(move |name| !Adapters::trains(name, head))?;
+        self.adapt(vars)
     }
 
     /// Adds adapters to the next model.
-    pub(crate) fn adapt(&self, vars: &ShardedVarMap) {
+    pub(crate) fn adapt(&self, vars: &ShardedVarMap) -> fsdp_candle::Result<()> {
         let (targets, layers) = (self.lora.targets.clone(), self.layers.clone());
         vars.adapt(self.lora.config, move |layer| {
             layers.lock().unwrap_or_else(PoisonError::into_inner).insert(layer.to_string());
             targets.matches(layer)
-        });
+        })
     }
 
     /// Fails unless the targets match layers of the model, and PEFT can load the adapters that are exported.

@@ -110,8 +110,8 @@ impl Setup {
         }
         initialize(args, &config, &vars, weights.as_ref(), adapters.as_ref(), head, world)?;
         match (&adapters, head) {
-            (Some(adapters), _) => adapters.apply(&vars, head),
-            (None, Head::Embedding(_)) => vars.freeze(is_unused_by_embeddings),
+            (Some(adapters), _) => adapters.apply(&vars, head)?,
+            (None, Head::Embedding(_)) => vars.freeze(is_unused_by_embeddings)?,
             (None, _) => {}
         }
         let checkpoints = args.activation_checkpoint.policy(args.checkpoint_keep.clone())?;
@@ -135,9 +135,9 @@ impl Setup {
                 true => {
                     let copy = ranks.vars(world)?;
                     initialize(args, &config, &copy, weights.as_ref(), adapters.as_ref(), head, world)?;
-                    copy.freeze(|_| true);
+                    copy.freeze(|_| true)?;
                     if let Some(adapters) = &adapters {
-                        adapters.adapt(&copy);
+                        adapters.adapt(&copy)?;
                     }
                     let (checkpoints, dropout) = (CheckpointPolicy::none(), Dropout::default());
                     let options = ModelOptions { checkpoints, dropout, ..options };
@@ -180,10 +180,10 @@ fn initialize(
     }
     let is_new = move |name: &str| is_adapter(name) || (matches!(head, Head::Classes(_)) && is_classifier(name));
     match (weights.map(Weights::initializer), peft) {
-        (None, None) => vars.init_with(random),
-        (None, Some(peft)) => vars.init_with(Fallback::new(peft, random, |name| !is_adapter(name))),
-        (Some(weights), None) => vars.init_with(Fallback::new(weights, random, is_new)),
-        (Some(weights), Some(peft)) => vars.init_with(Fallback::new(weights, peft, is_adapter)),
+        (None, None) => vars.init_with(random)?,
+        (None, Some(peft)) => vars.init_with(Fallback::new(peft, random, |name| !is_adapter(name)))?,
+        (Some(weights), None) => vars.init_with(Fallback::new(weights, random, is_new))?,
+        (Some(weights), Some(peft)) => vars.init_with(Fallback::new(weights, peft, is_adapter))?,
     }
     Ok(())
 }
@@ -216,7 +216,7 @@ fn build(
         .shard_optimizer_over_replicas(args.shard_optimizer_over_replicas)
         .offload_policy(args.offload.policy());
     let model = models::build_with_head(config, &opts, vars, ModelOptions { parallel, ..options }, head)?;
-    models::set_prefetch(&model, args.prefetch);
+    models::set_prefetch(&model, args.prefetch)?;
     Ok(model)
 }
 

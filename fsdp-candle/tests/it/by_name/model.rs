@@ -213,12 +213,13 @@ pub(crate) fn wrapped(
 pub(crate) fn vars_of(world: &World, kind: Kind) -> ShardedVarMap {
     let vars = vars(world);
     if kind.lora {
-        vars.freeze(|name| !nn::is_adapter(name));
+        vars.freeze(|name| !nn::is_adapter(name)).unwrap();
         // No adapter is zero.
         vars.init_with(Draws(1, |request| Init::Randn {
             mean: if request.shape.len() == 1 { 1. } else { 0. },
             stdev: 0.3,
-        }));
+        }))
+        .unwrap();
     }
     vars
 }

@@ -121,8 +121,9 @@ fn units_by_name() {
 #[test]
 fn adapters_of_parallel_layers() {
     let prepare = |vars: &ShardedVarMap| {
-        vars.freeze(|name| !nn::is_adapter(name));
-        vars.adapt(nn::LoraConfig { rank: 3, alpha: 6. }, |layer| layer.starts_with("blocks.") || layer == "head");
+        vars.freeze(|name| !nn::is_adapter(name)).unwrap();
+        vars.adapt(nn::LoraConfig { rank: 3, alpha: 6. }, |layer| layer.starts_with("blocks.") || layer == "head")
+            .unwrap();
     };
     for sequence in [false, true] {
         for mesh in [DP_TP, Mesh::new(&[("tp", 4)], &[], &[])] {

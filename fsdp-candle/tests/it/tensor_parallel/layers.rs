@@ -48,7 +48,7 @@ fn row_parallel_linear() {
 
 /// Values without zeros: `lora_B` is zero at first, and so is the gradient of `lora_A`.
 pub(super) fn drawn(vars: &ShardedVarMap) {
-    vars.init_with(Draws(3, |_| Init::Uniform { lo: -0.5, up: 0.5 }));
+    vars.init_with(Draws(3, |_| Init::Uniform { lo: -0.5, up: 0.5 })).unwrap();
 }
 
 #[test]
@@ -64,7 +64,7 @@ fn adapters_of_parallel_layers_match() {
         ("inputs to a sequence", plan(to_sequence.into()), Placement::Shard(2), Placement::Shard(1)),
     ] {
         let prepare = |vars: &ShardedVarMap| {
-            vars.adapt(LoraConfig { rank: 3, alpha: 6. }, |_| true);
+            vars.adapt(LoraConfig { rank: 3, alpha: 6. }, |_| true).unwrap();
             drawn(vars);
         };
         check(what, &Case { plan, input, output }, &[2, 12, 24], prepare, |vb| nn::linear(24, 12, vb.pp("layer")));

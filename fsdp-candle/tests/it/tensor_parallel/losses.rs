@@ -244,7 +244,7 @@ fn parallel_heads_with_bias_and_adapter_match() {
     for is_adapted in [false, true] {
         let prepare = |vars: &ShardedVarMap| {
             if is_adapted {
-                vars.adapt(nn::LoraConfig { rank: 3, alpha: 6. }, |_| true);
+                vars.adapt(nn::LoraConfig { rank: 3, alpha: 6. }, |_| true).unwrap();
             }
             drawn(vars);
         };

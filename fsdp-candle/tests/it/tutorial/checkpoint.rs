@@ -27,7 +27,7 @@ fn loads_at_other_world_sizes() {
     });
     for world in on_worlds(&[1, 2, 4], |world| {
         let vars = vars(world)?;
-        vars.init_with(fsdp_candle::initializer::Philox::new(1));
+        vars.init_with(fsdp_candle::initializer::Philox::new(1)).unwrap();
         let model = sharded(&FullyShard::new(&vars), &vars, &args)?;
         let mut optim = adam(&vars)?;
         assert_ne!(parameters(&vars)?, saved[0][0]);

@@ -16,7 +16,7 @@ use super::*;
 fn trained(world: &World, steps: usize) -> anyhow::Result<(ShardedVarMap, Sharded, Adam)> {
     let args = ModelArgs::default();
     let vars = vars(world)?;
-    vars.init_with(fsdp_candle::initializer::Philox::new(steps as u64));
+    vars.init_with(fsdp_candle::initializer::Philox::new(steps as u64)).unwrap();
     let model = sharded(&FullyShard::new(&vars), &vars, &args)?;
     let mut optim = adam(&vars)?;
     for _ in 0..steps {

@@ -59,7 +59,7 @@ fn explicit_prefetching() {
                 break;
             }
             let layers_to_prefetch: Vec<_> = (1..=num_to_forward_prefetch).map(|j| layers[i + j].unit()).collect();
-            layer.set_modules_to_forward_prefetch(&layers_to_prefetch);
+            layer.set_modules_to_forward_prefetch(&layers_to_prefetch)?;
         }
         let num_to_backward_prefetch = 2;
         for (i, layer) in layers.iter().enumerate() {
@@ -67,7 +67,7 @@ fn explicit_prefetching() {
                 continue;
             }
             let layers_to_prefetch: Vec<_> = (1..=num_to_backward_prefetch).map(|j| layers[i - j].unit()).collect();
-            layer.set_modules_to_backward_prefetch(&layers_to_prefetch);
+            layer.set_modules_to_backward_prefetch(&layers_to_prefetch)?;
         }
         for _ in 0..epochs {
             let _gathering = model.unshard_async()?;
