@@ -70,6 +70,11 @@ pub mod collectives;
 mod data_parallel;
 mod disk;
 mod display;
+/// What the code of `#[derive(Tensors)]` names.
+#[doc(hidden)]
+pub mod derived {
+    pub use candle_core::{Result, Tensor};
+}
 #[doc(hidden)]
 pub mod doc_example;
 mod dtensor;
@@ -105,6 +110,7 @@ pub use fsdp::{
     Recurse, ReduceScatter, ReshardAfterForward, ShardPlacement, ShardPlacementFn, ShardedVarMap, StoreFn, Unit,
     UnshardHandle, UnshardedUnits, WeightFormat, fully_shard, parallelize, shard,
 };
+pub use fsdp_candle_derive::Tensors;
 pub use fsdp_core::{BlockFormat, DTensorSpec, DeviceMesh, Placement, ProcessGroup, ReduceOp};
 pub use gradcheck::{GradcheckOptions, gradcheck};
 pub use optim::{

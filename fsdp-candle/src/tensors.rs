@@ -4,28 +4,32 @@ use candle_core::{Result, Tensor};
 use candle_nn::rnn::{GRUState, LSTMState};
 
 /// A value whose tensors can be replaced one by one: tensors, states of recurrent layers, and tuples, vectors and
-/// options of them. Implement it for your own types that your forwards take or return.
+/// options of them. Derive it for your own types that your forwards take or return, as PyTorch finds tensors in
+/// dataclasses. Fields without tensors have the attribute `#[tensors(skip)]`.
 ///
 /// ```
-/// use candle_core::{Result, Tensor};
+/// # use fsdp_candle::doc_example::*;
 /// use fsdp_candle::Tensors;
 ///
+/// #[derive(Tensors)]
 /// struct Routed {
 ///     hidden: Tensor,
+///     scores: Option<Tensor>,
+///     #[tensors(skip)]
 ///     experts: Vec<usize>,
 /// }
 ///
-/// impl Tensors for Routed {
-///     fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self> {
-///         Ok(Routed { hidden: f(self.hidden)?, experts: self.experts })
-///     }
-/// }
-/// # let hidden = Tensor::ones(2, candle_core::DType::F32, &candle_core::Device::Cpu)?;
-/// # let routed = Routed { hidden, experts: vec![1] };
+/// # let (world, vars, model, x) = one_layer(nn::linear)?;
+/// let routed = model.call(|layer| Ok(Routed { hidden: layer.forward(&x)?, scores: None, experts: vec![1] }))?;
+/// assert_eq!(routed.experts, [1]);
+/// let grads = model.backward(&routed.hidden.sum_all()?)?;
 /// # let doubled = routed.map_tensors(&mut |tensor| tensor * 2.)?;
-/// # assert_eq!((doubled.hidden.to_vec1::<f32>()?, doubled.experts), (vec![2.; 2], vec![1]));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` does not say where its tensors are",
+    note = "derive `Tensors` for your own type, and mark a field without tensors by `#[tensors(skip)]`"
+)]
 pub trait Tensors: Sized {
     /// Replaces each tensor by the result of `f`.
     fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self>;

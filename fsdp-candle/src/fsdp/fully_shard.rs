@@ -490,7 +490,7 @@ mod tests {
     #[test]
     fn a_pattern_without_a_match_lists_the_modules() {
         let names = ["model.embed.weight", "model.layers.0.up.weight", "model.layers.1.up.weight", "head"];
-        let check = |pattern: &str| check_matches(&compiled(&["model.*".into(), pattern.into()])?, &names, "");
+        let check = |pattern: &str| check_matches(&compiled(&["model.*", pattern])?, &names, "");
         assert_eq!(
             check("layers.*").unwrap_err().to_string(),
             "units: the pattern `layers.*` matches no module's name; the modules are `model`, `model.embed`, \

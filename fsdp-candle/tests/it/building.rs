@@ -73,7 +73,9 @@ fn constructors_may_return_other_errors() {
         Ok(nn::linear(4, heads, vb)?)
     };
     let build = |heads| {
-        shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| new(vb, heads).map_err(candle_core::Error::wrap))
+        shard(&FullyShard::new(&vars), &[], vars.builder(DType::F32), |vb| {
+            new(vb, heads).map_err(candle_core::Error::wrap)
+        })
     };
     refused(build(3), &["unit `(root)` failed to build", "not divisible by 3 heads"]);
     build(2).unwrap();

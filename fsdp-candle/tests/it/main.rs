@@ -11,6 +11,7 @@ mod checkpointing;
 mod collectives;
 mod common;
 mod communication;
+mod derived_tensors;
 mod dropout;
 mod dtensor;
 mod empty_inputs;

@@ -433,7 +433,8 @@ fn a_run_has_several_models() {
     let root = tempfile::tempdir().unwrap();
     let build = |world: &World| {
         let vars = vars_on(world, &[("dp_shard", world.size())]);
-        let model = shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear(WIDTH, 3, vb)).unwrap();
+        let model =
+            shard(&FullyShard::new(&vars), &[], vars.builder(DType::F32), |vb| nn::linear(WIDTH, 3, vb)).unwrap();
         (vars, model)
     };
     let x = |world: &World| input(world.rank(), &[2, WIDTH]);

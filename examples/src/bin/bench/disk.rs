@@ -53,7 +53,7 @@ struct Report {
 const WIDTH: usize = 1000;
 
 pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
-    let vars = ShardedVarMap::of_world(&world)?;
+    let vars = ShardedVarMap::of_world(world)?;
     let rows = 1000 * args.millions;
     let build = |vb| nn::linear_no_bias(WIDTH, rows, vb);
     let _model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), build)?;

@@ -52,7 +52,7 @@ struct Report {
 }
 
 pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
-    let vars = ShardedVarMap::of_world(&world)?;
+    let vars = ShardedVarMap::of_world(world)?;
     let opts = FullyShard::new(&vars);
     let vb = vars.builder(DType::F32);
     let model = args.shape.sharded(&opts, vb)?;

@@ -324,7 +324,7 @@ mod tests {
         for (name, expected) in [("resnet-18", 11_227_812), ("convnext-tiny", 27_897_028)] {
             let world = World::single().unwrap();
             let vars = ShardedVarMap::of_world(&world).unwrap();
-            vars.init_with(Philox::new(0))?;
+            vars.init_with(Philox::new(0)).unwrap();
             let config = of(name);
             let model = config.build(&FullyShard::new(&vars), vars.builder(DType::F32)).unwrap();
             let params = vars.params();

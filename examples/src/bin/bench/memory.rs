@@ -246,7 +246,7 @@ fn sharded(args: &Args, world: &World, reshard: ReshardAfterForward) -> anyhow::
     let before = meter.current()?;
     let in_use = || Ok::<_, candle_core::Error>(meter.current()?.saturating_sub(before) as u64);
     let mut phases = Phases::default();
-    let vars = ShardedVarMap::of_world(&world)?;
+    let vars = ShardedVarMap::of_world(world)?;
     let disk = args.state_on_disk.as_ref().map(StateOnDisk::new);
     if args.shards_on_disk
         && let Some(disk) = &disk

@@ -54,7 +54,7 @@ impl Disk for Bad {
 type Model = FsdpModule<nn::Linear>;
 
 fn model(world: &World) -> (ShardedVarMap, Model) {
-    let vars = ShardedVarMap::of_world(&world).unwrap();
+    let vars = ShardedVarMap::of_world(world).unwrap();
     let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear(100, 400, vb)).unwrap();
     (vars, model)
 }
@@ -84,7 +84,7 @@ fn steps_with_shards_on(world: &World, fails: Option<(usize, Errno)>, moments_on
     let done = bad.done.clone();
     bad.file.set_len(4 * LEAST_BLOCK as u64).unwrap();
     let file = StateFile::new(Box::new(bad), "/shards".as_ref(), world.rank(), 4 * LEAST_BLOCK as u64, LEAST_BLOCK);
-    let vars = ShardedVarMap::of_world(&world).unwrap();
+    let vars = ShardedVarMap::of_world(world).unwrap();
     vars.store_in(Arc::new(file.unwrap()));
     let run = || {
         let build = |vb| nn::linear(100, 400, vb);
