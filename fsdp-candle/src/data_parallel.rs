@@ -359,14 +359,9 @@ impl DataParallel {
         Ok((region, ShardLayout::of(local, dim, world)))
     }
 
-    /// Returns the shape of this rank's shard of the layers' tensor, of shape `local`, and the layout of the replicas'
-    /// parts in it, if shards are divided over replicas.
-    pub(crate) fn lay_out_parts(
-        &self,
-        name: &str,
-        local: &[usize],
-        dim: usize,
-    ) -> Result<Option<(Vec<usize>, ShardLayout)>> {
+    /// Lays out the replicas' parts of this rank's shard of the layers' tensor, of shape `local`, if shards are divided
+    /// over replicas.
+    pub(crate) fn lay_out_parts(&self, name: &str, local: &[usize], dim: usize) -> Result<Option<ReplicaLayout>> {
         let Some(replicas) = self.replicate.as_ref().filter(|_| self.is_sharded_over_replicas) else { return Ok(None) };
         let ranks = self.shard.size() * replicas.size();
         if dim > 0 && !local[dim].is_multiple_of(ranks) {
@@ -381,7 +376,7 @@ impl DataParallel {
         let mut shard = local.to_vec();
         shard[dim] = chunk_range(local[dim], self.shard.size(), self.shard.rank()).len();
         let layout = ShardLayout::of(&shard, dim, replicas.size());
-        Ok(Some((shard, layout)))
+        Ok(Some(ReplicaLayout { shape: shard, layout }))
     }
 }
 
@@ -389,6 +384,14 @@ impl DataParallel {
 fn dim_of(mesh: &DeviceMesh, name: &str, ranks: &ProcessGroup) -> Option<usize> {
     let dim = mesh.layout().dim(name).ok()?;
     mesh.group(dim).is_ok_and(|group| group.is(ranks)).then_some(dim)
+}
+
+/// How replicas divide a shard among them.
+pub(crate) struct ReplicaLayout {
+    /// Shape of the whole shard.
+    pub(crate) shape: Vec<usize>,
+    /// Layout of the replicas' parts in the shard.
+    pub(crate) layout: ShardLayout,
 }
 
 /// The layout of shards in a parameter of `outer` rows (one if dimension 0 is sharded), each split into a chunk for

@@ -36,7 +36,7 @@ fn write_param(f: &mut fmt::Formatter<'_>, param: &FsdpParam, indent: &str) -> f
         size(held(param)),
         size(whole(param))
     )?;
-    if let Some(stored) = param.spec.stored {
+    if let Some(stored) = param.spec.encoding.stored() {
         write!(f, ", stored as {stored:?}")?;
     }
     if param.compute_dtype() != param.spec.dtype {

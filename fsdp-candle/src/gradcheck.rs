@@ -205,7 +205,7 @@ impl Check {
                 Some(gradient) => gradient.clone(),
                 None => random.zeros_like()?,
             };
-            let values = param.shard()?.copy()?.detach();
+            let values = param.shard.values()?.copy()?.detach();
             let products = [(&random, &random), (&gradient, &gradient), (&values, &values), (&gradient, &random)];
             for (sum, (a, b)) in sums[at].1.iter_mut().zip(products) {
                 let product = a.to_dtype(DType::F64)?.mul(&b.to_dtype(DType::F64)?)?;
@@ -285,8 +285,8 @@ impl Direction {
     fn set(&self, by: f64) -> Result<()> {
         for (param, values, direction) in &self.shards {
             match by {
-                0. => param.set_shard(values)?,
-                by => param.set_shard(&(values + (direction * by)?)?)?,
+                0. => param.shard.set(values)?,
+                by => param.shard.set(&(values + (direction * by)?)?)?,
             }
         }
         Ok(())

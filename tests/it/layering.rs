@@ -34,9 +34,10 @@ const LAYERS: [(&str, &str); 5] = [
 const FILES: [(&str, &str); 8] = [
     (
         "fsdp-candle/src/fsdp",
-        "backward_nodes comm frozen_call listed param_nodes policy replica_sharding shard_reader unit_path unsharded_memory weight_format \
-         gradient offload settings unit_options order param_events param_spec param unit_params all_gather replica_gather \
-         param_group callers diagnostics reduction schedule hooks var_map module fully_shard setters parallelize",
+        "backward_nodes comm frozen_call listed param_nodes policy shard_reader unit_path unsharded_memory weight_format full_values gradient \
+         offload shard encoding settings unit_options order param_events param_spec param unit_params replica_shards \
+         all_gather param_group callers diagnostics reduction schedule hooks handles built var_map module fully_shard \
+         parallelize",
     ),
     ("fsdp-candle/src/checkpoints", "agree values directory train_state manager"),
     ("fsdp-candle/src/kernels", "candle_interop eight_bits slice layers no_cuda cpu cuda"),

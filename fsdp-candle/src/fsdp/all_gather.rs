@@ -8,16 +8,18 @@ use std::sync::Arc;
 
 use candle_core::{Result, bail};
 use fsdp_core::layout::chunk_range;
-use fsdp_core::{Allocator, Buffer, DType, GatherPart, ProcessGroup, Readable, Work, heartbeat};
+use fsdp_core::{Allocator, Buffer, DType, GatherPart, ProcessGroup, Work, heartbeat};
 use parking_lot::Mutex;
 
 use super::comm::AllGather;
 use super::param::FsdpParam;
+use super::replica_shards::ReplicaShards;
+use super::shard::SentShard;
 use super::shard_reader::ShardReader;
 use super::unit_params::UnitParams;
 use super::unsharded_memory::{FullBuffer, UnshardMemory};
 use crate::error::Error;
-use crate::storage::{Pool, PooledBuffer, TensorMemory, copy, to_core_dtype, with_slice};
+use crate::storage::{Pool, PooledBuffer, copy, to_core_dtype};
 
 /// Advice for ranks that unshard different parameters.
 const ALL_GATHER_ADVICE: &str = "Ranks must call the same units in the same order, and use units by name alike. Before \
@@ -44,23 +46,24 @@ struct PendingAllGather {
     in_place: bool,
 }
 
-/// How the all-gather returns a parameter.
+/// What the all-gather returns for a parameter.
 #[derive(Clone, Copy)]
 enum Gathered {
-    /// In one buffer with the full values.
-    Whole,
-    /// In one buffer with the shards one after another, which is not the order of the full values.
+    /// One buffer with the full values.
+    Full,
+    /// One buffer with the shards one after another, which is not the order of the full values.
     Concatenated,
-    /// In this many buffers that the parameter's extension decodes.
+    /// This many buffers with the encoded shards one after another.
     Encoded(usize),
-    /// In one buffer with the shards as they are stored ([`crate::WeightFormat`]), one after another.
-    Stored,
 }
 
 impl Gathered {
     /// Returns the number of the all-gather's outputs.
     fn buffers(self) -> usize {
-        if let Gathered::Encoded(count) = self { count } else { 1 }
+        match self {
+            Gathered::Full | Gathered::Concatenated => 1,
+            Gathered::Encoded(count) => count,
+        }
     }
 }
 
@@ -68,6 +71,7 @@ impl AllGatherResult {
     /// Issues the all-gathers of the parameters at the positions `missing`.
     pub(super) fn start(
         unit: &UnitParams,
+        replica_shards: &ReplicaShards,
         missing: &[usize],
         memory: &UnshardMemory,
         custom: Option<&Arc<dyn AllGather>>,
@@ -86,7 +90,7 @@ impl AllGatherResult {
             pending.push(PendingAllGather { work, params, in_place });
             Ok(())
         };
-        let outcome = AllGatherRequest::of(unit, missing)?.into_iter().try_for_each(&mut start);
+        let outcome = AllGatherRequest::of(unit, replica_shards, missing)?.into_iter().try_for_each(&mut start);
         let result = AllGatherResult(pending);
         match outcome {
             Ok(()) => Ok(result),
@@ -119,12 +123,12 @@ impl AllGatherResult {
 }
 
 impl AllGatherRequest {
-    fn of(unit: &UnitParams, missing: &[usize]) -> Result<Vec<Self>> {
+    fn of(unit: &UnitParams, replica_shards: &ReplicaShards, missing: &[usize]) -> Result<Vec<Self>> {
         let mut requests: Vec<AllGatherRequest> = vec![];
         let reader = ShardReader::new(unit.pool());
         for &position in missing {
             let param = &unit.params()[position];
-            let kept = match param.take_post_forward_shard() {
+            let kept = match param.full.take_post_forward_shard() {
                 Some(part) => Some((param.spec.ranks.post_forward_group(part.ranks)?, part.buffer)),
                 None => None,
             };
@@ -145,76 +149,28 @@ impl AllGatherRequest {
                     let counts = (0..ranks.size()).map(count).collect();
                     let input = Arc::new(PooledBuffer::new(buffer, unit.pool()));
                     parts.push(GatherPart { input, counts });
-                    Gathered::Whole
+                    Gathered::Full
                 }
-                None => add_inputs(param, unit.pool(), &reader, parts)?,
+                None => {
+                    let shard = match param.spec.over_replicas {
+                        Some(_) => SentShard::OfReplicas(replica_shards.shard(unit, position)?),
+                        None => SentShard::Own { shard: &param.shard, pool: unit.pool(), reader: &reader },
+                    };
+                    let layout = &param.spec.layout;
+                    let encoded = param.spec.encoding.encode(&shard, layout.counts(), param.compute_dtype())?;
+                    let buffers = encoded.len();
+                    parts.extend(encoded);
+                    match param.spec.encoding.needs_decoding(param.compute_dtype()) {
+                        true => Gathered::Encoded(buffers),
+                        false if layout.is_concatenation() => Gathered::Full,
+                        false => Gathered::Concatenated,
+                    }
+                }
             };
             params.push((param.clone(), gathered));
         }
         Ok(requests)
     }
-}
-
-/// Adds this rank's inputs for a parameter.
-fn add_inputs(
-    param: &FsdpParam,
-    pool: &Arc<Pool>,
-    reader: &Arc<ShardReader>,
-    parts: &mut Vec<GatherPart>,
-) -> Result<Gathered> {
-    let layout = &param.spec.layout;
-    let counts = layout.counts();
-    if param.is_gathered_as_stored() {
-        let counts = match &param.spec.blocks {
-            Some(blocks) => counts.into_iter().map(|count| blocks.format.bytes(count)).collect(),
-            None => counts,
-        };
-        let input: Arc<dyn Readable> = match &param.spec.offload {
-            Some(offload) => Arc::new(offload.upload(to_core_dtype(param.dtype())?)?),
-            None => match param.input_from_disk(param.dtype(), reader)? {
-                Some(input) => Arc::new(input),
-                None => Arc::new(TensorMemory(param.var().as_tensor().clone())),
-            },
-        };
-        parts.push(GatherPart { input, counts });
-        return Ok(Gathered::Stored);
-    }
-    let Some(extension) = &param.spec.extension else {
-        let input: Arc<dyn Readable> = match &param.spec.replica_sharding {
-            Some(_) => Arc::new(TensorMemory(param.shard_in_compute_dtype()?)),
-            None => own_input(param, pool, reader)?,
-        };
-        parts.push(GatherPart { input, counts });
-        return Ok(if layout.is_concatenation() { Gathered::Whole } else { Gathered::Concatenated });
-    };
-    let lengths: Vec<Vec<usize>> = counts.iter().map(|&count| extension.lengths(count)).collect();
-    let encoded = extension.pre_all_gather(&param.shard_in_compute_dtype()?)?;
-    let count = encoded.len();
-    for (i, buffer) in encoded.into_iter().enumerate() {
-        let counts = lengths.iter().map(|of_rank| of_rank.get(i).copied().unwrap_or(0)).collect();
-        parts.push(GatherPart { input: Arc::new(buffer), counts });
-    }
-    Ok(Gathered::Encoded(count))
-}
-
-/// Returns the values that this rank holds, in the compute dtype.
-pub(super) fn own_input(param: &FsdpParam, pool: &Arc<Pool>, reader: &Arc<ShardReader>) -> Result<Arc<dyn Readable>> {
-    let dtype = to_core_dtype(param.compute_dtype())?;
-    if let Some(offload) = &param.spec.offload {
-        return Ok(Arc::new(offload.upload(dtype)?));
-    }
-    if let Some(input) = param.input_from_disk(param.compute_dtype(), reader)? {
-        return Ok(Arc::new(input));
-    }
-    let shard = param.var().as_tensor();
-    // A device's own pool also gives the memory to other sizes.
-    if shard.dtype() == param.compute_dtype() || !shard.device().is_cpu() {
-        return Ok(Arc::new(TensorMemory(param.own_in_compute_dtype()?)));
-    }
-    let mut cast = pool.take(dtype, shard.elem_count()).map_err(Error::from)?;
-    let outcome = with_slice(shard, |kernels, values| kernels.cast(values, (&mut cast).into()));
-    let cast = PooledBuffer::new(cast, pool);
-    outcome.map(|()| Arc::new(cast) as _)
 }
 
 impl PendingAllGather {
@@ -241,46 +197,38 @@ impl PendingAllGather {
             };
             // The destination of values that were not gathered in place.
             let destination = || match memory.keep {
-                true => Ok(FullBuffer { buffer: param.take_kept_buffer()?, is_kept: true }),
+                true => Ok(FullBuffer { buffer: param.full.take_kept_buffer()?, is_kept: true }),
                 false => scratch(),
             };
+            let unpack = |shards: Buffer| -> Result<FullBuffer> {
+                let mut full = destination()?;
+                layout.unpack(&shards, &mut full.buffer)?;
+                allocator.give(shards);
+                Ok(full)
+            };
             let values = match gathered {
-                Gathered::Whole if self.in_place => FullBuffer { buffer: next()?, is_kept: true },
-                Gathered::Whole | Gathered::Concatenated => {
+                Gathered::Full if self.in_place => FullBuffer { buffer: next()?, is_kept: true },
+                Gathered::Full if memory.keep => {
+                    let values = next()?;
+                    check_output(unit, &param, &values)?;
+                    let mut full = destination()?;
+                    copy(&values, &mut full.buffer)?;
+                    allocator.give(values);
+                    full
+                }
+                Gathered::Full => FullBuffer { buffer: next()?, is_kept: false },
+                Gathered::Concatenated => {
                     let shards = next()?;
                     check_output(unit, &param, &shards)?;
-                    let whole = matches!(gathered, Gathered::Whole);
-                    if whole && !memory.keep {
-                        FullBuffer { buffer: shards, is_kept: false }
-                    } else {
-                        let mut full = destination()?;
-                        match whole {
-                            true => copy(&shards, &mut full.buffer)?,
-                            false => layout.unpack(&shards, &mut full.buffer)?,
-                        }
-                        allocator.give(shards);
-                        full
-                    }
+                    unpack(shards)?
                 }
-                Gathered::Encoded(_) | Gathered::Stored => {
-                    let encoded = (0..gathered.buffers()).map(|_| next()).collect::<Result<Vec<_>>>()?;
-                    let concatenation = layout.is_concatenation();
-                    let mut decoded = if concatenation { destination()? } else { scratch()? };
-                    match &param.spec.extension {
-                        Some(extension) => {
-                            extension.post_all_gather(&encoded, &layout.counts(), &mut decoded.buffer)?;
-                        }
-                        None => param.decode_stored(&encoded[0], &mut decoded.buffer)?,
-                    }
+                Gathered::Encoded(buffers) => {
+                    let encoded = (0..buffers).map(|_| next()).collect::<Result<Vec<_>>>()?;
+                    let is_full = layout.is_concatenation();
+                    let mut decoded = if is_full { destination()? } else { scratch()? };
+                    param.spec.encoding.decode(&encoded, &layout.counts(), &mut decoded.buffer)?;
                     encoded.into_iter().for_each(|buffer| allocator.give(buffer));
-                    if concatenation {
-                        decoded
-                    } else {
-                        let mut full = destination()?;
-                        layout.unpack(&decoded.buffer, &mut full.buffer)?;
-                        allocator.give(decoded.buffer);
-                        full
-                    }
+                    if is_full { decoded } else { unpack(decoded.buffer)? }
                 }
             };
             check_output(unit, &param, &values.buffer)?;
@@ -317,7 +265,7 @@ impl KeptBuffers {
         let mut kept = vec![];
         for (param, gathered) in params {
             match gathered {
-                Gathered::Whole => kept.push(Some(param.take_kept_buffer()?)),
+                Gathered::Full => kept.push(Some(param.full.take_kept_buffer()?)),
                 other => kept.extend((0..other.buffers()).map(|_| None)),
             }
         }

@@ -162,19 +162,30 @@ impl Gradient {
     pub(super) fn accumulate(&self, stage: Stage, more: Buffer) -> Result<()> {
         let mut state = self.state.lock();
         let slot = state.slot(stage);
-        match slot {
-            Some(sum) => {
-                add(sum, &more)?;
-                self.allocator.pool.give(more);
-            }
-            None => *slot = Some(more),
-        }
+        *slot = self.sum(slot.take(), Some(more))?;
         Ok(())
     }
 
     /// Takes the gradient of a stage.
     pub(super) fn take(&self, stage: Stage) -> Option<Buffer> {
         self.state.lock().slot(stage).take()
+    }
+
+    /// Takes the gradient of a stage, with `more` added.
+    pub(super) fn take_with(&self, stage: Stage, more: Option<Buffer>) -> Result<Option<Buffer>> {
+        let kept = self.take(stage);
+        self.sum(kept, more)
+    }
+
+    fn sum(&self, sum: Option<Buffer>, more: Option<Buffer>) -> Result<Option<Buffer>> {
+        match (sum, more) {
+            (Some(mut sum), Some(more)) => {
+                add(&mut sum, &more)?;
+                self.allocator.pool.give(more);
+                Ok(Some(sum))
+            }
+            (sum, more) => Ok(sum.or(more)),
+        }
     }
 
     /// Records whether some rank used the parameter in a reduction.

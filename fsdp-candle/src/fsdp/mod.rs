@@ -6,14 +6,16 @@
 //!
 //! | floor | files | subject | PyTorch |
 //! |---|---|---|---|
-//! | making | `fully_shard`, `var_map`, `parallelize` | making units and parameters | `_fully_shard.py` |
-//! | | `module`, `setters` | `FsdpModule`: calls, backward, settings | `FSDPModule` |
+//! | making | `fully_shard`, `var_map`, `built`, `parallelize` | making units and parameters | `_fully_shard.py` |
+//! | | `module`, `handles` | `FsdpModule`: calls, backward, settings | `FSDPModule` |
 //! | running | `schedule`, `order`, `hooks`, `frozen_call`, `backward_nodes`, `callers` | when a unit communicates | `_fsdp_state.py` |
 //! | | `diagnostics` | reports of cut graphs and missing gradients | |
 //! | a unit | `param_group`, `unit_params`, `unit_path`, `settings` | its parameters | `_fsdp_param_group.py` |
-//! | | `all_gather`, `replica_gather`, `reduction` | its collectives | `_fsdp_collectives.py` |
+//! | | `all_gather`, `replica_shards`, `reduction` | its collectives | `_fsdp_collectives.py` |
 //! | a parameter | `param`, `param_spec`, `param_nodes`, `param_events`, `gradient` | its state, its nodes in the graph | `_fsdp_param.py` |
-//! | | `unsharded_memory`, `replica_sharding`, `offload`, `shard_reader`, `weight_format` | where its values are | |
+//! | | `shard`, `offload`, `shard_reader` | its shard, and where the values are | |
+//! | | `encoding`, `weight_format` | how it travels in an all-gather | |
+//! | | `full_values`, `unsharded_memory` | its full values | |
 //! | | `policy`, `unit_options`, `comm` | policies, options, collectives of the user | `_fsdp_api.py` |
 //!
 //! [Note: Life of a parameter]
@@ -55,11 +57,11 @@
 //!
 //! [Note: Shards divided over replicas]
 //!
-//! With `shard_optimizer_over_replicas`, the replicas of HSDP divide each shard. They gather the shards of all units
-//! inside a root when its forward begins, in the order in which the units were built, whatever the forward will use.
-//! They drop the gathered shards when a backward hands out gradients, when a forward without a graph ends, and when
-//! parameters are loaded. These events are the same on every rank. No rank needs to know whether the shards of another
-//! rank changed.
+//! With `shard_optimizer_over_replicas`, the replicas of HSDP divide each shard ([`replica_shards`]). They gather the
+//! shards of all units inside a root when its forward begins, in the order in which the units were built, whatever the
+//! forward will use. They drop the gathered shards when a backward hands out gradients, when a forward without a graph
+//! ends, and when parameters are loaded. These events are the same on every rank. No rank needs to know whether the
+//! shards of another rank changed.
 //!
 //! [Note: Bound on memory]
 //!
@@ -96,12 +98,16 @@
 
 mod all_gather;
 mod backward_nodes;
+mod built;
 mod callers;
 mod comm;
 mod diagnostics;
+mod encoding;
 mod frozen_call;
+mod full_values;
 mod fully_shard;
 mod gradient;
+mod handles;
 mod hooks;
 mod listed;
 mod module;
@@ -115,11 +121,10 @@ mod param_nodes;
 mod param_spec;
 mod policy;
 mod reduction;
-mod replica_gather;
-mod replica_sharding;
+mod replica_shards;
 mod schedule;
-mod setters;
 mod settings;
+mod shard;
 mod shard_reader;
 mod unit_options;
 mod unit_params;
@@ -131,8 +136,9 @@ mod weight_format;
 pub use comm::{AllGather, AllReduceHook, PostAccumulateGradHook, ReduceScatter};
 pub use diagnostics::{GraphCut, GraphCutKind};
 pub use fully_shard::{FullyShard, fully_shard, shard};
+pub use handles::{GradientReductionHandle, Unit, UnshardHandle, UnshardedUnits};
 pub(crate) use listed::listed;
-pub use module::{FsdpModule, GradientReductionHandle, Unit, UnshardHandle, UnshardedUnits};
+pub use module::FsdpModule;
 pub use parallelize::parallelize;
 pub use param::FsdpParam;
 pub(crate) use param_group::FsdpParamGroup;

@@ -13,26 +13,21 @@ use std::sync::{Arc, LazyLock, OnceLock, Weak};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Shape, Tensor, TensorId, Var, bail};
 use fsdp_core::layout::Region;
-use fsdp_core::{Allocator, BLOCK_SCALE, Buffer, DeviceMesh, Placement, ProcessGroup};
-use half::bf16;
+use fsdp_core::{Buffer, DeviceMesh, Placement, ProcessGroup};
 use parking_lot::{Mutex, RwLock};
 
+use super::full_values::FullValues;
 use super::gradient::{Gradient, Stage};
 use super::param_events::{ParamModel, ParamUnit};
 use super::param_nodes::{NodeOwner, Owner, ParamNodes, pass_anchor};
 use super::param_spec::ParamSpec;
-use super::replica_sharding::ReplicaSharding;
-use super::shard_reader::{ReadShard, ShardReader};
+use super::shard::Shard;
 use super::unit_path::UnitId;
-use super::unsharded_memory::{FullBuffer, ParamAllocator, PostForwardShard, UnshardMemory};
-use crate::disk::{FileMemory, FileValues};
+use super::unsharded_memory::ParamAllocator;
+use crate::data_parallel::ReplicaLayout;
 use crate::dtensor::DTensor;
 use crate::error::Error;
-use crate::kernels;
-use crate::storage::{
-    Memory, Pool, TensorMemory, copy_range_out, copy_tensor, swap, take, to_buffer, to_core_dtype, to_dtype, to_host,
-    to_storage, to_tensor,
-};
+use crate::storage::{Pool, to_dtype, to_tensor};
 use crate::tensor_parallel::{Parallel, ParallelStyle};
 
 /// A parameter sharded over the ranks of its unit.
@@ -60,13 +55,12 @@ use crate::tensor_parallel::{Parallel, ParallelStyle};
 /// ```
 pub struct FsdpParam {
     pub(crate) spec: ParamSpec,
-    shard: Var,
+    pub(crate) shard: Shard,
     /// The variable that the parameter's graph starts from.
     pub(crate) leaf: TensorId,
     /// A scalar in the graph whose backward runs once, after every use of the parameter; see `fsdp/mod.rs`.
     pub(crate) anchor: Tensor,
-    /// The full tensor, with its graph. It has memory only while unsharded.
-    pub(crate) full: Tensor,
+    pub(crate) full: FullValues,
     /// The tensor that layers hold: the full tensor, or the same without a graph if it was frozen when it was built.
     pub(super) held: Tensor,
     allocator: Arc<ParamAllocator>,
@@ -84,25 +78,10 @@ pub struct FsdpParam {
 }
 
 /// State of one parameter.
+#[derive(Default)]
 struct State {
-    sharded: ShardedState,
-    /// The buffer that the parameter keeps for its full values (`set_keep_unsharded_storage`), while it is not in use.
-    kept_buffer: Option<Buffer>,
     layer: LayerSupport,
     pass: Option<RunningPass>,
-}
-
-/// Where a parameter's values are: PyTorch's `ShardedState`.
-enum ShardedState {
-    /// Only the shard exists.
-    Sharded,
-    /// Forward kept a part of the full values ([`ReshardAfterForward::To`](crate::ReshardAfterForward::To)).
-    ShardedPostForward(PostForwardShard),
-    /// The full tensor has memory.
-    Unsharded {
-        /// Whether the memory is the parameter's kept buffer.
-        is_kept: bool,
-    },
 }
 
 /// Support of the layers that hold a parameter.
@@ -144,13 +123,12 @@ static BY_SHARD: LazyLock<Lookup> = LazyLock::new(Default::default);
 impl FsdpParam {
     pub(crate) fn new<M: ParamModel + 'static>(
         spec: ParamSpec,
-        shard: Var,
+        shard: Shard,
         nodes: ParamNodes,
         pool: &Arc<Pool>,
         model: &Arc<M>,
     ) -> Result<Arc<Self>> {
         let ParamNodes { leaf, anchor, full, owner } = nodes;
-        take(&full)?;
         let allocator = Arc::new(ParamAllocator {
             name: spec.name.clone(),
             elements: full.elem_count(),
@@ -163,8 +141,6 @@ impl FsdpParam {
         let grad_dtype = if is_wide { DType::F32 } else { spec.compute_dtype };
         // Layers of other crates would keep a graph for a frozen parameter.
         let held = if spec.trainable { full.clone() } else { full.detach() };
-        let state =
-            State { sharded: ShardedState::Sharded, kept_buffer: None, layer: LayerSupport::default(), pass: None };
         let model: Weak<dyn ParamModel> = Arc::downgrade(model) as _;
         let param = Arc::new(FsdpParam {
             requires_grad: AtomicBool::new(spec.trainable),
@@ -174,22 +150,22 @@ impl FsdpParam {
             shard,
             leaf,
             anchor,
-            full,
+            full: FullValues::new(full, allocator.clone())?,
             held,
             gradient: Gradient::new(allocator.clone(), grad_dtype),
             allocator,
-            state: Mutex::new(state),
+            state: Mutex::default(),
             owner: owner.clone(),
             unit: OnceLock::new(),
             model,
         });
         owner.set(Arc::downgrade(&param) as _);
         let mut by_tensor = BY_TENSOR.write();
-        for tensor in [&param.anchor, &param.held, &param.full] {
+        for tensor in [&param.anchor, &param.held, &param.full.tensor] {
             by_tensor.insert(tensor.id(), Arc::downgrade(&param));
         }
         drop(by_tensor);
-        BY_SHARD.write().insert(param.shard.id(), Arc::downgrade(&param));
+        BY_SHARD.write().insert(param.shard.var().id(), Arc::downgrade(&param));
         Ok(param)
     }
 
@@ -216,13 +192,13 @@ impl FsdpParam {
     /// Returns the shape that layers hold on this rank: the global shape, or a part of it where
     /// [`parallelize`](crate::parallelize) divides a dimension.
     pub fn unsharded_shape(&self) -> &Shape {
-        self.full.shape()
+        self.full.tensor.shape()
     }
 
     /// Returns the dtype of the shard, of its gradient and of the optimizer's state. A parameter that is stored in blocks
     /// ([`FullyShard::store`](crate::FullyShard::store)) has U8.
     pub fn dtype(&self) -> DType {
-        self.shard.dtype()
+        self.shard.var().dtype()
     }
 
     /// Returns the dtype of the full tensor that layers compute with.
@@ -237,17 +213,17 @@ impl FsdpParam {
 
     /// Returns the global shape of the tensor that [`FsdpParam::var`] is a shard of: bytes, if it is stored in blocks.
     pub(crate) fn stored_shape(&self) -> &[usize] {
-        self.spec.blocks.as_ref().map_or(self.shape().dims(), |blocks| &blocks.shape)
+        self.spec.encoding.blocks().map_or(self.shape().dims(), |blocks| &blocks.shape)
     }
 
     /// Returns the box of [`FsdpParam::stored_shape`] that this rank holds.
     pub(crate) fn stored_region(&self) -> &Region {
-        self.spec.blocks.as_ref().map_or(&self.spec.region, |blocks| &blocks.region)
+        self.spec.encoding.blocks().map_or(&self.spec.region, |blocks| &blocks.region)
     }
 
     /// Returns the name in a state dict of a parameter called `fqn` there.
     pub(crate) fn stored_name(&self, fqn: &str) -> String {
-        self.spec.blocks.as_ref().map_or(fqn.into(), |blocks| blocks.format.encoded_name(fqn))
+        self.spec.encoding.blocks().map_or(fqn.into(), |blocks| blocks.format.encoded_name(fqn))
     }
 
     /// Returns the dimension that FSDP shards.
@@ -277,7 +253,15 @@ impl FsdpParam {
 
     /// Returns the number of elements of the shard before replicas divide it.
     pub(super) fn shard_len(&self) -> usize {
-        self.spec.replica_sharding.as_ref().map_or(self.spec.region.elements(), ReplicaSharding::shard_len)
+        self.spec.over_replicas.as_ref().map_or(self.spec.region.elements(), |whole| whole.shape.iter().product())
+    }
+
+    /// Returns how replicas divide the shard. Fails if they do not.
+    pub(super) fn divided_over_replicas(&self) -> Result<&ReplicaLayout> {
+        match &self.spec.over_replicas {
+            Some(layout) => Ok(layout),
+            None => bail!("parameter `{}` is not sharded over replicas", self.name()),
+        }
     }
 
     /// Returns this rank's shard, of shape `region().sizes`, or its blocks ([`WeightFormat`](crate::WeightFormat)). An
@@ -300,23 +284,12 @@ impl FsdpParam {
         {
             group.note_write();
         }
-        self.settled_shard()
-    }
-
-    /// Returns the shard, once pending device copies have read it.
-    pub(super) fn settled_shard(&self) -> &Var {
-        if let Some(offload) = &self.spec.offload
-            && let Err(error) = offload.settle()
-        {
-            // The device is lost, so it reads nothing any more.
-            tracing::warn!(parameter = self.name(), %error, "waiting for copies of a shard");
-        }
-        &self.shard
+        self.shard.settled()
     }
 
     /// Returns the device that layers compute on.
     pub(crate) fn device(&self) -> &Device {
-        self.full.device()
+        self.full.tensor.device()
     }
 
     /// Returns whether the parameter gets a gradient: PyTorch's `requires_grad`.
@@ -337,50 +310,6 @@ impl FsdpParam {
     /// graph.
     pub(crate) fn can_be_trained(&self) -> bool {
         self.held.track_op() || self.state.lock().layer.registered
-    }
-}
-
-/// The values of the shard, in memory or in a file.
-impl FsdpParam {
-    /// Returns the values: the shard itself, or a copy of a shard on disk.
-    pub(crate) fn shard(&self) -> crate::error::Result<Tensor> {
-        match &self.spec.on_disk {
-            Some(on_disk) => on_disk.tensor(),
-            None => Ok(self.settled_shard().as_tensor().clone()),
-        }
-    }
-
-    /// Copies values of the shard's shape and dtype into the shard.
-    pub(crate) fn set_shard(&self, values: &Tensor) -> crate::error::Result<()> {
-        match &self.spec.on_disk {
-            Some(on_disk) => on_disk.set(values),
-            None => Ok(copy_tensor(values, self.settled_shard().as_tensor())?),
-        }
-    }
-
-    /// Lets `f` change the shard.
-    pub(crate) fn update_shard(&self, f: impl FnOnce(&Tensor) -> Result<()>) -> crate::error::Result<()> {
-        let shard = self.shard()?;
-        f(&shard)?;
-        self.spec.on_disk.as_ref().map_or(Ok(()), |on_disk| on_disk.set(&shard))
-    }
-
-    /// Returns the shard as a checkpoint reads and fills it.
-    pub(crate) fn memory(&self) -> Arc<dyn Memory> {
-        match &self.spec.on_disk {
-            Some(on_disk) => Arc::new(FileMemory(on_disk.clone())),
-            None => Arc::new(TensorMemory(self.settled_shard().as_tensor().clone())),
-        }
-    }
-
-    /// Returns a shard on disk in a dtype, for an all-gather, or `None` for a shard in memory.
-    pub(super) fn input_from_disk(
-        &self,
-        dtype: candle_core::DType,
-        reader: &Arc<ShardReader>,
-    ) -> Result<Option<ReadShard>> {
-        let dtype = to_core_dtype(dtype)?;
-        Ok(self.spec.on_disk.as_ref().map(|on_disk| reader.add(on_disk, dtype)))
     }
 }
 
@@ -563,129 +492,19 @@ impl FsdpParam {
     }
 }
 
-/// The full values.
+/// Values.
 impl FsdpParam {
     /// Returns whether the full tensor has memory.
     pub fn is_unsharded(&self) -> bool {
-        matches!(self.state.lock().sharded, ShardedState::Unsharded { .. })
-    }
-
-    fn set_state(&self, sharded: ShardedState) -> ShardedState {
-        std::mem::replace(&mut self.state.lock().sharded, sharded)
-    }
-
-    /// Gives the full tensor its memory.
-    pub(super) fn set_unsharded(&self, full: FullBuffer) -> Result<()> {
-        swap(&self.full, to_storage(full.buffer)?)?;
-        self.set_state(ShardedState::Unsharded { is_kept: full.is_kept });
-        Ok(())
-    }
-
-    /// Frees the full values, or the part that forward kept.
-    pub(super) fn reshard(&self, memory: &UnshardMemory) -> Result<()> {
-        match self.set_state(ShardedState::Sharded) {
-            ShardedState::Sharded => {}
-            ShardedState::ShardedPostForward(part) => self.allocator.pool.give(part.buffer),
-            ShardedState::Unsharded { is_kept } => {
-                if let Some(buffer) = to_buffer(take(&self.full)?)? {
-                    self.free(FullBuffer { buffer, is_kept }, memory);
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Frees the full values except for the elements of `chunk`, which stay for backward.
-    pub(super) fn reshard_to(&self, chunk: Range<usize>, ranks: usize, memory: &UnshardMemory) -> Result<()> {
-        if !self.is_unsharded() {
-            return Ok(());
-        }
-        let mut buffer = self.allocator.take(chunk.len())?;
-        copy_range_out(&self.full, chunk, &mut buffer)?;
-        self.reshard(memory)?;
-        self.set_state(ShardedState::ShardedPostForward(PostForwardShard { buffer, ranks }));
-        Ok(())
-    }
-
-    /// Takes the part that forward kept, if there is one.
-    pub(super) fn take_post_forward_shard(&self) -> Option<PostForwardShard> {
-        let sharded = &mut self.state.lock().sharded;
-        match std::mem::replace(sharded, ShardedState::Sharded) {
-            ShardedState::ShardedPostForward(part) => Some(part),
-            other => {
-                *sharded = other;
-                None
-            }
-        }
-    }
-
-    /// Returns memory to the allocator, or to the parameter that keeps it.
-    pub(super) fn free(&self, full: FullBuffer, memory: &UnshardMemory) {
-        match full {
-            FullBuffer { buffer, is_kept: false } => memory.allocator.give(buffer),
-            FullBuffer { buffer, is_kept: true } if memory.keep => self.state.lock().kept_buffer = Some(buffer),
-            // The setting changed meanwhile.
-            FullBuffer { buffer, is_kept: true } => drop(buffer),
-        }
-    }
-
-    /// Takes the kept buffer, for an all-gather to fill. The first call allocates it.
-    pub(super) fn take_kept_buffer(&self) -> Result<Buffer> {
-        let kept = self.state.lock().kept_buffer.take();
-        kept.map_or_else(|| self.allocator.take_unpooled(), Ok)
-    }
-
-    /// Frees the kept buffer, unless it is in use.
-    pub(super) fn drop_kept_buffer(&self) {
-        self.state.lock().kept_buffer = None;
-    }
-
-    /// Returns the shard in the compute dtype, on the device that computes.
-    pub(super) fn shard_in_compute_dtype(&self) -> Result<Tensor> {
-        let Some(sharding) = &self.spec.replica_sharding else { return self.own_in_compute_dtype() };
-        match sharding.shard() {
-            Some(shard) => Ok(shard),
-            None => bail!("parameter `{}`: its shard is not gathered over the replicas now", self.name()),
-        }
-    }
-
-    /// Returns the values that this rank holds, in the compute dtype, on the device that computes.
-    pub(super) fn own_in_compute_dtype(&self) -> Result<Tensor> {
-        if let Some(offload) = &self.spec.offload {
-            let uploaded = offload.upload(to_core_dtype(self.compute_dtype())?)?;
-            return uploaded.into_tensor(&self.spec.region.sizes, self.device());
-        }
-        let shard = self.shard()?;
-        if shard.dtype() == self.compute_dtype() { Ok(shard) } else { to_dtype(&shard.detach(), self.compute_dtype()) }
-    }
-}
-
-/// Values that are stored in another format than layers compute with.
-impl FsdpParam {
-    /// Returns whether the all-gather sends the shard as it is stored, for each rank to decode.
-    pub(super) fn is_gathered_as_stored(&self) -> bool {
-        self.spec.stored.is_some() && self.dtype() != self.compute_dtype()
+        self.full.is_unsharded()
     }
 
     /// Returns a tensor that is not finite where the shard is not: the shard, or the scales of its blocks.
     pub(crate) fn overflow_witness(&self) -> Result<Tensor> {
-        let shard = self.shard()?;
-        let Some(blocks) = &self.spec.blocks else { return Ok(shard) };
-        if self.stored_region().is_empty() {
-            return Tensor::new(0f32, &Device::Cpu);
-        }
-        let bytes = shard.reshape(((), blocks.format.block_bytes()))?.narrow(1, 0, BLOCK_SCALE)?;
-        let scales = to_host(&bytes.contiguous()?)?;
-        let scales = scales.bytes().as_chunks().0.iter().map(|&bytes| bf16::from_le_bytes(bytes)).collect::<Vec<_>>();
-        Tensor::new(scales, &Device::Cpu)
-    }
-
-    /// Decodes the concatenation of all ranks' stored shards.
-    pub(super) fn decode_stored(&self, stored: &Buffer, values: &mut Buffer) -> Result<()> {
-        let kernels = kernels::of_buffer(stored)?;
-        match &self.spec.blocks {
-            Some(blocks) => kernels.decode_blocks(blocks.format, stored.into(), values.into()),
-            None => kernels.cast(stored.into(), values.into()),
+        let shard = self.shard.values()?;
+        match self.spec.encoding.blocks() {
+            Some(blocks) => blocks.scales(&shard),
+            None => Ok(shard),
         }
     }
 }
@@ -711,7 +530,7 @@ impl FsdpParam {
     /// Adds to the reduced gradient, which is stored beside the shard.
     pub(super) fn add_reduced(&self, gradient: Buffer) -> Result<()> {
         self.gradient.set_reduced();
-        match &self.spec.offload {
+        match self.shard.offload() {
             Some(offload) => offload.download(gradient),
             None => self.gradient.accumulate(Stage::Reduced, gradient),
         }
@@ -719,11 +538,11 @@ impl FsdpParam {
 
     /// Takes the reduced gradient. Its memory leaves the pool.
     pub(super) fn take_reduced(&self) -> Result<Option<Tensor>> {
-        let gradient = match &self.spec.offload {
+        let gradient = match self.shard.offload() {
             Some(offload) => offload.take_gradient()?,
             None => self.gradient.take(Stage::Reduced).inspect(|buffer| self.allocator.pool.leave(buffer)),
         };
-        let tensor = |buffer| to_tensor(buffer, &self.spec.region.sizes, self.shard.device());
+        let tensor = |buffer| to_tensor(buffer, &self.spec.region.sizes, self.shard.var().device());
         gradient.map(tensor).transpose()
     }
 
@@ -733,7 +552,7 @@ impl FsdpParam {
         self.has_handed_out.store(true, Ordering::Relaxed);
         match self.spec.region.is_empty() {
             true => grads.insert(&self.anchor, self.anchor.zeros_like()?),
-            false => grads.insert(self.shard.as_tensor(), grad),
+            false => grads.insert(self.shard.var().as_tensor(), grad),
         };
         Ok(())
     }
@@ -752,7 +571,7 @@ impl FsdpParam {
     /// Drops all gradients, also of offloaded shards.
     pub(super) fn drop_gradients(&self) {
         self.gradient.clear();
-        if let Some(offload) = &self.spec.offload {
+        if let Some(offload) = self.shard.offload() {
             offload.clear();
         }
     }
@@ -782,7 +601,7 @@ impl FsdpParam {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn dtensor(&self) -> crate::error::Result<DTensor> {
-        self.with_own_layout(&self.shard()?)
+        self.with_own_layout(&self.shard.values()?)
     }
 
     /// Returns the sharded gradient of a backward as a DTensor with the parameter's layout, or `None`. It shares the
@@ -805,7 +624,7 @@ impl FsdpParam {
     /// point dtypes. Does not communicate. Frees the unit's full values, which are stale. Fails if the tensor does not
     /// have the shape of [`FsdpParam::region`], or is not floating point. The shard is unchanged then.
     pub fn set_local(&self, local: &Tensor) -> crate::error::Result<()> {
-        if let Some(blocks) = &self.spec.blocks {
+        if let Some(blocks) = self.spec.encoding.blocks() {
             let format = blocks.format.name();
             return Err(
                 self.error(format!("it is stored as {format} (FullyShard::store), and can't be set from floats"))
@@ -831,7 +650,7 @@ impl FsdpParam {
         if let Some(group) = self.group() {
             group.reshard_stale()?;
         }
-        self.set_shard(&local)
+        self.shard.set(&local)
     }
 
     /// Copies this rank's part of a full tensor into its shard. Does not communicate: every rank passes the full
@@ -877,11 +696,11 @@ impl NodeOwner for FsdpParam {
 impl Drop for FsdpParam {
     fn drop(&mut self) {
         let mut by_tensor = BY_TENSOR.write();
-        for tensor in [&self.anchor, &self.held, &self.full] {
+        for tensor in [&self.anchor, &self.held, &self.full.tensor] {
             by_tensor.remove(&tensor.id());
         }
         drop(by_tensor);
-        BY_SHARD.write().remove(&self.shard.id());
+        BY_SHARD.write().remove(&self.shard.var().id());
     }
 }
 

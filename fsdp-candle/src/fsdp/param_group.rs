@@ -13,7 +13,7 @@ use super::all_gather::AllGatherResult;
 use super::param::FsdpParam;
 use super::param_events::ParamUnit;
 use super::policy::MixedPrecisionPolicy;
-use super::replica_gather::ReplicaGathers;
+use super::replica_shards::ReplicaShards;
 use super::settings::CommSettings;
 use super::unit_params::UnitParams;
 use super::unit_path::{UnitId, UnitPath};
@@ -34,7 +34,7 @@ pub(crate) struct FsdpParamGroup {
     may_be_written: AtomicBool,
     /// Whether the module took nothing from its builder.
     pub(super) is_hollow: bool,
-    replica_gathers: ReplicaGathers,
+    replica_shards: ReplicaShards,
     accumulated: Mutex<AccumulatedBackwards>,
 }
 
@@ -95,7 +95,7 @@ impl FsdpParamGroup {
             pending: ReentrantMutex::default(),
             may_be_written: AtomicBool::new(false),
             is_hollow,
-            replica_gathers: ReplicaGathers::default(),
+            replica_shards: ReplicaShards::default(),
             accumulated: Mutex::default(),
         });
         for (position, param) in group.params().iter().enumerate() {
@@ -136,7 +136,7 @@ impl FsdpParamGroup {
 
     /// Returns whether replicas divide some shards among them.
     pub(super) fn is_sharded_over_replicas(&self) -> bool {
-        self.params().iter().any(|param| param.spec.replica_sharding.is_some())
+        self.params().iter().any(|param| param.spec.over_replicas.is_some())
     }
 
     /// Records that the unit is several modules that are called one by one.
@@ -195,10 +195,11 @@ impl FsdpParamGroup {
         }
         // The shards that replicas divide are inputs of the all-gather. Usually they were gathered when the root's
         // forward began.
-        self.start_replica_gather()?;
-        self.wait_for_replica_gather()?;
+        self.replica_shards.start(&self.unit)?;
+        self.replica_shards.wait(&self.unit)?;
         let custom = self.settings.lock().all_gather.clone();
-        *pending = Some(AllGatherResult::start(&self.unit, &missing, &self.memory(), custom.as_ref())?);
+        *pending =
+            Some(AllGatherResult::start(&self.unit, &self.replica_shards, &missing, &self.memory(), custom.as_ref())?);
         Ok(())
     }
 
@@ -208,7 +209,7 @@ impl FsdpParamGroup {
             self.start_all_gather(pending)?;
             let Some(result) = pending.take() else { return Ok(()) };
             let full = result.wait(&self.unit, &self.memory())?;
-            full.into_iter().try_for_each(|(param, full)| param.set_unsharded(full))
+            full.into_iter().try_for_each(|(param, full)| param.full.set(full))
         })
     }
 
@@ -218,13 +219,13 @@ impl FsdpParamGroup {
             let memory = self.memory();
             if let Some(result) = pending.take() {
                 for (param, full) in result.wait(&self.unit, &memory)? {
-                    param.free(full, &memory);
+                    param.full.free(full, &memory);
                 }
             } else if self.is_unsharded() {
                 tracing::debug!(unit = self.name(), "reshard");
             }
             self.may_be_written.store(false, Ordering::Relaxed);
-            self.params().iter().try_for_each(|param| param.reshard(&memory))
+            self.params().iter().try_for_each(|param| param.full.reshard(&memory))
         })
     }
 
@@ -235,7 +236,7 @@ impl FsdpParamGroup {
             for param in self.params() {
                 let fewer = param.spec.ranks.post_forward_group(ranks)?;
                 let chunk = chunk_range(param.unsharded_shape().elem_count(), fewer.size(), fewer.rank());
-                param.reshard_to(chunk, ranks, &memory)?;
+                param.full.reshard_to(chunk, ranks, &memory)?;
             }
             tracing::debug!(unit = self.name(), ranks, "reshard to fewer ranks");
             Ok(())
@@ -244,14 +245,14 @@ impl FsdpParamGroup {
 
     /// Frees one full parameter.
     pub(super) fn reshard_param(&self, position: usize) -> Result<()> {
-        self.params()[position].reshard(&self.memory())
+        self.params()[position].full.reshard(&self.memory())
     }
 
     /// Frees the frozen parameters.
     pub(super) fn reshard_frozen(&self) -> Result<()> {
         let memory = self.memory();
         let mut frozen = self.params().iter().filter(|param| !param.trainable());
-        frozen.try_for_each(|param| param.reshard(&memory))
+        frozen.try_for_each(|param| param.full.reshard(&memory))
     }
 }
 
@@ -259,17 +260,22 @@ impl FsdpParamGroup {
 impl FsdpParamGroup {
     /// Issues the all-gathers over replicas of the shards that are neither pending nor gathered.
     pub(super) fn start_replica_gather(&self) -> Result<()> {
-        self.replica_gathers.start(&self.unit)
-    }
-
-    /// Waits for the all-gathers over replicas.
-    pub(super) fn wait_for_replica_gather(&self) -> Result<()> {
-        self.replica_gathers.wait(&self.unit)
+        self.replica_shards.start(&self.unit)
     }
 
     /// Drops the gathered shards, since the replicas' parts may have changed.
-    pub(super) fn drop_replica_gather(&self) {
-        self.replica_gathers.clear(&self.unit);
+    pub(super) fn drop_replica_shards(&self) {
+        self.replica_shards.clear(&self.unit);
+    }
+
+    /// Drops the gathered shards, unless they remain up to date.
+    pub(super) fn drop_stale_replica_shards(&self) {
+        self.replica_shards.clear_unless_fresh(&self.unit);
+    }
+
+    /// Records whether the gathered shards remain up to date until the next forward. Drops them otherwise.
+    pub(super) fn set_replica_shards_fresh(&self, are_fresh: bool) {
+        self.replica_shards.set_fresh(&self.unit, are_fresh);
     }
 }
 
@@ -323,7 +329,7 @@ impl FsdpParamGroup {
     pub(super) fn reset(&self) {
         *self.accumulated.lock() = AccumulatedBackwards::default();
         self.begin_pass(None);
-        self.drop_replica_gather();
+        self.set_replica_shards_fresh(false);
         let discarded = self.with_pending(|pending| {
             pending.take().into_iter().for_each(AllGatherResult::discard);
             Ok(())
@@ -345,7 +351,7 @@ impl ParamUnit for FsdpParamGroup {
     }
 
     fn reshard_stale(&self) -> Result<()> {
-        self.drop_replica_gather();
+        self.drop_replica_shards();
         self.reshard()
     }
 }

@@ -5,13 +5,9 @@ use std::sync::Arc;
 use candle_core::{DType, Shape};
 use fsdp_core::layout::Region;
 
-use super::offload::Offload;
-use super::replica_sharding::ReplicaSharding;
-use super::weight_format::{Blocks, WeightFormat};
+use super::encoding::Encoding;
 use crate::adapter::Adapters;
-use crate::data_parallel::{DataParallel, ShardLayout};
-use crate::disk::FileTensor;
-use crate::extension::AllGatherExtension;
+use crate::data_parallel::{DataParallel, ReplicaLayout, ShardLayout};
 use crate::tensor_parallel::Parallel;
 
 /// Constant properties of a parameter.
@@ -24,24 +20,16 @@ pub(crate) struct ParamSpec {
     /// Dimension that FSDP shards.
     pub(crate) shard_dim: usize,
     pub(crate) layout: ShardLayout,
-    /// Set where the replicas divide the shard among them.
-    pub(crate) replica_sharding: Option<ReplicaSharding>,
+    /// Division of the shard among replicas, if they divide it.
+    pub(crate) over_replicas: Option<ReplicaLayout>,
     pub(crate) ranks: Arc<DataParallel>,
     pub(crate) parallel: Option<Arc<Parallel>>,
     /// Dtype that the builder asked for.
     pub(crate) dtype: DType,
     pub(crate) compute_dtype: DType,
     pub(crate) reduce_dtype: DType,
-    /// Storage of a frozen parameter that is not stored in its dtype.
-    pub(crate) stored: Option<WeightFormat>,
-    /// Set if it is stored in blocks.
-    pub(crate) blocks: Option<Blocks>,
+    pub(crate) encoding: Encoding,
     pub(crate) trainable: bool,
-    pub(crate) extension: Option<Arc<dyn AllGatherExtension>>,
     /// Selection of the layers with adapters when the parameter was built.
     pub(crate) adapters: Option<Arc<Adapters>>,
-    /// Set for a shard on the host whose layers compute on another device.
-    pub(crate) offload: Option<Offload>,
-    /// The shard, if it is on disk. The variable then has no memory.
-    pub(crate) on_disk: Option<FileTensor>,
 }

@@ -102,14 +102,15 @@ impl Reduction {
         let backwards = if sync { unit.reduce_backwards() } else { (0, 0) };
         let mut requests: Vec<ReduceScatterRequest> = vec![];
         for (position, param) in unit.params().iter().enumerate().filter(|(_, param)| param.trainable()) {
-            if let Some(grad) = param.gradient.take_accumulated() {
-                let grad = cast(grad, reduce_dtype(param)?, unit.pool().as_ref())?;
-                param.gradient.accumulate(Stage::Unreduced, grad)?;
-            }
+            let grad = match param.gradient.take_accumulated() {
+                Some(grad) => Some(cast(grad, reduce_dtype(param)?, unit.pool().as_ref())?),
+                None => None,
+            };
             if !sync {
+                grad.map_or(Ok(()), |grad| param.gradient.accumulate(Stage::Unreduced, grad))?;
                 continue;
             }
-            let (grad, used) = match param.gradient.take(Stage::Unreduced) {
+            let (grad, used) = match param.gradient.take_with(Stage::Unreduced, grad)? {
                 Some(grad) => (grad, true),
                 None if unused => (param.gradient.zeros(reduce_dtype(param)?)?, false),
                 None => continue,
@@ -368,10 +369,7 @@ fn parts_for_replicas(
             continue;
         };
         let param = &unit.params()[position];
-        let Some(sharding) = &param.spec.replica_sharding else {
-            bail!("parameter `{}` is not sharded over replicas", param.name())
-        };
-        let layout = &sharding.layout;
+        let layout = &param.divided_over_replicas()?.layout;
         let input = if layout.is_concatenation() { buffer } else { packed(unit, layout, buffer)? };
         parts.push(ScatterPart { input, counts: layout.counts() });
     }
@@ -389,7 +387,7 @@ fn packed(unit: &FsdpParamGroup, layout: &ShardLayout, whole: Buffer) -> Result<
 /// Stores reduced gradient shards in their parameters.
 fn store_reduced(unit: &FsdpParamGroup, options: ReduceOptions, reduced: Vec<(usize, Buffer)>) -> Result<()> {
     let (positions, mut buffers): (Vec<usize>, Vec<Buffer>) = reduced.into_iter().unzip();
-    if let Some(offload) = positions.iter().find_map(|&position| unit.params()[position].spec.offload.as_ref()) {
+    if let Some(offload) = positions.iter().find_map(|&position| unit.params()[position].shard.offload()) {
         offload.begin_downloads()?;
     }
     let hook = unit.settings.lock().all_reduce_hook.clone();

@@ -12,23 +12,24 @@ use fsdp_core::{DType as CoreDType, DeviceMesh, ProcessGroup, ReduceOp};
 use indexmap::IndexMap;
 use parking_lot::Mutex;
 
-use super::offload::Offload;
+use super::built::{Asked, Built, EnclosingUnit, OpenParams};
+use super::encoding::Encoding;
 use super::param::FsdpParam;
 use super::param_nodes::param_nodes;
 use super::param_spec::ParamSpec;
 use super::policy::{NamePredicate, ReshardAfterForward};
-use super::replica_sharding::ReplicaSharding;
 use super::schedule::Schedule;
+use super::shard::Shard;
 use super::unit_options::UnitOptions;
-use super::weight_format::{Blocks, WeightFormat};
+use super::weight_format::Blocks;
 use crate::adapter::{Adapters, LoraConfig, adapted_layer};
-use crate::data_parallel::{DataParallel, DataParallelMeshDims, largest_over};
-use crate::disk::{FileTensor, StateFile, StateOnDisk};
+use crate::data_parallel::{DataParallel, DataParallelMeshDims, ReplicaLayout, ShardLayout, largest_over};
+use crate::disk::{StateFile, StateOnDisk};
 use crate::error::{Error, Result};
 use crate::initializer::{Initializer, Philox, ShardRequest};
 use crate::kernels;
-use crate::storage::{copied, copy_in, take, to_core_dtype, to_var};
-use crate::tensor_parallel::BoundPlan;
+use crate::storage::{copied, copy_in, to_core_dtype, to_var};
+use crate::tensor_parallel::{BoundPlan, Parallel};
 use crate::world::World;
 
 /// End of a name that no tensor has. [`ShardedVarMap::is_behind`] asks a builder for it.
@@ -65,31 +66,32 @@ pub struct ShardedVarMap(Arc<Inner>);
 
 struct Inner {
     mesh: DeviceMesh,
-    ranks: Mutex<Option<Arc<DataParallel>>>,
-    /// Pairs of the roles on the mesh that a caller passed, and the same roles on the map's whole mesh.
-    widened: Mutex<Vec<[Arc<DataParallel>; 2]>>,
     device: Device,
     schedule: Arc<Schedule>,
-    initializer: Mutex<Arc<dyn Initializer>>,
-    frozen: Mutex<NamePredicate>,
-    adapters: Mutex<Option<Arc<Adapters>>>,
-    plan: Mutex<Option<Arc<BoundPlan>>>,
-    params: Mutex<IndexMap<String, Owned>>,
-    ignored: Mutex<IndexMap<String, Var>>,
-    buffers: Mutex<IndexMap<String, Var>>,
-    building: Mutex<Vec<Building>>,
-    /// File of the shards of parameters that are built from now on.
-    shard_file: Mutex<Option<Arc<StateFile>>>,
-    /// Name of the parameter that a builder was asked for last.
-    last_asked_for: Mutex<Option<String>>,
+    roles: Mutex<Roles>,
+    settings: Mutex<BuildSettings>,
+    built: Mutex<Built>,
     /// Whether a builder of this map was asked for [`UNKNOWN_NAME`].
     was_asked: AtomicBool,
 }
 
-struct Owned {
-    param: Arc<FsdpParam>,
-    /// Name of the unit. Each `fully_shard` call has an [`Arc`] of its own, since names may repeat.
-    unit: Arc<str>,
+/// The roles of mesh dimensions.
+struct Roles {
+    /// The roles on the map's mesh, once a unit asked for them.
+    own: Option<Arc<DataParallel>>,
+    /// Pairs of the roles on the mesh that a caller passed, and the same roles on the map's whole mesh.
+    widened: Vec<[Arc<DataParallel>; 2]>,
+}
+
+/// Settings of the parameters that are built from now on.
+#[derive(Clone)]
+struct BuildSettings {
+    initializer: Arc<dyn Initializer>,
+    frozen: NamePredicate,
+    adapters: Option<Arc<Adapters>>,
+    plan: Option<Arc<BoundPlan>>,
+    /// File of the shards, if they are on disk.
+    shard_file: Option<Arc<StateFile>>,
 }
 
 /// Bytes of buffers, from [`ShardedVarMap::buffer_memory`].
@@ -99,14 +101,6 @@ pub struct BufferMemory {
     pub now: usize,
     /// Bytes that were in use at most, since the map was made.
     pub most: usize,
-}
-
-/// A `fully_shard` call whose closure runs.
-struct Building {
-    name: Arc<str>,
-    opts: UnitOptions,
-    ranks: Arc<DataParallel>,
-    params: Vec<Arc<FsdpParam>>,
 }
 
 impl ShardedVarMap {
@@ -142,20 +136,17 @@ impl ShardedVarMap {
     fn with_ranks(mesh: &DeviceMesh, ranks: Option<Arc<DataParallel>>, device: &Device) -> Self {
         ShardedVarMap(Arc::new(Inner {
             mesh: mesh.clone(),
-            ranks: Mutex::new(ranks),
-            widened: Mutex::default(),
             device: device.clone(),
             schedule: Arc::new(Schedule::new(mesh.rank(), device)),
-            initializer: Mutex::new(Arc::new(Philox::new(0))),
-            frozen: Mutex::new(Arc::new(|_| false)),
-            adapters: Mutex::default(),
-            plan: Mutex::default(),
-            params: Mutex::default(),
-            ignored: Mutex::default(),
-            buffers: Mutex::default(),
-            building: Mutex::default(),
-            shard_file: Mutex::default(),
-            last_asked_for: Mutex::default(),
+            roles: Mutex::new(Roles { own: ranks, widened: vec![] }),
+            settings: Mutex::new(BuildSettings {
+                initializer: Arc::new(Philox::new(0)),
+                frozen: Arc::new(|_| false),
+                adapters: None,
+                plan: None,
+                shard_file: None,
+            }),
+            built: Mutex::default(),
             was_asked: AtomicBool::new(false),
         }))
     }
@@ -164,19 +155,19 @@ impl ShardedVarMap {
     /// [`load_model`](crate::load_model) then.
     pub fn init_with(&self, initializer: impl Initializer + 'static) -> Result<()> {
         self.before_building("init_with", ", or load values by load_model")?;
-        *self.0.initializer.lock() = Arc::new(initializer);
+        self.0.settings.lock().initializer = Arc::new(initializer);
         Ok(())
     }
 
     /// Fails if parameters are built: the setting would not act on them. `or_else` is another way out.
     fn before_building(&self, setting: &str, or_else: &str) -> Result<()> {
-        let params = self.0.params.lock();
-        let Some(first) = params.keys().next() else { return Ok(()) };
+        let built = self.0.built.lock();
+        let Some(first) = built.params.keys().next() else { return Ok(()) };
         Err(Error::Argument(format!(
             "rank {}: ShardedVarMap::{setting} acts on parameters that are built after it, and {} are built (`{first}` was \
              the first). Call it before the model is built{or_else}. Another model can have a map of its own",
             self.mesh().rank(),
-            params.len()
+            built.params.len()
         )))
     }
 
@@ -222,14 +213,14 @@ impl ShardedVarMap {
 
     /// Keeps the shards of parameters that are built from now on in a file.
     pub(crate) fn store_in(&self, file: Arc<StateFile>) {
-        *self.0.shard_file.lock() = Some(file);
+        self.0.settings.lock().shard_file = Some(file);
     }
 
     /// Freezes the parameters whose FQN `frozen` accepts: they are sharded and unsharded, and get no gradient. Fails if
     /// parameters are built: [`ShardedVarMap::set_requires_grad`] freezes them.
     pub fn freeze(&self, frozen: impl Fn(&str) -> bool + Send + Sync + 'static) -> Result<()> {
         self.before_building("freeze", ", or call set_requires_grad(false, ..)")?;
-        *self.0.frozen.lock() = Arc::new(frozen);
+        self.0.settings.lock().frozen = Arc::new(frozen);
         Ok(())
     }
 
@@ -253,13 +244,13 @@ impl ShardedVarMap {
     /// ```
     pub fn adapt(&self, config: LoraConfig, targets: impl Fn(&str) -> bool + Send + Sync + 'static) -> Result<()> {
         self.before_building("adapt", "")?;
-        *self.0.adapters.lock() = Some(Arc::new(Adapters { config, targets: Box::new(targets) }));
+        self.0.settings.lock().adapters = Some(Arc::new(Adapters { config, targets: Box::new(targets) }));
         Ok(())
     }
 
     /// Returns the FQNs of the layers with an adapter, in the order in which they were built.
     pub fn adapted(&self) -> Vec<String> {
-        self.0.params.lock().keys().filter_map(|name| adapted_layer(name)).map(String::from).collect()
+        self.0.built.lock().params.keys().filter_map(|name| adapted_layer(name)).map(String::from).collect()
     }
 
     /// Returns an ordinary builder that stores its parameters in this map. [`crate::fully_shard`] takes only such
@@ -279,7 +270,7 @@ impl ShardedVarMap {
 
     /// Returns all parameters in the order in which they were built, which is the same on all ranks.
     pub fn params(&self) -> Vec<Arc<FsdpParam>> {
-        self.0.params.lock().values().map(|owned| owned.param.clone()).collect()
+        self.0.built.lock().params.values().map(|owned| owned.param.clone()).collect()
     }
 
     /// Returns the parameters that get gradients, for an optimizer.
@@ -308,12 +299,12 @@ impl ShardedVarMap {
 
     /// Returns the parameter called `name`.
     pub fn get(&self, name: &str) -> Option<Arc<FsdpParam>> {
-        self.0.params.lock().get(name).map(|owned| owned.param.clone())
+        self.0.built.lock().params.get(name).map(|owned| owned.param.clone())
     }
 
     /// Returns the parameters that `ignored_params` excluded, which are whole on every rank.
     pub fn ignored(&self) -> Vec<(String, Var)> {
-        listed(&self.0.ignored)
+        listed(&self.0.built.lock().ignored)
     }
 
     /// Returns the buffers: running statistics, which Candle's `BatchNorm` asks for as `running_mean` and `running_var`
@@ -321,7 +312,7 @@ impl ShardedVarMap {
     /// [`ShardedVarMap::average_buffers`] averages them. State dicts and checkpoints contain them. A checkpointed
     /// closure runs twice, and updates them twice.
     pub fn buffers(&self) -> Vec<(String, Var)> {
-        listed(&self.0.buffers)
+        listed(&self.0.built.lock().buffers)
     }
 
     /// Returns the ignored parameters and the buffers.
@@ -404,26 +395,26 @@ impl ShardedVarMap {
 
     /// Returns the mesh with the roles of its dimensions.
     pub(crate) fn ranks(&self) -> Result<Arc<DataParallel>> {
-        let known = self.0.ranks.lock().clone();
+        let known = self.0.roles.lock().own.clone();
         let ranks = match known {
             Some(ranks) => ranks,
             None => Arc::new(DataParallel::of(&self.0.mesh)?),
         };
-        Ok(self.0.ranks.lock().get_or_insert(ranks).clone())
+        Ok(self.0.roles.lock().own.get_or_insert(ranks).clone())
     }
 
     /// Returns roles on the whole mesh for roles on some of its dimensions. The other dimensions may be those of tensor
     /// parallelism, which divide the unit's parameters.
     pub(super) fn on_whole_mesh(&self, ranks: Arc<DataParallel>) -> Arc<DataParallel> {
-        let mut known = self.0.widened.lock();
-        if let Some([_, whole]) = known.iter().find(|[given, _]| Arc::ptr_eq(given, &ranks)) {
+        let mut roles = self.0.roles.lock();
+        if let Some([_, whole]) = roles.widened.iter().find(|[given, _]| Arc::ptr_eq(given, &ranks)) {
             return whole.clone();
         }
         let Some(whole) = ranks.on_larger_mesh(&self.0.mesh) else { return ranks };
         // Units with the same roles share their collectives' groups.
-        let own = self.0.ranks.lock().clone().filter(|own| own.has_same_roles(&whole));
+        let own = roles.own.clone().filter(|own| own.has_same_roles(&whole));
         let whole = own.unwrap_or_else(|| Arc::new(whole));
-        known.push([ranks, whole.clone()]);
+        roles.widened.push([ranks, whole.clone()]);
         whole
     }
 
@@ -449,12 +440,12 @@ impl ShardedVarMap {
 
     /// Returns the tensor-parallel ranks, if there is a plan.
     pub(crate) fn parallel_ranks(&self) -> Option<ProcessGroup> {
-        self.0.plan.lock().as_ref().and_then(|plan| plan.ranks().cloned())
+        self.0.settings.lock().plan.as_ref().and_then(|plan| plan.ranks().cloned())
     }
 
     /// Sets the plan of tensor parallelism, and a check of the model that runs in the first forward.
     pub(super) fn set_plan(&self, plan: Arc<BoundPlan>, check: fn(&ShardedVarMap, &BoundPlan) -> Result<()>) {
-        *self.0.plan.lock() = Some(plan.clone());
+        self.0.settings.lock().plan = Some(plan.clone());
         let inner = Arc::downgrade(&self.0);
         self.0.schedule.before_first_forward(move || match inner.upgrade() {
             Some(inner) => check(&ShardedVarMap(inner), &plan),
@@ -468,7 +459,7 @@ impl ShardedVarMap {
 
     /// Returns the name of the parameter that a builder was asked for last.
     pub(super) fn last_asked_for(&self) -> Option<String> {
-        self.0.last_asked_for.lock().clone()
+        self.0.built.lock().last_asked_for.clone()
     }
 
     /// Returns whether `vb` is a builder of this map, renamed or not. Candle does not tell where a builder gets its
@@ -480,8 +471,8 @@ impl ShardedVarMap {
     }
 }
 
-fn listed(vars: &Mutex<IndexMap<String, Var>>) -> Vec<(String, Var)> {
-    vars.lock().iter().map(|(name, var)| (name.clone(), var.clone())).collect()
+fn listed(vars: &IndexMap<String, Var>) -> Vec<(String, Var)> {
+    vars.iter().map(|(name, var)| (name.clone(), var.clone())).collect()
 }
 
 /// Freezing and training parameters that are built.
@@ -552,7 +543,7 @@ impl ShardedVarMap {
     }
 
     fn check_trainable(&self, param: &FsdpParam) -> Result<()> {
-        if let Some(stored) = param.spec.stored {
+        if let Some(stored) = param.spec.encoding.stored() {
             return Err(param.error(format!(
                 "it is stored as {stored:?} (FullyShard::store), which can't be trained: build it without"
             )));
@@ -594,243 +585,190 @@ pub(super) struct OpenUnit<'a> {
     params: usize,
     ignored: usize,
     buffers: usize,
-    built: bool,
+    is_closed: bool,
 }
 
 impl<'a> OpenUnit<'a> {
     /// Opens a unit: it owns the parameters that are built until it is closed.
     pub(super) fn begin(vars: &'a ShardedVarMap, name: &str, opts: &UnitOptions, ranks: &Arc<DataParallel>) -> Self {
         let units = vars.0.schedule.next_index();
-        let mut building = vars.0.building.lock();
-        building.push(Building { name: name.into(), opts: opts.clone(), ranks: ranks.clone(), params: vec![] });
+        let mut built = vars.0.built.lock();
+        let unit = EnclosingUnit { name: name.into(), opts: opts.clone(), ranks: ranks.clone() };
+        built.open_units.push(OpenParams { unit, params: vec![] });
         OpenUnit {
             vars,
-            depth: building.len(),
+            depth: built.open_units.len(),
             units,
-            params: vars.0.params.lock().len(),
-            ignored: vars.0.ignored.lock().len(),
-            buffers: vars.0.buffers.lock().len(),
-            built: false,
+            params: built.params.len(),
+            ignored: built.ignored.len(),
+            buffers: built.buffers.len(),
+            is_closed: false,
         }
     }
 
     /// Returns whether the unit itself has built nothing.
     pub(super) fn is_empty(&self) -> bool {
-        let inner = &self.vars.0;
-        self.params().is_empty()
-            && inner.ignored.lock().len() == self.ignored
-            && inner.buffers.lock().len() == self.buffers
+        let own_params = self.params();
+        let built = self.vars.0.built.lock();
+        own_params.is_empty() && built.ignored.len() == self.ignored && built.buffers.len() == self.buffers
     }
 
     /// Returns the unit's parameters so far.
     pub(super) fn params(&self) -> Vec<Arc<FsdpParam>> {
-        self.vars.0.building.lock().last().map_or_else(Vec::new, |unit| unit.params.clone())
+        self.vars.0.built.lock().open_units.last().map_or_else(Vec::new, |unit| unit.params.clone())
     }
 
     /// Keeps everything that the closure made.
     pub(super) fn close(mut self) {
-        self.built = true;
-        self.vars.0.building.lock().pop();
+        self.is_closed = true;
+        self.vars.0.built.lock().open_units.pop();
     }
 }
 
 impl Drop for OpenUnit<'_> {
     fn drop(&mut self) {
-        if !self.built {
-            self.vars.0.building.lock().truncate(self.depth - 1);
-            self.vars.0.params.lock().truncate(self.params);
-            self.vars.0.ignored.lock().truncate(self.ignored);
-            self.vars.0.buffers.lock().truncate(self.buffers);
+        if !self.is_closed {
+            let mut built = self.vars.0.built.lock();
+            built.open_units.truncate(self.depth - 1);
+            built.params.truncate(self.params);
+            built.ignored.truncate(self.ignored);
+            built.buffers.truncate(self.buffers);
+            drop(built);
             self.vars.0.schedule.truncate(self.units);
         }
     }
+}
+
+/// How a parameter is divided among ranks.
+struct Division {
+    ranks: Arc<DataParallel>,
+    shard_dim: usize,
+    /// Shape that layers hold on this rank.
+    local: Vec<usize>,
+    /// Box of the global shape that this rank holds.
+    region: Region,
+    layout: ShardLayout,
+    over_replicas: Option<ReplicaLayout>,
 }
 
 /// Building parameters.
 impl ShardedVarMap {
     /// Builds what a layer asks for: a sharded parameter, an ignored one or a buffer. Returns the tensor that the layer
     /// holds.
-    fn build(&self, name: &str, shape: Shape, init: Init, dtype: DType) -> Result<Tensor> {
-        let fail = |message: String| Error::parameter(name, message);
-        let building = self.0.building.lock();
-        let Some(unit) = building.last() else {
-            return Err(Error::parameter(
-                name,
-                "it was asked for outside fully_shard: build the module inside the closure of a fully_shard call",
-            ));
-        };
-        let (unit, opts, ranks) = (unit.name.clone(), unit.opts.clone(), unit.ranks.clone());
-        drop(building);
-        *self.0.last_asked_for.lock() = Some(name.into());
-        if let Some(param) = self.shared(name, &shape, dtype, &unit)? {
+    fn build(&self, asked: Asked<'_>) -> Result<Tensor> {
+        let unit = self.0.built.lock().enclosing_unit(asked.name)?;
+        if let Some(param) = self.0.built.lock().shared(&asked, &unit.name)? {
             return Ok(param.held.clone());
         }
-        if !dtype.is_float() {
-            return Err(fail(format!("expected a floating point dtype, found {dtype:?}")));
+        asked.check()?;
+        if asked.is_buffer() {
+            return self.whole(|built| &mut built.buffers, &asked);
         }
-        let dims = shape.dims();
-        check_size(name, dims, dtype)?;
-        if is_buffer(name) {
-            return self.whole(&self.0.buffers, name, dims, init, dtype);
-        }
-        let plan = self.0.plan.lock().clone();
-        let parallel = plan.map_or(Ok(None), |plan| plan.of(name, dims))?;
-        if opts.ignored_params.as_ref().is_some_and(|ignored| ignored(name)) {
-            if let Some(parallel) = parallel {
-                let style = parallel.style.name();
-                return Err(fail(format!(
-                    "it is ignored, and so whole on every rank, but the plan makes its module {style}: remove it from \
-                     ignored_params or from the plan"
-                )));
-            }
-            return self.whole(&self.0.ignored, name, dims, init, dtype);
-        }
-        let placement = opts.shard_placement_fn.as_ref().and_then(|choose| choose(name, dims)).unwrap_or_default();
-        let ranks = placement.mesh.map_or(ranks, |mesh| self.on_whole_mesh(mesh.0));
-        let dim = placement.dim;
-        if let ReshardAfterForward::To(size) = opts.reshard_after_forward {
-            ranks.post_forward_group(size)?;
-        }
-        let local = parallel.as_ref().map_or(dims.to_vec(), |parallel| parallel.local(dims));
         // The user's closures run without a lock.
-        let frozen = self.0.frozen.lock().clone();
-        let trainable = !frozen(name);
-        let adapters = self.0.adapters.lock().clone();
-        if trainable {
-            ranks.check_covers(&self.copies()).map_err(fail)?;
+        let settings = self.0.settings.lock().clone();
+        let parallel = match &settings.plan {
+            Some(plan) => plan.of(asked.name, asked.shape.dims())?,
+            None => None,
+        };
+        if unit.opts.ignored_params.as_ref().is_some_and(|ignored| ignored(asked.name)) {
+            check_ignored(asked.name, parallel.as_deref())?;
+            return self.whole(|built| &mut built.ignored, &asked);
         }
-        // A frozen parameter has no optimizer state to divide, and is unsharded over the shard ranks only.
-        let ranks =
-            if opts.shard_optimizer_over_replicas && trainable { ranks.sharded_over_replicas()? } else { ranks };
-        let (region, layout) = ranks.lay_out(name, (dims, &local), dim, parallel.as_deref())?;
-        let replica_sharding = ranks.lay_out_parts(name, &local, dim)?;
+        let param = self.build_param(asked, &unit, settings, parallel)?;
+        self.0.built.lock().add(param.clone(), unit.name);
+        Ok(param.held.clone())
+    }
+
+    /// Builds a sharded parameter.
+    fn build_param(
+        &self,
+        Asked { name, shape, init, dtype }: Asked<'_>,
+        unit: &EnclosingUnit,
+        settings: BuildSettings,
+        parallel: Option<Arc<Parallel>>,
+    ) -> Result<Arc<FsdpParam>> {
+        let (opts, dims) = (&unit.opts, shape.dims());
+        let trainable = !(settings.frozen)(name);
+        let Division { ranks, shard_dim, local, region, layout, over_replicas } =
+            self.divide(name, dims, unit, parallel.as_deref(), trainable)?;
         let extension = opts.extension.as_ref().and_then(|choose| choose(name));
         let stored = opts.store.as_ref().and_then(|choose| choose(name, dims));
-        if stored.is_some() && (trainable || extension.is_some()) {
-            let why = if trainable { "it is trained: freeze it" } else { "it has an all-gather extension: choose one" };
-            return Err(fail(format!("FullyShard::store is for frozen parameters, and {why}, or leave it out")));
-        }
-        let blocks = stored.and_then(WeightFormat::blocks);
-        let blocks = blocks.map(|format| Blocks::of(name, format, dims, &region)).transpose()?;
-        let stored_dtype = if stored == Some(WeightFormat::Bf16) { DType::BF16 } else { dtype };
+        let encoding = Encoding::of(name, dims, &region, stored, extension, trainable)?;
+        let stored_dtype = if let Encoding::Bf16 = encoding { DType::BF16 } else { dtype };
         let request = ShardRequest { name, shape: dims, dtype: stored_dtype, region: &region, init };
-        let shard = self.initial(&request, blocks.as_ref(), opts.offload_policy.home(&self.0.device))?;
-        let schedule = &self.0.schedule;
-        let offload = Offload::of(&shard, opts.offload_policy, &self.0.device, &schedule.downloads)?;
-        let compute_dtype = opts.mp_policy.compute_dtype(name, dtype).map_err(fail)?;
-        let reduce_dtype = opts.mp_policy.reduce_dtype.unwrap_or(dtype);
-        let shard_file = self.0.shard_file.lock().clone().filter(|_| shard.elem_count() > 0);
-        let on_disk = shard_file.map(|file| FileTensor::new(file, &shard)).transpose()?;
-        if on_disk.is_some() {
-            take(&shard)?;
-        }
+        let home = opts.offload_policy.home(&self.0.device);
+        let values = initial(&*settings.initializer, &request, encoding.blocks(), home)?;
+        let Inner { device, schedule, .. } = &*self.0;
+        let shard = Shard::new(name, values, settings.shard_file, opts.offload_policy, device, &schedule.downloads)?;
+        let compute_dtype =
+            opts.mp_policy.compute_dtype(name, dtype).map_err(|reason| Error::parameter(name, reason))?;
         let spec = ParamSpec {
             name: name.into(),
             region,
-            shard_dim: dim,
+            shard_dim,
             layout,
-            replica_sharding: replica_sharding.map(|(shape, layout)| ReplicaSharding::new(shape, layout)),
+            over_replicas,
             ranks,
             parallel,
             dtype,
             compute_dtype,
-            reduce_dtype,
-            stored,
-            blocks,
+            reduce_dtype: opts.mp_policy.reduce_dtype.unwrap_or(dtype),
+            encoding,
             trainable,
-            extension,
-            adapters,
-            offload,
-            on_disk,
+            adapters: settings.adapters,
             shape,
         };
-        let nodes = param_nodes(&self.0.device, &local.into(), compute_dtype)?;
-        let param = FsdpParam::new(spec, shard, nodes, &schedule.pool, schedule)?;
-        self.0.params.lock().insert(name.into(), Owned { param: param.clone(), unit });
-        if let Some(unit) = self.0.building.lock().last_mut() {
-            unit.params.push(param.clone());
-        }
-        Ok(param.held.clone())
+        let nodes = param_nodes(device, &local.into(), compute_dtype)?;
+        Ok(FsdpParam::new(spec, shard, nodes, &schedule.pool, schedule)?)
     }
 
-    /// Returns the parameter called `name`, if the same unit has built it already.
-    fn shared(&self, name: &str, shape: &Shape, dtype: DType, unit: &Arc<str>) -> Result<Option<Arc<FsdpParam>>> {
-        let all = self.0.params.lock();
-        let Some(owned) = all.get(name) else { return Ok(None) };
-        let message = if !Arc::ptr_eq(&owned.unit, unit) {
-            format!(
-                "it already belongs to FSDP unit `{}`, and unit `{unit}` asks for it again: apply fully_shard once to \
-                 each module, bottom-up, and pass the built submodules on",
-                owned.unit
-            )
-        } else if owned.param.shape() != shape || owned.param.spec.dtype != dtype {
-            format!(
-                "unit `{unit}` asks for it as {:?} {:?} and as {:?} {dtype:?}: shared parameters need one shape and \
-                 dtype",
-                owned.param.shape().dims(),
-                owned.param.spec.dtype,
-                shape.dims()
-            )
-        } else {
-            return Ok(Some(owned.param.clone()));
-        };
-        Err(Error::parameter(name, message))
+    /// Chooses the ranks of a parameter, and divides it among them.
+    fn divide(
+        &self,
+        name: &str,
+        dims: &[usize],
+        unit: &EnclosingUnit,
+        parallel: Option<&Parallel>,
+        trainable: bool,
+    ) -> Result<Division> {
+        let opts = &unit.opts;
+        let placement = opts.shard_placement_fn.as_ref().and_then(|choose| choose(name, dims)).unwrap_or_default();
+        let ranks = placement.mesh.map_or(unit.ranks.clone(), |mesh| self.on_whole_mesh(mesh.0));
+        if let ReshardAfterForward::To(size) = opts.reshard_after_forward {
+            ranks.post_forward_group(size)?;
+        }
+        if trainable {
+            ranks.check_covers(&self.copies()).map_err(|message| Error::parameter(name, message))?;
+        }
+        // A frozen parameter has no optimizer state to divide, and is unsharded over the shard ranks only.
+        let ranks =
+            if opts.shard_optimizer_over_replicas && trainable { ranks.sharded_over_replicas()? } else { ranks };
+        let shard_dim = placement.dim;
+        let local = parallel.map_or(dims.to_vec(), |parallel| parallel.local(dims));
+        let (region, layout) = ranks.lay_out(name, (dims, &local), shard_dim, parallel)?;
+        let over_replicas = ranks.lay_out_parts(name, &local, shard_dim)?;
+        Ok(Division { ranks, shard_dim, local, region, layout, over_replicas })
     }
 
     /// Returns an ignored parameter or a buffer.
-    fn whole(
-        &self,
-        all: &Mutex<IndexMap<String, Var>>,
-        name: &str,
-        dims: &[usize],
-        init: Init,
-        dtype: DType,
-    ) -> Result<Tensor> {
-        if let Some(var) = all.lock().get(name) {
-            if (var.dims(), var.dtype()) == (dims, dtype) {
-                return Ok(var.as_tensor().clone());
-            }
-            let message = format!(
-                "it is whole on every rank, and was asked for as {:?} {:?} and as {dims:?} {dtype:?}: shared tensors \
-                 need one shape and dtype",
-                var.dims(),
-                var.dtype()
-            );
-            return Err(Error::parameter(name, message));
+    fn whole(&self, kind: fn(&mut Built) -> &mut IndexMap<String, Var>, asked: &Asked<'_>) -> Result<Tensor> {
+        let &Asked { name, ref shape, init, dtype } = asked;
+        let dims = shape.dims();
+        if let Some(var) = kind(&mut self.0.built.lock()).get(name) {
+            return asked.same_whole(var);
         }
+        let initializer = self.0.settings.lock().initializer.clone();
         let request = ShardRequest { name, shape: dims, dtype, region: &Region::whole(dims), init };
-        let var = self.initial(&request, None, &self.0.device)?;
+        let var = initial(&*initializer, &request, None, &self.0.device)?;
         self.0.schedule.diagnostics.pass_over(var.id());
-        all.lock().insert(name.into(), var.clone());
+        kind(&mut self.0.built.lock()).insert(name.into(), var.clone());
         Ok(var.as_tensor().clone())
-    }
-
-    /// Makes a variable with the initial values of a region, or with their blocks.
-    fn initial(&self, request: &ShardRequest<'_>, blocks: Option<&Blocks>, device: &Device) -> Result<Var> {
-        let initializer = self.0.initializer.lock().clone();
-        initializer.check(request)?;
-        let (dtype, region) = match blocks {
-            Some(blocks) => (CoreDType::U8, &blocks.region),
-            None => (to_core_dtype(request.dtype)?, request.region),
-        };
-        let kernels = kernels::of_device(device)?;
-        let memory = kernels.zeros(dtype, region.elements());
-        let mut shard = memory.map_err(|error| Error::parameter(request.name, error.to_string()))?;
-        let mut filled = Ok(());
-        kernels.write((&mut shard).into(), &mut |bytes| {
-            filled = match blocks {
-                Some(blocks) => blocks.fill(&*initializer, request, bytes),
-                None => initializer.fill(request, bytes),
-            };
-        })?;
-        filled?;
-        Ok(to_var(shard, &region.sizes, device)?)
     }
 }
 
 impl SimpleBackend for ShardedVarMap {
     fn get(&self, shape: Shape, name: &str, init: Init, dtype: DType, _: &Device) -> candle_core::Result<Tensor> {
-        Ok(self.build(name, shape, init, dtype)?)
+        Ok(self.build(Asked { name, shape, init, dtype })?)
     }
 
     fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
@@ -843,23 +781,45 @@ impl SimpleBackend for ShardedVarMap {
             self.0.was_asked.store(true, Ordering::Relaxed);
             return false;
         }
-        let initializer = self.0.initializer.lock().clone();
-        self.0.params.lock().contains_key(name) || initializer.contains(name)
+        let is_built = self.0.built.lock().params.contains_key(name);
+        let initializer = self.0.settings.lock().initializer.clone();
+        is_built || initializer.contains(name)
     }
 }
 
-/// Fails for a parameter that is larger than any memory, before allocating it.
-fn check_size(name: &str, dims: &[usize], dtype: DType) -> Result<()> {
-    let bytes = dims.iter().try_fold(dtype.size_in_bytes(), |bytes, &size| bytes.checked_mul(size.max(1)));
-    if bytes.is_some_and(|bytes| bytes <= isize::MAX as usize) {
-        return Ok(());
-    }
-    let message = format!("of shape {dims:?} and {dtype:?} it is larger than memory can be: check the model's sizes");
+/// Makes a variable with the initial values of a region, or with their blocks.
+fn initial(
+    initializer: &dyn Initializer,
+    request: &ShardRequest<'_>,
+    blocks: Option<&Blocks>,
+    device: &Device,
+) -> Result<Var> {
+    initializer.check(request)?;
+    let (dtype, region) = match blocks {
+        Some(blocks) => (CoreDType::U8, &blocks.region),
+        None => (to_core_dtype(request.dtype)?, request.region),
+    };
+    let kernels = kernels::of_device(device)?;
+    let memory = kernels.zeros(dtype, region.elements());
+    let mut shard = memory.map_err(|error| Error::parameter(request.name, error.to_string()))?;
+    let mut filled = Ok(());
+    kernels.write((&mut shard).into(), &mut |bytes| {
+        filled = match blocks {
+            Some(blocks) => blocks.fill(initializer, request, bytes),
+            None => initializer.fill(request, bytes),
+        };
+    })?;
+    filled?;
+    Ok(to_var(shard, &region.sizes, device)?)
+}
+
+/// Fails for an ignored parameter of a module that a plan makes parallel.
+fn check_ignored(name: &str, parallel: Option<&Parallel>) -> Result<()> {
+    let Some(parallel) = parallel else { return Ok(()) };
+    let style = parallel.style.name();
+    let message = format!(
+        "it is ignored, and so whole on every rank, but the plan makes its module {style}: remove it from \
+         ignored_params or from the plan"
+    );
     Err(Error::parameter(name, message))
-}
-
-/// Returns whether a tensor of this name is a buffer. PyTorch registers these as buffers, and Candle's `BatchNorm` asks
-/// its builder for them.
-fn is_buffer(name: &str) -> bool {
-    matches!(name.rsplit('.').next(), Some("running_mean" | "running_var"))
 }

@@ -1,12 +1,14 @@
 //! The storage of frozen parameters in fewer bits than layers compute with.
 
-use candle_core::DType;
+use candle_core::{DType, Device, Tensor};
 use fsdp_core::layout::Region;
-use fsdp_core::{BLOCK, BlockFormat};
+use fsdp_core::{BLOCK, BLOCK_SCALE, BlockFormat};
+use half::bf16;
 use rayon::prelude::*;
 
 use crate::error::{Error, Result};
 use crate::initializer::{Initializer, ShardRequest};
+use crate::storage::to_host;
 
 /// How a frozen parameter is stored, gathered and saved. Layers compute with its values in the compute dtype, which exist
 /// while its unit is unsharded.
@@ -81,6 +83,17 @@ impl Blocks {
                 shape[shape.len() - 1]
             ))),
         }
+    }
+
+    /// Returns the scales of a shard, on the host.
+    pub(super) fn scales(&self, shard: &Tensor) -> candle_core::Result<Tensor> {
+        if self.region.is_empty() {
+            return Tensor::new(0f32, &Device::Cpu);
+        }
+        let bytes = shard.reshape(((), self.format.block_bytes()))?.narrow(1, 0, BLOCK_SCALE)?;
+        let scales = to_host(&bytes.contiguous()?)?;
+        let scales = scales.bytes().as_chunks().0.iter().map(|&bytes| bf16::from_le_bytes(bytes)).collect::<Vec<_>>();
+        Tensor::new(scales, &Device::Cpu)
     }
 
     /// Writes the blocks of a region. Its floats exist a piece at a time.

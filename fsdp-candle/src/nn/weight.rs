@@ -62,7 +62,7 @@ impl Weight {
         };
         param.pre_use()?;
         let graph = keeps_graph() && param.trainable();
-        let (value, anchor) = (with_graph(&param.full, graph), with_graph(&param.anchor_of_pass()?, graph));
+        let (value, anchor) = (with_graph(&param.full.tensor, graph), with_graph(&param.anchor_of_pass()?, graph));
         Ok(Weight { value, wants_grad: graph, param: Some((param, anchor)) })
     }
 

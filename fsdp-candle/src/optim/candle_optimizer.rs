@@ -58,7 +58,7 @@ impl<O: Optimizer> CandleOptimizer<O> {
     }
 
     fn of(params: Vec<Arc<FsdpParam>>, config: O::Config, has_state: bool) -> Result<Self> {
-        if let Some(param) = params.iter().find(|param| param.spec.on_disk.is_some()) {
+        if let Some(param) = params.iter().find(|param| param.shard.on_disk().is_some()) {
             return Err(param.error(
                 "its shard is on disk, and Candle's optimizers need it in memory: use AdamW or SGD of this crate",
             ));

@@ -117,8 +117,8 @@ fn subjects(vars: &ShardedVarMap, of: &[ValuesOf<'_>]) -> Result<Vec<CheckedTens
         match of {
             ValuesOf::Parameters => {
                 for param in &vars.params() {
-                    let own = match &param.spec.on_disk {
-                        Some(shard) if param.spec.blocks.is_none() => Some(OwnPart::Shard(shard.clone())),
+                    let own = match param.shard.on_disk() {
+                        Some(shard) if param.spec.encoding.blocks().is_none() => Some(OwnPart::Shard(shard.clone())),
                         _ => in_memory(&param.overflow_witness()?),
                     };
                     subjects.push(of_param(param, "", own));

@@ -182,7 +182,7 @@ impl<C: ElementwiseRule> ElementwiseOptimizer<C> {
             let config = &self.groups[state.group];
             let moments: Vec<&Moment> = state.moments().map(|(_, moment)| moment).collect();
             let update = |shard: &Tensor| with_state(shard, &grad, &moments, |shard| config.update(state.step, shard));
-            state.param.update_shard(update)?;
+            state.param.shard.update(update)?;
         }
         if let Some(disk) = &self.disk {
             let params: Vec<&FsdpParam> = self.states.iter().map(|state| &*state.param).collect();

@@ -51,13 +51,13 @@ impl Ema {
             .map_err(|why| Error::Argument(format!("Ema: {why}")))?;
         check_not_empty("Ema", params.is_empty())?;
         let mean = |param: Arc<FsdpParam>| {
-            if let Some(blocks) = &param.spec.blocks {
+            if let Some(blocks) = param.spec.encoding.blocks() {
                 let format = blocks.format.name();
                 return Err(
                     param.error(format!("it is stored as {format} and never changes: leave it out of the average"))
                 );
             }
-            let shard = param.shard()?;
+            let shard = param.shard.values()?;
             let mean = zeros(&param, "moving average", DType::F32, shard.dims())?;
             mix(&mean, 0., &shard)?;
             Ok((param, mean))
@@ -90,7 +90,7 @@ impl Ema {
         let updates = self.updates()?;
         let kept = if updates == 0 { 0. } else { self.decay };
         for (param, mean) in &self.means {
-            mix(mean, kept, &param.shard()?)?;
+            mix(mean, kept, &param.shard.values()?)?;
         }
         copy_tensor(&Tensor::new((updates + 1) as f32, &Device::Cpu)?, &self.updates)?;
         Ok(())
@@ -100,18 +100,18 @@ impl Ema {
     pub fn copy_to(&self, vars: &ShardedVarMap) -> Result<()> {
         // Gathered parameters are stale.
         vars.reshard()?;
-        self.means.iter().try_for_each(|(param, mean)| param.update_shard(|shard| mix(shard, 0., mean)))
+        self.means.iter().try_for_each(|(param, mean)| param.shard.update(|shard| mix(shard, 0., mean)))
     }
 
     /// Calls `f`, such as an evaluation, with the average in the parameters, then restores the parameters even if `f`
     /// fails. Needs a copy of this rank's shards meanwhile.
     pub fn swapped<R>(&self, vars: &ShardedVarMap, f: impl FnOnce(&Self) -> Result<R>) -> Result<R> {
-        let before = self.means.iter().map(|(param, _)| Ok(param.shard()?.copy()?));
+        let before = self.means.iter().map(|(param, _)| Ok(param.shard.values()?.copy()?));
         let before = before.collect::<Result<Vec<_>>>()?;
         let outcome = self.copy_to(vars).and_then(|()| f(self));
         vars.reshard()?;
         for ((param, _), before) in self.means.iter().zip(before) {
-            param.set_shard(&before)?;
+            param.shard.set(&before)?;
         }
         outcome
     }

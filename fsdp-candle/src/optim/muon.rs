@@ -115,7 +115,7 @@ impl Muon {
             let shape = state.param.shape().dims();
             let lr = config.lr * config.adjust_lr.ratio(shape[0], shape[1]);
             let kept = 1. - config.lr * config.weight_decay;
-            state.param.update_shard(|shard| {
+            state.param.shard.update(|shard| {
                 with_slice_mut(shard, |kernels, param| kernels.mix(param, kept, (&update).into(), -lr))
             })?;
         }

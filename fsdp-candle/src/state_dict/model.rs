@@ -22,7 +22,7 @@ pub fn get_model_state_dict(vars: &ShardedVarMap, options: &StateDictOptions) ->
     for param in vars.params() {
         let Some(name) = options.name(param.name()) else { continue };
         if param.trainable() || !options.ignore_frozen_params {
-            dict.tensors.insert(param.stored_name(name), entry(&param, &param.shard()?, options)?);
+            dict.tensors.insert(param.stored_name(name), entry(&param, &param.shard.values()?, options)?);
         }
     }
     for (fqn, var) in vars.wholes() {
@@ -66,7 +66,7 @@ pub fn set_model_state_dict(
     vars.reshard()?;
     for (target, entry) in targets.into_iter().zip(found) {
         match (target, entry) {
-            (Target::Shard(param), Some(entry)) => param.set_shard(&entry)?,
+            (Target::Shard(param), Some(entry)) => param.shard.set(&entry)?,
             (Target::Whole(var), Some(entry)) => copy_tensor(&entry, var)?,
             (_, None) => {}
         }
@@ -153,7 +153,7 @@ pub(crate) fn model_state(vars: &ShardedVarMap) -> Vec<SavedTensor> {
         fqn: fqn(&param.stored_name(param.name())),
         shape: param.stored_shape().to_vec(),
         region: param.stored_region().clone(),
-        memory: param.memory(),
+        memory: param.shard.memory(),
         required: true,
     });
     let wholes = vars.wholes().into_iter().map(move |(name, var)| SavedTensor {

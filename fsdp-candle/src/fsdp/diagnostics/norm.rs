@@ -26,7 +26,7 @@ impl Norm {
         let mut norms = vec![];
         for param in vectors() {
             let (layer, name) = param.name().rsplit_once('.').unwrap_or(("", param.name()));
-            let weight = values(&param.full)?;
+            let weight = values(&param.full.tensor)?;
             let bias = match name {
                 "weight" => Some("bias"),
                 "gamma" => Some("beta"),
@@ -34,7 +34,7 @@ impl Norm {
             };
             let sibling = bias.map(|bias| if layer.is_empty() { bias.into() } else { format!("{layer}.{bias}") });
             let bias = vectors().find(|other| sibling.as_deref() == Some(other.name()));
-            let bias = bias.map(|bias| values(&bias.full)).transpose()?;
+            let bias = bias.map(|bias| values(&bias.full.tensor)).transpose()?;
             let layer = if layer.is_empty() { param.name() } else { layer };
             norms.push(Norm { layer: layer.into(), weight: weight.clone(), bias: None });
             if bias.is_some() {
@@ -92,11 +92,11 @@ pub(super) struct Matrix {
 impl Matrix {
     /// Reads a matrix stored as `[out, in]` or `[in, out]`.
     pub(super) fn of(param: &FsdpParam, bias: Option<&FsdpParam>, in_out: bool) -> Result<Self> {
-        let full = param.full.detach();
+        let full = param.full.tensor.detach();
         let full = if in_out { full.t()? } else { full };
         let outputs = full.dim(0)?.min(OUTPUTS);
         let rows = full.narrow(0, 0, outputs)?.to_dtype(DType::F32)?.to_vec2()?;
-        Ok(Matrix { rows, bias: bias.map_or(Ok(vec![]), |bias| values(&bias.full))? })
+        Ok(Matrix { rows, bias: bias.map_or(Ok(vec![]), |bias| values(&bias.full.tensor))? })
     }
 }
 

@@ -53,7 +53,7 @@ impl Schedule {
         let (hook, actions) = self.order.lock().post_forward(unit.index(), guard.forward, parts);
         self.execute(actions)?;
         if guard.forward.is_root && !keeps_graph() {
-            self.drop_replica_gathers();
+            self.units().iter().for_each(|unit| unit.drop_replica_shards());
         }
         guard.ok = true;
         Ok(hook)

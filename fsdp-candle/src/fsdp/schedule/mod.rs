@@ -17,7 +17,6 @@
 
 use std::collections::BTreeSet;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 use candle_core::{Device, Result};
@@ -70,8 +69,6 @@ pub(crate) struct Schedule {
     frozen_calls: Mutex<Vec<Weak<FrozenCall>>>,
     /// A check of the complete model, which runs in the first forward.
     first_forward_check: Mutex<Option<Arc<Check>>>,
-    /// Whether the shards gathered over replicas are up to date: no gradients were handed out since.
-    replica_shards_are_fresh: AtomicBool,
     hand_out: Mutex<HandOut>,
 }
 
@@ -92,7 +89,6 @@ impl Schedule {
             reductions: ReductionQueue::default(),
             frozen_calls: Mutex::default(),
             first_forward_check: Mutex::default(),
-            replica_shards_are_fresh: AtomicBool::new(false),
             hand_out: Mutex::default(),
         }
     }
@@ -247,7 +243,6 @@ impl Schedule {
     pub(super) fn reset(&self) {
         self.order.lock().reset();
         self.frozen_calls.lock().clear();
-        self.replica_shards_are_fresh.store(false, Ordering::Relaxed);
         self.reductions.discard();
         self.hand_out.lock().early.clear();
         for unit in self.units() {

@@ -60,7 +60,7 @@ impl DiskState {
                 )));
             }
             let parts = kinds.iter().map(|kind| kind.parts()).collect::<candle_core::Result<Vec<_>>>()?;
-            all.push((param.region().elements(), parts.concat(), param.spec.on_disk.as_ref().map(FileValues::dtype)));
+            all.push((param.region().elements(), parts.concat(), param.shard.on_disk().map(FileValues::dtype)));
         }
         let states = all.iter().map(|(elements, kinds, shard)| State { elements: *elements, kinds, shard: *shard });
         let blocks = layout::blocks(states, block_bytes);
@@ -112,7 +112,7 @@ impl DiskState {
         let is_updated = |piece: &&Piece| has_gradient[piece.state];
         let blocks: Vec<&Block> =
             self.blocks.iter().filter(|block| block.pieces.iter().any(|piece| is_updated(&piece))).collect();
-        let shard = |piece: &Piece| params[piece.state].spec.on_disk.as_ref();
+        let shard = |piece: &Piece| params[piece.state].shard.on_disk();
         let item = |block: &&Block| {
             let moments = FileRange { file, bytes: block.bytes.clone() };
             let updated = block.pieces.iter().filter(is_updated);
