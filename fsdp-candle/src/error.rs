@@ -117,6 +117,33 @@ impl From<Error> for candle_core::Error {
     }
 }
 
+/// Error of a model's constructor or forward, of any type: `anyhow::Error`, an error of the model's own, or a text.
+type ModelError = Box<dyn std::error::Error + Send + Sync>;
+
+/// Returns an error of a user's closure as Candle's. An error of Candle or of this crate stays what it is. Others become
+/// text, with their causes: Candle's wrapper shows no sources.
+pub(crate) fn to_candle(error: impl Into<ModelError>) -> candle_core::Error {
+    let error = match error.into().downcast::<candle_core::Error>() {
+        Ok(error) => return *error,
+        Err(error) => error,
+    };
+    match error.downcast::<Error>() {
+        Ok(error) => (*error).into(),
+        Err(error) => {
+            let mut text = error.to_string();
+            let mut source = error.source();
+            while let Some(cause) = source {
+                let cause_text = cause.to_string();
+                if !text.contains(&cause_text) {
+                    text = format!("{text}: {cause_text}");
+                }
+                source = cause.source();
+            }
+            candle_core::Error::wrap(text)
+        }
+    }
+}
+
 /// Tensors with NaN or infinity; the same on every rank.
 #[derive(Clone, Debug, PartialEq)]
 pub struct NonFinite {

@@ -79,7 +79,7 @@ impl Default for GradcheckOptions {
 ///     Ok((nn::linear(4, 4, vb.pp("up"))?, candle_nn::layer_norm(4, 1e-5, vb.pp("norm"))?)) // has no backward
 /// })?;
 /// let checked = gradcheck(&model, &GradcheckOptions::default(), |model| {
-///     let y = model.call(|(up, norm)| Ok((up.forward(&x)? + norm.forward(&up.forward(&x)?)?)?))?;
+///     let y = model.call(|(up, norm)| up.forward(&x)? + norm.forward(&up.forward(&x)?)?)?;
 ///     y.powf(3.)?.mean_all()
 /// });
 /// assert!(matches!(checked, Err(Error::Gradcheck(_))));

@@ -199,7 +199,10 @@ fn asynchronous_saves_keep_no_memory() {
 /// Two layers over which each optimizer trains.
 fn small(vars: &ShardedVarMap) -> FsdpModule<[nn::Linear; 2]> {
     let build = |vb: VarBuilder<'static>| {
-        Ok([nn::linear_no_bias(8, 16, vb.pp("up"))?, nn::linear_no_bias(16, 4, vb.pp("down"))?])
+        Ok::<_, candle_core::Error>([
+            nn::linear_no_bias(8, 16, vb.pp("up"))?,
+            nn::linear_no_bias(16, 4, vb.pp("down"))?,
+        ])
     };
     shard(&FullyShard::new(vars), &["*"], vars.builder(DType::F32), build).unwrap()
 }
@@ -275,7 +278,7 @@ fn reductions_of_both_tables_hold_one_copy() {
         let build = |vb: VarBuilder<'static>| {
             let embed = nn::embedding(VOCABULARY, WIDTH, vb.pp("embed"))?;
             let body = nn::linear_no_bias(WIDTH, WIDTH, vb.pp("body"))?;
-            Ok((embed, body, nn::linear_no_bias(WIDTH, VOCABULARY, vb.pp("head"))?))
+            Ok::<_, candle_core::Error>((embed, body, nn::linear_no_bias(WIDTH, VOCABULARY, vb.pp("head"))?))
         };
         let model = shard(&opts, &["body"], vars.builder(DType::F32), build).unwrap();
         let ids = Tensor::new(&[[world.rank() as u32, 1, 2]], world.device()).unwrap();

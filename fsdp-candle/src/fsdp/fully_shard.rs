@@ -1,5 +1,6 @@
 //! `fully_shard` makes one unit. `shard` makes all units of a model by the names of its modules.
 
+use std::error::Error as StdError;
 use std::sync::Arc;
 
 use candle_nn::VarBuilder;
@@ -19,7 +20,7 @@ use super::unit_path::{ROOT, UnitId};
 use super::var_map::{OpenUnit, ShardedVarMap};
 use super::weight_format::WeightFormat;
 use crate::data_parallel::{DataParallel, DataParallelMeshDims};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, to_candle};
 use crate::extension::AllGatherExtension;
 use crate::pattern::NamePattern;
 
@@ -179,10 +180,11 @@ impl FullyShard {
 /// the unit runs.
 ///
 /// # Errors
-/// Errors of `build`, which maps errors of other types: `|vb| Model::new(vb).map_err(candle_core::Error::wrap)`. Fails if
-/// `vb` is not a builder of the options' map ([`ShardedVarMap::builder`]). Fails if `build` asks for a parameter that
-/// another unit owns, that is too large for memory, or that is trained on a mesh without some ranks of the map's. All
-/// errors name the unit.
+/// Errors of `build`, which maps errors of other types: `|vb| Model::new(vb).map_err(candle_core::Error::wrap)`.
+/// [`shard`] takes any type. Here most closures end in `Ok(..)`, and each would have to name its type. Fails if `vb` is
+/// not a builder of the options' map ([`ShardedVarMap::builder`]). Fails if `build` asks for a parameter that another
+/// unit owns, that is too large for memory, or that is trained on a mesh without some ranks of the map's. All errors
+/// name the unit.
 ///
 /// ```
 /// use candle_core::{DType, Device, Module, Tensor};
@@ -226,6 +228,9 @@ pub fn fully_shard<M>(
 /// ([`activation_checkpoint`](crate::activation_checkpoint)) one layer at a time: all units that a closure uses are
 /// unsharded while it runs again. The mixed precision policy casts inputs where a module is called, so not at units by
 /// name. Fails as [`fully_shard`] does, for an invalid pattern, and for a pattern that matches no module.
+///
+/// The error of `build` may be of any type, such as `anyhow::Error`: it becomes Candle's, with the text of its causes. A
+/// closure that ends in `Ok(..)` names the type: `Ok::<_, candle_core::Error>(..)`.
 ///
 /// ```
 /// use candle_core::{DType, Module, Tensor};
@@ -271,11 +276,11 @@ pub fn fully_shard<M>(
 /// model.backward(&logits.sqr()?.mean_all()?)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-pub fn shard<M>(
+pub fn shard<M, E: Into<Box<dyn StdError + Send + Sync>>>(
     opts: &FullyShard,
     units: &[&str],
     vb: VarBuilder<'static>,
-    build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M>,
+    build: impl FnOnce(VarBuilder<'static>) -> std::result::Result<M, E>,
 ) -> Result<FsdpModule<M>> {
     make(Some(units), opts, vb, build)
 }
@@ -286,11 +291,11 @@ fn name_of(vb: &VarBuilder<'_>) -> String {
 }
 
 /// Makes a unit, and the units by name inside it. `patterns` are those of [`shard`].
-fn make<M>(
+fn make<M, E: Into<Box<dyn StdError + Send + Sync>>>(
     patterns: Option<&[&str]>,
     opts: &FullyShard,
     vb: VarBuilder<'static>,
-    build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M>,
+    build: impl FnOnce(VarBuilder<'static>) -> std::result::Result<M, E>,
 ) -> Result<FsdpModule<M>> {
     let FullyShard { vars, unit: opts } = opts;
     let name = name_of(&vb);
@@ -304,6 +309,7 @@ fn make<M>(
     let schedule = vars.schedule();
     let unit = OpenUnit::begin(vars, &name, opts, &ranks);
     let inner = build(vb.clone()).map_err(|cause| {
+        let cause = to_candle(cause);
         let cause = match is_freed_storage_error(&cause) {
             true => cause.context(reads_values(vars.last_asked_for())),
             false => cause,

@@ -3,10 +3,11 @@
 //! With [`Recurse::Yes`], a setting also reaches the units inside this one: the units whose path starts with its path.
 //! For a unit of several modules ([`FsdpModule::into_parts`]), these are the units inside its modules.
 
+use std::error::Error as StdError;
 use std::sync::Arc;
 
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Module, Result, Tensor};
+use candle_core::{DType, Module, ModuleT, Result, Tensor};
 
 use super::comm::{AllGather, AllReduceHook, PostAccumulateGradHook, ReduceScatter};
 use super::diagnostics::{GraphCut, is_freed_storage_error};
@@ -20,7 +21,7 @@ use super::schedule::Schedule;
 use super::settings::{CommSettings, UnshardSettings};
 use crate::autograd::{keeps_graph, no_grad};
 use crate::collectives;
-use crate::error::Error;
+use crate::error::{Error, to_candle};
 use crate::graph::{self, Lifetime};
 use crate::storage::copied_storage;
 use crate::tensors::{Tensors, with_tensors};
@@ -119,7 +120,8 @@ impl<M> FsdpModule<M> {
     /// let opts = FullyShard::new(&vars);
     /// let model = shard(&opts, &["layer"], vars.builder(DType::F32), |vb| {
     ///     let vb = vb.pp("layer");
-    ///     Ok((nn::linear_no_bias(4, 2, vb.clone())?, vb.get(2, "scale")?)) // multiplied by hand
+    ///     let scale = vb.get(2, "scale")?; // multiplied by hand
+    ///     Ok::<_, candle_core::Error>((nn::linear_no_bias(4, 2, vb)?, scale))
     /// })?;
     /// assert_eq!(model.unmanaged_parameters()[0].name(), "layer.scale");
     /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -143,10 +145,11 @@ impl<M> FsdpModule<M> {
     /// [`FsdpModule::call_with`] does both.
     ///
     /// # Errors
-    /// Errors of `forward`, which maps errors of other types: `model.call(|m| m.forward(x).map_err(Error::wrap))`, with
-    /// `candle_core::Error`. Errors of the collectives. Fails if another thread calls a unit of the model, unless that
-    /// unit's forward waits for this call. After an error that all ranks get at the same point, the model is
-    /// ready for the next call. After an error of a single rank, the ranks are at different collectives: end the job.
+    /// Errors of `forward`, whose type may be any error, such as `anyhow::Error`: it becomes Candle's, with the text of its
+    /// causes. A closure that ends in `Ok(..)` names the type: `Ok::<_, candle_core::Error>(..)`. Errors of the
+    /// collectives. Fails if another thread calls a unit of the model, unless that unit's forward waits for this call.
+    /// After an error that all ranks get at the same point, the model is ready for the next call. After an error of a
+    /// single rank, the ranks are at different collectives: end the job.
     ///
     /// ```
     /// # use candle_core::{DType, Device, Tensor, Result};
@@ -166,8 +169,11 @@ impl<M> FsdpModule<M> {
     /// let y = model.call(|m| m.forward(&x, 2.0)).unwrap();
     /// assert_eq!(y.dims(), [3, 2]);
     /// ```
-    pub fn call<O: Tensors>(&self, forward: impl FnOnce(&M) -> Result<O>) -> Result<O> {
-        Ok(self.hooks().run(vec![], || forward(&self.inner))?.0)
+    pub fn call<O: Tensors, E: Into<Box<dyn StdError + Send + Sync>>>(
+        &self,
+        forward: impl FnOnce(&M) -> std::result::Result<O, E>,
+    ) -> Result<O> {
+        Ok(self.hooks().run(vec![], || forward(&self.inner).map_err(to_candle))?.0)
     }
 
     /// As [`FsdpModule::call`], for modules whose forward changes them: a cache of keys and values, for example.
@@ -191,9 +197,12 @@ impl<M> FsdpModule<M> {
     /// model.backward(&y.sum_all()?)?;
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    pub fn call_mut<O: Tensors>(&mut self, forward: impl FnOnce(&mut M) -> Result<O>) -> Result<O> {
+    pub fn call_mut<O: Tensors, E: Into<Box<dyn StdError + Send + Sync>>>(
+        &mut self,
+        forward: impl FnOnce(&mut M) -> std::result::Result<O, E>,
+    ) -> Result<O> {
         let FsdpModule { inner, group, schedule, parts, .. } = self;
-        Ok(Hooks { group, schedule, parts: *parts }.run(vec![], || forward(inner))?.0)
+        Ok(Hooks { group, schedule, parts: *parts }.run(vec![], || forward(inner).map_err(to_candle))?.0)
     }
 
     fn hooks(&self) -> Hooks<'_> {
@@ -214,12 +223,17 @@ impl<M> FsdpModule<M> {
     ///         Some(mask) => y.mul(&mask)?,
     ///         None => y.clone(),
     ///     };
-    ///     Ok((masked, vec![nn::silu(&y)?]))
+    ///     Ok::<_, candle_core::Error>((masked, vec![nn::silu(&y)?]))
     /// })?;
     /// model.backward(&(y.sum_all()? + gate[0].sum_all()?)?)?;
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    pub fn call_with<I: Tensors, O: Tensors>(&self, inputs: I, forward: impl FnOnce(&M, I) -> Result<O>) -> Result<O> {
+    pub fn call_with<I: Tensors, O: Tensors, E: Into<Box<dyn StdError + Send + Sync>>>(
+        &self,
+        inputs: I,
+        forward: impl FnOnce(&M, I) -> std::result::Result<O, E>,
+    ) -> Result<O> {
+        let forward = |inner: &M, inputs: I| forward(inner, inputs).map_err(to_candle);
         let policy = &self.group.mp_policy;
         let inputs = match policy.param_dtype {
             Some(dtype) if policy.cast_forward_inputs => cast(inputs, dtype)?,
@@ -263,7 +277,7 @@ impl<M> FsdpModule<M> {
     /// Backward frees the activations of [`nn`](crate::nn)'s layers as it passes them, as PyTorch's does. Another
     /// backward over the same graph fails: see [`FsdpModule::backward_retain_graph`].
     pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
-        self.schedule.backward(&self.group, loss, false).map_err(|error| self.explain_backward(error))
+        self.schedule.backward(&self.group, loss, false)
     }
 
     /// [`FsdpModule::backward`] that keeps the graph for another backward, as PyTorch's `backward(retain_graph=True)`:
@@ -280,7 +294,7 @@ impl<M> FsdpModule<M> {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn backward_retain_graph(&self, loss: &Tensor) -> Result<GradStore> {
-        self.schedule.backward(&self.group, loss, true).map_err(|error| self.explain_backward(error))
+        self.schedule.backward(&self.group, loss, true)
     }
 
     /// Returns the names of trainable parameters that took part in a forward and got no gradient in its backward, on
@@ -301,19 +315,6 @@ impl<M> FsdpModule<M> {
     /// such a place are wrong. Rank 0 also logs each place once. [`GraphCut`] describes what can be detected.
     pub fn graph_cuts(&self) -> Vec<GraphCut> {
         self.schedule.diagnostics.graph.reported_cuts()
-    }
-
-    /// Explains Candle's message about F4 in backward, where no call of a unit is missing.
-    fn explain_backward(&self, error: candle_core::Error) -> candle_core::Error {
-        if !is_freed_storage_error(&error) {
-            return error;
-        }
-        error.context(format!(
-            "FSDP unit `{}`: backward came to parameters that are sharded (Candle calls their storage F4). Either the \
-             loss's graph has been through backward, or was dropped by reset_iter_state or a failed step: run forward \
-             again. Or a unit has set_unshard_in_backward(false) and was not unsharded by hand",
-            self.name()
-        ))
     }
 }
 
@@ -435,6 +436,33 @@ fn cast<T: Tensors>(tensors: T, dtype: DType) -> Result<T> {
     tensors.map_tensors(&mut |tensor| if tensor.dtype().is_float() { tensor.to_dtype(dtype) } else { Ok(tensor) })
 }
 
+impl<M: ModuleT> FsdpModule<M> {
+    /// Runs a module whose forward differs in training: one with dropout or batch norm.
+    ///
+    /// A module with [`Module`] implements [`ModuleT`], and so does its `FsdpModule`. Rust then allows no second
+    /// implementation for the other modules, which have this function instead. [`nn::func_t`](crate::nn::func_t) makes a
+    /// `ModuleT` of it, for code that is generic over the trait.
+    ///
+    /// ```
+    /// # use fsdp_candle::doc_example::*;
+    /// # use candle_core::ModuleT;
+    /// # let (world, vars, opts, vb) = one_rank()?;
+    /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+    /// fn evaluate(model: &impl ModuleT, x: &Tensor) -> candle_core::Result<Tensor> {
+    ///     model.forward_t(x, false)
+    /// }
+    ///
+    /// let model = fully_shard(&opts, vb, |vb| nn::batch_norm(4, 1e-5, vb))?;
+    /// let y = model.forward_t(&x, true)?;
+    /// model.backward(&y.sum_all()?)?;
+    /// evaluate(&nn::func_t(|x, train| model.forward_t(x, train)), &x)?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
+        self.call_with(xs.clone(), |inner, xs| inner.forward_t(&xs, train))
+    }
+}
+
 impl<M: Module> Module for FsdpModule<M> {
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         self.call_with(xs.clone(), |inner, xs| inner.forward(&xs))
@@ -482,7 +510,8 @@ impl<M> FsdpModule<M> {
     ///     let vars = ShardedVarMap::of_world(&world)?;
     ///     let opts = FullyShard::new(&vars);
     ///     let model = shard(&opts, &["layers.*"], vars.builder(DType::F32), |vb| {
-    ///         Ok([nn::linear(4, 4, vb.pp("layers.0"))?, nn::linear(4, 4, vb.pp("layers.1"))?])
+    ///         let layer = |i| nn::linear(4, 4, vb.pp(format!("layers.{i}")));
+    ///         Ok::<_, candle_core::Error>([layer(0)?, layer(1)?])
     ///     })?;
     ///     let x = Tensor::ones((3, 4), DType::F32, world.device())?;
     ///     let forward = |layers: &[nn::Linear; 2]| layers[1].forward(&layers[0].forward(&x)?);

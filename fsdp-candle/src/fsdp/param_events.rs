@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use candle_core::Result;
+use candle_core::backprop::GradStore;
+use candle_core::{Result, Tensor};
 
 use super::gradient::Gradient;
 use super::unit_path::UnitId;
@@ -26,6 +27,10 @@ pub(crate) trait ParamModel: Send + Sync {
 
     /// Runs after the backward of every use of the parameter in one pass of its unit.
     fn post_pass(&self, unit: &UnitId, position: usize, pass: usize) -> Result<()>;
+
+    /// Runs the backward of the outermost unit around `unit`, for a step that follows at once. Fails before it if the
+    /// gradients would not be those of a step, and after it if no parameter got one.
+    fn backward_for_step(&self, unit: &UnitId, loss: &Tensor) -> Result<GradStore>;
 
     /// Returns whether a hook takes the reduced gradients, instead of the backward's caller.
     fn hands_out_to_hook(&self) -> bool;

@@ -288,7 +288,7 @@ impl ShardedVarMap {
     /// use candle_nn::Optimizer;
     ///
     /// let mut optim = candle_nn::SGD::new(vars.trainable_vars(), 0.1)?;
-    /// // Instead of `optim.backward_step(&loss)`, which does not reduce:
+    /// // Candle's `backward_step` does not reduce. `CandleOptimizer` has one that does.
     /// let grads = model.backward(&model.forward(&x)?.sqr()?.sum_all()?)?;
     /// optim.step(&grads)?;
     /// # Ok::<(), Box<dyn std::error::Error>>(())

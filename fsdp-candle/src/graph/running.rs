@@ -183,6 +183,7 @@ fn add_to(total: Tensor, more: &Tensor) -> Result<Tensor> {
 pub(super) fn freed<T>(name: &str) -> Result<T> {
     bail!(
         "{name}: the graph has been through backward, which freed it: run forward again, or keep the graph by \
-         backward_retain_graph"
+         backward_retain_graph. If several optimizers share the loss, call `let grads = model.backward(&loss)?` once, and \
+         `step(&grads)` of each"
     )
 }

@@ -4,7 +4,10 @@
 //! (arXiv:1711.05101); Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861). The
 //! arithmetic is that of PyTorch's `torch.optim.Adam` and `torch.optim.AdamW`.
 
+use std::sync::Arc;
+
 use candle_core::{DType, Result, bail};
+use candle_nn::ParamsAdamW;
 use serde_json::{Map, Value, json};
 
 use super::elementwise::{ElementwiseOptimizer, ElementwiseRule};
@@ -63,6 +66,21 @@ pub struct AdamParams<const DECOUPLED: bool> {
 impl<const DECOUPLED: bool> Default for AdamParams<DECOUPLED> {
     fn default() -> Self {
         AdamParams { lr: 1e-3, betas: (0.9, 0.999), eps: 1e-8, weight_decay: if DECOUPLED { 0.01 } else { 0. } }
+    }
+}
+
+impl AdamW {
+    /// Makes an optimizer of these parameters with a learning rate and PyTorch's other defaults, as
+    /// [`candle_nn::AdamW::new_lr`]. Fails as [`AdamW::new`](ElementwiseOptimizer::new) does.
+    pub fn new_lr(params: Vec<Arc<FsdpParam>>, lr: f64) -> crate::error::Result<Self> {
+        Self::new(params, AdamWConfig { lr, ..AdamWConfig::default() })
+    }
+}
+
+/// Candle's hyper-parameters: `AdamW::new(vars.trainable(), ParamsAdamW::default().into())`.
+impl From<ParamsAdamW> for AdamWConfig {
+    fn from(ParamsAdamW { lr, beta1, beta2, eps, weight_decay }: ParamsAdamW) -> Self {
+        AdamWConfig { lr, betas: (beta1, beta2), eps, weight_decay }
     }
 }
 

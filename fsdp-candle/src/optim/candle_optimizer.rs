@@ -3,10 +3,12 @@
 use std::sync::Arc;
 
 use candle_core::backprop::GradStore;
+use candle_core::{Tensor, Var};
 use candle_nn::Optimizer;
 use fsdp_core::heartbeat;
 use serde_json::{Map, Value};
 
+use super::candle_loop::{self, params_of};
 use super::elementwise::check_gradients;
 use super::hyper_parameters as hyper;
 use super::reach::{Reach, check_not_empty};
@@ -75,10 +77,10 @@ impl<O: Optimizer> CandleOptimizer<O> {
     pub fn get(&self) -> &O {
         &self.optim
     }
-}
 
-impl<O: Optimizer + Send> ShardedOptimizer for CandleOptimizer<O> {
-    fn step(&mut self, grads: &GradStore) -> Result<()> {
+    /// Updates every parameter that has a gradient. Fails if the shape or dtype of a gradient is not that of its
+    /// parameter's shard, and if the optimizer fails.
+    pub fn step(&mut self, grads: &GradStore) -> Result<()> {
         let _reported = heartbeat::span("optimizer", "");
         check_gradients(self.states.iter(), grads)?;
         self.reach.begin_step(&self.states, grads)?;
@@ -90,6 +92,51 @@ impl<O: Optimizer + Send> ShardedOptimizer for CandleOptimizer<O> {
         }
         heartbeat::step(self.states.iter().map(|state| state.step).max().unwrap_or(0));
         Ok(())
+    }
+
+    /// Runs the model's backward, which reduces the gradients, and a step: see
+    /// [`ShardedOptimizer::backward_step`]. Collective.
+    pub fn backward_step(&mut self, loss: &Tensor) -> Result<()> {
+        let states: Vec<&ParamState> = self.states.iter().collect();
+        let grads = candle_loop::backward(&states, loss)?;
+        self.step(&grads)
+    }
+
+    /// Changes the learning rate.
+    pub fn set_learning_rate(&mut self, lr: f64) {
+        self.optim.set_learning_rate(lr);
+    }
+}
+
+/// A loop over Candle's trait, for the variables of [`crate::ShardedVarMap::trainable_vars`]. The optimizer has hidden
+/// state.
+impl<O: Optimizer> Optimizer for CandleOptimizer<O> {
+    type Config = O::Config;
+
+    fn new(vars: Vec<Var>, config: O::Config) -> candle_core::Result<Self> {
+        Ok(CandleOptimizer::new(params_of("CandleOptimizer", &vars)?, config)?)
+    }
+
+    fn step(&mut self, grads: &GradStore) -> candle_core::Result<()> {
+        Ok(CandleOptimizer::step(self, grads)?)
+    }
+
+    fn learning_rate(&self) -> f64 {
+        self.optim.learning_rate()
+    }
+
+    fn set_learning_rate(&mut self, lr: f64) {
+        self.optim.set_learning_rate(lr);
+    }
+
+    fn backward_step(&mut self, loss: &Tensor) -> candle_core::Result<()> {
+        Ok(CandleOptimizer::backward_step(self, loss)?)
+    }
+}
+
+impl<O: Optimizer + Send> ShardedOptimizer for CandleOptimizer<O> {
+    fn step(&mut self, grads: &GradStore) -> Result<()> {
+        CandleOptimizer::step(self, grads)
     }
 
     fn param_groups(&self) -> Vec<ParamGroup> {

@@ -5,10 +5,11 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Tensor, Var, bail};
+use candle_core::{DType, Tensor, Var};
 use fsdp_core::heartbeat;
 use serde_json::{Map, Value};
 
+use super::candle_loop::params_of;
 use super::disk::{DiskState, OnDisk};
 use super::hyper_parameters::{HyperParameters, set_hyper, validate};
 use super::moment_kind::MomentKind;
@@ -48,8 +49,7 @@ pub trait ElementwiseRule: HyperParameters {
 
 /// An elementwise optimizer over shards, such as [`crate::AdamW`].
 ///
-/// It also implements [`candle_nn::Optimizer`] for [`crate::ShardedVarMap::trainable_vars`], except for
-/// `backward_step`, which would not reduce gradients.
+/// It also implements [`candle_nn::Optimizer`] for [`crate::ShardedVarMap::trainable_vars`].
 #[derive(Debug)]
 pub struct ElementwiseOptimizer<C> {
     groups: Vec<C>,
@@ -195,6 +195,22 @@ impl<C: ElementwiseRule> ElementwiseOptimizer<C> {
         heartbeat::step(self.states.iter().map(|state| state.step).max().unwrap_or(0));
         Ok(())
     }
+
+    /// Runs the model's backward, which reduces the gradients, and a step: see
+    /// [`ShardedOptimizer::backward_step`]. Collective.
+    ///
+    /// ```
+    /// # use fsdp_candle::doc_example::*;
+    /// # let (world, vars, model, x) = one_layer(nn::linear)?;
+    /// let mut optim = AdamW::new_lr(vars.trainable(), 0.1)?;
+    /// let loss = model.forward(&x)?.sqr()?.mean_all()?;
+    /// optim.backward_step(&loss)?;
+    /// assert_eq!(optim.states()[0].step, 1);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn backward_step(&mut self, loss: &Tensor) -> Result<()> {
+        ShardedOptimizer::backward_step(self, loss)
+    }
 }
 
 fn moments<C: ElementwiseRule>(config: &C, param: &FsdpParam) -> Result<Vec<(&'static str, Moment)>> {
@@ -266,16 +282,7 @@ impl<C: ElementwiseRule> candle_nn::Optimizer for ElementwiseOptimizer<C> {
     /// Makes an optimizer of these shards ([`crate::ShardedVarMap::trainable_vars`]). Use `candle_nn`'s optimizers for
     /// plain variables.
     fn new(vars: Vec<Var>, config: C) -> candle_core::Result<Self> {
-        let param = |var: &Var| match FsdpParam::of_shard(var) {
-            Some(param) => Ok(param),
-            None => bail!(
-                "fsdp_candle::{}: a variable of shape {:?} is not a shard of a ShardedVarMap: pass \
-                 `vars.trainable_vars()`, and plain variables (ignored parameters) to an optimizer of candle_nn",
-                C::NAME,
-                var.dims()
-            ),
-        };
-        Ok(Self::new(vars.iter().map(param).collect::<candle_core::Result<_>>()?, config)?)
+        Ok(Self::new(params_of(C::NAME, &vars)?, config)?)
     }
 
     fn step(&mut self, grads: &GradStore) -> candle_core::Result<()> {
@@ -291,13 +298,8 @@ impl<C: ElementwiseRule> candle_nn::Optimizer for ElementwiseOptimizer<C> {
         ElementwiseOptimizer::set_learning_rate(self, lr);
     }
 
-    /// Returns an error: Candle's backward does not reduce gradients.
-    fn backward_step(&mut self, _: &Tensor) -> candle_core::Result<()> {
-        bail!(
-            "fsdp_candle::{}::backward_step would use gradients that are not reduced: call \
-             `optim.step(&model.backward(&loss)?)` with the outermost FsdpModule",
-            C::NAME
-        )
+    fn backward_step(&mut self, loss: &Tensor) -> candle_core::Result<()> {
+        Ok(ElementwiseOptimizer::backward_step(self, loss)?)
     }
 }
 

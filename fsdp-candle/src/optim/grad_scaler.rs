@@ -7,6 +7,7 @@ use candle_core::{Tensor, TensorId};
 use fsdp_core::ReduceOp;
 use fsdp_core::process_group::{Signature, Subject};
 
+use super::candle_loop::note_scaled;
 use super::clip_grad::{powers, scale};
 use super::sharded_optimizer::ShardedOptimizer;
 use super::state::ParamState;
@@ -200,7 +201,9 @@ impl GradScaler {
         if !self.enabled {
             return Ok(loss.clone());
         }
-        Ok((loss * self.state.scale)?)
+        let scaled = (loss * self.state.scale)?;
+        note_scaled(&scaled);
+        Ok(scaled)
     }
 
     /// Divides the sharded gradients by the scale and returns whether a gradient of any rank is not finite. All ranks

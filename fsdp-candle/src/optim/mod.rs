@@ -5,6 +5,7 @@
 //! which its shards move. A state is sharded as its parameter is. [`crate::StateOnDisk`] keeps elementwise state in files.
 
 mod adam;
+mod candle_loop;
 mod candle_optimizer;
 mod check_finite;
 mod clip_grad;

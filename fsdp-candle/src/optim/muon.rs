@@ -6,11 +6,12 @@
 use std::sync::Arc;
 
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, Var};
 use fsdp_core::process_group::Subject;
 use fsdp_core::{Buffer, DType as CoreDType, heartbeat};
 use serde_json::{Map, Value, json};
 
+use super::candle_loop::params_of;
 use super::elementwise::{check_gradients, check_unique, next_gradient, param_groups, warn_of_half_masters};
 use super::hyper_parameters::{self as hyper, HyperParameters, set_hyper, validate};
 use super::muon_exchange::{Exchange, MatrixGroup, assign_owners};
@@ -150,10 +151,10 @@ fn to_bf16(tensor: &Tensor) -> Result<Buffer> {
     Ok(buffer)
 }
 
-impl ShardedOptimizer for Muon {
+impl Muon {
     /// Updates every matrix that has a gradient. Collective: all ranks have gradients of the same matrices. Fails if
     /// the shape or dtype of a gradient is not that of its parameter's shard.
-    fn step(&mut self, grads: &GradStore) -> Result<()> {
+    pub fn step(&mut self, grads: &GradStore) -> Result<()> {
         let _span = tracing::debug_span!("optimizer").entered();
         let _reported = heartbeat::span("optimizer", "");
         check_gradients(self.states.iter(), grads)?;
@@ -175,6 +176,49 @@ impl ShardedOptimizer for Muon {
         }
         heartbeat::step(self.states.iter().map(|state| state.step).max().unwrap_or(0));
         Ok(())
+    }
+
+    /// Runs the model's backward, which reduces the gradients, and a step: see
+    /// [`ShardedOptimizer::backward_step`]. Collective.
+    pub fn backward_step(&mut self, loss: &Tensor) -> Result<()> {
+        ShardedOptimizer::backward_step(self, loss)
+    }
+
+    /// Changes the learning rate of all groups.
+    pub fn set_learning_rate(&mut self, lr: f64) {
+        self.groups.iter_mut().for_each(|config| config.lr = lr);
+    }
+}
+
+/// A loop over Candle's trait, for the variables of matrices ([`FsdpParam::var`]).
+impl candle_nn::Optimizer for Muon {
+    type Config = MuonConfig;
+
+    fn new(vars: Vec<Var>, config: MuonConfig) -> candle_core::Result<Self> {
+        Ok(Muon::new(params_of("Muon", &vars)?, config)?)
+    }
+
+    fn step(&mut self, grads: &GradStore) -> candle_core::Result<()> {
+        Ok(Muon::step(self, grads)?)
+    }
+
+    /// Returns the learning rate of the first group.
+    fn learning_rate(&self) -> f64 {
+        self.groups.first().map_or(0., |config| config.lr)
+    }
+
+    fn set_learning_rate(&mut self, lr: f64) {
+        Muon::set_learning_rate(self, lr);
+    }
+
+    fn backward_step(&mut self, loss: &Tensor) -> candle_core::Result<()> {
+        Ok(Muon::backward_step(self, loss)?)
+    }
+}
+
+impl ShardedOptimizer for Muon {
+    fn step(&mut self, grads: &GradStore) -> Result<()> {
+        Muon::step(self, grads)
     }
 
     fn param_groups(&self) -> Vec<ParamGroup> {

@@ -3,9 +3,11 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
+use candle_core::Tensor;
 use candle_core::backprop::GradStore;
 use serde_json::{Map, Value};
 
+use super::candle_loop;
 use super::state::ParamState;
 use crate::error::{Error, Result};
 use crate::fsdp::FsdpParam;
@@ -39,6 +41,20 @@ pub trait ShardedOptimizer: Send {
     /// Updates every parameter that has a gradient. All ranks call it; some optimizers communicate. Fails if the shape
     /// or dtype of a gradient is not that of its parameter's shard.
     fn step(&mut self, grads: &GradStore) -> Result<()>;
+
+    /// Runs the model's backward, which reduces the gradients, and a step. The same as
+    /// `optim.step(&model.backward(&loss)?)`, with the outermost [`FsdpModule`](crate::FsdpModule) around the
+    /// optimizer's parameters. Collective. The gradients are gone afterwards: to clip them, or to step several
+    /// optimizers on one loss, call `model.backward(&loss)`.
+    ///
+    /// # Errors
+    /// Errors of [`FsdpModule::backward`](crate::FsdpModule::backward) and of the step. Fails before the backward if its
+    /// gradients would not be those of a step: while gradients accumulate, if a hook takes them, for a loss that a
+    /// [`crate::GradScaler`] scaled, and for an optimizer of two maps. Fails if the loss reaches no parameter.
+    fn backward_step(&mut self, loss: &Tensor) -> Result<()> {
+        let grads = candle_loop::backward(&self.states(), loss)?;
+        self.step(&grads)
+    }
 
     /// Returns the groups in order. Each parameter is in one group.
     fn param_groups(&self) -> Vec<ParamGroup>;

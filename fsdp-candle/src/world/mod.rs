@@ -2,6 +2,7 @@
 
 #[cfg_attr(not(feature = "cuda"), path = "no_engine.rs")]
 mod engine;
+mod rows;
 
 use candle_core::Device;
 use fsdp_core::env::check_threads;

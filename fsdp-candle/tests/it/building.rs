@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use fsdp_candle::initializer::Philox;
-use fsdp_candle::{Error, FsdpModule, FullyShard, ShardedVarMap, StateOnDisk, World, fully_shard, nn, shard};
+use fsdp_candle::{Error, FsdpModule, FullyShard, ShardedVarMap, StateOnDisk, World, fully_shard, nn};
 
 use crate::common::{
     alone, assert_close, assert_contains, batch, gradients, gradients_of, loss_of, ranks, refused, times, vars,
@@ -62,23 +62,6 @@ fn accepts_units_without_parameters() {
     let unit = fully_shard(&opts, renamed.pp("other"), |vb| nn::linear(2, 2, vb)).unwrap();
     assert_eq!(unit.params()[0].name(), "model.other.weight");
     fully_shard(&opts, vb, |vb| vb.get(3, "ignored")).unwrap();
-}
-
-#[test]
-fn constructors_may_return_other_errors() {
-    let world = World::single().unwrap();
-    let vars = vars(&world);
-    let new = |vb: VarBuilder<'static>, heads: usize| -> anyhow::Result<nn::Linear> {
-        anyhow::ensure!(4 % heads == 0, "4 features are not divisible by {heads} heads");
-        Ok(nn::linear(4, heads, vb)?)
-    };
-    let build = |heads| {
-        shard(&FullyShard::new(&vars), &[], vars.builder(DType::F32), |vb| {
-            new(vb, heads).map_err(candle_core::Error::wrap)
-        })
-    };
-    refused(build(3), &["unit `(root)` failed to build", "not divisible by 3 heads"]);
-    build(2).unwrap();
 }
 
 #[test]

@@ -85,7 +85,7 @@ fn by_name(vars: &ShardedVarMap, wrong: Wrong) -> FsdpModule<Model<Block>> {
     let opts = FullyShard::new(vars);
     shard(&opts, &["layers.*"], vars.builder(DType::F32), |vb| {
         let block = |i| Block::new(wrong_in(wrong, i), vb.pp(format!("layers.{i}")));
-        Ok(Model((0..LAYERS).map(block).collect::<Result<_>>()?))
+        Ok::<_, candle_core::Error>(Model((0..LAYERS).map(block).collect::<Result<_>>()?))
     })
     .unwrap()
 }

@@ -300,7 +300,7 @@ fn does_not_report_detached_adapters() {
     let x = before.forward(&batch(0, WIDTH)).unwrap();
     let y = unit.call_with(x, |(norm, probe), x| {
         let h = norm.forward(&x)?;
-        Ok((h.clone(), probe.forward(&h.detach())?))
+        Ok::<_, candle_core::Error>((h.clone(), probe.forward(&h.detach())?))
     });
     let (h, probe) = y.unwrap();
     let loss = (mean_square(&h) + mean_square(&probe)).unwrap();

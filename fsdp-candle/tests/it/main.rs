@@ -6,6 +6,7 @@ mod averages;
 mod building;
 mod by_name;
 mod candle_layer_errors;
+mod candle_loop;
 mod checkpoint_policy;
 mod checkpointing;
 mod collectives;

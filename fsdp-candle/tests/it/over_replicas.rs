@@ -174,7 +174,7 @@ fn matches_with_named_units_and_unused_parameters() {
                 let blocks = (0..3)
                     .map(|i| nn::linear(WIDTH, WIDTH, vb.pp(format!("blocks.{i}"))))
                     .collect::<candle_core::Result<Vec<_>>>()?;
-                Ok(Model { blocks, head: nn::linear(WIDTH, 2, vb.pp("head"))? })
+                Ok::<_, candle_core::Error>(Model { blocks, head: nn::linear(WIDTH, 2, vb.pp("head"))? })
             })
             .unwrap();
             model.set_reduce_scatter_unused_params(true, Recurse::Yes);

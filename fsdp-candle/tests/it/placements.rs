@@ -95,7 +95,7 @@ fn units_of_two_modules_called_separately() {
                     assert!(unsharded(), "half of the unit has still to run");
                     let y = head.forward(&hidden)?;
                     assert!(!unsharded());
-                    Ok(y)
+                    Ok::<_, candle_core::Error>(y)
                 });
                 gradients(&vars, &model.backward(&mean_square(&y.unwrap())).unwrap())
             }

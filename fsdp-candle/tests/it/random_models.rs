@@ -302,7 +302,7 @@ fn on_rank(plan: &Plan, world: &World) {
         let opts = opts.reshard_after_forward(plan.policies[0]);
         let model = shard(&opts, &["unit.*"], vb, |vb| {
             let units = units.map(|(unit, &(_, _, again))| Unit::new(again, vb.pp(format!("unit.{unit}"))));
-            Ok(Model { units: units.collect::<Result<Vec<_>>>()?, head: head(&vb)? })
+            Ok::<_, candle_core::Error>(Model { units: units.collect::<Result<Vec<_>>>()?, head: head(&vb)? })
         });
         let model = model.unwrap();
         set(plan, &model);

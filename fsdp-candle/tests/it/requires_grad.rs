@@ -114,7 +114,10 @@ fn freezing_reaches_named_units_and_checkpoints() {
             let vars = vars(&world);
             let opts = FullyShard::new(&vars);
             let model = shard(&opts, &["*"], vars.builder(DType::F32), |vb| {
-                Ok(Arc::new((nn::linear(WIDTH, 8, vb.pp("a"))?, nn::linear(8, 3, vb.pp("b"))?)))
+                Ok::<_, candle_core::Error>(Arc::new((
+                    nn::linear(WIDTH, 8, vb.pp("a"))?,
+                    nn::linear(8, 3, vb.pp("b"))?,
+                )))
             })
             .unwrap();
             let x = batch(world.rank(), WIDTH);

@@ -45,7 +45,9 @@ enum Again {
 fn gradients_with(world: &World, units: &[&str], again: Again) -> Gradients {
     let vars = vars(world);
     let opts = FullyShard::new(&vars);
-    let model = shard(&opts, units, vars.builder(DType::F32), |vb| Ok(Arc::new(Net::new(vb)?))).unwrap();
+    let model =
+        shard(&opts, units, vars.builder(DType::F32), |vb| Ok::<_, candle_core::Error>(Arc::new(Net::new(vb)?)))
+            .unwrap();
     let y = model.call_with(input(1, &[4, WIDTH]), |net, x| {
         let net = net.clone();
         let forward = move |x: Tensor| net.forward(&x);

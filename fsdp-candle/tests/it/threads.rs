@@ -157,7 +157,7 @@ fn layers_of_one_unit_compute_in_several_threads() {
                 let opts = FullyShard::new(&vars);
                 let model = shard(&opts, &["heads"], vars.builder(DType::F32), |vb| {
                     let head = |i| nn::linear(WIDTH, 3, vb.pp(format!("heads.{i}")));
-                    Ok(Heads((0..4).map(head).collect::<Result<_>>()?))
+                    Ok::<_, candle_core::Error>(Heads((0..4).map(head).collect::<Result<_>>()?))
                 })
                 .unwrap();
                 let one_by_one = model.call(|model| {

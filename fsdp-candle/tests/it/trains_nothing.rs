@@ -263,7 +263,7 @@ fn unmanaged(world: &World) {
     let vars = vars(world);
     let opts = FullyShard::new(&vars);
     let model = shard(&opts, &["layers.*"], vars.builder(DType::F32), |vb| {
-        Ok((candle_nn::linear(4, 4, vb.pp("layers.0"))?, nn::linear(4, 2, vb.pp("head"))?))
+        Ok::<_, candle_core::Error>((candle_nn::linear(4, 4, vb.pp("layers.0"))?, nn::linear(4, 2, vb.pp("head"))?))
     });
     assert_eq!(model.unwrap().unmanaged_parameters().len(), 2);
 }

@@ -51,7 +51,7 @@ fn documented(world: &World) -> anyhow::Result<()> {
     let x = Tensor::ones((3, 4), DType::F32, world.device())?;
     let (inner, y) = model.call(|(up, down)| {
         let inner = up.forward(&x)?;
-        Ok((inner.clone(), down.forward(&inner)?))
+        Ok::<_, candle_core::Error>((inner.clone(), down.forward(&inner)?))
     })?;
     assert_eq!((inner.dims(), y.dims()), (&[3, 3][..], &[3, 4][..]));
     Ok(())

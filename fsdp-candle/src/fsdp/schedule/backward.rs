@@ -8,7 +8,7 @@ use candle_core::{Result, Tensor, TensorId};
 use fsdp_core::heartbeat;
 
 use super::Schedule;
-use super::explain::{HELD, RUNNING, explain};
+use super::explain::{HELD, RUNNING, explain, explain_backward};
 use super::unit_span::{enter_unit_span, leave_unit_span};
 use crate::autograd::{BACKWARD_STACK_BYTES, number, on_a_stack_of, with_grad};
 use crate::error::Error;
@@ -25,6 +25,19 @@ use crate::graph;
 pub(in crate::fsdp) const TAKES_NOTHING: &str = "its module took no parameter from its builder, so nothing is \
      sharded, reduced or trained here: get every parameter from the VarBuilder that the closure gets (`vb.get(shape, \
      name)`, or a layer's `new(.., vb)`), instead of a VarMap or Vars of the module's own";
+
+/// Error for a `backward_step` of a model whose hook steps.
+const STEPS_IN_BACKWARD: &str = "backward_step would have no gradients for its step, since a hook takes them \
+     (set_post_accumulate_grad_hook): call `model.backward(&loss)`, in which the hook steps";
+
+/// Error for a `backward_step` whose backward would keep gradients.
+const ACCUMULATES: &str = "backward_step would have no gradients for its step, since they accumulate \
+     (set_is_last_backward, set_requires_gradient_sync, set_requires_all_reduce or manual finalization): call \
+     `let grads = model.backward(&loss)?` for each micro-batch, and `optim.step(&grads)` after the last";
+
+/// Error for a `backward_step` on a loss of other tensors.
+const REACHES_NOTHING: &str = "backward_step: the loss reaches no parameter of the model, so nothing was stepped: compute \
+     it from the outputs of a forward of this model, through its FsdpModule (`forward` or `call`)";
 
 impl Schedule {
     /// Runs the backward that a unit was asked for. Returns the reduced gradient shards under the ids of the parameter
@@ -57,9 +70,40 @@ impl Schedule {
         let mut guard = BackwardGuard { schedule: self, ok: false, _heartbeat: heartbeat::span("backward", "") };
         let before = RUNNING.replace(Some(unit.id().name.clone()));
         let _running = scopeguard::guard((), move |()| RUNNING.set(before));
-        let grads = with_grad(|| self.run_backward(loss, &units, retains_graph))?;
+        let grads = with_grad(|| self.run_backward(loss, &units, retains_graph));
+        let grads = grads.map_err(|error| explain_backward(error, unit.id()))?;
         guard.ok = true;
         Ok(grads)
+    }
+
+    /// Runs the backward of the model that has a unit, for an optimizer that steps right after it. Fails if it would
+    /// not hand out gradients.
+    pub(super) fn backward_of_model(&self, unit: &UnitId, loss: &Tensor) -> Result<GradStore> {
+        self.check(unit)?;
+        let units = self.units();
+        let root = &units[self.root_of(&units[unit.index])];
+        if self.hand_out.lock().hook.is_some() {
+            return Err(Error::unit(root.name(), STEPS_IN_BACKWARD).into());
+        }
+        if self.accumulates(&units) {
+            return Err(Error::unit(root.name(), ACCUMULATES).into());
+        }
+        let grads = self.backward(root, loss, false)?;
+        let is_trained = units.iter().any(|unit| unit.trainable() > 0);
+        match is_trained && !grads.get_ids().any(|id| FsdpParam::of_gradient(id).is_some()) {
+            true => Err(Error::unit(root.name(), REACHES_NOTHING).into()),
+            false => Ok(grads),
+        }
+    }
+
+    /// Returns whether the next backward keeps gradients for a later one.
+    fn accumulates(&self, units: &[Arc<FsdpParamGroup>]) -> bool {
+        let model = self.order.lock().settings;
+        let keeps = |unit: &Arc<FsdpParamGroup>| {
+            let settings = unit.settings.lock();
+            unit.trainable() > 0 && !(settings.requires_gradient_sync && settings.requires_all_reduce)
+        };
+        !model.is_last_backward || model.manual_finalization || units.iter().any(keeps)
     }
 
     fn run_backward(&self, loss: &Tensor, units: &[Arc<FsdpParamGroup>], retains_graph: bool) -> Result<GradStore> {

@@ -4,6 +4,7 @@ use std::cell::RefCell;
 use std::sync::Arc;
 
 use crate::error::Error;
+use crate::fsdp::diagnostics::is_freed_storage_error;
 use crate::fsdp::order::OrderError;
 use crate::fsdp::unit_path::UnitId;
 
@@ -14,6 +15,20 @@ pub(super) const HELD: &str = "a handle of `unshard_all` holds units of the mode
 thread_local! {
     /// The unit whose backward this thread runs.
     pub(super) static RUNNING: RefCell<Option<Arc<str>>> = const { RefCell::new(None) };
+}
+
+/// Explains Candle's message about F4 in backward, where no call of a unit is missing.
+pub(super) fn explain_backward(error: candle_core::Error, unit: &UnitId) -> candle_core::Error {
+    if !is_freed_storage_error(&error) {
+        return error;
+    }
+    error.context(format!(
+        "FSDP unit `{}`: backward came to parameters that are sharded (Candle calls their storage F4). Either the \
+         loss's graph has been through backward, or was dropped by reset_iter_state or a failed step: run forward \
+         again. If several optimizers share the loss, call `let grads = model.backward(&loss)?` once, and `step(&grads)` \
+         of each. Or a unit has set_unshard_in_backward(false) and was not unsharded by hand",
+        unit.name
+    ))
 }
 
 /// Explains why an event is not allowed.
@@ -39,7 +54,8 @@ pub(super) fn explain(error: OrderError, unit: &UnitId) -> candle_core::Error {
             }
             return candle_core::Error::msg(
                 "the loss's own backward() was called on a sharded model: call `backward(&loss)` of the FsdpModule, \
-                 which reduces the gradients, and `step(&grads)` instead of an optimizer's backward_step",
+                 which reduces the gradients, and `step(&grads)`. Or `backward_step(&loss)` of an optimizer of \
+                 fsdp_candle does both; CandleOptimizer wraps those of other crates",
             );
         }
     };

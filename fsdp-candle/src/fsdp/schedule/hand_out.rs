@@ -99,7 +99,7 @@ impl Schedule {
     }
 
     /// Returns the index of the outermost unit that encloses a unit: the model that it belongs to.
-    fn root_of(&self, unit: &FsdpParamGroup) -> usize {
+    pub(super) fn root_of(&self, unit: &FsdpParamGroup) -> usize {
         let units = self.units.lock();
         let enclosing = units.iter().rev().find(|other| other.path().contains(unit.path()));
         enclosing.map_or(unit.index(), |root| root.index())

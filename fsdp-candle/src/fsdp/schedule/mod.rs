@@ -19,7 +19,8 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::{Arc, Weak};
 
-use candle_core::{Device, Result};
+use candle_core::backprop::GradStore;
+use candle_core::{Device, Result, Tensor};
 use parking_lot::{Mutex, ReentrantMutex};
 
 use self::explain::explain;
@@ -289,6 +290,10 @@ impl ParamModel for Schedule {
         self.check(unit)?;
         let action = self.order.lock().post_pass(unit.index, position, pass);
         self.execute(action)
+    }
+
+    fn backward_for_step(&self, unit: &UnitId, loss: &Tensor) -> Result<GradStore> {
+        self.backward_of_model(unit, loss)
     }
 
     fn hands_out_to_hook(&self) -> bool {

@@ -250,8 +250,10 @@ fn call_mut_changes_the_model() {
         let kind = Kind::default();
         let vars = vars_of(&world, kind);
         let opts = FullyShard::new(&vars);
-        let mut model =
-            shard(&opts, EACH_LAYER, vars.builder(DType::F32), |vb| Ok(Counts(untouched(kind, vb)?, 0))).unwrap();
+        let mut model = shard(&opts, EACH_LAYER, vars.builder(DType::F32), |vb| {
+            Ok::<_, candle_core::Error>(Counts(untouched(kind, vb)?, 0))
+        })
+        .unwrap();
         for calls in 1..3 {
             let logits = model.call_mut(|m| {
                 m.1 += 1;
