@@ -1,6 +1,7 @@
 //! The state of models and optimizers as named tensors, as checkpoints hold it. Names are those of PyTorch's flattened
 //! state dicts (`torch.distributed.checkpoint.state_dict`).
 
+mod file;
 mod model;
 mod optimizer;
 mod transfer;

@@ -25,6 +25,7 @@ mod heartbeat;
 mod held_unsharded;
 mod layers;
 mod lora;
+mod map_file;
 mod memory;
 mod mesh;
 mod mismatch;

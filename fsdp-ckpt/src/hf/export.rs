@@ -57,7 +57,42 @@ pub fn export(dir: &Path, group: &ProcessGroup, tensors: &[TensorShard], config_
 
 /// [`export`] with options. Has the same errors.
 pub fn export_with(dir: &Path, group: &ProcessGroup, tensors: &[TensorShard], options: &ExportOptions) -> Result<u64> {
-    let (group, dir) = (&about(group, dir, options), dir);
+    export_to(dir, group, tensors, options, check_free)
+}
+
+/// Writes one safetensors file from the shards of all ranks, as [`export`] does, beside whatever its directory holds.
+/// Replaces an existing file. Returns the size of the file. Collective. Has the errors of [`export`], except for
+/// [`Error::AlreadyExists`].
+///
+/// ```
+/// use fsdp_ckpt::{TensorShard, hf, open};
+/// use fsdp_core::{Buffer, process_group::local};
+///
+/// let root = tempfile::tempdir()?;
+/// let file = root.path().join("weights.safetensors");
+/// local::run(2, |group| {
+///     let weight = TensorShard::whole("weight", &[2], std::sync::Arc::new(Buffer::F32(vec![0.5; 2])));
+///     hf::export_file(&file, &group, &[weight]).unwrap();
+/// });
+/// assert_eq!(open(&file)?.tensor("weight")?.shape, [2]);
+/// # Ok::<_, Box<dyn std::error::Error>>(())
+/// ```
+pub fn export_file(path: impl AsRef<Path>, group: &ProcessGroup, tensors: &[TensorShard]) -> Result<u64> {
+    let path = path.as_ref();
+    let named = for_purpose(group, &format!("export of `{}`", path.file_name().unwrap_or_default().to_string_lossy()));
+    let (dir, file) = agree(&named, "start the export", split(path))?;
+    let options = ExportOptions { file, replace: true, ..ExportOptions::default() };
+    export_to(&dir, group, tensors, &options, |_, _| Ok(()))
+}
+
+fn export_to(
+    dir: &Path,
+    group: &ProcessGroup,
+    tensors: &[TensorShard],
+    options: &ExportOptions,
+    check_free: fn(&Path, &ExportOptions) -> Result<()>,
+) -> Result<u64> {
+    let group = &about(group, dir, options);
     let dir = agree(group, "start the export", require_local(dir, "an export from shards"))?;
     let plan = plan_on_rank_0(group, &Hosts::shared(group.size()), "a model for export", tensors)?;
     let lay_out = "lay out the file";
@@ -69,6 +104,8 @@ pub fn export_with(dir: &Path, group: &ProcessGroup, tensors: &[TensorShard], op
 
     let mut staging = None;
     let name = on_rank_0(group, "create the file", || {
+        remove_stale(dir);
+        check_free(dir, options)?;
         let staging = staging.insert(create(dir, options, layout.bytes)?);
         write_all_at(staging.file(), staging.path(), &layout.header, 0)?;
         Ok(staging.name())
@@ -148,10 +185,8 @@ fn check_free(dir: &Path, options: &ExportOptions) -> Result<()> {
     Ok(())
 }
 
-/// Creates the weights file with its full size, unless the directory holds weights.
+/// Creates the weights file with its full size.
 fn create(dir: &Path, options: &ExportOptions, bytes: u64) -> Result<LocalStaging> {
-    remove_stale(dir);
-    check_free(dir, options)?;
     let staging = LocalStaging::create_file(&dir.join(&options.file))?;
     staging.file().set_len(bytes).map_err(io_error("make room for", staging.path()))?;
     Ok(staging)

@@ -16,7 +16,7 @@ mod weight_map;
 mod write;
 
 pub use experts::{ExpertNames, unfused};
-pub use export::{ExportOptions, check_export, export, export_with};
+pub use export::{ExportOptions, check_export, export, export_file, export_with};
 pub use model::HfModel;
 pub use renamed::{Part, Renamed};
 pub(crate) use shard::Shard;

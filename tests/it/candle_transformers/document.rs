@@ -1,11 +1,15 @@
 //! The code and the diffs of `docs/from-candle.md`.
 
+use std::path::Path;
+
+use anyhow::Context;
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::VarBuilder;
 use fsdp_candle::{
-    AdamW, AdamWConfig, FsdpModule, FullyShard, GradcheckOptions, ShardedVarMap, UnitGradient, World, fully_shard,
-    gradcheck, nn, shard,
+    AdamW, FsdpModule, FullyShard, GradcheckOptions, ShardedVarMap, UnitGradient, World, fully_shard, gradcheck, nn,
+    shard,
 };
+use fsdp_core::process_group::local;
 use fsdp_test_support::{code_blocks, read_text, without_layout, workspace};
 use fsdp_tests_candle_transformers::diff;
 use fsdp_tests_candle_transformers::models::{mistral, qwen2};
@@ -45,17 +49,36 @@ fn train(config: &Config, data: Vec<Tensor>) -> anyhow::Result<Vec<f32>> {
     let opts = FullyShard::new(&vars);
     let model = shard(&opts, &["model.layers.*"], vars.builder(DType::F32), |vb| Llama::load(vb, config))?;
 
-    let mut optim = AdamW::new(vars.trainable(), AdamWConfig::default())?;
+    let mut optim = AdamW::new_lr(vars.trainable(), 1e-3)?;
     let mut losses = vec![];
     for ids in data {
         let time = ids.dim(1)? - 1; // of [batch, time + 1]
         let mut cache = Cache::new(false, DType::F32, config, world.device())?;
         let logits = model.call(|m| m.forward(&ids.narrow(1, 0, time)?, 0, &mut cache))?;
         let loss = nn::cross_entropy(&logits, &ids.narrow(1, 1, time)?)?;
-        optim.step(&model.backward(&loss)?)?;
-        losses.push(loss.to_scalar()?);
+        optim.backward_step(&loss)?;
+        losses.push(world.mean(&loss)?);
     }
     Ok(losses)
+}
+
+fn epoch(model: &FsdpModule<nn::Linear>, optim: &mut AdamW, (x, y): (&Tensor, &Tensor), world: &World) -> Result<f32> {
+    let (rows, batch, mut last) = (x.dim(0)?, 32, 0.);
+    for own in world.batches(rows, batch)? {
+        let (x, y) = (x.narrow(0, own.start, own.len())?, y.narrow(0, own.start, own.len())?);
+        let loss = nn::loss::mse(&model.forward(&x)?, &y)?;
+        optim.backward_step(&loss)?;
+        last = world.mean(&loss)?;
+    }
+    Ok(last)
+}
+
+fn edit(vars: &ShardedVarMap, file: &Path) -> anyhow::Result<Tensor> {
+    vars.load(file)?; // every rank calls all of these
+    let head = vars.get("head.weight").context("the model has no head")?;
+    head.set_full(&head.dtensor()?.full_tensor()?.zeros_like()?)?; // `set_one`, with the whole tensor
+    vars.save(file)?;
+    Ok(head.dtensor()?.full_tensor()?) // of `data`, the whole tensor
 }
 
 fn check(model: &FsdpModule<mistral::Model>, ids: &Tensor, next: &Tensor) -> fsdp_candle::Result<Vec<UnitGradient>> {
@@ -86,7 +109,7 @@ impl Gan {
         let (opts, vb) = (FullyShard::new(vars), vars.builder(DType::F32));
         let generator = fully_shard(&opts, vb.pp("generator"), |vb| nn::linear(8, 16, vb))?;
         let critic = fully_shard(&opts, vb.pp("critic"), |vb| nn::linear(16, 1, vb))?;
-        let optimizer = |model: &FsdpModule<nn::Linear>| AdamW::new(model.params().to_vec(), AdamWConfig::default());
+        let optimizer = |model: &FsdpModule<nn::Linear>| AdamW::new_lr(model.params().to_vec(), 1e-3);
         Ok(Gan { optimizers: [optimizer(&generator)?, optimizer(&critic)?], generator, critic })
     }
 
@@ -94,9 +117,9 @@ impl Gan {
         let [of_generator, of_critic] = &mut self.optimizers;
         let fake = self.generator.forward(noise)?;
         let loss = (self.critic.forward(&fake.detach())?.mean_all()? - self.critic.forward(real)?.mean_all()?)?;
-        of_critic.step(&self.critic.backward(&loss)?)?;
+        of_critic.backward_step(&loss)?;
         let loss = self.critic.forward(&fake)?.mean_all()?.neg()?;
-        of_generator.step(&self.generator.backward(&loss)?)?;
+        of_generator.backward_step(&loss)?;
         Ok(())
     }
 }
@@ -155,10 +178,44 @@ fn the_gan_trains_both_models() {
 }
 
 #[test]
+fn an_epoch_takes_each_ranks_rows() {
+    for size in 1..=3 {
+        local::run(size, |group| {
+            let world = World::of(group);
+            let vars = ShardedVarMap::of_world(&world).unwrap();
+            let vb = vars.builder(DType::F32);
+            let model = fully_shard(&FullyShard::new(&vars), vb, |vb| nn::linear(3, 1, vb)).unwrap();
+            let mut optim = AdamW::new_lr(vars.trainable(), 0.02).unwrap();
+            let ones = |width| Tensor::ones((67, width), DType::F32, &Device::Cpu).unwrap();
+            let losses: Vec<f32> =
+                (0..20).map(|_| epoch(&model, &mut optim, (&ones(3), &ones(1)), &world).unwrap()).collect();
+            assert!(losses[19] < losses[0], "{losses:?}");
+        });
+    }
+}
+
+#[test]
+fn a_map_is_edited_as_a_var_map() {
+    let root = tempfile::tempdir().unwrap();
+    let file = root.path().join("model.safetensors");
+    let build = |vb: VarBuilder<'static>| nn::linear(4, 3, vb.pp("head"));
+    local::run(2, |group| {
+        let vars = ShardedVarMap::of_world(&World::of(group)).unwrap();
+        let _model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), build).unwrap();
+        vars.save(&file).unwrap();
+        let head = edit(&vars, &file).unwrap();
+        assert_eq!(head.to_vec2::<f32>().unwrap(), [[0.; 4]; 3]);
+    });
+    let saved = candle_core::safetensors::load(&file, &Device::Cpu).unwrap();
+    assert_eq!(saved["head.weight"].to_vec2::<f32>().unwrap(), [[0.; 4]; 3]);
+    assert_eq!(saved.len(), 2);
+}
+
+#[test]
 fn documented_code_is_this_code() {
     let source = without_layout(include_str!("document.rs"));
     let blocks = code_blocks(DOCUMENT, "rust");
-    assert_eq!(blocks.len(), 6);
+    assert_eq!(blocks.len(), 8);
     for block in blocks {
         assert!(source.contains(&without_layout(&block)), "not in this file:\n{block}");
     }

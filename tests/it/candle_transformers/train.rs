@@ -37,7 +37,7 @@ impl Initializer for Spread {
 }
 
 pub(crate) fn vars_of(world: &World) -> ShardedVarMap {
-    let vars = ShardedVarMap::of_world(&world).unwrap();
+    let vars = ShardedVarMap::of_world(world).unwrap();
     vars.init_with(Spread).unwrap();
     vars
 }

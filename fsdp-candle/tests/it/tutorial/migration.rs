@@ -70,7 +70,7 @@ fn keywords_become_options_and_methods() {
             outcomes.push(step(vars, &model, |loss| model.backward(loss))?);
             Ok(model)
         };
-        let vars_1d = ShardedVarMap::of_world(&world)?;
+        let vars_1d = ShardedVarMap::of_world(world)?;
         let vars_2d = ShardedVarMap::new(&world.mesh(&[("replicate", 2), ("shard", n / 2)])?, world.device());
         let full_shard = FullyShard::new(&vars_1d).reshard_after_forward(Always);
         let hybrid_shard = FullyShard::new(&vars_2d).reshard_after_forward(Always);

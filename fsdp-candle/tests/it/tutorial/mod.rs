@@ -23,7 +23,7 @@ fn on_worlds<T: Send>(sizes: &[usize], f: impl Fn(&World) -> anyhow::Result<T> +
 }
 
 fn vars(world: &World) -> anyhow::Result<ShardedVarMap> {
-    Ok(ShardedVarMap::of_world(&world)?)
+    Ok(ShardedVarMap::of_world(world)?)
 }
 
 fn sharded(opts: &FullyShard, vars: &ShardedVarMap, args: &ModelArgs) -> anyhow::Result<Sharded> {
