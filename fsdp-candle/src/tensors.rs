@@ -20,7 +20,10 @@ use candle_nn::rnn::{GRUState, LSTMState};
 /// }
 ///
 /// # let (world, vars, model, x) = one_layer(nn::linear)?;
-/// let routed = model.call(|layer| Ok(Routed { hidden: layer.forward(&x)?, scores: None, experts: vec![1] }))?;
+/// let routed = model.call(|layer| {
+///     let hidden = layer.forward(&x)?;
+///     Ok::<_, candle_core::Error>(Routed { hidden, scores: None, experts: vec![1] })
+/// })?;
 /// assert_eq!(routed.experts, [1]);
 /// let grads = model.backward(&routed.hidden.sum_all()?)?;
 /// # let doubled = routed.map_tensors(&mut |tensor| tensor * 2.)?;

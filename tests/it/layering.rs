@@ -36,7 +36,7 @@ const FILES: [(&str, &str); 8] = [
         "fsdp-candle/src/fsdp",
         "backward_nodes comm frozen_call listed param_nodes policy shard_reader unit_path unsharded_memory weight_format full_values gradient \
          offload shard encoding settings unit_options order param_events param_spec param unit_params replica_shards \
-         all_gather param_group callers diagnostics reduction schedule hooks handles built var_map module fully_shard \
+         all_gather param_group callers diagnostics reduction schedule hooks handles built var_map unit_call module fully_shard \
          parallelize",
     ),
     ("fsdp-candle/src/checkpoints", "agree values directory train_state manager"),
@@ -50,7 +50,7 @@ const FILES: [(&str, &str); 8] = [
     ),
     (
         "fsdp-candle/src/optim",
-        "hyper_parameters moment_kind shard_update disk state reach sharded_optimizer elementwise sgd adam \
+        "hyper_parameters moment_kind shard_update disk state reach candle_loop sharded_optimizer elementwise sgd adam \
          candle_optimizer check_finite clip_grad ema grad_accumulator grad_scaler muon_exchange muon",
     ),
     ("fsdp-candle/src/dtensor", "placement_rules tensor ops"),

@@ -72,7 +72,7 @@ fn check(line: &str) {
         // The name of a subcommand.
         ("bench" | "fsdp-ckpt", _) if !rest.contains(' ') => ends(&format!("{line} --help"), None, &[]),
         ("train", _) => ends(line, None, &no_input),
-        ("fsdp-ckpt", _) => ends(line, None, &["No such file or directory", "has no checkpoint and no model"]),
+        ("fsdp-ckpt", _) => ends(line, None, &["no such directory", "has no checkpoint and no model"]),
         // Benchmarks need no file. They check the number of threads after their flags.
         ("bench", _) => ends(line, Some(("RAYON_NUM_THREADS", "none")), &["is not a number of threads"]),
         // The launcher prints the processes that it would start, here and on a second host.

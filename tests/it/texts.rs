@@ -195,8 +195,8 @@ fn bad_input_is_refused() {
         ("classify_bert", "--data list.jsonl", "line 1: \"text\" is a list, but must be text"),
         ("classify_bert", "--data data.txt", "must end in .jsonl or .csv"),
         ("classify_bert", "--seq-len 3", "--seq-len 3 has no room for a text beside 3 special tokens"),
-        ("classify_bert", "--mask-token 4", "--mask-token is for language models"),
-        ("classify_llama", "--tensor-parallel 2 --batch-size 6", "--tensor-parallel is for language models"),
+        ("classify_bert", "--mask-token 4", "--mask-token is for --task language"),
+        ("classify_llama", "--tensor-parallel 2 --batch-size 6", "--tensor-parallel is for --task language"),
         ("embed_bert", "--data half.jsonl", "line 2: it has no negative, unlike line 1"),
         ("embed_bert", "--data short.csv", "it has the columns \"label\", \"text\"; expected"),
     ] {

@@ -27,8 +27,8 @@ impl Directory {
     /// Returns the newest whole checkpoint, the same on every rank, and warns of newer damaged ones. Collective.
     ///
     /// # Errors
-    /// A newer candidate can't be read for a reason other than damage, or there are candidates and none is whole: the run
-    /// would silently repeat steps.
+    /// A newer candidate can't be read for a reason other than damage, or there are candidates and none is whole: the
+    /// run would silently repeat steps.
     pub(super) fn newest(&self, group: &ProcessGroup) -> Result<Option<PathBuf>> {
         let newest = self.ask(group, "find the newest checkpoint", || self.choose(group))?;
         if self.host.is_some() {
@@ -69,8 +69,8 @@ impl Directory {
         Ok(found.newest)
     }
 
-    /// Opens a checkpoint, of which this rank reads its parts of `tensors`. All ranks verify all checksums together, each
-    /// a share. Collective.
+    /// Opens a checkpoint, of which this rank reads its parts of `tensors`. All ranks verify all checksums together,
+    /// each a share. Collective.
     pub(super) fn open(&self, path: &Path, group: &ProcessGroup, tensors: &[TensorShard]) -> Result<Verified> {
         let (opened, (reader, readers)) = match &self.host {
             Some((_, dirs)) => (dirs.open(path).map(|part| Box::new(part) as Box<_>), dirs.local_rank_and_size()),

@@ -12,10 +12,11 @@ use super::train_state::TrainState;
 use crate::error::{Error, Result};
 use crate::world::World;
 
-/// The checkpoints of a run in one directory. Saves and resumes a whole [`TrainState`]: torchtitan's `CheckpointManager`.
+/// The checkpoints of a run in one directory. Saves and resumes a whole [`TrainState`]: torchtitan's
+/// `CheckpointManager`.
 ///
-/// A run has one manager, on every rank. All its methods are collective: every rank calls them, with the same step and the
-/// same kind of state. A checkpoint of any world size and mesh resumes on any other.
+/// A run has one manager, on every rank. All its methods are collective: every rank calls them, with the same step and
+/// the same kind of state. A checkpoint of any world size and mesh resumes on any other.
 ///
 /// ```
 /// # use fsdp_candle::doc_example::*;
@@ -67,8 +68,8 @@ pub struct Resumed {
 }
 
 impl CheckpointManager {
-    /// Makes the manager of the checkpoints in the directory `dir`, which all ranks share and which need not exist. It may
-    /// be the URL of an object store, see `fsdp_ckpt::save`. Does not communicate.
+    /// Makes the manager of the checkpoints in the directory `dir`, which all ranks share and which need not exist. It
+    /// may be the URL of an object store, see `fsdp_ckpt::save`. Does not communicate.
     pub fn new(world: &World, dir: impl Into<PathBuf>) -> Self {
         CheckpointManager {
             group: world.group().clone(),
@@ -94,8 +95,8 @@ impl CheckpointManager {
         self
     }
 
-    /// Gives each host a directory of its own, of the same path, where hosts share none. `host` is the name of this rank's
-    /// host, as `hostname` prints it. See [`fsdp_ckpt::HostDirs`]. Collective.
+    /// Gives each host a directory of its own, of the same path, where hosts share none. `host` is the name of this
+    /// rank's host, as `hostname` prints it. See [`fsdp_ckpt::HostDirs`]. Collective.
     ///
     /// # Errors
     /// A name is empty, or a collective fails.
@@ -104,8 +105,8 @@ impl CheckpointManager {
         Ok(self)
     }
 
-    /// Saves models and moments that have NaN or infinity, too. By default that is an error, so that good checkpoints are
-    /// not removed for a bad one.
+    /// Saves models and moments that have NaN or infinity, too. By default that is an error, so that good checkpoints
+    /// are not removed for a bad one.
     pub fn allow_non_finite(mut self) -> Self {
         self.may_be_non_finite = true;
         self
@@ -114,16 +115,18 @@ impl CheckpointManager {
     /// Loads the newest whole checkpoint of the directory, and returns its step and path. Returns `None`, and changes
     /// nothing, if the directory has no checkpoint.
     ///
-    /// Build the model and its optimizers first. All checksums are verified before a value is changed. A checkpoint that is
-    /// damaged, or was not finished, is skipped with a warning. One whose checksums differ is renamed
+    /// Build the model and its optimizers first. All checksums are verified before a value is changed. A checkpoint
+    /// that is damaged, or was not finished, is skipped with a warning. One whose checksums differ is renamed
     /// ([`fsdp_ckpt::quarantine`]).
     ///
     /// # Errors
     /// The same on every rank, with the rank, the path, and what was found and expected:
     ///
-    /// - names or shapes differ: something is asked for that the checkpoint lacks, or it holds something that is not asked
+    /// - names or shapes differ: something is asked for that the checkpoint lacks, or it holds something that is not
+    ///   asked
     ///   for. [`TrainState::allow_missing`] and [`TrainState::allow_unexpected`] allow it. Nothing has changed;
-    /// - there are checkpoints, and none of them can be used, or the newest can't be read for another reason than damage;
+    /// - there are checkpoints, and none of them can be used, or the newest can't be read for another reason than
+    ///   damage;
     /// - a file can't be read, after which the model's values are unspecified.
     pub fn resume(&mut self, mut state: TrainState<'_>) -> Result<Option<Resumed>> {
         self.wait()?;
@@ -142,11 +145,13 @@ impl CheckpointManager {
     ///
     /// # Errors
     /// As [`CheckpointManager::resume`]. A damaged checkpoint is an error, too.
-    pub fn load(&mut self, path: &Path, mut state: TrainState<'_>) -> Result<Resumed> {
+    pub fn load(&mut self, path: impl AsRef<Path>, mut state: TrainState<'_>) -> Result<Resumed> {
         self.wait()?;
-        let group = for_purpose(&self.group, "load of a training state");
-        self.load_verified(path, &mut state, &group)?
-            .map_err(|why| Error::Argument(format!("can't load {}: {why}; load another checkpoint", path.display())))
+        let (path, group) = (path.as_ref(), for_purpose(&self.group, "load of a training state"));
+        let loaded = self.load_verified(path, &mut state, &group)?;
+        // A checkpoint of another run is not a save of this one.
+        self.newest = None;
+        loaded.map_err(|why| Error::Argument(format!("can't load {}: {why}; load another checkpoint", path.display())))
     }
 
     /// Loads a checkpoint, or returns why it is damaged.
@@ -167,8 +172,9 @@ impl CheckpointManager {
         Ok(Ok(resumed))
     }
 
-    /// Saves the state after `step` steps as `step-00000010` in the directory, and returns the path. A crash never leaves a
-    /// part of a checkpoint under this name. Does nothing if this manager has just saved or loaded this step.
+    /// Saves the state after `step` steps as `step-00000010` in the directory, and returns the path. A crash never
+    /// leaves a part of a checkpoint under this name. Does nothing if this manager has just saved this step, or resumed
+    /// from it.
     ///
     /// # Errors
     /// The same on every rank:

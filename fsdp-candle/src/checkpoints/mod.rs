@@ -1,8 +1,8 @@
 //! Saving and resuming a training run by one call each.
 //!
-//! [`TrainState`] names what a run consists of: models, optimizers and values. [`CheckpointManager`] saves it to the run's
-//! directory and resumes from the newest checkpoint there. A save and a resume take the same description, so neither can
-//! forget what the other has.
+//! [`TrainState`] names what a run consists of: models, optimizers and values. [`CheckpointManager`] saves it to the
+//! run's directory and resumes from the newest checkpoint there. A save and a resume take the same description, so
+//! neither can forget what the other has.
 //!
 //! | file | content |
 //! |---|---|

@@ -32,11 +32,11 @@ const RESERVED: [&str; 5] = ["model", "optim", "ema", "scaler", STEP];
 /// Number of names that a message lists.
 const NAMED: usize = 3;
 
-/// Everything that a training run consists of, to save and to resume with a [`CheckpointManager`](crate::CheckpointManager).
-/// PyTorch's `Stateful` and the `AppState` of its tutorials.
+/// Everything that a training run consists of, to save and to resume with a
+/// [`CheckpointManager`](crate::CheckpointManager). PyTorch's `Stateful` and the `AppState` of its tutorials.
 ///
-/// Write a function that returns it, and pass its result to saves and resumes alike. A resume compares all names with the
-/// checkpoint's, so nothing is lost by forgetting it.
+/// Write a function that returns it, and pass its result to saves and resumes alike. A resume compares all names with
+/// the checkpoint's, so nothing is lost by forgetting it.
 ///
 /// | call | names in the checkpoint |
 /// |---|---|
@@ -99,8 +99,8 @@ impl<'a> TrainState<'a> {
         self.named_value(name, false, value)
     }
 
-    /// Adds a value of which each rank has its own, saved as an array by rank. To resume at another world size, read the
-    /// array as a `Vec` by [`TrainState::value`].
+    /// Adds a value of which each rank has its own, saved as an array by rank. To resume at another world size, read
+    /// the array as a `Vec` by [`TrainState::value`].
     pub fn rank_value<T: Serialize + DeserializeOwned>(self, name: &str, value: &'a mut T) -> Self {
         self.named_value(name, true, value)
     }
@@ -141,8 +141,8 @@ impl<'a> TrainState<'a> {
         self
     }
 
-    /// Lets a resume keep the present values of names that the checkpoint lacks. `pattern` is a name in the checkpoint, see
-    /// [`TrainState`]; `*` matches any characters, `?` one.
+    /// Lets a resume keep the present values of names that the checkpoint lacks. `pattern` is a name in the checkpoint,
+    /// see [`TrainState`]; `*` matches any characters, `?` one.
     pub fn allow_missing(mut self, pattern: &str) -> Self {
         self.may_lack.push(pattern.into());
         self

@@ -73,8 +73,8 @@ impl NamedValue<'_> {
     }
 }
 
-/// Returns the values to save, those of each rank in an array. Only rank 0 has all. Fails if a value that is not `per_rank`
-/// differs between ranks. Collective.
+/// Returns the values to save, those of each rank in an array. Only rank 0 has all. Fails if a value that is not
+/// `per_rank` differs between ranks. Collective.
 pub(super) fn to_save(values: &[NamedValue<'_>], group: &ProcessGroup) -> Result<Map<String, Value>> {
     let own = values.iter().map(|value| Ok((value.name.clone(), value.to_json()?))).collect::<Result<Map<_, _>>>();
     let mut own = agree(group, "save its values", own)?;

@@ -95,7 +95,7 @@ impl AllGatherResult {
         match outcome {
             Ok(()) => Ok(result),
             Err(error) => {
-                result.discard();
+                result.discard(memory);
                 Err(error)
             }
         }
@@ -116,9 +116,15 @@ impl AllGatherResult {
         outcome.map(|()| full)
     }
 
-    /// Waits for the all-gathers and drops their outputs: peers still need this rank's inputs.
-    pub(super) fn discard(self) {
-        self.0.into_iter().for_each(|pending| drop(pending.work.wait()));
+    /// Waits for the all-gathers and returns their outputs to the allocator: peers still need this rank's inputs.
+    pub(super) fn discard(self, memory: &UnshardMemory) {
+        for PendingAllGather { work, in_place, .. } in self.0 {
+            let outputs = work.wait().unwrap_or_default();
+            // Buffers that parameters keep are not the allocator's.
+            if !in_place {
+                outputs.into_iter().for_each(|buffer| memory.allocator.give(buffer));
+            }
+        }
     }
 }
 

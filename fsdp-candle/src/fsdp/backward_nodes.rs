@@ -9,7 +9,7 @@ pub(crate) struct BackwardNodes {
 }
 
 impl BackwardNodes {
-    /// `numbers` are the nodes' numbers, in the order of backward.
+    /// Makes the positions of nodes with these numbers, which are in the order of backward.
     pub(crate) fn new(numbers: impl IntoIterator<Item = usize>) -> Self {
         let positions = numbers.into_iter().enumerate().map(|(at, number)| (number, at));
         let mut by_number: Vec<(usize, usize)> = positions.collect();

@@ -11,7 +11,7 @@ use super::unit_options::UnitOptions;
 use crate::data_parallel::DataParallel;
 use crate::error::{Error, Result};
 
-/// What the builders of a map have made.
+/// Parameters and buffers that the builders of a map have made.
 #[derive(Default)]
 pub(super) struct Built {
     pub(super) params: IndexMap<String, Owned>,
@@ -90,7 +90,7 @@ impl Built {
     }
 }
 
-/// What a layer asks its builder for.
+/// Request of a layer to its builder.
 pub(super) struct Asked<'a> {
     pub(super) name: &'a str,
     pub(super) shape: Shape,
@@ -113,8 +113,8 @@ impl Asked<'_> {
             .error(format!("of shape {dims:?} and {dtype:?} it is larger than memory can be: check the model's sizes")))
     }
 
-    /// Returns whether it is a buffer. PyTorch registers tensors of these names as buffers, and Candle's `BatchNorm` asks
-    /// its builder for them.
+    /// Returns whether it is a buffer. PyTorch registers tensors of these names as buffers, and Candle's `BatchNorm`
+    /// asks its builder for them.
     pub(super) fn is_buffer(&self) -> bool {
         matches!(self.name.rsplit('.').next(), Some("running_mean" | "running_var"))
     }

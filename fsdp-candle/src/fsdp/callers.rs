@@ -1,9 +1,9 @@
 //! The threads that call the units of one model.
 //!
 //! A call unshards and reshards units that others compute with, and every rank must issue the same collectives in the
-//! same order. So calls nest as in one thread. A thread may call a unit inside the running unit, whose forward waits for
-//! it. Any other call from a second thread is an error. So is a call that a worker of a rayon pool runs while it waits
-//! inside a layer: rayon gives a waiting worker another job of the pool.
+//! same order. So calls nest as in one thread. A thread may call a unit inside the running unit, whose forward waits
+//! for it. Any other call from a second thread is an error. So is a call that a worker of a rayon pool runs while it
+//! waits inside a layer: rayon gives a waiting worker another job of the pool.
 
 use std::sync::Arc;
 use std::thread::{self, ThreadId};
@@ -38,8 +38,8 @@ pub(super) struct Entered<'a> {
 }
 
 impl Callers {
-    /// Begins a call of a unit. Fails if the innermost call runs in another thread, or this thread is a worker of rayon,
-    /// unless the unit is inside the unit of that call.
+    /// Begins a call of a unit. Fails if the innermost call runs in another thread, or this thread is a worker of
+    /// rayon, unless the unit is inside the unit of that call.
     pub(super) fn enter(&self, unit: &Arc<FsdpParamGroup>) -> Result<Entered<'_>> {
         let thread = thread::current().id();
         let mut running = self.0.lock();

@@ -163,8 +163,8 @@ impl FullyShard {
     /// encoded piece by piece, so the parameter never exists in the builder's dtype.
     ///
     /// A parameter in blocks has at least two dimensions, and shards are cut between blocks. [`FsdpParam::var`] and the
-    /// state dict have its bytes, under the name `<fqn>.nf4` or `<fqn>.int8`. `fsdp-ckpt convert` decodes them for other
-    /// programs. Building fails for a parameter that is trained, that has an
+    /// state dict have its bytes, under the name `<fqn>.nf4` or `<fqn>.int8`. `fsdp-ckpt convert` decodes them for
+    /// other programs. Building fails for a parameter that is trained, that has an
     /// [extension](FullyShard::all_gather_extension), or whose last dimension is not whole blocks.
     pub fn store(mut self, choose: impl Fn(&str, &[usize]) -> Option<WeightFormat> + Send + Sync + 'static) -> Self {
         self.unit.store = Some(Arc::new(choose));
@@ -209,9 +209,9 @@ pub fn fully_shard<M>(
 /// Builds a model that does not know of FSDP, and makes units of its modules by their names. The rest of the model is a
 /// unit of its own, as [`fully_shard`] makes it.
 ///
-/// `units` are patterns of module FQNs: `model.layers.*` makes a unit of each layer. A `*` matches any characters between
-/// two dots, `**` any number of names (`**.blocks.*`), `?` and `[0-9]` one character. A parameter belongs to the innermost
-/// module that a pattern matches.
+/// `units` are patterns of module FQNs: `model.layers.*` makes a unit of each layer. A `*` matches any characters
+/// between two dots, `**` any number of names (`**.blocks.*`), `?` and `[0-9]` one character. A parameter belongs to
+/// the innermost module that a pattern matches.
 ///
 /// The model uses the layers of [`nn`](crate::nn): `use fsdp_candle::nn as candle_nn;` in the model's file is the
 /// only change. Nobody calls the units. The first use of a unit's parameters unshards it, in forward and in backward,
@@ -229,8 +229,8 @@ pub fn fully_shard<M>(
 /// unsharded while it runs again. The mixed precision policy casts inputs where a module is called, so not at units by
 /// name. Fails as [`fully_shard`] does, for an invalid pattern, and for a pattern that matches no module.
 ///
-/// The error of `build` may be of any type, such as `anyhow::Error`: it becomes Candle's, with the text of its causes. A
-/// closure that ends in `Ok(..)` names the type: `Ok::<_, candle_core::Error>(..)`.
+/// The error of `build` may be of any type, such as `anyhow::Error`: it becomes Candle's, with the text of its causes.
+/// A closure that ends in `Ok(..)` names the type: `Ok::<_, candle_core::Error>(..)`.
 ///
 /// ```
 /// use candle_core::{DType, Module, Tensor};
@@ -290,7 +290,7 @@ fn name_of(vb: &VarBuilder<'_>) -> String {
     if prefix.is_empty() { ROOT.to_string() } else { prefix }
 }
 
-/// Makes a unit, and the units by name inside it. `patterns` are those of [`shard`].
+/// Makes a unit, and the units by name inside it, which `patterns` select.
 fn make<M, E: Into<Box<dyn StdError + Send + Sync>>>(
     patterns: Option<&[&str]>,
     opts: &FullyShard,

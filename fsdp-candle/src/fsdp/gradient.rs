@@ -161,8 +161,13 @@ impl Gradient {
     /// Adds to the gradient of a stage.
     pub(super) fn accumulate(&self, stage: Stage, more: Buffer) -> Result<()> {
         let mut state = self.state.lock();
-        let slot = state.slot(stage);
-        *slot = self.sum(slot.take(), Some(more))?;
+        match state.slot(stage) {
+            Some(sum) => {
+                add(sum, &more)?;
+                self.allocator.pool.give(more);
+            }
+            slot => *slot = Some(more),
+        }
         Ok(())
     }
 
@@ -173,12 +178,7 @@ impl Gradient {
 
     /// Takes the gradient of a stage, with `more` added.
     pub(super) fn take_with(&self, stage: Stage, more: Option<Buffer>) -> Result<Option<Buffer>> {
-        let kept = self.take(stage);
-        self.sum(kept, more)
-    }
-
-    fn sum(&self, sum: Option<Buffer>, more: Option<Buffer>) -> Result<Option<Buffer>> {
-        match (sum, more) {
+        match (self.take(stage), more) {
             (Some(mut sum), Some(more)) => {
                 add(&mut sum, &more)?;
                 self.allocator.pool.give(more);

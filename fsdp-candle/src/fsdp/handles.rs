@@ -9,7 +9,8 @@ use super::param::FsdpParam;
 use super::param_group::FsdpParamGroup;
 use super::schedule::Schedule;
 
-/// Units that [`FsdpModule::unshard_all`](crate::FsdpModule::unshard_all) holds unsharded. Dropping it reshards them, without a collective.
+/// Handle of the units that [`FsdpModule::unshard_all`](crate::FsdpModule::unshard_all) holds unsharded. Dropping it
+/// reshards them, without a collective.
 #[must_use = "the units are resharded when the handle is dropped"]
 pub struct UnshardedUnits {
     pub(super) schedule: Arc<Schedule>,

@@ -1,21 +1,22 @@
 //! FSDP: sharded parameters, the units that unshard and reduce them, and the hooks that decide when.
 //!
-//! The files follow PyTorch's `torch/distributed/fsdp/_fully_shard`. They stand on floors, the highest first. A file
-//! imports only files of its own floor and of lower ones, in one direction (`tests/it/layering.rs`). A parameter calls
-//! its unit and its model by two traits, [`param_events::ParamUnit`] and [`param_events::ParamModel`].
+//! The files follow PyTorch's `torch/distributed/fsdp/_fully_shard`. The table groups them into levels, the highest
+//! first. A file imports only files of its own level and of lower ones, in one direction (`tests/it/layering.rs`). A
+//! parameter calls its unit and its model by two traits, [`param_events::ParamUnit`] and [`param_events::ParamModel`].
 //!
-//! | floor | files | subject | PyTorch |
+//! | level | files | subject | PyTorch |
 //! |---|---|---|---|
 //! | making | `fully_shard`, `var_map`, `built`, `parallelize` | making units and parameters | `_fully_shard.py` |
-//! | | `module`, `handles` | `FsdpModule`: calls, backward, settings | `FSDPModule` |
+//! | | `module`, `unit_call`, `handles` | `FsdpModule`: calls, backward, settings | `FSDPModule` |
 //! | running | `schedule`, `order`, `hooks`, `frozen_call`, `backward_nodes`, `callers` | when a unit communicates | `_fsdp_state.py` |
 //! | | `diagnostics` | reports of cut graphs and missing gradients | |
-//! | a unit | `param_group`, `unit_params`, `unit_path`, `settings` | its parameters | `_fsdp_param_group.py` |
+//! | a unit | `param_group`, `unit_params`, `settings` | its parameters | `_fsdp_param_group.py` |
 //! | | `all_gather`, `replica_shards`, `reduction` | its collectives | `_fsdp_collectives.py` |
 //! | a parameter | `param`, `param_spec`, `param_nodes`, `param_events`, `gradient` | its state, its nodes in the graph | `_fsdp_param.py` |
 //! | | `shard`, `offload`, `shard_reader` | its shard, and where the values are | |
 //! | | `encoding`, `weight_format` | how it travels in an all-gather | |
 //! | | `full_values`, `unsharded_memory` | its full values | |
+//! | | `unit_path`, `listed` | the identity of a unit, lists of names | |
 //! | | `policy`, `unit_options`, `comm` | policies, options, collectives of the user | `_fsdp_api.py` |
 //!
 //! [Note: Life of a parameter]
@@ -89,7 +90,8 @@
 //! - One thread at a time unshards or reshards a unit, and waits for others with the groups' timeout. It may not do so
 //!   again before it is done. Hooks of backward that free single parameters take only the parameter's own lock.
 //! - No other lock is held while a collective is waited for, or while the user's code runs (custom collectives,
-//!   extensions, allocators, initializers). Locks are taken in the order units, settings, order.
+//!   extensions, allocators, initializers). The exception is `Schedule::uses`: a thread that uses a unit by name waits
+//!   while another thread unshards it. Locks are taken in the order units, settings, order.
 //! - Units issue collectives in an order that follows from the graph and from counts, never from time. `order` decides
 //!   it, and its notes say why it is the same on every rank.
 //! - Calls of units nest as in one thread (`callers`). Layers of one unit may compute in several threads.
@@ -126,6 +128,7 @@ mod schedule;
 mod settings;
 mod shard;
 mod shard_reader;
+mod unit_call;
 mod unit_options;
 mod unit_params;
 mod unit_path;

@@ -7,23 +7,20 @@ use std::error::Error as StdError;
 use std::sync::Arc;
 
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Module, ModuleT, Result, Tensor};
+use candle_core::{Module, ModuleT, Result, Tensor};
 
 use super::comm::{AllGather, AllReduceHook, PostAccumulateGradHook, ReduceScatter};
-use super::diagnostics::{GraphCut, is_freed_storage_error};
+use super::diagnostics::GraphCut;
 use super::handles::{GradientReductionHandle, Unit, UnshardHandle, UnshardedUnits};
 use super::hooks;
-use super::order::GraphExists;
 use super::param::FsdpParam;
 use super::param_group::FsdpParamGroup;
 use super::policy::{Recurse, ReshardAfterForward};
 use super::schedule::Schedule;
 use super::settings::{CommSettings, UnshardSettings};
-use crate::autograd::{keeps_graph, no_grad};
-use crate::collectives;
+use super::unit_call::{UnitCall, cast};
+use crate::autograd::keeps_graph;
 use crate::error::{Error, to_candle};
-use crate::graph::{self, Lifetime};
-use crate::storage::copied_storage;
 use crate::tensors::{Tensors, with_tensors};
 
 /// A module under `fully_shard`. Calling it unshards its parameters, runs it and reshards them.
@@ -145,8 +142,8 @@ impl<M> FsdpModule<M> {
     /// [`FsdpModule::call_with`] does both.
     ///
     /// # Errors
-    /// Errors of `forward`, whose type may be any error, such as `anyhow::Error`: it becomes Candle's, with the text of its
-    /// causes. A closure that ends in `Ok(..)` names the type: `Ok::<_, candle_core::Error>(..)`. Errors of the
+    /// Errors of `forward`, whose type may be any error, such as `anyhow::Error`: it becomes Candle's, with the text of
+    /// its causes. A closure that ends in `Ok(..)` names the type: `Ok::<_, candle_core::Error>(..)`. Errors of the
     /// collectives. Fails if another thread calls a unit of the model, unless that unit's forward waits for this call.
     /// After an error that all ranks get at the same point, the model is ready for the next call. After an error of a
     /// single rank, the ranks are at different collectives: end the job.
@@ -173,7 +170,7 @@ impl<M> FsdpModule<M> {
         &self,
         forward: impl FnOnce(&M) -> std::result::Result<O, E>,
     ) -> Result<O> {
-        Ok(self.hooks().run(vec![], || forward(&self.inner).map_err(to_candle))?.0)
+        Ok(self.unit_call().run(vec![], || forward(&self.inner).map_err(to_candle))?.0)
     }
 
     /// As [`FsdpModule::call`], for modules whose forward changes them: a cache of keys and values, for example.
@@ -202,11 +199,11 @@ impl<M> FsdpModule<M> {
         forward: impl FnOnce(&mut M) -> std::result::Result<O, E>,
     ) -> Result<O> {
         let FsdpModule { inner, group, schedule, parts, .. } = self;
-        Ok(Hooks { group, schedule, parts: *parts }.run(vec![], || forward(inner).map_err(to_candle))?.0)
+        Ok(UnitCall { group, schedule, parts: *parts }.run(vec![], || forward(inner).map_err(to_candle))?.0)
     }
 
-    fn hooks(&self) -> Hooks<'_> {
-        Hooks { group: &self.group, schedule: &self.schedule, parts: self.parts }
+    fn unit_call(&self) -> UnitCall<'_> {
+        UnitCall { group: &self.group, schedule: &self.schedule, parts: self.parts }
     }
 
     /// As [`FsdpModule::call`], with inputs that are cast to the unit's `param_dtype` if its policy says so.
@@ -241,13 +238,13 @@ impl<M> FsdpModule<M> {
         };
         if !(self.group.has_frozen() && keeps_graph()) || self.schedule.runs_without_hooks(&self.group)? {
             let (inputs, watched) = self.watched(inputs)?;
-            return Ok(self.hooks().run(watched, || forward(&self.inner, inputs))?.0);
+            return Ok(self.unit_call().run(watched, || forward(&self.inner, inputs))?.0);
         }
         let call = self.schedule.frozen_call(&self.group);
         let inputs =
             inputs.map_tensors(&mut |tensor| hooks::post_backward(&tensor, self.group.id(), &self.schedule, &call))?;
         let (inputs, watched) = self.watched(inputs)?;
-        let (outputs, hook) = self.hooks().run(watched, || forward(&self.inner, inputs))?;
+        let (outputs, hook) = self.unit_call().run(watched, || forward(&self.inner, inputs))?;
         call.end(hook);
         Ok(outputs)
     }
@@ -265,8 +262,9 @@ impl<M> FsdpModule<M> {
     /// module.
     ///
     /// A norm or a sum over the returned `GradStore` is therefore of this rank's shards alone.
-    /// [`grad_norm`](crate::grad_norm) returns the norm of the whole gradient, [`clip_grad_norm`](crate::clip_grad_norm)
-    /// clips by it, and [`FsdpParam::grad`] returns a gradient as a [`DTensor`](crate::DTensor).
+    /// [`grad_norm`](crate::grad_norm) returns the norm of the whole gradient,
+    /// [`clip_grad_norm`](crate::clip_grad_norm) clips by it, and [`FsdpParam::grad`] returns a gradient as a
+    /// [`DTensor`](crate::DTensor).
     ///
     /// # Errors
     /// Errors of Candle and of the collectives; [`FsdpModule::call`] tells the state after them. Fails for a loss
@@ -318,130 +316,12 @@ impl<M> FsdpModule<M> {
     }
 }
 
-/// The hooks around a call of a unit.
-struct Hooks<'a> {
-    group: &'a Arc<FsdpParamGroup>,
-    schedule: &'a Arc<Schedule>,
-    parts: usize,
-}
-
-impl Hooks<'_> {
-    /// Runs a forward. `inputs` are its watched inputs. Also returns whether the backward of the outputs unshards the
-    /// unit.
-    fn run<O: Tensors>(&self, inputs: Vec<Tensor>, forward: impl FnOnce() -> Result<O>) -> Result<(O, bool)> {
-        if self.schedule.runs_without_hooks(self.group)? {
-            let outputs = no_grad(|| collectives::scope(forward)).map_err(|error| self.explain(error))?;
-            let outputs = self.cast_outputs(outputs)?;
-            return Ok((outputs.map_tensors(&mut |tensor| Ok(tensor.detach()))?, false));
-        }
-        let mut guard = self.schedule.pre_forward(self.group)?;
-        let watch = match keeps_graph() {
-            true => self.schedule.diagnostics.graph.begin(self.group, inputs)?,
-            false => None,
-        };
-        let span = tracing::debug_span!("forward", unit = self.group.name());
-        let heartbeat = fsdp_core::heartbeat::span("forward", self.group.name());
-        let outputs = collectives::scope(|| span.in_scope(forward)).map_err(|error| self.explain(error))?;
-        drop(heartbeat);
-        let is_watched = watch.is_some();
-        let outputs = match watch {
-            Some(watch) => watch.end(outputs)?,
-            None => outputs,
-        };
-        let outputs = self.cast_outputs(outputs)?;
-        let hook = self.schedule.post_forward(self.group, &mut guard, self.parts)?;
-        let outputs = match (hook, keeps_graph()) {
-            (true, _) => outputs.map_tensors(&mut |tensor| {
-                hooks::pre_backward(&tensor, self.group.id(), guard.forward.pass, self.schedule)
-            })?,
-            (false, true) => outputs,
-            (false, false) => outputs.map_tensors(&mut |tensor| Ok(tensor.detach()))?,
-        };
-        let outputs = if is_watched { self.schedule.diagnostics.graph.note_returned(outputs)? } else { outputs };
-        let outputs = match guard.forward.is_root && keeps_graph() {
-            true => {
-                let (outputs, exists) = with_lifetime(outputs)?;
-                guard.exists = exists;
-                outputs
-            }
-            false => outputs,
-        };
-        Ok((outputs, hook))
-    }
-
-    fn cast_outputs<O: Tensors>(&self, outputs: O) -> Result<O> {
-        match self.group.mp_policy.output_dtype {
-            Some(dtype) => cast(outputs, dtype),
-            None => Ok(outputs),
-        }
-    }
-
-    /// Explains Candle's message about F4.
-    fn explain(&self, error: candle_core::Error) -> candle_core::Error {
-        if !is_freed_storage_error(&error) {
-            return error;
-        }
-        let units = self.schedule.units();
-        let sharded = units.iter().filter(|group| !group.is_unsharded());
-        let sharded: Vec<String> = (sharded.enumerate())
-            .map(|(at, group)| match at {
-                0 => format!("`{}` ({})", group.name(), group.listed()),
-                _ => format!("`{}`", group.name()),
-            })
-            .collect();
-        if sharded.is_empty() {
-            return error; // a norm's weight of another dtype than its input
-        }
-        error.context(format!(
-            "FSDP unit `{}`: a sharded parameter was used (Candle calls its storage F4) outside the forward of the \
-             unit that owns it, or by a layer that computes on its weights while it is built. These units are not \
-             gathered here: {}. Call the unit through its FsdpModule (`forward` or `call`), or hold it by \
-             `unshard_all()`. To read a value, call `vars.get(name)`, and `dtensor()?.full_tensor()` of the parameter",
-            self.group.name(),
-            sharded.join(", ")
-        ))
-    }
-}
-
-/// Also returns a function that returns whether the graph of one of the tensors exists, if that can be told: for scalars,
-/// as losses are, and for outputs of the layers of `nn`.
-fn with_lifetime<T: Tensors>(tensors: T) -> Result<(T, Option<GraphExists>)> {
-    let scalars = Arc::new(());
-    let mut others: Option<Vec<Lifetime>> = Some(vec![]);
-    let tensors = tensors.map_tensors(&mut |tensor| {
-        if !tensor.track_op() {
-            return Ok(tensor);
-        }
-        if tensor.rank() > 0 || !tensor.dtype().is_float() {
-            match (graph::lifetime(&tensor), &mut others) {
-                (Some(lifetime), Some(others)) => others.push(lifetime),
-                _ => others = None,
-            }
-            return Ok(tensor);
-        }
-        let (exists, memory) = (scalars.clone(), copied_storage(&tensor)?);
-        graph::node_without_values("fsdp-output", &tensor, memory, (), move |gradient| {
-            let _ = &exists;
-            Ok(Some(gradient.clone()))
-        })
-    })?;
-    let scalars = Arc::downgrade(&scalars);
-    let exists = others.map(|others| {
-        Box::new(move || scalars.strong_count() > 0 || !others.iter().all(Lifetime::is_over)) as GraphExists
-    });
-    Ok((tensors, exists))
-}
-
-fn cast<T: Tensors>(tensors: T, dtype: DType) -> Result<T> {
-    tensors.map_tensors(&mut |tensor| if tensor.dtype().is_float() { tensor.to_dtype(dtype) } else { Ok(tensor) })
-}
-
 impl<M: ModuleT> FsdpModule<M> {
     /// Runs a module whose forward differs in training: one with dropout or batch norm.
     ///
     /// A module with [`Module`] implements [`ModuleT`], and so does its `FsdpModule`. Rust then allows no second
-    /// implementation for the other modules, which have this function instead. [`nn::func_t`](crate::nn::func_t) makes a
-    /// `ModuleT` of it, for code that is generic over the trait.
+    /// implementation for the other modules, which have this function instead. [`nn::func_t`](crate::nn::func_t) makes
+    /// a `ModuleT` of it, for code that is generic over the trait.
     ///
     /// ```
     /// # use fsdp_candle::doc_example::*;
@@ -492,10 +372,10 @@ impl<M> FsdpModule<M> {
         self.unshard_async()?.wait()
     }
 
-    /// Holds this unit and all units inside it unsharded, by whatever means they were made, until the handle is dropped:
-    /// PyTorch's `summon_full_params`. Collective, and the only collective: while the handle lives, the module's
-    /// forwards run on this rank alone. Ranks may run different numbers of them, or none, as for sampling, acting in an
-    /// environment, and validation. The whole model is in memory meanwhile.
+    /// Holds this unit and all units inside it unsharded, by whatever means they were made, until the handle is
+    /// dropped: PyTorch's `summon_full_params`. Collective, and the only collective: while the handle lives, the
+    /// module's forwards run on this rank alone. Ranks may run different numbers of them, or none, as for sampling,
+    /// acting in an environment, and validation. The whole model is in memory meanwhile.
     ///
     /// Forwards have no graph, as in [`no_grad`](crate::no_grad), and its backward is an error. To write to the full
     /// values changes no shard. An optimizer's step frees the values: drop the handle before. Tensor-parallel layers
@@ -760,12 +640,12 @@ impl<M> FsdpModule<M> {
     }
 
     /// Sets what takes the reduced gradients of each unit of the whole model, while backward goes on to the next units.
-    /// Backward then hands out none. An optimizer in the hook changes the unit's shards and drops the gradients, so a rank holds the sharded
-    /// gradients of one or two units at a time: PyTorch's `register_post_accumulate_grad_hook`, torchtune's optimizer in
-    /// backward.
+    /// Backward then hands out none. An optimizer in the hook changes the unit's shards and drops the gradients, so a
+    /// rank holds the sharded gradients of one or two units at a time: PyTorch's `register_post_accumulate_grad_hook`,
+    /// torchtune's optimizer in backward.
     ///
-    /// The hook runs when backward waits for the reduction of a unit, in the same order on every rank. It runs at the end
-    /// of backward if later reductions may add to the gradients: after several forwards of one unit, with
+    /// The hook runs when backward waits for the reduction of a unit, in the same order on every rank. It runs at the
+    /// end of backward if later reductions may add to the gradients: after several forwards of one unit, with
     /// [`set_reduce_scatter_unused_params`](FsdpModule::set_reduce_scatter_unused_params), and with manual
     /// finalization. Gradients of a backward that is not the last one stay in the model
     /// ([`set_is_last_backward`](FsdpModule::set_is_last_backward)). The norm of all gradients is known only after

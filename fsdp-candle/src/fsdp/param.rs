@@ -135,8 +135,8 @@ impl FsdpParam {
             dtype: spec.compute_dtype,
             pool: pool.clone(),
         });
-        // The CPU kernels compute gradients in f32. Rounded to bf16, they would be widened again to be reduced. Those of
-        // f16 overflow, as in PyTorch, so that a loss scale skips the same steps.
+        // The CPU kernels compute gradients in f32. Rounded to bf16, they would be widened again to be reduced. Those
+        // of f16 overflow, as in PyTorch, so that a loss scale skips the same steps.
         let is_wide = full.device().is_cpu() && (spec.compute_dtype, spec.reduce_dtype) == (DType::BF16, DType::F32);
         let grad_dtype = if is_wide { DType::F32 } else { spec.compute_dtype };
         // Layers of other crates would keep a graph for a frozen parameter.
@@ -195,8 +195,8 @@ impl FsdpParam {
         self.full.tensor.shape()
     }
 
-    /// Returns the dtype of the shard, of its gradient and of the optimizer's state. A parameter that is stored in blocks
-    /// ([`FullyShard::store`](crate::FullyShard::store)) has U8.
+    /// Returns the dtype of the shard, of its gradient and of the optimizer's state. A parameter that is stored in
+    /// blocks ([`FullyShard::store`](crate::FullyShard::store)) has U8.
     pub fn dtype(&self) -> DType {
         self.shard.var().dtype()
     }
@@ -607,9 +607,9 @@ impl FsdpParam {
     /// Returns the sharded gradient of a backward as a DTensor with the parameter's layout, or `None`. It shares the
     /// gradient's memory. A rank with an empty shard has an empty part.
     pub fn grad(&self, grads: &GradStore) -> crate::error::Result<Option<DTensor>> {
-        let grad = match grads.get(self.var().as_tensor()) {
+        let grad = match grads.get(self.shard.var().as_tensor()) {
             Some(grad) => grad,
-            None if self.is_empty_with_gradient(grads) => self.var().as_tensor(),
+            None if self.is_empty_with_gradient(grads) => self.shard.var().as_tensor(),
             None => return Ok(None),
         };
         self.with_own_layout(grad).map(Some)
@@ -644,7 +644,7 @@ impl FsdpParam {
             return Err(self.error(format!("expected a floating point tensor, found {:?}", local.dtype())));
         }
         // Candle copies all of a view's storage to another device, so the view gets its own memory first.
-        let is_here = local.device().same_device(self.var().device());
+        let is_here = local.device().same_device(self.shard.var().device());
         let local = if is_here { local.contiguous()? } else { local.force_contiguous()? };
         let local = to_dtype(&local.detach(), self.dtype())?;
         if let Some(group) = self.group() {

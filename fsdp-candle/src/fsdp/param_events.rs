@@ -21,8 +21,8 @@ pub(crate) trait ParamModel: Send + Sync {
     /// numbered `made` in forward.
     fn add_recomputation(&self, made: Range<usize>, node: usize);
 
-    /// Runs after the backward of every use of the parameter at a position of its unit: its gradient is complete, and its
-    /// values are not needed any more.
+    /// Runs after the backward of every use of the parameter at a position of its unit: its gradient is complete, and
+    /// its values are not needed any more.
     fn post_accumulate_grad(&self, unit: &UnitId, position: usize, gradient: &Gradient) -> Result<()>;
 
     /// Runs after the backward of every use of the parameter in one pass of its unit.

@@ -330,8 +330,9 @@ impl FsdpParamGroup {
         *self.accumulated.lock() = AccumulatedBackwards::default();
         self.begin_pass(None);
         self.set_replica_shards_fresh(false);
+        let memory = self.memory();
         let discarded = self.with_pending(|pending| {
-            pending.take().into_iter().for_each(AllGatherResult::discard);
+            pending.take().into_iter().for_each(|result| result.discard(&memory));
             Ok(())
         });
         self.params().iter().for_each(|param| param.drop_gradients());

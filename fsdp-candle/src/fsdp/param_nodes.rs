@@ -1,5 +1,5 @@
-//! The nodes of a parameter in Candle's graph: `leaf -> Anchor -> Unshard` ([`param_nodes`]). The backward of the anchor
-//! reports that the gradient is complete.
+//! The nodes of a parameter in Candle's graph: `leaf -> Anchor -> Unshard` ([`param_nodes`]). The backward of the
+//! anchor reports that the gradient is complete.
 
 use std::cell::Cell;
 use std::sync::{Arc, OnceLock, Weak};

@@ -49,8 +49,8 @@ pub struct MixedPrecisionPolicy {
     pub param_dtype_override_fn: Option<ParamDtypeFn>,
 }
 
-/// Returns, from the FQN and the own dtype of a parameter, the dtype that it computes in: its own dtype, or `param_dtype`,
-/// which `None` also means. Building fails for another dtype, as in PyTorch.
+/// Returns, from the FQN and the own dtype of a parameter, the dtype that it computes in: its own dtype, or
+/// `param_dtype`, which `None` also means. Building fails for another dtype, as in PyTorch.
 pub type ParamDtypeFn = Arc<dyn Fn(&str, DType) -> Option<DType> + Send + Sync>;
 
 /// Selects parameters by their FQN.

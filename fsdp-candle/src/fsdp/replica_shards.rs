@@ -129,7 +129,8 @@ impl ReplicaShards {
         }
     }
 
-    /// Drops the shards, since the replicas' parts may have changed. A collective that still reads one keeps its memory.
+    /// Drops the shards, since the replicas' parts may have changed. A collective that still reads one keeps its
+    /// memory.
     pub(super) fn clear(&self, unit: &UnitParams) {
         let pending = std::mem::take(&mut self.0.lock().pending);
         for gather in pending {

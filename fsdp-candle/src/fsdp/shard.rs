@@ -70,7 +70,7 @@ impl Shard {
         if let ShardHome::Host(offload) = &self.home
             && let Err(error) = offload.settle()
         {
-            // The device is lost, so it reads nothing any more.
+            // The device is lost, so no copy reads the shard any more.
             tracing::warn!(parameter = self.name, %error, "waiting for copies of a shard");
         }
         &self.var

@@ -162,12 +162,13 @@ impl ShardedVarMap {
     /// Fails if parameters are built: the setting would not act on them. `or_else` is another way out.
     fn before_building(&self, setting: &str, or_else: &str) -> Result<()> {
         let built = self.0.built.lock();
-        let Some(first) = built.params.keys().next() else { return Ok(()) };
+        let names = || built.params.keys().chain(built.ignored.keys()).chain(built.buffers.keys());
+        let Some(first) = names().next() else { return Ok(()) };
         Err(Error::Argument(format!(
             "rank {}: ShardedVarMap::{setting} acts on parameters that are built after it, and {} are built (`{first}` was \
              the first). Call it before the model is built{or_else}. Another model can have a map of its own",
             self.mesh().rank(),
-            built.params.len()
+            names().count()
         )))
     }
 
@@ -278,9 +279,9 @@ impl ShardedVarMap {
         self.params().into_iter().filter(|param| param.trainable()).collect()
     }
 
-    /// Returns the shards of the parameters that get gradients, for an optimizer of `candle_nn`. The optimizer must treat
-    /// each element alone, and must accept shards without elements: [`CandleOptimizer`](crate::CandleOptimizer) leaves
-    /// these out.
+    /// Returns the shards of the parameters that get gradients, for an optimizer of `candle_nn`. The optimizer must
+    /// treat each element alone, and must accept shards without elements: [`CandleOptimizer`](crate::CandleOptimizer)
+    /// leaves these out.
     ///
     /// ```
     /// # use fsdp_candle::doc_example::*;
@@ -510,8 +511,9 @@ impl ShardedVarMap {
     /// # Errors
     /// Fails if `select` accepts no parameter, inside a forward or backward, and if ranks select different parameters.
     /// Fails for a trained parameter whose mesh lacks ranks of the map's mesh. Fails for a trained parameter that was
-    /// built frozen and that no layer of `nn` holds, since no gradient would reach it. Fails for a trained parameter that
-    /// is stored in fewer bits ([`FullyShard::store`](crate::FullyShard::store)). Nothing changes then, on any rank.
+    /// built frozen and that no layer of `nn` holds, since no gradient would reach it. Fails for a trained parameter
+    /// that is stored in fewer bits ([`FullyShard::store`](crate::FullyShard::store)). Nothing changes then, on any
+    /// rank.
     pub fn set_requires_grad(&self, requires_grad: bool, select: impl Fn(&str) -> bool) -> Result<usize> {
         let schedule = self.schedule();
         if schedule.is_running() {
@@ -694,14 +696,14 @@ impl ShardedVarMap {
         let extension = opts.extension.as_ref().and_then(|choose| choose(name));
         let stored = opts.store.as_ref().and_then(|choose| choose(name, dims));
         let encoding = Encoding::of(name, dims, &region, stored, extension, trainable)?;
+        let compute_dtype =
+            opts.mp_policy.compute_dtype(name, dtype).map_err(|reason| Error::parameter(name, reason))?;
         let stored_dtype = if let Encoding::Bf16 = encoding { DType::BF16 } else { dtype };
         let request = ShardRequest { name, shape: dims, dtype: stored_dtype, region: &region, init };
         let home = opts.offload_policy.home(&self.0.device);
         let values = initial(&*settings.initializer, &request, encoding.blocks(), home)?;
         let Inner { device, schedule, .. } = &*self.0;
         let shard = Shard::new(name, values, settings.shard_file, opts.offload_policy, device, &schedule.downloads)?;
-        let compute_dtype =
-            opts.mp_policy.compute_dtype(name, dtype).map_err(|reason| Error::parameter(name, reason))?;
         let spec = ParamSpec {
             name: name.into(),
             region,

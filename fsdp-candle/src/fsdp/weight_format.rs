@@ -10,8 +10,8 @@ use crate::error::{Error, Result};
 use crate::initializer::{Initializer, ShardRequest};
 use crate::storage::to_host;
 
-/// How a frozen parameter is stored, gathered and saved. Layers compute with its values in the compute dtype, which exist
-/// while its unit is unsharded.
+/// How a frozen parameter is stored, gathered and saved. Layers compute with its values in the compute dtype, which
+/// exist while its unit is unsharded.
 ///
 /// ```
 /// # use fsdp_candle::doc_example::*;

@@ -59,8 +59,8 @@ pub(crate) fn node_without_values(
     Operation { name, sources: &[source], computed, reads: Reads::Nothing, compute: None }.node(gradients)
 }
 
-/// Values that an operation's backward reads, besides the gradient of its output. The graph keeps no others: a source or
-/// an output that backward does not read is freed with its last other user.
+/// Values that an operation's backward reads, besides the gradient of its output. The graph keeps no others: a source
+/// or an output that backward does not read is freed with its last other user.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Reads {
     Nothing,

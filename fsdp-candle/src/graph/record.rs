@@ -12,7 +12,8 @@ thread_local! {
     static RECORDED: RefCell<Vec<HashMap<TensorId, Tensor>>> = const { RefCell::new(vec![]) };
 }
 
-/// Records the outputs of this thread's operations. A newer record takes its place while it exists.
+/// Records the outputs of this thread's operations. While a newer record exists, it gets the
+/// outputs instead.
 pub(crate) struct RecordedOutputs {
     depth: usize,
 }

@@ -4,8 +4,8 @@
 //! this state is in the graph: it belongs to one backward, by [`Key`], and ends with it.
 //!
 //! [`backward`] owns its state. Candle's own `backward` calls nothing of this library when it begins or fails. There,
-//! Candle's store owns the state: a gradient that waits in the state has a scalar in the store ([`Running::hold`]), whose
-//! graph holds the state. The store drops the scalar when it reaches the node, or when backward fails.
+//! Candle's store owns the state: a gradient that waits in the state has a scalar in the store ([`Running::hold`]),
+//! whose graph holds the state. The store drops the scalar when it reaches the node, or when backward fails.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -81,8 +81,8 @@ impl Running {
         })
     }
 
-    /// Adds a gradient whose memory others may hold. Returns the gradient that Candle's store gets for `node`, the scalar
-    /// whose backward takes the sum.
+    /// Adds a gradient whose memory others may hold. Returns the gradient that Candle's store gets for `node`, the
+    /// scalar whose backward takes the sum.
     pub(crate) fn add(self: &Arc<Self>, key: Key, gradient: Tensor, node: &Tensor) -> Result<Tensor> {
         self.add_by(key, node, |known| match known {
             None => Ok(Gradient::Moved(gradient)),

@@ -37,7 +37,9 @@ pub(super) fn params_of(optimizer: &str, vars: &[Var]) -> candle_core::Result<Ve
 /// Runs the backward of the model that an optimizer with these states trains. Returns the reduced gradients.
 pub(super) fn backward(states: &[&ParamState], loss: &Tensor) -> Result<GradStore> {
     let Some(first) = states.first().map(|state| &state.param) else {
-        return Err(Error::Argument("backward_step: the optimizer has no parameters".into()));
+        return Err(Error::Argument(
+            "backward_step: the optimizer has no parameters: make it after the model, of `vars.trainable()`".into(),
+        ));
     };
     if let Some(other) = states.iter().map(|state| &state.param).find(|param| !param.is_of_same_map(first)) {
         return Err(first.error(format!(
@@ -49,8 +51,8 @@ pub(super) fn backward(states: &[&ParamState], loss: &Tensor) -> Result<GradStor
     if SCALED.get() == Some(loss.id()) {
         return Err(Error::Argument(
             "backward_step: a GradScaler scaled the loss, so its gradients must be unscaled before the step: call \
-             `let mut grads = model.backward(&loss)?`, `scaler.unscale(&vars, &mut grads)?` and \
-             `scaler.step(&mut optim, &grads)?`"
+             `let mut grads = model.backward(&loss)?`, `scaler.unscale(&vars, &mut grads)?`, \
+             `scaler.step(&mut optim, &grads)?` and, after all optimizers, `scaler.update()?`"
                 .into(),
         ));
     }

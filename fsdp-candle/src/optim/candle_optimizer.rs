@@ -20,8 +20,8 @@ use crate::fsdp::FsdpParam;
 /// Any [`candle_nn::Optimizer`] over the shards of parameters: one group, whose only hyper-parameter is the learning
 /// rate.
 ///
-/// The optimizer must treat each element alone, as Adam and its variants do. One that computes with a whole parameter or
-/// gradient, such as LAMB's norms or L-BFGS's products, would compute with this rank's shards, and ranks would train
+/// The optimizer must treat each element alone, as Adam and its variants do. One that computes with a whole parameter
+/// or gradient, such as LAMB's norms or L-BFGS's products, would compute with this rank's shards, and ranks would train
 /// different models.
 ///
 /// The optimizer hides its state, so only an optimizer without state can be saved.

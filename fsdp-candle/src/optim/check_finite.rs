@@ -52,13 +52,22 @@ pub enum ValuesOf<'a> {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn check_finite(vars: &ShardedVarMap, of: &[ValuesOf<'_>]) -> Result<()> {
-    let subjects = subjects(vars, of)?;
-    let own = counts(&subjects)?;
-    let found = own.iter().any(|&count| count > 0.);
-    if largest_over(vars.mesh(), vec![f64::from(u8::from(found))], "check for NaN and infinity")? == [0.] {
-        return Ok(());
+    let own = subjects(vars, of).and_then(|subjects| Ok((counts(&subjects)?, subjects)));
+    // A rank that cannot read its values tells the other ranks, which would wait for it.
+    let found = match &own {
+        Ok((counts, _)) => u8::from(counts.iter().any(|&count| count > 0.)),
+        Err(_) => 2,
+    };
+    let worst = largest_over(vars.mesh(), vec![f64::from(found)], "check for NaN and infinity")?[0];
+    let (counts, subjects) = own?;
+    match worst {
+        0. => Ok(()),
+        1. => Err(Error::NonFinite(locate(vars, &subjects, counts)?)),
+        _ => Err(Error::Argument(format!(
+            "rank {}: another rank could not read its values to check them for NaN and infinity: see its error",
+            vars.mesh().rank()
+        ))),
     }
-    Err(Error::NonFinite(locate(vars, &subjects, own)?))
 }
 
 /// Locates the values that are not finite in gradients whose norm is not finite. Collective.

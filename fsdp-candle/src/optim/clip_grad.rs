@@ -96,7 +96,8 @@ pub fn clip_grad_norm_of(
     Ok(norm)
 }
 
-/// Scales gradients as [`clip_grad_norm`] does for a known norm: PyTorch's `clip_grads_with_norm_`. Does not communicate.
+/// Scales gradients as [`clip_grad_norm`] does for a known norm: PyTorch's `clip_grads_with_norm_`. Does not
+/// communicate.
 ///
 /// ```
 /// # use fsdp_candle::doc_example::*;

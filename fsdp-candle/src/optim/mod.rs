@@ -2,7 +2,8 @@
 //!
 //! [`ShardedOptimizer`] is the trait that state dicts, checkpoints, [`GradScaler`] and [`check_finite()`] work with.
 //! Adam, AdamW and SGD are elementwise: each rank updates its shards alone. Muon is not: a matrix has one owner, to
-//! which its shards move. A state is sharded as its parameter is. [`crate::StateOnDisk`] keeps elementwise state in files.
+//! which its shards move. A state is sharded as its parameter is. [`crate::StateOnDisk`] keeps elementwise state in
+//! files.
 
 mod adam;
 mod candle_loop;

@@ -55,8 +55,8 @@ pub struct Muon {
 }
 
 impl Muon {
-    /// Makes an optimizer of these matrices, with zero momentum. Fails if there are none, a parameter is not a matrix, a
-    /// hyper-parameter is out of range, or there is not enough memory.
+    /// Makes an optimizer of these matrices, with zero momentum. Fails if there are none, a parameter is not a matrix,
+    /// a hyper-parameter is out of range, or there is not enough memory.
     pub fn new(params: Vec<Arc<FsdpParam>>, config: MuonConfig) -> Result<Self> {
         Self::with_groups(vec![(params, config)])
     }

@@ -48,8 +48,8 @@ pub trait ShardedOptimizer: Send {
     /// optimizers on one loss, call `model.backward(&loss)`.
     ///
     /// # Errors
-    /// Errors of [`FsdpModule::backward`](crate::FsdpModule::backward) and of the step. Fails before the backward if its
-    /// gradients would not be those of a step: while gradients accumulate, if a hook takes them, for a loss that a
+    /// Errors of [`FsdpModule::backward`](crate::FsdpModule::backward) and of the step. Fails before the backward if
+    /// its gradients would not be those of a step: while gradients accumulate, if a hook takes them, for a loss that a
     /// [`crate::GradScaler`] scaled, and for an optimizer of two maps. Fails if the loss reaches no parameter.
     fn backward_step(&mut self, loss: &Tensor) -> Result<()> {
         let grads = candle_loop::backward(&self.states(), loss)?;
@@ -157,7 +157,8 @@ pub fn group_by_name<'a>(
 pub struct Optimizers(Vec<Box<dyn ShardedOptimizer>>);
 
 impl Optimizers {
-    /// Combines optimizers, stepped in this order. Fails if there are none, or if two optimizers have the same parameter.
+    /// Combines optimizers, stepped in this order. Fails if there are none, or if two optimizers have the same
+    /// parameter.
     pub fn new(optimizers: Vec<Box<dyn ShardedOptimizer>>) -> Result<Self> {
         if optimizers.is_empty() {
             return Err(Error::Argument("Optimizers: expected at least one optimizer, found none".into()));

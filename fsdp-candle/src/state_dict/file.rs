@@ -34,8 +34,10 @@ impl ShardedVarMap {
     /// ```
     ///
     /// # Errors
-    /// Returns [`Error::Checkpoint`] on every rank if any rank fails to write.
+    /// Returns [`Error::Checkpoint`] on every rank if any rank fails to write, and [`Error::Argument`] for a map
+    /// without parameters.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
+        self.check_built("save", "call it after the model is built")?;
         let mut tensors = model_tensors(self)?;
         tensors.iter_mut().for_each(without_prefix);
         hf::export_file(path, &all_ranks(self)?, &tensors)?;
@@ -55,16 +57,31 @@ impl ShardedVarMap {
     /// [`fsdp_ckpt::Error::TensorMismatch`] the shapes. Fails for a parameter in blocks that the file has as floats.
     /// After an error of reading, some parameters may have new values.
     pub fn load(&self, path: impl AsRef<Path>) -> Result<()> {
-        let outcome = self.load_own(path.as_ref());
-        let failed = largest_over(self.mesh(), vec![u8::from(outcome.is_err())], "load of a model's file")?;
+        self.check_built("load", "call it after the model is built, or `init_with(Pretrained::open(path)?)` before")?;
+        // All units are resharded first, also on a rank that fails to open the file: then all ranks gather them again.
+        let outcome = self.reshard().and_then(|()| self.load_own(path.as_ref()));
+        let own = if outcome.is_err() { self.mesh().rank() as f64 + 1. } else { 0. };
+        let failed = largest_over(self.mesh(), vec![own], "load of a model's file")?[0];
         outcome?;
-        match failed[..] {
-            [0] => Ok(()),
-            _ => Err(Error::Argument(format!(
-                "another rank failed to load {}: see its error; some parameters may have new values",
+        if failed > 0. {
+            return Err(Error::Argument(format!(
+                "rank {} failed to load {}: see its error; some parameters may have new values",
+                failed - 1.,
                 path.as_ref().display()
-            ))),
+            )));
         }
+        Ok(())
+    }
+
+    /// Fails if the map has no parameter and no buffer.
+    fn check_built(&self, call: &str, way_out: &str) -> Result<()> {
+        if !(self.params().is_empty() && self.wholes().is_empty()) {
+            return Ok(());
+        }
+        Err(Error::Argument(format!(
+            "rank {}: ShardedVarMap::{call}: the map has no parameters: {way_out}",
+            self.mesh().rank()
+        )))
     }
 
     fn load_own(&self, path: &Path) -> Result<()> {

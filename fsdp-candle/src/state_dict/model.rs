@@ -16,7 +16,8 @@ use crate::storage::{TensorMemory, copy_tensor};
 
 /// Returns every parameter, ignored ones too, and every buffer by its FQN. A shard on disk is copied
 /// ([`ShardedVarMap::store_on_disk`]); [`model_tensors`] copies none. A parameter that is stored in blocks
-/// ([`FullyShard::store`](crate::FullyShard::store)) is a tensor of bytes called `<fqn>.nf4` or `<fqn>.int8`. Collective for a full state dict.
+/// ([`FullyShard::store`](crate::FullyShard::store)) is a tensor of bytes called `<fqn>.nf4` or `<fqn>.int8`.
+/// Collective for a full state dict.
 pub fn get_model_state_dict(vars: &ShardedVarMap, options: &StateDictOptions) -> Result<StateDict> {
     let mut dict = StateDict::default();
     for param in vars.params() {

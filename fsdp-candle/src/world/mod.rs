@@ -24,8 +24,8 @@ pub struct World {
 /// Fails if the environment is inconsistent or the ranks cannot connect, and if `RAYON_NUM_THREADS` or
 /// `CANDLE_NUM_THREADS` is not a number of threads that this host can run.
 ///
-/// Makes the process ignore SIGXFSZ, unless the program handles it: a file that reaches the limit of `ulimit -f` is then
-/// an error of the write, which names the file, and not the silent end of the rank
+/// Makes the process ignore SIGXFSZ, unless the program handles it: a file that reaches the limit of `ulimit -f` is
+/// then an error of the write, which names the file, and not the silent end of the rank
 /// ([`fsdp_core::file_limit::return_errors`]).
 pub fn init() -> Result<World> {
     init_on(DeviceChoice::Cpu)

@@ -37,9 +37,9 @@ impl World {
         Ok(self.all_reduce(&own, ReduceOp::Avg)?[0] as f32)
     }
 
-    /// Returns this rank's rows of a batch of `rows` rows: consecutive rows, in the order of ranks, whose numbers
-    /// differ by at most one. Does not communicate. Ranks are those of the whole job: with tensor parallelism, the ranks
-    /// of one model take the same rows.
+    /// Returns this rank's rows of a batch of `rows` rows: consecutive rows, in the order of ranks, whose counts
+    /// differ by at most one. Does not communicate. Do not use it with tensor parallelism: there the ranks of one model
+    /// take the same rows.
     ///
     /// ```
     /// # use fsdp_candle::World;
@@ -58,7 +58,8 @@ impl World {
 
     /// Returns the weight of this rank's mean loss over its [`rows`](World::rows) of a batch: its number of rows,
     /// relative to the mean number. 1 if the rows divide evenly. `backward` averages the gradients of all ranks alike,
-    /// so `loss * weight` gives the gradient of the mean over the whole batch, and [`World::mean`] of it that mean.
+    /// so `loss * weight` gives the gradient of the mean over the whole batch, and [`World::mean`] of it that mean. The
+    /// mean of no rows is NaN: skip batches with fewer rows than ranks, as [`World::batches`] does.
     ///
     /// ```
     /// # use fsdp_candle::World;
@@ -70,13 +71,14 @@ impl World {
     /// });
     /// ```
     pub fn row_weight(&self, rows: usize) -> f64 {
-        self.rows(rows).len() as f64 * self.size() as f64 / rows as f64
+        self.rows(rows).len() as f64 * self.size() as f64 / rows.max(1) as f64
     }
 
     /// Returns this rank's rows of each batch of a data set with `rows` rows, in order: the same number of batches on
     /// every rank. A batch has `batch` rows over all ranks. The last one may have fewer. It is left out if some rank
-    /// would get no row of it. Shuffle indices with the same seed on every rank. Fails if a batch has fewer rows than
-    /// there are ranks.
+    /// would get no row of it. Shuffle indices with the same seed on every rank. Ranks with uneven rows have the same
+    /// weight, unless you multiply the loss by [`World::row_weight`] of the batch's rows. Fails if a batch has fewer
+    /// rows than there are ranks.
     ///
     /// ```
     /// # use candle_core::{DType, Device, Tensor};

@@ -118,11 +118,16 @@ fn all_ranks_learn_that_one_failed() {
         let (vars, _model) = built(&world, WIDTH);
         vars.save(&file).unwrap();
         let path = if world.rank() == 0 { file.clone() } else { root.path().join("missing.safetensors") };
-        let expected = if world.rank() == 0 { "another rank failed to load" } else { "missing.safetensors" };
+        let expected = if world.rank() == 0 { "rank 1 failed to load" } else { "missing.safetensors" };
         refused(vars.load(path), &[expected]);
         // A directory is in the way on every rank.
         let before = std::fs::read(&file).unwrap();
-        refused(vars.save(root.path()), &[""]);
+        refused(vars.save(root.path()), &["exists"]);
+        assert_eq!(std::fs::read(&file).unwrap(), before);
+        // A map without parameters loads nothing, and does not replace a file.
+        let empty = crate::common::vars(&world);
+        refused(empty.load(&file), &["no parameters", "init_with"]);
+        refused(empty.save(&file), &["no parameters", "after the model is built"]);
         assert_eq!(std::fs::read(&file).unwrap(), before);
     });
 }

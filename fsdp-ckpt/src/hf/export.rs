@@ -82,7 +82,11 @@ pub fn export_file(path: impl AsRef<Path>, group: &ProcessGroup, tensors: &[Tens
     let named = for_purpose(group, &format!("export of `{}`", path.file_name().unwrap_or_default().to_string_lossy()));
     let (dir, file) = agree(&named, "start the export", split(path))?;
     let options = ExportOptions { file, replace: true, ..ExportOptions::default() };
-    export_to(&dir, group, tensors, &options, |_, _| Ok(()))
+    export_to(&dir, group, tensors, &options, |dir, options| {
+        let path = dir.join(&options.file);
+        // A rename can't replace a directory, and would fail after the whole model was written.
+        if path.is_dir() { Err(Error::AlreadyExists { path }) } else { Ok(()) }
+    })
 }
 
 fn export_to(

@@ -31,6 +31,11 @@ const fn unused(flags: &'static [&'static str], words: &'static str, is_broken: 
     Rule { flags, is_broken, words, reason: "it has no effect otherwise", way_out: "leave it out" }
 }
 
+/// Returns the rule of a flag that other tasks do not support.
+const fn unsupported(flags: &'static [&'static str], words: &'static str, is_broken: fn(&Args) -> bool) -> Rule {
+    Rule { flags, is_broken, words, reason: "other tasks do not support it", way_out: "leave it out" }
+}
+
 /// Returns the rule of two flags that exclude each other.
 const fn either(
     flags: &'static [&'static str; 2],
@@ -64,8 +69,8 @@ const RULES: &[Rule] = &[
         way_out: "pass a .jsonl or .csv file with the columns anchor and positive, and maybe negative",
     },
     // Data.
-    unused(&["sft", "task"], "--sft is for --task language", |args| !is_language(args) && args.sft.is_some()),
-    unused(&["dpo", "task"], "--dpo is for --task language", |args| !is_language(args) && args.dpo.is_some()),
+    unsupported(&["sft", "task"], "--sft is for --task language", |args| !is_language(args) && args.sft.is_some()),
+    unsupported(&["dpo", "task"], "--dpo is for --task language", |args| !is_language(args) && args.dpo.is_some()),
     either(&["sft", "data"], "--sft and --data exclude each other", "both are training data", |args| {
         args.sft.is_some() && args.data.is_some()
     }),
@@ -166,7 +171,7 @@ const RULES: &[Rule] = &[
         args.base != Base::F32 && args.lora_rank.is_none() && args.lora_from.is_none()
     }),
     // Sharding.
-    unused(&["tensor-parallel", "task"], "--tensor-parallel is for --task language", |args| {
+    unsupported(&["tensor-parallel", "task"], "--tensor-parallel is for --task language", |args| {
         args.tensor_parallel > 1 && !is_language(args)
     }),
     unused(&["sequence-parallel", "tensor-parallel"], "--sequence-parallel needs --tensor-parallel", |args| {
@@ -250,7 +255,7 @@ const RULES: &[Rule] = &[
     unused(&["resume-anyway", "resume"], "--resume-anyway needs --resume", |args| {
         args.resume_anyway && args.resume == Resume::None
     }),
-    unused(&["export-gguf", "task"], "--export-gguf is for --task language", |args| {
+    unsupported(&["export-gguf", "task"], "--export-gguf is for --task language", |args| {
         args.export_gguf.is_some() && !is_language(args)
     }),
     Rule {

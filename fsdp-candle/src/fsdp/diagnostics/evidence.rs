@@ -12,8 +12,8 @@ use super::{GraphCut, GraphCutKind};
 use crate::autograd::{BACKWARD_STACK_BYTES, checkpoints, number, on_a_stack_of};
 use crate::graph::followed;
 
-/// Bound on the walks through the graph of a call, so that the cost of a call stays linear in its operations. A unit with
-/// fewer results than this is inspected completely.
+/// Bound on the walks through the graph of a call, so that the cost of a call stays linear in its operations. A unit
+/// with fewer results than this is inspected completely.
 const MOST_WALKS: usize = 256;
 /// Bound on the uses of a matrix that are compared, on average.
 const MOST_USES: usize = 16;

@@ -150,8 +150,8 @@ impl GraphWatch {
         new
     }
 
-    /// Notes an inspected call's outputs for the call around it. These have hooks, and the next unit keeps their memory in
-    /// any case.
+    /// Notes an inspected call's outputs for the call around it. These have hooks, and the next unit keeps their memory
+    /// in any case.
     pub(crate) fn note_returned<O: Tensors>(&self, outputs: O) -> Result<O> {
         let (outputs, returned) = with_tensors(outputs)?;
         if let Some(outer) = self.0.lock().open.last_mut() {

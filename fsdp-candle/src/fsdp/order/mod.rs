@@ -1,6 +1,10 @@
 //! The order of a step's collectives: a state machine with events in and actions out. It knows no tensor, process, lock
 //! or clock.
 //!
+//! Terms: the *root* is the unit whose call runs inside no other call. A *pass* is one forward of a unit, which may
+//! have several passes before a backward. The *number* of a graph node is its position in the order in which Candle
+//! made all nodes. It tells which nodes belong to a pass. [Note: Visits] in `plan` defines a *visit*.
+//!
 //! [Note: Guarantees of the order]
 //!
 //! - All ranks issue the same collectives in the same order, whatever their speed. Where ranks may use different units,
@@ -24,15 +28,11 @@
 //! Events do not suffice where units ran several times, or where ranks may use different units. Such a backward follows
 //! a plan ([Note: Visits] in `plan`).
 //!
-//! A plan does not suffice for all backwards, because of units by name. It knows a pass by the numbers of the nodes that
-//! were made meanwhile. The pass of a unit by name lasts until a unit beside it is used, and Candle does not tell which
-//! of the nodes use its parameters. The plan may then contain visits in a wrong order, or visits that backward never
-//! comes to. On simulated ranks, such plans unshard more units than the memory bound allows: held to the checks of
-//! other backwards, `ranks_issue_the_same_collectives_within_the_memory_bound` fails.
-//!
-//! Terms: the *root* is the unit whose call runs inside no other call. A *pass* is one forward of a unit, which may
-//! have several passes before a backward. The *number* of a graph node is its position in the order in which Candle
-//! made all nodes. It tells which nodes belong to a pass. `plan` defines a *visit*.
+//! A plan does not suffice for all backwards, because of units by name. It knows a pass by the numbers of the nodes
+//! that were made meanwhile. The pass of a unit by name lasts until a unit beside it is used, and Candle does not tell
+//! which of the nodes use its parameters. The plan may then contain visits in a wrong order, or visits that backward
+//! never comes to. On simulated ranks, such plans unshard more units than the memory bound allows: held to the checks
+//! of other backwards, `ranks_issue_the_same_collectives_within_the_memory_bound` fails.
 
 use std::collections::BTreeSet;
 use std::ops::{Range, RangeInclusive};
@@ -438,8 +438,8 @@ impl Order {
         (hook, actions)
     }
 
-    /// Leaves the forward of a called unit, which has ended or failed. Called once the outputs have their hooks. `exists`
-    /// returns whether the graph of the outputs exists, if that can be told.
+    /// Leaves the forward of a called unit, which has ended or failed. Called once the outputs have their hooks.
+    /// `exists` returns whether the graph of the outputs exists, if that can be told.
     pub(crate) fn end_forward(&mut self, forward: Forward, exists: Option<GraphExists>) {
         let step = &mut self.step;
         if let Some(exists) = exists.filter(|_| forward.is_root && forward.graph) {

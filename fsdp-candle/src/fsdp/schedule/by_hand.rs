@@ -18,8 +18,8 @@ impl Schedule {
         with.into_iter().filter_map(|unit| units.get(unit).cloned()).collect()
     }
 
-    /// Issues the all-gathers of a called unit and its units by name. Returns these units. They stay unsharded until the
-    /// user reshards them, a forward with a graph does, or backward.
+    /// Issues the all-gathers of a called unit and its units by name. Returns these units. They stay unsharded until
+    /// the user reshards them, a forward with a graph does, or backward.
     pub(in crate::fsdp) fn start_unshard_by_hand(&self, called: &FsdpParamGroup) -> Result<Vec<Arc<FsdpParamGroup>>> {
         let units = self.called_with(called);
         for unit in &units {

@@ -9,8 +9,8 @@ use crate::fsdp::order::OrderError;
 use crate::fsdp::unit_path::UnitId;
 
 /// Error for a step of a model that a handle of `unshard_all` holds.
-pub(super) const HELD: &str = "a handle of `unshard_all` holds units of the model, whose forwards have no graph: drop the handle \
-     before a forward or backward that trains";
+pub(super) const HELD: &str = "a handle of `unshard_all` holds units of the model, whose forwards have no graph: drop \
+     the handle before a forward or backward that trains";
 
 thread_local! {
     /// The unit whose backward this thread runs.
@@ -55,7 +55,7 @@ pub(super) fn explain(error: OrderError, unit: &UnitId) -> candle_core::Error {
             return candle_core::Error::msg(
                 "the loss's own backward() was called on a sharded model: call `backward(&loss)` of the FsdpModule, \
                  which reduces the gradients, and `step(&grads)`. Or `backward_step(&loss)` of an optimizer of \
-                 fsdp_candle does both; CandleOptimizer wraps those of other crates",
+                 fsdp_candle does both; CandleOptimizer wraps optimizers of other crates",
             );
         }
     };

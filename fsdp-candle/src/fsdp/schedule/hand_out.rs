@@ -13,16 +13,17 @@ use crate::fsdp::param_group::FsdpParamGroup;
 /// How reduced gradients reach the user.
 #[derive(Default)]
 pub(super) struct HandOut {
-    /// Takes them instead of the backward's caller.
+    /// Hook that takes reduced gradients instead of the backward's caller.
     pub(super) hook: Option<Arc<dyn PostAccumulateGradHook>>,
     /// Whether the running backward hands out a unit's gradients as soon as they are reduced.
     pub(super) is_early: bool,
-    /// Gradients that it has handed out: the unit, the parameter, and whether any rank used the parameter.
+    /// Gradients that the running backward has handed out early: the unit, the parameter, and whether any rank used the
+    /// parameter.
     pub(super) early: Vec<(usize, Arc<FsdpParam>, bool)>,
 }
 
 impl Schedule {
-    /// Sets what takes reduced gradients instead of the backward's caller.
+    /// Sets the hook that takes reduced gradients instead of the backward's caller.
     pub(in crate::fsdp) fn set_post_accumulate_grad_hook(&self, hook: Option<Arc<dyn PostAccumulateGradHook>>) {
         self.hand_out.lock().hook = hook;
     }

@@ -2,8 +2,8 @@
 //!
 //! Hooks call in from forward ([`Schedule::pre_forward`], [`Schedule::post_forward`], [`Schedule::pre_use`]) and from
 //! backward ([`Schedule::pre_backward`], [`Schedule::post_accumulate_grad`]). Each passes the event to [`Order`] and
-//! executes the actions that it returns. No lock is held meanwhile: an action may wait for peers and run the user's
-//! code.
+//! executes the actions that it returns. The order is not locked meanwhile: an action may wait for peers and run the
+//! user's code. Uses of units by name wait for each other (`Schedule::uses`).
 //!
 //! | file | subject |
 //! |---|---|
@@ -186,7 +186,9 @@ impl Schedule {
 
     /// Returns a unit's policy for the end of its forward.
     pub(crate) fn reshard_after_forward(&self, unit: &FsdpParamGroup) -> ReshardAfterForward {
-        self.order.lock().unit(unit.index()).map(|unit| unit.settings.reshard_after_forward).unwrap_or_default()
+        let mut order = self.order.lock();
+        let info = if self.has(unit.id()) { order.unit(unit.index()) } else { None };
+        info.map(|info| info.settings.reshard_after_forward).unwrap_or_default()
     }
 
     /// Changes the settings of the whole model.

@@ -27,7 +27,7 @@ impl Schedule {
 
     /// Reshards a unit. An optimizer may step before the next unshard, unless micro-batches share the shards that were
     /// gathered over replicas.
-    pub(in crate::fsdp) fn reshard(&self, unit: &FsdpParamGroup) -> Result<()> {
+    pub(super) fn reshard(&self, unit: &FsdpParamGroup) -> Result<()> {
         unit.drop_stale_replica_shards();
         unit.reshard()
     }

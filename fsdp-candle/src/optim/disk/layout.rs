@@ -76,8 +76,8 @@ impl State<'_> {
     }
 }
 
-/// Places states in blocks. A block and the shards of its pieces take at most `most` bytes of memory. Every piece starts
-/// at a multiple of [`STATE_BLOCK`] elements, and of the elements in a page of a shard in a file.
+/// Places states in blocks. A block and the shards of its pieces take at most `most` bytes of memory. Every piece
+/// starts at a multiple of [`STATE_BLOCK`] elements, and of the elements in a page of a shard in a file.
 pub(super) fn blocks<'a>(states: impl IntoIterator<Item = State<'a>>, most: usize) -> Vec<Block> {
     let most = most.max(LEAST_BLOCK) / ALIGN * ALIGN;
     let mut blocks = vec![];

@@ -99,8 +99,8 @@ impl DiskState {
     }
 
     /// Updates the parameters that have a gradient, a block at a time. `gradient` returns the gradient of the parameter
-    /// of an index, and `update` takes the index of the parameter and some of its elements. Shards in a file are read and
-    /// written with their moments.
+    /// of an index, and `update` takes the index of the parameter and some of its elements. Shards in a file are read
+    /// and written with their moments.
     pub(super) fn step(
         &self,
         params: &[&FsdpParam],

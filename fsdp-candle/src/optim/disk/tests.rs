@@ -76,8 +76,8 @@ fn on_bad_disk(vars: &ShardedVarMap, fails: Option<(usize, Errno)>, takes: Durat
     ElementwiseOptimizer::in_file(groups, |params| DiskState::new(params, LEAST_BLOCK, file)).unwrap()
 }
 
-/// Shards on a disk on which reads and writes fail from a number on. The moments are in memory or on a good disk. Returns
-/// also how many reads and writes the model and all steps did.
+/// Shards on a disk on which reads and writes fail from a number on. The moments are in memory or on a good disk.
+/// Returns also how many reads and writes the model and all steps did.
 fn steps_with_shards_on(world: &World, fails: Option<(usize, Errno)>, moments_on_disk: bool) -> (Result<()>, usize) {
     let bad =
         Bad { file: tempfile::tempfile().unwrap(), done: Arc::new(AtomicUsize::new(0)), fails, takes: Duration::ZERO };

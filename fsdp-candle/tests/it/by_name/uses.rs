@@ -64,8 +64,6 @@ fn refuses_unmatched_patterns() {
         refused(build(&["model.layers.*", "model.blocks.*"]), &unmatched);
         refused(build(&["model.["]), &["is not a valid pattern"]);
         assert!(vars.params().is_empty());
-        let opts = FullyShard::new(&vars);
-        refused(fully_shard(&opts, vars.builder(DType::F32), |vb| untouched(kind, vb)), &["which are for `shard`"]);
         by_name(&FullyShard::new(&vars), &vars, kind, EACH_LAYER);
     });
 }
