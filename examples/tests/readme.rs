@@ -56,8 +56,7 @@ let model = Model::new(vb)?;
 let mut optim = AdamW::new(vars.all_vars(), ParamsAdamW::default())?;
 for (inputs, targets) in data {
     let loss = cross_entropy(&model.forward(&inputs)?, &targets)?;
-    let grads = loss.backward()?;
-    optim.step(&grads)?;
+    optim.backward_step(&loss)?;
     // end
     losses.push(loss.to_scalar()?);
 }
@@ -82,8 +81,7 @@ let model = shard(&opts, &["blocks.*"], vars.builder(DType::F32), Model::new)?;
 let mut optim = AdamW::new(vars.trainable(), AdamWConfig::default())?;
 for (inputs, targets) in data {
     let loss = cross_entropy(&model.forward(&inputs)?, &targets)?;
-    let grads = model.backward(&loss)?;
-    optim.step(&grads)?;
+    optim.backward_step(&loss)?;
     // end
     losses.push(loss.to_scalar()?);
 }

@@ -16,7 +16,8 @@ use crate::world::World;
 /// `CheckpointManager`.
 ///
 /// A run has one manager, on every rank. All its methods are collective: every rank calls them, with the same step and
-/// the same kind of state. A checkpoint of any world size and mesh resumes on any other.
+/// the same kind of state. A checkpoint of any world size and mesh resumes on any other, except for values of each rank
+/// ([`TrainState::rank_value`]).
 ///
 /// ```
 /// # use fsdp_candle::doc_example::*;

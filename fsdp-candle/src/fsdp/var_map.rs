@@ -199,6 +199,7 @@ impl ShardedVarMap {
     /// Returns [`crate::Error::StateOnDisk`] if the directory's disk fails or is full, and
     /// [`crate::Error::Argument`] if layers compute on a device other than the CPU or parameters are built.
     pub fn store_on_disk(&self, disk: &StateOnDisk) -> Result<()> {
+        self.before_building("store_on_disk", "")?;
         if !self.0.device.is_cpu() {
             return Err(Error::Argument(format!(
                 "rank {}: shards on disk are for layers that compute on the CPU, found {:?}: use OffloadPolicy::Cpu to \
@@ -207,7 +208,6 @@ impl ShardedVarMap {
                 self.0.device.location()
             )));
         }
-        self.before_building("store_on_disk", "")?;
         self.store_in(Arc::new(disk.growing_file(self.mesh().rank())?));
         Ok(())
     }

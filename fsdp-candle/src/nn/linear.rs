@@ -236,7 +236,7 @@ pub fn gpt2_linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Conv
 ///
 /// let world = World::single().unwrap();
 /// let vars = ShardedVarMap::of_world(&world).unwrap();
-/// vars.freeze(|name| !nn::is_adapter(name))?;
+/// vars.freeze(|name| !nn::is_adapter(name)).unwrap();
 /// let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| {
 ///     let vb = vb.pp("q_proj");
 ///     nn::lora(nn::linear(8, 6, vb.clone())?, 8, 6, nn::LoraConfig { rank: 2, alpha: 4. }, vb)

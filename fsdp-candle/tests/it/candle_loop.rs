@@ -259,11 +259,10 @@ fn forward_t_runs_modules_with_and_without_training() {
 #[test]
 fn uneven_rows_have_the_gradient_of_the_whole_batch() {
     let rows = 7;
-    let x = input(3, &[rows, WIDTH]);
     let gradient = |world: &World| {
         let (vars, model) = built(world, WIDTH);
         let own = world.rows(rows);
-        let x = x.narrow(0, own.start, own.len()).unwrap();
+        let x = input(3, &[rows, WIDTH]).narrow(0, own.start, own.len()).unwrap();
         let loss = (loss_of(&model, &x) * world.row_weight(rows)).unwrap();
         let grads = model.backward(&loss).unwrap();
         (world.mean(&loss).unwrap(), crate::common::gradients(&vars, &grads))
