@@ -70,7 +70,7 @@ pub mod collectives;
 mod data_parallel;
 mod disk;
 mod display;
-/// What the code of `#[derive(Tensors)]` names.
+/// Types in the code that `#[derive(Tensors)]` generates.
 #[doc(hidden)]
 pub mod derived {
     pub use candle_core::{Result, Tensor};

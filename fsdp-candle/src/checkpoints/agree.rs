@@ -16,7 +16,7 @@ pub(super) fn agree<T>(group: &ProcessGroup, phase: &'static str, own: Result<T>
     use fsdp_ckpt::Error as Ckpt;
     let message = match &own {
         Ok(_) => String::new(),
-        // A failed group fails on every rank by itself. A failed rank was reported on every rank.
+        // The other ranks know of these errors: their collectives fail too, or an earlier agreement has told them.
         Err(Error::Core(_) | Error::Checkpoint(Ckpt::Group(_) | Ckpt::Open { .. } | Ckpt::Save { .. })) => return own,
         Err(error) => with_causes(error),
     };

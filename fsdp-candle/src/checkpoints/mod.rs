@@ -6,7 +6,7 @@
 //!
 //! | file | content |
 //! |---|---|
-//! | `train_state` | what to save, the comparison with what a checkpoint holds, loading |
+//! | `train_state` | the state to save, its comparison with a checkpoint, loading |
 //! | `values` | the caller's values as JSON |
 //! | `manager` | when and where to save, the choice of a checkpoint |
 //! | `directory` | a directory that all ranks share, or one on each host |

@@ -1,4 +1,4 @@
-//! What a training run consists of, for saves and resumes.
+//! The state of a training run, for saves and resumes.
 
 use std::collections::BTreeSet;
 
@@ -14,7 +14,7 @@ use super::agree::agree;
 use super::directory::step_of;
 use super::values::{Assign, NamedValue, to_save};
 use crate::error::{Error, Result};
-use crate::fsdp::ShardedVarMap;
+use crate::fsdp::{ShardedVarMap, listed};
 use crate::optim::{Ema, GradScaler, GradScalerState, ShardedOptimizer, ValuesOf, check_finite};
 use crate::state_dict::{
     GROUPS, OPTIM, OptimizerState, SavedTensor, StateDictOptions, get_ema_state_dict, group_values, hyper_of_groups,
@@ -29,8 +29,6 @@ const EMA: &str = "ema.";
 const SCALER: &str = "scaler.";
 /// First words of names that this module gives.
 const RESERVED: [&str; 5] = ["model", "optim", "ema", "scaler", STEP];
-/// Number of names that a message lists.
-const NAMED: usize = 3;
 
 /// Everything that a training run consists of, to save and to resume with a
 /// [`CheckpointManager`](crate::CheckpointManager). PyTorch's `Stateful` and the `AppState` of its tutorials.
@@ -57,7 +55,7 @@ pub struct TrainState<'a> {
     invalid: Option<String>,
 }
 
-/// A model with what trains it.
+/// A model with its optimizers, moving average and loss scale.
 struct Part<'a> {
     /// Beginning of its names.
     prefix: String,
@@ -444,15 +442,6 @@ fn patterns(texts: &[String]) -> Result<Vec<Pattern>> {
 
 fn matches_any(patterns: &[Pattern], name: &str) -> bool {
     patterns.iter().any(|pattern| pattern.matches(name))
-}
-
-/// Lists the first few names and counts the rest.
-fn listed(names: &[String]) -> String {
-    let few: Vec<String> = names.iter().take(NAMED).map(|name| format!("`{name}`")).collect();
-    match names.len().saturating_sub(NAMED) {
-        0 => few.join(", "),
-        more => format!("{} and {more} more", few.join(", ")),
-    }
 }
 
 /// Says how to add a name of a checkpoint to a training state.

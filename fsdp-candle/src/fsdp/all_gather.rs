@@ -46,7 +46,7 @@ struct PendingAllGather {
     in_place: bool,
 }
 
-/// What the all-gather returns for a parameter.
+/// Form in which the all-gather returns a parameter.
 #[derive(Clone, Copy)]
 enum Gathered {
     /// One buffer with the full values.

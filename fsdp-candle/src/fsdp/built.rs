@@ -1,4 +1,4 @@
-//! What the builders of a map have made, and what layers ask them for.
+//! Parameters and buffers that the builders of a map have made, and the requests of layers.
 
 use std::sync::Arc;
 

@@ -1,4 +1,5 @@
-//! The handles that an [`FsdpModule`](crate::FsdpModule) returns: to its units, and to what is pending.
+//! The handles that an [`FsdpModule`](crate::FsdpModule) returns: for units, pending unshards and pending
+//! reductions.
 
 use std::sync::Arc;
 

@@ -71,7 +71,7 @@ pub(crate) fn is_output(id: TensorId) -> bool {
     TOKENS.lock().contains_key(&id)
 }
 
-/// What an output and its token share.
+/// State that an output and its token share.
 pub(super) struct Slot {
     /// Place of the output's gradient in the state of a backward.
     pub(super) key: Key,
@@ -82,7 +82,7 @@ pub(super) struct Slot {
     recomputation: Option<Arc<Recomputation>>,
 }
 
-/// What backward knows of an output when it comes to the output's token.
+/// Gradient and values of an output, when backward comes to the output's token.
 pub(super) struct OutputState {
     /// The sum of the output's gradients, or zeros.
     pub(super) gradient: Tensor,

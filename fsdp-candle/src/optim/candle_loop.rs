@@ -1,5 +1,5 @@
-//! What a training loop over [`candle_nn::Optimizer`] needs of an optimizer over shards: its parameters from variables,
-//! and `backward_step`.
+//! Support for training loops over [`candle_nn::Optimizer`]: an optimizer's parameters from variables, and
+//! `backward_step`.
 
 use std::cell::Cell;
 use std::sync::Arc;

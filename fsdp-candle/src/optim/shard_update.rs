@@ -1,4 +1,4 @@
-//! What an update of a shard reads and writes.
+//! The data of an optimizer's update of a shard.
 
 use crate::kernels::{Kernels, Slice, SliceMut};
 

@@ -235,7 +235,7 @@ fn other_names_are_errors_that_name_the_way_out() {
             let state = TrainState::new(&run.vars).optimizer(&mut run.adamw).allow_unexpected("[rs]*");
             CheckpointManager::new(&run.world, root.path()).resume(state)
         },
-        &["holds `optim.state.blocks.0.down.bias.momentum_buffer`", "more", "add its optimizer by `optimizer`"],
+        &["holds `optim.state.blocks.0.down.bias.momentum_buffer`", "and 6 more", "add its optimizer by `optimizer`"],
     );
     resume(
         &|run| {

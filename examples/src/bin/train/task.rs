@@ -54,7 +54,7 @@ pub(crate) trait Task {
     /// Evaluates the model if an evaluation is due after `step` steps. Collective.
     fn evaluate(&self, model: &Model, step: usize, world: &World) -> anyhow::Result<Option<Evaluated>>;
 
-    /// Returns a sample of what the model does. Collective.
+    /// Returns a sample of the model's outputs. Collective.
     fn sample(&self, model: &Model, world: &World) -> anyhow::Result<String>;
 
     /// Returns whether a sample is also printed before the first step.

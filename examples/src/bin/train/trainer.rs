@@ -283,7 +283,7 @@ impl<'a> Trainer<'a> {
         GgufExport::new(self.args, self.world, self.adapters.as_ref(), checkpoint)
     }
 
-    /// Prints a sample of what the model does.
+    /// Prints a sample of the model's outputs.
     fn sample(&self, title: &str) -> anyhow::Result<()> {
         let sample = tracing::debug_span!("sample").in_scope(|| self.task.sample(&self.model, self.world))?;
         if self.world.rank() == 0 {

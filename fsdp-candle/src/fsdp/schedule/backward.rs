@@ -78,7 +78,7 @@ impl Schedule {
 
     /// Runs the backward of the model that has a unit, for an optimizer that steps right after it. Fails if it would
     /// not hand out gradients.
-    pub(super) fn backward_of_model(&self, unit: &UnitId, loss: &Tensor) -> Result<GradStore> {
+    pub(super) fn backward_for_step(&self, unit: &UnitId, loss: &Tensor) -> Result<GradStore> {
         self.check(unit)?;
         let units = self.units();
         let root = &units[self.root_of(&units[unit.index])];

@@ -295,7 +295,7 @@ impl ParamModel for Schedule {
     }
 
     fn backward_for_step(&self, unit: &UnitId, loss: &Tensor) -> Result<GradStore> {
-        self.backward_of_model(unit, loss)
+        Schedule::backward_for_step(self, unit, loss)
     }
 
     fn hands_out_to_hook(&self) -> bool {
