@@ -31,7 +31,7 @@ const LAYERS: [(&str, &str); 5] = [
 ];
 
 /// The files and folders of a folder, bottom first.
-const FILES: [(&str, &str); 8] = [
+const FILES: [(&str, &str); 9] = [
     (
         "fsdp-candle/src/fsdp",
         "backward_nodes comm frozen_call listed param_nodes policy shard_reader unit_path unsharded_memory weight_format full_values gradient \
@@ -48,6 +48,7 @@ const FILES: [(&str, &str); 8] = [
          swiglu layer_norm dropout softmax attention cpu_flash_attention rotary rotary_emb batch_norm group_norm embedding \
          ops rnn moe conv pool experts loss kv_cache",
     ),
+    ("fsdp-candle/src/nn/attention", "documents options visible_keys engine composite cpu no_cuda cuda fused"),
     (
         "fsdp-candle/src/optim",
         "hyper_parameters moment_kind shard_update disk state reach candle_loop sharded_optimizer elementwise sgd adam \

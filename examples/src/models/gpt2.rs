@@ -1,4 +1,4 @@
-//! GPT-2, with the parameter names of Hugging Face's `GPT2LMHeadModel`: `Conv1D` weights are `[in, out]`, and the head
+//! GPT-2, with the parameter names of Hugging Face's `GPT2LMHeadModel`: weights of `Gpt2Linear` are `[in, out]`, and the head
 //! is the token embedding.
 //!
 //! Shapes: batch B, time T, width C of the residual stream, H heads of width D.
@@ -6,7 +6,7 @@
 use candle_core::{Module, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 use fsdp_candle::FsdpModule;
-use fsdp_candle::nn::{self, AttentionOptions, Conv1D, Documents, Embedding, LayerNorm, Linear};
+use fsdp_candle::nn::{self, AttentionOptions, Documents, Embedding, Gpt2Linear, LayerNorm, Linear};
 
 use crate::models::config::Gpt2Config;
 use crate::models::heads::{Head, Output};
@@ -16,21 +16,21 @@ use crate::models::layers::{Layer, ModelDropout};
 /// A block: attention and MLP, each after a norm and added to the residual stream.
 pub struct Block {
     norm_1: LayerNorm,
-    qkv: Conv1D,
-    attention_output: Conv1D,
+    qkv: Gpt2Linear,
+    attention_output: Gpt2Linear,
     norm_2: LayerNorm,
-    up: Conv1D,
-    down: Conv1D,
+    up: Gpt2Linear,
+    down: Gpt2Linear,
     heads: usize,
     options: AttentionOptions,
     exact_gelu: bool,
     drops: ModelDropout,
 }
 
-fn conv_1d(inputs: usize, outputs: usize, stdev: f64, vb: VarBuilder) -> Result<Conv1D> {
+fn gpt2_linear(inputs: usize, outputs: usize, stdev: f64, vb: VarBuilder) -> Result<Gpt2Linear> {
     let weight = vb.get_with_hints((inputs, outputs), "weight", Init::Randn { mean: 0., stdev })?;
     let bias = vb.get_with_hints(outputs, "bias", Init::Const(0.))?;
-    Conv1D::new(weight, Some(bias)).with_adapter(vb)
+    Gpt2Linear::new(weight, Some(bias)).with_adapter(vb)
 }
 
 impl Block {
@@ -44,11 +44,11 @@ impl Block {
         let (attention, mlp) = (vb.pp("attn"), vb.pp("mlp"));
         Ok(Block {
             norm_1: nn::layer_norm(width, config.layer_norm_epsilon, vb.pp("ln_1"))?,
-            qkv: conv_1d(width, 3 * width, stdev, attention.pp("c_attn"))?,
-            attention_output: conv_1d(width, width, residual, attention.pp("c_proj"))?,
+            qkv: gpt2_linear(width, 3 * width, stdev, attention.pp("c_attn"))?,
+            attention_output: gpt2_linear(width, width, residual, attention.pp("c_proj"))?,
             norm_2: nn::layer_norm(width, config.layer_norm_epsilon, vb.pp("ln_2"))?,
-            up: conv_1d(width, inner, stdev, mlp.pp("c_fc"))?,
-            down: conv_1d(inner, width, residual, mlp.pp("c_proj"))?,
+            up: gpt2_linear(width, inner, stdev, mlp.pp("c_fc"))?,
+            down: gpt2_linear(inner, width, residual, mlp.pp("c_proj"))?,
             heads: config.n_head,
             options: AttentionOptions::causal(1. / ((width / config.n_head) as f64).sqrt()),
             exact_gelu: config.activation_function == "gelu",

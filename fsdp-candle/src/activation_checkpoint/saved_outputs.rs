@@ -21,7 +21,7 @@ use crate::storage::{copied_storage, share_memory};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Operation {
-    /// The product with a weight of [`nn::Linear`](crate::nn::Linear), [`nn::Conv1D`](crate::nn::Conv1D) and their
+    /// The product with a weight of [`nn::Linear`](crate::nn::Linear), [`nn::Gpt2Linear`](crate::nn::Gpt2Linear) and their
     /// adapters, on the host in f32, f16 and bf16.
     Linear,
     /// [`nn::SwiGlu`](crate::nn::SwiGlu) and [`nn::mixture_of_experts`](crate::nn::mixture_of_experts()), where they are

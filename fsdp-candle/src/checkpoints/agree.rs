@@ -1,7 +1,7 @@
 //! The same outcome of a step on all ranks.
 
+use fsdp_core::ProcessGroup;
 use fsdp_core::process_group::{Signature, Subject};
-use fsdp_core::{ProcessGroup, ReduceOp};
 
 use crate::error::{Error, Result};
 
@@ -20,7 +20,7 @@ pub(super) fn agree<T>(group: &ProcessGroup, phase: &'static str, own: Result<T>
         Err(Error::Core(_) | Error::Checkpoint(Ckpt::Group(_) | Ckpt::Open { .. } | Ckpt::Save { .. })) => return own,
         Err(error) => with_causes(error),
     };
-    let Some((rank, cause)) = first_message(group, message)? else { return own };
+    let Some((rank, cause)) = group.first_message(message)? else { return own };
     let error = match own {
         // All ranks of the model's mesh have this one.
         Err(error @ Error::NonFinite(_)) => return Err(error),
@@ -28,17 +28,6 @@ pub(super) fn agree<T>(group: &ProcessGroup, phase: &'static str, own: Result<T>
         _ => None,
     };
     Err(Ckpt::Rank { rank, phase, cause, error }.into())
-}
-
-/// Returns the first message that is not empty, with its rank. Collective.
-pub(super) fn first_message(group: &ProcessGroup, message: String) -> Result<Option<(usize, String)>> {
-    let own = if message.is_empty() { i64::MAX } else { group.rank() as i64 };
-    let first = group.all_reduce_scalar(own, ReduceOp::Min)?;
-    if first == i64::MAX {
-        return Ok(None);
-    }
-    let text = group.broadcast_bytes(first as usize, message.into_bytes())?;
-    Ok(Some((first as usize, String::from_utf8_lossy(&text).into_owned())))
 }
 
 fn with_causes(error: &Error) -> String {

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use fsdp_ckpt::{HostDirs, Survey, TensorShard, TensorSource};
 use fsdp_core::ProcessGroup;
 
-use super::agree::{agree, first_message};
+use super::agree::agree;
 use crate::error::{Error, Result};
 use crate::warning::warn;
 
@@ -84,7 +84,7 @@ impl Directory {
             Err(error) if error.is_damage() => error.with_causes(),
             _ => String::new(),
         };
-        if let Some((rank, why)) = first_message(group, damage)? {
+        if let Some((rank, why)) = group.first_message(damage)? {
             return Ok(Verified::Damaged(format!("rank {rank}: {why}")));
         }
         let verified = agree(group, "open the checkpoint", verified.map_err(Error::from))?;

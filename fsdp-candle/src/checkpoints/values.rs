@@ -5,7 +5,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
-use super::agree::{agree, first_message};
+use super::agree::agree;
 use crate::error::{Error, Result};
 
 /// A value of any type that JSON can hold.
@@ -92,7 +92,7 @@ pub(super) fn to_save(values: &[NamedValue<'_>], group: &ProcessGroup) -> Result
             )
         })
     });
-    if let Some((_, why)) = first_message(group, differs.unwrap_or_default())? {
+    if let Some((_, why)) = group.first_message(differs.unwrap_or_default())? {
         return Err(Error::Argument(why));
     }
     if values.iter().any(|value| value.per_rank)

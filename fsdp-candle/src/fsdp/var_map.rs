@@ -226,7 +226,7 @@ impl ShardedVarMap {
     }
 
     /// Adds low-rank adapters to the layers whose FQN `targets` accepts. The model does not change. Fails if parameters
-    /// are built. Adapters exist for [`crate::nn::Linear`] and [`crate::nn::Conv1D`] that functions of `nn` make from
+    /// are built. Adapters exist for [`crate::nn::Linear`] and [`crate::nn::Gpt2Linear`] that functions of `nn` make from
     /// a builder. [`ShardedVarMap::adapted`] lists the layers with an adapter.
     ///
     /// To train only the adapters, [freeze](ShardedVarMap::freeze) all other parameters.

@@ -1,4 +1,4 @@
-//! Fully connected layers: `candle_nn::linear`, GPT-2's `Conv1D`, and low-rank adapters (LoRA) beside both.
+//! Fully connected layers: `candle_nn::linear`, `Gpt2Linear`, and low-rank adapters (LoRA) beside both.
 //!
 //! The layer is `y = x W^T + b`; GPT-2 stores `W` transposed. With `x` of `m` rows: `dx = dy W`, `dW = dy^T x`, and
 //! `db` is the column sums of `dy`. Each is one matrix product into its destination. The weight's gradient is
@@ -175,15 +175,15 @@ pub fn linear_b(in_dim: usize, out_dim: usize, bias: bool, vb: VarBuilder) -> Re
     if bias { linear(in_dim, out_dim, vb) } else { linear_no_bias(in_dim, out_dim, vb) }
 }
 
-/// GPT-2's fully connected layer `y = x W + b`: weight `[in, out]`, bias `[out]`, input `[.., in]`, output `[.., out]`.
+/// GPT-2's fully connected layer (transformers' `Conv1D`) `y = x W + b`: weight `[in, out]`, bias `[out]`, input `[.., in]`, output `[.., out]`.
 #[derive(Clone, Debug)]
-pub struct Conv1D {
+pub struct Gpt2Linear {
     weight: Tensor,
     bias: Option<Tensor>,
     adapter: Option<Adapter>,
 }
 
-impl Conv1D {
+impl Gpt2Linear {
     /// Returns a layer with this weight `[in, out]` and bias `[out]`.
     pub fn new(weight: Tensor, bias: Option<Tensor>) -> Self {
         register_layer(&weight);
@@ -208,25 +208,25 @@ impl Conv1D {
     }
 }
 
-impl Module for Conv1D {
+impl Module for Gpt2Linear {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        Adapter::add_to(self.adapter.as_ref(), affine("Conv1D", x, &self.weight, self.bias.as_ref(), true)?, x)
+        Adapter::add_to(self.adapter.as_ref(), affine("Gpt2Linear", x, &self.weight, self.bias.as_ref(), true)?, x)
     }
 }
 
-/// Returns a [`Conv1D`] layer from the tensors `weight` and `bias` of `vb`. As in GPT-2, the weight starts normal with
+/// Returns a [`Gpt2Linear`] layer from the tensors `weight` and `bias` of `vb`. As in GPT-2, the weight starts normal with
 /// standard deviation 0.02, and the bias zero.
-pub fn gpt2_linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Conv1D> {
+pub fn gpt2_linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Gpt2Linear> {
     let weight = vb.get_with_hints((in_dim, out_dim), "weight", Init::Randn { mean: 0., stdev: 0.02 })?;
     let bias = vb.get_with_hints(out_dim, "bias", Init::Const(0.))?;
-    Conv1D::new(weight, Some(bias)).with_adapter(vb)
+    Gpt2Linear::new(weight, Some(bias)).with_adapter(vb)
 }
 
 /// A layer with a low-rank adapter: input `[.., in]`, output `[.., out]`, as the base layer's.
 ///
 /// [`crate::ShardedVarMap::adapt`] adds adapters to the layers of an unmodified model. `Lora` is for your own models.
 ///
-/// The base layer is [`Linear`], [`Conv1D`] or any other module. To train only the adapters, freeze the other
+/// The base layer is [`Linear`], [`Gpt2Linear`] or any other module. To train only the adapters, freeze the other
 /// parameters before the model is built: `vars.freeze(|name| !is_adapter(name))`. Base and adapter may be in one FSDP
 /// unit. Frozen parameters are gathered with the unit, and have neither gradients nor optimizer state.
 ///

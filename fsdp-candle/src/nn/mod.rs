@@ -46,7 +46,7 @@
 //!
 //! | | input | output | parameters |
 //! |---|---|---|---|
-//! | [`Conv1D`], [`gpt2_linear`] | `[.., in]` | `[.., out]` | `weight` `[in, out]`, `bias` |
+//! | [`Gpt2Linear`], [`gpt2_linear`] | `[.., in]` | `[.., out]` | `weight` `[in, out]`, `bias` |
 //! | [`Lora`] | `[.., in]` | `[.., out]` | `lora_A.weight`, `lora_B.weight`, the base's |
 //! | [`Rotary`] | `[batch, T, heads * D]` | same | |
 //! | [`attention()`], [`attention_qkv`] | q, k, v `[batch, T, heads * D]` | `[batch, T, heads * D]` | |
@@ -135,7 +135,7 @@ pub use init::Init;
 pub use layer_norm::{LayerNorm, LayerNormConfig, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm};
 pub use linear::{Linear, linear, linear_b, linear_no_bias};
 pub use ops::Dropout;
-pub use optim::{AdamW, Optimizer, ParamsAdamW, SGD};
+pub use optim::{Optimizer, ParamsAdamW};
 pub use rnn::{GRU, GRUConfig, LSTM, LSTMConfig, RNN, gru, lstm};
 pub use sequential::{Sequential, seq};
 pub use var_builder::VarBuilder;
@@ -145,11 +145,12 @@ pub use crate::adapter::{LoraConfig, is_adapter, without_adapters};
 pub use activation::{gelu, gelu_erf, silu, silu_mul};
 pub use attention::Documents;
 pub use attention::fused::{
-    AttentionOptions, attention, attention_in_documents, attention_qkv, attention_qkv_in_documents, causal_attention,
+    attention, attention_in_documents, attention_qkv, attention_qkv_in_documents, causal_attention,
     causal_attention_qkv,
 };
+pub use attention::options::AttentionOptions;
 pub use experts::mixture_of_experts;
-pub use linear::{Conv1D, Lora, gpt2_linear, lora};
+pub use linear::{Gpt2Linear, Lora, gpt2_linear, lora};
 pub use loss::cross_entropy::{
     CrossEntropyOptions, IGNORED, Reduction, cross_entropy, cross_entropy_with, vocab_parallel_cross_entropy,
 };

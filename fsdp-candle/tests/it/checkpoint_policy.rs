@@ -17,7 +17,7 @@ struct Block {
     qkv: nn::Linear,
     output: nn::Linear,
     up: nn::Linear,
-    down: nn::Conv1D,
+    down: nn::Gpt2Linear,
 }
 
 impl Block {

@@ -14,11 +14,11 @@ const CONFIG: nn::LoraConfig = nn::LoraConfig { rank: 2, alpha: 3. };
 const STEPS: usize = 4;
 const LR: f64 = 0.02;
 
-/// An adapted linear layer, a frozen one and an adapted `Conv1D`.
+/// An adapted linear layer, a frozen one and an adapted `Gpt2Linear`.
 struct Model {
     first: nn::Lora<nn::Linear>,
     second: nn::Linear,
-    third: nn::Lora<nn::Conv1D>,
+    third: nn::Lora<nn::Gpt2Linear>,
 }
 
 impl Model {
@@ -153,7 +153,7 @@ fn recognizes_adapter_names() {
 struct Bare {
     first: nn::Linear,
     second: nn::Linear,
-    third: nn::Conv1D,
+    third: nn::Gpt2Linear,
 }
 
 impl Bare {

@@ -3,8 +3,8 @@
 //! A rank sends and receives as much in a large group as in a small one: agreement is a reduction, a text comes from one
 //! rank, and only rank 0 receives a message from each rank.
 
+use fsdp_core::ProcessGroup;
 use fsdp_core::process_group::{Signature, Subject};
-use fsdp_core::{ProcessGroup, ReduceOp};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -21,27 +21,14 @@ pub(crate) fn for_purpose(group: &ProcessGroup, purpose: &str) -> ProcessGroup {
 /// Returns the outcome of a phase if it succeeded on all ranks, else the first failed rank's error on every rank.
 pub(crate) fn agree<T>(group: &ProcessGroup, phase: &'static str, outcome: Result<T>) -> Result<T> {
     let message = match &outcome {
-        Ok(_) => Vec::new(),
+        Ok(_) => String::new(),
         // A failed group fails on every rank by itself, and can't carry a message.
         Err(Error::Group(_)) => return outcome,
-        Err(error) => chain(error).into_bytes(),
+        Err(error) => chain(error),
     };
-    let Some((rank, cause)) = first_message(group, message)? else { return outcome };
+    let Some((rank, cause)) = group.first_message(message)? else { return outcome };
     let error = if rank == group.rank() { outcome.err().map(Box::new) } else { None };
     Err(Error::Rank { rank, phase, cause, error })
-}
-
-/// Returns the first message that is not empty, with its rank.
-pub(crate) fn first_message(group: &ProcessGroup, message: Vec<u8>) -> fsdp_core::Result<Option<(usize, String)>> {
-    let Some(rank) = first_rank(group, !message.is_empty())? else { return Ok(None) };
-    let text = group.broadcast_bytes(rank, message)?;
-    Ok(Some((rank, String::from_utf8_lossy(&text).into_owned())))
-}
-
-/// Returns the first rank for which it is true.
-pub(crate) fn first_rank(group: &ProcessGroup, is_true: bool) -> fsdp_core::Result<Option<usize>> {
-    let first = group.all_reduce_scalar(if is_true { group.rank() as i64 } else { i64::MAX }, ReduceOp::Min)?;
-    Ok(if first == i64::MAX { None } else { Some(first as usize) })
 }
 
 /// Returns every rank's message, by rank, on rank 0 if all ranks have one, else the first failed rank's error on every

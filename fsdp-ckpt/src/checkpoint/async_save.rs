@@ -11,7 +11,7 @@ use std::thread::JoinHandle;
 use fsdp_core::{Buffer, ProcessGroup, Readable};
 use rayon::prelude::*;
 
-use crate::checkpoint::agree::{agree, first_message, for_purpose};
+use crate::checkpoint::agree::{agree, for_purpose};
 use crate::error::chain;
 use crate::safetensors::read_bytes;
 use crate::store::split;
@@ -154,8 +154,8 @@ impl AsyncSaver {
     pub fn wait(&mut self) -> Result<Option<SaveSummary>> {
         let _span = fsdp_core::heartbeat::span("wait for checkpoint save", "");
         let outcome = self.running.take().map(Running::join).transpose();
-        let message = outcome.as_ref().err().map(|error| chain(error).into_bytes()).unwrap_or_default();
-        let error = match first_message(&self.group, message) {
+        let message = outcome.as_ref().err().map(|error| chain(error)).unwrap_or_default();
+        let error = match self.group.first_message(message) {
             Ok(None) => return outcome,
             Ok(Some((rank, cause))) => Error::Rank { rank, phase: "save in the background", cause, error: None },
             Err(error) => error.into(),
@@ -176,8 +176,8 @@ impl AsyncSaver {
 
     fn refuse_when_busy(&self) -> Result<()> {
         let busy = self.running.as_ref().filter(|_| self.is_busy());
-        let message = busy.map(|running| running.path.display().to_string().into_bytes()).unwrap_or_default();
-        match first_message(&self.group, message)? {
+        let message = busy.map(|running| running.path.display().to_string()).unwrap_or_default();
+        match self.group.first_message(message)? {
             Some((rank, path)) => Err(Error::Busy { path: path.into(), rank }),
             None => Ok(()),
         }

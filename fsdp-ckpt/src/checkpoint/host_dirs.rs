@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use fsdp_core::{ProcessGroup, ReduceOp};
 use serde::{Deserialize, Serialize};
 
-use crate::checkpoint::agree::{agree, exchange, first_message, first_rank, read_message, to_message};
+use crate::checkpoint::agree::{agree, exchange, read_message, to_message};
 use crate::checkpoint::hosts::Hosts;
 use crate::checkpoint::run_dir::{
     all_resolved, candidates, links_to_nothing, name_before_quarantine, names, remove, resolved, step_of,
@@ -130,18 +130,18 @@ impl HostDirs {
                 Some(Err(error)) if error.is_damage() == damaged => chain(error),
                 _ => String::new(),
             };
-            if let Some((rank, why)) = first_message(group, message.into_bytes())? {
+            if let Some((rank, why)) = group.first_message(message)? {
                 return inconsistent(damaged, format!("on {}, {why}", host(rank)));
             }
         }
         let part = opened.as_ref().and_then(|opened| opened.as_ref().ok());
-        let Some(first) = first_rank(group, part.is_some())? else {
+        let Some(first) = group.first_rank(part.is_some())? else {
             let looked_for = "checkpoint on any host: no such directory".into();
             return Err(Error::NotFound { path: dir.to_path_buf(), looked_for });
         };
         let id = to_message(&part.map(|part| (part.id(), part.files().len())))?;
         let (id, files): ((u64, Option<u32>), usize) = read_message(first, &group.broadcast_bytes(first, id)?)?;
-        if let Some(other) = first_rank(group, part.is_some_and(|part| part.id() != id))? {
+        if let Some(other) = group.first_rank(part.is_some_and(|part| part.id() != id))? {
             let (a, b) = (host(first), host(other));
             return inconsistent(
                 false,
@@ -163,7 +163,7 @@ impl HostDirs {
             let (damaged, reason) = self.describe_nowhere(dir, &nowhere)?;
             return inconsistent(damaged, reason);
         }
-        match first_rank(group, part.is_none())? {
+        match group.first_rank(part.is_none())? {
             Some(rank) => {
                 let (without, with) = (host(rank), host(first));
                 inconsistent(false, format!("{without} has no part; copy the part of {with} there"))

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use fsdp_core::ProcessGroup;
 
-use crate::checkpoint::agree::{agree, first_rank, on_rank_0};
+use crate::checkpoint::agree::{agree, on_rank_0};
 use crate::{Error, Result};
 
 /// The hosts of a group's ranks. Ranks of one host share a directory.
@@ -28,8 +28,8 @@ impl Hosts {
 
     /// Exchanges the ranks' host names; either all ranks pass one or none does. Collective.
     pub(crate) fn exchange(group: &ProcessGroup, host: Option<&str>) -> Result<Self> {
-        let nameless = first_rank(group, host.is_none_or(str::is_empty))?;
-        if nameless.is_some() && first_rank(group, host.is_some())?.is_none() {
+        let nameless = group.first_rank(host.is_none_or(str::is_empty))?;
+        if nameless.is_some() && group.first_rank(host.is_some())?.is_none() {
             return Ok(Self::shared(group.size()));
         }
         if let Some(rank) = nameless {

@@ -99,6 +99,34 @@ impl ProcessGroup {
         group.elements(group.broadcast(vec![message], root), len)
     }
 
+    /// Returns the first message of a rank that has one, with its rank, the same on every rank. The others pass an empty
+    /// one. Collective; blocks.
+    ///
+    /// # Errors
+    /// Errors of [`ProcessGroup::broadcast`].
+    ///
+    /// ```
+    /// use fsdp_core::process_group::local;
+    /// let messages = ["", "disk full", "no such file"];
+    /// let first = local::run(3, |group| group.first_message(messages[group.rank()].into()).unwrap());
+    /// assert_eq!(first, vec![Some((1, "disk full".into())); 3]);
+    /// ```
+    pub fn first_message(&self, message: String) -> Result<Option<(usize, String)>> {
+        let Some(rank) = self.first_rank(!message.is_empty())? else { return Ok(None) };
+        let text = self.broadcast_bytes(rank, message.into_bytes())?;
+        Ok(Some((rank, String::from_utf8_lossy(&text).into_owned())))
+    }
+
+    /// Returns the first rank that passes true, the same on every rank. Collective; blocks.
+    ///
+    /// # Errors
+    /// Errors of [`ProcessGroup::all_reduce`].
+    pub fn first_rank(&self, is_true: bool) -> Result<Option<usize>> {
+        let own = if is_true { self.rank() as i64 } else { i64::MAX };
+        let first = self.all_reduce_scalar(own, ReduceOp::Min)?;
+        Ok((first != i64::MAX).then_some(first as usize))
+    }
+
     /// Returns the ranks whose value differs from this rank's. Compares hashes of 64 bits. Collective; blocks.
     ///
     /// # Errors

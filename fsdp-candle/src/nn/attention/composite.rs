@@ -1,12 +1,11 @@
 //! Attention as a chain of Candle's operations, for f64 on the CPU and for devices without kernels. It keeps every matrix
 //! of scores.
 
-use candle_core::{D, DType, Device, Result, Tensor};
+use candle_core::{D, DType, Device, Result, Tensor, bail};
 use parking_lot::Mutex;
 
 use super::documents::Documents;
-use super::fused::AttentionOptions;
-use super::repeat_kv_heads;
+use super::options::AttentionOptions;
 use crate::nn::dropout::drop_elements;
 use crate::nn::empty::if_empty;
 use crate::nn::limits::check_size;
@@ -90,4 +89,18 @@ fn cached_mask(options: &AttentionOptions, queries: usize, keys: usize, device: 
     }
     masks.push((*options, mask.clone()));
     Ok(mask)
+}
+
+/// Repeats each key or value head for all of its query heads, in the dtype.
+pub(super) fn repeat_kv_heads(x: &Tensor, heads: usize, dtype: DType) -> Result<Tensor> {
+    let (batch, own, keys, dim) = x.dims4()?;
+    if own == 0 || !heads.is_multiple_of(own) {
+        bail!("attention: {heads} query heads can't share {own} key or value heads evenly");
+    }
+    let x = x.to_dtype(dtype)?;
+    if own == heads {
+        return x.contiguous();
+    }
+    let x = x.unsqueeze(2)?.broadcast_as((batch, own, heads / own, keys, dim))?;
+    x.contiguous()?.reshape((batch, heads, keys, dim))
 }

@@ -11,7 +11,9 @@ use std::ops::Range;
 use candle_core::{Result, Storage, Tensor};
 
 use super::documents::Documents;
-use super::fused::{AttentionDims, AttentionOptions, Engine, HeadLayout, VisibleKeys};
+use super::engine::{AttentionDims, Engine, HeadLayout};
+use super::options::AttentionOptions;
+use super::visible_keys::VisibleKeys;
 use crate::nn::cpu::matrix::{Mat, MatMut, Shared, product_here};
 use crate::nn::cpu::simd::{dot, kernel, max, probability, sum, tanh};
 use crate::nn::cpu::{cpu, floats, for_each_task, read, storage, tensor_like};

@@ -19,7 +19,8 @@ use candle_core::{Device, Result, Storage, Tensor};
 use fsdp_core::{Buffer, DType};
 
 use super::documents::Documents;
-use super::fused::{AttentionDims, Engine, HeadLayout, VisibleKeys};
+use super::engine::{AttentionDims, Engine, HeadLayout};
+use super::visible_keys::VisibleKeys;
 use crate::error::Error;
 use crate::kernels::cuda::{
     self, FlashAttention, Heads, Matrix, MatrixLayout, ScoreBlock, Visibility, add_products, wide,

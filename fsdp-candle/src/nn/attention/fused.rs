@@ -13,127 +13,21 @@
 //!
 //! Each kind of device has an [`Engine`]: `cpu` and `cuda`.
 
-use std::ops::Range;
 use std::sync::Arc;
 
-use candle_core::{DType, Result, Storage, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 
 use super::composite::composite;
 use super::cpu::Cpu;
 use super::cuda;
 use super::documents::Documents;
+use super::engine::{AttentionDims, Engine};
+use super::options::AttentionOptions;
 use crate::activation_checkpoint::{Operation, operation};
 use crate::graph::{Reads, graph_op};
 use crate::nn::cpu::same_kind;
-use crate::nn::dropout::check_probability;
 use crate::nn::weight::has_cpu_kernels;
 use crate::random::Mask;
-
-/// Settings of an attention besides its heads.
-///
-/// ```
-/// use fsdp_candle::nn::AttentionOptions;
-///
-/// let full = AttentionOptions::causal(0.125);
-/// let local = AttentionOptions { window: Some(4096), ..full };
-/// assert!(local.causal && full.window.is_none());
-/// ```
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AttentionOptions {
-    /// Factor of the products of queries and keys, usually `1 / sqrt(D)`.
-    pub scale: f64,
-    /// Whether a query sees no key after its own position.
-    pub causal: bool,
-    /// A query sees only keys that are fewer positions than this away. At least 1, which is its own position.
-    pub window: Option<usize>,
-    /// Scores `s` become `cap * tanh(s / cap)`, as in Gemma 2. Above 0.
-    pub softcap: Option<f64>,
-    /// Probability in `[0, 1)` with which a query's weight of a key becomes 0 after the softmax. Set it to 0 in
-    /// evaluation. The dropped weights follow from this thread's [random state](crate::random), with one draw for the
-    /// weights `[batch, heads, T, S]`. No mask is kept.
-    pub dropout: f64,
-}
-
-impl AttentionOptions {
-    /// Returns options with which every query sees itself and all keys before it.
-    pub fn causal(scale: f64) -> Self {
-        AttentionOptions { scale, causal: true, window: None, softcap: None, dropout: 0. }
-    }
-
-    /// Returns options with which every query sees all keys.
-    pub fn bidirectional(scale: f64) -> Self {
-        AttentionOptions { causal: false, ..Self::causal(scale) }
-    }
-
-    /// Returns whether the visible keys depend on a query's position.
-    fn depends_on_position(&self) -> bool {
-        self.causal || self.window.is_some()
-    }
-
-    fn check(&self, function: &str) -> Result<()> {
-        if self.window == Some(0) {
-            bail!("{function}: a window of 0 hides all keys. It must be at least 1");
-        }
-        check_probability(function, self.dropout)?;
-        match self.softcap {
-            Some(cap) if !(cap.is_finite() && cap > 0.0) => {
-                bail!("{function}: the cap of the scores must be above 0, found {cap}")
-            }
-            _ => Ok(()),
-        }
-    }
-
-    /// Returns the keys that queries see in a row of the batch, for each document, or for the whole row without
-    /// documents.
-    pub(super) fn visible_keys(
-        &self,
-        queries: usize,
-        keys: usize,
-        documents: Option<&Documents>,
-        row: usize,
-    ) -> impl Iterator<Item = VisibleKeys> {
-        let &AttentionOptions { causal, window, .. } = self;
-        let window = window.unwrap_or(usize::MAX);
-        let (lengths, whole) = match documents {
-            Some(documents) => (documents.row(row), None),
-            None => (&[][..], Some((queries, keys))),
-        };
-        let parts = whole.into_iter().chain(lengths.iter().map(|&length| (length, length)));
-        parts.scan(0, move |next, (queries, keys)| {
-            let start = *next;
-            *next += queries;
-            Some(VisibleKeys { causal, window, start, queries, keys, before: keys.saturating_sub(queries) })
-        })
-    }
-}
-
-/// The visible keys of a document's queries, or of a whole row's. All of them are in the same document.
-#[derive(Clone, Copy)]
-pub(super) struct VisibleKeys {
-    causal: bool,
-    window: usize,
-    /// First query, which is also the first key.
-    start: usize,
-    queries: usize,
-    keys: usize,
-    /// Keys before the first query's own.
-    before: usize,
-}
-
-impl VisibleKeys {
-    /// Returns the queries.
-    pub(super) fn queries(self) -> Range<usize> {
-        self.start..self.start + self.queries
-    }
-
-    /// Returns the keys that a query sees.
-    #[inline(always)]
-    pub(super) fn of(self, query: usize) -> Range<usize> {
-        let position = self.before + query - self.start;
-        let end = if self.causal { position + 1 } else { position.saturating_add(self.window).min(self.keys) };
-        self.start + (position + 1).saturating_sub(self.window)..self.start + end
-    }
-}
 
 /// Computes causal self-attention: [`attention()`] in which a query sees itself and all keys before it. `scale` is
 /// usually `1 / sqrt(D)`.
@@ -360,25 +254,6 @@ pub(super) fn is_fused(tensor: &Tensor) -> bool {
     has_cpu_kernels(tensor) || cuda::engine(tensor).is_some()
 }
 
-/// The computation of attention on one kind of device.
-pub(super) trait Engine: Copy + Send + Sync + 'static {
-    /// The logarithms of the sums, which backward reads.
-    type LogSums: Send + Sync + 'static;
-
-    /// Returns the output `[batch, T, n_heads * D]` in the operands' dtype. The operands are q, k and v, or one tensor
-    /// that holds all three.
-    fn forward(self, dims: &AttentionDims, operands: &[&Tensor]) -> Result<(Storage, Self::LogSums)>;
-
-    /// Returns the gradients of the operands, given the output and its gradient.
-    fn backward(
-        self,
-        dims: &AttentionDims,
-        operands: &[&Tensor],
-        outputs: [&Tensor; 2],
-        log_sums: &Self::LogSums,
-    ) -> Result<Vec<Option<Tensor>>>;
-}
-
 /// Computes an attention of separate q, k and v, or of one tensor that holds all three.
 fn fused(dims: AttentionDims, operands: &[&Tensor]) -> Result<Tensor> {
     match cuda::engine(operands[0]) {
@@ -406,61 +281,4 @@ fn node<E: Engine>(engine: E, dims: AttentionDims, operands: &[&Tensor]) -> Resu
         })?;
         Ok((y, kept))
     })
-}
-
-/// The dimensions of an attention. `queries` and `keys` count positions.
-pub(super) struct AttentionDims {
-    pub(super) batch: usize,
-    pub(super) queries: usize,
-    pub(super) keys: usize,
-    pub(super) n_heads: usize,
-    pub(super) n_kv_heads: usize,
-    pub(super) dim: usize,
-    /// Dtype of the operands.
-    pub(super) dtype: DType,
-    pub(super) options: AttentionOptions,
-    pub(super) documents: Option<Documents>,
-    /// Dropout mask of the probabilities `[batch, n_heads, T, S]`.
-    pub(super) mask: Option<Mask>,
-}
-
-/// The layout of one operand's heads in its buffer: batch by batch, with a row for each position.
-#[derive(Clone, Copy)]
-pub(super) struct HeadLayout {
-    pub(super) offset: usize,
-    pub(super) batch_stride: usize,
-    pub(super) row_stride: usize,
-}
-
-impl HeadLayout {
-    /// Returns the index of the first element of a head at a position.
-    pub(super) fn index(&self, batch: usize, position: usize, head: usize, dim: usize) -> usize {
-        self.offset + batch * self.batch_stride + position * self.row_stride + head * dim
-    }
-}
-
-impl AttentionDims {
-    /// Returns the layouts of q, k and v in separate tensors, or in one.
-    pub(super) fn layouts(&self, operands: &[&Tensor]) -> [HeadLayout; 3] {
-        if operands.len() == 1 { self.packed_layouts() } else { self.separate_layouts() }
-    }
-
-    /// Returns the layouts of q, k and v as separate tensors.
-    pub(super) fn separate_layouts(&self) -> [HeadLayout; 3] {
-        let layout = |steps: usize, heads: usize| HeadLayout {
-            offset: 0,
-            batch_stride: steps * heads * self.dim,
-            row_stride: heads * self.dim,
-        };
-        let kv = layout(self.keys, self.n_kv_heads);
-        [layout(self.queries, self.n_heads), kv, kv]
-    }
-
-    /// Returns the layouts of q, k and v in one tensor.
-    fn packed_layouts(&self) -> [HeadLayout; 3] {
-        let row_stride = (self.n_heads + 2 * self.n_kv_heads) * self.dim;
-        let layout =
-            |head: usize| HeadLayout { offset: head * self.dim, batch_stride: self.queries * row_stride, row_stride };
-        [layout(0), layout(self.n_heads), layout(self.n_heads + self.n_kv_heads)]
-    }
 }

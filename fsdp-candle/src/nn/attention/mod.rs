@@ -9,7 +9,10 @@ mod cpu;
 #[cfg_attr(not(feature = "cuda"), path = "no_cuda.rs")]
 mod cuda;
 mod documents;
+mod engine;
 pub(super) mod fused;
+pub(super) mod options;
+mod visible_keys;
 
 use candle_core::{D, DType, Device, Result, Tensor, WithDType, bail};
 
@@ -19,7 +22,9 @@ pub use documents::Documents;
 
 use super::limits::check_scores_fit;
 use super::softmax::softmax_last_dim;
-use fused::{AttentionOptions, attention, is_fused};
+use composite::repeat_kv_heads;
+use fused::{attention, is_fused};
+use options::AttentionOptions;
 
 /// Computes attention of `q` `[batch, T, heads, D]` over `k` and `v` `[batch, S, kv_heads, D]`. The output is `[batch,
 /// heads, T, D]`.
@@ -272,20 +277,6 @@ pub(super) fn attend(q: &Tensor, k: &Tensor, v: &Tensor, options: &ScoreOptions)
     let sees = scores.max_keepdim(D::Minus1)?.detach().gt(f32::NEG_INFINITY)?.broadcast_as(scores.shape())?;
     let scores = sees.where_cond(&scores, &scores.zeros_like()?)?;
     (softmax_last_dim(&scores)? * sees.to_dtype(wide)?)?.matmul(&v)
-}
-
-/// Repeats each key or value head for all of its query heads, in the dtype.
-fn repeat_kv_heads(x: &Tensor, heads: usize, dtype: DType) -> Result<Tensor> {
-    let (batch, own, keys, dim) = x.dims4()?;
-    if own == 0 || !heads.is_multiple_of(own) {
-        bail!("attention: {heads} query heads can't share {own} key or value heads evenly");
-    }
-    let x = x.to_dtype(dtype)?;
-    if own == heads {
-        return x.contiguous();
-    }
-    let x = x.unsqueeze(2)?.broadcast_as((batch, own, heads / own, keys, dim))?;
-    x.contiguous()?.reshape((batch, heads, keys, dim))
 }
 
 /// Returns the slopes of ALiBi (Press et al., 2022, arXiv:2108.12409) for this number of heads.

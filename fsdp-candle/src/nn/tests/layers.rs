@@ -243,8 +243,8 @@ fn errors_name_the_function_and_the_shapes() {
     assert!(m.contains("Linear") && m.contains("BF16") && m.contains("F32"), "{m}");
     let m = message(Linear::new(t(&[3, 4]), Some(t(&[4]))).forward(&t(&[2, 4])));
     assert!(m.contains("bias") && m.contains("[3]"), "{m}");
-    let m = message(Conv1D::new(t(&[4, 3]), None).forward(&t(&[2, 3])));
-    assert!(m.contains("Conv1D") && m.contains("[4, 3]"), "{m}");
+    let m = message(Gpt2Linear::new(t(&[4, 3]), None).forward(&t(&[2, 3])));
+    assert!(m.contains("Gpt2Linear") && m.contains("[4, 3]"), "{m}");
     let m = message(LayerNorm::new_no_bias(t(&[4]), 1e-5).forward(&t(&[2, 3])));
     assert!(m.contains("LayerNorm") && m.contains("[2, 3]"), "{m}");
     let m = message(RmsNorm::new(t(&[4]), 1e-5).forward(&t(&[])));

@@ -409,6 +409,27 @@ impl Phase {
 /// Most bytes that an announcement's message holds beside the announcement.
 const INLINE: usize = 4096;
 
+/// This rank's announcement of a collective, at the start of its first page to each peer.
+struct Announcement {
+    bytes: Vec<u8>,
+    /// Number of bytes that follow the head: this rank's row of sizes, where peers size the collective.
+    row: usize,
+}
+
+impl Announcement {
+    fn new(collective: &Collective<'_>) -> Self {
+        let mut bytes = vec![0; Collective::announcement_len(collective.group().size)];
+        collective.announce(&mut bytes);
+        let row = if collective.is_sized_by_peers() { bytes.len() - FIXED } else { 0 };
+        Announcement { bytes, row }
+    }
+
+    /// Returns where the short data begins in the page.
+    fn data(&self) -> usize {
+        (HEAD + self.row).next_multiple_of(ALIGN)
+    }
+}
+
 /// Returns the location in a page of the bytes that begin at `start`.
 fn within(page: usize, start: usize, bytes: &Range<usize>) -> Span {
     Span { region: page, bytes: start + bytes.start..start + bytes.end }
@@ -506,90 +527,127 @@ impl Exchange<'_> {
     /// Sends this rank's announcement to all others, with short data, and compares all announcements.
     fn first(&mut self, in_flight: &InFlight, phase: &Phase) -> Result<()> {
         self.transport.check().map_err(|error| self.error(error))?;
-        let (size, rank) = (self.transport.size(), self.transport.communicator.rank);
-        let mut own = vec![0; Collective::announcement_len(size)];
-        self.collective.announce(&mut own);
-        let row = if self.collective.is_sized_by_peers() { own.len() - FIXED } else { 0 };
-        let head = (HEAD + row).next_multiple_of(ALIGN);
-        let inline = self.inline();
-        let is_short = |stream: &Stream| (1..=inline).contains(&stream.len());
+        let own = Announcement::new(self.collective);
+        let size = self.transport.size();
         // One page to each rank and one from each. The next collective reuses them, so they have space for a
         // `Call::row`. Receives have the largest length, because a rank may have issued another, longer collective.
-        let len = (Collective::announcement_len(size) - FIXED + HEAD).next_multiple_of(ALIGN) + inline;
+        let len = (Collective::announcement_len(size) - FIXED + HEAD).next_multiple_of(ALIGN) + self.inline();
         let mut pages = std::mem::take(&mut self.transport.first_pages);
         if pages.is_empty() {
             pages = (0..2 * size).map(|_| page(len)).collect();
         }
-        let first_pages = Arc::new(InFlight::new(vec![], pages));
+        let pages = Arc::new(InFlight::new(vec![], pages));
         let mut transfers = Vec::with_capacity(2 * size);
         for peer in self.transport.communicator.peers() {
             transfers.push(Transfer { direction: Direction::Receive, peer, span: within(size + peer, 0, &(0..len)) });
         }
         for peer in self.transport.communicator.peers() {
             // SAFETY: nothing is in flight yet, and nobody else uses the pages.
-            unsafe {
-                first_pages.write(&within(peer, 0, &(0..HEAD))).copy_from_slice(&own[..HEAD]);
-                first_pages.write(&within(peer, HEAD, &(0..row))).copy_from_slice(&own[FIXED..][..row]);
-            }
-            let lane = &phase.sends[peer];
-            let mut end = head;
-            if is_short(&lane.stream) {
-                for piece in lane.stream.pieces(0, inline.next_multiple_of(ALIGN)) {
-                    // SAFETY: as above.
-                    unsafe {
-                        let from = in_flight.read(&lane.span(&piece));
-                        first_pages.write(&within(peer, head, &piece.chunk)).copy_from_slice(from);
-                    }
-                    end = head + piece.chunk.end;
-                }
-            }
+            let end = unsafe { self.write_first_page(&own, peer, in_flight, phase, &pages) };
             transfers.push(Transfer { direction: Direction::Send, peer, span: within(peer, 0, &(0..end)) });
         }
         // SAFETY: the pages are accessed again once all messages have ended, below.
-        let batch = unsafe { self.transport.post(&first_pages, transfers) };
+        let batch = unsafe { self.transport.post(&pages, transfers) };
         self.wait(&batch, 0)?;
         // SAFETY: all of these messages have ended.
-        let told = |peer: usize| unsafe { first_pages.read(&within(size + peer, 0, &(0..HEAD + row))) };
-        let is_same = |peer: usize| told(peer)[..HEAD] == own[..HEAD];
-        if row > 0 || !self.transport.communicator.peers().all(is_same) {
-            let announced = |peer: usize| {
-                let mut announced = own.clone();
-                if peer != rank {
-                    let (head, rest) = told(peer).split_at(HEAD);
-                    announced[..HEAD].copy_from_slice(head);
-                    announced[FIXED..][..row].copy_from_slice(rest);
-                }
-                announced
-            };
-            let announced: Vec<_> = (0..size).map(announced).collect();
-            if self.collective.compare(|peer| &announced[peer]).is_err() {
-                return Err(self.differ(own)?);
-            }
+        if !unsafe { self.is_announced_by_all(&own, &pages) } {
+            return Err(self.differ(own.bytes)?);
         }
-        match &phase.combined {
-            None => {
-                for peer in self.transport.communicator.peers() {
-                    let lane = &phase.receives[peer];
-                    let pieces = lane.stream.pieces(0, inline.next_multiple_of(ALIGN));
-                    for piece in pieces.filter(|_| is_short(&lane.stream)) {
-                        // SAFETY: these messages have ended, and others have not begun.
-                        unsafe {
-                            let from = first_pages.read(&within(size + peer, head, &piece.chunk));
-                            in_flight.write(&lane.span(&piece)).copy_from_slice(from);
-                        }
+        // SAFETY: these messages have ended, and others have not begun.
+        unsafe { self.take_short_data(&own, in_flight, phase, &pages) };
+        self.transport.first_pages = self.take_buffers(pages)?.1;
+        Ok(())
+    }
+
+    /// Returns whether a stream is sent with the announcement.
+    fn is_short(&self, stream: &Stream) -> bool {
+        (1..=self.inline()).contains(&stream.len())
+    }
+
+    /// Returns the pieces of a stream that is sent with the announcement.
+    fn short_pieces<'a>(&self, stream: &'a Stream) -> impl Iterator<Item = Piece> + use<'a> {
+        let is_short = self.is_short(stream);
+        stream.pieces(0, self.inline().next_multiple_of(ALIGN)).filter(move |_| is_short)
+    }
+
+    /// Writes the announcement and the short data of the page to `peer`. Returns the page's length.
+    ///
+    /// # Safety
+    /// No message of these pages and this memory is in flight, and nobody else uses them.
+    unsafe fn write_first_page(
+        &self,
+        own: &Announcement,
+        peer: usize,
+        in_flight: &InFlight,
+        phase: &Phase,
+        pages: &InFlight,
+    ) -> usize {
+        // SAFETY: as the caller promises.
+        unsafe {
+            pages.write(&within(peer, 0, &(0..HEAD))).copy_from_slice(&own.bytes[..HEAD]);
+            pages.write(&within(peer, HEAD, &(0..own.row))).copy_from_slice(&own.bytes[FIXED..][..own.row]);
+        }
+        let (lane, data) = (&phase.sends[peer], own.data());
+        let mut end = data;
+        for piece in self.short_pieces(&lane.stream) {
+            // SAFETY: as the caller promises.
+            unsafe {
+                let from = in_flight.read(&lane.span(&piece));
+                pages.write(&within(peer, data, &piece.chunk)).copy_from_slice(from);
+            }
+            end = data + piece.chunk.end;
+        }
+        end
+    }
+
+    /// Returns whether all ranks have announced the same collective.
+    ///
+    /// # Safety
+    /// All messages of these pages have ended.
+    unsafe fn is_announced_by_all(&self, own: &Announcement, pages: &InFlight) -> bool {
+        let Transport { communicator, .. } = &self.transport;
+        let size = self.transport.size();
+        // SAFETY: as the caller promises.
+        let told = |peer: usize| unsafe { pages.read(&within(size + peer, 0, &(0..HEAD + own.row))) };
+        if own.row == 0 && communicator.peers().all(|peer| told(peer)[..HEAD] == own.bytes[..HEAD]) {
+            return true;
+        }
+        let announced = |peer: usize| {
+            let mut announced = own.bytes.clone();
+            if peer != communicator.rank {
+                let (head, row) = told(peer).split_at(HEAD);
+                announced[..HEAD].copy_from_slice(head);
+                announced[FIXED..][..own.row].copy_from_slice(row);
+            }
+            announced
+        };
+        let announced: Vec<_> = (0..size).map(announced).collect();
+        self.collective.compare(|peer| &announced[peer]).is_ok()
+    }
+
+    /// Copies the short data of the peers' pages into the outputs, or adds it up.
+    ///
+    /// # Safety
+    /// All messages of these pages have ended, and nobody else uses the memory of the collective.
+    unsafe fn take_short_data(&self, own: &Announcement, in_flight: &InFlight, phase: &Phase, pages: &InFlight) {
+        let (size, data) = (self.transport.size(), own.data());
+        let Some(combined) = &phase.combined else {
+            for peer in self.transport.communicator.peers() {
+                let lane = &phase.receives[peer];
+                for piece in self.short_pieces(&lane.stream) {
+                    // SAFETY: as the caller promises.
+                    unsafe {
+                        let from = pages.read(&within(size + peer, data, &piece.chunk));
+                        in_flight.write(&lane.span(&piece)).copy_from_slice(from);
                     }
                 }
             }
-            Some(combined) if is_short(&combined.stream) => {
-                for piece in combined.stream.pieces(0, inline.next_multiple_of(ALIGN)) {
-                    // SAFETY: as above.
-                    unsafe { self.combine(in_flight, combined, &piece, 0, &first_pages, |from| (size + from, head)) };
-                }
-            }
-            Some(_) => {}
+            return;
+        };
+        for piece in self.short_pieces(&combined.stream) {
+            // SAFETY: as the caller promises.
+            unsafe { self.combine(in_flight, combined, &piece, 0, pages, |from| (size + from, data)) };
         }
-        self.transport.first_pages = self.take_buffers(first_pages)?.1;
-        Ok(())
     }
 
     /// Returns the error of ranks that issued different collectives. All of them exchange their whole announcements.

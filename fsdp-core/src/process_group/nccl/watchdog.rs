@@ -127,49 +127,63 @@ impl Shared {
 
     /// Returns the reason to abort the communicator, if there is one.
     fn look(&self) -> Option<Error> {
-        let peer_monitor = self.peer_monitor.as_deref();
         let mut pending = self.pending.lock();
         let issued = pending.issued;
-        let (first, before) = match self.bound().and_then(|()| pending.first()) {
-            Ok(Some(first)) if first.clock.begun.is_none() => (None, Some(first)),
-            Ok(first) => (first, None),
+        let first = match self.bound().and_then(|()| pending.first()) {
+            Ok(first) => first,
             Err(error) => return Some(failed(&self.stream, "asking whether a collective has ended", &error)),
         };
-        let at = first.as_deref().map(|collective| collective.collective(&self.group));
-        if let Some(peer_monitor) = peer_monitor {
-            peer_monitor.set_announcement(&RankStatus::of(issued, at.as_ref()).to_bytes());
+        match first {
+            Some(first) if first.clock.begun.is_some() => self.waits_for_peers(first, issued),
+            first => self.waits_for_device(first, issued),
         }
-        let what = at.map_or_else(|| format!("group \"{}\"", self.group.name), |at| at.to_string());
-        let trouble = self.communicator.trouble(&what);
-        let Some(collective) = first else {
+    }
+
+    /// Tells the peers which collective this rank waits in, if any.
+    fn announce(&self, issued: u64, collective: Option<&Collective<'_>>) {
+        if let Some(peer_monitor) = &self.peer_monitor {
+            peer_monitor.set_announcement(&RankStatus::of(issued, collective).to_bytes());
+        }
+    }
+
+    /// Returns the reason to give up before the first pending collective has begun, if there is one: NCCL reports an
+    /// error, or the device computes for too long.
+    fn waits_for_device(&self, first: Option<&mut PendingCollective>, issued: u64) -> Option<Error> {
+        self.announce(issued, None);
+        let trouble = self.communicator.trouble(&format!("group \"{}\"", self.group.name));
+        match trouble {
             // NCCL also reports a peer as gone when the peer leaves.
-            let trouble = trouble.filter(|(status, _)| *status != ncclResult_t::ncclRemoteError);
-            let stuck = || {
-                let collective = before?;
-                let waited = collective.clock.stuck(Instant::now(), self.group.timeout)?;
-                Some(not_begun(&collective.collective(&self.group), self.communicator.device, waited))
-            };
-            return trouble.map(|(_, error)| error).or_else(stuck);
-        };
-        let is_alarm = trouble.is_some();
-        let gone = peer_monitor.and_then(PeerMonitor::lost_peer);
-        let waited = collective.clock.waited(Instant::now());
-        let is_late = waited >= self.group.timeout;
-        if gone.is_none() && !is_alarm {
-            collective.alarm = None;
-        } else if collective.alarm.get_or_insert_with(Instant::now).elapsed() >= GRACE || is_late {
-            let at = collective.collective(&self.group);
-            return Some(match (gone, trouble) {
-                // The peer's reason is more specific than NCCL's, which is that the peer does not answer.
-                (Some((peer, gone)), _) => gone.into_error(&at, peer),
-                (None, Some((_, error))) => error,
-                (None, None) => at.timed_out(vec![], waited),
-            });
+            Some((status, error)) if status != ncclResult_t::ncclRemoteError => Some(error),
+            _ => {
+                let first = first?;
+                let waited = first.clock.stuck(Instant::now(), self.group.timeout)?;
+                Some(not_begun(&first.collective(&self.group), self.communicator.device, waited))
+            }
         }
-        is_late.then(|| {
-            let at = collective.collective(&self.group);
-            of(&at, self.communicator.device, waited, peer_monitor)
-        })
+    }
+
+    /// Returns the reason to give up the collective in which this rank waits for its peers, if there is one: a peer is
+    /// gone or NCCL reports an error, and that has lasted for [`GRACE`], or the timeout has passed.
+    fn waits_for_peers(&self, pending: &mut PendingCollective, issued: u64) -> Option<Error> {
+        let PendingCollective { call, sequence, clock, alarm, .. } = pending;
+        let collective = Collective::new(call, &self.group, *sequence, false);
+        self.announce(issued, Some(&collective));
+        let peer_monitor = self.peer_monitor.as_deref();
+        let trouble = self.communicator.trouble(&collective.to_string());
+        let gone = peer_monitor.and_then(PeerMonitor::lost_peer);
+        let waited = clock.waited(Instant::now());
+        let is_late = waited >= self.group.timeout;
+        // The peer's reason is more specific than NCCL's, which is that the peer does not answer.
+        let reason = match (gone, trouble) {
+            (Some((peer, gone)), _) => gone.into_error(&collective, peer),
+            (None, Some((_, error))) => error,
+            (None, None) => {
+                *alarm = None;
+                return is_late.then(|| did_not_end(&collective, self.communicator.device, waited, peer_monitor));
+            }
+        };
+        let has_lasted = alarm.get_or_insert_with(Instant::now).elapsed() >= GRACE;
+        (has_lasted || is_late).then_some(reason)
     }
 
     fn bound(&self) -> Result<(), DriverError> {
@@ -296,7 +310,7 @@ impl RankStatus {
 
 /// Returns the error of a rank that waited for `waited` in a collective that did not end. Without a monitor, the
 /// missing ranks are unknown.
-pub(super) fn of(
+fn did_not_end(
     collective: &Collective<'_>,
     device: DeviceId,
     waited: Duration,
@@ -411,7 +425,7 @@ mod tests {
             let boards =
                 [Some(at(&sum, 7)), second, third].map(|statuses| statuses.map(|statuses| statuses.to_bytes()));
             let collective = Collective::new(&sum, &group, 7, false);
-            of(&collective, DeviceId::Cuda(0), group.timeout, Some(&Boards(Mutex::new(boards))))
+            did_not_end(&collective, DeviceId::Cuda(0), group.timeout, Some(&Boards(Mutex::new(boards))))
         };
         let is_missing = |error: &Error, ranks: &[usize]| match error {
             Error::Timeout { missing, what, .. } => missing == ranks && what.contains("collective 7"),

@@ -30,9 +30,9 @@ fn linear_and_conv1d() {
             Some(&|a| candle_nn::Linear::new(a[1].clone(), None).forward(&a[0])),
         );
         check(
-            "Conv1D",
+            "Gpt2Linear",
             &[x, &[inputs, outputs], &[outputs]],
-            &|a| nn::Conv1D::new(a[1].clone(), Some(a[2].clone())).forward(&a[0]),
+            &|a| nn::Gpt2Linear::new(a[1].clone(), Some(a[2].clone())).forward(&a[0]),
             Some(&|a| candle_nn::Linear::new(a[1].t()?.contiguous()?, Some(a[2].clone())).forward(&a[0])),
         );
     }
