@@ -64,7 +64,8 @@ impl Built {
         let message = if !Arc::ptr_eq(&owned.unit, unit) {
             format!(
                 "it already belongs to FSDP unit `{}`, and unit `{unit}` asks for it again: apply fully_shard once to \
-                 each module, bottom-up, and pass the built submodules on",
+                 each module, bottom-up, and pass the built submodules on. To generate or evaluate with a second model of these \
+                 parameters, use the first one, held by `unshard_all`",
                 owned.unit
             )
         } else if owned.param.shape() != shape || owned.param.spec.dtype != *dtype {

@@ -333,7 +333,7 @@ fn make<M, E: Into<Box<dyn StdError + Send + Sync>>>(
     let add = |name: String, params, by_name_in: Option<usize>| {
         let id = UnitId { index: schedule.next_index(), name: name.into() };
         let (mp_policy, pool) = (opts.mp_policy.clone(), schedule.pool.clone());
-        let group = FsdpParamGroup::new(id, params, mp_policy, pool, by_name_in.is_some(), is_hollow);
+        let group = FsdpParamGroup::new(id, params, mp_policy, pool, schedule.map, by_name_in.is_some(), is_hollow);
         tracing::debug!(unit = group.name(), parameters = group.params().len(), "fully_shard");
         schedule.add(group.clone(), UnshardSettings::new(opts.reshard_after_forward), by_name_in);
         group

@@ -97,7 +97,8 @@ impl<M> FsdpModule<M> {
         FsdpModule { inner, group, schedule, parts: 1, unmanaged: unmanaged.into() }
     }
 
-    /// Returns the module itself. Calling its forward bypasses the hooks, so its parameters are not unsharded.
+    /// Returns the module itself. Calling its forward bypasses the hooks: its parameters are unsharded only while
+    /// [`FsdpModule::unshard_all`] holds them.
     pub fn inner(&self) -> &M {
         &self.inner
     }
@@ -127,9 +128,34 @@ impl<M> FsdpModule<M> {
         &self.unmanaged
     }
 
-    /// Returns the parameters of this unit. Units inside the module own the others.
+    /// Returns the parameters of this unit alone. Units inside the module own the others, also those that
+    /// [`shard`](crate::shard) makes by name. For an optimizer, see [`FsdpModule::trainable`].
     pub fn params(&self) -> &[Arc<FsdpParam>] {
         self.group.params()
+    }
+
+    /// Returns the parameters of this unit and of all units inside it that get gradients, for an optimizer of this
+    /// module: PyTorch's `module.parameters()`. [`ShardedVarMap::trainable`](crate::ShardedVarMap::trainable) has those
+    /// of all modules of a map.
+    ///
+    /// ```
+    /// # use fsdp_candle::doc_example::*;
+    /// # let world = World::single()?;
+    /// let vars = ShardedVarMap::of_world(&world)?;
+    /// let (vb, opts) = (vars.builder(DType::F32), FullyShard::new(&vars));
+    /// let net = |vb: VarBuilder| Ok::<_, candle_core::Error>([nn::linear(4, 8, vb.pp("a"))?, nn::linear(8, 1, vb.pp("b"))?]);
+    /// let generator = shard(&opts, &["generator.a"], vb.pp("generator"), net)?;
+    /// let critic = shard(&opts, &["critic.a"], vb.pp("critic"), net)?;
+    /// let names = |params: &[Arc<FsdpParam>]| params.iter().map(|param| param.name().to_string()).collect::<Vec<_>>();
+    /// assert_eq!(names(generator.params()), ["generator.b.weight", "generator.b.bias"]);
+    /// assert_eq!(generator.trainable().len(), 4);
+    /// assert!(names(&critic.trainable()).iter().all(|name| name.starts_with("critic.")));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn trainable(&self) -> Vec<Arc<FsdpParam>> {
+        let units = self.schedule.units_inside(self.group.path());
+        let params = units.iter().flat_map(|unit| unit.params().to_vec());
+        params.filter(|param| param.trainable()).collect()
     }
 
     /// Returns the unit's path in the model, `(root)` for the root.

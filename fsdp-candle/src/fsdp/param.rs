@@ -275,7 +275,8 @@ impl FsdpParam {
     /// memory, and to use its values is an error. Optimizers of this crate step it, [`FsdpParam::dtensor`] copies it,
     /// and [`FsdpParam::set_local`] sets it.
     ///
-    /// Call before writing: waits for pending device copies that read an offloaded shard, and lets the next forward
+    /// Set values by [`FsdpParam::set_full`], which takes the whole parameter; `var().set` takes this rank's shard. Call
+    /// `var` before writing: it waits for pending device copies that read an offloaded shard, and lets the next forward
     /// gather the values again. A variable that was returned earlier may be written between `backward` and the next
     /// forward.
     pub fn var(&self) -> &Var {

@@ -77,19 +77,20 @@ impl Deref for FsdpParamGroup {
 }
 
 impl FsdpParamGroup {
-    /// Makes the unit `id`. `has_pre_use_hooks` tells whether uses of its parameters unshard it: it is a unit by name.
+    /// Makes the unit `id` of the `map`-th map of its ranks. `has_pre_use_hooks` tells whether uses of its parameters unshard it: it is a unit by name.
     /// `is_hollow` tells whether its module took nothing from its builder.
     pub(crate) fn new(
         id: UnitId,
         params: Vec<Arc<FsdpParam>>,
         mp_policy: MixedPrecisionPolicy,
         pool: Arc<Pool>,
+        map: u64,
         has_pre_use_hooks: bool,
         is_hollow: bool,
     ) -> Arc<Self> {
         let group = Arc::new(FsdpParamGroup {
             path: UnitPath::new(id.name.clone()),
-            unit: UnitParams::new(id, params, pool),
+            unit: UnitParams::new(id, params, pool, map),
             mp_policy,
             settings: Mutex::default(),
             pending: ReentrantMutex::default(),

@@ -20,9 +20,16 @@ pub(crate) struct UnitParams {
 }
 
 impl UnitParams {
-    pub(super) fn new(id: UnitId, params: Vec<Arc<FsdpParam>>, pool: Arc<Pool>) -> Self {
+    /// `map` is the number of the unit's map among those of its ranks.
+    pub(super) fn new(id: UnitId, params: Vec<Arc<FsdpParam>>, pool: Arc<Pool>, map: u64) -> Self {
         let names = params.iter().map(|param| param.name().to_string());
-        let subject = Subject::new(format!("unit `{}`", id.name), names);
+        // Two models may have the same names in two maps.
+        let of_map = if map == 0 {
+            String::new()
+        } else {
+            format!(" of ShardedVarMap {map} (in the order of creation, from 0)")
+        };
+        let subject = Subject::new(format!("unit `{}`{of_map}", id.name), names);
         UnitParams { id, params, pool, subject }
     }
 

@@ -134,10 +134,11 @@ impl ShardedVarMap {
     }
 
     fn with_ranks(mesh: &DeviceMesh, ranks: Option<Arc<DataParallel>>, device: &Device) -> Self {
+        let map = mesh.group(0).map_or(0, ProcessGroup::next_ordinal);
         ShardedVarMap(Arc::new(Inner {
             mesh: mesh.clone(),
             device: device.clone(),
-            schedule: Arc::new(Schedule::new(mesh.rank(), device)),
+            schedule: Arc::new(Schedule::new(mesh.rank(), map, device)),
             roles: Mutex::new(Roles { own: ranks, widened: vec![] }),
             settings: Mutex::new(BuildSettings {
                 initializer: Arc::new(Philox::new(0)),

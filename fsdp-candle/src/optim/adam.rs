@@ -77,7 +77,7 @@ impl AdamW {
     }
 }
 
-/// Candle's hyper-parameters: `AdamW::new(vars.trainable(), ParamsAdamW::default().into())`.
+/// Candle's hyper-parameters: `AdamW::new(vars.trainable(), ParamsAdamW::default())`.
 impl From<ParamsAdamW> for AdamWConfig {
     fn from(ParamsAdamW { lr, beta1, beta2, eps, weight_decay }: ParamsAdamW) -> Self {
         AdamWConfig { lr, betas: (beta1, beta2), eps, weight_decay }

@@ -63,8 +63,8 @@ impl<C: ElementwiseRule> ElementwiseOptimizer<C> {
     /// Makes an optimizer of these parameters ([`crate::ShardedVarMap::trainable`]), with a state of zeros. Make it
     /// after the model. Fails if there are no parameters, a hyper-parameter is out of range or there is not enough
     /// memory.
-    pub fn new(params: Vec<Arc<FsdpParam>>, config: C) -> Result<Self> {
-        Self::with_groups(vec![(params, config)])
+    pub fn new(params: Vec<Arc<FsdpParam>>, config: impl Into<C>) -> Result<Self> {
+        Self::with_groups(vec![(params, config.into())])
     }
 
     /// Makes an optimizer of several groups, each with its own hyper-parameters. [`crate::group_by_name`] makes groups

@@ -38,6 +38,13 @@ pub struct SgdConfig {
     pub nesterov: bool,
 }
 
+/// A learning rate, without momentum: `SGD::new(vars.trainable(), 0.1)`, as Candle's.
+impl From<f64> for SgdConfig {
+    fn from(lr: f64) -> Self {
+        SgdConfig { lr, ..SgdConfig::default() }
+    }
+}
+
 impl Default for SgdConfig {
     fn default() -> Self {
         SgdConfig { lr: 1e-3, momentum: 0., dampening: 0., weight_decay: 0., nesterov: false }

@@ -1,8 +1,11 @@
 //! Two models in one loss, as in a GAN: two outermost units of one map.
 
+use std::sync::Arc;
+
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Module, Tensor};
-use fsdp_candle::{FsdpModule, FullyShard, ShardedVarMap, World, fully_shard, nn, no_grad};
+use candle_nn::VarBuilder;
+use fsdp_candle::{FsdpModule, FsdpParam, FullyShard, ShardedVarMap, World, fully_shard, nn, no_grad, shard};
 
 use crate::common::{Gradients, alone, assert_close, input, ranks, refused, shard_of_gradient, vars, whole};
 
@@ -80,6 +83,32 @@ fn a_loss_over_two_maps_is_an_error_that_names_both() {
         let grads = critic.backward(&mean(&critic, &fake)).unwrap();
         assert_eq!(gradients(&maps[1], &grads, &["critic"]).len(), 2);
     });
+}
+
+#[test]
+fn ranks_that_call_models_of_two_maps_in_different_orders_get_an_error() {
+    ranks(2, |world| {
+        let maps = [vars(&world), vars(&world)];
+        let models = maps.each_ref().map(|vars| model(vars, "critic", 3, 5));
+        let called = &models[world.rank()];
+        refused(called.forward(&input(1, &[4, 3])), &["unit `critic`", "ShardedVarMap 1"]);
+    });
+}
+
+#[test]
+fn a_model_lists_the_parameters_of_its_own_units() {
+    let vars = vars(&alone());
+    let opts = FullyShard::new(&vars);
+    let build = |name: &str| {
+        let net = |vb: VarBuilder| Ok([nn::linear(3, 5, vb.pp("a"))?, nn::linear(5, 1, vb.pp("b"))?]);
+        shard(&opts, &[&format!("{name}.a")], vars.builder(DType::F32).pp(name), net).unwrap()
+    };
+    let [_generator, critic] = ["generator", "critic"].map(build);
+    let names = |params: &[Arc<FsdpParam>]| -> Vec<_> { params.iter().map(|param| param.name().to_string()).collect() };
+    assert_eq!(names(critic.params()), ["critic.b.weight", "critic.b.bias"]);
+    let mut all = names(&critic.trainable());
+    all.sort();
+    assert_eq!(all, ["critic.a.bias", "critic.a.weight", "critic.b.bias", "critic.b.weight"]);
 }
 
 #[test]

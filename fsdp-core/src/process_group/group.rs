@@ -1,6 +1,14 @@
 //! The process group: everything that its backends share, and helpers for small values.
 
-use std::{fmt, sync::Arc, thread::JoinHandle, time::Duration};
+use std::{
+    fmt,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread::JoinHandle,
+    time::Duration,
+};
 
 use super::{
     backend::{Backend, Guarantees, PeerMonitor},
@@ -71,6 +79,7 @@ struct Ranks {
     peer_monitor: Option<Arc<dyn PeerMonitor>>,
     queue: Arc<Queue>,
     thread: Option<JoinHandle<()>>,
+    ordinals: AtomicU64,
 }
 
 /// The ranks of a group by their numbers in the group at the root of its splits.
@@ -105,7 +114,9 @@ impl ProcessGroup {
             .spawn(move || served.serve())
             .map_err(|source| Error::os(*rank, format!("starting the thread of group \"{name}\""), source))?;
         let thread = Some(thread);
-        let ranks = Ranks { membership, origin, device, runs_when_issued, guarantees, peer_monitor, queue, thread };
+        let ordinals = AtomicU64::new(0);
+        let ranks =
+            Ranks { membership, origin, device, runs_when_issued, guarantees, peer_monitor, queue, thread, ordinals };
         Ok(ProcessGroup { ranks: Arc::new(ranks), signature: None, is_blocking: false })
     }
 
@@ -123,6 +134,19 @@ impl ProcessGroup {
     /// ```
     pub fn single_rank(timeout: Duration) -> Result<Self> {
         ProcessGroup::new(Membership::world(0, 1, timeout), Box::new(SingleRank(DeviceId::Host)))
+    }
+
+    /// Returns how often this was called before on a handle of the group. So objects that all ranks make in the same
+    /// order have the same number on every rank. Does not communicate.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// let world = fsdp_core::ProcessGroup::single_rank(Duration::from_secs(600))?;
+    /// assert_eq!((world.next_ordinal(), world.clone().next_ordinal()), (0, 1));
+    /// # Ok::<_, fsdp_core::Error>(())
+    /// ```
+    pub fn next_ordinal(&self) -> u64 {
+        self.ranks.ordinals.fetch_add(1, Ordering::Relaxed)
     }
 
     /// Returns a rank's number in the root group, if `other` was split from the same root.

@@ -60,6 +60,8 @@ pub(crate) struct Schedule {
     /// Copies of offloaded parameters' gradients to the host.
     pub(super) downloads: Arc<Downloads>,
     pub(crate) diagnostics: Diagnostics,
+    /// The number of the map, which its units' collectives name.
+    pub(super) map: u64,
     units: Mutex<Vec<Arc<FsdpParamGroup>>>,
     order: Mutex<Order>,
     /// Held while the actions of a use run, so that another thread that uses the same unit waits for them.
@@ -77,11 +79,13 @@ type Check = dyn Fn() -> crate::error::Result<()> + Send + Sync;
 
 /// Units and settings.
 impl Schedule {
-    pub(crate) fn new(rank: usize, device: &Device) -> Self {
+    /// Makes the schedule of the `map`-th map of its ranks.
+    pub(crate) fn new(rank: usize, map: u64, device: &Device) -> Self {
         let pool = Arc::new(Pool::new(kernels::of_device_or_cpu(device)));
         Schedule {
             downloads: Arc::new(Downloads::new(pool.clone())),
             pool,
+            map,
             diagnostics: Diagnostics::of_rank(rank),
             units: Mutex::default(),
             order: Mutex::default(),
