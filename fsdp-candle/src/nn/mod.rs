@@ -135,7 +135,7 @@ pub use init::Init;
 pub use layer_norm::{LayerNorm, LayerNormConfig, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm};
 pub use linear::{Linear, linear, linear_b, linear_no_bias};
 pub use ops::Dropout;
-pub use optim::{Optimizer, ParamsAdamW};
+pub use optim::{AdamW, Optimizer, ParamsAdamW, SGD};
 pub use rnn::{GRU, GRUConfig, LSTM, LSTMConfig, RNN, gru, lstm};
 pub use sequential::{Sequential, seq};
 pub use var_builder::VarBuilder;

@@ -100,7 +100,8 @@ fn a_model_lists_the_parameters_of_its_own_units() {
     let vars = vars(&alone());
     let opts = FullyShard::new(&vars);
     let build = |name: &str| {
-        let net = |vb: VarBuilder| Ok([nn::linear(3, 5, vb.pp("a"))?, nn::linear(5, 1, vb.pp("b"))?]);
+        let net =
+            |vb: VarBuilder| candle_core::Result::Ok([nn::linear(3, 5, vb.pp("a"))?, nn::linear(5, 1, vb.pp("b"))?]);
         shard(&opts, &[&format!("{name}.a")], vars.builder(DType::F32).pp(name), net).unwrap()
     };
     let [_generator, critic] = ["generator", "critic"].map(build);

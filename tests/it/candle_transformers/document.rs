@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::Context;
-use candle_core::{DType, Device, Module, Result, Tensor};
+use candle_core::{DType, Device, IndexOp, Module, Result, Tensor};
 use candle_nn::VarBuilder;
 use fsdp_candle::{
     AdamW, FsdpModule, FullyShard, GradcheckOptions, ShardedVarMap, UnitGradient, World, fully_shard, gradcheck, nn,
@@ -65,7 +65,7 @@ fn train(config: &Config, data: Vec<Tensor>) -> anyhow::Result<Vec<f32>> {
 fn epoch(model: &FsdpModule<nn::Linear>, optim: &mut AdamW, (x, y): (&Tensor, &Tensor), world: &World) -> Result<f32> {
     let (rows, batch, mut last) = (x.dim(0)?, 32, 0.);
     for own in world.batches(rows, batch)? {
-        let (x, y) = (x.narrow(0, own.start, own.len())?, y.narrow(0, own.start, own.len())?);
+        let (x, y) = (x.i(own.clone())?, y.i(own)?);
         let loss = nn::loss::mse(&model.forward(&x)?, &y)?;
         optim.backward_step(&loss)?;
         last = world.mean(&loss)?;
@@ -109,7 +109,7 @@ impl Gan {
         let (opts, vb) = (FullyShard::new(vars), vars.builder(DType::F32));
         let generator = fully_shard(&opts, vb.pp("generator"), |vb| nn::linear(8, 16, vb))?;
         let critic = fully_shard(&opts, vb.pp("critic"), |vb| nn::linear(16, 1, vb))?;
-        let optimizer = |model: &FsdpModule<nn::Linear>| AdamW::new_lr(model.params().to_vec(), 1e-3);
+        let optimizer = |model: &FsdpModule<nn::Linear>| AdamW::new_lr(model.trainable(), 1e-3);
         Ok(Gan { optimizers: [optimizer(&generator)?, optimizer(&critic)?], generator, critic })
     }
 
