@@ -151,11 +151,19 @@ impl Philox {
 
     /// Returns the values of the four elements from the global index `4 * counter`: a word each, or for each normal pair
     /// two words by Box and Muller.
+    // `map` of an array is compiled apart from its loop in a build without LTO, so this has none.
     fn values(&self, distribution: Distribution, stream: u64, counter: u64) -> [f64; 4] {
-        let uniform = || self.block(stream, counter).map(u32_to_unit_f64);
+        let uniform = || {
+            let [a, b, c, d] = self.block(stream, counter);
+            [u32_to_unit_f64(a), u32_to_unit_f64(b), u32_to_unit_f64(c), u32_to_unit_f64(d)]
+        };
         match distribution {
             Distribution::Constant(value) => [value; 4],
-            Distribution::Uniform { lo, up } => uniform().map(|word| lo + (up - lo) * word),
+            Distribution::Uniform { lo, up } => {
+                let [a, b, c, d] = uniform();
+                let within = |word| lo + (up - lo) * word;
+                [within(a), within(b), within(c), within(d)]
+            }
             Distribution::Normal { mean, std } => {
                 let [a, b, c, d] = uniform();
                 let pair = |first: f64, second: f64| {

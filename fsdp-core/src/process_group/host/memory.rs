@@ -174,10 +174,12 @@ fn copy_non_temporal(to: &mut [u8], from: &[u8]) {
         // SAFETY: both lines are four vectors long; `to` is aligned to a line, as every line after the head is; loads
         // need no alignment. SSE2 is part of every x86-64.
         unsafe {
-            let line = [0, 1, 2, 3].map(|index| _mm_loadu_si128(from.add(index)));
-            for (index, vector) in line.into_iter().enumerate() {
-                _mm_stream_si128(to.add(index), vector);
-            }
+            let load = |index| _mm_loadu_si128(from.add(index));
+            let line = (load(0), load(1), load(2), load(3));
+            _mm_stream_si128(to, line.0);
+            _mm_stream_si128(to.add(1), line.1);
+            _mm_stream_si128(to.add(2), line.2);
+            _mm_stream_si128(to.add(3), line.3);
         }
     }
 }
