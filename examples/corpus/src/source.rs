@@ -126,7 +126,7 @@ pub struct SequencesPlace {
     /// Seed of the order, if it is shuffled.
     pub seed: Option<u64>,
     /// Marks of the files.
-    pub files: Arc<Vec<Mark>>,
+    pub files: Vec<Mark>,
 }
 
 impl Sequences {
@@ -190,7 +190,7 @@ impl Sequences {
     /// Returns the place, from which [`Sequences::resume`] continues.
     pub fn place(&self) -> SequencesPlace {
         let Sequences { position, seq_len, seed, .. } = *self;
-        SequencesPlace { position, seq_len, seed, files: self.marks.clone() }
+        SequencesPlace { position, seq_len, seed, files: self.marks.to_vec() }
     }
 
     /// Continues at a place.
