@@ -20,7 +20,7 @@ pub mod prepare;
 pub mod sequence;
 pub mod shards;
 pub mod source;
-// pub mod stream;
+pub mod stream;
 pub mod tokenise;
 pub mod tokens;
 

@@ -1,0 +1,86 @@
+//! Pieces of a rank's lanes as bytes.
+//!
+//! The length of a JSON header (32-bit little-endian), the header, and the ids of all segments (32-bit little-endian).
+
+use anyhow::{Context, Result, ensure};
+use serde::{Deserialize, Serialize};
+
+use super::LanePlace;
+use super::lane::{Piece, Segment};
+use crate::documents::Cursor;
+
+/// Pieces with their lanes, or the message of a failure.
+pub(super) type Outcome = Result<Vec<(usize, Piece)>, String>;
+
+#[derive(Serialize, Deserialize)]
+struct Header {
+    epoch: u64,
+    round: u64,
+    pieces: Result<Vec<PieceHeader>, String>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct PieceHeader {
+    lane: usize,
+    next: LanePlace,
+    skipped: u64,
+    /// Block, position, whether the document ends, and the number of ids of each segment.
+    segments: Vec<(u64, Cursor, bool, usize)>,
+}
+
+/// Encodes the outcome of a round.
+pub(super) fn encode(epoch: u64, round: u64, outcome: &Outcome) -> Result<Vec<u8>> {
+    let of_piece = |(lane, piece): &(usize, Piece)| PieceHeader {
+        lane: *lane,
+        next: piece.next,
+        skipped: piece.skipped,
+        segments: piece
+            .segments
+            .iter()
+            .map(|segment| (segment.block, segment.at, segment.is_last, segment.ids.len()))
+            .collect(),
+    };
+    let pieces = outcome.as_ref().map(|pieces| pieces.iter().map(of_piece).collect()).map_err(String::clone);
+    let header = serde_json::to_vec(&Header { epoch, round, pieces })?;
+    let mut bytes = u32::try_from(header.len())?.to_le_bytes().to_vec();
+    bytes.extend(header);
+    for (_, piece) in outcome.as_ref().unwrap_or(&Vec::new()) {
+        bytes.reserve(piece.segments.iter().map(|segment| 4 * segment.ids.len()).sum());
+        for segment in &piece.segments {
+            bytes.extend(segment.ids.iter().flat_map(|id| id.to_le_bytes()));
+        }
+    }
+    Ok(bytes)
+}
+
+/// Decodes another rank's outcome of this round.
+pub(super) fn decode(bytes: &[u8], epoch: u64, round: u64) -> Result<Outcome> {
+    let cut = "the exchanged bytes are cut off";
+    let (len, rest) = bytes.split_first_chunk().context(cut)?;
+    let (header, ids) = rest.split_at_checked(u32::from_le_bytes(*len) as usize).context(cut)?;
+    let header: Header = serde_json::from_slice(header).context("the exchanged bytes are damaged")?;
+    ensure!(
+        (header.epoch, header.round) == (epoch, round),
+        "it is at round {} of epoch {}, but this rank is at round {round} of epoch {epoch}: all ranks must consume the \
+         same sequences",
+        header.round,
+        header.epoch
+    );
+    let pieces = match header.pieces {
+        Ok(pieces) => pieces,
+        Err(failure) => return Ok(Err(failure)),
+    };
+    let (mut ids, _) = ids.as_chunks::<4>();
+    let mut decoded = Vec::new();
+    for piece in pieces {
+        let mut segments = Vec::with_capacity(piece.segments.len());
+        for (block, at, is_last, len) in piece.segments {
+            let (own, rest) = ids.split_at_checked(len).context(cut)?;
+            ids = rest;
+            segments.push(Segment { block, at, is_last, ids: own.iter().map(|&id| u32::from_le_bytes(id)).collect() });
+        }
+        decoded.push((piece.lane, Piece { segments, next: piece.next, skipped: piece.skipped }));
+    }
+    ensure!(ids.is_empty(), "the exchanged bytes have {} ids too many", ids.len());
+    Ok(Ok(decoded))
+}
