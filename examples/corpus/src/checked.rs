@@ -61,7 +61,11 @@ impl CheckedFile {
             self.verify(block)?;
         }
         self.file.read_exact_at(out, offset).with_context(|| {
-            format!("cannot read bytes {offset} to {end} of {}, which had {} when opened", self.path.display(), self.len)
+            format!(
+                "cannot read bytes {offset} to {end} of {}, which had {} when opened",
+                self.path.display(),
+                self.len
+            )
         })
     }
 

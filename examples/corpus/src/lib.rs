@@ -14,7 +14,7 @@
 pub mod documents;
 pub mod files;
 pub mod format;
-// pub mod mixture;
+pub mod mixture;
 pub mod permutation;
 pub mod prepare;
 pub mod sequence;

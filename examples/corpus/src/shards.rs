@@ -331,9 +331,9 @@ impl TokenSource for Shards {
     fn marks(&self) -> Result<Vec<Mark>> {
         let path = self.directory.join(INDEX);
         let bytes = fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
-        let checksum = bytes.chunks(BLOCK).fold(0, |all, block| {
-            crate::permutation::mix(all ^ u64::from(crate::checked::checksum(block)))
-        });
+        let checksum = bytes
+            .chunks(BLOCK)
+            .fold(0, |all, block| crate::permutation::mix(all ^ u64::from(crate::checked::checksum(block))));
         Ok(vec![Mark { name: INDEX.into(), size: bytes.len() as u64, checksum }])
     }
 }

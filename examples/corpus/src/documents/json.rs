@@ -107,8 +107,7 @@ impl Objects {
         let (mut depth, mut is_string, mut is_escaped) = (0_u32, false, false);
         loop {
             let (path, number, limit) = (&self.path, self.number, self.limit);
-            let bytes =
-                self.input.fill_buf().map_err(|error| unreadable(&self.path, self.compression, error))?;
+            let bytes = self.input.fill_buf().map_err(|error| unreadable(&self.path, self.compression, error))?;
             ensure!(
                 !bytes.is_empty(),
                 "{}, object {number}: the object does not end. The file seems to be cut off",

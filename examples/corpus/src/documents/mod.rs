@@ -204,9 +204,7 @@ impl Source {
     /// The file can't be read, or is damaged. Later damage is an error of the iterator, which then ends.
     pub fn documents(&self, block: &Block, from: Cursor) -> Result<Documents> {
         let kind = match (self.format, block) {
-            (Format::Text(compression), _) => {
-                Kind::Text(text::TextReader::open(&self.path, compression, from)?)
-            }
+            (Format::Text(compression), _) => Kind::Text(text::TextReader::open(&self.path, compression, from)?),
             (Format::JsonLines(compression), block) => {
                 let range = match block {
                     Block::Lines(range) => range.clone(),

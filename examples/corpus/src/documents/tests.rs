@@ -117,7 +117,11 @@ fn damaged_json_is_named() {
         ("a.jsonl", b"<!DOCTYPE html>\n", "line 1"),
         ("a.jsonl", b"\"a string\"\n", "expected a JSON object, found a string"),
         ("a.jsonl", b"{\"text\": 3}\n", "the field `text` is a number, but a text was expected"),
-        ("a.jsonl", b"{\"text\": \"a\"}\n{\"texts\": \"b\"}\n", "line 2: there is no field `text`. The fields are `texts`"),
+        (
+            "a.jsonl",
+            b"{\"text\": \"a\"}\n{\"texts\": \"b\"}\n",
+            "line 2: there is no field `text`. The fields are `texts`",
+        ),
         ("a.json", b"[{\"text\": \"a\"}", "object 2: the array does not end. The file seems to be cut off"),
         ("a.json", b"[{\"text\": \"a\"", "object 1: the object does not end"),
         ("a.json", b"[{\"text\": \"a\"} {\"text\": \"b\"}]", "expected `,` or `]`, found `{"),

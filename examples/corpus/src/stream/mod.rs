@@ -33,7 +33,7 @@ mod lane;
 mod message;
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 /// Number of lanes. It is a part of the order, and so of checkpoints.
 pub const LANES: usize = 16;
@@ -300,12 +300,7 @@ impl Stream {
             place.lanes.len(),
             corpus.blocks
         );
-        self.next = RoundPlace {
-            epoch: place.epoch,
-            round: place.round,
-            lanes: place.lanes.clone(),
-            open: place.open,
-        };
+        self.next = RoundPlace { epoch: place.epoch, round: place.round, lanes: place.lanes.clone(), open: place.open };
         self.rounds.clear();
         self.pieces.iter_mut().for_each(|pieces| *pieces = None);
         self.counters = place.counters;
@@ -458,7 +453,8 @@ impl Stream {
         if let Some(seed) = self.seed {
             let order = Permutation::new(segments.len() as u64, mix(seed) ^ mix(at.epoch), at.round);
             let mut shuffled: Vec<Option<Segment>> = segments.into_iter().map(Some).collect();
-            segments = (0..shuffled.len()).filter_map(|index| shuffled[order.at(index as u64) as usize].take()).collect();
+            segments =
+                (0..shuffled.len()).filter_map(|index| shuffled[order.at(index as u64) as usize].take()).collect();
         }
         let mut round = Round { at, ids: Vec::new(), starts: Vec::new(), consumed: 0, skipped };
         for segment in segments {

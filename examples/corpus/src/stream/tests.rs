@@ -129,10 +129,8 @@ fn texts(sequences: &[Sequence]) -> Vec<String> {
     let ends = ids.iter().enumerate().filter(|&(_, &id)| id == 256).map(|(end, _)| end + 1);
     let expected: Vec<usize> = [0].into_iter().chain(ends).filter(|&start| start < ids.len()).collect();
     assert_eq!(starts, expected);
-    let mut texts: Vec<String> = ids
-        .split(|&id| id == 256)
-        .map(|ids| ids.iter().map(|&id| char::from(id as u8)).collect())
-        .collect();
+    let mut texts: Vec<String> =
+        ids.split(|&id| id == 256).map(|ids| ids.iter().map(|&id| char::from(id as u8)).collect()).collect();
     texts.pop();
     texts
 }
