@@ -194,10 +194,9 @@ fn of_files(root: &Path, files: Vec<PathBuf>) -> Result<Content> {
 
 impl Kinds {
     fn content(mut self, root: &Path) -> Result<Content> {
-        if self.tokens.is_empty() && self.parquet.is_empty() && self.records.is_empty() {
-            if self.json.is_empty() || !self.text.is_empty() {
-                return self.into_text(root);
-            }
+        let is_text = self.json.is_empty() || !self.text.is_empty();
+        if is_text && self.tokens.is_empty() && self.parquet.is_empty() && self.records.is_empty() {
+            return self.into_text(root);
         }
         self.records.append(&mut self.json);
         self.records.sort_by(|a, b| a.path.cmp(&b.path));

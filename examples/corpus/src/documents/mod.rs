@@ -9,7 +9,7 @@ use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use flate2::bufread::MultiGzDecoder;
 use serde::{Deserialize, Serialize};
 
@@ -132,23 +132,23 @@ impl Source {
     pub fn open(file: &CorpusFile, options: &Options) -> Result<Self> {
         let path = &file.path;
         let size = fs::metadata(path).with_context(|| format!("cannot read {}", path.display()))?.len();
-        let mut source =
-            Source { path: path.clone(), format: file.format, options: options.clone(), size, groups: Vec::new() };
-        match file.format {
+        let groups = match file.format {
             #[cfg(feature = "parquet")]
-            Format::Parquet => source.groups = parquet::row_groups(path, &options.field)?,
+            Format::Parquet => parquet::row_groups(path, &options.field)?,
             #[cfg(not(feature = "parquet"))]
-            Format::Parquet => anyhow::bail!(
-                "{} is a Parquet file, and this program was built without the feature `parquet`: build it with",
+            Format::Parquet => bail!(
+                "{} is a Parquet file, but this program was built without Parquet: build it with the feature `parquet`",
                 path.display()
             ),
-            Format::Tokens => anyhow::bail!("{} holds token ids, but texts were expected", path.display()),
-            // A text is checked as it is read, and the first record tells whether there is a field.
-            _ => {
-                if let Some(first) = source.documents(&source.block_at(0), Cursor::default())?.next() {
-                    first?;
-                }
-            }
+            Format::Tokens => bail!("{} holds token ids, but texts were expected", path.display()),
+            Format::Text(_) | Format::JsonLines(_) | Format::Json(_) => Vec::new(),
+        };
+        let source = Source { path: path.clone(), format: file.format, options: options.clone(), size, groups };
+        // The first record tells whether there is a field, and the first part of a text whether it is text.
+        if file.format != Format::Parquet
+            && let Some(first) = source.documents(&source.block_at(0), Cursor::default())?.next()
+        {
+            first?;
         }
         Ok(source)
     }
@@ -219,7 +219,7 @@ impl Source {
             (Format::Parquet, Block::RowGroup(index)) => {
                 Kind::Records(Box::new(parquet::Rows::open(&self.path, *index, &self.options)?))
             }
-            _ => anyhow::bail!("{} has no block {block:?}", self.path.display()),
+            _ => bail!("{} has no block {block:?}", self.path.display()),
         };
         let mut documents = Documents { kind, next: from, text: String::new(), start: 0, skipped: 0, is_over: false };
         if let Kind::Records(records) = &mut documents.kind {

@@ -10,8 +10,10 @@ use crate::tokenise::Bytes;
 
 const SEED: Option<u64> = Some(7);
 
+type BoxedExchange = Box<dyn Fn(Vec<u8>) -> Result<Vec<Vec<u8>>> + Send>;
+
 /// Returns the exchanges of ranks in threads.
-pub(crate) fn exchanges(ranks: usize) -> Vec<Box<dyn Fn(Vec<u8>) -> Result<Vec<Vec<u8>>> + Send>> {
+fn exchanges(ranks: usize) -> Vec<BoxedExchange> {
     let mut senders: Vec<Vec<Sender<Vec<u8>>>> = (0..ranks).map(|_| Vec::new()).collect();
     let mut receivers = Vec::new();
     for _ in 0..ranks {
@@ -32,7 +34,7 @@ pub(crate) fn exchanges(ranks: usize) -> Vec<Box<dyn Fn(Vec<u8>) -> Result<Vec<V
                 }
                 receivers.iter().map(|receiver| Ok(receiver.recv()?)).collect()
             };
-            Box::new(exchange) as Box<_>
+            Box::new(exchange) as BoxedExchange
         })
         .collect()
 }
