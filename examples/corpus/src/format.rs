@@ -2,13 +2,15 @@
 
 use std::ffi::OsStr;
 use std::fs::File;
-use std::io::Read;
+use std::io::{self, Read};
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 
+use crate::documents::PART;
+
 /// First bytes that are read to recognise a file.
-const START: u64 = 8 << 10;
+const START: u64 = 512;
 
 /// Compression of a whole file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,10 +82,10 @@ impl Format {
 
 /// Recognises a file by its name and first bytes.
 pub(crate) fn sniff(path: &Path) -> Result<Sniffed> {
+    let cannot = || format!("cannot read {}", path.display());
     let mut start = Vec::new();
-    File::open(path)
-        .and_then(|file| file.take(START).read_to_end(&mut start))
-        .with_context(|| format!("cannot read {}", path.display()))?;
+    let mut file = File::open(path).with_context(cannot)?;
+    file.by_ref().take(START).read_to_end(&mut start).with_context(cannot)?;
     if start.starts_with(b"version https://git-lfs.github.com/spec/") {
         bail!("{} is a pointer of Git LFS, not the data: run `git lfs pull` in its repository", path.display());
     }
@@ -123,7 +125,7 @@ pub(crate) fn sniff(path: &Path) -> Result<Sniffed> {
         Sniffed::Unsupported("decompress the file: Parquet is compressed inside")
     } else if let Some(way_out) = unsupported(inner, &[]) {
         Sniffed::Unsupported(way_out)
-    } else if compression == Compression::None && !is_text(&start) {
+    } else if compression == Compression::None && !is_text(file, start).with_context(cannot)? {
         Sniffed::Binary
     } else {
         Sniffed::Corpus(Format::Text(compression))
@@ -153,14 +155,19 @@ fn unsupported(path: &Path, start: &[u8]) -> Option<&'static str> {
         .then_some("it holds a model's weights; pass text, .jsonl, .json, .parquet or .bin files")
 }
 
-/// Returns whether bytes at the start of a file are UTF-8 without zero bytes.
-fn is_text(start: &[u8]) -> bool {
-    let valid = match str::from_utf8(start) {
+/// Returns whether a file whose first bytes were read starts with UTF-8 without zero bytes, as far as its first part.
+fn is_text(file: File, mut start: Vec<u8>) -> io::Result<bool> {
+    if start.contains(&0) {
+        return Ok(false);
+    }
+    let part = PART as u64;
+    file.take(part - START).read_to_end(&mut start)?;
+    let is_valid = match str::from_utf8(&start) {
         Ok(_) => true,
         // The last character may be cut.
-        Err(error) => error.error_len().is_none() && start.len() as u64 == START,
+        Err(error) => error.error_len().is_none() && start.len() as u64 == part,
     };
-    valid && !start.contains(&0)
+    Ok(is_valid && !start.contains(&0))
 }
 
 /// Returns whether bytes begin with a skippable frame of Zstandard, as pzstd writes them.
@@ -228,6 +235,7 @@ mod tests {
             ("a.jsonl.xz", b"", "compress it as .zst"),
             ("a.txt", b"a\0b", "is not text"),
             ("a.txt", b"\xff\xfe", "is not text"),
+            ("a.txt", &[&[b'a'; 9000][..], b"\xff\xfe"].concat(), "is not text"),
             ("a.png", b"\x1f\x8b", "is not text"),
             ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\noid", "git lfs pull"),
         ] {

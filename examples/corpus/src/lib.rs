@@ -14,6 +14,7 @@
 pub mod documents;
 pub mod files;
 pub mod format;
+pub mod memory;
 pub mod mixture;
 pub mod permutation;
 pub mod prepare;

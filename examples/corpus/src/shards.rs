@@ -117,8 +117,7 @@ impl Inputs {
         if ids(&before) != ids(now) {
             other("tokenizer", &ids(self), &ids(now))?;
         }
-        other("field", &self.field, &now.field)?;
-        other("shard size", &self.shard_tokens.to_string(), &now.shard_tokens.to_string())
+        other("field", &self.field, &now.field)
     }
 }
 

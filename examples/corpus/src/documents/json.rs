@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail, ensure};
 
 use super::fields::text_of;
+use super::records::RawRecords;
 use super::{Options, Records, open, unreadable};
 use crate::format::{Compression, shown};
 
@@ -153,6 +154,12 @@ impl Objects {
     /// Returns the next bytes for a message.
     fn rest(&mut self) -> String {
         shown(self.input.fill_buf().unwrap_or_default())
+    }
+}
+
+impl RawRecords for Objects {
+    fn next_raw(&mut self) -> Result<Option<&[u8]>> {
+        Ok(self.read()?.then_some(&self.object[..]))
     }
 }
 

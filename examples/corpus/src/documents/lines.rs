@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail, ensure};
 
 use super::fields::text_of;
+use super::records::RawRecords;
 use super::{Options, Records, open, open_at, unreadable};
 use crate::format::Compression;
 
@@ -84,6 +85,12 @@ impl Lines {
             }
         }
         Ok(false)
+    }
+}
+
+impl RawRecords for Lines {
+    fn next_raw(&mut self) -> Result<Option<&[u8]>> {
+        Ok(self.read()?.then_some(&self.line[..]))
     }
 }
 

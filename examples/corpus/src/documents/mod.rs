@@ -21,7 +21,10 @@ mod json;
 mod lines;
 #[cfg(feature = "parquet")]
 mod parquet;
+mod records;
 mod text;
+
+pub use records::{Record, records};
 
 #[cfg(test)]
 mod tests;

@@ -6,10 +6,11 @@ use std::path::{Path, PathBuf};
 use std::vec;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use parquet::basic::{ConvertedType, LogicalType, Type as Physical};
+use parquet::basic::{Compression, ConvertedType, LogicalType, Type as Physical};
 use parquet::column::reader::{ColumnReader, ColumnReaderImpl};
 use parquet::data_type::{ByteArray, ByteArrayType};
 use parquet::file::reader::{FileReader, SerializedFileReader};
+use parquet::record::reader::RowIter;
 
 use super::fields::missing;
 use super::{Options, Records};
@@ -34,8 +35,16 @@ pub(super) struct Rows {
 /// Returns the sizes in bytes of the row groups of a file with a column of texts.
 pub(super) fn row_groups(path: &Path, field: &str) -> Result<Vec<u64>> {
     let file = open(path)?;
-    find_column(&file, path, field)?;
+    let (column, _) = find_column(&file, path, field)?;
     let groups = file.metadata().row_groups().iter();
+    let codecs = groups.clone().filter_map(|group| group.columns().get(column)).map(|column| column.compression());
+    for codec in codecs {
+        ensure!(
+            !matches!(codec, Compression::BROTLI(_) | Compression::LZO),
+            "{} is compressed with {codec}, which is not supported: write it anew with zstd or snappy",
+            path.display()
+        );
+    }
     Ok(groups.map(|group| u64::try_from(group.compressed_size()).unwrap_or(0)).collect())
 }
 
@@ -166,6 +175,19 @@ impl Records for Rows {
     fn place(&self) -> String {
         format!("{}, row group {}, row {}", self.path.display(), self.group, self.next)
     }
+}
+
+/// Opens a file to read whole rows as JSON.
+pub(super) fn rows(path: &Path) -> Result<impl Iterator<Item = Result<String>> + Send + use<>> {
+    let mut rows = RowIter::from_file_into(Box::new(open(path)?));
+    let path = path.to_owned();
+    let mut number = 0;
+    Ok(std::iter::from_fn(move || {
+        let row = guarded(|| rows.next().transpose());
+        number += 1;
+        let json = row.map(|row| row.map(|row| row.to_json_value().to_string()));
+        json.with_context(|| format!("{} is damaged at row {number}", path.display())).transpose()
+    }))
 }
 
 fn damaged(path: &Path, group: usize) -> String {

@@ -292,7 +292,7 @@ mod of_parquet {
         let binary = format!("{:#}", texts(&recorded("binary.parquet")).unwrap_err());
         assert!(binary.contains("binary.parquet, row group 0, row 2: the text is not UTF-8 at byte 0"), "{binary}");
         let brotli = format!("{:#}", texts(&recorded("brotli.parquet")).unwrap_err());
-        assert!(brotli.contains("brotli.parquet"), "{brotli}");
+        assert!(brotli.contains("brotli.parquet is compressed with BROTLI"), "{brotli}");
     }
 
     #[test]
@@ -305,6 +305,38 @@ mod of_parquet {
             let mut damaged = whole.clone();
             damaged[at] ^= 0x55;
             let _ = texts_of("a.parquet", &damaged);
+        }
+    }
+}
+
+#[test]
+fn records_of_all_formats_are_json() {
+    let members = gzip(b"{\"a\": [1]}\n\n{\"a\": \"x\"}\n");
+    for (name, content) in [("a.jsonl.gz", &members[..]), ("a.json", b"[{\"a\": [1]}, {\"a\": \"x\"}]")] {
+        let (_directory, file) = write(name, content);
+        let found: Vec<Record> = records(&file, 1000).unwrap().map(Result::unwrap).collect();
+        let json: Vec<&str> = found.iter().map(|record| record.json.trim()).collect();
+        assert_eq!(json, [r#"{"a": [1]}"#, r#"{"a": "x"}"#]);
+        assert!(found[1].place.ends_with("line 3") || found[1].place.ends_with("object 2"), "{}", found[1].place);
+    }
+    let (_directory, text) = write("a.txt", b"x");
+    assert!(records(&text, 1000).err().unwrap().to_string().contains("has no records"));
+    #[cfg(feature = "parquet")]
+    {
+        let found: Vec<Record> = records(&recorded("zstd.parquet"), 1000).unwrap().map(Result::unwrap).collect();
+        assert_eq!(found.len(), 6);
+        let last: serde_json::Value = serde_json::from_str(&found[5].json).unwrap();
+        assert_eq!(last, serde_json::json!({ "id": 5, "text": "語", "tags": ["a"] }));
+        assert!(found[5].place.ends_with("zstd.parquet, row 6"), "{}", found[5].place);
+        let whole = fs::read(recorded("none.parquet").path).unwrap();
+        for at in 4..whole.len() {
+            let mut damaged = whole.clone();
+            damaged[at] ^= 0x55;
+            let (_directory, file) = write("a.parquet", &damaged);
+            if let Ok(rows) = records(&file, 1000) {
+                // Ends at the first error.
+                let _ = rows.take(1000).take_while(Result::is_ok).count();
+            }
         }
     }
 }

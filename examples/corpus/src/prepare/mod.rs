@@ -184,6 +184,8 @@ pub fn prepare(
         Begun::Unfinished(unfinished) => unfinished,
     };
     let reused = unfinished.index.shards.len();
+    // The first run decides about the size of shards.
+    let options = &Options { shard_tokens: unfinished.index.inputs.shard_tokens, ..options.clone() };
     write(&sources, out, tokenizer, options, &mut unfinished, progress)?;
     ensure!(unfinished.index.documents > 0, "{} has no texts, so there is nothing to prepare", files.root.display());
     replace(&out.join(INDEX), &unfinished.index)?;

@@ -43,13 +43,24 @@ impl ShardWriter {
 
     pub(super) fn push(&mut self, ids: &[u32]) -> Result<()> {
         self.tokens += ids.len() as u64;
-        let width = self.width as usize;
-        ids.iter().try_for_each(|id| self.ids.push(&id.to_le_bytes()[..width]))
+        let mut rest = ids;
+        while !rest.is_empty() {
+            let room = (BLOCK - self.ids.block.len()) / self.width as usize;
+            let (now, later) = rest.split_at(room.min(rest.len()));
+            match self.width {
+                2 => self.ids.block.extend(now.iter().flat_map(|&id| (id as u16).to_le_bytes())),
+                _ => self.ids.block.extend(now.iter().flat_map(|id| id.to_le_bytes())),
+            }
+            self.ids.write_if_full()?;
+            rest = later;
+        }
+        Ok(())
     }
 
     pub(super) fn end_document(&mut self) -> Result<()> {
         self.documents += 1;
-        self.ends.push(&self.tokens.to_le_bytes())
+        self.ends.block.extend(self.tokens.to_le_bytes());
+        self.ends.write_if_full()
     }
 
     /// Writes the rest to disk.
@@ -65,10 +76,8 @@ impl Blocks {
         Ok(Blocks { path, file, block: Vec::with_capacity(BLOCK), checksums: Vec::new() })
     }
 
-    /// Appends bytes, whose number divides the size of a block.
-    #[inline]
-    fn push(&mut self, bytes: &[u8]) -> Result<()> {
-        self.block.extend_from_slice(bytes);
+    /// Writes the block if it is full. Its size is a multiple of those of ids and document ends.
+    fn write_if_full(&mut self) -> Result<()> {
         if self.block.len() >= BLOCK { self.write() } else { Ok(()) }
     }
 

@@ -409,7 +409,11 @@ impl Stream {
         let mut pieces: Vec<Option<Piece>> = (0..LANES).map(|_| None).collect();
         for (rank, bytes) in received.iter().enumerate() {
             let decoded = message::decode(bytes, epoch, round).with_context(|| format!("rank {rank}"))?;
-            for (lane, piece) in decoded.map_err(|failure| anyhow!("rank {rank}: {failure}"))? {
+            let failed = |failure| match self.world_size {
+                1 => anyhow!("{failure}"),
+                _ => anyhow!("rank {rank}: {failure}"),
+            };
+            for (lane, piece) in decoded.map_err(failed)? {
                 ensure!(lane < LANES && lane % self.world_size == rank, "rank {rank} sent a piece of lane {lane}");
                 pieces[lane] = Some(piece);
             }
