@@ -1,6 +1,6 @@
 //! Files of a corpus: a file, a directory or a pattern.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -64,7 +64,8 @@ pub struct CorpusFile {
 }
 
 impl Files {
-    /// Finds the files of a path: a file, a directory, or a pattern such as `data/*.parquet`.
+    /// Finds the files of a path: a file, a directory, a pattern such as `data/*.parquet`, or the common name of
+    /// Megatron-LM's `.bin` and `.idx`.
     ///
     /// A directory is read recursively in the order of names. Hidden files, directories named `target`, and symbolic
     /// links within the directory are left out. In a directory of text, binary files are left out. In a directory of
@@ -76,6 +77,10 @@ impl Files {
         let path = path.as_ref();
         let kind = match fs::metadata(path) {
             Err(_) if is_pattern(path) => return Self::of_pattern(path),
+            // Megatron-LM names its two files without their extensions.
+            Err(_) if with(path, "bin").is_file() && with(path, "idx").is_file() => {
+                return Self::find(with(path, "bin"));
+            }
             kind => kind.with_context(|| format!("cannot read {}", path.display()))?,
         };
         if kind.is_dir() {
@@ -137,6 +142,14 @@ impl Files {
     }
 }
 
+/// Appends an extension to a path.
+fn with(path: &Path, extension: &str) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".");
+    name.push(extension);
+    name.into()
+}
+
 /// Returns whether a path that does not exist may be a pattern.
 fn is_pattern(path: &Path) -> bool {
     path.as_os_str().as_encoded_bytes().iter().any(|byte| b"*?[".contains(byte))
@@ -145,8 +158,8 @@ fn is_pattern(path: &Path) -> bool {
 /// Files of a directory by their kind.
 #[derive(Default)]
 struct Kinds {
+    order: HashMap<PathBuf, usize>,
     tokens: Vec<PathBuf>,
-    indices: Vec<PathBuf>,
     parquet: Vec<CorpusFile>,
     records: Vec<CorpusFile>,
     json: Vec<CorpusFile>,
@@ -157,12 +170,12 @@ struct Kinds {
 
 /// Classifies the files of `root`, and fails if they are of several kinds.
 fn of_files(root: &Path, files: Vec<PathBuf>) -> Result<Content> {
-    let mut kinds = Kinds::default();
     ensure!(!files.is_empty(), "{} holds no visible files", root.display());
+    let order = files.iter().enumerate().map(|(index, path)| (path.clone(), index)).collect();
+    let mut kinds = Kinds { order, ..Kinds::default() };
     for path in files {
         // An index of Megatron belongs to the .bin file of its name.
         if is(&path, &["idx"]) {
-            kinds.indices.push(path);
             continue;
         }
         let format = match sniff(&path)? {
@@ -199,7 +212,7 @@ impl Kinds {
             return self.into_text(root);
         }
         self.records.append(&mut self.json);
-        self.records.sort_by(|a, b| a.path.cmp(&b.path));
+        self.records.sort_by_key(|file| self.order.get(&file.path));
         let first = |files: &[CorpusFile]| files.first().map(|file| file.path.clone());
         let tables = self.unsupported.first().map(|(path, _)| path.clone());
         let kinds = [
@@ -237,22 +250,21 @@ impl Kinds {
         {
             bail!("{} can't be read as a corpus: {way_out}", path.display());
         }
-        let as_text = |path: PathBuf| CorpusFile { path, format: Format::Text(Compression::None) };
         self.text.append(&mut self.descriptions);
-        self.text.extend(self.json.drain(..).map(|file| as_text(file.path)));
-        let tables = self.unsupported.into_iter().map(|(path, _)| path).filter(|path| is(path, &["csv", "tsv"]));
-        self.text.extend(tables.map(as_text));
+        self.text.append(&mut self.json);
         for file in &mut self.text {
             if let Format::Json(compression) = file.format {
                 file.format = Format::Text(compression);
             }
         }
+        let tables = self.unsupported.into_iter().map(|(path, _)| path).filter(|path| is(path, &["csv", "tsv"]));
+        self.text.extend(tables.map(|path| CorpusFile { path, format: Format::Text(Compression::None) }));
         ensure!(
             !self.text.is_empty(),
             "{} holds no text files (UTF-8 without zero bytes), records or token files",
             root.display()
         );
-        self.text.sort_by(|a, b| a.path.cmp(&b.path));
+        self.text.sort_by_key(|file| self.order.get(&file.path));
         refuse_copies(&self.text)?;
         Ok(Content::Documents(self.text))
     }
@@ -419,6 +431,7 @@ mod tests {
         }
         let root = tree(&[("2.bin", b""), ("1.bin", b""), ("1.idx", b"")]);
         assert_eq!(names(root.path()).unwrap(), ["1.bin", "2.bin"]);
+        assert_eq!(names(&root.path().join("1")).unwrap(), ["1.bin"]);
         assert!(message(tree(&[("a.arrow", b"")]).path()).contains("to_parquet"));
         assert!(message(tree(&[("a.csv", b"")]).path()).contains("to_parquet"));
     }

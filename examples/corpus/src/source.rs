@@ -1,5 +1,6 @@
 //! Tokens that allow random access, their sequences, and marks of files.
 
+use std::collections::HashMap;
 use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
@@ -53,25 +54,26 @@ impl Mark {
         if before == now {
             return Ok(());
         }
-        let find = |marks: &[Mark], name: &str| marks.iter().find(|mark| mark.name == name).cloned();
+        fn by_name(marks: &[Mark]) -> HashMap<&str, &Mark> {
+            marks.iter().map(|mark| (&*mark.name, mark)).collect()
+        }
+        let (old, new) = (by_name(before), by_name(now));
         let mut found = Vec::new();
-        // Few files differ, so searching for each is cheap enough.
-        let both = before.iter().zip(now).take_while(|(before, now)| before == now).count();
-        for mark in &before[both..] {
-            match find(&now[both..], &mark.name) {
+        for mark in before {
+            match new.get(&*mark.name) {
                 None => found.push(format!("{} is missing", mark.name)),
                 Some(now) if now.size != mark.size => {
                     found.push(format!("{} had {} bytes and has {}", mark.name, mark.size, now.size));
                 }
-                Some(now) if now != *mark => found.push(format!("the content of {} is another", mark.name)),
+                Some(&now) if now != mark => found.push(format!("the content of {} is another", mark.name)),
                 Some(_) => {}
             }
             if found.len() > NAMED {
                 break;
             }
         }
-        let new = now[both..].iter().filter(|mark| find(&before[both..], &mark.name).is_none());
-        found.extend(new.take(NAMED).map(|mark| format!("{} is new", mark.name)));
+        let added = now.iter().filter(|mark| !old.contains_key(&*mark.name));
+        found.extend(added.take(NAMED).map(|mark| format!("{} is new", mark.name)));
         if found.is_empty() {
             found.push("the files have another order".into());
         }
