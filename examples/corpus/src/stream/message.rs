@@ -12,10 +12,18 @@ use crate::documents::Cursor;
 /// Pieces with their lanes, or the message of a failure.
 pub(super) type Outcome = Result<Vec<(usize, Piece)>, String>;
 
+/// Round of a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct RoundId {
+    /// Checksum of the files, the tokenizer and the order.
+    pub(super) stream: u64,
+    pub(super) epoch: u64,
+    pub(super) round: u64,
+}
+
 #[derive(Serialize, Deserialize)]
 struct Header {
-    epoch: u64,
-    round: u64,
+    at: RoundId,
     pieces: Result<Vec<PieceHeader>, String>,
 }
 
@@ -29,7 +37,7 @@ struct PieceHeader {
 }
 
 /// Encodes the outcome of a round.
-pub(super) fn encode(epoch: u64, round: u64, outcome: &Outcome) -> Result<Vec<u8>> {
+pub(super) fn encode(at: RoundId, outcome: &Outcome) -> Result<Vec<u8>> {
     let of_piece = |(lane, piece): &(usize, Piece)| PieceHeader {
         lane: *lane,
         next: piece.next,
@@ -41,7 +49,7 @@ pub(super) fn encode(epoch: u64, round: u64, outcome: &Outcome) -> Result<Vec<u8
             .collect(),
     };
     let pieces = outcome.as_ref().map(|pieces| pieces.iter().map(of_piece).collect()).map_err(String::clone);
-    let header = serde_json::to_vec(&Header { epoch, round, pieces })?;
+    let header = serde_json::to_vec(&Header { at, pieces })?;
     let mut bytes = u32::try_from(header.len())?.to_le_bytes().to_vec();
     bytes.extend(header);
     for (_, piece) in outcome.as_ref().unwrap_or(&Vec::new()) {
@@ -54,17 +62,23 @@ pub(super) fn encode(epoch: u64, round: u64, outcome: &Outcome) -> Result<Vec<u8
 }
 
 /// Decodes another rank's outcome of this round.
-pub(super) fn decode(bytes: &[u8], epoch: u64, round: u64) -> Result<Outcome> {
+pub(super) fn decode(bytes: &[u8], at: RoundId) -> Result<Outcome> {
     let cut = "the exchanged bytes are cut off";
     let (len, rest) = bytes.split_first_chunk().context(cut)?;
     let (header, ids) = rest.split_at_checked(u32::from_le_bytes(*len) as usize).context(cut)?;
     let header: Header = serde_json::from_slice(header).context("the exchanged bytes are damaged")?;
     ensure!(
-        (header.epoch, header.round) == (epoch, round),
-        "it is at round {} of epoch {}, but this rank is at round {round} of epoch {epoch}: all ranks must consume the \
-         same sequences",
-        header.round,
-        header.epoch
+        header.at.stream == at.stream,
+        "its files, tokenizer or seed are others than this rank's: all ranks must read the same corpus"
+    );
+    ensure!(
+        header.at == at,
+        "it is at round {} of epoch {}, but this rank is at round {} of epoch {}: all ranks must consume the same \
+         sequences",
+        header.at.round,
+        header.at.epoch,
+        at.round,
+        at.epoch
     );
     let pieces = match header.pieces {
         Ok(pieces) => pieces,

@@ -18,6 +18,7 @@ use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
+use crc_fast::CrcAlgorithm;
 use serde::{Deserialize, Serialize};
 
 use crate::documents::{self, Block, Cursor, Source};
@@ -28,6 +29,7 @@ use crate::source::{Mark, described};
 use crate::tokenise::Tokenise;
 
 use lane::{Lane, Piece, Segment};
+use message::RoundId;
 
 mod lane;
 mod message;
@@ -197,6 +199,8 @@ pub struct Stream {
     corpus: Arc<Corpus>,
     tokenizer: Arc<dyn Tokenise>,
     seed: Option<u64>,
+    /// Checksum of what the ranks must have in common.
+    checksum: u64,
     rank: usize,
     world_size: usize,
     /// Start of the round to read next.
@@ -252,7 +256,10 @@ impl Stream {
     ) -> Result<Self> {
         ensure!(rank < world_size, "rank {rank} is not below the world size {world_size}");
         ensure!(corpus.blocks > 0, "{corpus} is empty");
+        let common = (&corpus.marks, &corpus.field, corpus.blocks, seed, tokenizer.fingerprint());
+        let checksum = crc_fast::checksum(CrcAlgorithm::Crc64Nvme, &serde_json::to_vec(&common)?);
         Ok(Stream {
+            checksum,
             corpus,
             tokenizer,
             seed,
@@ -395,9 +402,9 @@ impl Stream {
     /// Reads a round, and exchanges its pieces.
     fn fetch_round(&mut self, exchange: &Exchange<'_>) -> Result<()> {
         let begun = Instant::now();
-        let (epoch, round) = (self.next.epoch, self.next.round);
+        let at = RoundId { stream: self.checksum, epoch: self.next.epoch, round: self.next.round };
         let own = self.own_pieces();
-        let sent = message::encode(epoch, round, &own.map_err(|error| format!("{error:#}")))?;
+        let sent = message::encode(at, &own.map_err(|error| format!("{error:#}")))?;
         let received = exchange(sent).context("cannot exchange the pieces of the corpus")?;
         self.waited += begun.elapsed();
         ensure!(
@@ -408,7 +415,7 @@ impl Stream {
         );
         let mut pieces: Vec<Option<Piece>> = (0..LANES).map(|_| None).collect();
         for (rank, bytes) in received.iter().enumerate() {
-            let decoded = message::decode(bytes, epoch, round).with_context(|| format!("rank {rank}"))?;
+            let decoded = message::decode(bytes, at).with_context(|| format!("rank {rank}"))?;
             let failed = |failure| match self.world_size {
                 1 => anyhow!("{failure}"),
                 _ => anyhow!("rank {rank}: {failure}"),

@@ -286,6 +286,11 @@ fn ranks_that_consume_other_sequences_are_told() {
         format!("{:#}", stream.next_sequence(50, exchange).unwrap_err())
     });
     assert!(messages[0].contains("rank 1: it is at round 3 of epoch 2"), "{messages:?}");
+    let messages = on_ranks(2, |rank, exchange| {
+        let mut stream = stream(&corpus, Some(rank as u64), rank, 2);
+        format!("{:#}", stream.next_sequence(50, exchange).unwrap_err())
+    });
+    assert!(messages[1].contains("rank 0: its files, tokenizer or seed are others"), "{messages:?}");
 }
 
 #[test]
