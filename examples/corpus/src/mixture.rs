@@ -199,6 +199,18 @@ impl Mixture {
         Ok((index, sequence))
     }
 
+    /// Returns the next sequence without consuming it. All ranks call it.
+    ///
+    /// # Errors
+    /// As [`Mixture::next_sequence`].
+    pub fn peek(&mut self, exchange: &Exchange<'_>) -> Result<Sequence> {
+        let (index, seq_len) = (self.next(), self.seq_len);
+        match &mut self.sources[index].source {
+            Source::Stream(stream) => stream.peek(seq_len, exchange),
+            Source::Sequences(sequences) => sequences.at(sequences.position()),
+        }
+    }
+
     /// Consumes sequences that other ranks train on.
     ///
     /// # Errors
@@ -371,7 +383,9 @@ mod tests {
         let mut mixture = mixture(directory.path(), 0, 1);
         let mut taken = [0_u64; 3];
         for sequence in 1..=10_000 {
-            let (source, _) = mixture.next_sequence(&alone).unwrap();
+            let next = mixture.peek(&alone).unwrap();
+            let (source, found) = mixture.next_sequence(&alone).unwrap();
+            assert_eq!(found, next);
             taken[source] += 1;
             for (taken, share) in taken.iter().zip([0.45, 0.3, 0.25]) {
                 // At every moment, not only at the end.

@@ -256,6 +256,28 @@ proptest! {
     }
 }
 
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    /// Objects are found by their braces, whatever braces, quotes and backslashes their texts have.
+    #[test]
+    fn json_is_read_whatever_its_texts_hold(texts in prop::collection::vec(r#"[\[\]{}"\\,a ü]{1,12}"#, 0..8), is_pretty in any::<bool>()) {
+        let records: Vec<_> =
+            texts.iter().map(|text| serde_json::json!({ "text": text, text: [{ "x": text }] })).collect();
+        let array = if is_pretty { serde_json::to_string_pretty(&records) } else { serde_json::to_string(&records) };
+        let separated: Vec<String> =
+            records.iter().map(|record| if is_pretty { format!("{record:#}") } else { record.to_string() }).collect();
+        for content in [array.unwrap(), separated.join("\n")] {
+            prop_assert_eq!(&texts_of("a.json", content.as_bytes()).unwrap(), &texts);
+            // A cut file is an error or has fewer texts, and never others.
+            let cut = content.floor_char_boundary(content.len() / 2);
+            if let Ok(found) = texts_of("a.json", &content.as_bytes()[..cut]) {
+                prop_assert!(texts.starts_with(&found));
+            }
+        }
+    }
+}
+
 #[cfg(feature = "parquet")]
 mod of_parquet {
     use super::*;

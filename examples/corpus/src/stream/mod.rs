@@ -318,7 +318,7 @@ impl Stream {
         Ok(())
     }
 
-    /// Returns the place of the next token.
+    /// Returns the place of the next token. It has the marks of all files, so it is for checkpoints.
     pub fn place(&self) -> Place {
         let (at, tokens) = match self.rounds.front() {
             Some(round) => (&round.at, round.consumed as u64),
@@ -344,6 +344,16 @@ impl Stream {
     /// # Errors
     /// A file can't be read or is damaged, or the exchange fails. All ranks get the same error.
     pub fn next_sequence(&mut self, seq_len: usize, exchange: &Exchange<'_>) -> Result<Sequence> {
+        let sequence = self.peek(seq_len, exchange)?;
+        self.consume(seq_len);
+        Ok(sequence)
+    }
+
+    /// Returns the next `seq_len` tokens and one more, such as for a prompt, without consuming them. All ranks call it.
+    ///
+    /// # Errors
+    /// As [`Stream::next_sequence`].
+    pub fn peek(&mut self, seq_len: usize, exchange: &Exchange<'_>) -> Result<Sequence> {
         self.fetch(seq_len + 1, exchange)?;
         let mut sequence = Sequence { ids: Vec::with_capacity(seq_len + 1), starts: Vec::new() };
         for round in &self.rounds {
@@ -354,7 +364,6 @@ impl Stream {
             sequence.starts.extend(starts.map(|start| start - from + sequence.ids.len()));
             sequence.ids.extend_from_slice(&round.ids[from..to]);
         }
-        self.consume(seq_len);
         Ok(sequence)
     }
 
