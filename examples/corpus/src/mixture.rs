@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
 
 use crate::sequence::Sequence;
@@ -281,27 +281,30 @@ impl Mixture {
     /// # Errors
     /// The sources or their weights are others, or a source can't continue there.
     pub fn resume(&mut self, place: &Place) -> Result<()> {
-        let described = |sources: &mut dyn Iterator<Item = (&String, f64)>| {
-            let named: Vec<String> = sources.map(|(name, share)| format!("{name}:{share:.6}")).collect();
-            named.join(",")
-        };
-        let before = described(&mut place.sources.iter().map(|entry| (&entry.name, entry.share)));
-        let now = described(&mut self.sources.iter().map(|entry| (&entry.name, entry.share)));
+        fn described<'a>(sources: impl Iterator<Item = (&'a String, f64)>) -> String {
+            sources.map(|(name, share)| format!("{name}:{share:.6}")).collect::<Vec<_>>().join(",")
+        }
+        // Sources may have moved: their places tell whether they are the same.
+        let (before, now) = (&place.sources, &self.sources);
+        let is_same = |(before, now): (&EntryPlace, &Entry)| (before.share - now.share).abs() < 1e-9;
         ensure!(
-            before == now,
-            "the checkpoint's mixture is {before}, but this run has {now}: continue with the same sources and weights"
+            before.len() == now.len() && before.iter().zip(now).all(is_same),
+            "the checkpoint's mixture is {}, but this run has {}: continue with the same sources and weights",
+            described(before.iter().map(|entry| (&entry.name, entry.share))),
+            described(now.iter().map(|entry| (&entry.name, entry.share)))
         );
         for (entry, place) in self.sources.iter_mut().zip(&place.sources) {
-            match (&mut entry.source, &place.place) {
-                (Source::Stream(stream), SourcePlace::Stream(place)) => stream.resume(place)?,
-                (Source::Sequences(sequences), SourcePlace::Sequences(place)) => sequences.resume(place)?,
+            let resumed = match (&mut entry.source, &place.place) {
+                (Source::Stream(stream), SourcePlace::Stream(place)) => stream.resume(place),
+                (Source::Sequences(sequences), SourcePlace::Sequences(place)) => sequences.resume(place),
                 (Source::Stream(_), _) => {
                     bail!("the checkpoint read {} as tokens, but this run reads it as text", entry.name)
                 }
                 (Source::Sequences(_), _) => {
                     bail!("the checkpoint read {} as text, but this run reads it as tokens", entry.name)
                 }
-            }
+            };
+            resumed.with_context(|| format!("cannot continue in {}", entry.name))?;
             entry.taken = place.taken;
         }
         Ok(())
@@ -436,7 +439,7 @@ mod tests {
         let message = other.resume(&place).unwrap_err().to_string();
         assert!(message.contains("the checkpoint's mixture is a:0.450000,b:0.300000,c:0.250000, but"), "{message}");
         fs::write(directory.path().join("b.jsonl"), "{\"text\": \"b\"}\n").unwrap();
-        let message = mixture(directory.path(), 0, 1).resume(&place).unwrap_err().to_string();
-        assert!(message.contains("b.jsonl had"), "{message}");
+        let message = format!("{:#}", mixture(directory.path(), 0, 1).resume(&place).unwrap_err());
+        assert!(message.contains("cannot continue in b: ") && message.contains("b.jsonl had"), "{message}");
     }
 }
