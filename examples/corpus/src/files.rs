@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail, ensure};
 use glob::MatchOptions;
 use walkdir::{DirEntry, WalkDir};
 
-use crate::format::{Compression, Format, Sniffed, is, sniff};
+use crate::format::{Compression, CorpusFile, Format, Sniffed, is, sniff};
 use crate::shards;
 
 /// Names of JSON files that describe the data beside them.
@@ -52,15 +52,6 @@ pub enum Content {
     Tokens(Vec<PathBuf>),
     /// Directory written by [`prepare`](crate::prepare).
     Prepared(PathBuf),
-}
-
-/// File of text or of records.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct CorpusFile {
-    /// Path of the file.
-    pub path: PathBuf,
-    /// Format of the file.
-    pub format: Format,
 }
 
 impl Files {

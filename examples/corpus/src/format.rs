@@ -3,14 +3,15 @@
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, Read};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 
-use crate::documents::PART;
-
 /// First bytes that are read to recognise a file.
 const START: u64 = 512;
+
+/// Longest part of a document in bytes. Tokenizers need about 100 bytes of memory per token.
+pub const PART: usize = 256 << 10;
 
 /// Compression of a whole file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,6 +47,15 @@ pub enum Format {
     Parquet,
     /// Token ids.
     Tokens,
+}
+
+/// File of text or of records.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CorpusFile {
+    /// Path of the file.
+    pub path: PathBuf,
+    /// Format of the file.
+    pub format: Format,
 }
 
 /// What a file seems to be.
@@ -140,7 +150,10 @@ fn has_known_name(path: &Path) -> bool {
 /// Returns the way out for a format that is known and not read.
 fn unsupported(path: &Path, start: &[u8]) -> Option<&'static str> {
     if is(path, &["csv", "tsv"]) {
-        return Some("convert tables to JSON Lines or Parquet, such as by pandas.read_csv(...).to_parquet(...)");
+        return Some(
+            "pass labelled texts with --task classify, or convert the table to Parquet, such as by \
+             pandas.read_csv(...).to_parquet(...)",
+        );
     }
     if is(path, &["arrow", "feather"]) || start.starts_with(b"ARROW1") {
         return Some("convert Arrow files to Parquet, such as by datasets.load_from_disk(...).to_parquet(...)");

@@ -153,6 +153,11 @@ impl Sequences {
         (self.tokens.len() - 1) / self.seq_len as u64
     }
 
+    /// Returns the marks of the files.
+    pub fn marks(&self) -> &[Mark] {
+        &self.marks
+    }
+
     /// Returns the number of sequences consumed.
     pub fn position(&self) -> u64 {
         self.position

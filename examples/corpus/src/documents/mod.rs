@@ -13,8 +13,7 @@ use anyhow::{Context, Result, bail, ensure};
 use flate2::bufread::MultiGzDecoder;
 use serde::{Deserialize, Serialize};
 
-use crate::files::CorpusFile;
-use crate::format::{Compression, Format};
+use crate::format::{Compression, CorpusFile, Format};
 
 mod fields;
 mod json;
@@ -28,9 +27,6 @@ pub use records::{Record, records};
 
 #[cfg(test)]
 mod tests;
-
-/// Longest part of a document in bytes. Tokenizers need about 100 bytes of memory per token.
-pub const PART: usize = 256 << 10;
 
 /// Settings of reading documents.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -100,8 +96,7 @@ impl Part {
 ///
 /// ```
 /// use fsdp_corpus::documents::{Cursor, Options, Source};
-/// use fsdp_corpus::files::CorpusFile;
-/// use fsdp_corpus::format::Format;
+/// use fsdp_corpus::format::{CorpusFile, Format};
 ///
 /// let directory = tempfile::tempdir()?;
 /// let path = directory.path().join("corpus.jsonl");

@@ -1,12 +1,13 @@
 //! Whole records as JSON, for conversations, preference pairs and labelled texts.
 
+use std::path::Path;
+
 use anyhow::{Context, Result, bail};
 
 use super::json::Objects;
 use super::lines::Lines;
 use super::{Options, Records};
-use crate::files::CorpusFile;
-use crate::format::Format;
+use crate::format::{CorpusFile, Format};
 
 /// A record with all of its fields.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -15,6 +16,14 @@ pub struct Record {
     pub place: String,
     /// The JSON of an object. It may have what Python's `json` accepts, such as NaN.
     pub json: String,
+}
+
+impl Record {
+    /// Returns the place without the path of the file.
+    pub fn within(&self, path: &Path) -> &str {
+        let file = format!("{}, ", path.display());
+        self.place.strip_prefix(&*file).unwrap_or(&self.place)
+    }
 }
 
 /// Records whose bytes are read before they are parsed.
@@ -30,8 +39,7 @@ pub(super) trait RawRecords: Records {
 ///
 /// ```
 /// use fsdp_corpus::documents::records;
-/// use fsdp_corpus::files::CorpusFile;
-/// use fsdp_corpus::format::Format;
+/// use fsdp_corpus::format::{CorpusFile, Format};
 ///
 /// let directory = tempfile::tempdir()?;
 /// let path = directory.path().join("pairs.json");

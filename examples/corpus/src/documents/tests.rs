@@ -3,6 +3,7 @@ use std::io::Write;
 use proptest::prelude::*;
 
 use super::*;
+use crate::format::PART;
 
 fn write(name: &str, content: &[u8]) -> (tempfile::TempDir, CorpusFile) {
     let directory = tempfile::tempdir().unwrap();

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, anyhow, bail};
 
-use super::{Cursor, PART, Part, open_at, unreadable};
-use crate::format::Compression;
+use super::{Cursor, Part, open_at, unreadable};
+use crate::format::{Compression, PART};
 
 /// Returns the length of the first part of a text: all of it, or at most [`PART`] bytes that end after a newline if
 /// possible.

@@ -100,6 +100,11 @@ impl Corpus {
         self.sources.iter().map(Source::size).sum()
     }
 
+    /// Returns the marks of the files.
+    pub fn marks(&self) -> &[Mark] {
+        &self.marks
+    }
+
     /// Returns the path of the file with a block of this number.
     fn path_of(&self, block: u64) -> &Path {
         self.sources[self.before.partition_point(|&before| before <= block) - 1].path()

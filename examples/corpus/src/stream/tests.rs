@@ -5,7 +5,8 @@ use std::sync::mpsc::{Sender, channel};
 use std::thread;
 
 use super::*;
-use crate::documents::{Options, PART};
+use crate::documents::Options;
+use crate::format::PART;
 use crate::tokenise::Bytes;
 
 const SEED: Option<u64> = Some(7);

@@ -3,6 +3,7 @@
 //! A file is opened by its header and a sample of its ids. Ranges are checked against the vocabulary when they are read.
 
 use std::fs::File;
+use std::io::{self, Read};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -296,6 +297,20 @@ impl Dtype {
             Dtype::U8 | Dtype::U16 | Dtype::U32 | Dtype::I64 => value,
         }
     }
+}
+
+/// Returns whether a token file has neither a header of llm.c nor an index of Megatron-LM beside it.
+///
+/// # Errors
+/// The file can't be read.
+pub fn is_raw(path: &Path) -> Result<bool> {
+    let mut start = Vec::new();
+    let mut read = || -> io::Result<()> {
+        File::open(path)?.take(HEADER).read_to_end(&mut start)?;
+        Ok(())
+    };
+    read().with_context(|| format!("cannot read {}", path.display()))?;
+    Ok(header_of(&start).is_none() && !path.with_extension("idx").exists())
 }
 
 /// Returns the type and number of ids in a header of llm.c.
