@@ -30,7 +30,12 @@ pub fn run(device: DeviceChoice, work: impl FnOnce(&World) -> anyhow::Result<()>
         Ok(world) => world,
         Err(error) => return report(&error),
     };
-    match work(&world) {
+    exit_code(work(&world))
+}
+
+/// Returns the exit code of a program. Records and prints an error.
+pub fn exit_code(outcome: anyhow::Result<()>) -> ExitCode {
+    match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => report(&error),
     }

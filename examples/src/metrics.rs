@@ -40,6 +40,33 @@ pub struct StepRecord {
     /// Rewards of preference tuning.
     #[serde(flatten)]
     pub rewards: Option<Rewards>,
+    /// Use of corpora.
+    #[serde(flatten)]
+    pub data: Option<DataRecord>,
+}
+
+/// Use of the corpora of `--data`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DataRecord {
+    /// Longest time that a rank waited for data in this step, in seconds.
+    #[serde(deserialize_with = "null_is_nan")]
+    pub data_wait_s: f64,
+    /// The sources, in the order of `--data`.
+    pub sources: Vec<SourceRecord>,
+}
+
+/// What a run has read of a corpus since its start.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SourceRecord {
+    /// Name, as `--data` has it.
+    pub name: String,
+    /// Tokens trained on.
+    pub tokens: u64,
+    /// Epochs completed.
+    pub epochs: u64,
+    /// Documents begun, if they are counted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub documents: Option<u64>,
 }
 
 /// Mean rewards of preference pairs, with TRL's names.
@@ -240,6 +267,7 @@ pub(crate) mod tests {
             peak_mem_bytes: 1 << 33,
             shard_bytes: 123,
             rewards: None,
+            data: None,
         }
     }
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use fsdp_test_support::{read_text, workspace};
 
 /// The modules of each library, bottom first.
-const LAYERS: [(&str, &str); 5] = [
+const LAYERS: [(&str, &str); 6] = [
     (
         "fsdp-core",
         "device_id host_names file_limit error dtype device buffer channel mesh_layout env store hash text shared_file heartbeat \
@@ -25,8 +25,12 @@ const LAYERS: [(&str, &str); 5] = [
         checkpoints doc_example",
     ),
     (
+        "examples/corpus",
+        "checked permutation format documents sequence tokenise source shards files memory tokens prepare stream mixture",
+    ),
+    (
         "examples",
-        "console command_line flags json hub input data generate job writable metrics models tasks progress ranks schedule tensorboard",
+        "console command_line flags json hub input writable metrics data generate job models tasks progress ranks schedule tensorboard",
     ),
 ];
 

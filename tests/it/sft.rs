@@ -27,7 +27,7 @@ fn write_chats(path: &Path, first: usize, count: usize) {
 }
 
 /// Writes the configuration of a model with two small layers over bytes.
-fn write_model(dir: &Path) {
+pub(crate) fn write_model(dir: &Path) {
     let config = json!({ "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 128,
         "initializer_range": 0.05 });

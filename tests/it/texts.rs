@@ -193,7 +193,7 @@ fn bad_input_is_refused() {
         ("classify_bert", "--data empty.jsonl", "empty.jsonl has no records"),
         ("classify_bert", "--data short.csv", "are fewer than one step needs, which is 6"),
         ("classify_bert", "--data list.jsonl", "line 1: \"text\" is a list, but must be text"),
-        ("classify_bert", "--data data.txt", "must end in .jsonl or .csv"),
+        ("classify_bert", "--data data.txt", "must end in .jsonl, .json, .parquet or .csv"),
         ("classify_bert", "--seq-len 3", "--seq-len 3 has no room for a text beside 3 special tokens"),
         ("classify_bert", "--mask-token 4", "--mask-token is for --task language"),
         ("classify_llama", "--tensor-parallel 2 --batch-size 6", "--tensor-parallel is for --task language"),

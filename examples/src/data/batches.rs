@@ -5,8 +5,10 @@ use std::ops::Range;
 
 use anyhow::{Context, Result, ensure};
 use fsdp_candle::nn::IGNORED;
+use fsdp_corpus::sequence::{Pack, Sequence};
 use indicatif::{HumanBytes, HumanCount};
 
+use crate::data::corpus::{EvaluationCorpus, MixedCorpus};
 use crate::data::masking::Masking;
 use crate::data::sft::Examples;
 use crate::data::sft::packing::{Packed, PackingOptions};
@@ -33,6 +35,10 @@ pub struct BatchShape {
 pub enum Source {
     /// One stream of tokens, and the seed that shuffles its sequences in each epoch, if any.
     Stream(Data, Option<u64>),
+    /// Corpora to train on, which are read step by step.
+    Corpus(Box<MixedCorpus>),
+    /// A corpus to evaluate on.
+    Evaluation(EvaluationCorpus),
     /// Examples, each with its own tokens.
     Examples(Examples, PackingOptions),
     /// Preference pairs. A sequence is a pair, in two rows of a batch.
@@ -72,6 +78,8 @@ pub struct Batches {
 
 enum Sequences {
     Stream(Stream),
+    Corpus(Box<MixedCorpus>),
+    Evaluation(EvaluationCorpus),
     Packed(Packed),
     Pairs(Pairs),
 }
@@ -85,7 +93,7 @@ pub struct MicroBatch {
     pub targets: Vec<u32>,
     /// Number of targets that are not ignored.
     pub counted: u64,
-    /// Lengths of the documents packed in each sequence, if there are any.
+    /// Lengths of the documents packed in each sequence, if attention stays within them.
     pub documents: Option<Vec<Vec<usize>>>,
     /// Number of data tokens in each row. Padding follows them.
     pub filled: Vec<usize>,
@@ -131,23 +139,37 @@ impl Sequences {
     fn new(source: Source, seq_len: usize) -> Result<Self> {
         Ok(match source {
             Source::Stream(data, shuffle) => Sequences::Stream(Stream::new(data, seq_len, shuffle)),
+            Source::Corpus(corpus) => Sequences::Corpus(corpus),
+            Source::Evaluation(corpus) => Sequences::Evaluation(corpus),
             Source::Pairs(pairs) => Sequences::Pairs(pairs),
             Source::Examples(examples, options) => Sequences::Packed(Packed::new(examples, seq_len, options)?),
         })
     }
 
-    fn count(&self) -> u64 {
+    /// Returns the number of sequences in the first epoch, or `None` if it is not known.
+    fn count(&self) -> Option<u64> {
         match self {
-            Sequences::Stream(stream) => stream.count(),
-            Sequences::Packed(packed) => packed.count(),
-            Sequences::Pairs(pairs) => pairs.len() as u64,
+            Sequences::Stream(stream) => Some(stream.count()),
+            Sequences::Corpus(_) => None,
+            Sequences::Evaluation(corpus) => Some(corpus.sequences.count()),
+            Sequences::Packed(packed) => Some(packed.count()),
+            Sequences::Pairs(pairs) => Some(pairs.len() as u64),
+        }
+    }
+
+    /// Returns how the sequences of a corpus are packed.
+    fn pack(&self) -> Option<Pack> {
+        match self {
+            Sequences::Corpus(corpus) => Some(corpus.pack()),
+            Sequences::Evaluation(corpus) => Some(corpus.pack),
+            Sequences::Stream(_) | Sequences::Packed(_) | Sequences::Pairs(_) => None,
         }
     }
 }
 
 impl Batches {
     /// Creates batches to train on. Fails if a size of `shape` is 0, the rank is out of range, or the data is shorter
-    /// than one step.
+    /// than one step. Corpora repeat within a step if they are shorter.
     pub fn new(source: Source, shape: BatchShape) -> Result<Self> {
         let batches = Self::of_any_length(source, shape)?;
         let (steps, found) = (batches.sequences_per_step, batches.num_sequences());
@@ -172,6 +194,7 @@ impl Batches {
                  --grad-accum, or more pairs",
                 HumanCount(steps)
             ),
+            Sequences::Corpus(_) | Sequences::Evaluation(_) => {}
         }
         Ok(batches)
     }
@@ -279,6 +302,16 @@ impl Batches {
                     lengths.extend((data < seq_len).then(|| seq_len - data));
                     documents.push(lengths);
                 }
+                Sequences::Corpus(corpus) => {
+                    let sequence = corpus.sequence(position, offset, self.shape)?;
+                    push_sequence(&sequence, corpus.pack(), &mut inputs, &mut targets, &mut documents);
+                    filled.push(seq_len);
+                }
+                Sequences::Evaluation(corpus) => {
+                    let sequence = corpus.sequences.at(position.wrapping_add(offset))?;
+                    push_sequence(&sequence, corpus.pack, &mut inputs, &mut targets, &mut documents);
+                    filled.push(seq_len);
+                }
                 Sequences::Pairs(_) => {}
             }
         }
@@ -288,13 +321,12 @@ impl Batches {
         inputs.resize(tokens, 0);
         filled.resize(batch_size, 0);
         targets.resize(tokens, IGNORED);
-        let documents = match &self.sequences {
-            Sequences::Stream(_) | Sequences::Pairs(_) => None,
-            Sequences::Packed(_) => {
-                documents.resize(batch_size, vec![seq_len]);
-                Some(documents)
-            }
-        };
+        let has_documents =
+            matches!(self.sequences, Sequences::Packed(_)) || self.sequences.pack() == Some(Pack::Documents);
+        let documents = has_documents.then(|| {
+            documents.resize(batch_size, vec![seq_len]);
+            documents
+        });
         let counted = targets.iter().filter(|&&target| target != IGNORED).count() as u64;
         Ok(MicroBatch { inputs, targets, counted, documents, filled, pairs: None })
     }
@@ -313,7 +345,9 @@ impl Batches {
     /// padding of preference pairs.
     pub fn tokens(&self, position: u64) -> u64 {
         match &self.sequences {
-            Sequences::Stream(_) | Sequences::Packed(_) => self.tokens_per_step(),
+            Sequences::Stream(_) | Sequences::Corpus(_) | Sequences::Evaluation(_) | Sequences::Packed(_) => {
+                self.tokens_per_step()
+            }
             Sequences::Pairs(pairs) => {
                 (0..self.sequences_per_step).map(|offset| pairs.tokens(pairs.place(position, offset))).sum()
             }
@@ -321,32 +355,50 @@ impl Batches {
     }
 
     /// Returns what the loss of the step at `position` is the mean of, over all ranks: counted targets, or preference
-    /// pairs. Does not communicate.
+    /// pairs. The ranks of a corpus exchange what they read.
     pub fn counted(&self, position: u64) -> Result<u64> {
         match &self.sequences {
             Sequences::Pairs(_) => Ok(self.sequences_per_step),
-            Sequences::Stream(_) => Ok(match &self.masking {
-                Some(masking) => masking.count(position, self.shape.seq_len, self.tokens_per_step()),
-                None => self.tokens_per_step(),
-            }),
+            Sequences::Stream(_) | Sequences::Corpus(_) | Sequences::Evaluation(_) => {
+                match (&self.masking, &self.sequences) {
+                    (Some(masking), _) => Ok(masking.count(position, self.shape.seq_len, self.tokens_per_step())),
+                    (None, Sequences::Corpus(corpus)) => corpus.counted(position, self.shape),
+                    (None, _) => Ok(self.tokens_per_step()),
+                }
+            }
             Sequences::Packed(packed) => (0..self.sequences_per_step)
                 .map(|offset| packed.place(position, offset).map(|(epoch, sequence)| epoch.learnt(sequence)))
                 .sum(),
         }
     }
 
-    /// Returns the number of sequences in the first epoch.
+    /// Returns the number of sequences in the first epoch, or 0 if it is not known.
     pub fn num_sequences(&self) -> u64 {
-        self.sequences.count()
+        self.sequences.count().unwrap_or(0)
     }
 
-    /// Returns a prompt to continue: that of the first example, or up to `tokens` tokens of the stream.
+    /// Returns the corpora to train on, if the data is of them.
+    pub fn corpus(&self) -> Option<&MixedCorpus> {
+        match &self.sequences {
+            Sequences::Corpus(corpus) => Some(corpus),
+            _ => None,
+        }
+    }
+
+    /// Returns a prompt to continue: that of the first example, or up to `tokens` tokens of the stream. The ranks of a
+    /// corpus exchange what they read.
     pub fn prompt(&self, tokens: usize) -> Result<Vec<u32>> {
         match &self.sequences {
             Sequences::Stream(Stream { data, .. }) => {
                 let mut prompt = vec![0; data.len().min(tokens as u64) as usize];
                 data.copy_to(0, &mut prompt)?;
                 Ok(prompt)
+            }
+            Sequences::Corpus(corpus) => corpus.prompt(tokens),
+            Sequences::Evaluation(corpus) => {
+                let mut sequence = corpus.sequences.at(0)?;
+                sequence.ids.truncate(tokens);
+                Ok(sequence.ids)
             }
             Sequences::Packed(packed) => Ok(packed.examples().first_prompt().to_vec()),
             Sequences::Pairs(pairs) => Ok(pairs.examples().first_prompt().to_vec()),
@@ -356,7 +408,7 @@ impl Batches {
     /// Returns the ids that end an answer.
     pub fn stops(&self) -> &[u32] {
         match &self.sequences {
-            Sequences::Stream(_) => &[],
+            Sequences::Stream(_) | Sequences::Corpus(_) | Sequences::Evaluation(_) => &[],
             Sequences::Packed(packed) => packed.examples().stops(),
             Sequences::Pairs(pairs) => pairs.examples().stops(),
         }
@@ -366,6 +418,8 @@ impl Batches {
     pub fn description(&self) -> String {
         match &self.sequences {
             Sequences::Stream(Stream { data, .. }) => data.to_string(),
+            Sequences::Corpus(corpus) => corpus.description().into(),
+            Sequences::Evaluation(corpus) => corpus.to_string(),
             Sequences::Packed(packed) => packed.examples().to_string(),
             Sequences::Pairs(pairs) => pairs.to_string(),
         }
@@ -377,6 +431,8 @@ impl Batches {
             Sequences::Stream(Stream { data, .. }) => {
                 format!("{} tokens with checksum {:016x}", data.len(), data.checksum())
             }
+            Sequences::Corpus(corpus) => corpus.summary().into(),
+            Sequences::Evaluation(corpus) => corpus.summary().into(),
             Sequences::Packed(packed) => {
                 let examples = packed.examples();
                 format!("{} examples with checksum {:016x}", examples.len(), examples.checksum())
@@ -390,11 +446,24 @@ impl Batches {
     /// Returns a warning about the data, if any.
     pub fn warning(&self) -> Option<String> {
         match &self.sequences {
-            Sequences::Stream(_) => None,
+            Sequences::Stream(_) | Sequences::Corpus(_) | Sequences::Evaluation(_) => None,
             Sequences::Packed(packed) => packed.examples().truncation_warning(),
             Sequences::Pairs(pairs) => pairs.truncation_warning(),
         }
     }
+}
+
+/// Appends a sequence of a corpus to inputs and targets, and its documents to those of the batch.
+fn push_sequence(
+    sequence: &Sequence,
+    pack: Pack,
+    inputs: &mut Vec<u32>,
+    targets: &mut Vec<u32>,
+    documents: &mut Vec<Vec<usize>>,
+) {
+    inputs.extend_from_slice(sequence.inputs());
+    targets.extend(sequence.targets(pack, IGNORED));
+    documents.push(sequence.lengths());
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Files of `--data`.
+//! Files of `--data` that hold text or 16-bit tokens.
 
 use std::collections::HashSet;
 use std::ffi::OsStr;
@@ -6,18 +6,13 @@ use std::fs::{self, File};
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use walkdir::{DirEntry, WalkDir};
 
 use crate::input::check_data;
 
 /// Extensions of a workspace's text files.
 const SOURCES: [&str; 3] = ["rs", "md", "toml"];
-
-/// Extensions of files with records, whose punctuation would be learned.
-const RECORDS: [&str; 2] = ["jsonl", "ndjson"];
-/// Extensions of files that hold records or settings, which a directory may have beside its texts.
-const MAYBE_RECORDS: [&str; 3] = ["json", "csv", "tsv"];
 
 /// Files that hold the data, in the order in which they are read.
 pub(super) struct DataFiles {
@@ -44,8 +39,6 @@ impl DataFiles {
             of_directory(path)?
         } else if !kind.is_file() {
             bail!("{} is neither a file nor a directory; every rank must be able to read it", path.display())
-        } else if has_extension(path, &RECORDS) || has_extension(path, &MAYBE_RECORDS) {
-            return Err(records(path));
         } else if has_extension(path, &["bin"]) {
             Files::Tokens(vec![path.to_owned()])
         } else {
@@ -76,9 +69,6 @@ impl DataFiles {
 fn of_directory(path: &Path) -> Result<Files> {
     let (tokens, text): (Vec<_>, Vec<_>) = walk(path)?.into_iter().partition(|file| has_extension(file, &["bin"]));
     ensure!(!tokens.is_empty() || !text.is_empty(), "{} holds no visible files", path.display());
-    if let Some(file) = text.iter().find(|file| has_extension(file, &RECORDS)) {
-        return Err(records(file));
-    }
     if tokens.is_empty() {
         return Ok(Files::MaybeText(text));
     }
@@ -92,15 +82,6 @@ fn of_directory(path: &Path) -> Result<Files> {
         );
     }
     Ok(Files::Tokens(tokens))
-}
-
-/// Makes the error for a file of records.
-fn records(path: &Path) -> anyhow::Error {
-    anyhow!(
-        "{} holds records, and --data would train on their braces and quotes too: pass conversations and completions as \
-         --sft FILE, preference pairs as --dpo FILE, labelled texts with --task classify, and a corpus as a text file",
-        path.display()
-    )
 }
 
 /// Lists all files below `root` in the same order on every machine, except hidden ones and those in `target`
@@ -258,21 +239,6 @@ mod tests {
             message.contains("1.bin") && message.contains("input.txt") && message.contains("pass one file"),
             "{message}"
         );
-    }
-
-    #[test]
-    fn records_are_refused() {
-        let root =
-            tree(&[("chats.jsonl", b"{}"), ("a.ndjson", b"{}"), ("a.JSON", b"[]"), ("a.csv", b""), ("b/c.txt", b"")]);
-        for name in ["chats.jsonl", "a.ndjson", "a.JSON", "a.csv"] {
-            let message = message(DataFiles::of_path(&root.path().join(name)));
-            assert!(message.contains(&format!("{name} holds records")) && message.contains("--sft FILE"), "{message}");
-        }
-        assert!(message(DataFiles::of_path(root.path())).contains("a.ndjson holds records"));
-        for name in ["chats.jsonl", "a.ndjson"] {
-            fs::remove_file(root.path().join(name)).unwrap();
-        }
-        assert!(DataFiles::of_path(root.path()).is_ok());
     }
 
     #[test]

@@ -1,10 +1,13 @@
 //! Conversion of text to tokens and back.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::{Context, Error, Result, ensure};
+use crc_fast::{CrcAlgorithm, Digest};
 use fsdp_ckpt::hf::{ConfiguredTokens, missing_tokenizer};
 use tokenizers::processors::PostProcessorWrapper;
 use tokenizers::{AddedToken, EncodeInput, Encoding, PostProcessor, Tokenizer, TruncationParams};
@@ -29,7 +32,8 @@ const PIECES: usize = 32;
 /// assert_eq!(bytes.decode(&[104, 105, 10])?, "hi\n");
 /// # anyhow::Ok(())
 /// ```
-pub struct Text(Kind);
+#[derive(Clone)]
+pub struct Text(Arc<Kind>);
 
 /// A text with the byte ranges that the loss counts.
 #[derive(Debug, PartialEq)]
@@ -101,10 +105,10 @@ impl Text {
     ///
     /// Ignores truncation and padding in the file, because all text is data.
     pub fn new(model: Option<&Path>) -> Result<Self> {
-        let Some(model) = model else { return Ok(Text(Kind::Bytes { model: None })) };
+        let Some(model) = model else { return Ok(Text::of(Kind::Bytes { model: None })) };
         let file = model.join("tokenizer.json");
         if !file.exists() {
-            return Ok(Text(match missing_tokenizer(model)? {
+            return Ok(Text::of(match missing_tokenizer(model)? {
                 Some(reason) => Kind::Missing { reason },
                 None => Kind::Bytes { model: Some(model.to_owned()) },
             }));
@@ -120,12 +124,16 @@ impl Text {
             Ok(tokenizer)
         };
         let tokenizer = read().with_context(|| format!("cannot read the tokenizer {}", file.display()))?;
-        Ok(Text(Kind::Tokenizer { tokenizer: Box::new(tokenizer), file }))
+        Ok(Text::of(Kind::Tokenizer { tokenizer: Box::new(tokenizer), file }))
+    }
+
+    fn of(kind: Kind) -> Self {
+        Text(Arc::new(kind))
     }
 
     /// Refuses texts as bytes for a model with weights and a vocabulary of more ids than bytes.
     pub fn expect_vocabulary(&mut self, vocab_size: usize) {
-        if let Kind::Bytes { model: Some(model) } = &self.0
+        if let Kind::Bytes { model: Some(model) } = &*self.0
             && vocab_size > BYTES
         {
             let reason = format!(
@@ -133,13 +141,13 @@ impl Text {
                  put the model's tokenizer.json there, or pass tokens as a .bin file",
                 model.display()
             );
-            self.0 = Kind::Missing { reason };
+            *self = Text::of(Kind::Missing { reason });
         }
     }
 
     /// Fails if texts can't be tokenised.
     pub(super) fn check(&self) -> Result<()> {
-        match &self.0 {
+        match &*self.0 {
             Kind::Missing { reason } => Err(Error::msg(reason.clone())),
             Kind::Bytes { .. } | Kind::Tokenizer { .. } => Ok(()),
         }
@@ -148,7 +156,7 @@ impl Text {
     /// Tokenises `text` without adding special tokens. Text above 256 KiB is split at line ends.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         self.check()?;
-        let Kind::Tokenizer { file, tokenizer } = &self.0 else {
+        let Kind::Tokenizer { file, tokenizer } = &*self.0 else {
             return Ok(text.bytes().map(u32::from).collect());
         };
         let mut ids = Vec::new();
@@ -161,10 +169,59 @@ impl Text {
         Ok(ids)
     }
 
+    /// Tokenises a text without adding special tokens, on this thread.
+    pub(super) fn encode_piece(&self, text: &str) -> Result<Vec<u32>> {
+        self.check()?;
+        let Kind::Tokenizer { file, tokenizer } = &*self.0 else { return Ok(text.bytes().map(u32::from).collect()) };
+        let encoding = tokenizer.encode_fast(text, false).map_err(Error::from_boxed);
+        Ok(encoding.with_context(|| format!("the tokenizer {} fails on the text", file.display()))?.get_ids().to_vec())
+    }
+
+    /// Returns the token that the tokenizer adds before a text, if any.
+    pub(super) fn start_token(&self) -> Result<Option<u32>> {
+        self.check()?;
+        let Kind::Tokenizer { file, tokenizer } = &*self.0 else { return Ok(None) };
+        let encode = |add_special_tokens| -> Result<Vec<u32>> {
+            let encoding = tokenizer.encode_fast("a", add_special_tokens).map_err(Error::from_boxed);
+            let encoding = encoding.with_context(|| format!("the tokenizer {} fails on a text", file.display()))?;
+            Ok(encoding.get_ids().to_vec())
+        };
+        let (with_special, bare) = (encode(true)?, encode(false)?);
+        Ok(with_special.split_first().filter(|(_, rest)| rest.starts_with(&bare)).map(|(&start, _)| start))
+    }
+
+    /// Returns a name for people: the path of the tokenizer.
+    pub(super) fn name(&self) -> String {
+        match &*self.0 {
+            Kind::Missing { .. } => "unknown".into(),
+            Kind::Bytes { .. } => "bytes".into(),
+            Kind::Tokenizer { file, .. } => file.display().to_string(),
+        }
+    }
+
+    /// Returns a checksum of the tokenizer's file and added tokens.
+    pub(super) fn fingerprint(&self) -> Result<String> {
+        self.check()?;
+        let Kind::Tokenizer { file, tokenizer } = &*self.0 else { return Ok(self.name()) };
+        let mut digest = Digest::new(CrcAlgorithm::Crc64Nvme);
+        digest.update(&fs::read(file).with_context(|| format!("cannot read {}", file.display()))?);
+        let added: BTreeMap<u32, AddedToken> = tokenizer.get_added_tokens_decoder().into_iter().collect();
+        added.iter().for_each(|(id, token)| digest.update(format!("{id} {}\n", token.content).as_bytes()));
+        Ok(format!("{:016x}", digest.finalize()))
+    }
+
+    /// Returns the number of ids, with added ones.
+    pub(super) fn vocab_size(&self) -> usize {
+        match &*self.0 {
+            Kind::Missing { .. } | Kind::Bytes { .. } => BYTES,
+            Kind::Tokenizer { tokenizer, .. } => tokenizer.get_vocab_size(true),
+        }
+    }
+
     /// Converts `tokens` to text that is safe to print: invalid text and control characters except tab and newline
     /// become U+FFFD. Without the model's tokenizer, returns the numbers of the tokens.
     pub fn decode(&self, tokens: &[u32]) -> Result<String> {
-        let text = match &self.0 {
+        let text = match &*self.0 {
             Kind::Missing { .. } => tokens.iter().map(u32::to_string).collect::<Vec<_>>().join(" "),
             // The byte 0xff is not in any UTF-8 text.
             Kind::Bytes { .. } => {
@@ -183,7 +240,7 @@ impl Text {
     /// recognised.
     pub(super) fn encode_marked(&self, texts: Vec<Marked>) -> Result<Vec<(Vec<u32>, Vec<bool>)>> {
         self.check()?;
-        let Kind::Tokenizer { file, tokenizer } = &self.0 else {
+        let Kind::Tokenizer { file, tokenizer } = &*self.0 else {
             let of_bytes = |marked: &Marked| {
                 let is_learnt = |at: usize| marked.learnt.iter().any(|span| span.contains(&at));
                 (marked.text.bytes().map(u32::from).collect(), (0..marked.text.len()).map(is_learnt).collect())
@@ -209,7 +266,7 @@ impl Text {
     /// if `seq_len` has no room for a text beside the special tokens.
     pub(super) fn cutting(&self, seq_len: usize) -> Result<Cutting<'_>> {
         self.check()?;
-        let Kind::Tokenizer { file, tokenizer } = &self.0 else { return Ok(Cutting { tokenizer: None, seq_len }) };
+        let Kind::Tokenizer { file, tokenizer } = &*self.0 else { return Ok(Cutting { tokenizer: None, seq_len }) };
         let mut cutting = (**tokenizer).clone();
         let special = cutting.get_post_processor().map_or(0, |processor| processor.added_tokens(true));
         ensure!(seq_len > special, "--seq-len {seq_len} has no room for a text beside {special} special tokens");
@@ -220,7 +277,7 @@ impl Text {
 
     /// Returns the id of a token.
     pub(super) fn id_of(&self, token: &str) -> Option<u32> {
-        match &self.0 {
+        match &*self.0 {
             Kind::Missing { .. } => None,
             Kind::Bytes { .. } => token.bytes().next().filter(|_| token.len() == 1).map(u32::from),
             Kind::Tokenizer { tokenizer, .. } => tokenizer.token_to_id(token),
@@ -229,7 +286,7 @@ impl Text {
 
     /// Returns the text of a token in the tokenizer's file.
     pub(super) fn token_of(&self, id: u32) -> Option<String> {
-        match &self.0 {
+        match &*self.0 {
             Kind::Missing { .. } => None,
             Kind::Bytes { .. } => u8::try_from(id).ok().map(|byte| char::from(byte).to_string()),
             Kind::Tokenizer { tokenizer, .. } => tokenizer.id_to_token(id),
@@ -239,7 +296,7 @@ impl Text {
     /// Returns all special tokens: those in `named`, and those of the tokenizer.
     pub(super) fn special_tokens(&self, named: &BTreeMap<String, String>) -> Vec<String> {
         let mut all: BTreeSet<String> = named.values().filter(|token| !token.is_empty()).cloned().collect();
-        if let Kind::Tokenizer { tokenizer, .. } = &self.0 {
+        if let Kind::Tokenizer { tokenizer, .. } = &*self.0 {
             let added = tokenizer.get_added_tokens_decoder();
             all.extend(added.into_values().filter(|token| token.special).map(|token| token.content));
         }
@@ -248,12 +305,12 @@ impl Text {
 
     /// Returns whether tokens are bytes.
     pub(super) fn is_bytes(&self) -> bool {
-        matches!(self.0, Kind::Bytes { .. })
+        matches!(*self.0, Kind::Bytes { .. })
     }
 
     /// Returns advice for ids beyond the model's vocabulary.
     pub(super) fn advice(&self) -> String {
-        match &self.0 {
+        match &*self.0 {
             Kind::Missing { reason } => reason.clone(),
             Kind::Bytes { model: None } => "Text is read as bytes, which need a vocabulary of 256".into(),
             Kind::Bytes { model: Some(model) } => format!(
@@ -323,7 +380,6 @@ fn pieces(mut text: &str, longest: usize) -> Vec<&str> {
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use std::fs;
 
     /// A tokenizer with three words, one with an id beyond a small vocabulary, and truncation to two tokens.
     pub(crate) const TOKENIZER: &str = r#"{

@@ -54,7 +54,8 @@ struct TokenFile {
 }
 
 impl Data {
-    /// Loads `--data`: a `.bin` file of u16 little-endian tokens, a text file, or a directory.
+    /// Loads a `.bin` file of u16 little-endian tokens, a text file, or a directory. Records are read as text: find them by
+    /// [`Corpora`](crate::data::Corpora) first.
     ///
     /// A directory is read recursively in the order of names. Hidden files, directories named `target`, symbolic links
     /// within the directory and binary files are left out, and texts are joined by newlines. Without a path, loads the sources (`.rs`,

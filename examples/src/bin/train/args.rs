@@ -3,10 +3,12 @@
 use std::path::{Path, PathBuf};
 
 use clap::builder::{OsStringValueParser, TypedValueParser};
-use clap::{Parser, ValueEnum};
+use clap::{Parser, Subcommand, ValueEnum};
 use fsdp_candle::{AdjustLr, DeviceChoice, ReshardAfterForward, World};
 use fsdp_ckpt::gguf::Quantization;
-use fsdp_train::data::BatchShape;
+use fsdp_corpus::sequence::Pack;
+use fsdp_corpus::tokens::Width;
+use fsdp_train::data::{BatchShape, CorpusOptions};
 use fsdp_train::flags::{ActivationPlace, not_negative, positive, reshard};
 use fsdp_train::job;
 use fsdp_train::models::Base;
@@ -16,9 +18,10 @@ use serde::Serialize;
 
 use crate::flag_types::{
     ActivationCheckpoint, AllGather, CheckpointKeep, DropoutChoice, GradSync, InBackward, InitChoice, Offload,
-    Precision, Resume, Switch, activation_checkpoint, betas, checkpoint_path, count, debug_name, dropout, fraction,
-    loss_scale, optional_path, optional_quantization, quantization,
+    PackChoice, Precision, Resume, Switch, TokenBits, activation_checkpoint, betas, checkpoint_path, count, debug_name,
+    dropout, fraction, loss_scale, optional_path, optional_quantization, quantization,
 };
+use crate::prepare::PrepareArgs;
 use crate::task::TaskChoice;
 
 const AFTER_HELP: &str = "Examples:
@@ -34,7 +37,10 @@ const AFTER_HELP: &str = "Examples:
       fsdp-launch --nproc-per-node 4 train --model ./Llama-3.2-1B-Instruct --sft chats.jsonl --lr 1e-5 \\
         --seq-len 512 --eval others.jsonl --eval-every 50 --export-hf ./tuned
 
-  Pre-train from random weights on prepared tokens, saving every 500 steps:
+  Tokenise a corpus once, without the launcher, to train on it as --data ./tokens:
+      train prepare --model ./gpt2 --data './corpus/*.parquet' --out ./tokens
+
+  Pre-train from random weights on tokens, saving every 500 steps:
       fsdp-launch --nproc-per-node 4 train --model ./gpt2 --init random --data train.bin --steps 10000 \\
         --checkpoint-dir ./saved --save-every 500
 
@@ -54,6 +60,8 @@ pub(crate) const RANK_0_FLAGS: [&str; 2] = ["metrics", "tensorboard"];
 #[derive(Parser, Debug, Clone, Serialize)]
 #[serde(rename_all = "kebab-case")]
 #[command(name = "train", version, after_long_help = AFTER_HELP, allow_negative_numbers = true)]
+#[command(args_conflicts_with_subcommands = true, disable_help_subcommand = true)]
+#[command(subcommand_help_heading = "Subcommands")]
 #[command(after_help = "Example: fsdp-launch --nproc-per-node 2 train --steps 100     (--help has more)")]
 // `[@revision]` is help text, not a link.
 #[allow(rustdoc::broken_intra_doc_links)]
@@ -89,27 +97,50 @@ pub(crate) struct Args {
     /// What the model learns
     ///
     /// `classify` trains a classifier: a bert with a pooler and `classifier`, or another model with `score` at the last
-    /// token. --data and --eval are .jsonl or .csv files with the columns text, maybe text_pair, and label. `embed`
+    /// token. --data and --eval are .jsonl, .json, .parquet or .csv files with the columns text, maybe text_pair, and label. `embed`
     /// trains embeddings: the columns are anchor, positive and maybe negative, and each anchor is told from the positives
     /// and negatives of the whole batch. See docs/fine-tuning.md.
     #[arg(long, value_enum, default_value_t = TaskChoice::Language, help_heading = "Model")]
     pub(crate) task: TaskChoice,
 
-    /// Training data: a .bin file of tokens, a text file, a directory of text files, or org/dataset[@revision]:file on
-    /// the hub [default: the sources of the workspace]
+    /// Training data: text, .jsonl, .json, .parquet (also .gz and .zst), .bin files of tokens, a directory or a pattern
+    /// of these, what `train prepare` wrote, several with weights, or org/dataset[@revision]:file on the hub [default:
+    /// the sources of the workspace]
     ///
-    /// A .bin file holds unsigned 16-bit little-endian token ids and nothing else. Text is tokenised by the model
-    /// directory's tokenizer.json, or byte by byte without one. A directory is read recursively in the order of names.
-    /// Hidden files, directories named target, symbolic links and binary files are skipped. Without --data, the text is
-    /// the .rs, .md and .toml files of the Cargo workspace around the current directory. The data repeats when it is
-    /// used up. A file of a dataset on the hub, such as org/texts:data/train.txt, is downloaded as --model is.
+    /// Each text of a record (--text-field) is a document, which ends with the tokenizer's end token. A mixture such as
+    /// a.parquet:0.7,'b/*.jsonl.zst':0.3 has these shares of the tokens. Corpora may be larger than memory: they are read
+    /// and tokenised while training. Plain text files are read whole, as one text.
+    ///
+    /// A .bin file holds unsigned 16-bit little-endian token ids (--token-bits), or is one of llm.c or of Megatron-LM with
+    /// its .idx. Text is tokenised by the model directory's tokenizer.json, or byte by byte without one. A directory is
+    /// read recursively in the order of names. Hidden files, directories named target, symbolic links and binary files
+    /// are skipped. Without --data, the text is the .rs, .md and .toml files of the Cargo workspace around the current
+    /// directory. The data repeats when it is used up. A file of a dataset on the hub, such as org/texts:data/train.txt,
+    /// is downloaded as --model is. See docs/data.md.
     #[arg(long, value_name = "PATH|NAME", help_heading = "Data")]
     #[serde(serialize_with = "optional_path")]
     pub(crate) data: Option<PathBuf>,
 
-    /// Fine-tune on examples: a JSONL file of conversations, or of prompts with completions, here or on the hub
+    /// Field or column of the texts in records of --data and --eval [default: text]
+    #[arg(long, value_name = "NAME", help_heading = "Data")]
+    pub(crate) text_field: Option<String>,
+
+    /// Width of the ids in .bin files without a header [default: 16]
+    #[arg(long, value_enum, help_heading = "Data")]
+    pub(crate) token_bits: Option<TokenBits>,
+
+    /// Whether attention stays within the documents of a sequence [default: stream]
     ///
-    /// A line is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]} or
+    /// With `stream`, as in nanoGPT and torchtitan, a sequence is one text, and end tokens separate its documents. With
+    /// `documents`, tokens attend only to those of their document, positions restart with each one, and no token is
+    /// predicted from another document.
+    #[arg(long, value_enum, help_heading = "Data")]
+    pub(crate) pack: Option<PackChoice>,
+
+    /// Fine-tune on examples: a file of conversations, or of prompts with completions (.jsonl, .json, .parquet, .gz and
+    /// .zst), here or on the hub
+    ///
+    /// A record is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]} or
     /// {"prompt": "...", "completion": "..."}. Conversations are formatted by the model directory's chat template
     /// (chat_template.jinja, or the one in tokenizer_config.json), or in a plain format without one. The loss covers
     /// only the assistant's messages or the completion. See docs/fine-tuning.md.
@@ -117,10 +148,10 @@ pub(crate) struct Args {
     #[serde(serialize_with = "optional_path")]
     pub(crate) sft: Option<PathBuf>,
 
-    /// Tune on preferences (DPO): a JSONL file of prompts, each with a chosen and a rejected completion, here or on the
-    /// hub
+    /// Tune on preferences (DPO): a file of prompts, each with a chosen and a rejected completion (formats as --sft),
+    /// here or on the hub
     ///
-    /// A line is {"prompt": "...", "chosen": "...", "rejected": "..."}, or has lists of messages in place of the texts.
+    /// A record is {"prompt": "...", "chosen": "...", "rejected": "..."}, or has lists of messages in place of the texts.
     /// Without a prompt, it is the common start of both. The loss is TRL's: -log sigmoid(beta * (difference of the
     /// log probabilities - their difference under the reference model)), a mean over the pairs. The reference is the
     /// model before the first step: the frozen layers below new adapters (--lora-rank), or else a second copy, sharded
@@ -138,7 +169,7 @@ pub(crate) struct Args {
     #[arg(long, value_enum, help_heading = "Data")]
     pub(crate) packing: Option<Switch>,
 
-    /// Shuffle the data in each epoch, seeded by --seed [default: on, but off for text without --sft]
+    /// Shuffle the data in each epoch, seeded by --seed [default: on, but off for --data without --task]
     #[arg(long, value_enum, help_heading = "Data")]
     pub(crate) shuffle: Option<Switch>,
 
@@ -447,7 +478,8 @@ pub(crate) struct Args {
     /// Fields: step, loss (mean over the counted tokens or the pairs of all processes), grad_norm (before clipping; null in a
     /// step that --loss-scale skips), lr, step_time_s, tokens_per_s, peak_mem_bytes (of the largest process),
     /// shard_bytes (parameters, gradients and optimizer state resident per process). Evaluations have the fields step,
-    /// eval_loss, eval_perplexity, eval_tokens and eval_time_s. --dpo adds rewards/chosen, rewards/rejected,
+    /// eval_loss, eval_perplexity, eval_tokens and eval_time_s. Corpora add data_wait_s (the longest wait of a process for
+    /// data) and sources (name, tokens, epochs and documents of each since the start of the run). --dpo adds rewards/chosen, rewards/rejected,
     /// rewards/accuracies and rewards/margins, with the prefix eval_ in evaluations, which then have no perplexity. With
     /// --task, evaluations have eval_accuracy, eval_records, and eval_macro_f1 or eval_cosine.
     #[arg(long, value_name = "FILE", help_heading = "Run")]
@@ -464,10 +496,21 @@ pub(crate) struct Args {
     #[serde(serialize_with = "optional_path")]
     pub(crate) tensorboard: Option<PathBuf>,
 
+    /// Subcommand, instead of training.
+    #[command(subcommand)]
+    #[serde(skip)]
+    pub(crate) action: Option<Action>,
+
     /// Name of --model on the hub, whose path then is that of the downloaded files.
     #[arg(skip)]
     #[serde(skip)]
     pub(crate) model_name: Option<PathBuf>,
+}
+
+/// Subcommands.
+#[derive(Subcommand, Clone, Debug)]
+pub(crate) enum Action {
+    Prepare(PrepareArgs),
 }
 
 impl Args {
@@ -499,6 +542,17 @@ impl Args {
     /// Returns whether the data is shuffled in each epoch.
     pub(crate) fn shuffled(&self) -> bool {
         self.shuffle.map_or(self.has_examples() || self.task != TaskChoice::Language, |shuffle| shuffle == Switch::On)
+    }
+
+    /// Returns the settings of corpora.
+    pub(crate) fn corpus_options(&self, vocab_size: usize) -> CorpusOptions {
+        CorpusOptions {
+            field: self.text_field.clone(),
+            width: self.token_bits.map(Width::from),
+            pack: self.pack.map_or(Pack::Stream, Pack::from),
+            seq_len: self.seq_len,
+            vocab_size,
+        }
     }
 
     /// Returns whether the data is a list of examples or pairs, not a stream of tokens.

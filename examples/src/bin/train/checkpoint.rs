@@ -23,6 +23,7 @@ use crate::optimizer::LossScale;
 use crate::report::{ADVICE, find_non_finite};
 use crate::run_record::{Changes, Record};
 use crate::setup;
+use crate::task::Task;
 
 /// Checkpoints of a run.
 pub(crate) struct Checkpoints<'a> {
@@ -65,6 +66,7 @@ impl<'a> Checkpoints<'a> {
         optim: &mut dyn ShardedOptimizer,
         loss_scale: &mut LossScale,
         record: &Record,
+        task: &dyn Task,
     ) -> anyhow::Result<Position> {
         while let Some(path) = self.dirs.resume_from.clone() {
             let failed = || format!("can't resume from {}", path.display());
@@ -83,7 +85,7 @@ impl<'a> Checkpoints<'a> {
                         bail!("a checkpoint passed verification without being opened: please report this")
                     };
                     let changes = changes(args, &*source, record).with_context(failed)?;
-                    let loaded = self.load(args, &*source, vars, optim, loss_scale);
+                    let loaded = self.load(args, &*source, vars, optim, loss_scale, task);
                     let (done, about) = loaded.with_context(failed)?;
                     self.world.group().barrier().wait().context("another rank could not resume")?;
                     match find_non_finite(vars, &[ValuesOf::Parameters, ValuesOf::Moments(optim)])? {
@@ -168,6 +170,7 @@ impl<'a> Checkpoints<'a> {
         vars: &ShardedVarMap,
         optim: &mut dyn ShardedOptimizer,
         loss_scale: &mut LossScale,
+        task: &dyn Task,
     ) -> anyhow::Result<(Position, String)> {
         let is_of_adapters = source.tensors().keys().any(|name| is_adapter(name));
         ensure!(
@@ -184,6 +187,9 @@ impl<'a> Checkpoints<'a> {
             None => about.push_str(", with a fresh optimizer: it holds none"),
         }
         loss_scale.resume(source)?;
+        if let Some(note) = task.resume(source.values(), args)? {
+            about.push_str(&format!(", {note}"));
+        }
         if !loaded.unexpected.is_empty() {
             let names = escape(loaded.unexpected.join(", "));
             about.push_str(&format!("\nnot loaded, the model has no such parameters: {names}"));
@@ -191,7 +197,7 @@ impl<'a> Checkpoints<'a> {
         Ok((Position::read(source, self.sequences_per_step)?, about))
     }
 
-    /// Saves model, optimizer, loss scale, position and settings, or starts a save in the background. The directory is
+    /// Saves model, optimizer, loss scale, position, settings and the place in corpora, or starts a save in the background. The directory is
     /// named after the step. Fails if a value is not finite. Collective.
     pub(crate) fn save(
         &mut self,
@@ -200,6 +206,7 @@ impl<'a> Checkpoints<'a> {
         loss_scale: &LossScale,
         done: &Position,
         record: &Record,
+        task: &dyn Task,
     ) -> anyhow::Result<PathBuf> {
         let path = self.dirs.checkpoints.join(step_name(done.step));
         if let Some(found) = find_non_finite(vars, &[ValuesOf::Parameters, ValuesOf::Moments(optim)])? {
@@ -223,6 +230,7 @@ impl<'a> Checkpoints<'a> {
         values.extend(optimizer_values(optim));
         values.extend(loss_scale.values());
         values.extend(record.values()?);
+        values.extend(task.values()?);
         let state = SaveState { mesh: vars.mesh().layout().clone(), tensors, values };
         let failed = || format!("can't save {}", path.display());
         let options = SaveOptions { finite: true, host: self.dirs.hosts.name() };

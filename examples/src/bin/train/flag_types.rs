@@ -12,6 +12,8 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use fsdp_candle::activation_checkpoint::{CheckpointPolicy, Operation};
 use fsdp_candle::{AllGatherExtension, Float8, OffloadPolicy};
 use fsdp_ckpt::gguf::Quantization;
+use fsdp_corpus::sequence::Pack;
+use fsdp_corpus::tokens::Width;
 use fsdp_train::flags::number;
 use fsdp_train::models::{Dropout, ModelConfig, is_block_matrix};
 use serde::{Serialize, Serializer};
@@ -248,6 +250,45 @@ impl CheckpointKeep {
 pub(crate) enum Switch {
     On,
     Off,
+}
+
+/// Value of --pack.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum PackChoice {
+    /// Within documents
+    Documents,
+    /// Over the whole sequence
+    Stream,
+}
+
+impl From<PackChoice> for Pack {
+    fn from(choice: PackChoice) -> Self {
+        match choice {
+            PackChoice::Documents => Pack::Documents,
+            PackChoice::Stream => Pack::Stream,
+        }
+    }
+}
+
+/// Value of --token-bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+pub(crate) enum TokenBits {
+    #[serde(rename = "16")]
+    #[value(name = "16")]
+    U16,
+    #[serde(rename = "32")]
+    #[value(name = "32")]
+    U32,
+}
+
+impl From<TokenBits> for Width {
+    fn from(bits: TokenBits) -> Self {
+        match bits {
+            TokenBits::U16 => Width::U16,
+            TokenBits::U32 => Width::U32,
+        }
+    }
 }
 
 /// Checkpoint to resume from.

@@ -3,7 +3,9 @@
 
 use std::path::{Path, PathBuf};
 
+use anyhow::Context;
 use fsdp_candle::World;
+use fsdp_corpus::mixture;
 use fsdp_train::hub::{Kind, Name};
 
 use crate::agreement::{self, Fields};
@@ -49,6 +51,19 @@ fn name(flag: &str, given: &Path, kind: Kind) -> anyhow::Result<Option<Name>> {
     if !matches!(given.try_exists(), Ok(false)) {
         return Ok(None);
     }
+    if let Some(text) = given.to_str().filter(|_| ["--data", "--eval"].contains(&flag)) {
+        let sources = mixture::parse(text).with_context(|| flag.to_owned())?;
+        let hub = sources.iter().find(|source| !is_path(&source.name) && Name::parse(&source.name, kind).is_some());
+        match (hub, &sources[..]) {
+            (None, all) if all.len() > 1 || all.iter().any(|source| is_path(&source.name)) => return Ok(None),
+            (Some(hub), [_, _, ..]) => anyhow::bail!(
+                "{flag}: {} is a name on the Hugging Face hub, but a list has only paths: download it, such as by \
+                 `hf download --repo-type dataset`, and pass its path",
+                hub.name
+            ),
+            _ => {}
+        }
+    }
     let name = given.to_str().and_then(|text| Name::parse(text, kind));
     match name {
         Some(name) => Ok(Some(name)),
@@ -59,6 +74,11 @@ fn name(flag: &str, given: &Path, kind: Kind) -> anyhow::Result<Option<Name>> {
             kind.form()
         ),
     }
+}
+
+/// Returns whether a source of a corpus is a path or a pattern, or the common name of Megatron-LM's two files.
+fn is_path(name: &str) -> bool {
+    Path::new(name).exists() || name.contains(['*', '?', '[']) || Path::new(&format!("{name}.idx")).exists()
 }
 
 #[cfg(feature = "hub")]

@@ -15,6 +15,7 @@ mod inputs;
 mod memory_check;
 mod objective;
 mod optimizer;
+mod prepare;
 mod report;
 mod rules;
 mod run_record;
@@ -30,13 +31,16 @@ use std::process::ExitCode;
 use fsdp_candle::World;
 use fsdp_train::job;
 
-use args::Args;
+use args::{Action, Args};
 use directories::Hosts;
 use export::GgufExport;
 use trainer::Trainer;
 
 fn main() -> ExitCode {
     let args = rules::parse();
+    if let Some(Action::Prepare(args)) = &args.action {
+        return job::exit_code(prepare::run(args));
+    }
     job::run(args.device, |world| {
         // Later collectives rely on equal settings.
         agreement::check_settings(&args, world)?;

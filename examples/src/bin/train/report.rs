@@ -5,7 +5,7 @@ use std::fmt::Write;
 use candle_core::backprop::GradStore;
 use fsdp_candle::{Error, NonFinite, ShardedOptimizer, ShardedVarMap, ValuesOf, World, check_finite};
 use fsdp_train::console::Console;
-use fsdp_train::metrics::{EvalRecord, MetricsFile, Rewards, StepRecord};
+use fsdp_train::metrics::{DataRecord, EvalRecord, MetricsFile, Rewards, SourceRecord, StepRecord};
 use fsdp_train::progress::Progress;
 use fsdp_train::tensorboard::EventFile;
 use indicatif::HumanCount;
@@ -19,6 +19,15 @@ pub(crate) struct StepLog {
     metrics: Option<MetricsFile>,
     events: Option<EventFile>,
     progress: Progress,
+    use_of_data: UseOfData,
+}
+
+/// Use of corpora since the start of this process.
+#[derive(Default)]
+struct UseOfData {
+    last: Option<DataRecord>,
+    waited: f64,
+    time: f64,
 }
 
 impl StepLog {
@@ -28,6 +37,7 @@ impl StepLog {
             metrics: args.metrics.as_deref().map(|path| MetricsFile::open(path, done)).transpose()?,
             events: args.tensorboard.as_deref().map(|directory| EventFile::open(directory, done)).transpose()?,
             progress: Progress::new(done, args.steps),
+            use_of_data: UseOfData::default(),
         })
     }
 
@@ -36,6 +46,21 @@ impl StepLog {
         write_or_give_up(&mut self.metrics, |metrics| metrics.write(record));
         write_or_give_up(&mut self.events, |events| events.write(record));
         self.progress.step(record);
+        if let Some(data) = &record.data {
+            self.use_of_data.waited += data.data_wait_s;
+            self.use_of_data.time += record.step_time_s;
+            self.use_of_data.last = Some(data.clone());
+        }
+    }
+
+    /// Describes what was read of corpora, if there are any, once the display of progress is over.
+    pub(crate) fn data_summary(self) -> Option<String> {
+        let UseOfData { last, waited, time } = self.use_of_data;
+        let sources = last?.sources.into_iter().map(|SourceRecord { name, tokens, epochs, .. }| {
+            format!("{} tokens of {name} (epoch {})", HumanCount(tokens), epochs + 1)
+        });
+        let sources = sources.collect::<Vec<_>>().join(", ");
+        Some(format!("data: {sources}; waiting for it took {:.1} % of the steps", 100. * waited / time))
     }
 
     /// Writes an evaluation, as [`StepLog::step`] writes a step.

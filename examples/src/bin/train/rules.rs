@@ -59,14 +59,14 @@ const RULES: &[Rule] = &[
         is_broken: |args| args.task == TaskChoice::Classify && args.data.is_none(),
         words: "--task classify needs --data FILE",
         reason: "the default data has no labels",
-        way_out: "pass a .jsonl or .csv file with the columns text and label, and maybe text_pair",
+        way_out: "pass a .jsonl, .parquet or .csv file with the columns text and label, and maybe text_pair",
     },
     Rule {
         flags: &["task", "data"],
         is_broken: |args| args.task == TaskChoice::Embed && args.data.is_none(),
         words: "--task embed needs --data FILE",
         reason: "the default data has no pairs of texts",
-        way_out: "pass a .jsonl or .csv file with the columns anchor and positive, and maybe negative",
+        way_out: "pass a .jsonl, .parquet or .csv file with the columns anchor and positive, and maybe negative",
     },
     // Data.
     unsupported(&["sft", "task"], "--sft is for --task language", |args| !is_language(args) && args.sft.is_some()),
@@ -95,6 +95,20 @@ const RULES: &[Rule] = &[
     ),
     unused(&["dpo-beta", "dpo"], "--dpo-beta needs --dpo", |args| args.dpo_beta.is_some() && args.dpo.is_none()),
     unused(&["packing", "sft"], "--packing needs --sft", |args| args.packing.is_some() && args.sft.is_none()),
+    unused(&["pack", "data"], "--pack needs --data", |args| args.pack.is_some() && args.data.is_none()),
+    unsupported(&["pack", "task"], "--pack is for --task language", |args| args.pack.is_some() && !is_language(args)),
+    unused(&["text-field", "data"], "--text-field needs --data", |args| {
+        args.text_field.is_some() && args.data.is_none()
+    }),
+    unsupported(&["text-field", "task"], "--text-field is for --task language", |args| {
+        args.text_field.is_some() && !is_language(args)
+    }),
+    unused(&["token-bits", "data"], "--token-bits needs --data", |args| {
+        args.token_bits.is_some() && args.data.is_none()
+    }),
+    unsupported(&["token-bits", "task"], "--token-bits is for --task language", |args| {
+        args.token_bits.is_some() && !is_language(args)
+    }),
     unused(&["eval-every", "eval"], "--eval-every needs --eval", |args| {
         args.eval_every.is_some() && args.eval.is_none()
     }),
@@ -352,6 +366,12 @@ mod tests {
         ("--dpo-beta 0.2", "--dpo a.jsonl --model m"),
         ("--packing on", "--sft a.jsonl"),
         ("--packing off", "--sft a.jsonl"),
+        ("--pack documents", "--data a.jsonl"),
+        ("--pack stream --task embed --data a.csv", ""),
+        ("--text-field body", "--data a.jsonl"),
+        ("--text-field body --task embed --data a.csv", ""),
+        ("--token-bits 32", "--data a.bin"),
+        ("--token-bits 32 --task embed --data a.csv", ""),
         ("--eval-every 3", "--eval b"),
         ("--mlm-probability 0.1 --task embed --data a.csv", ""),
         ("--mask-token 3 --task embed --data a.csv", ""),

@@ -11,7 +11,7 @@ use fsdp_candle::{FsdpModule, FullyShard, MixedPrecisionPolicy, ShardedVarMap, S
 use fsdp_ckpt::{TensorSource, find_weights};
 use fsdp_train::console::Console;
 use fsdp_train::data::{
-    Batches, Data, Examples, Masking, PackingOptions, PairOptions, Pairs, Source, Text, mask_token,
+    Batches, Corpora, Data, Examples, Masking, PackingOptions, PairOptions, Pairs, Source, Text, mask_token,
 };
 use fsdp_train::models::{self, Dropout, Head, LanguageModel, ModelConfig, ModelOptions, TensorParallel, Weights};
 use fsdp_train::models::{is_classifier, is_unused_by_embeddings, parallel};
@@ -29,6 +29,9 @@ use crate::texts::Texts;
 
 /// Default for --mlm-probability.
 const MLM_PROBABILITY: f64 = 0.15;
+
+/// Flag of the evaluation data.
+const EVAL: &str = "--eval";
 
 /// Names of the initial weights in comparisons.
 const FIRST_WEIGHTS: &str = "the first weights";
@@ -239,7 +242,23 @@ fn data(
             let pairs = Pairs::load(path, args.model.as_deref(), text, options).context(flag)?;
             Ok(Source::Pairs(pairs))
         }
-        Some(path) => Ok(Source::Stream(Data::load(Some(path), text, vocab_size).context(flag)?, shuffle)),
+        Some(path) => {
+            let corpora = Corpora::find(path, args.corpus_options(vocab_size)).context(flag)?;
+            if flag != EVAL {
+                corpora.check_flags()?;
+            }
+            if corpora.are_plain().context(flag)? {
+                return Ok(Source::Stream(Data::load(Some(path), text, vocab_size).context(flag)?, shuffle));
+            }
+            let model = args.model.as_deref();
+            match flag {
+                EVAL => Ok(Source::Evaluation(corpora.evaluate(text, model).context(flag)?)),
+                _ => {
+                    let corpus = corpora.train(text, model, shuffle, world.group().clone()).context(flag)?;
+                    Ok(Source::Corpus(Box::new(corpus)))
+                }
+            }
+        }
         None => Ok(Source::Stream(Data::load(None, text, vocab_size)?, shuffle)),
     };
     let shape = args.batch_shape(world)?;
@@ -247,8 +266,7 @@ fn data(
     let batches = Batches::new(source(flag, path, args.shuffled().then_some(args.seed))?, shape)?.masked(masking);
     let evaluation = match args.eval.as_deref() {
         Some(path) => {
-            let flag = "--eval";
-            let batches = Batches::for_evaluation(source(flag, Some(path), None)?, shape).context(flag)?;
+            let batches = Batches::for_evaluation(source(EVAL, Some(path), None)?, shape).context(EVAL)?;
             Some(Evaluation::new(args, batches.masked(masking)))
         }
         None => None,

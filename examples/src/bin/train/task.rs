@@ -2,16 +2,21 @@
 
 use clap::ValueEnum;
 use fsdp_candle::{FsdpModule, World};
+use fsdp_corpus::sequence::Pack;
 use fsdp_train::data::{Batches, Text};
-use fsdp_train::metrics::EvalRecord;
+use fsdp_train::metrics::{DataRecord, EvalRecord};
 use fsdp_train::models::{self, Batch, Head, LanguageModel};
 use fsdp_train::tasks::TaskEvalRecord;
 use serde::Serialize;
+use serde_json::{Map, Value};
 
 use crate::agreement::Fields;
 use crate::args::Args;
 use crate::evaluate::{self, Evaluation, Sampler};
 use crate::objective::{BatchLoss, Objective, Preference};
+
+/// Key of the place in corpora in a checkpoint.
+const PLACE: &str = "train.data";
 
 /// Value of --task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
@@ -39,7 +44,7 @@ pub(crate) trait Task {
     /// Returns the tokens of the step at `position` over all ranks.
     fn tokens(&self, position: u64) -> f64;
 
-    /// Returns the number of counted targets of all ranks in the step at `position`, without communication.
+    /// Returns the number of counted targets of all ranks in the step at `position`. Collective.
     fn counted(&self, position: u64) -> anyhow::Result<u64>;
 
     /// Returns the index of the first row of a micro-batch, over all ranks and steps. It seeds dropout.
@@ -67,6 +72,22 @@ pub(crate) trait Task {
 
     /// Describes the training data by size and checksum.
     fn summary(&self) -> String;
+
+    /// Returns values for a checkpoint by which [`Task::resume`] continues in the data. A position is enough for data that
+    /// allows random access.
+    fn values(&self) -> anyhow::Result<Map<String, Value>> {
+        Ok(Map::new())
+    }
+
+    /// Continues in the data where a checkpoint was saved. Returns a note for the user, if any.
+    fn resume(&self, _values: &Map<String, Value>, _args: &Args) -> anyhow::Result<Option<String>> {
+        Ok(None)
+    }
+
+    /// Returns the use of corpora, with the time that this rank waited for data since the last call.
+    fn data_record(&self) -> Option<DataRecord> {
+        None
+    }
 
     /// Lists what ranks must have read alike besides the training data.
     fn inputs(&self) -> Fields {
@@ -196,6 +217,31 @@ impl Task for Language {
         self.batches.summary()
     }
 
+    fn values(&self) -> anyhow::Result<Map<String, Value>> {
+        let place = self.batches.corpus().map(|corpus| corpus.place()).transpose()?;
+        Ok(place.map(|place| (PLACE.to_owned(), place)).into_iter().collect())
+    }
+
+    fn resume(&self, values: &Map<String, Value>, args: &Args) -> anyhow::Result<Option<String>> {
+        let Some(corpus) = self.batches.corpus() else { return Ok(None) };
+        let resumed = corpus.resume(values.get(PLACE));
+        match (resumed, values.contains_key(PLACE)) {
+            (Ok(()), true) => Ok(None),
+            (Ok(()), false) => Ok(Some("from the start of the data: it holds no place in these".into())),
+            (Err(error), _) if args.resume_anyway => {
+                corpus.resume(None)?;
+                Ok(Some(format!("from the start of the data: {error:#}")))
+            }
+            (Err(error), _) => {
+                Err(error.context("its place does not fit the data; --resume-anyway begins at the start of the data"))
+            }
+        }
+    }
+
+    fn data_record(&self) -> Option<DataRecord> {
+        self.batches.corpus().map(|corpus| corpus.record())
+    }
+
     fn inputs(&self) -> Fields {
         let mut read = Fields::new();
         if let Some(masking) = self.batches.masking() {
@@ -213,6 +259,13 @@ impl Task for Language {
             format!("{share} of the tokens, by token {token}, by --seed {}", args.seed)
         });
         let (mut fixed, mut others) = (Fields::new(), Fields::from([("the masked tokens".to_owned(), masking)]));
+        if let Some(corpus) = self.batches.corpus() {
+            let pack = match corpus.pack() {
+                Pack::Documents => "documents",
+                Pack::Stream => "stream",
+            };
+            others.insert("--pack".into(), pack.into());
+        }
         if let Objective::Preference(preference) = &self.objective {
             fixed.extend(preference.start.clone());
             others.insert("--dpo-beta".into(), preference.beta.to_string());

@@ -8,7 +8,7 @@ use candle_core::backprop::GradStore;
 use fsdp_candle::random::{self, RngState};
 use fsdp_candle::{Recurse, ReduceOp, ShardedVarMap, World, clip_grad_norm, grad_norm};
 use fsdp_train::console::Console;
-use fsdp_train::metrics::{Rewards, StepRecord, peak_memory_bytes};
+use fsdp_train::metrics::{DataRecord, Rewards, StepRecord, peak_memory_bytes};
 use indicatif::BinaryBytes;
 
 use crate::adapters::Adapters;
@@ -72,7 +72,7 @@ impl<'a> Trainer<'a> {
             Console::Stderr.line(format_args!("optimizer state on disk: {bytes} for rank 0, in {}", dir.display()));
         }
         let record = Record::new(args, &config, &*task, adapters.as_ref(), optim.get())?;
-        let done = checkpoints.resume(args, &vars, optim.get_mut(), &mut loss_scale, &record)?;
+        let done = checkpoints.resume(args, &vars, optim.get_mut(), &mut loss_scale, &record, &*task)?;
         let shard_bytes = setup::shard_bytes(&vars) + task.shard_bytes() + optim.bytes() as u64;
         Ok(Trainer {
             args,
@@ -152,7 +152,10 @@ impl<'a> Trainer<'a> {
         let tokens = self.task.tokens(self.done.sequences);
         let sequences = self.done.sequences + self.task.sequences_per_step();
         self.done = Position { step, sequences, grad_norm: Some(norm) };
-        let peak = self.world.all_reduce(&[peak_memory_bytes() as f64], ReduceOp::Max)?[0];
+        let data = self.task.data_record();
+        let waited = data.as_ref().map(|data| data.data_wait_s);
+        let own: Vec<f64> = [peak_memory_bytes() as f64].into_iter().chain(waited).collect();
+        let most = self.world.all_reduce(&own, ReduceOp::Max)?;
         let seconds = start.elapsed().as_secs_f64();
         let record = StepRecord {
             step,
@@ -161,9 +164,10 @@ impl<'a> Trainer<'a> {
             lr,
             step_time_s: seconds,
             tokens_per_s: tokens / seconds,
-            peak_mem_bytes: peak as u64,
+            peak_mem_bytes: most[0] as u64,
             shard_bytes: self.shard_bytes,
             rewards: rewards.map(|_| Rewards::from(std::array::from_fn(|i| means[2 + i]))),
+            data: data.map(|data| DataRecord { data_wait_s: most[1], ..data }),
         };
         if let Some(log) = &mut self.log {
             skipped.iter().for_each(|why| log.note(step, why));
@@ -250,12 +254,14 @@ impl<'a> Trainer<'a> {
 
     /// Saves a checkpoint, or starts a save in the background. Returns its path.
     fn save(&mut self) -> anyhow::Result<PathBuf> {
-        self.checkpoints.save(&self.vars, self.optim.get(), &self.loss_scale, &self.done, &self.record)
+        self.checkpoints.save(&self.vars, self.optim.get(), &self.loss_scale, &self.done, &self.record, &*self.task)
     }
 
     /// Saves the last checkpoint, and exports the model. Returns what this rank still has to write.
     pub(crate) fn finish(mut self) -> anyhow::Result<Option<GgufExport>> {
-        self.log = None;
+        if let Some(summary) = self.log.take().and_then(|log| log.data_summary()) {
+            Console::Stderr.line(summary);
+        }
         let saved = tracing::debug_span!("save").in_scope(|| {
             let saved = self.save()?;
             // Exports only after the checkpoint is complete.

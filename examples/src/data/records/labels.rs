@@ -124,18 +124,16 @@ impl Labels {
 
     /// Returns the classes of labels that no config.json names: sorted names, or numbers up to the largest, or up to the
     /// number of classes in the model's head.
-    pub(super) fn of_data(labels: &[(u64, Label)], classes: Option<usize>) -> Result<Self> {
-        if let Some((line, label)) = labels.iter().find(|(_, label)| label.is_odd_number()) {
-            bail!(
-                "line {line}: the label {label} is a number in another form: write it as 0, 1, 2 and so on, or a name"
-            );
+    pub(super) fn of_data(labels: &[(String, Label)], classes: Option<usize>) -> Result<Self> {
+        if let Some((place, label)) = labels.iter().find(|(_, label)| label.is_odd_number()) {
+            bail!("{place}: the label {label} is a number in another form: write it as 0, 1, 2 and so on, or a name");
         }
         let numbers: Option<Vec<i64>> = labels.iter().map(|(_, label)| label.number()).collect();
         let names = match numbers {
             Some(numbers) => {
                 let bad = numbers.iter().zip(labels).find(|(number, _)| !(0..MOST as i64).contains(number));
-                if let Some((number, (line, _))) = bad {
-                    bail!("line {line}: the label {number} is not a class: expected 0, 1, 2 and so on, or names");
+                if let Some((number, (place, _))) = bad {
+                    bail!("{place}: the label {number} is not a class: expected 0, 1, 2 and so on, or names");
                 }
                 let largest = numbers.iter().max().copied().unwrap_or(0);
                 let count = classes.unwrap_or(0).max(largest as usize + 1);
@@ -143,11 +141,11 @@ impl Labels {
             }
             None => {
                 let mut names = BTreeSet::new();
-                for (line, label) in labels {
+                for (place, label) in labels {
                     match label {
                         Label::Name(name) => names.insert(name.clone()),
                         Label::Number(number) => bail!(
-                            "line {line}: the label is the number {number}, but other lines have names: use one kind"
+                            "{place}: the label is the number {number}, but other records have names: use one kind"
                         ),
                     };
                 }
@@ -174,7 +172,7 @@ impl Labels {
     }
 
     /// Returns whether one of the labels is a name that is not a class.
-    pub(super) fn lack(&self, labels: &[(u64, Label)]) -> bool {
+    pub(super) fn lack(&self, labels: &[(String, Label)]) -> bool {
         labels.iter().any(|(_, label)| self.class(label).is_err() && label.number().is_none())
     }
 
@@ -227,8 +225,8 @@ mod tests {
         Label::Name(name.into())
     }
 
-    fn numbered(labels: Vec<Label>) -> Vec<(u64, Label)> {
-        (1..).zip(labels).collect()
+    fn numbered(labels: Vec<Label>) -> Vec<(String, Label)> {
+        (1..).map(|line| format!("line {line}")).zip(labels).collect()
     }
 
     #[test]
@@ -243,7 +241,7 @@ mod tests {
         assert!(numbers.are_unnamed() && !names.are_unnamed());
         assert!(numbers.class(&Label::Number(-1)).is_err() && numbers.class(&name("3")).is_err());
         for (labels, expected) in [
-            (vec![name("a"), Label::Number(1)], "line 2: the label is the number 1, but other lines have names"),
+            (vec![name("a"), Label::Number(1)], "line 2: the label is the number 1, but other records have names"),
             (vec![Label::Number(0), Label::Number(-1)], "line 2: the label -1 is not a class"),
             (vec![Label::Number(0), Label::Number(1 << 40)], "is not a class"),
             (vec![name("a"), name("a")], "all records have the label a"),

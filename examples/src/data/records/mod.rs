@@ -1,6 +1,6 @@
 //! Records of `train --task classify` and `train --task embed`: texts with a label, and texts that belong together.
 //!
-//! `table` reads the rows of a JSONL or CSV file, `labels` knows the classes, and `batches` distributes records over
+//! `table` reads the rows of a file, `labels` knows the classes, and `batches` distributes records over
 //! ranks and steps.
 
 use std::fmt;
@@ -40,9 +40,9 @@ pub struct RecordReader<'a> {
     pub classes: Option<usize>,
 }
 
-/// A sequence before it is tokenised: its line, its text, and the second text of a pair.
+/// A sequence before it is tokenised: its place in the file, its text, and the second text of a pair.
 struct Sequence {
-    line: u64,
+    place: String,
     text: String,
     pair: Option<String>,
 }
@@ -71,10 +71,10 @@ impl RecordReader<'_> {
     ///
     /// # Errors
     /// Fails if the file can't be read, has no records, lacks a column or has a label that is not known. Errors name the
-    /// line.
+    /// place.
     pub fn labelled(&self, path: &Path, known: Option<&Labels>, fixed: bool) -> Result<(Records, Labels)> {
         let (mut sequences, mut found) = (vec![], vec![]);
-        table::read(path, |line, mut row| {
+        table::read(path, |place, mut row| {
             let columns = names(&row);
             let label = row.remove("label");
             let (Some(text), Some(label)) = (table::text(&mut row, "text")?, label) else {
@@ -85,8 +85,8 @@ impl RecordReader<'_> {
                 pair.is_none() || !self.text.is_bytes(),
                 "it has a text_pair, but the model has no tokenizer.json, which says how to join two texts"
             );
-            found.push((line, Label::of(label)?));
-            sequences.push(Sequence { line, text, pair });
+            found.push((place.clone(), Label::of(label)?));
+            sequences.push(Sequence { place, text, pair });
             Ok(())
         })?;
         ensure!(!sequences.is_empty(), "{} has no records; {LABELLED}", path.display());
@@ -95,16 +95,16 @@ impl RecordReader<'_> {
             Some(known) if fixed || !known.are_unnamed() || !known.lack(&found) => known.clone(),
             _ => Labels::of_data(&found, self.classes).with_context(in_file)?,
         };
-        let class = |(line, label): &(u64, Label)| {
-            labels.class(label).with_context(|| format!("{}, line {line}", path.display()))
+        let class = |(place, label): &(String, Label)| {
+            labels.class(label).with_context(|| format!("{}, {place}", path.display()))
         };
         let classes = found.iter().map(class).collect::<Result<Vec<_>>>()?;
         if let Some(count) = self.classes {
-            if let Some(((line, label), class)) =
+            if let Some(((place, label), class)) =
                 found.iter().zip(&classes).find(|(_, class)| **class as usize >= count)
             {
                 bail!(
-                    "{}, line {line}: the label {label} is class {class}, but the head in the model's weights has {count} \
+                    "{}, {place}: the label {label} is class {class}, but the head in the model's weights has {count} \
                      classes, 0 to {}: correct the label, or remove the head from the weights to train a new one",
                     path.display(),
                     count.saturating_sub(1)
@@ -133,25 +133,25 @@ impl RecordReader<'_> {
     ///
     /// # Errors
     /// Fails if the file can't be read, has no records or lacks a column, or if only some records have a negative.
-    /// Errors name the line.
+    /// Errors name the place.
     pub fn pairs(&self, path: &Path) -> Result<Records> {
         let mut sequences = vec![];
-        let mut first: Option<(u64, bool)> = None;
-        table::read(path, |line, mut row| {
+        let mut first: Option<(String, bool)> = None;
+        table::read(path, |place, mut row| {
             let columns = names(&row);
             let (anchor, positive) = (table::text(&mut row, "anchor")?, table::text(&mut row, "positive")?);
             let (Some(anchor), Some(positive)) = (anchor, positive) else {
                 bail!("it has the columns {}; {PAIRS}", listed(&columns))
             };
             let negative = table::text(&mut row, "negative")?;
-            let (other, has_negative) = *first.get_or_insert((line, negative.is_some()));
+            let (other, has_negative) = first.get_or_insert_with(|| (place.clone(), negative.is_some()));
             ensure!(
-                has_negative == negative.is_some(),
-                "it has {} negative, unlike line {other}: all records must have one, or none",
-                if has_negative { "no" } else { "a" }
+                *has_negative == negative.is_some(),
+                "it has {} negative, unlike {other}: all records must have one, or none",
+                if *has_negative { "no" } else { "a" }
             );
             let texts = [anchor, positive].into_iter().chain(negative);
-            sequences.extend(texts.map(|text| Sequence { line, text, pair: None }));
+            sequences.extend(texts.map(|text| Sequence { place: place.clone(), text, pair: None }));
             Ok(())
         })?;
         let Some((_, has_negative)) = first else { bail!("{} has no records; {PAIRS}", path.display()) };
@@ -174,8 +174,8 @@ impl RecordReader<'_> {
             let texts = chunk.iter().map(|sequence| (sequence.text.as_str(), sequence.pair.as_deref())).collect();
             let encoded = encoder.encode(texts).with_context(|| format!("in {}", path.display()))?;
             for (sequence, encoded) in chunk.iter().zip(encoded) {
-                let place = || format!("{}, line {}", path.display(), sequence.line);
-                ensure!(!encoded.ids.is_empty(), "{}: a text is empty: remove the line, or fill it in", place());
+                let place = || format!("{}, {}", path.display(), sequence.place);
+                ensure!(!encoded.ids.is_empty(), "{}: a text is empty: remove the record, or fill it in", place());
                 if let Some(id) = encoded.ids.iter().find(|&&id| id as usize >= self.vocabulary) {
                     bail!(
                         "{} has a token with id {id}, but the model's vocabulary has {} ids. {}",

@@ -1,17 +1,19 @@
-//! Rows of a JSONL or CSV file.
+//! Rows of a file of records (JSON Lines, JSON, Parquet) or a CSV file.
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{BufRead, BufReader, Read};
+use std::io::Read;
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
+use fsdp_corpus::documents::records;
+use fsdp_corpus::format::{CorpusFile, Format};
 use minijinja::Value;
 use minijinja::value::ValueKind;
 
-use crate::json;
-
+use crate::data::MOST_BYTES;
 use crate::input::check_data;
+use crate::json;
 
 /// A value of a row.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -25,32 +27,27 @@ pub(super) enum Field {
 /// Fields of a row by column. A null has no field.
 pub(super) type Row = BTreeMap<String, Field>;
 
-/// Calls `each` with the line number and the fields of each row. Blank lines are skipped.
+/// Calls `each` with the place in the file, such as `line 3`, and the fields of each row. Blank lines are skipped.
 ///
 /// # Errors
-/// Fails for a file that is neither `.jsonl` nor `.csv`, and for lines of another form. Errors name file and line.
-pub(super) fn read(path: &Path, mut each: impl FnMut(u64, Row) -> Result<()>) -> Result<()> {
+/// Fails for a file of text, and for rows of another form. Errors name the file and the place.
+pub(super) fn read(path: &Path, mut each: impl FnMut(String, Row) -> Result<()>) -> Result<()> {
     check_data(path)?;
-    let extension = path.extension().map(|extension| extension.to_string_lossy().to_lowercase());
-    let open = || File::open(path).with_context(|| format!("cannot read {}", path.display()));
-    match extension.as_deref() {
-        Some("jsonl" | "ndjson" | "json") => json_lines(path, BufReader::new(open()?), &mut each),
-        Some("csv") => comma_separated(path, open()?, &mut each),
-        _ => bail!("{}: the name must end in .jsonl or .csv, which says what the file holds", path.display()),
+    if path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("csv")) {
+        let file = File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
+        return comma_separated(path, file, &mut each);
     }
-}
-
-fn json_lines(path: &Path, file: impl BufRead, each: &mut dyn FnMut(u64, Row) -> Result<()>) -> Result<()> {
-    for (line, number) in file.lines().zip(1..) {
-        let place = || format!("{}, line {number}", path.display());
-        let line = line.with_context(place)?;
-        let line = line.strip_prefix('\u{feff}').filter(|_| number == 1).unwrap_or(&line);
-        if line.trim().is_empty() {
-            continue;
-        }
-        let row = json::fields(line).with_context(place)?;
+    let file = CorpusFile { format: Format::of_file(path)?, path: path.to_owned() };
+    ensure!(
+        file.format.has_fields(),
+        "{}: the name must end in .jsonl, .json, .parquet or .csv, which says what the file holds",
+        path.display()
+    );
+    for record in records(&file, MOST_BYTES)? {
+        let record = record?;
+        let row = json::fields(&record.json).with_context(|| record.place.clone())?;
         let fields = row.into_iter().filter_map(|(name, value)| Some((name, field(&value)?))).collect();
-        each(number, fields).with_context(place)?;
+        each(record.within(path).to_owned(), fields).with_context(|| record.place.clone())?;
     }
     Ok(())
 }
@@ -69,7 +66,7 @@ fn field(value: &Value) -> Option<Field> {
     })
 }
 
-fn comma_separated(path: &Path, mut file: impl Read, each: &mut dyn FnMut(u64, Row) -> Result<()>) -> Result<()> {
+fn comma_separated(path: &Path, mut file: impl Read, each: &mut dyn FnMut(String, Row) -> Result<()>) -> Result<()> {
     let whole = || format!("{}", path.display());
     let mut bytes = Vec::new();
     file.read_to_end(&mut bytes).with_context(whole)?;
@@ -95,7 +92,7 @@ fn comma_separated(path: &Path, mut file: impl Read, each: &mut dyn FnMut(u64, R
             names.len()
         );
         let fields = names.iter().zip(&row).map(|(name, text)| ((*name).to_owned(), Field::Text(text.to_owned())));
-        each(line, fields.collect()).with_context(place)?;
+        each(format!("line {line}"), fields.collect()).with_context(place)?;
     }
     Ok(())
 }
@@ -147,7 +144,7 @@ pub(super) fn listed(columns: &[String]) -> String {
 mod tests {
     use super::*;
 
-    fn rows(name: &str, content: &str) -> Result<Vec<(u64, Row)>> {
+    fn rows(name: &str, content: &str) -> Result<Vec<(String, Row)>> {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join(name);
         std::fs::write(&path, content).unwrap();
@@ -170,7 +167,7 @@ mod tests {
             "\u{feff}{\"text\": \"a, \\\"b\\\"\", \"label\": \"x\"}\n\n{\"text\": \"c\\nd\", \"label\": \"y\"}\n",
         );
         let csv = rows("a.csv", "\u{feff}text,label\r\n\"a, \"\"b\"\"\",x\n\n\"c\nd\",y\n");
-        let fields = |rows: Result<Vec<(u64, Row)>>| rows.unwrap().into_iter().map(|row| row.1).collect::<Vec<_>>();
+        let fields = |rows: Result<Vec<(String, Row)>>| rows.unwrap().into_iter().map(|row| row.1).collect::<Vec<_>>();
         let (json, csv) = (fields(json), fields(csv));
         assert_eq!(json, csv);
         assert_eq!(json[1]["text"], Field::Text("c\nd".into()));
@@ -178,7 +175,7 @@ mod tests {
 
     #[test]
     fn lines_are_named() {
-        assert_eq!(rows("a.csv", "text,label\n\"a\na\",x\nb,y\n").unwrap()[1].0, 4);
+        assert_eq!(rows("a.csv", "text,label\n\"a\na\",x\nb,y\n").unwrap()[1].0, "line 4");
         let bad = |content: &str| error("a.csv", content);
         assert!(bad("text,label\na,x\nb\n").contains("line 3: it has 1 columns, but the first line has 2"));
         // Line ends of Windows, a byte order mark and blank lines.
@@ -186,10 +183,10 @@ mod tests {
         assert!(bad("\u{feff}text,label\r\n\r\n\"a\r\na\",x\r\n\r\nb\r\n").contains("line 6: "));
         assert!(bad("text,label\ra,x\rb\r").contains("line 3: "));
         let lines = rows("a.csv", "\u{feff}text,label\r\na,x\r\n\r\nb,y\r\n").unwrap();
-        assert_eq!(lines.iter().map(|row| row.0).collect::<Vec<_>>(), [2, 4]);
+        assert_eq!(lines.iter().map(|row| &*row.0).collect::<Vec<_>>(), ["line 2", "line 4"]);
         assert!(error("a.csv", "text,text\na,x\n").contains("two columns \"text\""));
         assert!(error("a.jsonl", "{}\n[1]\n").contains("a.jsonl, line 2: it is not a JSON object"));
-        assert!(error("a.txt", "text").contains("must end in .jsonl or .csv"));
+        assert!(error("a.txt", "text").contains("must end in .jsonl, .json, .parquet or .csv"));
     }
 
     #[test]

@@ -1,20 +1,21 @@
-//! Examples for supervised fine-tuning and preference tuning: `--sft FILE.jsonl` and `--dpo FILE.jsonl`.
+//! Examples for supervised fine-tuning and preference tuning: `--sft FILE` and `--dpo FILE`.
 //!
-//! A line is a conversation or a prompt with a completion. `template` formats conversations by the model's chat
+//! A record is a conversation or a prompt with a completion. `template` formats conversations by the model's chat
 //! template and finds the assistant's turns, which the loss counts. `packing` combines examples into sequences. `pairs`
-//! reads lines with two completions.
+//! reads records with two completions.
 
 use std::fmt;
-use std::fs::File;
-use std::io::{BufRead, BufReader};
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use crc_fast::{CrcAlgorithm, Digest};
+use fsdp_corpus::documents::records;
+use fsdp_corpus::format::{CorpusFile, Format};
 use indicatif::HumanCount;
 use minijinja::Value;
 use minijinja::value::ValueKind;
 
+use crate::data::MOST_BYTES;
 use crate::data::sft::template::{Specials, Templates, conversation};
 use crate::data::text::{Marked, Text};
 use crate::input::check_data;
@@ -28,8 +29,8 @@ pub(in crate::data) use template::read_json;
 #[cfg(test)]
 mod tests;
 
-/// Lines tokenised in parallel.
-const LINES: usize = 512;
+/// Records tokenised in parallel.
+const RECORDS: usize = 512;
 
 /// Examples of a `--sft` file: their tokens, and which of them the loss counts.
 pub struct Examples {
@@ -59,18 +60,18 @@ impl Examples {
         Examples { tokens, learnt, ends, origin, cut: 0, dropped: 0, digest, stops }
     }
 
-    /// Reads a JSONL file. Each line is a conversation (`messages`, formatted by the model directory's chat template)
-    /// or a `prompt` with a `completion`. Blank lines are skipped. Examples are cut to `seq_len` tokens and one target,
+    /// Reads a file of records: JSON Lines, JSON or Parquet. Each is a conversation (`messages`, formatted by the model
+    /// directory's chat template) or a `prompt` with a `completion`. Blank lines are skipped. Examples are cut to `seq_len` tokens and one target,
     /// and dropped if nothing is left to learn.
     ///
     /// # Errors
-    /// A line has another form, the template refuses it, no example is left, or an id is not below `vocab_size`. Errors
-    /// name the file and the line.
+    /// A record has another form, the template refuses it, no example is left, or an id is not below `vocab_size`. Errors
+    /// name the file and the line or the row.
     pub fn load(path: &Path, model: Option<&Path>, text: &Text, seq_len: usize, vocab_size: usize) -> Result<Self> {
         let reading = Reading::new(model, text, seq_len, vocab_size)?;
         let mut examples = Examples::new(path.display().to_string(), reading.specials.stops.clone());
         let read = |line: &str| read_line(line, &reading.templates, &reading.special);
-        read_lines(path, read, |chunk| reading.tokenise(chunk, &mut examples, path))?;
+        read_records(path, read, |chunk| reading.tokenise(chunk, &mut examples, path))?;
         ensure!(
             examples.cut > 0 || !examples.ends.is_empty(),
             "{} has no examples: it must have at least one line, such as {{\"messages\": [{{\"role\": \"user\", \
@@ -155,34 +156,29 @@ impl Examples {
     }
 }
 
-/// Reads the lines of a file that are not blank, and passes them on in chunks, with their numbers. Errors name the file
-/// and the line.
-fn read_lines<T>(
+/// Reads the records of a file, and passes them on in chunks, with their places. Errors name the place.
+fn read_records<T>(
     path: &Path,
     read: impl Fn(&str) -> Result<T>,
-    mut pass_on: impl FnMut(Vec<(usize, T)>) -> Result<()>,
+    mut pass_on: impl FnMut(Vec<(String, T)>) -> Result<()>,
 ) -> Result<()> {
     check_data(path)?;
-    let file = File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
-    let mut lines = BufReader::new(file).lines().zip(1..).peekable();
-    while lines.peek().is_some() {
+    let format = match Format::of_file(path)? {
+        // A file of another name holds JSON Lines.
+        Format::Text(compression) => Format::JsonLines(compression),
+        format => format,
+    };
+    let mut records = records(&CorpusFile { path: path.to_owned(), format }, MOST_BYTES)?.peekable();
+    while records.peek().is_some() {
         let mut chunk = Vec::new();
-        for (line, number) in lines.by_ref().take(LINES) {
-            let read = line.map_err(anyhow::Error::from).and_then(|line| match without_mark(&line, number) {
-                line if line.trim().is_empty() => Ok(None),
-                line => read(line).map(Some),
-            });
-            let read = read.with_context(|| format!("{}, line {number}", path.display()))?;
-            chunk.extend(read.map(|read| (number, read)));
+        for record in records.by_ref().take(RECORDS) {
+            let record = record?;
+            let read = read(&record.json).with_context(|| record.place.clone())?;
+            chunk.push((record.place, read));
         }
         pass_on(chunk)?;
     }
     Ok(())
-}
-
-/// Removes the byte order mark at the start of a file.
-fn without_mark(line: &str, number: usize) -> &str {
-    line.strip_prefix('\u{feff}').filter(|_| number == 1).unwrap_or(line)
 }
 
 /// Formats as `300 examples of chat.jsonl`.
@@ -192,7 +188,12 @@ impl fmt::Display for Examples {
     }
 }
 
-/// State for reading lines.
+/// Returns the token that ends a text of a model, if it is known.
+pub(in crate::data) fn end_token(model: Option<&Path>, text: &Text) -> Result<Option<u32>> {
+    Ok(Specials::new(model, text)?.end)
+}
+
+/// State for reading records.
 struct Reading<'a> {
     text: &'a Text,
     specials: Specials,
@@ -211,13 +212,13 @@ impl<'a> Reading<'a> {
         Ok(Reading { text, specials, special, templates, seq_len, vocab_size })
     }
 
-    /// Appends the examples of numbered lines.
-    fn tokenise(&self, lines: Vec<(usize, Marked)>, examples: &mut Examples, path: &Path) -> Result<()> {
-        let (numbers, marked): (Vec<usize>, Vec<Marked>) = lines.into_iter().unzip();
+    /// Appends the examples of records with their places.
+    fn tokenise(&self, records: Vec<(String, Marked)>, examples: &mut Examples, path: &Path) -> Result<()> {
+        let (places, marked): (Vec<String>, Vec<Marked>) = records.into_iter().unzip();
         let bare: Vec<bool> = marked.iter().map(|marked| marked.bare).collect();
         let tokenised = self.text.encode_marked(marked).with_context(|| format!("in {}", path.display()))?;
-        for ((number, bare), (mut tokens, mut learnt)) in numbers.into_iter().zip(bare).zip(tokenised) {
-            let place = || format!("{}, line {number}", path.display());
+        for ((place, bare), (mut tokens, mut learnt)) in places.into_iter().zip(bare).zip(tokenised) {
+            let place = || place.clone();
             if bare {
                 self.complete(&mut tokens, &mut learnt).with_context(place)?;
             }

@@ -14,7 +14,7 @@ use minijinja::value::ValueKind;
 
 use crate::data::batches::{MicroBatch, with_padding};
 use crate::data::sft::template::Templates;
-use crate::data::sft::{Examples, Reading, is_assistant, messages_of, read_lines};
+use crate::data::sft::{Examples, Reading, is_assistant, messages_of, read_records};
 use crate::data::stream::Permutation;
 use crate::data::text::{Marked, Text};
 use crate::json;
@@ -42,20 +42,20 @@ pub struct PairOptions {
 }
 
 impl Pairs {
-    /// Reads a JSONL file. Each line has a `prompt`, a `chosen` and a `rejected` completion: texts, or lists of messages
+    /// Reads a file of records: JSON Lines, JSON or Parquet. Each has a `prompt`, a `chosen` and a `rejected` completion: texts, or lists of messages
     /// that the model directory's chat template formats. Without a prompt, it is the common start of both. Blank lines
     /// are skipped. Completions are cut to `seq_len` tokens and one target. A pair is dropped if one completion is cut
     /// off, or if both are equal after the cut.
     ///
     /// # Errors
-    /// A line has another form, the template refuses it, no pair is left, or an id is not below `vocab_size`. Errors
-    /// name the file and the line.
+    /// A record has another form, the template refuses it, no pair is left, or an id is not below `vocab_size`. Errors
+    /// name the file and the line or the row.
     pub fn load(path: &Path, model: Option<&Path>, text: &Text, options: PairOptions) -> Result<Self> {
         let PairOptions { seq_len, vocab_size, multiple, shuffle } = options;
         let reading = Reading::new(model, text, seq_len, vocab_size)?;
         let mut examples = Examples::new(path.display().to_string(), reading.specials.stops.clone());
         let read = |line: &str| read_pair(line, &reading.templates);
-        read_lines(path, read, |chunk| tokenise(&reading, chunk, &mut examples, path))?;
+        read_records(path, read, |chunk| tokenise(&reading, chunk, &mut examples, path))?;
         let pairs = Pairs { examples, shuffle, multiple };
         ensure!(
             pairs.examples.dropped > 0 || !pairs.is_empty(),
@@ -148,15 +148,20 @@ impl fmt::Display for Pairs {
     }
 }
 
-/// Appends the pairs of numbered lines: prompt, prompt with the chosen completion, prompt with the rejected one.
-fn tokenise(reading: &Reading<'_>, lines: Vec<(usize, [Marked; 3])>, pairs: &mut Examples, path: &Path) -> Result<()> {
-    let numbers: Vec<usize> = lines.iter().map(|(number, _)| *number).collect();
-    let marked: Vec<Marked> = lines.into_iter().flat_map(|(_, marked)| marked).collect();
+/// Appends the pairs of records with their places: prompt, prompt with the chosen completion, prompt with the rejected one.
+fn tokenise(
+    reading: &Reading<'_>,
+    records: Vec<(String, [Marked; 3])>,
+    pairs: &mut Examples,
+    path: &Path,
+) -> Result<()> {
+    let (places, marked): (Vec<String>, Vec<[Marked; 3]>) = records.into_iter().unzip();
+    let marked: Vec<Marked> = marked.into_iter().flatten().collect();
     let bare: Vec<bool> = marked.chunks(3).map(|marked| marked[0].bare).collect();
     let tokenised = reading.text.encode_marked(marked).with_context(|| format!("in {}", path.display()))?;
     let mut tokenised = tokenised.into_iter();
-    for (number, bare) in numbers.into_iter().zip(bare) {
-        let place = || format!("{}, line {number}", path.display());
+    for (place, bare) in places.into_iter().zip(bare) {
+        let place = || place.clone();
         let [mut prompt, mut chosen, mut rejected] =
             std::array::from_fn(|_| tokenised.next().map_or(vec![], |(tokens, _)| tokens));
         if bare {
