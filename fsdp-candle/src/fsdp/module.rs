@@ -140,16 +140,15 @@ impl<M> FsdpModule<M> {
     ///
     /// ```
     /// # use fsdp_candle::doc_example::*;
-    /// # let world = World::single()?;
-    /// let vars = ShardedVarMap::of_world(&world)?;
-    /// let (vb, opts) = (vars.builder(DType::F32), FullyShard::new(&vars));
-    /// let net = |vb: VarBuilder| Ok::<_, candle_core::Error>([nn::linear(4, 8, vb.pp("a"))?, nn::linear(8, 1, vb.pp("b"))?]);
-    /// let generator = shard(&opts, &["generator.a"], vb.pp("generator"), net)?;
-    /// let critic = shard(&opts, &["critic.a"], vb.pp("critic"), net)?;
-    /// let names = |params: &[Arc<FsdpParam>]| params.iter().map(|param| param.name().to_string()).collect::<Vec<_>>();
-    /// assert_eq!(names(generator.params()), ["generator.b.weight", "generator.b.bias"]);
-    /// assert_eq!(generator.trainable().len(), 4);
-    /// assert!(names(&critic.trainable()).iter().all(|name| name.starts_with("critic.")));
+    /// # let (world, vars, opts, vb) = one_rank()?;
+    /// let build = |name: &str| {
+    ///     shard(&opts, &[&format!("{name}.hidden")], vb.pp(name), |vb| {
+    ///         Ok::<_, candle_core::Error>([nn::linear(4, 8, vb.pp("hidden"))?, nn::linear(8, 1, vb.pp("output"))?])
+    ///     })
+    /// };
+    /// let (generator, critic) = (build("generator")?, build("critic")?);
+    /// assert_eq!((generator.params().len(), generator.trainable().len()), (2, 4));
+    /// assert!(critic.trainable().iter().all(|param| param.name().starts_with("critic.")));
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn trainable(&self) -> Vec<Arc<FsdpParam>> {
