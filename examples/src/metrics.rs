@@ -55,7 +55,7 @@ pub struct DataRecord {
     pub sources: Vec<SourceRecord>,
 }
 
-/// What a run has read of a corpus since its start.
+/// Counters of a corpus since the start of the run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SourceRecord {
     /// Name, as `--data` has it.

@@ -82,7 +82,7 @@ fn mixtures_do_not_depend_on_ranks_and_resume() {
     let parallel = losses(&train(dir.path(), 2, &format!("{flags} --tensor-parallel 2 --batch-size 6")));
     let differences = parallel.iter().zip(&expected).map(|(found, want)| (found - want).abs());
     assert!(differences.fold(0., f64::max) < 1e-4, "{parallel:?}");
-    // Another file is told by its name, and may be trained on from its start.
+    // The error for another file names it. The run may begin at the start of the file.
     write_lines(&dir.path().join("lines.jsonl"), 201);
     let resume = format!("{FLAGS} {flags} --batch-size 3 --pack documents --resume documents/step-00000003");
     let refused = fsdp_test_support::train(2, &resume, dir.path());
@@ -129,14 +129,17 @@ fn names_bad_corpora_and_the_fix() {
     write("broken.jsonl", "{\"text\": \"a\"}\n{\"text\": \n");
     write("text.txt", &"words and more words\n".repeat(100));
     for (flags, parts) in [
-        ("--data chats.jsonl", &["--data: chats.jsonl, line 1: there is no field `text`", "--sft FILE"][..]),
+        (
+            "--data chats.jsonl",
+            &["--data: chats.jsonl, line 1: the record does not have a field `text`", "--sft FILE"][..],
+        ),
         ("--data pairs.jsonl", &["--data: pairs.jsonl, line 1", "--dpo FILE"]),
         ("--data page.parquet", &["--data: page.parquet is not a Parquet file", "Download it again"]),
         ("--data broken.jsonl", &["broken.jsonl, line 2: invalid JSON"]),
         ("--data lines.jsonl:0.5,rows.parquet", &["`rows.parquet` has no weight"]),
         ("--data lines.jsonl:0.5,org/data:a.jsonl:0.5", &["org/data:a.jsonl is a name on the Hugging Face hub"]),
-        ("--data lines.jsonl --text-field body", &["there is no field `body`", "--text-field NAME"]),
-        ("--data text.txt --text-field body", &["--text-field body is for records", "leave it out"]),
+        ("--data lines.jsonl --text-field body", &["the record does not have a field `body`", "--text-field NAME"]),
+        ("--data text.txt --text-field body", &["--text-field body is for records", "leave the flag out"]),
         ("--data *.json", &["no file matches *.json"]),
         ("--data lines.jsonl --eval chats.jsonl", &["--eval: chats.jsonl, line 1"]),
     ] {
@@ -144,5 +147,5 @@ fn names_bad_corpora_and_the_fix() {
         fsdp_test_support::train(2, &flags, dir.path()).refused(2, parts);
     }
     let error = prepare(dir.path(), "--data chats.jsonl --out tokens").failed();
-    assert!(error.contains("Error: chats.jsonl, line 1: there is no field `text`"), "{error}");
+    assert!(error.contains("Error: chats.jsonl, line 1: the record does not have a field `text`"), "{error}");
 }

@@ -87,7 +87,7 @@ impl CheckedFile {
         ensure!(
             found == expected,
             "block {block} of {} is damaged (bytes {start} to {}): its checksum is {found:08x}, but {expected:08x} was \
-             written. Copy the file again, or prepare the corpus anew",
+             written. Copy the file again, or prepare the corpus again",
             self.path.display(),
             start + bytes.len() as u64
         );

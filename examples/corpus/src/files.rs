@@ -96,11 +96,8 @@ impl Files {
         Ok(Files { root: path.to_owned(), content })
     }
 
-    /// Takes a list of files, such as those of a dataset on the hub, in this order.
-    ///
-    /// # Errors
-    /// The list is empty, a file can't be read, or the files are of different kinds.
-    pub fn of_list(root: &Path, files: Vec<PathBuf>) -> Result<Self> {
+    /// Takes a list of files in this order.
+    fn of_list(root: &Path, files: Vec<PathBuf>) -> Result<Self> {
         let content = match &files[..] {
             [file] => return Ok(Files { root: root.to_owned(), ..Self::find(file)? }),
             _ => of_files(root, files)?,
@@ -291,7 +288,7 @@ fn describes(path: &Path) -> bool {
 fn walk(root: &Path) -> Result<Vec<PathBuf>> {
     let (mut files, mut targets) = (Vec::new(), HashSet::new());
     let own = root.canonicalize().with_context(|| format!("cannot list {}", root.display()))?;
-    for file in walk_without_links(root, true)? {
+    for file in entries(root, true)? {
         let Ok(target) = fs::read_link(&file) else {
             files.push(file);
             continue;
@@ -311,13 +308,22 @@ fn walk(root: &Path) -> Result<Vec<PathBuf>> {
         if !targets.insert(found.clone()) {
             continue;
         }
-        if found.is_dir() { files.extend(walk_without_links(&file, false)?) } else { files.push(file) }
+        if found.is_dir() { files.extend(entries(&file, false)?) } else { files.push(file) }
     }
     Ok(files)
 }
 
-/// Lists all files below `root` as [`walk`] does. Does not follow symbolic links, and lists them if `links` is true.
-fn walk_without_links(root: &Path, links: bool) -> Result<Vec<PathBuf>> {
+/// Lists all files below `root` in the same order on every machine, except hidden files, those in directories named
+/// `target`, and symbolic links.
+///
+/// # Errors
+/// A directory can't be read.
+pub fn list(root: &Path) -> Result<Vec<PathBuf>> {
+    entries(root, false)
+}
+
+/// Lists as [`list`] does, with symbolic links, which are not followed, if `links` is true.
+fn entries(root: &Path, links: bool) -> Result<Vec<PathBuf>> {
     let wanted = |entry: &DirEntry| {
         let is_file = entry.file_type().is_file() && !entry.file_name().as_encoded_bytes().starts_with(b".");
         entry.depth() == 0 || is_file || !is_left_out(entry.file_name())
@@ -386,6 +392,33 @@ mod tests {
         assert_eq!(names(root.path()).unwrap(), expected);
         symlink("/nowhere", root.path().join("e.txt")).unwrap();
         assert!(message(root.path()).contains("e.txt is a link to /nowhere, which can't be read"));
+    }
+
+    fn paths(root: &Path) -> Vec<PathBuf> {
+        let Content::Documents(found) = Files::find(root).unwrap().content else { panic!("expected documents") };
+        found.into_iter().map(|file| file.path).collect()
+    }
+
+    #[test]
+    fn links_to_other_files_are_read() {
+        let other = tree(&[("blob", b"x"), ("dir/c.txt", b"")]);
+        let root = tree(&[(".cache/hidden", b"")]);
+        let link = |to: PathBuf, name: &str| symlink(to, root.path().join(name)).unwrap();
+        link(other.path().join("blob"), "a.txt");
+        link(other.path().join("dir"), "b");
+        link(root.path().join(".cache/hidden"), "d.txt");
+        let expected = ["a.txt", "b/c.txt", "d.txt"].map(|name| root.path().join(name)).to_vec();
+        assert_eq!(paths(root.path()), expected);
+        link("/nowhere".into(), "e.txt");
+        let message = message(root.path());
+        assert!(message.contains("e.txt is a link to /nowhere, which can't be read"), "{message}");
+    }
+
+    #[test]
+    fn hidden_root_is_read() {
+        let root = tree(&[(".data/a.txt", b"")]);
+        let path = root.path().join(".data");
+        assert_eq!(paths(&path), [path.join("a.txt")]);
     }
 
     #[test]

@@ -58,10 +58,10 @@ pub struct CorpusFile {
     pub format: Format,
 }
 
-/// What a file seems to be.
+/// Kind of a file, as its name and first bytes show.
 pub(crate) enum Sniffed {
     Corpus(Format),
-    /// A file that is not text, and has the name of none of the formats.
+    /// A file that is not text, and whose name does not belong to a format.
     Binary,
     /// A file of a known format that is not read, and the way out.
     Unsupported(&'static str),

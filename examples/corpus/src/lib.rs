@@ -9,7 +9,7 @@
 //!
 //! [`mixture`] draws sequences from several sources by weight. Every source has a place, which a checkpoint stores.
 //!
-//! Nothing here depends on the size of a corpus, except the list of its files and its blocks' checksums.
+//! Memory grows with the number of files, row groups and checksums only. [`memory`] holds all tokens.
 
 pub mod documents;
 pub mod files;

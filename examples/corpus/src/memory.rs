@@ -119,6 +119,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
+    use crate::sequence::Pack;
     use crate::source::Sequences;
     use crate::tokenise::Bytes;
 
@@ -130,7 +131,7 @@ mod tests {
         let files = Files::find(&path).unwrap();
         let read = |limit| InMemory::read(&files, &Options::default(), &Bytes::with_end(), limit);
         assert!(read(11).unwrap_err().to_string().contains("has 12 tokens, but at most 11 are kept"));
-        let mut sequences = Sequences::new(Arc::new(read(12).unwrap()), 5, None).unwrap();
+        let mut sequences = Sequences::new(Arc::new(read(12).unwrap()), 5, None, Pack::Documents).unwrap();
         assert_eq!(sequences.count(), 2);
         let [first, second] = [0, 1].map(|_| sequences.next_sequence().unwrap());
         assert_eq!((first.ids, first.starts), (vec![97, 98, 99, 256, 100, 101], vec![0, 4]));
@@ -138,7 +139,7 @@ mod tests {
         assert_eq!(sequences.epoch(), 1);
         assert_eq!(sequences.next_sequence().unwrap().ids[0], 97);
         // A shuffled epoch has each sequence once, and a place continues.
-        let mut shuffled = Sequences::new(Arc::new(read(12).unwrap()), 2, Some(1)).unwrap();
+        let mut shuffled = Sequences::new(Arc::new(read(12).unwrap()), 2, Some(1), Pack::Documents).unwrap();
         let mut epoch: Vec<u32> = (0..5).map(|_| shuffled.next_sequence().unwrap().ids[0]).collect();
         let place = shuffled.place();
         let next = shuffled.next_sequence().unwrap();
@@ -146,8 +147,8 @@ mod tests {
         assert_eq!(shuffled.next_sequence().unwrap(), next);
         epoch.sort_unstable();
         assert_eq!(epoch, [97, 99, 100, 103, 256]);
-        let mut other = Sequences::new(Arc::new(read(12).unwrap()), 3, Some(1)).unwrap();
+        let mut other = Sequences::new(Arc::new(read(12).unwrap()), 3, Some(1), Pack::Documents).unwrap();
         assert!(other.resume(&place).unwrap_err().to_string().contains("continue with --seq-len 2"));
-        assert!(Sequences::new(Arc::new(read(12).unwrap()), 12, None).is_err());
+        assert!(Sequences::new(Arc::new(read(12).unwrap()), 12, None, Pack::Documents).is_err());
     }
 }

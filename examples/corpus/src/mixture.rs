@@ -118,8 +118,16 @@ struct Entry {
     /// Share of the tokens. All shares sum to 1.
     share: f64,
     source: Source,
-    /// Tokens consumed.
-    taken: u64,
+}
+
+impl Entry {
+    /// Returns the number of tokens consumed.
+    fn taken(&self, seq_len: usize) -> u64 {
+        match &self.source {
+            Source::Stream(stream) => stream.counters().tokens,
+            Source::Sequences(sequences) => sequences.position() * seq_len as u64,
+        }
+    }
 }
 
 /// Place in a mixture, for a checkpoint.
@@ -136,8 +144,6 @@ pub struct EntryPlace {
     pub name: String,
     /// Share of the tokens.
     pub share: f64,
-    /// Tokens consumed.
-    pub taken: u64,
     /// Place in the source.
     pub place: SourcePlace,
 }
@@ -152,7 +158,7 @@ pub enum SourcePlace {
     Sequences(SequencesPlace),
 }
 
-/// What a mixture took from a source since the start of the run.
+/// Counters of a source since the start of the run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Taken {
     /// Name of the source.
@@ -171,7 +177,7 @@ impl Mixture {
     /// Creates a mixture of sources with their names and weights, in sequences of `seq_len` tokens.
     ///
     /// # Errors
-    /// There are no sources, or a weight is not above 0.
+    /// The list of sources is empty, or a weight is not above 0.
     pub fn new(sources: Vec<(String, f64, Source)>, seq_len: usize) -> Result<Self> {
         ensure!(!sources.is_empty(), "a mixture needs at least one source");
         ensure!(seq_len > 0, "a sequence needs at least one token");
@@ -180,7 +186,7 @@ impl Mixture {
             let share = weight / sum;
             ensure!(*weight > 0. && share.is_finite(), "{name} has the weight {weight}, but a weight is above 0");
         }
-        let entry = |(name, weight, source)| Entry { name, share: weight / sum, source, taken: 0 };
+        let entry = |(name, weight, source)| Entry { name, share: weight / sum, source };
         Ok(Mixture { sources: sources.into_iter().map(entry).collect(), seq_len })
     }
 
@@ -195,7 +201,6 @@ impl Mixture {
             Source::Stream(stream) => stream.next_sequence(seq_len, exchange)?,
             Source::Sequences(sequences) => sequences.next_sequence()?,
         };
-        entry.taken += seq_len as u64;
         Ok((index, sequence))
     }
 
@@ -223,32 +228,32 @@ impl Mixture {
                 Source::Stream(stream) => stream.skip(1, seq_len, exchange)?,
                 Source::Sequences(sequences) => sequences.skip(1),
             }
-            entry.taken += seq_len as u64;
         }
         Ok(())
     }
 
     /// Returns the source that lacks most tokens of its share, the first of several.
     fn next(&self) -> usize {
-        let total = self.sources.iter().map(|entry| entry.taken).sum::<u64>() + self.seq_len as u64;
-        let lacking = |entry: &Entry| entry.share * total as f64 - entry.taken as f64;
+        let taken: Vec<u64> = self.sources.iter().map(|entry| entry.taken(self.seq_len)).collect();
+        let total = taken.iter().sum::<u64>() + self.seq_len as u64;
+        let lacking = |index: usize| self.sources[index].share * total as f64 - taken[index] as f64;
         let mut most = 0;
-        for (index, entry) in self.sources.iter().enumerate() {
-            if lacking(entry) > lacking(&self.sources[most]) {
+        for index in 1..self.sources.len() {
+            if lacking(index) > lacking(most) {
                 most = index;
             }
         }
         most
     }
 
-    /// Returns what was taken from each source.
+    /// Returns the counters of each source.
     pub fn taken(&self) -> Vec<Taken> {
         let of_entry = |entry: &Entry| {
             let (epochs, documents) = match &entry.source {
                 Source::Stream(stream) => (stream.epoch(), Some(stream.counters().documents)),
                 Source::Sequences(sequences) => (sequences.epoch(), None),
             };
-            Taken { name: entry.name.clone(), share: entry.share, tokens: entry.taken, epochs, documents }
+            Taken { name: entry.name.clone(), share: entry.share, tokens: entry.taken(self.seq_len), epochs, documents }
         };
         self.sources.iter().map(of_entry).collect()
     }
@@ -267,7 +272,6 @@ impl Mixture {
         let of_entry = |entry: &Entry| EntryPlace {
             name: entry.name.clone(),
             share: entry.share,
-            taken: entry.taken,
             place: match &entry.source {
                 Source::Stream(stream) => SourcePlace::Stream(stream.place()),
                 Source::Sequences(sequences) => SourcePlace::Sequences(sequences.place()),
@@ -305,7 +309,6 @@ impl Mixture {
                 }
             };
             resumed.with_context(|| format!("cannot continue in {}", entry.name))?;
-            entry.taken = place.taken;
         }
         Ok(())
     }
@@ -320,6 +323,7 @@ mod tests {
     use crate::documents::Options;
     use crate::files::Files;
     use crate::prepare::{self, prepare};
+    use crate::sequence::Pack;
     use crate::shards::Shards;
     use crate::stream::tests::on_ranks;
     use crate::stream::{Corpus, alone};
@@ -357,7 +361,9 @@ mod tests {
             let files = Files::find(&path).unwrap();
             let source = if name == "c" {
                 let out = directory.join("prepared");
-                Source::Sequences(Sequences::new(Arc::new(Shards::open(&out, 257).unwrap()), 16, Some(3)).unwrap())
+                Source::Sequences(
+                    Sequences::new(Arc::new(Shards::open(&out, 257).unwrap()), 16, Some(3), Pack::Documents).unwrap(),
+                )
             } else {
                 let corpus = Arc::new(Corpus::open(&files, &Options::default()).unwrap());
                 let stream = Stream::new(corpus, Arc::new(Bytes::with_end()), Some(3), rank, ranks).unwrap();

@@ -1,6 +1,6 @@
 //! Sequences to train on.
 
-/// Whether tokens attend to those of other documents in their sequence.
+/// Whether tokens attend to tokens of other documents in their sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pack {
     /// Attention stays within a document, positions restart with each one, and no token is predicted from another

@@ -36,13 +36,13 @@ pub struct Index {
     pub documents: u64,
     /// Number of records without a text.
     pub skipped: u64,
-    /// What the shards were made from.
+    /// Inputs of the run that wrote the shards.
     pub inputs: Inputs,
     /// The shards.
     pub shards: Vec<Shard>,
 }
 
-/// What shards were made from.
+/// Files, field and tokenizer from which shards were made.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Inputs {
     /// Name of the tokenizer.
@@ -80,6 +80,12 @@ impl Inputs {
     /// Returns the bytes of an id.
     pub fn width(&self) -> u64 {
         if self.vocab_size > 1 << 16 { 4 } else { 2 }
+    }
+
+    /// Returns whether a tokenizer makes the same tokens of a document.
+    pub fn are_of(&self, tokenizer: &dyn Tokenise) -> bool {
+        let Inputs { tokenizer_fingerprint, start, end, .. } = self;
+        (tokenizer_fingerprint, *start, *end) == (&tokenizer.fingerprint(), tokenizer.start(), tokenizer.end())
     }
 
     /// Describes a tokenizer and files.
@@ -122,7 +128,7 @@ impl Inputs {
 }
 
 /// Returns whether a directory holds a prepared corpus, or one that is being prepared.
-pub fn is_prepared(directory: &Path) -> bool {
+pub(crate) fn is_prepared(directory: &Path) -> bool {
     directory.join(UNFINISHED).is_file()
         || fs::File::open(directory.join(INDEX)).is_ok_and(|file| {
             let mut start = [0; 64];
@@ -135,7 +141,7 @@ pub fn is_prepared(directory: &Path) -> bool {
 ///
 /// # Errors
 /// The corpus is not complete, or the file is not valid.
-pub fn read_index(directory: &Path) -> Result<Index> {
+pub(crate) fn read_index(directory: &Path) -> Result<Index> {
     let path = directory.join(INDEX);
     let text = match fs::read(&path) {
         Err(_) if directory.join(UNFINISHED).is_file() => bail!(
@@ -145,10 +151,10 @@ pub fn read_index(directory: &Path) -> Result<Index> {
         text => text.with_context(|| format!("cannot read {}", path.display()))?,
     };
     let index: Index = serde_json::from_slice(&text)
-        .with_context(|| format!("{} is damaged: copy it again, or prepare the corpus anew", path.display()))?;
+        .with_context(|| format!("{} is damaged: copy it again, or prepare the corpus again", path.display()))?;
     ensure!(
         index.format == FORMAT && index.version == VERSION,
-        "{} has the format {} {}, but {FORMAT} {VERSION} is read. Prepare the corpus anew",
+        "{} has the format {} {}, but {FORMAT} {VERSION} is read. Prepare the corpus again",
         path.display(),
         index.format,
         index.version

@@ -12,7 +12,7 @@ use crc_fast::{CrcAlgorithm, Digest};
 use serde::{Deserialize, Serialize};
 
 use crate::permutation::Permutation;
-use crate::sequence::Sequence;
+use crate::sequence::{Pack, Sequence};
 
 /// Bytes of each sample of a file.
 const SAMPLE: u64 = 16 << 10;
@@ -49,7 +49,7 @@ impl Mark {
         Ok(Mark { name, size, checksum: digest.finalize() })
     }
 
-    /// Fails if files differ from those marked before, and names them.
+    /// Fails if the marks differ. The error names the files.
     pub fn compare(before: &[Mark], now: &[Mark], since: &str) -> Result<()> {
         if before == now {
             return Ok(());
@@ -65,7 +65,7 @@ impl Mark {
                 Some(now) if now.size != mark.size => {
                     found.push(format!("{} had {} bytes and has {}", mark.name, mark.size, now.size));
                 }
-                Some(&now) if now != mark => found.push(format!("the content of {} is another", mark.name)),
+                Some(&now) if now != mark => found.push(format!("the content of {} has changed", mark.name)),
                 Some(_) => {}
             }
             if found.len() > NAMED {
@@ -79,7 +79,7 @@ impl Mark {
         }
         let more = if found.len() > NAMED { ", and more" } else { "" };
         found.truncate(NAMED);
-        bail!("the corpus has changed since {since}: {}{more}. Restore the files, or start anew", found.join(", "))
+        bail!("the corpus has changed since {since}: {}{more}. Restore the files, or start a new run", found.join(", "))
     }
 }
 
@@ -88,7 +88,7 @@ pub trait TokenSource: Send + Sync {
     /// Returns the number of tokens.
     fn len(&self) -> u64;
 
-    /// Returns whether there are no tokens.
+    /// Returns whether the number of tokens is 0.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -114,6 +114,7 @@ pub struct Sequences {
     tokens: Arc<dyn TokenSource>,
     seq_len: usize,
     seed: Option<u64>,
+    pack: Pack,
     position: u64,
     marks: Arc<Vec<Mark>>,
 }
@@ -132,11 +133,12 @@ pub struct SequencesPlace {
 }
 
 impl Sequences {
-    /// Creates the sequences of tokens, from the first on. Shuffles them if there is a seed.
+    /// Creates the sequences of tokens, from the first on. Shuffles them if there is a seed. Looks up where documents start
+    /// for [`Pack::Documents`] only.
     ///
     /// # Errors
     /// There are fewer tokens than a sequence needs.
-    pub fn new(tokens: Arc<dyn TokenSource>, seq_len: usize, seed: Option<u64>) -> Result<Self> {
+    pub fn new(tokens: Arc<dyn TokenSource>, seq_len: usize, seed: Option<u64>, pack: Pack) -> Result<Self> {
         ensure!(seq_len > 0, "a sequence needs at least one token");
         ensure!(
             tokens.len() > seq_len as u64,
@@ -145,7 +147,7 @@ impl Sequences {
             seq_len as u64 + 1
         );
         let marks = Arc::new(tokens.marks()?);
-        Ok(Sequences { tokens, seq_len, seed, position: 0, marks })
+        Ok(Sequences { tokens, seq_len, seed, pack, position: 0, marks })
     }
 
     /// Returns the number of sequences in an epoch.
@@ -178,7 +180,10 @@ impl Sequences {
         let start = sequence * seq_len;
         let mut ids = vec![0; self.seq_len + 1];
         self.tokens.read(start, &mut ids)?;
-        let starts = self.tokens.starts(start..start + seq_len + 1)?;
+        let starts = match self.pack {
+            Pack::Documents => self.tokens.starts(start..start + seq_len + 1)?,
+            Pack::Stream => Vec::new(),
+        };
         Ok(Sequence { ids, starts: starts.into_iter().map(|at| (at - start) as usize).collect() })
     }
 
@@ -270,7 +275,7 @@ mod tests {
         long[50_000] = 8;
         let now = [mark("a", b"1"), mark("b", b"20"), mark("d", &long), mark("e", b"")];
         let message = Mark::compare(&before, &now, "the checkpoint").unwrap_err().to_string();
-        for expected in ["b had 1 bytes and has 2", "c is missing", "the content of d is another", "e is new"] {
+        for expected in ["b had 1 bytes and has 2", "c is missing", "the content of d has changed", "e is new"] {
             assert!(message.contains(expected), "{message}");
         }
         assert!(!message.contains("a had"));

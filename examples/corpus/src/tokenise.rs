@@ -25,6 +25,11 @@ pub trait Tokenise: Send + Sync {
     fn fingerprint(&self) -> String;
 }
 
+/// Identifies what a tokenizer makes of a document: its fingerprint, and the start and end tokens.
+pub fn identity(tokenizer: &dyn Tokenise) -> String {
+    format!("{}, start {:?}, end {:?}", tokenizer.fingerprint(), tokenizer.start(), tokenizer.end())
+}
+
 /// Bytes as tokens, with an end token of id 256 if wanted.
 ///
 /// ```

@@ -13,6 +13,7 @@ use fsdp_corpus::documents;
 use fsdp_corpus::files::{Content, Files};
 use fsdp_corpus::mixture::{Mixture, Place, Source, parse};
 use fsdp_corpus::prepare::{self, prepare};
+use fsdp_corpus::sequence::Pack;
 use fsdp_corpus::sequence::Sequence;
 use fsdp_corpus::shards::Shards;
 use fsdp_corpus::source::Sequences;
@@ -46,9 +47,12 @@ fn mixture(data: &str, rank: usize, ranks: usize) -> Result<Mixture> {
     for source in parse(data)? {
         let files = Files::find(&source.name)?;
         let opened = match &files.content {
-            Content::Prepared(path) => {
-                Source::Sequences(Sequences::new(Arc::new(Shards::open(path, 257)?), SEQ_LEN, Some(5))?)
-            }
+            Content::Prepared(path) => Source::Sequences(Sequences::new(
+                Arc::new(Shards::open(path, 257)?),
+                SEQ_LEN,
+                Some(5),
+                Pack::Documents,
+            )?),
             Content::Documents(_) => {
                 let corpus = Arc::new(Corpus::open(&files, &documents::Options::default())?);
                 Source::Stream(Box::new(Stream::new(corpus, Arc::new(Bytes::with_end()), Some(5), rank, ranks)?))

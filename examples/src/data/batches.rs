@@ -355,7 +355,7 @@ impl Batches {
     }
 
     /// Returns what the loss of the step at `position` is the mean of, over all ranks: counted targets, or preference
-    /// pairs. The ranks of a corpus exchange what they read.
+    /// pairs. Collective for a corpus.
     pub fn counted(&self, position: u64) -> Result<u64> {
         match &self.sequences {
             Sequences::Pairs(_) => Ok(self.sequences_per_step),
@@ -385,8 +385,8 @@ impl Batches {
         }
     }
 
-    /// Returns a prompt to continue: that of the first example, or up to `tokens` tokens of the stream. The ranks of a
-    /// corpus exchange what they read.
+    /// Returns a prompt to continue: that of the first example, or up to `tokens` tokens of the stream. Collective
+    /// for a corpus.
     pub fn prompt(&self, tokens: usize) -> Result<Vec<u32>> {
         match &self.sequences {
             Sequences::Stream(Stream { data, .. }) => {
@@ -453,7 +453,7 @@ impl Batches {
     }
 }
 
-/// Appends a sequence of a corpus to inputs and targets, and its documents to those of the batch.
+/// Appends a sequence of a corpus to inputs and targets, and its documents to the documents of the batch.
 fn push_sequence(
     sequence: &Sequence,
     pack: Pack,

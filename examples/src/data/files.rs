@@ -1,15 +1,18 @@
 //! Files of `--data` that hold text or 16-bit tokens.
 
-use std::collections::HashSet;
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail, ensure};
-use walkdir::{DirEntry, WalkDir};
+use anyhow::{Context, Result, bail};
+use fsdp_corpus::files::{self as corpus, Content};
+use fsdp_corpus::format::{Compression, Format};
 
 use crate::input::check_data;
+
+/// The format of text that is read whole.
+const PLAIN: Format = Format::Text(Compression::None);
 
 /// Extensions of a workspace's text files.
 const SOURCES: [&str; 3] = ["rs", "md", "toml"];
@@ -32,19 +35,22 @@ pub(super) enum Files {
 }
 
 impl DataFiles {
-    /// Finds the files of `--data PATH`.
+    /// Finds the files of `--data PATH`. Fails if they are not plain text or token ids.
     pub(super) fn of_path(path: &Path) -> Result<Self> {
-        let kind = fs::metadata(path).with_context(|| format!("cannot read {}", path.display()))?;
-        let files = if kind.is_dir() {
-            of_directory(path)?
-        } else if !kind.is_file() {
-            bail!("{} is neither a file nor a directory; every rank must be able to read it", path.display())
-        } else if has_extension(path, &["bin"]) {
-            Files::Tokens(vec![path.to_owned()])
-        } else {
-            Files::Text(path.to_owned())
+        let corpus::Files { root, content } = corpus::Files::find(path)?;
+        let files = match content {
+            Content::Tokens(files) => Files::Tokens(files),
+            Content::Documents(found) if found.iter().all(|file| file.format == PLAIN) => {
+                let paths = found.into_iter().map(|file| file.path).collect();
+                if path.is_file() { Files::Text(path.to_owned()) } else { Files::MaybeText(paths) }
+            }
+            Content::Documents(_) | Content::Prepared(_) => bail!(
+                "expected text or 16-bit token ids, found records, compressed text or a prepared corpus in {}: read it by \
+                 `Corpora::find`",
+                path.display()
+            ),
         };
-        Ok(DataFiles { root: path.to_owned(), files })
+        Ok(DataFiles { root, files })
     }
 
     /// Finds the sources of the Cargo workspace around `directory`.
@@ -60,87 +66,13 @@ impl DataFiles {
                 )
             })?
             .to_owned();
-        let files =
-            walk_without_links(&root, false)?.into_iter().filter(|file| has_extension(file, &SOURCES)).collect();
+        let is_source = |file: &PathBuf| {
+            let extension = file.extension().and_then(OsStr::to_str).map(str::to_ascii_lowercase);
+            extension.is_some_and(|extension| SOURCES.contains(&&*extension))
+        };
+        let files = corpus::list(&root)?.into_iter().filter(is_source).collect();
         Ok(DataFiles { root, files: Files::MaybeText(files) })
     }
-}
-
-fn of_directory(path: &Path) -> Result<Files> {
-    let (tokens, text): (Vec<_>, Vec<_>) = walk(path)?.into_iter().partition(|file| has_extension(file, &["bin"]));
-    ensure!(!tokens.is_empty() || !text.is_empty(), "{} holds no visible files", path.display());
-    if tokens.is_empty() {
-        return Ok(Files::MaybeText(text));
-    }
-    if let Some(other) = text.first() {
-        bail!(
-            "{} holds both .bin files of tokens ({}) and other files ({}): pass one \
-             file, or a directory with only one kind",
-            path.display(),
-            tokens[0].display(),
-            other.display()
-        );
-    }
-    Ok(Files::Tokens(tokens))
-}
-
-/// Lists all files below `root` in the same order on every machine, except hidden ones and those in `target`
-/// directories.
-///
-/// A symbolic link to another file or directory is read, and one within `root` is left out, so that nothing is read twice.
-fn walk(root: &Path) -> Result<Vec<PathBuf>> {
-    let (mut files, mut targets) = (Vec::new(), HashSet::new());
-    let own = root.canonicalize().with_context(|| format!("cannot list {}", root.display()))?;
-    for file in walk_without_links(root, true)? {
-        let Ok(target) = std::fs::read_link(&file) else {
-            files.push(file);
-            continue;
-        };
-        let found = file.canonicalize().with_context(|| {
-            format!("{} is a link to {}, which can't be read: mend or remove it", file.display(), target.display())
-        })?;
-        if found.strip_prefix(&own).is_ok_and(|path| path.iter().all(|name| !is_left_out(name))) {
-            continue;
-        }
-        ensure!(
-            !own.starts_with(&found),
-            "{} is a link to {}, a directory above it: remove the link",
-            file.display(),
-            found.display()
-        );
-        if !targets.insert(found.clone()) {
-            continue;
-        }
-        if found.is_dir() { files.extend(walk_without_links(&file, false)?) } else { files.push(file) }
-    }
-    Ok(files)
-}
-
-/// Lists all files below `root` as [`walk`] does. Does not follow symbolic links, and lists them if `links` is true.
-fn walk_without_links(root: &Path, links: bool) -> Result<Vec<PathBuf>> {
-    let wanted = |entry: &DirEntry| {
-        let is_file = entry.file_type().is_file() && !entry.file_name().as_encoded_bytes().starts_with(b".");
-        entry.depth() == 0 || is_file || !is_left_out(entry.file_name())
-    };
-    let mut files = Vec::new();
-    for entry in WalkDir::new(root).sort_by_file_name().into_iter().filter_entry(wanted) {
-        let entry = entry.with_context(|| format!("cannot list {}", root.display()))?;
-        if entry.file_type().is_file() || links && entry.depth() > 0 && entry.path_is_symlink() {
-            files.push(entry.into_path());
-        }
-    }
-    Ok(files)
-}
-
-/// Returns whether an entry is hidden, or a directory of this name is left out.
-fn is_left_out(name: &OsStr) -> bool {
-    name.as_encoded_bytes().starts_with(b".") || name == "target"
-}
-
-fn has_extension(path: &Path, extensions: &[&str]) -> bool {
-    path.extension()
-        .and_then(OsStr::to_str)
-        .is_some_and(|found| extensions.iter().any(|e| found.eq_ignore_ascii_case(e)))
 }
 
 fn is_workspace(directory: &Path) -> bool {
@@ -207,25 +139,12 @@ mod tests {
     }
 
     #[test]
-    fn links_to_other_files_are_read() {
-        let other = tree(&[("blob", b"x"), ("dir/c.txt", b"")]);
-        let root = tree(&[(".cache/hidden", b"")]);
-        let link = |to: PathBuf, name: &str| symlink(to, root.path().join(name)).unwrap();
-        link(other.path().join("blob"), "a.txt");
-        link(other.path().join("dir"), "b");
-        link(root.path().join(".cache/hidden"), "d.txt");
-        let expected = ["a.txt", "b/c.txt", "d.txt"].map(|name| root.path().join(name)).to_vec();
-        assert_eq!(DataFiles::of_path(root.path()).unwrap().files, Files::MaybeText(expected));
-        link("/nowhere".into(), "e.txt");
-        let message = message(DataFiles::of_path(root.path()));
-        assert!(message.contains("e.txt is a link to /nowhere, which can't be read"), "{message}");
-    }
-
-    #[test]
-    fn hidden_root_is_read() {
-        let root = tree(&[(".data/a.txt", b"")]);
-        let path = root.path().join(".data");
-        assert_eq!(DataFiles::of_path(&path).unwrap().files, Files::MaybeText(vec![path.join("a.txt")]));
+    fn records_are_refused() {
+        for name in ["chats.jsonl", "a.ndjson", "a.JSON", "a.txt.gz"] {
+            let root = tree(&[(name, b"\x1f\x8b")]);
+            let message = message(DataFiles::of_path(&root.path().join(name)));
+            assert!(message.contains("found records, compressed text") && message.contains(name), "{message}");
+        }
     }
 
     #[test]
@@ -236,18 +155,9 @@ mod tests {
         fs::write(root.path().join("input.txt"), "x").unwrap();
         let message = message(DataFiles::of_path(root.path()));
         assert!(
-            message.contains("1.bin") && message.contains("input.txt") && message.contains("pass one file"),
+            message.contains("1.bin") && message.contains("input.txt") && message.contains("Pass one file"),
             "{message}"
         );
-    }
-
-    #[test]
-    fn missing_and_empty_paths_are_refused() {
-        let root = tree(&[]);
-        assert!(message(DataFiles::of_path(root.path())).contains("holds no visible files"));
-        let missing = message(DataFiles::of_path(&root.path().join("nowhere")));
-        assert!(missing.contains("nowhere") && missing.contains("No such file"), "{missing}");
-        assert!(message(DataFiles::of_path(Path::new("/dev/null"))).contains("neither a file nor a directory"));
     }
 
     #[test]

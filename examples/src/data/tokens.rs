@@ -1,23 +1,20 @@
 //! A stream of tokens from one or more files.
 
-use std::fs::File;
-use std::io::{self, Read};
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::{env, fmt};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use crc_fast::{CrcAlgorithm, Digest};
+use fsdp_corpus::files::{Content, Files};
+use fsdp_corpus::source::TokenSource;
+use fsdp_corpus::tokens::{self, Tokens, Width};
 use indicatif::HumanCount;
-use rustix::io::Errno;
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use crate::data::files::{DataFiles, Files, read_text};
+use crate::data::files::{DataFiles, Files as Found, read_text};
 use crate::data::text::Text;
-use crate::input::check_data;
 
-/// Minimal number of 32-bit words to recognise wider tokens.
-const ENOUGH: usize = 16;
+/// Tokens of a part of a token file that is read at once.
+const PART: u64 = 1 << 19;
 
 /// Concatenated tokens of one or more files, checked against the vocabulary.
 ///
@@ -40,22 +37,13 @@ enum Ids {
     Bytes(String),
     /// Tokenised text.
     Tokenised(Vec<u32>),
-    /// A file of tokens.
-    Stored(TokenFile),
-}
-
-/// A file of u16 little-endian tokens. It is read and not mapped: truncating a mapped file would kill the process with
-/// SIGBUS.
-struct TokenFile {
-    path: PathBuf,
-    file: File,
-    /// Number of tokens when the file was opened.
-    len: usize,
+    /// Files of tokens, which stay on disk.
+    Stored(Tokens),
 }
 
 impl Data {
-    /// Loads a `.bin` file of u16 little-endian tokens, a text file, or a directory. Records are read as text: find them by
-    /// [`Corpora`](crate::data::Corpora) first.
+    /// Loads a `.bin` file of u16 little-endian tokens, a text file, or a directory. Other formats are read by
+    /// [`Corpora`](crate::data::Corpora).
     ///
     /// A directory is read recursively in the order of names. Hidden files, directories named `target`, symbolic links
     /// within the directory and binary files are left out, and texts are joined by newlines. Without a path, loads the sources (`.rs`,
@@ -70,14 +58,12 @@ impl Data {
         };
         let mut data = Data::empty(String::new());
         let (count, what) = match found.files {
-            Files::Tokens(files) => {
-                for file in &files {
-                    let tokens = TokenFile::open(file, vocab_size, &mut data.digest)?;
-                    data.push(Ids::Stored(tokens));
-                }
+            Found::Tokens(files) => {
+                let tokens = open_tokens(found.root.clone(), &files, vocab_size, &mut data.digest)?;
+                data.push(Ids::Stored(tokens));
                 (files.len(), "token")
             }
-            Files::Text(file) => {
+            Found::Text(file) => {
                 let content = read_text(&file)?.ok_or_else(|| {
                     anyhow!(
                         "{} is not text (UTF-8 without zero bytes). Tokens (u16 little-endian) are read \
@@ -88,7 +74,7 @@ impl Data {
                 data.push_text(content, &file, text, vocab_size)?;
                 (1, "text")
             }
-            Files::MaybeText(files) => (data.push_texts(files, &found.root, text, vocab_size)?, "text"),
+            Found::MaybeText(files) => (data.push_texts(files, &found.root, text, vocab_size)?, "text"),
         };
         let read_as = if what == "text" && text.is_bytes() { ", read as bytes" } else { "" };
         data.origin = if count == 1 {
@@ -174,7 +160,7 @@ impl Data {
                 let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
                 self.digest.update(&bytes);
             }),
-            Ids::Stored(file) => bail!("{} is no text", file.path.display()),
+            Ids::Stored(_) => bail!("{} is not text", file.display()),
         }
         self.push(ids);
         Ok(())
@@ -193,7 +179,7 @@ impl Ids {
         match self {
             Ids::Bytes(bytes) => bytes.len(),
             Ids::Tokenised(ids) => ids.len(),
-            Ids::Stored(file) => file.len,
+            Ids::Stored(tokens) => tokens.len() as usize,
         }
     }
 
@@ -204,7 +190,7 @@ impl Ids {
                 out.iter_mut().zip(&bytes.as_bytes()[range]).for_each(|(out, &byte)| *out = byte.into())
             }
             Ids::Tokenised(ids) => out.copy_from_slice(&ids[range]),
-            Ids::Stored(file) => file.copy_to(start, out)?,
+            Ids::Stored(tokens) => tokens.read(start as u64, out)?,
         }
         Ok(())
     }
@@ -225,84 +211,28 @@ fn tokenise(content: String, file: &Path, text: &Text, vocab_size: usize) -> Res
     Ok(Ids::Tokenised(ids))
 }
 
-impl TokenFile {
-    /// Opens a file, and reads it once to check ids and compute the digest.
-    fn open(path: &Path, vocab_size: usize, digest: &mut Digest) -> Result<Self> {
-        check_data(path)?;
-        let cannot = || format!("cannot read {}", path.display());
-        let mut file = open(path).with_context(cannot)?;
-        let bytes = usize::try_from(file.metadata().with_context(cannot)?.len())?;
+/// Opens token files, and reads them once to check ids and compute the digest.
+fn open_tokens(root: PathBuf, paths: &[PathBuf], vocab_size: usize, digest: &mut Digest) -> Result<Tokens> {
+    for path in paths {
         ensure!(
-            bytes.is_multiple_of(2),
-            "{} has {bytes} bytes, an odd number: a .bin file is a sequence of unsigned 16-bit little-endian tokens \
-            and \
-             nothing else",
+            tokens::is_raw(path)?,
+            "expected 16-bit token ids in {}, found a header of llm.c or an index of Megatron-LM: read it by \
+             `Corpora::find`",
             path.display()
         );
-        let mut buffer = vec![0; bytes.min(1 << 20)];
-        let mut done = 0;
-        while done < bytes {
-            let part = &mut buffer[..(bytes - done).min(1 << 20)];
-            file.read_exact(part).with_context(cannot)?;
-            digest.update(part);
-            if done == 0 && are_wider(part, vocab_size) {
-                bail!(
-                    "{} holds tokens of 32 bits or more, as far as one can tell: every second number of 16 bits is 0, or at \
-                     most the upper half of an id. A .bin file is read as unsigned 16-bit little-endian tokens: write ids \
-                     below 65536 so, such as by ids.astype('<u2').tofile(...), or pass text",
-                    path.display()
-                );
-            }
-            let ids = part.as_chunks().0.iter().map(|&pair| u16::from_le_bytes(pair));
-            if ids.clone().fold(0, u16::max) as usize >= vocab_size {
-                let bad = ids.enumerate().find(|&(_, id)| usize::from(id) >= vocab_size);
-                let (at, id) = bad.context("the largest id is one of them")?;
-                bail!(
-                    "{} Tokenise the data with the tokenizer that belongs to this model (a .bin file is read as \
-                     unsigned 16-bit little-endian)",
-                    beyond_vocabulary((done / 2 + at) as u64, path, id.into(), vocab_size)
-                );
-            }
-            done += part.len();
-        }
-        Ok(TokenFile { path: path.to_owned(), file, len: bytes / 2 })
     }
-
-    /// Reads tokens from index `start` on.
-    fn copy_to(&self, start: usize, out: &mut [u32]) -> Result<()> {
-        let mut bytes = vec![0; 2 * out.len()];
-        self.file.read_exact_at(&mut bytes, 2 * start as u64).with_context(|| {
-            let (path, last) = (self.path.display(), start + out.len() - 1);
-            format!("cannot read tokens {start} to {last} of {path}, which had {} when the run began", self.len)
-        })?;
-        let pairs = bytes.as_chunks().0.iter();
-        out.iter_mut().zip(pairs).for_each(|(out, &pair)| *out = u16::from_le_bytes(pair).into());
-        Ok(())
+    let files = Files { root, content: Content::Tokens(paths.to_vec()) };
+    let tokens = Tokens::open(&files, tokens::Options { width: Width::U16, vocab_size, end: None })?;
+    let mut ids = vec![0; tokens.len().min(PART) as usize];
+    let mut start = 0;
+    while start < tokens.len() {
+        let part = &mut ids[..(tokens.len() - start).min(PART) as usize];
+        tokens.read(start, part)?;
+        let bytes: Vec<u8> = part.iter().flat_map(|&id| (id as u16).to_le_bytes()).collect();
+        digest.update(&bytes);
+        start += part.len() as u64;
     }
-}
-
-/// Returns whether bytes are tokens of 32 or 64 bits: all upper halves are those of ids, and not all lower ones are 0.
-fn are_wider(bytes: &[u8], vocab_size: usize) -> bool {
-    let (quads, rest) = bytes.as_chunks::<4>();
-    let halves = || quads.iter().map(|&[a, b, c, d]| (u16::from_le_bytes([a, b]), u16::from_le_bytes([c, d])));
-    let highest = vocab_size.saturating_sub(1) >> 16;
-    rest.is_empty()
-        && quads.len() >= ENOUGH
-        && halves().all(|(_, upper)| usize::from(upper) <= highest)
-        && halves().any(|(lower, _)| lower != 0)
-        && 2 * halves().filter(|(_, upper)| *upper == 0).count() > quads.len()
-}
-
-/// Opens a file. Token files stay open, so the limit of open files is raised if necessary.
-fn open(path: &Path) -> io::Result<File> {
-    match File::open(path) {
-        Err(error) if error.raw_os_error() == Some(Errno::MFILE.raw_os_error()) => {
-            let limit = getrlimit(Resource::Nofile);
-            setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })?;
-            File::open(path)
-        }
-        outcome => outcome,
-    }
+    Ok(tokens)
 }
 
 fn beyond_vocabulary(at: u64, file: &Path, id: u32, vocab_size: usize) -> String {

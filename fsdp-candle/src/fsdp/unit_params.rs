@@ -20,7 +20,7 @@ pub(crate) struct UnitParams {
 }
 
 impl UnitParams {
-    /// `map` is the number of the unit's map among those of its ranks.
+    /// `map` is the number of the unit's map among the maps of its ranks.
     pub(super) fn new(id: UnitId, params: Vec<Arc<FsdpParam>>, pool: Arc<Pool>, map: u64) -> Self {
         let names = params.iter().map(|param| param.name().to_string());
         // Two models may have the same names in two maps.

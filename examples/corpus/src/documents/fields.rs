@@ -63,8 +63,8 @@ fn keys(object: &[u8]) -> Vec<String> {
     keys
 }
 
-/// Makes the error for records without a field of this name. Conversations and preference pairs are told by their
-/// fields.
+/// Makes the error for records without a field of this name. Conversations and preference pairs are recognised by
+/// their fields.
 pub(super) fn missing(field: &str, fields: &[String]) -> Error {
     let has = |name: &str| fields.iter().any(|field| field == name);
     let flag = if has("chosen") && has("rejected") {
@@ -85,9 +85,12 @@ pub(super) fn missing(field: &str, fields: &[String]) -> Error {
     }
     match flag {
         Some((kind, flag)) => anyhow!(
-            "there is no field `{field}`. The fields ({named}) are those of {kind}: pass the file as {flag} FILE"
+            "the record does not have a field `{field}`. Its fields ({named}) are the fields of {kind}: pass the file as \
+             {flag} FILE"
         ),
-        None => anyhow!("there is no field `{field}`. The fields are {named}: pass one of them as --text-field NAME"),
+        None => anyhow!(
+            "the record does not have a field `{field}`. Its fields are {named}: pass one of them as --text-field NAME"
+        ),
     }
 }
 

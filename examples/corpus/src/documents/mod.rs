@@ -1,6 +1,6 @@
 //! Texts of a file, one after another.
 //!
-//! [`Source::open`] reads what is needed to know the blocks of a file: its size, or the footer of a Parquet file.
+//! [`Source::open`] finds the blocks of a file by its size, or by the footer of a Parquet file.
 //! [`Documents`] reads the texts of a block. Its memory is bounded by the longest record: texts above 256 KiB are given
 //! in parts, and records above a limit are refused.
 
@@ -29,7 +29,7 @@ pub use records::{Record, records};
 mod tests;
 
 /// Settings of reading documents.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
     /// Field or column of a record's text.
     pub field: String,
@@ -47,7 +47,7 @@ impl Default for Options {
 }
 
 /// Part of a file that is read independently of other parts.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Block {
     /// The whole file.
     Whole,

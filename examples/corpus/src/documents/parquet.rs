@@ -41,7 +41,7 @@ pub(super) fn row_groups(path: &Path, field: &str) -> Result<Vec<u64>> {
     for codec in codecs {
         ensure!(
             !matches!(codec, Compression::BROTLI(_) | Compression::LZO),
-            "{} is compressed with {codec}, which is not supported: write it anew with zstd or snappy",
+            "{} is compressed with {codec}, which is not supported: write it again, with zstd or snappy",
             path.display()
         );
     }

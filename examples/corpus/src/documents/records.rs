@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 
 use super::json::Objects;
 use super::lines::Lines;
@@ -59,11 +59,15 @@ pub fn records(file: &CorpusFile, limit: usize) -> Result<Box<dyn Iterator<Item 
         Format::Parquet => {
             let path = file.path.clone();
             let rows = super::parquet::rows(&path)?.zip(1_u64..);
-            Box::new(until_error(
-                rows.map(move |(json, row)| {
-                    Ok(Record { json: json?, place: format!("{}, row {row}", path.display()) })
-                }),
-            ))
+            Box::new(until_error(rows.map(move |(json, row)| {
+                let (json, place) = (json?, format!("{}, row {row}", path.display()));
+                ensure!(
+                    json.len() <= limit,
+                    "{place}: the record has {} bytes, but at most {limit} are read: split the record",
+                    json.len()
+                );
+                Ok(Record { json, place })
+            })))
         }
         _ => bail!("{} has no records: expected JSON Lines, JSON or Parquet", file.path.display()),
     })

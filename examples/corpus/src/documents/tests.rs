@@ -121,7 +121,7 @@ fn damaged_json_is_named() {
         (
             "a.jsonl",
             b"{\"text\": \"a\"}\n{\"texts\": \"b\"}\n",
-            "line 2: there is no field `text`. The fields are `texts`",
+            "line 2: the record does not have a field `text`. Its fields are `texts`",
         ),
         ("a.json", b"[{\"text\": \"a\"}", "object 2: the array does not end. The file seems to be cut off"),
         ("a.json", b"[{\"text\": \"a\"", "object 1: the object does not end"),
@@ -129,7 +129,7 @@ fn damaged_json_is_named() {
         ("a.json", b"[{\"text\": \"a\"},]", "expected a JSON object, found `]`"),
         ("a.json", b"[{\"text\": \"a\"}] x", "expected the end of the file after the array, found `x`"),
         ("a.json", b"[1, 2]", "object 1: expected a JSON object, found `1, 2]`"),
-        ("a.json", b"{\"data\": [{\"text\": \"a\"}]}", "The fields are `data`"),
+        ("a.json", b"{\"data\": [{\"text\": \"a\"}]}", "Its fields are `data`"),
     ] {
         let message = message(name, content);
         assert!(message.contains(expected), "{message}");
@@ -309,7 +309,7 @@ mod of_parquet {
             let options = Options { field: field.into(), ..Options::default() };
             format!("{:#}", read(&recorded("zstd.parquet"), &options).unwrap_err())
         };
-        assert!(message("texts").contains("there is no field `texts`. The fields are `id`, `text`, `tags`"));
+        assert!(message("texts").contains("does not have a field `texts`. Its fields are `id`, `text`, `tags`"));
         assert!(message("id").contains("the column `id` holds INT64, but texts were expected"));
         assert!(message("tags").contains("the column `tags` is a list or a struct"));
         let binary = format!("{:#}", texts(&recorded("binary.parquet")).unwrap_err());
@@ -351,6 +351,8 @@ fn records_of_all_formats_are_json() {
         let last: serde_json::Value = serde_json::from_str(&found[5].json).unwrap();
         assert_eq!(last, serde_json::json!({ "id": 5, "text": "語", "tags": ["a"] }));
         assert!(found[5].place.ends_with("zstd.parquet, row 6"), "{}", found[5].place);
+        let short = records(&recorded("zstd.parquet"), 10).unwrap().next().unwrap().unwrap_err().to_string();
+        assert!(short.contains("row 1: the record has") && short.contains("split the record"), "{short}");
         let whole = fs::read(recorded("none.parquet").path).unwrap();
         for at in 4..whole.len() {
             let mut damaged = whole.clone();

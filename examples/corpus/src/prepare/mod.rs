@@ -30,7 +30,7 @@ mod shard;
 mod tests;
 
 /// Bytes of text in a batch.
-const BATCH: usize = 1 << 20;
+const BATCH: usize = if cfg!(test) { 1000 } else { 1 << 20 };
 /// Largest number of parts in a batch.
 const PARTS: usize = 4096;
 /// Name of the file that a running preparation locks.
@@ -58,9 +58,9 @@ impl Default for Options {
 /// State of a preparation, for a progress bar.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Progress {
-    /// Documents written, including those of earlier runs.
+    /// Documents written, including documents of earlier runs.
     pub documents: u64,
-    /// Tokens written, including those of earlier runs.
+    /// Tokens written, including tokens of earlier runs.
     pub tokens: u64,
     /// Bytes of text written by this run.
     pub text_bytes: u64,
@@ -68,7 +68,7 @@ pub struct Progress {
     pub file_bytes: u64,
     /// Bytes of all files.
     pub total_bytes: u64,
-    /// Shards finished, including those of earlier runs.
+    /// Shards finished, including shards of earlier runs.
     pub shards: usize,
     /// Time since this run began.
     pub elapsed: Duration,
@@ -106,6 +106,8 @@ struct Unfinished {
     index: Index,
     /// First document of the next shard.
     next: Position,
+    /// Bytes of a block, by which `next` counts.
+    block: u64,
 }
 
 /// Parts that are tokenised together.
@@ -135,7 +137,7 @@ type Encoded = Result<(Batch, Vec<Vec<u32>>)>;
 ///
 /// # Errors
 /// A file can't be read or is damaged, another process prepares the same directory, `out` holds something else, or the
-/// files or the tokenizer differ from those of the run to continue.
+/// files or the tokenizer differ from the run to continue.
 ///
 /// ```
 /// use fsdp_corpus::files::Files;
@@ -176,7 +178,7 @@ pub fn prepare(
     let marks = found.iter().map(|file| Mark::of_file(&file.path, files.name(&file.path))).collect::<Result<_>>()?;
     let inputs = Inputs::new(tokenizer, &options.documents.field, options.shard_tokens, marks);
     let _lock = lock(out)?;
-    let mut unfinished = match begin(out, inputs)? {
+    let mut unfinished = match begin(out, inputs, options.documents.block)? {
         Begun::Complete(index) => {
             let reused = index.shards.len();
             return Ok(Prepared { index, reused });
@@ -222,8 +224,8 @@ enum Begun {
     Unfinished(Unfinished),
 }
 
-/// Reads the state of an earlier run, or begins anew.
-fn begin(out: &Path, inputs: Inputs) -> Result<Begun> {
+/// Reads the state of an earlier run, or starts a new one.
+fn begin(out: &Path, inputs: Inputs, block: u64) -> Result<Begun> {
     if out.join(INDEX).exists() {
         let index = read_index(out)?;
         index.inputs.compare(&inputs, out)?;
@@ -232,15 +234,22 @@ fn begin(out: &Path, inputs: Inputs) -> Result<Begun> {
     let path = out.join(UNFINISHED);
     if path.exists() {
         let text = fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
-        let unfinished: Unfinished = serde_json::from_slice(&text)
-            .with_context(|| format!("{} is damaged: remove {}, and prepare anew", path.display(), out.display()))?;
+        let unfinished: Unfinished = serde_json::from_slice(&text).with_context(|| {
+            format!("{} is damaged: remove {}, and prepare the corpus again", path.display(), out.display())
+        })?;
         ensure!(
             unfinished.index.format == FORMAT && unfinished.index.version == VERSION,
-            "{} is of another version: remove {}, and prepare anew",
+            "{} is of another version: remove {}, and prepare the corpus again",
             path.display(),
             out.display()
         );
         unfinished.index.inputs.compare(&inputs, out)?;
+        ensure!(
+            unfinished.block == block,
+            "{} was begun with blocks of {} bytes, but this run has {block}. Use the same, or another directory",
+            out.display(),
+            unfinished.block
+        );
         return Ok(Begun::Unfinished(unfinished));
     }
     let index = Index {
@@ -252,7 +261,7 @@ fn begin(out: &Path, inputs: Inputs) -> Result<Begun> {
         inputs,
         shards: Vec::new(),
     };
-    let unfinished = Unfinished { index, next: Position::default() };
+    let unfinished = Unfinished { index, next: Position::default(), block };
     replace(&path, &unfinished)?;
     Ok(Begun::Unfinished(unfinished))
 }
@@ -289,7 +298,8 @@ fn write(
                 let (result, encoded) = sync_channel(1);
                 order.send(Ok(encoded)).is_ok() && work.send((batch, result)).is_ok()
             };
-            if let Err(error) = read(sources, from, &mut give) {
+            let outcome = catch_unwind(AssertUnwindSafe(|| read(sources, from, &mut give)));
+            if let Err(error) = outcome.unwrap_or_else(|_| Err(anyhow!("reading the corpus panicked"))) {
                 let _ = order.send(Err(error));
             }
         });
@@ -371,6 +381,8 @@ struct Writer<'a> {
     shard_tokens: u64,
     /// Records without a text since the last finished shard.
     skipped: u64,
+    /// Records without a text after the last document of the corpus.
+    trailing: u64,
     /// Position after the document written last.
     next: Position,
     begun: Instant,
@@ -379,7 +391,7 @@ struct Writer<'a> {
 
 impl<'a> Writer<'a> {
     fn new(out: &'a Path, unfinished: &'a mut Unfinished, shard_tokens: u64, sources: &[Source]) -> Self {
-        let Unfinished { index: Index { documents, tokens, ref shards, .. }, next } = *unfinished;
+        let Unfinished { index: Index { documents, tokens, ref shards, .. }, next, .. } = *unfinished;
         let in_file = |source: &Source| (0..next.block).map(|at| source.block_size(&source.block_at(at))).sum::<u64>();
         let progress = Progress {
             documents,
@@ -390,7 +402,17 @@ impl<'a> Writer<'a> {
             total_bytes: sources.iter().map(Source::size).sum(),
             ..Progress::default()
         };
-        Writer { out, unfinished, shard: None, shard_tokens, skipped: 0, next, begun: Instant::now(), progress }
+        Writer {
+            out,
+            unfinished,
+            shard: None,
+            shard_tokens,
+            skipped: 0,
+            trailing: 0,
+            next,
+            begun: Instant::now(),
+            progress,
+        }
     }
 
     fn write(&mut self, batch: &Batch, ids: &[Vec<u32>]) -> Result<()> {
@@ -416,7 +438,7 @@ impl<'a> Writer<'a> {
                 }
             }
         }
-        self.skipped += batch.skipped;
+        self.trailing += batch.skipped;
         self.progress.file_bytes += batch.file_bytes;
         self.progress.elapsed = self.begun.elapsed();
         Ok(())
@@ -438,7 +460,7 @@ impl<'a> Writer<'a> {
 
     fn finish(mut self) -> Result<()> {
         self.finish_shard()?;
-        self.unfinished.index.skipped += self.skipped;
+        self.unfinished.index.skipped += self.skipped + self.trailing;
         Ok(())
     }
 }

@@ -76,7 +76,7 @@ impl Blocks {
         Ok(Blocks { path, file, block: Vec::with_capacity(BLOCK), checksums: Vec::new() })
     }
 
-    /// Writes the block if it is full. Its size is a multiple of those of ids and document ends.
+    /// Writes the block if it is full. Its size is a multiple of the sizes of ids and document ends.
     fn write_if_full(&mut self) -> Result<()> {
         if self.block.len() >= BLOCK { self.write() } else { Ok(()) }
     }

@@ -5,6 +5,7 @@ use super::*;
 use crate::shards::Shards;
 use crate::source::TokenSource;
 use crate::tokenise::Bytes;
+use crate::tokens;
 
 /// Makes a corpus of three files with 600 texts, and records without one.
 fn corpus(directory: &Path) -> Files {
@@ -75,6 +76,10 @@ fn shards_hold_the_documents_in_order_at_any_number_of_threads() {
         let expected: Vec<u64> = starts.iter().copied().filter(|start| range.contains(start)).collect();
         assert_eq!(shards.starts(range).unwrap(), expected);
     }
+    let shard = Files::find(one.join("shard-00000.bin")).unwrap();
+    let options = tokens::Options { width: tokens::Width::U16, vocab_size: 300, end: None };
+    let message = tokens::Tokens::open(&shard, options).err().unwrap().to_string();
+    assert!(message.contains("is a shard of a prepared corpus: pass the directory"), "{message}");
     assert_eq!(Files::find(&one).unwrap().content, Content::Prepared(one));
 }
 
@@ -84,7 +89,7 @@ fn stopped_runs_continue_with_the_same_shards() {
     let files = corpus(directory.path());
     let whole = directory.path().join("whole");
     let expected = run(&files, &whole, 2).unwrap();
-    // Stopped after each of the first shards, by an error of `progress` or by a full disk.
+    // Each run ends after the next shard.
     let sources: Vec<Source> = match &files.content {
         Content::Documents(found) => found.iter().map(|file| Source::open(file, &options(1).documents).unwrap()),
         _ => panic!("expected documents"),
@@ -106,7 +111,7 @@ fn stopped_runs_continue_with_the_same_shards() {
             },
         );
         let lock = lock(&out).unwrap();
-        let Begun::Unfinished(mut unfinished) = begin(&out, inputs).unwrap() else { break };
+        let Begun::Unfinished(mut unfinished) = begin(&out, inputs, 1000).unwrap() else { break };
         assert_eq!(unfinished.index.shards.len(), shards);
         let from = unfinished.next;
         let mut writer = Writer::new(&out, &mut unfinished, 3000, &sources);
@@ -149,9 +154,14 @@ fn an_error_of_progress_stops_and_the_corpus_continues() {
     let files = corpus(directory.path());
     let out = directory.path().join("out");
     let stop = prepare(&files, &out, &Bytes::with_end(), &options(3), &mut |progress| {
-        bail!("stopped at {} documents", progress.documents)
+        ensure!(progress.documents < 300, "stopped at {} documents", progress.documents);
+        Ok(())
     });
     assert!(stop.unwrap_err().to_string().contains("stopped at"));
+    let mut other = options(3);
+    other.documents.block += 1;
+    let message = prepare(&files, &out, &Bytes::with_end(), &other, &mut |_| Ok(())).unwrap_err().to_string();
+    assert!(message.contains("was begun with blocks of 1000 bytes, but this run has 1001"), "{message}");
     assert_eq!(run(&files, &out, 3).unwrap().index.documents, 600);
 }
 

@@ -26,7 +26,7 @@ use crate::files::{Content, Files};
 use crate::permutation::{Permutation, mix};
 use crate::sequence::Sequence;
 use crate::source::{Mark, described};
-use crate::tokenise::Tokenise;
+use crate::tokenise::{Tokenise, identity};
 
 use lane::{Lane, Piece, Segment};
 use message::RoundId;
@@ -44,7 +44,7 @@ const SMALLEST_BLOCK: u64 = if cfg!(test) { 500 } else { 64 << 10 };
 /// Blocks for each lane that small files are cut into.
 const TURNS: u64 = 16;
 
-/// Exchanges bytes: takes those of this rank, and returns those of all ranks in the order of ranks.
+/// Exchanges bytes: takes the bytes of this rank, and returns the bytes of each rank in the order of ranks.
 ///
 /// All ranks call it at the same points, so it can be a collective.
 pub type Exchange<'a> = dyn Fn(Vec<u8>) -> Result<Vec<Vec<u8>>> + 'a;
@@ -63,6 +63,8 @@ pub struct Corpus {
     /// Number of blocks before each source.
     before: Vec<u64>,
     blocks: u64,
+    /// Largest number of bytes of a block of lines.
+    block: u64,
     field: String,
 }
 
@@ -87,7 +89,8 @@ impl Corpus {
             before.push(blocks);
             blocks += source.num_blocks();
         }
-        Ok(Corpus { name: files.root.display().to_string(), sources, marks, before, blocks, field: options.field })
+        let name = files.root.display().to_string();
+        Ok(Corpus { name, sources, marks, before, blocks, block, field: options.field })
     }
 
     /// Returns the number of blocks.
@@ -129,6 +132,10 @@ impl fmt::Display for Corpus {
     }
 }
 
+/// Version of the order of a stream. It rises when the order of the same corpus and seed changes, which no place of an
+/// earlier version fits.
+pub const ORDER: u32 = 1;
+
 /// Place of a lane.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LanePlace {
@@ -155,17 +162,19 @@ pub struct Place {
     pub counters: Counters,
     /// Seed of the order, if it is shuffled.
     pub seed: Option<u64>,
-    /// Checksum of the tokenizer.
+    /// Checksum of the tokenizer, and its start and end tokens.
     pub tokenizer: String,
     /// Field or column of the texts.
     pub field: String,
-    /// Number of blocks.
-    pub blocks: u64,
+    /// Bytes of a block, by which the lanes' places count.
+    pub block: u64,
+    /// Version of the order ([`ORDER`]).
+    pub order: u32,
     /// Marks of the files.
     pub files: Vec<Mark>,
 }
 
-/// What a stream has given since the start of the run.
+/// Counters of a stream since the start of the run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Counters {
     /// Tokens consumed.
@@ -204,7 +213,7 @@ pub struct Stream {
     corpus: Arc<Corpus>,
     tokenizer: Arc<dyn Tokenise>,
     seed: Option<u64>,
-    /// Checksum of what the ranks must have in common.
+    /// Checksum of the files, the tokenizer and the seed, which must be equal on all ranks.
     checksum: u64,
     rank: usize,
     world_size: usize,
@@ -216,7 +225,7 @@ pub struct Stream {
     /// Tokens of the next round that were consumed before the run was resumed.
     pending: u64,
     counters: Counters,
-    /// Whether an epoch has begun without documents so far.
+    /// Whether an epoch has begun without tokens so far.
     is_empty: bool,
     waited: Duration,
     failure: Option<String>,
@@ -261,7 +270,7 @@ impl Stream {
     ) -> Result<Self> {
         ensure!(rank < world_size, "rank {rank} is not below the world size {world_size}");
         ensure!(corpus.blocks > 0, "{corpus} is empty");
-        let common = (&corpus.marks, &corpus.field, corpus.blocks, seed, tokenizer.fingerprint());
+        let common = (&corpus.marks, &corpus.field, corpus.block, ORDER, seed, identity(&*tokenizer));
         let checksum = crc_fast::checksum(CrcAlgorithm::Crc64Nvme, &serde_json::to_vec(&common)?);
         Ok(Stream {
             checksum,
@@ -284,7 +293,7 @@ impl Stream {
     /// Continues at a place, which may be of another number of ranks.
     ///
     /// # Errors
-    /// A file is changed, missing or new, or the seed, the tokenizer or the field is another.
+    /// A file is changed, missing or new, or the seed, the tokenizer or the field differs.
     pub fn resume(&mut self, place: &Place) -> Result<()> {
         Mark::compare(&place.files, &self.corpus.marks, "the checkpoint")?;
         let corpus = &self.corpus;
@@ -294,7 +303,7 @@ impl Stream {
             described(place.seed),
             described(self.seed)
         );
-        let found = (self.tokenizer.fingerprint(), &self.corpus.field);
+        let found = (identity(&*self.tokenizer), &self.corpus.field);
         ensure!(
             (&place.tokenizer, &place.field) == (&found.0, found.1),
             "the checkpoint read the field `{}` of {corpus} with the tokenizer {}, but this run reads `{}` with {}: \
@@ -305,12 +314,12 @@ impl Stream {
             found.0
         );
         ensure!(
-            place.blocks == corpus.blocks && place.lanes.len() == LANES,
-            "the checkpoint has {corpus} in {} blocks and {} lanes, but this program has {} and {LANES}: continue with \
-             the program that wrote it",
-            place.blocks,
-            place.lanes.len(),
-            corpus.blocks
+            (place.block, place.order, place.lanes.len()) == (corpus.block, ORDER, LANES),
+            "the checkpoint has {corpus} in blocks of {} bytes and the order {}, but this program has {} and {ORDER}: \
+             continue with the program that wrote it",
+            place.block,
+            place.order,
+            corpus.block
         );
         self.next = RoundPlace { epoch: place.epoch, round: place.round, lanes: place.lanes.clone(), open: place.open };
         self.rounds.clear();
@@ -337,9 +346,10 @@ impl Stream {
             open: at.open,
             counters: self.counters,
             seed: self.seed,
-            tokenizer: self.tokenizer.fingerprint(),
+            tokenizer: identity(&*self.tokenizer),
             field: self.corpus.field.clone(),
-            blocks: self.corpus.blocks,
+            block: self.corpus.block,
+            order: ORDER,
             files: self.corpus.marks.clone(),
         }
     }
@@ -347,7 +357,7 @@ impl Stream {
     /// Consumes the next `seq_len` tokens. Returns them and one more.
     ///
     /// # Errors
-    /// A file can't be read or is damaged, or the exchange fails. All ranks get the same error.
+    /// A file can't be read or is damaged, or the exchange fails. An error of reading reaches all ranks.
     pub fn next_sequence(&mut self, seq_len: usize, exchange: &Exchange<'_>) -> Result<Sequence> {
         let sequence = self.peek(seq_len, exchange)?;
         self.consume(seq_len);
@@ -474,7 +484,6 @@ impl Stream {
                 segments.extend(piece.segments);
             }
         }
-        self.is_empty &= segments.is_empty();
         if let Some(seed) = self.seed {
             let order = Permutation::new(segments.len() as u64, mix(seed) ^ mix(at.epoch), at.round);
             let mut shuffled: Vec<Option<Segment>> = segments.into_iter().map(Some).collect();
@@ -490,6 +499,7 @@ impl Stream {
             self.next.open = (!segment.is_last).then_some((segment.block, segment.at.record));
             round.ids.extend(segment.ids);
         }
+        self.is_empty &= round.ids.is_empty();
         let pending = std::mem::take(&mut self.pending);
         ensure!(
             pending <= round.ids.len() as u64,

@@ -306,7 +306,8 @@ fn changed_files_and_settings_are_told_on_resume() {
     let message = refused(&corpus, None, Bytes::with_end());
     assert!(message.contains("has the seed 7, but this run has no shuffling"), "{message}");
     let message = refused(&corpus, SEED, Bytes::new());
-    assert!(message.contains("with the tokenizer bytes-257, but this run reads `text` with bytes-256"), "{message}");
+    let expected = "with the tokenizer bytes-257, start None, end Some(256), but this run reads `text` with bytes-256";
+    assert!(message.contains(expected), "{message}");
     fs::write(directory.path().join("b.jsonl"), "{\"text\": \"longer than before, by far\"}\n").unwrap();
     fs::write(directory.path().join("new.jsonl"), "").unwrap();
     fs::rename(directory.path().join("a.jsonl"), directory.path().join("old.jsonl")).unwrap();
@@ -314,6 +315,62 @@ fn changed_files_and_settings_are_told_on_resume() {
     for expected in ["a.jsonl is missing", "b.jsonl had", "new.jsonl is new", "old.jsonl is new"] {
         assert!(message.contains(expected), "{message}");
     }
+}
+
+/// A tokenizer whose start and end tokens are not in its fingerprint.
+struct Configured {
+    end: Option<u32>,
+    /// Whether texts have no tokens.
+    is_silent: bool,
+}
+
+impl Tokenise for Configured {
+    fn encode(&self, texts: &[&str]) -> Result<Vec<Vec<u32>>> {
+        if self.is_silent { Ok(vec![Vec::new(); texts.len()]) } else { Bytes::new().encode(texts) }
+    }
+    fn start(&self) -> Option<u32> {
+        None
+    }
+    fn end(&self) -> Option<u32> {
+        self.end
+    }
+    fn vocab_size(&self) -> usize {
+        256
+    }
+    fn name(&self) -> String {
+        "configured".into()
+    }
+    fn fingerprint(&self) -> String {
+        "configured".into()
+    }
+}
+
+#[test]
+fn another_end_token_or_block_size_is_told_on_resume() {
+    let directory = tempfile::tempdir().unwrap();
+    let (corpus, _) = corpus(directory.path());
+    let stream = |end: u32| {
+        let tokenizer = Configured { end: Some(end), is_silent: false };
+        Stream::new(corpus.clone(), Arc::new(tokenizer), SEED, 0, 1).unwrap()
+    };
+    let place = stream(3).place();
+    let message = format!("{:#}", stream(4).resume(&place).unwrap_err());
+    assert!(message.contains("end Some(3)") && message.contains("end Some(4)"), "{message}");
+    stream(3).resume(&place).unwrap();
+    for other in [Place { block: place.block + 1, ..place.clone() }, Place { order: ORDER + 1, ..place }] {
+        let message = format!("{:#}", stream(3).resume(&other).unwrap_err());
+        assert!(message.contains("continue with the program that wrote it"), "{message}");
+    }
+}
+
+#[test]
+fn texts_without_tokens_are_an_error() {
+    let directory = tempfile::tempdir().unwrap();
+    let (corpus, _) = corpus(directory.path());
+    let silent = Configured { end: None, is_silent: true };
+    let mut stream = Stream::new(corpus, Arc::new(silent), SEED, 0, 1).unwrap();
+    let message = format!("{:#}", stream.next_sequence(5, &alone).unwrap_err());
+    assert!(message.contains("has no texts to train on"), "{message}");
 }
 
 #[test]

@@ -11,7 +11,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail, ensure};
 
 use crate::checked::open_file;
-use crate::files::Files;
+use crate::files::{Content, Files};
+use crate::shards::is_prepared;
 use crate::source::{Mark, TokenSource, within};
 
 mod megatron;
@@ -36,7 +37,7 @@ pub enum Width {
     U32,
 }
 
-/// What is known about the ids of token files.
+/// Settings of token files.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
     /// Width of the ids of files without a header.
@@ -58,7 +59,7 @@ pub struct Options {
 /// let path = directory.path().join("train.bin");
 /// std::fs::write(&path, [5, 0, 6, 0, 9, 0, 7, 0])?;
 /// let options = Options { width: Width::U16, vocab_size: 10, end: Some(9) };
-/// let tokens = Tokens::open(&Files::find(&path)?, &[path], options)?;
+/// let tokens = Tokens::open(&Files::find(&path)?, options)?;
 /// let mut ids = [0; 3];
 /// tokens.read(1, &mut ids)?;
 /// assert_eq!(ids, [6, 9, 7]);
@@ -98,12 +99,15 @@ enum Dtype {
 }
 
 impl Tokens {
-    /// Opens token files, in this order. A file has a header of llm.c, an index of Megatron-LM beside it, or raw ids.
+    /// Opens token files. A file has a header of llm.c, an index of Megatron-LM beside it, or raw ids.
     ///
     /// # Errors
-    /// A file can't be read, its header or size is not valid, or its first ids are not of the expected width or
+    /// The files are not token files, a file can't be read, its header or size is not valid, or its first ids are not of the expected width or
     /// vocabulary.
-    pub fn open(files: &Files, paths: &[PathBuf], options: Options) -> Result<Self> {
+    pub fn open(files: &Files, options: Options) -> Result<Self> {
+        let Content::Tokens(paths) = &files.content else {
+            bail!("expected files of token ids, found others in {}", files.root.display())
+        };
         let mut tokens = Tokens { files: Vec::new(), names: Vec::new(), len: 0 };
         for path in paths {
             let mut file = TokenFile::open(path, options)?;
@@ -172,11 +176,9 @@ impl TokenFile {
             "{} is a NumPy file: write the ids without a header, such as by ids.astype('<u2').tofile(...)",
             path.display()
         );
-        ensure!(
-            !sample.starts_with(b"version https://git-lfs"),
-            "{} is a pointer of Git LFS, not the data: run `git lfs pull` in its repository",
-            path.display()
-        );
+        if let Some(directory) = path.parent().filter(|directory| is_prepared(directory)) {
+            bail!("{} is a shard of a prepared corpus: pass the directory {}", path.display(), directory.display());
+        }
         let index = path.with_extension("idx");
         let mut tokens = TokenFile {
             path: path.to_owned(),
@@ -215,13 +217,18 @@ impl TokenFile {
                 path.display(),
                 tokens.dtype.size()
             );
-            if tokens.dtype == Dtype::U16 && are_wider(&sample, options.vocab_size) {
-                bail!(
-                    "{} holds tokens of 32 bits or more, as far as one can tell: every second number of 16 bits is 0, \
-                     or at most the upper half of an id. Pass --token-bits 32",
-                    path.display()
-                );
-            }
+            ensure!(
+                !are_64_bit(&sample),
+                "{} holds ids of 64 bits: every second number of 32 bits is 0. Write 32-bit ids by \
+                 ids.astype('<u4').tofile(...), and pass --token-bits 32",
+                path.display()
+            );
+            ensure!(
+                tokens.dtype != Dtype::U16 || !are_wider(&sample, options.vocab_size),
+                "{} holds ids of 32 bits: every second number of 16 bits is 0, or at most the upper half of an id. Pass \
+                 --token-bits 32",
+                path.display()
+            );
         }
         tokens.len = (size - tokens.offset) / tokens.dtype.size();
         // A vocabulary that does not fit is found before training.
@@ -324,7 +331,17 @@ fn header_of(start: &[u8]) -> Option<(Dtype, u64)> {
     }
 }
 
-/// Returns whether bytes are tokens of 32 or 64 bits: all upper halves are those of ids, and not all lower ones are 0.
+/// Returns whether bytes are ids of 64 bits: all upper halves are 0, and most lower halves are not.
+fn are_64_bit(bytes: &[u8]) -> bool {
+    let (ids, rest) = bytes.as_chunks::<8>();
+    let ids = || ids.iter().map(|&bytes| u64::from_le_bytes(bytes));
+    rest.is_empty()
+        && ids().count() >= ENOUGH
+        && ids().all(|id| id >> 32 == 0)
+        && 2 * ids().filter(|&id| id != 0).count() > ids().count()
+}
+
+/// Returns whether bytes are ids of 32 bits: all upper halves can be upper halves of ids, and not all lower halves are 0.
 fn are_wider(bytes: &[u8], vocab_size: usize) -> bool {
     let (quads, rest) = bytes.as_chunks::<4>();
     let halves = || quads.iter().map(|&[a, b, c, d]| (u16::from_le_bytes([a, b]), u16::from_le_bytes([c, d])));

@@ -9,7 +9,7 @@ fn recorded(name: &str) -> PathBuf {
 }
 
 fn opened(path: &Path, options: Options) -> Result<Tokens> {
-    Tokens::open(&Files::find(path)?, &[path.to_owned()], options)
+    Tokens::open(&Files::find(path)?, options)
 }
 
 fn all(tokens: &Tokens) -> Vec<u32> {
@@ -57,17 +57,12 @@ fn headers_and_indices_are_recognised() {
 #[test]
 fn files_are_concatenated() {
     let directory = tempfile::tempdir().unwrap();
-    let paths: Vec<PathBuf> = [&[1, 2, 9, 3][..], &[], &[4], &[5, 9]]
-        .iter()
-        .enumerate()
-        .map(|(index, ids)| {
-            let path = directory.path().join(format!("{index}.bin"));
-            fs::write(&path, ids.iter().flat_map(|id: &u32| id.to_le_bytes()).collect::<Vec<u8>>()).unwrap();
-            path
-        })
-        .collect();
+    for (index, ids) in [&[1_u32, 2, 9, 3][..], &[], &[4], &[5, 9]].iter().enumerate() {
+        let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+        fs::write(directory.path().join(format!("{index}.bin")), bytes).unwrap();
+    }
     let options = Options { width: Width::U32, vocab_size: 10, end: Some(9) };
-    let tokens = Tokens::open(&Files::find(directory.path()).unwrap(), &paths, options).unwrap();
+    let tokens = Tokens::open(&Files::find(directory.path()).unwrap(), options).unwrap();
     assert_eq!(all(&tokens), [1, 2, 9, 3, 4, 5, 9]);
     let mut ids = [0; 3];
     tokens.read(3, &mut ids).unwrap();
@@ -83,6 +78,10 @@ fn damaged_files_are_named() {
     assert!(message(&[1; 6], None, Options { width: Width::U32, ..OPTIONS }).contains("not a multiple of 4"));
     let wide: Vec<u8> = (0..40_u32).flat_map(u32::to_le_bytes).collect();
     assert!(message(&wide, None, OPTIONS).contains("--token-bits 32"));
+    let widest: Vec<u8> = (0..40_u64).flat_map(u64::to_le_bytes).collect();
+    for width in [Width::U16, Width::U32] {
+        assert!(message(&widest, None, Options { width, ..OPTIONS }).contains("64 bits"));
+    }
     assert!(message(b"\x93NUMPY\x01\0", None, OPTIONS).contains("tofile"));
     let header = fs::read(recorded("llmc_gpt2.bin")).unwrap();
     assert!(message(&header[..header.len() - 2], None, OPTIONS).contains("its header says 7 tokens, 1038 bytes"));

@@ -132,8 +132,8 @@ pub(crate) struct Args {
     /// Whether attention stays within the documents of a sequence [default: stream]
     ///
     /// With `stream`, as in nanoGPT and torchtitan, a sequence is one text, and end tokens separate its documents. With
-    /// `documents`, tokens attend only to those of their document, positions restart with each one, and no token is
-    /// predicted from another document.
+    /// `documents`, tokens attend only to tokens of their document, positions restart with each document, and no token
+    /// is predicted from another document.
     #[arg(long, value_enum, help_heading = "Data")]
     pub(crate) pack: Option<PackChoice>,
 

@@ -53,7 +53,7 @@ impl StepLog {
         }
     }
 
-    /// Describes what was read of corpora, if there are any, once the display of progress is over.
+    /// Describes the use of corpora, if `--data` is one, once the display of progress is over.
     pub(crate) fn data_summary(self) -> Option<String> {
         let UseOfData { last, waited, time } = self.use_of_data;
         let sources = last?.sources.into_iter().map(|SourceRecord { name, tokens, epochs, .. }| {

@@ -3,7 +3,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use fsdp_core::ProcessGroup;
 use fsdp_corpus::mixture::{Mixture, Place};
 use fsdp_corpus::sequence::{Pack, Sequence};
@@ -54,7 +54,7 @@ impl MixedCorpus {
         MixedCorpus { state, group, pack, seq_len, description, summary, start }
     }
 
-    /// Returns whether tokens attend to those of other documents.
+    /// Returns whether tokens attend to tokens of other documents.
     pub fn pack(&self) -> Pack {
         self.pack
     }
@@ -77,7 +77,7 @@ impl MixedCorpus {
         serde_json::to_value(self.state().mixture.place()).context("cannot save the place in the data")
     }
 
-    /// Continues at a place, which may be of another number of ranks. Without a place, begins anew.
+    /// Continues at a place, which may be of another number of ranks. Without a place, begins at the start of the data.
     ///
     /// # Errors
     /// The value is not a place, or the files, the weights or the settings are others.
@@ -93,8 +93,8 @@ impl MixedCorpus {
         }
     }
 
-    /// Returns what was read of each source since the start of the run, and the time spent on waiting for data since
-    /// the last call.
+    /// Returns the counters of each source since the start of the run, and the time spent on waiting for data since the
+    /// last call.
     pub fn record(&self) -> DataRecord {
         let state = &mut *self.state();
         let waited = state.mixture.waited();
@@ -132,11 +132,20 @@ impl MixedCorpus {
 
     /// Returns the step at a position: the one that was read last, or the next.
     fn step<'a>(&self, state: &'a mut State, position: u64, shape: BatchShape) -> Result<&'a Step> {
-        let next = match state.step.take().filter(|step| step.position == position) {
-            Some(step) => step,
-            None => self.read(&mut state.mixture, position, shape)?,
+        let step = match state.step.take() {
+            Some(step) if step.position == position => step,
+            last => {
+                // A stream allows no random access.
+                let per_step = shape.sequences_per_step()?;
+                let expected = last.map_or(position, |last| last.position + per_step);
+                ensure!(
+                    position == expected,
+                    "a corpus is read in order: expected the step at sequence {expected}, found {position}"
+                );
+                self.read(&mut state.mixture, position, shape)?
+            }
         };
-        Ok(state.step.insert(next))
+        Ok(state.step.insert(step))
     }
 
     /// Reads this rank's sequences of a step, and skips the others.

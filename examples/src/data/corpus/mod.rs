@@ -19,7 +19,7 @@ use fsdp_corpus::sequence::Pack;
 use fsdp_corpus::shards::Shards;
 use fsdp_corpus::source::{Mark, Sequences};
 use fsdp_corpus::stream::{Corpus, Stream};
-use fsdp_corpus::tokenise::Tokenise;
+use fsdp_corpus::tokenise::{Tokenise, identity};
 use fsdp_corpus::tokens::{self, Tokens, Width};
 use indicatif::{HumanBytes, HumanCount};
 
@@ -41,7 +41,7 @@ pub struct CorpusOptions {
     pub field: Option<String>,
     /// Width of the ids of token files without a header, if it was given.
     pub width: Option<Width>,
-    /// Whether tokens attend to those of other documents.
+    /// Whether tokens attend to tokens of other documents.
     pub pack: Pack,
     /// Tokens per sequence.
     pub seq_len: usize,
@@ -53,7 +53,7 @@ pub struct CorpusOptions {
 #[derive(Debug)]
 pub struct Corpora {
     sources: Vec<(Weighted, Files)>,
-    /// What was found.
+    /// Argument of [`Corpora::find`].
     path: PathBuf,
     options: CorpusOptions,
 }
@@ -87,7 +87,7 @@ impl Corpora {
     }
 
     /// Returns whether [`Data`](crate::data::Data) reads the files: a file or a directory of text without compression, or
-    /// of 16-bit ids without a header or an index, whose documents are not told apart.
+    /// of 16-bit ids without a header or an index, if attention may cross documents.
     ///
     /// # Errors
     /// A file can't be read.
@@ -106,7 +106,7 @@ impl Corpora {
         }
     }
 
-    /// Fails if a flag for records or token files was given, and there are none.
+    /// Fails if a flag was given that only records or token files use, and the corpora have no such files.
     ///
     /// # Errors
     /// The error names the flag.
@@ -117,16 +117,19 @@ impl Corpora {
             Content::Tokens(_) | Content::Prepared(_) => false,
         };
         if let Some(field) = self.options.field.as_ref().filter(|_| !has(&has_fields)) {
-            bail!("--text-field {field} is for records (.jsonl, .json, .parquet), and there are none: leave it out");
+            bail!(
+                "--text-field {field} is for records (.jsonl, .json, .parquet), but --data has only other files: leave the \
+                 flag out"
+            );
         }
         if self.options.width.is_some() && !has(&|content| matches!(content, Content::Tokens(_))) {
-            bail!("--token-bits is for .bin files of token ids, and there are none: leave it out");
+            bail!("--token-bits is for .bin files of token ids, but --data has only other files: leave the flag out");
         }
         Ok(())
     }
 
     /// Opens the corpora to train on, shuffled in each epoch if there is a seed. `model` is the directory of the
-    /// tokenizer. The ranks of `group` exchange what they read of texts. Does not communicate.
+    /// tokenizer. The ranks of `group` exchange the tokens of texts. Does not communicate.
     ///
     /// # Errors
     /// A file can't be read, holds no texts or ids of this model, or the model has no tokenizer.
@@ -186,7 +189,7 @@ impl Corpora {
             Content::Documents(_) => {
                 let tokenizer = opening.tokenizer()?;
                 let tokens = InMemory::read(files, &opening.documents(), &*tokenizer, EVALUATED)?;
-                Sequences::new(Arc::new(tokens), options.seq_len, None)?
+                Sequences::new(Arc::new(tokens), options.seq_len, None, options.pack)?
             }
             Content::Tokens(_) | Content::Prepared(_) => opening.sequences(files, None)?,
         };
@@ -208,7 +211,7 @@ impl fmt::Display for EvaluationCorpus {
     }
 }
 
-/// What opening the files of a corpus needs.
+/// Arguments that every corpus is opened with.
 struct Opening<'a> {
     text: &'a Text,
     model: Option<&'a Path>,
@@ -234,18 +237,21 @@ impl Opening<'_> {
             Content::Prepared(directory) => {
                 let shards = Shards::open(directory, vocab_size)?;
                 if let Some(tokenizer) = tokenizer {
-                    let (before, now) = (&shards.index().inputs, tokenizer.fingerprint());
+                    let before = &shards.index().inputs;
                     ensure!(
-                        before.tokenizer_fingerprint == now,
-                        "{} was prepared with the tokenizer {} ({}), but this model's is {} ({now}): prepare the corpus \
-                         with --model of this model",
+                        before.are_of(&*tokenizer),
+                        "{} was prepared with the tokenizer {} ({}, start {:?}, end {:?}), but this model's is {} ({}): \
+                         prepare the corpus with --model of this model",
                         directory.display(),
                         before.tokenizer,
                         before.tokenizer_fingerprint,
-                        tokenizer.name()
+                        before.start,
+                        before.end,
+                        tokenizer.name(),
+                        identity(&*tokenizer)
                     );
                 }
-                Sequences::new(Arc::new(shards), seq_len, seed)
+                Sequences::new(Arc::new(shards), seq_len, seed, pack)
             }
             Content::Tokens(paths) => {
                 let end = tokenizer.and_then(|tokenizer| tokenizer.end());
@@ -253,7 +259,7 @@ impl Opening<'_> {
                     check_boundaries(paths)?;
                 }
                 let options = tokens::Options { width: width.unwrap_or(Width::U16), vocab_size, end };
-                Sequences::new(Arc::new(Tokens::open(files, paths, options)?), seq_len, seed)
+                Sequences::new(Arc::new(Tokens::open(files, options)?), seq_len, seed, pack)
             }
             Content::Documents(_) => bail!("{} holds texts, but tokens were expected", files.root.display()),
         }

@@ -110,11 +110,14 @@ fn read(
         for step in 0..steps {
             let position = 6 * step;
             counted.push(batches.counted(position).unwrap());
-            // A prompt does not change what is read, and a batch may be read again.
+            // A prompt does not change the place, and a batch may be read again.
             batches.prompt(9).unwrap();
             batches.micro_batch(position, 0).unwrap();
             read.extend((0..grad_accum).map(|a| batches.micro_batch(position, a).unwrap()));
         }
+        // Streams have no random access.
+        let message = error(batches.micro_batch(6 * steps + 1, 0));
+        assert!(message.contains(&format!("expected the step at sequence {}", 6 * steps)), "{message}");
         let own: u64 = read.iter().map(|batch| batch.counted).sum();
         (read, counted, own, batches.corpus().unwrap().place().unwrap())
     });

@@ -8,7 +8,7 @@ use fsdp_corpus::tokenise::Tokenise;
 use crate::data::sft::end_token;
 use crate::data::text::Text;
 
-/// Tokenizer of a corpus: that of a model, with the tokens that start and end its documents.
+/// Tokenizer of a corpus: the tokenizer of a model, and the tokens that start and end a document.
 pub struct CorpusTokenizer {
     text: Text,
     start: Option<u32>,

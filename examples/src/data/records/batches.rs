@@ -5,7 +5,7 @@ use fsdp_candle::nn::IGNORED;
 
 use crate::data::batches::BatchShape;
 use crate::data::records::Records;
-use crate::data::stream::Permutation;
+use fsdp_corpus::permutation::Permutation;
 
 /// Records, distributed over the ranks as [`Batches`](crate::data::Batches) distributes sequences.
 pub struct RecordBatches {

@@ -7,7 +7,7 @@ use anyhow::{Result, ensure};
 use fsdp_candle::nn::IGNORED;
 
 use crate::data::sft::Examples;
-use crate::data::stream::Permutation;
+use fsdp_corpus::permutation::Permutation;
 
 /// Maximal number of open sequences.
 const OPEN: usize = 64;

@@ -15,9 +15,9 @@ use minijinja::value::ValueKind;
 use crate::data::batches::{MicroBatch, with_padding};
 use crate::data::sft::template::Templates;
 use crate::data::sft::{Examples, Reading, is_assistant, messages_of, read_records};
-use crate::data::stream::Permutation;
 use crate::data::text::{Marked, Text};
 use crate::json;
+use fsdp_corpus::permutation::Permutation;
 
 /// Pairs of a `--dpo` file, and their order.
 pub struct Pairs {

@@ -1,4 +1,6 @@
-use std::fs;
+use std::fs::{self, File};
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::data::text::tests::TOKENIZER;
 use crate::data::tokens::*;
@@ -56,7 +58,10 @@ fn wider_tokens_are_refused() {
     for (bytes, vocab_size) in [(of_32(&ids), 256), (of_64, 256), (of_32(&wide), 128_256)] {
         fs::write(&file, bytes).unwrap();
         let error = message(read(&file, vocab_size));
-        assert!(error.contains("tokens.bin holds tokens of 32 bits or more") && error.contains("'<u2'"), "{error}");
+        assert!(
+            error.contains("tokens.bin holds tokens of 32 bits or more") && error.contains("--token-bits 32"),
+            "{error}"
+        );
     }
     let narrow: Vec<u16> = ids.iter().map(|id| *id as u16).collect();
     for (ids, vocab_size) in [(narrow, 256), (vec![1; 64], 128_256), (vec![0; 64], 256)] {
@@ -75,7 +80,7 @@ fn truncated_token_file_is_an_error() {
     let mut out = vec![0; 100];
     data.copy_to(1_900, &mut out).unwrap();
     let error = format!("{:#}", data.copy_to(1_901, &mut out).unwrap_err());
-    assert!(error.contains("cannot read tokens 1901 to 2000 of") && error.contains("tokens.bin"), "{error}");
+    assert!(error.contains("cannot read tokens 1901 to 2001 of") && error.contains("tokens.bin"), "{error}");
     assert!(error.contains("which had 10000 when the run began"), "{error}");
 }
 
@@ -144,7 +149,7 @@ fn odd_length_is_refused() {
     let file = directory.path().join("odd.bin");
     fs::write(&file, b"abc").unwrap();
     let message = message(read(&file, 65_536));
-    assert!(message.contains("odd.bin has 3 bytes, an odd number"), "{message}");
+    assert!(message.contains("odd.bin has 3 bytes, which is not a multiple of 2"), "{message}");
 }
 
 #[test]
@@ -181,8 +186,12 @@ fn binary_files_are_refused() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("weights.safetensors");
     fs::write(&file, b"\0\0").unwrap();
+    for path in [directory.path(), &file] {
+        assert!(message(read(path, 256)).contains("it holds a model's weights"));
+    }
+    fs::rename(&file, directory.path().join("unknown")).unwrap();
     assert!(message(read(directory.path(), 256)).contains("holds no text files"));
-    assert!(message(read(&file, 256)).contains("is not text"));
+    assert!(message(read(&directory.path().join("unknown"), 256)).contains("is not text"));
 }
 
 #[test]

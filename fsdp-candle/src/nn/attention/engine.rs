@@ -1,4 +1,4 @@
-//! What computes an attention on one kind of device, and the sizes and places of its operands.
+//! The trait of an engine, which computes attention on one kind of device, and the layout of its operands.
 
 use candle_core::{DType, Result, Storage, Tensor};
 
