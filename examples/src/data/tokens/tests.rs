@@ -55,7 +55,7 @@ fn wider_tokens_are_refused() {
     let wide: Vec<u32> = ids.iter().map(|id| id + if id % 7 == 0 { 70_000 } else { 0 }).collect();
     let of_32 = |ids: &[u32]| ids.iter().flat_map(|id| id.to_le_bytes()).collect::<Vec<u8>>();
     let of_64 = ids.iter().flat_map(|id| u64::from(*id).to_le_bytes()).collect();
-    for (bytes, vocab_size) in [(of_32(&ids), 256), (of_64, 256), (of_32(&wide), 128_256)] {
+    for (bytes, bits, vocab_size) in [(of_32(&ids), 32, 256), (of_64, 64, 256), (of_32(&wide), 32, 128_256)] {
         fs::write(&file, bytes).unwrap();
         let error = message(read(&file, vocab_size));
         assert!(
