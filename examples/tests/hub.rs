@@ -55,6 +55,8 @@ fn hub() -> Hub {
         ("org/adapter/adapter_config.json", b"{}".to_vec()),
         ("org/adapter/adapter_model.safetensors", noise(500)),
         ("datasets/org/texts/data/train 1.jsonl", b"{}\n".to_vec()),
+        ("datasets/org/texts/data/train 2.jsonl", b"{ }\n".to_vec()),
+        ("datasets/org/texts/data/more/train 3.jsonl", b"{  }\n".to_vec()),
     ])
 }
 
@@ -148,6 +150,32 @@ fn datasets_and_adapters_have_their_files() {
     assert_eq!(names(&found.path), set(&["adapter_config.json", "adapter_model.safetensors"]));
     let error = get(client(&hub, home.path(), &[]), "org/name", Wanted::Adapter).unwrap_err();
     assert!(error.contains("has no adapter_config.json"), "{error}");
+}
+
+#[test]
+fn a_pattern_names_all_its_files() {
+    let (hub, home) = (hub(), tempfile::tempdir().unwrap());
+    let new = |more: &[(&str, &str)]| client(&hub, home.path(), more);
+    let text = "org/texts:data/train*.jsonl";
+    get(new(&[]), "org/texts:data/train 1.jsonl", Wanted::File).unwrap();
+    // A cache with one of the files does not know whether there are more.
+    let error = get(new(&[("HF_HUB_OFFLINE", "1")]), text, Wanted::File).unwrap_err();
+    assert!(error.contains("has no list of files of dataset org/texts@main"), "{error}");
+    let found = get(new(&[]), text, Wanted::File).unwrap();
+    let dir = found.path.parent().unwrap();
+    assert_eq!(found.path, dir.join("train*.jsonl"));
+    assert_eq!(names(dir), set(&["train 1.jsonl", "train 2.jsonl"]));
+    assert_eq!(get(new(&[("HF_HUB_OFFLINE", "1")]), text, Wanted::File).unwrap(), found);
+    hub.requests();
+    assert_eq!(get(new(&[]), &text.replace(':', &format!("@{COMMIT}:")), Wanted::File).unwrap().path, found.path);
+    assert!(hub.requests().is_empty(), "a commit that the cache has was asked for");
+    fs::remove_file(dir.join("train 2.jsonl")).unwrap();
+    let error = get(new(&[("HF_HUB_OFFLINE", "1")]), text, Wanted::File).unwrap_err();
+    assert!(error.contains("has no data/train 2.jsonl of dataset org/texts@main"), "{error}");
+    let error = get(new(&[]), "org/texts:data/*.parquet", Wanted::File).unwrap_err();
+    assert!(error.contains("matches data/*.parquet: found data/more/train 3.jsonl, data/train 1.jsonl"), "{error}");
+    let error = get(new(&[]), "org/texts:data/[.jsonl", Wanted::File).unwrap_err();
+    assert!(error.contains("data/[.jsonl is not a valid pattern"), "{error}");
 }
 
 #[test]

@@ -31,7 +31,13 @@ use crate::{Error, ModelPrefix, Result, TensorSource};
 /// # Errors
 /// [`Error::UnsupportedDTypes`] if there are any, unless `skip_unreadable`; [`Error::AlreadyExists`] if `dst` exists;
 /// [`Error::Argument`] if `dst` is within the source; the errors of [`TensorSource::verify`].
-pub fn check(source: &dyn TensorSource, dst: &Path, skip_unreadable: bool, seen: &mut dyn FnMut(u64)) -> Result<()> {
+pub fn check(
+    source: &dyn TensorSource,
+    dst: impl AsRef<Path>,
+    skip_unreadable: bool,
+    seen: &mut dyn FnMut(u64),
+) -> Result<()> {
+    let dst = dst.as_ref();
     if !skip_unreadable && !source.unreadable().is_empty() {
         return Err(Error::UnsupportedDTypes {
             path: source.path().to_path_buf(),
@@ -296,7 +302,8 @@ fn read_blocks(
 ///
 /// # Errors
 /// [`crate::Error::AlreadyExists`] if `dst` exists; [`crate::Error::Io`]; the errors of [`TensorSource::read`].
-pub fn write_fsdp(dst: &Path, source: &dyn TensorSource, mesh: &MeshLayout) -> Result<WriteSummary> {
+pub fn write_fsdp(dst: impl AsRef<Path>, source: &dyn TensorSource, mesh: &MeshLayout) -> Result<WriteSummary> {
+    let dst = dst.as_ref();
     let plan = plan_for(source, mesh)?;
     let staging = location(dst)?.stage()?;
     let store = location(dst)?.open_staging(&staging.name())?;

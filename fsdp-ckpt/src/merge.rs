@@ -107,11 +107,12 @@ impl<'a> Merged<'a> {
     /// # Errors
     /// [`Error::NotFound`] if a file is missing; [`Error::Malformed`] for settings or tensors that can't be merged;
     /// [`Error::MissingTensor`] if `base` lacks an adapted weight; the errors of [`HfModel::open_file`].
-    pub fn new(base: &'a dyn TensorSource, adapter: &Path) -> Result<Self> {
+    pub fn new(base: &'a dyn TensorSource, adapter: impl AsRef<Path>) -> Result<Self> {
+        let adapter = adapter.as_ref();
         let path = adapter.join(CONFIG);
         let config = Config::read(adapter, &path)?;
         let mut merged = Self::without_adapters(base);
-        merged.file = Some(HfModel::open_file(&adapter.join(WEIGHTS))?);
+        merged.file = Some(HfModel::open_file(adapter.join(WEIGHTS))?);
         let unreadable = merged.weights().unreadable();
         if !unreadable.is_empty() {
             let path = merged.weights().path().to_path_buf();

@@ -17,7 +17,8 @@ use crate::{Checkpoint, Error, MANIFEST, Result, TensorShard, TensorSource, late
 ///
 /// # Errors
 /// [`Error::NotFound`] if no format is detected; errors of the format.
-pub fn open(path: &Path) -> Result<Box<dyn TensorSource>> {
+pub fn open(path: impl AsRef<Path>) -> Result<Box<dyn TensorSource>> {
+    let path = path.as_ref();
     if location(path)?.is_file()? {
         return Ok(if TorchFile::is_one(path)? {
             Box::new(TorchFile::open(path)?)
@@ -77,7 +78,12 @@ pub fn open(path: &Path) -> Result<Box<dyn TensorSource>> {
 /// # Errors
 /// The errors of [`open`]. An error of rank 0 is [`Error::Rank`] on the other ranks. [`Error::Open`] if a collective
 /// fails, as when a rank does not open it.
-pub fn open_for(path: &Path, group: &ProcessGroup, tensors: &[TensorShard]) -> Result<Box<dyn TensorSource>> {
+pub fn open_for(
+    path: impl AsRef<Path>,
+    group: &ProcessGroup,
+    tensors: &[TensorShard],
+) -> Result<Box<dyn TensorSource>> {
+    let path = path.as_ref();
     open_together(path, group, tensors).map_err(|error| match error {
         Error::Group(source) => Error::Open { path: path.to_path_buf(), source: Box::new(source) },
         other => other,

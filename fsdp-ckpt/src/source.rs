@@ -204,7 +204,8 @@ pub struct SourceIndex {
 
 impl SourceIndex {
     /// Creates the index of a source without contents.
-    pub fn new(path: &Path, format: Format) -> Self {
+    pub fn new(path: impl AsRef<Path>, format: Format) -> Self {
+        let path = path.as_ref();
         SourceIndex {
             path: path.to_path_buf(),
             format,

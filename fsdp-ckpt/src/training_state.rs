@@ -48,7 +48,7 @@ pub const ROOT: &str = ".";
 /// ```no_run
 /// use fsdp_ckpt::{TensorSource, TrainingState};
 ///
-/// let state = TrainingState::find(fsdp_ckpt::open("lightning.ckpt".as_ref())?, None)?;
+/// let state = TrainingState::find(fsdp_ckpt::open("lightning.ckpt")?, None)?;
 /// println!("{} parameters in {}", state.tensors().len(), state.model());
 /// # Ok::<_, fsdp_ckpt::Error>(())
 /// ```
@@ -502,7 +502,7 @@ mod tests {
 
     /// A file of PyTorch with a matrix for each list of keys.
     fn file(paths: &[&[&str]]) -> Box<dyn TensorSource> {
-        let mut index = SourceIndex::new("state.pt".as_ref(), Format::TorchFile);
+        let mut index = SourceIndex::new("state.pt", Format::TorchFile);
         for path in paths {
             let shape = if path.contains(&"rng") { vec![] } else { vec![2, 2] };
             index.tensors.insert(path.join("."), TensorEntry { dtype: DType::F32, shape, chunks: vec![] });

@@ -36,7 +36,8 @@ const MAX_CONFIG: u64 = 1 << 24;
 ///
 /// # Errors
 /// The errors of [`find_weights`], [`HfModel::open`] and [`TorchFile::open_model`].
-pub fn open_weights(dir: &Path) -> Result<Option<Box<dyn TensorSource>>> {
+pub fn open_weights(dir: impl AsRef<Path>) -> Result<Option<Box<dyn TensorSource>>> {
+    let dir = dir.as_ref();
     Ok(match find_weights(dir)? {
         None => None,
         Some(path) if path.ends_with(BIN) || path.ends_with(BIN_INDEX) => Some(Box::new(TorchFile::open_model(dir)?)),
@@ -64,7 +65,8 @@ pub fn open_weights(dir: &Path) -> Result<Option<Box<dyn TensorSource>>> {
 /// # Errors
 /// [`Error::Malformed`] for weights that are not read: of another format or name, unfinished downloads, links to missing
 /// files; [`Error::Io`].
-pub fn find_weights(dir: &Path) -> Result<Option<PathBuf>> {
+pub fn find_weights(dir: impl AsRef<Path>) -> Result<Option<PathBuf>> {
+    let dir = dir.as_ref();
     let dir = require_local(dir, "a model directory")?;
     let unread = |path: PathBuf, reason: String| Err(Error::Malformed { path, item: None, reason });
     let adapters = dir.join("adapter_config.json");

@@ -16,7 +16,7 @@
 //! use fsdp_launch::{LaunchSpec, find_program, launch};
 //!
 //! # fn main() -> Result<(), fsdp_launch::Error> {
-//! let mut spec = LaunchSpec::new(find_program("train".as_ref())?, 2);
+//! let mut spec = LaunchSpec::new(find_program("train")?, 2);
 //! spec.args = vec!["--steps".into(), "10".into()];
 //! let outcome = launch(&spec)?;
 //! assert!(outcome.succeeded(), "{outcome}");

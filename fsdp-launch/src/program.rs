@@ -24,8 +24,8 @@ use crate::{Error, Result, rank::environment::forget_cargo_run};
 ///
 /// # Errors
 /// [`Error::Program`] when there is no such program, or two packages have a target of this name, or Cargo fails.
-pub fn find_program(program: &OsStr) -> Result<PathBuf> {
-    match locate(program)? {
+pub fn find_program(program: impl AsRef<OsStr>) -> Result<PathBuf> {
+    match locate(program.as_ref())? {
         Located::Executable(path) => Ok(path),
         Located::Target(target) => target.build(),
     }

@@ -28,7 +28,7 @@ fn trains_exported_adapters() {
         let config = fs::read_to_string(dir.path().join("peft/adapter_config.json")).unwrap();
         let config: serde_json::Value = serde_json::from_str(&config).unwrap();
         assert_eq!((&config["r"], &config["lora_alpha"]), (&3.into(), &5.0.into()));
-        let weights = HfModel::open_file(&dir.path().join("peft/adapter_model.safetensors")).unwrap();
+        let weights = HfModel::open_file(dir.path().join("peft/adapter_model.safetensors")).unwrap();
         let layers = weights.tensors().keys().filter(|name| name.ends_with("lora_A.weight")).count();
         // Llama: seven layers in each of two blocks. GPT-2: attention in both blocks and the two MLP layers of one.
         assert_eq!(layers, if name == "llama_tiny" { 14 } else { 4 });
@@ -38,7 +38,7 @@ fn trains_exported_adapters() {
         let from = train(dir.path(), name, 1, "--lora-from peft --checkpoint-dir from --export-hf again");
         assert_eq!(on.0.last().unwrap().loss, from.0[0].loss, "{name}: the same adapters see the same data");
         assert!((from.0[0].loss - run.0[0].loss).abs() > 1e-4, "{name}: the adapters have learned: {from:?} {run:?}");
-        let again = HfModel::open_file(&dir.path().join("again/adapter_model.safetensors")).unwrap();
+        let again = HfModel::open_file(dir.path().join("again/adapter_model.safetensors")).unwrap();
         assert!(again.tensors().keys().eq(weights.tensors().keys()));
 
         train_golden(other, 2, "--steps 1 --lora-from peft", dir.path())

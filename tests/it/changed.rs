@@ -148,7 +148,7 @@ fn a_malformed_record_is_refused() {
     let values = [("step", json!(1)), ("sequences", json!(4)), ("train.run", json!(5))];
     let values = values.into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
     let state = SaveState { mesh: MeshLayout::new(&[("dp", 1)]).unwrap(), tensors: vec![], values };
-    local::run(1, |group| fsdp_ckpt::save(&dir.path().join("odd"), &group, &state).map(drop)).remove(0).unwrap();
+    local::run(1, |group| fsdp_ckpt::save(dir.path().join("odd"), &group, &state).map(drop)).remove(0).unwrap();
     let stderr = train(dir.path(), "--steps 2 --resume odd").failed();
     let told = ["its value `train.run` is not a record of settings", "pass --resume-anyway"];
     assert!(told.iter().all(|part| stderr.contains(part)), "{stderr}");

@@ -33,9 +33,9 @@ fn write_corpora() -> tempfile::TempDir {
 const FLAGS: &str = "--model model --seq-len 64 --lr 3e-3 --lr-schedule constant --warmup-steps 0 --shuffle on";
 const MIXTURE: &str = "--data lines.jsonl:0.7,*.parquet:0.3";
 
-/// Trains on six sequences a step. Returns the metrics.
+/// Trains on twelve sequences a step. Returns the metrics.
 fn train(dir: &Path, ranks: usize, flags: &str) -> Vec<Value> {
-    let defaults = format!("{FLAGS} --batch-size {} --metrics metrics.jsonl", 6 / ranks);
+    let defaults = format!("{FLAGS} --batch-size {} --metrics metrics.jsonl", 12 / ranks);
     fsdp_test_support::train(ranks, &merge_flags(&defaults, flags), dir).ok();
     json_lines(&dir.join("metrics.jsonl"))
 }
@@ -61,12 +61,12 @@ fn mixtures_do_not_depend_on_ranks_and_resume() {
         assert_eq!(expected.len(), 8);
         let sources = &whole[7]["sources"];
         let tokens: Vec<u64> = (0..2).map(|source| sources[source]["tokens"].as_u64().unwrap()).collect();
-        assert_eq!(tokens.iter().sum::<u64>(), 8 * 6 * 64);
-        assert!((tokens[0] as f64 - 0.7 * 8. * 6. * 64.).abs() <= 64., "{tokens:?}");
-        // An epoch has 690 tokens, and the share is 922.
-        assert_eq!((sources[1]["name"].as_str(), sources[1]["epochs"].as_u64()), (Some("*.parquet"), Some(1)));
+        assert_eq!(tokens.iter().sum::<u64>(), 8 * 12 * 64);
+        assert!((tokens[0] as f64 - 0.7 * 8. * 12. * 64.).abs() <= 64., "{tokens:?}");
+        // An epoch has 690 tokens, and the share is 1843.
+        assert_eq!((sources[1]["name"].as_str(), sources[1]["epochs"].as_u64()), (Some("*.parquet"), Some(2)));
         assert!(whole[7]["data_wait_s"].as_f64().unwrap() >= 0.);
-        for (ranks, more) in [(2, ""), (3, "--batch-size 1 --grad-accum 2")] {
+        for (ranks, more) in [(2, ""), (3, "--batch-size 2 --grad-accum 2"), (4, "")] {
             let found = losses(&train(dir.path(), ranks, &format!("{flags} {more}")));
             assert_near(&found, &expected, &format!("{pack}, {ranks} ranks"));
         }
@@ -79,12 +79,12 @@ fn mixtures_do_not_depend_on_ranks_and_resume() {
     // The ranks of one model read the same rows.
     let flags = format!("{MIXTURE} --steps 8");
     let expected = losses(&train(dir.path(), 1, &flags));
-    let parallel = losses(&train(dir.path(), 2, &format!("{flags} --tensor-parallel 2 --batch-size 6")));
+    let parallel = losses(&train(dir.path(), 2, &format!("{flags} --tensor-parallel 2 --batch-size 12")));
     let differences = parallel.iter().zip(&expected).map(|(found, want)| (found - want).abs());
     assert!(differences.fold(0., f64::max) < 1e-4, "{parallel:?}");
     // The error for another file names it. The run may begin at the start of the file.
     write_lines(&dir.path().join("lines.jsonl"), 201);
-    let resume = format!("{FLAGS} {flags} --batch-size 3 --pack documents --resume documents/step-00000003");
+    let resume = format!("{FLAGS} {flags} --batch-size 6 --pack documents --resume documents/step-00000003");
     let refused = fsdp_test_support::train(2, &resume, dir.path());
     refused.refused(2, &["can't resume from", "lines.jsonl had ", "--resume-anyway begins at the start of the data"]);
     let anew = fsdp_test_support::train(2, &format!("{resume} --resume-anyway"), dir.path()).ok();
@@ -137,7 +137,8 @@ fn names_bad_corpora_and_the_fix() {
         ("--data page.parquet", &["--data: page.parquet is not a Parquet file", "Download it again"]),
         ("--data broken.jsonl", &["broken.jsonl, line 2: invalid JSON"]),
         ("--data lines.jsonl:0.5,rows.parquet", &["`rows.parquet` has no weight"]),
-        ("--data lines.jsonl:0.5,org/data:a.jsonl:0.5", &["org/data:a.jsonl is a name on the Hugging Face hub"]),
+        ("--data lines.jsonl:0.5,none.jsonl:0.5", &["--data: cannot read none.jsonl", "org/dataset[@revision]:file"]),
+        ("--sft org/data:*.jsonl", &["--sft reads one file, but *.jsonl is a pattern"]),
         ("--data lines.jsonl --text-field body", &["the record does not have a field `body`", "--text-field NAME"]),
         ("--data text.txt --text-field body", &["--text-field body is for records", "leave the flag out"]),
         ("--data *.json", &["no file matches *.json"]),

@@ -77,8 +77,8 @@ fn tensor_parallel_ranks_share_the_reference() {
 
 /// Writes a model with adapters that add nothing, as a checkpoint to start from.
 fn write_start(dir: &Path) {
-    let base = HfModel::open(&golden(MODEL)).unwrap();
-    let adapters = HfModel::open_file(&golden("dpo/adapters/adapter_model.safetensors")).unwrap();
+    let base = HfModel::open(golden(MODEL)).unwrap();
+    let adapters = HfModel::open_file(golden("dpo/adapters/adapter_model.safetensors")).unwrap();
     let read = |source: &HfModel, name: &str, factor: f32| {
         let shape = source.tensors()[name].shape.clone();
         let region = Region::whole(&shape);

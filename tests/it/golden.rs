@@ -28,8 +28,8 @@ fn values(shape: &[usize], read: impl FnOnce(&Region, &mut [u8])) -> Vec<f32> {
 
 /// Asserts that the model in `dir/export` is the recorded final model.
 pub(crate) fn ends_as_recorded(name: &str, dir: &Path) {
-    let theirs = fsdp_ckpt::SafetensorsFile::open(&golden(name).join("final.safetensors")).unwrap();
-    let ours = HfModel::open(&dir.join("export")).unwrap();
+    let theirs = fsdp_ckpt::SafetensorsFile::open(golden(name).join("final.safetensors")).unwrap();
+    let ours = HfModel::open(dir.join("export")).unwrap();
     assert_eq!(ours.names().count(), theirs.names().count());
     for tensor in theirs.names() {
         let shape = &theirs.info(tensor).unwrap().shape;
@@ -228,7 +228,7 @@ fn f16_that_overflows() {
         let dir = tempfile::tempdir().unwrap();
         let ours = train(name, 2, "--param-dtype f16 --loss-scale 9e5 --checkpoint-dir saved", dir.path());
         assert_near(&ours, &Trajectory::recorded(name, run), tolerance::F16, skipped, name);
-        let saved = fsdp_ckpt::open(&dir.path().join("saved/step-00000020")).unwrap();
+        let saved = fsdp_ckpt::open(dir.path().join("saved/step-00000020")).unwrap();
         let text = fs::read_to_string(golden(name).join(run).with_extension("json")).unwrap();
         let record: serde_json::Value = serde_json::from_str(&text).unwrap();
         assert_eq!(saved.values()["scaler.scale"], record["trajectory"][19]["next_loss_scale"], "{name}");

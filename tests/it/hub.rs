@@ -62,6 +62,36 @@ fn eight_ranks_download_once_and_train_as_from_paths() {
 }
 
 #[test]
+fn sources_of_a_mixture_are_paths_or_patterns_of_a_dataset() {
+    let dir = tempfile::tempdir().unwrap();
+    let lines = |name: &str| -> Vec<u8> {
+        (0..40).flat_map(|index| format!("{{\"text\": \"{name} {index}\"}}\n").into_bytes()).collect()
+    };
+    let hub = Hub::start([
+        ("datasets/org/texts/data/a.jsonl", lines("a")),
+        ("datasets/org/texts/data/b.jsonl", lines("b")),
+        ("datasets/org/texts/README.md", b"two files".to_vec()),
+    ]);
+    fs::create_dir(dir.path().join("texts")).unwrap();
+    for name in ["a", "b"] {
+        fs::write(dir.path().join(format!("texts/{name}.jsonl")), lines(name)).unwrap();
+    }
+    fs::write(dir.path().join("own.jsonl"), lines("own")).unwrap();
+    let losses = |sources: &str| {
+        fs::remove_file(dir.path().join("metrics.jsonl")).unwrap_or_default();
+        // Quoted, so that the shell does not expand the pattern.
+        let flags = format!("--data '{sources}' --seq-len 32 --batch-size 1 --steps 3 --metrics metrics.jsonl");
+        launch(&hub, 2, &format!("exec \"$0\" {flags}"), dir.path()).ok();
+        let records = json_lines(&dir.path().join("metrics.jsonl"));
+        records.iter().filter_map(|record| record["loss"].as_f64()).collect::<Vec<_>>()
+    };
+    let named = losses("own.jsonl:0.25,org/texts:data/*.jsonl:0.75");
+    assert_eq!(named.len(), 3);
+    assert_eq!(named, losses("own.jsonl:0.25,texts/*.jsonl:0.75"));
+    assert_ne!(named, losses("own.jsonl:0.25,org/texts:data/b.jsonl:0.75"));
+}
+
+#[test]
 fn a_path_wins_and_ranks_agree_on_it() {
     let (hub, dir) = (hub(), tempfile::tempdir().unwrap());
     let model = dir.path().join("here/org/llama");

@@ -472,7 +472,7 @@ fn state_on_disk_takes_the_memory_of_its_blocks() {
             most("a check");
             let tensors = optimizer_tensors(&optim).unwrap();
             let state = SaveState { mesh: vars.mesh().layout().clone(), tensors, values: Default::default() };
-            fsdp_ckpt::save(&saved.path().join("step"), world.group(), &state).unwrap();
+            fsdp_ckpt::save(saved.path().join("step"), world.group(), &state).unwrap();
             most("a save");
             optim.reset().unwrap();
             most("a reset");

@@ -104,23 +104,23 @@ fn checkpoints_have_blocks_and_resume_at_other_world_sizes() {
         source.read(name, &Region::whole(&shape), bytemuck::cast_slice_mut(&mut values)).unwrap();
         values
     };
-    let dcp = fsdp_ckpt::open(&dir.path().join("dcp")).unwrap();
+    let dcp = fsdp_ckpt::open(dir.path().join("dcp")).unwrap();
     assert!(read(&*dcp, "model.model.layers.1.mlp.down_proj.weight", [64, 128]) == decoded);
     // The adapters are merged: of rank 4, with alpha 8.
     let [down, up] = [("A", [4, 128]), ("B", [64, 4])]
         .map(|(part, shape)| read(&*saved, &format!("model.model.layers.1.mlp.down_proj.lora_{part}.weight"), shape));
-    let hf = HfModel::open(&dir.path().join("hf")).unwrap();
+    let hf = HfModel::open(dir.path().join("hf")).unwrap();
     let merged = read(&hf, "model.layers.1.mlp.down_proj.weight", [64, 128]);
     for (at, (merged, decoded)) in merged.iter().zip(&decoded).enumerate() {
         let product: f32 = (0..4).map(|rank| up[at / 128 * 4 + rank] * down[rank * 128 + at % 128]).sum();
         assert!((merged - (decoded + 2. * product)).abs() < 1e-5, "{at}: {merged}, {decoded}, {product}");
     }
-    let three = fsdp_ckpt::open(&dir.path().join("three")).unwrap();
+    let three = fsdp_ckpt::open(dir.path().join("three")).unwrap();
     let mut again = vec![0; 64 * 68];
     three.read(name, &Region::whole(&[64, 68]), &mut again).unwrap();
     assert!(again == blocks);
     // PEFT's format has the adapters only.
-    let peft = HfModel::open_file(&dir.path().join("peft/adapter_model.safetensors")).unwrap();
+    let peft = HfModel::open_file(dir.path().join("peft/adapter_model.safetensors")).unwrap();
     assert_eq!(peft.tensors().len(), 2 * 3 * 2);
 }
 
@@ -129,7 +129,7 @@ fn codes_are_those_of_bitsandbytes() {
     for model in MODELS {
         let dir = golden("qlora").join(model);
         let weights = HfModel::open(&dir).unwrap();
-        let codes = HfModel::open_file(&dir.join("codes.safetensors")).unwrap();
+        let codes = HfModel::open_file(dir.join("codes.safetensors")).unwrap();
         let (name, entry) = codes.tensors().iter().next().unwrap();
         // GPT-2's names begin with `transformer.` in some files.
         let (stored, own) = weights.tensors().iter().find(|(stored, _)| stored.ends_with(name)).unwrap();

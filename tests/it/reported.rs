@@ -109,7 +109,7 @@ fn tied_models_load_and_export_by_shards() {
             assert_eq!(vars.params().len(), 2);
             let export = |name: &str, vars: &ShardedVarMap| {
                 let tensors = get_model_state_dict(vars, &StateDictOptions::default()).unwrap().shards("");
-                hf::export(&file(name), world.group(), &tensors, &[]).unwrap();
+                hf::export(file(name), world.group(), &tensors, &[]).unwrap();
             };
             let (bytes, ()) = most(&world, || export("first", &vars));
             // State dicts share the shards' memory.
@@ -122,7 +122,7 @@ fn tied_models_load_and_export_by_shards() {
                 (vars, model)
             });
             assert!(bytes <= MODEL + SLACK, "{bytes} bytes to start from {MODEL}");
-            let source = fsdp_ckpt::open(&file("first")).unwrap();
+            let source = fsdp_ckpt::open(file("first")).unwrap();
             let (bytes, _) = most(&world, || load_model(&vars, &*source, &LoadOptions::default()).unwrap());
             assert!(bytes <= SLACK, "{bytes} bytes to load {MODEL} into the shards");
             drop(model);
@@ -156,7 +156,7 @@ fn saves_of_replicas_take_no_memory() {
                 let mut tensors = model_tensors(&vars).unwrap();
                 tensors.extend(optimizer_tensors(&optim).unwrap());
                 let state = SaveState { mesh: vars.mesh().layout().clone(), tensors, values: Default::default() };
-                fsdp_ckpt::save(&root.path().join(format!("step-{step}")), world.group(), &state).unwrap();
+                fsdp_ckpt::save(root.path().join(format!("step-{step}")), world.group(), &state).unwrap();
             };
             for step in 0..3 {
                 let (bytes, ()) = most(&world, || save(step));
@@ -186,7 +186,7 @@ fn asynchronous_saves_keep_no_memory() {
             for step in 0..50 {
                 let tensors = model_tensors(&vars).unwrap();
                 let state = SaveState { mesh: vars.mesh().layout().clone(), tensors, values: Default::default() };
-                saver.save(&root.path().join(format!("step-{step:03}")), &state).unwrap();
+                saver.save(root.path().join(format!("step-{step:03}")), &state).unwrap();
                 saver.wait().unwrap();
                 seen.push(in_use(&world));
             }

@@ -162,7 +162,7 @@ fn adapters_and_classifier_are_exported() {
         (&config["task_type"], &config["modules_to_save"]),
         (&json!("SEQ_CLS"), &json!(["classifier", "pooler"]))
     );
-    let weights = fsdp_ckpt::SafetensorsFile::open(&dir.path().join("out/adapter_model.safetensors")).unwrap();
+    let weights = fsdp_ckpt::SafetensorsFile::open(dir.path().join("out/adapter_model.safetensors")).unwrap();
     let names: Vec<&str> = weights.names().collect();
     assert!(names.contains(&"base_model.model.classifier.weight"), "{names:?}");
     assert!(names.contains(&"base_model.model.bert.encoder.layer.0.attention.self.query.lora_A.weight"), "{names:?}");

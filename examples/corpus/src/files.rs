@@ -6,12 +6,15 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
-use glob::MatchOptions;
+use glob::{MatchOptions, Pattern};
 use walkdir::{DirEntry, WalkDir};
 
 use crate::format::{Compression, CorpusFile, Format, Sniffed, is, sniff};
 use crate::shards;
 
+/// How patterns match paths.
+const MATCHING: MatchOptions =
+    MatchOptions { case_sensitive: true, require_literal_separator: true, require_literal_leading_dot: true };
 /// Names of JSON files that describe the data beside them.
 const DESCRIPTIONS: [&str; 6] =
     ["dataset_info.json", "dataset_dict.json", "dataset_infos.json", "state.json", "metadata.json", "config.json"];
@@ -114,10 +117,8 @@ impl Files {
 
     fn of_pattern(pattern: &Path) -> Result<Self> {
         let text = pattern.to_str().with_context(|| format!("the pattern {} is not UTF-8", pattern.display()))?;
-        let options =
-            MatchOptions { case_sensitive: true, require_literal_separator: true, require_literal_leading_dot: true };
         let mut files = Vec::new();
-        for found in glob::glob_with(text, options).with_context(|| format!("{text} is not a valid pattern"))? {
+        for found in glob::glob_with(text, MATCHING).with_context(|| format!("{text} is not a valid pattern"))? {
             let found = found.with_context(|| format!("cannot list {text}"))?;
             if found.is_file() {
                 files.push(found);
@@ -125,9 +126,24 @@ impl Files {
         }
         ensure!(!files.is_empty(), "no file matches {text}. Quote the pattern, so that the shell does not expand it");
         files.sort();
-        let root: PathBuf = pattern.components().take_while(|part| !is_pattern(part.as_ref())).collect();
+        let root: PathBuf = pattern.components().take_while(|part| !is_pattern(part)).collect();
         Self::of_list(&root, files)
     }
+}
+
+/// Returns those of `names` that match a pattern, as [`Files::find`] matches paths.
+///
+/// ```
+/// let names = ["data/a.parquet", "data/b.parquet", "README.md"];
+/// assert_eq!(fsdp_corpus::files::matching("data/*.parquet", names)?, names[..2]);
+/// # anyhow::Ok(())
+/// ```
+///
+/// # Errors
+/// The pattern is not valid.
+pub fn matching<'a>(pattern: &str, names: impl IntoIterator<Item = &'a str>) -> Result<Vec<&'a str>> {
+    let parsed = Pattern::new(pattern).with_context(|| format!("{pattern} is not a valid pattern"))?;
+    Ok(names.into_iter().filter(|name| parsed.matches_with(name, MATCHING)).collect())
 }
 
 /// Appends an extension to a path.
@@ -139,8 +155,8 @@ fn with(path: &Path, extension: &str) -> PathBuf {
 }
 
 /// Returns whether a path that does not exist may be a pattern.
-fn is_pattern(path: &Path) -> bool {
-    path.as_os_str().as_encoded_bytes().iter().any(|byte| b"*?[".contains(byte))
+pub fn is_pattern(path: impl AsRef<Path>) -> bool {
+    path.as_ref().as_os_str().as_encoded_bytes().iter().any(|byte| b"*?[".contains(byte))
 }
 
 /// Files of a directory by their kind.

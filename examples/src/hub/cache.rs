@@ -2,11 +2,12 @@
 //!
 //! A repository's folder holds `blobs/ETAG`, `snapshots/COMMIT/FILE` (a link to the blob) and `refs/REVISION` (a
 //! commit). A download grows in `blobs/ETAG.incomplete` under a lock. It gets its name once its size and its hash are
-//! right, so a file in a snapshot is complete. `huggingface_hub` uses the same names and locks.
+//! right, so a file in a snapshot is complete. `huggingface_hub` uses the same names and locks. `file-lists` is ours.
 
-use std::fs::{self, File, OpenOptions, TryLockError};
+use std::collections::BTreeSet;
+use std::fs::{self, File, OpenOptions, Permissions, TryLockError};
 use std::io::{Read, Write};
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
@@ -64,6 +65,33 @@ impl Client {
         }
         let recorded = self.cache.repo(repo(name)).create_ref(commit);
         recorded.with_context(|| format!("can't write refs/{} in {}", name.revision, self.folder(name).display()))
+    }
+
+    /// Returns the list of a commit's files, if the cache has it.
+    pub(super) fn cached_list(&self, name: &Name, commit: &str) -> Option<BTreeSet<String>> {
+        serde_json::from_slice(&fs::read(self.list_path(name, commit)).ok()?).ok()
+    }
+
+    /// Records the list of a commit's files. Without it, a run without a network can't know whether the cache has all
+    /// files of a pattern.
+    pub(super) fn record_list(&self, name: &Name, commit: &str, files: &BTreeSet<String>) -> Result<()> {
+        let path = self.list_path(name, commit);
+        let write = || -> Result<()> {
+            let dir = path.parent().unwrap_or(&path);
+            fs::create_dir_all(dir)?;
+            let mut file = tempfile::Builder::new().permissions(Permissions::from_mode(0o666)).tempfile_in(dir)?;
+            file.write_all(&serde_json::to_vec(files)?)?;
+            file.persist(&path)?;
+            Ok(())
+        };
+        write().with_context(|| {
+            format!("can't write {}: set HF_HOME to a directory that you can write to", path.display())
+        })
+    }
+
+    /// Returns the path of the list of a commit's files. Other libraries do not read it.
+    fn list_path(&self, name: &Name, commit: &str) -> PathBuf {
+        self.folder(name).join("file-lists").join(format!("{commit}.json"))
     }
 
     /// Asks for the size, the hash and the commit of a file.

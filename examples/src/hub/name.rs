@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use fsdp_corpus::files::is_pattern;
 use serde::{Deserialize, Serialize};
 
 /// Longest name of an organisation or repository on the hub.
@@ -35,7 +36,7 @@ impl fmt::Display for Kind {
     }
 }
 
-/// A model, or a file in a dataset, at a revision.
+/// A model, or files in a dataset, at a revision.
 ///
 /// ```
 /// use fsdp_train::hub::{Kind, Name};
@@ -44,6 +45,8 @@ impl fmt::Display for Kind {
 /// assert_eq!((name.repo.as_str(), name.revision.as_str()), ("org/texts", "v1.0"));
 /// assert_eq!(name.file.as_deref(), Some("data/train.jsonl"));
 /// assert_eq!(Name::parse("org/name", Kind::Model).unwrap().to_string(), "org/name@main");
+/// let files = Name::parse("org/texts:data/*.parquet", Kind::Dataset).unwrap();
+/// assert_eq!((name.pattern(), files.pattern()), (None, Some("data/*.parquet")));
 /// assert_eq!(Name::parse("./org/name", Kind::Model), None);
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -54,7 +57,7 @@ pub struct Name {
     pub repo: String,
     /// Branch, tag or commit: `main` by default.
     pub revision: String,
-    /// File of a dataset.
+    /// File of a dataset, or a pattern of files.
     pub file: Option<String>,
 }
 
@@ -72,6 +75,11 @@ impl Name {
         let (org, name) = repo.split_once('/')?;
         let is_valid = is_part(org) && is_part(name) && is_path(revision) && file.as_deref().is_none_or(is_path);
         is_valid.then(|| Name { kind, repo: repo.into(), revision: revision.into(), file })
+    }
+
+    /// Returns the pattern, if the name has one instead of a file.
+    pub fn pattern(&self) -> Option<&str> {
+        self.file.as_deref().filter(|file| is_pattern(file))
     }
 
     /// Returns whether the revision is a commit, which never changes.

@@ -1,14 +1,16 @@
 //! The files of a repository that a run needs.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Display;
 use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
+use fsdp_corpus::files::matching;
 use serde::{Deserialize, Serialize};
 
 use super::client::{Client, Failure, Item};
-use super::name::{Name, is_commit};
+use super::name::{Name, is_commit, is_path};
 use super::progress::Activity;
 
 const CONFIG: &str = "config.json";
@@ -50,7 +52,7 @@ pub enum Wanted {
     },
     /// Adapters in PEFT's format.
     Adapter,
-    /// The file of the name.
+    /// The file of the name, or the files of its pattern.
     File,
 }
 
@@ -107,7 +109,13 @@ impl Client {
         let dir = self.snapshot(name, &commit);
         let has = |file: &&str| dir.join(file).exists();
         let all = match request.wanted {
-            Wanted::File => vec![name.file.clone().unwrap_or_default()],
+            Wanted::File => match name.pattern() {
+                Some(pattern) => {
+                    let list = self.cached_list(name, &commit).ok_or_else(|| missing("list of files"))?;
+                    matched(pattern, &list, name)?
+                }
+                None => vec![name.file.clone().unwrap_or_default()],
+            },
             Wanted::Adapter => ADAPTER.map(String::from).to_vec(),
             Wanted::Model { weights } => {
                 let optional = OPTIONAL.iter().copied().filter(has);
@@ -130,7 +138,7 @@ impl Client {
 
     fn online_plan(&self, request: &Request, activity: &Activity) -> Result<Plan> {
         let name = request.name.clone();
-        if request.wanted == Wanted::File {
+        if request.wanted == Wanted::File && name.pattern().is_none() {
             let file = name.file.clone().unwrap_or_default();
             let commit = self.describe(&name, &name.revision, &file, activity)?.commit;
             return Ok(Plan { name, commit, files: vec![file] });
@@ -140,6 +148,11 @@ impl Client {
         ensure!(is_commit(&info.sha), "{} gives {item} no commit: is it a hub?", self.host());
         let commit = info.sha;
         let all: BTreeSet<String> = info.siblings.into_iter().map(|sibling| sibling.rfilename).collect();
+        if let Some(pattern) = name.pattern() {
+            let files = matched(pattern, &all, format_args!("{item} at {}", self.host()))?;
+            self.record_list(&name, &commit, &all)?;
+            return Ok(Plan { name, commit, files });
+        }
         let has = |file: &&str| all.contains(*file);
         let Wanted::Model { weights } = request.wanted else {
             if let Some(file) = ADAPTER.iter().find(|file| !has(file)) {
@@ -188,6 +201,15 @@ impl Client {
         })?;
         serde_json::from_slice(&text).with_context(|| format!("{host} does not describe {item} as a hub does"))
     }
+}
+
+/// Returns the files that match a pattern.
+fn matched(pattern: &str, all: &BTreeSet<String>, place: impl Display) -> Result<Vec<String>> {
+    let files = matching(pattern, all.iter().map(String::as_str))?;
+    ensure!(!files.is_empty(), "no file of {place} matches {pattern}: found {}", listed(all.iter()));
+    let unsafe_name = files.iter().find(|file| !is_path(file));
+    ensure!(unsafe_name.is_none(), "{place} has a file named {unsafe_name:?}, which is not a path within it");
+    Ok(files.into_iter().map(String::from).collect())
 }
 
 /// Returns the files that an index of weights lists.

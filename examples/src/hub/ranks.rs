@@ -35,7 +35,7 @@ pub struct Fetched {
     pub name: Name,
     /// Commit of the revision, the same on all ranks.
     pub commit: String,
-    /// Directory of the files, or the file itself if the name has one.
+    /// Directory of the files, or the file itself or the pattern in this directory if the name has one.
     pub path: PathBuf,
 }
 
@@ -62,13 +62,14 @@ pub fn fetch(client: Client, group: &ProcessGroup, downloads: bool, requests: Ve
 
     let path = |plan: Plan| {
         let dir = client.snapshot(&plan.name, &plan.commit);
+        if let Some(file) = plan.files.iter().map(|file| dir.join(file)).find(|file| !file.exists()) {
+            bail!(
+                "rank {} does not see {}, which another rank of its host downloaded: let all ranks have the same HF_HOME",
+                group.rank(),
+                file.display()
+            );
+        }
         let path = plan.name.file.iter().fold(dir, |dir, file| dir.join(file));
-        ensure!(
-            path.exists(),
-            "rank {} does not see {}, which another rank of its host downloaded: let all ranks have the same HF_HOME",
-            group.rank(),
-            path.display()
-        );
         Ok(Fetched { name: plan.name, commit: plan.commit, path })
     };
     plans.into_iter().map(path).collect()

@@ -292,7 +292,7 @@ mod tests {
             ("layers.0.input_layernorm.weight", 6.),
         ];
         let shards = saved.map(|(name, value)| of(name, value));
-        hf::export(&dir.path().join("model"), World::single().unwrap().group(), &shards, &[]).unwrap();
+        hf::export(dir.path().join("model"), World::single().unwrap().group(), &shards, &[]).unwrap();
         let mut config = ModelConfig::builtin().unwrap();
         let weights = Weights::open(&dir.path().join("model"), &mut config, Head::Vocabulary).unwrap().unwrap();
         let weights = weights.initializer();

@@ -273,7 +273,7 @@ pub(super) fn hyper_of(
 /// ```no_run
 /// # use fsdp_candle::{load_optimizer, load_param_groups, AdamW};
 /// # fn resume(optim: &mut AdamW) -> Result<(), Box<dyn std::error::Error>> {
-/// let source = fsdp_ckpt::open("saved/step-100".as_ref())?;
+/// let source = fsdp_ckpt::open("saved/step-100")?;
 /// load_optimizer(optim, &*source, &Default::default())?;
 /// load_param_groups(optim, &*source)?;
 /// # Ok(())

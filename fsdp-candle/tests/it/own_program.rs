@@ -372,7 +372,7 @@ fn trains_and_exports_adapters() {
     // Merged into the weights, in plain Candle.
     let base = fsdp_ckpt::open(root.path()).unwrap();
     let merged = fsdp_ckpt::merge::Merged::new(&*base, &adapters).unwrap();
-    hf::write(&root.path().join("merged"), &merged, 1 << 30, &[]).unwrap();
+    hf::write(root.path().join("merged"), &merged, 1 << 30, &[]).unwrap();
     let merged = read(&root.path().join("merged/model.safetensors"));
     for (name, weight) in &weights {
         assert_eq!(values(weight) != values(&merged[name]), name.ends_with("up.weight"), "{name}");

@@ -410,7 +410,7 @@ fn loads_checkpoints_of_the_parts() {
         values.insert("train.run".into(), serde_json::json!({ "--seed": "1" }));
         let state = SaveState { mesh: run.vars.mesh().layout().clone(), tensors, values };
         // The step is in the name alone.
-        fsdp_ckpt::save(&root.path().join("step-2"), run.world.group(), &state).unwrap();
+        fsdp_ckpt::save(root.path().join("step-2"), run.world.group(), &state).unwrap();
         weights(&run.vars)
     });
     let got = ranks(2, |world| {
@@ -456,7 +456,7 @@ fn a_run_has_several_models() {
         CheckpointManager::new(&world, root.path()).save(1, state).unwrap();
         (weights(&vars), weights(&critic))
     });
-    let source = fsdp_ckpt::open(&step_path(root.path(), 1)).unwrap();
+    let source = fsdp_ckpt::open(step_path(root.path(), 1)).unwrap();
     assert!(source.tensors().contains_key("critic.optim.state.weight.step"));
     assert_eq!(source.values()["critic.rate"], 0.1);
     let got = ranks(4, |world| {

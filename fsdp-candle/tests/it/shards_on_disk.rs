@@ -193,7 +193,7 @@ fn checkpoints_have_the_same_files_and_load_at_another_world_size() {
             let model = build(&vars, &FullyShard::new(&vars), DType::F32).unwrap();
             let mut optim = optimizer(Kind::MomentsOnDisk, &vars, on_disk);
             if let Some(from) = from {
-                let source = fsdp_ckpt::open(&saved(from)).unwrap();
+                let source = fsdp_ckpt::open(saved(from)).unwrap();
                 load_model(&vars, &*source, &LoadOptions::default()).unwrap();
                 load_optimizer(&mut *optim, &*source, &LoadOptions::default()).unwrap();
             }

@@ -110,12 +110,14 @@ impl AsyncSaver {
     /// # Errors
     /// On every rank: the error of the previous save (call again to save this state); [`Error::Busy`] with
     /// [`WhenBusy::Refuse`]; [`Error::Rank`] if a rank can't read its tensors or start a thread; [`Error::Group`].
-    pub fn save(&mut self, dir: &Path, state: &SaveState) -> Result<()> {
+    pub fn save(&mut self, dir: impl AsRef<Path>, state: &SaveState) -> Result<()> {
+        let dir = dir.as_ref();
         self.save_with(dir, state, &SaveOptions::default())
     }
 
     /// [`AsyncSaver::save`] with options. Has the same errors.
-    pub fn save_with(&mut self, dir: &Path, state: &SaveState, options: &SaveOptions) -> Result<()> {
+    pub fn save_with(&mut self, dir: impl AsRef<Path>, state: &SaveState, options: &SaveOptions) -> Result<()> {
+        let dir = dir.as_ref();
         let _span = fsdp_core::heartbeat::span("checkpoint save", "");
         if self.when_busy == WhenBusy::Refuse {
             self.refuse_when_busy()?;

@@ -100,7 +100,8 @@ impl HostDirs {
     ///
     /// # Errors
     /// As [`crate::check_writable`]; also if two hosts share the directory.
-    pub fn check_writable(&self, dir: &Path) -> Result<()> {
+    pub fn check_writable(&self, dir: impl AsRef<Path>) -> Result<()> {
+        let dir = dir.as_ref();
         agree(&self.group, "make a directory there", require_local(dir, "a directory of each host"))?;
         writable::check(dir, &self.group, &self.hosts)
     }
@@ -111,7 +112,8 @@ impl HostDirs {
     /// # Errors
     /// [`Error::NotFound`] if no host has it. [`Error::InconsistentParts`] if the parts are of different saves, a part
     /// is damaged, no host has some file, or a host has no part.
-    pub fn open(&self, dir: &Path) -> Result<Checkpoint> {
+    pub fn open(&self, dir: impl AsRef<Path>) -> Result<Checkpoint> {
+        let dir = dir.as_ref();
         let opened = open_here(dir);
         self.check_parts(dir, &opened)?;
         // Already an error above.
@@ -196,7 +198,8 @@ impl HostDirs {
     ///
     /// # Errors
     /// [`Error::Rank`] if a rank can't list its directory; [`Error::Group`].
-    pub fn survey(&self, dir: &Path) -> Result<Survey> {
+    pub fn survey(&self, dir: impl AsRef<Path>) -> Result<Survey> {
+        let dir = dir.as_ref();
         let Listing { steps, quarantined, links } = self.list(dir)?;
         let steps = newest_first(dir, &steps);
         let quarantined = quarantined.iter().map(|name| dir.join(name)).collect();
@@ -220,7 +223,8 @@ impl HostDirs {
     ///
     /// # Errors
     /// [`Error::Rank`] if a rank fails; [`Error::Group`].
-    pub fn quarantine(&self, dir: &Path) -> Result<Option<PathBuf>> {
+    pub fn quarantine(&self, dir: impl AsRef<Path>) -> Result<Option<PathBuf>> {
+        let dir = dir.as_ref();
         let moved = if self.is_first() { quarantine(dir) } else { Ok(None) };
         agree(&self.group, "quarantine its part of a checkpoint", moved)
     }
@@ -230,7 +234,8 @@ impl HostDirs {
     ///
     /// # Errors
     /// [`Error::Rank`] if a rank can't list its directory or remove from it; [`Error::Group`].
-    pub fn keep_newest(&self, dir: &Path, keep: NonZeroUsize, spare: &[&Path]) -> Result<Vec<PathBuf>> {
+    pub fn keep_newest(&self, dir: impl AsRef<Path>, keep: NonZeroUsize, spare: &[&Path]) -> Result<Vec<PathBuf>> {
+        let dir = dir.as_ref();
         let mut going = Vec::new();
         let mut whole = 0;
         for path in newest_first(dir, &self.list(dir)?.steps) {

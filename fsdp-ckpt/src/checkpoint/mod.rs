@@ -63,7 +63,8 @@ impl Checkpoint {
     /// [`Error::Incomplete`] without a manifest; [`Error::UnsupportedVersion`]; [`Error::Manifest`] for an invalid
     /// manifest; [`Error::NotFound`] and [`Error::NotSafetensors`] for a missing or truncated file;
     /// [`Error::MissingParts`] when files are missing that another host wrote; [`Error::Io`].
-    pub fn open(dir: &Path) -> Result<Self> {
+    pub fn open(dir: impl AsRef<Path>) -> Result<Self> {
+        let dir = dir.as_ref();
         let checkpoint = Self::open_part(dir)?;
         match checkpoint.missing() {
             none if none.is_empty() => Ok(checkpoint),

@@ -18,7 +18,8 @@ use crate::{Checkpoint, Error, MANIFEST, Result, TensorSource};
 ///
 /// # Errors
 /// [`Error::Io`] if `dir` can't be listed; [`Error::Object`] if an object store does not answer.
-pub fn latest(dir: &Path) -> Result<Option<PathBuf>> {
+pub fn latest(dir: impl AsRef<Path>) -> Result<Option<PathBuf>> {
+    let dir = dir.as_ref();
     let found = survey(dir)?;
     found.warn_about_links();
     for (path, error) in found.skipped {
@@ -58,7 +59,8 @@ impl Survey {
 ///
 /// # Errors
 /// As [`latest`].
-pub fn survey(dir: &Path) -> Result<Survey> {
+pub fn survey(dir: impl AsRef<Path>) -> Result<Survey> {
+    let dir = dir.as_ref();
     let names = names(dir)?;
     let mut found = Survey::default();
     found
@@ -130,7 +132,8 @@ pub(crate) fn links_to_nothing(dir: &Path) -> Result<Vec<(PathBuf, PathBuf)>> {
 
 /// Returns the target of a link that is only an alias of another checkpoint: the target is in the same directory, or
 /// its name ends in another number. Returns `None` for other paths, such as a link to a moved checkpoint.
-pub fn alias_target(link: &Path) -> Option<PathBuf> {
+pub fn alias_target(link: impl AsRef<Path>) -> Option<PathBuf> {
+    let link = link.as_ref();
     let link = as_local(link).ok()??;
     link.read_link().ok()?;
     let target = link.canonicalize().ok()?;
@@ -172,7 +175,8 @@ const MARK: &str = ".damaged";
 /// assert_eq!(fsdp_ckpt::name_before_quarantine("step-00000010.damaged"), Some("step-00000010"));
 /// # Ok::<_, Box<dyn std::error::Error>>(())
 /// ```
-pub fn quarantine(dir: &Path) -> Result<Option<PathBuf>> {
+pub fn quarantine(dir: impl AsRef<Path>) -> Result<Option<PathBuf>> {
+    let dir = dir.as_ref();
     let (parent, name) = split(dir)?;
     let mut number = 1_u64;
     loop {
@@ -212,7 +216,8 @@ pub fn name_before_quarantine(name: &str) -> Option<&str> {
 /// assert!(fsdp_ckpt::keep_newest(root.path(), NonZeroUsize::MIN, &[])?.is_empty());
 /// # Ok::<_, Box<dyn std::error::Error>>(())
 /// ```
-pub fn keep_newest(dir: &Path, keep: NonZeroUsize, spare: &[&Path]) -> Result<Vec<PathBuf>> {
+pub fn keep_newest(dir: impl AsRef<Path>, keep: NonZeroUsize, spare: &[&Path]) -> Result<Vec<PathBuf>> {
+    let dir = dir.as_ref();
     let spared = all_resolved(spare)?;
     let mut whole = 0;
     let mut removed = Vec::new();

@@ -97,12 +97,19 @@ pub struct SaveSummary {
 /// assert_eq!(column[12..], 1f32.to_ne_bytes());
 /// # Ok::<_, Box<dyn std::error::Error>>(())
 /// ```
-pub fn save(dir: &Path, group: &ProcessGroup, state: &SaveState) -> Result<SaveSummary> {
+pub fn save(dir: impl AsRef<Path>, group: &ProcessGroup, state: &SaveState) -> Result<SaveSummary> {
+    let dir = dir.as_ref();
     save_with(dir, group, state, &SaveOptions::default())
 }
 
 /// [`save`] with options. Has the same errors.
-pub fn save_with(dir: &Path, group: &ProcessGroup, state: &SaveState, options: &SaveOptions) -> Result<SaveSummary> {
+pub fn save_with(
+    dir: impl AsRef<Path>,
+    group: &ProcessGroup,
+    state: &SaveState,
+    options: &SaveOptions,
+) -> Result<SaveSummary> {
+    let dir = dir.as_ref();
     save_together(dir, group, state, options).map_err(|error| match error {
         Error::Group(source) => Error::Save { path: dir.to_path_buf(), source: Box::new(source) },
         other => other,

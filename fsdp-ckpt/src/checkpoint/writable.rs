@@ -38,7 +38,8 @@ const BYTES: usize = 4096;
 /// assert_eq!(std::fs::read_dir(root.path())?.count(), 1);
 /// # Ok::<_, std::io::Error>(())
 /// ```
-pub fn check_writable(dir: &Path, group: &ProcessGroup) -> Result<()> {
+pub fn check_writable(dir: impl AsRef<Path>, group: &ProcessGroup) -> Result<()> {
+    let dir = dir.as_ref();
     check(dir, group, &Hosts::shared(group.size()))
 }
 
@@ -112,7 +113,8 @@ pub struct RemoveIfEmpty(pub Vec<PathBuf>);
 
 impl RemoveIfEmpty {
     /// Lists `dir` and its parents that do not exist.
-    pub fn missing(dir: &Path) -> Self {
+    pub fn missing(dir: impl AsRef<Path>) -> Self {
+        let dir = dir.as_ref();
         let missing = dir.ancestors().take_while(|path| !path.as_os_str().is_empty() && !path.exists());
         RemoveIfEmpty(missing.map(Path::to_path_buf).collect())
     }
@@ -139,7 +141,7 @@ mod tests {
         // Rank 1 sees another file system, like a host without the shared mount.
         let messages = local::run(3, |group| {
             let dir = if group.rank() == 1 { "elsewhere" } else { "runs" };
-            check_writable(&root.path().join(dir), &group).unwrap_err().to_string()
+            check_writable(root.path().join(dir), &group).unwrap_err().to_string()
         });
         let start = "rank 1 failed to write a file there: can't create";
         assert!(messages[0].starts_with(start) && messages[0].contains("elsewhere/..write-test.tmp-"), "{messages:?}");
@@ -188,7 +190,7 @@ mod tests {
         std::fs::create_dir(root.path().join(".step-1.tmp-host-1-1f")).unwrap();
         std::fs::create_dir(root.path().join("runs")).unwrap();
         for dir in ["runs", "runs/new/one", "."] {
-            local::run(2, |group| check_writable(&root.path().join(dir), &group).unwrap());
+            local::run(2, |group| check_writable(root.path().join(dir), &group).unwrap());
         }
         let left: Vec<_> = std::fs::read_dir(root.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         assert_eq!((left, std::fs::read_dir(root.path().join("runs")).unwrap().count()), (vec!["runs".into()], 0));

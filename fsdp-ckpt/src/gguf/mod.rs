@@ -86,7 +86,13 @@ pub struct GgufSummary {
 /// model or tokenizer that is damaged or that llama.cpp does not know; [`Error::MissingTensor`] and
 /// [`Error::NameMismatch`] if the tensors are not those of the architecture; [`Error::Io`]; the errors of
 /// [`TensorSource::read`].
-pub fn write(dst: &Path, source: &dyn TensorSource, config_dir: &Path, options: &GgufOptions) -> Result<GgufSummary> {
+pub fn write(
+    dst: impl AsRef<Path>,
+    source: &dyn TensorSource,
+    config_dir: impl AsRef<Path>,
+    options: &GgufOptions,
+) -> Result<GgufSummary> {
+    let (dst, config_dir) = (dst.as_ref(), config_dir.as_ref());
     let config = Config::read(config_dir)?;
     let unfused = |count| Renamed::new(source, unfused(source, config.expert_names(), count)?);
     let unfused = config.experts.map(|experts| unfused(experts.count)).transpose()?;
@@ -142,7 +148,8 @@ pub fn write(dst: &Path, source: &dyn TensorSource, config_dir: &Path, options: 
 /// # Errors
 /// [`Error::NotFound`] without a `config.json`; [`Error::Malformed`] for a model or tokenizer that is damaged or that
 /// llama.cpp does not know; [`Error::Io`].
-pub fn check(config_dir: &Path, options: &GgufOptions) -> Result<()> {
+pub fn check(config_dir: impl AsRef<Path>, options: &GgufOptions) -> Result<()> {
+    let config_dir = config_dir.as_ref();
     let config = Config::read(config_dir)?;
     Vocabulary::read(config_dir, &config, options.pre_tokenizer.as_deref()).map(|_| ())
 }

@@ -51,12 +51,24 @@ impl Default for ExportOptions {
 /// [`Error::Rank`] on every rank if any rank fails; within it, [`Error::AlreadyExists`] if `dir` holds weights, unless
 /// [`ExportOptions::replace`] is set. [`check_export`] tells before training.
 /// [`Error::InvalidShards`] if the shards do not form whole tensors; [`Error::Group`] if a collective fails.
-pub fn export(dir: &Path, group: &ProcessGroup, tensors: &[TensorShard], config_files: &[PathBuf]) -> Result<u64> {
+pub fn export(
+    dir: impl AsRef<Path>,
+    group: &ProcessGroup,
+    tensors: &[TensorShard],
+    config_files: &[PathBuf],
+) -> Result<u64> {
+    let dir = dir.as_ref();
     export_with(dir, group, tensors, &ExportOptions { config_files: config_files.to_vec(), ..ExportOptions::default() })
 }
 
 /// [`export`] with options. Has the same errors.
-pub fn export_with(dir: &Path, group: &ProcessGroup, tensors: &[TensorShard], options: &ExportOptions) -> Result<u64> {
+pub fn export_with(
+    dir: impl AsRef<Path>,
+    group: &ProcessGroup,
+    tensors: &[TensorShard],
+    options: &ExportOptions,
+) -> Result<u64> {
+    let dir = dir.as_ref();
     export_to(dir, group, tensors, options, check_free)
 }
 
@@ -159,7 +171,8 @@ fn list(plan: Option<&Plan>) -> Result<String> {
 /// });
 /// # Ok::<_, std::io::Error>(())
 /// ```
-pub fn check_export(dir: &Path, group: &ProcessGroup, options: &ExportOptions) -> Result<()> {
+pub fn check_export(dir: impl AsRef<Path>, group: &ProcessGroup, options: &ExportOptions) -> Result<()> {
+    let dir = dir.as_ref();
     let named = about(group, dir, options);
     let local = agree(&named, "start the export", require_local(dir, "an export from shards"))?;
     on_rank_0(&named, "check the export", || {

@@ -51,7 +51,8 @@ impl HfModel {
     /// [`Error::NotFound`] if there are none, or a listed file is missing; [`Error::Malformed`] for an invalid index;
     /// [`Error::Manifest`] if the chunks do not form whole tensors; [`Error::Incomplete`] for a checkpoint of this
     /// crate without its manifest; [`Error::NotSafetensors`]; [`Error::Io`].
-    pub fn open(dir: &Path) -> Result<Self> {
+    pub fn open(dir: impl AsRef<Path>) -> Result<Self> {
+        let dir = dir.as_ref();
         if location(dir)?.is_file()? {
             return Self::open_file(dir);
         }
@@ -86,7 +87,8 @@ impl HfModel {
     ///
     /// # Errors
     /// [`Error::NotSafetensors`]; [`Error::Io`]; for an index, the errors of [`HfModel::open`].
-    pub fn open_file(path: &Path) -> Result<Self> {
+    pub fn open_file(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
         let (dir, name) = split(path)?;
         let store = location(&dir)?.store()?;
         if name.ends_with(".index.json")

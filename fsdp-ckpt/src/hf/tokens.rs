@@ -36,7 +36,8 @@ const VOCABULARIES: usize = 10;
 ///
 /// # Errors
 /// [`Error::NotFound`](crate::Error::NotFound) if there is no such directory; [`Error::Io`](crate::Error::Io).
-pub fn missing_tokenizer(dir: &Path) -> Result<Option<String>> {
+pub fn missing_tokenizer(dir: impl AsRef<Path>) -> Result<Option<String>> {
+    let dir = dir.as_ref();
     let there = location(dir)?.store()?.list()?;
     if there.iter().any(|name| name == TOKENIZER) {
         return Ok(None);

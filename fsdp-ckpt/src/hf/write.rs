@@ -35,7 +35,8 @@ const CONFIG: [&str; 14] = [
 ///
 /// # Errors
 /// [`Error::NotFound`] without a `config.json`.
-pub fn config_files(dir: &Path) -> Result<Vec<PathBuf>> {
+pub fn config_files(dir: impl AsRef<Path>) -> Result<Vec<PathBuf>> {
+    let dir = dir.as_ref();
     let there = match location(dir)?.store()?.list() {
         Err(Error::NotFound { .. }) => Vec::new(),
         names => names?,
@@ -55,11 +56,12 @@ pub fn config_files(dir: &Path) -> Result<Vec<PathBuf>> {
 /// [`Error::AlreadyExists`] if `dst` exists; [`Error::Argument`] if there are no tensors; [`Error::Io`]; the errors of
 /// [`TensorSource::read`].
 pub fn write(
-    dst: &Path,
+    dst: impl AsRef<Path>,
     source: &dyn TensorSource,
     max_shard_bytes: u64,
     config_files: &[PathBuf],
 ) -> Result<WriteSummary> {
+    let dst = dst.as_ref();
     let parts = partition(source, max_shard_bytes);
     if parts.is_empty() {
         return Err(Error::Argument(format!("{} has no tensors for a model", source.path().display())));

@@ -63,7 +63,8 @@ impl SafetensorsFile {
     ///
     /// # Errors
     /// [`Error::Io`]; [`Error::NotSafetensors`] for a header that is damaged or does not match the file's size.
-    pub fn open(path: &Path) -> Result<Self> {
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
         Self::new(location(path)?.open()?)
     }
 

@@ -53,7 +53,8 @@ impl TorchDcp {
     /// [`Error::NotFound`] without a `.metadata`, or if a file is missing; [`Error::Malformed`] for invalid metadata,
     /// disallowed names or a truncated file; [`Error::TooLarge`]; [`Error::Io`], also for a link that leads out of
     /// `dir`.
-    pub fn open(dir: &Path) -> Result<Self> {
+    pub fn open(dir: impl AsRef<Path>) -> Result<Self> {
+        let dir = dir.as_ref();
         let store = location(dir)?.store()?;
         check_stays(&*store, METADATA)?;
         let Some(bytes) = store.read(METADATA, MAX_PICKLE)? else {

@@ -47,7 +47,8 @@ use crate::{Error, Result, TensorEntry, TensorSource};
 /// assert_eq!(TorchDcp::open(&dst)?.tensor("lm_head.weight")?.chunks.len(), 2);
 /// # Ok::<_, Box<dyn std::error::Error>>(())
 /// ```
-pub fn write_dcp(dst: &Path, source: &dyn TensorSource, options: &DcpOptions) -> Result<WriteSummary> {
+pub fn write_dcp(dst: impl AsRef<Path>, source: &dyn TensorSource, options: &DcpOptions) -> Result<WriteSummary> {
+    let dst = dst.as_ref();
     let plan = Plan::new(source, options)?;
     let staging = location(dst)?.stage()?;
     let store = location(dst)?.open_staging(&staging.name())?;

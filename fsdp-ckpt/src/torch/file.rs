@@ -44,7 +44,8 @@ impl TorchFile {
     /// # Errors
     /// [`Error::Malformed`] unless it is a file of `torch.save` of PyTorch 1.6 or newer with only tensors and plain
     /// values; [`Error::TooLarge`]; [`Error::Io`].
-    pub fn open(path: &Path) -> Result<Self> {
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
         let (_, name) = split(path)?;
         let mut file = Self::empty(path);
         file.add(&name, Arc::from(location(path)?.open()?))?;
@@ -57,7 +58,8 @@ impl TorchFile {
     /// # Errors
     /// [`Error::NotFound`] if there are none, or a listed file is missing; [`Error::Malformed`] for an invalid index;
     /// the errors of [`TorchFile::open`].
-    pub fn open_model(dir: &Path) -> Result<Self> {
+    pub fn open_model(dir: impl AsRef<Path>) -> Result<Self> {
+        let dir = dir.as_ref();
         let store = location(dir)?.store()?;
         let mut model = Self::empty(dir);
         if store.size(BIN)?.is_some() {

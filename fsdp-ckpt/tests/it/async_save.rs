@@ -54,7 +54,7 @@ fn saves_the_state_of_the_call() {
         assert!(saver.wait().unwrap().is_none());
         for step in 1..=6 {
             weight.0.lock().unwrap().fill(step as f32);
-            saver.save(&dir(step), &of(&group, vec![shard.clone()])).unwrap();
+            saver.save(dir(step), &of(&group, vec![shard.clone()])).unwrap();
             weight.0.lock().unwrap().fill(-1.0);
             // Training uses its own group meanwhile.
             for _ in 0..20 {
@@ -116,12 +116,12 @@ fn refuses_a_second_save_while_any_rank_writes() {
         let mut saver = AsyncSaver::new(group.clone(), WhenBusy::Refuse).unwrap();
         let state = state(&zoo(), &line(2), group.rank());
         saver.save(&dir, &state).unwrap();
-        let error = saver.save(&root.path().join("step-00000020"), &state).unwrap_err();
+        let error = saver.save(root.path().join("step-00000020"), &state).unwrap_err();
         assert!(matches!(&error, Error::Busy { path, .. } if *path == dir), "{error}");
         *gate.0.lock().unwrap() = true;
         gate.1.notify_all();
         assert_eq!(saver.wait().unwrap().unwrap().path, dir);
-        saver.save(&root.path().join("step-00000020"), &state).unwrap();
+        saver.save(root.path().join("step-00000020"), &state).unwrap();
         saver.finish().unwrap();
     });
     assert_eq!(list(root.path()), ["step-00000010", "step-00000020"]);
@@ -163,7 +163,7 @@ fn missing_rank_does_not_hang_the_others() {
             // Dropping waits for the write.
             return;
         }
-        let error = saver.save(&root.path().join("step-00000020"), &state).unwrap_err();
+        let error = saver.save(root.path().join("step-00000020"), &state).unwrap_err();
         assert!(matches!(error, Error::Group(_)), "{error}");
     });
     assert_eq!(list(root.path()), ["step-00000010"]);
@@ -174,9 +174,9 @@ pub(crate) fn dies_while_saving(group: ProcessGroup, root: &Path) {
     let large = Global::new("large", DType::F32, &[4_000_000], &[Placement::Shard(0)]);
     let state = state(&[large], &line(2), group.rank());
     let mut saver = AsyncSaver::new(group.clone(), WhenBusy::Wait).unwrap();
-    saver.save(&root.join("step-00000010"), &state).unwrap();
+    saver.save(root.join("step-00000010"), &state).unwrap();
     saver.wait().unwrap();
-    saver.save(&root.join("step-00000020"), &state).unwrap();
+    saver.save(root.join("step-00000020"), &state).unwrap();
     if group.rank() == 1 {
         rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL).unwrap();
     }
@@ -194,6 +194,6 @@ fn killed_rank_fails_the_others_and_keeps_the_previous_checkpoint() {
     let left = list(root.path());
     assert!(left.iter().all(|name| name.starts_with("step-")), "{left:?}");
     for name in left {
-        Checkpoint::open(&root.path().join(name)).unwrap().verify().unwrap();
+        Checkpoint::open(root.path().join(name)).unwrap().verify().unwrap();
     }
 }

@@ -126,7 +126,7 @@ fn inspects_the_steps_of_a_run() {
     // Quarantined twice, so the second name ends in a number.
     for _ in 0..2 {
         save_all(&run.join("step-00000014"), &zoo(), &line(1));
-        fsdp_ckpt::quarantine(&run.join("step-00000014")).unwrap().unwrap();
+        fsdp_ckpt::quarantine(run.join("step-00000014")).unwrap().unwrap();
     }
     std::fs::write(run.join("losses.jsonl"), "").unwrap();
     let out = succeeds(&["inspect", text(&run)]);

@@ -213,7 +213,7 @@ fn rejects_invalid_model_directories() {
     std::fs::copy(&one, root.path().join("a.safetensors")).unwrap();
     let message = HfModel::open(root.path()).unwrap_err().to_string();
     assert!(message.contains("lists weight \"w\" in a.safetensors, which has no such tensor"), "{message}");
-    assert!(HfModel::open(&root.path().join("no")).unwrap_err().to_string().contains("no such directory"));
+    assert!(HfModel::open(root.path().join("no")).unwrap_err().to_string().contains("no such directory"));
 
     let model = HfModel::open(one.parent().unwrap()).unwrap();
     assert!(model.tensor("v").unwrap_err().to_string().contains("has unsupported dtypes: \"v\" (BOOL); expected"));

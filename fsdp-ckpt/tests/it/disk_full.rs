@@ -15,7 +15,7 @@ fn large() -> Global {
 }
 
 pub(crate) fn saves_too_much(group: &ProcessGroup, root: &Path) {
-    let saved = save(&root.join("step-20"), group, &state(&[large()], &line(group.size()), group.rank()));
+    let saved = save(root.join("step-20"), group, &state(&[large()], &line(group.size()), group.rank()));
     println!("says: {}", saved.unwrap_err());
 }
 

@@ -153,7 +153,7 @@ fn export_options_set_metadata_and_replace() {
         metadata: [("step".to_string(), step.to_string())].into(),
         ..ExportOptions::default()
     };
-    let said = || SafetensorsFile::open(&dir.join("adapter_model.safetensors")).unwrap().metadata()["step"].clone();
+    let said = || SafetensorsFile::open(dir.join("adapter_model.safetensors")).unwrap().metadata()["step"].clone();
     all(&step("1")).unwrap();
     assert!(all(&step("2")).unwrap_err().contains("adapter_model.safetensors exists already"));
     assert_eq!(said(), "1");

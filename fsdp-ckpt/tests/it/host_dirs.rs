@@ -33,7 +33,7 @@ impl Disks {
     }
 
     pub(crate) fn save_rank(&self, name: &str, group: &ProcessGroup, state: &SaveState) -> Result<SaveSummary> {
-        save_with(&self.dir(group.rank() / 2, name), group, state, &options(group.rank() / 2))
+        save_with(self.dir(group.rank() / 2, name), group, state, &options(group.rank() / 2))
     }
 
     fn saved(&self, names: &[&str]) {
@@ -121,7 +121,7 @@ fn ranks_read_their_shards_from_their_host() {
         disks.save("step-1", &globals, &mesh).into_iter().collect::<Result<Vec<_>>>().unwrap();
         let chunks = world(4, |group| {
             let (rank, dirs) = (group.rank(), dirs(group));
-            let part = dirs.open(&disks.dir(rank / 2, "step-1")).unwrap();
+            let part = dirs.open(disks.dir(rank / 2, "step-1")).unwrap();
             for global in &globals {
                 let region = global.region(&mesh, rank);
                 assert_eq!(read(&part, global, &region).unwrap(), global.cut(&region), "{}", global.fqn);
@@ -132,7 +132,7 @@ fn ranks_read_their_shards_from_their_host() {
         });
         // The shares cover every chunk and copy.
         copy(&disks.dir(0, "step-1"), &disks.dir(1, "step-1"));
-        let whole = Checkpoint::open(&disks.dir(1, "step-1")).unwrap();
+        let whole = Checkpoint::open(disks.dir(1, "step-1")).unwrap();
         let written = whole.tensors().values().flat_map(|tensor| &tensor.chunks).map(|chunk| chunk.files().count());
         assert_eq!(chunks.iter().sum::<usize>(), written.sum::<usize>());
     }
@@ -146,7 +146,7 @@ fn missing_files_are_named_with_their_host() {
     let said = world(4, |group| {
         let host = 1 - group.rank() / 2;
         let dirs = HostDirs::new(group, &format!("node{host}")).unwrap();
-        let part = dirs.open(&disks.dir(host, "step-1")).unwrap();
+        let part = dirs.open(disks.dir(host, "step-1")).unwrap();
         let global = &zoo()[0];
         read(&part, global, &global.region(&line(4), group.rank())).unwrap_err()
     });
@@ -161,14 +161,14 @@ fn missing_files_are_named_with_their_host() {
         assert_eq!(error.to_string(), want);
         assert!(!error.is_damage());
     }
-    let alone = Checkpoint::open(&disks.dir(0, "step-1")).unwrap_err();
+    let alone = Checkpoint::open(disks.dir(0, "step-1")).unwrap_err();
     let Error::MissingParts { files, .. } = &alone else { panic!("{alone}") };
     assert_eq!(files.len(), 2);
     assert!(alone.to_string().contains("lacks the files of ranks 2, 3 from node1 (shard-00003-"), "{alone}");
     // A file that is lost after copying is still named with its host.
     copy(&disks.dir(1, "step-1"), &disks.dir(0, "step-1"));
     fs::remove_file(disks.dir(0, "step-1").join(list(&disks.dir(1, "step-1"))[2].clone())).unwrap();
-    let lost = Checkpoint::open(&disks.dir(0, "step-1")).unwrap_err().to_string();
+    let lost = Checkpoint::open(disks.dir(0, "step-1")).unwrap_err().to_string();
     assert!(lost.contains("lacks the file of rank 3 from node1"), "{lost}");
 }
 
@@ -213,7 +213,7 @@ fn survey_finds_the_newest_step_of_all_hosts() {
     one(world(4, |group| {
         let dirs = dirs(group);
         ["step-15", "step-20", "step-25"].map(|step| {
-            let moved = dirs.quarantine(&disks.dir(group.rank() / 2, step)).unwrap();
+            let moved = dirs.quarantine(disks.dir(group.rank() / 2, step)).unwrap();
             assert_eq!(moved.is_some(), group.rank() == 0 || (group.rank() == 2 && step != "step-25"));
         })
     }));
@@ -243,7 +243,7 @@ fn missing_hosts_are_not_damage() {
     let open = |host: [&str; 2]| {
         one(world(4, |group| {
             let dirs = HostDirs::new(group, host[group.rank() / 2]).unwrap();
-            match dirs.open(&disks.dir(group.rank() / 2, "step-1")) {
+            match dirs.open(disks.dir(group.rank() / 2, "step-1")) {
                 Ok(_) => None,
                 Err(Error::InconsistentParts { reason, damaged, .. }) => {
                     let root = disks.0[group.rank() / 2].path().display().to_string();
@@ -273,11 +273,11 @@ fn missing_hosts_are_not_damage() {
     disks.saved(&["runs/step-1"]);
     fs::rename(disks.dir(1, "runs"), disks.dir(1, "away-2")).unwrap();
     fs::write(disks.dir(1, "runs"), "").unwrap();
-    for error in world(4, |group| dirs(group).open(&disks.dir(group.rank() / 2, "runs/step-1")).unwrap_err()) {
+    for error in world(4, |group| dirs(group).open(disks.dir(group.rank() / 2, "runs/step-1")).unwrap_err()) {
         assert!(!error.is_damage() && error.to_string().contains("on node1, can't open "), "{error}");
     }
     // No host has it.
-    let errors = world(4, |group| dirs(group).open(&disks.dir(group.rank() / 2, "step-2")).unwrap_err());
+    let errors = world(4, |group| dirs(group).open(disks.dir(group.rank() / 2, "step-2")).unwrap_err());
     assert!(errors.iter().all(|error| error.to_string().contains("has no checkpoint on any host")), "{errors:?}");
 }
 
@@ -289,7 +289,7 @@ fn detects_damage_on_one_host() {
     damage(&path);
     let verified = world(4, |group| {
         let dirs = dirs(group);
-        let part = dirs.open(&disks.dir(group.rank() / 2, "step-1")).unwrap();
+        let part = dirs.open(disks.dir(group.rank() / 2, "step-1")).unwrap();
         let (reader, readers) = dirs.local_rank_and_size();
         part.verify_share(reader, readers).map_err(|error| error.is_damage())
     });
@@ -297,7 +297,7 @@ fn detects_damage_on_one_host() {
     assert!(found[2] != found[3] && !found[0] && !found[1], "{verified:?}");
     // Truncation is detected without reading.
     fs::write(&path, "").unwrap();
-    for error in world(4, |group| dirs(group).open(&disks.dir(group.rank() / 2, "step-1")).unwrap_err()) {
+    for error in world(4, |group| dirs(group).open(disks.dir(group.rank() / 2, "step-1")).unwrap_err()) {
         assert!(error.is_damage() && error.to_string().contains("on node1, "), "{error}");
     }
 }
@@ -334,10 +334,10 @@ fn saves_parts_asynchronously() {
         let mut saver = AsyncSaver::new(group.clone(), WhenBusy::Wait).unwrap().keep_newest(NonZeroUsize::MIN);
         for step in ["step-1", "step-2"] {
             let state = state(&zoo(), &line(4), group.rank());
-            saver.save_with(&disks.dir(host, step), &state, &options(host)).unwrap();
+            saver.save_with(disks.dir(host, step), &state, &options(host)).unwrap();
         }
         saver.finish().unwrap();
-        dirs(group).open(&disks.dir(host, "step-2")).unwrap();
+        dirs(group).open(disks.dir(host, "step-2")).unwrap();
     });
     for disk in &disks.0 {
         assert_eq!(list(disk.path()), ["step-2"]);
@@ -454,7 +454,7 @@ fn check_writable_detects_shared_directories() {
     let check = |host_of: &(dyn Fn(usize) -> usize + Sync), disk_of: &(dyn Fn(usize) -> usize + Sync)| {
         world(4, |group| {
             let dirs = HostDirs::new(group, &format!("node{}", host_of(group.rank()))).unwrap();
-            dirs.check_writable(&disks.dir(disk_of(group.rank()), "runs")).map_err(|error| error.to_string())
+            dirs.check_writable(disks.dir(disk_of(group.rank()), "runs")).map_err(|error| error.to_string())
         })
     };
     let half = |rank: usize| rank / 2;

@@ -116,7 +116,7 @@ fn weights_are_sums_rounded_once() {
     assert_eq!(read(&at("merged"), "h.0.c_fc.bias"), numbers(9, ROWS));
     assert_eq!(read(&at("merged"), "norm.weight"), numbers(4, COLUMNS));
     assert!(at("merged/config.json").is_file());
-    assert!(SafetensorsFile::open(&at("merged/model.safetensors")).is_ok());
+    assert!(SafetensorsFile::open(at("merged/model.safetensors")).is_ok());
 }
 
 #[test]
@@ -142,7 +142,7 @@ fn converting_a_checkpoint_with_adapters_merges_or_refuses() {
     let expected = eighths(1, ROWS * COLUMNS).into_iter().zip(product(5, 6));
     let expected: Vec<u8> = expected.flat_map(|(w, sum)| (w + 4. * sum).to_le_bytes()).collect();
     assert_eq!(read(&at("merged"), weight), expected);
-    assert_eq!(HfModel::open(&at("merged")).unwrap().tensors().keys().collect::<Vec<_>>(), [weight]);
+    assert_eq!(HfModel::open(at("merged")).unwrap().tensors().keys().collect::<Vec<_>>(), [weight]);
 
     let error = fails(&["convert", text(&at("merged")), text(&at("out")), "--to", "hf", "--lora-alpha", "8"]);
     assert!(error.contains("has no LoRA adapters"), "{error}");
@@ -282,7 +282,7 @@ fn merge(
         &named.iter().map(|(name, shape, seed)| (&**name, *shape, *seed)).collect::<Vec<_>>(),
     );
     fs::write(root.join("adapter_config.json"), config.to_string()).unwrap();
-    let base = HfModel::open_file(&root.join("base.safetensors")).unwrap();
+    let base = HfModel::open_file(root.join("base.safetensors")).unwrap();
     let merged = Merged::new(&base, root).map_err(|error| error.to_string())?;
     let numbers = |(name, tensor): (&String, &fsdp_ckpt::TensorEntry)| {
         let mut bytes = vec![0; tensor.bytes() as usize];

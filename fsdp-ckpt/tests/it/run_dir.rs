@@ -65,7 +65,7 @@ fn files_have_the_layout_of_pytorch() {
 fn latest_finds_the_newest_whole_checkpoint() {
     let (root, _) = fresh();
     assert_eq!(latest(root.path()).unwrap(), None);
-    assert_eq!(latest(&root.path().join("not there")).unwrap(), None);
+    assert_eq!(latest(root.path().join("not there")).unwrap(), None);
     let dir = |step: usize| root.path().join(format!("step-{step:08}"));
     for step in [9, 10, 11, 12] {
         save_all(&dir(step), &zoo(), &line(2));
@@ -105,7 +105,7 @@ fn keep_newest_counts_and_removes_whole_checkpoints() {
     assert_eq!(keep(root.path(), 2, &[]), ["step-8"]);
     assert_eq!(latest(root.path()).unwrap(), Some(dir(10)));
     for step in [6, 7, 9, 10] {
-        Checkpoint::open(&dir(step)).unwrap().verify().unwrap();
+        Checkpoint::open(dir(step)).unwrap().verify().unwrap();
     }
     assert!(keep(root.path(), 9, &[]).is_empty());
     assert!(keep(&root.path().join("not there"), 1, &[]).is_empty());
@@ -131,8 +131,8 @@ fn links_are_not_checkpoints() {
     let moved = elsewhere.path().join("step-00000002").canonicalize().unwrap();
     let links = [(12, dir(4).canonicalize().unwrap()), (13, moved), (14, root.path().join("nowhere")), (15, dir(15))];
     assert_eq!(found.links, links.map(|(step, target)| (dir(step), target)));
-    assert_eq!(alias_target(&dir(12)), Some(dir(4).canonicalize().unwrap()));
-    assert_eq!(alias_target(&dir(4)), None);
+    assert_eq!(alias_target(dir(12)), Some(dir(4).canonicalize().unwrap()));
+    assert_eq!(alias_target(dir(4)), None);
 
     let out = crate::cli::succeeds(&["inspect", crate::cli::text(root.path())]);
     assert_eq!(out.matches("not used by runs").count(), 2, "{out}");
@@ -150,6 +150,6 @@ fn links_are_not_checkpoints() {
         assert!(dir(step).symlink_metadata().unwrap().is_symlink(), "{step}");
     }
     for name in ["step-00000002", "step-00000020", "moved"] {
-        Checkpoint::open(&elsewhere.path().join(name)).unwrap().verify().unwrap();
+        Checkpoint::open(elsewhere.path().join(name)).unwrap().verify().unwrap();
     }
 }

@@ -175,7 +175,7 @@ pub(crate) fn opens_a_single_object() {
     let dir = Path::new("s3://bucket/single/step-1");
     save_all(dir, &zoo(), &line(1));
     let name = names("single/step-1").remove(1);
-    let source = fsdp_ckpt::open(&dir.join(&name)).unwrap();
+    let source = fsdp_ckpt::open(dir.join(&name)).unwrap();
     assert_eq!(source.tensors().len(), zoo().len());
 }
 
@@ -270,7 +270,7 @@ pub(crate) fn file_urls_are_directories() {
     let found = latest(Path::new(&dir).parent().unwrap()).unwrap().unwrap();
     assert_eq!(found, Path::new(&dir));
     Checkpoint::open(&found).unwrap().verify().unwrap();
-    Checkpoint::open(&root.path().join("run/step-00000003")).unwrap();
+    Checkpoint::open(root.path().join("run/step-00000003")).unwrap();
     let message = Checkpoint::open(Path::new("file://host/run")).unwrap_err().to_string();
     assert!(message.contains("file:///path"), "{message}");
 }

@@ -17,7 +17,7 @@ impl Args {
     /// # Errors
     /// As [`find_program`], and [`Error::Usage`] for options that contradict each other.
     pub fn into_spec(self) -> Result<LaunchSpec> {
-        self.spec_with(find_program)
+        self.spec_with(|program| find_program(program))
     }
 
     /// Like [`into_spec`](Self::into_spec), but does not build the program: returns the command that would build it.

@@ -34,7 +34,12 @@ impl Index {
         let mut header = [0; HEADER];
         let read = file.read_at(&mut header, 0).with_context(cannot)?;
         ensure!(
-            read == HEADER && header.starts_with(MAGIC),
+            read == HEADER || !header[..read].starts_with(MAGIC),
+            "{} is cut off after {len} bytes: the header of an index of Megatron-LM has {HEADER}. Copy it again",
+            path.display()
+        );
+        ensure!(
+            header.starts_with(MAGIC),
             "{} is not an index of Megatron-LM: its first bytes are {}, not MMIDIDX. Remove it if {} holds raw ids",
             path.display(),
             shown(&header[..read.min(MAGIC.len())]),

@@ -104,6 +104,7 @@ fn damaged_files_are_named() {
         (&data, with(24, 0xff), "its header says"),
         (&data, with(index.len() - 8, 9), "documents of sequences 0 to 9, but 4 sequences"),
         (&data, Vec::new(), "its first bytes are missing"),
+        (&data, index[..20].to_vec(), "is cut off after 20 bytes"),
     ] {
         let message = message(data, Some(&index), OPTIONS);
         assert!(message.contains(expected), "{message}");

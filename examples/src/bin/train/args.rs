@@ -109,14 +109,14 @@ pub(crate) struct Args {
     ///
     /// Each text of a record (--text-field) is a document, which ends with the tokenizer's end token. A mixture such as
     /// a.parquet:0.7,'b/*.jsonl.zst':0.3 has these shares of the tokens. Corpora may be larger than memory: they are read
-    /// and tokenised while training. Plain text files are read whole, as one text.
+    /// and tokenised while training. Plain text files up to 256 MiB are read whole, as one text.
     ///
     /// A .bin file holds unsigned 16-bit little-endian token ids (--token-bits), or is one of llm.c or of Megatron-LM with
     /// its .idx. Text is tokenised by the model directory's tokenizer.json, or byte by byte without one. A directory is
     /// read recursively in the order of names. Hidden files, directories named target, symbolic links and binary files
     /// are skipped. Without --data, the text is the .rs, .md and .toml files of the Cargo workspace around the current
-    /// directory. The data repeats when it is used up. A file of a dataset on the hub, such as org/texts:data/train.txt,
-    /// is downloaded as --model is. See docs/data.md.
+    /// directory. The data repeats when it is used up. Files of a dataset on the hub, such as org/texts:data/train.txt
+    /// or org/texts:'data/*.parquet', are downloaded as --model is. See docs/data.md.
     #[arg(long, value_name = "PATH|NAME", help_heading = "Data")]
     #[serde(serialize_with = "optional_path")]
     pub(crate) data: Option<PathBuf>,

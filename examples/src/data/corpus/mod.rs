@@ -4,6 +4,7 @@
 //! Evaluation reads them by position.
 
 use std::fmt;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -12,7 +13,7 @@ use crc_fast::CrcAlgorithm;
 use fsdp_core::ProcessGroup;
 use fsdp_corpus::documents;
 use fsdp_corpus::files::{Content, Files};
-use fsdp_corpus::format::{Compression, Format};
+use fsdp_corpus::format::{Compression, CorpusFile, Format};
 use fsdp_corpus::memory::InMemory;
 use fsdp_corpus::mixture::{Mixture, Source, Weighted, parse};
 use fsdp_corpus::sequence::Pack;
@@ -31,6 +32,8 @@ mod tokenizer;
 pub use mixed::MixedCorpus;
 pub use tokenizer::CorpusTokenizer;
 
+/// Largest text that is read whole, in bytes.
+const PLAIN: u64 = if cfg!(test) { 2000 } else { 256 << 20 };
 /// Largest number of tokens to evaluate on that are kept in memory.
 const EVALUATED: usize = 1 << 25;
 
@@ -86,8 +89,8 @@ impl Corpora {
         Ok(Corpora { sources, path: path.to_owned(), options })
     }
 
-    /// Returns whether [`Data`](crate::data::Data) reads the files: a file or a directory of text without compression, or
-    /// of 16-bit ids without a header or an index, if attention may cross documents.
+    /// Returns whether [`Data`](crate::data::Data) reads the files: a file or a directory of text without compression that
+    /// is not too large, or of 16-bit ids without a header or an index, if attention may cross documents.
     ///
     /// # Errors
     /// A file can't be read.
@@ -97,7 +100,17 @@ impl Corpora {
             return Ok(false);
         }
         match &files.content {
-            Content::Documents(found) => Ok(found.iter().all(|file| file.format == Format::Text(Compression::None))),
+            Content::Documents(found) => {
+                let mut size = 0;
+                for CorpusFile { path, format } in found {
+                    let status = fs::metadata(path).with_context(|| format!("cannot read {}", path.display()))?;
+                    size += status.len();
+                    if *format != Format::Text(Compression::None) || size > PLAIN {
+                        return Ok(false);
+                    }
+                }
+                Ok(true)
+            }
             Content::Tokens(paths) => {
                 let raw = paths.iter().map(|path| tokens::is_raw(path)).collect::<Result<Vec<bool>>>()?;
                 Ok(self.options.width != Some(Width::U32) && raw.into_iter().all(|is_raw| is_raw))

@@ -33,7 +33,7 @@ fn names_refused_globals() {
         }
     }
     // A DCP checkpoint leaves out such values, and its tensors stay readable.
-    let dcp = open(&fixture("dcp")).unwrap();
+    let dcp = open(fixture("dcp")).unwrap();
     assert_eq!(dcp.unreadable()["half"], "a pickle that uses fractions.Fraction");
     assert_eq!(dcp.unreadable()["state"], "a whole number of 17 bytes");
     assert_eq!(dcp.values()["seed"], u64::MAX);
@@ -192,7 +192,7 @@ fn detects_damaged_checkpoints() {
     let root = copy(&fixture("dcp"));
     let path = root.path().join("__0_0.distcp");
     let good = std::fs::read(&path).unwrap();
-    let sound = TorchDcp::open(&fixture("dcp")).unwrap();
+    let sound = TorchDcp::open(fixture("dcp")).unwrap();
     let mut noticed = 0;
     for at in (0..good.len()).step_by(3) {
         let mut bad = good.clone();

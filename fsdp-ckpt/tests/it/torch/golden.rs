@@ -13,9 +13,9 @@ const RUNS: [&str; 2] = ["llama_tiny", "gpt2_tiny"];
 #[test]
 fn classic_format_equals_hugging_face_layout() {
     for run in RUNS {
-        let classic = open(&recorded(run).join("dcp_step10")).unwrap();
+        let classic = open(recorded(run).join("dcp_step10")).unwrap();
         assert_eq!(classic.format(), Format::TorchDcp);
-        let layout = HfModel::open(&recorded(run).join("dcp_step10_hf")).unwrap();
+        let layout = HfModel::open(recorded(run).join("dcp_step10_hf")).unwrap();
         assert!(layout.tensors().len() > 10);
         for (fqn, tensor) in layout.tensors() {
             let name = format!("model.{fqn}");
@@ -39,7 +39,7 @@ fn classic_format_equals_hugging_face_layout() {
 
 #[test]
 fn reads_optimizer_state_and_values() {
-    let classic = open(&recorded("llama_tiny/dcp_step10")).unwrap();
+    let classic = open(recorded("llama_tiny/dcp_step10")).unwrap();
     let step = classic.tensor("optim.state.lm_head.weight.step").unwrap();
     assert_eq!((step.dtype, &step.shape[..]), (DType::F32, &[][..]));
     assert_eq!(whole(&*classic, "optim.state.lm_head.weight.step").unwrap(), 10f32.to_le_bytes());
@@ -53,7 +53,7 @@ fn reads_optimizer_state_and_values() {
 
 #[test]
 fn shares_of_ranks_verify_everything_once() {
-    let classic = open(&recorded("gpt2_tiny/dcp_step10")).unwrap();
+    let classic = open(recorded("gpt2_tiny/dcp_step10")).unwrap();
     let all = classic.verify().unwrap();
     assert_eq!(all.bytes, classic.tensors().values().map(|tensor| tensor.bytes()).sum::<u64>());
     let shares: Vec<_> = (0..3).map(|rank| classic.verify_share(rank, 3).unwrap()).collect();

@@ -10,9 +10,9 @@ use super::{fixture, whole};
 
 #[test]
 fn reads_every_view() {
-    let state = open(&fixture("views.pt")).unwrap();
+    let state = open(fixture("views.pt")).unwrap();
     assert_eq!(state.format(), Format::TorchFile);
-    let expected = SafetensorsFile::open(&fixture("views.safetensors")).unwrap();
+    let expected = SafetensorsFile::open(fixture("views.safetensors")).unwrap();
     assert_eq!(expected.names().count(), 12);
     for fqn in expected.names() {
         let info = expected.info(fqn).unwrap();
@@ -36,7 +36,7 @@ fn reads_every_view() {
 
 #[test]
 fn non_tensors_are_values() {
-    let state = open(&fixture("views.pt")).unwrap();
+    let state = open(fixture("views.pt")).unwrap();
     assert_eq!(whole(&*state, "optimizer.state.0.step").unwrap(), 4f32.to_le_bytes());
     assert_eq!(state.tensor("mixed.1").unwrap().shape, [2]);
     let expected = json!({
@@ -73,13 +73,13 @@ fn detects_formats_by_content() {
     let path = root.path().join("text.pt");
     std::fs::write(&path, "text").unwrap();
     assert!(open(&path).unwrap_err().to_string().ends_with("text.pt: it is not a zip file of torch.save"));
-    let legacy = open(&fixture("legacy.bin")).unwrap_err().to_string();
+    let legacy = open(fixture("legacy.bin")).unwrap_err().to_string();
     assert!(
         legacy.contains("legacy.bin: it is in the format of PyTorch before 1.6, which is not supported"),
         "{legacy}"
     );
 
-    let lone = open(&fixture("tensor.pt")).unwrap();
+    let lone = open(fixture("tensor.pt")).unwrap();
     assert_eq!(lone.tensor("tensor").unwrap().dtype, DType::F32);
 }
 
@@ -120,7 +120,7 @@ fn detects_every_flipped_bit_of_data() {
     let root = tempfile::tempdir().unwrap();
     let path = root.path().join("linear.pt");
     let good = std::fs::read(fixture("linear.pth")).unwrap();
-    let sound = TorchFile::open(&fixture("linear.pth")).unwrap();
+    let sound = TorchFile::open(fixture("linear.pth")).unwrap();
     let mut noticed = 0;
     for at in 0..good.len() {
         let mut bad = good.clone();
@@ -154,7 +154,7 @@ fn views_and_layouts_that_are_not_known_are_refused_by_name() {
         ("meta", "torch._utils._rebuild_meta_tensor_no_storage"),
         ("nested", "torch._utils._rebuild_nested_tensor"),
     ] {
-        let error = open(&fixture(&format!("{name}.pt"))).unwrap_err().to_string();
+        let error = open(fixture(&format!("{name}.pt"))).unwrap_err().to_string();
         assert!(error.contains(&format!("{name}.pt")) && error.contains(expected), "{error}");
     }
 }

@@ -42,7 +42,7 @@ fn dcp_round_trips_at_any_world_size() {
 fn rewrites_a_checkpoint_of_pytorch() {
     for run in ["llama_tiny", "gpt2_tiny"] {
         let root = tempfile::tempdir().unwrap();
-        let source = open(&recorded(run).join("dcp_step10")).unwrap();
+        let source = open(recorded(run).join("dcp_step10")).unwrap();
         let dcp = written(&root.path().join("again"), &*source, 3);
         assert_same_tensors(&dcp, &*source);
         assert_eq!(dcp.values(), source.values());

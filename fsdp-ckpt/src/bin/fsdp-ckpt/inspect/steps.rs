@@ -44,7 +44,7 @@ pub(super) fn list(dir: &Path) -> Vec<Step> {
         let growing = name.strip_prefix('.').and_then(|rest| rest.split_once(".tmp-")).map(|(target, _)| target);
         let quarantined = fsdp_ckpt::name_before_quarantine(&name);
         let Some(number) = number_of(quarantined.or(growing).unwrap_or(&name)) else { continue };
-        let state = match (fsdp_ckpt::alias_target(&entry.path()), fsdp_ckpt::open(&entry.path())) {
+        let state = match (fsdp_ckpt::alias_target(entry.path()), fsdp_ckpt::open(entry.path())) {
             _ if quarantined.is_some() => State::Quarantined,
             (Some(target), _) => State::Link(target),
             _ if growing.is_some() => State::Unfinished,
