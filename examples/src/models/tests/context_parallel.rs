@@ -4,13 +4,16 @@
 
 use std::env;
 use std::panic::catch_unwind;
+use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device};
 use fsdp_candle::activation_checkpoint::CheckpointPolicy;
 use fsdp_candle::initializer::Philox;
 use fsdp_candle::nn::IGNORED;
 use fsdp_candle::random::{RngState, set_rng_state};
-use fsdp_candle::{AttentionExchange, DeviceChoice, FullyShard, SGD, SgdConfig, ShardedVarMap, World};
+use fsdp_candle::{
+    AttentionExchange, DeviceChoice, FsdpParam, FullyShard, ReduceOp, SGD, SgdConfig, ShardedVarMap, World,
+};
 use fsdp_core::process_group::local;
 
 use crate::data::MicroBatch;
@@ -54,6 +57,8 @@ struct Plan {
     filled: Vec<usize>,
     dropout: f64,
     recomputes: bool,
+    /// F64 has no fused operations, but shows small errors.
+    dtype: DType,
 }
 
 impl Plan {
@@ -104,7 +109,7 @@ impl Plan {
         let sequence = mesh[2] > 1 && draw.below(2) == 0;
         let steps = 2 * mesh[1] * if sequence { mesh[2] } else { 1 } * (1 + draw.below(3));
         let batch = 1 + draw.below(2);
-        let rows = 2 * mesh[0] * batch;
+        let rows = mesh[0] * batch;
         let filled = (0..rows).map(|_| if draw.below(3) == 0 { draw.below(steps) + 1 } else { steps }).collect();
         let has_documents = draw.below(2) == 0;
         let documents = (0..rows).map(|_| {
@@ -127,6 +132,7 @@ impl Plan {
             filled,
             dropout: if draw.below(3) == 0 { 0.3 } else { 0. },
             recomputes: draw.below(2) == 0,
+            dtype: draw.one_of(&[DType::F32, DType::F64]),
         }
     }
 
@@ -146,42 +152,41 @@ impl Plan {
         }
     }
 
-    /// Takes two steps whose change of the parameters is the gradient. Returns the losses and the parameters.
-    fn train(&self, world: &World, ranks: Ranks) -> (Vec<f64>, Vec<(String, Tensor)>) {
+    /// Takes a step whose change of the parameters is the gradient. Returns the loss and the parameters.
+    fn train(&self, world: &World, ranks: Ranks) -> (f64, Vec<(String, Vec<f64>)>) {
         let config = ModelConfig::parse(&self.config).unwrap();
         let vars: ShardedVarMap = ranks.vars(world).unwrap();
         vars.init_with(Philox::new(3)).unwrap();
         let context = ranks.context(&vars, self.exchange).unwrap();
         let mesh = ranks.tensor_mesh(&vars).unwrap();
         let options = ModelOptions {
-            dtype: DType::F32,
+            dtype: self.dtype,
             positions: self.steps,
             checkpoints: CheckpointPolicy::every(usize::from(self.recomputes)),
             dropout: Dropout { embedding: self.dropout, hidden: self.dropout, attention: self.dropout },
             parallel: mesh.map(|mesh| TensorParallel::new(mesh, self.sequence).unwrap()),
         };
         let model = build(&config, &FullyShard::new(&vars), &vars, options).unwrap();
-        let mut optim = SGD::new(vars.trainable(), SgdConfig { lr: 0.5, ..SgdConfig::default() }).unwrap();
-        let of_step = self.mesh[0] * self.batch;
-        let own = of_step / ranks.data();
-        let mut losses = vec![];
-        for step in 0..2 {
-            let total = self.rows(step * of_step, of_step).counted;
-            let first = step * of_step + ranks.data_rank(world.rank()) * own;
-            let batch = Batch::new(self.rows(first, own), &Device::Cpu, context.as_ref()).unwrap();
-            model.inner().set_training(true);
-            set_rng_state(RngState { first_row: first as u64, ..RngState::new(7) });
-            // The average over ranks is the mean over the data.
-            let factor = (ranks.data() * ranks.context) as f64 / total.max(1) as f64;
-            let loss = (cross_entropy_sum(&model, &batch).unwrap() * factor).unwrap();
-            let grads = model.backward(&loss).unwrap();
-            optim.step(&grads).unwrap();
-            losses.push(f64::from(world.mean(&loss).unwrap()));
-        }
-        let whole = |param: &std::sync::Arc<fsdp_candle::FsdpParam>| {
-            (param.name().to_owned(), param.dtensor().full_tensor().unwrap())
+        let mut optim = SGD::new(vars.trainable(), SgdConfig { lr: 1., ..SgdConfig::default() }).unwrap();
+        let all = self.mesh[0] * self.batch;
+        let own = all / ranks.data();
+        let first = ranks.data_rank(world.rank()) * own;
+        let batch = Batch::new(self.rows(first, own), &Device::Cpu, context.as_ref()).unwrap();
+        model.inner().set_training(true);
+        set_rng_state(RngState { first_row: first as u64, ..RngState::new(7) });
+        // The average over ranks is the mean over the data.
+        let factor = (ranks.data() * ranks.context) as f64 / self.rows(0, all).counted.max(1) as f64;
+        let loss = (cross_entropy_sum(&model, &batch).unwrap() * factor).unwrap();
+        let grads = model.backward(&loss).unwrap();
+        optim.step(&grads).unwrap();
+        let whole = |param: &Arc<FsdpParam>| {
+            let values = param.dtensor().unwrap().full_tensor().unwrap().to_dtype(DType::F64).unwrap();
+            (param.name().to_owned(), values.flatten_all().unwrap().to_vec1().unwrap())
         };
-        (losses, vars.params().iter().map(whole).collect())
+        (
+            world.all_reduce(&[loss.to_dtype(DType::F64).unwrap().to_scalar().unwrap()], ReduceOp::Avg).unwrap()[0],
+            vars.params().iter().map(whole).collect(),
+        )
     }
 }
 
@@ -196,17 +201,17 @@ fn check(seed: u64) {
         let (want, params) = plan.train(&World::single().unwrap(), one);
         let [data, context, tensor] = plan.mesh;
         let ranks = Ranks::new(data * context * tensor, 1, context, tensor).unwrap();
-        let params: Vec<(String, Vec<f32>)> =
-            params.into_iter().map(|(name, values)| (name, values.flatten_all().unwrap().to_vec1().unwrap())).collect();
         local::run(data * context * tensor, |group| {
-            let (losses, found) = plan.train(&world(group), ranks);
-            for (found, want) in losses.iter().zip(&want) {
-                assert!((found - want).abs() < 1e-5 * want.abs().max(1.), "losses {losses:?}, not {want:?}");
-            }
+            let (loss, found) = plan.train(&world(group), ranks);
+            // Routers and Gemma's norms compute in F32. Gradients of words sum up terms that cancel.
+            let is_exact =
+                plan.dtype == DType::F64 && !["mixtral", "gemma2"].iter().any(|name| plan.config.contains(name));
+            let limit = if is_exact { 1e-9 } else { 5e-5 };
+            assert!((loss - want).abs() < limit * want.abs().max(1.), "the loss is {loss}, not {want}");
             for ((name, found), (_, want)) in found.iter().zip(&params) {
-                let found: Vec<f32> = found.flatten_all().unwrap().to_vec1().unwrap();
+                let largest = want.iter().fold(1f64, |largest, want| largest.max(want.abs()));
                 for (found, want) in found.iter().zip(want) {
-                    assert!((found - want).abs() < 2e-5 * want.abs().max(1.), "{name}: {found}, not {want}");
+                    assert!((found - want).abs() < limit * largest, "{name}: {found}, not {want}");
                 }
             }
         });
