@@ -7,10 +7,7 @@ use fsdp_core::process_group::local;
 use super::*;
 use crate::activation_checkpoint::checkpoint;
 use crate::nn::rotary_emb::{rope, rope_i, rope_thd};
-use crate::nn::{
-    self, AttentionOptions, Documents, Rotary, attention, attention_in_documents, attention_qkv,
-    attention_qkv_in_documents,
-};
+use crate::nn::{self, AttentionOptions, Documents, Rotary, attention, attention_in_documents};
 use crate::random::{self, Part, RngState, in_part};
 
 const EXCHANGES: [AttentionExchange; 2] = [AttentionExchange::Gather, AttentionExchange::Heads];
@@ -85,51 +82,6 @@ fn compare(
 
 fn documents(rows: &[&[usize]]) -> Documents {
     Documents::new(rows.iter().map(|row| row.to_vec()).collect()).unwrap()
-}
-
-#[test]
-fn attention_over_ranks_is_that_of_whole_sequences() {
-    let (batch, steps, dim) = (2, 24, 4);
-    let causal = AttentionOptions::causal(0.5);
-    let all = [
-        causal,
-        AttentionOptions::bidirectional(0.5),
-        AttentionOptions { window: Some(5), ..causal },
-        AttentionOptions { window: Some(7), ..AttentionOptions::bidirectional(0.5) },
-        AttentionOptions { softcap: Some(2.), ..causal },
-        AttentionOptions { dropout: 0.3, ..causal },
-    ];
-    // Documents that end within chunks, and one that is longer than any rank's part.
-    let packed = documents(&[&[5, 1, 14, 4], &[24]]);
-    for (ranks, heads, kv_heads) in [(2, 4, 2), (3, 6, 3), (4, 4, 4), (2, 3, 3), (3, 2, 1)] {
-        for exchange in EXCHANGES {
-            if exchange == AttentionExchange::Heads && kv_heads % ranks > 0 {
-                continue;
-            }
-            for options in all {
-                for packed in [None, Some(&packed)] {
-                    for dtype in [DType::F32, DType::BF16, DType::F64] {
-                        let limit = if dtype == DType::BF16 { 3e-2 } else { 2e-5 };
-                        let what = format!("{heads} and {kv_heads} heads, {options:?}, {packed:?}, {dtype:?}");
-                        let of = |heads: usize, seed| noise(&[batch, steps, heads * dim], seed, dtype);
-                        let weights = of(heads, 4);
-                        let inputs = [of(heads, 1), of(kv_heads, 2), of(kv_heads, 3)];
-                        compare(ranks, exchange, &inputs, &weights, limit, &what, |x| match packed {
-                            Some(packed) => {
-                                attention_in_documents(&x[0], &x[1], &x[2], heads, kv_heads, &options, packed)
-                            }
-                            None => attention(&x[0], &x[1], &x[2], heads, kv_heads, &options),
-                        });
-                        let qkv = [Tensor::cat(&inputs, 2).unwrap()];
-                        compare(ranks, exchange, &qkv, &weights, limit, &format!("qkv, {what}"), |x| match packed {
-                            Some(packed) => attention_qkv_in_documents(&x[0], heads, kv_heads, &options, packed),
-                            None => attention_qkv(&x[0], heads, kv_heads, &options),
-                        });
-                    }
-                }
-            }
-        }
-    }
 }
 
 #[test]
