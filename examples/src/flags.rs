@@ -4,8 +4,9 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use anyhow::Context;
+use clap::ValueEnum;
 use fsdp_candle::activation_checkpoint::{ActivationOffload, CheckpointPolicy};
-use fsdp_candle::{ReshardAfterForward, World};
+use fsdp_candle::{AttentionExchange, ReshardAfterForward, World};
 use serde::{Serialize, Serializer};
 
 /// Parses `--reshard-after-forward`.
@@ -34,6 +35,25 @@ pub fn positive(text: &str) -> Result<f64, String> {
 /// Parses a number of at least 0.
 pub fn not_negative(text: &str) -> Result<f64, String> {
     number(text, "a number of at least 0, such as 0.1", |x| x >= 0.0)
+}
+
+/// `--context-exchange`: how attention gets what the ranks of `--context-parallel` hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum ContextExchange {
+    /// Keys and values of all processes are gathered; for any number of heads
+    Gather,
+    /// Heads are exchanged for positions (Ulysses); N must divide the model's key heads
+    Heads,
+}
+
+impl From<ContextExchange> for AttentionExchange {
+    fn from(exchange: ContextExchange) -> Self {
+        match exchange {
+            ContextExchange::Gather => AttentionExchange::Gather,
+            ContextExchange::Heads => AttentionExchange::Heads,
+        }
+    }
 }
 
 /// `--activation-offload`: storage of the inputs of recomputed blocks between forward and backward.

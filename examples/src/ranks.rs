@@ -1,53 +1,61 @@
-//! Mesh of a run: replicas of the model, shards of a replica, and tensor-parallel ranks.
+//! Mesh of a run: replicas of the model, shards of a replica, context-parallel and tensor-parallel ranks.
 
 use anyhow::ensure;
-use fsdp_candle::{DataParallelMeshDims, ShardedVarMap, World};
+use fsdp_candle::{AttentionExchange, ContextParallel, DataParallelMeshDims, ShardedVarMap, World};
 use fsdp_core::DeviceMesh;
 
 /// Names of the mesh dimensions.
 const REPLICATE: &str = "dp_replicate";
 const SHARD: &str = "dp_shard";
+const CONTEXT: &str = "cp";
 const TENSOR: &str = "tp";
 
-/// Sizes of the mesh. Neighbouring ranks are tensor-parallel, then come the shards of a replica, then the replicas.
+/// Sizes of the mesh. Neighbouring ranks are tensor-parallel, then come those that share sequences, then the shards of a
+/// replica, then the replicas. Parameters are sharded over the ranks that share sequences, too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ranks {
     /// Replicas of the model.
     pub replicate: usize,
-    /// Shards of a replica.
+    /// Shards of a replica that read different data.
     pub shard: usize,
+    /// Context-parallel ranks, which share each sequence.
+    pub context: usize,
     /// Tensor-parallel ranks, which read the same data.
     pub tensor: usize,
 }
 
 impl Ranks {
-    /// Divides `size` ranks by `--replicate` and `--tensor-parallel`.
+    /// Divides `size` ranks by `--replicate`, `--context-parallel` and `--tensor-parallel`.
     ///
     /// ```
     /// use fsdp_train::ranks::Ranks;
     ///
-    /// let ranks = Ranks::new(8, 2, 2)?;
+    /// let ranks = Ranks::new(8, 2, 1, 2)?;
     /// assert_eq!((ranks.shard, ranks.data()), (2, 4));
     /// // Two neighbours read the same data.
     /// assert_eq!((0..8).map(|rank| ranks.data_rank(rank)).collect::<Vec<_>>(), [0, 0, 1, 1, 2, 2, 3, 3]);
-    /// assert!(Ranks::new(8, 3, 1).is_err());
+    /// // Four share each sequence, and the model is sharded over all eight.
+    /// let ranks = Ranks::new(8, 1, 4, 1)?;
+    /// assert_eq!((ranks.data(), ranks.shards()), (2, 8));
+    /// assert!(Ranks::new(8, 3, 1, 1).is_err());
     /// # anyhow::Ok(())
     /// ```
-    pub fn new(size: usize, replicate: usize, tensor: usize) -> anyhow::Result<Self> {
-        let flags = [("--replicate", replicate), ("--tensor-parallel", tensor)];
+    pub fn new(size: usize, replicate: usize, context: usize, tensor: usize) -> anyhow::Result<Self> {
+        let flags = [("--replicate", replicate), ("--context-parallel", context), ("--tensor-parallel", tensor)];
         for (flag, number) in flags {
             ensure!(
                 number > 0 && size.is_multiple_of(number),
                 "{flag} {number} does not divide the {size} processes: start a multiple of {number}, or change it"
             );
         }
-        let both = replicate.saturating_mul(tensor);
+        let all = replicate.saturating_mul(context).saturating_mul(tensor);
+        let given = flags.iter().filter(|(_, number)| *number > 1).map(|(flag, number)| format!("{flag} {number}"));
         ensure!(
-            size.is_multiple_of(both),
-            "--replicate {replicate} times --tensor-parallel {tensor} does not divide the {size} processes: start a \
-             multiple of {both}, or change one of them"
+            size.is_multiple_of(all),
+            "{} does not divide the {size} processes: start a multiple of {all}, or change one of them",
+            given.collect::<Vec<_>>().join(" times ")
         );
-        Ok(Ranks { replicate, shard: size / both, tensor })
+        Ok(Ranks { replicate, shard: size / all, context, tensor })
     }
 
     /// Returns the number of ranks that read different data.
@@ -55,21 +63,45 @@ impl Ranks {
         self.replicate * self.shard
     }
 
-    /// Returns the index of `rank` among the ranks that read different data. Tensor-parallel ranks have the same index.
+    /// Returns the number of shards of a replica, as far as ranks do not compute layers together.
+    pub fn shards(&self) -> usize {
+        self.shard * self.context
+    }
+
+    /// Returns the index of `rank` among the ranks that read different data. Context-parallel and tensor-parallel ranks
+    /// have the same index.
     pub fn data_rank(&self, rank: usize) -> usize {
-        rank / self.tensor
+        rank / (self.context * self.tensor)
     }
 
     /// Creates the variables of a model on this mesh. Collective.
     pub fn vars(&self, world: &World) -> fsdp_candle::Result<ShardedVarMap> {
         let of = |name, size: usize| (size > 1).then_some((name, size));
-        let dims = [of(REPLICATE, self.replicate), Some((SHARD, self.shard)), of(TENSOR, self.tensor)];
+        let dims = [
+            of(REPLICATE, self.replicate),
+            Some((SHARD, self.shard)),
+            of(CONTEXT, self.context),
+            of(TENSOR, self.tensor),
+        ];
         let mesh = world.mesh(&dims.into_iter().flatten().collect::<Vec<_>>())?;
-        if self.tensor == 1 {
+        if self.context * self.tensor == 1 {
             return Ok(ShardedVarMap::new(&mesh, world.device()));
         }
         let replicate: &[&str] = if self.replicate > 1 { &[REPLICATE] } else { &[] };
-        ShardedVarMap::with_dp_mesh_dims(&mesh, &DataParallelMeshDims { shard: &[SHARD], replicate }, world.device())
+        let shard: &[&str] = if self.context > 1 { &[SHARD, CONTEXT] } else { &[SHARD] };
+        ShardedVarMap::with_dp_mesh_dims(&mesh, &DataParallelMeshDims { shard, replicate }, world.device())
+    }
+
+    /// Returns the ranks that share sequences with this one, if there are several.
+    pub fn context(
+        &self,
+        vars: &ShardedVarMap,
+        exchange: AttentionExchange,
+    ) -> fsdp_candle::Result<Option<ContextParallel>> {
+        Ok(match self.context {
+            1 => None,
+            _ => Some(ContextParallel::with_exchange(vars.mesh().slice(&[CONTEXT])?.group(0)?, exchange)),
+        })
     }
 
     /// Returns the mesh of the tensor-parallel ranks, if there are several.

@@ -67,6 +67,7 @@ mod adapter;
 mod autograd;
 mod checkpoints;
 pub mod collectives;
+mod context_parallel;
 mod data_parallel;
 mod disk;
 mod display;
@@ -99,6 +100,7 @@ mod world;
 
 pub use autograd::no_grad;
 pub use checkpoints::{CheckpointManager, Resumed, TrainState};
+pub use context_parallel::{AttentionExchange, ContextParallel};
 pub use data_parallel::{DataParallelMeshDims, ShardMesh};
 pub use disk::StateOnDisk;
 pub use dtensor::{DTensor, Operand, PartialNorm, Redistribution, distribute_tensor, distribute_tensor_from};

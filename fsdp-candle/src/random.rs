@@ -39,6 +39,7 @@ use rand_philox::{Philox, splitmix64};
 use scopeguard::defer;
 use serde::{Deserialize, Serialize};
 
+use crate::context_parallel::{self, Positions};
 use crate::kernels::Draw;
 
 /// Increment of a Weyl sequence, whose multiples are far apart.
@@ -140,13 +141,27 @@ pub(crate) struct Mask(pub(crate) Draw);
 impl Mask {
     /// Draws for a tensor of this shape. The probability of a drop is below 1. Fails if the tensor cannot be the
     /// [`Part`] of another tensor, or if a row is too large.
+    /// In a context-parallel forward, the tensor is a part `[batch, T, ..]` of sequences.
     pub(crate) fn draw(probability: f64, dims: &[usize]) -> Result<Self> {
+        let Some(scope) = context_parallel::current() else { return Self::draw_at(probability, dims, None) };
+        let part = STATE.get().part.filter(|part| part.dim == 1 && part.count > 1);
+        let &[_, steps, _] = dims else {
+            bail!("random: in a context-parallel forward, dropout takes [batch, T, width], found {dims:?}")
+        };
+        let (index, count) = part.map_or((0, 1), |part| (part.index, part.count));
+        let positions = scope.context().positions_of(steps * count).skip(index * steps);
+        Self::draw_at(probability, dims, Some(positions))
+    }
+
+    /// [`Mask::draw`] for lines at these positions. Then a part of the dimension of the lines is not looked at.
+    pub(crate) fn draw_at(probability: f64, dims: &[usize], lines: Option<Positions>) -> Result<Self> {
         let state = STATE.get();
         let mut first = [state.first_row, 0, 0, 0];
         let split = match state.part {
             Some(Part { dim, index, count }) if dim >= dims.len() || index >= count => {
                 bail!("random: a tensor of shape {dims:?} is not part {index} of {count} along dimension {dim}")
             }
+            Some(Part { dim, .. }) if lines.is_some() && dim + 2 == dims.len() => None,
             Some(Part { dim, index, count }) if count > 1 => Some((dim, (index * dims[dim]) as u64)),
             _ => None,
         };
@@ -175,7 +190,10 @@ impl Mask {
             let planes = if dim == 1 && dims.len() > 4 { product(&dims[2..dims.len() - 2]) } else { 1 };
             first[coordinate(dim)] += before * planes;
         }
+        let Positions { first: first_line, gap_at, gap } = lines.unwrap_or(Positions::from(0));
+        first[2] += first_line as u64;
         let [planes, lines, columns] = [0, 1, 2].map(|at| first[at + 1] + extents[at]);
+        let lines = lines + gap as u64;
         let most = 1u64 << COORDINATE_BITS;
         let is_flat = planes <= 1 && lines <= 1;
         if !(is_flat || columns <= most && (planes <= 1 || lines <= most) && planes <= 1 << 16) {
@@ -191,6 +209,8 @@ impl Mask {
             key: splitmix64(of_seed.wrapping_add(state.calls.wrapping_mul(WEYL))),
             first,
             extents,
+            gap_at: gap_at as u64,
+            gap: gap as u64,
             threshold: (probability * 4_294_967_296.) as u32,
             scale: (1. / (1. - probability)) as f32,
         }))
@@ -210,7 +230,8 @@ impl Mask {
         let mut rest = values;
         while !rest.is_empty() {
             let [_, first_plane, first_line, first_column] = self.0.first;
-            let lines_before = ((first_plane + plane) << COORDINATE_BITS) + first_line + line;
+            let skipped_lines = if line >= self.0.gap_at { self.0.gap } else { 0 };
+            let lines_before = ((first_plane + plane) << COORDINATE_BITS) + first_line + line + skipped_lines;
             let place = (lines_before << COORDINATE_BITS) + first_column + column;
             let skipped = (place % 4) as usize;
             let until_border = usize::try_from(columns - column).unwrap_or(usize::MAX);

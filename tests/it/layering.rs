@@ -20,7 +20,7 @@ const LAYERS: [(&str, &str); 6] = [
     ("fsdp-launch", "spec report error rendezvous pmi rank job program cli watch output launch"),
     (
         "fsdp-candle",
-        "error warning autograd kernels storage disk graph upload pattern tensors collectives random extension adapter tensor_parallel \
+        "error warning autograd kernels storage disk graph upload pattern tensors collectives context_parallel random extension adapter tensor_parallel \
         data_parallel initializer world dtensor fsdp activation_checkpoint display gradcheck nn optim state_dict \
         checkpoints doc_example",
     ),
@@ -52,7 +52,10 @@ const FILES: [(&str, &str); 9] = [
          swiglu layer_norm dropout softmax attention cpu_flash_attention rotary rotary_emb batch_norm group_norm embedding \
          ops rnn moe conv pool experts loss kv_cache",
     ),
-    ("fsdp-candle/src/nn/attention", "documents options visible_keys engine composite cpu no_cuda cuda fused"),
+    (
+        "fsdp-candle/src/nn/attention",
+        "documents options visible_keys engine composite cpu no_cuda cuda fused context functions",
+    ),
     (
         "fsdp-candle/src/optim",
         "hyper_parameters moment_kind shard_update disk state reach candle_loop sharded_optimizer elementwise sgd adam \

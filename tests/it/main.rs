@@ -11,6 +11,7 @@ mod candle_transformers;
 mod changed;
 mod chaos;
 mod completions;
+mod context_parallel;
 mod corpus;
 mod directories;
 mod dpo;

@@ -14,6 +14,7 @@ fn commands() -> Vec<String> {
     let files = [
         "README.md",
         "CONTRIBUTING.md",
+        "docs/context-parallel.md",
         "docs/from-candle.md",
         "docs/gpus.md",
         "docs/memory.md",

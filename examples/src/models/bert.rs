@@ -126,17 +126,17 @@ impl BertOutput {
         })
     }
 
-    fn forward(&self, x_btc: &Tensor, rows: &Rows, drops: &ModelDropout) -> Result<Tensor> {
+    fn forward(&self, x_btc: Tensor, rows: &Rows, drops: &ModelDropout) -> Result<Tensor> {
         match self {
             BertOutput::Vocabulary { .. } => {
-                let (head, input_btc) = self.head(x_btc)?;
+                let (head, input_btc) = self.head(&x_btc)?;
                 head.forward(&input_btc)
             }
             BertOutput::Classes { pooler, classifier } => {
-                let pooled = pooler.forward(&first_token(x_btc)?.contiguous()?)?.tanh()?;
+                let pooled = pooler.forward(&first_token(&rows.whole(x_btc)?)?.contiguous()?)?.tanh()?;
                 classifier.forward(&drops.hidden(&pooled)?)
             }
-            BertOutput::Embedding { pooling, .. } => pooling.pool(x_btc, rows),
+            BertOutput::Embedding { pooling, .. } => pooling.pool(&rows.whole(x_btc)?, rows),
         }
     }
 
@@ -179,18 +179,22 @@ impl Bert {
 
     /// Returns logits `[B, T, V]` for ids `[B, T]`, or classes or embeddings of each row.
     pub fn forward(&self, ids_bt: &Tensor, rows: &Rows) -> Result<Tensor> {
-        self.output.forward(&self.hidden(ids_bt, rows)?, rows, &self.drops)
+        self.output.forward(self.hidden(ids_bt, rows)?, rows, &self.drops)
     }
 
     /// Returns hidden states `[B, T, C]`.
     pub(super) fn hidden(&self, ids_bt: &Tensor, rows: &Rows) -> Result<Tensor> {
-        let (_, t) = ids_bt.dims2()?;
-        let places = match &rows.documents {
-            Some(documents) => documents.position_ids(ids_bt.device())?,
-            None => Tensor::arange(0u32, t as u32, ids_bt.device())?,
-        };
+        rows.run(|| self.hidden_of_part(ids_bt, rows))
+    }
+
+    fn hidden_of_part(&self, ids_bt: &Tensor, rows: &Rows) -> Result<Tensor> {
+        let (batch, steps) = ids_bt.dims2()?;
+        let places = rows.position_ids(steps, ids_bt.device())?;
         let types = match &rows.types {
-            Some(types) => upload(&Tensor::from_slice(types, ids_bt.shape(), &Device::Cpu)?, ids_bt.device())?,
+            Some(types) => {
+                let types = Tensor::from_slice(types, (batch, steps * rows.ranks()), &Device::Cpu)?;
+                upload(&rows.own(&types, 1)?, ids_bt.device())?
+            }
             None => places.zeros_like()?,
         };
         let same = self.positions.forward(&places)?.broadcast_add(&self.types.forward(&types)?)?;

@@ -97,7 +97,7 @@ impl<B: CallBlock> Decoder<B> {
     /// loss, if any. Each tensor-parallel rank has the logits of its part of the vocabulary, `[B, T, V / N]`.
     pub fn forward(&self, ids_bt: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
         let (x_btc, auxiliary) = self.hidden(ids_bt, rows)?;
-        let mut logits = self.output.forward(&x_btc, rows)?;
+        let mut logits = self.output.forward(x_btc, rows)?;
         if let Some(cap) = self.logit_softcap {
             logits = ((logits / cap)?.tanh()? * cap)?;
         }
@@ -120,6 +120,10 @@ impl<B: CallBlock> Decoder<B> {
 
     /// Returns normalized hidden states `[B, T, C]`, and the experts' auxiliary loss.
     fn hidden(&self, ids_bt: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
+        rows.run(|| self.hidden_of_part(ids_bt, rows))
+    }
+
+    fn hidden_of_part(&self, ids_bt: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
         let mut x_btc = self.embedding.forward(ids_bt)?;
         if let Some(scale) = self.embedding_scale {
             x_btc = (x_btc * scale)?;
@@ -131,8 +135,9 @@ impl<B: CallBlock> Decoder<B> {
             loads.extend(load);
         }
         // Padding also chooses experts, but is not counted.
-        let tokens = rows.filled.as_ref().map_or(ids_bt.elem_count(), |filled| filled.iter().sum());
-        let auxiliary = match crate::models::experts::balance(&loads, tokens)? {
+        let all = ids_bt.elem_count() * rows.ranks();
+        let tokens = rows.filled.as_ref().map_or(all, |filled| filled.iter().sum());
+        let auxiliary = match crate::models::experts::balance(&loads, tokens, rows)? {
             Some(loss) => Some((loss * self.auxiliary)?),
             None => None,
         };

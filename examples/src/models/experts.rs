@@ -84,46 +84,51 @@ impl Experts {
         let y = y_nc.reshape((batch, steps, width))?;
 
         let load = match self.counts {
-            true => Some(load(&chosen, &probabilities_ne, &is_data(rows, tokens))?),
+            true => Some(load(&chosen, &probabilities_ne, is_data(rows, steps)?.as_deref())?),
             false => None,
         };
         Ok((y, load))
     }
 }
 
-/// Returns for each token of a batch whether it is data rather than padding.
-fn is_data(rows: &Rows, tokens: usize) -> Vec<bool> {
-    let Some(filled) = &rows.filled else { return vec![true; tokens] };
-    let steps = tokens / filled.len().max(1);
-    filled.iter().flat_map(|&filled| (0..steps).map(move |step| step < filled)).collect()
+/// Returns for each of this rank's tokens whether it is data rather than padding, or `None` if all are. A rank has `steps`
+/// tokens of a row.
+fn is_data(rows: &Rows, steps: usize) -> Result<Option<Vec<bool>>> {
+    let Some(filled) = &rows.filled else { return Ok(None) };
+    let positions = match &rows.context {
+        Some(context) => context.positions(steps * rows.ranks())?,
+        None => (0..steps as u32).collect(),
+    };
+    Ok(Some(filled.iter().flat_map(|&filled| positions.iter().map(move |&at| (at as usize) < filled)).collect()))
 }
 
 /// Returns the number of tokens of each expert, and its summed probability `[N, E]`, over the data tokens.
-fn load(chosen: &[u32], probabilities_ne: &Tensor, is_data: &[bool]) -> Result<Tensor> {
+fn load(chosen: &[u32], probabilities_ne: &Tensor, is_data: Option<&[bool]>) -> Result<Tensor> {
     let (device, (tokens, experts)) = (probabilities_ne.device(), probabilities_ne.dims2()?);
     let mut counts = vec![0f32; experts];
-    let of_tokens = chosen.chunks(chosen.len() / tokens).zip(is_data);
-    for (chosen, _) in of_tokens.filter(|(_, is_data)| **is_data) {
+    let is_data = is_data.filter(|is_data| is_data.contains(&false));
+    let of_tokens = chosen.chunks(chosen.len() / tokens).enumerate();
+    for (_, chosen) in of_tokens.filter(|(token, _)| is_data.is_none_or(|is_data| is_data[*token])) {
         chosen.iter().for_each(|&expert| counts[expert as usize] += 1.);
     }
     let counts = Tensor::from_vec(counts, experts, device)?;
-    let sums = match is_data.contains(&false) {
-        true => {
+    let sums = match is_data {
+        Some(is_data) => {
             let weights: Vec<f32> = is_data.iter().map(|&is_data| f32::from(u8::from(is_data))).collect();
             probabilities_ne.broadcast_mul(&Tensor::from_vec(weights, (tokens, 1), device)?)?.sum(0)?
         }
-        false => probabilities_ne.sum(0)?,
+        None => probabilities_ne.sum(0)?,
     };
     Tensor::stack(&[counts, sums], 0)
 }
 
 /// Returns the load-balancing loss without its coefficient, as transformers' `load_balancing_loss_func`: `E sum_e f_e
 /// p_e` over all layers, with the share `f_e` of tokens that chose an expert and its mean probability `p_e`. `loads`
-/// holds `[2, E]` of each layer, over `tokens` data tokens.
-pub(super) fn balance(loads: &[Tensor], tokens: usize) -> Result<Option<Tensor>> {
+/// holds `[2, E]` of each layer, over this rank's part of `tokens` data tokens.
+pub(super) fn balance(loads: &[Tensor], tokens: usize, rows: &Rows) -> Result<Option<Tensor>> {
     let Some((first, rest)) = loads.split_first() else { return Ok(None) };
     let sum = rest.iter().try_fold(first.clone(), |sum, load| sum + load)?;
-    let shares = (sum / (loads.len() * tokens).max(1) as f64)?;
+    let shares = (rows.sum(sum)? / (loads.len() * tokens).max(1) as f64)?;
     let product = (shares.get(0)? * shares.get(1)?)?.sum_all()?;
     Ok(Some((product * first.dim(1)? as f64)?))
 }
@@ -143,11 +148,11 @@ mod tests {
     #[test]
     fn even_load_has_the_lowest_loss() {
         let load = |counts: [f32; 2], sums: [f32; 2]| Tensor::new(&[counts, sums], &Device::Cpu).unwrap();
-        let loss = |load: &[Tensor]| balance(load, 4).unwrap().unwrap().to_scalar::<f32>().unwrap();
+        let loss = |load: &[Tensor]| balance(load, 4, &Rows::default()).unwrap().unwrap().to_scalar::<f32>().unwrap();
         assert_eq!(loss(&[load([2., 2.], [2., 2.])]), 1.);
         assert_eq!(loss(&[load([4., 0.], [3., 1.])]), 1.5);
         // Layers balance each other.
         assert_eq!(loss(&[load([4., 0.], [3., 1.]), load([0., 4.], [1., 3.])]), 1.);
-        assert!(balance(&[], 4).unwrap().is_none());
+        assert!(balance(&[], 4, &Rows::default()).unwrap().is_none());
     }
 }

@@ -118,16 +118,16 @@ impl Gpt2 {
 
     /// Returns logits `[B, T, V]` for ids `[B, T]`, or classes or embeddings of each row.
     pub fn forward(&self, ids_bt: &Tensor, rows: &Rows) -> Result<Tensor> {
-        self.output.forward(&self.hidden(ids_bt, rows)?, rows)
+        self.output.forward(self.hidden(ids_bt, rows)?, rows)
     }
 
     /// Returns normalized hidden states `[B, T, C]`.
     pub(super) fn hidden(&self, ids_bt: &Tensor, rows: &Rows) -> Result<Tensor> {
-        let (_, t) = ids_bt.dims2()?;
-        let positions = match &rows.documents {
-            Some(documents) => documents.position_ids(ids_bt.device())?,
-            None => Tensor::arange(0u32, t as u32, ids_bt.device())?,
-        };
+        rows.run(|| self.hidden_of_part(ids_bt, rows))
+    }
+
+    fn hidden_of_part(&self, ids_bt: &Tensor, rows: &Rows) -> Result<Tensor> {
+        let positions = rows.position_ids(ids_bt.dim(1)?, ids_bt.device())?;
         let x_btc = self.tokens.forward(ids_bt)?.broadcast_add(&self.positions.forward(&positions)?)?;
         let x_btc = self.drops.embedding(&x_btc)?;
         let x_btc = self.blocks.iter().try_fold(x_btc, |x_btc, block| {

@@ -160,11 +160,11 @@ impl Output {
 
     /// Returns the outputs for normalized hidden states `[B, T, C]`: logits `[B, T, V]`, logits `[B, L]` or embeddings
     /// `[B, C]`.
-    pub(super) fn forward(&self, x_btc: &Tensor, rows: &Rows) -> Result<Tensor> {
+    pub(super) fn forward(&self, x_btc: Tensor, rows: &Rows) -> Result<Tensor> {
         match self {
-            Output::Vocabulary(head) => head.forward(x_btc),
-            Output::Score(score) => score.forward(&last_token(x_btc, rows)?),
-            Output::Pooled(pooling) => pooling.pool(x_btc, rows),
+            Output::Vocabulary(head) => head.forward(&x_btc),
+            Output::Score(score) => score.forward(&last_token(&rows.whole(x_btc)?, rows)?),
+            Output::Pooled(pooling) => pooling.pool(&rows.whole(x_btc)?, rows),
         }
     }
 

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use candle_core::{Device, Module, Result, Tensor};
-use fsdp_candle::nn::{CrossEntropyOptions, Documents, Reduction};
-use fsdp_candle::{FsdpModule, Tensors, upload};
+use fsdp_candle::nn::{CrossEntropyOptions, Documents, IGNORED, Reduction};
+use fsdp_candle::{ContextParallel, FsdpModule, Tensors, upload};
 
 use crate::data::MicroBatch;
 use crate::models::{bert, decoder, gpt2};
@@ -79,6 +79,57 @@ pub struct Rows {
     pub last: Option<Arc<[usize]>>,
     /// Segment type of each token, row after row, if any is not 0. Only BERT has them.
     pub types: Option<Arc<[u32]>>,
+    /// Ranks that share the rows, if there are several. Then token ids and targets are this rank's part, and everything
+    /// else here is of whole rows.
+    pub context: Option<ContextParallel>,
+}
+
+impl Rows {
+    /// Runs a forward on this rank's part of the rows.
+    pub(super) fn run<T>(&self, forward: impl FnOnce() -> Result<T>) -> Result<T> {
+        match &self.context {
+            Some(context) => context.run(forward),
+            None => forward(),
+        }
+    }
+
+    /// Returns the number of ranks that share the rows.
+    pub(super) fn ranks(&self) -> usize {
+        self.context.as_ref().map_or(1, |context| context.group().size())
+    }
+
+    /// Returns this rank's part along a dimension of tokens.
+    pub(crate) fn own(&self, x: &Tensor, dim: usize) -> Result<Tensor> {
+        match &self.context {
+            Some(context) => context.split(x, dim),
+            None => Ok(x.clone()),
+        }
+    }
+
+    /// Returns the whole rows of which this rank has a part, `[B, T, ..]`.
+    pub(super) fn whole(&self, x: Tensor) -> Result<Tensor> {
+        match &self.context {
+            Some(context) => context.gather(&x, 1),
+            None => Ok(x),
+        }
+    }
+
+    /// Returns the sum of the ranks' tensors.
+    pub(super) fn sum(&self, x: Tensor) -> Result<Tensor> {
+        match &self.context {
+            Some(context) => context.sum(&x),
+            None => Ok(x),
+        }
+    }
+
+    /// Returns the position of each of this rank's tokens: `[B, T]` with documents, else `[T]`, u32. A rank has `steps`
+    /// tokens of a row.
+    pub(super) fn position_ids(&self, steps: usize, device: &Device) -> Result<Tensor> {
+        match &self.documents {
+            Some(documents) => self.own(&documents.position_ids(device)?, 1),
+            None => self.own(&Tensor::arange(0u32, (steps * self.ranks()) as u32, device)?, 0),
+        }
+    }
 }
 
 /// `Rows` holds no tensors.
@@ -91,7 +142,7 @@ impl Tensors for Rows {
 /// Sequences and their targets as tensors.
 #[derive(Clone)]
 pub struct Batch {
-    /// Token ids `[batch, time]`, u32.
+    /// Token ids `[batch, time]`, u32: this rank's part of the rows.
     pub ids: Tensor,
     /// Id that follows each token, or [`IGNORED`](fsdp_candle::nn::IGNORED). `[batch, time]`, u32.
     pub targets: Tensor,
@@ -104,28 +155,36 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// Creates the tensors of a micro-batch.
-    pub fn new(read: MicroBatch, device: &Device) -> Result<Self> {
-        let MicroBatch { inputs, targets, counted, documents, filled, pairs } = read;
+    /// Creates the tensors of a micro-batch, or of this rank's part of it.
+    pub fn new(read: MicroBatch, device: &Device, context: Option<&ContextParallel>) -> Result<Self> {
+        let MicroBatch { inputs, targets, mut counted, documents, filled, pairs } = read;
         let seq_len = inputs.len() / filled.len().max(1);
         let shape = (filled.len(), seq_len);
-        Ok(Batch {
-            ids: upload(&Tensor::from_vec(inputs, shape, &Device::Cpu)?, device)?,
-            // The loss reads targets on the host, on any device.
-            targets: Tensor::from_vec(targets, shape, &Device::Cpu)?,
-            counted,
-            pairs,
-            rows: Rows {
-                documents: documents.map(Documents::new).transpose()?,
-                filled: filled.iter().any(|&tokens| tokens < seq_len).then(|| filled.into()),
-                ..Rows::default()
-            },
-        })
+        let rows = Rows {
+            documents: documents.map(Documents::new).transpose()?,
+            filled: filled.iter().any(|&tokens| tokens < seq_len).then(|| filled.into()),
+            context: context.cloned(),
+            ..Rows::default()
+        };
+        let ids = rows.own(&Tensor::from_vec(inputs, shape, &Device::Cpu)?, 1)?;
+        // The loss reads targets on the host, on any device.
+        let targets = rows.own(&Tensor::from_vec(targets, shape, &Device::Cpu)?, 1)?;
+        if context.is_some() {
+            let own = targets.flatten_all()?.to_vec1::<u32>()?;
+            counted = own.iter().filter(|&&target| target != IGNORED).count() as u64;
+        }
+        Ok(Batch { ids: upload(&ids, device)?, targets, counted, pairs, rows })
     }
 
-    /// Returns what the batch's loss is the mean of: preference pairs, or counted targets.
-    pub fn weight(&self) -> u64 {
+    /// Returns the number of terms in the sum of the losses on this rank: preference pairs, or counted targets.
+    pub fn terms(&self) -> u64 {
         self.pairs.unwrap_or(self.counted)
+    }
+
+    /// Returns the weight of the batch's mean loss, in terms of the ranks' average: each of the ranks that share rows has
+    /// the loss of whole pairs, but only that of its own targets.
+    pub fn weight(&self) -> u64 {
+        self.pairs.unwrap_or(self.counted * self.rows.ranks() as u64)
     }
 }
 

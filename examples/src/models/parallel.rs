@@ -6,8 +6,8 @@ use anyhow::{Context, bail, ensure};
 use candle_core::{D, Result, Tensor};
 use fsdp_candle::collectives::{Consumers, all_gather, split};
 use fsdp_candle::{
-    ActivationLayout, ColwiseParallel, ParallelPlan, RowwiseParallel, SequenceParallel, ShardedVarMap, VocabParallel,
-    parallelize,
+    ActivationLayout, AttentionExchange, ColwiseParallel, ParallelPlan, RowwiseParallel, SequenceParallel,
+    ShardedVarMap, VocabParallel, parallelize,
 };
 use fsdp_ckpt::hf::ExpertNames;
 use fsdp_core::{DeviceMesh, ProcessGroup};
@@ -128,6 +128,27 @@ pub fn check(config: &ModelConfig, tensor: usize) -> anyhow::Result<()> {
         of => format!("their common divisors are {}", of.join(", ")),
     };
     ensure!(odd.is_empty(), "--tensor-parallel {tensor} does not divide the model's {}; {advice}", odd.join(" and "));
+    Ok(())
+}
+
+/// Fails unless `context` ranks, each of `tensor` that split heads, can share the attention of a model.
+pub fn check_context(
+    config: &ModelConfig,
+    context: usize,
+    tensor: usize,
+    exchange: AttentionExchange,
+) -> anyhow::Result<()> {
+    let kv_heads = match config {
+        ModelConfig::Decoder(config) => config.kv_heads,
+        ModelConfig::Gpt2(config) => config.n_head,
+        ModelConfig::Bert(config) => config.num_attention_heads,
+    };
+    ensure!(
+        exchange == AttentionExchange::Gather || (kv_heads / tensor).is_multiple_of(context),
+        "--context-exchange heads splits the model's {kv_heads} key heads over {} processes, which do not divide them: use \
+         --context-exchange gather",
+        context * tensor
+    );
     Ok(())
 }
 

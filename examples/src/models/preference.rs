@@ -31,7 +31,8 @@ impl PairLogProbs {
     /// Computes the sum of the log probabilities of each row's counted targets.
     pub fn new(model: &FsdpModule<LanguageModel>, batch: &Batch) -> Result<Self> {
         let (losses, auxiliary) = losses(model, batch, Reduction::None)?;
-        Ok(PairLogProbs { log_probs: losses.sum(1)?.neg()?.reshape(((), 2))?, auxiliary })
+        let of_rows = batch.rows.sum(losses.sum(1)?)?;
+        Ok(PairLogProbs { log_probs: of_rows.neg()?.reshape(((), 2))?, auxiliary })
     }
 
     /// Leaves out the auxiliary loss.
@@ -43,7 +44,7 @@ impl PairLogProbs {
     pub fn dpo(&self, reference: &Self, beta: f64, batch: &Batch) -> Result<PairLoss> {
         let rewards = ((&self.log_probs - reference.log_probs.detach())? * beta)?;
         let margins = (rewards.narrow(1, 0, 1)? - rewards.narrow(1, 1, 1)?)?;
-        let pairs = batch.weight() as usize;
+        let pairs = batch.terms() as usize;
         // Pairs that fill up a batch have no targets.
         let mut loss = match pairs {
             0 => margins.zeros_like()?.sum_all()?,

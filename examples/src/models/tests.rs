@@ -5,6 +5,8 @@ use fsdp_candle::nn::{Documents, IGNORED, LoraConfig, is_adapter};
 
 use crate::models::*;
 
+mod context_parallel;
+
 /// Returns a small model with random weights on one rank.
 fn model(config: &str, activation_checkpoint: bool) -> (ShardedVarMap, FsdpModule<LanguageModel>) {
     let config = ModelConfig::parse(config).unwrap();

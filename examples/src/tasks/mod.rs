@@ -6,7 +6,7 @@
 
 use candle_core::{Device, Result, Tensor};
 use fsdp_candle::nn::Documents;
-use fsdp_candle::{FsdpModule, upload};
+use fsdp_candle::{ContextParallel, FsdpModule, upload};
 use serde::Serialize;
 
 use crate::data::records::RecordBatch;
@@ -30,22 +30,26 @@ pub struct TextBatch {
 }
 
 impl TextBatch {
-    /// Creates the tensors. Padding is a separate document, which texts do not attend to.
-    pub fn new(read: RecordBatch, device: &Device) -> Result<Self> {
+    /// Creates the tensors, or this rank's part of the token ids. Padding is a separate document, which texts do not attend
+    /// to.
+    pub fn new(read: RecordBatch, device: &Device, context: Option<&ContextParallel>) -> Result<Self> {
         let RecordBatch { ids, types, steps, filled, last, labels, counted } = read;
         let is_padded = filled.iter().any(|&filled| filled < steps);
         let documents = is_padded
             .then(|| Documents::new(filled.iter().map(|&filled| with_padding(filled, steps)).collect()))
             .transpose()?;
         let (rows, records) = (filled.len(), labels.len());
+        let ids = Tensor::from_vec(ids, (rows, steps), &Device::Cpu)?;
+        let rows = Rows {
+            documents,
+            filled: Some(filled.into()),
+            last: Some(last.into()),
+            types: types.map(Into::into),
+            context: context.cloned(),
+        };
         Ok(TextBatch {
-            ids: upload(&Tensor::from_vec(ids, (rows, steps), &Device::Cpu)?, device)?,
-            rows: Rows {
-                documents,
-                filled: Some(filled.into()),
-                last: Some(last.into()),
-                types: types.map(Into::into),
-            },
+            ids: upload(&rows.own(&ids, 1)?, device)?,
+            rows,
             labels: Tensor::from_vec(labels, records, &Device::Cpu)?,
             counted,
         })

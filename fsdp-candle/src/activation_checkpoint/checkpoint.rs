@@ -20,9 +20,10 @@ use super::offload::{ActivationOffload, Saved};
 use super::saved_outputs::{Keep, OperationCall, record, replay};
 use crate::autograd::{count_checkpoint, keeps_graph, next_number, number, on_at_least};
 use crate::collectives::scope;
+use crate::context_parallel::{self, Scope, with_scope};
 use crate::fsdp::{FsdpParam, without_reports};
 use crate::graph::{self, Backward, Joined, Key, Running, node, node_without_values};
-use crate::random;
+use crate::random::{self, RngState};
 use crate::storage;
 use crate::tensors::{Tensors, with_tensors};
 use crate::warning::warn;
@@ -131,7 +132,7 @@ where
         }
         Ok(saved)
     })?;
-    let random = random::get_rng_state();
+    let state = ForwardState::now();
     let begun = next_number();
     let (first, kept) = record(keep, || scope(|| f(saved.clone())));
     let (result, outputs) = with_tensors(first?)?;
@@ -139,7 +140,7 @@ where
     let leaves = Leaves::of(&outputs)?;
     if keeps_graph() && leaves.have_operations_before(begun)? {
         warn_of_captured();
-        return record(None, || random::with_state(random, || scope(|| f(inputs)))).0;
+        return record(None, || state.again(|| f(inputs))).0;
     }
     sources.extend(leaves.variables);
     let params = leaves.params;
@@ -164,7 +165,7 @@ where
             _ => copy(tensor),
         })?;
         let kept = std::mem::take(&mut *kept.lock());
-        Ok(with_tensors(replay(kept, || random::with_state(random, || scope(|| f(inputs))))?)?.1)
+        Ok(with_tensors(replay(kept, || state.again(|| f(inputs)))?)?.1)
     };
     let recompute = Recompute {
         run: Box::new(run),
@@ -183,6 +184,22 @@ where
         Some(end) if tensor.dtype().is_float() => end.output(&tensor, &token),
         _ => Ok(tensor.detach()),
     })
+}
+
+/// What a closure has of its thread besides its inputs, when it runs again as in forward.
+struct ForwardState {
+    random: RngState,
+    context: Option<Scope>,
+}
+
+impl ForwardState {
+    fn now() -> Self {
+        ForwardState { random: random::get_rng_state(), context: context_parallel::current() }
+    }
+
+    fn again<T>(&self, f: impl FnOnce() -> T) -> T {
+        with_scope(self.context.clone(), || random::with_state(self.random, || scope(f)))
+    }
 }
 
 /// Offloads the wanted inputs. Also returns, for each input, its copy if it has one.

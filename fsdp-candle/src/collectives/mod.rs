@@ -31,10 +31,10 @@ use fsdp_core::{Placement, ProcessGroup, ReduceOp};
 use crate::autograd::keeps_graph;
 use crate::graph::{Reads, graph_op};
 use crate::storage::{copied_storage, take};
-use without_grad::{Input, exchanged, gathered, own_part, scattered, summed};
+use without_grad::{Input, exchanged, own_part, scattered, summed};
 
 pub(crate) use shared_input::{Entry, SharedInput, scope};
-pub(crate) use without_grad::{check, largest, reduced_values};
+pub(crate) use without_grad::{check, gathered, largest, reduced_values};
 
 /// How ranks use a tensor that every rank holds. It decides each rank's gradient.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -153,6 +153,11 @@ pub(crate) fn all_reduce_owned(x: &Tensor, group: &ProcessGroup) -> Result<Tenso
 /// [`reduce_scatter`] that consumes the memory of `x`, which has no other reader.
 pub(crate) fn reduce_scatter_owned(x: &Tensor, dim: usize, group: &ProcessGroup) -> Result<Tensor> {
     scatter(Input::Owned(x), dim, group)
+}
+
+/// Returns this rank's part along `dim` of the sum of the ranks' tensors, outside of the graph. `x` has no other reader.
+pub(crate) fn own_sum_of(x: Tensor, dim: usize, group: &ProcessGroup) -> Result<Tensor> {
+    scattered(Input::Owned(&x), dim, group)
 }
 
 fn reduce(x: Input<'_>, group: &ProcessGroup) -> Result<Tensor> {

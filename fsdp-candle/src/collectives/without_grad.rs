@@ -97,7 +97,7 @@ pub(super) fn summed(x: Input<'_>, group: &ProcessGroup) -> Result<Tensor> {
 }
 
 /// Concatenates the ranks' tensors, of one shape, along `dim`.
-pub(super) fn gathered(x: &Tensor, dim: usize, group: &ProcessGroup) -> Result<Tensor> {
+pub(crate) fn gathered(x: &Tensor, dim: usize, group: &ProcessGroup) -> Result<Tensor> {
     let size = group.size();
     let x = x.detach();
     if size == 1 {

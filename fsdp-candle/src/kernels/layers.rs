@@ -9,6 +9,9 @@ pub(crate) struct Draw {
     pub(crate) first: [u64; 4],
     /// Number of planes, lines and columns of a row.
     pub(crate) extents: [u64; 3],
+    /// The first line after a gap, and the lines that the gap skips.
+    pub(crate) gap_at: u64,
+    pub(crate) gap: u64,
     /// Words below this drop their element.
     pub(crate) threshold: u32,
     /// Factor of the other elements.

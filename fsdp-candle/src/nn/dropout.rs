@@ -5,6 +5,7 @@ use candle_core::{DType, ModuleT, Result, Tensor, bail};
 use super::cpu::{map_rows, tensor_like, to_vec};
 use super::cuda::Cuda;
 use super::weight::has_cpu_kernels;
+use crate::context_parallel::Positions;
 use crate::graph::{Reads, graph_op};
 use crate::random::Mask;
 use crate::storage::take;
@@ -44,7 +45,19 @@ pub(super) fn drop_elements(xs: &Tensor, probability: f64) -> Result<Tensor> {
     if !xs.dtype().is_float() {
         bail!("dropout: the input must have a float dtype, found {:?}", xs.dtype())
     }
-    let mask = Mask::draw(probability, xs.dims())?;
+    drop_by(xs, Mask::draw(probability, xs.dims())?)
+}
+
+/// [`drop_elements`] for probabilities of attention, whose queries are at these positions.
+pub(super) fn drop_probabilities(xs: &Tensor, probability: f64, queries: Option<Positions>) -> Result<Tensor> {
+    if probability == 0. {
+        return Ok(xs.clone());
+    }
+    drop_by(xs, Mask::draw_at(probability, xs.dims(), queries)?)
+}
+
+/// Drops the elements of a draw.
+fn drop_by(xs: &Tensor, mask: Mask) -> Result<Tensor> {
     let y = dropped(xs, &mask)?;
     graph_op("dropout", &[xs], take(&y)?, xs.shape(), Reads::Nothing, move |_, _, dy| Ok([Some(dropped(dy, &mask)?)]))
 }

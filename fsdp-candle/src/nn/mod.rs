@@ -144,7 +144,7 @@ pub use var_map::VarMap;
 pub use crate::adapter::{LoraConfig, is_adapter, without_adapters};
 pub use activation::{gelu, gelu_erf, silu, silu_mul};
 pub use attention::Documents;
-pub use attention::fused::{
+pub use attention::functions::{
     attention, attention_in_documents, attention_qkv, attention_qkv_in_documents, causal_attention,
     causal_attention_qkv,
 };

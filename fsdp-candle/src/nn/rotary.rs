@@ -15,6 +15,7 @@ use super::cuda::Cuda;
 use super::empty::if_empty;
 use super::last_upload::LastUpload;
 use super::weight::has_cpu_kernels;
+use crate::context_parallel::{ContextParallel, current};
 use crate::graph::{Reads, graph_op};
 use crate::kernels::Rotation;
 
@@ -221,6 +222,9 @@ impl Rotary {
     /// Fails for another shape, or if `offset + T` exceeds the tables' positions.
     pub fn apply(&self, x: &Tensor, offset: usize) -> Result<Tensor> {
         let (batch, steps, _) = self.dims(x)?;
+        if let Some(scope) = current() {
+            return self.apply_in_context(x, offset, scope.context());
+        }
         let end = offset.saturating_add(steps);
         if end > self.host.positions {
             bail!("Rotary: positions {offset}..{end} exceed the tables' {}", self.host.positions);
@@ -233,22 +237,56 @@ impl Rotary {
         self.rotate_at(x, std::iter::repeat_n(at, batch).flatten().collect())
     }
 
+    /// Rotates the heads of a rank's part `[batch, T, ..]` of sequences.
+    fn apply_in_context(&self, x: &Tensor, offset: usize, context: &ContextParallel) -> Result<Tensor> {
+        let (batch, steps, _) = self.dims(x)?;
+        let end = steps * context.group().size();
+        if offset > 0 {
+            bail!("Rotary: a context-parallel forward has whole sequences, so the offset must be 0, found {offset}");
+        }
+        if end > self.host.positions {
+            bail!("Rotary: positions 0..{end} exceed the tables' {}", self.host.positions);
+        }
+        let positions = context.row_positions(batch, steps);
+        let first = self.first_row(end) as u32;
+        self.rotate_by_rows(x, &positions, || match first {
+            0 => positions.clone(),
+            _ => positions.iter().map(|position| first + position).collect(),
+        })
+    }
+
+    /// Rotates each token of `x` by its row of the tables. `rows` follow from `positions`.
+    fn rotate_by_rows(&self, x: &Tensor, positions: &Arc<[u32]>, rows: impl FnOnce() -> Arc<[u32]>) -> Result<Tensor> {
+        match Cuda::of(x) {
+            Some(cuda) => {
+                let rows = self.last_rows.get(positions, x.device(), rows)?;
+                self.rotate_on_device(cuda, x, 0, Some(rows))
+            }
+            None => self.rotate_at(x, rows()),
+        }
+    }
+
     /// [`Rotary::apply`] for packed documents in the rows of `x`. Each document starts at position 0.
     ///
     /// # Errors
     /// When the shape is not the documents', or a document is longer than the tables.
     pub fn apply_in_documents(&self, x: &Tensor, documents: &Documents) -> Result<Tensor> {
         let (batch, steps, _) = self.dims(x)?;
-        documents.check("Rotary", batch, steps)?;
+        let scope = current();
+        let ranks = scope.as_ref().map_or(1, |scope| scope.context().group().size());
+        documents.check("Rotary", batch, steps * ranks)?;
         if documents.longest() > self.host.positions {
             bail!("Rotary: a document of {} tokens exceeds the tables' {}", documents.longest(), self.host.positions);
         }
-        if let Some(cuda) = Cuda::of(x) {
-            let positions = documents.shared_positions();
-            let rows = self.last_rows.get(&positions, x.device(), || self.rows(documents))?;
-            return self.rotate_on_device(cuda, x, 0, Some(rows));
-        }
-        self.rotate_at(x, self.rows(documents))
+        let Some(scope) = scope else {
+            return self.rotate_by_rows(x, &documents.shared_positions(), || self.rows(documents));
+        };
+        let own = scope.context().positions_of(steps);
+        let positions = documents.own_positions(own, steps);
+        self.rotate_by_rows(x, &positions, || match documents.longest() <= self.host.above {
+            true => positions.clone(),
+            false => documents.own(&self.rows(documents), own, steps),
+        })
     }
 
     /// Rotates each row of `x` by the angles of its position, or of successive positions.

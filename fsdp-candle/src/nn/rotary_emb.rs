@@ -9,6 +9,7 @@ use super::cpu::{same_kind, to_vec};
 use super::cuda::Cuda;
 use super::rotary::{rotate_heads, rotate_rows};
 use super::weight::has_cpu_kernels;
+use crate::context_parallel::{ContextParallel, current};
 use crate::kernels::Rotation;
 
 /// Rotates the pairs of a head's first and second half. `xs` is `[batch, heads, T, D]`; `cos` and `sin` are `[>= T, D /
@@ -50,6 +51,15 @@ struct Order {
 fn rotate(function: &'static str, x: &Tensor, cos: &Tensor, sin: &Tensor, order: Order) -> Result<Tensor> {
     let (batch, second, third, dim) = x.dims4()?;
     let (heads, steps) = if order.heads_first { (second, third) } else { (third, second) };
+    let (own_cos, own_sin);
+    let (cos, sin) = match current() {
+        Some(scope) => {
+            own_cos = own_rows(function, cos, steps, scope.context())?;
+            own_sin = own_rows(function, sin, steps, scope.context())?;
+            (&own_cos, &own_sin)
+        }
+        None => (cos, sin),
+    };
     for (name, table) in [("cos", cos), ("sin", sin)] {
         let fits = match *table.dims() {
             [positions, half] => positions >= steps && 2 * half == dim,
@@ -92,6 +102,19 @@ fn rotate(function: &'static str, x: &Tensor, cos: &Tensor, sin: &Tensor, order:
             false => rotate_heads(y, x, dim, cos, sin, sign),
         }
     })
+}
+
+/// Returns the rows of a table for the tokens of a context-parallel rank.
+fn own_rows(function: &str, table: &Tensor, steps: usize, context: &ContextParallel) -> Result<Tensor> {
+    let whole = steps * context.group().size();
+    match table.rank().checked_sub(2) {
+        Some(dim) if table.dims()[dim] >= whole => context.split(&table.narrow(dim, 0, whole)?, dim),
+        _ => bail!(
+            "{function}: in a context-parallel forward, cos and sin have the rows of the whole sequence, from which those \
+             of this rank are chosen: expected at least {whole}, found {:?}",
+            table.dims()
+        ),
+    }
 }
 
 /// The rotation as a chain of Candle's operations.

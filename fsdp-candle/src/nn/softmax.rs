@@ -8,6 +8,7 @@ use super::cpu::{map_rows, read, storage, tensor_like, to_vec};
 use super::empty::if_empty;
 use super::limits::check_input_size;
 use super::weight::has_cpu_kernels;
+use crate::context_parallel::current;
 use crate::graph::{Reads, graph_op};
 
 /// Returns the softmax along a dimension, `e^x` over its sum, for any shape and float dtype.
@@ -23,12 +24,14 @@ use crate::graph::{Reads, graph_op};
 /// ```
 pub fn softmax<D: Dim>(xs: &Tensor, dim: D) -> Result<Tensor> {
     let dim = dim.to_index(xs.shape(), "softmax")?;
+    refuse_scores(xs)?;
     if dim + 1 == xs.rank() { softmax_last_dim(xs) } else { softmax_composite(xs, dim) }
 }
 
 /// [`softmax`] along the last dimension. Candle's has no backward.
 pub fn softmax_last_dim(x: &Tensor) -> Result<Tensor> {
     let Some(&width) = x.dims().last() else { bail!("softmax: the input must have a dimension") };
+    refuse_scores(x)?;
     if !has_cpu_kernels(x) || width == 0 {
         return softmax_composite(check_input_size("softmax", x)?, D::Minus1);
     }
@@ -40,6 +43,18 @@ pub fn softmax_last_dim(x: &Tensor) -> Result<Tensor> {
         map_rows(&mut dx, width, width, |first, dx| softmax_rows_back(dx, &probabilities[first * width..], width));
         Ok([Some(tensor_like(dx, dy)?)])
     })
+}
+
+/// Fails for scores `[batch, heads, queries, keys]` in a context-parallel forward, whose ranks have a part of the keys.
+fn refuse_scores(x: &Tensor) -> Result<()> {
+    if x.rank() == 4 && current().is_some() {
+        bail!(
+            "softmax: {:?} look like the scores of attention, of which a context-parallel rank has a part: compute \
+             attention by `nn::attention` or its variants",
+            x.dims()
+        )
+    }
+    Ok(())
 }
 
 /// The softmax as a chain of Candle's operations, along any dimension.

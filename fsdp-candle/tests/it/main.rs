@@ -12,6 +12,7 @@ mod checkpointing;
 mod collectives;
 mod common;
 mod communication;
+mod context_parallel;
 mod derived_tensors;
 mod dropout;
 mod dtensor;

@@ -12,11 +12,13 @@ use fsdp_candle::activation_checkpoint::CheckpointPolicy;
 use fsdp_candle::initializer::Philox;
 use fsdp_candle::nn::{CrossEntropyOptions, LoraConfig, cross_entropy, is_adapter};
 use fsdp_candle::{
-    AdamW, AdamWConfig, FullyShard, MixedPrecisionPolicy, ReduceOp, ShardedVarMap, World, clip_grad_norm,
+    AdamW, AdamWConfig, ContextParallel, FullyShard, MixedPrecisionPolicy, ReduceOp, ShardedVarMap, World,
+    clip_grad_norm,
 };
-use fsdp_train::flags::ActivationPlace;
+use fsdp_train::data::MicroBatch;
+use fsdp_train::flags::{ActivationPlace, ContextExchange};
 use fsdp_train::metrics::{page_faults, peak_memory_bytes};
-use fsdp_train::models::{self, Base, Batch, ModelConfig, ModelOptions, Rows, Targets, TensorParallel, parallel};
+use fsdp_train::models::{self, Base, Batch, ModelConfig, ModelOptions, Targets, TensorParallel, parallel};
 use fsdp_train::ranks::Ranks;
 use serde::Serialize;
 
@@ -66,6 +68,12 @@ pub(crate) struct Args {
     /// Replicas of the sharded model (HSDP), on neighbouring ranks each.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = count(1 << 16))]
     replicate: usize,
+    /// Processes that share each sequence.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = count(1 << 16))]
+    context_parallel: usize,
+    /// With --context-parallel: how attention gets what other processes hold.
+    #[arg(long, value_enum, default_value = "gather")]
+    context_exchange: ContextExchange,
     /// Neighbouring processes that compute each layer together on the same data.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = count(1 << 16))]
     tensor_parallel: usize,
@@ -169,7 +177,7 @@ impl<'a> Setup<'a> {
     fn new(args: &'a Args, world: &'a World) -> anyhow::Result<Self> {
         let meter = Meter::of(world.device())?;
         let before = meter.current()?;
-        let ranks = Ranks::new(world.size(), args.replicate, args.tensor_parallel)?;
+        let ranks = Ranks::new(world.size(), args.replicate, args.context_parallel, args.tensor_parallel)?;
         let vars = ranks.vars(world)?;
         vars.init_with(Philox::new(0))?;
         let param_dtype = if args.param_dtype == "bf16" { DType::BF16 } else { DType::F32 };
@@ -194,7 +202,17 @@ fn run_language_model(setup: &Setup<'_>) -> anyhow::Result<()> {
     if args.sequence_parallel {
         parallel::check_sequence(args.tensor_parallel, ("--seq", args.seq))?;
     }
-    let per_token = plan::operations(&config, args.seq)? / ranks.tensor as f64;
+    let exchange = args.context_exchange.into();
+    parallel::check_context(&config, args.context_parallel, args.tensor_parallel, exchange)?;
+    let context = ranks.context(vars, exchange)?;
+    let multiple = context.as_ref().map_or(1, ContextParallel::multiple);
+    ensure!(
+        args.seq.is_multiple_of(multiple),
+        "--seq {} can't be split over the {} processes of --context-parallel: pass a multiple of {multiple}",
+        args.seq,
+        args.context_parallel
+    );
+    let per_token = plan::operations(&config, args.seq)? / (ranks.tensor * ranks.context) as f64;
     let of_layers = ranks.tensor_mesh(vars)?;
     let checkpoints = CheckpointPolicy::every(args.activation_checkpoint.into());
     let options = ModelOptions {
@@ -209,7 +227,7 @@ fn run_language_model(setup: &Setup<'_>) -> anyhow::Result<()> {
         vars.freeze(|name| !is_adapter(name))?;
         vars.adapt(LoraConfig { rank, alpha: 2. * rank as f64 }, move |layer| targets.matches(layer))?;
     }
-    let batch = || token_batch(args, ranks.data_rank(world.rank()), vocabulary, world.device());
+    let batch = || token_batch(args, ranks.data_rank(world.rank()), vocabulary, context.as_ref(), world.device());
     let tokens = args.batch * args.seq;
     let measured = |loss: &dyn Fn(&Batch) -> Result<Tensor>, backward: &dyn Fn(&Tensor) -> Result<GradStore>| {
         let operations = args.lora_rank.is_none().then_some(tokens as f64 * per_token);
@@ -236,20 +254,23 @@ fn run_language_model(setup: &Setup<'_>) -> anyhow::Result<()> {
 }
 
 /// Pseudo-random ids that differ between ranks with different data.
-fn token_batch(args: &Args, reader: usize, vocabulary: usize, device: &Device) -> Result<Batch> {
+fn token_batch(
+    args: &Args,
+    reader: usize,
+    vocabulary: usize,
+    context: Option<&ContextParallel>,
+    device: &Device,
+) -> Result<Batch> {
     let id = |at: usize| ((at * 7919 + reader) % vocabulary) as u32;
-    let ids: Vec<u32> = (0..=args.batch * args.seq).map(id).collect();
-    let batch = |from: usize| {
-        let ids = ids[from..from + args.batch * args.seq].to_vec();
-        Tensor::from_vec(ids, (args.batch, args.seq), &Device::Cpu)
+    let tokens = args.batch * args.seq;
+    let read = MicroBatch {
+        inputs: (0..tokens).map(id).collect(),
+        targets: (1..=tokens).map(id).collect(),
+        counted: tokens as u64,
+        filled: vec![args.seq; args.batch],
+        ..MicroBatch::default()
     };
-    Ok(Batch {
-        ids: batch(0)?.to_device(device)?,
-        targets: batch(1)?,
-        counted: (args.batch * args.seq) as u64,
-        rows: Rows::default(),
-        pairs: None,
-    })
+    Batch::new(read, device, context)
 }
 
 fn run_images(setup: &Setup<'_>, config: &ImageConfig) -> anyhow::Result<()> {
@@ -259,6 +280,7 @@ fn run_images(setup: &Setup<'_>, config: &ImageConfig) -> anyhow::Result<()> {
         ("--lora-rank", args.lora_rank.is_some()),
         ("--activation-checkpoint", args.activation_checkpoint),
         ("--tensor-parallel", args.tensor_parallel > 1),
+        ("--context-parallel", args.context_parallel > 1),
     ] {
         ensure!(!is_set, "{flag} is for language models, found a model of images in {}", args.model.display());
     }

@@ -4,12 +4,12 @@ use std::path::{Path, PathBuf};
 
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::{Parser, Subcommand, ValueEnum};
-use fsdp_candle::{AdjustLr, DeviceChoice, ReshardAfterForward, World};
+use fsdp_candle::{AdjustLr, AttentionExchange, DeviceChoice, ReshardAfterForward, World};
 use fsdp_ckpt::gguf::Quantization;
 use fsdp_corpus::sequence::Pack;
 use fsdp_corpus::tokens::Width;
 use fsdp_train::data::{BatchShape, CorpusOptions};
-use fsdp_train::flags::{ActivationPlace, not_negative, positive, reshard};
+use fsdp_train::flags::{ActivationPlace, ContextExchange, not_negative, positive, reshard};
 use fsdp_train::job;
 use fsdp_train::models::Base;
 use fsdp_train::ranks::Ranks;
@@ -280,6 +280,19 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value = "1", value_parser = count, help_heading = "Sharding")]
     pub(crate) replicate: usize,
 
+    /// Context parallelism: N processes share each sequence, and each has a part of its activations
+    ///
+    /// For long sequences: attention and the loss see the whole sequence, but a process holds 1/N of its tokens. The N
+    /// processes read the same data, and the model is sharded over them, too. A sequence is cut into 2 N chunks, of which a
+    /// process has one from the head and one from the tail, so that causal attention costs the same on each. Losses are
+    /// those of one process. See docs/context-parallel.md.
+    #[arg(long, value_name = "N", default_value = "1", value_parser = count, help_heading = "Sharding")]
+    pub(crate) context_parallel: usize,
+
+    /// With --context-parallel: how attention gets what other processes hold [default: gather]
+    #[arg(long, value_enum, help_heading = "Sharding")]
+    pub(crate) context_exchange: Option<ContextExchange>,
+
     /// Tensor parallelism: N neighbouring processes compute each layer together. N divides the model's heads, inner
     /// widths and vocabulary; not for phi3, gpt2 and bert
     ///
@@ -521,7 +534,7 @@ impl Args {
 
     /// Returns how the ranks share the model.
     pub(crate) fn ranks(&self, world: &World) -> anyhow::Result<Ranks> {
-        Ranks::new(world.size(), self.replicate, self.tensor_parallel)
+        Ranks::new(world.size(), self.replicate, self.context_parallel, self.tensor_parallel)
     }
 
     /// Returns what each rank reads per step. Fails if the flags do not divide the world size, or the sequences of a
@@ -537,6 +550,21 @@ impl Args {
         };
         shape.sequences_per_step()?;
         Ok(shape)
+    }
+
+    /// Returns the number that must divide the length of a sequence, because processes split it.
+    pub(crate) fn sequence_multiple(&self) -> usize {
+        let (context, tensor) = (self.context_parallel, if self.sequence_parallel { self.tensor_parallel } else { 1 });
+        match context {
+            1 => tensor,
+            // Each process has two equal chunks, which tensor-parallel processes split together.
+            _ => context * if tensor.is_multiple_of(2) { tensor } else { 2 * tensor },
+        }
+    }
+
+    /// Returns the settings of an attention over processes.
+    pub(crate) fn exchange(&self) -> AttentionExchange {
+        self.context_exchange.map_or(AttentionExchange::Gather, AttentionExchange::from)
     }
 
     /// Returns whether the data is shuffled in each epoch.

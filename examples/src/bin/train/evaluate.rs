@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use anyhow::Context;
 use candle_core::Tensor;
-use fsdp_candle::{FsdpModule, GradcheckOptions, ReduceOp, World, gradcheck, no_grad};
+use fsdp_candle::{ContextParallel, FsdpModule, GradcheckOptions, ReduceOp, World, gradcheck, no_grad};
 use fsdp_train::console::Console;
 use fsdp_train::data::{Batches, Text};
 use fsdp_train::generate::{SampleOptions, fill, sample};
@@ -36,11 +36,12 @@ pub(crate) struct Evaluation {
     pub(crate) batches: Batches,
     pub(crate) schedule: Schedule,
     tensor: usize,
+    context: Option<ContextParallel>,
 }
 
 impl Evaluation {
-    pub(crate) fn new(args: &Args, batches: Batches) -> Self {
-        Evaluation { batches, schedule: Schedule::new(args), tensor: args.tensor_parallel }
+    pub(crate) fn new(args: &Args, batches: Batches, context: Option<ContextParallel>) -> Self {
+        Evaluation { batches, schedule: Schedule::new(args), tensor: args.tensor_parallel, context }
     }
 
     /// Measures the mean loss over all counted targets of the data, the same on every rank. Collective.
@@ -55,8 +56,8 @@ impl Evaluation {
         let (mut sum, mut counted, mut weight) = (0., 0, 0);
         let mut rewards = Rewards::default();
         for round in 0..self.batches.rounds() {
-            let batch = Batch::new(self.batches.pass(round)?, world.device())?;
-            (counted, weight) = (counted + batch.counted, weight + batch.weight());
+            let batch = Batch::new(self.batches.pass(round)?, world.device(), self.context.as_ref())?;
+            (counted, weight) = (counted + batch.counted, weight + batch.terms());
             // A rank without a sequence computes on an empty batch, because all ranks must gather the parameters.
             let (loss, of_batch) = objective.evaluate(model, &batch).context("can't evaluate")?;
             sum += f64::from(loss.to_scalar::<f32>()?);

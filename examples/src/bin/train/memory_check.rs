@@ -178,7 +178,7 @@ fn memory_needs(
 ) -> Vec<(String, f64)> {
     // Tensor-parallel ranks hold whole norms, so this is slightly too low.
     let tensor = ranks.tensor as f64;
-    let shards = ranks.shard as f64 * tensor;
+    let shards = ranks.shards() as f64 * tensor;
     let (frozen, trained) = if has_adapters { (size.base, size.adapters) } else { (0., size.base) };
     let holders = if args.shard_optimizer_over_replicas { shards * ranks.replicate as f64 } else { shards };
     // A trained parameter has a gradient and optimizer state.
@@ -232,7 +232,7 @@ mod tests {
     fn total(flags: &[&str], ranks: usize) -> f64 {
         let args = Args::try_parse_from([&["train"], flags].concat()).unwrap();
         let adapters = Adapters::of(&args).unwrap();
-        let ranks = Ranks::new(ranks, args.replicate, args.tensor_parallel).unwrap();
+        let ranks = Ranks::new(ranks, args.replicate, args.context_parallel, args.tensor_parallel).unwrap();
         let size = ModelConfig::builtin().unwrap().size(adapters.as_ref().map(|adapters| &adapters.lora));
         let tokens = if args.dpo.is_some() { 0 } else { args.batch_size * args.seq_len };
         memory_needs(&args, Choices::of(&args, adapters.is_some()), size, [tokens, 128], ranks)

@@ -84,7 +84,7 @@ impl Objective {
             return Ok(BatchLoss { loss: models::loss(model, batch)?, weight: batch.weight(), rewards: None });
         };
         let pairs = PairLogProbs::new(model, batch)?.dpo(reference, *beta, batch)?;
-        let each = 1. / batch.weight().max(1) as f64;
+        let each = 1. / batch.terms().max(1) as f64;
         let rewards = Some(pairs.rewards()? * each);
         Ok(BatchLoss { loss: (&pairs.loss * each)?, weight: batch.weight(), rewards })
     }

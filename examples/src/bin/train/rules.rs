@@ -185,6 +185,24 @@ const RULES: &[Rule] = &[
         args.base != Base::F32 && args.lora_rank.is_none() && args.lora_from.is_none()
     }),
     // Sharding.
+    Rule {
+        flags: &["context-parallel", "seq-len", "sequence-parallel"],
+        is_broken: |args| args.context_parallel > 1 && !args.seq_len.is_multiple_of(args.sequence_multiple()),
+        words: "--context-parallel N needs a --seq-len that is a multiple of 2 N, and with --sequence-parallel of N times \
+                --tensor-parallel",
+        reason: "each process has two equal chunks of each sequence",
+        way_out: "pass a multiple",
+    },
+    Rule {
+        flags: &["context-parallel", "task"],
+        is_broken: |args| args.context_parallel > 1 && args.task == TaskChoice::Embed,
+        words: "--context-parallel is for --task language and classify",
+        reason: "embeddings are compared between processes with different texts",
+        way_out: "leave it out",
+    },
+    unused(&["context-exchange", "context-parallel"], "--context-exchange needs --context-parallel", |args| {
+        args.context_exchange.is_some() && args.context_parallel == 1
+    }),
     unsupported(&["tensor-parallel", "task"], "--tensor-parallel is for --task language", |args| {
         args.tensor_parallel > 1 && !is_language(args)
     }),

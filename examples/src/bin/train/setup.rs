@@ -7,7 +7,7 @@ use candle_core::DType;
 use fsdp_candle::activation_checkpoint::CheckpointPolicy;
 use fsdp_candle::initializer::{Fallback, Philox};
 use fsdp_candle::nn::is_adapter;
-use fsdp_candle::{FsdpModule, FullyShard, MixedPrecisionPolicy, ShardedVarMap, StateOnDisk, World};
+use fsdp_candle::{ContextParallel, FsdpModule, FullyShard, MixedPrecisionPolicy, ShardedVarMap, StateOnDisk, World};
 use fsdp_ckpt::{TensorSource, find_weights};
 use fsdp_train::console::Console;
 use fsdp_train::data::{
@@ -77,15 +77,19 @@ impl Setup {
             text.expect_vocabulary(config.vocab_size());
         }
         objective::check_weights(args)?;
+        let ranks = args.ranks(world)?;
+        let vars = ranks.vars(world)?;
+        let context = ranks.context(&vars, args.exchange())?;
+        parallel::check_context(&config, args.context_parallel, args.tensor_parallel, args.exchange())?;
         let positions = args.seq_len.max(SAMPLE_CONTEXT);
         let mut task: Box<dyn Task> = match args.task {
             TaskChoice::Language => {
-                let (batches, evaluation) = data(args, &config, &text, world)?;
+                let (batches, evaluation) = data(args, &config, &text, context.as_ref(), world)?;
                 let positions = positions.min(config.max_positions());
                 let (objective, has_examples) = (Objective::Tokens, args.has_examples());
-                Box::new(Language { batches, evaluation, text, positions, has_examples, objective })
+                Box::new(Language { batches, evaluation, text, positions, has_examples, objective, context })
             }
-            TaskChoice::Classify | TaskChoice::Embed => Box::new(Texts::new(args, &config, text, world)?),
+            TaskChoice::Classify | TaskChoice::Embed => Box::new(Texts::new(args, &config, text, context, world)?),
         };
         let head = task.head();
         let weights = directory.map(|dir| open(dir, &mut config, head)).transpose()?.flatten();
@@ -106,8 +110,6 @@ impl Setup {
         }
         memory_check::check(args, &config, &*task, adapters.as_ref(), positions, world)?;
 
-        let ranks = args.ranks(world)?;
-        let vars = ranks.vars(world)?;
         if world.rank() == 0 && args.resume == Resume::None && weights.is_none() {
             Console::Stderr.line(format_args!("starting from random weights (seed {})", args.seed));
         }
@@ -228,6 +230,7 @@ fn data(
     args: &Args,
     config: &ModelConfig,
     text: &Text,
+    context: Option<&ContextParallel>,
     world: &World,
 ) -> anyhow::Result<(Batches, Option<Evaluation>)> {
     let (masking, vocab_size) = (masking(args, config, text)?, config.vocab_size());
@@ -237,7 +240,7 @@ fn data(
             anyhow::Ok(Source::Examples(examples, PackingOptions { packing: args.packed(), shuffle }))
         }
         Some(path) if args.dpo.is_some() => {
-            let multiple = if args.sequence_parallel { args.tensor_parallel } else { 1 };
+            let multiple = args.sequence_multiple();
             let options = PairOptions { seq_len: args.seq_len, vocab_size, multiple, shuffle };
             let pairs = Pairs::load(path, args.model.as_deref(), text, options).context(flag)?;
             Ok(Source::Pairs(pairs))
@@ -267,7 +270,7 @@ fn data(
     let evaluation = match args.eval.as_deref() {
         Some(path) => {
             let batches = Batches::for_evaluation(source(EVAL, Some(path), None)?, shape).context(EVAL)?;
-            Some(Evaluation::new(args, batches.masked(masking)))
+            Some(Evaluation::new(args, batches.masked(masking), context.cloned()))
         }
         None => None,
     };

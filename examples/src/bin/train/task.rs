@@ -1,7 +1,7 @@
 //! What a run learns: its batches, losses and evaluation, behind one interface for the training loop.
 
 use clap::ValueEnum;
-use fsdp_candle::{FsdpModule, World};
+use fsdp_candle::{ContextParallel, FsdpModule, World};
 use fsdp_corpus::sequence::Pack;
 use fsdp_train::data::{Batches, Text};
 use fsdp_train::metrics::{DataRecord, EvalRecord};
@@ -147,11 +147,13 @@ pub(crate) struct Language {
     /// Whether the data are examples or pairs.
     pub(crate) has_examples: bool,
     pub(crate) objective: Objective,
+    /// Ranks that share sequences, if there are several.
+    pub(crate) context: Option<ContextParallel>,
 }
 
 impl Language {
     fn batch(&self, position: u64, micro_step: usize, world: &World) -> anyhow::Result<Batch> {
-        Ok(Batch::new(self.batches.micro_batch(position, micro_step)?, world.device())?)
+        Ok(Batch::new(self.batches.micro_batch(position, micro_step)?, world.device(), self.context.as_ref())?)
     }
 }
 
@@ -283,7 +285,7 @@ impl Task for Language {
 
     fn batch_tokens(&self, args: &Args) -> usize {
         // Pairs may be shorter than --seq-len.
-        if args.dpo.is_some() { 0 } else { args.batch_size * args.seq_len }
+        if args.dpo.is_some() { 0 } else { args.batch_size * args.seq_len / args.context_parallel }
     }
 
     fn warnings(&self) -> Vec<String> {

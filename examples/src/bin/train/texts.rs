@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use anyhow::{Context, ensure};
 use candle_core::Tensor;
-use fsdp_candle::{ReduceOp, World, no_grad};
+use fsdp_candle::{ContextParallel, ReduceOp, World, no_grad};
 use fsdp_ckpt::open_weights;
 use fsdp_train::data::Text;
 use fsdp_train::data::records::{Labels, RecordBatches, RecordReader, Records, padding_token};
@@ -30,6 +30,8 @@ pub(crate) struct Texts {
     evaluation: Option<(RecordBatches, Schedule)>,
     text: Text,
     kind: Kind,
+    /// Ranks that share sequences, if there are several.
+    context: Option<ContextParallel>,
     /// Width of the residual stream.
     width: usize,
     /// Padding token that config.json does not name.
@@ -43,7 +45,13 @@ enum Kind {
 
 impl Texts {
     /// Reads the data.
-    pub(crate) fn new(args: &Args, config: &ModelConfig, text: Text, world: &World) -> anyhow::Result<Self> {
+    pub(crate) fn new(
+        args: &Args,
+        config: &ModelConfig,
+        text: Text,
+        context: Option<ContextParallel>,
+        world: &World,
+    ) -> anyhow::Result<Self> {
         let model = args.model.as_deref();
         let (width, types, own_padding) = match config {
             ModelConfig::Decoder(config) => (config.width, 0, config.padding),
@@ -77,22 +85,24 @@ impl Texts {
                 (records, eval, Kind::Classify(labels))
             }
         };
-        let shape = args.batch_shape(world)?;
+        let (shape, multiple) = (args.batch_shape(world)?, args.sequence_multiple());
         let shuffle = args.shuffled().then_some(args.seed);
         let evaluation = match eval {
-            Some(records) => Some((RecordBatches::for_evaluation(records, shape, fill)?, Schedule::new(args))),
+            Some(records) => {
+                Some((RecordBatches::for_evaluation(records, shape, fill)?.padded_to(multiple), Schedule::new(args)))
+            }
             None => None,
         };
-        let batches = RecordBatches::new(records, shape, shuffle, fill)?;
+        let batches = RecordBatches::new(records, shape, shuffle, fill)?.padded_to(multiple);
         ensure!(
             args.task != TaskChoice::Embed || shape.world_size * shape.batch_size > 1,
             "--task embed needs other records in the batch to tell a positive from: pass a --batch-size of at least 2"
         );
-        Ok(Texts { batches, evaluation, text, kind, width, padding })
+        Ok(Texts { batches, evaluation, text, kind, context, width, padding })
     }
 
     fn batch(&self, position: u64, micro_step: usize, world: &World) -> anyhow::Result<TextBatch> {
-        Ok(TextBatch::new(self.batches.micro_batch(position, micro_step), world.device())?)
+        Ok(TextBatch::new(self.batches.micro_batch(position, micro_step), world.device(), self.context.as_ref())?)
     }
 
     fn loss_of(&self, model: &Model, batch: &TextBatch, world: &World) -> candle_core::Result<Tensor> {
@@ -116,7 +126,7 @@ impl Texts {
     ) -> anyhow::Result<TaskEvalRecord> {
         let start = Instant::now();
         let rounds = (0..batches.rounds()).map(|round| {
-            let batch = TextBatch::new(batches.pass(round), world.device())?;
+            let batch = TextBatch::new(batches.pass(round), world.device(), self.context.as_ref())?;
             // A rank without records computes on empty rows, because all ranks must gather the parameters.
             let outputs = no_grad(|| batch.outputs(model)).context("can't evaluate")?;
             anyhow::Ok((batch, outputs))
@@ -128,7 +138,12 @@ impl Texts {
                     let (batch, logits) = round?;
                     own.add(&logits, &batch.labels)?;
                 }
-                let scores = classify::Scores::of_values(&world.all_reduce(&own.values(), ReduceOp::Sum)?);
+                let mut values = own.values();
+                if self.context.as_ref().is_some_and(|context| context.group().rank() > 0) {
+                    // The ranks that share sequences have the same records.
+                    values.fill(0.);
+                }
+                let scores = classify::Scores::of_values(&world.all_reduce(&values, ReduceOp::Sum)?);
                 TaskEvalRecord {
                     step,
                     eval_loss: scores.mean_loss(),
@@ -215,7 +230,7 @@ impl Task for Texts {
     /// Shows the first record of the evaluation data: its most likely label, or how similar its texts are.
     fn sample(&self, model: &Model, world: &World) -> anyhow::Result<String> {
         let batches = self.evaluation.as_ref().map_or(&self.batches, |(batches, _)| batches);
-        let batch = TextBatch::new(batches.first(), world.device())?;
+        let batch = TextBatch::new(batches.first(), world.device(), None)?;
         let outputs = no_grad(|| batch.outputs(model)).context("can't compute a sample")?;
         let text = |column: usize| self.text.decode(batches.records().ids(0, column));
         Ok(match &self.kind {
@@ -282,7 +297,7 @@ impl Task for Texts {
     }
 
     fn batch_tokens(&self, args: &Args) -> usize {
-        args.batch_size * self.columns() * self.batches.records().longest()
+        args.batch_size * self.columns() * self.batches.records().longest() / args.context_parallel
     }
 
     fn export(&self, args: &Args) -> anyhow::Result<Option<TextExport>> {

@@ -16,6 +16,8 @@ pub struct RecordBatches {
     shuffle: Option<u64>,
     /// Padding token, if the model has one.
     padding: Option<u32>,
+    /// Divides the length of rows.
+    multiple: usize,
 }
 
 /// Records that a rank reads at once. Rows are padded at their end.
@@ -59,7 +61,20 @@ impl RecordBatches {
     pub fn for_evaluation(records: Records, shape: BatchShape, padding: Option<u32>) -> Result<Self> {
         ensure!(shape.rank < shape.world_size, "rank {} is not below the world size {}", shape.rank, shape.world_size);
         let shape = BatchShape { grad_accum: 1, ..shape };
-        Ok(RecordBatches { records_per_step: shape.sequences_per_step()?, records, shape, shuffle: None, padding })
+        Ok(RecordBatches {
+            records_per_step: shape.sequences_per_step()?,
+            records,
+            shape,
+            shuffle: None,
+            padding,
+            multiple: 1,
+        })
+    }
+
+    /// Pads rows to a multiple of a number of tokens.
+    #[must_use]
+    pub fn padded_to(self, multiple: usize) -> Self {
+        RecordBatches { multiple, ..self }
     }
 
     /// Returns the records.
@@ -136,6 +151,7 @@ impl RecordBatches {
             .map(|(record, column)| self.records.ids(record, column).len())
             .max()
             .unwrap_or(1)
+            .next_multiple_of(self.multiple)
     }
 
     fn read(&self, records: impl Iterator<Item = Option<usize>>, steps: usize) -> RecordBatch {

@@ -21,15 +21,19 @@ pub(crate) struct Visibility<'a> {
     /// Queries and keys of the row.
     pub(crate) queries: usize,
     pub(crate) keys: usize,
+    /// Position of the first query, the first query after a gap, and the positions that the gap skips.
+    pub(crate) first: usize,
+    pub(crate) gap_at: usize,
+    pub(crate) gap: usize,
     pub(crate) is_causal: bool,
     pub(crate) window: Option<usize>,
-    /// Bounds of the row's documents, U32: 0, ..., `queries`.
+    /// Bounds of the row's documents, U32: 0, ..., `keys`.
     pub(crate) bounds: Option<Slice<'a>>,
 }
 
 impl Visibility<'_> {
     /// Returns `VISIBILITY_PARAMETERS` of the source.
-    pub(super) fn arguments(&self, cuda: &CudaKernels) -> Result<[Arg; 6]> {
+    pub(super) fn arguments(&self, cuda: &CudaKernels) -> Result<[Arg; 9]> {
         let (bounds, documents) = match self.bounds {
             Some(bounds) => {
                 same_dtype(DType::U32, bounds.dtype())?;
@@ -38,8 +42,10 @@ impl Visibility<'_> {
             None => (Arg::NULL, 0),
         };
         let window = self.window.map_or(u64::MAX, |window| window as u64);
-        let (queries, keys) = (self.queries.into(), self.keys.into());
-        Ok([bounds, documents.into(), queries, keys, u32::from(self.is_causal).into(), Arg::Long(window)])
+        let [queries, keys, first, gap_at, gap] =
+            [self.queries, self.keys, self.first, self.gap_at, self.gap].map(Arg::from);
+        let is_causal = u32::from(self.is_causal).into();
+        Ok([bounds, documents.into(), queries, keys, first, gap_at, gap, is_causal, Arg::Long(window)])
     }
 }
 

@@ -10,10 +10,11 @@ use super::device::{Arg, float_suffix, of_slice};
 
 impl Draw {
     /// Returns the kernel's arguments (`DRAW_PARAMETERS`). The scale is an argument of its own.
-    pub(super) fn args(&self) -> [Arg; 6] {
+    pub(super) fn args(&self) -> [Arg; 8] {
         let [row, plane, line, column] = self.first;
-        let [key, row, plane, line, column] = [self.key, row, plane, line, column].map(Arg::Long);
-        [key, row, plane, line, column, self.threshold.into()]
+        let [key, row, plane, line, column, gap_at, gap] =
+            [self.key, row, plane, line, column, self.gap_at, self.gap].map(Arg::Long);
+        [key, row, plane, line, column, gap_at, gap, self.threshold.into()]
     }
 }
 

@@ -22,22 +22,23 @@ inline __device__ Words philox(u64 key, u64 low, u64 high) {
 const u32 COORDINATE_BITS = 24;
 
 // One draw for the elements of a tensor: `random::Mask`. A kernel takes the key, the coordinates of the tensor's first
-// element, and the threshold.
+// element, the first line after a gap, the lines that the gap skips, and the threshold.
 struct Draw {
-  u64 key, first_row, first_plane, first_line, first_column;
+  u64 key, first_row, first_plane, first_line, first_column, gap_at, gap;
   u32 threshold;
   // The words of a thread's last counter.
   u64 row, counter;
   Words words;
 
-  __device__ Draw(u64 key, u64 first_row, u64 first_plane, u64 first_line, u64 first_column, u32 threshold)
+  __device__ Draw(u64 key, u64 first_row, u64 first_plane, u64 first_line, u64 first_column, u64 gap_at, u64 gap,
+                  u32 threshold)
       : key(key), first_row(first_row), first_plane(first_plane), first_line(first_line), first_column(first_column),
-        threshold(threshold), row(0), counter(~0ull) {}
+        gap_at(gap_at), gap(gap), threshold(threshold), row(0), counter(~0ull) {}
 
   // Returns whether the element of a row with these coordinates is dropped. It costs little if the thread's last element
   // had the same counter, as three of four successive elements have.
   __device__ bool drops(u64 at_row, u64 plane, u64 line, u64 column) {
-    const u64 lines_before = ((first_plane + plane) << COORDINATE_BITS) + first_line + line;
+    const u64 lines_before = ((first_plane + plane) << COORDINATE_BITS) + first_line + line + (line >= gap_at ? gap : 0);
     const u64 place = (lines_before << COORDINATE_BITS) + first_column + column;
     if (place / 4 != counter || at_row != row) {
       counter = place / 4;
@@ -47,5 +48,6 @@ struct Draw {
     return words.at[place % 4] < threshold;
   }
 };
-#define DRAW_PARAMETERS u64 key, u64 first_row, u64 first_plane, u64 first_line, u64 first_column, u32 threshold
-#define DRAW_ARGUMENTS key, first_row, first_plane, first_line, first_column, threshold
+#define DRAW_PARAMETERS \
+  u64 key, u64 first_row, u64 first_plane, u64 first_line, u64 first_column, u64 gap_at, u64 gap, u32 threshold
+#define DRAW_ARGUMENTS key, first_row, first_plane, first_line, first_column, gap_at, gap, threshold

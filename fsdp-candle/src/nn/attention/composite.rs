@@ -6,12 +6,15 @@ use parking_lot::Mutex;
 
 use super::documents::Documents;
 use super::options::AttentionOptions;
-use crate::nn::dropout::drop_elements;
+use crate::context_parallel::Positions;
+use crate::nn::dropout::drop_probabilities;
 use crate::nn::empty::if_empty;
 use crate::nn::limits::check_size;
 use crate::nn::softmax::softmax_composite;
 
-/// [`attention()`] on checked operands as a chain of Candle's operations.
+/// [`attention()`] on checked operands as a chain of Candle's operations. `positions` are those of the queries, if they
+/// are not the last ones.
+#[allow(clippy::too_many_arguments)]
 pub(in crate::nn) fn composite(
     q: &Tensor,
     k: &Tensor,
@@ -19,6 +22,7 @@ pub(in crate::nn) fn composite(
     n_heads: usize,
     n_kv_heads: usize,
     options: &AttentionOptions,
+    positions: Option<Positions>,
     documents: Option<&Documents>,
 ) -> Result<Tensor> {
     if let Some(empty) = if_empty("attention", q, &[q, k, v], q.shape())? {
@@ -37,13 +41,14 @@ pub(in crate::nn) fn composite(
         Some(cap) => ((scores / cap)?.tanh()? * cap)?,
         None => scores,
     };
+    let at = positions.unwrap_or(Positions::from(keys.saturating_sub(queries)));
     let mask = match documents {
-        Some(_) => mask(options, queries, keys, documents, q.device())?,
-        None => cached_mask(options, queries, keys, q.device())?,
+        Some(_) => mask(options, queries, keys, at, documents, q.device())?,
+        None => cached_mask(options, queries, keys, at, q.device())?,
     };
     let mask = mask.to_dtype(wide)?;
     let scores = scores.broadcast_add(&mask)?;
-    let weights = drop_elements(&softmax_composite(&scores, D::Minus1)?, options.dropout)?;
+    let weights = drop_probabilities(&softmax_composite(&scores, D::Minus1)?, options.dropout, positions)?;
     weights.matmul(&spread(v)?)?.transpose(1, 2)?.reshape((batch, queries, ()))?.to_dtype(dtype)
 }
 
@@ -52,12 +57,13 @@ fn mask(
     options: &AttentionOptions,
     queries: usize,
     keys: usize,
+    positions: Positions,
     documents: Option<&Documents>,
     device: &Device,
 ) -> Result<Tensor> {
     let rows = documents.map_or(1, Documents::batch);
     let mask: Vec<f32> = (0..rows)
-        .flat_map(|row| options.visible_keys(queries, keys, documents, row))
+        .flat_map(|row| options.visible_keys(queries, keys, positions, documents, row))
         .flat_map(|visible| visible.queries().map(move |i| visible.of(i)))
         .flat_map(|visible| (0..keys).map(move |j| if visible.contains(&j) { 0.0 } else { f32::NEG_INFINITY }))
         .collect();
@@ -69,25 +75,31 @@ const CACHED_MASKS: usize = 4;
 
 /// [`mask`] without documents, cached for a device. Successive layers use the same mask, and a copy to the device takes
 /// time.
-fn cached_mask(options: &AttentionOptions, queries: usize, keys: usize, device: &Device) -> Result<Tensor> {
+fn cached_mask(
+    options: &AttentionOptions,
+    queries: usize,
+    keys: usize,
+    positions: Positions,
+    device: &Device,
+) -> Result<Tensor> {
     if device.is_cpu() {
-        return mask(options, queries, keys, None, device);
+        return mask(options, queries, keys, positions, None, device);
     }
-    static MASKS: Mutex<Vec<(AttentionOptions, Tensor)>> = Mutex::new(vec![]);
+    static MASKS: Mutex<Vec<(AttentionOptions, Positions, Tensor)>> = Mutex::new(vec![]);
     let mut masks = MASKS.lock();
-    let fits = |(of, mask): &&(AttentionOptions, Tensor)| {
-        (of.causal, of.window) == (options.causal, options.window)
+    let fits = |(of, at, mask): &&(AttentionOptions, Positions, Tensor)| {
+        (of.causal, of.window, *at) == (options.causal, options.window, positions)
             && mask.dims()[2..] == [queries, keys]
             && mask.device().same_device(device)
     };
-    if let Some((_, mask)) = masks.iter().find(fits) {
+    if let Some((.., mask)) = masks.iter().find(fits) {
         return Ok(mask.clone());
     }
-    let mask = mask(options, queries, keys, None, device)?;
+    let mask = mask(options, queries, keys, positions, None, device)?;
     if masks.len() == CACHED_MASKS {
         masks.remove(0);
     }
-    masks.push((*options, mask.clone()));
+    masks.push((*options, positions, mask.clone()));
     Ok(mask)
 }
 

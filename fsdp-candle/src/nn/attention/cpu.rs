@@ -73,7 +73,8 @@ impl AttentionDims {
     /// Returns the blocks of a row of the batch, with all keys that they see. No block crosses the border of a document,
     /// so a document's result has the same bits as if it were alone.
     fn blocks(&self, batch: usize) -> impl Iterator<Item = Tile> {
-        self.options.visible_keys(self.queries, self.keys, self.documents.as_ref(), batch).flat_map(|visible| {
+        let &AttentionDims { queries, keys, positions, .. } = self;
+        self.options.visible_keys(queries, keys, positions, self.documents.as_ref(), batch).flat_map(|visible| {
             let queries = visible.queries();
             let firsts = queries.clone().step_by(BLOCK);
             firsts.map(move |first| Tile::of_queries(visible, first, BLOCK.min(queries.end - first)))

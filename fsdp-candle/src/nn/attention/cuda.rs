@@ -21,6 +21,7 @@ use fsdp_core::{Buffer, DType};
 use super::documents::Documents;
 use super::engine::{AttentionDims, Engine, HeadLayout};
 use super::visible_keys::VisibleKeys;
+use crate::context_parallel::Positions;
 use crate::error::Error;
 use crate::kernels::cuda::{
     self, FlashAttention, Heads, Matrix, MatrixLayout, ScoreBlock, Visibility, add_products, wide,
@@ -226,8 +227,9 @@ impl<'a> Attention<'a> {
 
     /// Returns the keys that the queries of a row of the batch see.
     fn visible<'b>(&self, bounds: Option<Slice<'b>>) -> Visibility<'b> {
-        let &AttentionDims { queries, keys, options, .. } = self.dims;
-        Visibility { queries, keys, is_causal: options.causal, window: options.window, bounds }
+        let &AttentionDims { queries, keys, options, positions, .. } = self.dims;
+        let Positions { first, gap_at, gap } = positions;
+        Visibility { queries, keys, first, gap_at, gap, is_causal: options.causal, window: options.window, bounds }
     }
 
     /// Returns the attention of some rows of the batch, of which there is one if rows have documents.
@@ -295,8 +297,9 @@ impl<'a> Attention<'a> {
 
     /// Returns the blocks of a row of the batch, in order.
     fn blocks(&self, batch: usize) -> impl Iterator<Item = Block> {
-        let AttentionDims { queries, keys, n_heads, options, documents, .. } = self.dims;
-        let parts: Vec<VisibleKeys> = options.visible_keys(*queries, *keys, documents.as_ref(), batch).collect();
+        let AttentionDims { queries, keys, n_heads, options, positions, documents, .. } = self.dims;
+        let parts = options.visible_keys(*queries, *keys, *positions, documents.as_ref(), batch);
+        let parts: Vec<VisibleKeys> = parts.collect();
         let row_bytes = (n_heads * keys * self.sums.size()).max(1);
         let most = (BLOCK_BYTES / row_bytes).clamp(FEWEST_QUERIES, MOST_QUERIES);
         (0..*queries).step_by(most).map(move |first| {

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use candle_core::{Device, Result, Tensor, bail};
+use parking_lot::Mutex;
 
+use crate::context_parallel::Positions;
 use crate::nn::last_upload::LastUpload;
 use crate::tensors::Tensors;
 use crate::upload;
@@ -29,6 +31,19 @@ pub struct Documents {
     positions: Arc<[u32]>,
     /// Bounds of the documents on a device, for the device's attention.
     pub(super) bounds: LastUpload,
+    /// The last result of [`Documents::own_positions`].
+    own: OwnPositions,
+}
+
+/// Positions of the tokens of a context-parallel rank.
+#[derive(Clone, Debug, Default)]
+struct OwnPositions(Arc<Mutex<Option<(Positions, Arc<[u32]>)>>>);
+
+/// They follow from the documents.
+impl PartialEq for OwnPositions {
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
 }
 
 impl Documents {
@@ -47,7 +62,7 @@ impl Documents {
             );
         }
         let positions = rows.iter().flatten().flat_map(|&length| 0..length as u32).collect();
-        Ok(Documents { rows: rows.into(), positions, bounds: LastUpload::default() })
+        Ok(Documents { rows: rows.into(), positions, bounds: LastUpload::default(), own: OwnPositions::default() })
     }
 
     /// Returns the number of rows.
@@ -79,6 +94,28 @@ impl Documents {
     /// device has no memory for the tensor.
     pub fn position_ids(&self, device: &Device) -> Result<Tensor> {
         upload(&Tensor::from_slice(&self.positions, (self.batch(), self.steps()), &Device::Cpu)?, device)
+    }
+
+    /// Returns the items of the tokens at these positions, `tokens` in each row, row after row.
+    pub(in crate::nn) fn own(&self, items: &[u32], positions: Positions, tokens: usize) -> Arc<[u32]> {
+        let steps = self.steps();
+        let at = |row: usize| (0..tokens).map(move |token| row * steps + positions.of(token));
+        (0..self.batch()).flat_map(at).map(|at| items[at]).collect()
+    }
+
+    /// Returns [`Documents::positions`] of the tokens at these positions. Successive calls for the same positions return
+    /// the same memory.
+    pub(in crate::nn) fn own_positions(&self, positions: Positions, tokens: usize) -> Arc<[u32]> {
+        let mut last = self.own.0.lock();
+        if let Some((of, own)) = &*last
+            && *of == positions
+            && own.len() == tokens * self.batch()
+        {
+            return own.clone();
+        }
+        let own = self.own(&self.positions, positions, tokens);
+        *last = Some((positions, own.clone()));
+        own
     }
 
     pub(in crate::nn) fn shared_positions(&self) -> Arc<[u32]> {

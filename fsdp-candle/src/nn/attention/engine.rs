@@ -4,6 +4,7 @@ use candle_core::{DType, Result, Storage, Tensor};
 
 use super::documents::Documents;
 use super::options::AttentionOptions;
+use crate::context_parallel::Positions;
 use crate::random::Mask;
 
 /// The computation of attention on one kind of device.
@@ -36,6 +37,8 @@ pub(super) struct AttentionDims {
     /// Dtype of the operands.
     pub(super) dtype: DType,
     pub(super) options: AttentionOptions,
+    /// Where the queries are among the keys.
+    pub(super) positions: Positions,
     pub(super) documents: Option<Documents>,
     /// Dropout mask of the probabilities `[batch, n_heads, T, S]`.
     pub(super) mask: Option<Mask>,

@@ -1,16 +1,19 @@
 //! Attention: `candle_nn::attention` with a backward, and this crate's fused attention.
 //!
-//! `fused` is the operation on the CPU for f32, f16 and bf16 (`cpu`), and on CUDA devices (`cuda`). Its memory is linear
-//! in the number of keys. Other devices, f64 on the CPU, and masks that `fused` does not know run as a chain of Candle's
-//! operations (`composite`, `attend`).
+//! `functions` checks arguments. `fused` is the operation on the CPU for f32, f16 and bf16 (`cpu`), and on CUDA devices
+//! (`cuda`). Its memory is linear in the number of keys. Other devices, f64 on the CPU, and masks that `fused` does not
+//! know run as a chain of Candle's operations (`composite`, `attend`). `context` is the attention of ranks that share
+//! sequences.
 
 pub(super) mod composite;
+mod context;
 mod cpu;
 #[cfg_attr(not(feature = "cuda"), path = "no_cuda.rs")]
 mod cuda;
 mod documents;
 mod engine;
-pub(super) mod fused;
+pub(super) mod functions;
+mod fused;
 pub(super) mod options;
 mod visible_keys;
 
@@ -22,8 +25,10 @@ pub use documents::Documents;
 
 use super::limits::check_scores_fit;
 use super::softmax::softmax_last_dim;
+use crate::context_parallel::current;
 use composite::repeat_kv_heads;
-use fused::{attention, is_fused};
+use functions::attention;
+use fused::is_fused;
 use options::AttentionOptions;
 
 /// Computes attention of `q` `[batch, T, heads, D]` over `k` and `v` `[batch, S, kv_heads, D]`. The output is `[batch,
@@ -87,6 +92,7 @@ fn masked_attention(
         let out = attention(q, k, v, heads, kv_heads, &options)?;
         return out.reshape((batch, queries, heads, dim))?.transpose(1, 2);
     }
+    refuse_in_context("flash_attn")?;
     let of_heads = |bias: f32| Tensor::from_vec(alibi_slopes(heads, bias), (1, heads, 1, 1), q.device());
     let (causal_offset, bias) = match mask {
         AttnMask::None => {
@@ -119,6 +125,17 @@ fn masked_attention(
     attend(&heads_first(q)?, &heads_first(k)?, &heads_first(v)?, &scores)
 }
 
+/// Fails in a context-parallel forward.
+fn refuse_in_context(function: &str) -> Result<()> {
+    if current().is_some() {
+        bail!(
+            "{function}: in a context-parallel forward, attention takes no mask but a causal one, no bias and no lengths, \
+             in f32, bf16 or f16: use `nn::attention`, or `nn::attention_in_documents` for packed documents"
+        )
+    }
+    Ok(())
+}
+
 /// Returns the mask's shape with dimensions for batch and heads.
 fn mask_shape(mask: &Tensor, queries: usize, keys: usize) -> Result<Vec<usize>> {
     let dims = mask.dims();
@@ -149,6 +166,7 @@ pub fn flash_attn_varlen_unfused(
     window_size_left: Option<usize>,
     window_size_right: Option<usize>,
 ) -> Result<Tensor> {
+    refuse_in_context("flash_attn_varlen")?;
     let window = (window_size_left, window_size_right);
     let (total_q, heads, dim) = q.dims3()?;
     let (total_k, ..) = k.dims3()?;

@@ -149,6 +149,8 @@ pub(super) struct Mesh {
     pub(super) hosts: usize,
     /// Ranks that a replica is sharded over.
     pub(super) shard: usize,
+    /// Those of them that share each sequence.
+    pub(super) context: usize,
     /// Neighbouring ranks that compute each layer together.
     pub(super) tensor: usize,
     /// Number of replicas.
@@ -190,6 +192,11 @@ impl Ring {
     /// Creates a ring of `ranks` that hold shards of a replica, or of a part of it.
     pub(super) fn of_shards(mesh: &Mesh, links: &Links, ranks: usize) -> Self {
         Ring::of_every(mesh, links, ranks, mesh.tensor)
+    }
+
+    /// Creates a ring of the ranks that share a sequence.
+    pub(super) fn of_sequence(mesh: &Mesh, links: &Links) -> Self {
+        Ring::of_every(mesh, links, mesh.context, mesh.tensor)
     }
 
     /// Creates a ring of the ranks that compute a layer together.
@@ -266,7 +273,7 @@ mod tests {
 
     #[test]
     fn slowest_link_bounds_a_ring() {
-        let mesh = |hosts, shard, replicate| Mesh { ranks_per_host: 8, hosts, shard, tensor: 1, replicate };
+        let mesh = |hosts, shard, replicate| Mesh { ranks_per_host: 8, hosts, shard, context: 1, tensor: 1, replicate };
         let rate = |mesh: Mesh| Ring::of_shards(&mesh, &LINKS, mesh.shard).rate;
         assert_eq!(rate(mesh(1, 8, 1)), 100.);
         assert_eq!(rate(mesh(4, 8, 4)), 100.);
@@ -285,7 +292,7 @@ mod tests {
 
     #[test]
     fn ring_transfers_all_but_one_share() {
-        let mesh = Mesh { ranks_per_host: 4, hosts: 1, shard: 4, tensor: 1, replicate: 1 };
+        let mesh = Mesh { ranks_per_host: 4, hosts: 1, shard: 4, context: 1, tensor: 1, replicate: 1 };
         let ring = Ring::of_shards(&mesh, &LINKS, 4);
         assert_eq!(ring.gather(400.), 3. * 0.5 + 3.);
         assert_eq!(ring.all_reduce(400.), 9.);

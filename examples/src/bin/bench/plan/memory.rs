@@ -175,7 +175,8 @@ fn moments(setup: &Setup) -> Vec<Moment> {
                 + waiting(setup, layer)
                 + layers.get(i + 1).map_or(0., |after| sent(setup, after)),
             activations: kept(i + 1),
-            working: tokens * again.max(0.) + framework.backward(layer, compute, tokens),
+            // The keys and values of all ranks, their gradients, and a copy in another order.
+            working: tokens * again.max(0.) + framework.backward(layer, compute, tokens) + 5. * setup.whole_keys(layer),
             ..base.clone()
         });
         staying -= stays(layer);

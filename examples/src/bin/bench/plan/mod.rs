@@ -63,6 +63,9 @@ pub(crate) struct Args {
     /// Replicas of the model (HSDP), on neighbouring ranks each.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = count(1 << 20), help_heading = "Mesh")]
     replicate: usize,
+    /// Ranks that share each sequence, and gather the keys and values of a layer.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = count(1 << 16), help_heading = "Mesh")]
+    context_parallel: usize,
     /// Neighbouring ranks that compute each layer together on the same batch (decoders only).
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = count(1 << 16), help_heading = "Mesh")]
     tensor_parallel: usize,
@@ -201,6 +204,7 @@ fn setup<'a>(args: &Args, models: &'a Models, seq: usize) -> anyhow::Result<Setu
         ranks_per_host: args.ranks_per_host,
         hosts: args.hosts,
         shard: (ranks / args.replicate / args.tensor_parallel).max(1),
+        context: args.context_parallel,
         tensor: args.tensor_parallel,
         replicate: args.replicate,
     };

@@ -79,7 +79,10 @@ fn head(to: &mut String, report: &Report, setup: &Setup) -> std::fmt::Result {
     writeln!(
         to,
         "{} {} x {} tokens per step. reshard_after_forward: {}",
-        if mesh.tensor == 1 { "A rank reads" } else { "A group reads" },
+        match mesh.tensor * mesh.context {
+            1 => "A rank reads".to_owned(),
+            ranks => format!("A group of {ranks} ranks reads"),
+        },
         setup.batch,
         setup.seq,
         setup::reshard_word(setup.reshard)

@@ -87,9 +87,17 @@ impl Setup<'_> {
         self.base.is_none().then_some(if is_wide { self.reduce } else { self.compute })
     }
 
-    /// Returns the tokens of a rank's batch, which tensor-parallel ranks share.
+    /// Returns the tokens of a rank's batch, or of its part of the sequences. Tensor-parallel ranks have the same.
     pub(super) fn tokens(&self) -> f64 {
-        self.batch as f64 * self.seq as f64
+        self.batch as f64 * self.seq as f64 / self.mesh.context as f64
+    }
+
+    /// Returns the bytes of a layer's keys, or values, of all ranks that share sequences. 0 without them.
+    pub(super) fn whole_keys(&self, layer: &Layer) -> f64 {
+        match self.mesh.context {
+            1 => 0.,
+            _ => self.compute.bytes() * layer.keys * self.batch as f64 * self.seq as f64,
+        }
     }
 
     /// Returns the elements of a tensor that is too large for Candle's CUDA kernels, if any.
@@ -105,7 +113,7 @@ impl Setup<'_> {
 
     /// Fails if the setup is not possible.
     pub(super) fn check(&self) -> anyhow::Result<()> {
-        let Mesh { shard, replicate, tensor, ranks_per_host, hosts } = self.mesh;
+        let Mesh { shard, replicate, context, tensor, ranks_per_host, hosts } = self.mesh;
         let parts = match tensor {
             1 => format!("--replicate {replicate}"),
             _ => format!("--replicate {replicate} times --tensor-parallel {tensor}"),
@@ -114,6 +122,20 @@ impl Setup<'_> {
             shard * replicate * tensor == self.mesh.ranks(),
             "{parts} must divide the {} ranks of {hosts} hosts with {ranks_per_host} each",
             self.mesh.ranks()
+        );
+        ensure!(
+            shard.is_multiple_of(context),
+            "--context-parallel {context} must divide the {shard} ranks that a replica is sharded over"
+        );
+        ensure!(
+            context == 1 || self.seq.is_multiple_of(2 * context),
+            "--seq {} can't be split over the {context} ranks of --context-parallel: pass a multiple of {}",
+            self.seq,
+            2 * context
+        );
+        ensure!(
+            context == 1 || self.framework != Framework::Pytorch,
+            "--context-parallel is not planned with --framework pytorch: leave out one of them"
         );
         ensure!(
             tensor == 1 || self.framework != Framework::Pytorch,
@@ -171,7 +193,8 @@ const ALIKE: f64 = 0.005;
 pub(super) fn best(setup: &Setup, top: usize) -> Vec<Choice> {
     let ranks = setup.mesh.ranks() / setup.mesh.tensor;
     let mut choices = vec![];
-    for shard in (1..=ranks).filter(|shard| ranks.is_multiple_of(*shard)) {
+    let context = setup.mesh.context;
+    for shard in (1..=ranks).filter(|shard| ranks.is_multiple_of(*shard) && shard.is_multiple_of(context)) {
         let mesh = Mesh { shard, replicate: ranks / shard, ..setup.mesh };
         // Shards within a host, or within half of a replica.
         let parts = [setup.mesh.ranks_per_host / setup.mesh.tensor, shard / 2].map(ReshardAfterForward::To);

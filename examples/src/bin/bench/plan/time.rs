@@ -63,7 +63,7 @@ pub(super) struct Unit {
     pub(super) gather_backward: f64,
     pub(super) reduce_scatter: f64,
     pub(super) all_reduce: f64,
-    /// Exchanges of activations between tensor-parallel ranks, for which compute waits. Part of forward and backward.
+    /// Exchanges of activations between ranks that share layers or sequences, for which compute waits. Part of forward and backward.
     pub(super) exchange: f64,
     /// Time in which compute waits for the unit's other collectives.
     pub(super) exposed: f64,
@@ -154,6 +154,7 @@ fn units(setup: &Setup) -> (Compute, Vec<Unit>) {
     let (e, reduce) = (setup.compute.bytes(), setup.reduce.bytes());
     let over_shards = Ring::of_shards(mesh, links, mesh.shard);
     let over_layer = Ring::of_layer(mesh, links);
+    let over_sequence = Ring::of_sequence(mesh, links);
     let over_replicas = Ring::of_replicas(mesh, links);
     let [of_block, of_root] = setup.stored().map(|stored| if setup.base.is_some() { stored.min(e) } else { e });
     let reduce = setup.trained() * reduce;
@@ -203,6 +204,10 @@ fn units(setup: &Setup) -> (Compute, Vec<Unit>) {
         let calls = 1. + layer.mlp.experts.max(1.);
         let exchange = calls * over_layer.all_reduce(e * tokens * layer.exchanged / calls);
         let in_backward = if setup.checkpoint == Checkpoint::None { exchange } else { 2. * exchange };
+        // Keys and values are gathered in forward and again in backward, and their gradients reduce-scattered.
+        let keys = 2. * over_sequence.gather(setup.whole_keys(layer));
+        let again = if setup.checkpoint == Checkpoint::Full { keys } else { 0. };
+        let (exchange, in_backward) = (exchange + keys, in_backward + 2. * keys + again);
         units.push(Unit {
             forward: forward.total() + exchange,
             backward: backward.total() + in_backward,
