@@ -58,6 +58,25 @@ fn every_family_trains_as_on_one_rank() {
     }
 }
 
+/// PyTorch 2.13 has no `context_parallel` on CPUs (its attention there has no sharding strategy), so these are its runs
+/// with FSDP2, whose losses `context_parallel` would have.
+#[test]
+fn recorded_runs_of_pytorch_are_reproduced() {
+    for name in FAMILIES {
+        let name = format!("{name}_tiny");
+        let sequences = if golden(&name).join("tokens.bin").exists() { 4 } else { 6 };
+        // The balance of experts is that of each reader's batch.
+        let (ranks, readers) = if ["mixtral_tiny", "qwen3_moe_tiny"].contains(&&*name) { (4, 2) } else { (2, 1) };
+        let dir = tempfile::tempdir().unwrap();
+        let flags = format!("--context-parallel 2 --batch-size {}", sequences / readers);
+        train_golden(&name, ranks, &flags, dir.path()).ok();
+        let ours = Trajectory::of_metrics(&dir.path().join("metrics.jsonl"));
+        let difference = ours.difference(&Trajectory::recorded(&name, "run"));
+        println!("{name}: {difference:?}");
+        assert!(difference.is_within(tolerance::SAME), "{name}: {difference:?}");
+    }
+}
+
 #[test]
 fn meshes_and_settings_train_as_one_rank() {
     let dir = tempfile::tempdir().unwrap();

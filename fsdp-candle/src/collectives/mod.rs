@@ -31,10 +31,10 @@ use fsdp_core::{Placement, ProcessGroup, ReduceOp};
 use crate::autograd::keeps_graph;
 use crate::graph::{Reads, graph_op};
 use crate::storage::{copied_storage, take};
-use without_grad::{Input, exchanged, own_part, scattered, summed};
+use without_grad::{Input, exchanged, gathered, own_part, scattered, summed};
 
 pub(crate) use shared_input::{Entry, SharedInput, scope};
-pub(crate) use without_grad::{check, gathered, largest, reduced_values};
+pub(crate) use without_grad::{check, gathered_together, largest, reduced_values};
 
 /// How ranks use a tensor that every rank holds. It decides each rank's gradient.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

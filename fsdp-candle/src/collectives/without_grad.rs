@@ -97,15 +97,30 @@ pub(super) fn summed(x: Input<'_>, group: &ProcessGroup) -> Result<Tensor> {
 }
 
 /// Concatenates the ranks' tensors, of one shape, along `dim`.
-pub(crate) fn gathered(x: &Tensor, dim: usize, group: &ProcessGroup) -> Result<Tensor> {
-    let size = group.size();
-    let x = x.detach();
-    if size == 1 {
-        return Ok(x);
+pub(super) fn gathered(x: &Tensor, dim: usize, group: &ProcessGroup) -> Result<Tensor> {
+    match gathered_together(&[x], dim, group)?.pop() {
+        Some(all) => Ok(all),
+        None => bail!("a collective of one part has no output"),
     }
-    let (x, mut shape) = (x.contiguous()?, x.dims().to_vec());
-    let part = GatherPart { input: Arc::new(TensorMemory(x.clone())), counts: vec![x.elem_count(); size] };
-    let all = output(group.blocking().all_gather(vec![part], fresh(x.device())?))?;
+}
+
+/// [`gathered`] for several tensors on one device, by one collective.
+pub(crate) fn gathered_together(tensors: &[&Tensor], dim: usize, group: &ProcessGroup) -> Result<Vec<Tensor>> {
+    let size = group.size();
+    if size == 1 {
+        return Ok(tensors.iter().map(|x| x.detach()).collect());
+    }
+    let tensors = tensors.iter().map(|x| x.detach().contiguous()).collect::<Result<Vec<_>>>()?;
+    let Some(first) = tensors.first() else { return Ok(vec![]) };
+    let part = |x: &Tensor| GatherPart { input: Arc::new(TensorMemory(x.clone())), counts: vec![x.elem_count(); size] };
+    let all = group.blocking().all_gather(tensors.iter().map(part).collect(), fresh(first.device())?);
+    let all = all.wait().map_err(Error::from)?;
+    tensors.iter().zip(all).map(|(x, all)| joined(x, all, dim, size)).collect()
+}
+
+/// Returns the tensors of `size` ranks, each like `x` and one after another in `all`, along `dim`.
+fn joined(x: &Tensor, all: Buffer, dim: usize, size: usize) -> Result<Tensor> {
+    let mut shape = x.dims().to_vec();
     let (outer, inner) = (shape[..dim].iter().product::<usize>(), shape[dim..].iter().product::<usize>());
     shape[dim] *= size;
     if outer <= 1 {

@@ -5,7 +5,7 @@ use fsdp_core::ProcessGroup;
 
 use super::Positions;
 use crate::autograd::keeps_graph;
-use crate::collectives::{gathered, own_sum_of};
+use crate::collectives::{gathered_together, own_sum_of};
 use crate::graph::{Reads, graph_op};
 use crate::storage::take;
 
@@ -52,9 +52,10 @@ fn moved(x: &Tensor, dim: usize, ranks: usize, to_order: bool) -> Result<Tensor>
     Tensor::cat(&chunks, dim)?.contiguous()
 }
 
-/// Gathers the ranks' parts `[batch, T, ..]` of sequences, in order, outside of the graph.
-pub(crate) fn whole(x: &Tensor, group: &ProcessGroup) -> Result<Tensor> {
-    moved(&gathered(x, 1, group)?, 1, group.size(), true)
+/// Gathers the ranks' parts `[batch, T, ..]` of keys and values by one collective, in order, outside of the graph.
+pub(crate) fn whole<const N: usize>(parts: [&Tensor; N], group: &ProcessGroup) -> Result<Vec<Tensor>> {
+    let all = gathered_together(&parts, 1, group)?;
+    all.iter().map(|all| moved(all, 1, group.size(), true)).collect()
 }
 
 /// Returns this rank's part of the sum over ranks of gradients `[batch, S, ..]` of whole sequences.

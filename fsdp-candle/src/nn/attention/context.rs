@@ -99,16 +99,16 @@ impl ContextAttention<'_> {
                 Some(kept) => kept,
                 None => {
                     let [q, k, v] = parts(operands, widths)?;
-                    let (k, v) = (whole(&k, &group)?, whole(&v, &group)?);
-                    let (memory, log_sums) = engine.forward(&dims, &[&q, &k, &v])?;
+                    let all = whole([&k, &v], &group)?;
+                    let (memory, log_sums) = engine.forward(&dims, &[&q, &all[0], &all[1]])?;
                     (memory, Arc::new(log_sums))
                 }
             };
             let kept = log_sums.clone();
             let backward = move |operands: &[&Tensor], out: &Tensor, d_out: &Tensor| {
                 let [q, k, v] = parts(operands, widths)?;
-                let (k, v) = (whole(&k, &group)?, whole(&v, &group)?);
-                let gradients = engine.backward(&dims, &[&q, &k, &v], [out, d_out], &log_sums)?;
+                let all = whole([&k, &v], &group)?;
+                let gradients = engine.backward(&dims, &[&q, &all[0], &all[1]], [out, d_out], &log_sums)?;
                 let mut own = vec![];
                 for (at, gradient) in gradients.into_iter().enumerate() {
                     let Some(gradient) = gradient else { bail!("attention: an engine returned no gradient") };
