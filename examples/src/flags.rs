@@ -43,7 +43,7 @@ pub fn not_negative(text: &str) -> Result<f64, String> {
 pub enum ContextExchange {
     /// Keys and values of all processes are gathered; for any number of heads
     Gather,
-    /// Heads are exchanged for positions (Ulysses); N must divide the model's key heads
+    /// Heads are exchanged for positions (Ulysses); N must divide the key heads of a process
     Heads,
 }
 

@@ -10,6 +10,23 @@ const SHARD: &str = "dp_shard";
 const CONTEXT: &str = "cp";
 const TENSOR: &str = "tp";
 
+/// Returns the number that must divide the length of a sequence that `context` ranks share, each of them `tensor` ranks
+/// that split their part again.
+///
+/// ```
+/// use fsdp_train::ranks::sequence_multiple;
+///
+/// // Two chunks for each of four ranks; three ranks, each of two that split an even part.
+/// assert_eq!((sequence_multiple(4, 1), sequence_multiple(3, 2), sequence_multiple(1, 3)), (8, 6, 3));
+/// ```
+pub fn sequence_multiple(context: usize, tensor: usize) -> usize {
+    match context {
+        1 => tensor,
+        // Each rank has two equal chunks, which tensor-parallel ranks split together.
+        _ => context * if tensor.is_multiple_of(2) { tensor } else { 2 * tensor },
+    }
+}
+
 /// Sizes of the mesh. Neighbouring ranks are tensor-parallel, then come those that share sequences, then the shards of a
 /// replica, then the replicas. Parameters are sharded over the ranks that share sequences, too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

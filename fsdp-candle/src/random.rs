@@ -141,7 +141,8 @@ pub(crate) struct Mask(pub(crate) Draw);
 impl Mask {
     /// Draws for a tensor of this shape. The probability of a drop is below 1. Fails if the tensor cannot be the
     /// [`Part`] of another tensor, or if a row is too large.
-    /// In a context-parallel forward, the tensor is a part `[batch, T, ..]` of sequences.
+    ///
+    /// In a context-parallel forward, the tensor is a part `[batch, T, width]` of sequences.
     pub(crate) fn draw(probability: f64, dims: &[usize]) -> Result<Self> {
         let Some(scope) = context_parallel::current() else { return Self::draw_at(probability, dims, None) };
         let part = STATE.get().part.filter(|part| part.dim == 1 && part.count > 1);

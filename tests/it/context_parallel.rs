@@ -5,6 +5,7 @@ use std::path::Path;
 
 use fsdp_test_support::trajectory::{Difference, Trajectory};
 use fsdp_test_support::{Run, golden, json_lines, merge_flags, tolerance, train_golden};
+use serde_json::json;
 
 use crate::sft;
 
@@ -169,8 +170,34 @@ fn examples_and_their_evaluation_are_those_of_one_rank() {
     }
 }
 
+/// All targets are on one rank of two. Experts add their balance to the loss.
 #[test]
-fn pairs_and_classes_are_those_of_one_rank() {
+fn ranks_without_targets_have_no_weight() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = json!({ "model_type": "mixtral", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 256, "max_position_embeddings": 128,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": true, "router_aux_loss_coef": 0.5 });
+    fs::create_dir(dir.path().join("model")).unwrap();
+    fs::write(dir.path().join("model/config.json"), config.to_string()).unwrap();
+    // Bytes 3 to 11 of 96 are learnt: in the first chunk of four.
+    let line = |index: usize| json!({ "prompt": "a b", "completion": format!("c{index:07}") }).to_string() + "\n";
+    fs::write(dir.path().join("short.jsonl"), (0..12).map(line).collect::<String>()).unwrap();
+    let losses = |ranks: usize| {
+        let flags = format!(
+            "--model model --sft short.jsonl --packing off --shuffle off --seq-len 96 --steps 4 --batch-size 2 --lr 1e-3 \
+             --lr-schedule constant --warmup-steps 0 --metrics metrics.jsonl --context-parallel {ranks}"
+        );
+        fsdp_test_support::train(ranks, &flags, dir.path()).ok();
+        Trajectory::of_metrics(&dir.path().join("metrics.jsonl"))
+    };
+    let alone = losses(1);
+    assert_eq!(alone.0.len(), 4);
+    assert_near(&losses(2), &alone, "two ranks");
+    assert_near(&losses(4), &alone, "four ranks");
+}
+
+#[test]
+fn pairs_are_those_of_one_rank() {
     let dir = tempfile::tempdir().unwrap();
     let pairs = |ranks: usize, flags: &str| {
         let defaults = format!(
@@ -230,6 +257,11 @@ fn bad_settings_are_refused_with_a_way_out() {
     let dir = tempfile::tempdir().unwrap();
     for (ranks, flags, parts) in [
         (2, "--context-parallel 2 --seq-len 30", &["a multiple of 2 N", "pass a multiple"][..]),
+        (
+            2,
+            "--context-parallel 2 --task embed --data a.jsonl",
+            &["--context-parallel is for --task language and classify"],
+        ),
         (2, "--context-exchange heads", &["--context-exchange needs --context-parallel", "leave it out"]),
         (2, "--context-parallel 3", &["--context-parallel 3 does not divide the 2 processes"]),
         (4, "--context-parallel 4 --tensor-parallel 2", &["--context-parallel 4 times --tensor-parallel 2"]),

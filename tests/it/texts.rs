@@ -54,8 +54,12 @@ fn reproduces(run: &str, splits: &[(usize, &str)]) {
 
 #[test]
 fn classifiers_have_the_losses_of_transformers() {
-    reproduces("classify_bert", &[(1, ""), (2, ""), (2, "--batch-size 1 --grad-accum 3"), (3, "")]);
-    reproduces("classify_llama", &[(1, ""), (2, ""), (3, "--activation-checkpoint full")]);
+    let shared = [(2, "--context-parallel 2 --batch-size 6"), (4, "--context-parallel 2 --batch-size 3")];
+    reproduces(
+        "classify_bert",
+        &[(1, ""), (2, ""), (2, "--batch-size 1 --grad-accum 3"), (3, ""), shared[0], shared[1]],
+    );
+    reproduces("classify_llama", &[(1, ""), (2, ""), (3, "--activation-checkpoint full"), shared[0], shared[1]]);
 }
 
 #[test]

@@ -146,7 +146,7 @@ pub struct Batch {
     pub ids: Tensor,
     /// Id that follows each token, or [`IGNORED`](fsdp_candle::nn::IGNORED). `[batch, time]`, u32.
     pub targets: Tensor,
-    /// Number of targets that are not ignored.
+    /// Number of targets of this rank that are not ignored.
     pub counted: u64,
     /// Number of preference pairs, if the rows are pairs.
     pub pairs: Option<u64>,

@@ -155,11 +155,6 @@ pub(crate) fn reduce_scatter_owned(x: &Tensor, dim: usize, group: &ProcessGroup)
     scatter(Input::Owned(x), dim, group)
 }
 
-/// Returns this rank's part along `dim` of the sum of the ranks' tensors, outside of the graph. `x` has no other reader.
-pub(crate) fn own_sum_of(x: Tensor, dim: usize, group: &ProcessGroup) -> Result<Tensor> {
-    scattered(Input::Owned(&x), dim, group)
-}
-
 fn reduce(x: Input<'_>, group: &ProcessGroup) -> Result<Tensor> {
     check("all_reduce", x.tensor(), None, group)?;
     let source = x.tensor().clone();

@@ -5,7 +5,7 @@ use fsdp_core::ProcessGroup;
 
 use super::Positions;
 use crate::autograd::keeps_graph;
-use crate::collectives::{gathered_together, own_sum_of};
+use crate::collectives::{check, gathered_together, reduce_scatter_owned};
 use crate::graph::{Reads, graph_op};
 use crate::storage::take;
 
@@ -54,11 +54,12 @@ fn moved(x: &Tensor, dim: usize, ranks: usize, to_order: bool) -> Result<Tensor>
 
 /// Gathers the ranks' parts `[batch, T, ..]` of keys and values by one collective, in order, outside of the graph.
 pub(crate) fn whole<const N: usize>(parts: [&Tensor; N], group: &ProcessGroup) -> Result<Vec<Tensor>> {
+    parts.iter().try_for_each(|part| check("attention over ranks", part, None, group))?;
     let all = gathered_together(&parts, 1, group)?;
     all.iter().map(|all| moved(all, 1, group.size(), true)).collect()
 }
 
 /// Returns this rank's part of the sum over ranks of gradients `[batch, S, ..]` of whole sequences.
 pub(crate) fn own_sum(gradient: &Tensor, group: &ProcessGroup) -> Result<Tensor> {
-    own_sum_of(moved(gradient, 1, group.size(), false)?, 1, group)
+    reduce_scatter_owned(&moved(gradient, 1, group.size(), false)?, 1, group)
 }

@@ -52,18 +52,20 @@ pub enum AttentionExchange {
 /// [`ContextParallel::split`] cuts a batch's tensors, and [`ContextParallel::run`] runs a forward on the parts. In it,
 /// these functions of [`nn`](crate::nn) follow the sequence over the ranks:
 ///
-/// - attention ([`nn::attention`](crate::nn::attention) and its variants). [`Documents`](crate::nn::Documents) are those
+/// - attention ([`nn::attention`](crate::nn::attention()) and its variants). [`Documents`](crate::nn::Documents) are those
 ///   of the whole sequence.
 /// - rotary embeddings. [`nn::Rotary`](crate::nn::Rotary) knows the positions. [`rope`](crate::nn::rotary_emb::rope) and
 ///   its variants take the tables of the whole sequence, and choose the rows.
-/// - dropout of `[batch, T, ..]` draws the numbers of these positions.
+/// - dropout of `[batch, T, width]` draws the numbers of these positions.
 ///
-/// A model that computes attention by its own products is an error: no attention ran. Learned positions come from
-/// `split(&position_ids, 1)`.
+/// A forward in which no attention of `nn` ran is an error, and so is a softmax of scores `[batch, heads, T, S]`. Other
+/// layers that look at neighbouring tokens see this rank's part only: convolutions over tokens (an error), recurrent
+/// layers, and pooling (see [`ContextParallel::gather`]). Learned positions come from `split(&position_ids, 1)`.
 ///
-/// Parameters are sharded over the data-parallel ranks and these together ([`DataParallelMeshDims`]), and the average over
-/// ranks of the mean losses of equal parts is the mean over the data. If ranks count different numbers of targets,
-/// weight each rank's loss as [`World::row_weight`](crate::World::row_weight) does for rows.
+/// All ranks of the group have the same sequences: rows of a batch are divided by the ranks of the other mesh dimensions,
+/// not by [`World::rows`](crate::World::rows). Parameters are sharded over all of them ([`DataParallelMeshDims`]), and
+/// gradients are averaged over all. So the loss of a rank is the sum over its own targets, times the number of ranks, divided by
+/// the number of all ranks' targets. A mean would be NaN on a rank without targets.
 ///
 /// [`DataParallelMeshDims`]: crate::DataParallelMeshDims
 ///
@@ -90,7 +92,14 @@ struct Context {
     group: ProcessGroup,
     exchange: AttentionExchange,
     /// The last result of [`ContextParallel::row_positions`], which all layers of a model ask for.
-    last_positions: Mutex<Option<([usize; 2], Arc<[u32]>)>>,
+    last_positions: Mutex<Option<RowPositions>>,
+}
+
+/// The positions of a rank's tokens in each row.
+struct RowPositions {
+    batch: usize,
+    own: usize,
+    positions: Arc<[u32]>,
 }
 
 impl fmt::Debug for ContextParallel {
@@ -161,6 +170,14 @@ impl ContextParallel {
     /// losses has the gradient of one of them. Collective.
     pub fn gather<D: Dim>(&self, x: &Tensor, dim: D) -> Result<Tensor> {
         let dim = dim.to_index(x.shape(), "ContextParallel::gather")?;
+        if self.multiple() > 1 && !x.dims()[dim].is_multiple_of(2) {
+            bail!(
+                "ContextParallel::gather on rank {}: a rank has two chunks of each sequence, found {} tokens: gather what \
+                 follows from `ContextParallel::split`",
+                self.0.group.rank(),
+                x.dims()[dim]
+            )
+        }
         exchange::in_order(&all_gather(x, dim, &self.0.group, Consumers::Differ)?, dim, self.0.group.size())
     }
 
@@ -209,14 +226,12 @@ impl ContextParallel {
     /// numbers return the same memory.
     pub(crate) fn row_positions(&self, batch: usize, own: usize) -> Arc<[u32]> {
         let mut last = self.0.last_positions.lock();
-        if let Some((of, positions)) = &*last
-            && *of == [batch, own]
-        {
-            return positions.clone();
+        if let Some(last) = last.as_ref().filter(|last| (last.batch, last.own) == (batch, own)) {
+            return last.positions.clone();
         }
         let positions = self.positions_of(own);
         let all: Arc<[u32]> = (0..batch).flat_map(|_| (0..own).map(|token| positions.of(token) as u32)).collect();
-        *last = Some(([batch, own], all.clone()));
+        *last = Some(RowPositions { batch, own, positions: all.clone() });
         all
     }
 

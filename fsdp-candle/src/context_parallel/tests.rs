@@ -6,7 +6,7 @@ use fsdp_core::process_group::local;
 
 use super::*;
 use crate::activation_checkpoint::checkpoint;
-use crate::nn::rotary_emb::{rope, rope_i, rope_thd};
+use crate::nn::rotary_emb::{rope, rope_i, rope_slow, rope_thd};
 use crate::nn::{self, AttentionOptions, Documents, Rotary, attention, attention_in_documents};
 use crate::random::{self, Part, RngState, in_part};
 
@@ -114,6 +114,9 @@ fn rotary_embeddings_have_the_positions_of_the_sequence() {
         check("Rotary in documents, with angles for long ones", &|x| scaled.apply_in_documents(x, &packed));
         check("rope_thd", &|x| rope_thd(x, &cos, &sin));
         check("rope_thd with tables of each row", &|x| rope_thd(x, &row_cos, &row_sin));
+        check("rope_slow", &|x| {
+            rope_slow(&x.transpose(1, 2)?.contiguous()?, &cos, &sin)?.transpose(1, 2)?.contiguous()
+        });
         check("rope", &|x| rope(&x.transpose(1, 2)?.contiguous()?, &cos, &sin)?.transpose(1, 2)?.contiguous());
         check("rope_i", &|x| rope_i(&x.transpose(1, 2)?.contiguous()?, &cos, &sin)?.transpose(1, 2)?.contiguous());
     }
@@ -136,7 +139,7 @@ fn dropout_and_checkpoints_follow_the_sequence() {
     for (ranks, exchange) in [(2, EXCHANGES[0]), (2, EXCHANGES[1]), (3, EXCHANGES[0]), (4, EXCHANGES[0])] {
         for checkpointed in [false, true] {
             let what = format!("checkpointed: {checkpointed}");
-            compare(ranks, exchange, &[x.clone()], &weights, 1e-5, &what, |x| {
+            compare(ranks, exchange, std::slice::from_ref(&x), &weights, 1e-5, &what, |x| {
                 let (block, x) = (block.clone(), x[0].clone());
                 if checkpointed { checkpoint(move |x: Tensor| block(x), x) } else { block(x) }
             });
@@ -229,6 +232,17 @@ fn errors_say_what_to_call() {
         );
         let rotary = Rotary::new(100., 4, 6, &Device::Cpu).unwrap();
         told(error(&|| rotary.apply(&x, 0)), &["positions 0..8 exceed the tables' 6"]);
+        let short_tables = || {
+            nn::rotary_emb::rope_slow(
+                &x.reshape((1, 2, 4, 4))?,
+                &noise(&[4, 2], 1, DType::F32),
+                &noise(&[4, 2], 1, DType::F32),
+            )
+        };
+        told(error(&short_tables), &["rope_slow", "rows of the whole sequence"]);
+        told(context.gather(&odd, 1).unwrap_err().to_string(), &["two chunks of each sequence, found 3 tokens"]);
+        let conv = nn::Conv1d::new(noise(&[4, 4, 3], 1, DType::F32), None, candle_nn::Conv1dConfig::default());
+        told(error(&|| conv.forward(&x)), &["Conv1d: in a context-parallel forward"]);
         told(error(&|| rotary.apply(&x, 2)), &["the offset must be 0, found 2"]);
         let cos = noise(&[4, 2], 1, DType::F32);
         let heads = x.reshape((1, 4, 2, 4)).unwrap();

@@ -2,8 +2,6 @@
 
 use candle_core::{Result, Tensor, bail};
 
-pub use candle_nn::rotary_emb::{rope_i_slow, rope_slow};
-
 use super::cpu::simd::kernel;
 use super::cpu::{same_kind, to_vec};
 use super::cuda::Cuda;
@@ -39,6 +37,18 @@ pub fn rope_thd(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     rotate("rope_thd", xs, cos, sin, Order { heads_first: false, interleaved: false })
 }
 
+/// [`rope`] by Candle's operations: [`candle_nn::rotary_emb::rope_slow`].
+pub fn rope_slow(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    let (cos, sin) = own_tables("rope_slow", x.dim(2)?, [cos, sin])?;
+    candle_nn::rotary_emb::rope_slow(x, &cos, &sin)
+}
+
+/// [`rope_i`] by Candle's operations: [`candle_nn::rotary_emb::rope_i_slow`].
+pub fn rope_i_slow(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    let (cos, sin) = own_tables("rope_i_slow", x.dim(2)?, [cos, sin])?;
+    candle_nn::rotary_emb::rope_i_slow(x, &cos, &sin)
+}
+
 /// The order of dimensions and of pairs.
 #[derive(Clone, Copy)]
 struct Order {
@@ -51,15 +61,7 @@ struct Order {
 fn rotate(function: &'static str, x: &Tensor, cos: &Tensor, sin: &Tensor, order: Order) -> Result<Tensor> {
     let (batch, second, third, dim) = x.dims4()?;
     let (heads, steps) = if order.heads_first { (second, third) } else { (third, second) };
-    let (own_cos, own_sin);
-    let (cos, sin) = match current() {
-        Some(scope) => {
-            own_cos = own_rows(function, cos, steps, scope.context())?;
-            own_sin = own_rows(function, sin, steps, scope.context())?;
-            (&own_cos, &own_sin)
-        }
-        None => (cos, sin),
-    };
+    let (cos, sin) = &own_tables(function, steps, [cos, sin])?;
     for (name, table) in [("cos", cos), ("sin", sin)] {
         let fits = match *table.dims() {
             [positions, half] => positions >= steps && 2 * half == dim,
@@ -102,6 +104,17 @@ fn rotate(function: &'static str, x: &Tensor, cos: &Tensor, sin: &Tensor, order:
             false => rotate_heads(y, x, dim, cos, sin, sign),
         }
     })
+}
+
+/// Returns the tables, or in a context-parallel forward their rows for this rank's tokens.
+fn own_tables(function: &str, steps: usize, [cos, sin]: [&Tensor; 2]) -> Result<(Tensor, Tensor)> {
+    match current() {
+        Some(scope) => {
+            let own = |table| own_rows(function, table, steps, scope.context());
+            Ok((own(cos)?, own(sin)?))
+        }
+        None => Ok((cos.clone(), sin.clone())),
+    }
 }
 
 /// Returns the rows of a table for the tokens of a context-parallel rank.

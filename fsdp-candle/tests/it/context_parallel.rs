@@ -136,7 +136,7 @@ fn layers_have_the_positions_of_the_sequence() {
             compare(
                 2,
                 exchange,
-                (dtype, &[shape.clone()], &shape),
+                (dtype, std::slice::from_ref(&shape), &shape),
                 limit,
                 &format!("{dtype:?}, {in_documents}"),
                 |x| {

@@ -19,7 +19,7 @@ use fsdp_train::data::MicroBatch;
 use fsdp_train::flags::{ActivationPlace, ContextExchange};
 use fsdp_train::metrics::{page_faults, peak_memory_bytes};
 use fsdp_train::models::{self, Base, Batch, ModelConfig, ModelOptions, Targets, TensorParallel, parallel};
-use fsdp_train::ranks::Ranks;
+use fsdp_train::ranks::{Ranks, sequence_multiple};
 use serde::Serialize;
 
 use crate::communication::Clock;
@@ -72,8 +72,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = count(1 << 16))]
     context_parallel: usize,
     /// With --context-parallel: how attention gets what other processes hold.
-    #[arg(long, value_enum, default_value = "gather")]
-    context_exchange: ContextExchange,
+    #[arg(long, value_enum)]
+    context_exchange: Option<ContextExchange>,
     /// Neighbouring processes that compute each layer together on the same data.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = count(1 << 16))]
     tensor_parallel: usize,
@@ -202,10 +202,15 @@ fn run_language_model(setup: &Setup<'_>) -> anyhow::Result<()> {
     if args.sequence_parallel {
         parallel::check_sequence(args.tensor_parallel, ("--seq", args.seq))?;
     }
-    let exchange = args.context_exchange.into();
+    let exchange = args.context_exchange.unwrap_or(ContextExchange::Gather).into();
+    ensure!(
+        args.context_exchange.is_none() || args.context_parallel > 1,
+        "--context-exchange has no effect without --context-parallel: leave it out"
+    );
     parallel::check_context(&config, args.context_parallel, args.tensor_parallel, exchange)?;
     let context = ranks.context(vars, exchange)?;
-    let multiple = context.as_ref().map_or(1, ContextParallel::multiple);
+    let multiple =
+        sequence_multiple(args.context_parallel, if args.sequence_parallel { args.tensor_parallel } else { 1 });
     ensure!(
         args.seq.is_multiple_of(multiple),
         "--seq {} can't be split over the {} processes of --context-parallel: pass a multiple of {multiple}",

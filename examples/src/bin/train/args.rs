@@ -12,7 +12,7 @@ use fsdp_train::data::{BatchShape, CorpusOptions};
 use fsdp_train::flags::{ActivationPlace, ContextExchange, not_negative, positive, reshard};
 use fsdp_train::job;
 use fsdp_train::models::Base;
-use fsdp_train::ranks::Ranks;
+use fsdp_train::ranks::{Ranks, sequence_multiple};
 use fsdp_train::schedule::LrSchedule;
 use serde::Serialize;
 
@@ -554,12 +554,7 @@ impl Args {
 
     /// Returns the number that must divide the length of a sequence, because processes split it.
     pub(crate) fn sequence_multiple(&self) -> usize {
-        let (context, tensor) = (self.context_parallel, if self.sequence_parallel { self.tensor_parallel } else { 1 });
-        match context {
-            1 => tensor,
-            // Each process has two equal chunks, which tensor-parallel processes split together.
-            _ => context * if tensor.is_multiple_of(2) { tensor } else { 2 * tensor },
-        }
+        sequence_multiple(self.context_parallel, if self.sequence_parallel { self.tensor_parallel } else { 1 })
     }
 
     /// Returns the settings of an attention over processes.

@@ -43,7 +43,7 @@ pub(crate) enum Reference {
 pub(crate) struct BatchLoss {
     /// Mean over the counted tokens, pairs or records; 0 without one.
     pub(crate) loss: Tensor,
-    /// Number of them on this rank.
+    /// Weight of the loss in the average over ranks: the number of them on this rank, times the ranks that share sequences.
     pub(crate) weight: u64,
     /// Mean rewards of the pairs.
     pub(crate) rewards: Option<Rewards>,

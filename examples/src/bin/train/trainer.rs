@@ -201,11 +201,12 @@ impl<'a> Trainer<'a> {
             random::set_rng_state(RngState { first_row, ..RngState::new(args.seed) });
             let BatchLoss { loss, weight, rewards: of_batch } =
                 self.task.loss(&self.model, sequences, micro_step, self.world)?;
-            // The loss of a batch without counted tokens is 0. Candle would end the graph at a weight of 0, but all
-            // ranks must run the same backward.
-            let weight = weight.max(1) as f64 / share;
+            let is_counted = weight > 0;
+            let weight = weight as f64 / share;
             rewards = of_batch.map(|of_batch| rewards.unwrap_or_default() + of_batch * weight);
-            let new = self.model.backward(&self.loss_scale.scale((&loss * weight)?)?);
+            // All ranks must run the same backward, but Candle would end the graph at a number of 0.
+            let weighted = if is_counted { (&loss * weight)? } else { (&loss * &loss.zeros_like()?)? };
+            let new = self.model.backward(&self.loss_scale.scale(weighted)?);
             let new = new.map_err(|error| match &self.in_backward {
                 Some(in_backward) => self.checkpoints.explain_failed_step(step, in_backward.explain(error)),
                 None => error.into(),

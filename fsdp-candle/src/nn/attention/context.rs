@@ -142,10 +142,10 @@ impl ContextAttention<'_> {
             )
         }
         let [q, k, v] = parts_in_graph(operands, self.widths())?;
-        let of_heads = |x: &Tensor| in_order(&all_to_all(x, 1, 2, group)?, 1, ranks);
-        let [q, k, v] = [of_heads(&q)?, of_heads(&k)?, of_heads(&v)?];
+        let exchanged = |x: &Tensor| in_order(&all_to_all(x, 1, 2, group)?, 1, ranks);
+        let [q, k, v] = [exchanged(&q)?, exchanged(&k)?, exchanged(&v)?];
         let steps = queries * ranks;
-        let whole = Checked {
+        let of_heads = Checked {
             queries: steps,
             keys: steps,
             n_heads: n_heads / ranks,
@@ -156,7 +156,7 @@ impl ContextAttention<'_> {
         let before = get_rng_state().part.filter(|part| part.dim == 1);
         let (index, count) = before.map_or((0, 1), |part| (part.index, part.count));
         let part = Part { dim: 1, index: index * ranks + group.rank(), count: count * ranks };
-        let out = outside(|| in_part(part, || whole.attention(&[&q, &k, &v])))?;
+        let out = outside(|| in_part(part, || of_heads.attention(&[&q, &k, &v])))?;
         all_to_all(&by_rank(&out, 1, ranks)?, 2, 1, group)
     }
 }

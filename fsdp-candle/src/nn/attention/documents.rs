@@ -37,7 +37,13 @@ pub struct Documents {
 
 /// Positions of the tokens of a context-parallel rank.
 #[derive(Clone, Debug, Default)]
-struct OwnPositions(Arc<Mutex<Option<(Positions, Arc<[u32]>)>>>);
+struct OwnPositions(Arc<Mutex<Option<Own>>>);
+
+#[derive(Debug)]
+struct Own {
+    at: Positions,
+    positions: Arc<[u32]>,
+}
 
 /// They follow from the documents.
 impl PartialEq for OwnPositions {
@@ -107,14 +113,12 @@ impl Documents {
     /// the same memory.
     pub(in crate::nn) fn own_positions(&self, positions: Positions, tokens: usize) -> Arc<[u32]> {
         let mut last = self.own.0.lock();
-        if let Some((of, own)) = &*last
-            && *of == positions
-            && own.len() == tokens * self.batch()
-        {
-            return own.clone();
+        let fits = |last: &&Own| last.at == positions && last.positions.len() == tokens * self.batch();
+        if let Some(last) = last.as_ref().filter(fits) {
+            return last.positions.clone();
         }
         let own = self.own(&self.positions, positions, tokens);
-        *last = Some((positions, own.clone()));
+        *last = Some(Own { at: positions, positions: own.clone() });
         own
     }
 

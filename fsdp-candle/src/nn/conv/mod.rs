@@ -18,6 +18,7 @@ pub use candle_nn::{Conv1dConfig, Conv2dConfig, ConvTranspose1dConfig, ConvTrans
 use super::batch_norm::BatchNorm;
 use super::cpu::same_kind;
 use super::weight::{Weight, has_cpu_kernels, register_cpu_layer};
+use crate::context_parallel::current;
 use crate::graph::{Reads, graph_op};
 use products::Convolution;
 pub(super) use window::Window;
@@ -61,6 +62,11 @@ impl Module for Conv1d {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let Conv1dConfig { padding, stride, dilation, groups, .. } = self.config;
         x.dims3()?;
+        if current().is_some() {
+            bail!(
+                "Conv1d: in a context-parallel forward, a rank has a part of the sequence, and not the tokens beside it"
+            );
+        }
         let settings =
             Settings { function: "Conv1d", transposed: false, groups, padding, output_padding: 0, stride, dilation };
         settings.convolve(x, &self.weight, self.bias.as_ref())

@@ -128,12 +128,6 @@ impl Setup<'_> {
             "--context-parallel {context} must divide the {shard} ranks that a replica is sharded over"
         );
         ensure!(
-            context == 1 || self.seq.is_multiple_of(2 * context),
-            "--seq {} can't be split over the {context} ranks of --context-parallel: pass a multiple of {}",
-            self.seq,
-            2 * context
-        );
-        ensure!(
             context == 1 || self.framework != Framework::Pytorch,
             "--context-parallel is not planned with --framework pytorch: leave out one of them"
         );
