@@ -80,7 +80,9 @@ pub enum AttentionExchange {
 ///     let own = context.split(&x, 1)?;
 ///     let q = own.zeros_like()?;
 ///     let means = context.run(|| nn::causal_attention(&q, &q, &own, 1, 1, 1.))?;
-///     assert_eq!(context.gather(&means, 1)?.flatten_all()?.to_vec1::<f32>()?, [0., 0.5, 1., 1.5, 2., 2.5, 3., 3.5]);
+///     let means = context.gather(&means, 1)?.flatten_all()?.to_vec1::<f32>()?;
+///     // The mean of the tokens up to each one.
+///     assert!(means.iter().enumerate().all(|(at, mean)| (mean - at as f32 / 2.).abs() < 1e-5));
 ///     candle_core::Result::Ok(())
 /// })?;
 /// # Ok::<(), candle_core::Error>(())

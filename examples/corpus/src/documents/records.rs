@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, bail};
 
 use super::json::Objects;
 use super::lines::Lines;
@@ -61,7 +61,7 @@ pub fn records(file: &CorpusFile, limit: usize) -> Result<Box<dyn Iterator<Item 
             let rows = super::parquet::rows(&path)?.zip(1_u64..);
             Box::new(until_error(rows.map(move |(json, row)| {
                 let (json, place) = (json?, format!("{}, row {row}", path.display()));
-                ensure!(
+                anyhow::ensure!(
                     json.len() <= limit,
                     "{place}: the record has {} bytes, but at most {limit} are read: split the record",
                     json.len()

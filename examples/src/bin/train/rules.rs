@@ -371,6 +371,10 @@ mod tests {
 
     /// Command lines that break a rule, and what they need in addition to keep all rules.
     const BROKEN: &[(&str, &str)] = &[
+        ("--context-parallel 2 --seq-len 30", ""),
+        ("--context-parallel 2 --tensor-parallel 8 --sequence-parallel --seq-len 24", ""),
+        ("--context-parallel 2 --task embed --data pairs.jsonl", ""),
+        ("--context-exchange heads", "--context-parallel 2"),
         ("--init pretrained", "--model m"),
         ("--task classify", "--data a.csv"),
         ("--task embed", "--data a.csv"),

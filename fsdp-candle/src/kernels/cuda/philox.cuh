@@ -49,5 +49,5 @@ struct Draw {
   }
 };
 #define DRAW_PARAMETERS \
-  u64 key, u64 first_row, u64 first_plane, u64 first_line, u64 first_column, u64 gap_at, u64 gap, u32 threshold
-#define DRAW_ARGUMENTS key, first_row, first_plane, first_line, first_column, gap_at, gap, threshold
+  u64 key, u64 first_row, u64 first_plane, u64 first_line, u64 first_column, u64 line_gap_at, u64 line_gap, u32 threshold
+#define DRAW_ARGUMENTS key, first_row, first_plane, first_line, first_column, line_gap_at, line_gap, threshold
