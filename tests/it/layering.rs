@@ -30,7 +30,7 @@ const LAYERS: [(&str, &str); 6] = [
     ),
     (
         "examples",
-        "console command_line flags json hub input writable metrics data generate job models tasks progress ranks schedule tensorboard",
+        "console command_line flags json hub input writable metrics ranks data generate job models tasks progress schedule tensorboard",
     ),
 ];
 
@@ -54,7 +54,7 @@ const FILES: [(&str, &str); 9] = [
     ),
     (
         "fsdp-candle/src/nn/attention",
-        "documents options visible_keys engine composite cpu no_cuda cuda fused context functions",
+        "documents options visible_keys engine composite cpu no_cuda cuda whole_keys fused context functions",
     ),
     (
         "fsdp-candle/src/optim",

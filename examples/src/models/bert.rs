@@ -9,8 +9,8 @@ use fsdp_candle::{FsdpModule, upload};
 
 use crate::models::config::{Activation, BertConfig};
 use crate::models::heads::{Head, POOLER, Pooling, first_token, no_vocabulary};
-use crate::models::language_model::Rows;
 use crate::models::layers::{Layer, ModelDropout, activate, linear};
+use crate::models::rows::Rows;
 
 /// A block: attention and MLP, each added to the residual stream before a norm. Attention is bidirectional.
 pub struct Block {

@@ -15,9 +15,9 @@ use crate::models::config::rope::Rope;
 use crate::models::config::{Activation, DecoderConfig};
 use crate::models::experts::Experts;
 use crate::models::heads::{Head, Output};
-use crate::models::language_model::Rows;
 use crate::models::layers::{Layer, ModelDropout, activate, linear};
 use crate::models::parallel::TensorParallel;
+use crate::models::rows::Rows;
 
 /// Calls a block, whether or not it is an FSDP unit.
 pub trait CallBlock {

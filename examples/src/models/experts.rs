@@ -11,9 +11,9 @@ use fsdp_candle::upload;
 
 use crate::models::config::DecoderConfig;
 use crate::models::config::decoder::ExpertsConfig;
-use crate::models::language_model::Rows;
 use crate::models::layers::linear;
 use crate::models::parallel::TensorParallel;
+use crate::models::rows::Rows;
 
 pub(super) struct Experts {
     router: Linear,

@@ -10,8 +10,8 @@ use fsdp_candle::nn::{self, AttentionOptions, Documents, Embedding, Gpt2Linear, 
 
 use crate::models::config::Gpt2Config;
 use crate::models::heads::{Head, Output};
-use crate::models::language_model::Rows;
 use crate::models::layers::{Layer, ModelDropout};
+use crate::models::rows::Rows;
 
 /// A block: attention and MLP, each after a norm and added to the residual stream.
 pub struct Block {

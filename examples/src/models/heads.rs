@@ -14,8 +14,8 @@ use serde_json::Value;
 
 use crate::input::read_text;
 use crate::models::LanguageModel;
-use crate::models::language_model::Rows;
 use crate::models::layers::linear;
+use crate::models::rows::Rows;
 
 /// Output of a model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -12,8 +12,8 @@ use fsdp_candle::random::{Part, in_part};
 use fsdp_candle::{Tensors, nn};
 
 use crate::models::config::{Activation, Dropout};
-use crate::models::language_model::Rows;
 use crate::models::parallel::TensorParallel;
+use crate::models::rows::Rows;
 
 /// A block that may recompute its activations in backward.
 pub struct Layer<B> {

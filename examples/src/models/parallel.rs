@@ -14,6 +14,7 @@ use fsdp_core::{DeviceMesh, ProcessGroup};
 
 use crate::models::config::decoder::ExpertsConfig;
 use crate::models::config::{DecoderConfig, ModelConfig};
+use crate::ranks::sequence_multiple;
 
 /// Tensor-parallel ranks of a model.
 #[derive(Clone)]
@@ -152,13 +153,24 @@ pub fn check_context(
     Ok(())
 }
 
-/// Fails unless `tensor` ranks can split sequences of the given `(flag, length)`.
-pub fn check_sequence(tensor: usize, (flag, length): (&str, usize)) -> anyhow::Result<()> {
-    ensure!(tensor > 1, "--sequence-parallel has no effect without --tensor-parallel: leave it out");
+/// Fails unless `context` ranks, each of `tensor` that split sequences again if `sequence`, can share sequences of the
+/// given `(flag, length)`.
+pub fn check_sequence(
+    context: usize,
+    tensor: usize,
+    sequence: bool,
+    (flag, length): (&str, usize),
+) -> anyhow::Result<()> {
+    ensure!(!sequence || tensor > 1, "--sequence-parallel has no effect without --tensor-parallel: leave it out");
+    let multiple = sequence_multiple(context, if sequence { tensor } else { 1 });
+    let flags = match (context > 1, sequence) {
+        (true, true) => "--context-parallel and --sequence-parallel",
+        (true, false) => "--context-parallel",
+        (false, _) => "--sequence-parallel",
+    };
     ensure!(
-        length.is_multiple_of(tensor),
-        "{flag} {length} can't be split over the {tensor} processes of --tensor-parallel: pass a multiple of {tensor}, or \
-         leave out --sequence-parallel"
+        length.is_multiple_of(multiple),
+        "{flag} {length} can't be split as {flags} needs: pass a multiple of {multiple}, or leave the flags out"
     );
     Ok(())
 }

@@ -186,7 +186,7 @@ where
     })
 }
 
-/// What a closure has of its thread besides its inputs, when it runs again as in forward.
+/// The state of a thread that a closure reads besides its inputs. A second run has the state of the first.
 struct ForwardState {
     random: RngState,
     context: Option<Scope>,

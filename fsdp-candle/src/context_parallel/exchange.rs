@@ -53,10 +53,11 @@ fn moved(x: &Tensor, dim: usize, ranks: usize, to_order: bool) -> Result<Tensor>
 }
 
 /// Gathers the ranks' parts `[batch, T, ..]` of keys and values by one collective, in order, outside of the graph.
-pub(crate) fn whole<const N: usize>(parts: [&Tensor; N], group: &ProcessGroup) -> Result<Vec<Tensor>> {
+pub(crate) fn whole(parts: [&Tensor; 2], group: &ProcessGroup) -> Result<[Tensor; 2]> {
     parts.iter().try_for_each(|part| check("attention over ranks", part, None, group))?;
     let all = gathered_together(&parts, 1, group)?;
-    all.iter().map(|all| moved(all, 1, group.size(), true)).collect()
+    let in_order = |at: usize| moved(&all[at], 1, group.size(), true);
+    Ok([in_order(0)?, in_order(1)?])
 }
 
 /// Returns this rank's part of the sum over ranks of gradients `[batch, S, ..]` of whole sequences.

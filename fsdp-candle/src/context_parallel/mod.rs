@@ -8,7 +8,7 @@
 //!
 //! | file | subject |
 //! |---|---|
-//! | `positions` | which positions a rank's tokens have |
+//! | `positions` | the positions of a rank's tokens |
 //! | `exchange` | the collectives of a sequence's chunks |
 //!
 //! PyTorch: `torch.distributed.tensor.experimental.context_parallel`.
@@ -21,15 +21,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use candle_core::shape::Dim;
 use candle_core::{Result, Tensor, bail};
 use fsdp_core::ProcessGroup;
-use parking_lot::Mutex;
 use scopeguard::defer;
 
 use crate::collectives::{Consumers, all_gather};
 
 pub(crate) mod exchange;
 mod positions;
-#[cfg(test)]
-mod tests;
 
 pub(crate) use positions::Positions;
 
@@ -64,8 +61,8 @@ pub enum AttentionExchange {
 ///
 /// All ranks of the group have the same sequences: rows of a batch are divided by the ranks of the other mesh dimensions,
 /// not by [`World::rows`](crate::World::rows). Parameters are sharded over all of them ([`DataParallelMeshDims`]), and
-/// gradients are averaged over all. So the loss of a rank is the sum over its own targets, times the number of ranks, divided by
-/// the number of all ranks' targets. A mean would be NaN on a rank without targets.
+/// gradients are averaged over all. So the loss of a rank is the sum over its own targets, times the number of ranks,
+/// divided by the number of all ranks' targets. A mean would be NaN on a rank without targets.
 ///
 /// [`DataParallelMeshDims`]: crate::DataParallelMeshDims
 ///
@@ -93,15 +90,6 @@ pub struct ContextParallel(Arc<Context>);
 struct Context {
     group: ProcessGroup,
     exchange: AttentionExchange,
-    /// The last result of [`ContextParallel::row_positions`], which all layers of a model ask for.
-    last_positions: Mutex<Option<RowPositions>>,
-}
-
-/// The positions of a rank's tokens in each row.
-struct RowPositions {
-    batch: usize,
-    own: usize,
-    positions: Arc<[u32]>,
 }
 
 impl fmt::Debug for ContextParallel {
@@ -119,7 +107,7 @@ impl ContextParallel {
 
     /// Returns the ranks of a group, whose attention exchanges as `exchange` says.
     pub fn with_exchange(group: &ProcessGroup, exchange: AttentionExchange) -> Self {
-        ContextParallel(Arc::new(Context { group: group.clone(), exchange, last_positions: Mutex::default() }))
+        ContextParallel(Arc::new(Context { group: group.clone(), exchange }))
     }
 
     /// Returns the group.
@@ -222,19 +210,6 @@ impl ContextParallel {
     /// Returns the positions of this rank's `own` tokens.
     pub(crate) fn positions_of(&self, own: usize) -> Positions {
         Positions::of_rank(self.0.group.rank(), self.0.group.size(), own)
-    }
-
-    /// Returns the positions of the `own` tokens of each of `batch` rows, row after row. Successive calls for the same
-    /// numbers return the same memory.
-    pub(crate) fn row_positions(&self, batch: usize, own: usize) -> Arc<[u32]> {
-        let mut last = self.0.last_positions.lock();
-        if let Some(last) = last.as_ref().filter(|last| (last.batch, last.own) == (batch, own)) {
-            return last.positions.clone();
-        }
-        let positions = self.positions_of(own);
-        let all: Arc<[u32]> = (0..batch).flat_map(|_| (0..own).map(|token| positions.of(token) as u32)).collect();
-        *last = Some(RowPositions { batch, own, positions: all.clone() });
-        all
     }
 
     /// Checks a sequence's length, and returns the number of this rank's tokens.

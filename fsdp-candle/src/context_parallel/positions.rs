@@ -1,4 +1,4 @@
-//! Which positions of a sequence a rank's tokens have.
+//! The positions of a rank's tokens in their sequence.
 
 /// Positions of the tokens of a row: they follow each other from `first` on, with at most one gap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -247,22 +247,16 @@ impl Rotary {
         if end > self.host.positions {
             bail!("Rotary: positions 0..{end} exceed the tables' {}", self.host.positions);
         }
-        let positions = context.row_positions(batch, steps);
-        let first = self.first_row(end) as u32;
-        self.rotate_by_rows(x, &positions, || match first {
-            0 => positions.clone(),
-            _ => positions.iter().map(|position| first + position).collect(),
-        })
+        let (first, own) = (self.first_row(end), context.positions_of(steps));
+        let rows = (0..steps).map(|token| (first + own.of(token)) as u32);
+        self.rotate_by_rows(x, std::iter::repeat_n(rows, batch).flatten().collect())
     }
 
-    /// Rotates each token of `x` by its row of the tables. `rows` follow from `positions`.
-    fn rotate_by_rows(&self, x: &Tensor, positions: &Arc<[u32]>, rows: impl FnOnce() -> Arc<[u32]>) -> Result<Tensor> {
+    /// Rotates each token of `x` by its row of the tables.
+    fn rotate_by_rows(&self, x: &Tensor, rows: Arc<[u32]>) -> Result<Tensor> {
         match Cuda::of(x) {
-            Some(cuda) => {
-                let rows = self.last_rows.get(positions, x.device(), rows)?;
-                self.rotate_on_device(cuda, x, 0, Some(rows))
-            }
-            None => self.rotate_at(x, rows()),
+            Some(cuda) => self.rotate_on_device(cuda, x, 0, Some(self.last_rows.get(&rows, x.device())?)),
+            None => self.rotate_at(x, rows),
         }
     }
 
@@ -278,15 +272,12 @@ impl Rotary {
         if documents.longest() > self.host.positions {
             bail!("Rotary: a document of {} tokens exceeds the tables' {}", documents.longest(), self.host.positions);
         }
-        let Some(scope) = scope else {
-            return self.rotate_by_rows(x, &documents.shared_positions(), || self.rows(documents));
+        let rows = self.rows(documents);
+        let rows = match scope {
+            Some(scope) => documents.own(&rows, scope.context().positions_of(steps), steps),
+            None => rows,
         };
-        let own = scope.context().positions_of(steps);
-        let positions = documents.own_positions(own, steps);
-        self.rotate_by_rows(x, &positions, || match documents.longest() <= self.host.above {
-            true => positions.clone(),
-            false => documents.own(&self.rows(documents), own, steps),
-        })
+        self.rotate_by_rows(x, rows)
     }
 
     /// Rotates each row of `x` by the angles of its position, or of successive positions.

@@ -19,7 +19,7 @@ use fsdp_train::data::MicroBatch;
 use fsdp_train::flags::{ActivationPlace, ContextExchange};
 use fsdp_train::metrics::{page_faults, peak_memory_bytes};
 use fsdp_train::models::{self, Base, Batch, ModelConfig, ModelOptions, Targets, TensorParallel, parallel};
-use fsdp_train::ranks::{Ranks, sequence_multiple};
+use fsdp_train::ranks::Ranks;
 use serde::Serialize;
 
 use crate::communication::Clock;
@@ -199,24 +199,15 @@ fn run_language_model(setup: &Setup<'_>) -> anyhow::Result<()> {
     let (vocabulary, positions) = (config.vocab_size(), config.max_positions());
     ensure!(args.seq <= positions, "--seq {} is beyond the model's {positions} positions", args.seq);
     parallel::check(&config, args.tensor_parallel)?;
-    if args.sequence_parallel {
-        parallel::check_sequence(args.tensor_parallel, ("--seq", args.seq))?;
-    }
+    let (context, tensor) = (args.context_parallel, args.tensor_parallel);
+    parallel::check_sequence(context, tensor, args.sequence_parallel, ("--seq", args.seq))?;
     let exchange = args.context_exchange.unwrap_or(ContextExchange::Gather).into();
     ensure!(
         args.context_exchange.is_none() || args.context_parallel > 1,
         "--context-exchange has no effect without --context-parallel: leave it out"
     );
-    parallel::check_context(&config, args.context_parallel, args.tensor_parallel, exchange)?;
+    parallel::check_context(&config, context, tensor, exchange)?;
     let context = ranks.context(vars, exchange)?;
-    let multiple =
-        sequence_multiple(args.context_parallel, if args.sequence_parallel { args.tensor_parallel } else { 1 });
-    ensure!(
-        args.seq.is_multiple_of(multiple),
-        "--seq {} can't be split over the {} processes of --context-parallel: pass a multiple of {multiple}",
-        args.seq,
-        args.context_parallel
-    );
     let per_token = plan::operations(&config, args.seq)? / (ranks.tensor * ranks.context) as f64;
     let of_layers = ranks.tensor_mesh(vars)?;
     let checkpoints = CheckpointPolicy::every(args.activation_checkpoint.into());

@@ -153,8 +153,7 @@ fn bounds_on(documents: &Documents, device: &Device) -> Result<Tensor> {
         });
         std::iter::once(0).chain(ends)
     };
-    let all = || (0..documents.batch()).flat_map(of_row).collect();
-    documents.bounds.get(&documents.shared_positions(), device, all)
+    documents.bounds.get(&(0..documents.batch()).flat_map(of_row).collect(), device)
 }
 
 /// Queries of a row of the batch that are computed together, and the keys that any of them sees.

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 
 use candle_core::{Device, Result, Tensor, bail};
-use parking_lot::Mutex;
 
 use crate::context_parallel::Positions;
 use crate::nn::last_upload::LastUpload;
@@ -31,25 +30,6 @@ pub struct Documents {
     positions: Arc<[u32]>,
     /// Bounds of the documents on a device, for the device's attention.
     pub(super) bounds: LastUpload,
-    /// The last result of [`Documents::own_positions`].
-    own: OwnPositions,
-}
-
-/// Positions of the tokens of a context-parallel rank.
-#[derive(Clone, Debug, Default)]
-struct OwnPositions(Arc<Mutex<Option<Own>>>);
-
-#[derive(Debug)]
-struct Own {
-    at: Positions,
-    positions: Arc<[u32]>,
-}
-
-/// They follow from the documents.
-impl PartialEq for OwnPositions {
-    fn eq(&self, _: &Self) -> bool {
-        true
-    }
 }
 
 impl Documents {
@@ -68,7 +48,7 @@ impl Documents {
             );
         }
         let positions = rows.iter().flatten().flat_map(|&length| 0..length as u32).collect();
-        Ok(Documents { rows: rows.into(), positions, bounds: LastUpload::default(), own: OwnPositions::default() })
+        Ok(Documents { rows: rows.into(), positions, bounds: LastUpload::default() })
     }
 
     /// Returns the number of rows.
@@ -107,19 +87,6 @@ impl Documents {
         let steps = self.steps();
         let at = |row: usize| (0..tokens).map(move |token| row * steps + positions.of(token));
         (0..self.batch()).flat_map(at).map(|at| items[at]).collect()
-    }
-
-    /// Returns [`Documents::positions`] of the tokens at these positions. Successive calls for the same positions return
-    /// the same memory.
-    pub(in crate::nn) fn own_positions(&self, positions: Positions, tokens: usize) -> Arc<[u32]> {
-        let mut last = self.own.0.lock();
-        let fits = |last: &&Own| last.at == positions && last.positions.len() == tokens * self.batch();
-        if let Some(last) = last.as_ref().filter(fits) {
-            return last.positions.clone();
-        }
-        let own = self.own(&self.positions, positions, tokens);
-        *last = Some(Own { at: positions, positions: own.clone() });
-        own
     }
 
     pub(in crate::nn) fn shared_positions(&self) -> Arc<[u32]> {

@@ -23,6 +23,7 @@ use super::cuda;
 use super::documents::Documents;
 use super::engine::{AttentionDims, Engine};
 use super::options::AttentionOptions;
+use super::whole_keys::{WholeKeys, parts};
 use crate::activation_checkpoint::{Operation, operation};
 use crate::context_parallel::Positions;
 use crate::graph::{Reads, graph_op};
@@ -48,43 +49,53 @@ pub(super) struct Checked<'a> {
 impl Checked<'_> {
     /// Computes the attention of whole sequences.
     pub(super) fn attention(&self, operands: &[&Tensor]) -> Result<Tensor> {
-        let &Checked { function, batch, queries, keys, n_heads, n_kv_heads, dim, options, documents } = self;
-        if let Some(documents) = documents {
-            documents.check(function, batch, queries)?;
-            documents.check(function, batch, keys)?;
+        if let Some(documents) = self.documents {
+            documents.check(self.function, self.batch, self.queries)?;
+            documents.check(self.function, self.batch, self.keys)?;
         }
+        self.at(None, operands, None)
+    }
+
+    /// Returns the widths of q, k and v.
+    pub(super) fn widths(&self) -> [usize; 3] {
+        [self.n_heads, self.n_kv_heads, self.n_kv_heads].map(|heads| heads * self.dim)
+    }
+
+    /// Computes the attention of queries at these positions, or of the last ones of a row. The operands have all keys and
+    /// values, or those of this rank if `whole_keys` gathers the others'.
+    pub(super) fn at(
+        &self,
+        positions: Option<Positions>,
+        operands: &[&Tensor],
+        whole_keys: Option<WholeKeys>,
+    ) -> Result<Tensor> {
+        let &Checked { batch, queries, keys, n_heads, n_kv_heads, dim, options, documents, .. } = self;
         if !is_fused(operands[0]) {
-            let parts;
-            let [q, k, v] = match operands {
-                [qkv] => {
-                    let (q, kv) = (n_heads * dim, n_kv_heads * dim);
-                    parts = [qkv.narrow(2, 0, q)?, qkv.narrow(2, q, kv)?, qkv.narrow(2, q + kv, kv)?];
-                    [&parts[0], &parts[1], &parts[2]]
-                }
-                separate => [separate[0], separate[1], separate[2]],
-            };
-            return composite(q, k, v, n_heads, n_kv_heads, &options, None, documents);
+            let [q, k, v] = parts(operands, self.widths())?;
+            return composite(&q, &k, &v, n_heads, n_kv_heads, &options, positions, documents);
         }
         let probabilities = [batch, n_heads, queries, keys];
-        let mask = (options.dropout > 0.).then(|| Mask::draw(options.dropout, &probabilities)).transpose()?;
+        let draw = || Mask::draw_at(options.dropout, &probabilities, positions);
+        let mask = (options.dropout > 0.).then(draw).transpose()?;
         let (dtype, documents) = (operands[0].dtype(), documents.cloned());
-        let positions = Positions::from(keys.saturating_sub(queries));
-        fused(
-            AttentionDims {
-                batch,
-                queries,
-                keys,
-                n_heads,
-                n_kv_heads,
-                dim,
-                dtype,
-                options,
-                positions,
-                documents,
-                mask,
-            },
-            operands,
-        )
+        let positions = positions.unwrap_or(Positions::from(keys.saturating_sub(queries)));
+        let dims = AttentionDims {
+            batch,
+            queries,
+            keys,
+            n_heads,
+            n_kv_heads,
+            dim,
+            dtype,
+            options,
+            positions,
+            documents,
+            mask,
+        };
+        match cuda::engine(operands[0]) {
+            Some(engine) => node(engine, dims, operands, whole_keys),
+            None => node(Cpu, dims, operands, whole_keys),
+        }
     }
 }
 
@@ -93,30 +104,32 @@ pub(super) fn is_fused(tensor: &Tensor) -> bool {
     has_cpu_kernels(tensor) || cuda::engine(tensor).is_some()
 }
 
-/// Computes an attention of separate q, k and v, or of one tensor that holds all three.
-fn fused(dims: AttentionDims, operands: &[&Tensor]) -> Result<Tensor> {
-    match cuda::engine(operands[0]) {
-        Some(engine) => node(engine, dims, operands),
-        None => node(Cpu, dims, operands),
-    }
-}
-
 /// Returns the attention as a node of the graph. Reuses the output that an activation checkpoint kept.
-fn node<E: Engine>(engine: E, dims: AttentionDims, operands: &[&Tensor]) -> Result<Tensor> {
+fn node<E: Engine>(
+    engine: E,
+    dims: AttentionDims,
+    operands: &[&Tensor],
+    whole_keys: Option<WholeKeys>,
+) -> Result<Tensor> {
     let out = [dims.batch, dims.queries, dims.n_heads * dims.dim];
     operation(Operation::Attention, &out, |known| {
         let kept = known.map(|(memory, log_sums)| Some((memory, log_sums.downcast::<E::LogSums>().ok()?)));
         let (memory, log_sums) = match kept.flatten() {
             Some(kept) => kept,
             None => {
-                let (memory, log_sums) = engine.forward(&dims, operands)?;
+                let (memory, log_sums) = match &whole_keys {
+                    Some(keys) => engine.forward(&dims, &keys.gathered(operands)?.each_ref())?,
+                    None => engine.forward(&dims, operands)?,
+                };
                 (memory, Arc::new(log_sums))
             }
         };
         let kept = log_sums.clone();
         let name = if operands.len() == 1 { "attention_qkv" } else { "attention" };
         let y = graph_op(name, operands, memory, &out, Reads::SourcesAndOutput, move |operands, out, d_out| {
-            engine.backward(&dims, operands, [out, d_out], &log_sums)
+            let Some(keys) = &whole_keys else { return engine.backward(&dims, operands, [out, d_out], &log_sums) };
+            let all = keys.gathered(operands)?;
+            keys.own_gradients(engine.backward(&dims, &all.each_ref(), [out, d_out], &log_sums)?, operands)
         })?;
         Ok((y, kept))
     })

@@ -3,7 +3,7 @@
 //! `functions` checks arguments. `fused` is the operation on the CPU for f32, f16 and bf16 (`cpu`), and on CUDA devices
 //! (`cuda`). Its memory is linear in the number of keys. Other devices, f64 on the CPU, and masks that `fused` does not
 //! know run as a chain of Candle's operations (`composite`, `attend`). `context` is the attention of ranks that share
-//! sequences.
+//! sequences, and `whole_keys` gathers what the others hold.
 
 pub(super) mod composite;
 mod context;
@@ -16,6 +16,7 @@ pub(super) mod functions;
 mod fused;
 pub(super) mod options;
 mod visible_keys;
+mod whole_keys;
 
 use candle_core::{D, DType, Device, Result, Tensor, WithDType, bail};
 

@@ -11,7 +11,6 @@ use framework::{Checkpoint, Framework};
 use fsdp_candle::ReshardAfterForward;
 use fsdp_train::flags::{not_negative, positive, reshard};
 use fsdp_train::models::{Base, ModelConfig, parallel};
-use fsdp_train::ranks::sequence_multiple;
 use hardware::{Device, GIGA, Given, Links, Mesh, Precision};
 use model::{Model, TensorRanks};
 use report::Report;
@@ -172,15 +171,7 @@ fn models(args: &Args) -> anyhow::Result<(Models, usize)> {
     let seq = args.seq.unwrap_or(config.max_positions().min(USUAL_SEQ));
     let ranks = TensorRanks { count: args.tensor_parallel, sequence: args.sequence_parallel };
     parallel::check(&config, ranks.count)?;
-    if ranks.sequence {
-        parallel::check_sequence(ranks.count, ("--seq", seq))?;
-    }
-    let multiple = sequence_multiple(args.context_parallel, if ranks.sequence { ranks.count } else { 1 });
-    ensure!(
-        args.context_parallel == 1 || seq.is_multiple_of(multiple),
-        "--seq {seq} can't be split over the {} ranks of --context-parallel: pass a multiple of {multiple}",
-        args.context_parallel
-    );
+    parallel::check_sequence(args.context_parallel, ranks.count, ranks.sequence, ("--seq", seq))?;
     let context = || format!("in {}", args.model.display());
     let whole = Model::new(&config, seq).with_context(context)?;
     Ok((Models { whole, part: Model::of_rank(&config, seq, ranks).with_context(context)? }, seq))

@@ -202,6 +202,16 @@ fn impossible_plans_are_refused() {
         ),
         ("--device h100-sxm --tensor-parallel 8 --replicate 2", "--replicate 2 times --tensor-parallel 8 must divide"),
         ("--device h100-sxm --sequence-parallel", "--sequence-parallel has no effect"),
+        (
+            "--device h100-sxm --context-parallel 2 --seq 30",
+            "can't be split as --context-parallel needs: pass a multiple of 4",
+        ),
+        (
+            "--device h100-sxm --tensor-parallel 4 --sequence-parallel --context-parallel 2 --seq 12",
+            "can't be split as --context-parallel and --sequence-parallel needs: pass a multiple of 8",
+        ),
+        ("--device h100-sxm --context-parallel 3", "--context-parallel 3 must divide the 8 ranks"),
+        ("--device h100-sxm --context-parallel 2 --framework pytorch", "not planned with --framework pytorch"),
         ("--device h100-sxm --tensor-parallel 2 --framework pytorch", "not planned with --framework pytorch"),
     ] {
         let error = format!("{:#}", planned(flags).unwrap_err());
