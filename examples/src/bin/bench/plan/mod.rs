@@ -171,7 +171,6 @@ fn models(args: &Args) -> anyhow::Result<(Models, usize)> {
     let seq = args.seq.unwrap_or(config.max_positions().min(USUAL_SEQ));
     let ranks = TensorRanks { count: args.tensor_parallel, sequence: args.sequence_parallel };
     parallel::check(&config, ranks.count)?;
-    parallel::check_sequence(args.context_parallel, ranks.count, ranks.sequence, ("--seq", seq))?;
     let context = || format!("in {}", args.model.display());
     let whole = Model::new(&config, seq).with_context(context)?;
     Ok((Models { whole, part: Model::of_rank(&config, seq, ranks).with_context(context)? }, seq))
@@ -232,6 +231,7 @@ fn setup<'a>(args: &Args, models: &'a Models, seq: usize) -> anyhow::Result<Setu
         reserve: args.reserve.unwrap_or(framework.reserve()),
     };
     setup.check()?;
+    parallel::check_sequence(args.context_parallel, args.tensor_parallel, args.sequence_parallel, ("--seq", seq))?;
     Ok(setup)
 }
 
