@@ -33,6 +33,7 @@
 //! ```
 
 use std::cell::Cell;
+use std::ops::Range;
 
 use candle_core::{Result, bail};
 use rand_philox::{Philox, splitmix64};
@@ -215,6 +216,14 @@ impl Mask {
             threshold: (probability * 4_294_967_296.) as u32,
             scale: (1. / (1. - probability)) as f32,
         }))
+    }
+
+    /// Returns the draw of some of a row's planes, which are heads in attention.
+    pub(crate) fn of_planes(mut self, planes: &Range<usize>) -> Self {
+        let Draw { first, extents, .. } = &mut self.0;
+        first[1] += planes.start as u64;
+        extents[0] = planes.len() as u64;
+        self
     }
 
     /// Applies the draw to consecutive values from element `first` of the tensor on.

@@ -31,10 +31,10 @@ use fsdp_core::{Placement, ProcessGroup, ReduceOp};
 use crate::autograd::keeps_graph;
 use crate::graph::{Reads, graph_op};
 use crate::storage::{copied_storage, take};
-use without_grad::{Input, exchanged, gathered, own_part, scattered, summed};
+use without_grad::{Input, exchanged, gathered, own_part, scattered, start_scatter, summed};
 
 pub(crate) use shared_input::{Entry, SharedInput, scope};
-pub(crate) use without_grad::{check, gathered_together, largest, reduced_values};
+pub(crate) use without_grad::{Pending, check, largest, reduced_values, start_gather};
 
 /// How ranks use a tensor that every rank holds. It decides each rank's gradient.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -153,6 +153,16 @@ pub(crate) fn all_reduce_owned(x: &Tensor, group: &ProcessGroup) -> Result<Tenso
 /// [`reduce_scatter`] that consumes the memory of `x`, which has no other reader.
 pub(crate) fn reduce_scatter_owned(x: &Tensor, dim: usize, group: &ProcessGroup) -> Result<Tensor> {
     scatter(Input::Owned(x), dim, group)
+}
+
+/// Issues a [`reduce_scatter`] of several tensors on one device, outside of the graph, that consumes their memory.
+pub(crate) fn start_reduce_scatter_owned(
+    tensors: &[Tensor],
+    dim: usize,
+    group: &ProcessGroup,
+) -> Result<Pending<Vec<Tensor>>> {
+    tensors.iter().try_for_each(|x| check("reduce_scatter", x, Some(dim), group))?;
+    start_scatter(tensors.iter().map(Input::Owned).collect(), dim, group)
 }
 
 fn reduce(x: Input<'_>, group: &ProcessGroup) -> Result<Tensor> {

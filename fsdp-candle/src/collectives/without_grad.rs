@@ -52,6 +52,31 @@ fn fresh(device: &Device) -> Result<Arc<dyn Allocator>> {
     Ok(Arc::new(DeviceMemory(kernels::of_device(device)?)))
 }
 
+/// The result of an issued collective. The device's later computations are ordered after the collective by
+/// [`Pending::wait`], and those issued before it run beside it.
+#[must_use]
+pub(crate) struct Pending<T>(Box<dyn FnOnce() -> Result<T>>);
+
+impl<T: 'static> Pending<T> {
+    fn known(result: T) -> Self {
+        Pending(Box::new(|| Ok(result)))
+    }
+
+    fn new(work: Work, result: impl FnOnce(Vec<Buffer>) -> Result<T> + 'static) -> Self {
+        Pending(Box::new(|| result(work.wait().map_err(Error::from)?)))
+    }
+
+    /// Waits for the collective.
+    pub(crate) fn wait(self) -> Result<T> {
+        self.0()
+    }
+
+    /// Returns the result of `f`, which runs after the collective.
+    pub(crate) fn then<U>(self, f: impl FnOnce(T) -> Result<U> + 'static) -> Pending<U> {
+        Pending(Box::new(|| f(self.wait()?)))
+    }
+}
+
 /// Returns the output of a collective of one part.
 fn output(work: Work) -> Result<Buffer> {
     match work.wait().map_err(Error::from)?.pop() {
@@ -106,16 +131,20 @@ pub(super) fn gathered(x: &Tensor, dim: usize, group: &ProcessGroup) -> Result<T
 
 /// [`gathered`] for several tensors on one device, by one collective.
 pub(crate) fn gathered_together(tensors: &[&Tensor], dim: usize, group: &ProcessGroup) -> Result<Vec<Tensor>> {
+    start_gather(tensors, dim, &group.blocking())?.wait()
+}
+
+/// Issues [`gathered_together`].
+pub(crate) fn start_gather(tensors: &[&Tensor], dim: usize, group: &ProcessGroup) -> Result<Pending<Vec<Tensor>>> {
     let size = group.size();
     if size == 1 {
-        return Ok(tensors.iter().map(|x| x.detach()).collect());
+        return Ok(Pending::known(tensors.iter().map(|x| x.detach()).collect()));
     }
     let tensors = tensors.iter().map(|x| x.detach().contiguous()).collect::<Result<Vec<_>>>()?;
-    let Some(first) = tensors.first() else { return Ok(vec![]) };
+    let Some(first) = tensors.first() else { return Ok(Pending::known(vec![])) };
     let part = |x: &Tensor| GatherPart { input: Arc::new(TensorMemory(x.clone())), counts: vec![x.elem_count(); size] };
-    let all = group.blocking().all_gather(tensors.iter().map(part).collect(), fresh(first.device())?);
-    let all = all.wait().map_err(Error::from)?;
-    tensors.iter().zip(all).map(|(x, all)| joined(x, all, dim, size)).collect()
+    let work = group.all_gather(tensors.iter().map(part).collect(), fresh(first.device())?);
+    Ok(Pending::new(work, move |all| tensors.iter().zip(all).map(|(x, all)| joined(x, all, dim, size)).collect()))
 }
 
 /// Returns the tensors of `size` ranks, each like `x` and one after another in `all`, along `dim`.
@@ -131,25 +160,52 @@ fn joined(x: &Tensor, all: Buffer, dim: usize, size: usize) -> Result<Tensor> {
 
 /// Returns this rank's part along `dim` of the sum over ranks.
 pub(super) fn scattered(x: Input<'_>, dim: usize, group: &ProcessGroup) -> Result<Tensor> {
+    match start_scatter(vec![x], dim, &group.blocking())?.wait()?.pop() {
+        Some(own) => Ok(own),
+        None => bail!("a collective of one part has no output"),
+    }
+}
+
+/// Issues [`scattered`] for several tensors on one device, by one collective.
+pub(super) fn start_scatter(
+    tensors: Vec<Input<'_>>,
+    dim: usize,
+    group: &ProcessGroup,
+) -> Result<Pending<Vec<Tensor>>> {
     let size = group.size();
-    let (mut shape, device) = (x.tensor().dims().to_vec(), x.tensor().device().clone());
-    shape[dim] /= size;
-    let (outer, inner) = (shape[..dim].iter().product::<usize>(), shape[dim..].iter().product::<usize>());
-    let input = if size == 1 || outer <= 1 {
-        x.buffer()?
-    } else {
-        let parts = x.tensor().detach().reshape((outer, size, inner))?.transpose(0, 1)?;
-        let copied = Input::Borrowed(&parts).buffer()?;
-        // Its consumer keeps the tensor, but not its memory.
-        drop(x.taken()?);
-        copied
+    let Some(first) = tensors.first() else { return Ok(Pending::known(vec![])) };
+    let device = first.tensor().device().clone();
+    let memory = fresh(&device)?;
+    let shapes = tensors.iter().map(|x| {
+        let mut shape = x.tensor().dims().to_vec();
+        shape[dim] /= size;
+        shape
+    });
+    let shapes: Vec<_> = shapes.collect();
+    let inputs = tensors.into_iter().map(|x| by_destination(x, dim, size)).collect::<Result<Vec<_>>>()?;
+    let tensors = move |buffers: Vec<Buffer>| {
+        buffers.into_iter().zip(shapes).map(|(buffer, shape)| to_tensor(buffer, &shape, &device)).collect()
     };
     if size == 1 {
-        return to_tensor(input, &shape, &device);
+        return Ok(Pending::known(tensors(inputs)?));
     }
-    let part = ScatterPart { input, counts: vec![outer * inner; size] };
-    let own = output(group.blocking().reduce_scatter(vec![part], ReduceOp::Sum, fresh(&device)?))?;
-    to_tensor(own, &shape, &device)
+    let part = |input: Buffer| ScatterPart { counts: vec![input.len() / size; size], input };
+    let work = group.reduce_scatter(inputs.into_iter().map(part).collect(), ReduceOp::Sum, memory);
+    Ok(Pending::new(work, tensors))
+}
+
+/// Returns the elements with those for each of `size` ranks, which have parts along `dim`, one after another.
+fn by_destination(x: Input<'_>, dim: usize, size: usize) -> Result<Buffer> {
+    let shape = x.tensor().dims();
+    let (outer, inner) = (shape[..dim].iter().product::<usize>(), shape[dim..].iter().product::<usize>() / size);
+    if size == 1 || outer <= 1 {
+        return x.buffer();
+    }
+    let parts = x.tensor().detach().reshape((outer, size, inner))?.transpose(0, 1)?;
+    let copied = Input::Borrowed(&parts).buffer()?;
+    // Its consumer keeps the tensor, but not its memory.
+    drop(x.taken()?);
+    Ok(copied)
 }
 
 /// Returns this rank's part along `dim`, a view.

@@ -5,7 +5,7 @@ use fsdp_core::ProcessGroup;
 
 use super::Positions;
 use crate::autograd::keeps_graph;
-use crate::collectives::{check, gathered_together, reduce_scatter_owned};
+use crate::collectives::{Pending, check, start_gather, start_reduce_scatter_owned};
 use crate::graph::{Reads, graph_op};
 use crate::storage::take;
 
@@ -53,14 +53,16 @@ fn moved(x: &Tensor, dim: usize, ranks: usize, to_order: bool) -> Result<Tensor>
 }
 
 /// Gathers the ranks' parts `[batch, T, ..]` of keys and values by one collective, in order, outside of the graph.
-pub(crate) fn whole(parts: [&Tensor; 2], group: &ProcessGroup) -> Result<[Tensor; 2]> {
+pub(crate) fn start_whole(parts: [&Tensor; 2], group: &ProcessGroup) -> Result<Pending<[Tensor; 2]>> {
     parts.iter().try_for_each(|part| check("attention over ranks", part, None, group))?;
-    let all = gathered_together(&parts, 1, group)?;
-    let in_order = |at: usize| moved(&all[at], 1, group.size(), true);
-    Ok([in_order(0)?, in_order(1)?])
+    let ranks = group.size();
+    let in_order = move |all: Vec<Tensor>| Ok([moved(&all[0], 1, ranks, true)?, moved(&all[1], 1, ranks, true)?]);
+    Ok(start_gather(&parts, 1, group)?.then(in_order))
 }
 
-/// Returns this rank's part of the sum over ranks of gradients `[batch, S, ..]` of whole sequences.
-pub(crate) fn own_sum(gradient: &Tensor, group: &ProcessGroup) -> Result<Tensor> {
-    reduce_scatter_owned(&moved(gradient, 1, group.size(), false)?, 1, group)
+/// Reduces gradients `[batch, S, ..]` of whole sequences, by one collective, to this rank's part of their sums over
+/// ranks.
+pub(crate) fn start_own_sums(gradients: [&Tensor; 2], group: &ProcessGroup) -> Result<Pending<Vec<Tensor>>> {
+    let by_rank = |gradient: &Tensor| moved(gradient, 1, group.size(), false);
+    start_reduce_scatter_owned(&[by_rank(gradients[0])?, by_rank(gradients[1])?], 1, group)
 }

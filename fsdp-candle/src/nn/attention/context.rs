@@ -1,12 +1,11 @@
 //! Attention of context-parallel ranks, each of which has a part of every sequence.
 //!
-//! With [`AttentionExchange::Gather`], a rank's queries attend to the keys and values of all ranks ([`WholeKeys`]). With
+//! With [`AttentionExchange::Gather`], a rank's queries attend to the keys and values of all ranks (`whole_keys`). With
 //! [`AttentionExchange::Heads`], each rank computes the attention of its part of the heads over whole sequences.
 
 use candle_core::{Result, Tensor, bail};
 
 use super::fused::{Checked, is_fused};
-use super::whole_keys::{WholeKeys, parts};
 use crate::collectives::all_to_all;
 use crate::context_parallel::exchange::{by_rank, in_order};
 use crate::context_parallel::{AttentionExchange, ContextParallel, Scope, outside};
@@ -44,9 +43,9 @@ fn by_keys(own: Checked<'_>, context: &ContextParallel, operands: &[&Tensor]) ->
     let positions = Some(context.positions_of(own.queries));
     let all = Checked { keys: own.keys * group.size(), ..own };
     if is_fused(operands[0]) {
-        return all.at(positions, operands, Some(WholeKeys { group: group.clone(), widths: own.widths() }));
+        return all.at(positions, operands, Some(group));
     }
-    let [q, k, v] = parts(operands, own.widths())?;
+    let [q, k, v] = own.separate(operands)?;
     all.at(positions, &[&q, &context.gather(&k, 1)?, &context.gather(&v, 1)?], None)
 }
 
@@ -66,7 +65,7 @@ fn by_heads(own: Checked<'_>, context: &ContextParallel, operands: &[&Tensor]) -
     let of_heads =
         Checked { queries: steps, keys: steps, n_heads: n_heads / ranks, n_kv_heads: n_kv_heads / ranks, ..own };
     let exchanged = |x: &Tensor| in_order(&all_to_all(x, 1, 2, group)?, 1, ranks);
-    let [q, k, v] = parts(operands, own.widths())?;
+    let [q, k, v] = own.separate(operands)?;
     let [q, k, v] = [exchanged(&q)?, exchanged(&k)?, exchanged(&v)?];
     // A tensor-parallel rank's heads are a part already.
     let before = get_rng_state().part.filter(|part| part.dim == 1);

@@ -33,13 +33,13 @@ impl Engine for Cpu {
     /// `[batch, n_heads, T]`.
     type LogSums = Vec<f32>;
 
-    fn forward(self, dims: &AttentionDims, operands: &[&Tensor]) -> Result<(Storage, Vec<f32>)> {
+    fn forward(&self, dims: &AttentionDims, operands: &[&Tensor]) -> Result<(Storage, Vec<f32>)> {
         let (out, log_sums) = with_values(operands, |values| dims.forward(values, dims.layouts(operands)))?;
         Ok((storage(out, dims.dtype)?, log_sums))
     }
 
     fn backward(
-        self,
+        &self,
         dims: &AttentionDims,
         operands: &[&Tensor],
         [out, d_out]: [&Tensor; 2],

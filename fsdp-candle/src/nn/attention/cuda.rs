@@ -52,7 +52,7 @@ impl Engine for Cuda {
     /// `[batch, n_heads, T]`.
     type LogSums = Buffer;
 
-    fn forward(self, dims: &AttentionDims, operands: &[&Tensor]) -> Result<(Storage, Buffer)> {
+    fn forward(&self, dims: &AttentionDims, operands: &[&Tensor]) -> Result<(Storage, Buffer)> {
         let of = Attention::new(dims, operands[0])?;
         let mut out = of.uninit(of.dtype, dims.batch * of.row_len())?;
         let mut log_sums = of.uninit(of.sums, dims.batch * of.sums_len())?;
@@ -101,7 +101,7 @@ impl Engine for Cuda {
     }
 
     fn backward(
-        self,
+        &self,
         dims: &AttentionDims,
         operands: &[&Tensor],
         [out, d_out]: [&Tensor; 2],

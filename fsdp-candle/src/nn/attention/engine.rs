@@ -1,5 +1,7 @@
 //! The trait of an engine, which computes attention on one kind of device, and the layout of its operands.
 
+use std::ops::Range;
+
 use candle_core::{DType, Result, Storage, Tensor};
 
 use super::documents::Documents;
@@ -8,17 +10,17 @@ use crate::context_parallel::Positions;
 use crate::random::Mask;
 
 /// The computation of attention on one kind of device.
-pub(super) trait Engine: Copy + Send + Sync + 'static {
+pub(super) trait Engine: Send + Sync + 'static {
     /// The logarithms of the sums, which backward reads.
     type LogSums: Send + Sync + 'static;
 
     /// Returns the output `[batch, T, n_heads * D]` in the operands' dtype. The operands are q, k and v, or one tensor
     /// that holds all three.
-    fn forward(self, dims: &AttentionDims, operands: &[&Tensor]) -> Result<(Storage, Self::LogSums)>;
+    fn forward(&self, dims: &AttentionDims, operands: &[&Tensor]) -> Result<(Storage, Self::LogSums)>;
 
     /// Returns the gradients of the operands, given the output and its gradient.
     fn backward(
-        self,
+        &self,
         dims: &AttentionDims,
         operands: &[&Tensor],
         outputs: [&Tensor; 2],
@@ -27,6 +29,7 @@ pub(super) trait Engine: Copy + Send + Sync + 'static {
 }
 
 /// The dimensions of an attention. `queries` and `keys` count positions.
+#[derive(Clone)]
 pub(super) struct AttentionDims {
     pub(super) batch: usize,
     pub(super) queries: usize,
@@ -60,6 +63,12 @@ impl HeadLayout {
 }
 
 impl AttentionDims {
+    /// Returns the dimensions of the attention of some heads, which look at key heads `kv_heads`.
+    pub(super) fn of_heads(&self, heads: &Range<usize>, kv_heads: &Range<usize>) -> Self {
+        let mask = self.mask.map(|mask| mask.of_planes(heads));
+        AttentionDims { n_heads: heads.len(), n_kv_heads: kv_heads.len(), mask, ..self.clone() }
+    }
+
     /// Returns the layouts of q, k and v in separate tensors, or in one.
     pub(super) fn layouts(&self, operands: &[&Tensor]) -> [HeadLayout; 3] {
         if operands.len() == 1 { self.packed_layouts() } else { self.separate_layouts() }

@@ -16,6 +16,7 @@
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
+use fsdp_core::ProcessGroup;
 
 use super::composite::composite;
 use super::cpu::Cpu;
@@ -23,7 +24,7 @@ use super::cuda;
 use super::documents::Documents;
 use super::engine::{AttentionDims, Engine};
 use super::options::AttentionOptions;
-use super::whole_keys::{WholeKeys, parts};
+use super::whole_keys::WholeKeys;
 use crate::activation_checkpoint::{Operation, operation};
 use crate::context_parallel::Positions;
 use crate::graph::{Reads, graph_op};
@@ -56,22 +57,29 @@ impl Checked<'_> {
         self.at(None, operands, None)
     }
 
-    /// Returns the widths of q, k and v.
-    pub(super) fn widths(&self) -> [usize; 3] {
-        [self.n_heads, self.n_kv_heads, self.n_kv_heads].map(|heads| heads * self.dim)
+    /// Returns q, k and v as `[batch, T, width]`, of separate tensors or of one.
+    pub(super) fn separate(&self, operands: &[&Tensor]) -> Result<[Tensor; 3]> {
+        let widths = [self.n_heads, self.n_kv_heads, self.n_kv_heads].map(|heads| heads * self.dim);
+        let part = |at: usize| -> Result<Tensor> {
+            match operands {
+                [packed] => packed.narrow(2, widths[..at].iter().sum(), widths[at])?.contiguous(),
+                separate => separate[at].contiguous()?.reshape((self.batch, (), widths[at])),
+            }
+        };
+        Ok([part(0)?, part(1)?, part(2)?])
     }
 
     /// Computes the attention of queries at these positions, or of the last ones of a row. The operands have all keys and
-    /// values, or those of this rank if `whole_keys` gathers the others'.
+    /// values, or those of this rank if the ranks of a group share sequences.
     pub(super) fn at(
         &self,
         positions: Option<Positions>,
         operands: &[&Tensor],
-        whole_keys: Option<WholeKeys>,
+        sharing: Option<&ProcessGroup>,
     ) -> Result<Tensor> {
         let &Checked { batch, queries, keys, n_heads, n_kv_heads, dim, options, documents, .. } = self;
         if !is_fused(operands[0]) {
-            let [q, k, v] = parts(operands, self.widths())?;
+            let [q, k, v] = self.separate(operands)?;
             return composite(&q, &k, &v, n_heads, n_kv_heads, &options, positions, documents);
         }
         let probabilities = [batch, n_heads, queries, keys];
@@ -92,9 +100,11 @@ impl Checked<'_> {
             documents,
             mask,
         };
-        match cuda::engine(operands[0]) {
-            Some(engine) => node(engine, dims, operands, whole_keys),
-            None => node(Cpu, dims, operands, whole_keys),
+        match (cuda::engine(operands[0]), sharing) {
+            (Some(engine), None) => node(engine, dims, operands),
+            (Some(engine), Some(ranks)) => node(WholeKeys::new(engine, ranks, true), dims, operands),
+            (None, None) => node(Cpu, dims, operands),
+            (None, Some(ranks)) => node(WholeKeys::new(Cpu, ranks, false), dims, operands),
         }
     }
 }
@@ -105,31 +115,21 @@ pub(super) fn is_fused(tensor: &Tensor) -> bool {
 }
 
 /// Returns the attention as a node of the graph. Reuses the output that an activation checkpoint kept.
-fn node<E: Engine>(
-    engine: E,
-    dims: AttentionDims,
-    operands: &[&Tensor],
-    whole_keys: Option<WholeKeys>,
-) -> Result<Tensor> {
+fn node<E: Engine>(engine: E, dims: AttentionDims, operands: &[&Tensor]) -> Result<Tensor> {
     let out = [dims.batch, dims.queries, dims.n_heads * dims.dim];
     operation(Operation::Attention, &out, |known| {
         let kept = known.map(|(memory, log_sums)| Some((memory, log_sums.downcast::<E::LogSums>().ok()?)));
         let (memory, log_sums) = match kept.flatten() {
             Some(kept) => kept,
             None => {
-                let (memory, log_sums) = match &whole_keys {
-                    Some(keys) => engine.forward(&dims, &keys.gathered(operands)?.each_ref())?,
-                    None => engine.forward(&dims, operands)?,
-                };
+                let (memory, log_sums) = engine.forward(&dims, operands)?;
                 (memory, Arc::new(log_sums))
             }
         };
         let kept = log_sums.clone();
         let name = if operands.len() == 1 { "attention_qkv" } else { "attention" };
         let y = graph_op(name, operands, memory, &out, Reads::SourcesAndOutput, move |operands, out, d_out| {
-            let Some(keys) = &whole_keys else { return engine.backward(&dims, operands, [out, d_out], &log_sums) };
-            let all = keys.gathered(operands)?;
-            keys.own_gradients(engine.backward(&dims, &all.each_ref(), [out, d_out], &log_sums)?, operands)
+            engine.backward(&dims, operands, [out, d_out], &log_sums)
         })?;
         Ok((y, kept))
     })

@@ -63,15 +63,18 @@ pub(super) struct Unit {
     pub(super) gather_backward: f64,
     pub(super) reduce_scatter: f64,
     pub(super) all_reduce: f64,
-    /// Exchanges of activations between ranks that share layers or sequences, for which compute waits. Part of forward and backward.
+    /// Exchanges of activations between ranks that share layers or sequences, for which compute waits. Part of forward and
+    /// backward.
     pub(super) exchange: f64,
+    /// Exchanges that run behind the compute of forward and backward.
+    pub(super) hidden: f64,
     /// Time in which compute waits for the unit's other collectives.
     pub(super) exposed: f64,
 }
 
 impl Unit {
     fn communication(&self) -> f64 {
-        self.gather_forward + self.gather_backward + self.reduce_scatter + self.all_reduce
+        self.gather_forward + self.gather_backward + self.reduce_scatter + self.all_reduce + self.hidden
     }
 }
 
@@ -149,6 +152,15 @@ fn backward(setup: &Setup, layer: &Layer) -> Compute {
     all
 }
 
+/// Returns the seconds that attention waits for a collective of keys and values. On a device, half of it runs behind half
+/// of the attention.
+fn exposed(framework: Framework, keys: f64, attention: f64) -> f64 {
+    match framework {
+        Framework::OnDevice => keys / 2. + (keys / 2. - attention / 2.).max(0.),
+        _ => keys,
+    }
+}
+
 fn units(setup: &Setup) -> (Compute, Vec<Unit>) {
     let Setup { model, mesh, links, .. } = setup;
     let (e, reduce) = (setup.compute.bytes(), setup.reduce.bytes());
@@ -206,12 +218,15 @@ fn units(setup: &Setup) -> (Compute, Vec<Unit>) {
         let in_backward = if setup.checkpoint == Checkpoint::None { exchange } else { 2. * exchange };
         // Keys and values are gathered in forward and again in backward, and their gradients reduce-scattered.
         let keys = 2. * over_sequence.gather(setup.whole_keys(layer));
-        let again = if setup.checkpoint == Checkpoint::Full { keys } else { 0. };
-        let (exchange, in_backward) = (exchange + keys, in_backward + 2. * keys + again);
+        let [in_forward, back] = attention(setup, layer).map(|attention| exposed(setup.framework, keys, attention));
+        let forwards = if setup.checkpoint == Checkpoint::Full { 2. } else { 1. };
+        let waits = forwards * in_forward + 2. * back;
+        let (exchange, in_backward) = (exchange + in_forward, in_backward + waits - in_forward);
         units.push(Unit {
             forward: forward.total() + exchange,
             backward: backward.total() + in_backward,
             exchange: exchange + in_backward,
+            hidden: (forwards + 2.) * keys - waits,
             ..communication(layer.parameters, of_block, false)
         });
     }
