@@ -1,6 +1,6 @@
 """Compiles CUDA sources to machine code by NVRTC, as fsdp-candle does at the first use of a device. Needs no GPU.
 
-Usage: nvrtc.py CUDA_HOME "80 90 100" OPTION FILE.cu...
+Usage: nvrtc.py CUDA_HOME "80 90 100" FILE.cu...
 """
 
 import ctypes
@@ -11,7 +11,7 @@ import sys
 import time
 
 
-def main(home, archs, option, files):
+def main(home, archs, files):
     # NVRTC loads its second library by name; load it first by path.
     for name in ["libnvrtc-builtins.so.*", "libnvrtc.so.*"]:
         (path,) = glob.glob(f"{home}/lib/{name}")
@@ -20,12 +20,13 @@ def main(home, archs, option, files):
     failed = False
     for file in files:
         text = with_headers(file)
+        fmad = str(os.path.basename(file).startswith("flash_")).lower()
         for arch in archs.split():
             start = time.monotonic()
             program = ctypes.c_void_p()
             ask(nvrtc, nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, file.encode(), 0, None, None))
             # No include directory: where programs run, there may be none.
-            options = [f"--gpu-architecture=sm_{arch}", option]
+            options = [f"--gpu-architecture=sm_{arch}", f"--fmad={fmad}"]
             given = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
             code = nvrtc.nvrtcCompileProgram(program, len(options), given)
             size = ctypes.c_size_t()
@@ -70,4 +71,4 @@ def ask(nvrtc, code):
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4:]))
+    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:]))

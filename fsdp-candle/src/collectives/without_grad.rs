@@ -167,11 +167,7 @@ pub(super) fn scattered(x: Input<'_>, dim: usize, group: &ProcessGroup) -> Resul
 }
 
 /// Issues [`scattered`] for several tensors on one device, by one collective.
-pub(super) fn start_scatter(
-    tensors: Vec<Input<'_>>,
-    dim: usize,
-    group: &ProcessGroup,
-) -> Result<Pending<Vec<Tensor>>> {
+pub(super) fn start_scatter(tensors: Vec<Input<'_>>, dim: usize, group: &ProcessGroup) -> Result<Pending<Vec<Tensor>>> {
     let size = group.size();
     let Some(first) = tensors.first() else { return Ok(Pending::known(vec![])) };
     let device = first.tensor().device().clone();

@@ -135,9 +135,10 @@ impl FsdpParam {
             dtype: spec.compute_dtype,
             pool: pool.clone(),
         });
-        // The CPU kernels compute gradients in f32. Rounded to bf16, they would be widened again to be reduced. Those
-        // of f16 overflow, as in PyTorch, so that a loss scale skips the same steps.
-        let is_wide = full.device().is_cpu() && (spec.compute_dtype, spec.reduce_dtype) == (DType::BF16, DType::F32);
+        // Kernels compute gradients in f32. Rounded to bf16, they would be widened again to be reduced. Those of f16
+        // overflow, as in PyTorch, so that a loss scale skips the same steps.
+        let has_kernels = full.device().is_cpu() || full.device().is_cuda();
+        let is_wide = has_kernels && (spec.compute_dtype, spec.reduce_dtype) == (DType::BF16, DType::F32);
         let grad_dtype = if is_wide { DType::F32 } else { spec.compute_dtype };
         // Layers of other crates would keep a graph for a frozen parameter.
         let held = if spec.trainable { full.clone() } else { full.detach() };

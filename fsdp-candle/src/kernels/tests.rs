@@ -357,14 +357,16 @@ fn products_and_rows_accumulate() {
             }
             let (ids, width) = ([2u32, 0, 2, u32::MAX, 2], 3);
             let (rows, table) = (whole(5 * width, 4), whole(4 * width, 5));
-            for accumulate in [false, true] {
+            let tables = [Some(dtype), (dtype == DType::BF16).then_some(DType::F32)].into_iter().flatten();
+            for (table_dtype, accumulate) in tables.flat_map(|table| [(table, false), (table, true)]) {
                 let mut want = if accumulate { table.clone() } else { vec![0.; table.len()] };
                 for (at, &id) in ids.iter().enumerate().filter(|(_, id)| **id < 4) {
                     (0..width).for_each(|i| want[id as usize * width + i] += rows[at * width + i]);
                 }
-                let (ids, from, mut to) = (uploaded(ids.to_vec().into()), buffer(dtype, &rows), buffer(dtype, &table));
+                let (ids, from) = (uploaded(ids.to_vec().into()), buffer(dtype, &rows));
+                let mut to = buffer(table_dtype, &table);
                 add_rows((&ids).into(), (&from).into(), &mut to, accumulate, width).unwrap();
-                assert_eq!(values(&to), want, "{dtype} {accumulate}");
+                assert_eq!(values(&to), want, "{dtype} {table_dtype} {accumulate}");
             }
         }
     });

@@ -192,7 +192,7 @@ fn parameters_can_keep_their_dtype() {
 }
 
 #[test]
-fn cpu_layers_do_not_round_gradients_that_are_reduced_in_f32() {
+fn layers_do_not_round_gradients_that_are_reduced_in_f32() {
     ranks(2, |world| {
         let vars = vars(&world);
         let policy = MixedPrecisionPolicy { param_dtype: Some(DType::BF16), ..Default::default() };
@@ -204,9 +204,18 @@ fn cpu_layers_do_not_round_gradients_that_are_reduced_in_f32() {
         let gradient = |grads: &GradStore, param: &FsdpParam| whole(&vars, param, grads.get(param.var()).unwrap());
         let of_ours = ours.backward(&ours.forward(&x).unwrap().sum_all().unwrap()).unwrap();
         let of_candles = candles.backward(&candles.forward(&x).unwrap().sum_all().unwrap()).unwrap();
-        // 1 + 2^-8 is not a bf16. Candle's layers, and layers on devices, return gradients of bf16.
-        let exact = if world.device().is_cpu() { 1. + 1. / 256. } else { 1. };
+        // 1 + 2^-8 is not a bf16. Candle's layers return gradients of bf16.
+        let exact = 1. + 1. / 256.;
         assert_eq!(gradient(&of_ours, &ours.params()[0]), [exact; 2]);
         assert_eq!(gradient(&of_candles, &candles.params()[0]), [1.; 2]);
+
+        let table = fully_shard(&opts, vb.pp("table"), |vb| nn::embedding(2, 1, vb)).unwrap();
+        let norm = fully_shard(&opts, vb.pp("norm"), |vb| nn::rms_norm(2, 0., vb)).unwrap();
+        let weights = x.to_dtype(DType::BF16).unwrap();
+        let loss = |y: Tensor| y.broadcast_mul(&weights).unwrap().sum_all().unwrap();
+        let rows = table.forward(&Tensor::zeros(2, DType::U32, world.device()).unwrap()).unwrap();
+        assert_eq!(gradient(&table.backward(&loss(rows)).unwrap(), &table.params()[0]), [exact, 0.]);
+        let normed = norm.forward(&Tensor::ones((2, 2), DType::BF16, world.device()).unwrap()).unwrap();
+        assert_eq!(gradient(&norm.backward(&loss(normed)).unwrap(), &norm.params()[0]), [exact; 2]);
     });
 }

@@ -14,7 +14,7 @@ use crate::args::Args;
 
 /// A source of an input.
 enum Source {
-    Path(String),
+    Path(#[cfg_attr(not(feature = "hub"), expect(dead_code, reason = "only a download reads it"))] String),
     Hub(Name),
 }
 

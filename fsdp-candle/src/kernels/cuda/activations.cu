@@ -31,10 +31,6 @@ struct GeluErf {
   }
 };
 
-// A loop over packs of N elements.
-#define EACH_PACK(at, count) \
-  for (u64 at = ((u64)blockIdx.x * blockDim.x + threadIdx.x) * N; at < (count); at += (u64)gridDim.x * blockDim.x * N)
-
 template <class A, int N, class T> static __device__ void activate(const T* x, T* y, u64 count) {
   typedef Float<T> F;
   EACH_PACK(at, count) {

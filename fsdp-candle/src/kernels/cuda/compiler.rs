@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::thread;
 
 use candle_core::cuda_backend::kernels as candle_kernels;
+use cudarc::driver::sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
 use cudarc::driver::sys::CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION;
 use cudarc::driver::{self, CudaContext, CudaFunction, CudaModule, CudaStream, DriverError};
 use cudarc::nvrtc::Ptx;
@@ -15,6 +16,7 @@ use cudarc::nvrtc::result::{self, NvrtcError};
 use cudarc::nvrtc::sys::{self, nvrtcProgram};
 use fsdp_core::device::cuda::failed;
 
+use super::flash_attention::{FEWEST_CAPABILITY, shared_bytes};
 use super::preloading::kernel_names;
 use crate::error::{Error, Result};
 
@@ -93,6 +95,7 @@ pub(super) struct Library {
     /// The files, in the order of [`Module`].
     modules: Vec<Arc<CudaModule>>,
     functions: HashMap<String, CudaFunction>,
+    has_tensor_cores: bool,
 }
 
 impl Library {
@@ -122,7 +125,8 @@ impl Library {
             });
             ended.collect::<Result<Vec<_>>>()
         })?;
-        let mut library = Library { modules: vec![], functions: HashMap::new() };
+        let has_tensor_cores = major >= FEWEST_CAPABILITY;
+        let mut library = Library { modules: vec![], functions: HashMap::new(), has_tensor_cores };
         let loaded = compiled.into_iter().try_for_each(|image| library.add(context, image));
         loaded.map_err(|error| refused("loading kernels", &error)).map(|()| library)
     }
@@ -131,7 +135,7 @@ impl Library {
         let names = kernel_names(&image);
         let module = context.load_module(Ptx::from_binary(image))?;
         for name in names {
-            let function = module.load_function(&name)?;
+            let function = self.prepared(module.load_function(&name)?, &name)?;
             self.functions.insert(name, function);
         }
         self.modules.push(module);
@@ -146,8 +150,17 @@ impl Library {
         match self.functions.get(name) {
             Some(function) => Ok(function.clone()),
             // Its image did not show its name.
-            None => self.modules[module as usize].load_function(name),
+            None => self.prepared(self.modules[module as usize].load_function(name)?, name),
         }
+    }
+
+    /// Lets launches of a kernel have the shared memory that they ask for.
+    fn prepared(&self, function: CudaFunction, name: &str) -> std::result::Result<CudaFunction, DriverError> {
+        let bytes = shared_bytes(name);
+        if self.has_tensor_cores && bytes > 0 {
+            function.set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes as i32)?;
+        }
+        Ok(function)
     }
 }
 
@@ -194,8 +207,9 @@ fn supported() -> std::result::Result<Vec<c_int>, NvrtcError> {
 /// Compiles a file. The error is the compiler's output, or the reason why it did not run.
 fn compile(name: &str, text: &str, target: Target) -> std::result::Result<Vec<u8>, String> {
     let program = Program::new(name, &with_headers(name, text))?;
-    // Without fused multiply-add, so that the bits equal the CPU's.
-    let options = ["--fmad=false".to_owned(), format!("--gpu-architecture={}", target.option())];
+    // Without fused multiply-add, so that the bits equal the CPU's. Those of sums on tensor cores don't.
+    let fused = name.starts_with("flash_");
+    let options = [format!("--fmad={fused}"), format!("--gpu-architecture={}", target.option())];
     // SAFETY: the program is live.
     if let Err(error) = unsafe { result::compile_program(program.handle, &options) } {
         // SAFETY: the program is live.

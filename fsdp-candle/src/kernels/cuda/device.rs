@@ -230,7 +230,6 @@ impl CudaKernels {
         Ok(())
     }
 
-    /// Allocates memory with unspecified values, for a kernel to write.
     /// Returns the free and the total bytes, if `wanted` may exceed them.
     pub(super) fn query_memory(&self, wanted: u128) -> candle_core::Result<Option<[u64; 2]>> {
         let refused = |what: &str, error: DriverError| Error::Core(failed(&self.stream, what, &error));
@@ -251,6 +250,7 @@ impl CudaKernels {
         query().map(Some)
     }
 
+    /// Allocates memory with unspecified values, for a kernel to write.
     pub(super) fn uninit(&self, dtype: DType, len: usize) -> candle_core::Result<Buffer> {
         Ok(CudaMemory::uninit(&self.stream, dtype, len).map(Buffer::Cuda).map_err(Error::from)?)
     }

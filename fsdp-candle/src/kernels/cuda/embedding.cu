@@ -38,21 +38,24 @@ KERNEL(merge_runs)(const u64* from, u64* to, u64 count, u64 run) {
 
 // Adds each row of `from` to the row of `table` for its id. Ids beyond the table stand for no row. The blocks of an id's
 // first key add up all rows of that id. Elements of a row run along y.
-template <class T>
-static __device__ void add_rows(const u64* keys, const T* from, T* table, u64 count, u64 width, u64 rows) {
+template <class T, class G>
+static __device__ void add_rows(const u64* keys, const T* from, G* table, u64 count, u64 width, u64 rows) {
   typedef Float<T> F;
+  typedef Float<G> Table;
   for (u64 first = blockIdx.x; first < count; first += gridDim.x) {
     const u64 id = id_of(keys[first]);
     if (id >= rows || (first > 0 && id_of(keys[first - 1]) == id)) continue;
     for (u64 at = (u64)blockIdx.y * THREADS + threadIdx.x; at < width; at += (u64)gridDim.y * THREADS) {
       REAL sum = 0;
       for (u64 i = first; i < count && id_of(keys[i]) == id; i++) sum += F::get(from[(u32)keys[i] * width + at]);
-      table[id * width + at] = F::put(F::get(table[id * width + at]) + sum);
+      table[id * width + at] = Table::put(Table::get(table[id * width + at]) + sum);
     }
   }
 }
-#define ADD_ROWS(name, T) \
-  KERNEL(add_rows_##name)(const u64* keys, const T* from, T* table, u64 count, u64 width, u64 rows) { \
+#define ADD_ROWS_TO(name, T, table_name, G) \
+  KERNEL(add_rows_##name##_##table_name)(const u64* keys, const T* from, G* table, u64 count, u64 width, u64 rows) { \
     add_rows(keys, from, table, count, width, rows); \
   }
+#define ADD_ROWS(name, T) ADD_ROWS_TO(name, T, name, T)
 FLOATS(ADD_ROWS)
+ADD_ROWS_TO(bf16, bf16, f32, float)

@@ -10,7 +10,7 @@ use super::compiler::Module;
 use super::device::{CudaKernels, THREADS, elementwise, float_suffix, of_buffer, same_dtype};
 
 /// Adds each row of `from` to the table's row for its id (U32), in the order of the ids. Ids beyond the table stand for
-/// no row. Unless `accumulate`, the table starts as zeros.
+/// no row. Unless `accumulate`, the table starts as zeros. The table may be F32 for rows of BF16.
 pub(crate) fn add_rows(
     ids: Slice<'_>,
     from: Slice<'_>,
@@ -19,9 +19,11 @@ pub(crate) fn add_rows(
     width: usize,
 ) -> Result<()> {
     let cuda = of_buffer(table)?;
-    let kernel = format!("add_rows_{}", float_suffix(table.dtype())?);
+    let kernel = format!("add_rows_{}_{}", float_suffix(from.dtype())?, float_suffix(table.dtype())?);
     same_dtype(DType::U32, ids.dtype())?;
-    same_dtype(table.dtype(), from.dtype())?;
+    if (from.dtype(), table.dtype()) != (DType::BF16, DType::F32) {
+        same_dtype(table.dtype(), from.dtype())?;
+    }
     let (count, rows) = (ids.len(), table.len() / width.max(1));
     same_length(count * width, from.len())?;
     same_length(rows * width, table.len())?;

@@ -11,16 +11,70 @@ use super::compiler::Module;
 use super::device::{Arg, CudaKernels, float_suffix, of_slice, same_dtype};
 use crate::error::Error;
 
-/// Rows of queries or keys of a block: `ROWS` in the source.
+/// Rows of a tile for each warp of a block: `ROWS` in the source.
 const ROWS: usize = 64;
+/// Keys of a step in the first kernel of backward, and queries of a step in the second: `KEYS` and `QUERIES` in the
+/// source.
+const KEYS: usize = 64;
+const QUERIES: usize = 32;
+/// Elements between the rows of shared memory.
+const ROW_GAP: usize = 8;
 /// Threads of a block: four warps.
 const THREADS: u32 = 128;
-/// The lowest major version of a compute capability that has the instructions.
-const FEWEST_CAPABILITY: i32 = 8;
+/// The lowest major version of a compute capability that has the instructions, and the shared memory.
+pub(super) const FEWEST_CAPABILITY: i32 = 8;
 /// Bytes of a copy to shared memory. Tensors must begin at a multiple of it, and so do then all rows of their heads.
 const ALIGNMENT: u64 = 16;
 /// Most blocks of a launch along its second and third dimension.
 const MOST_BLOCKS: usize = u16::MAX as usize;
+
+/// A kernel of attention.
+#[derive(Clone, Copy, Debug)]
+enum Pass {
+    Forward,
+    BackwardQueries,
+    BackwardKeys,
+}
+
+impl Pass {
+    const ALL: [Self; 3] = [Pass::Forward, Pass::BackwardQueries, Pass::BackwardKeys];
+
+    /// Returns the beginning of the kernels' names.
+    fn name(self) -> &'static str {
+        match self {
+            Pass::Forward => "flash_forward",
+            Pass::BackwardQueries => "flash_backward_queries",
+            Pass::BackwardKeys => "flash_backward_keys",
+        }
+    }
+
+    /// Returns the queries, or in the last kernel the keys, of a block.
+    fn rows(self) -> usize {
+        match self {
+            Pass::Forward => 2 * ROWS,
+            Pass::BackwardQueries | Pass::BackwardKeys => ROWS,
+        }
+    }
+
+    /// Returns the bytes of a block's rows in shared memory, for heads of `dim` elements of 16 bits.
+    fn shared_bytes(self, dim: usize) -> usize {
+        let rows = match self {
+            // `STEP` in the source.
+            Pass::Forward => self.rows() + 2 * if dim > 64 { 32 } else { 64 },
+            Pass::BackwardQueries => 4 * KEYS,
+            Pass::BackwardKeys => self.rows() + 4 * QUERIES,
+        };
+        rows * (dim + ROW_GAP) * 2
+    }
+}
+
+/// Returns the bytes of shared memory that a launch of a kernel of this name asks for. 0 for other kernels.
+pub(super) fn shared_bytes(name: &str) -> usize {
+    let of = |pass: &Pass| {
+        name.strip_prefix(pass.name())?.rsplit('_').next()?.parse().ok().map(|dim| pass.shared_bytes(dim))
+    };
+    Pass::ALL.iter().find_map(of).unwrap_or(0)
+}
 
 /// Where the heads of an operand or of its gradient are, in a range of elements: heads of a position follow each other.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -87,7 +141,7 @@ impl FlashAttention<'_> {
         let log_sums = self.sums(cuda, log_sums)?;
         let mut arguments = self.operands(cuda, operands)?;
         arguments.extend([out, log_sums].map(Arg::from));
-        self.launch(cuda, dtype, "forward", (self.visible.queries, self.heads), arguments)
+        self.launch(cuda, dtype, Pass::Forward, arguments)
     }
 
     /// Writes the gradients of q, k and v, given the output and its gradient. They have the places of the operands, in
@@ -128,9 +182,9 @@ impl FlashAttention<'_> {
         let mut arguments = self.operands(cuda, operands)?;
         let mut of_queries = arguments.clone();
         of_queries.extend([out, d_out, log_sums, deltas, d_q]);
-        self.launch(cuda, dtype, "backward_queries", (self.visible.queries, self.heads), of_queries)?;
+        self.launch(cuda, dtype, Pass::BackwardQueries, of_queries)?;
         arguments.extend([d_out, log_sums, deltas, d_k, d_v, v_after_k.into()]);
-        self.launch(cuda, dtype, "backward_keys", (self.visible.keys, self.kv_heads), arguments)
+        self.launch(cuda, dtype, Pass::BackwardKeys, arguments)
     }
 
     /// Returns the elements of an operand, or of its gradient, from its first one to its last one.
@@ -166,24 +220,24 @@ impl FlashAttention<'_> {
         cuda.view_mut(sums)
     }
 
-    /// Runs a kernel with a block for each `ROWS` of `positions` of each head, after adding the sizes to `arguments`.
-    fn launch(
-        &self,
-        cuda: &CudaKernels,
-        dtype: DType,
-        kernel: &str,
-        (positions, heads): (usize, usize),
-        mut arguments: Vec<Arg>,
-    ) -> Result<()> {
+    /// Runs a kernel, after adding the sizes to `arguments`.
+    fn launch(&self, cuda: &CudaKernels, dtype: DType, pass: Pass, mut arguments: Vec<Arg>) -> Result<()> {
         let Some(module) = self.module(dtype) else { bail!("attention: no kernels for tensor cores") };
         let strides = self.places.iter().flat_map(|heads| [heads.batch_stride, heads.row_stride]);
         arguments.extend(strides.map(Arg::from));
         arguments.extend(self.visible.arguments(cuda)?);
         arguments.extend([self.heads, self.heads / self.kv_heads].map(Arg::from));
         arguments.extend([Arg::Float(self.scale as f32), Arg::Float(self.softcap.unwrap_or(0.) as f32)]);
-        let kernel = format!("flash_{kernel}_{}_{}", float_suffix(dtype)?, self.dim);
-        let grid_dim = (positions.div_ceil(ROWS) as u32, heads as u32, self.batch as u32);
-        let config = LaunchConfig { grid_dim, block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };
+        let (positions, heads) = match pass {
+            Pass::Forward | Pass::BackwardQueries => (self.visible.queries, self.heads),
+            Pass::BackwardKeys => (self.visible.keys, self.kv_heads),
+        };
+        let kernel = format!("{}_{}_{}", pass.name(), float_suffix(dtype)?, self.dim);
+        let config = LaunchConfig {
+            grid_dim: (positions.div_ceil(pass.rows()) as u32, heads as u32, self.batch as u32),
+            block_dim: (THREADS, 1, 1),
+            shared_mem_bytes: pass.shared_bytes(self.dim) as u32,
+        };
         // SAFETY: the kernel's arguments, of the dtype in its name, and of the lengths and strides in them.
         unsafe { cuda.launch(module.kernel(&kernel), config, &arguments) }
     }

@@ -1,5 +1,6 @@
 // Copies, sums, casts, norms of gradients, and optimizers.
 #include "prelude.cuh"
+#include "packs.cuh"
 
 // ---- copies, sums, scales and casts ----
 
@@ -17,41 +18,68 @@ COPY_ROWS(1, u8)
 COPY_ROWS(2, u16)
 COPY_ROWS(4, u32)
 COPY_ROWS(8, u64)
+struct alignas(16) Words { u64 at[2]; };
+COPY_ROWS(16, Words)
 
-template <class T> static __device__ void add(T* sum, const T* more, u64 count) {
+template <int N, class T> static __device__ void add(T* sum, const T* more, u64 count) {
   typedef Float<T> F;
-  EACH(i, count) sum[i] = F::put(F::get(sum[i]) + F::get(more[i]));
+  EACH_PACK(at, count) {
+    Pack<T, N> sums = load<N>(sum + at);
+    const Pack<T, N> others = load<N>(more + at);
+    for (int i = 0; i < N; i++) sums.at[i] = F::put(F::get(sums.at[i]) + F::get(others.at[i]));
+    store(sum + at, sums);
+  }
 }
-template <class T> static __device__ void scale(T* values, u64 count, double factor) {
+template <int N, class T> static __device__ void scale(T* values, u64 count, double factor) {
   typedef Float<T> F;
   const typename F::Real by = (typename F::Real)factor;
-  EACH(i, count) values[i] = F::put(F::get(values[i]) * by);
+  EACH_PACK(at, count) {
+    Pack<T, N> scaled = load<N>(values + at);
+    for (int i = 0; i < N; i++) scaled.at[i] = F::put(F::get(scaled.at[i]) * by);
+    store(values + at, scaled);
+  }
 }
 #define ADD_AND_SCALE(name, T) \
-  KERNEL(add_##name)(T* sum, const T* more, u64 count) { add(sum, more, count); } \
-  KERNEL(scale_##name)(T* values, u64 count, double factor) { scale(values, count, factor); }
+  KERNEL(add_##name)(T* sum, const T* more, u64 count) { \
+    BY_PACKS(are_packs<PACK>(sum, more), count, add, sum, more, count); \
+  } \
+  KERNEL(scale_##name)(T* values, u64 count, double factor) { \
+    BY_PACKS(are_packs<PACK>(values), count, scale, values, count, factor); \
+  }
 FLOATS(ADD_AND_SCALE)
 
-template <class A, class B> static __device__ void cast(const A* from, B* to, u64 count) {
-  EACH(i, count) to[i] = Float<B>::put(Float<A>::get(from[i]));
+template <int N, class A, class B> static __device__ void cast(const A* from, B* to, u64 count) {
+  EACH_PACK(at, count) {
+    const Pack<A, N> values = load<N>(from + at);
+    Pack<B, N> converted;
+    for (int i = 0; i < N; i++) converted.at[i] = Float<B>::put(Float<A>::get(values.at[i]));
+    store(to + at, converted);
+  }
 }
 #define CAST(a, A, b, B) \
-  KERNEL(cast_##a##_##b)(const A* from, B* to, u64 count) { cast(from, to, count); }
+  KERNEL(cast_##a##_##b)(const A* from, B* to, u64 count) { \
+    BY_PACKS(are_packs<PACK>(from, to), count, cast, from, to, count); \
+  }
 #define CASTS_FROM(a, A) CAST(a, A, f32, float) CAST(a, A, f64, double) CAST(a, A, bf16, bf16) CAST(a, A, f16, f16)
 FLOATS(CASTS_FROM)
 
 // `more` is converted to the type of the values' arithmetic.
-template <class A, class B>
+template <int N, class A, class B>
 static __device__ void mix(A* values, const B* more, u64 count, typename Float<A>::Real kept,
                            typename Float<A>::Real taken) {
   typedef Float<A> F;
-  EACH(i, count)
-    values[i] = F::put(kept * F::get(values[i]) + taken * (typename F::Real)Float<B>::get(more[i]));
+  EACH_PACK(at, count) {
+    Pack<A, N> mixed = load<N>(values + at);
+    const Pack<B, N> others = load<N>(more + at);
+    for (int i = 0; i < N; i++)
+      mixed.at[i] = F::put(kept * F::get(mixed.at[i]) + taken * (typename F::Real)Float<B>::get(others.at[i]));
+    store(values + at, mixed);
+  }
 }
 #define MIX(a, A, b, B) \
   KERNEL(mix_##a##_##b)(A* values, const B* more, u64 count, double kept, double taken) { \
     typedef Float<A>::Real R; \
-    mix(values, more, count, (R)kept, (R)taken); \
+    BY_PACKS(are_packs<PACK>(values, more), count, mix, values, more, count, (R)kept, (R)taken); \
   }
 #define MIXES_OF(a, A) MIX(a, A, f32, float) MIX(a, A, f64, double) MIX(a, A, bf16, bf16) MIX(a, A, f16, f16)
 FLOATS(MIXES_OF)
@@ -84,10 +112,24 @@ static __device__ void combine_block(double mine, double* result, u32 of) {
   if (threadIdx.x == 0) *result = shares[0];
 }
 
-// Writes a partial result for each block.
+// Writes a partial result for each block. A thread has the same elements at any address.
 template <class T> static __device__ void powers(const T* values, u64 count, u32 of, double p, double* shares) {
   double mine = 0;
-  EACH(i, count) mine = combined(mine, share((double)Float<T>::get(values[i]), of, p), of);
+  const auto include = [&](T value) { mine = combined(mine, share((double)Float<T>::get(value), of, p), of); };
+  const bool packed = of == SQUARES && are_packs<PACK>(values);
+  EACH(pack, count / PACK) {
+    const T* from = values + pack * PACK;
+    if (packed) {
+      const Pack<T, PACK> together = load<PACK>(from);
+      for (int i = 0; i < PACK; i++) {
+        const double value = (double)Float<T>::get(together.at[i]);
+        mine += value * value;
+      }
+    } else {
+      _Pragma("unroll 1") for (int i = 0; i < PACK; i++) include(from[i]);
+    }
+  }
+  EACH(i, count % PACK) include(values[count - count % PACK + i]);
   combine_block(mine, shares + blockIdx.x, of);
 }
 #define POWERS_OF(name, T) \
@@ -105,19 +147,26 @@ KERNEL(total)(const double* shares, u64 count, u32 of, double* result) {
 
 // ---- optimizers ----
 
-template <class T>
+template <int N, class T>
 static __device__ void adam(T* param, const T* grad, T* means, T* squares, u64 count, REAL l2, REAL decay, REAL beta1,
                             REAL rest1, REAL beta2, REAL rest2, REAL step_size, REAL root, REAL eps) {
   typedef Float<T> F;
   typedef typename F::Real R;
-  EACH(i, count) {
-    R g = F::get(grad[i]);
-    if (l2 != 0) g = g + l2 * F::get(param[i]);
-    const R mean = beta1 * F::get(means[i]) + rest1 * g;
-    const R square = beta2 * F::get(squares[i]) + rest2 * g * g;
-    means[i] = F::put(mean);
-    squares[i] = F::put(square);
-    param[i] = F::put(F::get(param[i]) * decay - step_size * mean / (sqrt(square) / root + eps));
+  EACH_PACK(at, count) {
+    Pack<T, N> values = load<N>(param + at), firsts = load<N>(means + at), seconds = load<N>(squares + at);
+    const Pack<T, N> grads = load<N>(grad + at);
+    for (int i = 0; i < N; i++) {
+      R g = F::get(grads.at[i]);
+      if (l2 != 0) g = g + l2 * F::get(values.at[i]);
+      const R mean = beta1 * F::get(firsts.at[i]) + rest1 * g;
+      const R square = beta2 * F::get(seconds.at[i]) + rest2 * g * g;
+      firsts.at[i] = F::put(mean);
+      seconds.at[i] = F::put(square);
+      values.at[i] = F::put(F::get(values.at[i]) * decay - step_size * mean / (sqrt(square) / root + eps));
+    }
+    store(means + at, firsts);
+    store(squares + at, seconds);
+    store(param + at, values);
   }
 }
 #define ADAM(name, T) \
@@ -125,40 +174,52 @@ static __device__ void adam(T* param, const T* grad, T* means, T* squares, u64 c
                       double beta1, double rest1, double beta2, double rest2, double step_size, double root, \
                       double eps) { \
     typedef Float<T>::Real R; \
-    adam(param, grad, means, squares, count, (R)l2, (R)decay, (R)beta1, (R)rest1, (R)beta2, (R)rest2, (R)step_size, \
-         (R)root, (R)eps); \
+    BY_PACKS(are_packs<PACK>(param, grad, means, squares), count, adam, param, grad, means, squares, count, (R)l2, \
+             (R)decay, (R)beta1, (R)rest1, (R)beta2, (R)rest2, (R)step_size, (R)root, (R)eps); \
   }
 FLOATS(ADAM)
 
-template <class T> static __device__ void sgd(T* param, const T* grad, u64 count, REAL l2, REAL lr) {
+template <int N, class T> static __device__ void sgd(T* param, const T* grad, u64 count, REAL l2, REAL lr) {
   typedef Float<T> F;
-  EACH(i, count) {
-    REAL g = F::get(grad[i]);
-    if (l2 != 0) g = g + l2 * F::get(param[i]);
-    param[i] = F::put(F::get(param[i]) - lr * g);
+  EACH_PACK(at, count) {
+    Pack<T, N> values = load<N>(param + at);
+    const Pack<T, N> grads = load<N>(grad + at);
+    for (int i = 0; i < N; i++) {
+      REAL g = F::get(grads.at[i]);
+      if (l2 != 0) g = g + l2 * F::get(values.at[i]);
+      values.at[i] = F::put(F::get(values.at[i]) - lr * g);
+    }
+    store(param + at, values);
   }
 }
-template <class T>
+template <int N, class T>
 static __device__ void momentum(T* param, const T* grad, T* buffers, u64 count, bool is_nesterov, REAL l2, REAL kept,
                                 REAL taken, REAL nesterov, REAL lr) {
   typedef Float<T> F;
-  EACH(i, count) {
-    REAL g = F::get(grad[i]);
-    if (l2 != 0) g = g + l2 * F::get(param[i]);
-    const REAL buffer = kept * F::get(buffers[i]) + taken * g;
-    buffers[i] = F::put(buffer);
-    param[i] = F::put(F::get(param[i]) - lr * (is_nesterov ? g + nesterov * buffer : buffer));
+  EACH_PACK(at, count) {
+    Pack<T, N> values = load<N>(param + at), moments = load<N>(buffers + at);
+    const Pack<T, N> grads = load<N>(grad + at);
+    for (int i = 0; i < N; i++) {
+      REAL g = F::get(grads.at[i]);
+      if (l2 != 0) g = g + l2 * F::get(values.at[i]);
+      const REAL moment = kept * F::get(moments.at[i]) + taken * g;
+      moments.at[i] = F::put(moment);
+      values.at[i] = F::put(F::get(values.at[i]) - lr * (is_nesterov ? g + nesterov * moment : moment));
+    }
+    store(buffers + at, moments);
+    store(param + at, values);
   }
 }
 #define SGD(name, T) \
   KERNEL(sgd_##name)(T* param, const T* grad, u64 count, double l2, double lr) { \
     typedef Float<T>::Real R; \
-    sgd(param, grad, count, (R)l2, (R)lr); \
+    BY_PACKS(are_packs<PACK>(param, grad), count, sgd, param, grad, count, (R)l2, (R)lr); \
   } \
   KERNEL(momentum_##name)(T* param, const T* grad, T* buffers, u64 count, u32 is_nesterov, double l2, double kept, \
                           double taken, double nesterov, double lr) { \
     typedef Float<T>::Real R; \
-    momentum(param, grad, buffers, count, is_nesterov != 0, (R)l2, (R)kept, (R)taken, (R)nesterov, (R)lr); \
+    BY_PACKS(are_packs<PACK>(param, grad, buffers), count, momentum, param, grad, buffers, count, is_nesterov != 0, \
+             (R)l2, (R)kept, (R)taken, (R)nesterov, (R)lr); \
   }
 FLOATS(SGD)
 

@@ -52,6 +52,12 @@ pub(crate) use preloading::preload;
 pub(crate) use product::{Matrix, MatrixLayout, add_product, add_products, write_product};
 pub(crate) use rotary::rotate;
 
+/// Bytes of the longest loads and stores of a thread.
+const WORD: usize = 16;
+
+/// Elements of a thread in a loop over packs: `PACK` in the source.
+const PACK: usize = 8;
+
 /// Elements per block of threads.
 const ELEMENTS_PER_BLOCK: usize = 4096;
 
@@ -161,6 +167,12 @@ impl Kernels for CudaKernels {
             };
             return Ok(from.copy_to(to, &self.stream).map_err(Error::from)?);
         }
+        // Rows of whole and aligned words are copied by words.
+        let addresses = [from.address() as usize, to.address() as usize];
+        let bytes = [len, from_stride, to_stride].map(|elements| elements * size);
+        let by_words = addresses.into_iter().chain(bytes).all(|at| at.is_multiple_of(WORD));
+        let unit = if by_words { WORD } else { size };
+        let [len, from_stride, to_stride] = bytes.map(|bytes| bytes / unit);
         // Short rows share a block.
         let width = (len as u64).next_power_of_two().min(u64::from(THREADS)) as u32;
         let together = THREADS / width;
@@ -169,7 +181,7 @@ impl Kernels for CudaKernels {
         let config = LaunchConfig { grid_dim: (across, down, 1), block_dim: (width, together, 1), shared_mem_bytes: 0 };
         let args = [from.into(), to.into(), count.into(), len.into(), from_stride.into(), to_stride.into()];
         // SAFETY: the kernel's arguments; `check` ensured that all rows fit into both slices.
-        unsafe { self.launch(&format!("copy_rows_{size}"), config, &args) }
+        unsafe { self.launch(&format!("copy_rows_{unit}"), config, &args) }
     }
 
     fn add(&self, sum: SliceMut<'_>, more: Slice<'_>) -> Result<()> {
@@ -178,7 +190,7 @@ impl Kernels for CudaKernels {
         same_length(len, more.len())?;
         let (sum, more) = (self.view_mut(sum)?, self.view(more)?);
         // SAFETY: the kernel's arguments, of one dtype and length.
-        unsafe { self.run_elementwise(&kernel, len, &[sum.into(), more.into(), len.into()]) }
+        unsafe { self.run_packs(&kernel, len, &[sum.into(), more.into(), len.into()]) }
     }
 
     fn sum(&self, x: Slice<'_>, y: Slice<'_>) -> Result<Buffer> {
@@ -189,7 +201,7 @@ impl Kernels for CudaKernels {
         let (len, kernel) = (values.len(), format!("scale_{}", float_suffix(values.dtype())?));
         let values = self.view_mut(values)?;
         // SAFETY: the kernel's arguments.
-        unsafe { self.run_elementwise(&kernel, len, &[values.into(), len.into(), factor.into()]) }
+        unsafe { self.run_packs(&kernel, len, &[values.into(), len.into(), factor.into()]) }
     }
 
     fn cast(&self, from: Slice<'_>, to: SliceMut<'_>) -> Result<()> {
@@ -218,7 +230,7 @@ impl Kernels for CudaKernels {
         let (values, more) = (self.view_mut(values)?, self.view(more)?);
         let args = [values.into(), more.into(), len.into(), kept.into(), taken.into()];
         // SAFETY: the kernel's arguments, of the dtypes in its name and of one length.
-        unsafe { self.run_elementwise(&kernel, len, &args) }
+        unsafe { self.run_packs(&kernel, len, &args) }
     }
 
     fn adam(
@@ -241,7 +253,7 @@ impl Kernels for CudaKernels {
         let mut args = vec![param.into(), grad.into(), means.into(), squares.into(), len.into()];
         args.extend(numbers(update).map(Arg::from));
         // SAFETY: the kernel's arguments, of one dtype and length.
-        unsafe { self.run_elementwise(&kernel, len, &args) }
+        unsafe { self.run_packs(&kernel, len, &args) }
     }
 
     fn sgd(
@@ -264,12 +276,12 @@ impl Kernels for CudaKernels {
         let Some(buffer) = buffer else {
             let args = [param.into(), grad.into(), len.into(), l2.into(), lr.into()];
             // SAFETY: the kernel's arguments, of one dtype and length.
-            return unsafe { self.run_elementwise(&format!("sgd_{float}"), len, &args) };
+            return unsafe { self.run_packs(&format!("sgd_{float}"), len, &args) };
         };
         let mut args = vec![param.into(), grad.into(), buffer.into(), len.into(), u32::from(nesterov.is_some()).into()];
         args.extend([l2, kept, taken, nesterov.unwrap_or(0.), lr].map(Arg::from));
         // SAFETY: the kernel's arguments, of one dtype and length.
-        unsafe { self.run_elementwise(&format!("momentum_{float}"), len, &args) }
+        unsafe { self.run_packs(&format!("momentum_{float}"), len, &args) }
     }
 
     fn adam_8bit(
@@ -421,6 +433,15 @@ impl CudaKernels {
         unsafe { self.launch(kernel, elementwise(len), args) }
     }
 
+    /// Runs a kernel with a thread for each pack of elements.
+    ///
+    /// # Safety
+    /// See [`CudaKernels::launch`].
+    unsafe fn run_packs(&self, kernel: &str, len: usize, args: &[Arg]) -> Result<()> {
+        // SAFETY: ensured by the caller.
+        unsafe { self.run_elementwise(kernel, len.div_ceil(PACK), args) }
+    }
+
     /// Casts on a stream.
     pub(super) fn cast_on(
         &self,
@@ -435,7 +456,9 @@ impl CudaKernels {
             return Ok(());
         }
         // SAFETY: the kernel's arguments, of the dtypes in its name and of one length.
-        unsafe { self.launch_on(stream, &kernel, elementwise(len), &[from.into(), to.into(), len.into()]) }
+        unsafe {
+            self.launch_on(stream, &kernel, elementwise(len.div_ceil(PACK)), &[from.into(), to.into(), len.into()])
+        }
     }
 
     fn reduce(&self, float: &str, values: Slice<'_>, Reduction(of, p): Reduction, sum: SliceMut<'_>) -> Result<()> {

@@ -5,7 +5,7 @@
 #include "sums.cuh"
 
 // A loop over a row's packs, divided over its threads. More unrolling takes longer to compile.
-#define EACH_PACK(at, width) \
+#define EACH_PACK_OF_ROW(at, width) \
   _Pragma("unroll 1") for (u64 at = (u64)(threadIdx.x % threads) * N; at < (width); at += (u64)threads * N)
 
 template <class R> struct Statistics { R mean, scale; };
@@ -16,13 +16,13 @@ static __device__ Statistics<REAL> statistics(const T* x, u64 width, REAL eps, b
   typedef Float<T> F;
   REAL mean = 0, squares = 0;
   if (centered) {
-    EACH_PACK(at, width) {
+    EACH_PACK_OF_ROW(at, width) {
       const Pack<T, N> values = load<N>(x + at);
       for (int i = 0; i < N; i++) mean += F::get(values.at[i]);
     }
     mean = sum_of_threads<threads>(mean) / (REAL)width;
   }
-  EACH_PACK(at, width) {
+  EACH_PACK_OF_ROW(at, width) {
     const Pack<T, N> values = load<N>(x + at);
     for (int i = 0; i < N; i++) squares += (F::get(values.at[i]) - mean) * (F::get(values.at[i]) - mean);
   }
@@ -36,7 +36,7 @@ static __device__ void normalize(const T* x, const T* weight, const T* bias, T* 
   typedef Float<T> F;
   EACH_ROW(row, rows, threads) {
     const Statistics<REAL> of = statistics<threads, N>(x + row * width, width, eps, centered);
-    EACH_PACK(at, width) {
+    EACH_PACK_OF_ROW(at, width) {
       Pack<T, N> values = load<N>(x + row * width + at);
       const Pack<T, N> weights = load<N>(weight + at);
       for (int i = 0; i < N; i++) {
@@ -57,7 +57,7 @@ static __device__ void normalize_back(const T* x, const T* dy, const T* weight, 
     const T *x_row = x + row * width, *dy_row = dy + row * width;
     const Statistics<REAL> of = statistics<threads, N>(x_row, width, eps, centered);
     REAL sum_g = 0, sum_gh = 0;
-    EACH_PACK(at, width) {
+    EACH_PACK_OF_ROW(at, width) {
       const Pack<T, N> values = load<N>(x_row + at), grads = load<N>(dy_row + at), weights = load<N>(weight + at);
       for (int i = 0; i < N; i++) {
         const REAL g = F::get(grads.at[i]) * F::get(weights.at[i]);
@@ -67,7 +67,7 @@ static __device__ void normalize_back(const T* x, const T* dy, const T* weight, 
     }
     const REAL mean_g = centered ? sum_of_threads<threads>(sum_g) / (REAL)width : 0;
     const REAL mean_gh = sum_of_threads<threads>(sum_gh) * of.scale / (REAL)width;
-    EACH_PACK(at, width) {
+    EACH_PACK_OF_ROW(at, width) {
       Pack<T, N> values = load<N>(x_row + at);
       const Pack<T, N> grads = load<N>(dy_row + at), weights = load<N>(weight + at);
       for (int i = 0; i < N; i++) {

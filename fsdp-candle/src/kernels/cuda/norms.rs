@@ -137,12 +137,15 @@ impl NormGrads {
 }
 
 impl WeightSums {
-    /// Adds the weight's gradient, or the bias's, to a buffer, or overwrites it unless `accumulate`.
+    /// Adds the weight's gradient, or the bias's, to a buffer, or overwrites it unless `accumulate`. The buffer has the
+    /// dtype of the rows, or of the sums.
     pub(crate) fn add_to(&self, grad: &mut Buffer, accumulate: bool, of_bias: bool) -> Result<()> {
         let cuda: &CudaKernels = of_buffer(&self.parts)?;
-        same_dtype(self.dtype, grad.dtype())?;
+        if grad.dtype() != self.parts.dtype() {
+            same_dtype(self.dtype, grad.dtype())?;
+        }
         same_length(self.norm.width, grad.len())?;
-        let kernel = format!("weight_totals_{}", float_suffix(self.dtype)?);
+        let kernel = format!("weight_totals_{}", float_suffix(grad.dtype())?);
         let to = cuda.view_mut(SliceMut::from(grad))?;
         let flags = [of_bias, accumulate].map(|flag| Arg::Word(flag.into()));
         let args = [cuda.view((&self.parts).into())?.into(), to.into(), self.stretches.into(), self.norm.width.into()];

@@ -3,7 +3,8 @@
 //
 // The kernels compute the same as `kernels/cpu`, operation by operation. The option `--fmad=false` forbids fused
 // multiply-add, so the bits are the CPU's, except for sums with another order and for f64 rounded to half precision,
-// which the CPU rounds to f32 first. The order of a sum depends only on sizes.
+// which the CPU rounds to f32 first. The order of a sum depends only on sizes. Kernels for tensor cores, whose sums have
+// another order, are compiled with fused multiply-add.
 // A pointer to `const` is only read: the device double detects races by it.
 
 typedef unsigned char u8;

@@ -70,6 +70,13 @@ inline __device__ void start_copy(u16* to, const u16* from, bool is_there) {
                : "r"(shared_address(to)), "l"(from), "r"(is_there ? 16 : 0)
                : "memory");
 }
+// Starts to copy a number to shared memory, or 0. `from` is an address that can be read.
+inline __device__ void start_number(float* to, const float* from, bool is_there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+               :
+               : "r"(shared_address(to)), "l"(from), "r"(is_there ? 4 : 0)
+               : "memory");
+}
 // Ends a group of copies.
 inline __device__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most `groups` of this thread's groups have not arrived.
@@ -83,6 +90,7 @@ template <class T> inline __device__ void add_product(T, float (&)[4], const u32
 template <class T> inline __device__ u32 rounded(T, float, float) { return 0; }
 inline __device__ float power_of_two(float) { return 0; }
 inline __device__ void start_copy(u16*, const u16*, bool) {}
+inline __device__ void start_number(float*, const float*, bool) {}
 inline __device__ void end_group() {}
 template <int groups> inline __device__ void wait_for_copies() {}
 #endif

@@ -5,6 +5,7 @@
 #include <cstdarg>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #include "fibers.h"
 
 struct uint3 { unsigned x, y, z; };
@@ -47,7 +48,8 @@ static Fiber *running, *idle[most_threads], *ready[most_threads], *at_barrier[mo
 static unsigned idle_count, ready_from, ready_count, barrier_count;
 static char message[512];               // of the fault; empty is none
 static uint64_t block_number;           // counts blocks of all launches
-alignas(128) static char dynamic_shared[most_shared_bytes];
+const size_t guard_bytes = 1024;        // behind a launch's shared memory, to find writes there
+alignas(128) static char dynamic_shared[most_shared_bytes + guard_bytes];
 static size_t dynamic_bytes, static_bytes;
 static unsigned votes_now, votes_then;  // of __syncthreads_count and its like
 
@@ -61,7 +63,27 @@ static __attribute__((noinline, cold)) void fault(const char* form, ...) {
   if (running) fiber_leave(*running);  // and never comes back
 }
 
+// Threads that have left a barrier and are held back, by their numbers. With a seed, a barrier lets one warp go on, and
+// the next one only when no thread of it can: a missing barrier shows where warps may be apart.
+static Fiber* held_at[2][most_threads];
+static Fiber **held = held_at[0], **arriving = held_at[1];
+static unsigned held_count, held_warp;
+static bool holds;
+
 static void make_ready(Fiber* fiber) { ready[(ready_from + ready_count++) % most_threads] = fiber; }
+
+// Whether a thread can go on. Lets held threads of the next warp go on if no other can.
+static bool any_ready() {
+  for (; !ready_count && held_count; held_warp = (held_warp + 1) % ((threads + 31) / 32)) {
+    for (unsigned i = 32 * held_warp; i < 32 * held_warp + 32 && i < threads; i++) {
+      if (!held[i]) continue;
+      make_ready(held[i]);
+      held[i] = nullptr;
+      held_count--;
+    }
+  }
+  return ready_count;
+}
 
 static Fiber* next_ready() {
   Fiber* next = ready[ready_from];
@@ -75,7 +97,7 @@ static inline __attribute__((always_inline)) void wait() {
   unsigned me = current;
   uint3 index = threadIdx;
   Fiber* self = running;
-  if (ready_count) {
+  if (any_ready()) {
     running = next_ready();
     fiber_change(*self, *running);
   } else {
@@ -113,10 +135,14 @@ static void work() {
 static void run_block() {
   block_number++;
   static_bytes = 0;
-  started = finished = ready_from = ready_count = barrier_count = votes_now = 0;
+  started = finished = ready_from = ready_count = barrier_count = held_count = votes_now = 0;
+  if (holds) memset(held_at, 0, sizeof held_at);  // a fault may have left some
   memset(dynamic_shared, 0xff, dynamic_bytes);  // NaN: shared memory begins with no value
+  char* const behind = dynamic_shared + dynamic_bytes;
+  const size_t guarded = dynamic_bytes ? guard_bytes : 0;
+  memset(behind, 0x5a, guarded);
   while (finished < threads && !message[0]) {
-    if (ready_count) {
+    if (any_ready()) {
       running = next_ready();
     } else if (started < threads) {
       if (!idle_count) {
@@ -140,14 +166,23 @@ static void run_block() {
     if (running->idle) idle[idle_count++] = running;
   }
   running = nullptr;
+  for (size_t i = 0; i < guarded && !message[0]; i++)
+    if (behind[i] != 0x5a) fault("a write behind the %zu bytes of shared memory by launch", dynamic_bytes);
 }
 
 static inline __attribute__((always_inline)) void barrier() {
   if (barrier_count + 1 < threads) {
+    if (holds) arriving[current] = running;
     at_barrier[barrier_count++] = running;
     return wait();
   }
-  for (unsigned i = 0; i < barrier_count; i++) make_ready(at_barrier[i]);
+  if (holds) {
+    std::swap(held, arriving);
+    held_count = barrier_count;
+    held_warp = current / 32;
+  } else {
+    for (unsigned i = 0; i < barrier_count; i++) make_ready(at_barrier[i]);
+  }
   barrier_count = 0;
 }
 
@@ -182,6 +217,7 @@ static const char* launch(const Kernel& which, const Launch& how) {
   uint64_t blocks = (uint64_t)gridDim.x * gridDim.y * gridDim.z, step = 1, block = 0, state = how.seed;
   turn = 0;
   backwards = false;
+  holds = how.seed;
   if (how.seed) {
     step = random(state) % blocks + 1;
     while (common_divisor(step, blocks) != 1) step = step % blocks + 1;

@@ -69,12 +69,50 @@ template <class T> static u32 rounded(T, float first, float second) {
 
 static float power_of_two(float x) { return exp2f(x); }
 
-// Copies arrive at once. What a device would read too early, the order of threads shows only in part.
-static void start_copy(u16* to, const u16* from, bool is_there) {
-  engine::check_aligned(to, "a copy to shared memory");
-  engine::check_aligned(from, "a copy from memory");
-  if (is_there) memcpy(to, from, 16);
-  else memset(to, 0, 16);
+// Copies to shared memory that a thread has started. A device writes the destination at some time before the thread has
+// waited. Here it holds NaN until then, so that a read too early shows, and so does a copy over what others still read.
+namespace engine {
+
+struct Copy { void* to; const void* from; unsigned bytes; bool is_there; };
+struct Copies {
+  static const unsigned most = 128;
+  uint64_t block;
+  Copy all[most];
+  unsigned first, end;              // those that have not arrived
+  unsigned ends[most], groups;      // where each group ends
+};
+static Copies copies[most_threads];
+
+static Copies& own_copies() {
+  Copies& own = copies[current];
+  if (own.block != block_number) own.block = block_number, own.first = own.end = own.groups = 0;
+  return own;
 }
-static void end_group() {}
-template <int groups> static void wait_for_copies() {}
+
+static void start(void* to, const void* from, unsigned bytes, bool is_there) {
+  if ((uintptr_t)to % bytes || (uintptr_t)from % bytes)
+    fault("a copy from %p to %p in shared memory, which are no multiples of %u bytes", from, to, bytes);
+  Copies& own = own_copies();
+  if (own.end - own.first == Copies::most) fault("a thread has started %u copies without waiting", Copies::most);
+  own.all[own.end++ % Copies::most] = {to, from, bytes, is_there};
+  memset(to, 0xff, bytes);
+}
+
+}  // namespace engine
+
+static void start_copy(u16* to, const u16* from, bool is_there) { engine::start(to, from, 16, is_there); }
+static void start_number(float* to, const float* from, bool is_there) { engine::start(to, from, 4, is_there); }
+static void end_group() {
+  engine::Copies& own = engine::own_copies();
+  own.ends[own.groups++ % engine::Copies::most] = own.end;
+}
+template <int groups> static void wait_for_copies() {
+  engine::Copies& own = engine::own_copies();
+  const unsigned arriving = own.groups > groups ? own.groups - groups : 0;
+  const unsigned end = arriving ? own.ends[(arriving - 1) % engine::Copies::most] : own.first;
+  for (; own.first < end; own.first++) {
+    const engine::Copy& copy = own.all[own.first % engine::Copies::most];
+    if (copy.is_there) memcpy(copy.to, copy.from, copy.bytes);
+    else memset(copy.to, 0, copy.bytes);
+  }
+}

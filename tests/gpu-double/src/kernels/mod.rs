@@ -41,6 +41,8 @@ const NOT_FOUND: c_int = 500;
 struct Handles {
     modules: BTreeMap<usize, Image>,
     kernels: BTreeMap<usize, &'static Kernel>,
+    /// Dynamic shared memory that a kernel may have, if it was asked for.
+    shared: BTreeMap<usize, u32>,
     modules_made: usize,
 }
 
@@ -159,6 +161,22 @@ unsafe extern "C" fn cuModuleGetFunction(out: *mut *mut c_void, module: *mut c_v
 }
 
 #[unsafe(no_mangle)]
+extern "C" fn cuFuncSetAttribute(function: *mut c_void, attribute: c_int, value: c_int) -> c_int {
+    let handle = function as usize;
+    if !with(|handles| handles.kernels.contains_key(&handle)) {
+        return INVALID_HANDLE;
+    }
+    match (attribute, u32::try_from(value)) {
+        (MAX_DYNAMIC_SHARED, Ok(bytes)) if bytes <= MOST_SHARED_BYTES => {
+            with(|handles| handles.shared.insert(handle, bytes));
+            SUCCESS
+        }
+        (MAX_DYNAMIC_SHARED, _) => refuse(INVALID_VALUE, &format!("{value} bytes of dynamic shared memory")),
+        _ => refuse(NOT_SUPPORTED, &format!("attribute {attribute} of a kernel")),
+    }
+}
+
+#[unsafe(no_mangle)]
 #[allow(clippy::too_many_arguments, reason = "CUDA's")]
 unsafe extern "C" fn cuLaunchKernel(
     function: *mut c_void,
@@ -199,7 +217,9 @@ struct Shape {
 ///
 /// `parameters` points to one pointer for each of the kernel's parameters, and these to values of their types.
 unsafe fn operation(kernel: &'static Kernel, shape: Shape, parameters: *mut *mut c_void) -> Result<Operation, String> {
-    if let Some(why) = refusal(shape.grid, shape.block, shape.shared_bytes) {
+    let address = std::ptr::from_ref(kernel) as usize;
+    let most_shared = with(|handles| handles.shared.get(&address).copied()).unwrap_or(SHARED_BYTES);
+    if let Some(why) = refusal(shape.grid, shape.block, shape.shared_bytes, most_shared) {
         return Err(format!("a launch of kernel {} asks for {why}", kernel.name));
     }
     if parameters.is_null() && !kernel.sizes.is_empty() {
@@ -248,11 +268,15 @@ const THREADS: u32 = 1024;
 const BLOCK: [u32; 3] = [1024, 1024, 64];
 /// Blocks of a grid along each axis.
 const GRID: [u32; 3] = [i32::MAX as u32, 65_535, 65_535];
-/// Shared memory of a block in bytes, unless its kernel asks for more by a function that the double lacks.
+/// Dynamic shared memory of a block in bytes, unless the kernel was given more by `cuFuncSetAttribute`.
 const SHARED_BYTES: u32 = 48 << 10;
+/// Most shared memory of a block in bytes.
+const MOST_SHARED_BYTES: u32 = 227 << 10;
+/// `CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES`.
+const MAX_DYNAMIC_SHARED: c_int = 8;
 
 /// Returns the reason to refuse a launch, if any.
-fn refusal(grid: [u32; 3], block: [u32; 3], shared: u32) -> Option<String> {
+fn refusal(grid: [u32; 3], block: [u32; 3], shared: u32, most_shared: u32) -> Option<String> {
     let outside = |of: [u32; 3], most: [u32; 3]| of.iter().zip(most).any(|(one, most)| *one == 0 || *one > most);
     if outside(grid, GRID) {
         return Some(format!("a grid of {grid:?} blocks: each axis has at least one and at most {GRID:?}"));
@@ -262,6 +286,6 @@ fn refusal(grid: [u32; 3], block: [u32; 3], shared: u32) -> Option<String> {
             "a block of {block:?} threads: it has at least one, and at most {BLOCK:?}, {THREADS} in all"
         ));
     }
-    let is_more = shared > SHARED_BYTES;
-    is_more.then(|| format!("{shared} bytes of dynamic shared memory: {SHARED_BYTES} are allowed"))
+    let is_more = shared > most_shared;
+    is_more.then(|| format!("{shared} bytes of dynamic shared memory: {most_shared} are allowed"))
 }

@@ -290,6 +290,55 @@ fn shared_memory_starts_undefined() {
 }
 
 #[test]
+fn copies_to_shared_memory_arrive_when_they_are_waited_for() {
+    let kernels = compile(
+        r#"
+        typedef unsigned u32;
+        typedef unsigned short u16;
+        struct bf16 { u16 bits; };
+        template <class T> struct Float;
+        #include "warp_products.h"
+        extern "C" __global__ void copies(const float* from, float* to, int waits, int groups) {
+            __shared__ float values[2][32];
+            for (int group = 0; group < groups; group++) {
+                start_number(&values[group][threadIdx.x], from + 32 * group + threadIdx.x, threadIdx.x < 30);
+                end_group();
+            }
+            if (waits) wait_for_copies<1>();
+            __syncthreads();
+            to[threadIdx.x] = values[0][31 - threadIdx.x];
+            to[32 + threadIdx.x] = values[1][31 - threadIdx.x];
+        }"#,
+    );
+    let from: Vec<f32> = (0..64).map(|value| value as f32).collect();
+    let copied = |waits: i32, groups: i32| {
+        let mut to = [0f32; 64];
+        let (at, source) = (to.as_mut_ptr(), from.as_ptr());
+        run(kernels["copies"], 1, 32, 0, 1, &[of(&source), of(&at), of(&waits), of(&groups)]).unwrap();
+        to
+    };
+    let both = copied(1, 2);
+    let place = |at: usize| 31 - at;
+    assert!((0..32).all(|at| both[at] == if place(at) < 30 { place(at) as f32 } else { 0. }), "{both:?}");
+    // Of the second group nobody has waited.
+    assert!(both[32..].iter().all(|value| value.is_nan()), "{both:?}");
+    assert!(copied(0, 1)[..32].iter().all(|value| value.is_nan()));
+}
+
+#[test]
+fn writes_behind_shared_memory_are_faults() {
+    let kernels = compile(
+        r#"extern "C" __global__ void behind(int last) {
+            extern __shared__ int given[];
+            given[last] = 1;
+        }"#,
+    );
+    let run = |last: i32| run(kernels["behind"], 2, 1, 64, 0, &[of(&last)]);
+    run(15).unwrap();
+    assert!(run(16).unwrap_err().contains("a write behind the 64 bytes of shared memory"));
+}
+
+#[test]
 fn some_seed_reveals_a_missing_barrier() {
     let kernels = compile(
         r#"extern "C" __global__ void turned(int* to) {
@@ -305,6 +354,30 @@ fn some_seed_reveals_a_missing_barrier() {
         (0..64).all(|place| to[place as usize] == 63 - place)
     };
     assert!(SEEDS.into_iter().all(|seed| !right(seed)));
+}
+
+/// After the first barrier, warps are as far apart as the second one allows.
+#[test]
+fn seeds_reveal_a_missing_barrier_between_two_others() {
+    let kernels = compile(
+        r#"extern "C" __global__ void reused(int* to, int barrier) {
+            __shared__ int values[64];
+            values[threadIdx.x] = threadIdx.x;
+            __syncthreads();
+            to[threadIdx.x] = values[63 - threadIdx.x] + __shfl_sync(0xffffffff, 0, 0);
+            if (barrier) __syncthreads();
+            values[threadIdx.x] = -1;
+            __syncthreads();
+        }"#,
+    );
+    let right = |seed, barrier: i32| {
+        let mut to = [0i32; 64];
+        let at = to.as_mut_ptr();
+        run(kernels["reused"], 1, 64, 0, seed, &[of(&at), of(&barrier)]).unwrap();
+        (0..64).all(|place| to[place as usize] == 63 - place)
+    };
+    assert!(SEEDS.into_iter().all(|seed| right(seed, 1)));
+    assert!((1..5).all(|seed| !right(seed, 0)));
 }
 
 #[test]
@@ -386,12 +459,12 @@ fn launches_list_the_memory_they_use() {
 
 #[test]
 fn rejects_launches_beyond_the_limits() {
-    assert_eq!(refusal([1, 1, 1], [1024, 1, 1], 48 << 10), None);
-    assert!(refusal([0, 1, 1], [32, 1, 1], 0).is_some());
-    assert!(refusal([1, 65_536, 1], [32, 1, 1], 0).is_some());
-    assert!(refusal([1, 1, 1], [32, 33, 1], 0).is_some_and(|why| why.contains("[32, 33, 1]")));
-    assert!(refusal([1, 1, 1], [1, 1, 65], 0).is_some());
-    assert!(refusal([1, 1, 1], [32, 1, 1], (48 << 10) + 1).is_some());
+    assert_eq!(refusal([1, 1, 1], [1024, 1, 1], 48 << 10, SHARED_BYTES), None);
+    assert!(refusal([0, 1, 1], [32, 1, 1], 0, SHARED_BYTES).is_some());
+    assert!(refusal([1, 65_536, 1], [32, 1, 1], 0, SHARED_BYTES).is_some());
+    assert!(refusal([1, 1, 1], [32, 33, 1], 0, SHARED_BYTES).is_some_and(|why| why.contains("[32, 33, 1]")));
+    assert!(refusal([1, 1, 1], [1, 1, 65], 0, SHARED_BYTES).is_some());
+    assert!(refusal([1, 1, 1], [32, 1, 1], (48 << 10) + 1, SHARED_BYTES).is_some());
 }
 
 #[test]

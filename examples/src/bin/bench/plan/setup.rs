@@ -80,10 +80,11 @@ impl Setup<'_> {
         if self.base.is_none() { 1. } else { 0. }
     }
 
-    /// Returns the dtype of whole gradients, if parameters are trained. candle-fsdp's layers on CPUs compute them in f32,
-    /// and keep them so for a reduction in f32.
+    /// Returns the dtype of whole gradients, if parameters are trained. candle-fsdp's layers compute those of bf16
+    /// parameters in f32, and keep them so for a reduction in f32.
     pub(super) fn gradient(&self) -> Option<Precision> {
-        let is_wide = self.framework == Framework::Candle && self.reduce == Precision::F32;
+        let is_wide =
+            self.framework != Framework::Pytorch && (self.compute, self.reduce) == (Precision::Bf16, Precision::F32);
         self.base.is_none().then_some(if is_wide { self.reduce } else { self.compute })
     }
 
