@@ -117,9 +117,14 @@ pub(super) fn launches(setup: &Setup, layer: &Layer) -> f64 {
     let again = if setup.checkpoint == Checkpoint::None { 0. } else { forward + 6.1 * (tensors + 1.) };
     // Without tensor cores, the gradients of keys and values are added up in f32, and rounded.
     let rounded = if is_flash(layer, setup.compute) { 0. } else { 4. };
-    let casts = if setup.compute == Precision::F32 { 0. } else { 3. * tensors + rounded };
+    let casts = if setup.compute == Precision::F32 { 0. } else { (2. + of_gradients(setup)) * tensors + rounded };
     // The norm of the gradients has two kernels for each parameter, clipping one, and the optimizer one.
     forward + backward + again + casts + 4. * tensors + 3.
+}
+
+/// Returns the launches that cast a gradient for its reduction.
+fn of_gradients(setup: &Setup) -> f64 {
+    if setup.gradient() == Some(setup.reduce) { 0. } else { 1. }
 }
 
 /// Returns the launches of attention in forward and backward: one and two kernels with tensor cores. Otherwise two and
@@ -138,6 +143,6 @@ fn attention_launches(setup: &Setup, layer: &Layer) -> [f64; 2] {
 pub(super) fn root_launches(setup: &Setup) -> f64 {
     let root = &setup.model.root;
     let stretches = (setup.tokens() * root.vocabulary / LOGITS).ceil();
-    let casts = if setup.compute == Precision::F32 { 0. } else { 12. * root.tensors };
+    let casts = if setup.compute == Precision::F32 { 0. } else { (11. + of_gradients(setup)) * root.tensors };
     10. + 17. * root.tensors + 7. * stretches + casts
 }
