@@ -108,9 +108,9 @@ pub use error::{Error, GradientMismatch, NonFinite, NonFiniteTensor, Result, Uni
 pub use extension::{AllGatherExtension, Float8};
 pub use fsdp::{
     AllGather, AllReduceHook, BufferMemory, ExtensionFn, FsdpModule, FsdpParam, FullyShard, GradientReductionHandle,
-    GraphCut, GraphCutKind, MixedPrecisionPolicy, NamePredicate, OffloadPolicy, ParamDtypeFn, PostAccumulateGradHook,
-    Recurse, ReduceScatter, ReshardAfterForward, ShardPlacement, ShardPlacementFn, ShardedVarMap, StoreFn, Unit,
-    UnshardHandle, UnshardedUnits, WeightFormat, fully_shard, parallelize, shard,
+    GraphCut, GraphCutKind, MemorySummary, MixedPrecisionPolicy, NamePredicate, OffloadPolicy, ParamDtypeFn,
+    PostAccumulateGradHook, Recurse, ReduceScatter, ReshardAfterForward, ShardPlacement, ShardPlacementFn,
+    ShardedVarMap, StoreFn, Unit, UnshardHandle, UnshardedUnits, WeightFormat, fully_shard, parallelize, shard,
 };
 pub use fsdp_candle_derive::Tensors;
 pub use fsdp_core::{BlockFormat, DTensorSpec, DeviceMesh, Placement, ProcessGroup, ReduceOp};

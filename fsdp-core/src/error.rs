@@ -101,8 +101,8 @@ pub enum Error {
     },
     /// An allocation failed.
     #[error(
-        "no memory for {what}: {:.1} GiB ({bytes} bytes) requested. Make it smaller, use more ranks, or raise the \
-         process's limit (ulimit -v)",
+        "no memory for {what}: {:.1} GiB ({bytes} bytes) requested. Make it smaller or use more ranks. If the memory is the \
+         host's, a limit of the process may be too low (ulimit -v)",
         *bytes as f64 / (1u64 << 30) as f64
     )]
     Memory {

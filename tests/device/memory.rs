@@ -3,7 +3,7 @@
 use std::process::Command;
 use std::time::Duration;
 
-use fsdp_test_support::{program, run};
+use fsdp_test_support::{golden, program, run};
 use serde_json::Value;
 
 /// Returns rank 0's bytes by mode: of the model, of a unit, between steps, and the peak beyond.
@@ -40,4 +40,26 @@ fn memory_is_within_two_percent_of_the_formula() {
             }
         }
     }
+}
+
+#[test]
+fn errors_for_too_little_memory_say_what_it_holds() {
+    let mut command = Command::new(program("fsdp-launch"));
+    command.args(["--nproc-per-node", "1"]).arg(program("bench")).args(["step", "--device", "cuda", "--steps", "1"]);
+    command.arg("--model").arg(golden("llama_tiny")).args(["--seq", "64", "--batch", "128"]);
+    command.env("GPU_DOUBLE_MEMORY", (12 << 20).to_string());
+    let run = run(command, Duration::from_secs(120));
+    assert_ne!(run.code, Some(0));
+    for words in [
+        "out of memory: on rank 0, CUDA device 0 has ",
+        " free of 12.0 MiB: shards of parameters take 0.",
+        "gathered parameters 0.",
+        " (`",
+        "is activations, sharded gradients, optimizer state",
+        "Use a smaller batch or shorter sequences",
+    ] {
+        assert!(run.stderr.contains(words), "{words}: {}", run.stderr);
+    }
+    // In the rank's error and in the launcher's report of it.
+    assert_eq!(run.stderr.matches("out of memory: on rank 0").count(), 2, "{}", run.stderr);
 }

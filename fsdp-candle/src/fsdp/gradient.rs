@@ -202,6 +202,13 @@ impl Gradient {
         std::mem::take(&mut self.state.lock().used)
     }
 
+    /// Returns the bytes of all stages.
+    pub(super) fn bytes(&self) -> usize {
+        let state = self.state.lock();
+        let buffers = [&state.current.accumulated, &state.unreduced, &state.partly_reduced, &state.reduced];
+        buffers.into_iter().flatten().map(|buffer| buffer.len() * buffer.dtype().size()).sum()
+    }
+
     /// Drops the gradients of all stages.
     pub(super) fn clear(&self) {
         let State { current, unreduced, partly_reduced, reduced, used: _ } = std::mem::take(&mut *self.state.lock());

@@ -84,6 +84,14 @@ impl Shard {
         }
     }
 
+    /// Returns the bytes on the device that layers compute on.
+    pub(super) fn device_bytes(&self) -> usize {
+        match &self.home {
+            ShardHome::Device => self.var.elem_count() * self.var.dtype().size_in_bytes(),
+            ShardHome::Host(_) | ShardHome::Disk(_) => 0,
+        }
+    }
+
     /// Returns the values in the file, if the shard is on disk.
     pub(crate) fn on_disk(&self) -> Option<&FileTensor> {
         match &self.home {

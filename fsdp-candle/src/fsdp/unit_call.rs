@@ -6,6 +6,7 @@ use candle_core::{DType, Result, Tensor};
 
 use super::diagnostics::is_freed_storage_error;
 use super::hooks;
+use super::memory_summary::explain_memory;
 use super::order::GraphExists;
 use super::param_group::FsdpParamGroup;
 use super::schedule::Schedule;
@@ -77,10 +78,10 @@ impl UnitCall<'_> {
         }
     }
 
-    /// Explains Candle's message about F4.
+    /// Explains Candle's message about F4, and that memory is full.
     fn explain(&self, error: candle_core::Error) -> candle_core::Error {
         if !is_freed_storage_error(&error) {
-            return error;
+            return explain_memory(error, || self.schedule.memory_summary());
         }
         let units = self.schedule.units();
         let sharded = units.iter().filter(|group| !group.is_unsharded());

@@ -14,6 +14,7 @@ use parking_lot::Mutex;
 
 use super::built::{Asked, Built, EnclosingUnit, OpenParams};
 use super::encoding::Encoding;
+use super::memory_summary::MemorySummary;
 use super::param::FsdpParam;
 use super::param_nodes::param_nodes;
 use super::param_spec::ParamSpec;
@@ -383,6 +384,14 @@ impl ShardedVarMap {
     pub fn buffer_memory(&self) -> BufferMemory {
         let [now, most] = self.0.schedule.pool.taken_bytes();
         BufferMemory { now, most }
+    }
+
+    /// Returns what the memory of the device that this rank computes on holds, by purpose.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub fn memory_summary(&self) -> Result<MemorySummary> {
+        Ok(self.0.schedule.memory_summary()?)
     }
 
     /// Frees the buffers that are kept for the next step, which then allocates them again.

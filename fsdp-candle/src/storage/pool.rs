@@ -71,6 +71,16 @@ impl Pool {
         [buffers.taken_bytes, buffers.peak_bytes]
     }
 
+    /// Returns the bytes of free buffers.
+    pub(crate) fn kept_bytes(&self) -> usize {
+        self.buffers.lock().free_bytes
+    }
+
+    /// Returns the kernels of its memory's device.
+    pub(crate) fn kernels(&self) -> &'static dyn Kernels {
+        self.kernels
+    }
+
     /// Frees all free buffers.
     pub(crate) fn clear(&self) {
         let mut buffers = self.buffers.lock();

@@ -243,6 +243,11 @@ pub(crate) struct Diagnostics {
 }
 
 impl Diagnostics {
+    /// Returns the rank.
+    pub(crate) fn rank(&self) -> usize {
+        self.rank
+    }
+
     pub(crate) fn of_rank(rank: usize) -> Self {
         Diagnostics {
             graph: GraphWatch::default(),

@@ -14,6 +14,7 @@ use crate::autograd::{BACKWARD_STACK_BYTES, number, on_a_stack_of, with_grad};
 use crate::error::Error;
 use crate::fsdp::backward_nodes::BackwardNodes;
 use crate::fsdp::frozen_call::plan_frozen_calls;
+use crate::fsdp::memory_summary::explain_memory;
 use crate::fsdp::order::{Order, ParamCounts};
 use crate::fsdp::param::FsdpParam;
 use crate::fsdp::param_group::FsdpParamGroup;
@@ -71,7 +72,8 @@ impl Schedule {
         let before = RUNNING.replace(Some(unit.id().name.clone()));
         let _running = scopeguard::guard((), move |()| RUNNING.set(before));
         let grads = with_grad(|| self.run_backward(loss, &units, retains_graph));
-        let grads = grads.map_err(|error| explain_backward(error, unit.id()))?;
+        let grads =
+            grads.map_err(|error| explain_memory(explain_backward(error, unit.id()), || self.memory_summary()))?;
         guard.ok = true;
         Ok(grads)
     }

@@ -30,6 +30,7 @@ use super::callers::Callers;
 use super::diagnostics::Diagnostics;
 use super::frozen_call::FrozenCall;
 use super::gradient::Gradient;
+use super::memory_summary::MemorySummary;
 use super::offload::Downloads;
 use super::order::{Action, Order, UnitInfo};
 use super::param::FsdpParam;
@@ -57,6 +58,8 @@ pub(super) use self::backward::TAKES_NOTHING;
 /// The shared state of one model's units: PyTorch's `FSDPStateContext`.
 pub(crate) struct Schedule {
     pub(super) pool: Arc<Pool>,
+    /// Device that layers compute on.
+    device: Device,
     /// Copies of offloaded parameters' gradients to the host.
     pub(super) downloads: Arc<Downloads>,
     pub(crate) diagnostics: Diagnostics,
@@ -85,6 +88,7 @@ impl Schedule {
         Schedule {
             downloads: Arc::new(Downloads::new(pool.clone())),
             pool,
+            device: device.clone(),
             map,
             diagnostics: Diagnostics::of_rank(rank),
             units: Mutex::default(),
@@ -128,6 +132,11 @@ impl Schedule {
     /// Returns the index of the next unit.
     pub(super) fn next_index(&self) -> usize {
         self.units.lock().len()
+    }
+
+    /// Returns what the device's memory holds.
+    pub(super) fn memory_summary(&self) -> Result<MemorySummary> {
+        MemorySummary::of(self.diagnostics.rank(), &self.units(), &self.pool, kernels::device_id(&self.device)?)
     }
 
     /// Returns the units in the order in which their forwards began, in the last root forward.

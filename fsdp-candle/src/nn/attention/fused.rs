@@ -63,7 +63,7 @@ impl Checked<'_> {
         let part = |at: usize| -> Result<Tensor> {
             match operands {
                 [packed] => packed.narrow(2, widths[..at].iter().sum(), widths[at])?.contiguous(),
-                separate => separate[at].contiguous()?.reshape((self.batch, (), widths[at])),
+                separate => separate[at].contiguous()?.reshape((self.batch, separate[at].dim(1)?, widths[at])),
             }
         };
         Ok([part(0)?, part(1)?, part(2)?])

@@ -114,14 +114,12 @@ impl<E: Engine> Engine for WholeKeys<E> {
 
 /// Returns q, k or v `[batch, T, heads * D]` of some heads, outside of the graph. q is operand 0.
 fn of_heads(operands: &[&Tensor], dims: &AttentionDims, which: usize, heads: &Range<usize>) -> Result<Tensor> {
+    let counts = [dims.n_heads, dims.n_kv_heads, dims.n_kv_heads];
     match operands {
-        [packed] => {
-            let first = [0, dims.n_heads, dims.n_heads + dims.n_kv_heads][which];
-            columns(packed, first, heads, dims.dim)
-        }
+        [packed] => columns(packed, counts[..which].iter().sum(), heads, dims.dim),
         separate => {
-            let (batch, steps) = (separate[which].dim(0)?, separate[which].dim(1)?);
-            columns(&separate[which].reshape((batch, steps, ()))?, 0, heads, dims.dim)
+            let steps = separate[which].dim(1)?;
+            columns(&separate[which].reshape((dims.batch, steps, counts[which] * dims.dim))?, 0, heads, dims.dim)
         }
     }
 }
