@@ -8,7 +8,7 @@ use super::param_group::FsdpParamGroup;
 use crate::storage::Pool;
 
 /// What the memory of the device that a rank computes on holds, in bytes: PyTorch's `torch.cuda.memory_summary`. An
-/// error of a forward or a backward for which the memory was too small has it as text.
+/// error of a forward or a backward for which the memory of a device was too small has it as text.
 ///
 /// ```
 /// # use fsdp_candle::doc_example::*;
@@ -128,14 +128,14 @@ impl fmt::Display for MemorySummary {
 /// The beginning of the text in an error.
 const BEGINNING: &str = "out of memory: ";
 
-/// Adds what the memory holds to the error of an allocation, unless it is there already.
+/// Adds what the memory holds to the error of an allocation on a device, unless it is there already.
 pub(super) fn explain_memory(
     error: candle_core::Error,
     summary: impl FnOnce() -> candle_core::Result<MemorySummary>,
 ) -> candle_core::Error {
     let text = error.to_string();
-    let is_full = text.contains("CUDA_ERROR_OUT_OF_MEMORY") || text.contains("no memory for");
-    if !is_full || text.contains(BEGINNING) {
+    let is_of_device = text.contains("no memory for") && text.contains(" on CUDA device");
+    if !(is_of_device || text.contains("CUDA_ERROR_OUT_OF_MEMORY")) || text.contains(BEGINNING) {
         return error;
     }
     match summary() {
