@@ -190,7 +190,7 @@ pub(super) fn start_scatter(tensors: Vec<Input<'_>>, dim: usize, group: &Process
     Ok(Pending::new(work, tensors))
 }
 
-/// Returns the elements with those for each of `size` ranks, which have parts along `dim`, one after another.
+/// Returns the elements in the order of their destinations: the parts along `dim` for rank 0, for rank 1, and so on.
 fn by_destination(x: Input<'_>, dim: usize, size: usize) -> Result<Buffer> {
     let shape = x.tensor().dims();
     let (outer, inner) = (shape[..dim].iter().product::<usize>(), shape[dim..].iter().product::<usize>() / size);

@@ -1,4 +1,4 @@
-//! What a rank's memory holds, by purpose.
+//! The bytes of a rank's memory, by purpose.
 
 use std::fmt;
 
@@ -7,8 +7,8 @@ use fsdp_core::DeviceId;
 use super::param_group::FsdpParamGroup;
 use crate::storage::Pool;
 
-/// What the memory of the device that a rank computes on holds, in bytes: PyTorch's `torch.cuda.memory_summary`. An
-/// error of a forward or a backward for which the memory of a device was too small has it as text.
+/// The bytes of a rank's memory by purpose, on the device that it computes on: PyTorch's `torch.cuda.memory_summary`. If
+/// a forward or a backward fails because the memory of a device is full, the error has this as text.
 ///
 /// ```
 /// # use fsdp_candle::doc_example::*;
@@ -35,7 +35,7 @@ pub struct MemorySummary {
     pub gathered: Vec<(String, usize)>,
     /// Whole gradients, until they are reduced.
     pub gradients: usize,
-    /// What collectives exchange.
+    /// Buffers of collectives.
     pub collectives: usize,
     /// Buffers that are kept for the next units.
     pub kept: usize,

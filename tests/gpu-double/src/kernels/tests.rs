@@ -320,7 +320,7 @@ fn copies_to_shared_memory_arrive_when_they_are_waited_for() {
     let both = copied(1, 2);
     let place = |at: usize| 31 - at;
     assert!((0..32).all(|at| both[at] == if place(at) < 30 { place(at) as f32 } else { 0. }), "{both:?}");
-    // Of the second group nobody has waited.
+    // The kernel has not waited for the second group.
     assert!(both[32..].iter().all(|value| value.is_nan()), "{both:?}");
     assert!(copied(0, 1)[..32].iter().all(|value| value.is_nan()));
 }
