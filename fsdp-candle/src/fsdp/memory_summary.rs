@@ -7,8 +7,8 @@ use fsdp_core::DeviceId;
 use super::param_group::FsdpParamGroup;
 use crate::storage::Pool;
 
-/// The bytes of a rank's memory by purpose, on the device that it computes on: PyTorch's `torch.cuda.memory_summary`. If
-/// a forward or a backward fails because the memory of a device is full, the error has this as text.
+/// The bytes of a rank's memory by purpose, on the device that it computes on: PyTorch's `torch.cuda.memory_summary`.
+/// If a forward or a backward fails because the memory of a device is full, the error has this as text.
 ///
 /// ```
 /// # use fsdp_candle::doc_example::*;
