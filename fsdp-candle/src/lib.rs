@@ -81,6 +81,7 @@ pub mod doc_example;
 mod dtensor;
 mod error;
 mod extension;
+mod float8;
 mod fsdp;
 mod gradcheck;
 mod graph;
@@ -106,6 +107,7 @@ pub use disk::StateOnDisk;
 pub use dtensor::{DTensor, Operand, PartialNorm, Redistribution, distribute_tensor, distribute_tensor_from};
 pub use error::{Error, GradientMismatch, NonFinite, NonFiniteTensor, Result, UnitGradient};
 pub use extension::{AllGatherExtension, Float8};
+pub use float8::Float8Recipe;
 pub use fsdp::{
     AllGather, AllReduceHook, BufferMemory, ExtensionFn, FsdpModule, FsdpParam, FullyShard, GradientReductionHandle,
     GraphCut, GraphCutKind, MemorySummary, MixedPrecisionPolicy, NamePredicate, OffloadPolicy, ParamDtypeFn,

@@ -58,6 +58,8 @@ class Run:
     reduce_dtype: torch.dtype | None = None
     attention: str = "sdpa"
     all_gather: str = "full"
+    # The recipe of torchao by which the blocks' linear layers compute, emulated.
+    float8: str | None = None
     # One of OPTIMIZERS, and whether norms are a parameter group without weight decay.
     optimizer: str = "adamw"
     groups: bool = False
@@ -186,6 +188,13 @@ class Float8(torch.Tensor):
         return decoded, (decoded,)
 
 
+def compute_in_float8(block, recipe):
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+    convert_to_float8_training(block, config=config)
+
+
 def sharded(name, run):
     kinds = {"attn_implementation": run.attention, "experts_implementation": "eager"}
     kinds |= {"pad_token_id": run.padding} if run.padding is not None else {}
@@ -195,6 +204,8 @@ def sharded(name, run):
         for module in block.modules() if run.all_gather == "float8" else []:
             if (weight := getattr(module, "weight", None)) is not None and weight.dim() == 2:
                 module.weight = torch.nn.Parameter(Float8(weight.data))
+        if run.float8:
+            compute_in_float8(block, run.float8)
         fully_shard(block, mp_policy=policy)
     return fully_shard(model, mp_policy=policy)
 

@@ -20,7 +20,7 @@ const LAYERS: [(&str, &str); 6] = [
     ("fsdp-launch", "spec report error rendezvous pmi rank job program cli watch output launch"),
     (
         "fsdp-candle",
-        "error warning autograd kernels storage disk graph upload pattern tensors collectives context_parallel random extension adapter tensor_parallel \
+        "error warning autograd kernels storage disk graph upload pattern tensors collectives context_parallel random extension adapter float8 tensor_parallel \
         data_parallel initializer world dtensor fsdp activation_checkpoint display gradcheck nn optim state_dict \
         checkpoints doc_example",
     ),

@@ -8,6 +8,7 @@ use fsdp_core::layout::Region;
 use super::encoding::Encoding;
 use crate::adapter::Adapters;
 use crate::data_parallel::{DataParallel, ReplicaLayout, ShardLayout};
+use crate::float8::Float8Layers;
 use crate::tensor_parallel::Parallel;
 
 /// Constant properties of a parameter.
@@ -32,4 +33,6 @@ pub(crate) struct ParamSpec {
     pub(crate) trainable: bool,
     /// Selection of the layers with adapters when the parameter was built.
     pub(crate) adapters: Option<Arc<Adapters>>,
+    /// Selection of the layers that compute in 8 bits when the parameter was built.
+    pub(crate) float8: Option<Arc<Float8Layers>>,
 }

@@ -27,6 +27,7 @@ use crate::adapter::{Adapters, LoraConfig, adapted_layer};
 use crate::data_parallel::{DataParallel, DataParallelMeshDims, ReplicaLayout, ShardLayout, largest_over};
 use crate::disk::{StateFile, StateOnDisk};
 use crate::error::{Error, Result};
+use crate::float8::{Float8Layers, Float8Recipe};
 use crate::initializer::{Initializer, Philox, ShardRequest};
 use crate::kernels;
 use crate::storage::{copied, copy_in, to_core_dtype, to_var};
@@ -90,6 +91,7 @@ struct BuildSettings {
     initializer: Arc<dyn Initializer>,
     frozen: NamePredicate,
     adapters: Option<Arc<Adapters>>,
+    float8: Option<Arc<Float8Layers>>,
     plan: Option<Arc<BoundPlan>>,
     /// File of the shards, if they are on disk.
     shard_file: Option<Arc<StateFile>>,
@@ -145,6 +147,7 @@ impl ShardedVarMap {
                 initializer: Arc::new(Philox::new(0)),
                 frozen: Arc::new(|_| false),
                 adapters: None,
+                float8: None,
                 plan: None,
                 shard_file: None,
             }),
@@ -254,6 +257,44 @@ impl ShardedVarMap {
     /// Returns the FQNs of the layers with an adapter, in the order in which they were built.
     pub fn adapted(&self) -> Vec<String> {
         self.0.built.lock().params.keys().filter_map(|name| adapted_layer(name)).map(String::from).collect()
+    }
+
+    /// Computes the matrix products of the layers whose FQN `filter` accepts in 8-bit floats: torchao's function of this
+    /// name, whose filter is `module_filter_fn`. The model does not change, and weights, gradients and checkpoints keep
+    /// their dtypes. It asks for [`crate::nn::Linear`] and [`crate::nn::Gpt2Linear`]; all other layers compute as before.
+    /// [`ShardedVarMap::float8_layers`] lists the layers that do. Leave out the head and the routers of experts, which
+    /// lose accuracy. Fails if parameters are built.
+    ///
+    /// CUDA devices of compute capability 8.9 or later multiply 8-bit floats, for scales of rows from 9.0 on. The CPU
+    /// rounds to the same values and multiplies those in f32, so results agree and nothing is faster.
+    ///
+    /// ```
+    /// # use fsdp_candle::doc_example::*;
+    /// # let (world, vars, opts, vb) = one_rank()?;
+    /// use fsdp_candle::Float8Recipe;
+    ///
+    /// vars.convert_to_float8_training(Float8Recipe::Tensorwise, |layer| layer != "head")?;
+    /// let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| {
+    ///     Ok((nn::linear(32, 16, vb.pp("up"))?, nn::linear(16, 10, vb.pp("head"))?))
+    /// })?;
+    /// assert_eq!(vars.float8_layers(), ["up"]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// The layer's forward fails unless both dimensions of its weight are multiples of 16, or those of this rank's part.
+    pub fn convert_to_float8_training(
+        &self,
+        recipe: Float8Recipe,
+        filter: impl Fn(&str) -> bool + Send + Sync + 'static,
+    ) -> Result<()> {
+        self.before_building("convert_to_float8_training", "")?;
+        self.0.settings.lock().float8 = Some(Arc::new(Float8Layers::new(recipe, filter)));
+        Ok(())
+    }
+
+    /// Returns the FQNs of the layers that compute in 8-bit floats, in the order in which they were built.
+    pub fn float8_layers(&self) -> Vec<String> {
+        self.0.settings.lock().float8.as_ref().map_or(vec![], |layers| layers.built())
     }
 
     /// Returns an ordinary builder that stores its parameters in this map. [`crate::fully_shard`] takes only such
@@ -728,6 +769,7 @@ impl ShardedVarMap {
             encoding,
             trainable,
             adapters: settings.adapters,
+            float8: settings.float8,
             shape,
         };
         let nodes = param_nodes(device, &local.into(), compute_dtype)?;

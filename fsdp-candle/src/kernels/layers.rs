@@ -18,6 +18,41 @@ pub(crate) struct Draw {
     pub(crate) scale: f32,
 }
 
+/// A float of 8 bits, without infinities in E4M3.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Float8Format {
+    /// 4 bits of exponent and 3 of mantissa.
+    E4M3,
+    /// 5 bits of exponent and 2 of mantissa.
+    E5M2,
+}
+
+impl Float8Format {
+    /// Returns the largest finite number.
+    pub(crate) const fn most(self) -> f32 {
+        match self {
+            Float8Format::E4M3 => 448.,
+            Float8Format::E5M2 => 57_344.,
+        }
+    }
+}
+
+/// How an operand of a matrix product becomes 8-bit floats: each value is multiplied by a scale, the largest float over
+/// the largest magnitude, and rounded.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Float8Cast {
+    pub(crate) format: Float8Format,
+    /// Whether each row of a left operand, and each column of a right one, has a scale. Else the tensor has one.
+    pub(crate) per_vector: bool,
+    /// Whether scales are rounded down to a power of two.
+    pub(crate) power_of_two: bool,
+}
+
+impl Float8Cast {
+    /// Magnitudes below this have its scale.
+    pub(crate) const LEAST: f64 = 1e-12;
+}
+
 /// A normalization over rows.
 #[derive(Clone, Copy)]
 #[cfg_attr(not(feature = "cuda"), expect(dead_code))]

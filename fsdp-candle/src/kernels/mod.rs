@@ -31,7 +31,7 @@ pub(crate) use cpu::{Float, host_elements};
 #[cfg(feature = "cuda")]
 pub(crate) use cuda::{candle_device, device_count};
 pub(crate) use eight_bits::{EightBits, STATE_BLOCK};
-pub(crate) use layers::{Draw, Normalization, Rotation};
+pub(crate) use layers::{Draw, Float8Cast, Float8Format, Normalization, Rotation};
 #[cfg(not(feature = "cuda"))]
 pub(crate) use no_cuda::{candle_device, device_count};
 pub(crate) use slice::{Slice, SliceMut, ViewMut};

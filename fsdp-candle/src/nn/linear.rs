@@ -9,10 +9,11 @@
 
 use std::sync::Arc;
 
-use candle_core::{CpuStorage, D, Layout, Module, Result, Shape, Storage, Tensor, bail};
+use candle_core::{CpuStorage, D, DType, Layout, Module, Result, Shape, Storage, Tensor, bail};
 use candle_nn::{Init, VarBuilder, init};
 use fsdp_core::ProcessGroup;
 
+use super::cpu::float8::{Rounded, Side};
 use super::cpu::matrix::{Mat, MatMut, Operand, product, product_of};
 use super::cpu::simd::kernel;
 use super::cpu::{
@@ -29,6 +30,7 @@ use super::weight::{Weight, has_cpu_kernels, register_layer};
 use crate::activation_checkpoint::{Operation, operation};
 use crate::adapter::{Adapters, LoraConfig, are_enabled};
 use crate::collectives::SharedInput;
+use crate::float8::{FLOAT8_MULTIPLE, Float8Recipe, LinearProduct};
 use crate::fsdp::FsdpParam;
 use crate::graph::{Reads, graph_op};
 use crate::storage::take;
@@ -60,6 +62,7 @@ pub struct Linear {
     bias: Option<Tensor>,
     adapter: Option<Adapter>,
     parallel: Option<Arc<TpLayer<LinearSharding>>>,
+    float8: Option<Float8Recipe>,
 }
 
 impl Linear {
@@ -71,7 +74,8 @@ impl Linear {
         if parallel.is_some() {
             bias.iter().for_each(mark_tp_aware);
         }
-        Self { weight, bias, adapter: None, parallel }
+        let float8 = float8_recipe(&weight);
+        Self { weight, bias, adapter: None, parallel, float8 }
     }
 
     /// Adds the adapter that [`crate::ShardedVarMap::adapt`] configures for this layer, if any. `vb` is the builder of
@@ -109,17 +113,17 @@ impl Linear {
     /// Applies this rank's weight and adapter.
     fn apply<'a>(&self, x: impl Into<Input<'a>>, bias: Option<&Tensor>) -> Result<Tensor> {
         let x = x.into();
-        Adapter::add_to(self.adapter.as_ref(), affine("Linear", x, &self.weight, bias, false)?, x)
+        Adapter::add_to(self.adapter.as_ref(), affine("Linear", x, &self.weight, bias, false, self.float8)?, x)
     }
 
     /// Returns the weight, if the layer is a product with it alone.
     pub(in crate::nn) fn plain_weight(&self) -> Option<&Tensor> {
-        (self.bias.is_none() && self.parallel.is_none() && !self.is_adapted()).then_some(&self.weight)
+        (self.bias.is_none() && self.parallel.is_none() && self.is_product()).then_some(&self.weight)
     }
 
-    /// Returns whether an adapter is added to the outputs.
-    pub(in crate::nn) fn is_adapted(&self) -> bool {
-        self.adapter.is_some() && are_enabled()
+    /// Returns whether the outputs are a product in the tensors' dtype, and a bias: no adapter is added.
+    pub(in crate::nn) fn is_product(&self) -> bool {
+        self.float8.is_none() && !(self.adapter.is_some() && are_enabled())
     }
 
     /// Returns the outputs, or this rank's part of the outputs and the ranks that share them.
@@ -181,6 +185,7 @@ pub struct Gpt2Linear {
     weight: Tensor,
     bias: Option<Tensor>,
     adapter: Option<Adapter>,
+    float8: Option<Float8Recipe>,
 }
 
 impl Gpt2Linear {
@@ -188,7 +193,8 @@ impl Gpt2Linear {
     pub fn new(weight: Tensor, bias: Option<Tensor>) -> Self {
         register_layer(&weight);
         bias.iter().for_each(register_layer);
-        Self { weight, bias, adapter: None }
+        let float8 = float8_recipe(&weight);
+        Self { weight, bias, adapter: None, float8 }
     }
 
     /// See [`Linear::with_adapter`]. Errors: see [`lora`](lora()).
@@ -210,7 +216,8 @@ impl Gpt2Linear {
 
 impl Module for Gpt2Linear {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        Adapter::add_to(self.adapter.as_ref(), affine("Gpt2Linear", x, &self.weight, self.bias.as_ref(), true)?, x)
+        let y = affine("Gpt2Linear", x, &self.weight, self.bias.as_ref(), true, self.float8)?;
+        Adapter::add_to(self.adapter.as_ref(), y, x)
     }
 }
 
@@ -352,18 +359,45 @@ impl Adapter {
     fn add_to<'a>(adapter: Option<&Self>, y: Tensor, x: impl Into<Input<'a>>) -> Result<Tensor> {
         let Some(Adapter { down, up, scale }) = adapter.filter(|_| are_enabled()) else { return Ok(y) };
         // Scale the smaller tensor, [.., r].
-        let low = (affine("lora_A", x, down, None, false)? * *scale)?;
-        residual::add(&y, &affine("lora_B", &low, up, None, false)?)
+        let low = (affine("lora_A", x, down, None, false, None)? * *scale)?;
+        residual::add(&y, &affine("lora_B", &low, up, None, false, None)?)
     }
 }
 
-/// Computes `x W^T + b`, or `x W + b` for a weight stored as `[in, out]`.
+/// Returns the recipe that the map of this weight configures for its layer, if any.
+fn float8_recipe(weight: &Tensor) -> Option<Float8Recipe> {
+    let param = FsdpParam::of(weight)?;
+    param.spec.float8.as_ref()?.build(param.name())
+}
+
+/// Fails unless 8-bit products support a layer.
+fn check_float8(function: &str, x: &Tensor, w: &Tensor) -> Result<()> {
+    let name = FsdpParam::of(w).map_or("the weight".into(), |param| format!("`{}`", param.name()));
+    if !matches!(x.dtype(), DType::F32 | DType::F16 | DType::BF16) || !(x.device().is_cpu() || x.device().is_cuda()) {
+        bail!(
+            "{function}: 8-bit products take f32, f16 and bf16 on the CPU and on CUDA devices, but {name} is {:?}. Leave \
+             its layer out in the filter of `convert_to_float8_training`",
+            x.dtype()
+        );
+    }
+    if w.dims().iter().any(|dim| dim % FLOAT8_MULTIPLE != 0) {
+        bail!(
+            "{function}: 8-bit products take weights whose dimensions are multiples of {FLOAT8_MULTIPLE}, but {name} is \
+             {:?}. Leave its layer out in the filter of `convert_to_float8_training`",
+            w.dims()
+        );
+    }
+    Ok(())
+}
+
+/// Computes `x W^T + b`, or `x W + b` for a weight stored as `[in, out]`, in 8 bits by a recipe.
 pub(in crate::nn) fn affine<'a>(
     function: &'static str,
     input: impl Into<Input<'a>>,
     w: &Tensor,
     bias: Option<&Tensor>,
     in_out: bool,
+    float8: Option<Float8Recipe>,
 ) -> Result<Tensor> {
     let (rows, cols) = w.dims2()?;
     let (inputs, outputs) = if in_out { (rows, cols) } else { (cols, rows) };
@@ -381,13 +415,23 @@ pub(in crate::nn) fn affine<'a>(
     if let Some(bias) = bias {
         same_kind(function, ("the input", x), ("the bias", bias))?;
     }
+    if float8.is_some() {
+        check_float8(function, x, w)?;
+    }
     let shape = [&x.dims()[..x.rank() - 1], &[outputs]].concat();
     check_size(function, "the output", &shape, x.device())?;
     if let Some(cuda) = Cuda::of(x) {
         let (weight, bias) = (Weight::of(w)?, bias.map(Weight::of).transpose()?);
         let bias_value = bias.as_ref().map(|bias| Ok::<_, candle_core::Error>(bias.value()?.detach())).transpose()?;
-        let y = composite(&x.detach(), &weight.value()?.detach(), bias_value.as_ref(), in_out)?;
-        return cuda.affine(function, input, y, weight, bias, in_out);
+        let (x, value) = (x.detach(), weight.value()?.detach());
+        let y = match float8 {
+            None => composite(&x, &value, bias_value.as_ref(), in_out)?,
+            Some(recipe) => {
+                let y = cuda.float8_output(&x, &value, in_out, recipe)?;
+                if let Some(bias) = &bias_value { y.broadcast_add(bias)? } else { y }
+            }
+        };
+        return cuda.affine(function, input, y, weight, bias, in_out, float8);
     }
     if !has_cpu_kernels(x) {
         let bias = bias.map(Weight::in_graph).transpose()?;
@@ -396,7 +440,7 @@ pub(in crate::nn) fn affine<'a>(
     operation(Operation::Linear, &shape, |known| {
         let (weight, bias) = (Weight::of(w)?, bias.map(Weight::of).transpose()?);
         let arguments = weight.arguments(input.node(), bias.as_ref());
-        let op = Affine { shared: input.shared(), weight, bias, in_out, inputs, outputs };
+        let op = Affine { shared: input.shared(), weight, bias, in_out, float8, outputs };
         let y = match known {
             Some((known, _)) => known,
             None => op.forward(x)?,
@@ -445,7 +489,7 @@ struct Affine {
     weight: Weight,
     bias: Option<Weight>,
     in_out: bool,
-    inputs: usize,
+    float8: Option<Float8Recipe>,
     outputs: usize,
 }
 
@@ -455,12 +499,34 @@ impl Affine {
         with_matrix(&self.weight, |stored, _| f(if self.in_out { stored } else { stored.t() }))
     }
 
+    /// Calls `f` with the operands of a product, rounded as the recipe says.
+    fn with_operands<R>(
+        &self,
+        product: LinearProduct,
+        lhs: Mat<'_>,
+        rhs: Mat<'_>,
+        f: impl FnOnce(Mat<'_>, Mat<'_>) -> R,
+    ) -> R {
+        match self.float8.and_then(|recipe| recipe.casts(product, self.in_out)) {
+            None => f(lhs, rhs),
+            Some([left, right]) => {
+                let (lhs, rhs) = (Rounded::new(lhs, left, Side::Left), Rounded::new(rhs, right, Side::Right));
+                f(lhs.mat(), rhs.mat())
+            }
+        }
+    }
+
     fn forward(&self, x: &Tensor) -> Result<Storage> {
         read_rows!(x_mat, x);
-        let Some(bias) = &self.bias else { return storage(self.with_weight(|w| product_of(x_mat, w))?, x.dtype()) };
+        let output = LinearProduct::Output;
+        let Some(bias) = &self.bias else {
+            let y = self.with_weight(|w| self.with_operands(output, x_mat, w, product_of))?;
+            return storage(y, x.dtype());
+        };
         read!(bias, bias.value()?);
         let mut y = bias.repeat(x_mat.rows());
-        self.with_weight(|w| product(MatMut::new(&mut y, x_mat.rows(), self.outputs), true, x_mat, w))?;
+        let to = MatMut::new(&mut y, x_mat.rows(), self.outputs);
+        self.with_weight(|w| self.with_operands(output, x_mat, w, |x, w| product(to, true, x, w)))?;
         storage(y, x.dtype())
     }
 
@@ -468,15 +534,14 @@ impl Affine {
         let x = input::values(argument, &self.shared);
         read_rows!(dy_mat, dy);
         let dx = input::gradient(argument, &self.shared, || {
-            tensor_like(self.with_weight(|w| product_of(dy_mat, w.t()))?, x)
+            let dx = |w: Mat<'_>| self.with_operands(LinearProduct::GradInput, dy_mat, w.t(), product_of);
+            tensor_like(self.with_weight(dx)?, x)
         })?;
         let dw = weight_grad(&self.weight, |buffer, accumulate| {
             read_rows!(x_mat, x);
-            if self.in_out {
-                product(MatMut::new(buffer, self.inputs, self.outputs), accumulate, x_mat.t(), dy_mat);
-            } else {
-                product(MatMut::new(buffer, self.outputs, self.inputs), accumulate, dy_mat.t(), x_mat);
-            }
+            let (lhs, rhs) = if self.in_out { (x_mat.t(), dy_mat) } else { (dy_mat.t(), x_mat) };
+            let to = MatMut::new(buffer, lhs.rows(), rhs.cols());
+            self.with_operands(LinearProduct::GradWeight, lhs, rhs, |lhs, rhs| product(to, accumulate, lhs, rhs));
             Ok(())
         })?;
         let db = match &self.bias {

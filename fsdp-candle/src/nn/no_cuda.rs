@@ -7,6 +7,7 @@ use candle_core::{Result, Tensor};
 use super::input::Input;
 use super::target_rows::TargetRows;
 use super::weight::Weight;
+use crate::float8::Float8Recipe;
 use crate::kernels::{Normalization, Rotation};
 use crate::random::Mask;
 
@@ -57,6 +58,7 @@ impl Cuda {
         match self.0 {}
     }
 
+    #[allow(clippy::too_many_arguments)]
     pub(super) fn affine(
         self,
         _: &'static str,
@@ -65,7 +67,12 @@ impl Cuda {
         _: Weight,
         _: Option<Weight>,
         _: bool,
+        _: Option<Float8Recipe>,
     ) -> Result<Tensor> {
+        match self.0 {}
+    }
+
+    pub(super) fn float8_output(self, _: &Tensor, _: &Tensor, _: bool, _: Float8Recipe) -> Result<Tensor> {
         match self.0 {}
     }
 

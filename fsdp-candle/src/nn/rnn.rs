@@ -52,11 +52,11 @@ impl Weights {
     }
 
     fn input_gates(&self, function: &'static str, x: &Tensor) -> Result<Tensor> {
-        affine(function, x, &self.w_ih, self.b_ih.as_ref(), false)
+        affine(function, x, &self.w_ih, self.b_ih.as_ref(), false, None)
     }
 
     fn state_gates(&self, function: &'static str, h: &Tensor) -> Result<Tensor> {
-        affine(function, h, &self.w_hh, self.b_hh.as_ref(), false)
+        affine(function, h, &self.w_hh, self.b_hh.as_ref(), false, None)
     }
 }
 

@@ -16,7 +16,7 @@ use fsdp_candle::{
     clip_grad_norm,
 };
 use fsdp_train::data::MicroBatch;
-use fsdp_train::flags::{ActivationPlace, ContextExchange};
+use fsdp_train::flags::{ActivationPlace, Compute, ContextExchange};
 use fsdp_train::metrics::{page_faults, peak_memory_bytes};
 use fsdp_train::models::{self, Base, Batch, ModelConfig, ModelOptions, Targets, TensorParallel, parallel};
 use fsdp_train::ranks::Ranks;
@@ -52,6 +52,9 @@ pub(crate) struct Args {
     /// Dtype of gathered parameters and of compute. Gradients are summed in f32.
     #[arg(long, value_parser = ["f32", "bf16"], default_value = "f32")]
     param_dtype: String,
+    /// How the blocks' matrix products are computed, as in `train`.
+    #[arg(long, value_enum, default_value_t = Compute::Full)]
+    compute: Compute,
     /// Train LoRA adapters of this rank only, on the layers that `train --lora-rank` adapts: projections of queries and
     /// values.
     #[arg(long, value_name = "N", value_parser = count(1 << 16))]
@@ -218,6 +221,7 @@ fn run_language_model(setup: &Setup<'_>) -> anyhow::Result<()> {
         dropout: models::Dropout::default(),
         parallel: of_layers.map(|mesh| TensorParallel::new(mesh, args.sequence_parallel)).transpose()?,
     };
+    args.compute.apply(vars)?;
     if let Some(rank) = args.lora_rank {
         let targets = Targets::queries_and_values()?;
         vars.freeze(|name| !is_adapter(name))?;

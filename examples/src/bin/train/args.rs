@@ -9,7 +9,7 @@ use fsdp_ckpt::gguf::Quantization;
 use fsdp_corpus::sequence::Pack;
 use fsdp_corpus::tokens::Width;
 use fsdp_train::data::{BatchShape, CorpusOptions};
-use fsdp_train::flags::{ActivationPlace, ContextExchange, not_negative, positive, reshard};
+use fsdp_train::flags::{ActivationPlace, Compute, ContextExchange, not_negative, positive, reshard};
 use fsdp_train::job;
 use fsdp_train::models::Base;
 use fsdp_train::ranks::{Ranks, sequence_multiple};
@@ -349,6 +349,16 @@ pub(crate) struct Args {
     /// losses differ slightly between world sizes.
     #[arg(long, value_enum, default_value_t = AllGather::Full, help_heading = "Sharding")]
     pub(crate) all_gather: AllGather,
+
+    /// How the blocks' matrix products are computed: in --param-dtype, or in 8-bit floats
+    ///
+    /// Products of 8-bit floats (float8) take about half the time on GPUs of compute capability 8.9 or later; the scales
+    /// of rows need 9.0. Operands are scaled and rounded before each product, as torchao's recipes do: inputs and
+    /// weights to E4M3, and gradients of outputs to E5M2, or to E4M3 where rows have scales. CPUs compute the same
+    /// values, but no faster. Parameters, optimizer state, activations and checkpoints do not change. Embeddings, heads,
+    /// routers of experts and adapters compute in full. Both dimensions of a matrix must be multiples of 16.
+    #[arg(long, value_enum, default_value_t = Compute::Full, help_heading = "Sharding")]
+    pub(crate) compute: Compute,
 
     /// With f16: initial loss scale, at least 1 [default: 65536]
     ///
@@ -803,6 +813,7 @@ mod tests {
             ("--base", &["int4", "float8"], "f32, bf16, int8, nf4"),
             ("--param-dtype", &["int8", "float8"], "f32, bf16, f16"),
             ("--all-gather", &["int8", "f16"], "full, float8"),
+            ("--compute", &["bf16", "int8"], "full, float8, float8-rowwise, float8-rowwise-gw-hp"),
             ("--loss-scale", &["0", "0.5", "-1", "nan", "inf", "1e39", "x"], "at least 1"),
             ("--replicate", &["0", "two"], "whole number of at least 1"),
             ("--grad-sync", &["first"], "every, last"),

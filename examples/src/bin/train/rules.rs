@@ -6,7 +6,7 @@
 use clap::error::ErrorKind;
 use clap::{ArgMatches, Command, CommandFactory};
 use fsdp_train::command_line;
-use fsdp_train::flags::ActivationPlace;
+use fsdp_train::flags::{ActivationPlace, Compute};
 use fsdp_train::models::Base;
 
 use crate::args::OptimizerKind::{Adamw8bit, Muon, Sgd};
@@ -265,6 +265,13 @@ const RULES: &[Rule] = &[
         way_out: "pass --all-gather full",
     },
     Rule {
+        flags: &["gradcheck", "compute"],
+        is_broken: |args| args.gradcheck && args.compute != Compute::Full,
+        words: "--gradcheck needs --compute full",
+        reason: "it compares small differences of the loss, which 8-bit products round away",
+        way_out: "pass --compute full",
+    },
+    Rule {
         flags: &["checkpoint-local", "checkpoint-dir"],
         is_broken: |args| args.checkpoint_local && args.checkpoint_dir.is_none(),
         words: "--checkpoint-local needs --checkpoint-dir",
@@ -432,6 +439,7 @@ mod tests {
         ("--activation-offload disk:.", "--activation-checkpoint full"),
         ("--gradcheck --param-dtype bf16", ""),
         ("--gradcheck --all-gather float8", ""),
+        ("--gradcheck --compute float8", ""),
         ("--checkpoint-local", "--checkpoint-dir c"),
         ("--async-save --offload disk:/nvme", ""),
         ("--async-save --offload disk+shards:/nvme", ""),

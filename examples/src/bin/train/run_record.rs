@@ -113,8 +113,15 @@ impl Record {
             settings.insert(name.into(), value);
         }
         let flags = fields("--", args)?;
-        let alike =
-            ["--optimizer", "--no-decay", "--param-dtype", "--reduce-dtype", "--all-gather", "--optimizer-in-backward"];
+        let alike = [
+            "--optimizer",
+            "--no-decay",
+            "--param-dtype",
+            "--reduce-dtype",
+            "--all-gather",
+            "--compute",
+            "--optimizer-in-backward",
+        ];
         settings.extend(flags.into_iter().filter(|(flag, _)| alike.contains(&flag.as_str())));
         let mut hyper = BTreeMap::<String, Vec<String>>::new();
         for group in optim.param_groups() {

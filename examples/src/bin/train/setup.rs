@@ -210,6 +210,7 @@ fn build(
         ..Default::default()
     };
     let (all_gather, base) = (args.all_gather, args.base);
+    args.compute.apply(vars)?;
     if let Some(dir) = args.offload.disk_of_shards() {
         vars.store_on_disk(&StateOnDisk::new(dir)).context("--offload")?;
     }

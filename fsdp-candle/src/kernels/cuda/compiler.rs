@@ -48,6 +48,7 @@ pub(super) enum Module {
     Rotary,
     Activations,
     Embedding,
+    Float8,
     Losses,
     Attention,
     FlashBf16Of64,
@@ -58,13 +59,14 @@ pub(super) enum Module {
 
 impl Module {
     /// Names and texts of the files, in the order of the variants.
-    const SOURCES: [(&str, &str); 12] = [
+    const SOURCES: [(&str, &str); 13] = [
         ("kernels.cu", include_str!("kernels.cu")),
         ("dropout.cu", include_str!("dropout.cu")),
         ("norms.cu", include_str!("norms.cu")),
         ("rotary.cu", include_str!("rotary.cu")),
         ("activations.cu", include_str!("activations.cu")),
         ("embedding.cu", include_str!("embedding.cu")),
+        ("float8.cu", include_str!("float8.cu")),
         ("losses.cu", include_str!("losses.cu")),
         ("attention.cu", include_str!("attention.cu")),
         ("flash_bf16_64.cu", include_str!("flash_bf16_64.cu")),

@@ -12,6 +12,7 @@ use parking_lot::Mutex;
 
 use super::super::slice::{Slice, SliceMut, ViewMut};
 use super::compiler::{Kernel, Library};
+use super::cublas_lt::CublasLt;
 use super::host_copies::Staging;
 use crate::error::{Error, Result};
 
@@ -129,6 +130,7 @@ pub(in crate::kernels) struct CudaKernels {
     pub(super) staging: Staging,
     /// A vector of ones for each dtype that was asked for.
     ones: Mutex<Vec<Tensor>>,
+    cublas_lt: OnceLock<CublasLt>,
 }
 
 /// A device's streams for copies to the device and to the host.
@@ -149,6 +151,7 @@ impl CudaKernels {
             copies: OnceLock::new(),
             staging: Staging::default(),
             ones: Mutex::default(),
+            cublas_lt: OnceLock::new(),
         })
     }
 
@@ -165,6 +168,18 @@ impl CudaKernels {
         match self.copies.get() {
             Some(copies) => Ok(copies),
             None => bail!("the streams for copies are missing"),
+        }
+    }
+
+    /// Returns cuBLASLt. The first call starts it.
+    pub(super) fn cublas_lt(&self) -> candle_core::Result<&CublasLt> {
+        if self.cublas_lt.get().is_none() {
+            // If two threads race, the first one's is kept.
+            let _ = self.cublas_lt.set(CublasLt::new(self)?);
+        }
+        match self.cublas_lt.get() {
+            Some(started) => Ok(started),
+            None => bail!("cuBLASLt is missing"),
         }
     }
 

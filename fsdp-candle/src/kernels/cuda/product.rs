@@ -49,9 +49,9 @@ impl MatrixLayout {
 /// Matrices of one shape to read, as they are in memory or transposed.
 #[derive(Clone, Copy)]
 pub(crate) struct Matrix<'a> {
-    elements: Slice<'a>,
-    layout: MatrixLayout,
-    is_transposed: bool,
+    pub(super) elements: Slice<'a>,
+    pub(super) layout: MatrixLayout,
+    pub(super) is_transposed: bool,
 }
 
 impl<'a> Matrix<'a> {

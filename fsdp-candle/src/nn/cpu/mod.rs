@@ -4,6 +4,7 @@
 //! Rows are divided over rayon's threads. A rank of a CPU job often has one thread; then everything runs in place,
 //! because a hand-over to rayon's own thread would only cost the caller's cache.
 
+pub(in crate::nn) mod float8;
 pub(in crate::nn) mod matrix;
 pub(in crate::nn) mod simd;
 

@@ -1,8 +1,8 @@
 //! The layers' own operations on CUDA devices: methods of [`Cuda`]. `no_cuda` has them for a build without CUDA.
 //!
-//! Fully connected layers and embeddings are here: forward is Candle's, and backward accumulates the weights' gradients
-//! in the parameters' buffers. With Candle's own operations, the full weight would be in the graph, and its gradient
-//! would take three times the weight.
+//! Forward of fully connected layers and embeddings is Candle's, and backward accumulates the weights' gradients in the
+//! parameters' buffers. With Candle's own operations, the full weight would be in the graph, and its gradient would take
+//! three times the weight. Products of 8-bit floats are cuBLASLt's in both.
 //!
 //! The other files run kernels of this library. The graph keeps only their inputs, and a backward that needs more
 //! computes it again. Layers that are not here (convolutions, batch and group norms, PReLU) put the full weight into
@@ -10,6 +10,7 @@
 
 mod activations;
 mod dropout;
+mod linear;
 mod losses;
 mod norms;
 mod rotary;
@@ -17,12 +18,10 @@ mod rotary;
 use candle_core::{DType, Result, Tensor, bail};
 use fsdp_core::Buffer;
 
-use super::input::{self, Input};
 use super::weight::{GradDestination, Weight, on_cuda};
-use crate::collectives::SharedInput;
 use crate::graph::{Reads, graph_op};
 use crate::kernels::Slice;
-use crate::kernels::cuda::{Matrix, add_product, add_rows, ones};
+use crate::kernels::cuda::add_rows;
 use crate::storage::{take, to_buffer, to_tensor, with_slice};
 
 /// The layers' operations on a CUDA device.
@@ -34,21 +33,6 @@ impl Cuda {
     /// dtype.
     pub(super) fn of(tensor: &Tensor) -> Option<Self> {
         on_cuda(tensor).then_some(Cuda(()))
-    }
-
-    /// Returns the fully connected layer's output `y` as a node of the graph.
-    pub(in crate::nn) fn affine(
-        self,
-        function: &'static str,
-        input: Input<'_>,
-        y: Tensor,
-        weight: Weight,
-        bias: Option<Weight>,
-        in_out: bool,
-    ) -> Result<Tensor> {
-        let arguments = weight.arguments(input.node(), bias.as_ref());
-        let op = Affine { shared: input.shared(), weight, bias, in_out };
-        cuda_node(function, &arguments, y, move |x, gradient| op.backward(x, gradient))
     }
 
     /// Returns `found`, the table's rows for these ids, as a node of the graph. Backward adds the gradient's rows to the
@@ -101,18 +85,11 @@ fn cuda_node<const N: usize>(
 ) -> Result<Tensor> {
     let is_whole = result.is_contiguous() && result.layout().start_offset() == 0;
     let result = if is_whole { result } else { result.force_contiguous()? };
-    graph_op(function, sources, take(&result)?, result.shape(), Reads::Sources, move |sources, _, gradient| {
+    // Candle gives the shape [2, 0, 3] a stride of 0, with which nothing can be taken.
+    let values = take(&result.flatten_all()?)?;
+    graph_op(function, sources, values, result.shape(), Reads::Sources, move |sources, _, gradient| {
         backward(sources[0], gradient)
     })
-}
-
-struct Affine {
-    /// Input that is read instead of the graph argument.
-    shared: Option<SharedInput>,
-    weight: Weight,
-    bias: Option<Weight>,
-    /// Whether the weight is `[in, out]`.
-    in_out: bool,
 }
 
 /// [`with_slice`] for a tensor that may be left out.
@@ -128,50 +105,6 @@ fn rows(tensor: &Tensor) -> Result<Tensor> {
     let width = tensor.dims().last().copied().unwrap_or(1);
     let rows = tensor.elem_count().checked_div(width).unwrap_or(0);
     tensor.detach().contiguous()?.reshape((rows, width))
-}
-
-impl Affine {
-    fn backward(&self, argument: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 3]> {
-        let x = input::values(argument, &self.shared);
-        let dy = rows(gradient)?;
-        let (count, outputs) = dy.dims2()?;
-        let dx = input::gradient(argument, &self.shared, || {
-            let weight = self.weight.value()?.detach();
-            let weight = if self.in_out { weight.t()? } else { weight };
-            dy.matmul(&weight)?.reshape(x.shape())
-        })?;
-        let dw = if self.weight.wants_grad() {
-            let x = rows(x)?;
-            let inputs = x.dim(1)?;
-            write_grad(&self.weight, |buffer, accumulate| {
-                with_slice(&x, |_, x| {
-                    with_slice(&dy, |_, dy| {
-                        let (x, dy) = (Matrix::new(x, count, inputs)?, Matrix::new(dy, count, outputs)?);
-                        let (lhs, rhs) = if self.in_out { (x.t(), dy) } else { (dy.t(), x) };
-                        add_product(buffer, accumulate, lhs, rhs)
-                    })
-                })
-            })?
-        } else {
-            None
-        };
-        let db = match &self.bias {
-            Some(bias) if bias.wants_grad() => {
-                // A matrix product accumulates in f32 for every dtype.
-                let ones = ones(dy.device(), dy.dtype(), count)?;
-                write_grad(bias, |buffer, accumulate| {
-                    with_slice(&ones, |_, ones| {
-                        with_slice(&dy, |_, dy| {
-                            let (ones, dy) = (Matrix::new(ones, 1, count)?, Matrix::new(dy, count, outputs)?);
-                            add_product(buffer, accumulate, ones, dy)
-                        })
-                    })
-                })?
-            }
-            _ => None,
-        };
-        Ok([dx, dw, db])
-    }
 }
 
 /// Converts ids to U32, whose largest number stands for no row.

@@ -59,7 +59,7 @@ pub fn linear_cross_entropy_with(
 
 impl Linear {
     /// Returns the cross-entropy of this layer's outputs, without all outputs in memory:
-    /// [`linear_cross_entropy_with`] of the layer's weight and bias. With an adapter, the outputs exist whole.
+    /// [`linear_cross_entropy_with`] of the layer's weight and bias. With an adapter or in 8 bits, the outputs exist whole.
     ///
     /// ```
     /// use candle_core::{DType, Device, Module, Tensor};
@@ -76,7 +76,7 @@ impl Linear {
     ///
     /// Fails as [`linear_cross_entropy_with`] does.
     pub fn cross_entropy(&self, hidden: &Tensor, targets: &Tensor, options: &CrossEntropyOptions) -> Result<Tensor> {
-        if !self.is_adapted() {
+        if self.is_product() {
             return head_loss(hidden, self.weight(), self.bias(), targets, options);
         }
         match self.vocabulary_logits(hidden)? {
@@ -134,7 +134,7 @@ fn head_loss(
         return cuda.linear_cross_entropy("linear_cross_entropy", hidden, weight, bias, rows);
     }
     if !has_cpu_kernels(hidden.values()) {
-        let logits = affine("linear_cross_entropy", hidden, weight, bias, false)?;
+        let logits = affine("linear_cross_entropy", hidden, weight, bias, false, None)?;
         return composite(&logits, &rows);
     }
     let counted = rows.counted();

@@ -3,6 +3,7 @@
 mod attention;
 #[cfg(feature = "cuda")]
 mod devices;
+mod float8;
 mod layers;
 mod loss;
 mod mirror;

@@ -1,5 +1,6 @@
 //! The types of matrices, and their products.
 
+use float8::{F8E4M3, F8E5M2};
 use gemm::Parallelism;
 use half::{bf16, f16};
 
@@ -27,6 +28,8 @@ pub(crate) enum Element {
     F64,
     F16,
     BF16,
+    E4M3,
+    E5M2,
 }
 
 impl Element {
@@ -36,6 +39,8 @@ impl Element {
             1 => Some(Self::F64),
             2 => Some(Self::F16),
             14 => Some(Self::BF16),
+            28 => Some(Self::E4M3),
+            29 => Some(Self::E5M2),
             _ => None,
         }
     }
@@ -45,6 +50,7 @@ impl Element {
             Self::F64 => 8,
             Self::F32 => 4,
             Self::F16 | Self::BF16 => 2,
+            Self::E4M3 | Self::E5M2 => 1,
         }
     }
 
@@ -57,6 +63,8 @@ impl Element {
                 Self::F32 => f64::from(at.cast::<f32>().read_unaligned()),
                 Self::F16 => at.cast::<f16>().read_unaligned().to_f64(),
                 Self::BF16 => at.cast::<bf16>().read_unaligned().to_f64(),
+                Self::E4M3 => F8E4M3::from_bits(at.read()).to_f64(),
+                Self::E5M2 => F8E5M2::from_bits(at.read()).to_f64(),
             }
         }
     }
@@ -72,6 +80,8 @@ impl Element {
                 Self::F32 => at.cast::<f32>().write_unaligned(value),
                 Self::F16 => at.cast::<f16>().write_unaligned(f16::from_f32(value)),
                 Self::BF16 => at.cast::<bf16>().write_unaligned(bf16::from_f32(value)),
+                Self::E4M3 => at.write(F8E4M3::from_f32(value).to_bits()),
+                Self::E5M2 => at.write(F8E5M2::from_f32(value).to_bits()),
             }
         }
     }

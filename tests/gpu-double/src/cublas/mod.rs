@@ -9,6 +9,7 @@ use std::{
 };
 
 mod element;
+mod lt;
 #[cfg(test)]
 mod tests;
 

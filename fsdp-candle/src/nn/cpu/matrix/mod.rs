@@ -145,6 +145,20 @@ impl Mat<'_> {
         }
     }
 
+    /// Returns the values of the matrix, or of its transpose, in row-major order, and whether it is the transpose. More
+    /// values may follow.
+    pub(in crate::nn) fn dense(&self) -> (Cow<'_, [f32]>, bool) {
+        let values = self.widened();
+        match (self.row_stride, self.col_stride) {
+            (stride, 1) if stride == self.cols => (values, false),
+            (1, stride) if stride == self.rows => (values, true),
+            (of_row, of_col) => {
+                let rows = (0..self.rows).flat_map(|row| (0..self.cols).map(move |col| row * of_row + col * of_col));
+                (rows.map(|at| values[at]).collect(), false)
+            }
+        }
+    }
+
     /// Returns the part with these rows and columns.
     fn part(self, rows: Range<usize>, cols: Range<usize>) -> Self {
         let start = rows.start * self.row_stride + cols.start * self.col_stride;
