@@ -118,6 +118,21 @@ fn f16_matches_the_recorded_run() {
     }
 }
 
+/// The double's cuBLASLt adds f32 products of the same codes.
+#[test]
+fn float8_products_match_the_recorded_runs() {
+    for (flag, run) in [
+        ("float8", "run_float8_tensorwise"),
+        ("float8-rowwise", "run_float8_rowwise"),
+        ("float8-rowwise-gw-hp", "run_float8_rowwise_with_gw_hp"),
+    ] {
+        let flags = ["--compute", flag];
+        let recorded = Trajectory::recorded("llama_float8_tiny", run);
+        let near = Difference { loss: 2e-2, grad_norm: 0.15 };
+        same_as(&TrainRun { flags: &flags, ..TrainRun::recorded("llama_float8_tiny", 1) }, &recorded, near);
+    }
+}
+
 /// 8-bit shards have the same scales as on the CPU, so a run in f32 is as close to the recorded one.
 #[test]
 fn float8_gathers_match_the_recorded_run() {

@@ -8,6 +8,7 @@ use anyhow::{Context, bail, ensure};
 pub use base::Base;
 use candle_core::DType;
 use candle_nn::VarBuilder;
+pub use compute::Compute;
 use config::DecoderConfig;
 pub use config::{Dropout, ModelConfig};
 use decoder::{Decoder, RotaryTables};
@@ -31,6 +32,7 @@ pub use weights::fingerprint;
 
 mod base;
 pub mod bert;
+mod compute;
 pub mod config;
 pub mod decoder;
 mod experts;

@@ -20,6 +20,7 @@ mod empty_inputs;
 mod errors;
 mod failures;
 mod finite;
+mod float8;
 mod gradcheck;
 mod graph_cut;
 mod heartbeat;

@@ -6,7 +6,8 @@ use anyhow::Context;
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
 use fsdp_candle::nn::{self, Rotary, RotaryOptions};
 use fsdp_candle::{
-    AdamW, AdamWConfig, DeviceChoice, FullyShard, ShardedVarMap, World, clip_grad_norm, fully_shard, grad_norm,
+    AdamW, AdamWConfig, DeviceChoice, Float8Recipe, FullyShard, ReshardAfterForward, ShardedVarMap, World,
+    clip_grad_norm, fully_shard, grad_norm, no_grad,
 };
 use serde::Serialize;
 
@@ -103,6 +104,7 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
     for kernel in bench.kernels().iter().filter(|kernel| kernel.name.contains(&args.only)) {
         bench.passes(kernel).with_context(|| format!("{} failed", kernel.name))?;
     }
+    bench.float8_product(world)?;
     bench.optimizer(world)
 }
 
@@ -196,6 +198,30 @@ impl Bench<'_> {
         let Some(work) = kernel.backward else { return Ok(()) };
         let y = compute()?;
         self.show(kernel.name, "backward", work, || y.backward().map(drop).map_err(Into::into))
+    }
+
+    /// Measures the product of a layer in 8-bit floats, with the casts of its operands.
+    fn float8_product(&self, world: &World) -> anyhow::Result<()> {
+        let Args { tokens, width, inner, .. } = *self.args;
+        for (name, recipe) in [("8-bit product", Float8Recipe::Tensorwise), ("8-bit rows", Float8Recipe::Rowwise)] {
+            if !name.contains(&self.args.only) {
+                continue;
+            }
+            let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, self.device);
+            vars.convert_to_float8_training(recipe, |_| true)?;
+            let opts = FullyShard::new(&vars).reshard_after_forward(ReshardAfterForward::Never);
+            let model = fully_shard(&opts, vars.builder(self.dtype), |vb| nn::linear_no_bias(width, inner, vb))?;
+            let x = Tensor::ones((tokens, width), self.dtype, self.device)?;
+            // Older GPUs have no 8-bit floats.
+            match no_grad(|| model.forward(&x)) {
+                Ok(_) => self.show(name, "forward", Work::Operations(2 * tokens * width * inner), || {
+                    no_grad(|| model.forward(&x)).map(drop).map_err(Into::into)
+                })?,
+                Err(error) if !self.args.json => print(format_args!("{name:<24} not measured: {error}"))?,
+                Err(_) => {}
+            }
+        }
+        Ok(())
     }
 
     /// Measures the norm, clipping and AdamW for an f32 weight.

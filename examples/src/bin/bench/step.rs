@@ -16,9 +16,9 @@ use fsdp_candle::{
     clip_grad_norm,
 };
 use fsdp_train::data::MicroBatch;
-use fsdp_train::flags::{ActivationPlace, Compute, ContextExchange};
+use fsdp_train::flags::{ActivationPlace, ContextExchange};
 use fsdp_train::metrics::{page_faults, peak_memory_bytes};
-use fsdp_train::models::{self, Base, Batch, ModelConfig, ModelOptions, Targets, TensorParallel, parallel};
+use fsdp_train::models::{self, Base, Batch, Compute, ModelConfig, ModelOptions, Targets, TensorParallel, parallel};
 use fsdp_train::ranks::Ranks;
 use serde::Serialize;
 

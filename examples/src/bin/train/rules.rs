@@ -6,8 +6,8 @@
 use clap::error::ErrorKind;
 use clap::{ArgMatches, Command, CommandFactory};
 use fsdp_train::command_line;
-use fsdp_train::flags::{ActivationPlace, Compute};
-use fsdp_train::models::Base;
+use fsdp_train::flags::ActivationPlace;
+use fsdp_train::models::{Base, Compute};
 
 use crate::args::OptimizerKind::{Adamw8bit, Muon, Sgd};
 use crate::args::{Args, OptimizerFlags, OptimizerKind};

@@ -10,9 +10,9 @@ use fsdp_core::DType;
 use fsdp_core::device::cuda::{CudaMemory, failed};
 use parking_lot::Mutex;
 
+use super::super::layers::Float8Format;
 use super::device::CudaKernels;
 use crate::error::Error;
-use crate::kernels::Float8Format;
 
 /// Bytes that cuBLASLt may use within a product: NVIDIA's recommendation for Hopper.
 const WORKSPACE: usize = 32 << 20;

@@ -4,13 +4,13 @@ use candle_core::{Result, bail};
 use cudarc::driver::LaunchConfig;
 use fsdp_core::{Buffer, DType};
 
+use super::super::layers::{Float8Cast, Float8Format};
 use super::super::slice::{SliceMut, same_length};
 use super::clear;
 use super::compiler::Module;
 use super::cublas_lt::{Codes, CodesProduct};
 use super::device::{Arg, CudaKernels, THREADS, elementwise, of_slice};
 use super::product::{Matrix, MatrixLayout};
-use crate::kernels::{Float8Cast, Float8Format};
 
 /// Tensor cores multiply codes in runs of this many, so rows of codes are padded with zeros.
 const RUN: usize = 16;
