@@ -5,10 +5,10 @@
 
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
-use fsdp_candle::FsdpModule;
 use fsdp_candle::nn::{
     self, AttentionOptions, CrossEntropyOptions, Documents, Embedding, Linear, RmsNorm, Rotary, RotaryOptions, SwiGlu,
 };
+use fsdp_candle::{FsdpModule, FullyShard, Recurse, ReshardAfterForward, fully_shard};
 
 use crate::models::config::decoder::Norms;
 use crate::models::config::rope::Rope;
@@ -41,42 +41,128 @@ impl CallBlock for FsdpModule<Layer<Block>> {
 
 /// A decoder: its blocks, and the layers around them.
 pub struct Decoder<B = FsdpModule<Layer<Block>>> {
-    embedding: Embedding,
+    pub(super) embedding: OwnUnit<Embedding>,
     embedding_scale: Option<f64>,
     pub(super) blocks: Vec<B>,
-    norm: Norm,
-    output: Output,
-    logit_softcap: Option<f64>,
+    pub(super) last: OwnUnit<LastLayers>,
     /// Coefficient of the experts' auxiliary loss.
     auxiliary: f64,
     pub(super) drops: ModelDropout,
     parallel: Option<TensorParallel>,
 }
 
+/// A module that is a unit of its own, or a part of the unit around it.
+pub(super) enum OwnUnit<M> {
+    Yes(FsdpModule<M>),
+    No(M),
+}
+
+impl<M> OwnUnit<M> {
+    /// Builds a module, as a unit if there are options.
+    fn new(
+        opts: Option<&FullyShard>,
+        vb: VarBuilder<'static>,
+        build: impl FnOnce(VarBuilder<'static>) -> Result<M>,
+    ) -> Result<Self> {
+        match opts {
+            Some(opts) => Ok(OwnUnit::Yes(fully_shard(opts, vb, build)?)),
+            None => Ok(OwnUnit::No(build(vb)?)),
+        }
+    }
+
+    /// Returns the unit, if the module is one.
+    pub(super) fn unit(&self) -> Option<&FsdpModule<M>> {
+        match self {
+            OwnUnit::Yes(unit) => Some(unit),
+            OwnUnit::No(_) => None,
+        }
+    }
+
+    fn inner(&self) -> &M {
+        match self {
+            OwnUnit::Yes(unit) => unit.inner(),
+            OwnUnit::No(module) => module,
+        }
+    }
+
+    /// Runs `forward` of the module.
+    fn call_with(&self, x: Tensor, forward: impl FnOnce(&M, Tensor) -> Result<Tensor>) -> Result<Tensor> {
+        match self {
+            OwnUnit::Yes(unit) => unit.call_with(x, forward),
+            OwnUnit::No(module) => forward(module, x),
+        }
+    }
+}
+
+/// The layers after the blocks.
+pub(super) struct LastLayers {
+    norm: Norm,
+    output: Output,
+    logit_softcap: Option<f64>,
+}
+
+impl LastLayers {
+    /// Returns the outputs for the residual stream `[B, T, C]` after the blocks.
+    fn forward(&self, x_btc: &Tensor, rows: &Rows) -> Result<Tensor> {
+        let logits = self.output.forward(self.norm.forward(x_btc)?, rows)?;
+        match self.logit_softcap {
+            Some(cap) => (logits / cap)?.tanh()? * cap,
+            None => Ok(logits),
+        }
+    }
+
+    /// Returns the cross-entropy of targets `[B, T]` for the residual stream `[B, T, C]`.
+    fn cross_entropy(&self, x_btc: &Tensor, targets_bt: &Tensor, options: &CrossEntropyOptions) -> Result<Tensor> {
+        let options = CrossEntropyOptions { softcap: self.logit_softcap, ..*options };
+        self.output.head()?.cross_entropy(&self.norm.forward(x_btc)?, targets_bt, &options)
+    }
+}
+
 impl<B: CallBlock> Decoder<B> {
     /// Creates the layers outside the blocks, possibly tensor-parallel.
+    ///
+    /// With `opts`, the embedding is a unit, and so is the head with the last norm. The head is then gathered while the
+    /// last block computes, and reduced while backward computes the blocks. A head that shares the embedding's weight
+    /// leaves both in the unit around them, since their gradient is complete at the end of backward only.
     pub fn new(
         config: &DecoderConfig,
         blocks: Vec<B>,
         drops: ModelDropout,
         parallel: Option<&TensorParallel>,
         head: Head,
-        vb: VarBuilder,
+        opts: Option<&FullyShard>,
+        vb: VarBuilder<'static>,
     ) -> Result<Self> {
         let (width, stdev) = (config.width, config.initializer_range);
-        let normal = Init::Randn { mean: 0., stdev };
-        let embedding = vb.pp("model.embed_tokens").get_with_hints((config.vocabulary, width), "weight", normal)?;
-        let output = Output::new(head, (width, stdev), &vb, || match config.tied {
-            true => Ok(Linear::new(embedding.clone(), None)),
-            false => linear(width, config.vocabulary, false, stdev, vb.pp("lm_head")),
+        let is_tied = config.tied && head == Head::Vocabulary;
+        let opts = opts.filter(|_| !is_tied);
+        let embedding = OwnUnit::new(opts, vb.pp("model.embed_tokens"), |vb| {
+            let normal = Init::Randn { mean: 0., stdev };
+            let weight = vb.get_with_hints((config.vocabulary, width), "weight", normal)?;
+            Embedding::new(weight, width).with_padding_idx(config.padding)
         })?;
+        if let Some(unit) = embedding.unit() {
+            // The gradient of a lookup does not depend on the table.
+            unit.set_unshard_in_backward(false);
+        }
+        let last = OwnUnit::new(opts, vb.pp(head.module()), |_| {
+            let output = Output::new(head, (width, stdev), &vb, || match is_tied {
+                true => Ok(Linear::new(embedding.inner().embeddings().clone(), None)),
+                false => linear(width, config.vocabulary, false, stdev, vb.pp(head.module())),
+            })?;
+            let norm = Norm::new(width, config.norms, vb.pp("model.norm"))?;
+            let logit_softcap = config.logit_softcap.filter(|_| head == Head::Vocabulary);
+            Ok(LastLayers { norm, output, logit_softcap })
+        })?;
+        if let Some(unit) = last.unit() {
+            // Backward needs it at once.
+            unit.set_reshard_after_forward(ReshardAfterForward::Never, Recurse::No)?;
+        }
         Ok(Decoder {
-            embedding: Embedding::new(embedding, width).with_padding_idx(config.padding)?,
+            embedding,
             embedding_scale: config.embedding_scale,
             blocks,
-            norm: Norm::new(width, config.norms, vb.pp("model.norm"))?,
-            output,
-            logit_softcap: config.logit_softcap.filter(|_| head == Head::Vocabulary),
+            last,
             auxiliary: config.experts.as_ref().and_then(|experts| experts.auxiliary).unwrap_or(0.),
             drops,
             parallel: parallel.cloned(),
@@ -96,12 +182,8 @@ impl<B: CallBlock> Decoder<B> {
     /// Returns logits `[B, T, V]` for ids `[B, T]`, or classes or embeddings of each row, and the experts' auxiliary
     /// loss, if any. Each tensor-parallel rank has the logits of its part of the vocabulary, `[B, T, V / N]`.
     pub fn forward(&self, ids_bt: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
-        let (x_btc, auxiliary) = self.hidden(ids_bt, rows)?;
-        let mut logits = self.output.forward(x_btc, rows)?;
-        if let Some(cap) = self.logit_softcap {
-            logits = ((logits / cap)?.tanh()? * cap)?;
-        }
-        Ok((logits, auxiliary))
+        let (x_btc, auxiliary) = self.residual(ids_bt, rows)?;
+        Ok((self.last.call_with(x_btc, |last, x_btc| last.forward(&x_btc, rows))?, auxiliary))
     }
 
     /// Returns the cross-entropy of targets `[B, T]` for ids `[B, T]`, and the experts' auxiliary loss, if any. The
@@ -113,18 +195,18 @@ impl<B: CallBlock> Decoder<B> {
         targets_bt: &Tensor,
         options: &CrossEntropyOptions,
     ) -> Result<(Tensor, Option<Tensor>)> {
-        let (x_btc, auxiliary) = self.hidden(ids_bt, rows)?;
-        let options = CrossEntropyOptions { softcap: self.logit_softcap, ..*options };
-        Ok((self.output.head()?.cross_entropy(&x_btc, targets_bt, &options)?, auxiliary))
+        let (x_btc, auxiliary) = self.residual(ids_bt, rows)?;
+        let loss = self.last.call_with(x_btc, |last, x_btc| last.cross_entropy(&x_btc, targets_bt, options))?;
+        Ok((loss, auxiliary))
     }
 
-    /// Returns normalized hidden states `[B, T, C]`, and the experts' auxiliary loss.
-    fn hidden(&self, ids_bt: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
-        rows.run(|| self.hidden_of_part(ids_bt, rows))
+    /// Returns the residual stream `[B, T, C]` after the blocks, and the experts' auxiliary loss.
+    fn residual(&self, ids_bt: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
+        rows.run(|| self.residual_of_part(ids_bt, rows))
     }
 
-    fn hidden_of_part(&self, ids_bt: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
-        let mut x_btc = self.embedding.forward(ids_bt)?;
+    fn residual_of_part(&self, ids_bt: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
+        let mut x_btc = self.embedding.call_with(ids_bt.clone(), |embedding, ids_bt| embedding.forward(&ids_bt))?;
         if let Some(scale) = self.embedding_scale {
             x_btc = (x_btc * scale)?;
         }
@@ -141,7 +223,7 @@ impl<B: CallBlock> Decoder<B> {
             Some(loss) => Some((loss * self.auxiliary)?),
             None => None,
         };
-        Ok((self.norm.forward(&x_btc)?, auxiliary))
+        Ok((x_btc, auxiliary))
     }
 }
 

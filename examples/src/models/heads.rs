@@ -29,6 +29,17 @@ pub enum Head {
     Embedding(Pooling),
 }
 
+impl Head {
+    /// Returns the name of a decoder's last module with parameters.
+    pub(super) fn module(self) -> &'static str {
+        match self {
+            Head::Vocabulary => "lm_head",
+            Head::Classes(_) => "score",
+            Head::Embedding(_) => "model.norm",
+        }
+    }
+}
+
 /// Reduction of a sequence's hidden states to one embedding.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Pooling {

@@ -1,8 +1,9 @@
 //! Language models, built from Hugging Face directories.
 //!
 //! A model is a plain Candle module whose blocks are FSDP units. [`build`] creates it bottom-up: each block, then the
-//! root with the remaining parameters. `decoder` covers the Llama-like families, whose options `config` reads; `gpt2`
-//! and `bert` are separate. `parallel` holds the tensor-parallel plan of decoders.
+//! root with the remaining parameters. The embedding and the head of a decoder are units too, unless they are tied.
+//! `decoder` covers the Llama-like families, whose options `config` reads; `gpt2` and `bert` are separate. `parallel`
+//! holds the tensor-parallel plan of decoders.
 
 use anyhow::{Context, bail, ensure};
 pub use base::Base;
@@ -64,7 +65,8 @@ pub struct ModelOptions {
     pub parallel: Option<TensorParallel>,
 }
 
-/// Builds a model bottom-up: every block is a unit, and the root has the remaining parameters.
+/// Builds a model bottom-up: every block is a unit, so are an embedding and a head that are not tied, and the root has the
+/// remaining parameters.
 pub fn build(
     config: &ModelConfig,
     opts: &FullyShard,
@@ -106,7 +108,7 @@ pub fn build_with_head(
             let block = |i, vb| decoder::Block::new(config, i, &rotary, &drops, parallel, vb);
             let blocks = build_blocks(names, opts, &vb, checkpoints, block)?;
             fully_shard(opts, vb, |vb| {
-                Ok(LanguageModel::Decoder(decoder::Decoder::new(config, blocks, drops, parallel, head, vb)?))
+                Ok(LanguageModel::Decoder(Decoder::new(config, blocks, drops, parallel, head, Some(opts), vb)?))
             })
         }
         ModelConfig::Gpt2(config) => {
@@ -177,34 +179,54 @@ pub fn build_by_name(
             Ok(Layer::new(block, i, name, &options.checkpoints))
         };
         let blocks = (0..config.layers).map(block).collect::<candle_core::Result<_>>()?;
-        Decoder::new(config, blocks, drops.clone(), None, Head::Vocabulary, vb)
+        Decoder::new(config, blocks, drops.clone(), None, Head::Vocabulary, None, vb)
     });
     model.context("can't build the model")
 }
 
-/// Gathers the parameters of `ahead` blocks ahead, in forward and backward.
-pub fn set_prefetch(model: &FsdpModule<LanguageModel>, ahead: usize) -> fsdp_candle::Result<()> {
-    match model.inner() {
-        LanguageModel::Decoder(decoder) => prefetch_blocks(model, &decoder.blocks, ahead),
-        LanguageModel::Gpt2(gpt2) => prefetch_blocks(model, &gpt2.blocks, ahead),
-        LanguageModel::Bert(bert) => prefetch_blocks(model, &bert.blocks, ahead),
+/// A unit whose prefetch lists can be set.
+trait Prefetches {
+    fn unit(&self) -> Unit;
+    fn set_prefetch(&self, in_forward: &[Unit], in_backward: &[Unit]) -> fsdp_candle::Result<()>;
+}
+
+impl<M> Prefetches for FsdpModule<M> {
+    fn unit(&self) -> Unit {
+        FsdpModule::unit(self)
+    }
+
+    fn set_prefetch(&self, in_forward: &[Unit], in_backward: &[Unit]) -> fsdp_candle::Result<()> {
+        self.set_modules_to_forward_prefetch(in_forward)?;
+        self.set_modules_to_backward_prefetch(in_backward)
     }
 }
 
-fn prefetch_blocks<R, B>(root: &FsdpModule<R>, blocks: &[FsdpModule<B>], ahead: usize) -> fsdp_candle::Result<()> {
-    // Units gather one block ahead by default.
-    root.set_implicit_prefetch(ahead == 1);
+/// Gathers the parameters of `ahead` units ahead, in forward and backward.
+pub fn set_prefetch(model: &FsdpModule<LanguageModel>, ahead: usize) -> fsdp_candle::Result<()> {
+    // Units gather one unit ahead by default.
+    model.set_implicit_prefetch(ahead == 1);
     if ahead <= 1 {
         return Ok(());
     }
-    let units: Vec<Unit> = blocks.iter().map(FsdpModule::unit).collect();
+    let modules: Vec<&dyn Prefetches> = match model.inner() {
+        LanguageModel::Decoder(decoder) => {
+            let (first, last) = (decoder.embedding.unit(), decoder.last.unit());
+            let first = first.into_iter().map(|unit| unit as &dyn Prefetches);
+            first.chain(units_of(&decoder.blocks)).chain(last.map(|unit| unit as &dyn Prefetches)).collect()
+        }
+        LanguageModel::Gpt2(gpt2) => units_of(&gpt2.blocks).collect(),
+        LanguageModel::Bert(bert) => units_of(&bert.blocks).collect(),
+    };
+    let units: Vec<Unit> = modules.iter().map(|module| module.unit()).collect();
     let before = |end: usize| -> Vec<Unit> { units[..end].iter().rev().take(ahead).cloned().collect() };
     let after = |start: usize| &units[start..start.saturating_add(ahead).min(units.len())];
-    root.set_modules_to_forward_prefetch(after(0))?;
-    root.set_modules_to_backward_prefetch(&before(units.len()))?;
-    for (i, block) in blocks.iter().enumerate() {
-        block.set_modules_to_forward_prefetch(after(i + 1))?;
-        block.set_modules_to_backward_prefetch(&before(i))?;
+    Prefetches::set_prefetch(model, after(0), &before(units.len()))?;
+    for (i, module) in modules.iter().enumerate() {
+        module.set_prefetch(after(i + 1), &before(i))?;
     }
     Ok(())
+}
+
+fn units_of<B>(blocks: &[FsdpModule<B>]) -> impl Iterator<Item = &dyn Prefetches> {
+    blocks.iter().map(|block| block as &dyn Prefetches)
 }

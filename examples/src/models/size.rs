@@ -23,7 +23,7 @@ pub struct ModelSize {
     pub rotary: f64,
 }
 
-/// Size of a unit: a block, or the root with the layers outside blocks.
+/// Size of a block, or of the layers outside blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct UnitSize {
     /// Parameters, adapters included.
@@ -83,11 +83,14 @@ impl<'a> Module<'a> {
 /// Number of blocks that are computed one by one. The others are assumed to be alike.
 const MOST_BLOCKS: usize = 10_000;
 
-/// Units of a model.
+/// Parts of a model.
 struct Parts<'a> {
     layers: usize,
     block: Box<dyn Fn(usize) -> UnitSize + 'a>,
-    root: UnitSize,
+    /// The layers outside blocks.
+    outside: UnitSize,
+    /// Parameters of an embedding that is a unit of its own.
+    embedding: f64,
     widest: f64,
     rotary: f64,
 }
@@ -109,8 +112,6 @@ impl ModelConfig {
             _ => 0.,
         };
         size.base -= own_head;
-        // The blocks may be larger than the root without its head, so this is the bound that both have.
-        size.largest_unit -= own_head.min(size.largest_unit);
         size.widest = match self {
             ModelConfig::Decoder(config) => config.heads as f64 * config.head_dim as f64,
             ModelConfig::Gpt2(config) => config.inner() as f64,
@@ -119,10 +120,10 @@ impl ModelConfig {
         size
     }
 
-    /// Returns the root, and the blocks in forward order (at most ten thousand).
+    /// Returns the layers outside blocks, and the blocks in forward order (at most ten thousand).
     pub fn units(&self, lora: Option<&Lora>) -> (UnitSize, Vec<UnitSize>) {
-        let Parts { layers, block, root, .. } = self.parts(lora);
-        (root, (0..layers.min(MOST_BLOCKS)).map(block).collect())
+        let Parts { layers, block, outside, .. } = self.parts(lora);
+        (outside, (0..layers.min(MOST_BLOCKS)).map(block).collect())
     }
 
     fn parts<'a>(&'a self, lora: Option<&'a Lora>) -> Parts<'a> {
@@ -189,7 +190,8 @@ fn decoder<'a>(config: &'a DecoderConfig, lora: Option<&'a Lora>) -> Parts<'a> {
     // Sines and cosines, on the device and on the host.
     let ropes = [Some(&config.rope), config.local_rope.as_ref()];
     let rotary = ropes.into_iter().flatten().map(|rope| 2. * rope.width as f64 * rope.tables()).sum();
-    Parts { layers: config.layers, block: Box::new(block), root: root.part, widest, rotary }
+    let embedding = if config.tied { 0. } else { vocabulary * width };
+    Parts { layers: config.layers, block: Box::new(block), outside: root.part, embedding, widest, rotary }
 }
 
 fn gpt2<'a>(config: &'a Gpt2Config, lora: Option<&'a Lora>) -> Parts<'a> {
@@ -210,7 +212,7 @@ fn gpt2<'a>(config: &'a Gpt2Config, lora: Option<&'a Lora>) -> Parts<'a> {
     root.matrix(positions, width);
     (0..2).for_each(|_| root.matrix(1., width));
     let widest = vocabulary.max(inner).max(3. * width);
-    Parts { layers: config.n_layer, block: Box::new(block), root, widest, rotary: 0. }
+    Parts { layers: config.n_layer, block: Box::new(block), outside: root, embedding: 0., widest, rotary: 0. }
 }
 
 fn bert<'a>(config: &'a BertConfig, lora: Option<&'a Lora>) -> Parts<'a> {
@@ -240,20 +242,20 @@ fn bert<'a>(config: &'a BertConfig, lora: Option<&'a Lora>) -> Parts<'a> {
     (0..4).for_each(|_| root.norm(width));
     root.part.matrix(1., vocabulary);
     root.part.products += vocabulary * width;
-    let layers = config.num_hidden_layers;
-    Parts { layers, block: Box::new(block), root: root.part, widest: vocabulary.max(inner), rotary: 0. }
+    let (layers, widest) = (config.num_hidden_layers, vocabulary.max(inner));
+    Parts { layers, block: Box::new(block), outside: root.part, embedding: 0., widest, rotary: 0. }
 }
 
 impl Parts<'_> {
     fn sum(self) -> ModelSize {
-        let Parts { layers, block, root, widest, rotary } = self;
+        let Parts { layers, block, outside, embedding, widest, rotary } = self;
         let looked_at = layers.min(MOST_BLOCKS);
         let each = if looked_at == 0 { 0. } else { layers as f64 / looked_at as f64 };
         let mut size = ModelSize {
-            base: root.elements - root.adapters,
-            adapters: root.adapters,
-            largest_unit: root.elements,
-            tensors: root.tensors,
+            base: outside.elements - outside.adapters,
+            adapters: outside.adapters,
+            largest_unit: embedding.max(outside.elements - embedding),
+            tensors: outside.tensors,
             widest,
             rotary,
         };

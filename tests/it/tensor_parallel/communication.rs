@@ -50,15 +50,18 @@ impl Place {
         let layers = || self.along(1, tensor);
         let world = || (0..RANKS).collect::<Vec<_>>();
 
-        // FSDP's units hold this rank's part of the layers. The root stays unsharded between forward and backward.
-        let root = F32 * (2 * IDS * WIDTH / tensor + WIDTH);
+        // FSDP's units hold this rank's part of the layers. Backward does not gather the embedding and the head.
+        let embedding = F32 * IDS * WIDTH / tensor;
+        let head = embedding + F32 * WIDTH;
         let block = F32 * ((4 * WIDTH * WIDTH + 3 * WIDTH * INNER) / tensor + 2 * WIDTH);
-        add(shards(), "all_gather", 1, root);
         add(shards(), "all_gather", 2 * BLOCKS, block);
-        add(shards(), "reduce_scatter", 1, root);
         add(shards(), "reduce_scatter", BLOCKS, block);
-        add(copies(), "all_reduce", 1, root / shard);
         add(copies(), "all_reduce", BLOCKS, block / shard);
+        for unit in [embedding, head] {
+            add(shards(), "all_gather", 1, unit);
+            add(shards(), "reduce_scatter", 1, unit);
+            add(copies(), "all_reduce", 1, unit / shard);
+        }
 
         // Layers: forward has the embedding and two for each block, backward the head and two for each block.
         // Recomputation repeats those of the blocks' forward.

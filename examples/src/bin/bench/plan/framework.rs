@@ -157,11 +157,6 @@ impl Framework {
         self != Framework::Pytorch
     }
 
-    /// Returns whether a parameter is freed with its own gradient, rather than with its unit's gradients.
-    pub(super) fn frees_parameters_one_by_one(self) -> bool {
-        self != Framework::Pytorch
-    }
-
     /// Returns the elements per token that candle-fsdp keeps inside an MLP.
     fn within(self, mlp: &Mlp) -> f64 {
         // On a CPU, the output of a fused activation is computed again.

@@ -78,15 +78,15 @@ impl Moment {
 /// Inputs of blocks that are being copied away or back (`fsdp-candle/src/activation_checkpoint/offload`).
 const UNDERWAY: usize = 3;
 
-/// Returns the bytes of the buffers that shards are cast to for all-gathers on CPUs. The pool keeps those of the root and
-/// of the largest block.
+/// Returns the bytes of the buffers that shards are cast to for all-gathers on CPUs. The pool keeps those of the root, or
+/// of the head, and of the largest block.
 fn cast_shards(setup: &Setup) -> f64 {
     let Setup { framework, compute, shards, base, model, mesh, .. } = setup;
     if *framework != Framework::Candle || compute == shards || base.is_some() || mesh.shard == 1 {
         return 0.;
     }
     let block = model.layers.iter().map(|layer| layer.parameters).fold(0., f64::max);
-    compute.bytes() * (model.root.parameters + block) / mesh.shard as f64
+    compute.bytes() * (model.root.parameters - setup.own_embedding() + block) / mesh.shard as f64
 }
 
 /// Computes the memory of a rank.
@@ -124,36 +124,41 @@ fn moments(setup: &Setup) -> Vec<Moment> {
     let logits = framework.logits(root, compute, setup.gradient(), tokens);
     let of_gradient = setup.gradient().map_or(0., Precision::bytes);
 
-    // Whether the parameters of a block, or of the root, stay gathered.
-    let stays = |layer: &Layer| match setup.reshard {
-        ReshardAfterForward::Never => e * layer.parameters,
-        ReshardAfterForward::To(ranks) => e * layer.parameters / ranks as f64,
+    // The parameters of a block or of an embedding that stay gathered.
+    let stay = |parameters: f64| match setup.reshard {
+        ReshardAfterForward::Never => e * parameters,
+        ReshardAfterForward::To(ranks) => e * parameters / ranks as f64,
         ReshardAfterForward::Default | ReshardAfterForward::Always => 0.,
     };
+    let stays = |layer: &Layer| stay(layer.parameters);
     let comes = |layer: &Layer| (e + encoded) * layer.parameters - stays(layer);
-    let of_root_gathered = e * root.parameters;
-    let all_stay = layers.iter().map(stays).sum::<f64>();
+    // The root, or the unit of the head.
+    let last = root.parameters - setup.own_embedding();
+    let all_stay = stay(setup.own_embedding()) + layers.iter().map(stays).sum::<f64>();
     let next = |from: Option<&Layer>| from.map_or(0., comes);
 
     let base = Moment { state: state.parameters + state.optimizer, activations: all_kept, ..Moment::default() };
     let mut moments = vec![
         Moment {
             when: "the loss",
-            gathered: of_root_gathered + all_stay + next(layers.last()),
+            gathered: e * last + all_stay + next(layers.last()),
             logits: logits.kept + logits.loss,
             ..base.clone()
         },
         Moment {
             when: "the head's backward",
-            gathered: of_root_gathered + all_stay + next(layers.last()),
+            gathered: e * last + all_stay + next(layers.last()),
             unreduced: of_gradient * root.head,
             logits: logits.kept + logits.slopes,
             ..base.clone()
         },
     ];
-    // Backward reaches the last block first. The head's gradient is then complete, unless it is tied.
-    let gone = if framework.frees_parameters_one_by_one() && !root.tied { e * root.head } else { 0. };
-    let (mut reduced, mut staying) = (0., all_stay);
+    // Backward reaches the last block first. A head that is a unit is then reduced.
+    let (in_root, pending, of_head) = match setup.has_root() {
+        true => (e * last, of_gradient * root.head, 0.),
+        false => (0., 0., last),
+    };
+    let (mut reduced, mut staying) = (share(of_head), all_stay);
     for (i, layer) in layers.iter().enumerate().rev() {
         let before = i.checked_sub(1).map(|before| &layers[before]);
         let again = match checkpoint {
@@ -170,10 +175,10 @@ fn moments(setup: &Setup) -> Vec<Moment> {
                 _ => "a block's backward",
             },
             gradients: reduced,
-            gathered: of_root_gathered - gone + staying + comes(layer) + next(before),
-            unreduced: of_gradient * root.head
+            gathered: in_root + staying + comes(layer) + next(before),
+            unreduced: pending
                 + waiting(setup, layer)
-                + layers.get(i + 1).map_or(0., |after| sent(setup, after)),
+                + sent(setup, layers.get(i + 1).map_or(of_head, |after| after.parameters)),
             activations: kept(i + 1),
             // The keys and values of all ranks, their gradients, and a copy in another order.
             working: tokens * again.max(0.) + framework.backward(layer, compute, tokens) + 5. * setup.whole_keys(layer),
@@ -183,20 +188,21 @@ fn moments(setup: &Setup) -> Vec<Moment> {
         reduced = share(layer.parameters) + if setup.in_backward { 0. } else { reduced };
     }
     moments.push(Moment {
-        when: "the root's reduction",
+        when: if setup.has_root() { "the root's reduction" } else { "the embedding's reduction" },
         gradients: reduced,
-        gathered: of_root_gathered - gone,
-        unreduced: setup.gradient().map_or(0., |it| it.bytes().max(reduce.bytes())) * root.parameters
-            + layers.first().map_or(0., |after| sent(setup, after)),
+        gathered: in_root + staying,
+        unreduced: setup.gradient().map_or(0., |it| it.bytes().max(reduce.bytes()))
+            * if setup.has_root() { root.parameters } else { setup.own_embedding() }
+            + sent(setup, layers.first().map_or(of_head, |after| after.parameters)),
         activations: rotary,
         ..base
     });
     moments
 }
 
-/// Returns the bytes that the reduction of a block's gradients reads, while the next unit computes.
-fn sent(setup: &Setup, layer: &Layer) -> f64 {
-    if setup.mesh.shard == 1 { 0. } else { setup.trained() * setup.reduce.bytes() * layer.parameters }
+/// Returns the bytes that the reduction of a unit's gradients reads, while the next unit computes.
+fn sent(setup: &Setup, parameters: f64) -> f64 {
+    if setup.mesh.shard == 1 { 0. } else { setup.trained() * setup.reduce.bytes() * parameters }
 }
 
 /// Returns the bytes of a block's gradients. They are packed for their reduction if the dtypes differ.

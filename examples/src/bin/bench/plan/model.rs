@@ -106,7 +106,8 @@ pub(super) struct Root {
     pub(super) parameters: f64,
     /// Parameter tensors.
     pub(super) tensors: f64,
-    /// Parameters of the head, whose gradient is complete before backward reaches the blocks.
+    /// Parameters of the head, whose gradient is complete before backward reaches the blocks. An embedding that is not tied
+    /// has as many.
     pub(super) head: f64,
     /// Whether the head shares the embedding's weights.
     pub(super) tied: bool,

@@ -57,7 +57,7 @@ pub(super) fn table(report: &Report, setup: &Setup) -> String {
     let _ = head(&mut lines, report, setup);
     let _ = memory(&mut lines, report);
     let _ = time(&mut lines, report);
-    let _ = units(&mut lines, &report.time.units);
+    let _ = units(&mut lines, &report.time.units, setup.has_root());
     let _ = best(&mut lines, report);
     lines.truncate(lines.trim_end().len());
     lines
@@ -69,7 +69,7 @@ fn head(to: &mut String, report: &Report, setup: &Setup) -> std::fmt::Result {
         to,
         "{:.3} billion parameters in {} units, over {} ranks on {}: {} sharded over {} {}",
         report.parameters / 1e9,
-        setup.model.layers.len() + 1,
+        setup.model.layers.len() + if setup.has_root() { 1 } else { 2 },
         mesh.ranks(),
         if mesh.hosts == 1 { "one host".into() } else { format!("{} hosts", mesh.hosts) },
         if mesh.replicate == 1 { "one replica".into() } else { format!("{} replicas, each", mesh.replicate) },
@@ -166,7 +166,7 @@ fn time(to: &mut String, report: &Report) -> std::fmt::Result {
     )
 }
 
-fn units(to: &mut String, units: &[Unit]) -> std::fmt::Result {
+fn units(to: &mut String, units: &[Unit], has_root: bool) -> std::fmt::Result {
     writeln!(to, "\nTime of each unit, ms")?;
     let exchanges = units.iter().any(|unit| unit.exchange > 0.);
     let column = if exchanges { "  exchange" } else { "" };
@@ -178,9 +178,11 @@ fn units(to: &mut String, units: &[Unit]) -> std::fmt::Result {
             let rounded = |unit: &Unit| figures(unit).map(|seconds| (seconds * 1e5).round() as i64);
             first > 0 && rounded(other) == rounded(&units[first])
         };
-        let count = units[first..].iter().take_while(alike).count().max(1);
+        let blocks = units.len() - usize::from(!has_root);
+        let count = units[first..blocks.max(first)].iter().take_while(alike).count().max(1);
         let name = match (first, count) {
-            (0, _) => "root".into(),
+            (0, _) => if has_root { "root" } else { "embedding" }.into(),
+            _ if first == blocks => "head".into(),
             (_, 1) => format!("block {}", first - 1),
             _ => format!("blocks {}-{}", first - 1, first + count - 2),
         };

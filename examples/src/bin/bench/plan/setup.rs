@@ -64,6 +64,17 @@ impl Setup<'_> {
         }
     }
 
+    /// Returns whether embedding and head are the root unit, rather than two units. torchtitan's runs of 2024, with which
+    /// plans are compared, had such a root too.
+    pub(super) fn has_root(&self) -> bool {
+        self.model.root.tied || self.framework == Framework::Pytorch
+    }
+
+    /// Returns the number of parameters of an embedding that is a unit of its own.
+    pub(super) fn own_embedding(&self) -> f64 {
+        if self.has_root() { 0. } else { self.model.root.head }
+    }
+
     /// Returns the products of a layer's backward for each in its forward: for its input's gradient, and its weight's.
     pub(super) fn backward_products(&self) -> f64 {
         1. + self.trained()

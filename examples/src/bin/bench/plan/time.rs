@@ -28,7 +28,7 @@ pub(super) struct Time {
     pub(super) tokens_per_s_per_rank: f64,
     /// Model FLOPs utilization: the model's operations without recomputation, as a share of the device's peak.
     pub(super) mfu: f64,
-    /// The root, then the blocks in forward order.
+    /// The embedding, or the root with the head, then the blocks in forward order, and a head that is a unit.
     pub(super) units: Vec<Unit>,
 }
 
@@ -198,15 +198,19 @@ fn units(setup: &Setup) -> (Compute, Vec<Unit>) {
     compute.products += again;
     // The embedding's output, and the gradient of the head's input.
     let ends = over_layer.all_reduce(e * tokens * root.width);
-    let mut units = vec![Unit {
+    let of_head = |communication: Unit| Unit {
         forward: head.total() + ends,
         backward: back.total() + again + ends,
         exchange: 2. * ends,
-        ..communication(
-            root.parameters,
-            of_root,
-            setup.reshard == ReshardAfterForward::Default || setup.reshard == ReshardAfterForward::Never,
-        )
+        ..communication
+    };
+    let mut units = vec![match setup.has_root() {
+        true => {
+            let stays = matches!(setup.reshard, ReshardAfterForward::Default | ReshardAfterForward::Never);
+            of_head(communication(root.parameters, of_root, stays))
+        }
+        // Backward does not gather an embedding.
+        false => communication(setup.own_embedding(), of_root, true),
     }];
     for layer in &model.layers {
         let (forward, backward) = (forward(setup, layer), backward(setup, layer));
@@ -229,6 +233,10 @@ fn units(setup: &Setup) -> (Compute, Vec<Unit>) {
             hidden: (forwards + 2.) * keys - waits,
             ..communication(layer.parameters, of_block, false)
         });
+    }
+    if !setup.has_root() {
+        // Not resharded after forward.
+        units.push(of_head(communication(root.parameters - setup.own_embedding(), of_root, true)));
     }
     (compute, units)
 }
