@@ -396,6 +396,13 @@ pub(crate) struct Args {
     #[serde(serialize_with = "optional_path")]
     pub(crate) trace: Option<PathBuf>,
 
+    /// Pass the spans of --trace to NVTX, so that Nsight Systems shows steps, units and collectives beside kernels
+    ///
+    /// Start each process under `nsys profile --trace cuda,nvtx`. NVTX is a part of the CUDA toolkit, and of pip's
+    /// nvidia-nvtx.
+    #[arg(long, help_heading = "Run")]
+    pub(crate) nvtx: bool,
+
     /// Blocks that recompute their activations in backward: less memory, a second forward, the same numbers. `full` is
     /// all blocks, a number K every K-th block, NAMES a comma-separated list of patterns that match block names or
     /// their ends, such as model.layers.[0-3]

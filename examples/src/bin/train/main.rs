@@ -13,6 +13,7 @@ mod export;
 mod flag_types;
 mod inputs;
 mod memory_check;
+mod nvtx;
 mod objective;
 mod optimizer;
 mod prepare;
@@ -47,7 +48,7 @@ fn main() -> ExitCode {
         args.batch_shape(world)?;
         let hosts = Hosts::of(&args, world)?;
         directories::check_writable(&args, &hosts, world)?;
-        let trace = trace::init(args.trace.as_deref(), world)?;
+        let trace = trace::init(args.trace.as_deref(), args.nvtx, world)?;
         let gguf = train(&args, hosts, world)?;
         trace.map_or(Ok(()), |trace| trace.finish(world))?;
         gguf.map_or(Ok(()), |gguf| gguf.write())

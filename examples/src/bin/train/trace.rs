@@ -24,6 +24,8 @@ use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer};
 
+use crate::nvtx::Nvtx;
+
 /// Thread ids per rank. Viewers need ids that are unique over all processes.
 const THREADS: u64 = 1000;
 
@@ -250,7 +252,7 @@ fn readable(event: &mut Map<String, Value>, rank: usize, late: f64) {
 }
 
 /// Returns a name with the operation and the unit.
-fn event_name(name: &str, args: &Map<String, Value>) -> String {
+pub(crate) fn event_name(name: &str, args: &Map<String, Value>) -> String {
     let arg = |name: &str| args.get(name).and_then(Value::as_str);
     let what = match (arg("message"), name) {
         (Some(message), _) => message.to_string(),
@@ -274,17 +276,18 @@ fn thread_name(thread: &str) -> String {
     }
 }
 
-/// Starts logging to stderr, and the trace if `file` is given. Collective.
-pub(crate) fn init(trace: Option<&Path>, world: &World) -> anyhow::Result<Option<Trace>> {
+/// Starts logging to stderr, the trace if `file` is given, and the ranges of `--nvtx`. Collective.
+pub(crate) fn init(trace: Option<&Path>, nvtx: bool, world: &World) -> anyhow::Result<Option<Trace>> {
+    let filter = || EnvFilter::new("fsdp_candle=debug,fsdp_core=debug,train=debug");
     let (spans, trace) = match trace {
         Some(file) => {
             let (layer, trace) = Trace::start(file, world)?;
-            let filter = EnvFilter::new("fsdp_candle=debug,fsdp_core=debug,train=debug");
-            (Some(layer.with_filter(filter)), Some(trace))
+            (Some(layer.with_filter(filter())), Some(trace))
         }
         None => (None, None),
     };
-    tracing_subscriber::registry().with(spans).with(job::events()).init();
+    let ranges = nvtx.then(|| Nvtx::load().map(|layer| layer.with_filter(filter()))).transpose()?;
+    tracing_subscriber::registry().with(spans).with(ranges).with(job::events()).init();
     Ok(trace)
 }
 
