@@ -352,8 +352,8 @@ pub(crate) struct Args {
 
     /// How the blocks' matrix products are computed: in --param-dtype, or in 8-bit floats
     ///
-    /// Products of 8-bit floats (float8) take about half the time on GPUs of compute capability 8.9 or later; the scales
-    /// of rows need 9.0. Operands are scaled and rounded before each product, as torchao's recipes do: inputs and
+    /// GPUs of compute capability 8.9 or later multiply 8-bit floats (float8) at twice the rate of bf16; the scales of
+    /// rows need 9.0. Operands are scaled and rounded before each product, as torchao's recipes do: inputs and
     /// weights to E4M3, and gradients of outputs to E5M2, or to E4M3 where rows have scales. CPUs compute the same
     /// values, but no faster. Parameters, optimizer state, activations and checkpoints do not change. Embeddings, heads,
     /// routers of experts and adapters compute in full. Both dimensions of a matrix must be multiples of 16.
