@@ -25,8 +25,7 @@ pub(crate) struct Adapters {
 impl Adapters {
     /// Returns the adapter of the layer whose weight is called `weight`.
     pub(crate) fn of(&self, weight: &str) -> Option<LoraConfig> {
-        let layer = weight.strip_suffix("weight")?;
-        let layer = if layer.is_empty() { layer } else { layer.strip_suffix('.')? };
+        let layer = layer_of(weight, "weight")?;
         (!is_adapter(weight) && (self.targets)(layer)).then_some(self.config)
     }
 }
@@ -51,7 +50,8 @@ pub(crate) fn adapter_of(name: &str) -> Option<(&str, bool)> {
     of(DOWN, false).or_else(|| of(UP, true))
 }
 
-fn layer_of<'a>(name: &'a str, end: &str) -> Option<&'a str> {
+/// Returns the layer of a parameter whose name after the layer's is `end`.
+pub(crate) fn layer_of<'a>(name: &'a str, end: &str) -> Option<&'a str> {
     let layer = name.strip_suffix(end)?;
     if layer.is_empty() { Some(layer) } else { layer.strip_suffix('.') }
 }

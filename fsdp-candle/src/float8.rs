@@ -1,7 +1,9 @@
 //! Matrix products in 8-bit floats: the recipes, and the layers that use one.
 
+use indexmap::IndexSet;
 use parking_lot::Mutex;
 
+use crate::adapter::layer_of;
 use crate::kernels::{Float8Cast, Float8Format};
 
 /// How a layer's matrix products are computed in 8-bit floats (float8): the recipes of torchao's
@@ -61,15 +63,12 @@ impl Float8Recipe {
     }
 }
 
-/// A layer's dimensions must be multiples of this: tensor cores multiply 8-bit floats in tiles of so many.
-pub(crate) const FLOAT8_MULTIPLE: usize = 16;
-
 /// Selection of the layers that compute in 8 bits.
 pub(crate) struct Float8Layers {
     recipe: Float8Recipe,
     filter: Box<dyn Fn(&str) -> bool + Send + Sync>,
     /// FQNs of the layers that were built.
-    built: Mutex<Vec<String>>,
+    built: Mutex<IndexSet<String>>,
 }
 
 impl Float8Layers {
@@ -79,17 +78,16 @@ impl Float8Layers {
 
     /// Returns the recipe of the layer whose weight is called `weight`, if it is selected.
     pub(crate) fn build(&self, weight: &str) -> Option<Float8Recipe> {
-        let layer = weight.strip_suffix("weight")?;
-        let layer = if layer.is_empty() { layer } else { layer.strip_suffix('.')? };
+        let layer = layer_of(weight, "weight")?;
         if !(self.filter)(layer) {
             return None;
         }
-        self.built.lock().push(layer.into());
+        self.built.lock().insert(layer.into());
         Some(self.recipe)
     }
 
     /// Returns the FQNs of the layers that were built.
     pub(crate) fn built(&self) -> Vec<String> {
-        self.built.lock().clone()
+        self.built.lock().iter().cloned().collect()
     }
 }

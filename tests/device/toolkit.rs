@@ -7,9 +7,13 @@ use fsdp_test_support::{Run, golden_flags_of, program, run};
 
 /// Trains two steps on one device, with settings of the double.
 fn train_with(settings: &[(&str, &str)]) -> Run {
+    train_model("gpt2_tiny", &[], settings)
+}
+
+fn train_model(name: &str, flags: &[&str], settings: &[(&str, &str)]) -> Run {
     let dir = tempfile::tempdir().unwrap();
     let mut command = Command::new(program("train"));
-    command.args(golden_flags_of("gpt2_tiny", 2)).args(["--batch-size", "4", "--device", "cuda"]);
+    command.args(golden_flags_of(name, 2)).args(["--batch-size", "4", "--device", "cuda"]).args(flags);
     command.envs(settings.iter().copied()).current_dir(dir.path());
     run(command, Duration::from_secs(120))
 }
@@ -28,6 +32,18 @@ fn a_toolkit_that_does_not_fit_is_told_at_the_start() {
     refused(&[("GPU_DOUBLE_DRIVER", "12040")], &driver);
     let build = ["built for sm_80", "the device, sm_75, does not run", "CUDA_COMPUTE_CAP=75"];
     refused(&[("GPU_DOUBLE_CAPABILITY", "75")], &build);
+}
+
+#[test]
+fn devices_without_8_bit_products_are_told_so() {
+    let error = |compute, capability| {
+        let flags = ["--compute", compute];
+        train_model("llama_float8_tiny", &flags, &[("GPU_DOUBLE_CAPABILITY", capability)]).failed()
+    };
+    let old = error("float8", "80");
+    assert!(old.contains("capability 8.9 or later") && old.contains("this one has 8.0"), "{old}");
+    let rows = error("float8-rowwise", "89");
+    assert!(rows.contains("capability 9.0 or later and cuBLAS 12.9") && rows.contains("Found 8.9"), "{rows}");
 }
 
 #[test]

@@ -256,6 +256,27 @@ fn float8_products() {
     }
 }
 
+/// Prints the table of docs/parity.md.
+#[test]
+fn float8_products_learn_as_with_torchao() {
+    let name = "llama_float8_tiny";
+    let bf16 = Trajectory::recorded(name, "run_bf16");
+    for (flag, run) in [
+        ("full", "run_bf16"),
+        ("float8", "run_float8_tensorwise_bf16"),
+        ("float8-rowwise", "run_float8_rowwise_bf16"),
+        ("float8-rowwise-gw-hp", "run_float8_rowwise_with_gw_hp_bf16"),
+    ] {
+        let recorded = Trajectory::recorded(name, run);
+        let flags = format!("--steps 200 --param-dtype bf16 --compute {flag}");
+        let ours = train(name, 1, &flags, tempfile::tempdir().unwrap().path());
+        let end = |run: &Trajectory| run.0[190..].iter().map(|step| step.loss).sum::<f64>() / 10.;
+        let (apart, from_bf16) = (ours.mean_difference(&recorded).loss, recorded.mean_difference(&bf16).loss);
+        println!("{flag}: {:.3}, {:.3}; {apart:.4}, {from_bf16:.4}", end(&ours), end(&recorded));
+        assert!(apart < 1e-2 && (end(&ours) / end(&recorded) - 1.).abs() < 1e-2, "{flag}: {apart}");
+    }
+}
+
 /// With other ranks, shards have other scales. The distance from f32 is the same: 1.9e-4 and 6e-3.
 #[test]
 fn float8() {

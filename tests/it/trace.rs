@@ -1,9 +1,11 @@
 //! `train --trace` shows the computation and communication of each rank, and their overlap.
 
 use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
 
 use fsdp_test_support::trace::{Event, Trace};
-use fsdp_test_support::train_golden;
+use fsdp_test_support::{golden_flags_of, program, run, train_golden};
 
 const STEPS: usize = 4;
 
@@ -106,4 +108,19 @@ fn a_failed_run_leaves_the_files_of_its_ranks() {
             [(rank, format!("rank {rank}"))]
         );
     }
+}
+
+/// Files under the names of NVTX that are no libraries.
+#[test]
+fn nvtx_that_does_not_load_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["libnvtx3interop.so.1", "libnvToolsExt.so.1"] {
+        std::fs::write(dir.path().join(name), "text").unwrap();
+    }
+    let mut train = Command::new(program("train"));
+    train.args(golden_flags_of("llama_tiny", 1)).args(["--nvtx", "--batch-size", "4"]);
+    train.env("LD_LIBRARY_PATH", dir.path()).current_dir(dir.path());
+    let error = run(train, Duration::from_secs(60)).failed();
+    assert!(error.contains("can't load NVTX (libnvtx3interop.so.1 or libnvToolsExt.so.1)"), "{error}");
+    assert!(error.contains("too short") && error.contains("pip's nvidia-nvtx"), "{error}");
 }

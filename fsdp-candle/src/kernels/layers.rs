@@ -51,6 +51,8 @@ pub(crate) struct Float8Cast {
 impl Float8Cast {
     /// Magnitudes below this have its scale.
     pub(crate) const LEAST: f64 = 1e-12;
+    /// Sums of a product have a multiple of this many terms, since tensor cores multiply in tiles of so many.
+    pub(crate) const TERMS: usize = 16;
 }
 
 /// A normalization over rows.

@@ -30,9 +30,10 @@ use super::weight::{Weight, has_cpu_kernels, register_layer};
 use crate::activation_checkpoint::{Operation, operation};
 use crate::adapter::{Adapters, LoraConfig, are_enabled};
 use crate::collectives::SharedInput;
-use crate::float8::{FLOAT8_MULTIPLE, Float8Recipe, LinearProduct};
+use crate::float8::{Float8Recipe, LinearProduct};
 use crate::fsdp::FsdpParam;
 use crate::graph::{Reads, graph_op};
+use crate::kernels::Float8Cast;
 use crate::storage::take;
 use crate::tensor_parallel::{ColwiseParallel, RowwiseParallel};
 
@@ -372,18 +373,22 @@ fn float8_recipe(weight: &Tensor) -> Option<Float8Recipe> {
 
 /// Fails unless 8-bit products support a layer.
 fn check_float8(function: &str, x: &Tensor, w: &Tensor) -> Result<()> {
-    let name = FsdpParam::of(w).map_or("the weight".into(), |param| format!("`{}`", param.name()));
+    let name = || FsdpParam::of(w).map_or("the weight".into(), |param| format!("`{}`", param.name()));
+    let way_out = "Leave its layer out in the filter of `convert_to_float8_training` (`train`: --compute full)";
     if !matches!(x.dtype(), DType::F32 | DType::F16 | DType::BF16) || !(x.device().is_cpu() || x.device().is_cuda()) {
         bail!(
-            "{function}: 8-bit products take f32, f16 and bf16 on the CPU and on CUDA devices, but {name} is {:?}. Leave \
-             its layer out in the filter of `convert_to_float8_training`",
-            x.dtype()
+            "{function}: 8-bit products take f32, f16 and bf16 on the CPU and on CUDA devices, but {} is {:?} on {:?}. \
+             {way_out}",
+            name(),
+            x.dtype(),
+            x.device().location()
         );
     }
-    if w.dims().iter().any(|dim| dim % FLOAT8_MULTIPLE != 0) {
+    if w.dims().iter().any(|dim| dim % Float8Cast::TERMS != 0) {
         bail!(
-            "{function}: 8-bit products take weights whose dimensions are multiples of {FLOAT8_MULTIPLE}, but {name} is \
-             {:?}. Leave its layer out in the filter of `convert_to_float8_training`",
+            "{function}: 8-bit products take weights whose dimensions are multiples of {}, but {} is {:?}. {way_out}",
+            Float8Cast::TERMS,
+            name(),
             w.dims()
         );
     }

@@ -9,6 +9,7 @@ use fsdp_candle::{
     AdamW, AdamWConfig, DeviceChoice, Float8Recipe, FullyShard, ReshardAfterForward, ShardedVarMap, World,
     clip_grad_norm, fully_shard, grad_norm, no_grad,
 };
+use fsdp_train::console::Console;
 use serde::Serialize;
 
 use crate::precision::Precision;
@@ -217,8 +218,7 @@ impl Bench<'_> {
                 Ok(_) => self.show(name, "forward", Work::Operations(2 * tokens * width * inner), || {
                     no_grad(|| model.forward(&x)).map(drop).map_err(Into::into)
                 })?,
-                Err(error) if !self.args.json => print(format_args!("{name:<24} not measured: {error}"))?,
-                Err(_) => {}
+                Err(error) => Console::Stderr.line(format_args!("{name} is not measured: {error}")),
             }
         }
         Ok(())

@@ -27,7 +27,7 @@ pub(crate) struct Nvtx {
 }
 
 impl Nvtx {
-    /// Loads the library. Fails if there is none.
+    /// Loads the library. Fails if neither is installed.
     pub(crate) fn load() -> anyhow::Result<Self> {
         let mut why = String::new();
         for name in LIBRARIES {

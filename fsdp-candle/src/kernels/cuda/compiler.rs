@@ -82,8 +82,9 @@ impl Module {
 }
 
 /// The files that kernels include.
-const HEADERS: [(&str, &str); 7] = [
+const HEADERS: [(&str, &str); 8] = [
     ("flash_attention.cuh", include_str!("flash_attention.cuh")),
+    ("float8.cuh", include_str!("float8.cuh")),
     ("prelude.cuh", include_str!("prelude.cuh")),
     ("packs.cuh", include_str!("packs.cuh")),
     ("philox.cuh", include_str!("philox.cuh")),

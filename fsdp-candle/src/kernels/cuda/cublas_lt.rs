@@ -62,7 +62,7 @@ pub(super) struct CodesProduct {
     pub(super) dtype: DType,
 }
 
-/// What an algorithm is chosen by.
+/// The properties of a product by which cuBLAS chooses an algorithm.
 #[derive(PartialEq, Eq, Hash)]
 struct Key {
     sizes: [usize; 3],

@@ -1,6 +1,7 @@
 // Operands of products in 8-bit floats. A value is multiplied by a scale and rounded to the nearest code. The sums of a
 // product run over the columns of both operands' codes.
 #include "prelude.cuh"
+#include "float8.cuh"
 #include "packs.cuh"
 #include "sums.cuh"
 
@@ -57,26 +58,6 @@ KERNEL(float8_scales)(const u32* most, float* scales, u64 count, float largest, 
 }
 
 // ---- codes ----
-
-#if !defined(GPU_DOUBLE) && __CUDA_ARCH__ >= 890
-#define CODE(name, format, exponent, mantissa, above, most) \
-  static __device__ u8 name(float x) { \
-    u16 codes; \
-    asm("cvt.rn.satfinite." format ".f32 %0, %1, %2;" : "=h"(codes) : "f"(0.0f), "f"(x)); \
-    return (u8)codes; \
-  }
-#else
-#define CODE(name, format, exponent, mantissa, above, most) \
-  static __device__ u8 name(float x) { \
-    const u32 sign = bits_of(x) >> 31 << 7; \
-    if (x != x) return (u8)0x7f; \
-    if (x >= (most) || x <= -(most)) return (u8)(sign | ((above) - 1)); \
-    return (u8)narrowed<exponent, mantissa, 8, 23>(bits_of(x), above); \
-  }
-#endif
-// `above` is the code after that of the largest number, `most`.
-CODE(code_e4m3, "e4m3x2", 4, 3, 0x7f, 448)
-CODE(code_e5m2, "e5m2x2", 5, 2, 0x7c, 57344)
 
 // Codes of values, row by row. Each row has a scale if `per_row`.
 template <int N, u8 code(float), class T>

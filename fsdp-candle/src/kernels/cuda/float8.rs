@@ -12,8 +12,6 @@ use super::cublas_lt::{Codes, CodesProduct};
 use super::device::{Arg, CudaKernels, THREADS, elementwise, of_slice};
 use super::product::{Matrix, MatrixLayout};
 
-/// Tensor cores multiply codes in runs of this many, so rows of codes are padded with zeros.
-const RUN: usize = 16;
 /// `TILE` in the source.
 const TILE: usize = 64;
 /// Rows of which a block finds the largest magnitudes of columns.
@@ -55,7 +53,7 @@ pub(crate) fn add_float8_product(
         })
     };
     let product = CodesProduct {
-        sizes: [rows, cols, terms.next_multiple_of(RUN)],
+        sizes: [rows, cols, terms.next_multiple_of(Float8Cast::TERMS)],
         lhs: codes(&lhs, left.format)?,
         rhs: codes(&rhs, right.format)?,
         by_vector,
@@ -126,7 +124,7 @@ impl Operand {
         ];
         // SAFETY: the kernel's arguments: as many scales and inverses, and a magnitude for each or for all.
         unsafe { cuda.launch(Module::Float8.kernel("float8_scales"), elementwise(count), &args)? };
-        let padded = terms.next_multiple_of(RUN);
+        let padded = terms.next_multiple_of(Float8Cast::TERMS);
         let mut codes = cuda.uninit(DType::U8, vectors * padded)?;
         let of_codes = cuda.view_mut(SliceMut::from(&mut codes))?.into();
         let format = match cast.format {

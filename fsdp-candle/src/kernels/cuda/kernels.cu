@@ -1,5 +1,6 @@
 // Copies, sums, casts, norms of gradients, and optimizers.
 #include "prelude.cuh"
+#include "float8.cuh"
 #include "packs.cuh"
 
 // ---- copies, sums, scales and casts ----
@@ -250,13 +251,7 @@ KERNEL(scales_of)(u32* largest, u64 count, float most, float of_zeros, float lea
 }
 
 KERNEL(quantise_e4m3)(const float* values, const float* scales, u8* codes, u64 count, u64 width) {
-  EACH(i, count) {
-    const float value = values[i] / scales[i / width];
-    const u32 bits = bits_of(value), sign = bits >> 31 << 7;
-    if (value != value) codes[i] = (u8)(sign | 0x7f);
-    else if (value >= 448 || value <= -448) codes[i] = (u8)(sign | 0x7e);
-    else codes[i] = (u8)narrowed<4, 3, 8, 23>(bits, 0x7f);
-  }
+  EACH(i, count) codes[i] = code_e4m3(values[i] / scales[i / width]);
 }
 
 // Magnitudes from 0 to 1, as in `eight_bits.rs`. The first decade has two, and each decade has twice as many as the one

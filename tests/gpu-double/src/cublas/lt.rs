@@ -203,7 +203,7 @@ unsafe extern "C" fn cublasLtMatmulAlgoGetHeuristic(
     SUCCESS
 }
 
-/// Fails for what cuBLASLt does not compute on a GPU of capability 9.0.
+/// Fails for products that cuBLASLt refuses on a GPU of capability 9.0.
 fn check(desc: &Description, [a, b, c, d]: [Layout; 4]) -> Result<(), String> {
     use Element::{BF16, E4M3, E5M2, F16, F32};
     let elements = [a.element, b.element, c.element, d.element];
@@ -325,4 +325,39 @@ unsafe fn scaled(element: Element, at: u64, scales: u64, by_vector: bool, vector
         }
     }
     values
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn products_that_cublas_lt_refuses_are_refused() {
+        let layout = |element, rows, cols| Layout { element: Some(element), rows, cols, leading: rows as i64 };
+        let result = layout(Element::BF16, 48, 5);
+        let layouts = [layout(Element::E4M3, 32, 48), layout(Element::E5M2, 32, 5), result, result];
+        let desc = Description { is_f32: true, a_transposed: true, ..Description::default() };
+        assert_eq!(check(&desc, layouts), Ok(()));
+        assert_eq!(check(&Description { modes: [OUTER_VECTORS; 2], ..desc }, layouts), Ok(()));
+        for other in [
+            Description { a_transposed: false, ..desc },
+            Description { b_transposed: true, ..desc },
+            Description { is_f32: false, ..desc },
+            Description { modes: [OUTER_VECTORS, 0], ..desc },
+        ] {
+            assert!(check(&other, layouts).is_err(), "{other:?}");
+        }
+        let [a, b, c, _] = layouts;
+        for other in [
+            [layout(Element::E5M2, 32, 48), b, c, c],
+            [layout(Element::BF16, 32, 48), b, c, c],
+            [layout(Element::E4M3, 24, 48), layout(Element::E4M3, 24, 5), c, c],
+            [layout(Element::E4M3, 32, 40), b, layout(Element::BF16, 40, 5), layout(Element::BF16, 40, 5)],
+            [a, layout(Element::E4M3, 48, 5), c, c],
+            [a, b, c, layout(Element::F32, 48, 5)],
+            [a, b, Layout { leading: 64, ..c }, Layout { leading: 64, ..c }],
+        ] {
+            assert!(check(&desc, other).is_err(), "{other:?}");
+        }
+    }
 }
