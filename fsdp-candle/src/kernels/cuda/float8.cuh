@@ -2,14 +2,14 @@
 
 #if !defined(GPU_DOUBLE) && __CUDA_ARCH__ >= 890
 #define CODE(name, format, exponent, mantissa, above, most) \
-  static __device__ u8 name(float x) { \
+  inline __device__ u8 name(float x) { \
     u16 codes; \
     asm("cvt.rn.satfinite." format ".f32 %0, %1, %2;" : "=h"(codes) : "f"(0.0f), "f"(x)); \
     return (u8)codes; \
   }
 #else
 #define CODE(name, format, exponent, mantissa, above, most) \
-  static __device__ u8 name(float x) { \
+  inline __device__ u8 name(float x) { \
     const u32 sign = bits_of(x) >> 31 << 7; \
     if (x != x) return (u8)(sign | 0x7f); \
     if (x >= (most) || x <= -(most)) return (u8)(sign | ((above) - 1)); \
