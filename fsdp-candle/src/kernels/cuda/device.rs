@@ -13,6 +13,8 @@ use parking_lot::Mutex;
 use super::super::slice::{Slice, SliceMut, ViewMut};
 use super::compiler::{Kernel, Library};
 use super::cublas_lt::CublasLt;
+#[cfg(feature = "cudnn")]
+use super::cudnn::Cudnn;
 use super::host_copies::Staging;
 use crate::error::{Error, Result};
 
@@ -131,6 +133,8 @@ pub(in crate::kernels) struct CudaKernels {
     /// A vector of ones for each dtype that was asked for.
     ones: Mutex<Vec<Tensor>>,
     cublas_lt: OnceLock<CublasLt>,
+    #[cfg(feature = "cudnn")]
+    cudnn: OnceLock<Option<Cudnn>>,
 }
 
 /// A device's streams for copies to the device and to the host.
@@ -152,6 +156,8 @@ impl CudaKernels {
             staging: Staging::default(),
             ones: Mutex::default(),
             cublas_lt: OnceLock::new(),
+            #[cfg(feature = "cudnn")]
+            cudnn: OnceLock::new(),
         })
     }
 
@@ -181,6 +187,16 @@ impl CudaKernels {
             Some(started) => Ok(started),
             None => bail!("cuBLASLt is missing"),
         }
+    }
+
+    /// Returns cuDNN, if it can be used. The first call starts it.
+    #[cfg(feature = "cudnn")]
+    pub(super) fn cudnn(&self) -> candle_core::Result<Option<&Cudnn>> {
+        if self.cudnn.get().is_none() {
+            // If two threads race, the first one's is kept.
+            let _ = self.cudnn.set(Cudnn::new(self)?);
+        }
+        Ok(self.cudnn.get().and_then(Option::as_ref))
     }
 
     /// Returns the memory of elements on this device to read.

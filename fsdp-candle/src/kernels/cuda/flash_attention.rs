@@ -116,10 +116,22 @@ impl FlashAttention<'_> {
                 return Ok(false);
             }
         }
-        Ok(self.module(operand.dtype()).is_some()
+        let has_kernels = self.module(operand.dtype()).is_some()
             && major >= FEWEST_CAPABILITY
-            && self.batch.max(self.heads) <= MOST_BLOCKS
-            && self.batch * self.visible.queries * self.visible.keys > 0)
+            && self.batch.max(self.heads) <= MOST_BLOCKS;
+        let is_empty = self.batch * self.visible.queries * self.visible.keys == 0;
+        Ok(!is_empty && (has_kernels || self.has_cudnn(cuda, operand.dtype())?))
+    }
+
+    /// Returns whether cuDNN computes both directions.
+    #[cfg(feature = "cudnn")]
+    fn has_cudnn(&self, cuda: &CudaKernels, dtype: DType) -> Result<bool> {
+        cuda.cudnn()?.map_or(Ok(false), |cudnn| cudnn.covers(cuda, self, dtype))
+    }
+
+    #[cfg(not(feature = "cudnn"))]
+    fn has_cudnn(&self, _cuda: &CudaKernels, _dtype: DType) -> Result<bool> {
+        Ok(false)
     }
 
     /// Returns the file of the kernels for a dtype, if there is one.
@@ -139,8 +151,14 @@ impl FlashAttention<'_> {
         let dtype = operands[0].dtype();
         let out = self.outputs(cuda, dtype, out)?;
         let log_sums = self.sums(cuda, log_sums)?;
-        let mut arguments = self.operands(cuda, operands)?;
-        arguments.extend([out, log_sums].map(Arg::from));
+        let operands = self.operands(cuda, operands)?;
+        #[cfg(feature = "cudnn")]
+        if let Some(cudnn) = cuda.cudnn()?
+            && cudnn.forward(cuda, self, dtype, operands, [out, log_sums])?
+        {
+            return Ok(());
+        }
+        let arguments: Vec<Arg> = operands.into_iter().chain([out, log_sums]).map(Arg::from).collect();
         self.launch(cuda, dtype, Pass::Forward, arguments)
     }
 
@@ -162,28 +180,36 @@ impl FlashAttention<'_> {
         }
         same_dtype(DType::F32, log_sums.dtype())?;
         same_length(self.batch * self.heads * self.visible.queries, log_sums.len())?;
-        let (log_sums, deltas): (Arg, Arg) = (cuda.view(log_sums)?.into(), self.sums(cuda, deltas)?.into());
-        let (out, d_out): (Arg, Arg) = (cuda.view(out)?.into(), cuda.view(d_out)?.into());
+        let operands = self.operands(cuda, operands)?;
+        let [log_sums, out, d_out] = [cuda.view(log_sums)?, cuda.view(out)?, cuda.view(d_out)?];
+        let deltas = self.sums(cuda, deltas)?;
         let views = gradients.iter_mut().map(|gradient| {
             same_dtype(dtype, gradient.dtype())?;
             cuda.view_mut(gradient.into())
         });
         let views = views.collect::<Result<Vec<_>>>()?;
         let of_operand = |at: usize| match views.get(at).or(views.first()) {
-            Some(view) => self.range(dtype, at, *view).map(Arg::from),
+            Some(view) => self.range(dtype, at, *view),
             None => bail!("attention: no memory for gradients"),
         };
-        let (d_q, d_k) = (of_operand(0)?, of_operand(1)?);
+        let (d_q, d_k, d_v) = (of_operand(0)?, of_operand(1)?, of_operand(2)?);
+        #[cfg(feature = "cudnn")]
+        if let Some(cudnn) = cuda.cudnn()?
+            && cudnn.backward(cuda, self, dtype, operands, [out, d_out, log_sums], [d_q, d_k, d_v], deltas)?
+        {
+            return Ok(());
+        }
         // In one buffer, the values' gradients are named by their distance.
         let (d_v, v_after_k) = match views.len() {
             1 => (Arg::NULL, self.places[2].first.saturating_sub(self.places[1].first)),
-            _ => (of_operand(2)?, 0),
+            _ => (d_v.into(), 0),
         };
-        let mut arguments = self.operands(cuda, operands)?;
+        let [log_sums, deltas, d_out] = [log_sums, deltas, d_out].map(Arg::from);
+        let mut arguments: Vec<Arg> = operands.into_iter().map(Arg::from).collect();
         let mut of_queries = arguments.clone();
-        of_queries.extend([out, d_out, log_sums, deltas, d_q]);
+        of_queries.extend([out.into(), d_out, log_sums, deltas, d_q.into()]);
         self.launch(cuda, dtype, Pass::BackwardQueries, of_queries)?;
-        arguments.extend([d_out, log_sums, deltas, d_k, d_v, v_after_k.into()]);
+        arguments.extend([d_out, log_sums, deltas, d_k.into(), d_v, v_after_k.into()]);
         self.launch(cuda, dtype, Pass::BackwardKeys, arguments)
     }
 
@@ -199,13 +225,13 @@ impl FlashAttention<'_> {
         }
     }
 
-    fn operands(&self, cuda: &CudaKernels, operands: [Slice<'_>; 3]) -> Result<Vec<Arg>> {
-        let mut arguments = vec![];
-        for (at, operand) in operands.into_iter().enumerate() {
-            same_dtype(operands[0].dtype(), operand.dtype())?;
-            arguments.push(self.range(operand.dtype(), at, cuda.view(operand)?)?.into());
-        }
-        Ok(arguments)
+    fn operands<'b>(&self, cuda: &CudaKernels, [q, k, v]: [Slice<'b>; 3]) -> Result<[CudaView<'b>; 3]> {
+        let dtype = q.dtype();
+        let view = |at: usize, operand: Slice<'b>| {
+            same_dtype(dtype, operand.dtype())?;
+            self.range(dtype, at, cuda.view(operand)?)
+        };
+        Ok([view(0, q)?, view(1, k)?, view(2, v)?])
     }
 
     fn outputs<'b>(&self, cuda: &CudaKernels, dtype: DType, out: SliceMut<'b>) -> Result<CudaView<'b>> {

@@ -12,6 +12,8 @@ mod activations;
 mod attention;
 mod compiler;
 mod cublas_lt;
+#[cfg(feature = "cudnn")]
+mod cudnn;
 mod device;
 mod dropout;
 mod embedding;
