@@ -230,10 +230,15 @@ impl Shape {
 
         let k = graph.tensor(Place::Virtual, FLOAT, self.dims(1), self.strides(1))?;
         graph.reshape(&k_t, &k)?;
-        let d_q_sums = graph.tensor(Place::Memory(D_Q_SUMS), FLOAT, self.dims(0), contiguous(self.dims(0)))?;
-        graph.product(&d_scaled, &k, &d_q_sums)?;
         let d_q = self.operand(graph, D_Q, 0)?;
-        graph.pointwise(Pointwise::Identity, &d_q_sums, None, &d_q)?;
+        if adds_up_queries(capability) {
+            let dims = self.dims(0);
+            let d_q_sums = graph.tensor(Place::Memory(D_Q_SUMS), FLOAT, dims, contiguous(dims))?;
+            graph.product(&d_scaled, &k, &d_q_sums)?;
+            graph.pointwise(Pointwise::Identity, &d_q_sums, None, &d_q)?;
+        } else {
+            graph.product(&d_scaled, &k, &d_q)?;
+        }
         new.plan(target, Some(deterministic(capability)))
     }
 
@@ -265,6 +270,11 @@ impl Shape {
         graph.product(scores, by, &of_all)?;
         graph.sum(&of_all, &to)
     }
+}
+
+/// Returns whether a kernel of backward adds up the gradients of queries in memory.
+fn adds_up_queries((major, _): (i32, i32)) -> bool {
+    major == 9
 }
 
 /// Returns the engine of backward that adds up the gradients of queries in a fixed order, as cuDNN's frontend names it.
