@@ -3,11 +3,12 @@
 use std::ffi::{c_int, c_void};
 
 use crate::{
-    bytes, report,
+    bytes,
+    element::{Element, Matrix, Product, Strides, multiply},
+    report,
     streams::{self, Access, Operation, Progress, Touch},
 };
 
-use super::element::{Element, Matrix, Product, Strides, multiply};
 use super::{EXECUTION_FAILED, INVALID_VALUE, NOT_SUPPORTED, SUCCESS};
 
 const COMPUTE_32F: c_int = 68;

@@ -8,16 +8,16 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-mod element;
 mod lt;
 #[cfg(test)]
 mod tests;
 
 use crate::{
-    bytes, report,
+    bytes,
+    element::{Element, Matrix, Product, Strides, multiply},
+    report,
     streams::{self, Access, Operation, Progress, Touch},
 };
-use element::{Element, Matrix, Product, Strides, multiply};
 
 const SUCCESS: c_int = 0;
 const NOT_INITIALIZED: c_int = 1;

@@ -69,19 +69,19 @@ impl Element {
         }
     }
 
-    /// Writes a value, rounded once.
+    /// Writes a value, rounded once; 8-bit floats are rounded to f32 before.
     ///
     /// `at` is valid for a write of this type.
-    unsafe fn write(self, at: *mut u8, value: f32) {
+    pub(crate) unsafe fn write(self, at: *mut u8, value: f64) {
         // SAFETY: ensured by the caller.
         unsafe {
             match self {
-                Self::F64 => at.cast::<f64>().write_unaligned(f64::from(value)),
-                Self::F32 => at.cast::<f32>().write_unaligned(value),
-                Self::F16 => at.cast::<f16>().write_unaligned(f16::from_f32(value)),
-                Self::BF16 => at.cast::<bf16>().write_unaligned(bf16::from_f32(value)),
-                Self::E4M3 => at.write(F8E4M3::from_f32(value).to_bits()),
-                Self::E5M2 => at.write(F8E5M2::from_f32(value).to_bits()),
+                Self::F64 => at.cast::<f64>().write_unaligned(value),
+                Self::F32 => at.cast::<f32>().write_unaligned(value as f32),
+                Self::F16 => at.cast::<f16>().write_unaligned(f16::from_f64(value)),
+                Self::BF16 => at.cast::<bf16>().write_unaligned(bf16::from_f64(value)),
+                Self::E4M3 => at.write(F8E4M3::from_f32(value as f32).to_bits()),
+                Self::E5M2 => at.write(F8E5M2::from_f32(value as f32).to_bits()),
             }
         }
     }
@@ -187,6 +187,6 @@ unsafe fn through_floats(product: Product, a: Matrix, b: Matrix, c: Matrix) {
         let (row, col) = ((place / n) as isize, (place % n) as isize);
         let offset = (row * c.strides.rows + col * c.strides.cols) * c.element.bytes() as isize;
         // SAFETY: the place is the matrix's.
-        unsafe { c.element.write((c.at as *mut u8).offset(offset), sum) };
+        unsafe { c.element.write((c.at as *mut u8).offset(offset), f64::from(sum)) };
     }
 }
