@@ -57,6 +57,9 @@ pub(crate) struct Args {
     json: bool,
 }
 
+/// The name of attention's rows.
+const ATTENTION: &str = "causal attention";
+
 /// The least work of a pass.
 #[derive(Clone, Copy)]
 enum Work {
@@ -77,6 +80,9 @@ struct Times<'a> {
     gb_s: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     tflop_s: Option<f64>,
+    /// The library of the kernel, if it is not this project's.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    library: Option<&'a str>,
 }
 
 /// A kernel with its inputs.
@@ -101,7 +107,8 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
     if !args.json {
         print(format_args!("{:<24} {:<9} {:>10} {:>10} {:>10}", "kernel", "pass", "ms", "GB/s", "TFLOP/s"))?;
     }
-    let bench = Bench { args, device: world.device(), dtype: args.dtype.into() };
+    let attention = nn::attention_library(world.device())?;
+    let bench = Bench { args, device: world.device(), dtype: args.dtype.into(), attention };
     for kernel in bench.kernels().iter().filter(|kernel| kernel.name.contains(&args.only)) {
         bench.passes(kernel).with_context(|| format!("{} failed", kernel.name))?;
     }
@@ -113,6 +120,8 @@ struct Bench<'a> {
     args: &'a Args,
     device: &'a Device,
     dtype: DType,
+    /// The library that computes attention, if it is not this project's.
+    attention: Option<String>,
 }
 
 impl Bench<'_> {
@@ -184,7 +193,7 @@ impl Bench<'_> {
                 let linear = nn::Linear::new(w, None);
                 Ok(Box::new(move || linear.forward(&x)))
             }),
-            computes("causal attention", 2 * scores, 5 * scores, |of| {
+            computes(ATTENTION, 2 * scores, 5 * scores, |of| {
                 let Args { tokens, width, heads, kv_heads, .. } = *of.args;
                 let ([q], [k, v]) = (of.hidden()?, of.vars((1, tokens, width / heads * kv_heads))?);
                 let scale = ((width / heads) as f64).powf(-0.5);
@@ -285,12 +294,14 @@ impl Bench<'_> {
             Work::Bytes(bytes) => (Some(bytes as f64 / best / 1e9), None),
             Work::Operations(count) => (None, Some(count as f64 / best / 1e12)),
         };
-        let times = Times { name, pass, ms: best * 1e3, gb_s, tflop_s };
+        let library = self.attention.as_deref().filter(|_| name == ATTENTION);
+        let times = Times { name, pass, ms: best * 1e3, gb_s, tflop_s, library };
         if self.args.json {
             return print(serde_json::to_string(&times)?);
         }
         let cell = |rate: Option<f64>| rate.map_or(String::new(), |rate| format!("{rate:.1}"));
-        print(format_args!("{name:<24} {pass:<9} {:>10.3} {:>10} {:>10}", times.ms, cell(gb_s), cell(tflop_s)))
+        let library = library.map_or(String::new(), |library| format!("  {library}"));
+        print(format_args!("{name:<24} {pass:<9} {:>10.3} {:>10} {:>10}{library}", times.ms, cell(gb_s), cell(tflop_s)))
     }
 
     /// Returns the dtype to cast to.

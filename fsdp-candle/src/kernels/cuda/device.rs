@@ -86,6 +86,17 @@ pub(crate) fn candle_device(ordinal: usize) -> Result<Device> {
     Ok(Device::Cuda(of_candle(&device)?.device.clone()))
 }
 
+/// Returns the version of cuDNN, if it computes attention on a device.
+#[cfg(feature = "cudnn")]
+pub(crate) fn cudnn_version(device: &Device) -> candle_core::Result<Option<String>> {
+    Ok(of_candle(device.as_cuda_device()?)?.cudnn()?.map(Cudnn::version))
+}
+
+#[cfg(not(feature = "cudnn"))]
+pub(crate) fn cudnn_version(_: &Device) -> candle_core::Result<Option<String>> {
+    Ok(None)
+}
+
 /// Returns the compute stream of a device.
 pub(crate) fn compute_stream(device: &Device) -> Result<Arc<CudaStream>> {
     Ok(of_candle(device.as_cuda_device()?)?.stream.clone())

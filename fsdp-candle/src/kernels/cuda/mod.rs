@@ -45,7 +45,7 @@ use device::{Arg, CudaKernels, MAX_PARTIALS, THREADS, elementwise, float_suffix,
 
 pub(crate) use activations::{activate, activate_back, swiglu, swiglu_back, swiglu_halves, swiglu_halves_back};
 pub(crate) use attention::{ScoreBlock, Visibility};
-pub(crate) use device::{candle_device, compute_stream, device_count, ones, uninit, wide};
+pub(crate) use device::{candle_device, compute_stream, cudnn_version, device_count, ones, uninit, wide};
 pub(super) use device::{of_candle, of_ordinal};
 pub(crate) use dropout::drop_elements;
 pub(crate) use embedding::add_rows;

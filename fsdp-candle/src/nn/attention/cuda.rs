@@ -44,6 +44,12 @@ pub(super) fn engine(tensor: &Tensor) -> Option<impl Engine + use<>> {
     on_cuda(tensor).then_some(Cuda)
 }
 
+/// Returns the library that computes attention on a device, if it is not this one.
+pub(super) fn library(device: &Device) -> Result<Option<String>> {
+    let version = if device.is_cuda() { cuda::cudnn_version(device)? } else { None };
+    Ok(version.map(|version| format!("cuDNN {version}")))
+}
+
 /// The engine of CUDA devices.
 #[derive(Clone, Copy)]
 struct Cuda;

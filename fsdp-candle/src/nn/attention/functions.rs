@@ -1,6 +1,6 @@
 //! The functions that compute attention, and the checks of their arguments.
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Device, Result, Tensor, bail};
 
 use super::context::over_ranks;
 use super::documents::Documents;
@@ -8,6 +8,22 @@ use super::fused::Checked;
 use super::options::AttentionOptions;
 use crate::context_parallel::current;
 use crate::nn::cpu::same_kind;
+
+/// Returns the library that computes attention on a device where it can, such as `cuDNN 9.26`: `None` if that is this
+/// crate.
+///
+/// cuDNN computes it on GPUs of compute capability 9 and 10, if the program is built with the feature `cudnn` and
+/// libcudnn 9.25 or later is on the library path. `FSDP_ATTENTION_BACKEND=own` leaves cuDNN out. With `cudnn`, it is an
+/// error if cuDNN can't be used.
+///
+/// ```
+/// # use candle_core::Device;
+/// assert_eq!(fsdp_candle::nn::attention_library(&Device::Cpu)?, None);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn attention_library(device: &Device) -> Result<Option<String>> {
+    super::cuda::library(device)
+}
 
 /// Computes causal self-attention: [`attention()`] in which a query sees itself and all keys before it. `scale` is
 /// usually `1 / sqrt(D)`.

@@ -72,15 +72,15 @@ impl Library {
         std::mem::forget(loaded);
         // SAFETY: the function has no arguments.
         match unsafe { (library.version)() } {
-            version if version >= LEAST_VERSION => Ok(library),
-            version => Err(format!(
-                "cuDNN {}.{} is installed, and attention needs {}.{} or later",
-                version / 10_000,
-                version % 10_000 / 100,
-                LEAST_VERSION / 10_000,
-                LEAST_VERSION % 10_000 / 100
-            )),
+            new if new >= LEAST_VERSION => Ok(library),
+            old => Err(format!("cuDNN {} is installed, and attention needs {}", version(old), version(LEAST_VERSION))),
         }
+    }
+
+    /// Returns the version, such as `9.26`.
+    pub(super) fn version(&self) -> String {
+        // SAFETY: the function has no arguments.
+        version(unsafe { (self.version)() })
     }
 
     fn check(&self, call: &'static str, status: Status) -> Result<(), Refused> {
@@ -95,6 +95,11 @@ impl Library {
         let message = unsafe { CStr::from_ptr(message.as_ptr()) }.to_string_lossy().trim().to_string();
         Err(Refused { call, status, message })
     }
+}
+
+/// Returns the name of a version that is a number.
+fn version(number: usize) -> String {
+    format!("{}.{}", number / 10_000, number % 10_000 / 100)
 }
 
 /// An error of cuDNN.

@@ -104,6 +104,11 @@ impl Cudnn {
         }
     }
 
+    /// Returns cuDNN's version, such as `9.26`.
+    pub(super) fn version(&self) -> String {
+        self.library.version()
+    }
+
     /// Returns the shape of an attention that cuDNN may compute.
     fn shape(&self, flash: &FlashAttention<'_>, dtype: DType) -> Option<Shape> {
         Shape::of(flash, dtype).filter(|shape| shape.queries >= self.fewest_queries)
