@@ -98,10 +98,17 @@ fn dropout_matches_the_cpu() {
 /// Half precision is rounded where the device's operations round, which the CPU's are not everywhere.
 #[test]
 fn bf16_matches_the_recorded_run() {
-    for (model, reduce) in [("llama_tiny", "f32"), ("llama_tiny", "bf16"), ("gpt2_tiny", "f32")] {
+    for (model, reduce, attention) in [
+        ("llama_tiny", "f32", "own"),
+        ("llama_tiny", "f32", "cudnn"),
+        ("llama_tiny", "bf16", "own"),
+        ("gpt2_tiny", "f32", "own"),
+    ] {
+        let variables = &[("FSDP_ATTENTION_BACKEND", attention)];
         let flags = ["--param-dtype", "bf16", "--reduce-dtype", reduce];
         let recorded = Trajectory::recorded(model, &format!("run_bf16_reduce_{reduce}"));
-        same_as(&TrainRun { flags: &flags, ..TrainRun::recorded(model, 2) }, &recorded, tolerance::BF16);
+        let run = TrainRun { flags: &flags, variables, ..TrainRun::recorded(model, 2) };
+        same_as(&run, &recorded, tolerance::BF16);
     }
 }
 

@@ -47,6 +47,23 @@ fn devices_without_8_bit_products_are_told_so() {
 }
 
 #[test]
+fn attention_that_cudnn_cannot_compute_is_told_so() {
+    let train = |backend, settings: &[(&str, &str)]| {
+        let settings = [&[("FSDP_ATTENTION_BACKEND", backend)], settings].concat();
+        train_model("llama_tiny", &["--param-dtype", "bf16"], &settings)
+    };
+    let old = train("cudnn", &[("GPU_DOUBLE_CAPABILITY", "80")]).failed();
+    let parts = ["FSDP_ATTENTION_BACKEND=cudnn", "the GPU has compute capability 8.0", "Unset it"];
+    assert!(parts.iter().all(|part| old.contains(part)), "{old}");
+    let unknown = train("flash", &[]).failed();
+    assert!(unknown.contains("FSDP_ATTENTION_BACKEND=flash: expected cudnn or own"), "{unknown}");
+    // By default, a GPU that cuDNN is not used on is said once.
+    let said = train("", &[("GPU_DOUBLE_CAPABILITY", "80")]).ok();
+    assert_eq!(said.stderr.matches("attention uses this project's kernels, not cuDNN's").count(), 1, "{said:?}");
+    assert!(train("own", &[]).ok().stderr.matches("cuDNN").count() == 0);
+}
+
+#[test]
 fn a_device_that_nvrtc_does_not_know_runs_the_ptx_of_an_older_one() {
     let known = train_with(&[]).ok();
     let unknown = train_with(&[("GPU_DOUBLE_CAPABILITY", "130")]).ok();
