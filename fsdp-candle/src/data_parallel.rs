@@ -18,7 +18,7 @@ use std::collections::HashMap;
 use std::hash::Hasher;
 use std::sync::{Arc, OnceLock};
 
-use fsdp_core::layout::{Region, chunk_range, local_region};
+use fsdp_core::layout::{Region, chunk_range, local_region, padded_share};
 use fsdp_core::process_group::{Signature, Subject};
 use fsdp_core::{Buffer, DeviceMesh, Element, Placement, ProcessGroup, ReduceOp};
 use parking_lot::Mutex;
@@ -413,6 +413,14 @@ impl ShardLayout {
     /// Returns the number of elements that each rank holds.
     pub(crate) fn counts(&self) -> Vec<usize> {
         self.chunks.iter().map(|chunk| chunk * self.outer).collect()
+    }
+
+    /// Returns the number of elements, without and with the padding of all shards to equal lengths, if collectives pad
+    /// them.
+    pub(crate) fn padded(&self) -> Option<(usize, usize)> {
+        let counts = self.counts();
+        let share = padded_share(&counts)?;
+        Some((counts.iter().sum(), share * counts.len()))
     }
 
     /// Returns whether the concatenation of all shards is the parameter.

@@ -163,6 +163,28 @@ impl Buffer {
         self.len() == 0
     }
 
+    /// Returns the number of elements that the allocation has room for. Only device memory may have more than its length:
+    /// see [`CudaMemory::zeros_with_room`](crate::device::cuda::CudaMemory::zeros_with_room).
+    pub fn room(&self) -> usize {
+        each!(self, v => v.len(), memory => memory.room())
+    }
+
+    /// Sets the room of device memory, which a conversion to a tensor and back loses. Does not change host memory.
+    ///
+    /// # Safety
+    /// The allocation has room for `room` elements.
+    pub unsafe fn with_room(self, room: usize) -> Self {
+        match self {
+            #[cfg(feature = "cuda")]
+            // SAFETY: as the caller guarantees.
+            Buffer::Cuda(memory) => Buffer::Cuda(unsafe { memory.with_room(room) }),
+            host => {
+                let _ = room;
+                host
+            }
+        }
+    }
+
     /// Returns the device of the elements.
     pub fn device(&self) -> DeviceId {
         each!(self, _v => DeviceId::Host, memory => memory.device())

@@ -75,6 +75,22 @@ pub fn chunk_range(n: usize, chunks: usize, index: usize) -> Range<usize> {
     start..start.saturating_add(chunk).min(n)
 }
 
+/// Returns the length that all ranks' shares can be padded to, where the concatenation of the padded shares begins with
+/// the concatenation of the shares: for chunks as [`chunk_range`] makes them. `None` if no share needs padding, and if only
+/// one rank has elements.
+///
+/// ```
+/// use fsdp_core::layout::padded_share;
+/// assert_eq!(padded_share(&[3, 3, 2, 0]), Some(3));
+/// assert_eq!((padded_share(&[3, 3]), padded_share(&[3, 0]), padded_share(&[2, 3])), (None, None, None));
+/// ```
+pub fn padded_share(counts: &[usize]) -> Option<usize> {
+    let (&longest, others) = counts.split_first()?;
+    let mut shorter = others.iter().skip_while(|&&count| count == longest);
+    let are_chunks = *shorter.next()? < longest && shorter.all(|&count| count == 0);
+    (are_chunks && others.first() != Some(&0)).then_some(longest)
+}
+
 /// A box of a global tensor: its offset and its extent in every dimension.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Region {

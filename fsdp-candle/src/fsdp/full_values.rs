@@ -34,6 +34,8 @@ enum ShardedState {
     Unsharded {
         /// Whether the memory is the parameter's kept buffer.
         is_kept: bool,
+        /// Number of elements that the memory has room for.
+        room: usize,
     },
 }
 
@@ -56,8 +58,10 @@ impl FullValues {
 
     /// Gives the full tensor its memory.
     pub(super) fn set(&self, full: FullBuffer) -> Result<()> {
-        swap(&self.tensor, to_storage(full.buffer)?)?;
-        self.set_state(ShardedState::Unsharded { is_kept: full.is_kept });
+        let FullBuffer { buffer, is_kept } = full;
+        let room = buffer.room();
+        swap(&self.tensor, to_storage(buffer)?)?;
+        self.set_state(ShardedState::Unsharded { is_kept, room });
         Ok(())
     }
 
@@ -66,8 +70,10 @@ impl FullValues {
         match self.set_state(ShardedState::Sharded) {
             ShardedState::Sharded => {}
             ShardedState::ShardedPostForward(part) => self.allocator.pool.give(part.buffer),
-            ShardedState::Unsharded { is_kept } => {
+            ShardedState::Unsharded { is_kept, room } => {
                 if let Some(buffer) = to_buffer(take(&self.tensor)?)? {
+                    // SAFETY: it is the memory that `set` put there. Only this type replaces the tensor's storage.
+                    let buffer = unsafe { buffer.with_room(room) };
                     self.free(FullBuffer { buffer, is_kept }, memory);
                 }
             }

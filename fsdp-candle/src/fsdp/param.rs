@@ -129,6 +129,7 @@ impl FsdpParam {
         model: &Arc<M>,
     ) -> Result<Arc<Self>> {
         let ParamNodes { leaf, anchor, full, owner } = nodes;
+        spec.make_room(pool);
         let allocator = Arc::new(ParamAllocator {
             name: spec.name.clone(),
             elements: full.elem_count(),

@@ -9,6 +9,7 @@ use super::encoding::Encoding;
 use crate::adapter::Adapters;
 use crate::data_parallel::{DataParallel, ReplicaLayout, ShardLayout};
 use crate::float8::Float8Layers;
+use crate::storage::Pool;
 use crate::tensor_parallel::Parallel;
 
 /// Constant properties of a parameter.
@@ -35,4 +36,18 @@ pub(crate) struct ParamSpec {
     pub(crate) adapters: Option<Arc<Adapters>>,
     /// Selection of the layers that compute in 8 bits when the parameter was built.
     pub(crate) float8: Option<Arc<Float8Layers>>,
+}
+
+impl ParamSpec {
+    /// Gives the buffers that collectives pad to equal shares room for the padding.
+    pub(super) fn make_room(&self, pool: &Pool) {
+        let over_replicas = self.over_replicas.as_ref().map(|replicas| &replicas.layout);
+        for layout in [Some(&self.layout), over_replicas].into_iter().flatten() {
+            let Some((len, room)) = layout.padded() else { continue };
+            pool.make_room(len, room);
+            if let Some(blocks) = self.encoding.blocks() {
+                pool.make_room(blocks.format.bytes(len), blocks.format.bytes(room));
+            }
+        }
+    }
 }

@@ -136,6 +136,11 @@ pub(crate) trait Kernels: Send + Sync {
     /// Allocates zeroed memory.
     fn zeros(&self, dtype: DType, len: usize) -> fsdp_core::Result<Buffer>;
 
+    /// Allocates zeroed memory, on a device with further memory behind it for `room` elements in all.
+    fn zeros_with_room(&self, dtype: DType, len: usize, _room: usize) -> fsdp_core::Result<Buffer> {
+        self.zeros(dtype, len)
+    }
+
     /// Converts a buffer to a tensor's storage, without a copy.
     fn storage(&self, buffer: Buffer) -> candle_core::Result<Storage>;
 

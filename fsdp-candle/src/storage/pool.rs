@@ -30,6 +30,8 @@ struct Buffers {
     taken: HashMap<Key, usize>,
     taken_bytes: usize,
     peak_bytes: usize,
+    /// Elements that new buffers of a length have room for, where that is more than their length.
+    rooms: HashMap<usize, usize>,
 }
 
 fn bytes((dtype, len): Key) -> usize {
@@ -88,9 +90,21 @@ impl Pool {
         buffers.free_bytes = 0;
     }
 
+    /// Gives buffers of a device that are allocated from now on, of `len` elements, room for `room` elements: collectives
+    /// pad the shares of ranks to equal lengths. Byte counts of the pool leave the padding out.
+    pub(crate) fn make_room(&self, len: usize, room: usize) {
+        let mut buffers = self.buffers.lock();
+        let known = buffers.rooms.entry(len).or_default();
+        *known = room.max(*known);
+    }
+
     /// Allocates zeros outside the pool.
     pub(crate) fn zeros(&self, dtype: DType, len: usize) -> Result<Buffer> {
-        self.kernels.zeros(dtype, len)
+        let room = self.buffers.lock().rooms.get(&len).copied();
+        match room {
+            Some(room) => self.kernels.zeros_with_room(dtype, len, room),
+            None => self.kernels.zeros(dtype, len),
+        }
     }
 
     /// Allocates because no buffer of this length is free.

@@ -25,6 +25,8 @@ use crate::{DType, Error, Result, Scalar, device_id::DeviceId};
 pub struct CudaMemory {
     bytes: CudaSlice<u8>,
     dtype: DType,
+    /// Bytes that the allocation has: at least its length.
+    allocated: usize,
 }
 
 /// Bytes on a CUDA device, readable after the compute stream and after [`CudaView::order`].
@@ -71,7 +73,7 @@ impl CudaMemory {
             bytes = take();
         }
         match bytes {
-            Ok(bytes) => Ok(CudaMemory { bytes, dtype }),
+            Ok(bytes) => Ok(CudaMemory { bytes, dtype, allocated: size }),
             outcome if is_full(&outcome) => Err(memory(size as u128)),
             Err(error) => Err(failed(stream, "allocating memory", &error)),
         }
@@ -89,12 +91,36 @@ impl CudaMemory {
         Ok(memory)
     }
 
+    /// Allocates `len` zeros, with further memory behind them for `room` elements in all. Engines use it for padding.
+    ///
+    /// # Errors
+    /// Errors of [`CudaMemory::uninit`].
+    pub fn zeros_with_room(stream: &Arc<CudaStream>, dtype: DType, len: usize, room: usize) -> Result<Self> {
+        let CudaMemory { bytes, dtype, allocated } = Self::zeros(stream, dtype, room.max(len))?;
+        // SAFETY: the address has at least this many bytes of the same stream, without another owner.
+        let bytes = unsafe { stream.upgrade_device_ptr::<u8>(bytes.leak(), len * dtype.size()) };
+        Ok(CudaMemory { bytes, dtype, allocated })
+    }
+
+    /// Returns the number of elements that its allocation has room for: at least its length.
+    pub fn room(&self) -> usize {
+        self.allocated / self.dtype.size()
+    }
+
+    /// Sets the room, which a conversion to a slice and back loses.
+    ///
+    /// # Safety
+    /// The allocation has room for `room` elements.
+    pub unsafe fn with_room(self, room: usize) -> Self {
+        CudaMemory { allocated: self.bytes.len().max(room * self.dtype.size()), ..self }
+    }
+
     /// Converts a slice without a copy.
     pub fn from_slice<T: Scalar + DeviceRepr>(slice: CudaSlice<T>) -> Self {
         let (stream, size) = (slice.stream().clone(), slice.num_bytes());
         // SAFETY: the address has `size` bytes of the same stream, without another owner.
         let bytes = unsafe { stream.upgrade_device_ptr::<u8>(slice.leak(), size) };
-        CudaMemory { bytes, dtype: T::DTYPE }
+        CudaMemory { bytes, dtype: T::DTYPE, allocated: size }
     }
 
     /// Converts the memory to a slice without a copy.

@@ -88,6 +88,10 @@ impl Kernels for CudaKernels {
         CudaMemory::zeros(&self.stream, dtype, len).map(Buffer::Cuda)
     }
 
+    fn zeros_with_room(&self, dtype: DType, len: usize, room: usize) -> fsdp_core::Result<Buffer> {
+        CudaMemory::zeros_with_room(&self.stream, dtype, len, room).map(Buffer::Cuda)
+    }
+
     fn storage(&self, buffer: Buffer) -> Result<Storage> {
         let memory = match buffer {
             Buffer::Cuda(memory) if memory.stream().cu_stream() == self.stream.cu_stream() => memory,

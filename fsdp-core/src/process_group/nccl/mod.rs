@@ -17,12 +17,13 @@
 //! itself hangs: then the process ends. After an abort, outputs are unspecified, and all pending and later collectives of
 //! the group return the error.
 //!
-//! `communicator` wraps NCCL's communicator, `communicators` aborts them, `nccl_engine` enqueues collectives, and
-//! `watchdog` follows pending ones.
+//! `communicator` wraps NCCL's communicator, `communicators` aborts them, `plan` lists the NCCL calls of a collective,
+//! `nccl_engine` enqueues them, and `watchdog` follows pending ones.
 
 mod communicator;
 mod communicators;
 mod nccl_engine;
+mod plan;
 mod watchdog;
 
 pub use nccl_engine::Nccl;

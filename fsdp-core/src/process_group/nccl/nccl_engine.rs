@@ -1,13 +1,10 @@
-//! The NCCL engine: plans a collective as NCCL calls, and enqueues them on a stream of its own.
+//! The NCCL engine: enqueues the NCCL calls of a collective on a stream of its own.
 
 use std::sync::Arc;
 
-use cudarc::{
-    driver::{
-        CudaStream, DriverError, result,
-        sys::{CUdeviceptr, CUstream, CUstreamCaptureStatus},
-    },
-    nccl::sys::{self, ncclDataType_t, ncclRedOp_t, ncclResult_t},
+use cudarc::driver::{
+    CudaStream, DriverError, result,
+    sys::{CUdeviceptr, CUstreamCaptureStatus},
 };
 
 use super::{
@@ -15,19 +12,20 @@ use super::{
         backend::{CollectiveOutput, Guarantees},
         call::Call,
         collective::{Collective, Failure},
-        device_memory::{Running, address, read, take},
+        device_memory::{Running, read},
         group::ProcessGroup,
         group_store::GroupStore,
         on_device::DeviceEngine,
-        op::{ExchangePart, GatherPart, Op, ScatterPart},
+        op::Op,
         options::Membership,
     },
-    communicator::{self, Communicator, device_error, is_fine},
+    communicator::{self, Communicator, device_error},
     communicators::Communicators,
+    plan::{Copy, Kind, Plan, Transfer, ask_all},
     watchdog::{PendingCollective, Watchdog},
 };
 use crate::{
-    Allocator, Buffer, DType, DeviceId, Error, Readable, ReduceOp, Result,
+    Buffer, DType, DeviceId, Error, ReduceOp, Result,
     device::cuda::{CudaMemory, failed, id, return_unused_memory},
 };
 
@@ -131,7 +129,7 @@ impl Nccl {
 
     /// Enqueues a plan.
     fn enqueue(&self, collective: &Collective<'_>, plan: Plan) -> Result<CollectiveOutput> {
-        let Plan { transfers, outputs, inputs, consumed } = plan;
+        let Plan { transfers, before, after, padded, outputs, mut inputs, consumed } = plan;
         let what = format!("{collective} of group \"{}\"", collective.group().name);
         let captures = self.driver("asking whether a graph is captured", self.compute.capture_status())?;
         if captures != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
@@ -147,6 +145,11 @@ impl Nccl {
             read(&**input, collective.group().rank, |view| view.order(&self.stream))?;
         }
         let stream = self.stream.cu_stream();
+        let run = |copies: &[Copy]| {
+            // SAFETY: the plan has the memory, as below.
+            copies.iter().try_for_each(|copy| self.driver("copying a padded share", unsafe { copy.run(stream) }))
+        };
+        run(&before)?;
         let asked = if transfers.is_empty() {
             Ok(())
         } else {
@@ -159,6 +162,9 @@ impl Nccl {
             // Some of it may be running already.
             self.communicators.abort(&self.communicator, error);
         }
+        // Also after an error: the memory must stay until the stream is past this.
+        let copied = asked.and_then(|()| run(&after));
+        inputs.extend(padded.into_iter().map(|memory| Arc::new(Buffer::Cuda(memory)) as _));
         let communicator = self.communicator.clone();
         let mut running =
             Running::on(&self.stream, &self.compute)?.keeping(inputs).with_check(move || communicator.check());
@@ -167,7 +173,7 @@ impl Nccl {
         }
         let end = running.end().clone();
         let output = CollectiveOutput::pending(outputs, Box::new(running));
-        asked?;
+        copied?;
         self.watchdog.watch(PendingCollective::new(collective, begin, end.clone()));
         if self.checks {
             // Otherwise later work of this thread could wait, on the compute stream, for a collective of another group
@@ -254,237 +260,6 @@ impl Drop for Nccl {
             // The watchdog aborted the communicator.
             Err(_) => {}
         }
-    }
-}
-
-/// The NCCL calls of a collective, and the memory that must stay until they end.
-#[derive(Default)]
-struct Plan {
-    pub(super) transfers: Vec<Transfer>,
-    pub(super) outputs: Vec<Buffer>,
-    /// Inputs that have other owners.
-    pub(super) inputs: Vec<Arc<dyn Readable>>,
-    /// Inputs to give back, with their allocator.
-    pub(super) consumed: Option<(Vec<Buffer>, Arc<dyn Allocator>)>,
-}
-
-/// Returns the start of a rank's share in the concatenation of all ranks' shares.
-fn starts(at: CUdeviceptr, dtype: DType, counts: &[usize]) -> impl Iterator<Item = (usize, CUdeviceptr, usize)> {
-    let mut next = at;
-    counts.iter().enumerate().map(move |(rank, &count)| {
-        let start = next;
-        next += (count * dtype.size()) as CUdeviceptr;
-        (rank, start, count)
-    })
-}
-
-/// Returns whether all ranks have equal shares.
-fn is_even(counts: &[usize]) -> bool {
-    counts.windows(2).all(|pair| pair[0] == pair[1])
-}
-
-impl Plan {
-    /// Plans a collective, with outputs of its allocator.
-    pub(super) fn of(op: Op, rank: usize) -> Result<Self> {
-        let mut plan = Plan::default();
-        match op {
-            Op::AllGather { parts, memory } => {
-                for part in parts {
-                    plan.gather(part, &*memory, rank)?;
-                }
-            }
-            Op::ReduceScatter { parts, op, memory } => {
-                let mut inputs = vec![];
-                for part in parts {
-                    inputs.push(plan.scatter(part, op, &*memory, rank)?);
-                }
-                plan.consumed = Some((inputs, memory));
-            }
-            Op::AllToAll { parts, memory } => {
-                let mut inputs = vec![];
-                for part in parts {
-                    inputs.push(plan.exchange(part, &*memory, rank)?);
-                }
-                plan.consumed = Some((inputs, memory));
-            }
-            Op::AllReduce { buffers, op } => {
-                for buffer in &buffers {
-                    let at = address(buffer, rank)?;
-                    plan.ask(buffer.dtype(), buffer.len(), Kind::AllReduce { at, op });
-                }
-                plan.outputs = buffers;
-            }
-            Op::Broadcast { buffers, root } => {
-                for buffer in &buffers {
-                    let at = address(buffer, rank)?;
-                    plan.ask(buffer.dtype(), buffer.len(), Kind::Broadcast { from: at, to: at, root });
-                }
-                plan.outputs = buffers;
-            }
-            // Messages are host memory, which another backend moves.
-            Op::Gather(_) | Op::Scatter(_) | Op::Barrier => {}
-        }
-        Ok(plan)
-    }
-
-    fn ask(&mut self, dtype: DType, count: usize, kind: Kind) {
-        if count > 0 {
-            self.transfers.push(Transfer { dtype, count, kind });
-        }
-    }
-
-    /// Equal shares use NCCL's all-gather. Unequal ones use a broadcast each, without padding and its copies.
-    fn gather(&mut self, part: GatherPart, memory: &dyn Allocator, rank: usize) -> Result<()> {
-        let GatherPart { input, counts } = part;
-        let dtype = input.dtype();
-        let own = counts[rank];
-        let from = read(&*input, rank, |view| match own * dtype.size() {
-            bytes if view.bytes() == bytes => Ok(view.address()),
-            bytes => Err(Error::Argument {
-                rank,
-                message: format!("an input of {bytes} bytes shows {} of them", view.bytes()),
-            }),
-        })?;
-        let output = Buffer::Cuda(take(memory, dtype, counts.iter().sum(), rank)?);
-        let to = address(&output, rank)?;
-        if is_even(&counts) {
-            self.ask(dtype, own, Kind::AllGather { from, to });
-        } else {
-            for (root, to, count) in starts(to, dtype, &counts) {
-                let from = if root == rank { from } else { to };
-                self.ask(dtype, count, Kind::Broadcast { from, to, root });
-            }
-        }
-        self.outputs.push(output);
-        self.inputs.push(input);
-        Ok(())
-    }
-
-    /// Equal shares use NCCL's reduce-scatter. Unequal ones use a reduction to each rank.
-    fn scatter(&mut self, part: ScatterPart, op: ReduceOp, memory: &dyn Allocator, rank: usize) -> Result<Buffer> {
-        let ScatterPart { input, counts } = part;
-        let dtype = input.dtype();
-        let from = address(&input, rank)?;
-        let output = Buffer::Cuda(take(memory, dtype, counts[rank], rank)?);
-        let own = address(&output, rank)?;
-        if is_even(&counts) {
-            self.ask(dtype, counts[rank], Kind::ReduceScatter { from, to: own, op });
-        } else {
-            for (root, from, count) in starts(from, dtype, &counts) {
-                let to = if root == rank { own } else { 0 };
-                self.ask(dtype, count, Kind::Reduce { from, to, op, root });
-            }
-        }
-        self.outputs.push(output);
-        Ok(input)
-    }
-
-    /// A rank's own share is also sent, to itself.
-    fn exchange(&mut self, part: ExchangePart, memory: &dyn Allocator, rank: usize) -> Result<Buffer> {
-        let ExchangePart { input, send_counts, recv_counts } = part;
-        let dtype = input.dtype();
-        let from = address(&input, rank)?;
-        let output = Buffer::Cuda(take(memory, dtype, recv_counts.iter().sum(), rank)?);
-        let to = address(&output, rank)?;
-        for (peer, from, count) in starts(from, dtype, &send_counts) {
-            self.ask(dtype, count, Kind::Send { from, peer });
-        }
-        for (peer, to, count) in starts(to, dtype, &recv_counts) {
-            self.ask(dtype, count, Kind::Receive { to, peer });
-        }
-        self.outputs.push(output);
-        Ok(input)
-    }
-}
-
-/// A call of NCCL. Counts are in elements, and never 0.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Transfer {
-    pub(super) dtype: DType,
-    pub(super) count: usize,
-    pub(super) kind: Kind,
-}
-
-/// Kind of a call, with its addresses. An address that this rank does not use is 0.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Kind {
-    AllGather { from: CUdeviceptr, to: CUdeviceptr },
-    ReduceScatter { from: CUdeviceptr, to: CUdeviceptr, op: ReduceOp },
-    AllReduce { at: CUdeviceptr, op: ReduceOp },
-    Broadcast { from: CUdeviceptr, to: CUdeviceptr, root: usize },
-    Reduce { from: CUdeviceptr, to: CUdeviceptr, op: ReduceOp, root: usize },
-    Send { from: CUdeviceptr, peer: usize },
-    Receive { to: CUdeviceptr, peer: usize },
-}
-
-impl Transfer {
-    /// Makes the call, within a group of calls.
-    ///
-    /// # Safety
-    /// The communicator is alive, and the addresses have memory of the counts until the stream has run the call.
-    pub(super) unsafe fn ask(&self, communicator: sys::ncclComm_t, stream: CUstream) -> ncclResult_t {
-        let (dtype, count, stream) = (dtype(self.dtype), self.count, stream.cast());
-        let source = |address: CUdeviceptr| address as *const std::ffi::c_void;
-        let target = |address: CUdeviceptr| address as *mut std::ffi::c_void;
-        // SAFETY: as the caller guarantees.
-        unsafe {
-            match self.kind {
-                Kind::AllGather { from, to } => {
-                    sys::ncclAllGather(source(from), target(to), count, dtype, communicator, stream)
-                }
-                Kind::ReduceScatter { from, to, op } => {
-                    sys::ncclReduceScatter(source(from), target(to), count, dtype, how(op), communicator, stream)
-                }
-                Kind::AllReduce { at, op } => {
-                    sys::ncclAllReduce(source(at), target(at), count, dtype, how(op), communicator, stream)
-                }
-                Kind::Broadcast { from, to, root } => {
-                    sys::ncclBroadcast(source(from), target(to), count, dtype, root as i32, communicator, stream)
-                }
-                Kind::Reduce { from, to, op, root } => {
-                    let root = root as i32;
-                    sys::ncclReduce(source(from), target(to), count, dtype, how(op), root, communicator, stream)
-                }
-                Kind::Send { from, peer } => {
-                    sys::ncclSend(source(from), count, dtype, peer as i32, communicator, stream)
-                }
-                Kind::Receive { to, peer } => {
-                    sys::ncclRecv(target(to), count, dtype, peer as i32, communicator, stream)
-                }
-            }
-        }
-    }
-}
-
-/// Makes all calls, up to the first that fails.
-///
-/// # Safety
-/// See [`Transfer::ask`].
-unsafe fn ask_all(transfers: &[Transfer], communicator: sys::ncclComm_t, stream: CUstream) -> ncclResult_t {
-    // SAFETY: as the caller guarantees.
-    let mut answers = transfers.iter().map(|transfer| unsafe { transfer.ask(communicator, stream) });
-    answers.find(|answer| !is_fine(*answer)).unwrap_or(ncclResult_t::ncclSuccess)
-}
-
-fn dtype(dtype: DType) -> ncclDataType_t {
-    match dtype {
-        DType::U8 => ncclDataType_t::ncclUint8,
-        DType::U32 => ncclDataType_t::ncclUint32,
-        DType::I64 => ncclDataType_t::ncclInt64,
-        DType::BF16 => ncclDataType_t::ncclBfloat16,
-        DType::F16 => ncclDataType_t::ncclFloat16,
-        DType::F32 => ncclDataType_t::ncclFloat32,
-        DType::F64 => ncclDataType_t::ncclFloat64,
-    }
-}
-
-fn how(op: ReduceOp) -> ncclRedOp_t {
-    match op {
-        ReduceOp::Sum => ncclRedOp_t::ncclSum,
-        ReduceOp::Avg => ncclRedOp_t::ncclAvg,
-        ReduceOp::Min => ncclRedOp_t::ncclMin,
-        ReduceOp::Max => ncclRedOp_t::ncclMax,
-        ReduceOp::Product => ncclRedOp_t::ncclProd,
     }
 }
 
